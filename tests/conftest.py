@@ -1,0 +1,23 @@
+"""Test session: 8 CPU devices, strict JAX settings, parsed absl flags."""
+
+import os
+
+# Before jax is imported anywhere: tests exercise real meshes on one host.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "")
+    + " --xla_force_host_platform_device_count=8"
+)
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+from absl import flags  # noqa: E402
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _parsed_flags():
+  # grain reads absl flags when it starts workers.
+  if not flags.FLAGS.is_parsed():
+    flags.FLAGS.mark_as_parsed()
