@@ -14,6 +14,7 @@ _INSTALL = [
     "grain>=0.2.15,<0.3",
     "array-record>=0.8.1,<0.9",
     "tensorflow-datasets>=4.9.9,<5",
+    "importlib-resources>=6",  # tensorflow-datasets needs it, unsaid.
     "ml-collections>=1.1,<2",
     "absl-py>=2.1",
     "tokenizers>=0.22,<0.24",

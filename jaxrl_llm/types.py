@@ -34,6 +34,7 @@ class Rollout:
   prompt_tokens: chex.Array  # int32 [B, P], right-padded.
   prompt_lengths: chex.Array  # int32 [B].
   tokens: chex.Array  # int32 [B, T], response tokens, stop token included.
+  lengths: chex.Array  # int32 [B], response tokens present.
   mask: chex.Array  # bool [B, T], True where a response token may carry loss.
   behavior_logprobs: chex.Array  # float32 [B, T], of the law sampled from.
   version: chex.Array  # int32 [B, T], policy version that wrote the token.

@@ -1,0 +1,1 @@
+"""Text in: tokenizers, tasks, data sources and the stream of prompts."""

@@ -1,0 +1,62 @@
+"""Models as pure functions; the only room that knows flax."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxrl_llm.models import hf
+from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.functional import (
+    ModelFns,
+    ValueFns,
+    make_policy,
+    make_value,
+)
+from jaxrl_llm.models.heads import TokenLogprobs
+from jaxrl_llm.models.transformer import cache_length, grow_cache, write_cache
+
+__all__ = [
+    "ModelConfig",
+    "ModelFns",
+    "TokenLogprobs",
+    "ValueFns",
+    "cache_length",
+    "grow_cache",
+    "load",
+    "make_policy",
+    "make_value",
+    "save",
+    "write_cache",
+]
+
+
+def load(path: str, *, dtype: Any = jnp.float32) -> tuple[ModelFns, Any]:
+  """Model functions and parameters of a Hugging Face directory.
+
+  Args:
+    path: directory with config.json and *.safetensors.
+    dtype: of the parameters and of all computation.
+
+  Returns:
+    `(ModelFns, params)`.
+
+  Raises:
+    InputError: a file is missing, damaged or not supported.
+  """
+  config = hf.read_config(path)
+  params = hf.read_params(path, config, dtype=dtype)
+  return make_policy(config, dtype=dtype), params
+
+
+def save(
+    path: str, fns: ModelFns, params: Any, *, tokenizer_from: str | None = None
+) -> None:
+  """Writes a Hugging Face directory that `transformers` loads.
+
+  Args:
+    path: directory to write.
+    fns: the model whose parameters these are.
+    params: policy parameters in the stacked layout.
+    tokenizer_from: directory whose tokenizer files are copied along.
+  """
+  hf.write_params(path, fns.config, params, extra_files_from=tokenizer_from)

@@ -1,0 +1,65 @@
+# Two commands do everything on a fresh machine with Python 3.11 to 3.13:
+#   make train   install, run the main job (configs/vapo.py), draw its curves
+#   make test    install, run the whole test suite
+# Variables: PYTHON (interpreter of a new venv), VENV (its folder), CONFIG,
+# WORKDIR and ARGS (of the run, e.g. ARGS="--config.run.seed=1"), TESTS (e.g.
+# TESTS=tests/metrics_test.py), PYTEST_ARGS.
+
+PYTHON ?= python3
+VENV ?= .venv
+CONFIG ?= configs/vapo.py
+WORKDIR ?= runs/vapo
+ARGS ?=
+TESTS ?= tests
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check install
+# A file's tests stay in one worker, which then shares what it compiled.
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile $(PYTEST_ARGS)
+
+# Compiled programs are kept between runs: the next start is much faster.
+export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.jax_cache
+export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.5
+
+.PHONY: help train test quicktest lint clean
+.DEFAULT_GOAL := help
+# A failed `python -m venv` must not look like a made one.
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
+
+train: $(VENV)/installed-plot
+	$(BIN)/python scripts/train.py --config=$(CONFIG) --workdir=$(WORKDIR) $(ARGS)
+	$(BIN)/python scripts/report.py $(WORKDIR)
+
+test: $(VENV)/installed-test
+	$(PYTEST) $(TESTS)
+
+quicktest: $(VENV)/installed-test
+	$(PYTEST) -m 'not slow' $(TESTS)
+
+lint: $(VENV)/installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+clean:
+	rm -rf .venv .jax_cache build dist *.egg-info .pytest_cache .ruff_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# Installs an extra (plot, test, parity, ...) once, and again when setup.py
+# changes.
+$(VENV)/installed-%: setup.py | $(VENV)/pyvenv.cfg
+	@echo "installing jaxrl_llm[$*] into $(VENV) (the first time takes minutes)"
+	@$(PIP) -e '.[$*]'
+	@touch $@
+
+$(VENV)/pyvenv.cfg:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
+	  || { echo "jaxrl_llm needs Python 3.11 to 3.13, but '$(PYTHON)' is" \
+	  "$$($(PYTHON) --version 2>&1): name another, as in make PYTHON=python3.12"; exit 2; }
+	@echo "creating $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV) \
+	  || { echo "'$(PYTHON) -m venv' failed:" \
+	  "install the venv package of this Python"; exit 2; }

@@ -1,0 +1,372 @@
+"""Text to tokens and back, from a Hugging Face style directory.
+
+Two copies of the same `tokenizer.json` are held. The plain one reads text that
+others wrote: the spelling of a control token inside it is ordinary text. The
+ids of control tokens enter only through `prefix` and a chat template.
+"""
+
+import dataclasses
+import functools
+import itertools
+import json
+import pathlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jinja2
+import tokenizers
+from jinja2 import sandbox
+
+from jaxrl_llm.errors import InputError
+
+_MAX_TEMPLATE_CHARS = 1 << 16
+_MAX_RENDERED_CHARS = 1 << 20
+_PRIVATE_USE = range(0xE000, 0xF900)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tokenizer:
+  """A tokenizer with the ids that sampling needs.
+
+  Attributes:
+    path: directory it was loaded from, for messages.
+    vocab_size: one more than the largest token id.
+    eos_id: the first stop token.
+    stop_tokens: all tokens that end a response.
+    pad_id: the padding token; the end token where the files name none.
+    bos_id: the token that begins a text, or None.
+    prefix: control tokens that the files put before every text (Llama 3 begins
+      with its bos token; most others with nothing).
+    chat_template: Jinja source, or None.
+  """
+
+  path: str
+  vocab_size: int
+  eos_id: int
+  stop_tokens: tuple[int, ...]
+  pad_id: int
+  bos_id: int | None
+  prefix: tuple[int, ...]
+  chat_template: str | None
+  _plain: tokenizers.Tokenizer = dataclasses.field(repr=False)
+  _special: Mapping[str, int] = dataclasses.field(repr=False)
+
+  @classmethod
+  def load(cls, path: str | pathlib.Path) -> "Tokenizer":
+    """Reads `tokenizer.json` and the small files beside it.
+
+    Args:
+      path: directory with `tokenizer.json`; `tokenizer_config.json`,
+        `generation_config.json` and `config.json` are read where present, for
+        the end, padding and begin tokens (in this order: generation config,
+        model config, tokenizer config).
+
+    Returns:
+      The tokenizer.
+
+    Raises:
+      InputError: a file is missing or damaged, or no end token is named.
+    """
+    directory = pathlib.Path(path)
+    plain = _read_tokenizer(directory / "tokenizer.json")
+    token_config = _read_json(directory / "tokenizer_config.json")
+    id_configs = [
+      _read_json(directory / "generation_config.json"),
+      _read_json(directory / "config.json"),
+    ]
+    ids = {
+      kind: _control_ids(kind, directory, plain, id_configs, token_config)
+      for kind in ("eos", "pad", "bos")
+    }
+    if not ids["eos"]:
+      raise InputError(
+        f"{directory}: no end token; name eos_token_id in config.json"
+      )
+    _mark_special(plain, {i for group in ids.values() for i in group})
+    prefix = _prefix(plain)
+    plain.encode_special_tokens = True
+    return cls(
+      path=str(directory),
+      vocab_size=max(plain.get_vocab(with_added_tokens=True).values()) + 1,
+      eos_id=ids["eos"][0],
+      stop_tokens=ids["eos"],
+      pad_id=(ids["pad"] or ids["eos"])[0],
+      bos_id=ids["bos"][0] if ids["bos"] else None,
+      prefix=prefix,
+      chat_template=_chat_template(directory, token_config),
+      _plain=plain,
+      _special={
+        token.content: i
+        for i, token in plain.get_added_tokens_decoder().items()
+        if token.special
+      },
+    )
+
+  def encode(self, text: str) -> list[int]:
+    """Returns the tokens of plain text: no control token is added or read."""
+    try:
+      return self._plain.encode(text, add_special_tokens=False).ids
+    except Exception as error:  # The library raises bare Exception.
+      raise InputError(
+        f"{self.path}/tokenizer.json cannot tokenise the text {text[:40]!r}"
+        f" ({error}); use only characters of its vocabulary"
+      ) from error
+
+  def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+    """Returns the text of `ids`, control tokens left out unless asked for."""
+    return self._plain.decode(
+      [int(i) for i in ids], skip_special_tokens=skip_special
+    )
+
+  def apply_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """Returns the tokens of a conversation, ready for the model's answer.
+
+    Control tokens that the template writes become control tokens; the same
+    spelling inside a message's content stays plain text.
+
+    Args:
+      messages: mappings with the keys `role` and `content`.
+
+    Returns:
+      Tokens, up to and with the opening of the assistant's turn.
+
+    Raises:
+      InputError: there is no template, or it fails.
+    """
+    if self.chat_template is None:
+      raise InputError(
+        f"{self.path}: no chat_template in tokenizer_config.json; choose"
+        " data.template='completion' or 'few_shot'"
+      )
+    special = "|".join(
+      re.escape(t) for t in sorted(self._special, key=len, reverse=True)
+    )
+    pattern = re.compile(f"({special})" if special else r"(?!)")
+    # Spellings in the content are swapped for characters that occur nowhere,
+    # so the template may trim and split content as it likes, and swapped back
+    # once the template's own control tokens have been cut out.
+    taken = self.chat_template + "".join(m["content"] for m in messages)
+    unused = (chr(c) for c in _PRIVATE_USE if chr(c) not in taken)
+    disguise = dict(zip(self._special, unused))
+    reveal = str.maketrans({v: k for k, v in disguise.items()})
+    hidden = [
+      {
+        "role": m["role"],
+        "content": pattern.sub(lambda x: disguise[x[0]], m["content"]),
+      }
+      for m in messages
+    ]
+    tokens = []
+    for piece in pattern.split(self._render(hidden)):
+      if piece in self._special:
+        tokens.append(self._special[piece])
+      elif piece:
+        tokens.extend(self.encode(piece.translate(reveal)))
+    return tokens
+
+  def _render(self, messages: Sequence[Mapping[str, str]]) -> str:
+    spelling = {i: text for text, i in self._special.items()}
+    pieces, size = [], 0
+    try:
+      template = _compile(self.chat_template)
+      for piece in template.generate(
+        messages=messages,
+        add_generation_prompt=True,
+        bos_token=spelling.get(self.bos_id, ""),
+        eos_token=spelling.get(self.eos_id, ""),
+      ):
+        pieces.append(piece)
+        size += len(piece)
+        if size > _MAX_RENDERED_CHARS:
+          raise ValueError(f"more than {_MAX_RENDERED_CHARS} characters")
+    except Exception as error:  # The template is foreign code.
+      raise InputError(
+        f"{self.path}: the chat template failed ({error}); check"
+        " chat_template in tokenizer_config.json"
+      ) from error
+    return "".join(pieces)
+
+
+class _Environment(sandbox.ImmutableSandboxedEnvironment):
+  """A sandbox in which arithmetic cannot build giant values either.
+
+  A template cannot reach the machine. It can still waste time: it is to be
+  trusted as far as the model directory that it lies in.
+  """
+
+  intercepted_binops = frozenset(["*", "**", "%"])
+
+  def call_binop(self, context, operator, left, right):
+    if not all(type(x) in (int, float) for x in (left, right)):
+      raise sandbox.SecurityError(f"{operator!r} works on numbers only")
+    if operator == "**" or max(abs(left), abs(right)) > 1e9:
+      raise sandbox.SecurityError(f"{operator!r} of too large numbers")
+    return super().call_binop(context, operator, left, right)
+
+
+def _raise_exception(message: str):
+  raise jinja2.TemplateError(message)
+
+
+_ENVIRONMENT = _Environment(
+  trim_blocks=True,
+  lstrip_blocks=True,
+  extensions=["jinja2.ext.loopcontrols"],
+)
+_ENVIRONMENT.globals["raise_exception"] = _raise_exception
+
+
+@functools.lru_cache(maxsize=8)
+def _compile(template: str) -> jinja2.Template:
+  return _ENVIRONMENT.from_string(template)
+
+
+def character_tokenizer_json(
+  characters: str,
+  *,
+  pad: str = "<pad>",
+  eos: str = "<eos>",
+) -> str:
+  """Returns a `tokenizer.json` in which every character is one token.
+
+  Ids: `pad` 0, `eos` 1, then `characters` in order.
+
+  Args:
+    characters: the alphabet, without repeats.
+    pad: spelling of the padding token.
+    eos: spelling of the end token.
+
+  Raises:
+    ValueError: a character occurs twice.
+  """
+  if len(set(characters)) != len(characters):
+    raise ValueError(f"characters must be distinct, got {characters!r}")
+  vocab = {c: i for i, c in enumerate([pad, eos, *characters])}
+  added = [
+    {
+      "id": vocab[content],
+      "content": content,
+      "single_word": False,
+      "lstrip": False,
+      "rstrip": False,
+      "normalized": False,
+      "special": True,
+    }
+    for content in (pad, eos)
+  ]
+  split = {
+    "type": "Split",
+    "pattern": {"String": ""},
+    "behavior": "Isolated",
+    "invert": False,
+  }
+  # The unknown token is left out of the vocabulary on purpose: a foreign
+  # character is an error, not a silent token.
+  model = {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"}
+  spec = {
+    "version": "1.0",
+    "truncation": None,
+    "padding": None,
+    "added_tokens": added,
+    "normalizer": None,
+    "pre_tokenizer": split,
+    "post_processor": None,
+    "decoder": {"type": "Fuse"},
+    "model": model,
+  }
+  return json.dumps(spec, indent=1)
+
+
+def _read_tokenizer(path: pathlib.Path) -> tokenizers.Tokenizer:
+  try:
+    text = path.read_text(encoding="utf-8")
+  except (OSError, UnicodeDecodeError) as error:
+    raise InputError(
+      f"{path}: cannot be read ({error}); give a model directory that holds"
+      " tokenizer.json"
+    ) from error
+  try:
+    tokenizer = tokenizers.Tokenizer.from_str(text)
+  except Exception as error:  # The library raises bare Exception.
+    raise InputError(
+      f"{path}: damaged tokenizer ({error}); download it again"
+    ) from error
+  # Files are published with both switched on; they would cut long prompts.
+  tokenizer.no_truncation()
+  tokenizer.no_padding()
+  return tokenizer
+
+
+def _read_json(path: pathlib.Path) -> dict[str, Any]:
+  if not path.exists():
+    return {}
+  try:
+    value = json.loads(path.read_text(encoding="utf-8"))
+  except (OSError, ValueError, RecursionError) as error:
+    raise InputError(
+      f"{path}: not readable JSON ({error}); download it again"
+    ) from error
+  if not isinstance(value, dict):
+    raise InputError(f"{path}: must hold one JSON object; download it again")
+  return value
+
+
+def _control_ids(
+  kind: str,
+  directory: pathlib.Path,
+  tokenizer: tokenizers.Tokenizer,
+  id_configs: Sequence[Mapping[str, Any]],
+  token_config: Mapping[str, Any],
+) -> tuple[int, ...]:
+  """Returns the ids of a control token, () where no file names one."""
+  found = None
+  for config in id_configs:
+    if found is None:
+      found = config.get(f"{kind}_token_id")
+  if found is None:
+    token = token_config.get(f"{kind}_token")
+    content = token.get("content") if isinstance(token, dict) else token
+    found = tokenizer.token_to_id(content) if isinstance(content, str) else None
+  ids = found if isinstance(found, list) else [] if found is None else [found]
+  for i in ids:
+    if type(i) is not int or i < 0 or tokenizer.id_to_token(i) is None:
+      raise InputError(
+        f"{directory}: {kind}_token_id {i!r} is no token of tokenizer.json;"
+        " correct config.json or generation_config.json"
+      )
+  return tuple(ids)
+
+
+def _mark_special(tokenizer: tokenizers.Tokenizer, control: set[int]):
+  """Makes every control token special, also where the file forgot to say so."""
+  for i, token in tokenizer.get_added_tokens_decoder().items():
+    if i in control and not token.special:
+      token.special = True
+      tokenizer.add_special_tokens([token])
+
+
+def _prefix(tokenizer: tokenizers.Tokenizer) -> tuple[int, ...]:
+  """Returns the control tokens that the file puts before a text."""
+  if tokenizer.post_processor is None:
+    return ()
+  encoding = tokenizer.encode("0")
+  added = zip(encoding.ids, encoding.special_tokens_mask)
+  return tuple(i for i, _ in itertools.takewhile(lambda x: x[1], added))
+
+
+def _chat_template(
+  directory: pathlib.Path, token_config: Mapping[str, Any]
+) -> str | None:
+  path = directory / "chat_template.jinja"
+  template = token_config.get("chat_template")
+  if path.exists():
+    template = path.read_text(encoding="utf-8")
+  if template is None:
+    return None
+  if not isinstance(template, str) or len(template) > _MAX_TEMPLATE_CHARS:
+    raise InputError(
+      f"{directory}: chat_template must be one string of at most"
+      f" {_MAX_TEMPLATE_CHARS} characters; correct tokenizer_config.json"
+    )
+  return template

@@ -1,0 +1,13 @@
+"""The one error for bad input from outside the program."""
+
+
+class InputError(ValueError):
+  """A file, a field or a flag from outside cannot be used.
+
+  The message is one line that says what is wrong, where, and what to do about
+  it; scripts print it and exit with code 2. Line breaks (for instance from a
+  wrapped library's message) are folded into spaces.
+  """
+
+  def __init__(self, message: str):
+    super().__init__(" ".join(message.split()))

@@ -1,0 +1,84 @@
+"""Per-token terms beside the policy's surrogate: likelihood and KL."""
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm import distributions
+
+
+def nll(logprobs: chex.Array) -> jax.Array:
+  """Negative log-likelihood of the sampled tokens, L = -log π(a).
+
+  Summed with 'token-mean' weights over the tokens of the *correct* responses
+  of a mini-batch it is VAPO's positive-example language-model loss.
+
+  Args:
+    logprobs: [...], log-probabilities under the current policy.
+
+  Returns:
+    float32 [...], not reduced.
+
+  Reference: Yue et al. 2025 (VAPO), arXiv:2504.05118, equation 9.
+  """
+  return -jnp.asarray(logprobs, jnp.float32)
+
+
+def kl_k1(logprobs: chex.Array, ref_logprobs: chex.Array) -> jax.Array:
+  """Schulman's k1 estimate of KL(π ‖ π_ref): d = log π - log π_ref.
+
+  Unbiased as a value. As a loss it is useless, E[∇k1] = 0; subtracted from
+  the reward it gives the gradient of KL(π ‖ π_ref).
+
+  Args:
+    logprobs: [...], of tokens sampled from π.
+    ref_logprobs: [...], of the same tokens under the reference.
+
+  Returns:
+    float32 [...], may be negative.
+
+  Reference: Schulman 2020, "Approximating KL divergence".
+  """
+  chex.assert_equal_shape([logprobs, ref_logprobs])
+  return jnp.asarray(logprobs, jnp.float32) - jnp.asarray(
+    ref_logprobs, jnp.float32
+  )
+
+
+def kl_k2(logprobs: chex.Array, ref_logprobs: chex.Array) -> jax.Array:
+  """Schulman's k2 estimate of KL(π ‖ π_ref): d²/2.
+
+  Biased as a value, but the right one as a loss: E[∇k2] = ∇KL(π ‖ π_ref).
+
+  Args:
+    logprobs: [...], of tokens sampled from π.
+    ref_logprobs: [...], of the same tokens under the reference.
+
+  Returns:
+    float32 [...], at least 0.
+
+  Reference: Schulman 2020, "Approximating KL divergence".
+  """
+  return 0.5 * jnp.square(kl_k1(logprobs, ref_logprobs))
+
+
+def kl_k3(logprobs: chex.Array, ref_logprobs: chex.Array) -> jax.Array:
+  """Schulman's k3 estimate of KL(π ‖ π_ref): exp(-d) - 1 + d.
+
+  Unbiased and never negative as a value. As a loss, which is how GRPO uses
+  it, its gradient is that of the *other* direction: E[∇k3] = ∇KL(π_ref ‖ π).
+
+  Args:
+    logprobs: [...], of tokens sampled from π.
+    ref_logprobs: [...], of the same tokens under the reference.
+
+  Returns:
+    float32 [...], at least 0. d is clamped to [-20, 20], beyond which the
+    gradient is 0.
+
+  Reference: Schulman 2020, "Approximating KL divergence"; Shao et al. 2024
+    (GRPO), arXiv:2402.03300, equation 4.
+  """
+  log_ratio = distributions.clamped_log_ratio(logprobs, ref_logprobs)
+  # expm1 keeps the digits that exp(-d) - 1 loses where the policies are close.
+  return jnp.expm1(-log_ratio) + log_ratio

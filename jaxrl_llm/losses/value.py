@@ -1,0 +1,68 @@
+"""Regression of a critic on returns."""
+
+import numbers
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+
+
+class ClippedValueLoss(NamedTuple):
+  """Per-token loss and where its clip acts. Both of one shape."""
+
+  loss: jax.Array  # float32, to be minimised.
+  clipped: jax.Array  # bool, the clipped error was the larger one.
+
+
+def clipped_value_loss(
+  values: chex.Array,
+  returns: chex.Array,
+  *,
+  old_values: chex.Array | None = None,
+  clip_value: chex.Numeric | None = None,
+) -> ClippedValueLoss:
+  """Squared error of a critic, pessimistic about large moves if clipped.
+
+    L = ½ (V - G)²                                          without a clip
+    L = ½ max((V - G)², (clip(V, V_old ± clip_value) - G)²)     with one
+
+  Args:
+    values: [...], V, current predictions.
+    returns: [...], G, targets. No gradient is stopped here.
+    old_values: [...], V_old, predictions at the start of the update.
+    clip_value: how far V may move from V_old, at least 0; a number or an
+      array that broadcasts. Given together with old_values or not at all.
+
+  Returns:
+    A `ClippedValueLoss`, not reduced.
+
+  Raises:
+    ValueError: if one of old_values and clip_value is missing, or clip_value
+      is negative.
+
+  Reference: Schulman et al. 2017 (PPO), arXiv:1707.06347; the clip comes from
+    that paper's public implementation, not from its text.
+  """
+  chex.assert_equal_shape([values, returns])
+  if (old_values is None) != (clip_value is None):
+    raise ValueError(
+      "old_values and clip_value belong together; only"
+      f" {'clip_value' if old_values is None else 'old_values'} was given"
+    )
+  values = jnp.asarray(values, jnp.float32)
+  returns = jnp.asarray(returns, jnp.float32)
+  squares = jnp.square(values - returns)
+  if clip_value is None:
+    return ClippedValueLoss(0.5 * squares, jnp.zeros(values.shape, bool))
+  chex.assert_equal_shape([values, old_values])
+  if isinstance(clip_value, numbers.Real) and not clip_value >= 0:
+    raise ValueError(f"clip_value={clip_value}, expected at least 0")
+  old_values = jnp.asarray(old_values, jnp.float32)
+  room = jnp.broadcast_to(jnp.asarray(clip_value, jnp.float32), values.shape)
+  bounded = jnp.clip(values, old_values - room, old_values + room)
+  bounded_squares = jnp.square(bounded - returns)
+  clipped = bounded_squares > squares
+  return ClippedValueLoss(
+    loss=0.5 * jnp.where(clipped, bounded_squares, squares), clipped=clipped
+  )

@@ -1,0 +1,390 @@
+"""Masked and segment reductions that padding cannot disturb.
+
+Every function selects *before* it computes: what lies in a masked slot, NaN
+included, changes neither the value nor the gradient. A mask is True (or
+non-zero) where an element counts. Results are float32.
+"""
+
+from collections.abc import Callable, Sequence
+
+import chex
+import jax
+import jax.numpy as jnp
+
+Axis = int | Sequence[int] | None
+
+
+def masked_fill(
+  x: chex.Array, mask: chex.Array, *, value: float = 0.0
+) -> jax.Array:
+  """x where the mask holds, a finite constant elsewhere.
+
+  The step that makes padding inert before a function without a mask, such as
+  a per-token loss, sees it.
+
+  Args:
+    x: any shape.
+    mask: same shape as x.
+    value: what stands in masked slots.
+
+  Returns:
+    float32, shape of x.
+  """
+  x, mask = _pair(x, mask)
+  return jnp.where(mask, x, value)
+
+
+def masked_count(
+  mask: chex.Array, *, axis: Axis = None, keepdims: bool = False
+) -> jax.Array:
+  """Number of elements that count, as float32."""
+  mask = jnp.asarray(mask, bool)
+  return jnp.sum(mask, axis=axis, keepdims=keepdims, dtype=jnp.float32)
+
+
+def masked_sum(
+  x: chex.Array,
+  mask: chex.Array,
+  *,
+  axis: Axis = None,
+  keepdims: bool = False,
+) -> jax.Array:
+  """Σ x over the elements that count; 0 where none does."""
+  return jnp.sum(masked_fill(x, mask), axis=axis, keepdims=keepdims)
+
+
+def masked_mean(
+  x: chex.Array,
+  mask: chex.Array,
+  *,
+  axis: Axis = None,
+  keepdims: bool = False,
+) -> jax.Array:
+  """Mean of x over the elements that count; 0 where none does."""
+  total = masked_sum(x, mask, axis=axis, keepdims=keepdims)
+  count = masked_count(mask, axis=axis, keepdims=keepdims)
+  return total / jnp.maximum(count, 1.0)
+
+
+def masked_var(
+  x: chex.Array,
+  mask: chex.Array,
+  *,
+  axis: Axis = None,
+  keepdims: bool = False,
+  bessel: bool = True,
+) -> jax.Array:
+  """Variance of x over the elements that count: Σ(x - x̄)² / (n - 1).
+
+  Args:
+    x: any shape.
+    mask: same shape as x.
+    axis: axes to reduce; None reduces all.
+    keepdims: keep the reduced axes with size one.
+    bessel: divide by n - 1; otherwise by n (population).
+
+  Returns:
+    float32; 0 where fewer than two elements count.
+  """
+  x, mask = _pair(x, mask)
+  mean = masked_mean(x, mask, axis=axis, keepdims=True)
+  centered = jnp.where(mask, jnp.where(mask, x, 0.0) - mean, 0.0)
+  squares = jnp.sum(jnp.square(centered), axis=axis, keepdims=keepdims)
+  count = masked_count(mask, axis=axis, keepdims=keepdims)
+  return squares / jnp.maximum(count - float(bessel), 1.0)
+
+
+def masked_std(
+  x: chex.Array,
+  mask: chex.Array,
+  *,
+  axis: Axis = None,
+  keepdims: bool = False,
+  bessel: bool = True,
+) -> jax.Array:
+  """Square root of `masked_var`, with gradient 0 where the variance is 0."""
+  return _safe_sqrt(
+    masked_var(x, mask, axis=axis, keepdims=keepdims, bessel=bessel)
+  )
+
+
+def masked_max(
+  x: chex.Array,
+  mask: chex.Array,
+  *,
+  axis: Axis = None,
+  keepdims: bool = False,
+) -> jax.Array:
+  """Largest x among the elements that count; 0 where none does."""
+  x, mask = _pair(x, mask)
+  largest = jnp.max(jnp.where(mask, x, -jnp.inf), axis=axis, keepdims=keepdims)
+  return jnp.where(jnp.any(mask, axis=axis, keepdims=keepdims), largest, 0.0)
+
+
+def masked_whiten(
+  x: chex.Array,
+  mask: chex.Array,
+  *,
+  axis: Axis = None,
+  bessel: bool = True,
+  epsilon: float = 1e-8,
+) -> jax.Array:
+  """(x - mean) / √(var + ε) over the elements that count.
+
+  No estimator whitens by itself: a recipe that wants it calls this, after the
+  value targets are formed and over the whole batch.
+
+  Args:
+    x: any shape.
+    mask: same shape as x.
+    axis: axes over which the statistics run; None takes all elements.
+    bessel: variance with n - 1; otherwise the population's.
+    epsilon: added to the variance.
+
+  Returns:
+    float32, shape of x; 0 in masked slots.
+  """
+  x, mask = _pair(x, mask)
+  mean = masked_mean(x, mask, axis=axis, keepdims=True)
+  var = masked_var(x, mask, axis=axis, keepdims=True, bessel=bessel)
+  centered = jnp.where(mask, x, mean) - mean
+  return jnp.where(mask, centered / jnp.sqrt(var + epsilon), 0.0)
+
+
+def explained_variance(
+  values: chex.Array, returns: chex.Array, mask: chex.Array
+) -> jax.Array:
+  """Share of the returns' variance that a critic explains.
+
+  EV = 1 - Var(G - V) / Var(G): 1 for a perfect critic, 0 for a constant one,
+  below 0 for one that is worse than a constant.
+
+  Args:
+    values: predictions V, any shape.
+    returns: targets G, same shape.
+    mask: same shape.
+
+  Returns:
+    float32 scalar; 0 where the returns do not vary, as there is nothing to
+    explain.
+  """
+  chex.assert_equal_shape([values, returns, mask])
+  returns = masked_fill(returns, mask)
+  unexplained = masked_var(returns - masked_fill(values, mask), mask)
+  total = masked_var(returns, mask)
+  varies = total > 0.0
+  share = 1.0 - unexplained / jnp.where(varies, total, 1.0)
+  return jnp.where(varies, share, 0.0)
+
+
+def token_weights(
+  mask: chex.Array, *, mode: str, norm: float | None = None
+) -> jax.Array:
+  """Weights w such that Σ w·loss is the named reduction of a per-token loss.
+
+  With n_i tokens in sequence i and S sequences that have any:
+
+    token-mean               1 / Σ n_i
+    seq-mean-token-mean      1 / (S n_i)
+    seq-mean-token-sum       1 / S
+    seq-mean-token-sum-norm  1 / norm   (verl's: the factor 1 / S is absent)
+    dr-grpo                  1 / (S norm)
+
+  Computed once over the global batch, so that micro-batches and devices only
+  add. Sequences without a token do not count.
+
+  Args:
+    mask: [..., T], time last; all leading axes together count sequences.
+    mode: a name of the table above.
+    norm: the constant length of the last two modes, in tokens, usually the
+      generation budget; it must be absent for the others.
+
+  Returns:
+    float32 [..., T]; 0 in masked slots, and all 0 for an empty mask.
+
+  Raises:
+    ValueError: for an unknown mode, or a norm that is missing, superfluous or
+      not positive.
+
+  Reference: Yu et al. 2025 (DAPO), arXiv:2503.14476, equation 8; Liu et al.
+    2025 (Dr. GRPO), arXiv:2503.20783.
+  """
+  if mode not in _TOKEN_WEIGHTS:
+    raise ValueError(f"mode={mode!r}, expected one of {sorted(_TOKEN_WEIGHTS)}")
+  if (norm is not None) != (mode in _NORM_MODES):
+    raise ValueError(
+      f"norm={norm!r} with mode={mode!r}: norm is required by"
+      f" {sorted(_NORM_MODES)} and by no other mode"
+    )
+  if norm is not None and not norm > 0:
+    raise ValueError(f"norm={norm!r}, expected a positive number of tokens")
+  counts = jnp.asarray(mask, bool).astype(jnp.float32)
+  lengths = jnp.sum(counts, axis=-1, keepdims=True)
+  sequences = jnp.sum(lengths > 0, dtype=jnp.float32)
+  divisor = _TOKEN_WEIGHTS[mode](lengths, jnp.maximum(sequences, 1.0), norm)
+  return counts / jnp.broadcast_to(divisor, counts.shape)
+
+
+# (tokens per sequence, number of sequences, norm) -> what a token's loss is
+# divided by.
+_TOKEN_WEIGHTS: dict[str, Callable[..., chex.Numeric]] = {
+  "token-mean": lambda lengths, sequences, norm: jnp.maximum(
+    jnp.sum(lengths), 1.0
+  ),
+  "seq-mean-token-mean": lambda lengths, sequences, norm: (
+    sequences * jnp.maximum(lengths, 1.0)
+  ),
+  "seq-mean-token-sum": lambda lengths, sequences, norm: sequences,
+  "seq-mean-token-sum-norm": lambda lengths, sequences, norm: norm,
+  "dr-grpo": lambda lengths, sequences, norm: sequences * norm,
+}
+_NORM_MODES = frozenset({"seq-mean-token-sum-norm", "dr-grpo"})
+
+
+def segment_count(
+  segments: chex.Array, *, num_segments: int, mask: chex.Array | None = None
+) -> jax.Array:
+  """Number of elements per segment, float32 [num_segments].
+
+  Here and below: `segments` is int [N] and need not be sorted; an element
+  whose index lies outside [0, num_segments), or whose mask is False, counts
+  nowhere.
+  """
+  segments, mask = _members(segments, num_segments, mask)
+  return _segment_total(mask.astype(jnp.float32), segments, num_segments)
+
+
+def segment_sum(
+  x: chex.Array,
+  segments: chex.Array,
+  *,
+  num_segments: int,
+  mask: chex.Array | None = None,
+) -> jax.Array:
+  """Σ x per segment, float32 [num_segments]; 0 for an empty segment."""
+  chex.assert_equal_shape([x, segments])
+  segments, mask = _members(segments, num_segments, mask)
+  return _segment_total(masked_fill(x, mask), segments, num_segments)
+
+
+def segment_mean(
+  x: chex.Array,
+  segments: chex.Array,
+  *,
+  num_segments: int,
+  mask: chex.Array | None = None,
+) -> jax.Array:
+  """Mean of x per segment, float32 [num_segments]; 0 for an empty segment."""
+  total = segment_sum(x, segments, num_segments=num_segments, mask=mask)
+  count = segment_count(segments, num_segments=num_segments, mask=mask)
+  return total / jnp.maximum(count, 1.0)
+
+
+def segment_min(
+  x: chex.Array,
+  segments: chex.Array,
+  *,
+  num_segments: int,
+  mask: chex.Array | None = None,
+) -> jax.Array:
+  """Least x per segment, float32 [num_segments]; 0 for an empty segment."""
+  chex.assert_equal_shape([x, segments])
+  segments, mask = _members(segments, num_segments, mask)
+  least = jax.ops.segment_min(
+    masked_fill(x, mask), segments, num_segments=num_segments + 1
+  )[:-1]
+  count = _segment_total(mask.astype(jnp.float32), segments, num_segments)
+  return jnp.where(count > 0, least, 0.0)
+
+
+def segment_std(
+  x: chex.Array,
+  segments: chex.Array,
+  *,
+  num_segments: int,
+  mask: chex.Array | None = None,
+  bessel: bool = True,
+) -> jax.Array:
+  """Standard deviation of x per segment.
+
+  Args:
+    x: [N].
+    segments: int [N].
+    num_segments: number of segments.
+    mask: [N] or None, which elements count.
+    bessel: divide by n - 1; otherwise by n (population).
+
+  Returns:
+    float32 [num_segments]; 0, with gradient 0, for fewer than two elements.
+  """
+  chex.assert_equal_shape([x, segments])
+  segments, mask = _members(segments, num_segments, mask)
+  x = masked_fill(x, mask)
+  mean = segment_mean(x, segments, num_segments=num_segments, mask=mask)
+  centered = x - jnp.append(mean, 0.0)[segments]
+  squares = _segment_total(jnp.square(centered), segments, num_segments)
+  count = _segment_total(mask.astype(jnp.float32), segments, num_segments)
+  return _safe_sqrt(squares / jnp.maximum(count - float(bessel), 1.0))
+
+
+def segment_median(
+  x: chex.Array,
+  segments: chex.Array,
+  *,
+  num_segments: int,
+  mask: chex.Array | None = None,
+) -> jax.Array:
+  """Median of x per segment; the mean of the two middle ones if n is even.
+
+  Args:
+    x: [N].
+    segments: int [N].
+    num_segments: number of segments.
+    mask: [N] or None, which elements count.
+
+  Returns:
+    float32 [num_segments]; 0 for an empty segment.
+  """
+  chex.assert_equal_shape([x, segments])
+  segments, mask = _members(segments, num_segments, mask)
+  # One sort by (segment, value): a segment's members then lie in one run.
+  _, ordered = jax.lax.sort((segments, masked_fill(x, mask)), num_keys=2)
+  count = _segment_total(mask.astype(jnp.int32), segments, num_segments)
+  start = jnp.cumsum(count) - count
+  lower = ordered.at[start + jnp.maximum(count - 1, 0) // 2].get(mode="clip")
+  upper = ordered.at[start + count // 2].get(mode="clip")
+  return jnp.where(count > 0, 0.5 * (lower + upper), 0.0)
+
+
+def _pair(x: chex.Array, mask: chex.Array) -> tuple[jax.Array, jax.Array]:
+  """Checks that shapes agree; x as float32 and the mask as bool."""
+  chex.assert_equal_shape([x, mask])
+  return jnp.asarray(x, jnp.float32), jnp.asarray(mask, bool)
+
+
+def _members(
+  segments: chex.Array, num_segments: int, mask: chex.Array | None
+) -> tuple[jax.Array, jax.Array]:
+  """Sends all that does not count to one spare segment behind the last."""
+  if num_segments < 1:
+    raise ValueError(f"num_segments={num_segments}, expected at least 1")
+  chex.assert_rank(segments, 1)
+  chex.assert_type(segments, int)
+  inside = (segments >= 0) & (segments < num_segments)
+  if mask is not None:
+    chex.assert_equal_shape([segments, mask])
+    inside &= jnp.asarray(mask, bool)
+  return jnp.where(inside, segments, num_segments), inside
+
+
+def _segment_total(
+  x: jax.Array, segments: jax.Array, num_segments: int
+) -> jax.Array:
+  totals = jax.ops.segment_sum(x, segments, num_segments=num_segments + 1)
+  return totals[:-1]
+
+
+def _safe_sqrt(x: jax.Array) -> jax.Array:
+  """√x whose gradient at 0 is 0: √'s own is infinite and makes NaN."""
+  positive = x > 0.0
+  return jnp.where(positive, jnp.sqrt(jnp.where(positive, x, 1.0)), 0.0)

@@ -1,0 +1,52 @@
+"""What a run tells about itself: measured, written and shown.
+
+`MetricsLogger` fans one row a step out to `metrics.jsonl`, TensorBoard and the
+console; the other names are the parts it is made of. Needs no accelerator.
+"""
+
+from jaxrl_llm.metrics.console import (
+  ConsoleWriter,
+  RunningEta,
+  printable,
+  sample_table,
+)
+from jaxrl_llm.metrics.logger import MetricsLogger, make_logger
+from jaxrl_llm.metrics.measure import (
+  CompileCounter,
+  Estimate,
+  PhaseTimer,
+  avg_at_k,
+  mean_and_standard_error,
+  pass_at_k,
+  peak_memory_gib,
+)
+from jaxrl_llm.metrics.writers import (
+  JsonlWriter,
+  Sample,
+  SampleWriter,
+  TensorBoardWriter,
+  Writer,
+  read_rows,
+)
+
+__all__ = (
+  "CompileCounter",
+  "ConsoleWriter",
+  "Estimate",
+  "JsonlWriter",
+  "MetricsLogger",
+  "PhaseTimer",
+  "RunningEta",
+  "Sample",
+  "SampleWriter",
+  "TensorBoardWriter",
+  "Writer",
+  "avg_at_k",
+  "make_logger",
+  "mean_and_standard_error",
+  "pass_at_k",
+  "peak_memory_gib",
+  "printable",
+  "read_rows",
+  "sample_table",
+)

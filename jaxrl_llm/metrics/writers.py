@@ -1,0 +1,262 @@
+"""Where rows go: append-only JSON lines that survive a kill, TensorBoard."""
+
+import json
+import math
+import os
+import pathlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxrl_llm.errors import InputError
+
+Row = dict[str, Any]
+
+
+class Sample(NamedTuple):
+  """One response, as a person judges it."""
+
+  prompt: str
+  response: str
+  gold: str
+  extracted: str | None  # None: no answer was found in the response.
+  reward: float
+  length: int  # Response tokens.
+  stop: str  # Why it ended, e.g. 'finished' or 'overlong'.
+
+
+class Writer:
+  """A place for metrics, samples and events; ignores what it does not show."""
+
+  def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    """Takes the metrics of one step."""
+
+  def samples(self, step: int, samples: Sequence[Sample]) -> None:
+    """Takes a few responses of one step."""
+
+  def event(self, text: str) -> None:
+    """Takes a line for the person who watches."""
+
+  def phase(self, name: str) -> None:
+    """Learns that a phase of the step begins."""
+
+  def close(self) -> None:
+    """Finishes; nothing is written afterwards."""
+
+
+def read_rows(path: str | os.PathLike) -> list[Row]:
+  """Reads a JSON lines file of rows with a `step`; a torn last line is left.
+
+  Raises:
+    InputError: a line other than the last is not an object with a `step`.
+    OSError: the file cannot be read.
+  """
+  return [row for _, row in _parse(path)]
+
+
+def _parse(path: str | os.PathLike) -> list[tuple[bytes, Row]]:
+  lines = pathlib.Path(path).read_bytes().splitlines(keepends=True)
+  kept = []
+  for number, line in enumerate(lines, start=1):
+    row = _parse_line(line)
+    if row is not None:
+      kept.append((line, row))
+    elif number < len(lines):
+      raise InputError(
+        f"{path}, line {number}: not a JSON object with an integer 'step';"
+        " repair or remove the line"
+      )
+  return kept
+
+
+def _parse_line(line: bytes) -> Row | None:
+  if not line.endswith(b"\n"):
+    return None
+  try:
+    row = json.loads(line)
+  except ValueError:
+    return None
+  is_row = isinstance(row, dict) and isinstance(row.get("step"), int)
+  return row if is_row else None
+
+
+class _RowFile:
+  """Appends whole lines, durably; can fall back to an earlier step."""
+
+  def __init__(self, path: str | os.PathLike):
+    self._path = pathlib.Path(path)
+    self._path.parent.mkdir(parents=True, exist_ok=True)
+    self._path.touch()
+    self._keep(lambda row: True)
+
+  def append(self, rows: Sequence[Row]) -> None:
+    """Writes all rows in one call of the system, or none of them."""
+    if not rows:
+      return
+    data = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
+    data = data.encode()
+    size = os.fstat(self._file).st_size
+    if os.write(self._file, data) != len(data):
+      os.ftruncate(self._file, size)
+      raise OSError(f"{self._path}: disk full, the row was not written")
+    os.fsync(self._file)
+    self.last_step = rows[-1]["step"]
+
+  def truncate_after(self, step: int) -> None:
+    """Drops every row of a later step."""
+    os.close(self._file)
+    self._keep(lambda row: row["step"] <= step)
+
+  def close(self) -> None:
+    os.close(self._file)
+
+  def _keep(self, wanted: Callable[[Row], bool]) -> None:
+    rows = [(line, row) for line, row in _parse(self._path) if wanted(row)]
+    data = b"".join(line for line, _ in rows)
+    if len(data) != self._path.stat().st_size:
+      _replace(self._path, data)
+    self.last_step = rows[-1][1]["step"] if rows else None
+    self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
+
+
+def _replace(path: pathlib.Path, data: bytes) -> None:
+  """Gives a file new content; a kill leaves either the old or the new."""
+  fresh = path.with_name(f".{path.name}.tmp")
+  with open(fresh, "wb") as file:
+    file.write(data)
+    file.flush()
+    os.fsync(file.fileno())
+  os.replace(fresh, path)
+  folder = os.open(path.parent, os.O_RDONLY)
+  try:
+    os.fsync(folder)
+  finally:
+    os.close(folder)
+
+
+class JsonlWriter(Writer):
+  """Appends one JSON object a step: `step`, `time` (Unix seconds), metrics.
+
+  Rows are never torn, doubled or lost, whenever the process dies: a row is one
+  durable append, steps must increase, and a resumed run first drops the rows
+  that its checkpoint does not know. For that, log step s before the checkpoint
+  of step s is committed.
+
+  JSON has no NaN: a non-finite metric is `null`, and the row then carries
+  `nonfinite`, an object from the metric's name to 'nan', 'inf' or '-inf'.
+  """
+
+  def __init__(
+    self,
+    path: str | os.PathLike,
+    *,
+    clock: Callable[[], float] = time.time,
+  ):
+    """Opens the file, made if missing; a torn last line is dropped."""
+    self._rows = _RowFile(path)
+    self._path = path
+    self._clock = clock
+
+  @property
+  def last_step(self) -> int | None:
+    """The step of the last row, None for an empty file."""
+    return self._rows.last_step
+
+  def truncate_after(self, step: int) -> None:
+    """Drops, atomically, the rows of later steps than the resumed one."""
+    self._rows.truncate_after(step)
+
+  def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    """Appends the row of a step.
+
+    Raises:
+      ValueError: the step is not later than the last one, or a metric is not
+        one number.
+    """
+    if self.last_step is not None and step <= self.last_step:
+      raise ValueError(
+        f"{self._path}: step must be > {self.last_step}, got {step}"
+      )
+    row = {"step": int(step), "time": self._clock()}
+    nonfinite = {}
+    for name, value in metrics.items():
+      row[name] = _number(name, value)
+      if not math.isfinite(row[name]):
+        nonfinite[name] = str(row[name])
+        row[name] = None
+    if nonfinite:
+      row["nonfinite"] = nonfinite
+    self._rows.append([row])
+
+  def close(self) -> None:
+    self._rows.close()
+
+
+def _number(name: str, value: Any) -> int | float:
+  array = np.asarray(value)
+  if array.shape == () and array.dtype.kind in "biu":
+    return int(array)
+  # Kind V is what NumPy says of bfloat16.
+  if array.shape == () and array.dtype.kind in "fV":
+    return float(array)
+  raise ValueError(f"metric {name} must be one number, got {value!r}")
+
+
+class SampleWriter(Writer):
+  """Appends responses in full to a JSON lines file, for reading later."""
+
+  def __init__(self, path: str | os.PathLike):
+    """Opens the file, made if missing; a torn last line is dropped."""
+    self._rows = _RowFile(path)
+
+  def truncate_after(self, step: int) -> None:
+    """Drops, atomically, the samples of later steps than the resumed one."""
+    self._rows.truncate_after(step)
+
+  def samples(self, step: int, samples: Sequence[Sample]) -> None:
+    self._rows.append([_sample_row(step, sample) for sample in samples])
+
+  def close(self) -> None:
+    self._rows.close()
+
+
+def _sample_row(step: int, sample: Sample) -> Row:
+  row = {"step": int(step)} | sample._asdict()
+  row["reward"] = _number("reward", sample.reward)
+  row["length"] = int(sample.length)
+  if not math.isfinite(row["reward"]):
+    row["reward"] = None
+  return row
+
+
+class TensorBoardWriter(Writer):
+  """Writes scalars as TensorBoard events."""
+
+  def __init__(
+    self, directory: str | os.PathLike, *, purge_step: int | None = None
+  ):
+    """Opens a new event file.
+
+    Args:
+      directory: where event files lie; a resumed run adds a file.
+      purge_step: TensorBoard forgets this and later steps of older files.
+    """
+    # Imported here: it is slow to load and only the main process writes.
+    import tensorboardX
+
+    self._writer = tensorboardX.SummaryWriter(
+      str(directory),
+      purge_step=purge_step,
+      # Two runs within one second must not share a file.
+      filename_suffix=f".{time.time_ns()}",
+    )
+
+  def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    for name, value in metrics.items():
+      self._writer.add_scalar(name, _number(name, value), step)
+    self._writer.flush()
+
+  def close(self) -> None:
+    self._writer.close()

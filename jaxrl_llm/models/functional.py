@@ -1,0 +1,182 @@
+"""The border of the models: named tuples of pure functions over plain dicts."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.models import heads, transformer
+from jaxrl_llm.models.config import ModelConfig
+
+
+class ModelFns(NamedTuple):
+  """A language model as pure functions of `params`, a plain nested dict.
+
+  `params` below is the stacked layout that trains and is stored; functions of
+  the sampler take `sampler_params`, made from it by `for_sampling`.
+  """
+
+  config: ModelConfig
+  # (key) -> params, float32.
+  init: Callable[..., Any]
+  # (params, tokens [B,T], targets [B,T], mask [B,T], segments, positions,
+  #  temperature) -> heads.TokenLogprobs of float32 [B,T].
+  logprobs: Callable[..., heads.TokenLogprobs]
+  # (params, tokens [B,T], mask [B,T]) -> float32 [B,T,V]; tests and Colabs.
+  logits: Callable[..., jax.Array]
+  # (params) -> sampler_params, in the sampler's dtype and layout.
+  for_sampling: Callable[..., Any]
+  # (slots, length) -> cache.
+  init_cache: Callable[..., transformer.Cache]
+  # (sampler_params, tokens [N,P], lengths [N]) -> (logits [N,V], cache).
+  prefill: Callable[..., tuple[jax.Array, transformer.Cache]]
+  # (sampler_params, cache, tokens [S], positions [S]) -> (logits, cache).
+  decode: Callable[..., tuple[jax.Array, transformer.Cache]]
+
+
+class ValueFns(NamedTuple):
+  """A critic: the same backbone with a scalar head."""
+
+  config: ModelConfig
+  # (key) -> params, float32.
+  init: Callable[..., Any]
+  # (policy params) -> params: a copy of its backbone, a fresh head.
+  from_policy: Callable[..., Any]
+  # (params, tokens [B,T], segments, positions) -> float32 [B,T].
+  values: Callable[..., jax.Array]
+
+
+def make_policy(
+    config: ModelConfig,
+    *,
+    dtype: Any = jnp.float32,
+    cache_dtype: Any = None,
+    remat: bool = True,
+    head_chunk: int = 128,
+    sharding: jax.sharding.Sharding | None = None,
+) -> ModelFns:
+  """Language model of a config.
+
+  Args:
+    config: the architecture.
+    dtype: of activations and matrix products, in training and sampling.
+      Parameters stay float32 for training.
+    cache_dtype: of keys and values in the sampler; `dtype` if None. (On a CPU
+      a bfloat16 cache is several times slower than a float32 one.)
+    remat: recompute layers in the backward pass.
+    head_chunk: positions of time per application of the vocabulary head.
+    sharding: of hidden states [B, T, D] in training.
+  """
+  backbone = functools.partial(
+      transformer.hidden,
+      config=config,
+      dtype=dtype,
+      remat=remat,
+      sharding=sharding,
+  )
+
+  def kernel(params):
+    return transformer.head_kernel(params, config)
+
+  def project(params, states):
+    return heads.project(states, kernel(params), config.tie_word_embeddings)
+
+  def logprobs(
+      params, tokens, targets, mask, segments, positions, temperature=1.0
+  ):
+    states = backbone(
+        params, tokens=tokens, segments=segments, positions=positions
+    )
+    return heads.chunked_logprobs(
+        states,
+        kernel(params),
+        targets,
+        mask,
+        temperature,
+        tied=config.tie_word_embeddings,
+        chunk=head_chunk,
+    )
+
+  def logits(params, tokens, mask):
+    segments = mask.astype(jnp.int32)
+    positions = jnp.maximum(jnp.cumsum(segments, axis=1) - 1, 0)
+    states = backbone(
+        params, tokens=tokens, segments=segments, positions=positions
+    )
+    return project(params, states)
+
+  def for_sampling(params):
+    cast = jax.tree.map(lambda x: x.astype(dtype), params)
+    return transformer.unstack(cast, config)
+
+  def prefill(params, tokens, lengths):
+    states, cache = transformer.prefill(params, config, tokens, dtype=dtype)
+    last = jnp.maximum(lengths - 1, 0)[:, None, None]
+    states = jnp.take_along_axis(states, last, axis=1)[:, 0]
+    store = cache_dtype or dtype
+    return project(params, states), jax.tree.map(
+        lambda x: x.astype(store), cache
+    )
+
+  def decode(params, cache, tokens, positions):
+    states, cache = transformer.decode(
+        params, config, cache, tokens, positions, dtype=dtype
+    )
+    return project(params, states), cache
+
+  return ModelFns(
+      config=config,
+      init=functools.partial(transformer.init, config=config),
+      logprobs=logprobs,
+      logits=logits,
+      for_sampling=for_sampling,
+      init_cache=functools.partial(
+          transformer.init_cache, config, dtype=cache_dtype or dtype
+      ),
+      prefill=prefill,
+      decode=decode,
+  )
+
+
+def make_value(
+    config: ModelConfig,
+    *,
+    dtype: Any = jnp.float32,
+    remat: bool = True,
+    sharding: jax.sharding.Sharding | None = None,
+) -> ValueFns:
+  """Critic of a config: backbone plus a float32 scalar head that starts at 0.
+
+  Arguments as in `make_policy`.
+  """
+  backbone = functools.partial(
+      transformer.hidden,
+      config=config,
+      dtype=dtype,
+      remat=remat,
+      sharding=sharding,
+  )
+
+  def from_policy(params):
+    """A zero head, so that the first values are 0 and unbiased by scale."""
+    head = {
+        "kernel": jnp.zeros((config.hidden_size, 1), jnp.float32),
+        "bias": jnp.zeros((1,), jnp.float32),
+    }
+    trunk = {k: v for k, v in params.items() if k != "lm_head"}
+    return jax.tree.map(jnp.copy, trunk) | {"value_head": head}
+
+  def init(key: chex.PRNGKey):
+    return from_policy(transformer.init(key, config))
+
+  def values(params, tokens, segments, positions):
+    states = backbone(
+        params, tokens=tokens, segments=segments, positions=positions
+    ).astype(jnp.float32)
+    head = params["value_head"]
+    return (jnp.dot(states, head["kernel"]) + head["bias"][0])[..., 0]
+
+  return ValueFns(config, init, from_policy, values)

@@ -1,0 +1,178 @@
+"""The output head: log-probs of given tokens without a [B, T, V] array.
+
+The vocabulary head is the largest activation of a language model. It is applied
+in chunks of time here, forward and (recomputed) backward, and only where a
+token carries loss: within every row the loss positions are sorted to the front,
+and the number of chunks that run follows the longest row of them.
+"""
+
+import functools
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+
+
+class TokenLogprobs(NamedTuple):
+  """Per-token results of the head, 0 where masked."""
+
+  logprobs: jax.Array  # float32 [B, T], log π(target).
+  entropy: jax.Array  # float32 [B, T], −Σ π log π in nats.
+
+
+def project(hidden: chex.Array, kernel: chex.Array, tied: bool) -> jax.Array:
+  """Logits [..., V] in float32; kernel is [V, D] if tied, else [D, V]."""
+  axis = 1 if tied else 0
+  contract = (((hidden.ndim - 1,), (axis,)), ((), ()))
+  return jax.lax.dot_general(
+      hidden,
+      kernel.astype(hidden.dtype),
+      contract,
+      preferred_element_type=jnp.float32,
+  )
+
+
+def chunked_logprobs(
+    hidden: chex.Array,
+    kernel: chex.Array,
+    targets: chex.Array,
+    mask: chex.Array,
+    temperature: chex.Numeric = 1.0,
+    *,
+    tied: bool,
+    chunk: int,
+) -> TokenLogprobs:
+  """log softmax(h W / temperature)[target] and entropy, chunk by chunk.
+
+  Args:
+    hidden: [B, T, D], final hidden states, any float dtype.
+    kernel: [V, D] if `tied` (the embedding) else [D, V].
+    targets: int32 [B, T].
+    mask: bool [B, T]; positions outside it are neither computed (up to the
+      rounding of a chunk) nor differentiated, and return 0.
+    temperature: scalar that divides the logits.
+    tied: which orientation `kernel` has.
+    chunk: positions of time per chunk; memory is B · chunk · V floats.
+
+  Returns:
+    `TokenLogprobs` of float32 [B, T].
+  """
+  chex.assert_rank([hidden, kernel, targets, mask], [3, 2, 2, 2])
+  chex.assert_equal_shape_prefix([hidden, targets, mask], 2)
+  chunk = min(chunk, mask.shape[1])
+  temperature = jnp.asarray(temperature, jnp.float32)
+  return TokenLogprobs(
+      *_logprobs(hidden, kernel, targets, mask, temperature, tied, chunk)
+  )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _logprobs(hidden, kernel, targets, mask, temperature, tied, chunk):
+  return _forward(hidden, kernel, targets, mask, temperature, tied, chunk)[0]
+
+
+def _forward(hidden, kernel, targets, mask, temperature, tied, chunk):
+  order, count = _loss_first(mask, chunk)
+  hidden_front = _permute(hidden, order, chunk)
+  targets_front = _permute(targets, order, chunk)
+
+  def body(i, carry):
+    rows = _slice(hidden_front, i, chunk)
+    logp = jax.nn.log_softmax(project(rows, kernel, tied) / temperature)
+    picked = jnp.take_along_axis(
+        logp, _slice(targets_front, i, chunk)[..., None], axis=-1
+    )[..., 0]
+    entropy = -jnp.sum(jnp.exp(logp) * logp, axis=-1)
+    return tuple(
+        jax.lax.dynamic_update_slice_in_dim(old, new, i * chunk, axis=1)
+        for old, new in zip(carry, (picked, entropy))
+    )
+
+  zeros = jnp.zeros(targets_front.shape, jnp.float32)
+  outputs = jax.lax.fori_loop(0, count, body, (zeros, zeros))
+  outputs = tuple(
+      jnp.where(mask, _unpermute(x, order), 0.0) for x in outputs
+  )
+  return outputs, (hidden, kernel, targets, mask, temperature, outputs[1])
+
+
+def _backward(tied, chunk, residuals, cotangents):
+  hidden, kernel, targets, mask, temperature, entropy = residuals
+  order, count = _loss_first(mask, chunk)
+  hidden_front = _permute(hidden, order, chunk)
+  targets_front = _permute(targets, order, chunk)
+  masked = [jnp.where(mask, g, 0.0) for g in cotangents]
+  g_logprob, g_entropy = (_permute(g, order, chunk) for g in masked)
+  entropy_front = _permute(entropy, order, chunk)
+  d_kernel_zero = jnp.zeros(kernel.shape, jnp.float32)
+  d_hidden_zero = jnp.zeros(hidden_front.shape, jnp.float32)
+  vocabulary = jnp.arange(kernel.shape[0 if tied else 1])[None, None]
+
+  def body(i, carry):
+    d_hidden, d_kernel = carry
+    rows = _slice(hidden_front, i, chunk)
+    g_lp = _slice(g_logprob, i, chunk)[..., None]
+    g_ent = _slice(g_entropy, i, chunk)[..., None]
+    target = _slice(targets_front, i, chunk)[..., None]
+    logp = jax.nn.log_softmax(project(rows, kernel, tied) / temperature)
+    p = jnp.exp(logp)
+    # ∂logπ(a)/∂z = 1[a] − π;  ∂H/∂z = −π (log π + H).
+    d_logits = g_lp * ((vocabulary == target) - p) - g_ent * p * (
+        logp + _slice(entropy_front, i, chunk)[..., None]
+    )
+    d_logits = (d_logits / temperature).astype(hidden.dtype)
+    dot = functools.partial(
+        jax.lax.dot_general, preferred_element_type=jnp.float32
+    )
+    back = (((2,), (0 if tied else 1,)), ((), ()))
+    d_rows = dot(d_logits, kernel.astype(hidden.dtype), back)
+    both = (((0, 1), (0, 1)), ((), ()))
+    left, right = (d_logits, rows) if tied else (rows, d_logits)
+    d_hidden = jax.lax.dynamic_update_slice_in_dim(
+        d_hidden, d_rows, i * chunk, axis=1
+    )
+    return d_hidden, d_kernel + dot(left, right, both)
+
+  d_hidden, d_kernel = jax.lax.fori_loop(
+      0, count, body, (d_hidden_zero, d_kernel_zero)
+  )
+  return (
+      _unpermute(d_hidden, order).astype(hidden.dtype),
+      d_kernel.astype(kernel.dtype),
+      None,
+      None,
+      None,
+  )
+
+
+def _logprobs_fwd(hidden, kernel, targets, mask, temperature, tied, chunk):
+  return _forward(hidden, kernel, targets, mask, temperature, tied, chunk)
+
+
+_logprobs.defvjp(_logprobs_fwd, _backward)
+
+
+def _loss_first(mask, chunk):
+  """Row-wise order with loss positions first; chunks that hold any."""
+  order = jnp.argsort(~mask, axis=1, stable=True)
+  longest = jnp.max(jnp.sum(mask, axis=1, dtype=jnp.int32))
+  return order, (longest + chunk - 1) // chunk
+
+
+def _permute(x, order, chunk):
+  index = order if x.ndim == 2 else order[..., None]
+  x = jnp.take_along_axis(x, index, axis=1)
+  padding = [(0, 0)] * x.ndim
+  padding[1] = (0, -x.shape[1] % chunk)
+  return jnp.pad(x, padding)
+
+
+def _unpermute(x, order):
+  inverse = jnp.argsort(order, axis=1)
+  index = inverse if x.ndim == 2 else inverse[..., None]
+  return jnp.take_along_axis(x[:, : order.shape[1]], index, axis=1)
+
+
+def _slice(x, i, chunk):
+  return jax.lax.dynamic_slice_in_dim(x, i * chunk, chunk, axis=1)

@@ -1,0 +1,374 @@
+"""Hugging Face model directories in and out.
+
+One table maps parameter paths to tensor names; both directions and the shapes
+come from it. Reading checks everything before a weight is used; writing leaves
+a directory either whole or without weights, never with a mixture.
+"""
+
+import functools
+import json
+import os
+import pathlib
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.models import hf_files, safetensors_io
+from jaxrl_llm.models.config import ModelConfig
+
+_WRITTEN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+_EXTRA_FILES = (
+  "tokenizer.json",
+  "tokenizer_config.json",
+  "tokenizer.model",
+  "special_tokens_map.json",
+  "added_tokens.json",
+  "vocab.json",
+  "merges.txt",
+  "chat_template.jinja",
+  "generation_config.json",
+)
+_TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+Params = dict[str, Any]
+
+
+class _Leaf(NamedTuple):
+  """One line of the mapping table."""
+
+  path: tuple[str, ...]  # Place in the parameter tree.
+  name: str  # Tensor name; {} stands for the layer.
+  shape: tuple[int, ...]  # Of one layer, as in the parameter tree.
+
+  @property
+  def stacked(self) -> bool:
+    """Whether the leaf has a leading layer axis."""
+    return self.path[0] == "layers"
+
+  @property
+  def transposed(self) -> bool:
+    """Linear weights are [out, in] in files and [in, out] here."""
+    return self.path[-1] == "kernel"
+
+  @property
+  def file_shape(self) -> tuple[int, ...]:
+    """Of one layer, as in the file."""
+    return self.shape[::-1] if self.transposed else self.shape
+
+  def layers(self, config: ModelConfig) -> range:
+    """Layers that have a tensor of it in the file."""
+    return range(config.num_layers if self.stacked else 1)
+
+  def full_shape(self, config: ModelConfig) -> tuple[int, ...]:
+    """With the layer axis, if there is one."""
+    return ((config.num_layers,) if self.stacked else ()) + self.shape
+
+
+def _table(config: ModelConfig) -> list[_Leaf]:
+  """Every parameter of the model, in the order of the forward pass."""
+  vocab, hidden = config.vocab_size, config.hidden_size
+  table = [
+    _Leaf(("embed", "embedding"), "model.embed_tokens.weight", (vocab, hidden)),
+    *_layer_table(config),
+    _Leaf(("final_norm", "scale"), "model.norm.weight", (hidden,)),
+  ]
+  if not config.tie_word_embeddings:
+    table.append(
+      _Leaf(("lm_head", "kernel"), "lm_head.weight", (hidden, vocab))
+    )
+  return table
+
+
+def _layer_table(config: ModelConfig) -> list[_Leaf]:
+  """The parameters of a decoder layer."""
+  hidden, inner = config.hidden_size, config.intermediate_size
+  queries = config.num_heads * config.head_dim
+  keys = config.num_kv_heads * config.head_dim
+  table = []
+
+  def add(path: str, name: str, *shape: int) -> None:
+    full = ("layers", *path.split("."))
+    table.append(_Leaf(full, f"model.layers.{{}}.{name}", shape))
+
+  def linear(room: str, name: str, shape: tuple[int, int], bias: bool) -> None:
+    prefix = {"attention": "self_attn", "mlp": "mlp"}[room]
+    add(f"{room}.{name}.kernel", f"{prefix}.{name}_proj.weight", *shape)
+    if bias:
+      add(f"{room}.{name}.bias", f"{prefix}.{name}_proj.bias", shape[1])
+
+  add("input_norm.scale", "input_layernorm.weight", hidden)
+  for name, size in (("q", queries), ("k", keys), ("v", keys)):
+    linear("attention", name, (hidden, size), config.attention_bias)
+  linear("attention", "o", (queries, hidden), config.attention_output_bias)
+  if config.qk_norm:
+    for name in ("q_norm", "k_norm"):
+      add(
+        f"attention.{name}.scale", f"self_attn.{name}.weight", config.head_dim
+      )
+  add("post_norm.scale", "post_attention_layernorm.weight", hidden)
+  for name, shape in (
+    ("gate", (hidden, inner)),
+    ("up", (hidden, inner)),
+    ("down", (inner, hidden)),
+  ):
+    linear("mlp", name, shape, config.mlp_bias)
+  return table
+
+
+def expected_shapes(config: ModelConfig) -> Params:
+  """Returns the parameter tree with the shape of each leaf in its place."""
+  shapes = {}
+  for leaf in _table(config):
+    _place(shapes, leaf.path, leaf.full_shape(config))
+  return shapes
+
+
+def _place(tree: Params, path: tuple[str, ...], value: Any) -> None:
+  for key in path[:-1]:
+    tree = tree.setdefault(key, {})
+  tree[path[-1]] = value
+
+
+def read_config(path: str | os.PathLike[str]) -> ModelConfig:
+  """Reads `config.json` of a model directory.
+
+  Raises:
+    InputError: the directory or file is missing, damaged or not supported.
+  """
+  file = hf_files.member(hf_files.directory(path), hf_files.CONFIG)
+  return ModelConfig.from_hf(hf_files.read_json(file), file)
+
+
+def read_params(
+  path: str | os.PathLike[str],
+  config: ModelConfig,
+  *,
+  dtype: Any,
+  put: Callable[[str, np.ndarray], jax.Array] | None = None,
+) -> Params:
+  """Reads the weights of a model directory into a nested dict.
+
+  Beyond the result, one stacked array and one tensor are in memory.
+
+  Args:
+    path: directory with `model.safetensors`, or `model.safetensors.index.json`
+      and its shards.
+    config: what `read_config` returned for it.
+    dtype: of every parameter returned.
+    put: takes the path of a leaf, joined by '/', and its array to the devices.
+      The default device takes whole arrays if it is not given.
+
+  Returns:
+    Nested dict shaped as `expected_shapes(config)`.
+
+  Raises:
+    InputError: files are missing or damaged, or do not fit the configuration.
+  """
+  put = put or (lambda _, array: jnp.asarray(array))
+  directory = hf_files.directory(path)
+  listing, tensors = hf_files.read_headers(directory)
+  table = _table(config)
+  shapes = {
+    leaf.name.format(layer): leaf.file_shape
+    for leaf in table
+    for layer in leaf.layers(config)
+  }
+  hf_files.check_tensors(listing, tensors, shapes)
+  params = {}
+  for leaf in table:
+    array = _read_leaf(leaf, tensors, config, np.dtype(dtype))
+    _place(params, leaf.path, put("/".join(leaf.path), array))
+  return params
+
+
+def _read_leaf(
+  leaf: _Leaf,
+  tensors: Mapping[str, safetensors_io.Tensor],
+  config: ModelConfig,
+  dtype: np.dtype,
+) -> np.ndarray:
+  """Reads one leaf layer by layer, cast and transposed on the way."""
+  array = np.empty((len(leaf.layers(config)), *leaf.shape), dtype)
+  for layer in leaf.layers(config):
+    name = leaf.name.format(layer)
+    tensor = safetensors_io.read_tensor(name, tensors[name])
+    array[layer] = tensor.T if leaf.transposed else tensor
+  return array if leaf.stacked else array[0]
+
+
+def write_params(
+  path: str | os.PathLike[str],
+  config: ModelConfig,
+  params: Mapping[str, Any],
+  *,
+  dtype: Any = None,
+  max_shard_bytes: int = 5_000_000_000,
+  extra_files_from: str | os.PathLike[str] | None = None,
+) -> None:
+  """Writes a model directory that `transformers` loads.
+
+  One tensor of one layer is in host memory at a time. Weights that an earlier
+  call wrote there are replaced; the file that makes the new ones loadable is
+  put in place last.
+
+  Args:
+    path: directory, made if it does not exist.
+    config: the configuration the parameters belong to.
+    params: nested dict shaped as `expected_shapes(config)`.
+    dtype: of the weights in the file; each leaf's own if None.
+    max_shard_bytes: data of one file at most, but for a tensor beyond it.
+    extra_files_from: a model directory whose tokenizer files, generation
+      settings and special token ids are copied.
+
+  Raises:
+    ValueError: the parameters do not fit the configuration.
+    InputError: the directory cannot be written, or the other not be read.
+  """
+  if max_shard_bytes < 1:
+    raise ValueError(f"max_shard_bytes must be >= 1, got {max_shard_bytes}")
+  entries = _entries(config, params, dtype)
+  source = extra_files_from and hf_files.directory(extra_files_from)
+  values = config.to_hf() | _token_ids(source)
+  # The key under which every release of transformers finds the weights' type.
+  values["torch_dtype"] = entries[0].dtype.name
+  directory = pathlib.Path(path)
+  try:
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".export-", dir=directory) as temp:
+      stage = pathlib.Path(temp)
+      _write_json(stage / hf_files.CONFIG, values)
+      _copy_extras(source, stage)
+      _write_weights(stage, entries, max_shard_bytes)
+      _publish(stage, directory)
+  except OSError as error:
+    raise InputError(
+      f"{error.filename or directory}: cannot be written ({error.strerror});"
+      " choose another directory or make room"
+    ) from None
+
+
+def _entries(
+  config: ModelConfig, params: Mapping[str, Any], dtype: Any
+) -> list[safetensors_io.Entry]:
+  """Lists the tensors to write, in the order of the forward pass."""
+  arrays = _flatten(params)
+  table = {leaf.path: leaf for leaf in _table(config)}
+  for path in {**table, **arrays}:
+    wanted = table[path].full_shape(config) if path in table else None
+    found = tuple(arrays[path].shape) if path in arrays else None
+    if found != wanted:
+      raise ValueError(
+        f"params at {'/'.join(path)}: shape must be {wanted} by the policy's"
+        f" configuration, got {found}"
+      )
+  entries = []
+  for leaf in table.values():
+    array = arrays[leaf.path]
+    target = np.dtype(dtype or array.dtype)
+    if not safetensors_io.can_write(target):
+      raise ValueError(f"dtype of weights must be floating, got {target}")
+    for layer in leaf.layers(config):
+      entries.append(
+        safetensors_io.Entry(
+          name=leaf.name.format(layer),
+          dtype=target,
+          shape=leaf.file_shape,
+          load=functools.partial(_to_host, leaf, array, layer),
+        )
+      )
+  return entries
+
+
+def _flatten(
+  tree: Mapping[str, Any], prefix: tuple[str, ...] = ()
+) -> dict[tuple[str, ...], Any]:
+  flat = {}
+  for key, value in tree.items():
+    is_tree = isinstance(value, Mapping)
+    flat |= (
+      _flatten(value, (*prefix, key)) if is_tree else {(*prefix, key): value}
+    )
+  return flat
+
+
+def _to_host(leaf: _Leaf, array: Any, layer: int) -> np.ndarray:
+  """Brings one layer of a leaf to the host, as the file has it."""
+  value = np.asarray(array[layer] if leaf.stacked else array)
+  return value.T if leaf.transposed else value
+
+
+def _token_ids(source: pathlib.Path | None) -> dict[str, Any]:
+  """Returns the special token ids that the other model's config states."""
+  if source is None or not (source / hf_files.CONFIG).exists():
+    return {}
+  file = hf_files.member(source, hf_files.CONFIG)
+  values = hf_files.read_json(file)
+  ids = {key: values[key] for key in _TOKEN_KEYS if values.get(key) is not None}
+  for key, value in ids.items():
+    several = value if isinstance(value, list) else [value]
+    if not all(type(token) is int and token >= -1 for token in several):
+      raise InputError(
+        f"{file}: key '{key}' must be a token id or a list of them; correct the"
+        " file"
+      )
+  return ids
+
+
+def _write_json(file: pathlib.Path, values: Mapping[str, Any]) -> None:
+  with file.open("w", encoding="utf-8") as stream:
+    stream.write(json.dumps(values, indent=2, sort_keys=True) + "\n")
+    stream.flush()
+    os.fsync(stream.fileno())
+
+
+def _copy_extras(source: pathlib.Path | None, stage: pathlib.Path) -> None:
+  for name in _EXTRA_FILES:
+    if source is not None and (source / name).exists():
+      shutil.copyfile(hf_files.member(source, name), stage / name)
+
+
+def _write_weights(
+  stage: pathlib.Path, entries: list[safetensors_io.Entry], limit: int
+) -> None:
+  """Writes one file, or several and the index that names them."""
+  shards, room = [[]], limit
+  for entry in entries:
+    if shards[-1] and entry.size > room:
+      shards.append([])
+      room = limit
+    shards[-1].append(entry)
+    room -= entry.size
+  if len(shards) == 1:
+    safetensors_io.write_file(stage / hf_files.SINGLE, shards[0])
+    return
+  weight_map = {}
+  for number, shard in enumerate(shards, 1):
+    name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+    safetensors_io.write_file(stage / name, shard)
+    weight_map.update({entry.name: name for entry in shard})
+  total = sum(entry.size for entry in entries)
+  _write_json(
+    stage / hf_files.INDEX,
+    {"metadata": {"total_size": total}, "weight_map": weight_map},
+  )
+
+
+def _publish(stage: pathlib.Path, directory: pathlib.Path) -> None:
+  """Moves the staged files in place; a kill between leaves no mixture.
+
+  What a reader opens first (index or single file) goes away first and comes
+  back last: in between the directory has no weights, and loading says so.
+  """
+  first = (hf_files.INDEX, hf_files.SINGLE)
+  old = [file for file in directory.iterdir() if _WRITTEN.fullmatch(file.name)]
+  for file in sorted(old, key=lambda file: file.name not in first):
+    file.unlink()
+  for file in sorted(stage.iterdir(), key=lambda file: file.name in first):
+    os.replace(file, directory / file.name)

@@ -1,0 +1,227 @@
+"""Rotary position embedding: frequencies, and how `config.json` states them."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.errors import InputError
+
+# What each kind of scaling reads. YaRN's other constants are the paper's.
+_FIELDS = {
+  "linear": ("factor",),
+  "llama3": (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+  ),
+  "yarn": ("factor", "original_max_position_embeddings"),
+}
+_ALL_FIELDS = _FIELDS["llama3"]
+_NEUTRAL_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+_YARN_FAST, _YARN_SLOW = 32.0, 1.0  # Turns over the original context.
+_LLAMA_THETA = 10000.0
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+  """How rotary frequencies were stretched for a longer context.
+
+  Every kind has a `factor`; `llama3` and `yarn` also the original context
+  length in tokens, and `llama3` its two bounds. Other fields stay None.
+  """
+
+  kind: str  # 'linear' | 'llama3' | 'yarn'.
+  factor: float
+  low_freq_factor: float | None = None
+  high_freq_factor: float | None = None
+  original_max_position_embeddings: int | None = None
+
+  def __post_init__(self):
+    for field, problem in _problems(vars(self)):
+      raise ValueError(f"RopeScaling.{field} {problem}")
+
+  def to_hf(self) -> dict[str, Any]:
+    """Returns the object that stands under `rope_scaling`."""
+    values = {name: getattr(self, name) for name in _FIELDS[self.kind]}
+    return {"rope_type": self.kind} | values
+
+
+def frequencies(
+  head_dim: int, rope_theta: float, scaling: RopeScaling | None
+) -> tuple[np.ndarray, float]:
+  """Angular frequencies of the rotary embedding, scaled for long context.
+
+  θ_i = rope_theta^(-2i / head_dim), i = 0 .. head_dim/2 - 1, is stretched to
+    θ'_i = (1 - s_i) θ_i / factor + s_i θ_i,   s_i = 1 keeps a frequency:
+    none:   s_i = 1
+    linear: s_i = 0
+    llama3: s_i = clip((n_i - low) / (high - low), 0, 1), where n_i =
+      original context · θ_i / 2π is the number of turns of pair i
+    yarn:   s_i = 1 - clip((i - a) / (b - a), 0, 1), where a and b are the
+      (rounded outwards, clipped) indices of the pairs that make 32 turns and
+      1 turn; cos and sin are scaled by 0.1 ln(factor) + 1, too.
+
+  Args:
+    head_dim: size of a head, even.
+    rope_theta: the base.
+    scaling: how frequencies are stretched, or None.
+
+  Returns:
+    `(frequencies, scale)`: float32 [head_dim / 2], the angle of pair i at
+    position p being p · θ'_i, and the factor of cos and sin. Computed in
+    float64, so that only the last rounding is float32.
+
+  Reference: Su et al. 2021 (2104.09864) section 3.2.2; Chen et al. 2023
+    (2306.15595) for linear; Llama team 2024 (2407.21783) for llama3; Peng et
+    al. 2023 (2309.00071) section 3.4 for YaRN.
+  """
+  pairs = np.arange(head_dim // 2, dtype=np.float64)
+  theta = rope_theta ** (-2 * pairs / head_dim)
+  if scaling is None:
+    return theta.astype(np.float32), 1.0
+  scale, context = 1.0, scaling.original_max_position_embeddings
+  if scaling.kind == "linear":
+    keep = np.zeros_like(theta)
+  elif scaling.kind == "llama3":
+    turns = context * theta / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
+  else:
+    # The index, as a real number, of the pair that makes so many turns.
+    pair = lambda turns: (
+      head_dim
+      * math.log(context / (turns * 2 * math.pi))
+      / (2 * math.log(rope_theta))
+    )
+    first = max(math.floor(pair(_YARN_FAST)), 0)
+    last = min(math.ceil(pair(_YARN_SLOW)), head_dim - 1)
+    width = last - first if last != first else 1e-3
+    keep = 1 - np.clip((pairs - first) / width, 0.0, 1.0)
+    scale = 0.1 * math.log(scaling.factor) + 1
+  theta = (1 - keep) * theta / scaling.factor + keep * theta
+  return theta.astype(np.float32), scale
+
+
+def from_hf(
+  values: Mapping[str, Any], where: Any, *, require_theta: bool
+) -> tuple[Any, RopeScaling | None]:
+  """Reads either spelling of rope: `rope_parameters`, or theta and scaling.
+
+  Args:
+    values: the whole `config.json` object.
+    where: path of the file, for messages.
+    require_theta: False where an absent theta means 10000 (old Llama files).
+
+  Returns:
+    `(theta, scaling)`; theta is not checked yet.
+
+  Raises:
+    InputError: a value is wrong, not supported, or the spellings disagree.
+  """
+  theta = values.get("rope_theta")
+  thetas, scalings = [] if theta is None else [theta], []
+  for key in ("rope_parameters", "rope_scaling"):
+    block = values.get(key)
+    if block is None:
+      continue
+    if not isinstance(block, Mapping):
+      raise InputError(
+        f"{where}: key '{key}' must be an object, got {show(block)}; correct"
+        " the file"
+      )
+    if block.get("rope_theta") is not None:
+      thetas.append(block["rope_theta"])
+    scalings.append(_scaling_from_hf(block, f"{where}: key '{key}"))
+  if thetas[1:] != thetas[:-1] or scalings[1:] != scalings[:-1]:
+    raise InputError(
+      f"{where}: key 'rope_parameters' contradicts 'rope_theta' or"
+      " 'rope_scaling'; keep one spelling"
+    )
+  if not thetas and require_theta:
+    raise InputError(
+      f"{where}: key 'rope_theta' is missing; use the config.json that was"
+      " published with the weights"
+    )
+  return (
+    thetas[0] if thetas else _LLAMA_THETA,
+    scalings[0] if scalings else None,
+  )
+
+
+def _scaling_from_hf(
+  block: Mapping[str, Any], where: str
+) -> RopeScaling | None:
+  """Reads one rope object; `where` ends in the open name of its key."""
+  kind = block.get("rope_type", block.get("type"))
+  if kind is None and set(block) <= set(_NEUTRAL_KEYS):
+    kind = "default"
+  if block.get("partial_rotary_factor") not in (None, 1):
+    raise InputError(
+      f"{where}.partial_rotary_factor' must be 1; partial rope is not supported"
+    )
+  if kind == "default":
+    return None
+  fields = {"kind": kind} | {name: block.get(name) for name in _ALL_FIELDS}
+  for field, problem in _problems(fields):
+    name = "rope_type" if field == "kind" else field
+    raise InputError(f"{where}.{name}' {problem}; correct the file")
+  for key, value in block.items():
+    if value is not None and key not in (*_NEUTRAL_KEYS, *_ALL_FIELDS):
+      raise InputError(
+        f"{where}' holds {show(key)}, which is not supported for {kind}"
+        " rope; use a model without it"
+      )
+  return RopeScaling(**fields)
+
+
+def _problems(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+  """Yields (field, problem); later checks presume that earlier ones passed."""
+  kind = values["kind"]
+  if not isinstance(kind, str) or kind not in _FIELDS:
+    supported = ", ".join(["default", *_FIELDS])
+    yield "kind", f"must be one of {supported}, got {show(kind)}"
+  for field in _ALL_FIELDS:
+    value = values[field]
+    if field not in _FIELDS[kind]:
+      problem = None if value is None else f"has no meaning for {kind} rope"
+    elif field == "original_max_position_embeddings":
+      problem = integer_problem(value, 1, 1 << 30)
+    else:
+      problem = number_problem(value, 1 if field == "factor" else 1e-3, 1e6)
+    if problem:
+      yield field, problem
+  if kind == "llama3":
+    low, high = values["low_freq_factor"], values["high_freq_factor"]
+    if low >= high:
+      yield (
+        "low_freq_factor",
+        f"must be below high_freq_factor {high:g}, got {low:g}",
+      )
+
+
+def integer_problem(value: Any, low: int, high: int) -> str | None:
+  """Says what is wrong with an untrusted integer, None if nothing is."""
+  # `type` and not isinstance: True is an int to Python, not to a model.
+  if type(value) is int and low <= value <= high:
+    return None
+  return f"must be an integer in [{low}, {high}], got {show(value)}"
+
+
+def number_problem(value: Any, low: float, high: float) -> str | None:
+  """Says what is wrong with an untrusted number, None if nothing is."""
+  # The chained comparison is False for NaN, too.
+  if type(value) in (int, float) and low <= value <= high:
+    return None
+  return f"must be a number in [{low:g}, {high:g}], got {show(value)}"
+
+
+def show(value: Any) -> str:
+  """Returns a short, one-line picture of an untrusted value."""
+  if isinstance(value, Mapping | list | tuple):
+    return f"a {type(value).__name__} of {len(value)} items"
+  text = repr(value[:60] if isinstance(value, str) else value)
+  return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,74 @@
+"""Reads the folder of a run, also of one that is under way."""
+
+import json
+import os
+import pathlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxrl_llm import metrics
+from jaxrl_llm.errors import InputError
+
+
+class Run(NamedTuple):
+  """What a folder of a run holds."""
+
+  name: str
+  rows: list[dict[str, Any]]  # Metrics, one object a step.
+  config: dict[str, Any]  # Empty without a config.json.
+  samples: list[dict[str, Any]]  # Of the last step that has some.
+
+
+def load_run(path: str | os.PathLike) -> Run:
+  """Reads the folder of a run.
+
+  Args:
+    path: folder with `metrics.jsonl`.
+
+  Returns:
+    The rows, the resolved config and the last samples.
+
+  Raises:
+    InputError: a file is empty or a line of it is damaged.
+    OSError: `metrics.jsonl` is missing or cannot be read.
+  """
+  folder = pathlib.Path(path)
+  rows = metrics.read_rows(folder / "metrics.jsonl")
+  if not rows:
+    raise InputError(f"{folder / 'metrics.jsonl'}: no step was logged yet")
+  config, samples = {}, []
+  if (folder / "config.json").exists():
+    try:
+      config = json.loads((folder / "config.json").read_text("utf-8"))
+    except ValueError as error:
+      raise InputError(f"{folder / 'config.json'}: {error}") from error
+  if (folder / "samples.jsonl").exists():
+    samples = metrics.read_rows(folder / "samples.jsonl")
+    samples = [s for s in samples if s["step"] == samples[-1]["step"]]
+  return Run(folder.resolve().name, rows, config, samples)
+
+
+def series(run: Run, metric: str) -> tuple[np.ndarray, np.ndarray]:
+  """Steps [K] and values [K] of a metric where it was logged and finite."""
+  points = [
+    (row["step"], row[metric])
+    for row in run.rows
+    if row.get(metric) is not None
+  ]
+  steps, values = np.array(points, np.float64).reshape(-1, 2).T
+  return steps, values
+
+
+def mean_series(
+  runs: Sequence[Run], metric: str
+) -> tuple[np.ndarray, np.ndarray]:
+  """Mean over the runs that have the metric, at steps that all of them have."""
+  curves = [dict(zip(*series(run, metric), strict=True)) for run in runs]
+  curves = [curve for curve in curves if curve]
+  if not curves:
+    return np.zeros(0), np.zeros(0)
+  steps = sorted(set.intersection(*(set(curve) for curve in curves)))
+  values = [np.mean([curve[step] for curve in curves]) for step in steps]
+  return np.array(steps), np.array(values)

@@ -1,0 +1,208 @@
+r"""Numeric answers in text: where they stand, and when two are equal.
+
+Responses are written by a policy that finds every weakness of its verifier.
+So nothing is evaluated: text is scanned in linear time, lengths are capped,
+and numbers are compared as exact fractions.
+"""
+
+import fractions
+import re
+
+from jaxrl_llm.rewards.exact import Score
+
+_MAX_RESPONSE = 20_000  # Characters searched, counted from the end.
+_MAX_ANSWER = 512
+
+_BRACE = re.compile(r"[{}]")
+_BOX = re.compile(r"\\f?box(?:ed)?[ ]{0,4}\Z")
+_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
+_UNSIGNED = rf"(?:{_DIGITS}(?:\.[0-9]+)?|\.[0-9]+)"
+_IN_TEXT = re.compile(
+  rf"(?:(?<![\w)}}.])[-+])?(?:\$|\\\$)?{_UNSIGNED}(?:/[0-9]+)?"
+)
+_PLAIN = re.compile(rf"([-+]?)({_UNSIGNED})\.?\Z")
+_RATIO = re.compile(rf"([-+]?)({_UNSIGNED})/([-+]?)({_UNSIGNED})\Z")
+_MIXED = re.compile(r"([-+]?)([0-9]+) ([0-9]+)/([0-9]+)\Z")
+_FRAC = re.compile(r"\\[dtc]?frac")
+_FRAC_ARGS = re.compile(
+  r"\\frac[ ]?(?:\{([^{}]*)\}|([0-9]))[ ]?(?:\{([^{}]*)\}|([0-9]))"
+)
+_TEXT = re.compile(
+  r"\\(?:text|textbf|mathrm|mathbf|mbox)[ ]?\{([^{}]*)\}"
+  r"(?:[ ]?\^\{?[0-9]\}?)?"  # The square of `cm^2`.
+)
+_NAMED = re.compile(r"[A-Za-z](?:_[0-9a-z])?[ ]?=(?P<value>[^=]*)\Z")
+# Words of two letters or more after a space: `2x` and `2 x` are not 2.
+_UNIT = re.compile(
+  rf"(?P<number>[-+]?{_UNSIGNED}(?:/[0-9]+)?)"
+  r"(?! (?:pi|or|and|dozen|hundred|thousand|[a-z]{1,4}illion)\b)"
+  r"(?: [A-Za-z]{2,20}(?:\^\{?[0-9]\}?)?){1,4}\.?\Z"
+)
+_DROP = re.compile(
+  r"\\left(?![a-z])|\\right(?![a-z])|\\[()\[\]!]|\\?[$%]|"
+  r"\^ ?\{? ?\\circ ?\}?|°"
+)
+_SPACE = re.compile(r"\\[,;: ]|~|\\quad|\s+")
+
+
+def last_boxed(text: str) -> str | None:
+  r"""Returns the content of the last `\boxed{}` whose braces balance.
+
+  Of nested boxes it is the inner one. One pass over the braces, whatever the
+  nesting.
+  """
+  opened, best = [], None
+  for match in _BRACE.finditer(text):
+    at = match.start()
+    if text[at - 1 : at] == "\\" and text[at - 2 : at - 1] != "\\":
+      continue  # A printed brace.
+    if match[0] == "{":
+      opened.append(at)
+    elif opened:
+      start = opened.pop()
+      if best is not None and start < best[0]:
+        continue
+      if _BOX.search(text[max(0, start - 12) : start]):
+        best = (start, at)
+  return None if best is None else text[best[0] + 1 : best[1]]
+
+
+def extract_answer(response: str, *, finished: bool = True) -> str | None:
+  r"""Finds the answer: last `\boxed{}`, else after `####`, else last number.
+
+  Args:
+    response: text; only its last 20,000 characters are read.
+    finished: False where the text was cut: a number at its very end may then
+      be half a number and is not taken.
+
+  Returns:
+    The answer as written, or None.
+  """
+  text = response[-_MAX_RESPONSE:]
+  found = last_boxed(text)
+  if found is None and "####" in text:
+    line, newline, _ = text.rpartition("####")[2].lstrip(" ").partition("\n")
+    found = line if newline or finished else None
+  if found is None:
+    ends = [m for m in _IN_TEXT.finditer(text) if len(m[0]) <= _MAX_ANSWER]
+    if ends and not finished and ends[-1].end() >= len(text) - 1:
+      ends.pop()  # `12` may be the beginning of `120`, `12.` of `12.5`.
+    found = ends[-1][0] if ends else None
+  if found is None or not found.strip() or len(found) > _MAX_ANSWER:
+    return None
+  return found.strip()
+
+
+def normalize_answer(answer: str) -> str:
+  r"""Strips what does not change an answer: `$`, `%`, units, LaTeX spacing.
+
+  `\frac{a}{b}` becomes `a/b` where both are plain, thousands commas go, and a
+  unit goes only where a number stands before it.
+  """
+  text = _DROP.sub("", answer[:_MAX_ANSWER].replace("\u2212", "-"))
+  text = _SPACE.sub(" ", text).strip()
+  text = _FRAC.sub(r"\\frac", text)
+  text = _FRAC_ARGS.sub(_as_ratio, text)
+  bare = _TEXT.sub("", text).strip()
+  # `18\text{ cm}` is 18, but `\text{Evelyn}` is Evelyn.
+  text = bare if bare else _TEXT.sub(r"\1", text).strip()
+  named = _NAMED.match(text)
+  if named:
+    text = named["value"].strip()
+  unit = _UNIT.match(text)
+  if unit:
+    text = unit["number"]
+  number = parse_number(text)
+  return str(number) if number is not None else text.replace(" ", "")
+
+
+def _as_ratio(match: re.Match) -> str:
+  top, bottom = match[1] or match[2] or "", match[3] or match[4] or ""
+  before = match.string[: match.start()].rstrip()
+  gap = " " if before[-1:].isdigit() else ""  # 1\frac{1}{2} is one and a half.
+  plain = all(re.fullmatch(r"[-+]?[0-9.,a-z]+", x) for x in (top, bottom))
+  return f"{gap}{top}/{bottom}" if plain else match[0]
+
+
+def parse_number(text: str) -> fractions.Fraction | None:
+  """Reads an integer, decimal, ratio or mixed number as an exact fraction.
+
+  Args:
+    text: at most 512 characters; there are no exponents and no operators.
+
+  Returns:
+    The number, or None.
+  """
+  text = text.strip()
+  if len(text) > _MAX_ANSWER:
+    return None
+  if match := _PLAIN.match(text):
+    return _signed(match[1]) * _fraction(match[2])
+  match = _MIXED.match(text)
+  if match and int(match[4]):
+    part = fractions.Fraction(int(match[3]), int(match[4]))
+    return _signed(match[1]) * (int(match[2]) + part)
+  return _ratio(text)
+
+
+def _ratio(text: str) -> fractions.Fraction | None:
+  match = _RATIO.match(text)
+  if not match or not _fraction(match[4]):
+    return None
+  sign = _signed(match[1]) * _signed(match[3])
+  return sign * _fraction(match[2]) / _fraction(match[4])
+
+
+def _fraction(digits: str) -> fractions.Fraction:
+  return fractions.Fraction(digits.replace(",", ""))
+
+
+def _signed(sign: str) -> int:
+  return -1 if sign == "-" else 1
+
+
+def numeric(response: str, answer: str, *, finished: bool) -> Score:
+  r"""Checks a numeric answer: equal as exact fractions, else equal as text.
+
+  Args:
+    response: what the model wrote.
+    answer: the gold answer; it may itself hold `\boxed{}` or `####`.
+    finished: whether the response ended by itself.
+
+  Returns:
+    The score, with the answer as the response spells it.
+  """
+  extracted = extract_answer(response, finished=finished)
+  if extracted is None:
+    return Score(False, None)
+  gold = answer
+  if "####" in answer or "\\boxed" in answer:
+    gold = extract_answer(answer) or answer
+  return Score(normalize_answer(extracted) == normalize_answer(gold), extracted)
+
+
+def math_verify(response: str, answer: str, *, finished: bool) -> Score:
+  r"""Checks symbolic answers with the Math-Verify library.
+
+  It computes with what the policy wrote and may hang or run out of memory: it
+  runs in the worker processes of a `RewardPool` only.
+
+  Args:
+    response: what the model wrote.
+    answer: the gold answer.
+    finished: whether the response ended by itself.
+  """
+  import math_verify as library  # Optional and heavy (sympy).
+
+  extracted = extract_answer(response, finished=finished)
+  if extracted is None:
+    return Score(False, None)
+  # The library's own time limits use signals; the pool's deadline holds.
+  gold = library.parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
+  found = library.parse(f"\\boxed{{{extracted}}}", parsing_timeout=None)
+  return Score(
+    bool(library.verify(gold, found, timeout_seconds=None)), extracted
+  )
+
+
+math_verify.needs_worker = True

@@ -1,0 +1,224 @@
+"""Rewards in worker processes that can be killed.
+
+Workers are fresh Python processes that speak JSON lines over pipes: they do
+not import the caller's main module, share no state with it, and their death is
+an ordinary result. They live for one batch, so that a response which poisons
+its worker cannot forge the scores of later steps.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import importlib
+import json
+import operator
+import os
+import resource
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+from jaxrl_llm.rewards.exact import RewardFn, Score
+
+_START_DEADLINE_S = 120.0  # Imports on a busy machine.
+_BOOT = (
+  "import json, sys; sys.path[:] = json.loads(sys.argv[1]);"
+  " from jaxrl_llm.rewards import pool; pool.serve(*sys.argv[2:])"
+)
+
+
+class RewardPool:
+  """Scores batches of responses, inline or in killable processes.
+
+  Attributes:
+    errors: how often rewards failed so far, by kind: 'timeout' (killed at its
+      deadline), 'crash' (the process died), 'error' (an exception).
+  """
+
+  def __init__(
+    self,
+    reward_fn: RewardFn,
+    *,
+    workers: int = 0,
+    deadline_s: float = 10.0,
+    memory_gib: float = 4.0,
+  ):
+    """Starts the workers.
+
+    Args:
+      reward_fn: a verifier; with workers, a function of an importable module.
+      workers: processes; 0 scores inline, where nothing can be killed.
+      deadline_s: seconds that one response may take in a worker.
+      memory_gib: address space of a worker.
+
+    Raises:
+      ValueError: a setting is out of range.
+    """
+    if workers < 0 or deadline_s <= 0 or memory_gib <= 0:
+      raise ValueError(
+        "need workers >= 0, deadline_s > 0, memory_gib > 0, got"
+        f" {workers}, {deadline_s}, {memory_gib}"
+      )
+    if workers == 0 and getattr(reward_fn, "needs_worker", False):
+      raise ValueError(
+        f"reward {reward_fn.__name__!r} may hang and needs workers >= 1, got"
+        " workers=0"
+      )
+    self._target = reward_fn.__module__, reward_fn.__qualname__
+    if workers and ("__main__" in self._target or "<" in self._target[1]):
+      raise ValueError(
+        "workers need a reward function of an importable module, got"
+        f" {'.'.join(self._target)}; use workers=0"
+      )
+    self.errors = collections.Counter()
+    self._reward_fn, self._deadline_s = reward_fn, deadline_s
+    self._memory_gib = memory_gib
+    self._workers = [self._start() for _ in range(workers)]
+
+  def score(
+    self,
+    responses: Sequence[str],
+    answers: Sequence[str],
+    finished: Sequence[bool],
+  ) -> list[Score]:
+    """Scores responses, in order; a failed reward is marked and counted."""
+    jobs = list(zip(responses, answers, map(bool, finished), strict=True))
+    if self._workers and jobs:
+      scores = self._score_in_workers(jobs)
+    else:
+      scores = [_call(self._reward_fn, *job) for job in jobs]
+    for score in scores:
+      if score.error:
+        self.errors[score.error.partition(":")[0]] += 1
+    return scores
+
+  def close(self):
+    """Ends the workers."""
+    while self._workers:
+      self._workers.pop().kill()
+
+  def __enter__(self) -> "RewardPool":
+    return self
+
+  def __exit__(self, *unused):
+    self.close()
+
+  def _start(self) -> "_Worker":
+    return _Worker(*self._target, self._memory_gib, self._deadline_s)
+
+  def _score_in_workers(self, jobs: list[tuple]) -> list[Score]:
+    scores, waiting = [None] * len(jobs), collections.deque(range(len(jobs)))
+    slots = [None] * len(self._workers)  # The job of each worker.
+    while waiting or any(job is not None for job in slots):
+      for k, worker in enumerate(self._workers):
+        if slots[k] is None and worker.ready and waiting:
+          slots[k] = waiting.popleft()
+          worker.send(jobs[slots[k]], self._deadline_s)
+      readable = _wait(self._workers)
+      for k, worker in enumerate(self._workers):
+        score = worker.receive() if k in readable else worker.expire()
+        if score is None:
+          continue
+        if slots[k] is None:
+          raise RuntimeError(
+            f"a reward worker did not start ({score.error}): see its output"
+            f" above; can a fresh Python import {self._target[0]!r}?"
+          )
+        scores[slots[k]], slots[k] = score, None
+        if score.error in ("timeout", "crash"):
+          worker.kill()
+          self._workers[k] = self._start()
+    for worker in self._workers:
+      worker.kill()
+    self._workers = [self._start() for _ in self._workers]
+    return scores
+
+
+class _Worker:
+  """One process; `deadline` is when the parent stops waiting for it."""
+
+  def __init__(self, *arguments: object):
+    command = [sys.executable, "-c", _BOOT, json.dumps(sys.path)]
+    self._process = subprocess.Popen(
+      command + [str(a) for a in arguments],
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      start_new_session=True,  # Killed with all its children; no Ctrl-C.
+    )
+    self.output = self._process.stdout
+    self.ready = False
+    self.deadline = time.monotonic() + _START_DEADLINE_S
+    self._received = b""
+
+  def send(self, job: tuple, deadline_s: float):
+    try:
+      self._process.stdin.write(json.dumps(job).encode() + b"\n")
+      self._process.stdin.flush()
+    except BrokenPipeError:
+      pass  # It died; its output is at its end, which `receive` reports.
+    self.ready, self.deadline = False, time.monotonic() + deadline_s
+
+  def receive(self) -> Score | None:
+    """Reads once; returns a score when there is a whole one."""
+    chunk = os.read(self.output.fileno(), 1 << 16)
+    if not chunk:
+      return Score(False, None, "crash")
+    self._received += chunk
+    if not self._received.endswith(b"\n"):
+      return None
+    line, self._received = self._received, b""
+    self.ready, self.deadline = True, float("inf")
+    score = json.loads(line)
+    return None if score is None else Score(*score)  # None: it has started.
+
+  def expire(self) -> Score | None:
+    late = time.monotonic() >= self.deadline
+    return Score(False, None, "timeout") if late else None
+
+  def kill(self):
+    # Not reaped yet, so the process group's number is still its own.
+    with contextlib.suppress(ProcessLookupError):
+      os.killpg(self._process.pid, signal.SIGKILL)
+    with contextlib.suppress(BrokenPipeError):
+      self._process.stdin.close()
+    self.output.close()
+    self._process.wait()
+
+
+def _wait(workers: Sequence[_Worker]) -> set[int]:
+  """Sleeps until a worker has output or is late; returns who has output."""
+  patience = min(w.deadline for w in workers) - time.monotonic()
+  with selectors.DefaultSelector() as selector:
+    for k, worker in enumerate(workers):
+      selector.register(worker.output, selectors.EVENT_READ, k)
+    return {key.data for key, _ in selector.select(max(0.0, patience))}
+
+
+def serve(module: str, name: str, memory_gib: str, deadline_s: str):
+  """Runs in a worker: answers each JSON line from stdin with one on stdout."""
+  answers = os.fdopen(os.dup(1), "w")
+  os.dup2(2, 1)  # What a reward prints must not land among the answers.
+  reward_fn = operator.attrgetter(name)(importlib.import_module(module))
+  size = int(float(memory_gib) * 2**30)
+  resource.setrlimit(resource.RLIMIT_AS, (size, size))
+  print("null", file=answers, flush=True)
+  for line in sys.stdin:
+    # Ends a worker whose parent was killed before it could kill.
+    seconds = time.process_time() + float(deadline_s) + 2
+    resource.setrlimit(
+      resource.RLIMIT_CPU, (int(seconds), resource.RLIM_INFINITY)
+    )
+    score = _call(reward_fn, *json.loads(line))
+    print(json.dumps(dataclasses.astuple(score)), file=answers, flush=True)
+
+
+def _call(
+  reward_fn: RewardFn, response: str, answer: str, finished: bool
+) -> Score:
+  try:
+    return reward_fn(response, answer, finished=finished)
+  except Exception as error:  # Any failure is a mark, never a score.
+    return Score(False, None, f"error: {type(error).__name__}: {error}"[:300])

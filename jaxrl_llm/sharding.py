@@ -1,0 +1,118 @@
+"""Meshes, and where every parameter lies on them.
+
+Axes: 'data' replicates parameters and splits the batch, 'fsdp' splits both,
+'tensor' splits the width of layers. Rules map the path of a parameter to a
+PartitionSpec; an optimizer's moments follow their parameter because their
+paths end the same way.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+P = PartitionSpec
+AXES = ("data", "fsdp", "tensor")
+BATCH_AXES = ("data", "fsdp")
+
+# First match wins; no match is an error. Stacked layers have a leading axis L.
+RULES: tuple[tuple[str, PartitionSpec], ...] = (
+    (r"embed/embedding$", P("tensor", "fsdp")),
+    (r"lm_head/kernel$", P("fsdp", "tensor")),
+    (r"layers/.*/(q|k|v|gate|up)/kernel$", P(None, "fsdp", "tensor")),
+    (r"layers/.*/(q|k|v|gate|up)/bias$", P(None, "tensor")),
+    (r"layers/.*/(o|down)/kernel$", P(None, "tensor", "fsdp")),
+    (r"layers/.*/(o|down)/bias$", P()),
+    (r"(norm|value_head)/(scale|kernel|bias)$", P()),
+    # Counters of train states and optimizers.
+    (r"(^|/)(count|step|skipped|skipped_in_a_row)$", P()),
+)
+
+
+def make_mesh(
+    *,
+    data: int,
+    fsdp: int,
+    tensor: int,
+    devices: Sequence[jax.Device] | None = None,
+) -> Mesh:
+  """A mesh with axes ('data', 'fsdp', 'tensor').
+
+  Args:
+    data: size of the axis; -1 takes the devices that remain.
+    fsdp: size of the axis.
+    tensor: size of the axis.
+    devices: devices to use; the first data·fsdp·tensor of all by default.
+
+  Raises:
+    ValueError: the sizes ask for more devices than there are.
+  """
+  devices = list(jax.devices() if devices is None else devices)
+  rest = fsdp * tensor
+  if data == -1:
+    data = max(len(devices) // rest, 1)
+  needed = data * rest
+  if needed > len(devices):
+    raise ValueError(
+        f"mesh data={data} x fsdp={fsdp} x tensor={tensor} needs {needed}"
+        f" devices, but there are {len(devices)}; lower config.mesh"
+    )
+  grid = np.asarray(devices[:needed]).reshape(data, fsdp, tensor)
+  # Auto: in Explicit mode some products of sharded arrays are type errors.
+  return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def batch_size_of(mesh: Mesh) -> int:
+  """Number of ways the batch is split."""
+  return math.prod(mesh.shape[a] for a in BATCH_AXES)
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+  """Every device holds the whole array."""
+  return NamedSharding(mesh, P())
+
+
+def along_batch(mesh: Mesh, *, axis: int = 0) -> NamedSharding:
+  """Arrays split over data and fsdp on the given axis."""
+  return NamedSharding(mesh, P(*[None] * axis, BATCH_AXES))
+
+
+def tree_shardings(tree: Any, mesh: Mesh) -> Any:
+  """A NamedSharding per leaf of a tree of parameters or of a train state.
+
+  An axis that does not divide its dimension is dropped: that dimension stays
+  whole on every device of the axis.
+
+  Args:
+    tree: arrays or ShapeDtypeStructs in a tree whose paths match `RULES`.
+    mesh: the mesh.
+
+  Raises:
+    ValueError: a leaf's path matches no rule.
+  """
+
+  def leaf_sharding(path, leaf):
+    spec = _match(path_name(path))
+    axes = [
+        axis if axis and size % mesh.shape[axis] == 0 else None
+        for size, axis in zip(leaf.shape, tuple(spec) + (None,) * leaf.ndim)
+    ]
+    return NamedSharding(mesh, P(*axes))
+
+  return jax.tree_util.tree_map_with_path(leaf_sharding, tree)
+
+
+def path_name(path: Sequence[Any]) -> str:
+  """'layers/mlp/up/kernel' of a JAX key path."""
+  return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _match(name: str) -> PartitionSpec:
+  for pattern, spec in RULES:
+    if re.search(pattern, name):
+      return spec
+  raise ValueError(f"no sharding rule matches parameter {name!r}")

@@ -1,0 +1,201 @@
+"""The jitted updates: gradients over micro-batches, then one optimizer step.
+
+Losses arrive as per-token arrays and leave as `sum(weights * loss)`, with
+weights computed once over the whole mini-batch. So micro-batches and devices
+only ever add, and the split into them does not change the result.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxrl_llm import losses, sharding
+from jaxrl_llm.models import ModelFns, ValueFns
+from jaxrl_llm.train.packing import PackedTokens
+from jaxrl_llm.train.score import micro_batch
+from jaxrl_llm.train.state import TrainState, apply_gradients
+
+Metrics = dict[str, jax.Array]
+
+
+@chex.dataclass(frozen=True)
+class PolicyBatch:
+  """One mini-batch for the policy; arrays are [M, r, C] like its tokens."""
+
+  packed: PackedTokens
+  old_logprobs: chex.Array  # float32.
+  advantages: chex.Array  # float32.
+  weights: chex.Array  # float32, reduction of the policy loss.
+  nll_weights: chex.Array  # float32, reduction times μ of the positive NLL.
+
+
+@chex.dataclass(frozen=True)
+class ValueBatch:
+  """One mini-batch for the critic; arrays are [M, r, C] like its tokens."""
+
+  packed: PackedTokens
+  old_values: chex.Array  # float32.
+  returns: chex.Array  # float32.
+  weights: chex.Array  # float32, reduction of the value loss.
+
+
+def place(batch: Any, mesh: jax.sharding.Mesh) -> Any:
+  """Puts [M, r, C] arrays on the mesh, rows split over its batch axes."""
+  rows = sharding.along_batch(mesh, axis=1)
+  whole = sharding.replicated(mesh)
+  return jax.tree.map(
+      lambda x: jax.device_put(x, rows if jnp.ndim(x) == 3 else whole), batch
+  )
+
+
+def make_policy_step(
+    fns: ModelFns,
+    optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
+    policy_loss: Callable[..., losses.ClippedPolicyLoss],
+    *,
+    state_shardings: Any = None,
+    metrics_sharding: Any = None,
+) -> Callable[..., tuple[TrainState, Metrics]]:
+  """step(state, PolicyBatch, temperature) -> (state, metrics), jitted.
+
+  The state is donated. L = Σ w · L_policy + Σ w_nll · (−log π).
+
+  Args:
+    fns: the policy.
+    optimizer: gradient transformation of the state.
+    schedule: learning rate of an update, for the log.
+    policy_loss: (logprobs, old_logprobs, advantages) -> per-token loss.
+    state_shardings: tree of shardings the state is pinned to.
+    metrics_sharding: of the metrics, usually replicated.
+  """
+
+  def loss(params, micro, temperature):
+    packed = micro["packed"]
+    mask = packed.mask
+    out = fns.logprobs(
+        params,
+        packed.tokens,
+        packed.targets,
+        mask,
+        packed.segments,
+        packed.positions,
+        temperature,
+    )
+    terms = policy_loss(
+        out.logprobs, micro["old_logprobs"], micro["advantages"]
+    )
+    surrogate = jnp.sum(micro["weights"] * terms.loss)
+    nll = jnp.sum(micro["nll_weights"] * losses.nll(out.logprobs))
+    total = lambda x: jnp.sum(jnp.where(mask, x, 0.0))
+    sums = {
+        "policy/loss": surrogate,
+        "policy/nll_loss": nll,
+        "tokens": total(1.0),
+        "policy/entropy": total(out.entropy),
+        "policy/approx_kl": total(
+            losses.kl_k3(micro["old_logprobs"], out.logprobs)
+        ),
+        "policy/clip_fraction_high": total(terms.clipped_high),
+        "policy/clip_fraction_low": total(terms.clipped_low),
+    }
+    maxima = {"policy/ratio_max": jnp.max(jnp.where(mask, terms.ratio, 0.0))}
+    return surrogate + nll, (sums, maxima)
+
+  means = (
+      "policy/entropy",
+      "policy/approx_kl",
+      "policy/clip_fraction_high",
+      "policy/clip_fraction_low",
+  )
+  return _make_step(
+      loss, optimizer, schedule, "policy", means, state_shardings,
+      metrics_sharding,
+  )
+
+
+def make_value_step(
+    fns: ValueFns,
+    optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
+    value_loss: Callable[..., losses.ClippedValueLoss],
+    *,
+    state_shardings: Any = None,
+    metrics_sharding: Any = None,
+) -> Callable[..., tuple[TrainState, Metrics]]:
+  """step(state, ValueBatch) -> (state, metrics), jitted; L = Σ w · L_value.
+
+  Arguments as in `make_policy_step`; value_loss is (values, returns,
+  old_values) -> per-token loss.
+  """
+
+  def loss(params, micro):
+    packed = micro["packed"]
+    values = fns.values(
+        params, packed.tokens, packed.segments, packed.positions
+    )
+    terms = value_loss(values, micro["returns"], micro["old_values"])
+    total = jnp.sum(micro["weights"] * terms.loss)
+    tokens = jnp.sum(packed.mask, dtype=jnp.float32)
+    return total, ({"value/loss": total, "tokens": tokens}, {})
+
+  return _make_step(
+      loss, optimizer, schedule, "value", (), state_shardings, metrics_sharding
+  )
+
+
+def _make_step(
+    loss, optimizer, schedule, name, means, state_shardings, metrics_sharding
+):
+  """The update shared by policy and critic; `loss` sees one micro-batch."""
+  gradient = jax.grad(loss, has_aux=True)
+
+  def step(state: TrainState, batch: Any, *settings):
+    arrays = {k: v for k, v in batch.items()}
+    count = batch.packed.count
+    arrays["packed"] = batch.packed.replace(count=jnp.zeros(
+        batch.packed.tokens.shape[:1], jnp.int32
+    ))
+
+    def body(i, carry):
+      gradients, sums, maxima = carry
+      new, (s, m) = gradient(state.params, micro_batch(arrays, i), *settings)
+      add = functools.partial(jax.tree.map, jnp.add)
+      return (
+          add(gradients, new),
+          add(sums, s),
+          jax.tree.map(jnp.maximum, maxima, m),
+      )
+
+    shapes = jax.eval_shape(
+        gradient, state.params, micro_batch(arrays, 0), *settings
+    )
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    gradients, sums, maxima = jax.lax.fori_loop(
+        0, count, body, (zeros[0], *zeros[1])
+    )
+    norm = optax.global_norm(gradients)
+    finite = jnp.isfinite(norm) & jnp.isfinite(sums[f"{name}/loss"])
+    tokens = jnp.maximum(sums["tokens"], 1.0)
+    metrics = {
+        key: value / tokens if key in means else value
+        for key, value in sums.items()
+        if key != "tokens"
+    }
+    metrics |= maxima | {
+        f"{name}/grad_norm": norm,
+        f"{name}/lr": schedule(state.step),
+        f"{name}/skipped": 1.0 - finite,
+    }
+    state = apply_gradients(state, gradients, optimizer, finite=finite)
+    return state, metrics
+
+  out_shardings = None
+  if state_shardings is not None:
+    out_shardings = (state_shardings, metrics_sharding)
+  return jax.jit(step, donate_argnums=0, out_shardings=out_shardings)

@@ -1,0 +1,61 @@
+"""Rebuilds the embedded base model, bit for bit on the same machine and JAX.
+
+    python scripts/pretrain.py --config=configs/pretrain.py [--config.out=DIR]
+"""
+
+import json
+import pathlib
+import time
+
+import jax
+import jax.numpy as jnp
+from absl import app
+from ml_collections import config_flags
+
+from jaxrl_llm import models
+from jaxrl_llm.data import tasks
+from jaxrl_llm.data.tokenizer import Tokenizer, character_tokenizer_json
+from jaxrl_llm.train import pretrain
+
+_CONFIG = config_flags.DEFINE_config_file("config", "configs/pretrain.py")
+
+
+def main(_):
+  settings = _CONFIG.value
+  out = pathlib.Path(settings.out)
+  out.mkdir(parents=True, exist_ok=True)
+  text = character_tokenizer_json(tasks.CHARACTERS)
+  (out / "tokenizer.json").write_text(text, encoding="utf-8")
+  ids = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+  (out / "generation_config.json").write_text(json.dumps(ids, indent=1))
+  tokenizer = Tokenizer.load(out)
+  config = models.ModelConfig(
+      family="llama",
+      vocab_size=tokenizer.vocab_size,
+      hidden_size=settings.hidden_size,
+      intermediate_size=settings.intermediate_size,
+      num_layers=settings.num_layers,
+      num_heads=settings.num_heads,
+      num_kv_heads=settings.num_heads,
+      head_dim=settings.hidden_size // settings.num_heads,
+      max_position_embeddings=512,
+      rms_norm_eps=1e-5,
+      rope_theta=10_000.0,
+      tie_word_embeddings=True,
+  )
+  fns = models.make_policy(config)
+  start = time.process_time()
+
+  def log(step, loss):
+    seconds = time.process_time() - start
+    print(f"step {step}: nll {loss:.4f}, {seconds:.0f} CPU-s", flush=True)
+
+  params = pretrain.pretrain(fns, tokenizer, settings, log=log)
+  # bfloat16 halves the file; the base is defined by what is stored.
+  stored = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+  models.save(str(out), fns, stored, tokenizer_from=str(out))
+  print(f"wrote {config.num_params():,} parameters to {out}")
+
+
+if __name__ == "__main__":
+  app.run(main)

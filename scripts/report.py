@@ -1,0 +1,52 @@
+"""Draws the curves of one or several runs into report.png and report.html.
+
+  python scripts/report.py runs/vapo
+  python scripts/report.py runs/seed0 runs/seed1 runs/seed2 --out=docs/seeds
+
+Several runs are drawn over each other, with their mean.
+"""
+
+import argparse
+import os
+import pathlib
+import sys
+
+from jaxrl_llm import report
+from jaxrl_llm.errors import InputError
+
+
+def main(arguments: list[str] | None = None) -> int:
+  """Runs the command; returns its exit code, 2 for bad input."""
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument("dirs", metavar="DIR", nargs="+", help="folder of a run")
+  parser.add_argument(
+    "--out", help="folder to write to; DIR, or what several have in common"
+  )
+  parser.add_argument(
+    "--panels",
+    help="comma-separated choice of " + ", ".join(report.PANELS),
+  )
+  options = parser.parse_args(arguments)
+  try:
+    common = os.path.commonpath([os.path.abspath(d) for d in options.dirs])
+    out = pathlib.Path(options.out or common)
+    runs = [report.load_run(path) for path in options.dirs]
+    out.mkdir(parents=True, exist_ok=True)
+    picture, page = out / "report.png", out / "report.html"
+    panels = options.panels.split(",") if options.panels else None
+    report.draw(runs, picture, panels=panels)
+    report.write_page(runs, picture, page)
+  except ImportError:
+    print("matplotlib is missing: pip install -e '.[plot]'", file=sys.stderr)
+    return 2
+  except (InputError, OSError) as error:
+    print(f"report: {error}", file=sys.stderr)
+    return 2
+  print(f"wrote {picture} and {page}")
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

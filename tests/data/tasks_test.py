@@ -1,0 +1,224 @@
+"""Tasks: exact problems, held-out evaluation, the noisy mixture."""
+
+import collections
+import re
+
+import numpy as np
+import pytest
+
+from jaxrl_llm import rewards
+from jaxrl_llm.data import tasks
+
+GOLDEN = [
+  "6+1-5+6+3+8+1?",
+  "5-2+5+2+2-4+9?",
+  "6-3-2?",
+  "7+1+2?",
+  "6-4?",
+  "1+8?",
+]
+
+
+def problems(n, **settings):
+  source = tasks.ChainSum(**settings)
+  return [source.problem(i) for i in range(n)]
+
+
+def right(solution, problem):
+  return rewards.chain_sum(
+    solution.text, problem.answer, finished=solution.stops
+  ).correct
+
+
+class TestChainProblem:
+  def test_texts(self):
+    problem = tasks.ChainProblem(terms=(7, 5, 8, -3))
+    assert problem.question == "7+5+8-3?"
+    assert problem.solution == "7+5=12;12+8=20;20-3=17;#17."
+    assert problem.answer == "17"
+
+  def test_random_problems_hold_their_invariants(self):
+    for problem in problems(2000, seed=3):
+      steps = re.findall(r"(\d+)([+-])(\d)=(\d+);", problem.solution)
+      assert 1 <= len(steps) <= 6 and len(steps) == len(problem.terms) - 1
+      for left, sign, term, total in steps:
+        assert 1 <= int(term) <= 9 and 0 <= int(total) <= 99
+        change = int(term) if sign == "+" else -int(term)
+        assert int(left) + change == int(total)
+      assert set(problem.question + problem.solution) <= set(tasks.CHARACTERS)
+      assert len(problem.question) <= tasks.longest_question(len(steps))
+      assert len(problem.solution) <= tasks.longest_solution(len(steps))
+      solution = tasks.Solution(problem.solution, True)
+      assert right(solution, problem)
+
+  @pytest.mark.parametrize("n", [1, 2, 6, 10])
+  def test_longest_lengths_are_reached(self, n):
+    problem = tasks.ChainProblem(terms=(9,) * (n + 1))
+    assert len(problem.question) == tasks.longest_question(n)
+    assert len(problem.solution) == tasks.longest_solution(n)
+
+  def test_totals_stay_in_range_in_long_chains(self):
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+      problem = tasks.draw_problem(rng, min_ops=200, max_ops=200)
+      assert min(problem.totals) >= 0 and max(problem.totals) <= 99
+
+
+class TestChainSum:
+  def test_index_alone_decides(self):
+    forward = problems(50, seed=5)
+    source = tasks.ChainSum(seed=5)
+    assert [source.problem(i) for i in reversed(range(50))] == forward[::-1]
+    assert problems(50, seed=6) != forward
+    example = source[np.int64(7)]
+    assert example.question == forward[7].question
+    assert example.id == "chain_sum-train-7"
+    assert example.source == "chain_sum/train"
+
+  def test_golden_problems(self):
+    # The shipped base model and published curves depend on these.
+    questions = [p.question for p in problems(3)]
+    questions += [p.question for p in problems(3, split="eval")]
+    assert questions == GOLDEN
+
+  def test_number_of_operations_is_uniform(self):
+    counts = collections.Counter(len(p.terms) - 1 for p in problems(3000))
+    assert set(counts) == set(range(1, 7))
+    assert min(counts.values()) > 420  # 500 expected, deviation 20.
+
+  def test_evaluation_is_fixed_and_distinct(self):
+    source = tasks.ChainSum(split="eval", seed=1)
+    questions = [source[i].question for i in range(len(source))]
+    assert len(set(questions)) == len(questions) == 200
+    other = tasks.ChainSum(split="eval", seed=2)
+    assert [other[i].question for i in range(200)] == questions
+    larger = tasks.ChainSum(split="eval", eval_size=300)
+    assert [larger[i].question for i in range(200)] == questions
+
+  def test_evaluation_problems_are_never_trained_on(self):
+    # Three operations only, so that draws would often fall on the list.
+    settings = {"min_ops": 3, "max_ops": 3, "eval_size": 2000}
+    evaluation = tasks.ChainSum(split="eval", **settings)
+    held_out = {evaluation[i].question for i in range(2000)}
+    train = tasks.ChainSum(**settings)
+    drawn = [train[i].question for i in range(20_000)]
+    assert not held_out.intersection(drawn)
+    free = tasks.ChainSum(**{**settings, "eval_size": 1})
+    assert held_out.intersection(free[i].question for i in range(1000))
+
+  @pytest.mark.parametrize(
+    "settings, match",
+    [
+      ({"split": "test"}, "split must be"),
+      ({"min_ops": 0}, "min_ops=0"),
+      ({"min_ops": 4, "max_ops": 3}, "max_ops=3"),
+      ({"seed": -1}, "seed"),
+      ({"eval_size": 0}, "eval_size"),
+      ({"max_ops": 1, "eval_size": 500}, "eval_size=500 is too large"),
+    ],
+  )
+  def test_settings_out_of_range(self, settings, match):
+    with pytest.raises(ValueError, match=match):
+      tasks.ChainSum(**settings)
+
+  def test_iteration_ends(self):
+    assert len(list(tasks.ChainSum(split="eval", eval_size=5))) == 5
+
+
+class TestNoisySolution:
+  def draw(self, n, **shares):
+    rng = np.random.default_rng(0)
+    found = problems(n, seed=1)
+    return [
+      (p, tasks.noisy_solution(rng, p, max_length=64, **shares)) for p in found
+    ]
+
+  def test_the_mixture(self):
+    drawn = self.draw(6000)
+    kinds = collections.Counter()
+    for problem, solution in drawn:
+      if solution.text == problem.solution:
+        kinds["clean"] += 1
+      elif not solution.stops:
+        kinds["ramble"] += 1
+      elif "=" not in solution.text:
+        kinds["direct"] += 1
+      elif solution.text.count("=") == len(problem.terms) - 1:
+        kinds["slip"] += 1
+        assert not right(solution, problem)
+      else:
+        kinds["skip"] += 1
+    # Short chains with all steps skipped count as direct here.
+    assert abs(kinds["clean"] / 6000 - 0.30) < 0.02
+    assert abs(kinds["slip"] / 6000 - 0.30) < 0.02
+    assert abs(kinds["ramble"] / 6000 - 0.045) < 0.01
+    assert kinds["direct"] / 6000 > 0.2 and kinds["skip"] / 6000 > 0.07
+    share = np.mean([right(s, p) for p, s in drawn])
+    assert 0.40 < share < 0.52
+
+  def test_everything_is_in_the_alphabet_and_bounded(self):
+    for problem, solution in self.draw(2000):
+      assert set(solution.text) <= set(tasks.CHARACTERS)
+      numbers = [int(x) for x in re.findall(r"[0-9]+", solution.text)]
+      assert max(numbers, default=0) <= 99
+      assert "=-" not in solution.text
+      assert 0 < len(solution.text) <= 64
+      assert solution.stops or len(solution.text) == 64
+      assert solution.stops == solution.text.endswith(".")
+      del problem
+
+  def test_a_slip_carries_on(self):
+    for problem, solution in self.draw(500, direct=0, clean=0, slip=1, skip=0):
+      steps = re.findall(r"(\d+)([+-]\d)=(\d+);", solution.text)
+      wrong = [int(a) + int(b) != int(c) for a, b, c in steps]
+      assert sum(wrong) == 1
+      before = [c for _, _, c in steps[:-1]]
+      assert [a for a, _, _ in steps[1:]] == before
+      assert solution.text.endswith(f"#{steps[-1][2]}.")
+      assert not right(solution, problem)
+
+  def test_a_skip_leaves_steps_out(self):
+    shares = {"direct": 0, "clean": 0, "slip": 0, "skip": 1, "ramble": 0}
+    for problem, solution in self.draw(500, **shares):
+      assert len(solution.text) < len(problem.solution)
+      assert right(solution, problem)
+      for step in solution.text.split(";")[:-1]:
+        assert step in problem.solution
+
+  @pytest.mark.parametrize("share, low, high", [(0.0, 0, 0), (1.0, 1, 1)])
+  def test_direct_guesses(self, share, low, high):
+    only = {"direct": 1, "clean": 0, "slip": 0, "skip": 0}
+    drawn = self.draw(200, direct_right=share, **only)
+    assert low <= np.mean([right(s, p) for p, s in drawn]) <= high
+
+  def test_shares_must_sum_to_one(self):
+    with pytest.raises(ValueError, match="sum to 1"):
+      self.draw(1, direct=0.5)
+
+
+class TestSums:
+  @pytest.mark.parametrize("digits, total, held", [(1, 81, 20), (2, 8100, 200)])
+  def test_splits_share_nothing_and_cover_all(self, digits, total, held):
+    train = list(tasks.Sums(digits=digits))
+    evaluation = list(tasks.Sums(digits=digits, split="eval"))
+    assert (len(train), len(evaluation)) == (total - held, held)
+    assert len({e.question for e in train + evaluation}) == total
+    for example in train[:50]:
+      left, right = example.question.removesuffix("=").split("+")
+      assert len(left) == len(right) == digits
+      assert int(left) + int(right) == int(example.answer)
+
+  def test_seed_orders_training_only(self):
+    questions = [
+      [e.question for e in tasks.Sums(seed=s, split=split)][:20]
+      for split in ("train", "eval")
+      for s in (0, 1)
+    ]
+    assert questions[0] != questions[1] and questions[2] == questions[3]
+
+  @pytest.mark.parametrize(
+    "settings", [{"digits": 3}, {"eval_size": 8100}, {"split": "x"}]
+  )
+  def test_settings_out_of_range(self, settings):
+    with pytest.raises(ValueError):
+      tasks.Sums(**settings)

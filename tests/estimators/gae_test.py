@@ -1,0 +1,272 @@
+"""Tests of generalised advantage estimation and λ-returns."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+
+from jaxrl_llm import estimators
+
+_VALUES = np.array([0.5, 0.6, 0.4, 0.8], np.float32)
+_REWARDS = np.array([0.0, 0.0, 0.0, 1.0], np.float32)
+_VALID = np.ones(4, bool)
+# Compiled, as one would use them; TestTransformations holds jit against plain.
+_gae = jax.jit(estimators.gae)
+_lambda_returns = jax.jit(estimators.lambda_returns)
+_BOTH = [
+  pytest.param(_gae, reference.gae, id="gae"),
+  pytest.param(_lambda_returns, reference.lambda_returns, id="lambda_returns"),
+]
+
+
+def _batch(length, rows=6, seed=0):
+  """Ragged rows: holes, an empty row, a one-token row; NaN where masked."""
+  rng = np.random.default_rng(seed)
+  lengths = rng.integers(1, length + 1, rows)
+  lengths[0] = length
+  mask = np.arange(length) < lengths[:, None]
+  mask &= rng.random((rows, length)) < 0.8
+  mask[1] = False
+  mask[2] = np.arange(length) == length // 2
+  rewards, values = rng.normal(size=(2, rows, length)).astype(np.float32)
+  bootstrap = rng.normal(size=rows).astype(np.float32)
+  rewards = np.where(mask, rewards, np.nan)
+  values = np.where(mask, values, np.nan)
+  return rewards, values, mask, bootstrap
+
+
+class TestGolden:
+  @pytest.mark.parametrize(
+    "gamma, lambda_, advantages",
+    [
+      (1.0, 0.95, [0.442475, 0.3605, 0.59, 0.2]),
+      (1.0, 1.0, [0.5, 0.4, 0.6, 0.2]),
+      (1.0, 0.0, [0.1, -0.2, 0.4, 0.2]),
+      (0.9, 0.0, [0.04, -0.24, 0.32, 0.2]),
+      (0.9, 0.5, [0.015025, -0.0555, 0.41, 0.2]),
+    ],
+  )
+  def test_terminal(self, gamma, lambda_, advantages):
+    settings = dict(gamma=gamma, lambda_=lambda_)
+    arrays = _REWARDS, _VALUES, _VALID
+    np.testing.assert_allclose(_gae(*arrays, **settings), advantages, atol=1e-6)
+    np.testing.assert_allclose(
+      _lambda_returns(*arrays, **settings),
+      _VALUES + advantages,
+      atol=1e-6,
+    )
+
+  @pytest.mark.parametrize(
+    "bootstrap, expected",
+    [
+      (0.9, [0.3567375, 0.27025, 0.495, 0.1]),
+      (0.8, [0.271, 0.18, 0.4, 0.0]),
+      (None, [-0.4149, -0.542, -0.36, -0.8]),
+    ],
+  )
+  def test_bootstrap(self, bootstrap, expected):
+    advantages = _gae(
+      np.zeros(4),
+      _VALUES,
+      _VALID,
+      gamma=1.0,
+      lambda_=0.95,
+      bootstrap_value=None if bootstrap is None else jnp.array(bootstrap),
+    )
+    np.testing.assert_allclose(advantages, expected, atol=1e-6)
+
+  def test_two_windows_seen_as_one_response(self):
+    values = np.array([0.5, 0.6, 0.4, 0.8, 0.7, 0.2])
+    rewards = np.array([0.0, 0.0, 0.0, 0.0, 0.0, -1.0])
+    advantages = _gae(
+      rewards, values, np.ones(6, bool), gamma=1.0, lambda_=0.95
+    )
+    expected = [-1.150528, -1.316345, -1.1751, -1.658, -1.64, -1.2]
+    np.testing.assert_allclose(advantages, expected, atol=1e-6)
+
+
+class TestAgainstReference:
+  # One token, less than a block, exactly blocks, blocks and a rest.
+  @pytest.mark.parametrize("length", [1, 5, 128, 150])
+  @pytest.mark.parametrize("function, slow", _BOTH)
+  def test_ragged_batches(self, length, function, slow):
+    rewards, values, mask, bootstrap = _batch(length)
+    settings = dict(gamma=0.97, lambda_=0.9)
+    for boundary in (None, bootstrap):
+      actual = function(
+        rewards, values, mask, bootstrap_value=boundary, **settings
+      )
+      expected = slow(rewards, values, mask, 0.97, 0.9, boundary)
+      assert actual.dtype == jnp.float32
+      np.testing.assert_allclose(actual, expected, atol=2e-5)
+      np.testing.assert_array_equal(actual[~mask], 0.0)
+
+  @pytest.mark.parametrize("function, slow", _BOTH)
+  def test_lambda_per_row_and_per_token(self, function, slow):
+    rewards, values, mask, bootstrap = _batch(70, seed=1)
+    rng = np.random.default_rng(2)
+    per_row = rng.random(6).astype(np.float32)
+    per_token = rng.random((6, 70)).astype(np.float32)
+    for given, wide in [
+      (per_row, per_row[:, None]),
+      (per_row[:, None], per_row[:, None]),
+      (per_token, per_token),
+    ]:
+      actual = function(
+        rewards,
+        values,
+        mask,
+        gamma=1.0,
+        lambda_=given,
+        bootstrap_value=bootstrap,
+      )
+      expected = slow(rewards, values, mask, 1.0, wide, bootstrap)
+      np.testing.assert_allclose(actual, expected, atol=2e-5)
+
+  def test_holes_equal_the_response_without_them(self):
+    rewards, values, mask, _ = _batch(40, seed=3)
+    dense = _gae(
+      rewards[0][mask[0]],
+      values[0][mask[0]],
+      np.ones(mask[0].sum(), bool),
+      gamma=0.9,
+      lambda_=0.8,
+    )
+    holed = _gae(rewards[0], values[0], mask[0], gamma=0.9, lambda_=0.8)
+    np.testing.assert_allclose(holed[mask[0]], dense, atol=1e-6)
+
+
+class TestTransformations:
+  settings = dict(gamma=0.99, lambda_=0.9)
+
+  def test_jit_and_leading_axes_and_vmap_agree(self):
+    rewards, values, mask, bootstrap = _batch(70, seed=4)
+    function = lambda r, v, m, b: estimators.gae(
+      r, v, m, bootstrap_value=b, **self.settings
+    )
+    plain = function(rewards, values, mask, bootstrap)
+    jitted = jax.jit(function)(rewards, values, mask, bootstrap)
+    mapped = jax.vmap(function)(rewards, values, mask, bootstrap)
+    split = function(
+      *(x.reshape(2, 3, 70) for x in (rewards, values, mask)),
+      bootstrap.reshape(2, 3),
+    )
+    np.testing.assert_allclose(jitted, plain, atol=1e-6)
+    np.testing.assert_allclose(mapped, plain, atol=1e-6)
+    np.testing.assert_allclose(split.reshape(6, 70), plain, atol=1e-6)
+
+  def test_nan_in_padding_reaches_neither_value_nor_gradient(self):
+    rewards, values, mask, bootstrap = _batch(70, seed=5)
+    total = lambda r, v: jnp.sum(
+      estimators.gae(r, v, mask, bootstrap_value=bootstrap, **self.settings)
+      ** 2
+    )
+    grad = jax.jit(jax.value_and_grad(total, argnums=(0, 1)))
+    dirty = grad(rewards, values)
+    clean = grad(np.nan_to_num(rewards), np.nan_to_num(values))
+    jax.tree.map(np.testing.assert_array_equal, dirty, clean)
+    for gradient in dirty[1]:
+      np.testing.assert_array_equal(gradient[~mask], 0.0)
+
+  def test_wider_padding_changes_nothing(self):
+    rewards, values, mask, bootstrap = _batch(60, seed=6)
+    settings = dict(bootstrap_value=bootstrap, **self.settings)
+    narrow = _gae(rewards, values, mask, **settings)
+    pad = lambda x, value: np.pad(x, ((0, 0), (0, 77)), constant_values=value)
+    wide = _gae(
+      pad(rewards, np.nan), pad(values, np.nan), pad(mask, False), **settings
+    )
+    # Where blocks begin moves with the width, and with it what XLA fuses.
+    np.testing.assert_allclose(wide[:, :60], narrow, atol=1e-6)
+    np.testing.assert_array_equal(wide[:, 60:], 0.0)
+
+  def test_gradient_is_the_discounted_sum(self):
+    """∂A_0/∂r_k = (γλ)^k and ∂A_0/∂V_0 = -1."""
+    length = 70
+    head = lambda r, v: _gae(r, v, np.ones(length, bool), **self.settings)[0]
+    zeros = jnp.zeros(length)
+    by_reward, by_value = jax.grad(head, argnums=(0, 1))(zeros, zeros)
+    expected = (0.99 * 0.9) ** np.arange(length)
+    np.testing.assert_allclose(by_reward, expected, atol=1e-6)
+    assert by_value[0] == -1.0
+
+
+class TestLimits:
+  def test_lambda_zero_is_the_td_error(self):
+    rewards, values, mask, bootstrap = _batch(30, seed=7)
+    mask = np.ones_like(mask)
+    rewards, values = np.nan_to_num(rewards), np.nan_to_num(values)
+    advantages = _gae(
+      rewards, values, mask, gamma=0.9, lambda_=0.0, bootstrap_value=bootstrap
+    )
+    following = np.append(values[:, 1:], bootstrap[:, None], axis=1)
+    np.testing.assert_allclose(
+      advantages, rewards + 0.9 * following - values, atol=1e-6
+    )
+
+  def test_lambda_one_is_return_minus_value(self):
+    rewards, values, mask, _ = _batch(30, seed=8)
+    settings = dict(gamma=1.0, lambda_=1.0)
+    advantages = _gae(rewards, values, mask, **settings)
+    returns = _lambda_returns(rewards, values, mask, **settings)
+    to_go = np.cumsum(np.nan_to_num(rewards)[:, ::-1], axis=1)[:, ::-1]
+    np.testing.assert_allclose(returns[mask], to_go[mask], atol=1e-5)
+    np.testing.assert_array_equal(advantages[mask], (returns - values)[mask])
+
+  def test_monte_carlo_targets_ignore_the_values_in_every_bit(self):
+    rewards, values, mask, _ = _batch(150, seed=9)
+    settings = dict(gamma=1.0, lambda_=1.0)
+    first = _lambda_returns(rewards, values, mask, **settings)
+    second = _lambda_returns(rewards, 1e3 * values + 17.0, mask, **settings)
+    np.testing.assert_array_equal(first, second)
+
+  def test_an_outcome_reward_is_the_target_of_every_token(self):
+    mask = np.arange(200) < np.array([[200], [3], [0]])
+    last = mask & ~np.append(mask[:, 1:], np.zeros((3, 1), bool), axis=1)
+    values = np.random.default_rng(0).normal(size=mask.shape)
+    returns = _lambda_returns(
+      np.where(last, -1.0, 0.0), values, mask, gamma=1.0, lambda_=1.0
+    )
+    np.testing.assert_array_equal(returns, np.where(mask, -1.0, 0.0))
+
+  def test_chunk_identity(self):
+    """A_full(t) = A_window(t) + (γλ)^(l-t) A_full(l), bootstrapped at l."""
+    values = np.array([0.5, 0.6, 0.4, 0.8, 0.7, 0.2])
+    rewards = np.array([0.0, 0.0, 0.0, 0.0, 0.0, -1.0])
+    settings = dict(gamma=1.0, lambda_=0.95)
+    full = _gae(rewards, values, np.ones(6, bool), **settings)
+    window = _gae(
+      rewards[:4],
+      values[:4],
+      np.ones(4, bool),
+      bootstrap_value=jnp.array(values[4]),
+      **settings,
+    )
+    assert float(window[0]) == pytest.approx(0.1852625, abs=1e-6)
+    joined = window + 0.95 ** (4 - np.arange(4)) * full[4]
+    np.testing.assert_allclose(full[:4], joined, atol=1e-6)
+
+
+class TestBadInput:
+  def test_shapes(self):
+    settings = dict(gamma=1.0, lambda_=1.0)
+    with pytest.raises(AssertionError):
+      estimators.gae(
+        np.ones((2, 3)), np.ones((2, 4)), np.ones((2, 3)), **settings
+      )
+    with pytest.raises(AssertionError):
+      estimators.gae(np.ones((2, 3)), np.ones((2, 3)), np.ones(3), **settings)
+    arrays = (np.ones((2, 3)), np.ones((2, 3)), np.ones((2, 3), bool))
+    with pytest.raises(AssertionError):
+      estimators.gae(*arrays, bootstrap_value=np.ones(3), **settings)
+    with pytest.raises(AssertionError):
+      estimators.gae(*arrays, gamma=np.ones(2), lambda_=1.0)
+    for shape in [(3,), (2, 2), (3, 1), (1, 2, 3)]:
+      with pytest.raises(ValueError, match="lambda_ has shape"):
+        estimators.gae(*arrays, gamma=1.0, lambda_=np.ones(shape))
+
+  @pytest.mark.parametrize("gamma, lambda_", [(1.1, 1.0), (1.0, -0.1)])
+  def test_ranges(self, gamma, lambda_):
+    with pytest.raises(ValueError, match=r"expected a number in \[0, 1\]"):
+      estimators.gae(_REWARDS, _VALUES, _VALID, gamma=gamma, lambda_=lambda_)

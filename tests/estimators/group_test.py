@@ -1,0 +1,164 @@
+"""Tests of group-relative advantages."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+
+from jaxrl_llm import estimators
+
+_CENTERS = ["mean", "median", "leave_one_out"]
+_SCALES = ["std", "mad", "none"]
+# Compiled, as one would use it; one test holds jit against plain.
+_group_relative = jax.jit(
+  estimators.group_relative, static_argnames=["num_groups", "center", "scale"]
+)
+
+
+def _one_group(rewards, **settings):
+  groups = np.zeros(len(rewards), np.int32)
+  return _group_relative(np.array(rewards), groups, num_groups=1, **settings)
+
+
+class TestGolden:
+  @pytest.mark.parametrize(
+    "center, scale, expected",
+    [
+      ("mean", "std", [0.5, 0.5, 0.5, -1.5]),
+      ("mean", "none", [0.5, 0.5, 0.5, -1.5]),
+      ("leave_one_out", "none", [2 / 3, 2 / 3, 2 / 3, -2.0]),
+    ],
+  )
+  def test_three_of_four(self, center, scale, expected):
+    actual = _one_group([1, 1, 1, -1], center=center, scale=scale)
+    np.testing.assert_allclose(actual, expected, atol=2e-6)
+
+  def test_one_of_sixteen_tells_grpo_from_dr_grpo(self):
+    rewards = [1.0] + [-1.0] * 15
+    grpo = _one_group(rewards)
+    dr_grpo = _one_group(rewards, scale="none")
+    np.testing.assert_allclose(grpo[:2], [3.749993, -0.25], atol=1e-6)
+    np.testing.assert_allclose(dr_grpo[:2], [1.875, -0.125], atol=1e-6)
+
+  def test_half_of_sixteen(self):
+    actual = _one_group([1.0, -1.0] * 8)
+    np.testing.assert_allclose(actual, [0.968245, -0.968245] * 8, atol=1e-6)
+
+  def test_median_with_mad_and_with_std(self):
+    rewards = [0.2, 0.9, 0.4, 1.0, 0.0]
+    mad = _one_group(rewards, center="median", scale="mad", epsilon=1e-3)
+    std = _one_group(rewards, center="median", scale="std", epsilon=1e-4)
+    np.testing.assert_allclose(
+      mad, [-0.498753, 1.246883, 0.0, 1.496259, -0.997506], atol=1e-6
+    )
+    np.testing.assert_allclose(
+      std, [-0.458726, 1.146816, 0.0, 1.376179, -0.917452], atol=1e-6
+    )
+
+  def test_mad_is_no_scale_for_binary_rewards(self):
+    actual = _one_group(
+      [1.0, 0.0, 0.0], center="median", scale="mad", epsilon=1e-3
+    )
+    np.testing.assert_allclose(actual, [1000.0, 0.0, 0.0], rtol=1e-6)
+
+
+class TestProperties:
+  rng = np.random.default_rng(0)
+  rewards = rng.normal(size=23).astype(np.float32)
+  groups = rng.permutation(np.repeat([0, 1, 2, 4, 5], [1, 2, 5, 8, 7]))
+  groups = groups.astype(np.int32)
+
+  def _call(self, rewards=None, groups=None, **settings):
+    rewards = self.rewards if rewards is None else rewards
+    groups = self.groups if groups is None else groups
+    return _group_relative(rewards, groups, num_groups=6, **settings)
+
+  @pytest.mark.parametrize(
+    "center, scale", itertools.product(_CENTERS, _SCALES)
+  )
+  def test_ragged_scattered_groups_equal_reference(self, center, scale):
+    settings = dict(center=center, scale=scale, epsilon=1e-3)
+    actual = self._call(**settings)
+    expected = reference.group_relative(
+      self.rewards, self.groups.tolist(), **settings
+    )
+    assert actual.dtype == jnp.float32
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+
+  @pytest.mark.parametrize(
+    "center, scale", itertools.product(_CENTERS, _SCALES)
+  )
+  @pytest.mark.parametrize("epsilon", [1e-6, 0.0])
+  def test_single_rows_and_equal_rewards_give_exactly_zero(
+    self, center, scale, epsilon
+  ):
+    # 0.1 and 0.3 have means that round; one group has a single row.
+    rewards = np.repeat(np.float32([0.1, 0.3, 5.0]), [7, 6, 1])
+    groups = np.repeat(np.array([0, 1, 2]), [7, 6, 1])
+    actual = self._call(
+      rewards, groups, center=center, scale=scale, epsilon=epsilon
+    )
+    np.testing.assert_array_equal(actual, 0.0)
+
+  def test_plain_and_mapped_equal_jitted(self):
+    jitted = self._call()
+    plain = estimators.group_relative(self.rewards, self.groups, num_groups=6)
+    np.testing.assert_allclose(plain, jitted, rtol=1e-5, atol=1e-6)
+    mapped = jax.vmap(self._call)(
+      np.stack([self.rewards, 2.0 * self.rewards]), np.stack([self.groups] * 2)
+    )
+    np.testing.assert_allclose(mapped[0], jitted, rtol=1e-5, atol=1e-6)
+
+  def test_rows_of_no_group_are_padding(self):
+    rewards = np.append(self.rewards, [np.nan, np.nan]).astype(np.float32)
+    groups = np.append(self.groups, [-1, 6]).astype(np.int32)
+    actual = self._call(rewards, groups)
+    np.testing.assert_array_equal(actual[:-2], self._call())
+    np.testing.assert_array_equal(actual[-2:], 0.0)
+    total = lambda r: jnp.sum(self._call(r, groups) ** 3)
+    grad = jax.jit(jax.grad(total))(jnp.asarray(rewards))
+    assert np.isfinite(grad).all()
+
+  def test_shift_scale_and_order_invariance(self):
+    plain = self._call(epsilon=0.0)
+    for changed in (self.rewards + 3.0, self.rewards * 5.0):
+      np.testing.assert_allclose(
+        self._call(changed, epsilon=0.0), plain, atol=1e-5
+      )
+    order = np.random.default_rng(1).permutation(23)
+    np.testing.assert_allclose(
+      self._call(self.rewards[order], self.groups[order], epsilon=0.0),
+      plain[order],
+      atol=1e-6,
+    )
+
+  def test_leave_one_out_is_a_multiple_of_the_mean(self):
+    """RLOO = G/(G-1) · Dr. GRPO, and both sum to 0 in a group."""
+    rloo = self._call(center="leave_one_out", scale="none")
+    dr_grpo = self._call(center="mean", scale="none")
+    sizes = np.bincount(self.groups)[self.groups]
+    factor = sizes / np.maximum(sizes - 1, 1)
+    np.testing.assert_allclose(rloo, factor * dr_grpo, atol=1e-6)
+    sums = np.bincount(self.groups, weights=np.asarray(dr_grpo))
+    np.testing.assert_allclose(sums, 0.0, atol=1e-5)
+
+  def test_bad_input_raises(self):
+    with pytest.raises(ValueError, match="center='max', expected one of"):
+      self._call(center="max")
+    with pytest.raises(ValueError, match="scale='var', expected one of"):
+      self._call(scale="var")
+    with pytest.raises(ValueError, match="epsilon=-1.0"):
+      estimators.group_relative(
+        self.rewards, self.groups, num_groups=6, epsilon=-1.0
+      )
+    with pytest.raises(ValueError, match="num_groups=0"):
+      estimators.group_relative(self.rewards, self.groups, num_groups=0)
+    with pytest.raises(AssertionError):
+      self._call(self.rewards[:-1])
+    with pytest.raises(AssertionError):
+      self._call(self.rewards[:, None], self.groups[:, None])
+    with pytest.raises(AssertionError):
+      self._call(groups=self.groups.astype(np.float32))

@@ -1,0 +1,144 @@
+"""Reads every import of the package and holds it against the house plan.
+
+L0  records, reductions, distributions, errors
+L1  estimators, losses, models, sharding, rewards      arrays and text alone
+L2  data, sampling, checkpoint, metrics, report
+L3  train, evaluate, config                            composes the others
+"""
+
+import ast
+import pathlib
+import re
+
+import pytest
+
+_ROOT = pathlib.Path(__file__).resolve().parents[1]
+_L0 = {"types", "masked", "distributions", "errors"}
+_MATHEMATICS = {"estimators", "losses"}
+_NUMERIC = {"jax", "numpy", "chex"}
+# Rooms that may import train/: train itself, and what is its equal above.
+_ABOVE_TRAIN = {"train", "evaluate", "config"}
+# Libraries that one room keeps to itself.
+_KEPT_BY = {
+  "flax": {"models"},
+  "optax": {"train"},
+  "ml_collections": {"config"},
+}
+# Words of reinforcement learning, which a model must not know.
+_RL_WORDS = {
+  "advantage",
+  "advantages",
+  "behavior",
+  "gae",
+  "reward",
+  "rewards",
+  "rollout",
+  "rollouts",
+}
+
+
+def _files(*folders):
+  found = [p for folder in folders for p in (_ROOT / folder).rglob("*.py")]
+  return [
+    pytest.param(path, id=str(path.relative_to(_ROOT)))
+    for path in sorted(found)
+  ]
+
+
+def _imports(path):
+  """Dotted names that a file imports, wherever in it the import stands.
+
+  `from a.b import c` gives a.b and a.b.c, as c may be a module.
+  """
+  package = path.relative_to(_ROOT).parent.parts
+  names = set()
+  for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    if isinstance(node, ast.Import):
+      names |= {alias.name for alias in node.names}
+    elif isinstance(node, ast.ImportFrom):
+      above = package[: len(package) - node.level + 1] if node.level else ()
+      base = ".".join([*above, *filter(None, [node.module])])
+      names.add(base)
+      names |= {f"{base}.{alias.name}" for alias in node.names}
+  return names
+
+
+def _libraries(path):
+  """Top-level packages that a file imports, the standard library left out."""
+  import sys
+
+  tops = {name.split(".")[0] for name in _imports(path)}
+  return tops - set(sys.stdlib_module_names) - {"jaxrl_llm"}
+
+
+def _room(path):
+  """The room a file of the package lies in: `train`, `masked`, ..."""
+  parts = path.relative_to(_ROOT / "jaxrl_llm").with_suffix("").parts
+  return "" if parts[0] == "__init__" else parts[0]
+
+
+def _rooms(path):
+  """Rooms of the package that a file imports."""
+  known = {_room(p) for p in (_ROOT / "jaxrl_llm").rglob("*.py")}
+  parts = [name.split(".") for name in _imports(path)]
+  used = {p[1] for p in parts if p[0] == "jaxrl_llm" and len(p) > 1}
+  return used & known
+
+
+@pytest.mark.parametrize("path", _files("jaxrl_llm"))
+class TestPackage:
+  def test_the_lowest_rooms_need_only_jax_and_each_other(self, path):
+    if _room(path) not in _L0 | _MATHEMATICS | {""}:
+      pytest.skip("a higher room")
+    assert _libraries(path) <= _NUMERIC
+    own = _MATHEMATICS & {_room(path)}
+    assert _rooms(path) <= _L0 | own
+
+  def test_libraries_stay_in_their_rooms(self, path):
+    for library, rooms in _KEPT_BY.items():
+      if library in _libraries(path):
+        assert _room(path) in rooms, f"{library} belongs to {rooms}"
+
+  def test_models_know_no_words_of_reinforcement_learning(self, path):
+    if _room(path) != "models":
+      pytest.skip("not a model")
+    assert _rooms(path) <= _L0 | {"models", "sharding"}
+    text = path.read_text(encoding="utf-8").lower()
+    words = set(re.findall(r"[a-z]+", text))
+    assert not words & _RL_WORDS
+
+  def test_nothing_below_imports_train_or_config(self, path):
+    if _room(path) in _ABOVE_TRAIN:
+      pytest.skip("composes")
+    assert not _rooms(path) & _ABOVE_TRAIN
+
+
+@pytest.mark.parametrize("path", _files("configs"))
+def test_config_files_import_only_the_defaults(path):
+  # A config is loaded by its path, so that a sibling cannot be imported.
+  assert _rooms(path) <= {"config"}
+  assert _libraries(path) <= {"ml_collections"}
+
+
+@pytest.mark.parametrize("path", _files("scripts"))
+def test_scripts_leave_models_and_optimizers_to_the_library(path):
+  assert not _libraries(path) & {"flax", "optax"}
+
+
+def test_the_reader_of_imports_sees_all_forms(tmp_path, monkeypatch):
+  monkeypatch.setattr("sys.path", [])
+  path = tmp_path / "jaxrl_llm" / "models" / "new.py"
+  path.parent.mkdir(parents=True)
+  path.write_text(
+    "import optax.tree\n"
+    "from jaxrl_llm import train\n"
+    "from ..losses import policy\n"
+    "def late():\n"
+    "  from flax import nnx\n"
+  )
+  monkeypatch.setitem(globals(), "_ROOT", tmp_path)
+  (tmp_path / "jaxrl_llm" / "train.py").touch()
+  (tmp_path / "jaxrl_llm" / "losses.py").touch()
+  assert _room(path) == "models"
+  assert _libraries(path) == {"optax", "flax"}
+  assert _rooms(path) == {"train", "losses"}

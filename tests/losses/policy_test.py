@@ -1,0 +1,212 @@
+"""Tests of the clipped surrogate."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+
+from jaxrl_llm import losses, masked
+
+_CLIP = dict(clip_low=0.2, clip_high=0.28)
+
+
+def _tokens(seed=0, shape=(4, 50)):
+  rng = np.random.default_rng(seed)
+  old = -rng.exponential(size=shape).astype(np.float32)
+  logprobs = old + rng.normal(size=shape).astype(np.float32)
+  return logprobs, old, rng.normal(size=shape).astype(np.float32)
+
+
+class TestGolden:
+  @pytest.mark.parametrize(
+    "ratio, advantage, loss, slope, plain_loss",
+    [
+      (1.0, 1.0, -1.0, -1.0, -1.0),
+      (1.2, 1.0, -1.2, -1.0, -1.2),
+      (1.5, 1.0, -1.28, 0.0, -1.28),
+      (0.5, 1.0, -0.5, -1.0, -0.5),
+      (1.5, -1.0, 1.5, 1.0, 1.5),
+      (0.5, -1.0, 0.8, 0.0, 0.8),
+      (2.5, -1.0, 2.5, 1.0, 2.5),
+      (5.0, -1.0, 3.0, 0.0, 5.0),
+      (5.0, 2.0, -2.56, 0.0, -2.56),
+      (4.0, -0.5, 1.5, 0.0, 2.0),
+    ],
+  )
+  def test_values_and_slopes(self, ratio, advantage, loss, slope, plain_loss):
+    def total(ratio, dual_clip=3.0):
+      return losses.clipped_policy_loss(
+        jnp.log(ratio),
+        jnp.zeros(()),
+        jnp.array(advantage),
+        dual_clip=dual_clip,
+        **_CLIP,
+      ).loss
+
+    value, gradient = jax.value_and_grad(total)(jnp.float32(ratio))
+    assert float(value) == pytest.approx(loss, abs=1e-6)
+    assert float(gradient) == pytest.approx(slope, abs=1e-6)
+    plain = total(jnp.float32(ratio), None)
+    assert float(plain) == pytest.approx(plain_loss, abs=1e-6)
+
+
+class TestProperties:
+  @pytest.mark.parametrize("dual_clip", [None, 3.0])
+  def test_equals_reference(self, dual_clip):
+    arrays = _tokens()
+    function = lambda *x: losses.clipped_policy_loss(
+      *x, dual_clip=dual_clip, **_CLIP
+    )
+    expected = np.vectorize(
+      lambda *x: reference.policy_loss(*x, 0.2, 0.28, dual_clip)
+    )(*arrays)
+    plain, jitted = function(*arrays), jax.jit(function)(*arrays)
+    mapped = jax.vmap(function)(*arrays)
+    for result in (plain, jitted, mapped):
+      np.testing.assert_allclose(result.loss, expected, rtol=2e-5, atol=1e-6)
+    assert plain.loss.dtype == jnp.float32
+    np.testing.assert_allclose(plain.ratio, np.exp(plain.log_ratio), rtol=1e-5)
+
+  def test_gradient_equals_closed_form_and_vanishes_where_clipped(self):
+    """∂L/∂log π = -A ρ, or 0 where the ratio no longer counts."""
+    logprobs, old, advantages = _tokens(1)
+    result = losses.clipped_policy_loss(
+      logprobs, old, advantages, dual_clip=3.0, **_CLIP
+    )
+    gradient = jax.grad(
+      lambda x: losses.clipped_policy_loss(
+        x, old, advantages, dual_clip=3.0, **_CLIP
+      ).loss.sum()
+    )(logprobs)
+    ratio = np.exp(logprobs - old)
+    high = (advantages > 0) & (ratio > 1.28)
+    low = (advantages < 0) & (ratio < 0.8)
+    dual = (advantages < 0) & (ratio > 3.0)
+    np.testing.assert_array_equal(result.clipped_high, high)
+    np.testing.assert_array_equal(result.clipped_low, low)
+    np.testing.assert_array_equal(result.dual_clipped, dual)
+    assert high.any() and low.any() and dual.any()
+    expected = np.where(high | low | dual, 0.0, -advantages * ratio)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-5)
+
+  def test_at_the_old_policy_it_is_the_policy_gradient(self):
+    _, old, advantages = _tokens(2)
+    value, gradient = jax.value_and_grad(
+      lambda x: losses.clipped_policy_loss(
+        x, old, advantages, dual_clip=3.0, **_CLIP
+      ).loss.sum()
+    )(old)
+    np.testing.assert_allclose(value, -advantages.sum(), rtol=1e-5)
+    np.testing.assert_array_equal(gradient, -advantages)
+
+  def test_dual_clip_leaves_positive_advantages_alone(self):
+    logprobs, old, advantages = _tokens(3)
+    plain = losses.clipped_policy_loss(logprobs, old, advantages, **_CLIP)
+    dual = losses.clipped_policy_loss(
+      logprobs, old, advantages, dual_clip=1.5, **_CLIP
+    )
+    keep = advantages >= 0
+    np.testing.assert_array_equal(plain.loss[keep], dual.loss[keep])
+    assert (dual.loss <= plain.loss).all()
+
+  def test_bounds_may_be_arrays_or_infinite(self):
+    logprobs, old, advantages = _tokens(4)
+    rows = np.linspace(0.1, 0.4, 4, dtype=np.float32)[:, None]
+    actual = losses.clipped_policy_loss(
+      logprobs,
+      old,
+      advantages,
+      clip_low=rows,
+      clip_high=rows + 0.1,
+      dual_clip=rows + 2.0,
+    )
+    for i, bound in enumerate(rows[:, 0]):
+      row = losses.clipped_policy_loss(
+        logprobs[i],
+        old[i],
+        advantages[i],
+        clip_low=float(bound),
+        clip_high=float(bound + np.float32(0.1)),
+        dual_clip=float(bound + 2.0),
+      )
+      np.testing.assert_allclose(actual.loss[i], row.loss, rtol=1e-6)
+    free = losses.clipped_policy_loss(
+      logprobs, old, advantages, clip_low=np.inf, clip_high=np.inf
+    )
+    np.testing.assert_allclose(
+      free.loss, -advantages * np.exp(logprobs - old), rtol=1e-5
+    )
+
+  def test_far_apart_policies_stay_finite(self):
+    logprobs = jnp.array([0.0, -300.0])
+    result, pullback = jax.vjp(
+      lambda x: (
+        losses.clipped_policy_loss(
+          x, logprobs[::-1], jnp.array([-1.0, 1.0]), **_CLIP
+        ).loss
+      ),
+      logprobs,
+    )
+    np.testing.assert_allclose(result, np.exp([20.0, -20.0]) * [1, -1])
+    np.testing.assert_array_equal(pullback(jnp.ones(2))[0], 0.0)
+
+  def test_padding_filled_and_weighted_is_inert(self):
+    """NaN beyond the responses changes neither the total nor its gradient."""
+    logprobs, old, advantages = _tokens(5)
+    mask = np.arange(50) < np.array([[50], [7], [0], [1]])
+
+    def total(logprobs, old):
+      loss = losses.clipped_policy_loss(
+        masked.masked_fill(logprobs, mask),
+        masked.masked_fill(old, mask),
+        advantages,
+        **_CLIP,
+      ).loss
+      return jnp.sum(masked.token_weights(mask, mode="token-mean") * loss)
+
+    clean = jax.value_and_grad(total)(logprobs, old)
+    dirty = jax.value_and_grad(total)(
+      np.where(mask, logprobs, np.nan), np.where(mask, old, np.nan)
+    )
+    jax.tree.map(np.testing.assert_array_equal, dirty, clean)
+
+  def test_token_mean_adds_up_over_micro_batches(self):
+    logprobs, old, advantages = _tokens(6)
+    mask = np.arange(50) < np.array([[50], [7], [0], [20]])
+    weights = masked.token_weights(mask, mode="token-mean")
+
+    def gradient(rows):
+      return jax.grad(
+        lambda x: jnp.sum(
+          weights[rows]
+          * losses.clipped_policy_loss(
+            x, old[rows], advantages[rows], **_CLIP
+          ).loss
+        )
+      )(logprobs[rows])
+
+    parts = [gradient(slice(0, 1)), gradient(slice(1, 4))]
+    np.testing.assert_array_equal(np.concatenate(parts), gradient(slice(0, 4)))
+
+
+class TestBadInput:
+  def test_shapes(self):
+    with pytest.raises(AssertionError):
+      losses.clipped_policy_loss(
+        jnp.zeros((2, 3)), jnp.zeros((2, 3)), jnp.zeros((2, 1)), **_CLIP
+      )
+
+  @pytest.mark.parametrize(
+    "settings",
+    [
+      dict(clip_low=-0.1, clip_high=0.2),
+      dict(clip_low=0.1, clip_high=-0.2),
+      dict(clip_low=0.1, clip_high=float("nan")),
+      dict(clip_low=0.2, clip_high=0.2, dual_clip=1.0),
+    ],
+  )
+  def test_ranges(self, settings):
+    zero = jnp.zeros(1)
+    with pytest.raises(ValueError, match="expected (at least|above)"):
+      losses.clipped_policy_loss(zero, zero, zero, **settings)

@@ -1,0 +1,97 @@
+"""Tests of likelihood and KL terms."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm import losses, masked
+
+_LAW = np.array([0.5, 0.3, 0.2])
+_REFERENCE = np.array([0.2, 0.5, 0.3])
+
+
+def _expected(estimate):
+  """E_π[k] and E_π[∇k] w.r.t. the logits of π, by summing over tokens."""
+  reference = jnp.log(jnp.asarray(_REFERENCE, jnp.float32))
+  law = jnp.asarray(_LAW, jnp.float32)
+
+  def mean(logits):
+    return jnp.sum(law * estimate(jax.nn.log_softmax(logits), reference))
+
+  return jax.value_and_grad(mean)(jnp.log(law))
+
+
+class TestKl:
+  @pytest.mark.parametrize(
+    "estimate, value, gradient",
+    [
+      (losses.kl_k1, 0.2238047, [0.0, 0.0, 0.0]),
+      (losses.kl_k2, 0.2654788, [0.346243, -0.220389, -0.125854]),
+      (losses.kl_k3, 0.2238047, [0.3, -0.2, -0.1]),
+    ],
+  )
+  def test_expectations_of_value_and_gradient(self, estimate, value, gradient):
+    actual, slope = _expected(estimate)
+    assert float(actual) == pytest.approx(value, abs=1e-6)
+    np.testing.assert_allclose(slope, gradient, atol=1e-6)
+
+  def test_k2_descends_the_kl_and_k3_the_other_one(self):
+    reference = jnp.log(jnp.asarray(_REFERENCE, jnp.float32))
+
+    def forward(logits):
+      logs = jax.nn.log_softmax(logits)
+      return jnp.sum(jnp.exp(logs) * (logs - reference))
+
+    def backward(logits):
+      logs = jax.nn.log_softmax(logits)
+      return jnp.sum(jnp.exp(reference) * (reference - logs))
+
+    logits = jnp.log(jnp.asarray(_LAW, jnp.float32))
+    for estimate, kl in [(losses.kl_k2, forward), (losses.kl_k3, backward)]:
+      np.testing.assert_allclose(
+        _expected(estimate)[1], jax.grad(kl)(logits), atol=1e-6
+      )
+
+  @pytest.mark.parametrize(
+    "estimate", [losses.kl_k1, losses.kl_k2, losses.kl_k3]
+  )
+  def test_equal_policies_have_none_and_shapes_must_agree(self, estimate):
+    logprobs = jnp.linspace(-5.0, 0.0, 6).reshape(2, 3)
+    np.testing.assert_array_equal(estimate(logprobs, logprobs), 0.0)
+    np.testing.assert_allclose(
+      jax.jit(estimate)(logprobs, logprobs - 0.5),
+      estimate(logprobs, logprobs - 0.5),
+      rtol=1e-6,
+    )
+    with pytest.raises(AssertionError):
+      estimate(logprobs, logprobs[0])
+
+  def test_k3_is_never_negative_exact_when_small_and_finite_when_large(self):
+    small = jnp.array([1e-4, -1e-4])
+    zero = jnp.zeros(2)
+    np.testing.assert_allclose(
+      losses.kl_k3(small, zero), [5e-9, 5e-9], rtol=2e-2
+    )
+    wide = jnp.linspace(-300.0, 300.0, 101)
+    estimate = losses.kl_k3(wide, jnp.zeros(101))
+    assert (estimate >= 0).all()
+    assert np.isfinite(estimate).all()
+
+
+class TestNll:
+  def test_mean_over_positive_tokens(self):
+    logprobs = np.full((3, 4), -9.0, np.float32)
+    logprobs[0, :2] = [-0.1, -0.2]
+    logprobs[1] = [-0.3, -0.4, -0.5, -0.6]
+    positive = np.arange(4) < np.array([[2], [4], [0]])
+    weights = masked.token_weights(positive, mode="token-mean")
+    loss, gradient = jax.value_and_grad(
+      lambda x: jnp.sum(weights * losses.nll(x))
+    )(logprobs)
+    assert float(loss) == pytest.approx(0.35, abs=1e-6)
+    np.testing.assert_allclose(gradient, positive / -6.0, rtol=1e-6)
+
+  def test_no_positive_response_is_no_loss(self):
+    weights = masked.token_weights(np.zeros((2, 3), bool), mode="token-mean")
+    assert jnp.sum(weights * losses.nll(jnp.full((2, 3), -1.0))) == 0.0

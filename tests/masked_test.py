@@ -1,0 +1,271 @@
+"""Tests of the masked and segment reductions."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+
+from jaxrl_llm import masked
+
+_NAN = float("nan")
+
+
+def _holes(seed=0, shape=(5, 7)):
+  """Random numbers, a mask with an empty row, and NaN where it is False."""
+  rng = np.random.default_rng(seed)
+  x = rng.normal(size=shape).astype(np.float32)
+  mask = rng.random(shape) < 0.6
+  mask[-1] = False
+  return np.where(mask, x, np.nan), mask
+
+
+class TestReductions:
+  @pytest.mark.parametrize("axis", [None, 0, 1, (0, 1), -1])
+  @pytest.mark.parametrize("keepdims", [False, True])
+  def test_equals_numpy_where(self, axis, keepdims):
+    x, mask = _holes()
+    clean, keep = np.where(mask, x, 0.0), dict(axis=axis, keepdims=keepdims)
+    count = mask.sum(**keep)
+    mean = clean.sum(**keep) / np.maximum(count, 1)
+    full_mean = clean.sum(axis=axis, keepdims=True) / np.maximum(
+      mask.sum(axis=axis, keepdims=True), 1
+    )
+    squares = (np.where(mask, clean - full_mean, 0.0) ** 2).sum(**keep)
+    np.testing.assert_allclose(masked.masked_count(mask, **keep), count)
+    np.testing.assert_allclose(
+      masked.masked_sum(x, mask, **keep), clean.sum(**keep), atol=1e-6
+    )
+    np.testing.assert_allclose(
+      masked.masked_mean(x, mask, **keep), mean, atol=1e-6
+    )
+    for bessel in (True, False):
+      var = squares / np.maximum(count - bessel, 1)
+      np.testing.assert_allclose(
+        masked.masked_var(x, mask, bessel=bessel, **keep), var, atol=1e-6
+      )
+      np.testing.assert_allclose(
+        masked.masked_std(x, mask, bessel=bessel, **keep),
+        np.sqrt(var),
+        atol=1e-6,
+      )
+
+  def test_max_takes_the_largest_and_zero_of_nothing(self):
+    x = np.array([[-3.0, -1.0, _NAN], [_NAN, 9.0, 1.0]])
+    mask = np.array([[True, True, False], [False, False, False]])
+    np.testing.assert_array_equal(
+      masked.masked_max(x, mask, axis=1), [-1.0, 0.0]
+    )
+
+  @pytest.mark.parametrize(
+    "function",
+    [
+      masked.masked_sum,
+      masked.masked_mean,
+      masked.masked_std,
+      masked.masked_max,
+      lambda x, m: jnp.sum(masked.masked_whiten(x, m) ** 3),
+      lambda x, m: masked.explained_variance(x, jnp.roll(x, 1), m),
+    ],
+  )
+  def test_nan_in_padding_changes_neither_value_nor_gradient(self, function):
+    x, _ = _holes()
+    mask = np.zeros(x.shape, bool)
+    mask[1:3, 2:6] = True
+    x = np.random.default_rng(1).normal(size=x.shape).astype(np.float32)
+    both = jnp.asarray(mask & np.roll(mask, 1))
+    clean = jax.value_and_grad(function)(jnp.where(mask, x, 0.0), both)
+    dirty = jax.value_and_grad(function)(jnp.where(mask, x, _NAN), both)
+    np.testing.assert_array_equal(clean[0], dirty[0])
+    np.testing.assert_array_equal(clean[1], dirty[1])
+    assert np.isfinite(dirty[1]).all()
+
+  def test_std_of_equal_numbers_has_gradient_zero(self):
+    x, mask = jnp.full(4, 0.1), jnp.ones(4, bool)
+    np.testing.assert_array_equal(jax.grad(masked.masked_std)(x, mask), 0.0)
+
+  def test_integer_masks_count_as_bool(self):
+    x = jnp.arange(3.0)
+    assert masked.masked_mean(x, jnp.array([0, 1, 1])) == 1.5
+
+  def test_shapes_must_agree(self):
+    with pytest.raises(AssertionError):
+      masked.masked_mean(jnp.ones((2, 3)), jnp.ones(3, bool))
+
+
+class TestWhiten:
+  advantages = np.array([[0.442475, 0.3605, 0.59, 0.2, _NAN]])
+  mask = np.array([[True, True, True, True, False]])
+
+  @pytest.mark.parametrize(
+    "bessel, expected",
+    [
+      (True, [0.271792, -0.231928, 1.178305, -1.218169]),
+      (False, [0.313839, -0.267807, 1.360589, -1.40662]),
+    ],
+  )
+  def test_golden(self, bessel, expected):
+    white = masked.masked_whiten(self.advantages, self.mask, bessel=bessel)
+    np.testing.assert_allclose(white[0, :4], expected, atol=2e-6)
+    assert white[0, 4] == 0.0
+
+  def test_mean_zero_and_variance_one_per_row(self):
+    x, mask = _holes(3, (4, 50))
+    white = masked.masked_whiten(x, mask, axis=1)
+    mean = masked.masked_mean(white, mask, axis=1)
+    var = masked.masked_var(white, mask, axis=1)
+    np.testing.assert_allclose(mean, 0.0, atol=1e-6)
+    np.testing.assert_allclose(var[:-1], 1.0, rtol=1e-5)
+    np.testing.assert_array_equal(white[-1], 0.0)
+
+
+class TestExplainedVariance:
+  returns = np.array([1.0, -1.0, 1.0, 0.5, _NAN])
+  mask = np.array([True, True, True, True, False])
+
+  def test_perfect_constant_and_opposite_critics(self):
+    share = lambda v: float(
+      masked.explained_variance(v, self.returns, self.mask)
+    )
+    assert share(self.returns) == 1.0
+    # A constant offset is free: only variances enter.
+    assert share(self.returns + 3.0) == pytest.approx(1.0, abs=1e-6)
+    assert share(np.full(5, 7.0)) == pytest.approx(0.0, abs=1e-6)
+    assert share(-self.returns) == pytest.approx(-3.0, abs=1e-5)
+
+  def test_nothing_to_explain_is_zero(self):
+    ones = np.ones(5)
+    assert masked.explained_variance(self.returns, ones, self.mask) == 0.0
+    empty = np.zeros(5, bool)
+    assert masked.explained_variance(ones, self.returns, empty) == 0.0
+
+
+_MODES = [
+  ("token-mean", None),
+  ("seq-mean-token-mean", None),
+  ("seq-mean-token-sum", None),
+  ("seq-mean-token-sum-norm", 8),
+  ("dr-grpo", 8),
+]
+
+
+class TestTokenWeights:
+  @pytest.mark.parametrize(
+    "mode, norm, expected",
+    [
+      (mode, norm, value)
+      for (mode, norm), value in zip(
+        _MODES, [-0.125, 0.25, -0.5, -0.125, -0.0625]
+      )
+    ],
+  )
+  def test_golden(self, mode, norm, expected):
+    mask = np.arange(6) < np.array([[2], [6]])
+    loss = np.where(mask, np.array([[1.0], [-0.5]]), 0.0)
+    weights = masked.token_weights(mask, mode=mode, norm=norm)
+    assert float(jnp.sum(weights * loss)) == pytest.approx(expected, abs=1e-6)
+
+  @pytest.mark.parametrize("mode, norm", _MODES)
+  def test_equals_reference_with_holes_and_empty_rows(self, mode, norm):
+    loss, mask = _holes(7, (6, 9))
+    weights = masked.token_weights(mask, mode=mode, norm=norm)
+    assert weights.dtype == jnp.float32
+    assert weights.shape == mask.shape
+    np.testing.assert_array_equal(weights[~mask], 0.0)
+    total = masked.masked_sum(weights * np.where(mask, loss, 0.0), mask)
+    expected = reference.aggregate(loss, mask, mode, norm)
+    np.testing.assert_allclose(total, expected, atol=1e-6)
+
+  @pytest.mark.parametrize("mode, norm", _MODES)
+  def test_an_empty_mask_weighs_nothing(self, mode, norm):
+    weights = masked.token_weights(np.zeros((2, 3), bool), mode=mode, norm=norm)
+    np.testing.assert_array_equal(weights, 0.0)
+
+  @pytest.mark.parametrize("mode, norm", _MODES)
+  def test_padding_and_empty_rows_change_no_weight(self, mode, norm):
+    _, mask = _holes(8, (3, 4))
+    wide = np.zeros((5, 9), bool)
+    wide[:3, :4] = mask
+    weights = masked.token_weights(wide, mode=mode, norm=norm)
+    narrow = masked.token_weights(mask, mode=mode, norm=norm)
+    np.testing.assert_array_equal(weights[:3, :4], narrow)
+
+  def test_leading_axes_together_count_sequences(self):
+    _, mask = _holes(9, (6, 4))
+    flat = masked.token_weights(mask, mode="seq-mean-token-mean")
+    split = masked.token_weights(
+      mask.reshape(2, 3, 4), mode="seq-mean-token-mean"
+    )
+    np.testing.assert_array_equal(split.reshape(6, 4), flat)
+
+  @pytest.mark.parametrize(
+    "settings",
+    [
+      {"mode": "mean"},
+      {"mode": "token-mean", "norm": 8},
+      {"mode": "dr-grpo"},
+      {"mode": "seq-mean-token-sum-norm", "norm": 0},
+    ],
+  )
+  def test_bad_settings_raise(self, settings):
+    with pytest.raises(ValueError, match="expected|required"):
+      masked.token_weights(np.ones((1, 2), bool), **settings)
+
+
+class TestSegments:
+  x = np.array([3.0, _NAN, 1.0, 2.0, 8.0, 5.0, _NAN, 4.0], np.float32)
+  segments = np.array([0, 0, 2, 0, 2, 0, -1, 5], np.int32)
+  mask = np.array([1, 0, 1, 1, 1, 1, 1, 1], bool)
+
+  def _call(self, function, **kwargs):
+    return function(
+      self.x, self.segments, num_segments=4, mask=self.mask, **kwargs
+    )
+
+  def test_golden(self):
+    """Rows outside the segments, NaN included, count nowhere."""
+    count = masked.segment_count(self.segments, num_segments=4, mask=self.mask)
+    np.testing.assert_array_equal(count, [3, 0, 2, 0])
+    rows = [[3.0, 2.0, 5.0], [], [1.0, 8.0], []]
+    for function, numpy_function in [
+      (masked.segment_sum, np.sum),
+      (masked.segment_mean, np.mean),
+      (masked.segment_min, np.min),
+      (masked.segment_median, np.median),
+    ]:
+      expected = [numpy_function(row) if row else 0.0 for row in rows]
+      np.testing.assert_allclose(self._call(function), expected, rtol=1e-6)
+    for bessel in (True, False):
+      expected = [np.std(row, ddof=bessel) if row else 0.0 for row in rows]
+      np.testing.assert_allclose(
+        self._call(masked.segment_std, bessel=bessel), expected, rtol=1e-6
+      )
+
+  @pytest.mark.parametrize(
+    "function",
+    [masked.segment_mean, masked.segment_std, masked.segment_median],
+  )
+  def test_nan_leaves_gradients_alone(self, function):
+    def total(x):
+      y = function(x, self.segments, num_segments=4, mask=self.mask)
+      return jnp.sum(y * jnp.arange(1.0, 5.0))
+
+    inside = self.mask & (self.segments >= 0) & (self.segments < 4)
+    dirty = jax.grad(total)(jnp.where(inside, self.x, _NAN))
+    clean = jax.grad(total)(jnp.where(inside, self.x, 0.0))
+    np.testing.assert_array_equal(dirty, clean)
+    np.testing.assert_array_equal(dirty[~inside], 0.0)
+
+  def test_std_of_one_or_of_equal_elements_is_zero(self):
+    std = lambda x: masked.segment_std(x, jnp.array([0, 1, 1]), num_segments=2)
+    x = jnp.array([4.0, 2.0, 2.0])
+    np.testing.assert_array_equal(std(x), 0.0)
+    np.testing.assert_array_equal(jax.jacobian(std)(x), 0.0)
+
+  def test_bad_input_raises(self):
+    with pytest.raises(ValueError, match="num_segments=0"):
+      masked.segment_count(np.array([0]), num_segments=0)
+    with pytest.raises(AssertionError):
+      masked.segment_mean(np.ones(3), np.zeros(2, int), num_segments=1)
+    with pytest.raises(AssertionError):
+      masked.segment_mean(np.ones(2), np.zeros(2), num_segments=1)

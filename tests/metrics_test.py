@@ -1,0 +1,483 @@
+"""Tests of jaxrl_llm.metrics."""
+
+import io
+import json
+import math
+import pathlib
+import resource
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import rich.console
+
+from jaxrl_llm import metrics
+
+
+class Clock:
+  """A clock that a test moves."""
+
+  def __init__(self):
+    self.now = 100.0
+
+  def __call__(self) -> float:
+    return self.now
+
+
+def _sample(**changes) -> metrics.Sample:
+  fields = dict(
+    prompt="7+5?",
+    response="7+5=12;#12.",
+    gold="12",
+    extracted="12",
+    reward=1.0,
+    length=11,
+    stop="finished",
+  )
+  return metrics.Sample(**(fields | changes))
+
+
+def _read(path: pathlib.Path) -> list[dict]:
+  """Parses strictly: NaN and Infinity are no JSON."""
+
+  def refuse(constant):
+    raise AssertionError(f"not JSON: {constant}")
+
+  text = path.read_text()
+  assert text == "" or text.endswith("\n")
+  return [json.loads(x, parse_constant=refuse) for x in text.splitlines()]
+
+
+class TestJsonlWriter:
+  def test_one_object_a_step_with_exact_floats(self, tmp_path):
+    clock = Clock()
+    writer = metrics.JsonlWriter(tmp_path / "m.jsonl", clock=clock)
+    writer.log(0, {"a/b": 0.1, "n": 3})
+    clock.now = 101.5
+    writer.log(
+      1,
+      {
+        "a/b": np.float32(0.1),
+        "n": jnp.asarray(4),
+        "h": jnp.asarray(0.5, jnp.bfloat16),
+      },
+    )
+    writer.close()
+    assert _read(tmp_path / "m.jsonl") == [
+      {"step": 0, "time": 100.0, "a/b": 0.1, "n": 3},
+      {"step": 1, "time": 101.5, "a/b": float(np.float32(0.1)), "n": 4}
+      | {"h": 0.5},
+    ]
+
+  def test_nonfinite_values_are_null_with_a_note(self, tmp_path):
+    writer = metrics.JsonlWriter(tmp_path / "m.jsonl")
+    writer.log(1, {"a": math.nan, "b": -math.inf, "c": 1.0})
+    row = _read(tmp_path / "m.jsonl")[0]
+    assert (row["a"], row["b"], row["c"]) == (None, None, 1.0)
+    assert row["nonfinite"] == {"a": "nan", "b": "-inf"}
+
+  def test_death_at_any_byte_then_resume_gives_each_row_once(self, tmp_path):
+    path = tmp_path / "m.jsonl"
+
+    def run(first: int, last: int):
+      writer = metrics.JsonlWriter(path, clock=Clock())
+      writer.truncate_after(first - 1)
+      for step in range(first, last + 1):
+        writer.log(step, {"x": 1.5 * step})
+      writer.close()
+
+    run(0, 3)
+    whole = path.read_bytes()
+    for size in range(len(whole) + 1):
+      complete = whole[:size].count(b"\n")
+      # A checkpoint may hold any step whose row was complete, or none.
+      for checkpoint in range(-1, complete):
+        path.write_bytes(whole[:size])
+        run(checkpoint + 1, 3)
+        assert path.read_bytes() == whole
+
+  def test_torn_line_is_dropped_on_opening(self, tmp_path):
+    path = tmp_path / "m.jsonl"
+    for torn in (b'{"step": 1, "ti', b'{"step": 1', b"\0\0\0\0\n", b"[]\n"):
+      path.write_bytes(b'{"step": 0}\n' + torn)
+      writer = metrics.JsonlWriter(path, clock=Clock())
+      writer.log(1, {})
+      writer.close()
+      assert [row["step"] for row in _read(path)] == [0, 1]
+
+  def test_leftover_of_a_killed_truncation_does_no_harm(self, tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(b'{"step": 0}\n{"step": 1}\n')
+    (tmp_path / ".m.jsonl.tmp").write_bytes(b'{"st')
+    writer = metrics.JsonlWriter(path)
+    writer.truncate_after(0)
+    assert writer.last_step == 0
+    assert [row["step"] for row in _read(path)] == [0]
+    assert [p.name for p in tmp_path.iterdir()] == ["m.jsonl"]
+
+  def test_a_short_write_leaves_no_part_of_the_row(self, tmp_path, monkeypatch):
+    path = tmp_path / "m.jsonl"
+    writer = metrics.JsonlWriter(path, clock=Clock())
+    writer.log(0, {"x": 1.0})
+    before = path.read_bytes()
+    write = metrics.writers.os.write
+    with monkeypatch.context() as patch:
+      patch.setattr(
+        metrics.writers.os, "write", lambda file, data: write(file, data[:7])
+      )
+      with pytest.raises(OSError, match="disk full"):
+        writer.log(1, {"x": 2.0})
+    assert path.read_bytes() == before
+    writer.log(1, {"x": 2.0})
+    assert [row["step"] for row in _read(path)] == [0, 1]
+
+  def test_damage_before_the_end_names_file_and_line(self, tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(b'{"step": 0}\n{"step"\n{"step": 2}\n')
+    with pytest.raises(ValueError, match=r"m\.jsonl, line 2"):
+      metrics.JsonlWriter(path)
+
+  @pytest.mark.parametrize("step", [0, 4])
+  def test_steps_must_increase(self, tmp_path, step):
+    writer = metrics.JsonlWriter(tmp_path / "m.jsonl")
+    writer.log(4, {})
+    with pytest.raises(ValueError, match=f"> 4, got {step}"):
+      writer.log(step, {})
+
+  @pytest.mark.parametrize("value", [np.zeros(2), "1.0", None])
+  def test_a_metric_is_one_number(self, tmp_path, value):
+    writer = metrics.JsonlWriter(tmp_path / "m.jsonl")
+    with pytest.raises(ValueError, match="metric a/b"):
+      writer.log(1, {"a/b": value})
+    assert _read(tmp_path / "m.jsonl") == []
+
+
+class TestSampleWriter:
+  def test_samples_come_back_and_later_steps_are_dropped(self, tmp_path):
+    path = tmp_path / "s.jsonl"
+    odd = "line\nbreak \x1b[31m \ud800 \u2028 [red]"
+    writer = metrics.SampleWriter(path)
+    writer.samples(1, [_sample(response=odd), _sample(extracted=None)])
+    writer.samples(2, [_sample(reward=math.nan)])
+    assert _read(path)[2]["reward"] is None
+    writer.truncate_after(1)
+    writer.samples(2, [_sample()])
+    writer.samples(3, [])
+    writer.close()
+    rows = _read(path)
+    assert [row["step"] for row in rows] == [1, 1, 2]
+    assert rows[0]["response"] == odd
+    assert rows[1] == {"step": 1} | _sample(extracted=None)._asdict()
+
+
+class TestTensorBoardWriter:
+  def test_scalars_are_in_the_event_file(self, tmp_path):
+    writer = metrics.TensorBoardWriter(tmp_path)
+    writer.log(7, {"reward/mean": 0.25, "policy/loss": math.nan})
+    writer.close()
+    (file,) = tmp_path.iterdir()
+    scalars = {v.tag: (s, v.simple_value) for s, v in _events(file)}
+    assert scalars["reward/mean"] == (7, 0.25)
+    assert math.isnan(scalars["policy/loss"][1])
+
+  def test_a_resumed_run_adds_a_file(self, tmp_path):
+    for step in (1, 2):
+      writer = metrics.TensorBoardWriter(tmp_path, purge_step=step)
+      writer.log(step, {"x": step})
+      writer.close()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def _events(path: pathlib.Path):
+  """Yields (step, value) of an event file: length, crc, record, crc."""
+  from tensorboardX.proto import event_pb2
+
+  data = path.read_bytes()
+  while data:
+    size = int.from_bytes(data[:8], "little")
+    event = event_pb2.Event.FromString(data[12 : 12 + size])
+    for value in event.summary.value:
+      yield event.step, value
+    data = data[16 + size :]
+
+
+class Terminal(io.StringIO):
+  """A stream that says it is a terminal."""
+
+  def isatty(self) -> bool:
+    return True
+
+
+class TestConsoleWriter:
+  def test_one_plain_line_a_step_without_terminal(self):
+    stream, clock = io.StringIO(), Clock()
+    console = metrics.ConsoleWriter(total_steps=10, stream=stream, clock=clock)
+    row = {
+      "reward/mean": 0.5,
+      "policy/entropy": 0.25,
+      "time/generate_s": 1.5,
+      "time/step_s": 2.0,
+      "perf/tokens_per_second": 1234.5,
+      "not/shown": 1.0,
+    }
+    console.log(1, row)
+    clock.now += 2.0
+    console.log(2, row)
+    console.close()
+    shown = "reward 0.500  entropy 0.250  tokens/s 1,234"
+    assert stream.getvalue().splitlines() == [
+      f"step 1/10  {shown}  left ?  step 2.00s  generate 1.50s",
+      f"step 2/10  {shown}  left 0:00:16  step 2.00s  generate 1.50s",
+    ]
+
+  def test_evaluation_has_a_line_of_its_own(self):
+    stream = io.StringIO()
+    console = metrics.ConsoleWriter(total_steps=10, stream=stream)
+    console.log(
+      0, {"eval/sums/avg@4": 0.5, "eval/sums/avg@4_se": 0.02} | {"x": 1}
+    )
+    assert stream.getvalue().splitlines()[1] == (
+      "evaluation at step 0: sums/avg@4 0.500 (se 0.020)"
+    )
+
+  def test_live_on_a_terminal(self, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    stream = Terminal()
+    console = metrics.ConsoleWriter(total_steps=10, stream=stream)
+    console.phase("generate")
+    console.log(3, {"reward/mean": 0.5})
+    console.event("saved [red]step 3[/red]")
+    console.close()
+    text = stream.getvalue()
+    assert "step 3/10" in text and "reward 0.500" in text
+    assert "saved [red]step 3[/red]" in text
+    assert text.rstrip().endswith("\x1b[?25h")  # The cursor is back.
+
+  def test_events_cannot_break_the_terminal(self):
+    stream = io.StringIO()
+    console = metrics.ConsoleWriter(total_steps=1, stream=stream)
+    console.event("bad [/red] \x1b[2J\rname\n")
+    assert stream.getvalue() == "bad [/red] \\x1b[2J\\rname\\n\n"
+
+  def test_a_narrow_encoding_shows_escapes(self):
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    console = metrics.ConsoleWriter(total_steps=1, stream=stream)
+    console.samples(1, [_sample(response="π≈3")])
+    console.log(1, {})
+    stream.flush()
+    assert b"\\u03c0\\u22483" in raw.getvalue()
+
+
+class TestSampleTable:
+  def _lines(self, samples, **options) -> str:
+    stream = io.StringIO()
+    console = rich.console.Console(
+      file=stream, width=160, force_terminal=True, color_system="truecolor"
+    )
+    console.print(metrics.sample_table(samples, **options))
+    return stream.getvalue()
+
+  def test_shows_all_columns_and_tails(self):
+    text = self._lines(
+      [_sample(prompt="a" * 50 + "Q?", extracted=None, stop="overlong")],
+      title="samples of step 3",
+      prompt_tail=4,
+    )
+    for part in (
+      "samples of step 3",
+      "...aaQ?",
+      "7+5=12;#12.",
+      "(none)",
+      "1.00",
+      "overlong",
+    ):
+      assert part in text
+    for column in metrics.Sample._fields:
+      assert column in text
+    assert "aaaaa" not in text
+
+  def test_text_of_a_model_neither_styles_nor_moves(self):
+    hostile = "[red]x[/red] [/] \x1b[31my \x07 \r\n \u202e :smile: [link=u]z"
+    text = self._lines([_sample(response=hostile), _sample(gold=hostile)])
+    assert "[red]x[/red] [/] \\x1b[31my \\x07 \\r\\n \\u202e :smile:" in text
+    plain = self._lines([_sample(), _sample()])
+    for control in ("\x1b[31m", "\x07", "\r", "\u202e", "\x1b]8"):
+      assert control not in text.replace(plain, "")
+
+
+class TestPrintable:
+  def test_keeps_letters_and_escapes_the_rest(self):
+    assert metrics.printable("a é 日本 \\n") == "a é 日本 \\n"
+    assert metrics.printable("a\tb\n\x7f\x9b\ud800") == (
+      "a\\tb\\n\\x7f\\x9b\\ud800"
+    )
+
+
+class TestRunningEta:
+  def test_median_forgets_slow_steps(self):
+    clock = Clock()
+    eta = metrics.RunningEta(clock=clock, window=3)
+    assert eta.left(5) is None
+    eta.update(1)
+    assert eta.left(5) is None
+    for step, seconds in ((2, 60.0), (3, 2.0), (5, 4.0)):
+      clock.now += seconds
+      eta.update(step)
+    assert eta.left(5) == 10.0
+
+
+class TestMetricsLogger:
+  def test_resumed_run_equals_the_uninterrupted_one(self, tmp_path):
+    def run(folder: str, first: int, last: int, checkpoint: int):
+      with metrics.make_logger(
+        tmp_path / folder,
+        total_steps=4,
+        last_step=checkpoint,
+        stream=io.StringIO(),
+      ) as logger:
+        for step in range(first, last + 1):
+          logger.samples(step, [_sample(length=step)] * 2)
+          logger.log(step, {"x": step / 3, "eval/s/pass@2": 0.5})
+
+    run("whole", 0, 4, -1)
+    run("cut", 0, 3, -1)
+    run("cut", 3, 4, 2)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+      rows = [_read(tmp_path / d / name) for d in ("whole", "cut")]
+      for row in rows[0] + rows[1]:
+        row.pop("time", None)
+      assert rows[0] == rows[1]
+    assert len(list((tmp_path / "cut" / "tensorboard").iterdir())) == 2
+
+  def test_closes_every_writer_when_one_fails(self):
+    closed = []
+
+    class Member(metrics.Writer):
+      def __init__(self, name: str):
+        self._name = name
+
+      def close(self):
+        closed.append(self._name)
+        if self._name == "b":
+          raise OSError("disk full")
+
+    logger = metrics.MetricsLogger([Member("a"), Member("b"), Member("c")])
+    with pytest.raises(OSError, match="disk full"):
+      logger.close()
+    assert sorted(closed) == ["a", "b", "c"]
+
+  def test_without_writers_it_is_silent(self, capsys):
+    with metrics.MetricsLogger([]) as logger:
+      logger.log(1, {"x": 1.0})
+      logger.event("text")
+      logger.phase("generate")
+      logger.samples(1, [_sample()])
+    assert capsys.readouterr().out == ""
+
+
+class TestPassAtK:
+  def test_golden(self):
+    # 1 - C(3,2)/C(5,2) = 0.7; 1 - C(9,5)/C(10,5) = 0.5; c > n - k gives 1.
+    np.testing.assert_allclose(
+      metrics.pass_at_k([2, 0, 5, 4], 5, k=2), [0.7, 0.0, 1.0, 1.0]
+    )
+    np.testing.assert_allclose(metrics.pass_at_k([1], [10], k=5), [0.5])
+
+  def test_equals_binomials(self):
+    n, k = 16, 7
+    expected = [1 - math.comb(n - c, k) / math.comb(n, k) for c in range(n + 1)]
+    np.testing.assert_allclose(
+      metrics.pass_at_k(np.arange(n + 1), n, k=k), expected, atol=1e-14
+    )
+
+  def test_k_one_is_accuracy(self):
+    np.testing.assert_allclose(
+      metrics.pass_at_k([1, 3], [4, 8], k=1), [0.25, 0.375]
+    )
+
+  @pytest.mark.parametrize(
+    "correct, samples, k", [([1], 4, 5), ([1], 4, 0), ([5], 4, 1), ([], 4, 1)]
+  )
+  def test_bad_counts_raise(self, correct, samples, k):
+    with pytest.raises(ValueError):
+      metrics.pass_at_k(correct, samples, k=k)
+
+
+class TestAvgAtK:
+  def test_error_is_over_problems(self):
+    mean, error = metrics.avg_at_k([0, 2, 4, 4], [4, 4, 4, 8])
+    # Problem means 0, .5, 1, .5: variance 1/6 with Bessel, over 4 problems.
+    assert mean == pytest.approx(0.5)
+    assert error == pytest.approx(math.sqrt(1 / 6 / 4))
+
+  def test_repeating_samples_does_not_shrink_the_error(self):
+    assert metrics.avg_at_k([1, 0, 1], 1) == metrics.avg_at_k([9, 0, 9], 9)
+
+  def test_one_problem_has_no_error(self):
+    mean, error = metrics.avg_at_k([1], 4)
+    assert mean == 0.25 and math.isnan(error)
+
+
+class TestPhaseTimer:
+  def test_adds_up_phases_and_starts_over(self):
+    clock, seen = Clock(), []
+    timer = metrics.PhaseTimer(clock=clock, on_enter=seen.append)
+    with timer.phase("generate"):
+      clock.now += 2.0
+    clock.now += 0.5
+    for _ in range(2):
+      with timer.phase("update_policy"):
+        clock.now += 1.0
+    assert timer.collect() == {
+      "time/generate_s": 2.0,
+      "time/update_policy_s": 2.0,
+      "time/step_s": 4.5,
+    }
+    assert seen == ["generate", "update_policy", "update_policy"]
+    clock.now += 1.0
+    assert timer.collect() == {"time/step_s": 1.0}
+
+  def test_books_a_phase_that_raises(self):
+    clock = Clock()
+    timer = metrics.PhaseTimer(clock=clock)
+    with pytest.raises(KeyError), timer.phase("reward"):
+      clock.now += 3.0
+      raise KeyError
+    assert timer.collect()["time/reward_s"] == 3.0
+
+
+class TestCompileCounter:
+  def test_counts_new_shapes_only(self):
+    function = jax.jit(lambda x: 3 * x + 1)
+    small, large = np.zeros(3, np.float32), np.zeros(5, np.float32)
+    with metrics.CompileCounter() as counter:
+      function(small).block_until_ready()
+      assert counter.collect() == 1
+      function(small + 1).block_until_ready()
+      assert counter.collect() == 0
+      function(large).block_until_ready()
+      function(small).block_until_ready()
+      assert counter.collect() == 1
+    jax.jit(lambda x: 5 * x)(small).block_until_ready()
+    assert counter.collect() == 0
+
+
+class TestPeakMemory:
+  @pytest.mark.parametrize(
+    "platform, peak", [("linux", 3 * 2**20), ("darwin", 3 * 2**30)]
+  )
+  def test_is_in_gib_whatever_the_unit_of_the_system(
+    self, monkeypatch, platform, peak
+  ):
+    usage = types.SimpleNamespace(ru_maxrss=peak)
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(resource, "getrusage", lambda who: usage)
+    assert metrics.peak_memory_gib() == 3.0
+
+  def test_of_this_process(self):
+    assert 0.01 < metrics.peak_memory_gib() < 1024

@@ -1,0 +1,348 @@
+"""ModelConfig: real files, refused files, rope frequencies."""
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.models.config import (
+  ModelConfig,
+  RopeScaling,
+  rope_frequencies,
+)
+
+LLAMA3 = {
+  "rope_type": "llama3",
+  "factor": 32.0,
+  "low_freq_factor": 1.0,
+  "high_freq_factor": 4.0,
+  "original_max_position_embeddings": 8192,
+}
+SMOLLM2 = {
+  "architectures": ["LlamaForCausalLM"],
+  "attention_bias": False,
+  "hidden_act": "silu",
+  "hidden_size": 576,
+  "intermediate_size": 1536,
+  "max_position_embeddings": 8192,
+  "model_type": "llama",
+  "num_attention_heads": 9,
+  "num_hidden_layers": 30,
+  "num_key_value_heads": 3,
+  "rms_norm_eps": 1e-05,
+  "rope_scaling": None,
+  "rope_theta": 100000,
+  "tie_word_embeddings": True,
+  "vocab_size": 49152,
+}
+LLAMA_1B = SMOLLM2 | {
+  "head_dim": 64,
+  "hidden_size": 2048,
+  "intermediate_size": 8192,
+  "max_position_embeddings": 131072,
+  "mlp_bias": False,
+  "num_attention_heads": 32,
+  "num_hidden_layers": 16,
+  "num_key_value_heads": 8,
+  "rope_scaling": LLAMA3,
+  "rope_theta": 500000.0,
+  "vocab_size": 128256,
+}
+QWEN2 = {
+  "architectures": ["Qwen2ForCausalLM"],
+  "hidden_act": "silu",
+  "hidden_size": 896,
+  "intermediate_size": 4864,
+  "max_position_embeddings": 32768,
+  "max_window_layers": 21,
+  "model_type": "qwen2",
+  "num_attention_heads": 14,
+  "num_hidden_layers": 24,
+  "num_key_value_heads": 2,
+  "rms_norm_eps": 1e-06,
+  "rope_theta": 1000000.0,
+  "sliding_window": 32768,
+  "tie_word_embeddings": True,
+  "use_sliding_window": False,
+  "vocab_size": 151936,
+}
+QWEN3 = {
+  "architectures": ["Qwen3ForCausalLM"],
+  "attention_bias": False,
+  "head_dim": 128,
+  "hidden_act": "silu",
+  "hidden_size": 1024,
+  "intermediate_size": 3072,
+  "max_position_embeddings": 40960,
+  "model_type": "qwen3",
+  "num_attention_heads": 16,
+  "num_hidden_layers": 28,
+  "num_key_value_heads": 8,
+  "rms_norm_eps": 1e-06,
+  "rope_scaling": None,
+  "rope_theta": 1000000,
+  "sliding_window": None,
+  "tie_word_embeddings": True,
+  "use_sliding_window": False,
+  "vocab_size": 151936,
+}
+FAMILIES = {
+  "smollm2": SMOLLM2,
+  "llama": LLAMA_1B,
+  "qwen2": QWEN2,
+  "qwen3": QWEN3,
+}
+
+
+def without(values, *keys):
+  return {key: value for key, value in values.items() if key not in keys}
+
+
+class TestFromHf:
+  @pytest.mark.parametrize(
+    ("name", "count"),
+    # The published parameter counts of these models.
+    [
+      ("smollm2", 134_515_008),
+      ("llama", 1_235_814_400),
+      ("qwen2", 494_032_768),
+      ("qwen3", 596_049_920),
+    ],
+  )
+  def test_num_params_of_published_models(self, name, count):
+    assert ModelConfig.from_hf(FAMILIES[name]).num_params() == count
+
+  def test_every_field_is_read(self):
+    config = ModelConfig.from_hf(LLAMA_1B | {"attention_bias": True})
+    assert config == ModelConfig(
+      family="llama",
+      vocab_size=128256,
+      hidden_size=2048,
+      intermediate_size=8192,
+      num_layers=16,
+      num_heads=32,
+      num_kv_heads=8,
+      head_dim=64,
+      max_position_embeddings=131072,
+      rms_norm_eps=1e-5,
+      rope_theta=500000.0,
+      rope_scaling=RopeScaling("llama3", 32.0, 1.0, 4.0, 8192),
+      attention_bias=True,
+      attention_output_bias=True,
+      tie_word_embeddings=True,
+    )
+    hash(config)  # Usable as a static argument of jit.
+
+  def test_families_differ_in_biases_and_norms(self):
+    qwen2, qwen3 = map(ModelConfig.from_hf, (QWEN2, QWEN3))
+    assert (qwen2.attention_bias, qwen2.attention_output_bias) == (True, False)
+    assert (qwen2.qk_norm, qwen3.qk_norm) == (False, True)
+    assert (qwen2.head_dim, qwen3.head_dim) == (64, 128)
+
+  def test_what_old_llama_files_leave_out(self):
+    config = ModelConfig.from_hf(
+      without(SMOLLM2, "rope_theta", "num_key_value_heads", "attention_bias")
+    )
+    assert config.rope_theta == 10000.0
+    assert config.num_kv_heads == config.num_heads
+    assert not config.attention_bias
+
+  @pytest.mark.parametrize(
+    "scaling", [None, LLAMA3, {"rope_type": "linear", "factor": 2.0}]
+  )
+  def test_both_spellings_of_rope_agree(self, scaling):
+    old = LLAMA_1B | {"rope_scaling": scaling}
+    block = (scaling or {"rope_type": "default"}) | {"rope_theta": 500000.0}
+    new = without(old, "rope_theta", "rope_scaling") | {
+      "rope_parameters": block
+    }
+    assert ModelConfig.from_hf(old) == ModelConfig.from_hf(new)
+    assert ModelConfig.from_hf(old | new) == ModelConfig.from_hf(old)
+
+  def test_older_name_of_the_rope_kind(self):
+    scaling = {"type": "linear", "factor": 2.0}
+    config = ModelConfig.from_hf(SMOLLM2 | {"rope_scaling": scaling})
+    assert config.rope_scaling == RopeScaling("linear", 2.0)
+
+  def test_keys_that_choose_code_are_ignored(self):
+    hostile = {
+      "auto_map": {"AutoModelForCausalLM": "evil.Model"},
+      "_attn_implementation_internal": "evil/kernel",
+      "trust_remote_code": True,
+    }
+    assert ModelConfig.from_hf(QWEN3 | hostile) == ModelConfig.from_hf(QWEN3)
+
+  @pytest.mark.parametrize("name", FAMILIES)
+  def test_round_trip(self, name):
+    config = ModelConfig.from_hf(FAMILIES[name])
+    written = json.loads(json.dumps(config.to_hf()))
+    assert ModelConfig.from_hf(written) == config
+
+
+BAD = {
+  "vocab 0": (SMOLLM2 | {"vocab_size": 0}, "vocab_size"),
+  "no layers": (SMOLLM2 | {"num_hidden_layers": 0}, "num_hidden_layers"),
+  "negative heads": (SMOLLM2 | {"num_attention_heads": -9}, "num_attention"),
+  "absurd width": (SMOLLM2 | {"hidden_size": 10**12}, "hidden_size"),
+  "bool as int": (SMOLLM2 | {"num_hidden_layers": True}, "num_hidden_layers"),
+  "string as int": (SMOLLM2 | {"vocab_size": "49152"}, "vocab_size"),
+  "float as int": (SMOLLM2 | {"hidden_size": 576.0}, "hidden_size"),
+  "list as int": (SMOLLM2 | {"intermediate_size": [1, 2]}, "intermediate_size"),
+  "kv heads": (SMOLLM2 | {"num_key_value_heads": 2}, "num_key_value_heads"),
+  "0 kv heads": (SMOLLM2 | {"num_key_value_heads": 0}, "num_key_value_heads"),
+  "width and heads": (SMOLLM2 | {"hidden_size": 577}, "head_dim"),
+  "odd head_dim": (QWEN3 | {"head_dim": 63}, "head_dim"),
+  "zero epsilon": (SMOLLM2 | {"rms_norm_eps": 0}, "rms_norm_eps"),
+  "NaN epsilon": (SMOLLM2 | {"rms_norm_eps": math.nan}, "rms_norm_eps"),
+  "infinite theta": (SMOLLM2 | {"rope_theta": math.inf}, "rope_theta"),
+  "string theta": (SMOLLM2 | {"rope_theta": "1e4"}, "rope_theta"),
+  "string bool": (SMOLLM2 | {"attention_bias": "no"}, "attention_bias"),
+  "int bool": (SMOLLM2 | {"tie_word_embeddings": 1}, "tie_word_embeddings"),
+  "no model_type": (without(SMOLLM2, "model_type"), "model_type"),
+  "other model": (SMOLLM2 | {"model_type": "gpt2"}, "gpt2"),
+  "type not a name": (SMOLLM2 | {"model_type": ["llama"]}, "model_type"),
+  "other head": (
+    SMOLLM2 | {"architectures": ["LlamaForSequenceClassification"]},
+    "architectures",
+  ),
+  "two lines": (SMOLLM2 | {"architectures": ["Llama\nEvil"]}, "architectures"),
+  "activation": (SMOLLM2 | {"hidden_act": "gelu"}, "hidden_act"),
+  "no activation": (without(SMOLLM2, "hidden_act"), "hidden_act"),
+  "window": (QWEN2 | {"use_sliding_window": True}, "use_sliding_window"),
+  "window layers": (
+    QWEN3 | {"layer_types": ["full_attention", "sliding_attention"]},
+    "layer_types",
+  ),
+  "quantised": (
+    QWEN2 | {"quantization_config": {"quant_method": "gptq"}},
+    "quantization_config",
+  ),
+  "theta missing": (without(QWEN2, "rope_theta"), "rope_theta"),
+  "head_dim missing": (without(QWEN3, "head_dim"), "head_dim"),
+  "layers missing": (without(QWEN3, "num_hidden_layers"), "num_hidden_layers"),
+  "kv heads missing": (without(QWEN2, "num_key_value_heads"), "num_key_value"),
+  "rope kind": (
+    QWEN2 | {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+    "rope_scaling.rope_type",
+  ),
+  "rope kind missing": (QWEN2 | {"rope_scaling": {"factor": 2.0}}, "rope_type"),
+  "rope not object": (QWEN2 | {"rope_scaling": "linear"}, "rope_scaling"),
+  "rope factor": (
+    QWEN2 | {"rope_scaling": {"type": "linear", "factor": 0.0}},
+    "rope_scaling.factor",
+  ),
+  "rope factor missing": (
+    QWEN2 | {"rope_scaling": {"rope_type": "linear"}},
+    "rope_scaling.factor",
+  ),
+  "llama3 bounds": (
+    LLAMA_1B | {"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}},
+    "low_freq_factor",
+  ),
+  "llama3 context": (
+    LLAMA_1B
+    | {"rope_scaling": without(LLAMA3, "original_max_position_embeddings")},
+    "original_max_position_embeddings",
+  ),
+  "unknown rope key": (
+    LLAMA_1B | {"rope_scaling": LLAMA3 | {"mscale": 1.5}},
+    "mscale",
+  ),
+  "partial rope": (
+    LLAMA_1B | {"rope_parameters": LLAMA3 | {"partial_rotary_factor": 0.5}},
+    "partial_rotary_factor",
+  ),
+  "rope twice": (
+    LLAMA_1B | {"rope_parameters": LLAMA3 | {"rope_theta": 10000.0}},
+    "rope_parameters",
+  ),
+}
+
+
+class TestRefusals:
+  @pytest.mark.parametrize("name", BAD)
+  def test_one_line_names_file_and_key(self, name):
+    values, part = BAD[name]
+    with pytest.raises(InputError) as info:
+      ModelConfig.from_hf(values, "dir/config.json")
+    message = str(info.value)
+    assert "\n" not in message and len(message) < 300
+    assert message.startswith("dir/config.json: ") and part in message
+    assert ";" in message  # What to do follows.
+
+  def test_not_an_object(self):
+    with pytest.raises(InputError, match="JSON object"):
+      ModelConfig.from_hf([1], "config.json")
+
+  @pytest.mark.parametrize(
+    "change",
+    [
+      {"num_layers": 0},
+      {"family": "gpt2"},
+      {"qk_norm": True},
+      {"attention_bias": True},  # Llama's four biases come together.
+      {"num_kv_heads": 2},
+    ],
+  )
+  def test_settings_are_checked_without_a_file(self, change):
+    config = ModelConfig.from_hf(SMOLLM2)
+    with pytest.raises(ValueError, match="ModelConfig"):
+      dataclasses.replace(config, **change)
+
+  def test_scaling_is_checked_without_a_file(self):
+    with pytest.raises(ValueError, match="RopeScaling.low_freq_factor"):
+      RopeScaling("linear", 2.0, low_freq_factor=1.0)
+
+
+def _frequencies(scaling, **changes):
+  config = ModelConfig.from_hf(LLAMA_1B | {"rope_scaling": scaling} | changes)
+  return rope_frequencies(config)
+
+
+class TestRopeFrequencies:
+  def test_plain(self):
+    found, scale = _frequencies(None, head_dim=4, rope_theta=10000.0)
+    np.testing.assert_array_equal(found, np.float32([1.0, 0.01]))
+    assert found.dtype == np.float32 and scale == 1.0
+
+  def test_linear(self):
+    scaling = {"rope_type": "linear", "factor": 4.0}
+    found, scale = _frequencies(scaling, head_dim=4, rope_theta=10000.0)
+    np.testing.assert_array_equal(found, np.float32([0.25, 0.0025]))
+    assert scale == 1.0
+
+  def test_llama3_piece_by_piece(self):
+    found, scale = _frequencies(LLAMA3)
+    plain, _ = _frequencies(None)
+    kinds = set()
+    for frequency, base in zip(found, plain.astype(np.float64)):
+      wavelength = 2 * math.pi / base
+      if wavelength < 8192 / 4.0:
+        kind, wanted = "kept", base
+      elif wavelength > 8192 / 1.0:
+        kind, wanted = "stretched", base / 32.0
+      else:
+        smooth = (8192 / wavelength - 1.0) / (4.0 - 1.0)
+        kind, wanted = "blend", (1 - smooth) * base / 32 + smooth * base
+      kinds.add(kind)
+      np.testing.assert_allclose(frequency, wanted, rtol=1e-6)
+    assert kinds == {"kept", "stretched", "blend"} and scale == 1.0
+
+  def test_yarn(self):
+    scaling = {
+      "type": "yarn",
+      "factor": 4.0,
+      "original_max_position_embeddings": 32768,
+    }
+    plain, _ = _frequencies(None)
+    found, scale = _frequencies(scaling)
+    turns = 32768 * plain / (2 * math.pi)
+    ratio = plain / found
+    # Pairs well beyond 32 turns stay, those below 1 turn stretch by 4.
+    np.testing.assert_allclose(ratio[turns > 64], 1.0, rtol=1e-6)
+    np.testing.assert_allclose(ratio[turns < 0.5], 4.0, rtol=1e-6)
+    assert (np.diff(ratio) >= -1e-6).all()
+    assert scale == pytest.approx(1.1386294)

@@ -1,0 +1,563 @@
+"""Model directories: exact round trips, and one line for damaged ones."""
+
+import json
+import os
+import struct
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.models import hf
+from jaxrl_llm.models.config import ModelConfig
+
+SIZES = dict(
+  vocab_size=13,
+  hidden_size=6,
+  intermediate_size=10,
+  num_layers=2,
+  num_heads=3,
+  num_kv_heads=1,
+  head_dim=4,
+  max_position_embeddings=32,
+  rms_norm_eps=1e-6,
+  rope_theta=1e4,
+)
+CONFIGS = {
+  "llama": ModelConfig(family="llama", **SIZES),
+  "llama biases": ModelConfig(
+    family="llama",
+    attention_bias=True,
+    attention_output_bias=True,
+    mlp_bias=True,
+    tie_word_embeddings=True,
+    **SIZES,
+  ),
+  "qwen2": ModelConfig(family="qwen2", attention_bias=True, **SIZES),
+  "qwen3": ModelConfig(family="qwen3", qk_norm=True, **SIZES),
+}
+TIED = CONFIGS["llama biases"]
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def is_shape(node):
+  return isinstance(node, tuple)
+
+
+def random_params(config, dtype=np.float32, seed=0):
+  rng = np.random.default_rng(seed)
+  return jax.tree.map(
+    lambda shape: jnp.asarray(rng.normal(size=shape), dtype),
+    hf.expected_shapes(config),
+    is_leaf=is_shape,
+  )
+
+
+def assert_same(found, wanted):
+  assert jax.tree.structure(found) == jax.tree.structure(wanted)
+  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted)):
+    assert a.dtype == b.dtype
+    np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.fixture
+def model(tmp_path):
+  """A sound directory, for tests to damage."""
+  config = CONFIGS["llama"]
+  hf.write_params(tmp_path, config, random_params(config))
+  return tmp_path
+
+
+@pytest.fixture
+def sharded(tmp_path):
+  config = CONFIGS["llama"]
+  hf.write_params(tmp_path, config, random_params(config), max_shard_bytes=1500)
+  return tmp_path
+
+
+class TestRoundTrip:
+  @pytest.mark.parametrize("name", CONFIGS)
+  @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+  @pytest.mark.parametrize("limit", [5 * 10**9, 700])
+  def test_bit_equal(self, tmp_path, name, dtype, limit):
+    config = CONFIGS[name]
+    params = random_params(config, dtype)
+    hf.write_params(tmp_path, config, params, max_shard_bytes=limit)
+    assert (tmp_path / INDEX).exists() == (limit == 700)
+    assert hf.read_config(tmp_path) == config
+    assert_same(hf.read_params(tmp_path, config, dtype=dtype), params)
+
+  @pytest.mark.parametrize("name", CONFIGS)
+  def test_shapes_count_as_the_config_does(self, name):
+    shapes = jax.tree.leaves(
+      hf.expected_shapes(CONFIGS[name]), is_leaf=is_shape
+    )
+    assert sum(map(np.prod, shapes)) == CONFIGS[name].num_params()
+
+  def test_casts_both_ways(self, tmp_path):
+    config = CONFIGS["qwen3"]
+    params = random_params(config)
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    hf.write_params(tmp_path, config, params, dtype=jnp.bfloat16)
+    assert_same(hf.read_params(tmp_path, config, dtype="bfloat16"), half)
+    assert_same(
+      hf.read_params(tmp_path, config, dtype=jnp.float32),
+      jax.tree.map(lambda x: x.astype(jnp.float32), half),
+    )
+    values = json.loads((tmp_path / "config.json").read_text())
+    assert values["torch_dtype"] == "bfloat16"
+
+  def test_put_places_each_leaf(self, model):
+    seen = {}
+
+    def put(path, array):
+      seen[path] = array.shape
+      return jax.device_put(array, jax.devices()[1])
+
+    params = hf.read_params(model, CONFIGS["llama"], dtype=np.float32, put=put)
+    assert seen["layers/attention/q/kernel"] == (2, 6, 12)
+    assert seen["lm_head/kernel"] == (6, 13)
+    for leaf in jax.tree.leaves(params):
+      assert leaf.devices() == {jax.devices()[1]}
+
+  def test_sharded_arrays_are_written(self, tmp_path):
+    config = CONFIGS["qwen2"]
+    params = random_params(config)
+    mesh = jax.make_mesh(
+      (2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,)
+    )
+    spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
+    split = dict(params, layers=jax.device_put(params["layers"], spec))
+    hf.write_params(tmp_path, config, split)
+    assert_same(hf.read_params(tmp_path, config, dtype=np.float32), params)
+
+
+class TestWrite:
+  def test_files_of_the_reference_reader(self, model):
+    params = random_params(CONFIGS["llama"])
+    tensors = safetensors.numpy.load_file(model / SINGLE)
+    np.testing.assert_array_equal(
+      tensors["model.layers.1.mlp.down_proj.weight"],
+      params["layers"]["mlp"]["down"]["kernel"][1].T,
+    )
+    assert len(tensors) == 3 + 2 * 9
+
+  def test_index_names_every_tensor_and_keeps_the_limit(self, sharded):
+    index = json.loads((sharded / INDEX).read_text())
+    names = set(index["weight_map"].values())
+    assert names == {file.name for file in sharded.glob("*.safetensors")}
+    assert len(names) > 2
+    size = CONFIGS["llama"].num_params() * 4
+    assert index["metadata"]["total_size"] == size
+    for name in names:
+      tensors = safetensors.numpy.load_file(sharded / name)
+      assert sum(tensor.nbytes for tensor in tensors.values()) <= 1500
+
+  @pytest.mark.parametrize("limits", [(700, 10**9), (10**9, 700), (400, 900)])
+  def test_replaces_what_it_wrote_before(self, tmp_path, limits):
+    config = CONFIGS["qwen3"]
+    for seed, limit in enumerate(limits):
+      params = random_params(config, seed=seed)
+      hf.write_params(tmp_path, config, params, max_shard_bytes=limit)
+    assert_same(hf.read_params(tmp_path, config, dtype=np.float32), params)
+    assert not list(tmp_path.glob(".export-*"))
+    if (tmp_path / INDEX).exists():
+      index = json.loads((tmp_path / INDEX).read_text())
+      used = set(index["weight_map"].values())
+      assert used == {file.name for file in tmp_path.glob("*.safetensors")}
+
+  def test_a_failed_export_leaves_the_old_one(self, model, monkeypatch):
+    config = CONFIGS["llama"]
+    before = hf.read_params(model, config, dtype=np.float32)
+
+    def fail(_):
+      raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(InputError, match="No space left") as info:
+      hf.write_params(model, config, random_params(config, seed=1))
+    assert "\n" not in str(info.value)
+    monkeypatch.undo()
+    assert_same(hf.read_params(model, config, dtype=np.float32), before)
+    assert {file.name for file in model.iterdir()} == {SINGLE, "config.json"}
+
+  def test_copies_tokenizer_and_token_ids(self, tmp_path):
+    source, target = tmp_path / "source", tmp_path / "a" / "target"
+    source.mkdir()
+    (source / "tokenizer.json").write_text("{}")
+    (source / "training_args.bin").write_text("no")
+    (source / "config.json").write_text('{"eos_token_id": [7, 8]}')
+    config = CONFIGS["qwen2"]
+    hf.write_params(
+      target, config, random_params(config), extra_files_from=source
+    )
+    assert {file.name for file in target.iterdir()} == {
+      "config.json",
+      "tokenizer.json",
+      SINGLE,
+    }
+    values = json.loads((target / "config.json").read_text())
+    assert values["eos_token_id"] == [7, 8] and values["bos_token_id"] is None
+
+  def test_token_ids_are_checked(self, tmp_path):
+    (tmp_path / "config.json").write_text('{"eos_token_id": "</s>"}')
+    config = CONFIGS["qwen2"]
+    with pytest.raises(InputError, match="eos_token_id"):
+      hf.write_params(
+        tmp_path / "x",
+        config,
+        random_params(config),
+        extra_files_from=tmp_path,
+      )
+
+  @pytest.mark.parametrize(
+    "change",
+    [
+      {"value_head": {"kernel": np.zeros((6, 1), np.float32)}},
+      {"final_norm": {"scale": np.zeros(7, np.float32)}},
+      {"final_norm": {}},
+      {"final_norm": {"scale": np.zeros(6, np.int32)}},
+    ],
+  )
+  def test_other_parameters_are_refused(self, tmp_path, change):
+    config = CONFIGS["llama"]
+    with pytest.raises(ValueError, match="value_head|final_norm|dtype"):
+      hf.write_params(tmp_path, config, random_params(config) | change)
+    assert not list(tmp_path.iterdir())
+
+  def test_path_is_a_file(self, tmp_path):
+    (tmp_path / "file").touch()
+    config = CONFIGS["llama"]
+    with pytest.raises(InputError, match="cannot be written"):
+      hf.write_params(tmp_path / "file", config, random_params(config))
+
+
+class TestLenience:
+  def test_recomputed_buffers_are_passed_over(self, model):
+    file = model / SINGLE
+    tensors = safetensors.numpy.load_file(file)
+    for name in (
+      "model.rotary_emb.inv_freq",
+      "model.layers.0.self_attn.rotary_emb.inv_freq",
+    ):
+      tensors[name] = np.zeros(2, np.float32)
+    safetensors.numpy.save_file(tensors, file)
+    hf.read_params(model, CONFIGS["llama"], dtype=np.float32)
+
+  def test_tied_head_that_is_written_as_well(self, tmp_path):
+    params = random_params(TIED)
+    hf.write_params(tmp_path, TIED, params)
+    tensors = safetensors.numpy.load_file(tmp_path / SINGLE)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    safetensors.numpy.save_file(tensors, tmp_path / SINGLE)
+    assert_same(hf.read_params(tmp_path, TIED, dtype=np.float32), params)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"] + 1
+    safetensors.numpy.save_file(tensors, tmp_path / SINGLE)
+    with pytest.raises(InputError, match="tie_word_embeddings"):
+      hf.read_params(tmp_path, TIED, dtype=np.float32)
+
+  def test_download_cache_with_links_to_blobs(self, model, tmp_path_factory):
+    repo = tmp_path_factory.mktemp("repo")
+    (repo / "blobs").mkdir()
+    (repo / "snapshots" / "abc").mkdir(parents=True)
+    for number, name in enumerate(("config.json", SINGLE)):
+      os.rename(model / name, repo / "blobs" / str(number))
+      (repo / "snapshots" / "abc" / name).symlink_to(f"../../blobs/{number}")
+    path = repo / "snapshots" / "abc"
+    hf.read_params(path, hf.read_config(path), dtype=np.float32)
+
+
+def write_raw(file, header, data=b""):
+  """A safetensors file with any header, bytes or object."""
+  if not isinstance(header, bytes):
+    header = json.dumps(header).encode()
+  file.write_bytes(struct.pack("<Q", len(header)) + header + data)
+
+
+def split(file):
+  """Header object and data of a sound file."""
+  content = file.read_bytes()
+  length = struct.unpack("<Q", content[:8])[0]
+  return json.loads(content[8 : 8 + length]), content[8 + length :]
+
+
+def entry(**changes):
+  """A change of one tensor's entry; the embedding comes first in the file."""
+
+  def damage(file):
+    header, data = split(file)
+    header["model.embed_tokens.weight"].update(changes)
+    write_raw(file, header, data)
+
+  return damage
+
+
+def rename(old, new):
+  def damage(file):
+    header, data = split(file)
+    if new is None:
+      # The last tensor and its data go, and the rest stays sound.
+      data = data[: header[old]["data_offsets"][0]]
+      del header[old]
+    else:
+      header[new] = header.pop(old)
+    write_raw(file, header, data)
+
+  return damage
+
+
+def cut(count):
+  return lambda file: file.write_bytes(file.read_bytes()[:count])
+
+
+def raw(header, data=b""):
+  return lambda file: write_raw(file, header, data)
+
+
+def hole(file):
+  header, data = split(file)
+  for name, tensor in header.items():
+    if name not in ("__metadata__", "model.embed_tokens.weight"):
+      tensor["data_offsets"] = [x + 4 for x in tensor["data_offsets"]]
+  write_raw(file, header, data + bytes(4))
+
+
+def duplicate(file):
+  header, data = split(file)
+  name = "lm_head.weight"
+  more = json.dumps({name: header[name]})[1:]
+  write_raw(file, (json.dumps(header)[:-1] + "," + more).encode(), data)
+
+
+def whole_numbers(file):
+  tensors = safetensors.numpy.load_file(file)
+  tensors["model.norm.weight"] = np.ones(6, np.int32)
+  safetensors.numpy.save_file(tensors, file)
+
+
+def other_shape(file):
+  tensors = safetensors.numpy.load_file(file)
+  tensors["lm_head.weight"] = tensors["lm_head.weight"].T.copy()
+  safetensors.numpy.save_file(tensors, file)
+
+
+def to_directory(file):
+  file.unlink()
+  file.mkdir()
+
+
+def outside_link(file):
+  target = file.parent.parent / "outside.safetensors"
+  os.rename(file, target)
+  file.symlink_to(target)
+
+
+EMBEDDING_BYTES = 13 * 6 * 4
+DAMAGE = {
+  "empty": cut(0),
+  "cut in the length": cut(5),
+  "cut after the length": cut(8),
+  "cut in the header": cut(200),
+  "cut at the data": lambda f: f.write_bytes(
+    f.read_bytes()[: 8 + struct.unpack("<Q", f.read_bytes()[:8])[0]]
+  ),
+  "cut in the data": lambda f: f.write_bytes(f.read_bytes()[:-1]),
+  "trailing bytes": lambda f: f.write_bytes(f.read_bytes() + b"x"),
+  "a header of a tebibyte": lambda f: f.write_bytes(
+    struct.pack("<Q", 1 << 40) + b"{}"
+  ),
+  "the largest length": lambda f: f.write_bytes(b"\xff" * 8 + b"{}"),
+  "not UTF-8": raw(b'{"\xff": 1}'),
+  "not JSON": raw(b"{no}"),
+  "a pickle": lambda f: f.write_bytes(b"\x80\x04\x95" + bytes(100)),
+  "a list": raw(b"[]"),
+  "no tensors": raw({}),
+  "NaN": raw(b'{"x": NaN}'),
+  "nesting": raw(b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
+  "metadata": raw({"__metadata__": {"format": 1}}),
+  "duplicate": duplicate,
+  "hole": hole,
+  "overlap": entry(data_offsets=[4, EMBEDDING_BYTES + 4]),
+  "negative offset": entry(data_offsets=[-4, EMBEDDING_BYTES - 4]),
+  "swapped offsets": entry(data_offsets=[EMBEDDING_BYTES, 0]),
+  "float offsets": entry(data_offsets=[0.0, float(EMBEDDING_BYTES)]),
+  "offset as bool": entry(data_offsets=[False, EMBEDDING_BYTES]),
+  "three offsets": entry(data_offsets=[0, 0, EMBEDDING_BYTES]),
+  "offset beyond the file": entry(data_offsets=[0, 1 << 60]),
+  "unknown dtype": entry(dtype="F33"),
+  "dtype of other size": entry(dtype="F64"),
+  "dtype not a name": entry(dtype=["F32"]),
+  "shape and bytes": entry(shape=[13, 7]),
+  "shape overflow": entry(shape=[1 << 61, 1 << 61]),
+  "negative shape": entry(shape=[-13, -6]),
+  "shape as text": entry(shape="13x6"),
+  "long shape": entry(shape=[1] * 1000),
+  "more keys": entry(stride=[6, 1]),
+  "entry not an object": raw({"model.embed_tokens.weight": [1]}),
+  "missing tensor": rename("lm_head.weight", None),
+  "renamed tensor": rename("model.norm.weight", "model.norm.bias"),
+  "lines in a name": rename("model.norm.weight", "a\nb\x1b[2J\ud800"),
+  "transposed shape": other_shape,
+  "whole numbers": whole_numbers,
+  "a directory": to_directory,
+  "a link that leaves": outside_link,
+  "a link to nothing": lambda f: (f.unlink(), f.symlink_to("gone")),
+}
+
+
+def expect_one_line(directory, names):
+  with pytest.raises(InputError) as info:
+    config = hf.read_config(directory)
+    hf.read_params(directory, config, dtype=np.float32)
+  message = str(info.value)
+  assert message.isprintable() and len(message) < 500
+  assert any(str(directory / name) in message for name in names), message
+  assert ";" in message or "cannot be read" in message
+
+
+class TestDamagedSafetensors:
+  @pytest.mark.parametrize("name", DAMAGE)
+  def test_one_line_names_the_file(self, model, name):
+    DAMAGE[name](model / SINGLE)
+    expect_one_line(model, [SINGLE])
+
+  def test_cut_anywhere(self, model):
+    content = (model / SINGLE).read_bytes()
+    for count in range(0, len(content), 97):
+      (model / SINGLE).write_bytes(content[:count])
+      expect_one_line(model, [SINGLE])
+
+  def test_flipped_header_bytes_never_crash(self, model):
+    config, rng = CONFIGS["llama"], np.random.default_rng(0)
+    content = (model / SINGLE).read_bytes()
+    length = struct.unpack("<Q", content[:8])[0]
+    refused = 0
+    for _ in range(300):
+      mutant = bytearray(content)
+      for place in rng.integers(0, 8 + length, rng.integers(1, 4)):
+        mutant[place] = rng.integers(256)
+      (model / SINGLE).write_bytes(mutant)
+      try:
+        hf.read_params(model, config, dtype=np.float32)
+      except InputError as error:
+        assert str(error).isprintable()
+        refused += 1
+    assert refused > 200
+
+
+class TestDirectories:
+  def test_missing_directory(self, tmp_path):
+    expect_one_line(tmp_path / "gone", [""])
+
+  def test_missing_config(self, model):
+    (model / "config.json").unlink()
+    expect_one_line(model, ["config.json"])
+
+  def test_missing_weights(self, model):
+    (model / SINGLE).unlink()
+    expect_one_line(model, [SINGLE])
+
+  @pytest.mark.parametrize(
+    "name", ["pytorch_model.bin", "model.pt", "a.pth", "weights.pkl"]
+  )
+  def test_pickles_only(self, model, name):
+    os.rename(model / SINGLE, model / name)
+    expect_one_line(model, [name])
+    with pytest.raises(InputError, match="convert them to safetensors"):
+      hf.read_params(model, CONFIGS["llama"], dtype=np.float32)
+
+  @pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"\xff\xfe", b"[" * 10**5, b'{"a":1,"a":1}', b"{}"],
+  )
+  def test_config_is_not_a_sound_object(self, model, content):
+    (model / "config.json").write_bytes(content)
+    expect_one_line(model, ["config.json"])
+
+  def test_config_link_that_leaves(self, model, tmp_path_factory):
+    outside = tmp_path_factory.mktemp("outside") / "config.json"
+    os.rename(model / "config.json", outside)
+    (model / "config.json").symlink_to(outside)
+    expect_one_line(model, ["config.json"])
+
+  def test_single_file_beside_a_foreign_index(self, sharded):
+    (sharded / SINGLE).write_bytes(b"")
+    with pytest.raises(InputError, match="both"):
+      hf.read_params(sharded, CONFIGS["llama"], dtype=np.float32)
+
+
+def weight_map(change):
+  """A damage of the index by a function of its weight map."""
+
+  def damage(directory):
+    index = json.loads((directory / INDEX).read_text())
+    change(index["weight_map"])
+    (directory / INDEX).write_text(json.dumps(index))
+
+  return damage
+
+
+def to_shard(name):
+  """Sends one tensor to another file."""
+  return weight_map(lambda names: names.update({"lm_head.weight": name}))
+
+
+def index_text(text):
+  return lambda directory: (directory / INDEX).write_bytes(text)
+
+
+def last_shard(directory):
+  return sorted(directory.glob("model-*"))[-1]
+
+
+def shard_link(directory):
+  outside_link(last_shard(directory))
+
+
+def same_tensor_twice(directory):
+  """Two shards hold a tensor; the index can name but one of them."""
+  file = last_shard(directory)
+  tensors = safetensors.numpy.load_file(file)
+  tensors["model.embed_tokens.weight"] = np.zeros((13, 6), np.float32)
+  safetensors.numpy.save_file(tensors, file)
+
+
+INDEX_DAMAGE = {
+  "empty": index_text(b""),
+  "a list": index_text(b"[]"),
+  "no weight map": index_text(b"{}"),
+  "weight map not an object": index_text(b'{"weight_map": []}'),
+  "no tensors": index_text(b'{"weight_map": {}}'),
+  "file name not text": to_shard(1),
+  "tensor listed twice": index_text(b'{"weight_map": {"a": "b", "a": "c"}}'),
+  "absolute": to_shard("/etc/passwd"),
+  "parent": to_shard("../outside.safetensors"),
+  "subfolder": to_shard("sub/model.safetensors"),
+  "dots": to_shard(".."),
+  "empty name": to_shard(""),
+  "NUL": to_shard("model\0.safetensors"),
+  "two lines": to_shard("model\n.safetensors"),
+  "long name": to_shard("m" * 5000),
+  "missing shard": to_shard("model-9.safetensors"),
+  "other shard": to_shard("model-00001-of-00099.safetensors"),
+  "config as shard": to_shard("config.json"),
+  "tensor not listed": weight_map(lambda names: names.pop("lm_head.weight")),
+  "tensor that is not there": weight_map(
+    lambda names: names.update({"x": names["lm_head.weight"]})
+  ),
+  "deleted shard": lambda directory: last_shard(directory).unlink(),
+  "cut shard": lambda directory: cut(50)(last_shard(directory)),
+  "link that leaves": shard_link,
+  "tensor in two shards": same_tensor_twice,
+}
+
+
+class TestDamagedIndex:
+  @pytest.mark.parametrize("name", INDEX_DAMAGE)
+  def test_one_line_names_a_file(self, sharded, name):
+    names = [INDEX, "", *os.listdir(sharded)]
+    INDEX_DAMAGE[name](sharded)
+    expect_one_line(sharded, names)

@@ -1,0 +1,137 @@
+"""Logits equal those of `transformers`, in and out, for every family."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm import models
+
+_REASON = "parity tests need the `parity` extra: pip install -e .[parity]"
+torch = pytest.importorskip("torch", reason=_REASON)
+transformers = pytest.importorskip("transformers", reason=_REASON)
+
+SIZES = dict(
+  vocab_size=67,
+  hidden_size=36,
+  intermediate_size=40,
+  num_hidden_layers=2,
+  num_attention_heads=3,
+  num_key_value_heads=1,
+  max_position_embeddings=64,
+  rms_norm_eps=1e-5,
+  tie_word_embeddings=False,
+)
+# A short original context, so that 19 positions meet every kind of frequency.
+LLAMA3 = {
+  "rope_type": "llama3",
+  "factor": 8.0,
+  "low_freq_factor": 1.0,
+  "high_freq_factor": 4.0,
+  "original_max_position_embeddings": 32,
+}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+YARN = {
+  "rope_type": "yarn",
+  "factor": 4.0,
+  "original_max_position_embeddings": 16,
+}
+CASES = {
+  "llama odd heads": ("Llama", {}),
+  "llama tied": ("Llama", {"tie_word_embeddings": True}),
+  "llama every bias": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+  "llama GQA theta": (
+    "Llama",
+    {
+      "hidden_size": 48,
+      "num_attention_heads": 6,
+      "num_key_value_heads": 2,
+      "rope_theta": 123.0,
+    },
+  ),
+  "llama head_dim": ("Llama", {"head_dim": 20}),
+  "llama llama3 rope": (
+    "Llama",
+    {"rope_theta": 500.0, "rope_scaling": LLAMA3, "head_dim": 16},
+  ),
+  "llama linear rope": ("Llama", {"rope_scaling": LINEAR}),
+  "qwen2": ("Qwen2", {"rope_theta": 1e6}),
+  "qwen2 tied full heads": (
+    "Qwen2",
+    {"tie_word_embeddings": True, "num_key_value_heads": 3},
+  ),
+  "qwen2 yarn": ("Qwen2", {"rope_scaling": YARN}),
+  "qwen3": ("Qwen3", {"head_dim": 16, "rope_theta": 1e6}),
+  "qwen3 tied bias": (
+    "Qwen3",
+    {"head_dim": 8, "tie_word_embeddings": True, "attention_bias": True},
+  ),
+}
+
+
+def make_reference(family, changes):
+  """A random model with large weights, so that no logit is small."""
+  torch.manual_seed(0)
+  config = getattr(transformers, f"{family}Config")(**(SIZES | changes))
+  model = getattr(transformers, f"{family}ForCausalLM")(config)
+  with torch.no_grad():
+    for name, parameter in model.named_parameters():
+      mean = 1.0 if "norm" in name else 0.0
+      parameter.normal_(mean, 0.2)
+  return model.eval()
+
+
+def reference_logits(model, tokens, mask):
+  with torch.no_grad():
+    outputs = model(
+      input_ids=torch.tensor(tokens), attention_mask=torch.tensor(mask).long()
+    )
+  return outputs.logits.numpy()
+
+
+@pytest.fixture(scope="module")
+def batch():
+  rng = np.random.default_rng(0)
+  tokens = rng.integers(0, SIZES["vocab_size"], (2, 19))
+  lengths = np.array([[19], [11]])
+  return tokens, np.arange(19) < lengths
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_in_and_out(name, batch, tmp_path):
+  tokens, mask = batch
+  reference = make_reference(*CASES[name])
+  reference.save_pretrained(tmp_path / "in")
+  fns, params = models.load(str(tmp_path / "in"), dtype=jnp.float32)
+  logits = jax.jit(fns.logits)
+
+  wanted = reference_logits(reference, tokens, np.ones_like(mask))
+  found = logits(params, jnp.asarray(tokens), jnp.ones(mask.shape, bool))
+  assert np.abs(wanted).max() > 1.0
+  assert np.abs(found - wanted).max() <= 1e-4
+
+  # Right padding: real positions do not see it.
+  padded = reference_logits(reference, tokens, mask)
+  found = logits(params, jnp.asarray(tokens), jnp.asarray(mask))
+  assert np.abs(found - padded)[mask].max() <= 1e-4
+
+  models.save(str(tmp_path / "out"), fns, params)
+  again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+  assert type(again) is type(reference)
+  assert (
+    np.abs(reference_logits(again.eval(), tokens, mask) - padded).max() <= 1e-5
+  )
+
+
+def test_shards_and_bfloat16_of_transformers(batch, tmp_path):
+  tokens, mask = batch
+  reference = make_reference("Qwen3", {"head_dim": 16})
+  with torch.no_grad():
+    for parameter in reference.parameters():
+      parameter.copy_(parameter.bfloat16())
+  wanted = reference_logits(reference, tokens, mask)
+  reference.to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size="20KB")
+  assert len(list(tmp_path.glob("*.safetensors"))) > 2
+  fns, params = models.load(str(tmp_path), dtype=jnp.float32)
+  found = fns.logits(params, jnp.asarray(tokens), jnp.asarray(mask))
+  assert np.abs(found - wanted)[mask].max() <= 1e-4

@@ -1,0 +1,184 @@
+"""Tests of jaxrl_llm.report and scripts/report.py."""
+
+import builtins
+import html.parser
+import importlib.util
+import json
+import pathlib
+
+import pytest
+
+from jaxrl_llm import metrics, report
+
+_PNG = b"\x89PNG\r\n\x1a\n"
+_HOSTILE = "<script>alert(1)</script> & \x1b[31m\n</td>"
+
+
+def _script():
+  path = pathlib.Path(__file__).parents[1] / "scripts" / "report.py"
+  spec = importlib.util.spec_from_file_location("report_script", path)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
+
+
+def _make_run(folder: pathlib.Path, seed: int, steps: int = 6) -> pathlib.Path:
+  """Writes a run whose value model starts late and whose loss blows up once."""
+  writer = metrics.JsonlWriter(folder / "metrics.jsonl", clock=lambda: 1.0)
+  for step in range(steps):
+    row = {
+      "reward/mean": step / steps + 0.01 * seed,
+      "reward/accuracy": step / steps,
+      "policy/entropy": 1 / (1 + step),
+      "policy/loss": float("nan") if step == 2 else 0.1,
+      "rollout/response_length_mean": 20 + step,
+      "rollout/response_length_max": 40 + step,
+      "rollout/truncated_fraction": 0.1,
+      "policy/clip_fraction_high": 0.01,
+      "policy/clip_fraction_low": 0.02,
+      "policy/approx_kl": 0.001,
+      "time/generate_s": 1.0,
+      "time/update_policy_s": 0.5,
+      "time/step_s": 1.6,
+    }
+    if step > 1:
+      row["value/explained_variance"] = 0.5
+    if step % 2 == 0:
+      row |= {"eval/sums/avg@8": 0.4, "eval/sums/avg@8_se": 0.05}
+    writer.log(step, row)
+  writer.close()
+  config = {"run": {"seed": seed, "note": _HOSTILE}, "data": {}}
+  (folder / "config.json").write_text(json.dumps(config))
+  samples = metrics.SampleWriter(folder / "samples.jsonl")
+  for step in (1, 3):
+    samples.samples(
+      step,
+      [metrics.Sample(f"{step}?", _HOSTILE, "1", None, 0.5, 3, "finished")],
+    )
+  samples.close()
+  return folder
+
+
+class Page(html.parser.HTMLParser):
+  """Collects the tags and cells of a page."""
+
+  def __init__(self, text: str):
+    super().__init__()
+    self.tags, self.cells, self.pictures = [], [], []
+    self._in_cell = False
+    self.feed(text)
+
+  def handle_starttag(self, tag, attrs):
+    self.tags.append(tag)
+    if tag == "td":
+      self.cells.append("")
+      self._in_cell = True
+    if tag == "img":
+      self.pictures.append(dict(attrs)["src"])
+
+  def handle_endtag(self, tag):
+    self._in_cell = self._in_cell and tag != "td"
+
+  def handle_data(self, data):
+    if self._in_cell:
+      self.cells[-1] += data
+
+
+class TestScript:
+  def test_one_run_makes_picture_and_page(self, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    folder = _make_run(tmp_path / "run", seed=0)
+    assert _script().main([str(folder)]) == 0
+    assert capsys.readouterr().out.startswith("wrote ")
+    assert (folder / "report.png").read_bytes().startswith(_PNG)
+    page = Page((folder / "report.html").read_text())
+    assert "script" not in page.tags
+    assert page.pictures[0].startswith("data:image/png;base64,")
+    assert not any(tag in page.tags for tag in ("link", "iframe"))
+    # Shown as text: markup escaped, line breaks kept, controls visible.
+    assert _HOSTILE.replace("\x1b", "\\x1b") in page.cells
+    assert "3?" in page.cells and "1?" not in page.cells
+    assert page.cells[page.cells.index("run.seed") + 1] == "0"
+    # The last value that was finite, also for metrics that are not in all
+    # rows.
+    assert page.cells[page.cells.index("eval/sums/avg@8") + 1] == "0.4"
+
+  def test_several_runs_over_each_other(self, tmp_path):
+    pytest.importorskip("matplotlib")
+    folders = [
+      str(_make_run(tmp_path / f"seed{s}", seed=s, steps=5 + s))
+      for s in range(3)
+    ]
+    assert _script().main(folders + ["--panels=accuracy,time,length"]) == 0
+    assert (tmp_path / "report.png").read_bytes().startswith(_PNG)
+    page = Page((tmp_path / "report.html").read_text())
+    index = page.cells.index("run.seed")
+    assert page.cells[index + 1 : index + 4] == ["0", "1", "2"]
+    out = tmp_path / "made" / "here"
+    assert _script().main(folders + [f"--out={out}"]) == 0
+    assert (out / "report.html").exists()
+
+  def test_a_run_under_way_can_be_read(self, tmp_path):
+    pytest.importorskip("matplotlib")
+    with open(tmp_path / "metrics.jsonl", "w") as file:
+      file.write('{"step": 1, "reward/mean": 0.5}\n{"step": 2, "rew')
+    assert _script().main([str(tmp_path)]) == 0
+
+  @pytest.mark.parametrize(
+    "content, words",
+    [
+      (None, "metrics.jsonl"),
+      ("", "no step was logged"),
+      ('{"step": 1}\nx\n{"step": 2}\n', "line 2"),
+    ],
+  )
+  def test_bad_input_is_one_line_and_exit_code_2(
+    self, tmp_path, capsys, content, words
+  ):
+    if content is not None:
+      (tmp_path / "metrics.jsonl").write_text(content)
+    assert _script().main([str(tmp_path), f"--out={tmp_path / 'out'}"]) == 2
+    assert not (tmp_path / "out").exists()
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+
+  def test_nothing_to_draw(self, tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "other": 1.0}\n')
+    assert _script().main([str(tmp_path)]) == 2
+    assert "none of the panels" in capsys.readouterr().err
+
+  def test_unknown_panel(self, tmp_path, capsys):
+    folder = _make_run(tmp_path / "run", seed=0)
+    assert _script().main([str(folder), "--panels=rewards"]) == 2
+    assert "got rewards" in capsys.readouterr().err
+
+  def test_without_matplotlib_says_how_to_get_it(
+    self, tmp_path, capsys, monkeypatch
+  ):
+    folder = _make_run(tmp_path / "run", seed=0)
+    real = builtins.__import__
+
+    def without(name, *arguments, **options):
+      if name.split(".")[0] == "matplotlib":
+        raise ImportError(name)
+      return real(name, *arguments, **options)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    assert _script().main([str(folder)]) == 2
+    error = capsys.readouterr().err
+    assert ".[plot]" in error and error.count("\n") == 1
+
+
+class TestDraw:
+  def test_long_run_with_gaps_and_one_point_runs(self, tmp_path):
+    pytest.importorskip("matplotlib")
+    long = report.Run(
+      "long",
+      [{"step": s, "reward/mean": s % 7, "time/step_s": 0} for s in range(300)],
+      {},
+      [],
+    )
+    short = report.Run("short", [{"step": 500, "policy/entropy": 0.0}], {}, [])
+    for name, runs in (("a", [long]), ("b", [short]), ("c", [long, short])):
+      report.draw(runs, tmp_path / f"{name}.png")
+      assert (tmp_path / f"{name}.png").read_bytes().startswith(_PNG)

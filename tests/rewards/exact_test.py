@@ -1,0 +1,69 @@
+"""Exact checks: chain_sum's final answer, and the first line."""
+
+import pytest
+
+from jaxrl_llm import rewards
+from jaxrl_llm.errors import InputError
+
+
+class TestChainSum:
+  @pytest.mark.parametrize(
+    "response, correct, extracted",
+    [
+      ("7+5=12;#12.", True, "12"),
+      ("#12.", True, "12"),
+      ("#1.#12.", True, "12"),
+      ("#12.#1.", False, "1"),
+      ("7+5=12;#12", False, None),
+      ("#12.;", False, None),
+      ("#12.\n", False, None),
+      ("#012.", False, "012"),
+      ("#+12.", False, None),
+      ("#-12.", False, None),
+      ("12.", False, None),
+      ("##12.", True, "12"),
+      ("#\u0661\u0662.", False, None),
+      ("", False, None),
+      ("#" + "1" * 10**6 + ".", False, None),
+    ],
+  )
+  def test_only_the_final_answer_counts(self, response, correct, extracted):
+    score = rewards.chain_sum(response, "12", finished=True)
+    assert score == rewards.Score(correct, extracted)
+
+  def test_an_unfinished_response_is_not_correct(self):
+    score = rewards.chain_sum("#12.", "12", finished=False)
+    assert score == rewards.Score(False, "12")
+
+
+class TestExactLine:
+  @pytest.mark.parametrize(
+    "response, finished, correct",
+    [
+      ("85", True, True),
+      (" 85 \n12+3=15\n", False, True),
+      ("85", False, False),  # It may have become 850.
+      ("850\n", True, False),
+      ("\n85\n", True, False),
+      ("85 or 86\n", True, False),
+      ("", True, False),
+    ],
+  )
+  def test_the_first_line_is_the_answer(self, response, finished, correct):
+    score = rewards.exact_line(response, "85", finished=finished)
+    assert score.correct is correct
+
+
+class TestGetReward:
+  def test_every_registered_name(self):
+    assert rewards.get_reward("numeric") is rewards.numeric
+    assert set(rewards.REWARDS) == {
+      "chain_sum",
+      "exact_line",
+      "numeric",
+      "math_verify",
+    }
+
+  def test_unknown_name_lists_the_known(self):
+    with pytest.raises(InputError, match="'nope' is unknown.*chain_sum"):
+      rewards.get_reward("nope")
