@@ -1,6 +1,6 @@
 """Rebuilds the base model that is shipped in the package.
 
-    python scripts/pretrain.py --config=configs/pretrain.py --config.out=DIR
+python scripts/pretrain.py --config=configs/pretrain.py --config.out=DIR
 """
 
 from jaxrl_llm import config as config_lib

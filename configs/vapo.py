@@ -1,6 +1,6 @@
 """VAPO (arXiv 2504.05118).
 
-    python scripts/train.py --config=configs/vapo.py
+python scripts/train.py --config=configs/vapo.py
 """
 
 from jaxrl_llm import config as config_lib

@@ -167,7 +167,7 @@ def pretrain_config() -> ConfigDict:
   c = ConfigDict()
   c.out = "jaxrl_llm/assets/chain_sum_base"
   c.seed = 0
-  c.steps = 3000
+  c.steps = 1500
   c.batch_size = 64
   c.learning_rate = 2e-3
   c.warmup_steps = 50
@@ -184,75 +184,75 @@ def pretrain_config() -> ConfigDict:
 
 _DATA_SOURCES = ("chain_sum", "sums", "jsonl", "tfds")
 _CHOICES = {
-    "model.dtype": ("float32", "bfloat16"),
-    "model.cache_dtype": ("", "float32", "bfloat16"),
-    "data.source": _DATA_SOURCES,
-    "data.template": ("completion", "few_shot", "chat"),
-    "data.on_long": ("error", "drop"),
-    "reward.name": ("chain_sum", "exact_line", "numeric", "math_verify"),
-    "estimator.lambda_schedule": ("length_adaptive", "constant"),
-    "loss.mode": ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"),
-    "eval.source": ("", *_DATA_SOURCES),
+  "model.dtype": ("float32", "bfloat16"),
+  "model.cache_dtype": ("", "float32", "bfloat16"),
+  "data.source": _DATA_SOURCES,
+  "data.template": ("completion", "few_shot", "chat"),
+  "data.on_long": ("error", "drop"),
+  "reward.name": ("chain_sum", "exact_line", "numeric", "math_verify"),
+  "estimator.lambda_schedule": ("length_adaptive", "constant"),
+  "loss.mode": ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"),
+  "eval.source": ("", *_DATA_SOURCES),
 }
 
 # key: (lowest, highest), both allowed.
 _INF = float("inf")
 _RANGES = {
-    "model.head_chunk": (1, _INF),
-    "value.pretrain_steps": (0, _INF),
-    "value.pretrain_patience": (1, _INF),
-    "data.prompts_per_step": (1, _INF),
-    "data.group_size": (1, _INF),
-    "data.max_prompt_length": (1, _INF),
-    "reward.workers": (0, 256),
-    "reward.deadline_s": (1e-3, _INF),
-    "sampler.slots": (0, _INF),
-    "sampler.max_response_length": (1, _INF),
-    "sampler.temperature": (1e-3, 100.0),
-    "sampler.top_k": (0, 0),
-    "sampler.top_p": (1.0, 1.0),
-    "sampler.min_p": (0.0, 0.0),
-    "estimator.gamma": (0.0, 1.0),
-    "estimator.alpha": (1e-6, _INF),
-    "estimator.lambda_policy": (0.0, 1.0),
-    "estimator.lambda_value": (0.0, 1.0),
-    "loss.clip_low": (0.0, 0.999999),
-    "loss.clip_high": (0.0, _INF),
-    "loss.nll_coefficient": (0.0, _INF),
-    "optimizer.row_tokens": (0, _INF),
-    "eval.every": (1, _INF),
-    "eval.samples": (1, _INF),
-    "eval.problems": (0, _INF),
-    "eval.temperature": (0.0, 100.0),
-    "eval.top_p": (1e-6, 1.0),
-    "checkpoint.every": (1, _INF),
-    "checkpoint.keep": (1, _INF),
-    "mesh.data": (-1, _INF),
-    "mesh.fsdp": (1, _INF),
-    "mesh.tensor": (1, _INF),
-    "run.seed": (0, 2**31 - 1),
-    "run.steps": (1, _INF),
-    "run.samples_every": (0, _INF),
-    "run.max_skipped": (1, _INF),
+  "model.head_chunk": (1, _INF),
+  "value.pretrain_steps": (0, _INF),
+  "value.pretrain_patience": (1, _INF),
+  "data.prompts_per_step": (1, _INF),
+  "data.group_size": (1, _INF),
+  "data.max_prompt_length": (1, _INF),
+  "reward.workers": (0, 256),
+  "reward.deadline_s": (1e-3, _INF),
+  "sampler.slots": (0, _INF),
+  "sampler.max_response_length": (1, _INF),
+  "sampler.temperature": (1e-3, 100.0),
+  "sampler.top_k": (0, 0),
+  "sampler.top_p": (1.0, 1.0),
+  "sampler.min_p": (0.0, 0.0),
+  "estimator.gamma": (0.0, 1.0),
+  "estimator.alpha": (1e-6, _INF),
+  "estimator.lambda_policy": (0.0, 1.0),
+  "estimator.lambda_value": (0.0, 1.0),
+  "loss.clip_low": (0.0, 0.999999),
+  "loss.clip_high": (0.0, _INF),
+  "loss.nll_coefficient": (0.0, _INF),
+  "optimizer.row_tokens": (0, _INF),
+  "eval.every": (1, _INF),
+  "eval.samples": (1, _INF),
+  "eval.problems": (0, _INF),
+  "eval.temperature": (0.0, 100.0),
+  "eval.top_p": (1e-6, 1.0),
+  "checkpoint.every": (1, _INF),
+  "checkpoint.keep": (1, _INF),
+  "mesh.data": (-1, _INF),
+  "mesh.fsdp": (1, _INF),
+  "mesh.tensor": (1, _INF),
+  "run.seed": (0, 2**31 - 1),
+  "run.steps": (1, _INF),
+  "run.samples_every": (0, _INF),
+  "run.max_skipped": (1, _INF),
 }
 for _role in ("policy", "value"):
   _RANGES |= {
-      f"optimizer.{_role}.learning_rate": (0.0, _INF),
-      f"optimizer.{_role}.warmup_steps": (0, _INF),
-      f"optimizer.{_role}.max_grad_norm": (1e-9, _INF),
-      f"optimizer.{_role}.weight_decay": (0.0, _INF),
-      f"optimizer.{_role}.b1": (0.0, 0.999999),
-      f"optimizer.{_role}.b2": (0.0, 0.999999),
-      f"optimizer.{_role}.eps": (1e-20, _INF),
-      f"optimizer.{_role}.mini_batch": (1, _INF),
-      f"optimizer.{_role}.micro_rows": (1, _INF),
-      f"optimizer.{_role}.epochs": (1, _INF),
+    f"optimizer.{_role}.learning_rate": (0.0, _INF),
+    f"optimizer.{_role}.warmup_steps": (0, _INF),
+    f"optimizer.{_role}.max_grad_norm": (1e-9, _INF),
+    f"optimizer.{_role}.weight_decay": (0.0, _INF),
+    f"optimizer.{_role}.b1": (0.0, 0.999999),
+    f"optimizer.{_role}.b2": (0.0, 0.999999),
+    f"optimizer.{_role}.eps": (1e-20, _INF),
+    f"optimizer.{_role}.mini_batch": (1, _INF),
+    f"optimizer.{_role}.micro_rows": (1, _INF),
+    f"optimizer.{_role}.epochs": (1, _INF),
   }
 
 _WHY = {
-    "sampler.top_k": "; training uses the full softmax, so must the sampler",
-    "sampler.top_p": "; training uses the full softmax, so must the sampler",
-    "sampler.min_p": "; training uses the full softmax, so must the sampler",
+  "sampler.top_k": "; training uses the full softmax, so must the sampler",
+  "sampler.top_p": "; training uses the full softmax, so must the sampler",
+  "sampler.min_p": "; training uses the full softmax, so must the sampler",
 }
 
 
@@ -283,15 +283,15 @@ def validate(config: ConfigDict) -> None:
   for key, choices in _CHOICES.items():
     if get(config, key) not in choices:
       raise InputError(
-          f"config.{key}={get(config, key)!r} must be one of"
-          f" {', '.join(map(repr, choices))}"
+        f"config.{key}={get(config, key)!r} must be one of"
+        f" {', '.join(map(repr, choices))}"
       )
   for key, (low, high) in _RANGES.items():
     value = get(config, key)
     if not low <= value <= high:  # NaN fails too.
       raise InputError(
-          f"config.{key}={value!r} must be in [{low:g}, {high:g}]"
-          + _WHY.get(key, "")
+        f"config.{key}={value!r} must be in [{low:g}, {high:g}]"
+        + _WHY.get(key, "")
       )
   _validate_combinations(config)
 
@@ -302,21 +302,21 @@ def _validate_combinations(config: ConfigDict) -> None:
     size = config.optimizer[role].mini_batch
     if batch % size:
       raise InputError(
-          f"config.optimizer.{role}.mini_batch={size} must divide the batch of"
-          f" {batch} = data.prompts_per_step * data.group_size"
+        f"config.optimizer.{role}.mini_batch={size} must divide the batch of"
+        f" {batch} = data.prompts_per_step * data.group_size"
       )
   slots = config.sampler.slots
   if slots and slots < max(config.data.group_size, config.eval.samples):
     raise InputError(
-        f"config.sampler.slots={slots} must hold one group: data.group_size="
-        f"{config.data.group_size}, eval.samples={config.eval.samples}"
+      f"config.sampler.slots={slots} must hold one group: data.group_size="
+      f"{config.data.group_size}, eval.samples={config.eval.samples}"
     )
   longest = config.data.max_prompt_length + config.sampler.max_response_length
   if row_tokens(config) < longest:
     raise InputError(
-        f"config.optimizer.row_tokens={config.optimizer.row_tokens} must hold"
-        " the longest sample, data.max_prompt_length +"
-        f" sampler.max_response_length = {longest}"
+      f"config.optimizer.row_tokens={config.optimizer.row_tokens} must hold"
+      " the longest sample, data.max_prompt_length +"
+      f" sampler.max_response_length = {longest}"
     )
   dual_clip = config.loss.dual_clip
   if dual_clip is not None and not dual_clip > 1:
@@ -326,7 +326,7 @@ def _validate_combinations(config: ConfigDict) -> None:
     raise InputError(f"config.loss.clip_value={clip_value} must be over 0")
   if config.data.source in ("jsonl", "tfds") and not config.data.path:
     raise InputError(
-        f"config.data.source={config.data.source!r} needs config.data.path"
+      f"config.data.source={config.data.source!r} needs config.data.path"
     )
 
 
@@ -341,14 +341,14 @@ def validate_mesh(config: ConfigDict, *, devices: int) -> None:
   data = max(devices // rest, 1) if mesh.data == -1 else mesh.data
   if mesh.data == 0 or data * rest > devices:
     raise InputError(
-        f"config.mesh data={mesh.data} x fsdp={mesh.fsdp} x tensor="
-        f"{mesh.tensor} needs {max(data, 1) * rest} devices, but there are"
-        f" {devices}; lower config.mesh"
+      f"config.mesh data={mesh.data} x fsdp={mesh.fsdp} x tensor="
+      f"{mesh.tensor} needs {max(data, 1) * rest} devices, but there are"
+      f" {devices}; lower config.mesh"
     )
   for role in ("policy", "value"):
     rows = config.optimizer[role].micro_rows
     if rows % (data * mesh.fsdp):
       raise InputError(
-          f"config.optimizer.{role}.micro_rows={rows} must be a multiple of"
-          f" mesh data x fsdp = {data * mesh.fsdp}"
+        f"config.optimizer.{role}.micro_rows={rows} must be a multiple of"
+        f" mesh data x fsdp = {data * mesh.fsdp}"
       )

@@ -15,9 +15,9 @@ from jaxrl_llm.sampling import Engine, SamplingSettings
 from jaxrl_llm.types import Rollout, Status
 
 STOP_REASONS = {
-    int(Status.FINISHED): "finished",
-    int(Status.OVERLONG): "overlong",
-    int(Status.TRUNCATED): "truncated",
+  int(Status.FINISHED): "finished",
+  int(Status.OVERLONG): "overlong",
+  int(Status.TRUNCATED): "truncated",
 }
 
 
@@ -40,15 +40,15 @@ class Judged:
 
 
 def judge(
-    rollout: Rollout,
-    prompts: Sequence[Prompt],
-    tokenizer: Tokenizer,
-    pool: RewardPool,
+  rollout: Rollout,
+  prompts: Sequence[Prompt],
+  tokenizer: Tokenizer,
+  pool: RewardPool,
 ) -> Judged:
   """Decodes every response and has it judged against its prompt's answer."""
   texts = [
-      tokenizer.decode(tokens[:length])
-      for tokens, length in zip(rollout.tokens, rollout.lengths)
+    tokenizer.decode(tokens[:length])
+    for tokens, length in zip(rollout.tokens, rollout.lengths)
   ]
   answers = [prompts[g].answer for g in rollout.group]
   finished = [bool(s == Status.FINISHED) for s in rollout.status]
@@ -56,38 +56,38 @@ def judge(
 
 
 def samples_of(
-    rollout: Rollout,
-    prompts: Sequence[Prompt],
-    judged: Judged,
-    rewards: np.ndarray,
-    rows: Sequence[int],
+  rollout: Rollout,
+  prompts: Sequence[Prompt],
+  judged: Judged,
+  rewards: np.ndarray,
+  rows: Sequence[int],
 ) -> list[metrics.Sample]:
   """Rows of a rollout for the sample table."""
   return [
-      metrics.Sample(
-          prompt=prompts[rollout.group[i]].text,
-          response=judged.texts[i],
-          gold=prompts[rollout.group[i]].answer,
-          extracted=judged.scores[i].extracted,
-          reward=float(rewards[i]),
-          length=int(rollout.lengths[i]),
-          stop=STOP_REASONS[int(rollout.status[i])],
-      )
-      for i in rows
+    metrics.Sample(
+      prompt=prompts[rollout.group[i]].text,
+      response=judged.texts[i],
+      gold=prompts[rollout.group[i]].answer,
+      extracted=judged.scores[i].extracted,
+      reward=float(rewards[i]),
+      length=int(rollout.lengths[i]),
+      stop=STOP_REASONS[int(rollout.status[i])],
+    )
+    for i in rows
   ]
 
 
 def evaluate(
-    engine: Engine,
-    params: Any,
-    prompts: Sequence[Prompt],
-    *,
-    tokenizer: Tokenizer,
-    pool: RewardPool,
-    key: chex.PRNGKey,
-    samples: int,
-    settings: SamplingSettings,
-    name: str,
+  engine: Engine,
+  params: Any,
+  prompts: Sequence[Prompt],
+  *,
+  tokenizer: Tokenizer,
+  pool: RewardPool,
+  key: chex.PRNGKey,
+  samples: int,
+  settings: SamplingSettings,
+  name: str,
 ) -> tuple[dict[str, float], list[metrics.Sample]]:
   """Samples and judges; the same key gives every call the same luck.
 
@@ -108,27 +108,27 @@ def evaluate(
   """
   shape = (len(prompts), samples)
   rollout = engine.generate(
-      params,
-      [p.tokens for p in prompts],
-      sample_ids=np.arange(np.prod(shape)).reshape(shape),
-      key=key,
-      settings=settings,
+    params,
+    [p.tokens for p in prompts],
+    sample_ids=np.arange(np.prod(shape)).reshape(shape),
+    key=key,
+    settings=settings,
   )
   judged = judge(rollout, prompts, tokenizer, pool)
   right = judged.correct.reshape(shape).sum(axis=1)
   average = metrics.avg_at_k(right, samples)
   prefix = f"eval/{name}/"
   results = {
-      f"{prefix}avg@{samples}": average.mean,
-      f"{prefix}avg@{samples}_se": average.standard_error,
-      f"{prefix}pass@{samples}": float(
-          metrics.pass_at_k(right, samples, k=samples).mean()
-      ),
-      f"{prefix}response_length_mean": float(rollout.lengths.mean()),
-      f"{prefix}overlong_fraction": float(
-          (rollout.status == Status.OVERLONG).mean()
-      ),
-      f"{prefix}unjudged": float((~judged.judged).sum()),
+    f"{prefix}avg@{samples}": average.mean,
+    f"{prefix}avg@{samples}_se": average.standard_error,
+    f"{prefix}pass@{samples}": float(
+      metrics.pass_at_k(right, samples, k=samples).mean()
+    ),
+    f"{prefix}response_length_mean": float(rollout.lengths.mean()),
+    f"{prefix}overlong_fraction": float(
+      (rollout.status == Status.OVERLONG).mean()
+    ),
+    f"{prefix}unjudged": float((~judged.judged).sum()),
   }
   rows = range(0, len(rollout.lengths), max(len(rollout.lengths) // 4, 1))
   rewards = judged.correct.astype(np.float32)

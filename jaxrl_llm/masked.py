@@ -5,6 +5,7 @@ included, changes neither the value nor the gradient. A mask is True (or
 non-zero) where an element counts. Results are float32.
 """
 
+import numbers
 from collections.abc import Callable, Sequence
 
 import chex
@@ -178,7 +179,7 @@ def explained_variance(
 
 
 def token_weights(
-  mask: chex.Array, *, mode: str, norm: float | None = None
+  mask: chex.Array, *, mode: str, norm: chex.Numeric | None = None
 ) -> jax.Array:
   """Weights w such that Σ w·loss is the named reduction of a per-token loss.
 
@@ -216,7 +217,7 @@ def token_weights(
       f"norm={norm!r} with mode={mode!r}: norm is required by"
       f" {sorted(_NORM_MODES)} and by no other mode"
     )
-  if norm is not None and not norm > 0:
+  if isinstance(norm, numbers.Real) and not norm > 0:
     raise ValueError(f"norm={norm!r}, expected a positive number of tokens")
   counts = jnp.asarray(mask, bool).astype(jnp.float32)
   lengths = jnp.sum(counts, axis=-1, keepdims=True)

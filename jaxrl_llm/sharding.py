@@ -21,24 +21,24 @@ BATCH_AXES = ("data", "fsdp")
 
 # First match wins; no match is an error. Stacked layers have a leading axis L.
 RULES: tuple[tuple[str, PartitionSpec], ...] = (
-    (r"embed/embedding$", P("tensor", "fsdp")),
-    (r"lm_head/kernel$", P("fsdp", "tensor")),
-    (r"layers/.*/(q|k|v|gate|up)/kernel$", P(None, "fsdp", "tensor")),
-    (r"layers/.*/(q|k|v|gate|up)/bias$", P(None, "tensor")),
-    (r"layers/.*/(o|down)/kernel$", P(None, "tensor", "fsdp")),
-    (r"layers/.*/(o|down)/bias$", P()),
-    (r"(norm|value_head)/(scale|kernel|bias)$", P()),
-    # Counters of train states and optimizers.
-    (r"(^|/)(count|step|skipped|skipped_in_a_row)$", P()),
+  (r"embed/embedding$", P("tensor", "fsdp")),
+  (r"lm_head/kernel$", P("fsdp", "tensor")),
+  (r"layers/.*/(q|k|v|gate|up)/kernel$", P(None, "fsdp", "tensor")),
+  (r"layers/.*/(q|k|v|gate|up)/bias$", P(None, "tensor")),
+  (r"layers/.*/(o|down)/kernel$", P(None, "tensor", "fsdp")),
+  (r"layers/.*/(o|down)/bias$", P()),
+  (r"(norm|value_head)/(scale|kernel|bias)$", P()),
+  # Counters of train states and optimizers.
+  (r"(^|/)(count|step|skipped|skipped_in_a_row)$", P()),
 )
 
 
 def make_mesh(
-    *,
-    data: int,
-    fsdp: int,
-    tensor: int,
-    devices: Sequence[jax.Device] | None = None,
+  *,
+  data: int,
+  fsdp: int,
+  tensor: int,
+  devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
   """A mesh with axes ('data', 'fsdp', 'tensor').
 
@@ -58,8 +58,8 @@ def make_mesh(
   needed = data * rest
   if needed > len(devices):
     raise ValueError(
-        f"mesh data={data} x fsdp={fsdp} x tensor={tensor} needs {needed}"
-        f" devices, but there are {len(devices)}; lower config.mesh"
+      f"mesh data={data} x fsdp={fsdp} x tensor={tensor} needs {needed}"
+      f" devices, but there are {len(devices)}; lower config.mesh"
     )
   grid = np.asarray(devices[:needed]).reshape(data, fsdp, tensor)
   # Auto: in Explicit mode some products of sharded arrays are type errors.
@@ -98,8 +98,8 @@ def tree_shardings(tree: Any, mesh: Mesh) -> Any:
   def leaf_sharding(path, leaf):
     spec = _match(path_name(path))
     axes = [
-        axis if axis and size % mesh.shape[axis] == 0 else None
-        for size, axis in zip(leaf.shape, tuple(spec) + (None,) * leaf.ndim)
+      axis if axis and size % mesh.shape[axis] == 0 else None
+      for size, axis in zip(leaf.shape, tuple(spec) + (None,) * leaf.ndim)
     ]
     return NamedSharding(mesh, P(*axes))
 

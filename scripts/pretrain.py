@@ -1,6 +1,6 @@
 """Rebuilds the embedded base model, bit for bit on the same machine and JAX.
 
-    python scripts/pretrain.py --config=configs/pretrain.py [--config.out=DIR]
+python scripts/pretrain.py --config=configs/pretrain.py [--config.out=DIR]
 """
 
 import json
@@ -30,18 +30,18 @@ def main(_):
   (out / "generation_config.json").write_text(json.dumps(ids, indent=1))
   tokenizer = Tokenizer.load(out)
   config = models.ModelConfig(
-      family="llama",
-      vocab_size=tokenizer.vocab_size,
-      hidden_size=settings.hidden_size,
-      intermediate_size=settings.intermediate_size,
-      num_layers=settings.num_layers,
-      num_heads=settings.num_heads,
-      num_kv_heads=settings.num_heads,
-      head_dim=settings.hidden_size // settings.num_heads,
-      max_position_embeddings=512,
-      rms_norm_eps=1e-5,
-      rope_theta=10_000.0,
-      tie_word_embeddings=True,
+    family="llama",
+    vocab_size=tokenizer.vocab_size,
+    hidden_size=settings.hidden_size,
+    intermediate_size=settings.intermediate_size,
+    num_layers=settings.num_layers,
+    num_heads=settings.num_heads,
+    num_kv_heads=settings.num_heads,
+    head_dim=settings.hidden_size // settings.num_heads,
+    max_position_embeddings=512,
+    rms_norm_eps=1e-5,
+    rope_theta=10_000.0,
+    tie_word_embeddings=True,
   )
   fns = models.make_policy(config)
   start = time.process_time()

@@ -18,16 +18,16 @@ from ml_collections import config_flags
 from jaxrl_llm.errors import InputError
 
 _CONFIG = config_flags.DEFINE_config_file(
-    "config", "configs/vapo.py", "Settings: configs/METHOD.py[:PRESET]."
+  "config", "configs/vapo.py", "Settings: configs/METHOD.py[:PRESET]."
 )
 _WORKDIR = flags.DEFINE_string(
-    "workdir", "", "Files of the run; a dated folder under runs/ by default."
+  "workdir", "", "Files of the run; a dated folder under runs/ by default."
 )
 _DRY_RUN = flags.DEFINE_bool(
-    "dry_run",
-    False,
-    "Compile every phase at its worst shape, print memory, check data and"
-    " rewards, and exit.",
+  "dry_run",
+  False,
+  "Compile every phase at its worst shape, print memory, check data and"
+  " rewards, and exit.",
 )
 
 
@@ -45,8 +45,8 @@ def prepare_workdir(config) -> pathlib.Path:
     (workdir / "config.json").write_text(text + "\n", encoding="utf-8")
   except OSError as error:
     raise InputError(
-        f"--workdir={workdir}: cannot be written ({error.strerror}); choose"
-        " another directory"
+      f"--workdir={workdir}: cannot be written ({error.strerror}); choose"
+      " another directory"
     ) from error
   return workdir
 
@@ -67,7 +67,9 @@ def run(config) -> None:
 
 def main(argv):
   if len(argv) > 1:
-    print(f"unexpected argument {argv[1]!r}; flags start with --", file=sys.stderr)
+    print(
+      f"unexpected argument {argv[1]!r}; flags start with --", file=sys.stderr
+    )
     sys.exit(2)
   logging.set_verbosity(logging.ERROR)
   try:

@@ -9,11 +9,13 @@ L3  train, evaluate, config                            composes the others
 import ast
 import pathlib
 import re
+import sys
 
 import pytest
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _L0 = {"types", "masked", "distributions", "errors"}
+_ENDS = ("", ".py")  # A room is a folder or a file.
 _MATHEMATICS = {"estimators", "losses"}
 _NUMERIC = {"jax", "numpy", "chex"}
 # Rooms that may import train/: train itself, and what is its equal above.
@@ -37,11 +39,20 @@ _RL_WORDS = {
 }
 
 
-def _files(*folders):
-  found = [p for folder in folders for p in (_ROOT / folder).rglob("*.py")]
+def _in_package(rooms):
+  """Where the rooms lie, be they a file or a folder."""
+  return [f"jaxrl_llm/{room}{end}" for room in sorted(rooms) for end in _ENDS]
+
+
+def _files(*places):
+  """Python files at or below the given places, those that exist."""
+  found = set()
+  for place in (_ROOT / name for name in places):
+    found |= set(place.rglob("*.py")) if place.is_dir() else {place}
   return [
     pytest.param(path, id=str(path.relative_to(_ROOT)))
     for path in sorted(found)
+    if path.exists()
   ]
 
 
@@ -65,8 +76,6 @@ def _imports(path):
 
 def _libraries(path):
   """Top-level packages that a file imports, the standard library left out."""
-  import sys
-
   tops = {name.split(".")[0] for name in _imports(path)}
   return tops - set(sys.stdlib_module_names) - {"jaxrl_llm"}
 
@@ -86,31 +95,29 @@ def _rooms(path):
 
 
 @pytest.mark.parametrize("path", _files("jaxrl_llm"))
-class TestPackage:
-  def test_the_lowest_rooms_need_only_jax_and_each_other(self, path):
-    if _room(path) not in _L0 | _MATHEMATICS | {""}:
-      pytest.skip("a higher room")
-    assert _libraries(path) <= _NUMERIC
-    own = _MATHEMATICS & {_room(path)}
-    assert _rooms(path) <= _L0 | own
+def test_libraries_stay_in_their_rooms(path):
+  for library, rooms in _KEPT_BY.items():
+    if library in _libraries(path):
+      assert _room(path) in rooms, f"{library} belongs to {rooms}"
 
-  def test_libraries_stay_in_their_rooms(self, path):
-    for library, rooms in _KEPT_BY.items():
-      if library in _libraries(path):
-        assert _room(path) in rooms, f"{library} belongs to {rooms}"
 
-  def test_models_know_no_words_of_reinforcement_learning(self, path):
-    if _room(path) != "models":
-      pytest.skip("not a model")
-    assert _rooms(path) <= _L0 | {"models", "sharding"}
-    text = path.read_text(encoding="utf-8").lower()
-    words = set(re.findall(r"[a-z]+", text))
-    assert not words & _RL_WORDS
-
-  def test_nothing_below_imports_train_or_config(self, path):
-    if _room(path) in _ABOVE_TRAIN:
-      pytest.skip("composes")
+@pytest.mark.parametrize("path", _files("jaxrl_llm"))
+def test_only_the_top_imports_train_and_config(path):
+  if _room(path) not in _ABOVE_TRAIN:
     assert not _rooms(path) & _ABOVE_TRAIN
+
+
+@pytest.mark.parametrize("path", _files(*_in_package(_L0 | _MATHEMATICS)))
+def test_the_lowest_rooms_need_only_jax_and_each_other(path):
+  assert _libraries(path) <= _NUMERIC
+  assert _rooms(path) <= _L0 | (_MATHEMATICS & {_room(path)})
+
+
+@pytest.mark.parametrize("path", _files(*_in_package({"models"})))
+def test_models_know_no_words_of_reinforcement_learning(path):
+  assert _rooms(path) <= _L0 | {"models", "sharding"}
+  words = set(re.findall(r"[a-z]+", path.read_text(encoding="utf-8").lower()))
+  assert not words & _RL_WORDS
 
 
 @pytest.mark.parametrize("path", _files("configs"))

@@ -32,12 +32,12 @@ class Checkpointer:
     """
     self._directory = pathlib.Path(directory).absolute()
     self._manager = ocp.CheckpointManager(
-        self._directory,
-        options=ocp.CheckpointManagerOptions(
-            max_to_keep=keep,
-            enable_async_checkpointing=True,
-            cleanup_tmp_directories=True,
-        ),
+      self._directory,
+      options=ocp.CheckpointManagerOptions(
+        max_to_keep=keep,
+        enable_async_checkpointing=True,
+        cleanup_tmp_directories=True,
+      ),
     )
 
   def latest_step(self) -> int | None:
@@ -45,7 +45,7 @@ class Checkpointer:
     return self._manager.latest_step()
 
   def save(
-      self, step: int, trees: Mapping[str, Any], meta: Mapping[str, Any]
+    self, step: int, trees: Mapping[str, Any], meta: Mapping[str, Any]
   ) -> None:
     """Starts writing a step; the arrays may be donated right afterwards.
 
@@ -73,12 +73,14 @@ class Checkpointer:
       InputError: the step cannot be read, or has other shapes.
     """
     items = {
-        name: ocp.args.StandardRestore(tree) for name, tree in targets.items()
+      name: ocp.args.StandardRestore(tree) for name, tree in targets.items()
     }
     try:
       out = self._manager.restore(step, args=ocp.args.Composite(**items))
     except (ValueError, KeyError, OSError) as error:
-      raise InputError(_unreadable(self._directory / str(step), error)) from error
+      raise InputError(
+        _unreadable(self._directory / str(step), error)
+      ) from error
     return {name: out[name] for name in targets}
 
   def restore_meta(self, step: int) -> dict[str, Any]:
@@ -95,8 +97,8 @@ class Checkpointer:
       raise InputError(_unreadable(where, error)) from error
     if meta["format"] > _FORMAT:
       raise InputError(
-          f"{where}: checkpoint format {meta['format']} is newer than this"
-          f" version reads ({_FORMAT}); update jaxrl_llm"
+        f"{where}: checkpoint format {meta['format']} is newer than this"
+        f" version reads ({_FORMAT}); update jaxrl_llm"
       )
     return meta
 
@@ -138,9 +140,9 @@ def load_tree(path: str | os.PathLike, target: Any) -> Any:
 def abstract(tree: Any, shardings: Any) -> Any:
   """ShapeDtypeStructs of a tree, with the given shardings."""
   return jax.tree.map(
-      lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-      tree,
-      shardings,
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+    tree,
+    shardings,
   )
 
 
@@ -148,6 +150,6 @@ def _unreadable(path: pathlib.Path, error: Exception) -> str:
   # Orbax and TensorStore explain over many lines; the first one tells what.
   reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
   return (
-      f"{path}: cannot restore this checkpoint ({reason[:200]}); use another"
-      " step or another --workdir"
+    f"{path}: cannot restore this checkpoint ({reason[:200]}); use another"
+    " step or another --workdir"
   )

@@ -201,12 +201,12 @@ def noisy_solution(
   problem: ChainProblem,
   *,
   max_length: int,
-  direct: float = 0.22,
-  clean: float = 0.30,
-  slip: float = 0.30,
-  skip: float = 0.18,
+  direct: float = 0.20,
+  clean: float = 0.36,
+  slip: float = 0.28,
+  skip: float = 0.16,
   direct_right: float = 0.15,
-  ramble: float = 0.25,
+  ramble: float = 0.20,
 ) -> Solution:
   """Writes a solution of the kind a careless crowd would write.
 

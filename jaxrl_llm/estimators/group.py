@@ -1,5 +1,6 @@
 """Advantages relative to the other responses to the same prompt."""
 
+import numbers
 from collections.abc import Callable
 
 import chex
@@ -16,7 +17,7 @@ def group_relative(
   num_groups: int,
   center: str = "mean",
   scale: str = "std",
-  epsilon: float = 1e-6,
+  epsilon: chex.Numeric = 1e-6,
 ) -> jax.Array:
   """Group-relative advantages, A_i = (R_i - center_g) / (scale_g + ε).
 
@@ -51,7 +52,7 @@ def group_relative(
   _check_choice("scale", scale, _SCALES)
   if num_groups < 1:
     raise ValueError(f"num_groups={num_groups}, expected at least 1")
-  if not epsilon >= 0.0:
+  if isinstance(epsilon, numbers.Real) and not epsilon >= 0.0:
     raise ValueError(f"epsilon={epsilon}, expected at least 0")
   groups = jnp.asarray(groups)
   member = (groups >= 0) & (groups < num_groups)

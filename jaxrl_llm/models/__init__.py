@@ -7,26 +7,26 @@ import jax.numpy as jnp
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.functional import (
-    ModelFns,
-    ValueFns,
-    make_policy,
-    make_value,
+  ModelFns,
+  ValueFns,
+  make_policy,
+  make_value,
 )
 from jaxrl_llm.models.heads import TokenLogprobs
 from jaxrl_llm.models.transformer import cache_length, grow_cache, write_cache
 
 __all__ = [
-    "ModelConfig",
-    "ModelFns",
-    "TokenLogprobs",
-    "ValueFns",
-    "cache_length",
-    "grow_cache",
-    "load",
-    "make_policy",
-    "make_value",
-    "save",
-    "write_cache",
+  "ModelConfig",
+  "ModelFns",
+  "TokenLogprobs",
+  "ValueFns",
+  "cache_length",
+  "grow_cache",
+  "load",
+  "make_policy",
+  "make_value",
+  "save",
+  "write_cache",
 ]
 
 
@@ -49,7 +49,7 @@ def load(path: str, *, dtype: Any = jnp.float32) -> tuple[ModelFns, Any]:
 
 
 def save(
-    path: str, fns: ModelFns, params: Any, *, tokenizer_from: str | None = None
+  path: str, fns: ModelFns, params: Any, *, tokenizer_from: str | None = None
 ) -> None:
   """Writes a Hugging Face directory that `transformers` loads.
 

@@ -14,7 +14,7 @@ _MASKED = -1e30  # Finite: a row without any key gives a mean, not NaN.
 
 
 def attention(
-    q: chex.Array, k: chex.Array, v: chex.Array, mask: chex.Array
+  q: chex.Array, k: chex.Array, v: chex.Array, mask: chex.Array
 ) -> jax.Array:
   """softmax(q kᵀ / √d) v with grouped heads.
 
@@ -33,10 +33,10 @@ def attention(
   q = q.reshape(batch, time, kv_heads, group, size)
   q = q.transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, group * time, size)
   scores = jnp.einsum(
-      "bkqd,bkds->bkqs",
-      q * size**-0.5,
-      k.transpose(0, 2, 3, 1),
-      preferred_element_type=jnp.float32,
+    "bkqd,bkds->bkqs",
+    q * size**-0.5,
+    k.transpose(0, 2, 3, 1),
+    preferred_element_type=jnp.float32,
   ).reshape(batch, heads, time, time)
   scores = jnp.where(mask[:, None], scores, _MASKED)
   # The shift by the maximum cancels, so no gradient need flow through it; and
@@ -46,10 +46,10 @@ def attention(
   total = jnp.sum(weights, axis=-1).reshape(batch, kv_heads, group * time, 1)
   weights = weights.reshape(batch, kv_heads, group * time, time)
   out = jnp.einsum(
-      "bkqs,bksd->bkqd",
-      weights.astype(v.dtype),
-      v.swapaxes(1, 2),
-      preferred_element_type=jnp.float32,
+    "bkqs,bksd->bkqd",
+    weights.astype(v.dtype),
+    v.swapaxes(1, 2),
+    preferred_element_type=jnp.float32,
   )
   out = (out / total).astype(q.dtype)
   out = out.reshape(batch, kv_heads, group, time, size)
@@ -57,7 +57,7 @@ def attention(
 
 
 def decode_attention(
-    q: chex.Array, keys: chex.Array, values: chex.Array, visible: chex.Array
+  q: chex.Array, keys: chex.Array, values: chex.Array, visible: chex.Array
 ) -> jax.Array:
   """Attention of one query a slot on one layer's cache.
 
@@ -74,10 +74,10 @@ def decode_attention(
   kv_heads = keys.shape[1]
   grouped = q.reshape(slots, kv_heads, heads // kv_heads, size)
   scores = jnp.einsum(
-      "skgd,skdl->skgl",
-      grouped * size**-0.5,
-      keys,
-      preferred_element_type=jnp.float32,
+    "skgd,skdl->skgl",
+    grouped * size**-0.5,
+    keys,
+    preferred_element_type=jnp.float32,
   )
   scores = jnp.where(visible[:, None, None], scores, _MASKED)
   weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)

@@ -50,13 +50,13 @@ class ValueFns(NamedTuple):
 
 
 def make_policy(
-    config: ModelConfig,
-    *,
-    dtype: Any = jnp.float32,
-    cache_dtype: Any = None,
-    remat: bool = True,
-    head_chunk: int = 128,
-    sharding: jax.sharding.Sharding | None = None,
+  config: ModelConfig,
+  *,
+  dtype: Any = jnp.float32,
+  cache_dtype: Any = None,
+  remat: bool = True,
+  head_chunk: int = 128,
+  sharding: jax.sharding.Sharding | None = None,
 ) -> ModelFns:
   """Language model of a config.
 
@@ -71,11 +71,11 @@ def make_policy(
     sharding: of hidden states [B, T, D] in training.
   """
   backbone = functools.partial(
-      transformer.hidden,
-      config=config,
-      dtype=dtype,
-      remat=remat,
-      sharding=sharding,
+    transformer.hidden,
+    config=config,
+    dtype=dtype,
+    remat=remat,
+    sharding=sharding,
   )
 
   def kernel(params):
@@ -85,26 +85,26 @@ def make_policy(
     return heads.project(states, kernel(params), config.tie_word_embeddings)
 
   def logprobs(
-      params, tokens, targets, mask, segments, positions, temperature=1.0
+    params, tokens, targets, mask, segments, positions, temperature=1.0
   ):
     states = backbone(
-        params, tokens=tokens, segments=segments, positions=positions
+      params, tokens=tokens, segments=segments, positions=positions
     )
     return heads.chunked_logprobs(
-        states,
-        kernel(params),
-        targets,
-        mask,
-        temperature,
-        tied=config.tie_word_embeddings,
-        chunk=head_chunk,
+      states,
+      kernel(params),
+      targets,
+      mask,
+      temperature,
+      tied=config.tie_word_embeddings,
+      chunk=head_chunk,
     )
 
   def logits(params, tokens, mask):
     segments = mask.astype(jnp.int32)
     positions = jnp.maximum(jnp.cumsum(segments, axis=1) - 1, 0)
     states = backbone(
-        params, tokens=tokens, segments=segments, positions=positions
+      params, tokens=tokens, segments=segments, positions=positions
     )
     return project(params, states)
 
@@ -118,53 +118,53 @@ def make_policy(
     states = jnp.take_along_axis(states, last, axis=1)[:, 0]
     store = cache_dtype or dtype
     return project(params, states), jax.tree.map(
-        lambda x: x.astype(store), cache
+      lambda x: x.astype(store), cache
     )
 
   def decode(params, cache, tokens, positions):
     states, cache = transformer.decode(
-        params, config, cache, tokens, positions, dtype=dtype
+      params, config, cache, tokens, positions, dtype=dtype
     )
     return project(params, states), cache
 
   return ModelFns(
-      config=config,
-      init=functools.partial(transformer.init, config=config),
-      logprobs=logprobs,
-      logits=logits,
-      for_sampling=for_sampling,
-      init_cache=functools.partial(
-          transformer.init_cache, config, dtype=cache_dtype or dtype
-      ),
-      prefill=prefill,
-      decode=decode,
+    config=config,
+    init=functools.partial(transformer.init, config=config),
+    logprobs=logprobs,
+    logits=logits,
+    for_sampling=for_sampling,
+    init_cache=functools.partial(
+      transformer.init_cache, config, dtype=cache_dtype or dtype
+    ),
+    prefill=prefill,
+    decode=decode,
   )
 
 
 def make_value(
-    config: ModelConfig,
-    *,
-    dtype: Any = jnp.float32,
-    remat: bool = True,
-    sharding: jax.sharding.Sharding | None = None,
+  config: ModelConfig,
+  *,
+  dtype: Any = jnp.float32,
+  remat: bool = True,
+  sharding: jax.sharding.Sharding | None = None,
 ) -> ValueFns:
   """Critic of a config: backbone plus a float32 scalar head that starts at 0.
 
   Arguments as in `make_policy`.
   """
   backbone = functools.partial(
-      transformer.hidden,
-      config=config,
-      dtype=dtype,
-      remat=remat,
-      sharding=sharding,
+    transformer.hidden,
+    config=config,
+    dtype=dtype,
+    remat=remat,
+    sharding=sharding,
   )
 
   def from_policy(params):
     """A zero head, so that the first values are 0 and unbiased by scale."""
     head = {
-        "kernel": jnp.zeros((config.hidden_size, 1), jnp.float32),
-        "bias": jnp.zeros((1,), jnp.float32),
+      "kernel": jnp.zeros((config.hidden_size, 1), jnp.float32),
+      "bias": jnp.zeros((1,), jnp.float32),
     }
     trunk = {k: v for k, v in params.items() if k != "lm_head"}
     return jax.tree.map(jnp.copy, trunk) | {"value_head": head}
@@ -174,7 +174,7 @@ def make_value(
 
   def values(params, tokens, segments, positions):
     states = backbone(
-        params, tokens=tokens, segments=segments, positions=positions
+      params, tokens=tokens, segments=segments, positions=positions
     ).astype(jnp.float32)
     head = params["value_head"]
     return (jnp.dot(states, head["kernel"]) + head["bias"][0])[..., 0]

@@ -26,22 +26,22 @@ def project(hidden: chex.Array, kernel: chex.Array, tied: bool) -> jax.Array:
   axis = 1 if tied else 0
   contract = (((hidden.ndim - 1,), (axis,)), ((), ()))
   return jax.lax.dot_general(
-      hidden,
-      kernel.astype(hidden.dtype),
-      contract,
-      preferred_element_type=jnp.float32,
+    hidden,
+    kernel.astype(hidden.dtype),
+    contract,
+    preferred_element_type=jnp.float32,
   )
 
 
 def chunked_logprobs(
-    hidden: chex.Array,
-    kernel: chex.Array,
-    targets: chex.Array,
-    mask: chex.Array,
-    temperature: chex.Numeric = 1.0,
-    *,
-    tied: bool,
-    chunk: int,
+  hidden: chex.Array,
+  kernel: chex.Array,
+  targets: chex.Array,
+  mask: chex.Array,
+  temperature: chex.Numeric = 1.0,
+  *,
+  tied: bool,
+  chunk: int,
 ) -> TokenLogprobs:
   """log softmax(h W / temperature)[target] and entropy, chunk by chunk.
 
@@ -63,7 +63,7 @@ def chunked_logprobs(
   chunk = min(chunk, mask.shape[1])
   temperature = jnp.asarray(temperature, jnp.float32)
   return TokenLogprobs(
-      *_logprobs(hidden, kernel, targets, mask, temperature, tied, chunk)
+    *_logprobs(hidden, kernel, targets, mask, temperature, tied, chunk)
   )
 
 
@@ -81,19 +81,17 @@ def _forward(hidden, kernel, targets, mask, temperature, tied, chunk):
     rows = _slice(hidden_front, i, chunk)
     logp = jax.nn.log_softmax(project(rows, kernel, tied) / temperature)
     picked = jnp.take_along_axis(
-        logp, _slice(targets_front, i, chunk)[..., None], axis=-1
+      logp, _slice(targets_front, i, chunk)[..., None], axis=-1
     )[..., 0]
     entropy = -jnp.sum(jnp.exp(logp) * logp, axis=-1)
     return tuple(
-        jax.lax.dynamic_update_slice_in_dim(old, new, i * chunk, axis=1)
-        for old, new in zip(carry, (picked, entropy))
+      jax.lax.dynamic_update_slice_in_dim(old, new, i * chunk, axis=1)
+      for old, new in zip(carry, (picked, entropy))
     )
 
   zeros = jnp.zeros(targets_front.shape, jnp.float32)
   outputs = jax.lax.fori_loop(0, count, body, (zeros, zeros))
-  outputs = tuple(
-      jnp.where(mask, _unpermute(x, order), 0.0) for x in outputs
-  )
+  outputs = tuple(jnp.where(mask, _unpermute(x, order), 0.0) for x in outputs)
   return outputs, (hidden, kernel, targets, mask, temperature, outputs[1])
 
 
@@ -119,30 +117,30 @@ def _backward(tied, chunk, residuals, cotangents):
     p = jnp.exp(logp)
     # ∂logπ(a)/∂z = 1[a] − π;  ∂H/∂z = −π (log π + H).
     d_logits = g_lp * ((vocabulary == target) - p) - g_ent * p * (
-        logp + _slice(entropy_front, i, chunk)[..., None]
+      logp + _slice(entropy_front, i, chunk)[..., None]
     )
     d_logits = (d_logits / temperature).astype(hidden.dtype)
     dot = functools.partial(
-        jax.lax.dot_general, preferred_element_type=jnp.float32
+      jax.lax.dot_general, preferred_element_type=jnp.float32
     )
     back = (((2,), (0 if tied else 1,)), ((), ()))
     d_rows = dot(d_logits, kernel.astype(hidden.dtype), back)
     both = (((0, 1), (0, 1)), ((), ()))
     left, right = (d_logits, rows) if tied else (rows, d_logits)
     d_hidden = jax.lax.dynamic_update_slice_in_dim(
-        d_hidden, d_rows, i * chunk, axis=1
+      d_hidden, d_rows, i * chunk, axis=1
     )
     return d_hidden, d_kernel + dot(left, right, both)
 
   d_hidden, d_kernel = jax.lax.fori_loop(
-      0, count, body, (d_hidden_zero, d_kernel_zero)
+    0, count, body, (d_hidden_zero, d_kernel_zero)
   )
   return (
-      _unpermute(d_hidden, order).astype(hidden.dtype),
-      d_kernel.astype(kernel.dtype),
-      None,
-      None,
-      None,
+    _unpermute(d_hidden, order).astype(hidden.dtype),
+    d_kernel.astype(kernel.dtype),
+    None,
+    None,
+    None,
   )
 
 

@@ -16,9 +16,7 @@ from flax import nnx
 from jaxrl_llm.models.config import ModelConfig
 
 # (query [B,T,H,d], key [B,T,K,d], value [B,T,K,d]) -> (out [B,T,H,d], memory)
-AttendFn = Callable[
-    [jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]
-]
+AttendFn = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 
 _INIT_STDDEV = 0.02  # Of every kernel and embedding, as GPT-2 and after.
 
@@ -27,7 +25,7 @@ class Linear(nnx.Module):
   """y = x W (+ b), kernel [in, out], computed in the dtype of x."""
 
   def __init__(
-      self, in_size: int, out_size: int, *, bias: bool, rngs: nnx.Rngs
+    self, in_size: int, out_size: int, *, bias: bool, rngs: nnx.Rngs
   ):
     init = nnx.initializers.normal(_INIT_STDDEV)
     self.kernel = nnx.Param(init(rngs.params(), (in_size, out_size)))
@@ -67,7 +65,7 @@ class Attention(nnx.Module):
     self.k = Linear(c.hidden_size, kv_size, bias=bias, rngs=rngs)
     self.v = Linear(c.hidden_size, kv_size, bias=bias, rngs=rngs)
     self.o = Linear(
-        q_size, c.hidden_size, bias=c.attention_output_bias, rngs=rngs
+      q_size, c.hidden_size, bias=c.attention_output_bias, rngs=rngs
     )
     if c.qk_norm:
       self.q_norm = RMSNorm(c.head_dim, epsilon=c.rms_norm_eps)
@@ -75,7 +73,7 @@ class Attention(nnx.Module):
     self.config = config
 
   def __call__(
-      self, x: chex.Array, cos: chex.Array, sin: chex.Array, attend: AttendFn
+    self, x: chex.Array, cos: chex.Array, sin: chex.Array, attend: AttendFn
   ) -> tuple[jax.Array, Any]:
     c = self.config
     batch, time, _ = x.shape
@@ -114,7 +112,7 @@ class DecoderLayer(nnx.Module):
     self.mlp = MLP(config, rngs=rngs)
 
   def __call__(
-      self, x: chex.Array, cos: chex.Array, sin: chex.Array, attend: AttendFn
+    self, x: chex.Array, cos: chex.Array, sin: chex.Array, attend: AttendFn
   ) -> tuple[jax.Array, Any]:
     out, memory = self.attention(self.input_norm(x), cos, sin, attend)
     x = x + out
@@ -134,11 +132,11 @@ class Embed(nnx.Module):
 
 
 def rotary_tables(
-    positions: chex.Array, frequencies: chex.Array, scale: float
+  positions: chex.Array, frequencies: chex.Array, scale: float
 ) -> tuple[jax.Array, jax.Array]:
   """Scaled cos and sin of position · frequency, [..., T, 1, d / 2] float32."""
   angles = positions.astype(jnp.float32)[..., None, None] * _align(
-      jnp.asarray(frequencies, jnp.float32), positions.ndim + 2
+    jnp.asarray(frequencies, jnp.float32), positions.ndim + 2
   )
   return jnp.cos(angles) * scale, jnp.sin(angles) * scale
 
@@ -151,7 +149,7 @@ def rotate(x: chex.Array, cos: chex.Array, sin: chex.Array) -> jax.Array:
   """
   first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
   rotated = jnp.concatenate(
-      [first * cos - second * sin, second * cos + first * sin], axis=-1
+    [first * cos - second * sin, second * cos + first * sin], axis=-1
   )
   return rotated.astype(x.dtype)
 

@@ -23,15 +23,15 @@ Params = dict[str, Any]
 Cache = tuple[tuple[jax.Array, jax.Array], ...]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _graphdef(kind: str, config: ModelConfig) -> nnx.GraphDef:
   """Structure of one module, without its arrays."""
   makers = {
-      "layer": lambda: layers.DecoderLayer(config, rngs=nnx.Rngs(0)),
-      "norm": lambda: layers.RMSNorm(
-          config.hidden_size, epsilon=config.rms_norm_eps
-      ),
-      "embed": lambda: layers.Embed(config, rngs=nnx.Rngs(0)),
+    "layer": lambda: layers.DecoderLayer(config, rngs=nnx.Rngs(0)),
+    "norm": lambda: layers.RMSNorm(
+      config.hidden_size, epsilon=config.rms_norm_eps
+    ),
+    "embed": lambda: layers.Embed(config, rngs=nnx.Rngs(0)),
   }
   return nnx.split(nnx.eval_shape(makers[kind]))[0]
 
@@ -49,20 +49,20 @@ def init(key: chex.PRNGKey, config: ModelConfig) -> Params:
   key_embed, key_layers, key_head = jax.random.split(key, 3)
   one_layer = lambda k: pure(layers.DecoderLayer(config, rngs=nnx.Rngs(k)))
   params = {
-      "embed": pure(layers.Embed(config, rngs=nnx.Rngs(key_embed))),
-      "layers": jax.vmap(one_layer)(
-          jax.random.split(key_layers, config.num_layers)
-      ),
-      "final_norm": pure(
-          layers.RMSNorm(config.hidden_size, epsilon=config.rms_norm_eps)
-      ),
+    "embed": pure(layers.Embed(config, rngs=nnx.Rngs(key_embed))),
+    "layers": jax.vmap(one_layer)(
+      jax.random.split(key_layers, config.num_layers)
+    ),
+    "final_norm": pure(
+      layers.RMSNorm(config.hidden_size, epsilon=config.rms_norm_eps)
+    ),
   }
   if not config.tie_word_embeddings:
     head = layers.Linear(
-        config.hidden_size,
-        config.vocab_size,
-        bias=False,
-        rngs=nnx.Rngs(key_head),
+      config.hidden_size,
+      config.vocab_size,
+      bias=False,
+      rngs=nnx.Rngs(key_head),
     )
     params["lm_head"] = pure(head)
   return params
@@ -76,15 +76,15 @@ def head_kernel(params: Params, config: ModelConfig) -> jax.Array:
 
 
 def hidden(
-    params: Params,
-    config: ModelConfig,
-    tokens: chex.Array,
-    segments: chex.Array,
-    positions: chex.Array,
-    *,
-    dtype: Any,
-    remat: bool,
-    sharding: jax.sharding.Sharding | None = None,
+  params: Params,
+  config: ModelConfig,
+  tokens: chex.Array,
+  segments: chex.Array,
+  positions: chex.Array,
+  *,
+  dtype: Any,
+  remat: bool,
+  sharding: jax.sharding.Sharding | None = None,
 ) -> jax.Array:
   """Final hidden states [B, T, D] of packed rows.
 
@@ -125,16 +125,16 @@ def unstack(params: Params, config: ModelConfig) -> Params:
 
 
 def init_cache(
-    config: ModelConfig, slots: int, length: int, dtype: Any
+  config: ModelConfig, slots: int, length: int, dtype: Any
 ) -> Cache:
   """Zero keys and values, one pair a layer."""
   kv_heads, size = config.num_kv_heads, config.head_dim
   return tuple(
-      (
-          jnp.zeros((slots, kv_heads, size, length), dtype),
-          jnp.zeros((slots, kv_heads, length, size), dtype),
-      )
-      for _ in range(config.num_layers)
+    (
+      jnp.zeros((slots, kv_heads, size, length), dtype),
+      jnp.zeros((slots, kv_heads, length, size), dtype),
+    )
+    for _ in range(config.num_layers)
   )
 
 
@@ -159,11 +159,11 @@ def write_cache(cache: Cache, slots: chex.Array, rows: Cache) -> Cache:
   """
   span = rows[0][1].shape[2]
   return tuple(
-      (
-          keys.at[slots, :, :, :span].set(new_keys, mode="drop"),
-          values.at[slots, :, :span].set(new_values, mode="drop"),
-      )
-      for (keys, values), (new_keys, new_values) in zip(cache, rows)
+    (
+      keys.at[slots, :, :, :span].set(new_keys, mode="drop"),
+      values.at[slots, :, :span].set(new_values, mode="drop"),
+    )
+    for (keys, values), (new_keys, new_values) in zip(cache, rows)
   )
 
 
@@ -173,14 +173,14 @@ def cache_length(cache: Cache) -> int:
 
 
 def prefill(
-    params: Params, config: ModelConfig, tokens: chex.Array, *, dtype: Any
+  params: Params, config: ModelConfig, tokens: chex.Array, *, dtype: Any
 ) -> tuple[jax.Array, Cache]:
   """Hidden states and cache of right-padded prompts [N, P].
 
   Padding is to the right, so causality alone keeps it out of real tokens.
   """
   positions = jnp.broadcast_to(
-      jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape
+    jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape
   )
 
   def attend(q, k, v):
@@ -188,18 +188,18 @@ def prefill(
     return out, (k.transpose(0, 2, 3, 1), v.swapaxes(1, 2))
 
   return _unrolled(
-      params, config, tokens, positions, lambda _: attend, dtype=dtype
+    params, config, tokens, positions, lambda _: attend, dtype=dtype
   )
 
 
 def decode(
-    params: Params,
-    config: ModelConfig,
-    cache: Cache,
-    tokens: chex.Array,
-    positions: chex.Array,
-    *,
-    dtype: Any,
+  params: Params,
+  config: ModelConfig,
+  cache: Cache,
+  tokens: chex.Array,
+  positions: chex.Array,
+  *,
+  dtype: Any,
 ) -> tuple[jax.Array, Cache]:
   """One token a slot: writes its KV at `positions`, attends to all before.
 
@@ -221,21 +221,19 @@ def decode(
     def attend(q, k, v):
       keys, values = cache[i]
       keys = keys.at[slots, :, :, positions].set(k[:, 0].astype(keys.dtype))
-      values = values.at[slots, :, positions].set(
-          v[:, 0].astype(values.dtype)
-      )
+      values = values.at[slots, :, positions].set(v[:, 0].astype(values.dtype))
       out = decode_attention(q[:, 0], keys, values, visible)
       return out[:, None], (keys, values)
 
     return attend
 
   x, cache = _unrolled(
-      params,
-      config,
-      tokens[:, None],
-      positions[:, None],
-      attend_with,
-      dtype=dtype,
+    params,
+    config,
+    tokens[:, None],
+    positions[:, None],
+    attend_with,
+    dtype=dtype,
   )
   return x[:, 0], cache
 

@@ -23,13 +23,13 @@ class Choice(NamedTuple):
 
 
 def choose(
-    uniform: chex.Array,
-    logits: chex.Array,
-    *,
-    temperature: chex.Array,
-    top_k: chex.Array,
-    top_p: chex.Array,
-    min_p: chex.Array,
+  uniform: chex.Array,
+  logits: chex.Array,
+  *,
+  temperature: chex.Array,
+  top_k: chex.Array,
+  top_p: chex.Array,
+  min_p: chex.Array,
 ) -> Choice:
   """Draws one token per slot from the filtered, tempered softmax.
 
@@ -56,23 +56,23 @@ def choose(
   weights = jnp.exp(scaled - jnp.max(scaled, axis=-1, keepdims=True))
   filtered = jnp.any((top_k > 0) | (top_p < 1) | (min_p > 0))
   weights = jax.lax.cond(
-      filtered,
-      lambda w: _filter(w, top_k, top_p, min_p),
-      lambda w: w,
-      weights,
+    filtered,
+    lambda w: _filter(w, top_k, top_p, min_p),
+    lambda w: w,
+    weights,
   )
   tokens, kept = _invert_cdf(uniform, weights)
   logprobs = jnp.log(kept) - jnp.log(jnp.sum(weights, axis=-1))
   # An argmax costs as much as all of the above on a CPU: only if asked for.
   best = jax.lax.cond(
-      jnp.any(greedy),
-      lambda x: jnp.argmax(x, axis=-1).astype(jnp.int32),
-      lambda _: tokens,
-      logits,
+    jnp.any(greedy),
+    lambda x: jnp.argmax(x, axis=-1).astype(jnp.int32),
+    lambda _: tokens,
+    logits,
   )
   return Choice(
-      tokens=jnp.where(greedy, best, tokens),
-      logprobs=jnp.where(greedy, 0.0, logprobs),
+    tokens=jnp.where(greedy, best, tokens),
+    logprobs=jnp.where(greedy, 0.0, logprobs),
   )
 
 

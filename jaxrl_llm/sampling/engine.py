@@ -8,7 +8,6 @@ from typing import Any
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.models import ModelFns
@@ -46,14 +45,14 @@ class Engine:
   """
 
   def __init__(
-      self,
-      fns: ModelFns,
-      *,
-      slots: int,
-      max_prompt_length: int,
-      max_response_length: int,
-      stop_tokens: Sequence[int],
-      sharding: jax.sharding.Sharding | None = None,
+    self,
+    fns: ModelFns,
+    *,
+    slots: int,
+    max_prompt_length: int,
+    max_response_length: int,
+    stop_tokens: Sequence[int],
+    sharding: jax.sharding.Sharding | None = None,
   ):
     """Makes the engine; nothing is compiled or allocated yet.
 
@@ -67,8 +66,8 @@ class Engine:
     """
     if min(slots, max_prompt_length, max_response_length) < 1:
       raise ValueError(
-          "slots, max_prompt_length and max_response_length must be >= 1, got"
-          f" {slots}, {max_prompt_length}, {max_response_length}"
+        "slots, max_prompt_length and max_response_length must be >= 1, got"
+        f" {slots}, {max_prompt_length}, {max_response_length}"
       )
     self.fns = fns
     self.slots = slots
@@ -78,28 +77,28 @@ class Engine:
     total = max_prompt_length + max_response_length
     self._buckets = _ladder(total)
     self._empty = jax.jit(
-        functools.partial(slots_lib.empty, fns, slots=slots, room=self.room),
-        static_argnames="bucket",
-        out_shardings=sharding,
+      functools.partial(slots_lib.empty, fns, slots=slots, room=self.room),
+      static_argnames="bucket",
+      out_shardings=sharding,
     )
     self._grow = jax.jit(slots_lib.grow, static_argnames="bucket")
     self._admit = jax.jit(
-        functools.partial(slots_lib.admit, fns=fns), donate_argnums=1
+      functools.partial(slots_lib.admit, fns=fns), donate_argnums=1
     )
     self._advance = jax.jit(
-        functools.partial(slots_lib.advance, fns=fns), donate_argnums=1
+      functools.partial(slots_lib.advance, fns=fns), donate_argnums=1
     )
 
   def generate(
-      self,
-      params: Any,
-      prompts: Sequence[Sequence[int]],
-      *,
-      sample_ids: chex.Array,
-      key: chex.PRNGKey,
-      settings: SamplingSettings,
-      version: int = 0,
-      prompt_ids: Sequence[int] | None = None,
+    self,
+    params: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    sample_ids: chex.Array,
+    key: chex.PRNGKey,
+    settings: SamplingSettings,
+    version: int = 0,
+    prompt_ids: Sequence[int] | None = None,
   ) -> Rollout:
     """Writes G responses to each of N prompts.
 
@@ -127,16 +126,16 @@ class Engine:
     for start in range(0, len(prompts), per_wave):
       stop = min(start + per_wave, len(prompts))
       waves.append(
-          self._wave(
-              params,
-              prompts[start:stop],
-              sample_ids[start:stop],
-              per_wave,
-              key,
-              settings,
-              limit,
-              version,
-          )
+        self._wave(
+          params,
+          prompts[start:stop],
+          sample_ids[start:stop],
+          per_wave,
+          key,
+          settings,
+          limit,
+          version,
+        )
       )
     ids = np.arange(len(prompts)) if prompt_ids is None else prompt_ids
     return self._rollout(prompts, sample_ids, np.asarray(ids, np.int32), waves)
@@ -144,30 +143,30 @@ class Engine:
   def _check(self, prompts, sample_ids, settings):
     if sample_ids.shape[0] != len(prompts):
       raise ValueError(
-          f"sample_ids has {sample_ids.shape[0]} rows for {len(prompts)} prompts"
+        f"sample_ids has {sample_ids.shape[0]} rows for {len(prompts)} prompts"
       )
     if sample_ids.shape[1] > self.slots:
       raise ValueError(
-          f"a group of {sample_ids.shape[1]} does not fit {self.slots} slots"
+        f"a group of {sample_ids.shape[1]} does not fit {self.slots} slots"
       )
     lengths = [len(p) for p in prompts]
     if min(lengths) < 1 or max(lengths) > self.max_prompt_length:
       raise ValueError(
-          f"prompt lengths must be 1..{self.max_prompt_length}, got"
-          f" {min(lengths)}..{max(lengths)}"
+        f"prompt lengths must be 1..{self.max_prompt_length}, got"
+        f" {min(lengths)}..{max(lengths)}"
       )
     limit = settings.max_new_tokens or self.room
     if not 1 <= limit <= self.room:
       raise ValueError(f"max_new_tokens must be 1..{self.room}, got {limit}")
     if not 0 < settings.top_p <= 1 or not 0 <= settings.min_p < 1:
       raise ValueError(
-          "top_p must be in (0, 1] and min_p in [0, 1), got"
-          f" {settings.top_p} and {settings.min_p}"
+        "top_p must be in (0, 1] and min_p in [0, 1), got"
+        f" {settings.top_p} and {settings.min_p}"
       )
     return limit
 
   def _wave(
-      self, params, prompts, sample_ids, width, key, settings, limit, version
+    self, params, prompts, sample_ids, width, key, settings, limit, version
   ):
     """Fills the pool once and decodes until every slot has ended."""
     count, group_size = sample_ids.shape
@@ -184,20 +183,29 @@ class Engine:
     ids[:count] = sample_ids
     full = lambda value, dtype: np.full(index.shape, value, dtype)
     values = slots_lib.Settings(
-        temperature=full(settings.temperature, np.float32),
-        top_k=full(settings.top_k, np.int32),
-        top_p=full(settings.top_p, np.float32),
-        min_p=full(settings.min_p, np.float32),
-        limit=full(limit, np.int32),
+      temperature=full(settings.temperature, np.float32),
+      top_k=full(settings.top_k, np.int32),
+      top_p=full(settings.top_p, np.float32),
+      min_p=full(settings.min_p, np.float32),
+      limit=full(limit, np.int32),
     )
     version = np.int32(version)
     pool = self._empty(bucket=self._bucket(longest + 1))
     pool = self._admit(
-        params, pool, key, version, self._stop, tokens, lengths, index, ids, values
+      params,
+      pool,
+      key,
+      version,
+      self._stop,
+      tokens,
+      lengths,
+      index,
+      ids,
+      values,
     )
     while True:
       pool = self._advance(
-          params, pool, key, version, self._stop, np.int32(self.room)
+        params, pool, key, version, self._stop, np.int32(self.room)
       )
       active, position = jax.device_get((pool.active, pool.position))
       if not active.any():
@@ -220,19 +228,19 @@ class Engine:
     lengths = joined["length"]
     mask = np.arange(self.room)[None] < lengths[:, None]
     return Rollout(
-        prompt_tokens=share(tokens),
-        prompt_lengths=share(np.asarray([len(p) for p in prompts], np.int32)),
-        tokens=joined["tokens"],
-        lengths=lengths,
-        mask=mask,
-        behavior_logprobs=joined["logprobs"],
-        version=joined["version"],
-        origin=np.full(mask.shape, int(Origin.POLICY), np.int32),
-        status=joined["status"],
-        window_start=np.zeros_like(lengths),
-        prompt_id=share(prompt_ids),
-        group=share(np.arange(len(prompts), dtype=np.int32)),
-        sample_id=sample_ids.reshape(-1),
+      prompt_tokens=share(tokens),
+      prompt_lengths=share(np.asarray([len(p) for p in prompts], np.int32)),
+      tokens=joined["tokens"],
+      lengths=lengths,
+      mask=mask,
+      behavior_logprobs=joined["logprobs"],
+      version=joined["version"],
+      origin=np.full(mask.shape, int(Origin.POLICY), np.int32),
+      status=joined["status"],
+      window_start=np.zeros_like(lengths),
+      prompt_id=share(prompt_ids),
+      group=share(np.arange(len(prompts), dtype=np.int32)),
+      sample_id=sample_ids.reshape(-1),
     )
 
 

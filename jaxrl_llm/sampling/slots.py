@@ -50,23 +50,23 @@ def empty(fns: ModelFns, *, slots: int, bucket: int, room: int) -> Slots:
   ints = lambda *shape: jnp.zeros((slots, *shape), jnp.int32)
   floats = lambda *shape: jnp.zeros((slots, *shape), jnp.float32)
   return Slots(
-      cache=fns.init_cache(slots, bucket),
-      last_token=ints(),
-      position=ints(),
-      length=ints(),
-      active=jnp.zeros((slots,), bool),
-      status=ints(),
-      sample_id=ints(),
-      settings=Settings(
-          temperature=floats(),
-          top_k=ints(),
-          top_p=floats(),
-          min_p=floats(),
-          limit=ints(),
-      ),
-      tokens=ints(room),
-      logprobs=floats(room),
-      version=ints(room),
+    cache=fns.init_cache(slots, bucket),
+    last_token=ints(),
+    position=ints(),
+    length=ints(),
+    active=jnp.zeros((slots,), bool),
+    status=ints(),
+    sample_id=ints(),
+    settings=Settings(
+      temperature=floats(),
+      top_k=ints(),
+      top_p=floats(),
+      min_p=floats(),
+      limit=ints(),
+    ),
+    tokens=ints(room),
+    logprobs=floats(room),
+    version=ints(room),
   )
 
 
@@ -76,18 +76,18 @@ def grow(slots: Slots, *, bucket: int) -> Slots:
 
 
 def admit(
-    params,
-    slots: Slots,
-    key: chex.PRNGKey,
-    version: chex.Array,
-    stop_tokens: chex.Array,
-    prompt_tokens: chex.Array,
-    prompt_lengths: chex.Array,
-    slot_index: chex.Array,
-    sample_ids: chex.Array,
-    settings: Settings,
-    *,
-    fns: ModelFns,
+  params,
+  slots: Slots,
+  key: chex.PRNGKey,
+  version: chex.Array,
+  stop_tokens: chex.Array,
+  prompt_tokens: chex.Array,
+  prompt_lengths: chex.Array,
+  slot_index: chex.Array,
+  sample_ids: chex.Array,
+  settings: Settings,
+  *,
+  fns: ModelFns,
 ) -> Slots:
   """Prefills prompts once each, gives each its G slots and a first token.
 
@@ -118,15 +118,15 @@ def admit(
   rows = jnp.zeros_like(where)
   flat = jax.tree.map(lambda x: x.reshape(-1), settings)
   slots = slots.replace(
-      cache=models.write_cache(
-          slots.cache, where, jax.tree.map(share, prefilled)
-      ),
-      position=put(slots.position, share(prompt_lengths) - 1),
-      length=put(slots.length, rows),
-      active=put(slots.active, rows == 0),
-      status=put(slots.status, rows + int(Status.TRUNCATED)),
-      sample_id=put(slots.sample_id, sample_ids.reshape(-1)),
-      settings=jax.tree.map(put, slots.settings, flat),
+    cache=models.write_cache(
+      slots.cache, where, jax.tree.map(share, prefilled)
+    ),
+    position=put(slots.position, share(prompt_lengths) - 1),
+    length=put(slots.length, rows),
+    active=put(slots.active, rows == 0),
+    status=put(slots.status, rows + int(Status.TRUNCATED)),
+    sample_id=put(slots.sample_id, sample_ids.reshape(-1)),
+    settings=jax.tree.map(put, slots.settings, flat),
   )
   # The first token of every response comes from its prompt's last logits.
   pool_logits = jnp.zeros((slots.active.shape[0], logits.shape[1]))
@@ -136,14 +136,14 @@ def admit(
 
 
 def advance(
-    params,
-    slots: Slots,
-    key: chex.PRNGKey,
-    version: chex.Array,
-    stop_tokens: chex.Array,
-    max_steps: chex.Array,
-    *,
-    fns: ModelFns,
+  params,
+  slots: Slots,
+  key: chex.PRNGKey,
+  version: chex.Array,
+  stop_tokens: chex.Array,
+  max_steps: chex.Array,
+  *,
+  fns: ModelFns,
 ) -> Slots:
   """Decodes until no slot is active, the cache is full, or `max_steps`.
 
@@ -162,12 +162,12 @@ def advance(
     position = jnp.minimum(slots.position, bucket - 1)
     logits, cache = fns.decode(params, slots.cache, slots.last_token, position)
     slots = _draw(
-        slots.replace(cache=cache),
-        logits,
-        slots.active,
-        key,
-        version,
-        stop_tokens,
+      slots.replace(cache=cache),
+      logits,
+      slots.active,
+      key,
+      version,
+      stop_tokens,
     )
     return step + 1, slots
 
@@ -187,12 +187,12 @@ def _draw(slots, logits, drawing, key, version, stop_tokens):
     return jax.random.uniform(token_key)
 
   choice = choose(
-      jax.vmap(number)(slots.sample_id, slots.length),
-      logits,
-      temperature=settings.temperature,
-      top_k=settings.top_k,
-      top_p=settings.top_p,
-      min_p=settings.min_p,
+    jax.vmap(number)(slots.sample_id, slots.length),
+    logits,
+    temperature=settings.temperature,
+    top_k=settings.top_k,
+    top_p=settings.top_p,
+    min_p=settings.min_p,
   )
   rows = jnp.arange(logits.shape[0])
   # Slots that do not draw write beyond the room, which is dropped.
@@ -202,17 +202,15 @@ def _draw(slots, logits, drawing, key, version, stop_tokens):
   stopped = jnp.any(choice.tokens[:, None] == stop_tokens[None], axis=1)
   full = length >= settings.limit
   status = jnp.where(
-      stopped, int(Status.FINISHED), int(Status.OVERLONG)
+    stopped, int(Status.FINISHED), int(Status.OVERLONG)
   ).astype(jnp.int32)
   return slots.replace(
-      last_token=jnp.where(drawing, choice.tokens, slots.last_token),
-      position=slots.position + drawing,
-      length=length,
-      active=slots.active & ~(drawing & (stopped | full)),
-      status=jnp.where(drawing & (stopped | full), status, slots.status),
-      tokens=record(slots.tokens, choice.tokens),
-      logprobs=record(slots.logprobs, choice.logprobs),
-      version=record(
-          slots.version, jnp.broadcast_to(version, length.shape)
-      ),
+    last_token=jnp.where(drawing, choice.tokens, slots.last_token),
+    position=slots.position + drawing,
+    length=length,
+    active=slots.active & ~(drawing & (stopped | full)),
+    status=jnp.where(drawing & (stopped | full), status, slots.status),
+    tokens=record(slots.tokens, choice.tokens),
+    logprobs=record(slots.logprobs, choice.logprobs),
+    version=record(slots.version, jnp.broadcast_to(version, length.shape)),
   )

@@ -10,7 +10,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxrl_llm import checkpoint, config as config_lib, models, rewards, sharding
+from jaxrl_llm import (
+  checkpoint,
+  models,
+  rewards,
+  sharding,
+)
+from jaxrl_llm import (
+  config as config_lib,
+)
 from jaxrl_llm.checkpoint.manager import abstract
 from jaxrl_llm.data import prompts as prompts_lib
 from jaxrl_llm.data import sources
@@ -18,7 +26,8 @@ from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import hf
 from jaxrl_llm.sampling import Engine, SamplingSettings
-from jaxrl_llm.train import experience, recipe as recipe_lib, score, state, step
+from jaxrl_llm.train import experience, score, state, step
+from jaxrl_llm.train import recipe as recipe_lib
 
 _BASE = pathlib.Path(__file__).parents[1] / "assets" / "chain_sum_base"
 EVAL_POSITIONS = 10_000  # Most problems of an endless source that are read.
@@ -73,58 +82,56 @@ def make_job(config: Any) -> Job:
   tokenizer = Tokenizer.load(model_path)
   _check_context(config, model_config, tokenizer)
   policy_fns, value_fns = _make_fns(config, model_config, mesh)
-  recipe = recipe_lib.make_recipe(
-      estimator=config.estimator, loss=config.loss
-  )
+  recipe = recipe_lib.make_recipe(estimator=config.estimator, loss=config.loss)
   policy = _make_role(
-      policy_fns,
-      config.optimizer.policy,
-      functools.partial(step.make_policy_step, policy_loss=recipe.policy_loss),
-      jax.eval_shape(policy_fns.init, jax.random.key(0)),
-      mesh,
+    policy_fns,
+    config.optimizer.policy,
+    functools.partial(step.make_policy_step, policy_loss=recipe.policy_loss),
+    jax.eval_shape(policy_fns.init, jax.random.key(0)),
+    mesh,
   )
   value = _make_role(
-      value_fns,
-      config.optimizer.value,
-      functools.partial(step.make_value_step, value_loss=recipe.value_loss),
-      jax.eval_shape(value_fns.init, jax.random.key(0)),
-      mesh,
+    value_fns,
+    config.optimizer.value,
+    functools.partial(step.make_value_step, value_loss=recipe.value_loss),
+    jax.eval_shape(value_fns.init, jax.random.key(0)),
+    mesh,
   )
   train_prompts, eval_prompts, eval_name = _make_prompts(config, tokenizer)
   limit = config.sampler.max_response_length
   return Job(
-      config=config,
-      mesh=mesh,
-      recipe=recipe,
-      policy=policy,
-      value=value,
-      engine=_make_engine(config, policy_fns, tokenizer, mesh),
-      for_sampling=jax.jit(policy_fns.for_sampling),
-      score_logprobs=jax.jit(
-          functools.partial(score.score_logprobs, fns=policy_fns),
-          out_shardings=sharding.replicated(mesh),
-      ),
-      score_values=jax.jit(
-          functools.partial(score.score_values, fns=value_fns),
-          out_shardings=sharding.replicated(mesh),
-      ),
-      estimate=jax.jit(
-          functools.partial(experience.make_experience, recipe=recipe)
-      ),
-      tokenizer=tokenizer,
-      train_prompts=train_prompts,
-      eval_prompts=eval_prompts,
-      eval_name=eval_name,
-      pool=_make_pool(config),
-      sampling=SamplingSettings(
-          temperature=config.sampler.temperature, max_new_tokens=limit
-      ),
-      eval_sampling=SamplingSettings(
-          temperature=config.eval.temperature,
-          top_p=config.eval.top_p,
-          max_new_tokens=limit,
-      ),
-      model_path=model_path,
+    config=config,
+    mesh=mesh,
+    recipe=recipe,
+    policy=policy,
+    value=value,
+    engine=_make_engine(config, policy_fns, tokenizer, mesh),
+    for_sampling=jax.jit(policy_fns.for_sampling),
+    score_logprobs=jax.jit(
+      functools.partial(score.score_logprobs, fns=policy_fns),
+      out_shardings=sharding.replicated(mesh),
+    ),
+    score_values=jax.jit(
+      functools.partial(score.score_values, fns=value_fns),
+      out_shardings=sharding.replicated(mesh),
+    ),
+    estimate=jax.jit(
+      functools.partial(experience.make_experience, recipe=recipe)
+    ),
+    tokenizer=tokenizer,
+    train_prompts=train_prompts,
+    eval_prompts=eval_prompts,
+    eval_name=eval_name,
+    pool=_make_pool(config),
+    sampling=SamplingSettings(
+      temperature=config.sampler.temperature, max_new_tokens=limit
+    ),
+    eval_sampling=SamplingSettings(
+      temperature=config.eval.temperature,
+      top_p=config.eval.top_p,
+      max_new_tokens=limit,
+    ),
+    model_path=model_path,
   )
 
 
@@ -136,7 +143,7 @@ def create_policy_state(job: Job) -> state.TrainState:
     return jax.device_put(array, shape.sharding)
 
   params = hf.read_params(
-      job.model_path, job.policy.fns.config, dtype=jnp.float32, put=put
+    job.model_path, job.policy.fns.config, dtype=jnp.float32, put=put
   )
   return _create(job.policy, params)
 
@@ -149,10 +156,8 @@ def create_value_state(job: Job, params: Any) -> state.TrainState:
 def fresh_value_params(job: Job, policy_params: Any) -> Any:
   """The policy's backbone with a new scalar head, placed on the mesh."""
   place = jax.jit(
-      job.value.fns.from_policy,
-      out_shardings=jax.tree.map(
-          lambda x: x.sharding, job.value.shapes.params
-      ),
+    job.value.fns.from_policy,
+    out_shardings=jax.tree.map(lambda x: x.sharding, job.value.shapes.params),
   )
   return place(policy_params)
 
@@ -169,9 +174,7 @@ def load_value_params(job: Job, workdir: str) -> Any:
 
 def _create(role: Role, params: Any) -> state.TrainState:
   shardings = jax.tree.map(lambda x: x.sharding, role.shapes)
-  create = functools.partial(
-      state.create_train_state, optimizer=role.optimizer
-  )
+  create = functools.partial(state.create_train_state, optimizer=role.optimizer)
   return jax.jit(create, out_shardings=shardings, donate_argnums=0)(params)
 
 
@@ -183,42 +186,42 @@ def _leaf(tree, path: str):
 
 def _make_fns(config, model_config, mesh):
   settings = {
-      "dtype": jnp.dtype(config.model.dtype),
-      "remat": config.model.remat,
-      "sharding": sharding.along_batch(mesh),
+    "dtype": jnp.dtype(config.model.dtype),
+    "remat": config.model.remat,
+    "sharding": sharding.along_batch(mesh),
   }
   cache_dtype = config.model.cache_dtype
   policy = models.make_policy(
-      model_config,
-      cache_dtype=jnp.dtype(cache_dtype) if cache_dtype else None,
-      head_chunk=config.model.head_chunk,
-      **settings,
+    model_config,
+    cache_dtype=jnp.dtype(cache_dtype) if cache_dtype else None,
+    head_chunk=config.model.head_chunk,
+    **settings,
   )
   return policy, models.make_value(model_config, **settings)
 
 
 def _make_role(fns, settings, make_step, params, mesh) -> Role:
   schedule = state.make_schedule(
-      settings.learning_rate, warmup_steps=settings.warmup_steps
+    settings.learning_rate, warmup_steps=settings.warmup_steps
   )
   optimizer = state.make_optimizer(
-      schedule,
-      max_grad_norm=settings.max_grad_norm,
-      weight_decay=settings.weight_decay,
-      b1=settings.b1,
-      b2=settings.b2,
-      eps=settings.eps,
+    schedule,
+    max_grad_norm=settings.max_grad_norm,
+    weight_decay=settings.weight_decay,
+    b1=settings.b1,
+    b2=settings.b2,
+    eps=settings.eps,
   )
   shapes = jax.eval_shape(
-      functools.partial(state.create_train_state, optimizer=optimizer), params
+    functools.partial(state.create_train_state, optimizer=optimizer), params
   )
   shardings = sharding.tree_shardings(shapes, mesh)
   update = make_step(
-      fns,
-      optimizer,
-      schedule,
-      state_shardings=shardings,
-      metrics_sharding=sharding.replicated(mesh),
+    fns,
+    optimizer,
+    schedule,
+    state_shardings=shardings,
+    metrics_sharding=sharding.replicated(mesh),
   )
   return Role(fns, optimizer, update, abstract(shapes, shardings), settings)
 
@@ -227,12 +230,12 @@ def _make_engine(config, fns, tokenizer, mesh) -> Engine:
   slots = config.sampler.slots or config_lib.batch_size(config)
   split = sharding.batch_size_of(mesh)
   return Engine(
-      fns,
-      slots=-(-slots // split) * split,
-      max_prompt_length=config.data.max_prompt_length,
-      max_response_length=config.sampler.max_response_length,
-      stop_tokens=_stop_tokens(config, tokenizer),
-      sharding=sharding.along_batch(mesh),
+    fns,
+    slots=-(-slots // split) * split,
+    max_prompt_length=config.data.max_prompt_length,
+    max_response_length=config.sampler.max_response_length,
+    stop_tokens=_stop_tokens(config, tokenizer),
+    sharding=sharding.along_batch(mesh),
   )
 
 
@@ -242,8 +245,8 @@ def _stop_tokens(config, tokenizer) -> list[int]:
     tokens = tokenizer.encode(text)
     if len(tokens) != 1:
       raise InputError(
-          f"config.sampler.stop has {text!r}, which is {len(tokens)} tokens of"
-          f" {tokenizer.path}; only single tokens can stop"
+        f"config.sampler.stop has {text!r}, which is {len(tokens)} tokens of"
+        f" {tokenizer.path}; only single tokens can stop"
       )
     stops += tokens
   return stops
@@ -252,9 +255,9 @@ def _stop_tokens(config, tokenizer) -> list[int]:
 def _make_pool(config) -> rewards.RewardPool:
   try:
     return rewards.RewardPool(
-        rewards.get_reward(config.reward.name),
-        workers=config.reward.workers,
-        deadline_s=config.reward.deadline_s,
+      rewards.get_reward(config.reward.name),
+      workers=config.reward.workers,
+      deadline_s=config.reward.deadline_s,
     )
   except ValueError as error:
     raise InputError(f"config.reward: {error}") from error
@@ -271,26 +274,26 @@ def _make_prompts(config, tokenizer):
   eval_path = evaluation.path or data.path
   held_out = _source(name, eval_path, "eval", config.run.seed, eval_settings)
   stream = functools.partial(
-      prompts_lib.PromptStream,
-      template=_template(config, tokenizer, train),
-      tokenizer=tokenizer,
-      max_prompt_length=data.max_prompt_length,
-      on_long=data.on_long,
+    prompts_lib.PromptStream,
+    template=_template(config, tokenizer, train),
+    tokenizer=tokenizer,
+    max_prompt_length=data.max_prompt_length,
+    on_long=data.on_long,
   )
   problems = stream(held_out, seed=None)
   count = min(evaluation.problems or len(problems), len(problems))
   label = pathlib.Path(eval_path).stem if name in ("jsonl", "tfds") else name
   return (
-      stream(train, seed=config.run.seed),
-      problems.take(0, min(count, EVAL_POSITIONS)),
-      label,
+    stream(train, seed=config.run.seed),
+    problems.take(0, min(count, EVAL_POSITIONS)),
+    label,
   )
 
 
 def _source(name, path, split, seed, settings):
   try:
     return sources.make_source(
-        name, path=path, split=split, seed=seed, **settings
+      name, path=path, split=split, seed=seed, **settings
     )
   except (TypeError, ValueError) as error:
     if isinstance(error, InputError):
@@ -309,7 +312,7 @@ def _template(config, tokenizer, pool):
       raise
     shown = dict(config.data.template_settings)
     raise InputError(
-        f"config.data.template_settings={shown}: {error}"
+      f"config.data.template_settings={shown}: {error}"
     ) from error
 
 
@@ -318,11 +321,11 @@ def _check_context(config, model_config, tokenizer) -> None:
   context = model_config.max_position_embeddings
   if total > context:
     raise InputError(
-        "config.data.max_prompt_length + config.sampler.max_response_length ="
-        f" {total} is over the model's context of {context}"
+      "config.data.max_prompt_length + config.sampler.max_response_length ="
+      f" {total} is over the model's context of {context}"
     )
   if tokenizer.vocab_size > model_config.vocab_size:
     raise InputError(
-        f"{tokenizer.path}: the tokenizer has {tokenizer.vocab_size} tokens but"
-        f" the model only {model_config.vocab_size}; use the model's own"
+      f"{tokenizer.path}: the tokenizer has {tokenizer.vocab_size} tokens but"
+      f" the model only {model_config.vocab_size}; use the model's own"
     )

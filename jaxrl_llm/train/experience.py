@@ -19,15 +19,15 @@ def token_rewards(rewards: chex.Array, lengths: chex.Array, room: int):
 
 
 def make_experience(
-    rewards: chex.Array,
-    correct: chex.Array,
-    judged: chex.Array,
-    lengths: chex.Array,
-    mask: chex.Array,
-    old_logprobs: chex.Array,
-    values: chex.Array,
-    *,
-    recipe: Recipe,
+  rewards: chex.Array,
+  correct: chex.Array,
+  judged: chex.Array,
+  lengths: chex.Array,
+  mask: chex.Array,
+  old_logprobs: chex.Array,
+  values: chex.Array,
+  *,
+  recipe: Recipe,
 ) -> Experience:
   """Advantages, critic targets and masks of one batch of ended responses.
 
@@ -48,28 +48,28 @@ def make_experience(
   chex.assert_rank([rewards, correct, judged, lengths, mask], [1, 1, 1, 1, 2])
   chex.assert_equal_shape([mask, old_logprobs, values])
   outcome = token_rewards(
-      jnp.where(judged, rewards, 0.0), lengths, mask.shape[1]
+    jnp.where(judged, rewards, 0.0), lengths, mask.shape[1]
   )
   inputs = (outcome, values, mask, lengths)
   trained = mask & judged[:, None]
   return Experience(
-      old_logprobs=old_logprobs,
-      advantages=jax.lax.stop_gradient(recipe.advantages(*inputs)),
-      old_values=values,
-      returns=jax.lax.stop_gradient(recipe.returns(*inputs)),
-      policy_mask=trained,
-      value_mask=trained,
-      positive_mask=trained & correct[:, None],
+    old_logprobs=old_logprobs,
+    advantages=jax.lax.stop_gradient(recipe.advantages(*inputs)),
+    old_values=values,
+    returns=jax.lax.stop_gradient(recipe.returns(*inputs)),
+    policy_mask=trained,
+    value_mask=trained,
+    positive_mask=trained & correct[:, None],
   )
 
 
 def policy_batch(
-    experience: Experience,
-    rows: np.ndarray,
-    packed: PackedTokens,
-    layout: Layout,
-    *,
-    recipe: Recipe,
+  experience: Experience,
+  rows: np.ndarray,
+  packed: PackedTokens,
+  layout: Layout,
+  *,
+  recipe: Recipe,
 ) -> PolicyBatch:
   """Packs the given rows of an experience; weights are over these rows.
 
@@ -80,62 +80,64 @@ def policy_batch(
   mask = pick(experience.policy_mask)
   weights = masked.token_weights(mask, mode=recipe.loss_mode)
   positive = masked.token_weights(
-      pick(experience.positive_mask), mode="token-mean"
+    pick(experience.positive_mask), mode="token-mean"
   )
   return PolicyBatch(
-      packed=packed.replace(mask=layout.scatter(mask)),
-      old_logprobs=layout.scatter(pick(experience.old_logprobs)),
-      advantages=layout.scatter(pick(experience.advantages)),
-      weights=layout.scatter(weights),
-      nll_weights=layout.scatter(recipe.nll_coefficient * positive),
+    packed=packed.replace(mask=layout.scatter(mask)),
+    old_logprobs=layout.scatter(pick(experience.old_logprobs)),
+    advantages=layout.scatter(pick(experience.advantages)),
+    weights=layout.scatter(weights),
+    nll_weights=layout.scatter(recipe.nll_coefficient * positive),
   )
 
 
 def value_batch(
-    experience: Experience,
-    rows: np.ndarray,
-    packed: PackedTokens,
-    layout: Layout,
+  experience: Experience,
+  rows: np.ndarray,
+  packed: PackedTokens,
+  layout: Layout,
 ) -> ValueBatch:
   """Packs the given rows for the critic, a token-mean over them."""
   pick = lambda x: np.asarray(x)[rows]
   mask = pick(experience.value_mask)
   return ValueBatch(
-      packed=packed.replace(mask=layout.scatter(mask)),
-      old_values=layout.scatter(pick(experience.old_values)),
-      returns=layout.scatter(pick(experience.returns)),
-      weights=layout.scatter(masked.token_weights(mask, mode="token-mean")),
+    packed=packed.replace(mask=layout.scatter(mask)),
+    old_values=layout.scatter(pick(experience.old_values)),
+    returns=layout.scatter(pick(experience.returns)),
+    weights=layout.scatter(masked.token_weights(mask, mode="token-mean")),
   )
 
 
 def experience_metrics(
-    experience: Experience, rollout: Rollout, rewards: np.ndarray
+  experience: Experience, rollout: Rollout, rewards: np.ndarray
 ) -> dict[str, float]:
   """What a practitioner reads about a batch before the update."""
   mask = np.asarray(experience.policy_mask)
   advantages = np.asarray(experience.advantages)[mask]
   drift = np.abs(
-      np.asarray(experience.old_logprobs) - rollout.behavior_logprobs
+    np.asarray(experience.old_logprobs) - rollout.behavior_logprobs
   )[mask]
   groups = [rewards[rollout.group == g] for g in np.unique(rollout.group)]
   return {
-      "reward/mean": float(rewards.mean()),
-      "reward/std": float(rewards.std()),
-      "advantage/mean": float(advantages.mean()) if mask.any() else 0.0,
-      "advantage/std": float(advantages.std()) if mask.any() else 0.0,
-      "value/explained_variance": explained_variance(experience),
-      "sampler_trainer/logprob_diff_mean": float(drift.mean()) if mask.any() else 0.0,
-      "sampler_trainer/logprob_diff_max": float(drift.max(initial=0.0)),
-      "rollout/zero_variance_groups": float(
-          np.mean([np.ptp(g) == 0 for g in groups])
-      ),
+    "reward/mean": float(rewards.mean()),
+    "reward/std": float(rewards.std()),
+    "advantage/mean": float(advantages.mean()) if mask.any() else 0.0,
+    "advantage/std": float(advantages.std()) if mask.any() else 0.0,
+    "value/explained_variance": explained_variance(experience),
+    "sampler_trainer/logprob_diff_mean": float(drift.mean())
+    if mask.any()
+    else 0.0,
+    "sampler_trainer/logprob_diff_max": float(drift.max(initial=0.0)),
+    "rollout/zero_variance_groups": float(
+      np.mean([np.ptp(g) == 0 for g in groups])
+    ),
   }
 
 
 def explained_variance(experience: Experience) -> float:
   """1 − Var(G − V) / Var(G) of values that have not seen these returns."""
   return float(
-      masked.explained_variance(
-          experience.old_values, experience.returns, experience.value_mask
-      )
+    masked.explained_variance(
+      experience.old_values, experience.returns, experience.value_mask
+    )
   )

@@ -31,12 +31,14 @@ import chex
 import jax
 import numpy as np
 
-from jaxrl_llm import checkpoint, config as config_lib, metrics
+from jaxrl_llm import checkpoint, metrics
+from jaxrl_llm import config as config_lib
 from jaxrl_llm import evaluate as evaluation
 from jaxrl_llm.data.prompts import Prompt
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.evaluate import Judged
-from jaxrl_llm.train import build, experience, packing, step as step_lib
+from jaxrl_llm.train import build, experience, packing
+from jaxrl_llm.train import step as step_lib
 from jaxrl_llm.train.build import Job, Role
 from jaxrl_llm.train.state import TrainState
 from jaxrl_llm.types import Experience, Rollout, Status
@@ -73,18 +75,18 @@ def train(job: Job, workdir: pathlib.Path) -> None:
   """
   run = job.config.run
   saver = checkpoint.Checkpointer(
-      workdir / "checkpoints", keep=job.config.checkpoint.keep
+    workdir / "checkpoints", keep=job.config.checkpoint.keep
   )
   latest = saver.latest_step()
   with (
-      metrics.make_logger(
-          workdir,
-          total_steps=run.steps,
-          last_step=-1 if latest is None else latest,
-      ) as logger,
-      contextlib.closing(saver),
-      contextlib.closing(job.pool),
-      _stop_on_signal() as stopped,
+    metrics.make_logger(
+      workdir,
+      total_steps=run.steps,
+      last_step=-1 if latest is None else latest,
+    ) as logger,
+    contextlib.closing(saver),
+    contextlib.closing(job.pool),
+    _stop_on_signal() as stopped,
   ):
     if latest is None:
       state = start(job, workdir, logger, stopped)
@@ -105,8 +107,8 @@ def train(job: Job, workdir: pathlib.Path) -> None:
           row |= evaluate(job, state, logger)
       row |= timer.collect()
       row |= speed(row) | {
-          "memory/peak_gib": metrics.peak_memory_gib(),
-          "compile/count": compiles.collect(),
+        "memory/peak_gib": metrics.peak_memory_gib(),
+        "compile/count": compiles.collect(),
       }
       # The row first: a checkpoint promises that its row is on disk. So the
       # time of a save is in the next row.
@@ -119,8 +121,8 @@ def train(job: Job, workdir: pathlib.Path) -> None:
     saver.wait()
     if stopped.signal:
       logger.event(
-          f"stopped by {signal.Signals(stopped.signal).name} at step"
-          f" {state.step}, saved; the same --workdir goes on"
+        f"stopped by {signal.Signals(stopped.signal).name} at step"
+        f" {state.step}, saved; the same --workdir goes on"
       )
 
 
@@ -137,7 +139,7 @@ def iterate(job: Job, state: RunState, timer, logger) -> dict[str, float]:
   with timer.phase("reward"):
     judged = evaluation.judge(rollout, prompts, job.tokenizer, job.pool)
     rewards = np.where(
-        judged.correct, job.config.reward.correct, job.config.reward.incorrect
+      judged.correct, job.config.reward.correct, job.config.reward.incorrect
     )
   # 4. Score, 5. estimate.
   rng = np.random.default_rng((seed, state.step))
@@ -145,17 +147,17 @@ def iterate(job: Job, state: RunState, timer, logger) -> dict[str, float]:
     policy_batches = mini_batches(job, job.policy, rollout, rng)
     value_batches = mini_batches(job, job.value, rollout, rng)
     credit = score_and_estimate(
-        job, state, rollout, rewards, judged, policy_batches, value_batches
+      job, state, rollout, rewards, judged, policy_batches, value_batches
     )
     row = experience.experience_metrics(credit, rollout, rewards)
   # 6. Pack, 7. update: critic and policy on their own mini-batches.
   with timer.phase("update_value"):
     state.value, value_row = update_value(
-        job, state.value, rollout, credit, value_batches, rng
+      job, state.value, rollout, credit, value_batches, rng
     )
   with timer.phase("update_policy"):
     state.policy, policy_row = update_policy(
-        job, state.policy, rollout, credit, policy_batches, rng
+      job, state.policy, rollout, credit, policy_batches, rng
     )
   # 8. Sync: the sampler gets the new weights.
   with timer.phase("sync"):
@@ -167,50 +169,50 @@ def iterate(job: Job, state: RunState, timer, logger) -> dict[str, float]:
   if every and state.step % every == 0:
     rows = np.random.default_rng(state.step).permutation(len(rewards))[:4]
     logger.samples(
-        state.step,
-        evaluation.samples_of(rollout, prompts, judged, rewards, rows),
+      state.step,
+      evaluation.samples_of(rollout, prompts, judged, rewards, rows),
     )
   return row | value_row | policy_row | rollout_metrics(rollout, judged)
 
 
 def generate(
-    job: Job, state: RunState, prompts: list[Prompt], number: int, stream: int
+  job: Job, state: RunState, prompts: list[Prompt], number: int, stream: int
 ) -> Rollout:
   """G responses per prompt, numbered through the whole stream of the run."""
   shape = (len(prompts), job.config.data.group_size)
   first = number * shape[0] * shape[1]
   return job.engine.generate(
-      state.sampler_params,
-      [p.tokens for p in prompts],
-      sample_ids=first + np.arange(shape[0] * shape[1]).reshape(shape),
-      key=jax.random.fold_in(jax.random.key(job.config.run.seed), stream),
-      settings=job.sampling,
-      version=number,
-      prompt_ids=[p.prompt_id for p in prompts],
+    state.sampler_params,
+    [p.tokens for p in prompts],
+    sample_ids=first + np.arange(shape[0] * shape[1]).reshape(shape),
+    key=jax.random.fold_in(jax.random.key(job.config.run.seed), stream),
+    settings=job.sampling,
+    version=number,
+    prompt_ids=[p.prompt_id for p in prompts],
   )
 
 
 def mini_batches(
-    job: Job, role: Role, rollout: Rollout, rng: np.random.Generator
+  job: Job, role: Role, rollout: Rollout, rng: np.random.Generator
 ) -> list[packing.MiniBatch]:
   """Shuffled mini-batches of a model's own size, packed into rows."""
   return packing.mini_batches(
-      rollout,
-      size=role.settings.mini_batch,
-      rng=rng,
-      capacity=config_lib.row_tokens(job.config),
-      rows=role.settings.micro_rows,
+    rollout,
+    size=role.settings.mini_batch,
+    rng=rng,
+    capacity=config_lib.row_tokens(job.config),
+    rows=role.settings.micro_rows,
   )
 
 
 def score_and_estimate(
-    job: Job,
-    state: RunState,
-    rollout: Rollout,
-    rewards: np.ndarray,
-    judged: Judged,
-    policy_batches: list[packing.MiniBatch],
-    value_batches: list[packing.MiniBatch],
+  job: Job,
+  state: RunState,
+  rollout: Rollout,
+  rewards: np.ndarray,
+  judged: Judged,
+  policy_batches: list[packing.MiniBatch],
+  value_batches: list[packing.MiniBatch],
 ) -> Experience:
   """log π_old and V under the weights of now; then advantages and targets."""
   old_logprobs = np.zeros(rollout.tokens.shape, np.float32)
@@ -225,15 +227,15 @@ def score_and_estimate(
     scored = job.score_values(state.value.params, packed)
     values[batch.rows] = batch.layout.gather(scored)
   return jax.device_get(
-      job.estimate(
-          rewards,
-          judged.correct,
-          judged.judged,
-          rollout.lengths,
-          rollout.mask,
-          old_logprobs,
-          values,
-      )
+    job.estimate(
+      rewards,
+      judged.correct,
+      judged.judged,
+      rollout.lengths,
+      rollout.mask,
+      old_logprobs,
+      values,
+    )
   )
 
 
@@ -242,7 +244,7 @@ def update_value(job, state, rollout, credit, batches, rng):
   rows = []
   for batch in epochs(job, job.value, rollout, batches, rng):
     prepared = experience.value_batch(
-        credit, batch.rows, batch.packed, batch.layout
+      credit, batch.rows, batch.packed, batch.layout
     )
     state, row = job.value.update(state, step_lib.place(prepared, job.mesh))
     rows.append(row)
@@ -255,10 +257,10 @@ def update_policy(job, state, rollout, credit, batches, rng):
   temperature = np.float32(job.sampling.temperature)
   for batch in epochs(job, job.policy, rollout, batches, rng):
     prepared = experience.policy_batch(
-        credit, batch.rows, batch.packed, batch.layout, recipe=job.recipe
+      credit, batch.rows, batch.packed, batch.layout, recipe=job.recipe
     )
     state, row = job.policy.update(
-        state, step_lib.place(prepared, job.mesh), temperature
+      state, step_lib.place(prepared, job.mesh), temperature
     )
     rows.append(row)
   return state, summarize(job, "policy", state, rows)
@@ -281,8 +283,8 @@ def summarize(job, name, state, rows) -> dict[str, float]:
   in_a_row = int(state.skipped_in_a_row)
   if in_a_row >= job.config.run.max_skipped:
     raise TrainingStopped(
-        f"the last {in_a_row} updates of the {name} were not finite and were"
-        " skipped; lower the learning rate or look at the last samples"
+      f"the last {in_a_row} updates of the {name} were not finite and were"
+      " skipped; lower the learning rate or look at the last samples"
     )
   over = lambda key: max if key.endswith("_max") else np.mean
   out = {k: float(over(k)([row[k] for row in rows])) for k in rows[0]}
@@ -296,33 +298,32 @@ def rollout_metrics(rollout, judged) -> dict[str, float]:
   groups = [correct[rollout.group == g] for g in np.unique(rollout.group)]
   solved = np.asarray([g.mean() for g in groups])
   return {
-      "reward/accuracy": float(correct.mean()),
-      "reward/errors": float((~judged.judged).sum()),
-      "rollout/solved_none": float((solved == 0).mean()),
-      "rollout/solved_all": float((solved == 1).mean()),
-      "rollout/response_length_mean": float(lengths.mean()),
-      "rollout/response_length_max": float(lengths.max()),
-      "rollout/response_length_correct": _mean(lengths[correct]),
-      "rollout/response_length_incorrect": _mean(lengths[~correct]),
-      "rollout/truncated_fraction": float(
-          (rollout.status == Status.TRUNCATED).mean()
-      ),
-      "rollout/overlong_fraction": float(
-          (rollout.status == Status.OVERLONG).mean()
-      ),
-      # Slot-steps in which a finished slot waited for the longest one.
-      "rollout/idle_fraction": float(1 - lengths.mean() / lengths.max()),
-      "rollout/tokens": float(lengths.sum()),
-      "perf/tokens": float((lengths + rollout.prompt_lengths).sum()),
+    "reward/accuracy": float(correct.mean()),
+    "reward/errors": float((~judged.judged).sum()),
+    "rollout/solved_none": float((solved == 0).mean()),
+    "rollout/solved_all": float((solved == 1).mean()),
+    "rollout/response_length_mean": float(lengths.mean()),
+    "rollout/response_length_max": float(lengths.max()),
+    "rollout/response_length_correct": _mean(lengths[correct]),
+    "rollout/response_length_incorrect": _mean(lengths[~correct]),
+    "rollout/truncated_fraction": float(
+      (rollout.status == Status.TRUNCATED).mean()
+    ),
+    "rollout/overlong_fraction": float(
+      (rollout.status == Status.OVERLONG).mean()
+    ),
+    # Slot-steps in which a finished slot waited for the longest one.
+    "rollout/idle_fraction": float(1 - lengths.mean() / lengths.max()),
+    "rollout/tokens": float(lengths.sum()),
+    "perf/tokens": float((lengths + rollout.prompt_lengths).sum()),
   }
 
 
 def speed(row: dict[str, float]) -> dict[str, float]:
   """Generated tokens per second of sampling, all tokens per second of all."""
   return {
-      "rollout/tokens_per_second": row["rollout/tokens"]
-      / row["time/generate_s"],
-      "perf/tokens_per_second": row["perf/tokens"] / row["time/step_s"],
+    "rollout/tokens_per_second": row["rollout/tokens"] / row["time/generate_s"],
+    "perf/tokens_per_second": row["perf/tokens"] / row["time/step_s"],
   }
 
 
@@ -339,11 +340,11 @@ def start(job: Job, workdir: pathlib.Path, logger, stopped) -> RunState:
   else:
     params = build.fresh_value_params(job, policy.params)
   state = RunState(
-      policy=policy,
-      value=build.create_value_state(job, params),
-      step=0,
-      position=0,
-      sampler_params=job.for_sampling(policy.params),
+    policy=policy,
+    value=build.create_value_state(job, params),
+    step=0,
+    position=0,
+    sampler_params=job.for_sampling(policy.params),
   )
   if job.config.value.pretrain_steps and not job.config.value.init_from:
     pretrain_value(job, state, workdir, logger, stopped)
@@ -353,7 +354,7 @@ def start(job: Job, workdir: pathlib.Path, logger, stopped) -> RunState:
 
 
 def pretrain_value(
-    job: Job, state: RunState, workdir: pathlib.Path, logger, stopped
+  job: Job, state: RunState, workdir: pathlib.Path, logger, stopped
 ) -> None:
   """Regresses V on Monte Carlo returns of the fixed policy (VAPO, 4.1).
 
@@ -372,30 +373,32 @@ def pretrain_value(
       rollout = generate(job, state, prompts, number, _PRETRAINING)
       judged = evaluation.judge(rollout, prompts, job.tokenizer, job.pool)
       rewards = np.where(
-          judged.correct, job.config.reward.correct, job.config.reward.incorrect
+        judged.correct, job.config.reward.correct, job.config.reward.incorrect
       )
       rng = np.random.default_rng((job.config.run.seed, number, _PRETRAINING))
       batches = mini_batches(job, job.value, rollout, rng)
       credit = score_and_estimate(
-          job, state, rollout, rewards, judged, [], batches
+        job, state, rollout, rewards, judged, [], batches
       )
       explained = experience.explained_variance(credit)
       state.value, row = update_value(
-          job, state.value, rollout, credit, batches, rng
+        job, state.value, rollout, credit, batches, rng
       )
       row |= {
-          "value/explained_variance": explained,
-          "reward/accuracy": float(judged.correct.mean()),
+        "value/explained_variance": explained,
+        "reward/accuracy": float(judged.correct.mean()),
       }
       rows.log(number, row)
-      waited = 0 if explained > best + settings.pretrain_min_delta else waited + 1
+      waited = (
+        0 if explained > best + settings.pretrain_min_delta else waited + 1
+      )
       best = max(best, explained)
       if waited >= settings.pretrain_patience or stopped.signal:
         break
   if not stopped.signal:
     logger.event(
-        f"critic pretrained on {number + 1} batches: held-out explained"
-        f" variance {best:.3f}"
+      f"critic pretrained on {number + 1} batches: held-out explained"
+      f" variance {best:.3f}"
     )
     checkpoint.save_tree(workdir / "value_pretrained", state.value.params)
 
@@ -403,17 +406,15 @@ def pretrain_value(
 def evaluate(job: Job, state: RunState, logger) -> dict[str, float]:
   """avg@k and pass@k on held-out problems; logs some of the responses."""
   results, samples = evaluation.evaluate(
-      job.engine,
-      state.sampler_params,
-      job.eval_prompts,
-      tokenizer=job.tokenizer,
-      pool=job.pool,
-      key=jax.random.fold_in(
-          jax.random.key(job.config.run.seed), _EVALUATION
-      ),
-      samples=job.config.eval.samples,
-      settings=job.eval_sampling,
-      name=job.eval_name,
+    job.engine,
+    state.sampler_params,
+    job.eval_prompts,
+    tokenizer=job.tokenizer,
+    pool=job.pool,
+    key=jax.random.fold_in(jax.random.key(job.config.run.seed), _EVALUATION),
+    samples=job.config.eval.samples,
+    settings=job.eval_sampling,
+    name=job.eval_name,
   )
   if job.config.run.samples_every and state.step == 0:
     logger.samples(state.step, samples)
@@ -427,14 +428,14 @@ def save(job: Job, state: RunState, saver: checkpoint.Checkpointer) -> None:
     trees[name] = role_state.params
     trees[f"{name}_optimizer"] = without_params(role_state)
   saver.save(
-      state.step,
-      trees,
-      {
-          "step": state.step,
-          "version": state.step,
-          "position": state.position,
-          "seed": job.config.run.seed,
-      },
+    state.step,
+    trees,
+    {
+      "step": state.step,
+      "version": state.step,
+      "position": state.position,
+      "seed": job.config.run.seed,
+    },
   )
 
 
@@ -447,8 +448,8 @@ def resume(job: Job, saver: checkpoint.Checkpointer, step: int) -> RunState:
   meta = saver.restore_meta(step)
   if meta["seed"] != job.config.run.seed:
     raise InputError(
-        f"config.run.seed={job.config.run.seed}, but the checkpoint was written"
-        f" with seed {meta['seed']}; use that seed or another --workdir"
+      f"config.run.seed={job.config.run.seed}, but the checkpoint was written"
+      f" with seed {meta['seed']}; use that seed or another --workdir"
     )
   targets = {}
   for name, role in (("policy", job.policy), ("value", job.value)):
@@ -456,14 +457,14 @@ def resume(job: Job, saver: checkpoint.Checkpointer, step: int) -> RunState:
     targets[f"{name}_optimizer"] = without_params(role.shapes)
   trees = saver.restore(step, targets)
   states = {
-      name: TrainState(params=trees[name], **trees[f"{name}_optimizer"])
-      for name in ("policy", "value")
+    name: TrainState(params=trees[name], **trees[f"{name}_optimizer"])
+    for name in ("policy", "value")
   }
   return RunState(
-      **states,
-      step=meta["step"],
-      position=meta["position"],
-      sampler_params=job.for_sampling(states["policy"].params),
+    **states,
+    step=meta["step"],
+    position=meta["position"],
+    sampler_params=job.for_sampling(states["policy"].params),
   )
 
 

@@ -58,7 +58,7 @@ class Layout:
 
 
 def first_fit_decreasing(
-    lengths: np.ndarray, capacity: int
+  lengths: np.ndarray, capacity: int
 ) -> tuple[np.ndarray, np.ndarray, int]:
   """Rows and offsets of samples, longest first into the first row with room.
 
@@ -83,7 +83,7 @@ def first_fit_decreasing(
 
 
 def pack(
-    rollout: Rollout, *, capacity: int, rows: int, micro_batches: int
+  rollout: Rollout, *, capacity: int, rows: int, micro_batches: int
 ) -> tuple[PackedTokens, Layout]:
   """Packs the samples of a rollout.
 
@@ -103,24 +103,26 @@ def pack(
   total = prompt + response
   if total.max(initial=0) > capacity:
     raise ValueError(
-        f"a sample of {total.max()} tokens does not fit a row of {capacity}"
+      f"a sample of {total.max()} tokens does not fit a row of {capacity}"
     )
   row, offset, used = first_fit_decreasing(total, capacity)
   if used > rows * micro_batches:
     raise ValueError(
-        f"{used} rows do not fit {micro_batches} micro-batches of {rows}"
+      f"{used} rows do not fit {micro_batches} micro-batches of {rows}"
     )
   shape = (micro_batches, rows, capacity)
   arrays = {
-      name: np.zeros((rows * micro_batches, capacity), np.int32)
-      for name in ("tokens", "targets", "segments", "positions")
+    name: np.zeros((rows * micro_batches, capacity), np.int32)
+    for name in ("tokens", "targets", "segments", "positions")
   }
   next_segment = np.zeros(rows * micro_batches, np.int32)
   for i in np.lexsort((offset, row)):
-    sample = np.concatenate([
+    sample = np.concatenate(
+      [
         rollout.prompt_tokens[i, : prompt[i]],
         rollout.tokens[i, : response[i]],
-    ])
+      ]
+    )
     here = (row[i], slice(offset[i], offset[i] + total[i]))
     next_segment[row[i]] += 1
     arrays["tokens"][here] = sample
@@ -130,16 +132,16 @@ def pack(
   room = rollout.tokens.shape[1]
   start = row * capacity + offset + prompt - 1
   layout = Layout(
-      shape=shape,
-      index=start[:, None] + np.arange(room)[None],
-      present=np.arange(room)[None] < response[:, None],
+    shape=shape,
+    index=start[:, None] + np.arange(room)[None],
+    present=np.arange(room)[None] < response[:, None],
   )
   # Indices of absent tokens may run off the end; gather reads them blindly.
   layout.index[~layout.present] = 0
   packed = PackedTokens(
-      **{k: v.reshape(shape) for k, v in arrays.items()},
-      mask=layout.scatter(np.asarray(rollout.mask)),
-      count=np.int32(-(-used // rows)),
+    **{k: v.reshape(shape) for k, v in arrays.items()},
+    mask=layout.scatter(np.asarray(rollout.mask)),
+    count=np.int32(-(-used // rows)),
   )
   return packed, layout
 
@@ -154,12 +156,12 @@ class MiniBatch:
 
 
 def mini_batches(
-    rollout: Rollout,
-    *,
-    size: int,
-    rng: np.random.Generator | None,
-    capacity: int,
-    rows: int,
+  rollout: Rollout,
+  *,
+  size: int,
+  rng: np.random.Generator | None,
+  capacity: int,
+  rows: int,
 ) -> list[MiniBatch]:
   """Splits a rollout into mini-batches of `size` samples and packs each.
 
@@ -175,10 +177,10 @@ def mini_batches(
   batches = []
   for chosen in order.reshape(-1, size):
     packed, layout = pack(
-        select(rollout, chosen),
-        capacity=capacity,
-        rows=rows,
-        micro_batches=-(-size // rows),
+      select(rollout, chosen),
+      capacity=capacity,
+      rows=rows,
+      micro_batches=-(-size // rows),
     )
     batches.append(MiniBatch(chosen, packed, layout))
   return batches

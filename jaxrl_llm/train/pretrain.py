@@ -19,11 +19,11 @@ _MICRO_ROWS = 16
 
 
 def pretrain(
-    fns: ModelFns,
-    tokenizer: Tokenizer,
-    settings: Any,
-    *,
-    log: Callable[[int, float], None],
+  fns: ModelFns,
+  tokenizer: Tokenizer,
+  settings: Any,
+  *,
+  log: Callable[[int, float], None],
 ) -> Any:
   """Trains on `tasks.noisy_solution` text; a pure function of the settings.
 
@@ -40,19 +40,21 @@ def pretrain(
     The trained params.
   """
   schedule = optax.warmup_cosine_decay_schedule(
-      0.0, settings.learning_rate, settings.warmup_steps, settings.steps
+    0.0, settings.learning_rate, settings.warmup_steps, settings.steps
   )
   optimizer = state.make_optimizer(
-      schedule,
-      max_grad_norm=1.0,
-      weight_decay=settings.weight_decay,
-      b1=0.9,
-      b2=0.95,
-      eps=1e-8,
+    schedule,
+    max_grad_norm=1.0,
+    weight_decay=settings.weight_decay,
+    b1=0.9,
+    b2=0.95,
+    eps=1e-8,
   )
   params = jax.jit(fns.init)(jax.random.key(settings.seed))
   train_state = state.create_train_state(params, optimizer)
-  ignored = lambda *args: clipped_policy_loss(*args, clip_low=0.2, clip_high=0.2)
+  ignored = lambda *args: clipped_policy_loss(
+    *args, clip_low=0.2, clip_high=0.2
+  )
   update = step.make_policy_step(fns, optimizer, schedule, ignored)
   source = tasks.ChainSum(seed=settings.seed, max_ops=settings.max_ops)
   for i in range(settings.steps):
@@ -81,32 +83,32 @@ def _batch(tokenizer, source, settings, i) -> step.PolicyBatch:
   mask = np.arange(room)[None] < lengths[:, None]
   zeros = np.zeros(size, np.int32)
   rollout = Rollout(
-      prompt_tokens=prompt_tokens,
-      prompt_lengths=prompt_lengths,
-      tokens=tokens,
-      lengths=lengths,
-      mask=mask,
-      behavior_logprobs=np.zeros(mask.shape, np.float32),
-      version=np.zeros(mask.shape, np.int32),
-      origin=np.full(mask.shape, int(Origin.FOREIGN), np.int32),
-      status=np.full(size, int(Status.FINISHED), np.int32),
-      window_start=zeros,
-      prompt_id=zeros,
-      group=zeros,
-      sample_id=zeros,
+    prompt_tokens=prompt_tokens,
+    prompt_lengths=prompt_lengths,
+    tokens=tokens,
+    lengths=lengths,
+    mask=mask,
+    behavior_logprobs=np.zeros(mask.shape, np.float32),
+    version=np.zeros(mask.shape, np.int32),
+    origin=np.full(mask.shape, int(Origin.FOREIGN), np.int32),
+    status=np.full(size, int(Status.FINISHED), np.int32),
+    window_start=zeros,
+    prompt_id=zeros,
+    group=zeros,
+    sample_id=zeros,
   )
   packed, layout = packing.pack(
-      rollout,
-      capacity=settings.max_prompt_length + room,
-      rows=_MICRO_ROWS,
-      micro_batches=-(-size // _MICRO_ROWS),
+    rollout,
+    capacity=settings.max_prompt_length + room,
+    rows=_MICRO_ROWS,
+    micro_batches=-(-size // _MICRO_ROWS),
   )
   weights = masked.token_weights(mask, mode="token-mean")
   nothing = np.zeros(layout.shape, np.float32)
   return step.PolicyBatch(
-      packed=packed,
-      old_logprobs=nothing,
-      advantages=nothing,
-      weights=nothing,
-      nll_weights=layout.scatter(weights),
+    packed=packed,
+    old_logprobs=nothing,
+    advantages=nothing,
+    weights=nothing,
+    nll_weights=layout.scatter(weights),
   )

@@ -46,43 +46,43 @@ def constant_lambda(lengths: chex.Array, *, lambda_: float) -> jax.Array:
 
 
 LAMBDA_SCHEDULES: Mapping[str, Callable[..., LambdaFn]] = {
-    "constant": lambda settings: functools.partial(
-        constant_lambda, lambda_=settings.lambda_policy
-    ),
-    "length_adaptive": lambda settings: functools.partial(
-        estimators.length_adaptive_lambda, alpha=settings.alpha
-    ),
+  "constant": lambda settings: functools.partial(
+    constant_lambda, lambda_=settings.lambda_policy
+  ),
+  "length_adaptive": lambda settings: functools.partial(
+    estimators.length_adaptive_lambda, alpha=settings.alpha
+  ),
 }
 
 
 def gae_advantages(
-    token_rewards: chex.Array,
-    values: chex.Array,
-    mask: chex.Array,
-    lengths: chex.Array,
-    *,
-    gamma: float,
-    lambda_fn: LambdaFn,
+  token_rewards: chex.Array,
+  values: chex.Array,
+  mask: chex.Array,
+  lengths: chex.Array,
+  *,
+  gamma: float,
+  lambda_fn: LambdaFn,
 ) -> jax.Array:
   """GAE with a λ of each response's own (VAPO, arXiv 2504.05118, eq. 4-5)."""
   return estimators.gae(
-      token_rewards, values, mask, gamma=gamma, lambda_=lambda_fn(lengths)
+    token_rewards, values, mask, gamma=gamma, lambda_=lambda_fn(lengths)
   )
 
 
 def lambda_targets(
-    token_rewards: chex.Array,
-    values: chex.Array,
-    mask: chex.Array,
-    lengths: chex.Array,
-    *,
-    gamma: float,
-    lambda_: float,
+  token_rewards: chex.Array,
+  values: chex.Array,
+  mask: chex.Array,
+  lengths: chex.Array,
+  *,
+  gamma: float,
+  lambda_: float,
 ) -> jax.Array:
   """Critic targets under a λ of the critic's own; λ = 1 is Monte Carlo."""
   del lengths
   return estimators.lambda_returns(
-      token_rewards, values, mask, gamma=gamma, lambda_=lambda_
+    token_rewards, values, mask, gamma=gamma, lambda_=lambda_
   )
 
 
@@ -101,28 +101,28 @@ def make_recipe(*, estimator: Any, loss: Any) -> Recipe:
   def value_loss(values, returns, old_values):
     clipped = loss.clip_value is not None
     return losses.clipped_value_loss(
-        values,
-        returns,
-        old_values=old_values if clipped else None,
-        clip_value=loss.clip_value,
+      values,
+      returns,
+      old_values=old_values if clipped else None,
+      clip_value=loss.clip_value,
     )
 
   return Recipe(
-      advantages=functools.partial(
-          gae_advantages, gamma=estimator.gamma, lambda_fn=lambda_fn
-      ),
-      returns=functools.partial(
-          lambda_targets,
-          gamma=estimator.gamma,
-          lambda_=estimator.lambda_value,
-      ),
-      policy_loss=functools.partial(
-          losses.clipped_policy_loss,
-          clip_low=loss.clip_low,
-          clip_high=loss.clip_high,
-          dual_clip=loss.dual_clip,
-      ),
-      value_loss=value_loss,
-      loss_mode=loss.mode,
-      nll_coefficient=loss.nll_coefficient,
+    advantages=functools.partial(
+      gae_advantages, gamma=estimator.gamma, lambda_fn=lambda_fn
+    ),
+    returns=functools.partial(
+      lambda_targets,
+      gamma=estimator.gamma,
+      lambda_=estimator.lambda_value,
+    ),
+    policy_loss=functools.partial(
+      losses.clipped_policy_loss,
+      clip_low=loss.clip_low,
+      clip_high=loss.clip_high,
+      dual_clip=loss.dual_clip,
+    ),
+    value_loss=value_loss,
+    loss_mode=loss.mode,
+    nll_coefficient=loss.nll_coefficient,
   )

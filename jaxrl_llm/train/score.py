@@ -13,7 +13,7 @@ from jaxrl_llm.train.packing import PackedTokens
 def micro_batch(tree: Any, i: chex.Array) -> Any:
   """Slice i of every [M, ...] array."""
   return jax.tree.map(
-      lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), tree
+    lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), tree
   )
 
 
@@ -30,11 +30,11 @@ def _over_micro_batches(score, packed: PackedTokens) -> jax.Array:
 
 
 def score_logprobs(
-    params: Any,
-    packed: PackedTokens,
-    temperature: chex.Numeric,
-    *,
-    fns: ModelFns,
+  params: Any,
+  packed: PackedTokens,
+  temperature: chex.Numeric,
+  *,
+  fns: ModelFns,
 ) -> jax.Array:
   """log π(target) at every unmasked position, float32 [M, r, C].
 
@@ -47,20 +47,20 @@ def score_logprobs(
 
   def score(micro):
     return fns.logprobs(
-        params,
-        micro["tokens"],
-        micro["targets"],
-        micro["mask"],
-        micro["segments"],
-        micro["positions"],
-        temperature,
+      params,
+      micro["tokens"],
+      micro["targets"],
+      micro["mask"],
+      micro["segments"],
+      micro["positions"],
+      temperature,
     ).logprobs
 
   return _over_micro_batches(score, packed)
 
 
 def score_values(
-    params: Any, packed: PackedTokens, *, fns: ValueFns
+  params: Any, packed: PackedTokens, *, fns: ValueFns
 ) -> jax.Array:
   """V(state before target) at every position, float32 [M, r, C].
 
@@ -69,7 +69,7 @@ def score_values(
 
   def score(micro):
     return fns.values(
-        params, micro["tokens"], micro["segments"], micro["positions"]
+      params, micro["tokens"], micro["segments"], micro["positions"]
     )
 
   return _over_micro_batches(score, packed)

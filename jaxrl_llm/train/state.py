@@ -32,13 +32,13 @@ def make_schedule(learning_rate: float, *, warmup_steps: int) -> optax.Schedule:
 
 
 def make_optimizer(
-    schedule: optax.Schedule,
-    *,
-    max_grad_norm: float,
-    weight_decay: float,
-    b1: float,
-    b2: float,
-    eps: float,
+  schedule: optax.Schedule,
+  *,
+  max_grad_norm: float,
+  weight_decay: float,
+  b1: float,
+  b2: float,
+  eps: float,
 ) -> optax.GradientTransformation:
   """AdamW behind a clip of the global gradient norm.
 
@@ -48,53 +48,53 @@ def make_optimizer(
 
   def matrices(params):
     return jax.tree_util.tree_map_with_path(
-        lambda path, _: path[-1].key in ("kernel", "embedding"), params
+      lambda path, _: path[-1].key in ("kernel", "embedding"), params
     )
 
   return optax.chain(
-      optax.clip_by_global_norm(max_grad_norm),
-      optax.adamw(
-          schedule,
-          b1=b1,
-          b2=b2,
-          eps=eps,
-          weight_decay=weight_decay,
-          mask=matrices,
-      ),
+    optax.clip_by_global_norm(max_grad_norm),
+    optax.adamw(
+      schedule,
+      b1=b1,
+      b2=b2,
+      eps=eps,
+      weight_decay=weight_decay,
+      mask=matrices,
+    ),
   )
 
 
 def create_train_state(
-    params: Any, optimizer: optax.GradientTransformation
+  params: Any, optimizer: optax.GradientTransformation
 ) -> TrainState:
   """A state at step 0."""
   zero = lambda: jnp.zeros((), jnp.int32)
   return TrainState(
-      params=params,
-      opt_state=optimizer.init(params),
-      step=zero(),
-      skipped=zero(),
-      skipped_in_a_row=zero(),
+    params=params,
+    opt_state=optimizer.init(params),
+    step=zero(),
+    skipped=zero(),
+    skipped_in_a_row=zero(),
   )
 
 
 def apply_gradients(
-    state: TrainState,
-    gradients: Any,
-    optimizer: optax.GradientTransformation,
-    *,
-    finite: chex.Array,
+  state: TrainState,
+  gradients: Any,
+  optimizer: optax.GradientTransformation,
+  *,
+  finite: chex.Array,
 ) -> TrainState:
   """One optimizer update, or the state unchanged when not `finite`."""
   updates, opt_state = optimizer.update(
-      gradients, state.opt_state, state.params
+    gradients, state.opt_state, state.params
   )
   params = optax.apply_updates(state.params, updates)
   keep = lambda new, old: jnp.where(finite, new, old)
   return TrainState(
-      params=jax.tree.map(keep, params, state.params),
-      opt_state=jax.tree.map(keep, opt_state, state.opt_state),
-      step=state.step + finite,
-      skipped=state.skipped + ~finite,
-      skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
+    params=jax.tree.map(keep, params, state.params),
+    opt_state=jax.tree.map(keep, opt_state, state.opt_state),
+    step=state.step + finite,
+    skipped=state.skipped + ~finite,
+    skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
   )

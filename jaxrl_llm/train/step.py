@@ -49,18 +49,18 @@ def place(batch: Any, mesh: jax.sharding.Mesh) -> Any:
   rows = sharding.along_batch(mesh, axis=1)
   whole = sharding.replicated(mesh)
   return jax.tree.map(
-      lambda x: jax.device_put(x, rows if jnp.ndim(x) == 3 else whole), batch
+    lambda x: jax.device_put(x, rows if jnp.ndim(x) == 3 else whole), batch
   )
 
 
 def make_policy_step(
-    fns: ModelFns,
-    optimizer: optax.GradientTransformation,
-    schedule: optax.Schedule,
-    policy_loss: Callable[..., losses.ClippedPolicyLoss],
-    *,
-    state_shardings: Any = None,
-    metrics_sharding: Any = None,
+  fns: ModelFns,
+  optimizer: optax.GradientTransformation,
+  schedule: optax.Schedule,
+  policy_loss: Callable[..., losses.ClippedPolicyLoss],
+  *,
+  state_shardings: Any = None,
+  metrics_sharding: Any = None,
 ) -> Callable[..., tuple[TrainState, Metrics]]:
   """step(state, PolicyBatch, temperature) -> (state, metrics), jitted.
 
@@ -79,54 +79,59 @@ def make_policy_step(
     packed = micro["packed"]
     mask = packed.mask
     out = fns.logprobs(
-        params,
-        packed.tokens,
-        packed.targets,
-        mask,
-        packed.segments,
-        packed.positions,
-        temperature,
+      params,
+      packed.tokens,
+      packed.targets,
+      mask,
+      packed.segments,
+      packed.positions,
+      temperature,
     )
     terms = policy_loss(
-        out.logprobs, micro["old_logprobs"], micro["advantages"]
+      out.logprobs, micro["old_logprobs"], micro["advantages"]
     )
     surrogate = jnp.sum(micro["weights"] * terms.loss)
     nll = jnp.sum(micro["nll_weights"] * losses.nll(out.logprobs))
     total = lambda x: jnp.sum(jnp.where(mask, x, 0.0))
     sums = {
-        "policy/loss": surrogate,
-        "policy/nll_loss": nll,
-        "tokens": total(1.0),
-        "policy/entropy": total(out.entropy),
-        "policy/approx_kl": total(
-            losses.kl_k3(micro["old_logprobs"], out.logprobs)
-        ),
-        "policy/clip_fraction_high": total(terms.clipped_high),
-        "policy/clip_fraction_low": total(terms.clipped_low),
+      "policy/loss": surrogate,
+      "policy/nll_loss": nll,
+      "tokens": total(1.0),
+      "policy/entropy": total(out.entropy),
+      "policy/approx_kl": total(
+        losses.kl_k3(micro["old_logprobs"], out.logprobs)
+      ),
+      "policy/clip_fraction_high": total(terms.clipped_high),
+      "policy/clip_fraction_low": total(terms.clipped_low),
     }
     maxima = {"policy/ratio_max": jnp.max(jnp.where(mask, terms.ratio, 0.0))}
     return surrogate + nll, (sums, maxima)
 
   means = (
-      "policy/entropy",
-      "policy/approx_kl",
-      "policy/clip_fraction_high",
-      "policy/clip_fraction_low",
+    "policy/entropy",
+    "policy/approx_kl",
+    "policy/clip_fraction_high",
+    "policy/clip_fraction_low",
   )
   return _make_step(
-      loss, optimizer, schedule, "policy", means, state_shardings,
-      metrics_sharding,
+    loss,
+    optimizer,
+    schedule,
+    "policy",
+    means,
+    state_shardings,
+    metrics_sharding,
   )
 
 
 def make_value_step(
-    fns: ValueFns,
-    optimizer: optax.GradientTransformation,
-    schedule: optax.Schedule,
-    value_loss: Callable[..., losses.ClippedValueLoss],
-    *,
-    state_shardings: Any = None,
-    metrics_sharding: Any = None,
+  fns: ValueFns,
+  optimizer: optax.GradientTransformation,
+  schedule: optax.Schedule,
+  value_loss: Callable[..., losses.ClippedValueLoss],
+  *,
+  state_shardings: Any = None,
+  metrics_sharding: Any = None,
 ) -> Callable[..., tuple[TrainState, Metrics]]:
   """step(state, ValueBatch) -> (state, metrics), jitted; L = Σ w · L_value.
 
@@ -137,7 +142,7 @@ def make_value_step(
   def loss(params, micro):
     packed = micro["packed"]
     values = fns.values(
-        params, packed.tokens, packed.segments, packed.positions
+      params, packed.tokens, packed.segments, packed.positions
     )
     terms = value_loss(values, micro["returns"], micro["old_values"])
     total = jnp.sum(micro["weights"] * terms.loss)
@@ -145,12 +150,12 @@ def make_value_step(
     return total, ({"value/loss": total, "tokens": tokens}, {})
 
   return _make_step(
-      loss, optimizer, schedule, "value", (), state_shardings, metrics_sharding
+    loss, optimizer, schedule, "value", (), state_shardings, metrics_sharding
   )
 
 
 def _make_step(
-    loss, optimizer, schedule, name, means, state_shardings, metrics_sharding
+  loss, optimizer, schedule, name, means, state_shardings, metrics_sharding
 ):
   """The update shared by policy and critic; `loss` sees one micro-batch."""
   gradient = jax.grad(loss, has_aux=True)
@@ -158,39 +163,39 @@ def _make_step(
   def step(state: TrainState, batch: Any, *settings):
     arrays = {k: v for k, v in batch.items()}
     count = batch.packed.count
-    arrays["packed"] = batch.packed.replace(count=jnp.zeros(
-        batch.packed.tokens.shape[:1], jnp.int32
-    ))
+    arrays["packed"] = batch.packed.replace(
+      count=jnp.zeros(batch.packed.tokens.shape[:1], jnp.int32)
+    )
 
     def body(i, carry):
       gradients, sums, maxima = carry
       new, (s, m) = gradient(state.params, micro_batch(arrays, i), *settings)
       add = functools.partial(jax.tree.map, jnp.add)
       return (
-          add(gradients, new),
-          add(sums, s),
-          jax.tree.map(jnp.maximum, maxima, m),
+        add(gradients, new),
+        add(sums, s),
+        jax.tree.map(jnp.maximum, maxima, m),
       )
 
     shapes = jax.eval_shape(
-        gradient, state.params, micro_batch(arrays, 0), *settings
+      gradient, state.params, micro_batch(arrays, 0), *settings
     )
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     gradients, sums, maxima = jax.lax.fori_loop(
-        0, count, body, (zeros[0], *zeros[1])
+      0, count, body, (zeros[0], *zeros[1])
     )
     norm = optax.global_norm(gradients)
     finite = jnp.isfinite(norm) & jnp.isfinite(sums[f"{name}/loss"])
     tokens = jnp.maximum(sums["tokens"], 1.0)
     metrics = {
-        key: value / tokens if key in means else value
-        for key, value in sums.items()
-        if key != "tokens"
+      key: value / tokens if key in means else value
+      for key, value in sums.items()
+      if key != "tokens"
     }
     metrics |= maxima | {
-        f"{name}/grad_norm": norm,
-        f"{name}/lr": schedule(state.step),
-        f"{name}/skipped": 1.0 - finite,
+      f"{name}/grad_norm": norm,
+      f"{name}/lr": schedule(state.step),
+      f"{name}/skipped": 1.0 - finite,
     }
     state = apply_gradients(state, gradients, optimizer, finite=finite)
     return state, metrics

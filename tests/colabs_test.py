@@ -1,0 +1,56 @@
+"""Runs the notebooks, and holds them to what they promise to need."""
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+_ROOT = pathlib.Path(__file__).resolve().parents[1]
+_NOTEBOOKS = sorted((_ROOT / "colabs").glob("*.ipynb"))
+_HEAVY = ["flax", "grain", "optax", "orbax", "tensorflow_datasets"]
+
+
+@pytest.mark.parametrize("path", _NOTEBOOKS, ids=lambda path: path.stem)
+class TestNotebooks:
+  def test_runs_from_top_to_bottom(self, path, tmp_path, monkeypatch):
+    nbclient = pytest.importorskip("nbclient")
+    nbformat = pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    pytest.importorskip("matplotlib")
+    notebook = nbformat.read(path, as_version=4)
+    # The kernel starts in an empty folder: only an import can reach us.
+    monkeypatch.setenv("PYTHONPATH", str(_ROOT))
+    client = nbclient.NotebookClient(
+      notebook,
+      timeout=300,
+      kernel_name="python3",
+      resources={"metadata": {"path": str(tmp_path)}},
+    )
+    client.execute()
+
+  def test_is_kept_executed_with_its_outputs(self, path):
+    nbformat = pytest.importorskip("nbformat")
+    notebook = nbformat.read(path, as_version=4)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    counts = [cell.execution_count for cell in cells]
+    assert counts == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert not [o for o in outputs if o.output_type == "error"]
+    assert outputs
+
+
+def test_estimators_and_losses_import_nothing_heavy():
+  program = (
+    "import sys\n"
+    "from jaxrl_llm import estimators, losses\n"
+    f"print([name for name in {_HEAVY} if name in sys.modules])\n"
+  )
+  result = subprocess.run(
+    [sys.executable, "-c", program],
+    cwd=_ROOT,
+    capture_output=True,
+    text=True,
+    check=True,
+  )
+  assert result.stdout.strip() == "[]"
