@@ -202,11 +202,11 @@ def noisy_solution(
   *,
   max_length: int,
   direct: float = 0.20,
-  clean: float = 0.36,
-  slip: float = 0.28,
+  clean: float = 0.38,
+  slip: float = 0.26,
   skip: float = 0.16,
-  direct_right: float = 0.15,
-  ramble: float = 0.20,
+  direct_right: float = 0.25,
+  ramble: float = 0.15,
 ) -> Solution:
   """Writes a solution of the kind a careless crowd would write.
 

@@ -18,6 +18,7 @@ from jaxrl_llm.metrics.measure import (
   avg_at_k,
   mean_and_standard_error,
   pass_at_k,
+  peak_flops,
   peak_memory_gib,
 )
 from jaxrl_llm.metrics.writers import (
@@ -45,6 +46,7 @@ __all__ = (
   "make_logger",
   "mean_and_standard_error",
   "pass_at_k",
+  "peak_flops",
   "peak_memory_gib",
   "printable",
   "read_rows",

@@ -21,6 +21,26 @@ class Estimate(NamedTuple):
   standard_error: float  # nan for a single problem.
 
 
+# Dense bfloat16 floating-point operations per second of one device, from the
+# vendors' data sheets, by JAX's name of the device.
+_PEAK_FLOPS = {
+  "TPU v4": 275e12,
+  "TPU v5 lite": 197e12,
+  "TPU v5": 459e12,
+  "TPU v5p": 459e12,
+  "TPU v6 lite": 918e12,
+  "NVIDIA A100-SXM4-40GB": 312e12,
+  "NVIDIA A100-SXM4-80GB": 312e12,
+  "NVIDIA H100 80GB HBM3": 989e12,
+  "NVIDIA H200": 989e12,
+}
+
+
+def peak_flops(device_kind: str) -> float | None:
+  """Returns what the device could do at most, None where it is not known."""
+  return _PEAK_FLOPS.get(device_kind)
+
+
 def pass_at_k(
   num_correct: npt.ArrayLike, num_samples: npt.ArrayLike, *, k: int
 ) -> np.ndarray:

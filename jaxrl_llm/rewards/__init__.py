@@ -15,6 +15,20 @@ REWARDS = {
 }
 
 
+# A response that each verifier must call correct, made from a gold answer.
+_GOLD = {
+  "chain_sum": "#{}.",
+  "exact_line": "{}\n",
+  "numeric": "The answer is \\boxed{{{}}}",
+  "math_verify": "The answer is \\boxed{{{}}}",
+}
+
+
+def gold_response(name: str, answer: str) -> str:
+  """Returns a response that the verifier of this name must call correct."""
+  return _GOLD[name].format(answer)
+
+
 def get_reward(name: str) -> RewardFn:
   """Returns a verifier by name.
 
@@ -40,6 +54,7 @@ __all__ = [
   "chain_sum",
   "exact_line",
   "get_reward",
+  "gold_response",
   "math_verify",
   "numeric",
 ]

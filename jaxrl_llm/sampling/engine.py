@@ -8,6 +8,7 @@ from typing import Any
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.models import ModelFns
@@ -139,6 +140,36 @@ class Engine:
       )
     ids = np.arange(len(prompts)) if prompt_ids is None else prompt_ids
     return self._rollout(prompts, sample_ids, np.asarray(ids, np.int32), waves)
+
+  def lower(self, params: Any, *, prompts: int, group_size: int) -> dict:
+    """Lowers `admit` and `advance` at their largest shapes, running nothing.
+
+    Args:
+      params: ShapeDtypeStructs of sampler parameters.
+      prompts: prompts of one wave.
+      group_size: responses per prompt.
+
+    Returns:
+      name -> `jax.stages.Lowered`.
+    """
+    shape = jax.ShapeDtypeStruct
+    pool = jax.eval_shape(functools.partial(self._empty, bucket=self._buckets[-1]))
+    key = jax.eval_shape(jax.random.key, 0)
+    number = shape((), jnp.int32)
+    common = (params, pool, key, number, shape(self._stop.shape, jnp.int32))
+    grid = (prompts, group_size)
+    ids, floats = shape(grid, jnp.int32), shape(grid, jnp.float32)
+    settings = slots_lib.Settings(
+      temperature=floats, top_k=ids, top_p=floats, min_p=floats, limit=ids
+    )
+    tokens = shape((prompts, self.max_prompt_length), jnp.int32)
+    lengths = shape((prompts,), jnp.int32)
+    return {
+      "sampler admit": self._admit.lower(
+        *common, tokens, lengths, ids, ids, settings
+      ),
+      "sampler advance": self._advance.lower(*common, number),
+    }
 
   def _check(self, prompts, sample_ids, settings):
     if sample_ids.shape[0] != len(prompts):

@@ -1,0 +1,126 @@
+"""A trial: every phase compiled at its worst shape, data and rewards checked."""
+
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm import config as config_lib
+from jaxrl_llm import rewards
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.train import packing, step
+from jaxrl_llm.train.build import Job, Role
+
+_GIB = 2.0**30
+_CHECKED = 200  # Gold answers that the verifier is asked about.
+
+
+def dry_run(job: Job) -> None:
+  """Prints data, rewards, and memory per phase; trains nothing.
+
+  Raises:
+    InputError: the verifier refuses gold answers.
+  """
+  _show_data(job)
+  _check_rewards(job)
+  print("phase                 compile s   arguments GiB   temporary GiB")
+  for name, lowered in _phases(job).items():
+    begin = time.perf_counter()
+    memory = lowered.compile().memory_analysis()
+    seconds = time.perf_counter() - begin
+    print(
+      f"{name:<22}{seconds:>9.1f}"
+      f"{memory.argument_size_in_bytes / _GIB:>16.3f}"
+      f"{memory.temp_size_in_bytes / _GIB:>16.3f}"
+    )
+  print("per device; nothing was trained", flush=True)
+
+
+def _show_data(job: Job) -> None:
+  count = min(len(job.train_prompts), job.config.data.prompts_per_step)
+  prompts = job.train_prompts.take(0, count)
+  lengths = [len(p.tokens) for p in prompts]
+  print(
+    f"data: {len(job.train_prompts)} training examples,"
+    f" {len(job.eval_prompts)} evaluation problems ({job.eval_name});"
+    f" the first {count} prompts have {min(lengths)} to {max(lengths)} tokens"
+  )
+  print(f"first prompt: {prompts[0].text!r}, answer {prompts[0].answer!r}")
+
+
+def _check_rewards(job: Job) -> None:
+  """Gold answers must score; a dataset whose golds fail cannot be learned."""
+  name = job.config.reward.name
+  problems = job.eval_prompts[:_CHECKED]
+  answers = [p.answer for p in problems]
+  texts = [rewards.gold_response(name, answer) for answer in answers]
+  scores = job.pool.score(texts, answers, [True] * len(texts))
+  refused = [p for p, score in zip(problems, scores) if not score.correct]
+  print(f"rewards: {len(scores) - len(refused)} of {len(scores)} golds accepted")
+  if len(refused) > len(scores) // 2:
+    raise InputError(
+      f"config.reward.name={name!r} refuses {len(refused)} of {len(scores)}"
+      f" gold answers, such as {refused[0].answer!r} of"
+      f" {refused[0].example_id}; choose another reward or clean the data"
+    )
+
+
+def _phases(job: Job) -> dict[str, jax.stages.Lowered]:
+  policy, value = job.policy, job.value
+  sampler_params = jax.eval_shape(job.for_sampling, policy.shapes.params)
+  group_size = job.config.data.group_size
+  scalar = jax.ShapeDtypeStruct((), jnp.float32)
+  packed = _packed(job, policy)
+  batch = step.PolicyBatch(
+    packed=packed,
+    **{
+      name: _like(packed.tokens)
+      for name in ("old_logprobs", "advantages", "weights", "nll_weights")
+    },
+  )
+  value_packed = _packed(job, value)
+  value_batch = step.ValueBatch(
+    packed=value_packed,
+    **{
+      name: _like(value_packed.tokens)
+      for name in ("old_values", "returns", "weights")
+    },
+  )
+  phases = job.engine.lower(
+    sampler_params,
+    prompts=max(1, job.engine.slots // group_size),
+    group_size=group_size,
+  )
+  return phases | {
+    "score log-probs": job.score_logprobs.lower(
+      policy.shapes.params, packed, scalar
+    ),
+    "score values": job.score_values.lower(value.shapes.params, value_packed),
+    "update value": value.update.lower(value.shapes, value_batch),
+    "update policy": policy.update.lower(policy.shapes, batch, scalar),
+  }
+
+
+def _packed(job: Job, role: Role) -> packing.PackedTokens:
+  settings = role.settings
+  micro_batches = -(-settings.mini_batch // settings.micro_rows)
+  row = config_lib.row_tokens(job.config)
+  shape = (micro_batches, settings.micro_rows, row)
+  tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
+  names = ("tokens", "targets", "segments", "positions")
+  placed = step.place_shapes(
+    {name: tokens for name in names}
+    | {
+      "mask": jax.ShapeDtypeStruct(shape, jnp.bool_),
+      "count": jax.ShapeDtypeStruct((), jnp.int32),
+    },
+    job.mesh,
+  )
+  return packing.PackedTokens(**placed)
+
+
+def _like(tokens: Any) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(
+    tokens.shape, jnp.float32, sharding=tokens.sharding
+  )

@@ -106,7 +106,7 @@ def train(job: Job, workdir: pathlib.Path) -> None:
         with timer.phase("evaluate"):
           row |= evaluate(job, state, logger)
       row |= timer.collect()
-      row |= speed(row) | {
+      row |= speed(job, row) | {
         "memory/peak_gib": metrics.peak_memory_gib(),
         "compile/count": compiles.collect(),
       }
@@ -172,7 +172,8 @@ def iterate(job: Job, state: RunState, timer, logger) -> dict[str, float]:
       state.step,
       evaluation.samples_of(rollout, prompts, judged, rewards, rows),
     )
-  return row | value_row | policy_row | rollout_metrics(rollout, judged)
+  row |= rollout_metrics(rollout, judged)
+  return row | value_row | policy_row | staleness(rollout, state.step - 1)
 
 
 def generate(
@@ -319,12 +320,37 @@ def rollout_metrics(rollout, judged) -> dict[str, float]:
   }
 
 
-def speed(row: dict[str, float]) -> dict[str, float]:
-  """Generated tokens per second of sampling, all tokens per second of all."""
+def staleness(rollout: Rollout, version: int) -> dict[str, float]:
+  """Versions between the weights that wrote a token and those it trained."""
+  age = (version - rollout.version)[rollout.mask]
   return {
-    "rollout/tokens_per_second": row["rollout/tokens"] / row["time/generate_s"],
+    "staleness/mean": float(age.mean()),
+    "staleness/max": float(age.max()),
+  }
+
+
+def speed(job: Job, row: dict[str, float]) -> dict[str, float]:
+  """Tokens per second of sampling and of the whole step, and utilisation.
+
+  Utilisation counts 2 · parameters floating-point operations per token for
+  each forward pass and 4 · for a backward pass, of policy and critic.
+  """
+  out = {
+    "rollout/tokens_per_second": row["rollout/tokens"]
+    / row["time/generate_s"],
     "perf/tokens_per_second": row["perf/tokens"] / row["time/step_s"],
   }
+  device = job.mesh.devices.flat[0].device_kind
+  peak = metrics.peak_flops(device)
+  if peak:
+    passes = sum(2 + 6 * r.settings.epochs for r in (job.policy, job.value))
+    done = job.policy.fns.config.num_params() * passes * row["perf/tokens"]
+    seconds = sum(
+      row[f"time/{name}_s"]
+      for name in ("score", "update_value", "update_policy")
+    )
+    out["perf/mfu"] = done / seconds / (peak * job.mesh.size)
+  return out
 
 
 def _mean(x: np.ndarray) -> float:

@@ -26,8 +26,8 @@ class Recipe:
   Attributes:
     advantages: (token_rewards, values, mask, lengths) [B, T] -> [B, T].
     returns: the same arguments -> targets of the critic [B, T].
-    policy_loss: (logprobs, old_logprobs, advantages) -> `losses.ClippedPolicyLoss`.
-    value_loss: (values, returns, old_values) -> `losses.ClippedValueLoss`.
+    policy_loss: (logprobs, old_logprobs, advantages) -> per-token loss.
+    value_loss: (values, returns, old_values) -> per-token loss.
     loss_mode: mode of `masked.token_weights` for the policy loss.
     nll_coefficient: μ of the positive-example language-model loss.
   """

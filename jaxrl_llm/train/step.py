@@ -46,10 +46,21 @@ class ValueBatch:
 
 def place(batch: Any, mesh: jax.sharding.Mesh) -> Any:
   """Puts [M, r, C] arrays on the mesh, rows split over its batch axes."""
+  shapes = place_shapes(batch, mesh)
+  return jax.tree.map(
+    lambda x, shape: jax.device_put(x, shape.sharding), batch, shapes
+  )
+
+
+def place_shapes(batch: Any, mesh: jax.sharding.Mesh) -> Any:
+  """ShapeDtypeStructs of a batch as `place` would put it."""
   rows = sharding.along_batch(mesh, axis=1)
   whole = sharding.replicated(mesh)
   return jax.tree.map(
-    lambda x: jax.device_put(x, rows if jnp.ndim(x) == 3 else whole), batch
+    lambda x: jax.ShapeDtypeStruct(
+      x.shape, x.dtype, sharding=rows if x.ndim == 3 else whole
+    ),
+    batch,
   )
 
 

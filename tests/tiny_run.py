@@ -1,0 +1,86 @@
+"""A whole run in seconds: a tiny model directory and a config to match."""
+
+import json
+import pathlib
+
+import jax
+
+from jaxrl_llm import config as config_lib
+from jaxrl_llm import models
+from jaxrl_llm.data import tasks
+from jaxrl_llm.data.tokenizer import character_tokenizer_json
+
+
+def model_config() -> models.ModelConfig:
+  """2 layers of width 32 over the alphabet of chain_sum."""
+  return models.ModelConfig(
+    family="llama",
+    vocab_size=len(tasks.CHARACTERS) + 2,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_position_embeddings=64,
+    rms_norm_eps=1e-5,
+    rope_theta=10_000.0,
+    tie_word_embeddings=True,
+  )
+
+
+def write_model(directory: pathlib.Path) -> pathlib.Path:
+  """Random weights and a character tokenizer, as a Hugging Face directory."""
+  directory.mkdir(parents=True)
+  text = character_tokenizer_json(tasks.CHARACTERS)
+  (directory / "tokenizer.json").write_text(text, encoding="utf-8")
+  tokens = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+  (directory / "generation_config.json").write_text(json.dumps(tokens))
+  fns = models.make_policy(model_config())
+  params = jax.jit(fns.init)(jax.random.key(0))
+  models.save(str(directory), fns, params, tokenizer_from=str(directory))
+  return directory
+
+
+def overrides(model: pathlib.Path) -> dict:
+  """Settings under which a step takes milliseconds."""
+  settings = {
+    "model.path": str(model),
+    "value.pretrain_steps": 2,
+    "data.prompts_per_step": 4,
+    "data.group_size": 4,
+    "data.max_prompt_length": 12,
+    "sampler.max_response_length": 12,
+    "eval.every": 3,
+    "eval.samples": 2,
+    "eval.problems": 4,
+    "checkpoint.every": 1,
+    "mesh.data": 1,
+    "run.steps": 6,
+    "run.samples_every": 2,
+  }
+  for role in ("policy", "value"):
+    settings[f"optimizer.{role}.mini_batch"] = 8
+    settings[f"optimizer.{role}.micro_rows"] = 2
+    settings[f"optimizer.{role}.warmup_steps"] = 2
+  return settings
+
+
+def make_config(model: pathlib.Path, **changes):
+  """The config of a tiny run; `changes` has dots written as `__`."""
+  config = config_lib.default_config()
+  settings = overrides(model)
+  settings |= {key.replace("__", "."): v for key, v in changes.items()}
+  config.data.settings = {"max_ops": 2}
+  config.update_from_flattened_dict(settings)
+  return config
+
+
+def flags(model: pathlib.Path, workdir, **changes) -> list[str]:
+  """The same as arguments of scripts/train.py."""
+  settings = overrides(model)
+  settings |= {key.replace("__", "."): v for key, v in changes.items()}
+  return [
+    f"--workdir={workdir}",
+    *(f"--config.{key}={value}" for key, value in settings.items()),
+  ]
