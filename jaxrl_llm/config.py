@@ -263,6 +263,16 @@ def get(config: ConfigDict, key: str):
   return config
 
 
+def keys(config: ConfigDict, prefix: str = "") -> list[str]:
+  """Every dotted key that holds a value."""
+  found = []
+  for name, value in config.items():
+    inner = isinstance(value, ConfigDict) and len(value)
+    path = prefix + name
+    found += keys(value, f"{path}.") if inner else [path]
+  return found
+
+
 def batch_size(config: ConfigDict) -> int:
   """Responses per step."""
   return config.data.prompts_per_step * config.data.group_size

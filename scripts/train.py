@@ -8,17 +8,20 @@ SIGTERM, which save first), 2 for bad input, 1 for a run that could not go on.
 """
 
 import datetime
+import difflib
 import json
 import pathlib
 import sys
+from typing import NoReturn
 
 from absl import app, flags, logging
 from ml_collections import config_flags
 
+from jaxrl_llm import config as config_lib
 from jaxrl_llm.errors import InputError
 
 _CONFIG = config_flags.DEFINE_config_file(
-  "config", "configs/vapo.py", "Settings: configs/METHOD.py[:PRESET]."
+  "config", None, "Settings: configs/METHOD.py[:PRESET]."
 )
 _WORKDIR = flags.DEFINE_string(
   "workdir", "", "Files of the run; a dated folder under runs/ by default."
@@ -29,6 +32,56 @@ _DRY_RUN = flags.DEFINE_bool(
   "Compile every phase at its worst shape, print memory, check data and"
   " rewards, and exit.",
 )
+
+
+def parse_flags(argv: list[str]) -> list[str]:
+  """Parses the command line; what cannot be used is one line and exit 2."""
+  try:
+    rest = flags.FLAGS(argv)
+    if len(rest) > 1:
+      raise InputError(f"{rest[1]!r} is not a flag; flags start with --")
+    if _CONFIG.value is None:
+      raise InputError("no --config; give --config=configs/METHOD.py[:PRESET]")
+    _CONFIG.value.lock()  # A file that was not found only says so when used.
+  except Exception as error:  # Config files are foreign code.
+    _fail(_unknown_key(argv) or _reason(error))
+  return rest
+
+
+def _unknown_key(argv: list[str]) -> str | None:
+  """What is wrong with the first --config.KEY that no config has."""
+  keys = config_lib.keys(config_lib.default_config())
+  for argument in argv[1:]:
+    name, dot, key = argument.partition("=")[0].lstrip("-").partition(".")
+    groups = [key, *(k for k in keys if k.startswith(key + "."))]
+    if name != "config" or not dot or len(groups) > 1 or key in keys:
+      continue
+    parent = key.rpartition(".")[0]
+    near = difflib.get_close_matches(key, keys, n=1)
+    hint = f"did you mean {near[0]}?" if near else "see jaxrl_llm/config.py"
+    if parent.endswith("settings"):
+      hint = f"give the whole, --config.{parent}=\"{{'NAME': VALUE}}\""
+    return f"--config.{key}: no such key; {hint}"
+  return None
+
+
+def _reason(error: Exception) -> str:
+  """One line of an error that may wrap others or a whole traceback."""
+  causes = [error]
+  while causes[-1].__context__:
+    causes.append(causes[-1].__context__)
+  for cause in reversed(causes):
+    if isinstance(cause, InputError):
+      return str(cause)
+  lines = str(error).strip().splitlines() or [type(error).__name__]
+  if isinstance(error, OSError):
+    return f"--config: {lines[-1].strip()}; see configs/"
+  return lines[-1].strip()
+
+
+def _fail(message: str, *, code: int = 2) -> NoReturn:
+  print(f"error: {message}", file=sys.stderr)
+  sys.exit(code)
 
 
 def prepare_workdir(config) -> pathlib.Path:
@@ -66,18 +119,17 @@ def run(config) -> None:
 
 
 def main(argv):
-  if len(argv) > 1:
-    print(
-      f"unexpected argument {argv[1]!r}; flags start with --", file=sys.stderr
-    )
-    sys.exit(2)
+  del argv
+  from jaxrl_llm.train.loop import TrainingStopped
+
   logging.set_verbosity(logging.ERROR)
   try:
     run(_CONFIG.value)
   except InputError as error:
-    print(f"error: {error}", file=sys.stderr)
-    sys.exit(2)
+    _fail(str(error))
+  except TrainingStopped as error:
+    _fail(str(error), code=1)
 
 
 if __name__ == "__main__":
-  app.run(main)
+  app.run(main, flags_parser=parse_flags)

@@ -1,0 +1,209 @@
+"""Chunked log-probs equal the plain formula, in value, gradient and memory."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.models import heads
+
+B, T, D, V = 3, 11, 5, 23
+# Masks by name: full, holes, an empty row beside full ones, nothing at all.
+MASKS = {
+  "full": np.ones((B, T), bool),
+  "holes": np.random.default_rng(0).random((B, T)) < 0.5,
+  "empty row": np.arange(B)[:, None] + np.zeros((B, T)) != 1,
+  "nothing": np.zeros((B, T), bool),
+}
+
+
+def _inputs(tied):
+  keys = jax.random.split(jax.random.key(3), 5)
+  hidden = jax.random.normal(keys[0], (B, T, D))
+  kernel = jax.random.normal(keys[1], (V, D) if tied else (D, V))
+  targets = jax.random.randint(keys[2], (B, T), 0, V)
+  # Cotangents of both outputs, so that one gradient tests all of them.
+  pulls = jax.random.normal(keys[3], (2, B, T))
+  return hidden, kernel, targets, pulls
+
+
+def _plain(hidden, kernel, targets, mask, temperature, *, tied):
+  matrix = kernel.T if tied else kernel
+  z = jnp.einsum("btd,dv->btv", hidden, matrix, precision="highest")
+  logp = jax.nn.log_softmax(z / temperature)
+  picked = jnp.sum(logp * jax.nn.one_hot(targets, V), axis=-1)
+  entropy = -jnp.sum(jnp.exp(logp) * logp, axis=-1)
+  return jnp.where(mask, picked, 0.0), jnp.where(mask, entropy, 0.0)
+
+
+@functools.partial(jax.jit, static_argnames=("function",))
+def _value_and_grad(hidden, kernel, targets, mask, temperature, pulls, function):
+  def total(hidden, kernel):
+    out = function(hidden, kernel, targets, mask, temperature)
+    return sum(jnp.sum(p * x) for p, x in zip(pulls, out)), tuple(out)
+
+  grads, out = jax.grad(total, argnums=(0, 1), has_aux=True)(hidden, kernel)
+  return out, grads
+
+
+@functools.cache
+def _function(name, **settings):
+  return functools.partial(
+    {"chunked": heads.chunked_logprobs, "plain": _plain}[name], **settings
+  )
+
+
+def _both(tied, chunk, mask, temperature, hidden=None):
+  inputs, kernel, targets, pulls = _inputs(tied)
+  hidden = inputs if hidden is None else hidden
+  arguments = (hidden, kernel, targets, mask, jnp.float32(temperature), pulls)
+  chunked = _function("chunked", tied=tied, chunk=chunk)
+  got = _value_and_grad(*arguments, function=chunked)
+  # The reference sees clean inputs, whatever stands at masked positions.
+  clean = (inputs, *arguments[1:])
+  return got, _value_and_grad(*clean, function=_function("plain", tied=tied))
+
+
+def _assert_close(got, expected):
+  jax.tree.map(
+    lambda g, e: np.testing.assert_allclose(g, e, rtol=2e-5, atol=2e-6),
+    got,
+    expected,
+  )
+
+
+class TestChunkedLogprobs:
+  @pytest.mark.parametrize("tied", [True, False])
+  @pytest.mark.parametrize("chunk", [1, 4, 11, 64])
+  @pytest.mark.parametrize("mask", MASKS)
+  @pytest.mark.parametrize("temperature", [1.0, 0.6])
+  def test_equals_the_plain_formula(self, tied, chunk, mask, temperature):
+    got, expected = _both(tied, chunk, MASKS[mask], temperature)
+    _assert_close(got, expected)
+
+  @pytest.mark.parametrize("tied", [True, False])
+  def test_masked_positions_give_exact_zeros(self, tied):
+    mask = MASKS["holes"]
+    (outputs, (d_hidden, _)), _ = _both(tied, 4, mask, 0.6)
+    for x in (*outputs, d_hidden):
+      assert not np.any(np.asarray(x)[~mask])
+      assert np.all(np.asarray(x)[mask] != 0)
+
+  @pytest.mark.parametrize("tied", [True, False])
+  @pytest.mark.parametrize("mask", MASKS)
+  def test_nan_at_masked_positions_changes_nothing(self, tied, mask):
+    mask = MASKS[mask]
+    hidden = jnp.where(mask[..., None], _inputs(tied)[0], jnp.nan)
+    got, expected = _both(tied, 4, mask, 1.0, hidden)
+    _assert_close(got, expected)
+
+  def test_targets_out_of_range_where_masked_change_nothing(self):
+    hidden, kernel, targets, pulls = _inputs(True)
+    mask = MASKS["holes"]
+    function = _function("chunked", tied=True, chunk=4)
+    run = lambda targets: _value_and_grad(
+      hidden, kernel, targets, mask, jnp.float32(1), pulls, function=function
+    )
+    jax.tree.map(
+      np.testing.assert_array_equal,
+      run(targets),
+      run(jnp.where(mask, targets, -1)),
+    )
+
+  def test_entropy_of_a_flat_law_is_log_v(self):
+    hidden, kernel, targets, _ = _inputs(True)
+    out = _function("chunked", tied=True, chunk=4)(
+      jnp.zeros_like(hidden), kernel, targets, MASKS["full"]
+    )
+    np.testing.assert_allclose(out.entropy, np.log(V), rtol=1e-6)
+    np.testing.assert_allclose(out.logprobs, -np.log(V), rtol=1e-6)
+
+  def test_huge_logits_stay_finite(self):
+    hidden, kernel, targets, pulls = _inputs(True)
+    out = _value_and_grad(
+      hidden * 1e4,
+      kernel,
+      targets,
+      MASKS["full"],
+      jnp.float32(1),
+      pulls,
+      function=_function("chunked", tied=True, chunk=4),
+    )
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(out))
+
+  def test_bfloat16_stays_near_and_returns_float32(self):
+    hidden, kernel, targets, _ = _inputs(True)
+    run = lambda hidden: _function("chunked", tied=True, chunk=4)(
+      hidden, kernel, targets, MASKS["full"]
+    )
+    got, expected = run(hidden.astype(jnp.bfloat16)), run(hidden)
+    assert got.logprobs.dtype == got.entropy.dtype == jnp.float32
+    for g, e in zip(got, expected):
+      np.testing.assert_allclose(g, e, atol=0.1)
+
+  def test_bfloat16_gradient_has_the_dtypes_of_its_inputs(self):
+    hidden, kernel, targets, pulls = _inputs(False)
+    run = lambda hidden: _value_and_grad(
+      hidden,
+      kernel,
+      targets,
+      MASKS["holes"],
+      jnp.float32(1),
+      pulls,
+      function=_function("chunked", tied=False, chunk=4),
+    )[1]
+    (d_hidden, d_kernel), expected = run(hidden.astype(jnp.bfloat16)), run(hidden)
+    assert d_hidden.dtype == jnp.bfloat16
+    assert d_kernel.dtype == jnp.float32
+    np.testing.assert_allclose(d_hidden, expected[0], atol=0.1)
+    np.testing.assert_allclose(d_kernel, expected[1], atol=0.2)
+
+  @pytest.mark.parametrize("chunk", [0, -3])
+  def test_a_chunk_below_one_is_an_error(self, chunk):
+    hidden, kernel, targets, _ = _inputs(True)
+    with pytest.raises(ValueError, match=f"chunk .* >= 1, got {chunk}"):
+      heads.chunked_logprobs(
+        hidden, kernel, targets, MASKS["full"], tied=True, chunk=chunk
+      )
+
+
+class TestMemory:
+  """No array of B · T · V entries is made, forward or backward."""
+
+  @pytest.mark.parametrize("tied", [True, False])
+  def test_no_array_holds_all_logits(self, tied):
+    # Primes, so that no other array can have as many entries.
+    batch, time, size, vocab, chunk = 3, 17, 2, 1013, 5
+    shape = jax.ShapeDtypeStruct
+    arguments = (
+      shape((batch, time, size), jnp.float32),
+      shape((vocab, size) if tied else (size, vocab), jnp.float32),
+      shape((batch, time), jnp.int32),
+      shape((batch, time), bool),
+    )
+
+    def total(*arguments):
+      out = heads.chunked_logprobs(*arguments, 0.7, tied=tied, chunk=chunk)
+      return jnp.sum(out.logprobs) + jnp.sum(out.entropy)
+
+    jaxpr = jax.make_jaxpr(jax.value_and_grad(total, argnums=(0, 1)))(
+      *arguments
+    )
+    sizes = set(_sizes(jaxpr.jaxpr))
+    assert batch * chunk * vocab in sizes  # The walk does see the chunks.
+    assert max(sizes) == batch * chunk * vocab
+
+
+def _sizes(jaxpr):
+  """Number of entries of every array of a jaxpr and those nested in it."""
+  for equation in jaxpr.eqns:
+    for variable in (*equation.invars, *equation.outvars):
+      yield int(np.prod(variable.aval.shape, dtype=np.int64))
+    for value in jax.tree.leaves(
+      tuple(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+    ):
+      inner = getattr(value, "jaxpr", value)
+      if hasattr(inner, "eqns"):
+        yield from _sizes(inner)

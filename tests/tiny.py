@@ -1,0 +1,50 @@
+"""One small random model, made and compiled once for all tests that need one.
+
+Weights are drawn wide, so that its distributions are neither flat nor points.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm import models
+
+
+def tiny_config() -> models.ModelConfig:
+  """Two layers of grouped-query attention with biases; odd sizes."""
+  return models.ModelConfig(
+    family="qwen2",
+    vocab_size=67,
+    hidden_size=24,
+    intermediate_size=40,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_position_embeddings=128,
+    rms_norm_eps=1e-6,
+    rope_theta=1000.0,
+    attention_bias=True,
+    tie_word_embeddings=True,
+  )
+
+
+def widen(params, key):
+  """The same tree with normal noise of deviation 0.3 on every leaf."""
+  leaves, tree = jax.tree.flatten(params)
+  keys = jax.random.split(key, len(leaves))
+  noise = [0.3 * jax.random.normal(k, x.shape) for k, x in zip(keys, leaves)]
+  return jax.tree.unflatten(tree, [x + n for x, n in zip(leaves, noise)])
+
+
+@functools.cache
+def tiny_policy():
+  """`(fns, params)`; what tests call directly is jitted."""
+  fns = models.make_policy(tiny_config(), dtype=jnp.float32, head_chunk=8)
+  make = lambda key: widen(fns.init(key), jax.random.fold_in(key, 1))
+  jitted = {
+    name: jax.jit(getattr(fns, name))
+    for name in ("logprobs", "logits", "for_sampling", "prefill", "decode")
+  }
+  return fns._replace(**jitted), jax.jit(make)(jax.random.key(0))

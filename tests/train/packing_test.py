@@ -1,0 +1,174 @@
+"""Packed rows hold every token once, and the shift is where it should be."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxrl_llm.train import packing
+from jaxrl_llm.types import Rollout
+
+
+def make_rollout(rng, *, rows, prompt=7, room=9, vocab=50):
+  """Ragged random responses, some empty, masks with holes."""
+  prompt_lengths = rng.integers(1, prompt + 1, rows).astype(np.int32)
+  lengths = rng.integers(0, room + 1, rows).astype(np.int32)
+  present = np.arange(room)[None] < lengths[:, None]
+  draw = lambda *shape: rng.integers(2, vocab, shape).astype(np.int32)
+  ids = np.arange(rows, dtype=np.int32)
+  return Rollout(
+    prompt_tokens=draw(rows, prompt),
+    prompt_lengths=prompt_lengths,
+    tokens=draw(rows, room),
+    lengths=lengths,
+    mask=present & (rng.random((rows, room)) < 0.8),
+    behavior_logprobs=rng.normal(size=(rows, room)).astype(np.float32),
+    version=np.zeros((rows, room), np.int32),
+    origin=np.zeros((rows, room), np.int32),
+    status=np.zeros(rows, np.int32),
+    window_start=np.zeros(rows, np.int32),
+    prompt_id=ids,
+    group=ids,
+    sample_id=ids,
+  )
+
+
+class TestFirstFitDecreasing:
+  def test_golden(self):
+    lengths = np.asarray([3, 6, 4, 2, 5, 1])
+    row, offset, used = packing.first_fit_decreasing(lengths, 7)
+    # Longest first: 6 | 5 | 4 | 3 joins the 4, 2 joins the 5, 1 joins the 6.
+    np.testing.assert_array_equal(row, [2, 0, 2, 1, 1, 0])
+    np.testing.assert_array_equal(offset, [4, 0, 0, 5, 0, 6])
+    assert used == 3
+
+  @pytest.mark.parametrize("seed", range(20))
+  def test_never_overlaps_nor_exceeds(self, seed):
+    rng = np.random.default_rng(seed)
+    capacity = int(rng.integers(5, 40))
+    lengths = rng.integers(1, capacity + 1, int(rng.integers(1, 60)))
+    row, offset, used = packing.first_fit_decreasing(lengths, capacity)
+    filled = np.zeros((used, capacity), int)
+    for r, o, n in zip(row, offset, lengths):
+      assert 0 <= o and o + n <= capacity
+      filled[r, o : o + n] += 1
+    assert filled.max() == 1 and filled.sum() == lengths.sum()
+
+    assert (filled.sum(axis=1) > 0).all()
+
+  def test_nothing(self):
+    row, offset, used = packing.first_fit_decreasing(np.zeros(0, int), 4)
+    assert row.size == offset.size == used == 0
+
+
+class TestPack:
+  def test_the_shift_by_hand(self):
+    rollout = make_rollout(np.random.default_rng(0), rows=2)
+    rollout = rollout.replace(
+      prompt_tokens=np.asarray([[10, 11, 12], [20, 21, 0]]),
+      prompt_lengths=np.asarray([3, 2]),
+      tokens=np.asarray([[13, 14, 0], [22, 0, 0]]),
+      lengths=np.asarray([2, 1]),
+      mask=np.asarray([[True, True, False], [True, False, False]]),
+    )
+    packed, layout = packing.pack(rollout, capacity=9, rows=1, micro_batches=2)
+    row = lambda name: packed[name][0, 0].tolist()
+    assert row("tokens") == [10, 11, 12, 13, 14, 20, 21, 22, 0]
+    assert row("targets") == [11, 12, 13, 14, 0, 21, 22, 0, 0]
+    assert row("segments") == [1, 1, 1, 1, 1, 2, 2, 2, 0]
+    assert row("positions") == [0, 1, 2, 3, 4, 0, 1, 2, 0]
+    # 13 is predicted where 12 is read, 14 where 13 is, 22 where 21 is.
+    assert row("mask") == [0, 0, 1, 1, 0, 0, 1, 0, 0]
+    assert packed.count == 1 and not packed.segments[1].any()
+    values = np.asarray([[1.0, 2.0, 9.0], [3.0, 9.0, 9.0]], np.float32)
+    scattered = layout.scatter(values)
+    assert scattered.dtype == np.float32
+    assert scattered[0, 0].tolist() == [0, 0, 1, 2, 0, 0, 3, 0, 0]
+    np.testing.assert_array_equal(
+      layout.gather(scattered), [[1, 2, 0], [3, 0, 0]]
+    )
+
+  @pytest.mark.parametrize("seed", range(10))
+  def test_every_response_token_lands_once(self, seed):
+    rng = np.random.default_rng(seed)
+    rollout = make_rollout(rng, rows=int(rng.integers(1, 24)))
+    rows = int(rng.integers(1, 5))
+    packed, layout = packing.pack(
+      rollout,
+      capacity=int(rng.integers(16, 40)),
+      rows=rows,
+      micro_batches=-(-len(rollout.lengths) // rows),
+    )
+    present = np.arange(9)[None] < rollout.lengths[:, None]
+    np.testing.assert_array_equal(layout.present, present)
+    ones = layout.scatter(present.astype(np.int32))
+    assert ones.max(initial=0) <= 1 and ones.sum() == rollout.lengths.sum()
+    np.testing.assert_array_equal(packed.mask, layout.scatter(rollout.mask))
+    # What a position predicts is its target, and the token after it.
+    np.testing.assert_array_equal(
+      layout.gather(packed.targets), np.where(present, rollout.tokens, 0)
+    )
+    i, t = np.nonzero(present)
+    flat = packed.tokens.reshape(-1)
+    np.testing.assert_array_equal(
+      flat[layout.index[i, t] + 1], rollout.tokens[i, t]
+    )
+    total = rollout.prompt_lengths + rollout.lengths
+    assert (packed.segments > 0).sum() == total.sum()
+    # Positions count up within a segment and start at 0.
+    starts = (packed.positions == 0) & (packed.segments > 0)
+    assert starts.sum() == len(total)
+    assert not packed.tokens[packed.count :].any()
+    assert packed.tokens[: packed.count].any(axis=(1, 2)).all()
+
+  @pytest.mark.parametrize("seed", range(5))
+  def test_scatter_and_gather_are_inverse(self, seed):
+    rng = np.random.default_rng(seed)
+    rollout = make_rollout(rng, rows=13)
+    _, layout = packing.pack(rollout, capacity=20, rows=4, micro_batches=4)
+    values = rng.normal(size=rollout.tokens.shape).astype(np.float32)
+    back = layout.gather(layout.scatter(values))
+    np.testing.assert_array_equal(back, np.where(layout.present, values, 0))
+    assert back.dtype == np.float32
+
+  def test_errors(self):
+    rollout = make_rollout(np.random.default_rng(0), rows=4)
+    rollout = rollout.replace(lengths=np.asarray([9, 9, 9, 9]))
+    longest = int(rollout.prompt_lengths.max()) + 9
+    with pytest.raises(ValueError, match=f"sample of {longest} tokens"):
+      packing.pack(rollout, capacity=longest - 1, rows=2, micro_batches=2)
+    with pytest.raises(ValueError, match="do not fit 1 micro-batches of 2"):
+      packing.pack(rollout, capacity=longest, rows=2, micro_batches=1)
+
+
+class TestMiniBatches:
+  def test_every_sample_once_and_fixed_shapes(self):
+    rollout = make_rollout(np.random.default_rng(1), rows=12)
+    batches = packing.mini_batches(
+      rollout, size=4, rng=np.random.default_rng(5), capacity=16, rows=3
+    )
+    rows = np.concatenate([b.rows for b in batches])
+    assert sorted(rows) == list(range(12)) and rows.tolist() != list(range(12))
+    assert {b.packed.tokens.shape for b in batches} == {(2, 3, 16)}
+    for batch in batches:
+      chosen = packing.select(rollout, batch.rows)
+      np.testing.assert_array_equal(
+        batch.layout.gather(batch.packed.targets),
+        np.where(batch.layout.present, chosen.tokens, 0),
+      )
+
+  def test_no_generator_keeps_the_order(self):
+    rollout = make_rollout(np.random.default_rng(1), rows=6)
+    batches = packing.mini_batches(
+      rollout, size=3, rng=None, capacity=16, rows=3
+    )
+    assert [b.rows.tolist() for b in batches] == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_select_takes_rows_of_every_field():
+  rollout = make_rollout(np.random.default_rng(2), rows=5)
+  chosen = packing.select(rollout, np.asarray([3, 0]))
+  for field in dataclasses.fields(rollout):
+    np.testing.assert_array_equal(
+      chosen[field.name], rollout[field.name][[3, 0]]
+    )
