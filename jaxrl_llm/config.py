@@ -6,6 +6,9 @@ A method file `configs/METHOD.py` starts from `default_config()` and overrides;
 line which key is wrong and what it may be.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 from ml_collections import ConfigDict, config_dict
 
 from jaxrl_llm.errors import InputError
@@ -254,6 +257,18 @@ _WHY = {
   "sampler.top_p": "; training uses the full softmax, so must the sampler",
   "sampler.min_p": "; training uses the full softmax, so must the sampler",
 }
+
+
+def choose(preset: str, presets: Mapping[str, Any]) -> Any:
+  """The preset of that name.
+
+  Raises:
+    InputError: there is none.
+  """
+  if preset not in presets:
+    names = ", ".join(repr(name) for name in presets if name)
+    raise InputError(f"preset {preset!r} is unknown; choose {names} or none")
+  return presets[preset]
 
 
 def get(config: ConfigDict, key: str):

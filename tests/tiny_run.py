@@ -4,11 +4,13 @@ import json
 import pathlib
 
 import jax
+import numpy as np
 
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import models
 from jaxrl_llm.data import tasks
 from jaxrl_llm.data.tokenizer import character_tokenizer_json
+from jaxrl_llm.types import Rollout
 
 
 def model_config() -> models.ModelConfig:
@@ -84,3 +86,27 @@ def flags(model: pathlib.Path, workdir, **changes) -> list[str]:
     f"--workdir={workdir}",
     *(f"--config.{key}={value}" for key, value in settings.items()),
   ]
+
+
+def random_rollout(rng, *, rows, prompt=7, room=9, vocab=50):
+  """Ragged random responses, some empty, masks with holes."""
+  prompt_lengths = rng.integers(1, prompt + 1, rows).astype(np.int32)
+  lengths = rng.integers(0, room + 1, rows).astype(np.int32)
+  present = np.arange(room)[None] < lengths[:, None]
+  draw = lambda *shape: rng.integers(2, vocab, shape).astype(np.int32)
+  ids = np.arange(rows, dtype=np.int32)
+  return Rollout(
+    prompt_tokens=draw(rows, prompt),
+    prompt_lengths=prompt_lengths,
+    tokens=draw(rows, room),
+    lengths=lengths,
+    mask=present & (rng.random((rows, room)) < 0.8),
+    behavior_logprobs=rng.normal(size=(rows, room)).astype(np.float32),
+    version=np.zeros((rows, room), np.int32),
+    origin=np.zeros((rows, room), np.int32),
+    status=np.zeros(rows, np.int32),
+    window_start=np.zeros(rows, np.int32),
+    prompt_id=ids,
+    group=ids,
+    sample_id=ids,
+  )

@@ -1,4 +1,4 @@
-"""Attention of whole sequences, and of one query per slot on a cache.
+"""Attention of packed rows, and of one query per slot on a cache.
 
 Heads are brought before time first, and the G query heads of a key head are
 folded into the time axis. The products are then plain batched matrix products
@@ -11,49 +11,93 @@ import jax
 import jax.numpy as jnp
 
 _MASKED = -1e30  # Finite: a row without any key gives a mean, not NaN.
+_QUERY_BLOCK = 512  # Queries at a time in rows longer than twice this.
 
 
-def attention(
-  q: chex.Array, k: chex.Array, v: chex.Array, mask: chex.Array
+def packed_attention(
+  q: chex.Array,
+  k: chex.Array,
+  v: chex.Array,
+  segments: chex.Array,
+  prefixes: chex.Array,
 ) -> jax.Array:
-  """softmax(q kᵀ / √d) v with grouped heads.
+  """softmax(q kᵀ / √d) v, causal, with grouped heads, within segments.
+
+  A query sees the keys not after it of its own segment and of its prefix. In
+  long rows queries go block by block and are recomputed in the backward pass,
+  so that memory is linear in the length.
 
   Args:
     q: [B, T, H, d].
     k: [B, T, K, d]; K divides H.
     v: [B, T, K, d].
-    mask: bool [B or 1, T, T], True where query t may see key s.
+    segments: int32 [B, T].
+    prefixes: int32 [B, T], a further segment that is seen, 0 for none.
 
   Returns:
     [B, T, H, d] in the dtype of q; scores and softmax are float32.
   """
-  batch, time, heads, size = q.shape
-  kv_heads = k.shape[2]
+  chex.assert_rank([q, k, v, segments, prefixes], [4, 4, 4, 2, 2])
+  chex.assert_equal_shape_prefix([q, k, v, segments, prefixes], 2)
+  time = q.shape[1]
+  keys, values = k.transpose(0, 2, 3, 1), v.swapaxes(1, 2)
+
+  def block(start, q, own, prefix):
+    index = start + jnp.arange(q.shape[1])
+    visible = own[:, :, None] == segments[:, None]
+    shared = prefix[:, :, None] == segments[:, None]
+    visible |= shared & (prefix[:, :, None] > 0)
+    visible &= (index[:, None] >= jnp.arange(time)[None])[None]
+    return _attend(q, keys, values, visible)
+
+  if time <= 2 * _QUERY_BLOCK:
+    return block(0, q, segments, prefixes)
+  count = -(-time // _QUERY_BLOCK)
+  padding = count * _QUERY_BLOCK - time
+
+  def split(x):
+    widths = [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2)
+    x = jnp.pad(x, widths).reshape(x.shape[0], count, -1, *x.shape[2:])
+    return x.swapaxes(0, 1)
+
+  blocks = (
+    jnp.arange(count) * _QUERY_BLOCK,
+    *map(split, (q, segments, prefixes)),
+  )
+  out = jax.lax.map(jax.checkpoint(lambda args: block(*args)), blocks)
+  out = out.swapaxes(0, 1).reshape(q.shape[0], -1, *q.shape[2:])
+  return out[:, :time]
+
+
+def _attend(q, keys, values, visible):
+  """q [B, Q, H, d], keys [B, K, d, T], values [B, K, T, d], [B, Q, T]."""
+  batch, queries, heads, size = q.shape
+  kv_heads, time = keys.shape[1], keys.shape[3]
   group = heads // kv_heads
-  q = q.reshape(batch, time, kv_heads, group, size)
-  q = q.transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, group * time, size)
+  folded = (batch, kv_heads, group * queries)
+  q = q.reshape(batch, queries, kv_heads, group, size)
+  q = q.transpose(0, 2, 3, 1, 4).reshape(*folded, size)
   scores = jnp.einsum(
     "bkqd,bkds->bkqs",
     q * size**-0.5,
-    k.transpose(0, 2, 3, 1),
+    keys,
     preferred_element_type=jnp.float32,
-  ).reshape(batch, heads, time, time)
-  scores = jnp.where(mask[:, None], scores, _MASKED)
+  ).reshape(batch, heads, queries, time)
+  scores = jnp.where(visible[:, None], scores, _MASKED)
   # The shift by the maximum cancels, so no gradient need flow through it; and
   # dividing after the product touches d numbers a query instead of T.
   shift = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
   weights = jnp.exp(scores - shift)
-  total = jnp.sum(weights, axis=-1).reshape(batch, kv_heads, group * time, 1)
-  weights = weights.reshape(batch, kv_heads, group * time, time)
+  total = jnp.sum(weights, axis=-1).reshape(*folded, 1)
   out = jnp.einsum(
     "bkqs,bksd->bkqd",
-    weights.astype(v.dtype),
-    v.swapaxes(1, 2),
+    weights.reshape(*folded, time).astype(values.dtype),
+    values,
     preferred_element_type=jnp.float32,
   )
   out = (out / total).astype(q.dtype)
-  out = out.reshape(batch, kv_heads, group, time, size)
-  return out.transpose(0, 3, 1, 2, 4).reshape(batch, time, heads, size)
+  out = out.reshape(batch, kv_heads, group, queries, size)
+  return out.transpose(0, 3, 1, 2, 4).reshape(batch, queries, heads, size)
 
 
 def decode_attention(

@@ -23,7 +23,7 @@ class ModelFns(NamedTuple):
   # (key) -> params, float32.
   init: Callable[..., Any]
   # (params, tokens [B,T], targets [B,T], mask [B,T], segments, positions,
-  #  temperature) -> heads.TokenLogprobs of float32 [B,T].
+  #  prefixes=None, temperature=1) -> heads.TokenLogprobs of float32 [B,T].
   logprobs: Callable[..., heads.TokenLogprobs]
   # (params, tokens [B,T], mask [B,T]) -> float32 [B,T,V]; tests and Colabs.
   logits: Callable[..., jax.Array]
@@ -45,7 +45,7 @@ class ValueFns(NamedTuple):
   init: Callable[..., Any]
   # (policy params) -> params: a copy of its backbone, a fresh head.
   from_policy: Callable[..., Any]
-  # (params, tokens [B,T], segments, positions) -> float32 [B,T].
+  # (params, tokens [B,T], segments, positions, prefixes=None) -> float32 [B,T].
   values: Callable[..., jax.Array]
 
 
@@ -85,10 +85,21 @@ def make_policy(
     return heads.project(states, kernel(params), config.tie_word_embeddings)
 
   def logprobs(
-    params, tokens, targets, mask, segments, positions, temperature=1.0
+    params,
+    tokens,
+    targets,
+    mask,
+    segments,
+    positions,
+    prefixes=None,
+    temperature=1.0,
   ):
     states = backbone(
-      params, tokens=tokens, segments=segments, positions=positions
+      params,
+      tokens=tokens,
+      segments=segments,
+      positions=positions,
+      prefixes=prefixes,
     )
     return heads.chunked_logprobs(
       states,
@@ -172,9 +183,13 @@ def make_value(
   def init(key: chex.PRNGKey):
     return from_policy(transformer.init(key, config))
 
-  def values(params, tokens, segments, positions):
+  def values(params, tokens, segments, positions, prefixes=None):
     states = backbone(
-      params, tokens=tokens, segments=segments, positions=positions
+      params,
+      tokens=tokens,
+      segments=segments,
+      positions=positions,
+      prefixes=prefixes,
     ).astype(jnp.float32)
     head = params["value_head"]
     return (jnp.dot(states, head["kernel"]) + head["bias"][0])[..., 0]

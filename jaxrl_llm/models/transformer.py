@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxrl_llm.models import layers
-from jaxrl_llm.models.attention import attention, decode_attention
+from jaxrl_llm.models.attention import decode_attention, packed_attention
 from jaxrl_llm.models.config import ModelConfig, rope_frequencies
 
 Params = dict[str, Any]
@@ -81,6 +81,7 @@ def hidden(
   tokens: chex.Array,
   segments: chex.Array,
   positions: chex.Array,
+  prefixes: chex.Array | None = None,
   *,
   dtype: Any,
   remat: bool,
@@ -94,18 +95,19 @@ def hidden(
     tokens: int32 [B, T].
     segments: int32 [B, T]; a token sees earlier tokens of its own segment.
       0 marks padding.
-    positions: int32 [B, T], rotary position within the segment.
+    positions: int32 [B, T], rotary position.
+    prefixes: int32 [B, T], a further segment that each token sees, 0 for none.
     dtype: of activations and matrix products.
     remat: recompute each layer in the backward pass.
     sharding: of the hidden states, pinned after every layer.
   """
-  same = segments[:, :, None] == segments[:, None, :]
-  mask = same & _causal(tokens.shape[1])
+  if prefixes is None:
+    prefixes = jnp.zeros_like(segments)
   cos, sin = _rotary(config, positions)
   pin = _pin(sharding)
 
   def attend(q, k, v):
-    return attention(q, k, v, mask), None
+    return packed_attention(q, k, v, segments, prefixes), None
 
   def layer(x, layer_params):
     module = _module("layer", config, layer_params)
@@ -179,12 +181,11 @@ def prefill(
 
   Padding is to the right, so causality alone keeps it out of real tokens.
   """
-  positions = jnp.broadcast_to(
-    jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape
-  )
+  one = jnp.ones_like(tokens)  # A single segment a row.
+  positions = jnp.cumsum(one, axis=1) - 1
 
   def attend(q, k, v):
-    out = attention(q, k, v, _causal(tokens.shape[1]))
+    out = packed_attention(q, k, v, one, jnp.zeros_like(one))
     return out, (k.transpose(0, 2, 3, 1), v.swapaxes(1, 2))
 
   return _unrolled(
@@ -248,11 +249,6 @@ def _unrolled(params, config, tokens, positions, attend_with, *, dtype):
     x, memory = module(x, cos, sin, attend_with(i))
     memories.append(memory)
   return _module("norm", config, params["final_norm"])(x), tuple(memories)
-
-
-def _causal(time: int) -> jax.Array:
-  """bool [1, T, T], True where key s is not after query t."""
-  return jnp.tril(jnp.ones((1, time, time), bool))
 
 
 def _rotary(config, positions):

@@ -153,7 +153,9 @@ class Engine:
       name -> `jax.stages.Lowered`.
     """
     shape = jax.ShapeDtypeStruct
-    pool = jax.eval_shape(functools.partial(self._empty, bucket=self._buckets[-1]))
+    pool = jax.eval_shape(
+      functools.partial(self._empty, bucket=self._buckets[-1])
+    )
     key = jax.eval_shape(jax.random.key, 0)
     number = shape((), jnp.int32)
     common = (params, pool, key, number, shape(self._stop.shape, jnp.int32))

@@ -1,4 +1,4 @@
-"""A trial: every phase compiled at its worst shape, data and rewards checked."""
+"""A trial: phases compiled at their worst shapes, data and rewards checked."""
 
 import time
 from typing import Any
@@ -57,7 +57,9 @@ def _check_rewards(job: Job) -> None:
   texts = [rewards.gold_response(name, answer) for answer in answers]
   scores = job.pool.score(texts, answers, [True] * len(texts))
   refused = [p for p, score in zip(problems, scores) if not score.correct]
-  print(f"rewards: {len(scores) - len(refused)} of {len(scores)} golds accepted")
+  print(
+    f"rewards: {len(scores) - len(refused)} of {len(scores)} golds accepted"
+  )
   if len(refused) > len(scores) // 2:
     raise InputError(
       f"config.reward.name={name!r} refuses {len(refused)} of {len(scores)}"
@@ -108,7 +110,7 @@ def _packed(job: Job, role: Role) -> packing.PackedTokens:
   row = config_lib.row_tokens(job.config)
   shape = (micro_batches, settings.micro_rows, row)
   tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
-  names = ("tokens", "targets", "segments", "positions")
+  names = ("tokens", "targets", "segments", "prefixes", "positions")
   placed = step.place_shapes(
     {name: tokens for name in names}
     | {

@@ -336,8 +336,7 @@ def speed(job: Job, row: dict[str, float]) -> dict[str, float]:
   each forward pass and 4 · for a backward pass, of policy and critic.
   """
   out = {
-    "rollout/tokens_per_second": row["rollout/tokens"]
-    / row["time/generate_s"],
+    "rollout/tokens_per_second": row["rollout/tokens"] / row["time/generate_s"],
     "perf/tokens_per_second": row["perf/tokens"] / row["time/step_s"],
   }
   device = job.mesh.devices.flat[0].device_kind

@@ -1,9 +1,12 @@
 """Packing: samples of different length side by side in rows of one capacity.
 
-A sample is its prompt and response without padding. Samples are laid into rows
-[R, C] by first-fit-decreasing, rows are grouped into micro-batches [M, r, C] of
-a fixed shape, and a count says how many micro-batches hold anything. Cost then
-follows the tokens that exist while every step has the same shapes.
+A sample is its prompt and response without padding. Samples of one prompt that
+fit a row together share their prompt, which is then computed once: the prompt
+but its last token is one segment, and every branch (last prompt token and
+response) is a segment that also sees it as its prefix. These units are laid
+into rows [R, C] by first-fit-decreasing, rows are grouped into micro-batches
+[M, r, C] of a fixed shape, and a count says how many of them hold anything.
+Cost then follows the tokens that exist while every step has the same shapes.
 
 This file holds one of the two shifts between logits and tokens (the sampler is
 the other): response token t of a sample is predicted at the position before it,
@@ -25,6 +28,7 @@ class PackedTokens:
   tokens: chex.Array  # int32 [M, r, C].
   targets: chex.Array  # int32 [M, r, C], the next token of the same sample.
   segments: chex.Array  # int32 [M, r, C], 1.. per row, 0 is padding.
+  prefixes: chex.Array  # int32 [M, r, C], a segment seen too, 0 is none.
   positions: chex.Array  # int32 [M, r, C], index within the sample.
   mask: chex.Array  # bool [M, r, C], targets that are unmasked response.
   count: chex.Array  # int32 scalar, micro-batches that hold anything.
@@ -60,14 +64,14 @@ class Layout:
 def first_fit_decreasing(
   lengths: np.ndarray, capacity: int
 ) -> tuple[np.ndarray, np.ndarray, int]:
-  """Rows and offsets of samples, longest first into the first row with room.
+  """Rows and offsets of units, longest first into the first row with room.
 
   Args:
-    lengths: int [B], none over capacity.
+    lengths: int [N], none over capacity.
     capacity: tokens per row.
 
   Returns:
-    row [B], offset [B] and the number of rows.
+    row [N], offset [N] and the number of rows.
   """
   free = np.zeros(0, np.int64)
   row, offset = np.zeros(len(lengths), int), np.zeros(len(lengths), int)
@@ -82,13 +86,42 @@ def first_fit_decreasing(
   return row, offset, free.size
 
 
+def share_prompts(rollout: Rollout, capacity: int) -> list[list[int]]:
+  """Units of samples of one prompt that fit a row with the prompt once.
+
+  A unit of n > 1 samples holds the prompt but its last token, then per sample
+  that token and the response.
+
+  Args:
+    rollout: B samples.
+    capacity: tokens per row.
+
+  Returns:
+    Lists of sample indices, together every index once.
+  """
+  units: list[list[int]] = []
+  open_units: dict[int, int] = {}  # Group: tokens used by its last unit.
+  order = np.lexsort((-rollout.lengths, rollout.group))
+  last: dict[int, list[int]] = {}
+  for i in order.tolist():
+    group, branch = int(rollout.group[i]), 1 + int(rollout.lengths[i])
+    if open_units.get(group, capacity) + branch <= capacity:
+      last[group].append(i)
+      open_units[group] += branch
+    else:
+      last[group] = [i]
+      units.append(last[group])
+      open_units[group] = int(rollout.prompt_lengths[i]) - 1 + branch
+  return units
+
+
 def pack(
   rollout: Rollout, *, capacity: int, rows: int, micro_batches: int
 ) -> tuple[PackedTokens, Layout]:
   """Packs the samples of a rollout.
 
   Args:
-    rollout: B samples as NumPy arrays.
+    rollout: B samples as NumPy arrays; rows of a group have one prompt.
     capacity: tokens per row, C; at least the longest sample.
     rows: rows per micro-batch, r.
     micro_batches: static number of micro-batches, M. B ≤ M · r always fits.
@@ -99,51 +132,81 @@ def pack(
   Raises:
     ValueError: a sample is longer than a row, or there are too few rows.
   """
-  prompt, response = rollout.prompt_lengths, rollout.lengths
-  total = prompt + response
-  if total.max(initial=0) > capacity:
+  longest = (rollout.prompt_lengths + rollout.lengths).max(initial=0)
+  if longest > capacity:
     raise ValueError(
-      f"a sample of {total.max()} tokens does not fit a row of {capacity}"
+      f"a sample of {longest} tokens does not fit a row of {capacity}"
     )
-  row, offset, used = first_fit_decreasing(total, capacity)
+  units = share_prompts(rollout, capacity)
+  lengths = np.asarray([_unit_length(rollout, unit) for unit in units])
+  row, offset, used = first_fit_decreasing(lengths, capacity)
   if used > rows * micro_batches:
     raise ValueError(
       f"{used} rows do not fit {micro_batches} micro-batches of {rows}"
     )
-  shape = (micro_batches, rows, capacity)
-  arrays = {
-    name: np.zeros((rows * micro_batches, capacity), np.int32)
-    for name in ("tokens", "targets", "segments", "positions")
-  }
-  next_segment = np.zeros(rows * micro_batches, np.int32)
+  names = ("tokens", "targets", "segments", "prefixes", "positions")
+  flat = {n: np.zeros(rows * micro_batches * capacity, np.int32) for n in names}
+  start = np.zeros(len(rollout.lengths), np.int64)
+  segments = np.zeros(used, int)
   for i in np.lexsort((offset, row)):
-    sample = np.concatenate(
-      [
-        rollout.prompt_tokens[i, : prompt[i]],
-        rollout.tokens[i, : response[i]],
-      ]
+    segments[row[i]] = _write_unit(
+      flat,
+      rollout,
+      units[i],
+      row[i] * capacity + offset[i],
+      segments[row[i]],
+      start,
     )
-    here = (row[i], slice(offset[i], offset[i] + total[i]))
-    next_segment[row[i]] += 1
-    arrays["tokens"][here] = sample
-    arrays["targets"][here] = np.append(sample[1:], 0)
-    arrays["segments"][here] = next_segment[row[i]]
-    arrays["positions"][here] = np.arange(total[i])
-  room = rollout.tokens.shape[1]
-  start = row * capacity + offset + prompt - 1
+  room = np.arange(rollout.tokens.shape[1])[None]
+  present = room < rollout.lengths[:, None]
   layout = Layout(
-    shape=shape,
-    index=start[:, None] + np.arange(room)[None],
-    present=np.arange(room)[None] < response[:, None],
+    shape=(micro_batches, rows, capacity),
+    # Absent tokens point at 0: gather reads them blindly.
+    index=np.where(present, start[:, None] + room, 0),
+    present=present,
   )
-  # Indices of absent tokens may run off the end; gather reads them blindly.
-  layout.index[~layout.present] = 0
   packed = PackedTokens(
-    **{k: v.reshape(shape) for k, v in arrays.items()},
+    **{name: x.reshape(layout.shape) for name, x in flat.items()},
     mask=layout.scatter(np.asarray(rollout.mask)),
     count=np.int32(-(-used // rows)),
   )
   return packed, layout
+
+
+def _unit_length(rollout: Rollout, unit: list[int]) -> int:
+  branches = sum(1 + int(rollout.lengths[i]) for i in unit)
+  return int(rollout.prompt_lengths[unit[0]]) - 1 + branches
+
+
+def _write_unit(flat, rollout, unit, at, segment, start) -> int:
+  """Writes a unit from flat position `at` on; returns its last segment.
+
+  Fills in `start`, the position that predicts each sample's first token.
+  """
+  prompt = rollout.prompt_tokens[unit[0], : rollout.prompt_lengths[unit[0]]]
+  shared = prompt[:-1] if len(unit) > 1 else prompt[:0]
+  prefix = 0
+  if shared.size:
+    segment = prefix = segment + 1
+    _write(flat, at, shared, 0, segment, 0)
+    at += shared.size
+  for i in unit:
+    own = prompt[shared.size :]
+    branch = np.concatenate([own, rollout.tokens[i, : rollout.lengths[i]]])
+    segment += 1
+    _write(flat, at, branch, shared.size, segment, prefix)
+    start[i] = at + own.size - 1
+    at += branch.size
+  return segment
+
+
+def _write(flat, at, tokens, position, segment, prefix) -> None:
+  here = slice(at, at + tokens.size)
+  flat["tokens"][here] = tokens
+  flat["targets"][here] = np.append(tokens[1:], 0)
+  flat["positions"][here] = position + np.arange(tokens.size)
+  flat["segments"][here] = segment
+  flat["prefixes"][here] = prefix
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,15 +228,19 @@ def mini_batches(
 ) -> list[MiniBatch]:
   """Splits a rollout into mini-batches of `size` samples and packs each.
 
+  Groups are shuffled, not samples, so that a group's samples stay together and
+  share their prompt.
+
   Args:
     rollout: B samples; B is a multiple of `size`.
     size: samples per mini-batch.
-    rng: shuffles the samples; None keeps their order.
+    rng: shuffles the groups; None keeps their order.
     capacity: tokens per row.
     rows: rows per micro-batch.
   """
-  total = len(rollout.lengths)
-  order = np.arange(total) if rng is None else rng.permutation(total)
+  names, group = np.unique(rollout.group, return_inverse=True)
+  rank = np.arange(names.size) if rng is None else rng.permutation(names.size)
+  order = np.argsort(rank[group], kind="stable")
   batches = []
   for chosen in order.reshape(-1, size):
     packed, layout = pack(

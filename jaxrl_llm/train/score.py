@@ -53,6 +53,7 @@ def score_logprobs(
       micro["mask"],
       micro["segments"],
       micro["positions"],
+      micro["prefixes"],
       temperature,
     ).logprobs
 
@@ -69,7 +70,11 @@ def score_values(
 
   def score(micro):
     return fns.values(
-      params, micro["tokens"], micro["segments"], micro["positions"]
+      params,
+      micro["tokens"],
+      micro["segments"],
+      micro["positions"],
+      micro["prefixes"],
     )
 
   return _over_micro_batches(score, packed)

@@ -96,6 +96,7 @@ def make_policy_step(
       mask,
       packed.segments,
       packed.positions,
+      packed.prefixes,
       temperature,
     )
     terms = policy_loss(
@@ -153,7 +154,11 @@ def make_value_step(
   def loss(params, micro):
     packed = micro["packed"]
     values = fns.values(
-      params, packed.tokens, packed.segments, packed.positions
+      params,
+      packed.tokens,
+      packed.segments,
+      packed.positions,
+      packed.prefixes,
     )
     terms = value_loss(values, micro["returns"], micro["old_values"])
     total = jnp.sum(micro["weights"] * terms.loss)

@@ -4,33 +4,9 @@ import dataclasses
 
 import numpy as np
 import pytest
+from tiny_run import random_rollout
 
 from jaxrl_llm.train import packing
-from jaxrl_llm.types import Rollout
-
-
-def make_rollout(rng, *, rows, prompt=7, room=9, vocab=50):
-  """Ragged random responses, some empty, masks with holes."""
-  prompt_lengths = rng.integers(1, prompt + 1, rows).astype(np.int32)
-  lengths = rng.integers(0, room + 1, rows).astype(np.int32)
-  present = np.arange(room)[None] < lengths[:, None]
-  draw = lambda *shape: rng.integers(2, vocab, shape).astype(np.int32)
-  ids = np.arange(rows, dtype=np.int32)
-  return Rollout(
-    prompt_tokens=draw(rows, prompt),
-    prompt_lengths=prompt_lengths,
-    tokens=draw(rows, room),
-    lengths=lengths,
-    mask=present & (rng.random((rows, room)) < 0.8),
-    behavior_logprobs=rng.normal(size=(rows, room)).astype(np.float32),
-    version=np.zeros((rows, room), np.int32),
-    origin=np.zeros((rows, room), np.int32),
-    status=np.zeros(rows, np.int32),
-    window_start=np.zeros(rows, np.int32),
-    prompt_id=ids,
-    group=ids,
-    sample_id=ids,
-  )
 
 
 class TestFirstFitDecreasing:
@@ -63,7 +39,7 @@ class TestFirstFitDecreasing:
 
 class TestPack:
   def test_the_shift_by_hand(self):
-    rollout = make_rollout(np.random.default_rng(0), rows=2)
+    rollout = random_rollout(np.random.default_rng(0), rows=2)
     rollout = rollout.replace(
       prompt_tokens=np.asarray([[10, 11, 12], [20, 21, 0]]),
       prompt_lengths=np.asarray([3, 2]),
@@ -91,7 +67,7 @@ class TestPack:
   @pytest.mark.parametrize("seed", range(10))
   def test_every_response_token_lands_once(self, seed):
     rng = np.random.default_rng(seed)
-    rollout = make_rollout(rng, rows=int(rng.integers(1, 24)))
+    rollout = random_rollout(rng, rows=int(rng.integers(1, 24)))
     rows = int(rng.integers(1, 5))
     packed, layout = packing.pack(
       rollout,
@@ -124,7 +100,7 @@ class TestPack:
   @pytest.mark.parametrize("seed", range(5))
   def test_scatter_and_gather_are_inverse(self, seed):
     rng = np.random.default_rng(seed)
-    rollout = make_rollout(rng, rows=13)
+    rollout = random_rollout(rng, rows=13)
     _, layout = packing.pack(rollout, capacity=20, rows=4, micro_batches=4)
     values = rng.normal(size=rollout.tokens.shape).astype(np.float32)
     back = layout.gather(layout.scatter(values))
@@ -132,7 +108,7 @@ class TestPack:
     assert back.dtype == np.float32
 
   def test_errors(self):
-    rollout = make_rollout(np.random.default_rng(0), rows=4)
+    rollout = random_rollout(np.random.default_rng(0), rows=4)
     rollout = rollout.replace(lengths=np.asarray([9, 9, 9, 9]))
     longest = int(rollout.prompt_lengths.max()) + 9
     with pytest.raises(ValueError, match=f"sample of {longest} tokens"):
@@ -143,7 +119,7 @@ class TestPack:
 
 class TestMiniBatches:
   def test_every_sample_once_and_fixed_shapes(self):
-    rollout = make_rollout(np.random.default_rng(1), rows=12)
+    rollout = random_rollout(np.random.default_rng(1), rows=12)
     batches = packing.mini_batches(
       rollout, size=4, rng=np.random.default_rng(5), capacity=16, rows=3
     )
@@ -158,7 +134,7 @@ class TestMiniBatches:
       )
 
   def test_no_generator_keeps_the_order(self):
-    rollout = make_rollout(np.random.default_rng(1), rows=6)
+    rollout = random_rollout(np.random.default_rng(1), rows=6)
     batches = packing.mini_batches(
       rollout, size=3, rng=None, capacity=16, rows=3
     )
@@ -166,7 +142,7 @@ class TestMiniBatches:
 
 
 def test_select_takes_rows_of_every_field():
-  rollout = make_rollout(np.random.default_rng(2), rows=5)
+  rollout = random_rollout(np.random.default_rng(2), rows=5)
   chosen = packing.select(rollout, np.asarray([3, 0]))
   for field in dataclasses.fields(rollout):
     np.testing.assert_array_equal(

@@ -7,21 +7,61 @@ programs of Tunix and TRL print is understood, and so are flat objects with our
 own keys (`tokens_per_s`, `step_s`, `update_s`, ...).
 """
 
-import importlib.metadata
+import functools
 import json
 import math
 import os
-import platform
+import re
 import signal
 import statistics
 import subprocess
-import time
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from jaxrl_llm.benchmark.summary import (
+  Numbers,
+  speed_ratios,
+  summarize,
+  wait_until_idle,
+)
 from jaxrl_llm.errors import InputError
 
-Numbers = dict[str, float]
+
+class Shape(NamedTuple):
+  """A model that several programs measure; heads have 64 dimensions."""
+
+  names: tuple[str, ...]  # What programs call it.
+  micro_rows: int  # Rows per gradient that suit it.
+  fields: Mapping[str, int]  # Of `models.ModelConfig`.
+
+
+SHAPES = {
+  "tiny": Shape(
+    names=("tiny",),
+    micro_rows=16,
+    fields={
+      "num_layers": 4,
+      "hidden_size": 256,
+      "intermediate_size": 1024,
+      "num_heads": 4,
+      "num_kv_heads": 2,
+      "vocab_size": 4096,
+    },
+  ),
+  "smollm2-135m": Shape(
+    names=("smollm2-135m", "smollm2", "smollm135m"),
+    micro_rows=4,
+    fields={
+      "num_layers": 30,
+      "hidden_size": 576,
+      "intermediate_size": 1536,
+      "num_heads": 9,
+      "num_kv_heads": 3,
+      "vocab_size": 49152,
+    },
+  ),
+}
 
 # What a part compares. `*_per_s` is better when larger, all else when smaller.
 COMPARED = {
@@ -55,45 +95,7 @@ _SPELLINGS = {
   # Counted by 2^20 KiB, whatever its name says.
   "peak_rss_gib": (("peak_rss_gb", 1.0), ("peak_rss_mib", 1 / 1024)),
 }
-_SHAPE_NAMES = {
-  "tiny": ("tiny",),
-  "smollm2-135m": ("smollm2-135m", "smollm2", "smollm135m"),
-}
-_PACKAGES = ("jaxrl_llm", "jax", "jaxlib", "numpy")
-
-
-def summarize(samples: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-  """Medians and spread of repeated measurements.
-
-  Args:
-    samples: name -> its values, at least one.
-
-  Returns:
-    `{'medians': {name: median}, 'spread': {name: [least, most]}}`.
-  """
-  return {
-    "medians": {k: statistics.median(v) for k, v in samples.items()},
-    "spread": {k: [min(v), max(v)] for k, v in samples.items()},
-  }
-
-
-def speed_ratios(ours: Numbers, other: Numbers) -> Numbers:
-  """How many times better ours is, for every key that both have.
-
-  Args:
-    ours: rates end in `_per_s`; all others are seconds or memory.
-    other: the same keys of the other program.
-
-  Returns:
-    ours / other of a rate, other / ours of the rest: over 1, ours is better.
-  """
-  return {
-    key: ours[key] / other[key]
-    if key.endswith("_per_s")
-    else other[key] / ours[key]
-    for key in other
-    if key in ours
-  }
+_OURS = "ours"
 
 
 def last_json_object(text: str) -> dict[str, Any] | None:
@@ -103,16 +105,13 @@ def last_json_object(text: str) -> dict[str, Any] | None:
   its last line. None if there is no such object.
   """
   decoder = json.JSONDecoder()
-  start = len(text)
-  while start > 0:
-    start = text.rfind("\n", 0, start - 1) + 1 if start > 1 else 0
-    if text[start : start + 1] == "{":
-      try:
-        value, end = decoder.raw_decode(text, start)
-      except (ValueError, RecursionError):
-        continue
-      if not text[end:].split("\n", 1)[0].strip():
-        return value
+  for match in reversed(list(re.finditer(r"^\{", text, re.MULTILINE))):
+    try:
+      value, end = decoder.raw_decode(text, match.start())
+    except (ValueError, RecursionError):
+      continue
+    if not text[end:].split("\n", 1)[0].strip():
+      return value
   return None
 
 
@@ -144,15 +143,13 @@ def read_numbers(
       numbers[key] = value * factor
       break
   if not numbers:
-    raise InputError(
-      f"its JSON object has none of {', '.join(COMPARED[part])}"
-    )
+    raise InputError(f"its JSON object has none of {', '.join(COMPARED[part])}")
   return numbers
 
 
 def _of_shape(record: Mapping[str, Any], shape: str) -> Mapping[str, Any]:
   """The part of a record that is about a shape, several rounds joined."""
-  names = _SHAPE_NAMES[shape]
+  names = SHAPES[shape].names
   results = record.get("results")
   if not isinstance(results, Mapping):
     if record.get("shape", shape) not in names:
@@ -247,50 +244,60 @@ def alternate(
   return {k: v for k, v in numbers.items() if k not in errors}, errors
 
 
-def join_rounds(rounds: Sequence[Numbers]) -> dict[str, Any]:
+def side_by_side(
+  ours: Sequence[str],
+  peers: Mapping[str, str],
+  *,
+  part: str,
+  shape: str,
+  rounds: int,
+  timeout_s: float,
+  wait_idle_s: float,
+) -> dict[str, Any]:
+  """Runs ours and the peers in turn, each in a fresh process.
+
+  Args:
+    ours: arguments of a program that prints what `summarize` returns.
+    peers: name -> shell command.
+    part: a key of `COMPARED`.
+    shape: a key of `SHAPES`.
+    rounds: how often each one runs.
+    timeout_s: of one program.
+    wait_idle_s: most seconds to wait for a quiet machine before a program.
+
+  Returns:
+    Medians and spread of ours over the rounds, the same of every peer in
+    `peers`, `ratios` of each peer, and `errors` of those that failed.
+
+  Raises:
+    RuntimeError: our own program failed.
+  """
+
+  def run(name, command):
+    wait_until_idle(wait_idle_s)
+    print(f"running {name}", file=sys.stderr, flush=True)
+    record = run_program(command, timeout_s=timeout_s)
+    if name == _OURS:
+      return record["medians"]
+    return read_numbers(record, part=part, shape=shape)
+
+  commands = {_OURS: ours} | dict(peers)
+  numbers, errors = alternate(
+    {k: functools.partial(run, k, v) for k, v in commands.items()},
+    rounds=rounds,
+  )
+  if _OURS in errors:
+    raise RuntimeError(f"our own measurement failed: {errors[_OURS]}")
+  joined = {name: _join(rows) for name, rows in numbers.items()}
+  mine = joined.pop(_OURS)
+  ratios = {
+    name: speed_ratios(mine["medians"], other["medians"])
+    for name, other in joined.items()
+  }
+  return mine | {"ratios": ratios, "peers": joined, "errors": errors}
+
+
+def _join(rounds: Sequence[Numbers]) -> dict[str, Any]:
   """`summarize` over rounds, of the keys that every round has."""
   shared = [key for key in rounds[0] if all(key in row for row in rounds)]
   return summarize({key: [row[key] for row in rounds] for key in shared})
-
-
-def wait_until_idle(seconds: float) -> bool:
-  """Waits until the load of a minute is low, at most so many seconds.
-
-  Returns:
-    Whether the machine is quiet: a load of a quarter of its CPUs.
-  """
-  limit = max(0.25 * (os.cpu_count() or 1), 0.3)
-  end = time.monotonic() + seconds
-  while os.getloadavg()[0] > limit:
-    left = end - time.monotonic()
-    if left <= 0:
-      return False
-    time.sleep(min(5.0, left))
-  return True
-
-
-def describe_machine() -> dict[str, Any]:
-  """Processor and software, for a number to mean something later."""
-  versions = {"python": platform.python_version()}
-  for name in _PACKAGES:
-    try:
-      versions[name] = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-      versions[name] = "not installed"
-  return {
-    "machine": {
-      "system": platform.platform(),
-      "processor": _processor(),
-      "cpus": os.cpu_count(),
-    },
-    "versions": versions,
-  }
-
-
-def _processor() -> str:
-  try:
-    with open("/proc/cpuinfo", encoding="utf-8") as file:
-      names = (line.split(":", 1) for line in file if ":" in line)
-      return next(v.strip() for k, v in names if k.strip() == "model name")
-  except (OSError, StopIteration):
-    return platform.processor()

@@ -1,0 +1,105 @@
+"""What a measurement is told with: medians, spread, ratios, the machine."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jaxrl_llm
+
+Numbers = dict[str, float]
+
+_PACKAGES = ("jax", "jaxlib", "numpy")
+
+
+def summarize(samples: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+  """Medians and spread of repeated measurements.
+
+  Args:
+    samples: name -> its values, at least one.
+
+  Returns:
+    `{'medians': {name: median}, 'spread': {name: [least, most]}}`.
+  """
+  return {
+    "medians": {k: statistics.median(v) for k, v in samples.items()},
+    "spread": {k: [min(v), max(v)] for k, v in samples.items()},
+  }
+
+
+def speed_ratios(ours: Numbers, other: Numbers) -> Numbers:
+  """How many times better ours is, for every key that both have.
+
+  Args:
+    ours: rates end in `_per_s`; all others are seconds or memory.
+    other: the same keys of the other program.
+
+  Returns:
+    ours / other of a rate, other / ours of the rest: over 1, ours is better.
+  """
+  return {
+    key: ours[key] / other[key]
+    if key.endswith("_per_s")
+    else other[key] / ours[key]
+    for key in other
+    if key in ours
+  }
+
+
+def show(record: Mapping[str, Any]) -> None:
+  """Prints a record as rows for a person, then whole as the last line."""
+  for key, median in record["medians"].items():
+    low, high = record["spread"][key]
+    print(f"{key:30} {median:>12,.4g}   [{low:,.4g} .. {high:,.4g}]")
+  for name, ratios in record["ratios"].items():
+    peer = record["peers"].get(name, {"medians": {}})["medians"]
+    for key, ratio in ratios.items():
+      theirs = f", which has {peer[key]:,.4g}" if key in peer else ""
+      print(f"{key:30} {ratio:>12,.2f}   times as good as {name}{theirs}")
+  print(json.dumps(record), flush=True)
+
+
+def wait_until_idle(seconds: float) -> bool:
+  """Waits until the load of a minute is low, at most so many seconds.
+
+  Returns:
+    Whether the machine is quiet: a load of a quarter of its CPUs.
+  """
+  limit = max(0.25 * (os.cpu_count() or 1), 0.3)
+  end = time.monotonic() + seconds
+  while os.getloadavg()[0] > limit:
+    left = end - time.monotonic()
+    if left <= 0:
+      return False
+    time.sleep(min(5.0, left))
+  return True
+
+
+def describe_machine() -> dict[str, Any]:
+  """Processor and software, for a number to mean something later."""
+  versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
+  return {
+    "machine": {
+      "system": platform.platform(),
+      "processor": _processor(),
+      "cpus": os.cpu_count(),
+    },
+    "versions": {
+      "jaxrl_llm": jaxrl_llm.__version__,
+      "python": platform.python_version(),
+      **versions,
+    },
+  }
+
+
+def _processor() -> str:
+  try:
+    with open("/proc/cpuinfo", encoding="utf-8") as file:
+      names = (line.split(":", 1) for line in file if ":" in line)
+      return next(v.strip() for k, v in names if k.strip() == "model name")
+  except (OSError, StopIteration):
+    return platform.processor()

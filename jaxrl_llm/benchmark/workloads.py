@@ -1,0 +1,171 @@
+"""What is measured: random weights, full lengths, compilation apart.
+
+`options` of the functions below has the flags of scripts/benchmark.py as
+attributes. A policy step composes jaxrl_llm.train and is in that script.
+"""
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl_llm import estimators, metrics, models
+from jaxrl_llm.benchmark.peers import SHAPES
+from jaxrl_llm.sampling import Engine, SamplingSettings
+
+Samples = dict[str, list[float]]
+
+_WEIGHT_SCALE = 0.02
+
+
+def make_model(options) -> tuple[Any, Any]:
+  """Model functions and float32 weights of normal(0, 0.02)."""
+  fns = models.make_policy(
+    models.ModelConfig(
+      family="llama",
+      head_dim=64,
+      max_position_embeddings=options.prompt_length + options.new_tokens,
+      rms_norm_eps=1e-5,
+      rope_theta=10_000.0,
+      tie_word_embeddings=True,
+      **SHAPES[options.shape].fields,
+    ),
+    remat=options.remat,
+  )
+
+  def draw(key):
+    leaves, tree = jax.tree.flatten_with_path(fns.init(key))
+    keys = jax.random.split(key, len(leaves))
+    normal = lambda k, x: _WEIGHT_SCALE * jax.random.normal(k, x.shape, x.dtype)
+    return jax.tree.unflatten(
+      tree,
+      [
+        leaf if path[-1].key == "scale" else normal(k, leaf)
+        for k, (path, leaf) in zip(keys, leaves)
+      ],
+    )
+
+  return fns, jax.block_until_ready(jax.jit(draw)(jax.random.key(0)))
+
+
+def make_engine(fns, options):
+  """A sampler with room for the batch, which nothing stops early."""
+  return Engine(
+    fns,
+    slots=options.batch,
+    max_prompt_length=options.prompt_length,
+    max_response_length=options.new_tokens,
+    stop_tokens=(),
+  )
+
+
+def make_prompts(count: int, options, *, seed: int) -> list[list[int]]:
+  """Different prompts of equal length."""
+  vocab = SHAPES[options.shape].fields["vocab_size"]
+  size = (count, options.prompt_length)
+  return np.random.default_rng(seed).integers(2, vocab, size).tolist()
+
+
+def measure_sampler(options) -> Samples:
+  """Generated tokens per second, prefill included; log-probs returned."""
+  fns, params = make_model(options)
+  params = jax.jit(fns.for_sampling)(params)
+  engine = make_engine(fns, options)
+  prompts = make_prompts(options.batch, options, seed=0)
+  compiles = metrics.CompileCounter()
+
+  def call(seed=0, **settings):
+    wall, cpu = time.perf_counter(), time.process_time()
+    rollout = engine.generate(
+      params,
+      prompts,
+      sample_ids=np.arange(options.batch)[:, None],
+      key=jax.random.key(seed),
+      settings=SamplingSettings(**settings),
+    )
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    return wall, cpu, int(rollout.lengths.sum())
+
+  first, _, _ = call()
+  compiled = compiles.collect()
+  runs = [call() for _ in range(options.repeats)]
+  rates = [tokens / wall for wall, _, tokens in runs]
+  compiles.collect()
+  call(temperature=0.7)
+  call(top_p=0.9)
+  call(seed=1)
+  call(max_new_tokens=max(options.new_tokens // 2, 1))
+  return {
+    "tokens_per_s": rates,
+    "best_tokens_per_s": [max(rates)],
+    "wall_s": [wall for wall, _, _ in runs],
+    "cpu_s": [cpu for _, cpu, _ in runs],
+    "first_call_s": [first],
+    "compilations_of_first_call": [compiled],
+    "compilations_after_changes": [compiles.collect()],
+    "peak_rss_gib": [metrics.peak_memory_gib()],
+  }
+
+
+def gae_loop(token_rewards, values, mask, lambda_):
+  """GAE as a NumPy loop over time, all rows at once; γ = 1, λ per row."""
+  following = np.zeros(len(values), np.float32)
+  running = np.zeros(len(values), np.float32)
+  columns = []
+  for t in reversed(range(values.shape[1])):
+    here = mask[:, t]
+    delta = token_rewards[:, t] + following - values[:, t]
+    # A masked position is passed over: both go through it unchanged.
+    running = np.where(here, delta + lambda_ * running, running)
+    following = np.where(here, values[:, t], following)
+    columns.append(np.where(here, running, np.float32(0.0)))
+  return np.stack(columns[::-1], axis=1)
+
+
+def measure_estimators(options) -> Samples:
+  """GAE against a NumPy loop; group advantages; length-adaptive λ."""
+  rows, length = options.rows, options.length
+  rng = np.random.default_rng(0)
+  lengths = rng.integers(length // 2 + 1, length + 1, rows)
+  mask = np.arange(length)[None] < lengths[:, None]
+  token_rewards = np.zeros((rows, length), np.float32)
+  token_rewards[np.arange(rows), lengths - 1] = rng.choice([-1.0, 1.0], rows)
+  values = rng.normal(size=(rows, length)).astype(np.float32)
+  rewards = rng.normal(size=rows * options.group_size).astype(np.float32)
+  groups = np.repeat(np.arange(rows), options.group_size)
+  adaptive = jax.jit(
+    functools.partial(estimators.length_adaptive_lambda, alpha=0.05)
+  )
+  relative = jax.jit(
+    functools.partial(estimators.group_relative, num_groups=rows)
+  )
+  gae = jax.jit(functools.partial(estimators.gae, gamma=1.0))
+  lambda_ = adaptive(lengths)
+  arrays = jax.device_put((token_rewards, values, mask))
+  rewards, groups, lengths = jax.device_put((rewards, groups, lengths))
+  samples = {}
+
+  def timed(name: str, function: Callable[..., Any], *arguments, calls=1):
+    start = time.perf_counter()
+    for _ in range(calls):
+      result = jax.block_until_ready(function(*arguments))
+    seconds = (time.perf_counter() - start) / calls
+    samples.setdefault(name, []).append(seconds)
+    return result
+
+  ours = gae(*arrays, lambda_=lambda_)
+  relative(rewards, groups)
+  adaptive(lengths)
+  loop_lambda = np.asarray(lambda_)
+  for _ in range(options.repeats):
+    timed("gae_s", functools.partial(gae, lambda_=lambda_), *arrays)
+    loop = timed(
+      "numpy_loop_gae_s", gae_loop, token_rewards, values, mask, loop_lambda
+    )
+    timed("group_relative_s", relative, rewards, groups, calls=100)
+    timed("length_adaptive_lambda_s", adaptive, lengths, calls=100)
+  difference = float(np.abs(np.asarray(ours) - loop).max())
+  return samples | {"gae_difference_max": [difference]}
