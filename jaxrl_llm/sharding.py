@@ -49,8 +49,14 @@ def make_mesh(
     devices: devices to use; the first data·fsdp·tensor of all by default.
 
   Raises:
-    ValueError: the sizes ask for more devices than there are.
+    ValueError: a size is out of range, or the sizes ask for more devices than
+      there are.
   """
+  if min(fsdp, tensor) < 1 or (data < 1 and data != -1):
+    raise ValueError(
+      "mesh sizes must be >= 1 (data may be -1: the devices that remain), got"
+      f" data={data}, fsdp={fsdp}, tensor={tensor}"
+    )
   devices = list(jax.devices() if devices is None else devices)
   rest = fsdp * tensor
   if data == -1:

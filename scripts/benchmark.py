@@ -29,18 +29,24 @@ _OF_MODELS = ("shape", "batch", "prompt_length", "new_tokens", "repeats")
 # Options that a part depends on.
 _SETTINGS = {
   "sampler": _OF_MODELS,
-  "train_step": (*_OF_MODELS, "group_size", "micro_rows", "remat"),
+  "train_step": (
+    *_OF_MODELS,
+    "group_size",
+    "micro_rows",
+    "row_tokens",
+    "remat",
+  ),
   "estimators": ("rows", "length", "group_size", "repeats"),
 }
 _LOOP = "numpy_loop"
 
 
 def make_batch(rollout, options):
-  """A policy batch of group-relative advantages, packed without padding."""
+  """A policy batch of group-relative advantages, in packed rows."""
   rows = min(options.micro_rows, options.batch)
   packed, layout = packing.pack(
     rollout,
-    capacity=options.prompt_length + options.new_tokens,
+    capacity=options.row_tokens,
     rows=rows,
     micro_batches=-(-options.batch // rows),
   )
@@ -196,6 +202,12 @@ def make_parser() -> argparse.ArgumentParser:
   add("--new_tokens", type=int, default=128, help="tokens per response")
   add("--micro_rows", type=int, help="rows per gradient, by shape")
   add(
+    "--row_tokens",
+    type=int,
+    help="of a packed row; one response with its prompt by default, and"
+    " responses that fit a row together share their prompt",
+  )
+  add(
     "--remat",
     action=argparse.BooleanOptionalAction,
     default=True,
@@ -236,6 +248,9 @@ def check(options) -> None:
       raise InputError(f"{label} {value!r} must be one of {', '.join(known)}")
   if options.micro_rows is None:
     options.micro_rows = benchmark.SHAPES[options.shape].micro_rows
+  longest = options.prompt_length + options.new_tokens
+  if options.row_tokens is None:
+    options.row_tokens = longest
   for name, value in vars(options).items():
     if type(value) is int and value < 1:
       raise InputError(f"--{name}={value} must be at least 1")
@@ -243,6 +258,11 @@ def check(options) -> None:
     raise InputError(
       f"--batch={options.batch} must be a multiple of"
       f" --group_size={options.group_size}"
+    )
+  if options.row_tokens < longest:
+    raise InputError(
+      f"--row_tokens={options.row_tokens} must hold a response with its prompt,"
+      f" {longest} tokens"
     )
   options.peers = {}
   for peer in options.peer:

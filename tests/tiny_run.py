@@ -49,10 +49,12 @@ def overrides(model: pathlib.Path) -> dict:
   settings = {
     "model.path": str(model),
     "value.pretrain_steps": 2,
-    "data.prompts_per_step": 4,
+    "data.prompts_per_step": 8,
     "data.group_size": 4,
     "data.max_prompt_length": 12,
+    "reward.name": "numeric",  # Random digits are right now and then.
     "sampler.max_response_length": 12,
+    "data.settings": {"max_ops": 2},
     "eval.every": 3,
     "eval.samples": 2,
     "eval.problems": 4,
@@ -62,7 +64,7 @@ def overrides(model: pathlib.Path) -> dict:
     "run.samples_every": 2,
   }
   for role in ("policy", "value"):
-    settings[f"optimizer.{role}.mini_batch"] = 8
+    settings[f"optimizer.{role}.mini_batch"] = 16
     settings[f"optimizer.{role}.micro_rows"] = 2
     settings[f"optimizer.{role}.warmup_steps"] = 2
   return settings
@@ -73,9 +75,19 @@ def make_config(model: pathlib.Path, **changes):
   config = config_lib.default_config()
   settings = overrides(model)
   settings |= {key.replace("__", "."): v for key, v in changes.items()}
-  config.data.settings = {"max_ops": 2}
+  config.data.settings = settings.pop("data.settings")
   config.update_from_flattened_dict(settings)
   return config
+
+
+def comparable(workdir: pathlib.Path) -> list[dict]:
+  """Rows of metrics.jsonl without what a clock or the machine decides."""
+  text = (workdir / "metrics.jsonl").read_text(encoding="utf-8")
+  measured = ("time", "perf/", "memory/", "compile/", "rollout/tokens_per_")
+  return [
+    {k: v for k, v in json.loads(line).items() if not k.startswith(measured)}
+    for line in text.splitlines()
+  ]
 
 
 def flags(model: pathlib.Path, workdir, **changes) -> list[str]:
@@ -83,20 +95,22 @@ def flags(model: pathlib.Path, workdir, **changes) -> list[str]:
   settings = overrides(model)
   settings |= {key.replace("__", "."): v for key, v in changes.items()}
   return [
+    "--config=configs/vapo.py",
     f"--workdir={workdir}",
     *(f"--config.{key}={value}" for key, value in settings.items()),
   ]
 
 
-def random_rollout(rng, *, rows, prompt=7, room=9, vocab=50):
-  """Ragged random responses, some empty, masks with holes."""
-  prompt_lengths = rng.integers(1, prompt + 1, rows).astype(np.int32)
+def random_rollout(rng, *, rows, prompt=7, room=9, vocab=50, group_size=1):
+  """Ragged random responses, some empty, masks with holes; G share a prompt."""
+  group = np.arange(rows, dtype=np.int32) // group_size
+  prompt_lengths = rng.integers(1, prompt + 1, rows).astype(np.int32)[group]
   lengths = rng.integers(0, room + 1, rows).astype(np.int32)
   present = np.arange(room)[None] < lengths[:, None]
   draw = lambda *shape: rng.integers(2, vocab, shape).astype(np.int32)
   ids = np.arange(rows, dtype=np.int32)
   return Rollout(
-    prompt_tokens=draw(rows, prompt),
+    prompt_tokens=draw(rows, prompt)[group],
     prompt_lengths=prompt_lengths,
     tokens=draw(rows, room),
     lengths=lengths,
@@ -106,7 +120,7 @@ def random_rollout(rng, *, rows, prompt=7, room=9, vocab=50):
     origin=np.zeros((rows, room), np.int32),
     status=np.zeros(rows, np.int32),
     window_start=np.zeros(rows, np.int32),
-    prompt_id=ids,
-    group=ids,
+    prompt_id=group,
+    group=group,
     sample_id=ids,
   )

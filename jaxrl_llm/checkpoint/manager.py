@@ -7,15 +7,17 @@ export read the policy alone. Shardings come from the reader: a checkpoint
 written on one mesh is restored onto any other.
 """
 
+import contextlib
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.sharding import path_name
 
 _FORMAT = 1  # Of the items and of meta; a newer number is refused.
 
@@ -72,15 +74,14 @@ class Checkpointer:
     Raises:
       InputError: the step cannot be read, or has other shapes.
     """
+    where = self._directory / str(step)
     items = {
       name: ocp.args.StandardRestore(tree) for name, tree in targets.items()
     }
-    try:
+    with _readable(where):
+      for name, tree in targets.items():
+        _check_shapes(where / name, tree)
       out = self._manager.restore(step, args=ocp.args.Composite(**items))
-    except (ValueError, KeyError, OSError) as error:
-      raise InputError(
-        _unreadable(self._directory / str(step), error)
-      ) from error
     return {name: out[name] for name in targets}
 
   def restore_meta(self, step: int) -> dict[str, Any]:
@@ -90,16 +91,14 @@ class Checkpointer:
       InputError: it cannot be read or was written by a newer version.
     """
     where = self._directory / str(step)
-    try:
+    with _readable(where):
       args = ocp.args.Composite(meta=ocp.args.JsonRestore())
       meta = self._manager.restore(step, args=args)["meta"]
-    except (ValueError, KeyError, OSError) as error:
-      raise InputError(_unreadable(where, error)) from error
-    if meta["format"] > _FORMAT:
-      raise InputError(
-        f"{where}: checkpoint format {meta['format']} is newer than this"
-        f" version reads ({_FORMAT}); update jaxrl_llm"
-      )
+      if meta["format"] > _FORMAT:
+        raise InputError(
+          f"{where}: checkpoint format {meta['format']} is newer than this"
+          f" version reads ({_FORMAT}); update jaxrl_llm"
+        )
     return meta
 
   def wait(self) -> None:
@@ -130,11 +129,9 @@ def load_tree(path: str | os.PathLike, target: Any) -> Any:
   path = pathlib.Path(path).absolute()
   if not path.is_dir():
     raise InputError(f"{path}: no such checkpoint; check the path")
-  try:
-    with ocp.StandardCheckpointer() as checkpointer:
-      return checkpointer.restore(path, target)
-  except (ValueError, KeyError, OSError) as error:
-    raise InputError(_unreadable(path, error)) from error
+  with _readable(path), ocp.StandardCheckpointer() as checkpointer:
+    _check_shapes(path, target)
+    return checkpointer.restore(path, target)
 
 
 def abstract(tree: Any, shardings: Any) -> Any:
@@ -146,10 +143,31 @@ def abstract(tree: Any, shardings: Any) -> Any:
   )
 
 
-def _unreadable(path: pathlib.Path, error: Exception) -> str:
-  # Orbax and TensorStore explain over many lines; the first one tells what.
-  reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-  return (
-    f"{path}: cannot restore this checkpoint ({reason[:200]}); use another"
-    " step or another --workdir"
-  )
+def _check_shapes(path: pathlib.Path, target: Any) -> None:
+  """Raises InputError naming a leaf that was saved otherwise or not at all."""
+  leaves = jax.tree_util.tree_leaves_with_path
+  saved = leaves(ocp.StandardCheckpointHandler().metadata(path).tree)
+  shapes = {path_name(key): leaf.shape for key, leaf in saved}
+  for key, leaf in leaves(target):
+    name = path_name(key)
+    if shapes.get(name) != leaf.shape:
+      raise InputError(
+        f"{path}: {name} has shape {shapes.get(name)}, but this model needs"
+        f" {leaf.shape}; use the model it was saved from or another --workdir"
+      )
+
+
+@contextlib.contextmanager
+def _readable(path: pathlib.Path) -> Iterator[None]:
+  """Turns whatever goes wrong while reading into one line."""
+  try:
+    yield
+  except InputError:
+    raise
+  except Exception as error:  # Orbax raises bare ones for cut files.
+    # It explains over many lines; the first one tells what.
+    reason = next(iter(str(error).strip().splitlines()), "")
+    raise InputError(
+      f"{path}: cannot restore this checkpoint ({type(error).__name__}:"
+      f" {reason[:200]}); use another step or another --workdir"
+    ) from error

@@ -287,7 +287,7 @@ def _skip(rng: np.random.Generator, problem: ChainProblem) -> str:
 
 
 class Sums:
-  """Random-access source of two-number additions: `47+38=` -> `85`.
+  """Random-access source of two-number additions: `47 + 38 =` -> `85`.
 
   All pairs of numbers with the given digits, in an order drawn once: the first
   `eval_size` are the evaluation split, the others the training split.
@@ -336,7 +336,7 @@ class Sums:
     left, right = self._pairs[index]
     return Example(
       id=f"sums-{self._split}-{int(index)}",
-      question=f"{left}+{right}=",
+      question=f"{left} + {right} =",
       answer=str(left + right),
       source=f"sums/{self._split}",
     )

@@ -57,9 +57,14 @@ def chunked_logprobs(
 
   Returns:
     `TokenLogprobs` of float32 [B, T].
+
+  Raises:
+    ValueError: `chunk` is below 1.
   """
   chex.assert_rank([hidden, kernel, targets, mask], [3, 2, 2, 2])
   chex.assert_equal_shape_prefix([hidden, targets, mask], 2)
+  if chunk < 1:
+    raise ValueError(f"chunk must be >= 1, got {chunk}")
   chunk = min(chunk, mask.shape[1])
   temperature = jnp.asarray(temperature, jnp.float32)
   return TokenLogprobs(
@@ -74,7 +79,7 @@ def _logprobs(hidden, kernel, targets, mask, temperature, tied, chunk):
 
 def _forward(hidden, kernel, targets, mask, temperature, tied, chunk):
   order, count = _loss_first(mask, chunk)
-  hidden_front = _permute(hidden, order, chunk)
+  hidden_front = _permute(_masked(hidden, mask), order, chunk)
   targets_front = _permute(targets, order, chunk)
 
   def body(i, carry):
@@ -98,7 +103,7 @@ def _forward(hidden, kernel, targets, mask, temperature, tied, chunk):
 def _backward(tied, chunk, residuals, cotangents):
   hidden, kernel, targets, mask, temperature, entropy = residuals
   order, count = _loss_first(mask, chunk)
-  hidden_front = _permute(hidden, order, chunk)
+  hidden_front = _permute(_masked(hidden, mask), order, chunk)
   targets_front = _permute(targets, order, chunk)
   masked = [jnp.where(mask, g, 0.0) for g in cotangents]
   g_logprob, g_entropy = (_permute(g, order, chunk) for g in masked)
@@ -156,6 +161,11 @@ def _loss_first(mask, chunk):
   order = jnp.argsort(~mask, axis=1, stable=True)
   longest = jnp.max(jnp.sum(mask, axis=1, dtype=jnp.int32))
   return order, (longest + chunk - 1) // chunk
+
+
+def _masked(hidden, mask):
+  """Zeros outside the mask: a NaN there would spoil the kernel's gradient."""
+  return jnp.where(mask[..., None], hidden, 0)
 
 
 def _permute(x, order, chunk):

@@ -52,8 +52,10 @@ def choose(
   chex.assert_equal_shape([uniform, temperature, top_k, top_p, min_p])
   greedy = temperature <= 0
   scale = jnp.where(greedy, 1.0, temperature)[:, None]
-  scaled = logits.astype(jnp.float32) / scale
-  weights = jnp.exp(scaled - jnp.max(scaled, axis=-1, keepdims=True))
+  logits = logits.astype(jnp.float32)
+  # The maximum goes first: a tiny temperature must not divide it to infinity.
+  below = logits - jnp.max(logits, axis=-1, keepdims=True)
+  weights = jnp.exp(below / scale)
   filtered = jnp.any((top_k > 0) | (top_p < 1) | (min_p > 0))
   weights = jax.lax.cond(
     filtered,

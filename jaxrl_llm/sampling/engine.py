@@ -120,8 +120,8 @@ class Engine:
       ValueError: a prompt or setting is out of range.
     """
     sample_ids = np.asarray(sample_ids, np.int32)
-    group_size = sample_ids.shape[1]
     limit = self._check(prompts, sample_ids, settings)
+    group_size = sample_ids.shape[1]
     per_wave = max(1, self.slots // group_size)
     waves = []
     for start in range(0, len(prompts), per_wave):
@@ -174,13 +174,16 @@ class Engine:
     }
 
   def _check(self, prompts, sample_ids, settings):
-    if sample_ids.shape[0] != len(prompts):
+    """Refuses what is out of range; returns the limit of response tokens."""
+    if sample_ids.ndim != 2 or sample_ids.shape[0] != len(prompts):
       raise ValueError(
-        f"sample_ids has {sample_ids.shape[0]} rows for {len(prompts)} prompts"
+        f"sample_ids must be [N, G] for N = {len(prompts)} prompts, got shape"
+        f" {sample_ids.shape}"
       )
-    if sample_ids.shape[1] > self.slots:
+    if min(sample_ids.shape) < 1 or sample_ids.shape[1] > self.slots:
       raise ValueError(
-        f"a group of {sample_ids.shape[1]} does not fit {self.slots} slots"
+        f"there must be prompts, and 1..{self.slots} responses to each (a group"
+        f" fits the slots), got sample_ids of shape {sample_ids.shape}"
       )
     lengths = [len(p) for p in prompts]
     if min(lengths) < 1 or max(lengths) > self.max_prompt_length:
@@ -188,14 +191,22 @@ class Engine:
         f"prompt lengths must be 1..{self.max_prompt_length}, got"
         f" {min(lengths)}..{max(lengths)}"
       )
-    limit = settings.max_new_tokens or self.room
-    if not 1 <= limit <= self.room:
-      raise ValueError(f"max_new_tokens must be 1..{self.room}, got {limit}")
-    if not 0 < settings.top_p <= 1 or not 0 <= settings.min_p < 1:
-      raise ValueError(
-        "top_p must be in (0, 1] and min_p in [0, 1), got"
-        f" {settings.top_p} and {settings.min_p}"
-      )
+    limit = settings.max_new_tokens
+    limit = self.room if limit is None else limit
+    for name, value, valid, allowed in (
+      ("max_new_tokens", limit, 1 <= limit <= self.room, f"1..{self.room}"),
+      (
+        "temperature",
+        settings.temperature,
+        0 <= settings.temperature < np.inf,
+        "finite and >= 0",
+      ),
+      ("top_k", settings.top_k, settings.top_k >= 0, ">= 0"),
+      ("top_p", settings.top_p, 0 < settings.top_p <= 1, "in (0, 1]"),
+      ("min_p", settings.min_p, 0 <= settings.min_p < 1, "in [0, 1)"),
+    ):
+      if not valid:
+        raise ValueError(f"{name} must be {allowed}, got {value}")
     return limit
 
   def _wave(

@@ -29,7 +29,8 @@ from jaxrl_llm.sampling import Engine, SamplingSettings
 from jaxrl_llm.train import experience, score, state, step
 from jaxrl_llm.train import recipe as recipe_lib
 
-_BASE = pathlib.Path(__file__).parents[1] / "assets" / "chain_sum_base"
+# The base model of the package; scripts/pretrain.py makes it.
+BASE = pathlib.Path(__file__).parents[1] / "assets" / "chain_sum_base"
 EVAL_POSITIONS = 10_000  # Most problems of an endless source that are read.
 
 
@@ -68,6 +69,11 @@ class Job:
   model_path: str
 
 
+def model_path(config: Any) -> str:
+  """Directory of the policy that a run starts from."""
+  return config.model.path or str(BASE)
+
+
 def make_job(config: Any) -> Job:
   """Builds the objects of a run; loads no weights and compiles nothing.
 
@@ -77,9 +83,9 @@ def make_job(config: Any) -> Job:
   config_lib.validate(config)
   config_lib.validate_mesh(config, devices=len(jax.devices()))
   mesh = sharding.make_mesh(**config.mesh)
-  model_path = config.model.path or str(_BASE)
-  model_config = hf.read_config(model_path)
-  tokenizer = Tokenizer.load(model_path)
+  path = model_path(config)
+  model_config = hf.read_config(path)
+  tokenizer = Tokenizer.load(path)
   _check_context(config, model_config, tokenizer)
   policy_fns, value_fns = _make_fns(config, model_config, mesh)
   recipe = recipe_lib.make_recipe(estimator=config.estimator, loss=config.loss)
@@ -131,7 +137,7 @@ def make_job(config: Any) -> Job:
       top_p=config.eval.top_p,
       max_new_tokens=limit,
     ),
-    model_path=model_path,
+    model_path=path,
   )
 
 

@@ -44,7 +44,7 @@ from jaxrl_llm.train.state import TrainState
 from jaxrl_llm.types import Experience, Rollout, Status
 
 # Independent streams of randomness under the run's seed.
-_ROLLOUTS, _EVALUATION, _PRETRAINING = 1, 2, 3
+ROLLOUTS, EVALUATION, PRETRAINING = 1, 2, 3
 
 
 class TrainingStopped(RuntimeError):
@@ -134,7 +134,7 @@ def iterate(job: Job, state: RunState, timer, logger) -> dict[str, float]:
     prompts = job.train_prompts.take(state.position, data.prompts_per_step)
   # 2. Generate; the number of a response seeds it, whatever its slot.
   with timer.phase("generate"):
-    rollout = generate(job, state, prompts, state.step, _ROLLOUTS)
+    rollout = generate(job, state, prompts, state.step, ROLLOUTS)
   # 3. Reward what ended.
   with timer.phase("reward"):
     judged = evaluation.judge(rollout, prompts, job.tokenizer, job.pool)
@@ -395,12 +395,12 @@ def pretrain_value(
       logger.phase(f"value pretraining {number + 1}/{settings.pretrain_steps}")
       prompts = job.train_prompts.take(position, data.prompts_per_step)
       position = prompts[-1].prompt_id + 1
-      rollout = generate(job, state, prompts, number, _PRETRAINING)
+      rollout = generate(job, state, prompts, number, PRETRAINING)
       judged = evaluation.judge(rollout, prompts, job.tokenizer, job.pool)
       rewards = np.where(
         judged.correct, job.config.reward.correct, job.config.reward.incorrect
       )
-      rng = np.random.default_rng((job.config.run.seed, number, _PRETRAINING))
+      rng = np.random.default_rng((job.config.run.seed, number, PRETRAINING))
       batches = mini_batches(job, job.value, rollout, rng)
       credit = score_and_estimate(
         job, state, rollout, rewards, judged, [], batches
@@ -436,7 +436,7 @@ def evaluate(job: Job, state: RunState, logger) -> dict[str, float]:
     job.eval_prompts,
     tokenizer=job.tokenizer,
     pool=job.pool,
-    key=jax.random.fold_in(jax.random.key(job.config.run.seed), _EVALUATION),
+    key=jax.random.fold_in(jax.random.key(job.config.run.seed), EVALUATION),
     samples=job.config.eval.samples,
     settings=job.eval_sampling,
     name=job.eval_name,

@@ -130,13 +130,19 @@ def pack(
     The packed tokens and the layout that moves [B, T] arrays to and fro.
 
   Raises:
-    ValueError: a sample is longer than a row, or there are too few rows.
+    ValueError: a sample is longer than a row, there are too few rows, or a
+      group has different prompts.
   """
   longest = (rollout.prompt_lengths + rollout.lengths).max(initial=0)
   if longest > capacity:
     raise ValueError(
       f"a sample of {longest} tokens does not fit a row of {capacity}"
     )
+  _, first, group = np.unique(
+    rollout.group, return_index=True, return_inverse=True
+  )
+  if (rollout.prompt_tokens != rollout.prompt_tokens[first[group]]).any():
+    raise ValueError("rows of one group have different prompts")
   units = share_prompts(rollout, capacity)
   lengths = np.asarray([_unit_length(rollout, unit) for unit in units])
   row, offset, used = first_fit_decreasing(lengths, capacity)

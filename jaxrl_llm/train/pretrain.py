@@ -94,7 +94,7 @@ def _batch(tokenizer, source, settings, i) -> step.PolicyBatch:
     status=np.full(size, int(Status.FINISHED), np.int32),
     window_start=zeros,
     prompt_id=zeros,
-    group=zeros,
+    group=np.arange(size, dtype=np.int32),  # No two share a prompt.
     sample_id=zeros,
   )
   packed, layout = packing.pack(

@@ -39,7 +39,9 @@ def _plain(hidden, kernel, targets, mask, temperature, *, tied):
 
 
 @functools.partial(jax.jit, static_argnames=("function",))
-def _value_and_grad(hidden, kernel, targets, mask, temperature, pulls, function):
+def _value_and_grad(
+  hidden, kernel, targets, mask, temperature, pulls, function
+):
   def total(hidden, kernel):
     out = function(hidden, kernel, targets, mask, temperature)
     return sum(jnp.sum(p * x) for p, x in zip(pulls, out)), tuple(out)
@@ -76,7 +78,7 @@ def _assert_close(got, expected):
 
 class TestChunkedLogprobs:
   @pytest.mark.parametrize("tied", [True, False])
-  @pytest.mark.parametrize("chunk", [1, 4, 11, 64])
+  @pytest.mark.parametrize("chunk", [1, 4, 64])
   @pytest.mark.parametrize("mask", MASKS)
   @pytest.mark.parametrize("temperature", [1.0, 0.6])
   def test_equals_the_plain_formula(self, tied, chunk, mask, temperature):
@@ -154,7 +156,10 @@ class TestChunkedLogprobs:
       pulls,
       function=_function("chunked", tied=False, chunk=4),
     )[1]
-    (d_hidden, d_kernel), expected = run(hidden.astype(jnp.bfloat16)), run(hidden)
+    (d_hidden, d_kernel), expected = (
+      run(hidden.astype(jnp.bfloat16)),
+      run(hidden),
+    )
     assert d_hidden.dtype == jnp.bfloat16
     assert d_kernel.dtype == jnp.float32
     np.testing.assert_allclose(d_hidden, expected[0], atol=0.1)

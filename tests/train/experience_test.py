@@ -1,5 +1,7 @@
 """Advantages, targets and masks of a batch, by hand."""
 
+import functools
+
 import chex
 import jax
 import numpy as np
@@ -12,6 +14,12 @@ from jaxrl_llm.train import experience, packing, recipe
 def make_recipe(**changes):
   config = tiny_run.make_config("none", **changes)
   return recipe.make_recipe(estimator=config.estimator, loss=config.loss)
+
+
+@functools.cache
+def make_estimate(**changes):
+  made = make_recipe(**changes)
+  return jax.jit(functools.partial(experience.make_experience, recipe=made))
 
 
 LENGTHS = np.asarray([4, 2, 3])
@@ -34,7 +42,7 @@ def make(
   judged=(True, True, True),
   **changes,
 ):
-  return experience.make_experience(
+  return make_estimate(**changes)(
     np.asarray(rewards, np.float32),
     np.asarray(correct),
     np.asarray(judged),
@@ -42,7 +50,6 @@ def make(
     MASK,
     np.where(MASK, -1.0, 0.0).astype(np.float32),
     values,
-    recipe=make_recipe(**changes),
   )
 
 

@@ -53,6 +53,7 @@ class TestPack:
     assert row("targets") == [11, 12, 13, 14, 0, 21, 22, 0, 0]
     assert row("segments") == [1, 1, 1, 1, 1, 2, 2, 2, 0]
     assert row("positions") == [0, 1, 2, 3, 4, 0, 1, 2, 0]
+    assert not packed.prefixes.any()
     # 13 is predicted where 12 is read, 14 where 13 is, 22 where 21 is.
     assert row("mask") == [0, 0, 1, 1, 0, 0, 1, 0, 0]
     assert packed.count == 1 and not packed.segments[1].any()
@@ -64,10 +65,36 @@ class TestPack:
       layout.gather(scattered), [[1, 2, 0], [3, 0, 0]]
     )
 
+  def test_a_shared_prompt_by_hand(self):
+    rollout = random_rollout(np.random.default_rng(0), rows=3, group_size=3)
+    rollout = rollout.replace(
+      prompt_tokens=np.asarray([[10, 11, 12]] * 3),
+      prompt_lengths=np.asarray([3, 3, 3]),
+      tokens=np.asarray([[21, 0, 0], [31, 32, 33], [41, 42, 0]]),
+      lengths=np.asarray([1, 3, 2]),
+      mask=np.asarray([[1, 0, 0], [1, 1, 1], [1, 0, 0]], bool),
+    )
+    packed, layout = packing.pack(rollout, capacity=10, rows=2, micro_batches=1)
+    row = lambda name, r=0: packed[name][0, r].tolist()
+    # The longest two fit with the prompt once, the third has one of its own.
+    assert row("tokens") == [10, 11, 12, 31, 32, 33, 12, 41, 42, 0]
+    assert row("targets") == [11, 0, 31, 32, 33, 0, 41, 42, 0, 0]
+    assert row("positions") == [0, 1, 2, 3, 4, 5, 2, 3, 4, 0]
+    assert row("segments") == [1, 1, 2, 2, 2, 2, 3, 3, 3, 0]
+    assert row("prefixes") == [0, 0, 1, 1, 1, 1, 1, 1, 1, 0]
+    assert row("mask") == [0, 0, 1, 1, 1, 0, 1, 0, 0, 0]
+    assert row("tokens", 1) == [10, 11, 12, 21, 0, 0, 0, 0, 0, 0]
+    assert row("segments", 1) == [1, 1, 1, 1, 0, 0, 0, 0, 0, 0]
+    assert not packed.prefixes[0, 1].any()
+    np.testing.assert_array_equal(layout.gather(packed.targets), rollout.tokens)
+
+  @pytest.mark.parametrize("group_size", [1, 4])
   @pytest.mark.parametrize("seed", range(10))
-  def test_every_response_token_lands_once(self, seed):
+  def test_every_response_token_lands_once(self, seed, group_size):
     rng = np.random.default_rng(seed)
-    rollout = random_rollout(rng, rows=int(rng.integers(1, 24)))
+    rollout = random_rollout(
+      rng, rows=int(rng.integers(1, 24)), group_size=group_size
+    )
     rows = int(rng.integers(1, 5))
     packed, layout = packing.pack(
       rollout,
@@ -85,17 +112,37 @@ class TestPack:
       layout.gather(packed.targets), np.where(present, rollout.tokens, 0)
     )
     i, t = np.nonzero(present)
-    flat = packed.tokens.reshape(-1)
+    tokens = packed.tokens.reshape(-1)
     np.testing.assert_array_equal(
-      flat[layout.index[i, t] + 1], rollout.tokens[i, t]
+      tokens[layout.index[i, t] + 1], rollout.tokens[i, t]
     )
-    total = rollout.prompt_lengths + rollout.lengths
-    assert (packed.segments > 0).sum() == total.sum()
-    # Positions count up within a segment and start at 0.
-    starts = (packed.positions == 0) & (packed.segments > 0)
-    assert starts.sum() == len(total)
     assert not packed.tokens[packed.count :].any()
     assert packed.tokens[: packed.count].any(axis=(1, 2)).all()
+
+  @pytest.mark.parametrize("seed", range(10))
+  def test_every_sample_sees_its_prompt_and_itself(self, seed):
+    rng = np.random.default_rng(seed)
+    rollout = random_rollout(rng, rows=12, group_size=4)
+    packed, layout = packing.pack(
+      rollout, capacity=int(rng.integers(16, 50)), rows=3, micro_batches=4
+    )
+    names = ("tokens", "segments", "prefixes", "positions")
+    grid = {name: packed[name].reshape(12, -1) for name in names}
+    samples = range(12)
+    for i in (i for i in samples if rollout.lengths[i]):
+      row, column = divmod(int(layout.index[i, 0]), grid["tokens"].shape[1])
+      segment = grid["segments"][row, column]
+      prefix = grid["prefixes"][row, column]
+      seen = grid["segments"][row] == segment
+      if prefix:
+        seen |= grid["segments"][row] == prefix
+      prompt = rollout.prompt_tokens[i, : rollout.prompt_lengths[i]]
+      response = rollout.tokens[i, : rollout.lengths[i]]
+      whole = np.concatenate([prompt, response])
+      np.testing.assert_array_equal(grid["tokens"][row][seen], whole)
+      np.testing.assert_array_equal(
+        grid["positions"][row][seen], np.arange(len(whole))
+      )
 
   @pytest.mark.parametrize("seed", range(5))
   def test_scatter_and_gather_are_inverse(self, seed):
@@ -113,6 +160,13 @@ class TestPack:
     longest = int(rollout.prompt_lengths.max()) + 9
     with pytest.raises(ValueError, match=f"sample of {longest} tokens"):
       packing.pack(rollout, capacity=longest - 1, rows=2, micro_batches=2)
+    with pytest.raises(ValueError, match="one group have different prompts"):
+      packing.pack(
+        rollout.replace(group=np.zeros(4, np.int32)),
+        capacity=longest,
+        rows=2,
+        micro_batches=2,
+      )
     with pytest.raises(ValueError, match="do not fit 1 micro-batches of 2"):
       packing.pack(rollout, capacity=longest, rows=2, micro_batches=1)
 
@@ -132,6 +186,18 @@ class TestMiniBatches:
         batch.layout.gather(batch.packed.targets),
         np.where(batch.layout.present, chosen.tokens, 0),
       )
+
+  def test_groups_are_shuffled_whole(self):
+    rollout = random_rollout(np.random.default_rng(1), rows=24, group_size=4)
+    orders = []
+    for seed in range(2):
+      batches = packing.mini_batches(
+        rollout, size=8, rng=np.random.default_rng(seed), capacity=16, rows=3
+      )
+      groups = np.concatenate([rollout.group[b.rows] for b in batches])
+      assert (groups.reshape(-1, 4) == groups[::4, None]).all()
+      orders.append(groups[::4].tolist())
+    assert sorted(orders[0]) == list(range(6)) and orders[0] != orders[1]
 
   def test_no_generator_keeps_the_order(self):
     rollout = random_rollout(np.random.default_rng(1), rows=6)

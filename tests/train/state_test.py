@@ -34,6 +34,15 @@ def make_optimizer(rate=0.1, **changes):
   return state.make_optimizer(schedule, **(settings | changes))
 
 
+def make_apply(optimizer):
+  """apply(state, gradients, finite), jitted: eager optax is slow to start."""
+  return jax.jit(
+    lambda current, gradients, finite: state.apply_gradients(
+      current, gradients, optimizer, finite=finite
+    )
+  )
+
+
 class TestSchedule:
   def test_linear_then_constant(self):
     schedule = state.make_schedule(8.0, warmup_steps=4)
@@ -53,11 +62,9 @@ class TestOptimizer:
     params = make_params()
     current = state.create_train_state(params, optimizer)
     gradients = jax.tree.map(jnp.ones_like, params)
-    moves = []
+    moves, apply = [], make_apply(optimizer)
     for _ in range(6):
-      after = state.apply_gradients(
-        current, gradients, optimizer, finite=jnp.asarray(True)
-      )
+      after = apply(current, gradients, True)
       change = jax.tree.map(jnp.subtract, current.params, after.params)
       moves.append(float(jax.tree.leaves(change)[0].mean()))
       current = after
@@ -70,9 +77,7 @@ class TestOptimizer:
     params = make_params()
     current = state.create_train_state(params, optimizer)
     nothing = jax.tree.map(jnp.zeros_like, params)
-    after = state.apply_gradients(
-      current, nothing, optimizer, finite=jnp.asarray(True)
-    ).params
+    after = make_apply(optimizer)(current, nothing, True).params
     decayed = np.float32(2.0 * (1 - 0.1 * 0.5))
     np.testing.assert_allclose(after["embed"]["embedding"], decayed)
     np.testing.assert_allclose(after["layers"]["q"]["kernel"], decayed)
@@ -88,11 +93,10 @@ class TestOptimizer:
       lambda x: jnp.asarray(draw(size=x.shape), jnp.float32), params
     )
     length = np.sqrt(sum((x**2).sum() for x in jax.tree.leaves(direction)))
-    after = state.apply_gradients(
+    after = make_apply(optimizer)(
       state.create_train_state(params, optimizer),
       jax.tree.map(lambda x: x * norm / length, direction),
-      optimizer,
-      finite=jnp.asarray(True),
+      True,
     )
     # Adam's first moment is a tenth of what passed the clip.
     chex.assert_trees_all_close(
@@ -108,13 +112,10 @@ class TestApplyGradients:
     params = make_params()
     current = state.create_train_state(params, optimizer)
     ones = jax.tree.map(jnp.ones_like, params)
-    current = state.apply_gradients(
-      current, ones, optimizer, finite=jnp.asarray(True)
-    )
+    apply = make_apply(optimizer)
+    current = apply(current, ones, True)
     bad = jax.tree.map(lambda x: x.at[0].set(jnp.nan), ones)
-    after = state.apply_gradients(
-      current, bad, optimizer, finite=jnp.asarray(False)
-    )
+    after = apply(current, bad, False)
     chex.assert_trees_all_equal(
       (after.params, after.opt_state), (current.params, current.opt_state)
     )

@@ -15,6 +15,7 @@ from jaxrl_llm.train import experience, packing, recipe, score, state, step
 from jaxrl_llm.types import Experience
 
 SAMPLES, PROMPT, ROOM = 16, 7, 9
+CAPACITY = 24  # Some samples share their prompt, others do not.
 TEMPERATURE = np.float32(0.8)
 CLIPS = {"clip_low": 0.2, "clip_high": 0.28}
 POLICY_LOSS = functools.partial(losses.clipped_policy_loss, **CLIPS)
@@ -47,7 +48,7 @@ def make_data():
   """A rollout and what the losses want, unpacked."""
   rng = np.random.default_rng(7)
   rollout = tiny_run.random_rollout(
-    rng, rows=SAMPLES, prompt=PROMPT, room=ROOM, vocab=19
+    rng, rows=SAMPLES, prompt=PROMPT, room=ROOM, vocab=19, group_size=4
   )
   mask = rollout.mask
   normal = lambda: rng.normal(size=mask.shape).astype(np.float32)
@@ -69,7 +70,7 @@ SETTINGS = tiny_run.make_config("none")
 RECIPE = recipe.make_recipe(estimator=SETTINGS.estimator, loss=SETTINGS.loss)
 
 
-def make_batch(kind, *, micro_rows, rows=range(SAMPLES), capacity=20):
+def make_batch(kind, *, micro_rows, rows=range(SAMPLES), capacity=CAPACITY):
   rollout, data = make_data()
   rows = np.asarray(rows)
   packed, layout = packing.pack(
@@ -181,6 +182,8 @@ class TestGradient:
   @pytest.mark.parametrize("kind", ["policy", "value"])
   def test_equals_that_of_the_plain_loss(self, kind):
     plain = plain_policy_loss if kind == "policy" else plain_value_loss
+    prefixes = make_batch(kind, micro_rows=4).packed.prefixes
+    assert prefixes.any() and not prefixes.all()
     compute = jax.jit(jax.value_and_grad(plain, has_aux=True))
     (_, parts), expected = compute(make_params(kind))
     got, metrics = gradient_of_step(kind, 4)
@@ -218,7 +221,9 @@ class TestGradient:
 
   def test_metrics_are_means_over_the_tokens_trained_on(self):
     rollout, data = make_data()
-    packed, layout = packing.pack(rollout, capacity=20, rows=4, micro_batches=4)
+    packed, layout = packing.pack(
+      rollout, capacity=CAPACITY, rows=4, micro_batches=4
+    )
     scored = jax.jit(
       functools.partial(score.score_logprobs, fns=make_fns("policy"))
     )(make_params("policy"), packed, TEMPERATURE)
@@ -290,7 +295,7 @@ class TestMesh:
     if shape == (2, 2, 2):
       kernel = placed.params["layers"]["mlp"]["up"]["kernel"]
       assert kernel.sharding.shard_shape(kernel.shape) == (2, 16, 24)
-    assert batch.weights.sharding.shard_shape((2, 8, 20))[1] == (
+    assert batch.weights.sharding.shard_shape((2, 8, CAPACITY))[1] == (
       8 // sharding.batch_size_of(mesh)
     )
     after, metrics = update(placed, batch, *settings_of(kind))
@@ -314,15 +319,16 @@ def policy_step():
 
 class TestOneProgram:
   def test_lengths_and_temperature_compile_nothing(self, policy_step):
-    current = make_state("policy")
+    batch = make_batch("policy", micro_rows=4)
+    current, _ = policy_step(make_state("policy"), batch, TEMPERATURE)
+    compiled = policy_step._cache_size()
     for rows, temperature in (
-      (range(16), 1.0),
       ([1] * 16, 0.5),
       ([*range(8), *range(8)], 1.3),
     ):
       batch = make_batch("policy", micro_rows=4, rows=rows)
       current, _ = policy_step(current, batch, np.float32(temperature))
-    assert policy_step._cache_size() == 1
+    assert policy_step._cache_size() == compiled
     assert current.step == 3
 
   def test_the_state_is_donated(self, policy_step):
@@ -389,12 +395,14 @@ class TestScore:
     rollout, _ = make_data()
     packed, layout = packing.pack(
       rollout,
-      capacity=20,
+      capacity=CAPACITY,
       rows=4,
       micro_batches=4,
     )
     tokens, present, before = padded()
-    logits = make_fns("policy").logits(make_params("policy"), tokens, present)
+    logits = jax.jit(make_fns("policy").logits)(
+      make_params("policy"), tokens, present
+    )
     at = np.take_along_axis(
       np.asarray(jax.nn.log_softmax(logits / TEMPERATURE)),
       before[..., None],
@@ -407,7 +415,7 @@ class TestScore:
     np.testing.assert_allclose(
       layout.gather(scored)[rollout.mask], expected[rollout.mask], atol=1e-5
     )
-    values = make_fns("value").values(
+    values = jax.jit(make_fns("value").values)(
       make_params("value"),
       tokens,
       present.astype(np.int32),

@@ -1,0 +1,71 @@
+"""Exports the policy of a training run as a Hugging Face model directory.
+
+  python scripts/convert.py --checkpoint=WORKDIR --out=DIR [--step=N]
+
+DIR gets config.json, model.safetensors and the tokenizer's files, and is read
+by `transformers`, by `--config.model.path=DIR` and by `models.load(DIR)`. Exit
+code 2 for bad input.
+"""
+
+import argparse
+import pathlib
+import sys
+
+import jax
+
+from jaxrl_llm import models
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.train import workdir
+
+
+def convert(options) -> str:
+  """Writes the directory; returns a line that says what is in it.
+
+  Raises:
+    InputError: the run cannot be read or the directory not be written.
+  """
+  source, out = pathlib.Path(options.checkpoint), pathlib.Path(options.out)
+  if not source.is_dir():
+    raise InputError(
+      f"--checkpoint={source}: no such directory; give the --workdir of a run"
+    )
+  policy = workdir.load_policy(source, step=options.step)
+  if out.resolve() == pathlib.Path(policy.model_path).resolve():
+    raise InputError(
+      f"--out={out} is the model that the run started from; choose another"
+      " directory"
+    )
+  params = jax.tree.map(lambda x: x.astype(options.dtype), policy.params)
+  models.save(out, policy.fns, params, tokenizer_from=policy.model_path)
+  count = policy.fns.config.num_params()
+  return (
+    f"wrote the policy of step {policy.step} to {out}: {count:,} parameters,"
+    f" {options.dtype}"
+  )
+
+
+def main(arguments: list[str] | None = None) -> int:
+  """Runs the command; returns its exit code."""
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  add = parser.add_argument
+  add("--checkpoint", required=True, metavar="WORKDIR", help="of the run")
+  add("--out", required=True, metavar="DIR", help="directory to write")
+  add("--step", type=int, help="which checkpoint; the newest by default")
+  add(
+    "--dtype",
+    choices=("float32", "bfloat16"),
+    default="float32",
+    help="of the weights in the file; float32 is exact",
+  )
+  try:
+    print(convert(parser.parse_args(arguments)))
+  except InputError as error:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,244 @@
+"""Evaluates a training run's newest policy or any model directory.
+
+    python scripts/evaluate.py --checkpoint=WORKDIR [--samples=16 ...]
+    python scripts/evaluate.py --checkpoint=MODEL_DIR \
+        --config=configs/vapo.py[:PRESET] [--dataset=problems.jsonl ...]
+
+A run brings its own settings, a model directory takes those of --config;
+--config.group.key=value overrides either. Prints tables and, as the last line,
+one JSON object. Exit code 2 for bad input.
+"""
+
+import contextlib
+import json
+import math
+import pathlib
+import sys
+import time
+
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+from jaxrl_llm.errors import InputError
+
+_DEFAULT = pathlib.Path(__file__).resolve().parents[1] / "configs" / "vapo.py"
+_CONFIG = config_flags.DEFINE_config_file(
+  "config", str(_DEFAULT), "Settings of a model directory; a run has its own."
+)
+_CHECKPOINT = flags.DEFINE_string(
+  "checkpoint", "", "Workdir of a run, or Hugging Face model directory."
+)
+_DATASET = flags.DEFINE_string(
+  "dataset",
+  None,
+  "Path of a JSONL file, 'tfds:NAME', or a built-in source as 'chain_sum';"
+  " the evaluation set of the settings by default.",
+)
+_SAMPLES = flags.DEFINE_integer("samples", None, "Responses per problem, k.")
+_PROBLEMS = flags.DEFINE_integer("problems", None, "Most problems; 0 is all.")
+_TEMPERATURE = flags.DEFINE_float("temperature", None, "0 is greedy.")
+_TOP_P = flags.DEFINE_float("top_p", None, "Mass that is sampled from.")
+_SEED = flags.DEFINE_integer("seed", None, "Of the sampling; the run's own.")
+
+
+def make_config(path: pathlib.Path):
+  """Settings of the run or of --config, with all overrides applied.
+
+  Raises:
+    InputError: a flag does not fit the directory.
+  """
+  from jaxrl_llm import config as config_lib
+  from jaxrl_llm.train import workdir
+
+  if not path.is_dir():
+    raise InputError(
+      f"--checkpoint={_CHECKPOINT.value}: no such directory; give the --workdir"
+      " of a run or a model directory"
+    )
+  config = _CONFIG.value
+  if workdir.is_workdir(path):
+    if _CONFIG.present:
+      raise InputError(
+        f"--config={flags.FLAGS['config'].config_filename}: the run {path} has"
+        " its own settings; leave --config out or use --config.group.key=value"
+      )
+    config = workdir.read_config(path)
+    config.update_from_flattened_dict(
+      config_flags.get_override_values(flags.FLAGS["config"])
+    )
+  else:
+    config.model.path = str(path)
+  if _DATASET.value is not None:
+    config.eval.source, config.eval.path = read_dataset(_DATASET.value)
+  for name in ("samples", "problems", "temperature", "top_p"):
+    if flags.FLAGS[name].value is not None:
+      config.eval[name] = flags.FLAGS[name].value
+  # Slots do not change a response; they need to hold all of a problem's.
+  slots = config.sampler.slots or config_lib.batch_size(config)
+  config.sampler.slots = max(slots, config.eval.samples)
+  return config
+
+
+def read_dataset(name: str) -> tuple[str, str]:
+  """config.eval.source and config.eval.path of --dataset."""
+  if name.startswith("tfds:"):
+    return "tfds", name.removeprefix("tfds:")
+  if name.endswith((".jsonl", ".json")) or "/" in name:
+    return "jsonl", name
+  return name, ""
+
+
+def load_params(path: pathlib.Path, job):
+  """The policy as the sampler holds it, and its step (None of a model)."""
+  import jax
+  import numpy as np
+
+  from jaxrl_llm.models import hf
+  from jaxrl_llm.train import workdir
+
+  shapes = job.policy.shapes.params
+  if workdir.is_workdir(path):
+    step = workdir.find_step(path)
+    params = workdir.restore_policy(path, step, shapes)
+  else:
+    step = None
+    # From the host straight to its place: no device holds it whole.
+    params = hf.read_params(
+      path, job.policy.fns.config, dtype=np.float32, put=lambda _, x: x
+    )
+    params = jax.device_put(params, jax.tree.map(lambda x: x.sharding, shapes))
+  return job.for_sampling(params), step
+
+
+def evaluate(job, params, seed: int):
+  """Samples and judges every problem.
+
+  Returns:
+    Numbers for the JSON object, and a few responses.
+  """
+  import jax
+  import numpy as np
+
+  from jaxrl_llm import evaluate as evaluation
+  from jaxrl_llm import metrics
+  from jaxrl_llm.train import loop
+  from jaxrl_llm.types import Status
+
+  k = job.config.eval.samples
+  shape = (len(job.eval_prompts), k)
+  start = time.perf_counter()
+  rollout = job.engine.generate(
+    params,
+    [p.tokens for p in job.eval_prompts],
+    sample_ids=np.arange(np.prod(shape)).reshape(shape),
+    # The loop's own stream: without further flags a run's last evaluation is
+    # repeated exactly.
+    key=jax.random.fold_in(jax.random.key(seed), loop.EVALUATION),
+    settings=job.eval_sampling,
+  )
+  seconds = time.perf_counter() - start
+  judged = evaluation.judge(rollout, job.eval_prompts, job.tokenizer, job.pool)
+  right = judged.correct.reshape(shape).sum(axis=1)
+  average = metrics.avg_at_k(right, k)
+  error = average.standard_error
+  tries = [2**i for i in range(k.bit_length()) if 2**i < k] + [k]
+  results = {
+    f"avg@{k}": average.mean,
+    f"avg@{k}_se": None if math.isnan(error) else error,
+  }
+  for n in tries:
+    estimates = metrics.pass_at_k(right, k, k=n)
+    results[f"pass@{n}"] = float(estimates.mean())
+  lengths = rollout.lengths
+  results |= {
+    "response_length_mean": float(lengths.mean()),
+    "response_length_median": float(np.median(lengths)),
+    "response_length_max": int(lengths.max()),
+    "overlong_fraction": float((rollout.status == Status.OVERLONG).mean()),
+    "unjudged": int((~judged.judged).sum()),
+    "generate_s": seconds,
+    "tokens_per_s": float(lengths.sum() / seconds),
+  }
+  rows = np.linspace(0, len(lengths) - 1, min(4, len(lengths))).astype(int)
+  scores = judged.correct.astype(np.float32)
+  return results, evaluation.samples_of(
+    rollout, job.eval_prompts, judged, scores, rows
+  )
+
+
+def show(title: str, results: dict, samples) -> None:
+  """Prints the numbers and the responses as tables."""
+  import rich.console
+  import rich.table
+  import rich.text
+
+  from jaxrl_llm import metrics
+
+  live = sys.stdout.isatty()
+  # A pipe has no width; rich would squeeze tables into 80 columns.
+  console = rich.console.Console(width=None if live else 120, highlight=False)
+  console.print(rich.text.Text(metrics.printable(title)), soft_wrap=True)
+  table = rich.table.Table()
+  table.add_column("metric")
+  table.add_column("value", justify="right")
+  for name, value in results.items():
+    if not name.endswith("_se"):
+      error = results.get(f"{name}_se")
+      spread = "" if error is None else f" ± {error:.4f}"
+      shown = f"{value:,}" if type(value) is int else f"{value:,.4f}"
+      table.add_row(name, f"{shown}{spread}")
+  console.print(table)
+  console.print(metrics.sample_table(samples, title="some responses"))
+
+
+def run() -> None:
+  """Loads, evaluates and prints."""
+  # Heavy imports late: a typing error in a flag answers at once.
+  from jaxrl_llm.train import build
+
+  if not _CHECKPOINT.value:
+    raise InputError(
+      "--checkpoint is missing; give the --workdir of a run or a model"
+      " directory"
+    )
+  path = pathlib.Path(_CHECKPOINT.value)
+  config = make_config(path)
+  job = build.make_job(config)
+  seed = config.run.seed if _SEED.value is None else _SEED.value
+  with contextlib.closing(job.pool):
+    params, step = load_params(path, job)
+    results, samples = evaluate(job, params, seed)
+  settings = {
+    "checkpoint": str(path),
+    "step": step,
+    "dataset": job.eval_name,
+    "problems": len(job.eval_prompts),
+    "samples": config.eval.samples,
+    "temperature": config.eval.temperature,
+    "top_p": config.eval.top_p,
+    "seed": seed,
+  }
+  title = (
+    f"{path}{'' if step is None else f', step {step}'}: {job.eval_name},"
+    f" {len(job.eval_prompts)} problems x {config.eval.samples} samples"
+  )
+  show(title, results, samples)
+  print(json.dumps(settings | results, allow_nan=False), flush=True)
+
+
+def main(argv):
+  if len(argv) > 1:
+    print(
+      f"unexpected argument {argv[1]!r}; flags start with --", file=sys.stderr
+    )
+    sys.exit(2)
+  logging.set_verbosity(logging.ERROR)
+  try:
+    run()
+  except InputError as error:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+  app.run(main)

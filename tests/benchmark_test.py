@@ -1,0 +1,309 @@
+"""Tests of jaxrl_llm.benchmark and scripts/benchmark.py."""
+
+import importlib.util
+import json
+import math
+import pathlib
+import sys
+
+import numpy as np
+import pytest
+import reference
+
+from jaxrl_llm import benchmark
+from jaxrl_llm.benchmark import workloads
+from jaxrl_llm.errors import InputError
+
+_SCRIPT = pathlib.Path(__file__).parents[1] / "scripts" / "benchmark.py"
+_TUNIX = {
+  "library": "google-tunix",
+  "shape": "smollm135m",
+  "sampler": {"tokens_per_s": 100.0, "best_tokens_per_s": 120.0},
+  "grpo": {"step_s": 4.0, "rollout_s": 3.0, "update_s": 1.0},
+  "peak_rss_gb": 2.5,
+}
+_TRL = {
+  "versions": {"trl": "1"},
+  "results": {
+    "tiny": {"trl": {"generate_tokens_per_s": 1.0}},
+    "smollm2": {
+      "trl": {
+        "generate_s": 7.0,
+        "generate_tokens_per_s": 200.0,
+        "generate_best_tokens_per_s": 220.0,
+        "fwd_bwd_tokens_per_s": 380.0,
+        "grpo_step_s": 8.0,
+        "grpo_generation_s": 5.0,
+        "grpo_train_s": 2.0,
+        "grpo_all_step_s": [8.0, 9.0],
+        "peak_rss_mib": 2048.0,
+      }
+    },
+  },
+}
+
+
+def _script():
+  spec = importlib.util.spec_from_file_location("benchmark_script", _SCRIPT)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
+
+
+class TestLastJsonObject:
+  def test_one_line_after_other_output(self):
+    text = 'loading\n{"a": 1}\n{\'loss\': 0.1}\n{"b": 2}\n'
+    assert benchmark.last_json_object(text) == {"b": 2}
+
+  def test_over_many_lines_is_the_outer_object(self):
+    text = "{'loss': 0.1}\n" + json.dumps(_TRL, indent=1) + "\nbye\n"
+    assert benchmark.last_json_object(text) == _TRL
+
+  def test_a_line_that_goes_on_is_none(self):
+    assert benchmark.last_json_object('{"a": 1} seconds\n') is None
+
+  def test_torn_object_gives_way_to_the_one_before(self):
+    text = '{"a": 1}\n{\n "b": {\n  "c": 1\n }\n'
+    assert benchmark.last_json_object(text) == {"a": 1}
+
+  @pytest.mark.parametrize("text", ["", "\n", "[1]\n", "{\n", 'x {"a": 1}'])
+  def test_none(self, text):
+    assert benchmark.last_json_object(text) is None
+
+
+class TestReadNumbers:
+  def test_tunix(self):
+    sampler = benchmark.read_numbers(
+      _TUNIX, part="sampler", shape="smollm2-135m"
+    )
+    assert sampler == {"tokens_per_s": 100.0, "best_tokens_per_s": 120.0}
+    step = benchmark.read_numbers(
+      _TUNIX, part="train_step", shape="smollm2-135m"
+    )
+    assert step == {
+      "step_s": 4.0,
+      "generate_s": 3.0,
+      "update_s": 1.0,
+      "peak_rss_gib": 2.5,
+    }
+
+  def test_trl(self):
+    step = benchmark.read_numbers(_TRL, part="train_step", shape="smollm2-135m")
+    assert step == {
+      "step_s": 8.0,
+      "generate_s": 5.0,  # Of its step, not of its other measurement.
+      "update_s": 2.0,
+      "update_tokens_per_s": 380.0,
+      "peak_rss_gib": 2.0,
+    }
+    sampler = benchmark.read_numbers(_TRL, part="sampler", shape="tiny")
+    assert sampler == {"tokens_per_s": 1.0}
+
+  def test_trl_of_several_rounds(self):
+    rounds = [{"grpo_step_s": s, "load": [1.0]} for s in (1.0, 5.0, 3.0)]
+    record = {"results": {"tiny": {"trl": rounds}}}
+    step = benchmark.read_numbers(record, part="train_step", shape="tiny")
+    assert step == {"step_s": 3.0}
+
+  def test_flat(self):
+    record = {"tokens_per_s": 5, "step_s": 2.0, "update_s": 1.0, "note": "x"}
+    read = lambda part: benchmark.read_numbers(record, part=part, shape="tiny")
+    assert read("sampler") == {"tokens_per_s": 5.0}
+    assert read("train_step") == {"step_s": 2.0, "update_s": 1.0}
+
+  @pytest.mark.parametrize(
+    "record, message",
+    [
+      ({"tokens": 1}, "none of tokens_per_s"),
+      ({"tokens_per_s": 0}, "tokens_per_s is 0"),
+      ({"tokens_per_s": math.nan}, "not a positive number"),
+      ({"tokens_per_s": "1"}, "not a positive number"),
+      ({"shape": "smollm135m", "tokens_per_s": 1}, "measured shape"),
+      ({"results": {"smollm2": {}}}, "measured .'smollm2'."),
+    ],
+  )
+  def test_refused(self, record, message):
+    with pytest.raises(InputError, match=message):
+      benchmark.read_numbers(record, part="sampler", shape="tiny")
+
+
+class TestSpeedRatios:
+  def test_over_one_is_better_for_rates_times_and_memory(self):
+    ours = {"tokens_per_s": 30.0, "step_s": 2.0, "peak_rss_gib": 4.0, "a": 1.0}
+    peer = {"tokens_per_s": 10.0, "step_s": 1.0, "peak_rss_gib": 8.0}
+    assert benchmark.speed_ratios(ours, peer) == {
+      "tokens_per_s": 3.0,
+      "step_s": 0.5,
+      "peak_rss_gib": 2.0,
+    }
+
+
+class TestSummarize:
+  def test_median_and_spread(self):
+    summary = benchmark.summarize({"x": [3.0, 1.0, 2.0], "y": [1.0, 2.0]})
+    assert summary["medians"] == {"x": 2.0, "y": 1.5}
+    assert summary["spread"] == {"x": [1.0, 3.0], "y": [1.0, 2.0]}
+
+
+class TestAlternate:
+  def test_order_turns_every_round(self):
+    calls = []
+    run = lambda name: lambda: calls.append(name) or {"step_s": 1.0}
+    numbers, errors = benchmark.alternate(
+      {"a": run("a"), "b": run("b")}, rounds=3
+    )
+    assert calls == ["a", "b", "b", "a", "a", "b"]
+    assert {k: len(v) for k, v in numbers.items()} == {"a": 3, "b": 3}
+    assert not errors
+
+  def test_what_fails_is_not_run_again(self):
+    calls = []
+
+    def fail():
+      calls.append("b")
+      raise InputError("no luck")
+
+    numbers, errors = benchmark.alternate(
+      {"a": lambda: {"step_s": 1.0}, "b": fail}, rounds=3
+    )
+    assert calls == ["b"]
+    assert list(numbers) == ["a"]
+    assert errors == {"b": "no luck"}
+
+
+class TestRunProgram:
+  def test_last_object(self):
+    code = "print('hi'); print('{\"a\": 1}')"
+    command = [sys.executable, "-c", code]
+    assert benchmark.run_program(command, timeout_s=60) == {"a": 1}
+
+  @pytest.mark.parametrize(
+    "command, message",
+    [
+      ("echo first >&2; echo last >&2; exit 3", "exit code 3: last"),
+      ("exit 4", "exit code 4: no error output"),
+      ("echo hello", "no JSON object"),
+      ("no-such-program-at-all", "exit code 127"),
+    ],
+  )
+  def test_failures_are_one_line(self, command, message):
+    with pytest.raises(InputError, match=message):
+      benchmark.run_program(command, timeout_s=60)
+
+  def test_too_long_is_killed_with_its_children(self):
+    with pytest.raises(InputError, match="more than 0.2 s"):
+      benchmark.run_program("sleep 600 & sleep 600", timeout_s=0.2)
+
+
+class TestGaeLoop:
+  def test_is_the_definition(self):
+    rng = np.random.default_rng(0)
+    rewards, values = rng.normal(size=(2, 3, 9)).astype(np.float32)
+    mask = rng.random((3, 9)) < 0.7
+    lambda_ = np.asarray([0.0, 0.5, 1.0], np.float32)
+    expected = reference.gae(rewards, values, mask, 1.0, lambda_[:, None])
+    loop = workloads.gae_loop(rewards, values, mask, lambda_)
+    np.testing.assert_allclose(loop, expected, atol=1e-5)
+
+
+@pytest.fixture
+def small_shape(monkeypatch):
+  """A shape that compiles quickly."""
+  fields = {
+    "num_layers": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 1,
+    "num_kv_heads": 1,
+    "vocab_size": 32,
+  }
+  shape = benchmark.Shape(names=("small",), micro_rows=2, fields=fields)
+  monkeypatch.setitem(benchmark.SHAPES, "small", shape)
+
+
+class TestScript:
+  @pytest.mark.parametrize(
+    "arguments, message",
+    [
+      (["bogus"], "PART 'bogus' must be one of sampler, train_step"),
+      (["sampler", "--shape=7b"], "--shape '7b' must be one of tiny"),
+      (["sampler", "--batch=0"], "--batch=0 must be at least 1"),
+      (["train_step", "--batch=6"], "--batch=6 must be a multiple of"),
+      (["train_step", "--row_tokens=9"], "--row_tokens=9 must hold"),
+      (["sampler", "--peer=x"], "--peer='x' must be NAME=COMMAND"),
+      (["sampler", "--peer=ours=x"], "with a name but 'ours'"),
+      (["sampler", "--peer=a=x", "--peer=a=y"], "two peers are called 'a'"),
+    ],
+  )
+  def test_bad_input_is_one_line(self, arguments, message, capsys):
+    assert _script().main(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+  def test_estimators_end_in_one_json_object(self, capsys):
+    arguments = ["estimators", "--rows=4", "--length=70", "--repeats=2"]
+    assert _script().main(arguments) == 0
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert record["part"] == "estimators"
+    assert record["settings"]["length"] == 70
+    medians = record["medians"]
+    assert medians["gae_difference_max"] < 1e-5
+    for name in ("gae_s", "group_relative_s", "length_adaptive_lambda_s"):
+      low, high = record["spread"][name]
+      assert 0 < low <= medians[name] <= high
+    assert record["ratios"]["numpy_loop"]["gae_s"] == pytest.approx(
+      medians["numpy_loop_gae_s"] / medians["gae_s"]
+    )
+    assert {"machine", "versions", "load_before", "load_after"} <= set(record)
+
+  def test_peers_run_beside_ours_and_one_may_fail(self, capsys, monkeypatch):
+    ours = '{"medians": {"tokens_per_s": 30.0}}'
+    script = _script()
+    monkeypatch.setattr(
+      script,
+      "alone_command",
+      lambda options: [sys.executable, "-c", f"print('{ours}')"],
+    )
+    peer = "a=echo '{\"tokens_per_s\": 10}'"
+    arguments = ["sampler", f"--peer={peer}", "--peer=b=exit 5", "--rounds=2"]
+    assert script.main(arguments) == 1
+    captured = capsys.readouterr()
+    record = json.loads(captured.out.splitlines()[-1])
+    assert record["ratios"] == {"a": {"tokens_per_s": 3.0}}
+    assert record["peers"]["a"]["medians"] == {"tokens_per_s": 10.0}
+    assert "benchmark: peer b: exit code 5" in captured.err.splitlines()[-1]
+
+  def test_fresh_process_measures_with_the_same_settings(self):
+    script = _script()
+    options = script.make_parser().parse_args(
+      ["train_step", "--batch=8", "--no-remat", "--peer=a=x", "--rounds=9"]
+    )
+    script.check(options)
+    again = script.make_parser().parse_args(script.alone_command(options)[2:])
+    script.check(again)
+    assert not again.peers
+    for name in ("part", "shape", "batch", "micro_rows", "row_tokens", "remat"):
+      assert getattr(again, name) == getattr(options, name)
+
+  @pytest.mark.usefixtures("small_shape")
+  def test_train_step_measures_all_phases(self, capsys):
+    arguments = ["train_step", "--shape=small", "--batch=4", "--group_size=2"]
+    lengths = ["--prompt_length=4", "--new_tokens=4", "--row_tokens=12"]
+    assert _script().main(arguments + lengths) == 0
+    medians = json.loads(capsys.readouterr().out.splitlines()[-1])["medians"]
+    parts = ("generate_s", "prepare_s", "update_s", "sync_s")
+    assert sum(medians[k] for k in parts) <= medians["step_s"]
+    assert medians["compilations_after_first_step"] == 0
+    assert medians["update_tokens_per_s"] == pytest.approx(
+      4 * 8 / medians["update_s"]
+    )
+
+  @pytest.mark.usefixtures("small_shape")
+  def test_new_sampling_settings_compile_nothing(self, capsys):
+    arguments = ["sampler", "--shape=small", "--batch=2", "--group_size=1"]
+    lengths = ["--prompt_length=4", "--new_tokens=4"]
+    assert _script().main(arguments + lengths) == 0
+    medians = json.loads(capsys.readouterr().out.splitlines()[-1])["medians"]
+    assert medians["compilations_of_first_call"] > 0
+    assert medians["compilations_after_changes"] == 0

@@ -1,0 +1,256 @@
+"""Bad input of a training run: exit code 2 and one line, before any work."""
+
+import contextlib
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+import tiny_run
+
+from jaxrl_llm import config as config_lib
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.train import build
+
+ROOT = pathlib.Path(__file__).parents[1]
+VAPO = "--config=configs/vapo.py"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+  return tiny_run.write_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def copied(model, tmp_path):
+  """A copy of the model to spoil."""
+  return pathlib.Path(shutil.copytree(model, tmp_path / "copy"))
+
+
+def run_script(*arguments):
+  """Standard error of scripts/train.py, which must refuse its arguments."""
+  done = subprocess.run(
+    [sys.executable, "scripts/train.py", *map(str, arguments)],
+    cwd=ROOT,
+    env=os.environ | {"PYTHONPATH": str(ROOT)},
+    capture_output=True,
+    text=True,
+    timeout=120,
+  )
+  assert done.returncode == 2, done.stderr
+  return done.stderr
+
+
+def assert_one_line(text, *parts):
+  assert text.startswith("error: ") and text.endswith("\n")
+  assert text.count("\n") == 1 and "Traceback" not in text
+  for part in parts:
+    assert str(part) in text
+
+
+class TestCommandLine:
+  @pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+      ([VAPO, "--config.run.stepz=3"], ["run.stepz", "mean run.steps?"]),
+      ([VAPO, "--config.foo.bar=3"], ["--config.foo.bar: no such key"]),
+      (
+        [VAPO, "--config.data.settings.digits=3"],
+        ["--config.data.settings=\"{'NAME': VALUE}\""],
+      ),
+      ([VAPO, "--config.run.steps=abc"], ["--config.run.steps=abc"]),
+      ([VAPO, "--config.run.steps=2.5"], ["--config.run.steps=2.5"]),
+      ([VAPO, "--config.loss.dual_clip=x"], ["--config.loss.dual_clip=x"]),
+      ([VAPO, "--config.run=3"], ["--config.run=3"]),
+      ([VAPO, "--wrkdir=x"], ["wrkdir"]),
+      ([VAPO, "run"], ["'run' is not a flag"]),
+      ([VAPO + ":nope"], ["preset 'nope' is unknown", "smollm2"]),
+      (["--config=configs/nope.py"], ["--config", "configs/nope.py"]),
+      ([], ["give --config=configs/METHOD.py"]),
+    ],
+  )
+  def test_is_refused_at_once(self, arguments, parts):
+    assert_one_line(run_script(*arguments), *parts)
+
+  def test_a_setting_out_of_range(self):
+    text = run_script(VAPO, "--config.loss.clip_low=2.0")
+    assert_one_line(text, "config.loss.clip_low=2.0 must be in [0, 0.999999]")
+
+  def test_a_workdir_that_cannot_be(self, model, tmp_path):
+    (tmp_path / "file").write_text("")
+    workdir = tmp_path / "file" / "run"
+    text = run_script(*tiny_run.flags(model, workdir))
+    assert_one_line(text, f"--workdir={workdir}", "choose another directory")
+
+  def test_a_jsonl_line(self, model, tmp_path):
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"question": "1+1?", "answer": "2"}\n{"question": \n')
+    changes = {"data__source": "jsonl", "data__path": file}
+    arguments = [
+      *tiny_run.flags(model, tmp_path / "run", **changes),
+      "--config.data.settings={}",
+    ]
+    assert_one_line(run_script(*arguments), f"{file}, line 2: not JSON")
+    assert not (tmp_path / "run").exists()
+
+
+@contextlib.contextmanager
+def refused(*parts):
+  """InputError is what the script turns into exit code 2 and its line."""
+  with pytest.raises(InputError) as error:
+    yield
+  text = str(error.value)
+  assert "\n" not in text and len(text) < 600
+  for part in parts:
+    assert str(part) in text, text
+
+
+def write_lines(path, *records):
+  path.write_text("".join(json.dumps(r) + "\n" for r in records))
+  return path
+
+
+class TestSettings:
+  @pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+      (
+        {"optimizer__policy__mini_batch": 10},
+        ["mini_batch=10 must divide the batch of 32"],
+      ),
+      (
+        {"mesh__data": 16},
+        ["mesh data=16 x fsdp=1 x tensor=1 needs 16 devices", "are 8"],
+      ),
+      ({"mesh__fsdp": 3, "mesh__data": 4}, ["needs 12 devices"]),
+      (
+        {"mesh__data": 4},
+        ["optimizer.policy.micro_rows=2 must be a multiple of", "= 4"],
+      ),
+      ({"mesh__data": 0}, ["mesh data=0"]),
+      ({"data__source": "nope"}, ["config.data.source='nope' must be one of"]),
+      ({"data__source": "jsonl"}, ["needs config.data.path"]),
+      ({"sampler__top_p": 0.9}, ["sampler.top_p=0.9", "full softmax"]),
+      ({"sampler__slots": 2}, ["sampler.slots=2 must hold one group"]),
+      ({"loss__dual_clip": 0.5}, ["loss.dual_clip=0.5 must be over 1"]),
+      ({"loss__clip_value": 0.0}, ["loss.clip_value=0.0 must be over 0"]),
+      ({"estimator__gamma": float("nan")}, ["config.estimator.gamma=nan"]),
+      ({"optimizer__row_tokens": 23}, ["row_tokens=23 must hold", "= 24"]),
+      (
+        {"sampler__max_response_length": 60},
+        ["max_response_length = 72 is over the model's context of 64"],
+      ),
+      ({"data__settings": {"digits": 2}}, ["config.data.settings", "digits"]),
+      ({"sampler__stop": ("12",)}, ["sampler.stop has '12'", "2 tokens"]),
+    ],
+  )
+  def test_are_refused(self, model, changes, parts):
+    with refused(*parts):
+      build.make_job(tiny_run.make_config(model, **changes))
+
+  def test_every_range_and_choice_is_of_a_key(self):
+    config = config_lib.default_config()
+    known = config_lib.keys(config)
+    assert set(config_lib._RANGES) | set(config_lib._CHOICES) <= set(known)
+
+  def test_the_defaults_are_valid(self):
+    config_lib.validate(config_lib.default_config())
+
+  def test_unknown_keys_are_errors(self):
+    config = config_lib.default_config()
+    with pytest.raises((AttributeError, KeyError)):
+      config.run.stepz = 3
+
+
+class TestModel:
+  def start(self, model):
+    job = build.make_job(tiny_run.make_config(model))
+    return build.create_policy_state(job)
+
+  def test_missing_directory(self, tmp_path):
+    with refused(tmp_path / "none", "no such directory"):
+      self.start(tmp_path / "none")
+
+  def test_missing_weights(self, copied):
+    (copied / "model.safetensors").unlink()
+    with refused(copied, "safetensors"):
+      self.start(copied)
+
+  def test_damaged_weights(self, copied):
+    file = copied / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with refused(file):
+      self.start(copied)
+
+  @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "w.pkl"])
+  def test_pickled_weights(self, copied, name):
+    (copied / "model.safetensors").rename(copied / name)
+    with refused(copied, "safetensors"):
+      self.start(copied)
+
+  def test_unknown_architecture(self, copied):
+    file = copied / "config.json"
+    values = json.loads(file.read_text())
+    file.write_text(json.dumps(values | {"model_type": "mamba"}))
+    with refused(file, "mamba"):
+      self.start(copied)
+
+  def test_damaged_config(self, copied):
+    (copied / "config.json").write_text("{")
+    with refused(copied / "config.json"):
+      self.start(copied)
+
+  def test_missing_tokenizer(self, copied):
+    (copied / "tokenizer.json").unlink()
+    with refused(copied, "tokenizer.json"):
+      self.start(copied)
+
+
+class TestData:
+  def make_job(self, model, path, **changes):
+    return build.make_job(
+      tiny_run.make_config(
+        model,
+        data__source="jsonl",
+        data__path=str(path),
+        data__settings={},
+        **changes,
+      )
+    )
+
+  def test_missing_file(self, model, tmp_path):
+    with refused(tmp_path / "no.jsonl", "cannot be read"):
+      self.make_job(model, tmp_path / "no.jsonl")
+
+  def test_empty(self, model, tmp_path):
+    file = tmp_path / "empty.jsonl"
+    file.write_text("\n\n")
+    with refused(file, "no examples"):
+      self.make_job(model, file)
+
+  def test_missing_field(self, model, tmp_path):
+    file = write_lines(
+      tmp_path / "data.jsonl",
+      {"question": "1+1?", "answer": "2"},
+      {"question": "1+1?"},
+    )
+    with refused(f"{file}, line 2", "'answer'"):
+      self.make_job(model, file)
+
+  def test_a_prompt_over_the_limit(self, model, tmp_path):
+    file = write_lines(
+      tmp_path / "data.jsonl",
+      {"id": "long-one", "question": "1+1+1+1+1+1+1?", "answer": "7"},
+    )
+    with refused("'long-one' has 14 tokens, the limit is 12", "on_long"):
+      self.make_job(model, file)
+
+  def test_all_prompts_over_the_limit(self, model, tmp_path):
+    file = write_lines(
+      tmp_path / "data.jsonl", {"question": "1+1+1+1+1+1+1?", "answer": "7"}
+    )
+    with refused("longer than data.max_prompt_length=12"):
+      self.make_job(model, file, data__on_long="drop")

@@ -1,0 +1,208 @@
+"""Tests of scripts/evaluate.py, scripts/convert.py and train.workdir."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+import tiny_run
+
+from jaxrl_llm import metrics, models
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.train import build, loop, workdir
+
+_ROOT = pathlib.Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+  """A run of two steps: its model directory and its workdir."""
+  folder = tmp_path_factory.mktemp("run")
+  model = tiny_run.write_model(folder / "model")
+  config = tiny_run.make_config(
+    model, run__steps=2, value__pretrain_steps=0, eval__every=1
+  )
+  directory = folder / "workdir"
+  directory.mkdir()
+  text = json.dumps(config.to_dict(), default=str)
+  (directory / "config.json").write_text(text)
+  loop.train(build.make_job(config), directory)
+  return model, directory
+
+
+def _convert(*flags):
+  """Calls scripts/convert.py; returns its exit code."""
+  path = _ROOT / "scripts" / "convert.py"
+  spec = importlib.util.spec_from_file_location("convert_script", path)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module.main(list(flags))
+
+
+def _evaluate(*flags):
+  """Runs scripts/evaluate.py as a user does: exit code, output, errors."""
+  path = _ROOT / "scripts" / "evaluate.py"
+  done = subprocess.run(
+    [sys.executable, str(path), *map(str, flags)],
+    capture_output=True,
+    text=True,
+    timeout=300,
+    env=os.environ | {"PYTHONPATH": str(_ROOT), "XLA_FLAGS": ""},
+  )
+  return done.returncode, done.stdout, done.stderr
+
+
+def _trees_equal(a, b):
+  assert jax.tree.structure(a) == jax.tree.structure(b)
+  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)):
+    np.testing.assert_array_equal(x, y)
+
+
+class TestWorkdir:
+  def test_config_is_read_back(self, run):
+    model, directory = run
+    written = tiny_run.make_config(
+      model, run__steps=2, value__pretrain_steps=0, eval__every=1
+    )
+    assert workdir.read_config(directory).to_dict() == written.to_dict()
+
+  def test_keys_that_are_missing_have_defaults(self, tmp_path):
+    text = '{"sampler": {"stop": ["."]}, "data": {"settings": {"digits": 2}}}'
+    (tmp_path / "config.json").write_text(text)
+    config = workdir.read_config(tmp_path)
+    assert config.sampler.stop == (".",)
+    assert dict(config.data.settings) == {"digits": 2}
+    assert config.run.seed == 0
+
+  @pytest.mark.parametrize(
+    "text, message",
+    [
+      ("{", "config.json: cannot be read"),
+      ("[]", "must hold one JSON object"),
+      ('{"runs": {}}', "key 'runs' is unknown"),
+      ('{"run": {"sed": 1}}', "key 'run.sed' is unknown"),
+      ('{"run": {"seed": "one"}}', "key 'run.seed' cannot be 'one'"),
+    ],
+  )
+  def test_damaged_config(self, text, message, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(InputError, match=message):
+      workdir.read_config(tmp_path)
+
+  def test_steps(self, run, tmp_path):
+    _, directory = run
+    assert workdir.find_step(directory) == 2
+    assert workdir.find_step(directory, 1) == 1
+    with pytest.raises(InputError, match="no step 7; choose from 1, 2"):
+      workdir.find_step(directory, 7)
+    with pytest.raises(InputError, match="no checkpoint"):
+      workdir.find_step(tmp_path)
+
+  def test_policy_needs_no_other_item(self, run, tmp_path):
+    _, directory = run
+    copy = tmp_path / "copy"
+    shutil.copytree(directory, copy)
+    for name in ("policy_optimizer", "value", "value_optimizer"):
+      shutil.rmtree(copy / "checkpoints" / "2" / name)
+    _trees_equal(
+      workdir.load_policy(copy).params, workdir.load_policy(directory).params
+    )
+
+
+class TestConvert:
+  def test_export_equals_the_checkpoint(self, run, tmp_path, capsys):
+    model, directory = run
+    out = tmp_path / "out"
+    assert _convert(f"--checkpoint={directory}", f"--out={out}") == 0
+    assert "policy of step 2" in capsys.readouterr().out
+    policy = workdir.load_policy(directory)
+    fns, params = models.load(out)
+    assert fns.config == policy.fns.config
+    _trees_equal(params, policy.params)
+    start = models.load(model)[1]["embed"]["embedding"]
+    assert not np.array_equal(start, params["embed"]["embedding"])
+    for name in ("tokenizer.json", "generation_config.json"):
+      assert (out / name).read_bytes() == (model / name).read_bytes()
+
+  def test_an_earlier_step_in_bfloat16(self, run, tmp_path):
+    _, directory = run
+    out = tmp_path / "out"
+    flags = (f"--checkpoint={directory}", f"--out={out}", "--step=1")
+    assert _convert(*flags, "--dtype=bfloat16") == 0
+    policy = workdir.load_policy(directory, step=1)
+    rounded = jax.tree.map(lambda x: x.astype("bfloat16"), policy.params)
+    _trees_equal(models.load(out, dtype="bfloat16")[1], rounded)
+
+  def test_bad_input_is_one_line(self, run, capsys):
+    model, directory = run
+    for flags, message in (
+      (("--checkpoint=/no/such", "--out=x"), "/no/such: no such directory"),
+      ((f"--checkpoint={model}", "--out=x"), "no checkpoint"),
+      ((f"--checkpoint={directory}", f"--out={model}"), "choose another"),
+    ):
+      assert _convert(*flags) == 2
+      error = capsys.readouterr().err
+      assert message in error
+      assert error.count("\n") == 1
+
+
+class TestEvaluate:
+  def test_repeats_the_last_evaluation_of_the_run(self, run):
+    _, directory = run
+    code, output, errors = _evaluate(f"--checkpoint={directory}")
+    assert code == 0, errors
+    result = json.loads(output.splitlines()[-1])
+    assert result["step"] == 2
+    assert (result["problems"], result["samples"]) == (4, 2)
+    last = metrics.read_rows(directory / "metrics.jsonl")[-1]
+    prefix = f"eval/{result['dataset']}/"
+    keys = [k for k in last if k.startswith(prefix)]
+    assert f"{prefix}avg@2" in keys
+    for key in keys:
+      assert result[key.removeprefix(prefix)] == last[key], key
+
+  def test_model_directory_with_own_problems(self, run, tmp_path):
+    model, _ = run
+    problems = tmp_path / "problems.jsonl"
+    rows = [{"question": f"{i}+1?", "answer": str(i + 1)} for i in range(3)]
+    problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, output, errors = _evaluate(
+      f"--checkpoint={model}",
+      f"--dataset={problems}",
+      "--samples=6",
+      "--problems=2",
+      "--temperature=0.5",
+      "--seed=3",
+      "--config.sampler.max_response_length=8",
+    )
+    assert code == 0, errors
+    result = json.loads(output.splitlines()[-1])
+    assert result["dataset"] == "problems"
+    assert result["step"] is None
+    assert (result["problems"], result["samples"]) == (2, 6)
+    assert (result["temperature"], result["seed"]) == (0.5, 3)
+    passes = [key for key in result if key.startswith("pass@")]
+    assert passes == ["pass@1", "pass@2", "pass@4", "pass@6"]
+    assert result["pass@1"] == pytest.approx(result["avg@6"])
+    assert result["response_length_max"] <= 8
+
+  def test_bad_input_is_one_line(self, run):
+    model, directory = run
+    for flags, message in (
+      (("--checkpoint=/no/such",), "/no/such: no such directory"),
+      (
+        (f"--checkpoint={directory}", "--config=configs/vapo.py"),
+        "has its own settings",
+      ),
+      ((f"--checkpoint={model}", "--dataset=sumz"), "eval.source='sumz'"),
+    ):
+      code, _, errors = _evaluate(*flags)
+      assert code == 2, errors
+      assert message in errors
+      assert errors.count("\n") == 1

@@ -1,0 +1,133 @@
+"""avg@k and pass@k of a sampler whose answers are known."""
+
+import jax
+import numpy as np
+import pytest
+import tiny_run
+
+from jaxrl_llm import evaluate, rewards
+from jaxrl_llm.data.prompts import Prompt
+from jaxrl_llm.sampling import SamplingSettings
+from jaxrl_llm.types import Status
+
+# Responses to three problems, two each; 'x' is cut before its end.
+TEXTS = [["#1.", "#1."], ["#2.", "#9."], ["#3.x", "none"]]
+
+
+class Characters:
+  """Tokens are code points."""
+
+  def decode(self, tokens):
+    return "".join(chr(t) for t in tokens)
+
+
+class Scripted:
+  """An engine that recites TEXTS and remembers what it was asked."""
+
+  def generate(self, params, prompts, *, sample_ids, key, settings):
+    self.asked = (params, prompts, sample_ids, key, settings)
+    texts = [text for group in TEXTS for text in group]
+    cut = [text.endswith("x") for text in texts]
+    texts = [text.removesuffix("x") for text in texts]
+    rollout = tiny_run.random_rollout(
+      np.random.default_rng(0), rows=len(texts), room=5, group_size=2
+    )
+    tokens = np.zeros((len(texts), 5), np.int32)
+    for i, text in enumerate(texts):
+      tokens[i, : len(text)] = [ord(c) for c in text]
+    return rollout.replace(
+      tokens=tokens,
+      lengths=np.asarray([len(text) for text in texts]),
+      status=np.where(cut, int(Status.OVERLONG), int(Status.FINISHED)),
+    )
+
+
+def make_prompts():
+  return [
+    Prompt(
+      prompt_id=i,
+      tokens=(i,),
+      text=f"question {i}",
+      example_id=str(i),
+      question=f"question {i}",
+      answer=str(i + 1),
+      source="test",
+    )
+    for i in range(3)
+  ]
+
+
+def run(reward=rewards.chain_sum):
+  engine = Scripted()
+  results, samples = evaluate.evaluate(
+    engine,
+    "weights",
+    make_prompts(),
+    tokenizer=Characters(),
+    pool=rewards.RewardPool(reward),
+    key=jax.random.key(3),
+    samples=2,
+    settings=SamplingSettings(temperature=0.5),
+    name="sums",
+  )
+  return engine, results, samples
+
+
+class TestEvaluate:
+  def test_numbers_by_hand(self):
+    _, results, _ = run()
+    # Accuracies 1, 1/2 and 0: a cut response is wrong.
+    assert results["eval/sums/avg@2"] == pytest.approx(0.5)
+    assert results["eval/sums/avg@2_se"] == pytest.approx(0.5 / np.sqrt(3))
+    assert results["eval/sums/pass@2"] == pytest.approx(2 / 3)
+    assert results["eval/sums/overlong_fraction"] == pytest.approx(1 / 6)
+    assert results["eval/sums/response_length_mean"] == pytest.approx(19 / 6)
+    assert results["eval/sums/unjudged"] == 0
+
+  def test_every_response_has_a_number_of_its_own(self):
+    engine, _, _ = run()
+    params, prompts, sample_ids, key, settings = engine.asked
+    assert params == "weights" and prompts == [(0,), (1,), (2,)]
+    np.testing.assert_array_equal(sample_ids, [[0, 1], [2, 3], [4, 5]])
+    assert key == jax.random.key(3) and settings.temperature == 0.5
+
+  def test_a_verifier_that_fails_is_counted(self):
+    def failing(response, answer, *, finished):
+      if answer == "2":
+        raise KeyError("no")
+      return rewards.chain_sum(response, answer, finished=finished)
+
+    _, results, _ = run(failing)
+    assert results["eval/sums/unjudged"] == 2
+    assert results["eval/sums/avg@2"] == pytest.approx(1 / 3)
+
+  def test_samples_show_what_was_written(self):
+    _, _, samples = run()
+    assert len(samples) == 4
+    first = samples[0]
+    assert (first.prompt, first.response, first.gold) == (
+      "question 0",
+      "#1.",
+      "1",
+    )
+    assert (first.extracted, first.reward, first.length, first.stop) == (
+      "1",
+      1.0,
+      3,
+      "finished",
+    )
+
+
+class TestJudged:
+  def test_arrays(self):
+    judged = evaluate.Judged(
+      ["a", "b", "c"],
+      [
+        rewards.Score(True, "1"),
+        rewards.Score(False, None),
+        rewards.Score(False, None, error="timeout"),
+      ],
+    )
+    np.testing.assert_array_equal(judged.correct, [True, False, False])
+    np.testing.assert_array_equal(judged.judged, [True, True, False])
+    assert judged.correct.dtype == judged.judged.dtype == bool

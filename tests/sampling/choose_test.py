@@ -1,0 +1,252 @@
+"""The law of the next token, against exact probabilities."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from jaxrl_llm.sampling import choose
+
+DRAWS = 10_000
+# Less than a block of 256, one block, more than one and not a multiple of it.
+SIZES = (23, 256, 700)
+LAWS = {
+  "plain": {},
+  "cold": {"temperature": 0.5},
+  "hot": {"temperature": 2.5},
+  "top-k": {"top_k": 5},
+  "top-p": {"top_p": 0.7},
+  "min-p": {"min_p": 0.1},
+  "all": {"temperature": 1.3, "top_k": 12, "top_p": 0.9, "min_p": 0.05},
+}
+OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+ALMOST_ONE = np.nextafter(np.float32(1), np.float32(0))
+
+
+def _logits(size):
+  return np.random.default_rng(size).normal(0, 1.5, size).astype(np.float32)
+
+
+def _arrays(settings, slots):
+  """Settings [S] from numbers, or from lists of one number per slot."""
+  types = {"top_k": np.int32}
+  return {
+    name: np.broadcast_to(np.asarray(value, types.get(name, np.float32)), slots)
+    for name, value in (OFF | settings).items()
+  }
+
+
+_choose = jax.jit(choose)
+
+
+def _draw(uniform, logits, settings):
+  uniform = np.asarray(uniform, np.float32)
+  logits = np.broadcast_to(logits, (len(uniform), np.shape(logits)[-1]))
+  out = _choose(uniform, logits, **_arrays(settings, len(uniform)))
+  return np.asarray(out.tokens), np.asarray(out.logprobs)
+
+
+@functools.cache
+def _uniform():
+  keys = jax.random.split(jax.random.key(17), DRAWS)
+  return np.asarray(jax.jit(jax.vmap(jax.random.uniform))(keys))
+
+
+def _exact(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+  """Probabilities in float64, by sorting."""
+  z = np.asarray(logits, np.float64) / temperature
+  p = np.exp(z - z.max())
+  p /= p.sum()
+  if top_k:
+    p = np.where(p >= np.sort(p)[-min(top_k, p.size)], p, 0)
+    p /= p.sum()
+  if top_p < 1:
+    descending = np.sort(p)[::-1]
+    last = np.searchsorted(np.cumsum(descending), top_p)
+    p = np.where(p >= descending[last], p, 0)
+    p /= p.sum()
+  p = np.where(p >= min_p * p.max(), p, 0)
+  return p / p.sum()
+
+
+def _p_value(tokens, p):
+  """Of Pearson's test, tokens expected less than 5 times taken together."""
+  counts = np.bincount(tokens, minlength=p.size)
+  expected = p * tokens.size
+  order = np.argsort(expected)
+  rare = order[np.cumsum(expected[order]) <= 5]
+  merge = lambda x: np.append(np.delete(x, rare), x[rare].sum())
+  counts, expected = merge(counts), merge(expected)
+  if expected[-1] == 0:
+    counts, expected = counts[:-1], expected[:-1]
+  return stats.chisquare(counts, expected).pvalue
+
+
+class TestLaw:
+  @pytest.mark.parametrize("size", SIZES)
+  @pytest.mark.parametrize("law", LAWS)
+  def test_draws_follow_the_exact_law(self, size, law):
+    settings = LAWS[law]
+    p = _exact(_logits(size), **settings)
+    tokens, logprobs = _draw(_uniform(), _logits(size), settings)
+    assert _p_value(tokens, p) > 1e-4
+    assert p[tokens].min() > 0  # Never a filtered token.
+    np.testing.assert_allclose(logprobs, np.log(p[tokens]), atol=1e-5)
+    # Stronger: every draw is the inverse of the cumulative law at its number.
+    ends = np.cumsum(p)
+    assert np.all(_uniform() <= ends[tokens] + 1e-6)
+    assert np.all(_uniform() >= ends[tokens] - p[tokens] - 1e-6)
+
+  def test_the_statistic_notices_a_wrong_law(self):
+    tokens, _ = _draw(_uniform(), _logits(23), {"temperature": 1.1})
+    assert _p_value(tokens, _exact(_logits(23))) < 1e-4
+
+  def test_slots_of_one_batch_keep_their_own_settings(self):
+    laws = [*LAWS.values(), {"temperature": 0.0}]
+    which = np.arange(DRAWS) % len(laws)
+    names = OFF.keys()
+    mixed = {n: [(OFF | laws[i])[n] for i in which] for n in names}
+    got = _draw(_uniform(), _logits(256), mixed)
+    for i, law in enumerate(laws):
+      alone = _draw(_uniform(), _logits(256), law)
+      for g, a in zip(got, alone):
+        np.testing.assert_array_equal(g[which == i], a[which == i])
+
+  def test_only_differences_of_logits_matter(self):
+    tokens, logprobs = _draw(_uniform(), _logits(23), {})
+    shifted, other = _draw(_uniform(), _logits(23) + 64, {})
+    assert np.mean(tokens != shifted) < 1e-3  # Rounding of the logits.
+    np.testing.assert_allclose(
+      logprobs[tokens == shifted], other[tokens == shifted], atol=1e-4
+    )
+
+
+class TestFilters:
+  """On a few slots of the odd vocabulary of several blocks."""
+
+  UNIFORM = np.linspace(0, ALMOST_ONE, 64, dtype=np.float32)
+
+  def _draw(self, logits, settings, uniform=UNIFORM):
+    return _draw(uniform, logits, settings)
+
+  @pytest.mark.parametrize(
+    "settings",
+    [{"top_k": 700}, {"top_k": 10_000}, {"top_p": 1.0}, {"min_p": 0.0}],
+  )
+  def test_settings_that_keep_all_are_bit_identical_to_none(self, settings):
+    logits = _logits(700)
+    # Slot 0 filters, so that the others do pass through the filter.
+    mixed = {
+      k: [5 if k == "top_k" else OFF[k]] + [settings.get(k, OFF[k])] * 63
+      for k in OFF
+    }
+    for g, e in zip(self._draw(logits, mixed), self._draw(logits, {})):
+      np.testing.assert_array_equal(g[1:], e[1:])
+
+  @pytest.mark.parametrize(
+    "settings", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 0.999}]
+  )
+  def test_the_narrowest_filter_keeps_the_best_alone(self, settings):
+    tokens, logprobs = self._draw(_logits(700), settings)
+    assert set(tokens) == {_logits(700).argmax()}
+    np.testing.assert_array_equal(logprobs, 0.0)
+
+  @pytest.mark.parametrize(
+    "settings", [{"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.9}]
+  )
+  def test_ties_with_the_last_kept_are_kept(self, settings):
+    logits = np.full(700, -9.0, np.float32)
+    tied = [3, 255, 256, 699]
+    logits[tied] = 2.0
+    tokens, logprobs = self._draw(logits, settings)
+    assert set(tokens) == set(tied)
+    np.testing.assert_allclose(logprobs, -np.log(4), atol=1e-5)
+
+  @pytest.mark.parametrize("top_p", [0.3, 0.5, 0.50001, 0.8])
+  def test_top_p_keeps_the_smallest_set_with_its_mass(self, top_p):
+    logits = np.full(700, -np.inf, np.float32)
+    logits[[600, 1, 400]] = np.log([0.5, 0.3, 0.2])
+    kept = [600, 1, 400][: np.searchsorted([0.5, 0.8, 1.0], top_p - 1e-6) + 1]
+    assert set(self._draw(logits, {"top_p": top_p})[0]) == set(kept)
+
+  def test_top_p_counts_the_mass_that_top_k_left(self):
+    # 0.4 is 2/3 of what top-k 2 leaves, but less than half of all.
+    logits = np.full(700, -np.inf, np.float32)
+    logits[:5] = np.log([0.4, 0.2, 0.14, 0.13, 0.13])
+    both = {"top_k": 2, "top_p": 0.6}
+    assert set(self._draw(logits, both)[0]) == {0}
+    assert set(self._draw(logits, {"top_p": 0.6 - 1e-5})[0]) == {0, 1}
+
+
+class TestGreedy:
+  def test_is_the_argmax_with_log_prob_zero(self):
+    logits = np.random.default_rng(0).normal(size=(64, 700)).astype(np.float32)
+    settings = {"temperature": 0.0, "top_k": 3, "top_p": 0.5}
+    tokens, logprobs = _draw(TestFilters.UNIFORM, logits, settings)
+    np.testing.assert_array_equal(tokens, logits.argmax(-1))
+    np.testing.assert_array_equal(logprobs, 0.0)
+
+  def test_takes_the_first_of_equals(self):
+    logits = np.zeros((64, 700), np.float32)
+    logits[:, [300, 500]] = 1.0
+    tokens, _ = _draw(TestFilters.UNIFORM, logits, {"temperature": 0.0})
+    assert set(tokens) == {300}
+
+  @pytest.mark.parametrize("temperature", [1e-7, 1.2e-38])
+  def test_is_the_limit_of_small_temperatures(self, temperature):
+    logits = 50 * np.random.default_rng(0).normal(size=(64, 700))
+    tokens, logprobs = _draw(
+      TestFilters.UNIFORM,
+      logits.astype(np.float32),
+      {"temperature": temperature},
+    )
+    np.testing.assert_array_equal(tokens, logits.argmax(-1))
+    np.testing.assert_allclose(logprobs, 0.0, atol=1e-6)
+
+
+class TestEdges:
+  @pytest.mark.parametrize("size", [23, 700])
+  def test_extreme_numbers_give_the_first_and_last_possible_token(self, size):
+    logits = np.full(size, -np.inf, np.float32)
+    # No weight at both ends, in whole blocks and between.
+    logits[[5, 9, size - 6]] = [0.0, 1.0, -3.0]
+    uniform = np.resize(np.float32([0.0, ALMOST_ONE]), 64)
+    tokens, logprobs = _draw(uniform, logits, {})
+    np.testing.assert_array_equal(tokens, np.resize([5, size - 6], 64))
+    p = _exact(logits)
+    np.testing.assert_allclose(logprobs, np.log(p[tokens]), atol=1e-5)
+
+  @pytest.mark.parametrize("settings", [{}, {"top_p": 0.95}, {"top_k": 20}])
+  def test_impossible_tokens_are_never_chosen(self, settings):
+    rng = np.random.default_rng(1)
+    # Every slot has its own sparse law, with weights of all magnitudes.
+    logits = rng.normal(0, 12, (DRAWS, 700)).astype(np.float32)
+    logits[rng.random(logits.shape) < rng.random((DRAWS, 1))] = -np.inf
+    logits[:, 350] = 0.0  # At least one token is possible.
+    uniform = _uniform().copy()
+    uniform[::3], uniform[1::3] = 0.0, ALMOST_ONE
+    tokens, logprobs = _draw(uniform, logits, settings)
+    rows = np.arange(DRAWS)
+    assert np.all(np.isfinite(logits[rows, tokens]))
+    assert np.all(np.isfinite(logprobs)) and np.all(logprobs <= 1e-6)
+
+  def test_one_possible_token(self):
+    logits = np.full((64, 700), -np.inf, np.float32)
+    only = np.arange(64) * 11
+    logits[np.arange(64), only] = -7.0
+    tokens, logprobs = _draw(TestFilters.UNIFORM, logits, {})
+    np.testing.assert_array_equal(tokens, only)
+    np.testing.assert_array_equal(logprobs, 0.0)
+
+  def test_bfloat16_logits_give_float32_log_probs(self):
+    logits = jnp.zeros((2, 23), jnp.bfloat16)
+    out = _choose(np.float32([0.1, 0.9]), logits, **_arrays({}, 2))
+    assert out.logprobs.dtype == jnp.float32
+    assert out.tokens.dtype == jnp.int32
+
+  def test_shapes_that_disagree_raise(self):
+    with pytest.raises(AssertionError):
+      choose(jnp.zeros(2), jnp.zeros((2, 5)), **_arrays({}, 3))

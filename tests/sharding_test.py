@@ -1,0 +1,208 @@
+"""Every leaf has a place on the mesh, and moments follow their parameter."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from jax.sharding import AxisType, PartitionSpec
+
+from jaxrl_llm import models, sharding
+from jaxrl_llm.train import state as state_lib
+
+KEY = jax.random.key(0)
+
+
+def _config(**changes):
+  values = {
+    "family": "llama",
+    "attention_output_bias": True,
+    "mlp_bias": True,
+    "tie_word_embeddings": False,
+  }
+  return tiny.tiny_config().__class__(
+    **{**vars(tiny.tiny_config()), **values, **changes}
+  )
+
+
+# Between them they have every kind of parameter that there is.
+CONFIGS = {
+  "tied, q k v biases": tiny.tiny_config(),
+  "untied, all biases": _config(),
+  "q k norms": _config(
+    family="qwen3",
+    qk_norm=True,
+    mlp_bias=False,
+    attention_bias=False,
+    attention_output_bias=False,
+  ),
+}
+
+
+def _mesh(data=2, fsdp=2, tensor=2):
+  return sharding.make_mesh(data=data, fsdp=fsdp, tensor=tensor)
+
+
+def _state_shapes(params):
+  optimizer = state_lib.make_optimizer(
+    state_lib.make_schedule(1e-3, warmup_steps=2),
+    max_grad_norm=1.0,
+    weight_decay=0.1,
+    b1=0.9,
+    b2=0.95,
+    eps=1e-8,
+  )
+  create = lambda: state_lib.create_train_state(
+    jax.tree.map(jnp.zeros_like, params), optimizer
+  )
+  return jax.eval_shape(create)
+
+
+def _shapes(config, role):
+  make = {"policy": models.make_policy, "value": models.make_value}[role]
+  return _state_shapes(jax.eval_shape(make(config).init, KEY))
+
+
+def _specs(tree, mesh):
+  """Path -> (shape, PartitionSpec) of every leaf."""
+  places = jax.tree.leaves(sharding.tree_shardings(tree, mesh))
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  assert len(places) == len(leaves)
+  return {
+    sharding.path_name(path): (leaf.shape, place.spec)
+    for (path, leaf), place in zip(leaves, places)
+  }
+
+
+class TestRules:
+  @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+  @pytest.mark.parametrize("role", ["policy", "value"])
+  def test_cover_every_leaf_of_a_train_state(self, config, role):
+    specs = _specs(_shapes(config, role), _mesh())
+    heads = [name for name in specs if "value_head" in name]
+    assert bool(heads) == (role == "value")
+    for shape, spec in specs.values():
+      assert len(spec) <= len(shape)
+
+  @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+  @pytest.mark.parametrize("role", ["policy", "value"])
+  def test_moments_follow_their_parameter(self, config, role):
+    specs = _specs(_shapes(config, role), _mesh())
+    params = {k: v for k, v in specs.items() if k.startswith("params/")}
+    for moment in ("mu", "nu"):
+      follow = {
+        "params/" + name.split(f"/{moment}/")[1]: value
+        for name, value in specs.items()
+        if f"/{moment}/" in name
+      }
+      assert follow == params
+
+  def test_place_the_kinds_of_parameters(self):
+    config = _config(vocab_size=64)
+    specs = _specs(
+      jax.eval_shape(models.make_policy(config).init, KEY), _mesh()
+    )
+    expected = {
+      "embed/embedding": ("tensor", "fsdp"),
+      "lm_head/kernel": ("fsdp", "tensor"),
+      "layers/attention/q/kernel": (None, "fsdp", "tensor"),
+      "layers/attention/k/bias": (None, "tensor"),
+      "layers/attention/o/kernel": (None, "tensor", "fsdp"),
+      "layers/mlp/up/kernel": (None, "fsdp", "tensor"),
+      "layers/mlp/down/kernel": (None, "tensor", "fsdp"),
+      "layers/input_norm/scale": (None, None),
+      "final_norm/scale": (None,),
+    }
+    for name, spec in expected.items():
+      shape, got = specs[name]
+      padded = tuple(got) + (None,) * (len(shape) - len(got))
+      assert padded == spec, name
+
+  def test_every_rule_is_needed(self):
+    names = {
+      name
+      for config in CONFIGS.values()
+      for role in ("policy", "value")
+      for name in _specs(_shapes(config, role), _mesh())
+    }
+    firsts = {
+      next(p for p, _ in sharding.RULES if re.search(p, name)) for name in names
+    }
+    assert firsts == {pattern for pattern, _ in sharding.RULES}
+
+  def test_no_match_is_an_error_that_names_the_path(self):
+    tree = {"layers": {"attention": {"x": {"kernel": jnp.zeros((2, 2, 2))}}}}
+    with pytest.raises(ValueError, match="'layers/attention/x/kernel'"):
+      sharding.tree_shardings(tree, _mesh())
+
+  def test_an_axis_that_does_not_divide_is_dropped(self):
+    # 67 tokens do not divide by 2, hidden states of 24 do.
+    place = sharding.tree_shardings(
+      {"embed": {"embedding": jax.ShapeDtypeStruct((67, 24), jnp.float32)}},
+      _mesh(),
+    )
+    assert place["embed"]["embedding"].spec == PartitionSpec(None, "fsdp")
+
+  def test_big_arrays_are_split_over_devices(self):
+    _, params = tiny.tiny_policy()
+    mesh = _mesh()
+    placed = jax.device_put(params, sharding.tree_shardings(params, mesh))
+    jax.tree.map(np.testing.assert_array_equal, placed, params)
+    kernel = placed["layers"]["mlp"]["up"]["kernel"]
+    assert len({s.device for s in kernel.addressable_shards}) == 8
+    assert {s.data.shape for s in kernel.addressable_shards} == {(2, 12, 20)}
+
+
+class TestMakeMesh:
+  def test_axes_sizes_and_types(self):
+    mesh = _mesh(2, 1, 4)
+    assert dict(mesh.shape) == {"data": 2, "fsdp": 1, "tensor": 4}
+    assert mesh.axis_names == sharding.AXES
+    assert set(mesh.axis_types) == {AxisType.Auto}
+    assert sharding.batch_size_of(_mesh(2, 2, 2)) == 4
+
+  def test_minus_one_takes_the_devices_that_remain(self):
+    assert _mesh(-1, 2, 2).shape["data"] == 2
+    assert _mesh(-1, 1, 3).shape["data"] == 2  # Two of eight stay unused.
+
+  def test_uses_the_devices_given(self):
+    devices = jax.devices()[4:6]
+    mesh = sharding.make_mesh(data=-1, fsdp=1, tensor=1, devices=devices)
+    assert list(mesh.devices.flat) == devices
+
+  @pytest.mark.parametrize("sizes", [(16, 1, 1), (3, 3, 1), (-1, 4, 4)])
+  def test_more_devices_than_there_are_raise(self, sizes):
+    with pytest.raises(ValueError, match="needs (16|9) devices.*there are 8"):
+      _mesh(*sizes)
+
+  @pytest.mark.parametrize(
+    "sizes", [(0, 1, 1), (-2, 1, 1), (1, 0, 1), (1, -1, 1), (-1, 1, 0)]
+  )
+  def test_sizes_out_of_range_raise(self, sizes):
+    named = "data={}, fsdp={}, tensor={}".format(*sizes)
+    with pytest.raises(ValueError, match=f"must be >= 1.*got {named}"):
+      _mesh(*sizes)
+
+
+class TestPlacements:
+  def test_along_batch_splits_one_axis_over_data_and_fsdp(self):
+    x = jnp.arange(24.0).reshape(3, 8)
+    place = sharding.along_batch(_mesh(), axis=1)
+    shards = jax.device_put(x, place).addressable_shards
+    assert {s.data.shape for s in shards} == {(3, 2)}
+    first = sharding.along_batch(_mesh(4, 1, 2))
+    shards = jax.device_put(x.T, first).addressable_shards
+    assert {s.data.shape for s in shards} == {(2, 3)}
+
+  def test_replicated_puts_all_on_every_device(self):
+    x = jnp.arange(6.0)
+    shards = jax.device_put(x, sharding.replicated(_mesh())).addressable_shards
+    assert len(shards) == 8
+    assert {s.data.shape for s in shards} == {(6,)}
+
+  def test_a_batch_that_does_not_divide_raises(self):
+    place = sharding.along_batch(_mesh())
+    with pytest.raises(ValueError, match="evenly divide"):
+      jax.device_put(jnp.zeros(6), place)
