@@ -129,6 +129,8 @@ def main(argv):
     _fail(str(error))
   except TrainingStopped as error:
     _fail(str(error), code=1)
+  except KeyboardInterrupt:  # The loop handles it; this is before the loop.
+    print("stopped before training began; there is nothing to save")
 
 
 if __name__ == "__main__":
