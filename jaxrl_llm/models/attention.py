@@ -6,6 +6,8 @@ on contiguous memory: on a CPU forward and backward took a half to two thirds
 of the time of `jax.nn.dot_product_attention`.
 """
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -69,35 +71,68 @@ def packed_attention(
   return out[:, :time]
 
 
+@jax.custom_vjp
 def _attend(q, keys, values, visible):
   """q [B, Q, H, d], keys [B, K, d, T], values [B, K, T, d], [B, Q, T]."""
-  batch, queries, heads, size = q.shape
-  kv_heads, time = keys.shape[1], keys.shape[3]
-  group = heads // kv_heads
-  folded = (batch, kv_heads, group * queries)
-  q = q.reshape(batch, queries, kv_heads, group, size)
-  q = q.transpose(0, 2, 3, 1, 4).reshape(*folded, size)
+  return _attend_fwd(q, keys, values, visible)[0]
+
+
+def _attend_fwd(q, keys, values, visible):
+  q, unfold = _fold(q, keys.shape[1])
+  batch, kv_heads, folded, size = q.shape
+  queries, time = visible.shape[1:]
   scores = jnp.einsum(
     "bkqd,bkds->bkqs",
     q * size**-0.5,
     keys,
     preferred_element_type=jnp.float32,
-  ).reshape(batch, heads, queries, time)
+  ).reshape(batch, -1, queries, time)
   scores = jnp.where(visible[:, None], scores, _MASKED)
-  # The shift by the maximum cancels, so no gradient need flow through it; and
-  # dividing after the product touches d numbers a query instead of T.
-  shift = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
-  weights = jnp.exp(scores - shift)
-  total = jnp.sum(weights, axis=-1).reshape(*folded, 1)
-  out = jnp.einsum(
-    "bkqs,bksd->bkqd",
-    weights.reshape(*folded, time).astype(values.dtype),
-    values,
-    preferred_element_type=jnp.float32,
+  weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
+  weights = weights.reshape(batch, kv_heads, folded, time)
+  out = jnp.einsum("bkqs,bksd->bkqd", weights, values)
+  return unfold(out), (q, keys, values, weights, out)
+
+
+def _attend_bwd(residuals, cotangent):
+  """The products over queries keep their [Q, T] operand on the right.
+
+  There it is read as it lies; automatic differentiation puts it on the left,
+  and transposing it took a quarter of the time of a training step on a CPU.
+  """
+  q, keys, values, weights, out = residuals
+  g, unfold = _fold(cotangent, keys.shape[1])
+  scale = q.shape[-1] ** -0.5
+  einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+  d_values = einsum("bkqd,bkqs->bkds", g, weights).swapaxes(2, 3)
+  d_weights = einsum("bkqd,bksd->bkqs", g, values)
+  inner = jnp.sum((g * out).astype(jnp.float32), axis=-1, keepdims=True)
+  d_scores = (weights * (d_weights - inner)).astype(q.dtype)
+  d_q = einsum("bkqs,bkds->bkqd", d_scores, keys) * scale
+  d_keys = einsum("bkqd,bkqs->bkds", q * scale, d_scores)
+  return (
+    unfold(d_q.astype(q.dtype)),
+    d_keys.astype(keys.dtype),
+    d_values.astype(values.dtype),
+    None,
   )
-  out = (out / total).astype(q.dtype)
-  out = out.reshape(batch, kv_heads, group, queries, size)
-  return out.transpose(0, 3, 1, 2, 4).reshape(batch, queries, heads, size)
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+def _fold(x, kv_heads):
+  """[B, Q, H, d] to [B, K, G·Q, d], and the function that undoes it."""
+  batch, queries, heads, size = x.shape
+  group = heads // kv_heads
+
+  def unfold(y):
+    y = y.reshape(batch, kv_heads, group, queries, size)
+    return y.transpose(0, 3, 1, 2, 4).reshape(batch, queries, heads, size)
+
+  x = x.reshape(batch, queries, kv_heads, group, size)
+  x = x.transpose(0, 2, 3, 1, 4)
+  return x.reshape(batch, kv_heads, group * queries, size), unfold
 
 
 def decode_attention(

@@ -108,7 +108,10 @@ def _backward(tied, chunk, residuals, cotangents):
   masked = [jnp.where(mask, g, 0.0) for g in cotangents]
   g_logprob, g_entropy = (_permute(g, order, chunk) for g in masked)
   entropy_front = _permute(entropy, order, chunk)
-  d_kernel_zero = jnp.zeros(kernel.shape, jnp.float32)
+  # As [D, V] also where the kernel is [V, D]: the other product would have to
+  # transpose the logits, chunk by chunk.
+  shape = kernel.shape[::-1] if tied else kernel.shape
+  d_kernel_zero = jnp.zeros(shape, jnp.float32)
   d_hidden_zero = jnp.zeros(hidden_front.shape, jnp.float32)
   vocabulary = jnp.arange(kernel.shape[0 if tied else 1])[None, None]
 
@@ -131,18 +134,17 @@ def _backward(tied, chunk, residuals, cotangents):
     back = (((2,), (0 if tied else 1,)), ((), ()))
     d_rows = dot(d_logits, kernel.astype(hidden.dtype), back)
     both = (((0, 1), (0, 1)), ((), ()))
-    left, right = (d_logits, rows) if tied else (rows, d_logits)
     d_hidden = jax.lax.dynamic_update_slice_in_dim(
       d_hidden, d_rows, i * chunk, axis=1
     )
-    return d_hidden, d_kernel + dot(left, right, both)
+    return d_hidden, d_kernel + dot(rows, d_logits, both)
 
   d_hidden, d_kernel = jax.lax.fori_loop(
     0, count, body, (d_hidden_zero, d_kernel_zero)
   )
   return (
     _unpermute(d_hidden, order).astype(hidden.dtype),
-    d_kernel.astype(kernel.dtype),
+    (d_kernel.T if tied else d_kernel).astype(kernel.dtype),
     None,
     None,
     None,

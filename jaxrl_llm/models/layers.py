@@ -21,6 +21,36 @@ AttendFn = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 _INIT_STDDEV = 0.02  # Of every kernel and embedding, as GPT-2 and after.
 
 
+@jax.custom_vjp
+def matmul(x: chex.Array, kernel: chex.Array) -> jax.Array:
+  """x W for x [..., in] and W [in, out].
+
+  The gradient of W is xᵀ g or (gᵀ x)ᵀ, whichever transposes the narrower of
+  the two: a product wants its left factor transposed in memory, and automatic
+  differentiation transposes g, fused with all elementwise work behind it. On a
+  CPU that alone took a third of the time of a training step.
+  """
+  return jnp.dot(x, kernel)
+
+
+def _matmul_fwd(x, kernel):
+  return jnp.dot(x, kernel), (x, kernel)
+
+
+def _matmul_bwd(residuals, g):
+  x, kernel = residuals
+  rows = tuple(range(x.ndim - 1))
+  contract = ((rows, rows), ((), ()))
+  if kernel.shape[0] <= kernel.shape[1]:
+    d_kernel = jax.lax.dot_general(x, g, contract)
+  else:
+    d_kernel = jax.lax.dot_general(g, x, contract).T
+  return jnp.dot(g, kernel.T), d_kernel
+
+
+matmul.defvjp(_matmul_fwd, _matmul_bwd)
+
+
 class Linear(nnx.Module):
   """y = x W (+ b), kernel [in, out], computed in the dtype of x."""
 
@@ -34,7 +64,7 @@ class Linear(nnx.Module):
     self.has_bias = bias
 
   def __call__(self, x: chex.Array) -> jax.Array:
-    y = jnp.dot(x, self.kernel[...].astype(x.dtype))
+    y = matmul(x, self.kernel[...].astype(x.dtype))
     if self.has_bias:
       y = y + _align(self.bias[...].astype(x.dtype), y.ndim)
     return y
