@@ -32,9 +32,9 @@ def default_config() -> ConfigDict:
 
   c.value = ConfigDict()
   # Most iterations of value pretraining on a fixed policy (VAPO: 50); 0 is off.
-  c.value.pretrain_steps = 20
+  c.value.pretrain_steps = 10
   # Stop when held-out explained variance did not improve this often in a row.
-  c.value.pretrain_patience = 4
+  c.value.pretrain_patience = 6
   # An improvement counts from here on.
   c.value.pretrain_min_delta = 0.01
   # Workdir of an earlier run whose pretrained critic is reused; '' is none.
@@ -53,7 +53,7 @@ def default_config() -> ConfigDict:
   c.data.template_settings = ConfigDict({}, convert_dict=False)
   c.data.prompts_per_step = 32
   # Responses per prompt (VAPO: 16).
-  c.data.group_size = 8
+  c.data.group_size = 16
   # Tokens.
   c.data.max_prompt_length = 16
   # What a longer prompt does: 'error' or 'drop'.
@@ -86,7 +86,7 @@ def default_config() -> ConfigDict:
   # 'length_adaptive' (lambda = max(0, 1 - 1/(alpha * length))) or 'constant'.
   c.estimator.lambda_schedule = "length_adaptive"
   # Of 'length_adaptive'. VAPO's 0.05 is for responses of thousands of tokens.
-  c.estimator.alpha = 1.0
+  c.estimator.alpha = 2.0
   # Of 'constant'.
   c.estimator.lambda_policy = 0.95
   # Of the critic's targets; 1 is Monte Carlo (decoupled GAE).
@@ -106,8 +106,10 @@ def default_config() -> ConfigDict:
 
   c.optimizer = ConfigDict()
   c.optimizer.policy = _optimizer(learning_rate=3e-4)
-  c.optimizer.value = _optimizer(learning_rate=1e-3)
+  c.optimizer.value = _optimizer(learning_rate=5e-4)
+  c.optimizer.value.mini_batch = 128
   # Tokens per packed row; 0 is max_prompt_length + max_response_length.
+  # Larger rows hold more samples of a group, which then share their prompt.
   c.optimizer.row_tokens = 0
 
   c.eval = ConfigDict()
@@ -138,7 +140,7 @@ def default_config() -> ConfigDict:
   c.run = ConfigDict()
   c.run.seed = 0
   # Updates of the policy are steps * mini-batches per step.
-  c.run.steps = 60
+  c.run.steps = 80
   # Steps between sample tables in the log; 0 is never.
   c.run.samples_every = 20
   # Updates in a row that are not finite before the run stops.
@@ -154,12 +156,12 @@ def _optimizer(*, learning_rate: float) -> ConfigDict:
   c.max_grad_norm = 1.0
   c.weight_decay = 0.0
   c.b1 = 0.9
-  c.b2 = 0.95
+  c.b2 = 0.99
   c.eps = 1e-8
   # Responses per update.
-  c.mini_batch = 128
+  c.mini_batch = 256
   # Packed rows per micro-batch; accumulation is exact.
-  c.micro_rows = 16
+  c.micro_rows = 8
   # Passes over each batch of rollouts.
   c.epochs = 1
   return c

@@ -39,7 +39,7 @@ class Shape(NamedTuple):
 SHAPES = {
   "tiny": Shape(
     names=("tiny",),
-    micro_rows=16,
+    micro_rows=4,
     fields={
       "num_layers": 4,
       "hidden_size": 256,
