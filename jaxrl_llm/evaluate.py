@@ -1,5 +1,6 @@
 """Evaluation: k sampled responses to every problem, judged and averaged."""
 
+import collections
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -77,6 +78,23 @@ def samples_of(
   ]
 
 
+def majority_at_k(judged: Judged, k: int) -> float:
+  """Accuracy of the most frequent extracted answer of every k responses.
+
+  The first of equally frequent answers counts; a response without an answer
+  has no vote.
+  """
+  right = 0
+  for start in range(0, len(judged.scores), k):
+    scores = judged.scores[start : start + k]
+    votes = collections.Counter(
+      s.extracted for s in scores if s.extracted is not None
+    )
+    winner = votes.most_common(1)[0][0] if votes else None
+    right += any(s.correct and s.extracted == winner for s in scores)
+  return right / (len(judged.scores) // k)
+
+
 def evaluate(
   engine: Engine,
   params: Any,
@@ -103,7 +121,7 @@ def evaluate(
     name: of the set, part of the metric names.
 
   Returns:
-    `eval/NAME/{avg@k, avg@k_se, pass@k, response_length_mean, ...}` and a few
+    `eval/NAME/{avg@k, avg@k_se, pass@k, maj@k, ...}` and a few
     samples. avg@k is the mean accuracy, its standard error over problems.
   """
   shape = (len(prompts), samples)
@@ -124,6 +142,7 @@ def evaluate(
     f"{prefix}pass@{samples}": float(
       metrics.pass_at_k(right, samples, k=samples).mean()
     ),
+    f"{prefix}maj@{samples}": majority_at_k(judged, samples),
     f"{prefix}response_length_mean": float(rollout.lengths.mean()),
     f"{prefix}overlong_fraction": float(
       (rollout.status == Status.OVERLONG).mean()

@@ -84,6 +84,19 @@ class TestEvaluate:
     assert results["eval/sums/response_length_mean"] == pytest.approx(19 / 6)
     assert results["eval/sums/unjudged"] == 0
 
+  def test_majority_by_hand(self):
+    def vote(*scores):
+      return [rewards.Score(correct=c, extracted=e) for e, c in scores]
+
+    scores = (
+      vote(("7", True), ("8", False), ("7", True))
+      + vote(("7", True), ("8", False), ("8", False))
+      + vote((None, False), (None, False), ("5", True))
+      + vote((None, False), (None, False), (None, False))
+    )
+    judged = evaluate.Judged(texts=[""] * 12, scores=scores)
+    assert evaluate.majority_at_k(judged, 3) == 0.5
+
   def test_every_response_has_a_number_of_its_own(self):
     engine, _, _ = run()
     params, prompts, sample_ids, key, settings = engine.asked
