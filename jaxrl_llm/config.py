@@ -105,7 +105,7 @@ def default_config() -> ConfigDict:
   c.loss.nll_coefficient = 0.1
 
   c.optimizer = ConfigDict()
-  c.optimizer.policy = _optimizer(learning_rate=3e-4)
+  c.optimizer.policy = _optimizer(learning_rate=2e-4)
   c.optimizer.value = _optimizer(learning_rate=5e-4)
   c.optimizer.value.mini_batch = 128
   # Tokens per packed row; 0 is max_prompt_length + max_response_length.
@@ -140,7 +140,7 @@ def default_config() -> ConfigDict:
   c.run = ConfigDict()
   c.run.seed = 0
   # Updates of the policy are steps * mini-batches per step.
-  c.run.steps = 80
+  c.run.steps = 100
   # Steps between sample tables in the log; 0 is never.
   c.run.samples_every = 20
   # Updates in a row that are not finite before the run stops.
