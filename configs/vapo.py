@@ -48,7 +48,7 @@ def _smollm2(config):
     "shot_format": "Problem: {question} {answer}\n",
     "question_format": "Problem: {question}",
   }
-  config.data.prompts_per_step = 8
+  config.data.prompts_per_step = 4
   config.data.group_size = 8
   config.data.max_prompt_length = 80
   config.sampler.max_response_length = 8
@@ -61,11 +61,11 @@ def _smollm2(config):
   config.optimizer.policy.learning_rate = 3e-5
   config.optimizer.value.learning_rate = 6e-5
   for role in ("policy", "value"):
-    config.optimizer[role].mini_batch = 64
+    config.optimizer[role].mini_batch = 32
     config.optimizer[role].micro_rows = 4
     config.optimizer[role].warmup_steps = 4
   config.value.pretrain_steps = 4
-  config.eval.problems = 100
+  config.eval.problems = 50
   config.eval.samples = 4
   config.run.steps = 40
   config.run.samples_every = 10
