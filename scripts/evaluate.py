@@ -151,6 +151,7 @@ def evaluate(job, params, seed: int):
     results[f"pass@{n}"] = float(estimates.mean())
   lengths = rollout.lengths
   results |= {
+    f"maj@{k}": evaluation.majority_at_k(judged, k),
     "response_length_mean": float(lengths.mean()),
     "response_length_median": float(np.median(lengths)),
     "response_length_max": int(lengths.max()),

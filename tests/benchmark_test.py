@@ -292,8 +292,8 @@ class TestScript:
     lengths = ["--prompt_length=4", "--new_tokens=4", "--row_tokens=12"]
     assert _script().main(arguments + lengths) == 0
     medians = json.loads(capsys.readouterr().out.splitlines()[-1])["medians"]
-    parts = ("generate_s", "prepare_s", "update_s", "sync_s")
-    assert sum(medians[k] for k in parts) <= medians["step_s"]
+    for part in ("generate_s", "prepare_s", "update_s", "sync_s"):
+      assert 0 < medians[part] < medians["step_s"]
     assert medians["compilations_after_first_step"] == 0
     assert medians["update_tokens_per_s"] == pytest.approx(
       4 * 8 / medians["update_s"]

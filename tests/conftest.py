@@ -20,3 +20,9 @@ def _parsed_flags():
   # grain reads absl flags when it starts workers.
   if not flags.FLAGS.is_parsed():
     flags.FLAGS.mark_as_parsed()
+
+
+def pytest_collection_modifyitems(items):
+  """Files with slow tests first: started last, they would run on alone."""
+  slow = {i.path for i in items if i.get_closest_marker("slow")}
+  items.sort(key=lambda item: item.path not in slow)

@@ -31,10 +31,10 @@ def tiny_config() -> models.ModelConfig:
 
 
 def widen(params, key):
-  """The same tree with normal noise of deviation 0.3 on every leaf."""
+  """The same tree with normal noise of deviation 0.2 on every leaf."""
   leaves, tree = jax.tree.flatten(params)
   keys = jax.random.split(key, len(leaves))
-  noise = [0.3 * jax.random.normal(k, x.shape) for k, x in zip(keys, leaves)]
+  noise = [0.2 * jax.random.normal(k, x.shape) for k, x in zip(keys, leaves)]
   return jax.tree.unflatten(tree, [x + n for x, n in zip(leaves, noise)])
 
 

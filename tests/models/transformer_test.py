@@ -288,7 +288,8 @@ class TestValue:
   def test_is_linear_in_the_hidden_states(self):
     _, params = tiny.tiny_policy()
     fns = models.make_value(CONFIG, remat=False)
-    critic = tiny.widen(fns.from_policy(params), jax.random.key(5))
+    make = lambda params, key: tiny.widen(fns.from_policy(params), key)
+    critic = jax.jit(make)(params, jax.random.key(5))
     tokens = _tokens()
     segments, positions = np.ones_like(tokens), _positions(tokens)
     got = jax.jit(fns.values)(critic, tokens, segments, positions)

@@ -233,6 +233,14 @@ class TestEdges:
     assert np.all(np.isfinite(logits[rows, tokens]))
     assert np.all(np.isfinite(logprobs)) and np.all(logprobs <= 1e-6)
 
+  def test_a_number_on_a_boundary_belongs_to_the_next_token(self):
+    logits = np.full(700, -np.inf, np.float32)
+    equal = np.array([2, 255, 256, 600])
+    logits[equal] = 1.5
+    uniform = np.resize(np.float32([0.0, 0.25, 0.5, 0.75]), 64)
+    tokens, _ = _draw(uniform, logits, {})
+    np.testing.assert_array_equal(tokens, np.resize(equal, 64))
+
   def test_one_possible_token(self):
     logits = np.full((64, 700), -np.inf, np.float32)
     only = np.arange(64) * 11

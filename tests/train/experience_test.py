@@ -67,7 +67,7 @@ class TestTokenRewards:
 
 class TestDecoupledGae:
   def test_golden(self):
-    got = make()
+    got = make(estimator__alpha=1.0)
     # α = 1: λ = 1 − 1/length = 3/4, 1/2, 2/3; γ = 1.
     # Row 0, backwards: δ = 0, 1.5, -0.75, -0.25.
     a3 = 1.0 - 1.0

@@ -88,7 +88,7 @@ class TestRun:
     rows = tiny_run.comparable(whole)[1:]
     # Two updates a step, two of warm-up; a step logs the mean of its updates.
     rates = [row["policy/lr"] for row in rows]
-    np.testing.assert_allclose(rates, [2.25e-4] + [3e-4] * 5, rtol=1e-6)
+    np.testing.assert_allclose(rates, [1.5e-4] + [2e-4] * 5, rtol=1e-6)
 
   def test_files(self, whole):
     names = {path.name for path in whole.iterdir()}
