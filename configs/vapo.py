@@ -56,10 +56,10 @@ def _smollm2(config):
   config.reward.name = "exact_line"
   # A sum has three to five tokens with its end: lambda is 0.95 at 4.
   config.estimator.alpha = 5.0
-  config.optimizer.row_tokens = 112  # A prompt once and its eight branches.
+  config.optimizer.row_tokens = 128  # A prompt once and its eight branches.
   config.model.head_chunk = 32  # A row has some 35 response tokens.
-  config.optimizer.policy.learning_rate = 3e-5
-  config.optimizer.value.learning_rate = 6e-5
+  config.optimizer.policy.learning_rate = 1e-5
+  config.optimizer.value.learning_rate = 2e-5
   for role in ("policy", "value"):
     config.optimizer[role].mini_batch = 32
     config.optimizer[role].micro_rows = 4
