@@ -3,23 +3,51 @@
 A method file `configs/METHOD.py` starts from `default_config()` and overrides;
 `--config.group.key=value` overrides once more. Unknown keys are errors.
 `validate` checks what can be checked before anything is loaded and says in one
-line which key is wrong and what it may be.
+line which key is wrong and what it may be. A method file chooses a method;
+the presets here choose a scale: `scaled`.
 """
-
-from collections.abc import Mapping
-from typing import Any
 
 from ml_collections import ConfigDict, config_dict
 
+from jaxrl_llm import presets
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.validation import (
+  batch_size,
+  get,
+  keys,
+  row_tokens,
+  validate,
+  validate_mesh,
+)
+
+__all__ = [
+  "batch_size",
+  "default_config",
+  "get",
+  "keys",
+  "pretrain_config",
+  "row_tokens",
+  "scaled",
+  "validate",
+  "validate_mesh",
+]
 
 
 def default_config() -> ConfigDict:
   """All keys with their defaults; VAPO's mathematics at the embedded scale."""
   c = ConfigDict()
+  _what_is_trained(c)
+  _what_is_sampled(c)
+  _what_is_computed(c)
+  _how_it_runs(c)
+  return c.lock()
 
+
+def _what_is_trained(c: ConfigDict) -> None:
+  """Groups model and value."""
   c.model = ConfigDict()
-  # Hugging Face directory of the policy; '' is the base model in the package.
+  # Hugging Face directory of the policy; '' is the base model that the package
+  # has for data.source.
   c.model.path = ""
   # Of activations and matrix products: 'float32' or 'bfloat16'.
   c.model.dtype = "float32"
@@ -40,8 +68,11 @@ def default_config() -> ConfigDict:
   # Workdir of an earlier run whose pretrained critic is reused; '' is none.
   c.value.init_from = ""
 
+
+def _what_is_sampled(c: ConfigDict) -> None:
+  """Groups data, reward, sampler and schedule."""
   c.data = ConfigDict()
-  # 'chain_sum' or 'sums' (built in), 'jsonl' or 'tfds'.
+  # 'chain_sum', 'fold_sum' or 'sums' (built in), 'jsonl' or 'tfds'.
   c.data.source = "chain_sum"
   # File of 'jsonl', name[:version] of 'tfds'.
   c.data.path = ""
@@ -68,6 +99,10 @@ def default_config() -> ConfigDict:
   c.reward.workers = 0
   # Seconds a single verdict may take in a worker.
   c.reward.deadline_s = 10.0
+  # Soft overlong punishment (DAPO eq. 13): the last so many tokens before
+  # sampler.max_response_length cost up to overlong_factor; 0 is off.
+  c.reward.overlong_buffer = 0
+  c.reward.overlong_factor = 1.0
 
   c.sampler = ConfigDict()
   # Responses written at a time; 0 is prompts_per_step * group_size.
@@ -78,10 +113,35 @@ def default_config() -> ConfigDict:
   c.sampler.top_k = 0
   c.sampler.top_p = 1.0
   c.sampler.min_p = 0.0
+  # HAPO: a token's temperature is temperature * (1 + entropy_tau * h); h in
+  # [-1, 1] codes its entropy by the batch before; 0 is off.
+  c.sampler.entropy_tau = 0.0
   # Further stop tokens as text, each one token, e.g. ('\n',).
   c.sampler.stop = ()
 
+  c.schedule = ConfigDict()
+  # 'full' (responses end before the update) or 'window' (T-PPO: a step writes
+  # at most `window` tokens per slot; what has not ended goes on next step).
+  c.schedule.name = "full"
+  # Of 'window': new tokens per slot and step.
+  c.schedule.window = 0
+  # Of 'window': ended responses that a critic update waits for.
+  c.schedule.min_ended = 1
+  # DAPO: draw groups until prompts_per_step of them have mixed verdicts.
+  c.schedule.dynamic_sampling = False
+  # Of dynamic sampling: prompts per round, as a multiple of prompts_per_step.
+  c.schedule.oversample = 1
+  # Of dynamic sampling: rounds before the step gives up.
+  c.schedule.max_rounds = 10
+
+
+def _what_is_computed(c: ConfigDict) -> None:
+  """Groups estimator, loss and off_policy."""
   c.estimator = ConfigDict()
+  # 'gae' (with a critic; EGAE where a response is unfinished), or without one
+  # 'group' (relative to the other responses), 'token_group' (HAPO),
+  # 'reward_to_go' (REINFORCE++) or 'optimal_baseline' (VCPO).
+  c.estimator.name = "gae"
   c.estimator.gamma = 1.0
   # 'length_adaptive' (lambda = max(0, 1 - 1/(alpha * length))) or 'constant'.
   c.estimator.lambda_schedule = "length_adaptive"
@@ -91,26 +151,78 @@ def default_config() -> ConfigDict:
   c.estimator.lambda_policy = 0.95
   # Of the critic's targets; 1 is Monte Carlo (decoupled GAE).
   c.estimator.lambda_value = 1.0
+  # V of the state where a window cuts: 'repeat' (T-PPO's EGAE), 'bootstrap'.
+  c.estimator.boundary = "repeat"
+  # Last tokens of a cut response that its window leaves untrained.
+  c.estimator.tail_drop = 0
+  # Of 'group': 'mean', 'median' or 'leave_one_out', and 'std', 'mad' or 'none'.
+  # 'reward_to_go' subtracts the group's center too, unless it is 'none'.
+  c.estimator.center = "mean"
+  c.estimator.scale = "std"
+  # Added to the scale.
+  c.estimator.epsilon = 1e-6
+  # MC-GRPO: the group's median response takes no part in the loss.
+  c.estimator.drop_pivot = False
+  # Of all advantages of a batch: 'none', 'whiten' or 'scale' (std alone).
+  c.estimator.normalize = "none"
 
   c.loss = ConfigDict()
+  # 'clip' (PPO), 'gspo', 'cispo', 'policy_gradient' or 'hapo'.
+  c.loss.name = "clip"
   c.loss.clip_low = 0.2
   c.loss.clip_high = 0.28
   # Bound c > 1 of the loss of negative advantages; None is off.
   c.loss.dual_clip = config_dict.placeholder(float)
   # Clip range of the value loss around the old values; None is off.
   c.loss.clip_value = config_dict.placeholder(float)
-  # Reduction: 'token-mean', 'seq-mean-token-mean', 'seq-mean-token-sum'.
+  # Reduction: 'token-mean', 'seq-mean-token-mean', 'seq-mean-token-sum',
+  # 'seq-mean-token-sum-norm' or 'dr-grpo'.
   c.loss.mode = "token-mean"
+  # Constant length of the last two modes in tokens; 0 is the response limit.
+  c.loss.norm = 0
   # mu of the positive-example language-model loss.
   c.loss.nll_coefficient = 0.1
+  # Of the KL to the initial policy as a loss: 0 is off; its estimator is 'k1',
+  # 'k2', 'k3', or 'k1+' and 'k3+' (their values with the gradient of k2).
+  c.loss.kl_coefficient = 0.0
+  c.loss.kl = "k3"
+  # Of the KL to the initial policy in the token rewards (k1); 0 is off.
+  c.loss.kl_reward_coefficient = 0.0
+  # Of the entropy bonus; 0 is off.
+  c.loss.entropy_coefficient = 0.0
+  # Responses cut at the response limit take no part in the loss.
+  c.loss.overlong_filter = False
+  # Of 'hapo': 'intended' or 'released', the sign of low-entropy tokens.
+  c.loss.hapo_sign = "intended"
 
+  c.off_policy = ConfigDict()
+  # Where old log-probs come from: 'recompute' (trainer, start of the update),
+  # 'stored' (the sampler's), 'interpolate' (A-3PO) or 'ewma' (PPO-EWMA).
+  c.off_policy.proximal = "recompute"
+  # Of 'ewma'; the center of mass is 1 / (1 - decay) - 1 updates.
+  c.off_policy.ewma_decay = 0.889
+  # Weight old/behaviour: 'none', 'truncate' (TIS) or 'mask' (IcePop, MIS).
+  c.off_policy.correction = "none"
+  # Its ratio: of a 'token', or of the 'sequence' or its 'geometric' mean.
+  c.off_policy.level = "token"
+  c.off_policy.high = 2.0
+  c.off_policy.low = 0.0
+  # VCPO: scale the step by sqrt(effective sample ratio / ess_reference).
+  c.off_policy.ess_scale = False
+  c.off_policy.ess_reference = 1.0
+
+
+def _how_it_runs(c: ConfigDict) -> None:
+  """Groups optimizer, eval, checkpoint, mesh and run."""
   c.optimizer = ConfigDict()
   c.optimizer.policy = _optimizer(learning_rate=2e-4)
   c.optimizer.value = _optimizer(learning_rate=5e-4)
+  # Gradients have a norm of 0.3 and seldom of 3; those moved the policy most.
+  c.optimizer.policy.max_grad_norm = 0.3
   c.optimizer.value.mini_batch = 128
-  # Tokens per packed row; 0 is max_prompt_length + max_response_length.
+  # Least tokens per packed row; the longest sample may need more.
   # Larger rows hold more samples of a group, which then share their prompt.
-  c.optimizer.row_tokens = 0
+  c.optimizer.row_tokens = 128
 
   c.eval = ConfigDict()
   # Steps between evaluations; also before the first and after the last.
@@ -145,7 +257,6 @@ def default_config() -> ConfigDict:
   c.run.samples_every = 20
   # Updates in a row that are not finite before the run stops.
   c.run.max_skipped = 5
-  return c.lock()
 
 
 def _optimizer(*, learning_rate: float) -> ConfigDict:
@@ -187,195 +298,19 @@ def pretrain_config() -> ConfigDict:
   return c.lock()
 
 
-_DATA_SOURCES = ("chain_sum", "sums", "jsonl", "tfds")
-_CHOICES = {
-  "model.dtype": ("float32", "bfloat16"),
-  "model.cache_dtype": ("", "float32", "bfloat16"),
-  "data.source": _DATA_SOURCES,
-  "data.template": ("completion", "few_shot", "chat"),
-  "data.on_long": ("error", "drop"),
-  "reward.name": ("chain_sum", "exact_line", "numeric", "math_verify"),
-  "estimator.lambda_schedule": ("length_adaptive", "constant"),
-  "loss.mode": ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"),
-  "eval.source": ("", *_DATA_SOURCES),
-}
+def scaled(preset: str = "") -> ConfigDict:
+  """The defaults at the scale of a preset, for a method file to override.
 
-# key: (lowest, highest), both allowed.
-_INF = float("inf")
-_RANGES = {
-  "model.head_chunk": (1, _INF),
-  "value.pretrain_steps": (0, _INF),
-  "value.pretrain_patience": (1, _INF),
-  "data.prompts_per_step": (1, _INF),
-  "data.group_size": (1, _INF),
-  "data.max_prompt_length": (1, _INF),
-  "reward.workers": (0, 256),
-  "reward.deadline_s": (1e-3, _INF),
-  "sampler.slots": (0, _INF),
-  "sampler.max_response_length": (1, _INF),
-  "sampler.temperature": (1e-3, 100.0),
-  "sampler.top_k": (0, 0),
-  "sampler.top_p": (1.0, 1.0),
-  "sampler.min_p": (0.0, 0.0),
-  "estimator.gamma": (0.0, 1.0),
-  "estimator.alpha": (1e-6, _INF),
-  "estimator.lambda_policy": (0.0, 1.0),
-  "estimator.lambda_value": (0.0, 1.0),
-  "loss.clip_low": (0.0, 0.999999),
-  "loss.clip_high": (0.0, _INF),
-  "loss.nll_coefficient": (0.0, _INF),
-  "optimizer.row_tokens": (0, _INF),
-  "eval.every": (1, _INF),
-  "eval.samples": (1, _INF),
-  "eval.problems": (0, _INF),
-  "eval.temperature": (0.0, 100.0),
-  "eval.top_p": (1e-6, 1.0),
-  "checkpoint.every": (1, _INF),
-  "checkpoint.keep": (1, _INF),
-  "mesh.data": (-1, _INF),
-  "mesh.fsdp": (1, _INF),
-  "mesh.tensor": (1, _INF),
-  "run.seed": (0, 2**31 - 1),
-  "run.steps": (1, _INF),
-  "run.samples_every": (0, _INF),
-  "run.max_skipped": (1, _INF),
-}
-for _role in ("policy", "value"):
-  _RANGES |= {
-    f"optimizer.{_role}.learning_rate": (0.0, _INF),
-    f"optimizer.{_role}.warmup_steps": (0, _INF),
-    f"optimizer.{_role}.max_grad_norm": (1e-9, _INF),
-    f"optimizer.{_role}.weight_decay": (0.0, _INF),
-    f"optimizer.{_role}.b1": (0.0, 0.999999),
-    f"optimizer.{_role}.b2": (0.0, 0.999999),
-    f"optimizer.{_role}.eps": (1e-20, _INF),
-    f"optimizer.{_role}.mini_batch": (1, _INF),
-    f"optimizer.{_role}.micro_rows": (1, _INF),
-    f"optimizer.{_role}.epochs": (1, _INF),
-  }
-
-_WHY = {
-  "sampler.top_k": "; training uses the full softmax, so must the sampler",
-  "sampler.top_p": "; training uses the full softmax, so must the sampler",
-  "sampler.min_p": "; training uses the full softmax, so must the sampler",
-}
-
-
-def choose(preset: str, presets: Mapping[str, Any]) -> Any:
-  """The preset of that name.
+  Args:
+    preset: '' (the embedded task on a CPU) or a name of `presets.SCALES`.
 
   Raises:
-    InputError: there is none.
+    InputError: there is no such preset.
   """
-  if preset not in presets:
-    names = ", ".join(repr(name) for name in presets if name)
-    raise InputError(f"preset {preset!r} is unknown; choose {names} or none")
-  return presets[preset]
-
-
-def get(config: ConfigDict, key: str):
-  """The value at a dotted key."""
-  for name in key.split("."):
-    config = config[name]
+  config = default_config()
+  if preset:
+    if preset not in presets.SCALES:
+      names = ", ".join(map(repr, presets.SCALES))
+      raise InputError(f"preset {preset!r} is unknown; choose {names} or none")
+    presets.SCALES[preset](config)
   return config
-
-
-def keys(config: ConfigDict, prefix: str = "") -> list[str]:
-  """Every dotted key that holds a value."""
-  found = []
-  for name, value in config.items():
-    inner = isinstance(value, ConfigDict) and len(value)
-    path = prefix + name
-    found += keys(value, f"{path}.") if inner else [path]
-  return found
-
-
-def batch_size(config: ConfigDict) -> int:
-  """Responses per step."""
-  return config.data.prompts_per_step * config.data.group_size
-
-
-def row_tokens(config: ConfigDict) -> int:
-  """Tokens per packed row."""
-  longest = config.data.max_prompt_length + config.sampler.max_response_length
-  return config.optimizer.row_tokens or longest
-
-
-def validate(config: ConfigDict) -> None:
-  """Checks every setting and their combinations.
-
-  Raises:
-    InputError: one line naming the key, its value and what is allowed.
-  """
-  for key, choices in _CHOICES.items():
-    if get(config, key) not in choices:
-      raise InputError(
-        f"config.{key}={get(config, key)!r} must be one of"
-        f" {', '.join(map(repr, choices))}"
-      )
-  for key, (low, high) in _RANGES.items():
-    value = get(config, key)
-    if not low <= value <= high:  # NaN fails too.
-      raise InputError(
-        f"config.{key}={value!r} must be in [{low:g}, {high:g}]"
-        + _WHY.get(key, "")
-      )
-  _validate_combinations(config)
-
-
-def _validate_combinations(config: ConfigDict) -> None:
-  batch = batch_size(config)
-  for role in ("policy", "value"):
-    size = config.optimizer[role].mini_batch
-    if batch % size:
-      raise InputError(
-        f"config.optimizer.{role}.mini_batch={size} must divide the batch of"
-        f" {batch} = data.prompts_per_step * data.group_size"
-      )
-  slots = config.sampler.slots
-  if slots and slots < max(config.data.group_size, config.eval.samples):
-    raise InputError(
-      f"config.sampler.slots={slots} must hold one group: data.group_size="
-      f"{config.data.group_size}, eval.samples={config.eval.samples}"
-    )
-  longest = config.data.max_prompt_length + config.sampler.max_response_length
-  if row_tokens(config) < longest:
-    raise InputError(
-      f"config.optimizer.row_tokens={config.optimizer.row_tokens} must hold"
-      " the longest sample, data.max_prompt_length +"
-      f" sampler.max_response_length = {longest}"
-    )
-  dual_clip = config.loss.dual_clip
-  if dual_clip is not None and not dual_clip > 1:
-    raise InputError(f"config.loss.dual_clip={dual_clip} must be over 1")
-  clip_value = config.loss.clip_value
-  if clip_value is not None and not clip_value > 0:
-    raise InputError(f"config.loss.clip_value={clip_value} must be over 0")
-  if config.data.source in ("jsonl", "tfds") and not config.data.path:
-    raise InputError(
-      f"config.data.source={config.data.source!r} needs config.data.path"
-    )
-
-
-def validate_mesh(config: ConfigDict, *, devices: int) -> None:
-  """Checks the mesh against the number of devices.
-
-  Raises:
-    InputError: too few devices, or micro-batches that do not divide.
-  """
-  mesh = config.mesh
-  rest = mesh.fsdp * mesh.tensor
-  data = max(devices // rest, 1) if mesh.data == -1 else mesh.data
-  if mesh.data == 0 or data * rest > devices:
-    raise InputError(
-      f"config.mesh data={mesh.data} x fsdp={mesh.fsdp} x tensor="
-      f"{mesh.tensor} needs {max(data, 1) * rest} devices, but there are"
-      f" {devices}; lower config.mesh"
-    )
-  for role in ("policy", "value"):
-    rows = config.optimizer[role].micro_rows
-    if rows % (data * mesh.fsdp):
-      raise InputError(
-        f"config.optimizer.{role}.micro_rows={rows} must be a multiple of"
-        f" mesh data x fsdp = {data * mesh.fsdp}"
-      )

@@ -50,10 +50,12 @@ class Rollout:
 class Experience:
   """What an update consumes: one [B, T] array per quantity of the losses."""
 
-  old_logprobs: chex.Array  # float32, trainer's, at the start of the update.
+  old_logprobs: chex.Array  # float32, of the proximal policy.
+  behavior_logprobs: chex.Array  # float32, the sampler's.
   advantages: chex.Array  # float32, from the policy's estimator.
   old_values: chex.Array  # float32, critic's, at the start of the update.
   returns: chex.Array  # float32, targets of the critic.
   policy_mask: chex.Array  # bool, tokens that enter the policy loss.
   value_mask: chex.Array  # bool, tokens that enter the value loss.
   positive_mask: chex.Array  # bool, tokens of responses verified correct.
+  columns: dict[str, chex.Array]  # Further inputs of the policy loss, by name.

@@ -19,11 +19,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl_llm import benchmark, estimators, losses, masked, metrics
+from jaxrl_llm import benchmark, estimators, masked, metrics
 from jaxrl_llm.benchmark import workloads
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.sampling import SamplingSettings
-from jaxrl_llm.train import packing, score, state, step
+from jaxrl_llm.train import packing, policy_losses, score, state, step
 
 _OF_MODELS = ("shape", "batch", "prompt_length", "new_tokens", "repeats")
 # Options that a part depends on.
@@ -60,11 +60,12 @@ def make_batch(rollout, options):
   weights = masked.token_weights(rollout.mask, mode="token-mean")
   return step.PolicyBatch(
     packed=packed,
-    # One update a batch: the sampler's log-probs are those of its start.
-    old_logprobs=layout.scatter(rollout.behavior_logprobs),
-    advantages=layout.scatter(spread.astype(np.float32)),
-    weights=layout.scatter(weights),
-    nll_weights=np.zeros(layout.shape, np.float32),
+    columns={
+      # One update a batch: the sampler's log-probs are those of its start.
+      "old_logprobs": layout.scatter(rollout.behavior_logprobs),
+      "advantages": layout.scatter(spread.astype(np.float32)),
+      "weights": layout.scatter(weights),
+    },
   )
 
 
@@ -75,9 +76,10 @@ def make_update(fns):
     schedule, max_grad_norm=1.0, weight_decay=1e-4, b1=0.9, b2=0.999, eps=1e-8
   )
   loss = functools.partial(
-    losses.clipped_policy_loss, clip_low=0.2, clip_high=0.28
+    policy_losses.clip, clip_low=0.2, clip_high=0.28, dual_clip=None
   )
-  return step.make_policy_step(fns, optimizer, schedule, loss), optimizer
+  update = step.make_policy_step(fns, optimizer, schedule, loss, terms={})
+  return update, optimizer
 
 
 def measure_train_step(options) -> workloads.Samples:

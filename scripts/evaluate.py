@@ -121,7 +121,7 @@ def evaluate(job, params, seed: int):
 
   from jaxrl_llm import evaluate as evaluation
   from jaxrl_llm import metrics
-  from jaxrl_llm.train import loop
+  from jaxrl_llm.train import collect
   from jaxrl_llm.types import Status
 
   k = job.config.eval.samples
@@ -133,7 +133,7 @@ def evaluate(job, params, seed: int):
     sample_ids=np.arange(np.prod(shape)).reshape(shape),
     # The loop's own stream: without further flags a run's last evaluation is
     # repeated exactly.
-    key=jax.random.fold_in(jax.random.key(seed), loop.EVALUATION),
+    key=jax.random.fold_in(jax.random.key(seed), collect.EVALUATION),
     settings=job.eval_sampling,
   )
   seconds = time.perf_counter() - start

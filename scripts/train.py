@@ -120,7 +120,7 @@ def run(config) -> None:
 
 def main(argv):
   del argv
-  from jaxrl_llm.train.loop import TrainingStopped
+  from jaxrl_llm.train.runstate import TrainingStopped
 
   logging.set_verbosity(logging.ERROR)
   try:

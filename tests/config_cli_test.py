@@ -12,6 +12,7 @@ import pytest
 import tiny_run
 
 from jaxrl_llm import config as config_lib
+from jaxrl_llm import presets, validation
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.train import build
 
@@ -122,6 +123,18 @@ class TestSettings:
         ["mini_batch=10 must divide the batch of 32"],
       ),
       (
+        {"optimizer__value__mini_batch": 10},
+        ["optimizer.value.mini_batch=10 must divide the batch of 32"],
+      ),
+      (
+        {
+          "optimizer__policy__mini_batch": 10,
+          "estimator__name": "group",
+          "value__pretrain_steps": 0,
+        },
+        ["optimizer.policy.mini_batch=10 must divide"],
+      ),
+      (
         {"mesh__data": 16},
         ["mesh data=16 x fsdp=1 x tensor=1 needs 16 devices", "are 8"],
       ),
@@ -138,7 +151,7 @@ class TestSettings:
       ({"loss__dual_clip": 0.5}, ["loss.dual_clip=0.5 must be over 1"]),
       ({"loss__clip_value": 0.0}, ["loss.clip_value=0.0 must be over 0"]),
       ({"estimator__gamma": float("nan")}, ["config.estimator.gamma=nan"]),
-      ({"optimizer__row_tokens": 23}, ["row_tokens=23 must hold", "= 24"]),
+      ({"optimizer__row_tokens": -1}, ["row_tokens=-1 must be in [0, inf]"]),
       (
         {"sampler__max_response_length": 60},
         ["max_response_length = 72 is over the model's context of 64"],
@@ -151,13 +164,52 @@ class TestSettings:
     with refused(*parts):
       build.make_job(tiny_run.make_config(model, **changes))
 
+  @pytest.mark.parametrize(
+    "changes",
+    [
+      # Windows end any number of responses.
+      {"schedule__name": "window", "schedule__window": 4},
+      # There is no critic.
+      {"estimator__name": "group", "value__pretrain_steps": 0},
+    ],
+  )
+  def test_a_mini_batch_of_the_critic_that_need_not_divide(self, changes):
+    config_lib.validate(
+      tiny_run.make_config("none", optimizer__value__mini_batch=10, **changes)
+    )
+
+  @pytest.mark.parametrize(
+    ("asked", "expected"), [(0, 24), (23, 24), (24, 24), (40, 40)]
+  )
+  def test_a_row_holds_at_least_the_longest_sample(self, asked, expected):
+    config = tiny_run.make_config("none", optimizer__row_tokens=asked)
+    config_lib.validate(config)
+    assert config_lib.row_tokens(config) == expected
+
   def test_every_range_and_choice_is_of_a_key(self):
     config = config_lib.default_config()
     known = config_lib.keys(config)
-    assert set(config_lib._RANGES) | set(config_lib._CHOICES) <= set(known)
+    assert set(validation._RANGES) | set(validation._CHOICES) <= set(known)
 
   def test_the_defaults_are_valid(self):
     config_lib.validate(config_lib.default_config())
+
+  @pytest.mark.parametrize("preset", presets.SCALES)
+  def test_presets_are_valid_and_leave_the_method_alone(self, preset):
+    plain, scaled = config_lib.scaled(), config_lib.scaled(preset)
+    assert plain.to_dict() == config_lib.default_config().to_dict()
+    assert scaled.to_dict() != plain.to_dict()
+    # Only alpha follows the length of the responses.
+    kept = {"estimator": {"alpha": plain.estimator.alpha}}
+    for group in ("estimator", "loss", "off_policy", "schedule"):
+      got = scaled[group].to_dict() | kept.get(group, {})
+      assert got == plain[group].to_dict()
+    scaled.data.path = "some.jsonl"
+    config_lib.validate(scaled)
+
+  def test_a_preset_that_is_unknown(self):
+    with refused("preset 'nope' is unknown", "'smollm2'", "or none"):
+      config_lib.scaled("nope")
 
   def test_unknown_keys_are_errors(self):
     config = config_lib.default_config()

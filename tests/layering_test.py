@@ -4,6 +4,7 @@ L0  records, reductions, distributions, errors
 L1  estimators, losses, models, sharding, rewards      arrays and text alone
 L2  data, sampling, checkpoint, metrics, report
 L3  train, evaluate, config                            composes the others
+    presets, validation                                parts of config
 """
 
 import ast
@@ -19,7 +20,9 @@ _ENDS = ("", ".py")  # A room is a folder or a file.
 _MATHEMATICS = {"estimators", "losses"}
 _NUMERIC = {"jax", "numpy", "chex"}
 # Rooms that may import train/: train itself, and what is its equal above.
-_ABOVE_TRAIN = {"train", "evaluate", "config"}
+_ABOVE_TRAIN = {"train", "evaluate", "config", "presets", "validation"}
+# What the parts of config may import, of any package.
+_PARTS_OF_CONFIG = {"presets": set(), "validation": {"errors"}}
 # Libraries that one room keeps to itself.
 _KEPT_BY = {
   "flax": {"models"},
@@ -118,6 +121,13 @@ def test_models_know_no_words_of_reinforcement_learning(path):
   assert _rooms(path) <= _L0 | {"models", "sharding"}
   words = set(re.findall(r"[a-z]+", path.read_text(encoding="utf-8").lower()))
   assert not words & _RL_WORDS
+
+
+@pytest.mark.parametrize("path", _files(*_in_package(_PARTS_OF_CONFIG)))
+def test_the_parts_of_config_know_settings_alone(path):
+  # A config is read before anything is loaded.
+  assert not _libraries(path)
+  assert _rooms(path) <= _PARTS_OF_CONFIG[_room(path)]
 
 
 @pytest.mark.parametrize("path", _files("configs"))

@@ -101,3 +101,130 @@ def value_loss(value, target, old_value=None, clip=None):
     moved = min(max(value, old_value - clip), old_value + clip)
     error = max(error, (moved - target) ** 2)
   return 0.5 * error
+
+
+def egae(rewards, values, mask, truncated, gamma, lambda_, next_values=None):
+  """GAE whose truncated rows go on at V(s_l): next_values, or V(s_{l-1})."""
+  bootstrap = []
+  for i, row in enumerate(mask):
+    tokens = np.flatnonzero(row)
+    if not truncated[i] or not tokens.size:
+      bootstrap.append(0.0)
+    elif next_values is None:
+      bootstrap.append(float(values[i][tokens[-1]]))
+    else:
+      bootstrap.append(float(next_values[i]))
+  return gae(rewards, values, mask, gamma, lambda_, bootstrap)
+
+
+def whiten(advantages, mask, center, epsilon):
+  """(A - mean) / √(Bessel's variance + ε) over all unmasked tokens."""
+  tokens = np.asarray(advantages, np.float64)[mask]
+  shift = tokens.mean() if center else 0.0
+  scale = np.sqrt(tokens.var(ddof=1) + epsilon)
+  return np.where(mask, (np.where(mask, advantages, 0.0) - shift) / scale, 0.0)
+
+
+def overlong(length, max_length, buffer):
+  """The three cases of DAPO's equation 13."""
+  if length <= max_length - buffer:
+    return 0.0
+  if length <= max_length:
+    return ((max_length - buffer) - length) / buffer
+  return -1.0
+
+
+def token_group_relative(rewards, lengths, groups, epsilon, limit):
+  """Advantages of a group's tokens, written out token by token, [B]."""
+  advantages = np.zeros(len(rewards))
+  for group in set(groups):
+    rows = [i for i, g in enumerate(groups) if g == group and lengths[i] > 0]
+    if len(rows) < 2:
+      continue
+    tokens = [float(rewards[i]) for i in rows for _ in range(lengths[i])]
+    found = [
+      (float(rewards[i]) - np.mean(tokens)) / (np.std(tokens) + epsilon)
+      for i in rows
+    ]
+    if max(abs(x) for x in found) >= limit:
+      members = [rewards[i] for i in rows]
+      found = group_relative(
+        members, [group] * len(rows), "mean", "std", epsilon
+      )
+    advantages[rows] = found
+  return advantages
+
+
+def median_pivot(rewards, groups):
+  """The first row with the lower median of its group, bool [B]."""
+  pivot = np.zeros(len(rewards), bool)
+  for group in set(groups):
+    rows = [i for i, g in enumerate(groups) if g == group]
+    members = sorted(rewards[i] for i in rows)
+    median = members[(len(members) - 1) // 2]
+    pivot[next(i for i in rows if rewards[i] == median)] = True
+  return pivot
+
+
+def optimal_baseline(rewards, weights, squared_norms, groups):
+  """Σ w² g² R / Σ w² g² over the others of the group, [B]."""
+  baseline = np.array(rewards, np.float64)
+  for i, group in enumerate(groups):
+    others = [j for j, g in enumerate(groups) if g == group and j != i]
+    mass = [float(weights[j]) ** 2 * float(squared_norms[j]) for j in others]
+    if sum(mass) > 0.0:
+      total = sum(m * float(rewards[j]) for m, j in zip(mass, others))
+      baseline[i] = total / sum(mass)
+  return baseline
+
+
+def entropy_code(entropies, mask, quantile):
+  """HAPO's code of each token about the nearest-rank quantile, [B, T]."""
+  logs = np.log(np.maximum(np.asarray(entropies, np.float64)[mask], 1e-8))
+  pivot = np.sort(logs)[max(math.ceil(round(quantile * len(logs), 6)), 1) - 1]
+  scaled = (logs - pivot) / np.sqrt(np.mean((logs - pivot) ** 2))
+  code = [
+    h / scaled.max() if h > 0 else h / abs(scaled.min()) if h < 0 else 0.0
+    for h in scaled
+  ]
+  result = np.zeros(np.shape(mask))
+  result[mask] = code
+  return result
+
+
+def gspo_ratio(logprobs, old_logprobs, mask, segments):
+  """exp of the mean log-ratio of each token's sequence, [B, T]; 1 if masked."""
+  ratio = np.ones(np.shape(mask))
+  for i, row in enumerate(segments):
+    for segment in set(row):
+      tokens = [t for t, s in enumerate(row) if s == segment and mask[i][t]]
+      if tokens:
+        logs = [
+          float(logprobs[i][t]) - float(old_logprobs[i][t]) for t in tokens
+        ]
+        ratio[i, tokens] = math.exp(min(sum(logs) / len(logs), 10.0))
+  return ratio
+
+
+def importance(proximal, behavior, mask, level):
+  """π_prox / π_behav of each token's unit, [B, T]; 0 if masked."""
+  ratio = np.zeros(np.shape(mask))
+  for i, row in enumerate(mask):
+    tokens = np.flatnonzero(row)
+    logs = [float(proximal[i][t]) - float(behavior[i][t]) for t in tokens]
+    for t, own in zip(tokens, logs):
+      log = {
+        "token": own,
+        "sequence": sum(logs),
+        "geometric": sum(logs) / len(logs),
+      }[level]
+      ratio[i, t] = math.exp(min(max(log, -20.0), 20.0))
+  return ratio
+
+
+def decoupled_loss(
+  logprob, proximal, behavior, advantage, low, high, dual=None, cap=math.inf
+):
+  """min(π_prox/π_behav, cap) times the clipped loss about π_prox; one token."""
+  weight = min(math.exp(proximal - behavior), cap)
+  return weight * policy_loss(logprob, proximal, advantage, low, high, dual)

@@ -60,6 +60,7 @@ def overrides(model: pathlib.Path) -> dict:
     "eval.problems": 4,
     "checkpoint.every": 1,
     "mesh.data": 1,
+    "optimizer.row_tokens": 0,
     "run.steps": 6,
     "run.samples_every": 2,
   }

@@ -137,7 +137,9 @@ def _scan_returns(
   _check_unit("lambda_", lambda_)
   *lead, length = values.shape
   if bootstrap_value is None:
-    bootstrap_value = jnp.zeros(lead)
+    # Opaque to the compiler: it would fold a constant into the last block and
+    # round there otherwise than it does for a bootstrap that happens to be 0.
+    bootstrap_value = jax.lax.optimization_barrier(jnp.zeros(lead))
   chex.assert_shape(bootstrap_value, lead)
   mask = jnp.asarray(mask, bool)
   rewards = jnp.asarray(token_rewards, jnp.float32)

@@ -46,16 +46,11 @@ def group_relative(
     GRPO), arXiv:2503.20783; Ahmadian et al. 2024 (RLOO), arXiv:2402.14740;
     MC-GRPO 2026, arXiv:2601.22582.
   """
-  chex.assert_rank([rewards, groups], 1)
-  chex.assert_equal_shape([rewards, groups])
   _check_choice("center", center, _CENTERS)
   _check_choice("scale", scale, _SCALES)
-  if num_groups < 1:
-    raise ValueError(f"num_groups={num_groups}, expected at least 1")
-  if isinstance(epsilon, numbers.Real) and not epsilon >= 0.0:
-    raise ValueError(f"epsilon={epsilon}, expected at least 0")
+  _check_epsilon(epsilon)
+  member = _members(groups, num_groups, rewards)
   groups = jnp.asarray(groups)
-  member = (groups >= 0) & (groups < num_groups)
   rewards = masked.masked_fill(rewards, member)
   # Measured from the group's least reward, equal rewards are exactly 0. From
   # zero, their mean rounds, and a tiny std blows the remainder up.
@@ -65,6 +60,195 @@ def group_relative(
   divisor = _spread(_SCALES[scale](above, groups, num_groups, epsilon), groups)
   usable = member & (divisor > 0.0)
   return jnp.where(usable, centered / jnp.where(usable, divisor, 1.0), 0.0)
+
+
+def token_group_relative(
+  rewards: chex.Array,
+  lengths: chex.Array,
+  groups: chex.Array,
+  *,
+  num_groups: int,
+  epsilon: chex.Numeric = 1e-6,
+  limit: chex.Numeric = 5.0,
+) -> jax.Array:
+  """HAPO's token-level group average, with mean and spread over *tokens*.
+
+    μ = Σ l_i R_i / Σ l_i,   σ² = Σ l_i (R_i - μ)² / Σ l_i
+    A_i = (R_i - μ) / (σ + ε)
+
+  Every token of a group counts once, as in a token-mean loss, so that the
+  advantages of a group's tokens sum to 0. A short response that stands alone
+  may get a huge A: a group in which any |A| reaches the limit gets its
+  `group_relative` advantages (GRPO) instead.
+
+  Args:
+    rewards: [B], one scalar per response.
+    lengths: int [B], l_i, response tokens.
+    groups: int [B], as in `group_relative`.
+    num_groups: number of groups, static.
+    epsilon: added to the spread.
+    limit: least |A| that makes a group fall back, above 0; infinite turns the
+      fallback off.
+
+  Returns:
+    float32 [B]; exactly 0 in a group of one row or of equal rewards, and for
+    a response without a token.
+
+  Raises:
+    ValueError: for a negative epsilon, a limit that is not positive or a
+      num_groups below one.
+
+  Reference: HAPO 2025, arXiv:2509.16591.
+  """
+  chex.assert_equal_shape([rewards, lengths])
+  _check_epsilon(epsilon)
+  if isinstance(limit, numbers.Real) and not limit > 0.0:
+    raise ValueError(f"limit={limit}, expected a positive number")
+  counts = _members(groups, num_groups, rewards)
+  counts &= jnp.asarray(lengths) > 0
+  groups = jnp.asarray(groups)
+  settings = dict(num_segments=num_groups, mask=counts)
+  tokens = masked.masked_fill(lengths, counts)
+  share = tokens / _spread(
+    jnp.maximum(masked.segment_sum(tokens, groups, **settings), 1.0),
+    groups,
+    fill=1.0,
+  )
+  rewards = masked.masked_fill(rewards, counts)
+  # From the least reward, as in `group_relative`: equal ones are exactly 0.
+  above = rewards - _spread(
+    masked.segment_min(rewards, groups, **settings), groups
+  )
+  mean = masked.segment_sum(share * above, groups, **settings)
+  centered = jnp.where(counts, above - _spread(mean, groups), 0.0)
+  variance = masked.segment_sum(
+    share * jnp.square(centered), groups, **settings
+  )
+  scale = _spread(jnp.sqrt(variance), groups) + epsilon
+  usable = counts & (scale > 0.0)
+  advantages = jnp.where(usable, centered / jnp.where(usable, scale, 1.0), 0.0)
+  wild = (jnp.abs(advantages) >= limit).astype(jnp.float32)
+  fallback = _spread(masked.segment_sum(wild, groups, **settings), groups) > 0
+  by_response = group_relative(
+    rewards,
+    jnp.where(counts, groups, num_groups),
+    num_groups=num_groups,
+    epsilon=epsilon,
+  )
+  return jnp.where(fallback, by_response, advantages)
+
+
+def median_pivot(
+  rewards: chex.Array, groups: chex.Array, *, num_groups: int
+) -> jax.Array:
+  """The pivot of each group, which MC-GRPO leaves out of the backward pass.
+
+  The median of an odd group is one of its rewards, and the advantage of its
+  row is 0: with G + 1 responses sampled, G are trained. Take advantages from
+  `group_relative(..., center='median')` over all rows first.
+
+  Args:
+    rewards: [B], one scalar per response.
+    groups: int [B], as in `group_relative`.
+    num_groups: number of groups, static.
+
+  Returns:
+    bool [B], True for exactly one row of each group that has any: the first
+    row with the median reward, the lower of the two middle ones if the group
+    is even. Other rows tied with it stay.
+
+  Raises:
+    ValueError: for a num_groups below one.
+
+  Reference: MC-GRPO 2026, arXiv:2601.22582.
+  """
+  member = _members(groups, num_groups, rewards)
+  groups = jnp.where(member, groups, num_groups)
+  rewards = masked.masked_fill(rewards, member)
+  row = jnp.arange(rewards.shape[0])
+  _, ordered = jax.lax.sort((groups, rewards), num_keys=2)
+  count = masked.segment_count(groups, num_segments=num_groups)
+  count = count.astype(jnp.int32)
+  middle = jnp.cumsum(count) - count + jnp.maximum(count - 1, 0) // 2
+  median = _spread(ordered.at[middle].get(mode="clip"), groups)
+  tied = member & (rewards == median)
+  first = jax.ops.segment_min(
+    row, jnp.where(tied, groups, num_groups), num_segments=num_groups + 1
+  )
+  return tied & (row == first[groups])
+
+
+def optimal_baseline(
+  rewards: chex.Array,
+  weights: chex.Array,
+  squared_norms: chex.Array,
+  groups: chex.Array,
+  *,
+  num_groups: int,
+) -> jax.Array:
+  """Off-policy optimal baseline, from the other rows of the group.
+
+    b_i = Σ_{j≠i} w_j² g_j² R_j / Σ_{j≠i} w_j² g_j²
+
+  Of all constants this one makes the variance of w (R - b) ∇log π least.
+  Leaving the row itself out keeps the estimate unbiased. Subtract it:
+  A = R - b.
+
+  Args:
+    rewards: [B], one scalar per response.
+    weights: [B], w, importance weight of each response as it enters the loss.
+    squared_norms: [B], g² = ‖∇ log π(response)‖². Where gradients per response
+      are too dear, the number of response tokens is a proxy; only proportions
+      matter.
+    groups: int [B], as in `group_relative`.
+    num_groups: number of groups, static. Zeros and one group make the batch
+      one population.
+
+  Returns:
+    float32 [B]; a row whose group offers no other weight gets its own reward,
+    so that its advantage is 0 as in every group of one. 0 for padding.
+
+  Raises:
+    ValueError: for a num_groups below one.
+
+  Reference: Huang et al. 2026 (VCPO), arXiv:2602.17616, after Greensmith et
+    al. 2004, "Variance reduction techniques for gradient estimates in
+    reinforcement learning".
+  """
+  chex.assert_equal_shape([rewards, weights, squared_norms])
+  member = _members(groups, num_groups, rewards)
+  rewards = masked.masked_fill(rewards, member)
+  mass = jnp.square(masked.masked_fill(weights, member))
+  mass *= masked.masked_fill(squared_norms, member)
+  groups = jnp.where(member, groups, num_groups)
+  order = jnp.argsort(groups)
+  columns = jnp.stack([mass, mass * rewards], axis=1)[order]
+  others = _sum_of_others(columns, groups[order])
+  total, weighted = jnp.zeros_like(others).at[order].set(others).T
+  known = member & (total > 0.0)
+  return jnp.where(known, weighted / jnp.where(known, total, 1.0), rewards)
+
+
+def _sum_of_others(x: jax.Array, groups: jax.Array) -> jax.Array:
+  """Σ_{j≠i} x_j within runs of equal groups, [N, K].
+
+  Of what stands before plus what stands behind: total minus own would lose
+  every digit where one row outweighs its group.
+  """
+
+  def step(total, row):
+    edge, own = row
+    total = jnp.where(edge, 0.0, total)
+    return total + own, total
+
+  changes = groups[1:] != groups[:-1]
+  edge = jnp.ones(1, bool)
+  start = jnp.zeros_like(x[0])
+  _, before = jax.lax.scan(step, start, (jnp.append(edge, changes), x))
+  _, behind = jax.lax.scan(
+    step, start, (jnp.append(changes, edge), x), reverse=True
+  )
+  return before + behind
 
 
 def _mean(rewards, groups, num_groups):
@@ -117,10 +301,30 @@ _SCALES: dict[str, Callable[..., jax.Array]] = {
 }
 
 
-def _spread(per_group: jax.Array, groups: jax.Array) -> jax.Array:
-  """Gives each row its group's number, and padding rows 0."""
+def _spread(
+  per_group: jax.Array, groups: jax.Array, *, fill: float = 0.0
+) -> jax.Array:
+  """Gives each row its group's number, and padding rows the filling."""
   groups = jnp.where(groups >= 0, groups, per_group.shape[0])
-  return per_group.at[groups].get(mode="fill", fill_value=0.0)
+  return per_group.at[groups].get(mode="fill", fill_value=fill)
+
+
+def _members(
+  groups: chex.Array, num_groups: int, rewards: chex.Array
+) -> jax.Array:
+  """Checks shapes and the number of groups; which rows are in one, [B]."""
+  chex.assert_rank([rewards, groups], 1)
+  chex.assert_equal_shape([rewards, groups])
+  chex.assert_type(groups, int)
+  if num_groups < 1:
+    raise ValueError(f"num_groups={num_groups}, expected at least 1")
+  groups = jnp.asarray(groups)
+  return (groups >= 0) & (groups < num_groups)
+
+
+def _check_epsilon(epsilon: chex.Numeric) -> None:
+  if isinstance(epsilon, numbers.Real) and not epsilon >= 0.0:
+    raise ValueError(f"epsilon={epsilon}, expected at least 0")
 
 
 def _check_choice(name: str, value: str, choices: dict[str, Callable]) -> None:

@@ -1,16 +1,54 @@
 """Losses: pure per-token functions. The caller weights and sums."""
 
-from jaxrl_llm.losses.policy import ClippedPolicyLoss, clipped_policy_loss
-from jaxrl_llm.losses.regularizers import kl_k1, kl_k2, kl_k3, nll
+from jaxrl_llm.losses.offpolicy import (
+  Correction,
+  decoupled_policy_loss,
+  effective_sample_ratio,
+  ewma_update,
+  interpolated_logprobs,
+  masked_importance,
+  no_correction,
+  truncated_importance,
+)
+from jaxrl_llm.losses.policy import (
+  ClippedPolicyLoss,
+  cispo_loss,
+  clipped_policy_loss,
+  policy_gradient_loss,
+)
+from jaxrl_llm.losses.regularizers import (
+  entropy_bonus,
+  kl_k1,
+  kl_k1_plus,
+  kl_k2,
+  kl_k3,
+  kl_k3_plus,
+  nll,
+)
+from jaxrl_llm.losses.sequence import gspo_loss
 from jaxrl_llm.losses.value import ClippedValueLoss, clipped_value_loss
 
 __all__ = [
   "ClippedPolicyLoss",
   "ClippedValueLoss",
+  "Correction",
+  "cispo_loss",
   "clipped_policy_loss",
   "clipped_value_loss",
+  "decoupled_policy_loss",
+  "effective_sample_ratio",
+  "entropy_bonus",
+  "ewma_update",
+  "gspo_loss",
+  "interpolated_logprobs",
   "kl_k1",
+  "kl_k1_plus",
   "kl_k2",
   "kl_k3",
+  "kl_k3_plus",
+  "masked_importance",
   "nll",
+  "no_correction",
+  "policy_gradient_loss",
+  "truncated_importance",
 ]

@@ -1,4 +1,4 @@
-"""The clipped surrogate of PPO and its descendants."""
+"""Policy-gradient losses per token: PPO's clipped surrogate and its kin."""
 
 import numbers
 from typing import NamedTuple
@@ -11,7 +11,11 @@ from jaxrl_llm import distributions
 
 
 class ClippedPolicyLoss(NamedTuple):
-  """Per-token loss and what one wants to know about it. All of one shape."""
+  """Per-token loss and what one wants to know about it. All of one shape.
+
+  The flags say what `clipped_policy_loss` means by them; a loss that means
+  something else says so.
+  """
 
   loss: jax.Array  # float32, to be minimised.
   ratio: jax.Array  # float32, ρ = π/π_old.
@@ -85,6 +89,90 @@ def clipped_policy_loss(
     clipped_high=clipped_high,
     clipped_low=clipped_low,
     dual_clipped=dual_clipped,
+  )
+
+
+def cispo_loss(
+  logprobs: chex.Array,
+  old_logprobs: chex.Array,
+  advantages: chex.Array,
+  *,
+  clip_high: chex.Numeric,
+  clip_low: chex.Numeric | None = None,
+) -> ClippedPolicyLoss:
+  """CISPO: REINFORCE whose importance weight is clipped, never its gradient.
+
+    L = -sg[clip(ρ, 1 - clip_low, 1 + clip_high)] A log π,  ρ = π / π_old
+
+  A token that has moved far counts with a bounded weight, for both signs of
+  A, where PPO's surrogate would drop it.
+
+  Args:
+    logprobs: [...], log-probabilities under the current policy.
+    old_logprobs: [...], those at the start of the update.
+    advantages: [...], as in `clipped_policy_loss`.
+    clip_high: the largest weight is 1 + clip_high; at least 0, a number or an
+      array that broadcasts. The paper tunes and does not disclose it.
+    clip_low: the least weight is 1 - clip_low, likewise. None, as in the
+      paper's experiments, sets no floor.
+
+  Returns:
+    A `ClippedPolicyLoss`. Its value has no meaning, its gradient has.
+    clipped_high and clipped_low mark tokens whose weight is clipped.
+
+  Raises:
+    ValueError: if a bound is negative.
+
+  Reference: MiniMax 2025 (MiniMax-M1), arXiv:2506.13585, equations 4 and 5.
+  """
+  _check_bound("clip_high", clip_high, 0.0)
+  if clip_low is not None:
+    _check_bound("clip_low", clip_low, 0.0)
+  plain = policy_gradient_loss(logprobs, old_logprobs, advantages)
+  ratio = plain.ratio
+  highest = jnp.broadcast_to(jnp.float32(1.0) + clip_high, ratio.shape)
+  floor = 0.0 if clip_low is None else jnp.float32(1.0) - clip_low
+  lowest = jnp.broadcast_to(floor, ratio.shape)
+  weight = jax.lax.stop_gradient(jnp.clip(ratio, lowest, highest))
+  return plain._replace(
+    loss=weight * plain.loss,
+    clipped_high=ratio > highest,
+    clipped_low=ratio < lowest,
+  )
+
+
+def policy_gradient_loss(
+  logprobs: chex.Array,
+  old_logprobs: chex.Array,
+  advantages: chex.Array,
+) -> ClippedPolicyLoss:
+  """The plain policy gradient of REINFORCE and RLOO, L = -A log π.
+
+  With 'seq-mean-token-sum' weights a whole response is one action.
+
+  Args:
+    logprobs: [...], log-probabilities under the current policy.
+    old_logprobs: [...], those at the start of the update; only reported. More
+      than one update on the same data is not corrected for.
+    advantages: [...], as in `clipped_policy_loss`.
+
+  Returns:
+    A `ClippedPolicyLoss` without a clip. Its value has no meaning, its
+    gradient has.
+
+  Reference: Williams 1992; Ahmadian et al. 2024 (RLOO), arXiv:2402.14740.
+  """
+  chex.assert_equal_shape([logprobs, old_logprobs, advantages])
+  log_ratio = distributions.clamped_log_ratio(logprobs, old_logprobs)
+  never = jnp.zeros(log_ratio.shape, bool)
+  return ClippedPolicyLoss(
+    loss=-jnp.asarray(advantages, jnp.float32)
+    * jnp.asarray(logprobs, jnp.float32),
+    ratio=jnp.exp(log_ratio),
+    log_ratio=log_ratio,
+    clipped_high=never,
+    clipped_low=never,
+    dual_clipped=never,
   )
 
 

@@ -1,4 +1,4 @@
-"""Per-token terms beside the policy's surrogate: likelihood and KL."""
+"""Per-token terms beside the policy's surrogate: likelihood, KL, entropy."""
 
 import chex
 import jax
@@ -82,3 +82,61 @@ def kl_k3(logprobs: chex.Array, ref_logprobs: chex.Array) -> jax.Array:
   log_ratio = distributions.clamped_log_ratio(logprobs, ref_logprobs)
   # expm1 keeps the digits that exp(-d) - 1 loses where the policies are close.
   return jnp.expm1(-log_ratio) + log_ratio
+
+
+def kl_k1_plus(logprobs: chex.Array, ref_logprobs: chex.Array) -> jax.Array:
+  """KL(π ‖ π_ref) as a loss: the value of k1, the gradient of k2.
+
+  Unbiased both ways: E[value] = KL(π ‖ π_ref) and E[∇] = ∇KL(π ‖ π_ref).
+
+  Args:
+    logprobs: [...], of tokens sampled from π.
+    ref_logprobs: [...], of the same tokens under the reference.
+
+  Returns:
+    float32 [...], may be negative.
+
+  Reference: Schulman 2020, "Approximating KL divergence".
+  """
+  return _with_gradient_of(
+    kl_k1(logprobs, ref_logprobs), kl_k2(logprobs, ref_logprobs)
+  )
+
+
+def kl_k3_plus(logprobs: chex.Array, ref_logprobs: chex.Array) -> jax.Array:
+  """KL(π ‖ π_ref) as a loss: the value of k3, the gradient of k2.
+
+  As `kl_k1_plus`, with the value that is never negative and varies less.
+
+  Args:
+    logprobs: [...], of tokens sampled from π.
+    ref_logprobs: [...], of the same tokens under the reference.
+
+  Returns:
+    float32 [...], at least 0.
+
+  Reference: Schulman 2020, "Approximating KL divergence".
+  """
+  return _with_gradient_of(
+    kl_k3(logprobs, ref_logprobs), kl_k2(logprobs, ref_logprobs)
+  )
+
+
+def entropy_bonus(entropy: chex.Array) -> jax.Array:
+  """Entropy as a loss, L = -H: a positive coefficient keeps the policy wide.
+
+  Args:
+    entropy: [...], in nats, of the current policy at each token.
+
+  Returns:
+    float32 [...], not reduced.
+
+  Reference: Mnih et al. 2016, arXiv:1602.01783, section 4.
+  """
+  return -jnp.asarray(entropy, jnp.float32)
+
+
+def _with_gradient_of(value: jax.Array, slope: jax.Array) -> jax.Array:
+  """The first in value and the second in gradient (straight through)."""
+  # In this order: the difference is exactly 0 and leaves the value's bits.
+  return jax.lax.stop_gradient(value) + (slope - jax.lax.stop_gradient(slope))

@@ -1,7 +1,8 @@
 """What a run tells about itself: measured, written and shown.
 
 `MetricsLogger` fans one row a step out to `metrics.jsonl`, TensorBoard and the
-console; the other names are the parts it is made of. Needs no accelerator.
+console; the other names are the parts it is made of. `Health` warns of what the
+rows show to go wrong. Needs no accelerator.
 """
 
 from jaxrl_llm.metrics.console import (
@@ -10,6 +11,7 @@ from jaxrl_llm.metrics.console import (
   printable,
   sample_table,
 )
+from jaxrl_llm.metrics.health import Health, HealthWarning
 from jaxrl_llm.metrics.logger import MetricsLogger, make_logger
 from jaxrl_llm.metrics.measure import (
   CompileCounter,
@@ -34,6 +36,8 @@ __all__ = (
   "CompileCounter",
   "ConsoleWriter",
   "Estimate",
+  "Health",
+  "HealthWarning",
   "JsonlWriter",
   "MetricsLogger",
   "PhaseTimer",

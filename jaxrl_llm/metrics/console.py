@@ -187,7 +187,7 @@ class ConsoleWriter(writers.Writer):
     self._eta.update(step)
     if self._live is None:
       parts = [f"step {step}/{self._total}", _headline(metrics)]
-      parts += [f"left {self._left()}", _phases(metrics)]
+      parts += [_health(metrics), f"left {self._left()}", _phases(metrics)]
       self._print("  ".join(part for part in parts if part))
     results = _evaluation(metrics)
     if results:
@@ -237,6 +237,7 @@ class ConsoleWriter(writers.Writer):
       rich.text.Text(line, no_wrap=True, overflow="ellipsis", style=style)
       for line, style in (
         (_headline(self._metrics), "bold"),
+        (_health(self._metrics), "bold yellow"),
         (_phases(self._metrics), "dim"),
       )
       if line
@@ -250,6 +251,16 @@ def _headline(metrics: Mapping[str, float]) -> str:
     for label, name, form in _FIELDS
     if name in metrics
   )
+
+
+def _health(metrics: Mapping[str, float]) -> str:
+  """The rules that hold at this step, also those that are quiet by now."""
+  rules = [
+    name.removeprefix("health/").replace("_", " ")
+    for name in metrics
+    if name.startswith("health/")
+  ]
+  return f"health: {', '.join(rules)}" if rules else ""
 
 
 def _phases(metrics: Mapping[str, float]) -> str:

@@ -1,9 +1,10 @@
 """Curves of runs as one picture; the one place of their style."""
 
+import contextlib
 import math
 import os
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -124,29 +125,56 @@ def draw(
   names = [name for name in names if _has_data(runs, name)]
   if not names:
     raise InputError("none of the panels' metrics was logged")
+  columns = min(3, len(names))
+  lines = math.ceil(len(names) / columns)
+  with figure(lines, columns, extra=0.3 * (len(runs) > 1)) as (sheet, axes):
+    for axis, name in zip(axes, names, strict=False):
+      _draw_panel(axis, runs, name)
+    for axis in axes[len(names) :]:
+      axis.axis("off")
+    if len(runs) > 1:
+      _name_runs(sheet, runs)
+    sheet.savefig(path)
+
+
+@contextlib.contextmanager
+def figure(
+  lines: int,
+  columns: int,
+  *,
+  width: float = 4.3,
+  height: float = 2.9,
+  extra: float = 0.0,
+) -> Iterator[tuple[Any, Any]]:
+  """A sheet of panels in the project's style.
+
+  Args:
+    lines: of panels.
+    columns: of panels.
+    width: of a panel, in inches.
+    height: of a panel.
+    extra: height beside the panels, for a legend.
+
+  Yields:
+    (figure, its axes in reading order).
+
+  Raises:
+    ImportError: matplotlib is not installed.
+  """
   # Imported here: only this function needs it. Figures made without pyplot
   # never look for a window system.
   import matplotlib
   from matplotlib.backends import backend_agg
   from matplotlib.figure import Figure
 
-  columns = min(3, len(names))
-  lines = math.ceil(len(names) / columns)
-  with matplotlib.rc_context(_STYLE):
-    figure = Figure(
-      figsize=(4.3 * columns, 2.9 * lines + 0.3 * (len(runs) > 1)),
-      layout="constrained",
+  style = _STYLE | {"axes.prop_cycle": matplotlib.cycler(color=_COLORS)}
+  with matplotlib.rc_context(style):
+    sheet = Figure(
+      figsize=(width * columns, height * lines + extra), layout="constrained"
     )
-    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
-    backend_agg.FigureCanvasAgg(figure)
-    axes = figure.subplots(lines, columns, squeeze=False).flatten()
-    for axis, name in zip(axes, names, strict=False):
-      _draw_panel(axis, runs, name)
-    for axis in axes[len(names) :]:
-      axis.axis("off")
-    if len(runs) > 1:
-      _name_runs(figure, runs)
-    figure.savefig(path)
+    sheet.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
+    backend_agg.FigureCanvasAgg(sheet)
+    yield sheet, sheet.subplots(lines, columns, squeeze=False).flatten()
 
 
 def _has_data(runs: Sequence[Run], name: str) -> bool:

@@ -1,48 +1,49 @@
-"""The engine: drives the slot pool from the host and returns a Rollout."""
+"""The engine: drives the slot pool from the host and returns a Rollout.
 
-import dataclasses
+Rows of a rollout go in, each new or cut, and come out written on. Writing whole
+responses is the case in which every row is new and the window never closes.
+"""
+
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm import models
 from jaxrl_llm.models import ModelFns
+from jaxrl_llm.sampling import rows as rows_lib
 from jaxrl_llm.sampling import slots as slots_lib
-from jaxrl_llm.types import Origin, Rollout
+from jaxrl_llm.sampling.settings import SamplingSettings, limit_of
+from jaxrl_llm.types import Rollout
 
 _SMALLEST_BUCKET = 16
+_CUT_SHARE = 8  # Of so many slots one is prefilled at a time if it goes on.
 
 
-@dataclasses.dataclass(frozen=True)
-class SamplingSettings:
-  """How to sample; plain numbers that become arrays, so nothing recompiles.
+class _Call(NamedTuple):
+  """What all rows of a call have in common."""
 
-  Attributes:
-    temperature: divides the logits; 0 is greedy.
-    top_k: keep the k most likely tokens; 0 is off.
-    top_p: keep the smallest set with this mass; 1 is off.
-    min_p: keep tokens with at least this share of the best one; 0 is off.
-    max_new_tokens: most response tokens, at most the engine's room.
-  """
-
-  temperature: float = 1.0
-  top_k: int = 0
-  top_p: float = 1.0
-  min_p: float = 0.0
-  max_new_tokens: int | None = None
+  params: Any
+  key: chex.PRNGKey
+  version: int
+  settings: SamplingSettings
+  limit: int  # Response tokens at which the episode ends.
+  window: int  # Most new tokens of a response.
+  group_size: int  # Most new responses of a prompt.
+  control: Any = None  # What the engine's tempering goes by.
 
 
 class Engine:
   """A pool of slots with compiled `admit` and `advance`.
 
-  Responses of one prompt share one prefill. Key-value memory and the cost of
-  attention follow the longest sequence at hand: the cache grows through a
-  ladder of lengths.
+  New responses of one prompt share one prefill. Key-value memory and the cost
+  of attention follow the longest sequence at hand: the cache grows through a
+  ladder of lengths, and shapes depend on nothing but the rung.
   """
 
   def __init__(
@@ -54,6 +55,7 @@ class Engine:
     max_response_length: int,
     stop_tokens: Sequence[int],
     sharding: jax.sharding.Sharding | None = None,
+    tempering: slots_lib.Tempering | None = None,
   ):
     """Makes the engine; nothing is compiled or allocated yet.
 
@@ -64,6 +66,8 @@ class Engine:
       max_response_length: room for a response in tokens, T.
       stop_tokens: any of these ends a response (and is part of it).
       sharding: of the slot axis, for every array of the pool.
+      tempering: (logits [S, V], temperature [S], control) -> temperature [S]
+        of each token; None keeps the temperature of the settings.
     """
     if min(slots, max_prompt_length, max_response_length) < 1:
       raise ValueError(
@@ -77,17 +81,22 @@ class Engine:
     self._stop = np.asarray(list(stop_tokens) or [-1], np.int32)
     total = max_prompt_length + max_response_length
     self._buckets = _ladder(total)
+    self._sharding = sharding
+    shards = slots // sharding.shard_shape((slots,))[0] if sharding else 1
+    # Cut rows prefilled at a time: they divide over devices as the slots do.
+    self._cut_rows = shards * max(1, slots // (_CUT_SHARE * shards))
     self._empty = jax.jit(
       functools.partial(slots_lib.empty, fns, slots=slots, room=self.room),
       static_argnames="bucket",
       out_shardings=sharding,
     )
     self._grow = jax.jit(slots_lib.grow, static_argnames="bucket")
+    law = {"fns": fns, "tempering": tempering}
     self._admit = jax.jit(
-      functools.partial(slots_lib.admit, fns=fns), donate_argnums=1
+      functools.partial(slots_lib.admit, **law), donate_argnums=1
     )
     self._advance = jax.jit(
-      functools.partial(slots_lib.advance, fns=fns), donate_argnums=1
+      functools.partial(slots_lib.advance, **law), donate_argnums=1
     )
 
   def generate(
@@ -100,6 +109,7 @@ class Engine:
     settings: SamplingSettings,
     version: int = 0,
     prompt_ids: Sequence[int] | None = None,
+    control: Any = None,
   ) -> Rollout:
     """Writes G responses to each of N prompts.
 
@@ -112,6 +122,7 @@ class Engine:
       settings: how to sample.
       version: policy version of `params`, recorded with every token.
       prompt_ids: N numbers recorded in the rollout; positions by default.
+      control: tree of arrays for the engine's tempering; None: no tempering.
 
     Returns:
       A `Rollout` of NumPy arrays with B = N·G rows, groups consecutive.
@@ -120,34 +131,106 @@ class Engine:
       ValueError: a prompt or setting is out of range.
     """
     sample_ids = np.asarray(sample_ids, np.int32)
-    limit = self._check(prompts, sample_ids, settings)
+    self._check_grid(prompts, sample_ids)
+    limit = limit_of(settings, room=self.room)
+    rows_lib.check_prompts(prompts, width=self.max_prompt_length)
     group_size = sample_ids.shape[1]
-    per_wave = max(1, self.slots // group_size)
-    waves = []
-    for start in range(0, len(prompts), per_wave):
-      stop = min(start + per_wave, len(prompts))
-      waves.append(
-        self._wave(
-          params,
-          prompts[start:stop],
-          sample_ids[start:stop],
-          per_wave,
-          key,
-          settings,
-          limit,
-          version,
-        )
-      )
-    ids = np.arange(len(prompts)) if prompt_ids is None else prompt_ids
-    return self._rollout(prompts, sample_ids, np.asarray(ids, np.int32), waves)
+    prompt_ids = np.arange(len(prompts)) if prompt_ids is None else prompt_ids
+    rows = self._new_rows(prompts, sample_ids, prompt_ids)
+    call = _Call(
+      params, key, version, settings, limit, limit, group_size, control
+    )
+    waves = rows_lib.split(rows, self._prompts(group_size) * group_size)
+    return rows_lib.join([self._write(wave, call) for wave in waves])
 
-  def lower(self, params: Any, *, prompts: int, group_size: int) -> dict:
+  def generate_window(
+    self,
+    params: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    unfinished: Rollout | None,
+    sample_ids: Sequence[chex.Array],
+    prompt_ids: Sequence[int],
+    group_size: int,
+    window: int,
+    key: chex.PRNGKey,
+    settings: SamplingSettings,
+    version: int,
+    control: Any = None,
+  ) -> Rollout:
+    """Writes at most `window` tokens: cut responses go on, new ones start.
+
+    Keys and values of a cut response are rebuilt with `params`, so its new
+    tokens are on-policy given the old ones. With unchanged parameters it equals
+    the response that was never cut. All rows are in the pool at once.
+
+    Args:
+      params: sampler parameters (`fns.for_sampling`).
+      prompts: N prompts of new responses, may be none.
+      unfinished: rows that an earlier window cut, or None.
+      sample_ids: for each prompt int [g], 1 <= g <= group_size: a prompt may
+        start some of its responses now and others later.
+      prompt_ids: N different numbers recorded in the rollout.
+      group_size: most responses of a prompt, the same in every call of a run:
+        slots // group_size prompts are prefilled at a time.
+      window: most new tokens of a response in this call.
+      key: a key that stays the same for the whole run.
+      settings: how to sample; `max_new_tokens` is over all windows.
+      version: policy version of `params`, recorded with every new token.
+      control: tree of arrays for the engine's tempering; None: no tempering.
+
+    Returns:
+      A `Rollout` of NumPy arrays: the unfinished rows in their order, then the
+      new ones. `window_start` is the length before the call, what was written
+      before it is as it was, and a row that the window cut is TRUNCATED. Rows
+      of equal `prompt_id` have equal `group`, by first appearance.
+
+    Raises:
+      ValueError: a row, prompt or setting is out of range.
+
+    Reference:
+      Fan et al. 2025, Truncated PPO, arXiv 2506.15050 (windowed rollouts).
+    """
+    limit = limit_of(settings, room=self.room)
+    if window < 1:
+      raise ValueError(f"window must be >= 1, got {window}")
+    if not 1 <= group_size <= self.slots:
+      raise ValueError(
+        f"group_size must be 1..{self.slots} (the slots), got {group_size}"
+      )
+    rows_lib.check_new(prompts, sample_ids, prompt_ids, group_size=group_size)
+    rows_lib.check_prompts(prompts, width=self.max_prompt_length)
+    rows = self._new_rows(prompts, sample_ids, prompt_ids)
+    if unfinished is not None:
+      unfinished = jax.device_get(unfinished)
+      rows_lib.check_unfinished(
+        unfinished, width=self.max_prompt_length, room=self.room, limit=limit
+      )
+      rows = rows_lib.join([unfinished, rows])
+    rows_lib.check_all(rows, slots=self.slots)
+    rows = rows.replace(group=rows_lib.groups_of(rows.prompt_id))
+    call = _Call(
+      params, key, version, settings, limit, window, group_size, control
+    )
+    return self._write(rows, call)
+
+  def lower(
+    self,
+    params: Any,
+    *,
+    prompts: int,
+    group_size: int,
+    window: bool = False,
+    control: Any = None,
+  ) -> dict:
     """Lowers `admit` and `advance` at their largest shapes, running nothing.
 
     Args:
       params: ShapeDtypeStructs of sampler parameters.
       prompts: prompts of one wave.
       group_size: responses per prompt.
+      window: lower the prefill of cut responses too.
+      control: as in `generate`, or its ShapeDtypeStructs.
 
     Returns:
       name -> `jax.stages.Lowered`.
@@ -158,23 +241,33 @@ class Engine:
     )
     key = jax.eval_shape(jax.random.key, 0)
     number = shape((), jnp.int32)
-    common = (params, pool, key, number, shape(self._stop.shape, jnp.int32))
-    grid = (prompts, group_size)
-    ids, floats = shape(grid, jnp.int32), shape(grid, jnp.float32)
-    settings = slots_lib.Settings(
-      temperature=floats, top_k=ids, top_p=floats, min_p=floats, limit=ids
+    stop = shape(self._stop.shape, jnp.int32)
+    common = (params, pool, slots_lib.Law(key, number, stop, control))
+    call = _Call(
+      params, key, 0, SamplingSettings(), self.room, self.room, group_size
     )
-    tokens = shape((prompts, self.max_prompt_length), jnp.int32)
-    lengths = shape((prompts,), jnp.int32)
-    return {
-      "sampler admit": self._admit.lower(
-        *common, tokens, lengths, ids, ids, settings
+    none = self._new_rows([], [], [])
+
+    def admit(grid, span, sharding):
+      batch = rows_lib.lay_out(none, [], grid, span, self.slots)
+      tokens = shape(batch.tokens.shape, jnp.int32, sharding=sharding)
+      batch = batch._replace(tokens=tokens)
+      return self._admit.lower(*common, *batch, _settings(batch, call))
+
+    lowered = {
+      "sampler admit": admit(
+        (prompts, group_size), self.max_prompt_length, None
       ),
       "sampler advance": self._advance.lower(*common, number),
     }
+    if window:
+      lowered["sampler admit cut responses"] = admit(
+        (self._cut_rows, 1), self._buckets[-1], self._sharding
+      )
+    return lowered
 
-  def _check(self, prompts, sample_ids, settings):
-    """Refuses what is out of range; returns the limit of response tokens."""
+  def _check_grid(self, prompts, sample_ids):
+    """Refuses sample ids that are not [N, G] with G responses in the slots."""
     if sample_ids.ndim != 2 or sample_ids.shape[0] != len(prompts):
       raise ValueError(
         f"sample_ids must be [N, G] for N = {len(prompts)} prompts, got shape"
@@ -185,107 +278,101 @@ class Engine:
         f"there must be prompts, and 1..{self.slots} responses to each (a group"
         f" fits the slots), got sample_ids of shape {sample_ids.shape}"
       )
-    lengths = [len(p) for p in prompts]
-    if min(lengths) < 1 or max(lengths) > self.max_prompt_length:
-      raise ValueError(
-        f"prompt lengths must be 1..{self.max_prompt_length}, got"
-        f" {min(lengths)}..{max(lengths)}"
-      )
-    limit = settings.max_new_tokens
-    limit = self.room if limit is None else limit
-    for name, value, valid, allowed in (
-      ("max_new_tokens", limit, 1 <= limit <= self.room, f"1..{self.room}"),
-      (
-        "temperature",
-        settings.temperature,
-        0 <= settings.temperature < np.inf,
-        "finite and >= 0",
-      ),
-      ("top_k", settings.top_k, settings.top_k >= 0, ">= 0"),
-      ("top_p", settings.top_p, 0 < settings.top_p <= 1, "in (0, 1]"),
-      ("min_p", settings.min_p, 0 <= settings.min_p < 1, "in [0, 1)"),
-    ):
-      if not valid:
-        raise ValueError(f"{name} must be {allowed}, got {value}")
-    return limit
 
-  def _wave(
-    self, params, prompts, sample_ids, width, key, settings, limit, version
-  ):
-    """Fills the pool once and decodes until every slot has ended."""
-    count, group_size = sample_ids.shape
-    longest = max(len(p) for p in prompts)
-    span = min(self._bucket(longest), self.max_prompt_length)
-    tokens = np.zeros((width, span), np.int32)
-    lengths = np.ones((width,), np.int32)
-    index = np.full((width, group_size), self.slots, np.int32)
-    ids = np.zeros((width, group_size), np.int32)
-    for i, prompt in enumerate(prompts):
-      tokens[i, : len(prompt)] = prompt
-      lengths[i] = len(prompt)
-    index[:count] = np.arange(count * group_size).reshape(count, group_size)
-    ids[:count] = sample_ids
-    full = lambda value, dtype: np.full(index.shape, value, dtype)
-    values = slots_lib.Settings(
-      temperature=full(settings.temperature, np.float32),
-      top_k=full(settings.top_k, np.int32),
-      top_p=full(settings.top_p, np.float32),
-      min_p=full(settings.min_p, np.float32),
-      limit=full(limit, np.int32),
+  def _new_rows(self, prompts, sample_ids, prompt_ids) -> Rollout:
+    return rows_lib.new_rows(
+      prompts,
+      sample_ids,
+      prompt_ids,
+      width=self.max_prompt_length,
+      room=self.room,
     )
-    version = np.int32(version)
-    pool = self._empty(bucket=self._bucket(longest + 1))
-    pool = self._admit(
-      params,
-      pool,
-      key,
-      version,
-      self._stop,
-      tokens,
-      lengths,
-      index,
-      ids,
-      values,
-    )
+
+  def _write(self, rows: Rollout, call: _Call) -> Rollout:
+    """Writes every row on, all in one pool, until each has ended or paused."""
+    version = np.int32(call.version)
+    law = slots_lib.Law(call.key, version, self._stop, call.control)
+    pool = None
+    for longest, batch in self._batches(rows, call):
+      pool = self._with_room(pool, longest + 1)
+      pool = self._admit(call.params, pool, law, *batch)
     while True:
-      pool = self._advance(
-        params, pool, key, version, self._stop, np.int32(self.room)
-      )
+      pool = self._advance(call.params, pool, law, np.int32(self.room))
       active, position = jax.device_get((pool.active, pool.position))
       if not active.any():
         break
-      pool = self._grow(pool, bucket=self._bucket(position[active].max() + 1))
+      pool = self._with_room(pool, position[active].max() + 1)
     kept = ("tokens", "logprobs", "version", "length", "status")
     arrays = jax.device_get({name: pool[name] for name in kept})
-    return {k: v[: count * group_size] for k, v in arrays.items()}
+    arrays = {name: x[: len(rows.lengths)] for name, x in arrays.items()}
+    column = np.arange(self.room)[None]
+    earlier = column < rows.lengths[:, None]
+    return rows.replace(
+      tokens=np.where(earlier, rows.tokens, arrays["tokens"]),
+      lengths=arrays["length"],
+      mask=column < arrays["length"][:, None],
+      behavior_logprobs=np.where(
+        earlier, rows.behavior_logprobs, arrays["logprobs"]
+      ),
+      version=np.where(earlier, rows.version, arrays["version"]),
+      status=arrays["status"],
+      window_start=rows.lengths,
+    )
+
+  def _batches(self, rows: Rollout, call: _Call) -> list[tuple[int, tuple]]:
+    """(longest context, arguments of `admit`), the shortest batch first.
+
+    So the cache of the pool fits the batch at hand, and there are as many
+    programs as rungs, not as pairs of a batch's rung and a pool's.
+    """
+    new, cut = rows_lib.sharing_context(rows)
+    grid = (self._prompts(call.group_size), call.group_size)
+    batches = []
+    for longest, part in rows_lib.chunks(rows, new, grid[0]):
+      span = min(self._bucket(longest), self.max_prompt_length)
+      batch = rows_lib.lay_out(rows, part, grid, span, self.slots)
+      batches.append((longest, (*batch, _settings(batch, call))))
+    grid = (self._cut_rows, 1)
+    for longest, part in rows_lib.chunks(rows, cut, grid[0]):
+      span = self._bucket(longest + 1)
+      batch = rows_lib.lay_out(rows, part, grid, span, self.slots)
+      tokens = jax.device_put(batch.tokens, self._sharding)
+      batch = batch._replace(tokens=tokens)
+      batches.append((longest, (*batch, _settings(batch, call))))
+    return sorted(batches, key=lambda batch: batch[0])
+
+  def _with_room(self, pool, length: int):
+    """The pool, made or grown rung by rung, with `length` positions."""
+    bucket = self._bucket(length)
+    if pool is None:
+      return self._empty(bucket=bucket)
+    for rung in self._buckets:
+      if models.cache_length(pool.cache) < rung <= bucket:
+        pool = self._grow(pool, bucket=rung)
+    return pool
+
+  def _prompts(self, group_size: int) -> int:
+    """Prompts prefilled at a time."""
+    return max(1, self.slots // group_size)
 
   def _bucket(self, length: int) -> int:
     return next(b for b in self._buckets if b >= length)
 
-  def _rollout(self, prompts, sample_ids, prompt_ids, waves) -> Rollout:
-    group_size = sample_ids.shape[1]
-    joined = {k: np.concatenate([w[k] for w in waves]) for k in waves[0]}
-    tokens = np.zeros((len(prompts), self.max_prompt_length), np.int32)
-    for i, prompt in enumerate(prompts):
-      tokens[i, : len(prompt)] = prompt
-    share = lambda x: np.repeat(x, group_size, axis=0)
-    lengths = joined["length"]
-    mask = np.arange(self.room)[None] < lengths[:, None]
-    return Rollout(
-      prompt_tokens=share(tokens),
-      prompt_lengths=share(np.asarray([len(p) for p in prompts], np.int32)),
-      tokens=joined["tokens"],
-      lengths=lengths,
-      mask=mask,
-      behavior_logprobs=joined["logprobs"],
-      version=joined["version"],
-      origin=np.full(mask.shape, int(Origin.POLICY), np.int32),
-      status=joined["status"],
-      window_start=np.zeros_like(lengths),
-      prompt_id=share(prompt_ids),
-      group=share(np.arange(len(prompts), dtype=np.int32)),
-      sample_id=sample_ids.reshape(-1),
-    )
+
+def _settings(batch: rows_lib.Contexts, call: _Call) -> slots_lib.Settings:
+  """The settings of a call for each response of a batch."""
+  settings, shape = call.settings, batch.slot_index.shape
+  floats = lambda value: np.full(shape, value, np.float32)
+  ints = lambda value: np.full(shape, value, np.int32)
+  until = np.minimum(batch.written + call.window, call.limit)
+  return slots_lib.Settings(
+    temperature=floats(settings.temperature),
+    top_k=ints(settings.top_k),
+    top_p=floats(settings.top_p),
+    min_p=floats(settings.min_p),
+    limit=ints(call.limit),
+    until=ints(until[:, None]),
+  )
 
 
 def _ladder(total: int) -> list[int]:

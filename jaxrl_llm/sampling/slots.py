@@ -1,10 +1,13 @@
 """The slot pool: static-shaped state of the responses being written.
 
 A slot holds one response. All slots share the arrays below; a slot is admitted
-(its prompt prefilled, its first token drawn), advanced token by token, and left
-alone once inactive. Everything is a pure function of arrays, so a refill, a
-window or a restart is a matter of which slots are written when.
+(its context prefilled, the next token drawn), advanced token by token, and left
+alone once inactive. The context is the prompt and, for a response that goes on,
+what it has so far. Everything is a pure function of arrays.
 """
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -24,7 +27,8 @@ class Settings:
   top_k: chex.Array  # int32 [S], 0 is off.
   top_p: chex.Array  # float32 [S], 1 is off.
   min_p: chex.Array  # float32 [S], 0 is off.
-  limit: chex.Array  # int32 [S], most response tokens.
+  limit: chex.Array  # int32 [S], response tokens at which the episode ends.
+  until: chex.Array  # int32 [S], those at which writing pauses, <= limit.
 
 
 @chex.dataclass(frozen=True)
@@ -36,7 +40,7 @@ class Slots:
   position: chex.Array  # int32 [S], index of last_token in its sequence.
   length: chex.Array  # int32 [S], response tokens so far.
   active: chex.Array  # bool [S].
-  status: chex.Array  # int32 [S], a `Status`; TRUNCATED while unfinished.
+  status: chex.Array  # int32 [S], a `Status`; TRUNCATED until the end.
   sample_id: chex.Array  # int32 [S], seeds the response.
   settings: Settings
   tokens: chex.Array  # int32 [S, T].
@@ -44,11 +48,25 @@ class Slots:
   version: chex.Array  # int32 [S, T], policy version per token.
 
 
+class Law(NamedTuple):
+  """What all tokens of a call have in common; arrays."""
+
+  key: chex.PRNGKey  # Of the run; see `_draw` for how it is used.
+  version: chex.Array  # int32 scalar, version of the parameters.
+  stop_tokens: chex.Array  # int32 [n].
+  control: Any = None  # Tree of arrays for `Tempering`; None: there is none.
+
+
+# (logits [S, V], temperature [S], control) -> temperature [S] of each token.
+Tempering = Callable[[jax.Array, jax.Array, Any], jax.Array]
+
+
 def empty(fns: ModelFns, *, slots: int, bucket: int, room: int) -> Slots:
   """A pool of idle slots with a cache of `bucket` positions."""
   # One array a field: the state is donated, and a buffer is given away once.
   ints = lambda *shape: jnp.zeros((slots, *shape), jnp.int32)
   floats = lambda *shape: jnp.zeros((slots, *shape), jnp.float32)
+  ones = lambda: jnp.ones((slots,), jnp.float32)
   return Slots(
     cache=fns.init_cache(slots, bucket),
     last_token=ints(),
@@ -57,12 +75,14 @@ def empty(fns: ModelFns, *, slots: int, bucket: int, room: int) -> Slots:
     active=jnp.zeros((slots,), bool),
     status=ints(),
     sample_id=ints(),
+    # Idle slots sample plainly: a filter of one slot is a cost to all.
     settings=Settings(
-      temperature=floats(),
+      temperature=ones(),
       top_k=ints(),
-      top_p=floats(),
+      top_p=ones(),
       min_p=floats(),
       limit=ints(),
+      until=ints(),
     ),
     tokens=ints(room),
     logprobs=floats(room),
@@ -78,38 +98,39 @@ def grow(slots: Slots, *, bucket: int) -> Slots:
 def admit(
   params,
   slots: Slots,
-  key: chex.PRNGKey,
-  version: chex.Array,
-  stop_tokens: chex.Array,
-  prompt_tokens: chex.Array,
-  prompt_lengths: chex.Array,
+  law: Law,
+  context_tokens: chex.Array,
+  context_lengths: chex.Array,
+  written: chex.Array,
   slot_index: chex.Array,
   sample_ids: chex.Array,
   settings: Settings,
   *,
   fns: ModelFns,
+  tempering: Tempering | None = None,
 ) -> Slots:
-  """Prefills prompts once each, gives each its G slots and a first token.
+  """Prefills contexts once each, gives each its G slots and a next token.
 
   Args:
     params: sampler parameters.
-    slots: the pool; its cache has room for P positions.
-    key: key of the run; see `_draw` for how it is used.
-    version: int32 scalar, version of `params`.
-    stop_tokens: int32 [n].
-    prompt_tokens: int32 [N, P], right-padded.
-    prompt_lengths: int32 [N].
+    slots: the pool; its cache has room for C positions.
+    law: of every token of the call.
+    context_tokens: int32 [N, C], right-padded: a prompt and its response so
+      far. Only tokens written from now on are recorded in the pool.
+    context_lengths: int32 [N].
+    written: int32 [N], how many tokens of the context are response.
     slot_index: int32 [N, G], the slot of each response; S to drop it.
     sample_ids: int32 [N, G].
     settings: values [N, G].
     fns: the model.
+    tempering: chooses the temperature of each token; None keeps the slot's.
 
   Returns:
     The pool with the admitted slots active.
   """
   group_size = slot_index.shape[1]
   where = slot_index.reshape(-1)
-  logits, prefilled = fns.prefill(params, prompt_tokens, prompt_lengths)
+  logits, prefilled = fns.prefill(params, context_tokens, context_lengths)
   share = lambda x: jnp.repeat(x, group_size, axis=0)
 
   def put(pool, rows):
@@ -121,29 +142,28 @@ def admit(
     cache=models.write_cache(
       slots.cache, where, jax.tree.map(share, prefilled)
     ),
-    position=put(slots.position, share(prompt_lengths) - 1),
-    length=put(slots.length, rows),
+    position=put(slots.position, share(context_lengths) - 1),
+    length=put(slots.length, share(written)),
     active=put(slots.active, rows == 0),
     status=put(slots.status, rows + int(Status.TRUNCATED)),
     sample_id=put(slots.sample_id, sample_ids.reshape(-1)),
     settings=jax.tree.map(put, slots.settings, flat),
   )
-  # The first token of every response comes from its prompt's last logits.
+  # The next token of every response comes from its context's last logits.
   pool_logits = jnp.zeros((slots.active.shape[0], logits.shape[1]))
   pool_logits = put(pool_logits, share(logits))
   admitted = put(jnp.zeros_like(slots.active), rows == 0)
-  return _draw(slots, pool_logits, admitted, key, version, stop_tokens)
+  return _draw(slots, pool_logits, admitted, law, tempering)
 
 
 def advance(
   params,
   slots: Slots,
-  key: chex.PRNGKey,
-  version: chex.Array,
-  stop_tokens: chex.Array,
+  law: Law,
   max_steps: chex.Array,
   *,
   fns: ModelFns,
+  tempering: Tempering | None = None,
 ) -> Slots:
   """Decodes until no slot is active, the cache is full, or `max_steps`.
 
@@ -162,19 +182,14 @@ def advance(
     position = jnp.minimum(slots.position, bucket - 1)
     logits, cache = fns.decode(params, slots.cache, slots.last_token, position)
     slots = _draw(
-      slots.replace(cache=cache),
-      logits,
-      slots.active,
-      key,
-      version,
-      stop_tokens,
+      slots.replace(cache=cache), logits, slots.active, law, tempering
     )
     return step + 1, slots
 
   return jax.lax.while_loop(going, body, (jnp.int32(0), slots))[1]
 
 
-def _draw(slots, logits, drawing, key, version, stop_tokens):
+def _draw(slots, logits, drawing, law, tempering):
   """Draws and records one token in every slot of the mask `drawing`.
 
   The randomness of a token is fold_in(fold_in(key, sample_id), token index): a
@@ -183,13 +198,16 @@ def _draw(slots, logits, drawing, key, version, stop_tokens):
   settings = slots.settings
 
   def number(sample_id, index):
-    token_key = jax.random.fold_in(jax.random.fold_in(key, sample_id), index)
-    return jax.random.uniform(token_key)
+    sample_key = jax.random.fold_in(law.key, sample_id)
+    return jax.random.uniform(jax.random.fold_in(sample_key, index))
 
+  temperature = settings.temperature
+  if tempering is not None and law.control is not None:
+    temperature = tempering(logits, temperature, law.control)
   choice = choose(
     jax.vmap(number)(slots.sample_id, slots.length),
     logits,
-    temperature=settings.temperature,
+    temperature=temperature,
     top_k=settings.top_k,
     top_p=settings.top_p,
     min_p=settings.min_p,
@@ -199,8 +217,9 @@ def _draw(slots, logits, drawing, key, version, stop_tokens):
   column = jnp.where(drawing, slots.length, slots.tokens.shape[1])
   record = lambda pool, value: pool.at[rows, column].set(value, mode="drop")
   length = slots.length + drawing
-  stopped = jnp.any(choice.tokens[:, None] == stop_tokens[None], axis=1)
+  stopped = jnp.any(choice.tokens[:, None] == law.stop_tokens[None], axis=1)
   full = length >= settings.limit
+  paused = length >= settings.until  # Where full as well: until <= limit.
   status = jnp.where(
     stopped, int(Status.FINISHED), int(Status.OVERLONG)
   ).astype(jnp.int32)
@@ -208,9 +227,9 @@ def _draw(slots, logits, drawing, key, version, stop_tokens):
     last_token=jnp.where(drawing, choice.tokens, slots.last_token),
     position=slots.position + drawing,
     length=length,
-    active=slots.active & ~(drawing & (stopped | full)),
+    active=slots.active & ~(drawing & (stopped | paused)),
     status=jnp.where(drawing & (stopped | full), status, slots.status),
     tokens=record(slots.tokens, choice.tokens),
     logprobs=record(slots.logprobs, choice.logprobs),
-    version=record(slots.version, jnp.broadcast_to(version, length.shape)),
+    version=record(slots.version, jnp.broadcast_to(law.version, length.shape)),
   )

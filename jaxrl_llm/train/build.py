@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ import optax
 
 from jaxrl_llm import (
   checkpoint,
+  losses,
   models,
   rewards,
   sharding,
@@ -29,8 +30,10 @@ from jaxrl_llm.sampling import Engine, SamplingSettings
 from jaxrl_llm.train import experience, score, state, step
 from jaxrl_llm.train import recipe as recipe_lib
 
-# The base model of the package; scripts/pretrain.py makes it.
-BASE = pathlib.Path(__file__).parents[1] / "assets" / "chain_sum_base"
+# The base models of the package; scripts/pretrain.py makes them.
+_ASSETS = pathlib.Path(__file__).parents[1] / "assets"
+BASE = _ASSETS / "chain_sum_base"
+_BASE_OF = {"fold_sum": _ASSETS / "fold_sum_base"}  # By source; else BASE.
 EVAL_POSITIONS = 10_000  # Most problems of an endless source that are read.
 
 
@@ -45,6 +48,14 @@ class Role:
   settings: Any  # config.optimizer.policy or .value.
 
 
+class Average(NamedTuple):
+  """PPO-EWMA's moving average of parameters: {'params', 'weight'}."""
+
+  begin: Callable[[Any], Any]  # (params) -> average.
+  move: Callable[[Any, Any], Any]  # (average, params) -> average.
+  shapes: Any  # ShapeDtypeStructs with shardings.
+
+
 @dataclasses.dataclass(frozen=True)
 class Job:
   """Everything an iteration needs; built once, without side effects."""
@@ -53,12 +64,13 @@ class Job:
   mesh: jax.sharding.Mesh
   recipe: recipe_lib.Recipe
   policy: Role
-  value: Role
+  value: Role | None  # None: the method has no critic.
   engine: Engine
   for_sampling: Callable[[Any], Any]
   score_logprobs: Callable[..., jax.Array]
   score_values: Callable[..., jax.Array]
   estimate: Callable[..., Any]
+  average: "Average | None"  # Of the policy's parameters; None: not needed.
   tokenizer: Tokenizer
   train_prompts: prompts_lib.PromptStream
   eval_prompts: list[prompts_lib.Prompt]
@@ -71,7 +83,7 @@ class Job:
 
 def model_path(config: Any) -> str:
   """Directory of the policy that a run starts from."""
-  return config.model.path or str(BASE)
+  return config.model.path or str(_BASE_OF.get(config.data.source, BASE))
 
 
 def make_job(config: Any) -> Job:
@@ -88,21 +100,27 @@ def make_job(config: Any) -> Job:
   tokenizer = Tokenizer.load(path)
   _check_context(config, model_config, tokenizer)
   policy_fns, value_fns = _make_fns(config, model_config, mesh)
-  recipe = recipe_lib.make_recipe(estimator=config.estimator, loss=config.loss)
+  recipe = recipe_lib.make_recipe(config)
   policy = _make_role(
     policy_fns,
     config.optimizer.policy,
-    functools.partial(step.make_policy_step, policy_loss=recipe.policy_loss),
+    functools.partial(
+      step.make_policy_step,
+      policy_loss=recipe.policy_loss,
+      terms=recipe.terms,
+    ),
     jax.eval_shape(policy_fns.init, jax.random.key(0)),
     mesh,
   )
-  value = _make_role(
-    value_fns,
-    config.optimizer.value,
-    functools.partial(step.make_value_step, value_loss=recipe.value_loss),
-    jax.eval_shape(value_fns.init, jax.random.key(0)),
-    mesh,
-  )
+  value = None
+  if recipe.returns is not None:
+    value = _make_role(
+      value_fns,
+      config.optimizer.value,
+      functools.partial(step.make_value_step, value_loss=recipe.value_loss),
+      jax.eval_shape(value_fns.init, jax.random.key(0)),
+      mesh,
+    )
   train_prompts, eval_prompts, eval_name = _make_prompts(config, tokenizer)
   limit = config.sampler.max_response_length
   return Job(
@@ -124,6 +142,7 @@ def make_job(config: Any) -> Job:
     estimate=jax.jit(
       functools.partial(experience.make_experience, recipe=recipe)
     ),
+    average=_make_average(config.off_policy, policy, mesh),
     tokenizer=tokenizer,
     train_prompts=train_prompts,
     eval_prompts=eval_prompts,
@@ -141,17 +160,21 @@ def make_job(config: Any) -> Job:
   )
 
 
-def create_policy_state(job: Job) -> state.TrainState:
-  """The policy's state at step 0, read from the model directory."""
+def load_policy_params(job: Job) -> Any:
+  """The parameters in the model directory, placed on the mesh."""
 
   def put(path, array):
     shape = _leaf(job.policy.shapes.params, path)
     return jax.device_put(array, shape.sharding)
 
-  params = hf.read_params(
+  return hf.read_params(
     job.model_path, job.policy.fns.config, dtype=jnp.float32, put=put
   )
-  return _create(job.policy, params)
+
+
+def create_policy_state(job: Job) -> state.TrainState:
+  """The policy's state at step 0, read from the model directory."""
+  return _create(job.policy, load_policy_params(job))
 
 
 def create_value_state(job: Job, params: Any) -> state.TrainState:
@@ -232,6 +255,34 @@ def _make_role(fns, settings, make_step, params, mesh) -> Role:
   return Role(fns, optimizer, update, abstract(shapes, shardings), settings)
 
 
+def _make_average(settings, policy: Role, mesh) -> Average | None:
+  if settings.proximal != "ewma":
+    return None
+  shapes = {
+    "params": policy.shapes.params,
+    "weight": jax.ShapeDtypeStruct(
+      (), jnp.float32, sharding=sharding.replicated(mesh)
+    ),
+  }
+  shardings = jax.tree.map(lambda x: x.sharding, shapes)
+
+  def begin(params):
+    copied = jax.tree.map(jnp.copy, params)
+    return {"params": copied, "weight": jnp.ones((), jnp.float32)}
+
+  def move(average, params):
+    params, weight = losses.ewma_update(
+      average["params"], average["weight"], params, decay=settings.ewma_decay
+    )
+    return {"params": params, "weight": weight}
+
+  return Average(
+    jax.jit(begin, out_shardings=shardings),
+    jax.jit(move, out_shardings=shardings, donate_argnums=0),
+    shapes,
+  )
+
+
 def _make_engine(config, fns, tokenizer, mesh) -> Engine:
   slots = config.sampler.slots or config_lib.batch_size(config)
   split = sharding.batch_size_of(mesh)
@@ -242,6 +293,7 @@ def _make_engine(config, fns, tokenizer, mesh) -> Engine:
     max_response_length=config.sampler.max_response_length,
     stop_tokens=_stop_tokens(config, tokenizer),
     sharding=sharding.along_batch(mesh),
+    tempering=recipe_lib.make_tempering(config.sampler),
   )
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm import config as config_lib
-from jaxrl_llm import rewards
+from jaxrl_llm import estimators, rewards
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.train import packing, step
 from jaxrl_llm.train.build import Job, Role
@@ -69,38 +69,43 @@ def _check_rewards(job: Job) -> None:
 
 
 def _phases(job: Job) -> dict[str, jax.stages.Lowered]:
-  policy, value = job.policy, job.value
+  policy = job.policy
   sampler_params = jax.eval_shape(job.for_sampling, policy.shapes.params)
   group_size = job.config.data.group_size
   scalar = jax.ShapeDtypeStruct((), jnp.float32)
   packed = _packed(job, policy)
   batch = step.PolicyBatch(
     packed=packed,
-    **{
-      name: _like(packed.tokens)
-      for name in ("old_logprobs", "advantages", "weights", "nll_weights")
-    },
-  )
-  value_packed = _packed(job, value)
-  value_batch = step.ValueBatch(
-    packed=value_packed,
-    **{
-      name: _like(value_packed.tokens)
-      for name in ("old_values", "returns", "weights")
-    },
+    columns={name: _like(packed.tokens) for name in job.recipe.columns},
+    step_scale=None if job.recipe.step_scale is None else scalar,
   )
   phases = job.engine.lower(
     sampler_params,
     prompts=max(1, job.engine.slots // group_size),
     group_size=group_size,
+    window=job.config.schedule.name == "window",
+    control=estimators.EntropyStatistics(*[scalar] * 4)
+    if job.recipe.tempered
+    else None,
   )
-  return phases | {
+  phases |= {
     "score log-probs": job.score_logprobs.lower(
       policy.shapes.params, packed, scalar
     ),
-    "score values": job.score_values.lower(value.shapes.params, value_packed),
-    "update value": value.update.lower(value.shapes, value_batch),
     "update policy": policy.update.lower(policy.shapes, batch, scalar),
+  }
+  return phases | ({} if job.value is None else _critic_phases(job))
+
+
+def _critic_phases(job: Job) -> dict[str, jax.stages.Lowered]:
+  value, packed = job.value, _packed(job, job.value)
+  names = ("old_values", "returns", "weights")
+  batch = step.ValueBatch(
+    packed=packed, **{name: _like(packed.tokens) for name in names}
+  )
+  return {
+    "score values": job.score_values.lower(value.shapes.params, packed),
+    "update value": value.update.lower(value.shapes, batch),
   }
 
 

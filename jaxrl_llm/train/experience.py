@@ -1,15 +1,18 @@
 """From rewards, log-probs and values to what the losses consume, [B, T]."""
 
+from typing import Any
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm import masked
-from jaxrl_llm.train.packing import Layout, PackedTokens
+from jaxrl_llm import estimators, masked
+from jaxrl_llm.train.advantages import Episodes, in_window
+from jaxrl_llm.train.packing import MiniBatch
 from jaxrl_llm.train.recipe import Recipe
 from jaxrl_llm.train.step import PolicyBatch, ValueBatch
-from jaxrl_llm.types import Experience, Rollout
+from jaxrl_llm.types import Experience, Rollout, Status
 
 
 def token_rewards(rewards: chex.Array, lengths: chex.Array, room: int):
@@ -18,120 +21,206 @@ def token_rewards(rewards: chex.Array, lengths: chex.Array, room: int):
   return jnp.where(last, rewards[:, None], 0.0).astype(jnp.float32)
 
 
+@chex.dataclass(frozen=True)
+class Scores:
+  """What the models say about a rollout before an update."""
+
+  old_logprobs: chex.Array  # float32 [B, T], proximal policy.
+  entropies: chex.Array  # float32 [B, T], nats; zeros unless needed.
+  ref_logprobs: chex.Array  # float32 [B, T], initial policy; zeros likewise.
+  values: chex.Array  # float32 [B, T]; zeros without a critic.
+  next_values: chex.Array  # float32 [B], after the last token.
+
+
 def make_experience(
   rewards: chex.Array,
   correct: chex.Array,
   judged: chex.Array,
-  lengths: chex.Array,
-  mask: chex.Array,
-  old_logprobs: chex.Array,
-  values: chex.Array,
+  rollout: Rollout,
+  scores: Scores,
   *,
   recipe: Recipe,
 ) -> Experience:
-  """Advantages, critic targets and masks of one batch of ended responses.
+  """Advantages, critic targets and masks of one batch of responses.
+
+  A truncated response has no reward yet: its window trains the policy on what
+  the critic expects (EGAE), and it trains the critic only once it has ended.
 
   Args:
-    rewards: float32 [B], outcome rewards.
+    rewards: float32 [B], outcome rewards of ended responses.
     correct: bool [B], the verifier's verdict.
     judged: bool [B], False where the verifier failed: such a response is left
       out of every loss instead of being trained on a made-up reward.
-    lengths: int32 [B].
-    mask: bool [B, T].
-    old_logprobs: float32 [B, T].
-    values: float32 [B, T].
+    rollout: the responses.
+    scores: what the models say.
     recipe: the method.
 
   Returns:
     `Experience` of [B, T] arrays.
   """
-  chex.assert_rank([rewards, correct, judged, lengths, mask], [1, 1, 1, 1, 2])
-  chex.assert_equal_shape([mask, old_logprobs, values])
+  chex.assert_rank([rewards, correct, judged, rollout.mask], [1, 1, 1, 2])
+  chex.assert_equal_shape([rollout.mask, scores.old_logprobs, scores.values])
+  mask, truncated = rollout.mask, rollout.status == int(Status.TRUNCATED)
+  shaped = rewards
+  if recipe.shape_rewards is not None:
+    shaped = recipe.shape_rewards(rewards, rollout.lengths)
   outcome = token_rewards(
-    jnp.where(judged, rewards, 0.0), lengths, mask.shape[1]
+    jnp.where(judged & ~truncated, shaped, 0.0), rollout.lengths, mask.shape[1]
   )
-  inputs = (outcome, values, mask, lengths)
+  if recipe.kl_reward_coefficient:
+    outcome = estimators.penalize_kl(
+      outcome,
+      scores.old_logprobs,
+      scores.ref_logprobs,
+      mask,
+      coefficient=recipe.kl_reward_coefficient,
+    )
+  episodes = Episodes(
+    token_rewards=outcome,
+    values=scores.values,
+    next_values=scores.next_values,
+    mask=mask,
+    lengths=rollout.lengths,
+    status=rollout.status,
+    truncated=truncated,
+    # Without a verdict a response is nobody's baseline.
+    groups=jnp.where(judged, rollout.group, mask.shape[0]),
+    old_logprobs=scores.old_logprobs,
+    behavior_logprobs=rollout.behavior_logprobs,
+  )
   trained = mask & judged[:, None]
-  return Experience(
-    old_logprobs=old_logprobs,
-    advantages=jax.lax.stop_gradient(recipe.advantages(*inputs)),
-    old_values=values,
-    returns=jax.lax.stop_gradient(recipe.returns(*inputs)),
-    policy_mask=trained,
-    value_mask=trained,
-    positive_mask=trained & correct[:, None],
+  policy_mask = in_window(trained, rollout.window_start)
+  for step in recipe.policy_masks:
+    policy_mask = step(policy_mask, episodes)
+  advantages = recipe.advantages(episodes)
+  if recipe.normalize is not None:
+    advantages = recipe.normalize(advantages, policy_mask)
+  returns = jnp.zeros_like(advantages)
+  if recipe.returns is not None:
+    returns = recipe.returns(episodes)
+  return jax.lax.stop_gradient(
+    Experience(
+      old_logprobs=scores.old_logprobs,
+      behavior_logprobs=rollout.behavior_logprobs,
+      advantages=advantages,
+      old_values=scores.values,
+      returns=returns,
+      policy_mask=policy_mask,
+      value_mask=trained & ~truncated[:, None],
+      positive_mask=policy_mask & (correct & ~truncated)[:, None],
+      columns=_columns(rollout, scores, policy_mask, recipe),
+    )
   )
+
+
+def _columns(rollout, scores, mask, recipe) -> dict[str, jax.Array]:
+  """Further inputs of the policy loss, those that the recipe reads."""
+  made = {
+    "ref_logprobs": lambda: scores.ref_logprobs,
+    "entropy_code": lambda: recipe.entropy_code(scores.entropies, mask),
+    "blend": lambda: blend(rollout.version, mask),
+  }
+  return {name: made[name]() for name in recipe.columns if name in made}
+
+
+def blend(version: chex.Array, mask: chex.Array) -> jax.Array:
+  """A-3PO's a = (v_prox − v_b) / (v_θ − v_b) of every token, [B, T].
+
+  The proximal policy is the one that the update starts from, which wrote the
+  newest tokens; the policy in the making counts as the version after it.
+  """
+  newest = jnp.max(jnp.where(mask, version, 0))
+  age = (newest - version).astype(jnp.float32)
+  return jnp.where(mask, age / (age + 1.0), 0.0)
 
 
 def policy_batch(
   experience: Experience,
-  rows: np.ndarray,
-  packed: PackedTokens,
-  layout: Layout,
+  batch: MiniBatch,
   *,
   recipe: Recipe,
+  old_logprobs: chex.Array | None = None,
 ) -> PolicyBatch:
-  """Packs the given rows of an experience; weights are over these rows.
+  """Packs the rows of a mini-batch; weights are over these rows.
 
-  Token-mean over the mini-batch (VAPO eq. 7-8) and μ times the token-mean over
-  its correct responses (eq. 9-10), both fixed before any micro-batching.
+  The reduction over the mini-batch (VAPO eq. 7-8: its token mean) and μ times
+  the token mean over its correct responses (eq. 9-10) are fixed before any
+  micro-batching. An off-policy correction multiplies the weights; the
+  denominator stays that of all tokens.
+
+  Args:
+    experience: of the whole step.
+    batch: the rows and where they lie.
+    recipe: the method.
+    old_logprobs: [b, T] of these rows, in place of the experience's.
   """
-  pick = lambda x: np.asarray(x)[rows]
+  pick = lambda x: np.asarray(x)[batch.rows]
   mask = pick(experience.policy_mask)
-  weights = masked.token_weights(mask, mode=recipe.loss_mode)
-  positive = masked.token_weights(
-    pick(experience.positive_mask), mode="token-mean"
+  if old_logprobs is None:
+    old_logprobs = pick(experience.old_logprobs)
+  behavior = pick(experience.behavior_logprobs)
+  reduction = masked.token_weights(
+    mask, mode=recipe.loss_mode, norm=recipe.loss_norm
   )
+  weights, scale = reduction, None
+  if recipe.correction is not None:
+    corrected = recipe.correction(old_logprobs, behavior, mask)
+    weights = reduction * corrected.weights
+  if recipe.step_scale is not None:
+    scale = np.float32(recipe.step_scale(old_logprobs, behavior, mask))
+  columns = {
+    "old_logprobs": lambda: old_logprobs,
+    "advantages": lambda: pick(experience.advantages),
+    "weights": lambda: weights,
+    "nll_weights": lambda: masked.token_weights(
+      pick(experience.positive_mask), mode="token-mean"
+    ),
+    "regularizer_weights": lambda: reduction,
+  } | {name: lambda x=x: pick(x) for name, x in experience.columns.items()}
+  layout = batch.layout
   return PolicyBatch(
-    packed=packed.replace(mask=layout.scatter(mask)),
-    old_logprobs=layout.scatter(pick(experience.old_logprobs)),
-    advantages=layout.scatter(pick(experience.advantages)),
-    weights=layout.scatter(weights),
-    nll_weights=layout.scatter(recipe.nll_coefficient * positive),
+    packed=batch.packed.replace(mask=layout.scatter(mask)),
+    columns={n: layout.scatter(columns[n]()) for n in recipe.columns},
+    step_scale=scale,
   )
 
 
-def value_batch(
-  experience: Experience,
-  rows: np.ndarray,
-  packed: PackedTokens,
-  layout: Layout,
-) -> ValueBatch:
-  """Packs the given rows for the critic, a token-mean over them."""
-  pick = lambda x: np.asarray(x)[rows]
+def value_batch(experience: Experience, batch: MiniBatch) -> ValueBatch:
+  """Packs the rows of a mini-batch for the critic, a token mean over them."""
+  pick = lambda x: np.asarray(x)[batch.rows]
   mask = pick(experience.value_mask)
+  scatter = batch.layout.scatter
   return ValueBatch(
-    packed=packed.replace(mask=layout.scatter(mask)),
-    old_values=layout.scatter(pick(experience.old_values)),
-    returns=layout.scatter(pick(experience.returns)),
-    weights=layout.scatter(masked.token_weights(mask, mode="token-mean")),
+    packed=batch.packed.replace(mask=scatter(mask)),
+    old_values=scatter(pick(experience.old_values)),
+    returns=scatter(pick(experience.returns)),
+    weights=scatter(masked.token_weights(mask, mode="token-mean")),
   )
 
 
 def experience_metrics(
-  experience: Experience, rollout: Rollout, rewards: np.ndarray
+  experience: Experience, rollout: Rollout, recipe: Recipe
 ) -> dict[str, float]:
   """What a practitioner reads about a batch before the update."""
   mask = np.asarray(experience.policy_mask)
   advantages = np.asarray(experience.advantages)[mask]
-  drift = np.abs(
-    np.asarray(experience.old_logprobs) - rollout.behavior_logprobs
-  )[mask]
-  groups = [rewards[rollout.group == g] for g in np.unique(rollout.group)]
-  return {
-    "reward/mean": float(rewards.mean()),
-    "reward/std": float(rewards.std()),
-    "advantage/mean": float(advantages.mean()) if mask.any() else 0.0,
+  old = np.asarray(experience.old_logprobs)
+  drift = np.abs(old - rollout.behavior_logprobs)[mask]
+  row = {
+    "advantage/mean": _mean(advantages),
     "advantage/std": float(advantages.std()) if mask.any() else 0.0,
-    "value/explained_variance": explained_variance(experience),
-    "sampler_trainer/logprob_diff_mean": float(drift.mean())
-    if mask.any()
-    else 0.0,
+    "sampler_trainer/logprob_diff_mean": _mean(drift),
     "sampler_trainer/logprob_diff_max": float(drift.max(initial=0.0)),
-    "rollout/zero_variance_groups": float(
-      np.mean([np.ptp(g) == 0 for g in groups])
-    ),
   }
+  if recipe.returns is not None:
+    row["value/explained_variance"] = explained_variance(experience)
+  if recipe.correction is not None:
+    corrected = recipe.correction(old, rollout.behavior_logprobs, mask)
+    row |= {
+      "correction/weight_mean": _mean(np.asarray(corrected.weights)[mask]),
+      "correction/kept": _mean(np.asarray(corrected.keep)[mask]),
+    }
+  return row
 
 
 def explained_variance(experience: Experience) -> float:
@@ -141,3 +230,7 @@ def explained_variance(experience: Experience) -> float:
       experience.old_values, experience.returns, experience.value_mask
     )
   )
+
+
+def _mean(x: Any) -> float:
+  return float(np.mean(x)) if np.size(x) else 0.0

@@ -42,11 +42,13 @@ class Layout:
     shape: (M, r, C).
     index: int64 [B, T], flat position that predicts each response token.
     present: bool [B, T], tokens that exist (masked ones included).
+    last: int64 [B], flat position of the last token of each sample.
   """
 
   shape: tuple[int, int, int]
   index: np.ndarray
   present: np.ndarray
+  last: np.ndarray
 
   def scatter(self, values: chex.Array) -> np.ndarray:
     """Response-aligned [B, T] to packed [M, r, C], 0 elsewhere."""
@@ -59,6 +61,10 @@ class Layout:
     """Packed [M, r, C] to response-aligned [B, T], 0 where nothing is."""
     flat = np.asarray(packed).reshape(-1)
     return np.where(self.present, flat[self.index], flat.dtype.type(0))
+
+  def gather_last(self, packed: chex.Array) -> np.ndarray:
+    """Packed [M, r, C] to [B], what stands at the last token."""
+    return np.asarray(packed).reshape(-1)[self.last]
 
 
 def first_fit_decreasing(
@@ -170,6 +176,7 @@ def pack(
     # Absent tokens point at 0: gather reads them blindly.
     index=np.where(present, start[:, None] + room, 0),
     present=present,
+    last=start + rollout.lengths,
   )
   packed = PackedTokens(
     **{name: x.reshape(layout.shape) for name, x in flat.items()},
@@ -231,31 +238,36 @@ def mini_batches(
   rng: np.random.Generator | None,
   capacity: int,
   rows: int,
+  chosen: np.ndarray | None = None,
 ) -> list[MiniBatch]:
   """Splits a rollout into mini-batches of `size` samples and packs each.
 
   Groups are shuffled, not samples, so that a group's samples stay together and
-  share their prompt.
+  share their prompt. The last mini-batch may have fewer samples.
 
   Args:
-    rollout: B samples; B is a multiple of `size`.
+    rollout: B samples.
     size: samples per mini-batch.
     rng: shuffles the groups; None keeps their order.
     capacity: tokens per row.
     rows: rows per micro-batch.
+    chosen: indices of the samples to split; all by default.
   """
-  names, group = np.unique(rollout.group, return_inverse=True)
+  if chosen is None:
+    chosen = np.arange(len(rollout.lengths))
+  names, group = np.unique(rollout.group[chosen], return_inverse=True)
   rank = np.arange(names.size) if rng is None else rng.permutation(names.size)
-  order = np.argsort(rank[group], kind="stable")
+  order = chosen[np.argsort(rank[group], kind="stable")]
   batches = []
-  for chosen in order.reshape(-1, size):
+  for begin in range(0, order.size, size):
+    part = order[begin : begin + size]
     packed, layout = pack(
-      select(rollout, chosen),
+      select(rollout, part),
       capacity=capacity,
       rows=rows,
       micro_batches=-(-size // rows),
     )
-    batches.append(MiniBatch(chosen, packed, layout))
+    batches.append(MiniBatch(part, packed, layout))
   return batches
 
 

@@ -1,5 +1,6 @@
 """Supervised pretraining of the embedded base model on noisy solutions."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,8 @@ import optax
 from jaxrl_llm import masked
 from jaxrl_llm.data import tasks
 from jaxrl_llm.data.tokenizer import Tokenizer
-from jaxrl_llm.losses import clipped_policy_loss
 from jaxrl_llm.models import ModelFns
-from jaxrl_llm.train import packing, state, step
+from jaxrl_llm.train import packing, policy_losses, state, step
 from jaxrl_llm.types import Origin, Rollout, Status
 
 _MICRO_ROWS = 16
@@ -52,10 +52,11 @@ def pretrain(
   )
   params = jax.jit(fns.init)(jax.random.key(settings.seed))
   train_state = state.create_train_state(params, optimizer)
-  ignored = lambda *args: clipped_policy_loss(
-    *args, clip_low=0.2, clip_high=0.2
+  # The surrogate has no weight; what is left is the likelihood.
+  nll = functools.partial(policy_losses.nll_term, coefficient=1.0)
+  update = step.make_policy_step(
+    fns, optimizer, schedule, policy_losses.policy_gradient, {"nll": nll}
   )
-  update = step.make_policy_step(fns, optimizer, schedule, ignored)
   source = tasks.ChainSum(seed=settings.seed, max_ops=settings.max_ops)
   for i in range(settings.steps):
     batch = _batch(tokenizer, source, settings, i)
@@ -107,8 +108,10 @@ def _batch(tokenizer, source, settings, i) -> step.PolicyBatch:
   nothing = np.zeros(layout.shape, np.float32)
   return step.PolicyBatch(
     packed=packed,
-    old_logprobs=nothing,
-    advantages=nothing,
-    weights=nothing,
-    nll_weights=layout.scatter(weights),
+    columns={
+      "old_logprobs": nothing,
+      "advantages": nothing,
+      "weights": nothing,
+      "nll_weights": layout.scatter(weights),
+    },
   )

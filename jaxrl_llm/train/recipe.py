@@ -1,7 +1,9 @@
 """A recipe: the mathematical choices of a method, as functions.
 
-A recipe is built once from plain settings by small dictionaries from name to
-function; two methods are two choices of functions, never a flag inside one.
+A recipe is built once from plain settings by dictionaries from name to
+function; two methods are two choices of functions, never a flag inside one. A
+part that is off is absent (None, or not in its tuple), costs nothing and leaves
+every bit of the result alone. `register` adds parts from outside.
 """
 
 import dataclasses
@@ -13,10 +15,11 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm import estimators, losses
-
-# (lengths [B]) -> lambda_ [B].
-LambdaFn = Callable[[jax.Array], jax.Array]
+from jaxrl_llm import distributions, estimators, losses, validation
+from jaxrl_llm.train import advantages as advantages_lib
+from jaxrl_llm.train import policy_losses
+from jaxrl_llm.train.advantages import ADVANTAGES, Advantages, MaskStep
+from jaxrl_llm.validation import CRITICS, NORM_MODES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,105 +27,256 @@ class Recipe:
   """What an iteration computes.
 
   Attributes:
-    advantages: (token_rewards, values, mask, lengths) [B, T] -> [B, T].
-    returns: the same arguments -> targets of the critic [B, T].
-    policy_loss: (logprobs, old_logprobs, advantages) -> per-token loss.
+    shape_rewards: (rewards [B], lengths [B]) -> [B]; None leaves them.
+    kl_reward_coefficient: β of the KL in the token rewards; 0 is off.
+    advantages: Episodes -> [B, T].
+    policy_masks: steps (mask [B, T], Episodes) -> mask, in their order.
+    normalize: (advantages, mask) -> [B, T]; None leaves them.
+    returns: Episodes -> targets of the critic [B, T]; None: there is no critic.
+    policy_loss: (logprobs, columns, segments, mask) -> per-token loss, where
+      columns are per-token arrays by name.
+    terms: name -> (TokenLogprobs, columns) -> weighted per-token loss.
     value_loss: (values, returns, old_values) -> per-token loss.
+    correction: (old_logprobs, behavior_logprobs, mask) -> losses.Correction;
+      None leaves the weights.
+    proximal: where old log-probs come from, a name of `loop.PROXIMALS`.
+    step_scale: (old_logprobs, behavior_logprobs, mask) -> scalar; None is 1.
+    tempered: whether the sampler needs entropy statistics of each batch.
+    entropy_code: (entropies, mask) -> [B, T] in [-1, 1]; None: not needed.
+    reference: whether log-probs of the initial policy are needed.
     loss_mode: mode of `masked.token_weights` for the policy loss.
-    nll_coefficient: μ of the positive-example language-model loss.
+    loss_norm: its constant length; None for a mode that has none.
+    nll_coefficient: μ of the positive-example language-model loss; 0 is off.
   """
 
-  advantages: Callable[..., jax.Array]
-  returns: Callable[..., jax.Array]
+  shape_rewards: Callable[..., jax.Array] | None
+  kl_reward_coefficient: float
+  advantages: Advantages
+  policy_masks: tuple[MaskStep, ...]
+  normalize: Callable[..., jax.Array] | None
+  returns: Advantages | None
   policy_loss: Callable[..., losses.ClippedPolicyLoss]
+  terms: Mapping[str, Callable[..., jax.Array]]
   value_loss: Callable[..., losses.ClippedValueLoss]
+  correction: Callable[..., losses.Correction] | None
+  proximal: str
+  step_scale: Callable[..., jax.Array] | None
+  tempered: bool
+  entropy_code: Callable[..., jax.Array] | None
+  reference: bool
   loss_mode: str
+  loss_norm: float | None
   nll_coefficient: float
 
+  @property
+  def columns(self) -> tuple[str, ...]:
+    """Names of the per-token arrays that the policy's update reads."""
+    present = {
+      "old_logprobs": True,
+      "advantages": True,
+      "weights": True,
+      "nll_weights": "nll" in self.terms,
+      "regularizer_weights": bool(set(self.terms) - {"nll"}),
+      "ref_logprobs": "kl" in self.terms,
+      "blend": self.proximal == "interpolate",
+      "entropy_code": self.entropy_code is not None,
+    }
+    return tuple(name for name, needed in present.items() if needed)
 
-def constant_lambda(lengths: chex.Array, *, lambda_: float) -> jax.Array:
-  """The same λ for every response."""
-  return jnp.full(lengths.shape, lambda_, jnp.float32)
+
+def _policy_masks(estimator, loss) -> tuple[MaskStep, ...]:
+  steps = (
+    (loss.overlong_filter, advantages_lib.without_overlong),
+    (estimator.drop_pivot, advantages_lib.without_pivot),
+    (
+      estimator.tail_drop,
+      functools.partial(
+        advantages_lib.without_tail, tokens=estimator.tail_drop
+      ),
+    ),
+  )
+  return tuple(step for wanted, step in steps if wanted)
 
 
-LAMBDA_SCHEDULES: Mapping[str, Callable[..., LambdaFn]] = {
-  "constant": lambda settings: functools.partial(
-    constant_lambda, lambda_=settings.lambda_policy
-  ),
-  "length_adaptive": lambda settings: functools.partial(
-    estimators.length_adaptive_lambda, alpha=settings.alpha
-  ),
+NORMALIZATIONS: Mapping[str, Callable[..., jax.Array] | None] = {
+  "none": None,
+  "whiten": estimators.whiten,
+  "scale": functools.partial(estimators.whiten, center=False),
+}
+
+CORRECTIONS: Mapping[str, Callable[..., losses.Correction] | None] = {
+  "none": None,
+  "truncate": losses.truncated_importance,
+  "mask": losses.masked_importance,
 }
 
 
-def gae_advantages(
-  token_rewards: chex.Array,
-  values: chex.Array,
+def ess_step_scale(
+  old_logprobs: chex.Array,
+  behavior_logprobs: chex.Array,
   mask: chex.Array,
-  lengths: chex.Array,
   *,
-  gamma: float,
-  lambda_fn: LambdaFn,
+  reference: float,
 ) -> jax.Array:
-  """GAE with a λ of each response's own (VAPO, arXiv 2504.05118, eq. 4-5)."""
-  return estimators.gae(
-    token_rewards, values, mask, gamma=gamma, lambda_=lambda_fn(lengths)
+  """VCPO: √(effective sample ratio / reference) of a mini-batch, scalar."""
+  weights = advantages_lib.sequence_weights(
+    old_logprobs, behavior_logprobs, mask
   )
+  ratio = losses.effective_sample_ratio(weights, jnp.any(mask, axis=1))
+  return jnp.sqrt(ratio / reference)
 
 
-def lambda_targets(
-  token_rewards: chex.Array,
-  values: chex.Array,
-  mask: chex.Array,
-  lengths: chex.Array,
-  *,
-  gamma: float,
-  lambda_: float,
+def batch_entropy_code(
+  entropies: chex.Array, mask: chex.Array, *, sign: str
 ) -> jax.Array:
-  """Critic targets under a λ of the critic's own; λ = 1 is Monte Carlo."""
-  del lengths
-  return estimators.lambda_returns(
-    token_rewards, values, mask, gamma=gamma, lambda_=lambda_
-  )
+  """HAPO's code of every token within its own batch, [B, T]."""
+  statistics = estimators.entropy_statistics(entropies, mask)
+  return estimators.entropy_code(entropies, mask, statistics, sign=sign)
 
 
-def make_recipe(*, estimator: Any, loss: Any) -> Recipe:
-  """Recipe of the config groups `estimator` and `loss`.
+def make_tempering(sampler: Any) -> Callable[..., jax.Array] | None:
+  """HAPO's sampling temperature, which follows the entropy of each token.
 
   Args:
-    estimator: gamma, lambda_schedule, lambda_policy, alpha, lambda_value.
-    loss: clip_low, clip_high, dual_clip, clip_value, mode, nll_coefficient.
+    sampler: config group; `entropy_tau` 0 is None, no tempering.
+
+  Returns:
+    (logits [S, V], temperature [S], EntropyStatistics) -> temperature [S].
+  """
+  if not sampler.entropy_tau:
+    return None
+
+  def tempering(logits, temperature, statistics):
+    entropies = distributions.entropy_from_logits(logits / temperature[:, None])
+    code = estimators.entropy_code(
+      entropies, jnp.ones(entropies.shape, bool), statistics
+    )
+    return estimators.adaptive_temperature(
+      code, temperature=temperature, tau=sampler.entropy_tau
+    )
+
+  return tempering
+
+
+def make_recipe(config: Any) -> Recipe:
+  """Recipe of a validated config.
+
+  Args:
+    config: groups reward, sampler, estimator, loss and off_policy are read.
 
   Raises:
     KeyError: a name is not in its dictionary (the config refuses it before).
   """
-  lambda_fn = LAMBDA_SCHEDULES[estimator.lambda_schedule](estimator)
-
-  def value_loss(values, returns, old_values):
-    clipped = loss.clip_value is not None
-    return losses.clipped_value_loss(
-      values,
-      returns,
-      old_values=old_values if clipped else None,
-      clip_value=loss.clip_value,
+  estimator, loss, off_policy = (
+    config.estimator,
+    config.loss,
+    config.off_policy,
+  )
+  limit = config.sampler.max_response_length
+  policy_loss = policy_losses.POLICY_LOSSES[loss.name](loss)
+  correction = CORRECTIONS[off_policy.correction]
+  if correction is not None:
+    correction = functools.partial(
+      correction,
+      level=off_policy.level,
+      high=off_policy.high,
+      low=off_policy.low,
     )
-
-  return Recipe(
-    advantages=functools.partial(
-      gae_advantages, gamma=estimator.gamma, lambda_fn=lambda_fn
-    ),
-    returns=functools.partial(
-      lambda_targets,
-      gamma=estimator.gamma,
-      lambda_=estimator.lambda_value,
-    ),
-    policy_loss=functools.partial(
-      losses.clipped_policy_loss,
+  if off_policy.proximal == "interpolate":
+    policy_loss = functools.partial(
+      policy_losses.interpolated_clip,
       clip_low=loss.clip_low,
       clip_high=loss.clip_high,
       dual_clip=loss.dual_clip,
-    ),
-    value_loss=value_loss,
+      cap=None if correction is None else off_policy.high,
+    )
+    correction = None  # The loss holds it.
+  return Recipe(
+    shape_rewards=_soft_overlong(config.reward, limit),
+    kl_reward_coefficient=loss.kl_reward_coefficient,
+    advantages=ADVANTAGES[estimator.name](estimator),
+    policy_masks=_policy_masks(estimator, loss),
+    normalize=NORMALIZATIONS[estimator.normalize],
+    returns=_returns(estimator),
+    policy_loss=policy_loss,
+    terms=policy_losses.make_terms(loss),
+    value_loss=functools.partial(_value_loss, clip_value=loss.clip_value),
+    correction=correction,
+    proximal=off_policy.proximal,
+    step_scale=functools.partial(
+      ess_step_scale, reference=off_policy.ess_reference
+    )
+    if off_policy.ess_scale
+    else None,
+    tempered=config.sampler.entropy_tau > 0,
+    entropy_code=functools.partial(batch_entropy_code, sign=loss.hapo_sign)
+    if loss.name == "hapo"
+    else None,
+    reference=bool(loss.kl_coefficient or loss.kl_reward_coefficient),
     loss_mode=loss.mode,
+    loss_norm=float(loss.norm or limit) if loss.mode in NORM_MODES else None,
     nll_coefficient=loss.nll_coefficient,
   )
+
+
+def _soft_overlong(reward, limit):
+  if not reward.overlong_buffer:
+    return None
+
+  def shape(rewards, lengths):
+    return rewards + estimators.soft_overlong_punishment(
+      lengths,
+      max_length=limit,
+      buffer=reward.overlong_buffer,
+      factor=reward.overlong_factor,
+    )
+
+  return shape
+
+
+def _returns(estimator):
+  if estimator.name not in CRITICS:
+    return None
+  return functools.partial(
+    advantages_lib.lambda_targets,
+    gamma=estimator.gamma,
+    lambda_=estimator.lambda_value,
+  )
+
+
+def _value_loss(values, returns, old_values, *, clip_value):
+  return losses.clipped_value_loss(
+    values,
+    returns,
+    old_values=None if clip_value is None else old_values,
+    clip_value=clip_value,
+  )
+
+
+def register_advantages(
+  name: str, make: Callable[[Any], Advantages], *, critic: bool = False
+) -> None:
+  """Makes `estimator.name=NAME` choose an estimator of one's own.
+
+  Args:
+    name: new name.
+    make: config group `estimator` -> (Episodes -> advantages [B, T]).
+    critic: whether it reads `Episodes.values`, so that a critic is trained.
+  """
+  validation.add_choice("estimator.name", name)
+  ADVANTAGES[name] = make
+  if critic:
+    CRITICS.add(name)
+
+
+def register_policy_loss(
+  name: str, make: Callable[[Any], policy_losses.PolicyLoss]
+) -> None:
+  """Makes `loss.name=NAME` choose a policy loss of one's own.
+
+  Args:
+    name: new name.
+    make: config group `loss` -> policy loss, see `policy_losses`.
+  """
+  validation.add_choice("loss.name", name)
+  policy_losses.POLICY_LOSSES[name] = make

@@ -1,12 +1,13 @@
 """Scoring: log-probs and values of packed rollouts under fixed parameters."""
 
+import functools
 from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.models import ModelFns, ValueFns
+from jaxrl_llm.models import ModelFns, TokenLogprobs, ValueFns
 from jaxrl_llm.train.packing import PackedTokens
 
 
@@ -17,15 +18,17 @@ def micro_batch(tree: Any, i: chex.Array) -> Any:
   )
 
 
-def _over_micro_batches(score, packed: PackedTokens) -> jax.Array:
-  """score(micro-batch) -> [r, C] for the micro-batches that hold anything."""
+def _over_micro_batches(score, packed: PackedTokens) -> Any:
+  """score(micro-batch) -> tree of [r, C] for the micro-batches with tokens."""
   arrays = {k: v for k, v in packed.items() if k != "count"}
+  put = functools.partial(jax.lax.dynamic_update_index_in_dim, axis=0)
 
   def body(i, out):
     scores = score(micro_batch(arrays, i))
-    return jax.lax.dynamic_update_index_in_dim(out, scores, i, axis=0)
+    return jax.tree.map(lambda old, new: put(old, new, i), out, scores)
 
-  out = jnp.zeros(packed.tokens.shape, jnp.float32)
+  shapes = jax.eval_shape(score, micro_batch(arrays, 0))
+  out = jax.tree.map(lambda x: jnp.zeros(packed.tokens.shape, x.dtype), shapes)
   return jax.lax.fori_loop(0, packed.count, body, out)
 
 
@@ -35,8 +38,8 @@ def score_logprobs(
   temperature: chex.Numeric,
   *,
   fns: ModelFns,
-) -> jax.Array:
-  """log π(target) at every unmasked position, float32 [M, r, C].
+) -> TokenLogprobs:
+  """log π(target) and entropy at every unmasked position, float32 [M, r, C].
 
   Args:
     params: policy parameters.
@@ -55,7 +58,7 @@ def score_logprobs(
       micro["positions"],
       micro["prefixes"],
       temperature,
-    ).logprobs
+    )
 
   return _over_micro_batches(score, packed)
 

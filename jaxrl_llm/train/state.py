@@ -84,11 +84,22 @@ def apply_gradients(
   optimizer: optax.GradientTransformation,
   *,
   finite: chex.Array,
+  scale: chex.Array | None = None,
 ) -> TrainState:
-  """One optimizer update, or the state unchanged when not `finite`."""
+  """One optimizer update, or the state unchanged when not `finite`.
+
+  Args:
+    state: before.
+    gradients: like its params.
+    optimizer: of the state.
+    finite: bool scalar.
+    scale: factor of the update beside the learning rate; None is 1.
+  """
   updates, opt_state = optimizer.update(
     gradients, state.opt_state, state.params
   )
+  if scale is not None:
+    updates = jax.tree.map(lambda x: scale * x, updates)
   params = optax.apply_updates(state.params, updates)
   keep = lambda new, old: jnp.where(finite, new, old)
   return TrainState(

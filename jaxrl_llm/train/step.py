@@ -6,7 +6,7 @@ only ever add, and the split into them does not change the result.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import chex
@@ -25,13 +25,16 @@ Metrics = dict[str, jax.Array]
 
 @chex.dataclass(frozen=True)
 class PolicyBatch:
-  """One mini-batch for the policy; arrays are [M, r, C] like its tokens."""
+  """One mini-batch for the policy; arrays are [M, r, C] like its tokens.
+
+  Columns are float32 inputs of the losses by name: always `old_logprobs`,
+  `advantages` and `weights` (the reduction of the policy loss), others as the
+  recipe needs them.
+  """
 
   packed: PackedTokens
-  old_logprobs: chex.Array  # float32.
-  advantages: chex.Array  # float32.
-  weights: chex.Array  # float32, reduction of the policy loss.
-  nll_weights: chex.Array  # float32, reduction times μ of the positive NLL.
+  columns: dict[str, chex.Array]
+  step_scale: chex.Array | None = None  # Factor of the update; None is 1.
 
 
 @chex.dataclass(frozen=True)
@@ -69,19 +72,22 @@ def make_policy_step(
   optimizer: optax.GradientTransformation,
   schedule: optax.Schedule,
   policy_loss: Callable[..., losses.ClippedPolicyLoss],
+  terms: Mapping[str, Callable[..., jax.Array]],
   *,
   state_shardings: Any = None,
   metrics_sharding: Any = None,
 ) -> Callable[..., tuple[TrainState, Metrics]]:
   """step(state, PolicyBatch, temperature) -> (state, metrics), jitted.
 
-  The state is donated. L = Σ w · L_policy + Σ w_nll · (−log π).
+  The state is donated. L = Σ w · L_policy + Σ of the terms.
 
   Args:
     fns: the policy.
     optimizer: gradient transformation of the state.
     schedule: learning rate of an update, for the log.
-    policy_loss: (logprobs, old_logprobs, advantages) -> per-token loss.
+    policy_loss: (logprobs, columns, segments, mask) -> per-token loss.
+    terms: name -> (TokenLogprobs, columns) -> per-token loss with its weights,
+      logged as `policy/NAME_loss`.
     state_shardings: tree of shardings the state is pinned to.
     metrics_sharding: of the metrics, usually replicated.
   """
@@ -99,25 +105,25 @@ def make_policy_step(
       packed.prefixes,
       temperature,
     )
-    terms = policy_loss(
-      out.logprobs, micro["old_logprobs"], micro["advantages"]
-    )
-    surrogate = jnp.sum(micro["weights"] * terms.loss)
-    nll = jnp.sum(micro["nll_weights"] * losses.nll(out.logprobs))
+    columns = micro["columns"]
+    clipped = policy_loss(out.logprobs, columns, packed.segments, mask)
+    loss = surrogate = jnp.sum(columns["weights"] * clipped.loss)
     total = lambda x: jnp.sum(jnp.where(mask, x, 0.0))
     sums = {
       "policy/loss": surrogate,
-      "policy/nll_loss": nll,
       "tokens": total(1.0),
       "policy/entropy": total(out.entropy),
       "policy/approx_kl": total(
-        losses.kl_k3(micro["old_logprobs"], out.logprobs)
+        losses.kl_k3(columns["old_logprobs"], out.logprobs)
       ),
-      "policy/clip_fraction_high": total(terms.clipped_high),
-      "policy/clip_fraction_low": total(terms.clipped_low),
+      "policy/clip_fraction_high": total(clipped.clipped_high),
+      "policy/clip_fraction_low": total(clipped.clipped_low),
     }
-    maxima = {"policy/ratio_max": jnp.max(jnp.where(mask, terms.ratio, 0.0))}
-    return surrogate + nll, (sums, maxima)
+    for name, term in terms.items():
+      sums[f"policy/{name}_loss"] = jnp.sum(term(out, columns))
+      loss += sums[f"policy/{name}_loss"]
+    maxima = {"policy/ratio_max": jnp.max(jnp.where(mask, clipped.ratio, 0.0))}
+    return loss, (sums, maxima)
 
   means = (
     "policy/entropy",
@@ -177,7 +183,7 @@ def _make_step(
   gradient = jax.grad(loss, has_aux=True)
 
   def step(state: TrainState, batch: Any, *settings):
-    arrays = {k: v for k, v in batch.items()}
+    arrays = {k: v for k, v in batch.items() if k != "step_scale"}
     count = batch.packed.count
     arrays["packed"] = batch.packed.replace(
       count=jnp.zeros(batch.packed.tokens.shape[:1], jnp.int32)
@@ -213,7 +219,12 @@ def _make_step(
       f"{name}/lr": schedule(state.step),
       f"{name}/skipped": 1.0 - finite,
     }
-    state = apply_gradients(state, gradients, optimizer, finite=finite)
+    scale = batch.get("step_scale")
+    if scale is not None:
+      metrics[f"{name}/step_scale"] = scale
+    state = apply_gradients(
+      state, gradients, optimizer, finite=finite, scale=scale
+    )
     return state, metrics
 
   out_shardings = None

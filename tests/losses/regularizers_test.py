@@ -29,6 +29,8 @@ class TestKl:
       (losses.kl_k1, 0.2238047, [0.0, 0.0, 0.0]),
       (losses.kl_k2, 0.2654788, [0.346243, -0.220389, -0.125854]),
       (losses.kl_k3, 0.2238047, [0.3, -0.2, -0.1]),
+      (losses.kl_k1_plus, 0.2238047, [0.346243, -0.220389, -0.125854]),
+      (losses.kl_k3_plus, 0.2238047, [0.346243, -0.220389, -0.125854]),
     ],
   )
   def test_expectations_of_value_and_gradient(self, estimate, value, gradient):
@@ -54,7 +56,14 @@ class TestKl:
       )
 
   @pytest.mark.parametrize(
-    "estimate", [losses.kl_k1, losses.kl_k2, losses.kl_k3]
+    "estimate",
+    [
+      losses.kl_k1,
+      losses.kl_k2,
+      losses.kl_k3,
+      losses.kl_k1_plus,
+      losses.kl_k3_plus,
+    ],
   )
   def test_equal_policies_have_none_and_shapes_must_agree(self, estimate):
     logprobs = jnp.linspace(-5.0, 0.0, 6).reshape(2, 3)
@@ -77,6 +86,26 @@ class TestKl:
     estimate = losses.kl_k3(wide, jnp.zeros(101))
     assert (estimate >= 0).all()
     assert np.isfinite(estimate).all()
+
+  def test_plus_has_the_value_of_one_and_the_gradient_of_k2(self):
+    logprobs, other = np.random.default_rng(0).normal(size=(2, 40))
+    slope = lambda f: jax.grad(lambda x: f(x, other).sum())(logprobs)
+    for plus, plain in [
+      (losses.kl_k1_plus, losses.kl_k1),
+      (losses.kl_k3_plus, losses.kl_k3),
+    ]:
+      np.testing.assert_array_equal(
+        plus(logprobs, other), plain(logprobs, other)
+      )
+      np.testing.assert_array_equal(slope(plus), slope(losses.kl_k2))
+
+
+class TestEntropyBonus:
+  def test_descending_it_raises_the_entropy(self):
+    entropy = jnp.array([[0.5, 0.0], [2.0, 1.0]])
+    loss, pullback = jax.vjp(losses.entropy_bonus, entropy)
+    np.testing.assert_array_equal(loss, -entropy)
+    np.testing.assert_array_equal(pullback(jnp.ones((2, 2)))[0], -1.0)
 
 
 class TestNll:

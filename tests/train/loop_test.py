@@ -13,7 +13,7 @@ import tiny_run
 
 from jaxrl_llm import checkpoint, models
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.train import build, loop
+from jaxrl_llm.train import build, loop, runstate, signals, value_pretraining
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +35,12 @@ def with_config(job, **changes):
 def final_trees(job, workdir):
   """Every array of the newest checkpoint, on the host."""
   saver = checkpoint.Checkpointer(workdir / "checkpoints", keep=2)
-  state = loop.resume(job, saver, saver.latest_step())
+  state = runstate.resume(job, saver, saver.latest_step())
   saver.close()
-  assert (state.step, state.position) == (6, 48)
+  assert (state.step, state.position, state.member) == (6, 48, 0)
+  assert state.samples == 6 * 32
+  # Every response of a full schedule has ended and been learned from.
+  assert state.unfinished is None and state.waiting is None
   return jax.device_get((state.policy, state.value))
 
 
@@ -182,14 +185,16 @@ class TestNotFinite:
       dataclasses.replace(job, estimate=lambda *a: poison(job.estimate(*a))),
       run__max_skipped=3,
     )
-    with pytest.raises(loop.TrainingStopped, match="last 4 updates of the pol"):
+    with pytest.raises(
+      runstate.TrainingStopped, match="last 4 updates of the pol"
+    ):
       loop.train(bad, tmp_path)
     # Step 1 skipped its two updates, step 2 was one too many.
     rows = tiny_run.comparable(tmp_path)
     assert [row["step"] for row in rows] == [0, 1]
     assert rows[1]["policy/skipped"] == 2 and rows[1]["value/skipped"] == 0
     saver = checkpoint.Checkpointer(tmp_path / "checkpoints", keep=2)
-    state = loop.resume(job, saver, saver.latest_step())
+    state = runstate.resume(job, saver, saver.latest_step())
     saver.close()
     assert state.step == 1 and state.policy.skipped_in_a_row == 2
     _, before = models.load(job.model_path)
@@ -234,17 +239,12 @@ class TestValuePretraining:
       job, build.fresh_value_params(job, policy.params)
     )
     fresh = jax.device_get(value.params)
-    state = loop.RunState(
-      policy=policy,
-      value=value,
-      step=0,
-      position=0,
-      sampler_params=job.for_sampling(policy.params),
-    )
+    state = runstate.begin(job, policy, value)
     quiet = type("Quiet", (), {"phase": print, "event": print})
-    loop.pretrain_value(job, state, tmp_path, quiet, loop._Stopped())
+    value_pretraining.pretrain(job, state, tmp_path, quiet, signals.Stopped())
     chex.assert_trees_all_equal(jax.device_get(state.policy.params), before)
     assert (state.step, state.position, int(state.policy.step)) == (0, 0, 0)
+    assert (state.member, state.samples) == (0, 0)
     trained = jax.device_get(state.value.params)
     moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), trained, fresh)
     assert max(jax.tree.leaves(moved)) > 0

@@ -64,6 +64,9 @@ class TestPack:
     np.testing.assert_array_equal(
       layout.gather(scattered), [[1, 2, 0], [3, 0, 0]]
     )
+    # The last tokens are 14 and 22.
+    np.testing.assert_array_equal(layout.last, [4, 7])
+    np.testing.assert_array_equal(layout.gather_last(packed.tokens), [14, 22])
 
   def test_a_shared_prompt_by_hand(self):
     rollout = random_rollout(np.random.default_rng(0), rows=3, group_size=3)
@@ -145,6 +148,24 @@ class TestPack:
       )
 
   @pytest.mark.parametrize("seed", range(5))
+  def test_the_last_token_is_that_of_the_response_or_the_prompt(self, seed):
+    rng = np.random.default_rng(seed)
+    rollout = random_rollout(rng, rows=12, group_size=4)
+    rollout = rollout.replace(lengths=rollout.lengths * (rng.random(12) < 0.8))
+    packed, layout = packing.pack(
+      rollout, capacity=int(rng.integers(16, 50)), rows=3, micro_batches=4
+    )
+    tokens = layout.gather_last(packed.tokens)
+    positions = layout.gather_last(packed.positions)
+    assert tokens.shape == (12,) and (rollout.lengths == 0).any()
+    for i in range(12):
+      prompt = rollout.prompt_tokens[i, : rollout.prompt_lengths[i]]
+      response = rollout.tokens[i, : rollout.lengths[i]]
+      whole = np.concatenate([prompt, response])
+      assert tokens[i] == whole[-1]
+      assert positions[i] == len(whole) - 1
+
+  @pytest.mark.parametrize("seed", range(5))
   def test_scatter_and_gather_are_inverse(self, seed):
     rng = np.random.default_rng(seed)
     rollout = random_rollout(rng, rows=13)
@@ -205,6 +226,49 @@ class TestMiniBatches:
       rollout, size=3, rng=None, capacity=16, rows=3
     )
     assert [b.rows.tolist() for b in batches] == [[0, 1, 2], [3, 4, 5]]
+
+  def test_the_last_one_may_be_smaller(self):
+    rollout = random_rollout(np.random.default_rng(1), rows=7)
+    batches = packing.mini_batches(
+      rollout, size=3, rng=None, capacity=16, rows=2
+    )
+    rows = [b.rows.tolist() for b in batches]
+    assert rows == [[0, 1, 2], [3, 4, 5], [6]]
+    # Its arrays are as large as the others, so that nothing is compiled.
+    assert {b.packed.tokens.shape for b in batches} == {(2, 2, 16)}
+    assert batches[-1].packed.count == 1
+
+  def test_of_chosen_samples_alone(self):
+    rollout = random_rollout(np.random.default_rng(1), rows=12, group_size=3)
+    chosen = np.asarray([11, 0, 2, 4, 7, 8, 9])
+    batches = packing.mini_batches(
+      rollout,
+      size=4,
+      rng=np.random.default_rng(0),
+      capacity=16,
+      rows=2,
+      chosen=chosen,
+    )
+    assert [b.rows.size for b in batches] == [4, 3]
+    rows = np.concatenate([b.rows for b in batches])
+    assert sorted(rows) == sorted(chosen)
+    # Samples of a group stay side by side, though none is whole.
+    groups = rollout.group[rows]
+    changes = np.count_nonzero(np.diff(groups))
+    assert changes == len(set(groups.tolist())) - 1
+    for batch in batches:
+      part = packing.select(rollout, batch.rows)
+      np.testing.assert_array_equal(
+        batch.layout.gather(batch.packed.targets),
+        np.where(batch.layout.present, part.tokens, 0),
+      )
+
+  def test_of_no_sample_there_is_none(self):
+    rollout = random_rollout(np.random.default_rng(1), rows=4)
+    nothing = np.zeros(0, np.int64)
+    assert not packing.mini_batches(
+      rollout, size=4, rng=None, capacity=16, rows=2, chosen=nothing
+    )
 
 
 def test_select_takes_rows_of_every_field():

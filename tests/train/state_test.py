@@ -122,3 +122,27 @@ class TestApplyGradients:
     counters = (after.step, after.skipped, after.skipped_in_a_row)
     assert counters == (1, 1, 1)
     assert all(x.dtype == jnp.int32 for x in counters)
+
+  def test_a_factor_scales_the_update_alone(self):
+    optimizer = make_optimizer(weight_decay=0.1)
+    # From zeros on, weights are the update without a rounding.
+    params = jax.tree.map(jnp.zeros_like, make_params())
+    current = state.create_train_state(params, optimizer)
+    draw = np.random.default_rng(0).normal
+    gradients = jax.tree.map(
+      lambda x: jnp.asarray(draw(size=x.shape), jnp.float32), params
+    )
+
+    def apply(scale):
+      return jax.jit(
+        lambda current, gradients, scale: state.apply_gradients(
+          current, gradients, optimizer, finite=True, scale=scale
+        )
+      )(current, gradients, scale)
+
+    plain, one, half = apply(None), apply(1.0), apply(0.5)
+    chex.assert_trees_all_equal(one, plain)
+    chex.assert_trees_all_equal(
+      half, plain.replace(params=jax.tree.map(lambda x: 0.5 * x, plain.params))
+    )
+    assert all(x.any() for x in jax.tree.leaves(plain.params))

@@ -27,9 +27,9 @@ SGD = optax.sgd(1.0, momentum=0.9)
 
 @functools.cache
 def make_fns(kind, mesh=None):
-  make = models.make_policy if kind == "policy" else models.make_value
+  make = models.make_value if kind == "value" else models.make_policy
   place = sharding.along_batch(mesh) if mesh else None
-  settings = {"head_chunk": 8} if kind == "policy" else {}
+  settings = {} if kind == "value" else {"head_chunk": 8}
   return make(tiny_run.model_config(), sharding=place, **settings)
 
 
@@ -56,18 +56,41 @@ def make_data():
   data = Experience(
     # Far enough from the policy for both clips to act.
     old_logprobs=-3.0 + 0.5 * normal(),
+    behavior_logprobs=rollout.behavior_logprobs,
     advantages=np.where(mask, normal(), 0),
     old_values=normal(),
     returns=normal(),
     policy_mask=policy_mask,
     value_mask=policy_mask,
     positive_mask=policy_mask & (np.arange(SAMPLES) % 3 == 0)[:, None],
+    columns={},
   )
   return rollout, data
 
 
-SETTINGS = tiny_run.make_config("none")
-RECIPE = recipe.make_recipe(estimator=SETTINGS.estimator, loss=SETTINGS.loss)
+@functools.cache
+def make_reference():
+  """Log-probs of the initial policy for the KL, [B, T]."""
+  draw = np.random.default_rng(3).normal(size=(SAMPLES, ROOM))
+  return -3.0 + 0.5 * draw.astype(np.float32)
+
+
+# Bounds far wider than the paper's, so that some responses are inside them.
+GSPO = {"clip_low": 0.05, "clip_high": 0.3}
+RECIPES = {
+  "policy": recipe.make_recipe(tiny_run.make_config("none")),
+  "gspo": recipe.make_recipe(
+    tiny_run.make_config(
+      "none",
+      loss__name="gspo",
+      **{f"loss__{name}": bound for name, bound in GSPO.items()},
+      loss__nll_coefficient=0.0,
+      loss__kl="k2",
+      loss__kl_coefficient=0.3,
+      loss__entropy_coefficient=0.2,
+    )
+  ),
+}
 
 
 def make_batch(kind, *, micro_rows, rows=range(SAMPLES), capacity=CAPACITY):
@@ -79,9 +102,17 @@ def make_batch(kind, *, micro_rows, rows=range(SAMPLES), capacity=CAPACITY):
     rows=micro_rows,
     micro_batches=-(-len(rows) // micro_rows),
   )
+  batch = packing.MiniBatch(rows, packed, layout)
   if kind == "value":
-    return experience.value_batch(data, rows, packed, layout)
-  return experience.policy_batch(data, rows, packed, layout, recipe=RECIPE)
+    return experience.value_batch(data, batch)
+  if "ref_logprobs" in RECIPES[kind].columns:
+    data = data.replace(columns={"ref_logprobs": make_reference()})
+  return experience.policy_batch(data, batch, recipe=RECIPES[kind])
+
+
+def with_column(batch, name, values):
+  """The policy batch with one of its columns replaced."""
+  return batch.replace(columns=batch.columns | {name: values})
 
 
 @functools.cache
@@ -101,7 +132,8 @@ def make_step(kind, mesh=None):
       values, returns
     )
     return step.make_value_step(fns, SGD, RATE, loss, **pinned), pinned
-  return step.make_policy_step(fns, SGD, RATE, POLICY_LOSS, **pinned), pinned
+  made = RECIPES[kind].policy_loss, RECIPES[kind].terms
+  return step.make_policy_step(fns, SGD, RATE, *made, **pinned), pinned
 
 
 def make_state(kind):
@@ -110,7 +142,7 @@ def make_state(kind):
 
 
 def settings_of(kind):
-  return (TEMPERATURE,) if kind == "policy" else ()
+  return () if kind == "value" else (TEMPERATURE,)
 
 
 @functools.cache
@@ -143,9 +175,9 @@ def padded():
   )
 
 
-def plain_policy_loss(params):
-  """VAPO's policy loss written out on [B, T] arrays."""
-  rollout, data = make_data()
+def plain_logprobs(params):
+  """Log-probs and entropies of the responses, [B, T], one sample a row."""
+  rollout, _ = make_data()
   tokens, present, before = padded()
   logits = make_fns("policy").logits(params, tokens, present) / TEMPERATURE
   everything = jax.nn.log_softmax(logits)
@@ -153,14 +185,50 @@ def plain_policy_loss(params):
   logprobs = jnp.take_along_axis(
     at, rollout.tokens[..., None].astype(np.int32), axis=2
   )[..., 0]
+  return logprobs, -jnp.sum(jnp.exp(at) * at, axis=2)
+
+
+def plain_policy_loss(params):
+  """VAPO's policy loss on [B, T] arrays: the total and its summands."""
+  _, data = make_data()
+  logprobs, _ = plain_logprobs(params)
   mask, positive = data.policy_mask, data.positive_mask
   loss = POLICY_LOSS(logprobs, data.old_logprobs, data.advantages).loss
-  surrogate = jnp.sum(jnp.where(mask, loss, 0.0)) / mask.sum()
-  nll = -jnp.sum(jnp.where(positive, logprobs, 0.0)) / positive.sum()
-  return surrogate + 0.1 * nll, (surrogate, 0.1 * nll)
+  surrogate = jnp.where(mask, loss, 0.0) / mask.sum()
+  nll = -0.1 * jnp.where(positive, logprobs, 0.0) / positive.sum()
+  return (surrogate + nll).sum(), {
+    "policy/loss": surrogate,
+    "policy/nll_loss": nll,
+  }
+
+
+def plain_gspo_loss(params):
+  """GSPO with KL (k2) and entropy terms, written out likewise."""
+  _, data = make_data()
+  logprobs, entropy = plain_logprobs(params)
+  mask = data.policy_mask
+  count = jnp.maximum(mask.sum(axis=1, keepdims=True), 1)
+  log_ratio = jnp.where(mask, logprobs - data.old_logprobs, 0.0)
+  mean = log_ratio.sum(axis=1, keepdims=True) / count
+  # s_i in value, the token's own in gradient.
+  ratio = jax.lax.stop_gradient(jnp.exp(mean)) * jnp.exp(
+    logprobs - jax.lax.stop_gradient(logprobs)
+  )
+  bounded = jnp.clip(ratio, 1 - GSPO["clip_low"], 1 + GSPO["clip_high"])
+  advantages = data.advantages
+  surrogate = -jnp.minimum(ratio * advantages, bounded * advantages)
+  k2 = jnp.square(logprobs - make_reference()) / 2
+  parts = {
+    "policy/loss": surrogate,
+    "policy/kl_loss": 0.3 * k2,
+    "policy/entropy_loss": -0.2 * entropy,
+  }
+  parts = {k: jnp.where(mask, x, 0.0) / mask.sum() for k, x in parts.items()}
+  return sum(x.sum() for x in parts.values()), parts
 
 
 def plain_value_loss(params):
+  """½ (V − return)² on [B, T] arrays, its total and summands."""
   _, data = make_data()
   tokens, present, before = padded()
   positions = np.maximum(present.cumsum(axis=1) - 1, 0)
@@ -170,8 +238,26 @@ def plain_value_loss(params):
   values = jnp.take_along_axis(values, before, axis=1)
   mask = data.value_mask
   errors = 0.5 * jnp.square(values - data.returns)
-  loss = jnp.sum(jnp.where(mask, errors, 0.0)) / mask.sum()
-  return loss, (loss,)
+  loss = jnp.where(mask, errors, 0.0) / mask.sum()
+  return loss.sum(), {"value/loss": loss}
+
+
+PLAIN = {
+  "policy": plain_policy_loss,
+  "gspo": plain_gspo_loss,
+  "value": plain_value_loss,
+}
+
+
+def assert_sum_of(value, terms):
+  """A float32 number is the sum of the given terms, however it was added."""
+  terms = np.asarray(terms, np.float64)
+  # Each of n additions in float32 is off by 2⁻²⁴ of its result at most, which
+  # Σ |terms| bounds; the sum itself may be small next to its terms. The few
+  # roundings that a term has had before are of that size too, and n is larger.
+  additions = np.count_nonzero(terms)
+  bound = 2.0**-24 * additions * np.abs(terms).sum()
+  assert abs(float(value) - terms.sum()) <= bound
 
 
 def largest(tree):
@@ -179,24 +265,25 @@ def largest(tree):
 
 
 class TestGradient:
-  @pytest.mark.parametrize("kind", ["policy", "value"])
+  @pytest.mark.parametrize("kind", ["policy", "gspo", "value"])
   def test_equals_that_of_the_plain_loss(self, kind):
-    plain = plain_policy_loss if kind == "policy" else plain_value_loss
     prefixes = make_batch(kind, micro_rows=4).packed.prefixes
     assert prefixes.any() and not prefixes.all()
-    compute = jax.jit(jax.value_and_grad(plain, has_aux=True))
+    compute = jax.jit(jax.value_and_grad(PLAIN[kind], has_aux=True))
     (_, parts), expected = compute(make_params(kind))
     got, metrics = gradient_of_step(kind, 4)
     assert largest(expected) > 0.1
     chex.assert_trees_all_close(
       got, expected, rtol=1e-4, atol=1e-6 * largest(expected)
     )
-    names = ["policy/loss", "policy/nll_loss"][: len(parts)]
-    for name, part in zip(names if kind == "policy" else ["value/loss"], parts):
-      # A sum of terms of both signs, each of the order of 1.
-      np.testing.assert_allclose(metrics[name], part, rtol=1e-6, atol=1e-6)
+    for name, terms in parts.items():
+      assert_sum_of(metrics[name], terms)
+    if kind == "gspo":  # Some responses are inside both bounds, others not.
+      for side in ("high", "low"):
+        assert 0 < metrics[f"policy/clip_fraction_{side}"] < 0.5
+    role = "value" if kind == "value" else "policy"
     np.testing.assert_allclose(
-      metrics[f"{kind}/grad_norm"], optax.global_norm(expected), rtol=1e-6
+      metrics[f"{role}/grad_norm"], optax.global_norm(expected), rtol=1e-6
     )
 
   @pytest.mark.parametrize(
@@ -230,7 +317,7 @@ class TestGradient:
     )(make_params("policy"), packed, TEMPERATURE)
     mask = data.policy_mask
     terms = POLICY_LOSS(
-      layout.gather(scored), data.old_logprobs, data.advantages
+      layout.gather(scored.logprobs), data.old_logprobs, data.advantages
     )
     _, metrics = gradient_of_step("policy", 4)
     for name in ("clipped_high", "clipped_low"):
@@ -243,7 +330,7 @@ class TestGradient:
     np.testing.assert_allclose(
       metrics["policy/ratio_max"], np.asarray(terms.ratio)[mask].max(), 1e-5
     )
-    kl = losses.kl_k3(data.old_logprobs, layout.gather(scored))
+    kl = losses.kl_k3(data.old_logprobs, layout.gather(scored.logprobs))
     np.testing.assert_allclose(
       metrics["policy/approx_kl"], np.asarray(kl)[mask].mean(), rtol=1e-5
     )
@@ -255,7 +342,7 @@ class TestWeights:
     _, data = make_data()
     batch = make_batch("policy", micro_rows=2)
     count = data.policy_mask.sum()
-    weights = np.asarray(batch.weights)
+    weights = np.asarray(batch.columns["weights"])
     np.testing.assert_allclose(weights.sum(), 1.0, rtol=1e-6)
     assert set(np.unique(weights)) == {0.0, np.float32(1 / count)}
     np.testing.assert_array_equal(weights > 0, batch.packed.mask)
@@ -265,17 +352,19 @@ class TestWeights:
     batch = make_batch("policy", micro_rows=2)
     count = data.positive_mask.sum()
     assert 0 < count < data.policy_mask.sum()
-    weights = np.asarray(batch.nll_weights)
-    np.testing.assert_allclose(weights.sum(), 0.1, rtol=1e-6)
-    np.testing.assert_allclose(np.unique(weights), [0, 0.1 / count], rtol=1e-6)
+    weights = np.asarray(batch.columns["nll_weights"])
+    np.testing.assert_allclose(weights.sum(), 1.0, rtol=1e-6)
+    np.testing.assert_allclose(np.unique(weights), [0, 1 / count], rtol=1e-6)
 
   def test_no_correct_response_no_nll(self):
     batch = make_batch("policy", micro_rows=2, rows=[1, 2, 4, 5])
-    assert not batch.nll_weights.any() and batch.weights.any()
+    assert not batch.columns["nll_weights"].any()
+    assert batch.columns["weights"].any()
 
   def test_nothing_judged_trains_on_nothing(self):
     batch = make_batch("policy", micro_rows=2, rows=[3])
-    assert not batch.weights.any() and not batch.packed.mask.any()
+    assert not batch.columns["weights"].any()
+    assert not batch.packed.mask.any()
 
 
 class TestMesh:
@@ -296,7 +385,8 @@ class TestMesh:
     if shape == (2, 2, 2):
       kernel = placed.params["layers"]["mlp"]["up"]["kernel"]
       assert kernel.sharding.shard_shape(kernel.shape) == (2, 16, 24)
-    assert batch.weights.sharding.shard_shape((2, 8, CAPACITY))[1] == (
+    weights = batch.weights if kind == "value" else batch.columns["weights"]
+    assert weights.sharding.shard_shape((2, 8, CAPACITY))[1] == (
       8 // sharding.batch_size_of(mesh)
     )
     after, metrics = update(placed, batch, *settings_of(kind))
@@ -341,18 +431,65 @@ class TestOneProgram:
     # Their arrays may hold anything: only `count` micro-batches are read.
     batch = make_batch("policy", micro_rows=4)
     assert batch.packed.count < batch.packed.tokens.shape[0]
-    spoiled = batch.advantages.copy()
+    spoiled = batch.columns["advantages"].copy()
     spoiled[batch.packed.count :] = np.nan
     outputs = [
       policy_step(make_state("policy"), b, TEMPERATURE)
-      for b in (batch, batch.replace(advantages=spoiled))
+      for b in (batch, with_column(batch, "advantages", spoiled))
     ]
     chex.assert_trees_all_equal(*outputs)
 
 
+class TestStepScale:
+  """One update from the same state under several factors."""
+
+  def apply(self, policy_step, scale):
+    batch = make_batch("policy", micro_rows=4)
+    if scale is not None:
+      batch = batch.replace(step_scale=np.float32(scale))
+    after, metrics = policy_step(make_state("policy"), batch, TEMPERATURE)
+    return jax.device_get(after), metrics
+
+  def test_scales_the_update_and_not_the_optimizer(self, policy_step):
+    plain, metrics = self.apply(policy_step, None)
+    assert "policy/step_scale" not in metrics
+    one, metrics = self.apply(policy_step, 1.0)
+    assert metrics["policy/step_scale"] == 1.0
+    chex.assert_trees_all_equal(one, plain)
+    half, metrics = self.apply(policy_step, 0.5)
+    assert metrics["policy/step_scale"] == 0.5
+    chex.assert_trees_all_equal(half.opt_state, plain.opt_state)
+    before = make_params("policy")
+    # Half of an update is exact; only adding it to the weights rounds.
+    expected = jax.tree.map(
+      lambda old, trace: old - 0.5 * trace.astype(np.float64),
+      before,
+      optax.tree_utils.tree_get(plain.opt_state, "trace"),
+    )
+    difference = jax.tree.map(
+      lambda got, want: np.abs(got - want) / np.spacing(np.abs(got)),
+      half.params,
+      expected,
+    )
+    assert largest(difference) <= 0.5
+
+  def test_a_new_factor_compiles_nothing(self, policy_step):
+    self.apply(policy_step, 1.0)
+    compiled = policy_step._cache_size()
+    self.apply(policy_step, 0.25)
+    assert policy_step._cache_size() == compiled
+
+  def test_lies_whole_on_every_device(self):
+    mesh = sharding.make_mesh(data=8, fsdp=1, tensor=1)
+    batch = make_batch("policy", micro_rows=8)
+    placed = step.place(batch.replace(step_scale=np.float32(0.5)), mesh)
+    assert placed.step_scale.sharding.is_fully_replicated
+    assert step.place(batch, mesh).step_scale is None
+
+
 class TestNotFinite:
   @pytest.mark.parametrize(
-    ("field", "poison"),
+    ("column", "poison"),
     [
       ("advantages", np.nan),
       ("advantages", np.inf),
@@ -360,23 +497,22 @@ class TestNotFinite:
       ("weights", -np.inf),
     ],
   )
-  def test_is_skipped_and_counted(self, policy_step, field, poison):
+  def test_is_skipped_and_counted(self, policy_step, column, poison):
     batch = make_batch("policy", micro_rows=4)
     where = tuple(np.argwhere(batch.packed.mask)[3])
-    spoiled = np.array(batch[field])
-    spoiled[where] = poison
+    values = np.array(batch.columns[column])
+    values[where] = poison
+    spoiled = with_column(batch, column, values)
     good, _ = policy_step(make_state("policy"), batch, TEMPERATURE)
     before = jax.device_get(good)
-    bad, metrics = policy_step(
-      good, batch.replace(**{field: spoiled}), TEMPERATURE
-    )
+    bad, metrics = policy_step(good, spoiled, TEMPERATURE)
     chex.assert_trees_all_equal(
       jax.device_get((bad.params, bad.opt_state)),
       (before.params, before.opt_state),
     )
     assert (bad.step, bad.skipped, bad.skipped_in_a_row) == (1, 1, 1)
     assert metrics["policy/skipped"] == 1.0
-    bad, _ = policy_step(bad, batch.replace(**{field: spoiled}), TEMPERATURE)
+    bad, _ = policy_step(bad, spoiled, TEMPERATURE)
     assert (bad.skipped, bad.skipped_in_a_row) == (2, 2)
     good, metrics = policy_step(bad, batch, TEMPERATURE)
     assert (good.step, good.skipped, good.skipped_in_a_row) == (2, 2, 0)
@@ -413,8 +549,14 @@ class TestScore:
     scored = jax.jit(
       functools.partial(score.score_logprobs, fns=make_fns("policy"))
     )(make_params("policy"), packed, TEMPERATURE)
+    mask = rollout.mask
     np.testing.assert_allclose(
-      layout.gather(scored)[rollout.mask], expected[rollout.mask], atol=1e-5
+      layout.gather(scored.logprobs)[mask], expected[mask], atol=1e-5
+    )
+    entropy = -np.sum(np.exp(at) * at, axis=2)
+    assert np.ptp(entropy[mask]) > 0.05
+    np.testing.assert_allclose(
+      layout.gather(scored.entropy)[mask], entropy[mask], atol=1e-5
     )
     values = jax.jit(make_fns("value").values)(
       make_params("value"),

@@ -1,0 +1,24 @@
+"""CISPO (MiniMax 2025, arXiv 2506.13585): the ratio is clipped, no token is.
+
+The importance weight is bounded at 1 + clip_high and carries no gradient; every
+token keeps its own. The paper does not state its bound; 0.28 is used.
+
+    python scripts/train.py --config=configs/cispo.py[:PRESET]
+
+Presets are scales, see jaxrl_llm/presets.py: none (embedded, CPU), long_tail,
+smollm2, gsm8k, qwen2.5-32b.
+"""
+
+from jaxrl_llm import config as config_lib
+
+
+def get_config(preset: str = ""):
+  """The settings of the method at the scale of a preset."""
+  config = config_lib.scaled(preset)
+  config.value.pretrain_steps = 0
+  config.estimator.name = "group"
+  config.loss.name = "cispo"
+  config.loss.clip_high = 0.28
+  config.loss.mode = "token-mean"
+  config.loss.nll_coefficient = 0.0
+  return config

@@ -1,0 +1,31 @@
+"""DAPO (Yu et al. 2025, arXiv 2503.14476).
+
+Clip-higher, dynamic sampling, the token-level loss and the soft overlong
+punishment on GRPO's advantages, without a KL term. The last quarter of the
+response limit is punished (paper: 4,096 of 20,480). Overlong filtering is off,
+as in the authors' best runs: `loss.overlong_filter`.
+
+    python scripts/train.py --config=configs/dapo.py[:PRESET]
+
+Presets are scales, see jaxrl_llm/presets.py: none (embedded, CPU), long_tail,
+smollm2, gsm8k, qwen2.5-32b.
+"""
+
+from jaxrl_llm import config as config_lib
+
+
+def get_config(preset: str = ""):
+  """The settings of the method at the scale of a preset."""
+  config = config_lib.scaled(preset)
+  config.value.pretrain_steps = 0
+  config.estimator.name = "group"
+  config.loss.clip_low = 0.2
+  config.loss.clip_high = 0.28
+  config.loss.mode = "token-mean"
+  config.loss.nll_coefficient = 0.0
+  config.schedule.dynamic_sampling = True
+  config.reward.overlong_buffer = config.sampler.max_response_length // 4
+  if preset == "qwen2.5-32b":
+    config.reward.overlong_buffer = 4096
+    config.schedule.oversample = 3
+  return config

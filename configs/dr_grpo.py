@@ -1,0 +1,24 @@
+"""Dr. GRPO (Liu et al. 2025, arXiv 2503.20783): GRPO without its two biases.
+
+Advantages are not divided by the group's standard deviation, and token losses
+by a constant length (the response limit), not by the response's own.
+
+    python scripts/train.py --config=configs/dr_grpo.py[:PRESET]
+
+Presets are scales, see jaxrl_llm/presets.py: none (embedded, CPU), long_tail,
+smollm2, gsm8k, qwen2.5-32b.
+"""
+
+from jaxrl_llm import config as config_lib
+
+
+def get_config(preset: str = ""):
+  """The settings of the method at the scale of a preset."""
+  config = config_lib.scaled(preset)
+  config.value.pretrain_steps = 0
+  config.estimator.name = "group"
+  config.estimator.scale = "none"
+  config.loss.clip_high = 0.2
+  config.loss.mode = "dr-grpo"
+  config.loss.nll_coefficient = 0.0
+  return config

@@ -1,0 +1,26 @@
+"""GRPO (Shao et al. 2024, arXiv 2402.03300).
+
+Advantages relative to the group, divided by its standard deviation; the mean
+over responses of their token means; a symmetric clip; the k3 estimate of the KL
+to the initial policy as a loss with coefficient 0.04.
+
+    python scripts/train.py --config=configs/grpo.py[:PRESET]
+
+Presets are scales, see jaxrl_llm/presets.py: none (embedded, CPU), long_tail,
+smollm2, gsm8k, qwen2.5-32b.
+"""
+
+from jaxrl_llm import config as config_lib
+
+
+def get_config(preset: str = ""):
+  """The settings of the method at the scale of a preset."""
+  config = config_lib.scaled(preset)
+  config.value.pretrain_steps = 0
+  config.estimator.name = "group"
+  config.loss.clip_high = 0.2
+  config.loss.mode = "seq-mean-token-mean"
+  config.loss.nll_coefficient = 0.0
+  config.loss.kl_coefficient = 0.04
+  config.loss.kl = "k3"
+  return config

@@ -1,0 +1,28 @@
+"""GSPO (Zheng et al. 2025, arXiv 2507.18071): sequence policy optimisation.
+
+One ratio per response, that of its mean log-prob, clipped at 3e-4 below and
+4e-4 above; four updates per batch. Some 15 % of responses clipped is normal.
+
+    python scripts/train.py --config=configs/gspo.py[:PRESET]
+
+Presets are scales, see jaxrl_llm/presets.py: none (embedded, CPU), long_tail,
+smollm2, gsm8k, qwen2.5-32b.
+"""
+
+from jaxrl_llm import config as config_lib
+
+
+def get_config(preset: str = ""):
+  """The settings of the method at the scale of a preset."""
+  config = config_lib.scaled(preset)
+  config.value.pretrain_steps = 0
+  config.estimator.name = "group"
+  config.loss.name = "gspo"
+  config.loss.clip_low = 3e-4
+  config.loss.clip_high = 4e-4
+  config.loss.mode = "seq-mean-token-mean"
+  config.loss.nll_coefficient = 0.0
+  config.optimizer.policy.mini_batch = max(
+    1, config.data.prompts_per_step * config.data.group_size // 4
+  )
+  return config

@@ -1,0 +1,32 @@
+"""MC-GRPO (2026, arXiv 2601.22582): the group's median as its baseline.
+
+One response more than is trained on: an odd group, whose median response has no
+advantage and takes no part in the loss. Advantages are divided by the standard
+deviation; the paper's MAD is 0 for most groups of binary rewards.
+
+    python scripts/train.py --config=configs/mc_grpo.py[:PRESET]
+
+Presets are scales, see jaxrl_llm/presets.py: none (embedded, CPU), long_tail,
+smollm2, gsm8k, qwen2.5-32b.
+"""
+
+from jaxrl_llm import config as config_lib
+
+
+def get_config(preset: str = ""):
+  """The settings of the method at the scale of a preset."""
+  config = config_lib.scaled(preset)
+  config.value.pretrain_steps = 0
+  config.data.group_size += 1 - config.data.group_size % 2
+  config.estimator.name = "group"
+  config.estimator.center = "median"
+  config.estimator.epsilon = 1e-4
+  config.estimator.drop_pivot = True
+  config.loss.clip_high = 0.2
+  config.loss.mode = "seq-mean-token-mean"
+  config.loss.nll_coefficient = 0.0
+  # Half a batch of whole groups.
+  config.optimizer.policy.mini_batch = (
+    config.data.prompts_per_step * config.data.group_size // 2
+  )
+  return config

@@ -1,0 +1,27 @@
+"""REINFORCE++ (Hu 2025, arXiv 2501.03262).
+
+Rewards to go with the KL to the initial policy in them, normalised over the
+whole batch (token-weighted), PPO's clip, the mean over responses of their token
+means.
+
+    python scripts/train.py --config=configs/reinforce_pp.py[:PRESET]
+
+Presets are scales, see jaxrl_llm/presets.py: none (embedded, CPU), long_tail,
+smollm2, gsm8k, qwen2.5-32b.
+"""
+
+from jaxrl_llm import config as config_lib
+
+
+def get_config(preset: str = ""):
+  """The settings of the method at the scale of a preset."""
+  config = config_lib.scaled(preset)
+  config.value.pretrain_steps = 0
+  config.estimator.name = "reward_to_go"
+  config.estimator.center = "none"
+  config.estimator.normalize = "whiten"
+  config.loss.clip_high = 0.2
+  config.loss.mode = "seq-mean-token-mean"
+  config.loss.nll_coefficient = 0.0
+  config.loss.kl_reward_coefficient = 0.001
+  return config

@@ -1,0 +1,26 @@
+"""REINFORCE++ with a group baseline (Hu 2025, arXiv 2501.03262).
+
+As reinforce_pp.py, but the group's mean is subtracted before the batch is
+normalised.
+
+    python scripts/train.py --config=configs/reinforce_pp_baseline.py[:PRESET]
+
+Presets are scales, see jaxrl_llm/presets.py: none (embedded, CPU), long_tail,
+smollm2, gsm8k, qwen2.5-32b.
+"""
+
+from jaxrl_llm import config as config_lib
+
+
+def get_config(preset: str = ""):
+  """The settings of the method at the scale of a preset."""
+  config = config_lib.scaled(preset)
+  config.value.pretrain_steps = 0
+  config.estimator.name = "reward_to_go"
+  config.estimator.center = "mean"
+  config.estimator.normalize = "whiten"
+  config.loss.clip_high = 0.2
+  config.loss.mode = "seq-mean-token-mean"
+  config.loss.nll_coefficient = 0.0
+  config.loss.kl_reward_coefficient = 0.001
+  return config

@@ -1,0 +1,31 @@
+"""RLOO (Ahmadian et al. 2024, arXiv 2402.14740): REINFORCE, leave one out.
+
+The baseline of a response is the mean reward of the others; a whole response
+is one action, without ratio or clip; the KL to the initial policy is in the
+reward.
+
+    python scripts/train.py --config=configs/rloo.py[:PRESET]
+
+Presets are scales, see jaxrl_llm/presets.py: none (embedded, CPU), long_tail,
+smollm2, gsm8k, qwen2.5-32b.
+"""
+
+from jaxrl_llm import config as config_lib
+
+
+def get_config(preset: str = ""):
+  """The settings of the method at the scale of a preset."""
+  config = config_lib.scaled(preset)
+  config.value.pretrain_steps = 0
+  config.estimator.name = "group"
+  config.estimator.center = "leave_one_out"
+  config.estimator.scale = "none"
+  config.loss.name = "policy_gradient"
+  config.loss.mode = "seq-mean-token-sum"
+  config.loss.nll_coefficient = 0.0
+  config.loss.kl_reward_coefficient = 0.03
+  # On-policy: one update per batch.
+  config.optimizer.policy.mini_batch = (
+    config.data.prompts_per_step * config.data.group_size
+  )
+  return config

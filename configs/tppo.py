@@ -1,0 +1,30 @@
+"""T-PPO (Fan et al. 2025, arXiv 2506.15050): truncated PPO.
+
+A step writes at most `schedule.window` tokens of every response. What has not
+ended goes on in the next step under the new weights; its window trains the
+policy at once, on EGAE advantages, and the critic learns from ended responses
+alone, on their Monte Carlo returns. No step waits for the longest response.
+
+The rest is VAPO's (which the paper leaves open, like the lambda of unfinished
+responses: here their tokens so far count as the length). The window is a
+quarter of the longest response; the paper has 8K of 24K.
+
+    python scripts/train.py --config=configs/tppo.py[:PRESET]
+
+Presets are scales, see jaxrl_llm/presets.py: none (embedded, CPU), long_tail,
+smollm2, gsm8k, qwen2.5-32b.
+"""
+
+from jaxrl_llm import config as config_lib
+
+
+def get_config(preset: str = ""):
+  """The settings of the method at the scale of a preset."""
+  config = config_lib.scaled(preset)
+  config.schedule.name = "window"
+  config.schedule.window = max(1, config.sampler.max_response_length // 4)
+  if preset == "qwen2.5-32b":
+    config.sampler.max_response_length = 24576
+    config.schedule.window = 8192
+    config.sampler.slots = config.data.prompts_per_step * config.data.group_size
+  return config

@@ -1,0 +1,25 @@
+"""VC-PPO (Yuan et al. 2025, arXiv 2503.01491): PPO whose critic is right.
+
+The critic is pretrained on a fixed policy, and its lambda of 1 is decoupled
+from the policy's 0.95.
+
+    python scripts/train.py --config=configs/vc_ppo.py[:PRESET]
+
+Presets are scales, see jaxrl_llm/presets.py: none (embedded, CPU), long_tail,
+smollm2, gsm8k, qwen2.5-32b.
+"""
+
+from jaxrl_llm import config as config_lib
+
+
+def get_config(preset: str = ""):
+  """The settings of the method at the scale of a preset."""
+  config = config_lib.scaled(preset)
+  config.data.prompts_per_step *= config.data.group_size
+  config.data.group_size = 1
+  config.estimator.lambda_schedule = "constant"
+  config.estimator.lambda_policy = 0.95
+  config.loss.clip_high = 0.2
+  config.loss.mode = "seq-mean-token-mean"
+  config.loss.nll_coefficient = 0.0
+  return config

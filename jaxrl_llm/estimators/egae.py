@@ -1,0 +1,161 @@
+"""Advantages of responses that were cut before they ended (T-PPO)."""
+
+import operator
+from collections.abc import Callable
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm import masked
+from jaxrl_llm.estimators.gae import gae
+
+
+def egae(
+  token_rewards: chex.Array,
+  values: chex.Array,
+  mask: chex.Array,
+  truncated: chex.Array,
+  *,
+  gamma: chex.Numeric,
+  lambda_: chex.Numeric,
+  boundary: str = "repeat",
+  next_values: chex.Array | None = None,
+) -> jax.Array:
+  """Extended GAE: generalised advantage estimation of unfinished responses.
+
+    δ_t = r_t + γ V(s_{t+1}) - V(s_t)
+    A_t = Σ_{k=0}^{l-t-1} (γ λ)^k δ_{t+k},   0 ≤ t < l,  V(s_l) := V(s_{l-1})
+
+  A response cut after l tokens has no reward yet. The sum ends at the cut, and
+  the value behind it repeats the last one, so that with γ = 1 the last token
+  of a window gets exactly 0. With γ < 1 it gets -(1 - γ) V(s_{l-1}), a penalty
+  for nothing: use γ = 1. A response that ended, by its stop token or at the
+  hard limit, has nothing behind it and gets plain GAE, bit for bit.
+
+  Args:
+    token_rewards: [..., T], as in `gae`.
+    values: [..., T], as in `gae`.
+    mask: [..., T], True at the response tokens of the window; as in `gae`.
+    truncated: bool [...], True for responses that go on after the window.
+    gamma: as in `gae`.
+    lambda_: as in `gae`.
+    boundary: V(s_l) of truncated rows. 'repeat' takes V of the row's last
+      unmasked token, as the paper; 'bootstrap' takes next_values; 'zero' calls
+      the response ended, which is wrong and there to be compared with.
+    next_values: [...], V(s_l), read by 'bootstrap' alone. What stands in rows
+      that are not truncated has no effect.
+
+  Returns:
+    float32 [..., T]; 0 in masked slots, whatever stands there.
+
+  Raises:
+    ValueError: for an unknown boundary, for 'bootstrap' without next_values,
+      and as `gae`.
+
+  Reference: Fan et al. 2025 (T-PPO), arXiv:2506.15050, equation 6.
+  """
+  chex.assert_equal_shape([token_rewards, values, mask])
+  chex.assert_shape(truncated, jnp.shape(values)[:-1])
+  if boundary not in _BOUNDARIES:
+    raise ValueError(
+      f"boundary={boundary!r}, expected one of {sorted(_BOUNDARIES)}"
+    )
+  if boundary == "bootstrap" and next_values is None:
+    raise ValueError(
+      "boundary='bootstrap' needs next_values, the value of the state after"
+      " each row's last token"
+    )
+  if next_values is not None:
+    chex.assert_equal_shape([truncated, next_values])
+  return gae(
+    token_rewards,
+    values,
+    mask,
+    gamma=gamma,
+    lambda_=lambda_,
+    bootstrap_value=masked.masked_fill(
+      _BOUNDARIES[boundary](values, mask, next_values), _cut(mask, truncated)
+    ),
+  )
+
+
+def boundary_error(
+  values: chex.Array,
+  mask: chex.Array,
+  truncated: chex.Array,
+  next_values: chex.Array,
+) -> jax.Array:
+  """Mean |V(s_l) - V(s_{l-1})| over cut responses, what EGAE leaves out.
+
+  'repeat' differs from 'bootstrap' at token t by
+  (γ λ)^(l-1-t) γ (V(s_l) - V(s_{l-1})), so that this number bounds the
+  approximation in units of the advantage.
+
+  Args:
+    values: [..., T], as in `egae`.
+    mask: [..., T], as in `egae`.
+    truncated: bool [...], as in `egae`.
+    next_values: [...], V(s_l).
+
+  Returns:
+    float32 scalar; 0 if no row with a token is truncated.
+  """
+  chex.assert_equal_shape([values, mask])
+  chex.assert_shape([truncated, next_values], jnp.shape(values)[:-1])
+  cut = _cut(mask, truncated)
+  step = masked.masked_fill(next_values, cut) - _last(values, mask)
+  return masked.masked_mean(jnp.abs(step), cut)
+
+
+def drop_tail(
+  mask: chex.Array, truncated: chex.Array, *, tokens: int
+) -> jax.Array:
+  """The mask without the last few tokens of each truncated row.
+
+  For the policy loss alone: their advantages have seen the least of what
+  follows. Estimate with the full mask first, as the TD errors of dropped
+  tokens still belong to earlier ones.
+
+  Args:
+    mask: [..., T], True at response tokens; may have holes.
+    truncated: bool [...], True for responses that go on.
+    tokens: how many unmasked tokens to drop, at least 0.
+
+  Returns:
+    bool [..., T].
+
+  Raises:
+    ValueError: if tokens is negative.
+  """
+  chex.assert_shape(truncated, jnp.shape(mask)[:-1])
+  if operator.index(tokens) < 0:
+    raise ValueError(f"tokens={tokens}, expected at least 0")
+  mask = jnp.asarray(mask, bool)
+  remaining = jax.lax.cumsum(
+    mask.astype(jnp.int32), axis=mask.ndim - 1, reverse=True
+  )
+  return mask & (
+    ~jnp.asarray(truncated, bool)[..., None] | (remaining > tokens)
+  )
+
+
+def _cut(mask: chex.Array, truncated: chex.Array) -> jax.Array:
+  """Rows that are truncated and have a token; [...]."""
+  return jnp.asarray(truncated, bool) & jnp.any(mask, axis=-1)
+
+
+def _last(values: chex.Array, mask: chex.Array) -> jax.Array:
+  """The value of each row's last unmasked token; 0 for an empty row; [...]."""
+  mask = jnp.asarray(mask, bool)
+  time = jax.lax.broadcasted_iota(jnp.int32, mask.shape, mask.ndim - 1)
+  latest = jnp.max(time, axis=-1, keepdims=True, where=mask, initial=-1)
+  return masked.masked_sum(values, mask & (time == latest), axis=-1)
+
+
+# (values, mask, next_values) -> V(s_l), [...].
+_BOUNDARIES: dict[str, Callable[..., jax.Array]] = {
+  "repeat": lambda values, mask, next_values: _last(values, mask),
+  "bootstrap": lambda values, mask, next_values: next_values,
+  "zero": lambda values, mask, next_values: jnp.zeros(jnp.shape(mask)[:-1]),
+}

@@ -1,0 +1,237 @@
+"""What a token's entropy changes in HAPO: clip, advantage and temperature.
+
+One number per token drives all three: the entropy code h in [-1, 1], below 0
+where the policy is surer than at the pivot, above 0 where it is less sure. A
+code of 0 changes nothing. All of it is data: stop its gradient.
+"""
+
+import numbers
+from collections.abc import Callable
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm import masked
+
+_LEAST_ENTROPY = 1e-8
+
+
+class EntropyStatistics(NamedTuple):
+  """Where the log-entropies of a batch lie. float32 scalars.
+
+  Zeros, as of a batch without tokens, code every token as 0: a neutral start
+  where the statistics of an earlier batch are wanted and there is none.
+  """
+
+  pivot: jax.Array  # Quantile of log H.
+  rms: jax.Array  # Root mean square of log H - pivot.
+  high: jax.Array  # Largest (log H - pivot) / rms, at least 0.
+  low: jax.Array  # Least (log H - pivot) / rms, at most 0.
+
+
+class ClipBounds(NamedTuple):
+  """Room below and above a ratio of 1, per token. float32."""
+
+  low: jax.Array
+  high: jax.Array
+
+
+def entropy_statistics(
+  entropies: chex.Array, mask: chex.Array, *, quantile: float = 0.8
+) -> EntropyStatistics:
+  """Pivot and spread of the log-entropies of all tokens of a batch.
+
+  The pivot is the nearest-rank quantile, the ⌈q n⌉-th least of n tokens, and
+  the spread is taken about the pivot, not about the mean.
+
+  Args:
+    entropies: [..., T], in nats, of the policy at each token.
+    mask: [..., T], True at response tokens.
+    quantile: q, in [0, 1].
+
+  Returns:
+    An `EntropyStatistics`.
+
+  Raises:
+    ValueError: if the quantile is outside [0, 1].
+
+  Reference: HAPO 2025, arXiv:2509.16591.
+  """
+  chex.assert_equal_shape([entropies, mask])
+  if not 0.0 <= quantile <= 1.0:
+    raise ValueError(f"quantile={quantile}, expected a number in [0, 1]")
+  mask = jnp.asarray(mask, bool)
+  logs = _log_entropy(entropies, mask)
+  ordered = jnp.sort(jnp.where(mask, logs, jnp.inf), axis=None)
+  # q n rounds, and a whole number must not become the next one.
+  rank = jnp.ceil((quantile - 1e-6) * masked.masked_count(mask))
+  place = jnp.maximum(rank.astype(jnp.int32) - 1, 0)
+  pivot = jnp.where(jnp.any(mask), ordered[place], 0.0)
+  above = logs - pivot
+  rms = jnp.sqrt(masked.masked_mean(jnp.square(above), mask))
+  scaled = above / jnp.where(rms > 0.0, rms, 1.0)
+  return EntropyStatistics(
+    pivot=pivot,
+    rms=rms,
+    high=masked.masked_max(jnp.maximum(scaled, 0.0), mask),
+    low=-masked.masked_max(jnp.maximum(-scaled, 0.0), mask),
+  )
+
+
+def entropy_code(
+  entropies: chex.Array,
+  mask: chex.Array,
+  statistics: EntropyStatistics,
+  *,
+  sign: str = "intended",
+) -> jax.Array:
+  """HAPO's entropy code: log-entropy about its pivot, scaled to [-1, 1].
+
+    h = (log H - pivot) / rms,   h / high where h > 0,   h / |low| where h < 0
+
+  Args:
+    entropies: [..., T], in nats.
+    mask: [..., T], True at response tokens.
+    statistics: of these or of earlier tokens; beyond their range h is held at
+      -1 or 1.
+    sign: 'intended' as above. 'released' divides by low where h < 0, as the
+      authors' code does; low-entropy tokens then get a *positive* code, and
+      everything HAPO does for h < 0 rests.
+
+  Returns:
+    float32 [..., T]; 0 in masked slots.
+
+  Raises:
+    ValueError: for an unknown sign.
+
+  Reference: HAPO 2025, arXiv:2509.16591.
+  """
+  chex.assert_equal_shape([entropies, mask])
+  if sign not in _SIGNS:
+    raise ValueError(f"sign={sign!r}, expected one of {sorted(_SIGNS)}")
+  above = _log_entropy(entropies, mask) - statistics.pivot
+  highest = statistics.rms * statistics.high
+  lowest = statistics.rms * _SIGNS[sign](statistics.low)
+  divisor = jnp.where(above > 0.0, highest, lowest)
+  usable = jnp.asarray(mask, bool) & (divisor != 0.0)
+  code = jnp.where(usable, above / jnp.where(usable, divisor, 1.0), 0.0)
+  return jnp.clip(code, -1.0, 1.0)
+
+
+def adaptive_clip(
+  code: chex.Array, *, clip_low: chex.Numeric, clip_high: chex.Numeric
+) -> ClipBounds:
+  """HAPO's asymmetric adaptive clipping.
+
+    high = clip_high (1 + h) where h > 0,   low = clip_low (1 - h) where h < 0
+
+  Uncertain tokens may rise further and sure ones fall further; the other
+  bound stays.
+
+  Args:
+    code: [...], the entropy code, in [-1, 1].
+    clip_low: room below a ratio of 1 where h = 0, at least 0.
+    clip_high: room above, likewise.
+
+  Returns:
+    `ClipBounds`, each float32 [...], fit for `losses.clipped_policy_loss`.
+
+  Raises:
+    ValueError: if a bound is negative.
+
+  Reference: HAPO 2025, arXiv:2509.16591.
+  """
+  _check_least_zero(clip_low=clip_low, clip_high=clip_high)
+  code = jnp.asarray(code, jnp.float32)
+  return ClipBounds(
+    low=clip_low * (1.0 - jnp.minimum(code, 0.0)),
+    high=clip_high * (1.0 + jnp.maximum(code, 0.0)),
+  )
+
+
+def redistribute(
+  advantages: chex.Array,
+  code: chex.Array,
+  ratio: chex.Array,
+  *,
+  clip_low: chex.Numeric,
+  clip_high: chex.Numeric,
+) -> jax.Array:
+  """HAPO's differential advantage redistribution, A (1 + h) where it applies.
+
+  An uncertain token (h > 0) is raised where its ratio has left the neutral
+  zone (1 - clip_low / 2, 1 + clip_high / 2); a sure one (h < 0) is damped
+  while its ratio is within. All others keep A.
+
+  Args:
+    advantages: [...].
+    code: [...], the entropy code, in [-1, 1].
+    ratio: [...], π / π_old, without a gradient.
+    clip_low: the *adapted* bound of `adaptive_clip`, a number or [...].
+    clip_high: likewise.
+
+  Returns:
+    float32 [...], of the sign of the advantage and at most twice its size.
+
+  Raises:
+    ValueError: if a bound is negative.
+
+  Reference: HAPO 2025, arXiv:2509.16591.
+  """
+  chex.assert_equal_shape([advantages, code, ratio])
+  _check_least_zero(clip_low=clip_low, clip_high=clip_high)
+  advantages = jnp.asarray(advantages, jnp.float32)
+  code = jnp.asarray(code, jnp.float32)
+  ratio = jnp.asarray(ratio, jnp.float32)
+  neutral = (ratio > 1.0 - clip_low / 2) & (ratio < 1.0 + clip_high / 2)
+  applies = jnp.where(code > 0.0, ~neutral, neutral)
+  return jnp.where(applies, advantages * (1.0 + code), advantages)
+
+
+def adaptive_temperature(
+  code: chex.Array, *, temperature: chex.Numeric, tau: float
+) -> jax.Array:
+  """HAPO's sampling temperature per token, T (1 + τ h).
+
+  The trainer takes its log-probabilities at one temperature; the ratio of the
+  two distributions is left to an importance correction, if one is wanted.
+
+  Args:
+    code: [...], the entropy code of the next token, from the statistics of an
+      earlier batch; held in [-1, 1].
+    temperature: T, a number or [...].
+    tau: largest relative change, in [0, 1).
+
+  Returns:
+    float32 [...].
+
+  Raises:
+    ValueError: if tau is outside [0, 1).
+
+  Reference: HAPO 2025, arXiv:2509.16591.
+  """
+  if isinstance(tau, numbers.Real) and not 0.0 <= tau < 1.0:
+    raise ValueError(f"tau={tau}, expected a number in [0, 1)")
+  code = jnp.clip(jnp.asarray(code, jnp.float32), -1.0, 1.0)
+  return temperature * (1.0 + tau * code)
+
+
+def _log_entropy(entropies: chex.Array, mask: chex.Array) -> jax.Array:
+  """log max(H, 1e-8), and log 1e-8 in masked slots."""
+  filled = masked.masked_fill(entropies, mask)
+  return jnp.log(jnp.maximum(filled, _LEAST_ENTROPY))
+
+
+def _check_least_zero(**settings: chex.Numeric) -> None:
+  for name, value in settings.items():
+    if isinstance(value, numbers.Real) and not value >= 0.0:
+      raise ValueError(f"{name}={value}, expected at least 0")
+
+
+# low, at most 0 -> what h is divided by where it is below 0.
+_SIGNS: dict[str, Callable[[jax.Array], jax.Array]] = {
+  "intended": jnp.negative,
+  "released": lambda low: low,
+}

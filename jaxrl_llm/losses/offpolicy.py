@@ -1,0 +1,332 @@
+"""Corrections for tokens that another policy than the trained one sampled.
+
+Three policies: π is trained, π_prox is the centre of its trust region (the
+weights before the update), π_behav sampled the tokens. The clipped surrogate
+limits π / π_prox; the weights of this file correct π_prox / π_behav.
+"""
+
+import numbers
+from collections.abc import Callable
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm import distributions, masked
+from jaxrl_llm.losses.policy import ClippedPolicyLoss, clipped_policy_loss
+
+# exp(±20), the same range in which `distributions` holds a log-ratio.
+_LARGEST_LOG = 20.0
+
+
+class Correction(NamedTuple):
+  """Importance weights of tokens, to be multiplied into a loss. All data."""
+
+  weights: jax.Array  # float32 [..., T], 0 where keep is False.
+  keep: jax.Array  # bool [..., T], unmasked tokens that were not rejected.
+
+
+def no_correction(
+  proximal_logprobs: chex.Array,
+  behavior_logprobs: chex.Array,
+  mask: chex.Array,
+) -> Correction:
+  """Weights of 1: tokens count as if π_prox had sampled them.
+
+  Args:
+    proximal_logprobs: [..., T], not read.
+    behavior_logprobs: [..., T], not read.
+    mask: [..., T], True at response tokens.
+
+  Returns:
+    A `Correction` that keeps every unmasked token.
+  """
+  chex.assert_equal_shape([proximal_logprobs, behavior_logprobs, mask])
+  keep = jnp.asarray(mask, bool)
+  return Correction(weights=keep.astype(jnp.float32), keep=keep)
+
+
+def truncated_importance(
+  proximal_logprobs: chex.Array,
+  behavior_logprobs: chex.Array,
+  mask: chex.Array,
+  *,
+  level: str,
+  high: chex.Numeric,
+  low: chex.Numeric = 0.0,
+) -> Correction:
+  """Truncated importance sampling (TIS), w = clip(π_prox / π_behav, low, high).
+
+  Truncation bounds the variance at the price of a bias towards π_behav. Do not
+  use it together with π_behav as the old policy of the surrogate, whose ratio
+  then corrects already.
+
+  Args:
+    proximal_logprobs: [..., T], of the trainer at the start of the update.
+    behavior_logprobs: [..., T], of the distribution really sampled from.
+    mask: [..., T], True at response tokens. A row is one response.
+    level: 'token', the ratio of each token; 'sequence', the product over the
+      response; 'geometric', its geometric mean.
+    high: largest weight, at least 1; 2 is usual for tokens, up to 10 for
+      sequences.
+    low: least weight, in [0, 1].
+
+  Returns:
+    A `Correction` that keeps every unmasked token. Log-ratios are held in
+    [-20, 20] first.
+
+  Raises:
+    ValueError: for an unknown level or bounds outside their range.
+
+  Reference: Ionides 2008, "Truncated importance sampling"; Yao et al. 2025,
+    "Your efficient RL framework secretly brings you off-policy RL training".
+  """
+  ratio, mask = _importance(
+    proximal_logprobs, behavior_logprobs, mask, level, high, low
+  )
+  weights = jnp.clip(ratio, low, high)
+  return Correction(weights=jnp.where(mask, weights, 0.0), keep=mask)
+
+
+def masked_importance(
+  proximal_logprobs: chex.Array,
+  behavior_logprobs: chex.Array,
+  mask: chex.Array,
+  *,
+  level: str,
+  high: chex.Numeric,
+  low: chex.Numeric = 0.0,
+) -> Correction:
+  """Masked importance sampling: π_prox / π_behav within [low, high], else 0.
+
+  At token level this is IcePop, at sequence level MIS. What lies outside is
+  rejected, not truncated. Weights of the reduction stay those of all tokens,
+  so that a rejected token still counts in the denominator.
+
+  Args:
+    proximal_logprobs: [..., T], as in `truncated_importance`.
+    behavior_logprobs: [..., T], as in `truncated_importance`.
+    mask: [..., T], as in `truncated_importance`.
+    level: as in `truncated_importance`.
+    high: largest ratio that is kept, at least 1.
+    low: least ratio that is kept, in [0, 1].
+
+  Returns:
+    A `Correction`; keep is False where a token or its response was rejected.
+
+  Raises:
+    ValueError: for an unknown level or bounds outside their range.
+
+  Reference: Ling Team 2025 (IcePop), arXiv:2510.18855.
+  """
+  ratio, mask = _importance(
+    proximal_logprobs, behavior_logprobs, mask, level, high, low
+  )
+  keep = mask & (ratio >= low) & (ratio <= high)
+  return Correction(weights=jnp.where(keep, ratio, 0.0), keep=keep)
+
+
+def decoupled_policy_loss(
+  logprobs: chex.Array,
+  proximal_logprobs: chex.Array,
+  behavior_logprobs: chex.Array,
+  advantages: chex.Array,
+  *,
+  clip_low: chex.Numeric,
+  clip_high: chex.Numeric,
+  dual_clip: chex.Numeric | None = None,
+  cap: chex.Numeric | None = None,
+) -> ClippedPolicyLoss:
+  """The decoupled PPO objective: clip about π_prox, weigh against π_behav.
+
+    L = -sg[w] min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
+    w = min(π_prox / π_behav, cap),   r = π / π_prox
+
+  π_prox = π_behav gives PPO in every bit. Infinite bounds give the plain
+  importance-weighted gradient, from which π_prox has cancelled.
+
+  Args:
+    logprobs: [...], of the current policy.
+    proximal_logprobs: [...], π_prox, constant through the update.
+    behavior_logprobs: [...], π_behav, recorded with each token, from whatever
+      version of the policy produced it.
+    advantages: [...], as in `clipped_policy_loss`.
+    clip_low: as in `clipped_policy_loss`, about π_prox.
+    clip_high: likewise.
+    dual_clip: likewise.
+    cap: largest weight, at least 1; a number or an array that broadcasts.
+      None sets none.
+
+  Returns:
+    A `ClippedPolicyLoss` with the ratio π / π_prox.
+
+  Raises:
+    ValueError: if a bound is outside its range.
+
+  Reference: Hilton et al. 2022, arXiv:2110.00641; Fu et al. 2025 (AReaL),
+    arXiv:2505.24298.
+  """
+  chex.assert_equal_shape([logprobs, behavior_logprobs])
+  if isinstance(cap, numbers.Real) and not cap >= 1.0:
+    raise ValueError(f"cap={cap}, expected at least 1")
+  surrogate = clipped_policy_loss(
+    logprobs,
+    proximal_logprobs,
+    advantages,
+    clip_low=clip_low,
+    clip_high=clip_high,
+    dual_clip=dual_clip,
+  )
+  weight = jnp.exp(
+    distributions.clamped_log_ratio(proximal_logprobs, behavior_logprobs)
+  )
+  if cap is not None:
+    weight = jnp.minimum(weight, jnp.broadcast_to(cap, weight.shape))
+  weight = jax.lax.stop_gradient(weight)
+  return surrogate._replace(loss=weight * surrogate.loss)
+
+
+def interpolated_logprobs(
+  logprobs: chex.Array,
+  behavior_logprobs: chex.Array,
+  behavior_version: chex.Array,
+  *,
+  proximal_version: chex.Numeric,
+  current_version: chex.Numeric,
+) -> jax.Array:
+  """Proximal log-probabilities without a forward pass (A-3PO).
+
+    log π_prox ≈ (1 - a) log π_behav + a log π
+    a = (v_prox - v_behav) / (v - v_behav)
+
+  a is held in [0, 1], and is 0 where the current version sampled the token.
+
+  Args:
+    logprobs: [..., T], of the current policy.
+    behavior_logprobs: [..., T], recorded with each token.
+    behavior_version: int, the policy version that sampled each token, [..., T]
+      or what broadcasts to it.
+    proximal_version: version at the start of the update.
+    current_version: version of logprobs.
+
+  Returns:
+    float32 [..., T], without a gradient; both ends are exact.
+
+  Reference: A-3PO 2025, arXiv:2512.06547.
+  """
+  chex.assert_equal_shape([logprobs, behavior_logprobs])
+  version = jnp.broadcast_to(behavior_version, jnp.shape(logprobs))
+  span = (current_version - version).astype(jnp.float32)
+  step = (proximal_version - version).astype(jnp.float32)
+  share = jnp.where(span == 0.0, 0.0, step / jnp.where(span == 0.0, 1.0, span))
+  share = jnp.clip(share, 0.0, 1.0)
+  behavior = jnp.asarray(behavior_logprobs, jnp.float32)
+  current = jnp.asarray(logprobs, jnp.float32)
+  return jax.lax.stop_gradient((1.0 - share) * behavior + share * current)
+
+
+def effective_sample_ratio(weights: chex.Array, mask: chex.Array) -> jax.Array:
+  """Share of samples that importance weights leave, ρ = (Σ w)² / (n Σ w²).
+
+  1 for equal weights, 1/n if one weighs all. VCPO scales the step by √ρ with
+  an adaptive optimizer. On several devices, form it from global sums: a mean
+  of ratios is none.
+
+  Args:
+    weights: any shape, at least 0, not truncated; one per response for VCPO.
+    mask: same shape, True where a sample exists.
+
+  Returns:
+    float32 scalar in [0, 1]; 1 if no sample exists, 0 if none weighs anything.
+
+  Reference: Kong 1992, "A note on importance sampling using standardized
+    weights"; Huang et al. 2026 (VCPO), arXiv:2602.17616.
+  """
+  weights = masked.masked_fill(weights, mask)
+  # Only proportions matter; squares of the weights themselves may overflow.
+  largest = masked.masked_max(weights, mask)
+  weights = weights / jnp.where(largest > 0.0, largest, 1.0)
+  count = masked.masked_count(mask)
+  squares = count * jnp.sum(jnp.square(weights))
+  ratio = jnp.square(jnp.sum(weights)) / jnp.where(squares > 0.0, squares, 1.0)
+  return jnp.where(count > 0, ratio, 1.0)
+
+
+def ewma_update(
+  average: chex.ArrayTree,
+  weight: chex.Numeric,
+  params: chex.ArrayTree,
+  *,
+  decay: chex.Numeric,
+) -> tuple[chex.ArrayTree, jax.Array]:
+  """One step of PPO-EWMA's proximal weights, a bias-corrected average.
+
+    W' = β W + 1,   θ_prox' = (β W θ_prox + θ) / W'
+
+  Called after every policy update, from θ_prox = θ and W = 1. Its centre of
+  mass is 1/(1 - β) - 1 steps back; β = 0 gives θ itself.
+
+  Args:
+    average: tree of θ_prox.
+    weight: W, a scalar.
+    params: tree of θ, of the same structure and shapes.
+    decay: β, in [0, 1].
+
+  Returns:
+    The new average, each leaf in its own dtype, and the new W, float32.
+
+  Raises:
+    ValueError: if decay is outside [0, 1].
+
+  Reference: Hilton et al. 2022 (PPO-EWMA), arXiv:2110.00641.
+  """
+  chex.assert_trees_all_equal_shapes(average, params)
+  if isinstance(decay, numbers.Real) and not 0.0 <= decay <= 1.0:
+    raise ValueError(f"decay={decay}, expected a number in [0, 1]")
+  kept = decay * jnp.asarray(weight, jnp.float32)
+  total = kept + 1.0
+
+  def step(old, new):
+    mixed = (kept / total) * old + (1.0 / total) * new
+    return mixed.astype(jnp.result_type(old))
+
+  return jax.tree.map(step, average, params), total
+
+
+# (log-ratio with 0 in masked slots, mask) -> what is exponentiated, [..., T]
+# or [..., 1].
+_LEVELS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+  "token": lambda log_ratio, mask: log_ratio,
+  "sequence": lambda log_ratio, mask: masked.masked_sum(
+    log_ratio, mask, axis=-1, keepdims=True
+  ),
+  "geometric": lambda log_ratio, mask: masked.masked_mean(
+    log_ratio, mask, axis=-1, keepdims=True
+  ),
+}
+
+
+def _importance(
+  proximal_logprobs: chex.Array,
+  behavior_logprobs: chex.Array,
+  mask: chex.Array,
+  level: str,
+  high: chex.Numeric,
+  low: chex.Numeric,
+) -> tuple[jax.Array, jax.Array]:
+  """π_prox / π_behav of each token's unit, [..., T], and the mask as bool."""
+  chex.assert_equal_shape([proximal_logprobs, behavior_logprobs, mask])
+  if level not in _LEVELS:
+    raise ValueError(f"level={level!r}, expected one of {sorted(_LEVELS)}")
+  for value, inside in ((low, lambda x: 0 <= x <= 1), (high, lambda x: x >= 1)):
+    if isinstance(value, numbers.Real) and not inside(value):
+      raise ValueError(
+        f"low={low}, high={high}, expected 0 <= low <= 1 <= high"
+      )
+  mask = jnp.asarray(mask, bool)
+  log_ratio = masked.masked_fill(proximal_logprobs, mask)
+  log_ratio -= masked.masked_fill(behavior_logprobs, mask)
+  log_ratio = _LEVELS[level](log_ratio, mask)
+  log_ratio = jnp.clip(log_ratio, -_LARGEST_LOG, _LARGEST_LOG)
+  return jnp.broadcast_to(jnp.exp(log_ratio), mask.shape), mask

@@ -1,0 +1,346 @@
+"""Warnings about a run that is going wrong, each with the setting to turn.
+
+Every rule is a pure function of the rows of metrics, so the warnings of a run
+depend on its rows alone: replaying them gives the same warnings again.
+"""
+
+import collections
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+# Thresholds. They are meant to be right when they speak: runs that learn, with
+# batches of 32 to 512 responses, stay below them except for real spikes.
+
+# Nats per token. A response of a hundred tokens is then nearly the same each
+# time it is sampled. Below it is only bad while answers are still wrong.
+ENTROPY_LOW = 0.05
+# From here on low entropy is what a learnt task looks like.
+ACCURACY_HIGH = 0.7
+# Entropy divided by this within ENTROPY_STEPS, without gain, is a collapse;
+# runs that learn well lose a factor of 4, and gain accuracy for it.
+ENTROPY_FELL = 5.0
+ENTROPY_STEPS = 10
+# Accuracy that must be gained for a fall of entropy or length to be learning.
+ACCURACY_GAIN = 0.05
+# Rows without any contrast before it is no chance of a small batch. The first
+# rows of a run need no such patience: there it is a fault of the setup.
+SAME_REWARDS_STEPS = 3
+# A third of the responses without an end teaches to be short, not to be right.
+OVERLONG_HIGH = 0.3
+OVERLONG_STEPS = 3
+# A useful critic on hard data wanders around 0; it is below for a row or two.
+EXPLAINED_VARIANCE_STEPS = 5
+# Nats. bfloat16 alone gives about 0.01; weights or temperatures that differ
+# give more than 0.1.
+MISMATCH_HIGH = 0.05
+# Nats per token: a jump is a multiple of what is usual, and not tiny; the
+# highest one needs no comparison.
+KL_TIMES_USUAL = 10.0
+KL_NOT_TINY = 0.02
+KL_HIGH = 0.1
+KL_USUAL_STEPS = 20
+# Rows that say what is usual.
+FEWEST_USUAL_STEPS = 5
+# Single rare tokens reach 30 in healthy runs.
+RATIO_HIGH = 100.0
+# Lengths are compared with those at the start of the window.
+LENGTH_FELL = 2.0
+LENGTH_STEPS = 10
+# Rows that a rule looks back on, the newest included.
+WINDOW = 60
+# Rows whose median stands for now; one odd batch is no collapse.
+NOW_STEPS = 3
+
+# Steps after which a warning that still holds is said again.
+COOLDOWN_STEPS = 50
+# Steps without a finding after which it counts as cleared; a new one is said.
+CLEARED_STEPS = 10
+
+
+class HealthWarning(NamedTuple):
+  """A rule that holds at a step."""
+
+  rule: str
+  text: str  # One line: what was seen, why it matters, what to turn.
+  quiet: bool  # It was said a few steps ago: no need to say it again.
+
+  @property
+  def metric(self) -> str:
+    """Key of the step's row, 1.0 where the rule holds, else absent."""
+    return f"health/{self.rule}"
+
+
+class Rule(NamedTuple):
+  """What a warning looks at, and what it advises.
+
+  `find` gets, for each metric that the rule needs, the values of the latest
+  rows that have all of them, oldest first, this row's last. It returns what is
+  wrong, with the numbers, or None.
+  """
+
+  name: str
+  needs: tuple[str, ...]
+  find: Callable[..., str | None]
+  why: str
+  turn: str  # Names keys of the config.
+
+
+def entropy_collapse(
+  entropies: Sequence[float], accuracies: Sequence[float]
+) -> str | None:
+  """Low, or falling fast without gain, while answers are still wrong."""
+  now, accuracy = _now(entropies), _now(accuracies)
+  if accuracy >= ACCURACY_HIGH or len(entropies) < NOW_STEPS:
+    return None
+  if now < ENTROPY_LOW:
+    return f"entropy {now:.3g} nats per token at accuracy {accuracy:.2f}"
+  before = entropies[: len(entropies) - ENTROPY_STEPS]
+  if len(before) < NOW_STEPS or now * ENTROPY_FELL > _now(before):
+    return None
+  gain = accuracy - _now(accuracies[: len(before)])
+  if gain >= ACCURACY_GAIN:
+    return None
+  return (
+    f"entropy fell from {_now(before):.3g} to {now:.3g} nats per token in"
+    f" {ENTROPY_STEPS} steps, accuracy changed by {gain:+.2f}"
+  )
+
+
+def all_wrong(accuracies: Sequence[float]) -> str | None:
+  """No response was right, in the first row or in several in a row."""
+  if any(accuracies[-SAME_REWARDS_STEPS:]):
+    return None
+  return f"no response was right {_for(accuracies)}"
+
+
+def all_right(accuracies: Sequence[float]) -> str | None:
+  """Every response was right, in the first row or in several in a row."""
+  if any(a < 1 for a in accuracies[-SAME_REWARDS_STEPS:]):
+    return None
+  return f"every response was right {_for(accuracies)}"
+
+
+def overlong(fractions: Sequence[float]) -> str | None:
+  """Many responses hit the maximum length."""
+  share = statistics.median(fractions[-OVERLONG_STEPS:])
+  if share <= OVERLONG_HIGH:
+    return None
+  return f"{share:.0%} of the responses hit the maximum length"
+
+
+def explained_variance(variances: Sequence[float]) -> str | None:
+  """The critic is worse than a constant, several times in a row."""
+  latest = variances[-EXPLAINED_VARIANCE_STEPS:]
+  if len(latest) < EXPLAINED_VARIANCE_STEPS or max(latest) >= 0:
+    return None
+  return f"explained variance {latest[-1]:.3g}, below 0 for {len(latest)} steps"
+
+
+def sampler_mismatch(differences: Sequence[float]) -> str | None:
+  """Sampler and trainer disagree on the same tokens."""
+  if differences[-1] <= MISMATCH_HIGH:
+    return None
+  return (
+    f"log-probabilities of sampler and trainer differ by {differences[-1]:.3g}"
+    " nats per token"
+  )
+
+
+def kl_jump(divergences: Sequence[float]) -> str | None:
+  """The policy moved much farther in this step than it usually does."""
+  now, past = divergences[-1], divergences[-1 - KL_USUAL_STEPS : -1]
+  usual = statistics.median(past) if len(past) >= FEWEST_USUAL_STEPS else None
+  jumped = usual is not None and now > max(KL_NOT_TINY, KL_TIMES_USUAL * usual)
+  if not jumped and now <= KL_HIGH:
+    return None
+  compared = "" if usual is None else f", usually {usual:.2g}"
+  return f"the step's KL is {now:.3g} nats per token{compared}"
+
+
+def ratio_explosion(ratios: Sequence[float]) -> str | None:
+  """A token became far likelier than when it was sampled."""
+  if ratios[-1] <= RATIO_HIGH:
+    return None
+  return f"a token's probability ratio reached {ratios[-1]:.3g}"
+
+
+def length_collapse(
+  lengths: Sequence[float], accuracies: Sequence[float]
+) -> str | None:
+  """Responses became much shorter and no better."""
+  if len(lengths) < 2 * LENGTH_STEPS:
+    return None
+  now, before = _now(lengths), statistics.median(lengths[:LENGTH_STEPS])
+  gain = _now(accuracies) - statistics.median(accuracies[:LENGTH_STEPS])
+  if now * LENGTH_FELL > before or gain >= ACCURACY_GAIN:
+    return None
+  return (
+    f"mean response length fell from {before:.1f} to {now:.1f} tokens within"
+    f" {len(lengths)} steps, accuracy changed by {gain:+.2f}"
+  )
+
+
+def _now(values: Sequence[float]) -> float:
+  return statistics.median(values[-NOW_STEPS:])
+
+
+def _for(values: Sequence[float]) -> str:
+  steps = min(len(values), SAME_REWARDS_STEPS)
+  return "in the first step" if steps == 1 else f"for {steps} steps"
+
+
+RULES = (
+  Rule(
+    "entropy_collapse",
+    ("policy/entropy", "reward/accuracy"),
+    entropy_collapse,
+    "the responses to a prompt become one, so nothing new is tried",
+    "raise loss.clip_high, loss.entropy_coefficient or sampler.temperature, or"
+    " lower optimizer.policy.learning_rate",
+  ),
+  Rule(
+    "all_wrong",
+    ("reward/accuracy",),
+    all_wrong,
+    "there is nothing to learn from",
+    "see samples.jsonl, check reward.name and data.template, choose easier"
+    " problems by data.settings, or raise data.group_size",
+  ),
+  Rule(
+    "all_right",
+    ("reward/accuracy",),
+    all_right,
+    "there is nothing left to learn",
+    "choose harder problems by data.settings or data.path, or end the run by"
+    " run.steps; see samples.jsonl for a reward that is too easy",
+  ),
+  Rule(
+    "overlong",
+    ("rollout/overlong_fraction",),
+    overlong,
+    "they are cut before their answer and judged wrong",
+    "raise sampler.max_response_length, set sampler.stop if they ramble on"
+    " after the answer, or leave them out by loss.overlong_filter",
+  ),
+  Rule(
+    "explained_variance",
+    ("value/explained_variance",),
+    explained_variance,
+    "the critic is worse than a constant and adds noise to the advantages",
+    "raise value.pretrain_steps or optimizer.value.epochs, or lower"
+    " optimizer.value.learning_rate",
+  ),
+  Rule(
+    "sampler_mismatch",
+    ("sampler_trainer/logprob_diff_mean",),
+    sampler_mismatch,
+    "the policy is trained on responses that it would not write",
+    "set model.cache_dtype or model.dtype to float32",
+  ),
+  Rule(
+    "kl_jump",
+    ("policy/approx_kl",),
+    kl_jump,
+    "one step may undo many",
+    "lower optimizer.policy.learning_rate or optimizer.policy.max_grad_norm",
+  ),
+  Rule(
+    "ratio_explosion",
+    ("policy/ratio_max",),
+    ratio_explosion,
+    "clipping bounds the gain of such tokens, not their loss",
+    "lower optimizer.policy.learning_rate or optimizer.policy.epochs, or set"
+    " loss.dual_clip",
+  ),
+  Rule(
+    "length_collapse",
+    ("rollout/response_length_mean", "reward/accuracy"),
+    length_collapse,
+    "the policy learns to stop, not to solve",
+    "raise value.pretrain_steps, set estimator.lambda_value to 1, or lower"
+    " optimizer.policy.learning_rate",
+  ),
+)
+
+
+class Health:
+  """Holds each step's row against the rules; made once a run.
+
+  A rule speaks when it begins to hold, and again every `COOLDOWN_STEPS` while
+  it holds; in between, its warnings are quiet. It begins anew once it did not
+  hold for `CLEARED_STEPS`. A rule is silent in a row that lacks one of its
+  metrics, and NaN counts as lacking.
+  """
+
+  def __init__(self, rules: Sequence[Rule] = RULES):
+    self._rules = tuple(rules)
+    self._seen = {
+      rule.name: collections.deque(maxlen=WINDOW) for rule in self._rules
+    }
+    self._held = {}  # Step at which a rule held last, by its name.
+    self._said = {}  # Step at which its warning was not quiet.
+
+  @classmethod
+  def from_rows(
+    cls, rows: Iterable[Mapping[str, Any]], rules: Sequence[Rule] = RULES
+  ) -> "Health":
+    """Goes on from earlier rows, as if it had never stopped.
+
+    Args:
+      rows: of `read_rows`, up to the step that the run goes on from.
+      rules: what to look for.
+
+    Returns:
+      The state in which an uninterrupted run would be.
+    """
+    health = cls(rules)
+    for row in rows:
+      health.check(row["step"], row)
+    return health
+
+  def check(self, step: int, row: Mapping[str, Any]) -> list[HealthWarning]:
+    """Takes the next step's metrics.
+
+    Args:
+      step: of the row; later than that of the last call.
+      row: metrics, as logged or as read back from `metrics.jsonl`.
+
+    Returns:
+      A warning for every rule that holds, in the order of the rules.
+    """
+    warnings = []
+    for rule in self._rules:
+      values = tuple(_value(row, name) for name in rule.needs)
+      if None in values:
+        continue
+      self._seen[rule.name].append(values)
+      found = rule.find(*map(list, zip(*self._seen[rule.name], strict=True)))
+      if found is not None:
+        text = (
+          f"warning at step {step}, {rule.name.replace('_', ' ')}: {found};"
+          f" {rule.why}; {rule.turn}"
+        )
+        quiet = self._is_quiet(rule.name, step)
+        warnings.append(HealthWarning(rule.name, text, quiet))
+    return warnings
+
+  def _is_quiet(self, rule: str, step: int) -> bool:
+    """Notes that the rule holds; returns whether that is known already."""
+    known = rule in self._held and step - self._held[rule] <= CLEARED_STEPS
+    quiet = known and step - self._said[rule] < COOLDOWN_STEPS
+    self._held[rule] = step
+    if not quiet:
+      self._said[rule] = step
+    return quiet
+
+
+def _value(row: Mapping[str, Any], name: str) -> float | None:
+  """A metric; None where it is absent or NaN. Infinite ones are kept."""
+  value = row.get(name)
+  if value is None:
+    # What a row of the file says of a value that JSON does not have.
+    value = row.get("nonfinite", {}).get(name, math.nan)
+  value = float(value)
+  return None if math.isnan(value) else value

@@ -1,0 +1,134 @@
+"""Scales to run a method at: a model, its data and sizes to match.
+
+A preset changes what follows from the model and the data (lengths, batches,
+rates, mesh) and leaves the method alone. It takes a config of
+`jaxrl_llm.config.default_config`, whose own scale is the embedded task.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_ROLES = ("policy", "value")
+
+
+def smollm2(config: Any) -> None:
+  """SmolLM2-135M on two-digit sums, on a CPU; needs model.path."""
+  config.data.source = "sums"
+  config.data.settings = {"digits": 2}
+  config.data.template = "few_shot"
+  config.data.template_settings = {
+    "shots": 4,
+    "shot_format": "Problem: {question} {answer}\n",
+    "question_format": "Problem: {question}",
+  }
+  config.data.prompts_per_step = 4
+  config.data.group_size = 8
+  config.data.max_prompt_length = 80
+  config.sampler.max_response_length = 8
+  config.sampler.stop = ("\n",)
+  config.reward.name = "exact_line"
+  # A sum has three to five tokens with its end: lambda is 0.95 at 4.
+  config.estimator.alpha = 5.0
+  config.model.head_chunk = 32  # A row has some 35 response tokens.
+  _optimizers(config, learning_rate=1e-5, mini_batch=32, micro_rows=4)
+  for role in _ROLES:
+    config.optimizer[role].warmup_steps = 4
+  config.value.pretrain_steps = 4
+  config.eval.problems = 50
+  config.run.steps = 40
+  config.run.samples_every = 10
+
+
+def long_tail(config: Any) -> None:
+  """Sums rewritten line by line: few long responses among many short ones."""
+  config.data.source = "fold_sum"
+  config.data.settings = {"max_ops": 20, "tail": 1.0}
+  config.data.prompts_per_step = 16
+  config.data.group_size = 8
+  config.data.max_prompt_length = 44
+  config.sampler.max_response_length = 512
+  config.estimator.alpha = 1.0  # lambda is 0.97 at 30 tokens.
+  config.optimizer.row_tokens = 560
+  for role in _ROLES:
+    config.optimizer[role].mini_batch = 64
+    config.optimizer[role].micro_rows = 2
+  config.eval.problems = 100
+  config.eval.samples = 2
+
+
+def gsm8k(config: Any) -> None:
+  """A chat model on GSM8K questions; needs model.path and data.path."""
+  config.data.source = "jsonl"
+  config.data.settings = {}
+  config.data.template = "chat"
+  config.data.template_settings = {
+    "question_format": (
+      "{question}\nReason step by step and end with #### and the number."
+    ),
+  }
+  config.data.prompts_per_step = 4
+  config.data.group_size = 4
+  config.data.max_prompt_length = 256
+  config.data.on_long = "drop"
+  config.sampler.max_response_length = 256
+  config.reward.name = "numeric"
+  config.estimator.alpha = 0.2
+  _optimizers(config, learning_rate=1e-6, mini_batch=16, micro_rows=2)
+  config.value.pretrain_steps = 1
+  config.eval.problems = 8
+  config.eval.samples = 1
+  config.eval.every = 100
+  config.run.samples_every = 1
+
+
+def qwen32b(config: Any) -> None:
+  """The papers' setting on a mesh; needs model.path and data.path."""
+  config.model.dtype = "bfloat16"
+  config.data.source = "jsonl"
+  config.data.settings = {}
+  config.data.template = "chat"
+  config.data.template_settings = {
+    "question_format": (
+      "Solve the problem step by step and put the final answer in"
+      " \\boxed{}.\n\n{question}"
+    ),
+  }
+  config.data.prompts_per_step = 512
+  config.data.group_size = 16
+  config.data.max_prompt_length = 2048
+  config.data.on_long = "drop"
+  config.sampler.max_response_length = 20480
+  config.sampler.slots = 1024
+  config.reward.name = "numeric"
+  config.reward.workers = 16
+  config.estimator.alpha = 0.05
+  _optimizers(config, learning_rate=1e-6, mini_batch=512, micro_rows=16)
+  for role in _ROLES:
+    config.optimizer[role].weight_decay = 0.1
+  config.value.pretrain_steps = 50
+  config.value.pretrain_patience = 50
+  config.eval.samples = 32
+  config.eval.top_p = 0.7
+  config.mesh.fsdp = 16
+  config.mesh.tensor = 4
+  config.run.steps = 312  # 5,000 gradient steps at 16 a rollout.
+  config.checkpoint.every = 10
+
+
+def _optimizers(config, *, learning_rate, mini_batch, micro_rows) -> None:
+  """Both optimizers; the critic learns twice as fast (VAPO, section 5.1)."""
+  for role, factor in zip(_ROLES, (1, 2)):
+    settings = config.optimizer[role]
+    settings.learning_rate = learning_rate * factor
+    settings.max_grad_norm = 1.0
+    settings.mini_batch = mini_batch
+    settings.micro_rows = micro_rows
+
+
+# Name of a preset -> what it changes.
+SCALES: Mapping[str, Callable[[Any], None]] = {
+  "long_tail": long_tail,
+  "smollm2": smollm2,
+  "gsm8k": gsm8k,
+  "qwen2.5-32b": qwen32b,
+}

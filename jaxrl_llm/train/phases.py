@@ -1,0 +1,202 @@
+"""The phases of an iteration between responses and new weights.
+
+`score` and `estimate` say what every token is worth, `update_value` and
+`update_policy` learn from it, each over mini-batches of its own.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxrl_llm import config as config_lib
+from jaxrl_llm import estimators
+from jaxrl_llm.train import experience, ledger, packing
+from jaxrl_llm.train import step as step_lib
+from jaxrl_llm.train.build import Job, Role
+from jaxrl_llm.train.experience import Scores
+from jaxrl_llm.train.packing import MiniBatch
+from jaxrl_llm.train.runstate import Responses, RunState, TrainingStopped
+from jaxrl_llm.types import Experience, Rollout
+
+
+def mini_batches(
+  job: Job,
+  role: Role | None,
+  rollout: Rollout,
+  rng: np.random.Generator,
+  rows: np.ndarray,
+) -> list[MiniBatch]:
+  """Shuffled mini-batches of a model's own size, packed; none without it."""
+  if role is None:
+    return []
+  return packing.mini_batches(
+    rollout,
+    size=role.settings.mini_batch,
+    rng=rng,
+    capacity=config_lib.row_tokens(job.config),
+    rows=role.settings.micro_rows,
+    chosen=rows,
+  )
+
+
+class Proximal(NamedTuple):
+  """Where the log-probs come from that the ratio is taken against."""
+
+  # State -> parameters to score with; None: the sampler's log-probs serve.
+  params: Callable[[RunState], Any] | None
+  moves: bool = False  # Scored again before every mini-batch.
+
+
+PROXIMALS: Mapping[str, Proximal] = {
+  "recompute": Proximal(lambda state: state.policy.params),
+  "stored": Proximal(None),
+  "interpolate": Proximal(None),
+  "ewma": Proximal(lambda state: state.average["params"], moves=True),
+}
+
+
+def score(
+  job: Job,
+  state: RunState,
+  rollout: Rollout,
+  policy_batches: list[MiniBatch],
+  value_batches: list[MiniBatch],
+) -> Scores:
+  """log π_old and V under the weights of now; the reference where needed."""
+  empty = lambda: np.zeros(rollout.mask.shape, np.float32)
+  proximal = PROXIMALS[job.recipe.proximal]
+  old_logprobs, entropies, ref_logprobs = empty(), empty(), empty()
+  if proximal.params is None:
+    old_logprobs = rollout.behavior_logprobs
+  in_turn = policy_batches
+  if job.recipe.kl_reward_coefficient:  # A part of the critic's targets.
+    in_turn = [*in_turn, *_others(job, job.policy, rollout, policy_batches)]
+  for batch in in_turn:
+    if proximal.params is not None:
+      out = score_batch(job, proximal.params(state), batch)
+      old_logprobs[batch.rows] = batch.layout.gather(out.logprobs)
+      entropies[batch.rows] = batch.layout.gather(out.entropy)
+    if job.recipe.reference:
+      out = score_batch(job, state.reference, batch)
+      ref_logprobs[batch.rows] = batch.layout.gather(out.logprobs)
+  values, next_values = empty(), np.zeros(len(rollout.lengths), np.float32)
+  # Cut responses are no part of the critic's mini-batches.
+  others = _others(job, job.value, rollout, value_batches)
+  for batch in [*value_batches, *others]:
+    packed = step_lib.place(batch.packed, job.mesh)
+    scored = np.asarray(job.score_values(state.value.params, packed))
+    values[batch.rows] = batch.layout.gather(scored)
+    next_values[batch.rows] = batch.layout.gather_last(scored)
+  return Scores(
+    old_logprobs=old_logprobs,
+    entropies=entropies,
+    ref_logprobs=ref_logprobs,
+    values=values,
+    next_values=next_values,
+  )
+
+
+def _others(job, role, rollout, batches) -> list[MiniBatch]:
+  """Mini-batches of the rows that the given ones leave out."""
+  rows = np.arange(len(rollout.lengths))
+  for batch in batches:
+    rows = np.setdiff1d(rows, batch.rows)
+  return mini_batches(job, role, rollout, None, rows)
+
+
+def score_batch(job: Job, params: Any, batch: MiniBatch) -> Any:
+  """Log-probs and entropies of a mini-batch, [M, r, C]."""
+  packed = step_lib.place(batch.packed, job.mesh)
+  temperature = np.float32(job.sampling.temperature)
+  return jax.device_get(job.score_logprobs(params, packed, temperature))
+
+
+def estimate(job: Job, responses: Responses, scores: Scores) -> Experience:
+  """Advantages, targets and masks; the recipe says which."""
+  return jax.device_get(
+    job.estimate(
+      responses.rewards,
+      responses.correct,
+      responses.judged,
+      responses.rollout,
+      scores,
+    )
+  )
+
+
+def entropy_statistics(scores: Scores, credit: Experience) -> Any:
+  """Of a batch's trained tokens, for HAPO's temperature in the next step."""
+  return jax.device_get(
+    estimators.entropy_statistics(scores.entropies, credit.policy_mask)
+  )
+
+
+def update_value(job, state, responses, credit, batches, rng):
+  """Critic: ½ (V − return)², token mean over each mini-batch."""
+  rows = []
+  for epoch, batch in epochs(job, job.value, responses, batches, rng):
+    prepared = experience.value_batch(credit, batch)
+    if epoch == 0:
+      ledger.visit(responses.value_visits, batch, prepared)
+    state, row = job.value.update(state, step_lib.place(prepared, job.mesh))
+    rows.append(row)
+  return state, summarize(job, "critic", state, rows)
+
+
+def update_policy(job, state, responses, credit, batches, rng):
+  """Policy: clipped surrogate plus positive NLL, token means.
+
+  Returns the policy's state, its moving average and the metrics.
+  """
+  rows, policy, average = [], state.policy, state.average
+  temperature = np.float32(job.sampling.temperature)
+  moves = PROXIMALS[job.recipe.proximal].moves
+  for epoch, batch in epochs(job, job.policy, responses, batches, rng):
+    old_logprobs = None
+    if moves:
+      scored = score_batch(job, average["params"], batch)
+      old_logprobs = batch.layout.gather(scored.logprobs)
+    prepared = experience.policy_batch(
+      credit, batch, recipe=job.recipe, old_logprobs=old_logprobs
+    )
+    if epoch == 0:
+      ledger.visit(responses.policy_visits, batch, prepared)
+    policy, row = job.policy.update(
+      policy, step_lib.place(prepared, job.mesh), temperature
+    )
+    if job.average is not None:
+      average = job.average.move(average, policy.params)
+    rows.append(row)
+  return policy, average, summarize(job, "policy", policy, rows)
+
+
+def epochs(
+  job, role, responses, batches, rng
+) -> Iterator[tuple[int, MiniBatch]]:
+  """The given mini-batches, then newly shuffled ones for further epochs."""
+  yield from ((0, batch) for batch in batches)
+  rows = np.sort(np.concatenate([batch.rows for batch in batches]))
+  for epoch in range(1, role.settings.epochs):
+    again = mini_batches(job, role, responses.rollout, rng, rows)
+    yield from ((epoch, batch) for batch in again)
+
+
+def summarize(job, name, state, rows) -> dict[str, float]:
+  """Mean over the updates of a step (maximum of a maximum).
+
+  Raises:
+    TrainingStopped: too many updates in a row were not finite.
+  """
+  rows = jax.device_get(rows)
+  in_a_row = int(state.skipped_in_a_row)
+  if in_a_row >= job.config.run.max_skipped:
+    raise TrainingStopped(
+      f"the last {in_a_row} updates of the {name} were not finite and were"
+      " skipped; lower the learning rate or look at the last samples"
+    )
+  over = lambda key: max if key.endswith("_max") else np.mean
+  out = {k: float(over(k)([row[k] for row in rows])) for k in rows[0]}
+  skipped = next(k for k in out if k.endswith("/skipped"))
+  return out | {skipped: float(sum(row[skipped] for row in rows))}

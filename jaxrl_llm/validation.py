@@ -1,0 +1,398 @@
+"""Checks of a config: every key on its own, then what fits together.
+
+Each failure is one line that names the keys, their values and what is allowed.
+"""
+
+from typing import Any
+
+from jaxrl_llm.errors import InputError
+
+_DATA_SOURCES = ("chain_sum", "fold_sum", "sums", "jsonl", "tfds")
+# Modes of the loss that need a constant length.
+NORM_MODES = ("seq-mean-token-sum-norm", "dr-grpo")
+# Estimators that read values, so that a critic is trained.
+CRITICS = {"gae"}
+_CHOICES = {
+  "model.dtype": ("float32", "bfloat16"),
+  "model.cache_dtype": ("", "float32", "bfloat16"),
+  "data.source": _DATA_SOURCES,
+  "data.template": ("completion", "few_shot", "chat"),
+  "data.on_long": ("error", "drop"),
+  "reward.name": ("chain_sum", "exact_line", "numeric", "math_verify"),
+  "estimator.lambda_schedule": ("length_adaptive", "constant"),
+  "schedule.name": ("full", "window"),
+  "estimator.name": (
+    "gae",
+    "group",
+    "token_group",
+    "reward_to_go",
+    "optimal_baseline",
+  ),
+  "estimator.boundary": ("repeat", "bootstrap", "zero"),
+  "estimator.center": ("mean", "median", "leave_one_out", "none"),
+  "estimator.scale": ("std", "mad", "none"),
+  "estimator.normalize": ("none", "whiten", "scale"),
+  "loss.name": ("clip", "gspo", "cispo", "policy_gradient", "hapo"),
+  "loss.mode": (
+    "token-mean",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum",
+    *NORM_MODES,
+  ),
+  "loss.kl": ("k1", "k2", "k3", "k1+", "k3+"),
+  "loss.hapo_sign": ("intended", "released"),
+  "off_policy.proximal": ("recompute", "stored", "interpolate", "ewma"),
+  "off_policy.correction": ("none", "truncate", "mask"),
+  "off_policy.level": ("token", "sequence", "geometric"),
+  "eval.source": ("", *_DATA_SOURCES),
+}
+
+# key: (lowest, highest), both allowed.
+_INF = float("inf")
+_RANGES = {
+  "model.head_chunk": (1, _INF),
+  "value.pretrain_steps": (0, _INF),
+  "value.pretrain_patience": (1, _INF),
+  "data.prompts_per_step": (1, _INF),
+  "data.group_size": (1, _INF),
+  "data.max_prompt_length": (1, _INF),
+  "reward.workers": (0, 256),
+  "reward.deadline_s": (1e-3, _INF),
+  "sampler.slots": (0, _INF),
+  "sampler.max_response_length": (1, _INF),
+  "sampler.temperature": (1e-3, 100.0),
+  "sampler.entropy_tau": (0.0, 0.999),
+  "sampler.top_k": (0, 0),
+  "sampler.top_p": (1.0, 1.0),
+  "sampler.min_p": (0.0, 0.0),
+  "estimator.gamma": (0.0, 1.0),
+  "estimator.alpha": (1e-6, _INF),
+  "estimator.lambda_policy": (0.0, 1.0),
+  "estimator.lambda_value": (0.0, 1.0),
+  "loss.clip_low": (0.0, 0.999999),
+  "loss.clip_high": (0.0, _INF),
+  "reward.overlong_buffer": (0, _INF),
+  "reward.overlong_factor": (0.0, _INF),
+  "schedule.window": (0, _INF),
+  "schedule.min_ended": (1, _INF),
+  "schedule.oversample": (1, _INF),
+  "schedule.max_rounds": (1, _INF),
+  "estimator.tail_drop": (0, _INF),
+  "estimator.epsilon": (0.0, _INF),
+  "loss.norm": (0, _INF),
+  "loss.nll_coefficient": (0.0, _INF),
+  "loss.kl_coefficient": (0.0, _INF),
+  "loss.kl_reward_coefficient": (0.0, _INF),
+  "loss.entropy_coefficient": (0.0, _INF),
+  "off_policy.ewma_decay": (0.0, 0.999999),
+  "off_policy.high": (1.0, _INF),
+  "off_policy.low": (0.0, 1.0),
+  "off_policy.ess_reference": (1e-6, 1.0),
+  "optimizer.row_tokens": (0, _INF),
+  "eval.every": (1, _INF),
+  "eval.samples": (1, _INF),
+  "eval.problems": (0, _INF),
+  "eval.temperature": (0.0, 100.0),
+  "eval.top_p": (1e-6, 1.0),
+  "checkpoint.every": (1, _INF),
+  "checkpoint.keep": (1, _INF),
+  "mesh.data": (-1, _INF),
+  "mesh.fsdp": (1, _INF),
+  "mesh.tensor": (1, _INF),
+  "run.seed": (0, 2**31 - 1),
+  "run.steps": (1, _INF),
+  "run.samples_every": (0, _INF),
+  "run.max_skipped": (1, _INF),
+}
+for _role in ("policy", "value"):
+  _RANGES |= {
+    f"optimizer.{_role}.learning_rate": (0.0, _INF),
+    f"optimizer.{_role}.warmup_steps": (0, _INF),
+    f"optimizer.{_role}.max_grad_norm": (1e-9, _INF),
+    f"optimizer.{_role}.weight_decay": (0.0, _INF),
+    f"optimizer.{_role}.b1": (0.0, 0.999999),
+    f"optimizer.{_role}.b2": (0.0, 0.999999),
+    f"optimizer.{_role}.eps": (1e-20, _INF),
+    f"optimizer.{_role}.mini_batch": (1, _INF),
+    f"optimizer.{_role}.micro_rows": (1, _INF),
+    f"optimizer.{_role}.epochs": (1, _INF),
+  }
+
+_WHY = {
+  "sampler.top_k": "; training uses the full softmax, so must the sampler",
+  "sampler.top_p": "; training uses the full softmax, so must the sampler",
+  "sampler.min_p": "; training uses the full softmax, so must the sampler",
+}
+
+
+def add_choice(key: str, name: str) -> None:
+  """Lets `name` be a value of a key, for a part registered from outside.
+
+  Raises:
+    ValueError: the name is taken.
+  """
+  if name in _CHOICES[key]:
+    raise ValueError(f"config.{key} has a choice {name!r} already")
+  _CHOICES[key] = (*_CHOICES[key], name)
+
+
+def get(config: Any, key: str):
+  """The value at a dotted key."""
+  for name in key.split("."):
+    config = config[name]
+  return config
+
+
+def keys(config: Any, prefix: str = "") -> list[str]:
+  """Every dotted key that holds a value."""
+  found = []
+  for name, value in config.items():
+    inner = isinstance(value, type(config)) and len(value)
+    path = prefix + name
+    found += keys(value, f"{path}.") if inner else [path]
+  return found
+
+
+def batch_size(config: Any) -> int:
+  """Responses per step."""
+  return config.data.prompts_per_step * config.data.group_size
+
+
+def row_tokens(config: Any) -> int:
+  """Tokens per packed row: as asked for, but it holds the longest sample."""
+  longest = config.data.max_prompt_length + config.sampler.max_response_length
+  return max(config.optimizer.row_tokens, longest)
+
+
+def validate(config: Any) -> None:
+  """Checks every setting and their combinations.
+
+  Raises:
+    InputError: one line naming the key, its value and what is allowed.
+  """
+  for key, choices in _CHOICES.items():
+    if get(config, key) not in choices:
+      raise InputError(
+        f"config.{key}={get(config, key)!r} must be one of"
+        f" {', '.join(map(repr, choices))}"
+      )
+  for key, (low, high) in _RANGES.items():
+    value = get(config, key)
+    if not low <= value <= high:  # NaN fails too.
+      raise InputError(
+        f"config.{key}={value!r} must be in [{low:g}, {high:g}]"
+        + _WHY.get(key, "")
+      )
+  _validate_combinations(config)
+
+
+def _validate_combinations(config: Any) -> None:
+  batch = batch_size(config)
+  trained = ["policy"]
+  if config.estimator.name in CRITICS and config.schedule.name == "full":
+    trained.append("value")  # Windows end any number of responses.
+  for role in trained:
+    size = config.optimizer[role].mini_batch
+    if batch % size:
+      raise InputError(
+        f"config.optimizer.{role}.mini_batch={size} must divide the batch of"
+        f" {batch} = data.prompts_per_step * data.group_size"
+      )
+  slots = config.sampler.slots
+  if slots and slots < max(config.data.group_size, config.eval.samples):
+    raise InputError(
+      f"config.sampler.slots={slots} must hold one group: data.group_size="
+      f"{config.data.group_size}, eval.samples={config.eval.samples}"
+    )
+  dual_clip = config.loss.dual_clip
+  if dual_clip is not None and not dual_clip > 1:
+    raise InputError(f"config.loss.dual_clip={dual_clip} must be over 1")
+  clip_value = config.loss.clip_value
+  if clip_value is not None and not clip_value > 0:
+    raise InputError(f"config.loss.clip_value={clip_value} must be over 0")
+  if config.data.source in ("jsonl", "tfds") and not config.data.path:
+    raise InputError(
+      f"config.data.source={config.data.source!r} needs config.data.path"
+    )
+  for holds, keys_, why in _contradictions(config):
+    if holds:
+      named = " with ".join(f"config.{k}={get(config, k)!r}" for k in keys_)
+      raise InputError(f"{named}: {why}")
+
+
+def _contradictions(config: Any) -> list[tuple[bool, tuple[str, ...], str]]:
+  """Settings that are fine alone: (they clash, their keys, what to do)."""
+  data, reward, limit = (
+    config.data,
+    config.reward,
+    config.sampler.max_response_length,
+  )
+  schedule, estimator = config.schedule, config.estimator
+  loss, off_policy = config.loss, config.off_policy
+  windowed = schedule.name == "window"
+  critic = estimator.name in CRITICS
+  grouped = estimator.name in ("group", "token_group", "optimal_baseline")
+  corrected = off_policy.correction != "none"
+  interpolated = off_policy.proximal == "interpolate"
+  return [
+    (
+      windowed and not critic,
+      ("schedule.name", "estimator.name"),
+      "responses of a group end in different steps, so there is no group to"
+      " compare with; use estimator.name='gae' or schedule.name='full'",
+    ),
+    (
+      windowed and not 1 <= schedule.window <= limit,
+      ("schedule.window", "sampler.max_response_length"),
+      f"the window must be 1 to {limit} tokens",
+    ),
+    (
+      not windowed and schedule.window > 0,
+      ("schedule.window", "schedule.name"),
+      "only schedule.name='window' has a window; set one of them",
+    ),
+    (
+      windowed and 0 < config.sampler.slots < batch_size(config),
+      ("schedule.name", "sampler.slots"),
+      "every response in flight needs a slot; use 0 or"
+      " data.prompts_per_step * data.group_size",
+    ),
+    (
+      windowed and schedule.dynamic_sampling,
+      ("schedule.name", "schedule.dynamic_sampling"),
+      "unfinished groups have no verdicts to filter on; switch one off",
+    ),
+    (
+      not windowed and schedule.min_ended > 1,
+      ("schedule.min_ended", "schedule.name"),
+      "only windows leave the critic without ended responses; use 1",
+    ),
+    (
+      windowed and estimator.normalize == "whiten",
+      ("schedule.name", "estimator.normalize"),
+      "centering moves the zero advantage at a cut; use 'scale' or 'none'",
+    ),
+    (
+      windowed and estimator.boundary == "repeat" and estimator.gamma < 1,
+      ("estimator.boundary", "estimator.gamma"),
+      "a discount makes every cut a penalty; use gamma=1 or 'bootstrap'",
+    ),
+    (
+      windowed and loss.overlong_filter,
+      ("schedule.name", "loss.overlong_filter"),
+      "earlier windows of an overlong response are trained before it is known"
+      " to be one; switch one off",
+    ),
+    (
+      data.group_size < 2
+      and (
+        grouped
+        or (estimator.name == "reward_to_go")
+        and estimator.center != "none"
+      ),
+      ("data.group_size", "estimator.name"),
+      "a group baseline needs at least two responses to a prompt",
+    ),
+    (
+      data.group_size < 2 and schedule.dynamic_sampling,
+      ("data.group_size", "schedule.dynamic_sampling"),
+      "one response never has mixed verdicts; raise data.group_size",
+    ),
+    (
+      estimator.name == "group" and estimator.center == "none",
+      ("estimator.name", "estimator.center"),
+      "choose 'mean', 'median' or 'leave_one_out'",
+    ),
+    (
+      estimator.drop_pivot
+      and (
+        estimator.name != "group"
+        or estimator.center != "median"
+        or data.group_size % 2 == 0
+      ),
+      (
+        "estimator.drop_pivot",
+        "estimator.name",
+        "estimator.center",
+        "data.group_size",
+      ),
+      "the pivot is the median of an odd 'group'",
+    ),
+    (
+      not critic and config.value.pretrain_steps > 0,
+      ("value.pretrain_steps", "estimator.name"),
+      "this estimator has no critic to pretrain; set value.pretrain_steps=0",
+    ),
+    (
+      corrected and off_policy.proximal == "stored",
+      ("off_policy.correction", "off_policy.proximal"),
+      "with the sampler's log-probs as old ones the ratio corrects already;"
+      " use correction='none' or proximal='recompute'",
+    ),
+    (
+      interpolated
+      and (
+        loss.name != "clip"
+        or off_policy.correction == "mask"
+        or (corrected and off_policy.level != "token")
+      ),
+      (
+        "off_policy.proximal",
+        "loss.name",
+        "off_policy.correction",
+        "off_policy.level",
+      ),
+      "interpolation is defined for the clipped loss with a token-level"
+      " 'truncate' or none",
+    ),
+    (
+      loss.name == "hapo" and off_policy.proximal != "recompute",
+      ("loss.name", "off_policy.proximal"),
+      "HAPO reads the entropies of the scoring pass; use 'recompute'",
+    ),
+    (
+      config.sampler.entropy_tau > 0
+      and off_policy.proximal in ("stored", "interpolate"),
+      ("sampler.entropy_tau", "off_policy.proximal"),
+      "entropies come from the scoring pass; use 'recompute'",
+    ),
+    (
+      loss.kl_coefficient > 0 and loss.kl_reward_coefficient > 0,
+      ("loss.kl_coefficient", "loss.kl_reward_coefficient"),
+      "the KL counts once; set one of them to 0",
+    ),
+    (
+      loss.norm > 0 and loss.mode not in NORM_MODES,
+      ("loss.norm", "loss.mode"),
+      f"only {' and '.join(map(repr, NORM_MODES))} have a constant length",
+    ),
+    (
+      reward.overlong_buffer > limit,
+      ("reward.overlong_buffer", "sampler.max_response_length"),
+      "the buffer is a part of the response",
+    ),
+  ]
+
+
+def validate_mesh(config: Any, *, devices: int) -> None:
+  """Checks the mesh against the number of devices.
+
+  Raises:
+    InputError: too few devices, or micro-batches that do not divide.
+  """
+  mesh = config.mesh
+  rest = mesh.fsdp * mesh.tensor
+  data = max(devices // rest, 1) if mesh.data == -1 else mesh.data
+  if mesh.data == 0 or data * rest > devices:
+    raise InputError(
+      f"config.mesh data={mesh.data} x fsdp={mesh.fsdp} x tensor="
+      f"{mesh.tensor} needs {max(data, 1) * rest} devices, but there are"
+      f" {devices}; lower config.mesh"
+    )
+  for role in ("policy", "value"):
+    rows = config.optimizer[role].micro_rows
+    if rows % (data * mesh.fsdp):
+      raise InputError(
+        f"config.optimizer.{role}.micro_rows={rows} must be a multiple of"
+        f" mesh data x fsdp = {data * mesh.fsdp}"
+      )

@@ -1,0 +1,259 @@
+"""Tests of token-level groups, the median's pivot and the optimal baseline."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+
+from jaxrl_llm import estimators, masked
+
+# Compiled, as one would use them; tests of padding hold jit against plain.
+_group = jax.jit(
+  estimators.group_relative, static_argnames=["num_groups", "center", "scale"]
+)
+_token_group = jax.jit(
+  estimators.token_group_relative, static_argnames="num_groups"
+)
+_pivot = jax.jit(estimators.median_pivot, static_argnames="num_groups")
+_baseline = jax.jit(estimators.optimal_baseline, static_argnames="num_groups")
+
+
+def _batch(seed=0):
+  """Ragged groups 0..5 (3 is empty, 0 has one row) in any order, no ties."""
+  rng = np.random.default_rng(seed)
+  groups = rng.permutation(np.repeat([0, 1, 2, 4, 5], [1, 2, 5, 8, 7]))
+  rewards = rng.normal(size=23).astype(np.float32)
+  lengths = rng.integers(0, 40, 23).astype(np.int32)
+  return rewards, lengths, groups.astype(np.int32)
+
+
+def _pad(x, value):
+  return np.append(x, [value] * 2).astype(x.dtype)
+
+
+class TestTokenGroupRelative:
+  def test_golden(self):
+    actual = _token_group(
+      np.array([1.0, -1.0]),
+      np.array([10, 30]),
+      np.zeros(2, np.int32),
+      num_groups=1,
+    )
+    np.testing.assert_allclose(actual, [1.732049, -0.57735], atol=2e-6)
+
+  @pytest.mark.parametrize("limit", [5.0, 1.5, np.inf])
+  def test_ragged_scattered_groups_equal_reference(self, limit):
+    for seed in range(3):
+      rewards, lengths, groups = _batch(seed)
+      actual = _token_group(
+        rewards, lengths, groups, num_groups=6, epsilon=1e-3, limit=limit
+      )
+      expected = reference.token_group_relative(
+        rewards, lengths, groups.tolist(), 1e-3, limit
+      )
+      assert actual.dtype == jnp.float32
+      np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+
+  def test_tokens_of_a_group_sum_to_zero(self):
+    rewards, lengths, groups = _batch(3)
+    actual = _token_group(rewards, lengths, groups, num_groups=6, limit=np.inf)
+    sums = np.bincount(groups, weights=lengths * np.asarray(actual))
+    np.testing.assert_allclose(sums, 0.0, atol=1e-4)
+
+  def test_a_short_response_that_stands_alone_falls_back_to_grpo(self):
+    """A of one token among 401 would be 20; the other group stays."""
+    rewards = np.float32([1, -1, -1, 1, -1])
+    lengths = np.int32([1, 200, 200, 10, 30])
+    groups = np.int32([0, 0, 0, 1, 1])
+    call = functools.partial(_token_group, rewards, lengths, groups)
+    free = call(num_groups=2, limit=np.inf)
+    held = call(num_groups=2)
+    grpo = _group(rewards, groups, num_groups=2)
+    assert free[0] == pytest.approx(20.0, rel=1e-4)
+    np.testing.assert_allclose(held[:3], grpo[:3], rtol=1e-6)
+    np.testing.assert_array_equal(held[3:], free[3:])
+
+  def test_equal_lengths_are_grpo_with_the_population_std(self):
+    rewards, _, groups = _batch(4)
+    lengths = np.full(23, 7, np.int32)
+    actual = _token_group(
+      rewards, lengths, groups, num_groups=6, epsilon=0.0, limit=np.inf
+    )
+    grpo = _group(rewards, groups, num_groups=6, epsilon=0.0)
+    size = np.bincount(groups)[groups]
+    factor = np.sqrt(size / np.maximum(size - 1, 1))
+    np.testing.assert_allclose(actual, factor * grpo, atol=1e-5)
+
+  @pytest.mark.parametrize("epsilon", [1e-6, 0.0])
+  def test_equal_rewards_and_single_rows_give_exactly_zero(self, epsilon):
+    rewards = np.repeat(np.float32([0.1, 0.3, 5.0]), [7, 6, 1])
+    groups = np.repeat(np.int32([0, 1, 2]), [7, 6, 1])
+    lengths = np.arange(14, dtype=np.int32)
+    actual = _token_group(
+      rewards, lengths, groups, num_groups=4, epsilon=epsilon
+    )
+    np.testing.assert_array_equal(actual, 0.0)
+
+  def test_padding_and_jit_change_nothing(self):
+    rewards, lengths, groups = _batch(5)
+    wide = _pad(rewards, np.nan), _pad(lengths, 9), _pad(groups, -1)
+    plain = estimators.token_group_relative(
+      rewards, lengths, groups, num_groups=6
+    )
+    actual = _token_group(*wide, num_groups=6)
+    np.testing.assert_allclose(actual[:-2], plain, atol=1e-5)
+    np.testing.assert_array_equal(actual[-2:], 0.0)
+
+  def test_bad_input_raises(self):
+    arrays = _batch()
+    with pytest.raises(ValueError, match="epsilon=-1.0"):
+      estimators.token_group_relative(*arrays, num_groups=6, epsilon=-1.0)
+    with pytest.raises(ValueError, match="limit=0.0"):
+      estimators.token_group_relative(*arrays, num_groups=6, limit=0.0)
+    with pytest.raises(ValueError, match="num_groups=0"):
+      estimators.token_group_relative(*arrays, num_groups=0)
+    with pytest.raises(AssertionError):
+      _token_group(arrays[0], arrays[1][:-1], arrays[2], num_groups=6)
+
+
+class TestMedianPivot:
+  def test_golden(self):
+    groups = np.zeros(5, np.int32)
+    pivot = _pivot(np.array([0.2, 0.9, 0.4, 1.0, 0.0]), groups, num_groups=1)
+    np.testing.assert_array_equal(pivot, np.arange(5) == 2)
+
+  def test_of_tied_rows_the_first_is_the_pivot(self):
+    """[0, 1, 0 | 1, 1, 0, 0]: the even group has the lower middle, 0."""
+    rewards = np.float32([1, 0, 1, 0, 1, 0, 0])
+    groups = np.int32([1, 0, 0, 0, 1, 1, 1])
+    pivot = _pivot(rewards, groups, num_groups=2)
+    np.testing.assert_array_equal(np.flatnonzero(pivot), [1, 5])
+
+  @pytest.mark.parametrize("binary", [False, True])
+  def test_one_row_of_every_group_equal_to_the_reference(self, binary):
+    for seed in range(3):
+      rewards, _, groups = _batch(seed)
+      rewards = (rewards > 0).astype(np.float32) if binary else rewards
+      expected = reference.median_pivot(rewards, groups.tolist())
+      actual = _pivot(
+        _pad(rewards, np.nan),
+        np.append(groups, np.int32([-1, 6])),
+        num_groups=6,
+      )
+      assert actual.dtype == bool
+      np.testing.assert_array_equal(actual[:-2], expected)
+      assert not actual[-2:].any()
+      count = masked.segment_count(groups, num_segments=6, mask=actual[:-2])
+      np.testing.assert_array_equal(count, [1, 1, 1, 0, 1, 1])
+
+  def test_the_pivot_of_an_odd_group_has_no_advantage(self):
+    rewards, _, groups = _batch(6)
+    odd = np.bincount(groups)[groups] % 2 == 1
+    advantages = _group(rewards, groups, num_groups=6, center="median")
+    pivot = _pivot(rewards, groups, num_groups=6)
+    np.testing.assert_array_equal(advantages[odd & pivot], 0.0)
+    assert (advantages[odd & ~pivot] != 0.0).all()
+
+  def test_bad_input_raises(self):
+    rewards, _, groups = _batch()
+    with pytest.raises(ValueError, match="num_groups=0"):
+      estimators.median_pivot(rewards, groups, num_groups=0)
+    with pytest.raises(AssertionError):
+      estimators.median_pivot(rewards[:-1], groups, num_groups=6)
+    with pytest.raises(AssertionError):
+      estimators.median_pivot(rewards, rewards, num_groups=6)
+
+
+class TestOptimalBaseline:
+  def _batch(self, seed=0):
+    rewards, lengths, groups = _batch(seed)
+    weights = np.exp(np.random.default_rng(seed).normal(size=23))
+    return rewards, weights.astype(np.float32), lengths, groups
+
+  def test_ragged_scattered_groups_equal_reference(self):
+    for seed in range(3):
+      rewards, weights, norms, groups = self._batch(seed)
+      expected = reference.optimal_baseline(rewards, weights, norms, groups)
+      wide = [_pad(x, np.nan) for x in (rewards, weights)]
+      wide += [_pad(norms, 3), np.append(groups, np.int32([-1, 6]))]
+      actual = _baseline(*wide, num_groups=6)
+      assert actual.dtype == jnp.float32
+      np.testing.assert_allclose(actual[:-2], expected, rtol=1e-5, atol=1e-6)
+      np.testing.assert_array_equal(actual[-2:], 0.0)
+    plain = estimators.optimal_baseline(
+      rewards, weights, norms, groups, num_groups=6
+    )
+    np.testing.assert_allclose(plain, actual[:-2], rtol=1e-6, atol=1e-6)
+
+  def test_equal_weights_are_leave_one_out(self):
+    rewards, _, _, groups = self._batch(4)
+    ones = np.ones(23)
+    baseline = _baseline(rewards, ones, ones, groups, num_groups=6)
+    rloo = _group(
+      rewards, groups, num_groups=6, center="leave_one_out", scale="none"
+    )
+    np.testing.assert_allclose(rewards - baseline, rloo, atol=1e-5)
+
+  def test_a_row_has_no_say_in_its_own_baseline(self):
+    rewards, weights, norms, groups = self._batch(5)
+    size = np.bincount(groups)[groups]
+    norms = norms + 1
+    slope = jax.jacobian(
+      lambda r: _baseline(r, weights, norms, groups, num_groups=6)
+    )(rewards)
+    np.testing.assert_array_equal(np.diag(slope)[size > 1], 0.0)
+    np.testing.assert_allclose(slope.sum(1), 1.0, rtol=1e-5)
+
+  def test_one_row_that_outweighs_all_keeps_the_digits_of_the_others(self):
+    baseline = _baseline(
+      np.float32([1, 0.25, 0.75]),
+      np.float32([1e6, 1, 1]),
+      np.ones(3),
+      np.zeros(3, np.int32),
+      num_groups=1,
+    )
+    np.testing.assert_allclose(baseline, [0.5, 1.0, 1.0], rtol=1e-6)
+
+  def test_it_lowers_the_variance_and_adds_no_bias(self):
+    """Exact over all pairs of four arms, sampled from another policy."""
+    law = np.array([0.4, 0.3, 0.2, 0.1])
+    behavior = np.array([0.7, 0.1, 0.1, 0.1])
+    reward = np.array([1.0, 0.8, 0.6, 0.7])
+    weight = law / behavior
+    score = np.eye(4) - law
+    norms = np.sum(score**2, 1)
+    first, second = (x.ravel() for x in np.indices((4, 4)))
+    arms = np.stack([first, second], 1).ravel()
+    baseline = _baseline(
+      reward[arms],
+      weight[arms],
+      norms[arms],
+      np.repeat(np.arange(16), 2),
+      num_groups=16,
+    )
+    gradients = {
+      name: ((weight * reward)[arms] - weight[arms] * b)[:, None] * score[arms]
+      for name, b in [("none", 0.0), ("optimal", np.asarray(baseline))]
+    }
+    chance = behavior[first] * behavior[second]
+    moments = {}
+    for name, each in gradients.items():
+      pair = each.reshape(16, 2, 4).mean(1)
+      mean = chance @ pair
+      moments[name] = mean, chance @ np.sum((pair - mean) ** 2, 1)
+    np.testing.assert_allclose(
+      moments["optimal"][0], moments["none"][0], atol=1e-6
+    )
+    assert moments["optimal"][1] < 0.5 * moments["none"][1]
+
+  def test_bad_input_raises(self):
+    rewards, weights, norms, groups = self._batch()
+    with pytest.raises(ValueError, match="num_groups=0"):
+      estimators.optimal_baseline(rewards, weights, norms, groups, num_groups=0)
+    with pytest.raises(AssertionError):
+      estimators.optimal_baseline(
+        rewards, weights[:-1], norms, groups, num_groups=6
+      )

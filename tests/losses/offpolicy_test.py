@@ -1,0 +1,328 @@
+"""Tests of the off-policy corrections."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+
+from jaxrl_llm import losses
+
+_CLIP = dict(clip_low=0.2, clip_high=0.28)
+_LEVELS = ["token", "sequence", "geometric"]
+
+
+def _batch(seed=0, rows=6, length=12):
+  """Ragged rows with holes, an empty and a one-token row; NaN where masked."""
+  rng = np.random.default_rng(seed)
+  mask = np.arange(length) < rng.integers(2, length + 1, rows)[:, None]
+  mask &= rng.random((rows, length)) < 0.8
+  mask[1] = False
+  mask[2] = np.arange(length) == 3
+  behavior = -rng.exponential(size=mask.shape)
+  proximal = behavior + 0.4 * rng.normal(size=mask.shape)
+  behavior, proximal = (
+    np.where(mask, x, np.nan).astype(np.float32) for x in (behavior, proximal)
+  )
+  return proximal, behavior, mask
+
+
+def _tokens(seed=0, shape=(4, 50)):
+  """logprobs, proximal, behavior, advantages."""
+  rng = np.random.default_rng(seed)
+  behavior = -rng.exponential(size=shape)
+  proximal = behavior + 0.3 * rng.normal(size=shape)
+  logprobs = proximal + 0.5 * rng.normal(size=shape)
+  advantages = rng.normal(size=shape)
+  return [
+    x.astype(np.float32) for x in (logprobs, proximal, behavior, advantages)
+  ]
+
+
+class TestImportance:
+  @pytest.mark.parametrize(
+    "difference, expected",
+    [(0.5, 1.648721), (1.0, 2.0), (-0.5, 0.606531), (-2.5, 0.082085)],
+  )
+  def test_golden(self, difference, expected):
+    weights, keep = losses.truncated_importance(
+      np.array([difference]),
+      np.zeros(1),
+      np.ones(1, bool),
+      level="token",
+      high=2.0,
+    )
+    assert float(weights[0]) == pytest.approx(expected, abs=1e-6)
+    assert keep.all()
+
+  @pytest.mark.parametrize("level", _LEVELS)
+  def test_ragged_batches_equal_reference(self, level):
+    arrays = _batch()
+    mask = arrays[2]
+    ratio = reference.importance(*arrays, level)
+    settings = dict(level=level, low=0.9, high=1.1)
+    inside = mask & (ratio >= 0.9) & (ratio <= 1.1)
+    assert inside.any() and (mask & ~inside).any()
+    expected = {
+      losses.truncated_importance: (np.clip(ratio, 0.9, 1.1) * mask, mask),
+      losses.masked_importance: (ratio * inside, inside),
+    }
+    for function, (weights, keep) in expected.items():
+      function = functools.partial(function, **settings)
+      split = [x.reshape(2, 3, 12) for x in arrays]
+      leading = jax.tree.map(lambda x: x.reshape(6, 12), function(*split))
+      for actual in (function(*arrays), jax.jit(function)(*arrays), leading):
+        assert actual.weights.dtype == jnp.float32
+        assert actual.keep.dtype == bool
+        np.testing.assert_allclose(actual.weights, weights, rtol=1e-5)
+        np.testing.assert_array_equal(actual.keep, keep)
+
+  @pytest.mark.parametrize("level", _LEVELS)
+  def test_equal_policies_weigh_exactly_one(self, level):
+    _, behavior, mask = _batch(1)
+    plain = losses.no_correction(behavior, behavior, mask)
+    np.testing.assert_array_equal(plain.weights, mask.astype(np.float32))
+    np.testing.assert_array_equal(plain.keep, mask)
+    for function in (losses.truncated_importance, losses.masked_importance):
+      actual = function(behavior, behavior, mask, level=level, high=1.0)
+      jax.tree.map(np.testing.assert_array_equal, actual, plain)
+
+  def test_a_sequence_is_rejected_as_a_whole_and_no_other(self):
+    proximal = np.array([[0.3, 0.3, 0.3], [0.3, 0.0, 0.0]])
+    arrays = proximal, np.zeros((2, 3)), np.ones((2, 3), bool)
+    weights, keep = losses.masked_importance(
+      *arrays, level="sequence", high=2.0
+    )
+    np.testing.assert_array_equal(keep, [[False] * 3, [True] * 3])
+    np.testing.assert_allclose(weights[1], np.exp(0.3), rtol=1e-6)
+
+  @pytest.mark.parametrize("level", _LEVELS)
+  def test_far_apart_policies_stay_finite(self, level):
+    arrays = np.float32([[400.0] * 2, [-400.0] * 2]), np.zeros((2, 2))
+    weights, _ = losses.truncated_importance(
+      *arrays, np.ones((2, 2), bool), level=level, high=np.inf
+    )
+    np.testing.assert_allclose(
+      weights, np.exp([[20.0] * 2, [-20.0] * 2]), rtol=1e-5
+    )
+
+  @pytest.mark.parametrize(
+    "settings, message",
+    [
+      (dict(level="row", high=2.0), "level='row', expected one of"),
+      (dict(level="token", high=0.5), "low=0.0, high=0.5, expected 0 <="),
+      (dict(level="token", high=2.0, low=1.5), "low=1.5, high=2.0"),
+      (dict(level="token", high=2.0, low=-0.1), "low=-0.1, high=2.0"),
+    ],
+  )
+  def test_bad_settings_raise(self, settings, message):
+    for function in (losses.truncated_importance, losses.masked_importance):
+      with pytest.raises(ValueError, match=message):
+        function(*_batch(), **settings)
+
+  def test_bad_shapes_raise(self):
+    proximal, behavior, mask = _batch()
+    for function in (
+      losses.no_correction,
+      functools.partial(losses.masked_importance, level="token", high=2.0),
+    ):
+      with pytest.raises(AssertionError):
+        function(proximal, behavior, mask[0])
+
+
+class TestDecoupledPolicyLoss:
+  @pytest.mark.parametrize(
+    "advantage, objective", [(1.0, 1.465683), (-1.0, -1.648721)]
+  )
+  def test_golden(self, advantage, objective):
+    result = losses.decoupled_policy_loss(
+      jnp.array(-1.5),
+      jnp.array(-1.8),
+      jnp.array(-2.0),
+      jnp.array(advantage),
+      clip_low=0.2,
+      clip_high=0.2,
+    )
+    assert float(result.loss) == pytest.approx(-objective, abs=1e-6)
+    assert float(result.ratio) == pytest.approx(1.349859, abs=1e-6)
+
+  @pytest.mark.parametrize("dual_clip, cap", [(None, None), (1.5, 1.2)])
+  def test_equals_reference(self, dual_clip, cap):
+    arrays = _tokens()
+    function = functools.partial(
+      losses.decoupled_policy_loss, dual_clip=dual_clip, cap=cap, **_CLIP
+    )
+    expected = np.vectorize(
+      lambda *x: reference.decoupled_loss(
+        *x, 0.2, 0.28, dual_clip, cap or np.inf
+      )
+    )(*arrays)
+    for result in (function(*arrays), jax.jit(function)(*arrays)):
+      np.testing.assert_allclose(result.loss, expected, rtol=3e-5, atol=1e-6)
+
+  def test_proximal_equal_to_behavior_is_ppo_in_every_bit(self):
+    logprobs, proximal, _, advantages = _tokens(1)
+    decoupled = losses.decoupled_policy_loss(
+      logprobs, proximal, proximal, advantages, cap=1.0, **_CLIP
+    )
+    ppo = losses.clipped_policy_loss(logprobs, proximal, advantages, **_CLIP)
+    jax.tree.map(np.testing.assert_array_equal, decoupled, ppo)
+
+  def test_without_a_clip_the_proximal_policy_cancels(self):
+    logprobs, proximal, behavior, advantages = _tokens(2)
+
+    def gradient(proximal):
+      return jax.grad(
+        lambda x: losses.decoupled_policy_loss(
+          x, proximal, behavior, advantages, clip_low=np.inf, clip_high=np.inf
+        ).loss.sum()
+      )(logprobs)
+
+    expected = -advantages * np.exp(logprobs - behavior)
+    for other in (proximal, behavior, proximal + 1.0):
+      np.testing.assert_allclose(gradient(other), expected, rtol=1e-5)
+
+  def test_no_gradient_flows_through_the_weight(self):
+    logprobs, proximal, behavior, advantages = _tokens(3)
+    total = lambda b: losses.decoupled_policy_loss(
+      logprobs, proximal, b, advantages, **_CLIP
+    ).loss.sum()
+    np.testing.assert_array_equal(jax.grad(total)(behavior), 0.0)
+
+  def test_engine_noise_alone_clips_nothing(self):
+    """Trainer unchanged, sampler a little off: the ratio is about π_prox."""
+    _, proximal, behavior, advantages = _tokens(4)
+    decoupled = losses.decoupled_policy_loss(
+      proximal, proximal, behavior, advantages, **_CLIP
+    )
+    coupled = losses.clipped_policy_loss(
+      proximal, behavior, advantages, **_CLIP
+    )
+    np.testing.assert_array_equal(decoupled.ratio, 1.0)
+    assert not (decoupled.clipped_high | decoupled.clipped_low).any()
+    assert (coupled.clipped_high | coupled.clipped_low).any()
+
+  def test_bad_input_raises(self):
+    arrays = _tokens()
+    with pytest.raises(ValueError, match="cap=0.5, expected at least 1"):
+      losses.decoupled_policy_loss(*arrays, cap=0.5, **_CLIP)
+    with pytest.raises(ValueError, match="clip_high=-1"):
+      losses.decoupled_policy_loss(*arrays, clip_low=0.2, clip_high=-1)
+    with pytest.raises(AssertionError):
+      losses.decoupled_policy_loss(
+        arrays[0], arrays[1], arrays[2][0], arrays[3], **_CLIP
+      )
+
+
+class TestInterpolatedLogprobs:
+  def test_golden(self):
+    actual = losses.interpolated_logprobs(
+      np.array([-1.5]),
+      np.array([-2.0]),
+      np.array([3]),
+      proximal_version=4,
+      current_version=5,
+    )
+    np.testing.assert_array_equal(actual, [-1.75])
+
+  def test_mixed_versions_in_one_row(self):
+    """Ends are exact; a token of the current version keeps its own."""
+    logprobs, _, behavior, _ = _tokens(5, (2, 6))
+    version = np.array([[8, 6, 4, 9, 10, 2], [0, 1, 7, 8, 9, 10]])
+    share = [[0, 0.5, 4 / 6, 0, 0, 0.75], [0.8, 7 / 9, 1 / 3, 0, 0, 0]]
+    expected = behavior + np.array(share) * (logprobs - behavior)
+    call = functools.partial(
+      losses.interpolated_logprobs, proximal_version=8, current_version=10
+    )
+    for actual in (
+      call(logprobs, behavior, version),
+      jax.jit(losses.interpolated_logprobs)(
+        logprobs, behavior, version, proximal_version=8, current_version=10
+      ),
+    ):
+      np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6)
+      own = np.array(share) == 0
+      np.testing.assert_array_equal(actual[own], behavior[own])
+
+  def test_ends_and_gradient(self):
+    logprobs, _, behavior, _ = _tokens(6)
+    call = lambda x, at: losses.interpolated_logprobs(
+      x, behavior, 3, proximal_version=at, current_version=7
+    )
+    np.testing.assert_array_equal(call(logprobs, 3), behavior)
+    np.testing.assert_array_equal(call(logprobs, 7), logprobs)
+    gradient = jax.grad(lambda x: call(x, 5).sum())(logprobs)
+    np.testing.assert_array_equal(gradient, 0.0)
+
+  def test_bad_shapes_raise(self):
+    with pytest.raises(AssertionError):
+      losses.interpolated_logprobs(
+        np.ones((2, 3)),
+        np.ones(3),
+        0,
+        proximal_version=1,
+        current_version=2,
+      )
+
+
+class TestEffectiveSampleRatio:
+  def test_equal_weights_one_hot_and_formula(self):
+    ratio = jax.jit(losses.effective_sample_ratio)
+    every = np.ones(8, bool)
+    assert float(ratio(np.full(8, 0.3), every)) == pytest.approx(1.0)
+    assert float(ratio(np.eye(8)[3], every)) == pytest.approx(1 / 8)
+    weights = np.exp(np.random.default_rng(0).normal(size=8))
+    expected = weights.sum() ** 2 / (8 * (weights**2).sum())
+    # Scale has no say, not even where squares overflow.
+    for scale in (1.0, 1e-12, 1e25):
+      actual = ratio((scale * weights).astype(np.float32), every)
+      assert float(actual) == pytest.approx(expected, rel=1e-5)
+
+  def test_masked_entries_do_not_exist(self):
+    weights = np.array([[2.0, np.nan], [1.0, np.inf]])
+    mask = np.array([[True, False], [True, False]])
+    actual = losses.effective_sample_ratio(weights, mask)
+    assert float(actual) == pytest.approx(0.9)
+    none = losses.effective_sample_ratio(weights, np.zeros_like(mask))
+    assert float(none) == 1.0
+    rejected = losses.effective_sample_ratio(np.zeros(3), np.ones(3, bool))
+    assert float(rejected) == 0.0
+
+
+class TestEwmaUpdate:
+  def test_golden(self):
+    average, weight = {"w": jnp.zeros(2)}, 1.0
+    update = jax.jit(losses.ewma_update)
+    for params, expected_weight, expected in [
+      (1.0, 1.5, 0.666667),
+      (2.0, 1.75, 1.428571),
+      (3.0, 1.875, 2.266667),
+    ]:
+      params = {"w": jnp.full(2, params)}
+      average, weight = update(average, weight, params, decay=0.5)
+      assert float(weight) == pytest.approx(expected_weight, abs=1e-6)
+      np.testing.assert_allclose(average["w"], expected, atol=1e-6)
+
+  def test_no_decay_gives_the_parameters_in_every_bit(self):
+    rng = np.random.default_rng(0)
+    old, new = ({"a": {"b": rng.normal(size=(3, 2))}} for _ in range(2))
+    old, new = (jax.tree.map(jnp.float32, x) for x in (old, new))
+    average, weight = losses.ewma_update(old, 1.7, new, decay=0.0)
+    np.testing.assert_array_equal(average["a"]["b"], new["a"]["b"])
+    assert float(weight) == 1.0
+
+  def test_constant_parameters_stay_and_leaves_keep_their_dtype(self):
+    params = {"a": jnp.full(3, 0.3), "b": jnp.ones(2, jnp.bfloat16)}
+    average, weight = params, 1.0
+    for _ in range(20):
+      average, weight = losses.ewma_update(average, weight, params, decay=0.9)
+    np.testing.assert_allclose(average["a"], 0.3, rtol=1e-6)
+    assert average["b"].dtype == jnp.bfloat16
+
+  def test_bad_input_raises(self):
+    with pytest.raises(ValueError, match="decay=1.5"):
+      losses.ewma_update(jnp.ones(2), 1.0, jnp.ones(2), decay=1.5)
+    with pytest.raises(AssertionError):
+      losses.ewma_update(jnp.ones(2), 1.0, jnp.ones(3), decay=0.5)

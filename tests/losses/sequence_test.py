@@ -1,0 +1,196 @@
+"""Tests of GSPO's surrogate."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+
+from jaxrl_llm import losses, masked
+
+_CLIP = dict(clip_low=0.2, clip_high=0.28)
+
+
+def _batch(seed=0, rows=6, length=24, spread=1.0):
+  """Ragged rows with holes, an empty and a one-token row; NaN where masked."""
+  rng = np.random.default_rng(seed)
+  mask = np.arange(length) < rng.integers(2, length + 1, rows)[:, None]
+  mask &= rng.random((rows, length)) < 0.8
+  mask[1] = False
+  mask[2] = np.arange(length) == 3
+  old = -rng.exponential(size=mask.shape)
+  logprobs = old + spread * rng.normal(size=mask.shape)
+  advantages = rng.normal(size=mask.shape)
+  arrays = (
+    np.where(mask, x, np.nan).astype(np.float32)
+    for x in (logprobs, old, advantages)
+  )
+  return *arrays, mask
+
+
+class TestGolden:
+  @pytest.mark.parametrize(
+    "advantage, expected", [(1.0, -1.0004), (-1.0, 1.0725082)]
+  )
+  def test_one_response(self, advantage, expected):
+    result = losses.gspo_loss(
+      np.array([0.1, -0.05, 0.2, 0.03]),
+      np.zeros(4),
+      np.full(4, advantage),
+      np.ones(4, bool),
+      clip_low=3e-4,
+      clip_high=4e-4,
+    )
+    np.testing.assert_allclose(result.ratio, 1.0725082, rtol=1e-6)
+    np.testing.assert_allclose(result.loss, expected, rtol=1e-6)
+    np.testing.assert_array_equal(result.clipped_high, advantage > 0)
+    assert not result.clipped_low.any()
+
+
+class TestGspo:
+  def test_ragged_batches_equal_reference(self):
+    logprobs, old, advantages, mask = _batch()
+    function = lambda *x: losses.gspo_loss(*x, **_CLIP)
+    rows = np.broadcast_to(np.arange(6)[:, None], mask.shape)
+    ratio = reference.gspo_ratio(logprobs, old, mask, rows)
+    expected = np.vectorize(
+      lambda s, a: reference.policy_loss(np.log(s), 0.0, a, 0.2, 0.28)
+    )(ratio, np.nan_to_num(advantages))
+    plain = function(logprobs, old, advantages, mask)
+    split = [x.reshape(2, 3, 24) for x in (logprobs, old, advantages, mask)]
+    jitted = jax.jit(function)(logprobs, old, advantages, mask)
+    mapped = jax.jit(jax.vmap(function))(logprobs, old, advantages, mask)
+    leading = jax.tree.map(
+      lambda x: np.asarray(x).reshape(6, 24), jax.jit(function)(*split)
+    )
+    for result in (plain, leading, jitted, mapped):
+      assert result.loss.dtype == jnp.float32
+      np.testing.assert_allclose(
+        result.loss, np.where(mask, expected, 0.0), rtol=2e-5, atol=1e-6
+      )
+      np.testing.assert_allclose(
+        np.where(mask, result.ratio, 1.0), ratio, rtol=2e-5
+      )
+
+  def test_gradient_is_that_of_the_sequence_and_zero_where_clipped(self):
+    """Same value and slope as GSPO's own form, one loss per response."""
+    logprobs, old, _, mask = _batch(1, spread=0.5)
+    advantages = np.array([1.0, 1.0, -1.0, -2.0, 0.5, -0.3], np.float32)
+    weights = masked.token_weights(mask, mode="seq-mean-token-mean")
+
+    def by_token(logprobs):
+      spread = jnp.broadcast_to(advantages[:, None], mask.shape)
+      return jnp.sum(
+        weights * losses.gspo_loss(logprobs, old, spread, mask, **_CLIP).loss
+      )
+
+    def by_sequence(logprobs):
+      ratio = masked.masked_mean(logprobs - jnp.asarray(old), mask, axis=1)
+      loss = losses.clipped_policy_loss(
+        ratio, jnp.zeros(6), advantages, **_CLIP
+      ).loss
+      return masked.masked_mean(loss, mask.any(1))
+
+    logprobs = np.where(mask, logprobs, 0.0)
+    old = np.where(mask, old, 0.0)
+    expected = jax.jit(jax.value_and_grad(by_sequence))(logprobs)
+    actual = jax.jit(jax.value_and_grad(by_token))(logprobs)
+    np.testing.assert_allclose(actual[0], expected[0], rtol=1e-5)
+    np.testing.assert_allclose(actual[1], expected[1], atol=1e-6)
+    moving = np.any(np.asarray(actual[1]) != 0.0, axis=1)
+    assert moving.any() and not moving[mask.any(1)].all()
+
+  def test_one_token_equals_the_clip_per_token(self):
+    logprobs, old, advantages, _ = (x[0, :, None] for x in _batch(2))
+    arrays = [np.nan_to_num(x) for x in (logprobs, old, advantages)]
+
+    def both(function):
+      total = lambda x: function(x, *arrays[1:]).loss.sum()
+      return jax.jit(jax.value_and_grad(total))(arrays[0])
+
+    sequence = both(
+      lambda *x: losses.gspo_loss(*x, np.ones((24, 1), bool), **_CLIP)
+    )
+    token = both(lambda *x: losses.clipped_policy_loss(*x, **_CLIP))
+    np.testing.assert_allclose(sequence[0], token[0], rtol=1e-6)
+    np.testing.assert_allclose(sequence[1], token[1], rtol=1e-5)
+
+  def test_at_the_old_policy_it_is_the_policy_gradient(self):
+    _, old, advantages, mask = _batch(3)
+    total = lambda x: losses.gspo_loss(
+      x, old, advantages, mask, **_CLIP
+    ).loss.sum()
+    gradient = jax.jit(jax.grad(total))(old)
+    np.testing.assert_array_equal(gradient, np.where(mask, -advantages, 0.0))
+
+  def test_far_apart_policies_stay_finite_and_unmoved(self):
+    result, pullback = jax.vjp(
+      lambda x: (
+        losses.gspo_loss(
+          x, jnp.zeros((2, 3)), -jnp.ones((2, 3)), jnp.ones((2, 3)), **_CLIP
+        ).loss
+      ),
+      jnp.array([[50.0] * 3, [-50.0] * 3]),
+    )
+    np.testing.assert_allclose(result[0], np.exp(10.0), rtol=1e-5)
+    np.testing.assert_array_equal(pullback(jnp.ones((2, 3)))[0], 0.0)
+
+  def test_nan_in_padding_reaches_neither_value_nor_gradient(self):
+    arrays = _batch(4)
+
+    def total(logprobs, old, advantages):
+      result = losses.gspo_loss(logprobs, old, advantages, arrays[3], **_CLIP)
+      return jnp.sum(result.loss)
+
+    gradient = jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2)))
+    dirty = gradient(*arrays[:3])
+    clean = gradient(*map(np.nan_to_num, arrays[:3]))
+    jax.tree.map(np.testing.assert_array_equal, dirty, clean)
+    assert np.isfinite(dirty[0])
+
+
+class TestSegments:
+  @pytest.mark.parametrize("seed", [0, 1])
+  def test_packed_rows_equal_reference(self, seed):
+    """Segments of any number, not in runs, some without a token."""
+    logprobs, old, advantages, mask = _batch(seed)
+    segments = np.random.default_rng(seed).integers(0, 5, mask.shape)
+    segments[0] = 24
+    result = jax.jit(functools.partial(losses.gspo_loss, **_CLIP))(
+      logprobs, old, advantages, mask, segments=segments
+    )
+    ratio = reference.gspo_ratio(logprobs, old, mask, segments)
+    np.testing.assert_allclose(
+      np.where(mask, result.ratio, 1.0), ratio, rtol=2e-5
+    )
+
+  def test_a_packed_row_equals_its_responses_apart(self):
+    logprobs, old, advantages, mask = _batch(5)
+    segments = np.broadcast_to(np.arange(1, 7)[:, None], mask.shape)
+
+    def gradient(arrays, mask, segments):
+      total = lambda x: losses.gspo_loss(
+        x, *arrays[1:], mask, segments=segments, **_CLIP
+      ).loss.sum()
+      return jax.jit(jax.grad(total))(arrays[0])
+
+    apart = [logprobs, old, advantages]
+    packed = [x.reshape(1, -1) for x in apart]
+    np.testing.assert_allclose(
+      gradient(packed, mask.reshape(1, -1), segments.reshape(1, -1)),
+      gradient(apart, mask, None).reshape(1, -1),
+      rtol=1e-5,
+    )
+
+
+class TestBadInput:
+  def test_settings_and_shapes(self):
+    arrays = _batch()
+    with pytest.raises(ValueError, match="clip_low=-0.1"):
+      losses.gspo_loss(*arrays, clip_low=-0.1, clip_high=0.1)
+    with pytest.raises(AssertionError):
+      losses.gspo_loss(*arrays[:3], arrays[3][0], **_CLIP)
+    with pytest.raises(AssertionError):
+      losses.gspo_loss(*arrays, segments=np.zeros(24, int), **_CLIP)

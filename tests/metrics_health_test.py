@@ -1,0 +1,332 @@
+"""Tests of the warnings in jaxrl_llm.metrics.health."""
+
+import io
+import math
+import pathlib
+import re
+
+import numpy as np
+import pytest
+
+from jaxrl_llm import config as config_lib
+from jaxrl_llm import metrics
+from jaxrl_llm.metrics import health
+
+_DOCS = pathlib.Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
+_RULES = {rule.name: rule for rule in health.RULES}
+
+
+def _settings(text):
+  """Dotted keys of the config that a text names."""
+  words = set(re.findall(r"\b[a-z]+(?:\.[a-z_]+)+\b", text))
+  return words - {"samples.jsonl"}
+
+
+def _healthy(steps=100, seed=0):
+  """Rows of a run that learns an easy task, with the noise of real ones."""
+  rng = np.random.default_rng(seed)
+  rows = []
+  for step in range(1, steps + 1):
+    done = step / steps
+    noise = rng.normal(size=5)
+    rows.append(
+      {
+        "step": step,
+        "reward/accuracy": min(0.3 + 0.65 * done + 0.02 * noise[0], 0.99),
+        "policy/entropy": 0.5 * (0.02 / 0.5) ** done * (1 + 0.1 * noise[1]),
+        "policy/approx_kl": 1e-4 * math.exp(noise[2]),
+        "policy/ratio_max": 1.2 * math.exp(abs(noise[3])),
+        "rollout/response_length_mean": 22 + 8 * done + noise[4],
+        "rollout/overlong_fraction": 0.05 * (1 - done),
+        "value/explained_variance": 0.1 if step % 4 else -0.05,
+        "sampler_trainer/logprob_diff_mean": 0.01,
+      }
+    )
+  return rows
+
+
+def _with(rows, **series):
+  """Rows whose metrics, spelt with __ for /, follow functions of the step."""
+  return [
+    row | {k.replace("__", "/"): f(row["step"]) for k, f in series.items()}
+    for row in rows
+  ]
+
+
+def _run(rows, state=None):
+  state = metrics.Health() if state is None else state
+  return [(r["step"], w) for r in rows for w in state.check(r["step"], r)]
+
+
+def _rules(found):
+  return {warning.rule for _, warning in found}
+
+
+# Fault: what the metrics do from step 30 on.
+_BAD = {
+  "entropy_collapse": dict(
+    policy__entropy=lambda s: 0.5 if s < 30 else 0.02,
+    reward__accuracy=lambda s: 0.3,
+  ),
+  "all_wrong": dict(
+    reward__accuracy=lambda s: 0.1 if s < 30 else 0.0,
+    policy__entropy=lambda s: 0.5,
+  ),
+  "all_right": dict(reward__accuracy=lambda s: 0.9 if s < 30 else 1.0),
+  "overlong": dict(
+    rollout__overlong_fraction=lambda s: 0.05 if s < 30 else 0.6
+  ),
+  "explained_variance": dict(
+    value__explained_variance=lambda s: 0.1 if s < 30 else -0.01
+  ),
+  "sampler_mismatch": dict(
+    sampler_trainer__logprob_diff_mean=lambda s: 0.01 if s < 30 else 0.2
+  ),
+  "kl_jump": dict(policy__approx_kl=lambda s: 1e-3 if s < 30 else 0.05),
+  "ratio_explosion": dict(policy__ratio_max=lambda s: 2 if s < 30 else 1e4),
+  "length_collapse": dict(
+    rollout__response_length_mean=lambda s: 200 if s < 30 else 60,
+    reward__accuracy=lambda s: 0.3,
+    policy__entropy=lambda s: 0.5,
+  ),
+}
+
+
+class TestRules:
+  @pytest.mark.parametrize("seed", range(5))
+  def test_a_run_that_learns_is_silent(self, seed):
+    assert _run(_healthy(seed=seed)) == []
+
+  def test_each_has_a_fault_in_these_tests(self):
+    assert list(_BAD) == list(_RULES)
+
+  @pytest.mark.parametrize("rule", _BAD)
+  def test_its_fault_and_no_other_is_found(self, rule):
+    found = _run(_with(_healthy(), **_BAD[rule]))
+    assert _rules(found) == {rule}
+    # At most a few rows after the fault, never before it.
+    assert 30 <= found[0][0] <= 34
+
+  @pytest.mark.parametrize("rule", _BAD)
+  def test_one_line_with_number_reason_and_setting(self, rule):
+    _, warning = _run(_with(_healthy(), **_BAD[rule]))[0]
+    assert "\n" not in warning.text
+    assert warning.text.startswith("warning at step 3")
+    assert warning.text.count("; ") >= 2
+    assert _RULES[rule].why in warning.text
+    assert _RULES[rule].turn in warning.text
+
+  @pytest.mark.parametrize("rule", _RULES)
+  def test_settings_exist(self, rule):
+    keys = _settings(_RULES[rule].turn)
+    assert keys
+    for key in keys:  # A KeyError names one that does not exist.
+      config_lib.get(config_lib.default_config(), key)
+
+  def test_the_page_lists_rules_and_settings(self):
+    table = {
+      line.split("`")[1]: _settings(line.split("|")[3])
+      for line in _DOCS.read_text("utf-8").split("## Health")[1].splitlines()
+      if re.match(r"\| `[a-z_]+` ", line)
+    }
+    assert table == {
+      name: _settings(rule.turn) for name, rule in _RULES.items()
+    }
+
+
+class TestEntropyCollapse:
+  def test_low_entropy_of_wrong_answers_is_found_however_it_came(self):
+    text = health.entropy_collapse([0.04] * 20, [0.5] * 20)
+    assert "0.04 nats per token at accuracy 0.50" in text
+    assert health.entropy_collapse([0.06] * 20, [0.5] * 20) is None
+
+  def test_low_entropy_of_a_solved_task_is_fine(self):
+    assert health.entropy_collapse([0.01] * 20, [0.9] * 20) is None
+
+  def test_a_fast_fall_without_gain_is_found_above_the_low_mark(self):
+    entropies = [1.0] * 12 + [0.15] * 3
+    text = health.entropy_collapse(entropies, [0.3] * 15)
+    assert "from 1 to 0.15" in text
+
+  def test_a_fast_fall_with_gain_is_learning(self):
+    entropies = [1.0] * 12 + [0.15] * 3
+    accuracies = [0.3] * 12 + [0.4] * 3
+    assert health.entropy_collapse(entropies, accuracies) is None
+
+  def test_the_same_fall_over_more_steps_is_fine(self):
+    entropies = list(np.geomspace(1.0, 0.15, 40))
+    assert health.entropy_collapse(entropies, [0.3] * 40) is None
+
+  def test_one_odd_row_is_no_collapse(self):
+    entropies = [0.3] * 20 + [0.01]
+    assert health.entropy_collapse(entropies, [0.3] * 21) is None
+
+
+class TestRewards:
+  def test_the_first_row_speaks_at_once(self):
+    assert "in the first step" in health.all_wrong([0.0])
+    assert "in the first step" in health.all_right([1.0])
+
+  def test_later_ones_wait_for_three_in_a_row(self):
+    assert health.all_wrong([0.1, 0.0, 0.0]) is None
+    assert "for 3 steps" in health.all_wrong([0.1, 0.0, 0.0, 0.0])
+
+
+class TestExplainedVariance:
+  def test_noise_around_zero_is_no_fault(self):
+    assert health.explained_variance([-0.1, -0.2, 0.01, -0.1, -0.3]) is None
+
+  def test_four_rows_are_too_few(self):
+    assert health.explained_variance([-1.0] * 4) is None
+
+
+class TestKlJump:
+  def test_without_a_past_only_the_highest_is_a_jump(self):
+    assert health.kl_jump([0.05]) is None
+    assert health.kl_jump([0.2]) is not None
+
+  def test_a_large_but_usual_one_is_no_jump(self):
+    assert health.kl_jump([0.05] * 20) is None
+
+  def test_a_tiny_one_is_no_jump(self):
+    assert health.kl_jump([1e-6] * 20 + [1e-3]) is None
+
+
+class TestLengthCollapse:
+  def test_shorter_and_better_is_learning(self):
+    lengths, accuracies = [200.0] * 20 + [60.0] * 3, [0.1] * 20 + [0.5] * 3
+    assert health.length_collapse(lengths, accuracies) is None
+
+  def test_a_slow_fall_is_found(self):
+    rows = _with(
+      _healthy(200),
+      rollout__response_length_mean=lambda s: 400 * 0.98**s,
+      reward__accuracy=lambda s: 0.3,
+      policy__entropy=lambda s: 0.5,
+    )
+    assert _rules(_run(rows)) == {"length_collapse"}
+
+
+class TestMissingMetrics:
+  @pytest.mark.parametrize("lack", [math.nan, None, "absent"])
+  @pytest.mark.parametrize("rule", _BAD)
+  def test_silence(self, rule, lack):
+    rows = _with(_healthy(), **_BAD[rule])
+    for name in _RULES[rule].needs:
+      faulty = [{k: v for k, v in row.items() if k != name} for row in rows]
+      if lack != "absent":
+        faulty = [row | {name: lack} for row in faulty]
+      assert rule not in _rules(_run(faulty))
+
+  def test_an_evaluation_alone_is_no_row_of_training(self):
+    assert metrics.Health().check(0, {"eval/chain_sum/avg@4": 0.0}) == []
+
+  def test_gaps_are_passed_over(self):
+    rows = _with(_healthy(), **_BAD["explained_variance"])
+    rows = [
+      {k: v for k, v in row.items() if not k.startswith("value/")}
+      if row["step"] % 2
+      else row
+      for row in rows
+    ]
+    # Five rows that have it: steps 30, 32, 34, 36, 38.
+    assert _run(rows)[0][0] == 38
+
+  def test_an_infinite_ratio_is_an_explosion(self):
+    rows = _with(_healthy(), policy__ratio_max=lambda s: math.inf)
+    assert _rules(_run(rows)) == {"ratio_explosion"}
+
+  def test_numbers_of_any_library(self):
+    row = {"policy/ratio_max": np.float32(1e4)}
+    assert _rules(_run([{"step": 1} | row])) == {"ratio_explosion"}
+
+
+class TestCooldown:
+  def _said(self, holds, steps=200):
+    """Steps at which a warning is said, of a rule that holds as told."""
+    rows = [
+      {"step": s, "policy/ratio_max": 1e4 if holds(s) else 1.0}
+      for s in range(1, steps + 1)
+    ]
+    found = _run(rows)
+    assert [s for s, _ in found] == [
+      r["step"] for r in rows if holds(r["step"])
+    ]
+    return [s for s, warning in found if not warning.quiet]
+
+  def test_what_goes_on_is_said_again_after_the_cooldown(self):
+    assert self._said(lambda s: s >= 7) == [7, 57, 107, 157]
+
+  def test_what_cleared_is_said_when_it_begins_anew(self):
+    assert self._said(lambda s: s in (10, 11, 12, 23)) == [10, 23]
+
+  def test_what_comes_and_goes_floods_nothing(self):
+    assert self._said(lambda s: s % 2 == 0) == [2, 52, 102, 152]
+
+  def test_rules_do_not_quiet_each_other(self):
+    rows = _with(
+      _healthy(40), **_BAD["ratio_explosion"], **_BAD["sampler_mismatch"]
+    )
+    said = [(s, w.rule) for s, w in _run(rows) if not w.quiet]
+    assert said == [(30, "sampler_mismatch"), (30, "ratio_explosion")]
+
+
+class TestResume:
+  def _sick(self):
+    """Every fault in turn, some infinite and some missing values."""
+    rows = []
+    for number, series in enumerate(_BAD.values()):
+      for row in _with(_healthy(60, seed=number), **series):
+        rows.append(row | {"step": row["step"] + 60 * number})
+    rows[70] |= {"policy/ratio_max": math.inf, "policy/approx_kl": math.nan}
+    rows[73] |= {"policy/ratio_max": 1e4}  # Quiet: the infinite one was said.
+    rows[75] |= {"policy/approx_kl": math.inf}
+    del rows[80]["policy/entropy"]
+    return rows
+
+  @pytest.mark.parametrize("stop", [1, 31, 65, 71, 76, 100, 333, 539])
+  def test_warns_as_the_uninterrupted_run(self, tmp_path, stop):
+    rows = self._sick()
+    whole = _run(rows)
+    assert _rules(whole) == set(_RULES)
+    writer = metrics.JsonlWriter(tmp_path / "metrics.jsonl")
+    state = metrics.Health()
+    for row in rows[:stop]:
+      values = {k: v for k, v in row.items() if k != "step"}
+      values |= {w.metric: 1.0 for w in state.check(row["step"], values)}
+      writer.log(row["step"], values)
+    writer.close()
+    earlier = metrics.read_rows(tmp_path / "metrics.jsonl")
+    resumed = metrics.Health.from_rows(earlier)
+    after = rows[stop - 1]["step"]
+    assert _run(rows[stop:], resumed) == [w for w in whole if w[0] > after]
+
+
+class TestShown:
+  def test_the_row_the_line_and_the_event(self, tmp_path):
+    stream = io.StringIO()
+    row = {"policy/ratio_max": 1e4, "reward/accuracy": 0.0}
+    state = metrics.Health()
+    with metrics.make_logger(
+      tmp_path, total_steps=3, last_step=-1, stream=stream
+    ) as logger:
+      for step in (1, 2):
+        found = state.check(step, row)
+        logger.log(step, row | {w.metric: 1.0 for w in found})
+        for warning in found:
+          if not warning.quiet:
+            logger.event(warning.text)
+      logger.log(3, {"policy/ratio_max": 1.0})
+    lines = stream.getvalue().splitlines()
+    assert [line.split(maxsplit=2)[0] for line in lines] == [
+      "step",
+      "warning",
+      "warning",
+      "step",
+      "step",
+    ]
+    assert "health: all wrong, ratio explosion" in lines[0]
+    assert "health: all wrong, ratio explosion" in lines[3]
+    assert "health" not in lines[4]
+    rows = metrics.read_rows(tmp_path / "metrics.jsonl")
+    assert [r.get("health/ratio_explosion") for r in rows] == [1.0, 1.0, None]

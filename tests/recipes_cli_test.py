@@ -1,0 +1,338 @@
+"""Recipes at the door: what contradicts itself is refused, the rest trains."""
+
+import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tiny_run
+
+from jaxrl_llm import config as config_lib
+from jaxrl_llm import validation
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.train import build, loop
+
+ROOT = pathlib.Path(__file__).parents[1]
+METHODS = sorted(
+  path.stem
+  for path in (ROOT / "configs").glob("*.py")
+  if path.stem != "pretrain"  # Supervised, with keys of its own.
+)
+WINDOWED = {"schedule.name": "window", "schedule.window": 16}
+GROUPED = {"estimator.name": "group", "value.pretrain_steps": 0}
+
+
+def load_config(name, preset=""):
+  path = ROOT / "configs" / f"{name}.py"
+  spec = importlib.util.spec_from_file_location(f"config_{name}", path)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module.get_config(preset)
+
+
+def changed(changes, base="vapo"):
+  config = load_config(base)
+  config.update_from_flattened_dict(changes)
+  return config
+
+
+# (changes of VAPO's config, keys that the refusal names): two settings that
+# are fine alone.
+CONTRADICTIONS = [
+  (
+    WINDOWED | GROUPED,
+    ["schedule.name='window'", "estimator.name='group'"],
+  ),
+  (
+    WINDOWED | {"estimator.name": "reward_to_go", "value.pretrain_steps": 0},
+    ["schedule.name='window'", "estimator.name='reward_to_go'"],
+  ),
+  (
+    {"schedule.name": "window", "schedule.window": 65},
+    ["schedule.window=65", "sampler.max_response_length=64", "1 to 64"],
+  ),
+  (
+    {"schedule.name": "window"},
+    ["schedule.window=0", "sampler.max_response_length=64"],
+  ),
+  ({"schedule.window": 16}, ["schedule.window=16", "schedule.name='full'"]),
+  (
+    WINDOWED | {"schedule.dynamic_sampling": True},
+    ["schedule.name='window'", "schedule.dynamic_sampling=True"],
+  ),
+  (
+    WINDOWED | {"estimator.normalize": "whiten"},
+    ["schedule.name='window'", "estimator.normalize='whiten'"],
+  ),
+  (
+    WINDOWED | {"estimator.gamma": 0.99},
+    ["estimator.boundary='repeat'", "estimator.gamma=0.99"],
+  ),
+  (
+    WINDOWED | {"loss.overlong_filter": True},
+    ["schedule.name='window'", "loss.overlong_filter=True"],
+  ),
+  *(
+    (
+      {
+        "estimator.name": name,
+        "value.pretrain_steps": 0,
+        "data.group_size": 1,
+        "data.prompts_per_step": 512,
+      },
+      ["data.group_size=1", f"estimator.name='{name}'"],
+    )
+    for name in ("group", "token_group", "reward_to_go", "optimal_baseline")
+  ),
+  (
+    {
+      "schedule.dynamic_sampling": True,
+      "data.group_size": 1,
+      "data.prompts_per_step": 512,
+    },
+    ["data.group_size=1", "schedule.dynamic_sampling=True"],
+  ),
+  (
+    GROUPED | {"estimator.center": "none"},
+    ["estimator.name='group'", "estimator.center='none'"],
+  ),
+  (
+    {"estimator.drop_pivot": True, "estimator.center": "median"},
+    ["estimator.drop_pivot=True", "estimator.name='gae'"],
+  ),
+  (
+    WINDOWED | {"sampler.slots": 64},
+    ["schedule.name='window'", "sampler.slots=64"],
+  ),
+  (
+    {"schedule.min_ended": 2},
+    ["schedule.min_ended=2", "schedule.name='full'"],
+  ),
+  (
+    GROUPED | {"estimator.drop_pivot": True},
+    ["estimator.drop_pivot=True", "estimator.center='mean'"],
+  ),
+  (
+    GROUPED | {"estimator.drop_pivot": True, "estimator.center": "median"},
+    ["estimator.drop_pivot=True", "data.group_size=16"],
+  ),
+  (
+    {"estimator.name": "group"},
+    ["value.pretrain_steps=10", "estimator.name='group'"],
+  ),
+  *(
+    (
+      {"off_policy.correction": kind, "off_policy.proximal": "stored"},
+      [f"off_policy.correction='{kind}'", "off_policy.proximal='stored'"],
+    )
+    for kind in ("truncate", "mask")
+  ),
+  (
+    {"off_policy.proximal": "interpolate", "loss.name": "gspo"},
+    ["off_policy.proximal='interpolate'", "loss.name='gspo'"],
+  ),
+  (
+    {"off_policy.proximal": "interpolate", "off_policy.correction": "mask"},
+    ["off_policy.proximal='interpolate'", "off_policy.correction='mask'"],
+  ),
+  (
+    {
+      "off_policy.proximal": "interpolate",
+      "off_policy.correction": "truncate",
+      "off_policy.level": "sequence",
+    },
+    ["off_policy.proximal='interpolate'", "off_policy.level='sequence'"],
+  ),
+  (
+    {"loss.name": "hapo", "off_policy.proximal": "ewma"},
+    ["loss.name='hapo'", "off_policy.proximal='ewma'"],
+  ),
+  (
+    {"sampler.entropy_tau": 0.1, "off_policy.proximal": "stored"},
+    ["sampler.entropy_tau=0.1", "off_policy.proximal='stored'"],
+  ),
+  (
+    {"loss.kl_coefficient": 0.1, "loss.kl_reward_coefficient": 0.2},
+    ["loss.kl_coefficient=0.1", "loss.kl_reward_coefficient=0.2"],
+  ),
+  ({"loss.norm": 100}, ["loss.norm=100", "loss.mode='token-mean'"]),
+  (
+    {"reward.overlong_buffer": 65},
+    ["reward.overlong_buffer=65", "sampler.max_response_length=64"],
+  ),
+]
+
+# (changes, key and value, what is allowed): one setting that never works here.
+OUT_OF_RANGE = [
+  ({"estimator.lambda_policy": 1.01}, "[0, 1]"),
+  ({"estimator.lambda_value": -0.1}, "[0, 1]"),
+  ({"loss.clip_low": 1.0}, "[0, 0.999999]"),
+  ({"sampler.top_p": 0.9}, "must be in [1, 1]; training uses the full softmax"),
+  ({"sampler.top_k": 5}, "must be in [0, 0]; training uses the full softmax"),
+  ({"sampler.min_p": 0.1}, "must be in [0, 0]; training uses the full softmax"),
+  ({"estimator.name": "nope"}, "must be one of 'gae', 'group'"),
+  ({"loss.name": "nope"}, "must be one of 'clip', 'gspo'"),
+  ({"loss.kl": "k4"}, "must be one of 'k1', 'k2', 'k3', 'k1+', 'k3+'"),
+  ({"off_policy.ewma_decay": 1.0}, "[0, 0.999999]"),
+  ({"schedule.min_ended": 0}, "[1, inf]"),
+]
+
+
+def refusal(config):
+  with pytest.raises(InputError) as error:
+    config_lib.validate(config)
+  text = str(error.value)
+  assert "\n" not in text and text.startswith("config.")
+  return text
+
+
+class TestRefused:
+  @pytest.mark.parametrize(("changes", "parts"), CONTRADICTIONS)
+  def test_contradictions_name_both_settings(self, changes, parts):
+    text = refusal(changed(changes))
+    for part in parts:
+      assert f"config.{part}" in text or part in text, text
+
+  def test_every_contradiction_is_tried(self):
+    """The table above has each entry of the list at least once."""
+    tried = set()
+    for changes, _ in CONTRADICTIONS:
+      holds = [c[0] for c in validation._contradictions(changed(changes))]
+      tried.add(holds.index(True))
+      assert sum(holds) == 1  # Nothing else is wrong.
+    assert tried == set(range(len(holds)))
+
+  def test_none_holds_by_default(self):
+    for method in METHODS:
+      entries = validation._contradictions(load_config(method))
+      assert not any(holds for holds, _, _ in entries)
+
+  def test_every_contradiction_names_two_settings(self):
+    known = set(config_lib.keys(config_lib.default_config()))
+    for _, keys, why in validation._contradictions(load_config("vapo")):
+      assert len(keys) >= 2 and set(keys) <= known
+      assert why and "\n" not in why
+
+  @pytest.mark.parametrize(("changes", "allowed"), OUT_OF_RANGE)
+  def test_ranges(self, changes, allowed):
+    ((key, value),) = changes.items()
+    text = refusal(changed(changes))
+    assert (
+      text.startswith(f"config.{key}={value!r} must be") and allowed in text
+    )
+
+  @pytest.mark.parametrize(
+    ("method", "changes", "parts"),
+    [
+      (
+        "tppo",
+        {"schedule.window": 99},
+        ["schedule.window=99", "sampler.max_response_length=64"],
+      ),
+      (
+        "tppo",
+        {"estimator.name": "group", "value.pretrain_steps": 0},
+        ["schedule.name='window'", "estimator.name='group'"],
+      ),
+      (
+        "grpo",
+        {
+          "data.group_size": 1,
+          "optimizer.policy.mini_batch": 32,
+          "eval.samples": 1,
+        },
+        ["data.group_size=1", "estimator.name='group'"],
+      ),
+    ],
+  )
+  def test_the_script_says_so_and_exits(self, tmp_path, method, changes, parts):
+    done = subprocess.run(
+      [
+        sys.executable,
+        "scripts/train.py",
+        f"--config=configs/{method}.py",
+        f"--workdir={tmp_path / 'run'}",
+        *(f"--config.{key}={value}" for key, value in changes.items()),
+      ],
+      cwd=ROOT,
+      env=os.environ | {"PYTHONPATH": str(ROOT)},
+      capture_output=True,
+      text=True,
+      timeout=120,
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: config.")
+    assert done.stderr.count("\n") == 1
+    for part in parts:
+      assert f"config.{part}" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+class TestConfigs:
+  def test_all_methods_are_there(self):
+    assert set(METHODS) >= {
+      *("vapo", "tppo", "dapo", "grpo", "dr_grpo", "rloo", "ppo", "vc_ppo"),
+      *("gspo", "cispo", "hapo", "mc_grpo"),
+      *("reinforce_pp", "reinforce_pp_baseline"),
+    }
+
+  @pytest.mark.parametrize("preset", ["", "smollm2", "gsm8k", "qwen2.5-32b"])
+  @pytest.mark.parametrize("method", METHODS)
+  def test_is_valid(self, method, preset):
+    config = load_config(method, preset)
+    if config.data.source == "jsonl":
+      config.data.path = "questions.jsonl"  # These presets ask for it.
+    config_lib.validate(config)
+    assert config.is_locked
+
+  @pytest.mark.parametrize("method", METHODS)
+  def test_has_every_key_of_the_defaults_and_no_other(self, method):
+    assert config_lib.keys(load_config(method)) == config_lib.keys(
+      config_lib.default_config()
+    )
+
+  @pytest.mark.parametrize("method", METHODS)
+  def test_an_unknown_preset_is_refused(self, method):
+    with pytest.raises(InputError, match="preset 'nope' is unknown"):
+      load_config(method, "nope")
+
+
+@pytest.mark.slow
+class TestTrains:
+  @pytest.mark.parametrize("method", METHODS)
+  def test_three_steps_from_the_embedded_model(self, method, tmp_path):
+    config = load_config(method)
+    prompts = 16 if config.data.group_size == 1 else 4
+    batch = prompts * config.data.group_size
+    changes = {
+      "data.prompts_per_step": prompts,
+      "value.pretrain_steps": min(config.value.pretrain_steps, 1),
+      "eval.problems": 4,
+      "eval.samples": 1,
+      "eval.every": 100,
+      "checkpoint.every": 100,
+      "mesh.data": 1,
+      "run.steps": 3,
+    }
+    if config.schedule.name == "window":  # So that something ends.
+      changes["schedule.window"] = 24
+    for role in ("policy", "value"):
+      # One update or more, as the method has it.
+      updates = (
+        config_lib.batch_size(config) // config.optimizer[role].mini_batch
+      )
+      changes[f"optimizer.{role}.mini_batch"] = batch // updates
+    config.update_from_flattened_dict(changes)
+    job = build.make_job(config)
+    loop.train(job, tmp_path)
+    rows = tiny_run.comparable(tmp_path)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    for row in rows[1:]:
+      assert all(np.isfinite(value) for value in row.values())
+      assert row["policy/grad_norm"] > 0 and row["policy/skipped"] == 0
+    trained = [row for row in rows[1:] if "value/loss" in row]
+    assert bool(trained) == (job.value is not None)
+    assert all(row["value/skipped"] == 0 for row in trained)
