@@ -1,6 +1,7 @@
 # Two commands do everything on a fresh machine with Python 3.11 to 3.13:
-#   make train   install, run the main job (configs/vapo.py), draw its curves
-#   make test    install, run the whole test suite
+#   make train     install, run the main job (configs/vapo.py), draw its curves
+#   make test      install, run the test suite
+#   make slowtest  the tests that take minutes each, which CI runs too
 # Variables: PYTHON (interpreter of a new venv), VENV (its folder), CONFIG,
 # WORKDIR and ARGS (of the run, e.g. ARGS="--config.run.seed=1"), TESTS (e.g.
 # TESTS=tests/metrics_test.py), PYTEST_ARGS.
@@ -22,7 +23,7 @@ PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile $(PYTEST_ARGS)
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.jax_cache
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.5
 
-.PHONY: help train test quicktest lint clean
+.PHONY: help train test slowtest lint clean
 .DEFAULT_GOAL := help
 # A failed `python -m venv` must not look like a made one.
 .DELETE_ON_ERROR:
@@ -35,10 +36,10 @@ train: $(VENV)/installed-plot
 	$(BIN)/python scripts/report.py $(WORKDIR)
 
 test: $(VENV)/installed-test
-	$(PYTEST) $(TESTS)
-
-quicktest: $(VENV)/installed-test
 	$(PYTEST) -m 'not slow' $(TESTS)
+
+slowtest: $(VENV)/installed-test
+	$(PYTEST) -m slow $(TESTS)
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .

@@ -8,11 +8,24 @@ import pytest
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _NOTEBOOKS = sorted((_ROOT / "colabs").glob("*.ipynb"))
+_SLOW = ("methods",)  # They sample and train.
 _HEAVY = ["flax", "grain", "optax", "orbax", "tensorflow_datasets"]
 
 
-@pytest.mark.parametrize("path", _NOTEBOOKS, ids=lambda path: path.stem)
+def _notebooks(*, run: bool) -> list:
+  """One parameter a notebook; running some of them takes minutes."""
+  return [
+    pytest.param(
+      path,
+      id=path.stem,
+      marks=[pytest.mark.slow] if run and path.stem in _SLOW else [],
+    )
+    for path in _NOTEBOOKS
+  ]
+
+
 class TestNotebooks:
+  @pytest.mark.parametrize("path", _notebooks(run=True))
   def test_runs_from_top_to_bottom(self, path, tmp_path, monkeypatch):
     nbclient = pytest.importorskip("nbclient")
     nbformat = pytest.importorskip("nbformat")
@@ -29,6 +42,7 @@ class TestNotebooks:
     )
     client.execute()
 
+  @pytest.mark.parametrize("path", _notebooks(run=False))
   def test_is_kept_executed_with_its_outputs(self, path):
     nbformat = pytest.importorskip("nbformat")
     notebook = nbformat.read(path, as_version=4)

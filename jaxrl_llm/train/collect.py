@@ -66,7 +66,7 @@ def mixed_groups(job: Job, state: RunState, timer) -> Collected:
   """
   data, schedule = job.config.data, job.config.schedule
   wanted = data.prompts_per_step
-  kept, drawn, rounds = [], 0, 0
+  kept, drawn, rounds, tokens = [], 0, 0, 0
   while sum(len(r.rewards) for r in kept) < wanted * data.group_size:
     if rounds == schedule.max_rounds:
       found = sum(len(r.rewards) for r in kept) // data.group_size
@@ -92,9 +92,11 @@ def mixed_groups(job: Job, state: RunState, timer) -> Collected:
       responses, samples = judge(job, rollout, prompts, state.step)
     kept.append(runstate.take(responses, mixed(responses)))
     rounds, drawn = rounds + 1, drawn + len(prompts)
+    tokens += int(rollout.lengths.sum())
   joined = runstate.join(kept)
   row = {
     "rollout/rounds": float(rounds),
+    "rollout/tokens": float(tokens),  # Those thrown away were paid for too.
     "rollout/mixed_fraction": len(joined.rewards) / data.group_size / drawn,
   }
   chosen = runstate.take(joined, joined.rollout.group < wanted)

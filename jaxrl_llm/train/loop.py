@@ -26,6 +26,7 @@ repeats the uninterrupted one.
 import contextlib
 import pathlib
 import signal
+import time
 
 import numpy as np
 
@@ -74,11 +75,13 @@ def train(job: Job, workdir: pathlib.Path) -> None:
     signals.stop_on_signal() as stopped,
   ):
     if latest is None:
+      begun = time.perf_counter()
       state = start(job, workdir, logger, stopped)
+      spent = {"time/start_s": time.perf_counter() - begun}
       if stopped.signal:
         logger.event("stopped during value pretraining; nothing to save yet")
         return
-      logger.log(0, evaluate(job, state, logger))
+      logger.log(0, evaluate(job, state, logger) | spent)
       runstate.save(job, state, saver)
     else:
       state = runstate.resume(job, saver, latest)
@@ -125,7 +128,7 @@ def iterate(job: Job, state: RunState, timer, logger) -> dict[str, float]:
   # 1. Draw prompts, 2. generate, 3. reward what ended.
   collected = collect.responses(job, state, timer)
   fresh = collected.responses
-  row = collected.row | step_metrics.rollout_metrics(fresh)
+  row = step_metrics.rollout_metrics(fresh) | collected.row
   # Every fresh response has new tokens for the policy. The critic learns from
   # ended ones, those that waited for company included.
   everything = runstate.join([fresh, state.waiting])

@@ -1,0 +1,15 @@
+"""Studies: a table of settings x seeds, run, summed up and drawn."""
+
+from jaxrl_llm.study.picture import draw
+from jaxrl_llm.study.results import Outcome, load_outcomes, write_table
+from jaxrl_llm.study.tables import STUDIES, Arm, Study
+
+__all__ = [
+  "STUDIES",
+  "Arm",
+  "Outcome",
+  "Study",
+  "draw",
+  "load_outcomes",
+  "write_table",
+]

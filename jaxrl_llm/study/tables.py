@@ -1,0 +1,129 @@
+"""The studies: which settings are compared, and what each arm changes."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class Arm(NamedTuple):
+  """One row of a study."""
+
+  name: str
+  method: str  # configs/METHOD.py.
+  changes: Mapping[str, Any] = {}  # Config key -> value, beside the study's.
+
+
+class Study(NamedTuple):
+  """Arms that are compared under common settings."""
+
+  title: str
+  question: str
+  preset: str  # Scale of all arms.
+  common: Mapping[str, Any]  # Config key -> value.
+  arms: tuple[Arm, ...]
+  baseline: str  # Arm that times are compared with.
+  target: float  # Accuracy whose first moment is measured.
+
+
+# VAPO's arms all write the same number of responses per step.
+_WITHOUT_GROUPS = {"data.prompts_per_step": 128, "data.group_size": 1}
+
+_VAPO = Study(
+  title="VAPO and what each of its parts is worth",
+  question="What does held-out accuracy lose without one part?",
+  preset="long_tail",
+  common={},
+  arms=(
+    Arm("VAPO", "vapo"),
+    Arm("without value pretraining", "vapo", {"value.pretrain_steps": 0}),
+    Arm(
+      "without decoupled GAE",
+      "vapo",
+      {
+        "estimator.lambda_schedule": "constant",
+        "estimator.lambda_policy": 0.95,
+        "estimator.lambda_value": 0.95,
+      },
+    ),
+    Arm(
+      "without length-adaptive λ",
+      "vapo",
+      {
+        "estimator.lambda_schedule": "constant",
+        "estimator.lambda_policy": 0.95,
+      },
+    ),
+    Arm("without clip-higher", "vapo", {"loss.clip_high": 0.2}),
+    Arm(
+      "without token-level loss", "vapo", {"loss.mode": "seq-mean-token-mean"}
+    ),
+    Arm("without positive LM loss", "vapo", {"loss.nll_coefficient": 0.0}),
+    Arm("without group sampling", "vapo", _WITHOUT_GROUPS),
+    Arm("PPO", "ppo"),
+  ),
+  baseline="VAPO",
+  target=0.7,
+)
+
+_DAPO = Study(
+  title="From GRPO to DAPO, increment by increment",
+  question="What does each of DAPO's parts add?",
+  preset="long_tail",
+  common={},
+  arms=(
+    Arm("GRPO without KL", "grpo", {"loss.kl_coefficient": 0.0}),
+    Arm(
+      "+ overlong filtering",
+      "grpo",
+      {"loss.kl_coefficient": 0.0, "loss.overlong_filter": True},
+    ),
+    Arm(
+      "+ clip-higher",
+      "grpo",
+      {
+        "loss.kl_coefficient": 0.0,
+        "loss.overlong_filter": True,
+        "loss.clip_high": 0.28,
+      },
+    ),
+    Arm(
+      "+ soft overlong punishment",
+      "grpo",
+      {
+        "loss.kl_coefficient": 0.0,
+        "loss.clip_high": 0.28,
+        "reward.overlong_buffer": 128,
+      },
+    ),
+    Arm("+ token-level loss", "dapo", {"schedule.dynamic_sampling": False}),
+    Arm("+ dynamic sampling (DAPO)", "dapo"),
+  ),
+  baseline="GRPO without KL",
+  target=0.7,
+)
+
+_TPPO = Study(
+  title="T-PPO against full-length rollouts",
+  question="What does accuracy cost in seconds, tokens and steps?",
+  preset="long_tail",
+  common={},
+  arms=(
+    Arm("VAPO, full rollouts", "vapo"),
+    Arm("PPO, full rollouts", "ppo"),
+    Arm("T-PPO, window 32", "tppo", {"schedule.window": 32}),
+    Arm("T-PPO, window 64", "tppo", {"schedule.window": 64}),
+    Arm("T-PPO, window 128", "tppo", {"schedule.window": 128}),
+    Arm(
+      "T-PPO, window 64, bootstrap",
+      "tppo",
+      {"schedule.window": 64, "estimator.boundary": "bootstrap"},
+    ),
+  ),
+  baseline="VAPO, full rollouts",
+  target=0.7,
+)
+
+STUDIES: Mapping[str, Study] = {
+  "vapo_ablations": _VAPO,
+  "dapo_increments": _DAPO,
+  "tppo_speed": _TPPO,
+}

@@ -1,0 +1,169 @@
+"""Runs a study: a table of settings x seeds, resumable; draws and sums it up.
+
+    python scripts/study.py NAME [--seeds=0,1,2] [--out=runs/studies]
+    python scripts/study.py NAME --report          # of the runs so far
+    python scripts/study.py NAME --arms='VAPO;PPO' --config.run.steps=20
+
+NAME is one of the studies of jaxrl_llm/study/tables.py. Each run is
+scripts/train.py in a folder of its own, one after the other, so that times
+compare; a run that was stopped is resumed, one that is done is left alone, and
+one of other settings is refused. Ctrl-C saves the run at hand and stops.
+Writes OUT/NAME/table.md and OUT/NAME/curves.png.
+"""
+
+import argparse
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+
+from jaxrl_llm import metrics
+from jaxrl_llm import study as study_lib
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.study import results
+
+_ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+def command(
+  study: study_lib.Study,
+  arm: study_lib.Arm,
+  seed: int,
+  folder: pathlib.Path,
+  extra: list[str],
+) -> list[str]:
+  """The training command of one run; `extra` are further --config flags."""
+  changes = {**study.common, **arm.changes, "run.seed": seed}
+  workdir = results.run_folder(folder, arm.name, seed).resolve()
+  return [
+    sys.executable,
+    "scripts/train.py",
+    f"--workdir={workdir}",
+    f"--config=configs/{arm.method}.py:{study.preset}",
+    *(f"--config.{key}={value}" for key, value in changes.items()),
+    *extra,
+  ]
+
+
+def is_done(workdir: pathlib.Path, settings: list[str]) -> bool:
+  """Whether a run has logged the last step of its own config.
+
+  Args:
+    workdir: of the run, which may not have begun.
+    settings: flags that it must have been started with.
+
+  Raises:
+    InputError: the folder holds a run of other settings.
+  """
+  rows, config = workdir / "metrics.jsonl", workdir / "config.json"
+  if not rows.exists() or not config.exists():
+    return False
+  kept = workdir / "settings.json"
+  if kept.exists() and json.loads(kept.read_text("utf-8")) != settings:
+    raise InputError(
+      f"{workdir} holds a run of other settings, see its settings.json; give"
+      " another --out or remove the folder"
+    )
+  logged = metrics.read_rows(rows)
+  steps = json.loads(config.read_text("utf-8"))["run"]["steps"]
+  return bool(logged) and logged[-1]["step"] >= steps
+
+
+def run_all(study, arms, seeds, folder, extra) -> None:
+  """Trains what is not done yet, seed by seed, so that all arms have one.
+
+  Raises:
+    InputError: a run failed; what it said stands in its log.txt.
+  """
+  for seed in seeds:
+    for arm in arms:
+      workdir = results.run_folder(folder, arm.name, seed)
+      run = command(study, arm, seed, folder, extra)
+      settings = [flag for flag in run if flag.startswith("--config")]
+      if is_done(workdir, settings):
+        continue
+      workdir.mkdir(parents=True, exist_ok=True)
+      text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+      (workdir / "settings.json").write_text(text, encoding="utf-8")
+      print(f"seed {seed}: {arm.name} -> {workdir}", flush=True)
+      code = train(run, workdir / "log.txt")
+      if code or not is_done(workdir, settings):
+        raise InputError(
+          f"the run of {arm.name!r}, seed {seed}, ended with exit code"
+          f" {code} before its last step; see {workdir}/log.txt"
+        )
+
+
+def train(run: list[str], log_file: pathlib.Path) -> int:
+  """Runs a training command to its end; returns its exit code."""
+  with open(log_file, "a", encoding="utf-8") as log:
+    process = subprocess.Popen(
+      run,
+      cwd=_ROOT,
+      stdout=log,
+      stderr=subprocess.STDOUT,
+      start_new_session=True,  # A signal reaches it once, from here.
+    )
+    try:
+      return process.wait()
+    except KeyboardInterrupt:
+      print("stopping after this step", flush=True)
+      process.send_signal(signal.SIGINT)
+      process.wait()
+      raise
+
+
+def main(arguments: list[str] | None = None) -> int:
+  """Runs the command; returns its exit code, 2 for bad input."""
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument("name", choices=study_lib.STUDIES, metavar="NAME")
+  parser.add_argument("--seeds", default="0,1,2", help="comma-separated")
+  parser.add_argument("--out", default="runs/studies", help="folder")
+  parser.add_argument("--arms", help="names of arms, separated by ';'")
+  parser.add_argument("--report", action="store_true", help="train nothing")
+  options, extra = parser.parse_known_args(arguments)
+  study = study_lib.STUDIES[options.name]
+  folder = pathlib.Path(options.out) / options.name
+  try:
+    wanted = options.arms.split(";") if options.arms else None
+    arms = [a for a in study.arms if wanted is None or a.name in wanted]
+    if wanted is not None and len(arms) != len(wanted):
+      names = "; ".join(a.name for a in study.arms)
+      raise InputError(f"--arms={options.arms!r}: choose from {names}")
+    unknown = [flag for flag in extra if not flag.startswith("--config.")]
+    if unknown:
+      raise InputError(f"{unknown[0]}: no such flag; see --help")
+    seeds = _seeds(options.seeds)
+    if not options.report:
+      run_all(study, arms, seeds, folder, extra)
+    outcomes = study_lib.load_outcomes(study, folder, seeds)
+    if not outcomes:
+      raise InputError(f"{folder} has no runs yet; leave --report away")
+    print(study_lib.write_table(study, outcomes, folder / "table.md"))
+    study_lib.draw(study.title, outcomes, folder / "curves.png")
+  except ImportError:
+    print("matplotlib is missing: pip install -e '.[plot]'", file=sys.stderr)
+    return 2
+  except (InputError, OSError) as error:
+    print(f"study: {error}", file=sys.stderr)
+    return 2
+  except KeyboardInterrupt:
+    print("stopped; the same command goes on")
+    return 0
+  print(f"wrote {folder / 'table.md'} and {folder / 'curves.png'}")
+  return 0
+
+
+def _seeds(text: str) -> list[int]:
+  try:
+    return list(dict.fromkeys(int(seed) for seed in text.split(",")))
+  except ValueError as error:
+    raise InputError(f"--seeds={text!r}: give numbers, as in 0,1,2") from error
+
+
+if __name__ == "__main__":
+  signal.signal(signal.SIGTERM, signal.default_int_handler)
+  sys.exit(main())

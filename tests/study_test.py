@@ -1,0 +1,439 @@
+"""Tests of jaxrl_llm.study and scripts/study.py."""
+
+import importlib.util
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from jaxrl_llm import config as config_lib
+from jaxrl_llm import study as study_lib
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.study import picture, results
+
+_ROOT = pathlib.Path(__file__).resolve().parents[1]
+_ARMS = [
+  pytest.param(study, arm, id=f"{name}: {arm.name}")
+  for name, study in study_lib.STUDIES.items()
+  for arm in study.arms
+]
+
+
+def _load(path: pathlib.Path):
+  spec = importlib.util.spec_from_file_location(f"{path.stem}_file", path)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
+
+
+def _script():
+  return _load(_ROOT / "scripts" / "study.py")
+
+
+def _resolved(study, arm) -> dict:
+  """The flattened config of an arm, validated."""
+  config = _load(_ROOT / "configs" / f"{arm.method}.py").get_config(
+    study.preset
+  )
+  config.update_from_flattened_dict({**study.common, **arm.changes})
+  config_lib.validate(config)
+  return {key: config_lib.get(config, key) for key in config_lib.keys(config)}
+
+
+def _differing(left: dict, right: dict) -> set[str]:
+  assert left.keys() == right.keys()
+  return {key for key in left if left[key] != right[key]}
+
+
+def _rows(accuracies, *, seconds=2.0, tokens=100.0):
+  """A run evaluated at step 0 and at every second step."""
+  rows = [{"step": 0, "eval/test_set/avg@2": accuracies[0]}]
+  for step in range(1, 2 * len(accuracies) - 1):
+    row = {
+      "step": step,
+      "rollout/tokens": tokens,
+      "time/step_s": seconds,
+      "time/generate_s": 0.5 * seconds,
+      "time/update_policy_s": 0.25 * seconds,
+    }
+    if step % 2 == 0:
+      row["time/step_s"] += 10.0
+      row |= {"time/evaluate_s": 7.0, "time/checkpoint_s": 3.0}
+      row["eval/test_set/avg@2_se"] = 0.01
+      row["eval/test_set/avg@2"] = accuracies[step // 2]
+      row["eval/test_set/pass@2"] = 1.0
+    rows.append(row)
+  return rows
+
+
+_STUDY = study_lib.Study(
+  title="Two arms",
+  question="Which is faster?",
+  preset="",
+  common={},
+  arms=(study_lib.Arm("slow", "ppo"), study_lib.Arm("quick", "ppo")),
+  baseline="slow",
+  target=0.5,
+)
+
+
+class TestOutcome:
+  def test_counts_training_alone(self):
+    outcome = results.outcome(_rows([0.1, 0.4, 0.6, 0.3]), 0.5)
+    np.testing.assert_array_equal(outcome.curve.steps, [0, 2, 4, 6])
+    np.testing.assert_array_equal(outcome.curve.seconds, [0, 4, 8, 12])
+    np.testing.assert_array_equal(outcome.curve.tokens, [0, 200, 400, 600])
+    np.testing.assert_array_equal(outcome.curve.accuracy, [0.1, 0.4, 0.6, 0.3])
+
+  def test_target_is_reached_at_the_first_evaluation_over_it(self):
+    rows = _rows([0.1, 0.4, 0.6, 0.3, 0.9])
+    outcome = results.outcome(rows, 0.5)
+    assert (outcome.seconds_to_target, outcome.tokens_to_target) == (8.0, 400.0)
+    outcome = results.outcome(rows, 0.95)
+    assert np.isnan([outcome.seconds_to_target, outcome.tokens_to_target]).all()
+
+  def test_shares_are_of_the_training_time(self):
+    outcome = results.outcome(_rows([0.1, 0.4, 0.6]), 0.5)
+    assert outcome.split == pytest.approx(
+      {"generate": 0.5, "update_policy": 0.25}
+    )
+
+  def test_a_run_without_evaluations_has_an_empty_curve(self):
+    outcome = results.outcome([{"step": 1, "time/step_s": 1.0}], 0.5)
+    assert outcome.curve.accuracy.shape == (0,)
+    assert np.isnan(outcome.seconds_to_target)
+
+
+class TestMeanAndError:
+  @pytest.mark.parametrize(
+    "values, text",
+    [
+      ([1.0, 2.0, 6.0], "3.00 ± 1.53"),  # √7 / √3.
+      ([2.0], "2.00"),
+      ([], "-"),
+      ([1.0, np.nan], "-"),
+    ],
+  )
+  def test_golden(self, values, text):
+    assert results.mean_and_error(values, ".2f") == text
+
+  def test_unit_stands_behind_numbers_alone(self):
+    assert results.mean_and_error([2.0], ".0f", unit=" M") == "2 M"
+    assert results.mean_and_error([], ".0f", unit=" M") == "-"
+
+
+class TestWriteTable:
+  def _cells(self, tmp_path, outcomes, study=_STUDY):
+    text = study_lib.write_table(study, outcomes, tmp_path / "table.md")
+    assert (tmp_path / "table.md").read_text("utf-8") == text
+    table = [line for line in text.splitlines() if line.startswith("|")]
+    cells = [[c.strip() for c in line.strip("|").split("|")] for line in table]
+    assert {len(row) for row in cells} == {len(cells[0])}
+    assert set(cells[1]) == {"---"}
+    return [dict(zip(cells[0], row)) for row in cells[2:]]
+
+  def test_ratio_is_to_the_baseline(self, tmp_path):
+    outcomes = {
+      "slow": [results.outcome(_rows([0.1, 0.2, 0.6], seconds=4.0), 0.5)] * 2,
+      "quick": [results.outcome(_rows([0.1, 0.6, 0.5], seconds=3.0), 0.5)] * 2,
+    }
+    slow, quick = self._cells(tmp_path, outcomes)
+    assert [slow["arm"], quick["arm"]] == ["slow", "quick"]
+    assert [slow["s to 0.5"], quick["s to 0.5"]] == ["16 ± 0", "6 ± 0"]
+    assert [slow["ratio"], quick["ratio"]] == ["1.00", "0.38"]
+    assert quick["final accuracy"] == "0.500 ± 0.000"
+    assert quick["best"] == "0.600 ± 0.000"
+    assert [quick["seeds"], quick["steps"], quick["seconds"]] == [
+      "2",
+      "4",
+      "12 ± 0",
+    ]
+    assert [quick["generate"], quick["policy"], quick["value"]] == [
+      "50%",
+      "25%",
+      "0%",
+    ]
+
+  def test_dashes_where_a_seed_did_not_reach_the_target(self, tmp_path):
+    good = results.outcome(_rows([0.1, 0.6]), 0.5)
+    bad = results.outcome(_rows([0.1, 0.2]), 0.5)
+    slow, quick = self._cells(tmp_path, {"slow": [good], "quick": [good, bad]})
+    assert [quick["s to 0.5"], quick["ratio"]] == ["-", "-"]
+    assert slow["ratio"] == "1.00"
+    slow, quick = self._cells(tmp_path, {"slow": [bad], "quick": [good]})
+    assert [slow["ratio"], quick["ratio"]] == ["-", "-"]
+
+  def test_odd_runs(self, tmp_path):
+    at_once = results.outcome(_rows([0.9, 0.9]), 0.5)  # 0 seconds to target.
+    begun = results.outcome([{"step": 1, "time/step_s": 1.0}], 0.5)
+    slow, quick = self._cells(tmp_path, {"slow": [at_once], "quick": [begun]})
+    assert slow["ratio"] == quick["ratio"] == "-"
+    assert quick["final accuracy"] == quick["generated tokens"] == "-"
+
+
+class TestPicture:
+  def test_band_interpolates_and_ends_with_the_shortest(self):
+    short = results.outcome(_rows([0.0, 0.5], seconds=1.0), 0.5)
+    long = results.outcome(_rows([0.0, 0.5, 1.0], seconds=2.0), 0.5)
+    x, mean, error = picture.band([short, long], "seconds")
+    assert (x[0], x[-1]) == (0.0, 2.0)
+    # Slopes of 0.5 in 2 s and of 0.5 in 4 s.
+    np.testing.assert_allclose(mean, (x / 4 + x / 8) / 2, atol=1e-12)
+    # Two values at a distance d: their standard error is d / 2.
+    np.testing.assert_allclose(error, (x / 4 - x / 8) / 2, atol=1e-12)
+
+  def test_band_of_one_or_no_run(self):
+    run = results.outcome(_rows([0.2, 0.4]), 0.5)
+    x, mean, error = picture.band([run], "steps")
+    assert (x[-1], mean[0], mean[-1]) == (2.0, 0.2, 0.4)
+    assert not error.any()
+    begun = results.outcome([{"step": 1}], 0.5)
+    assert [a.size for a in picture.band([begun], "tokens")] == [0, 0, 0]
+    np.testing.assert_array_equal(picture.band([run, begun], "steps")[1], mean)
+
+  def test_draws_more_arms_than_there_are_colours(self, tmp_path):
+    pytest.importorskip("matplotlib")
+    outcomes = {
+      f"arm {i} with a long name": [
+        results.outcome(_rows([0.1, 0.02 * i, 0.1 * i], seconds=i + s), 0.5)
+        for s in (1, 2)
+      ]
+      for i in range(9)
+    }
+    outcomes["begun"] = [results.outcome([{"step": 1}], 0.5)]
+    study_lib.draw("A title", outcomes, tmp_path / "curves.png")
+    content = (tmp_path / "curves.png").read_bytes()
+    assert content.startswith(b"\x89PNG\r\n\x1a\n")
+
+
+class TestStudies:
+  @pytest.mark.parametrize("study, arm", _ARMS)
+  def test_flags_name_keys_that_exist_and_make_a_valid_config(
+    self, study, arm, tmp_path
+  ):
+    command = _script().command(study, arm, 3, tmp_path, ["--config.run.x=1"])
+    assert command[:2] == [sys.executable, "scripts/train.py"]
+    assert (_ROOT / command[1]).exists()
+    flags = dict(flag.split("=", 1) for flag in command[2:])
+    path, preset = flags["--config"].split(":")
+    assert (_ROOT / path).exists() and preset == study.preset
+    overrides = {
+      name.removeprefix("--config."): value
+      for name, value in flags.items()
+      if name.startswith("--config.")
+    }
+    assert overrides.pop("run.x") == "1"
+    assert overrides.pop("run.seed") == "3"
+    resolved = _resolved(study, arm)
+    assert overrides.keys() <= resolved.keys()
+    assert overrides == {
+      key: str(resolved[key]) for key in {**study.common, **arm.changes}
+    }
+
+  @pytest.mark.parametrize("study", study_lib.STUDIES.values())
+  def test_every_run_has_a_folder_of_its_own(self, study, tmp_path):
+    folders = [
+      results.run_folder(tmp_path, arm.name, seed)
+      for arm in study.arms
+      for seed in (0, 1, 10)
+    ]
+    assert len({str(f).lower() for f in folders}) == len(folders)
+    assert all(str(f.relative_to(tmp_path)).isascii() for f in folders)
+    assert all(len(f.relative_to(tmp_path).parts) == 2 for f in folders)
+
+  @pytest.mark.parametrize("study", study_lib.STUDIES.values())
+  def test_arms_are_distinct_and_the_baseline_is_one_of_them(self, study):
+    assert study.baseline in [arm.name for arm in study.arms]
+    configs = [_resolved(study, arm) for arm in study.arms]
+    for i, config in enumerate(configs):
+      assert all(_differing(config, other) for other in configs[:i])
+
+  def test_an_ablation_changes_what_it_names_and_nothing_else(self):
+    study = study_lib.STUDIES["vapo_ablations"]
+    vapo = _resolved(study, study_lib.Arm("VAPO", "vapo"))
+    ablations = [arm for arm in study.arms[1:] if arm.method == "vapo"]
+    assert len(ablations) == 7
+    for arm in ablations:
+      resolved = _resolved(study, arm)
+      named = {key for key, value in arm.changes.items() if value != vapo[key]}
+      assert named and _differing(resolved, vapo) == named, arm.name
+      assert arm.changes.items() <= resolved.items()
+
+  def test_ppo_is_vapo_without_its_seven_parts(self):
+    study = study_lib.STUDIES["vapo_ablations"]
+    arms = {arm.name: arm for arm in study.arms}
+    vapo, ppo = (_resolved(study, arms[name]) for name in ("VAPO", "PPO"))
+    parts = {k: v for arm in study.arms for k, v in arm.changes.items()}
+    assert {key: ppo[key] for key in parts} == parts
+    # PPO's own habits, which VAPO has dropped.
+    habits = {"estimator.normalize", "loss.clip_value"}
+    assert _differing(ppo, vapo) - habits == {
+      key for key, value in parts.items() if value != vapo[key]
+    }
+
+  def test_dapo_is_reached_one_part_at_a_time(self):
+    study = study_lib.STUDIES["dapo_increments"]
+    configs = [_resolved(study, arm) for arm in study.arms]
+    steps = [_differing(a, b) for a, b in zip(configs, configs[1:])]
+    assert steps == [
+      {"loss.overlong_filter"},
+      {"loss.clip_high"},
+      # The punishment takes the place of the filter.
+      {"loss.overlong_filter", "reward.overlong_buffer"},
+      {"loss.mode"},
+      {"schedule.dynamic_sampling"},
+    ]
+
+  def test_windows_are_all_that_tppo_changes(self):
+    study = study_lib.STUDIES["tppo_speed"]
+    arms = {arm.name: arm for arm in study.arms}
+    vapo = _resolved(study, arms["VAPO, full rollouts"])
+    for arm in study.arms:
+      if arm.method == "tppo":
+        changed = _differing(_resolved(study, arm), vapo)
+        assert changed - {"estimator.boundary"} == {
+          "schedule.name",
+          "schedule.window",
+        }
+
+
+def _write_run(workdir, *, steps, logged, tail=""):
+  workdir.mkdir(parents=True)
+  (workdir / "config.json").write_text(json.dumps({"run": {"steps": steps}}))
+  rows = [{"step": 0, "eval/x/avg@2": 0.1}]
+  rows += [{"step": s, "time/step_s": 1.0} for s in range(1, logged + 1)]
+  rows[-1]["eval/x/avg@2"] = 0.8
+  lines = "".join(json.dumps(row) + "\n" for row in rows)
+  (workdir / "metrics.jsonl").write_text(lines + tail)
+
+
+class TestScript:
+  def test_a_run_is_done_at_its_last_step(self, tmp_path):
+    script = _script()
+    assert not script.is_done(tmp_path / "none", [])
+    _write_run(tmp_path / "part", steps=3, logged=2, tail='{"step": 3, "rew')
+    assert not script.is_done(tmp_path / "part", [])
+    _write_run(tmp_path / "all", steps=3, logged=3)
+    assert script.is_done(tmp_path / "all", [])
+
+  def test_a_run_of_other_settings_is_not_taken_for_this_one(self, tmp_path):
+    _write_run(tmp_path / "run", steps=3, logged=3)
+    (tmp_path / "run" / "settings.json").write_text('["--config=a"]')
+    assert _script().is_done(tmp_path / "run", ["--config=a"])
+    with pytest.raises(InputError, match="other settings"):
+      _script().is_done(tmp_path / "run", ["--config=a", "--config.x=1"])
+
+  def test_report_of_the_runs_so_far(self, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    study = study_lib.STUDIES["tppo_speed"]
+    folder = tmp_path / "tppo_speed"
+    for arm, seed in ((study.arms[0], 0), (study.arms[0], 1)):
+      workdir = results.run_folder(folder, arm.name, seed)
+      _write_run(workdir, steps=9, logged=3 + seed)
+    arguments = ["tppo_speed", f"--out={tmp_path}", "--report"]
+    assert _script().main(arguments) == 0
+    assert (folder / "curves.png").exists()
+    table = (folder / "table.md").read_text("utf-8")
+    assert f"| {study.arms[0].name} | 2 | 3 | 0.800" in table
+    assert study.arms[1].name + " |" not in table
+    assert str(folder) in capsys.readouterr().out
+
+  @pytest.mark.parametrize(
+    "arguments, words",
+    [
+      (["--arms=VAPO;none such"], "without clip-higher"),
+      (["--seeds=a"], "0,1,2"),
+      (["--confg.run.steps=3"], "no such flag"),
+      (["--report"], "no runs yet"),
+    ],
+  )
+  def test_bad_input_is_one_line(self, tmp_path, capsys, arguments, words):
+    arguments = ["vapo_ablations", f"--out={tmp_path / 'out'}", *arguments]
+    assert _script().main(arguments) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+  def test_a_run_that_fails_says_where_to_look(self, tmp_path, capsys):
+    arguments = ["vapo_ablations", "--arms=VAPO", "--seeds=0"]
+    arguments += [f"--out={tmp_path}", "--config.run.stesp=3"]
+    assert _script().main(arguments) == 2
+    error = capsys.readouterr().err
+    assert "exit code 2" in error and error.count("\n") == 1
+    log = pathlib.Path(error.strip().rpartition("see ")[2])
+    assert "run.steps" in log.read_text("utf-8")
+
+
+_TINY = {
+  "data.source": "chain_sum",
+  "data.settings": {"max_ops": 2},
+  "data.prompts_per_step": 2,
+  "data.group_size": 4,
+  "data.max_prompt_length": 12,
+  "sampler.max_response_length": 24,
+  "optimizer.row_tokens": 0,
+  "optimizer.policy.mini_batch": 8,
+  "optimizer.value.mini_batch": 8,
+  "value.pretrain_steps": 1,
+  "eval.problems": 4,
+  "eval.every": 1,
+  "run.steps": 2,
+}
+
+
+@pytest.mark.slow
+class TestRealRun:
+  def _arguments(self, out):
+    flags = [f"--config.{key}={value}" for key, value in _TINY.items()]
+    return [
+      "vapo_ablations",
+      "--arms=VAPO",
+      "--seeds=0",
+      f"--out={out}",
+      *flags,
+    ]
+
+  def test_runs_once_and_then_does_nothing(self, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setenv("PYTHONPATH", str(_ROOT))
+    monkeypatch.setenv("XLA_FLAGS", "")  # One device, as on a laptop.
+    monkeypatch.chdir(tmp_path)  # --out is relative to where one stands.
+    assert _script().main(self._arguments("out")) == 0
+    assert "seed 0: VAPO" in capsys.readouterr().out
+    workdir = tmp_path / "out" / "vapo_ablations" / "VAPO" / "seed0"
+    config = json.loads((workdir / "config.json").read_text())
+    assert config["data"]["settings"] == {"max_ops": 2}
+    before = {p: p.stat().st_mtime_ns for p in workdir.rglob("*")}
+    assert _script().main(self._arguments("out")) == 0
+    assert "seed 0" not in capsys.readouterr().out
+    assert {p: p.stat().st_mtime_ns for p in workdir.rglob("*")} == before
+    table = (tmp_path / "out" / "vapo_ablations" / "table.md").read_text()
+    assert "| VAPO | 1 | 2 |" in table
+
+  def test_a_stopped_study_saves_and_goes_on(self, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(_ROOT))
+    monkeypatch.setenv("XLA_FLAGS", "")
+    more = ["--config.run.steps=60", "--config.checkpoint.every=1000"]
+    process = subprocess.Popen(
+      [sys.executable, "scripts/study.py", *self._arguments(tmp_path), *more],
+      cwd=_ROOT,
+      stdout=subprocess.PIPE,
+      text=True,
+    )
+    workdir = tmp_path / "vapo_ablations" / "VAPO" / "seed0"
+    rows = workdir / "metrics.jsonl"
+    deadline = time.monotonic() + 240
+    while not rows.exists() or rows.read_text().count("\n") < 3:
+      assert process.poll() is None and time.monotonic() < deadline
+      time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert "the same command goes on" in output
+    log = (workdir / "log.txt").read_text("utf-8")
+    assert "stopped by SIGINT" in log and "saved" in log
