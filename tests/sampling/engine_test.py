@@ -306,6 +306,21 @@ class TestLaw:
     _assert_same_responses(narrow, greedy)
 
 
+class TestTempering:
+  """A temperature of each token's own, chosen from its logits."""
+
+  def test_follows_the_control_and_is_absent_without_one(self):
+    def tempering(logits, temperature, control):
+      assert logits.shape == (8, 67)
+      return temperature * control
+
+    engine = _make_engine(tempering=tempering)
+    _assert_same_responses(_generate(engine), _expected())
+    got = _generate(engine, control=np.float32(0.5))
+    halved = dataclasses.replace(SETTINGS, temperature=0.45)
+    _assert_same_responses(got, _generate(settings=halved))
+
+
 class TestCompilation:
   def test_new_settings_compile_nothing(self):
     key = jax.random.key(77)

@@ -385,7 +385,7 @@ class TestCompilation:
     engine._buckets = [6, 16, 32]
 
     def admit(params, pool, *arguments, whole=engine._admit):
-      spans.add((arguments[3].shape, models.cache_length(pool.cache)))
+      spans.add((arguments[1].shape, models.cache_length(pool.cache)))
       return whole(params, pool, *arguments)
 
     def grow(pool, bucket, whole=engine._grow):
