@@ -72,7 +72,7 @@ def _what_is_trained(c: ConfigDict) -> None:
 def _what_is_sampled(c: ConfigDict) -> None:
   """Groups data, reward, sampler and schedule."""
   c.data = ConfigDict()
-  # 'chain_sum', 'fold_sum' or 'sums' (built in), 'jsonl' or 'tfds'.
+  # 'chain_sum', 'remainder' or 'sums' (built in), 'jsonl' or 'tfds'.
   c.data.source = "chain_sum"
   # File of 'jsonl', name[:version] of 'tfds'.
   c.data.path = ""
@@ -278,13 +278,27 @@ def _optimizer(*, learning_rate: float) -> ConfigDict:
   return c
 
 
-def pretrain_config() -> ConfigDict:
-  """Keys of `scripts/pretrain.py`, which rebuilds the embedded base model."""
+def pretrain_config(task: str = "chain_sum") -> ConfigDict:
+  """Keys of `scripts/pretrain.py`, which rebuilds the embedded base models.
+
+  Args:
+    task: whose base model: 'chain_sum' or 'remainder'.
+
+  Raises:
+    InputError: there is no such task.
+  """
+  if task not in ("chain_sum", "remainder"):
+    raise InputError(f"task {task!r} is unknown; choose chain_sum or remainder")
   c = ConfigDict()
-  c.out = "jaxrl_llm/assets/chain_sum_base"
+  c.task = task
+  # Settings of the task: max_ops; of remainder also tail.
+  c.task_settings = ConfigDict({"max_ops": 6}, convert_dict=False)
+  c.out = f"jaxrl_llm/assets/{task}_base"
   c.seed = 0
   c.steps = 1500
   c.batch_size = 64
+  # Packed rows per micro-batch.
+  c.micro_rows = 16
   c.learning_rate = 2e-3
   c.warmup_steps = 50
   c.weight_decay = 0.0
@@ -292,9 +306,18 @@ def pretrain_config() -> ConfigDict:
   c.num_layers = 3
   c.num_heads = 4
   c.intermediate_size = 256
-  c.max_ops = 6
+  c.max_position_embeddings = 512
+  # Tokens.
   c.max_prompt_length = 16
   c.max_response_length = 64
+  if task == "remainder":  # Long solutions: more room, fewer at a time.
+    c.task_settings = ConfigDict(
+      {"max_ops": 45, "tail": 1.1}, convert_dict=False
+    )
+    c.steps, c.batch_size, c.micro_rows = 1000, 24, 4
+    c.max_position_embeddings = 640
+    c.max_prompt_length = 8
+    c.max_response_length = 512
   return c.lock()
 
 

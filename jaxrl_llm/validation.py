@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxrl_llm.errors import InputError
 
-_DATA_SOURCES = ("chain_sum", "fold_sum", "sums", "jsonl", "tfds")
+_DATA_SOURCES = ("chain_sum", "remainder", "sums", "jsonl", "tfds")
 # Modes of the loss that need a constant length.
 NORM_MODES = ("seq-mean-token-sum-norm", "dr-grpo")
 # Estimators that read values, so that a critic is trained.

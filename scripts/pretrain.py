@@ -1,6 +1,8 @@
-"""Rebuilds the embedded base model, bit for bit on the same machine and JAX.
+"""Rebuilds an embedded base model, bit for bit on the same machine and JAX.
 
-python scripts/pretrain.py --config=configs/pretrain.py [--config.out=DIR]
+python scripts/pretrain.py --config=configs/pretrain.py[:TASK]
+
+`--config.out=DIR` writes it elsewhere than into the package.
 """
 
 import json
@@ -38,7 +40,7 @@ def main(_):
     num_heads=settings.num_heads,
     num_kv_heads=settings.num_heads,
     head_dim=settings.hidden_size // settings.num_heads,
-    max_position_embeddings=512,
+    max_position_embeddings=settings.max_position_embeddings,
     rms_norm_eps=1e-5,
     rope_theta=10_000.0,
     tie_word_embeddings=True,

@@ -5,8 +5,14 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from jaxrl_llm.data import tasks
+from jaxrl_llm.data import remainder, tasks
 from jaxrl_llm.errors import InputError
+
+TASKS = {
+  "chain_sum": tasks.ChainSum,
+  "remainder": remainder.Remainder,
+  "sums": tasks.Sums,
+}
 
 
 class Source(Protocol):
@@ -177,7 +183,7 @@ def make_source(
   """Returns a source by name.
 
   Args:
-    name: 'chain_sum' or 'sums' (tasks), 'jsonl' or 'tfds'.
+    name: 'chain_sum', 'remainder', 'sums' (tasks), 'jsonl' or 'tfds'.
     path: the file of 'jsonl', the dataset's name of 'tfds'.
     split: split of a task or a TFDS dataset; a JSONL file is one split.
     seed: chooses the problems of a task.
@@ -186,12 +192,12 @@ def make_source(
   Raises:
     InputError: unknown name, or the data cannot be used.
   """
-  if name in tasks.TASKS:
-    return tasks.TASKS[name](split=split, seed=seed, **settings)
+  if name in TASKS:
+    return TASKS[name](split=split, seed=seed, **settings)
   if name not in ("jsonl", "tfds"):
     raise InputError(
       f"data.source={name!r} is unknown; choose one of"
-      f" {sorted(tasks.TASKS) + ['jsonl', 'tfds']}"
+      f" {sorted(TASKS) + ['jsonl', 'tfds']}"
     )
   if not path:
     raise InputError(f"data.source={name!r} needs data.path")

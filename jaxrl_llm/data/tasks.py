@@ -12,7 +12,8 @@ the settings and the index alone.
 import dataclasses
 import functools
 import itertools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -32,6 +33,15 @@ class Example:
   source: str  # Where it came from, for grouped metrics.
 
 
+class Problem(Protocol):
+  """What `DrawnProblems` draws; hashable."""
+
+  operations: int
+  question: str
+  answer: str
+  solution: str
+
+
 @dataclasses.dataclass(frozen=True)
 class ChainProblem:
   """A running sum: signed terms, the first of them positive."""
@@ -42,6 +52,11 @@ class ChainProblem:
   def totals(self) -> tuple[int, ...]:
     """Running totals, the first term included."""
     return tuple(itertools.accumulate(self.terms))
+
+  @property
+  def operations(self) -> int:
+    """Additions and subtractions."""
+    return len(self.terms) - 1
 
   @property
   def question(self) -> str:
@@ -103,14 +118,90 @@ def draw_problem(
   return ChainProblem(terms=tuple(terms))
 
 
-class ChainSum:
-  """Random-access source of running sums.
+class DrawnProblems:
+  """Random-access source of drawn problems, some of them held out.
 
   The evaluation split is a fixed list of distinct problems, the same for every
   seed. Training indices whose problem has three or more operations and is in
   that list draw again, so evaluation there is on unseen problems; shorter
   problems are too few to be held out.
   """
+
+  def __init__(
+    self,
+    name: str,
+    draw: Callable[..., Problem],
+    *,
+    split: str,
+    seed: int,
+    eval_size: int,
+    **settings: float,
+  ):
+    """Chooses a split.
+
+    Args:
+      name: of the task, for the ids of its examples.
+      draw: (rng, **settings) -> problem.
+      split: 'train' (endless) or 'eval' (`eval_size` fixed problems).
+      seed: chooses the training problems; evaluation does not depend on it.
+      eval_size: number of evaluation problems.
+      **settings: of `draw`.
+
+    Raises:
+      ValueError: a setting is out of range.
+    """
+    _check_split(split)
+    if seed < 0:
+      raise ValueError(f"seed must be >= 0, got {seed}")
+    self._name, self._split, self._seed = name, split, seed
+    self._draw = functools.partial(draw, **settings)
+    self._eval = _eval_problems(draw, eval_size, **settings)
+    self._held_out = {p.question for p in self._eval if p.operations >= 3}
+
+  def __len__(self) -> int:
+    return len(self._eval) if self._split == "eval" else 2**31 - 1
+
+  def __getitem__(self, index: int) -> Example:
+    problem = self.problem(index)
+    return Example(
+      id=f"{self._name}-{self._split}-{int(index)}",
+      question=problem.question,
+      answer=problem.answer,
+      source=f"{self._name}/{self._split}",
+    )
+
+  def problem(self, index: int) -> Problem:
+    """Returns the problem at `index`."""
+    index = range(len(self))[index]  # IndexError where out of range.
+    if self._split == "eval":
+      return self._eval[index]
+    rng = np.random.default_rng((self._seed, _TRAIN_STREAM, index))
+    while True:
+      problem = self._draw(rng)
+      if problem.question not in self._held_out:
+        return problem
+
+
+@functools.cache
+def _eval_problems(
+  draw: Callable[..., Problem], size: int, **settings: float
+) -> tuple[Problem, ...]:
+  if size < 1:
+    raise ValueError(f"eval_size must be >= 1, got {size}")
+  rng = np.random.default_rng((_EVAL_SEED, _EVAL_STREAM))
+  found = {}
+  for _ in range(100 * size):
+    found[draw(rng, **settings)] = None
+    if len(found) == size:
+      return tuple(found)
+  raise ValueError(
+    f"eval_size={size} is too large: only {len(found)} distinct problems"
+    f" were found with {', '.join(f'{k}={v}' for k, v in settings.items())}"
+  )
+
+
+class ChainSum(DrawnProblems):
+  """Running sums to be solved step by step; see `DrawnProblems`."""
 
   def __init__(
     self,
@@ -133,60 +224,20 @@ class ChainSum:
     Raises:
       ValueError: a setting is out of range.
     """
-    _check_split(split)
     if not 1 <= min_ops <= max_ops:
       raise ValueError(
         "need 1 <= min_ops <= max_ops, got"
         f" min_ops={min_ops}, max_ops={max_ops}"
       )
-    if seed < 0:
-      raise ValueError(f"seed must be >= 0, got {seed}")
-    self._split, self._seed = split, seed
-    self._ops = {"min_ops": min_ops, "max_ops": max_ops}
-    self._eval = _eval_problems(min_ops, max_ops, eval_size)
-    self._held_out = {p.question for p in self._eval if len(p.terms) > 3}
-
-  def __len__(self) -> int:
-    return len(self._eval) if self._split == "eval" else 2**31 - 1
-
-  def __getitem__(self, index: int) -> Example:
-    problem = self.problem(index)
-    return Example(
-      id=f"chain_sum-{self._split}-{int(index)}",
-      question=problem.question,
-      answer=problem.answer,
-      source=f"chain_sum/{self._split}",
+    super().__init__(
+      "chain_sum",
+      draw_problem,
+      split=split,
+      seed=seed,
+      eval_size=eval_size,
+      min_ops=min_ops,
+      max_ops=max_ops,
     )
-
-  def problem(self, index: int) -> ChainProblem:
-    """Returns the problem at `index`."""
-    index = range(len(self))[index]  # IndexError where out of range.
-    if self._split == "eval":
-      return self._eval[index]
-    rng = np.random.default_rng((self._seed, _TRAIN_STREAM, index))
-    while True:
-      problem = draw_problem(rng, **self._ops)
-      if problem.question not in self._held_out:
-        return problem
-
-
-@functools.cache
-def _eval_problems(
-  min_ops: int, max_ops: int, size: int
-) -> tuple[ChainProblem, ...]:
-  if size < 1:
-    raise ValueError(f"eval_size must be >= 1, got {size}")
-  rng = np.random.default_rng((_EVAL_SEED, _EVAL_STREAM))
-  found = {}
-  for _ in range(100 * size):
-    problem = draw_problem(rng, min_ops=min_ops, max_ops=max_ops)
-    found[problem] = None
-    if len(found) == size:
-      return tuple(found)
-  raise ValueError(
-    f"eval_size={size} is too large: only {len(found)} distinct problems"
-    f" were found with min_ops={min_ops}, max_ops={max_ops}"
-  )
 
 
 class Solution(NamedTuple):
@@ -345,6 +396,3 @@ class Sums:
 def _check_split(split: str):
   if split not in ("train", "eval"):
     raise ValueError(f"split must be 'train' or 'eval', got {split!r}")
-
-
-TASKS = {"chain_sum": ChainSum, "sums": Sums}

@@ -33,7 +33,7 @@ from jaxrl_llm.train import recipe as recipe_lib
 # The base models of the package; scripts/pretrain.py makes them.
 _ASSETS = pathlib.Path(__file__).parents[1] / "assets"
 BASE = _ASSETS / "chain_sum_base"
-_BASE_OF = {"fold_sum": _ASSETS / "fold_sum_base"}  # By source; else BASE.
+_BASE_OF = {"remainder": _ASSETS / "remainder_base"}  # By source; else BASE.
 EVAL_POSITIONS = 10_000  # Most problems of an endless source that are read.
 
 

@@ -1,4 +1,4 @@
-"""Supervised pretraining of the embedded base model on noisy solutions."""
+"""Supervised pretraining of the embedded base models on noisy solutions."""
 
 import functools
 from collections.abc import Callable
@@ -9,13 +9,17 @@ import numpy as np
 import optax
 
 from jaxrl_llm import masked
-from jaxrl_llm.data import tasks
+from jaxrl_llm.data import remainder, tasks
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.models import ModelFns
 from jaxrl_llm.train import packing, policy_losses, state, step
 from jaxrl_llm.types import Origin, Rollout, Status
 
-_MICRO_ROWS = 16
+# Task: its source, and who writes the solutions.
+_TASKS = {
+  "chain_sum": (tasks.ChainSum, tasks.noisy_solution),
+  "remainder": (remainder.Remainder, remainder.noisy_solution),
+}
 
 
 def pretrain(
@@ -25,7 +29,7 @@ def pretrain(
   *,
   log: Callable[[int, float], None],
 ) -> Any:
-  """Trains on `tasks.noisy_solution` text; a pure function of the settings.
+  """Trains on noisy solutions of a task; a pure function of the settings.
 
   The loss is the token-mean negative log-likelihood of the solution, which is
   the policy step with a language-model term and no policy term.
@@ -57,16 +61,17 @@ def pretrain(
   update = step.make_policy_step(
     fns, optimizer, schedule, policy_losses.policy_gradient, {"nll": nll}
   )
-  source = tasks.ChainSum(seed=settings.seed, max_ops=settings.max_ops)
+  make_source, write = _TASKS[settings.task]
+  source = make_source(seed=settings.seed, **settings.task_settings)
   for i in range(settings.steps):
-    batch = _batch(tokenizer, source, settings, i)
+    batch = _batch(tokenizer, source, write, settings, i)
     train_state, metrics = update(train_state, batch, 1.0)
     if i % 100 == 0 or i == settings.steps - 1:
       log(i, float(metrics["policy/nll_loss"]))
   return train_state.params
 
 
-def _batch(tokenizer, source, settings, i) -> step.PolicyBatch:
+def _batch(tokenizer, source, write, settings, i) -> step.PolicyBatch:
   rng = np.random.default_rng((settings.seed, i))
   size, room = settings.batch_size, settings.max_response_length
   prompt_tokens = np.zeros((size, settings.max_prompt_length), np.int32)
@@ -74,7 +79,7 @@ def _batch(tokenizer, source, settings, i) -> step.PolicyBatch:
   prompt_lengths, lengths = np.zeros((2, size), np.int32)
   for row in range(size):
     problem = source.problem(i * size + row)
-    solution = tasks.noisy_solution(rng, problem, max_length=room)
+    solution = write(rng, problem, max_length=room)
     prompt = tokenizer.encode(problem.question)
     response = tokenizer.encode(solution.text)
     response = (response + [tokenizer.eos_id] * solution.stops)[:room]
@@ -101,8 +106,8 @@ def _batch(tokenizer, source, settings, i) -> step.PolicyBatch:
   packed, layout = packing.pack(
     rollout,
     capacity=settings.max_prompt_length + room,
-    rows=_MICRO_ROWS,
-    micro_batches=-(-size // _MICRO_ROWS),
+    rows=settings.micro_rows,
+    micro_batches=-(-size // settings.micro_rows),
   )
   weights = masked.token_weights(mask, mode="token-mean")
   nothing = np.zeros(layout.shape, np.float32)

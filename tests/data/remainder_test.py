@@ -1,0 +1,214 @@
+"""remainder: exact countdowns, a long tail, held-out problems, the mixture."""
+
+import collections
+import re
+
+import numpy as np
+import pytest
+
+from jaxrl_llm import rewards
+from jaxrl_llm.data import remainder, sources, tasks
+
+QUESTIONS = ["43-6?", "4-4?", "37-5?", "75-6?", "25-4?", "9-5?"]
+
+
+def problems(n, **settings):
+  source = remainder.Remainder(**settings)
+  return [source.problem(i) for i in range(n)]
+
+
+def right(solution, problem):
+  return rewards.chain_sum(
+    solution.text, problem.answer, finished=solution.stops
+  ).correct
+
+
+def parse(text):
+  """The lines as (number, divisor, left), and what follows them."""
+  *lines, end = text.split(";")
+  matches = [re.fullmatch(r"(\d+)-(\d)=(\d+)", line) for line in lines]
+  return [tuple(map(int, m.groups())) for m in matches], end
+
+
+class TestRemainderProblem:
+  def test_texts(self):
+    problem = remainder.RemainderProblem(number=31, divisor=9)
+    assert problem.question == "31-9?"
+    assert problem.solution == "31-9=22;22-9=13;13-9=4;#4."
+    assert (problem.answer, problem.operations) == ("4", 3)
+
+  def test_random_problems_are_solved_line_by_line(self):
+    for problem in problems(1000, seed=3):
+      lines, end = parse(problem.solution)
+      number, divisor = problem.number, problem.divisor
+      assert 3 <= divisor <= 9 and 1 <= number // divisor <= 45
+      assert problem.question == f"{number}-{divisor}?"
+      assert len(lines) == problem.operations
+      for line in lines:
+        assert line == (number, divisor, number - divisor)
+        number -= divisor
+      assert number < divisor and end == f"#{number}."
+      assert right(tasks.Solution(problem.solution, True), problem)
+      assert set(problem.question + problem.solution) <= set(tasks.CHARACTERS)
+      longest = remainder.longest_solution(problem.operations)
+      assert len(problem.solution) <= longest
+
+  @pytest.mark.parametrize("n", [1, 2, 11, 45, 110])
+  def test_longest_length_is_that_of_some_problem(self, n):
+    lengths = [
+      len(remainder.RemainderProblem(number, divisor).solution)
+      for divisor in range(3, 10)
+      for number in range(divisor, (n + 1) * divisor)
+    ]
+    assert max(lengths) == remainder.longest_solution(n)
+
+  def test_default_problems_fit_512_tokens_with_their_end(self):
+    assert remainder.longest_solution(45) == 431
+
+
+class TestRemainder:
+  def test_index_alone_decides(self):
+    forward = problems(50, seed=5)
+    source = remainder.Remainder(seed=5)
+    assert [source.problem(i) for i in reversed(range(50))] == forward[::-1]
+    assert problems(50, seed=6) != forward
+    example = source[np.int64(7)]
+    assert example.question == forward[7].question
+    assert example.id == "remainder-train-7"
+    assert example.source == "remainder/train"
+
+  def test_golden_problems(self):
+    # The shipped base model and published curves depend on these.
+    found = problems(3) + problems(3, split="eval")
+    assert [p.question for p in found] == QUESTIONS
+
+  @pytest.mark.parametrize("tail", [0.0, 0.7, 2.0])
+  def test_number_of_operations_has_the_tail(self, tail):
+    # One problem held out, so that the shares are those that are drawn.
+    found = problems(4000, tail=tail, max_ops=10, eval_size=1)
+    counts = collections.Counter(p.operations for p in found)
+    shares = np.arange(1, 11) ** -tail
+    expected = 4000 * shares / shares.sum()
+    seen = np.asarray([counts[n] for n in range(1, 11)])
+    assert (np.abs(seen - expected) < 4 * np.sqrt(expected)).all()
+
+  def test_lengths_have_a_long_tail(self):
+    lengths = [len(p.solution) for p in problems(2000)]
+    assert 25 <= np.median(lengths) <= 45
+    assert np.quantile(lengths, 0.99) > 250
+    assert max(lengths) <= remainder.longest_solution(45)
+
+  def test_evaluation_is_fixed_and_distinct(self):
+    source = remainder.Remainder(split="eval", seed=1)
+    questions = [source[i].question for i in range(len(source))]
+    assert len(set(questions)) == len(questions) == 200
+    other = remainder.Remainder(split="eval", seed=2)
+    assert [other[i].question for i in range(200)] == questions
+
+  def test_evaluation_problems_are_never_trained_on(self):
+    evaluation = remainder.Remainder(split="eval")
+    held_out = {
+      p.question
+      for p in map(evaluation.problem, range(200))
+      if p.operations >= 3
+    }
+    drawn = {p.question for p in problems(3000)}
+    assert len(held_out) > 100 and not held_out & drawn
+    free = {p.question for p in problems(3000, eval_size=1)}
+    assert len(held_out & free) > 50
+
+  @pytest.mark.parametrize(
+    "settings, match",
+    [
+      ({"split": "test"}, "split must be"),
+      ({"max_ops": 0}, "max_ops must be in 1..110, got 0"),
+      ({"max_ops": 111}, "max_ops must be in 1..110, got 111"),
+      ({"tail": -1.0}, "tail must be in"),
+      ({"tail": float("nan")}, "tail must be in"),
+      ({"seed": -1}, "seed"),
+      ({"eval_size": 0}, "eval_size"),
+      ({"max_ops": 1, "eval_size": 43}, "eval_size=43 is too large"),
+    ],
+  )
+  def test_settings_out_of_range(self, settings, match):
+    with pytest.raises(ValueError, match=match):
+      remainder.Remainder(**settings)
+
+  def test_is_a_source_by_name(self):
+    source = sources.make_source("remainder", split="eval", max_ops=40)
+    assert isinstance(source, remainder.Remainder) and len(source) == 200
+
+
+class TestNoisySolution:
+  def draw(self, n, kind=None, **settings):
+    if kind:
+      kinds = ("direct", "clean", "slip", "early", "stuck")
+      settings |= {name: float(name == kind) for name in kinds}
+    rng = np.random.default_rng(0)
+    return [
+      (p, remainder.noisy_solution(rng, p, max_length=512, **settings))
+      for p in problems(n, seed=1)
+    ]
+
+  def test_clean(self):
+    for problem, solution in self.draw(50, "clean"):
+      assert solution == (problem.solution, True)
+
+  @pytest.mark.parametrize("share", [0.0, 1.0])
+  def test_direct_guesses(self, share):
+    for problem, solution in self.draw(200, "direct", direct_right=share):
+      guess = re.fullmatch(r"#(\d+)\.", solution.text)
+      assert 0 <= int(guess[1]) < problem.divisor and solution.stops
+      assert right(solution, problem) == share
+
+  def test_a_slip_is_one_wrong_line_carried_on(self):
+    for problem, solution in self.draw(500, "slip"):
+      number, wrong = problem.number, 0
+      lines, end = parse(solution.text)
+      for before, divisor, left in lines:
+        assert (before, divisor) == (number, problem.divisor)
+        wrong += left != number - divisor
+        number = left
+      assert wrong == 1 and number < problem.divisor and end == f"#{number}."
+      assert solution.stops and not right(solution, problem)
+
+  def test_early_ends_stand_on_a_number_that_is_too_large(self):
+    for problem, solution in self.draw(300, "early"):
+      lines, end = parse(solution.text)
+      clean, _ = parse(problem.solution)
+      assert lines == clean[: len(lines)] and len(lines) < len(clean)
+      assert end == f"#{clean[len(lines)][0]}."
+      assert solution.stops and not right(solution, problem)
+
+  def test_stuck_solutions_repeat_a_line_to_the_limit(self):
+    for problem, solution in self.draw(200, "stuck"):
+      text = solution.text
+      assert not solution.stops and len(text) == 512
+      line = text.split(";")[-2] + ";"
+      start = text.index(line)
+      assert problem.solution.startswith(text[: start + len(line)])
+      assert (line * 512).startswith(text[start:])
+
+  def test_the_mixture(self):
+    drawn = self.draw(5000)
+    shares = {
+      "direct": np.mean([";" not in s.text for _, s in drawn]),
+      "clean": np.mean([s.text == p.solution for p, s in drawn]),
+      "stuck": np.mean([not s.stops for _, s in drawn]),
+    }
+    # Early ends before the first line look like guesses.
+    assert abs(shares["clean"] - 0.57) < 0.03
+    assert 0.08 < shares["direct"] < 0.16
+    assert abs(shares["stuck"] - 0.02) < 0.008
+    assert all(set(s.text) <= set(tasks.CHARACTERS) for _, s in drawn)
+    assert max(len(s.text) for _, s in drawn) == 512
+
+  def test_noise_does_not_grow_with_the_problem(self):
+    drawn = self.draw(5000)
+    long = [right(s, p) for p, s in drawn if p.operations > 12]
+    short = [right(s, p) for p, s in drawn if p.operations <= 12]
+    assert abs(np.mean(long) - np.mean(short)) < 0.06
+
+  def test_shares_must_sum_to_one(self):
+    with pytest.raises(ValueError, match="sum to 1"):
+      self.draw(1, direct=0.5)

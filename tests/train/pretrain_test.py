@@ -1,0 +1,87 @@
+"""Pretraining: a pure function of its settings, for every task; the assets."""
+
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+import tiny_run
+
+import jaxrl_llm
+from jaxrl_llm import config as config_lib
+from jaxrl_llm import models
+from jaxrl_llm.data import tasks
+from jaxrl_llm.data.tokenizer import Tokenizer, character_tokenizer_json
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.models import hf
+from jaxrl_llm.train import pretrain
+
+ASSETS = pathlib.Path(jaxrl_llm.__file__).parent / "assets"
+TASKS = ("chain_sum", "remainder")
+
+
+def train(task, tokenizer, **changes):
+  """(params, losses) of a short training of the tiny model."""
+  settings = config_lib.pretrain_config(task)
+  settings.task_settings = {"max_ops": 2, "eval_size": 20}
+  settings.max_prompt_length, settings.max_response_length = 6, 24
+  settings.steps, settings.batch_size, settings.micro_rows = 60, 16, 4
+  settings.warmup_steps, settings.learning_rate = 2, 1e-2
+  settings.update(changes)
+  losses = []
+  params = pretrain.pretrain(
+    models.make_policy(tiny_run.model_config()),
+    tokenizer,
+    settings,
+    log=lambda _, loss: losses.append(loss),
+  )
+  return params, losses
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+  path = tmp_path_factory.mktemp("tokenizer")
+  text = character_tokenizer_json(tasks.CHARACTERS)
+  (path / "tokenizer.json").write_text(text, encoding="utf-8")
+  tokens = '{"bos_token_id": null, "eos_token_id": 1, "pad_token_id": 0}'
+  (path / "generation_config.json").write_text(tokens)
+  return Tokenizer.load(path)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_pretraining_learns_and_repeats_itself(task, tokenizer):
+  params, (first, last) = train(task, tokenizer)
+  assert first > 2.7 and last < 0.6 * first  # log(19 tokens) = 2.9.
+  again, _ = train(task, tokenizer)
+  jax.tree.map(np.testing.assert_array_equal, params, again)
+  _, (other, _) = train(task, tokenizer, seed=1, steps=4)
+  assert other != first
+
+
+def test_tasks_differ_in_room_and_alphabet_holds_both():
+  chain, long = map(config_lib.pretrain_config, TASKS)
+  assert chain.out.endswith("chain_sum_base")
+  assert long.out.endswith("remainder_base")
+  room = long.max_prompt_length + long.max_response_length
+  assert room <= long.max_position_embeddings
+  assert config_lib.pretrain_config() == chain
+
+
+def test_unknown_task_is_one_line():
+  with pytest.raises(InputError, match="'nope' is unknown; choose"):
+    config_lib.pretrain_config("nope")
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_shipped_base_is_what_the_settings_say(task):
+  settings = config_lib.pretrain_config(task)
+  directory = ASSETS / f"{task}_base"
+  config = hf.read_config(directory)
+  assert config.num_layers == settings.num_layers
+  assert config.hidden_size == settings.hidden_size
+  assert config.max_position_embeddings == settings.max_position_embeddings
+  assert config.num_params() == 334_272
+  size = sum(file.stat().st_size for file in directory.iterdir())
+  assert size < 1_000_000
+  text = character_tokenizer_json(tasks.CHARACTERS)
+  assert (directory / "tokenizer.json").read_text("utf-8") == text
