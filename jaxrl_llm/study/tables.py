@@ -101,21 +101,25 @@ _DAPO = Study(
   target=0.7,
 )
 
+# A full rollout costs as much as several windows: fewer steps, like seconds.
+_FULL = {"run.steps": 30, "eval.every": 5}
+_WINDOWED = {"run.steps": 60, "eval.every": 10}
+
 _TPPO = Study(
   title="T-PPO against full-length rollouts",
   question="What does accuracy cost in seconds, tokens and steps?",
   preset="long_tail",
   common={},
   arms=(
-    Arm("VAPO, full rollouts", "vapo"),
-    Arm("PPO, full rollouts", "ppo"),
-    Arm("T-PPO, window 32", "tppo", {"schedule.window": 32}),
-    Arm("T-PPO, window 64", "tppo", {"schedule.window": 64}),
-    Arm("T-PPO, window 128", "tppo", {"schedule.window": 128}),
+    Arm("VAPO, full rollouts", "vapo", _FULL),
+    Arm("PPO, full rollouts", "ppo", _FULL),
+    Arm("T-PPO, window 64", "tppo", _WINDOWED | {"schedule.window": 64}),
+    Arm("T-PPO, window 32", "tppo", _WINDOWED | {"schedule.window": 32}),
+    Arm("T-PPO, window 128", "tppo", _WINDOWED | {"schedule.window": 128}),
     Arm(
       "T-PPO, window 64, bootstrap",
       "tppo",
-      {"schedule.window": 64, "estimator.boundary": "bootstrap"},
+      _WINDOWED | {"schedule.window": 64, "estimator.boundary": "bootstrap"},
     ),
   ),
   baseline="VAPO, full rollouts",
