@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.sharding import path_name
 
-_FORMAT = 1  # Of the items and of meta; a newer number is refused.
+_FORMAT = 2  # Of the items and of meta; another number is refused.
 
 
 class Checkpointer:
@@ -88,16 +88,17 @@ class Checkpointer:
     """The meta item of a step.
 
     Raises:
-      InputError: it cannot be read or was written by a newer version.
+      InputError: it cannot be read or was written by another version.
     """
     where = self._directory / str(step)
     with _readable(where):
       args = ocp.args.Composite(meta=ocp.args.JsonRestore())
       meta = self._manager.restore(step, args=args)["meta"]
-      if meta["format"] > _FORMAT:
+      if meta["format"] != _FORMAT:
         raise InputError(
-          f"{where}: checkpoint format {meta['format']} is newer than this"
-          f" version reads ({_FORMAT}); update jaxrl_llm"
+          f"{where}: checkpoint format {meta['format']}, but this version of"
+          f" jaxrl_llm reads {_FORMAT}; use the version that wrote it, or"
+          " another --workdir"
         )
     return meta
 
