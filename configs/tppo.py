@@ -5,6 +5,9 @@ ended goes on in the next step under the new weights; its window trains the
 policy at once, on EGAE advantages, and the critic learns from ended responses
 alone, on their Monte Carlo returns. No step waits for the longest response.
 
+It needs a critic that sees more than chance: on the embedded task, where a
+small critic does not, it learns more slowly per step than VAPO.
+
 The rest is VAPO's (which the paper leaves open, like the lambda of unfinished
 responses: here their tokens so far count as the length). The window is a
 quarter of the longest response; the paper has 8K of 24K.
