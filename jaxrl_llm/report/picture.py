@@ -295,6 +295,7 @@ def _draw_times(axis, runs: Sequence[Run]) -> None:
     if name.startswith("time/")
   )
   del phases["time/step_s"]
+  phases.pop("time/start_s", None)  # Before the first step, no part of one.
   steps, total = mean_series(runs, "time/step_s")
   stack = np.zeros_like(total)
   for index, phase in enumerate(phases):
