@@ -37,8 +37,17 @@ class Collected:
 
 def full(job: Job, state: RunState, timer) -> Collected:
   """Whole responses to the next prompts."""
+  count = job.config.data.prompts_per_step
+  responses, samples = whole_responses(job, state, timer, count)
+  return Collected(responses, samples, {})
+
+
+def whole_responses(
+  job: Job, state: RunState, timer, count: int
+) -> tuple[Responses, list[metrics.Sample]]:
+  """Judged responses to the next `count` prompts, G each."""
   with timer.phase("data"):
-    prompts = next_prompts(job, state, job.config.data.prompts_per_step)
+    prompts = next_prompts(job, state, count)
   with timer.phase("generate"):
     rollout = generate(
       job,
@@ -50,8 +59,7 @@ def full(job: Job, state: RunState, timer) -> Collected:
     )
   state.samples += len(rollout.lengths)
   with timer.phase("reward"):
-    responses, samples = judge(job, rollout, prompts, state.step)
-  return Collected(responses, samples, {})
+    return judge(job, rollout, prompts, state.step)
 
 
 def mixed_groups(job: Job, state: RunState, timer) -> Collected:
@@ -76,23 +84,11 @@ def mixed_groups(job: Job, state: RunState, timer) -> Collected:
         " easy or too hard; change them, raise schedule.oversample or"
         " schedule.max_rounds, or set schedule.dynamic_sampling=False"
       )
-    with timer.phase("data"):
-      prompts = next_prompts(job, state, wanted * schedule.oversample)
-    with timer.phase("generate"):
-      rollout = generate(
-        job,
-        state,
-        prompts,
-        version=state.step,
-        first=state.samples,
-        stream=ROLLOUTS,
-      )
-    state.samples += len(rollout.lengths)
-    with timer.phase("reward"):
-      responses, samples = judge(job, rollout, prompts, state.step)
+    count = wanted * schedule.oversample
+    responses, samples = whole_responses(job, state, timer, count)
     kept.append(runstate.take(responses, mixed(responses)))
-    rounds, drawn = rounds + 1, drawn + len(prompts)
-    tokens += int(rollout.lengths.sum())
+    rounds, drawn = rounds + 1, drawn + count
+    tokens += int(responses.rollout.lengths.sum())
   joined = runstate.join(kept)
   row = {
     "rollout/rounds": float(rounds),

@@ -148,6 +148,9 @@ def iterate(job: Job, state: RunState, timer, logger) -> dict[str, float]:
     credit = phases.estimate(job, everything, scores)
     row |= experience.experience_metrics(credit, rollout, job.recipe)
     row |= step_metrics.staleness(rollout, credit.policy_mask, state.step)
+    row |= step_metrics.boundary_error(
+      rollout, scores.values, scores.next_values
+    )
   # 6. Pack, 7. update: critic and policy on their own mini-batches.
   if value_batches:
     with timer.phase("update_value"):

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jaxrl_llm import metrics
+from jaxrl_llm import estimators, metrics
 from jaxrl_llm.train.build import Job
 from jaxrl_llm.train.runstate import Responses
 from jaxrl_llm.types import Rollout, Status
@@ -68,6 +68,23 @@ def staleness(
     "staleness/mean": float(age.mean()),
     "staleness/max": float(age.max()),
   }
+
+
+def boundary_error(
+  rollout: Rollout, values: np.ndarray, next_values: np.ndarray
+) -> dict[str, float]:
+  """Mean |V(s_l) − V(s_{l−1})| where a window cuts, EGAE's approximation.
+
+  Args:
+    rollout: B responses.
+    values: [B, T].
+    next_values: [B], V of the state after the last token.
+  """
+  cut = rollout.status == Status.TRUNCATED
+  if not cut.any():
+    return {}
+  error = estimators.boundary_error(values, rollout.mask, cut, next_values)
+  return {"advantage/boundary_error": float(error)}
 
 
 def speed(job: Job, row: dict[str, float]) -> dict[str, float]:

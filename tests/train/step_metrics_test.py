@@ -131,3 +131,22 @@ class TestSpeed:
     seconds = 6.0 if critic else 3.0
     flops = tiny_run.model_config().num_params() * passes * 300.0
     np.testing.assert_allclose(got, flops / seconds / (1e6 * 2))
+
+
+class TestBoundaryError:
+  def test_is_that_of_cut_responses_alone(self):
+    status = [Status.TRUNCATED, Status.OVERLONG, Status.TRUNCATED, 0]
+    rollout = make_responses(status).rollout
+    present = np.arange(rollout.mask.shape[1])[None] < rollout.lengths[:, None]
+    rollout = rollout.replace(mask=present)
+    values = np.zeros(present.shape, np.float32)
+    values[[0, 1, 2], [3, 8, 1]] = 0.5, 7.0, -1.0  # At the last tokens.
+    row = step_metrics.boundary_error(
+      rollout, values, np.asarray([0.25, 0.0, 1.0, 9.0], np.float32)
+    )
+    assert row == {"advantage/boundary_error": (0.25 + 2.0) / 2}
+
+  def test_is_absent_where_nothing_was_cut(self):
+    rollout = make_responses(ENDED).rollout
+    values = np.zeros(rollout.mask.shape, np.float32)
+    assert step_metrics.boundary_error(rollout, values, values[:, 0]) == {}
