@@ -106,7 +106,7 @@ class TestWhiten:
   )
   def test_golden(self, bessel, expected):
     white = masked.masked_whiten(self.advantages, self.mask, bessel=bessel)
-    np.testing.assert_allclose(white[0, :4], expected, atol=2e-6)
+    np.testing.assert_allclose(white[0, :4], expected, atol=1e-6)
     assert white[0, 4] == 0.0
 
   def test_mean_zero_and_variance_one_per_row(self):

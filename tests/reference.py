@@ -228,3 +228,25 @@ def decoupled_loss(
   """min(π_prox/π_behav, cap) times the clipped loss about π_prox; one token."""
   weight = min(math.exp(proximal - behavior), cap)
   return weight * policy_loss(logprob, proximal, advantage, low, high, dual)
+
+
+def adaptive_clip(code, low, high):
+  """HAPO's bounds of one token: the one on its code's side widens."""
+  if code > 0:
+    return low, high * (1 + code)
+  return low * (1 - code), high
+
+
+def redistribute(advantage, code, ratio, low, high):
+  """A (1 + h) outside the neutral zone if h > 0, inside it if not; a token."""
+  inside = 1 - low / 2 < ratio < 1 + high / 2
+  changed = not inside if code > 0 else inside
+  return advantage * (1 + code) if changed else advantage
+
+
+def hapo_loss(logprob, old_logprob, advantage, code, low, high, dual=None):
+  """The clipped loss under a token's own bounds and advantage."""
+  low, high = adaptive_clip(code, low, high)
+  ratio = math.exp(logprob - old_logprob)
+  advantage = redistribute(advantage, code, ratio, low, high)
+  return policy_loss(logprob, old_logprob, advantage, low, high, dual)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import reference
 
-from jaxrl_llm import estimators
+from jaxrl_llm import estimators, masked
 
 # Compiled, as one would use it; one test holds jit against plain.
 _whiten = jax.jit(estimators.whiten, static_argnames="center")
@@ -26,7 +26,7 @@ class TestWhiten:
     advantages = np.array([0.442475, 0.3605, 0.59, 0.2])
     expected = [0.271792, -0.231928, 1.178305, -1.218169]
     actual = _whiten(advantages, np.ones(4, bool))
-    np.testing.assert_allclose(actual, expected, atol=2e-6)
+    np.testing.assert_allclose(actual, expected, atol=1e-6)
 
   @pytest.mark.parametrize("center", [True, False])
   def test_equals_reference_with_nan_in_padding(self, center):
@@ -91,7 +91,7 @@ class TestReinforcePlusPlus:
     # Bessel over 24 tokens, against the population's 1.290994 and -0.774597.
     expected = np.where(self.rewards == 1, 1.290994, -0.774597)
     expected = np.repeat(expected[:, None], 3, 1) * np.sqrt(23 / 24)
-    np.testing.assert_allclose(actual, expected, atol=2e-6)
+    np.testing.assert_allclose(actual, expected, atol=1e-6)
 
   def test_with_a_group_baseline(self):
     centered = estimators.group_relative(
@@ -100,3 +100,16 @@ class TestReinforcePlusPlus:
     actual = _whiten(centered, np.ones(8, bool))
     expected = [1.0, 1.0, -1.0, -1.0, 1.5, -0.5, -0.5, -0.5]
     np.testing.assert_allclose(actual, expected, atol=1e-6)
+
+  def test_with_the_spread_of_the_population(self):
+    """Of the other two the published number, which nothing here uses."""
+    centered = estimators.group_relative(
+      self.rewards, self.groups, num_groups=2, scale="none"
+    )
+    whiten = lambda x: masked.masked_whiten(x, np.ones(8, bool), bessel=False)
+    one, other, third = 1.069045, 1.603567, -0.534522
+    np.testing.assert_allclose(
+      whiten(centered), [one, one, -one, -one, other] + [third] * 3, atol=1e-6
+    )
+    expected = np.where(self.rewards == 1, 1.290994, -0.774597)
+    np.testing.assert_allclose(whiten(self.rewards), expected, atol=1e-6)

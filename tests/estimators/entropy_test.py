@@ -121,6 +121,15 @@ class TestAdaptiveClip:
     np.testing.assert_allclose(high, [0.28, 0.28, 0.28, 0.42, 0.56], rtol=1e-6)
     assert low[2] == np.float32(0.2) and high[2] == np.float32(0.28)
 
+  def test_equals_reference(self):
+    code = np.random.default_rng(2).uniform(-1, 1, (4, 30)).astype(np.float32)
+    function = lambda x: estimators.adaptive_clip(
+      x, clip_low=0.2, clip_high=0.28
+    )
+    expected = np.vectorize(reference.adaptive_clip)(code, 0.2, 0.28)
+    for actual in (function(code), jax.jit(function)(code)):
+      np.testing.assert_allclose(actual, expected, rtol=1e-6)
+
   def test_bad_settings_raise(self):
     with pytest.raises(ValueError, match="clip_low=-0.1"):
       estimators.adaptive_clip(np.zeros(2), clip_low=-0.1, clip_high=0.2)
@@ -134,6 +143,21 @@ class TestRedistribute:
     advantages = np.float32([2, 2, -2, 2, 2, -2, 2, -2])
     actual = estimators.redistribute(advantages, code, ratio, **_CLIP)
     np.testing.assert_array_equal(actual, [3, 2, -3, 2, 1, -2, 2, -2])
+
+  def test_equals_reference(self):
+    rng = np.random.default_rng(3)
+    advantages, ratio = rng.normal(size=(2, 4, 50)).astype(np.float32)
+    code = rng.uniform(-1, 1, (4, 50)).astype(np.float32)
+    ratio = 1.0 + 0.2 * ratio
+    bounds = np.vectorize(reference.adaptive_clip)(code, 0.2, 0.28)
+    low, high = (x.astype(np.float32) for x in bounds)
+    expected = np.vectorize(reference.redistribute)(
+      advantages, code, ratio, low, high
+    )
+    actual = _redistribute(
+      advantages, code, ratio, clip_low=low, clip_high=high
+    )
+    np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
   def test_bounds_may_be_arrays_and_size_stays_below_twice(self):
     rng = np.random.default_rng(0)

@@ -42,7 +42,42 @@ class TestTokenGroupRelative:
       np.zeros(2, np.int32),
       num_groups=1,
     )
-    np.testing.assert_allclose(actual, [1.732049, -0.57735], atol=2e-6)
+    np.testing.assert_allclose(actual, [1.732049, -0.57735], atol=1e-6)
+
+  @pytest.mark.parametrize(
+    "rewards, expected",
+    [
+      ([1, 1, 1, -1], [0.57735, 0.57735, 0.57735, -1.732049]),
+      ([1] + [-1] * 15, [3.872975] + [-0.258198] * 15),
+    ],
+  )
+  def test_equal_lengths_golden(self, rewards, expected):
+    """The spread is the population's; GRPO's would give 0.5 and 3.749993."""
+    size = len(rewards)
+    actual = _token_group(
+      np.float32(rewards),
+      np.full(size, 7),
+      np.zeros(size, np.int32),
+      num_groups=1,
+    )
+    np.testing.assert_allclose(actual, expected, atol=1e-6)
+
+  def test_a_response_without_a_token_does_not_exist(self):
+    rewards, lengths, groups = _batch(7)
+    lengths[::3] = 0
+    lengths[1::6] = 1
+    actual = _token_group(
+      np.where(lengths == 0, np.nan, rewards).astype(np.float32),
+      lengths,
+      groups,
+      num_groups=6,
+      epsilon=1e-3,
+    )
+    expected = reference.token_group_relative(
+      rewards, lengths, groups.tolist(), 1e-3, 5.0
+    )
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(actual[lengths == 0], 0.0)
 
   @pytest.mark.parametrize("limit", [5.0, 1.5, np.inf])
   def test_ragged_scattered_groups_equal_reference(self, limit):

@@ -57,6 +57,16 @@ class TestImportance:
     assert float(weights[0]) == pytest.approx(expected, abs=1e-6)
     assert keep.all()
 
+  @pytest.mark.parametrize(
+    "level, expected", [("sequence", 1.3231298), ("geometric", 1.0725082)]
+  )
+  def test_golden_of_a_response(self, level, expected):
+    differences = np.array([0.1, -0.05, 0.2, 0.03])
+    weights, _ = losses.truncated_importance(
+      differences, np.zeros(4), np.ones(4, bool), level=level, high=np.inf
+    )
+    np.testing.assert_allclose(weights, expected, rtol=1e-6)
+
   @pytest.mark.parametrize("level", _LEVELS)
   def test_ragged_batches_equal_reference(self, level):
     arrays = _batch()
@@ -147,6 +157,27 @@ class TestDecoupledPolicyLoss:
     )
     assert float(result.loss) == pytest.approx(-objective, abs=1e-6)
     assert float(result.ratio) == pytest.approx(1.349859, abs=1e-6)
+
+  def test_golden_of_the_coupled_loss(self):
+    """Without π_prox the drift of the sampler uses up the room of the clip."""
+    coupled = losses.clipped_policy_loss(
+      jnp.array(-1.5),
+      jnp.array(-2.0),
+      jnp.array(1.0),
+      clip_low=0.2,
+      clip_high=0.2,
+    )
+    assert float(coupled.ratio) == pytest.approx(1.648721, abs=1e-6)
+    assert float(coupled.loss) == pytest.approx(-1.2, abs=1e-6)
+    assert coupled.clipped_high
+    weights, _ = losses.truncated_importance(
+      np.array([-1.8]),
+      np.array([-2.0]),
+      np.ones(1, bool),
+      level="token",
+      high=2.0,
+    )
+    assert float(weights[0]) == pytest.approx(1.221403, abs=1e-6)
 
   @pytest.mark.parametrize("dual_clip, cap", [(None, None), (1.5, 1.2)])
   def test_equals_reference(self, dual_clip, cap):
@@ -280,6 +311,15 @@ class TestEffectiveSampleRatio:
       actual = ratio((scale * weights).astype(np.float32), every)
       assert float(actual) == pytest.approx(expected, rel=1e-5)
 
+  def test_ragged_batches_equal_a_loop(self):
+    for seed in range(3):
+      weights, _, mask = _batch(seed)
+      weights = np.exp(3.0 * weights)
+      kept = [float(weights[i, t]) for i, t in np.argwhere(mask)]
+      expected = sum(kept) ** 2 / len(kept) / sum(w**2 for w in kept)
+      actual = losses.effective_sample_ratio(weights, mask)
+      assert float(actual) == pytest.approx(expected, rel=1e-5)
+
   def test_masked_entries_do_not_exist(self):
     weights = np.array([[2.0, np.nan], [1.0, np.inf]])
     mask = np.array([[True, False], [True, False]])
@@ -304,6 +344,18 @@ class TestEwmaUpdate:
       average, weight = update(average, weight, params, decay=0.5)
       assert float(weight) == pytest.approx(expected_weight, abs=1e-6)
       np.testing.assert_allclose(average["w"], expected, atol=1e-6)
+
+  def test_is_the_weighted_mean_of_all_parameters(self):
+    """Σ β^(n-i) θ_i / Σ β^(n-i), the first one included."""
+    params = np.random.default_rng(1).normal(size=(12, 3)).astype(np.float32)
+    average, weight = jnp.asarray(params[0]), 1.0
+    for new in params[1:]:
+      average, weight = losses.ewma_update(average, weight, new, decay=0.8)
+    shares = 0.8 ** np.arange(12)[::-1]
+    assert float(weight) == pytest.approx(shares.sum(), rel=1e-6)
+    np.testing.assert_allclose(
+      average, shares @ params / shares.sum(), rtol=1e-5, atol=1e-6
+    )
 
   def test_no_decay_gives_the_parameters_in_every_bit(self):
     rng = np.random.default_rng(0)

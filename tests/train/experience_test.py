@@ -228,6 +228,23 @@ class TestOptions:
     np.testing.assert_array_equal(got.value_mask, MASK)
     np.testing.assert_array_equal(make(rollout=rollout).policy_mask, MASK)
 
+  def test_the_pivot_of_a_group_is_left_out(self):
+    one = np.zeros(3, np.int32)
+    settings = {
+      "rollout": make_rollout(group=one, prompt_id=one),
+      "rewards": (1.0, 9.0, -0.5),
+      "estimator__name": "group",
+      "estimator__center": "median",
+    }
+    got = jax.device_get(make(estimator__drop_pivot=True, **settings))
+    kept = MASK & np.asarray([[False], [True], [True]])
+    np.testing.assert_array_equal(got.policy_mask, kept)
+    whole = jax.device_get(make(**settings))
+    np.testing.assert_array_equal(whole.policy_mask, MASK)
+    # Its reward was the baseline of the others, and still is.
+    np.testing.assert_array_equal(got.advantages, whole.advantages)
+    assert not got.advantages[0].any() and got.advantages[1:, 0].all()
+
   def test_kl_in_the_rewards(self):
     scores = make_scores(
       ref_logprobs=np.where(MASK, -1.5, 3.0).astype(np.float32)

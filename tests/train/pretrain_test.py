@@ -1,6 +1,9 @@
 """Pretraining: a pure function of its settings, for every task; the assets."""
 
+import os
 import pathlib
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -56,6 +59,32 @@ def test_pretraining_learns_and_repeats_itself(task, tokenizer):
   jax.tree.map(np.testing.assert_array_equal, params, again)
   _, (other, _) = train(task, tokenizer, seed=1, steps=4)
   assert other != first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", TASKS)
+def test_three_steps_of_the_script_at_full_size(task, tmp_path):
+  root = pathlib.Path(__file__).parents[2]
+  done = subprocess.run(
+    [
+      sys.executable,
+      "scripts/pretrain.py",
+      f"--config=configs/pretrain.py:{task}",
+      f"--config.out={tmp_path / 'base'}",
+      "--config.steps=3",
+      "--config.warmup_steps=1",
+    ],
+    cwd=root,
+    env=os.environ | {"PYTHONPATH": str(root)},
+    capture_output=True,
+    text=True,
+    timeout=600,
+  )
+  assert done.returncode == 0, done.stderr
+  assert "334,272 parameters" in done.stdout
+  fns, params = models.load(str(tmp_path / "base"))
+  assert all(np.isfinite(x).all() for x in jax.tree.leaves(params))
+  assert fns.config == hf.read_config(ASSETS / f"{task}_base")
 
 
 def test_tasks_differ_in_room_and_alphabet_holds_both():

@@ -307,6 +307,26 @@ class TestGradient:
     for name, value in metrics.items():
       np.testing.assert_allclose(value, whole[name], rtol=1e-5, atol=1e-7)
 
+  def test_wider_rows_are_the_same(self):
+    """Other neighbours in a row and more padding behind them."""
+    update, _ = make_step("policy")
+    batch = make_batch("policy", micro_rows=4, capacity=CAPACITY + 17)
+    after, metrics = update(make_state("policy"), batch, TEMPERATURE)
+    expected, narrow = gradient_of_step("policy", 4)
+    chex.assert_trees_all_close(
+      jax.tree.map(
+        lambda old, new: old - np.asarray(new),
+        make_params("policy"),
+        after.params,
+      ),
+      expected,
+      rtol=1e-5,
+      atol=1e-6 * largest(expected),
+    )
+    np.testing.assert_allclose(
+      metrics["policy/loss"], narrow["policy/loss"], rtol=1e-5, atol=1e-7
+    )
+
   def test_metrics_are_means_over_the_tokens_trained_on(self):
     rollout, data = make_data()
     packed, layout = packing.pack(

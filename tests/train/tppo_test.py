@@ -6,6 +6,7 @@ losses saw is read from the packed batches, which the ledger does not count.
 
 import collections
 import dataclasses
+import itertools
 import types
 
 import chex
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import tiny_run
 
-from jaxrl_llm import checkpoint, metrics
+from jaxrl_llm import checkpoint, estimators, metrics
 from jaxrl_llm.train import build, collect, loop, phases, runstate
 from jaxrl_llm.types import Status
 
@@ -577,6 +578,52 @@ def newest(job, workdir):
   return state
 
 
+def tempered_of(job):
+  """The job whose sampler is told the entropies of the batch before."""
+  recipe = dataclasses.replace(job.recipe, tempered=True)
+  return dataclasses.replace(job, recipe=recipe)
+
+
+class TestTempering:
+  def test_the_sampler_goes_by_the_batch_before(self, job, history):
+    told = []
+
+    class Listening:
+      """An engine without tempering that notes what it was to go by."""
+
+      def __getattr__(self, name):
+        return getattr(job.engine, name)
+
+      def generate_window(self, *arguments, control, **settings):
+        told.append(control)
+        return job.engine.generate_window(*arguments, control=None, **settings)
+
+    chosen = dataclasses.replace(tempered_of(job), engine=Listening())
+    steps, state = run(chosen, 3)
+    # Nothing is known before the first step: zeros change no temperature.
+    assert all(number == 0 for number in told[0])
+    for step, after in zip(steps, [*told[1:], state.entropy], strict=True):
+      (seen,) = step.estimated
+      tokens = seen.scores.entropies[seen.credit.policy_mask]
+      expected = estimators.entropy_statistics(
+        tokens, np.ones(tokens.shape, bool)
+      )
+      np.testing.assert_allclose(after, expected, rtol=1e-5)
+      assert after.rms > 0
+    assert [step.row for step in steps] == [step.row for step in history[:3]]
+
+  def test_the_checkpoint_holds_them(self, job, tmp_path):
+    chosen, numbers = tempered_of(job), np.float32([0.1, 0.7, 1.3, -2.1])
+    state = begin(chosen)
+    state.entropy = estimators.EntropyStatistics(*numbers)
+    saver = checkpoint.Checkpointer(tmp_path, keep=1)
+    runstate.save(chosen, state, saver)
+    saver.wait()
+    again = runstate.resume(chosen, saver, 0)
+    saver.close()
+    chex.assert_trees_all_equal(again.entropy, state.entropy)
+
+
 def ewma_of(job, decay):
   """The job around the averaged policy; the losses stay as compiled."""
   config = with_config(
@@ -677,6 +724,23 @@ class TestMixedGroups:
     assert rounds > 1  # One round had too few.
     assert (state.position, state.samples) == (8 * rounds, 32 * rounds)
     assert np.unique(responses.rollout.sample_id).size == 32
+
+  def test_mixed_groups_alone_are_as_without_it(self, job):
+    def drawn(dynamic):
+      turn = itertools.cycle([True, False])
+      chosen = whole_responses(job, schedule__dynamic_sampling=dynamic)
+      pool = Verdicts(job.pool, lambda text: next(turn))
+      state = begin(job)
+      collected = collect.responses(
+        dataclasses.replace(chosen, pool=pool), state, metrics.PhaseTimer()
+      )
+      counters = state.step, state.position, state.member, state.samples
+      return collected.responses, counters
+
+    (mixed, after), (plain, expected) = drawn(True), drawn(False)
+    assert plain.correct.sum() == SLOTS // 2 and collect.mixed(plain).all()
+    chex.assert_trees_all_equal(mixed, plain)
+    assert after == expected
 
   def test_the_surplus_is_dropped(self, job):
     right = lambda text: len(text) % 2 == 0

@@ -1,0 +1,157 @@
+"""Every loss per token on ragged batches, held against loops over tokens.
+
+The caller's way of using one: fill what is masked, weigh and sum.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+
+from jaxrl_llm import losses, masked
+
+_CLIP = dict(clip_low=0.2, clip_high=0.28)
+_MODES = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]
+
+# name: (loss of arrays, loss of one token), both of log π, log π_old,
+# log π_behav, and a number z of either sign: an advantage or a target.
+_LOSSES = {
+  "clip": (
+    lambda x, o, b, z: (
+      losses.clipped_policy_loss(x, o, z, dual_clip=1.5, **_CLIP).loss
+    ),
+    lambda x, o, b, z: reference.policy_loss(x, o, z, 0.2, 0.28, 1.5),
+  ),
+  "cispo": (
+    lambda x, o, b, z: (
+      losses.cispo_loss(x, o, z, clip_low=0.3, clip_high=0.28).loss
+    ),
+    lambda x, o, b, z: -min(max(math.exp(x - o), 0.7), 1.28) * z * x,
+  ),
+  "policy gradient": (
+    lambda x, o, b, z: losses.policy_gradient_loss(x, o, z).loss,
+    lambda x, o, b, z: -z * x,
+  ),
+  "decoupled": (
+    lambda x, o, b, z: (
+      losses.decoupled_policy_loss(
+        x, o, b, z, dual_clip=1.5, cap=1.2, **_CLIP
+      ).loss
+    ),
+    lambda x, o, b, z: reference.decoupled_loss(
+      x, o, b, z, 0.2, 0.28, 1.5, 1.2
+    ),
+  ),
+  "k1": (lambda x, o, b, z: losses.kl_k1(x, o), lambda x, o, b, z: x - o),
+  "k2": (
+    lambda x, o, b, z: losses.kl_k2(x, o),
+    lambda x, o, b, z: (x - o) ** 2 / 2,
+  ),
+  "k3": (
+    lambda x, o, b, z: losses.kl_k3(x, o),
+    lambda x, o, b, z: math.exp(o - x) - 1 + x - o,
+  ),
+  "k1+": (lambda x, o, b, z: losses.kl_k1_plus(x, o), lambda x, o, b, z: x - o),
+  "k3+": (
+    lambda x, o, b, z: losses.kl_k3_plus(x, o),
+    lambda x, o, b, z: math.exp(o - x) - 1 + x - o,
+  ),
+  "nll": (lambda x, o, b, z: losses.nll(x), lambda x, o, b, z: -x),
+  "entropy": (
+    lambda x, o, b, z: losses.entropy_bonus(x),
+    lambda x, o, b, z: -x,
+  ),
+  "value": (
+    lambda x, o, b, z: losses.clipped_value_loss(x, z).loss,
+    lambda x, o, b, z: reference.value_loss(x, z),
+  ),
+  "clipped value": (
+    lambda x, o, b, z: (
+      losses.clipped_value_loss(x, z, old_values=o, clip_value=0.3).loss
+    ),
+    lambda x, o, b, z: reference.value_loss(x, z, o, 0.3),
+  ),
+}
+# Slopes of one token where they are not those of the value.
+_SLOPES = {
+  "cispo": lambda x, o, b, z: -min(max(math.exp(x - o), 0.7), 1.28) * z,
+  "k1+": lambda x, o, b, z: x - o,
+  "k3+": lambda x, o, b, z: x - o,
+}
+
+
+def _batch(seed, rows=7, length=12):
+  """Ragged rows with holes, an empty and a one-token row; NaN where masked."""
+  rng = np.random.default_rng(seed)
+  mask = np.arange(length) < rng.integers(2, length + 1, rows)[:, None]
+  mask &= rng.random((rows, length)) < 0.8
+  mask[1] = False
+  mask[2] = np.arange(length) == 3
+  behavior = -rng.exponential(size=mask.shape)
+  old = behavior + 0.3 * rng.normal(size=mask.shape)
+  logprobs = old + 0.5 * rng.normal(size=mask.shape)
+  arrays = logprobs, old, behavior, rng.normal(size=mask.shape)
+  return [np.where(mask, x, np.nan).astype(np.float32) for x in arrays], mask
+
+
+def _reduced(function, mode):
+  """(arrays, mask) -> the reduced loss and its gradient by the first array."""
+
+  @jax.value_and_grad
+  def total(logprobs, others, mask):
+    filled = [masked.masked_fill(x, mask) for x in (logprobs, *others)]
+    weights = masked.token_weights(mask, mode=mode)
+    return jnp.sum(weights * function(*filled))
+
+  compute = jax.jit(total)
+  return lambda arrays, mask: compute(arrays[0], arrays[1:], mask)
+
+
+def _by_token(slow, arrays, mask):
+  """slow(...) of each token that exists, [B, T]; what is masked stays 0."""
+  result = np.zeros(mask.shape)
+  for i, t in np.argwhere(mask):
+    result[i, t] = slow(*(float(x[i, t]) for x in arrays))
+  return result
+
+
+def _slope(name):
+  """Derivative by log π, or by V, of the slow loss of one token."""
+  slow, h = _LOSSES[name][1], 1e-6
+  central = lambda x, *rest: (slow(x + h, *rest) - slow(x - h, *rest)) / (2 * h)
+  return _SLOPES.get(name, central)
+
+
+@pytest.mark.parametrize("name", _LOSSES)
+class TestRagged:
+  @pytest.mark.parametrize("mode", _MODES)
+  def test_equals_reference(self, name, mode):
+    function, slow = _LOSSES[name]
+    reduced = _reduced(function, mode)
+    for seed in range(3):
+      arrays, mask = _batch(seed)
+      loss, _ = reduced(arrays, mask)
+      expected = reference.aggregate(_by_token(slow, arrays, mask), mask, mode)
+      np.testing.assert_allclose(loss, expected, rtol=2e-5, atol=1e-6)
+
+  def test_gradient_equals_that_of_the_reference(self, name):
+    arrays, mask = _batch(3)
+    _, gradient = _reduced(_LOSSES[name][0], "token-mean")(arrays, mask)
+    expected = _by_token(_slope(name), arrays, mask) / mask.sum()
+    np.testing.assert_allclose(gradient, expected, rtol=2e-5, atol=1e-6)
+    np.testing.assert_array_equal(gradient[~mask], 0.0)
+
+  def test_wider_padding_and_empty_rows_change_nothing(self, name):
+    arrays, mask = _batch(4)
+    room = ((0, 2), (0, 9))
+    wide = [np.pad(x, room, constant_values=np.nan) for x in arrays]
+    reduced = _reduced(_LOSSES[name][0], "token-mean")
+    loss, gradient = reduced(arrays, mask)
+    wide_loss, wide_gradient = reduced(wide, np.pad(mask, room))
+    np.testing.assert_allclose(wide_loss, loss, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(
+      wide_gradient, np.pad(gradient, room), rtol=1e-6, atol=1e-8
+    )
