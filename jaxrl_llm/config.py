@@ -14,6 +14,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.validation import (
   batch_size,
   get,
+  in_flight,
   keys,
   row_tokens,
   validate,
@@ -24,6 +25,7 @@ __all__ = [
   "batch_size",
   "default_config",
   "get",
+  "in_flight",
   "keys",
   "pretrain_config",
   "row_tokens",
@@ -105,7 +107,7 @@ def _what_is_sampled(c: ConfigDict) -> None:
   c.reward.overlong_factor = 1.0
 
   c.sampler = ConfigDict()
-  # Responses written at a time; 0 is prompts_per_step * group_size.
+  # Responses written at a time; 0 is all that a step has in flight.
   c.sampler.slots = 0
   # Tokens.
   c.sampler.max_response_length = 64
@@ -118,13 +120,24 @@ def _what_is_sampled(c: ConfigDict) -> None:
   c.sampler.entropy_tau = 0.0
   # Further stop tokens as text, each one token, e.g. ('\n',).
   c.sampler.stop = ()
+  # Guesses tokens that one step then checks; responses stay the same: '' (no
+  # guesses), 'prompt_lookup' or 'quantized_copy' (of the policy, in 8 bits).
+  c.sampler.drafter = ""
+  # Guesses per step, where they are measured to pay.
+  c.sampler.drafts = 4
 
   c.schedule = ConfigDict()
-  # 'full' (responses end before the update) or 'window' (T-PPO: a step writes
-  # at most `window` tokens per slot; what has not ended goes on next step).
+  # 'full' (responses end before the update), 'window' (T-PPO: a step writes at
+  # most `window` tokens per slot; what has not ended goes on next step) or
+  # 'first_groups' (APRIL: more groups are begun than are trained on, and a step
+  # takes those that end first; the others go on next step).
   c.schedule.name = "full"
   # Of 'window': new tokens per slot and step.
   c.schedule.window = 0
+  # Of 'first_groups': groups in flight, as a multiple of prompts_per_step.
+  c.schedule.over_provision = 1.5
+  # Of 'first_groups': steps after which a response is waited for.
+  c.schedule.max_age = 4
   # Of 'window': ended responses that a critic update waits for.
   c.schedule.min_ended = 1
   # DAPO: draw groups until prompts_per_step of them have mixed verdicts.
@@ -312,12 +325,12 @@ def pretrain_config(task: str = "chain_sum") -> ConfigDict:
   c.max_response_length = 64
   if task == "remainder":  # Long solutions: more room, fewer at a time.
     c.task_settings = ConfigDict(
-      {"max_ops": 45, "tail": 1.1}, convert_dict=False
+      {"max_ops": 32, "tail": 1.1}, convert_dict=False
     )
-    c.steps, c.batch_size, c.micro_rows = 1000, 24, 4
-    c.max_position_embeddings = 640
+    c.steps, c.batch_size, c.micro_rows = 1200, 48, 8
+    c.max_position_embeddings = 320
     c.max_prompt_length = 8
-    c.max_response_length = 512
+    c.max_response_length = 288
   return c.lock()
 
 

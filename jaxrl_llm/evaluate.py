@@ -19,6 +19,7 @@ STOP_REASONS = {
   int(Status.FINISHED): "finished",
   int(Status.OVERLONG): "overlong",
   int(Status.TRUNCATED): "truncated",
+  int(Status.STOPPED): "stopped",
 }
 
 

@@ -42,11 +42,11 @@ def smollm2(config: Any) -> None:
 def long_tail(config: Any) -> None:
   """Divisions line by line, few long responses among many short; on a CPU."""
   config.data.source = "remainder"
-  config.data.settings = {"max_ops": 45, "tail": 1.1}
+  config.data.settings = {"max_ops": 32, "tail": 1.1}
   config.data.prompts_per_step = 16
   config.data.group_size = 8
   config.data.max_prompt_length = 8
-  config.sampler.max_response_length = 512
+  config.sampler.max_response_length = 288
   config.estimator.alpha = 1.0  # lambda is 0.97 at 30 tokens.
   for role in _ROLES:
     config.optimizer[role].mini_batch = 64
@@ -54,10 +54,10 @@ def long_tail(config: Any) -> None:
   # A batch is small: the critic learns fast, in small mini-batches.
   config.optimizer.value.learning_rate = 1e-3
   config.optimizer.value.mini_batch = 16
-  config.value.pretrain_steps = 15
-  config.value.pretrain_patience = 15
+  config.value.pretrain_steps = 12
+  config.value.pretrain_patience = 12
   config.eval.problems = 100
-  config.eval.samples = 2
+  config.eval.samples = 4
   config.eval.every = 10
 
 

@@ -16,6 +16,7 @@ class Status(enum.IntEnum):
   FINISHED = 0  # The model emitted a stop token: the episode ended.
   OVERLONG = 1  # The response hit its hard maximum: the episode ended.
   TRUNCATED = 2  # The step's window closed: the response will continue.
+  STOPPED = 3  # A schedule gave it up: it neither ended nor continues.
 
 
 class Origin(enum.IntEnum):

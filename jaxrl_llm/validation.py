@@ -3,6 +3,7 @@
 Each failure is one line that names the keys, their values and what is allowed.
 """
 
+import math
 from typing import Any
 
 from jaxrl_llm.errors import InputError
@@ -20,7 +21,7 @@ _CHOICES = {
   "data.on_long": ("error", "drop"),
   "reward.name": ("chain_sum", "exact_line", "numeric", "math_verify"),
   "estimator.lambda_schedule": ("length_adaptive", "constant"),
-  "schedule.name": ("full", "window"),
+  "schedule.name": ("full", "window", "first_groups"),
   "estimator.name": (
     "gae",
     "group",
@@ -28,6 +29,7 @@ _CHOICES = {
     "reward_to_go",
     "optimal_baseline",
   ),
+  "sampler.drafter": ("", "prompt_lookup", "quantized_copy"),
   "estimator.boundary": ("repeat", "bootstrap", "zero"),
   "estimator.center": ("mean", "median", "leave_one_out", "none"),
   "estimator.scale": ("std", "mad", "none"),
@@ -74,6 +76,8 @@ _RANGES = {
   "reward.overlong_buffer": (0, _INF),
   "reward.overlong_factor": (0.0, _INF),
   "schedule.window": (0, _INF),
+  "schedule.over_provision": (1.0, 16.0),
+  "schedule.max_age": (1, _INF),
   "schedule.min_ended": (1, _INF),
   "schedule.oversample": (1, _INF),
   "schedule.max_rounds": (1, _INF),
@@ -156,6 +160,14 @@ def keys(config: Any, prefix: str = "") -> list[str]:
 def batch_size(config: Any) -> int:
   """Responses per step."""
   return config.data.prompts_per_step * config.data.group_size
+
+
+def in_flight(config: Any) -> int:
+  """Responses that are being written at a time."""
+  groups = config.data.prompts_per_step
+  if config.schedule.name == "first_groups":
+    groups = math.ceil(groups * config.schedule.over_provision)
+  return groups * config.data.group_size
 
 
 def row_tokens(config: Any) -> int:
@@ -261,6 +273,11 @@ def _contradictions(config: Any) -> list[tuple[bool, tuple[str, ...], str]]:
       windowed and schedule.dynamic_sampling,
       ("schedule.name", "schedule.dynamic_sampling"),
       "unfinished groups have no verdicts to filter on; switch one off",
+    ),
+    (
+      schedule.name == "first_groups" and schedule.dynamic_sampling,
+      ("schedule.name", "schedule.dynamic_sampling"),
+      "either takes the groups it likes best; switch one off",
     ),
     (
       not windowed and schedule.min_ended > 1,

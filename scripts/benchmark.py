@@ -2,10 +2,15 @@
 
   python scripts/benchmark.py sampler [--shape=smollm2-135m]
   python scripts/benchmark.py train_step --peer "NAME=COMMAND" --rounds=3
+  python scripts/benchmark.py prefill --prompt_length=512
+  TAIL="--batch=64 --group_size=8 --new_tokens=768"
+  python scripts/benchmark.py rollouts $TAIL
+  python scripts/benchmark.py simulator $TAIL
   python scripts/benchmark.py estimators
 
 Prints rows for a person and, as the last line, one JSON object. Weights are
-random, every response has full length, compilation is not counted. A --peer is
+random, every response has full length (that of a lognormal law with a long tail
+in rollouts and simulator), compilation is not counted. A --peer is
 run alternately with a fresh process of ours; see docs/benchmarks.md. Exit code
 1 if a peer failed (after our own numbers), 2 for bad input.
 """
@@ -29,6 +34,9 @@ _OF_MODELS = ("shape", "batch", "prompt_length", "new_tokens", "repeats")
 # Options that a part depends on.
 _SETTINGS = {
   "sampler": _OF_MODELS,
+  "rollouts": (*_OF_MODELS, "prompts", "group_size", "median", "p99"),
+  "prefill": _OF_MODELS,
+  "simulator": (*_OF_MODELS, "prompts", "group_size", "median", "p99"),
   "train_step": (
     *_OF_MODELS,
     "group_size",
@@ -145,6 +153,9 @@ def train_samples(rows, options) -> workloads.Samples:
 
 MEASURE = {
   "sampler": workloads.measure_sampler,
+  "rollouts": workloads.measure_rollouts,
+  "prefill": workloads.measure_prefill,
+  "simulator": workloads.measure_simulator,
   "train_step": measure_train_step,
   "estimators": workloads.measure_estimators,
 }
@@ -202,6 +213,9 @@ def make_parser() -> argparse.ArgumentParser:
   add("--group_size", type=int, default=4, help="responses per prompt")
   add("--prompt_length", type=int, default=64, help="tokens")
   add("--new_tokens", type=int, default=128, help="tokens per response")
+  add("--prompts", type=int, default=64, help="of rollouts")
+  add("--median", type=int, default=64, help="tokens, of rollouts")
+  add("--p99", type=int, default=512, help="tokens, of rollouts")
   add("--micro_rows", type=int, help="rows per gradient, by shape")
   add(
     "--row_tokens",

@@ -64,6 +64,10 @@ CONTRADICTIONS = [
     ["schedule.name='window'", "schedule.dynamic_sampling=True"],
   ),
   (
+    {"schedule.name": "first_groups", "schedule.dynamic_sampling": True},
+    ["schedule.name='first_groups'", "schedule.dynamic_sampling=True"],
+  ),
+  (
     WINDOWED | {"estimator.normalize": "whiten"},
     ["schedule.name='window'", "estimator.normalize='whiten'"],
   ),

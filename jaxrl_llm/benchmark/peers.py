@@ -66,6 +66,7 @@ SHAPES = {
 # What a part compares. `*_per_s` is better when larger, all else when smaller.
 COMPARED = {
   "sampler": ("tokens_per_s", "best_tokens_per_s"),
+  "rollouts": ("tokens_per_s", "best_tokens_per_s"),
   "train_step": (
     "step_s",
     "best_step_s",

@@ -5,6 +5,7 @@ attributes. A policy step composes jaxrl_llm.train and is in that script.
 """
 
 import functools
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,13 +13,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl_llm import estimators, metrics, models
+from jaxrl_llm import estimators, metrics, models, simulate
 from jaxrl_llm.benchmark.peers import SHAPES
 from jaxrl_llm.sampling import Engine, SamplingSettings
 
 Samples = dict[str, list[float]]
 
 _WEIGHT_SCALE = 0.02
+_FREE = (simulate.Plane(0.0, 0.0, 0.0),)  # Prices of a step that costs nothing.
 
 
 def make_model(options) -> tuple[Any, Any]:
@@ -67,6 +69,143 @@ def make_prompts(count: int, options, *, seed: int) -> list[list[int]]:
   vocab = SHAPES[options.shape].fields["vocab_size"]
   size = (count, options.prompt_length)
   return np.random.default_rng(seed).integers(2, vocab, size).tolist()
+
+
+def long_tail(options, *, p99: int, seed: int = 0) -> np.ndarray:
+  """Lengths [prompts, group] of a lognormal law with a long tail."""
+  draw = np.random.default_rng(seed).normal(
+    size=(options.prompts, options.group_size)
+  )
+  spread = np.log(p99 / options.median) / 2.3263  # Of the 99 % quantile.
+  lengths = np.round(options.median * np.exp(spread * draw))
+  return np.clip(lengths, 1, options.new_tokens).astype(np.int32)
+
+
+def measure_rollouts(options) -> Samples:
+  """Tokens per second of many responses whose lengths have a long tail."""
+  fns, params = make_model(options)
+  params = jax.jit(fns.for_sampling)(params)
+  engine = make_engine(fns, options)
+  prompts = make_prompts(options.prompts, options, seed=0)
+  limits = long_tail(options, p99=options.p99)
+  compiles = metrics.CompileCounter()
+
+  def call(seed):
+    engine.generate(
+      params,
+      prompts,
+      sample_ids=np.arange(limits.size).reshape(limits.shape),
+      key=jax.random.key(seed),
+      settings=SamplingSettings(),
+      limits=limits,
+    )
+    return engine.usage
+
+  call(0)
+  compiled = compiles.collect()
+  runs = [call(1 + seed) for seed in range(options.repeats)]
+  rates = [run.tokens / run.wall_s for run in runs]
+  whole = options.batch * (options.prompt_length + options.new_tokens)
+  return {
+    "tokens_per_s": rates,
+    "best_tokens_per_s": [max(rates)],
+    "wall_s": [run.wall_s for run in runs],
+    "host_share": [run.host_s / run.wall_s for run in runs],
+    "memory_share": [run.peak_positions / whole for run in runs],
+    "slot_use": [
+      run.tokens / sum(w[0] * w[1] for w in run.windows) for run in runs
+    ],
+    "compilations_of_first_call": [compiled],
+    "compilations_after_warmup": [compiles.collect()],
+    "peak_rss_gib": [metrics.peak_memory_gib()],
+  }
+
+
+def measure_simulator(options) -> Samples:
+  """Predicted over measured seconds of rollouts whose lengths were not fitted.
+
+  Prices are fitted to rollouts of several tails and hold for others: new
+  lengths of the same tails, and of one between them.
+  """
+  fns, params = make_model(options)
+  params = jax.jit(fns.for_sampling)(params)
+  engine = make_engine(fns, options)
+  prompts = make_prompts(options.prompts, options, seed=0)
+  ask = {
+    "prompt_lengths": [options.prompt_length] * options.prompts,
+    "slots": options.batch,
+    "max_prompt_length": options.prompt_length,
+    "max_response_length": options.new_tokens,
+  }
+
+  def call(limits):
+    engine.generate(
+      params,
+      prompts,
+      sample_ids=np.arange(limits.size).reshape(limits.shape),
+      key=jax.random.key(0),
+      settings=SamplingSettings(),
+      limits=limits,
+    )
+    return engine.usage
+
+  tails = [options.median, options.p99, options.p99 * 2]
+  windows, calls = [], []
+  for p99 in tails:
+    limits = long_tail(options, p99=p99, seed=0)
+    call(limits)  # Compiles.
+    for _ in range(options.repeats):
+      usage = call(limits)
+      spent = simulate.predict(limits, simulate.CostModel(_FREE), **ask)
+      windows += usage.windows
+      calls.append(
+        (spent.looks, spent.prefill_calls, spent.prefilled, usage.host_s)
+      )
+  cost = simulate.fit(windows, calls)
+  out = {"ratio": [], "measured_s": [], "predicted_s": []}
+  for p99 in (*tails, (options.median + options.p99) // 2):
+    limits = long_tail(options, p99=p99, seed=1)
+    call(limits)
+    measured = statistics.median(
+      call(limits).wall_s for _ in range(options.repeats)
+    )
+    predicted = simulate.predict(limits, cost, **ask).seconds
+    out["measured_s"].append(measured)
+    out["predicted_s"].append(predicted)
+    out["ratio"].append(predicted / measured)
+  return out
+
+
+def measure_prefill(options) -> Samples:
+  """Seconds of a first token of G responses, with and without sharing."""
+  fns, params = make_model(options)
+  params = jax.jit(fns.for_sampling)(params)
+  group = options.batch
+  engine = make_engine(fns, options)
+  prompt = make_prompts(1, options, seed=0)
+
+  def call(prompts, ids):
+    engine.generate(
+      params,
+      prompts,
+      sample_ids=ids,
+      key=jax.random.key(0),
+      settings=SamplingSettings(max_new_tokens=1),
+    )
+    return engine.usage.wall_s
+
+  ways = {
+    "shared_s": (prompt, np.arange(group)[None]),
+    "unshared_s": (prompt * group, np.arange(group)[:, None]),
+  }
+  for way in ways.values():
+    call(*way)
+  out = {
+    name: [call(*way) for _ in range(options.repeats)]
+    for name, way in ways.items()
+  }
+  pairs = zip(out["unshared_s"], out["shared_s"])
+  return out | {"speedup": [alone / shared for alone, shared in pairs]}
 
 
 def measure_sampler(options) -> Samples:

@@ -14,8 +14,9 @@ import numpy as np
 
 from jaxrl_llm.data import tasks
 
-_MOST_OPS = 110  # Numbers stay below 1000.
+_LARGEST = 99  # Two digits: a small model learns their subtraction for good.
 _DIVISORS = range(3, 10)  # Of 2 a guess is right too often.
+_MOST_OPS = (_LARGEST + 1) // _DIVISORS[0] - 1  # With every remainder.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +52,15 @@ def _lines(number: int, divisor: int) -> list[str]:
 
 def longest_solution(max_ops: int) -> int:
   """Returns the characters of the longest clean remainder solution."""
-  divisor = _DIVISORS[-1]
+  divisor = _divisors(max_ops)[-1]
   number = (max_ops + 1) * divisor - 1
   return len(RemainderProblem(number, divisor).solution)
+
+
+def _divisors(operations: int) -> range:
+  """Those with which no number of so many lines is over the largest."""
+  most = (_LARGEST + 1) // (operations + 1)
+  return range(_DIVISORS[0], min(_DIVISORS[-1], most) + 1)
 
 
 def draw_problem(
@@ -61,7 +68,8 @@ def draw_problem(
 ) -> RemainderProblem:
   """Draws a division with quotient n, P(n) ∝ n^-tail.
 
-  The divisor is uniform in 3..9, the remainder in 0..divisor - 1.
+  The divisor is uniform among those of 3..9 that keep the number below 100,
+  the remainder in 0..divisor - 1.
 
   Args:
     rng: source of randomness; advanced.
@@ -73,7 +81,7 @@ def draw_problem(
   """
   shares = np.arange(1, max_ops + 1) ** -float(tail)
   operations = 1 + int(rng.choice(max_ops, p=shares / shares.sum()))
-  divisor = int(rng.integers(_DIVISORS[0], _DIVISORS[-1] + 1))
+  divisor = int(rng.choice(_divisors(operations)))
   left = int(rng.integers(divisor))
   return RemainderProblem(operations * divisor + left, divisor)
 
@@ -86,7 +94,7 @@ class Remainder(tasks.DrawnProblems):
     *,
     split: str = "train",
     seed: int = 0,
-    max_ops: int = 45,
+    max_ops: int = 32,
     tail: float = 1.1,
     eval_size: int = 200,
   ):
@@ -95,7 +103,7 @@ class Remainder(tasks.DrawnProblems):
     Args:
       split: 'train' (endless) or 'eval' (`eval_size` fixed problems).
       seed: chooses the training problems; evaluation does not depend on it.
-      max_ops: most subtractions, n; at most 110.
+      max_ops: most subtractions, n; at most 32.
       tail: P(n) ∝ n^-tail.
       eval_size: number of evaluation problems.
 
@@ -122,11 +130,11 @@ def noisy_solution(
   problem: RemainderProblem,
   *,
   max_length: int,
-  direct: float = 0.08,
-  clean: float = 0.57,
-  slip: float = 0.19,
-  early: float = 0.14,
-  stuck: float = 0.02,
+  direct: float = 0.38,
+  clean: float = 0.36,
+  slip: float = 0.14,
+  early: float = 0.09,
+  stuck: float = 0.03,
   direct_right: float = 0.25,
 ) -> tasks.Solution:
   """Writes a solution of the kind a careless crowd would write.

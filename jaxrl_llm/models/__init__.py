@@ -5,6 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxrl_llm.models import hf
+from jaxrl_llm.models.attention import PageMap
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.functional import (
   ModelFns,
@@ -13,20 +14,21 @@ from jaxrl_llm.models.functional import (
   make_value,
 )
 from jaxrl_llm.models.heads import TokenLogprobs
-from jaxrl_llm.models.transformer import cache_length, grow_cache, write_cache
+from jaxrl_llm.models.transformer import move_pages, page_count, write_pages
 
 __all__ = [
   "ModelConfig",
   "ModelFns",
+  "PageMap",
   "TokenLogprobs",
   "ValueFns",
-  "cache_length",
-  "grow_cache",
   "load",
   "make_policy",
   "make_value",
+  "move_pages",
+  "page_count",
   "save",
-  "write_cache",
+  "write_pages",
 ]
 
 

@@ -1,4 +1,4 @@
-"""Attention of packed rows, and of one query per slot on a cache.
+"""Attention of packed rows, and of a few queries per slot on paged memory.
 
 Heads are brought before time first, and the G query heads of a key head are
 folded into the time axis. The products are then plain batched matrix products
@@ -7,6 +7,7 @@ of the time of `jax.nn.dot_product_attention`.
 """
 
 import functools
+from typing import NamedTuple
 
 import chex
 import jax
@@ -50,7 +51,7 @@ def packed_attention(
     shared = prefix[:, :, None] == segments[:, None]
     visible |= shared & (prefix[:, :, None] > 0)
     visible &= (index[:, None] >= jnp.arange(time)[None])[None]
-    return _attend(q, keys, values, visible)
+    return attend(q, keys, values, visible)
 
   if time <= 2 * _QUERY_BLOCK:
     return block(0, q, segments, prefixes)
@@ -72,7 +73,7 @@ def packed_attention(
 
 
 @jax.custom_vjp
-def _attend(q, keys, values, visible):
+def attend(q, keys, values, visible):
   """q [B, Q, H, d], keys [B, K, d, T], values [B, K, T, d], [B, Q, T]."""
   return _attend_fwd(q, keys, values, visible)[0]
 
@@ -118,7 +119,7 @@ def _attend_bwd(residuals, cotangent):
   )
 
 
-_attend.defvjp(_attend_fwd, _attend_bwd)
+attend.defvjp(_attend_fwd, _attend_bwd)
 
 
 def _fold(x, kv_heads):
@@ -135,30 +136,108 @@ def _fold(x, kv_heads):
   return x.reshape(batch, kv_heads, group * queries, size), unfold
 
 
-def decode_attention(
-  q: chex.Array, keys: chex.Array, values: chex.Array, visible: chex.Array
-) -> jax.Array:
-  """Attention of one query a slot on one layer's cache.
+class PageMap(NamedTuple):
+  """Where the keys and values of S slots lie, in D shards of P pages.
+
+  A page belongs to one slot and holds consecutive positions of it. Slots are
+  dealt to shards in order, S / D each, and pages are local to their shard.
+  """
+
+  owner: chex.Array  # int32 [D, P], slot within the shard; S / D for none.
+  start: chex.Array  # int32 [D, P], position of the first entry.
+  table: chex.Array  # int32 [S, N], page of each block of a slot; P for none.
+
+
+def write_tokens(
+  memory: tuple[jax.Array, jax.Array],
+  k: chex.Array,
+  v: chex.Array,
+  pages: PageMap,
+  positions: chex.Array,
+  writing: chex.Array,
+) -> tuple[jax.Array, jax.Array]:
+  """Puts new keys and values of slots into their pages.
 
   Args:
-    q: [S, H, d].
-    keys: [S, K, d, L].
-    values: [S, K, L, d].
-    visible: bool [S, L].
+    memory: keys [D, P, K, d, L] and values [D, P, K, L, d] of a layer.
+    k: [S, Q, K, d], keys of Q tokens a slot.
+    v: [S, Q, K, d].
+    pages: where a slot's positions lie.
+    positions: int32 [S, Q].
+    writing: bool [S, Q], the others leave no trace.
+  """
+  shards, count, *_, length = memory[0].shape
+  block = positions // length
+  page = jnp.take_along_axis(pages.table, block, axis=1, mode="clip")
+  # A guess may lie beyond the longest sequence.
+  page = jnp.where(writing & (block < pages.table.shape[1]), page, count)
+  local = lambda x: x.reshape(shards, -1, *x.shape[2:])
+
+  def put(keys, values, page, offset, k, v):
+    k, v = k.astype(keys.dtype), v.astype(values.dtype)
+    keys = keys.at[page, :, :, offset].set(k, mode="drop")
+    return keys, values.at[page, :, offset].set(v, mode="drop")
+
+  return jax.vmap(put)(*memory, *map(local, (page, positions % length, k, v)))
+
+
+def paged_attention(
+  q: chex.Array,
+  memory: tuple[jax.Array, jax.Array],
+  pages: PageMap,
+  positions: chex.Array,
+) -> jax.Array:
+  """Attention of Q queries a slot on the pages of that slot.
+
+  Every page in use is multiplied where it lies, by the queries of its owner,
+  and the parts of a slot are summed over its pages. So time and memory follow
+  the sum of lengths, nothing is gathered, and a page costs the same wherever it
+  is: on a CPU as fast as one array a slot, for slots of equal length.
+
+  Args:
+    q: [S, Q, H, d].
+    memory: keys [D, P, K, d, L] and values [D, P, K, L, d] of a layer.
+    pages: whose page is which.
+    positions: int32 [S, Q]; a query sees its own position and those before.
 
   Returns:
-    [S, H, d] in the dtype of q.
+    [S, Q, H, d] in the dtype of q; scores and softmax are float32. 0 for a
+    slot without pages.
   """
-  slots, heads, size = q.shape
-  kv_heads = keys.shape[1]
-  grouped = q.reshape(slots, kv_heads, heads // kv_heads, size)
-  scores = jnp.einsum(
-    "skgd,skdl->skgl",
-    grouped * size**-0.5,
-    keys,
-    preferred_element_type=jnp.float32,
+  slots, queries, heads, size = q.shape
+  shards, _, kv_heads, _, length = memory[0].shape
+  share = slots // shards
+
+  def attend(q, keys, values, owner, start, positions):
+    held = jnp.minimum(owner, share - 1)
+    scores = jnp.einsum(
+      "pkqd,pkdl->pkql", q[held], keys, preferred_element_type=jnp.float32
+    )
+    index = start[:, None] + jnp.arange(length)[None]
+    visible = index[:, None] <= positions[held][:, :, None]  # [P, Q, L].
+    visible &= (owner < share)[:, None, None]
+    shape = scores.shape
+    scores = scores.reshape(shape[0], kv_heads, -1, queries, length)
+    scores = jnp.where(visible[:, None, None], scores, _MASKED).reshape(shape)
+    over = functools.partial(
+      jax.ops.segment_sum, segment_ids=owner, num_segments=share
+    )
+    top = jax.ops.segment_max(jnp.max(scores, axis=-1), owner, share)
+    weights = jnp.exp(scores - top[held][..., None])
+    total = over(jnp.sum(weights, axis=-1))
+    out = over(
+      jnp.einsum(
+        "pkql,pkld->pkqd",
+        weights.astype(values.dtype),
+        values,
+        preferred_element_type=jnp.float32,
+      )
+    )
+    return out / jnp.where(total > 0, total, 1.0)[..., None]
+
+  q, unfold = _fold(q * size**-0.5, kv_heads)
+  local = lambda x: x.reshape(shards, share, *x.shape[1:])
+  out = jax.vmap(attend)(
+    local(q), *memory, pages.owner, pages.start, local(positions)
   )
-  scores = jnp.where(visible[:, None, None], scores, _MASKED)
-  weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
-  out = jnp.einsum("skgl,skld->skgd", weights, values)
-  return out.reshape(slots, heads, size).astype(q.dtype)
+  return unfold(out.reshape(slots, *out.shape[2:]).astype(q.dtype))

@@ -29,12 +29,13 @@ class ModelFns(NamedTuple):
   logits: Callable[..., jax.Array]
   # (params) -> sampler_params, in the sampler's dtype and layout.
   for_sampling: Callable[..., Any]
-  # (slots, length) -> cache.
-  init_cache: Callable[..., transformer.Cache]
-  # (sampler_params, tokens [N,P], lengths [N]) -> (logits [N,V], cache).
-  prefill: Callable[..., tuple[jax.Array, transformer.Cache]]
-  # (sampler_params, cache, tokens [S], positions [S]) -> (logits, cache).
-  decode: Callable[..., tuple[jax.Array, transformer.Cache]]
+  # (shards, pages, length) -> memory: keys and values in pages.
+  init_pages: Callable[..., transformer.Memory]
+  # (sampler_params, tokens [N,C]) -> keys and values of N rows.
+  prefill: Callable[..., transformer.Memory]
+  # (sampler_params, memory, PageMap, tokens [S,Q], positions [S,Q],
+  #  writing [S,Q]) -> (logits [S,Q,V], memory).
+  decode: Callable[..., tuple[jax.Array, transformer.Memory]]
 
 
 class ValueFns(NamedTuple):
@@ -123,20 +124,17 @@ def make_policy(
     cast = jax.tree.map(lambda x: x.astype(dtype), params)
     return transformer.unstack(cast, config)
 
-  def prefill(params, tokens, lengths):
-    states, cache = transformer.prefill(params, config, tokens, dtype=dtype)
-    last = jnp.maximum(lengths - 1, 0)[:, None, None]
-    states = jnp.take_along_axis(states, last, axis=1)[:, 0]
-    store = cache_dtype or dtype
-    return project(params, states), jax.tree.map(
-      lambda x: x.astype(store), cache
-    )
+  store = cache_dtype or dtype
 
-  def decode(params, cache, tokens, positions):
-    states, cache = transformer.decode(
-      params, config, cache, tokens, positions, dtype=dtype
+  def prefill(params, tokens):
+    rows = transformer.prefill(params, config, tokens, dtype=dtype)
+    return jax.tree.map(lambda x: x.astype(store), rows)
+
+  def decode(params, memory, pages, tokens, positions, writing):
+    states, memory = transformer.decode(
+      params, config, memory, pages, tokens, positions, writing, dtype=dtype
     )
-    return project(params, states), cache
+    return project(params, states), memory
 
   return ModelFns(
     config=config,
@@ -144,9 +142,7 @@ def make_policy(
     logprobs=logprobs,
     logits=logits,
     for_sampling=for_sampling,
-    init_cache=functools.partial(
-      transformer.init_cache, config, dtype=cache_dtype or dtype
-    ),
+    init_pages=functools.partial(transformer.init_pages, config, dtype=store),
     prefill=prefill,
     decode=decode,
   )

@@ -12,15 +12,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxrl_llm.models import layers
-from jaxrl_llm.models.attention import decode_attention, packed_attention
+from jaxrl_llm.models import attention, layers
 from jaxrl_llm.models.config import ModelConfig, rope_frequencies
 
 Params = dict[str, Any]
-# One (keys [S, K, d, L], values [S, K, L, d]) pair a layer for S slots, K heads
-# and L positions. With L last, the product with a query runs along memory: on a
-# CPU attention of a decode step took half the time of [S, K, L, d] keys.
-Cache = tuple[tuple[jax.Array, jax.Array], ...]
+_PREFILL_CHUNK = 512  # Tokens of a context at a time.
+# One (keys, values) pair a layer: [N, K, d, T] and [N, K, T, d] of N rows, or
+# [D, P, K, d, L] and [D, P, K, L, d] of P pages of L positions on D shards.
+# With positions last, the product of keys with a query runs along memory: on a
+# CPU attention of a decode step took half the time of [..., L, d] keys.
+Memory = tuple[tuple[jax.Array, jax.Array], ...]
 
 
 @functools.cache
@@ -107,7 +108,7 @@ def hidden(
   pin = _pin(sharding)
 
   def attend(q, k, v):
-    return packed_attention(q, k, v, segments, prefixes), None
+    return attention.packed_attention(q, k, v, segments, prefixes), None
 
   def layer(x, layer_params):
     module = _module("layer", config, layer_params)
@@ -126,117 +127,158 @@ def unstack(params: Params, config: ModelConfig) -> Params:
   return params | {"layers": tuple(map(split, range(config.num_layers)))}
 
 
-def init_cache(
-  config: ModelConfig, slots: int, length: int, dtype: Any
-) -> Cache:
-  """Zero keys and values, one pair a layer."""
-  kv_heads, size = config.num_kv_heads, config.head_dim
+def init_pages(
+  config: ModelConfig, shards: int, pages: int, length: int, dtype: Any
+) -> Memory:
+  """Zero keys and values in pages of `length` positions, on each shard."""
+  shape, size = (shards, pages, config.num_kv_heads), config.head_dim
   return tuple(
     (
-      jnp.zeros((slots, kv_heads, size, length), dtype),
-      jnp.zeros((slots, kv_heads, length, size), dtype),
+      jnp.zeros((*shape, size, length), dtype),
+      jnp.zeros((*shape, length, size), dtype),
     )
     for _ in range(config.num_layers)
   )
 
 
-def grow_cache(cache: Cache, length: int) -> Cache:
-  """The same cache with room for `length` positions."""
-
-  def pad(x, axis):
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, length - x.shape[axis])
-    return jnp.pad(x, widths)
-
-  return tuple((pad(keys, 3), pad(values, 2)) for keys, values in cache)
-
-
-def write_cache(cache: Cache, slots: chex.Array, rows: Cache) -> Cache:
-  """Puts the first positions of `rows` into the given slots of a cache.
+def write_pages(memory: Memory, rows: Memory, pages: chex.Array) -> Memory:
+  """Puts rows of positions 0, 1, ... into pages.
 
   Args:
-    cache: the pool.
-    slots: int32 [B], target of each row; out of range drops the row.
-    rows: a cache of B slots and no more positions than the pool.
+    memory: D shards of P pages of L positions.
+    rows: N rows of T positions.
+    pages: int32 [N, G, ⌈T / L⌉], pages numbered through all shards: a row is
+      written G times; D · P drops a block.
   """
-  span = rows[0][1].shape[2]
-  return tuple(
-    (
-      keys.at[slots, :, :, :span].set(new_keys, mode="drop"),
-      values.at[slots, :, :span].set(new_values, mode="drop"),
+  shards, count, *_, length = memory[0][0].shape
+  blocks = pages.shape[2]
+
+  def put(paged, rows, axis):
+    widths = [(0, 0)] * rows.ndim
+    widths[axis] = (0, blocks * length - rows.shape[axis])
+    rows = jnp.pad(rows, widths).astype(paged.dtype)
+    split = (*rows.shape[:axis], blocks, length, *rows.shape[axis + 1 :])
+    rows = jnp.moveaxis(rows.reshape(split), axis, 1)  # [N, blocks, K, ...].
+    rows = jnp.repeat(rows[:, None], pages.shape[1], axis=1)
+    flat = paged.reshape(-1, *paged.shape[2:])
+    flat = flat.at[pages.reshape(-1)].set(
+      rows.reshape(-1, *rows.shape[3:]), mode="drop"
     )
-    for (keys, values), (new_keys, new_values) in zip(cache, rows)
+    return flat.reshape(paged.shape)
+
+  return tuple(
+    (put(keys, new_keys, 3), put(values, new_values, 2))
+    for (keys, values), (new_keys, new_values) in zip(memory, rows)
   )
 
 
-def cache_length(cache: Cache) -> int:
-  """Positions there is room for."""
-  return cache[0][1].shape[2]
+def move_pages(memory: Memory, sources: chex.Array) -> Memory:
+  """Memory whose page i of a shard was page sources[shard, i] of that shard.
+
+  Args:
+    memory: D shards of P pages.
+    sources: int32 [D, P'], in [0, P).
+  """
+  take = jax.vmap(lambda pages, index: pages[index])
+  return jax.tree.map(lambda x: take(x, sources), memory)
+
+
+def page_count(memory: Memory) -> int:
+  """Pages of a shard, P."""
+  return memory[0][0].shape[1]
 
 
 def prefill(
-  params: Params, config: ModelConfig, tokens: chex.Array, *, dtype: Any
-) -> tuple[jax.Array, Cache]:
-  """Hidden states and cache of right-padded prompts [N, P].
+  params: Params,
+  config: ModelConfig,
+  tokens: chex.Array,
+  *,
+  dtype: Any,
+  chunk: int = _PREFILL_CHUNK,
+) -> Memory:
+  """Keys and values of right-padded contexts [N, C].
 
-  Padding is to the right, so causality alone keeps it out of real tokens.
+  Padding is to the right, so causality alone keeps it out of real tokens. Long
+  contexts go chunk by chunk, each seeing the chunks before it, so that
+  activations are those of N · chunk tokens.
   """
-  one = jnp.ones_like(tokens)  # A single segment a row.
-  positions = jnp.cumsum(one, axis=1) - 1
+  count, span = tokens.shape
+  chunk = min(chunk, span)
+  chunks = -(-span // chunk)
+  tokens = jnp.pad(tokens, ((0, 0), (0, chunks * chunk - span)))
+  heads, size = config.num_kv_heads, config.head_dim
+  empty = tuple(
+    (
+      jnp.zeros((count, heads, size, chunks * chunk), dtype),
+      jnp.zeros((count, heads, chunks * chunk, size), dtype),
+    )
+    for _ in range(config.num_layers)
+  )
 
-  def attend(q, k, v):
-    out = packed_attention(q, k, v, one, jnp.zeros_like(one))
-    return out, (k.transpose(0, 2, 3, 1), v.swapaxes(1, 2))
+  def write(memory, index):
+    start = index * chunk
+    positions = start + jnp.arange(chunk)
+    visible = jnp.arange(chunks * chunk)[None] <= positions[:, None]
+    visible = jnp.broadcast_to(visible, (count, *visible.shape))
 
-  return _unrolled(
-    params, config, tokens, positions, lambda _: attend, dtype=dtype
+    def attend_with(i):
+      def attend(q, k, v):
+        keys, values = memory[i]
+        put = jax.lax.dynamic_update_slice_in_dim
+        keys = put(keys, k.transpose(0, 2, 3, 1), start, axis=3)
+        values = put(values, v.swapaxes(1, 2), start, axis=2)
+        return attention.attend(q, keys, values, visible), (keys, values)
+
+      return attend
+
+    part = jax.lax.dynamic_slice_in_dim(tokens, start, chunk, axis=1)
+    positions = jnp.broadcast_to(positions, (count, chunk))
+    _, memory = _unrolled(
+      params, config, part, positions, attend_with, dtype=dtype
+    )
+    return memory, None
+
+  memory, _ = jax.lax.scan(write, empty, jnp.arange(chunks))
+  return tuple(
+    (keys[..., :span], values[:, :, :span]) for keys, values in memory
   )
 
 
 def decode(
   params: Params,
   config: ModelConfig,
-  cache: Cache,
+  memory: Memory,
+  pages: attention.PageMap,
   tokens: chex.Array,
   positions: chex.Array,
+  writing: chex.Array,
   *,
   dtype: Any,
-) -> tuple[jax.Array, Cache]:
-  """One token a slot: writes its KV at `positions`, attends to all before.
+) -> tuple[jax.Array, Memory]:
+  """Q tokens a slot: writes their KV, attends to all of the slot up to each.
 
   Args:
     params: unstacked parameters (`unstack`).
     config: the architecture.
-    cache: keys and values of the slots.
-    tokens: int32 [S].
-    positions: int32 [S], index of each token in its own sequence.
+    memory: keys and values of all slots.
+    pages: where those of a slot lie.
+    tokens: int32 [S, Q].
+    positions: int32 [S, Q], index of each token in its own sequence.
+    writing: bool [S, Q], False: the token leaves no trace.
     dtype: of activations and matrix products.
 
   Returns:
-    Final hidden states [S, D] and the cache.
+    Final hidden states [S, Q, D] and the memory.
   """
-  slots = jnp.arange(tokens.shape[0])
-  visible = jnp.arange(cache_length(cache))[None] <= positions[:, None]
 
   def attend_with(i):
     def attend(q, k, v):
-      keys, values = cache[i]
-      keys = keys.at[slots, :, :, positions].set(k[:, 0].astype(keys.dtype))
-      values = values.at[slots, :, positions].set(v[:, 0].astype(values.dtype))
-      out = decode_attention(q[:, 0], keys, values, visible)
-      return out[:, None], (keys, values)
+      layer = attention.write_tokens(memory[i], k, v, pages, positions, writing)
+      return attention.paged_attention(q, layer, pages, positions), layer
 
     return attend
 
-  x, cache = _unrolled(
-    params,
-    config,
-    tokens[:, None],
-    positions[:, None],
-    attend_with,
-    dtype=dtype,
-  )
-  return x[:, 0], cache
+  return _unrolled(params, config, tokens, positions, attend_with, dtype=dtype)
 
 
 def _unrolled(params, config, tokens, positions, attend_with, *, dtype):

@@ -1,4 +1,4 @@
-"""The engine: drives the slot pool from the host and returns a Rollout.
+"""The engine: prompts and cut responses in, a Rollout out.
 
 Rows of a rollout go in, each new or cut, and come out written on. Writing whole
 responses is the case in which every row is new and the window never closes.
@@ -6,44 +6,36 @@ responses is the case in which every row is new and the window never closes.
 
 import functools
 import itertools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm import models
 from jaxrl_llm.models import ModelFns
+from jaxrl_llm.sampling import pages as pages_lib
 from jaxrl_llm.sampling import rows as rows_lib
+from jaxrl_llm.sampling import schedule as schedule_lib
 from jaxrl_llm.sampling import slots as slots_lib
+from jaxrl_llm.sampling.draft import Drafter
+from jaxrl_llm.sampling.pool import Pool, Programs
 from jaxrl_llm.sampling.settings import SamplingSettings, limit_of
+from jaxrl_llm.sampling.toggle import Toggle
+from jaxrl_llm.sampling.writer import Call, Plan, Usage, Writer
 from jaxrl_llm.types import Rollout
 
 _SMALLEST_BUCKET = 16
-_CUT_SHARE = 8  # Of so many slots one is prefilled at a time if it goes on.
-
-
-class _Call(NamedTuple):
-  """What all rows of a call have in common."""
-
-  params: Any
-  key: chex.PRNGKey
-  version: int
-  settings: SamplingSettings
-  limit: int  # Response tokens at which the episode ends.
-  window: int  # Most new tokens of a response.
-  group_size: int  # Most new responses of a prompt.
-  control: Any = None  # What the engine's tempering goes by.
+_SHARE = 8  # Of so many slots one is refilled, or goes on, at a time.
 
 
 class Engine:
-  """A pool of slots with compiled `admit` and `advance`.
+  """A pool of slots with compiled `place` and `advance`.
 
-  New responses of one prompt share one prefill. Key-value memory and the cost
-  of attention follow the longest sequence at hand: the cache grows through a
-  ladder of lengths, and shapes depend on nothing but the rung.
+  New responses of one prompt share one prefill, and a slot that is free takes
+  the next response. Memory follows the sum of lengths, and so does the cost of
+  attention; shapes depend on nothing but short ladders.
   """
 
   def __init__(
@@ -56,6 +48,10 @@ class Engine:
     stop_tokens: Sequence[int],
     sharding: jax.sharding.Sharding | None = None,
     tempering: slots_lib.Tempering | None = None,
+    detokenize: Callable[[Sequence[int]], str] | None = None,
+    page_length: int | None = None,
+    drafter: Drafter | None = None,
+    drafts: int = 0,
   ):
     """Makes the engine; nothing is compiled or allocated yet.
 
@@ -68,35 +64,81 @@ class Engine:
       sharding: of the slot axis, for every array of the pool.
       tempering: (logits [S, V], temperature [S], control) -> temperature [S]
         of each token; None keeps the temperature of the settings.
+      detokenize: tokens to text, which stop strings need.
+      page_length: positions per page of the memory; None chooses by P + T.
+      drafter: guesses tokens, so that a step may write several; responses are
+        the same without.
+      drafts: guesses per step, where they pay.
     """
     if min(slots, max_prompt_length, max_response_length) < 1:
       raise ValueError(
         "slots, max_prompt_length and max_response_length must be >= 1, got"
         f" {slots}, {max_prompt_length}, {max_response_length}"
       )
+    if page_length is not None and page_length < 1:
+      raise ValueError(f"page_length must be >= 1, got {page_length}")
+    if drafts < 0 or (drafts > 0) != (drafter is not None):
+      raise ValueError(
+        "a drafter and drafts >= 1 belong together, got"
+        f" drafts={drafts} {'with a' if drafter else 'without'} drafter"
+      )
     self.fns = fns
     self.slots = slots
     self.max_prompt_length = max_prompt_length
     self.room = max_response_length
-    self._stop = np.asarray(list(stop_tokens) or [-1], np.int32)
-    total = max_prompt_length + max_response_length
-    self._buckets = _ladder(total)
+    self.usage: Usage | None = None  # Of the newest call.
+    self._total = max_prompt_length + max_response_length
+    self._length = page_length or pages_lib.page_length(self._total)
     self._sharding = sharding
-    shards = slots // sharding.shard_shape((slots,))[0] if sharding else 1
-    # Cut rows prefilled at a time: they divide over devices as the slots do.
-    self._cut_rows = shards * max(1, slots // (_CUT_SHARE * shards))
-    self._empty = jax.jit(
-      functools.partial(slots_lib.empty, fns, slots=slots, room=self.room),
-      static_argnames="bucket",
-      out_shardings=sharding,
+    self._shards = slots // sharding.shard_shape((slots,))[0] if sharding else 1
+    self._drafter = drafter
+    self._programs = self._compiled(tempering)
+    self._draft_params = jax.jit(self._drafting)
+    refill = max(1, slots // _SHARE)
+    never = fns.config.vocab_size  # No token.
+    self._plan = Plan(
+      stop_tokens=np.asarray(list(stop_tokens) or [never], np.int32),
+      vocab_size=fns.config.vocab_size,
+      spans=_ladder(self._total),
+      max_prompt_length=max_prompt_length,
+      refill=refill,
+      # They divide over devices as the slots do.
+      cut_rows=self._shards * max(1, refill // self._shards),
+      sharding=sharding,
+      detokenize=detokenize,
+      toggle=Toggle(drafts),
     )
-    self._grow = jax.jit(slots_lib.grow, static_argnames="bucket")
-    law = {"fns": fns, "tempering": tempering}
-    self._admit = jax.jit(
-      functools.partial(slots_lib.admit, **law), donate_argnums=1
-    )
-    self._advance = jax.jit(
-      functools.partial(slots_lib.advance, **law), donate_argnums=1
+
+  def _compiled(self, tempering) -> Programs:
+    part, jit = functools.partial, jax.jit
+    own = {"fns": self.fns, "drafter": self._drafter}
+    return Programs(
+      empty=jit(
+        part(
+          slots_lib.empty,
+          **own,
+          shards=self._shards,
+          length=self._length,
+          longest=self._total,
+        ),
+        static_argnames=("slots", "pages"),
+        out_shardings=self._sharding,
+      ),
+      # New sizes: there is nothing to donate to.
+      resize=jit(slots_lib.resize, out_shardings=self._sharding),
+      narrow=jit(slots_lib.narrow, out_shardings=self._sharding),
+      prefill=jit(part(slots_lib.prefill, **own)),
+      place=jit(
+        slots_lib.place, out_shardings=self._sharding, donate_argnums=0
+      ),
+      advance=jit(
+        part(
+          slots_lib.advance, **own, window=self._length, tempering=tempering
+        ),
+        static_argnames="drafts",
+        donate_argnums=1,
+        out_shardings=self._sharding,
+      ),
     )
 
   def generate(
@@ -109,6 +151,8 @@ class Engine:
     settings: SamplingSettings,
     version: int = 0,
     prompt_ids: Sequence[int] | None = None,
+    limits: chex.Array | None = None,
+    schedule: schedule_lib.Schedule = schedule_lib.refill,
     control: Any = None,
   ) -> Rollout:
     """Writes G responses to each of N prompts.
@@ -122,26 +166,43 @@ class Engine:
       settings: how to sample.
       version: policy version of `params`, recorded with every token.
       prompt_ids: N numbers recorded in the rollout; positions by default.
+      limits: int [N, G], most tokens of each response; those of the settings
+        by default.
+      schedule: who gets a slot when, and when it is enough.
       control: tree of arrays for the engine's tempering; None: no tempering.
 
     Returns:
-      A `Rollout` of NumPy arrays with B = N·G rows, groups consecutive.
+      A `Rollout` of NumPy arrays with B = N·G rows, groups consecutive. A row
+      is TRUNCATED only if the schedule halted before its end.
 
     Raises:
       ValueError: a prompt or setting is out of range.
     """
     sample_ids = np.asarray(sample_ids, np.int32)
     self._check_grid(prompts, sample_ids)
-    limit = limit_of(settings, room=self.room)
+    limit = self._limit(settings)
+    if limits is not None:
+      rows_lib.check_limits(limits, shape=sample_ids.shape, limit=limit)
     rows_lib.check_prompts(prompts, width=self.max_prompt_length)
     group_size = sample_ids.shape[1]
     prompt_ids = np.arange(len(prompts)) if prompt_ids is None else prompt_ids
     rows = self._new_rows(prompts, sample_ids, prompt_ids)
-    call = _Call(
-      params, key, version, settings, limit, limit, group_size, control
+    return self._write(
+      rows,
+      Call(
+        params=params,
+        key=key,
+        version=version,
+        settings=settings,
+        limits=np.full(sample_ids.size, limit)
+        if limits is None
+        else np.reshape(limits, -1),
+        window=limit,
+        group_size=group_size,
+        schedule=schedule,
+        control=control,
+      ),
     )
-    waves = rows_lib.split(rows, self._prompts(group_size) * group_size)
-    return rows_lib.join([self._write(wave, call) for wave in waves])
 
   def generate_window(
     self,
@@ -156,18 +217,19 @@ class Engine:
     key: chex.PRNGKey,
     settings: SamplingSettings,
     version: int,
+    schedule: schedule_lib.Schedule = schedule_lib.refill,
     control: Any = None,
   ) -> Rollout:
     """Writes at most `window` tokens: cut responses go on, new ones start.
 
     Keys and values of a cut response are rebuilt with `params`, so its new
     tokens are on-policy given the old ones. With unchanged parameters it equals
-    the response that was never cut. All rows are in the pool at once.
+    the response that was never cut.
 
     Args:
       params: sampler parameters (`fns.for_sampling`).
       prompts: N prompts of new responses, may be none.
-      unfinished: rows that an earlier window cut, or None.
+      unfinished: rows that an earlier call cut, or None.
       sample_ids: for each prompt int [g], 1 <= g <= group_size: a prompt may
         start some of its responses now and others later.
       prompt_ids: N different numbers recorded in the rollout.
@@ -177,12 +239,13 @@ class Engine:
       key: a key that stays the same for the whole run.
       settings: how to sample; `max_new_tokens` is over all windows.
       version: policy version of `params`, recorded with every new token.
+      schedule: who gets a slot when, and when it is enough.
       control: tree of arrays for the engine's tempering; None: no tempering.
 
     Returns:
       A `Rollout` of NumPy arrays: the unfinished rows in their order, then the
       new ones. `window_start` is the length before the call, what was written
-      before it is as it was, and a row that the window cut is TRUNCATED. Rows
+      before it is as it was, and a row that was cut again is TRUNCATED. Rows
       of equal `prompt_id` have equal `group`, by first appearance.
 
     Raises:
@@ -191,13 +254,11 @@ class Engine:
     Reference:
       Fan et al. 2025, Truncated PPO, arXiv 2506.15050 (windowed rollouts).
     """
-    limit = limit_of(settings, room=self.room)
+    limit = self._limit(settings)
     if window < 1:
       raise ValueError(f"window must be >= 1, got {window}")
-    if not 1 <= group_size <= self.slots:
-      raise ValueError(
-        f"group_size must be 1..{self.slots} (the slots), got {group_size}"
-      )
+    if group_size < 1:
+      raise ValueError(f"group_size must be >= 1, got {group_size}")
     rows_lib.check_new(prompts, sample_ids, prompt_ids, group_size=group_size)
     rows_lib.check_prompts(prompts, width=self.max_prompt_length)
     rows = self._new_rows(prompts, sample_ids, prompt_ids)
@@ -207,28 +268,36 @@ class Engine:
         unfinished, width=self.max_prompt_length, room=self.room, limit=limit
       )
       rows = rows_lib.join([unfinished, rows])
-    rows_lib.check_all(rows, slots=self.slots)
+    rows_lib.check_all(rows)
     rows = rows.replace(group=rows_lib.groups_of(rows.prompt_id))
-    call = _Call(
-      params, key, version, settings, limit, window, group_size, control
+    return self._write(
+      rows,
+      Call(
+        params=params,
+        key=key,
+        version=version,
+        settings=settings,
+        limits=np.full(len(rows.lengths), limit),
+        window=window,
+        group_size=group_size,
+        schedule=schedule,
+        control=control,
+      ),
     )
-    return self._write(rows, call)
 
   def lower(
     self,
     params: Any,
     *,
     prompts: int,
-    group_size: int,
     window: bool = False,
     control: Any = None,
   ) -> dict:
-    """Lowers `admit` and `advance` at their largest shapes, running nothing.
+    """Lowers the sampler at its largest shapes, running nothing.
 
     Args:
       params: ShapeDtypeStructs of sampler parameters.
-      prompts: prompts of one wave.
-      group_size: responses per prompt.
+      prompts: prompts that are prefilled at a time.
       window: lower the prefill of cut responses too.
       control: as in `generate`, or its ShapeDtypeStructs.
 
@@ -236,47 +305,67 @@ class Engine:
       name -> `jax.stages.Lowered`.
     """
     shape = jax.ShapeDtypeStruct
-    pool = jax.eval_shape(
-      functools.partial(self._empty, bucket=self._buckets[-1])
-    )
-    key = jax.eval_shape(jax.random.key, 0)
     number = shape((), jnp.int32)
-    stop = shape(self._stop.shape, jnp.int32)
-    common = (params, pool, slots_lib.Law(key, number, stop, control))
-    call = _Call(
-      params, key, 0, SamplingSettings(), self.room, self.room, group_size
+    book = self._make_pool().book
+    book.resize(book.most)
+    params = (params, jax.eval_shape(self._drafting, params))
+    state = jax.eval_shape(
+      functools.partial(
+        self._programs.empty, slots=self.slots, pages=book.pages
+      )
     )
-    none = self._new_rows([], [], [])
-
-    def admit(grid, span, sharding):
-      batch = rows_lib.lay_out(none, [], grid, span, self.slots)
-      tokens = shape(batch.tokens.shape, jnp.int32, sharding=sharding)
-      batch = batch._replace(tokens=tokens)
-      return self._admit.lower(*common, *batch, _settings(batch, call))
-
+    law = slots_lib.Law(
+      jax.eval_shape(jax.random.key, 0),
+      shape(self._plan.stop_tokens.shape, jnp.int32),
+      shape((self._plan.vocab_size,), jnp.float32),
+      control,
+    )
+    prefill = self._programs.prefill.lower
     lowered = {
-      "sampler admit": admit(
-        (prompts, group_size), self.max_prompt_length, None
+      "sampler prefill": prefill(
+        params, shape((prompts, self.max_prompt_length), jnp.int32)
       ),
-      "sampler advance": self._advance.lower(*common, number),
+      "sampler advance": self._programs.advance.lower(
+        params,
+        state,
+        jax.tree.map(lambda x: shape(x.shape, x.dtype), book.map()),
+        shape((self.slots,), jnp.bool_),
+        law,
+        number,
+        number,
+        drafts=0,
+      ),
     }
     if window:
-      lowered["sampler admit cut responses"] = admit(
-        (self._cut_rows, 1), self._buckets[-1], self._sharding
+      size = (self._plan.cut_rows, self._plan.spans[-1])
+      lowered["sampler prefill cut responses"] = prefill(
+        params, shape(size, jnp.int32, sharding=self._sharding)
       )
     return lowered
 
+  def prompts_at_a_time(self, group_size: int) -> int:
+    """Prompts whose responses fill the slots."""
+    return max(1, self.slots // group_size)
+
+  def _limit(self, settings: SamplingSettings) -> int:
+    if settings.stop_strings and self._plan.detokenize is None:
+      raise ValueError(
+        f"stop_strings={settings.stop_strings!r} need an engine that was made"
+        " with detokenize"
+      )
+    return limit_of(settings, room=self.room)
+
   def _check_grid(self, prompts, sample_ids):
-    """Refuses sample ids that are not [N, G] with G responses in the slots."""
+    """Refuses sample ids that are not [N, G]."""
     if sample_ids.ndim != 2 or sample_ids.shape[0] != len(prompts):
       raise ValueError(
         f"sample_ids must be [N, G] for N = {len(prompts)} prompts, got shape"
         f" {sample_ids.shape}"
       )
-    if min(sample_ids.shape) < 1 or sample_ids.shape[1] > self.slots:
+    if min(sample_ids.shape) < 1:
       raise ValueError(
-        f"there must be prompts, and 1..{self.slots} responses to each (a group"
-        f" fits the slots), got sample_ids of shape {sample_ids.shape}"
+        "there must be prompts and responses to each, got sample_ids of shape"
+        f" {sample_ids.shape}"
       )
 
   def _new_rows(self, prompts, sample_ids, prompt_ids) -> Rollout:
@@ -288,91 +377,26 @@ class Engine:
       room=self.room,
     )
 
-  def _write(self, rows: Rollout, call: _Call) -> Rollout:
-    """Writes every row on, all in one pool, until each has ended or paused."""
-    version = np.int32(call.version)
-    law = slots_lib.Law(call.key, version, self._stop, call.control)
-    pool = None
-    for longest, batch in self._batches(rows, call):
-      pool = self._with_room(pool, longest + 1)
-      pool = self._admit(call.params, pool, law, *batch)
-    while True:
-      pool = self._advance(call.params, pool, law, np.int32(self.room))
-      active, position = jax.device_get((pool.active, pool.position))
-      if not active.any():
-        break
-      pool = self._with_room(pool, position[active].max() + 1)
-    kept = ("tokens", "logprobs", "version", "length", "status")
-    arrays = jax.device_get({name: pool[name] for name in kept})
-    arrays = {name: x[: len(rows.lengths)] for name, x in arrays.items()}
-    column = np.arange(self.room)[None]
-    earlier = column < rows.lengths[:, None]
-    return rows.replace(
-      tokens=np.where(earlier, rows.tokens, arrays["tokens"]),
-      lengths=arrays["length"],
-      mask=column < arrays["length"][:, None],
-      behavior_logprobs=np.where(
-        earlier, rows.behavior_logprobs, arrays["logprobs"]
-      ),
-      version=np.where(earlier, rows.version, arrays["version"]),
-      status=arrays["status"],
-      window_start=rows.lengths,
+  def _drafting(self, params: Any) -> Any:
+    """Parameters of the drafter; None without one."""
+    return None if self._drafter is None else self._drafter.params(params)
+
+  def _make_pool(self) -> Pool:
+    return Pool(
+      self._programs,
+      slots=self.slots,
+      shards=self._shards,
+      length=self._length,
+      longest=self._total,
     )
 
-  def _batches(self, rows: Rollout, call: _Call) -> list[tuple[int, tuple]]:
-    """(longest context, arguments of `admit`), the shortest batch first.
-
-    So the cache of the pool fits the batch at hand, and there are as many
-    programs as rungs, not as pairs of a batch's rung and a pool's.
-    """
-    new, cut = rows_lib.sharing_context(rows)
-    grid = (self._prompts(call.group_size), call.group_size)
-    batches = []
-    for longest, part in rows_lib.chunks(rows, new, grid[0]):
-      span = min(self._bucket(longest), self.max_prompt_length)
-      batch = rows_lib.lay_out(rows, part, grid, span, self.slots)
-      batches.append((longest, (*batch, _settings(batch, call))))
-    grid = (self._cut_rows, 1)
-    for longest, part in rows_lib.chunks(rows, cut, grid[0]):
-      span = self._bucket(longest + 1)
-      batch = rows_lib.lay_out(rows, part, grid, span, self.slots)
-      tokens = jax.device_put(batch.tokens, self._sharding)
-      batch = batch._replace(tokens=tokens)
-      batches.append((longest, (*batch, _settings(batch, call))))
-    return sorted(batches, key=lambda batch: batch[0])
-
-  def _with_room(self, pool, length: int):
-    """The pool, made or grown rung by rung, with `length` positions."""
-    bucket = self._bucket(length)
-    if pool is None:
-      return self._empty(bucket=bucket)
-    for rung in self._buckets:
-      if models.cache_length(pool.cache) < rung <= bucket:
-        pool = self._grow(pool, bucket=rung)
-    return pool
-
-  def _prompts(self, group_size: int) -> int:
-    """Prompts prefilled at a time."""
-    return max(1, self.slots // group_size)
-
-  def _bucket(self, length: int) -> int:
-    return next(b for b in self._buckets if b >= length)
-
-
-def _settings(batch: rows_lib.Contexts, call: _Call) -> slots_lib.Settings:
-  """The settings of a call for each response of a batch."""
-  settings, shape = call.settings, batch.slot_index.shape
-  floats = lambda value: np.full(shape, value, np.float32)
-  ints = lambda value: np.full(shape, value, np.int32)
-  until = np.minimum(batch.written + call.window, call.limit)
-  return slots_lib.Settings(
-    temperature=floats(settings.temperature),
-    top_k=ints(settings.top_k),
-    top_p=floats(settings.top_p),
-    min_p=floats(settings.min_p),
-    limit=ints(call.limit),
-    until=ints(until[:, None]),
-  )
+  def _write(self, rows: Rollout, call: Call) -> Rollout:
+    params = (call.params, self._draft_params(call.params))
+    writer = Writer(
+      self._plan, self._make_pool(), rows, call._replace(params=params)
+    )
+    rows, self.usage = writer.run()
+    return rows
 
 
 def _ladder(total: int) -> list[int]:

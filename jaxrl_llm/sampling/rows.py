@@ -4,13 +4,14 @@ Everything here is NumPy on the host. A new response is a row of length 0, so
 that starting and continuing differ in nothing but the context to prefill.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import chex
 import jax
 import numpy as np
 
+from jaxrl_llm.sampling.slots import Written
 from jaxrl_llm.types import Origin, Rollout, Status
 
 
@@ -23,7 +24,8 @@ class Contexts(NamedTuple):
   tokens: np.ndarray  # int32 [N, C], prompt and response so far.
   lengths: np.ndarray  # int32 [N].
   written: np.ndarray  # int32 [N], response tokens among them.
-  slot_index: np.ndarray  # int32 [N, G], the slot of a row is its number.
+  begun: np.ndarray  # int32 [N], those of earlier calls.
+  slot_index: np.ndarray  # int32 [N, G].
   sample_ids: np.ndarray  # int32 [N, G].
 
 
@@ -90,13 +92,14 @@ def groups_of(prompt_ids: chex.Array) -> np.ndarray:
   return np.argsort(np.argsort(first))[inverse].astype(np.int32)
 
 
-def sharing_context(rows: Rollout) -> tuple[list, list]:
-  """Row numbers of each context: of new responses, and of continued ones.
+def sharing_context(rows: Rollout, chosen: chex.Array) -> tuple[list, list]:
+  """Chosen row numbers by context: of new responses, and of continued ones.
 
   New responses of a group share their prompt; a continued response has its
   context for itself.
   """
-  new, old = np.flatnonzero(rows.lengths == 0), np.flatnonzero(rows.lengths)
+  begun = rows.lengths[chosen] > 0
+  new, old = chosen[~begun], chosen[begun]
   groups = rows.group[new]
   return [new[groups == g] for g in np.unique(groups)], list(old[:, None])
 
@@ -113,7 +116,13 @@ def chunks(rows: Rollout, contexts: list, size: int) -> list[tuple[int, list]]:
 
 
 def lay_out(
-  rows: Rollout, contexts: list, shape: tuple[int, int], span: int, slots: int
+  rows: Rollout,
+  contexts: list,
+  shape: tuple[int, int],
+  span: int,
+  *,
+  slot_of: Mapping[int, int],
+  slots: int,
 ) -> Contexts:
   """The contexts as arrays of a shape [N, G] that does not depend on them.
 
@@ -122,20 +131,73 @@ def lay_out(
     contexts: row numbers of at most N contexts, at most G each.
     shape: (N, G).
     span: tokens that each context is padded to.
+    slot_of: row -> slot.
     slots: S, the slot number of absent ones.
   """
   tokens = np.zeros((shape[0], span), np.int32)
   lengths, written = np.ones(shape[0], np.int32), np.zeros(shape[0], np.int32)
+  begun = np.zeros(shape[0], np.int32)
   index, ids = np.full(shape, slots, np.int32), np.zeros(shape, np.int32)
   for i, numbers in enumerate(contexts):
     row = numbers[0]
     prompt, response = rows.prompt_lengths[row], rows.lengths[row]
     lengths[i], written[i] = prompt + response, response
+    begun[i] = rows.window_start[row]
     tokens[i, :prompt] = rows.prompt_tokens[row, :prompt]
     tokens[i, prompt : lengths[i]] = rows.tokens[row, :response]
-    index[i, : len(numbers)] = numbers
+    index[i, : len(numbers)] = [slot_of[n] for n in numbers]
     ids[i, : len(numbers)] = rows.sample_id[numbers]
-  return Contexts(tokens, lengths, written, index, ids)
+  return Contexts(tokens, lengths, written, begun, index, ids)
+
+
+def append(
+  rows: Rollout,
+  numbers: chex.Array,
+  written: Written,
+  slots: chex.Array,
+  *,
+  version: int,
+) -> None:
+  """Adds what slots wrote to their rows, in place; NumPy arrays.
+
+  Args:
+    rows: all rows of the call.
+    numbers: int [n], rows.
+    written: by all slots.
+    slots: int [n], the slot of each row.
+    version: of the policy that wrote.
+  """
+  width = written.tokens.shape[1]
+  new = np.arange(width)[None] < written.count[slots][:, None]
+  which, column = np.nonzero(new)
+  row = numbers[which]
+  place = rows.lengths[row] + column
+  rows.tokens[row, place] = written.tokens[slots[which], column]
+  rows.behavior_logprobs[row, place] = written.logprobs[slots[which], column]
+  rows.version[row, place] = version
+  rows.lengths[numbers] += written.count[slots]
+  rows.status[numbers] = written.status[slots]
+
+
+def cut(rows: Rollout, row: int, length: int, *, status: Status) -> None:
+  """Ends a row after so many tokens, in place; NumPy arrays."""
+  for name in ("tokens", "behavior_logprobs", "version"):
+    rows[name][row, length:] = 0
+  rows.lengths[row] = length
+  rows.status[row] = int(status)
+
+
+def check_limits(
+  limits: chex.Array, *, shape: tuple[int, int], limit: int
+) -> None:
+  """Refuses limits that are not int [N, G] in 1..limit."""
+  limits = np.asarray(limits)
+  if limits.shape != shape:
+    raise ValueError(f"limits must be {list(shape)}, got shape {limits.shape}")
+  if limits.min() < 1 or limits.max() > limit:
+    raise ValueError(
+      f"limits must be 1..{limit}, got {limits.min()}..{limits.max()}"
+    )
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], *, width: int) -> None:
@@ -172,7 +234,7 @@ def check_new(
 def check_unfinished(
   rows: Rollout, *, width: int, room: int, limit: int
 ) -> None:
-  """Refuses rows that did not stop at the end of a window."""
+  """Refuses rows that an earlier call did not cut."""
   for name, columns in (("prompt_tokens", width), ("tokens", room)):
     shape = np.shape(rows[name])
     if len(shape) != 2 or shape[1] != columns:
@@ -187,22 +249,32 @@ def check_unfinished(
         f" {Status(int(status))!r} in row {row}"
       )
   for row, length in enumerate(rows.lengths):
-    if not 1 <= length < limit:
+    if not 0 <= length < limit:
       raise ValueError(
-        f"unfinished rows must have 1..{limit - 1} response tokens (below the"
+        f"unfinished rows must have 0..{limit - 1} response tokens (below the"
         f" limit), got {length} in row {row}"
       )
 
 
-def check_all(rows: Rollout, *, slots: int) -> None:
-  """Refuses rows that are none, too many, or the same response twice."""
-  count = len(rows.sample_id)
-  if not 1 <= count <= slots:
-    raise ValueError(
-      f"unfinished and new responses must be 1..{slots} (the slots) together,"
-      f" got {count}"
-    )
+def check_all(rows: Rollout) -> None:
+  """Refuses rows that are none, or the same response twice."""
+  if not len(rows.sample_id):
+    raise ValueError("there must be unfinished or new responses, got none")
   _check_unique("sample ids", rows.sample_id)
+
+
+def check_forks(
+  rows: Rollout, parents: chex.Array, sample_ids: chex.Array
+) -> None:
+  """Refuses forks of responses that have no token, or ended; and old ids."""
+  for row in parents:
+    if rows.status[row] != Status.TRUNCATED or not rows.lengths[row]:
+      raise ValueError(
+        "only a response in the making can be forked, got row"
+        f" {row} with {rows.lengths[row]} tokens and status"
+        f" {Status(int(rows.status[row]))!r}"
+      )
+  _check_unique("sample ids", np.append(rows.sample_id, sample_ids))
 
 
 def _check_unique(name, values):

@@ -1,9 +1,10 @@
-"""The slot pool: static-shaped state of the responses being written.
+"""The slots on the device: static-shaped state of the responses being written.
 
-A slot holds one response. All slots share the arrays below; a slot is admitted
-(its context prefilled, the next token drawn), advanced token by token, and left
-alone once inactive. The context is the prompt and, for a response that goes on,
-what it has so far. Everything is a pure function of arrays.
+A slot holds one response. It is placed (its context goes into the memory),
+advanced token by token, and left alone while the host says it is idle. The
+context is the prompt and, for a response that goes on, what it has so far.
+Which pages of the memory are whose is the host's business (`pages.Book`).
+Everything here is a pure function of arrays.
 """
 
 from collections.abc import Callable
@@ -14,8 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm import models
-from jaxrl_llm.models import ModelFns
+from jaxrl_llm.models import ModelFns, PageMap
 from jaxrl_llm.sampling.choose import choose
+from jaxrl_llm.sampling.draft import Drafter
 from jaxrl_llm.types import Status
 
 
@@ -27,209 +29,350 @@ class Settings:
   top_k: chex.Array  # int32 [S], 0 is off.
   top_p: chex.Array  # float32 [S], 1 is off.
   min_p: chex.Array  # float32 [S], 0 is off.
+  least: chex.Array  # int32 [S], response tokens before a stop token may come.
   limit: chex.Array  # int32 [S], response tokens at which the episode ends.
   until: chex.Array  # int32 [S], those at which writing pauses, <= limit.
 
 
 @chex.dataclass(frozen=True)
 class Slots:
-  """State of S slots with room for T response tokens each."""
+  """State of S slots."""
 
-  cache: tuple  # Keys and values of `bucket` positions, per layer.
-  last_token: chex.Array  # int32 [S], written but not yet in the cache.
+  memory: tuple  # Keys and values in pages, per layer; a drafter's come last.
+  last_token: chex.Array  # int32 [S], not yet in the memory.
   position: chex.Array  # int32 [S], index of last_token in its sequence.
   length: chex.Array  # int32 [S], response tokens so far.
-  active: chex.Array  # bool [S].
-  status: chex.Array  # int32 [S], a `Status`; TRUNCATED until the end.
   sample_id: chex.Array  # int32 [S], seeds the response.
+  history: chex.Array  # int32 [S, C] tokens for a drafter; C is 0 without one.
   settings: Settings
-  tokens: chex.Array  # int32 [S, T].
-  logprobs: chex.Array  # float32 [S, T], of the law sampled from.
-  version: chex.Array  # int32 [S, T], policy version per token.
 
 
 class Law(NamedTuple):
   """What all tokens of a call have in common; arrays."""
 
-  key: chex.PRNGKey  # Of the run; see `_draw` for how it is used.
-  version: chex.Array  # int32 scalar, version of the parameters.
+  key: chex.PRNGKey  # Of the run; see `_choose` for how it is used.
   stop_tokens: chex.Array  # int32 [n].
+  bias: chex.Array  # float32 [V], added to the logits.
   control: Any = None  # Tree of arrays for `Tempering`; None: there is none.
+
+
+class Written(NamedTuple):
+  """What S slots wrote in one call, at most W tokens each."""
+
+  tokens: jax.Array  # int32 [S, W], from the left.
+  logprobs: jax.Array  # float32 [S, W], of the law sampled from.
+  count: jax.Array  # int32 [S], tokens.
+  steps: jax.Array  # int32 [S], decoding steps that wrote them.
+  active: jax.Array  # bool [S], would go on.
+  status: jax.Array  # int32 [S], a `Status`; TRUNCATED if it has not ended.
 
 
 # (logits [S, V], temperature [S], control) -> temperature [S] of each token.
 Tempering = Callable[[jax.Array, jax.Array, Any], jax.Array]
 
 
-def empty(fns: ModelFns, *, slots: int, bucket: int, room: int) -> Slots:
-  """A pool of idle slots with a cache of `bucket` positions."""
+def empty(
+  fns: ModelFns,
+  drafter: Drafter | None,
+  *,
+  slots: int,
+  shards: int,
+  pages: int,
+  length: int,
+  longest: int,
+) -> Slots:
+  """Idle slots, and a memory of `pages` pages of `length` on each shard."""
   # One array a field: the state is donated, and a buffer is given away once.
   ints = lambda *shape: jnp.zeros((slots, *shape), jnp.int32)
-  floats = lambda *shape: jnp.zeros((slots, *shape), jnp.float32)
   ones = lambda: jnp.ones((slots,), jnp.float32)
+  memory = fns.init_pages(shards, pages, length)
+  if drafter is not None:
+    memory += drafter.init_pages(shards, pages, length)
   return Slots(
-    cache=fns.init_cache(slots, bucket),
+    memory=memory,
     last_token=ints(),
     position=ints(),
     length=ints(),
-    active=jnp.zeros((slots,), bool),
-    status=ints(),
     sample_id=ints(),
+    history=ints(longest if drafter is not None else 0),
     # Idle slots sample plainly: a filter of one slot is a cost to all.
     settings=Settings(
       temperature=ones(),
       top_k=ints(),
       top_p=ones(),
-      min_p=floats(),
+      min_p=jnp.zeros((slots,), jnp.float32),
+      least=ints(),
       limit=ints(),
       until=ints(),
     ),
-    tokens=ints(room),
-    logprobs=floats(room),
-    version=ints(room),
   )
 
 
-def grow(slots: Slots, *, bucket: int) -> Slots:
-  """The same slots with room for `bucket` positions in the cache."""
-  return slots.replace(cache=models.grow_cache(slots.cache, bucket))
+def prefill(
+  params: tuple[Any, Any],
+  tokens: chex.Array,
+  *,
+  fns: ModelFns,
+  drafter: Drafter | None,
+) -> tuple:
+  """Keys and values of contexts [N, C], a drafter's after the model's."""
+  rows = fns.prefill(params[0], tokens)
+  return rows if drafter is None else rows + drafter.prefill(params[1], tokens)
 
 
-def admit(
-  params,
+def resize(slots: Slots, sources: chex.Array) -> Slots:
+  """The same slots on other pages: page i of a shard was sources[shard, i].
+
+  Args:
+    slots: S slots, D shards of P pages.
+    sources: int32 [D, P'], in [0, P).
+  """
+  return slots.replace(memory=models.move_pages(slots.memory, sources))
+
+
+def narrow(slots: Slots, sources: chex.Array) -> Slots:
+  """Fewer slots on the same pages.
+
+  Args:
+    slots: S slots.
+    sources: int32 [S'], in [0, S).
+  """
+  rest = jax.tree.map(lambda x: x[sources], slots.replace(memory=()))
+  return rest.replace(memory=slots.memory)
+
+
+def place(
   slots: Slots,
-  law: Law,
+  rows: tuple,
   context_tokens: chex.Array,
   context_lengths: chex.Array,
   written: chex.Array,
   slot_index: chex.Array,
+  pages: chex.Array,
   sample_ids: chex.Array,
   settings: Settings,
-  *,
-  fns: ModelFns,
-  tempering: Tempering | None = None,
 ) -> Slots:
-  """Prefills contexts once each, gives each its G slots and a next token.
+  """Gives N prefilled contexts to G slots each.
+
+  The last token of a context is left to the first step of `advance`.
 
   Args:
-    params: sampler parameters.
-    slots: the pool; its cache has room for C positions.
-    law: of every token of the call.
-    context_tokens: int32 [N, C], right-padded: a prompt and its response so
-      far. Only tokens written from now on are recorded in the pool.
+    slots: the state.
+    rows: keys and values of N contexts of up to C tokens, a prompt and its
+      response so far.
+    context_tokens: int32 [N, C], right-padded.
     context_lengths: int32 [N].
     written: int32 [N], how many tokens of the context are response.
     slot_index: int32 [N, G], the slot of each response; S to drop it.
+    pages: int32 [N, G, blocks of C], numbered through all shards; the number
+      of all pages to drop a block.
     sample_ids: int32 [N, G].
     settings: values [N, G].
-    fns: the model.
-    tempering: chooses the temperature of each token; None keeps the slot's.
-
-  Returns:
-    The pool with the admitted slots active.
   """
-  group_size = slot_index.shape[1]
   where = slot_index.reshape(-1)
-  logits, prefilled = fns.prefill(params, context_tokens, context_lengths)
-  share = lambda x: jnp.repeat(x, group_size, axis=0)
-
-  def put(pool, rows):
-    return pool.at[where].set(rows, mode="drop")
-
-  rows = jnp.zeros_like(where)
+  share = lambda x: jnp.repeat(x, slot_index.shape[1], axis=0)
+  put = lambda old, new: old.at[where].set(new, mode="drop")
+  last = jnp.maximum(context_lengths[:, None] - 1, 0)
+  last_token = jnp.take_along_axis(context_tokens, last, axis=1)[:, 0]
+  span = min(slots.history.shape[1], context_tokens.shape[1])
   flat = jax.tree.map(lambda x: x.reshape(-1), settings)
-  slots = slots.replace(
-    cache=models.write_cache(
-      slots.cache, where, jax.tree.map(share, prefilled)
-    ),
+  return slots.replace(
+    memory=models.write_pages(slots.memory, rows, pages),
+    last_token=put(slots.last_token, share(last_token)),
     position=put(slots.position, share(context_lengths) - 1),
     length=put(slots.length, share(written)),
-    active=put(slots.active, rows == 0),
-    status=put(slots.status, rows + int(Status.TRUNCATED)),
     sample_id=put(slots.sample_id, sample_ids.reshape(-1)),
+    history=slots.history.at[where, :span].set(
+      share(context_tokens[:, :span]), mode="drop"
+    ),
     settings=jax.tree.map(put, slots.settings, flat),
   )
-  # The next token of every response comes from its context's last logits.
-  pool_logits = jnp.zeros((slots.active.shape[0], logits.shape[1]))
-  pool_logits = put(pool_logits, share(logits))
-  admitted = put(jnp.zeros_like(slots.active), rows == 0)
-  return _draw(slots, pool_logits, admitted, law, tempering)
 
 
 def advance(
-  params,
+  params: tuple[Any, Any],
   slots: Slots,
+  pages: PageMap,
+  active: chex.Array,
   law: Law,
-  max_steps: chex.Array,
+  wanted: chex.Array,
+  enough: chex.Array,
   *,
+  window: int,
+  drafts: int,
   fns: ModelFns,
+  drafter: Drafter | None,
   tempering: Tempering | None = None,
-) -> Slots:
-  """Decodes until no slot is active, the cache is full, or `max_steps`.
+) -> tuple[Slots, Written]:
+  """Writes on in every active slot until one has `wanted` new tokens.
 
-  One `while_loop` on the device; the host is not asked per token.
+  One `while_loop` on the device: the host is not asked per token. It leaves
+  early when at most `enough` slots are active.
+
+  With drafts, a step reads several tokens a slot at once: the last one and what
+  a drafter guesses to follow. At each of them the model's own token is drawn as
+  it always is, with the number that belongs to its index; guesses are good for
+  as long as they are what was drawn. So a response is the same with any
+  drafter, or with none.
+
+  Args:
+    params: sampler parameters, and the drafter's.
+    slots: the state.
+    pages: where its memory lies; active slots have room for `wanted` + `drafts`
+      tokens.
+    active: bool [S].
+    law: of every token of the call.
+    wanted: int32 scalar, at most `window`.
+    enough: int32 scalar.
+    window: W, room in the result is W + drafts.
+    drafts: guesses a step; 0 is plain decoding.
+    fns: the model.
+    drafter: makes the guesses.
+    tempering: chooses the temperature of each token; None keeps the slot's.
+
+  Reference:
+    Leviathan et al. 2023, Fast inference from transformers via speculative
+    decoding, arXiv 2211.17192, for guessing and verifying; here guess and token
+    share their random number instead of being accepted by a ratio.
   """
-  bucket = models.cache_length(slots.cache)
+  count = active.shape[0]
+  column = jnp.zeros((count, window + drafts))
+  zeros = lambda: jnp.zeros((count,), jnp.int32)
+  written = Written(
+    tokens=column.astype(jnp.int32),
+    logprobs=column,
+    count=zeros(),
+    steps=zeros(),
+    active=active,
+    status=jnp.full((count,), int(Status.TRUNCATED), jnp.int32),
+  )
+  own = len(slots.memory) if drafter is None else fns.config.num_layers
+
+  def guess(slots, written):
+    if not drafts:
+      return slots.last_token[:, None], slots.memory[own:]
+    guesses, memory = drafter.propose(
+      params[1],
+      slots.memory[own:],
+      pages,
+      slots,
+      written.active,
+      lambda *drawn: _choose(slots, *drawn, law, tempering).tokens,
+      count=drafts,
+    )
+    return jnp.append(slots.last_token[:, None], guesses, axis=1), memory
 
   def going(carry):
-    step, slots = carry
-    longest = jnp.max(jnp.where(slots.active, slots.position, -1))
-    return (step < max_steps) & (longest >= 0) & (longest < bucket)
+    _, written = carry
+    most = jnp.max(jnp.where(written.active, written.count, 0))
+    return (most < wanted) & (jnp.sum(written.active) > enough)
 
   def body(carry):
-    step, slots = carry
-    # An idle slot repeats its last token in place: it writes what is there.
-    position = jnp.minimum(slots.position, bucket - 1)
-    logits, cache = fns.decode(params, slots.cache, slots.last_token, position)
-    slots = _draw(
-      slots.replace(cache=cache), logits, slots.active, law, tempering
+    slots, written = carry
+    tokens, memory = guess(slots, written)
+    ahead = jnp.arange(drafts + 1)[None]
+    logits, own_memory = fns.decode(
+      params[0],
+      slots.memory[:own],
+      pages,
+      jnp.maximum(tokens, 0),  # No guess is a guess too, and never good.
+      slots.position[:, None] + ahead,
+      jnp.broadcast_to(written.active[:, None], tokens.shape),
     )
-    return step + 1, slots
+    choice = _choose(
+      slots, logits, jnp.broadcast_to(ahead, tokens.shape), law, tempering
+    )
+    good = tokens[:, 1:] == choice.tokens[:, :-1]
+    return _record(
+      slots.replace(memory=own_memory + memory), written, choice, good, law
+    )
 
-  return jax.lax.while_loop(going, body, (jnp.int32(0), slots))[1]
+  return jax.lax.while_loop(going, body, (slots, written))
 
 
-def _draw(slots, logits, drawing, law, tempering):
-  """Draws and records one token in every slot of the mask `drawing`.
+def _record(slots, written, choice, good, law):
+  """Records the tokens that are certain, [S, Q] of them at most.
+
+  A token counts if every guess before it was good, and none ended the response
+  or its window.
+  """
+  drawing, settings = written.active, slots.settings
+  rows, ahead = jnp.arange(drawing.shape[0]), jnp.arange(good.shape[1] + 1)
+  length = slots.length[:, None] + 1 + ahead[None]  # With the token.
+  stopped = jnp.any(
+    choice.tokens[:, :, None] == law.stop_tokens[None, None], axis=2
+  )
+  full = length >= settings.limit[:, None]
+  paused = length >= settings.until[:, None]  # If full as well: until <= limit.
+  goes_on = ~(stopped | paused)
+  certain = jnp.cumprod(good & goes_on[:, :-1], axis=1)
+  new = jnp.where(drawing, 1 + jnp.sum(certain, axis=1), 0)
+  last = jnp.maximum(new - 1, 0)
+  at_last = lambda x: jnp.take_along_axis(x, last[:, None], axis=1)[:, 0]
+  taken = ahead[None] < new[:, None]
+  # What is not taken is written beyond the room, which is dropped.
+  place = lambda start, room: jnp.where(
+    taken, start[:, None] + ahead[None], room.shape[1]
+  )
+  put = lambda room, start, values: room.at[
+    rows[:, None], place(start, room)
+  ].set(values, mode="drop")
+  status = jnp.where(
+    at_last(stopped), int(Status.FINISHED), int(Status.OVERLONG)
+  ).astype(jnp.int32)
+  ended = drawing & at_last(stopped | full)
+  slots = slots.replace(
+    last_token=jnp.where(drawing, at_last(choice.tokens), slots.last_token),
+    position=slots.position + new,
+    length=slots.length + new,
+    history=put(slots.history, slots.position + 1, choice.tokens),
+  )
+  return slots, Written(
+    tokens=put(written.tokens, written.count, choice.tokens),
+    logprobs=put(written.logprobs, written.count, choice.logprobs),
+    count=written.count + new,
+    steps=written.steps + drawing,
+    active=drawing & at_last(goes_on),
+    status=jnp.where(ended, status, written.status),
+  )
+
+
+def _choose(slots, logits, ahead, law, tempering):
+  """Tokens [S, Q] of the indices length + ahead [S, Q], from logits [S, Q, V].
 
   The randomness of a token is fold_in(fold_in(key, sample_id), token index): a
   response depends on weights, prompt and sample_id, and on nothing else.
   """
-  settings = slots.settings
+  shape, settings = ahead.shape, slots.settings
+  index = slots.length[:, None] + ahead
 
   def number(sample_id, index):
     sample_key = jax.random.fold_in(law.key, sample_id)
-    return jax.random.uniform(jax.random.fold_in(sample_key, index))
+    return jax.vmap(
+      lambda i: jax.random.uniform(jax.random.fold_in(sample_key, i))
+    )(index)
 
-  temperature = settings.temperature
+  uniform = jax.vmap(number)(slots.sample_id, index).reshape(-1)
+  logits = logits.reshape(-1, logits.shape[-1]) + law.bias[None]
+  of_slot = lambda x: jnp.repeat(x, shape[1])
+  early = index.reshape(-1) < of_slot(settings.least)
+  logits = jax.lax.cond(
+    jnp.any(early),
+    lambda x: jnp.where(
+      early[:, None], x.at[:, law.stop_tokens].set(-jnp.inf, mode="drop"), x
+    ),
+    lambda x: x,
+    logits,
+  )
+  temperature = of_slot(settings.temperature)
   if tempering is not None and law.control is not None:
     temperature = tempering(logits, temperature, law.control)
   choice = choose(
-    jax.vmap(number)(slots.sample_id, slots.length),
+    uniform,
     logits,
     temperature=temperature,
-    top_k=settings.top_k,
-    top_p=settings.top_p,
-    min_p=settings.min_p,
+    top_k=of_slot(settings.top_k),
+    top_p=of_slot(settings.top_p),
+    min_p=of_slot(settings.min_p),
   )
-  rows = jnp.arange(logits.shape[0])
-  # Slots that do not draw write beyond the room, which is dropped.
-  column = jnp.where(drawing, slots.length, slots.tokens.shape[1])
-  record = lambda pool, value: pool.at[rows, column].set(value, mode="drop")
-  length = slots.length + drawing
-  stopped = jnp.any(choice.tokens[:, None] == law.stop_tokens[None], axis=1)
-  full = length >= settings.limit
-  paused = length >= settings.until  # Where full as well: until <= limit.
-  status = jnp.where(
-    stopped, int(Status.FINISHED), int(Status.OVERLONG)
-  ).astype(jnp.int32)
-  return slots.replace(
-    last_token=jnp.where(drawing, choice.tokens, slots.last_token),
-    position=slots.position + drawing,
-    length=length,
-    active=slots.active & ~(drawing & (stopped | paused)),
-    status=jnp.where(drawing & (stopped | full), status, slots.status),
-    tokens=record(slots.tokens, choice.tokens),
-    logprobs=record(slots.logprobs, choice.logprobs),
-    version=record(slots.version, jnp.broadcast_to(law.version, length.shape)),
-  )
+  return jax.tree.map(lambda x: x.reshape(shape), choice)

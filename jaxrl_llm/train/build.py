@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +15,9 @@ from jaxrl_llm import (
   losses,
   models,
   rewards,
+  sampling,
   sharding,
+  sync,
 )
 from jaxrl_llm import (
   config as config_lib,
@@ -67,6 +69,8 @@ class Job:
   value: Role | None  # None: the method has no critic.
   engine: Engine
   for_sampling: Callable[[Any], Any]
+  link: sync.Link  # Carries the policy's parameters to the sampler.
+  gate: sync.Gate  # Lets only the weights of now into the sampler.
   score_logprobs: Callable[..., jax.Array]
   score_values: Callable[..., jax.Array]
   estimate: Callable[..., Any]
@@ -123,6 +127,7 @@ def make_job(config: Any) -> Job:
     )
   train_prompts, eval_prompts, eval_name = _make_prompts(config, tokenizer)
   limit = config.sampler.max_response_length
+  link = _make_link(policy_fns, policy.shapes.params, mesh)
   return Job(
     config=config,
     mesh=mesh,
@@ -131,6 +136,8 @@ def make_job(config: Any) -> Job:
     value=value,
     engine=_make_engine(config, policy_fns, tokenizer, mesh),
     for_sampling=jax.jit(policy_fns.for_sampling),
+    link=link,
+    gate=sync.Gate(link),
     score_logprobs=jax.jit(
       functools.partial(score.score_logprobs, fns=policy_fns),
       out_shardings=sharding.replicated(mesh),
@@ -283,9 +290,23 @@ def _make_average(settings, policy: Role, mesh) -> Average | None:
   )
 
 
+def _make_link(fns, shapes, mesh) -> sync.Link:
+  """Sampler and trainer share the mesh; the copy keeps its shardings."""
+  placed = sync.layout_shardings(fns.for_sampling, shapes, mesh)
+  return sync.Link(fns.for_sampling, shapes, source=placed)
+
+
+DRAFTERS: Mapping[str, Callable[[Any], Any]] = {
+  "": lambda fns: None,
+  "prompt_lookup": lambda fns: sampling.prompt_lookup(),
+  "quantized_copy": sampling.quantized_copy,
+}
+
+
 def _make_engine(config, fns, tokenizer, mesh) -> Engine:
-  slots = config.sampler.slots or config_lib.batch_size(config)
+  slots = config.sampler.slots or config_lib.in_flight(config)
   split = sharding.batch_size_of(mesh)
+  drafter = DRAFTERS[config.sampler.drafter](fns)
   return Engine(
     fns,
     slots=-(-slots // split) * split,
@@ -294,6 +315,9 @@ def _make_engine(config, fns, tokenizer, mesh) -> Engine:
     stop_tokens=_stop_tokens(config, tokenizer),
     sharding=sharding.along_batch(mesh),
     tempering=recipe_lib.make_tempering(config.sampler),
+    detokenize=tokenizer.decode,
+    drafter=drafter,
+    drafts=config.sampler.drafts if drafter else 0,
   )
 
 

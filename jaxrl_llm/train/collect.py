@@ -3,7 +3,7 @@
 A schedule is (job, state, timer) -> Collected. It draws prompts from the
 stream, has responses written, has those judged that ended, and moves the
 state's position. What a schedule is stands in its name: whole responses, whole
-groups with mixed verdicts, or windows of responses.
+groups with mixed verdicts, windows of responses, or the groups that end first.
 """
 
 import dataclasses
@@ -13,8 +13,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrl_llm import config as config_lib
 from jaxrl_llm import evaluate as evaluation
-from jaxrl_llm import metrics
+from jaxrl_llm import metrics, sampling
 from jaxrl_llm.data.prompts import Prompt
 from jaxrl_llm.train import runstate
 from jaxrl_llm.train.build import Job
@@ -33,6 +34,7 @@ class Collected:
   responses: Responses
   samples: list[metrics.Sample]  # A few, for a person.
   row: dict[str, float]  # Metrics of the schedule's own.
+  parked: Responses | None = None  # Go on later, and are no part of this step.
 
 
 def full(job: Job, state: RunState, timer) -> Collected:
@@ -53,7 +55,7 @@ def whole_responses(
       job,
       state,
       prompts,
-      version=state.step,
+      version=state.sampler.version,
       first=state.samples,
       stream=ROLLOUTS,
     )
@@ -124,7 +126,7 @@ def windows(job: Job, state: RunState, timer) -> Collected:
     prompts, sample_ids = next_members(job, state, batch_slots(job) - carried)
   with timer.phase("generate"):
     rollout = job.engine.generate_window(
-      state.sampler_params,
+      state.sampler.params,
       [p.tokens for p in prompts],
       unfinished=None if unfinished is None else unfinished.rollout,
       sample_ids=sample_ids,
@@ -133,7 +135,7 @@ def windows(job: Job, state: RunState, timer) -> Collected:
       window=job.config.schedule.window,
       key=run_key(job, ROLLOUTS),
       settings=job.sampling,
-      version=state.step,
+      version=state.sampler.version,
       control=state.entropy,
     )
   begun = runstate.unjudged(jax.tree.map(lambda x: x[carried:], rollout))
@@ -149,6 +151,83 @@ def windows(job: Job, state: RunState, timer) -> Collected:
     for name in ("rewards", "correct", "judged"):
       responses[name][ended] = verdicts[name]
   return Collected(responses, samples, {})
+
+
+def first_groups(job: Job, state: RunState, timer) -> Collected:
+  """APRIL: more groups are begun than wanted; those that end first are taken.
+
+  The others keep their tokens and go on in the next step, the oldest first, so
+  that no token is lost; those that are `schedule.max_age` steps old are waited
+  for. A response may thus have tokens of several versions of the policy.
+
+  Reference:
+    Zhou et al. 2025, APRIL: active partial rollouts, arXiv 2509.18521.
+  """
+  data, schedule = job.config.data, job.config.schedule
+  wanted, size = data.prompts_per_step, data.group_size
+  in_flight, parked = config_lib.in_flight(job.config), state.unfinished
+  ended = unfinished = None
+  begun = ready = 0
+  if parked is not None:
+    begun = len(np.unique(parked.rollout.prompt_id))
+    ready = int(sampling.complete(parked.ended, parked.rollout.group).sum())
+    ended = runstate.take(parked, parked.ended)
+    unfinished = runstate.take(parked, ~parked.ended).rollout
+    unfinished = unfinished if len(unfinished.lengths) else None
+  with timer.phase("data"):
+    prompts = next_prompts(job, state, in_flight // size - begun)
+  ids = state.samples + np.arange(len(prompts) * size).reshape(-1, size)
+  state.samples += ids.size
+  with timer.phase("generate"):
+    rollout = job.engine.generate_window(
+      state.sampler.params,
+      [p.tokens for p in prompts],
+      unfinished=unfinished,
+      sample_ids=list(ids.astype(np.int32)),
+      prompt_ids=[p.prompt_id for p in prompts],
+      group_size=size,
+      window=job.config.sampler.max_response_length,
+      key=run_key(job, ROLLOUTS),
+      settings=job.sampling,
+      version=state.sampler.version,
+      schedule=sampling.first_groups(
+        wanted - ready,
+        awaited=too_old(unfinished, state.step, schedule.max_age),
+      ),
+      control=state.entropy,
+    )
+  everything = runstate.join([ended, runstate.unjudged(rollout)])
+  # All of a response is trained on, whenever it was written.
+  whole = everything.rollout
+  whole = whole.replace(window_start=np.zeros_like(whole.window_start))
+  everything = everything.replace(rollout=whole)
+  done = sampling.complete(everything.ended, whole.group)[whole.group]
+  oldest = np.unique(whole.prompt_id[done])[:wanted]
+  chosen = np.isin(whole.prompt_id, oldest)
+  responses = runstate.join([runstate.take(everything, chosen)])
+  parked = runstate.take(everything, ~chosen)
+  with timer.phase("reward"):
+    asked = prompts_of(job, responses.rollout)
+    first = np.unique(responses.rollout.group, return_index=True)[1]
+    judged, samples = judge(
+      job, responses.rollout, [asked[i] for i in first], state.step
+    )
+  row = {
+    "rollout/tokens": float(job.engine.usage.tokens),
+    "rollout/parked": float((parked.rollout.lengths > 0).sum()),
+    "rollout/off_policy_fraction": float(
+      (whole.version < state.step)[chosen][whole.mask[chosen]].mean()
+    ),
+  }
+  return Collected(judged, samples, row, parked)
+
+
+def too_old(rollout: Rollout | None, step: int, max_age: int) -> np.ndarray:
+  """Rows of groups whose first token is so many steps old, int [n]."""
+  if rollout is None:
+    return np.zeros(0, int)
+  old = (rollout.lengths > 0) & (step - rollout.version[:, 0] >= max_age)
+  return np.flatnonzero(np.isin(rollout.prompt_id, rollout.prompt_id[old]))
 
 
 def batch_slots(job: Job) -> int:
@@ -199,7 +278,7 @@ def generate(
   """G whole responses per prompt, numbered from `first`."""
   shape = (len(prompts), job.config.data.group_size)
   return job.engine.generate(
-    state.sampler_params,
+    state.sampler.params,
     [p.tokens for p in prompts],
     sample_ids=first + np.arange(shape[0] * shape[1]).reshape(shape),
     key=run_key(job, stream),
@@ -243,6 +322,7 @@ def prompts_of(job: Job, rollout: Rollout) -> list[Prompt]:
 
 SCHEDULES: Mapping[str, Callable[[Job, RunState, Any], Collected]] = {
   "full": full,
+  "first_groups": first_groups,
   "mixed_groups": mixed_groups,
   "window": windows,
 }

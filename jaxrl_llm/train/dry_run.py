@@ -71,7 +71,6 @@ def _check_rewards(job: Job) -> None:
 def _phases(job: Job) -> dict[str, jax.stages.Lowered]:
   policy = job.policy
   sampler_params = jax.eval_shape(job.for_sampling, policy.shapes.params)
-  group_size = job.config.data.group_size
   scalar = jax.ShapeDtypeStruct((), jnp.float32)
   packed = _packed(job, policy)
   batch = step.PolicyBatch(
@@ -81,8 +80,7 @@ def _phases(job: Job) -> dict[str, jax.stages.Lowered]:
   )
   phases = job.engine.lower(
     sampler_params,
-    prompts=max(1, job.engine.slots // group_size),
-    group_size=group_size,
+    prompts=job.engine.prompts_at_a_time(job.config.data.group_size),
     window=job.config.schedule.name == "window",
     control=estimators.EntropyStatistics(*[scalar] * 4)
     if job.recipe.tempered

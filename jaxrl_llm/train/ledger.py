@@ -27,12 +27,24 @@ def visit(visits: np.ndarray, batch: MiniBatch, prepared: Any) -> None:
 
 
 def keep_open(
-  job: Job, state: RunState, everything: Responses, *, trained: np.ndarray
+  job: Job,
+  state: RunState,
+  everything: Responses,
+  *,
+  trained: np.ndarray,
+  parked: Responses | None = None,
 ) -> None:
   """Carries over what goes on: cut responses, and ended ones that wait.
 
   A response that is released has been part of each loss exactly once, token
   by token; anything else is a fault of ours and stops the run.
+
+  Args:
+    job: the objects of the run.
+    state: gets what goes on.
+    everything: responses of this step.
+    trained: rows that the critic has seen.
+    parked: responses that were no part of this step.
   """
   ended = everything.ended
   rows = np.arange(len(ended))
@@ -42,7 +54,7 @@ def keep_open(
     waiting = waiting[:0]
   released = np.setdiff1d(rows[ended], waiting)
   check_visits(job, runstate.take(everything, released))
-  state.unfinished = runstate.take(everything, cut) if cut.size else None
+  state.unfinished = runstate.take(everything, cut) if cut.size else parked
   state.waiting = None
   if waiting.size:
     kept = runstate.take(everything, waiting)

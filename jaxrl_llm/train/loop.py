@@ -17,7 +17,8 @@ iteration is
   9. log, evaluate, save
 
 Other methods are other choices of the same steps. A schedule does 1 to 3: T-PPO
-writes a window of every response, DAPO draws until groups are mixed. The recipe
+writes a window of every response, DAPO draws until groups are mixed, APRIL
+takes the groups that end first. The recipe
 holds the mathematics of 4 to 7; a method without a critic leaves it out. The
 state, with the seed, determines everything that follows, so a resumed run
 repeats the uninterrupted one.
@@ -125,6 +126,8 @@ def train(job: Job, workdir: pathlib.Path) -> None:
 def iterate(job: Job, state: RunState, timer, logger) -> dict[str, float]:
   """One iteration; advances `state` and returns the step's metrics."""
   rng = np.random.default_rng((job.config.run.seed, state.step))
+  with timer.phase("sync"):
+    job.gate.admit(state.sampler, state.policy.params, version=state.step)
   # 1. Draw prompts, 2. generate, 3. reward what ended.
   collected = collect.responses(job, state, timer)
   fresh = collected.responses
@@ -167,8 +170,12 @@ def iterate(job: Job, state: RunState, timer, logger) -> dict[str, float]:
     state.entropy = phases.entropy_statistics(scores, credit)
   # 8. Sync: the sampler gets the new weights.
   with timer.phase("sync"):
-    state.sampler_params = job.for_sampling(state.policy.params)
-  ledger.keep_open(job, state, everything, trained=value_rows)
+    state.sampler = job.link.push(
+      state.policy.params, state.step + 1, replaces=state.sampler
+    )
+  ledger.keep_open(
+    job, state, everything, trained=value_rows, parked=collected.parked
+  )
   state.step += 1
   # 9. Log.
   every = job.config.run.samples_every
@@ -198,9 +205,10 @@ def start(job: Job, workdir: pathlib.Path, logger, stopped) -> RunState:
 
 def evaluate(job: Job, state: RunState, logger) -> dict[str, float]:
   """avg@k and pass@k on held-out problems; logs some of the responses."""
+  job.gate.admit(state.sampler, state.policy.params, version=state.step)
   results, samples = evaluation.evaluate(
     job.engine,
-    state.sampler_params,
+    state.sampler.params,
     job.eval_prompts,
     tokenizer=job.tokenizer,
     pool=job.pool,

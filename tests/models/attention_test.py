@@ -1,4 +1,4 @@
-"""Attention equals `jax.nn.dot_product_attention`, packed and cached."""
+"""Packed attention equals that of `jax.nn`, paged attention a naive softmax."""
 
 import functools
 
@@ -127,16 +127,121 @@ class TestPackedAttention:
     np.testing.assert_allclose(out, _packed()(*qkv), atol=0.05)
 
 
-class TestDecodeAttention:
-  @pytest.mark.parametrize("heads, kv_heads", HEADS)
-  def test_equals_the_last_row_of_whole_attention(self, heads, kv_heads):
-    (q, k, v), _ = _inputs(heads, kv_heads)
-    lengths = np.array([4, 11])
-    visible = np.arange(T)[None] < lengths[:, None]
-    last = q[np.arange(B), lengths - 1]
-    got = attention.decode_attention(
-      last, k.transpose(0, 2, 3, 1), v.swapaxes(1, 2), visible
+def _layout(lengths, *, shards, page, spare, seed):
+  """Pages in random places, each slot's own, and `spare` that are free.
+
+  Returns:
+    A `PageMap`, and for each slot (shard, pages in the order of positions).
+  """
+  rng = np.random.default_rng(seed)
+  share = len(lengths) // shards
+  blocks = -(-np.asarray(lengths) // page)
+  count = int(blocks.reshape(shards, share).sum(axis=1).max()) + spare
+  owner = np.full((shards, count), share, np.int32)
+  start = rng.integers(0, 50, (shards, count)).astype(np.int32)
+  table = np.full((len(lengths), blocks.max() + 1), count, np.int32)
+  free = [list(rng.permutation(count)) for _ in range(shards)]
+  for slot, needed in enumerate(blocks):
+    shard = slot // share
+    for block in range(needed):
+      place = free[shard].pop()
+      owner[shard, place] = slot % share
+      start[shard, place] = block * page
+      table[slot, block] = place
+  return attention.PageMap(owner, start, table)
+
+
+_paged = jax.jit(attention.paged_attention)
+_write = jax.jit(attention.write_tokens)
+
+
+class TestPagedAttention:
+  SLOTS, PAGE = 4, 4
+  LENGTHS = np.array([9, 1, 0, 12])  # The third slot is idle.
+
+  def _case(self, heads, kv_heads, queries, shards, garbage=1e6):
+    """Dense keys and values, and the memory that `write_tokens` makes."""
+    keys = jax.random.split(jax.random.key(2), 3)
+    total = self.LENGTHS.max()
+    shape = (self.SLOTS, total, kv_heads, D)
+    k, v = (jax.random.normal(key, shape) for key in keys[:2])
+    q = jax.random.normal(keys[2], (self.SLOTS, queries, heads, D))
+    pages = _layout(
+      self.LENGTHS, shards=shards, page=self.PAGE, spare=2, seed=heads
     )
-    whole = _library(np.tril(np.ones((1, T, T), bool)))(q, k, v)
-    expected = whole[np.arange(B), lengths - 1]
-    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+    count = pages.owner.shape[1]
+    # What nobody wrote to holds anything, within pages in use any number.
+    free = pages.owner == self.SLOTS // shards
+    fill = np.where(free, garbage, 1e3)[:, :, None, None, None]
+    fill = fill.astype(np.float32)
+    size = (shards, count, kv_heads)
+    memory = (
+      jnp.broadcast_to(fill, (*size, D, self.PAGE)),
+      jnp.broadcast_to(fill, (*size, self.PAGE, D)),
+    )
+    positions = np.broadcast_to(
+      np.arange(total, dtype=np.int32), (self.SLOTS, total)
+    )
+    writing = positions < self.LENGTHS[:, None]
+    memory = _write(memory, k, v, pages, positions, writing)
+    last = self.LENGTHS[:, None] - queries + np.arange(queries)
+    return q, k, v, memory, pages, np.maximum(last, 0).astype(np.int32)
+
+  def _naive(self, q, k, v, positions):
+    """One slot, query and head at a time, in float64."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    out, group = np.zeros(q.shape), q.shape[2] // k.shape[2]
+    for s, i, h in np.ndindex(*q.shape[:3]):
+      seen = slice(positions[s, i] + 1)
+      if self.LENGTHS[s]:
+        scores = k[s, seen, h // group] @ q[s, i, h] / np.sqrt(D)
+        weights = np.exp(scores - scores.max())
+        out[s, i, h] = weights @ v[s, seen, h // group] / weights.sum()
+    return out
+
+  @pytest.mark.parametrize("shards", [1, 2])
+  @pytest.mark.parametrize("queries", [1, 3])
+  @pytest.mark.parametrize("heads, kv_heads", HEADS)
+  def test_equals_a_softmax_per_slot(self, heads, kv_heads, queries, shards):
+    q, k, v, *rest = self._case(heads, kv_heads, queries, shards)
+    got = _paged(q, *rest)
+    expected = self._naive(q, k, v, rest[-1])
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=2e-6)
+    assert not np.any(got[2])  # The idle slot.
+
+  @pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf])
+  def test_free_pages_may_hold_what_is_no_number(self, garbage):
+    q, _, _, *rest = self._case(6, 2, 1, 2)
+    other = self._case(6, 2, 1, 2, garbage)[3:]
+    np.testing.assert_array_equal(_paged(q, *other), _paged(q, *rest))
+
+  def test_large_scores_stay_finite(self):
+    q, _, _, memory, pages, positions = self._case(6, 2, 1, 1)
+    out = _paged(q * 1e4, memory, pages, positions)
+    assert np.isfinite(out).all()
+
+  def test_bfloat16_stays_near_and_keeps_its_dtype(self):
+    q, _, _, memory, pages, positions = self._case(6, 2, 3, 1)
+    half = lambda x: x.astype(jnp.bfloat16)
+    got = _paged(half(q), tuple(map(half, memory)), pages, positions)
+    assert got.dtype == jnp.bfloat16
+    expected = _paged(q, memory, pages, positions)
+    np.testing.assert_allclose(got, expected, atol=0.05)
+
+
+class TestWriteTokens:
+  def test_leaves_everything_else_as_it_was(self):
+    pages = _layout([5, 3], shards=2, page=4, spare=1, seed=0)
+    size = (2, pages.owner.shape[1], 1)
+    memory = (jnp.full((*size, D, 4), 7.0), jnp.full((*size, 4, D), 7.0))
+    k = np.arange(4.0).reshape(2, 2, 1, 1) * np.ones(D, np.float32)
+    # The first slot has no page for position 8, the second does not write.
+    positions = np.array([[4, 8], [0, 2]], np.int32)
+    writing = np.array([[True, True], [False, True]])
+    keys, values = _write(memory, k, -k, pages, positions, writing)
+    expected = np.full((*size, 4), 7.0)
+    expected[0, pages.table[0, 1], 0, 0] = 0.0
+    expected[1, pages.table[1, 0], 0, 2] = 3.0
+    np.testing.assert_array_equal(keys[..., 0, :], expected)
+    expected = np.where(expected == 7.0, 7.0, -expected)
+    np.testing.assert_array_equal(values[..., 0], expected)

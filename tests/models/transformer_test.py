@@ -36,8 +36,40 @@ def _close(got, expected, atol=2e-5):
   np.testing.assert_allclose(got, expected, rtol=1e-5, atol=atol)
 
 
-class TestCache:
-  def test_prefill_then_decode_equal_the_full_forward_everywhere(self):
+def _prefilled(params, tokens, *, chunk=512):
+  """Keys and values of rows, by a prefill that is compiled."""
+  run = functools.partial(
+    transformer.prefill, config=CONFIG, dtype=jnp.float32, chunk=chunk
+  )
+  return jax.jit(run)(params, tokens=tokens)
+
+
+class TestPages:
+  """Slots 3, 0, 2 of four hold rows; their pages of 4 are as dealt here."""
+
+  SLOTS = np.array([3, 0, 2])
+  TABLE = np.array([[6, 0, 3], [12, 12, 12], [11, 4, 9], [1, 8, 2]], np.int32)
+
+  def _map(self, count=12, table=None):
+    """Of `count` pages on one shard."""
+    table = self.TABLE if table is None else table
+    owner = np.full((1, count), 4, np.int32)
+    start = np.zeros((1, count), np.int32)
+    for slot, block in np.ndindex(*table.shape):
+      if table[slot, block] < count:
+        owner[0, table[slot, block]] = slot
+        start[0, table[slot, block]] = 4 * block
+    return models.PageMap(owner, start, np.minimum(table, count))
+
+  def _memory(self, fns, sampler, tokens, fill=7.0):
+    """Rows of prompts of 6, among old values."""
+    rows = fns.prefill(sampler, tokens)
+    memory = jax.tree.map(lambda x: x + fill, fns.init_pages(1, 12, 4))
+    pages = self.TABLE[self.SLOTS, None, :2]
+    return models.write_pages(memory, rows, pages)
+
+  @pytest.mark.parametrize("queries", [1, 2])
+  def test_prefill_then_decode_equal_the_full_forward(self, queries):
     fns, params = tiny.tiny_policy()
     tokens = _tokens()
     full = np.asarray(fns.logits(params, tokens, _ones(tokens)))
@@ -45,63 +77,99 @@ class TestCache:
     # Anything may stand in the padding of a prompt.
     padded = tokens[:, : PROMPTS.max()].copy()
     padded[np.arange(PROMPTS.max())[None] >= PROMPTS[:, None]] = 5
-    logits, prefilled = fns.prefill(sampler, padded, PROMPTS)
-    rows = np.arange(len(tokens))
-    _close(logits, full[rows, PROMPTS - 1])
-    # The rows move to other slots of a larger pool that holds old values.
-    slots = np.array([3, 0, 2])
-    pool = jax.tree.map(lambda x: x + 7.0, fns.init_cache(4, T))
-    cache = models.write_cache(pool, slots, prefilled)
+    memory = self._memory(fns, sampler, padded)
     position = np.zeros(4, np.int32)
-    position[slots] = PROMPTS
-    for _ in range(T - PROMPTS.min()):
-      here = np.minimum(position, T - 1)  # Rows that are done repeat the last.
-      step = np.zeros(4, np.int32)
-      step[slots] = tokens[rows, here[slots]]
-      logits, cache = fns.decode(sampler, cache, step, here)
-      _close(logits[slots], full[rows, here[slots]])
-      position += 1
+    position[self.SLOTS] = PROMPTS - 1  # The last token is read again.
+    for _ in range(-(-(T - PROMPTS.min() + 1) // queries)):
+      at = position[:, None] + np.arange(queries, dtype=np.int32)
+      writing = at < T
+      writing[1] = False
+      at = np.minimum(at, T - 1)
+      step = np.full((4, queries), 9, np.int32)  # In slot 1, anything.
+      step[self.SLOTS] = np.take_along_axis(tokens, at[self.SLOTS], axis=1)
+      logits, memory = fns.decode(
+        sampler, memory, self._map(), step, at, writing
+      )
+      assert logits.shape == (4, queries, CONFIG.vocab_size)
+      expected = np.take_along_axis(full, at[self.SLOTS][..., None], axis=1)
+      _close(logits[self.SLOTS], expected)
+      position += queries
 
-  def test_growing_keeps_what_is_written(self):
+  def test_moved_pages_keep_what_is_written(self):
     fns, params = tiny.tiny_policy()
     tokens = _tokens()
     sampler = fns.for_sampling(params)
-    _, cache = fns.prefill(sampler, tokens[:, :6], np.full(3, 6))
-    cache = models.grow_cache(cache, T)
-    assert models.cache_length(cache) == T
+    memory = self._memory(fns, sampler, tokens[:, :6])
+    assert models.page_count(memory) == 12
+    # In reverse, with some more pages; a page keeps its number in `sources`.
+    sources = np.append(np.arange(12)[::-1], [0, 0])[None]
+    memory = models.move_pages(memory, sources)
+    assert models.page_count(memory) == 14
+    table = np.where(self.TABLE < 12, 11 - self.TABLE, 99)
     full = fns.logits(params, tokens, _ones(tokens))
     for t in range(6, T):
-      logits, cache = fns.decode(sampler, cache, tokens[:, t], np.full(3, t))
-      _close(logits, full[:, t])
+      step = np.zeros((4, 1), np.int32)
+      step[self.SLOTS, 0] = tokens[:, t]
+      logits, memory = fns.decode(
+        sampler,
+        memory,
+        self._map(14, table),
+        step,
+        np.full((4, 1), t, np.int32),
+        np.array([[True], [False], [True], [True]]),
+      )
+      _close(logits[self.SLOTS, 0], full[:, t])
 
-  def test_rows_out_of_range_are_dropped(self):
+  def test_rows_are_written_to_every_slot_that_shares_them(self):
     fns, params = tiny.tiny_policy()
-    _, rows = fns.prefill(
-      fns.for_sampling(params), _tokens()[:, :6], np.full(3, 6)
-    )
-    pool = fns.init_cache(2, T)
-    out = models.write_cache(pool, np.array([2, 1, 2]), rows)
+    rows = fns.prefill(fns.for_sampling(params), _tokens()[:, :6])
+    memory = fns.init_pages(2, 4, 4)
+    # Two shards of four pages: 8 drops a block.
+    pages = np.array([[[5, 0], [2, 7]], [[8, 8], [8, 8]], [[3, 8], [8, 8]]])
+    out = models.write_pages(memory, rows, pages)
     for (keys, values), (new_keys, new_values) in zip(out, rows):
-      np.testing.assert_array_equal(keys[1, :, :, :6], new_keys[1])
-      np.testing.assert_array_equal(values[1, :, :6], new_values[1])
-      assert not np.any(keys[0]) and not np.any(values[0])
+      keys, values = (np.asarray(x) for x in (keys, values))
+      keys, values = (
+        keys.reshape(8, *keys.shape[2:]),
+        values.reshape(8, *values.shape[2:]),
+      )
+      for row, first, second in ((0, 5, 0), (0, 2, 7), (2, 3, None)):
+        np.testing.assert_array_equal(keys[first], new_keys[row, :, :, :4])
+        np.testing.assert_array_equal(values[first], new_values[row, :, :4])
+        if second is not None:
+          np.testing.assert_array_equal(
+            keys[second, :, :, :2], new_keys[row, :, :, 4:]
+          )
+          np.testing.assert_array_equal(
+            values[second, :, :2], new_values[row, :, 4:]
+          )
+      for page in (1, 4, 6):
+        assert not np.any(keys[page]) and not np.any(values[page])
 
-  def test_the_cache_may_have_another_dtype(self):
+  @pytest.mark.parametrize("chunk", [1, 4, 10])
+  def test_a_prefill_in_chunks_equals_one_at_once(self, chunk):
+    fns, params = tiny.tiny_policy()
+    sampler, tokens = fns.for_sampling(params), _tokens()
+    whole = _prefilled(sampler, tokens)
+    parts = _prefilled(sampler, tokens, chunk=chunk)
+    for part, expected in zip(jax.tree.leaves(parts), jax.tree.leaves(whole)):
+      np.testing.assert_allclose(part, expected, rtol=0, atol=1e-5)
+
+  def test_the_memory_may_have_another_dtype(self):
     _, params = tiny.tiny_policy()
     fns = models.make_policy(CONFIG, cache_dtype=jnp.bfloat16)
+    fns = fns._replace(prefill=jax.jit(fns.prefill))
     tokens = _tokens()
-
-    @jax.jit
-    def run(params):
-      sampler = fns.for_sampling(params)
-      _, cache = fns.prefill(sampler, tokens[:, :6], jnp.full(3, 6))
-      cache = models.grow_cache(cache, T)
-      return fns.decode(sampler, cache, tokens[:, 6], jnp.full(3, 6))
-
-    logits, cache = run(params)
-    assert {x.dtype for x in jax.tree.leaves(cache)} == {np.dtype("bfloat16")}
+    sampler = fns.for_sampling(params)
+    memory = self._memory(fns, sampler, tokens[:, :6])
+    step = np.zeros((4, 1), np.int32)
+    step[self.SLOTS, 0] = tokens[:, 6]
+    logits, memory = jax.jit(fns.decode)(
+      sampler, memory, self._map(), step, np.full_like(step, 6), step >= 0
+    )
+    assert {x.dtype for x in jax.tree.leaves(memory)} == {np.dtype("bfloat16")}
     full = tiny.tiny_policy()[0].logits(params, tokens, _ones(tokens))
-    np.testing.assert_allclose(logits, full[:, 6], atol=0.2)
+    np.testing.assert_allclose(logits[self.SLOTS, 0], full[:, 6], atol=0.2)
 
 
 class TestHidden:
@@ -113,12 +181,24 @@ class TestHidden:
     return _hidden(params, tokens, segments, positions, prefixes)
 
   def test_scanned_equals_unrolled(self):
-    fns, params = tiny.tiny_policy()
-    tokens = _tokens()
-    prefill = jax.jit(
-      functools.partial(transformer.prefill, config=CONFIG, dtype=jnp.float32)
+    """Which reads all tokens at once, and nothing before them."""
+    _, params = tiny.tiny_policy()
+    tokens, pages = _tokens(), np.arange(9, dtype=np.int32)
+    memory = transformer.init_pages(CONFIG, 1, 9, 4, jnp.float32)
+    unrolled, _ = jax.jit(
+      transformer.decode, static_argnums=1, static_argnames="dtype"
+    )(
+      transformer.unstack(params, CONFIG),
+      CONFIG,
+      memory,
+      models.PageMap(
+        pages[None] // 3, pages[None] % 3 * 4, pages.reshape(3, 3)
+      ),
+      tokens,
+      _positions(tokens),
+      _ones(tokens),
+      dtype=jnp.float32,
     )
-    unrolled, _ = prefill(fns.for_sampling(params), tokens=tokens)
     _close(self._hidden(tokens), unrolled)
 
   def test_packed_equals_alone(self):

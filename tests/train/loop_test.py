@@ -112,7 +112,6 @@ class TestRun:
     assert job.value.update._cache_size() == 1
     assert job.score_logprobs._cache_size() == 1
     assert job.score_values._cache_size() == 1
-    assert job.for_sampling._cache_size() == 1
 
   def test_the_policy_moves_and_the_file_does_not(self, job, whole):
     _, before = models.load(job.model_path)

@@ -1,0 +1,250 @@
+"""Samples without a run: prompts in, a JSON object for each response out.
+
+Weights, settings, seed, a prompt's index and a sample's index fix a sample, and
+nothing else does: neither the slots, nor what is generated beside it. So a file
+that was cut off anywhere is completed by writing what it lacks.
+"""
+
+import collections
+import dataclasses
+import hashlib
+import json
+import pathlib
+from collections.abc import (
+  Callable,
+  Collection,
+  Iterable,
+  Iterator,
+  Mapping,
+  Sequence,
+)
+from typing import Any, NamedTuple, TextIO
+
+import chex
+
+from jaxrl_llm.data.requests import Request, parse_object
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.metrics.progress import Progress
+from jaxrl_llm.sampling import Engine, SamplingSettings
+from jaxrl_llm.sampling.schedule import Decision, Schedule, refill
+from jaxrl_llm.types import Rollout, Status
+
+# A sample's number is prompt index * MAX_SAMPLES + sample index: a file may be
+# given more samples, or more prompts at the end, and keeps those it has.
+MAX_SAMPLES = 1 << 10
+MAX_PROMPTS = (1 << 31) // MAX_SAMPLES
+# What a sample has of its own, beside the fields of its prompt.
+KEYS = (
+  "prompt_index",
+  "sample_index",
+  "text",
+  "tokens",
+  "logprobs",
+  "stop_reason",
+  "settings",
+)
+
+
+class Piece(NamedTuple):
+  """Samples of one prompt that share its prefill."""
+
+  prompt: int
+  samples: list[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+  """What the samples of a file have in common."""
+
+  engine: Engine
+  params: Any  # Of the sampler.
+  requests: Sequence[Request]
+  tokens: Sequence[Sequence[int]]  # Of each request.
+  key: chex.PRNGKey
+  sampling: SamplingSettings
+  decode: Callable[[Sequence[int]], str]
+  settings: str  # `digest` of what the samples depend on.
+
+  def sample(
+    self, chunk: Sequence[Piece], *, schedule: Schedule = refill
+  ) -> list[dict[str, Any]]:
+    """Writes the samples of a chunk.
+
+    Args:
+      chunk: pieces of one size, at most the engine's slots.
+      schedule: the engine's; if it halts, what has ended is returned.
+
+    Returns:
+      A JSON object a sample, in the order of the pieces.
+    """
+    rollout = self.engine.generate(
+      self.params,
+      [self.tokens[piece.prompt] for piece in chunk],
+      sample_ids=[
+        [piece.prompt * MAX_SAMPLES + i for i in piece.samples]
+        for piece in chunk
+      ],
+      key=self.key,
+      settings=self.sampling,
+      schedule=schedule,
+    )
+    return [
+      self._record(rollout, row)
+      for row, status in enumerate(rollout.status)
+      if status in (Status.FINISHED, Status.OVERLONG)
+    ]
+
+  def _record(self, rollout: Rollout, row: int) -> dict[str, Any]:
+    prompt, sample = divmod(int(rollout.sample_id[row]), MAX_SAMPLES)
+    length = rollout.lengths[row]
+    tokens = rollout.tokens[row, :length].tolist()
+    logprobs = rollout.behavior_logprobs[row, :length]
+    return {
+      "prompt_index": prompt,
+      "sample_index": sample,
+      **self.requests[prompt].fields,
+      "text": self.decode(tokens),
+      "tokens": tokens,
+      # As few digits as tell a float32 from its neighbours.
+      "logprobs": [float(str(x)) for x in logprobs],
+      "stop_reason": Status(int(rollout.status[row])).name.lower(),
+      "settings": self.settings,
+    }
+
+
+def chunks(
+  requests: int,
+  samples: int,
+  *,
+  done: Collection[tuple[int, int]],
+  slots: int,
+  rounds: int = 8,
+) -> Iterator[list[Piece]]:
+  """What is missing, by and large in order; a chunk keeps the slots busy.
+
+  Args:
+    requests: N.
+    samples: of each.
+    done: (prompt index, sample index) of those that are not missing.
+    slots: most samples of a piece.
+    rounds: a chunk ends when it could fill the slots so many times.
+  """
+  pieces, size = [], 0
+  for prompt in range(requests):
+    left = [i for i in range(samples) if (prompt, i) not in done]
+    while left:
+      piece = Piece(prompt, left[: _size(len(left), min(samples, slots))])
+      left = left[len(piece.samples) :]
+      pieces.append(piece)
+      size += len(piece.samples)
+      if size >= rounds * slots:
+        yield from _by_size(pieces)
+        pieces, size = [], 0
+  yield from _by_size(pieces)
+
+
+def _size(left: int, whole: int) -> int:
+  """Samples of a piece: few sizes, as each has a program of its own."""
+  return whole if left >= whole else 1 << (left.bit_length() - 1)
+
+
+def _by_size(pieces: list[Piece]) -> Iterator[list[Piece]]:
+  for size in sorted({len(p.samples) for p in pieces}, reverse=True):
+    yield [p for p in pieces if len(p.samples) == size]
+
+
+def write(
+  job: Job,
+  work: Iterable[Sequence[Piece]],
+  file: TextIO,
+  progress: Progress,
+  *,
+  halted: Callable[[], bool] = lambda: False,
+) -> collections.Counter[str]:
+  """Writes chunks one after the other, a line a sample.
+
+  Args:
+    job: what the samples have in common.
+    work: chunks.
+    file: takes the lines of each chunk when it has ended.
+    progress: shows what is done.
+    halted: once true, what has ended is written, and nothing more.
+
+  Returns:
+    How often samples stopped for which reason.
+
+  Raises:
+    InputError: the file cannot be written.
+  """
+  reasons = collections.Counter()
+
+  def schedule(view):
+    progress.look(int(view.ended.sum()), int(view.lengths.sum()))
+    return Decision(halt=True) if halted() else refill(view)
+
+  for chunk in work:
+    records = job.sample(chunk, schedule=schedule)
+    try:
+      file.write("".join(json.dumps(record) + "\n" for record in records))
+      file.flush()
+    except OSError as error:
+      raise InputError(
+        f"the samples cannot be written ({error.strerror}); make room"
+      ) from error
+    reasons.update(record["stop_reason"] for record in records)
+    progress.keep(len(records), sum(len(r["tokens"]) for r in records))
+    if halted():
+      break
+  return reasons
+
+
+def digest(values: Mapping[str, Any]) -> str:
+  """Names what samples depend on by eight characters; values are JSON."""
+  text = json.dumps(values, sort_keys=True)
+  return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def resume(
+  path: pathlib.Path, requests: Sequence[Request], *, settings: str
+) -> set[tuple[int, int]]:
+  """Prepares a file for further samples: a line without its end is cut off.
+
+  Args:
+    path: of the samples.
+    requests: whose samples they are.
+    settings: their `digest`.
+
+  Returns:
+    (prompt index, sample index) of what it holds.
+
+  Raises:
+    InputError: it holds something else.
+  """
+  done, size = set(), 0
+  with path.open("r+b") as file:
+    for number, line in enumerate(file, start=1):
+      if line.endswith(b"\n"):
+        done.add(_identify(line, f"{path}:{number}", requests, settings))
+        size += len(line)
+    file.truncate(size)
+  return done
+
+
+def _identify(line, where, requests, settings) -> tuple[int, int]:
+  """(prompt index, sample index) of a line that belongs to the requests."""
+  record = parse_object(line.decode("utf-8", "replace"), where)
+  prompt, sample = (record.get(key) for key in KEYS[:2])
+  if type(prompt) is not int or sample not in range(MAX_SAMPLES):
+    raise InputError(f"{where}: no sample of this program; choose another file")
+  if record.get("settings") != settings:
+    raise InputError(
+      f"{where}: of another model, seed or setting; repeat them or write to"
+      " another file"
+    )
+  known = requests[prompt].fields if 0 <= prompt < len(requests) else None
+  if {k: v for k, v in record.items() if k not in KEYS} != known:
+    raise InputError(
+      f"{where}: of another prompt than number {prompt} is now; repeat the"
+      " prompts in their order or write to another file"
+    )
+  return prompt, sample

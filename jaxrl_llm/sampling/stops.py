@@ -1,0 +1,34 @@
+"""Stop strings: where in a response a text is complete."""
+
+from collections.abc import Callable, Sequence
+
+_MARGIN = 4  # Tokens before a string, lest it lose the space it begins with.
+
+
+def first_stop(
+  tokens: Sequence[int],
+  strings: Sequence[str],
+  detokenize: Callable[[Sequence[int]], str],
+  *,
+  before: int,
+) -> int | None:
+  """Length of the shortest prefix whose text has one of the strings.
+
+  Args:
+    tokens: of a response.
+    strings: none of them empty.
+    detokenize: tokens to text.
+    before: tokens that were looked at earlier and had none.
+
+  Returns:
+    The number of tokens, or None. What it is does not depend on `before`, that
+    is on where the decoding was interrupted.
+  """
+  # A string can begin in tokens seen before: as many as it has bytes, since a
+  # token has one at least.
+  reach = max(len(string.encode()) for string in strings)
+  start = max(before - reach - _MARGIN, 0)
+  has = lambda end: any(s in detokenize(tokens[start:end]) for s in strings)
+  if not has(len(tokens)):
+    return None
+  return next(end for end in range(before + 1, len(tokens) + 1) if has(end))

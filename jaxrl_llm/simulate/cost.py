@@ -1,0 +1,236 @@
+"""What things cost: prices of a simulated machine, fitted or computed.
+
+Nothing here is measured: a price comes from rows that somebody measured (`fit`)
+or from what makers and model cards state (`accelerator`).
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import chex
+import numpy as np
+
+
+class Plane(NamedTuple):
+  """Seconds of a decoding step: fixed + per_slot · slots + per_position · n."""
+
+  fixed: float
+  per_slot: float
+  per_position: float  # n positions of all slots together.
+
+
+@dataclasses.dataclass(frozen=True)
+class CostModel:
+  """Prices in seconds.
+
+  A decoding step takes as long as its slowest resource: the largest of some
+  planes. Latency is in their fixed part.
+  """
+
+  decode: tuple[Plane, ...]
+  prefill_call_s: float = 0.0
+  prefill_token_s: float = 0.0
+  prefill_pair_s: float = 0.0  # Per pair of a token and an earlier one.
+  train_step_s: float = 0.0
+  train_token_s: float = 0.0  # Per token of prompt, prefix and response.
+  train_pair_s: float = 0.0
+  sync_s: float = 0.0  # Of a weight sync.
+  look_s: float = 0.0  # Host time between two windows of decoding.
+  # Steps cost what the shapes of their program cost, idle slots and free pages
+  # included; otherwise they cost what is in use.
+  padded: bool = False
+
+  def decode_s(self, slots: chex.Array, positions: chex.Array) -> np.ndarray:
+    """Seconds of steps with so many slots and positions, of their shape."""
+    return np.max(
+      [
+        p.fixed + p.per_slot * slots + p.per_position * positions
+        for p in self.decode
+      ],
+      axis=0,
+    )
+
+  def prefill_s(self, contexts: chex.Array, calls: int) -> float:
+    """Seconds of the prefill of contexts, given by length, in some calls."""
+    tokens, pairs = _tokens_and_pairs(contexts)
+    return float(
+      self.prefill_call_s * calls
+      + self.prefill_token_s * tokens
+      + self.prefill_pair_s * pairs
+    )
+
+  def train_s(self, contexts: chex.Array) -> float:
+    """Seconds of a training step on contexts, given by length."""
+    tokens, pairs = _tokens_and_pairs(contexts)
+    return float(
+      self.train_step_s
+      + self.train_token_s * tokens
+      + self.train_pair_s * pairs
+    )
+
+  def divided(self, sampler_share: float) -> "CostModel":
+    """The prices when a share of the devices samples and the others train.
+
+    Work that is spread over devices takes 1 / share as long. Fixed parts stay:
+    every device reads the weights and waits for launches by itself.
+
+    Args:
+      sampler_share: of the devices, between 0 and 1.
+    """
+    if not 0 < sampler_share < 1:
+      raise ValueError(
+        f"sampler_share must be between 0 and 1, got {sampler_share}"
+      )
+    trainer_share = 1 - sampler_share
+    return dataclasses.replace(
+      self,
+      decode=tuple(
+        Plane(
+          p.fixed, p.per_slot / sampler_share, p.per_position / sampler_share
+        )
+        for p in self.decode
+      ),
+      prefill_token_s=self.prefill_token_s / sampler_share,
+      prefill_pair_s=self.prefill_pair_s / sampler_share,
+      train_token_s=self.train_token_s / trainer_share,
+      train_pair_s=self.train_pair_s / trainer_share,
+    )
+
+
+def fit(
+  windows: chex.Array, calls: chex.Array | None = None, **prices: float
+) -> CostModel:
+  """Prices by least squares from what an engine was measured to take.
+
+    window = look + steps · (fixed + per_slot · slots + per_position · n)
+    host = look · looks + prefill_call · calls + prefill_token · tokens
+
+  No price is negative: one that would be is left out and the others are fitted
+  again. The engine's programs are padded, so `slots` are those of the program,
+  idle ones included, and n the positions that its memory has room for.
+
+  Args:
+    windows: [n, 4], rows of (slots, steps, positions, seconds), one a window
+      of decoding; without windows that compiled.
+    calls: [m, 4], rows of (looks, prefill calls, context tokens, seconds of the
+      host), one a call of the engine. All but the seconds are in `Spent`.
+    **prices: further fields of `CostModel`, as they are.
+
+  Raises:
+    ValueError: rows are too few or of another shape.
+  """
+  slots, steps, positions, seconds = _columns("windows", windows)
+  columns = [steps, steps * slots, steps * positions, np.ones_like(steps)]
+  if np.ptp(steps) == 0:
+    columns.pop()  # A look cannot be told from the fixed part of its steps.
+  *plane, look = [*_least_squares(columns, seconds), 0.0][:4]
+  found = {"look_s": look}
+  if calls is not None:
+    *columns, seconds = _columns("calls", calls)
+    more, call, token = _least_squares(columns, seconds)
+    found |= {
+      "look_s": look + more,
+      "prefill_call_s": call,
+      "prefill_token_s": token,
+    }
+  settings = {"padded": True} | found | prices
+  return CostModel(decode=(Plane(*plane),), **settings)
+
+
+def accelerator(
+  *,
+  devices: float = 64,
+  parameters: float = 7.6e9,
+  bytes_per_parameter: float = 2,
+  kv_bytes_per_token: float = 57_344,
+  flops_per_pair: float = 401_408,
+  bandwidth: float = 2.765e12,
+  peak_flops: float = 459e12,
+  bandwidth_use: float = 0.6,
+  flops_use: float = 0.4,
+  step_latency_s: float = 2e-3,
+  call_latency_s: float = 10e-3,
+  look_s: float = 2e-3,
+  train_forwards: float = 5,
+  train_latency_s: float = 2.0,
+  sync_bandwidth: float = 10e9,
+) -> CostModel:
+  """Prices of a pod by the roofline: pure arithmetic on stated numbers.
+
+  A step of decoding reads all weights and all keys and values, and multiplies;
+  the slower of both counts. Every device has all weights and a share of the
+  slots. The defaults are a 7B shape (28 layers of width 3584, 4 key-value heads
+  of 128, bfloat16) on 64 chips with the numbers that their maker states for a
+  TPU v5p.
+
+  Args:
+    devices: that sample and train.
+    parameters: of the policy.
+    bytes_per_parameter: in the sampler.
+    kv_bytes_per_token: keys and values of a position, all layers.
+    flops_per_pair: of attention, 4 · layers · heads · head size.
+    bandwidth: of a device's memory, bytes/s.
+    peak_flops: of a device.
+    bandwidth_use: share of the bandwidth that decoding reaches.
+    flops_use: share of the peak that prefill, training and decoding reach.
+    step_latency_s: of a decoding step, beside reading and multiplying.
+    call_latency_s: of a prefill call.
+    look_s: host time of a look.
+    train_forwards: work per trained token in forward passes of the policy; 1
+      scores the old log-probs, 3 update, 1 recomputes.
+    train_latency_s: of a training step, beside multiplying.
+    sync_bandwidth: at which a device gets its weights, bytes/s.
+
+  Reference:
+    Williams et al. 2009, Roofline, Communications of the ACM 52(4).
+  """
+  weights = parameters * bytes_per_parameter
+  read = 1 / (bandwidth * bandwidth_use)
+  multiply = 1 / (peak_flops * flops_use)
+  token, pair = 2 * parameters * multiply, flops_per_pair * multiply
+  return CostModel(
+    decode=(
+      Plane(
+        step_latency_s + weights * read,
+        0.0,
+        kv_bytes_per_token * read / devices,
+      ),
+      Plane(step_latency_s, token / devices, pair / devices),
+    ),
+    prefill_call_s=call_latency_s,
+    prefill_token_s=token / devices,
+    prefill_pair_s=pair / devices,
+    train_step_s=train_latency_s,
+    train_token_s=train_forwards * token / devices,
+    train_pair_s=train_forwards * pair / devices,
+    sync_s=weights / sync_bandwidth,
+    look_s=look_s,
+  )
+
+
+def _tokens_and_pairs(contexts):
+  contexts = np.asarray(contexts, np.float64)
+  return contexts.sum(), (contexts * (contexts + 1)).sum() / 2
+
+
+def _columns(name, rows):
+  rows = np.asarray(rows, np.float64)
+  if rows.ndim != 2 or rows.shape[1] != 4 or len(rows) < 4:
+    raise ValueError(
+      f"{name} must have 4 columns and at least 4 rows, got shape {rows.shape}"
+    )
+  return rows.T
+
+
+def _least_squares(columns, values) -> list[float]:
+  """Coefficients, none negative; the most negative one is left out first."""
+  table, kept = np.stack(columns, axis=1), list(range(len(columns)))
+  while True:
+    part = table[:, kept]
+    scale = np.abs(part).max(axis=0, initial=1e-300)
+    found = np.linalg.lstsq(part / scale, values, rcond=None)[0] / scale
+    if not kept or found.min() >= 0:
+      out = np.zeros(len(columns))
+      out[kept] = found
+      return out.tolist()
+    kept.pop(int(np.argmin(found * scale)))

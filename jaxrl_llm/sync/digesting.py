@@ -1,0 +1,140 @@
+"""Digests of parameters: 64 bits per array, made where the array lies.
+
+Two parameter trees that should be the same rarely lie on the same devices, so
+they are compared by digests. Bits count, not values: 0 and −0 differ, and so
+do two NaNs with other payloads. A digest depends on the path, shape and dtype
+of a leaf and on the place of every element in it, but not on mesh or sharding:
+it is a sum of integers, which is exact in any order.
+"""
+
+import hashlib
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm.sharding import path_name
+
+Digests = Mapping[str, int]  # Path of a leaf -> 64 bits.
+
+
+def digest(tree: Any) -> int:
+  """64 bits that stand for all paths, shapes, dtypes and bits of a tree."""
+  return fold(digests(tree))
+
+
+def digests(tree: Any) -> dict[str, int]:
+  """The digest of every leaf by its path.
+
+  With the bits u_i of element i as an integer, a bijection m of 32-bit
+  integers and p_i = m(i + seed of the leaf), its halves are
+
+    Σ m(u_i ⊕ p_i)   and   Σ m(u_i ⊕ p_i) · (p_i | 1)   (mod 2³²).
+
+  A change of one element always shows. One of several, unless made on purpose,
+  stays unseen with a probability near 2⁻⁶⁴.
+
+  Args:
+    tree: arrays on any devices or in NumPy, of at most 64-bit numbers.
+
+  Raises:
+    TypeError: a leaf has complex or no numbers.
+    ValueError: two leaves have one path name.
+  """
+  return of_leaves(*named_leaves(tree))
+
+
+def fold(parts: Digests) -> int:
+  """One 64-bit digest from those of leaves, in whatever order they come."""
+  whole = hashlib.blake2b(digest_size=8)
+  for name in sorted(parts):
+    whole.update(f"{name}\0{parts[name]}\0".encode())
+  return int.from_bytes(whole.digest(), "little")
+
+
+def named_leaves(tree: Any) -> tuple[list[str], list[Any]]:
+  """Path names and leaves of a tree.
+
+  Raises:
+    ValueError: two leaves have one path name.
+  """
+  pairs = jax.tree_util.tree_leaves_with_path(tree)
+  names = [path_name(path) for path, _ in pairs]
+  if len(set(names)) < len(names):
+    twice = next(name for name in names if names.count(name) > 1)
+    raise ValueError(f"two leaves have the path {twice!r}; rename one")
+  return names, [leaf for _, leaf in pairs]
+
+
+def of_leaves(names: Sequence[str], leaves: Sequence[Any]) -> dict[str, int]:
+  """As `digests`, of leaves whose paths are given."""
+  # All are started before the first is waited for.
+  sums = jax.device_get(
+    [_start(name, leaf) for name, leaf in zip(names, leaves)]
+  )
+  return {
+    name: int(low) | int(high) << 32 for name, (low, high) in zip(names, sums)
+  }
+
+
+def _start(name: str, leaf: Any) -> jax.Array:
+  leaf = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+  numeric = jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == bool
+  if not numeric or jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+    raise TypeError(f"{name}: no digest for dtype {leaf.dtype}")
+  seed = np.uint32(zlib.crc32(f"{name} {leaf.dtype} {leaf.shape}".encode()))
+  if isinstance(leaf, np.ndarray) and leaf.dtype.itemsize == 8:
+    # Else JAX would cut it to 32 bits.
+    leaf = np.ascontiguousarray(leaf).view(np.uint32)
+    leaf = leaf.reshape(-1, 2)
+  elif leaf.dtype.itemsize == 8:
+    leaf = jax.lax.bitcast_convert_type(leaf, jnp.uint32).reshape(-1, 2)
+  return _sums(leaf, seed)
+
+
+@jax.jit
+def _sums(x: chex.Array, seed: chex.Array) -> jax.Array:
+  """Both halves of a leaf's digest, uint32 [2]."""
+  places = _mix(_index(x.shape) + seed)
+  mixed = _mix(_bits(x) ^ places)
+  # Together in one pass: on a CPU five times as fast as two sums.
+  zero = np.uint32(0)
+  halves = jax.lax.reduce(
+    (mixed, mixed * (places | 1)),
+    (zero, zero),
+    lambda xs, ys: (xs[0] + ys[0], xs[1] + ys[1]),
+    range(x.ndim),
+  )
+  # An empty leaf too has a digest of its own path.
+  return _mix(seed + jnp.arange(1, 3, dtype=jnp.uint32)) + jnp.stack(halves)
+
+
+def _bits(x: jax.Array) -> jax.Array:
+  """Stored bits as uint32; integers of one dtype are told apart as they are."""
+  if jnp.issubdtype(x.dtype, jnp.floating):
+    x = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+  return x.astype(jnp.uint32)
+
+
+def _index(shape: tuple[int, ...]) -> jax.Array:
+  """Row-major number of every element mod 2³², sharded as the array is."""
+  index, stride = jnp.zeros(shape, jnp.uint32), 1
+  for axis in reversed(range(len(shape))):
+    step = np.uint32(stride % 2**32)
+    index += step * jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+    stride *= shape[axis]
+  return index
+
+
+def _mix(x: jax.Array) -> jax.Array:
+  """A bijection of 32-bit integers in which every bit moves half of all.
+
+  Reference: the finaliser of MurmurHash3 (A. Appleby, public domain).
+  """
+  x = (x ^ x >> 16) * np.uint32(0x85EBCA6B)
+  x = (x ^ x >> 13) * np.uint32(0xC2B2AE35)
+  return x ^ x >> 16

@@ -1,0 +1,184 @@
+"""From the trainer's parameters to the sampler's, in groups of leaves.
+
+The sampler's copy has a dtype and a layout of its own and may lie on another
+mesh. It is made on the trainer's mesh and moved by a resharding `device_put`,
+a group of leaves at a time, so that beside the two copies only a few bytes are
+alive. What arrives is stamped with the policy's version and with a digest.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl_llm import sharding
+from jaxrl_llm.sync import digesting
+from jaxrl_llm.sync.errors import SyncError
+
+MAX_BYTES = 256 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplerWeights:
+  """Stamped parameters. No pytree: mapped ones would keep a wrong stamp."""
+
+  params: Any  # In the sampler's layout; JAX arrays, or NumPy on a host.
+  version: int  # Of the policy: iterations trained.
+  digest: int  # Of `params`, taken before they were sent.
+
+
+def stamp(params: Any, version: int) -> SamplerWeights:
+  """Weights that are in the sampler's layout already."""
+  return SamplerWeights(params, version, digesting.digest(params))
+
+
+class Link:
+  """The way from the trainer's parameters to the sampler's; compiled once."""
+
+  def __init__(
+    self,
+    layout: Callable[[Any], Any],
+    shapes: Any,
+    *,
+    source: Any = None,
+    target: Any = None,
+    max_bytes: int = MAX_BYTES,
+  ):
+    """Plans the groups; nothing is compiled or allocated yet.
+
+    Args:
+      layout: trainer parameters -> sampler parameters (`fns.for_sampling`).
+      shapes: ShapeDtypeStructs of the trainer's parameters.
+      source: sharding per sampler leaf in which it is made on the trainer's
+        mesh (`layout_shardings`); None leaves it to the compiler.
+      target: sharding per sampler leaf at the sampler; None: as it is made.
+      max_bytes: most bytes of a group, summed over devices; a leaf that is
+        larger goes alone. At most twice as much is alive beside the copies:
+        a group as it is sent and as it arrives.
+
+    Raises:
+      ValueError: max_bytes is out of range, or two leaves have one path.
+    """
+    if max_bytes < 1:
+      raise ValueError(f"max_bytes must be >= 1, got {max_bytes}")
+    sampled = jax.eval_shape(layout, shapes)
+    self._names, leaves = digesting.named_leaves(sampled)
+    self._tree = jax.tree.structure(sampled)
+    self._layout = layout
+    self._source = source and self._tree.flatten_up_to(source)
+    self._target = target and self._tree.flatten_up_to(target)
+    sizes = [x.size * x.dtype.itemsize for x in leaves]
+    groups = _groups(sizes, max_bytes)
+    self._programs = [(group, self._program(group)) for group in groups]
+
+  def push(
+    self, params: Any, version: int, replaces: SamplerWeights | None = None
+  ) -> SamplerWeights:
+    """Sends the policy to the sampler.
+
+    Args:
+      params: the trainer's parameters; the result shares no memory with them,
+        so that they may be donated.
+      version: of the policy, recorded in the stamp.
+      replaces: weights of an earlier push, whose arrays are deleted group by
+        group as the new ones come; without it both copies are alive at the end.
+
+    Raises:
+      SyncError: `replaces` has other leaves.
+    """
+    old = self._leaves_of(replaces)
+    sent, arrived = {}, [None] * len(self._names)
+    for group, program in self._programs:
+      leaves = program(params)
+      sent |= digesting.of_leaves([self._names[i] for i in group], leaves)
+      if old is not None:
+        for i in group:
+          old[i].delete()
+      if self._target is not None:
+        leaves = jax.device_put(leaves, [self._target[i] for i in group])
+      # Without waiting, all groups would be under way together.
+      for i, leaf in zip(group, jax.block_until_ready(leaves)):
+        arrived[i] = leaf
+    params = jax.tree.unflatten(self._tree, arrived)
+    return SamplerWeights(params, version, digesting.fold(sent))
+
+  def digests(self, params: Any) -> dict[str, int]:
+    """Digests of what a push would send, by path in the sampler's layout."""
+    out = {}
+    for group, program in self._programs:
+      names = [self._names[i] for i in group]
+      out |= digesting.of_leaves(names, program(params))
+    return out
+
+  def _program(self, group: Sequence[int]) -> Callable[[Any], list[jax.Array]]:
+    """Makes some leaves of the layout; the compiler drops the others."""
+
+    def make(params):
+      leaves = jax.tree.leaves(self._layout(params))
+      # jit returns new buffers, also for what the layout leaves alone.
+      return [leaves[i] for i in group]
+
+    places = None
+    if self._source is not None:
+      places = [self._source[i] for i in group]
+    return jax.jit(make, out_shardings=places)
+
+  def _leaves_of(self, weights: SamplerWeights | None) -> list | None:
+    if weights is None:
+      return None
+    names, leaves = digesting.named_leaves(weights.params)
+    if names != self._names:
+      raise SyncError(
+        f"weights of version {weights.version} have {len(names)} leaves, other"
+        f" ones than the {len(self._names)} that are pushed; replace only what"
+        " an earlier push returned"
+      )
+    return leaves
+
+
+def layout_shardings(
+  layout: Callable[[Any], Any], shapes: Any, mesh: Mesh
+) -> Any:
+  """Where the sampler's leaves lie on a mesh: as the trainer's would.
+
+  A layer taken out of a stack keeps the axes of the stack but the first.
+
+  Args:
+    layout: trainer parameters -> sampler parameters.
+    shapes: ShapeDtypeStructs of the trainer's parameters.
+    mesh: the mesh, the trainer's or another.
+
+  Returns:
+    A NamedSharding per leaf of the sampler's parameters.
+
+  Raises:
+    ValueError: a leaf's path matches no rule, or is none of the trainer's.
+  """
+  names, places = digesting.named_leaves(sharding.tree_shardings(shapes, mesh))
+  specs = dict(zip(names, (place.spec for place in places)))
+  ranks = dict(zip(names, (x.ndim for x in jax.tree.leaves(shapes))))
+
+  def place(path, leaf):
+    name = sharding.path_name(path)
+    stacked = re.sub(r"/\d+(?=/)", "", name)
+    if ranks.get(stacked, -1) - leaf.ndim not in (0, 1):
+      raise ValueError(f"{name} of the sampler is no part of a trainer's leaf")
+    spec = tuple(specs[stacked])[ranks[stacked] - leaf.ndim :]
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+  return jax.tree_util.tree_map_with_path(place, jax.eval_shape(layout, shapes))
+
+
+def _groups(sizes: Sequence[int], most: int) -> list[list[int]]:
+  """Neighbours together as long as their sizes sum to `most` or less."""
+  groups, total = [], most
+  for i, size in enumerate(sizes):
+    if not groups or total + size > most:
+      groups.append([])
+      total = 0
+    groups[-1].append(i)
+    total += size
+  return groups

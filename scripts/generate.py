@@ -1,0 +1,360 @@
+"""Samples responses to prompts; needs a model, but no run and no data set.
+
+  python scripts/generate.py --prompt='3+5?' --out=samples.jsonl
+  python scripts/generate.py --model=DIR --prompts=FILE --out=samples.jsonl
+
+FILE has one prompt a line or, as FILE.jsonl, objects with "prompt" (a text) or
+"messages" (a conversation), whose other fields come out again. A sample is one
+JSON object a line: index of prompt and sample, the prompt's fields, text,
+tokens, their log-probabilities, and why it stopped: "finished" (by the model or
+a stop string) or "overlong". Equal flags give equal samples, whatever the
+slots. Ctrl-C keeps what has ended; --resume adds what is missing. Exit code 2
+for bad input.
+"""
+
+import argparse
+import contextlib
+import pathlib
+import re
+import signal
+import sys
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxrl_llm import generate, models, sharding
+from jaxrl_llm.data import requests as requests_lib
+from jaxrl_llm.data.tokenizer import Tokenizer
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.metrics.progress import Progress
+from jaxrl_llm.models import hf
+from jaxrl_llm.sampling import Engine, SamplingSettings
+from jaxrl_llm.sampling.settings import limit_of
+from jaxrl_llm.train import build, signals, workdir
+
+_STDIO = "-"
+# Options that a sample does not depend on; the prompts are compared themselves.
+_FREE = ("prompts", "prompt", "jsonl", "out", "samples", "slots", "resume")
+
+
+class Source(NamedTuple):
+  """Where a model comes from."""
+
+  directory: str  # Has config, tokenizer and, if there is no run, weights.
+  run: pathlib.Path | None = None
+  step: int | None = None  # Of the run's policy.
+  stop: tuple[str, ...] = ()  # Further stop tokens, as text.
+
+
+def check_numbers(options) -> None:
+  """Refuses counts that are out of range.
+
+  Raises:
+    InputError: one is.
+  """
+  for name, least, most in (
+    ("samples", 1, generate.MAX_SAMPLES),
+    ("slots", 1, 1 << 20),
+    ("max_new_tokens", 1, 1 << 30),
+    ("seed", 0, (1 << 32) - 1),
+  ):
+    value = getattr(options, name)
+    if not least <= value <= most:
+      raise InputError(f"--{name} must be {least}..{most}, got {value}")
+
+
+def check_out(options) -> None:
+  """Refuses an --out that has something else in it or cannot be written.
+
+  Raises:
+    InputError: it is so.
+  """
+  if options.out == _STDIO:
+    if options.resume:
+      raise InputError("--resume completes a file; name it with --out")
+    return
+  path = pathlib.Path(options.out)
+  if path.is_dir() or not path.parent.is_dir():
+    raise InputError(f"--out={path}: give a file in a directory that exists")
+  if path.exists() and path.stat().st_size and not options.resume:
+    raise InputError(
+      f"--out={path} exists; add --resume to complete it or choose another file"
+    )
+
+
+def read_requests(options) -> list[requests_lib.Request]:
+  """The prompts of the flags, those of the file first.
+
+  Raises:
+    InputError: there are none, or they cannot be read.
+  """
+  requests = []
+  if options.prompts is not None:
+    name = options.prompts
+    try:
+      if name == _STDIO:
+        data = sys.stdin.buffer.read()
+      else:
+        data = pathlib.Path(name).read_bytes()
+    except OSError as error:
+      raise InputError(
+        f"--prompts={name}: cannot be read ({error.strerror})"
+      ) from error
+    requests = requests_lib.read_requests(
+      data,
+      "standard input" if name == _STDIO else name,
+      jsonl=options.jsonl or name.endswith(".jsonl"),
+      reserved=generate.KEYS,
+    )
+  for number, text in enumerate(options.prompt, start=1):
+    where = f"--prompt number {number}"
+    if not text:
+      raise InputError(f"{where} is empty; write a text")
+    requests.append(requests_lib.Request(where, {"prompt": text}))
+  if not 1 <= len(requests) <= generate.MAX_PROMPTS:
+    raise InputError(
+      f"--prompts=FILE and --prompt=TEXT must give 1..{generate.MAX_PROMPTS}"
+      f" prompts, got {len(requests)}"
+    )
+  return requests
+
+
+def find_model(name: str) -> Source:
+  """The shipped base model, a run's newest policy or a model directory.
+
+  Raises:
+    InputError: there is no such directory, or no checkpoint in it.
+  """
+  path = pathlib.Path(name)
+  if not name:
+    return Source(str(build.BASE))
+  if not path.is_dir():
+    raise InputError(
+      f"--model={name}: no such directory; give a model directory or the"
+      " --workdir of a run"
+    )
+  if not workdir.is_workdir(path):
+    return Source(name)
+  config, step = workdir.read_config(path), workdir.find_step(path)
+  return Source(build.model_path(config), path, step, config.sampler.stop)
+
+
+def load_model(source: Source, dtype: str) -> tuple[models.ModelFns, Any]:
+  """Model functions and sampler parameters, on the default device."""
+  if source.run is None:
+    fns, params = models.load(source.directory, dtype=dtype)
+  else:
+    policy = workdir.load_policy(source.run, step=source.step)
+    fns = models.make_policy(policy.fns.config, dtype=dtype)
+    params = policy.params
+  return fns, jax.jit(fns.for_sampling)(params)
+
+
+def make_sampling(options, tokenizer: Tokenizer) -> SamplingSettings:
+  """The sampling settings of the flags.
+
+  Raises:
+    InputError: one is out of range.
+  """
+  if "" in options.stop:
+    raise InputError("--stop is empty; write a text")
+  forbidden = single_tokens(options.forbid, tokenizer, "--forbid")
+  settings = SamplingSettings(
+    temperature=options.temperature,
+    top_k=options.top_k,
+    top_p=options.top_p,
+    min_p=options.min_p,
+    max_new_tokens=options.max_new_tokens,
+    min_new_tokens=options.min_new_tokens,
+    logit_bias=dict.fromkeys(forbidden, -np.inf),
+    stop_strings=tuple(options.stop),
+  )
+  try:
+    limit_of(settings, room=options.max_new_tokens)
+  except ValueError as error:
+    raise InputError(f"--{error}") from error
+  return settings
+
+
+def single_tokens(texts, tokenizer: Tokenizer, flag: str) -> list[int]:
+  """The token that each text is.
+
+  Raises:
+    InputError: a text is several.
+  """
+  tokens = [tokenizer.encode(text) for text in texts]
+  for text, found in zip(texts, tokens):
+    if len(found) != 1:
+      raise InputError(
+        f"{flag}={text!r} is {len(found)} tokens of {tokenizer.path}; give a"
+        " text that is one"
+      )
+  return [token for (token,) in tokens]
+
+
+def make_job(options) -> generate.Job:
+  """Everything that writes samples; reads the weights last.
+
+  Raises:
+    InputError: flags, prompts and model do not fit together.
+  """
+  requests, source = read_requests(options), find_model(options.model)
+  config = hf.read_config(source.directory)
+  tokenizer = Tokenizer.load(source.directory)
+  if tokenizer.vocab_size > config.vocab_size:
+    raise InputError(
+      f"{tokenizer.path}: the tokenizer has {tokenizer.vocab_size} tokens but"
+      f" the model only {config.vocab_size}; use the model's own"
+    )
+  sampling = make_sampling(options, tokenizer)
+  tokens = requests_lib.tokenize(
+    requests,
+    tokenizer,
+    chat=options.chat,
+    context=config.max_position_embeddings,
+    max_new_tokens=options.max_new_tokens,
+  )
+  stop = single_tokens(source.stop, tokenizer, "config.sampler.stop")
+  fns, params = load_model(source, options.dtype)
+  # Slots are dealt to all devices, each of which has the whole model.
+  mesh = sharding.make_mesh(data=-1, fsdp=1, tensor=1)
+  slots = min(options.slots, len(requests) * options.samples)
+  engine = Engine(
+    fns,
+    slots=-(-slots // mesh.size) * mesh.size,
+    max_prompt_length=max(map(len, tokens)),
+    max_response_length=options.max_new_tokens,
+    stop_tokens=[*tokenizer.stop_tokens, *stop],
+    sharding=sharding.along_batch(mesh),
+    detokenize=tokenizer.decode,
+  )
+  return generate.Job(
+    engine=engine,
+    params=jax.device_put(params, sharding.replicated(mesh)),
+    requests=requests,
+    tokens=tokens,
+    key=jax.random.key(options.seed),
+    sampling=sampling,
+    decode=tokenizer.decode,
+    settings=_digest(options, source),
+  )
+
+
+def _digest(options, source: Source) -> str:
+  values = {k: v for k, v in vars(options).items() if k not in _FREE}
+  path = pathlib.Path(source.run or source.directory).resolve()
+  return generate.digest(values | {"model": str(path), "step": source.step})
+
+
+def write_samples(job: generate.Job, options) -> int:
+  """Writes the samples that --out lacks, and says how it went.
+
+  Returns:
+    The exit code: 0, or 128 + number of the signal that ended it early.
+
+  Raises:
+    InputError: the file has other samples or cannot be written.
+  """
+  path = None if options.out == _STDIO else pathlib.Path(options.out)
+  done = set()
+  if path is not None and path.exists():
+    done = generate.resume(path, job.requests, settings=job.settings)
+  total = len(job.requests) * options.samples
+  total -= sum(sample < options.samples for _, sample in done)
+  work = generate.chunks(
+    len(job.requests), options.samples, done=done, slots=job.engine.slots
+  )
+  with contextlib.ExitStack() as stack:
+    file = sys.stdout
+    if path is not None:
+      file = stack.enter_context(path.open("a", encoding="utf-8"))
+    stopped = stack.enter_context(signals.stop_on_signal())
+    progress = stack.enter_context(Progress(total))
+    reasons = generate.write(
+      job, work, file, progress, halted=lambda: bool(stopped.signal)
+    )
+  show_summary(progress, reasons, total, options)
+  return 128 + stopped.signal if stopped.signal else 0
+
+
+def show_summary(progress, reasons, total: int, options) -> None:
+  """Says on standard error what was written."""
+  rate = progress.tokens / progress.seconds
+  parts = [
+    f"{progress.responses:,} responses, {progress.tokens:,} tokens in"
+    f" {progress.seconds:.1f} s with compilation, {rate:,.0f} tokens/s",
+    *(f"{count:,} {reason}" for reason, count in sorted(reasons.items())),
+  ]
+  if progress.responses < total:
+    parts.append(f"{total - progress.responses:,} missing")
+    if options.out != _STDIO:
+      parts.append("the same command with --resume writes them")
+  print("; ".join(parts), file=sys.stderr)
+
+
+def escaped(text: str) -> str:
+  r"""Text of a flag, in which \n is a new line and \\ a backslash."""
+  return re.sub(r"\\([n\\])", lambda m: m[1].replace("n", "\n"), text)
+
+
+def make_parser() -> argparse.ArgumentParser:
+  """The flags."""
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  add = parser.add_argument
+  several = {"action": "append", "default": []}
+  text = {"metavar": "TEXT", "type": escaped, **several}
+  add(
+    "--model",
+    default="",
+    metavar="DIR",
+    help="Hugging Face directory, or the --workdir of a run; the shipped"
+    " chain_sum base by default",
+  )
+  add("--prompts", metavar="FILE", help="text or .jsonl; - is standard input")
+  add(
+    "--jsonl", action="store_true", help="--prompts is JSONL, named so or not"
+  )
+  add("--prompt", metavar="TEXT", **several, help="a prompt; repeatable")
+  add("--chat", action="store_true", help="apply the model's chat template")
+  add("--out", default=_STDIO, metavar="FILE", help="default: standard output")
+  add("--resume", action="store_true", help="complete what --out has")
+  add("--samples", type=int, default=4, help="per prompt; 4")
+  add("--max_new_tokens", type=int, default=256, help="256")
+  add("--min_new_tokens", type=int, default=0, help="before the model may stop")
+  add("--temperature", type=float, default=1.0, help="1; 0 is greedy")
+  add("--top_k", type=int, default=0, help="likeliest tokens; 0 is off")
+  add("--top_p", type=float, default=1.0, help="mass of them; 1 is off")
+  add("--min_p", type=float, default=0.0, help="share of the best; 0 is off")
+  add("--stop", **text, help=r"ends a response; \n is a new line; repeatable")
+  add("--forbid", **text, help="a token that is never drawn; repeatable")
+  add("--seed", type=int, default=0)
+  add("--slots", type=int, default=64, help="responses written at a time; 64")
+  add(
+    "--dtype",
+    choices=("float32", "bfloat16"),
+    default="float32",
+    help="of the computation",
+  )
+  return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+  """Runs the command; returns its exit code."""
+  options = make_parser().parse_args(arguments)
+  try:
+    check_numbers(options)
+    check_out(options)
+    return write_samples(make_job(options), options)
+  except InputError as error:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+  except KeyboardInterrupt:
+    print("interrupted; --resume goes on", file=sys.stderr)
+    return 128 + signal.SIGINT
+
+
+if __name__ == "__main__":
+  sys.exit(main())

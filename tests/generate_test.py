@@ -1,0 +1,369 @@
+"""Tests of scripts/generate.py and of what it is made of."""
+
+import dataclasses
+import importlib.util
+import io
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl_llm import generate, models
+from jaxrl_llm.data import requests as requests_lib
+from jaxrl_llm.data.tokenizer import Tokenizer
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.metrics.progress import Progress
+from jaxrl_llm.sampling import Engine, SamplingSettings
+from jaxrl_llm.train import build
+
+_ROOT = pathlib.Path(__file__).parents[1]
+_ROOM = 24  # Response tokens.
+_SAMPLES = 4
+_SLOTS = 2
+_PROMPTS = [
+  {"prompt": "3+5?", "id": "a"},
+  {"prompt": "7+5-1?", "level": [2, None]},
+  {"prompt": "8-3?"},
+]
+
+
+def _lines(records):
+  return "".join(json.dumps(record) + "\n" for record in records)
+
+
+def _read(path):
+  return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _requests(records=_PROMPTS):
+  return requests_lib.read_requests(
+    _lines(records).encode(), "p.jsonl", jsonl=True, reserved=generate.KEYS
+  )
+
+
+def _by_number(records):
+  return sorted(records, key=lambda r: (r["prompt_index"], r["sample_index"]))
+
+
+def _assert_same(records, others, *, but=()):
+  """Equal but for rounding; in any order, and not in the keys of `but`."""
+  assert len(records) == len(others)
+  for a, b in zip(_by_number(records), _by_number(others)):
+    np.testing.assert_allclose(a["logprobs"], b["logprobs"], rtol=0, atol=1e-5)
+    differ = {"logprobs", *but}
+    assert a.keys() == b.keys()
+    assert all(a[key] == b[key] for key in a.keys() - differ)
+
+
+@pytest.fixture(scope="module")
+def job():
+  """The shipped base in two slots, fewer than the samples of a prompt."""
+  tokenizer = Tokenizer.load(build.BASE)
+  fns, params = models.load(str(build.BASE))
+  requests = _requests()
+  return generate.Job(
+    engine=Engine(
+      fns,
+      slots=_SLOTS,
+      max_prompt_length=6,
+      max_response_length=_ROOM,
+      stop_tokens=tokenizer.stop_tokens,
+      detokenize=tokenizer.decode,
+    ),
+    params=jax.jit(fns.for_sampling)(params),
+    requests=requests,
+    tokens=requests_lib.tokenize(
+      requests, tokenizer, chat=False, context=512, max_new_tokens=_ROOM
+    ),
+    key=jax.random.key(3),
+    sampling=SamplingSettings(),
+    decode=tokenizer.decode,
+    settings="same",
+  )
+
+
+def _write(job, path, *, done=(), halted=lambda: False):
+  """Appends what is missing; returns all that the file has then."""
+  work = generate.chunks(
+    len(job.requests), _SAMPLES, done=done, slots=_SLOTS, rounds=2
+  )
+  progress = Progress(1, stream=io.StringIO())
+  with path.open("a") as file:
+    generate.write(job, work, file, progress, halted=halted)
+  return _read(path)
+
+
+@pytest.fixture(scope="module")
+def whole(job, tmp_path_factory):
+  """All samples, written at once."""
+  return _write(job, tmp_path_factory.mktemp("whole") / "out.jsonl")
+
+
+def _load_script():
+  path = _ROOT / "scripts" / "generate.py"
+  spec = importlib.util.spec_from_file_location("generate_script", path)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
+
+
+class TestSamples:
+  def test_lines_are_complete(self, job, whole):
+    places = [(r["prompt_index"], r["sample_index"]) for r in whole]
+    assert places == [(p, s) for p in range(3) for s in range(_SAMPLES)]
+    for record in whole:
+      fields = _PROMPTS[record["prompt_index"]]
+      assert set(record) == set(generate.KEYS) | set(fields)
+      assert fields.items() <= record.items()
+      assert record["text"] == job.decode(record["tokens"])
+      assert len(record["logprobs"]) == len(record["tokens"]) <= _ROOM
+      assert max(record["logprobs"]) <= 0
+      finished = record["tokens"][-1] == 1
+      assert record["stop_reason"] == ("finished" if finished else "overlong")
+    assert "#8." in {r["text"][-3:] for r in whole}
+
+  def test_logprobs_survive_the_file(self, whole):
+    for record in whole:
+      as_float32 = np.asarray(record["logprobs"], np.float32)
+      assert [float(str(x)) for x in as_float32] == record["logprobs"]
+
+  def test_stop_strings_and_forbidden_tokens(self, job, tmp_path):
+    forbidden = Tokenizer.load(build.BASE).encode("=")
+    sampling = SamplingSettings(
+      stop_strings=(".",), logit_bias={forbidden[0]: -np.inf}
+    )
+    other = dataclasses.replace(job, sampling=sampling)
+    records = _write(other, tmp_path / "out.jsonl")
+    texts = [r["text"] for r in records if r["stop_reason"] == "finished"]
+    assert texts
+    assert all(t.endswith(".") and t.count(".") == 1 for t in texts)
+    assert not any("=" in r["text"] for r in records)
+
+
+class TestResume:
+  def test_what_was_interrupted_is_completed(self, job, whole, tmp_path):
+    path = tmp_path / "out.jsonl"
+    looks = iter(range(1000))
+    # In the second chunk of three.
+    halted = lambda: path.stat().st_size > 0 and next(looks) >= 3
+    part = _write(job, path, halted=halted)
+    assert 4 <= len(part) < len(whole)
+    places = [(r["prompt_index"], r["sample_index"]) for r in part]
+    kept = [whole[p * _SAMPLES + s] for p, s in places]
+    _assert_same(part, kept)
+    # A line is cut in the middle, too.
+    path.write_text(_lines(part)[:-9])
+    done = generate.resume(path, job.requests, settings="same")
+    assert done == set(places[:-1])
+    assert path.read_text() == _lines(part[:-1])
+    _assert_same(_write(job, path, done=done), whole)
+
+  @pytest.mark.parametrize(
+    "change, message",
+    [
+      ({"settings": "other"}, "out.jsonl:2: of another model, seed or setting"),
+      ({"prompt": "1+1?"}, "out.jsonl:2: of another prompt"),
+      ({"prompt_index": 3}, "out.jsonl:2: of another prompt"),
+      ({"prompt_index": "0"}, "out.jsonl:2: no sample of this program"),
+      ({"sample_index": -1}, "out.jsonl:2: no sample of this program"),
+    ],
+  )
+  def test_refuses_and_keeps_other_samples(self, change, message, tmp_path):
+    record = {"prompt_index": 0, "sample_index": 0, "settings": "same"}
+    record |= _PROMPTS[0]
+    path = tmp_path / "out.jsonl"
+    text = _lines([record, record | change]) + '{"cut'
+    path.write_text(text)
+    with pytest.raises(InputError, match=message):
+      generate.resume(path, _requests(), settings="same")
+    assert path.read_text() == text
+
+
+class TestChunks:
+  @pytest.mark.parametrize("samples, slots", [(4, 4), (4, 3), (10, 4), (7, 64)])
+  def test_every_missing_sample_once(self, samples, slots):
+    done = {(0, 0), (2, 1), (5, 3), (9, 0)}
+    work = list(generate.chunks(12, samples, done=done, slots=slots, rounds=2))
+    found = [(p.prompt, i) for part in work for p in part for i in p.samples]
+    assert len(found) == len(set(found))
+    every = {(p, i) for p in range(12) for i in range(samples)}
+    assert set(found) == every - done
+    for part in work:
+      (size,) = {len(p.samples) for p in part}
+      assert size <= slots
+      assert size * len(part) < 3 * slots
+
+  def test_in_order_if_nothing_is_there(self):
+    work = generate.chunks(9, 4, done=(), slots=8, rounds=2)
+    prompts = [[piece.prompt for piece in part] for part in work]
+    assert prompts == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
+
+
+class TestRequests:
+  def test_text_is_a_prompt_a_line(self):
+    data = "\ufeff 3+5?\r\n\n \t\n2\u20283?".encode()
+    found = requests_lib.read_requests(data, "f.txt", jsonl=False)
+    assert found == [
+      ("f.txt:1", {"prompt": " 3+5?"}),
+      ("f.txt:4", {"prompt": "2\u20283?"}),
+    ]
+
+  @pytest.mark.parametrize(
+    "line, message",
+    [
+      ("{", "f:2: not JSON"),
+      ("[]", "f:2: holds a list"),
+      ('{"prompt": "1", "x": NaN}', "f:2: not JSON .NaN is no JSON number"),
+      ('{"text": "1"}', "f:2: give either 'prompt' or 'messages'"),
+      ('{"prompt": "1", "messages": []}', "f:2: give either"),
+      ('{"prompt": ""}', "f:2: 'prompt' is ''; give a text"),
+      ('{"prompt": 3}', "f:2: 'prompt' is 3; give a text"),
+      ('{"messages": []}', "f:2: 'messages' must be a list, not empty"),
+      ('{"messages": [{"role": "user"}]}', "f:2: 'messages' must be a list"),
+      ('{"prompt": "1", "tokens": []}', "f:2: every sample has a field 'tok"),
+    ],
+  )
+  def test_a_bad_line_is_named(self, line, message):
+    data = f'{{"prompt": "1"}}\n{line}'.encode()
+    with pytest.raises(InputError, match=message):
+      requests_lib.read_requests(data, "f", jsonl=True, reserved=generate.KEYS)
+
+  def test_bad_files(self):
+    with pytest.raises(InputError, match="f: no prompts"):
+      requests_lib.read_requests(b"\n \n", "f", jsonl=False)
+    with pytest.raises(InputError, match="f:2: not UTF-8"):
+      requests_lib.read_requests(b"1\n\xff", "f", jsonl=False)
+
+  def test_chat(self, tmp_path):
+    base = Tokenizer.load(build.BASE)
+    for file in build.BASE.iterdir():
+      if file.suffix == ".json":
+        shutil.copy(file, tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(
+      "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}="
+    )
+    requests = _requests(
+      [
+        {"prompt": "3+5?"},
+        {"messages": [{"role": "user", "content": x} for x in "12"]},
+      ]
+    )
+    settings = {"context": 9, "max_new_tokens": 3}
+    tokenizer = Tokenizer.load(tmp_path)
+    one, two = base.encode("1"), base.encode("2")
+    plain, chat = base.encode("3+5?"), base.encode("=")
+    conversation = [*one, 1, *two, 1, *chat]
+    for asked, first in ((False, plain), (True, [*plain, 1, *chat])):
+      assert requests_lib.tokenize(
+        requests, tokenizer, chat=asked, **settings
+      ) == [first, conversation]
+    with pytest.raises(InputError, match="p.jsonl:2: .* has no chat template"):
+      requests_lib.tokenize(requests, base, chat=False, **settings)
+    with pytest.raises(InputError, match="p.jsonl:1: .*no chat template"):
+      requests_lib.tokenize(requests, base, chat=True, **settings)
+
+
+class TestProgress:
+  def test_a_bar_on_a_terminal_and_lines_elsewhere(self, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    for terminal in (True, False):
+      stream, now = io.StringIO(), [0.0]
+      stream.isatty = lambda terminal=terminal: terminal
+      with Progress(8, stream=stream, clock=lambda now=now: now[0]) as progress:
+        now[0] = 2.0
+        progress.look(1, 10)
+        progress.keep(2, 50)
+        now[0] = 4.0
+        progress.keep(6, 350)
+      text = stream.getvalue()
+      assert "100 tokens/s  left 0:00:00" in text
+      assert ("\x1b" in text) == terminal
+      if not terminal:
+        first, _ = text.splitlines()
+        assert first == "2/8 responses  25 tokens/s  left 0:00:06"
+
+
+class TestScript:
+  def test_with_other_slots_it_writes_the_same(self, whole, tmp_path):
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text(_lines(_PROMPTS))
+    command = [
+      sys.executable,
+      str(_ROOT / "scripts" / "generate.py"),
+      f"--prompts={prompts}",
+      f"--out={out}",
+      f"--samples={_SAMPLES}",
+      f"--max_new_tokens={_ROOM}",
+      "--seed=3",
+      "--slots=7",
+    ]
+    done = subprocess.run(
+      command,
+      capture_output=True,
+      text=True,
+      timeout=300,
+      env=os.environ | {"PYTHONPATH": str(_ROOT), "XLA_FLAGS": ""},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    assert "12/12 responses" in done.stderr
+    assert "12 responses, " in done.stderr.splitlines()[-1]
+    assert "; 11 finished; 1 overlong" in done.stderr
+    _assert_same(_read(out), whole, but=("settings",))
+
+  def test_bad_input_is_one_line(self, tmp_path, capsys):
+    script = _load_script()
+    prompts, out = tmp_path / "p.txt", tmp_path / "out.jsonl"
+    prompts.write_text("3+5?\n\n3+x?\n")
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text('\n{"prompt": ""}\n')
+    long = tmp_path / "long.txt"
+    long.write_text("1\n" + "1" * 260)
+    there = tmp_path / "there.jsonl"
+    there.write_text("{}\n")
+    one = "--prompt=1+1?"
+    for flags, message in (
+      ((), "--prompts=FILE and --prompt=TEXT must give"),
+      (("--prompt=",), "--prompt number 1 is empty"),
+      (("--prompts=/no/such",), "--prompts=/no/such: cannot be read"),
+      ((f"--prompts={prompts}",), "p.txt:3: "),
+      ((f"--prompts={empty}",), "empty.jsonl:2: 'prompt' is ''"),
+      ((f"--prompts={long}",), "long.txt:2: the prompt has 260 tokens"),
+      ((one, "--model=/no/such"), "--model=/no/such: no such directory"),
+      ((one, "--max_new_tokens=512"), "leaves 0 of the model's context of 512"),
+      ((one, "--max_new_tokens=0"), "--max_new_tokens must be 1.."),
+      ((one, "--samples=0"), "--samples must be 1..1024"),
+      ((one, "--seed=-1"), "--seed must be 0.."),
+      ((one, "--top_p=1.5"), "--top_p must be in (0, 1], got 1.5"),
+      ((one, "--min_new_tokens=300"), "--min_new_tokens must be 0..256"),
+      ((one, "--forbid=12"), "--forbid='12' is 2 tokens"),
+      ((one, "--stop="), "--stop is empty"),
+      ((one, "--chat"), "--prompt number 1: "),
+      ((one, "--resume", "--out=-"), "--resume completes a file"),
+      ((one, f"--out={there}"), "there.jsonl exists; add --resume"),
+      ((one, f"--out={tmp_path}/no/x"), "in a directory that exists"),
+    ):
+      assert script.main([f"--out={out}", *flags]) == 2
+      error = capsys.readouterr().err
+      assert message in error
+      assert error.count("\n") == 1
+    assert not out.exists()
+    with pytest.raises(SystemExit, match="2"):
+      script.main(["--dtype=int8"])
+
+  def test_flags_read_new_lines(self):
+    options = (
+      _load_script()
+      .make_parser()
+      .parse_args(
+        [r"--stop=\n\n", r"--stop=\\nu", r"--stop=\text", "--forbid=é"]
+      )
+    )
+    assert options.stop == ["\n\n", r"\nu", r"\text"]
+    assert options.forbid == ["é"]

@@ -1,0 +1,313 @@
+"""Guesses save steps and change nothing, whoever makes them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from jaxrl_llm.sampling import (
+  Drafter,
+  Engine,
+  SamplingSettings,
+  draft,
+  join,
+  prompt_lookup,
+  quantized_copy,
+)
+from jaxrl_llm.sampling.toggle import Toggle, expected_tokens
+from jaxrl_llm.types import Status
+
+P, T = 12, 20
+KEY = jax.random.key(5)
+PROMPTS = [
+  np.random.default_rng(i).integers(0, 67, length).tolist()
+  for i, length in enumerate([12, 1, 5])
+]
+IDS = 100 + np.arange(12).reshape(3, 4)
+SETTINGS = SamplingSettings(temperature=0.9, top_k=40, min_new_tokens=2)
+STOP = (3, 11, 42, 60)
+
+
+def make_engine(drafter=None, drafts=0, **settings):
+  engine = Engine(
+    tiny.tiny_policy()[0],
+    max_prompt_length=P,
+    max_response_length=T,
+    stop_tokens=STOP,
+    drafter=drafter,
+    drafts=drafts,
+    **{"slots": 8, "page_length": 32} | settings,  # Few programs.
+  )
+  # These tests are about results: guesses are made whether they pay or not.
+  engine._plan.toggle.choose = lambda active: drafts
+  return engine
+
+
+@functools.cache
+def sampler_params():
+  fns, params = tiny.tiny_policy()
+  return fns.for_sampling(params)
+
+
+def generate(engine, settings=SETTINGS):
+  return engine.generate(
+    sampler_params(),
+    PROMPTS,
+    sample_ids=IDS,
+    key=KEY,
+    settings=settings,
+  )
+
+
+@functools.cache
+def expected():
+  return generate(make_engine())
+
+
+def same(got, wanted):
+  for name in ("tokens", "lengths", "status", "mask", "version", "sample_id"):
+    np.testing.assert_array_equal(got[name], wanted[name], err_msg=name)
+  np.testing.assert_allclose(
+    got.behavior_logprobs, wanted.behavior_logprobs, atol=1e-5, rtol=0
+  )
+
+
+def fixed(guess):
+  """A drafter without memory; guess: (slots, count) -> int32 [S, count]."""
+
+  def propose(params, memory, pages, slots, active, draw, *, count):
+    del params, pages, active, draw
+    return guess(slots, count).astype(jnp.int32), memory
+
+  nothing = lambda *_: ()
+  return Drafter(nothing, nothing, nothing, propose)
+
+
+def constant(token):
+  return fixed(lambda slots, count: jnp.full((len(slots.length), count), token))
+
+
+def noise(slots, count):
+  seed = jnp.sum(slots.length)
+  shape = (len(slots.length), count)
+  return jax.random.randint(jax.random.key(seed), shape, 0, 67)
+
+
+@functools.cache
+def oracle():
+  """Guesses what will be drawn, from the responses that are expected."""
+  rollout = expected()
+  order = np.argsort(rollout.sample_id)
+  tokens, ids = rollout.tokens[order], rollout.sample_id[order]
+
+  def guess(slots, count):
+    row = jnp.searchsorted(jnp.asarray(ids), slots.sample_id)
+    place = slots.length[:, None] + jnp.arange(count)[None]
+    known = jnp.asarray(tokens)[jnp.minimum(row, len(ids) - 1)]
+    return jnp.take_along_axis(known, jnp.minimum(place, T - 1), axis=1)
+
+  return fixed(guess)
+
+
+DRAFTERS = {
+  "never guesses": constant(-1),
+  "stops too early": constant(STOP[0]),
+  "one token": constant(7),
+  "noise": fixed(noise),
+  "prompt lookup": prompt_lookup(ngram=1),
+  "quantized copy": quantized_copy(tiny.tiny_policy()[0]),
+}
+
+
+class TestResponses:
+  @pytest.mark.parametrize("name", DRAFTERS)
+  def test_are_the_same_with_any_drafter(self, name):
+    same(generate(make_engine(DRAFTERS[name], 3)), expected())
+
+  def test_are_the_same_with_more_guesses_than_room(self):
+    same(generate(make_engine(oracle(), T + 3)), expected())
+
+  def test_are_the_same_in_few_slots_and_small_pages(self):
+    engine = make_engine(oracle(), 3, slots=3, page_length=4)
+    same(generate(engine), expected())
+
+  def test_may_change_the_way_at_every_look(self):
+    engine = make_engine(DRAFTERS["quantized copy"], 2, page_length=4)
+    ways = iter([2, 0] * 100)
+    engine._plan.toggle.choose = lambda active: next(ways)
+    same(generate(engine), expected())
+
+  def test_greedy_ones_too(self):
+    greedy = SamplingSettings(temperature=0.0)
+    wanted = generate(make_engine(), greedy)
+    same(generate(make_engine(oracle(), 3), greedy), wanted)
+
+  def test_cut_by_windows(self):
+    engine = make_engine(oracle(), 3)
+    cut, ended, first = None, [], True
+    while first or len(cut.lengths):
+      rows = engine.generate_window(
+        sampler_params(),
+        PROMPTS if first else [],
+        unfinished=cut,
+        sample_ids=list(IDS) if first else [],
+        prompt_ids=[0, 1, 2] if first else [],
+        group_size=4,
+        window=3,
+        key=KEY,
+        settings=SETTINGS,
+        version=0,
+      )
+      going, first = np.asarray(rows.status) == Status.TRUNCATED, False
+      cut, done = (
+        jax.tree.map(lambda x, keep=keep: x[keep], rows)
+        for keep in (going, ~going)
+      )
+      ended.append(done)
+    rows = join(ended)
+    order, wanted = np.argsort(rows.sample_id), expected()
+    np.testing.assert_array_equal(rows.tokens[order], wanted.tokens)
+    np.testing.assert_array_equal(rows.lengths[order], wanted.lengths)
+
+  def test_every_random_number_gives_the_same_token(self):
+    """A law of four tokens, drawn often: guesses cannot bend it."""
+    bias = {t: -np.inf for t in range(67) if t > 3}
+    drawn = {}
+    for guess in (None, 2, -1):
+      drafter = () if guess is None else (constant(guess), 1)
+      drawn[guess] = make_engine(*drafter, slots=512).generate(
+        sampler_params(),
+        [PROMPTS[2]],
+        sample_ids=np.arange(512).reshape(1, 512),
+        key=KEY,
+        settings=SamplingSettings(logit_bias=bias, max_new_tokens=2),
+      )
+    for rollout in drawn.values():
+      np.testing.assert_array_equal(rollout.tokens, drawn[None].tokens)
+      token, logprob = rollout.tokens[:, 0], rollout.behavior_logprobs[:, 0]
+      for t in np.unique(token):
+        share = np.exp(logprob[token == t][0])
+        error = np.sqrt(share * (1 - share) / 512)
+        assert abs((token == t).mean() - share) < 4 * error
+
+
+class TestSteps:
+  def test_an_oracle_saves_all_it_can(self):
+    engine = make_engine(oracle(), 3, slots=12)
+    rollout = generate(engine)
+    assert engine.usage.steps == -(-int(rollout.lengths.max()) // 4)
+    assert engine.usage.tokens == rollout.lengths.sum()
+
+  def test_no_guess_saves_nothing(self):
+    engine = make_engine(constant(-1), 3, slots=12)
+    assert generate(engine).lengths.max() == engine.usage.steps
+
+  def test_a_copy_in_eight_bits_saves_most(self):
+    engine = make_engine(DRAFTERS["quantized copy"], 3, slots=12)
+    generate(engine)
+    plain = make_engine(slots=12)
+    generate(plain)
+    assert engine.usage.steps < 0.6 * plain.usage.steps
+
+
+class TestPromptLookup:
+  @pytest.mark.parametrize(
+    ("history", "ngram", "wanted"),
+    [
+      ([1, 2, 3, 4, 1, 2], 2, [3, 4, 1]),  # After the earlier 1 2.
+      ([1, 2, 9, 1, 2, 8, 1, 2], 2, [8, 1, 2]),  # The newest counts.
+      ([1, 2, 3, 4], 2, [-1, -1, -1]),  # There is none.
+      ([5, 5, 5], 1, [5, -1, -1]),  # Nothing is known beyond the end.
+      ([7], 2, [-1, -1, -1]),  # Too short.
+      ([0, 0, 4, 0], 2, [-1, -1, -1]),  # Zeros after the end are no tokens.
+    ],
+  )
+  def test_guesses_what_followed(self, history, ngram, wanted):
+    room = np.zeros((2, 10), np.int32)
+    room[0, : len(history)] = history
+    slots = type("Slots", (), {})()
+    slots.history = jnp.asarray(room)
+    slots.position = jnp.asarray([len(history) - 1, 0])
+    got, _ = prompt_lookup(ngram=ngram).propose(
+      (), (), None, slots, None, None, count=3
+    )
+    assert got[0].tolist() == wanted
+
+  def test_refuses_no_token(self):
+    with pytest.raises(ValueError, match="ngram must be >= 1, got 0"):
+      prompt_lookup(ngram=0)
+
+
+class TestQuantize:
+  def test_error_is_at_most_half_a_step_of_the_column(self):
+    x = jax.random.normal(jax.random.key(0), (3, 16, 5))
+    out = draft.dequantize(draft.quantize({"a": x, "b": x[0, 0]}))
+    step = jnp.max(jnp.abs(x), axis=1, keepdims=True) / 127
+    assert jnp.all(jnp.abs(out["a"] - x) <= 0.5001 * step)
+    np.testing.assert_array_equal(out["b"], x[0, 0])
+
+  def test_zero_columns_stay(self):
+    out = draft.dequantize(draft.quantize({"a": jnp.zeros((4, 2))}))
+    np.testing.assert_array_equal(out["a"], 0)
+
+  def test_is_in_eight_bits(self):
+    q = draft.quantize({"a": jnp.ones((4, 2))})["a"]
+    assert q.values.dtype == jnp.int8
+
+
+class TestToggle:
+  def observe(self, toggle, active, drafts, rate):
+    toggle.observe(active, drafts, rate, 1.0)
+
+  def test_tries_both_then_keeps_the_faster(self):
+    toggle = Toggle(4)
+    for way, rate in ((4, 100), (0, 50)):
+      assert toggle.choose(8) == way
+      self.observe(toggle, 8, way, 1)  # Compiles: is not counted.
+      assert toggle.choose(8) == way
+      self.observe(toggle, 8, way, rate)
+    assert [toggle.choose(8) for _ in range(5)] == [4] * 5
+
+  def test_turns_off_what_does_not_pay_and_looks_again(self):
+    toggle = Toggle(4, retry=10)
+    for way, rate in ((4, 20), (0, 50)):
+      for _ in range(2):
+        self.observe(toggle, 8, way, rate)
+    choices = [toggle.choose(8) for _ in range(10)]
+    assert choices == [0] * 9 + [4]
+
+  def test_few_and_many_are_told_apart(self):
+    toggle = Toggle(4)
+    for active, slow, fast in ((2, 0, 4), (64, 4, 0)):
+      for _ in range(2):
+        self.observe(toggle, active, slow, 10)
+        self.observe(toggle, active, fast, 20)
+    assert toggle.choose(2) == 4
+    assert toggle.choose(64) == 0
+
+  def test_without_drafts_never(self):
+    assert Toggle(0).choose(3) == 0
+
+  def test_one_bad_measurement_does_not_count(self):
+    toggle = Toggle(4)
+    for way, rates in ((4, (20, 20, 1, 20)), (0, (10, 10, 10, 10))):
+      for rate in rates:
+        self.observe(toggle, 8, way, rate)
+    assert toggle.choose(8) == 4
+
+  @pytest.mark.parametrize(
+    ("acceptance", "wanted"),
+    [(0.0, 1.0), (1.0, 6.0), (0.7, 2.941), (0.85, 4.152), (0.94, 5.169)],
+  )
+  def test_expected_tokens(self, acceptance, wanted):
+    assert expected_tokens(acceptance, 5) == pytest.approx(wanted, abs=2e-3)
+
+
+class TestBadInput:
+  def test_drafts_and_drafter_belong_together(self):
+    for drafter, drafts in ((None, 2), (constant(1), 0), (constant(1), -1)):
+      with pytest.raises(ValueError, match="belong together"):
+        make_engine(drafter, drafts)

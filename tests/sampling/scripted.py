@@ -1,0 +1,127 @@
+"""A model that is arithmetic: its greedy responses can be told by hand.
+
+It has the interface of a language model and reads all it knows from the paged
+memory, so that a page in the wrong place changes what is written. The first
+token of a prompt is the length of the whole sequence; every token but the last
+follows from all tokens before it.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tiny
+
+from jaxrl_llm import models
+from jaxrl_llm.models import attention
+from jaxrl_llm.sampling import Engine, SamplingSettings
+from jaxrl_llm.types import Status
+
+STOP, FIRST = 2, 3  # The stop token, and the first of those that go on.
+P, T = 6, 50
+GREEDY = SamplingSettings(temperature=0.0)
+VOCAB = tiny.tiny_config().vocab_size
+
+
+def _following(total):
+  return FIRST + total % (VOCAB - FIRST)
+
+
+def _decode(params, memory, pages, tokens, positions, writing):
+  """Sums (token + 1)(position + 1) over what the pages of a slot hold."""
+  del params
+  k = tokens[:, :, None, None].astype(jnp.float32)
+  layer = attention.write_tokens(memory[0], k, k, pages, positions, writing)
+  keys = layer[0][:, :, 0, 0]
+  share = tokens.shape[0] // keys.shape[0]
+
+  def of_shard(keys, owner, start, positions):
+    index = start[:, None] + jnp.arange(keys.shape[1])[None]
+    seen = index <= positions[jnp.minimum(owner, share - 1), 0][:, None]
+    parts = jnp.stack(
+      [
+        jnp.where(seen, (keys + 1) * (index + 1), 0).sum(axis=1),
+        jnp.where(index == 0, keys, 0).sum(axis=1),
+      ]
+    )
+    return jax.vmap(lambda x: jax.ops.segment_sum(x, owner, share))(parts)
+
+  local = lambda x: x.reshape(keys.shape[0], share, *x.shape[1:])
+  total, length = (
+    jax.vmap(of_shard, out_axes=1)(
+      keys, pages.owner, pages.start, local(positions)
+    )
+    .reshape(2, -1)
+    .astype(jnp.int32)
+  )
+  last = positions[:, 0] + 2 >= length
+  token = jnp.where(last, STOP, _following(total))
+  return jax.nn.one_hot(token, VOCAB)[:, None], (layer,)
+
+
+def _prefill(params, tokens):
+  del params
+  rows = tokens.astype(jnp.float32)[:, None]
+  return ((rows[:, :, None], rows[..., None]),)
+
+
+def _init_pages(shards, pages, length):
+  shape = (shards, pages, 1)
+  return ((jnp.ones((*shape, 1, length)), jnp.ones((*shape, length, 1))),)
+
+
+def make_engine(**settings):
+  fns = models.make_policy(tiny.tiny_config())._replace(
+    init_pages=_init_pages, prefill=_prefill, decode=_decode
+  )
+  return Engine(
+    fns,
+    max_prompt_length=P,
+    max_response_length=T,
+    stop_tokens=[STOP],
+    **settings,
+  )
+
+
+@functools.cache
+def engine():
+  """Sixteen slots with small pages, shared."""
+  return make_engine(slots=16, page_length=8)
+
+
+def prompt(total, seed):
+  """One of a random length whose sequence has `total` tokens."""
+  rng = np.random.default_rng(seed)
+  most = min(P, total - 1)
+  rest = rng.integers(FIRST, VOCAB, rng.integers(0, most))
+  return [total, *rest.tolist()]
+
+
+def generate(prompts, own=None, **more):
+  """One response to each prompt."""
+  call = {"settings": GREEDY, "key": jax.random.key(0)} | more
+  return (own or engine()).generate(
+    (), prompts, sample_ids=np.arange(len(prompts))[:, None], **call
+  )
+
+
+def response(prompt):
+  """The tokens that must be written, and the status."""
+  sequence = list(prompt)
+  while len(sequence) < len(prompt) + T:
+    if len(sequence) + 1 >= prompt[0]:
+      return [*sequence[len(prompt) :], STOP], Status.FINISHED
+    total = sum((t + 1) * (i + 1) for i, t in enumerate(sequence))
+    sequence.append(_following(total))
+  return sequence[len(prompt) :], Status.OVERLONG
+
+
+def check(rollout, prompts):
+  """Every row is what its prompt says."""
+  assert len(rollout.lengths) == len(prompts)
+  for i, given in enumerate(prompts):
+    tokens, status = response(given)
+    length = rollout.lengths[i]
+    assert rollout.tokens[i, :length].tolist() == tokens, f"row {i}"
+    assert rollout.status[i] == status, f"row {i}"

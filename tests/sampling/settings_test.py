@@ -1,0 +1,229 @@
+"""Settings that forbid, favour or end: exact laws, whatever the engine does."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from sampling.tiny_engine import (
+  IDS,
+  PROMPTS,
+  SETTINGS,
+  STOP,
+  G,
+  P,
+  T,
+  assert_same_responses,
+  detokenize,
+  engine,
+  expected,
+  generate,
+  go_on,
+  make_engine,
+)
+
+from jaxrl_llm.sampling import Engine, SamplingSettings
+from jaxrl_llm.sampling.schedule import Decision, refill
+from jaxrl_llm.sampling.stops import first_stop
+from jaxrl_llm.types import Status
+
+PLAIN = SamplingSettings()
+
+
+def _law(out):
+  """log π of every token at every place of the responses, [B, T, V]."""
+  fns, params = tiny.tiny_policy()
+  count = len(out.lengths)
+  tokens = np.zeros((count, P + T), np.int32)
+  where = out.prompt_lengths[:, None] + np.arange(T)
+  for row, length in enumerate(out.prompt_lengths):
+    tokens[row, :length] = out.prompt_tokens[row, :length]
+    tokens[row, length : length + T] = out.tokens[row]
+  logits = fns.logits(params, tokens, np.ones(tokens.shape, bool))
+  logits = np.asarray(logits, np.float64)[np.arange(count)[:, None], where - 1]
+  return np.array(jax.nn.log_softmax(logits, axis=-1), np.float64)
+
+
+def _assert_log_probs(out, law):
+  """Those recorded are of `law`, not normalised, [B, T, V]."""
+  law = law - np.log(np.sum(np.exp(law), axis=-1, keepdims=True))
+  law = np.take_along_axis(law, out.tokens[..., None], axis=-1)[..., 0]
+  got = np.where(out.mask, out.behavior_logprobs, 0)
+  np.testing.assert_allclose(got, np.where(out.mask, law, 0), rtol=0, atol=1e-5)
+
+
+class TestLogitBias:
+  def test_minus_infinity_takes_tokens_out_of_the_law(self):
+    plain = generate(settings=PLAIN)
+    forbidden = [*np.bincount(plain.tokens[plain.mask]).argsort()[-5:], 3]
+    bias = {int(token): -np.inf for token in forbidden}
+    out = generate(settings=SamplingSettings(logit_bias=bias))
+    assert np.isin(plain.tokens[plain.mask], forbidden).any()
+    assert not np.isin(out.tokens[out.mask], forbidden).any()
+    law = _law(out)
+    law[..., forbidden] = -np.inf
+    _assert_log_probs(out, law)
+
+  def test_is_added_to_the_logits_before_the_temperature(self):
+    bias = {7: 2.5, 9: -1.5, 42: 1.0}
+    settings = SamplingSettings(logit_bias=bias, temperature=0.7)
+    out = generate(settings=settings)
+    law = _law(out)
+    law[..., list(bias)] += list(bias.values())
+    _assert_log_probs(out, law / 0.7)
+    many = np.isin(out.tokens[out.mask], [7]).mean()
+    assert many > np.isin(expected().tokens[expected().mask], [7]).mean()
+
+  def test_of_zero_changes_nothing(self):
+    settings = dataclasses.replace(SETTINGS, logit_bias={4: 0.0})
+    jax.tree.map(
+      np.testing.assert_array_equal, generate(settings=settings), expected()
+    )
+
+  @pytest.mark.parametrize(
+    "bias, message",
+    [
+      ({67: 1.0}, "tokens 0..66 .*got 67: 1.0"),
+      ({-1: 1.0}, "tokens 0..66 .*got -1: 1.0"),
+      ({3: np.inf}, "below infinity, got 3: inf"),
+      ({3: np.nan}, "below infinity, got 3: nan"),
+    ],
+  )
+  def test_out_of_range_raises(self, bias, message):
+    with pytest.raises(ValueError, match=message):
+      generate(settings=SamplingSettings(logit_bias=bias))
+
+
+class TestMinNewTokens:
+  def test_no_stop_token_comes_before(self):
+    settings = SamplingSettings(min_new_tokens=5)
+    out = generate(settings=settings)
+    assert generate(settings=PLAIN).lengths.min() < 5
+    law = _law(out)
+    law[:, :5, list(STOP)] = -np.inf
+    _assert_log_probs(out, law)
+    assert out.lengths.min() == 6  # The sixth token may be one.
+    assert Status.FINISHED in out.status
+
+  def test_is_over_all_windows(self):
+    settings = dataclasses.replace(SETTINGS, min_new_tokens=9)
+    whole = generate(settings=settings)
+    first = generate(settings=settings, schedule=_two_looks())
+    assert Status.TRUNCATED in first.status
+    cut = first.status == Status.TRUNCATED
+    out = go_on(first, settings=settings)
+    assert_same_responses(out, jax.tree.map(lambda x: x[cut], whole))
+
+  def test_as_many_as_there_may_be(self):
+    settings = SamplingSettings(min_new_tokens=7, max_new_tokens=7)
+    out = generate(settings=settings)
+    np.testing.assert_array_equal(out.lengths, 7)
+    assert set(out.status) == {Status.OVERLONG}
+    assert not np.isin(out.tokens, STOP).any()
+
+  def test_without_stop_tokens_changes_nothing(self):
+    free = make_engine(stop=())
+    call = {"prompts": PROMPTS[:2], "ids": IDS[:2]}
+    plain = generate(free, settings=PLAIN, **call)
+    out = generate(free, settings=SamplingSettings(min_new_tokens=T), **call)
+    jax.tree.map(np.testing.assert_array_equal, out, plain)
+
+  @pytest.mark.parametrize(
+    "settings, message",
+    [
+      ({"min_new_tokens": -1}, "must be 0..20 .*got -1"),
+      ({"min_new_tokens": 21}, "must be 0..20 .*got 21"),
+      ({"min_new_tokens": 5, "max_new_tokens": 4}, "must be 0..4 .*got 5"),
+    ],
+  )
+  def test_out_of_range_raises(self, settings, message):
+    with pytest.raises(ValueError, match="min_new_tokens " + message):
+      generate(settings=SamplingSettings(**settings))
+
+
+def _two_looks():
+  looks = []
+
+  def decide(view):
+    looks.append(None)
+    return refill(view) if len(looks) < 3 else Decision(halt=True)
+
+  return decide
+
+
+class TestStopStrings:
+  # A token is a letter; responses have repeats of all of their pairs.
+  @staticmethod
+  def _strings(full, count):
+    """Texts of one and of two tokens from the middles of responses."""
+    texts = [detokenize(r[:n]) for r, n in zip(full.tokens, full.lengths)]
+    long = [t for t in texts if len(t) > 6][:count]
+    return tuple(t[4:6] for t in long) + (long[0][2],)
+
+  def _expected(self, full, strings):
+    """The length and the status of each row."""
+    lengths, status = full.lengths.copy(), full.status.copy()
+    for row, length in enumerate(full.lengths):
+      tokens = full.tokens[row, :length]
+      end = first_stop(tokens, strings, detokenize, before=0)
+      if end is not None:
+        lengths[row], status[row] = end, Status.FINISHED
+    return lengths, status
+
+  def test_end_a_response_with_the_token_that_completes_one(self):
+    full = expected()
+    strings = self._strings(full, 4)
+    lengths, status = self._expected(full, strings)
+    assert 4 <= np.sum(lengths < full.lengths) < len(lengths)
+    settings = dataclasses.replace(SETTINGS, stop_strings=strings)
+    out = generate(settings=settings)
+    np.testing.assert_array_equal(out.lengths, lengths)
+    np.testing.assert_array_equal(out.status, status)
+    mask = np.arange(T)[None] < lengths[:, None]
+    np.testing.assert_array_equal(out.mask, mask)
+    for name in ("tokens", "version"):
+      np.testing.assert_array_equal(out[name], np.where(mask, full[name], 0))
+    np.testing.assert_allclose(
+      out.behavior_logprobs,
+      np.where(mask, full.behavior_logprobs, 0),
+      rtol=0,
+      atol=1e-5,
+    )
+
+  @pytest.mark.parametrize("window", [1, 5])
+  def test_do_not_depend_on_windows(self, window):
+    full = expected()
+    strings = self._strings(full, 4)
+    settings = dataclasses.replace(SETTINGS, stop_strings=strings)
+    whole = generate(settings=settings, prompts=PROMPTS[:2], ids=IDS[:2])
+    out = generate(
+      settings=settings,
+      prompts=PROMPTS[:2],
+      ids=IDS[:2],
+      schedule=lambda view: Decision(halt=True),
+    )
+    ended = []
+    while Status.TRUNCATED in out.status:
+      out = go_on(out, settings=settings, window=window)
+      done = out.status != Status.TRUNCATED
+      ended.append(jax.tree.map(lambda x, done=done: x[done], out))
+    out = jax.tree.map(lambda *x: np.concatenate(x), *ended)
+    order = np.argsort(out.sample_id)
+    assert_same_responses(jax.tree.map(lambda x: x[order], out), whole)
+
+  def test_need_a_text(self):
+    own = Engine(
+      tiny.tiny_policy()[0],
+      slots=G,
+      max_prompt_length=P,
+      max_response_length=T,
+      stop_tokens=STOP,
+    )
+    with pytest.raises(ValueError, match="stop_strings=.*with detokenize"):
+      generate(own, settings=SamplingSettings(stop_strings=("a",)))
+
+  @pytest.mark.parametrize("strings", [("a", ""), (3,)])
+  def test_that_are_no_texts_raise(self, strings):
+    with pytest.raises(ValueError, match="stop_strings must be a tuple of"):
+      generate(engine(), settings=SamplingSettings(stop_strings=strings))

@@ -1,0 +1,106 @@
+"""Requests to one small engine, shared by the tests of the sampler."""
+
+import functools
+
+import jax
+import numpy as np
+import tiny
+
+from jaxrl_llm.sampling import Engine, SamplingSettings
+from jaxrl_llm.types import Rollout, Status
+
+P, T = 12, 20  # Two pages of 16 for the longest sequence.
+N, G = 5, 4
+STOP = (3, 11, 42, 60)
+KEY = jax.random.key(5)
+PROMPTS = [
+  np.random.default_rng(i).integers(0, 67, length).tolist()
+  for i, length in enumerate([12, 1, 5, 10, 7])
+]
+IDS = 100 + np.arange(N * G).reshape(N, G)
+SETTINGS = SamplingSettings(temperature=0.9, top_k=40, top_p=0.95)
+COMPILED = []  # Durations of all compilations of this process.
+
+
+def _listen(event, duration, **_):
+  if event == "/jax/core/compile/backend_compile_duration":
+    COMPILED.append(duration)
+
+
+jax.monitoring.register_event_duration_secs_listener(_listen)
+
+
+def detokenize(tokens):
+  """One letter a token."""
+  return "".join(chr(0x100 + token) for token in tokens)
+
+
+def make_engine(fns=None, *, slots=8, stop=STOP, **settings):
+  """A new engine, which compiles its own programs."""
+  return Engine(
+    fns or tiny.tiny_policy()[0],
+    slots=slots,
+    max_prompt_length=P,
+    max_response_length=T,
+    stop_tokens=stop,
+    detokenize=detokenize,
+    **settings,
+  )
+
+
+@functools.cache
+def engine():
+  """Shared by all tests that can use it: two groups fit its slots."""
+  return make_engine()
+
+
+@functools.cache
+def params():
+  """Those of the sampler."""
+  fns, trained = tiny.tiny_policy()
+  return fns.for_sampling(trained)
+
+
+def generate(
+  own=None, prompts=PROMPTS, ids=IDS, settings=SETTINGS, key=KEY, **more
+) -> Rollout:
+  """Whole responses, by the shared engine if there is no own one."""
+  return (own or engine()).generate(
+    params(), prompts, sample_ids=ids, key=key, settings=settings, **more
+  )
+
+
+@functools.cache
+def expected() -> Rollout:
+  """What every engine must write for the same prompts and ids."""
+  return generate()
+
+
+def go_on(rollout, own=None, settings=SETTINGS, window=10**6, **more):
+  """The unfinished rows of a rollout, written on."""
+  return (own or engine()).generate_window(
+    params(),
+    [],
+    unfinished=rows(rollout, rollout.status == Status.TRUNCATED),
+    sample_ids=[],
+    prompt_ids=[],
+    group_size=G,
+    window=window,
+    key=KEY,
+    settings=settings,
+    version=0,
+    **more,
+  )
+
+
+def rows(rollout, which) -> Rollout:
+  return jax.tree.map(lambda x: np.asarray(x)[which], rollout)
+
+
+def assert_same_responses(got, wanted):
+  """Row for row; log-probs to rounding, since products have other shapes."""
+  for name in ("sample_id", "tokens", "lengths", "mask", "status"):
+    np.testing.assert_array_equal(getattr(got, name), getattr(wanted, name))
+  np.testing.assert_allclose(
+    got.behavior_logprobs, wanted.behavior_logprobs, rtol=0, atol=1e-5
+  )

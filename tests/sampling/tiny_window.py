@@ -1,0 +1,99 @@
+"""Windows of responses to a few prompts, cut and written on."""
+
+import functools
+
+import jax
+import numpy as np
+import tiny
+from sampling import tiny_engine
+from sampling.tiny_engine import KEY, SETTINGS, G, make_engine
+
+from jaxrl_llm.sampling import SamplingSettings
+from jaxrl_llm.types import Status
+
+N = 4
+PROMPTS, IDS = tiny_engine.PROMPTS[:N], tiny_engine.IDS[:N]
+PROMPT_IDS = np.array([70, 50, 30, 10])
+PLAIN = SamplingSettings()
+
+
+@functools.cache
+def window_engine():
+  """Shared by all: cut rows are prefilled two at a time."""
+  return make_engine(slots=16)
+
+
+@functools.cache
+def weights(which=0):
+  """(trainer's, sampler's) parameters, of two policies not far apart."""
+  fns, params = tiny.tiny_policy()
+  for _ in range(which):
+    noise = tiny.widen(params, jax.random.key(9))
+    params = jax.tree.map(lambda x, y: x + 0.3 * (y - x), params, noise)
+  return params, fns.for_sampling(params)
+
+
+def write_window(
+  unfinished=None,
+  which=range(0),
+  *,
+  ids=None,
+  window,
+  engine=None,
+  params=None,
+  settings=SETTINGS,
+  version=0,
+  **more,
+):
+  """One call that starts the prompts `which`, with all of their ids if None."""
+  which = list(which)
+  call = {
+    "prompts": [PROMPTS[i] for i in which],
+    "sample_ids": [IDS[i] for i in which] if ids is None else ids,
+    "prompt_ids": PROMPT_IDS[which],
+    "group_size": G,
+    "key": KEY,
+  }
+  return (engine or window_engine()).generate_window(
+    weights()[1] if params is None else params,
+    unfinished=unfinished,
+    window=window,
+    settings=settings,
+    version=version,
+    **call | more,
+  )
+
+
+@functools.cache
+def uncut():
+  return window_engine().generate(
+    weights()[1],
+    PROMPTS,
+    sample_ids=IDS,
+    key=KEY,
+    settings=SETTINGS,
+    prompt_ids=PROMPT_IDS,
+  )
+
+
+def cut(rollout):
+  """The rows that go on, None if there is none."""
+  rows = np.flatnonzero(rollout.status == Status.TRUNCATED)
+  return tiny_engine.rows(rollout, rows) if len(rows) else None
+
+
+def to_the_end(out, **call):
+  """All rows by sample id once every one has ended."""
+  ended = []
+  while out is not None:
+    ended.append(tiny_engine.rows(out, out.status != Status.TRUNCATED))
+    rest = cut(out)
+    out = None if rest is None else write_window(rest, **call)
+  joined = jax.tree.map(lambda *x: np.concatenate(x), *ended)
+  return tiny_engine.rows(joined, np.argsort(joined.sample_id))
+
+
+def assert_same_rows(got, expected):
+  tiny_engine.assert_same_responses(got, expected)
+  for name in ("prompt_id", "prompt_tokens", "prompt_lengths", "origin"):
+    np.testing.assert_array_equal(got[name], expected[name])

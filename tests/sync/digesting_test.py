@@ -1,0 +1,180 @@
+"""Digests: every bit, path and place counts; devices do not."""
+
+import zlib
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxrl_llm import sharding, sync
+from jaxrl_llm.sync import digesting
+
+DTYPES = (
+  "float32",
+  "bfloat16",
+  "float16",
+  "float8_e4m3fn",
+  "int32",
+  "int8",
+  "uint16",
+  "bool",
+)
+
+
+def random_bits(rng, shape, dtype):
+  """An array whose bits are uniform: NaNs with payloads, −0, subnormals."""
+  dtype = jnp.dtype(dtype)
+  if dtype == np.dtype(bool):
+    return rng.integers(0, 2, shape).astype(bool)
+  count = int(np.prod(shape)) * dtype.itemsize
+  return np.frombuffer(rng.bytes(count), dtype).reshape(shape)
+
+
+def random_tree(seed):
+  """Leaves of all dtypes; a scalar and an empty one among them."""
+  rng = np.random.default_rng(seed)
+  shapes = [(3, 5), (7,), (), (0, 4), (2, 3, 2)]
+  return {
+    "outer": {name: random_bits(rng, (3, 5), name) for name in DTYPES},
+    "layers": tuple({"w": random_bits(rng, s, "bfloat16")} for s in shapes),
+  }
+
+
+def _mix(x):
+  x = ((x ^ x >> 16) * 0x85EBCA6B) % 2**32
+  x = ((x ^ x >> 13) * 0xC2B2AE35) % 2**32
+  return x ^ x >> 16
+
+
+def _by_hand(array, name):
+  """The formula of the docstring, element by element in Python's integers."""
+  seed = zlib.crc32(f"{name} {array.dtype} {array.shape}".encode())
+  words = np.atleast_1d(array).reshape(-1).view(np.uint8).tobytes()
+  size = min(array.dtype.itemsize, 4)
+  words = [
+    int.from_bytes(words[i : i + size], "little")
+    for i in range(0, len(words), size)
+  ]
+  low, high = _mix((seed + 1) % 2**32), _mix((seed + 2) % 2**32)
+  for i, word in enumerate(words):
+    place = _mix((i + seed) % 2**32)
+    mixed = _mix(word ^ place)
+    low, high = low + mixed, high + mixed * (place | 1)
+  return low % 2**32 | (high % 2**32) << 32
+
+
+class TestDigests:
+  @pytest.mark.parametrize(
+    "dtype", ["float32", "bfloat16", "uint16", "bool", "int64", "float64"]
+  )
+  def test_are_the_formula(self, dtype):
+    array = random_bits(np.random.default_rng(3), (3, 5), dtype)
+    assert sync.digests({"a": {"b": array}}) == {"a/b": _by_hand(array, "a/b")}
+
+  def test_of_numpy_and_of_device_arrays_are_the_same(self):
+    for seed in range(3):
+      tree = random_tree(seed)
+      assert sync.digests(tree) == sync.digests(jax.tree.map(jnp.array, tree))
+
+  @pytest.mark.parametrize("dtype", [*DTYPES, "int64", "float64"])
+  def test_every_bit_of_every_element_counts(self, dtype):
+    array = random_bits(np.random.default_rng(0), (3,), dtype)
+    whole = sync.digests({"x": array})
+    bits = 1 if dtype == "bool" else 8 * array.dtype.itemsize
+    seen = set()
+    for place in range(3):
+      for bit in range(bits):
+        raw = np.array(array).view(f"u{array.dtype.itemsize}")
+        raw[place] ^= raw.dtype.type(1 << bit)
+        seen.add(sync.digests({"x": raw.view(array.dtype)})["x"])
+    assert len(seen | set(whole.values())) == 3 * bits + 1
+
+  @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+  def test_signs_of_zeros_and_payloads_of_nans_count(self, dtype):
+    bits = f"uint{8 * jnp.dtype(dtype).itemsize}"
+    nan = np.asarray(np.nan, jnp.dtype(dtype)).view(bits)
+    other = np.array(nan | np.asarray(1, bits)).view(jnp.dtype(dtype))
+    values = [np.asarray(x, jnp.dtype(dtype)) for x in (0.0, -0.0, np.nan)]
+    found = {sync.digest(np.reshape(x, (1,))) for x in [*values, other]}
+    assert len(found) == 4
+
+  def test_signs_of_two_elements_do_not_cancel(self):
+    # A sum of products of bits with odd numbers would not see this.
+    x = np.arange(1.0, 9.0, dtype=np.float32)
+    flipped = {sync.digest(x)}
+    for i in range(8):
+      for j in range(i):
+        y = x.copy()
+        y[[i, j]] *= -1
+        flipped.add(sync.digest(y))
+    assert len(flipped) == 1 + 28
+
+  def test_the_order_of_elements_counts(self):
+    rng = np.random.default_rng(1)
+    x = rng.integers(0, 2, 32).astype(np.int32)
+    shuffled = [rng.permutation(x) for _ in range(50)]
+    different = {tuple(y) for y in [x, *shuffled]}
+    assert len({sync.digest(y) for y in [x, *shuffled]}) == len(different)
+
+  def test_path_shape_and_dtype_count(self):
+    zeros = lambda shape, dtype="float32": np.zeros(shape, jnp.dtype(dtype))
+    trees = [
+      {"a": zeros((2, 3))},
+      {"b": zeros((2, 3))},
+      {"a": zeros((3, 2))},
+      {"a": zeros((6,))},
+      {"a": zeros((2, 3), "int32")},
+      {"a": zeros((2, 3)), "b": zeros((0,))},
+      {"a": zeros((2, 3)), "c": zeros((0,))},
+      {"a": zeros((2, 3)), "c": zeros((0, 1))},
+      {},
+    ]
+    assert len({sync.digest(tree) for tree in trees}) == len(trees)
+
+  def test_swapped_leaves_show(self):
+    x, y = random_bits(np.random.default_rng(0), (2, 4), "bfloat16")
+    assert sync.digest({"x": x, "y": y}) != sync.digest({"x": y, "y": x})
+
+  def test_name_the_leaf_that_differs(self):
+    tree, other = random_tree(0), random_tree(0)
+    other["layers"][4]["w"] = other["layers"][4]["w"].copy()
+    other["layers"][4]["w"][0, 1, 1] = ml_dtypes.bfloat16(3.25)
+    ours, theirs = sync.digests(tree), sync.digests(other)
+    assert {n for n in ours if ours[n] != theirs[n]} == {"layers/4/w"}
+
+  def test_do_not_depend_on_mesh_and_sharding(self):
+    rng = np.random.default_rng(5)
+    tree = {d: random_bits(rng, (8, 4), d) for d in ("float32", "bfloat16")}
+    found = {sync.digest(tree)}
+    meshes = [
+      sharding.make_mesh(data=2, fsdp=2, tensor=2),
+      sharding.make_mesh(
+        data=1, fsdp=4, tensor=1, devices=jax.devices()[:3:-1]
+      ),
+    ]
+    specs = [(), ("fsdp", "tensor"), (None, "fsdp"), (("data", "fsdp"), None)]
+    for mesh in meshes:
+      for spec in specs:
+        place = NamedSharding(mesh, PartitionSpec(*spec))
+        found.add(sync.digest(jax.device_put(tree, place)))
+    assert len(found) == 1
+
+  def test_are_compiled_once_a_shape(self):
+    tree = {str(i): np.full((3, 11), i, np.float32) for i in range(6)}
+    before = digesting._sums._cache_size()
+    sync.digests(tree)
+    sync.digests(jax.tree.map(np.negative, tree))
+    assert digesting._sums._cache_size() == before + 1
+
+  def test_refuse_what_has_no_bits_to_compare(self):
+    with pytest.raises(TypeError, match="a: no digest for dtype complex64"):
+      sync.digest({"a": np.zeros(2, np.complex64)})
+    with pytest.raises(TypeError, match="no digest for dtype key"):
+      sync.digest({"a": jax.random.key(0)})
+
+  def test_refuse_two_leaves_of_one_name(self):
+    with pytest.raises(ValueError, match="two leaves have the path 'a/b'"):
+      sync.digest({"a": {"b": np.zeros(1)}, "a/b": np.zeros(1)})

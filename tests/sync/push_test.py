@@ -1,0 +1,212 @@
+"""Weights reach the sampler whole, stamped, on its mesh, a little at a time."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from jaxrl_llm import models, sharding, sync
+from jaxrl_llm.sync import push
+
+MESHES = {
+  "trainer": ((1, 2, 2), slice(0, 4)),
+  "apart": ((2, 1, 2), slice(4, 8)),
+  "one": ((1, 1, 1), slice(7, 8)),
+  "all": ((2, 2, 2), slice(0, 8)),
+}
+
+
+def _mesh(name):
+  (data, fsdp, tensor), devices = MESHES[name]
+  return sharding.make_mesh(
+    data=data, fsdp=fsdp, tensor=tensor, devices=jax.devices()[devices]
+  )
+
+
+def _shapes():
+  return jax.eval_shape(lambda params: params, tiny.tiny_policy()[1])
+
+
+def _layout(dtype="bfloat16"):
+  fns = models.make_policy(tiny.tiny_config(), dtype=jnp.dtype(dtype))
+  return fns.for_sampling
+
+
+def _placed():
+  """The trainer's parameters on its mesh, in memory of their own."""
+  params = jax.device_get(tiny.tiny_policy()[1])
+  return jax.device_put(
+    params, sharding.tree_shardings(params, _mesh("trainer"))
+  )
+
+
+@functools.cache
+def _link(target=None, *, dtype="bfloat16", most=5000):
+  """From the trainer's mesh to another one; None: it stays there."""
+  layout = _layout(dtype)
+  place = lambda mesh: sync.layout_shardings(layout, _shapes(), _mesh(mesh))
+  return sync.Link(
+    layout,
+    _shapes(),
+    source=place("trainer"),
+    target=place(target) if target else None,
+    max_bytes=most,
+  )
+
+
+@functools.cache
+def _expected(dtype="bfloat16"):
+  return jax.jit(_layout(dtype))(tiny.tiny_policy()[1])
+
+
+def _equal_bits(tree, other):
+  assert jax.tree.structure(tree) == jax.tree.structure(other)
+  for x, y in zip(jax.tree.leaves(tree), jax.tree.leaves(other)):
+    assert x.dtype == y.dtype
+    assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+class TestPush:
+  @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+  def test_is_the_layout_stamped(self, dtype):
+    weights = _link(dtype=dtype).push(_placed(), 7)
+    _equal_bits(weights.params, _expected(dtype))
+    assert weights.version == 7
+    assert weights.digest == sync.digest(weights.params)
+
+  def test_reshards_onto_another_mesh_of_other_devices(self):
+    weights = _link("apart").push(_placed(), 1)
+    _equal_bits(weights.params, _expected())
+    for leaf in jax.tree.leaves(weights.params):
+      assert leaf.sharding.device_set == set(jax.devices()[4:])
+    kernel = weights.params["layers"][1]["mlp"]["up"]["kernel"]
+    assert {s.data.shape for s in kernel.addressable_shards} == {(24, 20)}
+    assert weights.digest == sync.digest(weights.params)
+
+  def test_has_one_digest_whatever_mesh_and_groups(self):
+    links = [_link(), _link("apart"), _link("one", most=1 << 30)]
+    found = set()
+    for link in links:
+      weights = link.push(_placed(), 0)
+      found |= {weights.digest, sync.digest(weights.params)}
+    assert found == {sync.digest(jax.device_get(_expected()))}
+
+  @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+  @pytest.mark.parametrize("target", [None, "trainer"])
+  def test_shares_no_memory_with_the_trainer(self, dtype, target):
+    # The trainer donates its parameters to its next update.
+    params = _placed()
+    weights = _link(target, dtype=dtype).push(params, 0)
+    for leaf in jax.tree.leaves(params):
+      leaf.delete()
+    _equal_bits(weights.params, _expected(dtype))
+
+  def test_shares_no_memory_where_the_layout_changes_nothing(self):
+    params = _placed()
+    link = sync.Link(lambda params: params, _shapes())
+    weights = link.push(params, 0)
+    for leaf in jax.tree.leaves(params):
+      leaf.delete()
+    _equal_bits(weights.params, tiny.tiny_policy()[1])
+
+  def test_deletes_what_it_replaces(self):
+    params, link = _placed(), _link("apart")
+    old = link.push(params, 0)
+    new = link.push(jax.tree.map(jnp.negative, params), 1, replaces=old)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old.params))
+    assert new.digest == sync.digest(new.params) != old.digest
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
+
+  def test_replaces_only_weights_of_the_same_leaves(self):
+    other = sync.stamp({"a": jnp.zeros(2)}, 3)
+    with pytest.raises(sync.SyncError, match="version 3 have 1 leaves"):
+      _link().push(_placed(), 4, replaces=other)
+    assert not other.params["a"].is_deleted()
+
+  def test_compiles_once(self):
+    params, link = _placed(), _link("apart")
+    weights = link.push(params, 0)
+    link.push(params, 1, replaces=weights)
+    link.digests(params)
+    assert len(link._programs) > 3
+    assert {p._cache_size() for _, p in link._programs} == {1}
+
+  @pytest.mark.parametrize("value", [0, -1])
+  def test_refuses_groups_of_no_bytes(self, value):
+    with pytest.raises(ValueError, match=f"must be >= 1, got {value}"):
+      sync.Link(_layout(), _shapes(), max_bytes=value)
+
+
+class TestDigestsOfALink:
+  def test_are_those_of_what_arrives(self):
+    params, link = _placed(), _link("apart")
+    assert link.digests(params) == sync.digests(link.push(params, 0).params)
+
+
+def _bytes(leaves):
+  return sum(x.nbytes for x in leaves)
+
+
+def _alive():
+  """Bytes of sharded arrays; those on one device may be views of shards."""
+  arrays = jax.live_arrays()
+  return _bytes(x for x in arrays if len(x.sharding.device_set) > 1)
+
+
+class TestGroups:
+  @pytest.mark.parametrize("most", [700, 5000, 1 << 20])
+  @pytest.mark.parametrize("replacing", [False, True])
+  def test_bound_what_is_under_way(self, monkeypatch, most, replacing):
+    params, link = _placed(), _link("apart", most=most)
+    old = link.push(params, 0)
+    sizes = [x.nbytes for x in jax.tree.leaves(old.params)]
+    before = _alive()
+    put, sent, alive = jax.device_put, [], []
+
+    def spy(leaves, places):
+      out = jax.block_until_ready(put(leaves, places))
+      copies = sum(sent)  # What has arrived, less what has been deleted.
+      if replacing:
+        copies -= sum(sent) + _bytes(leaves)
+      alive.append(_alive() - before - copies)
+      sent.append(_bytes(leaves))
+      return out
+
+    monkeypatch.setattr(jax, "device_put", spy)
+    new = link.push(params, 1, replaces=old if replacing else None)
+    assert sum(sent) == sum(sizes) == _bytes(jax.tree.leaves(new.params))
+    assert max(sent) <= max(most, *sizes)
+    assert len(sent) <= 2 * sum(sizes) // most + 1  # And no smaller than need.
+    # A group as it is sent and as it arrives.
+    assert alive == [2 * size for size in sent]
+
+  def test_take_neighbours_and_lone_giants(self):
+    assert push._groups([2, 2, 9, 1, 4, 5, 0], 5) == [
+      [0, 1],
+      [2],
+      [3, 4],
+      [5, 6],
+    ]
+    assert push._groups([], 5) == []
+
+
+class TestLayoutShardings:
+  def test_layers_lose_the_axis_of_their_stack(self):
+    places = sync.layout_shardings(_layout(), _shapes(), _mesh("all"))
+    layer = places["layers"][1]
+    for place, spec in [
+      (layer["mlp"]["down"]["kernel"], ("tensor", "fsdp")),
+      (layer["attention"]["q"]["bias"], ("tensor",)),
+      (layer["input_norm"]["scale"], (None,)),
+      # 67 tokens do not divide.
+      (places["embed"]["embedding"], (None, "fsdp")),
+    ]:
+      assert tuple(place.spec) == spec
+
+  def test_a_leaf_from_nowhere_raises(self):
+    layout = lambda p: {"new": p["embed"]["embedding"]}
+    with pytest.raises(ValueError, match="new of the sampler is no part"):
+      sync.layout_shardings(layout, _shapes(), _mesh("one"))
