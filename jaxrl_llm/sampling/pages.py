@@ -16,10 +16,10 @@ def page_length(total: int) -> int:
   """Positions per page for sequences of up to `total`.
 
   Larger pages are read faster, smaller ones waste less at a sequence's end: a
-  power of two near an eighth of the longest.
+  power of two, at most a sixteenth of the longest.
   """
-  eighth = max(total // 8, 1)
-  return int(np.clip(1 << (eighth.bit_length() - 1), _SMALLEST, _LARGEST))
+  part = max(total // 16, 1)
+  return int(np.clip(1 << (part.bit_length() - 1), _SMALLEST, _LARGEST))
 
 
 class Book:

@@ -197,8 +197,8 @@ def widths(slots: int, shards: int) -> list[int]:
 
 
 def rungs(share: int, most: int) -> list[int]:
-  """Numbers of pages on a shard: 1, 2, 4, ... per slot, then `most`."""
-  doubled = itertools.takewhile(
-    lambda pages: pages < most, (share << i for i in itertools.count())
-  )
-  return [*doubled, most]
+  """Pages a shard may have: 1, 2, 3, 4, 6, 8, ... per slot, then `most`."""
+  powers = (share << i for i in itertools.count())
+  steps = (n for power in powers for n in (power, power * 3 // 2))
+  below = itertools.takewhile(lambda pages: pages < most, steps)
+  return [*dict.fromkeys(n for n in below if n % share == 0), most]

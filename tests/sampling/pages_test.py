@@ -157,8 +157,8 @@ class TestBook:
 class TestPageLength:
   @pytest.mark.parametrize(
     "total, expected",
-    [(1, 16), (32, 16), (128, 16), (255, 16), (256, 32), (600, 64)]
-    + [(1024, 128), (40_000, 128)],
+    [(1, 16), (32, 16), (256, 16), (511, 16), (512, 32), (1200, 64)]
+    + [(2048, 128), (40_000, 128)],
   )
-  def test_is_a_power_of_two_near_an_eighth(self, total, expected):
+  def test_is_a_power_of_two_of_a_sixteenth(self, total, expected):
     assert pages.page_length(total) == expected

@@ -138,9 +138,9 @@ class TestShapes:
     [
       (1, 1, [1]),
       (1, 2, [1, 2]),
-      (5, 35, [5, 10, 20, 35]),
-      (16, 128, [16, 32, 64, 128]),
+      (5, 35, [5, 10, 15, 20, 30, 35]),
+      (16, 128, [16, 32, 48, 64, 96, 128]),
     ],
   )
-  def test_pages_double_up_to_all(self, share, most, expected):
+  def test_pages_grow_by_half_up_to_all(self, share, most, expected):
     assert pool_lib.rungs(share, most) == expected
