@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxrl_llm.models import PageMap
 
-_SMALLEST, _LARGEST = 16, 128  # Positions per page.
+_SMALLEST, _LARGEST = 32, 128  # Positions per page.
 
 
 def page_length(total: int) -> int:

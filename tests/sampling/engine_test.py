@@ -346,7 +346,7 @@ class TestCompilation:
     lowered = make_engine().lower(shapes, prompts=2)
     assert set(lowered) == {"sampler prefill", "sampler advance"}
     text = lowered["sampler advance"].as_text()
-    assert "tensor<1x16x2x8x16xf32>" in text  # All pages there may be.
+    assert "tensor<1x8x2x8x32xf32>" in text  # All pages there may be.
 
 
 class TestBadInput:

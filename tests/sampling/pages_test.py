@@ -157,7 +157,7 @@ class TestBook:
 class TestPageLength:
   @pytest.mark.parametrize(
     "total, expected",
-    [(1, 16), (32, 16), (256, 16), (511, 16), (512, 32), (1200, 64)]
+    [(1, 32), (32, 32), (512, 32), (1023, 32), (1024, 64), (1200, 64)]
     + [(2048, 128), (40_000, 128)],
   )
   def test_is_a_power_of_two_of_a_sixteenth(self, total, expected):
