@@ -7,6 +7,7 @@ python scripts/pretrain.py --config=configs/pretrain.py[:TASK]
 
 import json
 import pathlib
+import sys
 import time
 
 import jax
@@ -17,12 +18,22 @@ from ml_collections import config_flags
 from jaxrl_llm import models
 from jaxrl_llm.data import tasks
 from jaxrl_llm.data.tokenizer import Tokenizer, character_tokenizer_json
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.train import pretrain
 
 _CONFIG = config_flags.DEFINE_config_file("config", "configs/pretrain.py")
 
 
 def main(_):
+  try:
+    rebuild()
+  except InputError as error:
+    print(f"pretrain: {error}", file=sys.stderr)
+    sys.exit(2)
+
+
+def rebuild() -> None:
+  """Trains the base of the config and writes its directory."""
   settings = _CONFIG.value
   out = pathlib.Path(settings.out)
   out.mkdir(parents=True, exist_ok=True)

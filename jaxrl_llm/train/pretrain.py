@@ -11,6 +11,7 @@ import optax
 from jaxrl_llm import masked
 from jaxrl_llm.data import remainder, tasks
 from jaxrl_llm.data.tokenizer import Tokenizer
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import ModelFns
 from jaxrl_llm.train import packing, policy_losses, state, step
 from jaxrl_llm.types import Origin, Rollout, Status
@@ -42,7 +43,15 @@ def pretrain(
 
   Returns:
     The trained params.
+
+  Raises:
+    InputError: there are no steps after the warm-up.
   """
+  if settings.steps <= settings.warmup_steps:
+    raise InputError(
+      f"config.steps={settings.steps} must be over"
+      f" config.warmup_steps={settings.warmup_steps}; change one of them"
+    )
   schedule = optax.warmup_cosine_decay_schedule(
     0.0, settings.learning_rate, settings.warmup_steps, settings.steps
   )

@@ -114,3 +114,10 @@ def test_shipped_base_is_what_the_settings_say(task):
   assert size < 1_000_000
   text = character_tokenizer_json(tasks.CHARACTERS)
   assert (directory / "tokenizer.json").read_text("utf-8") == text
+
+
+def test_steps_within_the_warm_up_are_one_line():
+  settings = config_lib.pretrain_config()
+  settings.steps = settings.warmup_steps
+  with pytest.raises(InputError, match="config.steps=50 must be over"):
+    pretrain.pretrain(None, None, settings, log=None)
