@@ -5,7 +5,6 @@ responses is the case in which every row is new and the window never closes.
 """
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,7 +25,6 @@ from jaxrl_llm.sampling.toggle import Toggle
 from jaxrl_llm.sampling.writer import Call, Plan, Usage, Writer
 from jaxrl_llm.types import Rollout
 
-_SMALLEST_BUCKET = 16
 _SHARE = 8  # Of so many slots one is refilled, or goes on, at a time.
 
 
@@ -99,7 +97,7 @@ class Engine:
     self._plan = Plan(
       stop_tokens=np.asarray(list(stop_tokens) or [never], np.int32),
       vocab_size=fns.config.vocab_size,
-      spans=_ladder(self._total),
+      spans=rows_lib.spans(self._total),
       max_prompt_length=max_prompt_length,
       refill=refill,
       # They divide over devices as the slots do.
@@ -397,11 +395,3 @@ class Engine:
     )
     rows, self.usage = writer.run()
     return rows
-
-
-def _ladder(total: int) -> list[int]:
-  """Lengths 16, 24, 32, 48, 64, 96, ... below total, then total itself."""
-  steps = itertools.count()
-  powers = (_SMALLEST_BUCKET << i for i in steps)
-  rungs = (rung for power in powers for rung in (power, power * 3 // 2))
-  return [*itertools.takewhile(lambda rung: rung < total, rungs), total]

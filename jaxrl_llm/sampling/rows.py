@@ -4,6 +4,7 @@ Everything here is NumPy on the host. A new response is a row of length 0, so
 that starting and continuing differ in nothing but the context to prefill.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -13,6 +14,8 @@ import numpy as np
 
 from jaxrl_llm.sampling.slots import Written
 from jaxrl_llm.types import Origin, Rollout, Status
+
+_SMALLEST_SPAN = 16
 
 
 class Contexts(NamedTuple):
@@ -75,15 +78,6 @@ def join(rollouts: Sequence[Rollout]) -> Rollout:
   return jax.tree.map(lambda *parts: np.concatenate(parts), *rollouts)
 
 
-def split(rollout: Rollout, size: int) -> list[Rollout]:
-  """Parts of `size` rows, the last one of what remains."""
-
-  def part(start):
-    return jax.tree.map(lambda x: x[start : start + size], rollout)
-
-  return [part(i) for i in range(0, len(rollout.lengths), size)]
-
-
 def groups_of(prompt_ids: chex.Array) -> np.ndarray:
   """Index 0, 1, ... of each prompt id, by first appearance; int32 [B]."""
   _, first, inverse = np.unique(
@@ -113,6 +107,13 @@ def chunks(rows: Rollout, contexts: list, size: int) -> list[tuple[int, list]]:
     (int(total[part[-1][0]]), sorted(part, key=lambda numbers: numbers[0]))
     for part in parts
   ]
+
+
+def spans(total: int) -> list[int]:
+  """Lengths that contexts are padded to: 16, 24, 32, 48, ..., then total."""
+  powers = (_SMALLEST_SPAN << i for i in itertools.count())
+  steps = (span for power in powers for span in (power, power * 3 // 2))
+  return [*itertools.takewhile(lambda span: span < total, steps), total]
 
 
 def lay_out(

@@ -59,9 +59,8 @@ class Usage(NamedTuple):
   peak_positions: int  # Most positions that the memory had room for.
   wall_s: float
   host_s: float  # Of it, time in which no decoding was awaited.
-  windows: list[
-    tuple[int, int, int, float]
-  ]  # Slots, steps, positions, seconds.
+  # Of each window: slots of the pool, steps, positions of the memory, seconds.
+  windows: list[tuple[int, int, int, float]]
 
 
 class Writer:
@@ -93,7 +92,7 @@ class Writer:
       if decision.halt:
         break
       if not (len(chosen) or len(self._pool.busy)):
-        if len(decision.stop) or len(decision.fork):
+        if len(decision.stop) and self._waiting.any():
           continue  # It has not seen yet that there are free slots.
         break
       if len(chosen):
@@ -133,6 +132,7 @@ class Writer:
       self._waiting[stopped] = False
       busy = pool.busy
       pool.leave(busy[np.isin(pool.row_of[busy], stopped)])
+      decision = decision._replace(stop=stopped)  # What ended before stays.
     if len(decision.fork):
       parents, ids = map(np.asarray, zip(*decision.fork))
       rows_lib.check_forks(rows, parents, ids)

@@ -138,6 +138,17 @@ class TestStop:
       out.tokens, np.where(written, plain.tokens, 0)
     )
 
+  def test_what_stopped_before_ends_no_call_and_keeps_none_alive(self):
+    prompts = [scripted.prompt(9, i) for i in range(40)]
+
+    def decide(view):
+      # Says the same at every look, also when nothing is left to do.
+      return schedule.refill(view)._replace(stop=range(16))
+
+    out = scripted.generate(prompts, schedule=decide)
+    np.testing.assert_array_equal(out.status[:16], int(Status.STOPPED))
+    scripted.check(tiny_engine.rows(out, slice(16, None)), prompts[16:])
+
 
 class TestFork:
   def test_goes_on_from_the_same_tokens_with_other_randomness(self):
