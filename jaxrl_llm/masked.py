@@ -12,6 +12,8 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.names import NORM_MODES
+
 Axis = int | Sequence[int] | None
 
 
@@ -212,10 +214,10 @@ def token_weights(
   """
   if mode not in _TOKEN_WEIGHTS:
     raise ValueError(f"mode={mode!r}, expected one of {sorted(_TOKEN_WEIGHTS)}")
-  if (norm is not None) != (mode in _NORM_MODES):
+  if (norm is not None) != (mode in NORM_MODES):
     raise ValueError(
       f"norm={norm!r} with mode={mode!r}: norm is required by"
-      f" {sorted(_NORM_MODES)} and by no other mode"
+      f" {sorted(NORM_MODES)} and by no other mode"
     )
   if isinstance(norm, numbers.Real) and not norm > 0:
     raise ValueError(f"norm={norm!r}, expected a positive number of tokens")
@@ -239,7 +241,6 @@ _TOKEN_WEIGHTS: dict[str, Callable[..., chex.Numeric]] = {
   "seq-mean-token-sum-norm": lambda lengths, sequences, norm: norm,
   "dr-grpo": lambda lengths, sequences, norm: sequences * norm,
 }
-_NORM_MODES = frozenset({"seq-mean-token-sum-norm", "dr-grpo"})
 
 
 def segment_count(

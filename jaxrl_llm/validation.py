@@ -6,15 +6,14 @@ Each failure is one line that names the keys, their values and what is allowed.
 import math
 from typing import Any
 
+from jaxrl_llm.contradictions import TOPICS, Clash
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.names import CRITICS, NORM_MODES
 
 _DATA_SOURCES = ("chain_sum", "remainder", "sums", "jsonl", "tfds")
-# Modes of the loss that need a constant length.
-NORM_MODES = ("seq-mean-token-sum-norm", "dr-grpo")
-# Estimators that read values, so that a critic is trained.
-CRITICS = {"gae"}
 _CHOICES = {
   "model.dtype": ("float32", "bfloat16"),
+  "model.sampler_dtype": ("", "float32", "bfloat16"),
   "model.cache_dtype": ("", "float32", "bfloat16"),
   "data.source": _DATA_SOURCES,
   "data.template": ("completion", "few_shot", "chat"),
@@ -30,6 +29,7 @@ _CHOICES = {
     "optimal_baseline",
   ),
   "sampler.drafter": ("", "prompt_lookup", "quantized_copy"),
+  "sampler.kernels": ("auto", "xla", "pallas"),
   "estimator.boundary": ("repeat", "bootstrap", "zero"),
   "estimator.center": ("mean", "median", "leave_one_out", "none"),
   "estimator.scale": ("std", "mad", "none"),
@@ -64,6 +64,10 @@ _RANGES = {
   "sampler.max_response_length": (1, _INF),
   "sampler.temperature": (1e-3, 100.0),
   "sampler.entropy_tau": (0.0, 0.999),
+  "sampler.probe_every": (0, _INF),
+  "sampler.mesh.data": (-1, _INF),
+  "sampler.mesh.fsdp": (1, _INF),
+  "sampler.mesh.tensor": (1, _INF),
   "sampler.top_k": (0, 0),
   "sampler.top_p": (1.0, 1.0),
   "sampler.min_p": (0.0, 0.0),
@@ -232,184 +236,6 @@ def _validate_combinations(config: Any) -> None:
       raise InputError(f"{named}: {why}")
 
 
-def _contradictions(config: Any) -> list[tuple[bool, tuple[str, ...], str]]:
-  """Settings that are fine alone: (they clash, their keys, what to do)."""
-  data, reward, limit = (
-    config.data,
-    config.reward,
-    config.sampler.max_response_length,
-  )
-  schedule, estimator = config.schedule, config.estimator
-  loss, off_policy = config.loss, config.off_policy
-  windowed = schedule.name == "window"
-  critic = estimator.name in CRITICS
-  grouped = estimator.name in ("group", "token_group", "optimal_baseline")
-  corrected = off_policy.correction != "none"
-  interpolated = off_policy.proximal == "interpolate"
-  return [
-    (
-      windowed and not critic,
-      ("schedule.name", "estimator.name"),
-      "responses of a group end in different steps, so there is no group to"
-      " compare with; use estimator.name='gae' or schedule.name='full'",
-    ),
-    (
-      windowed and not 1 <= schedule.window <= limit,
-      ("schedule.window", "sampler.max_response_length"),
-      f"the window must be 1 to {limit} tokens",
-    ),
-    (
-      not windowed and schedule.window > 0,
-      ("schedule.window", "schedule.name"),
-      "only schedule.name='window' has a window; set one of them",
-    ),
-    (
-      windowed and 0 < config.sampler.slots < batch_size(config),
-      ("schedule.name", "sampler.slots"),
-      "every response in flight needs a slot; use 0 or"
-      " data.prompts_per_step * data.group_size",
-    ),
-    (
-      windowed and schedule.dynamic_sampling,
-      ("schedule.name", "schedule.dynamic_sampling"),
-      "unfinished groups have no verdicts to filter on; switch one off",
-    ),
-    (
-      schedule.name == "first_groups" and schedule.dynamic_sampling,
-      ("schedule.name", "schedule.dynamic_sampling"),
-      "either takes the groups it likes best; switch one off",
-    ),
-    (
-      not windowed and schedule.min_ended > 1,
-      ("schedule.min_ended", "schedule.name"),
-      "only windows leave the critic without ended responses; use 1",
-    ),
-    (
-      windowed and estimator.normalize == "whiten",
-      ("schedule.name", "estimator.normalize"),
-      "centering moves the zero advantage at a cut; use 'scale' or 'none'",
-    ),
-    (
-      windowed and estimator.boundary == "repeat" and estimator.gamma < 1,
-      ("estimator.boundary", "estimator.gamma"),
-      "a discount makes every cut a penalty; use gamma=1 or 'bootstrap'",
-    ),
-    (
-      windowed and loss.overlong_filter,
-      ("schedule.name", "loss.overlong_filter"),
-      "earlier windows of an overlong response are trained before it is known"
-      " to be one; switch one off",
-    ),
-    (
-      data.group_size < 2
-      and (
-        grouped
-        or (estimator.name == "reward_to_go")
-        and estimator.center != "none"
-      ),
-      ("data.group_size", "estimator.name"),
-      "a group baseline needs at least two responses to a prompt",
-    ),
-    (
-      data.group_size < 2 and schedule.dynamic_sampling,
-      ("data.group_size", "schedule.dynamic_sampling"),
-      "one response never has mixed verdicts; raise data.group_size",
-    ),
-    (
-      estimator.name == "group" and estimator.center == "none",
-      ("estimator.name", "estimator.center"),
-      "choose 'mean', 'median' or 'leave_one_out'",
-    ),
-    (
-      estimator.drop_pivot
-      and (
-        estimator.name != "group"
-        or estimator.center != "median"
-        or data.group_size % 2 == 0
-      ),
-      (
-        "estimator.drop_pivot",
-        "estimator.name",
-        "estimator.center",
-        "data.group_size",
-      ),
-      "the pivot is the median of an odd 'group'",
-    ),
-    (
-      not critic and config.value.pretrain_steps > 0,
-      ("value.pretrain_steps", "estimator.name"),
-      "this estimator has no critic to pretrain; set value.pretrain_steps=0",
-    ),
-    (
-      corrected and off_policy.proximal == "stored",
-      ("off_policy.correction", "off_policy.proximal"),
-      "with the sampler's log-probs as old ones the ratio corrects already;"
-      " use correction='none' or proximal='recompute'",
-    ),
-    (
-      interpolated
-      and (
-        loss.name != "clip"
-        or off_policy.correction == "mask"
-        or (corrected and off_policy.level != "token")
-      ),
-      (
-        "off_policy.proximal",
-        "loss.name",
-        "off_policy.correction",
-        "off_policy.level",
-      ),
-      "interpolation is defined for the clipped loss with a token-level"
-      " 'truncate' or none",
-    ),
-    (
-      loss.name == "hapo" and off_policy.proximal != "recompute",
-      ("loss.name", "off_policy.proximal"),
-      "HAPO reads the entropies of the scoring pass; use 'recompute'",
-    ),
-    (
-      config.sampler.entropy_tau > 0
-      and off_policy.proximal in ("stored", "interpolate"),
-      ("sampler.entropy_tau", "off_policy.proximal"),
-      "entropies come from the scoring pass; use 'recompute'",
-    ),
-    (
-      loss.kl_coefficient > 0 and loss.kl_reward_coefficient > 0,
-      ("loss.kl_coefficient", "loss.kl_reward_coefficient"),
-      "the KL counts once; set one of them to 0",
-    ),
-    (
-      loss.norm > 0 and loss.mode not in NORM_MODES,
-      ("loss.norm", "loss.mode"),
-      f"only {' and '.join(map(repr, NORM_MODES))} have a constant length",
-    ),
-    (
-      reward.overlong_buffer > limit,
-      ("reward.overlong_buffer", "sampler.max_response_length"),
-      "the buffer is a part of the response",
-    ),
-  ]
-
-
-def validate_mesh(config: Any, *, devices: int) -> None:
-  """Checks the mesh against the number of devices.
-
-  Raises:
-    InputError: too few devices, or micro-batches that do not divide.
-  """
-  mesh = config.mesh
-  rest = mesh.fsdp * mesh.tensor
-  data = max(devices // rest, 1) if mesh.data == -1 else mesh.data
-  if mesh.data == 0 or data * rest > devices:
-    raise InputError(
-      f"config.mesh data={mesh.data} x fsdp={mesh.fsdp} x tensor="
-      f"{mesh.tensor} needs {max(data, 1) * rest} devices, but there are"
-      f" {devices}; lower config.mesh"
-    )
-  for role in ("policy", "value"):
-    rows = config.optimizer[role].micro_rows
-    if rows % (data * mesh.fsdp):
-      raise InputError(
-        f"config.optimizer.{role}.micro_rows={rows} must be a multiple of"
-        f" mesh data x fsdp = {data * mesh.fsdp}"
-      )
+def _contradictions(config: Any) -> list[Clash]:
+  """All pairs of settings that may clash, with what is wrong with them."""
+  return [clash for topic in TOPICS for clash in topic(config)]

@@ -1,10 +1,10 @@
 """Reads every import of the package and holds it against the house plan.
 
-L0  records, reductions, distributions, errors
+L0  records, reductions, distributions, errors, names
 L1  estimators, losses, models, sharding, rewards      arrays and text alone
 L2  data, sampling, checkpoint, metrics, report
 L3  train, evaluate, config                            composes the others
-    presets, validation                                parts of config
+    presets, validation, contradictions                parts of config
 """
 
 import ast
@@ -15,17 +15,22 @@ import sys
 import pytest
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
-_L0 = {"types", "masked", "distributions", "errors"}
+_L0 = {"types", "masked", "distributions", "errors", "names"}
 _ENDS = ("", ".py")  # A room is a folder or a file.
 _MATHEMATICS = {"estimators", "losses"}
 _NUMERIC = {"jax", "numpy", "chex"}
-# Rooms that may import train/: train itself, and what is its equal above.
-_ABOVE_TRAIN = {"train", "evaluate", "config", "presets", "validation"}
 # What the parts of config may import, of any package.
-_PARTS_OF_CONFIG = {"presets": set(), "validation": {"errors"}}
-# Libraries that one room keeps to itself.
+_PARTS_OF_CONFIG = {
+  "presets": set(),
+  "contradictions": {"names"},
+  "validation": {"contradictions", "errors", "names"},
+}
+# Rooms that may import train/: train itself, and what is its equal above.
+_ABOVE_TRAIN = {"train", "evaluate", "config", *_PARTS_OF_CONFIG}
+# Libraries that one room keeps to itself. (Tunix, which benchmark/ runs, wants
+# flax from its callers.)
 _KEPT_BY = {
-  "flax": {"models"},
+  "flax": {"models", "benchmark"},
   "optax": {"train"},
   "ml_collections": {"config"},
 }

@@ -43,6 +43,10 @@ def changed(changes, base="vapo"):
 # are fine alone.
 CONTRADICTIONS = [
   (
+    {"sampler.mesh.fsdp": 2},
+    ["sampler.mesh.data=0", "sampler.mesh.fsdp=2"],
+  ),
+  (
     WINDOWED | GROUPED,
     ["schedule.name='window'", "estimator.name='group'"],
   ),

@@ -200,8 +200,6 @@ def interpolated_logprobs(
     log π_prox ≈ (1 - a) log π_behav + a log π
     a = (v_prox - v_behav) / (v - v_behav)
 
-  a is held in [0, 1], and is 0 where the current version sampled the token.
-
   Args:
     logprobs: [..., T], of the current policy.
     behavior_logprobs: [..., T], recorded with each token.
@@ -215,14 +213,53 @@ def interpolated_logprobs(
 
   Reference: A-3PO 2025, arXiv:2512.06547.
   """
-  chex.assert_equal_shape([logprobs, behavior_logprobs])
-  version = jnp.broadcast_to(behavior_version, jnp.shape(logprobs))
-  span = (current_version - version).astype(jnp.float32)
-  step = (proximal_version - version).astype(jnp.float32)
+  share = interpolation_share(
+    jnp.broadcast_to(behavior_version, jnp.shape(logprobs)),
+    proximal_version=proximal_version,
+    current_version=current_version,
+  )
+  return mixed_logprobs(logprobs, behavior_logprobs, share)
+
+
+def interpolation_share(
+  behavior_version: chex.Array,
+  *,
+  proximal_version: chex.Numeric,
+  current_version: chex.Numeric,
+) -> jax.Array:
+  """The a of `interpolated_logprobs`, (v_prox - v_behav) / (v - v_behav).
+
+  Args:
+    behavior_version: int [...], the policy version that sampled each token.
+    proximal_version: version at the start of the update.
+    current_version: version of the policy in the making.
+
+  Returns:
+    float32 [...], held in [0, 1]; 0 where the current version sampled.
+  """
+  span = (current_version - behavior_version).astype(jnp.float32)
+  step = (proximal_version - behavior_version).astype(jnp.float32)
   share = jnp.where(span == 0.0, 0.0, step / jnp.where(span == 0.0, 1.0, span))
-  share = jnp.clip(share, 0.0, 1.0)
+  return jnp.clip(share, 0.0, 1.0)
+
+
+def mixed_logprobs(
+  logprobs: chex.Array, behavior_logprobs: chex.Array, share: chex.Array
+) -> jax.Array:
+  """The mean of `interpolated_logprobs`, (1 - a) log π_behav + a log π.
+
+  Args:
+    logprobs: [..., T], of the current policy.
+    behavior_logprobs: [..., T], recorded with each token.
+    share: [..., T], a in [0, 1].
+
+  Returns:
+    float32 [..., T], without a gradient.
+  """
+  chex.assert_equal_shape([logprobs, behavior_logprobs, share])
   behavior = jnp.asarray(behavior_logprobs, jnp.float32)
   current = jnp.asarray(logprobs, jnp.float32)
+  # Exact at both ends, unlike behavior + share * (current - behavior).
   return jax.lax.stop_gradient((1.0 - share) * behavior + share * current)
 
 

@@ -81,17 +81,22 @@ def per_token(advantages: chex.Array, episodes: Episodes) -> jax.Array:
   return jnp.where(episodes.mask, advantages[:, None], 0.0)
 
 
+def relative_outcome(episodes: Episodes, **settings: Any) -> jax.Array:
+  """Outcomes relative to those of the group, [B]; settings of the estimator."""
+  return estimators.group_relative(
+    outcome(episodes),
+    episodes.groups,
+    num_groups=episodes.groups.shape[0],
+    **settings,
+  )
+
+
 def group_advantages(
   episodes: Episodes, *, center: str, scale: str, epsilon: float
 ) -> jax.Array:
   """GRPO and its kin: relative to the other responses to the prompt."""
-  relative = estimators.group_relative(
-    outcome(episodes),
-    episodes.groups,
-    num_groups=episodes.groups.shape[0],
-    center=center,
-    scale=scale,
-    epsilon=epsilon,
+  relative = relative_outcome(
+    episodes, center=center, scale=scale, epsilon=epsilon
   )
   return per_token(relative, episodes)
 
@@ -123,15 +128,8 @@ def centered_reward_to_go(
   episodes: Episodes, *, gamma: float, center: str
 ) -> jax.Array:
   """REINFORCE++ with a baseline: the reward to go less the group's center."""
-  rewards = outcome(episodes)
-  relative = estimators.group_relative(
-    rewards,
-    episodes.groups,
-    num_groups=episodes.groups.shape[0],
-    center=center,
-    scale="none",
-  )
-  baseline = per_token(rewards - relative, episodes)
+  relative = relative_outcome(episodes, center=center, scale="none")
+  baseline = per_token(outcome(episodes) - relative, episodes)
   return reward_to_go(episodes, gamma=gamma) - baseline
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm import estimators, masked
+from jaxrl_llm import estimators, losses, masked
 from jaxrl_llm.train.advantages import Episodes, in_window
 from jaxrl_llm.train.packing import MiniBatch
 from jaxrl_llm.train.recipe import Recipe
@@ -60,6 +60,30 @@ def make_experience(
   """
   chex.assert_rank([rewards, correct, judged, rollout.mask], [1, 1, 1, 2])
   chex.assert_equal_shape([rollout.mask, scores.old_logprobs, scores.values])
+  episodes = _episodes(rewards, judged, rollout, scores, recipe)
+  trained = rollout.mask & judged[:, None]
+  policy_mask = in_window(trained, rollout.window_start)
+  for step in recipe.policy_masks:
+    policy_mask = step(policy_mask, episodes)
+  advantages, returns = _credit(episodes, policy_mask, recipe)
+  ended = ~episodes.truncated
+  return jax.lax.stop_gradient(
+    Experience(
+      old_logprobs=scores.old_logprobs,
+      behavior_logprobs=rollout.behavior_logprobs,
+      advantages=advantages,
+      old_values=scores.values,
+      returns=returns,
+      policy_mask=policy_mask,
+      value_mask=trained & ended[:, None],
+      positive_mask=policy_mask & (correct & ended)[:, None],
+      columns=_columns(rollout, scores, policy_mask, recipe),
+    )
+  )
+
+
+def _episodes(rewards, judged, rollout, scores, recipe) -> Episodes:
+  """What the estimators see; rewards are shaped and lie on tokens here."""
   mask, truncated = rollout.mask, rollout.status == int(Status.TRUNCATED)
   shaped = rewards
   if recipe.shape_rewards is not None:
@@ -75,7 +99,7 @@ def make_experience(
       mask,
       coefficient=recipe.kl_reward_coefficient,
     )
-  episodes = Episodes(
+  return Episodes(
     token_rewards=outcome,
     values=scores.values,
     next_values=scores.next_values,
@@ -88,29 +112,16 @@ def make_experience(
     old_logprobs=scores.old_logprobs,
     behavior_logprobs=rollout.behavior_logprobs,
   )
-  trained = mask & judged[:, None]
-  policy_mask = in_window(trained, rollout.window_start)
-  for step in recipe.policy_masks:
-    policy_mask = step(policy_mask, episodes)
+
+
+def _credit(episodes, mask, recipe) -> tuple[jax.Array, jax.Array]:
+  """Advantages, normalised over the mask, and the critic's targets, [B, T]."""
   advantages = recipe.advantages(episodes)
   if recipe.normalize is not None:
-    advantages = recipe.normalize(advantages, policy_mask)
-  returns = jnp.zeros_like(advantages)
-  if recipe.returns is not None:
-    returns = recipe.returns(episodes)
-  return jax.lax.stop_gradient(
-    Experience(
-      old_logprobs=scores.old_logprobs,
-      behavior_logprobs=rollout.behavior_logprobs,
-      advantages=advantages,
-      old_values=scores.values,
-      returns=returns,
-      policy_mask=policy_mask,
-      value_mask=trained & ~truncated[:, None],
-      positive_mask=policy_mask & (correct & ~truncated)[:, None],
-      columns=_columns(rollout, scores, policy_mask, recipe),
-    )
-  )
+    advantages = recipe.normalize(advantages, mask)
+  if recipe.returns is None:
+    return advantages, jnp.zeros_like(advantages)
+  return advantages, recipe.returns(episodes)
 
 
 def _columns(rollout, scores, mask, recipe) -> dict[str, jax.Array]:
@@ -124,14 +135,16 @@ def _columns(rollout, scores, mask, recipe) -> dict[str, jax.Array]:
 
 
 def blend(version: chex.Array, mask: chex.Array) -> jax.Array:
-  """A-3PO's a = (v_prox − v_b) / (v_θ − v_b) of every token, [B, T].
+  """A-3PO's share of the current policy in every token's π_prox, [B, T].
 
   The proximal policy is the one that the update starts from, which wrote the
   newest tokens; the policy in the making counts as the version after it.
   """
   newest = jnp.max(jnp.where(mask, version, 0))
-  age = (newest - version).astype(jnp.float32)
-  return jnp.where(mask, age / (age + 1.0), 0.0)
+  share = losses.interpolation_share(
+    version, proximal_version=newest, current_version=newest + 1
+  )
+  return jnp.where(mask, share, 0.0)
 
 
 def policy_batch(

@@ -139,16 +139,7 @@ def pack(
     ValueError: a sample is longer than a row, there are too few rows, or a
       group has different prompts.
   """
-  longest = (rollout.prompt_lengths + rollout.lengths).max(initial=0)
-  if longest > capacity:
-    raise ValueError(
-      f"a sample of {longest} tokens does not fit a row of {capacity}"
-    )
-  _, first, group = np.unique(
-    rollout.group, return_index=True, return_inverse=True
-  )
-  if (rollout.prompt_tokens != rollout.prompt_tokens[first[group]]).any():
-    raise ValueError("rows of one group have different prompts")
+  _check_samples(rollout, capacity)
   units = share_prompts(rollout, capacity)
   lengths = np.asarray([_unit_length(rollout, unit) for unit in units])
   row, offset, used = first_fit_decreasing(lengths, capacity)
@@ -184,6 +175,19 @@ def pack(
     count=np.int32(-(-used // rows)),
   )
   return packed, layout
+
+
+def _check_samples(rollout: Rollout, capacity: int) -> None:
+  longest = (rollout.prompt_lengths + rollout.lengths).max(initial=0)
+  if longest > capacity:
+    raise ValueError(
+      f"a sample of {longest} tokens does not fit a row of {capacity}"
+    )
+  _, first, group = np.unique(
+    rollout.group, return_index=True, return_inverse=True
+  )
+  if (rollout.prompt_tokens != rollout.prompt_tokens[first[group]]).any():
+    raise ValueError("rows of one group have different prompts")
 
 
 def _unit_length(rollout: Rollout, unit: list[int]) -> int:

@@ -37,16 +37,14 @@ def interpolated_clip(
 ):
   """A-3PO: the same around a proximal policy between behaviour and current.
 
-  log π_prox = log π_b + a (log π − log π_b) costs no forward pass; a is the
+  π_prox is interpolated and costs no forward pass; its share of π is the
   column `blend`, and π_prox / π_b weighs the loss.
   """
   del segments, mask
-  behavior, share = columns["old_logprobs"], columns["blend"]
-  # Exact at both ends, unlike behavior + share * difference.
-  proximal = jax.lax.stop_gradient((1.0 - share) * behavior + share * logprobs)
+  behavior = columns["old_logprobs"]
   return losses.decoupled_policy_loss(
     logprobs,
-    proximal,
+    losses.mixed_logprobs(logprobs, behavior, columns["blend"]),
     behavior,
     columns["advantages"],
     clip_low=clip_low,

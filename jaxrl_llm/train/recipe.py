@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm import distributions, estimators, losses, validation
+from jaxrl_llm.names import CRITICS, NORM_MODES
 from jaxrl_llm.train import advantages as advantages_lib
 from jaxrl_llm.train import policy_losses
 from jaxrl_llm.train.advantages import ADVANTAGES, Advantages, MaskStep
-from jaxrl_llm.validation import CRITICS, NORM_MODES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,24 +173,7 @@ def make_recipe(config: Any) -> Recipe:
     config.off_policy,
   )
   limit = config.sampler.max_response_length
-  policy_loss = policy_losses.POLICY_LOSSES[loss.name](loss)
-  correction = CORRECTIONS[off_policy.correction]
-  if correction is not None:
-    correction = functools.partial(
-      correction,
-      level=off_policy.level,
-      high=off_policy.high,
-      low=off_policy.low,
-    )
-  if off_policy.proximal == "interpolate":
-    policy_loss = functools.partial(
-      policy_losses.interpolated_clip,
-      clip_low=loss.clip_low,
-      clip_high=loss.clip_high,
-      dual_clip=loss.dual_clip,
-      cap=None if correction is None else off_policy.high,
-    )
-    correction = None  # The loss holds it.
+  policy_loss, correction = _loss_and_correction(loss, off_policy)
   return Recipe(
     shape_rewards=_soft_overlong(config.reward, limit),
     kl_reward_coefficient=loss.kl_reward_coefficient,
@@ -203,20 +186,49 @@ def make_recipe(config: Any) -> Recipe:
     value_loss=functools.partial(_value_loss, clip_value=loss.clip_value),
     correction=correction,
     proximal=off_policy.proximal,
-    step_scale=functools.partial(
-      ess_step_scale, reference=off_policy.ess_reference
-    )
-    if off_policy.ess_scale
-    else None,
+    step_scale=_step_scale(off_policy),
     tempered=config.sampler.entropy_tau > 0,
-    entropy_code=functools.partial(batch_entropy_code, sign=loss.hapo_sign)
-    if loss.name == "hapo"
-    else None,
+    entropy_code=_entropy_code(loss),
     reference=bool(loss.kl_coefficient or loss.kl_reward_coefficient),
     loss_mode=loss.mode,
     loss_norm=float(loss.norm or limit) if loss.mode in NORM_MODES else None,
     nll_coefficient=loss.nll_coefficient,
   )
+
+
+def _loss_and_correction(loss, off_policy):
+  """The policy loss and what corrects it, which may be a part of it."""
+  correction = CORRECTIONS[off_policy.correction]
+  if off_policy.proximal == "interpolate":
+    interpolated = functools.partial(
+      policy_losses.interpolated_clip,
+      clip_low=loss.clip_low,
+      clip_high=loss.clip_high,
+      dual_clip=loss.dual_clip,
+      cap=None if correction is None else off_policy.high,
+    )
+    return interpolated, None
+  policy_loss = policy_losses.POLICY_LOSSES[loss.name](loss)
+  if correction is None:
+    return policy_loss, None
+  return policy_loss, functools.partial(
+    correction,
+    level=off_policy.level,
+    high=off_policy.high,
+    low=off_policy.low,
+  )
+
+
+def _step_scale(off_policy):
+  if not off_policy.ess_scale:
+    return None
+  return functools.partial(ess_step_scale, reference=off_policy.ess_reference)
+
+
+def _entropy_code(loss):
+  if loss.name != "hapo":
+    return None
+  return functools.partial(batch_entropy_code, sign=loss.hapo_sign)
 
 
 def _soft_overlong(reward, limit):

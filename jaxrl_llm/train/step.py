@@ -108,38 +108,43 @@ def make_policy_step(
     columns = micro["columns"]
     clipped = policy_loss(out.logprobs, columns, packed.segments, mask)
     loss = surrogate = jnp.sum(columns["weights"] * clipped.loss)
-    total = lambda x: jnp.sum(jnp.where(mask, x, 0.0))
-    sums = {
-      "policy/loss": surrogate,
-      "tokens": total(1.0),
-      "policy/entropy": total(out.entropy),
-      "policy/approx_kl": total(
-        losses.kl_k3(columns["old_logprobs"], out.logprobs)
-      ),
-      "policy/clip_fraction_high": total(clipped.clipped_high),
-      "policy/clip_fraction_low": total(clipped.clipped_low),
-    }
+    sums = {"policy/loss": surrogate, "tokens": _total(1.0, mask)}
+    sums |= _policy_totals(out, clipped, columns["old_logprobs"], mask)
     for name, term in terms.items():
       sums[f"policy/{name}_loss"] = jnp.sum(term(out, columns))
       loss += sums[f"policy/{name}_loss"]
     maxima = {"policy/ratio_max": jnp.max(jnp.where(mask, clipped.ratio, 0.0))}
     return loss, (sums, maxima)
 
-  means = (
-    "policy/entropy",
-    "policy/approx_kl",
-    "policy/clip_fraction_high",
-    "policy/clip_fraction_low",
-  )
   return _make_step(
     loss,
     optimizer,
     schedule,
     "policy",
-    means,
+    _POLICY_MEANS,
     state_shardings,
     metrics_sharding,
   )
+
+
+# Logged as means over the tokens that are trained on.
+_POLICY_MEANS = (
+  "policy/entropy",
+  "policy/approx_kl",
+  "policy/clip_fraction_high",
+  "policy/clip_fraction_low",
+)
+
+
+def _policy_totals(out, clipped, old_logprobs, mask) -> Metrics:
+  """What `_POLICY_MEANS` names, summed over the tokens of a micro-batch."""
+  kl = losses.kl_k3(old_logprobs, out.logprobs)
+  terms = (out.entropy, kl, clipped.clipped_high, clipped.clipped_low)
+  return {name: _total(x, mask) for name, x in zip(_POLICY_MEANS, terms)}
+
+
+def _total(x, mask) -> jax.Array:
+  return jnp.sum(jnp.where(mask, x, 0.0))
 
 
 def make_value_step(

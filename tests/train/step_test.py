@@ -8,171 +8,27 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import tiny_run
+from train.tiny_update import (
+  CAPACITY,
+  GSPO,
+  POLICY_LOSS,
+  SAMPLES,
+  TEMPERATURE,
+  gradient_of_step,
+  largest,
+  make_batch,
+  make_data,
+  make_fns,
+  make_params,
+  make_reference,
+  make_state,
+  make_step,
+  padded,
+  settings_of,
+)
 
-from jaxrl_llm import losses, models, sharding
-from jaxrl_llm.train import experience, packing, recipe, score, state, step
-from jaxrl_llm.types import Experience
-
-SAMPLES, PROMPT, ROOM = 16, 7, 9
-CAPACITY = 24  # Some samples share their prompt, others do not.
-TEMPERATURE = np.float32(0.8)
-CLIPS = {"clip_low": 0.2, "clip_high": 0.28}
-POLICY_LOSS = functools.partial(losses.clipped_policy_loss, **CLIPS)
-RATE = lambda step: 1e-2 + 0.0 * step
-# The first change of the parameters is the gradient itself, and yet there is
-# an optimizer state.
-SGD = optax.sgd(1.0, momentum=0.9)
-
-
-@functools.cache
-def make_fns(kind, mesh=None):
-  make = models.make_value if kind == "value" else models.make_policy
-  place = sharding.along_batch(mesh) if mesh else None
-  settings = {} if kind == "value" else {"head_chunk": 8}
-  return make(tiny_run.model_config(), sharding=place, **settings)
-
-
-@functools.cache
-def make_params(kind):
-  """Random weights, large enough for gradients of every size; on the host."""
-  params = jax.eval_shape(make_fns(kind).init, jax.random.key(0))
-  leaves, tree = jax.tree.flatten(params)
-  rng = np.random.default_rng(1)
-  draw = lambda x: rng.normal(scale=0.2, size=x.shape).astype(np.float32)
-  return jax.tree.unflatten(tree, [draw(x) for x in leaves])
-
-
-@functools.cache
-def make_data():
-  """A rollout and what the losses want, unpacked."""
-  rng = np.random.default_rng(7)
-  rollout = tiny_run.random_rollout(
-    rng, rows=SAMPLES, prompt=PROMPT, room=ROOM, vocab=19, group_size=4
-  )
-  mask = rollout.mask
-  normal = lambda: rng.normal(size=mask.shape).astype(np.float32)
-  policy_mask = mask & (np.arange(SAMPLES) != 3)[:, None]
-  data = Experience(
-    # Far enough from the policy for both clips to act.
-    old_logprobs=-3.0 + 0.5 * normal(),
-    behavior_logprobs=rollout.behavior_logprobs,
-    advantages=np.where(mask, normal(), 0),
-    old_values=normal(),
-    returns=normal(),
-    policy_mask=policy_mask,
-    value_mask=policy_mask,
-    positive_mask=policy_mask & (np.arange(SAMPLES) % 3 == 0)[:, None],
-    columns={},
-  )
-  return rollout, data
-
-
-@functools.cache
-def make_reference():
-  """Log-probs of the initial policy for the KL, [B, T]."""
-  draw = np.random.default_rng(3).normal(size=(SAMPLES, ROOM))
-  return -3.0 + 0.5 * draw.astype(np.float32)
-
-
-# Bounds far wider than the paper's, so that some responses are inside them.
-GSPO = {"clip_low": 0.05, "clip_high": 0.3}
-RECIPES = {
-  "policy": recipe.make_recipe(tiny_run.make_config("none")),
-  "gspo": recipe.make_recipe(
-    tiny_run.make_config(
-      "none",
-      loss__name="gspo",
-      **{f"loss__{name}": bound for name, bound in GSPO.items()},
-      loss__nll_coefficient=0.0,
-      loss__kl="k2",
-      loss__kl_coefficient=0.3,
-      loss__entropy_coefficient=0.2,
-    )
-  ),
-}
-
-
-def make_batch(kind, *, micro_rows, rows=range(SAMPLES), capacity=CAPACITY):
-  rollout, data = make_data()
-  rows = np.asarray(rows)
-  packed, layout = packing.pack(
-    packing.select(rollout, rows),
-    capacity=capacity,
-    rows=micro_rows,
-    micro_batches=-(-len(rows) // micro_rows),
-  )
-  batch = packing.MiniBatch(rows, packed, layout)
-  if kind == "value":
-    return experience.value_batch(data, batch)
-  if "ref_logprobs" in RECIPES[kind].columns:
-    data = data.replace(columns={"ref_logprobs": make_reference()})
-  return experience.policy_batch(data, batch, recipe=RECIPES[kind])
-
-
-def with_column(batch, name, values):
-  """The policy batch with one of its columns replaced."""
-  return batch.replace(columns=batch.columns | {name: values})
-
-
-@functools.cache
-def make_step(kind, mesh=None):
-  fns = make_fns(kind, mesh)
-  pinned = {}
-  if mesh is not None:
-    shapes = jax.eval_shape(
-      lambda: state.create_train_state(make_params(kind), SGD)
-    )
-    pinned = {
-      "state_shardings": sharding.tree_shardings(shapes, mesh),
-      "metrics_sharding": sharding.replicated(mesh),
-    }
-  if kind == "value":
-    loss = lambda values, returns, old: losses.clipped_value_loss(
-      values, returns
-    )
-    return step.make_value_step(fns, SGD, RATE, loss, **pinned), pinned
-  made = RECIPES[kind].policy_loss, RECIPES[kind].terms
-  return step.make_policy_step(fns, SGD, RATE, *made, **pinned), pinned
-
-
-def make_state(kind):
-  params = jax.tree.map(jnp.array, make_params(kind))
-  return state.create_train_state(params, SGD)
-
-
-def settings_of(kind):
-  return () if kind == "value" else (TEMPERATURE,)
-
-
-@functools.cache
-def gradient_of_step(kind, micro_rows):
-  """What one update subtracts from the parameters, and its metrics."""
-  update, _ = make_step(kind)
-  after, metrics = update(
-    make_state(kind),
-    make_batch(kind, micro_rows=micro_rows),
-    *settings_of(kind),
-  )
-  change = lambda old, new: old - np.asarray(new)
-  return jax.tree.map(change, make_params(kind), after.params), metrics
-
-
-def padded():
-  """Prompt and response side by side, right-padded [B, L], and its mask."""
-  rollout, _ = make_data()
-  length = PROMPT + ROOM
-  tokens = np.zeros((SAMPLES, length), np.int32)
-  total = rollout.prompt_lengths + rollout.lengths
-  for i in range(SAMPLES):
-    p, n = rollout.prompt_lengths[i], rollout.lengths[i]
-    tokens[i, : p + n] = [*rollout.prompt_tokens[i, :p], *rollout.tokens[i, :n]]
-  before = rollout.prompt_lengths[:, None] - 1 + np.arange(ROOM)[None]
-  return (
-    tokens,
-    np.arange(length)[None] < total[:, None],
-    np.minimum(before, length - 1),
-  )
+from jaxrl_llm import losses, sharding
+from jaxrl_llm.train import packing, score, step
 
 
 def plain_logprobs(params):
@@ -258,10 +114,6 @@ def assert_sum_of(value, terms):
   additions = np.count_nonzero(terms)
   bound = 2.0**-24 * additions * np.abs(terms).sum()
   assert abs(float(value) - terms.sum()) <= bound
-
-
-def largest(tree):
-  return max(float(np.abs(x).max()) for x in jax.tree.leaves(tree))
 
 
 class TestGradient:
@@ -421,175 +273,3 @@ class TestMesh:
     want = pinned["state_shardings"].params
     same = lambda x, s: x.sharding.is_equivalent_to(s, x.ndim)
     assert all(jax.tree.leaves(jax.tree.map(same, after.params, want)))
-
-
-@pytest.fixture(scope="module")
-def policy_step():
-  return make_step("policy")[0]
-
-
-class TestOneProgram:
-  def test_lengths_and_temperature_compile_nothing(self, policy_step):
-    batch = make_batch("policy", micro_rows=4)
-    current, _ = policy_step(make_state("policy"), batch, TEMPERATURE)
-    compiled = policy_step._cache_size()
-    for rows, temperature in (
-      ([1] * 16, 0.5),
-      ([*range(8), *range(8)], 1.3),
-    ):
-      batch = make_batch("policy", micro_rows=4, rows=rows)
-      current, _ = policy_step(current, batch, np.float32(temperature))
-    assert policy_step._cache_size() == compiled
-    assert current.step == 3
-
-  def test_the_state_is_donated(self, policy_step):
-    before = make_state("policy")
-    policy_step(before, make_batch("policy", micro_rows=4), TEMPERATURE)
-    assert all(x.is_deleted() for x in jax.tree.leaves(before.params))
-
-  def test_micro_batches_that_hold_nothing_are_not_run(self, policy_step):
-    # Their arrays may hold anything: only `count` micro-batches are read.
-    batch = make_batch("policy", micro_rows=4)
-    assert batch.packed.count < batch.packed.tokens.shape[0]
-    spoiled = batch.columns["advantages"].copy()
-    spoiled[batch.packed.count :] = np.nan
-    outputs = [
-      policy_step(make_state("policy"), b, TEMPERATURE)
-      for b in (batch, with_column(batch, "advantages", spoiled))
-    ]
-    chex.assert_trees_all_equal(*outputs)
-
-
-class TestStepScale:
-  """One update from the same state under several factors."""
-
-  def apply(self, policy_step, scale):
-    batch = make_batch("policy", micro_rows=4)
-    if scale is not None:
-      batch = batch.replace(step_scale=np.float32(scale))
-    after, metrics = policy_step(make_state("policy"), batch, TEMPERATURE)
-    return jax.device_get(after), metrics
-
-  def test_scales_the_update_and_not_the_optimizer(self, policy_step):
-    plain, metrics = self.apply(policy_step, None)
-    assert "policy/step_scale" not in metrics
-    one, metrics = self.apply(policy_step, 1.0)
-    assert metrics["policy/step_scale"] == 1.0
-    chex.assert_trees_all_equal(one, plain)
-    half, metrics = self.apply(policy_step, 0.5)
-    assert metrics["policy/step_scale"] == 0.5
-    chex.assert_trees_all_equal(half.opt_state, plain.opt_state)
-    before = make_params("policy")
-    # Half of an update is exact; only adding it to the weights rounds.
-    expected = jax.tree.map(
-      lambda old, trace: old - 0.5 * trace.astype(np.float64),
-      before,
-      optax.tree_utils.tree_get(plain.opt_state, "trace"),
-    )
-    difference = jax.tree.map(
-      lambda got, want: np.abs(got - want) / np.spacing(np.abs(got)),
-      half.params,
-      expected,
-    )
-    assert largest(difference) <= 0.5
-
-  def test_a_new_factor_compiles_nothing(self, policy_step):
-    self.apply(policy_step, 1.0)
-    compiled = policy_step._cache_size()
-    self.apply(policy_step, 0.25)
-    assert policy_step._cache_size() == compiled
-
-  def test_lies_whole_on_every_device(self):
-    mesh = sharding.make_mesh(data=8, fsdp=1, tensor=1)
-    batch = make_batch("policy", micro_rows=8)
-    placed = step.place(batch.replace(step_scale=np.float32(0.5)), mesh)
-    assert placed.step_scale.sharding.is_fully_replicated
-    assert step.place(batch, mesh).step_scale is None
-
-
-class TestNotFinite:
-  @pytest.mark.parametrize(
-    ("column", "poison"),
-    [
-      ("advantages", np.nan),
-      ("advantages", np.inf),
-      ("old_logprobs", np.nan),
-      ("weights", -np.inf),
-    ],
-  )
-  def test_is_skipped_and_counted(self, policy_step, column, poison):
-    batch = make_batch("policy", micro_rows=4)
-    where = tuple(np.argwhere(batch.packed.mask)[3])
-    values = np.array(batch.columns[column])
-    values[where] = poison
-    spoiled = with_column(batch, column, values)
-    good, _ = policy_step(make_state("policy"), batch, TEMPERATURE)
-    before = jax.device_get(good)
-    bad, metrics = policy_step(good, spoiled, TEMPERATURE)
-    chex.assert_trees_all_equal(
-      jax.device_get((bad.params, bad.opt_state)),
-      (before.params, before.opt_state),
-    )
-    assert (bad.step, bad.skipped, bad.skipped_in_a_row) == (1, 1, 1)
-    assert metrics["policy/skipped"] == 1.0
-    bad, _ = policy_step(bad, spoiled, TEMPERATURE)
-    assert (bad.skipped, bad.skipped_in_a_row) == (2, 2)
-    good, metrics = policy_step(bad, batch, TEMPERATURE)
-    assert (good.step, good.skipped, good.skipped_in_a_row) == (2, 2, 0)
-    assert metrics["policy/skipped"] == 0.0
-
-  def test_a_weight_that_is_not_finite(self, policy_step):
-    broken = make_state("policy")
-    scale = broken.params["final_norm"]["scale"].at[0].set(jnp.nan)
-    broken.params["final_norm"]["scale"] = scale
-    batch = make_batch("policy", micro_rows=4)
-    after, _ = policy_step(broken, batch, TEMPERATURE)
-    assert (after.step, after.skipped) == (0, 1)
-
-
-class TestScore:
-  def test_equals_the_plain_model(self):
-    rollout, _ = make_data()
-    packed, layout = packing.pack(
-      rollout,
-      capacity=CAPACITY,
-      rows=4,
-      micro_batches=4,
-    )
-    tokens, present, before = padded()
-    logits = jax.jit(make_fns("policy").logits)(
-      make_params("policy"), tokens, present
-    )
-    at = np.take_along_axis(
-      np.asarray(jax.nn.log_softmax(logits / TEMPERATURE)),
-      before[..., None],
-      axis=1,
-    )
-    expected = np.take_along_axis(at, rollout.tokens[..., None], axis=2)[..., 0]
-    scored = jax.jit(
-      functools.partial(score.score_logprobs, fns=make_fns("policy"))
-    )(make_params("policy"), packed, TEMPERATURE)
-    mask = rollout.mask
-    np.testing.assert_allclose(
-      layout.gather(scored.logprobs)[mask], expected[mask], atol=1e-5
-    )
-    entropy = -np.sum(np.exp(at) * at, axis=2)
-    assert np.ptp(entropy[mask]) > 0.05
-    np.testing.assert_allclose(
-      layout.gather(scored.entropy)[mask], entropy[mask], atol=1e-5
-    )
-    values = jax.jit(make_fns("value").values)(
-      make_params("value"),
-      tokens,
-      present.astype(np.int32),
-      np.maximum(present.cumsum(axis=1) - 1, 0),
-    )
-    expected = np.take_along_axis(np.asarray(values), before, axis=1)
-    scored = jax.jit(
-      functools.partial(score.score_values, fns=make_fns("value"))
-    )(make_params("value"), packed)
-    np.testing.assert_allclose(
-      layout.gather(scored)[layout.present],
-      expected[layout.present],
-      atol=1e-5,
-    )

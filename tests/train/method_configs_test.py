@@ -1,0 +1,145 @@
+"""The methods that configs/ names differ in what their papers say."""
+
+import dataclasses
+import functools
+import importlib.util
+import pathlib
+
+import pytest
+
+from jaxrl_llm import config as config_lib
+from jaxrl_llm.train import recipe
+
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
+
+
+def load_config(name, preset=""):
+  path = CONFIGS / f"{name}.py"
+  spec = importlib.util.spec_from_file_location(f"config_{name}", path)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module.get_config(preset)
+
+
+def resolved(config):
+  """Every key with its value, references followed."""
+  config = config.copy_and_resolve_references()
+  return {key: config_lib.get(config, key) for key in config_lib.keys(config)}
+
+
+def differing(one, other):
+  assert one.keys() == other.keys()
+  return {key for key in one if one[key] != other[key]}
+
+
+def described(made):
+  """A recipe as plain values: functions by name and bound settings."""
+  return {
+    field.name: describe(getattr(made, field.name))
+    for field in dataclasses.fields(made)
+  }
+
+
+def describe(part):
+  if isinstance(part, functools.partial):
+    bound = {k: describe(v) for k, v in part.keywords.items()}
+    return (describe(part.func), tuple(map(describe, part.args)), bound)
+  if isinstance(part, dict):
+    return {k: describe(v) for k, v in part.items()}
+  return part
+
+
+# Each removes one part of VAPO: (its settings, what it changes in the recipe).
+ABLATIONS = {
+  "value pretraining": ({"value.pretrain_steps": 0}, set()),
+  "decoupled GAE": (
+    {
+      "estimator.lambda_value": 0.95,
+      "estimator.lambda_schedule": "constant",
+    },
+    {"advantages", "returns"},
+  ),
+  "length-adaptive GAE": (
+    {"estimator.lambda_schedule": "constant"},
+    {"advantages"},
+  ),
+  "clip-higher": ({"loss.clip_high": 0.2}, {"policy_loss"}),
+  "token-level loss": (
+    {"loss.mode": "seq-mean-token-mean"},
+    {"loss_mode"},
+  ),
+  "positive example loss": (
+    {"loss.nll_coefficient": 0.0},
+    {"nll_coefficient", "terms"},
+  ),
+  "group sampling": (
+    {"data.group_size": 1, "data.prompts_per_step": 32 * 16},
+    set(),
+  ),
+}
+
+
+class TestAblations:
+  @pytest.mark.parametrize("name", ABLATIONS)
+  def test_changes_nothing_else(self, name):
+    changes, parts = ABLATIONS[name]
+    vapo = load_config("vapo")
+    ablated = load_config("vapo")
+    ablated.update_from_flattened_dict(changes)
+    config_lib.validate(ablated)
+    assert differing(resolved(vapo), resolved(ablated)) == set(changes)
+    one, other = (described(recipe.make_recipe(c)) for c in (vapo, ablated))
+    assert differing(one, other) == parts
+    # The same number of responses, updates and rows.
+    assert config_lib.batch_size(ablated) == config_lib.batch_size(vapo)
+
+  def test_constant_lambda_is_of_the_paper(self):
+    assert resolved(load_config("vapo"))["estimator.lambda_policy"] == 0.95
+
+  def test_together_they_leave_ppo(self):
+    """Without its parts VAPO is PPO, up to PPO's own two habits."""
+    config = load_config("vapo")
+    for changes, _ in ABLATIONS.values():
+      config.update_from_flattened_dict(changes)
+    rest = differing(resolved(config), resolved(load_config("ppo")))
+    assert rest == {"estimator.normalize", "loss.clip_value"}
+
+  def test_vapo_is_the_defaults(self):
+    default = config_lib.default_config()
+    assert resolved(load_config("vapo")) == resolved(default)
+
+  def test_tppo_is_vapo_in_windows(self):
+    changed = differing(
+      resolved(load_config("tppo")), resolved(load_config("vapo"))
+    )
+    assert changed == {"schedule.name", "schedule.window"}
+
+  @pytest.mark.parametrize(
+    ("name", "base", "keys"),
+    [
+      (
+        "cispo",
+        "dapo",
+        {"loss.name", *{"schedule.dynamic_sampling", "reward.overlong_buffer"}},
+      ),
+      (
+        "dr_grpo",
+        "grpo",
+        {"estimator.scale", "loss.mode", "loss.kl_coefficient"},
+      ),
+      ("reinforce_pp_baseline", "reinforce_pp", {"estimator.center"}),
+      (
+        "vc_ppo",
+        "ppo",
+        {
+          "value.pretrain_steps",
+          "estimator.lambda_value",
+          "estimator.normalize",
+          "loss.clip_value",
+        },
+      ),
+    ],
+  )
+  def test_relatives_differ_in_what_their_papers_say(self, name, base, keys):
+    one, other = (resolved(load_config(n)) for n in (name, base))
+    assert differing(one, other) == keys

@@ -1,0 +1,177 @@
+"""One small mini-batch and its updates, shared by tests of the train step."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tiny_run
+
+from jaxrl_llm import losses, models, sharding
+from jaxrl_llm.train import experience, packing, recipe, state, step
+from jaxrl_llm.types import Experience
+
+SAMPLES, PROMPT, ROOM = 16, 7, 9
+CAPACITY = 24  # Some samples share their prompt, others do not.
+TEMPERATURE = np.float32(0.8)
+CLIPS = {"clip_low": 0.2, "clip_high": 0.28}
+POLICY_LOSS = functools.partial(losses.clipped_policy_loss, **CLIPS)
+RATE = lambda step: 1e-2 + 0.0 * step
+# The first change of the parameters is the gradient itself, and yet there is
+# an optimizer state.
+SGD = optax.sgd(1.0, momentum=0.9)
+
+
+@functools.cache
+def make_fns(kind, mesh=None):
+  make = models.make_value if kind == "value" else models.make_policy
+  place = sharding.along_batch(mesh) if mesh else None
+  settings = {} if kind == "value" else {"head_chunk": 8}
+  return make(tiny_run.model_config(), sharding=place, **settings)
+
+
+@functools.cache
+def make_params(kind):
+  """Random weights, large enough for gradients of every size; on the host."""
+  params = jax.eval_shape(make_fns(kind).init, jax.random.key(0))
+  leaves, tree = jax.tree.flatten(params)
+  rng = np.random.default_rng(1)
+  draw = lambda x: rng.normal(scale=0.2, size=x.shape).astype(np.float32)
+  return jax.tree.unflatten(tree, [draw(x) for x in leaves])
+
+
+@functools.cache
+def make_data():
+  """A rollout and what the losses want, unpacked."""
+  rng = np.random.default_rng(7)
+  rollout = tiny_run.random_rollout(
+    rng, rows=SAMPLES, prompt=PROMPT, room=ROOM, vocab=19, group_size=4
+  )
+  mask = rollout.mask
+  normal = lambda: rng.normal(size=mask.shape).astype(np.float32)
+  policy_mask = mask & (np.arange(SAMPLES) != 3)[:, None]
+  data = Experience(
+    # Far enough from the policy for both clips to act.
+    old_logprobs=-3.0 + 0.5 * normal(),
+    behavior_logprobs=rollout.behavior_logprobs,
+    advantages=np.where(mask, normal(), 0),
+    old_values=normal(),
+    returns=normal(),
+    policy_mask=policy_mask,
+    value_mask=policy_mask,
+    positive_mask=policy_mask & (np.arange(SAMPLES) % 3 == 0)[:, None],
+    columns={},
+  )
+  return rollout, data
+
+
+@functools.cache
+def make_reference():
+  """Log-probs of the initial policy for the KL, [B, T]."""
+  draw = np.random.default_rng(3).normal(size=(SAMPLES, ROOM))
+  return -3.0 + 0.5 * draw.astype(np.float32)
+
+
+# Bounds far wider than the paper's, so that some responses are inside them.
+GSPO = {"clip_low": 0.05, "clip_high": 0.3}
+RECIPES = {
+  "policy": recipe.make_recipe(tiny_run.make_config("none")),
+  "gspo": recipe.make_recipe(
+    tiny_run.make_config(
+      "none",
+      loss__name="gspo",
+      **{f"loss__{name}": bound for name, bound in GSPO.items()},
+      loss__nll_coefficient=0.0,
+      loss__kl="k2",
+      loss__kl_coefficient=0.3,
+      loss__entropy_coefficient=0.2,
+    )
+  ),
+}
+
+
+def make_batch(kind, *, micro_rows, rows=range(SAMPLES), capacity=CAPACITY):
+  rollout, data = make_data()
+  rows = np.asarray(rows)
+  packed, layout = packing.pack(
+    packing.select(rollout, rows),
+    capacity=capacity,
+    rows=micro_rows,
+    micro_batches=-(-len(rows) // micro_rows),
+  )
+  batch = packing.MiniBatch(rows, packed, layout)
+  if kind == "value":
+    return experience.value_batch(data, batch)
+  if "ref_logprobs" in RECIPES[kind].columns:
+    data = data.replace(columns={"ref_logprobs": make_reference()})
+  return experience.policy_batch(data, batch, recipe=RECIPES[kind])
+
+
+def with_column(batch, name, values):
+  """The policy batch with one of its columns replaced."""
+  return batch.replace(columns=batch.columns | {name: values})
+
+
+@functools.cache
+def make_step(kind, mesh=None):
+  fns = make_fns(kind, mesh)
+  pinned = {}
+  if mesh is not None:
+    shapes = jax.eval_shape(
+      lambda: state.create_train_state(make_params(kind), SGD)
+    )
+    pinned = {
+      "state_shardings": sharding.tree_shardings(shapes, mesh),
+      "metrics_sharding": sharding.replicated(mesh),
+    }
+  if kind == "value":
+    loss = lambda values, returns, old: losses.clipped_value_loss(
+      values, returns
+    )
+    return step.make_value_step(fns, SGD, RATE, loss, **pinned), pinned
+  made = RECIPES[kind].policy_loss, RECIPES[kind].terms
+  return step.make_policy_step(fns, SGD, RATE, *made, **pinned), pinned
+
+
+def make_state(kind):
+  params = jax.tree.map(jnp.array, make_params(kind))
+  return state.create_train_state(params, SGD)
+
+
+def settings_of(kind):
+  return () if kind == "value" else (TEMPERATURE,)
+
+
+@functools.cache
+def gradient_of_step(kind, micro_rows):
+  """What one update subtracts from the parameters, and its metrics."""
+  update, _ = make_step(kind)
+  after, metrics = update(
+    make_state(kind),
+    make_batch(kind, micro_rows=micro_rows),
+    *settings_of(kind),
+  )
+  change = lambda old, new: old - np.asarray(new)
+  return jax.tree.map(change, make_params(kind), after.params), metrics
+
+
+def padded():
+  """Prompt and response side by side, right-padded [B, L], and its mask."""
+  rollout, _ = make_data()
+  length = PROMPT + ROOM
+  tokens = np.zeros((SAMPLES, length), np.int32)
+  total = rollout.prompt_lengths + rollout.lengths
+  for i in range(SAMPLES):
+    p, n = rollout.prompt_lengths[i], rollout.lengths[i]
+    tokens[i, : p + n] = [*rollout.prompt_tokens[i, :p], *rollout.tokens[i, :n]]
+  before = rollout.prompt_lengths[:, None] - 1 + np.arange(ROOM)[None]
+  return (
+    tokens,
+    np.arange(length)[None] < total[:, None],
+    np.minimum(before, length - 1),
+  )
+
+
+def largest(tree):
+  return max(float(np.abs(x).max()) for x in jax.tree.leaves(tree))
