@@ -18,7 +18,6 @@ from jaxrl_llm.validation import (
   keys,
   row_tokens,
   validate,
-  validate_mesh,
 )
 
 __all__ = [
@@ -31,7 +30,6 @@ __all__ = [
   "row_tokens",
   "scaled",
   "validate",
-  "validate_mesh",
 ]
 
 
@@ -53,7 +51,10 @@ def _what_is_trained(c: ConfigDict) -> None:
   c.model.path = ""
   # Of activations and matrix products: 'float32' or 'bfloat16'.
   c.model.dtype = "float32"
-  # Of the sampler's keys and values; '' follows model.dtype.
+  # Of the sampler's parameters and matrix products; '' follows model.dtype.
+  c.model.sampler_dtype = ""
+  # Of the sampler's keys and values; '' follows the sampler's dtype. On a CPU
+  # bfloat16 is several times slower here.
   c.model.cache_dtype = ""
   # Recompute layers in the backward pass.
   c.model.remat = True
@@ -125,6 +126,19 @@ def _what_is_sampled(c: ConfigDict) -> None:
   c.sampler.drafter = ""
   # Guesses per step, where they are measured to pay.
   c.sampler.drafts = 4
+  # How attention is computed: 'xla', 'pallas' (a kernel for TPUs) or 'auto',
+  # the one that is made for the sampler's devices.
+  c.sampler.kernels = "auto"
+  # Steps between probes, which compare the log-probs of sampler and trainer and
+  # stop the run where they differ; also at every start. 0 is off.
+  c.sampler.probe_every = 50
+  # A mesh of the sampler's own, on the devices that `mesh` leaves free or, if
+  # there are none, on the same ones: sizes of its axes. data = 0 shares the
+  # trainer's mesh, -1 takes the devices that remain.
+  c.sampler.mesh = ConfigDict()
+  c.sampler.mesh.data = 0
+  c.sampler.mesh.fsdp = 1
+  c.sampler.mesh.tensor = 1
 
   c.schedule = ConfigDict()
   # 'full' (responses end before the update), 'window' (T-PPO: a step writes at

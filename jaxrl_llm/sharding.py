@@ -72,6 +72,12 @@ def make_mesh(
   return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 3)
 
 
+def beside(mesh: Mesh, devices: Sequence[jax.Device]) -> list[jax.Device]:
+  """The devices that a mesh leaves free; its own where it takes all."""
+  own = list(mesh.devices.flat)
+  return [device for device in devices if device not in own] or own
+
+
 def batch_size_of(mesh: Mesh) -> int:
   """Number of ways the batch is split."""
   return math.prod(mesh.shape[a] for a in BATCH_AXES)

@@ -237,7 +237,7 @@ RULES = (
     ("sampler_trainer/logprob_diff_mean",),
     sampler_mismatch,
     "the policy is trained on responses that it would not write",
-    "set model.cache_dtype or model.dtype to float32",
+    "set model.sampler_dtype, model.cache_dtype or model.dtype to float32",
   ),
   Rule(
     "kl_jump",

@@ -13,7 +13,7 @@ from jaxrl_llm.sampling.schedule import (
   refill,
 )
 from jaxrl_llm.sampling.settings import SamplingSettings
-from jaxrl_llm.sampling.writer import Usage
+from jaxrl_llm.sampling.writer import Spent, Usage
 
 __all__ = [
   "Choice",
@@ -22,6 +22,7 @@ __all__ = [
   "Engine",
   "SamplingSettings",
   "Schedule",
+  "Spent",
   "Usage",
   "View",
   "choose",

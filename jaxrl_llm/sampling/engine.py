@@ -22,7 +22,7 @@ from jaxrl_llm.sampling.draft import Drafter
 from jaxrl_llm.sampling.pool import Pool, Programs
 from jaxrl_llm.sampling.settings import SamplingSettings, limit_of
 from jaxrl_llm.sampling.toggle import Toggle
-from jaxrl_llm.sampling.writer import Call, Plan, Usage, Writer
+from jaxrl_llm.sampling.writer import Call, Plan, Spent, Usage, Writer
 from jaxrl_llm.types import Rollout
 
 _SHARE = 8  # Of so many slots one is refilled, or goes on, at a time.
@@ -85,6 +85,7 @@ class Engine:
     self.max_prompt_length = max_prompt_length
     self.room = max_response_length
     self.usage: Usage | None = None  # Of the newest call.
+    self.spent = Spent()  # By all calls.
     self._total = max_prompt_length + max_response_length
     self._length = page_length or pages_lib.page_length(self._total)
     self._sharding = sharding
@@ -177,29 +178,23 @@ class Engine:
       ValueError: a prompt or setting is out of range.
     """
     sample_ids = np.asarray(sample_ids, np.int32)
-    self._check_grid(prompts, sample_ids)
+    rows_lib.check_grid(prompts, sample_ids)
     limit = self._limit(settings)
     if limits is not None:
       rows_lib.check_limits(limits, shape=sample_ids.shape, limit=limit)
     rows_lib.check_prompts(prompts, width=self.max_prompt_length)
-    group_size = sample_ids.shape[1]
     prompt_ids = np.arange(len(prompts)) if prompt_ids is None else prompt_ids
-    rows = self._new_rows(prompts, sample_ids, prompt_ids)
     return self._write(
-      rows,
-      Call(
-        params=params,
-        key=key,
-        version=version,
-        settings=settings,
-        limits=np.full(sample_ids.size, limit)
-        if limits is None
-        else np.reshape(limits, -1),
-        window=limit,
-        group_size=group_size,
-        schedule=schedule,
-        control=control,
-      ),
+      self._new_rows(prompts, sample_ids, prompt_ids),
+      limits=limit if limits is None else np.reshape(limits, -1),
+      window=limit,
+      group_size=sample_ids.shape[1],
+      params=params,
+      key=key,
+      version=version,
+      settings=settings,
+      schedule=schedule,
+      control=control,
     )
 
   def generate_window(
@@ -260,27 +255,17 @@ class Engine:
     rows_lib.check_new(prompts, sample_ids, prompt_ids, group_size=group_size)
     rows_lib.check_prompts(prompts, width=self.max_prompt_length)
     rows = self._new_rows(prompts, sample_ids, prompt_ids)
-    if unfinished is not None:
-      unfinished = jax.device_get(unfinished)
-      rows_lib.check_unfinished(
-        unfinished, width=self.max_prompt_length, room=self.room, limit=limit
-      )
-      rows = rows_lib.join([unfinished, rows])
-    rows_lib.check_all(rows)
-    rows = rows.replace(group=rows_lib.groups_of(rows.prompt_id))
     return self._write(
-      rows,
-      Call(
-        params=params,
-        key=key,
-        version=version,
-        settings=settings,
-        limits=np.full(len(rows.lengths), limit),
-        window=window,
-        group_size=group_size,
-        schedule=schedule,
-        control=control,
-      ),
+      self._joined(unfinished, rows, limit),
+      limits=limit,
+      window=window,
+      group_size=group_size,
+      params=params,
+      key=key,
+      version=version,
+      settings=settings,
+      schedule=schedule,
+      control=control,
     )
 
   def lower(
@@ -307,11 +292,8 @@ class Engine:
     book = self._make_pool().book
     book.resize(book.most)
     params = (params, jax.eval_shape(self._drafting, params))
-    state = jax.eval_shape(
-      functools.partial(
-        self._programs.empty, slots=self.slots, pages=book.pages
-      )
-    )
+    # With the state's shardings, so that its buffers are donated.
+    state = self._programs.empty.eval_shape(slots=self.slots, pages=book.pages)
     law = slots_lib.Law(
       jax.eval_shape(jax.random.key, 0),
       shape(self._plan.stop_tokens.shape, jnp.int32),
@@ -353,19 +335,6 @@ class Engine:
       )
     return limit_of(settings, room=self.room)
 
-  def _check_grid(self, prompts, sample_ids):
-    """Refuses sample ids that are not [N, G]."""
-    if sample_ids.ndim != 2 or sample_ids.shape[0] != len(prompts):
-      raise ValueError(
-        f"sample_ids must be [N, G] for N = {len(prompts)} prompts, got shape"
-        f" {sample_ids.shape}"
-      )
-    if min(sample_ids.shape) < 1:
-      raise ValueError(
-        "there must be prompts and responses to each, got sample_ids of shape"
-        f" {sample_ids.shape}"
-      )
-
   def _new_rows(self, prompts, sample_ids, prompt_ids) -> Rollout:
     return rows_lib.new_rows(
       prompts,
@@ -374,6 +343,19 @@ class Engine:
       width=self.max_prompt_length,
       room=self.room,
     )
+
+  def _joined(
+    self, unfinished: Rollout | None, rows: Rollout, limit: int
+  ) -> Rollout:
+    """Rows that go on, then the new ones; rows of a prompt are one group."""
+    if unfinished is not None:
+      unfinished = jax.device_get(unfinished)
+      rows_lib.check_unfinished(
+        unfinished, width=self.max_prompt_length, room=self.room, limit=limit
+      )
+      rows = rows_lib.join([unfinished, rows])
+    rows_lib.check_all(rows)
+    return rows.replace(group=rows_lib.groups_of(rows.prompt_id))
 
   def _drafting(self, params: Any) -> Any:
     """Parameters of the drafter; None without one."""
@@ -388,10 +370,16 @@ class Engine:
       longest=self._total,
     )
 
-  def _write(self, rows: Rollout, call: Call) -> Rollout:
-    params = (call.params, self._draft_params(call.params))
-    writer = Writer(
-      self._plan, self._make_pool(), rows, call._replace(params=params)
+  def _write(
+    self, rows: Rollout, *, params: Any, limits: chex.Numeric, **others: Any
+  ) -> Rollout:
+    """Writes rows on in one `Call`, and keeps what it cost."""
+    call = Call(
+      params=(params, self._draft_params(params)),
+      limits=np.broadcast_to(limits, rows.lengths.shape),
+      **others,
     )
+    writer = Writer(self._plan, self._make_pool(), rows, call)
     rows, self.usage = writer.run()
+    self.spent = self.spent.plus(self.usage)
     return rows

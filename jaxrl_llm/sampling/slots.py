@@ -7,6 +7,7 @@ Which pages of the memory are whose is the host's business (`pages.Book`).
 Everything here is a pure function of arrays.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -235,10 +236,32 @@ def advance(
     decoding, arXiv 2211.17192, for guessing and verifying; here guess and token
     share their random number instead of being accepted by a ratio.
   """
+
+  def going(carry):
+    _, written = carry
+    most = jnp.max(jnp.where(written.active, written.count, 0))
+    return (most < wanted) & (jnp.sum(written.active) > enough)
+
+  step = functools.partial(
+    _step,
+    params,
+    pages,
+    law,
+    drafts=drafts,
+    fns=fns,
+    drafter=drafter,
+    tempering=tempering,
+  )
+  written = _nothing_written(active, window + drafts)
+  return jax.lax.while_loop(going, lambda carry: step(*carry), (slots, written))
+
+
+def _nothing_written(active, room):
+  """`Written` by S slots before the first step, with room for W tokens."""
   count = active.shape[0]
-  column = jnp.zeros((count, window + drafts))
+  column = jnp.zeros((count, room))
   zeros = lambda: jnp.zeros((count,), jnp.int32)
-  written = Written(
+  return Written(
     tokens=column.astype(jnp.int32),
     logprobs=column,
     count=zeros(),
@@ -246,48 +269,41 @@ def advance(
     active=active,
     status=jnp.full((count,), int(Status.TRUNCATED), jnp.int32),
   )
-  own = len(slots.memory) if drafter is None else fns.config.num_layers
 
-  def guess(slots, written):
-    if not drafts:
-      return slots.last_token[:, None], slots.memory[own:]
-    guesses, memory = drafter.propose(
+
+def _step(
+  params, pages, law, slots, written, *, drafts, fns, drafter, tempering
+):
+  """One decoding step of `advance`: guess, read, draw, record."""
+  own = len(slots.memory) if drafter is None else fns.config.num_layers
+  memory, drafter_memory = slots.memory[:own], slots.memory[own:]
+  draw = functools.partial(_choose, slots, law, tempering)
+  if drafts:
+    guesses, drafter_memory = drafter.propose(
       params[1],
-      slots.memory[own:],
+      drafter_memory,
       pages,
       slots,
       written.active,
-      lambda *drawn: _choose(slots, *drawn, law, tempering).tokens,
+      lambda logits, ahead: draw(logits, ahead).tokens,
       count=drafts,
     )
-    return jnp.append(slots.last_token[:, None], guesses, axis=1), memory
-
-  def going(carry):
-    _, written = carry
-    most = jnp.max(jnp.where(written.active, written.count, 0))
-    return (most < wanted) & (jnp.sum(written.active) > enough)
-
-  def body(carry):
-    slots, written = carry
-    tokens, memory = guess(slots, written)
-    ahead = jnp.arange(drafts + 1)[None]
-    logits, own_memory = fns.decode(
-      params[0],
-      slots.memory[:own],
-      pages,
-      jnp.maximum(tokens, 0),  # No guess is a guess too, and never good.
-      slots.position[:, None] + ahead,
-      jnp.broadcast_to(written.active[:, None], tokens.shape),
-    )
-    choice = _choose(
-      slots, logits, jnp.broadcast_to(ahead, tokens.shape), law, tempering
-    )
-    good = tokens[:, 1:] == choice.tokens[:, :-1]
-    return _record(
-      slots.replace(memory=own_memory + memory), written, choice, good, law
-    )
-
-  return jax.lax.while_loop(going, body, (slots, written))
+    tokens = jnp.append(slots.last_token[:, None], guesses, axis=1)
+  else:
+    tokens = slots.last_token[:, None]
+  ahead = jnp.arange(drafts + 1)[None]
+  logits, memory = fns.decode(
+    params[0],
+    memory,
+    pages,
+    jnp.maximum(tokens, 0),  # No guess is a guess too, and never good.
+    slots.position[:, None] + ahead,
+    jnp.broadcast_to(written.active[:, None], tokens.shape),
+  )
+  choice = draw(logits, jnp.broadcast_to(ahead, tokens.shape))
+  good = tokens[:, 1:] == choice.tokens[:, :-1]
+  slots = slots.replace(memory=memory + drafter_memory)
+  return _record(slots, written, choice, good, law)
 
 
 def _record(slots, written, choice, good, law):
@@ -337,7 +353,7 @@ def _record(slots, written, choice, good, law):
   )
 
 
-def _choose(slots, logits, ahead, law, tempering):
+def _choose(slots, law, tempering, logits, ahead):
   """Tokens [S, Q] of the indices length + ahead [S, Q], from logits [S, Q, V].
 
   The randomness of a token is fold_in(fold_in(key, sample_id), token index): a

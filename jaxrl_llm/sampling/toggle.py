@@ -5,7 +5,6 @@ clock and still leave a run what it is.
 """
 
 import collections
-import math
 
 _KEPT = 5  # Newest measurements that count.
 
@@ -56,21 +55,6 @@ class Toggle:
     """Median tokens per second as measured; None if it was not."""
     rates = sorted(self._rates.get((_bucket(active), drafts), ()))
     return rates[len(rates) // 2] if rates else None
-
-
-def expected_tokens(acceptance: float, drafts: int) -> float:
-  """Tokens of a step if each guess is good with the same probability.
-
-    E = (1 − a^(γ + 1)) / (1 − a)
-
-  Args:
-    acceptance: a, in [0, 1].
-    drafts: γ guesses.
-
-  Reference:
-    Leviathan et al. 2023, arXiv 2211.17192, equation 1.
-  """
-  return math.fsum(acceptance**i for i in range(drafts + 1))
 
 
 def _bucket(active: int) -> int:

@@ -63,6 +63,25 @@ class Usage(NamedTuple):
   windows: list[tuple[int, int, int, float]]
 
 
+class Spent(NamedTuple):
+  """What calls cost together."""
+
+  steps: int = 0  # Decoding steps, one after the other.
+  slot_steps: int = 0  # Steps times the slots that the pool had in them.
+  tokens: int = 0
+
+  def plus(self, usage: Usage) -> "Spent":
+    slot_steps = sum(slots * steps for slots, steps, *_ in usage.windows)
+    return Spent(
+      self.steps + usage.steps,
+      self.slot_steps + slot_steps,
+      self.tokens + usage.tokens,
+    )
+
+  def __sub__(self, earlier: "Spent") -> "Spent":
+    return Spent(*(now - then for now, then in zip(self, earlier)))
+
+
 class Writer:
   """Rows on their way through a pool."""
 

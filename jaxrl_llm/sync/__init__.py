@@ -4,7 +4,12 @@ from jaxrl_llm.sync.digesting import Digests, digest, digests
 from jaxrl_llm.sync.errors import SyncError
 from jaxrl_llm.sync.gate import Gate, verify
 from jaxrl_llm.sync.patch import LeafPatch, Patch, apply, diff
-from jaxrl_llm.sync.probe import TOLERANCES, make_probe, probe_tokens
+from jaxrl_llm.sync.probe import (
+  TOLERANCES,
+  make_probe,
+  probe_tokens,
+  tolerance,
+)
 from jaxrl_llm.sync.push import (
   Link,
   SamplerWeights,
@@ -32,5 +37,6 @@ __all__ = [
   "probe_tokens",
   "stamp",
   "to_bytes",
+  "tolerance",
   "verify",
 ]

@@ -1,10 +1,11 @@
 """A probe: do trainer and sampler give the same tokens the same log-probs?
 
 Digests say that the bits are right. The probe says that both sides also mean
-the same by them: the trainer's packed rows, the sampler's cached decoding.
+the same by them: the trainer's packed rows, the sampler's decoding token by
+token on paged memory, each on its own mesh.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import chex
@@ -21,6 +22,18 @@ from jaxrl_llm.sync.push import SamplerWeights
 TOLERANCES: Mapping[str, float] = {"float32": 1e-5, "bfloat16": 2e-2}
 
 
+def tolerance(*dtypes: str, platforms: Collection[str]) -> float:
+  """The loosest tolerance of two paths that compute in these dtypes.
+
+  Args:
+    dtypes: names of the dtypes of activations and of the sampler's memory.
+    platforms: of the devices. All but 'cpu' by default multiply float32 in
+      fewer bits, TPUs in those of bfloat16.
+  """
+  rounded = {"bfloat16"} if set(platforms) - {"cpu"} else set()
+  return max(TOLERANCES[name] for name in {*dtypes} | rounded)
+
+
 def probe_tokens(vocab_size: int, *, rows: int, length: int) -> np.ndarray:
   """Fixed tokens, int32 [rows, length], drawn from the whole vocabulary."""
   rng = np.random.default_rng(0)
@@ -28,17 +41,24 @@ def probe_tokens(vocab_size: int, *, rows: int, length: int) -> np.ndarray:
 
 
 def make_probe(
-  fns: ModelFns, tokens: chex.Array, *, tolerance: float
+  fns: ModelFns,
+  tokens: chex.Array,
+  *,
+  tolerance: float,
+  page_length: int,
+  sharding: jax.sharding.Sharding | None = None,
 ) -> Callable[[Any, SamplerWeights], float]:
   """A check of a sampler's weights against the trainer's parameters.
 
   Args:
     fns: the policy.
     tokens: int32 [B, T], the same in every call; B divides over the devices
-      among which the trainer splits a batch.
+      among which the trainer splits a batch and over those of `sharding`.
     tolerance: most that the mean of |Δ log π| / max(1, |log π|) over the
       tokens may be. Relative, because fixed tokens are improbable ones, and
       rounding grows with the logits.
+    page_length: positions per page of the sampler's memory.
+    sharding: of the sampler's slots; None keeps them on one device.
 
   Returns:
     (params, weights) -> that mean; raises SyncError if it is over the tolerance
@@ -48,11 +68,8 @@ def make_probe(
   rows, length = inputs.shape
   positions = np.broadcast_to(np.arange(length, dtype=np.int32), inputs.shape)
   every = np.ones(inputs.shape, bool)
-  # One page a row, one shard.
-  numbers = np.arange(rows, dtype=np.int32)
-  pages = PageMap(
-    numbers[None], np.zeros((1, rows), np.int32), numbers[:, None]
-  )
+  shards = rows // sharding.shard_shape((rows,))[0] if sharding else 1
+  pages = _pages(rows, length, shards=shards, page_length=page_length)
 
   @jax.jit
   def trained(params):
@@ -63,10 +80,23 @@ def make_probe(
 
   @jax.jit
   def sampled(params):
-    memory = fns.init_pages(shards=1, pages=rows, length=length)
-    logits, _ = fns.decode(params, memory, pages, inputs, positions, every)
-    logprobs = jax.nn.log_softmax(logits.astype(jnp.float32))
-    return jnp.take_along_axis(logprobs, targets[..., None], axis=-1)[..., 0]
+    memory = fns.init_pages(
+      shards=shards, pages=pages.owner.shape[1], length=page_length
+    )
+    if sharding is not None:
+      memory = jax.lax.with_sharding_constraint(memory, sharding)
+
+    def step(memory, column):
+      tokens, targets, positions = (x[:, None] for x in column)
+      logits, memory = fns.decode(
+        params, memory, pages, tokens, positions, every[:, :1]
+      )
+      logprobs = jax.nn.log_softmax(logits.astype(jnp.float32))
+      picked = jnp.take_along_axis(logprobs, targets[..., None], axis=-1)
+      return memory, picked[:, 0, 0]
+
+    columns = [jnp.asarray(x.T) for x in (inputs, targets, positions)]
+    return jax.lax.scan(step, memory, columns)[1].T
 
   def check(params, weights):
     ours, theirs = jax.device_get((trained(params), sampled(weights.params)))
@@ -81,3 +111,16 @@ def make_probe(
     return error
 
   return check
+
+
+def _pages(rows: int, length: int, *, shards: int, page_length: int) -> PageMap:
+  """Each row's pages on its own shard, one after the other."""
+  share, blocks = rows // shards, -(-length // page_length)
+  owner = np.repeat(np.arange(share, dtype=np.int32), blocks)
+  start = np.tile(np.arange(blocks, dtype=np.int32) * page_length, share)
+  table = np.arange(share * blocks, dtype=np.int32).reshape(share, blocks)
+  return PageMap(
+    np.tile(owner, (shards, 1)),
+    np.tile(start, (shards, 1)),
+    np.tile(table, (shards, 1)),
+  )

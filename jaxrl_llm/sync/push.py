@@ -68,11 +68,24 @@ class Link:
     self._names, leaves = digesting.named_leaves(sampled)
     self._tree = jax.tree.structure(sampled)
     self._layout = layout
+    self._shapes = leaves
     self._source = source and self._tree.flatten_up_to(source)
     self._target = target and self._tree.flatten_up_to(target)
     sizes = [x.size * x.dtype.itemsize for x in leaves]
     groups = _groups(sizes, max_bytes)
     self._programs = [(group, self._program(group)) for group in groups]
+
+  @property
+  def shapes(self) -> Any:
+    """ShapeDtypeStructs of what arrives, with its shardings where given."""
+    places = self._target or self._source or [None] * len(self._shapes)
+    return jax.tree.unflatten(
+      self._tree,
+      [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+        for x, place in zip(self._shapes, places)
+      ],
+    )
 
   def push(
     self, params: Any, version: int, replaces: SamplerWeights | None = None

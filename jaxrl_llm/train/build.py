@@ -3,34 +3,23 @@
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
-from jaxrl_llm import (
-  checkpoint,
-  losses,
-  models,
-  rewards,
-  sampling,
-  sharding,
-  sync,
-)
-from jaxrl_llm import (
-  config as config_lib,
-)
-from jaxrl_llm.checkpoint.manager import abstract
+from jaxrl_llm import checkpoint, rewards, sharding, sync
+from jaxrl_llm import config as config_lib
 from jaxrl_llm.data import prompts as prompts_lib
 from jaxrl_llm.data import sources
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import hf
 from jaxrl_llm.sampling import Engine, SamplingSettings
-from jaxrl_llm.train import experience, score, state, step
+from jaxrl_llm.train import experience, meshes, roles, sampler, score, state
 from jaxrl_llm.train import recipe as recipe_lib
+from jaxrl_llm.train.roles import Average, Role
 
 # The base models of the package; scripts/pretrain.py makes them.
 _ASSETS = pathlib.Path(__file__).parents[1] / "assets"
@@ -40,41 +29,24 @@ EVAL_POSITIONS = 10_000  # Most problems of an endless source that are read.
 
 
 @dataclasses.dataclass(frozen=True)
-class Role:
-  """A trained model: its functions, optimizer, update and place on the mesh."""
-
-  fns: Any  # ModelFns or ValueFns.
-  optimizer: optax.GradientTransformation
-  update: Callable[..., tuple[state.TrainState, dict[str, jax.Array]]]
-  shapes: state.TrainState  # ShapeDtypeStructs with shardings.
-  settings: Any  # config.optimizer.policy or .value.
-
-
-class Average(NamedTuple):
-  """PPO-EWMA's moving average of parameters: {'params', 'weight'}."""
-
-  begin: Callable[[Any], Any]  # (params) -> average.
-  move: Callable[[Any, Any], Any]  # (average, params) -> average.
-  shapes: Any  # ShapeDtypeStructs with shardings.
-
-
-@dataclasses.dataclass(frozen=True)
 class Job:
   """Everything an iteration needs; built once, without side effects."""
 
   config: Any
-  mesh: jax.sharding.Mesh
+  mesh: jax.sharding.Mesh  # The trainer's.
+  sampler_mesh: jax.sharding.Mesh  # The trainer's too, or one of its own.
   recipe: recipe_lib.Recipe
   policy: Role
   value: Role | None  # None: the method has no critic.
   engine: Engine
-  for_sampling: Callable[[Any], Any]
   link: sync.Link  # Carries the policy's parameters to the sampler.
   gate: sync.Gate  # Lets only the weights of now into the sampler.
+  # (params, sampler weights) -> how far their log-probs differ.
+  probe: Callable[[Any, sync.SamplerWeights], float]
   score_logprobs: Callable[..., jax.Array]
   score_values: Callable[..., jax.Array]
   estimate: Callable[..., Any]
-  average: "Average | None"  # Of the policy's parameters; None: not needed.
+  average: Average | None  # Of the policy's parameters; None: not needed.
   tokenizer: Tokenizer
   train_prompts: prompts_lib.PromptStream
   eval_prompts: list[prompts_lib.Prompt]
@@ -83,6 +55,10 @@ class Job:
   sampling: SamplingSettings
   eval_sampling: SamplingSettings
   model_path: str
+
+  def for_sampling(self, params: Any) -> Any:
+    """The policy's parameters as the sampler holds them, on its mesh."""
+    return self.link.push(params, 0).params
 
 
 def model_path(config: Any) -> str:
@@ -97,47 +73,29 @@ def make_job(config: Any) -> Job:
     InputError: the config, the model's files or the data cannot be used.
   """
   config_lib.validate(config)
-  config_lib.validate_mesh(config, devices=len(jax.devices()))
-  mesh = sharding.make_mesh(**config.mesh)
+  mesh, sampler_mesh = meshes.make_meshes(config)
   path = model_path(config)
   model_config = hf.read_config(path)
   tokenizer = Tokenizer.load(path)
   _check_context(config, model_config, tokenizer)
-  policy_fns, value_fns = _make_fns(config, model_config, mesh)
+  both = {"trainer": mesh, "sampler": sampler_mesh}
+  policy_fns, value_fns = roles.make_fns(config, model_config, **both)
   recipe = recipe_lib.make_recipe(config)
-  policy = _make_role(
-    policy_fns,
-    config.optimizer.policy,
-    functools.partial(
-      step.make_policy_step,
-      policy_loss=recipe.policy_loss,
-      terms=recipe.terms,
-    ),
-    jax.eval_shape(policy_fns.init, jax.random.key(0)),
-    mesh,
-  )
-  value = None
-  if recipe.returns is not None:
-    value = _make_role(
-      value_fns,
-      config.optimizer.value,
-      functools.partial(step.make_value_step, value_loss=recipe.value_loss),
-      jax.eval_shape(value_fns.init, jax.random.key(0)),
-      mesh,
-    )
+  policy = roles.make_policy(config, policy_fns, recipe, mesh)
   train_prompts, eval_prompts, eval_name = _make_prompts(config, tokenizer)
   limit = config.sampler.max_response_length
-  link = _make_link(policy_fns, policy.shapes.params, mesh)
+  link = sampler.make_link(policy_fns, policy.shapes.params, **both)
   return Job(
     config=config,
     mesh=mesh,
+    sampler_mesh=sampler_mesh,
     recipe=recipe,
     policy=policy,
-    value=value,
-    engine=_make_engine(config, policy_fns, tokenizer, mesh),
-    for_sampling=jax.jit(policy_fns.for_sampling),
+    value=roles.make_value(config, value_fns, recipe, mesh),
+    engine=sampler.make_engine(config, policy_fns, tokenizer, sampler_mesh),
     link=link,
     gate=sync.Gate(link),
+    probe=sampler.make_probe(config, policy_fns, **both),
     score_logprobs=jax.jit(
       functools.partial(score.score_logprobs, fns=policy_fns),
       out_shardings=sharding.replicated(mesh),
@@ -149,7 +107,7 @@ def make_job(config: Any) -> Job:
     estimate=jax.jit(
       functools.partial(experience.make_experience, recipe=recipe)
     ),
-    average=_make_average(config.off_policy, policy, mesh),
+    average=roles.make_average(config.off_policy, policy, mesh),
     tokenizer=tokenizer,
     train_prompts=train_prompts,
     eval_prompts=eval_prompts,
@@ -181,12 +139,12 @@ def load_policy_params(job: Job) -> Any:
 
 def create_policy_state(job: Job) -> state.TrainState:
   """The policy's state at step 0, read from the model directory."""
-  return _create(job.policy, load_policy_params(job))
+  return roles.create_state(job.policy, load_policy_params(job))
 
 
 def create_value_state(job: Job, params: Any) -> state.TrainState:
   """A critic's state at step 0 around its parameters."""
-  return _create(job.value, params)
+  return roles.create_state(job.value, params)
 
 
 def fresh_value_params(job: Job, policy_params: Any) -> Any:
@@ -208,130 +166,10 @@ def load_value_params(job: Job, workdir: str) -> Any:
   return checkpoint.load_tree(path, job.value.shapes.params)
 
 
-def _create(role: Role, params: Any) -> state.TrainState:
-  shardings = jax.tree.map(lambda x: x.sharding, role.shapes)
-  create = functools.partial(state.create_train_state, optimizer=role.optimizer)
-  return jax.jit(create, out_shardings=shardings, donate_argnums=0)(params)
-
-
 def _leaf(tree, path: str):
   for name in path.split("/"):
     tree = tree[name]
   return tree
-
-
-def _make_fns(config, model_config, mesh):
-  settings = {
-    "dtype": jnp.dtype(config.model.dtype),
-    "remat": config.model.remat,
-    "sharding": sharding.along_batch(mesh),
-  }
-  cache_dtype = config.model.cache_dtype
-  policy = models.make_policy(
-    model_config,
-    cache_dtype=jnp.dtype(cache_dtype) if cache_dtype else None,
-    head_chunk=config.model.head_chunk,
-    **settings,
-  )
-  return policy, models.make_value(model_config, **settings)
-
-
-def _make_role(fns, settings, make_step, params, mesh) -> Role:
-  schedule = state.make_schedule(
-    settings.learning_rate, warmup_steps=settings.warmup_steps
-  )
-  optimizer = state.make_optimizer(
-    schedule,
-    max_grad_norm=settings.max_grad_norm,
-    weight_decay=settings.weight_decay,
-    b1=settings.b1,
-    b2=settings.b2,
-    eps=settings.eps,
-  )
-  shapes = jax.eval_shape(
-    functools.partial(state.create_train_state, optimizer=optimizer), params
-  )
-  shardings = sharding.tree_shardings(shapes, mesh)
-  update = make_step(
-    fns,
-    optimizer,
-    schedule,
-    state_shardings=shardings,
-    metrics_sharding=sharding.replicated(mesh),
-  )
-  return Role(fns, optimizer, update, abstract(shapes, shardings), settings)
-
-
-def _make_average(settings, policy: Role, mesh) -> Average | None:
-  if settings.proximal != "ewma":
-    return None
-  shapes = {
-    "params": policy.shapes.params,
-    "weight": jax.ShapeDtypeStruct(
-      (), jnp.float32, sharding=sharding.replicated(mesh)
-    ),
-  }
-  shardings = jax.tree.map(lambda x: x.sharding, shapes)
-
-  def begin(params):
-    copied = jax.tree.map(jnp.copy, params)
-    return {"params": copied, "weight": jnp.ones((), jnp.float32)}
-
-  def move(average, params):
-    params, weight = losses.ewma_update(
-      average["params"], average["weight"], params, decay=settings.ewma_decay
-    )
-    return {"params": params, "weight": weight}
-
-  return Average(
-    jax.jit(begin, out_shardings=shardings),
-    jax.jit(move, out_shardings=shardings, donate_argnums=0),
-    shapes,
-  )
-
-
-def _make_link(fns, shapes, mesh) -> sync.Link:
-  """Sampler and trainer share the mesh; the copy keeps its shardings."""
-  placed = sync.layout_shardings(fns.for_sampling, shapes, mesh)
-  return sync.Link(fns.for_sampling, shapes, source=placed)
-
-
-DRAFTERS: Mapping[str, Callable[[Any], Any]] = {
-  "": lambda fns: None,
-  "prompt_lookup": lambda fns: sampling.prompt_lookup(),
-  "quantized_copy": sampling.quantized_copy,
-}
-
-
-def _make_engine(config, fns, tokenizer, mesh) -> Engine:
-  slots = config.sampler.slots or config_lib.in_flight(config)
-  split = sharding.batch_size_of(mesh)
-  drafter = DRAFTERS[config.sampler.drafter](fns)
-  return Engine(
-    fns,
-    slots=-(-slots // split) * split,
-    max_prompt_length=config.data.max_prompt_length,
-    max_response_length=config.sampler.max_response_length,
-    stop_tokens=_stop_tokens(config, tokenizer),
-    sharding=sharding.along_batch(mesh),
-    tempering=recipe_lib.make_tempering(config.sampler),
-    detokenize=tokenizer.decode,
-    drafter=drafter,
-    drafts=config.sampler.drafts if drafter else 0,
-  )
-
-
-def _stop_tokens(config, tokenizer) -> list[int]:
-  stops = list(tokenizer.stop_tokens)
-  for text in config.sampler.stop:
-    tokens = tokenizer.encode(text)
-    if len(tokens) != 1:
-      raise InputError(
-        f"config.sampler.stop has {text!r}, which is {len(tokens)} tokens of"
-        f" {tokenizer.path}; only single tokens can stop"
-      )
-    stops += tokens
-  return stops
 
 
 def _make_pool(config) -> rewards.RewardPool:

@@ -17,7 +17,7 @@ from jaxrl_llm import config as config_lib
 from jaxrl_llm import evaluate as evaluation
 from jaxrl_llm import metrics, sampling
 from jaxrl_llm.data.prompts import Prompt
-from jaxrl_llm.train import runstate
+from jaxrl_llm.train import runstate, step_metrics
 from jaxrl_llm.train.build import Job
 from jaxrl_llm.train.runstate import Responses, RunState, TrainingStopped
 from jaxrl_llm.types import Rollout
@@ -337,4 +337,7 @@ def schedule_of(config: Any) -> str:
 
 def responses(job: Job, state: RunState, timer) -> Collected:
   """Steps 1 to 3 as the config's schedule does them."""
-  return SCHEDULES[schedule_of(job.config)](job, state, timer)
+  before = job.engine.spent
+  collected = SCHEDULES[schedule_of(job.config)](job, state, timer)
+  row = step_metrics.decoding(job.engine.spent - before) | collected.row
+  return dataclasses.replace(collected, row=row)

@@ -1,5 +1,6 @@
 """A trial: phases compiled at their worst shapes, data and rewards checked."""
 
+import math
 import time
 from typing import Any
 
@@ -10,7 +11,8 @@ from jaxrl_llm import config as config_lib
 from jaxrl_llm import estimators, rewards
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.train import packing, step
-from jaxrl_llm.train.build import Job, Role
+from jaxrl_llm.train.build import Job
+from jaxrl_llm.train.roles import Role
 
 _GIB = 2.0**30
 _CHECKED = 200  # Gold answers that the verifier is asked about.
@@ -24,6 +26,7 @@ def dry_run(job: Job) -> None:
   """
   _show_data(job)
   _check_rewards(job)
+  _show_meshes(job)
   print("phase                 compile s   arguments GiB   temporary GiB")
   for name, lowered in _phases(job).items():
     begin = time.perf_counter()
@@ -68,9 +71,37 @@ def _check_rewards(job: Job) -> None:
     )
 
 
+def _show_meshes(job: Job) -> None:
+  """Where trainer and sampler compute, and what each device holds of them."""
+  policy = job.policy.shapes
+  held = [policy, job.value and job.value.shapes]
+  held += [job.average and job.average.shapes]
+  held += [policy.params] if job.recipe.reference else []
+  rows = {
+    "trainer": (job.mesh, held),
+    "sampler": (job.sampler_mesh, job.link.shapes),
+  }
+  for name, (mesh, trees) in rows.items():
+    sizes = " x ".join(f"{axis}={n}" for axis, n in mesh.shape.items())
+    numbers = ", ".join(str(device.id) for device in mesh.devices.flat)
+    print(
+      f"{name}: mesh {sizes}, devices {numbers}; each holds"
+      f" {_bytes_held(trees) / _GIB:.3f} GiB between phases"
+    )
+  if set(job.mesh.devices.flat) & set(job.sampler_mesh.devices.flat):
+    print("trainer and sampler share devices: what they hold adds up")
+
+
+def _bytes_held(trees: Any) -> int:
+  """Bytes on each device of arrays with the given shapes and shardings."""
+  return sum(
+    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+    for x in jax.tree.leaves(trees)
+  )
+
+
 def _phases(job: Job) -> dict[str, jax.stages.Lowered]:
   policy = job.policy
-  sampler_params = jax.eval_shape(job.for_sampling, policy.shapes.params)
   scalar = jax.ShapeDtypeStruct((), jnp.float32)
   packed = _packed(job, policy)
   batch = step.PolicyBatch(
@@ -79,7 +110,7 @@ def _phases(job: Job) -> dict[str, jax.stages.Lowered]:
     step_scale=None if job.recipe.step_scale is None else scalar,
   )
   phases = job.engine.lower(
-    sampler_params,
+    job.link.shapes,
     prompts=job.engine.prompts_at_a_time(job.config.data.group_size),
     window=job.config.schedule.name == "window",
     control=estimators.EntropyStatistics(*[scalar] * 4)

@@ -82,10 +82,12 @@ def train(job: Job, workdir: pathlib.Path) -> None:
       if stopped.signal:
         logger.event("stopped during value pretraining; nothing to save yet")
         return
-      logger.log(0, evaluate(job, state, logger) | spent)
+      row = probe(job, state) | evaluate(job, state, logger)
+      logger.log(0, row | spent)
       runstate.save(job, state, saver)
     else:
       state = runstate.resume(job, saver, latest)
+      probe(job, state)  # Its number is in the row of that step, if it is due.
       logger.event(f"resumed from step {latest}")
     # Rows so far, so that a resumed run warns as the uninterrupted one.
     rows = metrics.read_rows(workdir / "metrics.jsonl")
@@ -177,6 +179,10 @@ def iterate(job: Job, state: RunState, timer, logger) -> dict[str, float]:
     job, state, everything, trained=value_rows, parked=collected.parked
   )
   state.step += 1
+  every = job.config.sampler.probe_every
+  if every and state.step % every == 0:
+    with timer.phase("sync"):
+      row |= probe(job, state)
   # 9. Log.
   every = job.config.run.samples_every
   if every and state.step % every == 0:
@@ -197,10 +203,23 @@ def start(job: Job, workdir: pathlib.Path, logger, stopped) -> RunState:
     params = build.fresh_value_params(job, policy.params)
   state = runstate.begin(job, policy, build.create_value_state(job, params))
   if settings.pretrain_steps and not settings.init_from:
+    probe(job, state)  # The critic would learn what the policy does not write.
     value_pretraining.pretrain(job, state, workdir, logger, stopped)
     # A reused critic starts with a fresh optimizer; so does this one.
     state.value = build.create_value_state(job, state.value.params)
   return state
+
+
+def probe(job: Job, state: RunState) -> dict[str, float]:
+  """Do trainer and sampler give fixed tokens the same log-probs?
+
+  Raises:
+    SyncError: they do not; what was sampled would not be the policy's.
+  """
+  if not job.config.sampler.probe_every:
+    return {}
+  error = job.probe(state.policy.params, state.sampler)
+  return {"sampler_trainer/probe_error": error}
 
 
 def evaluate(job: Job, state: RunState, logger) -> dict[str, float]:

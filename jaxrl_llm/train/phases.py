@@ -14,9 +14,10 @@ from jaxrl_llm import config as config_lib
 from jaxrl_llm import estimators
 from jaxrl_llm.train import experience, ledger, packing
 from jaxrl_llm.train import step as step_lib
-from jaxrl_llm.train.build import Job, Role
+from jaxrl_llm.train.build import Job
 from jaxrl_llm.train.experience import Scores
 from jaxrl_llm.train.packing import MiniBatch
+from jaxrl_llm.train.roles import Role
 from jaxrl_llm.train.runstate import Responses, RunState, TrainingStopped
 from jaxrl_llm.types import Experience, Rollout
 

@@ -3,6 +3,7 @@
 import numpy as np
 
 from jaxrl_llm import estimators, metrics
+from jaxrl_llm.sampling import Spent
 from jaxrl_llm.train.build import Job
 from jaxrl_llm.train.runstate import Responses
 from jaxrl_llm.types import Rollout, Status
@@ -18,8 +19,6 @@ def rollout_metrics(responses: Responses) -> dict[str, float]:
   new = rollout.lengths - rollout.window_start
   row = {
     "rollout/truncated_fraction": float((~ended).mean()),
-    # Slot-steps in which a finished slot waited for the longest one.
-    "rollout/idle_fraction": float(1 - new.mean() / new.max()),
     "rollout/tokens": float(new.sum()),
     "perf/tokens": float((rollout.lengths + rollout.prompt_lengths).sum()),
   }
@@ -41,6 +40,16 @@ def rollout_metrics(responses: Responses) -> dict[str, float]:
     ),
   }
   return row | (_group_metrics(responses) if ended.all() else {})
+
+
+def decoding(spent: Spent) -> dict[str, float]:
+  """What the engine's calls of a step did, those thrown away included."""
+  row = {"rollout/decode_steps": float(spent.steps)}
+  if spent.slot_steps:  # Nothing is written where enough had ended before.
+    # A drafter may write several tokens in a slot's step.
+    idle = 1 - spent.tokens / spent.slot_steps
+    row["rollout/idle_fraction"] = max(0.0, idle)
+  return row
 
 
 def _group_metrics(responses: Responses) -> dict[str, float]:

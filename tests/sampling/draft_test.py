@@ -17,7 +17,7 @@ from jaxrl_llm.sampling import (
   prompt_lookup,
   quantized_copy,
 )
-from jaxrl_llm.sampling.toggle import Toggle, expected_tokens
+from jaxrl_llm.sampling.toggle import Toggle
 from jaxrl_llm.types import Status
 
 P, T = 12, 20
@@ -297,13 +297,6 @@ class TestToggle:
       for rate in rates:
         self.observe(toggle, 8, way, rate)
     assert toggle.choose(8) == 4
-
-  @pytest.mark.parametrize(
-    ("acceptance", "wanted"),
-    [(0.0, 1.0), (1.0, 6.0), (0.7, 2.941), (0.85, 4.152), (0.94, 5.169)],
-  )
-  def test_expected_tokens(self, acceptance, wanted):
-    assert expected_tokens(acceptance, 5) == pytest.approx(wanted, abs=2e-3)
 
 
 class TestBadInput:

@@ -2,20 +2,55 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import tiny
 
 from jaxrl_llm import models, sharding, sync
 
-TOKENS = sync.probe_tokens(67, rows=2, length=9)
+TOKENS = sync.probe_tokens(67, rows=4, length=10)  # Three pages a row.
+
+
+def _fns(dtype, mesh=None):
+  place = sharding.along_batch(mesh) if mesh else None
+  return models.make_policy(
+    tiny.tiny_config(), dtype=dtype, head_chunk=8, sharding=place
+  )
+
+
+def _make_probe(fns, dtype, **settings):
+  return sync.make_probe(
+    fns,
+    TOKENS,
+    tolerance=sync.tolerance(jnp.dtype(dtype).name, platforms=["cpu"]),
+    page_length=4,
+    **settings,
+  )
 
 
 def _probe(dtype):
-  fns = models.make_policy(tiny.tiny_config(), dtype=dtype, head_chunk=8)
+  fns = _fns(dtype)
   _, params = tiny.tiny_policy()
   link = sync.Link(fns.for_sampling, jax.eval_shape(lambda: params))
-  tolerance = sync.TOLERANCES[jnp.dtype(dtype).name]
-  return sync.make_probe(fns, TOKENS, tolerance=tolerance), link, params
+  return _make_probe(fns, dtype), link, params
+
+
+def _own_meshes():
+  """The tiny policy on a trainer's mesh, and its way to a sampler's."""
+  mesh = lambda devices, **sizes: sharding.make_mesh(
+    **sizes, devices=jax.devices()[devices]
+  )
+  trainer = mesh(slice(0, 4), data=1, fsdp=2, tensor=2)
+  sampler = mesh(slice(4, 8), data=2, fsdp=1, tensor=2)
+  fns = _fns(jnp.float32, trainer)
+  params = jax.device_get(tiny.tiny_policy()[1])
+  places = sharding.tree_shardings(params, trainer)
+  shapes = jax.eval_shape(lambda: params)
+  place = lambda mesh: sync.layout_shardings(fns.for_sampling, shapes, mesh)
+  link = sync.Link(
+    fns.for_sampling, shapes, source=place(trainer), target=place(sampler)
+  )
+  return fns, jax.device_put(params, places), link, sampler
 
 
 class TestProbe:
@@ -42,17 +77,70 @@ class TestProbe:
       probe(params, broken)
 
   def test_works_across_meshes(self):
-    probe, _, params = _probe(jnp.float32)
-    fns, _ = tiny.tiny_policy()
-    mesh = sharding.make_mesh(
-      data=1, fsdp=1, tensor=2, devices=jax.devices()[6:]
+    fns, params, link, mesh = _own_meshes()
+    probe = _make_probe(fns, jnp.float32, sharding=sharding.along_batch(mesh))
+    weights = link.push(params, 0)
+    # The same number as where all lies on one device, up to rounding.
+    assert probe(params, weights) <= 1e-6
+    scale = weights.params["final_norm"]["scale"]
+    weights.params["final_norm"]["scale"] = scale.at[2].multiply(1.01)
+    with pytest.raises(sync.SyncError, match="version 0 differ"):
+      probe(params, weights)
+
+  def test_is_compiled_once(self):
+    fns, params, link, mesh = _own_meshes()
+    traced = []
+
+    def decode(*arguments):
+      traced.append("sampler")
+      return fns.decode(*arguments)
+
+    def logprobs(*arguments):
+      traced.append("trainer")
+      return fns.logprobs(*arguments)
+
+    probe = _make_probe(
+      fns._replace(decode=decode, logprobs=logprobs),
+      jnp.float32,
+      sharding=sharding.along_batch(mesh),
     )
-    shapes = jax.eval_shape(lambda: params)
-    target = sync.layout_shardings(fns.for_sampling, shapes, mesh)
-    link = sync.Link(fns.for_sampling, shapes, target=target)
-    assert probe(params, link.push(params, 0)) <= 1e-5
+    weights = link.push(params, 0)
+    first = probe(params, weights)
+    seen = len(traced)
+    weights = link.push(params, 1, replaces=weights)
+    assert probe(params, weights) == first
+    assert set(traced) == {"sampler", "trainer"} and len(traced) == seen
+
+  def test_a_decoder_that_means_something_else_is_found(self):
+    _, link, params = _probe(jnp.float32)
+    fns = _fns(jnp.float32)
+
+    def one_late(sampled, memory, pages, tokens, positions, writing):
+      late = jnp.maximum(positions - 1, 0)
+      return fns.decode(sampled, memory, pages, tokens, late, writing)
+
+    def forgetful(sampled, memory, pages, tokens, positions, writing):
+      # Only the first page is read and written.
+      pages = pages._replace(owner=np.where(pages.start == 0, pages.owner, 4))
+      return fns.decode(sampled, memory, pages, tokens, positions, writing)
+
+    for broken in (one_late, forgetful):
+      probe = _make_probe(fns._replace(decode=broken), jnp.float32)
+      with pytest.raises(sync.SyncError, match="version 0 differ"):
+        probe(params, link.push(params, 0))
 
   def test_tokens_are_fixed_and_in_the_vocabulary(self):
-    again = sync.probe_tokens(67, rows=2, length=9)
+    again = sync.probe_tokens(67, rows=4, length=10)
     assert (again == TOKENS).all() and TOKENS.dtype == "int32"
     assert TOKENS.min() >= 0 and TOKENS.max() < 67
+
+
+class TestTolerance:
+  def test_is_that_of_the_coarsest_dtype(self):
+    tolerance = lambda *names: sync.tolerance(*names, platforms=["cpu"])
+    assert tolerance("float32") == tolerance("float32", "float32") == 1e-5
+    assert tolerance("float32", "bfloat16") == tolerance("bfloat16") == 2e-2
+
+  def test_accelerators_multiply_in_fewer_bits(self):
+    for platforms in (["tpu"], {"cpu", "gpu"}):
+      assert sync.tolerance("float32", platforms=platforms) == 2e-2

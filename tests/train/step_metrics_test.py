@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tiny_run
 
-from jaxrl_llm import metrics
+from jaxrl_llm import metrics, sampling
 from jaxrl_llm.train import runstate, step_metrics
 from jaxrl_llm.types import Status
 
@@ -29,6 +29,26 @@ def make_responses(status, **changes):
   )
 
 
+def test_decoding_counts_the_slots_that_a_pool_had():
+  usage = lambda tokens, windows: sampling.Usage(
+    looks=len(windows),
+    steps=sum(steps for _, steps, _, _ in windows),
+    tokens=tokens,
+    peak_positions=0,
+    wall_s=0.0,
+    host_s=0.0,
+    windows=windows,
+  )
+  before = sampling.Spent().plus(usage(3, [(2, 5, 0, 0.0)]))
+  # 4 slots for 10 steps, then 1 for 20: 60 slot-steps, 45 of them wrote.
+  after = before.plus(usage(45, [(4, 10, 0, 0.0), (1, 20, 0, 0.0)]))
+  assert step_metrics.decoding(after - before) == {
+    "rollout/decode_steps": 30,
+    "rollout/idle_fraction": 0.25,
+  }
+  assert step_metrics.decoding(after - after) == {"rollout/decode_steps": 0}
+
+
 ENDED = [Status.FINISHED, Status.OVERLONG, Status.FINISHED, Status.FINISHED]
 
 
@@ -48,9 +68,7 @@ class TestRolloutMetrics:
     assert row["rollout/solved_none"] == 0.5
     assert row["rollout/solved_all"] == 0
     assert row["rollout/zero_variance_groups"] == 0.5
-    # New are 4, 3, 2 and 3 tokens; the longest kept the others waiting.
-    assert row["rollout/tokens"] == 12
-    assert row["rollout/idle_fraction"] == 1 - 3 / 4
+    assert row["rollout/tokens"] == 12  # New are 4, 3, 2 and 3.
     assert row["rollout/truncated_fraction"] == 0
     assert row["perf/tokens"] == 20 + 10
 

@@ -1,0 +1,115 @@
+"""The sampler of a run: its engine, and how the policy gets there."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxrl_llm import config as config_lib
+from jaxrl_llm import sampling, sharding, sync
+from jaxrl_llm.data.tokenizer import Tokenizer
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.models import ModelFns
+from jaxrl_llm.sampling import Engine
+from jaxrl_llm.sampling.pages import page_length
+from jaxrl_llm.train import recipe as recipe_lib
+
+DRAFTERS: Mapping[str, Callable[[Any], Any]] = {
+  "": lambda fns: None,
+  "prompt_lookup": lambda fns: sampling.prompt_lookup(),
+  "quantized_copy": sampling.quantized_copy,
+}
+# Tokens of a probe beyond its first page, so that it reads several.
+_BEYOND_A_PAGE = 16
+
+
+def make_engine(
+  config: Any, fns: ModelFns, tokenizer: Tokenizer, mesh: jax.sharding.Mesh
+) -> Engine:
+  """The engine, its slots dealt to the devices of the sampler's mesh.
+
+  Raises:
+    InputError: a stop text of the config is not one token.
+  """
+  slots = config.sampler.slots or config_lib.in_flight(config)
+  split = sharding.batch_size_of(mesh)
+  drafter = DRAFTERS[config.sampler.drafter](fns)
+  return Engine(
+    fns,
+    slots=-(-slots // split) * split,
+    max_prompt_length=config.data.max_prompt_length,
+    max_response_length=config.sampler.max_response_length,
+    stop_tokens=_stop_tokens(config, tokenizer),
+    sharding=sharding.along_batch(mesh),
+    tempering=recipe_lib.make_tempering(config.sampler),
+    detokenize=tokenizer.decode,
+    drafter=drafter,
+    drafts=config.sampler.drafts if drafter else 0,
+  )
+
+
+def make_link(
+  fns: ModelFns,
+  shapes: Any,
+  *,
+  trainer: jax.sharding.Mesh,
+  sampler: jax.sharding.Mesh,
+) -> sync.Link:
+  """The way of the policy's parameters to the sampler.
+
+  Args:
+    fns: the policy.
+    shapes: ShapeDtypeStructs of its parameters.
+    trainer: the mesh that the copy is made on.
+    sampler: the mesh that it goes to; on the trainer's own it stays as made.
+  """
+  place = lambda mesh: sync.layout_shardings(fns.for_sampling, shapes, mesh)
+  target = place(sampler) if sampler != trainer else None
+  return sync.Link(
+    fns.for_sampling, shapes, source=place(trainer), target=target
+  )
+
+
+def make_probe(
+  config: Any,
+  fns: ModelFns,
+  *,
+  trainer: jax.sharding.Mesh,
+  sampler: jax.sharding.Mesh,
+) -> Callable[[Any, sync.SamplerWeights], float]:
+  """The check that both meshes give the same tokens the same log-probs."""
+  longest = config.data.max_prompt_length + config.sampler.max_response_length
+  page = page_length(longest)
+  tokens = sync.probe_tokens(
+    fns.config.vocab_size,
+    # A row, or several, for every device that either side deals rows to.
+    rows=math.lcm(*map(sharding.batch_size_of, (trainer, sampler))),
+    length=min(page + _BEYOND_A_PAGE, longest),
+  )
+  names = (
+    config.model.dtype,
+    config.model.sampler_dtype,
+    config.model.cache_dtype,
+  )
+  platforms = {mesh.devices.flat[0].platform for mesh in (trainer, sampler)}
+  return sync.make_probe(
+    fns,
+    tokens,
+    tolerance=sync.tolerance(*filter(None, names), platforms=platforms),
+    page_length=page,
+    sharding=sharding.along_batch(sampler),
+  )
+
+
+def _stop_tokens(config: Any, tokenizer: Tokenizer) -> Sequence[int]:
+  stops = list(tokenizer.stop_tokens)
+  for text in config.sampler.stop:
+    tokens = tokenizer.encode(text)
+    if len(tokens) != 1:
+      raise InputError(
+        f"config.sampler.stop has {text!r}, which is {len(tokens)} tokens of"
+        f" {tokenizer.path}; only single tokens can stop"
+      )
+    stops += tokens
+  return stops

@@ -1,0 +1,278 @@
+"""A sampler on a mesh of its own writes what it would on the trainer's."""
+
+import functools
+
+import chex
+import jax
+import numpy as np
+import pytest
+import tiny_mesh_run
+import tiny_run
+from tiny_mesh_run import MESHES, PLAIN, recorded, with_config
+
+from jaxrl_llm import metrics, sharding
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.train import build, dry_run, loop, meshes
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+  return tiny_run.write_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def make_job(model):
+  """name of MESHES -> job; each is built and compiled once."""
+  return tiny_mesh_run.job_maker(model)
+
+
+@pytest.fixture(scope="module")
+def written(make_job, tmp_path_factory):
+  """name of MESHES -> (workdir, rollouts) of a whole run."""
+
+  @functools.cache
+  def write(name):
+    workdir = tmp_path_factory.mktemp(name)
+    job, rollouts = recorded(make_job(name))
+    loop.train(job, workdir)
+    return workdir, rollouts
+
+  return write
+
+
+def device_ids(tree):
+  return {
+    device.id for x in jax.tree.leaves(tree) for device in x.sharding.device_set
+  }
+
+
+class TestRuns:
+  @pytest.mark.parametrize("name", ["apart", "rearranged"])
+  def test_the_same_tokens_as_on_one_mesh(self, written, name):
+    _, ours = written(name)
+    _, wanted = written("shared")
+    assert len(ours) == len(wanted) == 4 + 3  # Steps and evaluations.
+    for mine, his in zip(ours, wanted):
+      np.testing.assert_array_equal(mine.tokens, his.tokens)
+      np.testing.assert_array_equal(mine.lengths, his.lengths)
+      np.testing.assert_array_equal(mine.version, his.version)
+      np.testing.assert_allclose(
+        mine.behavior_logprobs, his.behavior_logprobs, rtol=0, atol=1e-5
+      )
+
+  def test_apart_is_the_same_run_bit_for_bit(self, written):
+    # Other devices compute the same programs.
+    rows = [
+      [
+        {k: v for k, v in row.items() if k != "sampler_trainer/probe_error"}
+        for row in tiny_run.comparable(written(name)[0])
+      ]
+      for name in ("apart", "shared")
+    ]
+    assert rows[0] == rows[1]
+
+  @pytest.mark.parametrize(
+    ("name", "trains", "writes"),
+    [
+      ("shared", range(4), range(4)),
+      ("apart", range(4), range(4, 8)),
+      ("rearranged", range(8), range(8)),
+    ],
+  )
+  def test_each_side_has_its_own_devices(self, make_job, name, trains, writes):
+    job = make_job(name)
+    state = loop.start(job, None, None, None)
+    assert device_ids(state.policy) == set(trains)
+    assert device_ids(state.sampler.params) == set(writes)
+    assert device_ids(job.for_sampling(state.policy.params)) == set(writes)
+
+  def test_the_sampler_holds_whole_weights_where_the_trainer_splits_them(
+    self, make_job
+  ):
+    state = loop.start(make_job("rearranged"), None, None, None)
+    share = lambda x: x.addressable_shards[0].data.size / x.size
+    embedding = lambda params: params["embed"]["embedding"]
+    assert share(embedding(state.policy.params)) == 1 / 8
+    assert share(embedding(state.sampler.params)) == 1
+
+  @pytest.mark.parametrize("name", MESHES)
+  def test_both_sides_mean_the_same(self, written, name):
+    first = tiny_run.comparable(written(name)[0])[0]
+    assert 0 <= first["sampler_trainer/probe_error"] <= 1e-6
+
+  def test_nothing_is_compiled_after_the_first_steps(
+    self, make_job, written, tmp_path
+  ):
+    written("apart")
+    loop.train(make_job("apart"), tmp_path)
+    rows = metrics.read_rows(tmp_path / "metrics.jsonl")
+    assert [row["compile/count"] for row in rows[2:]] == [0] * 3
+
+  @pytest.mark.parametrize("name", ["apart", "rearranged"])
+  def test_a_resumed_run_is_the_uninterrupted_one(
+    self, make_job, written, tmp_path, name
+  ):
+    job, workdir = make_job(name), written(name)[0]
+    loop.train(with_config(job, run__steps=2), tmp_path)
+    loop.train(job, tmp_path)
+    assert tiny_run.comparable(tmp_path) == tiny_run.comparable(workdir)
+
+  def test_a_run_goes_on_under_other_meshes(self, make_job, written, tmp_path):
+    loop.train(with_config(make_job("shared"), run__steps=2), tmp_path)
+    job, rollouts = recorded(make_job("rearranged"))
+    loop.train(job, tmp_path)
+    for mine, his in zip(rollouts, written("shared")[1][4:]):
+      np.testing.assert_array_equal(mine.tokens, his.tokens)
+
+
+# Whatever else the sampler keeps, makes or is told between steps.
+KINDS = {
+  "windows": {
+    "estimator__name": "gae",
+    "schedule__name": "window",
+    "schedule__window": 5,
+    "value__pretrain_steps": 2,
+  },
+  "first groups": {"schedule__name": "first_groups"},
+  "temperature by entropy": {"sampler__entropy_tau": 0.5},
+  "drafts": {"sampler__drafter": "quantized_copy"},
+  "reference and average": {
+    "loss__kl_coefficient": 0.1,
+    "off_policy__proximal": "ewma",
+  },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_run_goes_apart(model, tmp_path, kind):
+  runs = []
+  for name in ("shared", "apart"):
+    changes = {"run__steps": 3, "eval__every": 3}
+    changes = PLAIN | MESHES[name] | KINDS[kind] | changes
+    job, rollouts = recorded(
+      build.make_job(tiny_run.make_config(model, **changes))
+    )
+    # The second half is resumed.
+    for steps in (2, 3):
+      loop.train(with_config(job, run__steps=steps), tmp_path / name)
+    rows = tiny_run.comparable(tmp_path / name)
+    for row in rows:
+      row.pop("sampler_trainer/probe_error", None)
+    runs.append((rows, rollouts))
+  (rows, rollouts), (wanted_rows, wanted) = runs
+  assert rows == wanted_rows and len(rows) == 4
+  chex.assert_trees_all_equal(rollouts, wanted)
+
+
+class TestDryRun:
+  @pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+      ("shared", ["sampler: mesh data=4 x fsdp=1 x tensor=1, devices 0, 1, 2"]),
+      ("apart", ["sampler: mesh data=4 x fsdp=1 x tensor=1, devices 4, 5, 6"]),
+      (
+        "rearranged",
+        [
+          "trainer: mesh data=1 x fsdp=8 x tensor=1, devices 0, 1, 2",
+          "sampler: mesh data=8 x fsdp=1 x tensor=1, devices 0, 1, 2",
+        ],
+      ),
+    ],
+  )
+  def test_says_where_each_side_is(
+    self, make_job, monkeypatch, capsys, name, lines
+  ):
+    monkeypatch.setattr(dry_run, "_phases", lambda job: {})
+    dry_run.dry_run(make_job(name))
+    out = capsys.readouterr().out
+    for line in lines:
+      assert line in out
+    assert ("share devices" in out) == (name != "apart")
+
+  def test_what_is_held_is_what_the_state_holds(self, make_job):
+    job = make_job("rearranged")
+    state = loop.start(job, None, None, None)
+    held = lambda tree: {
+      sum(
+        shard.data.nbytes
+        for x in jax.tree.leaves(tree)
+        for shard in x.addressable_shards
+        if shard.device == device
+      )
+      for device in jax.devices()
+    }
+    assert held(state.policy) == {dry_run._bytes_held(job.policy.shapes)}
+    assert held(state.sampler.params) == {dry_run._bytes_held(job.link.shapes)}
+
+
+class TestSettings:
+  def make(self, **changes):
+    return meshes.make_meshes(tiny_run.make_config("none", **changes))
+
+  def test_the_sampler_gets_the_devices_after_the_trainers(self):
+    trainer, sampler = self.make(
+      mesh__data=2, sampler__mesh__data=-1, sampler__mesh__tensor=2
+    )
+    assert list(trainer.devices.flat) == jax.devices()[:2]
+    assert list(sampler.devices.flat) == jax.devices()[2:]
+    assert dict(sampler.shape) == {"data": 3, "fsdp": 1, "tensor": 2}
+
+  def test_without_a_mesh_of_its_own_it_shares_the_trainers(self):
+    trainer, sampler = self.make(mesh__data=2)
+    assert sampler is trainer
+
+  def test_beside_a_mesh_are_free_devices_or_its_own(self):
+    devices = jax.devices()
+    mesh = sharding.make_mesh(data=2, fsdp=1, tensor=1, devices=devices[3:5])
+    assert sharding.beside(mesh, devices) == devices[:3] + devices[5:]
+    assert sharding.beside(mesh, devices[3:5]) == devices[3:5]
+
+  @pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+      (
+        {"mesh__data": 2, "sampler__mesh__data": 8},
+        [
+          "config.sampler.mesh data=8 x fsdp=1 x tensor=1 needs 8 devices",
+          "config.mesh data=2 x fsdp=1 x tensor=1 leaves 6 of 8; lower one",
+        ],
+      ),
+      (
+        {
+          "mesh__fsdp": 8,
+          "sampler__mesh__data": -1,
+          "sampler__mesh__fsdp": 16,
+          "optimizer__policy__micro_rows": 8,
+          "optimizer__value__micro_rows": 8,
+        },
+        [
+          "config.sampler.mesh data=-1 x fsdp=16 x tensor=1 needs 16 devices",
+          "config.mesh data=1 x fsdp=8 x tensor=1 takes all 8",
+          "lower config.sampler.mesh",
+        ],
+      ),
+    ],
+  )
+  def test_too_many_devices_are_refused(self, changes, parts):
+    with pytest.raises(InputError) as error:
+      self.make(**changes)
+    assert "\n" not in str(error.value)
+    for part in parts:
+      assert part in str(error.value)
+
+  @pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+      (
+        {"sampler__mesh__fsdp": 2},
+        "config.sampler.mesh.data=0 with config.sampler.mesh.fsdp=2 with",
+      ),
+      ({"sampler__mesh__data": -2}, "config.sampler.mesh.data=-2 must be in"),
+      ({"sampler__mesh__tensor": 0}, "config.sampler.mesh.tensor=0 must be"),
+      ({"sampler__probe_every": -1}, "config.sampler.probe_every=-1 must be"),
+    ],
+  )
+  def test_sizes_out_of_range_are_refused(self, model, changes, message):
+    with pytest.raises(InputError, match=message):
+      build.make_job(tiny_run.make_config(model, **changes))
