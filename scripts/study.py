@@ -8,7 +8,7 @@ NAME is one of the studies of jaxrl_llm/study/tables.py. Each run is
 scripts/train.py in a folder of its own, one after the other, so that times
 compare; a run that was stopped is resumed, one that is done is left alone, and
 one of other settings is refused. Ctrl-C saves the run at hand and stops.
-Writes OUT/NAME/table.md and OUT/NAME/curves.png.
+Writes OUT/NAME/table.md, curves.csv and curves.png.
 """
 
 import argparse
@@ -143,6 +143,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not outcomes:
       raise InputError(f"{folder} has no runs yet; leave --report away")
     print(study_lib.write_table(study, outcomes, folder / "table.md"))
+    study_lib.write_curves(outcomes, seeds, folder / "curves.csv")
     study_lib.draw(study.title, outcomes, folder / "curves.png")
   except ImportError:
     print("matplotlib is missing: pip install -e '.[plot]'", file=sys.stderr)
@@ -153,7 +154,7 @@ def main(arguments: list[str] | None = None) -> int:
   except KeyboardInterrupt:
     print("stopped; the same command goes on")
     return 0
-  print(f"wrote {folder / 'table.md'} and {folder / 'curves.png'}")
+  print(f"wrote table.md, curves.csv and curves.png into {folder}")
   return 0
 
 

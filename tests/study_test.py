@@ -1,5 +1,6 @@
 """Tests of jaxrl_llm.study and scripts/study.py."""
 
+import csv
 import importlib.util
 import json
 import pathlib
@@ -50,13 +51,14 @@ def _differing(left: dict, right: dict) -> set[str]:
   return {key for key in left if left[key] != right[key]}
 
 
-def _rows(accuracies, *, seconds=2.0, tokens=100.0):
+def _rows(accuracies, *, seconds=2.0, tokens=100.0, decode_steps=20.0):
   """A run evaluated at step 0 and at every second step."""
   rows = [{"step": 0, "eval/test_set/avg@2": accuracies[0]}]
   for step in range(1, 2 * len(accuracies) - 1):
     row = {
       "step": step,
       "rollout/tokens": tokens,
+      "rollout/decode_steps": decode_steps,
       "time/step_s": seconds,
       "time/generate_s": 0.5 * seconds,
       "time/update_policy_s": 0.25 * seconds,
@@ -84,29 +86,28 @@ _STUDY = study_lib.Study(
 
 class TestOutcome:
   def test_counts_training_alone(self):
-    outcome = results.outcome(_rows([0.1, 0.4, 0.6, 0.3]), 0.5)
+    outcome = results.outcome(_rows([0.1, 0.4, 0.6, 0.3]))
     np.testing.assert_array_equal(outcome.curve.steps, [0, 2, 4, 6])
     np.testing.assert_array_equal(outcome.curve.seconds, [0, 4, 8, 12])
     np.testing.assert_array_equal(outcome.curve.tokens, [0, 200, 400, 600])
     np.testing.assert_array_equal(outcome.curve.accuracy, [0.1, 0.4, 0.6, 0.3])
 
   def test_target_is_reached_at_the_first_evaluation_over_it(self):
-    rows = _rows([0.1, 0.4, 0.6, 0.3, 0.9])
-    outcome = results.outcome(rows, 0.5)
-    assert (outcome.seconds_to_target, outcome.tokens_to_target) == (8.0, 400.0)
-    outcome = results.outcome(rows, 0.95)
-    assert np.isnan([outcome.seconds_to_target, outcome.tokens_to_target]).all()
+    curve = results.outcome(_rows([0.1, 0.4, 0.6, 0.3, 0.9])).curve
+    axes = ("seconds", "tokens", "decode_steps")
+    assert [curve.at_target(axis, 0.5) for axis in axes] == [8.0, 400.0, 80.0]
+    assert np.isnan([curve.at_target(axis, 0.95) for axis in axes]).all()
 
   def test_shares_are_of_the_training_time(self):
-    outcome = results.outcome(_rows([0.1, 0.4, 0.6]), 0.5)
+    outcome = results.outcome(_rows([0.1, 0.4, 0.6]))
     assert outcome.split == pytest.approx(
       {"generate": 0.5, "update_policy": 0.25}
     )
 
   def test_a_run_without_evaluations_has_an_empty_curve(self):
-    outcome = results.outcome([{"step": 1, "time/step_s": 1.0}], 0.5)
+    outcome = results.outcome([{"step": 1, "time/step_s": 1.0}])
     assert outcome.curve.accuracy.shape == (0,)
-    assert np.isnan(outcome.seconds_to_target)
+    assert np.isnan(outcome.curve.at_target("seconds", 0.5))
 
 
 class TestMeanAndError:
@@ -139,15 +140,17 @@ class TestWriteTable:
 
   def test_ratio_is_to_the_baseline(self, tmp_path):
     outcomes = {
-      "slow": [results.outcome(_rows([0.1, 0.2, 0.6], seconds=4.0), 0.5)] * 2,
-      "quick": [results.outcome(_rows([0.1, 0.6, 0.5], seconds=3.0), 0.5)] * 2,
+      "slow": [results.outcome(_rows([0.1, 0.2, 0.6], seconds=4.0))] * 2,
+      "quick": [results.outcome(_rows([0.1, 0.6, 0.5], seconds=3.0))] * 2,
     }
     slow, quick = self._cells(tmp_path, outcomes)
     assert [slow["arm"], quick["arm"]] == ["slow", "quick"]
     assert [slow["s to 0.5"], quick["s to 0.5"]] == ["16 ± 0", "6 ± 0"]
     assert [slow["ratio"], quick["ratio"]] == ["1.00", "0.38"]
+    assert quick["decode steps to 0.5"] == "40 ± 0"
+    assert [slow["their ratio"], quick["their ratio"]] == ["1.00", "0.50"]
     assert quick["final accuracy"] == "0.500 ± 0.000"
-    assert quick["best"] == "0.600 ± 0.000"
+    assert quick["mean accuracy"] == "0.550 ± 0.000"
     assert [quick["seeds"], quick["steps"], quick["seconds"]] == [
       "2",
       "4",
@@ -160,17 +163,40 @@ class TestWriteTable:
     ]
 
   def test_dashes_where_a_seed_did_not_reach_the_target(self, tmp_path):
-    good = results.outcome(_rows([0.1, 0.6]), 0.5)
-    bad = results.outcome(_rows([0.1, 0.2]), 0.5)
+    good = results.outcome(_rows([0.1, 0.6]))
+    bad = results.outcome(_rows([0.1, 0.2]))
     slow, quick = self._cells(tmp_path, {"slow": [good], "quick": [good, bad]})
     assert [quick["s to 0.5"], quick["ratio"]] == ["-", "-"]
     assert slow["ratio"] == "1.00"
     slow, quick = self._cells(tmp_path, {"slow": [bad], "quick": [good]})
     assert [slow["ratio"], quick["ratio"]] == ["-", "-"]
 
+  def test_runs_that_did_not_count_decode_steps(self, tmp_path):
+    old = results.outcome(_rows([0.1, 0.6], decode_steps=0.0))
+    row = self._cells(tmp_path, {"slow": [old]})[0]
+    assert row["decode steps to 0.5"] == row["their ratio"] == "-"
+    assert row["ratio"] == "1.00"
+
+  def test_curves_as_csv(self, tmp_path):
+    run = results.outcome(_rows([0.1, 0.25]))
+    study_lib.write_curves({"a, b": [run, run]}, [0, 7], tmp_path / "x.csv")
+    with open(tmp_path / "x.csv", encoding="utf-8", newline="") as file:
+      rows = list(csv.DictReader(file))
+    assert [row["seed"] for row in rows] == ["0", "0", "7", "7"]
+    assert {row["arm"] for row in rows} == {"a, b"}
+    assert rows[1] == rows[3] | {"seed": "0"}
+    del rows[1]["arm"], rows[1]["seed"]
+    assert {k: float(v) for k, v in rows[1].items()} == {
+      "steps": 2,
+      "seconds": 4,
+      "tokens": 200,
+      "decode_steps": 40,
+      "accuracy": 0.25,
+    }
+
   def test_odd_runs(self, tmp_path):
-    at_once = results.outcome(_rows([0.9, 0.9]), 0.5)  # 0 seconds to target.
-    begun = results.outcome([{"step": 1, "time/step_s": 1.0}], 0.5)
+    at_once = results.outcome(_rows([0.9, 0.9]))  # 0 seconds to target.
+    begun = results.outcome([{"step": 1, "time/step_s": 1.0}])
     slow, quick = self._cells(tmp_path, {"slow": [at_once], "quick": [begun]})
     assert slow["ratio"] == quick["ratio"] == "-"
     assert quick["final accuracy"] == quick["generated tokens"] == "-"
@@ -178,8 +204,8 @@ class TestWriteTable:
 
 class TestPicture:
   def test_band_interpolates_and_ends_with_the_shortest(self):
-    short = results.outcome(_rows([0.0, 0.5], seconds=1.0), 0.5)
-    long = results.outcome(_rows([0.0, 0.5, 1.0], seconds=2.0), 0.5)
+    short = results.outcome(_rows([0.0, 0.5], seconds=1.0))
+    long = results.outcome(_rows([0.0, 0.5, 1.0], seconds=2.0))
     x, mean, error = picture.band([short, long], "seconds")
     assert (x[0], x[-1]) == (0.0, 2.0)
     # Slopes of 0.5 in 2 s and of 0.5 in 4 s.
@@ -188,11 +214,11 @@ class TestPicture:
     np.testing.assert_allclose(error, (x / 4 - x / 8) / 2, atol=1e-12)
 
   def test_band_of_one_or_no_run(self):
-    run = results.outcome(_rows([0.2, 0.4]), 0.5)
+    run = results.outcome(_rows([0.2, 0.4]))
     x, mean, error = picture.band([run], "steps")
     assert (x[-1], mean[0], mean[-1]) == (2.0, 0.2, 0.4)
     assert not error.any()
-    begun = results.outcome([{"step": 1}], 0.5)
+    begun = results.outcome([{"step": 1}])
     assert [a.size for a in picture.band([begun], "tokens")] == [0, 0, 0]
     np.testing.assert_array_equal(picture.band([run, begun], "steps")[1], mean)
 
@@ -200,12 +226,12 @@ class TestPicture:
     pytest.importorskip("matplotlib")
     outcomes = {
       f"arm {i} with a long name": [
-        results.outcome(_rows([0.1, 0.02 * i, 0.1 * i], seconds=i + s), 0.5)
+        results.outcome(_rows([0.1, 0.02 * i, 0.1 * i], seconds=i + s))
         for s in (1, 2)
       ]
       for i in range(9)
     }
-    outcomes["begun"] = [results.outcome([{"step": 1}], 0.5)]
+    outcomes["begun"] = [results.outcome([{"step": 1}])]
     study_lib.draw("A title", outcomes, tmp_path / "curves.png")
     content = (tmp_path / "curves.png").read_bytes()
     assert content.startswith(b"\x89PNG\r\n\x1a\n")

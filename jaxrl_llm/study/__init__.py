@@ -1,7 +1,12 @@
 """Studies: a table of settings x seeds, run, summed up and drawn."""
 
 from jaxrl_llm.study.picture import draw
-from jaxrl_llm.study.results import Outcome, load_outcomes, write_table
+from jaxrl_llm.study.results import (
+  Outcome,
+  load_outcomes,
+  write_curves,
+  write_table,
+)
 from jaxrl_llm.study.tables import STUDIES, Arm, Study
 
 __all__ = [
@@ -11,5 +16,6 @@ __all__ = [
   "Study",
   "draw",
   "load_outcomes",
+  "write_curves",
   "write_table",
 ]

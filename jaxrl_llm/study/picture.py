@@ -12,6 +12,7 @@ _AXES = {
   "steps": ("Steps", 1.0),
   "seconds": ("Training time (minutes)", 60.0),
   "tokens": ("Generated tokens (millions)", 1e6),
+  "decode_steps": ("Decode steps (thousands)", 1e3),
 }
 _POINTS = 200
 _DASHES = ("-", (0, (3, 1.5)), (0, (1, 1.2)))
@@ -32,7 +33,14 @@ def draw(
     ImportError: matplotlib is missing.
   """
   lines = -(-len(outcomes) // _NAMES)
-  with picture.figure(1, len(_AXES), height=3.2, extra=0.35 + 0.22 * lines) as (
+  curves = [r.curve for results in outcomes.values() for r in results]
+  # Those that every run has measured.
+  kinds = {
+    name: kind
+    for name, kind in _AXES.items()
+    if all(getattr(curve, name)[-1:].all() for curve in curves)
+  }
+  with picture.figure(1, len(kinds), height=3.2, extra=0.35 + 0.22 * lines) as (
     sheet,
     axes,
   ):
@@ -41,7 +49,7 @@ def draw(
     # Arms of the same colour differ in their dashes.
     dashes = matplotlib.cycler(linestyle=_DASHES)
     cycle = dashes * matplotlib.rcParams["axes.prop_cycle"]
-    for axis, (name, (label, unit)) in zip(axes, _AXES.items()):
+    for axis, (name, (label, unit)) in zip(axes, kinds.items()):
       axis.set_prop_cycle(cycle)
       for arm, results in outcomes.items():
         x, mean, error = band(results, name)

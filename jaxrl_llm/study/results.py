@@ -1,5 +1,6 @@
 """From the folders of finished runs to numbers per arm."""
 
+import csv
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -19,15 +20,19 @@ class Curve(NamedTuple):
   steps: np.ndarray
   seconds: np.ndarray  # Of training alone.
   tokens: np.ndarray  # Generated.
+  decode_steps: np.ndarray  # Of the sampler, one after the other.
   accuracy: np.ndarray
+
+  def at_target(self, axis: str, target: float) -> float:
+    """An axis at the first evaluation of at least `target`, or NaN."""
+    reached = np.flatnonzero(self.accuracy >= target)
+    return float(getattr(self, axis)[reached[0]]) if reached.size else np.nan
 
 
 class Outcome(NamedTuple):
   """What a run came to."""
 
   curve: Curve
-  seconds_to_target: float  # NaN where the target was not reached.
-  tokens_to_target: float
   split: dict[str, float]  # Phase -> share of the training time.
 
 
@@ -50,7 +55,7 @@ def load_outcomes(
     found = [p for p in paths if (p / "metrics.jsonl").exists()]
     if found:
       runs = [report.load_run(path) for path in found]
-      outcomes[arm.name] = [outcome(run.rows, study.target) for run in runs]
+      outcomes[arm.name] = [outcome(run.rows) for run in runs]
   return outcomes
 
 
@@ -60,9 +65,9 @@ def run_folder(folder: pathlib.Path, arm: str, seed: int) -> pathlib.Path:
   return folder / name / f"seed{seed}"
 
 
-def outcome(rows: Sequence[Mapping[str, float]], target: float) -> Outcome:
-  """Curve, moment of the target and time split of a run's metrics."""
-  seconds = tokens = 0.0
+def outcome(rows: Sequence[Mapping[str, float]]) -> Outcome:
+  """Curve and time split of a run's metrics."""
+  seconds = tokens = decoded = 0.0
   spent: dict[str, float] = {}
   points = []
   for row in rows:
@@ -70,21 +75,18 @@ def outcome(rows: Sequence[Mapping[str, float]], target: float) -> Outcome:
     seconds += row.get("time/start_s", 0.0) + row.get("time/step_s", 0.0)
     seconds -= sum(row.get(name, 0.0) for name in _NOT_TRAINING)
     tokens += row.get("rollout/tokens", 0.0)
+    decoded += row.get("rollout/decode_steps", 0.0)
     for name, value in row.items():
       if name.startswith("time/") and name not in _NOT_TRAINING:
         spent[name] = spent.get(name, 0.0) + value
     accuracy = _accuracy(row)
     if accuracy is not None:
-      points.append((row["step"], seconds, tokens, accuracy))
-  curve = Curve(*np.asarray(points, np.float64).reshape(-1, 4).T)
-  reached = np.flatnonzero(curve.accuracy >= target)
-  first = reached[0] if reached.size else None
+      points.append((row["step"], seconds, tokens, decoded, accuracy))
+  curve = Curve(*np.asarray(points, np.float64).reshape(-1, 5).T)
   spent.pop("time/step_s", None)
   total = max(seconds, 1e-9)
   return Outcome(
     curve=curve,
-    seconds_to_target=np.nan if first is None else curve.seconds[first],
-    tokens_to_target=np.nan if first is None else curve.tokens[first],
     split={
       name.removeprefix("time/").removesuffix("_s"): value / total
       for name, value in spent.items()
@@ -114,42 +116,61 @@ def write_table(
   Returns:
     The text.
   """
-  reached = f"s to {study.target:g}"
+  goal = f"{study.target:g}"
   lines = [
     f"# {study.title}",
     "",
     study.question,
     "",
     "Mean ± standard error over seeds. Accuracy is that of sampled answers to"
-    " held-out problems. Seconds are those of training steps, and shares are"
-    " of them; value pretraining counts, evaluation and saving do not. A ratio"
-    f" compares the seconds to {study.target:g} with those of"
-    f" {study.baseline}.",
+    " held-out problems, at the end and as the mean over all evaluations but"
+    " the first. Seconds are those of training steps, and shares are of them;"
+    " value pretraining counts, evaluation and saving do not. Decode steps are"
+    " the sampler's, one after the other. Ratios compare what it took to"
+    f" {goal} with {study.baseline}.",
     "",
-    f"| arm | seeds | steps | final accuracy | best | seconds | {reached} |"
-    " ratio | generated tokens | generate | score | value | policy |",
-    "|---" * 13 + "|",
+    "| arm | seeds | steps | final accuracy | mean accuracy | seconds |"
+    f" s to {goal} | ratio | decode steps to {goal} | their ratio |"
+    " generated tokens | generate | score | value | policy |",
+    "|---" * 15 + "|",
   ]
-  base = _to_target(outcomes.get(study.baseline, []))
+  base = outcomes.get(study.baseline, [])
   for name, results in outcomes.items():
-    lines.append(_line(name, results, base))
+    lines.append(_line(name, results, base, study.target))
   text = "\n".join(lines) + "\n"
   path.write_text(text, encoding="utf-8")
   return text
 
 
-def _line(name: str, results: list[Outcome], base: float) -> str:
+def write_curves(
+  outcomes: Mapping[str, list[Outcome]],
+  seeds: Sequence[int],
+  path: pathlib.Path,
+) -> None:
+  """Writes every evaluation as a line of CSV, to be drawn elsewhere."""
+  with open(path, "w", encoding="utf-8", newline="") as file:
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(["arm", "seed", *Curve._fields])
+    for arm, results in outcomes.items():
+      for seed, result in zip(seeds, results):
+        for point in zip(*result.curve):
+          writer.writerow([arm, seed, *(f"{x:.6g}" for x in point)])
+
+
+def _line(
+  name: str, results: list[Outcome], base: list[Outcome], target: float
+) -> str:
   curves = [r.curve for r in results if r.curve.steps.size]
-  own = _to_target(results)
+  means = [c.accuracy[1:].mean() for c in curves if c.accuracy.size > 1]
   cells = [
     name,
     str(len(results)),
     str(min((int(c.steps[-1]) for c in curves), default=0)),
     mean_and_error([c.accuracy[-1] for c in curves], ".3f"),
-    mean_and_error([c.accuracy.max() for c in curves], ".3f"),
+    mean_and_error(means, ".3f"),
     mean_and_error([c.seconds[-1] for c in curves], ".0f"),
-    mean_and_error([r.seconds_to_target for r in results], ".0f"),
-    f"{own / base:.2f}" if base > 0.0 and np.isfinite(own) else "-",
+    *_to_target(results, base, "seconds", target),
+    *_to_target(results, base, "decode_steps", target),
     mean_and_error([c.tokens[-1] / 1e6 for c in curves], ".2f", unit=" M"),
     *(
       f"{np.mean([r.split.get(phase, 0.0) for r in results]):.0%}"
@@ -159,10 +180,17 @@ def _line(name: str, results: list[Outcome], base: float) -> str:
   return "| " + " | ".join(cells) + " |"
 
 
-def _to_target(results: Sequence[Outcome]) -> float:
-  """Mean seconds to the target; NaN unless every seed reached it."""
-  seconds = [r.seconds_to_target for r in results]
-  return float(np.mean(seconds)) if seconds else np.nan
+def _to_target(
+  results: list[Outcome], base: list[Outcome], axis: str, target: float
+) -> tuple[str, str]:
+  """What every seed took to the target, and its ratio to the baseline's."""
+  own = [r.curve.at_target(axis, target) for r in results]
+  theirs = [r.curve.at_target(axis, target) for r in base]
+  if not any(own):
+    return "-", "-"  # These metrics do not have it.
+  ratio = np.mean(own) / np.mean(theirs) if any(theirs) else np.nan
+  text = f"{ratio:.2f}" if np.isfinite(ratio) else "-"
+  return mean_and_error(own, ".0f"), text
 
 
 def mean_and_error(
