@@ -30,7 +30,14 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.sampling import SamplingSettings
 from jaxrl_llm.train import packing, policy_losses, score, state, step
 
-_OF_MODELS = ("shape", "batch", "prompt_length", "new_tokens", "repeats")
+_OF_MODELS = (
+  "shape",
+  "sampler_dtype",
+  "batch",
+  "prompt_length",
+  "new_tokens",
+  "repeats",
+)
 # Options that a part depends on.
 _SETTINGS = {
   "sampler": _OF_MODELS,
@@ -209,6 +216,12 @@ def make_parser() -> argparse.ArgumentParser:
   parser.add_argument("part", metavar="PART", help=", ".join(MEASURE))
   add = parser.add_argument
   add("--shape", default="tiny", help=", ".join(benchmark.SHAPES))
+  add(
+    "--sampler_dtype",
+    default="float32",
+    choices=("float32", "bfloat16"),
+    help="of the sampler's weights and products; its memory is float32",
+  )
   add("--batch", type=int, default=16, help="responses")
   add("--group_size", type=int, default=4, help="responses per prompt")
   add("--prompt_length", type=int, default=64, help="tokens")

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm import estimators, metrics, models, simulate
+from jaxrl_llm.benchmark import tail
 from jaxrl_llm.benchmark.peers import SHAPES
 from jaxrl_llm.sampling import Engine, SamplingSettings
 
@@ -36,6 +37,8 @@ def make_model(options) -> tuple[Any, Any]:
       **SHAPES[options.shape].fields,
     ),
     remat=options.remat,
+    sampler_dtype=options.sampler_dtype,
+    cache_dtype="float32",
   )
 
   def draw(key):
@@ -72,13 +75,15 @@ def make_prompts(count: int, options, *, seed: int) -> list[list[int]]:
 
 
 def long_tail(options, *, p99: int, seed: int = 0) -> np.ndarray:
-  """Lengths [prompts, group] of a lognormal law with a long tail."""
-  draw = np.random.default_rng(seed).normal(
-    size=(options.prompts, options.group_size)
+  """Lengths [prompts, group] of the options' law."""
+  return tail.long_tail(
+    options.prompts,
+    options.group_size,
+    median=options.median,
+    p99=p99,
+    longest=options.new_tokens,
+    seed=seed,
   )
-  spread = np.log(p99 / options.median) / 2.3263  # Of the 99 % quantile.
-  lengths = np.round(options.median * np.exp(spread * draw))
-  return np.clip(lengths, 1, options.new_tokens).astype(np.int32)
 
 
 def measure_rollouts(options) -> Samples:

@@ -1,0 +1,68 @@
+"""Tests of scripts/peer_rollouts.py and of the lengths it shares with ours."""
+
+import importlib.util
+import pathlib
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from jaxrl_llm.benchmark import tail
+
+_SCRIPT = pathlib.Path(__file__).parents[1] / "scripts" / "peer_rollouts.py"
+
+
+def test_lengths_have_the_quantiles_that_were_asked_for():
+  lengths = tail.long_tail(2000, 8, median=64, p99=512, longest=10_000)
+  assert lengths.shape == (2000, 8) and lengths.dtype == np.int32
+  np.testing.assert_allclose(np.median(lengths), 64, rtol=0.03)
+  np.testing.assert_allclose(np.quantile(lengths, 0.99), 512, rtol=0.1)
+  cut = tail.long_tail(2000, 8, median=64, p99=512, longest=100)
+  np.testing.assert_array_equal(cut, np.minimum(lengths, 100))
+  other = tail.long_tail(2000, 8, median=64, p99=512, longest=100, seed=1)
+  assert (other != cut).any()
+
+
+@pytest.fixture(scope="module")
+def script():
+  spec = importlib.util.spec_from_file_location("peer_rollouts", _SCRIPT)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
+
+
+@pytest.mark.parametrize("batches, seen", [(None, 3), (2, 2)])
+def test_batches_run_to_their_longest_and_useful_tokens_count(
+  script, batches, seen
+):
+  options = types.SimpleNamespace(
+    shape="tiny",
+    prompts=5,
+    group_size=2,
+    batch=4,
+    batches=batches,
+    prompt_length=3,
+    new_tokens=40,
+    median=10,
+    p99=30,
+  )
+  calls = []
+  result = script.measure(lambda p, n: calls.append((p, n)), options)
+  limits = tail.long_tail(5, 2, median=10, p99=30, longest=40).reshape(-1)
+  parts = np.split(limits, [4, 8])[:seen]
+  # Each batch once to compile, once timed.
+  assert [n for _, n in calls] == [x.max() for x in parts for _ in range(2)]
+  assert [p.shape for p, _ in calls[::2]] == [(len(x), 3) for x in parts]
+  np.testing.assert_array_equal(calls[0][0][0], calls[0][0][1])  # A group.
+  assert result["tokens"] == sum(x.sum() for x in parts)
+  assert result["batches"] == seen
+
+
+def test_unknown_library_is_named():
+  run = subprocess.run(
+    [sys.executable, _SCRIPT, "vllm"], capture_output=True, text=True
+  )
+  assert run.returncode == 2
+  assert "hf" in run.stderr and "vllm" in run.stderr
