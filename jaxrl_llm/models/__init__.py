@@ -14,7 +14,7 @@ from jaxrl_llm.models.functional import (
   make_value,
 )
 from jaxrl_llm.models.heads import TokenLogprobs
-from jaxrl_llm.models.transformer import move_pages, page_count, write_pages
+from jaxrl_llm.models.pages import move_pages, page_count, write_pages
 
 __all__ = [
   "ModelConfig",

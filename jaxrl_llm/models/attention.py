@@ -1,4 +1,4 @@
-"""Attention of packed rows, and of a few queries per slot on paged memory.
+"""Attention in plain XLA: of packed rows, and of queries on a memory.
 
 Heads are brought before time first, and the G query heads of a key head are
 folded into the time axis. The products are then plain batched matrix products
@@ -91,7 +91,9 @@ def _attend_fwd(q, keys, values, visible):
   scores = jnp.where(visible[:, None], scores, _MASKED)
   weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
   weights = weights.reshape(batch, kv_heads, folded, time)
-  out = jnp.einsum("bkqs,bksd->bkqd", weights, values)
+  out = jnp.einsum(
+    "bkqs,bksd->bkqd", weights, values, preferred_element_type=jnp.float32
+  ).astype(values.dtype)
   return unfold(out), (q, keys, values, weights, out)
 
 
@@ -148,6 +150,30 @@ class PageMap(NamedTuple):
   table: chex.Array  # int32 [S, N], page of each block of a slot; P for none.
 
 
+def places(
+  table: chex.Array,
+  positions: chex.Array,
+  writing: chex.Array,
+  *,
+  count: int,
+  length: int,
+) -> tuple[jax.Array, jax.Array]:
+  """Page and offset of positions [S, Q]; P for what is not to be written.
+
+  Args:
+    table: int32 [S, N], as in `PageMap`.
+    positions: int32 [S, Q].
+    writing: bool [S, Q].
+    count: P, pages of a shard.
+    length: L, positions of a page.
+  """
+  block = positions // length
+  page = jnp.take_along_axis(table, block, axis=1, mode="clip")
+  # A guess may lie beyond the longest sequence.
+  page = jnp.where(writing & (block < table.shape[1]), page, count)
+  return page, positions % length
+
+
 def write_tokens(
   memory: tuple[jax.Array, jax.Array],
   k: chex.Array,
@@ -167,10 +193,9 @@ def write_tokens(
     writing: bool [S, Q], the others leave no trace.
   """
   shards, count, *_, length = memory[0].shape
-  block = positions // length
-  page = jnp.take_along_axis(pages.table, block, axis=1, mode="clip")
-  # A guess may lie beyond the longest sequence.
-  page = jnp.where(writing & (block < pages.table.shape[1]), page, count)
+  page, offset = places(
+    pages.table, positions, writing, count=count, length=length
+  )
   local = lambda x: x.reshape(shards, -1, *x.shape[2:])
 
   def put(keys, values, page, offset, k, v):
@@ -178,7 +203,7 @@ def write_tokens(
     keys = keys.at[page, :, :, offset].set(k, mode="drop")
     return keys, values.at[page, :, offset].set(v, mode="drop")
 
-  return jax.vmap(put)(*memory, *map(local, (page, positions % length, k, v)))
+  return jax.vmap(put)(*memory, *map(local, (page, offset, k, v)))
 
 
 def paged_attention(
@@ -241,3 +266,43 @@ def paged_attention(
     local(q), *memory, pages.owner, pages.start, local(positions)
   )
   return unfold(out.reshape(slots, *out.shape[2:]).astype(q.dtype))
+
+
+def write_rows(
+  memory: tuple[jax.Array, jax.Array],
+  k: chex.Array,
+  v: chex.Array,
+  start: chex.Numeric,
+) -> tuple[jax.Array, jax.Array]:
+  """Puts Q new keys and values into each row, from a position on.
+
+  Args:
+    memory: keys [N, K, d, T] and values [N, K, T, d] of a layer.
+    k: [N, Q, K, d].
+    v: [N, Q, K, d].
+    start: int32 scalar.
+  """
+  put = jax.lax.dynamic_update_slice_in_dim
+  keys, values = memory
+  keys = put(keys, k.transpose(0, 2, 3, 1), start, axis=3)
+  return keys, put(values, v.swapaxes(1, 2), start, axis=2)
+
+
+def row_attention(
+  q: chex.Array, memory: tuple[jax.Array, jax.Array], start: chex.Numeric
+) -> jax.Array:
+  """Attention of Q queries a row on all of it up to each of them.
+
+  Args:
+    q: [N, Q, H, d], of positions start, start + 1, ...
+    memory: keys [N, K, d, T] and values [N, K, T, d] of a layer.
+    start: int32 scalar.
+
+  Returns:
+    [N, Q, H, d] in the dtype of q; scores and softmax are float32.
+  """
+  time = memory[0].shape[3]
+  positions = start + jnp.arange(q.shape[1])
+  visible = jnp.arange(time)[None] <= positions[:, None]
+  visible = jnp.broadcast_to(visible, (q.shape[0], *visible.shape))
+  return attend(q, *memory, visible)

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 
 from jaxrl_llm.models import heads, transformer
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.kernels import make_kernels
+from jaxrl_llm.models.pages import Memory
 
 
 class ModelFns(NamedTuple):
@@ -30,12 +32,12 @@ class ModelFns(NamedTuple):
   # (params) -> sampler_params, in the sampler's dtype and layout.
   for_sampling: Callable[..., Any]
   # (shards, pages, length) -> memory: keys and values in pages.
-  init_pages: Callable[..., transformer.Memory]
+  init_pages: Callable[..., Memory]
   # (sampler_params, tokens [N,C]) -> keys and values of N rows.
-  prefill: Callable[..., transformer.Memory]
+  prefill: Callable[..., Memory]
   # (sampler_params, memory, PageMap, tokens [S,Q], positions [S,Q],
   #  writing [S,Q]) -> (logits [S,Q,V], memory).
-  decode: Callable[..., tuple[jax.Array, transformer.Memory]]
+  decode: Callable[..., tuple[jax.Array, Memory]]
 
 
 class ValueFns(NamedTuple):
@@ -54,22 +56,33 @@ def make_policy(
   config: ModelConfig,
   *,
   dtype: Any = jnp.float32,
+  sampler_dtype: Any = None,
   cache_dtype: Any = None,
   remat: bool = True,
   head_chunk: int = 128,
   sharding: jax.sharding.Sharding | None = None,
+  kernels: str = "auto",
+  sampler_sharding: jax.sharding.NamedSharding | None = None,
 ) -> ModelFns:
   """Language model of a config.
 
   Args:
     config: the architecture.
-    dtype: of activations and matrix products, in training and sampling.
-      Parameters stay float32 for training.
-    cache_dtype: of keys and values in the sampler; `dtype` if None. (On a CPU
-      a bfloat16 cache is several times slower than a float32 one.)
+    dtype: of activations and matrix products in training. Parameters stay
+      float32.
+    sampler_dtype: of parameters, activations and matrix products in the
+      sampler; `dtype` if None. (Another one than the trainer's makes the
+      sampler's log-probs differ from the trainer's by its rounding.)
+    cache_dtype: of keys and values in the sampler; `sampler_dtype` if None.
+      (On a CPU a bfloat16 cache is several times slower than a float32 one.)
     remat: recompute layers in the backward pass.
     head_chunk: positions of time per application of the vocabulary head.
     sharding: of hidden states [B, T, D] in training.
+    kernels: of attention in the sampler, one of `kernels.NAMES`.
+    sampler_sharding: of the sampler's slots; None: all lie on one device.
+
+  Raises:
+    InputError: these kernels cannot serve this model on these devices.
   """
   backbone = functools.partial(
     transformer.hidden,
@@ -120,19 +133,38 @@ def make_policy(
     )
     return project(params, states)
 
+  sampled = sampler_dtype or dtype
+  store = cache_dtype or sampled
+
   def for_sampling(params):
-    cast = jax.tree.map(lambda x: x.astype(dtype), params)
+    cast = jax.tree.map(lambda x: x.astype(sampled), params)
     return transformer.unstack(cast, config)
 
-  store = cache_dtype or dtype
+  made = make_kernels(kernels, config, sharding=sampler_sharding)
+
+  def init_pages(shards, pages, length):
+    return tuple(
+      made.init_pages(shards, pages, length, store)
+      for _ in range(config.num_layers)
+    )
 
   def prefill(params, tokens):
-    rows = transformer.prefill(params, config, tokens, dtype=dtype)
+    rows = transformer.prefill(
+      params, config, tokens, dtype=sampled, kernels=made
+    )
     return jax.tree.map(lambda x: x.astype(store), rows)
 
   def decode(params, memory, pages, tokens, positions, writing):
     states, memory = transformer.decode(
-      params, config, memory, pages, tokens, positions, writing, dtype=dtype
+      params,
+      config,
+      memory,
+      pages,
+      tokens,
+      positions,
+      writing,
+      dtype=sampled,
+      kernels=made,
     )
     return project(params, states), memory
 
@@ -142,7 +174,7 @@ def make_policy(
     logprobs=logprobs,
     logits=logits,
     for_sampling=for_sampling,
-    init_pages=functools.partial(transformer.init_pages, config, dtype=store),
+    init_pages=init_pages,
     prefill=prefill,
     decode=decode,
   )

@@ -1,7 +1,7 @@
 """The decoder over plain parameter dicts: packed rows, prefill, decode.
 
 Layers are stacked ([L, ...] leaves) and scanned for training. The sampler uses
-the same layers unrolled, with one KV array a layer, which XLA updates in place.
+the same layers unrolled, with a memory each, which XLA updates in place.
 """
 
 import functools
@@ -14,14 +14,11 @@ from flax import nnx
 
 from jaxrl_llm.models import attention, layers
 from jaxrl_llm.models.config import ModelConfig, rope_frequencies
+from jaxrl_llm.models.kernels import Kernels
+from jaxrl_llm.models.pages import Memory
 
 Params = dict[str, Any]
 _PREFILL_CHUNK = 512  # Tokens of a context at a time.
-# One (keys, values) pair a layer: [N, K, d, T] and [N, K, T, d] of N rows, or
-# [D, P, K, d, L] and [D, P, K, L, d] of P pages of L positions on D shards.
-# With positions last, the product of keys with a query runs along memory: on a
-# CPU attention of a decode step took half the time of [..., L, d] keys.
-Memory = tuple[tuple[jax.Array, jax.Array], ...]
 
 
 @functools.cache
@@ -127,73 +124,13 @@ def unstack(params: Params, config: ModelConfig) -> Params:
   return params | {"layers": tuple(map(split, range(config.num_layers)))}
 
 
-def init_pages(
-  config: ModelConfig, shards: int, pages: int, length: int, dtype: Any
-) -> Memory:
-  """Zero keys and values in pages of `length` positions, on each shard."""
-  shape, size = (shards, pages, config.num_kv_heads), config.head_dim
-  return tuple(
-    (
-      jnp.zeros((*shape, size, length), dtype),
-      jnp.zeros((*shape, length, size), dtype),
-    )
-    for _ in range(config.num_layers)
-  )
-
-
-def write_pages(memory: Memory, rows: Memory, pages: chex.Array) -> Memory:
-  """Puts rows of positions 0, 1, ... into pages.
-
-  Args:
-    memory: D shards of P pages of L positions.
-    rows: N rows of T positions.
-    pages: int32 [N, G, ⌈T / L⌉], pages numbered through all shards: a row is
-      written G times; D · P drops a block.
-  """
-  shards, count, *_, length = memory[0][0].shape
-  blocks = pages.shape[2]
-
-  def put(paged, rows, axis):
-    widths = [(0, 0)] * rows.ndim
-    widths[axis] = (0, blocks * length - rows.shape[axis])
-    rows = jnp.pad(rows, widths).astype(paged.dtype)
-    split = (*rows.shape[:axis], blocks, length, *rows.shape[axis + 1 :])
-    rows = jnp.moveaxis(rows.reshape(split), axis, 1)  # [N, blocks, K, ...].
-    rows = jnp.repeat(rows[:, None], pages.shape[1], axis=1)
-    flat = paged.reshape(-1, *paged.shape[2:])
-    flat = flat.at[pages.reshape(-1)].set(
-      rows.reshape(-1, *rows.shape[3:]), mode="drop"
-    )
-    return flat.reshape(paged.shape)
-
-  return tuple(
-    (put(keys, new_keys, 3), put(values, new_values, 2))
-    for (keys, values), (new_keys, new_values) in zip(memory, rows)
-  )
-
-
-def move_pages(memory: Memory, sources: chex.Array) -> Memory:
-  """Memory whose page i of a shard was page sources[shard, i] of that shard.
-
-  Args:
-    memory: D shards of P pages.
-    sources: int32 [D, P'], in [0, P).
-  """
-  take = jax.vmap(lambda pages, index: pages[index])
-  return jax.tree.map(lambda x: take(x, sources), memory)
-
-
-def page_count(memory: Memory) -> int:
-  """Pages of a shard, P."""
-  return memory[0][0].shape[1]
-
-
 def prefill(
   params: Params,
   config: ModelConfig,
   tokens: chex.Array,
   *,
   dtype: Any,
+  kernels: Kernels,
   chunk: int = _PREFILL_CHUNK,
 ) -> Memory:
   """Keys and values of right-padded contexts [N, C].
@@ -201,33 +138,32 @@ def prefill(
   Padding is to the right, so causality alone keeps it out of real tokens. Long
   contexts go chunk by chunk, each seeing the chunks before it, so that
   activations are those of N · chunk tokens.
+
+  Args:
+    params: unstacked parameters (`unstack`).
+    config: the architecture.
+    tokens: int32 [N, C].
+    dtype: of activations, matrix products and the result.
+    kernels: of attention, which the result is made for.
+    chunk: tokens of a context at a time.
   """
   count, span = tokens.shape
   chunk = min(chunk, span)
   chunks = -(-span // chunk)
   tokens = jnp.pad(tokens, ((0, 0), (0, chunks * chunk - span)))
-  heads, size = config.num_kv_heads, config.head_dim
-  empty = tuple(
-    (
-      jnp.zeros((count, heads, size, chunks * chunk), dtype),
-      jnp.zeros((count, heads, chunks * chunk, size), dtype),
-    )
-    for _ in range(config.num_layers)
+  layers = range(config.num_layers)
+  empty = lambda time: tuple(
+    kernels.init_rows(count, time, dtype) for _ in layers
   )
 
   def write(memory, index):
     start = index * chunk
     positions = start + jnp.arange(chunk)
-    visible = jnp.arange(chunks * chunk)[None] <= positions[:, None]
-    visible = jnp.broadcast_to(visible, (count, *visible.shape))
 
     def attend_with(i):
       def attend(q, k, v):
-        keys, values = memory[i]
-        put = jax.lax.dynamic_update_slice_in_dim
-        keys = put(keys, k.transpose(0, 2, 3, 1), start, axis=3)
-        values = put(values, v.swapaxes(1, 2), start, axis=2)
-        return attention.attend(q, keys, values, visible), (keys, values)
+        rows = kernels.write_rows(memory[i], k, v, start)
+        return kernels.row_attention(q, rows, start), rows
 
       return attend
 
@@ -238,9 +174,12 @@ def prefill(
     )
     return memory, None
 
-  memory, _ = jax.lax.scan(write, empty, jnp.arange(chunks))
-  return tuple(
-    (keys[..., :span], values[:, :, :span]) for keys, values in memory
+  memory, _ = jax.lax.scan(write, empty(chunks * chunk), jnp.arange(chunks))
+  # Without the padding of the last chunk.
+  return jax.tree.map(
+    lambda x, kept: x[tuple(map(slice, kept.shape))],
+    memory,
+    jax.eval_shape(lambda: empty(span)),
   )
 
 
@@ -254,6 +193,7 @@ def decode(
   writing: chex.Array,
   *,
   dtype: Any,
+  kernels: Kernels,
 ) -> tuple[jax.Array, Memory]:
   """Q tokens a slot: writes their KV, attends to all of the slot up to each.
 
@@ -266,6 +206,7 @@ def decode(
     positions: int32 [S, Q], index of each token in its own sequence.
     writing: bool [S, Q], False: the token leaves no trace.
     dtype: of activations and matrix products.
+    kernels: of attention, which the memory is made for.
 
   Returns:
     Final hidden states [S, Q, D] and the memory.
@@ -273,8 +214,8 @@ def decode(
 
   def attend_with(i):
     def attend(q, k, v):
-      layer = attention.write_tokens(memory[i], k, v, pages, positions, writing)
-      return attention.paged_attention(q, layer, pages, positions), layer
+      layer = kernels.write_tokens(memory[i], k, v, pages, positions, writing)
+      return kernels.paged_attention(q, layer, pages, positions), layer
 
     return attend
 

@@ -9,7 +9,7 @@ import pytest
 import tiny
 
 from jaxrl_llm import models
-from jaxrl_llm.models import transformer
+from jaxrl_llm.models import kernels, transformer
 
 T = 11
 CONFIG = tiny.tiny_config()
@@ -39,7 +39,11 @@ def _close(got, expected, atol=2e-5):
 def _prefilled(params, tokens, *, chunk=512):
   """Keys and values of rows, by a prefill that is compiled."""
   run = functools.partial(
-    transformer.prefill, config=CONFIG, dtype=jnp.float32, chunk=chunk
+    transformer.prefill,
+    config=CONFIG,
+    dtype=jnp.float32,
+    kernels=kernels.make_xla(CONFIG),
+    chunk=chunk,
   )
   return jax.jit(run)(params, tokens=tokens)
 
@@ -184,9 +188,11 @@ class TestHidden:
     """Which reads all tokens at once, and nothing before them."""
     _, params = tiny.tiny_policy()
     tokens, pages = _tokens(), np.arange(9, dtype=np.int32)
-    memory = transformer.init_pages(CONFIG, 1, 9, 4, jnp.float32)
+    memory = tiny.tiny_policy()[0].init_pages(1, 9, 4)
     unrolled, _ = jax.jit(
-      transformer.decode, static_argnums=1, static_argnames="dtype"
+      transformer.decode,
+      static_argnums=1,
+      static_argnames=("dtype", "kernels"),
     )(
       transformer.unstack(params, CONFIG),
       CONFIG,
@@ -198,6 +204,7 @@ class TestHidden:
       _positions(tokens),
       _ones(tokens),
       dtype=jnp.float32,
+      kernels=kernels.make_xla(CONFIG),
     )
     _close(self._hidden(tokens), unrolled)
 

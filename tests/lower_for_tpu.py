@@ -1,0 +1,106 @@
+"""Compiles a policy's programs for TPUs that are not there; prints JSON.
+
+Run on its own, as only one process at a time may hold the TPU compiler:
+
+  TPU_SKIP_MDS_QUERY=1 JAX_PLATFORMS=cpu python tests/lower_for_tpu.py
+"""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+
+from jaxrl_llm import config as config_lib
+from jaxrl_llm import models, sharding, sync
+from jaxrl_llm.sampling import Engine
+from jaxrl_llm.train import packing, recipe, roles, step
+
+TOPOLOGY = "v5e:2x4"
+SLOTS = 64
+# Qwen2.5-7B's heads, and its other sizes made small.
+MODEL = models.ModelConfig(
+  family="qwen2",
+  vocab_size=2048,
+  hidden_size=512,
+  intermediate_size=1024,
+  num_layers=2,
+  num_heads=28,
+  num_kv_heads=4,
+  head_dim=128,
+  max_position_embeddings=4096,
+  rms_norm_eps=1e-6,
+  rope_theta=1e6,
+  attention_bias=True,
+  tie_word_embeddings=False,
+)
+# What a device gets of pages of 128 positions from the others.
+_GATHERED = re.compile(r"128,8,128\]\S* all-(?:gather|to-all)")
+
+
+def _sampler(fns, shapes, mesh):
+  engine = Engine(
+    fns,
+    slots=SLOTS,
+    max_prompt_length=256,
+    max_response_length=1792,
+    stop_tokens=[1],
+    sharding=sharding.along_batch(mesh),
+  )
+  placed = sync.layout_shardings(fns.for_sampling, shapes, mesh)
+  params = jax.tree.map(
+    lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+    jax.eval_shape(fns.for_sampling, shapes),
+    placed,
+  )
+  return engine.lower(params, prompts=5)
+
+
+def _update(config, role, mesh):
+  shape = (2, 8, 512)  # Micro-batches, rows, tokens.
+  of = lambda dtype: jax.ShapeDtypeStruct(shape, dtype)
+  names = ("tokens", "targets", "segments", "prefixes", "positions")
+  batch = step.PolicyBatch(
+    packed=packing.PackedTokens(
+      **{name: of(jnp.int32) for name in names},
+      mask=of(jnp.bool_),
+      count=jax.ShapeDtypeStruct((), jnp.int32),
+    ),
+    columns={
+      name: of(jnp.float32) for name in recipe.make_recipe(config).columns
+    },
+  )
+  return role.update.lower(
+    role.shapes,
+    step.place_shapes(batch, mesh),
+    jax.ShapeDtypeStruct((), jnp.float32),
+  )
+
+
+def main():
+  topology = topologies.get_topology_desc(
+    platform="tpu", topology_name=TOPOLOGY
+  )
+  mesh = sharding.make_mesh(data=1, fsdp=4, tensor=2, devices=topology.devices)
+  config = config_lib.default_config()
+  config.model.dtype = "bfloat16"
+  fns, _ = roles.make_fns(config, MODEL, trainer=mesh, sampler=mesh)
+  role = roles.make_policy(config, fns, recipe.make_recipe(config), mesh)
+  lowered = _sampler(fns, role.shapes.params, mesh)
+  lowered["update"] = _update(config, role, mesh)
+  sizes = [x.size * x.dtype.itemsize for x in jax.tree.leaves(role.shapes)]
+  report = {"state_bytes": sum(sizes)}
+  for name, program in lowered.items():
+    compiled = program.compile()
+    text = compiled.as_text()
+    report[name] = {
+      "kernels": text.count('"tpu_custom_call"'),
+      "gathered_memories": len(_GATHERED.findall(text)),
+      "argument_bytes": compiled.memory_analysis().argument_size_in_bytes,
+    }
+  print(json.dumps(report))
+
+
+if __name__ == "__main__":
+  main()

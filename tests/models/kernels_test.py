@@ -1,0 +1,285 @@
+"""The TPU kernel, interpreted on a CPU, computes what plain XLA computes."""
+
+import contextlib
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxrl_llm import models
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.models import kernels, kernels_tpu
+from jaxrl_llm.sampling import Engine, SamplingSettings
+from jaxrl_llm.sampling.pages import Book
+
+PAGE = 4
+LENGTHS = np.array([9, 1, 0, 12])  # The third slot is idle.
+
+
+class _Loaded:
+  """An array with the methods of a reference that the kernel reads it by."""
+
+  def __init__(self, array):
+    self._array = array
+    self.shape, self.dtype = array.shape, array.dtype
+
+  def __getitem__(self, index):
+    return self._array[index]
+
+  def reshape(self, *shape):
+    return _Loaded(self._array.reshape(*shape))
+
+  def bitcast(self, dtype):
+    """Two rows of 16 bits to one of 32, the first one in the lower half."""
+    pairs = self._array.reshape(-1, 2, self.shape[1]).swapaxes(1, 2)
+    return _Loaded(jax.lax.bitcast_convert_type(pairs, dtype))
+
+
+def _wait(self):
+  """The interpreter knows no strides and shapes of references: reads it all."""
+  for copy in self._async_copies:
+    copy.wait()
+  return _Loaded(self._vmem_buf[...])
+
+
+@pytest.fixture(name="interpreted")
+def _interpreted(monkeypatch):
+  """TPU kernels run on a CPU, with two queries at a time.
+
+  Masked writes are refused by the interpreter where their first axis, queries,
+  is longer than their second, the query heads of a key head.
+  """
+  monkeypatch.setattr(kernel.MultiPageAsyncCopyDescriptor, "wait", _wait)
+  monkeypatch.setattr(kernels_tpu, "_FEW", 2)
+  monkeypatch.setattr(kernels_tpu, "_MANY", 2)
+  with pltpu.force_tpu_interpret_mode():
+    yield
+
+
+def _config(heads=4, kv_heads=2, size=64):
+  return dataclasses.replace(
+    tiny.tiny_config(), num_heads=heads, num_kv_heads=kv_heads, head_dim=size
+  )
+
+
+def _book(shards):
+  """Pages of slots as the host deals them, in no order, some left free."""
+  book = Book(slots=4, shards=shards, length=PAGE, longest=16)
+  book.resize(9)
+  book.reserve(np.arange(4), LENGTHS[::-1])
+  book.release(np.array([1, 3]))
+  book.reserve(np.array([3]), np.array([5]))
+  book.release(np.array([0, 2]))
+  book.reserve(np.array([0, 1, 3]), LENGTHS[[0, 1, 3]])
+  return book.map()
+
+
+def _filled(memory, pages, share):
+  """Some number in pages in use, none in free ones."""
+  fill = np.where(pages.owner < share, 0.5, np.nan).astype(np.float32)
+  put = lambda x: x + fill.reshape(*fill.shape, *[1] * (x.ndim - 2))
+  return jax.tree.map(lambda x: put(x).astype(x.dtype), memory)
+
+
+def _qkv(config, queries, time, dtype=jnp.float32, count=4):
+  keys = jax.random.split(jax.random.key(0), 3)
+  of = lambda key, *shape: jax.random.normal(
+    key, (count, *shape, config.head_dim)
+  ).astype(dtype)
+  return (
+    of(keys[0], queries, config.num_heads),
+    of(keys[1], time, config.num_kv_heads),
+    of(keys[2], time, config.num_kv_heads),
+  )
+
+
+def _on_pages(way, pages, q, k, v):
+  """Attention of the last queries of slots that wrote all their tokens.
+
+  Queries after the only token of a slot read what its page was filled with.
+  """
+  shards, queries = pages.owner.shape[0], q.shape[1]
+  memory = way.init_pages(shards, pages.owner.shape[1], PAGE, q.dtype)
+  memory = _filled(memory, pages, 4 // shards)
+  index = np.arange(k.shape[1], dtype=np.int32)
+  index = np.broadcast_to(index, k.shape[:2])
+  writing = index < LENGTHS[:, None]
+  memory = way.write_tokens(memory, k, v, pages, index, writing)
+  last = np.maximum(LENGTHS[:, None] - queries, 0) + np.arange(queries)
+  return way.paged_attention(q, memory, pages, last.astype(np.int32))
+
+
+def _both(run, config, *arguments, sharding=None):
+  ways = (
+    kernels_tpu.make_pallas(config, sharding=sharding),
+    kernels.make_xla(config),
+  )
+  run = jax.jit(run, static_argnums=0)
+  return [np.asarray(run(way, *arguments)) for way in ways]
+
+
+def _close(got, expected):
+  np.testing.assert_allclose(got, expected, rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.usefixtures("interpreted")
+class TestPallas:
+  # Heads of keys that the kernel has, and three, which it has not.
+  @pytest.mark.parametrize(
+    "heads, kv_heads, size, queries, shards",
+    [(4, 2, 64, 1, 1), (6, 3, 128, 3, 2)],
+  )
+  def test_attention_on_pages_equals_that_of_xla(
+    self, heads, kv_heads, size, queries, shards
+  ):
+    config = _config(heads, kv_heads, size)
+    run = functools.partial(_on_pages, pages=_book(shards))
+    qkv = _qkv(config, queries, LENGTHS.max())
+    got, expected = _both(
+      lambda way, q, k, v: run(way, q=q, k=k, v=v), config, *qkv
+    )
+    _close(got, expected)
+    assert not np.any(got[2])
+
+  def test_bfloat16_is_as_near_as_its_rounding(self):
+    config = _config(2, 1)
+    qkv = _qkv(config, 2, LENGTHS.max(), jnp.bfloat16)
+    run = functools.partial(_on_pages, pages=_book(1))
+    got, expected = _both(
+      lambda way, q, k, v: run(way, q=q, k=k, v=v), config, *qkv
+    )
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(
+      got.astype(np.float32), expected.astype(np.float32), atol=0.02
+    )
+
+  def test_rows_in_chunks_and_then_in_pages_equal_xla(self):
+    config, time = _config(), 12
+    q, k, v = _qkv(config, time, time, count=2)
+
+    def run(way, q, k, v):
+      rows, outs = way.init_rows(2, time, jnp.float32), []
+      for start in range(0, time, 6):
+        part = np.s_[:, start : start + 6]
+        rows = way.write_rows(rows, k[part], v[part], start)
+        outs.append(way.row_attention(q[part], rows, start))
+      memory = (way.init_pages(1, 7, PAGE, jnp.float32),)
+      table = np.array([[5, 0, 3], [1, 6, 2]], np.int32)
+      memory = models.write_pages(memory, (rows,), table[:, None])
+      owner = np.array([[0, 1, 1, 0, 2, 0, 1]], np.int32)
+      start = np.array([[4, 0, 8, 8, 0, 0, 4]], np.int32)
+      pages = models.PageMap(owner, start, table)
+      last = np.full((2, 1), time - 1, np.int32)
+      outs.append(way.paged_attention(q[:, -1:], memory[0], pages, last))
+      return jnp.concatenate(outs, axis=1)
+
+    got, expected = _both(run, config, q, k, v)
+    _close(got, expected)
+    _close(got[:, -1], got[:, -2])
+
+  # A count that divides over the devices, and one that does not.
+  @pytest.mark.parametrize("shards", [2, 1])
+  def test_shards_are_read_where_they_lie(self, shards):
+    mesh = Mesh(
+      np.array(jax.devices()[:2]).reshape(1, 2),
+      ("data", "fsdp"),
+      axis_types=(AxisType.Auto,) * 2,
+    )
+    sharding = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+    config = _config()
+    qkv = _qkv(config, 1, LENGTHS.max())
+    run = functools.partial(_on_pages, pages=_book(shards))
+    got, expected = _both(
+      lambda way, q, k, v: run(way, q=q, k=k, v=v),
+      config,
+      *qkv,
+      sharding=sharding,
+    )
+    _close(got, expected)
+
+  @pytest.mark.slow
+  def test_an_engine_writes_the_tokens_that_it_writes_with_xla(
+    self, monkeypatch
+  ):
+    monkeypatch.setattr(kernels, "platform_of", lambda sharding: "tpu")
+    config = dataclasses.replace(_config(), num_layers=1)
+    rollouts = []
+    for name in ("pallas", "xla"):
+      fns = models.make_policy(config, kernels=name)
+      params = tiny.widen(fns.init(jax.random.key(0)), jax.random.key(1))
+      engine = Engine(
+        fns,
+        slots=3,
+        max_prompt_length=5,
+        max_response_length=7,
+        stop_tokens=[3],
+        page_length=PAGE,
+      )
+      rollouts.append(
+        engine.generate(
+          fns.for_sampling(params),
+          [[5, 4, 8], [7], [9, 9, 1, 2, 60]],
+          sample_ids=np.arange(6).reshape(3, 2),
+          key=jax.random.key(2),
+          settings=SamplingSettings(),
+        )
+      )
+    got, expected = rollouts
+    np.testing.assert_array_equal(got.tokens, expected.tokens)
+    np.testing.assert_allclose(
+      got.behavior_logprobs, expected.behavior_logprobs, atol=1e-5
+    )
+    assert len({*map(tuple, got.tokens.tolist())}) > 4
+
+
+class TestMakeKernels:
+  def _layout(self, name, config):
+    way = kernels.make_kernels(name, config)
+    return jax.tree.map(
+      lambda x: x.shape,
+      jax.eval_shape(lambda: way.init_pages(1, 2, PAGE, jnp.float32)),
+      is_leaf=lambda x: isinstance(x, jax.ShapeDtypeStruct),
+    )
+
+  XLA = ((1, 2, 2, 64, PAGE), (1, 2, 2, PAGE, 64))
+  PALLAS = (1, 2, PAGE, 4, 128)
+
+  @pytest.mark.parametrize(
+    "name, platform, layout",
+    [
+      ("auto", "cpu", XLA),
+      ("auto", "gpu", XLA),
+      ("auto", "tpu", PALLAS),
+      ("xla", "tpu", XLA),
+      ("pallas", "tpu", PALLAS),
+    ],
+  )
+  def test_a_name_is_a_layout(self, name, platform, layout, monkeypatch):
+    monkeypatch.setattr(kernels, "platform_of", lambda sharding: platform)
+    assert self._layout(name, _config()) == layout
+
+  def test_pallas_is_refused_where_it_cannot_serve(self, monkeypatch):
+    with pytest.raises(InputError, match="'cpu'; use 'auto' or 'xla'"):
+      kernels.make_kernels("pallas", _config())
+    monkeypatch.setattr(kernels, "platform_of", lambda sharding: "tpu")
+    with pytest.raises(InputError, match="head_dim >= 64, and the model has 8"):
+      kernels.make_kernels("pallas", _config(size=8))
+
+  @pytest.mark.parametrize("name, warns", [("auto", True), ("xla", False)])
+  def test_auto_says_that_it_falls_back(self, name, warns, monkeypatch):
+    monkeypatch.setattr(kernels, "platform_of", lambda sharding: "tpu")
+    said = pytest.warns(UserWarning, match="are 'xla': 'pallas' needs head_dim")
+    with said if warns else contextlib.nullcontext():
+      layout = self._layout(name, _config(size=8))
+    assert layout == ((1, 2, 2, 8, PAGE), (1, 2, 2, PAGE, 8))
+
+  def test_an_unknown_name_is_an_error(self):
+    with pytest.raises(ValueError, match="one of .*'pallas'.*, got 'triton'"):
+      kernels.make_kernels("triton", _config())

@@ -1,0 +1,52 @@
+"""Sampler and update compile for TPUs, the sampler with its kernels."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+_PROGRAM = pathlib.Path(__file__).with_name("lower_for_tpu.py")
+_LAYERS, _DEVICES = 2, 8
+
+pytestmark = [
+  pytest.mark.slow,
+  pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="libtpu is not installed: pip install -e '.[tpu]'",
+  ),
+]
+
+
+@pytest.fixture(scope="module", name="report")
+def _report():
+  """What the compiler makes of every program, in one process of its own."""
+  done = subprocess.run(
+    [sys.executable, _PROGRAM],
+    env=os.environ | {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"},
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0, done.stderr
+  return json.loads(done.stdout.splitlines()[-1])
+
+
+class TestSampler:
+  def test_every_layer_of_a_step_attends_by_the_kernel(self, report):
+    assert report["sampler advance"]["kernels"] == _LAYERS
+
+  def test_a_prefill_attends_by_the_kernel(self, report):
+    # Of its last layer nothing but keys and values is needed.
+    assert report["sampler prefill"]["kernels"] == _LAYERS - 1
+
+  def test_pages_stay_on_their_devices(self, report):
+    assert report["sampler advance"]["gathered_memories"] == 0
+
+
+class TestUpdate:
+  def test_every_device_holds_its_part_of_the_state(self, report):
+    part = report["state_bytes"] / _DEVICES
+    assert part < report["update"]["argument_bytes"] < 1.1 * part
