@@ -140,14 +140,16 @@ def find_model(name: str) -> Source:
   return Source(build.model_path(config), path, step, config.sampler.stop)
 
 
-def load_model(source: Source, dtype: str) -> tuple[models.ModelFns, Any]:
+def load_model(
+  source: Source, dtype: str, slots: jax.sharding.NamedSharding
+) -> tuple[models.ModelFns, Any]:
   """Model functions and sampler parameters, on the default device."""
   if source.run is None:
     fns, params = models.load(source.directory, dtype=dtype)
   else:
     policy = workdir.load_policy(source.run, step=source.step)
-    fns = models.make_policy(policy.fns.config, dtype=dtype)
-    params = policy.params
+    fns, params = policy.fns, policy.params
+  fns = models.make_policy(fns.config, dtype=dtype, sampler_sharding=slots)
   return fns, jax.jit(fns.for_sampling)(params)
 
 
@@ -216,9 +218,10 @@ def make_job(options) -> generate.Job:
     max_new_tokens=options.max_new_tokens,
   )
   stop = single_tokens(source.stop, tokenizer, "config.sampler.stop")
-  fns, params = load_model(source, options.dtype)
   # Slots are dealt to all devices, each of which has the whole model.
   mesh = sharding.make_mesh(data=-1, fsdp=1, tensor=1)
+  dealt = sharding.along_batch(mesh)
+  fns, params = load_model(source, options.dtype, dealt)
   slots = min(options.slots, len(requests) * options.samples)
   engine = Engine(
     fns,
@@ -226,7 +229,7 @@ def make_job(options) -> generate.Job:
     max_prompt_length=max(map(len, tokens)),
     max_response_length=options.max_new_tokens,
     stop_tokens=[*tokenizer.stop_tokens, *stop],
-    sharding=sharding.along_batch(mesh),
+    sharding=dealt,
     detokenize=tokenizer.decode,
   )
   return generate.Job(

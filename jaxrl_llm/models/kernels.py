@@ -75,9 +75,9 @@ def make_kernels(
   if not reason:
     return kernels_tpu.make_pallas(config, sharding=sharding)
   if name == "pallas":
-    raise InputError(f"kernels 'pallas' {reason}; use 'auto' or 'xla'")
+    raise InputError(f"kernels='pallas' {reason}; use 'auto' or 'xla'")
   warnings.warn(
-    f"the sampler's kernels are 'xla': 'pallas' {reason}", stacklevel=3
+    f"the sampler runs kernels='xla': 'pallas' {reason}", stacklevel=3
   )
   return make_xla(config)
 

@@ -9,7 +9,7 @@ import pytest
 import tiny
 
 from jaxrl_llm import models
-from jaxrl_llm.models import kernels, transformer
+from jaxrl_llm.models import kernels, layers, transformer
 
 T = 11
 CONFIG = tiny.tiny_config()
@@ -174,6 +174,54 @@ class TestPages:
     assert {x.dtype for x in jax.tree.leaves(memory)} == {np.dtype("bfloat16")}
     full = tiny.tiny_policy()[0].logits(params, tokens, _ones(tokens))
     np.testing.assert_allclose(logits[self.SLOTS, 0], full[:, 6], atol=0.2)
+
+
+class TestSamplerDtype:
+  """Weights of the sampler in bfloat16, its memory and the trainer not."""
+
+  def test_the_sampler_alone_computes_in_it(self):
+    _, params = tiny.tiny_policy()
+    fns = models.make_policy(
+      CONFIG, sampler_dtype=jnp.bfloat16, cache_dtype=jnp.float32
+    )
+    sampler = fns.for_sampling(params)
+    kinds = lambda tree: {x.dtype.name for x in jax.tree.leaves(tree)}
+    assert kinds(sampler) == {"bfloat16"}
+    assert kinds(fns.init_pages(1, 2, 4)) == {"float32"}
+    tokens = _tokens()
+    logits = jax.jit(fns.logits)(params, tokens, _ones(tokens))
+    exact = tiny.tiny_policy()[0].logits(params, tokens, _ones(tokens))
+    np.testing.assert_array_equal(logits, exact)  # The trainer's.
+
+  def test_bfloat16_factors_are_summed_in_float32(self):
+    draw = np.random.default_rng(0).normal
+    x, kernel = (
+      jnp.asarray(draw(size=size), jnp.bfloat16)
+      for size in ((5, 300), (300, 7))
+    )
+    exact = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64)
+    got = jax.jit(layers.matmul)(x, kernel)
+    assert got.dtype == jnp.bfloat16
+    # One rounding to 8 bits, of the sum.
+    np.testing.assert_allclose(np.asarray(got, np.float64), exact, rtol=2**-8)
+    text = jax.jit(layers.matmul).lower(x, kernel).as_text()
+    assert "-> tensor<5x7xf32>" in text  # What CPUs have a fast product for.
+
+  def test_gradients_of_bfloat16_factors(self):
+    draw = np.random.default_rng(0).normal
+    x, kernel, g = (
+      jnp.asarray(draw(size=size), jnp.bfloat16)
+      for size in ((2, 9, 6), (6, 4), (2, 9, 4))
+    )
+    d_x, d_kernel = jax.vjp(layers.matmul, x, kernel)[1](g)
+    assert d_x.dtype == d_kernel.dtype == jnp.bfloat16
+    wide = lambda *xs: (np.asarray(x, np.float64) for x in xs)
+    x, kernel, g, d_x, d_kernel = wide(x, kernel, g, d_x, d_kernel)
+    close = lambda got, want: np.testing.assert_allclose(
+      got, want, rtol=2**-8, atol=1e-6
+    )
+    close(d_x, g @ kernel.T)
+    close(d_kernel, np.einsum("bti,bto->io", x, g))
 
 
 class TestHidden:
