@@ -91,12 +91,27 @@ def make_policy(
     remat=remat,
     sharding=sharding,
   )
+  sampled = sampler_dtype or dtype
+  return ModelFns(
+    config=config,
+    init=functools.partial(transformer.init, config=config),
+    **_trained(config, backbone, head_chunk),
+    **_sampled(
+      config,
+      make_kernels(kernels, config, sharding=sampler_sharding),
+      dtype=sampled,
+      store=cache_dtype or sampled,
+    ),
+  )
 
-  def kernel(params):
-    return transformer.head_kernel(params, config)
 
-  def project(params, states):
-    return heads.project(states, kernel(params), config.tie_word_embeddings)
+def _project(params, config, states):
+  kernel = transformer.head_kernel(params, config)
+  return heads.project(states, kernel, config.tie_word_embeddings)
+
+
+def _trained(config, backbone, head_chunk):
+  """Functions of packed rows."""
 
   def logprobs(
     params,
@@ -117,7 +132,7 @@ def make_policy(
     )
     return heads.chunked_logprobs(
       states,
-      kernel(params),
+      transformer.head_kernel(params, config),
       targets,
       mask,
       temperature,
@@ -131,26 +146,27 @@ def make_policy(
     states = backbone(
       params, tokens=tokens, segments=segments, positions=positions
     )
-    return project(params, states)
+    return _project(params, config, states)
 
-  sampled = sampler_dtype or dtype
-  store = cache_dtype or sampled
+  return {"logprobs": logprobs, "logits": logits}
+
+
+def _sampled(config, kernels, *, dtype, store):
+  """Functions of the sampler; `store` is the dtype of its memory."""
 
   def for_sampling(params):
-    cast = jax.tree.map(lambda x: x.astype(sampled), params)
+    cast = jax.tree.map(lambda x: x.astype(dtype), params)
     return transformer.unstack(cast, config)
-
-  made = make_kernels(kernels, config, sharding=sampler_sharding)
 
   def init_pages(shards, pages, length):
     return tuple(
-      made.init_pages(shards, pages, length, store)
+      kernels.init_pages(shards, pages, length, store)
       for _ in range(config.num_layers)
     )
 
   def prefill(params, tokens):
     rows = transformer.prefill(
-      params, config, tokens, dtype=sampled, kernels=made
+      params, config, tokens, dtype=dtype, kernels=kernels
     )
     return jax.tree.map(lambda x: x.astype(store), rows)
 
@@ -163,21 +179,17 @@ def make_policy(
       tokens,
       positions,
       writing,
-      dtype=sampled,
-      kernels=made,
+      dtype=dtype,
+      kernels=kernels,
     )
-    return project(params, states), memory
+    return _project(params, config, states), memory
 
-  return ModelFns(
-    config=config,
-    init=functools.partial(transformer.init, config=config),
-    logprobs=logprobs,
-    logits=logits,
-    for_sampling=for_sampling,
-    init_pages=init_pages,
-    prefill=prefill,
-    decode=decode,
-  )
+  return {
+    "for_sampling": for_sampling,
+    "init_pages": init_pages,
+    "prefill": prefill,
+    "decode": decode,
+  }
 
 
 def make_value(

@@ -40,6 +40,8 @@ def draw(
     for name, kind in _AXES.items()
     if all(getattr(curve, name)[-1:].all() for curve in curves)
   }
+  seen = np.concatenate([[0.5], *(curve.accuracy for curve in curves)])
+  limits = np.floor(10 * seen.min()) / 10, np.ceil(10 * seen.max()) / 10
   with picture.figure(1, len(kinds), height=3.2, extra=0.35 + 0.22 * lines) as (
     sheet,
     axes,
@@ -63,7 +65,7 @@ def draw(
           linewidth=0,
         )
       axis.set_xlabel(label)
-      axis.set_ylim(-0.02, 1.02)
+      axis.set_ylim(*limits)
     axes[0].set_ylabel("Held-out sampled accuracy")
     sheet.suptitle(title, x=0.01, ha="left", fontweight="bold")
     sheet.legend(
