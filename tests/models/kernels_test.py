@@ -275,7 +275,9 @@ class TestMakeKernels:
   @pytest.mark.parametrize("name, warns", [("auto", True), ("xla", False)])
   def test_auto_says_that_it_falls_back(self, name, warns, monkeypatch):
     monkeypatch.setattr(kernels, "platform_of", lambda sharding: "tpu")
-    said = pytest.warns(UserWarning, match="kernels='xla': 'pallas' needs head_dim")
+    said = pytest.warns(
+      UserWarning, match="kernels='xla': 'pallas' needs head_dim"
+    )
     with said if warns else contextlib.nullcontext():
       layout = self._layout(name, _config(size=8))
     assert layout == ((1, 2, 2, 8, PAGE), (1, 2, 2, PAGE, 8))
