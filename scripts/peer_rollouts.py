@@ -23,10 +23,10 @@ _ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))
 
 from jaxrl_llm import benchmark  # noqa: E402
-from jaxrl_llm.benchmark import libraries, tail  # noqa: E402
+from jaxrl_llm.benchmark import static_batches, tail  # noqa: E402
 
 
-def measure(decode: libraries.Decode, options) -> dict[str, float]:
+def measure(decode: static_batches.Decode, options) -> dict[str, float]:
   """Tokens per second over the batches, each compiled before."""
   fields = benchmark.SHAPES[options.shape].fields
   limits = tail.long_tail(
@@ -65,7 +65,7 @@ def main() -> int:
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   add = parser.add_argument
-  add("library", choices=libraries.LIBRARIES)
+  add("peer", choices=static_batches.DECODERS)
   add("--shape", default="tiny", choices=benchmark.SHAPES)
   add("--prompts", type=int, default=64)
   add("--group_size", type=int, default=8)
@@ -78,7 +78,7 @@ def main() -> int:
   options = parser.parse_args()
   fields = benchmark.SHAPES[options.shape].fields
   longest = options.prompt_length + options.new_tokens
-  decode = libraries.LIBRARIES[options.library](fields, longest)
+  decode = static_batches.DECODERS[options.peer](fields, longest)
   print(json.dumps({"shape": options.shape} | measure(decode, options)))
   return 0
 

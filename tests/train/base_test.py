@@ -39,3 +39,5 @@ def test_sampler_and_trainer_agree_on_every_token(job):
     # to 1.2e-5 away from float64, at an improbable token (log-prob -3.9).
     error = np.abs(ours - theirs) / np.maximum(1, np.abs(ours))
     assert error.max() <= sync.TOLERANCES["float32"]
+    # What is rounding is so now and then; a fault would be so everywhere.
+    assert np.abs(ours - theirs).mean() <= 1e-6

@@ -111,4 +111,4 @@ def tunix(fields: dict[str, int], longest: int) -> Decode:
   return decode
 
 
-LIBRARIES = {"hf": hugging_face, "tunix": tunix}
+DECODERS = {"hf": hugging_face, "tunix": tunix}
