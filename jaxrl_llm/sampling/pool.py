@@ -5,7 +5,6 @@ there are (all, a quarter, a sixteenth, ...) and how many pages. The pool grows
 before it lacks a page and shrinks when the last long responses are alone.
 """
 
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.sampling import slots as slots_lib
+from jaxrl_llm.sampling.ladder import ladder
 from jaxrl_llm.sampling.pages import Book
 
 _NARROWER = 4  # Ratio of the numbers of slots on the ladder.
@@ -198,7 +198,5 @@ def widths(slots: int, shards: int) -> list[int]:
 
 def rungs(share: int, most: int) -> list[int]:
   """Pages a shard may have: 1, 2, 3, 4, 6, 8, ... per slot, then `most`."""
-  powers = (share << i for i in itertools.count())
-  steps = (n for power in powers for n in (power, power * 3 // 2))
-  below = itertools.takewhile(lambda pages: pages < most, steps)
-  return [*dict.fromkeys(n for n in below if n % share == 0), most]
+  # Most is slots x blocks, so that it divides too.
+  return [pages for pages in ladder(share, most) if pages % share == 0]

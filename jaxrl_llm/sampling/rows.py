@@ -4,7 +4,6 @@ Everything here is NumPy on the host. A new response is a row of length 0, so
 that starting and continuing differ in nothing but the context to prefill.
 """
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -12,6 +11,7 @@ import chex
 import jax
 import numpy as np
 
+from jaxrl_llm.sampling.ladder import ladder
 from jaxrl_llm.sampling.slots import Written
 from jaxrl_llm.types import Origin, Rollout, Status
 
@@ -111,9 +111,7 @@ def chunks(rows: Rollout, contexts: list, size: int) -> list[tuple[int, list]]:
 
 def spans(total: int) -> list[int]:
   """Lengths that contexts are padded to: 16, 24, 32, 48, ..., then total."""
-  powers = (_SMALLEST_SPAN << i for i in itertools.count())
-  steps = (span for power in powers for span in (power, power * 3 // 2))
-  return [*itertools.takewhile(lambda span: span < total, steps), total]
+  return ladder(_SMALLEST_SPAN, total)
 
 
 def lay_out(
