@@ -288,6 +288,12 @@ KEYS: dict[str, Key] = {
     _COUNT,
     "Responses written at a time; 0 is all that a step has in flight.",
   ),
+  "sampler.kv_pages": Key(
+    0,
+    _COUNT,
+    "Pages of the KV cache, on all devices of the sampler; when they run out"
+    " the youngest responses wait. 0 is what all slots need at full length.",
+  ),
   "sampler.max_response_length": Key(64, _SOME, "Tokens."),
   "sampler.temperature": Key(1.0, Range(1e-3, 100.0), "Divides the logits."),
   "sampler.entropy_tau": Key(

@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxrl_llm.models import hf
-from jaxrl_llm.models.attention import BlockTables
+from jaxrl_llm.models.attention import BlockTables, make_block_tables
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.functional import (
   ModelFns,
@@ -15,11 +15,7 @@ from jaxrl_llm.models.functional import (
   make_value,
 )
 from jaxrl_llm.models.heads import TokenLogprobs
-from jaxrl_llm.models.kv_cache import (
-  consecutive_pages,
-  move_pages,
-  write_pages,
-)
+from jaxrl_llm.models.kv_cache import copy_pages, write_pages
 
 __all__ = [
   "BlockTables",
@@ -28,11 +24,11 @@ __all__ = [
   "PackedRows",
   "TokenLogprobs",
   "ValueFns",
-  "consecutive_pages",
+  "copy_pages",
   "load",
+  "make_block_tables",
   "make_policy",
   "make_value",
-  "move_pages",
   "save",
   "write_pages",
 ]

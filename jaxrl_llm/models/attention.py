@@ -12,9 +12,11 @@ from typing import NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 _MASKED = -1e30  # Finite: a row without any key gives a mean, not NaN.
 _QUERY_BLOCK = 512  # Queries at a time in rows longer than twice this.
+_MIN_BLOCKS = 64  # Blocks of a paged cache at a time: fewer save no time.
 
 
 def packed_attention(
@@ -141,15 +143,44 @@ def _fold(x, kv_heads):
 class BlockTables(NamedTuple):
   """Which pages of a KV cache hold which tokens; D shards of P pages, S slots.
 
-  A sequence is cut into blocks of `page_size` tokens, each in a page of its
-  own. Slots are dealt to shards in order, S / D each, and page numbers are
-  local to their shard. `page_indices` is what vLLM calls the block table; the
-  other two are its inverse, for kernels that go page by page.
+  A sequence is cut into blocks of `page_size` tokens, each in a page. Slots are
+  dealt to shards in order, S / D each, and page numbers are local to their
+  shard. `page_indices` is what vLLM calls the block table. `blocks` lists the
+  same, block by block, for attention that goes through what is there; a page
+  may stand there several times, as sequences that begin alike may share it.
   """
 
-  page_owner: chex.Array  # int32 [D, P], slot within the shard; S / D: free.
-  page_start: chex.Array  # int32 [D, P], position of the page's first token.
   page_indices: chex.Array  # int32 [S, N], page of each block; P for none.
+  # int32 [D, C, E, 3], C times E entries (page, slot within the shard, position
+  # of the block's first token), first blocks first; slot S / D is no entry.
+  blocks: chex.Array
+  count: chex.Array  # int32 [], how many of the C have an entry on any shard.
+
+
+def make_block_tables(
+  page_indices: np.ndarray, *, shards: int, pages: int, page_size: int
+) -> BlockTables:
+  """Block tables on the host; shapes depend on those of the arguments alone.
+
+  Args:
+    page_indices: int32 [S, N].
+    shards: D.
+    pages: P, of a shard.
+    page_size: tokens per page.
+  """
+  slots, width = page_indices.shape
+  share = slots // shards
+  size = max(share, min(_MIN_BLOCKS, pages))
+  blocks = np.zeros((shards, -(-share * width // size) * size, 3), np.int32)
+  blocks[..., 1] = share
+  most = 0
+  for shard, table in enumerate(page_indices.reshape(shards, share, width)):
+    block, slot = np.nonzero(table.T < pages)
+    entries = table[slot, block], slot, block * page_size
+    blocks[shard, : len(slot)] = np.stack(entries, axis=1)
+    most = max(most, len(slot))
+  blocks = blocks.reshape(shards, -1, size, 3)
+  return BlockTables(page_indices, blocks, np.int32(-(-most // size)))
 
 
 def page_and_offset(
@@ -215,11 +246,10 @@ def paged_attention(
 ) -> jax.Array:
   """Attention of Q queries a slot on the pages of that slot.
 
-  Every page in use is multiplied where it lies, by the queries of its owner,
-  and the partial softmax sums of a slot are added over its pages. So time and
-  memory follow the sum of lengths, nothing is gathered, and a page costs the
-  same wherever it is: on a CPU as fast as one array a slot, for slots of equal
-  length.
+  Goes through the blocks in use, some at a time, each with the queries of its
+  slot, and adds the partial softmax sums of a slot in the order of its blocks.
+  So time follows the sum of lengths by one program for all of them, and the
+  result depends neither on the other slots nor on where pages lie.
 
   Args:
     q: [S, Q, H, d].
@@ -234,44 +264,52 @@ def paged_attention(
   shards, shard_slots = len(layer[0]), len(q) // len(layer[0])
   q, unfold = _fold(q * q.shape[3] ** -0.5, layer[0].shape[2])
   by_shard = lambda x: x.reshape(shards, shard_slots, *x.shape[1:])
-  out = jax.vmap(_attend_pages)(
-    by_shard(q),
-    *layer,
-    block_tables.page_owner,
-    block_tables.page_start,
-    by_shard(positions),
+  attend_shard = functools.partial(_attend_blocks, block_tables.count)
+  out = jax.vmap(attend_shard)(
+    by_shard(q), *layer, block_tables.blocks, by_shard(positions)
   )
   return unfold(out.reshape(-1, *out.shape[2:]).astype(q.dtype))
 
 
-def _attend_pages(q, keys, values, owner, start, positions):
+def _attend_blocks(count, q, keys, values, blocks, positions):
   """`paged_attention` of a shard, queries folded to [S / D, K, G·Q, d]."""
-  slots, kv_heads = q.shape[:2]
+  slots, kv_heads, folded, size = q.shape
   queries, page_size = positions.shape[1], keys.shape[3]
-  held = jnp.minimum(owner, slots - 1)
-  scores = jnp.einsum(
-    "pkqd,pkdl->pkql", q[held], keys, preferred_element_type=jnp.float32
-  )
-  index = start[:, None] + jnp.arange(page_size)[None]
-  visible = index[:, None] <= positions[held][:, :, None]  # [P, Q, page_size].
-  visible &= (owner < slots)[:, None, None]
-  shape = scores.shape
-  scores = scores.reshape(shape[0], kv_heads, -1, queries, page_size)
-  scores = jnp.where(visible[:, None, None], scores, _MASKED).reshape(shape)
-  sum_by_slot = functools.partial(
-    jax.ops.segment_sum, segment_ids=owner, num_segments=slots
-  )
-  top = jax.ops.segment_max(jnp.max(scores, axis=-1), owner, slots)
-  weights = jnp.exp(scores - top[held][..., None])
-  total = sum_by_slot(jnp.sum(weights, axis=-1))
-  out = sum_by_slot(
-    jnp.einsum(
-      "pkql,pkld->pkqd",
-      weights.astype(values.dtype),
-      values,
-      preferred_element_type=jnp.float32,
+  take = lambda x, index: x.at[index].get(mode="promise_in_bounds")
+  einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+  def entries(i):
+    page, slot, start = jnp.moveaxis(take(blocks, i), -1, 0)
+    return page, slot, jnp.minimum(slot, slots - 1), start
+
+  def score(i, carry):
+    scores, top = carry
+    page, slot, held, start = entries(i)
+    new = einsum("pkqd,pkdl->pkql", take(q, held), take(keys, page))
+    index = start[:, None] + jnp.arange(page_size)[None]
+    visible = index[:, None] <= take(positions, held)[:, :, None]
+    visible &= (slot < slots)[:, None, None]  # [E, Q, page_size].
+    split = new.reshape(len(slot), kv_heads, -1, queries, page_size)
+    new = jnp.where(visible[:, None, None], split, _MASKED).reshape(new.shape)
+    top = top.at[slot].max(jnp.max(new, axis=-1), mode="drop")
+    return scores.at[i].set(new, mode="promise_in_bounds"), top
+
+  def mix(i, carry):
+    total, out = carry
+    page, slot, held, _ = entries(i)
+    weights = jnp.exp(take(scores, i) - take(top, held)[..., None])
+    mixed = einsum(
+      "pkql,pkld->pkqd", weights.astype(values.dtype), take(values, page)
     )
-  )
+    total = total.at[slot].add(jnp.sum(weights, axis=-1), mode="drop")
+    return total, out.at[slot].add(mixed, mode="drop")
+
+  rows = (slots, kv_heads, folded)
+  shape = (*blocks.shape[:2], kv_heads, folded, page_size)
+  start = jax.lax.empty(shape, jnp.float32), jnp.full(rows, -jnp.inf)
+  scores, top = jax.lax.fori_loop(0, count, score, start)
+  start = jnp.zeros(rows), jnp.zeros((*rows, size))
+  total, out = jax.lax.fori_loop(0, count, mix, start)
   return out / jnp.where(total > 0, total, 1.0)[..., None]
 
 

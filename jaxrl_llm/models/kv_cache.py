@@ -12,9 +12,6 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
-
-from jaxrl_llm.models.attention import BlockTables
 
 KVCache = tuple[Any, ...]  # One tree of arrays a layer.
 
@@ -50,37 +47,18 @@ def write_pages(
   return jax.tree.map(write, kv_cache, prefilled)
 
 
-def move_pages(kv_cache: KVCache, sources: chex.Array) -> KVCache:
-  """A cache whose page i of a shard was page sources[shard, i] of that shard.
+def copy_pages(
+  kv_cache: KVCache, sources: chex.Array, targets: chex.Array
+) -> KVCache:
+  """Copies pages within their shards.
 
   Args:
     kv_cache: paged, D shards of P pages.
-    sources: int32 [D, P'], in [0, P).
+    sources: int32 [D, n], in [0, P).
+    targets: int32 [D, n]; P drops a copy.
   """
-  take = jax.vmap(lambda pages, index: pages[index])
-  return jax.tree.map(lambda x: take(x, sources), kv_cache)
-
-
-def consecutive_pages(
-  slots: int, length: int, *, shards: int, page_size: int
-) -> BlockTables:
-  """Block tables of one sequence a slot, whose pages follow one another.
-
-  Args:
-    slots: S, of which each of D shards has S / D.
-    length: most tokens of a sequence.
-    shards: D.
-    page_size: tokens of a page.
-  """
-  share, blocks = slots // shards, -(-length // page_size)
-  owner = np.repeat(np.arange(share, dtype=np.int32), blocks)
-  start = np.tile(np.arange(blocks, dtype=np.int32) * page_size, share)
-  table = np.arange(share * blocks, dtype=np.int32).reshape(share, blocks)
-  return BlockTables(
-    np.tile(owner, (shards, 1)),
-    np.tile(start, (shards, 1)),
-    np.tile(table, (shards, 1)),
-  )
+  copy = jax.vmap(lambda x, old, new: x.at[new].set(x[old], mode="drop"))
+  return jax.tree.map(lambda x: copy(x, sources, targets), kv_cache)
 
 
 def _token_axis(paged, contiguous):

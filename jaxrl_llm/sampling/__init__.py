@@ -1,6 +1,5 @@
 """Batched sampling of responses on static shapes."""
 
-from jaxrl_llm.sampling.choose import choose
 from jaxrl_llm.sampling.engine import Engine
 from jaxrl_llm.sampling.requests import new_requests
 from jaxrl_llm.sampling.rules import (
@@ -23,7 +22,6 @@ __all__ = [
   "EngineConfig",
   "EngineStats",
   "SamplingSettings",
-  "choose",
   "complete",
   "continuous_batching",
   "new_requests",

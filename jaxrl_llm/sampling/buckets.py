@@ -10,18 +10,10 @@ _SLOT_RATIO = 4  # Of one slot bucket to the next.
 
 def length_buckets(max_length: int) -> list[int]:
   """Lengths that contexts are padded to: 16, 24, 32, 48, ..., max_length."""
-  return _geometric(_MIN_LENGTH, max_length)
-
-
-def page_buckets(shard_slots: int, max_pages: int) -> list[int]:
-  """Pages a shard may have: 1, 2, 3, 4, 6, 8, ... per slot, then max_pages.
-
-  Args:
-    shard_slots: slots of the shard.
-    max_pages: of the shard; a multiple of its slots.
-  """
-  sizes = _geometric(shard_slots, max_pages)
-  return [pages for pages in sizes if pages % shard_slots == 0]
+  powers = (_MIN_LENGTH << i for i in itertools.count())
+  steps = (size for power in powers for size in (power, power * 3 // 2))
+  below = itertools.takewhile(lambda size: size < max_length, steps)
+  return [*dict.fromkeys(below), max_length]
 
 
 def slot_buckets(slots: int, shards: int) -> list[int]:
@@ -36,11 +28,3 @@ def slot_buckets(slots: int, shards: int) -> list[int]:
 def round_up(size: int, buckets: Iterable[int]) -> int:
   """The smallest bucket that holds `size`."""
   return min(bucket for bucket in buckets if bucket >= size)
-
-
-def _geometric(first: int, last: int) -> list[int]:
-  """first, 1.5 first, 2 first, 3 first, ... below `last`, then `last`."""
-  powers = (first << i for i in itertools.count())
-  steps = (size for power in powers for size in (power, power * 3 // 2))
-  below = itertools.takewhile(lambda size: size < last, steps)
-  return [*dict.fromkeys(below), last]

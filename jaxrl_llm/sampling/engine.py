@@ -1,8 +1,8 @@
-"""The engine: prompts and cut responses in, a `Rollout` out.
+"""The engine: prompts and cut responses in, responses out.
 
-A request is a row of a rollout. `generate` starts new ones and decodes each to
-its end; `generate_window` also continues rows that an earlier call cut, and
-writes at most a window of tokens to each.
+It lives as long as the run. Requests are added, each step writes some tokens to
+those that have a slot, and hands over those that have ended or paused. What
+`generate` and `generate_window` do is add requests and step until none is left.
 """
 
 import functools
@@ -14,34 +14,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm import models
 from jaxrl_llm.models import ModelFns
-from jaxrl_llm.sampling import buckets
+from jaxrl_llm.sampling import buckets, speculation
 from jaxrl_llm.sampling import requests as requests_lib
 from jaxrl_llm.sampling import slots as slots_lib
+from jaxrl_llm.sampling.paged_cache import PagedCache, Programs
+from jaxrl_llm.sampling.requests import Request, SamplingParams
 from jaxrl_llm.sampling.rules import SchedulingRule, continuous_batching
-from jaxrl_llm.sampling.scheduler import RequestBatch, Scheduler
+from jaxrl_llm.sampling.scheduler import Scheduler
 from jaxrl_llm.sampling.settings import (
   EngineConfig,
   SamplingSettings,
   logit_bias_of,
   max_tokens_of,
 )
-from jaxrl_llm.sampling.slot_manager import Programs, SlotManager
-from jaxrl_llm.sampling.speculation import (
-  NO_DRAFTER,
-  AdaptiveSpeculation,
-  Drafter,
-)
-from jaxrl_llm.sampling.stats import DecodeCall, EngineStats
 from jaxrl_llm.types import Rollout, join_rows
 
 
-class Engine:
-  """Continuous batching over a paged KV cache.
+class Engine(Scheduler):
+  """Continuous batching over a paged KV cache of fixed size.
 
-  New responses of one prompt share one prefill, and a slot that is free takes
-  the next response. Memory follows the sum of lengths, and so does the cost of
-  attention; shapes depend on nothing but short lists of buckets.
+  New responses of one prompt share one prefill and its full pages, and a slot
+  that is free takes the next response. A response depends on weights, prompt
+  and sample id, and not on what else is written, when, or in which pages.
   """
 
   def __init__(
@@ -52,19 +48,22 @@ class Engine:
     sharding: jax.sharding.Sharding | None = None,
     adaptive_temperature: slots_lib.AdaptiveTemperature | None = None,
     detokenize: Callable[[Sequence[int]], str] | None = None,
-    drafter: Drafter | None = None,
+    drafter: speculation.Drafter | None = None,
   ):
     """Makes the engine; nothing is compiled or allocated yet.
 
     Args:
       fns: the model.
       config: sizes.
-      sharding: of the slot axis, for every array of the decode state.
+      sharding: of the slot axis, for slots and the shards of the KV cache.
       adaptive_temperature: (logits [S, V], temperature [S], temperature_state)
         -> temperature [S] of each token; None keeps that of the settings.
       detokenize: tokens to text, which stop strings need.
       drafter: proposes draft tokens, so that a step may write several;
         responses are the same without.
+
+    Raises:
+      InputError: the KV cache cannot hold the longest sequence.
     """
     if (config.num_draft_tokens > 0) != (drafter is not None):
       raise ValueError(
@@ -72,51 +71,98 @@ class Engine:
         f" num_draft_tokens={config.num_draft_tokens}"
         f" {'with a' if drafter else 'without'} drafter"
       )
-    self.fns = fns
-    self.config = config
-    self.stats = EngineStats()  # Of all calls.
-    self.last_stats = EngineStats()  # Of the newest call.
-    self.trace: list[DecodeCall] = []  # Of the newest call.
+    self.fns, self._drafter = fns, drafter or speculation.NO_DRAFTER
     self._sharding = sharding
+    self._drafter_params = jax.jit(self._drafter.params)
     slots = (config.slots,)
     shard_slots = sharding.shard_shape(slots) if sharding else slots
-    self._shards = config.slots // shard_slots[0]
-    self._detokenize = detokenize
-    self._drafter = drafter or NO_DRAFTER
-    self._speculation = AdaptiveSpeculation(config.num_draft_tokens)
-    self._programs = self._compiled(adaptive_temperature)
-    self._drafter_params = jax.jit(self._drafter.params)
+    shards = config.slots // shard_slots[0]
+    programs = self._compiled(config, shards, sharding, adaptive_temperature)
+    super().__init__(
+      config,
+      lambda: PagedCache(programs, config, shards=shards, sharding=sharding),
+      speculation=speculation.AdaptiveSpeculation(config.num_draft_tokens),
+      detokenize=detokenize,
+    )
 
-  def _compiled(self, adaptive_temperature) -> Programs:
-    jit = functools.partial(jax.jit, out_shardings=self._sharding)
-    own = {"fns": self.fns, "drafter": self._drafter}
+  def _compiled(self, config, shards, sharding, temperature) -> Programs:
+    jit = functools.partial(jax.jit, out_shardings=sharding)
+    fns, drafter = self.fns, self._drafter
+    own = {"fns": fns, "drafter": drafter}
+    size = shards, config.pages_per_shard(shards), config.page_size
     return Programs(
-      init_state=jit(
-        functools.partial(
-          slots_lib.init_state,
-          **own,
-          shards=self._shards,
-          page_size=self.config.page_size,
-          max_length=self.config.max_length,
-        ),
-        static_argnames=("slots", "pages"),
+      init_kv_cache=jit(
+        lambda: fns.init_kv_cache(*size) + drafter.init_kv_cache(*size)
       ),
-      # New sizes: there is nothing to donate to.
-      resize_cache=jit(slots_lib.resize_cache),
-      compact=jit(slots_lib.compact),
       prefill=jax.jit(functools.partial(slots_lib.prefill, **own)),
-      insert=jit(slots_lib.insert, donate_argnums=0),
+      insert=jit(models.write_pages, donate_argnums=0),
+      copy_pages=jit(models.copy_pages, donate_argnums=0),
+      extend=jit(
+        functools.partial(slots_lib.extend, fns=fns), donate_argnums=1
+      ),
       decode=jit(
         functools.partial(
           slots_lib.decode_steps,
           **own,
-          tokens_per_call=self.config.page_size,
-          adaptive_temperature=adaptive_temperature,
+          tokens_per_call=config.page_size,
+          adaptive_temperature=temperature,
         ),
         static_argnames="num_draft_tokens",
         donate_argnums=1,
       ),
     )
+
+  def set_params(self, params: Any, version: int) -> None:
+    """As in `Scheduler`, with sampler parameters (`fns.for_sampling`)."""
+    both = self._cache.params  # And the drafter's.
+    if both is None or params is not both[0]:
+      both = params, self._drafter_params(params)
+    super().set_params(both, version)
+
+  def add(
+    self,
+    rollout: Rollout,
+    *,
+    key: chex.PRNGKey,
+    settings: SamplingSettings,
+    group_size: int,
+    max_tokens: chex.Array | None = None,
+    window: int | None = None,
+    temperature_state: Any = None,
+  ) -> list[Request]:
+    """Responses that begin or go on wait for a slot.
+
+    Args:
+      rollout: rows of `new_requests`, or unfinished ones; NumPy arrays, which
+        are written in place.
+      key: a key that stays the same for the whole run; with the sample id it
+        fixes the randomness of a response.
+      settings: how to sample.
+      group_size: new responses of a prompt: slots // group_size prompts are
+        prefilled at a time. The same in every call compiles least.
+      max_tokens: int [B], most tokens of each response; that of the settings by
+        default.
+      window: most new tokens of a response before it pauses; None is no bound.
+      temperature_state: tree of arrays for the engine's adaptive temperature;
+        None turns it off.
+
+    Returns:
+      A request for each row, by which it is known from now on.
+
+    Raises:
+      ValueError: a row or setting is out of range.
+    """
+    limit = self._max_tokens(settings)
+    requests_lib.check_requests(rollout, self.config, limit=limit)
+    params = SamplingParams(
+      settings, self._metadata(key, settings, temperature_state), group_size
+    )
+    limits = requests_lib.limits_of(max_tokens, limit, len(rollout.lengths))
+    requests = requests_lib.make_requests(
+      rollout, params, limits, limit if window is None else window
+    )
+    self.enqueue(requests)
+    return requests
 
   def generate(
     self,
@@ -158,22 +204,20 @@ class Engine:
     """
     sample_ids = np.asarray(sample_ids, np.int32)
     requests_lib.check_grid(prompts, sample_ids)
-    limit = self._max_tokens(settings)
-    if max_tokens is not None:
-      requests_lib.check_max_tokens(max_tokens, sample_ids.shape, limit)
     group_ids = np.arange(len(prompts)) if group_ids is None else group_ids
-    batch = RequestBatch(
-      rollout=requests_lib.new_requests(
-        prompts, sample_ids, group_ids, self.config
-      ),
-      max_tokens=limit if max_tokens is None else np.reshape(max_tokens, -1),
-      window=limit,
-      group_size=sample_ids.shape[1],
-      version=version,
-      settings=settings,
-      rule=rule,
+    rollout = requests_lib.new_requests(
+      prompts, sample_ids, group_ids, self.config
     )
-    return self._run(batch, params, key, temperature_state)
+    self.set_params(params, version)
+    requests = self.add(
+      rollout,
+      key=key,
+      settings=settings,
+      group_size=sample_ids.shape[1],
+      max_tokens=max_tokens,
+      temperature_state=temperature_state,
+    )
+    return self._run(rollout, requests, rule)
 
   def generate_window(
     self,
@@ -197,8 +241,7 @@ class Engine:
     Args:
       params: sampler parameters (`fns.for_sampling`).
       requests: rows of `new_requests`, or that an earlier call cut.
-      group_size: most new responses of a prompt, the same in every call of a
-        run: slots // group_size prompts are prefilled at a time.
+      group_size: as in `add`.
       window: most new tokens of a response in this call.
       key: a key that stays the same for the whole run.
       settings: how to sample; `max_new_tokens` is over all windows.
@@ -217,24 +260,22 @@ class Engine:
     Reference:
       Fan et al. 2025, Truncated PPO, arXiv 2506.15050 (windowed rollouts).
     """
-    limit = self._max_tokens(settings)
     for name, value in (("window", window), ("group_size", group_size)):
       if value < 1:
         raise ValueError(f"{name} must be >= 1, got {value}")
     requests = jax.device_get(requests)
-    requests_lib.check_requests(
-      requests, self.config, limit=limit, group_size=group_size
-    )
-    batch = RequestBatch(
-      rollout=join_rows([requests]),
-      max_tokens=limit,
-      window=window,
-      group_size=group_size,
-      version=version,
+    rollout = join_rows([requests])
+    rollout.window_start[:] = rollout.lengths
+    self.set_params(params, version)
+    requests = self.add(
+      rollout,
+      key=key,
       settings=settings,
-      rule=rule,
+      group_size=group_size,
+      window=window,
+      temperature_state=temperature_state,
     )
-    return self._run(batch, params, key, temperature_state)
+    return self._run(rollout, requests, rule)
 
   def lower(
     self,
@@ -256,30 +297,29 @@ class Engine:
       name -> `jax.stages.Lowered`.
     """
     shape, config = jax.ShapeDtypeStruct, self.config
-    allocator = self._make_slots().allocator
-    allocator.resize(allocator.max_pages)
+    cache, programs = self._cache, self._cache.programs
     params = (params, jax.eval_shape(self._drafter.params, params))
     key = jax.eval_shape(jax.random.key, 0)
-    prefill = self._programs.prefill.lower
+    prefill = programs.prefill.lower
+    placed = lambda x: shape(
+      x.shape, x.dtype, sharding=self._sharding if x.ndim else None
+    )
     lowered = {
       "sampler prefill": prefill(
         params, shape((prompts, config.max_prompt_length), jnp.int32)
       ),
-      "sampler decode": self._programs.decode.lower(
+      "sampler decode": programs.decode.lower(
         params,
-        # With the state's shardings, so that its buffers are donated.
-        self._programs.init_state.eval_shape(
-          slots=config.slots, pages=allocator.pages
-        ),
-        allocator.block_tables(),
-        np.ones(config.slots, bool),
+        # With its shardings, so that its buffers are donated.
+        programs.init_kv_cache.eval_shape(),
+        *jax.tree.map(placed, cache.decode_arguments([None] * config.slots)),
         self._metadata(key, SamplingSettings(), temperature_state),
         np.int32(1),
         num_draft_tokens=0,
       ),
     }
     if window:
-      contexts = config.continued_per_prefill(self._shards)
+      contexts = config.continued_per_prefill(cache.shards)
       size = contexts, buckets.length_buckets(config.max_length)[-1]
       lowered["sampler prefill cut responses"] = prefill(
         params, shape(size, jnp.int32, sharding=self._sharding)
@@ -289,6 +329,13 @@ class Engine:
   def prompts_at_a_time(self, group_size: int) -> int:
     """Prompts whose responses fill the slots."""
     return max(1, self.config.slots // group_size)
+
+  def _run(self, rollout, requests, rule) -> Rollout:
+    """The rows when all have ended or paused, and those of forks."""
+    after = self.run(requests, rule)
+    if len(after) > len(requests):
+      return join_rows([request.row for request in after])
+    return rollout
 
   def _max_tokens(self, settings: SamplingSettings) -> int:
     if settings.stop_strings and self._detokenize is None:
@@ -311,25 +358,3 @@ class Engine:
       logit_bias_of(settings, vocab_size),
       temperature_state,
     )
-
-  def _make_slots(self) -> SlotManager:
-    return SlotManager(self._programs, self.config, self._shards)
-
-  def _run(
-    self, batch: RequestBatch, params: Any, key: Any, temperature_state: Any
-  ) -> Rollout:
-    """Takes requests through a scheduler, and counts what it cost."""
-    scheduler = Scheduler(
-      self.config,
-      self._make_slots(),
-      batch,
-      (params, self._drafter_params(params)),
-      self._metadata(key, batch.settings, temperature_state),
-      speculation=self._speculation,
-      sharding=self._sharding,
-      detokenize=self._detokenize,
-    )
-    rollout, self.last_stats = scheduler.run()
-    self.trace = scheduler.trace
-    self.stats += self.last_stats
-    return rollout

@@ -1,17 +1,161 @@
-"""Requests, the rows of a `Rollout`: how they are made, checked and extended.
+"""Requests: responses in the making, each a row of a `Rollout`.
 
 Everything here is NumPy on the host. A new response is a row of length 0, so
 that starting and continuing differ in nothing but the context to prefill.
 """
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import chex
+import jax
 import numpy as np
 
-from jaxrl_llm.sampling.settings import EngineConfig
-from jaxrl_llm.sampling.slots import DecodeOutput, PrefillBatch
+from jaxrl_llm.sampling.settings import EngineConfig, SamplingSettings
+from jaxrl_llm.sampling.slots import DecodeOutput, SamplingMetadata, Slots
 from jaxrl_llm.types import Origin, Rollout, Status
+
+
+class SamplingParams(NamedTuple):
+  """What requests that are decoded together have in common."""
+
+  settings: SamplingSettings
+  metadata: SamplingMetadata
+  group_size: int  # New responses of a prompt, as a rule.
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+  """A response in the making; what is written goes into its row, in place."""
+
+  row: Rollout  # Of this response alone; arrays [1, ...].
+  params: SamplingParams
+  max_tokens: int  # Response tokens that end it.
+  pause_at: int  # Those at which it leaves its slot; at most max_tokens.
+  slot: int | None = None
+  shard: int = 0  # Where its pages are.
+  pages: list[int] = dataclasses.field(default_factory=list)
+  cached: int = 0  # Tokens that it had when it last left its slot.
+
+  @property
+  def length(self) -> int:
+    """Response tokens so far."""
+    return int(self.row.lengths[0])
+
+  @property
+  def context_length(self) -> int:
+    """Tokens of the prompt and of the response so far."""
+    return int(self.row.prompt_lengths[0] + self.row.lengths[0])
+
+  @property
+  def last_token(self) -> int:
+    """Of its context."""
+    row, length = self.row, self.length
+    if length:
+      return row.tokens[0, length - 1]
+    return row.prompt_tokens[0, row.prompt_lengths[0] - 1]
+
+  @property
+  def prefix(self) -> tuple:
+    """Equal for those that share a prefill: new responses of a group."""
+    if self.length:
+      return (id(self),)
+    return int(self.row.group_id[0]), self.context().tobytes()
+
+  def fork(self, sample_id: int) -> "Request":
+    """Another response that begins with the same tokens."""
+    row = jax.tree.map(np.array, self.row)
+    row.sample_id[0] = sample_id
+    return dataclasses.replace(self, row=row, slot=None, pages=[], cached=0)
+
+  def append(self, output: DecodeOutput, slot: int, *, version: int) -> None:
+    """Adds what a slot wrote; NumPy arrays.
+
+    The policy wrote these tokens, so they may carry loss. Mask and origin of
+    the tokens before them are facts that came with the row, and stay.
+
+    Args:
+      output: of all slots.
+      slot: its row in the output.
+      version: of the policy that wrote.
+    """
+    row, count = self.row, output.count[slot]
+    new = np.s_[0, self.length : self.length + count]
+    row.tokens[new] = output.tokens[slot, :count]
+    row.behavior_logprobs[new] = output.logprobs[slot, :count]
+    row.version[new] = version
+    row.origin[new] = int(Origin.POLICY)
+    row.mask[new] = True
+    row.lengths[0] += count
+    row.status[0] = output.status[slot]
+
+  def context(self) -> np.ndarray:
+    """Prompt and response so far, int32 [context_length]."""
+    prompt = self.row.prompt_tokens[0, : self.row.prompt_lengths[0]]
+    return np.concatenate([prompt, self.row.tokens[0, : self.length]])
+
+
+Rows = Sequence[Request | None]  # Of a batch; None is an idle slot.
+
+
+def make_requests(
+  rollout: Rollout, params: SamplingParams, limits: chex.Array, window: int
+) -> list[Request]:
+  """A request for each row, which it will write to.
+
+  Args:
+    rollout: B rows; NumPy arrays.
+    params: of all.
+    limits: int [B], response tokens that end a response.
+    window: most new tokens.
+  """
+  pauses = np.minimum(rollout.lengths + window, limits)
+  return [
+    Request(
+      # Views: writing to them is writing to the rollout.
+      jax.tree.map(lambda x, i=i: x[i : i + 1], rollout),
+      params,
+      int(limits[i]),
+      int(pauses[i]),
+    )
+    for i in range(len(limits))
+  ]
+
+
+def as_slots(rows: Rows, history: int) -> Slots:
+  """Requests as the arrays of a decode call.
+
+  Args:
+    rows: S requests.
+    history: tokens of a sequence that a drafter sees, C.
+  """
+
+  def column(value, idle, dtype=np.int32):
+    return np.asarray([idle if r is None else value(r) for r in rows], dtype)
+
+  def setting(name, idle, dtype=np.int32):
+    return column(lambda r: getattr(r.params.settings, name), idle, dtype)
+
+  contexts = np.zeros((len(rows), history), np.int32)
+  for context, request in zip(contexts, rows):
+    if request is not None and history:
+      context[: request.context_length] = request.context()
+  return Slots(
+    last_token=column(lambda r: r.last_token, 0),
+    position=column(lambda r: r.context_length - 1, 0),
+    length=column(lambda r: r.length, 0),
+    sample_id=column(lambda r: r.row.sample_id[0], 0),
+    history=contexts,
+    # Filters are off in idle slots: one slot with a filter makes all pay.
+    temperature=setting("temperature", 1.0, np.float32),
+    top_k=setting("top_k", 0),
+    top_p=setting("top_p", 1.0, np.float32),
+    min_p=setting("min_p", 0.0, np.float32),
+    min_tokens=setting("min_new_tokens", 0),
+    max_tokens=column(lambda r: r.max_tokens, 0),
+    pause_at=column(lambda r: r.pause_at, 0),
+  )
 
 
 def new_requests(
@@ -69,102 +213,34 @@ def new_requests(
   )
 
 
-def group_by_prefix(
-  rollout: Rollout, rows: chex.Array
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
-  """Rows that share a context to prefill: (of new, of continued responses).
-
-  New responses of a group share their prompt; a continued response has its
-  context for itself.
-  """
-  begun = rollout.lengths[rows] > 0
-  new, continued = rows[~begun], rows[begun]
-  groups = rollout.group[new]
-  return [new[groups == g] for g in np.unique(groups)], list(continued[:, None])
-
-
-def batches_by_length(
-  rollout: Rollout, contexts: list[np.ndarray], size: int
-) -> list[tuple[int, list[np.ndarray]]]:
-  """Contexts of like length together: (longest, at most `size` of them)."""
-  total = rollout.prompt_lengths + rollout.lengths
-  order = sorted(contexts, key=lambda rows: total[rows[0]])
-  parts = [order[i : i + size] for i in range(0, len(order), size)]
-  return [
-    (int(total[part[-1][0]]), sorted(part, key=lambda rows: rows[0]))
-    for part in parts
-  ]
-
-
-def prefill_batch(
-  rollout: Rollout,
-  contexts: list[np.ndarray],
-  shape: tuple[int, int, int],
-  slot_of: Mapping[int, int],
-  slots: int,
-) -> PrefillBatch:
-  """Contexts as arrays whose shapes do not depend on them.
-
-  Args:
-    rollout: all rows of the call.
-    contexts: rows of at most N contexts, at most G each.
-    shape: (N, G, C); contexts are padded to C tokens.
-    slot_of: row -> slot.
-    slots: S, the slot of absent ones.
-  """
-  count, group_size, width = shape
-  tokens = np.zeros((count, width), np.int32)
-  lengths = np.ones(count, np.int32)
-  response_lengths = np.zeros(count, np.int32)
-  slot_index = np.full((count, group_size), slots, np.int32)
-  row_index = np.full((count, group_size), -1, np.int32)
-  sample_ids = np.zeros((count, group_size), np.int32)
-  for i, rows in enumerate(contexts):
-    row = rows[0]
-    prompt, response = rollout.prompt_lengths[row], rollout.lengths[row]
-    lengths[i], response_lengths[i] = prompt + response, response
-    tokens[i, :prompt] = rollout.prompt_tokens[row, :prompt]
-    tokens[i, prompt : lengths[i]] = rollout.tokens[row, :response]
-    slot_index[i, : len(rows)] = [slot_of[n] for n in rows]
-    row_index[i, : len(rows)] = rows
-    sample_ids[i, : len(rows)] = rollout.sample_id[rows]
-  return PrefillBatch(
-    tokens, lengths, response_lengths, slot_index, row_index, sample_ids
-  )
-
-
-def append(
-  rollout: Rollout,
-  rows: chex.Array,
-  output: DecodeOutput,
-  slots: chex.Array,
-  *,
-  version: int,
+def extend(
+  request: Request, tokens: Sequence[int], origin: Origin, *, version: int
 ) -> None:
-  """Adds what slots wrote to their rows, in place; NumPy arrays.
-
-  The policy wrote these tokens, so they may carry loss. Mask and origin of the
-  tokens before them are facts that came with the row, and stay.
+  """Adds tokens that the policy did not draw: they carry no loss.
 
   Args:
-    rollout: all rows of the call.
-    rows: int [n].
-    output: of all slots.
-    slots: int [n], the slot of each row.
-    version: of the policy that wrote.
+    request: paused or ended; it goes on after them.
+    tokens: at least one.
+    origin: who wrote them.
+    version: of the policy that saw them first.
+
+  Raises:
+    ValueError: there are none, or they leave no room for a token after them.
   """
-  width = output.tokens.shape[1]
-  new = np.arange(width)[None] < output.count[slots][:, None]
-  which, column = np.nonzero(new)
-  row, slot = rows[which], slots[which]
-  at = rollout.lengths[row] + column
-  rollout.tokens[row, at] = output.tokens[slot, column]
-  rollout.behavior_logprobs[row, at] = output.logprobs[slot, column]
-  rollout.version[row, at] = version
-  rollout.origin[row, at] = int(Origin.POLICY)
-  rollout.mask[row, at] = True
-  rollout.lengths[rows] += output.count[slots]
-  rollout.status[rows] = output.status[slots]
+  row, start = request.row, request.length
+  room = request.max_tokens - 1 - start
+  if not 1 <= len(tokens) <= room:
+    raise ValueError(
+      f"a response of {start} tokens that ends at {request.max_tokens} can be"
+      f" extended by 1..{room} tokens, got {len(tokens)}"
+    )
+  new = np.s_[0, start : start + len(tokens)]
+  row.tokens[new], row.version[new] = tokens, version
+  row.behavior_logprobs[new], row.mask[new] = 0.0, False
+  row.origin[new] = int(origin)
+  row.lengths[0] += len(tokens)
+  row.status[0] = int(Status.TRUNCATED)
+  request.pause_at = min(request.pause_at + len(tokens), request.max_tokens)
 
 
 def cut(rollout: Rollout, row: int, length: int, *, status: Status) -> None:
@@ -179,16 +255,20 @@ def cut(rollout: Rollout, row: int, length: int, *, status: Status) -> None:
   rollout.status[row] = int(status)
 
 
-def check_max_tokens(
-  max_tokens: chex.Array, shape: tuple[int, int], limit: int
-) -> None:
-  """Refuses limits of responses that are not int [N, G] in 1..limit."""
-  values = np.asarray(max_tokens)
-  if values.shape != shape or values.min() < 1 or values.max() > limit:
+def limits_of(
+  max_tokens: chex.Array | None, limit: int, count: int
+) -> np.ndarray:
+  """Most tokens of each response, int [B]; the limit if there is no number.
+
+  Raises:
+    ValueError: it is not B numbers in 1..limit.
+  """
+  values = np.reshape([limit] * count if max_tokens is None else max_tokens, -1)
+  if len(values) != count or not 1 <= values.min() <= values.max() <= limit:
     raise ValueError(
-      f"max_tokens must be {list(shape)} numbers in 1..{limit}, got"
-      f" {values.tolist()}"
+      f"max_tokens must be {count} numbers in 1..{limit}, got {values.tolist()}"
     )
+  return values
 
 
 def check_grid(
@@ -208,7 +288,7 @@ def check_grid(
 
 
 def check_requests(
-  rollout: Rollout, config: EngineConfig, *, limit: int, group_size: int
+  rollout: Rollout, config: EngineConfig, *, limit: int
 ) -> None:
   """Refuses rows that have ended, are of other widths, none or not unique."""
   widths = {
@@ -236,28 +316,22 @@ def check_requests(
         f" got {length} in row {row}"
       )
   _check_unique("sample ids", rollout.sample_id)
-  group, count = np.unique(
-    rollout.group_id[rollout.lengths == 0], return_counts=True
-  )
-  if count.max(initial=0) > group_size:
-    raise ValueError(
-      f"a prompt must have 1..{group_size} new responses (group_size), got"
-      f" {count.max()} for prompt {group[count.argmax()]}"
-    )
 
 
 def check_forks(
-  rollout: Rollout, parents: chex.Array, sample_ids: chex.Array
+  requests: Sequence[Request], forks: Sequence[tuple[int, int]]
 ) -> None:
   """Refuses forks of responses that have no token, or ended; and old ids."""
-  for row in parents:
-    if rollout.status[row] != Status.TRUNCATED or not rollout.lengths[row]:
+  for i, _ in forks:
+    row = requests[i].row
+    if row.status[0] != Status.TRUNCATED or not row.lengths[0]:
       raise ValueError(
         "only a response in the making can be forked, got row"
-        f" {row} with {rollout.lengths[row]} tokens and status"
-        f" {Status(int(rollout.status[row]))!r}"
+        f" {i} with {row.lengths[0]} tokens and status"
+        f" {Status(int(row.status[0]))!r}"
       )
-  _check_unique("sample ids", np.append(rollout.sample_id, sample_ids))
+  ids = [int(request.row.sample_id[0]) for request in requests]
+  _check_unique("sample ids", ids + [number for _, number in forks])
 
 
 def _check_unique(name, values):

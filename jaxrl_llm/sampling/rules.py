@@ -46,14 +46,17 @@ SchedulingRule = Callable[[SchedulerView], Decision]
 
 
 def continuous_batching(view: SchedulerView) -> Decision:
-  """A slot that is free takes the next response.
+  """A slot that is free takes the next response."""
+  return Decision(refill(view.slots, view.free, int(np.sum(view.waiting))))
+
+
+def refill(slots: int, free: int, waiting: int) -> int:
+  """How many free slots are filled now.
 
   A few at a time: a prefill of many contexts costs little more than one.
   """
-  waiting = int(np.sum(view.waiting))
-  worth_it = view.free >= max(1, view.slots // REFILL_SHARE)
-  last = waiting <= view.free
-  return Decision(insert=view.free if worth_it or last else 0)
+  worth_it = free >= max(1, slots // REFILL_SHARE)
+  return free if worth_it or waiting <= free else 0
 
 
 def stop_after_groups(

@@ -1,250 +1,349 @@
-"""The scheduler: which request is in which slot, until nothing is left to do.
+"""The scheduler: which request is in which slot, with which pages.
 
-A scheduler step is the host's turn between two decode calls: it takes what was
-written, releases the slots of responses that ended, asks the rule, and inserts
-waiting responses into free slots.
+A step is the host's turn and one decode call: it gives the responses in slots
+the pages that they may need, inserts waiting ones into free slots, decodes, and
+takes what was written. When pages run out, the youngest response is preempted:
+it waits again, and comes back by a prefill of all that it has.
+
+Pages of a response that leaves its slot are kept for as long as nobody needs
+them, in case that it goes on under the same weights.
 """
 
+import collections
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-import chex
-import jax
 import numpy as np
 
-from jaxrl_llm.sampling import buckets, stops
+from jaxrl_llm.sampling import buckets, rules, stops
 from jaxrl_llm.sampling import requests as requests_lib
+from jaxrl_llm.sampling.paged_cache import PagedCache
+from jaxrl_llm.sampling.requests import Request, Rows
 from jaxrl_llm.sampling.rules import Decision, SchedulerView, SchedulingRule
-from jaxrl_llm.sampling.settings import EngineConfig, SamplingSettings
-from jaxrl_llm.sampling.slot_manager import SlotManager
-from jaxrl_llm.sampling.slots import (
-  PrefillBatch,
-  SamplingMetadata,
-  SlotSettings,
-)
+from jaxrl_llm.sampling.settings import EngineConfig
 from jaxrl_llm.sampling.speculation import AdaptiveSpeculation
 from jaxrl_llm.sampling.stats import DecodeCall, EngineStats
-from jaxrl_llm.types import Rollout, Status, join_rows
+from jaxrl_llm.types import Origin, Status
 
-
-class RequestBatch(NamedTuple):
-  """The requests of one call of the engine, and how to serve them."""
-
-  rollout: Rollout  # B rows, new or cut.
-  max_tokens: chex.Numeric  # int [B] or one, response tokens that end one.
-  window: int  # Most new tokens of a response.
-  group_size: int  # Most new responses of a prompt.
-  version: int  # Of the policy.
-  settings: SamplingSettings
-  rule: SchedulingRule
+_TRACED = 1 << 16  # Decode calls.
 
 
 class Scheduler:
-  """Takes the requests of a call through the slots."""
+  """Takes requests through the slots, in the order in which they came."""
 
   def __init__(
     self,
     config: EngineConfig,
-    slots: SlotManager,
-    batch: RequestBatch,
-    params: Any,
-    metadata: SamplingMetadata,
+    make_cache: Callable[[], PagedCache],
     *,
     speculation: AdaptiveSpeculation,
-    sharding: jax.sharding.Sharding | None,
     detokenize: Callable[[Sequence[int]], str] | None,
   ):
-    """Takes the requests in; they stay as they are, the result is a copy.
+    """Has no requests yet.
 
     Args:
       config: sizes.
-      slots: all free.
-      batch: requests.
-      params: the sampler's and the drafter's.
-      metadata: of all tokens.
+      make_cache: makes an empty KV cache with its programs.
       speculation: says how many draft tokens a step has.
-      sharding: of the slot axis.
       detokenize: tokens to text, for stop strings.
     """
-    self._config, self._slots, self._batch = config, slots, batch
-    self._params, self._metadata = params, metadata
-    self._speculation = speculation
-    self._sharding = sharding
-    self._detokenize = detokenize
-    self._length_buckets = buckets.length_buckets(config.max_length)
-    self._rollout = rollout = jax.tree.map(np.array, batch.rollout)
-    rollout.window_start[:] = rollout.lengths
-    self._max_tokens = np.full(len(rollout.lengths), batch.max_tokens, np.int32)
-    self._waiting = np.ones(len(rollout.lengths), bool)
-    self._tokens = 0
-    self.trace: list[DecodeCall] = []
+    self.config, self._make_cache = config, make_cache
+    self._speculation, self._detokenize = speculation, detokenize
+    self.stats = EngineStats()  # Of all steps.
+    self.last_stats = EngineStats()  # Of the newest `run`.
+    # Of the newest `run`, or the newest calls of all.
+    self.trace = collections.deque[DecodeCall](maxlen=_TRACED)
+    self.reset()
 
-  def run(self) -> tuple[Rollout, EngineStats]:
-    """Writes until the rule halts or each response has ended or paused."""
-    start = time.perf_counter()
-    while True:
-      decision = self._decide()
-      if decision.halt:
-        break
-      count = min(decision.insert, len(self._slots.free_slots))
-      chosen = np.flatnonzero(self._waiting)[:count]
-      if len(chosen):
-        self._insert(chosen)
-      if len(self._slots.active_slots):
-        self._decode()
-      elif not (len(decision.stop) and self._waiting.any()):
-        break
-      # Else all that was active has just been stopped: the rule is asked once
-      # more, now that it sees free slots.
-    calls, wall_s = self.trace, time.perf_counter() - start
-    return self._rollout, EngineStats(
-      decode_calls=len(calls),
-      decode_steps=sum(call.steps for call in calls),
-      slot_steps=sum(call.slots * call.steps for call in calls),
-      tokens=self._tokens,
-      wall_s=wall_s,
-      host_s=wall_s - sum(call.seconds for call in calls),
-    )
+  def reset(self) -> None:
+    """Forgets requests, weights and KV cache."""
+    self._requests: dict[Request, None] = {}  # The oldest first.
+    self._slots: list[Request | None] = [None] * self.config.slots
+    self._cache, self._version = self._make_cache(), 0
+    self._batch_size = self.config.slots
 
-  def _decide(self) -> Decision:
-    """Asks the rule, and does what needs no slot yet."""
-    rollout, slots = self._rollout, self._slots
-    active = np.zeros(len(rollout.lengths), bool)
-    active[slots.row_of[slots.active_slots]] = True
-    decision = self._batch.rule(
+  def requests(self) -> list[Request]:
+    """Those that wait or are in slots, the oldest first."""
+    return list(self._requests)
+
+  def set_params(self, params: Any, version: int) -> None:
+    """New weights, also for responses that are being written.
+
+    Their KV is rebuilt, so that new tokens are on-policy given the old ones.
+
+    Args:
+      params: what programs take; the same object as before keeps the KV cache.
+      version: of the policy, recorded with every token from now on.
+    """
+    self._version = version
+    if params is self._cache.params:
+      return
+    for request in self._running():
+      self._leave(request, keep=False)
+    self._cache.set_params(params)
+
+  def enqueue(self, requests: Iterable[Request]) -> None:
+    """They wait for a slot, behind those that are there."""
+    self._requests |= dict.fromkeys(requests)
+
+  def extend(
+    self, request: Request, tokens: Sequence[int], origin: Origin
+  ) -> None:
+    """A response that ended or paused goes on after tokens from elsewhere.
+
+    Where its KV is still there, only these tokens are prefilled.
+
+    Raises:
+      ValueError: it is still being written, or tokens do not fit.
+    """
+    if request in self._requests:
+      raise ValueError("only a response that has ended or paused is extended")
+    requests_lib.extend(request, tokens, origin, version=self._version)
+    self.enqueue([request])
+
+  def abort(self, requests: Sequence[Request]) -> None:
+    """Gives responses up; those that have ended stay as they are."""
+    self._remove(requests)
+    for request in requests:
+      if request.row.status[0] == Status.TRUNCATED:
+        request.row.status[0] = int(Status.STOPPED)
+
+  def run(
+    self, requests: Iterable[Request], rule: SchedulingRule
+  ) -> list[Request]:
+    """Steps as the rule says until requests have ended or paused.
+
+    Args:
+      requests: that wait; those that are left at the end are cut.
+      rule: who gets a slot when, and when to stop.
+
+    Returns:
+      The requests, and those that the rule forked.
+    """
+    requests = list(requests)
+    before = self.stats
+    self.trace = collections.deque(maxlen=_TRACED)
+    try:
+      while True:
+        decision = self._decide(rule, requests)
+        if decision.halt:
+          break
+        calls = self.stats.decode_calls
+        self.step(decision.insert)
+        # What has just been stopped made room: the rule is asked once more.
+        if self.stats.decode_calls == calls and not len(decision.stop):
+          break
+    except BaseException:
+      self.reset()  # A program that failed may have taken the cache.
+      raise
+    self._remove(requests)
+    self.last_stats = self.stats - before
+    return requests
+
+  def step(self, insert: int | None = None) -> list[Request]:
+    """Inserts waiting requests, decodes once, and returns what left.
+
+    Requests that are decoded together have the same `SamplingParams`: others
+    wait until these have left.
+
+    Args:
+      insert: most requests to insert; as `rules.refill` says by default.
+
+    Returns:
+      Requests that have ended or paused: they are no longer here.
+    """
+    start, before = time.perf_counter(), self._cache.prefill_tokens
+    self._reserve()
+    free, waiting = self._slots.count(None), self._waiting()
+    if insert is None:
+      insert = rules.refill(len(self._slots), free, len(waiting))
+    self._insert(waiting[: min(insert, free)])
+    left = self._decode() if self._running() else []
+    wall_s = time.perf_counter() - start
+    new = self._cache.prefill_tokens - before
+    self.stats += EngineStats(prefill_tokens=new, wall_s=wall_s, host_s=wall_s)
+    return left
+
+  def _decide(self, rule: SchedulingRule, requests: list[Request]) -> Decision:
+    """Asks the rule; its forks are further requests."""
+    here = np.asarray([request in self._requests for request in requests])
+    active = np.asarray([request.slot is not None for request in requests])
+    column = lambda name: np.asarray([r.row[name][0] for r in requests])
+    status, lengths = column("status"), column("lengths")
+    decision = rule(
       SchedulerView(
-        slots=slots.slots,
-        waiting=self._waiting,
+        slots=len(self._slots),
+        waiting=here & ~active,
         active=active,
-        ended=rollout.status != Status.TRUNCATED,
-        lengths=rollout.lengths,
-        groups=rollout.group,
+        ended=status != Status.TRUNCATED,
+        lengths=lengths,
+        groups=column("group"),
       )
     )
     if len(decision.stop):
-      decision = decision._replace(stop=self._stop(np.asarray(decision.stop)))
+      self.abort([requests[row] for row in decision.stop])
+      decision = decision._replace(stop=[i for i in decision.stop if here[i]])
     if len(decision.fork):
-      self._fork(*map(np.asarray, zip(*decision.fork)))
+      requests_lib.check_forks(requests, decision.fork)
+      forks = [requests[row].fork(number) for row, number in decision.fork]
+      self.enqueue(forks)
+      requests += forks
     return decision
 
-  def _stop(self, rows: np.ndarray) -> np.ndarray:
-    """Gives rows up; returns those of them that had not ended before."""
-    rollout, slots = self._rollout, self._slots
-    rows = rows[rollout.status[rows] == Status.TRUNCATED]
-    rollout.status[rows] = int(Status.STOPPED)
-    self._waiting[rows] = False
-    active = slots.active_slots
-    slots.release(active[np.isin(slots.row_of[active], rows)])
-    return rows
+  def _running(self) -> list[Request]:
+    """Requests in slots, the oldest first."""
+    return [r for r in self._requests if r.slot is not None]
 
-  def _fork(self, parents: np.ndarray, sample_ids: np.ndarray) -> None:
-    """Adds requests that go on from what their parents have so far."""
-    requests_lib.check_forks(self._rollout, parents, sample_ids)
-    children = jax.tree.map(lambda x: x[parents], self._rollout)
-    children = children.replace(sample_id=sample_ids.astype(np.int32))
-    self._rollout = join_rows([self._rollout, children])
-    self._max_tokens = np.append(self._max_tokens, self._max_tokens[parents])
-    self._waiting = np.append(self._waiting, np.ones(len(parents), bool))
+  def _waiting(self) -> list[Request]:
+    """Requests that may be inserted, the oldest first."""
+    waiting = [r for r in self._requests if r.slot is None]
+    first = next(iter(self._running() or waiting), None)
+    return [r for r in waiting if r.params is first.params]
 
-  def _insert(self, rows: np.ndarray) -> None:
-    """Gives rows a free slot each, contexts of like length together."""
-    config, group_size = self._config, self._batch.group_size
-    self._waiting[rows] = False
-    slot_of = dict(zip(rows.tolist(), self._slots.free_slots.tolist()))
-    new, continued = requests_lib.group_by_prefix(self._rollout, rows)
-    # Two numbers of prompts to prefill at a time: few, to refill, and many.
-    few = -(-(config.refill_slots - 1) // group_size) + 1
-    many = max(few, self._slots.slots // group_size)
-    shape = (few if len(new) <= few else many, group_size)
-    self._prefill(new, shape, config.max_prompt_length, slot_of, None)
-    shape = (config.continued_per_prefill(self._slots.allocator.shards), 1)
-    limit, sharding = config.max_length, self._sharding
-    self._prefill(continued, shape, limit, slot_of, sharding)
+  def _blocks(self, length: int) -> int:
+    """Pages of a response during a decode call that begins at a length."""
+    ahead = self.config.page_size + self.config.num_draft_tokens
+    return self.config.pages_of(min(length + ahead, self.config.max_length))
 
-  def _prefill(self, contexts, shape, limit, slot_of, sharding) -> None:
-    """Prefills and inserts contexts of up to `limit` tokens, some at a time."""
-    for longest, part in requests_lib.batches_by_length(
-      self._rollout, contexts, shape[0]
-    ):
-      length = min(buckets.round_up(longest, self._length_buckets), limit)
-      batch = requests_lib.prefill_batch(
-        self._rollout, part, (*shape, length), slot_of, self._slots.slots
-      )
-      tokens = jax.device_put(batch.tokens, sharding)
-      self._slots.insert(
-        self._params, batch._replace(tokens=tokens), self._settings(batch)
-      )
+  def _reserve(self) -> None:
+    """Gives responses in slots pages, and preempts the youngest for them."""
+    for request in self._running():
+      while request.slot is not None:
+        missing = self._blocks(request.context_length) - len(request.pages)
+        pages = self._cache.allocator.allocate(request.shard, max(missing, 0))
+        if pages is not None:
+          request.pages += pages
+          break
+        beside = [r for r in self._running() if r.shard == request.shard]
+        self._preempt(beside[-1])
 
-  def _settings(self, batch: PrefillBatch) -> SlotSettings:
-    """The settings of the call for each response, [N, G]."""
-    settings, rows = self._batch.settings, batch.row_index
-    floats = lambda value: np.full(rows.shape, value, np.float32)
-    ints = lambda value: np.full(rows.shape, value, np.int32)
-    # Row -1, of none, reads the last row's, which goes nowhere.
-    max_tokens = self._max_tokens[rows]
-    pause_at = self._rollout.window_start[rows] + self._batch.window
-    return SlotSettings(
-      temperature=floats(settings.temperature),
-      top_k=ints(settings.top_k),
-      top_p=floats(settings.top_p),
-      min_p=floats(settings.min_p),
-      min_tokens=ints(settings.min_new_tokens),
-      max_tokens=max_tokens,
-      pause_at=np.minimum(pause_at, max_tokens).astype(np.int32),
-    )
+  def _preempt(self, request: Request) -> None:
+    """It waits again, in its place by age."""
+    self._leave(request, keep=False)
+    self.stats += EngineStats(preemptions=1)
 
-  def _decode(self) -> None:
-    """One decode call, and what became of it."""
-    slots, speculation = self._slots, self._speculation
-    active = len(slots.active_slots)
-    # The call returns when there are slots enough to refill; when nobody waits
-    # for one, when the rest fits a smaller batch.
-    min_active = max(active - self._config.refill_slots, 0) + 1
-    if not self._waiting.any():
-      slots.shrink()
-      smaller = slots.smaller_batch()
-      min_active = smaller + 1 if active > smaller else 1
-    num_draft_tokens = speculation.choose(active)
+  def _remove(self, requests: Iterable[Request]) -> None:
+    """They leave as they are, if they are there."""
+    for request in requests:
+      if request in self._requests:
+        del self._requests[request]
+        self._leave(request, keep=True)
+
+  def _leave(self, request: Request, *, keep: bool) -> None:
+    """Takes a request out of its slot; its context is kept or not."""
+    if request.slot is None:
+      return
+    self._slots[request.slot], request.slot = None, None
+    pages, request.pages = request.pages, []
+    request.cached = request.context_length
+    held = self.config.pages_of(request.cached) if keep else 0
+    self._cache.allocator.free(request.shard, pages[held:])
+    if keep:
+      context = request.context().tobytes()
+      self._cache.allocator.keep(context, request.shard, pages[:held])
+
+  def _insert(self, requests: Sequence[Request]) -> None:
+    """Gives requests a slot each, for as long as there are pages."""
+    share = len(self._slots) // self._cache.shards
+    allocator = self._cache.allocator
+    free = [i for i, request in enumerate(self._slots) if request is None]
+    free.sort(key=lambda slot: slot % share)  # From the shards in turn.
+    new: dict[tuple, dict[int, Request]] = {}  # By prefix and shard.
+    copies, extensions = [], []
+    for request in requests:
+      context = request.context()
+      key = context[: request.cached or len(context)].tobytes()
+      home = allocator.shard_of(key)
+      slot = next((s for s in free if s // share == home), free[0])
+      shard, prefix = slot // share, request.prefix
+      kept = allocator.take(key) if shard == home else None
+      first = None if kept else new.get(prefix, {}).get(shard)
+      # All pages are shared but that of the last token: it is written to.
+      full = (len(context) - 1) // self.config.page_size
+      pages = kept or (first.pages[:full] if first else [])
+      own = allocator.allocate(shard, self._blocks(len(context)) - len(pages))
+      if own is None:
+        if kept:
+          allocator.keep(key, shard, kept)
+        break
+      if first:
+        allocator.share(shard, pages)
+        copies.append((shard, first.pages[full], own[0]))
+      elif not kept:
+        new.setdefault(prefix, {})[shard] = request
+      elif 0 < request.cached < len(context):
+        extensions.append(request)
+      request.pages, request.shard, request.slot = pages + own, shard, slot
+      self._slots[slot] = request
+      free.remove(slot)
+      self._batch_size = self.config.slots
+    contexts = [list(same.values()) for same in new.values()]
+    self._cache.insert(contexts, copies, extensions)
+
+  def _batch(self) -> tuple[Rows, int]:
+    """The rows of a decode call, and below how many active ones it returns.
+
+    When nobody waits for a slot, the call has the smallest batch that holds
+    the responses, and returns when the rest fits a smaller one. Else it returns
+    when there are slots enough to refill.
+    """
+    inserted = [r for r in self._slots if r is not None]
+    active, slots, shards = len(inserted), self.config.slots, self._cache.shards
+    if self._waiting():
+      return list(self._slots), max(active - self.config.refill_slots, 0) + 1
+    sizes = buckets.slot_buckets(slots, shards)
+    fullest = np.bincount([r.shard for r in inserted]).max() * shards
+    size = buckets.round_up(fullest, sizes)
+    if size < self._batch_size:  # Those in slots become the first of a shard.
+      self._slots = self._cache.rows(inserted, slots)
+      for request in inserted:
+        request.slot = self._slots.index(request)
+    self._batch_size = size
+    smaller = max((n for n in sizes if n < size), default=0)
+    rows = np.arange(slots).reshape(shards, -1)[:, : size // shards].flat
+    min_active = smaller + 1 if active > smaller else 1
+    return [self._slots[row] for row in rows], min_active
+
+  def _decode(self) -> list[Request]:
+    """One decode call; returns the requests that left."""
+    rows, min_active = self._batch()
+    running = self._running()
+    num_draft_tokens = self._speculation.choose(len(running))
     start = time.perf_counter()
-    output = slots.decode(
-      self._params,
-      self._metadata,
-      num_draft_tokens=num_draft_tokens,
-      min_active=min_active,
+    output = self._cache.decode(
+      rows, running[0].params.metadata, min_active, num_draft_tokens
     )
     seconds = time.perf_counter() - start
     tokens, steps = int(output.count.sum()), int(output.steps.max())
-    speculation.observe(active, num_draft_tokens, tokens, seconds)
-    self._tokens += tokens
-    self.trace.append(
-      DecodeCall(slots.slots, steps, slots.kv_capacity, seconds)
+    self._speculation.observe(len(running), num_draft_tokens, tokens, seconds)
+    capacity = self.config.page_size * sum(len(r.pages) for r in running)
+    self.trace.append(DecodeCall(len(rows), steps, capacity, seconds))
+    left = []
+    for row, request in enumerate(rows):
+      if request is None:
+        continue
+      before = request.length
+      request.append(output, row, version=self._version)
+      if self._stopped(request, before) or not output.active[row]:
+        self._remove([request])
+        left.append(request)
+    self.stats += EngineStats(
+      decode_calls=1,
+      decode_steps=steps,
+      slot_steps=steps * len(rows),
+      tokens=tokens,
+      host_s=-seconds,
     )
-    active_slots = slots.active_slots
-    rows = slots.row_of[active_slots]
-    before = self._rollout.lengths[rows]
-    requests_lib.append(
-      self._rollout, rows, output, active_slots, version=self._batch.version
-    )
-    ended = self._end_at_stop_strings(rows, before)
-    slots.release(active_slots[~output.active[active_slots] | ended])
+    return left
 
-  def _end_at_stop_strings(
-    self, rows: np.ndarray, before: np.ndarray
-  ) -> np.ndarray:
-    """Ends rows at the token that completes a stop string; bool [n]."""
-    rollout, strings = self._rollout, self._batch.settings.stop_strings
-    ended = np.zeros(len(rows), bool)
-    if not strings:
-      return ended
-    for i, row in enumerate(rows):
-      length = stops.first_stop(
-        rollout.tokens[row, : rollout.lengths[row]].tolist(),
-        strings,
-        self._detokenize,
-        before=int(before[i]),
-      )
-      if length is not None:
-        requests_lib.cut(rollout, row, length, status=Status.FINISHED)
-        ended[i] = True
-    return ended
+  def _stopped(self, request: Request, before: int) -> bool:
+    """Ends a response at the token that completes a stop string."""
+    strings = request.params.settings.stop_strings
+    tokens = request.row.tokens[0, : request.length].tolist() if strings else []
+    length = strings and stops.first_stop(
+      tokens, strings, self._detokenize, before=before
+    )
+    if length:
+      requests_lib.cut(request.row, 0, length, status=Status.FINISHED)
+    return bool(length)

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.sampling.allocator import default_page_size
 from jaxrl_llm.sampling.rules import REFILL_SHARE
 
@@ -21,6 +22,8 @@ class EngineConfig:
     page_size: tokens per page of the KV cache, and most tokens of a slot
       between two scheduler steps; None becomes `default_page_size`(P + T).
     num_draft_tokens: draft tokens per step, where drafting pays.
+    kv_pages: pages of the KV cache, on all devices; 0 is what all slots need
+      at full length.
 
   Raises:
     ValueError: a size is out of range.
@@ -32,6 +35,7 @@ class EngineConfig:
   stop_tokens: Sequence[int]
   page_size: int | None = None
   num_draft_tokens: int = 0
+  kv_pages: int = 0
 
   def __post_init__(self):
     if self.page_size is None:  # The only way to set a frozen field.
@@ -40,11 +44,32 @@ class EngineConfig:
       _check_least(1, name, getattr(self, name))
     _check_least(1, "page_size", self.page_size)
     _check_least(0, "num_draft_tokens", self.num_draft_tokens)
+    _check_least(0, "kv_pages", self.kv_pages)
 
   @property
   def max_length(self) -> int:
     """Most tokens of a sequence, prompt and response."""
     return self.max_prompt_length + self.max_response_length
+
+  def pages_of(self, length: int) -> int:
+    """Pages of a sequence."""
+    return -(-length // self.page_size)
+
+  def pages_per_shard(self, shards: int) -> int:
+    """Pages of the KV cache on each of D shards.
+
+    Raises:
+      InputError: they cannot hold the longest sequence.
+    """
+    longest = self.pages_of(self.max_length)
+    pages = (self.kv_pages or self.slots * longest) // shards
+    if pages < longest:
+      raise InputError(
+        f"sampler.kv_pages={self.kv_pages} are {pages} on each of {shards}"
+        f" devices, and {self.max_length} tokens of a prompt and its response"
+        f" need {longest}; give at least {shards * longest}"
+      )
+    return pages
 
   @property
   def refill_slots(self) -> int:

@@ -32,10 +32,10 @@ class Drafter(NamedTuple):
   init_kv_cache: Callable[..., tuple]
   # (params, tokens [N, C]) -> its contiguous KV cache of contexts.
   prefill: Callable[..., tuple]
-  # (params, kv_cache, BlockTables, state, active [S], Draw, count=) -> (draft
-  #  tokens int32 [S, count], kv_cache). -1 is none. The `DecodeState` has
-  #  last_token, position and history, int32 [S, C] with a valid prefix of
-  #  position + 1 tokens.
+  # (params, kv_cache, BlockTables, Slots, active [S], Draw, count=) -> (draft
+  #  tokens int32 [S, count], kv_cache). -1 is none. `Slots` has last_token,
+  #  position and history, int32 [S, C] with a valid prefix of position + 1
+  #  tokens.
   propose: Callable[..., tuple[jax.Array, tuple]] | None
 
 
@@ -65,9 +65,9 @@ def prompt_lookup(*, ngram: int = 3) -> Drafter:
   if ngram < 1:
     raise ValueError(f"ngram must be >= 1, got {ngram}")
 
-  def propose(params, kv_cache, block_tables, state, active, draw, *, count):
+  def propose(params, kv_cache, block_tables, slots, active, draw, *, count):
     del params, block_tables, active, draw
-    history, last = state.history, state.position
+    history, last = slots.history, slots.position
     width = history.shape[1]
     index = jnp.arange(width)[None]
     equal = jnp.ones(history.shape, bool)
@@ -100,7 +100,7 @@ def quantized_copy(fns: ModelFns) -> Drafter:
     EfficientRollout's drafter: a round-to-nearest copy of today's weights.
   """
 
-  def propose(params, kv_cache, block_tables, state, active, draw, *, count):
+  def propose(params, kv_cache, block_tables, slots, active, draw, *, count):
     params = dequantize(params)
 
     def step(carry, ahead):
@@ -110,7 +110,7 @@ def quantized_copy(fns: ModelFns) -> Drafter:
         kv_cache,
         block_tables,
         token,
-        state.position[:, None] + ahead,
+        slots.position[:, None] + ahead,
         active[:, None],
       )
       drawn = draw(logits, jnp.full_like(token, ahead))
@@ -118,7 +118,7 @@ def quantized_copy(fns: ModelFns) -> Drafter:
 
     # One step more than tokens: it writes the last one's keys and values.
     (_, kv_cache), tokens = jax.lax.scan(
-      step, (state.last_token[:, None], kv_cache), jnp.arange(count + 1)
+      step, (slots.last_token[:, None], kv_cache), jnp.arange(count + 1)
     )
     return tokens[:-1].T, kv_cache
 

@@ -9,7 +9,7 @@ class DecodeCall(NamedTuple):
 
   slots: int  # Batch size.
   steps: int  # Decode steps.
-  kv_capacity: int  # Tokens that the KV cache had room for.
+  kv_capacity: int  # Tokens that the pages of its responses had room for.
   seconds: float
 
 
@@ -20,6 +20,8 @@ class EngineStats(NamedTuple):
   decode_steps: int = 0  # One after the other.
   slot_steps: int = 0  # Steps times the batch size that they had.
   tokens: int = 0  # Written.
+  prefill_tokens: int = 0  # Of contexts whose KV was computed anew.
+  preemptions: int = 0
   wall_s: float = 0.0
   host_s: float = 0.0  # Of it, time in which no decode call was awaited.
 

@@ -30,7 +30,6 @@ class Work:
   begun: np.ndarray  # int [B], version that wrote the first token, or -1.
   waiting: np.ndarray  # bool [B], will get a slot.
   active: np.ndarray  # bool [B], has one.
-  pages: np.ndarray  # int [B], held since it got its slot.
   ended_s: np.ndarray  # float [B], when it ended.
 
   def __len__(self) -> int:
@@ -61,7 +60,6 @@ def new_work(group: np.ndarray, prompt: np.ndarray, total: np.ndarray) -> Work:
     begun=np.full_like(total, _NEVER),
     waiting=~no,
     active=no,
-    pages=nothing.copy(),
     ended_s=np.zeros(total.shape),
   )
 
@@ -125,15 +123,12 @@ class SimulatedSlots:
     self._page_size = page_size or default_page_size(max_length)
     self._refill = max(1, slots // rules.REFILL_SHARE)
     self._slot_buckets = buckets.slot_buckets(slots, 1)
-    max_pages = slots * -(-max_length // self._page_size)
-    self._page_buckets = buckets.page_buckets(slots, max_pages)
-    self._pages = 0  # Of the KV cache.
+    self._pages = 0  # In use.
     few = -(-(self._refill - 1) // group_size) + 1
     self._prefill_sizes = few, max(few, slots // group_size)
 
   def write(self, work: Work, rule: rules.SchedulingRule, version: int) -> None:
     """Writes until the rule halts or each response has paused."""
-    self._pages = 0
     while self.step(work, rule, version=version):
       pass
     work.active[:] = work.waiting[:] = False
@@ -165,7 +160,6 @@ class SimulatedSlots:
       self.prefill(work, numbers)
       work.waiting[numbers] = False
       work.active[numbers] = True
-      work.pages[numbers] = 0
     if decision.halt or not work.active.any():
       return False
     self._decode(work, version)
@@ -226,18 +220,10 @@ class SimulatedSlots:
     return float(self._cost.decode_s(slots, rest[gone] + slots * step).sum())
 
   def _reserve(self, work: Work, active: np.ndarray) -> None:
-    """Pages for the next decode call, from the engine's buckets."""
-    pages_of = lambda lengths: -(-lengths // self._page_size)
-    context = work.context[active]
-    if not work.waiting.any():
-      used = np.maximum(work.pages[active], pages_of(context)).sum()
-      enough = [size for size in self._page_buckets if size >= 2 * used]
-      self._pages = min([self._pages, *enough])
-    ahead = np.minimum(context + self._page_size, self._max_length)
-    work.pages[active] = pages_of(ahead)
-    required = work.pages[active].sum()
-    if self._pages < required:
-      self._pages = buckets.round_up(required, self._page_buckets)
+    """Pages for the next decode call."""
+    ahead = work.context[active] + self._page_size
+    pages = -(-np.minimum(ahead, self._max_length) // self._page_size)
+    self._pages = int(pages.sum())
 
 
 def predict(

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.models import ModelFns, PackedRows, consecutive_pages
+from jaxrl_llm.models import ModelFns, PackedRows, make_block_tables
 from jaxrl_llm.sync.errors import SyncError
 from jaxrl_llm.sync.transfer import VersionedWeights
 
@@ -104,11 +104,18 @@ def _decoded_logprobs(fns, arrays, page_size, sharding):
   """(sampler's params) -> log-probs [B, T - 1], decoded token by token."""
   rows, length = arrays[0].shape
   shards = rows // sharding.shard_shape((rows,))[0] if sharding else 1
-  pages = consecutive_pages(rows, length, shards=shards, page_size=page_size)
+  share, blocks = rows // shards, -(-length // page_size)
+  table = np.arange(share * blocks, dtype=np.int32).reshape(share, blocks)
+  pages = make_block_tables(
+    np.tile(table, (shards, 1)),
+    shards=shards,
+    pages=table.size,
+    page_size=page_size,
+  )
 
   def decoded(params):
     kv_cache = fns.init_kv_cache(
-      shards=shards, pages=pages.page_owner.shape[1], page_size=page_size
+      shards=shards, pages=table.size, page_size=page_size
     )
     if sharding is not None:
       kv_cache = jax.lax.with_sharding_constraint(kv_cache, sharding)

@@ -44,7 +44,8 @@ def make_engine(
   """The engine, its slots dealt to the devices of the sampler's mesh.
 
   Raises:
-    InputError: a stop text of the config is not one token.
+    InputError: a stop text of the config is not one token, or the KV cache
+      cannot hold a response.
   """
   slots = config.sampler.slots or default_slots(config)
   split = sharding.batch_size_of(mesh)
@@ -57,6 +58,7 @@ def make_engine(
       max_response_length=config.sampler.max_response_length,
       stop_tokens=_stop_tokens(config, tokenizer),
       num_draft_tokens=config.sampler.num_draft_tokens if drafter else 0,
+      kv_pages=config.sampler.kv_pages,
     ),
     sharding=sharding.along_batch(mesh),
     adaptive_temperature=make_adaptive_temperature(config.sampler),

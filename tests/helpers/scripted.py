@@ -38,7 +38,9 @@ def _decode(params, kv_cache, block_tables, tokens, positions, writing):
   keys = layer[0][:, :, 0, 0]
   share = tokens.shape[0] // keys.shape[0]
 
-  def of_shard(keys, owner, start, positions):
+  def of_shard(keys, blocks, positions):
+    page, owner, start = blocks.reshape(-1, 3).T
+    keys = keys[page]
     index = start[:, None] + jnp.arange(keys.shape[1])[None]
     seen = index <= positions[jnp.minimum(owner, share - 1), 0][:, None]
     parts = jnp.stack(
@@ -53,8 +55,7 @@ def _decode(params, kv_cache, block_tables, tokens, positions, writing):
   total, length = (
     jax.vmap(of_shard, out_axes=1)(
       keys,
-      block_tables.page_owner,
-      block_tables.page_start,
+      block_tables.blocks,
       local(positions),
     )
     .reshape(2, -1)
@@ -76,14 +77,14 @@ def _init_kv_cache(shards, pages, page_size):
   return ((jnp.ones((*shape, 1, page_size)), jnp.ones((*shape, page_size, 1))),)
 
 
-def make_engine(**settings):
+def make_engine(sharding=None, **settings):
   fns = models.make_policy(tiny.tiny_config())._replace(
     init_kv_cache=_init_kv_cache, prefill=_prefill, decode=_decode
   )
   config = EngineConfig(
     max_prompt_length=P, max_response_length=T, stop_tokens=[STOP], **settings
   )
-  return Engine(fns, config)
+  return Engine(fns, config, sharding=sharding)
 
 
 @functools.cache

@@ -131,24 +131,21 @@ def _layout(lengths, *, shards, page, spare, seed):
   """Pages in random places, each slot's own, and `spare` that are free.
 
   Returns:
-    A `BlockTables`, and for each slot (shard, pages in the order of positions).
+    A `BlockTables`, and the number of pages on a shard.
   """
   rng = np.random.default_rng(seed)
   share = len(lengths) // shards
   blocks = -(-np.asarray(lengths) // page)
   count = int(blocks.reshape(shards, share).sum(axis=1).max()) + spare
-  owner = np.full((shards, count), share, np.int32)
-  start = rng.integers(0, 50, (shards, count)).astype(np.int32)
   table = np.full((len(lengths), blocks.max() + 1), count, np.int32)
   free = [list(rng.permutation(count)) for _ in range(shards)]
   for slot, needed in enumerate(blocks):
-    shard = slot // share
     for block in range(needed):
-      place = free[shard].pop()
-      owner[shard, place] = slot % share
-      start[shard, place] = block * page
-      table[slot, block] = place
-  return attention.BlockTables(owner, start, table)
+      table[slot, block] = free[slot // share].pop()
+  tables = attention.make_block_tables(
+    table, shards=shards, pages=count, page_size=page
+  )
+  return tables, count
 
 
 _paged = jax.jit(attention.paged_attention)
@@ -166,12 +163,13 @@ class TestPagedAttention:
     shape = (self.SLOTS, total, kv_heads, D)
     k, v = (jax.random.normal(key, shape) for key in keys[:2])
     q = jax.random.normal(keys[2], (self.SLOTS, queries, heads, D))
-    tables = _layout(
+    tables, count = _layout(
       self.LENGTHS, shards=shards, page=self.PAGE, spare=2, seed=heads
     )
-    count = tables.page_owner.shape[1]
     # What nobody wrote to holds anything, within pages in use any number.
-    free = tables.page_owner == self.SLOTS // shards
+    free = np.ones((shards, count), bool)
+    for slot, pages in enumerate(tables.page_indices):
+      free[slot * shards // self.SLOTS, pages[pages < count]] = False
     fill = np.where(free, garbage, 1e3)[:, :, None, None, None]
     fill = fill.astype(np.float32)
     size = (shards, count, kv_heads)
@@ -199,15 +197,57 @@ class TestPagedAttention:
         out[s, i, h] = weights @ v[s, seen, h // group] / weights.sum()
     return out
 
+  # All blocks at once, and a few at a time, the last of them in part.
+  @pytest.mark.parametrize("at_a_time", [64, 1])
   @pytest.mark.parametrize("shards", [1, 2])
   @pytest.mark.parametrize("queries", [1, 3])
   @pytest.mark.parametrize("heads, kv_heads", HEADS)
-  def test_equals_a_softmax_per_slot(self, heads, kv_heads, queries, shards):
+  def test_equals_a_softmax_per_slot(
+    self, heads, kv_heads, queries, shards, at_a_time, monkeypatch
+  ):
+    monkeypatch.setattr(attention, "_MIN_BLOCKS", at_a_time)
     q, k, v, *rest = self._case(heads, kv_heads, queries, shards)
     got = _paged(q, *rest)
     expected = self._naive(q, k, v, rest[-1])
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=2e-6)
     assert not np.any(got[2])  # The idle slot.
+
+  def test_where_pages_lie_and_how_many_are_read_at_a_time_is_no_matter(
+    self, monkeypatch
+  ):
+    q, *_, kv_cache, tables, positions = self._case(6, 2, 1, 1)
+    expected = _paged(q, kv_cache, tables, positions)
+    monkeypatch.setattr(attention, "_MIN_BLOCKS", 1)
+    count = kv_cache[0].shape[1]
+    order = np.random.default_rng(0).permutation(count + 1)
+    order[order == count], order[count] = order[count], count
+    moved = [np.zeros_like(x) for x in kv_cache]
+    for new, old in zip(moved, kv_cache):
+      new[:, order[:count]] = old
+    other = attention.make_block_tables(
+      order[tables.page_indices].astype(np.int32),
+      shards=1,
+      pages=count,
+      page_size=self.PAGE,
+    )
+    assert other.blocks.shape[1] > tables.blocks.shape[1]
+    got = _paged(q, tuple(moved), other, positions)
+    np.testing.assert_array_equal(got, expected)
+
+  def test_a_page_may_be_read_by_several_slots(self):
+    q, k, v, kv_cache, tables, positions = self._case(6, 2, 1, 1)
+    table = tables.page_indices.copy()
+    table[1] = table[0]  # Another response to the first one's tokens.
+    shared = attention.make_block_tables(
+      table, shards=1, pages=kv_cache[0].shape[1], page_size=self.PAGE
+    )
+    q, positions = np.array(q), positions.copy()
+    q[1], positions[1] = q[0], positions[0]
+    got = _paged(q, kv_cache, shared, positions)
+    np.testing.assert_array_equal(got[1], got[0])
+    np.testing.assert_array_equal(
+      got[3], _paged(q, kv_cache, tables, positions)[3]
+    )
 
   @pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf])
   def test_free_pages_may_hold_what_is_no_number(self, garbage):
@@ -231,8 +271,8 @@ class TestPagedAttention:
 
 class TestWritePaged:
   def test_leaves_everything_else_as_it_was(self):
-    tables = _layout([5, 3], shards=2, page=4, spare=1, seed=0)
-    size = (2, tables.page_owner.shape[1], 1)
+    tables, count = _layout([5, 3], shards=2, page=4, spare=1, seed=0)
+    size = (2, count, 1)
     kv_cache = (jnp.full((*size, D, 4), 7.0), jnp.full((*size, 4, D), 7.0))
     k = np.arange(4.0).reshape(2, 2, 1, 1) * np.ones(D, np.float32)
     # The first slot has no page for position 8, the second does not write.

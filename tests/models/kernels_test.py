@@ -17,9 +17,8 @@ from jaxrl_llm import models
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import kernels, kernels_tpu
 from jaxrl_llm.sampling import Engine, EngineConfig, SamplingSettings
-from jaxrl_llm.sampling.allocator import PageAllocator
 
-PAGE = 4
+PAGE, PAGES = 4, 9
 LENGTHS = np.array([9, 1, 0, 12])  # The third slot is idle.
 
 
@@ -70,22 +69,22 @@ def _config(heads=4, kv_heads=2, size=64):
 
 
 def _block_tables(shards):
-  """Pages of slots as the host deals them, in no order, some left free."""
-  allocator = PageAllocator(
-    slots=4, shards=shards, page_size=PAGE, max_length=16
+  """Pages of slots, in no order, some left free."""
+  table = np.full((4, 4), PAGES, np.int32)
+  free = [list(np.random.default_rng(d).permutation(PAGES)) for d in range(2)]
+  for slot, length in enumerate(LENGTHS):
+    for block in range(-(-length // PAGE)):
+      table[slot, block] = free[slot * shards // 4].pop()
+  return models.make_block_tables(
+    table, shards=shards, pages=PAGES, page_size=PAGE
   )
-  allocator.resize(9)
-  allocator.allocate(np.arange(4), LENGTHS[::-1])
-  allocator.free(np.array([1, 3]))
-  allocator.allocate(np.array([3]), np.array([5]))
-  allocator.free(np.array([0, 2]))
-  allocator.allocate(np.array([0, 1, 3]), LENGTHS[[0, 1, 3]])
-  return allocator.block_tables()
 
 
 def _filled(kv_cache, tables, share):
   """Some number in pages in use, none in free ones."""
-  fill = np.where(tables.page_owner < share, 0.5, np.nan).astype(np.float32)
+  fill = np.full((4 // share, PAGES), np.nan, np.float32)
+  for slot, pages in enumerate(tables.page_indices):
+    fill[slot // share, pages[pages < PAGES]] = 0.5
   put = lambda x: x + fill.reshape(*fill.shape, *[1] * (x.ndim - 2))
   return jax.tree.map(lambda x: put(x).astype(x.dtype), kv_cache)
 
@@ -107,10 +106,8 @@ def _on_pages(backend, tables, q, k, v):
 
   Queries after the only token of a slot read what its page was filled with.
   """
-  shards, queries = tables.page_owner.shape[0], q.shape[1]
-  kv_cache = backend.init_paged(
-    shards, tables.page_owner.shape[1], PAGE, q.dtype
-  )
+  shards, queries = tables.blocks.shape[0], q.shape[1]
+  kv_cache = backend.init_paged(shards, PAGES, PAGE, q.dtype)
   kv_cache = _filled(kv_cache, tables, 4 // shards)
   index = np.arange(k.shape[1], dtype=np.int32)
   index = np.broadcast_to(index, k.shape[:2])
@@ -177,9 +174,9 @@ class TestPallas:
       kv_cache = (backend.init_paged(1, 7, PAGE, jnp.float32),)
       table = np.array([[5, 0, 3], [1, 6, 2]], np.int32)
       kv_cache = models.write_pages(kv_cache, (layer,), table[:, None])
-      owner = np.array([[0, 1, 1, 0, 2, 0, 1]], np.int32)
-      start = np.array([[4, 0, 8, 8, 0, 0, 4]], np.int32)
-      tables = models.BlockTables(owner, start, table)
+      tables = models.make_block_tables(
+        table, shards=1, pages=7, page_size=PAGE
+      )
       last = np.full((2, 1), time - 1, np.int32)
       outs.append(backend.paged_attention(q[:, -1:], kv_cache[0], tables, last))
       return jnp.concatenate(outs, axis=1)

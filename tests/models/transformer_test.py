@@ -48,26 +48,16 @@ def _prefilled(params, tokens, *, chunk=512):
   return jax.jit(run)(params, tokens=tokens)
 
 
-def _pages(kv_cache):
-  return jax.tree.leaves(kv_cache)[0].shape[1]
-
-
 class TestPages:
   """Slots 3, 0, 2 of four hold rows; their pages of 4 are as dealt here."""
 
   SLOTS = np.array([3, 0, 2])
   TABLE = np.array([[6, 0, 3], [12, 12, 12], [11, 4, 9], [1, 8, 2]], np.int32)
 
-  def _tables(self, count=12, table=None):
-    """Of `count` pages on one shard."""
+  def _tables(self, table=None):
+    """Of twelve pages on one shard."""
     table = self.TABLE if table is None else table
-    owner = np.full((1, count), 4, np.int32)
-    start = np.zeros((1, count), np.int32)
-    for slot, block in np.ndindex(*table.shape):
-      if table[slot, block] < count:
-        owner[0, table[slot, block]] = slot
-        start[0, table[slot, block]] = 4 * block
-    return models.BlockTables(owner, start, np.minimum(table, count))
+    return models.make_block_tables(table, shards=1, pages=12, page_size=4)
 
   def _cache(self, fns, sampler, tokens, fill=7.0):
     """Prefilled prompts of 6, among old values."""
@@ -103,17 +93,17 @@ class TestPages:
       _close(logits[self.SLOTS], expected)
       position += queries
 
-  def test_moved_pages_keep_what_is_written(self):
+  def test_copied_pages_hold_what_is_written(self):
     fns, params = tiny.tiny_policy()
     tokens = _tokens()
     sampler = fns.for_sampling(params)
     kv_cache = self._cache(fns, sampler, tokens[:, :6])
-    assert _pages(kv_cache) == 12
-    # In reverse, with some more pages; a page keeps its number in `sources`.
-    sources = np.append(np.arange(12)[::-1], [0, 0])[None]
-    kv_cache = models.move_pages(kv_cache, sources)
-    assert _pages(kv_cache) == 14
-    table = np.where(self.TABLE < 12, 11 - self.TABLE, 99)
+    # The last slot's first page and one of the first slot's, elsewhere.
+    kv_cache = models.copy_pages(
+      kv_cache, np.array([[1, 0, 3]]), np.array([[5, 10, 12]])
+    )
+    table = self.TABLE.copy()
+    table[3, 0], table[0, 1] = 5, 10
     full = fns.logits(params, tokens, _ones(tokens))
     for t in range(6, T):
       step = np.zeros((4, 1), np.int32)
@@ -121,7 +111,7 @@ class TestPages:
       logits, kv_cache = fns.decode(
         sampler,
         kv_cache,
-        self._tables(14, table),
+        self._tables(table),
         step,
         np.full((4, 1), t, np.int32),
         np.array([[True], [False], [True], [True]]),
@@ -251,8 +241,8 @@ class TestHidden:
       transformer.unstack(params, CONFIG),
       CONFIG,
       kv_cache,
-      models.BlockTables(
-        pages[None] // 3, pages[None] % 3 * 4, pages.reshape(3, 3)
+      models.make_block_tables(
+        pages.reshape(3, 3), shards=1, pages=9, page_size=4
       ),
       tokens,
       _positions(tokens),

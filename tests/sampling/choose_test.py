@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jaxrl_llm.sampling import choose
+from jaxrl_llm.sampling.choose import choose
 
 DRAWS = 10_000
 # Less than a block of 256, one block, more than one and not a multiple of it.

@@ -130,16 +130,9 @@ class TestIndependence:
     out = generate(prompts=prompts, ids=IDS.reshape(-1, 1))
     assert_same_responses(out, expected())
 
-  # One slot; slots that grow by pages of 4; more slots than responses. With
-  # one page bucket there is one program for a number of slots.
-  @pytest.mark.parametrize(
-    "slots, page_size, page_buckets",
-    [(1, 16, [2]), (3, 4, [9, 24]), (23, 64, [23])],
-  )
-  def test_slots_and_pages(self, slots, page_size, page_buckets, monkeypatch):
-    monkeypatch.setattr(
-      buckets, "page_buckets", lambda share, most: page_buckets
-    )
+  # One slot; slots that grow by pages of 4; more slots than responses.
+  @pytest.mark.parametrize("slots, page_size", [(1, 16), (3, 4), (23, 64)])
+  def test_slots_and_pages(self, slots, page_size):
     own = make_engine(slots=slots, page_size=page_size)
     assert_same_responses(generate(own), expected())
 
@@ -291,9 +284,7 @@ class TestDistribution:
 class TestAdaptiveTemperature:
   """A temperature of each token's own, chosen from its logits."""
 
-  def test_follows_its_state_and_is_off_without_one(self, monkeypatch):
-    monkeypatch.setattr(buckets, "page_buckets", lambda share, most: [most])
-
+  def test_follows_its_state_and_is_off_without_one(self):
     def scaled(logits, temperature, factor):
       assert logits.shape == (*temperature.shape, 67)
       return temperature * factor
@@ -338,19 +329,12 @@ class TestCompilation:
     assert len(COMPILED) == count
     assert count > 0  # The listener does hear.
 
-  def test_programs_are_those_of_the_buckets(self):
+  def test_there_is_a_decode_program_for_each_batch_size(self):
     own = engine()
     for ids in (IDS, IDS + 70, IDS + 700):
       generate(ids=ids)
-    slot_sizes, page_counts = (
-      buckets.slot_buckets(8, 1),
-      buckets.page_buckets(8, 16),
-    )
-    assert (slot_sizes, page_counts) == ([8], [8, 16])
-    assert {call.kv_capacity // 16 for call in own.trace} <= set(page_counts)
-    assert own._programs.decode._cache_size() <= len(slot_sizes) * len(
-      page_counts
-    )
+    assert buckets.slot_buckets(8, 1) == [8]
+    assert own._cache.programs.decode._cache_size() == 1
 
   def test_lowers_at_the_largest_shapes_without_running(self):
     shapes = jax.eval_shape(params)

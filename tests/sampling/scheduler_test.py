@@ -1,7 +1,6 @@
 """Slots are kept busy, and all they held is given back at the end."""
 
 import numpy as np
-import pytest
 from helpers import scripted
 
 from jaxrl_llm.sampling import buckets
@@ -17,54 +16,29 @@ def _prompts(totals):
   return [scripted.prompt(total, i) for i, total in enumerate(totals)]
 
 
-@pytest.fixture
-def recorded(monkeypatch):
-  """Slot managers of the shared engine, and the rows that they released."""
-  monkeypatch.setattr(buckets, "_MIN_SLOTS", 1)  # 16, 4 and 1 slots.
-  engine = scripted.engine()
-  managers, left = [], []
-
-  def make(whole=engine._make_slots):
-    manager = whole()
-    release = manager.release
-
-    def releasing(slots):
-      left.extend(manager.row_of[slots].tolist())
-      release(slots)
-
-    manager.release = releasing
-    managers.append(manager)
-    return manager
-
-  monkeypatch.setattr(engine, "_make_slots", make)
-  return managers, left
-
-
-def _assert_empty(manager):
-  assert not len(manager.active_slots)
-  assert len(manager.free_slots) == manager.slots
-  shard_slots = manager.slots // manager.allocator.shards
-  assert manager.allocator.used_pages == 0
-  assert np.all(manager.allocator.block_tables().page_owner == shard_slots)
-  assert np.all(
-    manager.allocator.block_tables().page_indices == manager.allocator.pages
-  )
+def _assert_empty(engine):
+  """No request is left, and every page is free or kept by somebody."""
+  assert not engine.requests() and not any(engine._slots)
+  allocator = engine._cache.allocator
+  readers = np.zeros_like(allocator._readers)
+  for shard, pages in allocator._kept.values():
+    readers[shard, pages] += 1
+  np.testing.assert_array_equal(allocator._readers, readers)
+  for shard, free in enumerate(allocator._free):
+    assert sorted(free) == np.flatnonzero(readers[shard] == 0).tolist()
 
 
 class TestNothingLeaks:
-  def test_over_two_thousand_requests(self, recorded):
-    managers, left = recorded
+  def test_over_two_thousand_requests(self, monkeypatch):
+    monkeypatch.setattr(buckets, "_MIN_SLOTS", 1)  # 16, 4 and 1 slots.
     prompts = _prompts(_totals(2000, 2, 14))
     out = scripted.generate(prompts)
     scripted.check(out, prompts)
-    assert sorted(left) == list(range(2000))
-    (manager,) = managers
-    _assert_empty(manager)
+    _assert_empty(scripted.engine())
     stats = scripted.engine().last_stats
     assert stats.tokens == out.lengths.sum()
 
-  def test_when_rows_are_given_up_and_branched(self, recorded):
-    managers, left = recorded
+  def test_when_rows_are_given_up_and_branched(self):
     steps_seen = []
 
     def decide(view):
@@ -81,8 +55,7 @@ class TestNothingLeaks:
     prompts = _prompts(_totals(100, 2, 56))
     out = scripted.generate(prompts, rule=decide)
     assert len(out.lengths) > 105
-    assert sorted(left) == list(range(len(out.lengths)))
-    _assert_empty(managers[0])
+    _assert_empty(scripted.engine())
     assert set(out.status) == {
       Status.FINISHED,
       Status.OVERLONG,
@@ -137,15 +110,3 @@ class TestShapes:
       62
     ]  # Seven would be too few to gain.
     assert buckets.slot_buckets(1, 1) == [1]
-
-  @pytest.mark.parametrize(
-    "shard_slots, max_pages, expected",
-    [
-      (1, 1, [1]),
-      (1, 2, [1, 2]),
-      (5, 35, [5, 10, 15, 20, 30, 35]),
-      (16, 128, [16, 32, 48, 64, 96, 128]),
-    ],
-  )
-  def test_pages_grow_by_half_up_to_all(self, shard_slots, max_pages, expected):
-    assert buckets.page_buckets(shard_slots, max_pages) == expected

@@ -122,10 +122,9 @@ class TestParityCheck:
       return fns.decode(sampled, memory, pages, tokens, late, writing)
 
     def forgetful(sampled, memory, pages, tokens, positions, writing):
-      # Only the first page is read and written.
-      pages = pages._replace(
-        page_owner=np.where(pages.page_start == 0, pages.page_owner, 4)
-      )
+      # Only the first page is read.
+      first, none = pages.blocks[..., 2:] == 0, np.array([0, 4, 0], np.int32)
+      pages = pages._replace(blocks=np.where(first, pages.blocks, none))
       return fns.decode(sampled, memory, pages, tokens, positions, writing)
 
     for broken in (one_late, forgetful):

@@ -1,0 +1,212 @@
+"""The paged KV cache: its arrays on the device, and whose pages are whose.
+
+Everything that changes the cache goes through here: prefilled contexts are
+inserted into pages, pages are copied, contexts are extended, and decode calls
+write on.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxrl_llm import models
+from jaxrl_llm.sampling import buckets
+from jaxrl_llm.sampling import requests as requests_lib
+from jaxrl_llm.sampling.allocator import PageAllocator
+from jaxrl_llm.sampling.requests import Request, Rows
+from jaxrl_llm.sampling.settings import EngineConfig
+from jaxrl_llm.sampling.slots import DecodeOutput, SamplingMetadata
+
+
+class Programs(NamedTuple):
+  """The compiled functions of `slots`."""
+
+  init_kv_cache: Callable[[], tuple]
+  prefill: Callable[..., tuple]
+  insert: Callable[..., tuple]  # `models.write_pages`.
+  copy_pages: Callable[..., tuple]
+  extend: Callable[..., tuple]
+  decode: Callable[..., tuple[tuple, DecodeOutput]]
+
+
+class PagedCache:
+  """P pages on each of D shards, and the programs that read and write them."""
+
+  def __init__(
+    self,
+    programs: Programs,
+    config: EngineConfig,
+    *,
+    shards: int,
+    sharding: jax.sharding.Sharding | None,
+  ):
+    """Allocates nothing on the device yet; arguments as in `Scheduler`."""
+    self.programs, self._config = programs, config
+    self.shards, self._sharding = shards, sharding
+    self._pages = config.pages_per_shard(shards)
+    self._length_buckets = buckets.length_buckets(config.max_length)
+    # Tokens of a sequence that a drafter sees.
+    self._history = config.max_length if config.num_draft_tokens else 0
+    self.prefill_tokens = 0  # So far, of contexts whose KV was computed.
+    self._kv_cache = None
+    self.set_params(None)
+
+  def set_params(self, params: Any) -> None:
+    """New weights, under which no page holds anything."""
+    self.params = params
+    self.allocator = PageAllocator(shards=self.shards, pages=self._pages)
+
+  def insert(
+    self,
+    contexts: Sequence[list[Request]],
+    copies: Sequence[tuple[int, int, int]],
+    extended: Sequence[Request],
+  ) -> None:
+    """Fills the pages of requests that have just got a slot.
+
+    Args:
+      contexts: to prefill; on each shard, one request that has it.
+      copies: (shard, from, to) of pages that others among these have filled.
+      extended: whose pages hold their contexts without the newest tokens.
+    """
+    if self._kv_cache is None:
+      self._kv_cache = self.programs.init_kv_cache()
+    if contexts:
+      self._prefill(contexts)
+    if copies:
+      self._copy_pages(copies)
+    self._extend(extended)
+
+  def decode(
+    self, rows: Rows, metadata: SamplingMetadata, min_active: int, draft: int
+  ) -> DecodeOutput:
+    """A decode call.
+
+    Args:
+      rows: of the batch; their pages have room for the call.
+      metadata: of every token.
+      min_active: returns when fewer slots are active, >= 1.
+      draft: draft tokens of a step.
+
+    Returns:
+      NumPy arrays.
+    """
+    self._kv_cache, output = self.programs.decode(
+      self.params,
+      self._kv_cache,
+      *self._put(self.decode_arguments(rows)),
+      metadata,
+      np.int32(min_active),
+      num_draft_tokens=draft,
+    )
+    return jax.device_get(output)
+
+  def decode_arguments(self, rows: Rows) -> tuple:
+    """Block tables, slots and which are active: of a call of `decode`."""
+    active = np.asarray([request is not None for request in rows])
+    slots = requests_lib.as_slots(rows, self._history)
+    return self._block_tables(rows), slots, active
+
+  def rows(self, requests: Sequence[Request], size: int) -> Rows:
+    """Requests in `size` rows, as many for each shard; None is idle."""
+    rows: list[Request | None] = []
+    for shard in range(self.shards):
+      mine = [r for r in requests if r.shard == shard]
+      rows += mine + [None] * (size // self.shards - len(mine))
+    return rows
+
+  def _put(self, arguments: tuple) -> tuple:
+    """Arrays with an axis of slots or shards, each to its device."""
+    place = lambda x: jax.device_put(x, self._sharding) if np.ndim(x) else x
+    return jax.tree.map(place, arguments)
+
+  def _prefill(self, contexts: Sequence[list[Request]]) -> None:
+    """Prefills contexts, each once, and inserts them into their pages."""
+    config, group_size = self._config, contexts[0][0].params.group_size
+    new = [same for same in contexts if not same[0].length]
+    continued = [same for same in contexts if same[0].length]
+    # Two numbers of prompts to prefill at a time: few, to refill, and many.
+    few = -(-(config.refill_slots - 1) // group_size) + 1
+    many = max(few, config.slots // group_size)
+    count = few if len(new) <= few else many
+    self._prefill_parts(new, count, config.max_prompt_length, None)
+    count = config.continued_per_prefill(self.shards)
+    self._prefill_parts(continued, count, config.max_length, self._sharding)
+
+  def _prefill_parts(self, contexts, count, limit, sharding) -> None:
+    """Contexts of like length together, `count` at a time."""
+    lengths = np.asarray([same[0].context_length for same in contexts])
+    order = np.argsort(lengths, kind="stable")
+    for start in range(0, len(contexts), count):
+      chosen = np.sort(order[start : start + count])
+      part, longest = [contexts[i] for i in chosen], lengths[chosen].max()
+      width = min(buckets.round_up(longest, self._length_buckets), limit)
+      tokens = np.zeros((count, width), np.int32)
+      shape = (count, self.shards, self._config.pages_of(width))
+      pages = np.full(shape, self.shards * self._pages, np.int32)
+      for i, same in enumerate(part):
+        length = same[0].context_length
+        tokens[i, :length] = same[0].context()
+        held = self._config.pages_of(length)
+        for request in same:
+          first = request.shard * self._pages  # Numbers go through all shards.
+          pages[i, request.shard, :held] = request.pages[:held]
+          pages[i, request.shard, :held] += first
+        self.prefill_tokens += length
+      prefilled = self.programs.prefill(
+        self.params, jax.device_put(tokens, sharding)
+      )
+      self._kv_cache = self.programs.insert(self._kv_cache, prefilled, pages)
+
+  def _copy_pages(self, copies: Sequence[tuple[int, int, int]]) -> None:
+    """Copies pages: (shard, from, to)."""
+    most = np.bincount([shard for shard, *_ in copies]).max()
+    sizes = self._config.refill_slots, self._config.slots
+    size = buckets.round_up(most, sizes)
+    pages = np.zeros((2, self.shards, size), np.int32)
+    pages[1] = self._pages
+    for shard in range(self.shards):
+      mine = [pair for home, *pair in copies if home == shard]
+      pages[:, shard, : len(mine)] = np.reshape(mine, (-1, 2)).T
+    self._kv_cache = self.programs.copy_pages(self._kv_cache, *pages)
+
+  def _extend(self, requests: Sequence[Request]) -> None:
+    """Computes the KV of tokens that were added to contexts since they left.
+
+    The last token that a context had is not in the cache yet, and the last one
+    that it has now is read by the next decode step.
+    """
+    size = self._config.continued_per_prefill(self.shards)
+    width, at_a_time = self._config.page_size, size // self.shards
+    for start in range(0, len(requests), at_a_time):
+      rows = self.rows(requests[start : start + at_a_time], size)
+      new = [r.context()[r.cached - 1 : -1] if r else [] for r in rows]
+      begin = np.asarray([r.cached - 1 if r else 0 for r in rows], np.int32)
+      lengths = np.asarray([len(tokens) for tokens in new])
+      self.prefill_tokens += int(lengths.sum())
+      for done in range(0, lengths.max(), width):
+        index = done + np.arange(width, dtype=np.int32)[None]
+        tokens = np.zeros((size, width), np.int32)
+        for row, part in zip(tokens, new):
+          row[: len(part[done:])] = part[done : done + width]
+        given = tokens, begin[:, None] + index, index < lengths[:, None]
+        self._kv_cache = self.programs.extend(
+          self.params,
+          self._kv_cache,
+          *self._put((self._block_tables(rows), *given)),
+        )
+
+  def _block_tables(self, rows: Rows) -> models.BlockTables:
+    shape = len(rows), self._config.pages_of(self._config.max_length)
+    page_indices = np.full(shape, self._pages, np.int32)
+    for indices, request in zip(page_indices, rows):
+      if request is not None:
+        indices[: len(request.pages)] = request.pages
+    return models.make_block_tables(
+      page_indices,
+      shards=self.shards,
+      pages=self._pages,
+      page_size=self._config.page_size,
+    )

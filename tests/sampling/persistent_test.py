@@ -1,0 +1,319 @@
+"""Requests that live from step to step: preempted, extended, given up."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from sampling import scripted, tiny_engine, tiny_window
+from sampling.tiny_engine import IDS, KEY, PROMPTS, SETTINGS, G
+
+from jaxrl_llm import sharding
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.sampling import new_requests, rules
+from jaxrl_llm.types import Origin, Status
+
+
+def add(engine, prompts, **more):
+  """The rows and requests of prompts of the scripted model."""
+  rollout = new_requests(
+    prompts,
+    np.arange(len(prompts))[:, None],
+    np.arange(len(prompts)),
+    engine.config,
+  )
+  how = {"key": KEY, "settings": scripted.GREEDY, "group_size": 1} | more
+  return rollout, engine.add(rollout, **how)
+
+
+def finish(engine):
+  """Steps until nothing is left; returns what left, in that order."""
+  left = []
+  while engine.requests():
+    left += engine.step()
+  return left
+
+
+def _prompts(count, low=8, high=56, seed=0):
+  totals = np.random.default_rng(seed).integers(low, high, count).tolist()
+  return [scripted.prompt(total, i) for i, total in enumerate(totals)]
+
+
+def _preempting(engine, seed):
+  """Continuous batching that preempts who it likes, whenever it likes."""
+  rng = np.random.default_rng(seed)
+
+  def rule(view):
+    for request in engine._running():
+      if rng.random() < 0.2:
+        engine._preempt(request)
+    waiting = np.asarray([r.slot is None for r in engine.requests()])
+    return rules.Decision(insert=rng.integers(1, 1 + max(waiting.sum(), 1)))
+
+  return rule
+
+
+@functools.cache
+def _small_pages():
+  """Looks at its requests after every four tokens."""
+  return tiny_engine.make_engine(page_size=4)
+
+
+class TestStep:
+  def test_add_and_step_until_empty_is_generate(self):
+    engine, prompts = scripted.engine(), _prompts(40)
+    engine.set_params((), 3)
+    rollout, requests = add(engine, prompts)
+    left = finish(engine)
+    scripted.check(rollout, prompts)
+    assert set(left) == set(requests) and len(left) == 40
+    np.testing.assert_array_equal(rollout.version[rollout.mask], 3)
+
+  def test_requests_come_while_others_are_written(self):
+    engine, prompts = scripted.engine(), _prompts(60, seed=1)
+    engine.set_params((), 0)
+    parts = []
+    for start in range(0, 60, 10):
+      parts.append(add(engine, prompts[start : start + 10])[0])
+      engine.step()
+    finish(engine)
+    for i, rollout in enumerate(parts):
+      scripted.check(rollout, prompts[10 * i : 10 * i + 10])
+
+  def test_other_sampling_params_wait_their_turn(self):
+    engine, prompts = scripted.engine(), _prompts(30)
+    engine.set_params((), 0)
+    both = [add(engine, prompts)[0]]
+    engine.step()
+    both.append(add(engine, prompts, key=jax.random.key(1))[0])
+    finish(engine)
+    for rollout in both:
+      scripted.check(rollout, prompts)
+
+
+class TestPreemption:
+  # Sixteen slots at full length need 112 pages, a response at most seven.
+  @pytest.mark.parametrize("pages", [7, 12, 40])
+  def test_a_small_budget_gives_the_same_responses(self, pages):
+    engine = scripted.make_engine(slots=16, page_size=8, kv_pages=pages)
+    prompts = _prompts(60)
+    scripted.check(scripted.generate(prompts, own=engine), prompts)
+    assert engine.stats.preemptions > 0
+    assert max(call.kv_capacity for call in engine.trace) <= 8 * pages
+
+  @pytest.mark.parametrize("seed", range(3))
+  def test_at_any_moment_gives_the_same_tokens(self, seed):
+    own = _small_pages()
+    out = tiny_engine.generate(own, rule=_preempting(own, seed))
+    tiny_engine.assert_same_responses(out, tiny_engine.expected())
+    assert own.last_stats.preemptions > 0
+
+  def test_of_the_scripted_model_at_any_moment(self):
+    engine, prompts = scripted.engine(), _prompts(80)
+    out = scripted.generate(prompts, rule=_preempting(engine, 3))
+    scripted.check(out, prompts)
+
+  def test_the_youngest_go_first(self):
+    engine = scripted.make_engine(slots=4, page_size=8, kv_pages=8)
+    engine.set_params((), 0)
+    _, requests = add(engine, [[54]] * 4)
+    while len(engine.requests()) == 4:
+      oldest = [r.slot is not None for r in requests]
+      assert oldest == sorted(oldest, reverse=True)
+      assert engine.step() in ([], requests[:1])
+
+  def test_a_budget_below_one_response_is_refused(self):
+    with pytest.raises(InputError, match="sampler.kv_pages=6 .* at least 7$"):
+      scripted.make_engine(slots=16, page_size=8, kv_pages=6)
+
+
+class TestShards:
+  def test_preempts_keeps_and_extends_on_each(self):
+    mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
+    place = sharding.along_batch(mesh)
+    # Four shards of four slots and nine pages.
+    engine = scripted.make_engine(
+      slots=16, page_size=8, kv_pages=36, sharding=place
+    )
+    prompts = _prompts(40)
+    scripted.check(scripted.generate(prompts, own=engine), prompts)
+    assert engine.stats.preemptions > 0
+    prompts = [[50 - i, 4, i + 3] for i in range(6)]
+    rollout, requests = add(engine, prompts, window=12)
+    finish(engine)
+    before = engine.stats
+    for request in requests:
+      engine.extend(request, [7, 8, 9], Origin.FOREIGN)
+      request.pause_at = request.max_tokens
+    sequences = [request.context().tolist() for request in requests]
+    finish(engine)
+    assert (engine.stats - before).prefill_tokens >= 3 * 6
+    for request, sequence in zip(requests, sequences):
+      start, stop = len(sequence) - 3, request.length
+      tokens = request.row.tokens[0, start:stop].tolist()
+      assert tokens == scripted.response(sequence)[0]
+
+
+class TestPrefill:
+  """How many tokens are prefilled."""
+
+  def test_responses_share_that_of_their_prompt_and_its_full_pages(self):
+    engine = scripted.make_engine(slots=8, page_size=2)
+    prompts = [[40, 5, 6, 7, 8], [30, 9], [20]]
+
+    def rule(view):
+      readers = engine._cache.allocator._readers
+      if view.active.any() and not view.lengths.any():
+        seen.append(np.bincount(readers[0])[2:].tolist())
+      return rules.continuous_batching(view)
+
+    seen = []
+    out = engine.generate(
+      (),
+      prompts,
+      sample_ids=np.arange(9).reshape(3, 3),
+      key=KEY,
+      settings=scripted.GREEDY,
+      rule=rule,
+    )
+    scripted.check(out, [p for p in prompts for _ in range(3)])
+    # Of the third prompt, one response found no slot at first.
+    assert engine.last_stats.prefill_tokens == 5 + 2 + 1 + 1
+
+  def test_goes_on_without_one_and_with_one_under_new_weights(self):
+    engine = tiny_engine.make_engine(slots=16)
+    full = tiny_window.uncut()
+    call = {"engine": engine, "window": 5}
+    first = tiny_window.write_window(None, range(4), **call)
+    prompts = sum(map(len, tiny_window.PROMPTS))
+    assert engine.last_stats.prefill_tokens == prompts
+    rest = tiny_window.cut(first)
+    second = tiny_window.write_window(rest, **call)
+    assert engine.last_stats.prefill_tokens == 0
+    rows = np.isin(full.sample_id, rest.sample_id)
+    wanted = tiny_engine.rows(full, rows)
+    kept = np.arange(tiny_engine.T)[None] < second.lengths[:, None]
+    np.testing.assert_array_equal(
+      second.tokens, np.where(kept, wanted.tokens, 0)
+    )
+    rest = tiny_window.cut(second)
+    same = jax.tree.map(lambda x: x, tiny_window.weights()[1])  # But new.
+    third = tiny_window.write_window(rest, params=same, **call)
+    contexts = (rest.prompt_lengths + rest.lengths).sum()
+    assert engine.last_stats.prefill_tokens == contexts
+    rest = tiny_window.cut(third)
+    if rest is not None:
+      tiny_window.write_window(rest, params=same, **call)
+      assert engine.last_stats.prefill_tokens == 0
+
+  def test_kept_contexts_give_way_to_responses(self):
+    engine = scripted.make_engine(slots=4, page_size=8, kv_pages=14)
+    for seed in range(4):
+      prompts = _prompts(12, seed=seed)
+      scripted.check(scripted.generate(prompts, own=engine), prompts)
+    assert engine._cache.allocator._kept
+
+
+class TestExtend:
+  def test_goes_on_after_given_tokens_and_prefills_these_alone(self):
+    engine, prompts = scripted.engine(), [[50, 4], [45], [53, 9, 9]]
+    engine.set_params((), 0)
+    rollout, requests = add(engine, prompts, window=12)
+    left = finish(engine)
+    assert left == requests and set(rollout.status) == {Status.TRUNCATED}
+    before = engine.stats
+    given = [[7, 8, 9], [5] * 11, [6]]  # More than a page, too.
+    for request, tokens in zip(requests, given):
+      engine.extend(request, tokens, Origin.FOREIGN)
+      request.pause_at = request.max_tokens
+    sequences = [[*r.context().tolist()] for r in requests]
+    finish(engine)
+    assert (engine.stats - before).prefill_tokens == sum(map(len, given))
+    for i, (request, sequence) in enumerate(zip(requests, sequences)):
+      length, start = request.length, len(sequence) - len(prompts[i])
+      tokens = scripted.response(sequence)[0]
+      assert rollout.tokens[i, start:length].tolist() == tokens
+      foreign = np.zeros(scripted.T, bool)
+      foreign[start - len(given[i]) : start] = True
+      written = np.arange(scripted.T) < length
+      np.testing.assert_array_equal(rollout.mask[i], written & ~foreign)
+      np.testing.assert_array_equal(
+        rollout.origin[i] == int(Origin.FOREIGN), foreign
+      )
+    assert set(rollout.status) == {Status.FINISHED}
+
+  def test_equals_a_prefill_of_the_whole(self):
+    engine = tiny_engine.make_engine(slots=32)
+    runs = []
+    for new_weights in (False, True):
+      engine.set_params(tiny_engine.params(), 0)
+      rollout = new_requests(PROMPTS, IDS, range(5), engine.config)
+      requests = engine.add(
+        rollout, key=KEY, settings=SETTINGS, group_size=G, window=4
+      )
+      finish(engine)
+      open_ = [r for r in requests if r.row.status[0] == Status.TRUNCATED]
+      for request in open_:
+        engine.extend(request, [17, 23, 5], Origin.FOREIGN)
+        request.pause_at = request.max_tokens
+      if new_weights:
+        engine.set_params(dict(tiny_engine.params()), 0)
+      before = engine.stats
+      finish(engine)
+      prefilled = (engine.stats - before).prefill_tokens
+      assert prefilled >= 3 * len(open_)
+      assert (prefilled == 3 * len(open_)) != new_weights
+      runs.append(rollout)
+    tiny_engine.assert_same_responses(*runs)
+
+  def test_refuses_what_is_being_written_and_what_does_not_fit(self):
+    engine = scripted.engine()
+    engine.set_params((), 0)
+    _, (request,) = add(engine, [[50]], window=12)
+    with pytest.raises(ValueError, match="ended or paused"):
+      engine.extend(request, [5], Origin.FOREIGN)
+    finish(engine)
+    with pytest.raises(ValueError, match="1..37 tokens, got 38"):
+      engine.extend(request, [5] * 38, Origin.FOREIGN)
+    with pytest.raises(ValueError, match="1..37 tokens, got 0"):
+      engine.extend(request, [], Origin.FOREIGN)
+
+
+class TestAbort:
+  def test_gives_slots_and_pages_to_others(self):
+    engine, prompts = scripted.engine(), [[54]] * 20
+    engine.set_params((), 0)
+    rollout, requests = add(engine, prompts)
+    engine.step()
+    given_up = [*requests[:8], requests[-1]]
+    engine.abort(given_up)
+    assert not set(given_up) & set(engine.requests())
+    finish(engine)
+    stopped = rollout.status == Status.STOPPED
+    assert np.flatnonzero(stopped).tolist() == [*range(8), 19]
+    scripted.check(tiny_engine.rows(rollout, ~stopped), prompts[8:19])
+
+
+class TestSetParams:
+  def test_between_steps_equals_a_cut_and_a_window_under_them(self):
+    engine = tiny_engine.make_engine(slots=4, page_size=4)
+    old, new = (tiny_window.weights(i)[1] for i in range(2))
+    engine.set_params(old, 1)
+    rollout = new_requests(
+      tiny_window.PROMPTS, tiny_window.IDS, range(4), engine.config
+    )
+    engine.add(rollout, key=KEY, settings=SETTINGS, group_size=G)
+    engine.step(), engine.step()
+    open_ = rollout.status == Status.TRUNCATED
+    cut = jax.tree.map(np.array, tiny_engine.rows(rollout, open_))
+    assert cut.lengths.any() and not cut.lengths.all()
+    engine.set_params(new, 2)
+    finish(engine)
+    cut = dataclasses.replace(cut, window_start=cut.lengths)
+    wanted = tiny_window.write_window(
+      cut, window=tiny_engine.T, params=new, version=2
+    )
+    got = tiny_engine.rows(rollout, open_)
+    tiny_engine.assert_same_responses(got, wanted)
+    np.testing.assert_array_equal(got.version, wanted.version)
