@@ -110,8 +110,9 @@ def window(
   run = _Run(requests, cost, setting)
   work = run.take(0)
   for version in range(setting.steps):
-    work = slots_lib.join(work, run.take(run.batch - len(work)))
-    work.pause_at = np.minimum(work.total, work.written + window)
+    work = work + run.take(run.batch - len(work))
+    for request in work.requests:
+      request.pause_at = min(request.max_tokens, request.length + window)
     run.write(work, rules.continuous_batching, version)
     run.train(work, version, windows=True)
     work = work[~work.ended]
@@ -152,18 +153,17 @@ def over_provisioned(
   work = run.take(0)
   for version in range(setting.steps):
     missing = in_flight * run.group_size - len(work)
-    work = slots_lib.join(work, run.take(missing))
+    work = work + run.take(missing)
     old = (work.begun >= 0) & (version - work.begun >= max_staleness)
     rule = rules.stop_after_groups(setting.groups, awaited=np.flatnonzero(old))
     run.write(work, rule, version)
-    group = work.group - work.group[0]
-    done = np.flatnonzero(rules.complete(work.ended, group))[: setting.groups]
-    trained = np.isin(group, done)
+    done = np.flatnonzero(rules.complete(work.ended, work.group))
+    trained = np.isin(work.group, done[: setting.groups])
     rest = work[~trained]
-    thrown_away = 0 if recycle else int(rest.written.sum())
+    thrown_away = 0 if recycle else int(rest.length.sum())
     run.train(work[trained], version, thrown_away=thrown_away)
     work = rest if recycle else run.take(0)
-  return run.trace(parked=int(work.written.sum()))
+  return run.trace(parked=int(work.length.sum()))
 
 
 def asynchronous(
@@ -191,27 +191,29 @@ def asynchronous(
     raise ValueError(f"lag must be >= 0, got {lag}")
   run = _Run(requests, cost, setting)
   work, batch, done_s = run.take(0), None, math.inf
-  version, synced = 0, False
+  version = 0
+  run.slots.set_params(object(), version)
   while True:
     if batch is None:
       batch, work = _due(work, version, lag, setting.groups)
       if batch is not None:
-        done_s = run.clock + cost.train_s(batch.context)
-    if synced:  # The trainer has gone on; the sampler rebuilds its cache.
-      run.slots.prefill(work, np.flatnonzero(work.active))
-      synced = False
-    more = _allowed(run, work, version, lag)
-    work = slots_lib.join(work, run.take(more)) if more else work
-    if not run.slots.step(work, rules.continuous_batching, version=version):
+        done_s = run.clock + cost.train_s(batch.context_length)
+    more = run.take(_allowed(run, version, lag))
+    run.slots.enqueue(more.requests)
+    work, calls = work + more, run.slots.clock.decode_calls
+    run.slots.step()
+    if run.slots.clock.decode_calls == calls:
       run.wait(done_s)
     if run.clock >= done_s:
       run.train(batch, version, aside=True)
       version, batch, done_s = version + 1, None, math.inf
       if version == setting.steps:
         break
-      work.fresh[:] = 0
-      synced = True
-  return run.trace(parked=int(work.written.sum()))
+      # Responses are prefilled again under the new weights.
+      run.slots.set_params(object(), version)
+      for request in work.requests:
+        request.fresh = 0
+  return run.trace(parked=int(work.length.sum()))
 
 
 def _waves(view: rules.SchedulerView) -> rules.Decision:
@@ -230,7 +232,7 @@ def _whole(requests, cost, setting, rule: rules.SchedulingRule) -> Trace:
 
 def _due(work: Work, version: int, lag: float, groups: int):
   """(what is to be trained now or None, the rest): overdue ones, then first."""
-  names, index = np.unique(work.group, return_inverse=True)
+  names, index = np.unique(work.group.astype(int), return_inverse=True)
   whole = rules.complete(work.ended, index) if len(names) else np.zeros(0, bool)
   overdue = np.zeros(len(names), bool)
   overdue[index[(work.begun >= 0) & (work.begun <= version - lag)]] = True
@@ -243,13 +245,14 @@ def _due(work: Work, version: int, lag: float, groups: int):
   return work[chosen], work[~chosen]
 
 
-def _allowed(run, work: Work, version: int, lag: float) -> int:
+def _allowed(run, version: int, lag: float) -> int:
   """New responses that may be begun: whole groups.
 
   More than fill the slots, so that the sampler sees that others wait.
   """
   quota = run.setting.groups * (version + lag + 1) - run.begun_groups
-  lacking = 2 * run.setting.slots - int(work.waiting.sum())
+  waiting = sum(request.slot is None for request in run.slots.requests())
+  lacking = 2 * run.setting.slots - waiting
   wanted = max(0, -(-lacking // run.group_size))
   return int(min(quota, wanted)) * run.group_size
 
@@ -278,13 +281,13 @@ class _Run:
     self._requests = requests
     self._taken = 0
     self._rows: list[dict] = []
-    self._before = dataclasses.replace(self.slots.stats)
+    self._before = dataclasses.replace(self.slots.clock)
     self._other_s = 0.0  # Training and sync as far as sampling waits for them.
     self._waited_s = 0.0
 
   @property
   def clock(self) -> float:
-    return self.slots.stats.seconds + self._other_s + self._waited_s
+    return self.slots.clock.seconds + self._other_s + self._waited_s
 
   @property
   def begun_groups(self) -> int:
@@ -296,15 +299,14 @@ class _Run:
     self._taken += count
     group, member = np.divmod(index, self.group_size)
     prompt = group % len(self._requests.lengths)
-    return slots_lib.new_work(
+    return self.slots.make_work(
+      index,
       group,
-      self._requests.prompt_lengths[prompt].astype(np.int64),
-      self._requests.lengths[prompt, member].astype(np.int64),
+      self._requests.prompt_lengths[prompt],
+      self._requests.lengths[prompt, member],
     )
 
   def write(self, work: Work, rule: rules.SchedulingRule, version: int) -> None:
-    work.waiting = ~work.ended
-    work.fresh[:] = 0
     self.slots.write(work, rule, version=version)
 
   def wait(self, until_s: float) -> None:
@@ -331,12 +333,12 @@ class _Run:
       thrown_away: tokens.
       aside: training was on other devices meanwhile.
     """
-    train_s = self.cost.train_s(work.context)
-    tokens = int((work.fresh if windows else work.written).sum())
-    old = (work.fresh < work.written) & (not windows)
+    train_s = self.cost.train_s(work.context_length)
+    tokens = int((work.fresh if windows else work.length).sum())
+    old = (work.fresh < work.length) & (not windows)
     begun = work.begun[old]
     self._other_s += self.cost.sync_s + (0.0 if aside else train_s)
-    now, before = self.slots.stats, self._before
+    now, before = self.slots.clock, self._before
     last_s = sum(row["wall_s"] for row in self._rows)
     self._rows.append(
       {
@@ -352,7 +354,7 @@ class _Run:
         "off_policy": tokens - int(work.fresh.sum()),
         "max_staleness": int((version - begun).max(initial=0)),
         "responses": int(work.ended.sum()),
-        "response_tokens": int(work.total[work.ended].sum()),
+        "response_tokens": int(work.length[work.ended].sum()),
         "decode_steps": now.decode_steps - before.decode_steps,
         "peak_kv_capacity": now.peak_kv_capacity,
       }

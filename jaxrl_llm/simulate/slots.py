@@ -1,73 +1,27 @@
-"""The engine's slots with a clock instead of a device.
+"""The engine's scheduler with programs that charge a clock.
 
-The same rules decide over the same views at the same scheduler steps as in
-`jaxrl_llm.sampling.Engine`, so decode calls, decode steps and the size of the
-KV cache are those of the engine. Only time is computed instead of spent.
+Queue, slots, pages and rules are those of `jaxrl_llm.sampling`; no token is
+computed, and time is added up instead of spent.
 """
 
 import dataclasses
+from collections.abc import Iterable
+from typing import Any
 
 import chex
 import numpy as np
 
-from jaxrl_llm.sampling import buckets, rules
-from jaxrl_llm.sampling.allocator import default_page_size
+from jaxrl_llm.sampling import rules
+from jaxrl_llm.sampling.paged_cache import PagedCache, Programs
+from jaxrl_llm.sampling.requests import Request, Rows, SamplingParams
+from jaxrl_llm.sampling.scheduler import Scheduler
+from jaxrl_llm.sampling.settings import EngineConfig, SamplingSettings
+from jaxrl_llm.sampling.slots import DecodeOutput
+from jaxrl_llm.sampling.speculation import AdaptiveSpeculation
 from jaxrl_llm.simulate.cost import CostModel
+from jaxrl_llm.types import Rollout, Status
 
 _NEVER = -1
-
-
-@dataclasses.dataclass
-class Work:
-  """Responses, B of them in the order in which they get slots."""
-
-  group: np.ndarray  # int [B], number of the prompt, ascending.
-  prompt: np.ndarray  # int [B], tokens of the prompt.
-  total: np.ndarray  # int [B], tokens that the response will have.
-  pause_at: np.ndarray  # int [B], those at which writing pauses.
-  written: np.ndarray  # int [B], tokens so far.
-  fresh: np.ndarray  # int [B], of them, those of the weights of now.
-  begun: np.ndarray  # int [B], version that wrote the first token, or -1.
-  waiting: np.ndarray  # bool [B], will get a slot.
-  active: np.ndarray  # bool [B], has one.
-  ended_s: np.ndarray  # float [B], when it ended.
-
-  def __len__(self) -> int:
-    return len(self.group)
-
-  def __getitem__(self, chosen: np.ndarray) -> "Work":
-    return Work(*(column[chosen] for column in vars(self).values()))
-
-  @property
-  def ended(self) -> np.ndarray:
-    return self.written >= self.total
-
-  @property
-  def context(self) -> np.ndarray:
-    return self.prompt + self.written
-
-
-def new_work(group: np.ndarray, prompt: np.ndarray, total: np.ndarray) -> Work:
-  """Responses without a token yet."""
-  nothing, no = np.zeros_like(total), np.zeros(total.shape, bool)
-  return Work(
-    group=group,
-    prompt=prompt,
-    total=total,
-    pause_at=total.copy(),
-    written=nothing,
-    fresh=nothing.copy(),
-    begun=np.full_like(total, _NEVER),
-    waiting=~no,
-    active=no,
-    ended_s=np.zeros(total.shape),
-  )
-
-
-def join(first: Work, second: Work) -> Work:
-  """The responses of both, in order."""
-  both = zip(vars(first).values(), vars(second).values())
-  return Work(*map(np.concatenate, both))
 
 
 @dataclasses.dataclass
@@ -82,15 +36,71 @@ class SimulatedStats:
   tokens: int = 0  # Written.
   prefill_calls: int = 0
   prefill_tokens: int = 0  # Of contexts.
-  peak_kv_capacity: int = 0  # Most tokens that the KV cache had room for.
+  peak_kv_capacity: int = 0  # Most tokens that pages in use had room for.
 
   @property
   def seconds(self) -> float:
     return self.generate_s + self.prefill_s + self.idle_s
 
 
-class SimulatedSlots:
-  """Slots that responses go through."""
+@dataclasses.dataclass(eq=False)
+class Simulated(Request):
+  """A response of which nothing but its length is known."""
+
+  stats: SimulatedStats = None  # The clock.
+  group: int = 0  # Number of the prompt.
+  number: int = 0  # Of the response.
+  fresh: int = 0  # Tokens by the weights of now.
+  begun: int = _NEVER  # Version that wrote the first token.
+  ended_s: float = 0.0  # When it ended.
+
+  @property
+  def last_token(self) -> int:
+    return 1
+
+  @property
+  def ended(self) -> bool:
+    return self.length >= self.max_tokens
+
+  def context(self) -> np.ndarray:
+    """Tokens that are the same where contexts are, and never 0."""
+    tokens = np.ones(self.context_length, np.int32)
+    tokens[0] = -1 - self.number if self.length else 1 + self.group
+    return tokens
+
+  def append(self, output: DecodeOutput, slot: int, *, version: int) -> None:
+    """Counts what a slot wrote."""
+    self.begun = version if self.begun == _NEVER else self.begun
+    self.fresh += int(output.count[slot])
+    self.row.lengths[0] += output.count[slot]
+    self.row.status[0] = output.status[slot]
+    self.ended_s = self.stats.seconds
+
+
+class Work:
+  """Responses in the order in which they get slots; columns are arrays [B]."""
+
+  def __init__(self, requests: Iterable[Simulated] = ()):
+    self.requests = list(requests)
+
+  def __len__(self) -> int:
+    return len(self.requests)
+
+  def __getitem__(self, chosen: np.ndarray) -> "Work":
+    return Work(r for r, here in zip(self.requests, chosen) if here)
+
+  def __add__(self, other: "Work") -> "Work":
+    return Work(self.requests + other.requests)
+
+  def __getattr__(self, name: str) -> np.ndarray:
+    """A column of what each response has by this name."""
+    if name.startswith("__"):
+      raise AttributeError(name)
+    return np.asarray([getattr(request, name) for request in self.requests])
+
+
+class SimulatedSlots(Scheduler):
+  """The scheduler of an engine that takes the time it is told to."""
 
   def __init__(
     self,
@@ -116,102 +126,94 @@ class SimulatedSlots:
         "slots, max_length and group_size must be >= 1, got"
         f" {slots}, {max_length}, {group_size}"
       )
-    self.stats = SimulatedStats()
+    self.clock = SimulatedStats()
     self._cost = cost
-    self._slots = slots
-    self._max_length = max_length
-    self._page_size = page_size or default_page_size(max_length)
-    self._refill = max(1, slots // rules.REFILL_SHARE)
-    self._slot_buckets = buckets.slot_buckets(slots, 1)
-    self._pages = 0  # In use.
-    few = -(-(self._refill - 1) // group_size) + 1
-    self._prefill_sizes = few, max(few, slots // group_size)
+    self._params = SamplingParams(SamplingSettings(), None, group_size)
+    config = EngineConfig(
+      slots, max(max_length - 1, 1), 1, stop_tokens=(), page_size=page_size
+    )
+    programs = Programs(
+      init_kv_cache=tuple,
+      prefill=self._charge_prefill,
+      insert=lambda *_: (),
+      copy_pages=lambda *_: (),
+      extend=lambda *_: (),
+      decode=self._charge_decode,
+    )
+    super().__init__(
+      config,
+      lambda: _Cache(programs, config, shards=1, sharding=None),
+      speculation=AdaptiveSpeculation(0),
+      detokenize=None,
+    )
+
+  def make_work(
+    self,
+    numbers: np.ndarray,
+    group: np.ndarray,
+    prompt: np.ndarray,
+    total: np.ndarray,
+  ) -> Work:
+    """Responses without a token yet, int [B] each."""
+    columns = np.stack([numbers, group, prompt, total], axis=1).tolist()
+    return Work(
+      Simulated(
+        row=_row(group, prompt),
+        params=self._params,
+        max_tokens=total,
+        pause_at=total,
+        stats=self.clock,
+        group=group,
+        number=number,
+      )
+      for number, group, prompt, total in columns
+    )
 
   def write(self, work: Work, rule: rules.SchedulingRule, version: int) -> None:
     """Writes until the rule halts or each response has paused."""
-    while self.step(work, rule, version=version):
-      pass
-    work.active[:] = work.waiting[:] = False
+    self.set_params(object(), version)
+    for request in work.requests:
+      request.fresh = 0
+    self.enqueue(r for r in work.requests if not r.ended)
+    self.run(work.requests, rule)
 
-  def step(self, work: Work, rule: rules.SchedulingRule, version: int) -> bool:
-    """A scheduler step and its decode call; False if nothing is left.
+  def _charge_prefill(self, params: Any, tokens: np.ndarray) -> tuple:
+    contexts = np.count_nonzero(tokens, axis=1)
+    contexts = contexts[contexts > 0]
+    self.clock.prefill_s += self._cost.prefill_s(contexts, 1)
+    self.clock.prefill_calls += 1
+    self.clock.prefill_tokens += int(contexts.sum())
+    return ()
 
-    Raises:
-      ValueError: the rule gives up or branches responses.
-    """
-    group = work.group - work.group[0] if len(work) else work.group
-    decision = rule(
-      rules.SchedulerView(
-        slots=self._slots,
-        waiting=work.waiting,
-        active=work.active,
-        ended=work.ended,
-        lengths=work.written,
-        groups=group,
-      )
+  def _charge_decode(
+    self, params, kv_cache, rows, metadata, min_active, *, num_draft_tokens
+  ) -> tuple[tuple, DecodeOutput]:
+    """A page at most, less if slots get free for others."""
+    column = lambda of: np.asarray([0 if r is None else of(r) for r in rows])
+    left = column(lambda r: r.pause_at - r.length)
+    limit = column(lambda r: r.max_tokens - r.length)
+    capacity = self.config.page_size * int(column(lambda r: len(r.pages)).sum())
+    present = np.flatnonzero(left)
+    order = present[np.argsort(left[present], kind="stable")]
+    most = left[order[len(order) - min_active]]
+    steps, clock = int(min(self.config.page_size, most)), self.clock
+    context = column(lambda r: r.context_length)[order]
+    clock.generate_s += self._decode_s(
+      context, left[order], steps, len(rows), capacity
     )
-    if len(decision.stop) or len(decision.fork):
-      raise ValueError(
-        "the simulator knows insert and halt, got a decision to stop or fork"
-      )
-    free = self._slots - int(work.active.sum())
-    numbers = np.flatnonzero(work.waiting)[: min(decision.insert, free)]
-    if len(numbers):
-      self.prefill(work, numbers)
-      work.waiting[numbers] = False
-      work.active[numbers] = True
-    if decision.halt or not work.active.any():
-      return False
-    self._decode(work, version)
-    return True
-
-  def prefill(self, work: Work, numbers: np.ndarray) -> None:
-    """Pays for contexts; new responses of a prompt share theirs."""
-    begun = work.written[numbers] > 0
-    new, cut = numbers[~begun], numbers[begun]
-    _, first = np.unique(work.group[new], return_index=True)
-    few, many = self._prefill_sizes
-    calls = -(-len(first) // (few if len(first) <= few else many))
-    calls += -(-len(cut) // self._refill)
-    contexts = np.concatenate([work.prompt[new[first]], work.context[cut]])
-    self.stats.prefill_s += self._cost.prefill_s(contexts, calls)
-    self.stats.prefill_calls += calls
-    self.stats.prefill_tokens += int(contexts.sum())
-
-  def _decode(self, work: Work, version: int) -> None:
-    """One decode call: a page at most, less if slots get free for others."""
-    active = np.flatnonzero(work.active)
-    left = work.pause_at[active] - work.written[active]
-    active = active[np.argsort(left, kind="stable")]
-    left = np.sort(left)
-    slots, min_active = self._slots, max(len(active) - self._refill, 0) + 1
-    if not work.waiting.any():
-      slots = buckets.round_up(len(active), self._slot_buckets)
-      smaller = max((n for n in self._slot_buckets if n < slots), default=0)
-      min_active = smaller + 1 if len(active) > smaller else 1
-    steps = int(min(self._page_size, left[len(left) - min_active]))
-    context = work.context[active]
-    self._reserve(work, active)
     count = np.minimum(left, steps)
-    stats = self.stats
-    stats.generate_s += self._decode_s(context, left, steps, slots)
-    stats.idle_s += self._cost.scheduler_step_s
-    stats.decode_calls += 1
-    stats.decode_steps += steps
-    stats.tokens += int(count.sum())
-    capacity = self._pages * self._page_size
-    stats.peak_kv_capacity = max(stats.peak_kv_capacity, capacity)
-    work.written[active] += count
-    work.fresh[active] += count
-    work.begun[active[work.begun[active] == _NEVER]] = version
-    gone = active[left <= steps]
-    work.active[gone] = False
-    work.ended_s[gone] = stats.seconds
+    clock.idle_s += self._cost.scheduler_step_s
+    clock.decode_calls += 1
+    clock.decode_steps += steps
+    clock.tokens += int(count.sum())
+    clock.peak_kv_capacity = max(clock.peak_kv_capacity, capacity)
+    status = np.where(count < limit, Status.TRUNCATED, Status.OVERLONG)
+    steps = np.full(len(rows), steps)
+    return (), DecodeOutput(None, None, count, steps, left > steps, status)
 
-  def _decode_s(self, context, left, steps, batch_size) -> float:
+  def _decode_s(self, context, left, steps, batch_size, capacity) -> float:
     """Seconds of steps with responses that have `left` to write, ascending."""
     if self._cost.padded:
-      capacity = self._pages * self._page_size
       return steps * float(self._cost.decode_s(batch_size, capacity))
     step = np.arange(steps)
     gone = np.searchsorted(left, step, side="right")
@@ -219,11 +221,24 @@ class SimulatedSlots:
     rest = np.append(np.cumsum(context[::-1])[::-1], 0)
     return float(self._cost.decode_s(slots, rest[gone] + slots * step).sum())
 
-  def _reserve(self, work: Work, active: np.ndarray) -> None:
-    """Pages for the next decode call."""
-    ahead = work.context[active] + self._page_size
-    pages = -(-np.minimum(ahead, self._max_length) // self._page_size)
-    self._pages = int(pages.sum())
+
+class _Cache(PagedCache):
+  """Gives its programs the rows themselves, and leaves arrays on the host."""
+
+  def decode_arguments(self, rows: Rows) -> tuple:
+    return (rows,)
+
+  def _put(self, arguments: tuple) -> tuple:
+    return arguments
+
+
+def _row(group: int, prompt: int) -> Rollout:
+  """A row of a rollout, without any tokens."""
+  fields = dataclasses.fields(Rollout)
+  row = Rollout(**{field.name: np.zeros(1, np.int32) for field in fields})
+  row.prompt_lengths[0], row.group[0], row.group_id[0] = prompt, group, group
+  row.status[0] = int(Status.TRUNCATED)
+  return row
 
 
 def predict(
@@ -258,7 +273,7 @@ def predict(
   max_length = (max_prompt_length or int(prompt_lengths.max())) + (
     max_response_length or int(lengths.max())
   )
-  group_size = lengths.shape[1]
+  groups, group_size = lengths.shape
   simulated = SimulatedSlots(
     cost,
     slots=slots,
@@ -266,14 +281,14 @@ def predict(
     group_size=group_size,
     page_size=page_size,
   )
-  repeat = lambda x: np.repeat(x, group_size).astype(np.int64)
-  work = new_work(
-    repeat(np.arange(len(lengths))),
-    repeat(prompt_lengths),
-    lengths.reshape(-1).astype(np.int64),
+  work = simulated.make_work(
+    np.arange(lengths.size),
+    np.repeat(np.arange(groups), group_size),
+    np.repeat(prompt_lengths, group_size),
+    lengths.reshape(-1),
   )
   simulated.write(work, rule, version=0)
-  return simulated.stats
+  return simulated.clock
 
 
 def check_requests(prompt_lengths: np.ndarray, lengths: np.ndarray) -> None:
