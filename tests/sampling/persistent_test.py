@@ -6,8 +6,8 @@ import functools
 import jax
 import numpy as np
 import pytest
-from sampling import scripted, tiny_engine, tiny_window
-from sampling.tiny_engine import IDS, KEY, PROMPTS, SETTINGS, G
+from helpers import scripted, tiny_engine, tiny_window
+from helpers.tiny_engine import IDS, KEY, PROMPTS, SETTINGS, G
 
 from jaxrl_llm import sharding
 from jaxrl_llm.errors import InputError
