@@ -112,7 +112,7 @@ def qwen32b(config: Any) -> None:
   config.data.on_long = "drop"
   config.sampler.max_response_length = 20480
   config.sampler.slots = 1024
-  config.sampler.kv_pages = 24_576  # 48 GiB of keys and values on a v5p chip.
+  config.sampler.kv_pages = 65_536  # 32 GiB of keys and values on a v5p chip.
   config.reward.name = "numeric"
   config.reward.workers = 16
   config.estimator.alpha = 0.05

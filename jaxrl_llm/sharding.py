@@ -151,3 +151,13 @@ def _spec(name: str, dimensions: tuple[str, ...]) -> PartitionSpec:
       f" axis of the mesh would split: {axes}; change sharding.MESH_AXES"
     )
   return P(*axes)
+
+
+def of_slots(mesh: Mesh, kv_heads: int) -> NamedSharding:
+  """Slots along the first axis; KV heads, where they divide, along the second.
+
+  So the queries of a head stay where its keys and values are.
+  """
+  axis = MESH_AXES["heads"]
+  divide = kv_heads % mesh.shape[axis] == 0
+  return NamedSharding(mesh, P(BATCH_AXES, *[axis] * divide))

@@ -234,7 +234,6 @@ def make_job(options) -> generate.Generation:
       max_response_length=options.max_new_tokens,
       stop_tokens=[*tokenizer.stop_tokens, *stop],
     ),
-    sharding=dealt,
     detokenize=tokenizer.decode,
   )
   return generate.Generation(

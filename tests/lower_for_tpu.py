@@ -41,7 +41,7 @@ MODEL = models.ModelConfig(
   tie_word_embeddings=False,
 )
 # What a device gets of pages of 128 positions from the others.
-_GATHERED = re.compile(r"128,8,128\]\S* all-(?:gather|to-all)")
+_GATHERED = re.compile(r"128,[48],128\]\S* all-(?:gather|to-all)")
 
 
 def _sampler(fns, shapes, mesh):
@@ -53,7 +53,6 @@ def _sampler(fns, shapes, mesh):
       max_response_length=1792,
       stop_tokens=[1],
     ),
-    sharding=sharding.along_batch(mesh),
   )
   placed = sync.layout_shardings(fns.for_sampling, shapes, mesh)
   params = jax.tree.map(

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.models import heads, transformer
 from jaxrl_llm.models.config import ModelConfig
@@ -43,6 +44,8 @@ class ModelFns(NamedTuple):
   logits: Callable[..., jax.Array]
   # (params) -> sampler_params, in the sampler's dtype and layout.
   for_sampling: Callable[..., Any]
+  # Of every array of the paged KV cache; None: they lie on one device.
+  kv_sharding: NamedSharding | None
   # (shards, pages, page_size) -> a paged KV cache of zeros.
   init_kv_cache: Callable[..., KVCache]
   # (sampler_params, tokens [N,C]) -> the contiguous KV cache of N contexts.
@@ -50,6 +53,12 @@ class ModelFns(NamedTuple):
   # (sampler_params, kv_cache, BlockTables, tokens [S,Q], positions [S,Q],
   #  writing [S,Q]) -> (logits [S,Q,V], kv_cache).
   decode: Callable[..., tuple[jax.Array, KVCache]]
+
+  @property
+  def slots_sharding(self) -> NamedSharding | None:
+    """Of arrays [S, ...] of the sampler; None: they lie on one device."""
+    kv = self.kv_sharding
+    return kv and NamedSharding(kv.mesh, PartitionSpec(kv.spec[0]))
 
 
 class ValueFns(NamedTuple):
@@ -74,7 +83,7 @@ def make_policy(
   head_chunk: int = 128,
   sharding: jax.sharding.Sharding | None = None,
   kernels: str = "auto",
-  sampler_sharding: jax.sharding.NamedSharding | None = None,
+  sampler_sharding: NamedSharding | None = None,
 ) -> ModelFns:
   """Language model of a config.
 
@@ -91,7 +100,8 @@ def make_policy(
     head_chunk: positions of time per application of the vocabulary head.
     sharding: of hidden states [B, T, D] in training.
     kernels: attention backend, one of `kernels.NAMES`.
-    sampler_sharding: of the sampler's slots; None: all lie on one device.
+    sampler_sharding: of the sampler's slots and KV heads, see
+      `sharding.of_slots`; None: all lie on one device.
 
   Raises:
     InputError: this backend cannot serve this model on these devices.
@@ -193,6 +203,7 @@ def _sampled(config, kernels, *, dtype, cache_dtype):
 
   return {
     "for_sampling": for_sampling,
+    "kv_sharding": kernels.kv_sharding,
     "init_kv_cache": init_kv_cache,
     "prefill": prefill,
     "decode": decode,

@@ -6,12 +6,14 @@ cache is its own choice. Which page belongs to which slot is the caller's
 (`BlockTables`).
 """
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import attention
@@ -31,6 +33,8 @@ class Kernels(NamedTuple):
   #  -> [R,C,H,d], of training; see `attention.packed_attention`.
   packed_attention: Callable[..., jax.Array]
 
+  # Of the arrays of a paged layer; None: they lie on one device.
+  kv_sharding: NamedSharding | None
   # (shards, pages, page_size, dtype) -> a paged layer of zeros.
   init_paged: Callable[..., Any]
   # (sequences, length, dtype) -> a contiguous layer of zeros, for prefill.
@@ -53,7 +57,7 @@ def make_kernels(
   name: str,
   config: ModelConfig,
   *,
-  sharding: jax.sharding.NamedSharding | None = None,
+  sharding: NamedSharding | None = None,
 ) -> Kernels:
   """The backend of a name.
 
@@ -62,7 +66,8 @@ def make_kernels(
       'pallas' where it can serve the model and 'xla' elsewhere. On a GPU this
       is XLA.
     config: the architecture.
-    sharding: of slots; None: all lie on one device.
+    sharding: of slots along the first axis, and of KV heads along the second if
+      it names one; None: all lie on one device.
 
   Raises:
     InputError: 'pallas' cannot serve this model on these devices.
@@ -72,7 +77,7 @@ def make_kernels(
     raise ValueError(f"kernels must be one of {NAMES}, got {name!r}")
   platform = "" if name == "xla" else platform_of(sharding)
   if name == "xla" or (name == "auto" and platform != "tpu"):
-    return make_xla(config)
+    return make_xla(config, sharding=sharding)
   # Pallas takes long to import, and plain XLA does not need it.
   from jaxrl_llm.models import kernels_tpu
 
@@ -84,17 +89,40 @@ def make_kernels(
   warnings.warn(
     f"the sampler runs kernels='xla': 'pallas' {reason}", stacklevel=3
   )
-  return make_xla(config)
+  return make_xla(config, sharding=sharding)
 
 
-def platform_of(sharding: jax.sharding.NamedSharding | None) -> str:
+def platform_of(sharding: NamedSharding | None) -> str:
   """'cpu', 'gpu' or 'tpu': of the devices that programs are compiled for."""
   if sharding is None:
     return jax.default_backend()
   return next(iter(sharding.device_set)).platform
 
 
-def make_xla(config: ModelConfig) -> Kernels:
+def axis_size(sharding: NamedSharding, axes: Any) -> int:
+  """Into how many parts a mesh axis, or several, cut an array."""
+  return math.prod(sharding.mesh.shape[name] for name in jax.tree.leaves(axes))
+
+
+def heads_parts(sharding: NamedSharding | None) -> int:
+  """Devices that share the KV heads of a slot."""
+  return axis_size(sharding, sharding.spec[1:]) if sharding else 1
+
+
+def layer_sharding(
+  sharding: NamedSharding | None, *, heads_axis: int
+) -> NamedSharding | None:
+  """Of arrays [D, ...], with shards like slots, and heads on a later axis."""
+  if sharding is None:
+    return None
+  slots, *heads = sharding.spec
+  between = [None] * (heads_axis - 1)
+  return NamedSharding(sharding.mesh, PartitionSpec(slots, *between, *heads))
+
+
+def make_xla(
+  config: ModelConfig, *, sharding: NamedSharding | None = None
+) -> Kernels:
   """Plain XLA: keys [..., K, d, T] and values [..., K, T, d] of a layer.
 
   With tokens last, the product of keys with a query runs along memory: on a
@@ -117,6 +145,7 @@ def make_xla(config: ModelConfig) -> Kernels:
 
   return Kernels(
     packed_attention=attention.packed_attention,
+    kv_sharding=layer_sharding(sharding, heads_axis=2),
     init_paged=init_paged,
     init_contiguous=init_contiguous,
     write_paged=attention.write_paged,

@@ -13,17 +13,19 @@ Reference:
   jax.experimental.pallas.ops.tpu.ragged_paged_attention.
 """
 
-import functools
-import math
-
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import ragged_paged_attention as ragged
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.models import attention
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.kernels import Kernels
+from jaxrl_llm.models.kernels import (
+  Kernels,
+  axis_size,
+  heads_parts,
+  layer_sharding,
+)
 
 _LANES = 128  # Numbers side by side in a register.
 _SMALLEST = 64  # Of a head: below, more than half of what is read is zeros.
@@ -43,17 +45,19 @@ def refusal(config: ModelConfig, platform: str) -> str:
 
 
 def make_pallas(
-  config: ModelConfig, *, sharding: jax.sharding.NamedSharding | None
+  config: ModelConfig, *, sharding: NamedSharding | None
 ) -> Kernels:
   """The kernel for a model.
 
   Args:
     config: the architecture.
-    sharding: of slots, along their first axis; None: all lie on one device.
+    sharding: as in `make_kernels`.
   """
-  heads, size = config.num_kv_heads, config.head_dim
+  parts = heads_parts(sharding)
+  heads, size = config.num_kv_heads // parts, config.head_dim  # Of a device.
   padded = (_padded_heads(heads), -(-size // _LANES) * _LANES)
-  entry = (2 * padded[0], padded[1])  # The keys and values of a token.
+  # The keys and values of a token, on all devices.
+  entry = (parts * 2 * padded[0], padded[1])
 
   def init_paged(shards, pages, page_size, dtype):
     return jnp.zeros((shards, pages, page_size, *entry), dtype)
@@ -61,32 +65,39 @@ def make_pallas(
   def init_contiguous(sequences, length, dtype):
     return jnp.zeros((sequences, length, *entry), dtype)
 
-  def run(function, layer, *arguments):
-    return _on_shards(function, sharding, layer.shape[0])(layer, *arguments)
+  def write(function, layer, k, v, *arguments):
+    def on_device(layer, k, v, *arguments):
+      return function(layer, _interleave(k, v, padded), *arguments)
 
-  def attend(function, q, layer, *arguments):
-    function = functools.partial(function, scale=size**-0.5)
-    out = run(function, layer, _pad_queries(q, heads, padded), *arguments)
-    return _unpad_queries(out, q.shape, heads, padded)
+    return _on_devices(on_device, sharding)(layer, layer, k, v, *arguments)
+
+  def attend(function, layer, q, *arguments):
+    def on_device(layer, q, *arguments):
+      queries = _pad_queries(q, heads, padded)
+      out = function(layer, queries, *arguments, scale=size**-0.5)
+      return _unpad_queries(out, q.shape, heads, padded)
+
+    return _on_devices(on_device, sharding)(q, layer, q, *arguments)
 
   def write_paged(layer, k, v, block_tables, positions, writing):
-    new, indices = _interleave(k, v, padded), block_tables.page_indices
-    return run(_write_paged, layer, new, indices, positions, writing)
+    indices = block_tables.page_indices
+    return write(_write_paged, layer, k, v, indices, positions, writing)
 
   def paged_attention(q, layer, block_tables, positions):
     indices, lengths = block_tables.page_indices, positions[:, -1] + 1
-    return attend(_attend_paged, q, layer, indices, lengths)
+    return attend(_attend_paged, layer, q, indices, lengths)
 
   def write_contiguous(layer, k, v, start):
     starts = jnp.full(k.shape[:1], start, jnp.int32)
-    return run(_write_contiguous, layer, _interleave(k, v, padded), starts)
+    return write(_write_contiguous, layer, k, v, starts)
 
   def prefill_attention(q, layer, start):
     lengths = jnp.full(q.shape[:1], start + q.shape[1], jnp.int32)
-    return attend(_attend_contiguous, q, layer, lengths)
+    return attend(_attend_contiguous, layer, q, lengths)
 
   return Kernels(
     packed_attention=attention.packed_attention,
+    kv_sharding=layer_sharding(sharding, heads_axis=3),
     init_paged=init_paged,
     init_contiguous=init_contiguous,
     write_paged=write_paged,
@@ -180,26 +191,35 @@ def _ragged(q, pages, page_indices, lengths, *, scale):
   return out.reshape(q.shape)
 
 
-def _on_shards(function, sharding, count):
-  """The function on each device's part of its arguments, the layer first.
+def _on_devices(function, sharding):
+  """The function on each device's part: (like what it returns, arguments).
 
-  The layer's `count` shards or sequences stay where they are: alone, XLA
-  spreads heads over the devices of other axes and gathers all pages at every
-  step. What does not divide over the devices is computed whole on each.
+  Shards, sequences and slots, along the first axis, stay where they are, and so
+  do heads, the last axis but one of arrays that have them: alone, XLA gathers
+  all pages at every step. What does not divide over devices is computed whole
+  on each.
   """
   if sharding is None:
-    return function
-  parts = math.prod(
-    sharding.mesh.shape[axis] for axis in jax.tree.leaves(tuple(sharding.spec))
-  )
-  spec = PartitionSpec() if count % parts else sharding.spec
-  return jax.shard_map(
-    function,
-    mesh=sharding.mesh,
-    in_specs=spec,
-    out_specs=spec,
-    check_vma=False,  # The kernel does not say what varies.
-  )
+    return lambda like, *arguments: function(*arguments)
+  slots, *heads = sharding.spec
+
+  def run(like, *arguments):
+    whole = len(arguments[0]) % axis_size(sharding, slots)
+
+    def spec(x):
+      between = [None] * (x.ndim - 3)
+      last = (*between, *heads) if x.ndim > 3 else ()
+      return PartitionSpec(None if whole else slots, *last)
+
+    return jax.shard_map(
+      function,
+      mesh=sharding.mesh,
+      in_specs=tuple(map(spec, arguments)),
+      out_specs=spec(like),
+      check_vma=False,  # The kernel does not say what varies.
+    )(*arguments)
+
+  return run
 
 
 def _padded_heads(heads):

@@ -45,7 +45,6 @@ class Engine(Scheduler):
     fns: ModelFns,
     config: EngineConfig,
     *,
-    sharding: jax.sharding.Sharding | None = None,
     adaptive_temperature: slots_lib.AdaptiveTemperature | None = None,
     detokenize: Callable[[Sequence[int]], str] | None = None,
     drafter: speculation.Drafter | None = None,
@@ -55,7 +54,6 @@ class Engine(Scheduler):
     Args:
       fns: the model.
       config: sizes.
-      sharding: of the slot axis, for slots and the shards of the KV cache.
       adaptive_temperature: (logits [S, V], temperature [S], temperature_state)
         -> temperature [S] of each token; None keeps that of the settings.
       detokenize: tokens to text, which stop strings need.
@@ -72,12 +70,12 @@ class Engine(Scheduler):
         f" {'with a' if drafter else 'without'} drafter"
       )
     self.fns, self._drafter = fns, drafter or speculation.NO_DRAFTER
-    self._sharding = sharding
     self._drafter_params = jax.jit(self._drafter.params)
     slots = (config.slots,)
+    sharding = fns.slots_sharding
     shard_slots = sharding.shard_shape(slots) if sharding else slots
     shards = config.slots // shard_slots[0]
-    programs = self._compiled(config, shards, sharding, adaptive_temperature)
+    programs = self._compiled(config, shards, adaptive_temperature)
     super().__init__(
       config,
       lambda: PagedCache(programs, config, shards=shards, sharding=sharding),
@@ -85,9 +83,9 @@ class Engine(Scheduler):
       detokenize=detokenize,
     )
 
-  def _compiled(self, config, shards, sharding, temperature) -> Programs:
-    jit = functools.partial(jax.jit, out_shardings=sharding)
+  def _compiled(self, config, shards, temperature) -> Programs:
     fns, drafter = self.fns, self._drafter
+    jit = functools.partial(jax.jit, out_shardings=fns.kv_sharding)
     own = {"fns": fns, "drafter": drafter}
     size = shards, config.pages_per_shard(shards), config.page_size
     return Programs(
@@ -100,13 +98,14 @@ class Engine(Scheduler):
       extend=jit(
         functools.partial(slots_lib.extend, fns=fns), donate_argnums=1
       ),
-      decode=jit(
+      decode=jax.jit(
         functools.partial(
           slots_lib.decode_steps,
           **own,
           tokens_per_call=config.page_size,
           adaptive_temperature=temperature,
         ),
+        out_shardings=(fns.kv_sharding, fns.slots_sharding),
         static_argnames="num_draft_tokens",
         donate_argnums=1,
       ),
@@ -302,7 +301,7 @@ class Engine(Scheduler):
     key = jax.eval_shape(jax.random.key, 0)
     prefill = programs.prefill.lower
     placed = lambda x: shape(
-      x.shape, x.dtype, sharding=self._sharding if x.ndim else None
+      x.shape, x.dtype, sharding=self.fns.slots_sharding if x.ndim else None
     )
     lowered = {
       "sampler prefill": prefill(
@@ -322,7 +321,7 @@ class Engine(Scheduler):
       contexts = config.continued_per_prefill(cache.shards)
       size = contexts, buckets.length_buckets(config.max_length)[-1]
       lowered["sampler prefill cut responses"] = prefill(
-        params, shape(size, jnp.int32, sharding=self._sharding)
+        params, shape(size, jnp.int32, sharding=self.fns.slots_sharding)
       )
     return lowered
 

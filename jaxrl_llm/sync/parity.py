@@ -46,19 +46,17 @@ def make_parity_check(
   *,
   tolerance: float,
   page_size: int,
-  sharding: jax.sharding.Sharding | None = None,
 ) -> Callable[[Any, VersionedWeights], float]:
   """A check of a sampler's weights against the trainer's parameters.
 
   Args:
     fns: the policy.
     tokens: int32 [B, T], the same in every call; B divides over the devices
-      among which the trainer splits a batch and over those of `sharding`.
+      among which the trainer splits a batch and over those of the sampler.
     tolerance: most that the mean of |Δ log π| / max(1, |log π|) over the
       tokens may be. Relative, because fixed tokens are improbable ones, and
       rounding grows with the logits.
     page_size: tokens per page of the KV cache.
-    sharding: of the sampler's slots; None keeps them on one device.
 
   Returns:
     (params, weights) -> that mean; raises SyncError if it is over the tolerance
@@ -83,7 +81,7 @@ def make_parity_check(
     )
     return fns.logprobs(params, rows)[0].logprobs
 
-  sampled = jax.jit(_decoded_logprobs(fns, arrays, page_size, sharding))
+  sampled = jax.jit(_decoded_logprobs(fns, arrays, page_size))
 
   def check(params, weights):
     ours, theirs = jax.device_get((trained(params), sampled(weights.params)))
@@ -100,9 +98,10 @@ def make_parity_check(
   return check
 
 
-def _decoded_logprobs(fns, arrays, page_size, sharding):
+def _decoded_logprobs(fns, arrays, page_size):
   """(sampler's params) -> log-probs [B, T - 1], decoded token by token."""
   rows, length = arrays[0].shape
+  sharding = fns.slots_sharding
   shards = rows // sharding.shard_shape((rows,))[0] if sharding else 1
   share, blocks = rows // shards, -(-length // page_size)
   table = np.arange(share * blocks, dtype=np.int32).reshape(share, blocks)
@@ -118,7 +117,8 @@ def _decoded_logprobs(fns, arrays, page_size, sharding):
       shards=shards, pages=table.size, page_size=page_size
     )
     if sharding is not None:
-      kv_cache = jax.lax.with_sharding_constraint(kv_cache, sharding)
+      constrain = jax.lax.with_sharding_constraint
+      kv_cache = constrain(kv_cache, fns.kv_sharding)
 
     def step(kv_cache, column):
       tokens, targets, positions = (x[:, None] for x in column)

@@ -102,7 +102,7 @@ def make_fns(
     sampler_dtype=dtype(config.model.sampler_dtype),
     cache_dtype=dtype(config.model.cache_dtype),
     head_chunk=config.model.head_chunk,
-    sampler_sharding=sharding.along_batch(sampler),
+    sampler_sharding=sharding.of_slots(sampler, model_config.num_kv_heads),
     **settings,
   )
   return policy, models.make_value(model_config, **settings)

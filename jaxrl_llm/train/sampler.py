@@ -60,7 +60,6 @@ def make_engine(
       num_draft_tokens=config.sampler.num_draft_tokens if drafter else 0,
       kv_pages=config.sampler.kv_pages,
     ),
-    sharding=sharding.along_batch(mesh),
     adaptive_temperature=make_adaptive_temperature(config.sampler),
     detokenize=tokenizer.decode,
     drafter=drafter,
@@ -116,7 +115,6 @@ def make_parity_check(
     tokens,
     tolerance=sync.tolerance(*filter(None, names), platforms=platforms),
     page_size=page_size,
-    sharding=sharding.along_batch(sampler),
   )
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from helpers import tiny
 
-from jaxrl_llm import models
+from jaxrl_llm import models, sharding
 from jaxrl_llm.models import attention
 from jaxrl_llm.sampling import Engine, EngineConfig, SamplingSettings
 from jaxrl_llm.types import Status
@@ -77,14 +77,16 @@ def _init_kv_cache(shards, pages, page_size):
   return ((jnp.ones((*shape, 1, page_size)), jnp.ones((*shape, page_size, 1))),)
 
 
-def make_engine(sharding=None, **settings):
-  fns = models.make_policy(tiny.tiny_config())._replace(
+def make_engine(mesh=None, **settings):
+  dealt = mesh and sharding.of_slots(mesh, 1)  # Its KV cache has one head.
+  fns = models.make_policy(tiny.tiny_config(), sampler_sharding=dealt)
+  fns = fns._replace(
     init_kv_cache=_init_kv_cache, prefill=_prefill, decode=_decode
   )
   config = EngineConfig(
     max_prompt_length=P, max_response_length=T, stop_tokens=[STOP], **settings
   )
-  return Engine(fns, config, sharding=sharding)
+  return Engine(fns, config)
 
 
 @functools.cache

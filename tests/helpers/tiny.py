@@ -6,9 +6,8 @@ Weights are drawn wide, so that its distributions are neither flat nor points.
 import functools
 
 import jax
-import jax.numpy as jnp
 
-from jaxrl_llm import models
+from jaxrl_llm import models, sharding
 
 
 def tiny_config() -> models.ModelConfig:
@@ -39,9 +38,18 @@ def widen(params, key):
 
 
 @functools.cache
-def tiny_policy():
-  """`(fns, params)`; what tests call directly is jitted."""
-  fns = models.make_policy(tiny_config(), dtype=jnp.float32, head_chunk=8)
+def tiny_policy(mesh=None):
+  """`(fns, params)`; what tests call directly is jitted.
+
+  Args:
+    mesh: of the sampler.
+  """
+  config = tiny_config()
+  fns = models.make_policy(
+    config,
+    head_chunk=8,
+    sampler_sharding=mesh and sharding.of_slots(mesh, config.num_kv_heads),
+  )
   make = lambda key: widen(fns.init(key), jax.random.fold_in(key, 1))
   jitted = {
     name: jax.jit(getattr(fns, name))

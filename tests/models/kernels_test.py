@@ -185,16 +185,17 @@ class TestPallas:
     _close(got, expected)
     _close(got[:, -1], got[:, -2])
 
-  # A count that divides over the devices, and one that does not.
+  # A count that divides over the devices, and one that does not; heads too.
   @pytest.mark.parametrize("shards", [2, 1])
-  def test_shards_are_read_where_they_lie(self, shards):
+  @pytest.mark.parametrize("heads_axis", [[], ["tensor"]])
+  def test_shards_and_heads_are_read_where_they_lie(self, shards, heads_axis):
     mesh = Mesh(
-      np.array(jax.devices()[:2]).reshape(1, 2),
-      ("data", "fsdp"),
+      np.array(jax.devices()[:4]).reshape(2, 2),
+      ("data", "tensor"),
       axis_types=(AxisType.Auto,) * 2,
     )
-    sharding = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
-    config = _config()
+    sharding = NamedSharding(mesh, PartitionSpec("data", *heads_axis))
+    config = _config(6, 2)
     qkv = _qkv(config, 1, LENGTHS.max())
     run = functools.partial(_on_pages, tables=_block_tables(shards))
     got, expected = _both(

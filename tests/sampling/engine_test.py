@@ -157,9 +157,9 @@ class TestIndependence:
 
   def test_mesh_of_eight_devices(self):
     mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
-    fns, trained = tiny.tiny_policy()
+    fns, trained = tiny.tiny_policy(mesh)
     placed = jax.device_put(trained, sharding.tree_shardings(trained, mesh))
-    own = make_engine(sharding=sharding.along_batch(mesh))
+    own = make_engine(fns)
     run = lambda: own.generate(
       fns.for_sampling(placed),
       PROMPTS,

@@ -131,11 +131,8 @@ class TestPreemption:
 class TestShards:
   def test_preempts_keeps_and_extends_on_each(self):
     mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
-    place = sharding.along_batch(mesh)
     # Four shards of four slots and nine pages.
-    engine = scripted.make_engine(
-      slots=16, page_size=8, kv_pages=36, sharding=place
-    )
+    engine = scripted.make_engine(slots=16, page_size=8, kv_pages=36, mesh=mesh)
     prompts = _prompts(40)
     scripted.check(scripted.generate(prompts, own=engine), prompts)
     assert engine.stats.preemptions > 0

@@ -132,9 +132,9 @@ class TestUncut:
 
   def test_mesh_of_eight_devices(self):
     mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
-    fns, params = tiny.tiny_policy()
+    fns, params = tiny.tiny_policy(mesh)
     placed = jax.device_put(params, sharding.tree_shardings(params, mesh))
-    engine = make_engine(slots=16, sharding=sharding.along_batch(mesh))
+    engine = make_engine(fns, slots=16)
     call = {"engine": engine, "params": fns.for_sampling(placed), "window": 6}
 
     def run():

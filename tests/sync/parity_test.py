@@ -11,20 +11,24 @@ from jaxrl_llm import models, sharding, sync
 TOKENS = sync.parity_tokens(67, rows=4, length=10)  # Three pages a row.
 
 
-def _fns(dtype, mesh=None):
-  place = sharding.along_batch(mesh) if mesh else None
+def _fns(dtype, trainer=None, sampler=None):
+  config = tiny.tiny_config()
   return models.make_policy(
-    tiny.tiny_config(), dtype=dtype, head_chunk=8, sharding=place
+    config,
+    dtype=dtype,
+    head_chunk=8,
+    sharding=trainer and sharding.along_batch(trainer),
+    sampler_sharding=sampler
+    and sharding.of_slots(sampler, config.num_kv_heads),
   )
 
 
-def _make_check(fns, dtype, **settings):
+def _make_check(fns, dtype):
   return sync.make_parity_check(
     fns,
     TOKENS,
     tolerance=sync.tolerance(jnp.dtype(dtype).name, platforms=["cpu"]),
     page_size=4,
-    **settings,
   )
 
 
@@ -44,7 +48,7 @@ def _own_meshes():
   )
   trainer = mesh(slice(0, 4), data=1, fsdp=2, tensor=2)
   sampler = mesh(slice(4, 8), data=2, fsdp=1, tensor=2)
-  fns = _fns(jnp.float32, trainer)
+  fns = _fns(jnp.float32, trainer, sampler)
   params = jax.device_get(tiny.tiny_policy()[1])
   places = sharding.tree_shardings(params, trainer)
   shapes = jax.eval_shape(lambda: params)
@@ -52,7 +56,7 @@ def _own_meshes():
   transfer = sync.WeightTransfer(
     fns.for_sampling, shapes, source=place(trainer), target=place(sampler)
   )
-  return fns, jax.device_put(params, places), transfer, sampler
+  return fns, jax.device_put(params, places), transfer
 
 
 class TestParityCheck:
@@ -79,8 +83,8 @@ class TestParityCheck:
       check(params, broken)
 
   def test_works_across_meshes(self):
-    fns, params, transfer, mesh = _own_meshes()
-    check = _make_check(fns, jnp.float32, sharding=sharding.along_batch(mesh))
+    fns, params, transfer = _own_meshes()
+    check = _make_check(fns, jnp.float32)
     weights = transfer.send(params, 0)
     # The same number as where all lies on one device, up to rounding.
     assert check(params, weights) <= 1e-6
@@ -90,7 +94,7 @@ class TestParityCheck:
       check(params, weights)
 
   def test_is_compiled_once(self):
-    fns, params, transfer, mesh = _own_meshes()
+    fns, params, transfer = _own_meshes()
     traced = []
 
     def decode(*arguments):
@@ -102,9 +106,7 @@ class TestParityCheck:
       return fns.logprobs(*arguments)
 
     check = _make_check(
-      fns._replace(decode=decode, logprobs=logprobs),
-      jnp.float32,
-      sharding=sharding.along_batch(mesh),
+      fns._replace(decode=decode, logprobs=logprobs), jnp.float32
     )
     weights = transfer.send(params, 0)
     first = check(params, weights)

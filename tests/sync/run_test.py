@@ -3,13 +3,12 @@
 import contextlib
 import dataclasses
 
-import jax
 import pytest
 from helpers import tiny_mesh_run, tiny_run
 from helpers.tiny_mesh_run import Spy, recorded
 from helpers.tiny_run import with_config
 
-from jaxrl_llm import checkpoint, digest, sharding, sync
+from jaxrl_llm import checkpoint, digest, sync
 from jaxrl_llm.train import loop
 
 WRONG = 2  # The version whose transfer goes wrong.
@@ -211,7 +210,6 @@ class TestParityCheck:
   ):
     run, rollouts = recorded(make_run("apart"))
     fns = run.learner.policy.fns
-    mesh = jax.tree.leaves(run.transfer.shapes)[0].sharding.mesh
 
     def shifted(params, memory, pages, tokens, positions, writing):
       return fns.decode(params, memory, pages, tokens, positions // 2, writing)
@@ -221,7 +219,6 @@ class TestParityCheck:
       sync.parity_tokens(fns.config.vocab_size, rows=4, length=9),
       tolerance=1e-5,
       page_size=4,
-      sharding=sharding.along_batch(mesh),
     )
     with pytest.raises(sync.SyncError, match="version 0 differ"):
       loop.train(dataclasses.replace(run, parity_check=check), tmp_path)
