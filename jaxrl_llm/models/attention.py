@@ -16,7 +16,9 @@ import numpy as np
 
 _MASKED = -1e30  # Finite: a row without any key gives a mean, not NaN.
 _QUERY_BLOCK = 512  # Queries at a time in rows longer than twice this.
-_MIN_BLOCKS = 64  # Blocks of a paged cache at a time: fewer save no time.
+# A layer's pages are in several arrays, so that those without a page in use
+# cost nothing: at most so many, and of at least so many pages.
+_MAX_SEGMENTS, _MIN_SEGMENT = 8, 32
 
 
 def packed_attention(
@@ -145,16 +147,14 @@ class BlockTables(NamedTuple):
 
   A sequence is cut into blocks of `page_size` tokens, each in a page. Slots are
   dealt to shards in order, S / D each, and page numbers are local to their
-  shard. `page_indices` is what vLLM calls the block table. `blocks` lists the
-  same, block by block, for attention that goes through what is there; a page
-  may stand there several times, as sequences that begin alike may share it.
+  shard. `page_indices` is what vLLM calls the block table. The others say the
+  same page by page, for attention that goes through pages where they lie.
   """
 
   page_indices: chex.Array  # int32 [S, N], page of each block; P for none.
-  # int32 [D, C, E, 3], C times E entries (page, slot within the shard, position
-  # of the block's first token), first blocks first; slot S / D is no entry.
-  blocks: chex.Array
-  count: chex.Array  # int32 [], how many of the C have an entry on any shard.
+  page_owner: chex.Array  # int32 [D, P], slot within the shard; S / D for none.
+  page_start: chex.Array  # int32 [D, P], position of the page's first token.
+  page_order: chex.Array  # int32 [D, P], all pages, first blocks first.
 
 
 def make_block_tables(
@@ -170,17 +170,14 @@ def make_block_tables(
   """
   slots, width = page_indices.shape
   share = slots // shards
-  size = max(share, min(_MIN_BLOCKS, pages))
-  blocks = np.zeros((shards, -(-share * width // size) * size, 3), np.int32)
-  blocks[..., 1] = share
-  most = 0
+  owner = np.full((shards, pages), share, np.int32)
+  start = np.full((shards, pages), width * page_size, np.int32)
   for shard, table in enumerate(page_indices.reshape(shards, share, width)):
-    block, slot = np.nonzero(table.T < pages)
-    entries = table[slot, block], slot, block * page_size
-    blocks[shard, : len(slot)] = np.stack(entries, axis=1)
-    most = max(most, len(slot))
-  blocks = blocks.reshape(shards, -1, size, 3)
-  return BlockTables(page_indices, blocks, np.int32(-(-most // size)))
+    slot, block = np.nonzero(table < pages)
+    page = table[slot, block]
+    owner[shard, page], start[shard, page] = slot, block * page_size
+  order = np.argsort(start, axis=1, kind="stable").astype(np.int32)
+  return BlockTables(page_indices, owner, start, order)
 
 
 def page_and_offset(
@@ -206,54 +203,81 @@ def page_and_offset(
   return page, positions % page_size
 
 
+# Keys [D, p, K, d, page_size] and values [D, p, K, page_size, d] of p pages.
+Segment = tuple[jax.Array, jax.Array]
+PagedLayer = tuple[Segment, ...]  # Its P pages in order.
+
+
+def segment_sizes(pages: int) -> list[int]:
+  """Pages of each segment of a layer, P in all."""
+  count = int(np.clip(pages // _MIN_SEGMENT, 1, _MAX_SEGMENTS))
+  return np.diff(np.arange(count + 1) * pages // count).tolist()
+
+
 def write_paged(
-  layer: tuple[jax.Array, jax.Array],
+  layer: PagedLayer,
   k: chex.Array,
   v: chex.Array,
   block_tables: BlockTables,
   positions: chex.Array,
   writing: chex.Array,
-) -> tuple[jax.Array, jax.Array]:
+) -> PagedLayer:
   """Writes the keys and values of Q new tokens a slot into its pages.
 
   Args:
-    layer: keys [D, P, K, d, page_size] and values [D, P, K, page_size, d].
+    layer: of D shards of P pages.
     k: [S, Q, K, d].
     v: [S, Q, K, d].
     block_tables: the pages of each slot.
     positions: int32 [S, Q].
     writing: bool [S, Q], the others leave no trace.
   """
-  shards, pages, *_, page_size = layer[0].shape
+  shards, pages = block_tables.page_owner.shape
   page, offset = page_and_offset(
-    block_tables.page_indices, positions, writing, pages, page_size
+    block_tables.page_indices, positions, writing, pages, layer[0][0].shape[-1]
   )
   by_shard = lambda x: x.reshape(shards, -1, *x.shape[2:])
 
+  @jax.vmap
   def write(keys, values, page, offset, k, v):
     k, v = k.astype(keys.dtype), v.astype(values.dtype)
     keys = keys.at[page, :, :, offset].set(k, mode="drop")
     return keys, values.at[page, :, offset].set(v, mode="drop")
 
-  return jax.vmap(write)(*layer, *map(by_shard, (page, offset, k, v)))
+  first, written = 0, []
+  for segment, size in zip(layer, _sizes(layer)):
+    within = (page >= first) & (page < first + size)
+    index = by_shard(jnp.where(within, page - first, size))
+    written.append(write(*segment, index, *map(by_shard, (offset, k, v))))
+    first += size
+  return tuple(written)
+
+
+def _sizes(layer: PagedLayer) -> list[int]:
+  return [keys.shape[1] for keys, _ in layer]
+
+
+def _split(x: jax.Array, sizes: list[int]) -> list[jax.Array]:
+  """[D, P, ...] by segments."""
+  return jnp.split(x, np.cumsum(sizes)[:-1], axis=1)
 
 
 def paged_attention(
   q: chex.Array,
-  layer: tuple[jax.Array, jax.Array],
+  layer: PagedLayer,
   block_tables: BlockTables,
   positions: chex.Array,
 ) -> jax.Array:
   """Attention of Q queries a slot on the pages of that slot.
 
-  Goes through the blocks in use, some at a time, each with the queries of its
-  slot, and adds the partial softmax sums of a slot in the order of its blocks.
-  So time follows the sum of lengths by one program for all of them, and the
-  result depends neither on the other slots nor on where pages lie.
+  Every page is multiplied where it lies, by the queries of its owner, and the
+  partial softmax sums of a slot are added in the order of its blocks: so
+  nothing is gathered, and the result depends neither on the other slots nor on
+  where pages lie. Segments without a page in use are left out.
 
   Args:
     q: [S, Q, H, d].
-    layer: keys [D, P, K, d, page_size] and values [D, P, K, page_size, d].
+    layer: of D shards of P pages, each with one owner.
     block_tables: the pages of each slot.
     positions: int32 [S, Q]; a query sees its own position and those before.
 
@@ -261,56 +285,89 @@ def paged_attention(
     [S, Q, H, d] in the dtype of q; scores and softmax are float32. 0 for a
     slot without pages.
   """
-  shards, shard_slots = len(layer[0]), len(q) // len(layer[0])
-  q, unfold = _fold(q * q.shape[3] ** -0.5, layer[0].shape[2])
-  by_shard = lambda x: x.reshape(shards, shard_slots, *x.shape[1:])
-  attend_shard = functools.partial(_attend_blocks, block_tables.count)
-  out = jax.vmap(attend_shard)(
-    by_shard(q), *layer, block_tables.blocks, by_shard(positions)
-  )
+  shards = len(block_tables.page_owner)
+  share = len(q) // shards
+  q, unfold = _fold(q * q.shape[3] ** -0.5, layer[0][0].shape[2])
+  by_shard = lambda x: x.reshape(shards, share, *x.shape[1:])
+  q, positions = by_shard(q), by_shard(positions)
+  by_segment = functools.partial(_split, sizes=_sizes(layer))
+  owner, order = block_tables.page_owner, block_tables.page_order
+  owners, starts = by_segment(owner), by_segment(block_tables.page_start)
+  keys, values = zip(*layer)
+
+  def where_used(function, same, *parts):
+    """The function of each segment; zeros for one without a page in use."""
+    run = jax.vmap(function)
+    results = []
+    for owner, *part in zip(owners, *parts):
+      arguments = (*same, owner, *part)
+      zeros = lambda *x: jax.tree.map(
+        lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(run, *x)
+      )
+      used = jnp.any(owner < share)
+      results.append(jax.lax.cond(used, run, zeros, *arguments))
+    return zip(*results)
+
+  def of_slots(reduce, parts):
+    """Over the pages of each slot, in the order of its blocks."""
+    pages = jnp.concatenate(list(parts), axis=1)
+    run = lambda x, owner, order: reduce(x[order], owner[order], share)
+    return jax.vmap(run)(pages, owner, order)
+
+  scores, tops = where_used(_score_pages, (q, positions), starts, keys)
+  top = of_slots(jax.ops.segment_max, tops)
+  totals, outs = where_used(_mix_pages, (top,), scores, values)
+  total = of_slots(jax.ops.segment_sum, totals)
+  out = of_slots(jax.ops.segment_sum, outs)
+  out = out / jnp.where(total > 0, total, 1.0)[..., None]
   return unfold(out.reshape(-1, *out.shape[2:]).astype(q.dtype))
 
 
-def _attend_blocks(count, q, keys, values, blocks, positions):
-  """`paged_attention` of a shard, queries folded to [S / D, K, G·Q, d]."""
-  slots, kv_heads, folded, size = q.shape
-  queries, page_size = positions.shape[1], keys.shape[3]
-  take = lambda x, index: x.at[index].get(mode="promise_in_bounds")
-  einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+def _score_pages(q, positions, owner, start, keys):
+  """Scores of p pages of a shard, and the largest of each page and query.
 
-  def entries(i):
-    page, slot, start = jnp.moveaxis(take(blocks, i), -1, 0)
-    return page, slot, jnp.minimum(slot, slots - 1), start
+  Args:
+    q: [S / D, K, G·Q, d].
+    positions: [S / D, Q].
+    owner: [p].
+    start: [p].
+    keys: [p, K, d, page_size].
 
-  def score(i, carry):
-    scores, top = carry
-    page, slot, held, start = entries(i)
-    new = einsum("pkqd,pkdl->pkql", take(q, held), take(keys, page))
-    index = start[:, None] + jnp.arange(page_size)[None]
-    visible = index[:, None] <= take(positions, held)[:, :, None]
-    visible &= (slot < slots)[:, None, None]  # [E, Q, page_size].
-    split = new.reshape(len(slot), kv_heads, -1, queries, page_size)
-    new = jnp.where(visible[:, None, None], split, _MASKED).reshape(new.shape)
-    top = top.at[slot].max(jnp.max(new, axis=-1), mode="drop")
-    return scores.at[i].set(new, mode="promise_in_bounds"), top
+  Returns:
+    [p, K, G·Q, page_size] and [p, K, G·Q].
+  """
+  slots, kv_heads = q.shape[:2]
+  held = jnp.minimum(owner, slots - 1)
+  scores = jnp.einsum(
+    "pkqd,pkdl->pkql", q[held], keys, preferred_element_type=jnp.float32
+  )
+  index = start[:, None] + jnp.arange(keys.shape[3])[None]
+  visible = index[:, None] <= positions[held][:, :, None]  # [p, Q, page_size].
+  visible &= (owner < slots)[:, None, None]
+  shape = scores.shape
+  scores = scores.reshape(shape[0], kv_heads, -1, *visible.shape[1:])
+  scores = jnp.where(visible[:, None, None], scores, _MASKED).reshape(shape)
+  return scores, jnp.max(scores, axis=-1)
 
-  def mix(i, carry):
-    total, out = carry
-    page, slot, held, _ = entries(i)
-    weights = jnp.exp(take(scores, i) - take(top, held)[..., None])
-    mixed = einsum(
-      "pkql,pkld->pkqd", weights.astype(values.dtype), take(values, page)
-    )
-    total = total.at[slot].add(jnp.sum(weights, axis=-1), mode="drop")
-    return total, out.at[slot].add(mixed, mode="drop")
 
-  rows = (slots, kv_heads, folded)
-  shape = (*blocks.shape[:2], kv_heads, folded, page_size)
-  start = jax.lax.empty(shape, jnp.float32), jnp.full(rows, -jnp.inf)
-  scores, top = jax.lax.fori_loop(0, count, score, start)
-  start = jnp.zeros(rows), jnp.zeros((*rows, size))
-  total, out = jax.lax.fori_loop(0, count, mix, start)
-  return out / jnp.where(total > 0, total, 1.0)[..., None]
+def _mix_pages(top, owner, scores, values):
+  """Softmax sums [p, K, G·Q] of pages, and their values mixed by weight.
+
+  Args:
+    top: [S / D, K, G·Q], the largest score of each query.
+    owner: [p].
+    scores: [p, K, G·Q, page_size].
+    values: [p, K, page_size, d].
+  """
+  held = jnp.minimum(owner, len(top) - 1)
+  weights = jnp.exp(scores - top[held][..., None])
+  mixed = jnp.einsum(
+    "pkql,pkld->pkqd",
+    weights.astype(values.dtype),
+    values,
+    preferred_element_type=jnp.float32,
+  )
+  return jnp.sum(weights, axis=-1), mixed
 
 
 def write_contiguous(

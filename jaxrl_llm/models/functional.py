@@ -46,6 +46,8 @@ class ModelFns(NamedTuple):
   for_sampling: Callable[..., Any]
   # Of every array of the paged KV cache; None: they lie on one device.
   kv_sharding: NamedSharding | None
+  # Several slots may read a page of it.
+  shares_pages: bool
   # (shards, pages, page_size) -> a paged KV cache of zeros.
   init_kv_cache: Callable[..., KVCache]
   # (sampler_params, tokens [N,C]) -> the contiguous KV cache of N contexts.
@@ -204,6 +206,7 @@ def _sampled(config, kernels, *, dtype, cache_dtype):
   return {
     "for_sampling": for_sampling,
     "kv_sharding": kernels.kv_sharding,
+    "shares_pages": kernels.shares_pages,
     "init_kv_cache": init_kv_cache,
     "prefill": prefill,
     "decode": decode,

@@ -35,7 +35,9 @@ class Kernels(NamedTuple):
 
   # Of the arrays of a paged layer; None: they lie on one device.
   kv_sharding: NamedSharding | None
-  # (shards, pages, page_size, dtype) -> a paged layer of zeros.
+  # Several slots may read a page, as sequences that begin alike do.
+  shares_pages: bool
+  # (shards, pages, page_size, dtype) -> a paged layer of zeros, see `kv_cache`.
   init_paged: Callable[..., Any]
   # (sequences, length, dtype) -> a contiguous layer of zeros, for prefill.
   init_contiguous: Callable[..., Any]
@@ -138,7 +140,8 @@ def make_xla(
     )
 
   def init_paged(shards, pages, page_size, dtype):
-    return zeros(shards, pages, page_size, dtype=dtype)
+    sizes = attention.segment_sizes(pages)
+    return tuple(zeros(shards, n, page_size, dtype=dtype) for n in sizes)
 
   def init_contiguous(sequences, length, dtype):
     return zeros(sequences, length, dtype=dtype)
@@ -146,6 +149,7 @@ def make_xla(
   return Kernels(
     packed_attention=attention.packed_attention,
     kv_sharding=layer_sharding(sharding, heads_axis=2),
+    shares_pages=False,
     init_paged=init_paged,
     init_contiguous=init_contiguous,
     write_paged=attention.write_paged,

@@ -60,7 +60,7 @@ def make_pallas(
   entry = (parts * 2 * padded[0], padded[1])
 
   def init_paged(shards, pages, page_size, dtype):
-    return jnp.zeros((shards, pages, page_size, *entry), dtype)
+    return (jnp.zeros((shards, pages, page_size, *entry), dtype),)
 
   def init_contiguous(sequences, length, dtype):
     return jnp.zeros((sequences, length, *entry), dtype)
@@ -80,12 +80,12 @@ def make_pallas(
     return _on_devices(on_device, sharding)(q, layer, q, *arguments)
 
   def write_paged(layer, k, v, block_tables, positions, writing):
-    indices = block_tables.page_indices
-    return write(_write_paged, layer, k, v, indices, positions, writing)
+    where = block_tables.page_indices, positions, writing
+    return (write(_write_paged, layer[0], k, v, *where),)
 
   def paged_attention(q, layer, block_tables, positions):
     indices, lengths = block_tables.page_indices, positions[:, -1] + 1
-    return attend(_attend_paged, layer, q, indices, lengths)
+    return attend(_attend_paged, layer[0], q, indices, lengths)
 
   def write_contiguous(layer, k, v, start):
     starts = jnp.full(k.shape[:1], start, jnp.int32)
@@ -98,6 +98,7 @@ def make_pallas(
   return Kernels(
     packed_attention=attention.packed_attention,
     kv_sharding=layer_sharding(sharding, heads_axis=3),
+    shares_pages=True,
     init_paged=init_paged,
     init_contiguous=init_contiguous,
     write_paged=write_paged,

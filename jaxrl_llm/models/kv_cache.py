@@ -1,10 +1,11 @@
 """The paged KV cache of the sampler, whatever a layer's arrays look like.
 
-The keys and values of a layer are a tree of arrays, whose layout is that of the
-attention kernels. A paged array is [D, P, ...]: D shards of P pages of
-`page_size` tokens. A contiguous one, as prefill makes it, is [N, ...]: N
-sequences of T tokens. A page and a sequence differ in one axis, page_size and
-T, and are alike in all others.
+A layer has D shards of P pages of `page_size` tokens. Its pages are in one or
+several segments, one after the other; a segment of p pages is a tree of arrays
+[D, p, ...], whose layout is that of the attention kernels. A contiguous layer,
+as prefill makes it, is a like tree of arrays [N, ...]: N sequences of T tokens.
+A page and a sequence differ in one axis, page_size and T, and are alike in all
+others.
 """
 
 from typing import Any
@@ -13,23 +14,24 @@ import chex
 import jax
 import jax.numpy as jnp
 
-KVCache = tuple[Any, ...]  # One tree of arrays a layer.
+KVCache = tuple[Any, ...]  # A layer each: a tuple of segments, or contiguous.
 
 
 def write_pages(
   kv_cache: KVCache, prefilled: KVCache, pages: chex.Array
 ) -> KVCache:
-  """Copies prefilled sequences into pages, each G times.
+  """Copies prefilled sequences into pages.
 
   Args:
     kv_cache: paged, D shards of P pages.
     prefilled: contiguous, N sequences of T tokens.
-    pages: int32 [N, G, ⌈T / page_size⌉], the page of each block, numbered
-      through all shards; D · P drops a block.
+    pages: int32 [N, D, ⌈T / page_size⌉], on each shard the page of each block;
+      P drops a block.
   """
-  blocks = pages.shape[2]
+  pages = pages.swapaxes(0, 1)
+  count, blocks = pages.shape[1:]
 
-  def write(paged, contiguous):
+  def write(paged, contiguous, index):
     axis = _token_axis(paged, contiguous)
     page_size = paged.shape[1 + axis]
     padding = [(0, 0)] * contiguous.ndim
@@ -37,14 +39,17 @@ def write_pages(
     new = jnp.pad(contiguous, padding).astype(paged.dtype)
     split = (*new.shape[:axis], blocks, page_size, *new.shape[axis + 1 :])
     new = jnp.moveaxis(new.reshape(split), axis, 1)  # [N, blocks, ...].
-    new = jnp.repeat(new[:, None], pages.shape[1], axis=1)
-    flat = paged.reshape(-1, *paged.shape[2:])
-    flat = flat.at[pages.reshape(-1)].set(
-      new.reshape(-1, *new.shape[3:]), mode="drop"
-    )
-    return flat.reshape(paged.shape)
+    new = new.reshape(count * blocks, *new.shape[2:])
+    put = lambda x, i: x.at[i.reshape(-1)].set(new, mode="drop")
+    return jax.vmap(put)(paged, index)
 
-  return jax.tree.map(write, kv_cache, prefilled)
+  def write_layer(layer, new):
+    write_segment = lambda segment, index: jax.tree.map(
+      lambda x, y: write(x, y, index), segment, new
+    )
+    return _by_segment(write_segment, layer, pages)
+
+  return tuple(map(write_layer, kv_cache, prefilled))
 
 
 def copy_pages(
@@ -57,8 +62,37 @@ def copy_pages(
     sources: int32 [D, n], in [0, P).
     targets: int32 [D, n]; P drops a copy.
   """
-  copy = jax.vmap(lambda x, old, new: x.at[new].set(x[old], mode="drop"))
-  return jax.tree.map(lambda x: copy(x, sources, targets), kv_cache)
+  take = jax.vmap(lambda x, i: x.at[i].get(mode="fill", fill_value=0))
+  put = jax.vmap(lambda x, i, new: x.at[i].set(new, mode="drop"))
+
+  def copy_layer(layer):
+    parts = _by_segment(
+      lambda segment, index: jax.tree.map(lambda x: take(x, index), segment),
+      layer,
+      sources,
+    )
+    # A page is in one segment, and the others have given zeros.
+    pages = jax.tree.map(lambda *x: sum(x[1:], x[0]), *parts)
+    put_segment = lambda segment, index: jax.tree.map(
+      lambda x, new: put(x, index, new), segment, pages
+    )
+    return _by_segment(put_segment, layer, targets)
+
+  return tuple(map(copy_layer, kv_cache))
+
+
+def _by_segment(function, layer, pages):
+  """The function of each segment and of the pages' numbers within it.
+
+  Pages of other segments have its size for a number, which is nowhere.
+  """
+  first, results = 0, []
+  for segment in layer:
+    size = jax.tree.leaves(segment)[0].shape[1]
+    here = (pages >= first) & (pages < first + size)
+    results.append(function(segment, jnp.where(here, pages - first, size)))
+    first += size
+  return tuple(results)
 
 
 def _token_axis(paged, contiguous):

@@ -6,6 +6,7 @@ longest. Responses that begin alike may share a page: it is free again when its
 last reader has given it back. On D shards a response has its pages on one.
 """
 
+import heapq
 from collections.abc import Sequence
 
 import numpy as np
@@ -33,7 +34,8 @@ class PageAllocator:
 
   def __init__(self, *, shards: int, pages: int):
     """All pages are free."""
-    self._free = [list(reversed(range(pages))) for _ in range(shards)]
+    # Heaps: the lowest pages first, so that those in use lie close together.
+    self._free = [list(range(pages)) for _ in range(shards)]
     self._readers = np.zeros((shards, pages), np.int32)
     # (shard, pages) by context, the oldest first.
     self._kept: dict[bytes, tuple[int, list[int]]] = {}
@@ -47,7 +49,7 @@ class PageAllocator:
       self.free(shard, self.take(context))
     if len(free) < count:
       return None
-    pages = [free.pop() for _ in range(count)]
+    pages = [heapq.heappop(free) for _ in range(count)]
     self._readers[shard, pages] = 1
     return pages
 
@@ -58,7 +60,9 @@ class PageAllocator:
   def free(self, shard: int, pages: Sequence[int]) -> None:
     """A reader gives pages back."""
     self._readers[shard, pages] -= 1
-    self._free[shard] += [p for p in pages if not self._readers[shard, p]]
+    for page in pages:
+      if not self._readers[shard, page]:
+        heapq.heappush(self._free[shard], page)
 
   def keep(self, context: bytes, shard: int, pages: list[int]) -> None:
     """A reader gives the pages of a context back, in case that it goes on."""

@@ -78,7 +78,13 @@ class Engine(Scheduler):
     programs = self._compiled(config, shards, adaptive_temperature)
     super().__init__(
       config,
-      lambda: PagedCache(programs, config, shards=shards, sharding=sharding),
+      lambda: PagedCache(
+        programs,
+        config,
+        shards=shards,
+        sharding=sharding,
+        shares_pages=fns.shares_pages,
+      ),
       speculation=speculation.AdaptiveSpeculation(config.num_draft_tokens),
       detokenize=detokenize,
     )

@@ -41,9 +41,19 @@ class PagedCache:
     *,
     shards: int,
     sharding: jax.sharding.Sharding | None,
+    shares_pages: bool,
   ):
-    """Allocates nothing on the device yet; arguments as in `Scheduler`."""
+    """Allocates nothing on the device yet.
+
+    Args:
+      programs: the compiled functions.
+      config: sizes.
+      shards: D.
+      sharding: of the slot axis.
+      shares_pages: whether several slots may read a page.
+    """
     self.programs, self._config = programs, config
+    self.shares_pages = shares_pages
     self.shards, self._sharding = shards, sharding
     self._pages = config.pages_per_shard(shards)
     self._length_buckets = buckets.length_buckets(config.max_length)
@@ -145,15 +155,13 @@ class PagedCache:
       width = min(buckets.round_up(longest, self._length_buckets), limit)
       tokens = np.zeros((count, width), np.int32)
       shape = (count, self.shards, self._config.pages_of(width))
-      pages = np.full(shape, self.shards * self._pages, np.int32)
+      pages = np.full(shape, self._pages, np.int32)
       for i, same in enumerate(part):
         length = same[0].context_length
         tokens[i, :length] = same[0].context()
         held = self._config.pages_of(length)
         for request in same:
-          first = request.shard * self._pages  # Numbers go through all shards.
           pages[i, request.shard, :held] = request.pages[:held]
-          pages[i, request.shard, :held] += first
         self.prefill_tokens += length
       prefilled = self.programs.prefill(
         self.params, jax.device_put(tokens, sharding)
@@ -162,15 +170,19 @@ class PagedCache:
 
   def _copy_pages(self, copies: Sequence[tuple[int, int, int]]) -> None:
     """Copies pages: (shard, from, to)."""
-    most = np.bincount([shard for shard, *_ in copies]).max()
-    sizes = self._config.refill_slots, self._config.slots
-    size = buckets.round_up(most, sizes)
-    pages = np.zeros((2, self.shards, size), np.int32)
-    pages[1] = self._pages
-    for shard in range(self.shards):
-      mine = [pair for home, *pair in copies if home == shard]
-      pages[:, shard, : len(mine)] = np.reshape(mine, (-1, 2)).T
-    self._kv_cache = self.programs.copy_pages(self._kv_cache, *pages)
+    mine = [
+      [pair for home, *pair in copies if home == shard]
+      for shard in range(self.shards)
+    ]
+    most, few = max(map(len, mine)), self._config.refill_slots
+    size = few if most <= few else self._config.slots
+    for start in range(0, most, size):
+      pages = np.zeros((2, self.shards, size), np.int32)
+      pages[1] = self._pages
+      for shard, pairs in enumerate(mine):
+        part = np.reshape(pairs[start : start + size], (-1, 2))
+        pages[:, shard, : len(part)] = part.T
+      self._kv_cache = self.programs.copy_pages(self._kv_cache, *pages)
 
   def _extend(self, requests: Sequence[Request]) -> None:
     """Computes the KV of tokens that were added to contexts since they left.

@@ -259,9 +259,10 @@ class Scheduler:
       shard, prefix = slot // share, request.prefix
       kept = allocator.take(key) if shard == home else None
       first = None if kept else new.get(prefix, {}).get(shard)
-      # All pages are shared but that of the last token: it is written to.
-      full = (len(context) - 1) // self.config.page_size
-      pages = kept or (first.pages[:full] if first else [])
+      # The page of the last token is never shared: it is written to.
+      shared = (len(context) - 1) // self.config.page_size
+      shared *= self._cache.shares_pages
+      pages = kept or (first.pages[:shared] if first else [])
       own = allocator.allocate(shard, self._blocks(len(context)) - len(pages))
       if own is None:
         if kept:
@@ -269,7 +270,9 @@ class Scheduler:
         break
       if first:
         allocator.share(shard, pages)
-        copies.append((shard, first.pages[full], own[0]))
+        held = self.config.pages_of(len(context))
+        others = zip(first.pages[shared:held], own)
+        copies += [(shard, *pair) for pair in others]
       elif not kept:
         new.setdefault(prefix, {})[shard] = request
       elif 0 < request.cached < len(context):

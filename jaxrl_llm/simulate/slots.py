@@ -142,7 +142,9 @@ class SimulatedSlots(Scheduler):
     )
     super().__init__(
       config,
-      lambda: _Cache(programs, config, shards=1, sharding=None),
+      lambda: _Cache(
+        programs, config, shards=1, sharding=None, shares_pages=False
+      ),
       speculation=AdaptiveSpeculation(0),
       detokenize=None,
     )

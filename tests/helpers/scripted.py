@@ -35,12 +35,10 @@ def _decode(params, kv_cache, block_tables, tokens, positions, writing):
   layer = attention.write_paged(
     kv_cache[0], k, k, block_tables, positions, writing
   )
-  keys = layer[0][:, :, 0, 0]
+  keys = jnp.concatenate([keys for keys, _ in layer], axis=1)[:, :, 0, 0]
   share = tokens.shape[0] // keys.shape[0]
 
-  def of_shard(keys, blocks, positions):
-    page, owner, start = blocks.reshape(-1, 3).T
-    keys = keys[page]
+  def of_shard(keys, owner, start, positions):
     index = start[:, None] + jnp.arange(keys.shape[1])[None]
     seen = index <= positions[jnp.minimum(owner, share - 1), 0][:, None]
     parts = jnp.stack(
@@ -55,7 +53,8 @@ def _decode(params, kv_cache, block_tables, tokens, positions, writing):
   total, length = (
     jax.vmap(of_shard, out_axes=1)(
       keys,
-      block_tables.blocks,
+      block_tables.page_owner,
+      block_tables.page_start,
       local(positions),
     )
     .reshape(2, -1)
@@ -73,8 +72,10 @@ def _prefill(params, tokens):
 
 
 def _init_kv_cache(shards, pages, page_size):
-  shape = (shards, pages, 1)
-  return ((jnp.ones((*shape, 1, page_size)), jnp.ones((*shape, page_size, 1))),)
+  half = pages // 2
+  ones = lambda count, *shape: jnp.ones((shards, count, 1, *shape))
+  segment = lambda n: (ones(n, 1, page_size), ones(n, page_size, 1))
+  return ((segment(half), segment(pages - half)),)
 
 
 def make_engine(mesh=None, **settings):

@@ -148,6 +148,12 @@ def _layout(lengths, *, shards, page, spare, seed):
   return tables, count
 
 
+def _segmented(keys, values):
+  """A paged layer, its pages in as many arrays as there are segments."""
+  cuts = np.cumsum(attention.segment_sizes(keys.shape[1]))[:-1]
+  return tuple(zip(*(jnp.split(x, cuts, axis=1) for x in (keys, values))))
+
+
 _paged = jax.jit(attention.paged_attention)
 _write = jax.jit(attention.write_paged)
 
@@ -173,7 +179,7 @@ class TestPagedAttention:
     fill = np.where(free, garbage, 1e3)[:, :, None, None, None]
     fill = fill.astype(np.float32)
     size = (shards, count, kv_heads)
-    kv_cache = (
+    kv_cache = _segmented(
       jnp.broadcast_to(fill, (*size, D, self.PAGE)),
       jnp.broadcast_to(fill, (*size, self.PAGE, D)),
     )
@@ -197,27 +203,25 @@ class TestPagedAttention:
         out[s, i, h] = weights @ v[s, seen, h // group] / weights.sum()
     return out
 
-  # All blocks at once, and a few at a time, the last of them in part.
-  @pytest.mark.parametrize("at_a_time", [64, 1])
+  # All pages in one array, and in eight.
+  @pytest.mark.parametrize("segment", [32, 1])
   @pytest.mark.parametrize("shards", [1, 2])
   @pytest.mark.parametrize("queries", [1, 3])
   @pytest.mark.parametrize("heads, kv_heads", HEADS)
   def test_equals_a_softmax_per_slot(
-    self, heads, kv_heads, queries, shards, at_a_time, monkeypatch
+    self, heads, kv_heads, queries, shards, segment, monkeypatch
   ):
-    monkeypatch.setattr(attention, "_MIN_BLOCKS", at_a_time)
+    monkeypatch.setattr(attention, "_MIN_SEGMENT", segment)
     q, k, v, *rest = self._case(heads, kv_heads, queries, shards)
     got = _paged(q, *rest)
     expected = self._naive(q, k, v, rest[-1])
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=2e-6)
     assert not np.any(got[2])  # The idle slot.
 
-  def test_where_pages_lie_and_how_many_are_read_at_a_time_is_no_matter(
-    self, monkeypatch
-  ):
+  def test_where_pages_lie_is_no_matter(self, monkeypatch):
     q, *_, kv_cache, tables, positions = self._case(6, 2, 1, 1)
     expected = _paged(q, kv_cache, tables, positions)
-    monkeypatch.setattr(attention, "_MIN_BLOCKS", 1)
+    (kv_cache,) = kv_cache
     count = kv_cache[0].shape[1]
     order = np.random.default_rng(0).permutation(count + 1)
     order[order == count], order[count] = order[count], count
@@ -230,24 +234,21 @@ class TestPagedAttention:
       pages=count,
       page_size=self.PAGE,
     )
-    assert other.blocks.shape[1] > tables.blocks.shape[1]
-    got = _paged(q, tuple(moved), other, positions)
+    monkeypatch.setattr(attention, "_MIN_SEGMENT", 1)
+    got = _paged(q, _segmented(*moved), other, positions)
     np.testing.assert_array_equal(got, expected)
 
-  def test_a_page_may_be_read_by_several_slots(self):
-    q, k, v, kv_cache, tables, positions = self._case(6, 2, 1, 1)
-    table = tables.page_indices.copy()
-    table[1] = table[0]  # Another response to the first one's tokens.
-    shared = attention.make_block_tables(
-      table, shards=1, pages=kv_cache[0].shape[1], page_size=self.PAGE
-    )
-    q, positions = np.array(q), positions.copy()
-    q[1], positions[1] = q[0], positions[0]
-    got = _paged(q, kv_cache, shared, positions)
-    np.testing.assert_array_equal(got[1], got[0])
-    np.testing.assert_array_equal(
-      got[3], _paged(q, kv_cache, tables, positions)[3]
-    )
+  def test_segments_without_a_page_in_use_are_left_out(self, monkeypatch):
+    monkeypatch.setattr(attention, "_MIN_SEGMENT", 1)
+    q, *_, kv_cache, tables, positions = self._case(6, 2, 1, 1)
+    sizes = [keys.shape[1] for keys, _ in kv_cache]
+    owner = tables.page_owner.copy()
+    owner[:, sum(sizes[:-1]) :] = self.SLOTS  # What was there is not seen.
+    tables = tables._replace(page_owner=owner)
+    broken = jax.tree.map(lambda x: x * np.nan, kv_cache[-1])
+    expected = _paged(q, kv_cache, tables, positions)
+    got = _paged(q, (*kv_cache[:-1], broken), tables, positions)
+    np.testing.assert_array_equal(got, expected)
 
   @pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf])
   def test_free_pages_may_hold_what_is_no_number(self, garbage):
@@ -263,22 +264,26 @@ class TestPagedAttention:
   def test_bfloat16_stays_near_and_keeps_its_dtype(self):
     q, _, _, kv_cache, tables, positions = self._case(6, 2, 3, 1)
     half = lambda x: x.astype(jnp.bfloat16)
-    got = _paged(half(q), tuple(map(half, kv_cache)), tables, positions)
+    got = _paged(half(q), jax.tree.map(half, kv_cache), tables, positions)
     assert got.dtype == jnp.bfloat16
     expected = _paged(q, kv_cache, tables, positions)
     np.testing.assert_allclose(got, expected, atol=0.05)
 
 
 class TestWritePaged:
-  def test_leaves_everything_else_as_it_was(self):
+  def test_leaves_everything_else_as_it_was(self, monkeypatch):
     tables, count = _layout([5, 3], shards=2, page=4, spare=1, seed=0)
     size = (2, count, 1)
-    kv_cache = (jnp.full((*size, D, 4), 7.0), jnp.full((*size, 4, D), 7.0))
+    monkeypatch.setattr(attention, "_MIN_SEGMENT", 1)
+    kv_cache = _segmented(
+      jnp.full((*size, D, 4), 7.0), jnp.full((*size, 4, D), 7.0)
+    )
     k = np.arange(4.0).reshape(2, 2, 1, 1) * np.ones(D, np.float32)
     # The first slot has no page for position 8, the second does not write.
     positions = np.array([[4, 8], [0, 2]], np.int32)
     writing = np.array([[True, True], [False, True]])
-    keys, values = _write(kv_cache, k, -k, tables, positions, writing)
+    written = _write(kv_cache, k, -k, tables, positions, writing)
+    keys, values = (np.concatenate(x, axis=1) for x in zip(*written))
     expected = np.full((*size, 4), 7.0)
     expected[0, tables.page_indices[0, 1], 0, 0] = 0.0
     expected[1, tables.page_indices[1, 0], 0, 2] = 3.0

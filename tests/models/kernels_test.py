@@ -106,7 +106,7 @@ def _on_pages(backend, tables, q, k, v):
 
   Queries after the only token of a slot read what its page was filled with.
   """
-  shards, queries = tables.blocks.shape[0], q.shape[1]
+  shards, queries = tables.page_owner.shape[0], q.shape[1]
   kv_cache = backend.init_paged(shards, PAGES, PAGE, q.dtype)
   kv_cache = _filled(kv_cache, tables, 4 // shards)
   index = np.arange(k.shape[1], dtype=np.int32)
@@ -248,7 +248,7 @@ class TestMakeKernels:
     backend = kernels.make_kernels(name, config)
     return jax.tree.map(
       lambda x: x.shape,
-      jax.eval_shape(lambda: backend.init_paged(1, 2, PAGE, jnp.float32)),
+      jax.eval_shape(lambda: backend.init_paged(1, 2, PAGE, jnp.float32)[0]),
       is_leaf=lambda x: isinstance(x, jax.ShapeDtypeStruct),
     )
 

@@ -125,8 +125,8 @@ class TestParityCheck:
 
     def forgetful(sampled, memory, pages, tokens, positions, writing):
       # Only the first page is read.
-      first, none = pages.blocks[..., 2:] == 0, np.array([0, 4, 0], np.int32)
-      pages = pages._replace(blocks=np.where(first, pages.blocks, none))
+      first = pages.page_start == 0
+      pages = pages._replace(page_owner=np.where(first, pages.page_owner, 4))
       return fns.decode(sampled, memory, pages, tokens, positions, writing)
 
     for broken in (one_late, forgetful):
