@@ -201,7 +201,7 @@ OUT_OF_RANGE = [
 
 
 def every_constraint(config):
-  return [rule for topic in constraints.TOPICS for rule in topic(config)]
+  return list(constraints.constraints(config))
 
 
 def refusal(config):

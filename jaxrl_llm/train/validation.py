@@ -9,7 +9,7 @@ from jaxrl_llm import config as config_lib
 from jaxrl_llm.data import sources
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.choices import has_critic
-from jaxrl_llm.train.constraints import broken
+from jaxrl_llm.train.constraints import constraints
 
 
 def validate(config: Any) -> None:
@@ -26,11 +26,10 @@ def validate(config: Any) -> None:
       if one not in key.allowed:
         raise InputError(f"config.{path}={value!r} must be {key.allowed}")
   _validate_sizes(config)
-  for keys, why in broken(config):
-    named = " with ".join(
-      f"config.{key}={config_lib.get(config, key)!r}" for key in keys
-    )
-    raise InputError(f"{named}: {why}")
+  for is_broken, keys, why in constraints(config):
+    if is_broken:
+      named = [f"config.{key}={config_lib.get(config, key)!r}" for key in keys]
+      raise InputError(f"{' with '.join(named)}: {why}")
 
 
 def _validate_sizes(config: Any) -> None:
