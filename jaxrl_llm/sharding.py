@@ -35,8 +35,8 @@ PARAMETERS: tuple[tuple[str, tuple[str, ...]], ...] = (
   (r"layers/.*/down/kernel$", ("layers", "mlp", "embed")),
   (r"layers/.*/(o|down)/bias$", ("layers", "")),
   (r"(norm|value_head)/(scale|kernel|bias)$", ()),
-  # Counters of train states and optimizers.
-  (r"(^|/)(count|step|skipped|skipped_in_a_row)$", ()),
+  # Counters of train states, optimizers and the moving average.
+  (r"(^|/)(count|step|skipped|skipped_in_a_row|weight)$", ()),
 )
 # Name of a dimension -> the axis of the mesh that splits it.
 MESH_AXES: dict[str, str | None] = {

@@ -7,10 +7,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jaxrl_llm import losses, sharding
-from jaxrl_llm.checkpoint.manager import abstract
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.algorithm import Algorithm
 from jaxrl_llm.learner.optimizer import (
@@ -31,23 +29,14 @@ from jaxrl_llm.models import ModelFns, ValueFns
 
 @dataclasses.dataclass(frozen=True)
 class TrainedModel:
-  """A policy or critic: its functions, optimizer, update and place."""
+  """A policy or critic: its functions, update and place."""
 
   fns: ModelFns | ValueFns
-  optimizer: optax.GradientTransformation
+  # (params, which are given away) -> the state at step 0 around them, jitted.
+  create_state: Callable[[Any], TrainState]
   update: Update
   shapes: TrainState  # ShapeDtypeStructs with shardings.
   settings: UpdateSettings
-
-  def create_state(self, params: Any) -> TrainState:
-    """The state at step 0 around parameters, which are given away."""
-    shardings = jax.tree.map(lambda x: x.sharding, self.shapes)
-    create = functools.partial(
-      create_train_state,
-      optimizer=self.optimizer,
-      frozen=self.settings.frozen,
-    )
-    return jax.jit(create, out_shardings=shardings, donate_argnums=0)(params)
 
 
 class Ema(NamedTuple):
@@ -66,12 +55,8 @@ def make_policy(
   mesh: jax.sharding.Mesh,
 ) -> TrainedModel:
   """The policy with the algorithm's losses."""
-  make_update = functools.partial(
-    make_policy_update,
-    policy_loss=algorithm.policy_loss,
-    auxiliary=algorithm.auxiliary,
-  )
-  return _trained(fns, settings, make_update, mesh)
+  chosen = algorithm.policy_loss, algorithm.auxiliary
+  return _trained(fns, settings, make_policy_update, chosen, mesh)
 
 
 def make_critic(
@@ -83,13 +68,12 @@ def make_critic(
   """The critic; None if the algorithm has none."""
   if algorithm.value_loss is None:
     return None
-  make_update = functools.partial(
-    make_value_update, value_loss=algorithm.value_loss
+  return _trained(
+    fns, settings, make_value_update, (algorithm.value_loss,), mesh
   )
-  return _trained(fns, settings, make_update, mesh)
 
 
-def _trained(fns, settings, make_update, mesh) -> TrainedModel:
+def _trained(fns, settings, make_update, chosen_losses, mesh) -> TrainedModel:
   schedule = make_schedule(settings)
   optimizer = make_optimizer(
     schedule,
@@ -101,24 +85,20 @@ def _trained(fns, settings, make_update, mesh) -> TrainedModel:
   )
   params = jax.eval_shape(fns.init, jax.random.key(0))
   _check_frozen(params, settings.frozen)
-  shapes = jax.eval_shape(
-    functools.partial(
-      create_train_state, optimizer=optimizer, frozen=settings.frozen
-    ),
-    params,
+  create = functools.partial(
+    create_train_state, optimizer=optimizer, frozen=settings.frozen
   )
-  shardings = sharding.tree_shardings(shapes, mesh)
+  shardings = sharding.tree_shardings(jax.eval_shape(create, params), mesh)
+  create = jax.jit(create, out_shardings=shardings, donate_argnums=0)
   update = make_update(
     fns,
     optimizer,
     schedule,
+    *chosen_losses,
     frozen=settings.frozen,
-    state_shardings=shardings,
-    metrics_sharding=sharding.replicated(mesh),
+    out_shardings=(shardings, sharding.replicated(mesh)),
   )
-  return TrainedModel(
-    fns, optimizer, update, abstract(shapes, shardings), settings
-  )
+  return TrainedModel(fns, create, update, create.eval_shape(params), settings)
 
 
 def _check_frozen(params: Any, frozen: tuple[str, ...]) -> None:
@@ -137,13 +117,6 @@ def make_ema(
   policy: TrainedModel, mesh: jax.sharding.Mesh, *, decay: float
 ) -> Ema:
   """The moving average of the policy, θ_prox of PPO-EWMA."""
-  shapes = {
-    "params": policy.shapes.params,
-    "weight": jax.ShapeDtypeStruct(
-      (), jnp.float32, sharding=sharding.replicated(mesh)
-    ),
-  }
-  shardings = jax.tree.map(lambda x: x.sharding, shapes)
 
   def init(params):
     copied = jax.tree.map(jnp.copy, params)
@@ -159,8 +132,8 @@ def make_ema(
       lambda new, old: jnp.where(skipped, old, new), moved, average
     )
 
-  return Ema(
-    jax.jit(init, out_shardings=shardings),
-    jax.jit(step, out_shardings=shardings, donate_argnums=0),
-    shapes,
-  )
+  params = policy.shapes.params
+  shardings = sharding.tree_shardings(jax.eval_shape(init, params), mesh)
+  init = jax.jit(init, out_shardings=shardings)
+  step = jax.jit(step, out_shardings=shardings, donate_argnums=0)
+  return Ema(init, step, init.eval_shape(params))
