@@ -68,10 +68,10 @@ def make_mesh(
     ValueError: a size is out of range, or the sizes ask for more devices than
       there are.
   """
+  asked = f"mesh data={data} x fsdp={fsdp} x tensor={tensor}"
   if min(fsdp, tensor) < 1 or (data < 1 and data != -1):
     raise ValueError(
-      "mesh sizes must be >= 1 (data may be -1: the devices that remain), got"
-      f" data={data}, fsdp={fsdp}, tensor={tensor}"
+      f"{asked}: sizes must be >= 1 (data may be -1: the devices that remain)"
     )
   devices = list(jax.devices() if devices is None else devices)
   rest = fsdp * tensor
@@ -80,8 +80,7 @@ def make_mesh(
   needed = data * rest
   if needed > len(devices):
     raise ValueError(
-      f"mesh data={data} x fsdp={fsdp} x tensor={tensor} needs {needed}"
-      f" devices, but there are {len(devices)}; lower config.mesh"
+      f"{asked} needs {needed} devices, but there are {len(devices)}"
     )
   grid = np.asarray(devices[:needed]).reshape(data, fsdp, tensor)
   # Auto: in Explicit mode some products of sharded arrays are type errors.
