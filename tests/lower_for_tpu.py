@@ -21,6 +21,7 @@ from jaxrl_llm.learner.scoring import Scorer
 from jaxrl_llm.learner.state import LearnerSettings
 from jaxrl_llm.sampling import Engine, EngineConfig
 from jaxrl_llm.train import build
+from jaxrl_llm.train.meshes import Meshes
 
 TOPOLOGY = "v5e:2x4"
 SLOTS = 64
@@ -86,7 +87,7 @@ def main():
   config.model.dtype = "bfloat16"
   config.estimator.name = "group"  # Without a critic.
   config.optimizer.policy.mini_batch = 16  # Two micro-batches.
-  fns, _ = build.make_fns(config, MODEL, trainer=mesh, sampler=mesh)
+  fns, _ = build.make_fns(config, MODEL, Meshes(mesh, mesh))
   learner = _learner(config, fns, mesh)
   shapes = learner.policy.shapes
   lowered = _sampler(fns, shapes.params, mesh)

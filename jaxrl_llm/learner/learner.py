@@ -9,6 +9,7 @@ An update goes through the phases
 Its state is a value: everything that changes from update to update.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl_llm import estimators, sharding
+from jaxrl_llm import estimators, sharding, types
 from jaxrl_llm.errors import TrainingStopped
 from jaxrl_llm.learner import metrics, packing, parts
 from jaxrl_llm.learner.algorithm import Algorithm
@@ -26,53 +27,33 @@ from jaxrl_llm.learner.optimizer import TrainState
 from jaxrl_llm.learner.packing import MiniBatch, place
 from jaxrl_llm.learner.scoring import Scorer
 from jaxrl_llm.learner.state import CriticBatch, LearnerSettings, LearnerState
-from jaxrl_llm.types import (
-  Experience,
-  Responses,
-  Rollout,
-  join_rows,
-  take_rows,
-)
+from jaxrl_llm.types import Experience, Responses, Rollout
 
 
+@dataclasses.dataclass(eq=False)
 class Learner:
-  """The models of a run, and how they learn by an algorithm."""
+  """The models of a run, and how they learn by an algorithm.
 
-  def __init__(
-    self,
-    algorithm: Algorithm,
-    policy: TrainedModel,
-    critic: TrainedModel | None,
-    *,
-    settings: LearnerSettings,
-    scorer: Scorer,
-    initial_params: Callable[[], Any],
-    ema: Ema | None = None,
-  ):
-    """Makes the learner; loads no weights and compiles nothing.
+  Making one loads no weights and compiles nothing.
 
-    Args:
-      algorithm: the mathematics.
-      policy: the model that writes responses.
-      critic: the model that judges states; None without one.
-      settings: plain settings.
-      scorer: says what the models make of a batch.
-      initial_params: loads the parameters that the policy starts from, which
-        are also the reference of a KL.
-      ema: the moving average, where the algorithm follows it.
-    """
-    self.algorithm = algorithm
-    self.policy = policy
-    self.critic = critic
-    self.scorer = scorer
-    self.ema = ema
-    self.settings = settings
-    self._initial_params = initial_params
-    self._estimate = jax.jit(
-      functools.partial(
-        parts.evaluate, sorted(algorithm.experience), algorithm.parts
-      )
-    )
+  Attributes:
+    algorithm: the mathematics.
+    policy: the model that writes responses.
+    critic: the model that judges states; None without one.
+    settings: plain settings.
+    scorer: says what the models make of a batch.
+    initial_params: loads the parameters that the policy starts from, which
+      are also the reference of a KL.
+    ema: the moving average, where the algorithm follows it.
+  """
+
+  algorithm: Algorithm
+  policy: TrainedModel
+  critic: TrainedModel | None
+  settings: LearnerSettings
+  scorer: Scorer
+  initial_params: Callable[[], Any]
+  ema: Ema | None = None
 
   def init(
     self, critic_params: Callable[[Any], Any] | None = None
@@ -82,18 +63,14 @@ class Learner:
     Args:
       critic_params: (policy's parameters) -> the critic's; None without one.
     """
-    policy = self.policy.create_state(self._initial_params())
-    critic = None
+    policy = self.policy.create_state(self.initial_params())
+    state = self.abstract().replace(policy=policy, waiting=None)
     if self.critic is not None:
       critic = self.critic.create_state(critic_params(policy.params))
-    return LearnerState(
-      step=0,
-      policy=policy,
-      critic=critic,
-      ema=self.ema and self.ema.init(policy.params),
-      temperature_state=self._no_statistics(),
-      waiting=None,
-    )
+      state = state.replace(critic=critic)
+    if self.ema is not None:
+      state = state.replace(ema=self.ema.init(policy.params))
+    return state
 
   def abstract(self) -> LearnerState:
     """The state as a checkpoint is read into it.
@@ -101,37 +78,30 @@ class Learner:
     ShapeDtypeStructs with shardings on the mesh; a class for a record of host
     arrays that may be absent.
     """
+    statistics = None
+    if self.algorithm.temperature_statistics:
+      # These leave the sampler's temperature as it is.
+      nothing = [np.zeros((), np.float32)] * 4
+      statistics = estimators.EntropyStatistics(*nothing)
     return LearnerState(
       step=0,
       policy=self.policy.shapes,
       critic=self.critic and self.critic.shapes,
       ema=self.ema and self.ema.shapes,
-      temperature_state=self._no_statistics(),
+      temperature_state=statistics,
       waiting=Responses,
     )
 
-  def _no_statistics(self) -> estimators.EntropyStatistics | None:
-    """Statistics that leave the sampler's temperature as it is."""
-    if not self.algorithm.temperature_statistics:
-      return None
-    return estimators.EntropyStatistics(*[np.zeros((), np.float32)] * 4)
-
-  def with_algorithm(self, algorithm: Algorithm) -> "Learner":
-    """The same models with other inputs of their losses."""
-    return Learner(
-      algorithm,
-      self.policy,
-      self.critic,
-      settings=self.settings,
-      scorer=self.scorer,
-      initial_params=self._initial_params,
-      ema=self.ema,
-    )
+  @functools.cached_property
+  def _estimate(self) -> Callable[[Experience], Experience]:
+    """(leaves) -> the inputs that the algorithm reads, jitted."""
+    names, made = sorted(self.algorithm.experience), self.algorithm.parts
+    return jax.jit(functools.partial(parts.evaluate, names, made))
 
   @functools.cached_property
   def reference(self) -> Any:
     """Parameters of the policy that the run started from."""
-    return self._initial_params()
+    return self.initial_params()
 
   def update(
     self, state: LearnerState, responses: Responses, timer: Any
@@ -223,17 +193,17 @@ class Learner:
     size = self.critic.settings.mini_batch
     waited = 0 if state.waiting is None else len(state.waiting.rewards)
     learned = (waited + ended.size) // size * size
-    left = take_rows(responses, ended[max(learned - waited, 0) :])
+    left = types.take_rows(responses, ended[max(learned - waited, 0) :])
     # Nothing in them is new to the policy any more.
     left = left.replace(
       rollout=left.rollout.replace(window_start=left.rollout.lengths)
     )
     if not learned:
-      waiting = join_rows([state.waiting, left])
+      waiting = types.join_rows([state.waiting, left])
       return responses, ended[:0], waiting if waiting.rewards.size else None
     batch, rows = responses, ended[: learned - waited]
     if waited:
-      batch = join_rows([responses, state.waiting])
+      batch = types.join_rows([responses, state.waiting])
       rows = np.append(len(responses.rewards) + np.arange(waited), rows)
     return batch, rows, left if left.rewards.size else None
 

@@ -5,9 +5,10 @@ import functools
 import jax
 import numpy as np
 
+from jaxrl_llm import sharding
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.models import TrainedModel
-from jaxrl_llm.learner.packing import PackedBatch, PackedTokens, place_shapes
+from jaxrl_llm.learner.packing import PackedBatch, PackedTokens
 
 
 def lower(learner: Learner) -> dict[str, jax.stages.Lowered]:
@@ -42,19 +43,21 @@ def lower(learner: Learner) -> dict[str, jax.stages.Lowered]:
 def _abstract_batch(
   learner: Learner, model: TrainedModel, names: set[str]
 ) -> PackedBatch:
-  settings = model.settings
+  """A mini-batch of ShapeDtypeStructs, as `packing.place` would put it."""
+  settings, mesh = model.settings, learner.scorer.mesh
   micro_batches = -(-settings.mini_batch // settings.micro_batch_size)
   row = learner.settings.max_tokens_per_row
-  shape = (micro_batches, settings.micro_batch_size, row)
-  of = functools.partial(jax.ShapeDtypeStruct, shape)
+  of = functools.partial(
+    jax.ShapeDtypeStruct,
+    (micro_batches, settings.micro_batch_size, row),
+    sharding=sharding.along_batch(mesh, axis=1),
+  )
   tokens = ("tokens", "targets", "segments", "prefixes", "positions")
-  batch = PackedBatch(
+  count = jax.ShapeDtypeStruct((), np.int32, sharding=sharding.replicated(mesh))
+  return PackedBatch(
     packed=PackedTokens(
-      **{name: of(np.int32) for name in tokens},
-      mask=of(np.bool_),
-      count=jax.ShapeDtypeStruct((), np.int32),
+      **{name: of(np.int32) for name in tokens}, mask=of(np.bool_), count=count
     ),
     mask=of(np.bool_),
     inputs={name: of(np.float32) for name in names},
   )
-  return place_shapes(batch, learner.scorer.mesh)

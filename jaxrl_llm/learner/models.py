@@ -10,20 +10,10 @@ import jax.numpy as jnp
 
 from jaxrl_llm import losses, sharding
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner import optimizer as optimizer_lib
+from jaxrl_llm.learner import update as update_lib
 from jaxrl_llm.learner.algorithm import Algorithm
-from jaxrl_llm.learner.optimizer import (
-  TrainState,
-  UpdateSettings,
-  create_train_state,
-  make_optimizer,
-  make_schedule,
-  split_frozen,
-)
-from jaxrl_llm.learner.update import (
-  Update,
-  make_policy_update,
-  make_value_update,
-)
+from jaxrl_llm.learner.optimizer import TrainState, UpdateSettings
 from jaxrl_llm.models import ModelFns, ValueFns
 
 
@@ -34,7 +24,7 @@ class TrainedModel:
   fns: ModelFns | ValueFns
   # (params, which are given away) -> the state at step 0 around them, jitted.
   create_state: Callable[[Any], TrainState]
-  update: Update
+  update: update_lib.Update
   shapes: TrainState  # ShapeDtypeStructs with shardings.
   settings: UpdateSettings
 
@@ -56,7 +46,7 @@ def make_policy(
 ) -> TrainedModel:
   """The policy with the algorithm's losses."""
   chosen = algorithm.policy_loss, algorithm.auxiliary
-  return _trained(fns, settings, make_policy_update, chosen, mesh)
+  return _trained(fns, settings, update_lib.make_policy_update, chosen, mesh)
 
 
 def make_critic(
@@ -69,13 +59,13 @@ def make_critic(
   if algorithm.value_loss is None:
     return None
   return _trained(
-    fns, settings, make_value_update, (algorithm.value_loss,), mesh
+    fns, settings, update_lib.make_value_update, (algorithm.value_loss,), mesh
   )
 
 
 def _trained(fns, settings, make_update, chosen_losses, mesh) -> TrainedModel:
-  schedule = make_schedule(settings)
-  optimizer = make_optimizer(
+  schedule = optimizer_lib.make_schedule(settings)
+  optimizer = optimizer_lib.make_optimizer(
     schedule,
     max_grad_norm=settings.max_grad_norm,
     weight_decay=settings.weight_decay,
@@ -86,7 +76,9 @@ def _trained(fns, settings, make_update, chosen_losses, mesh) -> TrainedModel:
   params = jax.eval_shape(fns.init, jax.random.key(0))
   _check_frozen(params, settings.frozen)
   create = functools.partial(
-    create_train_state, optimizer=optimizer, frozen=settings.frozen
+    optimizer_lib.create_train_state,
+    optimizer=optimizer,
+    frozen=settings.frozen,
   )
   shardings = sharding.tree_shardings(jax.eval_shape(create, params), mesh)
   create = jax.jit(create, out_shardings=shardings, donate_argnums=0)
@@ -103,7 +95,7 @@ def _trained(fns, settings, make_update, chosen_losses, mesh) -> TrainedModel:
 
 def _check_frozen(params: Any, frozen: tuple[str, ...]) -> None:
   for part in frozen:
-    trained, kept = split_frozen(params, (part,))
+    trained, kept = optimizer_lib.split_frozen(params, (part,))
     if not (jax.tree.leaves(trained) and jax.tree.leaves(kept)):
       whose = "every" if jax.tree.leaves(kept) else "no"
       raise InputError(

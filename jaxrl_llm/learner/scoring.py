@@ -10,11 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm import sharding
-from jaxrl_llm.learner.packing import (
-  MiniBatch,
-  PackedTokens,
-  place,
-)
+from jaxrl_llm.learner.packing import MiniBatch, PackedTokens, place
 from jaxrl_llm.models import ModelFns, TokenLogprobs, ValueFns
 from jaxrl_llm.types import Rollout
 
@@ -50,10 +46,7 @@ def score_logprobs(
     temperature: that the responses were sampled at.
     fns: the policy.
   """
-
-  def score(rows):
-    return fns.logprobs(params, rows, temperature)[0]
-
+  score = lambda rows: fns.logprobs(params, rows, temperature)[0]
   return _over_micro_batches(score, packed)
 
 
@@ -64,11 +57,7 @@ def score_values(
 
   At the last position of a sample this is V(state after its last token).
   """
-
-  def score(rows):
-    return fns.values(params, rows)[0]
-
-  return _over_micro_batches(score, packed)
+  return _over_micro_batches(lambda rows: fns.values(params, rows)[0], packed)
 
 
 class Scorer:

@@ -1,7 +1,7 @@
 """The meshes of a run: the trainer's, and the sampler's if it has its own."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -11,9 +11,16 @@ from jaxrl_llm import sharding
 from jaxrl_llm.errors import InputError
 
 
+class Meshes(NamedTuple):
+  """What the two sides of a run compute on, which may be the same."""
+
+  trainer: Mesh
+  sampler: Mesh
+
+
 def make_meshes(
   config: Any, devices: Sequence[jax.Device] | None = None
-) -> tuple[Mesh, Mesh]:
+) -> Meshes:
   """The meshes that trainer and sampler compute on.
 
   A sampler without a mesh of its own shares the trainer's. One that has its own
@@ -32,11 +39,11 @@ def make_meshes(
   trainer = _mesh(config, "mesh", devices)
   _check_micro_batch_size(config, trainer)
   if not config.sampler.mesh.data:
-    return trainer, trainer
+    return Meshes(trainer, trainer)
   free = sharding.beside(trainer, devices)
   shared = set(free) <= set(trainer.devices.flat)
   why = ", which config.mesh " + ("shares" if shared else "leaves free")
-  return trainer, _mesh(config, "sampler.mesh", free, why)
+  return Meshes(trainer, _mesh(config, "sampler.mesh", free, why))
 
 
 def _mesh(config: Any, key: str, devices: list, why: str = "") -> Mesh:
