@@ -70,7 +70,6 @@ def long_tail(config: Any) -> None:
   config.optimizer.value.mini_batch = 16
   config.value.pretrain_patience = 12
   config.eval.problems = 100
-  config.eval.samples = 4
   config.eval.every = 10
 
 
@@ -115,7 +114,6 @@ def qwen32b(config: Any) -> None:
   config.sampler.kv_pages = 24_576  # 48 GiB of keys and values on a v5p chip.
   config.reward.name = "numeric"
   config.reward.workers = 16
-  config.estimator.alpha = 0.05
   _optimizers(config, learning_rate=1e-6, mini_batch=512, micro_batch_size=16)
   for role in _ROLES:
     config.optimizer[role].weight_decay = 0.1

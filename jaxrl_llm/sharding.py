@@ -124,29 +124,26 @@ def tree_shardings(tree: Any, mesh: Mesh) -> Any:
   """
 
   def leaf_sharding(path, leaf):
-    spec = _match(path_name(path))
+    wanted = _axes(path_name(path)) + (None,) * leaf.ndim
     axes = [
       axis if axis and size % mesh.shape[axis] == 0 else None
-      for size, axis in zip(leaf.shape, tuple(spec) + (None,) * leaf.ndim)
+      for size, axis in zip(leaf.shape, wanted)
     ]
     return NamedSharding(mesh, P(*axes))
 
   return jax.tree_util.tree_map_with_path(leaf_sharding, tree)
 
 
-def _match(name: str) -> PartitionSpec:
-  for pattern, dimensions in PARAMETERS:
-    if re.search(pattern, name):
-      return _spec(name, dimensions)
-  raise ValueError(f"no sharding rule matches parameter {name!r}")
-
-
-def _spec(name: str, dimensions: tuple[str, ...]) -> PartitionSpec:
-  axes = [MESH_AXES[dimension] for dimension in dimensions]
-  used = [axis for axis in axes if axis]
-  if len(used) != len(set(used)):
+def _axes(name: str) -> tuple[str | None, ...]:
+  """The axes of the mesh that would split a parameter's dimensions."""
+  rules = (names for pattern, names in PARAMETERS if re.search(pattern, name))
+  dimensions = next(rules, None)
+  if dimensions is None:
+    raise ValueError(f"no sharding rule matches parameter {name!r}")
+  axes = tuple(MESH_AXES[dimension] for dimension in dimensions)
+  if any(axis and axes.count(axis) > 1 for axis in axes):
     raise ValueError(
       f"parameter {name!r} has dimensions {dimensions}, two of which the same"
       f" axis of the mesh would split: {axes}; change sharding.MESH_AXES"
     )
-  return P(*axes)
+  return axes

@@ -356,9 +356,7 @@ def load_policy(
   path = model_path(workdir, read_config(workdir))
   fns = models.make_policy(hf.read_config(path))
   here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-  shapes = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here),
-    jax.eval_shape(fns.init, jax.random.key(0)),
-  )
+  init = jax.jit(fns.init, out_shardings=here)
+  shapes = init.eval_shape(jax.random.key(0))
   params = restore_policy(workdir, step, shapes)
   return Policy(fns, params, step, path)
