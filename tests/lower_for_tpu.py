@@ -17,7 +17,6 @@ from jaxrl_llm.learner import methods
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.lower import lower
 from jaxrl_llm.learner.models import make_policy
-from jaxrl_llm.learner.scoring import Scorer
 from jaxrl_llm.learner.state import LearnerSettings
 from jaxrl_llm.sampling import Engine, EngineConfig
 from jaxrl_llm.train import build
@@ -72,8 +71,10 @@ def _learner(config, fns, mesh):
     algorithm,
     make_policy(fns, settings, algorithm, mesh),
     None,
-    settings=LearnerSettings(seed=0, max_tokens_per_row=512, max_skipped=1),
-    scorer=Scorer(fns, None, temperature=1.0, mesh=mesh),
+    settings=LearnerSettings(
+      seed=0, max_tokens_per_row=512, max_skipped=1, temperature=1.0
+    ),
+    mesh=mesh,
     initial_params=lambda: None,
   )
 

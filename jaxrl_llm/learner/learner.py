@@ -25,8 +25,9 @@ from jaxrl_llm.learner.batches import critic_batch, policy_batch
 from jaxrl_llm.learner.models import Ema, TrainedModel
 from jaxrl_llm.learner.optimizer import TrainState
 from jaxrl_llm.learner.packing import MiniBatch, place
-from jaxrl_llm.learner.scoring import Scorer
+from jaxrl_llm.learner.scoring import critic_scores, policy_scores
 from jaxrl_llm.learner.state import CriticBatch, LearnerSettings, LearnerState
+from jaxrl_llm.models import TokenLogprobs
 from jaxrl_llm.types import Experience, Responses, Rollout
 
 
@@ -41,7 +42,7 @@ class Learner:
     policy: the model that writes responses.
     critic: the model that judges states; None without one.
     settings: plain settings.
-    scorer: says what the models make of a batch.
+    mesh: that the models lie on.
     initial_params: loads the parameters that the policy starts from, which
       are also the reference of a KL.
     ema: the moving average, where the algorithm follows it.
@@ -51,7 +52,7 @@ class Learner:
   policy: TrainedModel
   critic: TrainedModel | None
   settings: LearnerSettings
-  scorer: Scorer
+  mesh: jax.sharding.Mesh
   initial_params: Callable[[], Any]
   ema: Ema | None = None
 
@@ -234,7 +235,8 @@ class Learner:
     if "ref_logprobs" in self.algorithm.parts["token_rewards"].reads:
       others = self._others(self.policy, rollout, policy_batches)
       policy_batches = policy_batches + others
-    scores = self.scorer.policy_scores(
+    scores = policy_scores(
+      self.logprobs,
       state.policy.params,
       self.reference if "ref_logprobs" in reads else None,
       rollout,
@@ -245,9 +247,19 @@ class Learner:
       return scores
     # Cut responses are no part of the critic's mini-batches.
     others = self._others(self.critic, rollout, critic_batches)
-    return scores | self.scorer.critic_scores(
-      state.critic.params, rollout, critic_batches + others
+    return scores | critic_scores(
+      self._values, state.critic.params, rollout, critic_batches + others
     )
+
+  def logprobs(self, params: Any, batch: MiniBatch) -> TokenLogprobs:
+    """Log-probs and entropies of a mini-batch, packed [M, r, C]."""
+    packed = place(batch.packed, self.mesh)
+    temperature = np.float32(self.settings.temperature)
+    return jax.device_get(self.policy.score(params, packed, temperature))
+
+  def _values(self, params: Any, batch: MiniBatch) -> np.ndarray:
+    packed = place(batch.packed, self.mesh)
+    return np.asarray(self.critic.score(params, packed))
 
   def _others(self, model, rollout, batches) -> list[MiniBatch]:
     """Mini-batches of the rows that the given ones leave out."""
@@ -273,9 +285,9 @@ class Learner:
     # waited compiles anew nor rows are left over on some device.
     learned_by = self.critic or self.policy
     size = np.lcm(
-      sharding.batch_size_of(self.scorer.mesh), learned_by.settings.mini_batch
+      sharding.batch_size_of(self.mesh), learned_by.settings.mini_batch
     )
-    place_rows = sharding.along_batch(self.scorer.mesh)
+    place_rows = sharding.along_batch(self.mesh)
     leaves = {
       name: jax.device_put(
         np.pad(x, [(0, -rows % size)] + [(0, 0)] * (x.ndim - 1)), place_rows
@@ -311,7 +323,7 @@ class Learner:
     for batch in self._epochs(self.critic, rollout, batches, rng):
       inputs = {k: x[batch.rows] for k, x in experience.items()}
       prepared = critic_batch(inputs, batch, self.algorithm)
-      placed = place(prepared, self.scorer.mesh)
+      placed = place(prepared, self.mesh)
       critic, row = self.critic.update(critic, placed)
       rows.append(row)
     return critic, self._summary("critic", critic, rows)
@@ -319,15 +331,15 @@ class Learner:
   def _update_policy(self, policy, ema, rollout, experience, batches, rng):
     """Policy: the surrogate and what is beside it, on each mini-batch."""
     rows = []
-    temperature = self.scorer.temperature
+    temperature = np.float32(self.settings.temperature)
     for batch in self._epochs(self.policy, rollout, batches, rng):
       inputs = {k: x[batch.rows] for k, x in experience.items()}
       if self.algorithm.follows_average:
-        scored = self.scorer.logprobs(ema["params"], batch)
+        scored = self.logprobs(ema["params"], batch)
         inputs["proximal_logprobs"] = batch.layout.gather(scored.logprobs)
       prepared = policy_batch(inputs, batch, self.algorithm)
       policy, row = self.policy.update(
-        policy, place(prepared, self.scorer.mesh), temperature
+        policy, place(prepared, self.mesh), temperature
       )
       if ema is not None:
         ema = self.ema.step(ema, policy.params, row["policy/skipped"])

@@ -20,9 +20,8 @@ def lower(learner: Learner) -> dict[str, jax.stages.Lowered]:
   batch = _abstract_batch(learner, policy, names)
   if algorithm.step_scale is not None:
     batch = batch.replace(step_scale=scalar)
-  scorer = learner.scorer
   lowered = {
-    "score log-probs": scorer.score_logprobs.lower(
+    "score log-probs": policy.score.lower(
       policy.shapes.params, batch.packed, scalar
     ),
     "update policy": policy.update.lower(policy.shapes, batch, scalar),
@@ -33,9 +32,7 @@ def lower(learner: Learner) -> dict[str, jax.stages.Lowered]:
   names = {"weights", *algorithm.value_inputs}
   batch = _abstract_batch(learner, critic, names)
   return lowered | {
-    "score values": scorer.score_values.lower(
-      critic.shapes.params, batch.packed
-    ),
+    "score values": critic.score.lower(critic.shapes.params, batch.packed),
     "update value": critic.update.lower(critic.shapes, batch),
   }
 
@@ -44,7 +41,7 @@ def _abstract_batch(
   learner: Learner, model: TrainedModel, names: set[str]
 ) -> PackedBatch:
   """A mini-batch of ShapeDtypeStructs, as `packing.place` would put it."""
-  settings, mesh = model.settings, learner.scorer.mesh
+  settings, mesh = model.settings, learner.mesh
   micro_batches = -(-settings.mini_batch // settings.micro_batch_size)
   row = learner.settings.max_tokens_per_row
   of = functools.partial(

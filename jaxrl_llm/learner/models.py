@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxrl_llm import losses, sharding
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import optimizer as optimizer_lib
+from jaxrl_llm.learner import scoring
 from jaxrl_llm.learner import update as update_lib
 from jaxrl_llm.learner.algorithm import Algorithm
 from jaxrl_llm.learner.optimizer import TrainState, UpdateSettings
@@ -19,11 +20,13 @@ from jaxrl_llm.models import ModelFns, ValueFns
 
 @dataclasses.dataclass(frozen=True)
 class TrainedModel:
-  """A policy or critic: its functions, update and place."""
+  """A policy or critic: its functions, scores, update and place."""
 
   fns: ModelFns | ValueFns
   # (params, which are given away) -> the state at step 0 around them, jitted.
   create_state: Callable[[Any], TrainState]
+  # (params, PackedTokens, *settings) -> [M, r, C], jitted; see `scoring`.
+  score: Callable[..., Any]
   update: update_lib.Update
   shapes: TrainState  # ShapeDtypeStructs with shardings.
   settings: UpdateSettings
@@ -45,8 +48,12 @@ def make_policy(
   mesh: jax.sharding.Mesh,
 ) -> TrainedModel:
   """The policy with the algorithm's losses."""
-  chosen = algorithm.policy_loss, algorithm.auxiliary
-  return _trained(fns, settings, update_lib.make_policy_update, chosen, mesh)
+  make_update = functools.partial(
+    update_lib.make_policy_update,
+    policy_loss=algorithm.policy_loss,
+    auxiliary=algorithm.auxiliary,
+  )
+  return _trained(fns, settings, scoring.score_logprobs, make_update, mesh)
 
 
 def make_critic(
@@ -58,12 +65,13 @@ def make_critic(
   """The critic; None if the algorithm has none."""
   if algorithm.value_loss is None:
     return None
-  return _trained(
-    fns, settings, update_lib.make_value_update, (algorithm.value_loss,), mesh
+  make_update = functools.partial(
+    update_lib.make_value_update, value_loss=algorithm.value_loss
   )
+  return _trained(fns, settings, scoring.score_values, make_update, mesh)
 
 
-def _trained(fns, settings, make_update, chosen_losses, mesh) -> TrainedModel:
+def _trained(fns, settings, score, make_update, mesh) -> TrainedModel:
   schedule = optimizer_lib.make_schedule(settings)
   optimizer = optimizer_lib.make_optimizer(
     schedule,
@@ -82,15 +90,17 @@ def _trained(fns, settings, make_update, chosen_losses, mesh) -> TrainedModel:
   )
   shardings = sharding.tree_shardings(jax.eval_shape(create, params), mesh)
   create = jax.jit(create, out_shardings=shardings, donate_argnums=0)
+  whole = sharding.replicated(mesh)
   update = make_update(
     fns,
     optimizer,
     schedule,
-    *chosen_losses,
     frozen=settings.frozen,
-    out_shardings=(shardings, sharding.replicated(mesh)),
+    out_shardings=(shardings, whole),
   )
-  return TrainedModel(fns, create, update, create.eval_shape(params), settings)
+  score = jax.jit(functools.partial(score, fns=fns), out_shardings=whole)
+  shapes = create.eval_shape(params)
+  return TrainedModel(fns, create, score, update, shapes, settings)
 
 
 def _check_frozen(params: Any, frozen: tuple[str, ...]) -> None:

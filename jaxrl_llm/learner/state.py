@@ -31,6 +31,7 @@ class LearnerSettings:
   seed: int  # Of the order of mini-batches.
   max_tokens_per_row: int  # Capacity of a packed row.
   max_skipped: int  # Updates in a row that are not finite before it stops.
+  temperature: float  # That responses are sampled at.
 
 
 @dataclasses.dataclass(frozen=True)

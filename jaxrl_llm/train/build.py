@@ -18,7 +18,6 @@ from jaxrl_llm.learner import methods
 from jaxrl_llm.learner import models as trained_models
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.optimizer import UpdateSettings
-from jaxrl_llm.learner.scoring import Scorer
 from jaxrl_llm.learner.state import LearnerSettings
 from jaxrl_llm.models import hf
 from jaxrl_llm.rewards.judge import Judge
@@ -112,13 +111,9 @@ def _make_learner(config, fns, path, mesh) -> Learner:
       seed=config.run.seed,
       max_tokens_per_row=max_tokens_per_row(config),
       max_skipped=config.run.max_skipped,
-    ),
-    scorer=Scorer(
-      policy_fns,
-      critic and critic_fns,
       temperature=config.sampler.temperature,
-      mesh=mesh,
     ),
+    mesh=mesh,
     initial_params=functools.partial(
       read_policy_params, path, policy.shapes.params, policy_fns.config
     ),

@@ -140,8 +140,8 @@ class TestRun:
     learner = run.learner
     assert learner.policy.update._cache_size() == 1
     assert learner.critic.update._cache_size() == 1
-    assert learner.scorer.score_logprobs._cache_size() == 1
-    assert learner.scorer.score_values._cache_size() == 1
+    assert learner.policy.score._cache_size() == 1
+    assert learner.critic.score._cache_size() == 1
 
   def test_the_policy_moves_and_the_file_does_not(self, run, whole):
     _, before = models.load(run.config.model.path)
