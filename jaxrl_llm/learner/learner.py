@@ -26,7 +26,11 @@ from jaxrl_llm.learner.models import Ema, TrainedModel
 from jaxrl_llm.learner.optimizer import TrainState
 from jaxrl_llm.learner.packing import MiniBatch, place
 from jaxrl_llm.learner.scoring import critic_scores, policy_scores
-from jaxrl_llm.learner.state import CriticBatch, LearnerSettings, LearnerState
+from jaxrl_llm.learner.state import (
+  LearnerSettings,
+  LearnerState,
+  TrainingBatch,
+)
 from jaxrl_llm.models import TokenLogprobs
 from jaxrl_llm.types import Experience, Responses, Rollout
 
@@ -120,8 +124,8 @@ class Learner:
     """
     rng = np.random.default_rng((self.settings.seed, state.step))
     fresh_rows = np.arange(len(responses.rewards))
-    batch, critic_rows, waiting = self._with_waiting(state, responses)
-    rollout = batch.rollout
+    joined, critic_rows, waiting = self._with_waiting(state, responses)
+    rollout = joined.rollout
     with timer.phase("score"):
       policy_batches = self._mini_batches(self.policy, rollout, fresh_rows, rng)
       critic_batches = self._mini_batches(
@@ -130,54 +134,43 @@ class Learner:
       _check_rows(policy_batches, fresh_rows)
       _check_rows(critic_batches, critic_rows)
       scores = self._score(state, rollout, policy_batches, critic_batches)
-      experience = self._experience(batch, scores, state.step, critic_rows)
+      experience = self._experience(joined, scores, state.step, critic_rows)
       row = self._batch_metrics(state, rollout, scores, experience)
-    critic, policy, ema = state.critic, state.policy, state.ema
     if critic_batches:
+      batch = TrainingBatch(rollout, experience, critic_batches)
       with timer.phase("update_value"):
-        critic, new = self._update_critic(
-          critic, rollout, experience, critic_batches, rng
-        )
+        state, new = self.update_critic(state, batch, rng)
       row |= new
     with timer.phase("update_policy"):
-      policy, ema, new = self._update_policy(
-        policy, ema, rollout, experience, policy_batches, rng
+      batch = TrainingBatch(rollout, experience, policy_batches)
+      state, new = self._update_policy(state, batch, rng)
+    if state.temperature_state is not None:
+      statistics = estimators.entropy_statistics(
+        scores["entropies"], experience["policy_mask"]
       )
-    statistics = state.temperature_state
-    if statistics is not None:
-      statistics = jax.device_get(
-        estimators.entropy_statistics(
-          scores["entropies"], experience["policy_mask"]
-        )
-      )
-    after = LearnerState(
-      step=state.step + 1,
-      policy=policy,
-      critic=critic,
-      ema=ema,
-      temperature_state=statistics,
-      waiting=waiting,
-    )
-    return after, row | new
+      state = state.replace(temperature_state=jax.device_get(statistics))
+    return state.replace(step=state.step + 1, waiting=waiting), row | new
 
   def measure_critic(
     self, state: LearnerState, responses: Responses, rng: np.random.Generator
-  ) -> CriticBatch:
+  ) -> TrainingBatch:
     """What the critic makes of ended responses that it has not seen."""
     rollout, rows = responses.rollout, np.arange(len(responses.rewards))
     batches = self._mini_batches(self.critic, rollout, rows, rng)
     scores = self._score(state, rollout, [], batches)
     experience = self._experience(responses, scores, state.step, rows)
-    explained = metrics.explained_variance(experience)
-    return CriticBatch(rollout, experience, batches, explained)
+    return TrainingBatch(rollout, experience, batches)
 
   def update_critic(
-    self, state: LearnerState, batch: CriticBatch, rng: np.random.Generator
+    self, state: LearnerState, batch: TrainingBatch, rng: np.random.Generator
   ) -> tuple[LearnerState, dict[str, float]]:
-    """Trains the critic alone on a measured batch."""
-    critic, row = self._update_critic(
-      state.critic, batch.rollout, batch.experience, batch.mini_batches, rng
-    )
+    """Trains the critic alone: ½ (V − return)², a mean over each mini-batch."""
+    critic, rows = state.critic, []
+    for part, inputs in self._epochs(self.critic, batch, rng):
+      prepared = critic_batch(inputs, part, self.algorithm)
+      critic, row = self.critic.update(critic, place(prepared, self.mesh))
+      rows.append(row)
+    row = self._summary("critic", critic, rows)
     return state.replace(critic=critic), row
 
   def _with_waiting(
@@ -233,8 +226,7 @@ class Learner:
     # A KL in the rewards is a part of the critic's targets, so of those too
     # that only the critic learns from.
     if "ref_logprobs" in self.algorithm.parts["token_rewards"].reads:
-      others = self._others(self.policy, rollout, policy_batches)
-      policy_batches = policy_batches + others
+      policy_batches = self._completed(self.policy, rollout, policy_batches)
     scores = policy_scores(
       self.logprobs,
       state.policy.params,
@@ -246,9 +238,9 @@ class Learner:
     if self.critic is None:
       return scores
     # Cut responses are no part of the critic's mini-batches.
-    others = self._others(self.critic, rollout, critic_batches)
+    critic_batches = self._completed(self.critic, rollout, critic_batches)
     return scores | critic_scores(
-      self._values, state.critic.params, rollout, critic_batches + others
+      self._values, state.critic.params, rollout, critic_batches
     )
 
   def logprobs(self, params: Any, batch: MiniBatch) -> TokenLogprobs:
@@ -261,12 +253,12 @@ class Learner:
     packed = place(batch.packed, self.mesh)
     return np.asarray(self.critic.score(params, packed))
 
-  def _others(self, model, rollout, batches) -> list[MiniBatch]:
-    """Mini-batches of the rows that the given ones leave out."""
+  def _completed(self, model, rollout, batches) -> list[MiniBatch]:
+    """The mini-batches, and further ones of the rows that they leave out."""
     rows = np.arange(len(rollout.lengths))
     for batch in batches:
       rows = np.setdiff1d(rows, batch.rows)
-    return self._mini_batches(model, rollout, rows, None)
+    return batches + self._mini_batches(model, rollout, rows, None)
 
   def _experience(
     self,
@@ -317,41 +309,35 @@ class Learner:
       )
     return row
 
-  def _update_critic(self, critic, rollout, experience, batches, rng):
-    """Critic: ½ (V − return)², token mean over each mini-batch."""
-    rows = []
-    for batch in self._epochs(self.critic, rollout, batches, rng):
-      inputs = {k: x[batch.rows] for k, x in experience.items()}
-      prepared = critic_batch(inputs, batch, self.algorithm)
-      placed = place(prepared, self.mesh)
-      critic, row = self.critic.update(critic, placed)
-      rows.append(row)
-    return critic, self._summary("critic", critic, rows)
-
-  def _update_policy(self, policy, ema, rollout, experience, batches, rng):
+  def _update_policy(self, state, batch, rng):
     """Policy: the surrogate and what is beside it, on each mini-batch."""
-    rows = []
+    policy, ema, rows = state.policy, state.ema, []
     temperature = np.float32(self.settings.temperature)
-    for batch in self._epochs(self.policy, rollout, batches, rng):
-      inputs = {k: x[batch.rows] for k, x in experience.items()}
+    for part, inputs in self._epochs(self.policy, batch, rng):
       if self.algorithm.follows_average:
-        scored = self.logprobs(ema["params"], batch)
-        inputs["proximal_logprobs"] = batch.layout.gather(scored.logprobs)
-      prepared = policy_batch(inputs, batch, self.algorithm)
+        scored = self.logprobs(ema["params"], part)
+        inputs["proximal_logprobs"] = part.layout.gather(scored.logprobs)
+      prepared = policy_batch(inputs, part, self.algorithm)
       policy, row = self.policy.update(
         policy, place(prepared, self.mesh), temperature
       )
       if ema is not None:
         ema = self.ema.step(ema, policy.params, row["policy/skipped"])
       rows.append(row)
-    return policy, ema, self._summary("policy", policy, rows)
+    row = self._summary("policy", policy, rows)
+    return state.replace(policy=policy, ema=ema), row
 
-  def _epochs(self, model, rollout, batches, rng) -> Iterator[MiniBatch]:
-    """The given mini-batches, then newly shuffled ones for further epochs."""
-    yield from batches
-    rows = np.sort(np.concatenate([batch.rows for batch in batches]))
-    for _ in range(1, model.settings.epochs):
-      yield from self._mini_batches(model, rollout, rows, rng)
+  def _epochs(
+    self, model: TrainedModel, batch: TrainingBatch, rng: np.random.Generator
+  ) -> Iterator[tuple[MiniBatch, Experience]]:
+    """The mini-batches with their inputs, then newly shuffled ones."""
+    mini_batches = batch.mini_batches
+    rows = np.sort(np.concatenate([part.rows for part in mini_batches]))
+    for epoch in range(model.settings.epochs):
+      if epoch:
+        mini_batches = self._mini_batches(model, batch.rollout, rows, rng)
+      for part in mini_batches:
+        yield part, {k: x[part.rows] for k, x in batch.experience.items()}
 
   def _summary(self, name, state: TrainState, rows) -> dict[str, float]:
     """Mean over the updates of a step (maximum of a maximum)."""

@@ -35,10 +35,9 @@ class LearnerSettings:
 
 
 @dataclasses.dataclass(frozen=True)
-class CriticBatch:
-  """Responses as the critic sees them before it learns from them."""
+class TrainingBatch:
+  """Responses as a model sees them before it learns from them."""
 
   rollout: Rollout
   experience: Experience
-  mini_batches: list[MiniBatch]
-  explained_variance: float
+  mini_batches: list[MiniBatch]  # Of the first epoch.

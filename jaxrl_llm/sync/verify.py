@@ -9,8 +9,7 @@ between processes should verify every transfer.
 
 from jaxrl_llm import digest
 from jaxrl_llm.digest import Checksums
-from jaxrl_llm.sync.errors import SyncError
-from jaxrl_llm.sync.transfer import VersionedWeights
+from jaxrl_llm.sync.transfer import SyncError, VersionedWeights
 
 
 def check_version(weights: VersionedWeights, version: int) -> None:
