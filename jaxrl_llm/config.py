@@ -143,8 +143,7 @@ class Value(Group, path="value"):
   pretrain_steps = Key(0, _COUNT)
   """Most iterations of value pretraining on a fixed policy (VAPO: 50)."""
   pretrain_patience = Key(6, _SOME)
-  """Stop when held-out explained variance did not improve this often in a
-  row."""
+  """Stop after so many steps without a better held-out explained variance."""
   pretrain_min_delta = Key(0.01)
   """An improvement counts from here on."""
   init_from = Key("")
@@ -168,8 +167,7 @@ class Data(Group, path="data"):
   settings = Key({}, resume=FIXED)
   """Settings of the source, such as max_ops, digits, data_dir."""
   pool = Key(0, _COUNT, resume=FIXED)
-  """Only so many examples, the first ones, come back epoch after epoch; 0 is
-  all."""
+  """Only so many examples, the first, come back epoch after epoch; 0 is all."""
   holdout = Key(0.05, _BELOW_1, resume=HELD_OUT)
   """Share of the questions, at least one and at most 1,000, that are evaluated
   on and never trained on, where the source has no splits and eval.path is not
@@ -215,9 +213,8 @@ class Reward(Group, path="reward"):
   incorrect = Key(-1.0)
   """Reward of a wrong one."""
   workers = Key(0, Range(0, 256))
-  """Processes that judge; 0 judges inline (only for rewards that cannot
-  hang)."""
-  deadline_s = Key(10.0, Range(0.001))
+  """Processes that judge; 0 judges inline, for rewards that cannot hang."""
+  deadline_s = Key(10.0, Range(1e-3))
   """Seconds a single verdict may take in a worker."""
   overlong_buffer = Key(0, _COUNT)
   """Soft overlong punishment (DAPO eq. 13): the last so many tokens before
@@ -247,7 +244,7 @@ class Sampler(Group, path="sampler"):
   youngest responses wait. 0 is what all slots need at full length."""
   max_response_length = Key(64, _SOME, resume=FIXED)
   """Tokens."""
-  temperature = Key(1.0, Range(0.001, 100.0))
+  temperature = Key(1.0, Range(1e-3, 100.0))
   """Divides the logits."""
   entropy_tau = Key(0.0, Range(0.0, 0.999), resume=SWITCH)
   """HAPO: a token's temperature is temperature * (1 + entropy_tau * h), with h
@@ -342,8 +339,7 @@ class Loss(Group, path="loss"):
   mode = Key("token-mean", Names("masked:MODES"))
   """How losses of tokens become one number, in verl's names."""
   norm = Key(0, _COUNT)
-  """Constant length of a mode that has one, in tokens; 0 is the response
-  limit."""
+  """Constant length, in tokens, of a mode with one; 0 is the response limit."""
   nll_coefficient = Key(0.0, _NUMBER)
   """VAPO's mu, of the positive-example language-model loss."""
   kl_coefficient = Key(0.0, _NUMBER, resume=SWITCH)
@@ -367,8 +363,7 @@ class OffPolicy(Group, path="off_policy"):
 
   proximal = Key("recompute", Names("learner.choices:PROXIMALS"), resume=FIXED)
   """Whom the loss takes its ratio against: the trainer's policy at the start of
-  the update, 'stored' (the sampler), 'interpolate' (A-3PO) or 'ewma'
-  (PPO-EWMA)."""
+  the update, 'stored' (sampler), 'interpolate' (A-3PO), 'ewma' (PPO-EWMA)."""
   ewma_decay = Key(0.889, _BELOW_1)
   """Of 'ewma'; the center of mass is 1 / (1 - decay) - 1 updates."""
   correction = Key("auto", Names("learner.choices:CORRECTIONS", "auto"))
