@@ -7,7 +7,9 @@ The defaults are plain PPO at the scale of the embedded task. A method file
 docs/config.md are printed from it (`describe`).
 """
 
+import ast
 import importlib
+import itertools
 import pathlib
 import textwrap
 from collections.abc import Iterator
@@ -46,6 +48,13 @@ class Over(NamedTuple):
     return f"over {self.bound:g}"
 
 
+class Choice(tuple):
+  """Values of which a key has one."""
+
+  def __str__(self) -> str:
+    return f"one of {', '.join(map(repr, self))}"
+
+
 class Names:
   """The names of a table of functions, which is their only list."""
 
@@ -63,518 +72,435 @@ class Names:
     return value in tuple(self)
 
   def __str__(self) -> str:
-    return _one_of(self)
+    return str(Choice(self))
 
 
-class Choice(tuple):
-  """Values of which a key has one."""
-
-  def __str__(self) -> str:
-    return _one_of(self)
-
-
-def _one_of(values: Any) -> str:
-  return f"one of {', '.join(map(repr, values))}"
+# What a resume may not change, for the content of a checkpoint was made under
+# it: another value would not continue the run but begin another one with the
+# wrong start. That is every random number and the stream of prompts, the tokens
+# and the precision of stored log-probs, and the method.
+FIXED = "fixed"
+# A part that is on at any value but 0. It may get stronger or weaker; on or off
+# it is part of the method, and of what a checkpoint has.
+SWITCH = "switch"
+# How many responses are in flight: fixed where a checkpoint has unfinished
+# ones, which must all find a slot again.
+IN_FLIGHT = "in flight"
+# Which rows are held out of a source: fixed where it has no splits.
+HELD_OUT = "held out"
 
 
 class Key(NamedTuple):
-  """A setting."""
+  """A setting. The text below its line is its meaning, see `_keys`."""
 
   default: Any  # None: no number, though there may be one.
-  allowed: Range | Over | Names | Choice | None  # None: any value of its type.
-  meaning: str
+  allowed: Range | Over | Names | Choice | None = None  # None: any of its type.
+  resume: str = ""  # One of the above; '' may change.
+  meaning: str = ""
 
 
-_TEXT = _FREE = _SWITCH = None  # What needs no list and no range.
+GROUPS: dict[str, type["Group"]] = {}
+
+
+class Group:
+  """Settings that lie together, at a path of a config."""
+
+  def __init_subclass__(cls, path: str):
+    GROUPS[path] = cls
+
+
 _COUNT, _SOME, _NUMBER = Range(0), Range(1), Range(0.0)
 _SHARE, _BELOW_1 = Range(0.0, 1.0), Range(0.0, 0.999999)
-_DTYPES = ("float32", "bfloat16")
+_DTYPES = Choice(("float32", "bfloat16"))
+_DTYPE_OR_NONE = Choice(("", *_DTYPES))
 
 
-def _optimizer(role: str, learning_rate: float, mini_batch: int):
-  keys = {
-    "learning_rate": Key(learning_rate, _NUMBER, "Of AdamW."),
-    "warmup_steps": Key(10, _COUNT, "Updates over which the rate rises."),
-    "learning_rate_schedule": Key(
-      "constant",
-      Names("learner.optimizer:SCHEDULES"),
-      "How the rate falls from then on, to be lowest after run.steps.",
-    ),
-    "min_learning_rate_ratio": Key(
-      0.0, _SHARE, "The lowest rate, as a share of learning_rate."
-    ),
-    "max_grad_norm": Key(
-      1.0, Range(1e-9), "Gradients of a larger norm are scaled down to it."
-    ),
-    "weight_decay": Key(0.0, _NUMBER, "Of AdamW, of matrices."),
-    "b1": Key(0.9, _BELOW_1, "Decay of the mean of gradients."),
-    "b2": Key(0.99, _BELOW_1, "Decay of the mean of their squares."),
-    "eps": Key(1e-8, Range(1e-20), "Added to the root of that mean."),
-    "mini_batch": Key(mini_batch, _SOME, "Responses per update."),
-    "micro_batch_size": Key(
-      8, _SOME, "Packed rows per micro-batch; accumulation is exact."
-    ),
-    "epochs": Key(1, _SOME, "Passes over each batch of rollouts."),
-    "frozen": Key(
-      (),
-      _FREE,
-      "Parameters that keep their values: parts of their paths, such as"
-      " 'embed' or 'layers/mlp'.",
-    ),
+class Model(Group, path="model"):
+  """The policy's model, and how it computes."""
+
+  path = Key("", resume=FIXED)
+  """Hugging Face directory of the policy; '' is the base model that the package
+  has for data.source."""
+  dtype = Key("float32", _DTYPES, resume=FIXED)
+  """Of activations and matrix products."""
+  sampler_dtype = Key("", _DTYPE_OR_NONE, resume=FIXED)
+  """Of the sampler's parameters and matrix products; '' follows model.dtype."""
+  cache_dtype = Key("", _DTYPE_OR_NONE, resume=FIXED)
+  """Of the sampler's KV cache; '' follows the sampler's dtype. On a CPU
+  bfloat16 is several times slower here."""
+  remat = Key(True)
+  """Recompute layers in the backward pass."""
+  head_chunk = Key(128, _SOME)
+  """Positions of time per application of the vocabulary head."""
+  kernels = Key("auto", Names("models.kernels:NAMES"))
+  """How attention is computed, by trainer and sampler; 'auto' is the one that
+  is made for their devices."""
+
+
+class Value(Group, path="value"):
+  """The critic, where the estimator has one."""
+
+  pretrain_steps = Key(0, _COUNT)
+  """Most iterations of value pretraining on a fixed policy (VAPO: 50)."""
+  pretrain_patience = Key(6, _SOME)
+  """Stop after so many steps without a better held-out explained variance."""
+  pretrain_min_delta = Key(0.01)
+  """An improvement counts from here on."""
+  init_from = Key("")
+  """Workdir of an earlier run whose pretrained critic is reused."""
+
+
+class Data(Group, path="data"):
+  """Prompts."""
+
+  source = Key("chain_sum", Names("data.sources:SOURCES"), resume=FIXED)
+  """Where examples come from."""
+  path = Key("", resume=FIXED)
+  """Files of 'jsonl' or 'parquet', separated by commas or as a pattern like
+  data/*.jsonl; name[:version] of 'tfds'."""
+  split = Key("train", resume=FIXED)
+  """Of a source that has splits."""
+  columns = Key({}, resume=FIXED)
+  """Columns of the data by what they are to us, question, answer, id or source:
+  {'question': 'problem', 'answer': 'info.solution'}. Those of verl and TRL are
+  known."""
+  settings = Key({}, resume=FIXED)
+  """Settings of the source, such as max_ops, digits, data_dir."""
+  pool = Key(0, _COUNT, resume=FIXED)
+  """Only so many examples, the first, come back epoch after epoch; 0 is all."""
+  holdout = Key(0.05, _BELOW_1, resume=HELD_OUT)
+  """Share of the questions, at least one and at most 1,000, that are evaluated
+  on and never trained on, where the source has no splits and eval.path is not
+  given; 0 evaluates on training data."""
+  order = Key(
+    "shuffled", Names("data.prompt_source:PROMPT_SOURCES"), resume=FIXED
+  )
+  """Who draws prompts: every example once an epoch, in a new order."""
+  template = Key(
+    "completion", Names("data.prompt_source:TEMPLATES"), resume=FIXED
+  )
+  """How a question becomes a prompt."""
+  template_settings = Key({}, resume=FIXED)
+  """Keywords of the template: shots, shot_format, question_format, system, and
+  kwargs, those of the model's chat template."""
+  prompts_per_step = Key(512, _SOME, resume=IN_FLIGHT)
+  """Groups of a batch."""
+  group_size = Key(1, _SOME, resume=FIXED)
+  """Responses per prompt (VAPO: 16)."""
+  max_prompt_length = Key(16, _SOME, resume=FIXED)
+  """Tokens."""
+  on_long = Key("error", Choice(("error", "drop")), resume=FIXED)
+  """What a longer prompt does."""
+
+
+class Reward(Group, path="reward"):
+  """Who judges responses, and what a verdict is worth."""
+
+  name = Key("chain_sum", Names("rewards:REWARDS"))
+  """Who judges a response; 'verl' and 'trl' are functions of a file that were
+  written for these libraries."""
+  path = Key("")
+  """Python file of 'verl' and 'trl'."""
+  function = Key("compute_score")
+  """Its function; of 'trl' several, separated by commas."""
+  weights = Key({})
+  """Of the named parts of a reward; 1 where none is given."""
+  threshold = Key(0.5)
+  """A response whose reward is a number is right if it is above; accuracy,
+  dynamic sampling and the positive-example loss read it."""
+  correct = Key(1.0)
+  """Reward of a right response."""
+  incorrect = Key(-1.0)
+  """Reward of a wrong one."""
+  workers = Key(0, Range(0, 256))
+  """Processes that judge; 0 judges inline, for rewards that cannot hang."""
+  deadline_s = Key(10.0, Range(1e-3))
+  """Seconds a single verdict may take in a worker."""
+  overlong_buffer = Key(0, _COUNT)
+  """Soft overlong punishment (DAPO eq. 13): the last so many tokens before
+  sampler.max_response_length cost up to overlong_factor."""
+  overlong_factor = Key(1.0, _NUMBER)
+  """Cost of a response at the limit."""
+
+
+class Mesh(Group, path="mesh"):
+  """A mesh of devices."""
+
+  data = Key(-1, Range(-1))
+  """Copies; -1 takes the devices that remain."""
+  fsdp = Key(1, _SOME)
+  """Devices that share the parameters."""
+  tensor = Key(1, _SOME)
+  """Devices that share each matrix."""
+
+
+class Sampler(Group, path="sampler"):
+  """How responses are written."""
+
+  slots = Key(0, _COUNT)
+  """Responses written at a time; 0 is all that a step has in flight."""
+  kv_pages = Key(0, _COUNT)
+  """Pages of the KV cache, on all devices of the sampler; when they run out the
+  youngest responses wait. 0 is what all slots need at full length."""
+  max_response_length = Key(64, _SOME, resume=FIXED)
+  """Tokens."""
+  temperature = Key(1.0, Range(1e-3, 100.0))
+  """Divides the logits."""
+  entropy_tau = Key(0.0, Range(0.0, 0.999), resume=SWITCH)
+  """HAPO: a token's temperature is temperature * (1 + entropy_tau * h), with h
+  in [-1, 1] from its entropy and those of the batch before."""
+  stop = Key(())
+  """Further stop tokens as text, each one token, e.g. ('\\n',)."""
+  drafter = Key("", Names("train.sampler:DRAFTERS"))
+  """Who drafts tokens that one step then checks; responses stay the same."""
+  num_draft_tokens = Key(4, _SOME)
+  """Draft tokens per step, where they are measured to pay."""
+  parity_check_every = Key(50, _COUNT)
+  """Steps between checks that sampler and trainer hold the same weights and
+  give the same log-probs, which stop the run where they differ; also at every
+  start. 0 compares the weights at a start and nothing else."""
+
+
+class SamplerMesh(Mesh, path="sampler.mesh"):
+  """The sampler's own mesh."""
+
+  data = Key(0, Range(-1))
+  """A mesh of the sampler's own, on the devices that `mesh` leaves free or, if
+  there are none, on the same ones. 0 shares the trainer's mesh, -1 takes the
+  devices that remain."""
+
+
+class Schedule(Group, path="schedule"):
+  """How a step comes by its batch: choices independent of each other."""
+
+  stop = Key("all", Names("rollout.worker:STOPS"), resume=FIXED)
+  """When a call of the sampler stops: 'all' responses have ended, or (APRIL)
+  the 'first_groups' that a batch needs; the others go on in the next step."""
+  dynamic_sampling = Key(False, resume=FIXED)
+  """Whether only groups with right and wrong responses count (DAPO)."""
+  window = Key(0, _COUNT, resume=SWITCH)
+  """How many new tokens a response may get in a step (T-PPO); what has not
+  ended goes on in the next one. 0 sets no bound."""
+  over_provision = Key(1.0, Range(1.0, 16.0), resume=IN_FLIGHT)
+  """Groups begun, as a multiple of prompts_per_step: in flight at a time with
+  'first_groups', drawn per round with dynamic sampling."""
+  max_staleness = Key(4, _SOME)
+  """Updates after which a response of 'first_groups' is waited for."""
+  max_rounds = Key(10, _SOME)
+  """Rounds before dynamic sampling gives up a step."""
+
+
+class Estimator(Group, path="estimator"):
+  """Advantages and the critic's targets."""
+
+  name = Key("gae", Names("learner.choices:ESTIMATORS"), resume=FIXED)
+  """With 'gae' there is a critic (and EGAE where a response is unfinished);
+  without one 'group' is relative to the other responses, 'token_group' is
+  HAPO's, 'reward_to_go' REINFORCE++'s, 'optimal_baseline' VCPO's."""
+  gamma = Key(1.0, _SHARE)
+  """Discount of a token."""
+  lambda_schedule = Key("constant", Names("learner.choices:LAMBDA_RULES"))
+  """The policy's lambda: lambda_policy, or max(0, 1 - 1/(alpha * length))."""
+  alpha = Key(0.05, Range(1e-6))
+  """Of 'length_adaptive'. VAPO's 0.05 is for thousands of tokens."""
+  lambda_policy = Key(0.95, _SHARE)
+  """Of 'constant'."""
+  lambda_value = Key(0.95, _SHARE)
+  """Of the critic's targets; 1 is Monte Carlo (decoupled GAE)."""
+  boundary = Key("repeat", Names("estimators.egae:BOUNDARIES"))
+  """V of the state where a window cuts: T-PPO's EGAE repeats the last one."""
+  tail_drop = Key(0, _COUNT)
+  """Last tokens of a cut response that its window does not train."""
+  center = Key("mean", Names("estimators.group:CENTERS", "none"))
+  """What 'group' subtracts; 'reward_to_go' does too, unless it is 'none'."""
+  scale = Key("std", Names("estimators.group:SCALES"))
+  """What 'group' divides by."""
+  epsilon = Key(1e-6, _NUMBER)
+  """Added to the scale."""
+  drop_pivot = Key(False)
+  """MC-GRPO: the group's median response takes no part in the loss."""
+  normalize = Key("none", Names("learner.choices:NORMALIZATIONS"))
+  """Of all advantages of a batch: 'whiten', or 'scale' by their std alone."""
+
+
+class Loss(Group, path="loss"):
+  """Losses."""
+
+  name = Key("clip", Names("learner.choices:POLICY_LOSSES"), resume=FIXED)
+  """Whose surrogate; 'clip' is PPO's."""
+  clip_low = Key(0.2, _BELOW_1)
+  """The ratio is clipped below 1 - this."""
+  clip_high = Key(0.2, _NUMBER)
+  """The ratio is clipped above 1 + this."""
+  dual_clip = Key(None, Over(1.0))
+  """Bound of the loss of negative advantages; None is off."""
+  clip_value = Key(None, Over(0.0))
+  """Clip range of the value loss around the old values; None is off."""
+  mode = Key("token-mean", Names("masked:MODES"))
+  """How losses of tokens become one number, in verl's names."""
+  norm = Key(0, _COUNT)
+  """Constant length, in tokens, of a mode with one; 0 is the response limit."""
+  nll_coefficient = Key(0.0, _NUMBER)
+  """VAPO's mu, of the positive-example language-model loss."""
+  kl_coefficient = Key(0.0, _NUMBER, resume=SWITCH)
+  """Of the KL to the initial policy as a loss."""
+  kl = Key("k3", Names("learner.choices:KL_ESTIMATES"))
+  """Its estimator; 'k1+' and 'k3+' have the gradient of k2."""
+  kl_reward_coefficient = Key(0.0, _NUMBER, resume=SWITCH)
+  """Of the KL to the initial policy in the token rewards (k1)."""
+  entropy_coefficient = Key(0.0, _NUMBER)
+  """Of the entropy bonus."""
+  overlong_filter = Key(False)
+  """Responses cut at the response limit take no part in the loss."""
+  masks = Key((), Names("learner.choices:OWN_MASKS"))
+  """Registered masks, which leave further tokens out of the policy loss."""
+  hapo_sign = Key("intended", Names("estimators.entropy:SIGNS"))
+  """Of 'hapo': the sign of low-entropy tokens."""
+
+
+class OffPolicy(Group, path="off_policy"):
+  """What corrects for tokens that another policy wrote."""
+
+  proximal = Key("recompute", Names("learner.choices:PROXIMALS"), resume=FIXED)
+  """Whom the loss takes its ratio against: the trainer's policy at the start of
+  the update, 'stored' (sampler), 'interpolate' (A-3PO), 'ewma' (PPO-EWMA)."""
+  ewma_decay = Key(0.889, _BELOW_1)
+  """Of 'ewma'; the center of mass is 1 / (1 - decay) - 1 updates."""
+  correction = Key("auto", Names("learner.choices:CORRECTIONS", "auto"))
+  """Weight proximal/behaviour: 'truncate' (TIS) or 'mask' (IcePop, MIS). 'auto'
+  is 'truncate' where a batch has tokens of older versions ('first_groups') or
+  the proximal policy is an average ('ewma')."""
+  level = Key("token", Names("losses.offpolicy:LEVELS"))
+  """Its ratio: of a token, of the sequence or its geometric mean."""
+  high = Key(None, Range(1.0))
+  """Its upper bound; None is 2, or 100 for 'ewma'."""
+  low = Key(0.0, _SHARE)
+  """Its lower bound."""
+  ess_scale = Key(False)
+  """VCPO: scale the step by sqrt(effective sample ratio / ess_reference)."""
+  ess_reference = Key(1.0, Range(1e-6, 1.0))
+  """The usual ratio."""
+
+
+class Optimizer(Group, path="optimizer.policy"):
+  """How a model is trained: AdamW on mini-batches."""
+
+  learning_rate = Key(2e-4, _NUMBER)
+  """Of AdamW."""
+  warmup_steps = Key(10, _COUNT)
+  """Updates over which the rate rises."""
+  learning_rate_schedule = Key("constant", Names("learner.optimizer:SCHEDULES"))
+  """How the rate falls from then on, to be lowest after run.steps."""
+  min_learning_rate_ratio = Key(0.0, _SHARE)
+  """The lowest rate, as a share of learning_rate."""
+  max_grad_norm = Key(1.0, Range(1e-9))
+  """Gradients of a larger norm are scaled down to it."""
+  weight_decay = Key(0.0, _NUMBER)
+  """Of AdamW, of matrices."""
+  b1 = Key(0.9, _BELOW_1)
+  """Decay of the mean of gradients."""
+  b2 = Key(0.99, _BELOW_1)
+  """Decay of the mean of their squares."""
+  eps = Key(1e-8, Range(1e-20))
+  """Added to the root of that mean."""
+  mini_batch = Key(256, _SOME)
+  """Responses per update."""
+  micro_batch_size = Key(8, _SOME)
+  """Packed rows per micro-batch; accumulation is exact."""
+  epochs = Key(1, _SOME)
+  """Passes over each batch of rollouts."""
+  frozen = Key(())
+  """Parameters that keep their values: parts of their paths, such as 'embed' or
+  'layers/mlp'."""
+
+
+class ValueOptimizer(Optimizer, path="optimizer.value"):
+  """The critic, which learns faster and in smaller mini-batches."""
+
+  learning_rate = Optimizer.learning_rate._replace(default=5e-4)
+  mini_batch = Optimizer.mini_batch._replace(default=128)
+
+
+class Rows(Group, path="optimizer"):
+  """Packed rows, of both models."""
+
+  max_tokens_per_row = Key(128, _COUNT)
+  """Least tokens per packed row; the longest sample may need more. Larger rows
+  hold more samples of a group, which then share their prompt."""
+
+
+class Eval(Group, path="eval"):
+  """Problems that are evaluated on."""
+
+  every = Key(20, _SOME)
+  """Steps between evaluations; also before the first and after the last."""
+  samples = Key(4, _SOME)
+  """Responses per problem, k of avg@k and pass@k."""
+  problems = Key(200, _COUNT)
+  """Most problems; 0 is all."""
+  source = Key("", Names("data.sources:SOURCES", ""), resume=HELD_OUT)
+  """Where problems come from; '' follows data.source (its evaluation split)."""
+  path = Key("", resume=HELD_OUT)
+  """As data.path."""
+  split = Key("eval")
+  """As data.split; 'eval' is the test split of 'tfds'."""
+  temperature = Key(1.0, Range(0.0, 100.0))
+  """Divides the logits; 0 is greedy."""
+  top_p = Key(1.0, Range(1e-6, 1.0))
+  """Mass that is sampled from."""
+
+
+class Checkpoint(Group, path="checkpoint"):
+  """What is kept of a run."""
+
+  every = Key(20, _SOME)
+  """Steps between checkpoints; also after the last."""
+  keep = Key(2, _SOME)
+  """Newest checkpoints kept."""
+  best = Key("")
+  """Metric, as eval/chain_sum/avg@4, whose best step is kept too."""
+
+
+class Run(Group, path="run"):
+  """How long, and for whom to see."""
+
+  seed = Key(0, Range(0, 2**31 - 1), resume=FIXED)
+  """Of every random number."""
+  steps = Key(100, _SOME)
+  """Iterations; updates of the policy are steps * mini-batches per step."""
+  samples_every = Key(20, _COUNT)
+  """Steps between sample tables in the log; 0 is never."""
+  method = Key("")
+  """METHOD[:PRESET]; scripts/train.py takes it from --config."""
+  plugins = Key(())
+  """Files of your own parts; scripts/train.py takes --plugin in."""
+  trackers = Key(("tensorboard",), Names("metrics.trackers:TRACKERS"))
+  """Who draws the run's curves. The project of 'wandb' is the environment's
+  WANDB_PROJECT, of 'trackio' TRACKIO_PROJECT, or 'jaxrl_llm'."""
+  max_skipped = Key(5, _SOME)
+  """Updates in a row that are not finite before the run stops."""
+
+
+def _keys() -> dict[str, Key]:
+  """All keys by their paths, each with the text below it in this file."""
+  module = ast.parse(pathlib.Path(__file__).read_text(encoding="utf-8"))
+  meanings = {
+    (group.name, key.targets[0].id): " ".join(text.value.value.split())
+    for group in module.body
+    if isinstance(group, ast.ClassDef)
+    for key, text in itertools.pairwise(group.body)
+    if isinstance(key, ast.Assign) and isinstance(text, ast.Expr)
   }
-  return {f"optimizer.{role}.{name}": key for name, key in keys.items()}
+  keys = {}
+  for path, group in GROUPS.items():
+    for kind in reversed(group.__mro__):
+      for name in vars(kind):
+        if text := meanings.get((kind.__name__, name)):
+          keys[f"{path}.{name}"] = getattr(group, name)._replace(meaning=text)
+  return keys
 
 
-def _mesh(group: str, data: Key):
-  return {
-    f"{group}.data": data,
-    f"{group}.fsdp": Key(1, _SOME, "Devices that share the parameters."),
-    f"{group}.tensor": Key(1, _SOME, "Devices that share each matrix."),
-  }
-
-
-KEYS: dict[str, Key] = {
-  # -- Models.
-  "model.path": Key(
-    "",
-    _TEXT,
-    "Hugging Face directory of the policy; '' is the base model that the"
-    " package has for data.source.",
-  ),
-  "model.dtype": Key(
-    "float32", Choice(_DTYPES), "Of activations and matrix products."
-  ),
-  "model.sampler_dtype": Key(
-    "",
-    Choice(("", *_DTYPES)),
-    "Of the sampler's parameters and matrix products; '' follows model.dtype.",
-  ),
-  "model.cache_dtype": Key(
-    "",
-    Choice(("", *_DTYPES)),
-    "Of the sampler's KV cache; '' follows the sampler's dtype. On a CPU"
-    " bfloat16 is several times slower here.",
-  ),
-  "model.remat": Key(True, _SWITCH, "Recompute layers in the backward pass."),
-  "model.head_chunk": Key(
-    128, _SOME, "Positions of time per application of the vocabulary head."
-  ),
-  "model.kernels": Key(
-    "auto",
-    Names("models.kernels:NAMES"),
-    "How attention is computed, by trainer and sampler; 'auto' is the one that"
-    " is made for their devices.",
-  ),
-  "value.pretrain_steps": Key(
-    0,
-    _COUNT,
-    "Most iterations of value pretraining on a fixed policy (VAPO: 50).",
-  ),
-  "value.pretrain_patience": Key(
-    6,
-    _SOME,
-    "Stop when held-out explained variance did not improve this often in a"
-    " row.",
-  ),
-  "value.pretrain_min_delta": Key(
-    0.01, _FREE, "An improvement counts from here on."
-  ),
-  "value.init_from": Key(
-    "",
-    _TEXT,
-    "Workdir of an earlier run whose pretrained critic is reused.",
-  ),
-  # -- Prompts.
-  "data.source": Key(
-    "chain_sum", Names("data.sources:SOURCES"), "Where examples come from."
-  ),
-  "data.path": Key(
-    "",
-    _TEXT,
-    "Files of 'jsonl' or 'parquet', separated by commas or as a pattern like"
-    " data/*.jsonl; name[:version] of 'tfds'.",
-  ),
-  "data.split": Key("train", _TEXT, "Of a source that has splits."),
-  "data.columns": Key(
-    {},
-    _FREE,
-    "Columns of the data by what they are to us, question, answer, id or"
-    " source: {'question': 'problem', 'answer': 'info.solution'}. Those of"
-    " verl and TRL are known.",
-  ),
-  "data.settings": Key(
-    {}, _FREE, "Settings of the source, such as max_ops, digits, data_dir."
-  ),
-  "data.pool": Key(
-    0,
-    _COUNT,
-    "Only so many examples, the first ones, come back epoch after epoch; 0 is"
-    " all.",
-  ),
-  "data.holdout": Key(
-    0.05,
-    _BELOW_1,
-    "Share of the questions, at least one and at most 1,000, that are"
-    " evaluated on and never trained on, where the source has no splits and"
-    " eval.path is not given; 0 evaluates on training data.",
-  ),
-  "data.order": Key(
-    "shuffled",
-    Names("data.prompt_source:PROMPT_SOURCES"),
-    "Who draws prompts: every example once an epoch, in a new order.",
-  ),
-  "data.template": Key(
-    "completion",
-    Names("data.prompt_source:TEMPLATES"),
-    "How a question becomes a prompt.",
-  ),
-  "data.template_settings": Key(
-    {},
-    _FREE,
-    "Keywords of the template: shots, shot_format, question_format, system,"
-    " and kwargs, those of the model's chat template.",
-  ),
-  "data.prompts_per_step": Key(512, _SOME, "Groups of a batch."),
-  "data.group_size": Key(1, _SOME, "Responses per prompt (VAPO: 16)."),
-  "data.max_prompt_length": Key(16, _SOME, "Tokens."),
-  "data.on_long": Key(
-    "error", Choice(("error", "drop")), "What a longer prompt does."
-  ),
-  # -- Rewards.
-  "reward.name": Key(
-    "chain_sum",
-    Names("rewards:REWARDS"),
-    "Who judges a response; 'verl' and 'trl' are functions of a file that were"
-    " written for these libraries.",
-  ),
-  "reward.path": Key("", _TEXT, "Python file of 'verl' and 'trl'."),
-  "reward.function": Key(
-    "compute_score",
-    _TEXT,
-    "Its function; of 'trl' several, separated by commas.",
-  ),
-  "reward.weights": Key(
-    {}, _FREE, "Of the named parts of a reward; 1 where none is given."
-  ),
-  "reward.threshold": Key(
-    0.5,
-    _FREE,
-    "A response whose reward is a number is right if it is above; accuracy,"
-    " dynamic sampling and the positive-example loss read it.",
-  ),
-  "reward.correct": Key(1.0, _FREE, "Reward of a right response."),
-  "reward.incorrect": Key(-1.0, _FREE, "Reward of a wrong one."),
-  "reward.workers": Key(
-    0,
-    Range(0, 256),
-    "Processes that judge; 0 judges inline (only for rewards that cannot"
-    " hang).",
-  ),
-  "reward.deadline_s": Key(
-    10.0, Range(1e-3), "Seconds a single verdict may take in a worker."
-  ),
-  "reward.overlong_buffer": Key(
-    0,
-    _COUNT,
-    "Soft overlong punishment (DAPO eq. 13): the last so many tokens before"
-    " sampler.max_response_length cost up to overlong_factor.",
-  ),
-  "reward.overlong_factor": Key(
-    1.0, _NUMBER, "Cost of a response at the limit."
-  ),
-  # -- Sampling.
-  "sampler.slots": Key(
-    0,
-    _COUNT,
-    "Responses written at a time; 0 is all that a step has in flight.",
-  ),
-  "sampler.kv_pages": Key(
-    0,
-    _COUNT,
-    "Pages of the KV cache, on all devices of the sampler; when they run out"
-    " the youngest responses wait. 0 is what all slots need at full length.",
-  ),
-  "sampler.max_response_length": Key(64, _SOME, "Tokens."),
-  "sampler.temperature": Key(1.0, Range(1e-3, 100.0), "Divides the logits."),
-  "sampler.entropy_tau": Key(
-    0.0,
-    Range(0.0, 0.999),
-    "HAPO: a token's temperature is temperature * (1 + entropy_tau * h), with"
-    " h in [-1, 1] from its entropy and those of the batch before.",
-  ),
-  "sampler.stop": Key(
-    (), _FREE, "Further stop tokens as text, each one token, e.g. ('\\n',)."
-  ),
-  "sampler.drafter": Key(
-    "",
-    Names("train.sampler:DRAFTERS"),
-    "Who drafts tokens that one step then checks; responses stay the same.",
-  ),
-  "sampler.num_draft_tokens": Key(
-    4, _SOME, "Draft tokens per step, where they are measured to pay."
-  ),
-  "sampler.parity_check_every": Key(
-    50,
-    _COUNT,
-    "Steps between checks that sampler and trainer hold the same weights and"
-    " give the same log-probs, which stop the run where they differ; also at"
-    " every start. 0 compares the weights at a start and nothing else.",
-  ),
-  **_mesh(
-    "sampler.mesh",
-    Key(
-      0,
-      Range(-1),
-      "A mesh of the sampler's own, on the devices that `mesh` leaves free or,"
-      " if there are none, on the same ones. 0 shares the trainer's mesh, -1"
-      " takes the devices that remain.",
-    ),
-  ),
-  # -- How a step comes by its batch: choices that do not depend on each other.
-  "schedule.stop": Key(
-    "all",
-    Names("rollout.worker:STOPS"),
-    "When a call of the sampler stops: 'all' responses have ended, or (APRIL)"
-    " the 'first_groups' that a batch needs; the others go on in the next"
-    " step.",
-  ),
-  "schedule.dynamic_sampling": Key(
-    False,
-    _SWITCH,
-    "Whether only groups with right and wrong responses count (DAPO).",
-  ),
-  "schedule.window": Key(
-    0,
-    _COUNT,
-    "How many new tokens a response may get in a step (T-PPO); what has not"
-    " ended goes on in the next one. 0 sets no bound.",
-  ),
-  "schedule.over_provision": Key(
-    1.0,
-    Range(1.0, 16.0),
-    "Groups begun, as a multiple of prompts_per_step: in flight at a time with"
-    " 'first_groups', drawn per round with dynamic sampling.",
-  ),
-  "schedule.max_staleness": Key(
-    4,
-    _SOME,
-    "Updates after which a response of 'first_groups' is waited for.",
-  ),
-  "schedule.max_rounds": Key(
-    10, _SOME, "Rounds before dynamic sampling gives up a step."
-  ),
-  # -- Advantages and the critic's targets.
-  "estimator.name": Key(
-    "gae",
-    Names("learner.choices:ESTIMATORS"),
-    "With 'gae' there is a critic (and EGAE where a response is unfinished);"
-    " without one 'group' is relative to the other responses, 'token_group' is"
-    " HAPO's,"
-    " 'reward_to_go' REINFORCE++'s, 'optimal_baseline' VCPO's.",
-  ),
-  "estimator.gamma": Key(1.0, _SHARE, "Discount of a token."),
-  "estimator.lambda_schedule": Key(
-    "constant",
-    Names("learner.choices:LAMBDA_RULES"),
-    "The policy's lambda: lambda_policy, or max(0, 1 - 1/(alpha * length)).",
-  ),
-  "estimator.alpha": Key(
-    0.05,
-    Range(1e-6),
-    "Of 'length_adaptive'. VAPO's 0.05 is for thousands of tokens.",
-  ),
-  "estimator.lambda_policy": Key(0.95, _SHARE, "Of 'constant'."),
-  "estimator.lambda_value": Key(
-    0.95,
-    _SHARE,
-    "Of the critic's targets; 1 is Monte Carlo (decoupled GAE).",
-  ),
-  "estimator.boundary": Key(
-    "repeat",
-    Names("estimators.egae:BOUNDARIES"),
-    "V of the state where a window cuts: T-PPO's EGAE repeats the last one.",
-  ),
-  "estimator.tail_drop": Key(
-    0, _COUNT, "Last tokens of a cut response that its window does not train."
-  ),
-  "estimator.center": Key(
-    "mean",
-    Names("estimators.group:CENTERS", "none"),
-    "What 'group' subtracts; 'reward_to_go' does too, unless it is 'none'.",
-  ),
-  "estimator.scale": Key(
-    "std", Names("estimators.group:SCALES"), "What 'group' divides by."
-  ),
-  "estimator.epsilon": Key(1e-6, _NUMBER, "Added to the scale."),
-  "estimator.drop_pivot": Key(
-    False,
-    _SWITCH,
-    "MC-GRPO: the group's median response takes no part in the loss.",
-  ),
-  "estimator.normalize": Key(
-    "none",
-    Names("learner.choices:NORMALIZATIONS"),
-    "Of all advantages of a batch: 'whiten', or 'scale' by their std alone.",
-  ),
-  # -- Losses.
-  "loss.name": Key(
-    "clip",
-    Names("learner.choices:POLICY_LOSSES"),
-    "Whose surrogate; 'clip' is PPO's.",
-  ),
-  "loss.clip_low": Key(0.2, _BELOW_1, "The ratio is clipped below 1 - this."),
-  "loss.clip_high": Key(0.2, _NUMBER, "The ratio is clipped above 1 + this."),
-  "loss.dual_clip": Key(
-    None,
-    Over(1.0),
-    "Bound of the loss of negative advantages; None is off.",
-  ),
-  "loss.clip_value": Key(
-    None,
-    Over(0.0),
-    "Clip range of the value loss around the old values; None is off.",
-  ),
-  "loss.mode": Key(
-    "token-mean",
-    Names("masked:MODES"),
-    "How losses of tokens become one number, in verl's names.",
-  ),
-  "loss.norm": Key(
-    0,
-    _COUNT,
-    "Constant length of a mode that has one, in tokens; 0 is the response"
-    " limit.",
-  ),
-  "loss.nll_coefficient": Key(
-    0.0, _NUMBER, "VAPO's mu, of the positive-example language-model loss."
-  ),
-  "loss.kl_coefficient": Key(
-    0.0, _NUMBER, "Of the KL to the initial policy as a loss."
-  ),
-  "loss.kl": Key(
-    "k3",
-    Names("learner.choices:KL_ESTIMATES"),
-    "Its estimator; 'k1+' and 'k3+' have the gradient of k2.",
-  ),
-  "loss.kl_reward_coefficient": Key(
-    0.0, _NUMBER, "Of the KL to the initial policy in the token rewards (k1)."
-  ),
-  "loss.entropy_coefficient": Key(0.0, _NUMBER, "Of the entropy bonus."),
-  "loss.overlong_filter": Key(
-    False,
-    _SWITCH,
-    "Responses cut at the response limit take no part in the loss.",
-  ),
-  "loss.masks": Key(
-    (),
-    Names("learner.choices:OWN_MASKS"),
-    "Registered masks, which leave further tokens out of the policy loss.",
-  ),
-  "loss.hapo_sign": Key(
-    "intended",
-    Names("estimators.entropy:SIGNS"),
-    "Of 'hapo': the sign of low-entropy tokens.",
-  ),
-  "off_policy.proximal": Key(
-    "recompute",
-    Names("learner.choices:PROXIMALS"),
-    "Whom the loss takes its ratio against: the trainer's policy at the start"
-    " of the update, 'stored' (the sampler), 'interpolate' (A-3PO) or 'ewma'"
-    " (PPO-EWMA).",
-  ),
-  "off_policy.ewma_decay": Key(
-    0.889,
-    _BELOW_1,
-    "Of 'ewma'; the center of mass is 1 / (1 - decay) - 1 updates.",
-  ),
-  "off_policy.correction": Key(
-    "auto",
-    Names("learner.choices:CORRECTIONS", "auto"),
-    "Weight proximal/behaviour: 'truncate' (TIS) or 'mask' (IcePop, MIS)."
-    " 'auto' is 'truncate' where a batch has tokens of older versions"
-    " ('first_groups') or the proximal policy is an average ('ewma').",
-  ),
-  "off_policy.level": Key(
-    "token",
-    Names("losses.offpolicy:LEVELS"),
-    "Its ratio: of a token, of the sequence or its geometric mean.",
-  ),
-  "off_policy.high": Key(
-    None, Range(1.0), "Its upper bound; None is 2, or 100 for 'ewma'."
-  ),
-  "off_policy.low": Key(0.0, _SHARE, "Its lower bound."),
-  "off_policy.ess_scale": Key(
-    False,
-    _SWITCH,
-    "VCPO: scale the step by sqrt(effective sample ratio / ess_reference).",
-  ),
-  "off_policy.ess_reference": Key(1.0, Range(1e-6, 1.0), "The usual ratio."),
-  # -- How it runs.
-  **_optimizer("policy", learning_rate=2e-4, mini_batch=256),
-  **_optimizer("value", learning_rate=5e-4, mini_batch=128),
-  "optimizer.max_tokens_per_row": Key(
-    128,
-    _COUNT,
-    "Least tokens per packed row; the longest sample may need more. Larger"
-    " rows hold more samples of a group, which then share their prompt.",
-  ),
-  "eval.every": Key(
-    20,
-    _SOME,
-    "Steps between evaluations; also before the first and after the last.",
-  ),
-  "eval.samples": Key(
-    4, _SOME, "Responses per problem, k of avg@k and pass@k."
-  ),
-  "eval.problems": Key(200, _COUNT, "Most problems; 0 is all."),
-  "eval.source": Key(
-    "",
-    Names("data.sources:SOURCES", ""),
-    "Where problems come from; '' follows data.source (its evaluation split).",
-  ),
-  "eval.path": Key("", _TEXT, "As data.path."),
-  "eval.split": Key(
-    "eval", _TEXT, "As data.split; 'eval' is the test split of 'tfds'."
-  ),
-  "eval.temperature": Key(
-    1.0, Range(0.0, 100.0), "Divides the logits; 0 is greedy."
-  ),
-  "eval.top_p": Key(1.0, Range(1e-6, 1.0), "Mass that is sampled from."),
-  "checkpoint.every": Key(
-    20, _SOME, "Steps between checkpoints; also after the last."
-  ),
-  "checkpoint.keep": Key(2, _SOME, "Newest checkpoints kept."),
-  "checkpoint.best": Key(
-    "", _TEXT, "Metric, as eval/chain_sum/avg@4, whose best step is kept too."
-  ),
-  **_mesh(
-    "mesh", Key(-1, Range(-1), "Copies; -1 takes the devices that remain.")
-  ),
-  "run.seed": Key(0, Range(0, 2**31 - 1), "Of every random number."),
-  "run.steps": Key(
-    100,
-    _SOME,
-    "Iterations; updates of the policy are steps * mini-batches per step.",
-  ),
-  "run.samples_every": Key(
-    20, _COUNT, "Steps between sample tables in the log; 0 is never."
-  ),
-  "run.method": Key(
-    "", _TEXT, "METHOD[:PRESET]; scripts/train.py takes it from --config."
-  ),
-  "run.plugins": Key(
-    (), _TEXT, "Files of your own parts; scripts/train.py takes --plugin in."
-  ),
-  "run.trackers": Key(
-    ("tensorboard",),
-    Names("metrics.trackers:TRACKERS"),
-    "Who draws the run's curves. The project of 'wandb' is the environment's"
-    " WANDB_PROJECT, of 'trackio' TRACKIO_PROJECT, or 'jaxrl_llm'.",
-  ),
-  "run.max_skipped": Key(
-    5, _SOME, "Updates in a row that are not finite before the run stops."
-  ),
-}
+KEYS = _keys()
 
 _FULL = "training uses the full softmax, so must the sampler"
 # Keys of earlier versions: the one value that a saved config may still have for

@@ -8,8 +8,6 @@ rates, mesh) and leaves the method alone. It takes a config of
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-_ROLES = ("policy", "value")
-
 
 class Scale(NamedTuple):
   """A preset."""
@@ -46,9 +44,8 @@ def smollm2(config: Any) -> None:
   # A sum has three to five tokens with its end: lambda is 0.95 at 4.
   config.estimator.alpha = 5.0
   config.model.head_chunk = 32  # A row has some 35 response tokens.
-  _optimizers(config, learning_rate=1e-5, mini_batch=32, micro_batch_size=4)
-  for role in _ROLES:
-    config.optimizer[role].warmup_steps = 4
+  _learning_rates(config, 1e-5)
+  _optimizers(config, mini_batch=32, micro_batch_size=4, warmup_steps=4)
   config.eval.problems = 50
   config.run.steps = 40
   config.run.samples_every = 10
@@ -61,16 +58,13 @@ def long_tail(config: Any) -> None:
   config.data.max_prompt_length = 8
   config.sampler.max_response_length = 288
   config.estimator.alpha = 1.0  # lambda is 0.97 at 30 tokens.
-  for role in _ROLES:
-    config.optimizer[role].mini_batch = 64
-    config.optimizer[role].micro_batch_size = 2
+  _optimizers(config, mini_batch=64, micro_batch_size=2)
   config.optimizer.policy.max_grad_norm = 0.3
   # A batch is small: the critic learns fast, in small mini-batches.
   config.optimizer.value.learning_rate = 1e-3
   config.optimizer.value.mini_batch = 16
   config.value.pretrain_patience = 12
   config.eval.problems = 100
-  config.eval.samples = 4
   config.eval.every = 10
 
 
@@ -89,7 +83,8 @@ def gsm8k(config: Any) -> None:
   config.sampler.max_response_length = 256
   config.reward.name = "numeric"
   config.estimator.alpha = 0.2
-  _optimizers(config, learning_rate=1e-6, mini_batch=16, micro_batch_size=2)
+  _learning_rates(config, 1e-6)
+  _optimizers(config, mini_batch=16, micro_batch_size=2)
   config.eval.problems = 8
   config.eval.samples = 1
   config.eval.every = 100
@@ -115,14 +110,11 @@ def qwen32b(config: Any) -> None:
   config.sampler.kv_pages = 65_536  # 32 GiB of keys and values on a v5p chip.
   config.reward.name = "numeric"
   config.reward.workers = 16
-  config.estimator.alpha = 0.05
-  _optimizers(config, learning_rate=1e-6, mini_batch=512, micro_batch_size=16)
-  for role in _ROLES:
-    config.optimizer[role].weight_decay = 0.1
-    config.optimizer[role].b2 = 0.999  # AdamW's usual one.
-    # 20 rollout steps of 16 updates (DAPO 4.1). A method with other updates per
-    # rollout sets its own.
-    config.optimizer[role].warmup_steps = 320
+  _learning_rates(config, 1e-6)
+  _optimizers(config, mini_batch=512, micro_batch_size=16)
+  # AdamW's usual ones; the warm-up is 20 rollout steps of 16 updates (DAPO
+  # 4.1). A method with other updates per rollout sets its own.
+  _optimizers(config, weight_decay=0.1, b2=0.999, warmup_steps=320)
   config.value.pretrain_patience = 50
   config.eval.samples = 32
   config.eval.top_p = 0.7
@@ -132,13 +124,16 @@ def qwen32b(config: Any) -> None:
   config.checkpoint.every = 10
 
 
-def _optimizers(config, *, learning_rate, mini_batch, micro_batch_size) -> None:
-  """Both optimizers; the critic learns twice as fast (VAPO, section 5.1)."""
-  for role, factor in zip(_ROLES, (1, 2)):
-    settings = config.optimizer[role]
-    settings.learning_rate = learning_rate * factor
-    settings.mini_batch = mini_batch
-    settings.micro_batch_size = micro_batch_size
+def _optimizers(config: Any, **settings: float) -> None:
+  """Settings of both optimizers."""
+  config.optimizer.policy.update(settings)
+  config.optimizer.value.update(settings)
+
+
+def _learning_rates(config: Any, policy: float) -> None:
+  """Both rates; the critic learns twice as fast (VAPO, section 5.1)."""
+  config.optimizer.policy.learning_rate = policy
+  config.optimizer.value.learning_rate = 2 * policy
 
 
 # Name of a preset -> its scale; '' is the package's own.

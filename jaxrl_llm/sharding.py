@@ -35,8 +35,8 @@ PARAMETERS: tuple[tuple[str, tuple[str, ...]], ...] = (
   (r"layers/.*/down/kernel$", ("layers", "mlp", "embed")),
   (r"layers/.*/(o|down)/bias$", ("layers", "")),
   (r"(norm|value_head)/(scale|kernel|bias)$", ()),
-  # Counters of train states and optimizers.
-  (r"(^|/)(count|step|skipped|skipped_in_a_row)$", ()),
+  # Counters of train states, optimizers and the moving average.
+  (r"(^|/)(count|step|skipped|skipped_in_a_row|weight)$", ()),
 )
 # Name of a dimension -> the axis of the mesh that splits it.
 MESH_AXES: dict[str, str | None] = {
@@ -68,10 +68,10 @@ def make_mesh(
     ValueError: a size is out of range, or the sizes ask for more devices than
       there are.
   """
+  asked = f"mesh data={data} x fsdp={fsdp} x tensor={tensor}"
   if min(fsdp, tensor) < 1 or (data < 1 and data != -1):
     raise ValueError(
-      "mesh sizes must be >= 1 (data may be -1: the devices that remain), got"
-      f" data={data}, fsdp={fsdp}, tensor={tensor}"
+      f"{asked}: sizes must be >= 1 (data may be -1: the devices that remain)"
     )
   devices = list(jax.devices() if devices is None else devices)
   rest = fsdp * tensor
@@ -80,8 +80,7 @@ def make_mesh(
   needed = data * rest
   if needed > len(devices):
     raise ValueError(
-      f"mesh data={data} x fsdp={fsdp} x tensor={tensor} needs {needed}"
-      f" devices, but there are {len(devices)}; lower config.mesh"
+      f"{asked} needs {needed} devices, but there are {len(devices)}"
     )
   grid = np.asarray(devices[:needed]).reshape(data, fsdp, tensor)
   # Auto: in Explicit mode some products of sharded arrays are type errors.
@@ -125,32 +124,29 @@ def tree_shardings(tree: Any, mesh: Mesh) -> Any:
   """
 
   def leaf_sharding(path, leaf):
-    spec = _match(path_name(path))
+    wanted = _axes(path_name(path)) + (None,) * leaf.ndim
     axes = [
       axis if axis and size % mesh.shape[axis] == 0 else None
-      for size, axis in zip(leaf.shape, tuple(spec) + (None,) * leaf.ndim)
+      for size, axis in zip(leaf.shape, wanted)
     ]
     return NamedSharding(mesh, P(*axes))
 
   return jax.tree_util.tree_map_with_path(leaf_sharding, tree)
 
 
-def _match(name: str) -> PartitionSpec:
-  for pattern, dimensions in PARAMETERS:
-    if re.search(pattern, name):
-      return _spec(name, dimensions)
-  raise ValueError(f"no sharding rule matches parameter {name!r}")
-
-
-def _spec(name: str, dimensions: tuple[str, ...]) -> PartitionSpec:
-  axes = [MESH_AXES[dimension] for dimension in dimensions]
-  used = [axis for axis in axes if axis]
-  if len(used) != len(set(used)):
+def _axes(name: str) -> tuple[str | None, ...]:
+  """The axes of the mesh that would split a parameter's dimensions."""
+  rules = (names for pattern, names in PARAMETERS if re.search(pattern, name))
+  dimensions = next(rules, None)
+  if dimensions is None:
+    raise ValueError(f"no sharding rule matches parameter {name!r}")
+  axes = tuple(MESH_AXES[dimension] for dimension in dimensions)
+  if any(axis and axes.count(axis) > 1 for axis in axes):
     raise ValueError(
       f"parameter {name!r} has dimensions {dimensions}, two of which the same"
       f" axis of the mesh would split: {axes}; change sharding.MESH_AXES"
     )
-  return P(*axes)
+  return axes
 
 
 def of_slots(mesh: Mesh, kv_heads: int) -> NamedSharding:

@@ -27,66 +27,8 @@ from jaxrl_llm.data import sources
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import hf
 
-# Settings whose keys are chosen by the source or template they belong to.
-_FREE = {
-  key.rpartition(".")[2]
-  for key, value in config_lib.KEYS.items()
-  if isinstance(value.default, dict)
-}
-
 _CONFIG, _CHANGES = "config.json", "config_changes.jsonl"
 _ROWS, _MODEL = "metrics.jsonl", "base_model"
-
-# Settings under which the content of a checkpoint was made. Another value would
-# not continue the run but begin another one with the wrong start, so a resume
-# that changes one is refused.
-_FIXED = (
-  # Every random number, and the order of the prompts.
-  "run.seed",
-  # The parameters, the tokens, and the precision of stored log-probs. The
-  # other keys of the model (remat, head_chunk) only trade memory for time.
-  "model.path",
-  "model.dtype",
-  "model.sampler_dtype",
-  "model.cache_dtype",
-  # Which prompt stands at a position of the stream, how wide it is, and how
-  # many responses it has.
-  "data.source",
-  "data.path",
-  "data.split",
-  "data.columns",
-  "data.settings",
-  "data.order",
-  "data.pool",
-  "data.template",
-  "data.template_settings",
-  "data.max_prompt_length",
-  "data.on_long",
-  "data.group_size",
-  # Room of a response that is not finished.
-  "sampler.max_response_length",
-  # The method: whether there is a critic and an average, which responses are
-  # carried over, and what the policy so far has been trained for.
-  "estimator.name",
-  "loss.name",
-  "schedule.stop",
-  "schedule.dynamic_sampling",
-  "off_policy.proximal",
-)
-# A part that is on at any value but 0. It may get stronger or weaker; on or off
-# it is part of the method, and of what a checkpoint has.
-_SWITCHES = (
-  "schedule.window",
-  "sampler.entropy_tau",
-  "loss.kl_coefficient",
-  "loss.kl_reward_coefficient",
-)
-# How many responses are in flight: fixed where a checkpoint has unfinished
-# ones, which must all find a slot again.
-_IN_FLIGHT = ("data.prompts_per_step", "schedule.over_provision")
-
-# Which rows are held out of a source that has no splits.
-_HELD_OUT = ("data.holdout", "eval.source", "eval.path")
 
 _POLICY = "learner.policy.params"  # Item of a checkpoint.
 Changes = dict[str, list[Any]]  # Key: [old, new], as JSON has them.
@@ -158,18 +100,17 @@ def prepare(workdir: pathlib.Path, config: Any) -> Changes:
   if not steps(workdir):
     return {}
   changes = differences(read_config(workdir), config)
-  partial = config.schedule.window or config.schedule.stop != "all"
-  parted = "split" not in sources.reads(config.data.source)
-  fixed = {
-    *_FIXED,
-    *(_IN_FLIGHT if partial else ()),
-    *(_HELD_OUT if parted else ()),
-  }
-  refused = {
-    key: both
-    for key, both in changes.items()
-    if key in fixed or (key in _SWITCHES and bool(both[0]) != bool(both[1]))
-  }
+  fixed = {config_lib.FIXED}
+  if config.schedule.window or config.schedule.stop != "all":
+    fixed.add(config_lib.IN_FLIGHT)
+  if "split" not in sources.reads(config.data.source):
+    fixed.add(config_lib.HELD_OUT)
+  refused = {}
+  for key, (old, new) in changes.items():
+    resume = config_lib.KEYS[key].resume
+    switched = resume == config_lib.SWITCH and bool(old) != bool(new)
+    if resume in fixed or switched:
+      refused[key] = [old, new]
   if refused:
     raise InputError(
       f"{workdir}: its checkpoints do not bear {'; '.join(describe(refused))};"
@@ -274,10 +215,12 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
 
   def walk(group, prefix):
     for name, value in group.items():
-      if isinstance(value, Mapping) and name not in _FREE:
-        yield from walk(value, f"{prefix}{name}.")
+      path = f"{prefix}{name}"
+      # Some keys have a mapping as their value, such as data.settings.
+      if isinstance(value, Mapping) and path not in config_lib.KEYS:
+        yield from walk(value, f"{path}.")
       else:
-        yield f"{prefix}{name}", value
+        yield path, value
 
   return dict(walk(json.loads(json.dumps(config, default=str)), ""))
 
@@ -413,9 +356,7 @@ def load_policy(
   path = model_path(workdir, read_config(workdir))
   fns = models.make_policy(hf.read_config(path))
   here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-  shapes = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here),
-    jax.eval_shape(fns.init, jax.random.key(0)),
-  )
+  init = jax.jit(fns.init, out_shardings=here)
+  shapes = init.eval_shape(jax.random.key(0))
   params = restore_policy(workdir, step, shapes)
   return Policy(fns, params, step, path)

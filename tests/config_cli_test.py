@@ -144,11 +144,11 @@ class TestSettings:
     [
       (
         {"optimizer__policy__mini_batch": 10},
-        ["mini_batch=10 must divide the batch of 32"],
+        ["mini_batch=10: it must divide the batch of 32"],
       ),
       (
         {"optimizer__value__mini_batch": 10},
-        ["optimizer.value.mini_batch=10 must divide the batch of 32"],
+        ["optimizer.value.mini_batch=10: it must divide the batch of 32"],
       ),
       (
         {
@@ -156,7 +156,7 @@ class TestSettings:
           "estimator__name": "group",
           "value__pretrain_steps": 0,
         },
-        ["optimizer.policy.mini_batch=10 must divide"],
+        ["optimizer.policy.mini_batch=10: it must divide"],
       ),
       (
         {"mesh__data": 16},
@@ -172,9 +172,12 @@ class TestSettings:
       ({"data__source": "jsonl"}, ["needs config.data.path"]),
       (
         {"data__source": "jsonl", "data__path": "x", "data__split": "test"},
-        ["config.data.split='test'", "'jsonl' has no splits", "eval.path"],
+        ["config.data.split='test'", "'jsonl'", "has no splits", "eval.path"],
       ),
-      ({"sampler__slots": 2}, ["sampler.slots=2 must hold one group"]),
+      (
+        {"sampler__slots": 2},
+        ["sampler.slots=2", "must hold one group"],
+      ),
       (
         {"loss__dual_clip": 0.5},
         ["loss.dual_clip=0.5 must be over 1"],

@@ -17,10 +17,10 @@ from jaxrl_llm.learner import methods
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.lower import lower
 from jaxrl_llm.learner.models import make_policy
-from jaxrl_llm.learner.scoring import Scorer
 from jaxrl_llm.learner.state import LearnerSettings
 from jaxrl_llm.sampling import Engine, EngineConfig
 from jaxrl_llm.train import build
+from jaxrl_llm.train.meshes import Meshes
 
 TOPOLOGY = "v5e:2x4"
 SLOTS = 64
@@ -70,8 +70,10 @@ def _learner(config, fns, mesh):
     algorithm,
     make_policy(fns, settings, algorithm, mesh),
     None,
-    settings=LearnerSettings(seed=0, max_tokens_per_row=512, max_skipped=1),
-    scorer=Scorer(fns, None, temperature=1.0, mesh=mesh),
+    settings=LearnerSettings(
+      seed=0, max_tokens_per_row=512, max_skipped=1, temperature=1.0
+    ),
+    mesh=mesh,
     initial_params=lambda: None,
   )
 
@@ -85,7 +87,7 @@ def main():
   config.model.dtype = "bfloat16"
   config.estimator.name = "group"  # Without a critic.
   config.optimizer.policy.mini_batch = 16  # Two micro-batches.
-  fns, _ = build.make_fns(config, MODEL, trainer=mesh, sampler=mesh)
+  fns, _ = build.make_fns(config, MODEL, Meshes(mesh, mesh))
   learner = _learner(config, fns, mesh)
   shapes = learner.policy.shapes
   lowered = _sampler(fns, shapes.params, mesh)

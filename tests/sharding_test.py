@@ -187,8 +187,8 @@ class TestMakeMesh:
     "sizes", [(0, 1, 1), (-2, 1, 1), (1, 0, 1), (1, -1, 1), (-1, 1, 0)]
   )
   def test_sizes_out_of_range_raise(self, sizes):
-    named = "data={}, fsdp={}, tensor={}".format(*sizes)
-    with pytest.raises(ValueError, match=f"must be >= 1.*got {named}"):
+    named = "mesh data={} x fsdp={} x tensor={}".format(*sizes)
+    with pytest.raises(ValueError, match=f"{named}: sizes must be >= 1"):
       _mesh(*sizes)
 
 

@@ -59,6 +59,11 @@ ALLOWED = {
 }
 
 
+def keys_that(resume):
+  """The keys that a resume treats alike."""
+  return [k for k, key in config_lib.KEYS.items() if key.resume == resume]
+
+
 def make(**changes):
   return tiny_run.make_config("model", **changes)
 
@@ -116,13 +121,11 @@ def refusal(folder, config):
 
 class TestRefused:
   def test_every_setting_of_the_list_is_tried_and_exists(self):
-    assert set(FIXED) == set(workdir_lib._FIXED)
-    assert set(SWITCHES) == set(workdir_lib._SWITCHES)
+    assert set(FIXED) == set(keys_that(config_lib.FIXED))
+    assert set(SWITCHES) == set(keys_that(config_lib.SWITCH))
     # In the form in which they are compared: settings of a source are whole.
     known = set(workdir_lib._flat(config_lib.default_config().to_dict()))
-    named = {*FIXED, *SWITCHES, *ALLOWED}
-    named |= {*workdir_lib._IN_FLIGHT, *workdir_lib._HELD_OUT}
-    assert named <= known
+    assert {*FIXED, *SWITCHES, *ALLOWED} <= known
 
   @pytest.mark.parametrize("key", FIXED)
   def test_a_fixed_setting(self, start, key):
@@ -158,13 +161,13 @@ class TestRefused:
   @pytest.mark.parametrize(
     "schedule", [{"schedule__window": 3}, {"schedule__stop": "first_groups"}]
   )
-  @pytest.mark.parametrize("key", workdir_lib._IN_FLIGHT)
+  @pytest.mark.parametrize("key", keys_that(config_lib.IN_FLIGHT))
   def test_responses_in_flight_keep_their_slots(self, start, schedule, key):
     folder = start(make(**schedule))
     text = refusal(folder, changed({key: 2}, **schedule))
     assert f"config.{key}: " in text
 
-  @pytest.mark.parametrize("key", workdir_lib._HELD_OUT)
+  @pytest.mark.parametrize("key", keys_that(config_lib.HELD_OUT))
   def test_what_is_held_out_stays_so(self, start, key):
     file = {"data__source": "jsonl", "data__path": "x.jsonl"}
     value = {"data.holdout": 0.5, "eval.source": "sums"}.get(key, "y.jsonl")

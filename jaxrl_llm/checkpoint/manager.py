@@ -169,15 +169,6 @@ def load_tree(path: str | os.PathLike, target: Any) -> Any:
     return checkpointer.restore(path, target)
 
 
-def abstract(tree: Any, shardings: Any) -> Any:
-  """ShapeDtypeStructs of a tree, with the given shardings."""
-  return jax.tree.map(
-    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-    tree,
-    shardings,
-  )
-
-
 def _check_shapes(path: pathlib.Path, target: Any) -> None:
   """Raises InputError naming a leaf that was saved otherwise or not at all."""
   leaves = jax.tree_util.tree_leaves_with_path

@@ -39,25 +39,25 @@ def policy_batch(
   scale = None
   if algorithm.step_scale is not None:
     scale = np.float32(algorithm.step_scale(inputs))
-  scatter = batch.layout.scatter
-  columns |= {"weights": weights}
-  return PackedBatch(
-    packed=batch.packed.replace(mask=scatter(read)),
-    mask=scatter(mask),
-    inputs={name: scatter(x) for name, x in columns.items()},
-    step_scale=scale,
-  )
+  columns["weights"] = weights
+  return _packed(batch, read, mask, columns).replace(step_scale=scale)
 
 
 def critic_batch(
   inputs: Experience, batch: MiniBatch, algorithm: Algorithm
 ) -> PackedBatch:
   """Packs the rows of a mini-batch for the critic, a token mean over them."""
-  mask, scatter = inputs["value_mask"], batch.layout.scatter
+  mask = inputs["value_mask"]
   columns = {name: inputs[name] for name in algorithm.value_inputs}
   columns["weights"] = masked.token_weights(mask, mode="token-mean")
+  return _packed(batch, mask, mask, columns)
+
+
+def _packed(batch: MiniBatch, read, mask, columns) -> PackedBatch:
+  """Columns [b, T] where the model is read, and the mask of its main loss."""
+  scatter = batch.layout.scatter
   return PackedBatch(
-    packed=batch.packed.replace(mask=scatter(mask)),
+    packed=batch.packed.replace(mask=scatter(read)),
     mask=scatter(mask),
     inputs={name: scatter(x) for name, x in columns.items()},
   )

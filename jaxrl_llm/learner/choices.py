@@ -25,9 +25,11 @@ def _reward_to_go(settings: Settings) -> Part:
   return part(estimates.centered_reward_to_go, settings)
 
 
-def maker_of(fn: Callable[..., Any]) -> Callable[[Settings], Part]:
+def maker_of(
+  fn: Callable[..., Any], reads: tuple[str, ...] | None = None
+) -> Callable[[Settings], Part]:
   """(settings) -> the part of a function; see `parts.part`."""
-  return functools.partial(part, fn)
+  return functools.partial(part, fn, reads=reads)
 
 
 # Name -> (config group estimator) -> advantages [B, T].
@@ -52,12 +54,13 @@ NORMALIZATIONS: Mapping[str, Callable[..., jax.Array] | None] = {
   "scale": functools.partial(estimators.whiten, center=False),
 }
 
-# What takes tokens out of the policy loss: is it on?, (mask, inputs) -> mask.
-MASKS: list[tuple[Callable[[Settings], bool], Callable[..., jax.Array]]] = [
-  (lambda settings: settings["overlong_filter"], estimates.without_overlong),
-  (lambda settings: settings["drop_pivot"], estimates.without_pivot),
-  (lambda settings: settings["tail_drop"] > 0, estimates.without_tail),
-]
+# What takes tokens out of the policy loss, by the setting that switches it on:
+# (mask, inputs) -> mask.
+MASKS: Mapping[str, Callable[..., jax.Array]] = {
+  "overlong_filter": estimates.without_overlong,
+  "drop_pivot": estimates.without_pivot,
+  "tail_drop": estimates.without_tail,
+}
 
 # Likewise of one's own: name -> (mask, inputs) -> mask.
 OWN_MASKS: dict[str, Callable[..., jax.Array]] = {}
@@ -128,14 +131,10 @@ def interpolated_clip(
 _SURROGATE = ("logprobs", "proximal_logprobs", "advantages")
 # Name -> (config group loss) -> `losses.ClippedPolicyLoss`.
 POLICY_LOSSES: dict[str, Callable[[Settings], Part]] = {
-  "clip": functools.partial(part, losses.clipped_policy_loss, reads=_SURROGATE),
-  "gspo": functools.partial(
-    part, losses.gspo_loss, reads=(*_SURROGATE, "mask", "segments")
-  ),
-  "cispo": functools.partial(part, losses.cispo_loss, reads=_SURROGATE),
-  "policy_gradient": functools.partial(
-    part, losses.policy_gradient_loss, reads=_SURROGATE
-  ),
+  "clip": maker_of(losses.clipped_policy_loss, _SURROGATE),
+  "gspo": maker_of(losses.gspo_loss, (*_SURROGATE, "mask", "segments")),
+  "cispo": maker_of(losses.cispo_loss, _SURROGATE),
+  "policy_gradient": maker_of(losses.policy_gradient_loss, _SURROGATE),
   "hapo": maker_of(hapo),
 }
 

@@ -238,9 +238,7 @@ def interpolation_share(version, policy_mask, update_version) -> jax.Array:
   none of the tokens; the policy in the making counts as the version after it.
   """
   share = losses.interpolation_share(
-    version,
-    proximal_version=update_version,
-    current_version=update_version + 1,
+    version, proximal_version=update_version, current_version=update_version + 1
   )
   return jnp.where(policy_mask, share, 0.0)
 

@@ -9,6 +9,7 @@ An update goes through the phases
 Its state is a value: everything that changes from update to update.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl_llm import estimators, sharding
+from jaxrl_llm import estimators, sharding, types
 from jaxrl_llm.errors import TrainingStopped
 from jaxrl_llm.learner import metrics, packing, parts
 from jaxrl_llm.learner.algorithm import Algorithm
@@ -24,55 +25,40 @@ from jaxrl_llm.learner.batches import critic_batch, policy_batch
 from jaxrl_llm.learner.models import Ema, TrainedModel
 from jaxrl_llm.learner.optimizer import TrainState
 from jaxrl_llm.learner.packing import MiniBatch, place
-from jaxrl_llm.learner.scoring import Scorer
-from jaxrl_llm.learner.state import CriticBatch, LearnerSettings, LearnerState
-from jaxrl_llm.types import (
-  Experience,
-  Responses,
-  Rollout,
-  join_rows,
-  take_rows,
+from jaxrl_llm.learner.scoring import critic_scores, policy_scores
+from jaxrl_llm.learner.state import (
+  LearnerSettings,
+  LearnerState,
+  TrainingBatch,
 )
+from jaxrl_llm.models import TokenLogprobs
+from jaxrl_llm.types import Experience, Responses, Rollout
 
 
+@dataclasses.dataclass(eq=False)
 class Learner:
-  """The models of a run, and how they learn by an algorithm."""
+  """The models of a run, and how they learn by an algorithm.
 
-  def __init__(
-    self,
-    algorithm: Algorithm,
-    policy: TrainedModel,
-    critic: TrainedModel | None,
-    *,
-    settings: LearnerSettings,
-    scorer: Scorer,
-    initial_params: Callable[[], Any],
-    ema: Ema | None = None,
-  ):
-    """Makes the learner; loads no weights and compiles nothing.
+  Making one loads no weights and compiles nothing.
 
-    Args:
-      algorithm: the mathematics.
-      policy: the model that writes responses.
-      critic: the model that judges states; None without one.
-      settings: plain settings.
-      scorer: says what the models make of a batch.
-      initial_params: loads the parameters that the policy starts from, which
-        are also the reference of a KL.
-      ema: the moving average, where the algorithm follows it.
-    """
-    self.algorithm = algorithm
-    self.policy = policy
-    self.critic = critic
-    self.scorer = scorer
-    self.ema = ema
-    self.settings = settings
-    self._initial_params = initial_params
-    self._estimate = jax.jit(
-      functools.partial(
-        parts.evaluate, sorted(algorithm.experience), algorithm.parts
-      )
-    )
+  Attributes:
+    algorithm: the mathematics.
+    policy: the model that writes responses.
+    critic: the model that judges states; None without one.
+    settings: plain settings.
+    mesh: that the models lie on.
+    initial_params: loads the parameters that the policy starts from, which
+      are also the reference of a KL.
+    ema: the moving average, where the algorithm follows it.
+  """
+
+  algorithm: Algorithm
+  policy: TrainedModel
+  critic: TrainedModel | None
+  settings: LearnerSettings
+  mesh: jax.sharding.Mesh
+  initial_params: Callable[[], Any]
+  ema: Ema | None = None
 
   def init(
     self, critic_params: Callable[[Any], Any] | None = None
@@ -82,18 +68,14 @@ class Learner:
     Args:
       critic_params: (policy's parameters) -> the critic's; None without one.
     """
-    policy = self.policy.create_state(self._initial_params())
-    critic = None
+    policy = self.policy.create_state(self.initial_params())
+    state = self.abstract().replace(policy=policy, waiting=None)
     if self.critic is not None:
       critic = self.critic.create_state(critic_params(policy.params))
-    return LearnerState(
-      step=0,
-      policy=policy,
-      critic=critic,
-      ema=self.ema and self.ema.init(policy.params),
-      temperature_state=self._no_statistics(),
-      waiting=None,
-    )
+      state = state.replace(critic=critic)
+    if self.ema is not None:
+      state = state.replace(ema=self.ema.init(policy.params))
+    return state
 
   def abstract(self) -> LearnerState:
     """The state as a checkpoint is read into it.
@@ -101,37 +83,30 @@ class Learner:
     ShapeDtypeStructs with shardings on the mesh; a class for a record of host
     arrays that may be absent.
     """
+    statistics = None
+    if self.algorithm.temperature_statistics:
+      # These leave the sampler's temperature as it is.
+      nothing = [np.zeros((), np.float32)] * 4
+      statistics = estimators.EntropyStatistics(*nothing)
     return LearnerState(
       step=0,
       policy=self.policy.shapes,
       critic=self.critic and self.critic.shapes,
       ema=self.ema and self.ema.shapes,
-      temperature_state=self._no_statistics(),
+      temperature_state=statistics,
       waiting=Responses,
     )
 
-  def _no_statistics(self) -> estimators.EntropyStatistics | None:
-    """Statistics that leave the sampler's temperature as it is."""
-    if not self.algorithm.temperature_statistics:
-      return None
-    return estimators.EntropyStatistics(*[np.zeros((), np.float32)] * 4)
-
-  def with_algorithm(self, algorithm: Algorithm) -> "Learner":
-    """The same models with other inputs of their losses."""
-    return Learner(
-      algorithm,
-      self.policy,
-      self.critic,
-      settings=self.settings,
-      scorer=self.scorer,
-      initial_params=self._initial_params,
-      ema=self.ema,
-    )
+  @functools.cached_property
+  def _estimate(self) -> Callable[[Experience], Experience]:
+    """(leaves) -> the inputs that the algorithm reads, jitted."""
+    names, made = sorted(self.algorithm.experience), self.algorithm.parts
+    return jax.jit(functools.partial(parts.evaluate, names, made))
 
   @functools.cached_property
   def reference(self) -> Any:
     """Parameters of the policy that the run started from."""
-    return self._initial_params()
+    return self.initial_params()
 
   def update(
     self, state: LearnerState, responses: Responses, timer: Any
@@ -149,8 +124,8 @@ class Learner:
     """
     rng = np.random.default_rng((self.settings.seed, state.step))
     fresh_rows = np.arange(len(responses.rewards))
-    batch, critic_rows, waiting = self._with_waiting(state, responses)
-    rollout = batch.rollout
+    joined, critic_rows, waiting = self._with_waiting(state, responses)
+    rollout = joined.rollout
     with timer.phase("score"):
       policy_batches = self._mini_batches(self.policy, rollout, fresh_rows, rng)
       critic_batches = self._mini_batches(
@@ -159,54 +134,43 @@ class Learner:
       _check_rows(policy_batches, fresh_rows)
       _check_rows(critic_batches, critic_rows)
       scores = self._score(state, rollout, policy_batches, critic_batches)
-      experience = self._experience(batch, scores, state.step, critic_rows)
+      experience = self._experience(joined, scores, state.step, critic_rows)
       row = self._batch_metrics(state, rollout, scores, experience)
-    critic, policy, ema = state.critic, state.policy, state.ema
     if critic_batches:
+      batch = TrainingBatch(rollout, experience, critic_batches)
       with timer.phase("update_value"):
-        critic, new = self._update_critic(
-          critic, rollout, experience, critic_batches, rng
-        )
+        state, new = self.update_critic(state, batch, rng)
       row |= new
     with timer.phase("update_policy"):
-      policy, ema, new = self._update_policy(
-        policy, ema, rollout, experience, policy_batches, rng
+      batch = TrainingBatch(rollout, experience, policy_batches)
+      state, new = self._update_policy(state, batch, rng)
+    if state.temperature_state is not None:
+      statistics = estimators.entropy_statistics(
+        scores["entropies"], experience["policy_mask"]
       )
-    statistics = state.temperature_state
-    if statistics is not None:
-      statistics = jax.device_get(
-        estimators.entropy_statistics(
-          scores["entropies"], experience["policy_mask"]
-        )
-      )
-    after = LearnerState(
-      step=state.step + 1,
-      policy=policy,
-      critic=critic,
-      ema=ema,
-      temperature_state=statistics,
-      waiting=waiting,
-    )
-    return after, row | new
+      state = state.replace(temperature_state=jax.device_get(statistics))
+    return state.replace(step=state.step + 1, waiting=waiting), row | new
 
   def measure_critic(
     self, state: LearnerState, responses: Responses, rng: np.random.Generator
-  ) -> CriticBatch:
+  ) -> TrainingBatch:
     """What the critic makes of ended responses that it has not seen."""
     rollout, rows = responses.rollout, np.arange(len(responses.rewards))
     batches = self._mini_batches(self.critic, rollout, rows, rng)
     scores = self._score(state, rollout, [], batches)
     experience = self._experience(responses, scores, state.step, rows)
-    explained = metrics.explained_variance(experience)
-    return CriticBatch(rollout, experience, batches, explained)
+    return TrainingBatch(rollout, experience, batches)
 
   def update_critic(
-    self, state: LearnerState, batch: CriticBatch, rng: np.random.Generator
+    self, state: LearnerState, batch: TrainingBatch, rng: np.random.Generator
   ) -> tuple[LearnerState, dict[str, float]]:
-    """Trains the critic alone on a measured batch."""
-    critic, row = self._update_critic(
-      state.critic, batch.rollout, batch.experience, batch.mini_batches, rng
-    )
+    """Trains the critic alone: ½ (V − return)², a mean over each mini-batch."""
+    critic, rows = state.critic, []
+    for part, inputs in self._epochs(self.critic, batch, rng):
+      prepared = critic_batch(inputs, part, self.algorithm)
+      critic, row = self.critic.update(critic, place(prepared, self.mesh))
+      rows.append(row)
+    row = self._summary("critic", critic, rows)
     return state.replace(critic=critic), row
 
   def _with_waiting(
@@ -223,17 +187,17 @@ class Learner:
     size = self.critic.settings.mini_batch
     waited = 0 if state.waiting is None else len(state.waiting.rewards)
     learned = (waited + ended.size) // size * size
-    left = take_rows(responses, ended[max(learned - waited, 0) :])
+    left = types.take_rows(responses, ended[max(learned - waited, 0) :])
     # Nothing in them is new to the policy any more.
     left = left.replace(
       rollout=left.rollout.replace(window_start=left.rollout.lengths)
     )
     if not learned:
-      waiting = join_rows([state.waiting, left])
+      waiting = types.join_rows([state.waiting, left])
       return responses, ended[:0], waiting if waiting.rewards.size else None
     batch, rows = responses, ended[: learned - waited]
     if waited:
-      batch = join_rows([responses, state.waiting])
+      batch = types.join_rows([responses, state.waiting])
       rows = np.append(len(responses.rewards) + np.arange(waited), rows)
     return batch, rows, left if left.rewards.size else None
 
@@ -262,9 +226,9 @@ class Learner:
     # A KL in the rewards is a part of the critic's targets, so of those too
     # that only the critic learns from.
     if "ref_logprobs" in self.algorithm.parts["token_rewards"].reads:
-      others = self._others(self.policy, rollout, policy_batches)
-      policy_batches = policy_batches + others
-    scores = self.scorer.policy_scores(
+      policy_batches = self._completed(self.policy, rollout, policy_batches)
+    scores = policy_scores(
+      self.logprobs,
       state.policy.params,
       self.reference if "ref_logprobs" in reads else None,
       rollout,
@@ -274,17 +238,27 @@ class Learner:
     if self.critic is None:
       return scores
     # Cut responses are no part of the critic's mini-batches.
-    others = self._others(self.critic, rollout, critic_batches)
-    return scores | self.scorer.critic_scores(
-      state.critic.params, rollout, critic_batches + others
+    critic_batches = self._completed(self.critic, rollout, critic_batches)
+    return scores | critic_scores(
+      self._values, state.critic.params, rollout, critic_batches
     )
 
-  def _others(self, model, rollout, batches) -> list[MiniBatch]:
-    """Mini-batches of the rows that the given ones leave out."""
+  def logprobs(self, params: Any, batch: MiniBatch) -> TokenLogprobs:
+    """Log-probs and entropies of a mini-batch, packed [M, r, C]."""
+    packed = place(batch.packed, self.mesh)
+    temperature = np.float32(self.settings.temperature)
+    return jax.device_get(self.policy.score(params, packed, temperature))
+
+  def _values(self, params: Any, batch: MiniBatch) -> np.ndarray:
+    packed = place(batch.packed, self.mesh)
+    return np.asarray(self.critic.score(params, packed))
+
+  def _completed(self, model, rollout, batches) -> list[MiniBatch]:
+    """The mini-batches, and further ones of the rows that they leave out."""
     rows = np.arange(len(rollout.lengths))
     for batch in batches:
       rows = np.setdiff1d(rows, batch.rows)
-    return self._mini_batches(model, rollout, rows, None)
+    return batches + self._mini_batches(model, rollout, rows, None)
 
   def _experience(
     self,
@@ -303,9 +277,9 @@ class Learner:
     # waited compiles anew nor rows are left over on some device.
     learned_by = self.critic or self.policy
     size = np.lcm(
-      sharding.batch_size_of(self.scorer.mesh), learned_by.settings.mini_batch
+      sharding.batch_size_of(self.mesh), learned_by.settings.mini_batch
     )
-    place_rows = sharding.along_batch(self.scorer.mesh)
+    place_rows = sharding.along_batch(self.mesh)
     leaves = {
       name: jax.device_put(
         np.pad(x, [(0, -rows % size)] + [(0, 0)] * (x.ndim - 1)), place_rows
@@ -335,41 +309,35 @@ class Learner:
       )
     return row
 
-  def _update_critic(self, critic, rollout, experience, batches, rng):
-    """Critic: ½ (V − return)², token mean over each mini-batch."""
-    rows = []
-    for batch in self._epochs(self.critic, rollout, batches, rng):
-      inputs = {k: x[batch.rows] for k, x in experience.items()}
-      prepared = critic_batch(inputs, batch, self.algorithm)
-      placed = place(prepared, self.scorer.mesh)
-      critic, row = self.critic.update(critic, placed)
-      rows.append(row)
-    return critic, self._summary("critic", critic, rows)
-
-  def _update_policy(self, policy, ema, rollout, experience, batches, rng):
+  def _update_policy(self, state, batch, rng):
     """Policy: the surrogate and what is beside it, on each mini-batch."""
-    rows = []
-    temperature = self.scorer.temperature
-    for batch in self._epochs(self.policy, rollout, batches, rng):
-      inputs = {k: x[batch.rows] for k, x in experience.items()}
+    policy, ema, rows = state.policy, state.ema, []
+    temperature = np.float32(self.settings.temperature)
+    for part, inputs in self._epochs(self.policy, batch, rng):
       if self.algorithm.follows_average:
-        scored = self.scorer.logprobs(ema["params"], batch)
-        inputs["proximal_logprobs"] = batch.layout.gather(scored.logprobs)
-      prepared = policy_batch(inputs, batch, self.algorithm)
+        scored = self.logprobs(ema["params"], part)
+        inputs["proximal_logprobs"] = part.layout.gather(scored.logprobs)
+      prepared = policy_batch(inputs, part, self.algorithm)
       policy, row = self.policy.update(
-        policy, place(prepared, self.scorer.mesh), temperature
+        policy, place(prepared, self.mesh), temperature
       )
       if ema is not None:
         ema = self.ema.step(ema, policy.params, row["policy/skipped"])
       rows.append(row)
-    return policy, ema, self._summary("policy", policy, rows)
+    row = self._summary("policy", policy, rows)
+    return state.replace(policy=policy, ema=ema), row
 
-  def _epochs(self, model, rollout, batches, rng) -> Iterator[MiniBatch]:
-    """The given mini-batches, then newly shuffled ones for further epochs."""
-    yield from batches
-    rows = np.sort(np.concatenate([batch.rows for batch in batches]))
-    for _ in range(1, model.settings.epochs):
-      yield from self._mini_batches(model, rollout, rows, rng)
+  def _epochs(
+    self, model: TrainedModel, batch: TrainingBatch, rng: np.random.Generator
+  ) -> Iterator[tuple[MiniBatch, Experience]]:
+    """The mini-batches with their inputs, then newly shuffled ones."""
+    mini_batches = batch.mini_batches
+    rows = np.sort(np.concatenate([part.rows for part in mini_batches]))
+    for epoch in range(model.settings.epochs):
+      if epoch:
+        mini_batches = self._mini_batches(model, batch.rollout, rows, rng)
+      for part in mini_batches:
+        yield part, {k: x[part.rows] for k, x in batch.experience.items()}
 
   def _summary(self, name, state: TrainState, rows) -> dict[str, float]:
     """Mean over the updates of a step (maximum of a maximum)."""

@@ -5,9 +5,10 @@ import functools
 import jax
 import numpy as np
 
+from jaxrl_llm import sharding
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.models import TrainedModel
-from jaxrl_llm.learner.packing import PackedBatch, PackedTokens, place_shapes
+from jaxrl_llm.learner.packing import PackedBatch, PackedTokens
 
 
 def lower(learner: Learner) -> dict[str, jax.stages.Lowered]:
@@ -19,9 +20,8 @@ def lower(learner: Learner) -> dict[str, jax.stages.Lowered]:
   batch = _abstract_batch(learner, policy, names)
   if algorithm.step_scale is not None:
     batch = batch.replace(step_scale=scalar)
-  scorer = learner.scorer
   lowered = {
-    "score log-probs": scorer.score_logprobs.lower(
+    "score log-probs": policy.score.lower(
       policy.shapes.params, batch.packed, scalar
     ),
     "update policy": policy.update.lower(policy.shapes, batch, scalar),
@@ -32,9 +32,7 @@ def lower(learner: Learner) -> dict[str, jax.stages.Lowered]:
   names = {"weights", *algorithm.value_inputs}
   batch = _abstract_batch(learner, critic, names)
   return lowered | {
-    "score values": scorer.score_values.lower(
-      critic.shapes.params, batch.packed
-    ),
+    "score values": critic.score.lower(critic.shapes.params, batch.packed),
     "update value": critic.update.lower(critic.shapes, batch),
   }
 
@@ -42,19 +40,21 @@ def lower(learner: Learner) -> dict[str, jax.stages.Lowered]:
 def _abstract_batch(
   learner: Learner, model: TrainedModel, names: set[str]
 ) -> PackedBatch:
-  settings = model.settings
+  """A mini-batch of ShapeDtypeStructs, as `packing.place` would put it."""
+  settings, mesh = model.settings, learner.mesh
   micro_batches = -(-settings.mini_batch // settings.micro_batch_size)
   row = learner.settings.max_tokens_per_row
-  shape = (micro_batches, settings.micro_batch_size, row)
-  of = functools.partial(jax.ShapeDtypeStruct, shape)
+  of = functools.partial(
+    jax.ShapeDtypeStruct,
+    (micro_batches, settings.micro_batch_size, row),
+    sharding=sharding.along_batch(mesh, axis=1),
+  )
   tokens = ("tokens", "targets", "segments", "prefixes", "positions")
-  batch = PackedBatch(
+  count = jax.ShapeDtypeStruct((), np.int32, sharding=sharding.replicated(mesh))
+  return PackedBatch(
     packed=PackedTokens(
-      **{name: of(np.int32) for name in tokens},
-      mask=of(np.bool_),
-      count=jax.ShapeDtypeStruct((), np.int32),
+      **{name: of(np.int32) for name in tokens}, mask=of(np.bool_), count=count
     ),
     mask=of(np.bool_),
     inputs={name: of(np.float32) for name in names},
   )
-  return place_shapes(batch, learner.scorer.mesh)

@@ -8,29 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm import (
-  distributions,
-  estimators,
-  losses,
-)
-from jaxrl_llm.learner import estimates
+from jaxrl_llm import distributions, estimators, losses
+from jaxrl_llm.learner import choices, estimates
 from jaxrl_llm.learner.algorithm import OF_THE_UPDATE, Algorithm
-from jaxrl_llm.learner.choices import (
-  CORRECTIONS,
-  ESTIMATORS,
-  KL_ESTIMATES,
-  LAMBDA_RULES,
-  MASKS,
-  NORMALIZATIONS,
-  OWN_MASKS,
-  POLICY_LOSSES,
-  PROXIMALS,
-  Settings,
-  correction_of,
-  ess_step_scale,
-  has_critic,
-  interpolated_clip,
-)
 from jaxrl_llm.learner.parts import Auxiliary, Part, leaves_of, part, then
 from jaxrl_llm.masked import NORM_MODES
 
@@ -46,7 +26,7 @@ _ALWAYS = {
   "old_values": part(estimates.same, reads=("values",)),
   "interpolation_share": part(estimates.interpolation_share),
 }
-_OWN_INPUTS: dict[str, Part] = {}  # By `register_token_input`.
+_OWN_INPUTS: dict[str, Part] = {}  # By `add_token_input`.
 
 
 def make_algorithm(config: Any) -> Algorithm:
@@ -61,9 +41,13 @@ def make_algorithm(config: Any) -> Algorithm:
   loss, off_policy = config.loss.to_dict(), config.off_policy
   limit = config.sampler.max_response_length
   policy_loss, correction = _loss_and_correction(config)
-  step_scale = None
+  value_loss = step_scale = None
+  if choices.has_critic(config):
+    clipped = config.loss.clip_value is not None
+    fn = clipped_value_loss if clipped else losses.clipped_value_loss
+    value_loss = part(fn, loss if clipped else None)
   if off_policy.ess_scale:
-    step_scale = part(ess_step_scale, off_policy.to_dict())
+    step_scale = part(choices.ess_step_scale, off_policy.to_dict())
   norm = float(loss["norm"] or limit) if loss["mode"] in NORM_MODES else None
   parts = _ALWAYS | _chosen_parts(config)
   for name in _OWN_INPUTS:
@@ -72,7 +56,7 @@ def make_algorithm(config: Any) -> Algorithm:
     parts=parts | _OWN_INPUTS,
     policy_loss=policy_loss,
     auxiliary=_auxiliary(loss, norm),
-    value_loss=_value_loss(config),
+    value_loss=value_loss,
     correction=correction,
     step_scale=step_scale,
     follows_average=off_policy.proximal == "ewma",
@@ -85,63 +69,65 @@ def make_algorithm(config: Any) -> Algorithm:
 def _chosen_parts(config: Any) -> dict[str, Part]:
   """The inputs that a method makes in a way of its own."""
   estimator, loss = config.estimator.to_dict(), config.loss.to_dict()
-  advantages = ESTIMATORS[estimator["name"]](estimator)
-  normalize = NORMALIZATIONS[estimator["normalize"]]
+  advantages = choices.ESTIMATORS[estimator["name"]](estimator)
+  lambda_rule = choices.LAMBDA_RULES[estimator["lambda_schedule"]]
+  normalize = choices.NORMALIZATIONS[estimator["normalize"]]
   if normalize is not None:
     advantages = then(advantages, normalize, "policy_mask")
   mask = part(estimates.same, reads=("trainable",))
-  chosen_masks = [OWN_MASKS[name] for name in loss["masks"]]
-  chosen_masks += [fn for is_on, fn in MASKS if is_on(loss | estimator)]
-  for without in chosen_masks:
+  settings = loss | estimator
+  masks = [choices.OWN_MASKS[name] for name in loss["masks"]]
+  masks += [fn for name, fn in choices.MASKS.items() if settings[name]]
+  for without in masks:
     step = part(without, estimator)
     mask = then(mask, step.fn, *step.reads[1:])
   chosen = {
     "advantages": advantages,
-    "policy_lambda": LAMBDA_RULES[estimator["lambda_schedule"]](estimator),
+    "policy_lambda": lambda_rule(estimator),
     "unwindowed_policy_mask": mask,
-    "shaped_rewards": _shaped_rewards(config),
-    "token_rewards": _token_rewards(loss),
     "proximal_logprobs": part(
-      estimates.same, reads=(PROXIMALS[config.off_policy.proximal],)
+      estimates.same, reads=(choices.PROXIMALS[config.off_policy.proximal],)
     ),
     "entropy_code": part(estimates.entropy_code, loss),
+    **_rewards(config),
   }
-  if has_critic(config):
+  if choices.has_critic(config):
     chosen["returns"] = part(estimates.returns, estimator)
   return chosen
 
 
-def _shaped_rewards(config: Any) -> Part:
-  if not config.reward.overlong_buffer:
-    return part(estimates.same, reads=("rewards",))
-  settings = {
-    "max_length": config.sampler.max_response_length,
-    "buffer": config.reward.overlong_buffer,
-    "factor": config.reward.overlong_factor,
-  }
-  return part(estimates.soft_overlong, settings)
-
-
-def _token_rewards(loss: Settings) -> Part:
-  made = part(estimates.token_rewards)
-  coefficient = loss["kl_reward_coefficient"]
-  if not coefficient:
-    return made
-  penalize = functools.partial(estimators.penalize_kl, coefficient=coefficient)
-  return then(made, penalize, "old_logprobs", "ref_logprobs", "mask")
+def _rewards(config: Any) -> dict[str, Part]:
+  """Rewards with their length punishment, and on tokens with their KL."""
+  shaped = part(estimates.same, reads=("rewards",))
+  if config.reward.overlong_buffer:
+    settings = {
+      "max_length": config.sampler.max_response_length,
+      "buffer": config.reward.overlong_buffer,
+      "factor": config.reward.overlong_factor,
+    }
+    shaped = part(estimates.soft_overlong, settings)
+  on_tokens = part(estimates.token_rewards)
+  coefficient = config.loss.kl_reward_coefficient
+  if coefficient:
+    penalize = functools.partial(
+      estimators.penalize_kl, coefficient=coefficient
+    )
+    reads = ("old_logprobs", "ref_logprobs", "mask")
+    on_tokens = then(on_tokens, penalize, *reads)
+  return {"shaped_rewards": shaped, "token_rewards": on_tokens}
 
 
 def _loss_and_correction(config: Any) -> tuple[Part, Part | None]:
   """The policy loss and what corrects it, which may be a part of it."""
   loss, off_policy = config.loss.to_dict(), config.off_policy
-  name, high = correction_of(config)
-  correction = CORRECTIONS[name]
+  name, high = choices.correction_of(config)
+  correction = choices.CORRECTIONS[name]
   if off_policy.proximal == "interpolate":
     bounds = {"cap": None, "floor": 0.0}
     if correction is not None:
       bounds = {"cap": high, "floor": off_policy.low}
-    return part(interpolated_clip, loss | bounds), None
-  policy_loss = POLICY_LOSSES[loss["name"]](loss)
+    return part(choices.interpolated_clip, loss | bounds), None
+  policy_loss = choices.POLICY_LOSSES[loss["name"]](loss)
   if correction is None:
     return policy_loss, None
   bounds = {"level": off_policy.level, "high": high, "low": off_policy.low}
@@ -149,40 +135,21 @@ def _loss_and_correction(config: Any) -> tuple[Part, Part | None]:
   return policy_loss, part(correction, bounds, reads=reads)
 
 
-def _auxiliary(loss: Settings, norm: float | None) -> dict[str, Auxiliary]:
+def _auxiliary(
+  loss: choices.Settings, norm: float | None
+) -> dict[str, Auxiliary]:
   """The losses beside the surrogate whose coefficient is not 0."""
-  mode = loss["mode"]
+  over_all = "policy_mask", loss["mode"], norm
   terms = {
-    "nll": Auxiliary(
-      part(losses.nll),
-      loss["nll_coefficient"],
-      "positive_mask",
-      "token-mean",
-    ),
-    "kl": Auxiliary(
-      part(KL_ESTIMATES[loss["kl"]]),
-      loss["kl_coefficient"],
-      "policy_mask",
-      mode,
-      norm,
-    ),
-    "entropy": Auxiliary(
-      part(losses.entropy_bonus),
-      loss["entropy_coefficient"],
-      "policy_mask",
-      mode,
-      norm,
-    ),
+    "nll": (losses.nll, "positive_mask", "token-mean"),
+    "kl": (choices.KL_ESTIMATES[loss["kl"]], *over_all),
+    "entropy": (losses.entropy_bonus, *over_all),
   }
-  return {name: term for name, term in terms.items() if term.coefficient}
-
-
-def _value_loss(config: Any) -> Part | None:
-  if not has_critic(config):
-    return None
-  if config.loss.clip_value is None:
-    return part(losses.clipped_value_loss)
-  return part(clipped_value_loss, config.loss.to_dict())
+  return {
+    name: Auxiliary(part(fn), loss[f"{name}_coefficient"], *reduction)
+    for name, (fn, *reduction) in terms.items()
+    if loss[f"{name}_coefficient"]
+  }
 
 
 def clipped_value_loss(values, returns, old_values, *, clip_value):

@@ -7,47 +7,29 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jaxrl_llm import losses, sharding
-from jaxrl_llm.checkpoint.manager import abstract
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner import optimizer as optimizer_lib
+from jaxrl_llm.learner import scoring
+from jaxrl_llm.learner import update as update_lib
 from jaxrl_llm.learner.algorithm import Algorithm
-from jaxrl_llm.learner.optimizer import (
-  TrainState,
-  UpdateSettings,
-  create_train_state,
-  make_optimizer,
-  make_schedule,
-  split_frozen,
-)
-from jaxrl_llm.learner.update import (
-  Update,
-  make_policy_update,
-  make_value_update,
-)
+from jaxrl_llm.learner.optimizer import TrainState, UpdateSettings
 from jaxrl_llm.models import ModelFns, ValueFns
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainedModel:
-  """A policy or critic: its functions, optimizer, update and place."""
+  """A policy or critic: its functions, scores, update and place."""
 
   fns: ModelFns | ValueFns
-  optimizer: optax.GradientTransformation
-  update: Update
+  # (params, which are given away) -> the state at step 0 around them, jitted.
+  create_state: Callable[[Any], TrainState]
+  # (params, PackedTokens, *settings) -> [M, r, C], jitted; see `scoring`.
+  score: Callable[..., Any]
+  update: update_lib.Update
   shapes: TrainState  # ShapeDtypeStructs with shardings.
   settings: UpdateSettings
-
-  def create_state(self, params: Any) -> TrainState:
-    """The state at step 0 around parameters, which are given away."""
-    shardings = jax.tree.map(lambda x: x.sharding, self.shapes)
-    create = functools.partial(
-      create_train_state,
-      optimizer=self.optimizer,
-      frozen=self.settings.frozen,
-    )
-    return jax.jit(create, out_shardings=shardings, donate_argnums=0)(params)
 
 
 class Ema(NamedTuple):
@@ -67,11 +49,11 @@ def make_policy(
 ) -> TrainedModel:
   """The policy with the algorithm's losses."""
   make_update = functools.partial(
-    make_policy_update,
+    update_lib.make_policy_update,
     policy_loss=algorithm.policy_loss,
     auxiliary=algorithm.auxiliary,
   )
-  return _trained(fns, settings, make_update, mesh)
+  return _trained(fns, settings, scoring.score_logprobs, make_update, mesh)
 
 
 def make_critic(
@@ -84,14 +66,14 @@ def make_critic(
   if algorithm.value_loss is None:
     return None
   make_update = functools.partial(
-    make_value_update, value_loss=algorithm.value_loss
+    update_lib.make_value_update, value_loss=algorithm.value_loss
   )
-  return _trained(fns, settings, make_update, mesh)
+  return _trained(fns, settings, scoring.score_values, make_update, mesh)
 
 
-def _trained(fns, settings, make_update, mesh) -> TrainedModel:
-  schedule = make_schedule(settings)
-  optimizer = make_optimizer(
+def _trained(fns, settings, score, make_update, mesh) -> TrainedModel:
+  schedule = optimizer_lib.make_schedule(settings)
+  optimizer = optimizer_lib.make_optimizer(
     schedule,
     max_grad_norm=settings.max_grad_norm,
     weight_decay=settings.weight_decay,
@@ -101,29 +83,29 @@ def _trained(fns, settings, make_update, mesh) -> TrainedModel:
   )
   params = jax.eval_shape(fns.init, jax.random.key(0))
   _check_frozen(params, settings.frozen)
-  shapes = jax.eval_shape(
-    functools.partial(
-      create_train_state, optimizer=optimizer, frozen=settings.frozen
-    ),
-    params,
+  create = functools.partial(
+    optimizer_lib.create_train_state,
+    optimizer=optimizer,
+    frozen=settings.frozen,
   )
-  shardings = sharding.tree_shardings(shapes, mesh)
+  shardings = sharding.tree_shardings(jax.eval_shape(create, params), mesh)
+  create = jax.jit(create, out_shardings=shardings, donate_argnums=0)
+  whole = sharding.replicated(mesh)
   update = make_update(
     fns,
     optimizer,
     schedule,
     frozen=settings.frozen,
-    state_shardings=shardings,
-    metrics_sharding=sharding.replicated(mesh),
+    out_shardings=(shardings, whole),
   )
-  return TrainedModel(
-    fns, optimizer, update, abstract(shapes, shardings), settings
-  )
+  score = jax.jit(functools.partial(score, fns=fns), out_shardings=whole)
+  shapes = create.eval_shape(params)
+  return TrainedModel(fns, create, score, update, shapes, settings)
 
 
 def _check_frozen(params: Any, frozen: tuple[str, ...]) -> None:
   for part in frozen:
-    trained, kept = split_frozen(params, (part,))
+    trained, kept = optimizer_lib.split_frozen(params, (part,))
     if not (jax.tree.leaves(trained) and jax.tree.leaves(kept)):
       whose = "every" if jax.tree.leaves(kept) else "no"
       raise InputError(
@@ -137,13 +119,6 @@ def make_ema(
   policy: TrainedModel, mesh: jax.sharding.Mesh, *, decay: float
 ) -> Ema:
   """The moving average of the policy, θ_prox of PPO-EWMA."""
-  shapes = {
-    "params": policy.shapes.params,
-    "weight": jax.ShapeDtypeStruct(
-      (), jnp.float32, sharding=sharding.replicated(mesh)
-    ),
-  }
-  shardings = jax.tree.map(lambda x: x.sharding, shapes)
 
   def init(params):
     copied = jax.tree.map(jnp.copy, params)
@@ -159,8 +134,8 @@ def make_ema(
       lambda new, old: jnp.where(skipped, old, new), moved, average
     )
 
-  return Ema(
-    jax.jit(init, out_shardings=shardings),
-    jax.jit(step, out_shardings=shardings, donate_argnums=0),
-    shapes,
-  )
+  params = policy.shapes.params
+  shardings = sharding.tree_shardings(jax.eval_shape(init, params), mesh)
+  init = jax.jit(init, out_shardings=shardings)
+  step = jax.jit(step, out_shardings=shardings, donate_argnums=0)
+  return Ema(init, step, init.eval_shape(params))

@@ -101,12 +101,7 @@ def make_optimizer(
   return optax.chain(
     optax.clip_by_global_norm(max_grad_norm),
     optax.adamw(
-      schedule,
-      b1=b1,
-      b2=b2,
-      eps=eps,
-      weight_decay=weight_decay,
-      mask=matrices,
+      schedule, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=matrices
     ),
   )
 
@@ -149,8 +144,7 @@ def create_train_state(
   zero = lambda: jnp.zeros((), jnp.int32)
   opt_state = optimizer.init(split_frozen(params, frozen)[0])
   return TrainState(
-    params=params,
-    optimizer=OptimizerState(opt_state, zero(), zero(), zero()),
+    params=params, optimizer=OptimizerState(opt_state, zero(), zero(), zero())
   )
 
 

@@ -101,7 +101,9 @@ def first_fit_decreasing(
   return row, offset, free.size
 
 
-def share_prompts(rollout: Rollout, capacity: int) -> list[list[int]]:
+def share_prompts(
+  rollout: Rollout, capacity: int
+) -> tuple[list[list[int]], list[int]]:
   """Units of samples of one prompt that fit a row with the prompt once.
 
   A unit of n > 1 samples holds the prompt but its last token, then per sample
@@ -112,22 +114,21 @@ def share_prompts(rollout: Rollout, capacity: int) -> list[list[int]]:
     capacity: tokens per row.
 
   Returns:
-    Lists of sample indices, together every index once.
+    Lists of sample indices, together every index once, and the length of each.
   """
   units: list[list[int]] = []
-  open_units: dict[int, int] = {}  # Group: tokens used by its last unit.
-  order = np.lexsort((-rollout.lengths, rollout.group))
-  last: dict[int, list[int]] = {}
-  for i in order.tolist():
+  lengths: list[int] = []
+  last: dict[int, int] = {}  # Group: number of its last unit.
+  for i in np.lexsort((-rollout.lengths, rollout.group)).tolist():
     group, branch = int(rollout.group[i]), 1 + int(rollout.lengths[i])
-    if open_units.get(group, capacity) + branch <= capacity:
-      last[group].append(i)
-      open_units[group] += branch
-    else:
-      last[group] = [i]
-      units.append(last[group])
-      open_units[group] = int(rollout.prompt_lengths[i]) - 1 + branch
-  return units
+    unit = last.get(group)
+    if unit is None or lengths[unit] + branch > capacity:
+      unit = last[group] = len(units)
+      units.append([])
+      lengths.append(int(rollout.prompt_lengths[i]) - 1)
+    units[unit].append(i)
+    lengths[unit] += branch
+  return units, lengths
 
 
 def pack(
@@ -149,9 +150,8 @@ def pack(
       group has different prompts.
   """
   _check_samples(rollout, capacity)
-  units = share_prompts(rollout, capacity)
-  lengths = np.asarray([_unit_length(rollout, unit) for unit in units])
-  row, offset, used = first_fit_decreasing(lengths, capacity)
+  units, lengths = share_prompts(rollout, capacity)
+  row, offset, used = first_fit_decreasing(np.asarray(lengths), capacity)
   if used > rows * micro_batches:
     raise ValueError(
       f"{used} rows do not fit {micro_batches} micro-batches of {rows}"
@@ -161,14 +161,8 @@ def pack(
   start = np.zeros(len(rollout.lengths), np.int64)
   segments = np.zeros(used, int)
   for i in np.lexsort((offset, row)):
-    segments[row[i]] = _write_unit(
-      flat,
-      rollout,
-      units[i],
-      row[i] * capacity + offset[i],
-      segments[row[i]],
-      start,
-    )
+    at, segment = row[i] * capacity + offset[i], segments[row[i]]
+    segments[row[i]] = _write_unit(flat, rollout, units[i], at, segment, start)
   room = np.arange(rollout.tokens.shape[1])[None]
   present = room < rollout.lengths[:, None]
   layout = Layout(
@@ -197,11 +191,6 @@ def _check_samples(rollout: Rollout, capacity: int) -> None:
   )
   if (rollout.prompt_tokens != rollout.prompt_tokens[first[group]]).any():
     raise ValueError("rows of one group have different prompts")
-
-
-def _unit_length(rollout: Rollout, unit: list[int]) -> int:
-  branches = sum(1 + int(rollout.lengths[i]) for i in unit)
-  return int(rollout.prompt_lengths[unit[0]]) - 1 + branches
 
 
 def _write_unit(flat, rollout, unit, at, segment, start) -> int:
@@ -300,22 +289,9 @@ def mini_batches(
 
 def place(batch: Any, mesh: jax.sharding.Mesh) -> Any:
   """Puts [M, r, C] arrays on the mesh, rows split over its batch axes."""
-  shapes = place_shapes(batch, mesh)
-  return jax.tree.map(
-    lambda x, shape: jax.device_put(x, shape.sharding), batch, shapes
-  )
-
-
-def place_shapes(batch: Any, mesh: jax.sharding.Mesh) -> Any:
-  """ShapeDtypeStructs of a batch as `place` would put it."""
-  rows = sharding.along_batch(mesh, axis=1)
-  whole = sharding.replicated(mesh)
-  return jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(
-      x.shape, x.dtype, sharding=rows if x.ndim == 3 else whole
-    ),
-    batch,
-  )
+  rows, whole = sharding.along_batch(mesh, axis=1), sharding.replicated(mesh)
+  places = jax.tree.map(lambda x: rows if x.ndim == 3 else whole, batch)
+  return jax.device_put(batch, places)
 
 
 def micro_batch(tree: Any, i: chex.Array) -> Any:

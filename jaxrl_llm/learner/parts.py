@@ -72,17 +72,10 @@ def then(first: Part, fn: Callable[..., Any], *reads: str) -> Part:
 
 def leaves_of(names: Iterable[str], parts: Mapping[str, Part]) -> set[str]:
   """The inputs that no part makes and that the named ones rest on."""
-  found: set[str] = set()
-  open_names, seen = list(names), set()
-  while open_names:
-    name = open_names.pop()
-    if name in seen:
-      continue
-    seen.add(name)
-    if name in parts:
-      open_names += parts[name].reads
-    else:
-      found.add(name)
+  found = set()
+  for name in names:
+    made = parts.get(name)
+    found |= leaves_of(made.reads, parts) if made else {name}
   return found
 
 

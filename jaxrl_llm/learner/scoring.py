@@ -1,7 +1,6 @@
 """Scoring: what fixed parameters say of the tokens of a batch."""
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import chex
@@ -9,12 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm import sharding
-from jaxrl_llm.learner.packing import (
-  MiniBatch,
-  PackedTokens,
-  place,
-)
+from jaxrl_llm.learner.packing import MiniBatch, PackedTokens
 from jaxrl_llm.models import ModelFns, TokenLogprobs, ValueFns
 from jaxrl_llm.types import Rollout
 
@@ -36,11 +30,7 @@ def _over_micro_batches(score, packed: PackedTokens) -> Any:
 
 
 def score_logprobs(
-  params: Any,
-  packed: PackedTokens,
-  temperature: chex.Numeric,
-  *,
-  fns: ModelFns,
+  params: Any, packed: PackedTokens, temperature: chex.Numeric, *, fns: ModelFns
 ) -> TokenLogprobs:
   """log π(target) and entropy at every unmasked position, float32 [M, r, C].
 
@@ -50,10 +40,7 @@ def score_logprobs(
     temperature: that the responses were sampled at.
     fns: the policy.
   """
-
-  def score(rows):
-    return fns.logprobs(params, rows, temperature)[0]
-
+  score = lambda rows: fns.logprobs(params, rows, temperature)[0]
   return _over_micro_batches(score, packed)
 
 
@@ -64,94 +51,60 @@ def score_values(
 
   At the last position of a sample this is V(state after its last token).
   """
-
-  def score(rows):
-    return fns.values(params, rows)[0]
-
-  return _over_micro_batches(score, packed)
+  return _over_micro_batches(lambda rows: fns.values(params, rows)[0], packed)
 
 
-class Scorer:
-  """Log-probs and values of mini-batches, response-aligned on the host."""
+def policy_scores(
+  score: Callable[[Any, MiniBatch], TokenLogprobs],
+  params: Any,
+  reference: Any,
+  rollout: Rollout,
+  batches: Sequence[MiniBatch],
+  *,
+  reads_old: bool,
+) -> dict[str, np.ndarray]:
+  """What the policy before the update says, and the reference.
 
-  def __init__(
-    self,
-    policy: ModelFns,
-    critic: ValueFns | None,
-    *,
-    temperature: float,
-    mesh: jax.sharding.Mesh,
-  ):
-    """Makes the scorer; nothing is compiled yet.
+  Args:
+    score: (params, mini-batch) -> packed log-probs and entropies, on the host.
+    params: of the policy.
+    reference: parameters that a KL is taken to; None without one.
+    rollout: B responses.
+    batches: those of its rows that are scored.
+    reads_old: whether an algorithm reads the policy's. Else only the first
+      mini-batch is scored, to see whether sampler and trainer agree.
 
-    Args:
-      policy: the model of log-probs.
-      critic: the model of values; None without one.
-      temperature: that responses are sampled at.
-      mesh: that the models lie on.
-    """
-    self.mesh = mesh
-    self.temperature = np.float32(temperature)
-    whole = sharding.replicated(mesh)
-    self.score_logprobs = jax.jit(
-      functools.partial(score_logprobs, fns=policy), out_shardings=whole
-    )
-    self.score_values = critic and jax.jit(
-      functools.partial(score_values, fns=critic), out_shardings=whole
-    )
+  Returns:
+    `old_logprobs`, `entropies` and `ref_logprobs`, [B, T] and 0 where they
+    are not known; `scored`, bool [B], rows whose first two are.
+  """
+  names = ("old_logprobs", "entropies", "ref_logprobs")
+  out = {n: np.zeros(rollout.mask.shape, np.float32) for n in names}
+  out["scored"] = np.zeros(len(rollout.lengths), bool)
+  for i, batch in enumerate(batches):
+    gather = batch.layout.gather
+    if reads_old or i == 0:
+      scored = score(params, batch)
+      out["old_logprobs"][batch.rows] = gather(scored.logprobs)
+      out["entropies"][batch.rows] = gather(scored.entropy)
+      out["scored"][batch.rows] = True
+    if reference is not None:
+      scored = score(reference, batch)
+      out["ref_logprobs"][batch.rows] = gather(scored.logprobs)
+  return out
 
-  def logprobs(self, params: Any, batch: MiniBatch) -> TokenLogprobs:
-    """Log-probs and entropies of a mini-batch, packed [M, r, C]."""
-    packed = place(batch.packed, self.mesh)
-    return jax.device_get(self.score_logprobs(params, packed, self.temperature))
 
-  def policy_scores(
-    self,
-    params: Any,
-    reference: Any,
-    rollout: Rollout,
-    batches: Sequence[MiniBatch],
-    *,
-    reads_old: bool,
-  ) -> dict[str, np.ndarray]:
-    """What the policy before the update says, and the reference.
-
-    Args:
-      params: of the policy.
-      reference: parameters that a KL is taken to; None without one.
-      rollout: B responses.
-      batches: those of its rows that are scored.
-      reads_old: whether an algorithm reads the policy's. Else only the first
-        mini-batch is scored, to see whether sampler and trainer agree.
-
-    Returns:
-      `old_logprobs`, `entropies` and `ref_logprobs`, [B, T] and 0 where they
-      are not known; `scored`, bool [B], rows whose first two are.
-    """
-    names = ("old_logprobs", "entropies", "ref_logprobs")
-    out = {n: np.zeros(rollout.mask.shape, np.float32) for n in names}
-    out["scored"] = np.zeros(len(rollout.lengths), bool)
-    for i, batch in enumerate(batches):
-      gather = batch.layout.gather
-      if reads_old or i == 0:
-        scored = self.logprobs(params, batch)
-        out["old_logprobs"][batch.rows] = gather(scored.logprobs)
-        out["entropies"][batch.rows] = gather(scored.entropy)
-        out["scored"][batch.rows] = True
-      if reference is not None:
-        scored = self.logprobs(reference, batch)
-        out["ref_logprobs"][batch.rows] = gather(scored.logprobs)
-    return out
-
-  def critic_scores(
-    self, params: Any, rollout: Rollout, batches: Sequence[MiniBatch]
-  ) -> dict[str, np.ndarray]:
-    """`values` [B, T] and `next_values` [B], V after the last token."""
-    values = np.zeros(rollout.mask.shape, np.float32)
-    next_values = np.zeros(len(rollout.lengths), np.float32)
-    for batch in batches:
-      packed = place(batch.packed, self.mesh)
-      scored = np.asarray(self.score_values(params, packed))
-      values[batch.rows] = batch.layout.gather(scored)
-      next_values[batch.rows] = batch.layout.gather_last(scored)
-    return {"values": values, "next_values": next_values}
+def critic_scores(
+  score: Callable[[Any, MiniBatch], np.ndarray],
+  params: Any,
+  rollout: Rollout,
+  batches: Sequence[MiniBatch],
+) -> dict[str, np.ndarray]:
+  """`values` [B, T] and `next_values` [B], V after the last token."""
+  values = np.zeros(rollout.mask.shape, np.float32)
+  next_values = np.zeros(len(rollout.lengths), np.float32)
+  for batch in batches:
+    scored = score(params, batch)
+    values[batch.rows] = batch.layout.gather(scored)
+    next_values[batch.rows] = batch.layout.gather_last(scored)
+  return {"values": values, "next_values": next_values}

@@ -31,13 +31,13 @@ class LearnerSettings:
   seed: int  # Of the order of mini-batches.
   max_tokens_per_row: int  # Capacity of a packed row.
   max_skipped: int  # Updates in a row that are not finite before it stops.
+  temperature: float  # That responses are sampled at.
 
 
 @dataclasses.dataclass(frozen=True)
-class CriticBatch:
-  """Responses as the critic sees them before it learns from them."""
+class TrainingBatch:
+  """Responses as a model sees them before it learns from them."""
 
   rollout: Rollout
   experience: Experience
-  mini_batches: list[MiniBatch]
-  explained_variance: float
+  mini_batches: list[MiniBatch]  # Of the first epoch.

@@ -37,8 +37,7 @@ def make_policy_update(
   auxiliary: Mapping[str, Auxiliary],
   *,
   frozen: tuple[str, ...] = (),
-  state_shardings: Any = None,
-  metrics_sharding: Any = None,
+  out_shardings: Any = None,
 ) -> Update:
   """update(state, PackedBatch, temperature) -> (state, metrics), jitted.
 
@@ -52,8 +51,7 @@ def make_policy_update(
     auxiliary: likewise; the weights of NAME are the input `NAME_weights`, and
       it is logged as `policy/NAME_loss`.
     frozen: parts of paths of parameters that are not trained.
-    state_shardings: tree of shardings the state is pinned to.
-    metrics_sharding: of the metrics, usually replicated.
+    out_shardings: (those that the state is pinned to, of the metrics).
   """
 
   def loss(params, micro, temperature):
@@ -67,41 +65,26 @@ def make_policy_update(
     }
     clipped = policy_loss(inputs)
     loss = surrogate = jnp.sum(inputs["weights"] * clipped.loss)
-    sums = {"policy/loss": surrogate, "tokens": _total(1.0, mask)}
-    sums |= _policy_totals(out, clipped, inputs["proximal_logprobs"], mask)
+    total = lambda x: jnp.sum(jnp.where(mask, x, 0.0))
+    kl = losses.kl_k3(inputs["proximal_logprobs"], out.logprobs)
+    means = {
+      "policy/entropy": total(out.entropy),
+      "policy/approx_kl": total(kl),
+      "policy/clip_fraction_high": total(clipped.clipped_high),
+      "policy/clip_fraction_low": total(clipped.clipped_low),
+    }
+    sums = {"policy/loss": surrogate, "tokens": total(1.0)}
     for name, term in auxiliary.items():
       weights = term.coefficient * inputs[f"{name}_weights"]
       sums[f"policy/{name}_loss"] = jnp.sum(weights * term.loss(inputs))
       loss += sums[f"policy/{name}_loss"]
     loss += _add_of_model(sums, "policy", of_model)
     maxima = {"policy/ratio_max": jnp.max(jnp.where(mask, clipped.ratio, 0.0))}
-    return loss, (sums, maxima)
+    return loss, (sums, means, maxima)
 
   return _make_update(
-    loss,
-    optimizer,
-    schedule,
-    "policy",
-    means=_POLICY_MEANS,
-    frozen=frozen,
-    out_shardings=_out_shardings(state_shardings, metrics_sharding),
+    loss, optimizer, schedule, "policy", frozen, out_shardings
   )
-
-
-# Logged as means over the tokens that are trained on.
-_POLICY_MEANS = (
-  "policy/entropy",
-  "policy/approx_kl",
-  "policy/clip_fraction_high",
-  "policy/clip_fraction_low",
-)
-
-
-def _policy_totals(out, clipped, proximal_logprobs, mask) -> Metrics:
-  """What `_POLICY_MEANS` names, summed over the tokens of a micro-batch."""
-  kl = losses.kl_k3(proximal_logprobs, out.logprobs)
-  terms = (out.entropy, kl, clipped.clipped_high, clipped.clipped_low)
-  return {name: _total(x, mask) for name, x in zip(_POLICY_MEANS, terms)}
 
 
 def _add_of_model(sums: Metrics, name: str, losses_of_model: Metrics):
@@ -111,10 +94,6 @@ def _add_of_model(sums: Metrics, name: str, losses_of_model: Metrics):
   return sum(losses_of_model.values())
 
 
-def _total(x, mask) -> jax.Array:
-  return jnp.sum(jnp.where(mask, x, 0.0))
-
-
 def make_value_update(
   fns: ValueFns,
   optimizer: optax.GradientTransformation,
@@ -122,8 +101,7 @@ def make_value_update(
   value_loss: Part,
   *,
   frozen: tuple[str, ...] = (),
-  state_shardings: Any = None,
-  metrics_sharding: Any = None,
+  out_shardings: Any = None,
 ) -> Update:
   """update(state, PackedBatch) -> (state, metrics), jitted; L = Σ w · L_value.
 
@@ -137,27 +115,19 @@ def make_value_update(
     total = jnp.sum(micro["inputs"]["weights"] * terms.loss)
     tokens = jnp.sum(packed.mask, dtype=jnp.float32)
     sums = {"value/loss": total, "tokens": tokens}
-    return total + _add_of_model(sums, "value", of_model), (sums, {})
+    return total + _add_of_model(sums, "value", of_model), (sums, {}, {})
 
-  return _make_update(
-    loss,
-    optimizer,
-    schedule,
-    "value",
-    means=(),
-    frozen=frozen,
-    out_shardings=_out_shardings(state_shardings, metrics_sharding),
-  )
-
-
-def _out_shardings(state_shardings, metrics_sharding):
-  return state_shardings and (state_shardings, metrics_sharding)
+  return _make_update(loss, optimizer, schedule, "value", frozen, out_shardings)
 
 
 def _make_update(
-  loss, optimizer, schedule, name, *, means, frozen, out_shardings
+  loss, optimizer, schedule, name, frozen, out_shardings
 ) -> Update:
-  """The update shared by policy and critic; `loss` sees one micro-batch."""
+  """The update shared by policy and critic.
+
+  `loss` sees one micro-batch; beside itself it returns what is logged: sums,
+  sums over tokens whose mean is meant, and maxima.
+  """
 
   def update(state: TrainState, batch: PackedBatch, *settings):
     trained, kept = split_frozen(state.params, frozen)
@@ -166,20 +136,23 @@ def _make_update(
     def gradient(trained, *inputs):
       return loss(merge_frozen(trained, kept), *inputs)
 
-    gradients, sums, maxima = _accumulate(gradient, trained, batch, *settings)
+    gradients, (sums, means, maxima) = _accumulate(
+      gradient, trained, batch, *settings
+    )
     norm = optax.global_norm(gradients)
     finite = jnp.isfinite(norm) & jnp.isfinite(sums[f"{name}/loss"])
-    tokens = jnp.maximum(sums["tokens"], 1.0)
-    metrics = {
-      key: value / tokens if key in means else value
-      for key, value in sums.items()
-      if key != "tokens"
-    }
-    metrics |= maxima | {
-      f"{name}/grad_norm": norm,
-      f"{name}/lr": schedule(state.optimizer.step),
-      f"{name}/skipped": 1.0 - finite,
-    }
+    tokens = jnp.maximum(sums.pop("tokens"), 1.0)
+    means = {key: value / tokens for key, value in means.items()}
+    metrics = (
+      sums
+      | means
+      | maxima
+      | {
+        f"{name}/grad_norm": norm,
+        f"{name}/lr": schedule(state.optimizer.step),
+        f"{name}/skipped": 1.0 - finite,
+      }
+    )
     if batch.step_scale is not None:
       metrics[f"{name}/step_scale"] = batch.step_scale
     state = apply_gradients(
@@ -196,7 +169,7 @@ def _make_update(
 
 
 def _accumulate(gradient, params, batch: PackedBatch, *settings):
-  """Gradients, sums and maxima over the micro-batches that hold anything."""
+  """Gradients and metrics over the micro-batches that hold anything."""
   arrays = {k: v for k, v in batch.items() if k != "step_scale"}
   packed = arrays.pop("packed")
 
@@ -204,15 +177,14 @@ def _accumulate(gradient, params, batch: PackedBatch, *settings):
     return micro_batch(arrays, i) | {"packed": packed.rows(i)}
 
   def body(i, carry):
-    gradients, sums, maxima = carry
-    new, (s, m) = gradient(params, slice_of(i), *settings)
+    before, (*sums_before, maxima_before) = carry
+    gradients, (*sums, maxima) = gradient(params, slice_of(i), *settings)
     add = functools.partial(jax.tree.map, jnp.add)
-    return (
-      add(gradients, new),
-      add(sums, s),
-      jax.tree.map(jnp.maximum, maxima, m),
+    return add(before, gradients), (
+      *add(sums_before, sums),
+      jax.tree.map(jnp.maximum, maxima_before, maxima),
     )
 
   shapes = jax.eval_shape(gradient, params, slice_of(0), *settings)
   zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-  return jax.lax.fori_loop(0, packed.count, body, (zeros[0], *zeros[1]))
+  return jax.lax.fori_loop(0, packed.count, body, zeros)

@@ -1,6 +1,5 @@
 """The policy's way to the sampler: weights are transferred and verified."""
 
-from jaxrl_llm.sync.errors import SyncError
 from jaxrl_llm.sync.parity import (
   TOLERANCES,
   make_parity_check,
@@ -8,6 +7,7 @@ from jaxrl_llm.sync.parity import (
   tolerance,
 )
 from jaxrl_llm.sync.transfer import (
+  SyncError,
   VersionedWeights,
   WeightTransfer,
   layout_shardings,

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.models import ModelFns, PackedRows, make_block_tables
-from jaxrl_llm.sync.errors import SyncError
-from jaxrl_llm.sync.transfer import VersionedWeights
+from jaxrl_llm.sync.transfer import SyncError, VersionedWeights
 
 # What is rounding, by compute dtype: a share of a log-prob, or of 1 nat where
 # it is smaller. Measured on small models: 2e-7 and 4e-3.

@@ -15,9 +15,13 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm import digest, sharding
-from jaxrl_llm.sync.errors import SyncError
+from jaxrl_llm.errors import InputError
 
 MAX_BYTES = 256 << 20
+
+
+class SyncError(InputError):
+  """The sampler does not hold what it should: leaf, versions, what to do."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +70,8 @@ class WeightTransfer:
     self._tree = jax.tree.structure(sampled)
     self._layout = layout
     self._shapes = leaves
-    self._source = source and self._tree.flatten_up_to(source)
+    anywhere = [None] * len(leaves)
+    self._source = self._tree.flatten_up_to(source) if source else anywhere
     self._target = target and self._tree.flatten_up_to(target)
     sizes = [x.size * x.dtype.itemsize for x in leaves]
     groups = _groups(sizes, max_bytes)
@@ -75,14 +80,11 @@ class WeightTransfer:
   @property
   def shapes(self) -> Any:
     """ShapeDtypeStructs of what arrives, with its shardings where given."""
-    places = self._target or self._source or [None] * len(self._shapes)
-    return jax.tree.unflatten(
-      self._tree,
-      [
-        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
-        for x, place in zip(self._shapes, places)
-      ],
-    )
+    arriving = [
+      jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+      for x, place in zip(self._shapes, self._target or self._source)
+    ]
+    return jax.tree.unflatten(self._tree, arriving)
 
   def send(
     self, params: Any, version: int, replaces: VersionedWeights | None = None
@@ -131,10 +133,7 @@ class WeightTransfer:
       # jit returns new buffers, also for what the layout leaves alone.
       return [leaves[i] for i in group]
 
-    places = None
-    if self._source is not None:
-      places = [self._source[i] for i in group]
-    return jax.jit(make, out_shardings=places)
+    return jax.jit(make, out_shardings=[self._source[i] for i in group])
 
   def _leaves_of(self, weights: VersionedWeights | None) -> list | None:
     if weights is None:

@@ -9,8 +9,7 @@ between processes should verify every transfer.
 
 from jaxrl_llm import digest
 from jaxrl_llm.digest import Checksums
-from jaxrl_llm.sync.errors import SyncError
-from jaxrl_llm.sync.transfer import VersionedWeights
+from jaxrl_llm.sync.transfer import SyncError, VersionedWeights
 
 
 def check_version(weights: VersionedWeights, version: int) -> None:
@@ -50,28 +49,23 @@ def verify(
   """
   check_version(weights, version)
   held = _held(weights)
-  unequal = sorted(set(held) ^ set(wanted))
-  if unequal:
-    side = "trainer" if unequal[0] in held else "sampler"
-    raise SyncError(
-      f"{unequal[0]} is missing at the {side} (version {version}); transfer"
-      " into the layout of this model"
-    )
-  wrong = [name for name in wanted if held[name] != wanted[name]]
   changed = digest.combine(held) != weights.checksum
-  if not wrong and not changed:
-    return
-  if not wrong:
+  # A leaf that one side lacks counts as another one.
+  names = {**wanted, **held}
+  wrong = [name for name in names if held.get(name) != wanted.get(name)]
+  if wrong:
+    count = f"{len(wrong)} of {len(names)} leaves"
+    raise SyncError(
+      f"{wrong[0]} ({'every leaf' if len(wrong) == len(names) else count}) of"
+      f" the sampler is not the trainer's, though both are at version {version}"
+      + (", and not what was sent" if changed else "")
+      + ": transfer the policy again before sampling from it"
+    )
+  if changed:
     raise SyncError(
       f"the checksum of the sampler's version {version} is not that of its"
       " parameters, though these are the trainer's; transfer again"
     )
-  raise SyncError(
-    f"{wrong[0]} ({_others(len(wrong), len(wanted))}) of the sampler is not the"
-    f" trainer's, though both are at version {version}"
-    + (", and not what was sent" if changed else "")
-    + ": transfer the policy again before sampling from it"
-  )
 
 
 def _held(weights: VersionedWeights) -> Checksums:
@@ -83,7 +77,3 @@ def _held(weights: VersionedWeights) -> Checksums:
         " its buffer was donated or replaced; transfer the policy again"
       )
   return digest.leaf_checksums(names, leaves)
-
-
-def _others(wrong: int, leaves: int) -> str:
-  return f"{wrong} of {leaves} leaves" if wrong < leaves else "every leaf"

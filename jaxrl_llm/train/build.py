@@ -8,13 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm import (
-  base_models,
-  checkpoint,
-  models,
-  rewards,
-  sharding,
-)
+from jaxrl_llm import base_models, checkpoint, models, rewards, sharding
 from jaxrl_llm import config as config_lib
 from jaxrl_llm.data.prompt_source import PromptSource
 from jaxrl_llm.data.tokenizer import Tokenizer
@@ -24,7 +18,6 @@ from jaxrl_llm.learner import methods
 from jaxrl_llm.learner import models as trained_models
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.optimizer import UpdateSettings
-from jaxrl_llm.learner.scoring import Scorer
 from jaxrl_llm.learner.state import LearnerSettings
 from jaxrl_llm.models import hf
 from jaxrl_llm.rewards.judge import Judge
@@ -45,17 +38,14 @@ def make_run(config: Any) -> Run:
     InputError: the config, the model's files or the data cannot be used.
   """
   validation.validate(config)
-  mesh, sampler_mesh = meshes.make_meshes(config)
+  both = meshes.make_meshes(config)
   path = base_models.model_path(config)
   model_config = hf.read_config(path)
   tokenizer = Tokenizer.load(path)
   data.check_context(config, model_config, tokenizer)
-  both = {"trainer": mesh, "sampler": sampler_mesh}
-  fns = make_fns(config, model_config, **both)
-  policy_fns, _ = fns
-  learner = _make_learner(
-    config, methods.make_algorithm(config), fns, path, mesh
-  )
+  fns = make_fns(config, model_config, both)
+  learner = _make_learner(config, fns, path, both.trainer)
+  policy_fns, shapes = fns[0], learner.policy.shapes.params
   source, problems = data.make_prompts(config, tokenizer)
   judge = Judge(
     tokenizer.decode,
@@ -64,15 +54,14 @@ def make_run(config: Any) -> Run:
     correct=config.reward.correct,
     incorrect=config.reward.incorrect,
   )
-  engine = sampler.make_engine(config, policy_fns, tokenizer, sampler_mesh)
-  shapes = learner.policy.shapes.params
+  engine = sampler.make_engine(config, policy_fns, tokenizer, both.sampler)
   return Run(
     config=config,
     source=source,
     worker=make_worker(config, engine, source, judge),
     learner=learner,
-    transfer=sampler.make_transfer(policy_fns, shapes, **both),
-    parity_check=sampler.make_parity_check(config, policy_fns, **both),
+    transfer=sampler.make_transfer(policy_fns, shapes, both),
+    parity_check=sampler.make_parity_check(config, policy_fns, both),
     pretraining=_make_pretraining(config, engine, source, judge, learner),
     critic_params=functools.partial(
       _critic_params, learner, init_from=config.value.init_from
@@ -83,18 +72,14 @@ def make_run(config: Any) -> Run:
 
 
 def make_fns(
-  config: Any,
-  model_config: models.ModelConfig,
-  *,
-  trainer: jax.sharding.Mesh,
-  sampler: jax.sharding.Mesh,
+  config: Any, model_config: models.ModelConfig, both: meshes.Meshes
 ) -> tuple[models.ModelFns, models.ValueFns]:
   """Functions of policy and critic; the policy's sampler has its mesh."""
   settings = {
     "dtype": jnp.dtype(config.model.dtype),
     "remat": config.model.remat,
     "kernels": config.model.kernels,
-    "sharding": sharding.along_batch(trainer),
+    "sharding": sharding.along_batch(both.trainer),
   }
   dtype = lambda name: jnp.dtype(name) if name else None
   policy = models.make_policy(
@@ -102,14 +87,14 @@ def make_fns(
     sampler_dtype=dtype(config.model.sampler_dtype),
     cache_dtype=dtype(config.model.cache_dtype),
     head_chunk=config.model.head_chunk,
-    sampler_sharding=sharding.of_slots(sampler, model_config.num_kv_heads),
+    sampler_sharding=sharding.of_slots(both.sampler, model_config.num_kv_heads),
     **settings,
   )
   return policy, models.make_value(model_config, **settings)
 
 
-def _make_learner(config, algorithm, fns, path, mesh) -> Learner:
-  policy_fns, critic_fns = fns
+def _make_learner(config, fns, path, mesh) -> Learner:
+  algorithm, (policy_fns, critic_fns) = methods.make_algorithm(config), fns
   of = functools.partial(update_settings, config)
   policy = trained_models.make_policy(policy_fns, of("policy"), algorithm, mesh)
   critic = trained_models.make_critic(critic_fns, of("value"), algorithm, mesh)
@@ -126,13 +111,9 @@ def _make_learner(config, algorithm, fns, path, mesh) -> Learner:
       seed=config.run.seed,
       max_tokens_per_row=max_tokens_per_row(config),
       max_skipped=config.run.max_skipped,
-    ),
-    scorer=Scorer(
-      policy_fns,
-      critic and critic_fns,
       temperature=config.sampler.temperature,
-      mesh=mesh,
     ),
+    mesh=mesh,
     initial_params=functools.partial(
       read_policy_params, path, policy.shapes.params, policy_fns.config
     ),
@@ -200,7 +181,7 @@ def _make_pretraining(
     learner.algorithm, gamma=config.estimator.gamma
   )
   return ValuePretraining(
-    learner=learner.with_algorithm(algorithm),
+    learner=dataclasses.replace(learner, algorithm=algorithm),
     worker=_worker(config, engine, source, judge, whole, PRETRAINING),
     source=source,
     steps=value.pretrain_steps,
@@ -211,10 +192,8 @@ def _make_pretraining(
 
 
 def _make_evaluator(config, engine, problems, judge) -> Evaluator:
-  prompts, name, origin = problems
   return Evaluator(
-    name=name,
-    prompts=prompts,
+    **problems._asdict(),
     samples=config.eval.samples,
     engine=engine,
     settings=SamplingSettings(
@@ -224,7 +203,6 @@ def _make_evaluator(config, engine, problems, judge) -> Evaluator:
     ),
     key=run_key(config.run.seed, EVALUATION),
     judge=judge,
-    origin=origin,
   )
 
 
@@ -235,10 +213,8 @@ def with_problems(evaluator: Evaluator, config: Any) -> Evaluator:
     InputError: the data cannot be used.
   """
   tokenizer = Tokenizer.load(base_models.model_path(config))
-  _, (prompts, name, origin) = data.make_prompts(config, tokenizer)
-  return dataclasses.replace(
-    evaluator, prompts=prompts, name=name, origin=origin
-  )
+  _, problems = data.make_prompts(config, tokenizer)
+  return dataclasses.replace(evaluator, **problems._asdict())
 
 
 def read_policy_params(

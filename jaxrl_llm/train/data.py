@@ -4,13 +4,8 @@ import pathlib
 from typing import Any, NamedTuple
 
 from jaxrl_llm import rewards
-from jaxrl_llm.data import sources
-from jaxrl_llm.data.prompt_source import (
-  PROMPT_SOURCES,
-  TEMPLATES,
-  Prompt,
-  PromptSource,
-)
+from jaxrl_llm.data import prompt_source, sources
+from jaxrl_llm.data.prompt_source import Prompt, PromptSource
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import ModelConfig
@@ -49,7 +44,7 @@ def make_prompts(
   count = min(count, EVAL_POSITIONS)
   prompts, _ = problems.draw(problems.init(), count)
   _check_answers(config.reward.name, prompts)
-  make = PROMPT_SOURCES[data.order]
+  make = prompt_source.PROMPT_SOURCES[data.order]
   stream = make(train, seed=config.run.seed, **settings)
   return stream, Problems(prompts, label, origin)
 
@@ -98,7 +93,7 @@ def _template(config, tokenizer, pool):
   if config.data.template == "few_shot":
     settings["pool"] = pool
   try:
-    return TEMPLATES[config.data.template](tokenizer, **settings)
+    return prompt_source.TEMPLATES[config.data.template](tokenizer, **settings)
   except (TypeError, ValueError) as error:
     if isinstance(error, InputError):
       raise

@@ -94,10 +94,7 @@ def _show_meshes(run: Run) -> None:
   held = [state.policy, state.critic, state.ema]
   if "ref_logprobs" in learner.algorithm.leaves:
     held.append(state.policy.params)
-  meshes = [
-    learner.scorer.mesh,
-    jax.tree.leaves(sampled)[0].sharding.mesh,
-  ]
+  meshes = [learner.mesh, jax.tree.leaves(sampled)[0].sharding.mesh]
   rows = {"trainer": (meshes[0], held), "sampler": (meshes[1], sampled)}
   for name, (mesh, trees) in rows.items():
     sizes = " x ".join(f"{axis}={n}" for axis, n in mesh.shape.items())

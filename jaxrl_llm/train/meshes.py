@@ -1,18 +1,26 @@
 """The meshes of a run: the trainer's, and the sampler's if it has its own."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
 
+from jaxrl_llm import config as config_lib
 from jaxrl_llm import sharding
 from jaxrl_llm.errors import InputError
 
 
+class Meshes(NamedTuple):
+  """What the two sides of a run compute on, which may be the same."""
+
+  trainer: Mesh
+  sampler: Mesh
+
+
 def make_meshes(
   config: Any, devices: Sequence[jax.Device] | None = None
-) -> tuple[Mesh, Mesh]:
+) -> Meshes:
   """The meshes that trainer and sampler compute on.
 
   A sampler without a mesh of its own shares the trainer's. One that has its own
@@ -28,44 +36,26 @@ def make_meshes(
       do not divide over the trainer's.
   """
   devices = list(jax.devices() if devices is None else devices)
-  sizes, own = config.mesh, config.sampler.mesh
-  if sizes.data == 0 or _needed(sizes, len(devices)) > len(devices):
-    raise InputError(
-      f"{_named('mesh', sizes)} needs {_needed(sizes, len(devices))} devices,"
-      f" but there are {len(devices)}; lower config.mesh"
-    )
-  trainer = sharding.make_mesh(**sizes, devices=devices)
+  trainer = _mesh(config, "mesh", devices)
   _check_micro_batch_size(config, trainer)
-  if not own.data:
-    return trainer, trainer
+  if not config.sampler.mesh.data:
+    return Meshes(trainer, trainer)
   free = sharding.beside(trainer, devices)
-  needed = _needed(own, len(free))
-  if needed > len(free):
-    shares = set(free) <= set(trainer.devices.flat)
-    raise InputError(
-      f"{_named('sampler.mesh', own)} needs {needed} devices, but"
-      f" {_named('mesh', sizes)} "
-      + (
-        f"takes all {len(free)}, which the two then share; lower"
-        " config.sampler.mesh"
-        if shares
-        else f"leaves {len(free)} of {len(devices)}; lower one of them, or let"
-        " config.mesh take all, which the two then share"
-      )
-    )
-  return trainer, sharding.make_mesh(**own, devices=free)
+  shared = set(free) <= set(trainer.devices.flat)
+  why = ", which config.mesh " + ("shares" if shared else "leaves free")
+  return Meshes(trainer, _mesh(config, "sampler.mesh", free, why))
 
 
-def _needed(sizes: Any, devices: int) -> int:
-  rest = sizes.fsdp * sizes.tensor
-  return rest * (max(devices // rest, 1) if sizes.data == -1 else sizes.data)
+def _mesh(config: Any, key: str, devices: list, why: str = "") -> Mesh:
+  """The mesh of a config group; `why` says more of how many devices there are.
 
-
-def _named(key: str, sizes: Any) -> str:
-  return (
-    f"config.{key} data={sizes.data} x fsdp={sizes.fsdp} x tensor="
-    f"{sizes.tensor}"
-  )
+  Raises:
+    InputError: there are fewer than it needs.
+  """
+  try:
+    return sharding.make_mesh(**config_lib.get(config, key), devices=devices)
+  except ValueError as error:
+    raise InputError(f"config.{key}: {error}{why}; lower its sizes") from error
 
 
 def _check_micro_batch_size(config: Any, mesh: Mesh) -> None:

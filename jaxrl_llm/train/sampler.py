@@ -14,6 +14,7 @@ from jaxrl_llm.learner.methods import make_adaptive_temperature
 from jaxrl_llm.models import ModelFns
 from jaxrl_llm.sampling import Engine, EngineConfig
 from jaxrl_llm.sampling.allocator import default_page_size
+from jaxrl_llm.train.meshes import Meshes
 
 DRAFTERS: Mapping[str, Callable[[Any], Any]] = {
   "": lambda fns: None,
@@ -67,33 +68,28 @@ def make_engine(
 
 
 def make_transfer(
-  fns: ModelFns,
-  shapes: Any,
-  *,
-  trainer: jax.sharding.Mesh,
-  sampler: jax.sharding.Mesh,
+  fns: ModelFns, shapes: Any, meshes: Meshes
 ) -> sync.WeightTransfer:
   """The way of the policy's parameters to the sampler.
 
   Args:
     fns: the policy.
     shapes: ShapeDtypeStructs of its parameters.
-    trainer: the mesh that the copy is made on.
-    sampler: the mesh that it goes to; on the trainer's own it stays as made.
+    meshes: the copy is made on the trainer's; on the same one it stays as made.
   """
-  place = lambda mesh: sync.layout_shardings(fns.for_sampling, shapes, mesh)
-  target = place(sampler) if sampler != trainer else None
+  source, target = (
+    sync.layout_shardings(fns.for_sampling, shapes, mesh) for mesh in meshes
+  )
   return sync.WeightTransfer(
-    fns.for_sampling, shapes, source=place(trainer), target=target
+    fns.for_sampling,
+    shapes,
+    source=source,
+    target=target if meshes.sampler != meshes.trainer else None,
   )
 
 
 def make_parity_check(
-  config: Any,
-  fns: ModelFns,
-  *,
-  trainer: jax.sharding.Mesh,
-  sampler: jax.sharding.Mesh,
+  config: Any, fns: ModelFns, meshes: Meshes
 ) -> Callable[[Any, sync.VersionedWeights], float]:
   """The check that both meshes give the same tokens the same log-probs."""
   longest = config.data.max_prompt_length + config.sampler.max_response_length
@@ -101,19 +97,16 @@ def make_parity_check(
   tokens = sync.parity_tokens(
     fns.config.vocab_size,
     # A row, or several, for every device that either side deals rows to.
-    rows=math.lcm(*map(sharding.batch_size_of, (trainer, sampler))),
+    rows=math.lcm(*map(sharding.batch_size_of, meshes)),
     length=min(page_size + _BEYOND_A_PAGE, longest),
   )
-  names = (
-    config.model.dtype,
-    config.model.sampler_dtype,
-    config.model.cache_dtype,
-  )
-  platforms = {mesh.devices.flat[0].platform for mesh in (trainer, sampler)}
+  model = config.model
+  dtypes = filter(None, (model.dtype, model.sampler_dtype, model.cache_dtype))
+  platforms = {mesh.devices.flat[0].platform for mesh in meshes}
   return sync.make_parity_check(
     fns,
     tokens,
-    tolerance=sync.tolerance(*filter(None, names), platforms=platforms),
+    tolerance=sync.tolerance(*dtypes, platforms=platforms),
     page_size=page_size,
   )
 

@@ -14,7 +14,7 @@ def speed(learner: Learner, row: dict[str, float]) -> dict[str, float]:
     "rollout/tokens_per_second": row["rollout/tokens"] / row["time/generate_s"],
     "perf/tokens_per_second": row["perf/tokens"] / row["time/step_s"],
   }
-  mesh = learner.scorer.mesh
+  mesh = learner.mesh
   peak = metrics.peak_flops(mesh.devices.flat[0].device_kind)
   if peak:
     models = [m for m in (learner.policy, learner.critic) if m is not None]

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxrl_llm import checkpoint, metrics
 from jaxrl_llm.data.prompt_source import PromptSource
+from jaxrl_llm.learner import metrics as learner_metrics
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.state import LearnerState
 from jaxrl_llm.rollout.worker import RolloutWorker, Weights
@@ -74,7 +75,8 @@ class ValuePretraining:
         rollouts, prompts = collected.state, collected.source_state
         rng = np.random.default_rng((self.seed[0], number, self.seed[1]))
         batch = self.learner.measure_critic(state, collected.responses, rng)
-        explained, waited = batch.explained_variance, waited + 1
+        explained = learner_metrics.explained_variance(batch.experience)
+        waited += 1
         if explained > best + self.min_delta:
           waited = 0
         if explained > best or kept is None:

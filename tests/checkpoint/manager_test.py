@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from jaxrl_llm import checkpoint, sharding
-from jaxrl_llm.checkpoint.manager import abstract
 from jaxrl_llm.errors import InputError, TrainingStopped
 
 META = {"step": 3, "version": 3, "position": 12, "seed": 0}
@@ -49,7 +48,8 @@ def placed(trees, mesh):
 def targets(mesh, names=("policy", "policy_optimizer")):
   trees = {name: make_trees()[name] for name in names}
   shapes = jax.eval_shape(lambda: trees)
-  return abstract(shapes, sharding.tree_shardings(shapes, mesh))
+  places = sharding.tree_shardings(shapes, mesh)
+  return jax.jit(lambda: trees, out_shardings=places).eval_shape()
 
 
 def write(directory, mesh, step=3, meta=META, keep=2):

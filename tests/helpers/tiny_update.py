@@ -122,10 +122,8 @@ def make_update(kind, mesh=None):
   pinned = {}
   if mesh is not None:
     shapes = jax.eval_shape(lambda: create_train_state(make_params(kind), SGD))
-    pinned = {
-      "state_shardings": sharding.tree_shardings(shapes, mesh),
-      "metrics_sharding": sharding.replicated(mesh),
-    }
+    places = sharding.tree_shardings(shapes, mesh)
+    pinned = {"out_shardings": (places, sharding.replicated(mesh))}
   if kind == "value":
     loss = ALGORITHMS["policy"].value_loss
     return update.make_value_update(fns, SGD, RATE, loss, **pinned), pinned

@@ -260,7 +260,8 @@ class TestMesh:
   def test_eight_devices_equal_one(self, kind, shape):
     mesh = sharding.make_mesh(**dict(zip(sharding.AXES, shape)))
     update, pinned = make_update(kind, mesh=mesh)
-    placed = jax.device_put(make_state(kind), pinned["state_shardings"])
+    places, _ = pinned["out_shardings"]
+    placed = jax.device_put(make_state(kind), places)
     batch = packing.place(make_batch(kind, micro_batch_size=8), mesh)
     if shape == (2, 2, 2):
       kernel = placed.params["layers"]["mlp"]["up"]["kernel"]
@@ -278,6 +279,6 @@ class TestMesh:
     )
     for name in metrics:
       np.testing.assert_allclose(metrics[name], one[name], rtol=1e-5, atol=1e-7)
-    want = pinned["state_shardings"].params
+    want = places.params
     same = lambda x, s: x.sharding.is_equivalent_to(s, x.ndim)
     assert all(jax.tree.leaves(jax.tree.map(same, after.params, want)))

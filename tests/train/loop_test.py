@@ -19,6 +19,7 @@ from helpers.tiny_run import with_config
 from jaxrl_llm import checkpoint, models, signals
 from jaxrl_llm import workdir as workdir_lib
 from jaxrl_llm.errors import InputError, TrainingStopped
+from jaxrl_llm.learner import metrics as learner_metrics
 from jaxrl_llm.rollout.worker import Weights
 from jaxrl_llm.train import build, loop
 
@@ -140,8 +141,8 @@ class TestRun:
     learner = run.learner
     assert learner.policy.update._cache_size() == 1
     assert learner.critic.update._cache_size() == 1
-    assert learner.scorer.score_logprobs._cache_size() == 1
-    assert learner.scorer.score_values._cache_size() == 1
+    assert learner.policy.score._cache_size() == 1
+    assert learner.critic.score._cache_size() == 1
 
   def test_the_policy_moves_and_the_file_does_not(self, run, whole):
     _, before = models.load(run.config.model.path)
@@ -374,23 +375,22 @@ class TestValuePretraining:
 
   @pytest.mark.parametrize("kept", ["last", "first"])
   def test_the_best_critic_is_kept_and_only_it_changes(
-    self, run, tmp_path, kept
+    self, run, tmp_path, monkeypatch, kept
   ):
     measured = []
-    learner = copy.copy(run.pretraining.learner)
 
-    def measure_critic(*arguments):
-      batch = run.pretraining.learner.measure_critic(*arguments)
+    def explained_variance(experience):
       measured.append(len(measured) if kept == "last" else -len(measured))
-      return dataclasses.replace(batch, explained_variance=measured[-1])
+      return measured[-1]
 
-    learner.measure_critic = measure_critic
-    pretraining = dataclasses.replace(run.pretraining, learner=learner)
+    monkeypatch.setattr(
+      learner_metrics, "explained_variance", explained_variance
+    )
     states, weights = loop.begin(run)
     policy = jax.device_get(states.learner.policy)
     fresh = jax.device_get(states.learner.critic.params)
     quiet = type("Quiet", (), {"phase": print, "event": print})
-    after = pretraining.run(
+    after = run.pretraining.run(
       states.learner,
       Weights(weights.params, weights.version),
       tmp_path,

@@ -232,8 +232,8 @@ class TestSettings:
       (
         {"mesh__data": 2, "sampler__mesh__data": 8},
         [
-          "config.sampler.mesh data=8 x fsdp=1 x tensor=1 needs 8 devices",
-          "config.mesh data=2 x fsdp=1 x tensor=1 leaves 6 of 8; lower one",
+          "config.sampler.mesh: mesh data=8 x fsdp=1 x tensor=1 needs 8 dev",
+          "there are 6, which config.mesh leaves free; lower its sizes",
         ],
       ),
       (
@@ -245,9 +245,8 @@ class TestSettings:
           "optimizer__value__micro_batch_size": 8,
         },
         [
-          "config.sampler.mesh data=-1 x fsdp=16 x tensor=1 needs 16 devices",
-          "config.mesh data=1 x fsdp=8 x tensor=1 takes all 8",
-          "lower config.sampler.mesh",
+          "config.sampler.mesh: mesh data=-1 x fsdp=16 x tensor=1 needs 16",
+          "there are 8, which config.mesh shares; lower its sizes",
         ],
       ),
     ],

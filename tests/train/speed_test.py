@@ -29,7 +29,7 @@ class TestSpeed:
     )
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     return types.SimpleNamespace(
-      scorer=types.SimpleNamespace(mesh=mesh),
+      mesh=mesh,
       policy=model(1),
       critic=model(2) if critic else None,
     )
