@@ -557,7 +557,7 @@ KEYS: dict[str, Key] = {
     "Iterations; updates of the policy are steps * mini-batches per step.",
   ),
   "run.samples_every": Key(
-    20, _COUNT, "Steps between sample tables in the log; 0 is never."
+    20, _COUNT, "Steps between samples in the log; 0 is never."
   ),
   "run.method": Key(
     "", _TEXT, "METHOD[:PRESET]; scripts/train.py takes it from --config."

@@ -308,7 +308,7 @@ class TestShown:
     stream = io.StringIO()
     row = {"policy/ratio_max": 1e4, "reward/accuracy": 0.0}
     state = metrics.Health()
-    with metrics.make_logger(
+    with metrics.MetricsLogger(
       tmp_path, total_steps=3, last_step=-1, stream=stream
     ) as logger:
       for step in (1, 2):

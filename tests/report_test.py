@@ -53,12 +53,10 @@ def _make_run(folder: pathlib.Path, seed: int, steps: int = 6) -> pathlib.Path:
     "data": {},
   }
   (folder / "config.json").write_text(json.dumps(config))
-  samples = metrics.SampleWriter(folder / "samples.jsonl")
+  samples = metrics.JsonlWriter(folder / "samples.jsonl")
   for step in (1, 3):
-    samples.samples(
-      step,
-      [metrics.Sample(f"{step}?", _HOSTILE, "1", None, 0.5, 3, "finished")],
-    )
+    sample = metrics.Sample(f"{step}?", _HOSTILE, "1", None, 0.5, 3, "finished")
+    samples.append([sample.row(step)])
   samples.close()
   return folder
 

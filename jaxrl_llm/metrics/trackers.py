@@ -1,4 +1,8 @@
-"""Trackers: programs that draw a run's curves beside `metrics.jsonl`."""
+"""Trackers: programs that draw a run's curves beside `metrics.jsonl`.
+
+One is made with (workdir, *, last_step, settings), has `log` and `close`, and
+stands in `TRACKERS`.
+"""
 
 import functools
 import importlib
@@ -6,31 +10,28 @@ import importlib.util
 import os
 import pathlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.metrics.writers import Writer, number
+from jaxrl_llm.metrics.writers import number
 
 
-class TensorBoardWriter(Writer):
-  """Writes scalars as TensorBoard events."""
+class TensorBoardWriter:
+  """Writes scalars as TensorBoard events into WORKDIR/tensorboard.
 
-  def __init__(
-    self, directory: str | os.PathLike, *, purge_step: int | None = None
-  ):
-    """Opens a new event file.
+  A resumed run adds a file, and of older files TensorBoard forgets what comes
+  after the step that is resumed.
+  """
 
-    Args:
-      directory: where event files lie; a resumed run adds a file.
-      purge_step: TensorBoard forgets this and later steps of older files.
-    """
+  def __init__(self, workdir: pathlib.Path, *, last_step: int, **_):
+    """Opens a new event file; arguments as of `MetricsLogger`."""
     # Imported here: it is slow to load and only the main process writes.
     import tensorboardX
 
     self._writer = tensorboardX.SummaryWriter(
-      str(directory),
-      purge_step=purge_step,
+      str(workdir / "tensorboard"),
+      purge_step=last_step + 1,
       # Two runs within one second must not share a file.
       filename_suffix=f".{time.time_ns()}",
     )
@@ -44,7 +45,7 @@ class TensorBoardWriter(Writer):
     self._writer.close()
 
 
-class TrackedRun(Writer):
+class TrackedRun:
   """A run of Weights & Biases or of trackio, which has the same functions.
 
   A resume goes on with the run, which takes nothing back: of steps that are
@@ -56,11 +57,10 @@ class TrackedRun(Writer):
     package: str,
     workdir: pathlib.Path,
     *,
-    last_step: int,
     settings: Mapping[str, Any],
+    **_,
   ):
-    """Opens the run; arguments as of `make_logger`."""
-    del last_step
+    """Opens the run; arguments as of `MetricsLogger`."""
     # A folder whose run begins anew is another run, and has a new config.json.
     begun = int((workdir / "config.json").stat().st_mtime)
     name = f"{workdir.resolve().name}-{begun}"
@@ -82,13 +82,8 @@ class TrackedRun(Writer):
     self._package.finish()
 
 
-def _tensorboard(workdir, *, last_step, **_):
-  return TensorBoardWriter(workdir / "tensorboard", purge_step=last_step + 1)
-
-
-# (workdir, *, last_step, settings) -> writer.
-TRACKERS: dict[str, Callable[..., Writer]] = {
-  "tensorboard": _tensorboard,
+TRACKERS = {
+  "tensorboard": TensorBoardWriter,
   "wandb": functools.partial(TrackedRun, "wandb"),
   "trackio": functools.partial(TrackedRun, "trackio"),
 }

@@ -138,7 +138,7 @@ def _resume_or_start(run, workdir, saver, latest, changes, stopped) -> None:
     workdir_lib.begin(workdir, config)
   else:
     workdir_lib.record(workdir, latest, changes)
-  with metrics.make_logger(
+  with metrics.MetricsLogger(
     workdir,
     total_steps=config.run.steps,
     last_step=last,
