@@ -165,12 +165,13 @@ class TestEntropyCollapse:
 
 class TestRewards:
   def test_the_first_row_speaks_at_once(self):
-    assert "in the first step" in health.all_wrong([0.0])
-    assert "in the first step" in health.all_right([1.0])
+    assert "in the first step" in _RULES["all_wrong"].find([0.0])
+    assert "in the first step" in _RULES["all_right"].find([1.0])
 
   def test_later_ones_wait_for_three_in_a_row(self):
-    assert health.all_wrong([0.1, 0.0, 0.0]) is None
-    assert "for 3 steps" in health.all_wrong([0.1, 0.0, 0.0, 0.0])
+    find = _RULES["all_wrong"].find
+    assert find([0.1, 0.0, 0.0]) is None
+    assert "for 3 steps" in find([0.1, 0.0, 0.0, 0.0])
 
 
 class TestExplainedVariance:
@@ -298,7 +299,7 @@ class TestResume:
       writer.log(row["step"], values)
     writer.close()
     earlier = metrics.read_rows(tmp_path / "metrics.jsonl")
-    resumed = metrics.Health.from_rows(earlier)
+    resumed = metrics.Health(earlier)
     after = rows[stop - 1]["step"]
     assert _run(rows[stop:], resumed) == [w for w in whole if w[0] > after]
 

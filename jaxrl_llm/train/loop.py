@@ -173,7 +173,7 @@ def _train_on(run, states, weights, workdir, saver, logger, stopped) -> States:
   config = run.config
   # Rows so far, so that a resumed run warns as the uninterrupted one.
   rows = metrics.read_rows(workdir / "metrics.jsonl")
-  health = metrics.Health.from_rows(rows)
+  health = metrics.Health(rows)
   compiles = metrics.CompileCounter()
   timer = metrics.PhaseTimer(on_enter=logger.phase)
   while states.step < config.run.steps and not stopped.signal:
