@@ -34,7 +34,7 @@ def command(
   extra: list[str],
 ) -> list[str]:
   """The training command of one run; `extra` are further --config flags."""
-  changes = {**study.common, **variant.changes, "run.seed": seed}
+  changes = {**variant.changes, "run.seed": seed}
   workdir = results.run_folder(folder, variant.name, seed).resolve()
   return [
     sys.executable,

@@ -15,7 +15,8 @@ import pytest
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import study as study_lib
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.study import picture, results
+from jaxrl_llm.report.figure import band
+from jaxrl_llm.study import results
 from jaxrl_llm.train.validation import validate
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -42,7 +43,7 @@ def _resolved(study, variant) -> dict:
   config = _load(_ROOT / "configs" / f"{variant.method}.py").get_config(
     study.preset
   )
-  config.update_from_flattened_dict({**study.common, **variant.changes})
+  config.update_from_flattened_dict(variant.changes)
   validate(config)
   return {key: config_lib.get(config, key) for key in config_lib.KEYS}
 
@@ -78,12 +79,10 @@ _STUDY = study_lib.Study(
   title="Two variants",
   question="Which is faster?",
   preset="",
-  common={},
   variants=(
     study_lib.Variant("slow", "ppo"),
     study_lib.Variant("quick", "ppo"),
   ),
-  baseline="slow",
   target=0.5,
 )
 
@@ -91,13 +90,13 @@ _STUDY = study_lib.Study(
 class TestOutcome:
   def test_counts_training_alone(self):
     outcome = results.outcome(_rows([0.1, 0.4, 0.6, 0.3]))
-    np.testing.assert_array_equal(outcome.curve.steps, [0, 2, 4, 6])
-    np.testing.assert_array_equal(outcome.curve.seconds, [0, 4, 8, 12])
-    np.testing.assert_array_equal(outcome.curve.tokens, [0, 200, 400, 600])
-    np.testing.assert_array_equal(outcome.curve.accuracy, [0.1, 0.4, 0.6, 0.3])
+    np.testing.assert_array_equal(outcome.steps, [0, 2, 4, 6])
+    np.testing.assert_array_equal(outcome.seconds, [0, 4, 8, 12])
+    np.testing.assert_array_equal(outcome.tokens, [0, 200, 400, 600])
+    np.testing.assert_array_equal(outcome.accuracy, [0.1, 0.4, 0.6, 0.3])
 
   def test_target_is_reached_at_the_first_evaluation_over_it(self):
-    curve = results.outcome(_rows([0.1, 0.4, 0.6, 0.3, 0.9])).curve
+    curve = results.outcome(_rows([0.1, 0.4, 0.6, 0.3, 0.9]))
     axes = ("seconds", "tokens", "decode_steps")
     assert [curve.at_target(axis, 0.5) for axis in axes] == [8.0, 400.0, 80.0]
     assert np.isnan([curve.at_target(axis, 0.95) for axis in axes]).all()
@@ -105,13 +104,13 @@ class TestOutcome:
   def test_shares_are_of_the_training_time(self):
     outcome = results.outcome(_rows([0.1, 0.4, 0.6]))
     assert outcome.split == pytest.approx(
-      {"generate": 0.5, "update_policy": 0.25}
+      {"generate": 0.5, "score": 0, "update_value": 0, "update_policy": 0.25}
     )
 
   def test_a_run_without_evaluations_has_an_empty_curve(self):
     outcome = results.outcome([{"step": 1, "time/step_s": 1.0}])
-    assert outcome.curve.accuracy.shape == (0,)
-    assert np.isnan(outcome.curve.at_target("seconds", 0.5))
+    assert outcome.accuracy.shape == (0,)
+    assert np.isnan(outcome.at_target("seconds", 0.5))
 
 
 class TestMeanAndError:
@@ -206,11 +205,15 @@ class TestWriteTable:
     assert quick["final accuracy"] == quick["generated tokens"] == "-"
 
 
+def _curves(outcomes, axis):
+  return [(getattr(outcome, axis), outcome.accuracy) for outcome in outcomes]
+
+
 class TestPicture:
   def test_band_interpolates_and_ends_with_the_shortest(self):
     short = results.outcome(_rows([0.0, 0.5], seconds=1.0))
     long = results.outcome(_rows([0.0, 0.5, 1.0], seconds=2.0))
-    x, mean, error = picture.band([short, long], "seconds")
+    x, mean, error = band(_curves([short, long], "seconds"))
     assert (x[0], x[-1]) == (0.0, 2.0)
     # Slopes of 0.5 in 2 s and of 0.5 in 4 s.
     np.testing.assert_allclose(mean, (x / 4 + x / 8) / 2, atol=1e-12)
@@ -219,12 +222,13 @@ class TestPicture:
 
   def test_band_of_one_or_no_run(self):
     run = results.outcome(_rows([0.2, 0.4]))
-    x, mean, error = picture.band([run], "steps")
+    x, mean, error = band(_curves([run], "steps"))
     assert (x[-1], mean[0], mean[-1]) == (2.0, 0.2, 0.4)
     assert not error.any()
     begun = results.outcome([{"step": 1}])
-    assert [a.size for a in picture.band([begun], "tokens")] == [0, 0, 0]
-    np.testing.assert_array_equal(picture.band([run, begun], "steps")[1], mean)
+    assert [a.size for a in band(_curves([begun], "tokens"))] == [0, 0, 0]
+    both = band(_curves([run, begun], "steps"))
+    np.testing.assert_array_equal(both[1], mean)
 
   def test_draws_more_arms_than_there_are_colours(self, tmp_path):
     pytest.importorskip("matplotlib")
@@ -263,9 +267,7 @@ class TestStudies:
     assert overrides.pop("run.seed") == "3"
     resolved = _resolved(study, variant)
     assert overrides.keys() <= resolved.keys()
-    assert overrides == {
-      key: str(resolved[key]) for key in {**study.common, **variant.changes}
-    }
+    assert overrides == {key: str(resolved[key]) for key in variant.changes}
 
   def test_a_plugin_goes_to_every_run(self, monkeypatch, tmp_path, capsys):
     script, given = _script(), []
@@ -288,15 +290,14 @@ class TestStudies:
     assert all(len(f.relative_to(tmp_path).parts) == 2 for f in folders)
 
   @pytest.mark.parametrize("study", study_lib.STUDIES.values())
-  def test_arms_are_distinct_and_the_baseline_is_one_of_them(self, study):
-    assert study.baseline in [variant.name for variant in study.variants]
+  def test_arms_are_distinct(self, study):
     configs = [_resolved(study, variant) for variant in study.variants]
     for i, config in enumerate(configs):
       assert all(_differing(config, other) for other in configs[:i])
 
   def test_an_ablation_changes_what_it_names_and_nothing_else(self):
     study = study_lib.STUDIES["vapo_ablations"]
-    vapo = _resolved(study, study_lib.Variant("VAPO", "vapo"))
+    vapo = _resolved(study, study.variants[0])
     ablations = [
       variant for variant in study.variants[1:] if variant.method == "vapo"
     ]
@@ -316,6 +317,7 @@ class TestStudies:
     parts = {
       k: v for variant in study.variants for k, v in variant.changes.items()
     }
+    parts = {k: v for k, v in parts.items() if k not in variants["PPO"].changes}
     assert {key: ppo[key] for key in parts} == parts
     # PPO's own habits, which VAPO has dropped.
     habits = {"estimator.normalize", "loss.clip_value"}
