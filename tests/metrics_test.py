@@ -1,5 +1,6 @@
 """Tests of jaxrl_llm.metrics."""
 
+import contextlib
 import functools
 import io
 import json
@@ -16,7 +17,7 @@ import pytest
 
 from jaxrl_llm import metrics
 from jaxrl_llm.metrics.console import ConsoleWriter
-from jaxrl_llm.metrics.trackers import TensorBoardWriter
+from jaxrl_llm.metrics.trackers import tensorboard
 
 
 class Clock:
@@ -168,11 +169,10 @@ class TestSampleRows:
     assert rows[1] == {"step": 1} | _sample(extracted=None)._asdict()
 
 
-class TestTensorBoardWriter:
+class TestTensorBoard:
   def test_scalars_are_in_the_event_file(self, tmp_path):
-    writer = TensorBoardWriter(tmp_path, last_step=-1)
-    writer.log(7, {"reward/mean": 0.25, "policy/loss": math.nan})
-    writer.close()
+    with tensorboard(tmp_path, last_step=-1) as log:
+      log(7, {"reward/mean": 0.25, "policy/loss": math.nan})
     (file,) = (tmp_path / "tensorboard").iterdir()
     scalars = {v.tag: (s, v.simple_value) for s, v in _events(file)}
     assert scalars["reward/mean"] == (7, 0.25)
@@ -180,9 +180,8 @@ class TestTensorBoardWriter:
 
   def test_a_resumed_run_adds_a_file(self, tmp_path):
     for step in (1, 2):
-      writer = TensorBoardWriter(tmp_path, last_step=step - 1)
-      writer.log(step, {"x": step})
-      writer.close()
+      with tensorboard(tmp_path, last_step=step - 1) as log:
+        log(step, {"x": step})
     assert len(list((tmp_path / "tensorboard").iterdir())) == 2
 
 
@@ -347,17 +346,17 @@ class TestMetricsLogger:
   def test_closes_every_writer_when_one_fails(self, tmp_path, monkeypatch):
     closed = []
 
-    class Tracker:
-      def __init__(self, name, workdir, **_):
-        self._name = name
-
-      def close(self):
-        closed.append(self._name)
-        if self._name == "b":
-          raise OSError("disk full")
+    @contextlib.contextmanager
+    def tracker(name, workdir, **_):
+      try:
+        yield
+      finally:
+        closed.append(name)
+      if name == "b":
+        raise OSError("disk full")
 
     for name in "abc":
-      make = functools.partial(Tracker, name)
+      make = functools.partial(tracker, name)
       monkeypatch.setitem(metrics.trackers.TRACKERS, name, make)
     with pytest.raises(OSError, match="disk full"):
       with metrics.MetricsLogger(

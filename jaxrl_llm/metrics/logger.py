@@ -9,7 +9,7 @@ from typing import Any, TextIO
 from jaxrl_llm.metrics.console import ConsoleWriter
 from jaxrl_llm.metrics.samples import Sample
 from jaxrl_llm.metrics.trackers import TRACKERS
-from jaxrl_llm.metrics.writers import JsonlWriter
+from jaxrl_llm.metrics.writers import JsonlWriter, number
 
 
 class MetricsLogger(contextlib.ExitStack):
@@ -27,7 +27,7 @@ class MetricsLogger(contextlib.ExitStack):
     total_steps: int,
     last_step: int,
     tracked_by: Sequence[str] = ("tensorboard",),
-    settings: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] = {},
     stream: TextIO | None = None,
   ):
     """Opens them all.
@@ -46,21 +46,24 @@ class MetricsLogger(contextlib.ExitStack):
     rows, self._samples = (
       JsonlWriter(workdir / name) for name in ("metrics.jsonl", "samples.jsonl")
     )
-    rows.truncate_after(last_step)
-    self._samples.truncate_after(last_step)
-    trackers = [
-      TRACKERS[name](workdir, last_step=last_step, settings=settings or {})
+    for file in (rows, self._samples):
+      file.truncate_after(last_step)
+      self.callback(file.close)
+    tracked = [
+      self.enter_context(
+        TRACKERS[name](workdir, last_step=last_step, settings=settings)
+      )
       for name in tracked_by
     ]
     self._console = ConsoleWriter(total_steps=total_steps, stream=stream)
-    self._writers = (rows, *trackers, self._console)
-    for writer in (self._samples, *self._writers):
-      self.callback(writer.close)
+    self.callback(self._console.close)
+    self._logs = (rows.log, *tracked, self._console.log)
 
   def log(self, step: int, metrics: Mapping[str, float]) -> None:
-    """Takes the metrics of one step."""
-    for writer in self._writers:
-      writer.log(step, metrics)
+    """Takes the metrics of one step, each of them one number."""
+    metrics = {name: number(name, value) for name, value in metrics.items()}
+    for log in self._logs:
+      log(step, metrics)
 
   def samples(self, step: int, samples: Sequence[Sample]) -> None:
     """Takes a few responses of one step."""
