@@ -13,7 +13,7 @@ from jaxrl_llm import metrics
 from jaxrl_llm.metrics import health
 
 _DOCS = pathlib.Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
-_RULES = {rule.name: rule for rule in health.RULES}
+_RULES = health.RULES
 
 
 def _settings(text):
@@ -114,12 +114,11 @@ class TestRules:
     assert "\n" not in warning.text
     assert warning.text.startswith("warning at step 3")
     assert warning.text.count("; ") >= 2
-    assert _RULES[rule].why in warning.text
-    assert _RULES[rule].turn in warning.text
+    assert _RULES[rule].advice in warning.text
 
   @pytest.mark.parametrize("rule", _RULES)
   def test_settings_exist(self, rule):
-    keys = _settings(_RULES[rule].turn)
+    keys = _settings(_RULES[rule].advice)
     assert keys
     for key in keys:  # A KeyError names one that does not exist.
       config_lib.get(config_lib.default_config(), key)
@@ -131,7 +130,7 @@ class TestRules:
       if re.match(r"\| `[a-z_]+` ", line)
     }
     assert table == {
-      name: _settings(rule.turn) for name, rule in _RULES.items()
+      name: _settings(rule.advice) for name, rule in _RULES.items()
     }
 
 

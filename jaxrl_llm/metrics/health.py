@@ -71,13 +71,11 @@ class HealthWarning(NamedTuple):
 
 
 class Rule(NamedTuple):
-  """What a warning looks at, and what it advises."""
+  """What a warning looks at, and what it says."""
 
-  name: str
   needs: tuple[str, ...]
   find: Find
-  why: str
-  turn: str  # Names keys of the config.
+  advice: str  # Why it matters, and which keys of the config to turn.
 
 
 def above(limit: float, text: str, *, rows: int = 1) -> Find:
@@ -165,58 +163,51 @@ def _now(values: Sequence[float]) -> float:
   return statistics.median(values[-NOW_STEPS:])
 
 
-RULES = (
-  Rule(
-    "entropy_collapse",
+RULES = {
+  "entropy_collapse": Rule(
     ("policy/entropy", "reward/accuracy"),
     entropy_collapse,
-    "the responses to a prompt become one, so nothing new is tried",
-    "raise loss.clip_high, loss.entropy_coefficient or sampler.temperature, or"
+    "the responses to a prompt become one, so nothing new is tried; raise"
+    " loss.clip_high, loss.entropy_coefficient or sampler.temperature, or"
     " lower optimizer.policy.learning_rate",
   ),
-  Rule(
-    "all_wrong",
+  "all_wrong": Rule(
     ("reward/accuracy",),
     same_rewards(0.0, "no response was right"),
-    "there is nothing to learn from",
-    "see samples.jsonl, check reward.name and data.template, choose easier"
-    " problems by data.settings, or raise data.group_size",
+    "there is nothing to learn from; see samples.jsonl, check reward.name"
+    " and data.template, choose easier problems by data.settings, or raise"
+    " data.group_size",
   ),
-  Rule(
-    "all_right",
+  "all_right": Rule(
     ("reward/accuracy",),
     same_rewards(1.0, "every response was right"),
-    "there is nothing left to learn",
-    "choose harder problems by data.settings or data.path, or end the run by"
-    " run.steps; see samples.jsonl for a reward that is too easy",
+    "there is nothing left to learn; choose harder problems by"
+    " data.settings or data.path, or end the run by run.steps; see"
+    " samples.jsonl for a reward that is too easy",
   ),
-  Rule(
-    "reward_errors",
+  "reward_errors": Rule(
     ("reward/errors",),
     above(0, "the reward failed on {:.0f} responses"),
-    "they are neither right nor wrong, and nothing is learned from them",
-    "see `error` in samples.jsonl, correct what reward.name names, or raise"
-    " reward.deadline_s",
+    "they are neither right nor wrong, and nothing is learned from them;"
+    " see `error` in samples.jsonl, correct what reward.name names, or"
+    " raise reward.deadline_s",
   ),
-  Rule(
-    "overlong",
+  "overlong": Rule(
     ("rollout/overlong_fraction",),
     # A third of them without an end teaches to be short, not to be right.
     above(0.3, "{:.0%} of the responses hit the maximum length", rows=3),
-    "they are cut before their answer and judged wrong",
-    "raise sampler.max_response_length, set sampler.stop if they ramble on"
-    " after the answer, or leave them out by loss.overlong_filter",
+    "they are cut before their answer and judged wrong; raise"
+    " sampler.max_response_length, set sampler.stop if they ramble on after"
+    " the answer, or leave them out by loss.overlong_filter",
   ),
-  Rule(
-    "explained_variance",
+  "explained_variance": Rule(
     ("value/explained_variance",),
     explained_variance,
-    "the critic is worse than a constant and adds noise to the advantages",
-    "raise value.pretrain_steps or optimizer.value.epochs, or lower"
+    "the critic is worse than a constant and adds noise to the advantages;"
+    " raise value.pretrain_steps or optimizer.value.epochs, or lower"
     " optimizer.value.learning_rate",
   ),
-  Rule(
-    "sampler_mismatch",
+  "sampler_mismatch": Rule(
     ("sampler_trainer/logprob_diff_mean",),
     # bfloat16 alone gives about 0.01; weights or temperatures that differ give
     # more than 0.1.
@@ -225,34 +216,31 @@ RULES = (
       "log-probabilities of sampler and trainer differ by {:.3g} nats per"
       " token",
     ),
-    "the policy is trained on responses that it would not write",
-    "set model.sampler_dtype, model.cache_dtype or model.dtype to float32",
+    "the policy is trained on responses that it would not write; set"
+    " model.sampler_dtype, model.cache_dtype or model.dtype to float32",
   ),
-  Rule(
-    "kl_jump",
+  "kl_jump": Rule(
     ("policy/approx_kl",),
     kl_jump,
-    "one step may undo many",
-    "lower optimizer.policy.learning_rate or optimizer.policy.max_grad_norm",
+    "one step may undo many; lower optimizer.policy.learning_rate or"
+    " optimizer.policy.max_grad_norm",
   ),
-  Rule(
-    "ratio_explosion",
+  "ratio_explosion": Rule(
     ("policy/ratio_max",),
     # Single rare tokens reach 30 in healthy runs.
     above(100, "a token's probability ratio reached {:.3g}"),
-    "clipping bounds the gain of such tokens, not their loss",
-    "lower optimizer.policy.learning_rate or optimizer.policy.epochs, or set"
+    "clipping bounds the gain of such tokens, not their loss; lower"
+    " optimizer.policy.learning_rate or optimizer.policy.epochs, or set"
     " loss.dual_clip",
   ),
-  Rule(
-    "length_collapse",
+  "length_collapse": Rule(
     ("rollout/response_length_mean", "reward/accuracy"),
     length_collapse,
-    "the policy learns to stop, not to solve",
-    "raise value.pretrain_steps, set estimator.lambda_value to 1, or lower"
+    "the policy learns to stop, not to solve; raise value.pretrain_steps,"
+    " set estimator.lambda_value to 1, or lower"
     " optimizer.policy.learning_rate",
   ),
-)
+}
 
 
 class Health:
@@ -266,7 +254,7 @@ class Health:
 
   def __init__(self, rows: Iterable[Mapping[str, Any]] = ()):
     """Goes on from earlier rows of `read_rows`, as if it had never stopped."""
-    self._seen = {rule.name: collections.deque(maxlen=WINDOW) for rule in RULES}
+    self._seen = {name: collections.deque(maxlen=WINDOW) for name in RULES}
     self._held = {}  # Step at which a rule held last, by its name.
     self._said = {}  # Step at which its warning was not quiet.
     for row in rows:
@@ -283,19 +271,17 @@ class Health:
       A warning for every rule that holds, in the order of the rules.
     """
     warnings = []
-    for rule in RULES:
-      values = tuple(_value(row, name) for name in rule.needs)
+    for name, rule in RULES.items():
+      values = tuple(_value(row, metric) for metric in rule.needs)
       if None in values:
         continue
-      self._seen[rule.name].append(values)
-      found = rule.find(*map(list, zip(*self._seen[rule.name], strict=True)))
+      self._seen[name].append(values)
+      found = rule.find(*map(list, zip(*self._seen[name], strict=True)))
       if found is not None:
-        text = (
-          f"warning at step {step}, {rule.name.replace('_', ' ')}: {found};"
-          f" {rule.why}; {rule.turn}"
-        )
-        quiet = self._is_quiet(rule.name, step)
-        warnings.append(HealthWarning(rule.name, text, quiet))
+        text = f"{name.replace('_', ' ')}: {found}; {rule.advice}"
+        text = f"warning at step {step}, {text}"
+        quiet = self._is_quiet(name, step)
+        warnings.append(HealthWarning(name, text, quiet))
     return warnings
 
   def _is_quiet(self, rule: str, step: int) -> bool:
