@@ -1,7 +1,7 @@
 """The one style of pictures, and curves that several runs have in common."""
 
 import contextlib
-import os
+import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -32,7 +32,7 @@ Curve = tuple[np.ndarray, np.ndarray]  # x, y.
 
 @contextlib.contextmanager
 def figure(
-  path: str | os.PathLike,
+  path: pathlib.Path,
   lines: int,
   columns: int,
   *,

@@ -1,7 +1,7 @@
 """Curves of runs as one picture."""
 
 import math
-import os
+import pathlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -38,10 +38,7 @@ PANELS = {
 
 
 def draw(
-  runs: Sequence[Run],
-  path: str | os.PathLike,
-  *,
-  panels: Sequence[str] | None = None,
+  runs: Sequence[Run], path: pathlib.Path, *, panels: Sequence[str] = ()
 ) -> None:
   """Draws the curves of runs, several over each other.
 
@@ -52,17 +49,19 @@ def draw(
   Args:
     runs: one or more runs.
     path: PNG file to write.
-    panels: names from `PANELS`, in the order to draw; None for all.
+    panels: names from `PANELS`, in the order to draw; all of them if none.
 
   Raises:
     InputError: a panel is unknown, or no panel has anything to show.
     ImportError: matplotlib is not installed.
   """
+  rows = [row for run in runs for row in run.rows]
+  logged = {name for row in rows for name in row if row[name] is not None}
   shown = {}
-  for name in PANELS if panels is None else panels:
+  for name in panels or PANELS:
     if name not in PANELS:
       raise InputError(f"panel must be one of {', '.join(PANELS)}, got {name}")
-    metrics = [m for m in _metrics(runs, name) if _is_logged(runs, m)]
+    metrics = [metric for metric in _metrics(runs, name) if metric in logged]
     if metrics:
       shown[name] = metrics
   if not shown:
@@ -101,10 +100,6 @@ def _metrics(runs: Sequence[Run], panel: str) -> list[str]:
     seconds = {name: series(runs[0], name)[1].sum() for name in phases}
     more = sorted(phases, key=lambda name: (-seconds[name], name))[:_PHASES]
   return PANELS[panel][1] + more
-
-
-def _is_logged(runs: Sequence[Run], metric: str) -> bool:
-  return any(series(run, metric)[0].size for run in runs)
 
 
 def _draw_metric(axis, runs: Sequence[Run], metric: str, index: int) -> None:
