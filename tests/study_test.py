@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 
 from jaxrl_llm import config as config_lib
-from jaxrl_llm import study as study_lib
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.report.figure import band
-from jaxrl_llm.study import results
+from jaxrl_llm.study import picture, results
+from jaxrl_llm.study.tables import STUDIES, Study, Variant
 from jaxrl_llm.train.validation import validate
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _ARMS = [
   pytest.param(study, variant, id=f"{name}: {variant.name}")
-  for name, study in study_lib.STUDIES.items()
+  for name, study in STUDIES.items()
   for variant in study.variants
 ]
 
@@ -75,13 +75,13 @@ def _rows(accuracies, *, seconds=2.0, tokens=100.0, decode_steps=20.0):
   return rows
 
 
-_STUDY = study_lib.Study(
+_STUDY = Study(
   title="Two variants",
   question="Which is faster?",
   preset="",
   variants=(
-    study_lib.Variant("slow", "ppo"),
-    study_lib.Variant("quick", "ppo"),
+    Variant("slow", "ppo"),
+    Variant("quick", "ppo"),
   ),
   target=0.5,
 )
@@ -126,14 +126,10 @@ class TestMeanAndError:
   def test_golden(self, values, text):
     assert results.mean_and_error(values, ".2f") == text
 
-  def test_unit_stands_behind_numbers_alone(self):
-    assert results.mean_and_error([2.0], ".0f", unit=" M") == "2 M"
-    assert results.mean_and_error([], ".0f", unit=" M") == "-"
-
 
 class TestWriteTable:
   def _cells(self, tmp_path, outcomes, study=_STUDY):
-    text = study_lib.write_table(study, outcomes, tmp_path / "table.md")
+    text = results.write_table(study, outcomes, tmp_path / "table.md")
     assert (tmp_path / "table.md").read_text("utf-8") == text
     table = [line for line in text.splitlines() if line.startswith("|")]
     cells = [[c.strip() for c in line.strip("|").split("|")] for line in table]
@@ -159,7 +155,11 @@ class TestWriteTable:
       "4",
       "12 ± 0",
     ]
-    assert [quick["generate"], quick["policy"], quick["value"]] == [
+    assert [
+      quick["generate"],
+      quick["update_policy"],
+      quick["update_value"],
+    ] == [
       "50%",
       "25%",
       "0%",
@@ -182,7 +182,8 @@ class TestWriteTable:
 
   def test_curves_as_csv(self, tmp_path):
     run = results.outcome(_rows([0.1, 0.25]))
-    study_lib.write_curves({"a, b": [run, run]}, [0, 7], tmp_path / "x.csv")
+    outcomes = {"a, b": [run, run._replace(seed=7)]}
+    results.write_curves(outcomes, tmp_path / "x.csv")
     with open(tmp_path / "x.csv", encoding="utf-8", newline="") as file:
       rows = list(csv.DictReader(file))
     assert [row["seed"] for row in rows] == ["0", "0", "7", "7"]
@@ -202,7 +203,7 @@ class TestWriteTable:
     begun = results.outcome([{"step": 1, "time/step_s": 1.0}])
     slow, quick = self._cells(tmp_path, {"slow": [at_once], "quick": [begun]})
     assert slow["ratio"] == quick["ratio"] == "-"
-    assert quick["final accuracy"] == quick["generated tokens"] == "-"
+    assert quick["final accuracy"] == quick["tokens (M)"] == "-"
 
 
 def _curves(outcomes, axis):
@@ -240,7 +241,7 @@ class TestPicture:
       for i in range(9)
     }
     outcomes["begun"] = [results.outcome([{"step": 1}])]
-    study_lib.draw("A title", outcomes, tmp_path / "curves.png")
+    picture.draw("A title", outcomes, tmp_path / "curves.png")
     content = (tmp_path / "curves.png").read_bytes()
     assert content.startswith(b"\x89PNG\r\n\x1a\n")
 
@@ -272,13 +273,13 @@ class TestStudies:
   def test_a_plugin_goes_to_every_run(self, monkeypatch, tmp_path, capsys):
     script, given = _script(), []
     monkeypatch.setattr(script, "run_all", lambda *a: given.append(a[-1]))
-    name = next(iter(study_lib.STUDIES))
+    name = next(iter(STUDIES))
     flags = [f"--out={tmp_path}", "--plugin=my.py", "--config.run.steps=1"]
     assert script.main([name, *flags]) == 2  # There are no runs.
     plugin = f"--plugin={pathlib.Path('my.py').resolve()}"
     assert given == [["--config.run.steps=1", plugin]]
 
-  @pytest.mark.parametrize("study", study_lib.STUDIES.values())
+  @pytest.mark.parametrize("study", STUDIES.values())
   def test_every_run_has_a_folder_of_its_own(self, study, tmp_path):
     folders = [
       results.run_folder(tmp_path, variant.name, seed)
@@ -289,14 +290,14 @@ class TestStudies:
     assert all(str(f.relative_to(tmp_path)).isascii() for f in folders)
     assert all(len(f.relative_to(tmp_path).parts) == 2 for f in folders)
 
-  @pytest.mark.parametrize("study", study_lib.STUDIES.values())
+  @pytest.mark.parametrize("study", STUDIES.values())
   def test_arms_are_distinct(self, study):
     configs = [_resolved(study, variant) for variant in study.variants]
     for i, config in enumerate(configs):
       assert all(_differing(config, other) for other in configs[:i])
 
   def test_an_ablation_changes_what_it_names_and_nothing_else(self):
-    study = study_lib.STUDIES["vapo_ablations"]
+    study = STUDIES["vapo_ablations"]
     vapo = _resolved(study, study.variants[0])
     ablations = [
       variant for variant in study.variants[1:] if variant.method == "vapo"
@@ -311,7 +312,7 @@ class TestStudies:
       assert variant.changes.items() <= resolved.items()
 
   def test_ppo_is_vapo_without_its_seven_parts(self):
-    study = study_lib.STUDIES["vapo_ablations"]
+    study = STUDIES["vapo_ablations"]
     variants = {variant.name: variant for variant in study.variants}
     vapo, ppo = (_resolved(study, variants[name]) for name in ("VAPO", "PPO"))
     parts = {
@@ -326,7 +327,7 @@ class TestStudies:
     }
 
   def test_dapo_is_reached_one_part_at_a_time(self):
-    study = study_lib.STUDIES["dapo_increments"]
+    study = STUDIES["dapo_increments"]
     configs = [_resolved(study, variant) for variant in study.variants]
     steps = [_differing(a, b) for a, b in zip(configs, configs[1:])]
     assert steps == [
@@ -339,7 +340,7 @@ class TestStudies:
     ]
 
   def test_windows_are_all_that_tppo_changes(self):
-    study = study_lib.STUDIES["tppo_speed"]
+    study = STUDIES["tppo_speed"]
     variants = {variant.name: variant for variant in study.variants}
     vapo = _resolved(study, variants["VAPO, full rollouts"])
     for variant in study.variants:
@@ -378,7 +379,7 @@ class TestScript:
 
   def test_report_of_the_runs_so_far(self, tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    study = study_lib.STUDIES["tppo_speed"]
+    study = STUDIES["tppo_speed"]
     folder = tmp_path / "tppo_speed"
     for variant, seed in ((study.variants[0], 0), (study.variants[0], 1)):
       workdir = results.run_folder(folder, variant.name, seed)
@@ -390,6 +391,15 @@ class TestScript:
     assert f"| {study.variants[0].name} | 2 | 3 | 0.800" in table
     assert study.variants[1].name + " |" not in table
     assert str(folder) in capsys.readouterr().out
+
+  def test_curves_name_the_seeds_that_have_run(self, tmp_path):
+    study = STUDIES["tppo_speed"]
+    variant = study.variants[0].name
+    _write_run(results.run_folder(tmp_path, variant, 7), steps=9, logged=3)
+    outcomes = results.load_outcomes(study, tmp_path, [0, 7])
+    results.write_curves(outcomes, tmp_path / "x.csv")
+    with open(tmp_path / "x.csv", encoding="utf-8", newline="") as file:
+      assert {row["seed"] for row in csv.DictReader(file)} == {"7"}
 
   @pytest.mark.parametrize(
     "arguments, words",

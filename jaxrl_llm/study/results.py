@@ -13,13 +13,8 @@ from jaxrl_llm.study.tables import Study
 # What is no part of training: evaluation and saving.
 _NOT_TRAINING = {"time/evaluate_s", "time/checkpoint_s"}
 _CURVES = ("steps", "seconds", "tokens", "decode_steps", "accuracy")
-# Phases of a step, and their columns of the table.
-_PHASES = {
-  "generate": "generate",
-  "score": "score",
-  "update_value": "value",
-  "update_policy": "policy",
-}
+# Phases of a step whose shares of the time are shown.
+_PHASES = ("generate", "score", "update_value", "update_policy")
 
 
 class Outcome(NamedTuple):
@@ -31,6 +26,7 @@ class Outcome(NamedTuple):
   decode_steps: np.ndarray  # Of the sampler, one after the other.
   accuracy: np.ndarray
   split: dict[str, float]  # Phase -> share of the training time.
+  seed: int = 0
 
   def at_target(self, axis: str, target: float) -> float:
     """An axis at the first evaluation of at least `target`, or NaN."""
@@ -53,11 +49,11 @@ def load_outcomes(
   """
   outcomes = {}
   for variant in study.variants:
-    paths = [run_folder(folder, variant.name, seed) for seed in seeds]
-    found = [p for p in paths if (p / "metrics.jsonl").exists()]
-    if found:
-      runs = [report.load_run(path) for path in found]
-      outcomes[variant.name] = [outcome(run.rows) for run in runs]
+    for seed in seeds:
+      path = run_folder(folder, variant.name, seed)
+      if (path / "metrics.jsonl").exists():
+        run = outcome(report.load_run(path).rows)._replace(seed=seed)
+        outcomes.setdefault(variant.name, []).append(run)
   return outcomes
 
 
@@ -91,8 +87,7 @@ def outcome(rows: Sequence[Mapping[str, Any]]) -> Outcome:
   return Outcome(
     *(column[evaluated] for column in columns),
     split={
-      phase: totals(f"time/{phase}_s")[-1] / max(seconds[-1], 1e-9)
-      for phase in _PHASES
+      p: totals(f"time/{p}_s")[-1] / max(seconds[-1], 1e-9) for p in _PHASES
     },
   )
 
@@ -120,27 +115,26 @@ def write_table(
     "Mean ± standard error over seeds. Accuracy is that of sampled answers to"
     " held-out problems, at the end and as the mean over all evaluations but"
     " the first. Seconds are those of training steps, and shares are of them;"
-    " value pretraining counts, evaluation and saving do not. Decode steps are"
-    " the sampler's, one after the other. Ratios compare what it took to"
-    f" {study.target:g} with {study.baseline}.\n\n{report.markdown(rows)}\n"
+    " value pretraining counts, evaluation and saving do not. Tokens are those"
+    " generated, decode steps the sampler's, one after the other. Ratios"
+    f" compare what it took to {study.target:g} with {study.baseline}.\n\n"
+    f"{report.markdown(rows)}\n"
   )
   path.write_text(text, encoding="utf-8")
   return text
 
 
 def write_curves(
-  outcomes: Mapping[str, list[Outcome]],
-  seeds: Sequence[int],
-  path: pathlib.Path,
+  outcomes: Mapping[str, list[Outcome]], path: pathlib.Path
 ) -> None:
   """Writes every evaluation as a line of CSV, to be drawn elsewhere."""
   with open(path, "w", encoding="utf-8", newline="") as file:
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(["variant", "seed", *_CURVES])
     for variant, results in outcomes.items():
-      for seed, result in zip(seeds, results):
-        for point in zip(*(getattr(result, name) for name in _CURVES)):
-          writer.writerow([variant, seed, *(f"{x:.6g}" for x in point)])
+      for run in results:
+        for point in zip(*(getattr(run, name) for name in _CURVES)):
+          writer.writerow([variant, run.seed, *(f"{x:.6g}" for x in point)])
 
 
 def _row(
@@ -151,11 +145,6 @@ def _row(
   means = [r.accuracy[1:].mean() for r in done if r.accuracy.size > 1]
   seconds, ratio = _to_target(results, base, "seconds", target)
   decoded, their_ratio = _to_target(results, base, "decode_steps", target)
-  tokens = mean_and_error([r.tokens[-1] / 1e6 for r in done], ".2f", unit=" M")
-  shares = {
-    title: f"{np.mean([r.split[phase] for r in results]):.0%}"
-    for phase, title in _PHASES.items()
-  }
   return {
     "variant": name,
     "seeds": str(len(results)),
@@ -167,8 +156,9 @@ def _row(
     "ratio": ratio,
     f"decode steps to {target:g}": decoded,
     "their ratio": their_ratio,
-    "generated tokens": tokens,
-  } | shares
+    "tokens (M)": mean_and_error([r.tokens[-1] / 1e6 for r in done], ".2f"),
+    **{p: f"{np.mean([r.split[p] for r in results]):.0%}" for p in _PHASES},
+  }
 
 
 def _to_target(
@@ -184,12 +174,9 @@ def _to_target(
   return mean_and_error(own, ".0f"), text
 
 
-def mean_and_error(
-  values: Sequence[float], form: str, *, unit: str = ""
-) -> str:
+def mean_and_error(values: Sequence[float], form: str) -> str:
   """`mean ± standard error`; a dash where a seed has no value."""
   if not values or not np.isfinite(values).all():
     return "-"
   mean, error = metrics.mean_and_standard_error(values)
-  spread = f" ± {error:{form}}" if len(values) > 1 else ""
-  return f"{mean:{form}}{spread}{unit}"
+  return f"{mean:{form}}" + (f" ± {error:{form}}" if len(values) > 1 else "")
