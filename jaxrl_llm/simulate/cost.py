@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import chex
 import numpy as np
+import scipy.optimize
 
 
 class Plane(NamedTuple):
@@ -102,9 +103,9 @@ def fit(
     decode = step + decode_steps · (fixed + per_slot · slots + per_token · n)
     host = step · decode_calls + prefill_call · calls + prefill_token · tokens
 
-  No price is negative: one that would be is left out and the others are fitted
-  again. The engine's programs are padded, so `slots` are those of the program,
-  idle ones included, and n the tokens that its KV cache has room for.
+  No price is negative. The engine's programs are padded, so `slots` are those
+  of the program, idle ones included, and n the tokens that its KV cache has
+  room for.
 
   Args:
     decode_calls: [n, 4], rows of (slots, steps, capacity, seconds), as
@@ -222,14 +223,7 @@ def _columns(name, rows):
 
 
 def _least_squares(columns, values) -> list[float]:
-  """Coefficients, none negative; the most negative one is left out first."""
-  table, kept = np.stack(columns, axis=1), list(range(len(columns)))
-  while True:
-    part = table[:, kept]
-    scale = np.abs(part).max(axis=0, initial=1e-300)
-    found = np.linalg.lstsq(part / scale, values, rcond=None)[0] / scale
-    if not kept or found.min() >= 0:
-      out = np.zeros(len(columns))
-      out[kept] = found
-      return out.tolist()
-    kept.pop(int(np.argmin(found * scale)))
+  """Coefficients, none negative, of columns of any scale."""
+  table = np.stack(columns, axis=1)
+  scale = np.abs(table).max(axis=0, initial=1e-300)
+  return (scipy.optimize.nnls(table / scale, values)[0] / scale).tolist()
