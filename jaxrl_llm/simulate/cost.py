@@ -95,9 +95,7 @@ class CostModel:
     )
 
 
-def fit(
-  decode_calls: chex.Array, calls: chex.Array | None = None, **prices: float
-) -> CostModel:
+def fit(decode_calls: chex.Array, calls: chex.Array | None = None) -> CostModel:
   """Prices by least squares from what an engine was measured to take.
 
     decode = step + decode_steps · (fixed + per_slot · slots + per_token · n)
@@ -113,7 +111,6 @@ def fit(
     calls: [m, 4], rows of (decode calls, prefill calls, context tokens, seconds
       of the host), one a call of the engine. All but the seconds are in
       `SimulatedStats`.
-    **prices: further fields of `CostModel`, as they are.
 
   Raises:
     ValueError: rows are too few or of another shape.
@@ -123,17 +120,16 @@ def fit(
   if np.ptp(steps) == 0:
     columns.pop()  # It cannot be told from the fixed part of decode steps.
   *plane, step_s = [*_least_squares(columns, seconds), 0.0][:4]
-  found = {"scheduler_step_s": step_s}
+  prices = {"scheduler_step_s": step_s}
   if calls is not None:
     *columns, seconds = _columns("calls", calls)
     more, call, token = _least_squares(columns, seconds)
-    found |= {
+    prices = {
       "scheduler_step_s": step_s + more,
       "prefill_call_s": call,
       "prefill_token_s": token,
     }
-  settings = {"padded": True} | found | prices
-  return CostModel(decode=(Plane(*plane),), **settings)
+  return CostModel(decode=(Plane(*plane),), padded=True, **prices)
 
 
 def accelerator(
