@@ -4,6 +4,7 @@ import io
 import math
 import pathlib
 import re
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -53,9 +54,26 @@ def _with(rows, **series):
   ]
 
 
+class Warned(NamedTuple):
+  """A rule that holds at a step."""
+
+  rule: str
+  text: str | None  # None: it is known, and not said again.
+
+
 def _run(rows, state=None):
-  state = metrics.Health() if state is None else state
-  return [(r["step"], w) for r in rows for w in state.check(r["step"], r)]
+  """(step, what is warned of) for each rule that holds at a step."""
+  state, found = metrics.Health() if state is None else state, []
+  for row in rows:
+    holds, said = state.check(row["step"], row)
+    assert set(holds.values()) <= {1.0}
+    said = {re.search(", (.*?): ", text)[1]: text for text in said}
+    for name in holds:
+      rule = name.removeprefix("health/")
+      text = said.pop(rule.replace("_", " "), None)
+      found.append((row["step"], Warned(rule, text)))
+    assert not said
+  return found
 
 
 def _rules(found):
@@ -220,7 +238,7 @@ class TestMissingMetrics:
       assert rule not in _rules(_run(faulty))
 
   def test_an_evaluation_alone_is_no_row_of_training(self):
-    assert metrics.Health().check(0, {"eval/chain_sum/avg@4": 0.0}) == []
+    assert metrics.Health().check(0, {"eval/chain_sum/avg@4": 0.0}) == ({}, [])
 
   def test_gaps_are_passed_over(self):
     rows = _with(_healthy(), **_BAD["explained_variance"])
@@ -253,7 +271,7 @@ class TestCooldown:
     assert [s for s, _ in found] == [
       r["step"] for r in rows if holds(r["step"])
     ]
-    return [s for s, warning in found if not warning.quiet]
+    return [s for s, warning in found if warning.text]
 
   def test_what_goes_on_is_said_again_after_the_cooldown(self):
     assert self._said(lambda s: s >= 7) == [7, 57, 107, 157]
@@ -268,7 +286,7 @@ class TestCooldown:
     rows = _with(
       _healthy(40), **_BAD["ratio_explosion"], **_BAD["sampler_mismatch"]
     )
-    said = [(s, w.rule) for s, w in _run(rows) if not w.quiet]
+    said = [(s, w.rule) for s, w in _run(rows) if w.text]
     assert said == [(30, "sampler_mismatch"), (30, "ratio_explosion")]
 
 
@@ -294,7 +312,7 @@ class TestResume:
     state = metrics.Health()
     for row in rows[:stop]:
       values = {k: v for k, v in row.items() if k != "step"}
-      values |= {w.metric: 1.0 for w in state.check(row["step"], values)}
+      values |= state.check(row["step"], values)[0]
       writer.log(row["step"], values)
     writer.close()
     earlier = metrics.read_rows(tmp_path / "metrics.jsonl")
@@ -312,11 +330,10 @@ class TestShown:
       tmp_path, total_steps=3, last_step=-1, stream=stream
     ) as logger:
       for step in (1, 2):
-        found = state.check(step, row)
-        logger.log(step, row | {w.metric: 1.0 for w in found})
-        for warning in found:
-          if not warning.quiet:
-            logger.event(warning.text)
+        holds, said = state.check(step, row)
+        logger.log(step, row | holds)
+        for text in said:
+          logger.event(text)
       logger.log(3, {"policy/ratio_max": 1.0})
     lines = stream.getvalue().splitlines()
     assert [line.split(maxsplit=2)[0] for line in lines] == [

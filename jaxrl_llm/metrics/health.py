@@ -57,19 +57,6 @@ CLEARED_STEPS = 10
 Find = Callable[..., str | None]
 
 
-class HealthWarning(NamedTuple):
-  """A rule that holds at a step."""
-
-  rule: str
-  text: str  # One line: what was seen, why it matters, what to turn.
-  quiet: bool  # It was said a few steps ago: no need to say it again.
-
-  @property
-  def metric(self) -> str:
-    """Key of the step's row, 1.0 where the rule holds, else absent."""
-    return f"health/{self.rule}"
-
-
 class Rule(NamedTuple):
   """What a warning looks at, and what it says."""
 
@@ -260,7 +247,9 @@ class Health:
     for row in rows:
       self.check(row["step"], row)
 
-  def check(self, step: int, row: Mapping[str, Any]) -> list[HealthWarning]:
+  def check(
+    self, step: int, row: Mapping[str, Any]
+  ) -> tuple[dict[str, float], list[str]]:
     """Takes the next step's metrics.
 
     Args:
@@ -268,9 +257,10 @@ class Health:
       row: metrics, as logged or as read back from `metrics.jsonl`.
 
     Returns:
-      A warning for every rule that holds, in the order of the rules.
+      (metrics for the row, `health/RULE` 1.0 for every rule that holds; lines
+      to say now: what was seen, why it matters, what to turn).
     """
-    warnings = []
+    holds, said = {}, []
     for name, rule in RULES.items():
       values = tuple(_value(row, metric) for metric in rule.needs)
       if None in values:
@@ -278,11 +268,11 @@ class Health:
       self._seen[name].append(values)
       found = rule.find(*map(list, zip(*self._seen[name], strict=True)))
       if found is not None:
-        text = f"{name.replace('_', ' ')}: {found}; {rule.advice}"
-        text = f"warning at step {step}, {text}"
-        quiet = self._is_quiet(name, step)
-        warnings.append(HealthWarning(name, text, quiet))
-    return warnings
+        holds[f"health/{name}"] = 1.0
+        if not self._is_quiet(name, step):
+          text = f"{name.replace('_', ' ')}: {found}; {rule.advice}"
+          said.append(f"warning at step {step}, {text}")
+    return holds, said
 
   def _is_quiet(self, rule: str, step: int) -> bool:
     """Notes that the rule holds; returns whether that is known already."""

@@ -188,14 +188,13 @@ def _train_on(run, states, weights, workdir, saver, logger, stopped) -> States:
       "memory/peak_gib": metrics.peak_memory_gib(),
       "compile/count": compiles.collect(),
     }
-    warnings = health.check(step, row)
-    row |= {warning.metric: 1.0 for warning in warnings}
+    holds, warnings = health.check(step, row)
+    row |= holds
     # The row first: a checkpoint promises that its row is on disk. So the time
     # of a save is in the next row.
     logger.log(step, row)
     for warning in warnings:
-      if not warning.quiet:
-        logger.event(warning.text)
+      logger.event(warning)
     if step % config.checkpoint.every == 0 or (
       config.checkpoint.best in row
       and workdir_lib.best_step(workdir, config.checkpoint.best) == step
