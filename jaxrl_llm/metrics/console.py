@@ -26,9 +26,6 @@ _FIELDS = (
   ("ev", "value/explained_variance", ".2f"),
   ("tokens/s", "perf/tokens_per_second", ",.0f"),
 )
-# Format (bidirectional overrides), control, surrogate, unassigned characters
-# and line separators can move the cursor or disguise what follows.
-_UNSAFE = frozenset(("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"))
 
 
 def printable(text: str, *, encoding: str = "utf-8") -> str:
@@ -41,10 +38,12 @@ def printable(text: str, *, encoding: str = "utf-8") -> str:
   Returns:
     The text with unsafe and unencodable characters as backslash escapes.
   """
+  # What Python calls not printable can move the cursor or disguise what follows
+  # (bidirectional overrides do), but for spaces of other widths.
   safe = "".join(
-    c.encode("unicode_escape").decode()
-    if unicodedata.category(c) in _UNSAFE
-    else c
+    c
+    if c.isprintable() or unicodedata.category(c) == "Zs"
+    else c.encode("unicode_escape").decode()
     for c in text
   )
   return safe.encode(encoding, "backslashreplace").decode(encoding)
@@ -69,11 +68,11 @@ class Bar(rich.progress.Progress):
       get_time=clock,
       disable=not live,
     )
-    self._shown = self.add_task("", total=total)
+    self._task = self.add_task("", total=total)
 
   def show(self, done: int, text: str) -> None:
     """Redraws the bar with this much done and this text."""
-    self.update(self._shown, completed=done, description=text)
+    self.update(self._task, completed=done, description=text)
 
   def write(self, text: str) -> None:
     """Writes a line, above the bar if there is one."""

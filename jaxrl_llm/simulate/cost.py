@@ -52,21 +52,13 @@ class CostModel:
 
   def prefill_s(self, contexts: chex.Array, calls: int) -> float:
     """Seconds of the prefill of contexts, given by length, in some calls."""
-    tokens, pairs = _tokens_and_pairs(contexts)
-    return float(
-      self.prefill_call_s * calls
-      + self.prefill_token_s * tokens
-      + self.prefill_pair_s * pairs
-    )
+    calls_s = self.prefill_call_s * calls
+    return calls_s + _work(contexts, self.prefill_token_s, self.prefill_pair_s)
 
   def train_s(self, contexts: chex.Array) -> float:
     """Seconds of a training step on contexts, given by length."""
-    tokens, pairs = _tokens_and_pairs(contexts)
-    return float(
-      self.train_step_s
-      + self.train_token_s * tokens
-      + self.train_pair_s * pairs
-    )
+    work_s = _work(contexts, self.train_token_s, self.train_pair_s)
+    return self.train_step_s + work_s
 
   def divided(self, sampler_share: float) -> "CostModel":
     """The prices when a share of the devices samples and the others train.
@@ -204,9 +196,10 @@ def accelerator(
   )
 
 
-def _tokens_and_pairs(contexts):
+def _work(contexts: chex.Array, per_token: float, per_pair: float) -> float:
   contexts = np.asarray(contexts, np.float64)
-  return contexts.sum(), (contexts * (contexts + 1)).sum() / 2
+  pairs = (contexts * (contexts + 1)).sum() / 2
+  return float(per_token * contexts.sum() + per_pair * pairs)
 
 
 def _columns(name, rows):
