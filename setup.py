@@ -9,6 +9,7 @@ import setuptools
 _INSTALL = [
   "jax>=0.10.0,<0.13",
   "numpy>=2.0,<3",
+  "scipy>=1.13",  # JAX needs it, too.
   "flax>=0.12.6,<0.13",
   "optax>=0.2.6,<0.3",
   "orbax-checkpoint>=0.12,<0.13",

@@ -469,7 +469,7 @@ class Run(Group, path="run"):
   steps = Key(100, _SOME)
   """Iterations; updates of the policy are steps * mini-batches per step."""
   samples_every = Key(20, _COUNT)
-  """Steps between sample tables in the log; 0 is never."""
+  """Steps between samples in the log; 0 is never."""
   method = Key("")
   """METHOD[:PRESET]; scripts/train.py takes it from --config."""
   plugins = Key(())

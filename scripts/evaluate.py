@@ -214,7 +214,7 @@ def write(folder: pathlib.Path, evaluated) -> None:
 
 
 def show(title: str, results: dict, samples) -> None:
-  """Prints the numbers and the responses as tables."""
+  """Prints a table of the numbers, and the responses."""
   import rich.console
   import rich.table
   import rich.text
@@ -224,7 +224,11 @@ def show(title: str, results: dict, samples) -> None:
   live = sys.stdout.isatty()
   # A pipe has no width; rich would squeeze tables into 80 columns.
   console = rich.console.Console(width=None if live else 120, highlight=False)
-  console.print(rich.text.Text(metrics.printable(title)), soft_wrap=True)
+
+  def write(line):
+    console.print(rich.text.Text(metrics.printable(line)), soft_wrap=True)
+
+  write(title)
   table = rich.table.Table()
   table.add_column("metric")
   table.add_column("value", justify="right")
@@ -235,7 +239,8 @@ def show(title: str, results: dict, samples) -> None:
       shown = f"{value:,}" if type(value) is int else f"{value:,.4f}"
       table.add_row(name, f"{shown}{spread}")
   console.print(table)
-  console.print(metrics.sample_table(samples, title="some responses"))
+  for line in ("some responses", *metrics.sample_lines(samples)):
+    write(line)
 
 
 def run() -> None:

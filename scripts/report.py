@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     runs = [report.load_run(path) for path in options.dirs]
     out.mkdir(parents=True, exist_ok=True)
     picture, page = out / "report.png", out / "report.html"
-    panels = options.panels.split(",") if options.panels else None
+    panels = options.panels.split(",") if options.panels else ()
     report.draw(runs, picture, panels=panels)
     report.write_page(runs, picture, page)
   except ImportError:

@@ -118,13 +118,15 @@ def run(options) -> str:
   for title, longest, tails, all_requests in make_lines(options):
     window, runs = max(1, int(options.window * longest)), []
     for tail, requests in zip(tails, all_requests):
-      choices = compare.Choices(
+      traces = compare.compare(
+        requests,
+        cost,
+        setting,
         window=window,
         over_provision=options.over_provision,
         max_staleness=options.max_staleness,
         lags=options.lags if options.cost == "accelerator" else (),
       )
-      traces = compare.compare(requests, cost, setting, choices)
       text = compare.table(traces, warm_up=warm_up)
       parts.append(
         f"## {title}, p99 {tail:g} x median, windows of {window}\n\n{text}"

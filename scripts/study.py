@@ -19,22 +19,22 @@ import subprocess
 import sys
 
 from jaxrl_llm import metrics
-from jaxrl_llm import study as study_lib
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.study import results
+from jaxrl_llm.study import picture, results
+from jaxrl_llm.study.tables import STUDIES, Study, Variant
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
 def command(
-  study: study_lib.Study,
-  variant: study_lib.Variant,
+  study: Study,
+  variant: Variant,
   seed: int,
   folder: pathlib.Path,
   extra: list[str],
 ) -> list[str]:
   """The training command of one run; `extra` are further --config flags."""
-  changes = {**study.common, **variant.changes, "run.seed": seed}
+  changes = {**variant.changes, "run.seed": seed}
   workdir = results.run_folder(folder, variant.name, seed).resolve()
   return [
     sys.executable,
@@ -119,7 +119,7 @@ def main(arguments: list[str] | None = None) -> int:
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
-  parser.add_argument("name", choices=study_lib.STUDIES, metavar="NAME")
+  parser.add_argument("name", choices=STUDIES, metavar="NAME")
   parser.add_argument("--seeds", default="0,1,2", help="comma-separated")
   parser.add_argument("--out", default="runs/studies", help="folder")
   parser.add_argument("--variants", help="names of variants, separated by ';'")
@@ -128,7 +128,7 @@ def main(arguments: list[str] | None = None) -> int:
   )
   parser.add_argument("--report", action="store_true", help="train nothing")
   options, extra = parser.parse_known_args(arguments)
-  study = study_lib.STUDIES[options.name]
+  study = STUDIES[options.name]
   folder = pathlib.Path(options.out) / options.name
   try:
     wanted = options.variants.split(";") if options.variants else None
@@ -145,12 +145,12 @@ def main(arguments: list[str] | None = None) -> int:
     seeds = _seeds(options.seeds)
     if not options.report:
       run_all(study, variants, seeds, folder, extra)
-    outcomes = study_lib.load_outcomes(study, folder, seeds)
+    outcomes = results.load_outcomes(study, folder, seeds)
     if not outcomes:
       raise InputError(f"{folder} has no runs yet; leave --report away")
-    print(study_lib.write_table(study, outcomes, folder / "table.md"))
-    study_lib.write_curves(outcomes, seeds, folder / "curves.csv")
-    study_lib.draw(study.title, outcomes, folder / "curves.png")
+    print(results.write_table(study, outcomes, folder / "table.md"))
+    results.write_curves(outcomes, folder / "curves.csv")
+    picture.draw(study.title, outcomes, folder / "curves.png")
   except ImportError:
     print("matplotlib is missing: pip install -e '.[plot]'", file=sys.stderr)
     return 2

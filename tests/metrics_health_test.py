@@ -4,6 +4,7 @@ import io
 import math
 import pathlib
 import re
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from jaxrl_llm import metrics
 from jaxrl_llm.metrics import health
 
 _DOCS = pathlib.Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
-_RULES = {rule.name: rule for rule in health.RULES}
+_RULES = health.RULES
 
 
 def _settings(text):
@@ -53,9 +54,26 @@ def _with(rows, **series):
   ]
 
 
+class Warned(NamedTuple):
+  """A rule that holds at a step."""
+
+  rule: str
+  text: str | None  # None: it is known, and not said again.
+
+
 def _run(rows, state=None):
-  state = metrics.Health() if state is None else state
-  return [(r["step"], w) for r in rows for w in state.check(r["step"], r)]
+  """(step, what is warned of) for each rule that holds at a step."""
+  state, found = metrics.Health() if state is None else state, []
+  for row in rows:
+    holds, said = state.check(row["step"], row)
+    assert set(holds.values()) <= {1.0}
+    said = {re.search(", (.*?): ", text)[1]: text for text in said}
+    for name in holds:
+      rule = name.removeprefix("health/")
+      text = said.pop(rule.replace("_", " "), None)
+      found.append((row["step"], Warned(rule, text)))
+    assert not said
+  return found
 
 
 def _rules(found):
@@ -114,12 +132,11 @@ class TestRules:
     assert "\n" not in warning.text
     assert warning.text.startswith("warning at step 3")
     assert warning.text.count("; ") >= 2
-    assert _RULES[rule].why in warning.text
-    assert _RULES[rule].turn in warning.text
+    assert _RULES[rule].advice in warning.text
 
   @pytest.mark.parametrize("rule", _RULES)
   def test_settings_exist(self, rule):
-    keys = _settings(_RULES[rule].turn)
+    keys = _settings(_RULES[rule].advice)
     assert keys
     for key in keys:  # A KeyError names one that does not exist.
       config_lib.get(config_lib.default_config(), key)
@@ -131,7 +148,7 @@ class TestRules:
       if re.match(r"\| `[a-z_]+` ", line)
     }
     assert table == {
-      name: _settings(rule.turn) for name, rule in _RULES.items()
+      name: _settings(rule.advice) for name, rule in _RULES.items()
     }
 
 
@@ -165,12 +182,13 @@ class TestEntropyCollapse:
 
 class TestRewards:
   def test_the_first_row_speaks_at_once(self):
-    assert "in the first step" in health.all_wrong([0.0])
-    assert "in the first step" in health.all_right([1.0])
+    assert "in the first step" in _RULES["all_wrong"].find([0.0])
+    assert "in the first step" in _RULES["all_right"].find([1.0])
 
   def test_later_ones_wait_for_three_in_a_row(self):
-    assert health.all_wrong([0.1, 0.0, 0.0]) is None
-    assert "for 3 steps" in health.all_wrong([0.1, 0.0, 0.0, 0.0])
+    find = _RULES["all_wrong"].find
+    assert find([0.1, 0.0, 0.0]) is None
+    assert "for 3 steps" in find([0.1, 0.0, 0.0, 0.0])
 
 
 class TestExplainedVariance:
@@ -220,7 +238,7 @@ class TestMissingMetrics:
       assert rule not in _rules(_run(faulty))
 
   def test_an_evaluation_alone_is_no_row_of_training(self):
-    assert metrics.Health().check(0, {"eval/chain_sum/avg@4": 0.0}) == []
+    assert metrics.Health().check(0, {"eval/chain_sum/avg@4": 0.0}) == ({}, [])
 
   def test_gaps_are_passed_over(self):
     rows = _with(_healthy(), **_BAD["explained_variance"])
@@ -253,7 +271,7 @@ class TestCooldown:
     assert [s for s, _ in found] == [
       r["step"] for r in rows if holds(r["step"])
     ]
-    return [s for s, warning in found if not warning.quiet]
+    return [s for s, warning in found if warning.text]
 
   def test_what_goes_on_is_said_again_after_the_cooldown(self):
     assert self._said(lambda s: s >= 7) == [7, 57, 107, 157]
@@ -268,7 +286,7 @@ class TestCooldown:
     rows = _with(
       _healthy(40), **_BAD["ratio_explosion"], **_BAD["sampler_mismatch"]
     )
-    said = [(s, w.rule) for s, w in _run(rows) if not w.quiet]
+    said = [(s, w.rule) for s, w in _run(rows) if w.text]
     assert said == [(30, "sampler_mismatch"), (30, "ratio_explosion")]
 
 
@@ -294,11 +312,11 @@ class TestResume:
     state = metrics.Health()
     for row in rows[:stop]:
       values = {k: v for k, v in row.items() if k != "step"}
-      values |= {w.metric: 1.0 for w in state.check(row["step"], values)}
+      values |= state.check(row["step"], values)[0]
       writer.log(row["step"], values)
     writer.close()
     earlier = metrics.read_rows(tmp_path / "metrics.jsonl")
-    resumed = metrics.Health.from_rows(earlier)
+    resumed = metrics.Health(earlier)
     after = rows[stop - 1]["step"]
     assert _run(rows[stop:], resumed) == [w for w in whole if w[0] > after]
 
@@ -308,15 +326,14 @@ class TestShown:
     stream = io.StringIO()
     row = {"policy/ratio_max": 1e4, "reward/accuracy": 0.0}
     state = metrics.Health()
-    with metrics.make_logger(
+    with metrics.MetricsLogger(
       tmp_path, total_steps=3, last_step=-1, stream=stream
     ) as logger:
       for step in (1, 2):
-        found = state.check(step, row)
-        logger.log(step, row | {w.metric: 1.0 for w in found})
-        for warning in found:
-          if not warning.quiet:
-            logger.event(warning.text)
+        holds, said = state.check(step, row)
+        logger.log(step, row | holds)
+        for text in said:
+          logger.event(text)
       logger.log(3, {"policy/ratio_max": 1.0})
     lines = stream.getvalue().splitlines()
     assert [line.split(maxsplit=2)[0] for line in lines] == [

@@ -1,5 +1,7 @@
 """Tests of jaxrl_llm.metrics."""
 
+import contextlib
+import functools
 import io
 import json
 import math
@@ -12,9 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import rich.console
 
 from jaxrl_llm import metrics
+from jaxrl_llm.metrics.console import ConsoleWriter
+from jaxrl_llm.metrics.trackers import tensorboard
 
 
 class Clock:
@@ -108,16 +111,6 @@ class TestJsonlWriter:
       writer.close()
       assert [row["step"] for row in _read(path)] == [0, 1]
 
-  def test_leftover_of_a_killed_truncation_does_no_harm(self, tmp_path):
-    path = tmp_path / "m.jsonl"
-    path.write_bytes(b'{"step": 0}\n{"step": 1}\n')
-    (tmp_path / ".m.jsonl.tmp").write_bytes(b'{"st')
-    writer = metrics.JsonlWriter(path)
-    writer.truncate_after(0)
-    assert writer.last_step == 0
-    assert [row["step"] for row in _read(path)] == [0]
-    assert [p.name for p in tmp_path.iterdir()] == ["m.jsonl"]
-
   def test_a_short_write_leaves_no_part_of_the_row(self, tmp_path, monkeypatch):
     path = tmp_path / "m.jsonl"
     writer = metrics.JsonlWriter(path, clock=Clock())
@@ -155,17 +148,20 @@ class TestJsonlWriter:
     assert _read(tmp_path / "m.jsonl") == []
 
 
-class TestSampleWriter:
+class TestSampleRows:
   def test_samples_come_back_and_later_steps_are_dropped(self, tmp_path):
     path = tmp_path / "s.jsonl"
     odd = "line\nbreak \x1b[31m \ud800 \u2028 [red]"
-    writer = metrics.SampleWriter(path)
-    writer.samples(1, [_sample(response=odd), _sample(extracted=None)])
-    writer.samples(2, [_sample(reward=math.nan)])
+    writer = metrics.JsonlWriter(path)
+    writer.append(
+      [_sample(response=odd).row(1), _sample(extracted=None).row(1)]
+    )
+    writer.append([_sample(reward=math.nan).row(2)])
     assert _read(path)[2]["reward"] is None
     writer.truncate_after(1)
-    writer.samples(2, [_sample()])
-    writer.samples(3, [])
+    assert writer.last_step == 1
+    writer.append([_sample().row(2)])
+    writer.append([])
     writer.close()
     rows = _read(path)
     assert [row["step"] for row in rows] == [1, 1, 2]
@@ -173,22 +169,20 @@ class TestSampleWriter:
     assert rows[1] == {"step": 1} | _sample(extracted=None)._asdict()
 
 
-class TestTensorBoardWriter:
+class TestTensorBoard:
   def test_scalars_are_in_the_event_file(self, tmp_path):
-    writer = metrics.TensorBoardWriter(tmp_path)
-    writer.log(7, {"reward/mean": 0.25, "policy/loss": math.nan})
-    writer.close()
-    (file,) = tmp_path.iterdir()
+    with tensorboard(tmp_path, last_step=-1) as log:
+      log(7, {"reward/mean": 0.25, "policy/loss": math.nan})
+    (file,) = (tmp_path / "tensorboard").iterdir()
     scalars = {v.tag: (s, v.simple_value) for s, v in _events(file)}
     assert scalars["reward/mean"] == (7, 0.25)
     assert math.isnan(scalars["policy/loss"][1])
 
   def test_a_resumed_run_adds_a_file(self, tmp_path):
     for step in (1, 2):
-      writer = metrics.TensorBoardWriter(tmp_path, purge_step=step)
-      writer.log(step, {"x": step})
-      writer.close()
-    assert len(list(tmp_path.iterdir())) == 2
+      with tensorboard(tmp_path, last_step=step - 1) as log:
+        log(step, {"x": step})
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 2
 
 
 def _events(path: pathlib.Path):
@@ -214,7 +208,7 @@ class Terminal(io.StringIO):
 class TestConsoleWriter:
   def test_one_plain_line_a_step_without_terminal(self):
     stream, clock = io.StringIO(), Clock()
-    console = metrics.ConsoleWriter(total_steps=10, stream=stream, clock=clock)
+    console = ConsoleWriter(total_steps=10, stream=stream, clock=clock)
     row = {
       "reward/mean": 0.5,
       "policy/entropy": 0.25,
@@ -235,7 +229,7 @@ class TestConsoleWriter:
 
   def test_time_left_forgets_slow_steps(self):
     clock, stream = Clock(), io.StringIO()
-    console = metrics.ConsoleWriter(total_steps=10, stream=stream, clock=clock)
+    console = ConsoleWriter(total_steps=10, stream=stream, clock=clock)
     for step, seconds in enumerate((0.0, 60.0, 2.0, 2.0)):
       clock.now += seconds
       console.log(step, {})
@@ -248,7 +242,7 @@ class TestConsoleWriter:
 
   def test_evaluation_has_a_line_of_its_own(self):
     stream = io.StringIO()
-    console = metrics.ConsoleWriter(total_steps=10, stream=stream)
+    console = ConsoleWriter(total_steps=10, stream=stream)
     console.log(
       0, {"eval/sums/avg@4": 0.5, "eval/sums/avg@4_se": 0.02} | {"x": 1}
     )
@@ -260,7 +254,7 @@ class TestConsoleWriter:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
     stream = Terminal()
-    console = metrics.ConsoleWriter(total_steps=10, stream=stream)
+    console = ConsoleWriter(total_steps=10, stream=stream)
     console.phase("generate")
     console.log(3, {"reward/mean": 0.5})
     console.event("saved [red]step 3[/red]")
@@ -272,57 +266,50 @@ class TestConsoleWriter:
 
   def test_events_cannot_break_the_terminal(self):
     stream = io.StringIO()
-    console = metrics.ConsoleWriter(total_steps=1, stream=stream)
+    console = ConsoleWriter(total_steps=1, stream=stream)
     console.event("bad [/red] \x1b[2J\rname\n")
     assert stream.getvalue() == "bad [/red] \\x1b[2J\\rname\\n\n"
 
   def test_a_narrow_encoding_shows_escapes(self):
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
-    console = metrics.ConsoleWriter(total_steps=1, stream=stream)
+    console = ConsoleWriter(total_steps=1, stream=stream)
     console.samples(1, [_sample(response="π≈3")])
     console.log(1, {})
     stream.flush()
     assert b"\\u03c0\\u22483" in raw.getvalue()
 
 
-class TestSampleTable:
-  def _lines(self, samples, **options) -> str:
-    stream = io.StringIO()
-    console = rich.console.Console(
-      file=stream, width=160, force_terminal=True, color_system="truecolor"
+class TestSampleLines:
+  def test_shows_all_fields_and_tails(self):
+    text = "\n".join(
+      metrics.sample_lines(
+        [_sample(prompt="a" * 150 + "Q?", extracted=None, stop="overlong")]
+      )
     )
-    console.print(metrics.sample_table(samples, **options))
-    return stream.getvalue()
-
-  def test_shows_all_columns_and_tails(self):
-    text = self._lines(
-      [_sample(prompt="a" * 50 + "Q?", extracted=None, stop="overlong")],
-      title="samples of step 3",
-      prompt_tail=4,
-    )
-    for part in (
-      "samples of step 3",
-      "...aaQ?",
-      "7+5=12;#12.",
-      "(none)",
-      "1.00",
-      "overlong",
-    ):
-      assert part in text
-    for column in set(metrics.Sample._fields) - {"error"}:
-      assert column in text
+    assert text.splitlines() == [
+      "reward 1.00  length 11  stop overlong  gold 12  extracted (none)",
+      "  prompt: ..." + "a" * 118 + "Q?",
+      "  response: 7+5=12;#12.",
+    ]
     failed = _sample(extracted=None, error="error: KeyError: 'oops'")
-    assert "KeyError" in self._lines([failed])
-    assert "aaaaa" not in text
+    assert "KeyError" in next(metrics.sample_lines([failed]))
 
-  def test_text_of_a_model_neither_styles_nor_moves(self):
+  @pytest.mark.parametrize("terminal", [True, False])
+  def test_text_of_a_model_neither_styles_nor_moves(
+    self, terminal, monkeypatch
+  ):
+    monkeypatch.setenv("TERM", "xterm")
     hostile = "[red]x[/red] [/] \x1b[31my \x07 \r\n \u202e :smile: [link=u]z"
-    text = self._lines([_sample(response=hostile), _sample(gold=hostile)])
-    assert "[red]x[/red] [/] \\x1b[31my \\x07 \\r\\n \\u202e :smile:" in text
-    plain = self._lines([_sample(), _sample()])
-    for control in ("\x1b[31m", "\x07", "\r", "\u202e", "\x1b]8"):
-      assert control not in text.replace(plain, "")
+    stream = Terminal() if terminal else io.StringIO()
+    console = ConsoleWriter(total_steps=1, stream=stream)
+    console.samples(1, [_sample(response=hostile), _sample(gold=hostile)])
+    console.close()
+    text = stream.getvalue()
+    shown = "[red]x[/red] [/] \\x1b[31my \\x07 \\r\\n \\u202e :smile: [link=u]z"
+    assert text.count(shown) == 2
+    for control in ("\x1b[31m", "\x07", "\u202e", "\x1b]8"):
+      assert control not in text
 
 
 class TestPrintable:
@@ -336,7 +323,7 @@ class TestPrintable:
 class TestMetricsLogger:
   def test_resumed_run_equals_the_uninterrupted_one(self, tmp_path):
     def run(folder: str, first: int, last: int, checkpoint: int):
-      with metrics.make_logger(
+      with metrics.MetricsLogger(
         tmp_path / folder,
         total_steps=4,
         last_step=checkpoint,
@@ -356,30 +343,31 @@ class TestMetricsLogger:
       assert rows[0] == rows[1]
     assert len(list((tmp_path / "cut" / "tensorboard").iterdir())) == 2
 
-  def test_closes_every_writer_when_one_fails(self):
+  def test_closes_every_writer_when_one_fails(self, tmp_path, monkeypatch):
     closed = []
 
-    class Member(metrics.Writer):
-      def __init__(self, name: str):
-        self._name = name
+    @contextlib.contextmanager
+    def tracker(name, workdir, **_):
+      try:
+        yield
+      finally:
+        closed.append(name)
+      if name == "b":
+        raise OSError("disk full")
 
-      def close(self):
-        closed.append(self._name)
-        if self._name == "b":
-          raise OSError("disk full")
-
-    logger = metrics.MetricsLogger([Member("a"), Member("b"), Member("c")])
+    for name in "abc":
+      make = functools.partial(tracker, name)
+      monkeypatch.setitem(metrics.trackers.TRACKERS, name, make)
     with pytest.raises(OSError, match="disk full"):
-      logger.close()
+      with metrics.MetricsLogger(
+        tmp_path,
+        total_steps=1,
+        last_step=-1,
+        tracked_by=("a", "b", "c"),
+        stream=io.StringIO(),
+      ):
+        pass
     assert sorted(closed) == ["a", "b", "c"]
-
-  def test_without_writers_it_is_silent(self, capsys):
-    with metrics.MetricsLogger([]) as logger:
-      logger.log(1, {"x": 1.0})
-      logger.event("text")
-      logger.phase("generate")
-      logger.samples(1, [_sample()])
-    assert capsys.readouterr().out == ""
 
 
 _FAKE = """
@@ -402,7 +390,7 @@ class TestTrackers:
     (folder / "config.json").write_text("{}")
     for step in (0, 1):  # The second one resumes.
       metrics.check_trackers(("tensorboard", name))
-      with metrics.make_logger(
+      with metrics.MetricsLogger(
         folder,
         total_steps=2,
         last_step=step - 1,
@@ -505,16 +493,14 @@ class TestCompileCounter:
   def test_counts_new_shapes_only(self):
     function = jax.jit(lambda x: 3 * x + 1)
     small, large = np.zeros(3, np.float32), np.zeros(5, np.float32)
-    with metrics.CompileCounter() as counter:
-      function(small).block_until_ready()
-      assert counter.collect() == 1
-      function(small + 1).block_until_ready()
-      assert counter.collect() == 0
-      function(large).block_until_ready()
-      function(small).block_until_ready()
-      assert counter.collect() == 1
-    jax.jit(lambda x: 5 * x)(small).block_until_ready()
+    counter = metrics.CompileCounter()
+    function(small).block_until_ready()
+    assert counter.collect() == 1
+    function(small + 1).block_until_ready()
     assert counter.collect() == 0
+    function(large).block_until_ready()
+    function(small).block_until_ready()
+    assert counter.collect() == 1
 
 
 class TestPeakMemory:

@@ -340,13 +340,12 @@ class TestCosts:
     cost = simulate.fit(
       np.stack([slots, steps, positions, seconds], axis=1),
       np.column_stack([calls, host]),
-      sync_s=7.0,
     )
     np.testing.assert_allclose(cost.decode, [(2e-3, 1e-4, 1e-7)], rtol=1e-8)
     assert cost.scheduler_step_s == pytest.approx(0.013)
     assert cost.prefill_call_s == pytest.approx(2e-2)
     assert cost.prefill_token_s == pytest.approx(1e-5)
-    assert cost.sync_s == 7.0 and cost.padded
+    assert cost.padded
 
   def test_fit_knows_no_negative_price(self):
     slots = np.array([1.0, 2, 3, 4, 5])

@@ -13,15 +13,16 @@ import numpy as np
 import pytest
 
 from jaxrl_llm import config as config_lib
-from jaxrl_llm import study as study_lib
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.report.figure import band
 from jaxrl_llm.study import picture, results
+from jaxrl_llm.study.tables import STUDIES, Study, Variant
 from jaxrl_llm.train.validation import validate
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _ARMS = [
   pytest.param(study, variant, id=f"{name}: {variant.name}")
-  for name, study in study_lib.STUDIES.items()
+  for name, study in STUDIES.items()
   for variant in study.variants
 ]
 
@@ -42,7 +43,7 @@ def _resolved(study, variant) -> dict:
   config = _load(_ROOT / "configs" / f"{variant.method}.py").get_config(
     study.preset
   )
-  config.update_from_flattened_dict({**study.common, **variant.changes})
+  config.update_from_flattened_dict(variant.changes)
   validate(config)
   return {key: config_lib.get(config, key) for key in config_lib.KEYS}
 
@@ -74,16 +75,14 @@ def _rows(accuracies, *, seconds=2.0, tokens=100.0, decode_steps=20.0):
   return rows
 
 
-_STUDY = study_lib.Study(
+_STUDY = Study(
   title="Two variants",
   question="Which is faster?",
   preset="",
-  common={},
   variants=(
-    study_lib.Variant("slow", "ppo"),
-    study_lib.Variant("quick", "ppo"),
+    Variant("slow", "ppo"),
+    Variant("quick", "ppo"),
   ),
-  baseline="slow",
   target=0.5,
 )
 
@@ -91,13 +90,13 @@ _STUDY = study_lib.Study(
 class TestOutcome:
   def test_counts_training_alone(self):
     outcome = results.outcome(_rows([0.1, 0.4, 0.6, 0.3]))
-    np.testing.assert_array_equal(outcome.curve.steps, [0, 2, 4, 6])
-    np.testing.assert_array_equal(outcome.curve.seconds, [0, 4, 8, 12])
-    np.testing.assert_array_equal(outcome.curve.tokens, [0, 200, 400, 600])
-    np.testing.assert_array_equal(outcome.curve.accuracy, [0.1, 0.4, 0.6, 0.3])
+    np.testing.assert_array_equal(outcome.steps, [0, 2, 4, 6])
+    np.testing.assert_array_equal(outcome.seconds, [0, 4, 8, 12])
+    np.testing.assert_array_equal(outcome.tokens, [0, 200, 400, 600])
+    np.testing.assert_array_equal(outcome.accuracy, [0.1, 0.4, 0.6, 0.3])
 
   def test_target_is_reached_at_the_first_evaluation_over_it(self):
-    curve = results.outcome(_rows([0.1, 0.4, 0.6, 0.3, 0.9])).curve
+    curve = results.outcome(_rows([0.1, 0.4, 0.6, 0.3, 0.9]))
     axes = ("seconds", "tokens", "decode_steps")
     assert [curve.at_target(axis, 0.5) for axis in axes] == [8.0, 400.0, 80.0]
     assert np.isnan([curve.at_target(axis, 0.95) for axis in axes]).all()
@@ -105,13 +104,13 @@ class TestOutcome:
   def test_shares_are_of_the_training_time(self):
     outcome = results.outcome(_rows([0.1, 0.4, 0.6]))
     assert outcome.split == pytest.approx(
-      {"generate": 0.5, "update_policy": 0.25}
+      {"generate": 0.5, "score": 0, "update_value": 0, "update_policy": 0.25}
     )
 
   def test_a_run_without_evaluations_has_an_empty_curve(self):
     outcome = results.outcome([{"step": 1, "time/step_s": 1.0}])
-    assert outcome.curve.accuracy.shape == (0,)
-    assert np.isnan(outcome.curve.at_target("seconds", 0.5))
+    assert outcome.accuracy.shape == (0,)
+    assert np.isnan(outcome.at_target("seconds", 0.5))
 
 
 class TestMeanAndError:
@@ -127,14 +126,10 @@ class TestMeanAndError:
   def test_golden(self, values, text):
     assert results.mean_and_error(values, ".2f") == text
 
-  def test_unit_stands_behind_numbers_alone(self):
-    assert results.mean_and_error([2.0], ".0f", unit=" M") == "2 M"
-    assert results.mean_and_error([], ".0f", unit=" M") == "-"
-
 
 class TestWriteTable:
   def _cells(self, tmp_path, outcomes, study=_STUDY):
-    text = study_lib.write_table(study, outcomes, tmp_path / "table.md")
+    text = results.write_table(study, outcomes, tmp_path / "table.md")
     assert (tmp_path / "table.md").read_text("utf-8") == text
     table = [line for line in text.splitlines() if line.startswith("|")]
     cells = [[c.strip() for c in line.strip("|").split("|")] for line in table]
@@ -160,7 +155,11 @@ class TestWriteTable:
       "4",
       "12 ± 0",
     ]
-    assert [quick["generate"], quick["policy"], quick["value"]] == [
+    assert [
+      quick["generate"],
+      quick["update_policy"],
+      quick["update_value"],
+    ] == [
       "50%",
       "25%",
       "0%",
@@ -183,7 +182,8 @@ class TestWriteTable:
 
   def test_curves_as_csv(self, tmp_path):
     run = results.outcome(_rows([0.1, 0.25]))
-    study_lib.write_curves({"a, b": [run, run]}, [0, 7], tmp_path / "x.csv")
+    outcomes = {"a, b": [run, run._replace(seed=7)]}
+    results.write_curves(outcomes, tmp_path / "x.csv")
     with open(tmp_path / "x.csv", encoding="utf-8", newline="") as file:
       rows = list(csv.DictReader(file))
     assert [row["seed"] for row in rows] == ["0", "0", "7", "7"]
@@ -203,14 +203,18 @@ class TestWriteTable:
     begun = results.outcome([{"step": 1, "time/step_s": 1.0}])
     slow, quick = self._cells(tmp_path, {"slow": [at_once], "quick": [begun]})
     assert slow["ratio"] == quick["ratio"] == "-"
-    assert quick["final accuracy"] == quick["generated tokens"] == "-"
+    assert quick["final accuracy"] == quick["tokens (M)"] == "-"
+
+
+def _curves(outcomes, axis):
+  return [(getattr(outcome, axis), outcome.accuracy) for outcome in outcomes]
 
 
 class TestPicture:
   def test_band_interpolates_and_ends_with_the_shortest(self):
     short = results.outcome(_rows([0.0, 0.5], seconds=1.0))
     long = results.outcome(_rows([0.0, 0.5, 1.0], seconds=2.0))
-    x, mean, error = picture.band([short, long], "seconds")
+    x, mean, error = band(_curves([short, long], "seconds"))
     assert (x[0], x[-1]) == (0.0, 2.0)
     # Slopes of 0.5 in 2 s and of 0.5 in 4 s.
     np.testing.assert_allclose(mean, (x / 4 + x / 8) / 2, atol=1e-12)
@@ -219,12 +223,13 @@ class TestPicture:
 
   def test_band_of_one_or_no_run(self):
     run = results.outcome(_rows([0.2, 0.4]))
-    x, mean, error = picture.band([run], "steps")
+    x, mean, error = band(_curves([run], "steps"))
     assert (x[-1], mean[0], mean[-1]) == (2.0, 0.2, 0.4)
     assert not error.any()
     begun = results.outcome([{"step": 1}])
-    assert [a.size for a in picture.band([begun], "tokens")] == [0, 0, 0]
-    np.testing.assert_array_equal(picture.band([run, begun], "steps")[1], mean)
+    assert [a.size for a in band(_curves([begun], "tokens"))] == [0, 0, 0]
+    both = band(_curves([run, begun], "steps"))
+    np.testing.assert_array_equal(both[1], mean)
 
   def test_draws_more_arms_than_there_are_colours(self, tmp_path):
     pytest.importorskip("matplotlib")
@@ -236,7 +241,7 @@ class TestPicture:
       for i in range(9)
     }
     outcomes["begun"] = [results.outcome([{"step": 1}])]
-    study_lib.draw("A title", outcomes, tmp_path / "curves.png")
+    picture.draw("A title", outcomes, tmp_path / "curves.png")
     content = (tmp_path / "curves.png").read_bytes()
     assert content.startswith(b"\x89PNG\r\n\x1a\n")
 
@@ -263,20 +268,18 @@ class TestStudies:
     assert overrides.pop("run.seed") == "3"
     resolved = _resolved(study, variant)
     assert overrides.keys() <= resolved.keys()
-    assert overrides == {
-      key: str(resolved[key]) for key in {**study.common, **variant.changes}
-    }
+    assert overrides == {key: str(resolved[key]) for key in variant.changes}
 
   def test_a_plugin_goes_to_every_run(self, monkeypatch, tmp_path, capsys):
     script, given = _script(), []
     monkeypatch.setattr(script, "run_all", lambda *a: given.append(a[-1]))
-    name = next(iter(study_lib.STUDIES))
+    name = next(iter(STUDIES))
     flags = [f"--out={tmp_path}", "--plugin=my.py", "--config.run.steps=1"]
     assert script.main([name, *flags]) == 2  # There are no runs.
     plugin = f"--plugin={pathlib.Path('my.py').resolve()}"
     assert given == [["--config.run.steps=1", plugin]]
 
-  @pytest.mark.parametrize("study", study_lib.STUDIES.values())
+  @pytest.mark.parametrize("study", STUDIES.values())
   def test_every_run_has_a_folder_of_its_own(self, study, tmp_path):
     folders = [
       results.run_folder(tmp_path, variant.name, seed)
@@ -287,16 +290,15 @@ class TestStudies:
     assert all(str(f.relative_to(tmp_path)).isascii() for f in folders)
     assert all(len(f.relative_to(tmp_path).parts) == 2 for f in folders)
 
-  @pytest.mark.parametrize("study", study_lib.STUDIES.values())
-  def test_arms_are_distinct_and_the_baseline_is_one_of_them(self, study):
-    assert study.baseline in [variant.name for variant in study.variants]
+  @pytest.mark.parametrize("study", STUDIES.values())
+  def test_arms_are_distinct(self, study):
     configs = [_resolved(study, variant) for variant in study.variants]
     for i, config in enumerate(configs):
       assert all(_differing(config, other) for other in configs[:i])
 
   def test_an_ablation_changes_what_it_names_and_nothing_else(self):
-    study = study_lib.STUDIES["vapo_ablations"]
-    vapo = _resolved(study, study_lib.Variant("VAPO", "vapo"))
+    study = STUDIES["vapo_ablations"]
+    vapo = _resolved(study, study.variants[0])
     ablations = [
       variant for variant in study.variants[1:] if variant.method == "vapo"
     ]
@@ -310,12 +312,13 @@ class TestStudies:
       assert variant.changes.items() <= resolved.items()
 
   def test_ppo_is_vapo_without_its_seven_parts(self):
-    study = study_lib.STUDIES["vapo_ablations"]
+    study = STUDIES["vapo_ablations"]
     variants = {variant.name: variant for variant in study.variants}
     vapo, ppo = (_resolved(study, variants[name]) for name in ("VAPO", "PPO"))
     parts = {
       k: v for variant in study.variants for k, v in variant.changes.items()
     }
+    parts = {k: v for k, v in parts.items() if k not in variants["PPO"].changes}
     assert {key: ppo[key] for key in parts} == parts
     # PPO's own habits, which VAPO has dropped.
     habits = {"estimator.normalize", "loss.clip_value"}
@@ -324,7 +327,7 @@ class TestStudies:
     }
 
   def test_dapo_is_reached_one_part_at_a_time(self):
-    study = study_lib.STUDIES["dapo_increments"]
+    study = STUDIES["dapo_increments"]
     configs = [_resolved(study, variant) for variant in study.variants]
     steps = [_differing(a, b) for a, b in zip(configs, configs[1:])]
     assert steps == [
@@ -337,7 +340,7 @@ class TestStudies:
     ]
 
   def test_windows_are_all_that_tppo_changes(self):
-    study = study_lib.STUDIES["tppo_speed"]
+    study = STUDIES["tppo_speed"]
     variants = {variant.name: variant for variant in study.variants}
     vapo = _resolved(study, variants["VAPO, full rollouts"])
     for variant in study.variants:
@@ -376,7 +379,7 @@ class TestScript:
 
   def test_report_of_the_runs_so_far(self, tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    study = study_lib.STUDIES["tppo_speed"]
+    study = STUDIES["tppo_speed"]
     folder = tmp_path / "tppo_speed"
     for variant, seed in ((study.variants[0], 0), (study.variants[0], 1)):
       workdir = results.run_folder(folder, variant.name, seed)
@@ -388,6 +391,15 @@ class TestScript:
     assert f"| {study.variants[0].name} | 2 | 3 | 0.800" in table
     assert study.variants[1].name + " |" not in table
     assert str(folder) in capsys.readouterr().out
+
+  def test_curves_name_the_seeds_that_have_run(self, tmp_path):
+    study = STUDIES["tppo_speed"]
+    variant = study.variants[0].name
+    _write_run(results.run_folder(tmp_path, variant, 7), steps=9, logged=3)
+    outcomes = results.load_outcomes(study, tmp_path, [0, 7])
+    results.write_curves(outcomes, tmp_path / "x.csv")
+    with open(tmp_path / "x.csv", encoding="utf-8", newline="") as file:
+      assert {row["seed"] for row in csv.DictReader(file)} == {"7"}
 
   @pytest.mark.parametrize(
     "arguments, words",

@@ -10,8 +10,9 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-# Thresholds. They are meant to be right when they speak: runs that learn, with
-# batches of 32 to 512 responses, stay below them except for real spikes.
+# Thresholds, here and in the table of rules. They are meant to be right when
+# they speak: runs that learn, with batches of 32 to 512 responses, stay below
+# them except for real spikes.
 
 # Nats per token. A response of a hundred tokens is then nearly the same each
 # time it is sampled. Below it is only bad while answers are still wrong.
@@ -27,14 +28,8 @@ ACCURACY_GAIN = 0.05
 # Rows without any contrast before it is no chance of a small batch. The first
 # rows of a run need no such patience: there it is a fault of the setup.
 SAME_REWARDS_STEPS = 3
-# A third of the responses without an end teaches to be short, not to be right.
-OVERLONG_HIGH = 0.3
-OVERLONG_STEPS = 3
 # A useful critic on hard data wanders around 0; it is below for a row or two.
 EXPLAINED_VARIANCE_STEPS = 5
-# Nats. bfloat16 alone gives about 0.01; weights or temperatures that differ
-# give more than 0.1.
-MISMATCH_HIGH = 0.05
 # Nats per token: a jump is a multiple of what is usual, and not tiny; the
 # highest one needs no comparison.
 KL_TIMES_USUAL = 10.0
@@ -43,8 +38,6 @@ KL_HIGH = 0.1
 KL_USUAL_STEPS = 20
 # Rows that say what is usual.
 FEWEST_USUAL_STEPS = 5
-# Single rare tokens reach 30 in healthy runs.
-RATIO_HIGH = 100.0
 # Lengths are compared with those at the start of the window.
 LENGTH_FELL = 2.0
 LENGTH_STEPS = 10
@@ -58,33 +51,43 @@ COOLDOWN_STEPS = 50
 # Steps without a finding after which it counts as cleared; a new one is said.
 CLEARED_STEPS = 10
 
-
-class HealthWarning(NamedTuple):
-  """A rule that holds at a step."""
-
-  rule: str
-  text: str  # One line: what was seen, why it matters, what to turn.
-  quiet: bool  # It was said a few steps ago: no need to say it again.
-
-  @property
-  def metric(self) -> str:
-    """Key of the step's row, 1.0 where the rule holds, else absent."""
-    return f"health/{self.rule}"
+# Gets, for each metric that a rule needs, the values of the latest rows that
+# have all of them, oldest first, this row's last. Returns what is wrong, with
+# the numbers, or None.
+Find = Callable[..., str | None]
 
 
 class Rule(NamedTuple):
-  """What a warning looks at, and what it advises.
+  """What a warning looks at, and what it says."""
 
-  `find` gets, for each metric that the rule needs, the values of the latest
-  rows that have all of them, oldest first, this row's last. It returns what is
-  wrong, with the numbers, or None.
-  """
-
-  name: str
   needs: tuple[str, ...]
-  find: Callable[..., str | None]
-  why: str
-  turn: str  # Names keys of the config.
+  find: Find
+  advice: str  # Why it matters, and which keys of the config to turn.
+
+
+def above(limit: float, text: str, *, rows: int = 1) -> Find:
+  """The median of the latest rows is above a limit; the text shows it."""
+
+  def find(values: Sequence[float]) -> str | None:
+    value = statistics.median(values[-rows:])
+    return text.format(value) if value > limit else None
+
+  return find
+
+
+def same_rewards(accuracy: float, text: str) -> Find:
+  """All responses did alike, in the first row or in several in a row."""
+
+  def find(accuracies: Sequence[float]) -> str | None:
+    latest = accuracies[-SAME_REWARDS_STEPS:]
+    if any(value != accuracy for value in latest):
+      return None
+    steps = len(latest)
+    return (
+      f"{text} {'in the first step' if steps == 1 else f'for {steps} steps'}"
+    )
+
+  return find
 
 
 def entropy_collapse(
@@ -108,51 +111,12 @@ def entropy_collapse(
   )
 
 
-def all_wrong(accuracies: Sequence[float]) -> str | None:
-  """No response was right, in the first row or in several in a row."""
-  if any(accuracies[-SAME_REWARDS_STEPS:]):
-    return None
-  return f"no response was right {_for(accuracies)}"
-
-
-def all_right(accuracies: Sequence[float]) -> str | None:
-  """Every response was right, in the first row or in several in a row."""
-  if any(a < 1 for a in accuracies[-SAME_REWARDS_STEPS:]):
-    return None
-  return f"every response was right {_for(accuracies)}"
-
-
-def reward_errors(errors: Sequence[float]) -> str | None:
-  """The reward failed on some responses."""
-  if not errors[-1]:
-    return None
-  return f"the reward failed on {errors[-1]:.0f} responses"
-
-
-def overlong(fractions: Sequence[float]) -> str | None:
-  """Many responses hit the maximum length."""
-  share = statistics.median(fractions[-OVERLONG_STEPS:])
-  if share <= OVERLONG_HIGH:
-    return None
-  return f"{share:.0%} of the responses hit the maximum length"
-
-
 def explained_variance(variances: Sequence[float]) -> str | None:
   """The critic is worse than a constant, several times in a row."""
   latest = variances[-EXPLAINED_VARIANCE_STEPS:]
   if len(latest) < EXPLAINED_VARIANCE_STEPS or max(latest) >= 0:
     return None
   return f"explained variance {latest[-1]:.3g}, below 0 for {len(latest)} steps"
-
-
-def sampler_mismatch(differences: Sequence[float]) -> str | None:
-  """Sampler and trainer disagree on the same tokens."""
-  if differences[-1] <= MISMATCH_HIGH:
-    return None
-  return (
-    f"log-probabilities of sampler and trainer differ by {differences[-1]:.3g}"
-    " nats per token"
-  )
 
 
 def kl_jump(divergences: Sequence[float]) -> str | None:
@@ -164,13 +128,6 @@ def kl_jump(divergences: Sequence[float]) -> str | None:
     return None
   compared = "" if usual is None else f", usually {usual:.2g}"
   return f"the step's KL is {now:.3g} nats per token{compared}"
-
-
-def ratio_explosion(ratios: Sequence[float]) -> str | None:
-  """A token became far likelier than when it was sampled."""
-  if ratios[-1] <= RATIO_HIGH:
-    return None
-  return f"a token's probability ratio reached {ratios[-1]:.3g}"
 
 
 def length_collapse(
@@ -193,91 +150,84 @@ def _now(values: Sequence[float]) -> float:
   return statistics.median(values[-NOW_STEPS:])
 
 
-def _for(values: Sequence[float]) -> str:
-  steps = min(len(values), SAME_REWARDS_STEPS)
-  return "in the first step" if steps == 1 else f"for {steps} steps"
-
-
-RULES = (
-  Rule(
-    "entropy_collapse",
+RULES = {
+  "entropy_collapse": Rule(
     ("policy/entropy", "reward/accuracy"),
     entropy_collapse,
-    "the responses to a prompt become one, so nothing new is tried",
-    "raise loss.clip_high, loss.entropy_coefficient or sampler.temperature, or"
+    "the responses to a prompt become one, so nothing new is tried; raise"
+    " loss.clip_high, loss.entropy_coefficient or sampler.temperature, or"
     " lower optimizer.policy.learning_rate",
   ),
-  Rule(
-    "all_wrong",
+  "all_wrong": Rule(
     ("reward/accuracy",),
-    all_wrong,
-    "there is nothing to learn from",
-    "see samples.jsonl, check reward.name and data.template, choose easier"
-    " problems by data.settings, or raise data.group_size",
+    same_rewards(0.0, "no response was right"),
+    "there is nothing to learn from; see samples.jsonl, check reward.name"
+    " and data.template, choose easier problems by data.settings, or raise"
+    " data.group_size",
   ),
-  Rule(
-    "all_right",
+  "all_right": Rule(
     ("reward/accuracy",),
-    all_right,
-    "there is nothing left to learn",
-    "choose harder problems by data.settings or data.path, or end the run by"
-    " run.steps; see samples.jsonl for a reward that is too easy",
+    same_rewards(1.0, "every response was right"),
+    "there is nothing left to learn; choose harder problems by"
+    " data.settings or data.path, or end the run by run.steps; see"
+    " samples.jsonl for a reward that is too easy",
   ),
-  Rule(
-    "reward_errors",
+  "reward_errors": Rule(
     ("reward/errors",),
-    reward_errors,
-    "they are neither right nor wrong, and nothing is learned from them",
-    "see `error` in samples.jsonl, correct what reward.name names, or raise"
-    " reward.deadline_s",
+    above(0, "the reward failed on {:.0f} responses"),
+    "they are neither right nor wrong, and nothing is learned from them;"
+    " see `error` in samples.jsonl, correct what reward.name names, or"
+    " raise reward.deadline_s",
   ),
-  Rule(
-    "overlong",
+  "overlong": Rule(
     ("rollout/overlong_fraction",),
-    overlong,
-    "they are cut before their answer and judged wrong",
-    "raise sampler.max_response_length, set sampler.stop if they ramble on"
-    " after the answer, or leave them out by loss.overlong_filter",
+    # A third of them without an end teaches to be short, not to be right.
+    above(0.3, "{:.0%} of the responses hit the maximum length", rows=3),
+    "they are cut before their answer and judged wrong; raise"
+    " sampler.max_response_length, set sampler.stop if they ramble on after"
+    " the answer, or leave them out by loss.overlong_filter",
   ),
-  Rule(
-    "explained_variance",
+  "explained_variance": Rule(
     ("value/explained_variance",),
     explained_variance,
-    "the critic is worse than a constant and adds noise to the advantages",
-    "raise value.pretrain_steps or optimizer.value.epochs, or lower"
+    "the critic is worse than a constant and adds noise to the advantages;"
+    " raise value.pretrain_steps or optimizer.value.epochs, or lower"
     " optimizer.value.learning_rate",
   ),
-  Rule(
-    "sampler_mismatch",
+  "sampler_mismatch": Rule(
     ("sampler_trainer/logprob_diff_mean",),
-    sampler_mismatch,
-    "the policy is trained on responses that it would not write",
-    "set model.sampler_dtype, model.cache_dtype or model.dtype to float32",
+    # bfloat16 alone gives about 0.01; weights or temperatures that differ give
+    # more than 0.1.
+    above(
+      0.05,
+      "log-probabilities of sampler and trainer differ by {:.3g} nats per"
+      " token",
+    ),
+    "the policy is trained on responses that it would not write; set"
+    " model.sampler_dtype, model.cache_dtype or model.dtype to float32",
   ),
-  Rule(
-    "kl_jump",
+  "kl_jump": Rule(
     ("policy/approx_kl",),
     kl_jump,
-    "one step may undo many",
-    "lower optimizer.policy.learning_rate or optimizer.policy.max_grad_norm",
+    "one step may undo many; lower optimizer.policy.learning_rate or"
+    " optimizer.policy.max_grad_norm",
   ),
-  Rule(
-    "ratio_explosion",
+  "ratio_explosion": Rule(
     ("policy/ratio_max",),
-    ratio_explosion,
-    "clipping bounds the gain of such tokens, not their loss",
-    "lower optimizer.policy.learning_rate or optimizer.policy.epochs, or set"
+    # Single rare tokens reach 30 in healthy runs.
+    above(100, "a token's probability ratio reached {:.3g}"),
+    "clipping bounds the gain of such tokens, not their loss; lower"
+    " optimizer.policy.learning_rate or optimizer.policy.epochs, or set"
     " loss.dual_clip",
   ),
-  Rule(
-    "length_collapse",
+  "length_collapse": Rule(
     ("rollout/response_length_mean", "reward/accuracy"),
     length_collapse,
-    "the policy learns to stop, not to solve",
-    "raise value.pretrain_steps, set estimator.lambda_value to 1, or lower"
+    "the policy learns to stop, not to solve; raise value.pretrain_steps,"
+    " set estimator.lambda_value to 1, or lower"
     " optimizer.policy.learning_rate",
   ),
-)
+}
 
 
 class Health:
@@ -289,33 +239,17 @@ class Health:
   metrics, and NaN counts as lacking.
   """
 
-  def __init__(self, rules: Sequence[Rule] = RULES):
-    self._rules = tuple(rules)
-    self._seen = {
-      rule.name: collections.deque(maxlen=WINDOW) for rule in self._rules
-    }
+  def __init__(self, rows: Iterable[Mapping[str, Any]] = ()):
+    """Goes on from earlier rows of `read_rows`, as if it had never stopped."""
+    self._seen = {name: collections.deque(maxlen=WINDOW) for name in RULES}
     self._held = {}  # Step at which a rule held last, by its name.
     self._said = {}  # Step at which its warning was not quiet.
-
-  @classmethod
-  def from_rows(
-    cls, rows: Iterable[Mapping[str, Any]], rules: Sequence[Rule] = RULES
-  ) -> "Health":
-    """Goes on from earlier rows, as if it had never stopped.
-
-    Args:
-      rows: of `read_rows`, up to the step that the run goes on from.
-      rules: what to look for.
-
-    Returns:
-      The state in which an uninterrupted run would be.
-    """
-    health = cls(rules)
     for row in rows:
-      health.check(row["step"], row)
-    return health
+      self.check(row["step"], row)
 
-  def check(self, step: int, row: Mapping[str, Any]) -> list[HealthWarning]:
+  def check(
+    self, step: int, row: Mapping[str, Any]
+  ) -> tuple[dict[str, float], list[str]]:
     """Takes the next step's metrics.
 
     Args:
@@ -323,23 +257,22 @@ class Health:
       row: metrics, as logged or as read back from `metrics.jsonl`.
 
     Returns:
-      A warning for every rule that holds, in the order of the rules.
+      (metrics for the row, `health/RULE` 1.0 for every rule that holds; lines
+      to say now: what was seen, why it matters, what to turn).
     """
-    warnings = []
-    for rule in self._rules:
-      values = tuple(_value(row, name) for name in rule.needs)
+    holds, said = {}, []
+    for name, rule in RULES.items():
+      values = tuple(_value(row, metric) for metric in rule.needs)
       if None in values:
         continue
-      self._seen[rule.name].append(values)
-      found = rule.find(*map(list, zip(*self._seen[rule.name], strict=True)))
+      self._seen[name].append(values)
+      found = rule.find(*map(list, zip(*self._seen[name], strict=True)))
       if found is not None:
-        text = (
-          f"warning at step {step}, {rule.name.replace('_', ' ')}: {found};"
-          f" {rule.why}; {rule.turn}"
-        )
-        quiet = self._is_quiet(rule.name, step)
-        warnings.append(HealthWarning(rule.name, text, quiet))
-    return warnings
+        holds[f"health/{name}"] = 1.0
+        if not self._is_quiet(name, step):
+          text = f"{name.replace('_', ' ')}: {found}; {rule.advice}"
+          said.append(f"warning at step {step}, {text}")
+    return holds, said
 
   def _is_quiet(self, rule: str, step: int) -> bool:
     """Notes that the rule holds; returns whether that is known already."""

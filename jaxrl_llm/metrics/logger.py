@@ -6,83 +6,74 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
-from jaxrl_llm.metrics import console, trackers, writers
+from jaxrl_llm.metrics.console import ConsoleWriter
+from jaxrl_llm.metrics.samples import Sample
+from jaxrl_llm.metrics.trackers import TRACKERS
+from jaxrl_llm.metrics.writers import JsonlWriter, number
 
 
-class MetricsLogger(writers.Writer):
-  """Hands metrics, samples and events to several writers, in their order.
+class MetricsLogger(contextlib.ExitStack):
+  """The files of a run, its trackers and the console; a context manager.
 
   Results of an evaluation are further keys of the step's row:
-  `eval/SET/avg@k`, `eval/SET/avg@k_se`, `eval/SET/pass@k`. Use it as a context
-  manager; without writers (any process but the first) it does nothing.
+  `eval/SET/avg@k`, `eval/SET/avg@k_se`, `eval/SET/pass@k`. On leaving, every
+  writer is closed, also when one of them fails to.
   """
 
-  def __init__(self, members: Sequence[writers.Writer]):
-    self._members = tuple(members)
+  def __init__(
+    self,
+    workdir: str | os.PathLike,
+    *,
+    total_steps: int,
+    last_step: int,
+    tracked_by: Sequence[str] = ("tensorboard",),
+    settings: Mapping[str, Any] = {},
+    stream: TextIO | None = None,
+  ):
+    """Opens them all.
+
+    Args:
+      workdir: gets `metrics.jsonl` and `samples.jsonl`.
+      total_steps: the step at which the run is done.
+      last_step: the step of the checkpoint that the run goes on from, -1 for
+        none. Rows of later steps, left by a run that died, are dropped.
+      tracked_by: names of `trackers.TRACKERS`.
+      settings: of the run, for trackers that show them.
+      stream: where to show progress; standard output if None.
+    """
+    super().__init__()
+    workdir = pathlib.Path(workdir)
+    rows, self._samples = (
+      JsonlWriter(workdir / name) for name in ("metrics.jsonl", "samples.jsonl")
+    )
+    for file in (rows, self._samples):
+      file.truncate_after(last_step)
+      self.callback(file.close)
+    tracked = [
+      self.enter_context(
+        TRACKERS[name](workdir, last_step=last_step, settings=settings)
+      )
+      for name in tracked_by
+    ]
+    self._console = ConsoleWriter(total_steps=total_steps, stream=stream)
+    self.callback(self._console.close)
+    self._logs = (rows.log, *tracked, self._console.log)
 
   def log(self, step: int, metrics: Mapping[str, float]) -> None:
-    for member in self._members:
-      member.log(step, metrics)
+    """Takes the metrics of one step, each of them one number."""
+    metrics = {name: number(name, value) for name, value in metrics.items()}
+    for log in self._logs:
+      log(step, metrics)
 
-  def samples(self, step: int, samples: Sequence[writers.Sample]) -> None:
-    for member in self._members:
-      member.samples(step, samples)
+  def samples(self, step: int, samples: Sequence[Sample]) -> None:
+    """Takes a few responses of one step."""
+    self._samples.append([sample.row(step) for sample in samples])
+    self._console.samples(step, samples)
 
   def event(self, text: str) -> None:
-    for member in self._members:
-      member.event(text)
+    """Shows a line to the person who watches."""
+    self._console.event(text)
 
   def phase(self, name: str) -> None:
-    for member in self._members:
-      member.phase(name)
-
-  def close(self) -> None:
-    # Every writer is closed, also when one of them fails to.
-    with contextlib.ExitStack() as stack:
-      for member in self._members:
-        stack.callback(member.close)
-    self._members = ()
-
-  def __enter__(self) -> "MetricsLogger":
-    return self
-
-  def __exit__(self, *_) -> None:
-    self.close()
-
-
-def make_logger(
-  workdir: str | os.PathLike,
-  *,
-  total_steps: int,
-  last_step: int,
-  tracked_by: Sequence[str] = ("tensorboard",),
-  settings: Mapping[str, Any] | None = None,
-  stream: TextIO | None = None,
-) -> MetricsLogger:
-  """Opens the files of a run, its trackers and the console.
-
-  Args:
-    workdir: gets `metrics.jsonl` and `samples.jsonl`.
-    total_steps: the step at which the run is done.
-    last_step: the step of the checkpoint that the run goes on from, -1 for
-      none. Rows of later steps, left by a run that died, are dropped.
-    tracked_by: names of `trackers.TRACKERS`.
-    settings: of the run, for trackers that show them.
-    stream: where to show progress; standard output if None.
-
-  Returns:
-    A logger that writes to all of them.
-  """
-  workdir = pathlib.Path(workdir)
-  rows = writers.JsonlWriter(workdir / "metrics.jsonl")
-  rows.truncate_after(last_step)
-  samples = writers.SampleWriter(workdir / "samples.jsonl")
-  samples.truncate_after(last_step)
-  tracking = [
-    trackers.TRACKERS[name](
-      workdir, last_step=last_step, settings=settings or {}
-    )
-    for name in tracked_by
-  ]
-  shown = console.ConsoleWriter(total_steps=total_steps, stream=stream)
-  return MetricsLogger([rows, samples, *tracking, shown])
+    """Learns that a phase of the step begins."""
+    self._console.phase(name)

@@ -176,16 +176,16 @@ class CompileCounter:
   """Counts XLA compilations of this process, so that a recompile is seen.
 
   An executable fetched from the persistent cache counts too: a step that is
-  counted 0 ran what was already loaded.
+  counted 0 ran what was already loaded. It listens as long as the process
+  lives.
   """
 
   def __init__(self):
     # Imported here: only this class of the room needs jax.
     import jax
 
-    self._monitoring = jax.monitoring
     self._count = 0
-    self._monitoring.register_event_duration_secs_listener(self._listen)
+    jax.monitoring.register_event_duration_secs_listener(self._listen)
 
   def _listen(self, event: str, duration: float, **_) -> None:
     del duration
@@ -195,16 +195,6 @@ class CompileCounter:
     """Returns the compilations since the last call."""
     count, self._count = self._count, 0
     return count
-
-  def close(self) -> None:
-    """Stops listening."""
-    self._monitoring.unregister_event_duration_listener(self._listen)
-
-  def __enter__(self) -> "CompileCounter":
-    return self
-
-  def __exit__(self, *_) -> None:
-    self.close()
 
 
 def peak_memory_gib() -> float:

@@ -1,12 +1,35 @@
 """Judged responses as a person sees them."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl_llm.metrics.writers import Sample
 from jaxrl_llm.rewards.judge import Judged, Problem
 from jaxrl_llm.types import Rollout, Status
+
+# Characters of their ends that are shown.
+_PROMPT_TAIL = 120
+_RESPONSE_TAIL = 240
+
+
+class Sample(NamedTuple):
+  """One response, as a person judges it."""
+
+  prompt: str
+  response: str
+  gold: str
+  extracted: str | None  # None: no answer was found in the response.
+  reward: float
+  length: int  # Response tokens.
+  stop: str  # Why it ended, e.g. 'finished' or 'overlong'.
+  error: str | None = None  # Why the reward failed.
+
+  def row(self, step: int) -> dict[str, Any]:
+    """Its row of samples.jsonl; a reward that is not finite is None."""
+    reward = self.reward if math.isfinite(self.reward) else None
+    return {"step": step} | self._asdict() | {"reward": reward}
 
 
 def make_samples(
@@ -16,7 +39,7 @@ def make_samples(
   rewards: np.ndarray,
   rows: Sequence[int],
 ) -> list[Sample]:
-  """Rows of a rollout for the sample table.
+  """Rows of a rollout as samples.
 
   Args:
     rollout: B responses.
@@ -38,3 +61,21 @@ def make_samples(
     )
     for i in rows
   ]
+
+
+def sample_lines(samples: Sequence[Sample]) -> Iterator[str]:
+  """Three lines a sample for a console, of which `printable` makes text."""
+  for sample in samples:
+    found = sample.extracted
+    if found is None:
+      found = sample.error or "(none)"
+    yield (
+      f"reward {sample.reward:.2f}  length {sample.length}  stop {sample.stop}"
+      f"  gold {sample.gold}  extracted {found}"
+    )
+    yield f"  prompt: {_tail(sample.prompt, _PROMPT_TAIL)}"
+    yield f"  response: {_tail(sample.response, _RESPONSE_TAIL)}"
+
+
+def _tail(text: str, length: int) -> str:
+  return text if len(text) <= length else "..." + text[-length:]

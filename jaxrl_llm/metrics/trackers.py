@@ -1,96 +1,80 @@
-"""Trackers: programs that draw a run's curves beside `metrics.jsonl`."""
+"""Trackers: programs that draw a run's curves beside `metrics.jsonl`.
 
+One is a context manager, made with (workdir, *, last_step, settings), that
+gives a function of (step, metrics) to log with; it stands in `TRACKERS`.
+"""
+
+import contextlib
 import functools
 import importlib
 import importlib.util
 import os
 import pathlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.metrics.writers import Writer, number
+
+Log = Callable[[int, Mapping[str, float]], None]
 
 
-class TensorBoardWriter(Writer):
-  """Writes scalars as TensorBoard events."""
+@contextlib.contextmanager
+def tensorboard(workdir: pathlib.Path, *, last_step: int, **_) -> Iterator[Log]:
+  """Scalars as TensorBoard events in WORKDIR/tensorboard.
 
-  def __init__(
-    self, directory: str | os.PathLike, *, purge_step: int | None = None
-  ):
-    """Opens a new event file.
+  A resumed run adds a file, and of older files TensorBoard forgets what comes
+  after the step that is resumed.
+  """
+  # Imported here: it is slow to load and only the main process writes.
+  import tensorboardX
 
-    Args:
-      directory: where event files lie; a resumed run adds a file.
-      purge_step: TensorBoard forgets this and later steps of older files.
-    """
-    # Imported here: it is slow to load and only the main process writes.
-    import tensorboardX
+  with tensorboardX.SummaryWriter(
+    str(workdir / "tensorboard"),
+    purge_step=last_step + 1,
+    # Two runs within one second must not share a file.
+    filename_suffix=f".{time.time_ns()}",
+  ) as writer:
 
-    self._writer = tensorboardX.SummaryWriter(
-      str(directory),
-      purge_step=purge_step,
-      # Two runs within one second must not share a file.
-      filename_suffix=f".{time.time_ns()}",
-    )
+    def log(step: int, metrics: Mapping[str, float]) -> None:
+      for name, value in metrics.items():
+        writer.add_scalar(name, value, step)
+      writer.flush()
 
-  def log(self, step: int, metrics: Mapping[str, float]) -> None:
-    for name, value in metrics.items():
-      self._writer.add_scalar(name, number(name, value), step)
-    self._writer.flush()
-
-  def close(self) -> None:
-    self._writer.close()
+    yield log
 
 
-class TrackedRun(Writer):
+@contextlib.contextmanager
+def tracked_run(
+  package: str, workdir: pathlib.Path, *, settings: Mapping[str, Any], **_
+) -> Iterator[Log]:
   """A run of Weights & Biases or of trackio, which has the same functions.
 
   A resume goes on with the run, which takes nothing back: of steps that are
   logged twice the values may stay that came first.
   """
-
-  def __init__(
-    self,
-    package: str,
-    workdir: pathlib.Path,
-    *,
-    last_step: int,
-    settings: Mapping[str, Any],
-  ):
-    """Opens the run; arguments as of `make_logger`."""
-    del last_step
-    # A folder whose run begins anew is another run, and has a new config.json.
-    begun = int((workdir / "config.json").stat().st_mtime)
-    name = f"{workdir.resolve().name}-{begun}"
-    options = {"id": name, "dir": str(workdir)} if package == "wandb" else {}
-    self._package = importlib.import_module(package)
-    self._package.init(
-      project=os.environ.get(f"{package.upper()}_PROJECT", "jaxrl_llm"),
-      name=name,
-      config=dict(settings),
-      resume="allow",
-      **options,
-    )
-
-  def log(self, step: int, metrics: Mapping[str, float]) -> None:
-    row = {name: number(name, value) for name, value in metrics.items()}
-    self._package.log(row, step=step)
-
-  def close(self) -> None:
-    self._package.finish()
+  # A folder whose run begins anew is another run, and has a new config.json.
+  begun = int((workdir / "config.json").stat().st_mtime)
+  name = f"{workdir.resolve().name}-{begun}"
+  options = {"id": name, "dir": str(workdir)} if package == "wandb" else {}
+  module = importlib.import_module(package)
+  module.init(
+    project=os.environ.get(f"{package.upper()}_PROJECT", "jaxrl_llm"),
+    name=name,
+    config=dict(settings),
+    resume="allow",
+    **options,
+  )
+  try:
+    yield lambda step, metrics: module.log(dict(metrics), step=step)
+  finally:
+    module.finish()
 
 
-def _tensorboard(workdir, *, last_step, **_):
-  return TensorBoardWriter(workdir / "tensorboard", purge_step=last_step + 1)
-
-
-# (workdir, *, last_step, settings) -> writer.
-TRACKERS: dict[str, Callable[..., Writer]] = {
-  "tensorboard": _tensorboard,
-  "wandb": functools.partial(TrackedRun, "wandb"),
-  "trackio": functools.partial(TrackedRun, "trackio"),
+TRACKERS = {
+  "tensorboard": tensorboard,
+  "wandb": functools.partial(tracked_run, "wandb"),
+  "trackio": functools.partial(tracked_run, "trackio"),
 }
 
 

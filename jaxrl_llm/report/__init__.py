@@ -1,10 +1,19 @@
 """Draws what runs wrote: one picture of their curves and one HTML page.
 
 Reads `metrics.jsonl`, and `config.json` and `samples.jsonl` where they are.
+Pictures and tables of other tools are in the same style: `figure`, `markdown`.
 """
 
-from jaxrl_llm.report.page import write_page
-from jaxrl_llm.report.picture import PANELS, Panel, draw
-from jaxrl_llm.report.runs import Run, load_run
+from jaxrl_llm.report.page import markdown, write_page
+from jaxrl_llm.report.picture import PANELS, draw
+from jaxrl_llm.report.runs import Run, accuracy_names, load_run
 
-__all__ = ("PANELS", "Panel", "Run", "draw", "load_run", "write_page")
+__all__ = (
+  "PANELS",
+  "Run",
+  "accuracy_names",
+  "draw",
+  "load_run",
+  "markdown",
+  "write_page",
+)

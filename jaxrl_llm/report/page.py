@@ -2,7 +2,6 @@
 
 import base64
 import html
-import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,32 +9,23 @@ from typing import Any
 from jaxrl_llm import metrics
 from jaxrl_llm.report.runs import Run
 
+_NO_METRICS = ("time", "nonfinite")  # Of a row.
 _PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
-body {{ font: 15px/1.5 system-ui, sans-serif; color: #222; margin: 2rem auto;
-  max-width: 1200px; padding: 0 1rem; }}
-h1 {{ font-size: 1.5rem; }} h2 {{ font-size: 1.15rem; margin-top: 2rem; }}
-img {{ width: 100%; }} p {{ color: #666; }}
-table {{ border-collapse: collapse; font-size: 0.85rem; }}
-th, td {{ text-align: left; vertical-align: top; padding: 0.25rem 0.8rem
-  0.25rem 0; border-bottom: 1px solid #e6e6e6; }}
-td {{ font-family: ui-monospace, monospace; white-space: pre-wrap;
-  overflow-wrap: anywhere; }}
-details {{ margin-top: 2rem; }} summary {{ font-size: 1.15rem;
-  font-weight: bold; cursor: pointer; }}
+body {{ font: 15px/1.5 sans-serif; max-width: 1200px; margin: 2rem auto; }}
+img {{ width: 100%; }} h2 {{ font-size: 1.15rem; }}
+td, th {{ text-align: left; vertical-align: top; padding-right: 0.8rem; }}
+td {{ font-family: monospace; white-space: pre-wrap; overflow-wrap: anywhere; }}
 </style></head><body>
 <h1>{title}</h1>
-<p>{subtitle}</p>
 <img alt="Training curves" src="data:image/png;base64,{picture}">
-{sections}
+{tables}
 </body></html>
 """
 
 
 def write_page(
-  runs: Sequence[Run],
-  picture: str | os.PathLike,
-  path: str | os.PathLike,
+  runs: Sequence[Run], picture: pathlib.Path, path: pathlib.Path
 ) -> None:
   """Writes one HTML page that needs no other file.
 
@@ -47,48 +37,39 @@ def write_page(
     path: HTML file to write.
   """
   names = [run.name for run in runs]
-  titles = ", ".join(run.title for run in runs)
-  last = ", ".join(f"{run.name}: step {run.rows[-1]['step']}" for run in runs)
-  configs = [run.config for run in runs]
-  sections = [
-    "<h2>Metrics of the last step</h2>",
-    _table(["metric", *names], _union([_latest(run) for run in runs])),
-  ]
+  last = _union(
+    [
+      {k: x for k, x in sorted(run.rows[-1].items()) if k not in _NO_METRICS}
+      for run in runs
+    ]
+  )
+  tables = [_table("Metrics of the last step", ["metric", *names], last)]
   for run in runs:
     if run.samples:
-      title = f"Samples of {run.name}, step {run.samples[0]['step']}"
-      columns = [name for name in run.samples[0] if name != "step"]
-      cells = [[s.get(name) for name in columns] for s in run.samples]
-      sections += [f"<h2>{html.escape(title)}</h2>", _table(columns, cells)]
-  if any(configs):
-    table = _table(["setting", *names], _union(configs))
-    sections.append(f"<details><summary>Settings</summary>{table}</details>")
+      head = list(run.samples[0])
+      rows = [[sample.get(name) for name in head] for sample in run.samples]
+      tables.append(_table(f"Samples of {run.name}", head, rows))
+  settings = _union([run.config for run in runs])
+  tables.append(_table("Settings", ["setting", *names], settings))
   page = _PAGE.format(
-    title=html.escape(titles),
-    subtitle=html.escape(last),
-    picture=base64.b64encode(pathlib.Path(picture).read_bytes()).decode(),
-    sections="\n".join(sections),
+    title=html.escape(", ".join(run.title for run in runs)),
+    picture=base64.b64encode(picture.read_bytes()).decode(),
+    tables="\n".join(tables),
   )
-  pathlib.Path(path).write_text(page, "utf-8", errors="backslashreplace")
-
-
-def _latest(run: Run) -> dict[str, Any]:
-  """The metrics of the last row."""
-  others = ("step", "time", "nonfinite")
-  return {k: x for k, x in sorted(run.rows[-1].items()) if k not in others}
+  path.write_text(page, "utf-8", errors="backslashreplace")
 
 
 def _union(columns: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+  """Rows of the key and what each column has of it."""
   keys = dict.fromkeys(key for column in columns for key in column)
   return [[key, *(column.get(key) for column in columns)] for key in keys]
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+def _table(title: str, head: Sequence[str], rows: Sequence[Sequence]) -> str:
   lines = ["".join(f"<th>{html.escape(name)}</th>" for name in head)]
   lines += ["".join(f"<td>{_cell(cell)}</td>" for cell in row) for row in rows]
-  return (
-    "<table>" + "".join(f"<tr>{line}</tr>\n" for line in lines) + "</table>"
-  )
+  lines = "".join(f"<tr>{line}</tr>\n" for line in lines)
+  return f"<h2>{html.escape(title)}</h2><table>{lines}</table>"
 
 
 def _cell(value: Any) -> str:
@@ -98,3 +79,10 @@ def _cell(value: Any) -> str:
   # Responses keep their line breaks; other control characters are shown.
   text = "\n".join(metrics.printable(line) for line in text.split("\n"))
   return html.escape(text)
+
+
+def markdown(rows: Sequence[Mapping[str, str]]) -> str:
+  """A table in Markdown of rows that all have the same keys."""
+  cells = [list(rows[0]), ["---"] * len(rows[0])]
+  cells += [row.values() for row in rows]
+  return "\n".join(f"| {' | '.join(row)} |" for row in cells)

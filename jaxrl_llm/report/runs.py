@@ -3,7 +3,8 @@
 import json
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -90,14 +91,7 @@ def series(run: Run, metric: str) -> tuple[np.ndarray, np.ndarray]:
   return steps, values
 
 
-def mean_series(
-  runs: Sequence[Run], metric: str
-) -> tuple[np.ndarray, np.ndarray]:
-  """Mean over the runs that have the metric, at steps that all of them have."""
-  curves = [dict(zip(*series(run, metric), strict=True)) for run in runs]
-  curves = [curve for curve in curves if curve]
-  if not curves:
-    return np.zeros(0), np.zeros(0)
-  steps = sorted(set.intersection(*(set(curve) for curve in curves)))
-  values = [np.mean([curve[step] for curve in curves]) for step in steps]
-  return np.array(steps), np.array(values)
+def accuracy_names(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+  """Names of the accuracies of evaluations in rows: avg@k of every set."""
+  names = dict.fromkeys(name for row in rows for name in row)
+  return [n for n in names if re.fullmatch(r"eval/.*/avg@\d+", n)]

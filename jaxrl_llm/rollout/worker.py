@@ -39,7 +39,7 @@ from jaxrl_llm.types import (
   unjudged,
 )
 
-_SHOWN = 4  # Responses of a step that the sample table may show.
+_SHOWN = 4  # Responses of a step that the log may show.
 
 
 class Stop(NamedTuple):

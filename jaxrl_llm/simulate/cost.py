@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import chex
 import numpy as np
+import scipy.optimize
 
 
 class Plane(NamedTuple):
@@ -51,21 +52,13 @@ class CostModel:
 
   def prefill_s(self, contexts: chex.Array, calls: int) -> float:
     """Seconds of the prefill of contexts, given by length, in some calls."""
-    tokens, pairs = _tokens_and_pairs(contexts)
-    return float(
-      self.prefill_call_s * calls
-      + self.prefill_token_s * tokens
-      + self.prefill_pair_s * pairs
-    )
+    calls_s = self.prefill_call_s * calls
+    return calls_s + _work(contexts, self.prefill_token_s, self.prefill_pair_s)
 
   def train_s(self, contexts: chex.Array) -> float:
     """Seconds of a training step on contexts, given by length."""
-    tokens, pairs = _tokens_and_pairs(contexts)
-    return float(
-      self.train_step_s
-      + self.train_token_s * tokens
-      + self.train_pair_s * pairs
-    )
+    work_s = _work(contexts, self.train_token_s, self.train_pair_s)
+    return self.train_step_s + work_s
 
   def divided(self, sampler_share: float) -> "CostModel":
     """The prices when a share of the devices samples and the others train.
@@ -94,17 +87,15 @@ class CostModel:
     )
 
 
-def fit(
-  decode_calls: chex.Array, calls: chex.Array | None = None, **prices: float
-) -> CostModel:
+def fit(decode_calls: chex.Array, calls: chex.Array | None = None) -> CostModel:
   """Prices by least squares from what an engine was measured to take.
 
     decode = step + decode_steps · (fixed + per_slot · slots + per_token · n)
     host = step · decode_calls + prefill_call · calls + prefill_token · tokens
 
-  No price is negative: one that would be is left out and the others are fitted
-  again. The engine's programs are padded, so `slots` are those of the program,
-  idle ones included, and n the tokens that its KV cache has room for.
+  No price is negative. The engine's programs are padded, so `slots` are those
+  of the program, idle ones included, and n the tokens that its KV cache has
+  room for.
 
   Args:
     decode_calls: [n, 4], rows of (slots, steps, capacity, seconds), as
@@ -112,7 +103,6 @@ def fit(
     calls: [m, 4], rows of (decode calls, prefill calls, context tokens, seconds
       of the host), one a call of the engine. All but the seconds are in
       `SimulatedStats`.
-    **prices: further fields of `CostModel`, as they are.
 
   Raises:
     ValueError: rows are too few or of another shape.
@@ -122,17 +112,16 @@ def fit(
   if np.ptp(steps) == 0:
     columns.pop()  # It cannot be told from the fixed part of decode steps.
   *plane, step_s = [*_least_squares(columns, seconds), 0.0][:4]
-  found = {"scheduler_step_s": step_s}
+  prices = {"scheduler_step_s": step_s}
   if calls is not None:
     *columns, seconds = _columns("calls", calls)
     more, call, token = _least_squares(columns, seconds)
-    found |= {
+    prices = {
       "scheduler_step_s": step_s + more,
       "prefill_call_s": call,
       "prefill_token_s": token,
     }
-  settings = {"padded": True} | found | prices
-  return CostModel(decode=(Plane(*plane),), **settings)
+  return CostModel(decode=(Plane(*plane),), padded=True, **prices)
 
 
 def accelerator(
@@ -207,9 +196,10 @@ def accelerator(
   )
 
 
-def _tokens_and_pairs(contexts):
+def _work(contexts: chex.Array, per_token: float, per_pair: float) -> float:
   contexts = np.asarray(contexts, np.float64)
-  return contexts.sum(), (contexts * (contexts + 1)).sum() / 2
+  pairs = (contexts * (contexts + 1)).sum() / 2
+  return float(per_token * contexts.sum() + per_pair * pairs)
 
 
 def _columns(name, rows):
@@ -222,14 +212,7 @@ def _columns(name, rows):
 
 
 def _least_squares(columns, values) -> list[float]:
-  """Coefficients, none negative; the most negative one is left out first."""
-  table, kept = np.stack(columns, axis=1), list(range(len(columns)))
-  while True:
-    part = table[:, kept]
-    scale = np.abs(part).max(axis=0, initial=1e-300)
-    found = np.linalg.lstsq(part / scale, values, rcond=None)[0] / scale
-    if not kept or found.min() >= 0:
-      out = np.zeros(len(columns))
-      out[kept] = found
-      return out.tolist()
-    kept.pop(int(np.argmin(found * scale)))
+  """Coefficients, none negative, of columns of any scale."""
+  table = np.stack(columns, axis=1)
+  scale = np.abs(table).max(axis=0, initial=1e-300)
+  return (scipy.optimize.nnls(table / scale, values)[0] / scale).tolist()

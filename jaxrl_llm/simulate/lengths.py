@@ -40,14 +40,12 @@ def lognormal(
     between: b, share of the variance of log length that prompts explain.
     seed: of the draw.
   """
-  if not 1 <= median <= p99:
-    raise ValueError(f"1 <= median <= p99 is needed, got {median} and {p99}")
-  if not 0 <= between <= 1:
-    raise ValueError(f"between must be 0..1, got {between}")
-  if min(prompts, group_size, maximum, prompt_length) < 1:
+  counts = (prompts, group_size, maximum, prompt_length)
+  if not (1 <= median <= p99 and 0 <= between <= 1 and min(counts) >= 1):
     raise ValueError(
-      "prompts, group_size, maximum and prompt_length must be >= 1, got"
-      f" {prompts}, {group_size}, {maximum}, {prompt_length}"
+      "1 <= median <= p99, between in 0..1 and prompts, group_size, maximum and"
+      f" prompt_length >= 1 are needed, got {median}, {p99}, {between} and"
+      f" {', '.join(map(str, counts))}"
     )
   random = np.random.default_rng(seed)
   of_prompt = random.standard_normal((prompts, 1))

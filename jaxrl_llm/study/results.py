@@ -3,37 +3,35 @@
 import csv
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrl_llm import report
+from jaxrl_llm import metrics, report
 from jaxrl_llm.study.tables import Study
 
 # What is no part of training: evaluation and saving.
-_NOT_TRAINING = ("time/evaluate_s", "time/checkpoint_s")
+_NOT_TRAINING = {"time/evaluate_s", "time/checkpoint_s"}
+_CURVES = ("steps", "seconds", "tokens", "decode_steps", "accuracy")
+# Phases of a step whose shares of the time are shown.
+_PHASES = ("generate", "score", "update_value", "update_policy")
 
 
-class Curve(NamedTuple):
-  """Evaluations of one run, K of them, and what it had cost until then."""
+class Outcome(NamedTuple):
+  """The evaluations of a run, K of them, and what it had cost until then."""
 
   steps: np.ndarray
   seconds: np.ndarray  # Of training alone.
   tokens: np.ndarray  # Generated.
   decode_steps: np.ndarray  # Of the sampler, one after the other.
   accuracy: np.ndarray
+  split: dict[str, float]  # Phase -> share of the training time.
+  seed: int = 0
 
   def at_target(self, axis: str, target: float) -> float:
     """An axis at the first evaluation of at least `target`, or NaN."""
     reached = np.flatnonzero(self.accuracy >= target)
     return float(getattr(self, axis)[reached[0]]) if reached.size else np.nan
-
-
-class Outcome(NamedTuple):
-  """What a run came to."""
-
-  curve: Curve
-  split: dict[str, float]  # Phase -> share of the training time.
 
 
 def load_outcomes(
@@ -43,7 +41,7 @@ def load_outcomes(
 
   Args:
     study: which variants.
-    folder: has ARM/seedS, see `run_folder`.
+    folder: has VARIANT/seedS, see `run_folder`.
     seeds: which seeds.
 
   Returns:
@@ -51,141 +49,124 @@ def load_outcomes(
   """
   outcomes = {}
   for variant in study.variants:
-    paths = [run_folder(folder, variant.name, seed) for seed in seeds]
-    found = [p for p in paths if (p / "metrics.jsonl").exists()]
-    if found:
-      runs = [report.load_run(path) for path in found]
-      outcomes[variant.name] = [outcome(run.rows) for run in runs]
+    for seed in seeds:
+      path = run_folder(folder, variant.name, seed)
+      if (path / "metrics.jsonl").exists():
+        run = outcome(report.load_run(path).rows)._replace(seed=seed)
+        outcomes.setdefault(variant.name, []).append(run)
   return outcomes
 
 
 def run_folder(folder: pathlib.Path, variant: str, seed: int) -> pathlib.Path:
-  """Where the run of an variant and a seed lives."""
+  """Where the run of a variant and a seed lives."""
   name = "".join(c if c.isascii() and c.isalnum() else "_" for c in variant)
   return folder / name / f"seed{seed}"
 
 
-def outcome(rows: Sequence[Mapping[str, float]]) -> Outcome:
-  """Curve and time split of a run's metrics."""
-  seconds = tokens = decoded = 0.0
-  spent: dict[str, float] = {}
-  points = []
-  for row in rows:
-    # The start holds value pretraining, a price that some methods pay.
-    seconds += row.get("time/start_s", 0.0) + row.get("time/step_s", 0.0)
-    seconds -= sum(row.get(name, 0.0) for name in _NOT_TRAINING)
-    tokens += row.get("rollout/tokens", 0.0)
-    decoded += row.get("rollout/decode_steps", 0.0)
-    for name, value in row.items():
-      if name.startswith("time/") and name not in _NOT_TRAINING:
-        spent[name] = spent.get(name, 0.0) + value
-    accuracy = _accuracy(row)
-    if accuracy is not None:
-      points.append((row["step"], seconds, tokens, decoded, accuracy))
-  curve = Curve(*np.asarray(points, np.float64).reshape(-1, 5).T)
-  spent.pop("time/step_s", None)
-  total = max(seconds, 1e-9)
+def outcome(rows: Sequence[Mapping[str, Any]]) -> Outcome:
+  """Curve and time split of a run's metrics, of its first evaluation set."""
+
+  def totals(name: str) -> np.ndarray:
+    return np.cumsum([row.get(name) or 0.0 for row in rows])
+
+  # The start holds value pretraining, a price that some methods pay.
+  seconds = totals("time/start_s") + totals("time/step_s")
+  seconds -= sum(totals(name) for name in _NOT_TRAINING)
+  accuracy = [
+    row.get(next(iter(report.accuracy_names([row])), "")) for row in rows
+  ]
+  accuracy = np.array(accuracy, np.float64)  # NaN where there is none.
+  columns = (
+    np.array([row["step"] for row in rows], np.float64),
+    seconds,
+    totals("rollout/tokens"),
+    totals("rollout/decode_steps"),
+    accuracy,
+  )
+  evaluated = np.isfinite(accuracy)  # Others are NaN.
   return Outcome(
-    curve=curve,
+    *(column[evaluated] for column in columns),
     split={
-      name.removeprefix("time/").removesuffix("_s"): value / total
-      for name, value in spent.items()
+      p: totals(f"time/{p}_s")[-1] / max(seconds[-1], 1e-9) for p in _PHASES
     },
   )
-
-
-def _accuracy(row: Mapping[str, float]) -> float | None:
-  """avg@k of the row's only evaluation set."""
-  for name, value in row.items():
-    if name.startswith("eval/") and "/avg@" in name:
-      if not name.endswith("_se"):
-        return value
-  return None
 
 
 def write_table(
   study: Study, outcomes: Mapping[str, list[Outcome]], path: pathlib.Path
 ) -> str:
-  """Writes a Markdown table: one row an variant, mean ± standard error.
+  """Writes a Markdown table: one row a variant, mean ± standard error.
 
   Args:
-    study: its baseline gives the ratios.
+    study: its first variant gives the ratios.
     outcomes: of `load_outcomes`.
     path: file to write.
 
   Returns:
     The text.
   """
-  goal = f"{study.target:g}"
-  lines = [
-    f"# {study.title}",
-    "",
-    study.question,
-    "",
+  base = outcomes.get(study.baseline, [])
+  rows = [
+    _row(name, results, base, study.target)
+    for name, results in outcomes.items()
+  ]
+  text = (
+    f"# {study.title}\n\n{study.question}\n\n"
     "Mean ± standard error over seeds. Accuracy is that of sampled answers to"
     " held-out problems, at the end and as the mean over all evaluations but"
     " the first. Seconds are those of training steps, and shares are of them;"
-    " value pretraining counts, evaluation and saving do not. Decode steps are"
-    " the sampler's, one after the other. Ratios compare what it took to"
-    f" {goal} with {study.baseline}.",
-    "",
-    "| variant | seeds | steps | final accuracy | mean accuracy | seconds |"
-    f" s to {goal} | ratio | decode steps to {goal} | their ratio |"
-    " generated tokens | generate | score | value | policy |",
-    "|---" * 15 + "|",
-  ]
-  base = outcomes.get(study.baseline, [])
-  for name, results in outcomes.items():
-    lines.append(_line(name, results, base, study.target))
-  text = "\n".join(lines) + "\n"
+    " value pretraining counts, evaluation and saving do not. Tokens are those"
+    " generated, decode steps the sampler's, one after the other. Ratios"
+    f" compare what it took to {study.target:g} with {study.baseline}.\n\n"
+    f"{report.markdown(rows)}\n"
+  )
   path.write_text(text, encoding="utf-8")
   return text
 
 
 def write_curves(
-  outcomes: Mapping[str, list[Outcome]],
-  seeds: Sequence[int],
-  path: pathlib.Path,
+  outcomes: Mapping[str, list[Outcome]], path: pathlib.Path
 ) -> None:
   """Writes every evaluation as a line of CSV, to be drawn elsewhere."""
   with open(path, "w", encoding="utf-8", newline="") as file:
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(["variant", "seed", *Curve._fields])
+    writer.writerow(["variant", "seed", *_CURVES])
     for variant, results in outcomes.items():
-      for seed, result in zip(seeds, results):
-        for point in zip(*result.curve):
-          writer.writerow([variant, seed, *(f"{x:.6g}" for x in point)])
+      for run in results:
+        for point in zip(*(getattr(run, name) for name in _CURVES)):
+          writer.writerow([variant, run.seed, *(f"{x:.6g}" for x in point)])
 
 
-def _line(
+def _row(
   name: str, results: list[Outcome], base: list[Outcome], target: float
-) -> str:
-  curves = [r.curve for r in results if r.curve.steps.size]
-  means = [c.accuracy[1:].mean() for c in curves if c.accuracy.size > 1]
-  cells = [
-    name,
-    str(len(results)),
-    str(min((int(c.steps[-1]) for c in curves), default=0)),
-    mean_and_error([c.accuracy[-1] for c in curves], ".3f"),
-    mean_and_error(means, ".3f"),
-    mean_and_error([c.seconds[-1] for c in curves], ".0f"),
-    *_to_target(results, base, "seconds", target),
-    *_to_target(results, base, "decode_steps", target),
-    mean_and_error([c.tokens[-1] / 1e6 for c in curves], ".2f", unit=" M"),
-    *(
-      f"{np.mean([r.split.get(phase, 0.0) for r in results]):.0%}"
-      for phase in ("generate", "score", "update_value", "update_policy")
-    ),
-  ]
-  return "| " + " | ".join(cells) + " |"
+) -> dict[str, str]:
+  """The cells of a variant, by the titles of their columns."""
+  done = [r for r in results if r.steps.size]
+  means = [r.accuracy[1:].mean() for r in done if r.accuracy.size > 1]
+  seconds, ratio = _to_target(results, base, "seconds", target)
+  decoded, their_ratio = _to_target(results, base, "decode_steps", target)
+  return {
+    "variant": name,
+    "seeds": str(len(results)),
+    "steps": str(min((int(r.steps[-1]) for r in done), default=0)),
+    "final accuracy": mean_and_error([r.accuracy[-1] for r in done], ".3f"),
+    "mean accuracy": mean_and_error(means, ".3f"),
+    "seconds": mean_and_error([r.seconds[-1] for r in done], ".0f"),
+    f"s to {target:g}": seconds,
+    "ratio": ratio,
+    f"decode steps to {target:g}": decoded,
+    "their ratio": their_ratio,
+    "tokens (M)": mean_and_error([r.tokens[-1] / 1e6 for r in done], ".2f"),
+    **{p: f"{np.mean([r.split[p] for r in results]):.0%}" for p in _PHASES},
+  }
 
 
 def _to_target(
   results: list[Outcome], base: list[Outcome], axis: str, target: float
 ) -> tuple[str, str]:
   """What every seed took to the target, and its ratio to the baseline's."""
-  own = [r.curve.at_target(axis, target) for r in results]
-  theirs = [r.curve.at_target(axis, target) for r in base]
+  own = [r.at_target(axis, target) for r in results]
+  theirs = [r.at_target(axis, target) for r in base]
   if not any(own):
     return "-", "-"  # These metrics do not have it.
   ratio = np.mean(own) / np.mean(theirs) if any(theirs) else np.nan
@@ -193,15 +174,9 @@ def _to_target(
   return mean_and_error(own, ".0f"), text
 
 
-def mean_and_error(
-  values: Sequence[float], form: str, *, unit: str = ""
-) -> str:
+def mean_and_error(values: Sequence[float], form: str) -> str:
   """`mean ± standard error`; a dash where a seed has no value."""
-  values = np.asarray(values, np.float64)
-  if not values.size or not np.isfinite(values).all():
+  if not values or not np.isfinite(values).all():
     return "-"
-  text = f"{values.mean():{form}}"
-  if values.size > 1:
-    error = values.std(ddof=1) / np.sqrt(values.size)
-    text += f" ± {error:{form}}"
-  return text + unit
+  mean, error = metrics.mean_and_standard_error(values)
+  return f"{mean:{form}}" + (f" ± {error:{form}}" if len(values) > 1 else "")

@@ -9,127 +9,97 @@ class Variant(NamedTuple):
 
   name: str
   method: str  # configs/METHOD.py.
-  changes: Mapping[str, Any] = {}  # Config key -> value, beside the study's.
+  changes: Mapping[str, Any] = {}  # Config key -> value.
 
 
 class Study(NamedTuple):
-  """Arms that are compared under common settings."""
+  """Variants that are compared; times with those of the first."""
 
   title: str
   question: str
-  preset: str  # Scale of all variants.
-  common: Mapping[str, Any]  # Config key -> value.
   variants: tuple[Variant, ...]
-  baseline: str  # Variant that times are compared with.
-  target: float  # Accuracy whose first moment is measured.
+  preset: str = "long_tail"  # Scale of all variants.
+  target: float = 0.65  # Accuracy whose first moment is measured.
+
+  @property
+  def baseline(self) -> str:
+    """Name of the variant that times are compared with."""
+    return self.variants[0].name
 
 
 _RUN = {"run.steps": 40, "eval.every": 10}
-
-# VAPO's variants all write the same number of responses per step.
-_WITHOUT_GROUPS = {"data.prompts_per_step": 128, "data.group_size": 1}
-
-_VAPO = Study(
-  title="VAPO and what each of its parts is worth",
-  question="What does held-out accuracy lose without one part?",
-  preset="long_tail",
-  common=_RUN,
-  variants=(
-    Variant("VAPO", "vapo"),
-    Variant("without value pretraining", "vapo", {"value.pretrain_steps": 0}),
-    Variant(
-      "without decoupled GAE",
-      "vapo",
-      {
-        "estimator.lambda_schedule": "constant",
-        "estimator.lambda_policy": 0.95,
-        "estimator.lambda_value": 0.95,
-      },
-    ),
-    Variant(
-      "without length-adaptive λ",
-      "vapo",
-      {
-        "estimator.lambda_schedule": "constant",
-        "estimator.lambda_policy": 0.95,
-      },
-    ),
-    Variant("without clip-higher", "vapo", {"loss.clip_high": 0.2}),
-    Variant(
-      "without token-level loss", "vapo", {"loss.mode": "seq-mean-token-mean"}
-    ),
-    Variant("without positive LM loss", "vapo", {"loss.nll_coefficient": 0.0}),
-    Variant("without group sampling", "vapo", _WITHOUT_GROUPS),
-    Variant("PPO", "ppo"),
-  ),
-  baseline="VAPO",
-  target=0.65,
-)
-
-_DAPO = Study(
-  title="From GRPO to DAPO, increment by increment",
-  question="What does each of DAPO's parts add?",
-  preset="long_tail",
-  common=_RUN,
-  variants=(
-    Variant("GRPO without KL", "grpo", {"loss.kl_coefficient": 0.0}),
-    Variant(
-      "+ overlong filtering",
-      "grpo",
-      {"loss.kl_coefficient": 0.0, "loss.overlong_filter": True},
-    ),
-    Variant(
-      "+ clip-higher",
-      "grpo",
-      {
-        "loss.kl_coefficient": 0.0,
-        "loss.overlong_filter": True,
-        "loss.clip_high": 0.28,
-      },
-    ),
-    Variant(
-      "+ soft overlong punishment",
-      "grpo",
-      {
-        "loss.kl_coefficient": 0.0,
-        "loss.clip_high": 0.28,
-        "reward.overlong_buffer": 72,
-      },
-    ),
-    Variant("+ token-level loss", "dapo", {"schedule.dynamic_sampling": False}),
-    Variant("+ dynamic sampling (DAPO)", "dapo"),
-  ),
-  baseline="GRPO without KL",
-  target=0.65,
-)
-
+_CONSTANT_LAMBDA = {
+  "estimator.lambda_schedule": "constant",
+  "estimator.lambda_policy": 0.95,
+}
+# What VAPO is without one of its parts. All variants write the same number of
+# responses per step.
+_WITHOUT = {
+  "value pretraining": {"value.pretrain_steps": 0},
+  "decoupled GAE": _CONSTANT_LAMBDA | {"estimator.lambda_value": 0.95},
+  "length-adaptive λ": _CONSTANT_LAMBDA,
+  "clip-higher": {"loss.clip_high": 0.2},
+  "token-level loss": {"loss.mode": "seq-mean-token-mean"},
+  "positive LM loss": {"loss.nll_coefficient": 0.0},
+  "group sampling": {"data.prompts_per_step": 128, "data.group_size": 1},
+}
+_NO_KL = _RUN | {"loss.kl_coefficient": 0.0}
+_FILTER = {"loss.overlong_filter": True}
+_CLIP_HIGHER = {"loss.clip_high": 0.28}
+_PUNISHMENT = {"reward.overlong_buffer": 72}
+_ALL_GROUPS = {"schedule.dynamic_sampling": False}
 # A full rollout costs as much as several windows: fewer steps, like seconds.
 _FULL = {"run.steps": 40, "eval.every": 5}
 _WINDOWED = {"run.steps": 80, "eval.every": 10}
 
-_TPPO = Study(
-  title="T-PPO against full-length rollouts",
-  question="What does accuracy cost in seconds, tokens and steps?",
-  preset="long_tail",
-  common={},
-  variants=(
-    Variant("VAPO, full rollouts", "vapo", _FULL),
-    Variant("PPO, full rollouts", "ppo", _FULL),
-    Variant("T-PPO, window 64", "tppo", _WINDOWED | {"schedule.window": 64}),
-    Variant("T-PPO, window 32", "tppo", _WINDOWED | {"schedule.window": 32}),
-    Variant("T-PPO, window 128", "tppo", _WINDOWED | {"schedule.window": 128}),
-    Variant(
-      "T-PPO, window 64, bootstrap",
-      "tppo",
-      _WINDOWED | {"schedule.window": 64, "estimator.boundary": "bootstrap"},
+STUDIES: Mapping[str, Study] = {
+  "vapo_ablations": Study(
+    title="VAPO and what each of its parts is worth",
+    question="What does held-out accuracy lose without one part?",
+    variants=(
+      Variant("VAPO", "vapo", _RUN),
+      *(
+        Variant(f"without {part}", "vapo", _RUN | changes)
+        for part, changes in _WITHOUT.items()
+      ),
+      Variant("PPO", "ppo", _RUN),
     ),
   ),
-  baseline="VAPO, full rollouts",
-  target=0.65,
-)
-
-STUDIES: Mapping[str, Study] = {
-  "vapo_ablations": _VAPO,
-  "dapo_increments": _DAPO,
-  "tppo_speed": _TPPO,
+  "dapo_increments": Study(
+    title="From GRPO to DAPO, increment by increment",
+    question="What does each of DAPO's parts add?",
+    variants=(
+      Variant("GRPO without KL", "grpo", _NO_KL),
+      Variant("+ overlong filtering", "grpo", _NO_KL | _FILTER),
+      Variant("+ clip-higher", "grpo", _NO_KL | _FILTER | _CLIP_HIGHER),
+      Variant(
+        "+ soft overlong punishment",
+        "grpo",
+        _NO_KL | _CLIP_HIGHER | _PUNISHMENT,
+      ),
+      Variant("+ token-level loss", "dapo", _RUN | _ALL_GROUPS),
+      Variant("+ dynamic sampling (DAPO)", "dapo", _RUN),
+    ),
+  ),
+  "tppo_speed": Study(
+    title="T-PPO against full-length rollouts",
+    question="What does accuracy cost in seconds, tokens and steps?",
+    variants=(
+      Variant("VAPO, full rollouts", "vapo", _FULL),
+      Variant("PPO, full rollouts", "ppo", _FULL),
+      *(
+        Variant(
+          f"T-PPO, window {length}",
+          "tppo",
+          _WINDOWED | {"schedule.window": length},
+        )
+        for length in (64, 32, 128)
+      ),
+      Variant(
+        "T-PPO, window 64, bootstrap",
+        "tppo",
+        _WINDOWED | {"schedule.window": 64, "estimator.boundary": "bootstrap"},
+      ),
+    ),
+  ),
 }

@@ -138,7 +138,7 @@ def _resume_or_start(run, workdir, saver, latest, changes, stopped) -> None:
     workdir_lib.begin(workdir, config)
   else:
     workdir_lib.record(workdir, latest, changes)
-  with metrics.make_logger(
+  with metrics.MetricsLogger(
     workdir,
     total_steps=config.run.steps,
     last_step=last,
@@ -173,7 +173,7 @@ def _train_on(run, states, weights, workdir, saver, logger, stopped) -> States:
   config = run.config
   # Rows so far, so that a resumed run warns as the uninterrupted one.
   rows = metrics.read_rows(workdir / "metrics.jsonl")
-  health = metrics.Health.from_rows(rows)
+  health = metrics.Health(rows)
   compiles = metrics.CompileCounter()
   timer = metrics.PhaseTimer(on_enter=logger.phase)
   while states.step < config.run.steps and not stopped.signal:
@@ -188,14 +188,13 @@ def _train_on(run, states, weights, workdir, saver, logger, stopped) -> States:
       "memory/peak_gib": metrics.peak_memory_gib(),
       "compile/count": compiles.collect(),
     }
-    warnings = health.check(step, row)
-    row |= {warning.metric: 1.0 for warning in warnings}
+    holds, warnings = health.check(step, row)
+    row |= holds
     # The row first: a checkpoint promises that its row is on disk. So the time
     # of a save is in the next row.
     logger.log(step, row)
     for warning in warnings:
-      if not warning.quiet:
-        logger.event(warning.text)
+      logger.event(warning)
     if step % config.checkpoint.every == 0 or (
       config.checkpoint.best in row
       and workdir_lib.best_step(workdir, config.checkpoint.best) == step

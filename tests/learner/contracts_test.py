@@ -196,7 +196,7 @@ class TestMismatch:
 
 class TestPretraining:
   def pretrain(self, run, folder):
-    with metrics.make_logger(folder, total_steps=1, last_step=-1) as logger:
+    with metrics.MetricsLogger(folder, total_steps=1, last_step=-1) as logger:
       states, _ = loop.start(run, folder, logger, _never())
     return states
 

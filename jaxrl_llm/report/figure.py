@@ -1,0 +1,107 @@
+"""The one style of pictures, and curves that several runs have in common."""
+
+import contextlib
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+# Colours that stay apart for colour-blind readers (Okabe and Ito 2008), C0 to
+# C6 for matplotlib; lines of the same colour differ in their dashes.
+_COLORS = "#0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9 #000000".split()
+_DASHES = ("-", (0, (3, 1.5)), (0, (1, 1.2)))
+_STYLE = {
+  "figure.dpi": 130,
+  "font.size": 9,
+  "axes.titlesize": 10.5,
+  "axes.titlelocation": "left",
+  "axes.edgecolor": "#999999",
+  "axes.spines.top": False,
+  "axes.spines.right": False,
+  "axes.grid": True,
+  "grid.color": "#e6e6e6",
+  "legend.edgecolor": "none",
+  "legend.fontsize": 8,
+}
+_POINTS = 200
+_NAMES = 4  # In a line of the legend.
+
+Curve = tuple[np.ndarray, np.ndarray]  # x, y.
+
+
+@contextlib.contextmanager
+def figure(
+  path: pathlib.Path,
+  lines: int,
+  columns: int,
+  *,
+  title: str = "",
+  sharey: bool = False,
+) -> Iterator[tuple[Any, Any]]:
+  """A sheet of panels in the project's style, saved when it is left.
+
+  Args:
+    path: PNG file to write.
+    lines: of panels.
+    columns: of panels.
+    title: above them all.
+    sharey: all panels have one vertical axis.
+
+  Yields:
+    (figure, its axes in reading order).
+
+  Raises:
+    ImportError: matplotlib is not installed.
+  """
+  # Imported here: only this function needs it. Figures made without pyplot
+  # never look for a window system.
+  import matplotlib
+  from matplotlib.figure import Figure
+
+  cycle = matplotlib.cycler(linestyle=_DASHES) * matplotlib.cycler(
+    color=_COLORS
+  )
+  with matplotlib.rc_context(_STYLE | {"axes.prop_cycle": cycle}):
+    size = (4.3 * columns, 2.9 * lines + 0.3)
+    sheet = Figure(figsize=size, layout="constrained")
+    sheet.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
+    axes = sheet.subplots(lines, columns, squeeze=False, sharey=sharey)
+    yield sheet, axes.flatten()
+    sheet.suptitle(title, x=0.01, ha="left", fontweight="bold")
+    sheet.savefig(path)
+
+
+def name_lines(sheet, lines: Sequence[Any], names: Sequence[str]) -> None:
+  """One legend for all panels, for which the sheet grows at its foot."""
+  rows = -(-len(names) // _NAMES)
+  sheet.set_figheight(sheet.get_figheight() + 0.1 + 0.2 * rows)
+  sheet.legend(lines, names, loc="outside lower left", ncols=_NAMES)
+
+
+def draw_mean(axis, curves: Sequence[Curve], **style: Any) -> None:
+  """Draws the mean of curves, shaded by its standard error."""
+  x, mean, error = band(curves)
+  (line,) = axis.plot(x, mean, **style)
+  shade = {"color": line.get_color(), "alpha": 0.15, "linewidth": 0}
+  axis.fill_between(x, mean - error, mean + error, **shade)
+
+
+def band(curves: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """x, mean and standard error of curves, to where the shortest ends.
+
+  They need not have the same x: seeds are evaluated at the same steps but not
+  at the same seconds or tokens, so curves are straight between their points,
+  and level before the first: nothing is learned until then. Empty ones are left
+  out.
+  """
+  curves = [curve for curve in curves if curve[0].size]
+  if not curves:
+    return np.zeros(0), np.zeros(0), np.zeros(0)
+  first, last = (min(x[end] for x, _ in curves) for end in (0, -1))
+  x = np.linspace(first, last, _POINTS)
+  values = np.stack([np.interp(x, *curve) for curve in curves])
+  error = np.zeros(_POINTS)
+  if len(curves) > 1:
+    error = values.std(axis=0, ddof=1) / np.sqrt(len(curves))
+  return x, values.mean(axis=0), error
