@@ -70,13 +70,16 @@ class Tokenizer:
     """
     directory = pathlib.Path(path)
     plain = _read_tokenizer(directory / "tokenizer.json")
-    token_config = _read_json(directory / "tokenizer_config.json")
-    id_configs = [
-      _read_json(directory / "generation_config.json"),
-      _read_json(directory / "config.json"),
+    configs = [
+      _read_json(directory / name)
+      for name in (
+        "generation_config.json",
+        "config.json",
+        "tokenizer_config.json",
+      )
     ]
     ids = {
-      kind: _control_ids(kind, directory, plain, id_configs, token_config)
+      kind: _control_ids(kind, directory, plain, configs)
       for kind in ("eos", "pad", "bos")
     }
     if not ids["eos"]:
@@ -94,7 +97,7 @@ class Tokenizer:
       pad_id=(ids["pad"] or ids["eos"])[0],
       bos_id=ids["bos"][0] if ids["bos"] else None,
       prefix=prefix,
-      chat_template=_chat_template(directory, token_config),
+      chat_template=_chat_template(directory, configs[-1]),
       _plain=plain,
       _special={
         token.content: i
@@ -251,29 +254,16 @@ def character_tokenizer_json(
   """
   if len(set(characters)) != len(characters):
     raise ValueError(f"characters must be distinct, got {characters!r}")
-  vocab = {c: i for i, c in enumerate([pad, eos, *characters])}
-  off = ("single_word", "lstrip", "rstrip", "normalized")
-  added = [
-    {"id": vocab[x], "content": x, **dict.fromkeys(off, False), "special": True}
-    for x in (pad, eos)
-  ]
-  split = {"type": "Split", "pattern": {"String": ""}}
-  split |= {"behavior": "Isolated", "invert": False}
   # The unknown token is left out of the vocabulary on purpose: a foreign
   # character is an error, not a silent token.
-  model = {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"}
-  spec = {
-    "version": "1.0",
-    "truncation": None,
-    "padding": None,
-    "added_tokens": added,
-    "normalizer": None,
-    "pre_tokenizer": split,
-    "post_processor": None,
-    "decoder": {"type": "Fuse"},
-    "model": model,
-  }
-  return json.dumps(spec, indent=1)
+  vocab = {c: i for i, c in enumerate([pad, eos, *characters])}
+  tokenizer = tokenizers.Tokenizer(
+    tokenizers.models.WordLevel(vocab, unk_token="<unk>")
+  )
+  tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+  tokenizer.decoder = tokenizers.decoders.Fuse()
+  tokenizer.add_special_tokens([pad, eos])
+  return tokenizer.to_str(pretty=True)
 
 
 def _read_tokenizer(path: pathlib.Path) -> tokenizers.Tokenizer:
@@ -314,19 +304,17 @@ def _control_ids(
   kind: str,
   directory: pathlib.Path,
   tokenizer: tokenizers.Tokenizer,
-  id_configs: Sequence[Mapping[str, Any]],
-  token_config: Mapping[str, Any],
+  configs: Sequence[Mapping[str, Any]],
 ) -> tuple[int, ...]:
   """Returns the ids of a control token, () where no file names one."""
-  found = None
-  for config in id_configs:
-    if found is None:
-      found = config.get(f"{kind}_token_id")
-  if found is None:
-    token = token_config.get(f"{kind}_token")
-    content = token.get("content") if isinstance(token, dict) else token
-    found = tokenizer.token_to_id(content) if isinstance(content, str) else None
-  ids = found if isinstance(found, list) else [] if found is None else [found]
+  *id_configs, token_config = configs
+  named = [config.get(f"{kind}_token_id") for config in id_configs]
+  token = token_config.get(f"{kind}_token")
+  content = token.get("content") if isinstance(token, dict) else token
+  if isinstance(content, str):
+    named.append(tokenizer.token_to_id(content))
+  found = next((found for found in named if found is not None), [])
+  ids = found if isinstance(found, list) else [found]
   for i in ids:
     if type(i) is not int or i < 0 or tokenizer.id_to_token(i) is None:
       raise InputError(
