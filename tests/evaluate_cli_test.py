@@ -305,13 +305,16 @@ class TestEvaluate:
 
   def test_several_sets_of_the_cache(self, run, tmp_path, monkeypatch):
     _, directory = run
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     for name, row in (
       ("math-ai--aime25", {"problem": "1+1?", "answer": 2}),
       ("math-ai--olympiadbench", {"question": "2?", "final_answer": ["2"]}),
     ):
-      folder = tmp_path / f"datasets--{name}" / "snapshots" / "abc" / "data"
+      cached = tmp_path / f"datasets--{name}"
+      folder = cached / "snapshots" / "abc" / "data"
       folder.mkdir(parents=True)
+      (cached / "refs").mkdir()
+      (cached / "refs" / "main").write_text("abc")
       (folder / "train.jsonl").write_text("not this one")
       (folder / "test.jsonl").write_text(json.dumps(row) + "\n")
     code, output, errors = _evaluate(
