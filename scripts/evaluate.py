@@ -177,7 +177,7 @@ def evaluate(evaluator, params):
   """
   import numpy as np
 
-  k = evaluator.samples
+  k = evaluator.writer.group_size
   evaluated = evaluator(params)
   if _OUT.value is not None:
     write(pathlib.Path(_OUT.value), evaluated)
@@ -186,7 +186,8 @@ def evaluate(evaluator, params):
   for name, value in results.items():
     if name.endswith("_se") and math.isnan(value):  # Of one problem.
       results[name] = None
-  lengths, seconds = evaluated.rollout.lengths, evaluated.generate_s
+  lengths = evaluated.responses.rollout.lengths
+  seconds = evaluated.generate_s
   results |= {
     "response_length_median": float(np.median(lengths)),
     "response_length_max": int(lengths.max()),
@@ -264,7 +265,10 @@ def run() -> None:
   # repeated exactly. Another seed leaves the problems as they are.
   seed = config.run.seed if _SEED.value is None else _SEED.value
   evaluator = dataclasses.replace(
-    owners.evaluator, key=run_key(seed, build.EVALUATION)
+    owners.evaluator,
+    writer=dataclasses.replace(
+      owners.evaluator.writer, key=run_key(seed, build.EVALUATION)
+    ),
   )
   found = []
   with contextlib.closing(owners.judge):

@@ -18,20 +18,14 @@ from jaxrl_llm.types import Responses
 Template = Callable[[Example], list[int]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Prompt:
-  """What the sampler reads, and what the reward compares with."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prompt(Example):
+  """An example as the sampler reads it."""
 
   example_id: int  # Row of the data.
   group_id: int  # Unique per draw: a prompt drawn twice is two groups.
   tokens: tuple[int, ...]
-  text: str  # The tokens, decoded; control tokens included.
-  name: str  # The data's own id of the example.
-  question: str
-  answer: str
-  source: str
-  messages: Sequence[Mapping[str, str]] | None = None  # Of a conversation.
-  columns: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  text: str = ""  # The tokens, decoded, where somebody reads them.
 
 
 def completion(
@@ -248,12 +242,7 @@ class PromptSource:
       group_id=group_id,
       tokens=tokens,
       text=self._tokenizer.decode(tokens, skip_special=False),
-      name=example.id,
-      question=example.question,
-      answer=example.answer,
-      source=example.source,
-      messages=example.messages,
-      columns=example.columns,
+      **vars(example),
     )
 
 

@@ -2,34 +2,19 @@
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from jaxrl_llm.metrics.writers import Sample
-from jaxrl_llm.rewards.judge import Judged, Problem
-from jaxrl_llm.types import Rollout, Status
+from jaxrl_llm.rewards.judge import Judged
+from jaxrl_llm.types import Status
 
 
-def make_samples(
-  rollout: Rollout,
-  problems: Sequence[Problem],
-  judged: Judged,
-  rewards: np.ndarray,
-  rows: Sequence[int],
-) -> list[Sample]:
-  """Rows of a rollout for the sample table.
-
-  Args:
-    rollout: B responses.
-    problems: that of each row.
-    judged: their texts and verdicts.
-    rewards: [B].
-    rows: which of them.
-  """
+def make_samples(judged: Judged, rows: Sequence[int]) -> list[Sample]:
+  """The given rows for the sample table."""
+  rollout, rewards = judged.responses.rollout, judged.responses.rewards
   return [
     Sample(
-      prompt=problems[i].text,
+      prompt=judged.prompts[i].text,
       response=judged.texts[i],
-      gold=problems[i].answer,
+      gold=judged.prompts[i].answer,
       extracted=judged.verdicts[i].extracted,
       reward=float(rewards[i]),
       length=int(rollout.lengths[i]),

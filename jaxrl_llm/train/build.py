@@ -29,6 +29,7 @@ from jaxrl_llm.learner.state import LearnerSettings
 from jaxrl_llm.models import hf
 from jaxrl_llm.rewards.judge import Judge
 from jaxrl_llm.rollout.worker import RolloutSettings, RolloutWorker, run_key
+from jaxrl_llm.rollout.writer import ResponseWriter
 from jaxrl_llm.sampling import Engine, SamplingSettings
 from jaxrl_llm.train import data, meshes, sampler, validation
 from jaxrl_llm.train.loop import Run
@@ -174,17 +175,17 @@ def make_worker(
 
 
 def _worker(config, engine, source, judge, settings, stream) -> RolloutWorker:
-  return RolloutWorker(
+  writer = ResponseWriter(
     engine,
-    source,
-    judge,
-    settings,
-    sampling_settings=SamplingSettings(
+    SamplingSettings(
       temperature=config.sampler.temperature,
       max_new_tokens=config.sampler.max_response_length,
     ),
-    key=run_key(config.run.seed, stream),
+    run_key(config.run.seed, stream),
+    settings.group_size,
+    judge,
   )
+  return RolloutWorker(writer, source, settings)
 
 
 def _make_pretraining(
@@ -212,20 +213,18 @@ def _make_pretraining(
 
 def _make_evaluator(config, engine, problems, judge) -> Evaluator:
   prompts, name, origin = problems
-  return Evaluator(
-    name=name,
-    prompts=prompts,
-    samples=config.eval.samples,
-    engine=engine,
-    settings=SamplingSettings(
+  writer = ResponseWriter(
+    engine,
+    SamplingSettings(
       temperature=config.eval.temperature,
       top_p=config.eval.top_p,
       max_new_tokens=config.sampler.max_response_length,
     ),
-    key=run_key(config.run.seed, EVALUATION),
-    judge=judge,
-    origin=origin,
+    run_key(config.run.seed, EVALUATION),
+    config.eval.samples,
+    judge,
   )
+  return Evaluator(name, prompts, writer, origin)
 
 
 def with_problems(evaluator: Evaluator, config: Any) -> Evaluator:

@@ -84,7 +84,7 @@ def _sources(config) -> tuple[sources.Source, sources.Source, str, str]:
 
 def _check_answers(reward: str, prompts: list[Prompt]) -> None:
   """Refuses data without the answers that a verifier compares with."""
-  bare = [prompt.name for prompt in prompts if not prompt.answer]
+  bare = [prompt.id for prompt in prompts if not prompt.answer]
   if bare and rewards.gold_response(reward, ""):
     raise InputError(
       f"{bare[0]} has no answer, which config.reward.name={reward!r} compares"

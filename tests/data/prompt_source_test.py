@@ -124,7 +124,7 @@ class TestPromptSource:
     assert prompt.group_id == 11
     assert tokenizer.decode(prompt.tokens) == prompt.text == prompt.question
     assert prompt.source == "chain_sum/train"
-    index = int(prompt.name.removeprefix("chain_sum-train-"))
+    index = int(prompt.id.removeprefix("chain_sum-train-"))
     assert index == prompt.example_id
     assert tasks.ChainSum(seed=2)[index].answer == prompt.answer
 
@@ -261,5 +261,5 @@ class TestPromptSource:
     path.write_text('{"question": "1?", "answer": "1"}\n')
     source = sources.make_source("jsonl", path=str(path))
     drawn = draw(make_prompts(tokenizer, source), 2)
-    assert [p.name for p in drawn] == ["q-1", "q-1"]
+    assert [p.id for p in drawn] == ["q-1", "q-1"]
     assert [(p.example_id, p.group_id) for p in drawn] == [(0, 0), (0, 1)]
