@@ -112,7 +112,7 @@ def fit(config, path: pathlib.Path) -> None:
     "data.max_prompt_length": prompt,
     "sampler.max_response_length": min(_RESPONSE_LENGTH, context - prompt),
   }
-  if Tokenizer.load(str(path)).chat_template is None:
+  if Tokenizer(str(path)).chat_template is None:
     fitting |= {"data.template": "completion", "data.template_settings": {}}
   given = config_flags.get_override_values(flags.FLAGS["config"])
   config.update_from_flattened_dict(

@@ -210,7 +210,7 @@ def make_job(options) -> generate.Generation:
   """
   requests, source = read_requests(options), find_model(options.model)
   config = hf.read_config(source.directory)
-  tokenizer = Tokenizer.load(source.directory)
+  tokenizer = Tokenizer(source.directory)
   if tokenizer.vocab_size > config.vocab_size:
     raise InputError(
       f"{tokenizer.path}: the tokenizer has {tokenizer.vocab_size} tokens but"

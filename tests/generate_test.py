@@ -47,7 +47,7 @@ def _requests(records=_PROMPTS):
 
 
 def _prompts(requests, tokenizer=None, *, name="completion", **settings):
-  tokenizer = tokenizer or Tokenizer.load(base_models.BASE)
+  tokenizer = tokenizer or Tokenizer(base_models.BASE)
   return generate.make_prompts(
     requests,
     TEMPLATES[name](tokenizer),
@@ -80,7 +80,7 @@ def small_chunks():
 @pytest.fixture(scope="module")
 def job():
   """The shipped base in two slots, fewer than the samples of a prompt."""
-  tokenizer = Tokenizer.load(base_models.BASE)
+  tokenizer = Tokenizer(base_models.BASE)
   fns, params = models.load(str(base_models.BASE))
   return generate.Generation(
     writer=ResponseWriter(
@@ -149,7 +149,7 @@ class TestSamples:
       assert [float(str(x)) for x in as_float32] == record["logprobs"]
 
   def test_stop_strings_and_forbidden_tokens(self, job, tmp_path):
-    forbidden = Tokenizer.load(base_models.BASE).encode("=")
+    forbidden = Tokenizer(base_models.BASE).encode("=")
     sampling = SamplingSettings(
       stop_strings=(".",), logit_bias={forbidden[0]: -np.inf}
     )
@@ -246,7 +246,7 @@ class TestRequests:
       rows.parse_rows(b"1\n\xff", "f", "text")
 
   def test_chat(self, tmp_path):
-    base = Tokenizer.load(base_models.BASE)
+    base = Tokenizer(base_models.BASE)
     for file in base_models.BASE.iterdir():
       if file.suffix == ".json":
         shutil.copy(file, tmp_path)
@@ -261,7 +261,7 @@ class TestRequests:
         {"question": "3+5?", "answer": "8"},
       ]
     )
-    tokenizer = Tokenizer.load(tmp_path)
+    tokenizer = Tokenizer(tmp_path)
     one, two = base.encode("1"), base.encode("2")
     plain, chat = base.encode("3+5?"), base.encode("=")
     conversation = [*one, 1, *two, 1, *chat]

@@ -136,12 +136,15 @@ def read_lines(data: bytes, name: str) -> Iterator[tuple[str, str]]:
       yield f"{name}:{number}", text
 
 
-def parse_object(text: str, where: str) -> dict[str, Any]:
-  """The JSON object in a line.
+def parse_object(
+  text: str, where: str, advice: str = "write one object a line"
+) -> dict[str, Any]:
+  """The JSON object in a text.
 
   Args:
-    text: the line.
+    text: a line or a file.
     where: its name, for messages.
+    advice: what to do where there is none.
 
   Raises:
     InputError: it is none.
@@ -149,13 +152,9 @@ def parse_object(text: str, where: str) -> dict[str, Any]:
   try:
     value = json.loads(text, parse_constant=_refuse)
   except (ValueError, RecursionError) as error:
-    raise InputError(
-      f"{where}: not JSON ({error}); write one object a line"
-    ) from error
+    raise InputError(f"{where}: not JSON ({error}); {advice}") from error
   if not isinstance(value, dict):
-    raise InputError(
-      f"{where}: holds a {type(value).__name__}; write one object a line"
-    )
+    raise InputError(f"{where}: holds a {type(value).__name__}; {advice}")
   return value
 
 

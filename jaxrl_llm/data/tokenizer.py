@@ -5,10 +5,8 @@ others wrote: the spelling of a control token inside it is ordinary text. The
 ids of control tokens enter only through `prefix` and a chat template.
 """
 
-import dataclasses
 import functools
 import itertools
-import json
 import pathlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +16,7 @@ import jinja2
 import tokenizers
 from jinja2 import sandbox
 
+from jaxrl_llm.data.rows import parse_object
 from jaxrl_llm.errors import InputError
 
 _MAX_TEMPLATE_CHARS = 1 << 16
@@ -25,12 +24,11 @@ _MAX_RENDERED_CHARS = 1 << 20
 _PRIVATE_USE = range(0xE000, 0xF900)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Tokenizer:
   """A tokenizer with the ids that sampling needs.
 
   Attributes:
-    path: directory it was loaded from, for messages.
+    path: directory it was read from, for messages.
     vocab_size: one more than the largest token id.
     eos_id: the first stop token.
     stop_tokens: all tokens that end a response.
@@ -41,70 +39,42 @@ class Tokenizer:
     chat_template: Jinja source, or None.
   """
 
-  path: str
-  vocab_size: int
-  eos_id: int
-  stop_tokens: tuple[int, ...]
-  pad_id: int
-  bos_id: int | None
-  prefix: tuple[int, ...]
-  chat_template: str | None
-  _plain: tokenizers.Tokenizer = dataclasses.field(repr=False)
-  _special: Mapping[str, int] = dataclasses.field(repr=False)
-
-  @classmethod
-  def load(cls, path: str | pathlib.Path) -> "Tokenizer":
+  def __init__(self, path: str | pathlib.Path):
     """Reads `tokenizer.json` and the small files beside it.
 
     Args:
-      path: directory with `tokenizer.json`; `tokenizer_config.json`,
-        `generation_config.json` and `config.json` are read where present, for
-        the end, padding and begin tokens (in this order: generation config,
-        model config, tokenizer config).
-
-    Returns:
-      The tokenizer.
+      path: directory with `tokenizer.json`; `generation_config.json`,
+        `config.json` and `tokenizer_config.json` are read where present, for
+        the end, padding and begin tokens (in this order).
 
     Raises:
       InputError: a file is missing or damaged, or no end token is named.
     """
     directory = pathlib.Path(path)
     plain = _read_tokenizer(directory / "tokenizer.json")
-    configs = [
-      _read_json(directory / name)
-      for name in (
-        "generation_config.json",
-        "config.json",
-        "tokenizer_config.json",
-      )
-    ]
-    ids = {
-      kind: _control_ids(kind, directory, plain, configs)
+    names = ("generation_config", "config", "tokenizer_config")
+    configs = [_read_json(directory / f"{name}.json") for name in names]
+    eos, pad, bos = (
+      _control_ids(kind, directory, plain, configs)
       for kind in ("eos", "pad", "bos")
-    }
-    if not ids["eos"]:
+    )
+    if not eos:
       raise InputError(
         f"{directory}: no end token; name eos_token_id in config.json"
       )
-    _mark_special(plain, {i for group in ids.values() for i in group})
-    prefix = _prefix(plain)
+    _mark_special(plain, {*eos, *pad, *bos})
+    self.path, self.prefix = str(directory), _prefix(plain)
+    self.vocab_size = max(plain.get_vocab(with_added_tokens=True).values()) + 1
+    self.stop_tokens, self.eos_id = eos, eos[0]
+    self.pad_id, self.bos_id = (pad or eos)[0], bos[0] if bos else None
+    self.chat_template = _chat_template(directory, configs[-1])
     plain.encode_special_tokens = True
-    return cls(
-      path=str(directory),
-      vocab_size=max(plain.get_vocab(with_added_tokens=True).values()) + 1,
-      eos_id=ids["eos"][0],
-      stop_tokens=ids["eos"],
-      pad_id=(ids["pad"] or ids["eos"])[0],
-      bos_id=ids["bos"][0] if ids["bos"] else None,
-      prefix=prefix,
-      chat_template=_chat_template(directory, configs[-1]),
-      _plain=plain,
-      _special={
-        token.content: i
-        for i, token in plain.get_added_tokens_decoder().items()
-        if token.special
-      },
-    )
+    self._plain = plain
+    self._special = {
+      token.content: i
+      for i, token in plain.get_added_tokens_decoder().items()
+      if token.special
+    }
 
   def encode(self, text: str) -> list[int]:
     """Returns the tokens of plain text: no control token is added or read."""
@@ -266,14 +236,18 @@ def character_tokenizer_json(
   return tokenizer.to_str(pretty=True)
 
 
-def _read_tokenizer(path: pathlib.Path) -> tokenizers.Tokenizer:
+def _read_text(path: pathlib.Path) -> str:
   try:
-    text = path.read_text(encoding="utf-8")
+    return path.read_text(encoding="utf-8")
   except (OSError, UnicodeDecodeError) as error:
     raise InputError(
       f"{path}: cannot be read ({error}); give a model directory that holds"
       " tokenizer.json"
     ) from error
+
+
+def _read_tokenizer(path: pathlib.Path) -> tokenizers.Tokenizer:
+  text = _read_text(path)
   try:
     tokenizer = tokenizers.Tokenizer.from_str(text)
   except Exception as error:  # The library raises bare Exception.
@@ -289,15 +263,7 @@ def _read_tokenizer(path: pathlib.Path) -> tokenizers.Tokenizer:
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
   if not path.exists():
     return {}
-  try:
-    value = json.loads(path.read_text(encoding="utf-8"))
-  except (OSError, ValueError, RecursionError) as error:
-    raise InputError(
-      f"{path}: not readable JSON ({error}); download it again"
-    ) from error
-  if not isinstance(value, dict):
-    raise InputError(f"{path}: must hold one JSON object; download it again")
-  return value
+  return parse_object(_read_text(path), str(path), "download it again")
 
 
 def _control_ids(
@@ -347,7 +313,7 @@ def _chat_template(
   path = directory / "chat_template.jinja"
   template = token_config.get("chat_template")
   if path.exists():
-    template = path.read_text(encoding="utf-8")
+    template = _read_text(path)
   if template is None:
     return None
   if not isinstance(template, str) or len(template) > _MAX_TEMPLATE_CHARS:

@@ -49,7 +49,7 @@ def make_run(config: Any) -> Run:
   mesh, sampler_mesh = meshes.make_meshes(config)
   path = base_models.model_path(config)
   model_config = hf.read_config(path)
-  tokenizer = Tokenizer.load(path)
+  tokenizer = Tokenizer(path)
   data.check_context(config, model_config, tokenizer)
   both = {"trainer": mesh, "sampler": sampler_mesh}
   fns = make_fns(config, model_config, **both)
@@ -233,7 +233,7 @@ def with_problems(evaluator: Evaluator, config: Any) -> Evaluator:
   Raises:
     InputError: the data cannot be used.
   """
-  tokenizer = Tokenizer.load(base_models.model_path(config))
+  tokenizer = Tokenizer(base_models.model_path(config))
   _, (prompts, name, origin) = data.make_prompts(config, tokenizer)
   return dataclasses.replace(
     evaluator, prompts=prompts, name=name, origin=origin
