@@ -200,7 +200,7 @@ class PromptSource:
     prompts, position, misses = [], state.position, 0
     while len(prompts) < n:
       example_id = int(self._order[position])
-      prompt = self._encode(example_id, state.drawn + len(prompts))
+      prompt = self.prompt(example_id, state.drawn + len(prompts))
       if prompt is not None:
         prompts.append(prompt)
       misses = 0 if prompt is not None else misses + 1
@@ -222,11 +222,8 @@ class PromptSource:
     del responses
     return state
 
-  def prompt(self, example_id: int, group_id: int) -> Prompt:
-    """A prompt that was drawn before."""
-    return self._encode(example_id, group_id)
-
-  def _encode(self, example_id: int, group_id: int) -> Prompt | None:
+  def prompt(self, example_id: int, group_id: int) -> Prompt | None:
+    """A prompt by its row of the data; None if it is too long and dropped."""
     example = self._source[example_id]
     tokens = tuple(self._template(example))
     if len(tokens) > self._max_length:

@@ -48,7 +48,7 @@ class Judge:
   ):
     """Args as in config group `reward`; decode is tokens -> text."""
     self._decode, self.pool, self._name = decode, pool, name
-    self._rewards = incorrect, correct
+    self._by_correct = incorrect, correct
     self.tell: Callable[[str], None] = lambda line: print(line, file=sys.stderr)
     self.failure = ""
     self._told: set[tuple] = set()
@@ -78,23 +78,20 @@ class Judge:
 
   def _responses(self, rollout, verdicts) -> Responses:
     """Verdicts as arrays; a part that a response does not have is NaN."""
-    column = lambda values, dtype: np.asarray(list(values), dtype)
-    names = dict.fromkeys(name for v in verdicts for name in v.parts)
+    rewards = [
+      self._by_correct[v.correct] if v.value is None else v.value
+      for v in verdicts
+    ]
+    parts = {}
+    for name in dict.fromkeys(name for v in verdicts for name in v.parts):
+      values = [v.parts.get(name, np.nan) for v in verdicts]
+      parts[name] = np.asarray(values, np.float32)
     return Responses(
       rollout=rollout,
-      rewards=column(
-        (
-          self._rewards[v.correct] if v.value is None else v.value
-          for v in verdicts
-        ),
-        np.float32,
-      ),
-      correct=column((v.correct for v in verdicts), bool),
-      judged=column((v.error is None for v in verdicts), bool),
-      parts={
-        name: column((v.parts.get(name, np.nan) for v in verdicts), np.float32)
-        for name in names
-      },
+      rewards=np.asarray(rewards, np.float32),
+      correct=np.asarray([v.correct for v in verdicts], bool),
+      judged=np.asarray([v.error is None for v in verdicts], bool),
+      parts=parts,
     )
 
   def _news(self, verdicts, prompts) -> list[int]:

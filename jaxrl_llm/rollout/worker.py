@@ -248,11 +248,10 @@ class RolloutWorker:
     state, source_state = self._begin(
       state, source_state, -(-max(free, 0) // settings.group_size), timer
     )
-    rows = np.arange(len(state.store.lengths))
     rule = STOPS[settings.stop].responses(settings.groups * settings.group_size)
     with timer.phase("generate"):
       rollout = self.writer.write(
-        take_rows(state.store, rows[:room]),
+        take_rows(state.store, np.s_[:room]),
         weights,
         window=settings.window,
         rule=rule,
@@ -266,7 +265,7 @@ class RolloutWorker:
     order = np.argsort(np.argsort(over, kind="stable"))  # As they were.
     batch = join_rows([take_rows(join_rows(parts), order)])
     goes_on = take_rows(rollout, rollout.status == Status.TRUNCATED)
-    waiting = take_rows(state.store, rows[room:])
+    waiting = take_rows(state.store, np.s_[room:])
     state = state.replace(store=_joined(goes_on, waiting))
     return Collected(batch, state, source_state, weights.version, seen, {})
 
