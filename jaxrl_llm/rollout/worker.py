@@ -6,7 +6,7 @@ may get. DAPO keeps groups with mixed verdicts, APRIL stops when enough groups
 have ended, T-PPO writes a window of every response.
 
 Its state holds every response that has begun and was not handed over. Which
-weights, KV caches and texts belong to it is a cache: dropped at any moment and
+weights and KV caches belong to it is a cache: dropped at any moment and
 rebuilt, the worker writes the same tokens.
 """
 
@@ -151,7 +151,6 @@ class RolloutWorker:
       settings: how a batch comes about.
     """
     self.writer, self._source, self._settings = writer, source, settings
-    self._prompts: dict[int, Prompt] = {}  # A cache, by group id.
 
   def init(self) -> RolloutState:
     """The state before the first batch."""
@@ -183,9 +182,6 @@ class RolloutWorker:
     before = engine.stats
     collect = self._windows if self._settings.window else self._groups
     batch = collect(state, source_state, weights, timer)
-    store = batch.state.store
-    kept = set() if store is None else set(store.group_id.tolist())
-    self._prompts = {k: x for k, x in self._prompts.items() if k in kept}
     row = decoding_metrics(engine.stats - before) | batch.metrics
     return dataclasses.replace(batch, metrics=row)
 
@@ -273,7 +269,6 @@ class RolloutWorker:
     """Draws prompts, whose responses are in the store from then on."""
     with timer.phase("data"):
       prompts, source_state = self._source.draw(source_state, max(groups, 0))
-    self._prompts |= {prompt.group_id: prompt for prompt in prompts}
     size = self._settings.group_size
     ids = state.samples + np.arange(len(prompts) * size).reshape(-1, size)
     store = _joined(state.store, self.writer.begin(prompts, ids))
@@ -300,12 +295,10 @@ class RolloutWorker:
       return self.writer.judge(rollout, self._prompts_of(rollout))
 
   def _prompts_of(self, rollout: Rollout) -> Sequence[Prompt]:
-    """The prompt of every row; one that is not at hand is read again."""
-    pairs = zip(rollout.example_id.tolist(), rollout.group_id.tolist())
-    for example_id, group_id in set(pairs):
-      if group_id not in self._prompts:
-        self._prompts[group_id] = self._source.prompt(example_id, group_id)
-    return [self._prompts[group_id] for group_id in rollout.group_id.tolist()]
+    """The prompt of every row, read again: it may be of an earlier batch."""
+    rows = list(zip(rollout.example_id.tolist(), rollout.group_id.tolist()))
+    prompts = {row: self._source.prompt(*row) for row in set(rows)}
+    return [prompts[row] for row in rows]
 
 
 def mixed(responses: Responses) -> np.ndarray:

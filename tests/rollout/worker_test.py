@@ -301,13 +301,6 @@ class TestState:
       assert one.samples == other.samples and one.metrics == other.metrics
     assert runs[0].pool.seen == runs[1].pool.seen
 
-  def test_prompts_of_what_was_handed_over_are_forgotten(self):
-    run = Run(window=1)
-    for _ in range(10):
-      run.collect()
-      kept = set(run.state.store.group_id.tolist())
-      assert set(run.worker._prompts) <= kept
-
 
 class TestDrawnTwice:
   """A prompt that is drawn again while it is in flight is another group."""
