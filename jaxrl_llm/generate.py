@@ -35,8 +35,6 @@ KEYS = (
   "stop_reason",
   "settings",
 )
-
-
 _ROUNDS = 8  # How often a chunk of samples could fill the slots.
 
 # (prompt index, sample index)

@@ -23,14 +23,13 @@ def find(name: str) -> tuple[str, str]:
   Raises:
     InputError: it is not in the cache.
   """
-  import huggingface_hub as hub  # Heavy, and needed here only.
+  # Heavy, and needed here only.
+  from huggingface_hub import constants, errors, snapshot_download
 
   repository, part = BENCHMARKS[name]
-  with contextlib.suppress(hub.errors.LocalEntryNotFoundError):
+  with contextlib.suppress(errors.LocalEntryNotFoundError):
     folder = pathlib.Path(
-      hub.snapshot_download(
-        repository, repo_type="dataset", local_files_only=True
-      )
+      snapshot_download(repository, repo_type="dataset", local_files_only=True)
     )
     for kind in ("parquet", "jsonl"):
       files = sorted(folder.rglob(f"*.{kind}"))
@@ -42,6 +41,6 @@ def find(name: str) -> tuple[str, str]:
       if paths:
         return kind, ",".join(paths)
   raise InputError(
-    f"{name}: {repository} is not in {hub.constants.HF_HUB_CACHE}; get it with"
+    f"{name}: {repository} is not in {constants.HF_HUB_CACHE}; get it with"
     f" `hf download {repository} --repo-type=dataset`, or give a JSONL file"
   )
