@@ -113,11 +113,9 @@ def normalize_answer(answer: str) -> str:
   bare = _TEXT.sub("", text).strip()
   # `18\text{ cm}` is 18, but `\text{Evelyn}` is Evelyn.
   text = bare if bare else _TEXT.sub(r"\1", text).strip()
-  named = _NAMED.match(text)
-  if named:
+  if named := _NAMED.match(text):
     text = named["value"].strip()
-  unit = _UNIT.match(text)
-  if unit:
+  if unit := _UNIT.match(text):
     text = unit["number"]
   number = parse_number(text)
   return str(number) if number is not None else text.replace(" ", "")
