@@ -264,12 +264,9 @@ def run() -> None:
   # The loop's own stream: without further flags a run's last evaluation is
   # repeated exactly. Another seed leaves the problems as they are.
   seed = config.run.seed if _SEED.value is None else _SEED.value
-  evaluator = dataclasses.replace(
-    owners.evaluator,
-    writer=dataclasses.replace(
-      owners.evaluator.writer, key=run_key(seed, build.EVALUATION)
-    ),
-  )
+  key = run_key(seed, build.EVALUATION)
+  writer = dataclasses.replace(owners.evaluator.writer, key=key)
+  evaluator = dataclasses.replace(owners.evaluator, writer=writer)
   found = []
   with contextlib.closing(owners.judge):
     params, step = load_params(path, owners)
