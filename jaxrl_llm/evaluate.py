@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm import metrics
-from jaxrl_llm.data.prompt_source import Prompt
+from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.rewards import Verdict
 from jaxrl_llm.rewards.judge import Judged
 from jaxrl_llm.rollout.writer import ResponseWriter, Weights

@@ -13,8 +13,9 @@ import pathlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, TextIO
 
-from jaxrl_llm.data.prompt_source import Prompt, Template
+from jaxrl_llm.data.prompt_source import Template
 from jaxrl_llm.data.rows import Row, parse_object, to_example
+from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.metrics.progress import Progress
 from jaxrl_llm.rollout.writer import ResponseWriter, Weights

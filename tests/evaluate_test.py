@@ -6,7 +6,7 @@ import pytest
 from helpers import tiny_run
 
 from jaxrl_llm import evaluate, rewards
-from jaxrl_llm.data.prompt_source import Prompt
+from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.rewards.judge import Judge
 from jaxrl_llm.rollout.writer import ResponseWriter
 from jaxrl_llm.sampling import EngineConfig, SamplingSettings

@@ -1,6 +1,5 @@
 """From examples to prompts: templates, and the order in which they come."""
 
-import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,22 +9,12 @@ import grain
 import numpy as np
 
 from jaxrl_llm.data.sources import Source
-from jaxrl_llm.data.tasks import Example
+from jaxrl_llm.data.tasks import Example, Prompt
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.types import Responses
 
 Template = Callable[[Example], list[int]]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Prompt(Example):
-  """An example as the sampler reads it."""
-
-  example_id: int  # Row of the data.
-  group_id: int  # Unique per draw: a prompt drawn twice is two groups.
-  tokens: tuple[int, ...]
-  text: str = ""  # The tokens, decoded, where somebody reads them.
 
 
 def completion(

@@ -40,6 +40,16 @@ class Example:
   columns: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prompt(Example):
+  """An example as the sampler reads it."""
+
+  example_id: int  # Row of the data.
+  group_id: int  # Unique per draw: a prompt drawn twice is two groups.
+  tokens: tuple[int, ...]
+  text: str = ""  # The tokens, decoded, where somebody reads them.
+
+
 class Problem:
   """A running total to be written down step by step; hashable.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.data.prompt_source import Prompt
+from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.verdict import Verdict
 from jaxrl_llm.types import Responses, Rollout, Status

@@ -19,11 +19,8 @@ import jax
 import numpy as np
 
 from jaxrl_llm import metrics, sampling
-from jaxrl_llm.data.prompt_source import (
-  Prompt,
-  PromptSource,
-  PromptSourceState,
-)
+from jaxrl_llm.data.prompt_source import PromptSource, PromptSourceState
+from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.errors import TrainingStopped
 from jaxrl_llm.rewards.judge import Judged
 from jaxrl_llm.rollout.metrics import decoding_metrics

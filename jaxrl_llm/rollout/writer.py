@@ -11,7 +11,7 @@ from typing import Any
 import chex
 
 from jaxrl_llm import sampling
-from jaxrl_llm.data.prompt_source import Prompt
+from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.rewards.judge import Judge
 from jaxrl_llm.types import Rollout
 

@@ -8,9 +8,9 @@ from jaxrl_llm.data import sources
 from jaxrl_llm.data.prompt_source import (
   PROMPT_SOURCES,
   TEMPLATES,
-  Prompt,
   PromptSource,
 )
+from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import ModelConfig

@@ -7,7 +7,7 @@ import numpy as np
 from helpers import tiny_run
 
 from jaxrl_llm import rewards
-from jaxrl_llm.data.prompt_source import Prompt
+from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.rewards.judge import Judge
 from jaxrl_llm.types import Status
 

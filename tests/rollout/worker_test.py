@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from helpers import tiny_run
 
-from jaxrl_llm.data.prompt_source import Prompt, PromptSourceState
+from jaxrl_llm.data.prompt_source import PromptSourceState
+from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.errors import TrainingStopped
 from jaxrl_llm.metrics import PhaseTimer
 from jaxrl_llm.rewards.exact import Verdict

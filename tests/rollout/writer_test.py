@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from jaxrl_llm.data.prompt_source import Prompt
+from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.rollout.writer import ResponseWriter, Weights
 from jaxrl_llm.sampling import (
   EngineConfig,
