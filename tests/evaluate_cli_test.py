@@ -305,7 +305,7 @@ class TestEvaluate:
 
   def test_several_sets_of_the_cache(self, run, tmp_path, monkeypatch):
     _, directory = run
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     for name, row in (
       ("math-ai--aime25", {"problem": "1+1?", "answer": 2}),
       ("math-ai--olympiadbench", {"question": "2?", "final_answer": ["2"]}),
