@@ -22,6 +22,7 @@ _INSTALL = [
   "absl-py>=2.1",
   "safetensors>=0.6,<1",
   "tokenizers>=0.22,<0.24",
+  "huggingface-hub>=0.34,<3",  # Which tokenizers needs itself.
   "jinja2>=3.1.6,<4",
   "rich>=13,<16",
   "tensorboardX>=2.6,<3",

@@ -37,10 +37,10 @@ def checksums(tree: Any) -> dict[str, int]:
   stays unseen with a probability near 2⁻⁶⁴.
 
   Args:
-    tree: arrays on any devices or in NumPy, of at most 64-bit numbers.
+    tree: arrays on any devices or in NumPy, of at most 32-bit numbers.
 
   Raises:
-    TypeError: a leaf has complex or no numbers.
+    TypeError: a leaf has wider, complex or no numbers.
     ValueError: two leaves have one path name.
   """
   return leaf_checksums(*named_leaves(tree))
@@ -89,15 +89,9 @@ def leaf_checksums(
 def _start(name: str, leaf: Any) -> jax.Array:
   leaf = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
   numeric = jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == bool
-  if not numeric or jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+  if not numeric or leaf.dtype.itemsize > 4:
     raise TypeError(f"{name}: no checksum for dtype {leaf.dtype}")
   seed = np.uint32(zlib.crc32(f"{name} {leaf.dtype} {leaf.shape}".encode()))
-  if isinstance(leaf, np.ndarray) and leaf.dtype.itemsize == 8:
-    # Else JAX would cut it to 32 bits.
-    leaf = np.ascontiguousarray(leaf).view(np.uint32)
-    leaf = leaf.reshape(-1, 2)
-  elif leaf.dtype.itemsize == 8:
-    leaf = jax.lax.bitcast_convert_type(leaf, jnp.uint32).reshape(-1, 2)
   return _sums(leaf, seed)
 
 

@@ -6,37 +6,31 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import chex
 import numpy as np
 
 from jaxrl_llm import metrics
-from jaxrl_llm.data.prompt_source import Prompt
-from jaxrl_llm.rewards.judge import Judge, Judged
-from jaxrl_llm.sampling import Engine, SamplingSettings
-from jaxrl_llm.types import Responses, Rollout, Status
+from jaxrl_llm.data.tasks import Prompt
+from jaxrl_llm.rewards import Verdict
+from jaxrl_llm.rewards.judge import Judged
+from jaxrl_llm.rollout.writer import ResponseWriter, Weights
+from jaxrl_llm.types import Responses, Status
 
 _SHOWN = 4  # Responses of an evaluation that a table shows.
 
 
-def majority_at_k(judged: Judged, k: int) -> float:
+def majority_at_k(verdicts: Sequence[Verdict], k: int) -> float:
   """Accuracy of the most frequent extracted answer of every k responses.
 
   The first of equally frequent answers counts; a response without an answer
   has no vote.
   """
   right = 0
-  for start in range(0, len(judged.verdicts), k):
-    verdicts = judged.verdicts[start : start + k]
-    votes = collections.Counter(
-      v.extracted for v in verdicts if v.extracted is not None
-    )
-    winner = votes.most_common(1)[0][0] if votes else None
-    right += any(
-      v.correct and v.extracted == winner
-      for v in verdicts
-      if v.extracted is not None
-    )
-  return right / (len(judged.verdicts) // k)
+  for start in range(0, len(verdicts), k):
+    voters = [v for v in verdicts[start : start + k] if v.extracted is not None]
+    votes = collections.Counter(v.extracted for v in voters)
+    winners = [answer for answer, _ in votes.most_common(1)]
+    right += any(v.correct and v.extracted in winners for v in voters)
+  return right / (len(verdicts) // k)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,16 +38,14 @@ class Evaluation:
   """k judged responses to each of N problems, problem by problem."""
 
   name: str  # Of the set of problems.
-  prompts: Sequence[Prompt]
   samples: int  # k.
-  responses: Responses
   judged: Judged
   generate_s: float  # Seconds that the sampler took.
 
   @property
-  def rollout(self) -> Rollout:
-    """What was written."""
-    return self.responses.rollout
+  def responses(self) -> Responses:
+    """What was written, and its rewards."""
+    return self.judged.responses
 
   def results(self, tries: Sequence[int]) -> dict[str, float]:
     """avg@k, its standard error over problems, pass@n, maj@k and the rest.
@@ -63,57 +55,58 @@ class Evaluation:
     Args:
       tries: every n of pass@n, each 1 to k.
     """
-    k, lengths, right = self.samples, self.rollout.lengths, self._right()
-    average = metrics.avg_at_k(right, k)
+    k, responses, verdicts = self.samples, self.responses, self.judged.verdicts
+    average = metrics.avg_at_k(self._right(), k)
     results = {
       f"avg@{k}": average.mean,
       f"avg@{k}_se": average.standard_error,
     }
     for n in tries:
-      results[f"pass@{n}"] = float(metrics.pass_at_k(right, k, k=n).mean())
-    if self.judged.judged.any():
-      rewards = self.responses.rewards[self.judged.judged]
+      results[f"pass@{n}"] = float(self._passed(n).mean())
+    if responses.judged.any():
+      rewards = responses.rewards[responses.judged]
       results["reward_mean"] = float(rewards.mean())
-    if any(v.extracted is not None for v in self.judged.verdicts):
-      results[f"maj@{k}"] = majority_at_k(self.judged, k)
-    overlong = self.rollout.status == Status.OVERLONG
+    if any(v.extracted is not None for v in verdicts):
+      results[f"maj@{k}"] = majority_at_k(verdicts, k)
+    overlong = responses.rollout.status == Status.OVERLONG
     return results | {
-      "response_length_mean": float(lengths.mean()),
+      "response_length_mean": float(responses.rollout.lengths.mean()),
       "overlong_fraction": float(overlong.mean()),
-      "unjudged": int((~self.judged.judged).sum()),
+      "unjudged": int((~responses.judged).sum()),
     }
 
   def errors(self, tries: Sequence[int]) -> dict[str, float]:
     """Standard errors of pass@n over problems; nan for one problem."""
-    passed = {
-      n: metrics.pass_at_k(self._right(), self.samples, k=n) for n in tries
-    }
-    return {
-      f"pass@{n}_se": metrics.mean_and_standard_error(x).standard_error
-      for n, x in passed.items()
-    }
+    error = lambda x: metrics.mean_and_standard_error(x).standard_error
+    return {f"pass@{n}_se": error(self._passed(n)) for n in tries}
 
   def _right(self) -> np.ndarray:
     """int [N], right responses to each problem."""
-    return self.judged.correct.reshape(-1, self.samples).sum(axis=1)
+    return self.responses.correct.reshape(-1, self.samples).sum(axis=1)
+
+  def _passed(self, n: int) -> np.ndarray:
+    """pass@n of each problem, [N]."""
+    return metrics.pass_at_k(self._right(), self.samples, k=n)
 
   def problems(self) -> Iterator[dict[str, Any]]:
     """A JSON object a problem, with all of its responses."""
-    for n, prompt in enumerate(self.prompts):
+    judged, rollout = self.judged, self.responses.rollout
+    for n, right in enumerate(self._right()):
       rows = range(n * self.samples, (n + 1) * self.samples)
+      prompt = judged.prompts[rows[0]]
       yield {
-        "id": prompt.name,
+        "id": prompt.id,
         "question": prompt.question,
         "answer": prompt.answer,
-        "correct": int(self.judged.correct[rows].sum()),
+        "correct": int(right),
         "samples": self.samples,
         "responses": [
           {
-            "text": self.judged.texts[row],
-            "extracted": self.judged.verdicts[row].extracted,
-            "correct": bool(self.judged.correct[row]),
-            "length": int(self.rollout.lengths[row]),
-            "stop": Status(int(self.rollout.status[row])).name.lower(),
+            "text": judged.texts[row],
+            "extracted": judged.verdicts[row].extracted,
+            "correct": bool(judged.verdicts[row].correct),
+            "length": int(rollout.lengths[row]),
+            "stop": Status(int(rollout.status[row])).name.lower(),
           }
           for row in rows
         ],
@@ -121,14 +114,9 @@ class Evaluation:
 
   def shown(self) -> list[metrics.Sample]:
     """A few responses, for a person."""
-    count = len(self.rollout.lengths)
-    rows = [
-      *self.judged.news,
-      *range(0, count, max(count // _SHOWN, 1))[:_SHOWN],
-    ]
-    asked = [self.prompts[i // self.samples] for i in range(count)]
-    rewards = self.responses.rewards
-    return metrics.make_samples(self.rollout, asked, self.judged, rewards, rows)
+    count = len(self.judged.texts)
+    evenly = range(0, count, max(count // _SHOWN, 1))[:_SHOWN]
+    return metrics.make_samples(self.judged, [*self.judged.news, *evenly])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,36 +126,22 @@ class Evaluator:
   Attributes:
     name: of the set of problems, part of the metrics' names.
     prompts: the problems, N of them.
-    samples: responses per problem, k.
-    engine: writes them.
-    settings: how.
-    key: with the same one, with the same random numbers.
-    judge: of the responses.
+    writer: writes and judges a group of k responses per problem; with the same
+      key, with the same random numbers.
   """
 
   name: str
   prompts: Sequence[Prompt]
-  samples: int
-  engine: Engine
-  settings: SamplingSettings
-  key: chex.PRNGKey
-  judge: Judge
+  writer: ResponseWriter
   origin: str = ""  # Where the problems come from, if that is to be said.
 
   def __call__(self, params: Any) -> Evaluation:
     """Samples with the sampler's parameters, and judges."""
-    shape = (len(self.prompts), self.samples)
+    writer, samples = self.writer, self.writer.group_size
+    ids = np.arange(len(self.prompts) * samples).reshape(-1, samples)
     start = time.perf_counter()
-    rollout = self.engine.generate(
-      params,
-      [p.tokens for p in self.prompts],
-      sample_ids=np.arange(np.prod(shape)).reshape(shape),
-      key=self.key,
-      settings=self.settings,
-    )
+    rollout = writer.write(writer.begin(self.prompts, ids), Weights(params))
     seconds = time.perf_counter() - start
-    asked = [p for p in self.prompts for _ in range(self.samples)]
-    responses, judged = self.judge(rollout, asked)
-    return Evaluation(
-      self.name, self.prompts, self.samples, responses, judged, seconds
-    )
+    asked = [prompt for prompt in self.prompts for _ in range(samples)]
+    judged = writer.judge(rollout, asked)
+    return Evaluation(self.name, samples, judged, seconds)

@@ -7,27 +7,20 @@ that was cut off anywhere is completed by writing what it lacks.
 
 import collections
 import dataclasses
-import hashlib
+import itertools
 import json
 import pathlib
-from collections.abc import (
-  Callable,
-  Collection,
-  Iterable,
-  Iterator,
-  Mapping,
-  Sequence,
-)
-from typing import Any, NamedTuple, TextIO
-
-import chex
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, TextIO
 
 from jaxrl_llm.data.prompt_source import Template
 from jaxrl_llm.data.rows import Row, parse_object, to_example
+from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.metrics.progress import Progress
-from jaxrl_llm.sampling import Engine, SamplingSettings, rules
-from jaxrl_llm.types import Rollout, Status
+from jaxrl_llm.rollout.writer import ResponseWriter, Weights
+from jaxrl_llm.sampling import rules
+from jaxrl_llm.types import Rollout, Status, ended
 
 # A sample's number is prompt index * MAX_SAMPLES + sample index: a file may be
 # given more samples, or more prompts at the end, and keeps those it has.
@@ -43,26 +36,23 @@ KEYS = (
   "stop_reason",
   "settings",
 )
+_ROUNDS = 8  # How often a chunk of samples could fill the slots.
+
+# (prompt index, sample index)
+Place = tuple[int, int]
 
 
-class RequestBatch(NamedTuple):
-  """Samples of one prompt that share its prefill."""
-
-  prompt: int
-  samples: list[int]
-
-
-def tokenize(
+def make_prompts(
   requests: Sequence[Row],
   template: Template,
   *,
   context: int,
   max_new_tokens: int,
-) -> list[list[int]]:
-  """Tokens of the prompts, each of which leaves room for a response.
+) -> list[Prompt]:
+  """The prompts in rows, each of which leaves room for a response.
 
   Args:
-    requests: N prompts; a row of data may ask as in training.
+    requests: N rows; a row of data may ask as in training.
     template: how a prompt is written.
     context: most tokens of a prompt and its response.
     max_new_tokens: of them, the response's.
@@ -72,8 +62,8 @@ def tokenize(
       name of one that samples have.
   """
   room = context - max_new_tokens
-  tokens = []
-  for where, fields in requests:
+  prompts = []
+  for index, (where, fields) in enumerate(requests):
     for name in KEYS:
       if name in fields:
         raise InputError(
@@ -81,63 +71,53 @@ def tokenize(
         )
     example = to_example(Row(where, fields), solved=False)
     try:
-      tokens.append(template(example))
+      tokens = tuple(template(example))
     except InputError as error:
       raise InputError(f"{where}: {error}") from error
-    if len(tokens[-1]) > room:
+    if len(tokens) > room:
       raise InputError(
-        f"{where}: the prompt has {len(tokens[-1])} tokens, but"
+        f"{where}: the prompt has {len(tokens)} tokens, but"
         f" max_new_tokens={max_new_tokens} leaves {max(room, 0)} of the"
         f" model's context of {context}; lower it or shorten the prompt"
       )
-    if not tokens[-1]:
+    if not tokens:
       raise InputError(f"{where}: the prompt has no tokens; write more")
-  return tokens
+    numbers = {"example_id": index, "group_id": index}
+    prompts.append(Prompt(**vars(example), **numbers, tokens=tokens))
+  return prompts
 
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
   """What the samples of a file have in common."""
 
-  engine: Engine
+  writer: ResponseWriter
   params: Any  # Of the sampler.
-  requests: Sequence[Row]
-  tokens: Sequence[Sequence[int]]  # Of each request.
-  key: chex.PRNGKey
-  sampling: SamplingSettings
+  prompts: Sequence[Prompt]  # With the fields that come out again as columns.
   decode: Callable[[Sequence[int]], str]
-  settings: str  # `digest` of what the samples depend on.
+  settings: str  # Stands for what the samples depend on.
 
   def sample(
     self,
-    chunk: Sequence[RequestBatch],
+    chunk: Sequence[Place],
     rule: rules.SchedulingRule = rules.continuous_batching,
   ) -> list[dict[str, Any]]:
     """Writes the samples of a chunk.
 
     Args:
-      chunk: batches of one size, at most the engine's slots.
+      chunk: samples, those of a prompt one after the other.
       rule: the engine's; if it halts, what has ended is returned.
 
     Returns:
-      A JSON object a sample, in the order of the batches.
+      A JSON object a sample, in their order.
     """
-    rollout = self.engine.generate(
-      self.params,
-      [self.tokens[batch.prompt] for batch in chunk],
-      sample_ids=[
-        [batch.prompt * MAX_SAMPLES + i for i in batch.samples]
-        for batch in chunk
-      ],
-      key=self.key,
-      settings=self.sampling,
-      rule=rule,
-    )
-    return [
-      self._record(rollout, row)
-      for row, status in enumerate(rollout.status)
-      if status in (Status.FINISHED, Status.OVERLONG)
-    ]
+    numbers = {prompt: [] for prompt, _ in chunk}
+    for prompt, sample in chunk:
+      numbers[prompt].append(prompt * MAX_SAMPLES + sample)
+    asked = [self.prompts[prompt] for prompt in numbers]
+    begun = self.writer.begin(asked, list(numbers.values()))
+    rollout = self.writer.write(begun, Weights(self.params), rule=rule)
+    return [self._record(rollout, row) for row in ended(rollout).nonzero()[0]]
 
   def _record(self, rollout: Rollout, row: int) -> dict[str, Any]:
     prompt, sample = divmod(int(rollout.sample_id[row]), MAX_SAMPLES)
@@ -147,7 +127,7 @@ class Generation:
     return {
       "prompt_index": prompt,
       "sample_index": sample,
-      **self.requests[prompt].fields,
+      **self.prompts[prompt].columns,
       "text": self.decode(tokens),
       "tokens": tokens,
       # As few digits as tell a float32 from its neighbours.
@@ -158,51 +138,25 @@ class Generation:
 
 
 def chunks(
-  requests: int,
-  samples: int,
-  *,
-  done: Collection[tuple[int, int]],
-  slots: int,
-  rounds: int = 8,
-) -> Iterator[list[RequestBatch]]:
-  """What is missing, by and large in order; a chunk keeps the slots busy.
+  prompts: int, samples: int, *, done: Collection[Place], slots: int
+) -> Iterator[list[Place]]:
+  """What is missing, in order, in chunks that keep the slots busy.
 
   Args:
-    requests: N.
+    prompts: N.
     samples: of each.
-    done: (prompt index, sample index) of those that are not missing.
-    slots: most samples of a batch.
-    rounds: a chunk ends when it could fill the slots so many times.
+    done: those that are not missing.
+    slots: of the engine.
   """
-  batches, size = [], 0
-  for prompt in range(requests):
-    left = [i for i in range(samples) if (prompt, i) not in done]
-    while left:
-      batch = RequestBatch(
-        prompt, left[: _size(len(left), min(samples, slots))]
-      )
-      left = left[len(batch.samples) :]
-      batches.append(batch)
-      size += len(batch.samples)
-      if size >= rounds * slots:
-        yield from _by_size(batches)
-        batches, size = [], 0
-  yield from _by_size(batches)
-
-
-def _size(left: int, whole: int) -> int:
-  """Samples of a batch: few sizes, as each has a program of its own."""
-  return whole if left >= whole else 1 << (left.bit_length() - 1)
-
-
-def _by_size(batches: list[RequestBatch]) -> Iterator[list[RequestBatch]]:
-  for size in sorted({len(p.samples) for p in batches}, reverse=True):
-    yield [p for p in batches if len(p.samples) == size]
+  every = itertools.product(range(prompts), range(samples))
+  missing = (place for place in every if place not in done)
+  while chunk := list(itertools.islice(missing, _ROUNDS * slots)):
+    yield chunk
 
 
 def write(
   job: Generation,
-  work: Iterable[Sequence[RequestBatch]],
+  work: Iterable[Sequence[Place]],
   file: TextIO,
   progress: Progress,
   *,
@@ -247,24 +201,18 @@ def write(
   return reasons
 
 
-def digest(values: Mapping[str, Any]) -> str:
-  """Names what samples depend on by eight characters; values are JSON."""
-  text = json.dumps(values, sort_keys=True)
-  return hashlib.sha256(text.encode()).hexdigest()[:8]
-
-
 def resume(
-  path: pathlib.Path, requests: Sequence[Row], *, settings: str
-) -> set[tuple[int, int]]:
+  path: pathlib.Path, prompts: Sequence[Prompt], *, settings: str
+) -> set[Place]:
   """Prepares a file for further samples: a line without its end is cut off.
 
   Args:
     path: of the samples.
-    requests: whose samples they are.
-    settings: their `digest`.
+    prompts: whose samples they are.
+    settings: what stands for theirs.
 
   Returns:
-    (prompt index, sample index) of what it holds.
+    What it holds.
 
   Raises:
     InputError: it holds something else.
@@ -273,14 +221,14 @@ def resume(
   with path.open("r+b") as file:
     for number, line in enumerate(file, start=1):
       if line.endswith(b"\n"):
-        done.add(_identify(line, f"{path}:{number}", requests, settings))
+        done.add(_identify(line, f"{path}:{number}", prompts, settings))
         size += len(line)
     file.truncate(size)
   return done
 
 
-def _identify(line, where, requests, settings) -> tuple[int, int]:
-  """(prompt index, sample index) of a line that belongs to the requests."""
+def _identify(line, where, prompts, settings) -> Place:
+  """Which sample a line is, which belongs to the prompts."""
   record = parse_object(line.decode("utf-8", "replace"), where)
   prompt, sample = (record.get(key) for key in KEYS[:2])
   if type(prompt) is not int or sample not in range(MAX_SAMPLES):
@@ -290,7 +238,7 @@ def _identify(line, where, requests, settings) -> tuple[int, int]:
       f"{where}: of another model, seed or setting; repeat them or write to"
       " another file"
     )
-  known = requests[prompt].fields if 0 <= prompt < len(requests) else None
+  known = prompts[prompt].columns if 0 <= prompt < len(prompts) else None
   if {k: v for k, v in record.items() if k not in KEYS} != known:
     raise InputError(
       f"{where}: of another prompt than number {prompt} is now; repeat the"

@@ -112,7 +112,7 @@ def fit(config, path: pathlib.Path) -> None:
     "data.max_prompt_length": prompt,
     "sampler.max_response_length": min(_RESPONSE_LENGTH, context - prompt),
   }
-  if Tokenizer.load(str(path)).chat_template is None:
+  if Tokenizer(str(path)).chat_template is None:
     fitting |= {"data.template": "completion", "data.template_settings": {}}
   given = config_flags.get_override_values(flags.FLAGS["config"])
   config.update_from_flattened_dict(
@@ -177,7 +177,7 @@ def evaluate(evaluator, params):
   """
   import numpy as np
 
-  k = evaluator.samples
+  k = evaluator.writer.group_size
   evaluated = evaluator(params)
   if _OUT.value is not None:
     write(pathlib.Path(_OUT.value), evaluated)
@@ -186,7 +186,8 @@ def evaluate(evaluator, params):
   for name, value in results.items():
     if name.endswith("_se") and math.isnan(value):  # Of one problem.
       results[name] = None
-  lengths, seconds = evaluated.rollout.lengths, evaluated.generate_s
+  lengths = evaluated.responses.rollout.lengths
+  seconds = evaluated.generate_s
   results |= {
     "response_length_median": float(np.median(lengths)),
     "response_length_max": int(lengths.max()),
@@ -268,9 +269,9 @@ def run() -> None:
   # The loop's own stream: without further flags a run's last evaluation is
   # repeated exactly. Another seed leaves the problems as they are.
   seed = config.run.seed if _SEED.value is None else _SEED.value
-  evaluator = dataclasses.replace(
-    owners.evaluator, key=run_key(seed, build.EVALUATION)
-  )
+  key = run_key(seed, build.EVALUATION)
+  writer = dataclasses.replace(owners.evaluator.writer, key=key)
+  evaluator = dataclasses.replace(owners.evaluator, writer=writer)
   found = []
   with contextlib.closing(owners.judge):
     params, step = load_params(path, owners)

@@ -15,6 +15,8 @@ for bad input.
 
 import argparse
 import contextlib
+import hashlib
+import json
 import pathlib
 import re
 import signal
@@ -38,6 +40,7 @@ from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.metrics.progress import Progress
 from jaxrl_llm.models import hf
+from jaxrl_llm.rollout.writer import ResponseWriter
 from jaxrl_llm.sampling import Engine, EngineConfig, SamplingSettings
 from jaxrl_llm.sampling.settings import max_tokens_of
 
@@ -207,14 +210,14 @@ def make_job(options) -> generate.Generation:
   """
   requests, source = read_requests(options), find_model(options.model)
   config = hf.read_config(source.directory)
-  tokenizer = Tokenizer.load(source.directory)
+  tokenizer = Tokenizer(source.directory)
   if tokenizer.vocab_size > config.vocab_size:
     raise InputError(
       f"{tokenizer.path}: the tokenizer has {tokenizer.vocab_size} tokens but"
       f" the model only {config.vocab_size}; use the model's own"
     )
   sampling = make_sampling(options, tokenizer)
-  tokens = generate.tokenize(
+  prompts = generate.make_prompts(
     requests,
     TEMPLATES["chat" if options.chat else "completion"](tokenizer),
     context=config.max_position_embeddings,
@@ -230,28 +233,34 @@ def make_job(options) -> generate.Generation:
     fns,
     EngineConfig(
       slots=-(-slots // mesh.size) * mesh.size,
-      max_prompt_length=max(map(len, tokens)),
+      max_prompt_length=max(len(prompt.tokens) for prompt in prompts),
       max_response_length=options.max_new_tokens,
       stop_tokens=[*tokenizer.stop_tokens, *stop],
     ),
     detokenize=tokenizer.decode,
   )
+  writer = ResponseWriter(
+    engine,
+    sampling,
+    jax.random.key(options.seed),
+    group_size=min(options.samples, engine.config.slots),
+  )
   return generate.Generation(
-    engine=engine,
+    writer=writer,
     params=jax.device_put(params, sharding.replicated(mesh)),
-    requests=requests,
-    tokens=tokens,
-    key=jax.random.key(options.seed),
-    sampling=sampling,
+    prompts=prompts,
     decode=tokenizer.decode,
     settings=_digest(options, source),
   )
 
 
 def _digest(options, source: Source) -> str:
+  """Names what samples depend on by eight characters."""
   values = {k: v for k, v in vars(options).items() if k not in _FREE}
   path = pathlib.Path(source.run or source.directory).resolve()
-  return generate.digest(values | {"model": str(path), "step": source.step})
+  values |= {"model": str(path), "step": source.step}
+  text = json.dumps(values, sort_keys=True)
+  return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def write_samples(job: generate.Generation, options) -> int:
@@ -266,12 +275,12 @@ def write_samples(job: generate.Generation, options) -> int:
   path = None if options.out == _STDIO else pathlib.Path(options.out)
   done = set()
   if path is not None and path.exists():
-    done = generate.resume(path, job.requests, settings=job.settings)
-  total = len(job.requests) * options.samples
+    done = generate.resume(path, job.prompts, settings=job.settings)
+  count = len(job.prompts)
+  total = count * options.samples
   total -= sum(sample < options.samples for _, sample in done)
-  work = generate.chunks(
-    len(job.requests), options.samples, done=done, slots=job.engine.config.slots
-  )
+  slots = job.writer.engine.config.slots
+  work = generate.chunks(count, options.samples, done=done, slots=slots)
   with contextlib.ExitStack() as stack:
     file = sys.stdout
     if path is not None:

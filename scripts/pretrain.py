@@ -41,7 +41,7 @@ def rebuild() -> None:
   (out / "tokenizer.json").write_text(text, encoding="utf-8")
   ids = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
   (out / "generation_config.json").write_text(json.dumps(ids, indent=1))
-  tokenizer = Tokenizer.load(out)
+  tokenizer = Tokenizer(out)
   config = models.ModelConfig(
     family="llama",
     vocab_size=tokenizer.vocab_size,

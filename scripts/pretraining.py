@@ -1,7 +1,8 @@
 """Supervised pretraining of the embedded base models on noisy solutions."""
 
 import itertools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -9,8 +10,9 @@ import numpy as np
 import optax
 
 from jaxrl_llm import losses, masked
+from jaxrl_llm.data.remainder import RemainderProblem
 from jaxrl_llm.data.sources import make_source
-from jaxrl_llm.data.tasks import Problem
+from jaxrl_llm.data.tasks import MAX_TOTAL, ChainProblem, Problem
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import choices, optimizer, packing
@@ -118,6 +120,50 @@ def _batch(tokenizer, source, settings, i) -> PackedBatch:
   )
 
 
+class Noise(NamedTuple):
+  """How a careless crowd solves problems of a task."""
+
+  shares: Mapping[str, float]  # Of the kinds of solutions; they sum to 1.
+  largest: float  # Total that a wrong step may lead to.
+  # (rng, problem) -> a guess that is not the answer.
+  wrong_answer: Callable[[np.random.Generator, Any], int]
+  # (problem, step, total) -> what is left to do if `step` (1, 2, ...) came to
+  # `total`.
+  rest: Callable[[Any, int, int], Problem]
+
+
+def _wrong_sum(rng: np.random.Generator, problem: ChainProblem) -> int:
+  total = problem.totals[-1]
+  offset = int(rng.integers(1, 10)) * (1 if rng.random() < 0.5 else -1)
+  # A guess below 0 or above 99 falls on the other side of the answer.
+  return total + (offset if 0 <= total + offset <= MAX_TOTAL else -offset)
+
+
+def _wrong_remainder(
+  rng: np.random.Generator, problem: RemainderProblem
+) -> int:
+  offset = int(rng.integers(1, problem.divisor))
+  return (problem.number + offset) % problem.divisor
+
+
+NOISE: dict[type[Problem], Noise] = {
+  ChainProblem: Noise(
+    shares={"direct": 0.20, "clean": 0.38, "slip": 0.26, "skip": 0.16},
+    largest=MAX_TOTAL,
+    wrong_answer=_wrong_sum,
+    rest=lambda problem, step, total: ChainProblem(
+      (total, *problem.terms[step + 1 :])
+    ),
+  ),
+  RemainderProblem: Noise(
+    shares=dict(direct=0.38, clean=0.36, slip=0.14, early=0.09, stuck=0.03),
+    largest=math.inf,  # There is always a way down.
+    wrong_answer=_wrong_remainder,
+    rest=lambda problem, step, total: RemainderProblem(total, problem.divisor),
+  ),
+}
+
+
 class Solution(NamedTuple):
   """Text of the pretraining mixture."""
 
@@ -149,7 +195,7 @@ def noisy_solution(
     direct_right: share of the guesses that are right.
     ramble: share of the skipping solutions that repeat themselves and never
       stop.
-    **shares: of the kinds that the problem has; by default `problem.shares`.
+    **shares: of the kinds that the problem has; by default those of `NOISE`.
       direct: bare guesses `#N.`;
       clean: clean solutions;
       slip: one wrong step, carried on to the answer;
@@ -163,7 +209,8 @@ def noisy_solution(
   Raises:
     ValueError: the shares are negative or do not sum to 1.
   """
-  kinds, values = zip(*(problem.shares | shares).items())
+  noise = NOISE[type(problem)]
+  kinds, values = zip(*(noise.shares | shares).items())
   if min(values) < 0 or abs(sum(values) - 1) > 1e-6:
     raise ValueError(
       f"{', '.join(kinds)} must be >= 0 and sum to 1, got"
@@ -174,9 +221,9 @@ def noisy_solution(
   if kind == "direct":
     lines = []
     if rng.random() >= direct_right:
-      end = f"#{problem.wrong_answer(rng)}."
+      end = f"#{noise.wrong_answer(rng, problem)}."
   elif kind == "slip":
-    lines, end = _slip(rng, problem)
+    lines, end = _slip(rng, problem, noise)
   elif kind == "skip":  # Each with probability 1/2, and at least one.
     kept = rng.random(len(lines)) < 0.5
     kept[rng.integers(len(lines))] = False
@@ -195,18 +242,21 @@ def noisy_solution(
   return Solution(text if end else text[:max_length], bool(end))
 
 
-def _slip(rng: np.random.Generator, problem: Problem) -> tuple[list[str], str]:
+def _slip(
+  rng: np.random.Generator, problem: Problem, noise: Noise
+) -> tuple[list[str], str]:
   """Lines and end; one step goes wrong, the rest follows faithfully."""
   step = 1 + int(rng.integers(problem.operations))
   right = problem.totals[step]
-  rests = [problem.rest(step, right + x) for x in (-10, -2, -1, 1, 2, 10)]
+  errors = (-10, -2, -1, 1, 2, 10)
+  rests = [noise.rest(problem, step, right + x) for x in errors]
   rests = [
     rest
     for rest in rests
     if min(rest.totals) >= 0
-    and max(rest.totals) <= problem.largest
+    and max(rest.totals) <= noise.largest
     and rest.answer != problem.answer
-  ] or [problem.rest(step, right)]
+  ] or [noise.rest(problem, step, right)]
   rest = rests[int(rng.integers(len(rests)))]
   wrong = problem.lines[step - 1].replace(f"={right};", f"={rest.terms[0]};")
   return [*problem.lines[: step - 1], wrong, *rest.lines], f"#{rest.answer}."

@@ -52,7 +52,7 @@ def _by_hand(array, name):
   """The formula of the docstring, element by element in Python's integers."""
   seed = zlib.crc32(f"{name} {array.dtype} {array.shape}".encode())
   words = np.atleast_1d(array).reshape(-1).view(np.uint8).tobytes()
-  size = min(array.dtype.itemsize, 4)
+  size = array.dtype.itemsize
   words = [
     int.from_bytes(words[i : i + size], "little")
     for i in range(0, len(words), size)
@@ -66,9 +66,7 @@ def _by_hand(array, name):
 
 
 class TestChecksums:
-  @pytest.mark.parametrize(
-    "dtype", ["float32", "bfloat16", "uint16", "bool", "int64", "float64"]
-  )
+  @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint16", "bool"])
   def test_are_the_formula(self, dtype):
     array = random_bits(np.random.default_rng(3), (3, 5), dtype)
     assert digest.checksums({"a": {"b": array}}) == {
@@ -82,7 +80,7 @@ class TestChecksums:
         jax.tree.map(jnp.array, tree)
       )
 
-  @pytest.mark.parametrize("dtype", [*DTYPES, "int64", "float64"])
+  @pytest.mark.parametrize("dtype", DTYPES)
   def test_every_bit_of_every_element_counts(self, dtype):
     array = random_bits(np.random.default_rng(0), (3,), dtype)
     whole = digest.checksums({"x": array})
@@ -177,6 +175,8 @@ class TestChecksums:
   def test_refuse_what_has_no_bits_to_compare(self):
     with pytest.raises(TypeError, match="a: no checksum for dtype complex64"):
       digest.checksum({"a": np.zeros(2, np.complex64)})
+    with pytest.raises(TypeError, match="no checksum for dtype float64"):
+      digest.checksum({"a": np.zeros(2)})
     with pytest.raises(TypeError, match="no checksum for dtype key"):
       digest.checksum({"a": jax.random.key(0)})
 

@@ -310,8 +310,11 @@ class TestEvaluate:
       ("math-ai--aime25", {"problem": "1+1?", "answer": 2}),
       ("math-ai--olympiadbench", {"question": "2?", "final_answer": ["2"]}),
     ):
-      folder = tmp_path / f"datasets--{name}" / "snapshots" / "abc" / "data"
+      cached = tmp_path / f"datasets--{name}"
+      folder = cached / "snapshots" / "abc" / "data"
       folder.mkdir(parents=True)
+      (cached / "refs").mkdir()
+      (cached / "refs" / "main").write_text("abc")
       (folder / "train.jsonl").write_text("not this one")
       (folder / "test.jsonl").write_text(json.dumps(row) + "\n")
     code, output, errors = _evaluate(

@@ -6,9 +6,10 @@ import pytest
 from helpers import tiny_run
 
 from jaxrl_llm import evaluate, rewards
-from jaxrl_llm.data.prompt_source import Prompt
-from jaxrl_llm.rewards.judge import Judge, Judged
-from jaxrl_llm.sampling import SamplingSettings
+from jaxrl_llm.data.tasks import Prompt
+from jaxrl_llm.rewards.judge import Judge
+from jaxrl_llm.rollout.writer import ResponseWriter
+from jaxrl_llm.sampling import EngineConfig, SamplingSettings
 from jaxrl_llm.types import Status
 
 # Responses to three problems, two each; 'x' is cut before its end.
@@ -23,8 +24,12 @@ def decode(tokens):
 class Scripted:
   """An engine that recites TEXTS and remembers what it was asked."""
 
-  def generate(self, params, prompts, *, sample_ids, key, settings):
-    self.asked = (params, prompts, sample_ids, key, settings)
+  config = EngineConfig(
+    slots=2, max_prompt_length=4, max_response_length=5, stop_tokens=[1]
+  )
+
+  def generate_window(self, params, requests, *, key, settings, **others):
+    self.asked = (params, requests, key, settings)
     texts = [text for group in TEXTS for text in group]
     cut = [text.endswith("x") for text in texts]
     texts = [text.removesuffix("x") for text in texts]
@@ -48,7 +53,7 @@ def make_prompts():
       group_id=i,
       tokens=(i,),
       text=f"question {i}",
-      name=f"test-{i}",
+      id=f"test-{i}",
       question=f"question {i}",
       answer=str(i + 1),
       source="test",
@@ -62,11 +67,13 @@ def run(reward=rewards.chain_sum):
   evaluator = evaluate.Evaluator(
     name="some",
     prompts=make_prompts(),
-    samples=2,
-    engine=engine,
-    settings=SamplingSettings(temperature=0.5),
-    key=jax.random.key(3),
-    judge=Judge(decode, rewards.RewardPool(reward)),
+    writer=ResponseWriter(
+      engine,
+      SamplingSettings(temperature=0.5),
+      jax.random.key(3),
+      2,
+      Judge(decode, rewards.RewardPool(reward)),
+    ),
   )
   evaluated = evaluator("weights")
   assert evaluated.name == "some" and evaluated.generate_s >= 0
@@ -95,21 +102,22 @@ class TestEvaluate:
       + vote((None, False), (None, False), ("5", True))
       + vote((None, False), (None, False), (None, False))
     )
-    judged = Judged(texts=[""] * 12, verdicts=verdicts)
-    assert evaluate.majority_at_k(judged, 3) == 0.5
+    assert evaluate.majority_at_k(verdicts, 3) == 0.5
 
   def test_a_reward_that_extracts_nothing_has_no_majority(self):
     verdict = rewards.Verdict(correct=True, extracted=None)
-    judged = Judged(texts=[""] * 2, verdicts=[verdict] * 2)
-    assert evaluate.majority_at_k(judged, 2) == 0.0
+    assert evaluate.majority_at_k([verdict] * 2, 2) == 0.0
     _, results, _ = run(lambda response, answer: 0.9)
     assert "maj@2" not in results and results["avg@2"] == 1.0
 
   def test_every_response_has_a_number_of_its_own(self):
     engine, _, _ = run()
-    params, prompts, sample_ids, key, settings = engine.asked
-    assert params == "weights" and prompts == [(0,), (1,), (2,)]
-    np.testing.assert_array_equal(sample_ids, [[0, 1], [2, 3], [4, 5]])
+    params, requests, key, settings = engine.asked
+    assert params == "weights" and (requests.prompt_lengths == 1).all()
+    np.testing.assert_array_equal(
+      requests.prompt_tokens[:, 0], [0, 0, 1, 1, 2, 2]
+    )
+    np.testing.assert_array_equal(requests.sample_id, range(6))
     assert key == jax.random.key(3) and settings.temperature == 0.5
 
   def test_a_verifier_that_fails_is_counted(self):

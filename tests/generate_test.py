@@ -20,6 +20,7 @@ from jaxrl_llm.data.prompt_source import TEMPLATES
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.metrics.progress import Progress
+from jaxrl_llm.rollout.writer import ResponseWriter
 from jaxrl_llm.sampling import Engine, EngineConfig, SamplingSettings
 
 _ROOT = pathlib.Path(__file__).parents[1]
@@ -45,6 +46,15 @@ def _requests(records=_PROMPTS):
   return rows.parse_rows(_lines(records).encode(), "p.jsonl", "jsonl")
 
 
+def _prompts(requests, tokenizer=None, *, name="completion", **settings):
+  tokenizer = tokenizer or Tokenizer(base_models.BASE)
+  return generate.make_prompts(
+    requests,
+    TEMPLATES[name](tokenizer),
+    **{"context": 9, "max_new_tokens": 3} | settings,
+  )
+
+
 def _by_number(records):
   return sorted(records, key=lambda r: (r["prompt_index"], r["sample_index"]))
 
@@ -59,33 +69,37 @@ def _assert_same(records, others, *, but=()):
     assert all(a[key] == b[key] for key in a.keys() - differ)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def small_chunks():
+  """So that there are several."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(generate, "_ROUNDS", 2)
+    yield
+
+
 @pytest.fixture(scope="module")
 def job():
   """The shipped base in two slots, fewer than the samples of a prompt."""
-  tokenizer = Tokenizer.load(base_models.BASE)
+  tokenizer = Tokenizer(base_models.BASE)
   fns, params = models.load(str(base_models.BASE))
-  requests = _requests()
   return generate.Generation(
-    engine=Engine(
-      fns,
-      EngineConfig(
-        slots=_SLOTS,
-        max_prompt_length=6,
-        max_response_length=_ROOM,
-        stop_tokens=tokenizer.stop_tokens,
+    writer=ResponseWriter(
+      Engine(
+        fns,
+        EngineConfig(
+          slots=_SLOTS,
+          max_prompt_length=6,
+          max_response_length=_ROOM,
+          stop_tokens=tokenizer.stop_tokens,
+        ),
+        detokenize=tokenizer.decode,
       ),
-      detokenize=tokenizer.decode,
+      SamplingSettings(),
+      jax.random.key(3),
+      group_size=_SLOTS,
     ),
     params=jax.jit(fns.for_sampling)(params),
-    requests=requests,
-    tokens=generate.tokenize(
-      requests,
-      TEMPLATES["completion"](tokenizer),
-      context=512,
-      max_new_tokens=_ROOM,
-    ),
-    key=jax.random.key(3),
-    sampling=SamplingSettings(),
+    prompts=_prompts(_requests(), context=512, max_new_tokens=_ROOM),
     decode=tokenizer.decode,
     settings="same",
   )
@@ -93,9 +107,7 @@ def job():
 
 def _write(job, path, *, done=(), halted=lambda: False):
   """Appends what is missing; returns all that the file has then."""
-  work = generate.chunks(
-    len(job.requests), _SAMPLES, done=done, slots=_SLOTS, rounds=2
-  )
+  work = generate.chunks(len(_PROMPTS), _SAMPLES, done=done, slots=_SLOTS)
   progress = Progress(1, stream=io.StringIO())
   with path.open("a") as file:
     generate.write(job, work, file, progress, halted=halted)
@@ -137,11 +149,12 @@ class TestSamples:
       assert [float(str(x)) for x in as_float32] == record["logprobs"]
 
   def test_stop_strings_and_forbidden_tokens(self, job, tmp_path):
-    forbidden = Tokenizer.load(base_models.BASE).encode("=")
+    forbidden = Tokenizer(base_models.BASE).encode("=")
     sampling = SamplingSettings(
       stop_strings=(".",), logit_bias={forbidden[0]: -np.inf}
     )
-    other = dataclasses.replace(job, sampling=sampling)
+    writer = dataclasses.replace(job.writer, settings=sampling)
+    other = dataclasses.replace(job, writer=writer)
     records = _write(other, tmp_path / "out.jsonl")
     texts = [r["text"] for r in records if r["stop_reason"] == "finished"]
     assert texts
@@ -162,7 +175,7 @@ class TestResume:
     _assert_same(part, kept)
     # A line is cut in the middle, too.
     path.write_text(_lines(part)[:-9])
-    done = generate.resume(path, job.requests, settings="same")
+    done = generate.resume(path, job.prompts, settings="same")
     assert done == set(places[:-1])
     assert path.read_text() == _lines(part[:-1])
     _assert_same(_write(job, path, done=done), whole)
@@ -184,7 +197,7 @@ class TestResume:
     text = _lines([record, record | change]) + '{"cut'
     path.write_text(text)
     with pytest.raises(InputError, match=message):
-      generate.resume(path, _requests(), settings="same")
+      generate.resume(path, _prompts(_requests()), settings="same")
     assert path.read_text() == text
 
 
@@ -192,26 +205,10 @@ class TestChunks:
   @pytest.mark.parametrize("samples, slots", [(4, 4), (4, 3), (10, 4), (7, 64)])
   def test_every_missing_sample_once(self, samples, slots):
     done = {(0, 0), (2, 1), (5, 3), (9, 0)}
-    work = list(generate.chunks(12, samples, done=done, slots=slots, rounds=2))
-    found = [(p.prompt, i) for part in work for p in part for i in p.samples]
-    assert len(found) == len(set(found))
-    every = {(p, i) for p in range(12) for i in range(samples)}
-    assert set(found) == every - done
-    for part in work:
-      (size,) = {len(p.samples) for p in part}
-      assert size <= slots
-      assert size * len(part) < 3 * slots
-
-  def test_in_order_if_nothing_is_there(self):
-    work = generate.chunks(9, 4, done=(), slots=8, rounds=2)
-    prompts = [[piece.prompt for piece in part] for part in work]
-    assert prompts == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
-
-
-def _tokens(requests):
-  tokenizer = Tokenizer.load(base_models.BASE)
-  template = TEMPLATES["completion"](tokenizer)
-  return generate.tokenize(requests, template, context=9, max_new_tokens=3)
+    work = list(generate.chunks(12, samples, done=done, slots=slots))
+    every = [(p, i) for p in range(12) for i in range(samples)]
+    assert sum(work, []) == [place for place in every if place not in done]
+    assert all(len(part) == 2 * slots for part in work[:-1])
 
 
 class TestRequests:
@@ -240,7 +237,7 @@ class TestRequests:
   def test_a_bad_line_is_named(self, line, message):
     data = f'{{"prompt": "1"}}\n{line}'.encode()
     with pytest.raises(InputError, match=message):
-      _tokens(rows.parse_rows(data, "f", "jsonl"))
+      _prompts(rows.parse_rows(data, "f", "jsonl"))
 
   def test_bad_files(self):
     with pytest.raises(InputError, match="f: there are no rows"):
@@ -249,7 +246,7 @@ class TestRequests:
       rows.parse_rows(b"1\n\xff", "f", "text")
 
   def test_chat(self, tmp_path):
-    base = Tokenizer.load(base_models.BASE)
+    base = Tokenizer(base_models.BASE)
     for file in base_models.BASE.iterdir():
       if file.suffix == ".json":
         shutil.copy(file, tmp_path)
@@ -264,19 +261,18 @@ class TestRequests:
         {"question": "3+5?", "answer": "8"},
       ]
     )
-    settings = {"context": 9, "max_new_tokens": 3}
-    tokenizer = Tokenizer.load(tmp_path)
+    tokenizer = Tokenizer(tmp_path)
     one, two = base.encode("1"), base.encode("2")
     plain, chat = base.encode("3+5?"), base.encode("=")
     conversation = [*one, 1, *two, 1, *chat]
     for asked, first in ((False, plain), (True, [*plain, 1, *chat])):
-      template = TEMPLATES["chat" if asked else "completion"](tokenizer)
-      found = generate.tokenize(requests, template, **settings)
-      assert found == [first, conversation, first]
+      name = "chat" if asked else "completion"
+      found = [p.tokens for p in _prompts(requests, tokenizer, name=name)]
+      assert found == [tuple(x) for x in (first, conversation, first)]
     for name, line in (("completion", 2), ("chat", 1)):
       said = f"p.jsonl:{line}: .* has no chat template"
       with pytest.raises(InputError, match=said):
-        generate.tokenize(requests, TEMPLATES[name](base), **settings)
+        _prompts(requests, base, name=name)
 
 
 class TestProgress:

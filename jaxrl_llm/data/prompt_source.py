@@ -1,6 +1,5 @@
 """From examples to prompts: templates, and the order in which they come."""
 
-import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,28 +9,12 @@ import grain
 import numpy as np
 
 from jaxrl_llm.data.sources import Source
-from jaxrl_llm.data.tasks import Example
+from jaxrl_llm.data.tasks import Example, Prompt
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.types import Responses
 
 Template = Callable[[Example], list[int]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Prompt:
-  """What the sampler reads, and what the reward compares with."""
-
-  example_id: int  # Row of the data.
-  group_id: int  # Unique per draw: a prompt drawn twice is two groups.
-  tokens: tuple[int, ...]
-  text: str  # The tokens, decoded; control tokens included.
-  name: str  # The data's own id of the example.
-  question: str
-  answer: str
-  source: str
-  messages: Sequence[Mapping[str, str]] | None = None  # Of a conversation.
-  columns: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def completion(
@@ -206,7 +189,7 @@ class PromptSource:
     prompts, position, misses = [], state.position, 0
     while len(prompts) < n:
       example_id = int(self._order[position])
-      prompt = self._encode(example_id, state.drawn + len(prompts))
+      prompt = self.prompt(example_id, state.drawn + len(prompts))
       if prompt is not None:
         prompts.append(prompt)
       misses = 0 if prompt is not None else misses + 1
@@ -228,11 +211,8 @@ class PromptSource:
     del responses
     return state
 
-  def prompt(self, example_id: int, group_id: int) -> Prompt:
-    """A prompt that was drawn before."""
-    return self._encode(example_id, group_id)
-
-  def _encode(self, example_id: int, group_id: int) -> Prompt | None:
+  def prompt(self, example_id: int, group_id: int) -> Prompt | None:
+    """A prompt by its row of the data; None if it is too long and dropped."""
     example = self._source[example_id]
     tokens = tuple(self._template(example))
     if len(tokens) > self._max_length:
@@ -248,12 +228,7 @@ class PromptSource:
       group_id=group_id,
       tokens=tokens,
       text=self._tokenizer.decode(tokens, skip_special=False),
-      name=example.id,
-      question=example.question,
-      answer=example.answer,
-      source=example.source,
-      messages=example.messages,
-      columns=example.columns,
+      **vars(example),
     )
 
 

@@ -9,7 +9,6 @@ responses: most are short, a few are very long.
 """
 
 import dataclasses
-import math
 from typing import Any
 
 import numpy as np
@@ -28,9 +27,6 @@ class RemainderProblem(tasks.Problem):
   number: int
   divisor: int
 
-  shares = dict(direct=0.38, clean=0.36, slip=0.14, early=0.09, stuck=0.03)
-  largest = math.inf  # There is always a way down.
-
   @property
   def terms(self) -> tuple[int, ...]:
     return (self.number, *[-self.divisor] * (self.number // self.divisor))
@@ -38,13 +34,6 @@ class RemainderProblem(tasks.Problem):
   @property
   def question(self) -> str:
     return f"{self.number}-{self.divisor}?"
-
-  def wrong_answer(self, rng: np.random.Generator) -> int:
-    offset = int(rng.integers(1, self.divisor))
-    return (self.number + offset) % self.divisor
-
-  def rest(self, step: int, total: int) -> "RemainderProblem":
-    return RemainderProblem(total, self.divisor)
 
 
 def _divisors(operations: int) -> range:

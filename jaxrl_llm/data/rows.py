@@ -15,8 +15,13 @@ from typing import Any, NamedTuple
 from jaxrl_llm.data.tasks import Example
 from jaxrl_llm.errors import InputError
 
-COLUMNS = ("question", "answer", "id", "source")  # That may be mapped.
-_ASKS = ("prompt", "messages", "question", "problem")  # The first there is.
+# What may be mapped -> the columns that it is else: the first there is.
+COLUMNS = {
+  "question": ("prompt", "messages", "question", "problem"),
+  "answer": ("reward_model.ground_truth", "answer", "final_answer"),
+  "id": ("id",),
+  "source": ("data_source", "source"),
+}
 
 
 class Row(NamedTuple):
@@ -136,12 +141,15 @@ def read_lines(data: bytes, name: str) -> Iterator[tuple[str, str]]:
       yield f"{name}:{number}", text
 
 
-def parse_object(text: str, where: str) -> dict[str, Any]:
-  """The JSON object in a line.
+def parse_object(
+  text: str, where: str, advice: str = "write one object a line"
+) -> dict[str, Any]:
+  """The JSON object in a text.
 
   Args:
-    text: the line.
+    text: a line or a file.
     where: its name, for messages.
+    advice: what to do where there is none.
 
   Raises:
     InputError: it is none.
@@ -149,13 +157,9 @@ def parse_object(text: str, where: str) -> dict[str, Any]:
   try:
     value = json.loads(text, parse_constant=_refuse)
   except (ValueError, RecursionError) as error:
-    raise InputError(
-      f"{where}: not JSON ({error}); write one object a line"
-    ) from error
+    raise InputError(f"{where}: not JSON ({error}); {advice}") from error
   if not isinstance(value, dict):
-    raise InputError(
-      f"{where}: holds a {type(value).__name__}; write one object a line"
-    )
+    raise InputError(f"{where}: holds a {type(value).__name__}; {advice}")
   return value
 
 
@@ -185,68 +189,60 @@ def to_example(
     InputError: a column is missing or is no text, and what it could be.
   """
   columns = columns or {}
-  key, asked = _question(row, columns)
-  messages = asked if isinstance(asked, list) else None
-  answer = None
-  if solved:
-    answer = _find(row, columns, "answer", "reward_model.ground_truth")
-    if answer is None:
-      answer = row.fields.get("final_answer")  # OlympiadBench: a list of one.
-      answer = answer[0] if isinstance(answer, list) and answer else answer
-    if answer is None and key in ("question", "problem"):
-      raise InputError(f"{row.where}: no field 'answer'; {_has(row)}")
-  return Example(
-    id=_text(_find(row, columns, "id"), row, "id") or name,
-    question=messages[-1]["content"] if messages else asked,
-    answer=_text(answer, row, "answer") or "",
-    source=_text(_find(row, columns, "source", "data_source"), row, "source")
-    or source,
-    messages=messages,
-    columns=row.fields,
-  )
-
-
-def _question(row: Row, columns: Mapping[str, str]) -> tuple[str, Any]:
-  """The column that asks, and its text or conversation."""
-  keys = [name for name in _ASKS if row.fields.get(name) is not None]
-  if "question" in columns:
-    keys = [columns["question"]]
-  if not keys or keys[:2] == ["prompt", "messages"]:
+  key, asked = _find(row, columns, "question")
+  two = key == "prompt" and row.fields.get("messages") is not None
+  if not key or (two and "question" not in columns):
     raise InputError(
       f"{row.where}: give either 'prompt' or 'messages' or 'question';"
       f" {_has(row)}"
     )
-  asked = _find(row, columns, "question", keys[0])
-  if isinstance(asked, str):
-    return keys[0], _text(asked, row, keys[0])
-  is_message = lambda m: (
-    isinstance(m, dict)
-    and all(isinstance(m.get(key), str) for key in ("role", "content"))
-  )
-  if isinstance(asked, list) and asked and all(map(is_message, asked)):
-    return keys[0], asked
-  raise InputError(
-    f"{row.where}: {keys[0]!r} is {repr(asked)[:40]}; give a text, or a list of"
-    " messages with the strings 'role' and 'content'"
+  is_text = isinstance(asked, str)
+  if not is_text and not _is_conversation(asked):
+    raise InputError(
+      f"{row.where}: {key!r} is {repr(asked)[:40]}; give a text, or a list of"
+      " messages with the strings 'role' and 'content'"
+    )
+  column, answer = _find(row, columns, "answer") if solved else ("", None)
+  if column == "final_answer" and isinstance(answer, list) and answer:
+    answer = answer[0]  # OlympiadBench: a list of one.
+  if solved and answer is None and key in ("question", "problem"):
+    raise InputError(f"{row.where}: no field 'answer'; {_has(row)}")
+  return Example(
+    id=_text(_find(row, columns, "id")[1], row, "id") or name,
+    question=_text(asked, row, key) if is_text else asked[-1]["content"],
+    answer=_text(answer, row, "answer") or "",
+    source=_text(_find(row, columns, "source")[1], row, "source") or source,
+    messages=None if is_text else asked,
+    columns=row.fields,
   )
 
 
-def _find(
-  row: Row, columns: Mapping[str, str], key: str, other: str = ""
-) -> Any:
-  """What is mapped to a key; else the column `other`, or that of its name."""
-  for path in [columns[key]] if key in columns else [other, key]:
+def _is_conversation(value: Any) -> bool:
+  return (
+    isinstance(value, list)
+    and bool(value)
+    and all(
+      isinstance(message, dict) and isinstance(message.get(key), str)
+      for message in value
+      for key in ("role", "content")
+    )
+  )
+
+
+def _find(row: Row, columns: Mapping[str, str], key: str) -> tuple[str, Any]:
+  """The column of a key and what is in it; '' and None if there is none."""
+  for path in [columns[key]] if key in columns else COLUMNS[key]:
     value = row.fields
     for part in path.split("."):
       value = value.get(part) if isinstance(value, dict) else None
     if value is not None:
-      return value
+      return path, value
   if key in columns:
     raise InputError(
       f"{row.where}: no field {columns[key]!r}, which data.columns names;"
       f" {_has(row)}"
     )
-  return None
+  return "", None
 
 
 def _has(row: Row) -> str:

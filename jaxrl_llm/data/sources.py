@@ -22,83 +22,76 @@ class Source(Protocol):
   def __getitem__(self, index: int) -> tasks.Example: ...
 
 
-class Selection:
-  """Some examples of a source, in an order."""
+class LazySource:
+  """Examples that are made when they are asked for."""
 
-  def __init__(self, source: Source, indices: Sequence[int]):
-    self._source, self._indices = source, indices
+  def __init__(
+    self, make: Callable[[int], tasks.Example], indices: Sequence[int]
+  ):
+    """Those that `make` makes of indices, in their order."""
+    self._make, self._indices = make, indices
 
   def __len__(self) -> int:
     return len(self._indices)
 
   def __getitem__(self, index: int) -> tasks.Example:
-    return self._source[self._indices[index]]
+    return self._make(self._indices[index])
 
 
-class TfdsSource:
+def read_tfds(
+  path: str,
+  *,
+  split: str = "train",
+  columns: Mapping[str, str] | None = None,
+  data_dir: str | None = None,
+  download: bool = True,
+) -> LazySource:
   """A TensorFlow Datasets dataset, read without TensorFlow.
 
   The dataset must have been prepared in the array_record format.
+
+  Args:
+    path: its name as TFDS writes it: name, name/config or name:version.
+    split: TFDS split, slices allowed: 'train[:10%]'. 'eval' is the first of
+      eval, test and validation that there is.
+    columns: see `rows.to_example`.
+    data_dir: where datasets are kept; None means TFDS's own choice.
+    download: whether to download and prepare a missing dataset.
+
+  Raises:
+    InputError: the dataset cannot be opened or is empty.
   """
+  import tensorflow_datasets as tfds  # Heavy, and used here only.
 
-  def __init__(
-    self,
-    path: str,
-    *,
-    split: str = "train",
-    columns: Mapping[str, str] | None = None,
-    data_dir: str | None = None,
-    download: bool = True,
-  ):
-    """Opens a dataset.
+  try:
+    records = tfds.data_source(
+      path,
+      split=None if split == "eval" else split,
+      data_dir=data_dir,
+      download=download,
+      builder_kwargs={"file_format": "array_record"},
+    )
+    if split == "eval":
+      known = records
+      split = next((name for name in _EVAL_SPLITS if name in known), split)
+      records = known[split]
+    size = len(records)
+  except Exception as error:  # Builders are foreign code.
+    raise InputError(
+      f"TFDS dataset {path!r}, split {split!r}: cannot be opened"
+      f" ({type(error).__name__}: {str(error)[:300]}); check data.path,"
+      " data.split, eval.split and data_dir"
+    ) from error
+  label = f"{path.split(':')[0]}/{split}"
+  if size == 0:
+    raise InputError(f"TFDS dataset {label!r} is empty; check the split")
 
-    Args:
-      path: its name as TFDS writes it: name, name/config or name:version.
-      split: TFDS split, slices allowed: 'train[:10%]'. 'eval' is the first of
-        eval, test and validation that there is.
-      columns: see `rows.to_example`.
-      data_dir: where datasets are kept; None means TFDS's own choice.
-      download: whether to download and prepare a missing dataset.
+  def example(index: int) -> tasks.Example:
+    where = f"TFDS dataset {label!r}, row {index}"
+    row = rows.Row(where, rows.plain(records[index]))
+    return rows.to_example(row, columns, name=f"{label}-{index}", source=label)
 
-    Raises:
-      InputError: the dataset cannot be opened or is empty.
-    """
-    import tensorflow_datasets as tfds  # Heavy, and used by this class only.
-
-    try:
-      records = tfds.data_source(
-        path,
-        split=None if split == "eval" else split,
-        data_dir=data_dir,
-        download=download,
-        builder_kwargs={"file_format": "array_record"},
-      )
-      if split == "eval":
-        known = records
-        split = next((name for name in _EVAL_SPLITS if name in known), split)
-        records = known[split]
-      size = len(records)
-    except Exception as error:  # Builders are foreign code.
-      raise InputError(
-        f"TFDS dataset {path!r}, split {split!r}: cannot be opened"
-        f" ({type(error).__name__}: {str(error)[:300]}); check data.path,"
-        " data.split, eval.split and data_dir"
-      ) from error
-    self._records, self._columns = records, columns
-    self._label = f"{path.split(':')[0]}/{split}"
-    if size == 0:
-      raise InputError(
-        f"TFDS dataset {self._label!r} is empty; check the split"
-      )
-
-  def __len__(self) -> int:
-    return len(self._records)
-
-  def __getitem__(self, index: int) -> tasks.Example:
-    where = f"TFDS dataset {self._label!r}, row {int(index)}"
-    row = rows.Row(where, rows.plain(self._records[index]))
-    name = f"{self._label}-{int(index)}"
-    return rows.to_example(row, self._columns, name=name, source=self._label)
+  return LazySource(example, range(size))
 
 
 # Name -> what makes the source; see `register.source`.
@@ -108,7 +101,7 @@ SOURCES: dict[str, Callable[..., Source]] = {
   "sums": tasks.Sums,
   "jsonl": functools.partial(rows.read_examples, "jsonl"),
   "parquet": functools.partial(rows.read_examples, "parquet"),
-  "tfds": TfdsSource,
+  "tfds": read_tfds,
 }
 
 
@@ -210,7 +203,8 @@ def hold_out(source: Source, share: float, label: str) -> tuple[Source, Source]:
       " evaluation; give eval.path, or data.holdout=0 to evaluate on them"
     )
   held = set(distinct[:count])
-  train = [i for i, x in enumerate(asked) if x not in held]
-  return Selection(source, train), Selection(
-    source, [i for i, x in enumerate(asked) if x in held]
-  )
+  parts = [], []
+  for index, text in enumerate(asked):
+    parts[text in held].append(index)
+  train, evaluation = (LazySource(source.__getitem__, part) for part in parts)
+  return train, evaluation

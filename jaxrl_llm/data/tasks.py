@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 CHARACTERS = "0123456789+-=?;#."  # The alphabet of chain_sum.
-_MAX_TOTAL = 99
+MAX_TOTAL = 99
 _EVAL_SEED = 20250407  # Never a training seed's business: eval is fixed.
 _TRAIN_STREAM, _EVAL_STREAM = 0, 1
 # Evaluation asks problems of at least so many operations, where the task has
@@ -40,28 +40,26 @@ class Example:
   columns: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prompt(Example):
+  """An example as the sampler reads it."""
+
+  example_id: int  # Row of the data.
+  group_id: int  # Unique per draw: a prompt drawn twice is two groups.
+  tokens: tuple[int, ...]
+  text: str = ""  # The tokens, decoded, where somebody reads them.
+
+
 class Problem:
   """A running total to be written down step by step; hashable.
 
   Attributes:
     terms: the first number, then what each step adds.
     question: what is asked.
-    shares: of the kinds of noisy solutions, by name; they sum to 1.
-    largest: the largest total that a wrong step may lead to.
   """
 
   terms: tuple[int, ...]
   question: str
-  shares: Mapping[str, float]
-  largest: float
-
-  def wrong_answer(self, rng: np.random.Generator) -> int:
-    """Draws a guess that is not the answer."""
-    raise NotImplementedError
-
-  def rest(self, step: int, total: int) -> "Problem":
-    """What is left to do if `step` (1, 2, ...) came to `total`."""
-    raise NotImplementedError
 
   @property
   def totals(self) -> tuple[int, ...]:
@@ -95,21 +93,9 @@ class ChainProblem(Problem):
 
   terms: tuple[int, ...]
 
-  shares = {"direct": 0.20, "clean": 0.38, "slip": 0.26, "skip": 0.16}
-  largest = _MAX_TOTAL
-
   @property
   def question(self) -> str:
     return str(self.terms[0]) + "".join(f"{t:+d}" for t in self.terms[1:]) + "?"
-
-  def wrong_answer(self, rng: np.random.Generator) -> int:
-    total = self.totals[-1]
-    offset = int(rng.integers(1, 10)) * (1 if rng.random() < 0.5 else -1)
-    # A guess below 0 or above 99 falls on the other side of the answer.
-    return total + (offset if 0 <= total + offset <= _MAX_TOTAL else -offset)
-
-  def rest(self, step: int, total: int) -> "ChainProblem":
-    return ChainProblem((total, *self.terms[step + 1 :]))
 
 
 def draw_problem(
@@ -134,7 +120,7 @@ def draw_problem(
   while len(terms) <= operations:
     code = int(rng.integers(18))
     term = code - 9 if code < 9 else code - 8  # -9..-1, 1..9
-    if 0 <= total + term <= _MAX_TOTAL:
+    if 0 <= total + term <= MAX_TOTAL:
       terms.append(term)
       total += term
   return ChainProblem(terms=tuple(terms))

@@ -5,7 +5,6 @@ others wrote: the spelling of a control token inside it is ordinary text. The
 ids of control tokens enter only through `prefix` and a chat template.
 """
 
-import dataclasses
 import functools
 import itertools
 import json
@@ -18,19 +17,17 @@ import jinja2
 import tokenizers
 from jinja2 import sandbox
 
+from jaxrl_llm.data.rows import parse_object
 from jaxrl_llm.errors import InputError
 
-_MAX_TEMPLATE_CHARS = 1 << 16
-_MAX_RENDERED_CHARS = 1 << 20
 _PRIVATE_USE = range(0xE000, 0xF900)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Tokenizer:
   """A tokenizer with the ids that sampling needs.
 
   Attributes:
-    path: directory it was loaded from, for messages.
+    path: directory it was read from, for messages.
     vocab_size: one more than the largest token id.
     eos_id: the first stop token.
     stop_tokens: all tokens that end a response.
@@ -41,67 +38,42 @@ class Tokenizer:
     chat_template: Jinja source, or None.
   """
 
-  path: str
-  vocab_size: int
-  eos_id: int
-  stop_tokens: tuple[int, ...]
-  pad_id: int
-  bos_id: int | None
-  prefix: tuple[int, ...]
-  chat_template: str | None
-  _plain: tokenizers.Tokenizer = dataclasses.field(repr=False)
-  _special: Mapping[str, int] = dataclasses.field(repr=False)
-
-  @classmethod
-  def load(cls, path: str | pathlib.Path) -> "Tokenizer":
+  def __init__(self, path: str | pathlib.Path):
     """Reads `tokenizer.json` and the small files beside it.
 
     Args:
-      path: directory with `tokenizer.json`; `tokenizer_config.json`,
-        `generation_config.json` and `config.json` are read where present, for
-        the end, padding and begin tokens (in this order: generation config,
-        model config, tokenizer config).
-
-    Returns:
-      The tokenizer.
+      path: directory with `tokenizer.json`; `generation_config.json`,
+        `config.json` and `tokenizer_config.json` are read where present, for
+        the end, padding and begin tokens (in this order).
 
     Raises:
       InputError: a file is missing or damaged, or no end token is named.
     """
     directory = pathlib.Path(path)
     plain = _read_tokenizer(directory / "tokenizer.json")
-    token_config = _read_json(directory / "tokenizer_config.json")
-    id_configs = [
-      _read_json(directory / "generation_config.json"),
-      _read_json(directory / "config.json"),
-    ]
-    ids = {
-      kind: _control_ids(kind, directory, plain, id_configs, token_config)
+    names = ("generation_config", "config", "tokenizer_config")
+    configs = [_read_json(directory / f"{name}.json") for name in names]
+    eos, pad, bos = (
+      _control_ids(kind, directory, plain, configs)
       for kind in ("eos", "pad", "bos")
-    }
-    if not ids["eos"]:
+    )
+    if not eos:
       raise InputError(
         f"{directory}: no end token; name eos_token_id in config.json"
       )
-    _mark_special(plain, {i for group in ids.values() for i in group})
-    prefix = _prefix(plain)
+    _mark_special(plain, {*eos, *pad, *bos})
+    self.path, self.prefix = str(directory), _prefix(plain)
+    self.vocab_size = max(plain.get_vocab(with_added_tokens=True).values()) + 1
+    self.stop_tokens, self.eos_id = eos, eos[0]
+    self.pad_id, self.bos_id = (pad or eos)[0], bos[0] if bos else None
+    self.chat_template = _chat_template(directory, configs[-1])
     plain.encode_special_tokens = True
-    return cls(
-      path=str(directory),
-      vocab_size=max(plain.get_vocab(with_added_tokens=True).values()) + 1,
-      eos_id=ids["eos"][0],
-      stop_tokens=ids["eos"],
-      pad_id=(ids["pad"] or ids["eos"])[0],
-      bos_id=ids["bos"][0] if ids["bos"] else None,
-      prefix=prefix,
-      chat_template=_chat_template(directory, token_config),
-      _plain=plain,
-      _special={
-        token.content: i
-        for i, token in plain.get_added_tokens_decoder().items()
-        if token.special
-      },
-    )
+    self._plain = plain
+    self._special = {
+      token.content: i
+      for i, token in plain.get_added_tokens_decoder().items()
+      if token.special
+    }
 
   def encode(self, text: str) -> list[int]:
     """Returns the tokens of plain text: no control token is added or read."""
@@ -175,50 +147,28 @@ class Tokenizer:
     self, messages: Sequence[Mapping[str, str]], kwargs: Mapping[str, Any]
   ) -> str:
     spelling = {i: text for text, i in self._special.items()}
-    pieces, size = [], 0
+    known = {
+      "messages": messages,
+      "add_generation_prompt": True,
+      "bos_token": spelling.get(self.bos_id, ""),
+      "eos_token": spelling.get(self.eos_id, ""),
+    }
     try:
-      template = _compile(self.chat_template)
-      known = {
-        "messages": messages,
-        "add_generation_prompt": True,
-        "bos_token": spelling.get(self.bos_id, ""),
-        "eos_token": spelling.get(self.eos_id, ""),
-      }
-      for piece in template.generate({**known, **kwargs}):
-        pieces.append(piece)
-        size += len(piece)
-        if size > _MAX_RENDERED_CHARS:
-          raise ValueError(f"more than {_MAX_RENDERED_CHARS} characters")
+      return _compile(self.chat_template).render({**known, **kwargs})
     except Exception as error:  # The template is foreign code.
       raise InputError(
         f"{self.path}: the chat template failed ({error}); check"
         " chat_template in tokenizer_config.json"
       ) from error
-    return "".join(pieces)
-
-
-class _Environment(sandbox.ImmutableSandboxedEnvironment):
-  """A sandbox in which arithmetic cannot build giant values either.
-
-  A template cannot reach the machine. It can still waste time: it is to be
-  trusted as far as the model directory that it lies in.
-  """
-
-  intercepted_binops = frozenset(["*", "**", "%"])
-
-  def call_binop(self, context, operator, left, right):
-    if not all(type(x) in (int, float) for x in (left, right)):
-      raise sandbox.SecurityError(f"{operator!r} works on numbers only")
-    if operator == "**" or max(abs(left), abs(right)) > 1e9:
-      raise sandbox.SecurityError(f"{operator!r} of too large numbers")
-    return super().call_binop(context, operator, left, right)
 
 
 def _raise_exception(message: str):
   raise jinja2.TemplateError(message)
 
 
-_ENVIRONMENT = _Environment(
+# A template cannot reach the machine. It can still waste time and memory: it is
+# to be trusted as far as the model directory that it lies in.
+_ENVIRONMENT = sandbox.ImmutableSandboxedEnvironment(
   trim_blocks=True,
   lstrip_blocks=True,
   extensions=["jinja2.ext.loopcontrols"],
@@ -251,39 +201,31 @@ def character_tokenizer_json(
   """
   if len(set(characters)) != len(characters):
     raise ValueError(f"characters must be distinct, got {characters!r}")
-  vocab = {c: i for i, c in enumerate([pad, eos, *characters])}
-  off = ("single_word", "lstrip", "rstrip", "normalized")
-  added = [
-    {"id": vocab[x], "content": x, **dict.fromkeys(off, False), "special": True}
-    for x in (pad, eos)
-  ]
-  split = {"type": "Split", "pattern": {"String": ""}}
-  split |= {"behavior": "Isolated", "invert": False}
   # The unknown token is left out of the vocabulary on purpose: a foreign
   # character is an error, not a silent token.
-  model = {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"}
-  spec = {
-    "version": "1.0",
-    "truncation": None,
-    "padding": None,
-    "added_tokens": added,
-    "normalizer": None,
-    "pre_tokenizer": split,
-    "post_processor": None,
-    "decoder": {"type": "Fuse"},
-    "model": model,
-  }
-  return json.dumps(spec, indent=1)
+  vocab = {c: i for i, c in enumerate([pad, eos, *characters])}
+  tokenizer = tokenizers.Tokenizer(
+    tokenizers.models.WordLevel(vocab, unk_token="<unk>")
+  )
+  tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+  tokenizer.decoder = tokenizers.decoders.Fuse()
+  tokenizer.add_special_tokens([pad, eos])
+  # To the byte as the files of the shipped models.
+  return json.dumps(json.loads(tokenizer.to_str()), indent=1)
 
 
-def _read_tokenizer(path: pathlib.Path) -> tokenizers.Tokenizer:
+def _read_text(path: pathlib.Path) -> str:
   try:
-    text = path.read_text(encoding="utf-8")
+    return path.read_text(encoding="utf-8")
   except (OSError, UnicodeDecodeError) as error:
     raise InputError(
       f"{path}: cannot be read ({error}); give a model directory that holds"
       " tokenizer.json"
     ) from error
+
+
+def _read_tokenizer(path: pathlib.Path) -> tokenizers.Tokenizer:
+  text = _read_text(path)
   try:
     tokenizer = tokenizers.Tokenizer.from_str(text)
   except Exception as error:  # The library raises bare Exception.
@@ -299,34 +241,24 @@ def _read_tokenizer(path: pathlib.Path) -> tokenizers.Tokenizer:
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
   if not path.exists():
     return {}
-  try:
-    value = json.loads(path.read_text(encoding="utf-8"))
-  except (OSError, ValueError, RecursionError) as error:
-    raise InputError(
-      f"{path}: not readable JSON ({error}); download it again"
-    ) from error
-  if not isinstance(value, dict):
-    raise InputError(f"{path}: must hold one JSON object; download it again")
-  return value
+  return parse_object(_read_text(path), str(path), "download it again")
 
 
 def _control_ids(
   kind: str,
   directory: pathlib.Path,
   tokenizer: tokenizers.Tokenizer,
-  id_configs: Sequence[Mapping[str, Any]],
-  token_config: Mapping[str, Any],
+  configs: Sequence[Mapping[str, Any]],
 ) -> tuple[int, ...]:
   """Returns the ids of a control token, () where no file names one."""
-  found = None
-  for config in id_configs:
-    if found is None:
-      found = config.get(f"{kind}_token_id")
-  if found is None:
-    token = token_config.get(f"{kind}_token")
-    content = token.get("content") if isinstance(token, dict) else token
-    found = tokenizer.token_to_id(content) if isinstance(content, str) else None
-  ids = found if isinstance(found, list) else [] if found is None else [found]
+  *id_configs, token_config = configs
+  named = [config.get(f"{kind}_token_id") for config in id_configs]
+  token = token_config.get(f"{kind}_token")
+  content = token.get("content") if isinstance(token, dict) else token
+  if isinstance(content, str):
+    named.append(tokenizer.token_to_id(content))
+  found = next((found for found in named if found is not None), [])
+  ids = found if isinstance(found, list) else [found]
   for i in ids:
     if type(i) is not int or i < 0 or tokenizer.id_to_token(i) is None:
       raise InputError(
@@ -359,12 +291,10 @@ def _chat_template(
   path = directory / "chat_template.jinja"
   template = token_config.get("chat_template")
   if path.exists():
-    template = path.read_text(encoding="utf-8")
-  if template is None:
-    return None
-  if not isinstance(template, str) or len(template) > _MAX_TEMPLATE_CHARS:
+    template = _read_text(path)
+  if not isinstance(template, str | None):
     raise InputError(
-      f"{directory}: chat_template must be one string of at most"
-      f" {_MAX_TEMPLATE_CHARS} characters; correct tokenizer_config.json"
+      f"{directory}: chat_template must be one string; correct"
+      " tokenizer_config.json"
     )
   return template

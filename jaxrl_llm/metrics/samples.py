@@ -4,10 +4,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from jaxrl_llm.rewards.judge import Judged, Problem
-from jaxrl_llm.types import Rollout, Status
+from jaxrl_llm.rewards.judge import Judged
+from jaxrl_llm.types import Status
 
 # Characters of their ends that are shown.
 _PROMPT_TAIL = 120
@@ -32,27 +30,14 @@ class Sample(NamedTuple):
     return {"step": step} | self._asdict() | {"reward": reward}
 
 
-def make_samples(
-  rollout: Rollout,
-  problems: Sequence[Problem],
-  judged: Judged,
-  rewards: np.ndarray,
-  rows: Sequence[int],
-) -> list[Sample]:
-  """Rows of a rollout as samples.
-
-  Args:
-    rollout: B responses.
-    problems: that of each row.
-    judged: their texts and verdicts.
-    rewards: [B].
-    rows: which of them.
-  """
+def make_samples(judged: Judged, rows: Sequence[int]) -> list[Sample]:
+  """The given rows for the sample table."""
+  rollout, rewards = judged.responses.rollout, judged.responses.rewards
   return [
     Sample(
-      prompt=problems[i].text,
+      prompt=judged.prompts[i].text,
       response=judged.texts[i],
-      gold=problems[i].answer,
+      gold=judged.prompts[i].answer,
       extracted=judged.verdicts[i].extracted,
       reward=float(rewards[i]),
       length=int(rollout.lengths[i]),

@@ -6,55 +6,26 @@ Apart from the verifiers, whose workers must start without JAX.
 import dataclasses
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
+from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.verdict import Verdict
 from jaxrl_llm.types import Responses, Rollout, Status
 
 
-class Problem(Protocol):
-  """What was asked, and the gold answer; such as a prompt of the data."""
-
-  name: str
-  text: str
-  question: str
-  messages: Sequence[Mapping[str, str]] | None
-  answer: str
-  source: str
-  columns: Mapping[str, Any]
-
-
 @dataclasses.dataclass(frozen=True)
 class Judged:
-  """Responses as text with the reward's verdicts, one entry per row."""
+  """Responses with what a person reads of them, one entry per row."""
 
+  responses: Responses
+  prompts: Sequence[Prompt]
   texts: list[str]
   verdicts: list[Verdict]
   news: Sequence[int] = ()  # Rows where it failed in a way not seen before.
-
-  @property
-  def correct(self) -> np.ndarray:
-    """bool [B]."""
-    return np.asarray([v.correct for v in self.verdicts], bool)
-
-  @property
-  def judged(self) -> np.ndarray:
-    """bool [B], False where the reward failed."""
-    return np.asarray([v.error is None for v in self.verdicts], bool)
-
-  @property
-  def parts(self) -> dict[str, np.ndarray]:
-    """float32 [B] of each part of the reward, NaN where there is none."""
-    names = dict.fromkeys(name for v in self.verdicts for name in v.parts)
-    value = lambda v, name: v.parts.get(name, np.nan)
-    return {
-      name: np.asarray([value(v, name) for v in self.verdicts], np.float32)
-      for name in names
-    }
 
 
 class Judge:
@@ -77,46 +48,56 @@ class Judge:
   ):
     """Args as in config group `reward`; decode is tokens -> text."""
     self._decode, self.pool, self._name = decode, pool, name
-    self._rewards = np.asarray([incorrect, correct], np.float32)
+    self._by_correct = incorrect, correct
     self.tell: Callable[[str], None] = lambda line: print(line, file=sys.stderr)
     self.failure = ""
     self._told: set[tuple] = set()
 
-  def __call__(
-    self, rollout: Rollout, problems: Sequence[Problem]
-  ) -> tuple[Responses, Judged]:
-    """Has every response judged against the answer to its problem.
+  def __call__(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Judged:
+    """Has every response judged against the answer to its prompt.
 
     Args:
       rollout: B responses.
-      problems: that of each row.
+      prompts: that of each row.
     """
     tokens = [x[:n] for x, n in zip(rollout.tokens, rollout.lengths)]
     texts = [self._decode(x) for x in tokens]
     verdicts = self.pool.judge(
       [
-        known(problem, text, tokens=x, finished=bool(s == Status.FINISHED))
-        for problem, text, x, s in zip(problems, texts, tokens, rollout.status)
+        known(prompt, text, tokens=x, finished=bool(s == Status.FINISHED))
+        for prompt, text, x, s in zip(prompts, texts, tokens, rollout.status)
       ]
     )
-    judged = Judged(texts, verdicts, self._news(verdicts, problems))
-    rewards = self._rewards[judged.correct.astype(int)]
-    for row, verdict in enumerate(verdicts):
-      if verdict.value is not None:
-        rewards[row] = verdict.value
-    responses = Responses(
-      rollout=rollout,
-      rewards=rewards,
-      correct=judged.correct,
-      judged=judged.judged,
-      parts=judged.parts,
+    return Judged(
+      self._responses(rollout, verdicts),
+      prompts,
+      texts,
+      verdicts,
+      self._news(verdicts, prompts),
     )
-    return responses, judged
 
-  def _news(self, verdicts, problems) -> list[int]:
+  def _responses(self, rollout, verdicts) -> Responses:
+    """Verdicts as arrays; a part that a response does not have is NaN."""
+    rewards = [
+      self._by_correct[v.correct] if v.value is None else v.value
+      for v in verdicts
+    ]
+    parts = {}
+    for name in dict.fromkeys(name for v in verdicts for name in v.parts):
+      values = [v.parts.get(name, np.nan) for v in verdicts]
+      parts[name] = np.asarray(values, np.float32)
+    return Responses(
+      rollout=rollout,
+      rewards=np.asarray(rewards, np.float32),
+      correct=np.asarray([v.correct for v in verdicts], bool),
+      judged=np.asarray([v.error is None for v in verdicts], bool),
+      parts=parts,
+    )
+
+  def _news(self, verdicts, prompts) -> list[int]:
     """Rows where the reward failed as never before; a line is told of each."""
     rows = []
-    for row, (verdict, problem) in enumerate(zip(verdicts, problems)):
+    for row, (verdict, prompt) in enumerate(zip(verdicts, prompts)):
       if not verdict.error:
         continue
       place = re.search(r"\(\S+:\d+\)\Z", verdict.error)
@@ -124,7 +105,7 @@ class Judge:
       if kind not in self._told:
         self._told.add(kind)
         said = verdict.error.removeprefix("error: ")
-        self.failure = f"reward {self._name}: {said} on {problem.name}"
+        self.failure = f"reward {self._name}: {said} on {prompt.id}"
         self.tell(self.failure)
         rows.append(row)
     return rows
@@ -135,18 +116,18 @@ class Judge:
 
 
 def known(
-  problem: Problem, response: str, *, tokens: Sequence[int], finished: bool
+  prompt: Prompt, response: str, *, tokens: Sequence[int], finished: bool
 ) -> dict[str, Any]:
   """What a reward may read of a response, by name, see `arguments`."""
   return {
-    "id": problem.name,
-    "prompt": problem.text,
-    "question": problem.question,
-    "messages": problem.messages,
+    "id": prompt.id,
+    "prompt": prompt.text,
+    "question": prompt.question,
+    "messages": prompt.messages,
     "response": response,
     "tokens": np.asarray(tokens).tolist(),
-    "answer": problem.answer,
+    "answer": prompt.answer,
     "finished": finished,
-    "source": problem.source,
-    "columns": problem.columns,
+    "source": prompt.source,
+    "columns": prompt.columns,
   }

@@ -20,8 +20,9 @@ _UNSIGNED = rf"(?:{_DIGITS}(?:\.[0-9]+)?|\.[0-9]+)"
 _IN_TEXT = re.compile(
   rf"(?:(?<![\w)}}.])[-+])?(?:\$|\\\$)?{_UNSIGNED}(?:/[0-9]+)?"
 )
-_PLAIN = re.compile(rf"([-+]?)({_UNSIGNED})\.?\Z")
-_RATIO = re.compile(rf"([-+]?)({_UNSIGNED})/([-+]?)({_UNSIGNED})\Z")
+_SIGNED = rf"([-+]?{_UNSIGNED})"
+_PLAIN = re.compile(rf"{_SIGNED}\.?\Z")
+_RATIO = re.compile(rf"{_SIGNED}/{_SIGNED}\Z")
 _MIXED = re.compile(r"([-+]?)([0-9]+) ([0-9]+)/([0-9]+)\Z")
 _FRAC = re.compile(r"\\[dtc]?frac")
 _FRAC_ARGS = re.compile(
@@ -112,11 +113,9 @@ def normalize_answer(answer: str) -> str:
   bare = _TEXT.sub("", text).strip()
   # `18\text{ cm}` is 18, but `\text{Evelyn}` is Evelyn.
   text = bare if bare else _TEXT.sub(r"\1", text).strip()
-  named = _NAMED.match(text)
-  if named:
+  if named := _NAMED.match(text):
     text = named["value"].strip()
-  unit = _UNIT.match(text)
-  if unit:
+  if unit := _UNIT.match(text):
     text = unit["number"]
   number = parse_number(text)
   return str(number) if number is not None else text.replace(" ", "")
@@ -142,29 +141,17 @@ def parse_number(text: str) -> fractions.Fraction | None:
   text = text.strip()
   if len(text) > _MAX_ANSWER:
     return None
+  read = lambda digits: fractions.Fraction(digits.replace(",", ""))
   if match := _PLAIN.match(text):
-    return _signed(match[1]) * _fraction(match[2])
+    return read(match[1])
   match = _MIXED.match(text)
   if match and int(match[4]):
-    part = fractions.Fraction(int(match[3]), int(match[4]))
-    return _signed(match[1]) * (int(match[2]) + part)
-  return _ratio(text)
-
-
-def _ratio(text: str) -> fractions.Fraction | None:
+    size = int(match[2]) + fractions.Fraction(int(match[3]), int(match[4]))
+    return -size if match[1] == "-" else size
   match = _RATIO.match(text)
-  if not match or not _fraction(match[4]):
-    return None
-  sign = _signed(match[1]) * _signed(match[3])
-  return sign * _fraction(match[2]) / _fraction(match[4])
-
-
-def _fraction(digits: str) -> fractions.Fraction:
-  return fractions.Fraction(digits.replace(",", ""))
-
-
-def _signed(sign: str) -> int:
-  return -1 if sign == "-" else 1
+  if match and read(match[2]):
+    return read(match[1]) / read(match[2])
+  return None
 
 
 def numeric(response: str, answer: str, *, finished: bool) -> Verdict:

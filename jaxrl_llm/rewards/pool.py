@@ -7,19 +7,20 @@ its worker cannot forge the verdicts of later steps.
 """
 
 import base64
-import collections
 import contextlib
 import dataclasses
 import json
 import os
 import pickle
+import queue
 import resource
-import selectors
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent import futures
 from typing import Any
 
 from jaxrl_llm.errors import InputError
@@ -33,6 +34,7 @@ from jaxrl_llm.rewards.verdict import (
 )
 
 _START_DEADLINE_S = 120.0  # Imports on a busy machine.
+_MEMORY_BYTES = 4 * 2**30  # Address space of a worker.
 _BOOT = (
   "import json, sys; sys.path[:] = json.loads(sys.argv[1]);"
   " from jaxrl_llm.rewards import pool; pool.serve(*sys.argv[2:])"
@@ -48,7 +50,6 @@ class RewardPool:
     *,
     workers: int = 0,
     deadline_s: float = 10.0,
-    memory_gib: float = 4.0,
     grading: Grading | None = None,
   ):
     """Starts the workers.
@@ -57,16 +58,14 @@ class RewardPool:
       reward_fn: a reward; with workers, a function of an importable module.
       workers: processes; 0 judges inline, where nothing can be killed.
       deadline_s: seconds that one response may take in a worker.
-      memory_gib: address space of a worker.
       grading: how numbers become verdicts.
 
     Raises:
       ValueError: a setting is out of range.
     """
-    if workers < 0 or deadline_s <= 0 or memory_gib <= 0:
+    if workers < 0 or deadline_s <= 0:
       raise ValueError(
-        "need workers >= 0, deadline_s > 0, memory_gib > 0, got"
-        f" {workers}, {deadline_s}, {memory_gib}"
+        f"need workers >= 0 and deadline_s > 0, got {workers} and {deadline_s}"
       )
     if workers == 0 and getattr(reward_fn, "needs_worker", False):
       raise ValueError(
@@ -76,8 +75,9 @@ class RewardPool:
     self._reward_fn, self._deadline_s = reward_fn, deadline_s
     self._grading, self._named = grading or Grading(), False
     self._pickled = _pickled(reward_fn, self._grading) if workers else ""
-    self._memory_gib = memory_gib
-    self._workers = [self._start() for _ in range(workers)]
+    self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+    self._workers = workers
+    self._start()
 
   def judge(self, calls: Sequence[Mapping[str, Any]]) -> list[Verdict]:
     """Judges responses, in order; a failed reward is marked.
@@ -94,14 +94,20 @@ class RewardPool:
         jobs[row] = arguments(self._reward_fn, call)
       except Exception as error:
         verdicts[row] = failure(error)
-    judge = self._judge_in_workers if self._workers else self._judge_inline
-    for row, verdict in zip(jobs, judge(list(jobs.values()))):
+    if self._workers and jobs:
+      # A thread waits for a worker; what takes time is in the processes.
+      with futures.ThreadPoolExecutor(self._workers) as threads:
+        found = list(threads.map(self._judge_in_worker, jobs.values()))
+      self.close()
+      self._start()
+    else:
+      found = [
+        _call(self._reward_fn, job, self._grading) for job in jobs.values()
+      ]
+    for row, verdict in zip(jobs, found):
       verdicts[row] = verdict
     self._check_weights(verdicts)
     return verdicts
-
-  def _judge_inline(self, jobs: Sequence[Mapping]) -> list[Verdict]:
-    return [_call(self._reward_fn, job, self._grading) for job in jobs]
 
   def _check_weights(self, verdicts: Sequence[Verdict]) -> None:
     """A weight of no part is a slip of the pen; told at the first verdicts."""
@@ -114,45 +120,35 @@ class RewardPool:
       )
     self._named = self._named or any(v.error is None for v in verdicts)
 
-  def close(self):
+  def close(self) -> None:
     """Ends the workers."""
-    while self._workers:
-      self._workers.pop().kill()
+    while not self._idle.empty():
+      self._idle.get().close()
 
-  def _start(self) -> "_Worker":
-    return _Worker(self._pickled, self._memory_gib, self._deadline_s)
+  def _start(self) -> None:
+    for _ in range(self._workers):
+      self._idle.put(_Worker(self._pickled, self._deadline_s))
 
-  def _judge_in_workers(self, jobs: Sequence[Mapping]) -> list[Verdict]:
-    verdicts, waiting = [None] * len(jobs), collections.deque(range(len(jobs)))
-    slots = [None] * len(self._workers)  # The job of each worker.
-    while waiting or any(job is not None for job in slots):
-      for k, worker in enumerate(self._workers):
-        if slots[k] is None and worker.ready and waiting:
-          slots[k] = waiting.popleft()
-          worker.send(jobs[slots[k]], self._deadline_s)
-      readable = _wait(self._workers)
-      for k, worker in enumerate(self._workers):
-        verdict = worker.receive() if k in readable else worker.expire()
-        if verdict is None:
-          continue
-        if slots[k] is None:
-          raise RuntimeError(
-            f"a reward worker did not start ({verdict.error}): see its output"
-            f" above; can a fresh Python import {self._reward_fn}?"
-          )
-        verdicts[slots[k]], slots[k] = verdict, None
-        if verdict.error in ("timeout", "crash"):
-          worker.kill()
-          self._workers[k] = self._start()
-    if jobs:
-      for worker in self._workers:
-        worker.kill()
-      self._workers = [self._start() for _ in self._workers]
-    return verdicts
+  def _judge_in_worker(self, job: Mapping[str, Any]) -> Verdict:
+    worker = self._idle.get()
+    try:
+      if not worker.started():
+        raise RuntimeError(
+          "a reward worker did not start: see its output above; can a fresh"
+          f" Python import {self._reward_fn}?"
+        )
+      answer, failed = worker.ask(json.dumps(job) + "\n", self._deadline_s)
+      if not failed:
+        return Verdict(*json.loads(answer))
+      worker.close()
+      worker = _Worker(self._pickled, self._deadline_s)
+      return Verdict(False, None, failed)
+    finally:
+      self._idle.put(worker)
 
 
 class _Worker:
-  """One process; `deadline` is when the parent stops waiting for it."""
+  """One process that answers a line with a line, or is killed."""
 
   def __init__(self, *arguments: object):
     command = [sys.executable, "-c", _BOOT, json.dumps(sys.path)]
@@ -162,53 +158,42 @@ class _Worker:
       stdout=subprocess.PIPE,
       start_new_session=True,  # Killed with all its children; no Ctrl-C.
     )
-    self.output = self._process.stdout
-    self.ready = False
-    self.deadline = time.monotonic() + _START_DEADLINE_S
-    self._received = b""
+    self._started = False
 
-  def send(self, job: Mapping[str, Any], deadline_s: float):
-    try:
-      self._process.stdin.write(json.dumps(job).encode() + b"\n")
+  def started(self) -> bool:
+    """Whether it lives; waits until it has come up."""
+    if not self._started:
+      said, _ = self.ask("", _START_DEADLINE_S)  # It begins by itself.
+      self._started = bool(said)
+    return self._started
+
+  def ask(self, text: str, deadline_s: float) -> tuple[bytes, str]:
+    """The line it answers with, and why if there is none: late or dead."""
+    end, answer = time.monotonic() + deadline_s, b""
+    timer = threading.Timer(deadline_s, self._kill)
+    timer.start()
+    with contextlib.suppress(BrokenPipeError):
+      self._process.stdin.write(text.encode())
       self._process.stdin.flush()
-    except BrokenPipeError:
-      pass  # It died; its output is at its end, which `receive` reports.
-    self.ready, self.deadline = False, time.monotonic() + deadline_s
+      answer = self._process.stdout.readline()
+    timer.cancel()
+    timer.join()
+    if time.monotonic() >= end:
+      return b"", "timeout"
+    return (answer, "") if answer.endswith(b"\n") else (b"", "crash")
 
-  def receive(self) -> Verdict | None:
-    """Reads once; returns a verdict when there is a whole one."""
-    chunk = os.read(self.output.fileno(), 1 << 16)
-    if not chunk:
-      return Verdict(False, None, "crash")
-    self._received += chunk
-    if not self._received.endswith(b"\n"):
-      return None
-    line, self._received = self._received, b""
-    self.ready, self.deadline = True, float("inf")
-    fields = json.loads(line)
-    return None if fields is None else Verdict(*fields)  # None: it has started.
-
-  def expire(self) -> Verdict | None:
-    late = time.monotonic() >= self.deadline
-    return Verdict(False, None, "timeout") if late else None
-
-  def kill(self):
+  def _kill(self) -> None:
     # Not reaped yet, so the process group's number is still its own.
     with contextlib.suppress(ProcessLookupError):
       os.killpg(self._process.pid, signal.SIGKILL)
+
+  def close(self) -> None:
+    """Ends the process and all its children."""
+    self._kill()
     with contextlib.suppress(BrokenPipeError):
       self._process.stdin.close()
-    self.output.close()
+    self._process.stdout.close()
     self._process.wait()
-
-
-def _wait(workers: Sequence[_Worker]) -> set[int]:
-  """Sleeps until a worker has output or is late; returns who has output."""
-  patience = min(w.deadline for w in workers) - time.monotonic()
-  with selectors.DefaultSelector() as selector:
-    for k, worker in enumerate(workers):
-      selector.register(worker.output, selectors.EVENT_READ, k)
-    return {key.data for key, _ in selector.select(max(0.0, patience))}
 
 
 def _pickled(reward_fn: RewardFn, grading: Grading) -> str:
@@ -225,14 +210,13 @@ def _pickled(reward_fn: RewardFn, grading: Grading) -> str:
     ) from error
 
 
-def serve(pickled: str, memory_gib: str, deadline_s: str):
+def serve(pickled: str, deadline_s: str):
   """Runs in a worker: answers each JSON line from stdin with one on stdout."""
   answers = os.fdopen(os.dup(1), "w")
   os.dup2(2, 1)  # What a reward prints must not land among the answers.
   reward_fn, grading = pickle.loads(base64.b64decode(pickled))
-  size = int(float(memory_gib) * 2**30)
-  resource.setrlimit(resource.RLIMIT_AS, (size, size))
-  print("null", file=answers, flush=True)
+  resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+  print("started", file=answers, flush=True)
   for line in sys.stdin:
     # Ends a worker whose parent was killed before it could kill.
     seconds = time.process_time() + float(deadline_s) + 2

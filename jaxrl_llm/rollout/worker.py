@@ -6,7 +6,7 @@ may get. DAPO keeps groups with mixed verdicts, APRIL stops when enough groups
 have ended, T-PPO writes a window of every response.
 
 Its state holds every response that has begun and was not handed over. Which
-weights, KV caches and texts belong to it is a cache: dropped at any moment and
+weights and KV caches belong to it is a cache: dropped at any moment and
 rebuilt, the worker writes the same tokens.
 """
 
@@ -19,22 +19,18 @@ import jax
 import numpy as np
 
 from jaxrl_llm import metrics, sampling
-from jaxrl_llm.data.prompt_source import (
-  Prompt,
-  PromptSource,
-  PromptSourceState,
-)
+from jaxrl_llm.data.prompt_source import PromptSource, PromptSourceState
+from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.errors import TrainingStopped
-from jaxrl_llm.rewards.judge import Judge
+from jaxrl_llm.rewards.judge import Judged
 from jaxrl_llm.rollout.metrics import decoding_metrics
-from jaxrl_llm.sampling import Engine, SamplingSettings
+from jaxrl_llm.rollout.writer import ResponseWriter, Weights
 from jaxrl_llm.types import (
   Responses,
   Rollout,
   Status,
   ended,
   join_rows,
-  named_parts,
   take_rows,
   unjudged,
 )
@@ -102,54 +98,56 @@ class RolloutSettings:
 
 
 @dataclasses.dataclass(frozen=True)
-class Weights:
-  """What the sampler writes with: parameters, their version, and statistics."""
-
-  params: Any
-  version: int
-  temperature_state: Any = None  # Of the adaptive temperature; None without.
-
-
-@dataclasses.dataclass(frozen=True)
 class Collected:
   """A batch, and the states after it."""
 
   responses: Responses
   state: RolloutState
   source_state: PromptSourceState
-  samples: list[metrics.Sample]  # A few, for a person.
-  news: list[metrics.Sample]  # Where the reward failed as never before.
+  version: int  # Of the weights.
+  judged: list[Judged]  # What was judged for it, a call each.
   metrics: dict[str, float]
+
+  @property
+  def samples(self) -> list[metrics.Sample]:
+    """A few of what was judged last, for a person."""
+    if not self.judged:
+      return []
+    rng = np.random.default_rng(self.version + 1)
+    rows = rng.permutation(len(self.judged[-1].texts))[:_SHOWN]
+    return metrics.make_samples(self.judged[-1], rows)
+
+  @property
+  def news(self) -> list[metrics.Sample]:
+    """Where the reward failed as never before."""
+    return [
+      sample
+      for judged in self.judged
+      for sample in metrics.make_samples(judged, judged.news)
+    ]
 
 
 class RolloutWorker:
-  """Has responses written and judged."""
+  """Has responses written and judged.
+
+  Attributes:
+    writer: writes and judges them.
+  """
 
   def __init__(
     self,
-    engine: Engine,
+    writer: ResponseWriter,
     source: PromptSource,
-    judge: Judge,
     settings: RolloutSettings,
-    *,
-    sampling_settings: SamplingSettings,
-    key: chex.PRNGKey,
   ):
     """Makes the worker.
 
     Args:
-      engine: writes.
+      writer: writes and judges responses.
       source: draws prompts, and finds those of responses that go on.
-      judge: of what has ended.
       settings: how a batch comes about.
-      sampling_settings: of every response.
-      key: stays the same for the whole run; a response folds in its number.
     """
-    self._engine, self._source, self._judge = engine, source, judge
-    self._settings = settings
-    self._sampling = sampling_settings
-    self._key = key
-    self._prompts: dict[int, Prompt] = {}  # A cache, by group id.
+    self.writer, self._source, self._settings = writer, source, settings
 
   def init(self) -> RolloutState:
     """The state before the first batch."""
@@ -177,67 +175,58 @@ class RolloutWorker:
     Raises:
       TrainingStopped: dynamic sampling found too few groups.
     """
-    before = self._engine.stats
+    engine = self.writer.engine
+    before = engine.stats
     collect = self._windows if self._settings.window else self._groups
     batch = collect(state, source_state, weights, timer)
-    store = batch.state.store
-    kept = set() if store is None else set(store.group_id.tolist())
-    self._prompts = {k: x for k, x in self._prompts.items() if k in kept}
-    row = decoding_metrics(self._engine.stats - before) | batch.metrics
+    row = decoding_metrics(engine.stats - before) | batch.metrics
     return dataclasses.replace(batch, metrics=row)
 
   def _groups(self, state, source_state, weights, timer) -> Collected:
     """Whole groups, the oldest first."""
     settings = self._settings
     kept: list[Responses] = []
-    tokens = rounds = judged = passed = missing = 0
-    news: list[metrics.Sample] = []
+    seen: list[Judged] = []
+    tokens = judged = passed = 0
     while (missing := settings.groups - passed) > 0:
-      if rounds == settings.max_rounds:
-        raise _too_few(settings, rounds, judged, passed)
+      if len(kept) == settings.max_rounds:
+        raise _too_few(settings, len(kept), judged, passed)
       begun = _count_groups(state.store)
       state, source_state = self._begin(
         state, source_state, settings.in_flight - begun, timer
       )
       store = self._write_groups(state.store, missing, weights, timer)
-      tokens += self._engine.last_stats.tokens
+      tokens += self.writer.engine.last_stats.tokens
       done = sampling.complete(ended(store), store.group)[store.group]
       # What counts is known of judged groups alone.
       wanted = None if settings.dynamic_sampling else missing
       oldest = np.unique(store.group_id[done])[:wanted]
       chosen = np.isin(store.group_id, oldest)
-      responses, samples, failed = self._judged(
-        join_rows([take_rows(store, chosen)]), weights.version, timer
-      )
-      news += failed
+      chosen_rows = join_rows([take_rows(store, chosen)])
+      seen.append(self._judge(chosen_rows, timer))
+      responses = seen[-1].responses
       if settings.dynamic_sampling:
         responses = take_rows(responses, mixed(responses))
       kept.append(responses)
-      rounds, judged = rounds + 1, judged + oldest.size
+      judged += oldest.size
       passed += _count_groups(responses.rollout)
-      state = state.replace(store=_rows_or_none(store, ~chosen))
+      state = state.replace(store=_joined(take_rows(store, ~chosen)))
     batch = join_rows(kept)
     surplus = batch.rollout.group >= settings.groups
-    state = self._keep(state, batch, surplus)
     row = {}
     if settings.dynamic_sampling:
       row |= {
-        "rollout/rounds": float(rounds),
+        "rollout/rounds": float(len(kept)),
         "rollout/mixed_fraction": passed / judged,
         "rollout/tokens": float(tokens),  # Those thrown away were paid for too.
       }
-    batch = take_rows(batch, ~surplus)
+    rest, batch = take_rows(batch, surplus), take_rows(batch, ~surplus)
     if settings.stop != "all":
+      # Responses may be stale: what is over waits.
+      state = state.replace(store=_joined(rest.rollout, state.store))
       row |= {"rollout/tokens": float(tokens)}
       row |= _partial_metrics(batch.rollout, state.store, weights.version)
-    return Collected(batch, state, source_state, samples, news, row)
-
-  def _keep(self, state, batch, surplus) -> RolloutState:
-    """Groups over the number wanted wait where responses may be stale."""
-    if self._settings.stop == "all" or not surplus.any():
-      return state
-    rest = take_rows(batch, surplus).rollout
-    return state.replace(store=join_rows([rest, state.store]))
+    return Collected(batch, state, source_state, weights.version, seen, row)
 
   def _windows(self, state, source_state, weights, timer) -> Collected:
     """T-PPO's successive batching: every slot writes up to W more tokens.
@@ -252,107 +241,61 @@ class RolloutWorker:
     state, source_state = self._begin(
       state, source_state, -(-max(free, 0) // settings.group_size), timer
     )
-    rows = np.arange(len(state.store.lengths))
     rule = STOPS[settings.stop].responses(settings.groups * settings.group_size)
-    rollout = self._write(
-      take_rows(state.store, rows[:room]), settings.window, rule, weights, timer
-    )
-    fresh = rollout.lengths > rollout.window_start
-    batch = unjudged(join_rows([take_rows(rollout, fresh)]))
-    over, samples, news = np.flatnonzero(batch.ended), [], []
-    if over.size:
-      part, samples, news = self._judged(
-        take_rows(batch.rollout, over), weights.version, timer
+    with timer.phase("generate"):
+      rollout = self.writer.write(
+        take_rows(state.store, np.s_[:room]),
+        weights,
+        window=settings.window,
+        rule=rule,
       )
-      batch = batch.replace(parts=named_parts(batch, part.parts))
-      for name in ("rewards", "correct", "judged"):
-        batch[name][over] = part[name]
-      for name, values in part.parts.items():
-        batch.parts[name][over] = values
+    fresh = take_rows(rollout, rollout.lengths > rollout.window_start)
+    over, seen = ended(fresh), []
+    parts = [unjudged(take_rows(fresh, ~over))]
+    if over.any():
+      seen = [self._judge(take_rows(fresh, over), timer)]
+      parts.append(seen[0].responses)
+    order = np.argsort(np.argsort(over, kind="stable"))  # As they were.
+    batch = join_rows([take_rows(join_rows(parts), order)])
     goes_on = take_rows(rollout, rollout.status == Status.TRUNCATED)
-    waiting = take_rows(state.store, rows[room:])
-    store = _rows_or_none(join_rows([goes_on, waiting]), slice(None))
-    return Collected(
-      batch, state.replace(store=store), source_state, samples, news, {}
-    )
+    waiting = take_rows(state.store, np.s_[room:])
+    state = state.replace(store=_joined(goes_on, waiting))
+    return Collected(batch, state, source_state, weights.version, seen, {})
 
   def _begin(self, state, source_state, groups, timer):
     """Draws prompts, whose responses are in the store from then on."""
     with timer.phase("data"):
       prompts, source_state = self._source.draw(source_state, max(groups, 0))
-    if not prompts:
-      return state, source_state
-    self._prompts |= {prompt.group_id: prompt for prompt in prompts}
     size = self._settings.group_size
     ids = state.samples + np.arange(len(prompts) * size).reshape(-1, size)
-    new = sampling.new_requests(
-      [prompt.tokens for prompt in prompts],
-      ids,
-      [prompt.group_id for prompt in prompts],
-      self._engine.config,
-      example_ids=[prompt.example_id for prompt in prompts],
-    )
-    store = join_rows([state.store, new])
-    return RolloutState(samples=state.samples + ids.size, store=store), (
-      source_state
-    )
+    store = _joined(state.store, self.writer.begin(prompts, ids))
+    samples = state.samples + ids.size
+    return RolloutState(samples=samples, store=store), source_state
 
   def _write_groups(self, store, missing, weights, timer) -> Rollout:
     """The store after its unfinished responses were written on."""
     settings = self._settings
     over = ended(store)
     ready = int(sampling.complete(over, store.group).sum())
-    awaited = too_old(
-      take_rows(store, ~over), weights.version, settings.max_staleness
-    )
+    unfinished = take_rows(store, ~over)
+    awaited = too_old(unfinished, weights.version, settings.max_staleness)
     rule = STOPS[settings.stop].groups(missing - ready, awaited)
-    written = self._write(
-      take_rows(store, ~over),
-      self._engine.config.max_response_length,
-      rule,
-      weights,
-      timer,
-    )
+    with timer.phase("generate"):
+      written = self.writer.write(unfinished, weights, rule=rule)
     # All of a response is trained on, whenever it was written.
     start = np.zeros_like(written.window_start)
     written = written.replace(window_start=start)
-    return join_rows([_rows_or_none(store, over), written])
+    return join_rows([take_rows(store, over), written])
 
-  def _write(self, rollout, window, rule, weights, timer) -> Rollout:
-    with timer.phase("generate"):
-      return self._engine.generate_window(
-        weights.params,
-        rollout,
-        group_size=self._settings.group_size,
-        window=window,
-        key=self._key,
-        settings=self._sampling,
-        version=weights.version,
-        rule=rule,
-        temperature_state=weights.temperature_state,
-      )
-
-  def _judged(
-    self, rollout: Rollout, version: int, timer: Any
-  ) -> tuple[Responses, list[metrics.Sample], list[metrics.Sample]]:
-    """Verdicts of what has ended, a few responses for a person, and news."""
+  def _judge(self, rollout: Rollout, timer: Any) -> Judged:
     with timer.phase("reward"):
-      prompts = self._prompts_of(rollout)
-      responses, judged = self._judge(rollout, prompts)
-    order = np.random.default_rng(version + 1).permutation(len(prompts))
-    samples, news = (
-      metrics.make_samples(rollout, prompts, judged, responses.rewards, rows)
-      for rows in (order[:_SHOWN], judged.news)
-    )
-    return responses, samples, news
+      return self.writer.judge(rollout, self._prompts_of(rollout))
 
   def _prompts_of(self, rollout: Rollout) -> Sequence[Prompt]:
-    """The prompt of every row; one that is not at hand is read again."""
-    pairs = zip(rollout.example_id.tolist(), rollout.group_id.tolist())
-    for example_id, group_id in set(pairs):
-      if group_id not in self._prompts:
-        self._prompts[group_id] = self._source.prompt(example_id, group_id)
-    return [self._prompts[group_id] for group_id in rollout.group_id.tolist()]
+    """The prompt of every row, read again: it may be of an earlier batch."""
+    rows = list(zip(rollout.example_id.tolist(), rollout.group_id.tolist()))
+    prompts = {row: self._source.prompt(*row) for row in set(rows)}
+    return [prompts[row] for row in rows]
 
 
 def mixed(responses: Responses) -> np.ndarray:
@@ -381,10 +324,10 @@ def run_key(seed: int, stream: int) -> jax.Array:
   return jax.random.fold_in(jax.random.key(seed), stream)
 
 
-def _rows_or_none(rollout: Rollout, rows: Any) -> Rollout | None:
-  """The given rows, None if there are none."""
-  part = take_rows(rollout, rows)
-  return join_rows([part]) if len(part.lengths) else None
+def _joined(*parts: Rollout | None) -> Rollout | None:
+  """All rows below each other, None if there are none."""
+  present = [part for part in parts if part is not None and len(part.lengths)]
+  return join_rows(present) if present else None
 
 
 def _count_groups(rollout: Rollout | None) -> int:

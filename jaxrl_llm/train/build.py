@@ -22,6 +22,7 @@ from jaxrl_llm.learner.state import LearnerSettings
 from jaxrl_llm.models import hf
 from jaxrl_llm.rewards.judge import Judge
 from jaxrl_llm.rollout.worker import RolloutSettings, RolloutWorker, run_key
+from jaxrl_llm.rollout.writer import ResponseWriter
 from jaxrl_llm.sampling import Engine, SamplingSettings
 from jaxrl_llm.train import data, meshes, sampler, validation
 from jaxrl_llm.train.loop import Run
@@ -41,7 +42,7 @@ def make_run(config: Any) -> Run:
   both = meshes.make_meshes(config)
   path = base_models.model_path(config)
   model_config = hf.read_config(path)
-  tokenizer = Tokenizer.load(path)
+  tokenizer = Tokenizer(path)
   data.check_context(config, model_config, tokenizer)
   fns = make_fns(config, model_config, both)
   learner = _make_learner(config, fns, path, both.trainer)
@@ -155,17 +156,17 @@ def make_worker(
 
 
 def _worker(config, engine, source, judge, settings, stream) -> RolloutWorker:
-  return RolloutWorker(
+  writer = ResponseWriter(
     engine,
-    source,
-    judge,
-    settings,
-    sampling_settings=SamplingSettings(
+    SamplingSettings(
       temperature=config.sampler.temperature,
       max_new_tokens=config.sampler.max_response_length,
     ),
-    key=run_key(config.run.seed, stream),
+    run_key(config.run.seed, stream),
+    settings.group_size,
+    judge,
   )
+  return RolloutWorker(writer, source, settings)
 
 
 def _make_pretraining(
@@ -192,18 +193,18 @@ def _make_pretraining(
 
 
 def _make_evaluator(config, engine, problems, judge) -> Evaluator:
-  return Evaluator(
-    **problems._asdict(),
-    samples=config.eval.samples,
-    engine=engine,
-    settings=SamplingSettings(
+  writer = ResponseWriter(
+    engine,
+    SamplingSettings(
       temperature=config.eval.temperature,
       top_p=config.eval.top_p,
       max_new_tokens=config.sampler.max_response_length,
     ),
-    key=run_key(config.run.seed, EVALUATION),
-    judge=judge,
+    run_key(config.run.seed, EVALUATION),
+    config.eval.samples,
+    judge,
   )
+  return Evaluator(**problems._asdict(), writer=writer)
 
 
 def with_problems(evaluator: Evaluator, config: Any) -> Evaluator:
@@ -212,7 +213,7 @@ def with_problems(evaluator: Evaluator, config: Any) -> Evaluator:
   Raises:
     InputError: the data cannot be used.
   """
-  tokenizer = Tokenizer.load(base_models.model_path(config))
+  tokenizer = Tokenizer(base_models.model_path(config))
   _, problems = data.make_prompts(config, tokenizer)
   return dataclasses.replace(evaluator, **problems._asdict())
 

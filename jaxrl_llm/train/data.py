@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm import rewards
 from jaxrl_llm.data import prompt_source, sources
-from jaxrl_llm.data.prompt_source import Prompt, PromptSource
+from jaxrl_llm.data.prompt_source import PromptSource
+from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import ModelConfig
@@ -32,7 +33,9 @@ def make_prompts(
   data, evaluation = config.data, config.eval
   train, held_out, label, origin = _sources(config)
   if data.pool:
-    train = sources.Selection(train, range(min(data.pool, len(train))))
+    train = sources.LazySource(
+      train.__getitem__, range(min(data.pool, len(train)))
+    )
   settings = {
     "template": _template(config, tokenizer, train),
     "tokenizer": tokenizer,
@@ -79,7 +82,7 @@ def _sources(config) -> tuple[sources.Source, sources.Source, str, str]:
 
 def _check_answers(reward: str, prompts: list[Prompt]) -> None:
   """Refuses data without the answers that a verifier compares with."""
-  bare = [prompt.name for prompt in prompts if not prompt.answer]
+  bare = [prompt.id for prompt in prompts if not prompt.answer]
   if bare and rewards.gold_response(reward, ""):
     raise InputError(
       f"{bare[0]} has no answer, which config.reward.name={reward!r} compares"

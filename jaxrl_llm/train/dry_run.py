@@ -82,7 +82,7 @@ def _check_rewards(run: Run) -> None:
     why = verdicts[row].error or f"such as {problems[row].answer!r}"
     raise InputError(
       f"config.reward.name={name!r} refuses {count - sum(accepted)} of {count}"
-      f" gold answers, {why} of {problems[row].name}; choose another reward or"
+      f" gold answers, {why} of {problems[row].id}; choose another reward or"
       " clean the data"
     )
 
@@ -116,7 +116,7 @@ def _bytes_held(trees: Any) -> int:
 
 
 def _phases(run: Run) -> dict[str, jax.stages.Lowered]:
-  config, engine = run.config, run.evaluator.engine
+  config, engine = run.config, run.evaluator.writer.engine
   statistics = None
   if run.learner.algorithm.temperature_statistics:
     scalar = jax.ShapeDtypeStruct((), jnp.float32)

@@ -349,7 +349,7 @@ def evaluate(
   first = run.config.run.samples_every and states.step == 0
   if first or evaluated.judged.news:
     logger.samples(states.step, evaluated.shown())
-  stop_unjudged(run, states.step, evaluated.judged.judged)
+  stop_unjudged(run, states.step, evaluated.responses.judged)
   results = evaluated.results([run.config.eval.samples])
   row = {f"eval/{evaluated.name}/{k}": float(x) for k, x in results.items()}
   best = run.config.checkpoint.best

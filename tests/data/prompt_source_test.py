@@ -1,5 +1,6 @@
 """Prompts: templates, and a source whose whole state is a value."""
 
+import copy
 import dataclasses
 
 import numpy as np
@@ -25,7 +26,7 @@ def tokenizer(tmp_path_factory):
   (path / "tokenizer.json").write_text(text)
   (path / "config.json").write_text('{"eos_token_id": 1, "bos_token_id": 0}')
   (path / "chat_template.jinja").write_text(CHATML)
-  return Tokenizer.load(path)
+  return Tokenizer(path)
 
 
 def example(question, answer="1"):
@@ -89,7 +90,8 @@ class TestTemplates:
 
   def test_chat_templates_have_variables(self, tokenizer):
     template = CHATML + "{% if think %}{{ think }}{% endif %}"
-    thinking = dataclasses.replace(tokenizer, chat_template=template)
+    thinking = copy.copy(tokenizer)
+    thinking.chat_template = template
     written = prompt_source.chat(thinking, kwargs={"think": "x"})
     text = tokenizer.decode(written(example("1")), skip_special=False)
     assert text == "<s>user:1</s><s>x"
@@ -124,7 +126,7 @@ class TestPromptSource:
     assert prompt.group_id == 11
     assert tokenizer.decode(prompt.tokens) == prompt.text == prompt.question
     assert prompt.source == "chain_sum/train"
-    index = int(prompt.name.removeprefix("chain_sum-train-"))
+    index = int(prompt.id.removeprefix("chain_sum-train-"))
     assert index == prompt.example_id
     assert tasks.ChainSum(seed=2)[index].answer == prompt.answer
 
@@ -261,5 +263,5 @@ class TestPromptSource:
     path.write_text('{"question": "1?", "answer": "1"}\n')
     source = sources.make_source("jsonl", path=str(path))
     drawn = draw(make_prompts(tokenizer, source), 2)
-    assert [p.name for p in drawn] == ["q-1", "q-1"]
+    assert [p.id for p in drawn] == ["q-1", "q-1"]
     assert [(p.example_id, p.group_id) for p in drawn] == [(0, 0), (0, 1)]

@@ -62,12 +62,8 @@ def recorded(run):
 
     return call
 
-  engine = run.evaluator.engine
-  engine = Spy(
-    engine,
-    generate=kept(engine.generate),
-    generate_window=kept(engine.generate_window),
-  )
+  engine = run.evaluator.writer.engine
+  engine = Spy(engine, generate_window=kept(engine.generate_window))
   return with_engine(run, engine), rollouts
 
 
@@ -76,7 +72,7 @@ def with_engine(run, engine):
 
   def writing(worker):
     worker = copy.copy(worker)
-    worker._engine = engine
+    worker.writer = dataclasses.replace(worker.writer, engine=engine)
     return worker
 
   pretraining = run.pretraining
@@ -88,5 +84,8 @@ def with_engine(run, engine):
     run,
     worker=writing(run.worker),
     pretraining=pretraining,
-    evaluator=dataclasses.replace(run.evaluator, engine=engine),
+    evaluator=dataclasses.replace(
+      run.evaluator,
+      writer=dataclasses.replace(run.evaluator.writer, engine=engine),
+    ),
   )

@@ -161,7 +161,9 @@ def with_config(run: build.Run, **changes) -> build.Run:
   return dataclasses.replace(
     run,
     config=config,
-    worker=build.make_worker(config, run.worker._engine, run.source, run.judge),
+    worker=build.make_worker(
+      config, run.worker.writer.engine, run.source, run.judge
+    ),
     learner=learner,
     pretraining=pretraining,
     critic_params=made.critic_params,

@@ -155,7 +155,7 @@ class TestMismatch:
   @pytest.mark.parametrize("proximal", ["recompute", "stored", "interpolate"])
   def test_is_seen_whatever_the_ratio_is_against(self, model, proximal):
     run = make_run(model, off_policy__proximal=proximal)
-    engine = run.worker._engine
+    engine = run.worker.writer.engine
 
     class Biased:
       """An engine that reports log-probs it did not sample from."""

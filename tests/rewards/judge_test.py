@@ -7,34 +7,23 @@ import numpy as np
 from helpers import tiny_run
 
 from jaxrl_llm import rewards
-from jaxrl_llm.rewards.judge import Judge, Judged
+from jaxrl_llm.data.tasks import Prompt
+from jaxrl_llm.rewards.judge import Judge
 from jaxrl_llm.types import Status
 
 
-class TestJudged:
-  def test_arrays(self):
-    judged = Judged(
-      ["a", "b", "c"],
-      [
-        rewards.Verdict(True, "1"),
-        rewards.Verdict(False, None),
-        rewards.Verdict(False, None, error="timeout"),
-      ],
-    )
-    np.testing.assert_array_equal(judged.correct, [True, False, False])
-    np.testing.assert_array_equal(judged.judged, [True, True, False])
-    assert judged.correct.dtype == judged.judged.dtype == bool
-
-
-@dataclasses.dataclass
-class Problem:
-  text: str
-  answer: str
-  name: str = "book-7"
-  question: str = ""
-  messages: None = None
-  source: str = "book"
-  columns: dict = dataclasses.field(default_factory=dict)
+def problem(text, answer):
+  """A prompt, its tokens left out."""
+  return Prompt(
+    id="book-7",
+    question=text,
+    answer=answer,
+    source="book",
+    example_id=0,
+    group_id=0,
+    tokens=(),
+    text=text,
+  )
 
 
 def decode(tokens):
@@ -59,8 +48,8 @@ def written(texts, status):
 
 class TestJudge:
   TEXTS = ["#1.", "#2.", "#12.", "#2."]
-  PROBLEMS = [Problem("1+0?", "1"), Problem("0+1?", "1")] + [
-    Problem("1+1?", "2")
+  PROBLEMS = [problem("1+0?", "1"), problem("0+1?", "1")] + [
+    problem("1+1?", "2")
   ] * 2
 
   def judge(self, reward=rewards.chain_sum, status=(Status.FINISHED,) * 4):
@@ -68,7 +57,8 @@ class TestJudge:
       decode, rewards.RewardPool(reward), correct=2.0, incorrect=-3.0
     )
     rollout = written(self.TEXTS, status)
-    return rollout, *judge(rollout, self.PROBLEMS)
+    judged = judge(rollout, self.PROBLEMS)
+    return rollout, judged.responses, judged
 
   def test_every_row_is_held_against_its_own_problem(self):
     rollout, responses, judged = self.judge()
@@ -77,7 +67,8 @@ class TestJudge:
     np.testing.assert_array_equal(responses.correct, [True, False, False, True])
     np.testing.assert_array_equal(responses.rewards, [2.0, -3.0, -3.0, 2.0])
     assert responses.rewards.dtype == np.float32
-    assert responses.judged.all()
+    assert responses.correct.dtype == responses.judged.dtype == bool
+    assert responses.judged.all() and judged.prompts is self.PROBLEMS
 
   def test_only_a_finished_response_can_be_right(self):
     status = [Status.OVERLONG, Status.OVERLONG, Status.OVERLONG]
@@ -107,13 +98,13 @@ class TestJudge:
     told = []
     judge.tell = told.append
     rollout = written(self.TEXTS, [Status.FINISHED] * 4)
-    _, judged = judge(rollout, self.PROBLEMS)
-    assert list(judged.news) == [0, 2] and not judged.judged.any()
+    judged = judge(rollout, self.PROBLEMS)
+    assert list(judged.news) == [0, 2] and not judged.responses.judged.any()
     place = r" \(judge_test.py:\d+\) on book-7"
     assert re.fullmatch(f"reward mine: KeyError: '#1.'{place}", told[0])
     assert re.fullmatch(f"reward mine: ValueError: .*'#12.'{place}", told[1])
     assert judge.failure == told[1]
-    _, again = judge(rollout, self.PROBLEMS)
+    again = judge(rollout, self.PROBLEMS)
     assert list(again.news) == [] and len(told) == 2
 
   def test_numbers_are_rewards_and_parts_are_kept(self):
@@ -127,7 +118,8 @@ class TestJudge:
       for problem, level in zip(self.PROBLEMS, (0, 0.2, 0.1, 0.5))
     ]
     judge = Judge(decode, pool, correct=2.0, incorrect=-3.0)
-    responses, _ = judge(written(self.TEXTS, [Status.FINISHED] * 4), problems)
+    rollout = written(self.TEXTS, [Status.FINISHED] * 4)
+    responses = judge(rollout, problems).responses
     np.testing.assert_allclose(responses.rewards, [0, 0.6, -0.2, 0], atol=1e-6)
     np.testing.assert_array_equal(
       responses.correct, [False, True, False, False]
@@ -151,7 +143,7 @@ class TestJudge:
   def test_rewards_are_one_and_nothing_unless_asked(self):
     judge = Judge(decode, rewards.RewardPool(rewards.chain_sum))
     rollout = written(self.TEXTS, [Status.FINISHED] * 4)
-    responses, _ = judge(rollout, self.PROBLEMS)
+    responses = judge(rollout, self.PROBLEMS).responses
     np.testing.assert_array_equal(responses.rewards, [1.0, 0.0, 0.0, 1.0])
 
   def test_close_ends_the_workers(self):

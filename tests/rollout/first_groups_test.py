@@ -141,12 +141,12 @@ class TestFirstGroups:
     source, worker = frozen.source, frozen.worker
     samples = states.rollout.samples
     prompts, _ = source.draw(source.init(), samples // GROUP)
-    whole = worker._engine.generate(
+    whole = worker.writer.engine.generate(
       weights.params,
       [prompt.tokens for prompt in prompts],
       sample_ids=np.arange(samples).reshape(-1, GROUP),
-      key=worker._key,
-      settings=worker._sampling,
+      key=worker.writer.key,
+      settings=worker.writer.settings,
     )
     for step in steps:
       rollout = step.collected.rollout
@@ -188,18 +188,14 @@ class Verdicts:
     self._judge, self._right = judge, right
     self.seen = []  # Responses of each call.
 
-  def __call__(self, rollout, problems):
-    responses, judged = self._judge(rollout, problems)
-    verdicts = [
-      dataclasses.replace(verdict, correct=self._right(text))
-      for verdict, text in zip(judged.verdicts, judged.texts)
-    ]
-    judged = dataclasses.replace(judged, verdicts=verdicts)
-    responses = responses.replace(
-      correct=judged.correct, rewards=2 * judged.correct.astype(np.float32) - 1
+  def __call__(self, rollout, prompts):
+    judged = self._judge(rollout, prompts)
+    correct = np.asarray([self._right(text) for text in judged.texts])
+    responses = judged.responses.replace(
+      correct=correct, rewards=2 * correct.astype(np.float32) - 1
     )
     self.seen.append(responses)
-    return responses, judged
+    return dataclasses.replace(judged, responses=responses)
 
 
 class TestMixedFirstGroups:

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from helpers import tiny_run
 
-from jaxrl_llm.data.prompt_source import Prompt, PromptSourceState
+from jaxrl_llm.data.prompt_source import PromptSourceState
+from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.errors import TrainingStopped
 from jaxrl_llm.metrics import PhaseTimer
 from jaxrl_llm.rewards.exact import Verdict
@@ -19,11 +20,11 @@ from jaxrl_llm.rewards.judge import Judge
 from jaxrl_llm.rollout.worker import (
   RolloutSettings,
   RolloutWorker,
-  Weights,
   mixed,
   run_key,
   too_old,
 )
+from jaxrl_llm.rollout.writer import ResponseWriter, Weights
 from jaxrl_llm.sampling import EngineConfig, EngineStats, SamplingSettings
 from jaxrl_llm.sampling.rules import SchedulerView
 from jaxrl_llm.train import build
@@ -108,7 +109,7 @@ class Source:
       group_id=group_id,
       tokens=(2 + example_id % 50,),
       text=f"question {example_id}",
-      name=f"name {example_id}",
+      id=f"name {example_id}",
       question=str(example_id),
       answer=f"answer {example_id}",
       source="test",
@@ -155,14 +156,14 @@ class Run:
 
   def renew(self):
     """Another worker, which knows nothing but the states."""
-    self.worker = RolloutWorker(
+    writer = ResponseWriter(
       self.engine,
-      self.source,
+      SamplingSettings(max_new_tokens=LIMIT),
+      run_key(0, 1),
+      self.settings.group_size,
       Judge(lambda tokens: str(tokens[0] // 10), self.pool),
-      self.settings,
-      sampling_settings=SamplingSettings(max_new_tokens=LIMIT),
-      key=run_key(0, 1),
     )
+    self.worker = RolloutWorker(writer, self.source, self.settings)
 
   def collect(self):
     collected = self.worker.collect(
@@ -300,13 +301,6 @@ class TestState:
       chex.assert_trees_all_equal(one.state.store, other.state.store)
       assert one.samples == other.samples and one.metrics == other.metrics
     assert runs[0].pool.seen == runs[1].pool.seen
-
-  def test_prompts_of_what_was_handed_over_are_forgotten(self):
-    run = Run(window=1)
-    for _ in range(10):
-      run.collect()
-      kept = set(run.state.store.group_id.tolist())
-      assert set(run.worker._prompts) <= kept
 
 
 class TestDrawnTwice:

@@ -49,7 +49,7 @@ def tokenizer(tmp_path_factory):
   (path / "tokenizer.json").write_text(text, encoding="utf-8")
   tokens = '{"bos_token_id": null, "eos_token_id": 1, "pad_token_id": 0}'
   (path / "generation_config.json").write_text(tokens)
-  return Tokenizer.load(path)
+  return Tokenizer(path)
 
 
 @pytest.mark.parametrize("task", TASKS)

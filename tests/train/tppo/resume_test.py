@@ -40,7 +40,7 @@ def ewma_of(run, decay):
 
 class TestTempering:
   def test_the_sampler_goes_by_the_batch_before(self, run, history):
-    told, engine = [], run.worker._engine
+    told, engine = [], run.worker.writer.engine
 
     class Listening:
       """An engine without tempering that notes what it was to go by."""

@@ -1,0 +1,84 @@
+"""The one way to write responses and to have them judged.
+
+Training, evaluation and generation differ in whose prompts they ask, in when a
+call stops, and in what becomes of the responses.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import chex
+
+from jaxrl_llm import sampling
+from jaxrl_llm.data.tasks import Prompt
+from jaxrl_llm.rewards.judge import Judge
+from jaxrl_llm.types import Rollout
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+  """What the sampler writes with: parameters, their version, and statistics."""
+
+  params: Any
+  version: int = 0
+  temperature_state: Any = None  # Of the adaptive temperature; None without.
+
+
+@dataclasses.dataclass(frozen=True)
+class ResponseWriter:
+  """An engine with all that its responses have in common.
+
+  Attributes:
+    engine: writes.
+    settings: of every response.
+    key: stays the same for the whole run; a response folds in its number.
+    group_size: responses of a prompt, as a rule.
+    judge: of what has ended; None where nobody asks for verdicts.
+  """
+
+  engine: sampling.Engine
+  settings: sampling.SamplingSettings
+  key: chex.PRNGKey
+  group_size: int
+  judge: Judge | None = None
+
+  def begin(
+    self, prompts: Sequence[Prompt], sample_ids: Sequence[Sequence[int]]
+  ) -> Rollout:
+    """Responses without a token yet, so many to each prompt as it has ids."""
+    return sampling.new_requests(
+      [prompt.tokens for prompt in prompts],
+      sample_ids,
+      [prompt.group_id for prompt in prompts],
+      self.engine.config,
+      example_ids=[prompt.example_id for prompt in prompts],
+    )
+
+  def write(
+    self,
+    rollout: Rollout,
+    weights: Weights,
+    *,
+    window: int | None = None,
+    rule: sampling.rules.SchedulingRule = sampling.continuous_batching,
+  ) -> Rollout:
+    """Responses written on, see `Engine.generate_window`.
+
+    Args:
+      rollout: rows that have not ended.
+      weights: that everything new is written with.
+      window: most new tokens of a response; None sets no bound.
+      rule: who gets a slot when, and when the call ends.
+    """
+    return self.engine.generate_window(
+      weights.params,
+      rollout,
+      group_size=self.group_size,
+      window=window or self.engine.config.max_response_length,
+      key=self.key,
+      settings=self.settings,
+      version=weights.version,
+      rule=rule,
+      temperature_state=weights.temperature_state,
+    )

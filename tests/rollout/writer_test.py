@@ -1,0 +1,65 @@
+"""What all who write responses share; no model."""
+
+import jax
+import numpy as np
+
+from jaxrl_llm.data.tasks import Prompt
+from jaxrl_llm.rollout.writer import ResponseWriter, Weights
+from jaxrl_llm.sampling import (
+  EngineConfig,
+  SamplingSettings,
+  continuous_batching,
+)
+
+
+class Engine:
+  """Hands back what it was asked."""
+
+  config = EngineConfig(
+    slots=8, max_prompt_length=4, max_response_length=6, stop_tokens=[1]
+  )
+
+  def generate_window(self, params, requests, **settings):
+    return params, requests, settings
+
+
+def prompt(number):
+  return Prompt(
+    id=f"row-{number}",
+    question="?",
+    answer="!",
+    source="test",
+    example_id=number,
+    group_id=10 + number,
+    tokens=(2,) * number,
+  )
+
+
+KEY = jax.random.key(3)
+WRITER = ResponseWriter(Engine(), SamplingSettings(top_p=0.5), KEY, 2)
+
+
+def test_a_prompt_has_as_many_responses_as_it_is_given_numbers():
+  begun = WRITER.begin([prompt(3), prompt(1)], [[7], [4, 9]])
+  np.testing.assert_array_equal(begun.sample_id, [7, 4, 9])
+  np.testing.assert_array_equal(begun.prompt_lengths, [3, 1, 1])
+  np.testing.assert_array_equal(begun.example_id, [3, 1, 1])
+  np.testing.assert_array_equal(begun.group_id, [13, 11, 11])
+  assert not begun.lengths.any() and begun.tokens.shape == (3, 6)
+
+
+def test_all_responses_are_written_with_its_settings():
+  begun = WRITER.begin([prompt(1)], [[0, 1]])
+  params, requests, settings = WRITER.write(begun, Weights("weights", 5))
+  assert params == "weights" and requests is begun
+  assert settings == {
+    "group_size": 2,
+    "window": 6,
+    "key": KEY,
+    "settings": SamplingSettings(top_p=0.5),
+    "version": 5,
+    "rule": continuous_batching,
+    "temperature_state": None,
+  }
+  *_, settings = WRITER.write(begun, Weights("weights", 5), window=2)
+  assert settings["window"] == 2
