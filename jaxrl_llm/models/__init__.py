@@ -16,6 +16,7 @@ from jaxrl_llm.models.functional import (
 )
 from jaxrl_llm.models.heads import TokenLogprobs
 from jaxrl_llm.models.kv_cache import copy_pages, write_pages
+from jaxrl_llm.models.transformer import num_params
 
 __all__ = [
   "BlockTables",
@@ -29,6 +30,7 @@ __all__ = [
   "make_block_tables",
   "make_policy",
   "make_value",
+  "num_params",
   "save",
   "write_pages",
 ]

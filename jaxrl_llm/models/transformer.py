@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxrl_llm.models import attention, layers
-from jaxrl_llm.models.config import ModelConfig, rope_frequencies
+from jaxrl_llm.models import attention, layers, rope
+from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.kernels import Kernels
 from jaxrl_llm.models.kv_cache import KVCache
 
@@ -64,6 +64,17 @@ def init(key: chex.PRNGKey, config: ModelConfig) -> Params:
     )
     params["lm_head"] = pure(head)
   return params
+
+
+@functools.cache
+def param_shapes(config: ModelConfig) -> Params:
+  """The parameter tree with a `jax.ShapeDtypeStruct` for every leaf."""
+  return jax.eval_shape(lambda: init(jax.random.key(0), config))
+
+
+def num_params(config: ModelConfig) -> int:
+  """The number of parameters; tied embeddings count once."""
+  return sum(leaf.size for leaf in jax.tree.leaves(param_shapes(config)))
 
 
 def head_kernel(params: Params, config: ModelConfig) -> jax.Array:
@@ -239,7 +250,9 @@ def _unrolled(params, config, tokens, positions, attend_with, *, dtype):
 
 
 def _rotary(config, positions):
-  frequencies, scale = rope_frequencies(config)
+  frequencies, scale = rope.frequencies(
+    config.head_dim, config.rope_theta, config.rope_scaling
+  )
   return layers.rotary_tables(positions, frequencies, scale)
 
 

@@ -376,11 +376,9 @@ class TestRematAndDtype:
 
 class TestParameters:
   @pytest.mark.parametrize("tied", [True, False])
-  def test_count_equals_what_the_config_says(self, tied):
+  def test_float32_masters_and_a_head_unless_it_is_tied(self, tied):
     config = CONFIG.__class__(**{**vars(CONFIG), "tie_word_embeddings": tied})
     shapes = jax.eval_shape(models.make_policy(config).init, jax.random.key(0))
-    sizes = [x.size for x in jax.tree.leaves(shapes)]
-    assert sum(sizes) == config.num_params()
     assert {x.dtype for x in jax.tree.leaves(shapes)} == {np.dtype("float32")}
     assert ("lm_head" in shapes) == (not tied)
 
