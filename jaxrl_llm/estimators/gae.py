@@ -1,12 +1,13 @@
 """Generalised advantage estimation and λ-returns over masked responses."""
 
-import numbers
 import operator
 from collections.abc import Callable
 
 import chex
 import jax
 import jax.numpy as jnp
+
+from jaxrl_llm.errors import check_number
 
 # Tokens per block of the scan below. Measured for a float32 [512, 24576] batch
 # on two CPU cores that also did other work; least of several runs, in seconds
@@ -148,8 +149,8 @@ def _scan_returns(
   chex.assert_equal_shape([token_rewards, values, mask])
   chex.assert_axis_dimension_gteq(values, -1, 0)
   chex.assert_rank(gamma, 0)
-  _check_unit("gamma", gamma)
-  _check_unit("lambda_", lambda_)
+  check_number("gamma", gamma, "[0, 1]")
+  check_number("lambda_", lambda_, "[0, 1]")
   *lead, length = values.shape
   if bootstrap_value is None:
     # Opaque to the compiler: it would fold a constant into the last block and
@@ -241,9 +242,3 @@ def _weight_at_next(lambda_: jax.Array, mask: jax.Array) -> jax.Array:
   latest = jax.lax.cummax(jnp.where(mask, time, 0), axis=mask.ndim - 1)
   before = jnp.concatenate([latest[..., :1], latest[..., :-1]], axis=-1)
   return jnp.take_along_axis(lambda_, before, axis=-1)
-
-
-def _check_unit(name: str, value: chex.Numeric) -> None:
-  """Refuses a number outside [0, 1]; arrays may be traced and pass."""
-  if isinstance(value, numbers.Real) and not 0.0 <= value <= 1.0:
-    raise ValueError(f"{name}={value}, expected a number in [0, 1]")

@@ -5,7 +5,6 @@ weights before the update), π_behav sampled the tokens. The clipped surrogate
 limits π / π_prox; the weights of this file correct π_prox / π_behav.
 """
 
-import numbers
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm import distributions, masked
+from jaxrl_llm.errors import check_choice, check_number
 from jaxrl_llm.losses.policy import ClippedPolicyLoss, clipped_policy_loss
 
 # exp(±20), the same range in which `distributions` holds a log-ratio.
@@ -176,10 +176,8 @@ def decoupled_policy_loss(
     [1.2] [-2.4]
   """
   chex.assert_equal_shape([logprobs, behavior_logprobs])
-  if isinstance(cap, numbers.Real) and not cap >= 1.0:
-    raise ValueError(f"cap={cap}, expected at least 1")
-  if isinstance(floor, numbers.Real) and not 0.0 <= floor <= 1.0:
-    raise ValueError(f"floor={floor}, expected a number in [0, 1]")
+  check_number("cap", cap, "[1, inf]")
+  check_number("floor", floor, "[0, 1]")
   surrogate = clipped_policy_loss(
     logprobs,
     proximal_logprobs,
@@ -328,8 +326,7 @@ def ewma_update(
     [0.5] 2.0
   """
   chex.assert_trees_all_equal_shapes(average, params)
-  if isinstance(decay, numbers.Real) and not 0.0 <= decay <= 1.0:
-    raise ValueError(f"decay={decay}, expected a number in [0, 1]")
+  check_number("decay", decay, "[0, 1]")
   kept = decay * jnp.asarray(weight, jnp.float32)
   total = kept + 1.0
 
@@ -363,13 +360,9 @@ def _importance(
 ) -> tuple[jax.Array, jax.Array]:
   """π_prox / π_behav of each token's unit, [..., T], and the mask as bool."""
   chex.assert_equal_shape([proximal_logprobs, behavior_logprobs, mask])
-  if level not in LEVELS:
-    raise ValueError(f"level={level!r}, expected one of {sorted(LEVELS)}")
-  for value, inside in ((low, lambda x: 0 <= x <= 1), (high, lambda x: x >= 1)):
-    if isinstance(value, numbers.Real) and not inside(value):
-      raise ValueError(
-        f"low={low}, high={high}, expected 0 <= low <= 1 <= high"
-      )
+  check_choice("level", level, LEVELS)
+  check_number("low", low, "[0, 1]")
+  check_number("high", high, "[1, inf]")
   mask = jnp.asarray(mask, bool)
   log_ratio = masked.masked_fill(proximal_logprobs, mask)
   log_ratio -= masked.masked_fill(behavior_logprobs, mask)
