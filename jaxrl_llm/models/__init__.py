@@ -9,14 +9,13 @@ from jaxrl_llm.models.attention import BlockTables, make_block_tables
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.functional import (
   ModelFns,
-  PackedRows,
   ValueFns,
   make_policy,
   make_value,
 )
 from jaxrl_llm.models.heads import TokenLogprobs
 from jaxrl_llm.models.kv_cache import copy_pages, write_pages
-from jaxrl_llm.models.transformer import num_params
+from jaxrl_llm.models.transformer import PackedRows, num_params
 
 __all__ = [
   "BlockTables",

@@ -151,11 +151,7 @@ def _backward(tied, chunk, residuals, cotangents):
   )
 
 
-def _logprobs_fwd(hidden, kernel, targets, mask, temperature, tied, chunk):
-  return _forward(hidden, kernel, targets, mask, temperature, tied, chunk)
-
-
-_logprobs.defvjp(_logprobs_fwd, _backward)
+_logprobs.defvjp(_forward, _backward)
 
 
 def _loss_first(mask, chunk):

@@ -12,12 +12,26 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxrl_llm.models import attention, layers, rope
+from jaxrl_llm.models import attention, heads, layers, rope
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.kernels import Kernels
 from jaxrl_llm.models.kv_cache import KVCache
 
 Params = dict[str, Any]
+
+
+@chex.dataclass(frozen=True)
+class PackedRows:
+  """Samples side by side in rows [R, C], which training reads."""
+
+  tokens: chex.Array  # int32.
+  segments: chex.Array  # int32; sees earlier tokens of its own; 0 is padding.
+  positions: chex.Array  # int32, rotary: the index within the sample.
+  prefixes: chex.Array | None = None  # int32, a segment seen too; 0 is none.
+  targets: chex.Array | None = None  # int32, the next token of the same sample.
+  mask: chex.Array | None = None  # bool, targets that are asked about.
+
+
 _PREFILL_CHUNK = 512  # Tokens of a context at a time.
 
 
@@ -84,38 +98,44 @@ def head_kernel(params: Params, config: ModelConfig) -> jax.Array:
   return params["lm_head"]["kernel"]
 
 
+def logits(
+  params: Params, states: chex.Array, *, config: ModelConfig
+) -> jax.Array:
+  """Of final hidden states [..., D], float32 [..., V]."""
+  kernel = head_kernel(params, config)
+  return heads.project(states, kernel, config.tie_word_embeddings)
+
+
 def hidden(
   params: Params,
-  config: ModelConfig,
-  tokens: chex.Array,
-  segments: chex.Array,
-  positions: chex.Array,
-  prefixes: chex.Array | None = None,
+  packed: PackedRows,
   *,
+  config: ModelConfig,
   dtype: Any,
   remat: bool,
   kernels: Kernels,
   sharding: jax.sharding.Sharding | None = None,
 ) -> jax.Array:
-  """Final hidden states [B, T, D] of packed rows.
+  """Final hidden states [R, C, D] of packed rows.
 
   Args:
     params: stacked parameters.
+    packed: the rows.
     config: the architecture.
-    tokens: int32 [B, T].
-    segments: int32 [B, T]; a token sees earlier tokens of its own segment.
-      0 marks padding.
-    positions: int32 [B, T], rotary position.
-    prefixes: int32 [B, T], a further segment that each token sees, 0 for none.
     dtype: of activations and matrix products.
     remat: recompute each layer in the backward pass.
     kernels: attention backend.
     sharding: of the hidden states, pinned after every layer.
   """
+  segments, prefixes = packed.segments, packed.prefixes
   if prefixes is None:
     prefixes = jnp.zeros_like(segments)
-  cos, sin = _rotary(config, positions)
-  pin = _pin(sharding)
+  cos, sin = _rotary(config, packed.positions)
+
+  def pin(x):
+    if sharding is None:
+      return x
+    return jax.lax.with_sharding_constraint(x, sharding)
 
   def attend(q, k, v):
     return kernels.packed_attention(q, k, v, segments, prefixes), None
@@ -126,23 +146,40 @@ def hidden(
 
   if remat:
     layer = jax.checkpoint(layer, prevent_cse=False)
-  x = pin(_module("embed", config, params["embed"])(tokens, dtype))
+  x = pin(_module("embed", config, params["embed"])(packed.tokens, dtype))
   x, _ = jax.lax.scan(layer, x, params["layers"])
   return _module("norm", config, params["final_norm"])(x)
 
 
-def unstack(params: Params, config: ModelConfig) -> Params:
+def for_sampling(params: Params, *, config: ModelConfig, dtype: Any) -> Params:
   """Sampler layout: a tuple of per-layer dicts instead of stacked arrays."""
+  params = jax.tree.map(lambda x: x.astype(dtype), params)
   split = lambda i: jax.tree.map(lambda x: x[i], params["layers"])
   return params | {"layers": tuple(map(split, range(config.num_layers)))}
 
 
+def init_kv_cache(
+  shards: int,
+  pages: int,
+  page_size: int,
+  *,
+  config: ModelConfig,
+  cache_dtype: Any,
+  kernels: Kernels,
+) -> KVCache:
+  """A paged KV cache of zeros."""
+  layers = range(config.num_layers)
+  size = (shards, pages, page_size)
+  return tuple(kernels.init_paged(*size, cache_dtype) for _ in layers)
+
+
 def prefill(
   params: Params,
-  config: ModelConfig,
   tokens: chex.Array,
   *,
+  config: ModelConfig,
   dtype: Any,
+  cache_dtype: Any,
   kernels: Kernels,
   chunk: int = _PREFILL_CHUNK,
 ) -> KVCache:
@@ -153,10 +190,11 @@ def prefill(
   activations are those of N · chunk tokens.
 
   Args:
-    params: unstacked parameters (`unstack`).
-    config: the architecture.
+    params: sampler parameters (`for_sampling`).
     tokens: int32 [N, C].
-    dtype: of activations, matrix products and the result.
+    config: the architecture.
+    dtype: of activations and matrix products.
+    cache_dtype: of the result.
     kernels: attention backend, whose layout the result has.
     chunk: tokens of a context at a time.
   """
@@ -165,7 +203,7 @@ def prefill(
   chunks = -(-length // chunk)
   tokens = jnp.pad(tokens, ((0, 0), (0, chunks * chunk - length)))
   layers = range(config.num_layers)
-  empty = lambda time: tuple(
+  empty = lambda time, dtype: tuple(
     kernels.init_contiguous(count, time, dtype) for _ in layers
   )
 
@@ -187,42 +225,43 @@ def prefill(
     )
     return kv_cache, None
 
-  kv_cache, _ = jax.lax.scan(write, empty(chunks * chunk), jnp.arange(chunks))
+  padded = empty(chunks * chunk, dtype)
+  kv_cache, _ = jax.lax.scan(write, padded, jnp.arange(chunks))
   # Without the padding of the last chunk.
   return jax.tree.map(
-    lambda x, kept: x[tuple(map(slice, kept.shape))],
+    lambda x, kept: x[tuple(map(slice, kept.shape))].astype(kept.dtype),
     kv_cache,
-    jax.eval_shape(lambda: empty(length)),
+    jax.eval_shape(lambda: empty(length, cache_dtype)),
   )
 
 
 def decode(
   params: Params,
-  config: ModelConfig,
   kv_cache: KVCache,
   block_tables: attention.BlockTables,
   tokens: chex.Array,
   positions: chex.Array,
   writing: chex.Array,
   *,
+  config: ModelConfig,
   dtype: Any,
   kernels: Kernels,
 ) -> tuple[jax.Array, KVCache]:
   """Q tokens a slot: writes their KV, attends to all of the slot up to each.
 
   Args:
-    params: unstacked parameters (`unstack`).
-    config: the architecture.
+    params: sampler parameters (`for_sampling`).
     kv_cache: paged, of all slots.
     block_tables: the pages of each slot.
     tokens: int32 [S, Q].
     positions: int32 [S, Q], index of each token in its own sequence.
     writing: bool [S, Q], False: the token leaves no trace.
+    config: the architecture.
     dtype: of activations and matrix products.
     kernels: attention backend, whose layout the cache has.
 
   Returns:
-    Final hidden states [S, Q, D] and the cache.
+    Logits, float32 [S, Q, V], and the cache.
   """
 
   def attend_with(i):
@@ -234,7 +273,10 @@ def decode(
 
     return attend
 
-  return _unrolled(params, config, tokens, positions, attend_with, dtype=dtype)
+  states, kv_cache = _unrolled(
+    params, config, tokens, positions, attend_with, dtype=dtype
+  )
+  return logits(params, states, config=config), kv_cache
 
 
 def _unrolled(params, config, tokens, positions, attend_with, *, dtype):
@@ -254,9 +296,3 @@ def _rotary(config, positions):
     config.head_dim, config.rope_theta, config.rope_scaling
   )
   return layers.rotary_tables(positions, frequencies, scale)
-
-
-def _pin(sharding):
-  if sharding is None:
-    return lambda x: x
-  return lambda x: jax.lax.with_sharding_constraint(x, sharding)
