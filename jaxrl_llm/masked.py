@@ -22,7 +22,7 @@ Axis = int | Sequence[int] | None
 def masked_fill(
   x: chex.Array, mask: chex.Array, *, value: float = 0.0
 ) -> jax.Array:
-  """x where the mask holds, a finite constant elsewhere.
+  """x where the mask holds, a constant elsewhere.
 
   The step that makes padding inert before a function without a mask, such as
   a per-token loss, sees it.
@@ -35,8 +35,9 @@ def masked_fill(
   Returns:
     float32, shape of x.
   """
-  x, mask = _pair(x, mask)
-  return jnp.where(mask, x, value)
+  chex.assert_equal_shape([x, mask])
+  x = jnp.asarray(x, jnp.float32)
+  return jnp.where(jnp.asarray(mask, bool), x, value)
 
 
 def masked_count(
@@ -48,22 +49,14 @@ def masked_count(
 
 
 def masked_sum(
-  x: chex.Array,
-  mask: chex.Array,
-  *,
-  axis: Axis = None,
-  keepdims: bool = False,
+  x: chex.Array, mask: chex.Array, *, axis: Axis = None, keepdims: bool = False
 ) -> jax.Array:
   """Σ x over the elements that count; 0 where none does."""
   return jnp.sum(masked_fill(x, mask), axis=axis, keepdims=keepdims)
 
 
 def masked_mean(
-  x: chex.Array,
-  mask: chex.Array,
-  *,
-  axis: Axis = None,
-  keepdims: bool = False,
+  x: chex.Array, mask: chex.Array, *, axis: Axis = None, keepdims: bool = False
 ) -> jax.Array:
   """Mean of x over the elements that count; 0 where none does."""
   total = masked_sum(x, mask, axis=axis, keepdims=keepdims)
@@ -72,11 +65,7 @@ def masked_mean(
 
 
 def masked_var(
-  x: chex.Array,
-  mask: chex.Array,
-  *,
-  axis: Axis = None,
-  keepdims: bool = False,
+  x: chex.Array, mask: chex.Array, *, axis: Axis = None, keepdims: bool = False
 ) -> jax.Array:
   """Variance of x over the elements that count: Σ(x - x̄)² / (n - 1).
 
@@ -89,24 +78,19 @@ def masked_var(
   Returns:
     float32; 0 where fewer than two elements count.
   """
-  x, mask = _pair(x, mask)
   mean = masked_mean(x, mask, axis=axis, keepdims=True)
-  centered = jnp.where(mask, jnp.where(mask, x, 0.0) - mean, 0.0)
+  centered = masked_fill(masked_fill(x, mask) - mean, mask)
   squares = jnp.sum(jnp.square(centered), axis=axis, keepdims=keepdims)
   count = masked_count(mask, axis=axis, keepdims=keepdims)
   return squares / jnp.maximum(count - 1.0, 1.0)
 
 
 def masked_max(
-  x: chex.Array,
-  mask: chex.Array,
-  *,
-  axis: Axis = None,
-  keepdims: bool = False,
+  x: chex.Array, mask: chex.Array, *, axis: Axis = None, keepdims: bool = False
 ) -> jax.Array:
   """Largest x among the elements that count; 0 where none does."""
-  x, mask = _pair(x, mask)
-  largest = jnp.max(jnp.where(mask, x, -jnp.inf), axis=axis, keepdims=keepdims)
+  x = masked_fill(x, mask, value=-jnp.inf)
+  largest = jnp.max(x, axis=axis, keepdims=keepdims)
   return jnp.where(jnp.any(mask, axis=axis, keepdims=keepdims), largest, 0.0)
 
 
@@ -127,7 +111,6 @@ def explained_variance(
     float32 scalar; 0 where the returns do not vary, as there is nothing to
     explain.
   """
-  chex.assert_equal_shape([values, returns, mask])
   returns = masked_fill(returns, mask)
   unexplained = masked_var(returns - masked_fill(values, mask), mask)
   total = masked_var(returns, mask)
@@ -176,7 +159,7 @@ def token_weights(
     )
   check_number("norm", norm, "(0, inf]")
   counts = jnp.asarray(mask, bool).astype(jnp.float32)
-  lengths = jnp.sum(counts, axis=-1, keepdims=True)
+  lengths = masked_count(mask, axis=-1, keepdims=True)
   sequences = jnp.sum(lengths > 0, dtype=jnp.float32)
   divisor = MODES[mode](lengths, jnp.maximum(sequences, 1.0), norm)
   return counts / jnp.broadcast_to(divisor, counts.shape)
@@ -310,12 +293,6 @@ def segment_median(
   lower = ordered.at[start + jnp.maximum(count - 1, 0) // 2].get(mode="clip")
   upper = ordered.at[start + count // 2].get(mode="clip")
   return jnp.where(count > 0, 0.5 * (lower + upper), 0.0)
-
-
-def _pair(x: chex.Array, mask: chex.Array) -> tuple[jax.Array, jax.Array]:
-  """Checks that shapes agree; x as float32 and the mask as bool."""
-  chex.assert_equal_shape([x, mask])
-  return jnp.asarray(x, jnp.float32), jnp.asarray(mask, bool)
 
 
 def _members(

@@ -66,13 +66,7 @@ def gae(
     [0.4375 0.375  0.25  ]
   """
   return _scan_returns(
-    token_rewards,
-    values,
-    mask,
-    gamma,
-    lambda_,
-    bootstrap_value,
-    emit=operator.sub,
+    token_rewards, values, mask, gamma, lambda_, bootstrap_value, operator.sub
   )
 
 
@@ -118,14 +112,9 @@ def lambda_returns(
     [0.5  0.75 1.  ]
     [1. 1. 1.]
   """
+  emit = lambda returns, values: returns
   return _scan_returns(
-    token_rewards,
-    values,
-    mask,
-    gamma,
-    lambda_,
-    bootstrap_value,
-    emit=lambda returns, values: returns,
+    token_rewards, values, mask, gamma, lambda_, bootstrap_value, emit
   )
 
 
@@ -136,7 +125,6 @@ def _scan_returns(
   gamma: chex.Numeric,
   lambda_: chex.Numeric,
   bootstrap_value: chex.Array | None,
-  *,
   emit: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
   """emit(G_t, V_t) for every token, walking blocks of time backwards.
@@ -214,19 +202,19 @@ def _window(x: jax.Array, start: chex.Numeric, size: int) -> jax.Array:
 
 def _time_last(lambda_: chex.Numeric, shape: tuple[int, ...]) -> jax.Array:
   """lambda_ as [..., 1] (one per row) or [..., T] (one per token)."""
-  weight = jnp.asarray(lambda_, jnp.float32)
+  weight, lead = jnp.asarray(lambda_, jnp.float32), shape[:-1]
   if weight.ndim == 0:
-    weight = weight.reshape((1,) * len(shape))
-  elif weight.ndim == len(shape) - 1:
+    weight = jnp.broadcast_to(weight, lead)
+  if weight.ndim == len(lead):
     weight = weight[..., None]
   if weight.ndim != len(shape) or any(
     size not in (1, full) for size, full in zip(weight.shape, shape)
   ):
     raise ValueError(
-      f"lambda_ has shape {jnp.shape(lambda_)}, expected (), {shape[:-1]},"
-      f" {(*shape[:-1], 1)} or {shape}"
+      f"lambda_ has shape {jnp.shape(lambda_)}, expected (), {lead},"
+      f" {(*lead, 1)} or {shape}"
     )
-  return jnp.broadcast_to(weight, (*shape[:-1], weight.shape[-1]))
+  return jnp.broadcast_to(weight, (*lead, weight.shape[-1]))
 
 
 def _weight_at_next(lambda_: jax.Array, mask: jax.Array) -> jax.Array:

@@ -4,7 +4,7 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -16,6 +16,7 @@ from jaxrl_llm.errors import InputError
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # Buffers that old exports carry and every reader recomputes.
 _HARMLESS = re.compile(r".*\brotary_emb\.inv_freq")
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
@@ -163,12 +164,6 @@ def _read_shards(index: pathlib.Path) -> dict[str, Tensor]:
   return tensors
 
 
-def _some(names: Collection[str]) -> str:
-  """Returns the first of some names, and how many others there are."""
-  first, *others = sorted(names)
-  return f"{first[:80]!r}" + (f" and {len(others)} more" if others else "")
-
-
 def check_tensors(
   listing: pathlib.Path,
   tensors: Mapping[str, Tensor],
@@ -184,11 +179,19 @@ def check_tensors(
   Raises:
     InputError: a tensor is missing, has another shape, or has no place.
   """
-  missing = shapes.keys() - tensors.keys()
-  if missing:
+  different = {
+    name
+    for name in shapes.keys() ^ tensors.keys()
+    if not _HARMLESS.fullmatch(name)
+  }
+  # Some exports write a tied head as well; it must be the embedding.
+  tied_head = different == {_HEAD} and _HEAD in tensors
+  if different and not tied_head:
+    name = min(different)
+    problem = "is missing" if name in shapes else "has no place"
     raise InputError(
-      f"{listing}: tensor {_some(missing)} is missing that the configuration"
-      " asks for; get the model's files again"
+      f"{listing}: tensor {name[:80]!r} {problem} by the configuration; use"
+      " files of one model"
     )
   for name, shape in shapes.items():
     if tensors[name].shape != shape:
@@ -197,28 +200,10 @@ def check_tensors(
         f" {list(tensors[name].shape)} where the configuration asks for"
         f" {list(shape)}; use files of one model"
       )
-  unexpected = [
-    name
-    for name in tensors.keys() - shapes.keys()
-    if not _HARMLESS.fullmatch(name)
-  ]
-  if unexpected == ["lm_head.weight"]:
-    _check_tied_head(tensors)
-  elif unexpected:
+  if tied_head and not np.array_equal(
+    *(read_tensor(tensors[name]) for name in (_HEAD, _EMBEDDING))
+  ):
     raise InputError(
-      f"{listing}: tensor {_some(unexpected)} has no place in a model of this"
-      " configuration; use files of one model"
+      f"{tensors[_HEAD].path}: tensor {_HEAD!r} differs from the embedding it"
+      f" is tied to; set 'tie_word_embeddings' to false in {CONFIG}"
     )
-
-
-def _check_tied_head(tensors: Mapping[str, Tensor]) -> None:
-  """Some exports write a tied head as well; it must be the embedding."""
-  head = tensors["lm_head.weight"]
-  embedding = tensors["model.embed_tokens.weight"]
-  if head.shape == embedding.shape:
-    if np.array_equal(read_tensor(head), read_tensor(embedding)):
-      return
-  raise InputError(
-    f"{head.path}: tensor 'lm_head.weight' differs from the embedding it is"
-    f" tied to; set 'tie_word_embeddings' to false in {CONFIG}"
-  )

@@ -33,19 +33,22 @@ class PackedRows:
 
 
 _PREFILL_CHUNK = 512  # Tokens of a context at a time.
+# Kind -> (config, random numbers) -> the module.
+_MODULES = {
+  "embed": layers.Embed,
+  "layer": layers.DecoderLayer,
+  "norm": lambda c, rngs: layers.RMSNorm(c.hidden_size, c.rms_norm_eps),
+  "head": lambda c, rngs: layers.Linear(
+    c.hidden_size, c.vocab_size, bias=False, rngs=rngs
+  ),
+}
 
 
 @functools.cache
 def _graphdef(kind: str, config: ModelConfig) -> nnx.GraphDef:
   """Structure of one module, without its arrays."""
-  makers = {
-    "layer": lambda: layers.DecoderLayer(config, rngs=nnx.Rngs(0)),
-    "norm": lambda: layers.RMSNorm(
-      config.hidden_size, epsilon=config.rms_norm_eps
-    ),
-    "embed": lambda: layers.Embed(config, rngs=nnx.Rngs(0)),
-  }
-  return nnx.split(nnx.eval_shape(makers[kind]))[0]
+  make = lambda: _MODULES[kind](config, nnx.Rngs(0))
+  return nnx.split(nnx.eval_shape(make))[0]
 
 
 def _module(kind: str, config: ModelConfig, params: Params):
@@ -55,28 +58,20 @@ def _module(kind: str, config: ModelConfig, params: Params):
 def init(key: chex.PRNGKey, config: ModelConfig) -> Params:
   """Random parameters: float32 masters, layers stacked on axis 0."""
 
-  def pure(module):
+  def make(kind, key):
+    module = _MODULES[kind](config, nnx.Rngs(key))
     return nnx.to_pure_dict(nnx.state(module))
 
   key_embed, key_layers, key_head = jax.random.split(key, 3)
-  one_layer = lambda k: pure(layers.DecoderLayer(config, rngs=nnx.Rngs(k)))
   params = {
-    "embed": pure(layers.Embed(config, rngs=nnx.Rngs(key_embed))),
-    "layers": jax.vmap(one_layer)(
+    "embed": make("embed", key_embed),
+    "layers": jax.vmap(functools.partial(make, "layer"))(
       jax.random.split(key_layers, config.num_layers)
     ),
-    "final_norm": pure(
-      layers.RMSNorm(config.hidden_size, epsilon=config.rms_norm_eps)
-    ),
+    "final_norm": make("norm", 0),  # Which draws nothing.
   }
   if not config.tie_word_embeddings:
-    head = layers.Linear(
-      config.hidden_size,
-      config.vocab_size,
-      bias=False,
-      rngs=nnx.Rngs(key_head),
-    )
-    params["lm_head"] = pure(head)
+    params["lm_head"] = make("head", key_head)
   return params
 
 
