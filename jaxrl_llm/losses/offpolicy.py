@@ -5,6 +5,7 @@ weights before the update), π_behav sampled the tokens. The clipped surrogate
 limits π / π_prox; the weights of this file correct π_prox / π_behav.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -189,11 +190,13 @@ def decoupled_policy_loss(
   weight = jnp.exp(
     distributions.clamped_log_ratio(proximal_logprobs, behavior_logprobs)
   )
-  weight = jnp.maximum(weight, jnp.broadcast_to(floor, weight.shape))
-  if cap is not None:
-    weight = jnp.minimum(weight, jnp.broadcast_to(cap, weight.shape))
-  weight = jax.lax.stop_gradient(weight)
-  return surrogate._replace(loss=weight * surrogate.loss)
+  weight = jnp.clip(
+    weight,
+    jnp.broadcast_to(floor, weight.shape),
+    jnp.broadcast_to(jnp.inf if cap is None else cap, weight.shape),
+  )
+  loss = jax.lax.stop_gradient(weight) * surrogate.loss
+  return surrogate._replace(loss=loss)
 
 
 def interpolation_share(
@@ -341,12 +344,8 @@ def ewma_update(
 # or [..., 1].
 LEVELS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
   "token": lambda log_ratio, mask: log_ratio,
-  "sequence": lambda log_ratio, mask: masked.masked_sum(
-    log_ratio, mask, axis=-1, keepdims=True
-  ),
-  "geometric": lambda log_ratio, mask: masked.masked_mean(
-    log_ratio, mask, axis=-1, keepdims=True
-  ),
+  "sequence": functools.partial(masked.masked_sum, axis=-1, keepdims=True),
+  "geometric": functools.partial(masked.masked_mean, axis=-1, keepdims=True),
 }
 
 

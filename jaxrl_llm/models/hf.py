@@ -40,15 +40,9 @@ _WORDS = {
 }
 _WRITTEN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _EXTRA_FILES = (
-  "tokenizer.json",
-  "tokenizer_config.json",
-  "tokenizer.model",
-  "special_tokens_map.json",
-  "added_tokens.json",
-  "vocab.json",
-  "merges.txt",
-  "chat_template.jinja",
-  "generation_config.json",
+  *("tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
+  *("special_tokens_map.json", "added_tokens.json", "vocab.json"),
+  *("merges.txt", "chat_template.jinja", "generation_config.json"),
 )
 _TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -201,7 +195,7 @@ def write_params(
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".export-", dir=directory) as temp:
       stage = pathlib.Path(temp)
-      _write_json(stage / hf_files.CONFIG, values)
+      (stage / hf_files.CONFIG).write_text(_json(values), encoding="utf-8")
       _copy_extras(source, stage)
       _write_weights(stage, entries, max_shard_bytes)
       _publish(stage, directory)
@@ -251,13 +245,6 @@ def _token_ids(source: pathlib.Path | None) -> dict[str, Any]:
   return ids
 
 
-def _write_json(file: pathlib.Path, values: Mapping[str, Any]) -> None:
-  with file.open("w", encoding="utf-8") as stream:
-    stream.write(json.dumps(values, indent=2, sort_keys=True) + "\n")
-    stream.flush()
-    os.fsync(stream.fileno())
-
-
 def _copy_extras(source: pathlib.Path | None, stage: pathlib.Path) -> None:
   for name in _EXTRA_FILES:
     if source is not None and (source / name).exists():
@@ -291,28 +278,27 @@ def _write_weights(
       room = limit
     shards[-1].append(entry)
     room -= entry.size
+  names = [
+    f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+    for number in range(1, len(shards) + 1)
+  ]
   if len(shards) == 1:
-    _write_shard(stage / hf_files.SINGLE, shards[0])
-    return
+    names = [hf_files.SINGLE]
   weight_map = {}
-  for number, shard in enumerate(shards, 1):
-    name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-    _write_shard(stage / name, shard)
-    weight_map.update({entry.name: name for entry in shard})
-  total = sum(entry.size for entry in entries)
-  _write_json(
-    stage / hf_files.INDEX,
-    {"metadata": {"total_size": total}, "weight_map": weight_map},
-  )
+  for name, shard in zip(names, shards):
+    tensors = {entry.name: entry.to_host() for entry in shard}
+    safetensors.numpy.save_file(
+      tensors, stage / name, metadata={"format": "pt"}
+    )
+    weight_map |= dict.fromkeys(tensors, name)
+  if len(shards) > 1:
+    size = {"total_size": sum(entry.size for entry in entries)}
+    index = {"metadata": size, "weight_map": weight_map}
+    (stage / hf_files.INDEX).write_text(_json(index), encoding="utf-8")
 
 
-def _write_shard(file: pathlib.Path, entries: list[_Entry]) -> None:
-  tensors = {entry.name: entry.to_host() for entry in entries}
-  safetensors.numpy.save_file(tensors, file, metadata={"format": "pt"})
-  # The library may give a file to its owner alone.
-  shutil.copymode(file.with_name(hf_files.CONFIG), file)
-  with file.open("rb") as stream:
-    os.fsync(stream.fileno())
+def _json(values: Mapping[str, Any]) -> str:
+  return json.dumps(values, indent=2, sort_keys=True) + "\n"
 
 
 def _publish(stage: pathlib.Path, directory: pathlib.Path) -> None:
@@ -321,6 +307,11 @@ def _publish(stage: pathlib.Path, directory: pathlib.Path) -> None:
   What a reader opens first (index or single file) goes away first and comes
   back last: in between the directory has no weights, and loading says so.
   """
+  for file in stage.iterdir():
+    # Safetensors may give a file to its owner alone.
+    shutil.copymode(stage / hf_files.CONFIG, file)
+    with file.open("rb") as stream:
+      os.fsync(stream.fileno())
   first = (hf_files.INDEX, hf_files.SINGLE)
   old = [file for file in directory.iterdir() if _WRITTEN.fullmatch(file.name)]
   for file in sorted(old, key=lambda file: file.name not in first):
