@@ -180,66 +180,45 @@ MODES: dict[str, Callable[..., chex.Numeric]] = {
 }
 
 
-def segment_count(
-  segments: chex.Array, *, num_segments: int, mask: chex.Array | None = None
-) -> jax.Array:
+def segment_count(segments: chex.Array, *, num_segments: int) -> jax.Array:
   """Number of elements per segment, float32 [num_segments].
 
   Here and below: `segments` is int [N] and need not be sorted; an element
-  whose index lies outside [0, num_segments), or whose mask is False, counts
-  nowhere.
+  whose index lies outside [0, num_segments) counts nowhere.
   """
   ones = jnp.ones(jnp.shape(segments))
-  return segment_sum(ones, segments, num_segments=num_segments, mask=mask)
+  return segment_sum(ones, segments, num_segments=num_segments)
 
 
 def segment_sum(
-  x: chex.Array,
-  segments: chex.Array,
-  *,
-  num_segments: int,
-  mask: chex.Array | None = None,
+  x: chex.Array, segments: chex.Array, *, num_segments: int
 ) -> jax.Array:
   """Σ x per segment, float32 [num_segments]; 0 for an empty segment."""
-  chex.assert_equal_shape([x, segments])
-  segments, mask = _members(segments, num_segments, mask)
-  return jax.ops.segment_sum(masked_fill(x, mask), segments, num_segments)
+  x, segments = _inside(x, segments, num_segments)
+  return jax.ops.segment_sum(x, segments, num_segments)
 
 
 def segment_mean(
-  x: chex.Array,
-  segments: chex.Array,
-  *,
-  num_segments: int,
-  mask: chex.Array | None = None,
+  x: chex.Array, segments: chex.Array, *, num_segments: int
 ) -> jax.Array:
   """Mean of x per segment, float32 [num_segments]; 0 for an empty segment."""
-  total = segment_sum(x, segments, num_segments=num_segments, mask=mask)
-  count = segment_count(segments, num_segments=num_segments, mask=mask)
+  total = segment_sum(x, segments, num_segments=num_segments)
+  count = segment_count(segments, num_segments=num_segments)
   return total / jnp.maximum(count, 1.0)
 
 
 def segment_min(
-  x: chex.Array,
-  segments: chex.Array,
-  *,
-  num_segments: int,
-  mask: chex.Array | None = None,
+  x: chex.Array, segments: chex.Array, *, num_segments: int
 ) -> jax.Array:
   """Least x per segment, float32 [num_segments]; 0 for an empty segment."""
-  chex.assert_equal_shape([x, segments])
-  segments, mask = _members(segments, num_segments, mask)
-  least = jax.ops.segment_min(masked_fill(x, mask), segments, num_segments)
+  x, segments = _inside(x, segments, num_segments)
+  least = jax.ops.segment_min(x, segments, num_segments)
   count = segment_count(segments, num_segments=num_segments)
   return jnp.where(count > 0, least, 0.0)
 
 
 def segment_std(
-  x: chex.Array,
-  segments: chex.Array,
-  *,
-  num_segments: int,
-  mask: chex.Array | None = None,
+  x: chex.Array, segments: chex.Array, *, num_segments: int
 ) -> jax.Array:
   """Standard deviation of x per segment, √(Σ(x - x̄)² / (n - 1)).
 
@@ -247,14 +226,11 @@ def segment_std(
     x: [N].
     segments: int [N].
     num_segments: number of segments.
-    mask: [N] or None, which elements count.
 
   Returns:
     float32 [num_segments]; 0, with gradient 0, for fewer than two elements.
   """
-  chex.assert_equal_shape([x, segments])
-  segments, mask = _members(segments, num_segments, mask)
-  x = masked_fill(x, mask)
+  x, segments = _inside(x, segments, num_segments)
   mean = segment_mean(x, segments, num_segments=num_segments)
   centered = x - jnp.append(mean, 0.0)[segments]
   squares = jax.ops.segment_sum(jnp.square(centered), segments, num_segments)
@@ -266,11 +242,7 @@ def segment_std(
 
 
 def segment_median(
-  x: chex.Array,
-  segments: chex.Array,
-  *,
-  num_segments: int,
-  mask: chex.Array | None = None,
+  x: chex.Array, segments: chex.Array, *, num_segments: int
 ) -> jax.Array:
   """Median of x per segment; the mean of the two middle ones if n is even.
 
@@ -278,15 +250,13 @@ def segment_median(
     x: [N].
     segments: int [N].
     num_segments: number of segments.
-    mask: [N] or None, which elements count.
 
   Returns:
     float32 [num_segments]; 0 for an empty segment.
   """
-  chex.assert_equal_shape([x, segments])
-  segments, mask = _members(segments, num_segments, mask)
   # One sort by (segment, value): a segment's members then lie in one run.
-  _, ordered = jax.lax.sort((segments, masked_fill(x, mask)), num_keys=2)
+  x, segments = _inside(x, segments, num_segments)
+  _, ordered = jax.lax.sort((segments, x), num_keys=2)
   count = segment_count(segments, num_segments=num_segments)
   count = count.astype(jnp.int32)
   start = jnp.cumsum(count) - count
@@ -295,15 +265,12 @@ def segment_median(
   return jnp.where(count > 0, 0.5 * (lower + upper), 0.0)
 
 
-def _members(
-  segments: chex.Array, num_segments: int, mask: chex.Array | None
+def _inside(
+  x: chex.Array, segments: chex.Array, num_segments: int
 ) -> tuple[jax.Array, jax.Array]:
-  """Sends all that does not count behind the last segment, where it is lost."""
+  """x and its segments; what is in none is 0, behind the last one, and lost."""
   check_number("num_segments", num_segments, "[1, inf)")
   chex.assert_rank(segments, 1)
   chex.assert_type(segments, int)
   inside = (segments >= 0) & (segments < num_segments)
-  if mask is not None:
-    chex.assert_equal_shape([segments, mask])
-    inside &= jnp.asarray(mask, bool)
-  return jnp.where(inside, segments, num_segments), inside
+  return masked_fill(x, inside), jnp.where(inside, segments, num_segments)

@@ -177,15 +177,14 @@ class TestTokenWeights:
 
 class TestSegments:
   x = np.array([3.0, _NAN, 1.0, 2.0, 8.0, 5.0, _NAN, 4.0], np.float32)
-  segments = np.array([0, 0, 2, 0, 2, 0, -1, 5], np.int32)
-  mask = np.array([1, 0, 1, 1, 1, 1, 1, 1], bool)
+  segments = np.array([0, 4, 2, 0, 2, 0, -1, 5], np.int32)
 
   def _call(self, function):
-    return function(self.x, self.segments, num_segments=4, mask=self.mask)
+    return function(self.x, self.segments, num_segments=4)
 
   def test_golden(self):
     """Rows outside the segments, NaN included, count nowhere."""
-    count = masked.segment_count(self.segments, num_segments=4, mask=self.mask)
+    count = masked.segment_count(self.segments, num_segments=4)
     np.testing.assert_array_equal(count, [3, 0, 2, 0])
     rows = [[3.0, 2.0, 5.0], [], [1.0, 8.0], []]
     for function, numpy_function in [
@@ -207,10 +206,10 @@ class TestSegments:
   )
   def test_nan_leaves_gradients_alone(self, function):
     def total(x):
-      y = function(x, self.segments, num_segments=4, mask=self.mask)
+      y = function(x, self.segments, num_segments=4)
       return jnp.sum(y * jnp.arange(1.0, 5.0))
 
-    inside = self.mask & (self.segments >= 0) & (self.segments < 4)
+    inside = (self.segments >= 0) & (self.segments < 4)
     dirty = jax.grad(total)(jnp.where(inside, self.x, _NAN))
     clean = jax.grad(total)(jnp.where(inside, self.x, 0.0))
     np.testing.assert_array_equal(dirty, clean)

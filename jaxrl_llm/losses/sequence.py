@@ -91,7 +91,8 @@ def _mean_over_sequence(
   length = x.shape[-1]
 
   def row(x, mask, segments):
-    mean = masked.segment_mean(x, segments, num_segments=length + 1, mask=mask)
+    own = jnp.where(mask, segments, -1)
+    mean = masked.segment_mean(x, own, num_segments=length + 1)
     return mean[segments]
 
   rows = (y.reshape(-1, length) for y in map(jnp.asarray, (x, mask, segments)))
