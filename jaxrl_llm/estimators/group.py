@@ -1,6 +1,5 @@
 """Advantages relative to the other responses to the same prompt."""
 
-import functools
 from collections.abc import Callable
 
 import chex
@@ -61,7 +60,7 @@ def group_relative(
   rewards, groups, member = _members(rewards, groups, num_groups)
   above = _above_least(rewards, groups, num_groups)
   centered = CENTERS[center](above, groups, num_groups)
-  divisor = _spread(SCALES[scale](above, groups, num_groups, epsilon), groups)
+  divisor = SCALES[scale](above, groups, num_groups, epsilon)
   usable = member & (divisor > 0.0)
   return jnp.where(usable, centered / jnp.where(usable, divisor, 1.0), 0.0)
 
@@ -117,25 +116,20 @@ def token_group_relative(
   # A response without a token is in no group.
   groups = jnp.where(jnp.asarray(lengths) > 0, groups, num_groups)
   rewards, groups, counts = _members(rewards, groups, num_groups)
-  total = functools.partial(
-    masked.segment_sum, segments=groups, num_segments=num_groups
-  )
+  total = lambda x: _of_group(masked.segment_sum, x, groups, num_groups)
   tokens = masked.masked_fill(lengths, counts)
-  group_tokens = jnp.maximum(total(tokens), 1.0)
-  share = tokens / _spread(group_tokens, groups, fill=1.0)
+  share = tokens / jnp.maximum(total(tokens), 1.0)
   above = _above_least(rewards, groups, num_groups)
-  mean = total(share * above)
-  centered = jnp.where(counts, above - _spread(mean, groups), 0.0)
+  centered = jnp.where(counts, above - total(share * above), 0.0)
   variance = total(share * jnp.square(centered))
-  scale = _spread(jnp.sqrt(variance), groups) + epsilon
+  scale = jnp.sqrt(variance) + epsilon
   usable = counts & (scale > 0.0)
   advantages = jnp.where(usable, centered / jnp.where(usable, scale, 1.0), 0.0)
   wild = (jnp.abs(advantages) >= limit).astype(jnp.float32)
-  fallback = _spread(total(wild), groups) > 0
   by_response = group_relative(
     rewards, groups, num_groups=num_groups, epsilon=epsilon
   )
-  return jnp.where(fallback, by_response, advantages)
+  return jnp.where(total(wild) > 0, by_response, advantages)
 
 
 def median_pivot(
@@ -173,12 +167,12 @@ def median_pivot(
   count = masked.segment_count(groups, num_segments=num_groups)
   count = count.astype(jnp.int32)
   middle = jnp.cumsum(count) - count + jnp.maximum(count - 1, 0) // 2
-  median = _spread(ordered.at[middle].get(mode="clip"), groups)
+  median = ordered.at[middle].get(mode="clip")[groups]
   tied = member & (rewards == median)
   first = jax.ops.segment_min(
     row, jnp.where(tied, groups, num_groups), num_groups
   )
-  return tied & (row == _spread(first, groups, fill=-1))
+  return tied & (row == first[groups])
 
 
 def optimal_baseline(
@@ -259,42 +253,55 @@ def _sum_of_others(x: jax.Array, groups: jax.Array) -> jax.Array:
   return before + behind
 
 
+def _of_group(reduce, rewards, groups, num_groups):
+  """What a segment reduction gives for the group of each row, [B]."""
+  per_group = reduce(rewards, groups, num_segments=num_groups)
+  return per_group.at[groups].get(mode="fill", fill_value=0.0)
+
+
+def _above_least(rewards, groups, num_groups):
+  """R_i - least of the group, exactly 0 in a group of equal rewards.
+
+  Measured from zero their mean rounds, and a tiny spread blows the rest up.
+  """
+  return rewards - _of_group(masked.segment_min, rewards, groups, num_groups)
+
+
 def _mean(rewards, groups, num_groups):
   """R_i - mean of the group."""
-  mean = masked.segment_mean(rewards, groups, num_segments=num_groups)
-  return rewards - _spread(mean, groups)
+  return rewards - _of_group(masked.segment_mean, rewards, groups, num_groups)
 
 
 def _median(rewards, groups, num_groups):
   """R_i - median of the group."""
-  median = masked.segment_median(rewards, groups, num_segments=num_groups)
-  return rewards - _spread(median, groups)
+  return rewards - _of_group(masked.segment_median, rewards, groups, num_groups)
 
 
 def _leave_one_out(rewards, groups, num_groups):
   """R_i - mean of the others, which is G/(G-1) (R_i - mean of all)."""
-  count = masked.segment_count(groups, num_segments=num_groups)
+  ones = jnp.ones_like(rewards)
+  count = _of_group(masked.segment_sum, ones, groups, num_groups)
   factor = count / jnp.maximum(count - 1.0, 1.0)
-  return _spread(factor, groups) * _mean(rewards, groups, num_groups)
+  return factor * _mean(rewards, groups, num_groups)
 
 
 def _std(rewards, groups, num_groups, epsilon):
   """Standard deviation with Bessel's correction, plus ε."""
-  std = masked.segment_std(rewards, groups, num_segments=num_groups)
+  std = _of_group(masked.segment_std, rewards, groups, num_groups)
   return std + epsilon
 
 
 def _mad(rewards, groups, num_groups, epsilon):
   """Median of |R - median|, plus ε."""
   distance = jnp.abs(_median(rewards, groups, num_groups))
-  mad = masked.segment_median(distance, groups, num_segments=num_groups)
+  mad = _of_group(masked.segment_median, distance, groups, num_groups)
   return mad + epsilon
 
 
 def _none(rewards, groups, num_groups, epsilon):
-  """1 for every group."""
-  del rewards, groups, epsilon
-  return jnp.ones(num_groups, jnp.float32)
+  """1 for every row."""
+  del groups, num_groups, epsilon
+  return jnp.ones_like(rewards)
 
 
 CENTERS: dict[str, Callable[..., jax.Array]] = {
@@ -307,25 +314,6 @@ SCALES: dict[str, Callable[..., jax.Array]] = {
   "mad": _mad,
   "none": _none,
 }
-
-
-def _spread(
-  per_group: jax.Array, groups: jax.Array, *, fill: float = 0.0
-) -> jax.Array:
-  """Gives each row its group's number, and padding rows the filling."""
-  return per_group.at[groups].get(mode="fill", fill_value=fill)
-
-
-def _above_least(
-  rewards: jax.Array, groups: jax.Array, num_groups: int
-) -> jax.Array:
-  """Rewards above the least one of their group, which is exact if all agree.
-
-  Measured from zero the mean of equal rewards rounds, and a tiny spread blows
-  the remainder up.
-  """
-  least = masked.segment_min(rewards, groups, num_segments=num_groups)
-  return rewards - _spread(least, groups)
 
 
 def _members(
