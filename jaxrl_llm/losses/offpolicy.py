@@ -17,9 +17,6 @@ from jaxrl_llm import distributions, masked
 from jaxrl_llm.errors import check_choice, check_number
 from jaxrl_llm.losses.policy import ClippedPolicyLoss, clipped_policy_loss
 
-# exp(±20), the same range in which `distributions` holds a log-ratio.
-_LARGEST_LOG = 20.0
-
 
 class Correction(NamedTuple):
   """Importance weights of tokens, to be multiplied into a loss. All data."""
@@ -366,5 +363,6 @@ def _importance(
   log_ratio = masked.masked_fill(proximal_logprobs, mask)
   log_ratio -= masked.masked_fill(behavior_logprobs, mask)
   log_ratio = LEVELS[level](log_ratio, mask)
-  log_ratio = jnp.clip(log_ratio, -_LARGEST_LOG, _LARGEST_LOG)
+  limit = distributions.LOG_RATIO_LIMIT
+  log_ratio = jnp.clip(log_ratio, -limit, limit)
   return jnp.broadcast_to(jnp.exp(log_ratio), mask.shape), mask
