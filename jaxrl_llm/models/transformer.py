@@ -206,19 +206,13 @@ def prefill(
     start = index * chunk
     positions = start + jnp.arange(chunk)
 
-    def attend_with(i):
-      def attend(q, k, v):
-        layer = kernels.write_contiguous(kv_cache[i], k, v, start)
-        return kernels.prefill_attention(q, layer, start), layer
-
-      return attend
+    def attend(i, q, k, v):
+      layer = kernels.write_contiguous(kv_cache[i], k, v, start)
+      return kernels.prefill_attention(q, layer, start), layer
 
     part = jax.lax.dynamic_slice_in_dim(tokens, start, chunk, axis=1)
     positions = jnp.broadcast_to(positions, (count, chunk))
-    _, kv_cache = _unrolled(
-      params, config, part, positions, attend_with, dtype=dtype
-    )
-    return kv_cache, None
+    return _unrolled(params, config, part, positions, attend, dtype)[1], None
 
   padded = empty(chunks * chunk, dtype)
   kv_cache, _ = jax.lax.scan(write, padded, jnp.arange(chunks))
@@ -259,29 +253,24 @@ def decode(
     Logits, float32 [S, Q, V], and the cache.
   """
 
-  def attend_with(i):
-    def attend(q, k, v):
-      layer = kernels.write_paged(
-        kv_cache[i], k, v, block_tables, positions, writing
-      )
-      return kernels.paged_attention(q, layer, block_tables, positions), layer
+  def attend(i, q, k, v):
+    layer = kernels.write_paged(
+      kv_cache[i], k, v, block_tables, positions, writing
+    )
+    return kernels.paged_attention(q, layer, block_tables, positions), layer
 
-    return attend
-
-  states, kv_cache = _unrolled(
-    params, config, tokens, positions, attend_with, dtype=dtype
-  )
+  states, kv_cache = _unrolled(params, config, tokens, positions, attend, dtype)
   return logits(params, states, config=config), kv_cache
 
 
-def _unrolled(params, config, tokens, positions, attend_with, *, dtype):
-  """Layer by layer, each with its own attention; collects their caches."""
+def _unrolled(params, config, tokens, positions, attend, dtype):
+  """Layer by layer, attention knowing which; collects their caches."""
   cos, sin = _rotary(config, positions)
   x = _module("embed", config, params["embed"])(tokens, dtype)
   kv_cache = []
   for i, layer_params in enumerate(params["layers"]):
     module = _module("layer", config, layer_params)
-    x, layer_cache = module(x, cos, sin, attend_with(i))
+    x, layer_cache = module(x, cos, sin, functools.partial(attend, i))
     kv_cache.append(layer_cache)
   return _module("norm", config, params["final_norm"])(x), tuple(kv_cache)
 
