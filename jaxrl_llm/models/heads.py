@@ -13,6 +13,8 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.errors import check_number
+
 
 class TokenLogprobs(NamedTuple):
   """Per-token results of the head, 0 where masked."""
@@ -63,8 +65,7 @@ def chunked_logprobs(
   """
   chex.assert_rank([hidden, kernel, targets, mask], [3, 2, 2, 2])
   chex.assert_equal_shape_prefix([hidden, targets, mask], 2)
-  if chunk < 1:
-    raise ValueError(f"chunk must be >= 1, got {chunk}")
+  check_number("chunk", chunk, "[1, inf)")
   chunk = min(chunk, mask.shape[1])
   temperature = jnp.asarray(temperature, jnp.float32)
   return TokenLogprobs(

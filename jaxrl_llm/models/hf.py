@@ -22,7 +22,7 @@ import numpy as np
 import safetensors.numpy
 from flax import traverse_util
 
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, check_number
 from jaxrl_llm.models import hf_files, transformer
 from jaxrl_llm.models.config import ModelConfig
 
@@ -183,8 +183,7 @@ def write_params(
     ValueError: the parameters do not fit the configuration.
     InputError: the directory cannot be written, or the other not be read.
   """
-  if max_shard_bytes < 1:
-    raise ValueError(f"max_shard_bytes must be >= 1, got {max_shard_bytes}")
+  check_number("max_shard_bytes", max_shard_bytes, "[1, inf)")
   entries = _entries(config, params)
   source = extra_files_from and hf_files.directory(extra_files_from)
   values = config.to_hf() | _token_ids(source)
