@@ -161,10 +161,11 @@ def _loss_first(hidden, targets, mask, chunk):
   """
   order = jnp.argsort(~mask, axis=1, stable=True)
   longest = jnp.max(jnp.sum(mask, axis=1, dtype=jnp.int32))
+  count = (longest + chunk - 1) // chunk
   # A NaN outside the mask would spoil the kernel's gradient.
   hidden = jnp.where(mask[..., None], hidden, 0)
-  arrays = (_permute(x, order, chunk) for x in (hidden, targets))
-  return order, (longest + chunk - 1) // chunk, *arrays
+  hidden = _permute(hidden, order, chunk)
+  return order, count, hidden, _permute(targets, order, chunk)
 
 
 def _permute(x, order, chunk):
