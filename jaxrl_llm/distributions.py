@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 # exp(±20) is about 5e8 and 2e-9: far outside any trust region, far inside
 # float32.
-_LOG_RATIO_LIMIT = 20.0
+LOG_RATIO_LIMIT = 20.0
 
 
 def logprobs_from_logits(logits: chex.Array, tokens: chex.Array) -> jax.Array:
@@ -66,7 +66,7 @@ def clamped_log_ratio(
   difference = jnp.asarray(logprobs, jnp.float32) - jnp.asarray(
     reference_logprobs, jnp.float32
   )
-  return jnp.clip(difference, -_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
+  return jnp.clip(difference, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def _check_logits(logits: chex.Array) -> None:

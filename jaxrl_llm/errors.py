@@ -1,4 +1,8 @@
-"""Errors that a user of the library may meet."""
+"""Errors that a user of the library may meet, and checks of settings."""
+
+import numbers
+from collections.abc import Iterable
+from typing import Any
 
 
 class InputError(ValueError):
@@ -15,3 +19,29 @@ class InputError(ValueError):
 
 class TrainingStopped(RuntimeError):
   """A run cannot go on by itself; the message says why."""
+
+
+def check_number(name: str, value: Any, interval: str) -> None:
+  """Refuses a number outside an interval; arrays may be traced and pass.
+
+  Args:
+    name: of the setting, for the message.
+    value: a number or an array.
+    interval: such as '[0, 1)', with inf for no bound.
+
+  Raises:
+    ValueError: the value is a number outside the interval, or NaN.
+  """
+  if not isinstance(value, numbers.Real):
+    return
+  low, high = map(float, interval[1:-1].split(","))
+  above = value > low if interval[0] == "(" else value >= low
+  below = value < high if interval[-1] == ")" else value <= high
+  if not (above and below):
+    raise ValueError(f"{name}={value}, expected a number in {interval}")
+
+
+def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
+  """Refuses a value that is none of the names, by a ValueError."""
+  if value not in choices:
+    raise ValueError(f"{name}={value!r}, expected one of {sorted(choices)}")

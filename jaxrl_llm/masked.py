@@ -5,12 +5,13 @@ included, changes neither the value nor the gradient. A mask is True (or
 non-zero) where an element counts. Results are float32.
 """
 
-import numbers
 from collections.abc import Callable, Sequence
 
 import chex
 import jax
 import jax.numpy as jnp
+
+from jaxrl_llm.errors import check_choice, check_number
 
 # Modes of `token_weights` that divide by a constant length.
 NORM_MODES = ("seq-mean-token-sum-norm", "dr-grpo")
@@ -21,7 +22,7 @@ Axis = int | Sequence[int] | None
 def masked_fill(
   x: chex.Array, mask: chex.Array, *, value: float = 0.0
 ) -> jax.Array:
-  """x where the mask holds, a finite constant elsewhere.
+  """x where the mask holds, a constant elsewhere.
 
   The step that makes padding inert before a function without a mask, such as
   a per-token loss, sees it.
@@ -34,8 +35,9 @@ def masked_fill(
   Returns:
     float32, shape of x.
   """
-  x, mask = _pair(x, mask)
-  return jnp.where(mask, x, value)
+  chex.assert_equal_shape([x, mask])
+  x = jnp.asarray(x, jnp.float32)
+  return jnp.where(jnp.asarray(mask, bool), x, value)
 
 
 def masked_count(
@@ -47,22 +49,14 @@ def masked_count(
 
 
 def masked_sum(
-  x: chex.Array,
-  mask: chex.Array,
-  *,
-  axis: Axis = None,
-  keepdims: bool = False,
+  x: chex.Array, mask: chex.Array, *, axis: Axis = None, keepdims: bool = False
 ) -> jax.Array:
   """Σ x over the elements that count; 0 where none does."""
   return jnp.sum(masked_fill(x, mask), axis=axis, keepdims=keepdims)
 
 
 def masked_mean(
-  x: chex.Array,
-  mask: chex.Array,
-  *,
-  axis: Axis = None,
-  keepdims: bool = False,
+  x: chex.Array, mask: chex.Array, *, axis: Axis = None, keepdims: bool = False
 ) -> jax.Array:
   """Mean of x over the elements that count; 0 where none does."""
   total = masked_sum(x, mask, axis=axis, keepdims=keepdims)
@@ -71,12 +65,7 @@ def masked_mean(
 
 
 def masked_var(
-  x: chex.Array,
-  mask: chex.Array,
-  *,
-  axis: Axis = None,
-  keepdims: bool = False,
-  bessel: bool = True,
+  x: chex.Array, mask: chex.Array, *, axis: Axis = None, keepdims: bool = False
 ) -> jax.Array:
   """Variance of x over the elements that count: Σ(x - x̄)² / (n - 1).
 
@@ -85,74 +74,24 @@ def masked_var(
     mask: same shape as x.
     axis: axes to reduce; None reduces all.
     keepdims: keep the reduced axes with size one.
-    bessel: divide by n - 1; otherwise by n (population).
 
   Returns:
     float32; 0 where fewer than two elements count.
   """
-  x, mask = _pair(x, mask)
   mean = masked_mean(x, mask, axis=axis, keepdims=True)
-  centered = jnp.where(mask, jnp.where(mask, x, 0.0) - mean, 0.0)
+  centered = masked_fill(masked_fill(x, mask) - mean, mask)
   squares = jnp.sum(jnp.square(centered), axis=axis, keepdims=keepdims)
   count = masked_count(mask, axis=axis, keepdims=keepdims)
-  return squares / jnp.maximum(count - float(bessel), 1.0)
-
-
-def masked_std(
-  x: chex.Array,
-  mask: chex.Array,
-  *,
-  axis: Axis = None,
-  keepdims: bool = False,
-  bessel: bool = True,
-) -> jax.Array:
-  """Square root of `masked_var`, with gradient 0 where the variance is 0."""
-  return _safe_sqrt(
-    masked_var(x, mask, axis=axis, keepdims=keepdims, bessel=bessel)
-  )
+  return squares / jnp.maximum(count - 1.0, 1.0)
 
 
 def masked_max(
-  x: chex.Array,
-  mask: chex.Array,
-  *,
-  axis: Axis = None,
-  keepdims: bool = False,
+  x: chex.Array, mask: chex.Array, *, axis: Axis = None, keepdims: bool = False
 ) -> jax.Array:
   """Largest x among the elements that count; 0 where none does."""
-  x, mask = _pair(x, mask)
-  largest = jnp.max(jnp.where(mask, x, -jnp.inf), axis=axis, keepdims=keepdims)
+  x = masked_fill(x, mask, value=-jnp.inf)
+  largest = jnp.max(x, axis=axis, keepdims=keepdims)
   return jnp.where(jnp.any(mask, axis=axis, keepdims=keepdims), largest, 0.0)
-
-
-def masked_whiten(
-  x: chex.Array,
-  mask: chex.Array,
-  *,
-  axis: Axis = None,
-  bessel: bool = True,
-  epsilon: float = 1e-8,
-) -> jax.Array:
-  """(x - mean) / √(var + ε) over the elements that count.
-
-  No estimator whitens by itself: a recipe that wants it calls this, after the
-  value targets are formed and over the whole batch.
-
-  Args:
-    x: any shape.
-    mask: same shape as x.
-    axis: axes over which the statistics run; None takes all elements.
-    bessel: variance with n - 1; otherwise the population's.
-    epsilon: added to the variance.
-
-  Returns:
-    float32, shape of x; 0 in masked slots.
-  """
-  x, mask = _pair(x, mask)
-  mean = masked_mean(x, mask, axis=axis, keepdims=True)
-  var = masked_var(x, mask, axis=axis, keepdims=True, bessel=bessel)
-  centered = jnp.where(mask, x, mean) - mean
-  return jnp.where(mask, centered / jnp.sqrt(var + epsilon), 0.0)
 
 
 def explained_variance(
@@ -172,7 +111,6 @@ def explained_variance(
     float32 scalar; 0 where the returns do not vary, as there is nothing to
     explain.
   """
-  chex.assert_equal_shape([values, returns, mask])
   returns = masked_fill(returns, mask)
   unexplained = masked_var(returns - masked_fill(values, mask), mask)
   total = masked_var(returns, mask)
@@ -213,17 +151,15 @@ def token_weights(
   Reference: Yu et al. 2025 (DAPO), arXiv:2503.14476, equation 8; Liu et al.
     2025 (Dr. GRPO), arXiv:2503.20783.
   """
-  if mode not in MODES:
-    raise ValueError(f"mode={mode!r}, expected one of {sorted(MODES)}")
+  check_choice("mode", mode, MODES)
   if (norm is not None) != (mode in NORM_MODES):
     raise ValueError(
       f"norm={norm!r} with mode={mode!r}: norm is required by"
       f" {sorted(NORM_MODES)} and by no other mode"
     )
-  if isinstance(norm, numbers.Real) and not norm > 0:
-    raise ValueError(f"norm={norm!r}, expected a positive number of tokens")
+  check_number("norm", norm, "(0, inf]")
   counts = jnp.asarray(mask, bool).astype(jnp.float32)
-  lengths = jnp.sum(counts, axis=-1, keepdims=True)
+  lengths = masked_count(mask, axis=-1, keepdims=True)
   sequences = jnp.sum(lengths > 0, dtype=jnp.float32)
   divisor = MODES[mode](lengths, jnp.maximum(sequences, 1.0), norm)
   return counts / jnp.broadcast_to(divisor, counts.shape)
@@ -244,98 +180,69 @@ MODES: dict[str, Callable[..., chex.Numeric]] = {
 }
 
 
-def segment_count(
-  segments: chex.Array, *, num_segments: int, mask: chex.Array | None = None
-) -> jax.Array:
+def segment_count(segments: chex.Array, *, num_segments: int) -> jax.Array:
   """Number of elements per segment, float32 [num_segments].
 
   Here and below: `segments` is int [N] and need not be sorted; an element
-  whose index lies outside [0, num_segments), or whose mask is False, counts
-  nowhere.
+  whose index lies outside [0, num_segments) counts nowhere.
   """
-  segments, mask = _members(segments, num_segments, mask)
-  return _segment_total(mask.astype(jnp.float32), segments, num_segments)
+  ones = jnp.ones(jnp.shape(segments))
+  return segment_sum(ones, segments, num_segments=num_segments)
 
 
 def segment_sum(
-  x: chex.Array,
-  segments: chex.Array,
-  *,
-  num_segments: int,
-  mask: chex.Array | None = None,
+  x: chex.Array, segments: chex.Array, *, num_segments: int
 ) -> jax.Array:
   """Σ x per segment, float32 [num_segments]; 0 for an empty segment."""
-  chex.assert_equal_shape([x, segments])
-  segments, mask = _members(segments, num_segments, mask)
-  return _segment_total(masked_fill(x, mask), segments, num_segments)
+  x, segments = _inside(x, segments, num_segments)
+  return jax.ops.segment_sum(x, segments, num_segments)
 
 
 def segment_mean(
-  x: chex.Array,
-  segments: chex.Array,
-  *,
-  num_segments: int,
-  mask: chex.Array | None = None,
+  x: chex.Array, segments: chex.Array, *, num_segments: int
 ) -> jax.Array:
   """Mean of x per segment, float32 [num_segments]; 0 for an empty segment."""
-  total = segment_sum(x, segments, num_segments=num_segments, mask=mask)
-  count = segment_count(segments, num_segments=num_segments, mask=mask)
+  total = segment_sum(x, segments, num_segments=num_segments)
+  count = segment_count(segments, num_segments=num_segments)
   return total / jnp.maximum(count, 1.0)
 
 
 def segment_min(
-  x: chex.Array,
-  segments: chex.Array,
-  *,
-  num_segments: int,
-  mask: chex.Array | None = None,
+  x: chex.Array, segments: chex.Array, *, num_segments: int
 ) -> jax.Array:
   """Least x per segment, float32 [num_segments]; 0 for an empty segment."""
-  chex.assert_equal_shape([x, segments])
-  segments, mask = _members(segments, num_segments, mask)
-  least = jax.ops.segment_min(
-    masked_fill(x, mask), segments, num_segments=num_segments + 1
-  )[:-1]
-  count = _segment_total(mask.astype(jnp.float32), segments, num_segments)
+  x, segments = _inside(x, segments, num_segments)
+  least = jax.ops.segment_min(x, segments, num_segments)
+  count = segment_count(segments, num_segments=num_segments)
   return jnp.where(count > 0, least, 0.0)
 
 
 def segment_std(
-  x: chex.Array,
-  segments: chex.Array,
-  *,
-  num_segments: int,
-  mask: chex.Array | None = None,
-  bessel: bool = True,
+  x: chex.Array, segments: chex.Array, *, num_segments: int
 ) -> jax.Array:
-  """Standard deviation of x per segment.
+  """Standard deviation of x per segment, √(Σ(x - x̄)² / (n - 1)).
 
   Args:
     x: [N].
     segments: int [N].
     num_segments: number of segments.
-    mask: [N] or None, which elements count.
-    bessel: divide by n - 1; otherwise by n (population).
 
   Returns:
     float32 [num_segments]; 0, with gradient 0, for fewer than two elements.
   """
-  chex.assert_equal_shape([x, segments])
-  segments, mask = _members(segments, num_segments, mask)
-  x = masked_fill(x, mask)
-  mean = segment_mean(x, segments, num_segments=num_segments, mask=mask)
+  x, segments = _inside(x, segments, num_segments)
+  mean = segment_mean(x, segments, num_segments=num_segments)
   centered = x - jnp.append(mean, 0.0)[segments]
-  squares = _segment_total(jnp.square(centered), segments, num_segments)
-  count = _segment_total(mask.astype(jnp.float32), segments, num_segments)
-  return _safe_sqrt(squares / jnp.maximum(count - float(bessel), 1.0))
+  squares = jax.ops.segment_sum(jnp.square(centered), segments, num_segments)
+  count = segment_count(segments, num_segments=num_segments)
+  variance = squares / jnp.maximum(count - 1.0, 1.0)
+  # The gradient of √ at 0 is infinite and makes NaN.
+  varies = variance > 0.0
+  return jnp.where(varies, jnp.sqrt(jnp.where(varies, variance, 1.0)), 0.0)
 
 
 def segment_median(
-  x: chex.Array,
-  segments: chex.Array,
-  *,
-  num_segments: int,
-  mask: chex.Array | None = None,
+  x: chex.Array, segments: chex.Array, *, num_segments: int
 ) -> jax.Array:
   """Median of x per segment; the mean of the two middle ones if n is even.
 
@@ -343,51 +250,27 @@ def segment_median(
     x: [N].
     segments: int [N].
     num_segments: number of segments.
-    mask: [N] or None, which elements count.
 
   Returns:
     float32 [num_segments]; 0 for an empty segment.
   """
-  chex.assert_equal_shape([x, segments])
-  segments, mask = _members(segments, num_segments, mask)
   # One sort by (segment, value): a segment's members then lie in one run.
-  _, ordered = jax.lax.sort((segments, masked_fill(x, mask)), num_keys=2)
-  count = _segment_total(mask.astype(jnp.int32), segments, num_segments)
+  x, segments = _inside(x, segments, num_segments)
+  _, ordered = jax.lax.sort((segments, x), num_keys=2)
+  count = segment_count(segments, num_segments=num_segments)
+  count = count.astype(jnp.int32)
   start = jnp.cumsum(count) - count
   lower = ordered.at[start + jnp.maximum(count - 1, 0) // 2].get(mode="clip")
   upper = ordered.at[start + count // 2].get(mode="clip")
   return jnp.where(count > 0, 0.5 * (lower + upper), 0.0)
 
 
-def _pair(x: chex.Array, mask: chex.Array) -> tuple[jax.Array, jax.Array]:
-  """Checks that shapes agree; x as float32 and the mask as bool."""
-  chex.assert_equal_shape([x, mask])
-  return jnp.asarray(x, jnp.float32), jnp.asarray(mask, bool)
-
-
-def _members(
-  segments: chex.Array, num_segments: int, mask: chex.Array | None
+def _inside(
+  x: chex.Array, segments: chex.Array, num_segments: int
 ) -> tuple[jax.Array, jax.Array]:
-  """Sends all that does not count to one spare segment behind the last."""
-  if num_segments < 1:
-    raise ValueError(f"num_segments={num_segments}, expected at least 1")
+  """x and its segments; what is in none is 0, behind the last one, and lost."""
+  check_number("num_segments", num_segments, "[1, inf)")
   chex.assert_rank(segments, 1)
   chex.assert_type(segments, int)
   inside = (segments >= 0) & (segments < num_segments)
-  if mask is not None:
-    chex.assert_equal_shape([segments, mask])
-    inside &= jnp.asarray(mask, bool)
-  return jnp.where(inside, segments, num_segments), inside
-
-
-def _segment_total(
-  x: jax.Array, segments: jax.Array, num_segments: int
-) -> jax.Array:
-  totals = jax.ops.segment_sum(x, segments, num_segments=num_segments + 1)
-  return totals[:-1]
-
-
-def _safe_sqrt(x: jax.Array) -> jax.Array:
-  """√x whose gradient at 0 is 0: √'s own is infinite and makes NaN."""
-  positive = x > 0.0
-  return jnp.where(positive, jnp.sqrt(jnp.where(positive, x, 1.0)), 0.0)
+  return masked_fill(x, inside), jnp.where(inside, segments, num_segments)

@@ -39,7 +39,7 @@ def convert(options) -> str:
     )
   params = jax.tree.map(lambda x: x.astype(options.dtype), policy.params)
   models.save(out, policy.fns, params, tokenizer_from=policy.model_path)
-  count = policy.fns.config.num_params()
+  count = models.num_params(policy.fns.config)
   return (
     f"wrote the policy of step {policy.step} to {out}: {count:,} parameters,"
     f" {options.dtype}"

@@ -18,8 +18,8 @@ import textwrap
 
 from jaxrl_llm import config as config_lib
 
-# Title of a section, its module, and its names: __all__ or all functions of
-# the module unless some are given.
+# Title of a section, its module, and its names: all that the module makes or
+# hands on unless some are given.
 _API = (
   ("Advantage estimators", "estimators", None),
   ("Losses", "losses", None),
@@ -91,7 +91,7 @@ def api_page() -> str:
   ]
   for title, module_name, names in _API:
     module = importlib.import_module(f"jaxrl_llm.{module_name}")
-    names = names or getattr(module, "__all__", None) or _functions(module)
+    names = names or _public(module)
     lines += ["", f"## {title}"] if title else []
     for name in names:
       lines += ["", f"### {module_name}.{name}", ""]
@@ -99,15 +99,17 @@ def api_page() -> str:
   return "\n".join(lines) + "\n"
 
 
-def _functions(module) -> list[str]:
-  """Names of a module's own public functions, in its order."""
-  return [
+def _public(module) -> list[str]:
+  """Public functions of a file in its order, of a folder with its classes."""
+  folder = hasattr(module, "__path__")
+  names = [
     name
     for name, thing in vars(module).items()
-    if inspect.isfunction(thing)
-    and thing.__module__ == module.__name__
+    if (inspect.isfunction(thing) or (folder and inspect.isclass(thing)))
+    and thing.__module__.startswith(module.__name__)
     and not name.startswith("_")
   ]
+  return sorted(names) if folder else names
 
 
 def _entry(thing) -> list[str]:

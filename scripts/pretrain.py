@@ -67,7 +67,7 @@ def rebuild() -> None:
   # bfloat16 halves the file; the base is defined by what is stored.
   stored = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
   models.save(str(out), fns, stored, tokenizer_from=str(out))
-  print(f"wrote {config.num_params():,} parameters to {out}")
+  print(f"wrote {models.num_params(config):,} parameters to {out}")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ KEY = jax.random.key(0)
 def _config(**changes):
   values = {
     "family": "llama",
-    "attention_output_bias": True,
     "mlp_bias": True,
     "tie_word_embeddings": False,
   }
@@ -31,13 +30,7 @@ def _config(**changes):
 CONFIGS = {
   "tied, q k v biases": tiny.tiny_config(),
   "untied, all biases": _config(),
-  "q k norms": _config(
-    family="qwen3",
-    qk_norm=True,
-    mlp_bias=False,
-    attention_bias=False,
-    attention_output_bias=False,
-  ),
+  "q k norms": _config(family="qwen3", mlp_bias=False, attention_bias=False),
 }
 
 

@@ -1,45 +1,34 @@
 """Advantage estimators: pure functions from arrays to arrays."""
 
-from jaxrl_llm.estimators.batch import whiten
-from jaxrl_llm.estimators.egae import boundary_error, drop_tail, egae
+from jaxrl_llm.estimators.batch import whiten as whiten
+from jaxrl_llm.estimators.egae import (
+  boundary_error as boundary_error,
+  drop_tail as drop_tail,
+  egae as egae,
+)
 from jaxrl_llm.estimators.entropy import (
-  ClipBounds,
-  EntropyStatistics,
-  adaptive_clip,
-  adaptive_temperature,
-  entropy_code,
-  entropy_statistics,
-  redistribute,
+  ClipBounds as ClipBounds,
+  EntropyStatistics as EntropyStatistics,
+  adaptive_clip as adaptive_clip,
+  adaptive_temperature as adaptive_temperature,
+  entropy_code as entropy_code,
+  entropy_statistics as entropy_statistics,
+  redistribute as redistribute,
 )
-from jaxrl_llm.estimators.gae import gae, lambda_returns
+from jaxrl_llm.estimators.gae import (
+  gae as gae,
+  lambda_returns as lambda_returns,
+)
 from jaxrl_llm.estimators.group import (
-  group_relative,
-  median_pivot,
-  optimal_baseline,
-  token_group_relative,
+  group_relative as group_relative,
+  median_pivot as median_pivot,
+  optimal_baseline as optimal_baseline,
+  token_group_relative as token_group_relative,
 )
-from jaxrl_llm.estimators.schedules import length_adaptive_lambda
-from jaxrl_llm.estimators.shaping import penalize_kl, soft_overlong_punishment
-
-__all__ = [
-  "ClipBounds",
-  "EntropyStatistics",
-  "adaptive_clip",
-  "adaptive_temperature",
-  "boundary_error",
-  "drop_tail",
-  "egae",
-  "entropy_code",
-  "entropy_statistics",
-  "gae",
-  "group_relative",
-  "lambda_returns",
-  "length_adaptive_lambda",
-  "median_pivot",
-  "optimal_baseline",
-  "penalize_kl",
-  "redistribute",
-  "soft_overlong_punishment",
-  "token_group_relative",
-  "whiten",
-]
+from jaxrl_llm.estimators.schedules import (
+  length_adaptive_lambda as length_adaptive_lambda,
+)
+from jaxrl_llm.estimators.shaping import (
+  penalize_kl as penalize_kl,
+  soft_overlong_punishment as soft_overlong_punishment,
+)

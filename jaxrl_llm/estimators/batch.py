@@ -1,12 +1,11 @@
 """Normalisation of advantages over the whole batch, as a step of its own."""
 
-import numbers
-
 import chex
 import jax
 import jax.numpy as jnp
 
 from jaxrl_llm import masked
+from jaxrl_llm.errors import check_number
 
 
 def whiten(
@@ -50,9 +49,9 @@ def whiten(
      [ 1.  0.]]
   """
   chex.assert_equal_shape([advantages, mask])
-  if isinstance(epsilon, numbers.Real) and not epsilon >= 0.0:
-    raise ValueError(f"epsilon={epsilon}, expected at least 0")
+  check_number("epsilon", epsilon, "[0, inf]")
+  scale = jnp.sqrt(masked.masked_var(advantages, mask) + epsilon)
+  advantages = masked.masked_fill(advantages, mask)
   if center:
-    return masked.masked_whiten(advantages, mask, epsilon=epsilon)
-  variance = masked.masked_var(advantages, mask)
-  return masked.masked_fill(advantages, mask) / jnp.sqrt(variance + epsilon)
+    advantages = advantages - masked.masked_mean(advantages, mask)
+  return masked.masked_fill(advantages / scale, mask)

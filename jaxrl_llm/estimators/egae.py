@@ -1,6 +1,5 @@
 """Advantages of responses that were cut before they ended (T-PPO)."""
 
-import operator
 from collections.abc import Callable
 
 import chex
@@ -8,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm import masked
+from jaxrl_llm.errors import check_choice, check_number
 from jaxrl_llm.estimators.gae import gae
 
 
@@ -66,10 +66,7 @@ def egae(
   """
   chex.assert_equal_shape([token_rewards, values, mask])
   chex.assert_shape(truncated, jnp.shape(values)[:-1])
-  if boundary not in BOUNDARIES:
-    raise ValueError(
-      f"boundary={boundary!r}, expected one of {sorted(BOUNDARIES)}"
-    )
+  check_choice("boundary", boundary, BOUNDARIES)
   if boundary == "bootstrap" and next_values is None:
     raise ValueError(
       "boundary='bootstrap' needs next_values, the value of the state after"
@@ -151,8 +148,7 @@ def drop_tail(
      [1 1 0]]
   """
   chex.assert_shape(truncated, jnp.shape(mask)[:-1])
-  if operator.index(tokens) < 0:
-    raise ValueError(f"tokens={tokens}, expected at least 0")
+  check_number("tokens", tokens, "[0, inf)")
   mask = jnp.asarray(mask, bool)
   remaining = jax.lax.cumsum(
     mask.astype(jnp.int32), axis=mask.ndim - 1, reverse=True

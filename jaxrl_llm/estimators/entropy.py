@@ -5,7 +5,6 @@ where the policy is surer than at the pivot, above 0 where it is less sure. A
 code of 0 changes nothing. All of it is data: stop its gradient.
 """
 
-import numbers
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm import masked
+from jaxrl_llm.errors import check_choice, check_number
 
 _LEAST_ENTROPY = 1e-8
 
@@ -67,8 +67,7 @@ def entropy_statistics(
     0.10
   """
   chex.assert_equal_shape([entropies, mask])
-  if not 0.0 <= quantile <= 1.0:
-    raise ValueError(f"quantile={quantile}, expected a number in [0, 1]")
+  check_number("quantile", quantile, "[0, 1]")
   mask = jnp.asarray(mask, bool)
   logs = _log_entropy(entropies, mask)
   ordered = jnp.sort(jnp.where(mask, logs, jnp.inf), axis=None)
@@ -123,8 +122,7 @@ def entropy_code(
     [[-1.  0.  1.]]
   """
   chex.assert_equal_shape([entropies, mask])
-  if sign not in SIGNS:
-    raise ValueError(f"sign={sign!r}, expected one of {sorted(SIGNS)}")
+  check_choice("sign", sign, SIGNS)
   above = _log_entropy(entropies, mask) - statistics.pivot
   highest = statistics.rms * statistics.high
   lowest = statistics.rms * SIGNS[sign](statistics.low)
@@ -163,7 +161,8 @@ def adaptive_clip(
     >>> print(bounds.low, bounds.high)
     [0.4 0.2 0.2] [0.2 0.2 0.4]
   """
-  _check_least_zero(clip_low=clip_low, clip_high=clip_high)
+  check_number("clip_low", clip_low, "[0, inf]")
+  check_number("clip_high", clip_high, "[0, inf]")
   code = jnp.asarray(code, jnp.float32)
   return ClipBounds(
     low=clip_low * (1.0 - jnp.minimum(code, 0.0)),
@@ -208,7 +207,8 @@ def redistribute(
     [0. 1. 2.]
   """
   chex.assert_equal_shape([advantages, code, ratio])
-  _check_least_zero(clip_low=clip_low, clip_high=clip_high)
+  check_number("clip_low", clip_low, "[0, inf]")
+  check_number("clip_high", clip_high, "[0, inf]")
   advantages = jnp.asarray(advantages, jnp.float32)
   code = jnp.asarray(code, jnp.float32)
   ratio = jnp.asarray(ratio, jnp.float32)
@@ -244,8 +244,7 @@ def adaptive_temperature(
     >>> print(adaptive_temperature(code, temperature=1.0, tau=0.05))
     [0.95 1.   1.05]
   """
-  if isinstance(tau, numbers.Real) and not 0.0 <= tau < 1.0:
-    raise ValueError(f"tau={tau}, expected a number in [0, 1)")
+  check_number("tau", tau, "[0, 1)")
   code = jnp.clip(jnp.asarray(code, jnp.float32), -1.0, 1.0)
   return temperature * (1.0 + tau * code)
 
@@ -254,12 +253,6 @@ def _log_entropy(entropies: chex.Array, mask: chex.Array) -> jax.Array:
   """log max(H, 1e-8), and log 1e-8 in masked slots."""
   filled = masked.masked_fill(entropies, mask)
   return jnp.log(jnp.maximum(filled, _LEAST_ENTROPY))
-
-
-def _check_least_zero(**settings: chex.Numeric) -> None:
-  for name, value in settings.items():
-    if isinstance(value, numbers.Real) and not value >= 0.0:
-      raise ValueError(f"{name}={value}, expected at least 0")
 
 
 # low, at most 0 -> what h is divided by where it is below 0.

@@ -1,12 +1,13 @@
 """Generalised advantage estimation and λ-returns over masked responses."""
 
-import numbers
 import operator
 from collections.abc import Callable
 
 import chex
 import jax
 import jax.numpy as jnp
+
+from jaxrl_llm.errors import check_number
 
 # Tokens per block of the scan below. Measured for a float32 [512, 24576] batch
 # on two CPU cores that also did other work; least of several runs, in seconds
@@ -65,13 +66,7 @@ def gae(
     [0.4375 0.375  0.25  ]
   """
   return _scan_returns(
-    token_rewards,
-    values,
-    mask,
-    gamma,
-    lambda_,
-    bootstrap_value,
-    emit=operator.sub,
+    token_rewards, values, mask, gamma, lambda_, bootstrap_value, operator.sub
   )
 
 
@@ -117,14 +112,9 @@ def lambda_returns(
     [0.5  0.75 1.  ]
     [1. 1. 1.]
   """
+  emit = lambda returns, values: returns
   return _scan_returns(
-    token_rewards,
-    values,
-    mask,
-    gamma,
-    lambda_,
-    bootstrap_value,
-    emit=lambda returns, values: returns,
+    token_rewards, values, mask, gamma, lambda_, bootstrap_value, emit
   )
 
 
@@ -135,7 +125,6 @@ def _scan_returns(
   gamma: chex.Numeric,
   lambda_: chex.Numeric,
   bootstrap_value: chex.Array | None,
-  *,
   emit: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
   """emit(G_t, V_t) for every token, walking blocks of time backwards.
@@ -148,8 +137,8 @@ def _scan_returns(
   chex.assert_equal_shape([token_rewards, values, mask])
   chex.assert_axis_dimension_gteq(values, -1, 0)
   chex.assert_rank(gamma, 0)
-  _check_unit("gamma", gamma)
-  _check_unit("lambda_", lambda_)
+  check_number("gamma", gamma, "[0, 1]")
+  check_number("lambda_", lambda_, "[0, 1]")
   *lead, length = values.shape
   if bootstrap_value is None:
     # Opaque to the compiler: it would fold a constant into the last block and
@@ -213,19 +202,19 @@ def _window(x: jax.Array, start: chex.Numeric, size: int) -> jax.Array:
 
 def _time_last(lambda_: chex.Numeric, shape: tuple[int, ...]) -> jax.Array:
   """lambda_ as [..., 1] (one per row) or [..., T] (one per token)."""
-  weight = jnp.asarray(lambda_, jnp.float32)
+  weight, lead = jnp.asarray(lambda_, jnp.float32), shape[:-1]
   if weight.ndim == 0:
-    weight = weight.reshape((1,) * len(shape))
-  elif weight.ndim == len(shape) - 1:
+    weight = jnp.broadcast_to(weight, lead)
+  if weight.ndim == len(lead):
     weight = weight[..., None]
   if weight.ndim != len(shape) or any(
     size not in (1, full) for size, full in zip(weight.shape, shape)
   ):
     raise ValueError(
-      f"lambda_ has shape {jnp.shape(lambda_)}, expected (), {shape[:-1]},"
-      f" {(*shape[:-1], 1)} or {shape}"
+      f"lambda_ has shape {jnp.shape(lambda_)}, expected (), {lead},"
+      f" {(*lead, 1)} or {shape}"
     )
-  return jnp.broadcast_to(weight, (*shape[:-1], weight.shape[-1]))
+  return jnp.broadcast_to(weight, (*lead, weight.shape[-1]))
 
 
 def _weight_at_next(lambda_: jax.Array, mask: jax.Array) -> jax.Array:
@@ -241,9 +230,3 @@ def _weight_at_next(lambda_: jax.Array, mask: jax.Array) -> jax.Array:
   latest = jax.lax.cummax(jnp.where(mask, time, 0), axis=mask.ndim - 1)
   before = jnp.concatenate([latest[..., :1], latest[..., :-1]], axis=-1)
   return jnp.take_along_axis(lambda_, before, axis=-1)
-
-
-def _check_unit(name: str, value: chex.Numeric) -> None:
-  """Refuses a number outside [0, 1]; arrays may be traced and pass."""
-  if isinstance(value, numbers.Real) and not 0.0 <= value <= 1.0:
-    raise ValueError(f"{name}={value}, expected a number in [0, 1]")

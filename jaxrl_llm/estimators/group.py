@@ -1,6 +1,5 @@
 """Advantages relative to the other responses to the same prompt."""
 
-import numbers
 from collections.abc import Callable
 
 import chex
@@ -8,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm import masked
+from jaxrl_llm.errors import check_choice, check_number
 
 
 def group_relative(
@@ -54,18 +54,13 @@ def group_relative(
     >>> print(group_relative(rewards, groups, num_groups=2, epsilon=0.0))
     [ 1.5 -0.5 -0.5 -0.5  0. ]
   """
-  _check_choice("center", center, CENTERS)
-  _check_choice("scale", scale, SCALES)
-  _check_epsilon(epsilon)
-  member = _members(groups, num_groups, rewards)
-  groups = jnp.asarray(groups)
-  rewards = masked.masked_fill(rewards, member)
-  # Measured from the group's least reward, equal rewards are exactly 0. From
-  # zero, their mean rounds, and a tiny std blows the remainder up.
-  least = masked.segment_min(rewards, groups, num_segments=num_groups)
-  above = rewards - _spread(least, groups)
+  check_choice("center", center, CENTERS)
+  check_choice("scale", scale, SCALES)
+  check_number("epsilon", epsilon, "[0, inf]")
+  rewards, groups, member = _members(rewards, groups, num_groups)
+  above = _above_least(rewards, groups, num_groups)
   centered = CENTERS[center](above, groups, num_groups)
-  divisor = _spread(SCALES[scale](above, groups, num_groups, epsilon), groups)
+  divisor = SCALES[scale](above, groups, num_groups, epsilon)
   usable = member & (divisor > 0.0)
   return jnp.where(usable, centered / jnp.where(usable, divisor, 1.0), 0.0)
 
@@ -116,41 +111,25 @@ def token_group_relative(
     0.58 -1.73
   """
   chex.assert_equal_shape([rewards, lengths])
-  _check_epsilon(epsilon)
-  if isinstance(limit, numbers.Real) and not limit > 0.0:
-    raise ValueError(f"limit={limit}, expected a positive number")
-  counts = _members(groups, num_groups, rewards)
-  counts &= jnp.asarray(lengths) > 0
-  groups = jnp.asarray(groups)
-  settings = dict(num_segments=num_groups, mask=counts)
+  check_number("epsilon", epsilon, "[0, inf]")
+  check_number("limit", limit, "(0, inf]")
+  # A response without a token is in no group.
+  groups = jnp.where(jnp.asarray(lengths) > 0, groups, num_groups)
+  rewards, groups, counts = _members(rewards, groups, num_groups)
+  total = lambda x: _of_group(masked.segment_sum, x, groups, num_groups)
   tokens = masked.masked_fill(lengths, counts)
-  share = tokens / _spread(
-    jnp.maximum(masked.segment_sum(tokens, groups, **settings), 1.0),
-    groups,
-    fill=1.0,
-  )
-  rewards = masked.masked_fill(rewards, counts)
-  # From the least reward, as in `group_relative`: equal ones are exactly 0.
-  above = rewards - _spread(
-    masked.segment_min(rewards, groups, **settings), groups
-  )
-  mean = masked.segment_sum(share * above, groups, **settings)
-  centered = jnp.where(counts, above - _spread(mean, groups), 0.0)
-  variance = masked.segment_sum(
-    share * jnp.square(centered), groups, **settings
-  )
-  scale = _spread(jnp.sqrt(variance), groups) + epsilon
+  share = tokens / jnp.maximum(total(tokens), 1.0)
+  above = _above_least(rewards, groups, num_groups)
+  centered = jnp.where(counts, above - total(share * above), 0.0)
+  variance = total(share * jnp.square(centered))
+  scale = jnp.sqrt(variance) + epsilon
   usable = counts & (scale > 0.0)
   advantages = jnp.where(usable, centered / jnp.where(usable, scale, 1.0), 0.0)
   wild = (jnp.abs(advantages) >= limit).astype(jnp.float32)
-  fallback = _spread(masked.segment_sum(wild, groups, **settings), groups) > 0
   by_response = group_relative(
-    rewards,
-    jnp.where(counts, groups, num_groups),
-    num_groups=num_groups,
-    epsilon=epsilon,
+    rewards, groups, num_groups=num_groups, epsilon=epsilon
   )
-  return jnp.where(fallback, by_response, advantages)
+  return jnp.where(total(wild) > 0, by_response, advantages)
 
 
 def median_pivot(
@@ -182,18 +161,16 @@ def median_pivot(
     >>> print(median_pivot(rewards, jnp.zeros(3, int), num_groups=1))
     [False False  True]
   """
-  member = _members(groups, num_groups, rewards)
-  groups = jnp.where(member, groups, num_groups)
-  rewards = masked.masked_fill(rewards, member)
+  rewards, groups, member = _members(rewards, groups, num_groups)
   row = jnp.arange(rewards.shape[0])
   _, ordered = jax.lax.sort((groups, rewards), num_keys=2)
   count = masked.segment_count(groups, num_segments=num_groups)
   count = count.astype(jnp.int32)
   middle = jnp.cumsum(count) - count + jnp.maximum(count - 1, 0) // 2
-  median = _spread(ordered.at[middle].get(mode="clip"), groups)
+  median = ordered.at[middle].get(mode="clip")[groups]
   tied = member & (rewards == median)
   first = jax.ops.segment_min(
-    row, jnp.where(tied, groups, num_groups), num_segments=num_groups + 1
+    row, jnp.where(tied, groups, num_groups), num_groups
   )
   return tied & (row == first[groups])
 
@@ -243,11 +220,9 @@ def optimal_baseline(
     [0.   0.25 0.5 ]
   """
   chex.assert_equal_shape([rewards, weights, squared_norms])
-  member = _members(groups, num_groups, rewards)
-  rewards = masked.masked_fill(rewards, member)
+  rewards, groups, member = _members(rewards, groups, num_groups)
   mass = jnp.square(masked.masked_fill(weights, member))
   mass *= masked.masked_fill(squared_norms, member)
-  groups = jnp.where(member, groups, num_groups)
   order = jnp.argsort(groups)
   columns = jnp.stack([mass, mass * rewards], axis=1)[order]
   others = _sum_of_others(columns, groups[order])
@@ -278,42 +253,55 @@ def _sum_of_others(x: jax.Array, groups: jax.Array) -> jax.Array:
   return before + behind
 
 
+def _of_group(reduce, rewards, groups, num_groups):
+  """What a segment reduction gives for the group of each row, [B]."""
+  per_group = reduce(rewards, groups, num_segments=num_groups)
+  return per_group.at[groups].get(mode="fill", fill_value=0.0)
+
+
+def _above_least(rewards, groups, num_groups):
+  """R_i - least of the group, exactly 0 in a group of equal rewards.
+
+  Measured from zero their mean rounds, and a tiny spread blows the rest up.
+  """
+  return rewards - _of_group(masked.segment_min, rewards, groups, num_groups)
+
+
 def _mean(rewards, groups, num_groups):
   """R_i - mean of the group."""
-  mean = masked.segment_mean(rewards, groups, num_segments=num_groups)
-  return rewards - _spread(mean, groups)
+  return rewards - _of_group(masked.segment_mean, rewards, groups, num_groups)
 
 
 def _median(rewards, groups, num_groups):
   """R_i - median of the group."""
-  median = masked.segment_median(rewards, groups, num_segments=num_groups)
-  return rewards - _spread(median, groups)
+  return rewards - _of_group(masked.segment_median, rewards, groups, num_groups)
 
 
 def _leave_one_out(rewards, groups, num_groups):
   """R_i - mean of the others, which is G/(G-1) (R_i - mean of all)."""
-  count = masked.segment_count(groups, num_segments=num_groups)
+  ones = jnp.ones_like(rewards)
+  count = _of_group(masked.segment_sum, ones, groups, num_groups)
   factor = count / jnp.maximum(count - 1.0, 1.0)
-  return _spread(factor, groups) * _mean(rewards, groups, num_groups)
+  return factor * _mean(rewards, groups, num_groups)
 
 
 def _std(rewards, groups, num_groups, epsilon):
   """Standard deviation with Bessel's correction, plus ε."""
-  std = masked.segment_std(rewards, groups, num_segments=num_groups)
+  std = _of_group(masked.segment_std, rewards, groups, num_groups)
   return std + epsilon
 
 
 def _mad(rewards, groups, num_groups, epsilon):
   """Median of |R - median|, plus ε."""
   distance = jnp.abs(_median(rewards, groups, num_groups))
-  mad = masked.segment_median(distance, groups, num_segments=num_groups)
+  mad = _of_group(masked.segment_median, distance, groups, num_groups)
   return mad + epsilon
 
 
 def _none(rewards, groups, num_groups, epsilon):
-  """1 for every group."""
-  del rewards, groups, epsilon
-  return jnp.ones(num_groups, jnp.float32)
+  """1 for every row."""
+  del groups, num_groups, epsilon
+  return jnp.ones_like(rewards)
 
 
 CENTERS: dict[str, Callable[..., jax.Array]] = {
@@ -328,32 +316,14 @@ SCALES: dict[str, Callable[..., jax.Array]] = {
 }
 
 
-def _spread(
-  per_group: jax.Array, groups: jax.Array, *, fill: float = 0.0
-) -> jax.Array:
-  """Gives each row its group's number, and padding rows the filling."""
-  groups = jnp.where(groups >= 0, groups, per_group.shape[0])
-  return per_group.at[groups].get(mode="fill", fill_value=fill)
-
-
 def _members(
-  groups: chex.Array, num_groups: int, rewards: chex.Array
-) -> jax.Array:
-  """Checks shapes and the number of groups; which rows are in one, [B]."""
+  rewards: chex.Array, groups: chex.Array, num_groups: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Rewards, groups and which rows are in one; the others get 0, num_groups."""
   chex.assert_rank([rewards, groups], 1)
   chex.assert_equal_shape([rewards, groups])
   chex.assert_type(groups, int)
-  if num_groups < 1:
-    raise ValueError(f"num_groups={num_groups}, expected at least 1")
-  groups = jnp.asarray(groups)
-  return (groups >= 0) & (groups < num_groups)
-
-
-def _check_epsilon(epsilon: chex.Numeric) -> None:
-  if isinstance(epsilon, numbers.Real) and not epsilon >= 0.0:
-    raise ValueError(f"epsilon={epsilon}, expected at least 0")
-
-
-def _check_choice(name: str, value: str, choices: dict[str, Callable]) -> None:
-  if value not in choices:
-    raise ValueError(f"{name}={value!r}, expected one of {sorted(choices)}")
+  check_number("num_groups", num_groups, "[1, inf)")
+  member = (groups >= 0) & (groups < num_groups)
+  groups = jnp.where(member, groups, num_groups)
+  return masked.masked_fill(rewards, member), groups, member

@@ -1,10 +1,10 @@
 """Settings that depend on the data, such as a lambda for each response."""
 
-import numbers
-
 import chex
 import jax
 import jax.numpy as jnp
+
+from jaxrl_llm.errors import check_number
 
 
 def length_adaptive_lambda(
@@ -34,8 +34,7 @@ def length_adaptive_lambda(
     >>> print(length_adaptive_lambda(lengths, alpha=0.05))
     [0.    0.95  0.995]
   """
-  if isinstance(alpha, numbers.Real) and not alpha > 0:
-    raise ValueError(f"alpha={alpha}, expected a positive number")
+  check_number("alpha", alpha, "(0, inf]")
   horizon = jnp.asarray(lengths, jnp.float32) * alpha
   # Below one token the formula is negative, and at none it divides by zero.
   return 1.0 - 1.0 / jnp.maximum(horizon, 1.0)

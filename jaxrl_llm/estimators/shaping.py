@@ -1,12 +1,11 @@
 """Changes of the reward before any estimator sees it."""
 
-import numbers
-
 import chex
 import jax
 import jax.numpy as jnp
 
 from jaxrl_llm import masked
+from jaxrl_llm.errors import check_number
 
 
 def soft_overlong_punishment(
@@ -45,13 +44,8 @@ def soft_overlong_punishment(
     >>> print(soft_overlong_punishment(lengths, max_length=100, buffer=20))
     [-0.25 -0.5  -1.  ]
   """
-  if not 1 <= buffer <= max_length:
-    raise ValueError(
-      f"buffer={buffer}, expected a number of tokens in [1, max_length ="
-      f" {max_length}]"
-    )
-  if isinstance(factor, numbers.Real) and not factor >= 0.0:
-    raise ValueError(f"factor={factor}, expected at least 0")
+  check_number("buffer", buffer, f"[1, {max_length}]")
+  check_number("factor", factor, "[0, inf]")
   above = jnp.asarray(lengths, jnp.float32) - (max_length - buffer)
   return -factor * jnp.clip(above / buffer, 0.0, 1.0)
 
@@ -93,8 +87,7 @@ def penalize_kl(
     [-0.05  1.  ]
   """
   chex.assert_equal_shape([token_rewards, logprobs, ref_logprobs, mask])
-  if isinstance(coefficient, numbers.Real) and not coefficient >= 0.0:
-    raise ValueError(f"coefficient={coefficient}, expected at least 0")
+  check_number("coefficient", coefficient, "[0, inf]")
   k1 = masked.masked_fill(logprobs, mask) - masked.masked_fill(
     ref_logprobs, mask
   )

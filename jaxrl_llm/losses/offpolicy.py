@@ -5,7 +5,7 @@ weights before the update), π_behav sampled the tokens. The clipped surrogate
 limits π / π_prox; the weights of this file correct π_prox / π_behav.
 """
 
-import numbers
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -14,10 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm import distributions, masked
+from jaxrl_llm.errors import check_choice, check_number
 from jaxrl_llm.losses.policy import ClippedPolicyLoss, clipped_policy_loss
-
-# exp(±20), the same range in which `distributions` holds a log-ratio.
-_LARGEST_LOG = 20.0
 
 
 class Correction(NamedTuple):
@@ -176,10 +174,8 @@ def decoupled_policy_loss(
     [1.2] [-2.4]
   """
   chex.assert_equal_shape([logprobs, behavior_logprobs])
-  if isinstance(cap, numbers.Real) and not cap >= 1.0:
-    raise ValueError(f"cap={cap}, expected at least 1")
-  if isinstance(floor, numbers.Real) and not 0.0 <= floor <= 1.0:
-    raise ValueError(f"floor={floor}, expected a number in [0, 1]")
+  check_number("cap", cap, "[1, inf]")
+  check_number("floor", floor, "[0, 1]")
   surrogate = clipped_policy_loss(
     logprobs,
     proximal_logprobs,
@@ -191,11 +187,13 @@ def decoupled_policy_loss(
   weight = jnp.exp(
     distributions.clamped_log_ratio(proximal_logprobs, behavior_logprobs)
   )
-  weight = jnp.maximum(weight, jnp.broadcast_to(floor, weight.shape))
-  if cap is not None:
-    weight = jnp.minimum(weight, jnp.broadcast_to(cap, weight.shape))
-  weight = jax.lax.stop_gradient(weight)
-  return surrogate._replace(loss=weight * surrogate.loss)
+  weight = jnp.clip(
+    weight,
+    jnp.broadcast_to(floor, weight.shape),
+    jnp.broadcast_to(jnp.inf if cap is None else cap, weight.shape),
+  )
+  loss = jax.lax.stop_gradient(weight) * surrogate.loss
+  return surrogate._replace(loss=loss)
 
 
 def interpolation_share(
@@ -328,8 +326,7 @@ def ewma_update(
     [0.5] 2.0
   """
   chex.assert_trees_all_equal_shapes(average, params)
-  if isinstance(decay, numbers.Real) and not 0.0 <= decay <= 1.0:
-    raise ValueError(f"decay={decay}, expected a number in [0, 1]")
+  check_number("decay", decay, "[0, 1]")
   kept = decay * jnp.asarray(weight, jnp.float32)
   total = kept + 1.0
 
@@ -344,12 +341,8 @@ def ewma_update(
 # or [..., 1].
 LEVELS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
   "token": lambda log_ratio, mask: log_ratio,
-  "sequence": lambda log_ratio, mask: masked.masked_sum(
-    log_ratio, mask, axis=-1, keepdims=True
-  ),
-  "geometric": lambda log_ratio, mask: masked.masked_mean(
-    log_ratio, mask, axis=-1, keepdims=True
-  ),
+  "sequence": functools.partial(masked.masked_sum, axis=-1, keepdims=True),
+  "geometric": functools.partial(masked.masked_mean, axis=-1, keepdims=True),
 }
 
 
@@ -363,16 +356,13 @@ def _importance(
 ) -> tuple[jax.Array, jax.Array]:
   """π_prox / π_behav of each token's unit, [..., T], and the mask as bool."""
   chex.assert_equal_shape([proximal_logprobs, behavior_logprobs, mask])
-  if level not in LEVELS:
-    raise ValueError(f"level={level!r}, expected one of {sorted(LEVELS)}")
-  for value, inside in ((low, lambda x: 0 <= x <= 1), (high, lambda x: x >= 1)):
-    if isinstance(value, numbers.Real) and not inside(value):
-      raise ValueError(
-        f"low={low}, high={high}, expected 0 <= low <= 1 <= high"
-      )
+  check_choice("level", level, LEVELS)
+  check_number("low", low, "[0, 1]")
+  check_number("high", high, "[1, inf]")
   mask = jnp.asarray(mask, bool)
   log_ratio = masked.masked_fill(proximal_logprobs, mask)
   log_ratio -= masked.masked_fill(behavior_logprobs, mask)
   log_ratio = LEVELS[level](log_ratio, mask)
-  log_ratio = jnp.clip(log_ratio, -_LARGEST_LOG, _LARGEST_LOG)
+  limit = distributions.LOG_RATIO_LIMIT
+  log_ratio = jnp.clip(log_ratio, -limit, limit)
   return jnp.broadcast_to(jnp.exp(log_ratio), mask.shape), mask

@@ -1,6 +1,5 @@
 """Policy-gradient losses per token: PPO's clipped surrogate and its kin."""
 
-import numbers
 from typing import NamedTuple
 
 import chex
@@ -8,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm import distributions
+from jaxrl_llm.errors import check_number
 
 
 class ClippedPolicyLoss(NamedTuple):
@@ -73,8 +73,8 @@ def clipped_policy_loss(
     [-1.   -1.2  -1.28] [False False  True]
   """
   chex.assert_equal_shape([logprobs, old_logprobs, advantages])
-  _check_bound("clip_low", clip_low, 0.0)
-  _check_bound("clip_high", clip_high, 0.0)
+  check_number("clip_low", clip_low, "[0, inf]")
+  check_number("clip_high", clip_high, "[0, inf]")
   advantages = jnp.asarray(advantages, jnp.float32)
   log_ratio = distributions.clamped_log_ratio(logprobs, old_logprobs)
   ratio = jnp.exp(log_ratio)
@@ -86,7 +86,7 @@ def clipped_policy_loss(
   counting = jnp.where(clipped_low, lowest, counting)
   dual_clipped = jnp.zeros(ratio.shape, bool)
   if dual_clip is not None:
-    _check_bound("dual_clip", dual_clip, 1.0, strict=True)
+    check_number("dual_clip", dual_clip, "(1, inf]")
     most = jnp.broadcast_to(jnp.asarray(dual_clip, jnp.float32), ratio.shape)
     dual_clipped = (advantages < 0) & (ratio > most)
     counting = jnp.where(dual_clipped, most, counting)
@@ -140,9 +140,9 @@ def cispo_loss(
     >>> print(jax.grad(loss)(new))  # Bounded, and never dropped.
     [-1.   -1.28]
   """
-  _check_bound("clip_high", clip_high, 0.0)
+  check_number("clip_high", clip_high, "[0, inf]")
   if clip_low is not None:
-    _check_bound("clip_low", clip_low, 0.0)
+    check_number("clip_low", clip_low, "[0, inf]")
   plain = policy_gradient_loss(logprobs, old_logprobs, advantages)
   ratio = plain.ratio
   highest = jnp.broadcast_to(jnp.float32(1.0) + clip_high, ratio.shape)
@@ -195,14 +195,3 @@ def policy_gradient_loss(
     clipped_low=never,
     dual_clipped=never,
   )
-
-
-def _check_bound(
-  name: str, value: chex.Numeric, least: float, *, strict: bool = False
-) -> None:
-  """Refuses a number outside its range; arrays may be traced and pass."""
-  if not isinstance(value, numbers.Real):
-    return
-  if not (value > least if strict else value >= least):
-    relation = "above" if strict else "at least"
-    raise ValueError(f"{name}={value}, expected {relation} {least}")

@@ -121,7 +121,7 @@ def kl_k1_plus(logprobs: chex.Array, ref_logprobs: chex.Array) -> jax.Array:
     >>> print(value, slope)  # Of k1; of k2.
     0.5 0.5
   """
-  return _with_gradient_of(
+  return with_gradient_of(
     kl_k1(logprobs, ref_logprobs), kl_k2(logprobs, ref_logprobs)
   )
 
@@ -147,7 +147,7 @@ def kl_k3_plus(logprobs: chex.Array, ref_logprobs: chex.Array) -> jax.Array:
     >>> print(f"{value:.3f} {slope}")  # Of k3; of k2.
     0.107 0.5
   """
-  return _with_gradient_of(
+  return with_gradient_of(
     kl_k3(logprobs, ref_logprobs), kl_k2(logprobs, ref_logprobs)
   )
 
@@ -170,7 +170,7 @@ def entropy_bonus(entropy: chex.Array) -> jax.Array:
   return -jnp.asarray(entropy, jnp.float32)
 
 
-def _with_gradient_of(value: jax.Array, slope: jax.Array) -> jax.Array:
+def with_gradient_of(value: jax.Array, slope: jax.Array) -> jax.Array:
   """The first in value and the second in gradient (straight through)."""
   # In this order: the difference is exactly 0 and leaves the value's bits.
   return jax.lax.stop_gradient(value) + (slope - jax.lax.stop_gradient(slope))

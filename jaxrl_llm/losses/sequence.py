@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm import masked
 from jaxrl_llm.losses.policy import ClippedPolicyLoss, clipped_policy_loss
+from jaxrl_llm.losses.regularizers import with_gradient_of
 
 # exp(10) = 22026. A mean over tokens never comes near it unless all is lost.
 _LARGEST_MEAN = 10.0
@@ -65,12 +66,8 @@ def gspo_loss(
   mean = _mean_over_sequence(
     logprobs - masked.masked_fill(old_logprobs, mask), mask, segments
   )
-  # The gradient is that of the token; the bracket is exactly 0 in value. It is
-  # 0 beyond the limit.
-  log_ratio = jax.lax.stop_gradient(mean) + (
-    logprobs - jax.lax.stop_gradient(logprobs)
-  )
-  log_ratio = jnp.minimum(log_ratio, _LARGEST_MEAN)
+  # The gradient is that of the token, and 0 beyond the limit.
+  log_ratio = jnp.minimum(with_gradient_of(mean, logprobs), _LARGEST_MEAN)
   return clipped_policy_loss(
     log_ratio,
     jnp.zeros_like(log_ratio),
@@ -91,7 +88,8 @@ def _mean_over_sequence(
   length = x.shape[-1]
 
   def row(x, mask, segments):
-    mean = masked.segment_mean(x, segments, num_segments=length + 1, mask=mask)
+    own = jnp.where(mask, segments, -1)
+    mean = masked.segment_mean(x, own, num_segments=length + 1)
     return mean[segments]
 
   rows = (y.reshape(-1, length) for y in map(jnp.asarray, (x, mask, segments)))

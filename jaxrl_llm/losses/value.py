@@ -1,11 +1,12 @@
 """Regression of a critic on returns."""
 
-import numbers
 from typing import NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
+
+from jaxrl_llm.errors import check_number
 
 
 class ClippedValueLoss(NamedTuple):
@@ -65,8 +66,7 @@ def clipped_value_loss(
   if clip_value is None:
     return ClippedValueLoss(0.5 * squares, jnp.zeros(values.shape, bool))
   chex.assert_equal_shape([values, old_values])
-  if isinstance(clip_value, numbers.Real) and not clip_value >= 0:
-    raise ValueError(f"clip_value={clip_value}, expected at least 0")
+  check_number("clip_value", clip_value, "[0, inf]")
   old_values = jnp.asarray(old_values, jnp.float32)
   room = jnp.broadcast_to(jnp.asarray(clip_value, jnp.float32), values.shape)
   bounded = jnp.clip(values, old_values - room, old_values + room)

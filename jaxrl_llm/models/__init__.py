@@ -5,33 +5,26 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxrl_llm.models import hf
-from jaxrl_llm.models.attention import BlockTables, make_block_tables
-from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.functional import (
-  ModelFns,
-  PackedRows,
-  ValueFns,
-  make_policy,
-  make_value,
+from jaxrl_llm.models.attention import (
+  BlockTables as BlockTables,
+  make_block_tables as make_block_tables,
 )
-from jaxrl_llm.models.heads import TokenLogprobs
-from jaxrl_llm.models.kv_cache import copy_pages, write_pages
-
-__all__ = [
-  "BlockTables",
-  "ModelConfig",
-  "ModelFns",
-  "PackedRows",
-  "TokenLogprobs",
-  "ValueFns",
-  "copy_pages",
-  "load",
-  "make_block_tables",
-  "make_policy",
-  "make_value",
-  "save",
-  "write_pages",
-]
+from jaxrl_llm.models.config import ModelConfig as ModelConfig
+from jaxrl_llm.models.functional import (
+  ModelFns as ModelFns,
+  ValueFns as ValueFns,
+  make_policy as make_policy,
+  make_value as make_value,
+)
+from jaxrl_llm.models.heads import TokenLogprobs as TokenLogprobs
+from jaxrl_llm.models.kv_cache import (
+  copy_pages as copy_pages,
+  write_pages as write_pages,
+)
+from jaxrl_llm.models.transformer import (
+  PackedRows as PackedRows,
+  num_params as num_params,
+)
 
 
 def load(path: str, *, dtype: Any = jnp.float32) -> tuple[ModelFns, Any]:

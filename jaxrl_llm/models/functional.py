@@ -13,18 +13,7 @@ from jaxrl_llm.models import heads, transformer
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.kernels import make_kernels
 from jaxrl_llm.models.kv_cache import KVCache
-
-
-@chex.dataclass(frozen=True)
-class PackedRows:
-  """Samples side by side in rows [R, C], which training reads."""
-
-  tokens: chex.Array  # int32.
-  segments: chex.Array  # int32; sees earlier tokens of its own; 0 is padding.
-  positions: chex.Array  # int32, index within the sample.
-  prefixes: chex.Array | None = None  # int32, a segment seen too; 0 is none.
-  targets: chex.Array | None = None  # int32, the next token of the same sample.
-  mask: chex.Array | None = None  # bool, targets that are asked about.
+from jaxrl_llm.models.transformer import PackedRows
 
 
 class ModelFns(NamedTuple):
@@ -109,6 +98,8 @@ def make_policy(
     InputError: this backend cannot serve this model on these devices.
   """
   backend = make_kernels(kernels, config, sharding=sampler_sharding)
+  sampled = {"config": config, "dtype": sampler_dtype or dtype}
+  paged = {"kernels": backend, "cache_dtype": cache_dtype or sampled["dtype"]}
   backbone = functools.partial(
     transformer.hidden,
     config=config,
@@ -117,41 +108,10 @@ def make_policy(
     kernels=backend,
     sharding=sharding,
   )
-  sampled = sampler_dtype or dtype
-  return ModelFns(
-    config=config,
-    init=functools.partial(transformer.init, config=config),
-    **_trained(config, backbone, head_chunk),
-    **_sampled(
-      config,
-      backend,
-      dtype=sampled,
-      cache_dtype=cache_dtype or sampled,
-    ),
-  )
-
-
-def _project(params, config, states):
-  kernel = transformer.head_kernel(params, config)
-  return heads.project(states, kernel, config.tie_word_embeddings)
-
-
-def _states(backbone, params, packed):
-  return backbone(
-    params,
-    tokens=packed.tokens,
-    segments=packed.segments,
-    positions=packed.positions,
-    prefixes=packed.prefixes,
-  )
-
-
-def _trained(config, backbone, head_chunk):
-  """Functions of packed rows."""
 
   def logprobs(params, packed, temperature=1.0):
     scored = heads.chunked_logprobs(
-      _states(backbone, params, packed),
+      backbone(params, packed),
       transformer.head_kernel(params, config),
       packed.targets,
       packed.mask,
@@ -165,52 +125,21 @@ def _trained(config, backbone, head_chunk):
     segments = mask.astype(jnp.int32)
     positions = jnp.maximum(jnp.cumsum(segments, axis=1) - 1, 0)
     packed = PackedRows(tokens=tokens, segments=segments, positions=positions)
-    return _project(params, config, _states(backbone, params, packed))
+    return transformer.logits(params, backbone(params, packed), config=config)
 
-  return {"logprobs": logprobs, "logits": logits}
-
-
-def _sampled(config, kernels, *, dtype, cache_dtype):
-  """Functions of the sampler."""
-
-  def for_sampling(params):
-    cast = jax.tree.map(lambda x: x.astype(dtype), params)
-    return transformer.unstack(cast, config)
-
-  def init_kv_cache(shards, pages, page_size):
-    return tuple(
-      kernels.init_paged(shards, pages, page_size, cache_dtype)
-      for _ in range(config.num_layers)
-    )
-
-  def prefill(params, tokens):
-    prefilled = transformer.prefill(
-      params, config, tokens, dtype=dtype, kernels=kernels
-    )
-    return jax.tree.map(lambda x: x.astype(cache_dtype), prefilled)
-
-  def decode(params, kv_cache, block_tables, tokens, positions, writing):
-    states, kv_cache = transformer.decode(
-      params,
-      config,
-      kv_cache,
-      block_tables,
-      tokens,
-      positions,
-      writing,
-      dtype=dtype,
-      kernels=kernels,
-    )
-    return _project(params, config, states), kv_cache
-
-  return {
-    "for_sampling": for_sampling,
-    "kv_sharding": kernels.kv_sharding,
-    "shares_pages": kernels.shares_pages,
-    "init_kv_cache": init_kv_cache,
-    "prefill": prefill,
-    "decode": decode,
-  }
+  bind = functools.partial
+  return ModelFns(
+    config=config,
+    init=bind(transformer.init, config=config),
+    logprobs=logprobs,
+    logits=logits,
+    for_sampling=bind(transformer.for_sampling, **sampled),
+    kv_sharding=backend.kv_sharding,
+    shares_pages=backend.shares_pages,
+    init_kv_cache=bind(transformer.init_kv_cache, config=config, **paged),
+    prefill=bind(transformer.prefill, **sampled, **paged),
+    decode=bind(transformer.decode, **sampled, kernels=backend),
+  )
 
 
 def make_value(
@@ -247,7 +176,7 @@ def make_value(
     return from_policy(transformer.init(key, config))
 
   def values(params, packed):
-    states = _states(backbone, params, packed).astype(jnp.float32)
+    states = backbone(params, packed).astype(jnp.float32)
     head = params["value_head"]
     return (jnp.dot(states, head["kernel"]) + head["bias"][0])[..., 0], {}
 

@@ -13,6 +13,8 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.errors import check_number
+
 
 class TokenLogprobs(NamedTuple):
   """Per-token results of the head, 0 where masked."""
@@ -63,8 +65,7 @@ def chunked_logprobs(
   """
   chex.assert_rank([hidden, kernel, targets, mask], [3, 2, 2, 2])
   chex.assert_equal_shape_prefix([hidden, targets, mask], 2)
-  if chunk < 1:
-    raise ValueError(f"chunk must be >= 1, got {chunk}")
+  check_number("chunk", chunk, "[1, inf)")
   chunk = min(chunk, mask.shape[1])
   temperature = jnp.asarray(temperature, jnp.float32)
   return TokenLogprobs(
@@ -78,9 +79,9 @@ def _logprobs(hidden, kernel, targets, mask, temperature, tied, chunk):
 
 
 def _forward(hidden, kernel, targets, mask, temperature, tied, chunk):
-  order, count = _loss_first(mask, chunk)
-  hidden_front = _permute(_masked(hidden, mask), order, chunk)
-  targets_front = _permute(targets, order, chunk)
+  order, count, hidden_front, targets_front = _loss_first(
+    hidden, targets, mask, chunk
+  )
 
   def body(i, carry):
     rows = _slice(hidden_front, i, chunk)
@@ -102,9 +103,9 @@ def _forward(hidden, kernel, targets, mask, temperature, tied, chunk):
 
 def _backward(tied, chunk, residuals, cotangents):
   hidden, kernel, targets, mask, temperature, entropy = residuals
-  order, count = _loss_first(mask, chunk)
-  hidden_front = _permute(_masked(hidden, mask), order, chunk)
-  targets_front = _permute(targets, order, chunk)
+  order, count, hidden_front, targets_front = _loss_first(
+    hidden, targets, mask, chunk
+  )
   masked = [jnp.where(mask, g, 0.0) for g in cotangents]
   g_logprob, g_entropy = (_permute(g, order, chunk) for g in masked)
   entropy_front = _permute(entropy, order, chunk)
@@ -151,30 +152,26 @@ def _backward(tied, chunk, residuals, cotangents):
   )
 
 
-def _logprobs_fwd(hidden, kernel, targets, mask, temperature, tied, chunk):
-  return _forward(hidden, kernel, targets, mask, temperature, tied, chunk)
+_logprobs.defvjp(_forward, _backward)
 
 
-_logprobs.defvjp(_logprobs_fwd, _backward)
-
-
-def _loss_first(mask, chunk):
-  """Row-wise order with loss positions first; chunks that hold any."""
+def _loss_first(hidden, targets, mask, chunk):
+  """Order of each row with loss positions first, how many chunks hold any, and
+  hidden states and targets in that order.
+  """
   order = jnp.argsort(~mask, axis=1, stable=True)
   longest = jnp.max(jnp.sum(mask, axis=1, dtype=jnp.int32))
-  return order, (longest + chunk - 1) // chunk
-
-
-def _masked(hidden, mask):
-  """Zeros outside the mask: a NaN there would spoil the kernel's gradient."""
-  return jnp.where(mask[..., None], hidden, 0)
+  count = (longest + chunk - 1) // chunk
+  # A NaN outside the mask would spoil the kernel's gradient.
+  hidden = jnp.where(mask[..., None], hidden, 0)
+  hidden = _permute(hidden, order, chunk)
+  return order, count, hidden, _permute(targets, order, chunk)
 
 
 def _permute(x, order, chunk):
   index = order if x.ndim == 2 else order[..., None]
   x = jnp.take_along_axis(x, index, axis=1)
-  padding = [(0, 0)] * x.ndim
-  padding[1] = (0, -x.shape[1] % chunk)
+  padding = [(0, 0), (0, -x.shape[1] % chunk)] + [(0, 0)] * (x.ndim - 2)
   return jnp.pad(x, padding)
 
 

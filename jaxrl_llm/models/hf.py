@@ -1,8 +1,9 @@
 """Hugging Face model directories in and out.
 
-One table maps parameter paths to tensor names; both directions and the shapes
-come from it. Reading checks everything before a weight is used; writing leaves
-a directory either whole or without weights, never with a mixture.
+One table translates the path of a parameter to the name of its tensors; shapes
+are those of the model itself. Reading checks everything before a weight is
+used; writing leaves a directory either whole or without weights, never with a
+mixture.
 """
 
 import json
@@ -21,21 +22,27 @@ import numpy as np
 import safetensors.numpy
 from flax import traverse_util
 
-from jaxrl_llm.errors import InputError
-from jaxrl_llm.models import hf_files
+from jaxrl_llm.errors import InputError, check_number
+from jaxrl_llm.models import hf_files, transformer
 from jaxrl_llm.models.config import ModelConfig
 
+# The words of a parameter's path that files have other words for.
+_WORDS = {
+  "embed": "model.embed_tokens",
+  "layers": "model.layers.{}",
+  "final_norm": "model.norm",
+  "input_norm": "input_layernorm",
+  "attention": "self_attn",
+  "post_norm": "post_attention_layernorm",
+  **{name: f"{name}_proj" for name in ("q", "k", "v", "o")},
+  **{name: f"{name}_proj" for name in ("gate", "up", "down")},
+  **{name: "weight" for name in ("embedding", "scale", "kernel")},
+}
 _WRITTEN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _EXTRA_FILES = (
-  "tokenizer.json",
-  "tokenizer_config.json",
-  "tokenizer.model",
-  "special_tokens_map.json",
-  "added_tokens.json",
-  "vocab.json",
-  "merges.txt",
-  "chat_template.jinja",
-  "generation_config.json",
+  *("tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
+  *("special_tokens_map.json", "added_tokens.json", "vocab.json"),
+  *("merges.txt", "chat_template.jinja", "generation_config.json"),
 )
 _TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -43,11 +50,10 @@ Params = dict[str, Any]
 
 
 class _Leaf(NamedTuple):
-  """One line of the mapping table."""
+  """A parameter, which files hold as one tensor or as one a layer."""
 
   path: tuple[str, ...]  # Place in the parameter tree.
-  name: str  # Tensor name; {} stands for the layer.
-  shape: tuple[int, ...]  # Of one layer, as in the parameter tree.
+  shape: tuple[int, ...]  # With the layer axis, if there is one.
 
   @property
   def stacked(self) -> bool:
@@ -60,100 +66,42 @@ class _Leaf(NamedTuple):
     return self.path[-1] == "kernel"
 
   @property
-  def file_shape(self) -> tuple[int, ...]:
-    """Of one layer, as in the file."""
-    return self.shape[::-1] if self.transposed else self.shape
+  def tensor_shape(self) -> tuple[int, ...]:
+    """Of each of its tensors in a file."""
+    shape = self.shape[1:] if self.stacked else self.shape
+    return shape[::-1] if self.transposed else shape
 
-  def layers(self, config: ModelConfig) -> range:
-    """Layers that have a tensor of it in the file."""
-    return range(config.num_layers if self.stacked else 1)
-
-  def full_shape(self, config: ModelConfig) -> tuple[int, ...]:
-    """With the layer axis, if there is one."""
-    return ((config.num_layers,) if self.stacked else ()) + self.shape
+  def names(self) -> list[str]:
+    """Of its tensors, layer by layer."""
+    name = ".".join(_WORDS.get(word, word) for word in self.path)
+    layers = self.shape[0] if self.stacked else 1
+    return [name.format(layer) for layer in range(layers)]
 
 
 class _Entry(NamedTuple):
   """A tensor to write: one layer of a leaf."""
 
+  name: str
   leaf: _Leaf
-  layer: int
   array: Any  # All layers, wherever they are.
-  dtype: np.dtype  # In the file.
-
-  @property
-  def name(self) -> str:
-    """Of the tensor."""
-    return self.leaf.name.format(self.layer)
+  layer: int
 
   @property
   def size(self) -> int:
     """Bytes in the file."""
-    return math.prod(self.leaf.shape) * self.dtype.itemsize
+    return math.prod(self.leaf.tensor_shape) * self.array.dtype.itemsize
 
   def to_host(self) -> np.ndarray:
     """Brings it to the host, as the file has it."""
     value = self.array[self.layer] if self.leaf.stacked else self.array
-    value = np.asarray(value, self.dtype)
+    value = np.asarray(value)
     return np.ascontiguousarray(value.T if self.leaf.transposed else value)
 
 
-def _table(config: ModelConfig) -> list[_Leaf]:
-  """Every parameter of the model, in the order of the forward pass."""
-  vocab, hidden = config.vocab_size, config.hidden_size
-  table = [
-    _Leaf(("embed", "embedding"), "model.embed_tokens.weight", (vocab, hidden)),
-    *_layer_table(config),
-    _Leaf(("final_norm", "scale"), "model.norm.weight", (hidden,)),
-  ]
-  if not config.tie_word_embeddings:
-    table.append(
-      _Leaf(("lm_head", "kernel"), "lm_head.weight", (hidden, vocab))
-    )
-  return table
-
-
-def _layer_table(config: ModelConfig) -> list[_Leaf]:
-  """The parameters of a decoder layer."""
-  hidden, inner = config.hidden_size, config.intermediate_size
-  queries = config.num_heads * config.head_dim
-  keys = config.num_kv_heads * config.head_dim
-  table = []
-
-  def add(path: str, name: str, *shape: int) -> None:
-    full = ("layers", *path.split("."))
-    table.append(_Leaf(full, f"model.layers.{{}}.{name}", shape))
-
-  def linear(room: str, name: str, shape: tuple[int, int], bias: bool) -> None:
-    prefix = {"attention": "self_attn", "mlp": "mlp"}[room]
-    add(f"{room}.{name}.kernel", f"{prefix}.{name}_proj.weight", *shape)
-    if bias:
-      add(f"{room}.{name}.bias", f"{prefix}.{name}_proj.bias", shape[1])
-
-  add("input_norm.scale", "input_layernorm.weight", hidden)
-  for name, size in (("q", queries), ("k", keys), ("v", keys)):
-    linear("attention", name, (hidden, size), config.attention_bias)
-  linear("attention", "o", (queries, hidden), config.attention_output_bias)
-  if config.qk_norm:
-    for name in ("q_norm", "k_norm"):
-      add(
-        f"attention.{name}.scale", f"self_attn.{name}.weight", config.head_dim
-      )
-  add("post_norm.scale", "post_attention_layernorm.weight", hidden)
-  for name, shape in (
-    ("gate", (hidden, inner)),
-    ("up", (hidden, inner)),
-    ("down", (inner, hidden)),
-  ):
-    linear("mlp", name, shape, config.mlp_bias)
-  return table
-
-
-def expected_shapes(config: ModelConfig) -> Params:
-  """Returns the parameter tree with the shape of each leaf in its place."""
-  return traverse_util.unflatten_dict(
-    {leaf.path: leaf.full_shape(config) for leaf in _table(config)}
-  )
+def _leaves(config: ModelConfig) -> list[_Leaf]:
+  """Every parameter of the model."""
+  shapes = traverse_util.flatten_dict(transformer.param_shapes(config))
+  return [_Leaf(path, leaf.shape) for path, leaf in shapes.items()]
 
 
 def read_config(path: str | os.PathLike[str]) -> ModelConfig:
@@ -186,40 +134,25 @@ def read_params(
       The default device takes whole arrays if it is not given.
 
   Returns:
-    Nested dict shaped as `expected_shapes(config)`.
+    Nested dict shaped as `transformer.param_shapes(config)`.
 
   Raises:
     InputError: files are missing or damaged, or do not fit the configuration.
   """
   put = put or (lambda _, array: jnp.asarray(array))
-  directory = hf_files.directory(path)
-  listing, tensors = hf_files.read_headers(directory)
-  table = _table(config)
-  shapes = {
-    leaf.name.format(layer): leaf.file_shape
-    for leaf in table
-    for layer in leaf.layers(config)
-  }
+  listing, tensors = hf_files.read_headers(hf_files.directory(path))
+  leaves = _leaves(config)
+  shapes = {name: leaf.tensor_shape for leaf in leaves for name in leaf.names()}
   hf_files.check_tensors(listing, tensors, shapes)
   params = {}
-  for leaf in table:
-    array = _read_leaf(leaf, tensors, config, np.dtype(dtype))
+  for leaf in leaves:
+    array = np.empty(leaf.shape, dtype)
+    layers = array if leaf.stacked else array[None]
+    for layer, name in zip(layers, leaf.names(), strict=True):
+      tensor = hf_files.read_tensor(tensors[name])
+      layer[...] = tensor.T if leaf.transposed else tensor
     params[leaf.path] = put("/".join(leaf.path), array)
   return traverse_util.unflatten_dict(params)
-
-
-def _read_leaf(
-  leaf: _Leaf,
-  tensors: Mapping[str, hf_files.Tensor],
-  config: ModelConfig,
-  dtype: np.dtype,
-) -> np.ndarray:
-  """Reads one leaf layer by layer, cast and transposed on the way."""
-  array = np.empty((len(leaf.layers(config)), *leaf.shape), dtype)
-  for layer in leaf.layers(config):
-    tensor = hf_files.read_tensor(tensors[leaf.name.format(layer)])
-    array[layer] = tensor.T if leaf.transposed else tensor
-  return array if leaf.stacked else array[0]
 
 
 def write_params(
@@ -227,7 +160,6 @@ def write_params(
   config: ModelConfig,
   params: Mapping[str, Any],
   *,
-  dtype: Any = None,
   max_shard_bytes: int = 5_000_000_000,
   extra_files_from: str | os.PathLike[str] | None = None,
 ) -> None:
@@ -240,8 +172,8 @@ def write_params(
   Args:
     path: directory, made if it does not exist.
     config: the configuration the parameters belong to.
-    params: nested dict shaped as `expected_shapes(config)`.
-    dtype: of the weights in the file; each leaf's own if None.
+    params: nested dict shaped as `transformer.param_shapes(config)`, whose
+      types are those in the file.
     max_shard_bytes: data of one file, and so of host memory, at most, but for a
       tensor beyond it.
     extra_files_from: a model directory whose tokenizer files, generation
@@ -251,19 +183,18 @@ def write_params(
     ValueError: the parameters do not fit the configuration.
     InputError: the directory cannot be written, or the other not be read.
   """
-  if max_shard_bytes < 1:
-    raise ValueError(f"max_shard_bytes must be >= 1, got {max_shard_bytes}")
-  entries = _entries(config, params, dtype)
+  check_number("max_shard_bytes", max_shard_bytes, "[1, inf)")
+  entries = _entries(config, params)
   source = extra_files_from and hf_files.directory(extra_files_from)
   values = config.to_hf() | _token_ids(source)
   # The key under which every release of transformers finds the weights' type.
-  values["torch_dtype"] = entries[0].dtype.name
+  values["torch_dtype"] = entries[0].array.dtype.name
   directory = pathlib.Path(path)
   try:
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".export-", dir=directory) as temp:
       stage = pathlib.Path(temp)
-      _write_json(stage / hf_files.CONFIG, values)
+      (stage / hf_files.CONFIG).write_text(_json(values), encoding="utf-8")
       _copy_extras(source, stage)
       _write_weights(stage, entries, max_shard_bytes)
       _publish(stage, directory)
@@ -274,30 +205,26 @@ def write_params(
     ) from None
 
 
-def _entries(
-  config: ModelConfig, params: Mapping[str, Any], dtype: Any
-) -> list[_Entry]:
-  """Lists the tensors to write, in the order of the forward pass."""
+def _entries(config: ModelConfig, params: Mapping[str, Any]) -> list[_Entry]:
+  """Lists the tensors to write."""
   arrays = traverse_util.flatten_dict(params)
-  table = {leaf.path: leaf for leaf in _table(config)}
-  for path in {**table, **arrays}:
-    wanted = table[path].full_shape(config) if path in table else None
-    found = tuple(arrays[path].shape) if path in arrays else None
-    if found != wanted:
+  leaves = {leaf.path: leaf for leaf in _leaves(config)}
+  wanted = {path: leaf.shape for path, leaf in leaves.items()}
+  found = {path: tuple(array.shape) for path, array in arrays.items()}
+  for path in wanted | found:
+    if wanted.get(path) != found.get(path):
       raise ValueError(
-        f"params at {'/'.join(path)}: shape must be {wanted} by the policy's"
-        f" configuration, got {found}"
+        f"params at {'/'.join(path)}: shape must be {wanted.get(path)} by the"
+        f" policy's configuration, got {found.get(path)}"
       )
-  entries = []
-  for leaf in table.values():
-    array = arrays[leaf.path]
-    target = np.dtype(dtype or array.dtype)
-    if target not in hf_files.DTYPES.values():
-      raise ValueError(f"dtype of weights must be floating, got {target}")
-    entries += [
-      _Entry(leaf, layer, array, target) for layer in leaf.layers(config)
-    ]
-  return entries
+  for array in arrays.values():
+    if array.dtype not in hf_files.DTYPES.values():
+      raise ValueError(f"dtype of weights must be floating, got {array.dtype}")
+  return [
+    _Entry(name, leaf, arrays[path], layer)
+    for path, leaf in leaves.items()
+    for layer, name in enumerate(leaf.names())
+  ]
 
 
 def _token_ids(source: pathlib.Path | None) -> dict[str, Any]:
@@ -315,13 +242,6 @@ def _token_ids(source: pathlib.Path | None) -> dict[str, Any]:
         " file"
       )
   return ids
-
-
-def _write_json(file: pathlib.Path, values: Mapping[str, Any]) -> None:
-  with file.open("w", encoding="utf-8") as stream:
-    stream.write(json.dumps(values, indent=2, sort_keys=True) + "\n")
-    stream.flush()
-    os.fsync(stream.fileno())
 
 
 def _copy_extras(source: pathlib.Path | None, stage: pathlib.Path) -> None:
@@ -357,28 +277,27 @@ def _write_weights(
       room = limit
     shards[-1].append(entry)
     room -= entry.size
+  names = [
+    f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+    for number in range(1, len(shards) + 1)
+  ]
   if len(shards) == 1:
-    _write_shard(stage / hf_files.SINGLE, shards[0])
-    return
+    names = [hf_files.SINGLE]
   weight_map = {}
-  for number, shard in enumerate(shards, 1):
-    name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-    _write_shard(stage / name, shard)
-    weight_map.update({entry.name: name for entry in shard})
-  total = sum(entry.size for entry in entries)
-  _write_json(
-    stage / hf_files.INDEX,
-    {"metadata": {"total_size": total}, "weight_map": weight_map},
-  )
+  for name, shard in zip(names, shards):
+    tensors = {entry.name: entry.to_host() for entry in shard}
+    safetensors.numpy.save_file(
+      tensors, stage / name, metadata={"format": "pt"}
+    )
+    weight_map |= dict.fromkeys(tensors, name)
+  if len(shards) > 1:
+    size = {"total_size": sum(entry.size for entry in entries)}
+    index = {"metadata": size, "weight_map": weight_map}
+    (stage / hf_files.INDEX).write_text(_json(index), encoding="utf-8")
 
 
-def _write_shard(file: pathlib.Path, entries: list[_Entry]) -> None:
-  tensors = {entry.name: entry.to_host() for entry in entries}
-  safetensors.numpy.save_file(tensors, file, metadata={"format": "pt"})
-  # The library may give a file to its owner alone.
-  shutil.copymode(file.with_name(hf_files.CONFIG), file)
-  with file.open("rb") as stream:
-    os.fsync(stream.fileno())
+def _json(values: Mapping[str, Any]) -> str:
+  return json.dumps(values, indent=2, sort_keys=True) + "\n"
 
 
 def _publish(stage: pathlib.Path, directory: pathlib.Path) -> None:
@@ -387,6 +306,11 @@ def _publish(stage: pathlib.Path, directory: pathlib.Path) -> None:
   What a reader opens first (index or single file) goes away first and comes
   back last: in between the directory has no weights, and loading says so.
   """
+  for file in stage.iterdir():
+    # Safetensors may give a file to its owner alone.
+    shutil.copymode(stage / hf_files.CONFIG, file)
+    with file.open("rb") as stream:
+      os.fsync(stream.fileno())
   first = (hf_files.INDEX, hf_files.SINGLE)
   old = [file for file in directory.iterdir() if _WRITTEN.fullmatch(file.name)]
   for file in sorted(old, key=lambda file: file.name not in first):

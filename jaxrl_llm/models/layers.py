@@ -86,7 +86,7 @@ class Linear(nnx.Module):
 class RMSNorm(nnx.Module):
   """x / sqrt(mean(x²) + ε) · scale, statistics in float32."""
 
-  def __init__(self, size: int, *, epsilon: float):
+  def __init__(self, size: int, epsilon: float):
     self.scale = nnx.Param(jnp.ones((size,)))
     self.epsilon = epsilon
 
@@ -100,7 +100,7 @@ class RMSNorm(nnx.Module):
 class Attention(nnx.Module):
   """Grouped-query attention with rotary positions."""
 
-  def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+  def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
     c = config
     q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     bias = c.attention_bias
@@ -111,8 +111,8 @@ class Attention(nnx.Module):
       q_size, c.hidden_size, bias=c.attention_output_bias, rngs=rngs
     )
     if c.qk_norm:
-      self.q_norm = RMSNorm(c.head_dim, epsilon=c.rms_norm_eps)
-      self.k_norm = RMSNorm(c.head_dim, epsilon=c.rms_norm_eps)
+      self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
+      self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
     self.config = config
 
   def __call__(
@@ -133,7 +133,7 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
   """down(silu(gate(x)) · up(x))."""
 
-  def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+  def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
     c = config
     sizes = (c.hidden_size, c.intermediate_size)
     self.gate = Linear(*sizes, bias=c.mlp_bias, rngs=rngs)
@@ -147,12 +147,11 @@ class MLP(nnx.Module):
 class DecoderLayer(nnx.Module):
   """Pre-norm transformer layer; returns its output and KV cache."""
 
-  def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-    epsilon = config.rms_norm_eps
-    self.input_norm = RMSNorm(config.hidden_size, epsilon=epsilon)
-    self.attention = Attention(config, rngs=rngs)
-    self.post_norm = RMSNorm(config.hidden_size, epsilon=epsilon)
-    self.mlp = MLP(config, rngs=rngs)
+  def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+    self.attention = Attention(config, rngs)
+    self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+    self.mlp = MLP(config, rngs)
 
   def __call__(
     self, x: chex.Array, cos: chex.Array, sin: chex.Array, attend: AttendFn
@@ -165,7 +164,7 @@ class DecoderLayer(nnx.Module):
 class Embed(nnx.Module):
   """Token embedding [V, D]."""
 
-  def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+  def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
     init = nnx.initializers.normal(_INIT_STDDEV)
     shape = (config.vocab_size, config.hidden_size)
     self.embedding = nnx.Param(init(rngs.params(), shape))

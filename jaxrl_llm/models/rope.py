@@ -20,10 +20,15 @@ _FIELDS = {
   ),
   "yarn": ("factor", "original_max_position_embeddings"),
 }
-_ALL_FIELDS = _FIELDS["llama3"]
-_NEUTRAL_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+# Field -> smallest and largest accepted value.
+_RANGES = {
+  "factor": (1.0, 1e6),
+  "low_freq_factor": (1e-3, 1e6),
+  "high_freq_factor": (1e-3, 1e6),
+  "original_max_position_embeddings": (1, 1 << 30),
+}
 _YARN_FAST, _YARN_SLOW = 32.0, 1.0  # Turns over the original context.
-_LLAMA_THETA = 10000.0
+LLAMA_THETA = 10000.0  # What old Llama files leave out.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,23 +112,21 @@ def frequencies(
 
 
 def from_hf(
-  values: Mapping[str, Any], where: Any, *, require_theta: bool
+  values: Mapping[str, Any], where: Any
 ) -> tuple[Any, RopeScaling | None]:
   """Reads either spelling of rope: `rope_parameters`, or theta and scaling.
 
   Args:
     values: the whole `config.json` object.
     where: path of the file, for messages.
-    require_theta: False where an absent theta means 10000 (old Llama files).
 
   Returns:
-    `(theta, scaling)`; theta is not checked yet.
+    `(theta, scaling)`; theta is not checked yet, and None if it is absent.
 
   Raises:
     InputError: a value is wrong, not supported, or the spellings disagree.
   """
-  theta = values.get("rope_theta")
-  thetas, scalings = [] if theta is None else [theta], []
+  thetas, scalings = [values.get("rope_theta")], []
   for key in ("rope_parameters", "rope_scaling"):
     block = values.get(key)
     if block is None:
@@ -133,48 +136,42 @@ def from_hf(
         f"{where}: key '{key}' must be an object, got {show(block)}; correct"
         " the file"
       )
-    if block.get("rope_theta") is not None:
-      thetas.append(block["rope_theta"])
+    thetas.append(block.get("rope_theta"))
     scalings.append(_scaling_from_hf(block, f"{where}: key '{key}"))
+  thetas = [theta for theta in thetas if theta is not None]
   if thetas[1:] != thetas[:-1] or scalings[1:] != scalings[:-1]:
     raise InputError(
       f"{where}: key 'rope_parameters' contradicts 'rope_theta' or"
       " 'rope_scaling'; keep one spelling"
     )
-  if not thetas and require_theta:
-    raise InputError(
-      f"{where}: key 'rope_theta' is missing; use the config.json that was"
-      " published with the weights"
-    )
-  return (
-    thetas[0] if thetas else _LLAMA_THETA,
-    scalings[0] if scalings else None,
-  )
+  return (thetas or [None])[0], (scalings or [None])[0]
 
 
 def _scaling_from_hf(
   block: Mapping[str, Any], where: str
 ) -> RopeScaling | None:
   """Reads one rope object; `where` ends in the open name of its key."""
-  kind = block.get("rope_type", block.get("type"))
-  if kind is None and set(block) <= set(_NEUTRAL_KEYS):
-    kind = "default"
-  if block.get("partial_rotary_factor") not in (None, 1):
-    raise InputError(
-      f"{where}.partial_rotary_factor' must be 1; partial rope is not supported"
-    )
+  fields = {name: block.get(name) for name in _RANGES}
+  other = {key: value for key, value in block.items() if key not in _RANGES}
+  other.pop("rope_theta", None)
+  if other.get("partial_rotary_factor") == 1:
+    del other["partial_rotary_factor"]
+  older = other.pop("type", None)
+  kind = other.pop("rope_type", older)
+  for key, value in other.items():
+    if value is not None:
+      raise InputError(
+        f"{where}' holds {show(key)}, which is not supported; use a model"
+        " without it"
+      )
+  if kind is None and all(value is None for value in fields.values()):
+    kind = "default"  # An object with theta alone.
   if kind == "default":
     return None
-  fields = {"kind": kind} | {name: block.get(name) for name in _ALL_FIELDS}
+  fields["kind"] = kind
   for field, problem in _problems(fields):
     name = "rope_type" if field == "kind" else field
     raise InputError(f"{where}.{name}' {problem}; correct the file")
-  for key, value in block.items():
-    if value is not None and key not in (*_NEUTRAL_KEYS, *_ALL_FIELDS):
-      raise InputError(
-        f"{where}' holds {show(key)}, which is not supported for {kind}"
-        " rope; use a model without it"
-      )
   return RopeScaling(**fields)
 
 
@@ -184,44 +181,31 @@ def _problems(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
   if not isinstance(kind, str) or kind not in _FIELDS:
     supported = ", ".join(["default", *_FIELDS])
     yield "kind", f"must be one of {supported}, got {show(kind)}"
-  for field in _ALL_FIELDS:
+  for field, (low, high) in _RANGES.items():
     value = values[field]
-    if field not in _FIELDS[kind]:
-      problem = None if value is None else f"has no meaning for {kind} rope"
-    elif field == "original_max_position_embeddings":
-      problem = integer_problem(value, 1, 1 << 30)
+    if field in _FIELDS[kind]:
+      problem = range_problem(value, low, high)
     else:
-      problem = number_problem(value, 1 if field == "factor" else 1e-3, 1e6)
+      problem = None if value is None else f"has no meaning for {kind} rope"
     if problem:
       yield field, problem
-  if kind == "llama3":
-    low, high = values["low_freq_factor"], values["high_freq_factor"]
-    if low >= high:
-      yield (
-        "low_freq_factor",
-        f"must be below high_freq_factor {high:g}, got {low:g}",
-      )
+  low, high = values["low_freq_factor"], values["high_freq_factor"]
+  if kind == "llama3" and low >= high:
+    yield "low_freq_factor", f"must be below high_freq_factor {high}, got {low}"
 
 
-def integer_problem(value: Any, low: int, high: int) -> str | None:
-  """Says what is wrong with an untrusted integer, None if nothing is."""
+def range_problem(value: Any, low: float, high: float) -> str | None:
+  """What is wrong with an untrusted number, an integer if the bounds are."""
   # `type` and not isinstance: True is an int to Python, not to a model.
-  if type(value) is int and low <= value <= high:
-    return None
-  return f"must be an integer in [{low}, {high}], got {show(value)}"
-
-
-def number_problem(value: Any, low: float, high: float) -> str | None:
-  """Says what is wrong with an untrusted number, None if nothing is."""
+  kinds = (int,) if type(low) is int else (int, float)
   # The chained comparison is False for NaN, too.
-  if type(value) in (int, float) and low <= value <= high:
+  if type(value) in kinds and low <= value <= high:
     return None
-  return f"must be a number in [{low:g}, {high:g}], got {show(value)}"
+  kind = "an integer" if kinds == (int,) else "a number"
+  return f"must be {kind} in [{low}, {high}], got {show(value)}"
 
 
 def show(value: Any) -> str:
-  """Returns a short, one-line picture of an untrusted value."""
-  if isinstance(value, Mapping | list | tuple):
-    return f"a {type(value).__name__} of {len(value)} items"
-  text = repr(value[:60] if isinstance(value, str) else value)
+  """A short, one-line picture of an untrusted value."""
+  text = repr(value)
   return text if len(text) <= 60 else text[:57] + "..."

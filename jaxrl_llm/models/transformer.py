@@ -12,26 +12,43 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxrl_llm.models import attention, layers
-from jaxrl_llm.models.config import ModelConfig, rope_frequencies
+from jaxrl_llm.models import attention, heads, layers, rope
+from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.kernels import Kernels
 from jaxrl_llm.models.kv_cache import KVCache
 
 Params = dict[str, Any]
+
+
+@chex.dataclass(frozen=True)
+class PackedRows:
+  """Samples side by side in rows [R, C], which training reads."""
+
+  tokens: chex.Array  # int32.
+  segments: chex.Array  # int32; sees earlier tokens of its own; 0 is padding.
+  positions: chex.Array  # int32, rotary: the index within the sample.
+  prefixes: chex.Array | None = None  # int32, a segment seen too; 0 is none.
+  targets: chex.Array | None = None  # int32, the next token of the same sample.
+  mask: chex.Array | None = None  # bool, targets that are asked about.
+
+
 _PREFILL_CHUNK = 512  # Tokens of a context at a time.
+# Kind -> (config, random numbers) -> the module.
+_MODULES = {
+  "embed": layers.Embed,
+  "layer": layers.DecoderLayer,
+  "norm": lambda c, rngs: layers.RMSNorm(c.hidden_size, c.rms_norm_eps),
+  "head": lambda c, rngs: layers.Linear(
+    c.hidden_size, c.vocab_size, bias=False, rngs=rngs
+  ),
+}
 
 
 @functools.cache
 def _graphdef(kind: str, config: ModelConfig) -> nnx.GraphDef:
   """Structure of one module, without its arrays."""
-  makers = {
-    "layer": lambda: layers.DecoderLayer(config, rngs=nnx.Rngs(0)),
-    "norm": lambda: layers.RMSNorm(
-      config.hidden_size, epsilon=config.rms_norm_eps
-    ),
-    "embed": lambda: layers.Embed(config, rngs=nnx.Rngs(0)),
-  }
-  return nnx.split(nnx.eval_shape(makers[kind]))[0]
+  make = lambda: _MODULES[kind](config, nnx.Rngs(0))
+  return nnx.split(nnx.eval_shape(make))[0]
 
 
 def _module(kind: str, config: ModelConfig, params: Params):
@@ -41,29 +58,32 @@ def _module(kind: str, config: ModelConfig, params: Params):
 def init(key: chex.PRNGKey, config: ModelConfig) -> Params:
   """Random parameters: float32 masters, layers stacked on axis 0."""
 
-  def pure(module):
+  def make(kind, key):
+    module = _MODULES[kind](config, nnx.Rngs(key))
     return nnx.to_pure_dict(nnx.state(module))
 
   key_embed, key_layers, key_head = jax.random.split(key, 3)
-  one_layer = lambda k: pure(layers.DecoderLayer(config, rngs=nnx.Rngs(k)))
   params = {
-    "embed": pure(layers.Embed(config, rngs=nnx.Rngs(key_embed))),
-    "layers": jax.vmap(one_layer)(
+    "embed": make("embed", key_embed),
+    "layers": jax.vmap(functools.partial(make, "layer"))(
       jax.random.split(key_layers, config.num_layers)
     ),
-    "final_norm": pure(
-      layers.RMSNorm(config.hidden_size, epsilon=config.rms_norm_eps)
-    ),
+    "final_norm": make("norm", 0),  # Which draws nothing.
   }
   if not config.tie_word_embeddings:
-    head = layers.Linear(
-      config.hidden_size,
-      config.vocab_size,
-      bias=False,
-      rngs=nnx.Rngs(key_head),
-    )
-    params["lm_head"] = pure(head)
+    params["lm_head"] = make("head", key_head)
   return params
+
+
+@functools.cache
+def param_shapes(config: ModelConfig) -> Params:
+  """The parameter tree with a `jax.ShapeDtypeStruct` for every leaf."""
+  return jax.eval_shape(lambda: init(jax.random.key(0), config))
+
+
+def num_params(config: ModelConfig) -> int:
+  """The number of parameters; tied embeddings count once."""
+  return sum(leaf.size for leaf in jax.tree.leaves(param_shapes(config)))
 
 
 def head_kernel(params: Params, config: ModelConfig) -> jax.Array:
@@ -73,38 +93,44 @@ def head_kernel(params: Params, config: ModelConfig) -> jax.Array:
   return params["lm_head"]["kernel"]
 
 
+def logits(
+  params: Params, states: chex.Array, *, config: ModelConfig
+) -> jax.Array:
+  """Of final hidden states [..., D], float32 [..., V]."""
+  kernel = head_kernel(params, config)
+  return heads.project(states, kernel, config.tie_word_embeddings)
+
+
 def hidden(
   params: Params,
-  config: ModelConfig,
-  tokens: chex.Array,
-  segments: chex.Array,
-  positions: chex.Array,
-  prefixes: chex.Array | None = None,
+  packed: PackedRows,
   *,
+  config: ModelConfig,
   dtype: Any,
   remat: bool,
   kernels: Kernels,
   sharding: jax.sharding.Sharding | None = None,
 ) -> jax.Array:
-  """Final hidden states [B, T, D] of packed rows.
+  """Final hidden states [R, C, D] of packed rows.
 
   Args:
     params: stacked parameters.
+    packed: the rows.
     config: the architecture.
-    tokens: int32 [B, T].
-    segments: int32 [B, T]; a token sees earlier tokens of its own segment.
-      0 marks padding.
-    positions: int32 [B, T], rotary position.
-    prefixes: int32 [B, T], a further segment that each token sees, 0 for none.
     dtype: of activations and matrix products.
     remat: recompute each layer in the backward pass.
     kernels: attention backend.
     sharding: of the hidden states, pinned after every layer.
   """
+  segments, prefixes = packed.segments, packed.prefixes
   if prefixes is None:
     prefixes = jnp.zeros_like(segments)
-  cos, sin = _rotary(config, positions)
-  pin = _pin(sharding)
+  cos, sin = _rotary(config, packed.positions)
+
+  def pin(x):
+    if sharding is None:
+      return x
+    return jax.lax.with_sharding_constraint(x, sharding)
 
   def attend(q, k, v):
     return kernels.packed_attention(q, k, v, segments, prefixes), None
@@ -115,23 +141,40 @@ def hidden(
 
   if remat:
     layer = jax.checkpoint(layer, prevent_cse=False)
-  x = pin(_module("embed", config, params["embed"])(tokens, dtype))
+  x = pin(_module("embed", config, params["embed"])(packed.tokens, dtype))
   x, _ = jax.lax.scan(layer, x, params["layers"])
   return _module("norm", config, params["final_norm"])(x)
 
 
-def unstack(params: Params, config: ModelConfig) -> Params:
+def for_sampling(params: Params, *, config: ModelConfig, dtype: Any) -> Params:
   """Sampler layout: a tuple of per-layer dicts instead of stacked arrays."""
+  params = jax.tree.map(lambda x: x.astype(dtype), params)
   split = lambda i: jax.tree.map(lambda x: x[i], params["layers"])
   return params | {"layers": tuple(map(split, range(config.num_layers)))}
 
 
+def init_kv_cache(
+  shards: int,
+  pages: int,
+  page_size: int,
+  *,
+  config: ModelConfig,
+  cache_dtype: Any,
+  kernels: Kernels,
+) -> KVCache:
+  """A paged KV cache of zeros."""
+  layers = range(config.num_layers)
+  size = (shards, pages, page_size)
+  return tuple(kernels.init_paged(*size, cache_dtype) for _ in layers)
+
+
 def prefill(
   params: Params,
-  config: ModelConfig,
   tokens: chex.Array,
   *,
+  config: ModelConfig,
   dtype: Any,
+  cache_dtype: Any,
   kernels: Kernels,
   chunk: int = _PREFILL_CHUNK,
 ) -> KVCache:
@@ -142,10 +185,11 @@ def prefill(
   activations are those of N · chunk tokens.
 
   Args:
-    params: unstacked parameters (`unstack`).
-    config: the architecture.
+    params: sampler parameters (`for_sampling`).
     tokens: int32 [N, C].
-    dtype: of activations, matrix products and the result.
+    config: the architecture.
+    dtype: of activations and matrix products.
+    cache_dtype: of the result.
     kernels: attention backend, whose layout the result has.
     chunk: tokens of a context at a time.
   """
@@ -154,7 +198,7 @@ def prefill(
   chunks = -(-length // chunk)
   tokens = jnp.pad(tokens, ((0, 0), (0, chunks * chunk - length)))
   layers = range(config.num_layers)
-  empty = lambda time: tuple(
+  empty = lambda time, dtype: tuple(
     kernels.init_contiguous(count, time, dtype) for _ in layers
   )
 
@@ -162,88 +206,77 @@ def prefill(
     start = index * chunk
     positions = start + jnp.arange(chunk)
 
-    def attend_with(i):
-      def attend(q, k, v):
-        layer = kernels.write_contiguous(kv_cache[i], k, v, start)
-        return kernels.prefill_attention(q, layer, start), layer
-
-      return attend
+    def attend(i, q, k, v):
+      layer = kernels.write_contiguous(kv_cache[i], k, v, start)
+      return kernels.prefill_attention(q, layer, start), layer
 
     part = jax.lax.dynamic_slice_in_dim(tokens, start, chunk, axis=1)
     positions = jnp.broadcast_to(positions, (count, chunk))
-    _, kv_cache = _unrolled(
-      params, config, part, positions, attend_with, dtype=dtype
-    )
-    return kv_cache, None
+    return _unrolled(params, config, part, positions, attend, dtype)[1], None
 
-  kv_cache, _ = jax.lax.scan(write, empty(chunks * chunk), jnp.arange(chunks))
+  padded = empty(chunks * chunk, dtype)
+  kv_cache, _ = jax.lax.scan(write, padded, jnp.arange(chunks))
   # Without the padding of the last chunk.
   return jax.tree.map(
-    lambda x, kept: x[tuple(map(slice, kept.shape))],
+    lambda x, kept: x[tuple(map(slice, kept.shape))].astype(kept.dtype),
     kv_cache,
-    jax.eval_shape(lambda: empty(length)),
+    jax.eval_shape(lambda: empty(length, cache_dtype)),
   )
 
 
 def decode(
   params: Params,
-  config: ModelConfig,
   kv_cache: KVCache,
   block_tables: attention.BlockTables,
   tokens: chex.Array,
   positions: chex.Array,
   writing: chex.Array,
   *,
+  config: ModelConfig,
   dtype: Any,
   kernels: Kernels,
 ) -> tuple[jax.Array, KVCache]:
   """Q tokens a slot: writes their KV, attends to all of the slot up to each.
 
   Args:
-    params: unstacked parameters (`unstack`).
-    config: the architecture.
+    params: sampler parameters (`for_sampling`).
     kv_cache: paged, of all slots.
     block_tables: the pages of each slot.
     tokens: int32 [S, Q].
     positions: int32 [S, Q], index of each token in its own sequence.
     writing: bool [S, Q], False: the token leaves no trace.
+    config: the architecture.
     dtype: of activations and matrix products.
     kernels: attention backend, whose layout the cache has.
 
   Returns:
-    Final hidden states [S, Q, D] and the cache.
+    Logits, float32 [S, Q, V], and the cache.
   """
 
-  def attend_with(i):
-    def attend(q, k, v):
-      layer = kernels.write_paged(
-        kv_cache[i], k, v, block_tables, positions, writing
-      )
-      return kernels.paged_attention(q, layer, block_tables, positions), layer
+  def attend(i, q, k, v):
+    layer = kernels.write_paged(
+      kv_cache[i], k, v, block_tables, positions, writing
+    )
+    return kernels.paged_attention(q, layer, block_tables, positions), layer
 
-    return attend
-
-  return _unrolled(params, config, tokens, positions, attend_with, dtype=dtype)
+  states, kv_cache = _unrolled(params, config, tokens, positions, attend, dtype)
+  return logits(params, states, config=config), kv_cache
 
 
-def _unrolled(params, config, tokens, positions, attend_with, *, dtype):
-  """Layer by layer, each with its own attention; collects their caches."""
+def _unrolled(params, config, tokens, positions, attend, dtype):
+  """Layer by layer, attention knowing which; collects their caches."""
   cos, sin = _rotary(config, positions)
   x = _module("embed", config, params["embed"])(tokens, dtype)
   kv_cache = []
   for i, layer_params in enumerate(params["layers"]):
     module = _module("layer", config, layer_params)
-    x, layer_cache = module(x, cos, sin, attend_with(i))
+    x, layer_cache = module(x, cos, sin, functools.partial(attend, i))
     kv_cache.append(layer_cache)
   return _module("norm", config, params["final_norm"])(x), tuple(kv_cache)
 
 
 def _rotary(config, positions):
-  frequencies, scale = rope_frequencies(config)
+  frequencies, scale = rope.frequencies(
+    config.head_dim, config.rope_theta, config.rope_scaling
+  )
   return layers.rotary_tables(positions, frequencies, scale)
-
-
-def _pin(sharding):
-  if sharding is None:
-    return lambda x: x
-  return lambda x: jax.lax.with_sharding_constraint(x, sharding)

@@ -2,6 +2,7 @@
 
 from jaxrl_llm import metrics
 from jaxrl_llm.learner.learner import Learner
+from jaxrl_llm.models import num_params
 
 
 def speed(learner: Learner, row: dict[str, float]) -> dict[str, float]:
@@ -19,7 +20,7 @@ def speed(learner: Learner, row: dict[str, float]) -> dict[str, float]:
   if peak:
     models = [m for m in (learner.policy, learner.critic) if m is not None]
     passes = sum(2 + 6 * model.settings.epochs for model in models)
-    done = learner.policy.fns.config.num_params() * passes * row["perf/tokens"]
+    done = num_params(learner.policy.fns.config) * passes * row["perf/tokens"]
     names = ("score", "update_value", "update_policy")
     seconds = sum(row.get(f"time/{name}_s", 0.0) for name in names)
     out["perf/mfu"] = done / seconds / (peak * mesh.size)

@@ -7,12 +7,11 @@ import math
 import numpy as np
 import pytest
 
+from jaxrl_llm import models
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models.config import (
-  ModelConfig,
-  RopeScaling,
-  rope_frequencies,
-)
+from jaxrl_llm.models import rope
+from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.rope import RopeScaling
 
 LLAMA3 = {
   "rope_type": "llama3",
@@ -113,7 +112,7 @@ class TestFromHf:
     ],
   )
   def test_num_params_of_published_models(self, name, count):
-    assert ModelConfig.from_hf(FAMILIES[name]).num_params() == count
+    assert models.num_params(ModelConfig.from_hf(FAMILIES[name])) == count
 
   def test_every_field_is_read(self):
     config = ModelConfig.from_hf(LLAMA_1B | {"attention_bias": True})
@@ -131,9 +130,9 @@ class TestFromHf:
       rope_theta=500000.0,
       rope_scaling=RopeScaling("llama3", 32.0, 1.0, 4.0, 8192),
       attention_bias=True,
-      attention_output_bias=True,
       tie_word_embeddings=True,
     )
+    assert config.attention_output_bias and not config.qk_norm
     hash(config)  # Usable as a static argument of jit.
 
   def test_families_differ_in_biases_and_norms(self):
@@ -282,8 +281,8 @@ class TestRefusals:
     [
       {"num_layers": 0},
       {"family": "gpt2"},
-      {"qk_norm": True},
-      {"attention_bias": True},  # Llama's four biases come together.
+      {"family": "qwen2"},  # Whose q, k and v have a bias.
+      {"attention_bias": "yes"},
       {"num_kv_heads": 2},
     ],
   )
@@ -299,7 +298,9 @@ class TestRefusals:
 
 def _frequencies(scaling, **changes):
   config = ModelConfig.from_hf(LLAMA_1B | {"rope_scaling": scaling} | changes)
-  return rope_frequencies(config)
+  return rope.frequencies(
+    config.head_dim, config.rope_theta, config.rope_scaling
+  )
 
 
 class TestRopeFrequencies:

@@ -170,7 +170,7 @@ class TestChunkedLogprobs:
   @pytest.mark.parametrize("chunk", [0, -3])
   def test_a_chunk_below_one_is_an_error(self, chunk):
     hidden, kernel, targets, _ = _inputs(True)
-    with pytest.raises(ValueError, match=f"chunk .* >= 1, got {chunk}"):
+    with pytest.raises(ValueError, match=f"chunk={chunk}, expected"):
       heads.chunked_logprobs(
         hidden, kernel, targets, MASKS["full"], tied=True, chunk=chunk
       )

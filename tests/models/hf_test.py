@@ -12,7 +12,7 @@ import pytest
 import safetensors.numpy
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models import hf
+from jaxrl_llm.models import hf, transformer
 from jaxrl_llm.models.config import ModelConfig
 
 SIZES = dict(
@@ -32,28 +32,22 @@ CONFIGS = {
   "llama biases": ModelConfig(
     family="llama",
     attention_bias=True,
-    attention_output_bias=True,
     mlp_bias=True,
     tie_word_embeddings=True,
     **SIZES,
   ),
   "qwen2": ModelConfig(family="qwen2", attention_bias=True, **SIZES),
-  "qwen3": ModelConfig(family="qwen3", qk_norm=True, **SIZES),
+  "qwen3": ModelConfig(family="qwen3", **SIZES),
 }
 TIED = CONFIGS["llama biases"]
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-def is_shape(node):
-  return isinstance(node, tuple)
-
-
 def random_params(config, dtype=np.float32, seed=0):
   rng = np.random.default_rng(seed)
   return jax.tree.map(
-    lambda shape: jnp.asarray(rng.normal(size=shape), dtype),
-    hf.expected_shapes(config),
-    is_leaf=is_shape,
+    lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), dtype),
+    transformer.param_shapes(config),
   )
 
 
@@ -91,18 +85,10 @@ class TestRoundTrip:
     assert hf.read_config(tmp_path) == config
     assert_same(hf.read_params(tmp_path, config, dtype=dtype), params)
 
-  @pytest.mark.parametrize("name", CONFIGS)
-  def test_shapes_count_as_the_config_does(self, name):
-    shapes = jax.tree.leaves(
-      hf.expected_shapes(CONFIGS[name]), is_leaf=is_shape
-    )
-    assert sum(map(np.prod, shapes)) == CONFIGS[name].num_params()
-
-  def test_casts_both_ways(self, tmp_path):
+  def test_casts_to_what_is_asked_for(self, tmp_path):
     config = CONFIGS["qwen3"]
-    params = random_params(config)
-    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-    hf.write_params(tmp_path, config, params, dtype=jnp.bfloat16)
+    half = random_params(config, jnp.bfloat16)
+    hf.write_params(tmp_path, config, half)
     assert_same(hf.read_params(tmp_path, config, dtype="bfloat16"), half)
     assert_same(
       hf.read_params(tmp_path, config, dtype=jnp.float32),
@@ -156,7 +142,7 @@ class TestWrite:
     names = set(index["weight_map"].values())
     assert names == {file.name for file in sharded.glob("*.safetensors")}
     assert len(names) > 2
-    size = CONFIGS["llama"].num_params() * 4
+    size = transformer.num_params(CONFIGS["llama"]) * 4
     assert index["metadata"]["total_size"] == size
     for name in names:
       tensors = safetensors.numpy.load_file(sharded / name)
@@ -323,12 +309,6 @@ def entry(**changes):
   return damage
 
 
-def entry_as_list(file):
-  header, data = split(file)
-  header["lm_head.weight"] = ["F32", [13, 6], [0, HEAD_BYTES]]
-  write_raw(file, header, data)
-
-
 def rename(old, new):
   def damage(file):
     header, data = split(file)
@@ -358,19 +338,6 @@ def hole(file):
     if name not in ("__metadata__", "lm_head.weight"):
       tensor["data_offsets"] = [x + 4 for x in tensor["data_offsets"]]
   write_raw(file, header, data + bytes(4))
-
-
-def duplicate(file):
-  header, data = split(file)
-  name = "lm_head.weight"
-  more = json.dumps({name: header[name]})[1:]
-  write_raw(file, (json.dumps(header)[:-1] + "," + more).encode(), data)
-
-
-def duplicate_field(file):
-  header, data = split(file)
-  text = json.dumps(header).replace('"shape"', '"shape": [1], "shape"', 1)
-  write_raw(file, text.encode(), data)
 
 
 def norm_as(dtype):
@@ -424,8 +391,6 @@ DAMAGE = {
   "NaN": raw(b'{"x": NaN}'),
   "nesting": raw(b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
   "metadata": raw({"__metadata__": {"format": 1}}),
-  "duplicate": duplicate,
-  "duplicate field": duplicate_field,
   "hole": hole,
   "overlap": entry(data_offsets=[4, HEAD_BYTES + 4]),
   "negative offset": entry(data_offsets=[-4, HEAD_BYTES - 4]),
@@ -442,8 +407,6 @@ DAMAGE = {
   "negative shape": entry(shape=[-13, -6]),
   "shape as text": entry(shape="13x6"),
   "long shape": entry(shape=[1] * 1000),
-  "more keys": entry(stride=[6, 1]),
-  "entry as a list": entry_as_list,
   "entry not an object": raw({"model.embed_tokens.weight": [1]}),
   "missing tensor": rename("model.norm.weight", None),
   "renamed tensor": rename("model.norm.weight", "model.norm.bias"),

@@ -110,7 +110,7 @@ def test_shipped_base_is_what_the_settings_say(task):
   assert config.num_layers == settings.num_layers
   assert config.hidden_size == settings.hidden_size
   assert config.max_position_embeddings == settings.max_position_embeddings
-  assert config.num_params() == 334_272
+  assert models.num_params(config) == 334_272
   size = sum(file.stat().st_size for file in directory.iterdir())
   assert size < 1_000_000
   text = character_tokenizer_json(tasks.CHARACTERS)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from helpers import tiny_run
 
-from jaxrl_llm import metrics
+from jaxrl_llm import metrics, models
 from jaxrl_llm.train import speed
 
 
@@ -52,5 +52,5 @@ class TestSpeed:
     # One scoring pass each, and 6 a token for each epoch.
     passes = (2 + 6) + (2 + 12 if critic else 0)
     seconds = 6.0 if critic else 3.0
-    flops = tiny_run.model_config().num_params() * passes * 300.0
+    flops = models.num_params(tiny_run.model_config()) * passes * 300.0
     np.testing.assert_allclose(got, flops / seconds / (1e6 * 2))
