@@ -7,7 +7,6 @@ ids of control tokens enter only through `prefix` and a chat template.
 
 import functools
 import itertools
-import json
 import pathlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +19,8 @@ from jinja2 import sandbox
 from jaxrl_llm.data.rows import parse_object
 from jaxrl_llm.errors import InputError
 
+_MAX_TEMPLATE_CHARS = 1 << 16
+_MAX_RENDERED_CHARS = 1 << 20
 _PRIVATE_USE = range(0xE000, 0xF900)
 
 
@@ -147,28 +148,50 @@ class Tokenizer:
     self, messages: Sequence[Mapping[str, str]], kwargs: Mapping[str, Any]
   ) -> str:
     spelling = {i: text for text, i in self._special.items()}
-    known = {
-      "messages": messages,
-      "add_generation_prompt": True,
-      "bos_token": spelling.get(self.bos_id, ""),
-      "eos_token": spelling.get(self.eos_id, ""),
-    }
+    pieces, size = [], 0
     try:
-      return _compile(self.chat_template).render({**known, **kwargs})
+      template = _compile(self.chat_template)
+      known = {
+        "messages": messages,
+        "add_generation_prompt": True,
+        "bos_token": spelling.get(self.bos_id, ""),
+        "eos_token": spelling.get(self.eos_id, ""),
+      }
+      for piece in template.generate({**known, **kwargs}):
+        pieces.append(piece)
+        size += len(piece)
+        if size > _MAX_RENDERED_CHARS:
+          raise ValueError(f"more than {_MAX_RENDERED_CHARS} characters")
     except Exception as error:  # The template is foreign code.
       raise InputError(
         f"{self.path}: the chat template failed ({error}); check"
         " chat_template in tokenizer_config.json"
       ) from error
+    return "".join(pieces)
+
+
+class _Environment(sandbox.ImmutableSandboxedEnvironment):
+  """A sandbox in which arithmetic cannot build giant values either.
+
+  A template cannot reach the machine. It can still waste time: it is to be
+  trusted as far as the model directory that it lies in.
+  """
+
+  intercepted_binops = frozenset(["*", "**", "%"])
+
+  def call_binop(self, context, operator, left, right):
+    if not all(type(x) in (int, float) for x in (left, right)):
+      raise sandbox.SecurityError(f"{operator!r} works on numbers only")
+    if operator == "**" or max(abs(left), abs(right)) > 1e9:
+      raise sandbox.SecurityError(f"{operator!r} of too large numbers")
+    return super().call_binop(context, operator, left, right)
 
 
 def _raise_exception(message: str):
   raise jinja2.TemplateError(message)
 
 
-# A template cannot reach the machine. It can still waste time and memory: it is
-# to be trusted as far as the model directory that it lies in.
-_ENVIRONMENT = sandbox.ImmutableSandboxedEnvironment(
+_ENVIRONMENT = _Environment(
   trim_blocks=True,
   lstrip_blocks=True,
   extensions=["jinja2.ext.loopcontrols"],
@@ -210,8 +233,7 @@ def character_tokenizer_json(
   tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
   tokenizer.decoder = tokenizers.decoders.Fuse()
   tokenizer.add_special_tokens([pad, eos])
-  # To the byte as the files of the shipped models.
-  return json.dumps(json.loads(tokenizer.to_str()), indent=1)
+  return tokenizer.to_str(pretty=True)
 
 
 def _read_text(path: pathlib.Path) -> str:
@@ -292,9 +314,11 @@ def _chat_template(
   template = token_config.get("chat_template")
   if path.exists():
     template = _read_text(path)
-  if not isinstance(template, str | None):
+  if template is None:
+    return None
+  if not isinstance(template, str) or len(template) > _MAX_TEMPLATE_CHARS:
     raise InputError(
-      f"{directory}: chat_template must be one string; correct"
-      " tokenizer_config.json"
+      f"{directory}: chat_template must be one string of at most"
+      f" {_MAX_TEMPLATE_CHARS} characters; correct tokenizer_config.json"
     )
   return template

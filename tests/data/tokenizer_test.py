@@ -199,6 +199,11 @@ class TestChat:
     "template",
     [
       "{{ ''.__class__.__mro__ }}{{ messages.__class__.__name__.x.y }}",
+      "{{ 'x' * 300000000 }}",
+      "{{ 9 ** 9 ** 9 }}",
+      "{{ '%0999999999d' % 1 }}",
+      "{{ [1] * 10 }}",
+      "{% for i in range(99999) %}{{ messages[0].content }}{% endfor %}",
       "{% for i in range(999999999) %}{% endfor %}",
       "{{ raise_exception('roles must alternate') }}",
       "{% broken",
