@@ -134,6 +134,7 @@ class Engine(Scheduler):
     max_tokens: chex.Array | None = None,
     window: int | None = None,
     temperature_state: Any = None,
+    extendable: bool = False,
   ) -> list[Request]:
     """Responses that begin or go on wait for a slot.
 
@@ -150,6 +151,8 @@ class Engine(Scheduler):
       window: most new tokens of a response before it pauses; None is no bound.
       temperature_state: tree of arrays for the engine's adaptive temperature;
         None turns it off.
+      extendable: keep the KV of responses that ended, for `extend`, while
+        nobody needs its pages; that of paused ones is kept in any case.
 
     Returns:
       A request for each row, by which it is known from now on.
@@ -160,7 +163,10 @@ class Engine(Scheduler):
     limit = self._max_tokens(settings)
     requests_lib.check_requests(rollout, self.config, limit=limit)
     params = SamplingParams(
-      settings, self._metadata(key, settings, temperature_state), group_size
+      settings,
+      self._metadata(key, settings, temperature_state),
+      group_size,
+      extendable,
     )
     limits = requests_lib.limits_of(max_tokens, limit, len(rollout.lengths))
     requests = requests_lib.make_requests(

@@ -23,6 +23,7 @@ class SamplingParams(NamedTuple):
   settings: SamplingSettings
   metadata: SamplingMetadata
   group_size: int  # New responses of a prompt, as a rule.
+  extendable: bool = False  # The KV of those that ended is kept, too.
 
 
 @dataclasses.dataclass(eq=False)

@@ -5,8 +5,8 @@ the pages that they may need, inserts waiting ones into free slots, decodes, and
 takes what was written. When pages run out, the youngest response is preempted:
 it waits again, and comes back by a prefill of all that it has.
 
-Pages of a response that leaves its slot are kept for as long as nobody needs
-them, in case that it goes on under the same weights.
+Pages of a response that pauses are kept for as long as nobody needs them, in
+case that it goes on under the same weights.
 """
 
 import collections
@@ -104,10 +104,10 @@ class Scheduler:
 
   def abort(self, requests: Sequence[Request]) -> None:
     """Gives responses up; those that have ended stay as they are."""
-    self._remove(requests)
     for request in requests:
       if request.row.status[0] == Status.TRUNCATED:
         request.row.status[0] = int(Status.STOPPED)
+    self._remove(requests)
 
   def run(
     self, requests: Iterable[Request], rule: SchedulingRule
@@ -228,7 +228,8 @@ class Scheduler:
     for request in requests:
       if request in self._requests:
         del self._requests[request]
-        self._leave(request, keep=True)
+        paused = request.row.status[0] == Status.TRUNCATED
+        self._leave(request, keep=paused or request.params.extendable)
 
   def _leave(self, request: Request, *, keep: bool) -> None:
     """Takes a request out of its slot; its context is kept or not."""

@@ -206,9 +206,12 @@ class TestPrefill:
 
   def test_kept_contexts_give_way_to_responses(self):
     engine = scripted.make_engine(slots=4, page_size=8, kv_pages=14)
+    engine.set_params((), 0)
     for seed in range(4):
       prompts = _prompts(12, seed=seed)
-      scripted.check(scripted.generate(prompts, own=engine), prompts)
+      rollout, _ = add(engine, prompts, extendable=True)
+      finish(engine)
+      scripted.check(rollout, prompts)
     assert engine._cache.allocator._kept
 
 
@@ -239,6 +242,20 @@ class TestExtend:
         rollout.origin[i] == int(Origin.FOREIGN), foreign
       )
     assert set(rollout.status) == {Status.FINISHED}
+
+  @pytest.mark.parametrize("extendable", [True, False])
+  def test_what_ended_is_kept_where_it_may_be_extended(self, extendable):
+    engine = scripted.engine()
+    engine.set_params((), 0)
+    _, (request,) = add(engine, [[20, 4]], extendable=extendable)
+    finish(engine)
+    assert request.row.status[0] == Status.FINISHED
+    before, length = engine.stats, request.context_length
+    engine.extend(request, [40, 8], Origin.FOREIGN)
+    request.pause_at = request.max_tokens
+    finish(engine)
+    prefilled = (engine.stats - before).prefill_tokens
+    assert prefilled == (2 if extendable else length + 2)
 
   def test_equals_a_prefill_of_the_whole(self):
     engine = tiny_engine.make_engine(slots=32)
