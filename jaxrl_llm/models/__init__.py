@@ -5,10 +5,6 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxrl_llm.models import hf
-from jaxrl_llm.models.attention import (
-  BlockTables as BlockTables,
-  make_block_tables as make_block_tables,
-)
 from jaxrl_llm.models.config import ModelConfig as ModelConfig
 from jaxrl_llm.models.functional import (
   ModelFns as ModelFns,
@@ -18,7 +14,9 @@ from jaxrl_llm.models.functional import (
 )
 from jaxrl_llm.models.heads import TokenLogprobs as TokenLogprobs
 from jaxrl_llm.models.kv_cache import (
+  BlockTables as BlockTables,
   copy_pages as copy_pages,
+  make_block_tables as make_block_tables,
   write_pages as write_pages,
 )
 from jaxrl_llm.models.transformer import (

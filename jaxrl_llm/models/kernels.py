@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models import attention
+from jaxrl_llm.models import attention, paged_attention
 from jaxrl_llm.models.config import ModelConfig
 
 NAMES = ("auto", "xla", "pallas")
@@ -140,7 +140,7 @@ def make_xla(
     )
 
   def init_paged(shards, pages, page_size, dtype):
-    sizes = attention.segment_sizes(pages)
+    sizes = paged_attention.segment_sizes(pages)
     return tuple(zeros(shards, n, page_size, dtype=dtype) for n in sizes)
 
   def init_contiguous(sequences, length, dtype):
@@ -152,8 +152,8 @@ def make_xla(
     shares_pages=False,
     init_paged=init_paged,
     init_contiguous=init_contiguous,
-    write_paged=attention.write_paged,
-    paged_attention=attention.paged_attention,
+    write_paged=paged_attention.write_paged,
+    paged_attention=paged_attention.paged_attention,
     write_contiguous=attention.write_contiguous,
     prefill_attention=attention.prefill_attention,
   )

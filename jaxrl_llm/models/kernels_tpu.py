@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import ragged_paged_attention as ragged
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl_llm.models import attention
+from jaxrl_llm.models import attention, kv_cache
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.kernels import (
   Kernels,
@@ -111,7 +111,7 @@ def make_pallas(
 def _write_paged(layer, new, page_indices, positions, writing):
   """Tokens [S, Q, 2K, d] into a device's [D, P, page_size, 2K, d]."""
   shards, pages, page_size = layer.shape[:3]
-  page, offset = attention.page_and_offset(
+  page, offset = kv_cache.page_and_offset(
     page_indices, positions, writing, pages, page_size
   )
   by_shard = lambda x: x.reshape(shards, -1, *x.shape[2:])

@@ -8,13 +8,75 @@ A page and a sequence differ in one axis, page_size and T, and are alike in all
 others.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 KVCache = tuple[Any, ...]  # A layer each: a tuple of segments, or contiguous.
+
+
+class BlockTables(NamedTuple):
+  """Which pages of a KV cache hold which tokens; D shards of P pages, S slots.
+
+  A sequence is cut into blocks of `page_size` tokens, each in a page. Slots are
+  dealt to shards in order, S / D each, and page numbers are local to their
+  shard. `page_indices` is what vLLM calls the block table. The others say the
+  same page by page, for attention that goes through pages where they lie.
+  """
+
+  page_indices: chex.Array  # int32 [S, N], page of each block; P for none.
+  page_owner: chex.Array  # int32 [D, P], slot within the shard; S / D for none.
+  page_start: chex.Array  # int32 [D, P], position of the page's first token.
+  page_order: chex.Array  # int32 [D, P], all pages, first blocks first.
+
+
+def make_block_tables(
+  page_indices: np.ndarray, *, shards: int, pages: int, page_size: int
+) -> BlockTables:
+  """Block tables on the host; shapes depend on those of the arguments alone.
+
+  Args:
+    page_indices: int32 [S, N].
+    shards: D.
+    pages: P, of a shard.
+    page_size: tokens per page.
+  """
+  slots, width = page_indices.shape
+  share = slots // shards
+  owner = np.full((shards, pages), share, np.int32)
+  start = np.full((shards, pages), width * page_size, np.int32)
+  for shard, table in enumerate(page_indices.reshape(shards, share, width)):
+    slot, block = np.nonzero(table < pages)
+    page = table[slot, block]
+    owner[shard, page], start[shard, page] = slot, block * page_size
+  order = np.argsort(start, axis=1, kind="stable").astype(np.int32)
+  return BlockTables(page_indices, owner, start, order)
+
+
+def page_and_offset(
+  page_indices: chex.Array,
+  positions: chex.Array,
+  writing: chex.Array,
+  pages: int,
+  page_size: int,
+) -> tuple[jax.Array, jax.Array]:
+  """Where tokens go: (page, index within it); page P is nowhere.
+
+  Args:
+    page_indices: int32 [S, N], as in `BlockTables`.
+    positions: int32 [S, Q], of the tokens in their sequences.
+    writing: bool [S, Q], False: the token is not to be written.
+    pages: P, of a shard.
+    page_size: tokens per page.
+  """
+  block = positions // page_size
+  page = jnp.take_along_axis(page_indices, block, axis=1, mode="clip")
+  # A draft token may lie beyond the longest sequence.
+  page = jnp.where(writing & (block < page_indices.shape[1]), page, pages)
+  return page, positions % page_size
 
 
 def write_pages(

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxrl_llm.models import attention, heads, layers, rope
+from jaxrl_llm.models import heads, layers, rope
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.kernels import Kernels
-from jaxrl_llm.models.kv_cache import KVCache
+from jaxrl_llm.models.kv_cache import BlockTables, KVCache
 
 Params = dict[str, Any]
 
@@ -227,7 +227,7 @@ def prefill(
 def decode(
   params: Params,
   kv_cache: KVCache,
-  block_tables: attention.BlockTables,
+  block_tables: BlockTables,
   tokens: chex.Array,
   positions: chex.Array,
   writing: chex.Array,

@@ -14,7 +14,7 @@ import numpy as np
 from helpers import tiny
 
 from jaxrl_llm import models, sharding
-from jaxrl_llm.models import attention
+from jaxrl_llm.models import paged_attention
 from jaxrl_llm.sampling import Engine, EngineConfig, SamplingSettings
 from jaxrl_llm.types import Status
 
@@ -32,7 +32,7 @@ def _decode(params, kv_cache, block_tables, tokens, positions, writing):
   """Sums (token + 1)(position + 1) over what the pages of a slot hold."""
   del params
   k = tokens[:, :, None, None].astype(jnp.float32)
-  layer = attention.write_paged(
+  layer = paged_attention.write_paged(
     kv_cache[0], k, k, block_tables, positions, writing
   )
   keys = jnp.concatenate([keys for keys, _ in layer], axis=1)[:, :, 0, 0]

@@ -1,0 +1,177 @@
+"""Paged attention equals a naive softmax, wherever pages lie."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.models import kv_cache as kv_cache_lib
+from jaxrl_llm.models import paged_attention
+
+D = 6
+HEADS = [(6, 2), (3, 1), (4, 4)]  # (query heads, key heads).
+
+
+def _layout(lengths, *, shards, page, spare, seed):
+  """Pages in random places, each slot's own, and `spare` that are free.
+
+  Returns:
+    A `BlockTables`, and the number of pages on a shard.
+  """
+  rng = np.random.default_rng(seed)
+  share = len(lengths) // shards
+  blocks = -(-np.asarray(lengths) // page)
+  count = int(blocks.reshape(shards, share).sum(axis=1).max()) + spare
+  table = np.full((len(lengths), blocks.max() + 1), count, np.int32)
+  free = [list(rng.permutation(count)) for _ in range(shards)]
+  for slot, needed in enumerate(blocks):
+    for block in range(needed):
+      table[slot, block] = free[slot // share].pop()
+  tables = kv_cache_lib.make_block_tables(
+    table, shards=shards, pages=count, page_size=page
+  )
+  return tables, count
+
+
+def _segmented(keys, values):
+  """A paged layer, its pages in as many arrays as there are segments."""
+  cuts = np.cumsum(paged_attention.segment_sizes(keys.shape[1]))[:-1]
+  return tuple(zip(*(jnp.split(x, cuts, axis=1) for x in (keys, values))))
+
+
+_paged = jax.jit(paged_attention.paged_attention)
+_write = jax.jit(paged_attention.write_paged)
+
+
+class TestPagedAttention:
+  SLOTS, PAGE = 4, 4
+  LENGTHS = np.array([9, 1, 0, 12])  # The third slot is idle.
+
+  def _case(self, heads, kv_heads, queries, shards, garbage=1e6):
+    """Dense keys and values, and the cache that `write_paged` makes."""
+    keys = jax.random.split(jax.random.key(2), 3)
+    total = self.LENGTHS.max()
+    shape = (self.SLOTS, total, kv_heads, D)
+    k, v = (jax.random.normal(key, shape) for key in keys[:2])
+    q = jax.random.normal(keys[2], (self.SLOTS, queries, heads, D))
+    tables, count = _layout(
+      self.LENGTHS, shards=shards, page=self.PAGE, spare=2, seed=heads
+    )
+    # What nobody wrote to holds anything, within pages in use any number.
+    free = np.ones((shards, count), bool)
+    for slot, pages in enumerate(tables.page_indices):
+      free[slot * shards // self.SLOTS, pages[pages < count]] = False
+    fill = np.where(free, garbage, 1e3)[:, :, None, None, None]
+    fill = fill.astype(np.float32)
+    size = (shards, count, kv_heads)
+    kv_cache = _segmented(
+      jnp.broadcast_to(fill, (*size, D, self.PAGE)),
+      jnp.broadcast_to(fill, (*size, self.PAGE, D)),
+    )
+    positions = np.broadcast_to(
+      np.arange(total, dtype=np.int32), (self.SLOTS, total)
+    )
+    writing = positions < self.LENGTHS[:, None]
+    kv_cache = _write(kv_cache, k, v, tables, positions, writing)
+    last = self.LENGTHS[:, None] - queries + np.arange(queries)
+    return q, k, v, kv_cache, tables, np.maximum(last, 0).astype(np.int32)
+
+  def _naive(self, q, k, v, positions):
+    """One slot, query and head at a time, in float64."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    out, group = np.zeros(q.shape), q.shape[2] // k.shape[2]
+    for s, i, h in np.ndindex(*q.shape[:3]):
+      seen = slice(positions[s, i] + 1)
+      if self.LENGTHS[s]:
+        scores = k[s, seen, h // group] @ q[s, i, h] / np.sqrt(D)
+        weights = np.exp(scores - scores.max())
+        out[s, i, h] = weights @ v[s, seen, h // group] / weights.sum()
+    return out
+
+  # All pages in one array, and in eight.
+  @pytest.mark.parametrize("segment", [32, 1])
+  @pytest.mark.parametrize("shards", [1, 2])
+  @pytest.mark.parametrize("queries", [1, 3])
+  @pytest.mark.parametrize("heads, kv_heads", HEADS)
+  def test_equals_a_softmax_per_slot(
+    self, heads, kv_heads, queries, shards, segment, monkeypatch
+  ):
+    monkeypatch.setattr(paged_attention, "_MIN_SEGMENT", segment)
+    q, k, v, *rest = self._case(heads, kv_heads, queries, shards)
+    got = _paged(q, *rest)
+    expected = self._naive(q, k, v, rest[-1])
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=2e-6)
+    assert not np.any(got[2])  # The idle slot.
+
+  def test_where_pages_lie_is_no_matter(self, monkeypatch):
+    q, *_, kv_cache, tables, positions = self._case(6, 2, 1, 1)
+    expected = _paged(q, kv_cache, tables, positions)
+    (kv_cache,) = kv_cache
+    count = kv_cache[0].shape[1]
+    order = np.random.default_rng(0).permutation(count + 1)
+    order[order == count], order[count] = order[count], count
+    moved = [np.zeros_like(x) for x in kv_cache]
+    for new, old in zip(moved, kv_cache):
+      new[:, order[:count]] = old
+    other = kv_cache_lib.make_block_tables(
+      order[tables.page_indices].astype(np.int32),
+      shards=1,
+      pages=count,
+      page_size=self.PAGE,
+    )
+    monkeypatch.setattr(paged_attention, "_MIN_SEGMENT", 1)
+    got = _paged(q, _segmented(*moved), other, positions)
+    np.testing.assert_array_equal(got, expected)
+
+  def test_segments_without_a_page_in_use_are_left_out(self, monkeypatch):
+    monkeypatch.setattr(paged_attention, "_MIN_SEGMENT", 1)
+    q, *_, kv_cache, tables, positions = self._case(6, 2, 1, 1)
+    sizes = [keys.shape[1] for keys, _ in kv_cache]
+    owner = tables.page_owner.copy()
+    owner[:, sum(sizes[:-1]) :] = self.SLOTS  # What was there is not seen.
+    tables = tables._replace(page_owner=owner)
+    broken = jax.tree.map(lambda x: x * np.nan, kv_cache[-1])
+    expected = _paged(q, kv_cache, tables, positions)
+    got = _paged(q, (*kv_cache[:-1], broken), tables, positions)
+    np.testing.assert_array_equal(got, expected)
+
+  @pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf])
+  def test_free_pages_may_hold_what_is_no_number(self, garbage):
+    q, _, _, *rest = self._case(6, 2, 1, 2)
+    other = self._case(6, 2, 1, 2, garbage)[3:]
+    np.testing.assert_array_equal(_paged(q, *other), _paged(q, *rest))
+
+  def test_large_scores_stay_finite(self):
+    q, _, _, kv_cache, tables, positions = self._case(6, 2, 1, 1)
+    out = _paged(q * 1e4, kv_cache, tables, positions)
+    assert np.isfinite(out).all()
+
+  def test_bfloat16_stays_near_and_keeps_its_dtype(self):
+    q, _, _, kv_cache, tables, positions = self._case(6, 2, 3, 1)
+    half = lambda x: x.astype(jnp.bfloat16)
+    got = _paged(half(q), jax.tree.map(half, kv_cache), tables, positions)
+    assert got.dtype == jnp.bfloat16
+    expected = _paged(q, kv_cache, tables, positions)
+    np.testing.assert_allclose(got, expected, atol=0.05)
+
+
+class TestWritePaged:
+  def test_leaves_everything_else_as_it_was(self, monkeypatch):
+    tables, count = _layout([5, 3], shards=2, page=4, spare=1, seed=0)
+    size = (2, count, 1)
+    monkeypatch.setattr(paged_attention, "_MIN_SEGMENT", 1)
+    kv_cache = _segmented(
+      jnp.full((*size, D, 4), 7.0), jnp.full((*size, 4, D), 7.0)
+    )
+    k = np.arange(4.0).reshape(2, 2, 1, 1) * np.ones(D, np.float32)
+    # The first slot has no page for position 8, the second does not write.
+    positions = np.array([[4, 8], [0, 2]], np.int32)
+    writing = np.array([[True, True], [False, True]])
+    written = _write(kv_cache, k, -k, tables, positions, writing)
+    keys, values = (np.concatenate(x, axis=1) for x in zip(*written))
+    expected = np.full((*size, 4), 7.0)
+    expected[0, tables.page_indices[0, 1], 0, 0] = 0.0
+    expected[1, tables.page_indices[1, 0], 0, 2] = 3.0
+    np.testing.assert_array_equal(keys[..., 0, :], expected)
+    expected = np.where(expected == 7.0, 7.0, -expected)
+    np.testing.assert_array_equal(values[..., 0], expected)
