@@ -5,6 +5,7 @@ Run on its own, as only one process at a time may hold the TPU compiler:
   TPU_SKIP_MDS_QUERY=1 JAX_PLATFORMS=cpu python tests/lower_for_tpu.py
 """
 
+import dataclasses
 import json
 import re
 
@@ -40,20 +41,23 @@ MODEL = models.ModelConfig(
   attention_bias=True,
   tie_word_embeddings=False,
 )
+# Qwen2.5-32B, which the preset of that name is for.
+LARGE = dataclasses.replace(
+  MODEL,
+  vocab_size=152_064,
+  hidden_size=5120,
+  intermediate_size=27_648,
+  num_layers=64,
+  num_heads=40,
+  num_kv_heads=8,
+  max_position_embeddings=32_768,
+)
 # What a device gets of pages of 128 positions from the others.
 _GATHERED = re.compile(r"128,[48],128\]\S* all-(?:gather|to-all)")
 
 
-def _sampler(fns, shapes, mesh):
-  engine = Engine(
-    fns,
-    EngineConfig(
-      slots=SLOTS,
-      max_prompt_length=256,
-      max_response_length=1792,
-      stop_tokens=[1],
-    ),
-  )
+def _sampler(fns, shapes, mesh, **sizes):
+  engine = Engine(fns, EngineConfig(stop_tokens=[1], **sizes))
   placed = sync.layout_shardings(fns.for_sampling, shapes, mesh)
   params = jax.tree.map(
     lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
@@ -78,6 +82,37 @@ def _learner(config, fns, mesh):
   )
 
 
+def _decode_at_scale():
+  """The decode step of the largest preset, on its mesh of 64 chips."""
+  topology = topologies.get_topology_desc(
+    platform="tpu", topology_name="v5p:4x4x4"
+  )
+  config = configs.load("vapo", "qwen2.5-32b")
+  mesh = sharding.make_mesh(
+    data=1,
+    fsdp=config.mesh.fsdp,
+    tensor=config.mesh.tensor,
+    devices=topology.devices,
+  )
+  fns, _ = build.make_fns(config, LARGE, Meshes(mesh, mesh))
+  shapes = jax.eval_shape(fns.init, jax.eval_shape(jax.random.key, 0))
+  lowered = _sampler(
+    fns,
+    shapes,
+    mesh,
+    slots=config.sampler.slots,
+    max_prompt_length=config.data.max_prompt_length,
+    max_response_length=config.sampler.max_response_length,
+    kv_pages=config.sampler.kv_pages,
+  )
+  memory = lowered["sampler decode"].compile().memory_analysis()
+  return {
+    "argument_bytes": memory.argument_size_in_bytes,
+    "temporary_bytes": memory.temp_size_in_bytes,
+    "in_place_bytes": memory.alias_size_in_bytes,
+  }
+
+
 def main():
   topology = topologies.get_topology_desc(
     platform="tpu", topology_name=TOPOLOGY
@@ -90,7 +125,14 @@ def main():
   fns, _ = build.make_fns(config, MODEL, Meshes(mesh, mesh))
   learner = _learner(config, fns, mesh)
   shapes = learner.policy.shapes
-  lowered = _sampler(fns, shapes.params, mesh)
+  lowered = _sampler(
+    fns,
+    shapes.params,
+    mesh,
+    slots=SLOTS,
+    max_prompt_length=256,
+    max_response_length=1792,
+  )
   lowered["update"] = lower(learner)["update policy"]
   sizes = [x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes)]
   report = {"state_bytes": sum(sizes)}
@@ -102,6 +144,7 @@ def main():
       "gathered_caches": len(_GATHERED.findall(text)),
       "argument_bytes": compiled.memory_analysis().argument_size_in_bytes,
     }
+  report["decode at scale"] = _decode_at_scale()
   print(json.dumps(report))
 
 

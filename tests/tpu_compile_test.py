@@ -49,6 +49,21 @@ class TestSampler:
     assert report["sampler decode"]["gathered_caches"] == 0
 
 
+class TestScale:
+  """1,024 slots of Qwen2.5-32B on 64 chips of v5p, of 95 GiB each."""
+
+  # 65,536 pages of 128 tokens: 2 x 8 heads x 128 x 2 bytes in 64 layers.
+  KV_CACHE = 65_536 * 128 * 2 * 8 * 128 * 2 * 64
+
+  def test_every_chip_holds_its_part_of_the_kv_cache(self, report):
+    assert report["decode at scale"]["in_place_bytes"] == self.KV_CACHE / 64
+
+  def test_a_decode_step_needs_little_beside_it(self, report):
+    sizes, cache = report["decode at scale"], self.KV_CACHE / 64
+    assert sizes["argument_bytes"] < cache + 2**30  # The policy's part.
+    assert sizes["temporary_bytes"] < 2**29
+
+
 class TestUpdate:
   def test_every_device_holds_its_part_of_the_state(self, report):
     part = report["state_bytes"] / _DEVICES
