@@ -10,9 +10,10 @@ import numpy as np
 from jaxrl_llm.models.attention import MASKED, fold_heads
 from jaxrl_llm.models.kv_cache import BlockTables, page_and_offset
 
-# A layer's pages are in several arrays, so that those without a page in use
-# cost nothing: at most so many, and of at least so many pages.
-_MAX_SEGMENTS, _MIN_SEGMENT = 8, 32
+# A layer's pages are in several arrays, so that only the first of them need be
+# read while those hold all pages in use: of k / 16 of the pages for each k here.
+_PREFIXES = (1, 2, 3, 4, 6, 8, 12, 16)
+_MIN_SEGMENT = 32  # Pages.
 
 # Keys [D, p, K, d, page_size] and values [D, p, K, page_size, d] of p pages.
 Segment = tuple[jax.Array, jax.Array]
@@ -21,8 +22,12 @@ PagedLayer = tuple[Segment, ...]  # Its P pages in order.
 
 def segment_sizes(pages: int) -> list[int]:
   """Pages of each segment of a layer, P in all."""
-  count = int(np.clip(pages // _MIN_SEGMENT, 1, _MAX_SEGMENTS))
-  return np.diff(np.arange(count + 1) * pages // count).tolist()
+  ends = [0]
+  for part in _PREFIXES:
+    end = pages * part // _PREFIXES[-1]
+    if part == _PREFIXES[-1] or _MIN_SEGMENT <= end - ends[-1] <= pages - end:
+      ends.append(end)
+  return np.diff(ends).tolist()
 
 
 def write_paged(
@@ -68,11 +73,6 @@ def _sizes(layer: PagedLayer) -> list[int]:
   return [keys.shape[1] for keys, _ in layer]
 
 
-def _split(x: jax.Array, sizes: list[int]) -> list[jax.Array]:
-  """[D, P, ...] by segments."""
-  return jnp.split(x, np.cumsum(sizes)[:-1], axis=1)
-
-
 def paged_attention(
   q: chex.Array,
   layer: PagedLayer,
@@ -84,7 +84,7 @@ def paged_attention(
   Every page is multiplied where it lies, by the queries of its owner, and the
   partial softmax sums of a slot are added in the order of its blocks: so
   nothing is gathered, and the result depends neither on the other slots nor on
-  where pages lie. Segments without a page in use are left out.
+  where pages lie. Segments after the last page in use are not read.
 
   Args:
     q: [S, Q, H, d].
@@ -96,42 +96,57 @@ def paged_attention(
     [S, Q, H, d] in the dtype of q; scores and softmax are float32. 0 for a
     slot without pages.
   """
-  shards = len(block_tables.page_owner)
+  shards, pages = block_tables.page_owner.shape
   share = len(q) // shards
   q, unfold = fold_heads(q * q.shape[3] ** -0.5, layer[0][0].shape[2])
   by_shard = lambda x: x.reshape(shards, share, *x.shape[1:])
-  q, positions = by_shard(q), by_shard(positions)
-  by_segment = functools.partial(_split, sizes=_sizes(layer))
-  owner, order = block_tables.page_owner, block_tables.page_order
-  owners, starts = by_segment(owner), by_segment(block_tables.page_start)
-  keys, values = zip(*layer)
+  queries = by_shard(q), by_shard(positions)
+  tables = block_tables[1:]  # By page.
+  ends = np.cumsum(_sizes(layer))
 
-  def where_used(function, same, *parts):
-    """The function of each segment; zeros for one without a page in use."""
-    run = jax.vmap(function)
-    results = []
-    for owner, *part in zip(owners, *parts):
-      arguments = (*same, owner, *part)
-      zeros = lambda *x: jax.tree.map(
-        lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(run, *x)
-      )
-      used = jnp.any(owner < share)
-      results.append(jax.lax.cond(used, run, zeros, *arguments))
-    return zip(*results)
+  def read(count):
+    """Attention on the pages of the first segments."""
+    first = [x[:, : ends[count - 1]] for x in tables]
+    return lambda: jax.vmap(_attend)(*queries, *first, layer[:count])
+
+  used = jnp.any(block_tables.page_owner < share, axis=0)
+  pages_read = jnp.max(jnp.where(used, 1 + jnp.arange(pages), 0))
+  out = jax.lax.switch(
+    jnp.sum(pages_read > ends[:-1]),
+    [read(count) for count in range(1, 1 + len(layer))],
+  )
+  return unfold(out.reshape(-1, *out.shape[2:]))
+
+
+def _attend(q, positions, owner, start, order, segments):
+  """Attention of the S / D slots of a shard on its first p pages.
+
+  Args:
+    q: [S / D, K, G·Q, d].
+    positions: [S / D, Q].
+    owner: [p], as in `BlockTables`.
+    start: [p].
+    order: [p].
+    segments: keys and values of the p pages.
+  """
+  share = len(q)
+  by_segment = lambda x: jnp.split(x, np.cumsum(sizes)[:-1])
+  sizes = [len(keys) for keys, _ in segments]
+  owners, starts = by_segment(owner), by_segment(start)
+  keys, values = zip(*segments)
 
   def of_slots(reduce, parts):
     """Over the pages of each slot, in the order of its blocks."""
-    pages = jnp.concatenate(list(parts), axis=1)
-    run = lambda x, owner, order: reduce(x[order], owner[order], share)
-    return jax.vmap(run)(pages, owner, order)
+    return reduce(jnp.concatenate(parts)[order], owner[order], share)
 
-  scores, tops = where_used(_score_pages, (q, positions), starts, keys)
+  score = functools.partial(_score_pages, q, positions)
+  scores, tops = zip(*map(score, owners, starts, keys))
   top = of_slots(jax.ops.segment_max, tops)
-  totals, outs = where_used(_mix_pages, (top,), scores, values)
+  mix = functools.partial(_mix_pages, top)
+  totals, outs = zip(*map(mix, owners, scores, values))
   total = of_slots(jax.ops.segment_sum, totals)
   out = of_slots(jax.ops.segment_sum, outs)
-  out = out / jnp.where(total > 0, total, 1.0)[..., None]
-  return unfold(out.reshape(-1, *out.shape[2:]).astype(q.dtype))
+  return (out / jnp.where(total > 0, total, 1.0)[..., None]).astype(q.dtype)
 
 
 def _score_pages(q, positions, owner, start, keys):
