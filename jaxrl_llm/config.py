@@ -285,7 +285,14 @@ class Schedule(Group, path="schedule"):
   """Groups begun, as a multiple of prompts_per_step: in flight at a time with
   'first_groups', drawn per round with dynamic sampling."""
   max_staleness = Key(4, _SOME)
-  """Updates after which a response of 'first_groups' is waited for."""
+  """Most updates between the oldest and the newest tokens of a batch of
+  'first_groups'; what would grow older is waited for."""
+  lag = Key(0, Range(0, 16), resume=FIXED)
+  """Updates between the weights that write a batch and those that it trains:
+  sampler and learner work at the same time, best on meshes of their own. 0
+  writes each batch with the newest weights."""
+  overlap = Key(True)
+  """Whether they do so with a lag; False takes turns, with the same results."""
   max_rounds = Key(10, _SOME)
   """Rounds before dynamic sampling gives up a step."""
 

@@ -1,9 +1,10 @@
 """States as checkpoints: one walk that saves any of them and finds it again.
 
-A state is a frozen dataclass, or several by name. Its numbers and texts become
-metadata; a tree of arrays becomes an item of its own, named by the path of
-fields that leads to it, so that items can be read apart. A record of host
-arrays (`Rollout`, `Responses`) is an item too, and the metadata has its shapes.
+A state is a frozen dataclass, or several by name or in a tuple. Its numbers and
+texts, and tables of them, become metadata; a tree of arrays becomes an item of
+its own, named by the path of fields that leads to it, so that items can be read
+apart. A record of host arrays (`Rollout`, `Responses`) is an item too, and the
+metadata has its shapes.
 A new field of a state is thus written in one place, where it is declared.
 """
 
@@ -34,8 +35,11 @@ def to_items(
   trees, values = {}, {}
 
   def walk(path, value):
-    if isinstance(value, _SIMPLE):
+    if _is_plain(value):
       values[path] = value
+    elif _is_row(value):
+      for i, inner in enumerate(value):
+        walk(f"{path}.{i}", inner)
     elif _is_record(value):
       trees[path] = _as_dict(value)
       values[path] = jax.tree.map(
@@ -79,7 +83,10 @@ def targets(
           values[path],
           is_leaf=lambda x: set(x) == {"shape", "dtype"},
         )
-    elif isinstance(value, _SIMPLE):
+    elif _is_row(value):
+      for i, inner in enumerate(value):
+        walk(f"{path}.{i}", inner)
+    elif _is_plain(value):
       if path not in values or (value is None) != (values[path] is None):
         raise _other_parts(path)
     elif dataclasses.is_dataclass(value):
@@ -115,7 +122,9 @@ def from_items(
     if isinstance(value, type):
       tree = trees.get(path)
       return None if tree is None else _from_dict(value, jax.device_get(tree))
-    if isinstance(value, _SIMPLE):
+    if _is_row(value):
+      return tuple(build(f"{path}.{i}", x) for i, x in enumerate(value))
+    if _is_plain(value):
       return values[path]
     if dataclasses.is_dataclass(value):
       return dataclasses.replace(
@@ -129,6 +138,18 @@ def from_items(
     return jax.device_get(trees[path]) if on_host else trees[path]
 
   return {name: build(name, state) for name, state in abstract.items()}
+
+
+def _is_plain(value: Any) -> bool:
+  """Whether it is a number or text, or a table of them."""
+  if isinstance(value, dict):
+    return all(isinstance(x, _SIMPLE) for x in value.values())
+  return isinstance(value, _SIMPLE)
+
+
+def _is_row(value: Any) -> bool:
+  """Whether it is a tuple of states."""
+  return type(value) is tuple and all(map(dataclasses.is_dataclass, value))
 
 
 def _is_record(value: Any) -> bool:

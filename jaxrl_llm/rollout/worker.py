@@ -23,7 +23,7 @@ from jaxrl_llm.data.prompt_source import PromptSource, PromptSourceState
 from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.errors import TrainingStopped
 from jaxrl_llm.rewards.judge import Judged
-from jaxrl_llm.rollout.metrics import decoding_metrics
+from jaxrl_llm.rollout.metrics import decoding_metrics, rollout_metrics
 from jaxrl_llm.rollout.writer import ResponseWriter, Weights
 from jaxrl_llm.types import (
   Responses,
@@ -83,7 +83,8 @@ class RolloutSettings:
     dynamic_sampling: whether only groups with right and wrong responses count.
     window: most new tokens of a response in a step; 0 sets no bound. A batch
       is then every response that got new tokens, whether it has ended or not.
-    max_staleness: updates after which an unfinished response is waited for.
+    max_staleness: updates between the first token of a response and those that
+      it is trained with, at most.
     max_rounds: calls of the sampler before dynamic sampling gives up.
   """
 
@@ -96,24 +97,50 @@ class RolloutSettings:
   max_staleness: int = 1
   max_rounds: int = 1
 
+  def __post_init__(self):
+    if self.stop != "all" and self.patience < 1:
+      raise ValueError(
+        f"max_staleness={self.max_staleness} is too little for"
+        f" {self.in_flight} groups in flight of which {self.groups} are trained"
+        f" at a time: it must be {1 + self.max_staleness - self.patience} or"
+        " more"
+      )
+
+  @property
+  def patience(self) -> int:
+    """Updates after which an unfinished response is waited for.
+
+    So many groups may have to be waited for at a time that the last of them is
+    trained some updates later.
+    """
+    later = -(-self.in_flight // self.groups) - 2 + self.dynamic_sampling
+    return self.max_staleness - max(0, later)
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+  """Judged responses on their way to the learner."""
+
+  responses: Responses
+  version: int  # Of the weights that its newest tokens were written with.
+  metrics: dict[str, float]
+
 
 @dataclasses.dataclass(frozen=True)
 class Collected:
   """A batch, and the states after it."""
 
-  responses: Responses
+  batch: Batch
   state: RolloutState
   source_state: PromptSourceState
-  version: int  # Of the weights.
   judged: list[Judged]  # What was judged for it, a call each.
-  metrics: dict[str, float]
 
   @property
   def samples(self) -> list[metrics.Sample]:
     """A few of what was judged last, for a person."""
     if not self.judged:
       return []
-    rng = np.random.default_rng(self.version + 1)
+    rng = np.random.default_rng(self.batch.version + 1)
     rows = rng.permutation(len(self.judged[-1].texts))[:_SHOWN]
     return metrics.make_samples(self.judged[-1], rows)
 
@@ -178,9 +205,12 @@ class RolloutWorker:
     engine = self.writer.engine
     before = engine.stats
     collect = self._windows if self._settings.window else self._groups
-    batch = collect(state, source_state, weights, timer)
-    row = decoding_metrics(engine.stats - before) | batch.metrics
-    return dataclasses.replace(batch, metrics=row)
+    collected = collect(state, source_state, weights, timer)
+    batch = collected.batch
+    row = rollout_metrics(batch.responses)
+    row |= decoding_metrics(engine.stats - before) | batch.metrics
+    batch = dataclasses.replace(batch, metrics=row)
+    return dataclasses.replace(collected, batch=batch)
 
   def _groups(self, state, source_state, weights, timer) -> Collected:
     """Whole groups, the oldest first."""
@@ -226,7 +256,8 @@ class RolloutWorker:
       state = state.replace(store=_joined(rest.rollout, state.store))
       row |= {"rollout/tokens": float(tokens)}
       row |= _partial_metrics(batch.rollout, state.store, weights.version)
-    return Collected(batch, state, source_state, weights.version, seen, row)
+    batch = Batch(batch, weights.version, row)
+    return Collected(batch, state, source_state, seen)
 
   def _windows(self, state, source_state, weights, timer) -> Collected:
     """T-PPO's successive batching: every slot writes up to W more tokens.
@@ -260,7 +291,8 @@ class RolloutWorker:
     goes_on = take_rows(rollout, rollout.status == Status.TRUNCATED)
     waiting = take_rows(state.store, np.s_[room:])
     state = state.replace(store=_joined(goes_on, waiting))
-    return Collected(batch, state, source_state, weights.version, seen, {})
+    batch = Batch(batch, weights.version, {})
+    return Collected(batch, state, source_state, seen)
 
   def _begin(self, state, source_state, groups, timer):
     """Draws prompts, whose responses are in the store from then on."""
@@ -278,7 +310,7 @@ class RolloutWorker:
     over = ended(store)
     ready = int(sampling.complete(over, store.group).sum())
     unfinished = take_rows(store, ~over)
-    awaited = too_old(unfinished, weights.version, settings.max_staleness)
+    awaited = too_old(unfinished, weights.version, settings.patience)
     rule = STOPS[settings.stop].groups(missing - ready, awaited)
     with timer.phase("generate"):
       written = self.writer.write(unfinished, weights, rule=rule)

@@ -21,6 +21,7 @@ from jaxrl_llm.learner.optimizer import UpdateSettings
 from jaxrl_llm.learner.state import LearnerSettings
 from jaxrl_llm.models import hf
 from jaxrl_llm.rewards.judge import Judge
+from jaxrl_llm.rollout.pipeline import Pipeline
 from jaxrl_llm.rollout.worker import RolloutSettings, RolloutWorker, run_key
 from jaxrl_llm.rollout.writer import ResponseWriter
 from jaxrl_llm.sampling import Engine, SamplingSettings
@@ -60,6 +61,7 @@ def make_run(config: Any) -> Run:
     config=config,
     source=source,
     worker=make_worker(config, engine, source, judge),
+    pipeline=_make_pipeline(config),
     learner=learner,
     transfer=sampler.make_transfer(policy_fns, shapes, both),
     parity_check=sampler.make_parity_check(config, policy_fns, both),
@@ -142,17 +144,30 @@ def make_worker(
 ) -> RolloutWorker:
   """The worker that writes the batches of training."""
   schedule = config.schedule
-  settings = RolloutSettings(
-    groups=config.data.prompts_per_step,
-    group_size=config.data.group_size,
-    in_flight=sampler.groups_in_flight(config),
-    stop=schedule.stop,
-    dynamic_sampling=schedule.dynamic_sampling,
-    window=schedule.window,
-    max_staleness=schedule.max_staleness,
-    max_rounds=schedule.max_rounds if schedule.dynamic_sampling else 1,
-  )
+  try:
+    settings = RolloutSettings(
+      groups=config.data.prompts_per_step,
+      group_size=config.data.group_size,
+      in_flight=sampler.groups_in_flight(config),
+      stop=schedule.stop,
+      dynamic_sampling=schedule.dynamic_sampling,
+      window=schedule.window,
+      max_staleness=schedule.max_staleness,
+      max_rounds=schedule.max_rounds if schedule.dynamic_sampling else 1,
+    )
+  except ValueError as error:
+    raise InputError(f"config.schedule: {error}") from error
   return _worker(config, engine, source, judge, settings, ROLLOUTS)
+
+
+def _make_pipeline(config) -> Pipeline:
+  schedule = config.schedule
+  partial = schedule.stop != "all" and not schedule.window
+  return Pipeline(
+    lag=schedule.lag,
+    overlap=schedule.overlap,
+    max_staleness=schedule.max_staleness if partial else 0,
+  )
 
 
 def _worker(config, engine, source, judge, settings, stream) -> RolloutWorker:

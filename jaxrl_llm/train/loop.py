@@ -18,6 +18,8 @@ iteration is
 
 Three owners do them: a source of prompts 1, a rollout worker 2 and 3, a learner
 4 to 7. The loop moves records between them; each has a state that is a value.
+With `schedule.lag` the worker is some batches ahead of the learner, and both
+work at the same time.
 Other methods are other choices of the same steps. For the worker T-PPO writes a
 window of every response, DAPO draws until groups are mixed, APRIL takes the
 groups that end first. For the learner an algorithm holds the mathematics; a
@@ -45,8 +47,14 @@ from jaxrl_llm.evaluate import Evaluator
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.state import LearnerState
 from jaxrl_llm.rewards.judge import Judge
-from jaxrl_llm.rollout.metrics import rollout_metrics
-from jaxrl_llm.rollout.worker import RolloutState, RolloutWorker, Weights
+from jaxrl_llm.rollout.pipeline import Pipeline
+from jaxrl_llm.rollout.worker import (
+  Batch,
+  Collected,
+  RolloutState,
+  RolloutWorker,
+  Weights,
+)
 from jaxrl_llm.train import speed
 from jaxrl_llm.train.value_pretraining import ValuePretraining
 
@@ -58,6 +66,7 @@ class Run:
   config: Any
   source: PromptSource
   worker: RolloutWorker
+  pipeline: Pipeline  # Of the worker's batches to the learner.
   learner: Learner
   transfer: sync.WeightTransfer  # Of the policy's parameters to the sampler.
   # (params, sampler weights) -> how far their log-probs differ.
@@ -75,6 +84,7 @@ class States(NamedTuple):
   source: PromptSourceState
   rollout: RolloutState
   learner: LearnerState
+  batches: tuple[Batch, ...] = ()  # Written, and not trained on: the lag's.
 
   @property
   def step(self) -> int:
@@ -216,22 +226,41 @@ def iterate(
 ) -> tuple[States, sync.VersionedWeights, dict[str, float]]:
   """One iteration: the states after it, new weights, and the step's metrics."""
   sync.check_version(weights, states.step)
-  # 1. Draw prompts, 2. generate, 3. reward what ended.
-  collected = run.worker.collect(
-    states.rollout, states.source, _sampled_with(states, weights), timer
+  sampled_with = _sampled_with(states, weights)
+
+  # 1. Draw prompts, 2. generate, 3. reward what ended: of a batch that is
+  # trained on now, or `schedule.lag` updates later.
+  def collect(rollout: RolloutState, source: PromptSourceState) -> Collected:
+    new = run.worker.collect(rollout, source, sampled_with, timer)
+    source = run.source.observe(new.source_state, new.batch.responses)
+    return dataclasses.replace(new, source_state=source)
+
+  with run.pipeline.writing(
+    collect,
+    states.rollout,
+    states.source,
+    version=states.step,
+    ready=len(states.batches),
+  ) as written:
+    with timer.phase("wait"):
+      batch = states.batches[0] if states.batches else written[0].result().batch
+    run.pipeline.check(batch, states.step)
+    # 4. Score, 5. estimate, 6. pack, 7. update.
+    learner, row = run.learner.update(states.learner, batch.responses, timer)
+    with timer.phase("wait"):
+      collected = [future.result() for future in written]
+  row = batch.metrics | row
+  states = States(
+    source=collected[-1].source_state,
+    rollout=collected[-1].state,
+    learner=learner,
+    batches=(*states.batches, *(new.batch for new in collected))[1:],
   )
-  responses = collected.responses
-  row = rollout_metrics(responses) | collected.metrics
-  source = run.source.observe(collected.source_state, responses)
-  # 4. Score, 5. estimate, 6. pack, 7. update.
-  learner, new = run.learner.update(states.learner, responses, timer)
-  states = States(source=source, rollout=collected.state, learner=learner)
   # 8. Sync: the sampler gets the new weights.
   with timer.phase("sync"):
     weights = run.transfer.send(
       learner.policy.params, learner.step, replaces=weights
     )
-  row |= new
   every = run.config.sampler.parity_check_every
   if every and states.step % every == 0:
     with timer.phase("sync"):
@@ -239,10 +268,12 @@ def iterate(
   # 9. Log.
   every = run.config.run.samples_every
   due = every and states.step % every == 0
-  samples = collected.news + (collected.samples if due else [])
+  samples = [sample for new in collected for sample in new.news]
+  samples += collected[-1].samples if due else []
   if samples:
     logger.samples(states.step, samples)
-  stop_unjudged(run, states.step, responses.judged[responses.ended])
+  judged = batch.responses.judged[batch.responses.ended]
+  stop_unjudged(run, states.step, judged)
   return states, weights, row
 
 
@@ -312,7 +343,10 @@ def restore(
   """
   values = saver.restore_meta(step)["states"]
   abstract = States(
-    run.source.init(), run.worker.abstract(), run.learner.abstract()
+    run.source.init(),
+    run.worker.abstract(),
+    run.learner.abstract(),
+    run.pipeline.abstract(),
   )._asdict()
   trees = saver.restore(step, checkpoint.targets(abstract, values))
   states = States(**checkpoint.from_items(abstract, trees, values))

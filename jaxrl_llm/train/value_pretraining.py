@@ -73,8 +73,9 @@ class ValuePretraining:
         logger.phase(f"value pretraining {number}/{self.steps}")
         collected = self.worker.collect(rollouts, prompts, weights, timer)
         rollouts, prompts = collected.state, collected.source_state
+        responses = collected.batch.responses
         rng = np.random.default_rng((self.seed[0], number, self.seed[1]))
-        batch = self.learner.measure_critic(state, collected.responses, rng)
+        batch = self.learner.measure_critic(state, responses, rng)
         explained = learner_metrics.explained_variance(batch.experience)
         waited += 1
         if explained > best + self.min_delta:
@@ -85,7 +86,7 @@ class ValuePretraining:
         last = number == self.steps or waited >= self.patience
         row = {
           _EXPLAINED: explained,
-          "reward/accuracy": float(collected.responses.correct.mean()),
+          "reward/accuracy": float(responses.correct.mean()),
         }
         if not (last or stopped.signal):
           state, new = self.learner.update_critic(state, batch, rng)

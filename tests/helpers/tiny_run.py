@@ -164,6 +164,7 @@ def with_config(run: build.Run, **changes) -> build.Run:
     worker=build.make_worker(
       config, run.worker.writer.engine, run.source, run.judge
     ),
+    pipeline=made.pipeline,
     learner=learner,
     pretraining=pretraining,
     critic_params=made.critic_params,

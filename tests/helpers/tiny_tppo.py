@@ -113,7 +113,7 @@ def recording(run, log):
 
   def collect(*arguments):
     collected = run.worker.collect(*arguments)
-    log.collected.append(jax.tree.map(np.array, collected.responses))
+    log.collected.append(jax.tree.map(np.array, collected.batch.responses))
     return collected
 
   run.learner._experience = experience

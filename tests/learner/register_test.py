@@ -126,7 +126,7 @@ class TestRegister:
     collected = run.worker.collect(
       states.rollout, states.source, Weights(weights.params, 0), timer
     )
-    responses = collected.responses
+    responses = collected.batch.responses
     learner, row = run.learner.update(states.learner, responses, timer)
     # Every token has its response's reward, at a ratio of 1.
     lengths, mask = responses.rollout.lengths, responses.rollout.mask

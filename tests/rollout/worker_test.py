@@ -191,7 +191,7 @@ def waiting_ids(run):
 class TestWholeGroups:
   def test_go_on_where_the_last_ones_ended(self):
     run = Run(source=Source(with_gaps(3)))
-    drawn = [run.collect().responses.rollout for _ in range(2)]
+    drawn = [run.collect().batch.responses.rollout for _ in range(2)]
     assert np.unique(drawn[0].example_id).tolist() == [1, 2]
     assert np.unique(drawn[1].example_id).tolist() == [4, 5]
     assert np.unique(drawn[1].group_id).tolist() == [2, 3]
@@ -214,7 +214,7 @@ class TestMembers:
     assert waiting_ids(run) == [14, 15] and run.state.samples == 16
     assert run.source_state == PromptSourceState(position=4, drawn=4)
     # No slot is free, so nothing new begins.
-    assert ids_of(run.collect().responses) == [6, 7, *range(8, 14)]
+    assert ids_of(run.collect().batch.responses) == [6, 7, *range(8, 14)]
     assert run.state.samples == 16 and waiting_ids(run) == [14, 15]
 
   def test_a_group_that_waits_is_completed_first(self):
@@ -223,7 +223,7 @@ class TestMembers:
     run.collect(), run.collect()
     # The two that waited take the two slots: nobody is drawn for them.
     assert waiting_ids(run) == [14, 15]
-    third = run.collect().responses.rollout
+    third = run.collect().batch.responses.rollout
     assert ids_of(third) == list(range(8, 16)) and waiting_ids(run) == []
     assert run.source_state.drawn == 4
     assert third.group_id.tolist() == [2] * 4 + [3] * 4
@@ -239,7 +239,7 @@ class TestMembers:
     )
     room, order, owners = 2 * group_size, [], {}
     for _ in range(20):
-      batch = run.collect().responses.rollout
+      batch = run.collect().batch.responses.rollout
       assert len(batch.lengths) == room
       fresh = batch.window_start == 0
       order += batch.sample_id[fresh].tolist()
@@ -260,7 +260,7 @@ class TestMembers:
     run = Run(window=2)
     for _ in range(6):
       before = len(run.pool.seen)
-      batch = run.collect().responses
+      batch = run.collect().batch.responses
       over = batch.ended
       seen = run.pool.seen[before:]
       examples = batch.rollout.example_id[over].tolist()
@@ -325,7 +325,7 @@ class TestDrawnTwice:
     run = Run(source=source, **self.SETTINGS[name])
     owners, examples = {}, set()
     for _ in range(5):
-      rollout = run.collect().responses.rollout
+      rollout = run.collect().batch.responses.rollout
       examples |= set(rollout.example_id.tolist())
       for group in np.unique(rollout.group):
         (draw,) = set(rollout.group_id[rollout.group == group].tolist())
@@ -349,9 +349,9 @@ class TestDrawnTwice:
       max_rounds=9,
     )
     collected = run.collect()
-    assert np.unique(collected.responses.rollout.group_id).tolist() == [2, 3]
-    assert collected.metrics["rollout/rounds"] == 2
-    assert collected.metrics["rollout/mixed_fraction"] == 0.5
+    assert np.unique(collected.batch.responses.rollout.group_id).tolist() == [2, 3]
+    assert collected.batch.metrics["rollout/rounds"] == 2
+    assert collected.batch.metrics["rollout/mixed_fraction"] == 0.5
 
 
 class TestDynamicSampling:
@@ -367,7 +367,7 @@ class TestDynamicSampling:
     run = Run(
       right=lambda i: i < 4 or i % 2 == 0, dynamic_sampling=True, max_rounds=3
     )
-    row = run.collect().metrics
+    row = run.collect().batch.metrics
     assert row["rollout/rounds"] == 2
     assert row["rollout/tokens"] == sum(map(length_of, range(16)))
 

@@ -33,7 +33,7 @@ def test_sampler_and_trainer_agree_on_every_token(run):
       Weights(weights.params, weights.version),
       metrics.PhaseTimer(),
     )
-  rollout, learner = collected.responses.rollout, run.learner
+  rollout, learner = collected.batch.responses.rollout, run.learner
   assert len(rollout.lengths) == 64
   batches = packing.mini_batches(
     rollout,

@@ -60,9 +60,9 @@ class TestMixedGroups:
 
   def test_gives_so_many_groups_and_all_mixed(self, run):
     collected = self.collect(run, lambda text: len(text) % 5 == 0)
-    responses = collected.responses
+    responses = collected.batch.responses
     group = responses.rollout.group
-    rounds = collected.metrics["rollout/rounds"]
+    rounds = collected.batch.metrics["rollout/rounds"]
     np.testing.assert_array_equal(np.bincount(group), [GROUP] * 8)
     right = np.bincount(group, responses.correct)
     assert (right > 0).all() and (right < GROUP).all()
@@ -90,7 +90,7 @@ class TestMixedGroups:
   def test_the_surplus_is_dropped(self, run):
     right = lambda text: len(text) % 2 == 0
     collected = self.collect(run, right, schedule__over_provision=3)
-    assert collected.metrics["rollout/rounds"] == 1
+    assert collected.batch.metrics["rollout/rounds"] == 1
     assert collected.source_state.position == 24
     assert collected.state.samples == 96 and collected.state.store is None
     # All that was drawn, in the order of the source.
@@ -98,12 +98,12 @@ class TestMixedGroups:
     drawn = collect(everything).responses
     rows = np.flatnonzero(mixed(drawn))
     assert rows.size > 8 * GROUP
-    assert collected.metrics["rollout/mixed_fraction"] == rows.size / 96
+    assert collected.batch.metrics["rollout/mixed_fraction"] == rows.size / 96
     first = types.take_rows(drawn, rows[: 8 * GROUP])
     np.testing.assert_array_equal(
-      collected.responses.rollout.sample_id, first.rollout.sample_id
+      collected.batch.responses.rollout.sample_id, first.rollout.sample_id
     )
-    np.testing.assert_array_equal(collected.responses.rewards, first.rewards)
+    np.testing.assert_array_equal(collected.batch.responses.rewards, first.rewards)
 
   @pytest.mark.parametrize("right", [True, False])
   def test_gives_up_with_the_numbers(self, run, right):

@@ -1,0 +1,138 @@
+"""A worker that is ahead: late by the lag, exact, and the same in turns."""
+
+import threading
+
+import chex
+import jax
+import numpy as np
+import pytest
+from helpers import tiny_run
+from helpers.tiny_run import with_config
+from helpers.tiny_tppo import record, saved
+
+from jaxrl_llm.rollout.pipeline import Pipeline, admit
+from jaxrl_llm.train import build
+from jaxrl_llm.types import ended, take_rows
+
+STEPS = 6
+NO_CRITIC = {"estimator__name": "group"}
+METHODS = {
+  "critic": {},
+  "group": NO_CRITIC,
+  "windows": {"schedule__window": 3},
+  "first_groups": NO_CRITIC
+  | {
+    "schedule__stop": "first_groups",
+    "schedule__over_provision": 2.0,
+    "schedule__max_staleness": 2,
+    "sampler__max_response_length": 40,
+  },
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+  return tiny_run.write_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module", params=list(METHODS))
+def run(model, request):
+  settings = {"value__pretrain_steps": 0, "run__samples_every": 0}
+  settings |= METHODS[request.param]
+  return build.make_run(tiny_run.make_config(model, **settings))
+
+
+def trained(step):
+  """What the policy learned from, without what waited for the critic."""
+  rollout = step.estimated[0].rollout
+  return take_rows(rollout, rollout.window_start < rollout.lengths)
+
+
+def ended_ids(rollout):
+  return rollout.sample_id[ended(rollout)].tolist()
+
+
+def assert_same(mine, his):
+  for step, other in zip(mine, his, strict=True):
+    chex.assert_trees_all_equal(trained(step), trained(other))
+    assert step.row == other.row
+
+
+@pytest.mark.parametrize(
+  "version, accepted, running, admitted",
+  [(0, 0, 0, 12), (1, 6, 5, 5), (3, 24, 0, 0), (0, 20, 0, 0)],
+)
+def test_admit(version, accepted, running, admitted):
+  assert admit(version, accepted, running, batch=4, lag=2) == admitted
+
+
+@pytest.mark.parametrize("lag", [1, 4])
+class TestLag:
+  def test_in_a_thread_as_in_turns_and_after_a_resume(self, run, lag, tmp_path):
+    late = with_config(run, schedule__lag=lag)
+    whole, (states, _) = record(late, STEPS)
+    turns = with_config(run, schedule__lag=lag, schedule__overlap=False)
+    others, (again, _) = record(turns, STEPS)
+    assert_same(whole, others)
+    chex.assert_trees_all_equal(*map(jax.device_get, (states, again)))
+    steps, halfway = record(late, 2)
+    assert len(halfway[0].batches) == lag
+    rest, _ = record(late, STEPS - 2, saved(late, halfway[0], tmp_path))
+    assert_same(steps + rest, whole)
+
+  def test_every_batch_is_as_late_as_it_says(self, run, lag):
+    steps, _ = record(with_config(run, schedule__lag=lag), STEPS)
+    longest = 2 if run.config.schedule.stop == "first_groups" else 0
+    for version, step in enumerate(steps):
+      rollout = trained(step)
+      new = np.arange(rollout.mask.shape[1]) >= rollout.window_start[:, None]
+      age = version - rollout.version[rollout.mask & new]
+      assert min(version, lag) <= age.min()
+      assert age.max() <= min(version, lag) + longest
+
+  def test_no_response_is_lost_or_trained_twice(self, run, lag):
+    late = with_config(run, schedule__lag=lag)
+    steps, (states, _) = record(late, STEPS)
+    ids = [ended_ids(trained(step)) for step in steps]
+    ids += [ended_ids(batch.responses.rollout) for batch in states.batches]
+    store = states.rollout.store
+    ids.append([] if store is None else store.sample_id.tolist())
+    assert sorted(sum(ids, [])) == list(range(states.rollout.samples))
+
+
+class TestFailure:
+  @pytest.mark.parametrize("overlap", [True, False])
+  def test_of_the_worker_comes_out_of_the_loop(self, overlap):
+    pipeline = Pipeline(lag=1, overlap=overlap, max_staleness=0)
+
+    def collect(state, source_state):
+      raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space left"):
+      with pipeline.writing(collect, None, None, version=0, ready=0) as written:
+        written[0].result()
+
+  def test_of_the_learner_leaves_nobody_at_work(self):
+    pipeline = Pipeline(lag=2, overlap=True, max_staleness=0)
+    begun, go_on, done = threading.Event(), threading.Event(), []
+
+    def collect(state, source_state):
+      begun.set()
+      go_on.wait()
+      done.append(state)
+
+    with pytest.raises(ValueError, match="not finite"):
+      with pipeline.writing(collect, None, None, version=0, ready=0):
+        begun.wait()
+        go_on.set()
+        raise ValueError("not finite")
+    assert len(done) <= 1  # What had not begun never does.
+
+  def test_a_batch_of_other_weights(self, run):
+    late = with_config(run, schedule__lag=1)
+    steps, (states, _) = record(late, 2)
+    batch = states.batches[0]
+    late.pipeline.check(batch, 2)
+    for wrong in (1, 3):
+      with pytest.raises(RuntimeError, match=f"version {wrong} were to be"):
+        late.pipeline.check(batch, wrong)
