@@ -375,8 +375,8 @@ class OffPolicy(Group, path="off_policy"):
   """Of 'ewma'; the center of mass is 1 / (1 - decay) - 1 updates."""
   correction = Key("auto", Names("learner.choices:CORRECTIONS", "auto"))
   """Weight proximal/behaviour: 'truncate' (TIS) or 'mask' (IcePop, MIS). 'auto'
-  is 'truncate' where a batch has tokens of older versions ('first_groups') or
-  the proximal policy is an average ('ewma')."""
+  is 'truncate' where a batch has tokens of older versions ('first_groups', a
+  lag) or the proximal policy is an average ('ewma')."""
   level = Key("token", Names("losses.offpolicy:LEVELS"))
   """Its ratio: of a token, of the sequence or its geometric mean."""
   high = Key(None, Range(1.0))

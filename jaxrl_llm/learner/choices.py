@@ -163,7 +163,9 @@ def correction_of(config: Any) -> tuple[str, float]:
   """The off-policy correction that a config asks for, and its upper bound."""
   settings = config.off_policy
   averaged = settings.proximal == "ewma"
-  stale = config.schedule.stop != "all"  # Responses go on in later steps.
+  schedule = config.schedule
+  # Responses go on in later steps, or are trained then.
+  stale = schedule.stop != "all" or schedule.lag > 0
   name = settings.correction
   if name == "auto":
     # With the sampler's log-probs as proximal ones the ratio corrects already.

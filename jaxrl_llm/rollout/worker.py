@@ -117,7 +117,7 @@ class RolloutSettings:
     return self.max_staleness - max(0, later)
 
 
-@dataclasses.dataclass(frozen=True)
+@chex.dataclass(frozen=True)
 class Batch:
   """Judged responses on their way to the learner."""
 
@@ -256,7 +256,7 @@ class RolloutWorker:
       state = state.replace(store=_joined(rest.rollout, state.store))
       row |= {"rollout/tokens": float(tokens)}
       row |= _partial_metrics(batch.rollout, state.store, weights.version)
-    batch = Batch(batch, weights.version, row)
+    batch = Batch(responses=batch, version=weights.version, metrics=row)
     return Collected(batch, state, source_state, seen)
 
   def _windows(self, state, source_state, weights, timer) -> Collected:
@@ -291,7 +291,7 @@ class RolloutWorker:
     goes_on = take_rows(rollout, rollout.status == Status.TRUNCATED)
     waiting = take_rows(state.store, np.s_[room:])
     state = state.replace(store=_joined(goes_on, waiting))
-    batch = Batch(batch, weights.version, {})
+    batch = Batch(responses=batch, version=weights.version, metrics={})
     return Collected(batch, state, source_state, seen)
 
   def _begin(self, state, source_state, groups, timer):

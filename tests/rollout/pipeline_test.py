@@ -66,38 +66,60 @@ def test_admit(version, accepted, running, admitted):
   assert admit(version, accepted, running, batch=4, lag=2) == admitted
 
 
-@pytest.mark.parametrize("lag", [1, 4])
-class TestLag:
-  def test_in_a_thread_as_in_turns_and_after_a_resume(self, run, lag, tmp_path):
-    late = with_config(run, schedule__lag=lag)
-    whole, (states, _) = record(late, STEPS)
-    turns = with_config(run, schedule__lag=lag, schedule__overlap=False)
-    others, (again, _) = record(turns, STEPS)
-    assert_same(whole, others)
-    chex.assert_trees_all_equal(*map(jax.device_get, (states, again)))
-    steps, halfway = record(late, 2)
-    assert len(halfway[0].batches) == lag
-    rest, _ = record(late, STEPS - 2, saved(late, halfway[0], tmp_path))
-    assert_same(steps + rest, whole)
+@pytest.fixture(scope="module", params=[1, 4])
+def lag(request):
+  return request.param
 
-  def test_every_batch_is_as_late_as_it_says(self, run, lag):
-    steps, _ = record(with_config(run, schedule__lag=lag), STEPS)
+
+@pytest.fixture(scope="module")
+def late(run, lag):
+  return with_config(run, schedule__lag=lag)
+
+
+@pytest.fixture(scope="module")
+def whole(late):
+  """Its steps, and the states after them."""
+  steps, (states, _) = record(late, STEPS)
+  return steps, states
+
+
+class TestLag:
+  def test_in_turns_it_is_the_same(self, run, lag, whole):
+    turns = with_config(run, schedule__lag=lag, schedule__overlap=False)
+    steps, (states, _) = record(turns, STEPS)
+    assert_same(steps, whole[0])
+    chex.assert_trees_all_equal(*map(jax.device_get, (states, whole[1])))
+
+  def test_after_a_resume_it_is_the_same(self, late, lag, whole, tmp_path):
+    steps, (states, _) = record(late, 2)
+    assert len(states.batches) == lag
+    rest, _ = record(late, STEPS - 2, saved(late, states, tmp_path))
+    assert_same(steps + rest, whole[0])
+
+  def test_every_batch_is_as_late_as_it_says(self, run, lag, whole):
     longest = 2 if run.config.schedule.stop == "first_groups" else 0
-    for version, step in enumerate(steps):
+    for version, step in enumerate(whole[0]):
       rollout = trained(step)
       new = np.arange(rollout.mask.shape[1]) >= rollout.window_start[:, None]
       age = version - rollout.version[rollout.mask & new]
       assert min(version, lag) <= age.min()
       assert age.max() <= min(version, lag) + longest
 
-  def test_no_response_is_lost_or_trained_twice(self, run, lag):
-    late = with_config(run, schedule__lag=lag)
-    steps, (states, _) = record(late, STEPS)
+  def test_no_response_is_lost_or_trained_twice(self, whole):
+    steps, states = whole
     ids = [ended_ids(trained(step)) for step in steps]
     ids += [ended_ids(batch.responses.rollout) for batch in states.batches]
     store = states.rollout.store
     ids.append([] if store is None else store.sample_id.tolist())
     assert sorted(sum(ids, [])) == list(range(states.rollout.samples))
+
+  def test_a_batch_of_other_weights_is_refused(self, late, lag, whole):
+    _, states = whole
+    batch = states.batches[0]
+    late.pipeline.check(batch, STEPS)
+    for wrong in (STEPS - 1, STEPS + 1):
+      with pytest.raises(RuntimeError, match=f"version {wrong} were to be"):
+        late.pipeline.check(batch, wrong)
 
 
 class TestFailure:
@@ -127,12 +149,3 @@ class TestFailure:
         go_on.set()
         raise ValueError("not finite")
     assert len(done) <= 1  # What had not begun never does.
-
-  def test_a_batch_of_other_weights(self, run):
-    late = with_config(run, schedule__lag=1)
-    steps, (states, _) = record(late, 2)
-    batch = states.batches[0]
-    late.pipeline.check(batch, 2)
-    for wrong in (1, 3):
-      with pytest.raises(RuntimeError, match=f"version {wrong} were to be"):
-        late.pipeline.check(batch, wrong)
