@@ -98,7 +98,7 @@ class RolloutSettings:
   max_rounds: int = 1
 
   def __post_init__(self):
-    if self.stop != "all" and self.patience < 1:
+    if self.stop != "all" and not self.window and self.patience < 1:
       raise ValueError(
         f"max_staleness={self.max_staleness} is too little for"
         f" {self.in_flight} groups in flight of which {self.groups} are trained"

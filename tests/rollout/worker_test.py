@@ -206,11 +206,11 @@ class TestMembers:
     ends = [1] * 6 + [6, 6] + [6] * 100  # The first six end at once.
     run = Run(window=1, lengths=ends.__getitem__)
     first = run.collect()
-    assert ids_of(first.responses) == list(range(8))
+    assert ids_of(first.batch.responses) == list(range(8))
     assert ids_of(run.state.store) == [6, 7] and waiting_ids(run) == []
     # Six slots are free, for a group and a half: the last two wait.
     second = run.collect()
-    assert ids_of(second.responses) == [6, 7, *range(8, 14)]
+    assert ids_of(second.batch.responses) == [6, 7, *range(8, 14)]
     assert waiting_ids(run) == [14, 15] and run.state.samples == 16
     assert run.source_state == PromptSourceState(position=4, drawn=4)
     # No slot is free, so nothing new begins.
@@ -285,6 +285,7 @@ class TestState:
         "stop": "first_groups",
         "dynamic_sampling": True,
         "in_flight": 4,
+        "max_staleness": 2,
         "max_rounds": 9,
       },
     ],
@@ -297,9 +298,9 @@ class TestState:
     for _ in range(8):
       runs[1].renew()
       one, other = (run.collect() for run in runs)
-      chex.assert_trees_all_equal(one.responses, other.responses)
+      chex.assert_trees_all_equal(one.batch, other.batch)
       chex.assert_trees_all_equal(one.state.store, other.state.store)
-      assert one.samples == other.samples and one.metrics == other.metrics
+      assert one.samples == other.samples
     assert runs[0].pool.seen == runs[1].pool.seen
 
 
@@ -315,6 +316,7 @@ class TestDrawnTwice:
       "stop": "first_groups",
       "dynamic_sampling": True,
       "in_flight": 4,
+      "max_staleness": 2,
       "max_rounds": 9,
     },
   }
@@ -380,6 +382,7 @@ class TestDynamicSampling:
         dynamic_sampling=True,
         in_flight=4,
         max_rounds=3,
+        max_staleness=2,
         lengths=lambda i: 2,
       )
       run.collect()
@@ -388,7 +391,7 @@ class TestDynamicSampling:
       second = run.collect()
       # The oldest first: who waited is in the next batch.
       expected = range(8, 16) if stop == "first_groups" else range(16, 24)
-      assert ids_of(second.responses) == list(expected)
+      assert ids_of(second.batch.responses) == list(expected)
       assert len(run.pool.seen) > judged
     assert batches == {"all": [], "first_groups": list(range(8, 16))}
 

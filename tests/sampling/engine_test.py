@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import scripted, tiny
+from helpers import configs, scripted, tiny
 from helpers.tiny_engine import (
   COMPILED,
   IDS,
@@ -335,6 +335,22 @@ class TestCompilation:
       generate(ids=ids)
     assert buckets.slot_buckets(8, 1) == [8]
     assert own._cache.programs.decode._cache_size() == 1
+
+  def test_a_long_tail_compiles_nothing_after_the_first(self):
+    own = scripted.make_engine(slots=64, page_size=8)
+    sizes = buckets.slot_buckets(64, 1)
+    rng = np.random.default_rng(0)
+    for seed in range(3):  # Most are short, and a few fill the pages.
+      totals = np.minimum(2 + rng.geometric(0.15, 200), 50)
+      scripted.generate([scripted.prompt(n, seed) for n in totals], own)
+      assert {call.slots for call in own.trace} == set(sizes)
+      assert own._cache.programs.decode._cache_size() == len(sizes)
+
+  def test_the_32b_preset_decodes_by_two_programs(self):
+    config = configs.load("vapo", "qwen2.5-32b")
+    assert config.mesh.data == -1 and not config.sampler.drafter
+    sizes = buckets.slot_buckets(config.sampler.slots, config.mesh.fsdp)
+    assert sizes == [1024, 256]
 
   def test_lowers_at_the_largest_shapes_without_running(self):
     shapes = jax.eval_shape(params)
