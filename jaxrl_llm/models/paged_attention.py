@@ -11,7 +11,7 @@ from jaxrl_llm.models.attention import MASKED, fold_heads
 from jaxrl_llm.models.kv_cache import BlockTables, page_and_offset
 
 # A layer's pages are in several arrays, so that only the first of them need be
-# read while those hold all pages in use: of k / 16 of the pages for each k here.
+# read while those hold all pages in use: k / 16 of the pages for each k here.
 _PREFIXES = (1, 2, 3, 4, 6, 8, 12, 16)
 _MIN_SEGMENT = 32  # Pages.
 

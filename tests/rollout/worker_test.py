@@ -351,7 +351,8 @@ class TestDrawnTwice:
       max_rounds=9,
     )
     collected = run.collect()
-    assert np.unique(collected.batch.responses.rollout.group_id).tolist() == [2, 3]
+    group_ids = collected.batch.responses.rollout.group_id
+    assert np.unique(group_ids).tolist() == [2, 3]
     assert collected.batch.metrics["rollout/rounds"] == 2
     assert collected.batch.metrics["rollout/mixed_fraction"] == 0.5
 

@@ -103,7 +103,9 @@ class TestMixedGroups:
     np.testing.assert_array_equal(
       collected.batch.responses.rollout.sample_id, first.rollout.sample_id
     )
-    np.testing.assert_array_equal(collected.batch.responses.rewards, first.rewards)
+    np.testing.assert_array_equal(
+      collected.batch.responses.rewards, first.rewards
+    )
 
   @pytest.mark.parametrize("right", [True, False])
   def test_gives_up_with_the_numbers(self, run, right):
