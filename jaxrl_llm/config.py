@@ -234,6 +234,24 @@ class Mesh(Group, path="mesh"):
   """Devices that share each matrix."""
 
 
+class Environment(Group, path="environment"):
+  """Who answers a model that speaks in turns; a stop token ends a turn."""
+
+  name = Key("", Names("rollout.environments:ENVIRONMENTS"), resume=FIXED)
+  """'calculator' answers '7+5=' (sampler.stop=('=',)), 'guessing_game' is
+  played; '' is nobody."""
+  settings = Key({}, resume=FIXED)
+  """Of the environment."""
+  max_turns = Key(16, _SOME)
+  """Of the model; a response that needs more is overlong."""
+  max_observation_tokens = Key(64, _SOME)
+  """Of one answer; what is longer is cut."""
+  workers = Key(0, Range(0, 256))
+  """Processes that environments run in; 0 runs them inline."""
+  deadline_s = Key(10.0, Range(1e-3))
+  """Seconds that an answer may take in a worker."""
+
+
 class Sampler(Group, path="sampler"):
   """How responses are written."""
 

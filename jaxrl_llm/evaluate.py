@@ -140,8 +140,13 @@ class Evaluator:
     writer, samples = self.writer, self.writer.group_size
     ids = np.arange(len(self.prompts) * samples).reshape(-1, samples)
     start = time.perf_counter()
-    rollout = writer.write(writer.begin(self.prompts, ids), Weights(params))
+    conversations = writer.conversations(self.prompts, ids)
+    rollout = writer.write(
+      writer.begin(self.prompts, ids),
+      Weights(params),
+      conversations=conversations,
+    )
     seconds = time.perf_counter() - start
     asked = [prompt for prompt in self.prompts for _ in range(samples)]
-    judged = writer.judge(rollout, asked)
+    judged = writer.judge(rollout, asked, conversations)
     return Evaluation(self.name, samples, judged, seconds)

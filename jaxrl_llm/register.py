@@ -15,7 +15,7 @@ from jaxrl_llm import losses, rewards
 from jaxrl_llm.data import prompt_source as prompts
 from jaxrl_llm.data import sources
 from jaxrl_llm.learner import choices, methods
-from jaxrl_llm.rollout import worker
+from jaxrl_llm.rollout import environments, worker
 
 
 def _add(table: dict, key: str, name: str, value: Any) -> None:
@@ -77,6 +77,18 @@ def prompt_source(name: str, make: Callable[..., prompts.PromptSource]) -> None:
 def schedule(name: str, stop: worker.Stop) -> None:
   """Makes `schedule.stop=NAME` choose when a call of the sampler stops."""
   _add(worker.STOPS, "schedule.stop", name, stop)
+
+
+def environment(
+  name: str, make: Callable[..., environments.Environment]
+) -> None:
+  """Makes `environment.name=NAME` choose who answers the model's turns.
+
+  Args:
+    name: new name.
+    make: (**environment.settings) -> an environment, such as a class.
+  """
+  _add(environments.ENVIRONMENTS, "environment.name", name, make)
 
 
 def estimator(name: str, fn: Callable[..., jax.Array]) -> None:

@@ -4,7 +4,7 @@ import importlib.util
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.adapters import Trl, Verl, load_function
-from jaxrl_llm.rewards.exact import chain_sum, exact_line
+from jaxrl_llm.rewards.exact import chain_sum, environment, exact_line
 from jaxrl_llm.rewards.math import gold_answer, math_verify, numeric
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.verdict import Grading, RewardFn, Verdict
@@ -15,6 +15,7 @@ REWARDS: dict[str, RewardFn] = {
   "exact_line": exact_line,
   "numeric": numeric,
   "math_verify": math_verify,
+  "environment": environment,
   "verl": Verl,
   "trl": Trl,
 }

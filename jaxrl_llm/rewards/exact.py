@@ -1,6 +1,8 @@
 """Exact checks."""
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from jaxrl_llm.rewards.verdict import Verdict
 
@@ -24,3 +26,8 @@ def exact_line(response: str, answer: str, *, finished: bool) -> Verdict:
   extracted = line.strip()[:512]
   whole = finished or bool(newline)
   return Verdict(whole and extracted == answer.strip(), extracted or None)
+
+
+def environment(conversation: Mapping[str, Any]) -> dict[str, float]:
+  """What the environment gave, by its parts; 0 where it gave nothing."""
+  return dict(conversation["rewards"]) or {"given": 0.0}

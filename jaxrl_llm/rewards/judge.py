@@ -4,9 +4,10 @@ Apart from the verifiers, whose workers must start without JAX.
 """
 
 import dataclasses
+import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,19 +54,29 @@ class Judge:
     self.failure = ""
     self._told: set[tuple] = set()
 
-  def __call__(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Judged:
+  def __call__(
+    self,
+    rollout: Rollout,
+    prompts: Sequence[Prompt],
+    conversations: Mapping[str, str] | None = None,
+  ) -> Judged:
     """Has every response judged against the answer to its prompt.
 
     Args:
       rollout: B responses.
       prompts: that of each row.
+      conversations: JSON of those with an environment, by sample id.
     """
+    conversations = conversations or {}
     tokens = [x[:n] for x, n in zip(rollout.tokens, rollout.lengths)]
     texts = [self._decode(x) for x in tokens]
     verdicts = self.pool.judge(
       [
         known(prompt, text, tokens=x, finished=bool(s == Status.FINISHED))
-        for prompt, text, x, s in zip(prompts, texts, tokens, rollout.status)
+        | {"conversation": json.loads(conversations.get(str(i), "{}"))}
+        for prompt, text, x, s, i in zip(
+          prompts, texts, tokens, rollout.status, rollout.sample_id
+        )
       ]
     )
     return Judged(

@@ -1,14 +1,14 @@
-"""Rewards in worker processes that can be killed.
+"""Rewards and environments in worker processes that can be killed.
 
 Workers are fresh Python processes that speak JSON lines over pipes: they do
 not import the caller's main module, share no state with it, and their death is
-an ordinary result. They live for one batch, so that a response which poisons
-its worker cannot forge the verdicts of later steps.
+an ordinary result.
 """
 
 import base64
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import pickle
@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from typing import Any
 
@@ -41,6 +41,70 @@ _BOOT = (
 )
 
 
+class CallPool:
+  """Calls a function of data, inline or in processes that can be killed."""
+
+  def __init__(
+    self, fn: Callable[..., Any], *, workers: int = 0, deadline_s: float = 10.0
+  ):
+    """Starts the workers.
+
+    Args:
+      fn: keyword arguments -> result, all JSON values; with workers, of an
+        importable module.
+      workers: processes; 0 calls inline, where nothing can be killed.
+      deadline_s: seconds that one call may take in a worker.
+
+    Raises:
+      ValueError: a setting is out of range.
+    """
+    if workers < 0 or deadline_s <= 0:
+      raise ValueError(
+        f"need workers >= 0 and deadline_s > 0, got {workers} and {deadline_s}"
+      )
+    self._fn, self._deadline_s, self._workers = fn, deadline_s, workers
+    self._pickled = _pickled(fn) if workers else ""
+    self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+    self.start()
+
+  def __call__(
+    self, jobs: Sequence[Mapping[str, Any]]
+  ) -> list[tuple[Any, str | None]]:
+    """(result, None) of each job, or (None, why there is none), in order."""
+    if not self._workers:
+      return [_answer(self._fn, job) for job in jobs]
+    # A thread waits for a worker; what takes time is in the processes.
+    with futures.ThreadPoolExecutor(self._workers) as threads:
+      return list(threads.map(self._in_worker, jobs))
+
+  def start(self) -> None:
+    """Has as many workers as there should be."""
+    while self._idle.qsize() < self._workers:
+      self._idle.put(_Worker(self._pickled, self._deadline_s))
+
+  def close(self) -> None:
+    """Ends the workers."""
+    while not self._idle.empty():
+      self._idle.get().close()
+
+  def _in_worker(self, job: Mapping[str, Any]) -> tuple[Any, str | None]:
+    worker = self._idle.get()
+    try:
+      if not worker.started():
+        raise RuntimeError(
+          "a worker did not start: see its output above; can a fresh Python"
+          f" import {self._fn}?"
+        )
+      answer, failed = worker.ask(json.dumps(job) + "\n", self._deadline_s)
+      if not failed:
+        return tuple(json.loads(answer))
+      worker.close()
+      worker = _Worker(self._pickled, self._deadline_s)
+      return None, failed
+    finally:
+      self._idle.put(worker)
+
+
 class RewardPool:
   """Judges batches of responses, inline or in killable processes."""
 
@@ -56,28 +120,25 @@ class RewardPool:
 
     Args:
       reward_fn: a reward; with workers, a function of an importable module.
-      workers: processes; 0 judges inline, where nothing can be killed.
+      workers: processes, as in `CallPool`; they live for one batch.
       deadline_s: seconds that one response may take in a worker.
       grading: how numbers become verdicts.
 
     Raises:
       ValueError: a setting is out of range.
     """
-    if workers < 0 or deadline_s <= 0:
-      raise ValueError(
-        f"need workers >= 0 and deadline_s > 0, got {workers} and {deadline_s}"
-      )
     if workers == 0 and getattr(reward_fn, "needs_worker", False):
       raise ValueError(
         f"reward {reward_fn.__name__!r} may hang and needs workers >= 1, got"
         " workers=0"
       )
-    self._reward_fn, self._deadline_s = reward_fn, deadline_s
-    self._grading, self._named = grading or Grading(), False
-    self._pickled = _pickled(reward_fn, self._grading) if workers else ""
-    self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-    self._workers = workers
-    self._start()
+    self._reward_fn, self._grading = reward_fn, grading or Grading()
+    self._named = False
+    self._calls = CallPool(
+      functools.partial(_verdict, reward_fn, self._grading),
+      workers=workers,
+      deadline_s=deadline_s,
+    )
 
   def judge(self, calls: Sequence[Mapping[str, Any]]) -> list[Verdict]:
     """Judges responses, in order; a failed reward is marked.
@@ -91,21 +152,16 @@ class RewardPool:
     verdicts, jobs = [None] * len(calls), {}
     for row, call in enumerate(calls):
       try:
-        jobs[row] = arguments(self._reward_fn, call)
+        jobs[row] = {"given": arguments(self._reward_fn, call)}
       except Exception as error:
-        verdicts[row] = failure(error)
-    if self._workers and jobs:
-      # A thread waits for a worker; what takes time is in the processes.
-      with futures.ThreadPoolExecutor(self._workers) as threads:
-        found = list(threads.map(self._judge_in_worker, jobs.values()))
-      self.close()
-      self._start()
-    else:
-      found = [
-        _call(self._reward_fn, job, self._grading) for job in jobs.values()
-      ]
-    for row, verdict in zip(jobs, found):
-      verdicts[row] = verdict
+        verdicts[row] = Verdict(False, None, failure(error))
+    if jobs:
+      found = self._calls(list(jobs.values()))
+      # A response that poisons its worker cannot forge later verdicts.
+      self._calls.close()
+      self._calls.start()
+      for row, (verdict, failed) in zip(jobs, found):
+        verdicts[row] = Verdict(*(verdict or (False, None, failed)))
     self._check_weights(verdicts)
     return verdicts
 
@@ -122,29 +178,7 @@ class RewardPool:
 
   def close(self) -> None:
     """Ends the workers."""
-    while not self._idle.empty():
-      self._idle.get().close()
-
-  def _start(self) -> None:
-    for _ in range(self._workers):
-      self._idle.put(_Worker(self._pickled, self._deadline_s))
-
-  def _judge_in_worker(self, job: Mapping[str, Any]) -> Verdict:
-    worker = self._idle.get()
-    try:
-      if not worker.started():
-        raise RuntimeError(
-          "a reward worker did not start: see its output above; can a fresh"
-          f" Python import {self._reward_fn}?"
-        )
-      answer, failed = worker.ask(json.dumps(job) + "\n", self._deadline_s)
-      if not failed:
-        return Verdict(*json.loads(answer))
-      worker.close()
-      worker = _Worker(self._pickled, self._deadline_s)
-      return Verdict(False, None, failed)
-    finally:
-      self._idle.put(worker)
+    self._calls.close()
 
 
 class _Worker:
@@ -196,25 +230,25 @@ class _Worker:
     self._process.wait()
 
 
-def _pickled(reward_fn: RewardFn, grading: Grading) -> str:
-  """What a fresh process needs to judge; a function goes by its name."""
-  module = getattr(reward_fn, "__module__", "")
+def _pickled(fn: Callable[..., Any]) -> str:
+  """What a fresh process needs to call it; a function goes by its name."""
+  inner = fn.args[0] if isinstance(fn, functools.partial) else fn
   try:
-    if module == "__main__":
+    if getattr(inner, "__module__", "") == "__main__":
       raise ValueError("the module __main__ is another one in a worker")
-    return base64.b64encode(pickle.dumps((reward_fn, grading))).decode()
+    return base64.b64encode(pickle.dumps(fn)).decode()
   except Exception as error:
     raise ValueError(
       "workers need a reward function of an importable module, got"
-      f" {reward_fn} ({error}); use workers=0"
+      f" {inner} ({error}); use workers=0"
     ) from error
 
 
 def serve(pickled: str, deadline_s: str):
   """Runs in a worker: answers each JSON line from stdin with one on stdout."""
   answers = os.fdopen(os.dup(1), "w")
-  os.dup2(2, 1)  # What a reward prints must not land among the answers.
-  reward_fn, grading = pickle.loads(base64.b64decode(pickled))
+  os.dup2(2, 1)  # What a function prints must not land among the answers.
+  fn = pickle.loads(base64.b64decode(pickled))
   resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
   print("started", file=answers, flush=True)
   for line in sys.stdin:
@@ -223,14 +257,19 @@ def serve(pickled: str, deadline_s: str):
     resource.setrlimit(
       resource.RLIMIT_CPU, (int(seconds), resource.RLIM_INFINITY)
     )
-    verdict = _call(reward_fn, json.loads(line), grading)
-    print(json.dumps(dataclasses.astuple(verdict)), file=answers, flush=True)
+    print(json.dumps(_answer(fn, json.loads(line))), file=answers, flush=True)
 
 
-def _call(
-  reward_fn: RewardFn, given: Mapping[str, Any], grading: Grading
-) -> Verdict:
+def _answer(
+  fn: Callable[..., Any], given: Mapping[str, Any]
+) -> tuple[Any, str | None]:
   try:
-    return as_verdict(reward_fn(**given), grading)
-  except Exception as error:  # Any failure is a mark, never a verdict.
-    return failure(error)
+    return fn(**given), None
+  except Exception as error:  # Any failure is a mark, never a result.
+    return None, failure(error)
+
+
+def _verdict(
+  reward_fn: RewardFn, grading: Grading, given: Mapping[str, Any]
+) -> tuple:
+  return dataclasses.astuple(as_verdict(reward_fn(**given), grading))

@@ -120,10 +120,10 @@ def _scalar(value: Any) -> Any:
   return value.item() if hasattr(value, "item") else value
 
 
-def failure(error: Exception) -> Verdict:
-  """The verdict of a reward that raised: what, and where in its own file."""
+def failure(error: Exception) -> str:
+  """Why there is no verdict of a reward that raised: what, and where."""
   text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-  return Verdict(False, None, f"error: {text}{_at(error)}")
+  return f"error: {text}{_at(error)}"
 
 
 def _at(error: Exception) -> str:

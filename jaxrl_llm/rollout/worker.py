@@ -24,6 +24,7 @@ from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.errors import TrainingStopped
 from jaxrl_llm.rewards.judge import Judged
 from jaxrl_llm.rollout.metrics import decoding_metrics, rollout_metrics
+from jaxrl_llm.rollout.turns import Conversations
 from jaxrl_llm.rollout.writer import ResponseWriter, Weights
 from jaxrl_llm.types import (
   Responses,
@@ -69,6 +70,8 @@ class RolloutState:
 
   samples: int  # Responses so far; numbers the next one.
   store: Rollout | None  # Begun and not handed over, or going on.
+  # With an environment: theirs, by sample id.
+  conversations: Conversations = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,7 +185,7 @@ class RolloutWorker:
 
   def abstract(self) -> RolloutState:
     """The state as a checkpoint is read into it, see `Learner.abstract`."""
-    return RolloutState(samples=0, store=Rollout)
+    return RolloutState(samples=0, store=Rollout, conversations={})
 
   def collect(
     self,
@@ -206,11 +209,17 @@ class RolloutWorker:
     before = engine.stats
     collect = self._windows if self._settings.window else self._groups
     collected = collect(state, source_state, weights, timer)
-    batch = collected.batch
+    batch, state = collected.batch, collected.state
+    left = [] if state.store is None else state.store.sample_id.tolist()
+    state = state.replace(
+      conversations={
+        str(i): state.conversations[str(i)] for i in left if state.conversations
+      }
+    )
     row = rollout_metrics(batch.responses)
     row |= decoding_metrics(engine.stats - before) | batch.metrics
     batch = dataclasses.replace(batch, metrics=row)
-    return dataclasses.replace(collected, batch=batch)
+    return dataclasses.replace(collected, batch=batch, state=state)
 
   def _groups(self, state, source_state, weights, timer) -> Collected:
     """Whole groups, the oldest first."""
@@ -225,7 +234,7 @@ class RolloutWorker:
       state, source_state = self._begin(
         state, source_state, settings.in_flight - begun, timer
       )
-      store = self._write_groups(state.store, missing, weights, timer)
+      store = self._write_groups(state, missing, weights, timer)
       tokens += self.writer.engine.last_stats.tokens
       done = sampling.complete(ended(store), store.group)[store.group]
       # What counts is known of judged groups alone.
@@ -233,7 +242,7 @@ class RolloutWorker:
       oldest = np.unique(store.group_id[done])[:wanted]
       chosen = np.isin(store.group_id, oldest)
       chosen_rows = join_rows([take_rows(store, chosen)])
-      seen.append(self._judge(chosen_rows, timer))
+      seen.append(self._judge(chosen_rows, state.conversations, timer))
       responses = seen[-1].responses
       if settings.dynamic_sampling:
         responses = take_rows(responses, mixed(responses))
@@ -279,12 +288,14 @@ class RolloutWorker:
         weights,
         window=settings.window,
         rule=rule,
+        conversations=state.conversations,
       )
     fresh = take_rows(rollout, rollout.lengths > rollout.window_start)
     over, seen = ended(fresh), []
     parts = [unjudged(take_rows(fresh, ~over))]
     if over.any():
-      seen = [self._judge(take_rows(fresh, over), timer)]
+      over_rows = take_rows(fresh, over)
+      seen = [self._judge(over_rows, state.conversations, timer)]
       parts.append(seen[0].responses)
     order = np.argsort(np.argsort(over, kind="stable"))  # As they were.
     batch = join_rows([take_rows(join_rows(parts), order)])
@@ -301,27 +312,38 @@ class RolloutWorker:
     size = self._settings.group_size
     ids = state.samples + np.arange(len(prompts) * size).reshape(-1, size)
     store = _joined(state.store, self.writer.begin(prompts, ids))
-    samples = state.samples + ids.size
-    return RolloutState(samples=samples, store=store), source_state
+    new = self.writer.conversations(prompts, ids)
+    state = RolloutState(
+      samples=state.samples + ids.size,
+      store=store,
+      # A table of its own, which is written to in place.
+      conversations=state.conversations | new,
+    )
+    return state, source_state
 
-  def _write_groups(self, store, missing, weights, timer) -> Rollout:
+  def _write_groups(self, state, missing, weights, timer) -> Rollout:
     """The store after its unfinished responses were written on."""
-    settings = self._settings
+    settings, store = self._settings, state.store
     over = ended(store)
     ready = int(sampling.complete(over, store.group).sum())
     unfinished = take_rows(store, ~over)
     awaited = too_old(unfinished, weights.version, settings.patience)
     rule = STOPS[settings.stop].groups(missing - ready, awaited)
     with timer.phase("generate"):
-      written = self.writer.write(unfinished, weights, rule=rule)
+      written = self.writer.write(
+        unfinished, weights, rule=rule, conversations=state.conversations
+      )
     # All of a response is trained on, whenever it was written.
     start = np.zeros_like(written.window_start)
     written = written.replace(window_start=start)
     return join_rows([take_rows(store, over), written])
 
-  def _judge(self, rollout: Rollout, timer: Any) -> Judged:
+  def _judge(
+    self, rollout: Rollout, conversations: Conversations, timer: Any
+  ) -> Judged:
     with timer.phase("reward"):
-      return self.writer.judge(rollout, self._prompts_of(rollout))
+      prompts = self._prompts_of(rollout)
+      return self.writer.judge(rollout, prompts, conversations)
 
   def _prompts_of(self, rollout: Rollout) -> Sequence[Prompt]:
     """The prompt of every row, read again: it may be of an earlier batch."""

@@ -4,6 +4,7 @@ Training, evaluation and generation differ in whose prompts they ask, in when a
 call stops, and in what becomes of the responses.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,7 @@ import chex
 from jaxrl_llm import sampling
 from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.rewards.judge import Judge
+from jaxrl_llm.rollout.turns import Conversations, Turns, TurnTaking
 from jaxrl_llm.types import Rollout
 
 
@@ -35,6 +37,7 @@ class ResponseWriter:
     key: stays the same for the whole run; a response folds in its number.
     group_size: responses of a prompt, as a rule.
     judge: of what has ended; None where nobody asks for verdicts.
+    turn_taking: how responses talk to an environment; None: there is none.
   """
 
   engine: sampling.Engine
@@ -42,6 +45,7 @@ class ResponseWriter:
   key: chex.PRNGKey
   group_size: int
   judge: Judge | None = None
+  turn_taking: TurnTaking | None = None
 
   def begin(
     self, prompts: Sequence[Prompt], sample_ids: Sequence[Sequence[int]]
@@ -62,6 +66,7 @@ class ResponseWriter:
     *,
     window: int | None = None,
     rule: sampling.rules.SchedulingRule = sampling.continuous_batching,
+    conversations: Conversations | None = None,
   ) -> Rollout:
     """Responses written on, see `Engine.generate_window`.
 
@@ -70,15 +75,34 @@ class ResponseWriter:
       weights: that everything new is written with.
       window: most new tokens of a response; None sets no bound.
       rule: who gets a slot when, and when the call ends.
+      conversations: of the rows, written to in place; where there is an
+        environment.
     """
-    return self.engine.generate_window(
-      weights.params,
-      rollout,
-      group_size=self.group_size,
-      window=window or self.engine.config.max_response_length,
-      key=self.key,
-      settings=self.settings,
-      version=weights.version,
-      rule=rule,
-      temperature_state=weights.temperature_state,
-    )
+    talk = contextlib.nullcontext()
+    if self.turn_taking is not None:
+      talk = Turns(self.turn_taking, conversations, self.engine.extend)
+    with talk as turns:
+      return self.engine.generate_window(
+        weights.params,
+        rollout,
+        group_size=self.group_size,
+        window=window or self.engine.config.max_response_length,
+        key=self.key,
+        settings=self.settings,
+        version=weights.version,
+        rule=rule,
+        temperature_state=weights.temperature_state,
+        turns=turns,
+      )
+
+  def conversations(
+    self, prompts: Sequence[Prompt], sample_ids: Sequence[Sequence[int]]
+  ) -> Conversations:
+    """Those of new responses; none without an environment."""
+    if self.turn_taking is None:
+      return {}
+    return {
+      str(number): self.turn_taking.begin(prompt)
+      for prompt, numbers in zip(prompts, sample_ids)
+      for number in numbers
+    }

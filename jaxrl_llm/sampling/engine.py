@@ -22,7 +22,7 @@ from jaxrl_llm.sampling import slots as slots_lib
 from jaxrl_llm.sampling.paged_cache import PagedCache, Programs
 from jaxrl_llm.sampling.requests import Request, SamplingParams
 from jaxrl_llm.sampling.rules import SchedulingRule, continuous_batching
-from jaxrl_llm.sampling.scheduler import Scheduler
+from jaxrl_llm.sampling.scheduler import Scheduler, Turns
 from jaxrl_llm.sampling.settings import (
   EngineConfig,
   SamplingSettings,
@@ -242,6 +242,7 @@ class Engine(Scheduler):
     version: int,
     rule: SchedulingRule = continuous_batching,
     temperature_state: Any = None,
+    turns: Turns | None = None,
   ) -> Rollout:
     """Writes at most `window` tokens to responses that begin or go on.
 
@@ -259,6 +260,7 @@ class Engine(Scheduler):
       version: policy version of `params`, recorded with every new token.
       rule: who gets a slot when, and when the call ends.
       temperature_state: as in `generate`.
+      turns: of responses that talk to somebody, see `Scheduler.run`.
 
     Returns:
       The rows in their order. `window_start` is the length before the call,
@@ -285,8 +287,9 @@ class Engine(Scheduler):
       group_size=group_size,
       window=window,
       temperature_state=temperature_state,
+      extendable=turns is not None,
     )
-    return self._run(rollout, requests, rule)
+    return self._run(rollout, requests, rule, turns)
 
   def lower(
     self,
@@ -341,9 +344,9 @@ class Engine(Scheduler):
     """Prompts whose responses fill the slots."""
     return max(1, self.config.slots // group_size)
 
-  def _run(self, rollout, requests, rule) -> Rollout:
+  def _run(self, rollout, requests, rule, turns=None) -> Rollout:
     """The rows when all have ended or paused, and those of forks."""
-    after = self.run(requests, rule)
+    after = self.run(requests, rule, turns)
     if len(after) > len(requests):
       return join_rows([request.row for request in after])
     return rollout

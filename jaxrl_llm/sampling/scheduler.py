@@ -28,6 +28,8 @@ from jaxrl_llm.types import Origin, Status
 
 _TRACED = 1 << 16  # Decode calls.
 
+Turns = Callable[[Sequence[Request]], bool]  # See `Scheduler.run`.
+
 
 class Scheduler:
   """Takes requests through the slots, in the order in which they came."""
@@ -100,7 +102,8 @@ class Scheduler:
     if request in self._requests:
       raise ValueError("only a response that has ended or paused is extended")
     requests_lib.extend(request, tokens, origin, version=self._version)
-    self.enqueue([request])
+    if request.length < request.pause_at:
+      self.enqueue([request])
 
   def abort(self, requests: Sequence[Request]) -> None:
     """Gives responses up; those that have ended stay as they are."""
@@ -110,13 +113,18 @@ class Scheduler:
     self._remove(requests)
 
   def run(
-    self, requests: Iterable[Request], rule: SchedulingRule
+    self,
+    requests: Iterable[Request],
+    rule: SchedulingRule,
+    turns: Turns | None = None,
   ) -> list[Request]:
     """Steps as the rule says until requests have ended or paused.
 
     Args:
       requests: that wait; those that are left at the end are cut.
       rule: who gets a slot when, and when to stop.
+      turns: told after every step which requests left; it may extend them
+        then or later, and says whether it did or will.
 
     Returns:
       The requests, and those that the rule forked.
@@ -130,10 +138,14 @@ class Scheduler:
         if decision.halt:
           break
         calls = self.stats.decode_calls
-        self.step(decision.insert)
+        left = self.step(decision.insert)
+        talks = turns is not None and turns(left)
         # What has just been stopped made room: the rule is asked once more.
-        if self.stats.decode_calls == calls and not len(decision.stop):
+        idle = self.stats.decode_calls == calls and not talks
+        if idle and not len(decision.stop):
           break
+      while turns is not None and turns(()):
+        pass  # What was said to those that are cut is kept.
     except BaseException:
       self.reset()  # A program that failed may have taken the cache.
       raise

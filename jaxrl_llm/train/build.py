@@ -22,6 +22,7 @@ from jaxrl_llm.learner.state import LearnerSettings
 from jaxrl_llm.models import hf
 from jaxrl_llm.rewards.judge import Judge
 from jaxrl_llm.rollout.pipeline import Pipeline
+from jaxrl_llm.rollout.turns import TurnTaking
 from jaxrl_llm.rollout.worker import RolloutSettings, RolloutWorker, run_key
 from jaxrl_llm.rollout.writer import ResponseWriter
 from jaxrl_llm.sampling import Engine, SamplingSettings
@@ -56,20 +57,23 @@ def make_run(config: Any) -> Run:
     correct=config.reward.correct,
     incorrect=config.reward.incorrect,
   )
+  turn_taking = data.make_turn_taking(config, tokenizer)
   engine = sampler.make_engine(config, policy_fns, tokenizer, both.sampler)
   return Run(
     config=config,
     source=source,
-    worker=make_worker(config, engine, source, judge),
+    worker=make_worker(config, engine, source, judge, turn_taking),
     pipeline=_make_pipeline(config),
     learner=learner,
     transfer=sampler.make_transfer(policy_fns, shapes, both),
     parity_check=sampler.make_parity_check(config, policy_fns, both),
-    pretraining=_make_pretraining(config, engine, source, judge, learner),
+    pretraining=_make_pretraining(
+      config, engine, source, judge, turn_taking, learner
+    ),
     critic_params=functools.partial(
       _critic_params, learner, init_from=config.value.init_from
     ),
-    evaluator=_make_evaluator(config, engine, problems, judge),
+    evaluator=_make_evaluator(config, engine, problems, judge, turn_taking),
     judge=judge,
   )
 
@@ -140,7 +144,11 @@ def max_tokens_per_row(config: Any) -> int:
 
 
 def make_worker(
-  config: Any, engine: Engine, source: PromptSource, judge: Judge
+  config: Any,
+  engine: Engine,
+  source: PromptSource,
+  judge: Judge,
+  turn_taking: TurnTaking | None = None,
 ) -> RolloutWorker:
   """The worker that writes the batches of training."""
   schedule = config.schedule
@@ -157,7 +165,8 @@ def make_worker(
     )
   except ValueError as error:
     raise InputError(f"config.schedule: {error}") from error
-  return _worker(config, engine, source, judge, settings, ROLLOUTS)
+  writer = _writer(config, engine, judge, turn_taking, ROLLOUTS)
+  return RolloutWorker(writer, source, settings)
 
 
 def _make_pipeline(config) -> Pipeline:
@@ -170,22 +179,23 @@ def _make_pipeline(config) -> Pipeline:
   )
 
 
-def _worker(config, engine, source, judge, settings, stream) -> RolloutWorker:
-  writer = ResponseWriter(
+def _writer(config, engine, judge, turn_taking, stream) -> ResponseWriter:
+  """Of training; the stream is that of its random numbers."""
+  return ResponseWriter(
     engine,
     SamplingSettings(
       temperature=config.sampler.temperature,
       max_new_tokens=config.sampler.max_response_length,
     ),
     run_key(config.run.seed, stream),
-    settings.group_size,
+    config.data.group_size,
     judge,
+    turn_taking,
   )
-  return RolloutWorker(writer, source, settings)
 
 
 def _make_pretraining(
-  config, engine, source, judge, learner
+  config, engine, source, judge, turn_taking, learner
 ) -> ValuePretraining | None:
   value, groups = config.value, config.data.prompts_per_step
   if learner.critic is None or value.init_from or not value.pretrain_steps:
@@ -198,7 +208,9 @@ def _make_pretraining(
   )
   return ValuePretraining(
     learner=dataclasses.replace(learner, algorithm=algorithm),
-    worker=_worker(config, engine, source, judge, whole, PRETRAINING),
+    worker=RolloutWorker(
+      _writer(config, engine, judge, turn_taking, PRETRAINING), source, whole
+    ),
     source=source,
     steps=value.pretrain_steps,
     patience=value.pretrain_patience,
@@ -207,7 +219,7 @@ def _make_pretraining(
   )
 
 
-def _make_evaluator(config, engine, problems, judge) -> Evaluator:
+def _make_evaluator(config, engine, problems, judge, turn_taking) -> Evaluator:
   writer = ResponseWriter(
     engine,
     SamplingSettings(
@@ -218,6 +230,7 @@ def _make_evaluator(config, engine, problems, judge) -> Evaluator:
     run_key(config.run.seed, EVALUATION),
     config.eval.samples,
     judge,
+    turn_taking,
   )
   return Evaluator(**problems._asdict(), writer=writer)
 

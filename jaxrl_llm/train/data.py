@@ -1,5 +1,6 @@
 """The data of a run: prompts to train on and problems to evaluate on."""
 
+import dataclasses
 import pathlib
 from typing import Any, NamedTuple
 
@@ -10,6 +11,9 @@ from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import ModelConfig
+from jaxrl_llm.rewards.pool import CallPool
+from jaxrl_llm.rollout import environments
+from jaxrl_llm.rollout.turns import TurnTaking
 
 EVAL_POSITIONS = 10_000  # Most problems of an endless source that are read.
 
@@ -37,7 +41,7 @@ def make_prompts(
       train.__getitem__, range(min(data.pool, len(train)))
     )
   settings = {
-    "template": _template(config, tokenizer, train),
+    "template": _opened(config, _template(config, tokenizer, train)),
     "tokenizer": tokenizer,
     "max_prompt_length": data.max_prompt_length,
     "on_long": data.on_long,
@@ -104,6 +108,67 @@ def _template(config, tokenizer, pool):
     raise InputError(
       f"config.data.template_settings={shown}: {error}"
     ) from error
+
+
+def _opened(config, template):
+  """The template, of what an environment says first in place of a question."""
+  play = make_play(config)
+  if play is None:
+    return template
+
+  def asked(example):
+    opening, _ = play.start(example)
+    if opening is None:
+      return template(example)
+    is_text = isinstance(opening, str)
+    said = {"question": opening} if is_text else {"messages": opening}
+    return template(dataclasses.replace(example, **said))
+
+  return asked
+
+
+def make_play(config: Any) -> environments.Play | None:
+  """The environment of a config, None without one.
+
+  Raises:
+    InputError: its settings are not its own.
+  """
+  chosen = config.environment
+  make = environments.ENVIRONMENTS[chosen.name]
+  if make is None:
+    return None
+  try:
+    make(**chosen.settings)
+  except (TypeError, ValueError) as error:
+    raise InputError(
+      f"config.environment.settings={dict(chosen.settings)}: {error}"
+    ) from error
+  return environments.Play(make, chosen.settings)
+
+
+def make_turn_taking(config: Any, tokenizer: Tokenizer) -> TurnTaking | None:
+  """How responses talk to the environment of a config, None without one.
+
+  Raises:
+    InputError: its settings are not its own.
+  """
+  play, settings = make_play(config), config.environment
+  if play is None:
+    return None
+  try:
+    pool = CallPool(
+      play, workers=settings.workers, deadline_s=settings.deadline_s
+    )
+  except ValueError as error:
+    raise InputError(f"config.environment: {error}") from error
+  return TurnTaking(
+    start=play.start,
+    ask=pool,
+    decode=tokenizer.decode,
+    render=tokenizer.encode,
+    max_turns=settings.max_turns,
+    max_observation_tokens=settings.max_observation_tokens,
+  )
 
 
 def check_context(

@@ -162,7 +162,11 @@ def with_config(run: build.Run, **changes) -> build.Run:
     run,
     config=config,
     worker=build.make_worker(
-      config, run.worker.writer.engine, run.source, run.judge
+      config,
+      run.worker.writer.engine,
+      run.source,
+      run.judge,
+      run.worker.writer.turn_taking,
     ),
     pipeline=made.pipeline,
     learner=learner,

@@ -1,0 +1,43 @@
+"""Environments that misbehave, in a module that a worker process can import."""
+
+import os
+import time
+
+from jaxrl_llm.rollout.environments import Observation
+
+
+class Hostile:
+  """Does at its second turn what its settings say."""
+
+  def __init__(self, how=""):
+    self.state, self._how = 0, how
+
+  def start(self, example):
+    return None
+
+  def step(self, response):
+    self.state += 1
+    if self.state == 2:
+      return getattr(self, self._how)()
+    return Observation("1", done=self.state > 3)
+
+  def hang(self):
+    time.sleep(600)
+
+  def crash(self):
+    os._exit(3)
+
+  def fail(self):
+    raise KeyError("no such tool")
+
+  def flood(self):
+    return Observation("7" * (1 << 20))
+
+  def broken_text(self):
+    return Observation("\udcff\x00")
+
+  def silence(self):
+    return Observation()
+
+  def numbers(self):
+    return Observation("1", rewards={"much": float("nan")})

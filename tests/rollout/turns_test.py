@@ -1,0 +1,197 @@
+"""Responses of many turns: exact, without loss on what others say."""
+
+import json
+
+import chex
+import numpy as np
+import pytest
+from helpers import hostile, tiny_run
+from helpers.tiny_run import with_config
+from helpers.tiny_tppo import record, saved
+
+from jaxrl_llm.rollout.environments import ENVIRONMENTS, Observation
+from jaxrl_llm.rollout.writer import Weights
+from jaxrl_llm.train import build, loop
+from jaxrl_llm.types import Origin, Status, ended, take_rows
+
+STEPS = 4
+
+
+class Echo:
+  """Says a digit for every turn, three times, and counts."""
+
+  state = None
+
+  def start(self, example):
+    self.state = {"said": 0, "question": example.question}
+
+  def step(self, response):
+    self.state["said"] += 1
+    said = self.state["said"]
+    return Observation(str(said), done=said > 3, rewards={"turns": 1.0})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+  ENVIRONMENTS["echo"] = Echo
+  yield
+  del ENVIRONMENTS["echo"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+  return tiny_run.write_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def make_run(model, **changes):
+  settings = {
+    "environment__name": "echo",
+    "reward__name": "environment",
+    "estimator__name": "group",
+    "value__pretrain_steps": 0,
+    "run__samples_every": 0,
+    "sampler__max_response_length": 40,
+  }
+  return build.make_run(tiny_run.make_config(model, **settings | changes))
+
+
+@pytest.fixture(scope="module")
+def run(model):
+  return make_run(model)
+
+
+@pytest.fixture(scope="module")
+def history(run):
+  return record(run, STEPS)
+
+
+class TestTurns:
+  def test_what_others_say_is_marked_and_carries_no_loss(self, history):
+    steps, _ = history
+    heard = 0
+    for step in steps:
+      rollout = step.collected.rollout
+      present = np.arange(rollout.mask.shape[1]) < rollout.lengths[:, None]
+      foreign = (rollout.origin == Origin.FOREIGN) & present
+      np.testing.assert_array_equal(rollout.mask, present & ~foreign)
+      assert not rollout.behavior_logprobs[foreign].any()
+      heard += foreign.sum()
+    assert heard > 50
+
+  def test_turns_end_where_the_environment_says(self, history):
+    for step in history[0]:
+      rollout = step.collected.rollout
+      foreign = (rollout.origin == Origin.FOREIGN) & (
+        np.arange(rollout.mask.shape[1]) < rollout.lengths[:, None]
+      )
+      finished = rollout.status == Status.FINISHED
+      assert (foreign.sum(axis=1)[finished] == 3).all()
+      assert set(rollout.status) <= {Status.FINISHED, Status.OVERLONG}
+      rewards = step.collected.rewards
+      np.testing.assert_array_equal(rewards[finished], 4.0)
+      # The last thing that is said may have had no room.
+      unheard = (rewards - foreign.sum(axis=1))[~finished]
+      assert set(unheard) <= {0.0, 1.0}
+
+  def test_in_windows_as_in_one_call(self, run):
+    whole = talk(run, None)
+    for window in (1, 5):
+      assert_same_talks(talk(run, window), whole)
+
+  def test_with_few_slots_as_with_many(self, model, run):
+    few = make_run(model, sampler__slots=4)
+    assert_same_talks(talk(few, None), talk(run, None))
+
+  def test_an_observation_costs_its_own_tokens(self, run):
+    engine = run.worker.writer.engine
+    before, (rollout, _) = engine.stats, talk(run, None)
+    engine_read = (engine.stats - before).prefill_tokens
+    present = np.arange(rollout.mask.shape[1]) < rollout.lengths[:, None]
+    heard = int(((rollout.origin == Origin.FOREIGN) & present).sum())
+    first = np.unique(rollout.group, return_index=True)[1]
+    asked = int(rollout.prompt_lengths[first].sum())
+    assert engine_read == asked + heard
+
+
+def talk(run, window):
+  """Conversations by the first weights, written in windows."""
+  states, weights = loop.begin(run)
+  writer = run.worker.writer
+  prompts, _ = run.source.draw(states.source, 4)
+  ids = np.arange(4 * writer.group_size).reshape(4, -1)
+  rollout = writer.begin(prompts, ids)
+  table = writer.conversations(prompts, ids)
+  weights = Weights(weights.params)
+  while (open_ := ~ended(rollout)).any():
+    rows = np.flatnonzero(open_)
+    part = writer.write(
+      take_rows(rollout, rows), weights, window=window, conversations=table
+    )
+    for name, column in part.replace(group=rollout.group[rows]).items():
+      rollout[name][rows] = column
+  rollout = rollout.replace(window_start=np.zeros_like(rollout.window_start))
+  return rollout, {key: json.loads(value) for key, value in table.items()}
+
+
+def assert_same_talks(mine, his):
+  """Equal tokens; an observation is read by other programs after a cut."""
+  (rollout, talks), (other, others) = mine, his
+  np.testing.assert_allclose(
+    rollout.behavior_logprobs, other.behavior_logprobs, atol=1e-5
+  )
+  nothing = {"behavior_logprobs": np.zeros(0)}
+  chex.assert_trees_all_equal(
+    rollout.replace(**nothing), other.replace(**nothing)
+  )
+  assert talks == others
+
+
+class TestResume:
+  @pytest.mark.parametrize(
+    "changes",
+    [
+      {"schedule__lag": 1},
+      {
+        "schedule__stop": "first_groups",
+        "schedule__over_provision": 2.0,
+        "schedule__max_staleness": 2,
+      },
+    ],
+    ids=["lag", "first_groups"],
+  )
+  def test_in_the_middle_of_a_conversation(self, run, changes, tmp_path):
+    chosen = with_config(run, **changes)
+    whole, _ = record(chosen, STEPS)
+    steps, (states, _) = record(chosen, 2)
+    rest, _ = record(chosen, STEPS - 2, saved(chosen, states, tmp_path))
+    for mine, his in zip(steps + rest, whole, strict=True):
+      chex.assert_trees_all_equal(mine.collected, his.collected)
+      assert mine.row == his.row
+    if "schedule__stop" in changes:
+      talks = states.rollout.conversations
+      assert set(talks) == set(map(str, states.rollout.store.sample_id))
+      assert any(json.loads(text)["turns"] for text in talks.values())
+
+
+@pytest.mark.parametrize(
+  "how", ["hang", "crash", "fail", "silence", "numbers", "flood", "broken_text"]
+)
+def test_a_hostile_environment_loses_nothing(model, how):
+  ENVIRONMENTS["hostile"] = hostile.Hostile
+  run = make_run(
+    model,
+    environment__name="hostile",
+    environment__settings={"how": how},
+    environment__workers=2,
+    environment__deadline_s=1.0,
+    sampler__max_response_length=50,
+  )
+  del ENVIRONMENTS["hostile"]
+  rollout, table = talk(run, None)
+  run.worker.writer.turn_taking.ask.close()
+  assert ended(rollout).all()
+  second = [said["turns"] >= 2 for said in table.values()]
+  failed = [said["rewards"].get("failed", 0.0) for said in table.values()]
+  # What a word-level vocabulary cannot say ends the conversation.
+  assert failed == [float(how != "flood" and had) for had in second]
+  assert any(second)
