@@ -237,9 +237,9 @@ class Mesh(Group, path="mesh"):
 class Environment(Group, path="environment"):
   """Who answers a model that speaks in turns; a stop token ends a turn."""
 
-  name = Key("", Names("rollout.environments:ENVIRONMENTS"), resume=FIXED)
+  name = Key("", Names("rollout.turns:ENVIRONMENTS"), resume=FIXED)
   """'calculator' answers '7+5=' (sampler.stop=('=',)), 'guessing_game' is
-  played; '' is nobody."""
+  played, 'tools' answers a chat model's calls; '' is nobody."""
   settings = Key({}, resume=FIXED)
   """Of the environment."""
   max_turns = Key(16, _SOME)

@@ -20,7 +20,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.metrics.progress import Progress
 from jaxrl_llm.rollout.writer import ResponseWriter, Weights
 from jaxrl_llm.sampling import rules
-from jaxrl_llm.types import Rollout, Status, ended
+from jaxrl_llm.types import Origin, Rollout, Status, ended
 
 # A sample's number is prompt index * MAX_SAMPLES + sample index: a file may be
 # given more samples, or more prompts at the end, and keeps those it has.
@@ -34,6 +34,7 @@ KEYS = (
   "tokens",
   "logprobs",
   "stop_reason",
+  "turns",
   "settings",
 )
 _ROUNDS = 8  # How often a chunk of samples could fill the slots.
@@ -116,7 +117,12 @@ class Generation:
       numbers[prompt].append(prompt * MAX_SAMPLES + sample)
     asked = [self.prompts[prompt] for prompt in numbers]
     begun = self.writer.begin(asked, list(numbers.values()))
-    rollout = self.writer.write(begun, Weights(self.params), rule=rule)
+    rollout = self.writer.write(
+      begun,
+      Weights(self.params),
+      rule=rule,
+      conversations=self.writer.conversations(asked, list(numbers.values())),
+    )
     return [self._record(rollout, row) for row in ended(rollout).nonzero()[0]]
 
   def _record(self, rollout: Rollout, row: int) -> dict[str, Any]:
@@ -124,6 +130,9 @@ class Generation:
     length = rollout.lengths[row]
     tokens = rollout.tokens[row, :length].tolist()
     logprobs = rollout.behavior_logprobs[row, :length]
+    talk = (
+      {"turns": self._turns(rollout, row)} if self.writer.turn_taking else {}
+    )
     return {
       "prompt_index": prompt,
       "sample_index": sample,
@@ -133,8 +142,20 @@ class Generation:
       # As few digits as tell a float32 from its neighbours.
       "logprobs": [float(str(x)) for x in logprobs],
       "stop_reason": Status(int(rollout.status[row])).name.lower(),
+      **talk,
       "settings": self.settings,
     }
+
+  def _turns(self, rollout: Rollout, row: int) -> list[dict[str, str]]:
+    """Who said what, one after the other."""
+    said = zip(rollout.origin[row], rollout.tokens[row, : rollout.lengths[row]])
+    return [
+      {
+        "role": "model" if origin == Origin.POLICY else "environment",
+        "text": self.decode([token for _, token in tokens]),
+      }
+      for origin, tokens in itertools.groupby(said, key=lambda pair: pair[0])
+    ]
 
 
 def chunks(

@@ -15,7 +15,8 @@ from jaxrl_llm import losses, rewards
 from jaxrl_llm.data import prompt_source as prompts
 from jaxrl_llm.data import sources
 from jaxrl_llm.learner import choices, methods
-from jaxrl_llm.rollout import environments, worker
+from jaxrl_llm.rollout import turns, worker
+from jaxrl_llm.rollout.environments import Environment
 
 
 def _add(table: dict, key: str, name: str, value: Any) -> None:
@@ -79,16 +80,14 @@ def schedule(name: str, stop: worker.Stop) -> None:
   _add(worker.STOPS, "schedule.stop", name, stop)
 
 
-def environment(
-  name: str, make: Callable[..., environments.Environment]
-) -> None:
+def environment(name: str, make: Callable[..., Environment]) -> None:
   """Makes `environment.name=NAME` choose who answers the model's turns.
 
   Args:
     name: new name.
     make: (**environment.settings) -> an environment, such as a class.
   """
-  _add(environments.ENVIRONMENTS, "environment.name", name, make)
+  _add(turns.ENVIRONMENTS, "environment.name", name, make)
 
 
 def estimator(name: str, fn: Callable[..., jax.Array]) -> None:

@@ -2,6 +2,7 @@
 
   python scripts/generate.py --prompt='3+5?' --out=samples.jsonl
   python scripts/generate.py --model=DIR --prompts=FILE --out=samples.jsonl
+  python scripts/generate.py --prompt='3+5?' --environment=calculator --stop='='
 
 FILE has one prompt a line or, as FILE.jsonl or FILE.parquet, rows with "prompt"
 (a text or a conversation), "messages" or "question", as a data set for training
@@ -35,16 +36,20 @@ from jaxrl_llm import (
   workdir,
 )
 from jaxrl_llm.data import rows
-from jaxrl_llm.data.prompt_source import TEMPLATES
+from jaxrl_llm.data.prompt_source import REPLIES, TEMPLATES, Template
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.metrics.progress import Progress
 from jaxrl_llm.models import hf
+from jaxrl_llm.rewards.pool import CallPool
+from jaxrl_llm.rollout.turns import ENVIRONMENTS, Play, TurnTaking
 from jaxrl_llm.rollout.writer import ResponseWriter
 from jaxrl_llm.sampling import Engine, EngineConfig, SamplingSettings
 from jaxrl_llm.sampling.settings import max_tokens_of
 
 _STDIO = "-"
+# Of a conversation with an environment.
+_MAX_TURNS, _OBSERVATION_TOKENS, _ANSWER_S = 16, 256, 10.0
 # Options that a sample does not depend on; the prompts are compared themselves.
 _FREE = ("prompts", "prompt", "jsonl", "out", "samples", "slots", "resume")
 
@@ -202,6 +207,35 @@ def single_tokens(texts, tokenizer: Tokenizer, flag: str) -> list[int]:
   return [token for (token,) in tokens]
 
 
+def make_template(
+  options, tokenizer: Tokenizer
+) -> tuple[Template, TurnTaking | None]:
+  """How prompts are written, and how an environment answers responses.
+
+  Raises:
+    InputError: there is no such environment.
+  """
+  name = "chat" if options.chat else "completion"
+  if not options.environment:
+    return TEMPLATES[name](tokenizer), None
+  known = [name for name in ENVIRONMENTS if name]
+  if options.environment not in known:
+    raise InputError(
+      f"--environment={options.environment} is unknown; choose one of"
+      f" {', '.join(known)}"
+    )
+  play = Play(ENVIRONMENTS[options.environment], {})
+  own = {"kwargs": play.template_settings} if options.chat else {}
+  return play.opened(TEMPLATES[name](tokenizer, **own)), TurnTaking(
+    start=play.start,
+    ask=CallPool(play, workers=1, deadline_s=_ANSWER_S),
+    decode=tokenizer.decode,
+    render=REPLIES[name](tokenizer, **own),
+    max_turns=_MAX_TURNS,
+    max_observation_tokens=_OBSERVATION_TOKENS,
+  )
+
+
 def make_job(options) -> generate.Generation:
   """Everything that writes samples; reads the weights last.
 
@@ -217,9 +251,10 @@ def make_job(options) -> generate.Generation:
       f" the model only {config.vocab_size}; use the model's own"
     )
   sampling = make_sampling(options, tokenizer)
+  template, turn_taking = make_template(options, tokenizer)
   prompts = generate.make_prompts(
     requests,
-    TEMPLATES["chat" if options.chat else "completion"](tokenizer),
+    template,
     context=config.max_position_embeddings,
     max_new_tokens=options.max_new_tokens,
   )
@@ -244,6 +279,7 @@ def make_job(options) -> generate.Generation:
     sampling,
     jax.random.key(options.seed),
     group_size=min(options.samples, engine.config.slots),
+    turn_taking=turn_taking,
   )
   return generate.Generation(
     writer=writer,
@@ -348,6 +384,7 @@ def make_parser() -> argparse.ArgumentParser:
   add("--top_k", type=int, default=0, help="likeliest tokens; 0 is off")
   add("--top_p", type=float, default=1.0, help="mass of them; 1 is off")
   add("--min_p", type=float, default=0.0, help="share of the best; 0 is off")
+  add("--environment", default="", help="who answers turns, such as calculator")
   add("--stop", **text, help=r"ends a response; \n is a new line; repeatable")
   add("--forbid", **text, help="a token that is never drawn; repeatable")
   add("--seed", type=int, default=0)

@@ -102,6 +102,47 @@ def chat(
   return template
 
 
+def completion_reply(
+  tokenizer: Tokenizer, **_: Any
+) -> Callable[[str, str], list[int]]:
+  """(text, role) -> tokens of what another adds to the model's text."""
+  return lambda text, role: tokenizer.encode(text)
+
+
+def chat_reply(
+  tokenizer: Tokenizer, *, kwargs: Mapping[str, Any] | None = None, **_: Any
+) -> Callable[[str, str], list[int]]:
+  """(text, role) -> tokens of a message after the model's, up to its next turn.
+
+  Args:
+    tokenizer: the model's.
+    kwargs: of the model's chat template.
+
+  Raises:
+    InputError: the template does not end a message by a stop token.
+  """
+  before = [{"role": "user", "content": "?"}]
+  before.append({"role": "assistant", "content": "!"})
+
+  def count_stops(tokens: Sequence[int]) -> np.ndarray:
+    return np.cumsum(np.isin(tokens, tokenizer.stop_tokens))
+
+  stops = count_stops(tokenizer.apply_chat(before, kwargs or {}))[-1]
+  if not stops:
+    raise InputError(
+      f"{tokenizer.path}: its chat template ends messages by none of the stop"
+      " tokens, so turns cannot be told apart"
+    )
+
+  def reply(text: str, role: str) -> list[int]:
+    said = [*before, {"role": role, "content": text}]
+    tokens = tokenizer.apply_chat(said, kwargs or {})
+    # The model has written the stop token that ends its message.
+    return tokens[np.searchsorted(count_stops(tokens), stops) + 1 :]
+
+  return reply
+
+
 def _fill(text: str, example: Example) -> str:
   # Not str.format: LaTeX in a format string is full of braces.
   return re.sub(
@@ -110,6 +151,12 @@ def _fill(text: str, example: Example) -> str:
 
 
 TEMPLATES = {"completion": completion, "few_shot": few_shot, "chat": chat}
+# How another speaks after the model; of other templates in plain text.
+REPLIES = {
+  "completion": completion_reply,
+  "few_shot": completion_reply,
+  "chat": chat_reply,
+}
 
 
 @chex.dataclass(frozen=True)

@@ -8,11 +8,10 @@ in worker processes that know nothing else of each other.
 
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from jaxrl_llm.data.tasks import Example
-from jaxrl_llm.rewards.verdict import number
 
 Messages = Sequence[Mapping[str, str]]
 
@@ -23,6 +22,7 @@ class Observation(NamedTuple):
   text: str = ""  # That the model reads next.
   done: bool = False  # The conversation is over.
   rewards: Mapping[str, float] = {}  # Parts of the reward, added over turns.
+  role: str = "user"  # Whose message it is to a chat model.
 
 
 class Environment(Protocol):
@@ -90,41 +90,3 @@ class GuessingGame:
       return Observation("Say a number.")
     below = int(guesses[-1]) < self.state["number"]
     return Observation("higher" if below else "lower")
-
-
-# Name -> (**environment.settings) -> an environment; '' has none.
-ENVIRONMENTS: dict[str, Callable[..., Environment] | None] = {
-  "": None,
-  "calculator": Calculator,
-  "guessing_game": GuessingGame,
-}
-
-
-class Play:
-  """Steps of an environment as calls of data to data, for worker processes."""
-
-  def __init__(self, make: Callable[..., Environment], settings: Mapping):
-    """Args: an entry of `ENVIRONMENTS`, and its settings."""
-    self._make, self._settings = make, dict(settings)
-
-  def start(self, example: Example) -> tuple[str | Messages | None, Any]:
-    """What the model reads first, and the state."""
-    environment = self._make(**self._settings)
-    return environment.start(example), environment.state
-
-  def __call__(self, state: Any, response: str) -> dict[str, Any]:
-    """The observation of a turn, and the state after it.
-
-    Raises:
-      TypeError: it is no observation.
-    """
-    environment = self._make(**self._settings)
-    environment.state = state
-    seen = environment.step(response)
-    if not isinstance(seen, Observation) or not (seen.done or seen.text):
-      raise TypeError(
-        f"step returned {repr(seen)[:60]}; give an Observation that is done or"
-        " has a text"
-      )
-    rewards = {str(k): number(x, k) for k, x in seen.rewards.items()}
-    return seen._asdict() | {"rewards": rewards, "state": environment.state}

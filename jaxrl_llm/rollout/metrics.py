@@ -1,9 +1,12 @@
 """What a batch of responses reports."""
 
+import json
+
 import numpy as np
 
+from jaxrl_llm.rollout.turns import Conversations
 from jaxrl_llm.sampling import EngineStats
-from jaxrl_llm.types import Responses, Status
+from jaxrl_llm.types import Origin, Responses, Status
 
 
 def rollout_metrics(responses: Responses) -> dict[str, float]:
@@ -62,6 +65,22 @@ def decoding_metrics(stats: EngineStats) -> dict[str, float]:
     idle = 1 - stats.tokens / stats.slot_steps
     row["rollout/idle_fraction"] = max(0.0, idle)
   return row
+
+
+def conversation_metrics(
+  responses: Responses, conversations: Conversations
+) -> dict[str, float]:
+  """Turns, and tokens that an environment said, of responses that ended."""
+  rollout, over = responses.rollout, responses.ended
+  present = np.arange(rollout.mask.shape[1]) < rollout.lengths[:, None]
+  heard = ((rollout.origin != Origin.POLICY) & present).sum(axis=1)
+  ids = [str(i) for i in rollout.sample_id[over]]
+  turns = [json.loads(conversations[i])["turns"] for i in ids]
+  return {
+    "rollout/turns_mean": float(np.mean(turns or 0)),
+    "rollout/turns_max": float(max(turns, default=0)),
+    "rollout/observation_tokens_mean": _mean(heard[over]),
+  }
 
 
 def _group_metrics(responses: Responses) -> dict[str, float]:

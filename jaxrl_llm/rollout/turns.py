@@ -13,10 +13,18 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
+from jaxrl_llm.data.prompt_source import Template
 from jaxrl_llm.data.tasks import Example
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.rewards.verdict import number
+from jaxrl_llm.rollout.environments import (
+  Calculator,
+  Environment,
+  GuessingGame,
+  Messages,
+  Observation,
+)
+from jaxrl_llm.rollout.tools import Tools
 from jaxrl_llm.sampling.requests import Request
 from jaxrl_llm.types import Origin, Status
 
@@ -29,6 +37,62 @@ _CHARS_PER_TOKEN = 32  # Longer texts are cut before they are tokenised.
 Conversations = dict[str, str]
 
 
+# Name -> (**environment.settings) -> an environment; '' has none.
+ENVIRONMENTS: dict[str, Callable[..., Environment] | None] = {
+  "": None,
+  "calculator": Calculator,
+  "guessing_game": GuessingGame,
+  "tools": Tools,
+}
+
+
+class Play:
+  """Steps of an environment as calls of data to data, for worker processes."""
+
+  def __init__(self, make: Callable[..., Environment], settings: Mapping):
+    """Args: an entry of `ENVIRONMENTS`, and its settings."""
+    self._make, self._settings = make, dict(settings)
+
+  @property
+  def template_settings(self) -> dict[str, Any]:
+    """Variables of a chat template, such as the tools that there are."""
+    return getattr(self._make(**self._settings), "template_settings", {})
+
+  def start(self, example: Example) -> tuple[str | Messages | None, Any]:
+    """What the model reads first, and the state."""
+    environment = self._make(**self._settings)
+    return environment.start(example), environment.state
+
+  def opened(self, template: Template) -> Template:
+    """The template, with what the environment says in place of a question."""
+
+    def asked(example: Example) -> list[int]:
+      opening, _ = self.start(example)
+      if opening is None:
+        return template(example)
+      name = "question" if isinstance(opening, str) else "messages"
+      return template(dataclasses.replace(example, **{name: opening}))
+
+    return asked
+
+  def __call__(self, state: Any, response: str) -> dict[str, Any]:
+    """The observation of a turn, and the state after it.
+
+    Raises:
+      TypeError: it is no observation.
+    """
+    environment = self._make(**self._settings)
+    environment.state = state
+    seen = environment.step(response)
+    if not isinstance(seen, Observation) or not (seen.done or seen.text):
+      raise TypeError(
+        f"step returned {repr(seen)[:60]}; give an Observation that is done or"
+        " has a text"
+      )
+    rewards = {str(k): number(x, k) for k, x in seen.rewards.items()}
+    return seen._asdict() | {"rewards": rewards, "state": environment.state}
+
+
 @dataclasses.dataclass(frozen=True)
 class TurnTaking:
   """How conversations are held.
@@ -37,8 +101,8 @@ class TurnTaking:
     start: example -> (what the model reads first, state of its environment).
     ask: asks the environments of some conversations.
     decode: tokens -> text.
-    render: the text of an observation -> tokens, up to where the model's next
-      turn begins.
+    render: (text of an observation, role) -> tokens, up to where the model's
+      next turn begins.
     max_turns: of the model; a response that needs more is overlong.
     max_observation_tokens: what is longer is cut.
   """
@@ -46,7 +110,7 @@ class TurnTaking:
   start: Callable[[Example], tuple[Any, Any]]
   ask: Ask
   decode: Callable[[Sequence[int]], str]
-  render: Callable[[str], Sequence[int]]
+  render: Callable[[str, str], Sequence[int]]
   max_turns: int
   max_observation_tokens: int
 
@@ -107,17 +171,15 @@ class Turns(contextlib.ExitStack):
 
   def _turn(self, request: Request) -> str:
     """The text since the last observation."""
-    row, length = request.row, request.length
-    others = np.flatnonzero(row.origin[0, :length] != Origin.POLICY)
-    begun = others[-1] + 1 if others.size else 0
-    return self._taking.decode(row.tokens[0, begun:length])
+    tokens = request.row.tokens[0, request.turn_start : request.length]
+    return self._taking.decode(tokens)
 
   def _add(self, request: Request, answer: Any, failed: str | None) -> None:
     """Ends the response or extends it by the observation."""
     taking, said = self._taking, self._of(request)
     if failed:  # The model may try something else.
-      answer = {"text": failed, "done": False, "rewards": {"failed": 1.0}}
-    tokens, readable = self._tokens(answer["text"])
+      answer = Observation(failed, rewards={"failed": 1.0})._asdict()
+    tokens, readable = self._tokens(answer["text"], answer["role"])
     if not (answer["done"] or readable):
       answer |= {"done": True, "rewards": {"failed": 1.0}}
     turns, rewards = said["turns"] + 1, said["rewards"]
@@ -135,12 +197,12 @@ class Turns(contextlib.ExitStack):
     else:
       self._extend(request, tokens, Origin.FOREIGN)
 
-  def _tokens(self, text: str) -> tuple[list[int], bool]:
+  def _tokens(self, text: str, role: str) -> tuple[list[int], bool]:
     """An observation as the model reads it, and whether it can."""
     most = self._taking.max_observation_tokens
     text = text[: most * _CHARS_PER_TOKEN].encode(errors="replace").decode()
     try:
-      tokens = list(self._taking.render(text))[:most]
+      tokens = list(self._taking.render(text, role))[:most]
     except InputError:  # Its vocabulary has no word for something in it.
       return [], False
     return tokens, bool(tokens)

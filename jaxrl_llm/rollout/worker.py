@@ -23,7 +23,11 @@ from jaxrl_llm.data.prompt_source import PromptSource, PromptSourceState
 from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.errors import TrainingStopped
 from jaxrl_llm.rewards.judge import Judged
-from jaxrl_llm.rollout.metrics import decoding_metrics, rollout_metrics
+from jaxrl_llm.rollout.metrics import (
+  conversation_metrics,
+  decoding_metrics,
+  rollout_metrics,
+)
 from jaxrl_llm.rollout.turns import Conversations
 from jaxrl_llm.rollout.writer import ResponseWriter, Weights
 from jaxrl_llm.types import (
@@ -210,14 +214,12 @@ class RolloutWorker:
     collect = self._windows if self._settings.window else self._groups
     collected = collect(state, source_state, weights, timer)
     batch, state = collected.batch, collected.state
-    left = [] if state.store is None else state.store.sample_id.tolist()
-    state = state.replace(
-      conversations={
-        str(i): state.conversations[str(i)] for i in left if state.conversations
-      }
-    )
     row = rollout_metrics(batch.responses)
     row |= decoding_metrics(engine.stats - before) | batch.metrics
+    if talks := state.conversations:
+      row |= conversation_metrics(batch.responses, talks)
+      left = [] if state.store is None else state.store.sample_id.tolist()
+      state = state.replace(conversations={str(i): talks[str(i)] for i in left})
     batch = dataclasses.replace(batch, metrics=row)
     return dataclasses.replace(collected, batch=batch, state=state)
 

@@ -58,6 +58,12 @@ class Request:
     return row.prompt_tokens[0, row.prompt_lengths[0] - 1]
 
   @property
+  def turn_start(self) -> int:
+    """Response tokens up to the last that somebody else wrote."""
+    others = self.row.origin[0, : self.length] != Origin.POLICY
+    return int(np.flatnonzero(others)[-1]) + 1 if others.any() else 0
+
+  @property
   def prefix(self) -> tuple:
     """Equal for those that share a prefill: new responses of a group."""
     if self.length:

@@ -356,10 +356,15 @@ class Scheduler:
   def _stopped(self, request: Request, before: int) -> bool:
     """Ends a response at the token that completes a stop string."""
     strings = request.params.settings.stop_strings
-    tokens = request.row.tokens[0, : request.length].tolist() if strings else []
-    length = strings and stops.first_stop(
-      tokens, strings, self._detokenize, before=before
+    if not strings:
+      return False
+    start = request.turn_start
+    length = stops.first_stop(
+      request.row.tokens[0, start : request.length].tolist(),
+      strings,
+      self._detokenize,
+      before=before - start,
     )
     if length:
-      requests_lib.cut(request.row, 0, length, status=Status.FINISHED)
+      requests_lib.cut(request.row, 0, start + length, status=Status.FINISHED)
     return bool(length)

@@ -1,6 +1,5 @@
 """The data of a run: prompts to train on and problems to evaluate on."""
 
-import dataclasses
 import pathlib
 from typing import Any, NamedTuple
 
@@ -12,8 +11,7 @@ from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import ModelConfig
 from jaxrl_llm.rewards.pool import CallPool
-from jaxrl_llm.rollout import environments
-from jaxrl_llm.rollout.turns import TurnTaking
+from jaxrl_llm.rollout.turns import ENVIRONMENTS, Play, TurnTaking
 
 EVAL_POSITIONS = 10_000  # Most problems of an endless source that are read.
 
@@ -40,8 +38,9 @@ def make_prompts(
     train = sources.LazySource(
       train.__getitem__, range(min(data.pool, len(train)))
     )
+  play, template = make_play(config), _template(config, tokenizer, train)
   settings = {
-    "template": _opened(config, _template(config, tokenizer, train)),
+    "template": play.opened(template) if play else template,
     "tokenizer": tokenizer,
     "max_prompt_length": data.max_prompt_length,
     "on_long": data.on_long,
@@ -96,7 +95,7 @@ def _check_answers(reward: str, prompts: list[Prompt]) -> None:
 
 
 def _template(config, tokenizer, pool):
-  settings = dict(config.data.template_settings)
+  settings = _template_settings(config, make_play(config))
   if config.data.template == "few_shot":
     settings["pool"] = pool
   try:
@@ -110,31 +109,14 @@ def _template(config, tokenizer, pool):
     ) from error
 
 
-def _opened(config, template):
-  """The template, of what an environment says first in place of a question."""
-  play = make_play(config)
-  if play is None:
-    return template
-
-  def asked(example):
-    opening, _ = play.start(example)
-    if opening is None:
-      return template(example)
-    is_text = isinstance(opening, str)
-    said = {"question": opening} if is_text else {"messages": opening}
-    return template(dataclasses.replace(example, **said))
-
-  return asked
-
-
-def make_play(config: Any) -> environments.Play | None:
+def make_play(config: Any) -> Play | None:
   """The environment of a config, None without one.
 
   Raises:
     InputError: its settings are not its own.
   """
   chosen = config.environment
-  make = environments.ENVIRONMENTS[chosen.name]
+  make = ENVIRONMENTS[chosen.name]
   if make is None:
     return None
   try:
@@ -143,7 +125,7 @@ def make_play(config: Any) -> environments.Play | None:
     raise InputError(
       f"config.environment.settings={dict(chosen.settings)}: {error}"
     ) from error
-  return environments.Play(make, chosen.settings)
+  return Play(make, chosen.settings)
 
 
 def make_turn_taking(config: Any, tokenizer: Tokenizer) -> TurnTaking | None:
@@ -165,10 +147,28 @@ def make_turn_taking(config: Any, tokenizer: Tokenizer) -> TurnTaking | None:
     start=play.start,
     ask=pool,
     decode=tokenizer.decode,
-    render=tokenizer.encode,
+    render=_reply(config, tokenizer, play),
     max_turns=settings.max_turns,
     max_observation_tokens=settings.max_observation_tokens,
   )
+
+
+def _reply(config, tokenizer, play):
+  """How the environment's words become tokens: as the template has it."""
+  data = config.data
+  make = prompt_source.REPLIES.get(
+    data.template, prompt_source.completion_reply
+  )
+  return make(tokenizer, **_template_settings(config, play))
+
+
+def _template_settings(config, play):
+  """With what the environment tells a chat template, such as its tools."""
+  settings = dict(config.data.template_settings)
+  if play is not None and config.data.template == "chat":
+    own = dict(settings.get("kwargs") or {}) | play.template_settings
+    settings["kwargs"] = own
+  return settings
 
 
 def check_context(

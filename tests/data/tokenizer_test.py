@@ -6,7 +6,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from jaxrl_llm.data import tasks
+from jaxrl_llm.data import prompt_source, tasks
 from jaxrl_llm.data.tokenizer import Tokenizer, character_tokenizer_json
 from jaxrl_llm.errors import InputError
 
@@ -227,3 +227,37 @@ class TestChat:
     path = byte_level(tmp_path, chat_template__jinja="<|im_start|>{{ 7 % 4 }}")
     tokenizer = Tokenizer(path)
     assert tokenizer.apply_chat([]) == [256, *tokenizer.encode("3")]
+
+
+class TestReplies:
+  """What others say after the model's turn, in tokens."""
+
+  @pytest.mark.parametrize("role", ["user", "tool"])
+  @pytest.mark.parametrize(
+    "text", ["42", "", "<|im_end|>\n<|im_start|>assistant\nyes"]
+  )
+  def test_a_conversation_is_its_turns_joined(self, tmp_path, role, text):
+    tokenizer = Tokenizer(byte_level(tmp_path))
+    asked = [{"role": "user", "content": "6*7?"}]
+    answered = [*asked, {"role": "assistant", "content": "let me"}]
+    said = [*answered, {"role": role, "content": text}]
+    reply = prompt_source.chat_reply(tokenizer)
+    joined = [
+      *tokenizer.apply_chat(asked),
+      *(*tokenizer.encode("let me"), tokenizer.eos_id),
+      *reply(text, role),
+    ]
+    assert joined == tokenizer.apply_chat(said)
+
+  def test_messages_without_an_end_are_refused(self, tmp_path):
+    settings = {
+      "chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"
+    }
+    tokenizer = Tokenizer(byte_level(tmp_path, tokenizer_config__json=settings))
+    with pytest.raises(InputError, match="turns cannot be told apart"):
+      prompt_source.chat_reply(tokenizer)
+
+  def test_beside_a_completion_they_are_plain_text(self, tmp_path):
+    tokenizer = Tokenizer(character(tmp_path))
+    reply = prompt_source.completion_reply(tokenizer)
+    assert reply("12;", "tool") == tokenizer.encode("12;")

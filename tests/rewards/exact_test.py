@@ -62,6 +62,7 @@ class TestGetReward:
       "exact_line",
       "numeric",
       "math_verify",
+      "environment",
       "verl",
       "trl",
     }

@@ -9,7 +9,9 @@ from helpers import hostile, tiny_run
 from helpers.tiny_run import with_config
 from helpers.tiny_tppo import record, saved
 
-from jaxrl_llm.rollout.environments import ENVIRONMENTS, Observation
+from jaxrl_llm import register
+from jaxrl_llm.rollout.environments import Observation
+from jaxrl_llm.rollout.turns import ENVIRONMENTS
 from jaxrl_llm.rollout.writer import Weights
 from jaxrl_llm.train import build, loop
 from jaxrl_llm.types import Origin, Status, ended, take_rows
@@ -33,7 +35,7 @@ class Echo:
 
 @pytest.fixture(scope="module", autouse=True)
 def registered():
-  ENVIRONMENTS["echo"] = Echo
+  register.environment("echo", Echo)
   yield
   del ENVIRONMENTS["echo"]
 

@@ -1,0 +1,159 @@
+"""Tools for chat models: Python functions that a model calls by JSON.
+
+The form is that of Hermes and Qwen: a turn asks by one or several JSON objects
+with a name and arguments between `<tool_call>` and `</tool_call>`, and gets an
+answer to each. What is wrong with a call is told to the model, in a line.
+"""
+
+import inspect
+import json
+import re
+import subprocess
+import sys
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxrl_llm.data.tasks import Example
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.rewards.adapters import load_function
+from jaxrl_llm.rollout.environments import Observation
+
+_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_TYPES = {
+  str: "string",
+  int: "integer",
+  float: "number",
+  bool: "boolean",
+  list: "array",
+  dict: "object",
+}
+
+
+def schema(fn: Callable[..., Any]) -> dict[str, Any]:
+  """What a chat template tells a model of a function.
+
+  Args:
+    fn: its arguments have types; its docstring says what it does and, in lines
+      `name: text`, what they are.
+
+  Raises:
+    InputError: an argument has no type that JSON has, or there is no docstring.
+  """
+  text = inspect.getdoc(fn)
+  if not text:
+    raise InputError(
+      f"tool {fn.__name__!r} has no docstring to tell its use by"
+    )
+  said = dict(re.findall(r"^\s*(\w+): (.+)$", text, re.MULTILINE))
+  properties, required = {}, []
+  for name, parameter in inspect.signature(fn).parameters.items():
+    kind = _TYPES.get(_type(fn, name))
+    if kind is None:
+      raise InputError(
+        f"argument {name!r} of tool {fn.__name__!r} needs one of the types"
+        f" {', '.join(t.__name__ for t in _TYPES)}"
+      )
+    about = {"description": said[name]} if name in said else {}
+    properties[name] = {"type": kind} | about
+    if parameter.default is parameter.empty:
+      required.append(name)
+  return {
+    "type": "function",
+    "function": {
+      "name": fn.__name__,
+      "description": " ".join(text.split("\n\n")[0].split()),
+      "parameters": {
+        "type": "object",
+        "properties": properties,
+        "required": required,
+      },
+    },
+  }
+
+
+def _type(fn: Callable[..., Any], name: str) -> type | None:
+  kind = typing.get_type_hints(fn).get(name)
+  return typing.get_origin(kind) or kind
+
+
+def call(tools: dict[str, Callable[..., Any]], text: str) -> str:
+  """What the call in a text returns, or what is wrong with it."""
+  try:
+    asked = json.loads(text)
+    name, given = asked["name"], asked.get("arguments", {})
+    fn = tools[name]
+    inspect.signature(fn).bind(**given)
+  except json.JSONDecodeError as error:
+    return f"error: the tool call is no JSON: {error}"
+  except KeyError as error:
+    return f"error: no tool {error}; there are {', '.join(tools)}"
+  except (TypeError, AttributeError) as error:
+    return f"error: the tool call does not fit: {error}"
+  for key, value in given.items():
+    kind = _type(fn, key)
+    fits = isinstance(value, (int, float) if kind is float else kind)
+    if not fits or (isinstance(value, bool) and kind is not bool):
+      return f"error: {key!r} of {name} must be of type {_TYPES[kind]}"
+  try:
+    result = fn(**given)
+  except Exception as error:  # A tool is foreign code.
+    return f"error: {type(error).__name__}: {error}"
+  return result if isinstance(result, str) else json.dumps(result, default=str)
+
+
+def python(code: str) -> str:
+  """Runs a Python program and returns what it prints.
+
+  Unsafe: the program may do whatever the user who trains may do. Train in a
+  container.
+
+  Args:
+    code: the program, which prints its result.
+  """
+  done = subprocess.run(
+    [sys.executable, "-I", "-c", code],
+    stdin=subprocess.DEVNULL,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+  )
+  return done.stdout.decode(errors="replace") or "(it printed nothing)"
+
+
+class Tools:
+  """Answers a turn's tool calls; a turn without one is the last.
+
+  Attributes:
+    template_settings: variables of the model's chat template.
+  """
+
+  state = None
+
+  def __init__(self, path: str = "", functions: Sequence[str] = ("python",)):
+    """Takes functions of a file, or those of this module.
+
+    Raises:
+      InputError: one is not there, or cannot be described.
+    """
+    own = {"python": python}
+    self._tools = {
+      name: load_function(path, name) if path else own.get(name)
+      for name in functions
+    }
+    for name, fn in self._tools.items():
+      if fn is None:
+        raise InputError(
+          f"there is no tool {name!r} here, only {', '.join(own)}; give a path"
+        )
+    self.template_settings = {"tools": list(map(schema, self._tools.values()))}
+
+  def start(self, example: Example) -> None:
+    """The question is that of the data."""
+
+  def step(self, response: str) -> Observation:
+    """The answers to the calls, one below the other."""
+    calls = _CALL.findall(response)
+    if not calls:
+      return Observation(done=True)
+    answers = [call(self._tools, text) for text in calls]
+    return Observation("\n".join(answers), role="tool")

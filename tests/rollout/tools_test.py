@@ -1,0 +1,142 @@
+"""Tools: what a chat model is told, and what its calls come to."""
+
+import json
+
+import pytest
+
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.rollout import tools
+from jaxrl_llm.rollout.environments import Calculator, GuessingGame
+
+
+def area(width: float, height: float = 1.0, unit: str = "m") -> str:
+  """Computes the area of a rectangle,
+  in square units.
+
+  Args:
+    width: of the rectangle
+    height: of it too
+  """
+  if width < 0:
+    raise ValueError("negative")
+  return f"{width * height} {unit}2"
+
+
+def untyped(x):
+  """Does nothing."""
+
+
+def silent(x: int):
+  return x
+
+
+TOOLS = {"area": area, "python": tools.python}
+
+
+def ask(name, **arguments):
+  return json.dumps({"name": name, "arguments": arguments})
+
+
+class TestSchema:
+  def test_of_a_function(self):
+    assert tools.schema(area) == {
+      "type": "function",
+      "function": {
+        "name": "area",
+        "description": "Computes the area of a rectangle, in square units.",
+        "parameters": {
+          "type": "object",
+          "properties": {
+            "width": {"type": "number", "description": "of the rectangle"},
+            "height": {"type": "number", "description": "of it too"},
+            "unit": {"type": "string"},
+          },
+          "required": ["width"],
+        },
+      },
+    }
+
+  @pytest.mark.parametrize(
+    "fn, said", [(untyped, "'x' of tool 'untyped'"), (silent, "no docstring")]
+  )
+  def test_what_cannot_be_told_is_refused(self, fn, said):
+    with pytest.raises(InputError, match=said):
+      tools.schema(fn)
+
+
+class TestCall:
+  @pytest.mark.parametrize(
+    "text, answer",
+    [
+      (ask("area", width=2, height=1.5), "3.0 m2"),
+      (ask("python", code="print(6 * 7)"), "42\n"),
+      (ask("python", code="1"), "(it printed nothing)"),
+      ("{'name': 1}", "error: the tool call is no JSON"),
+      ("3", "error: the tool call does not fit"),
+      (ask("volume"), "error: no tool 'volume'; there are area, python"),
+      ("{}", "error: no tool 'name'"),
+      (ask("area"), "error: the tool call does not fit: missing"),
+      (ask("area", width=1, depth=2), "error: the tool call does not fit: got"),
+      (ask("area", width="2"), "error: 'width' of area must be of type number"),
+      (ask("area", width=True), "error: 'width' of area must be of type"),
+      (ask("area", width=-1), "error: ValueError: negative"),
+    ],
+  )
+  def test_answers_or_says_what_is_wrong(self, text, answer):
+    assert tools.call(TOOLS, text).startswith(answer)
+
+
+class TestTools:
+  def test_answers_every_call_of_a_turn(self):
+    own = tools.Tools()
+    calls = [ask("python", code=f"print({n})") for n in (1, 2)]
+    turn = "Let me see. " + "".join(
+      f"<tool_call>\n{call}\n</tool_call>" for call in calls
+    )
+    seen = own.step(turn)
+    assert seen.text == "1\n\n2\n" and seen.role == "tool" and not seen.done
+    assert own.step("It is 2.").done
+    (told,) = own.template_settings["tools"]
+    assert told["function"]["parameters"]["required"] == ["code"]
+
+  def test_functions_of_a_file(self, tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(
+      'def half(x: int) -> float:\n  """Halves."""\n  return x / 2\n'
+    )
+    own = tools.Tools(str(path), ["half"])
+    assert own.step(f"<tool_call>{ask('half', x=3)}</tool_call>").text == "1.5"
+    with pytest.raises(InputError, match="has no function 'third'"):
+      tools.Tools(str(path), ["third"])
+    with pytest.raises(InputError, match="no tool 'search' here"):
+      tools.Tools(functions=["search"])
+
+
+class TestCalculator:
+  @pytest.mark.parametrize(
+    "turn, text",
+    [("3+4;7-12=", "-5;"), ("12*12=", "144;"), ("-3+1=", "-2;"), ("a=", "?;")],
+  )
+  def test_works_out_what_is_open(self, turn, text):
+    seen = Calculator().step(turn)
+    assert seen.text == text and not seen.done
+
+  def test_a_turn_without_a_sum_is_the_last(self):
+    assert Calculator().step("#17.").done
+
+
+class TestGuessingGame:
+  def test_by_hand(self):
+    game = GuessingGame()
+    game.state = {"number": 40, "left": 5}
+    said = [game.step(turn).text for turn in ("50", "is it 30?", "hm")]
+    assert said == ["lower", "higher", "Say a number."]
+    assert json.loads(json.dumps(game.state)) == {"number": 40, "left": 2}
+    found = game.step("30 or rather 40")
+    assert found.done and found.rewards == {"found": 1.0}
+
+  def test_ends_when_the_guesses_are_used_up(self):
+    game = GuessingGame()
+    game.state = {"number": 40, "left": 1}
+    lost = game.step("41")
+    assert lost.done and lost.rewards == {"found": 0.0}
