@@ -146,8 +146,7 @@ def cispo_loss(
     [-1.   -1.28]
   """
   check_number("clip_high", clip_high, "[0, inf]")
-  if clip_low is not None:
-    check_number("clip_low", clip_low, "[0, inf]")
+  check_number("clip_low", clip_low, "[0, inf]")
   plain = policy_gradient_loss(logprobs, old_logprobs, advantages)
   ratio = plain.ratio
   highest = jnp.broadcast_to(jnp.float32(1.0) + clip_high, ratio.shape)
