@@ -321,6 +321,13 @@ class TestPredict:
     with pytest.raises(ValueError, match="lengths"):
       simulate.predict(lengths, _FREE, prompt_lengths=[3], slots=2)
 
+  def test_refuses_to_branch(self):
+    def forking(view):
+      return rules.Decision(fork=[(0, 1)])
+
+    with pytest.raises(ValueError, match="fork"):
+      simulate.predict([[3]], _FREE, prompt_lengths=[3], slots=2, rule=forking)
+
 
 class TestCosts:
   def test_fit_finds_the_prices_that_made_the_rows(self):

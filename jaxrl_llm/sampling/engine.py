@@ -229,8 +229,7 @@ class Engine(Scheduler):
       max_tokens=max_tokens,
       temperature_state=temperature_state,
     )
-    self.run(requests, rule)
-    return rollout
+    return self._run(rollout, requests, rule)
 
   def generate_window(
     self,
@@ -287,8 +286,7 @@ class Engine(Scheduler):
       window=window,
       temperature_state=temperature_state,
     )
-    self.run(requests, rule)
-    return rollout
+    return self._run(rollout, requests, rule)
 
   def lower(
     self,
@@ -342,6 +340,13 @@ class Engine(Scheduler):
   def prompts_at_a_time(self, group_size: int) -> int:
     """Prompts whose responses fill the slots."""
     return max(1, self.config.slots // group_size)
+
+  def _run(self, rollout, requests, rule) -> Rollout:
+    """The rows when all have ended or paused, and those of forks."""
+    after = self.run(requests, rule)
+    if len(after) > len(requests):
+      return join_rows([request.row for request in after])
+    return rollout
 
   def _max_tokens(self, settings: SamplingSettings) -> int:
     if settings.stop_strings and self._detokenize is None:

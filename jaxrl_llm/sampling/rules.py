@@ -1,9 +1,9 @@
 """Scheduling rules: what the engine does between two decode calls.
 
 At every scheduler step the engine asks its rule which responses get a slot,
-whether to go on, and which are given up. A rule is a small pure function of
-counts, lengths and groups; it knows neither the model nor the reward, and the
-engine does not know why it decides as it does. (A *schedule* is something
+whether to go on, which are given up or forked. A rule is a small pure function
+of counts, lengths and groups; it knows neither the model nor the reward, and
+the engine does not know why it decides as it does. (A *schedule* is something
 else: that of rollouts and updates in a run, `config.schedule`.)
 """
 
@@ -38,6 +38,8 @@ class Decision(NamedTuple):
   insert: int = 0  # Waiting responses that get a slot, in order of rows.
   halt: bool = False  # Nothing more is written: the rest is cut.
   stop: Sequence[int] = ()  # Rows that are given up and leave their slot.
+  # (row, sample_id): a new response with the row's tokens so far.
+  fork: Sequence[tuple[int, int]] = ()
 
 
 SchedulingRule = Callable[[SchedulerView], Decision]

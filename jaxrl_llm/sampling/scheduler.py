@@ -109,13 +109,19 @@ class Scheduler:
         request.row.status[0] = int(Status.STOPPED)
     self._remove(requests)
 
-  def run(self, requests: Sequence[Request], rule: SchedulingRule) -> None:
+  def run(
+    self, requests: Iterable[Request], rule: SchedulingRule
+  ) -> list[Request]:
     """Steps as the rule says until requests have ended or paused.
 
     Args:
       requests: that wait; those that are left at the end are cut.
       rule: who gets a slot when, and when to stop.
+
+    Returns:
+      The requests, and those that the rule forked.
     """
+    requests = list(requests)
     before = self.stats
     self.trace = collections.deque(maxlen=_TRACED)
     try:
@@ -133,6 +139,7 @@ class Scheduler:
       raise
     self._remove(requests)
     self.last_stats = self.stats - before
+    return requests
 
   def step(self, insert: int | None = None) -> list[Request]:
     """Inserts waiting requests, decodes once, and returns what left.
@@ -158,10 +165,8 @@ class Scheduler:
     self.stats += EngineStats(prefill_tokens=new, wall_s=wall_s, host_s=wall_s)
     return left
 
-  def _decide(
-    self, rule: SchedulingRule, requests: Sequence[Request]
-  ) -> Decision:
-    """Asks the rule, and gives up what it says."""
+  def _decide(self, rule: SchedulingRule, requests: list[Request]) -> Decision:
+    """Asks the rule; its forks are further requests."""
     here = np.asarray([request in self._requests for request in requests])
     active = np.asarray([request.slot is not None for request in requests])
     column = lambda name: np.asarray([r.row[name][0] for r in requests])
@@ -179,6 +184,11 @@ class Scheduler:
     if len(decision.stop):
       self.abort([requests[row] for row in decision.stop])
       decision = decision._replace(stop=[i for i in decision.stop if here[i]])
+    if len(decision.fork):
+      requests_lib.check_forks(requests, decision.fork)
+      forks = [requests[row].fork(number) for row, number in decision.fork]
+      self.enqueue(forks)
+      requests += forks
     return decision
 
   def _running(self) -> list[Request]:

@@ -173,3 +173,71 @@ class TestStop:
     out = scripted.generate(prompts, rule=decide)
     np.testing.assert_array_equal(out.status[:16], int(Status.STOPPED))
     scripted.check(tiny_engine.rows(out, slice(16, None)), prompts[16:])
+
+
+class TestFork:
+  def test_goes_on_from_the_same_tokens_with_other_randomness(self):
+    full = tiny_engine.expected()
+    state = {}
+
+    def decide(view):
+      going = np.flatnonzero(view.active & (view.lengths > 0))
+      if state or not len(going):
+        return rules.continuous_batching(view)
+      state.update(parents=going[:3], lengths=view.lengths[going[:3]].copy())
+      fork = [(int(row), 900 + int(row)) for row in going[:3]]
+      return Decision(insert=view.free, fork=fork)
+
+    out = tiny_engine.generate(rule=decide)
+    count = len(full.lengths)
+    tiny_engine.assert_same_responses(tiny_engine.rows(out, slice(count)), full)
+    children = tiny_engine.rows(out, slice(count, None))
+    parents = tiny_engine.rows(full, state["parents"])
+    np.testing.assert_array_equal(children.sample_id, 900 + state["parents"])
+    for name in (
+      "prompt_tokens",
+      "prompt_lengths",
+      "group_id",
+      "example_id",
+      "group",
+    ):
+      np.testing.assert_array_equal(children[name], parents[name])
+    shared = np.arange(tiny_engine.T)[None] < state["lengths"][:, None]
+    assert shared.any(axis=1).all()
+    np.testing.assert_array_equal(
+      np.where(shared, children.tokens, 0), np.where(shared, parents.tokens, 0)
+    )
+    np.testing.assert_allclose(
+      np.where(shared, children.behavior_logprobs, 0),
+      np.where(shared, parents.behavior_logprobs, 0),
+      rtol=0,
+      atol=1e-5,
+    )
+    assert np.all(children.lengths > state["lengths"])
+    assert set(children.status) <= {Status.FINISHED, Status.OVERLONG}
+    assert np.any(children.tokens != parents.tokens)
+
+  @pytest.mark.parametrize(
+    ("fork", "message"),
+    [
+      ((0, 3), "sample ids must differ, got .3. more than once"),
+      ((39, 500), "can be forked, got row 39 with 0 tokens"),
+      ((1, 500), "can be forked, got row 1 with .* tokens and status"),
+    ],
+  )
+  def test_refuses_what_cannot_be_a_branch(self, fork, message):
+    prompts = [scripted.prompt(50, i) for i in range(40)]
+    prompts[1] = scripted.prompt(8, 1)
+    decision = _stopping_at(Decision(fork=[fork]))
+    with pytest.raises(ValueError, match=message):
+      scripted.generate(prompts, rule=decision)
+
+  def test_branches_of_many_rows_are_right_to_the_token(self):
+    prompts = [scripted.prompt(30 + i, i) for i in range(24)]
+    forks = [
+      Decision(fork=[(i % 8, first + i) for i in range(20)])
+      for first in (500, 600)
+    ]
+    out = scripted.generate(prompts, rule=_stopping_at(*forks))
+    again = [prompts[i % 8] for i in range(20)]
+    scripted.check(out, prompts + again + again)

@@ -38,19 +38,23 @@ class TestNothingLeaks:
     stats = scripted.engine().last_stats
     assert stats.tokens == out.lengths.sum()
 
-  def test_when_rows_are_given_up(self):
+  def test_when_rows_are_given_up_and_branched(self):
     steps_seen = []
 
     def decide(view):
       steps_seen.append(None)
       going = np.flatnonzero(view.active & (view.lengths > 0))
-      # One that is active is given up, now and then.
-      act = len(going) > 1 and len(steps_seen) % 3 == 0
-      return Decision(insert=view.free, stop=going[:1] if act else ())
+      # One that is active is given up and one branches, now and then.
+      act = len(going) > 1 and len(steps_seen) % 3 == 0 and len(steps_seen) < 60
+      return Decision(
+        insert=view.free,
+        stop=going[:1] if act else (),
+        fork=[(going[1], 10_000 + len(steps_seen))] if act else (),
+      )
 
     prompts = _prompts(_totals(100, 2, 56))
     out = scripted.generate(prompts, rule=decide)
-    assert np.sum(out.status == Status.STOPPED) > 5
+    assert len(out.lengths) > 105
     _assert_empty(scripted.engine())
     assert set(out.status) == {
       Status.FINISHED,
