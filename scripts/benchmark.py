@@ -29,13 +29,13 @@ from benchmarks import workloads
 from jaxrl_llm import estimators, masked, metrics
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import packing
+from jaxrl_llm.learner import update as update_lib
 from jaxrl_llm.learner.choices import POLICY_LOSSES
 from jaxrl_llm.learner.optimizer import (
   create_train_state,
   make_optimizer,
 )
 from jaxrl_llm.learner.scoring import score_logprobs
-from jaxrl_llm.learner.update import make_policy_update
 from jaxrl_llm.sampling import SamplingSettings
 
 _OF_MODELS = (
@@ -100,8 +100,8 @@ def make_update(fns):
     schedule, max_grad_norm=1.0, weight_decay=1e-4, b1=0.9, b2=0.999, eps=1e-8
   )
   loss = POLICY_LOSSES["clip"]({"clip_low": 0.2, "clip_high": 0.28})
-  update = make_policy_update(fns, optimizer, schedule, loss, {})
-  return update, optimizer
+  objective = update_lib.policy_objective(fns, loss, {})
+  return update_lib.make_update(objective, optimizer, schedule), optimizer
 
 
 def measure_train_step(options) -> workloads.Samples:

@@ -18,7 +18,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import choices, optimizer, packing
 from jaxrl_llm.learner.packing import PackedBatch
 from jaxrl_llm.learner.parts import Auxiliary, part
-from jaxrl_llm.learner.update import make_policy_update
+from jaxrl_llm.learner.update import make_update, policy_objective
 from jaxrl_llm.models import ModelFns
 from jaxrl_llm.sampling import EngineConfig, new_requests
 from jaxrl_llm.types import Origin, Status
@@ -69,7 +69,8 @@ def pretrain(
   # The surrogate has no weight; what is left is the likelihood.
   nll = Auxiliary(part(losses.nll), 1.0, "mask", "token-mean")
   surrogate = choices.POLICY_LOSSES["policy_gradient"]({})
-  update = make_policy_update(fns, transform, schedule, surrogate, {"nll": nll})
+  objective = policy_objective(fns, surrogate, {"nll": nll})
+  update = make_update(objective, transform, schedule)
   source = make_source(
     settings.task, settings.task_settings, seed=settings.seed
   )

@@ -347,8 +347,11 @@ class TestScript:
       ((one, "--max_new_tokens=0"), "--max_new_tokens must be 1.."),
       ((one, "--samples=0"), "--samples must be 1..1024"),
       ((one, "--seed=-1"), "--seed must be 0.."),
-      ((one, "--top_p=1.5"), "--top_p must be in (0, 1], got 1.5"),
-      ((one, "--min_new_tokens=300"), "--min_new_tokens must be 0..256"),
+      ((one, "--top_p=1.5"), "--top_p=1.5, expected a number in (0, 1]"),
+      (
+        (one, "--min_new_tokens=300"),
+        "--min_new_tokens=300, expected a number in [0, 256]",
+      ),
       ((one, "--forbid=12"), "--forbid='12' is 2 tokens"),
       ((one, "--stop="), "--stop is empty"),
       ((one, "--chat"), "--prompt number 1: "),

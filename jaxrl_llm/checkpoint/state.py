@@ -9,7 +9,9 @@ A new field of a state is thus written in one place, where it is declared.
 """
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+import itertools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -33,27 +35,17 @@ def to_items(
     arrays is its leaves' shapes and dtypes.
   """
   trees, values = {}, {}
-
-  def walk(path, value):
-    if _is_plain(value):
-      values[path] = value
-    elif _is_row(value):
-      for i, inner in enumerate(value):
-        walk(f"{path}.{i}", inner)
-    elif _is_record(value):
-      trees[path] = _as_dict(value)
+  for path, part in _parts(states).items():
+    if _is_plain(part):
+      values[path] = part
+    elif _is_record(part):
+      trees[path] = _as_dict(part)
       values[path] = jax.tree.map(
         lambda x: {"shape": list(np.shape(x)), "dtype": str(x.dtype)},
         trees[path],
       )
-    elif dataclasses.is_dataclass(value):
-      for field in dataclasses.fields(value):
-        walk(f"{path}.{field.name}", getattr(value, field.name))
     else:
-      trees[path] = value
-
-  for name, state in states.items():
-    walk(name, state)
+      trees[path] = part
   return trees, values
 
 
@@ -71,43 +63,32 @@ def targets(
     InputError: the checkpoint lacks a part that the state has, or the reverse.
   """
   here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+  on_host = functools.partial(jax.ShapeDtypeStruct, sharding=here)
   found = {}
 
-  def walk(path, value):
-    if isinstance(value, type):  # Of a record, which may be absent.
+  def target(x):
+    if isinstance(x, jax.ShapeDtypeStruct):
+      return x
+    return on_host(x.shape, x.dtype)
+
+  for path, part in _parts(abstract).items():
+    for outer in itertools.accumulate(path.split(".")[:-1], "{}.{}".format):
+      if values.get(outer, outer) is None:
+        raise _other_parts(outer)
+    if isinstance(part, type):  # Of a record, which may be absent.
       if values.get(path) is not None:
         found[path] = jax.tree.map(
-          lambda x: jax.ShapeDtypeStruct(
-            tuple(x["shape"]), np.dtype(x["dtype"]), sharding=here
-          ),
+          lambda x: on_host(tuple(x["shape"]), np.dtype(x["dtype"])),
           values[path],
           is_leaf=lambda x: set(x) == {"shape", "dtype"},
         )
-    elif _is_row(value):
-      for i, inner in enumerate(value):
-        walk(f"{path}.{i}", inner)
-    elif _is_plain(value):
-      if path not in values or (value is None) != (values[path] is None):
+    elif _is_plain(part):
+      if path not in values or (part is None) != (values[path] is None):
         raise _other_parts(path)
-    elif dataclasses.is_dataclass(value):
-      if values.get(path, path) is None:
-        raise _other_parts(path)
-      for field in dataclasses.fields(value):
-        walk(f"{path}.{field.name}", getattr(value, field.name))
+    elif path in values:
+      raise _other_parts(path)
     else:
-      if path in values:
-        raise _other_parts(path)
-      found[path] = jax.tree.map(
-        lambda x: (
-          x
-          if isinstance(x, jax.ShapeDtypeStruct)
-          else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
-        ),
-        value,
-      )
-
-  for name, state in abstract.items():
-    walk(name, state)
+      found[path] = jax.tree.map(target, part)
   return found
 
 
@@ -118,26 +99,42 @@ def from_items(
 ) -> dict[str, Any]:
   """The states whose parts are given; arguments as of `targets`."""
 
-  def build(path, value):
-    if isinstance(value, type):
+  def read(path, part):
+    if isinstance(part, type):
       tree = trees.get(path)
-      return None if tree is None else _from_dict(value, jax.device_get(tree))
-    if _is_row(value):
-      return tuple(build(f"{path}.{i}", x) for i, x in enumerate(value))
-    if _is_plain(value):
+      return None if tree is None else _from_dict(part, jax.device_get(tree))
+    if _is_plain(part):
       return values[path]
-    if dataclasses.is_dataclass(value):
-      return dataclasses.replace(
-        value,
-        **{
-          field.name: build(f"{path}.{field.name}", getattr(value, field.name))
-          for field in dataclasses.fields(value)
-        },
-      )
-    on_host = isinstance(jax.tree.leaves(value)[0], np.ndarray)
+    on_host = isinstance(jax.tree.leaves(part)[0], np.ndarray)
     return jax.device_get(trees[path]) if on_host else trees[path]
 
-  return {name: build(name, state) for name, state in abstract.items()}
+  return {name: _map(read, name, state) for name, state in abstract.items()}
+
+
+def _parts(states: Mapping[str, Any]) -> dict[str, Any]:
+  """What states are made of, by path."""
+  parts = {}
+  for name, state in states.items():
+    _map(parts.__setitem__, name, state)
+  return parts
+
+
+def _map(function: Callable[[str, Any], Any], path: str, state: Any) -> Any:
+  """The state with function(path, part) in place of each of its parts."""
+  if type(state) is tuple and all(map(dataclasses.is_dataclass, state)):
+    return tuple(
+      _map(function, f"{path}.{i}", inner) for i, inner in enumerate(state)
+    )
+  whole = isinstance(state, type) or not dataclasses.is_dataclass(state)
+  if whole or _is_record(state):
+    return function(path, state)
+  parts = {
+    field.name: _map(
+      function, f"{path}.{field.name}", getattr(state, field.name)
+    )
+    for field in dataclasses.fields(state)
+  }
+  return dataclasses.replace(state, **parts)
 
 
 def _is_plain(value: Any) -> bool:
@@ -145,11 +142,6 @@ def _is_plain(value: Any) -> bool:
   if isinstance(value, dict):
     return all(isinstance(x, _SIMPLE) for x in value.values())
   return isinstance(value, _SIMPLE)
-
-
-def _is_row(value: Any) -> bool:
-  """Whether it is a tuple of states."""
-  return type(value) is tuple and all(map(dataclasses.is_dataclass, value))
 
 
 def _is_record(value: Any) -> bool:

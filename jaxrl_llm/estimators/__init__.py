@@ -1,6 +1,5 @@
 """Advantage estimators: pure functions from arrays to arrays."""
 
-from jaxrl_llm.estimators.batch import whiten as whiten
 from jaxrl_llm.estimators.egae import (
   boundary_error as boundary_error,
   drop_tail as drop_tail,
@@ -25,10 +24,9 @@ from jaxrl_llm.estimators.group import (
   optimal_baseline as optimal_baseline,
   token_group_relative as token_group_relative,
 )
-from jaxrl_llm.estimators.schedules import (
-  length_adaptive_lambda as length_adaptive_lambda,
-)
 from jaxrl_llm.estimators.shaping import (
+  length_adaptive_lambda as length_adaptive_lambda,
   penalize_kl as penalize_kl,
   soft_overlong_punishment as soft_overlong_punishment,
+  whiten as whiten,
 )

@@ -1,5 +1,6 @@
 """Advantages relative to the other responses to the same prompt."""
 
+import functools
 from collections.abc import Callable
 
 import chex
@@ -58,9 +59,10 @@ def group_relative(
   check_choice("scale", scale, SCALES)
   check_number("epsilon", epsilon, "[0, inf]")
   rewards, groups, member = _members(rewards, groups, num_groups)
-  above = _above_least(rewards, groups, num_groups)
-  centered = CENTERS[center](above, groups, num_groups)
-  divisor = SCALES[scale](above, groups, num_groups, epsilon)
+  of = _of_group(groups, num_groups)
+  above = _above_least(rewards, of)
+  centered = CENTERS[center](above, of)
+  divisor = SCALES[scale](above, of, epsilon)
   usable = member & (divisor > 0.0)
   return jnp.where(usable, centered / jnp.where(usable, divisor, 1.0), 0.0)
 
@@ -116,10 +118,11 @@ def token_group_relative(
   # A response without a token is in no group.
   groups = jnp.where(jnp.asarray(lengths) > 0, groups, num_groups)
   rewards, groups, counts = _members(rewards, groups, num_groups)
-  total = lambda x: _of_group(masked.segment_sum, x, groups, num_groups)
+  of = _of_group(groups, num_groups)
+  total = functools.partial(of, masked.segment_sum)
   tokens = masked.masked_fill(lengths, counts)
   share = tokens / jnp.maximum(total(tokens), 1.0)
-  above = _above_least(rewards, groups, num_groups)
+  above = _above_least(rewards, of)
   centered = jnp.where(counts, above - total(share * above), 0.0)
   variance = total(share * jnp.square(centered))
   scale = jnp.sqrt(variance) + epsilon
@@ -253,66 +256,48 @@ def _sum_of_others(x: jax.Array, groups: jax.Array) -> jax.Array:
   return before + behind
 
 
-def _of_group(reduce, rewards, groups, num_groups):
-  """What a segment reduction gives for the group of each row, [B]."""
-  per_group = reduce(rewards, groups, num_segments=num_groups)
-  return per_group.at[groups].get(mode="fill", fill_value=0.0)
+def _of_group(groups: jax.Array, num_groups: int) -> Callable[..., jax.Array]:
+  """(segment reduction, x [B]) -> what it gives for the group of each row."""
+
+  def of(reduce, x):
+    per_group = reduce(x, groups, num_segments=num_groups)
+    return per_group.at[groups].get(mode="fill", fill_value=0.0)
+
+  return of
 
 
-def _above_least(rewards, groups, num_groups):
+def _above_least(rewards, of):
   """R_i - least of the group, exactly 0 in a group of equal rewards.
 
   Measured from zero their mean rounds, and a tiny spread blows the rest up.
   """
-  return rewards - _of_group(masked.segment_min, rewards, groups, num_groups)
+  return rewards - of(masked.segment_min, rewards)
 
 
-def _mean(rewards, groups, num_groups):
-  """R_i - mean of the group."""
-  return rewards - _of_group(masked.segment_mean, rewards, groups, num_groups)
-
-
-def _median(rewards, groups, num_groups):
-  """R_i - median of the group."""
-  return rewards - _of_group(masked.segment_median, rewards, groups, num_groups)
-
-
-def _leave_one_out(rewards, groups, num_groups):
+def _leave_one_out(rewards, of):
   """R_i - mean of the others, which is G/(G-1) (R_i - mean of all)."""
-  ones = jnp.ones_like(rewards)
-  count = _of_group(masked.segment_sum, ones, groups, num_groups)
+  count = of(masked.segment_sum, jnp.ones_like(rewards))
   factor = count / jnp.maximum(count - 1.0, 1.0)
-  return factor * _mean(rewards, groups, num_groups)
+  return factor * CENTERS["mean"](rewards, of)
 
 
-def _std(rewards, groups, num_groups, epsilon):
-  """Standard deviation with Bessel's correction, plus ε."""
-  std = _of_group(masked.segment_std, rewards, groups, num_groups)
-  return std + epsilon
+def _mad(rewards, of):
+  """Median of |R - median|."""
+  distance = jnp.abs(CENTERS["median"](rewards, of))
+  return of(masked.segment_median, distance)
 
 
-def _mad(rewards, groups, num_groups, epsilon):
-  """Median of |R - median|, plus ε."""
-  distance = jnp.abs(_median(rewards, groups, num_groups))
-  mad = _of_group(masked.segment_median, distance, groups, num_groups)
-  return mad + epsilon
-
-
-def _none(rewards, groups, num_groups, epsilon):
-  """1 for every row."""
-  del groups, num_groups, epsilon
-  return jnp.ones_like(rewards)
-
-
+# (rewards, `_of_group`) -> R_i - center of the group.
 CENTERS: dict[str, Callable[..., jax.Array]] = {
-  "mean": _mean,
-  "median": _median,
+  "mean": lambda rewards, of: rewards - of(masked.segment_mean, rewards),
+  "median": lambda rewards, of: rewards - of(masked.segment_median, rewards),
   "leave_one_out": _leave_one_out,
 }
+# (rewards, `_of_group`, ε) -> what the group's rewards are divided by.
 SCALES: dict[str, Callable[..., jax.Array]] = {
-  "std": _std,
-  "mad": _mad,
-  "none": _none,
+  "std": lambda rewards, of, epsilon: of(masked.segment_std, rewards) + epsilon,
+  "mad": lambda rewards, of, epsilon: _mad(rewards, of) + epsilon,
+  "none": lambda rewards, of, epsilon: jnp.ones_like(rewards),
 }
 
 

@@ -1,4 +1,4 @@
-"""Changes of the reward before any estimator sees it."""
+"""Steps around an estimator: rewards before, lambdas, and advantages after."""
 
 import chex
 import jax
@@ -92,3 +92,85 @@ def penalize_kl(
     ref_logprobs, mask
   )
   return masked.masked_fill(token_rewards, mask) - coefficient * k1
+
+
+def length_adaptive_lambda(
+  lengths: chex.Array, *, alpha: chex.Numeric
+) -> jax.Array:
+  """VAPO's lambda of the policy, λ(l) = max(0, 1 - 1/(α l)).
+
+  It makes the weights of GAE sum to Σ λᵗ ≈ 1/(1 - λ) = α l, so that the
+  horizon is the same share α of every response. The paper leaves λ ≤ 0 open,
+  which its formula gives for l ≤ 1/α; it is clamped at 0 here. With α = 0.05
+  lambda passes 0.95 only at 400 tokens: choose a larger α for short responses.
+
+  Args:
+    lengths: int or float [...], response tokens, the stop token included.
+    alpha: horizon as a share of the response, positive.
+
+  Returns:
+    float32 [...], in [0, 1); 0 for an empty response.
+
+  Raises:
+    ValueError: if alpha is not positive.
+
+  Reference: Yue et al. 2025 (VAPO), arXiv:2504.05118, equations 4 and 5.
+
+  Example:
+    >>> lengths = jnp.array([20, 400, 4000])
+    >>> print(length_adaptive_lambda(lengths, alpha=0.05))
+    [0.    0.95  0.995]
+  """
+  check_number("alpha", alpha, "(0, inf]")
+  horizon = jnp.asarray(lengths, jnp.float32) * alpha
+  # Below one token the formula is negative, and at none it divides by zero.
+  return 1.0 - 1.0 / jnp.maximum(horizon, 1.0)
+
+
+def whiten(
+  advantages: chex.Array,
+  mask: chex.Array,
+  *,
+  center: bool = True,
+  epsilon: float = 1e-8,
+) -> jax.Array:
+  """Advantages whitened over all tokens of the batch, (A - Ā) / √(var A + ε).
+
+  Every token counts once, so that long responses weigh more, and the variance
+  has Bessel's correction. No estimator does this by itself: call it after the
+  value targets are formed, on the global batch.
+
+  REINFORCE++ is this step after the reward to go, which is `lambda_returns`
+  with values of 0 and γ = λ = 1; for its variant with a baseline, center the
+  rewards of each group first with `group_relative(..., scale='none')`.
+
+  Args:
+    advantages: [..., T].
+    mask: [..., T], True at the tokens that count.
+    center: False keeps the mean and divides by the scale alone. Signs then
+      stay as they are and zeros stay zero: right for `egae`, whose last token
+      of a cut response must stay without gradient.
+    epsilon: added to the variance, at least 0.
+
+  Returns:
+    float32 [..., T]; 0 in masked slots.
+
+  Raises:
+    ValueError: if epsilon is negative.
+
+  Reference: Hu et al. 2025 (REINFORCE++), arXiv:2501.03262.
+
+  Example:
+    >>> advantages = jnp.array([[1.0, 2.0], [3.0, 0.0]])
+    >>> mask = jnp.array([[True, True], [True, False]])
+    >>> print(whiten(advantages, mask))
+    [[-1.  0.]
+     [ 1.  0.]]
+  """
+  chex.assert_equal_shape([advantages, mask])
+  check_number("epsilon", epsilon, "[0, inf]")
+  scale = jnp.sqrt(masked.masked_var(advantages, mask) + epsilon)
+  advantages = masked.masked_fill(advantages, mask)
+  if center:
+    advantages = advantages - masked.masked_mean(advantages, mask)
+  return masked.masked_fill(advantages / scale, mask)

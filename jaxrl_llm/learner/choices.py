@@ -26,15 +26,18 @@ def _reward_to_go(settings: Settings) -> Part:
 
 
 def maker_of(
-  fn: Callable[..., Any], reads: tuple[str, ...] | None = None
+  fn: Callable[..., Any], **inputs: str
 ) -> Callable[[Settings], Part]:
   """(settings) -> the part of a function; see `parts.part`."""
-  return functools.partial(part, fn, reads=reads)
+  return functools.partial(part, fn, **inputs)
 
 
 # Name -> (config group estimator) -> advantages [B, T].
 ESTIMATORS: dict[str, Callable[[Settings], Part]] = {
-  "gae": maker_of(estimates.egae),
+  # GAE with a λ of each response's own; EGAE where one is unfinished.
+  "gae": maker_of(
+    estimators.egae, lambda_="policy_lambda", next_values="next_values"
+  ),
   "group": maker_of(estimates.group_advantages),
   "token_group": maker_of(estimates.token_group_advantages),
   "reward_to_go": _reward_to_go,
@@ -128,13 +131,13 @@ def interpolated_clip(
   )
 
 
-_SURROGATE = ("logprobs", "proximal_logprobs", "advantages")
+_surrogate = functools.partial(maker_of, old_logprobs="proximal_logprobs")
 # Name -> (config group loss) -> `losses.ClippedPolicyLoss`.
 POLICY_LOSSES: dict[str, Callable[[Settings], Part]] = {
-  "clip": maker_of(losses.clipped_policy_loss, _SURROGATE),
-  "gspo": maker_of(losses.gspo_loss, (*_SURROGATE, "mask", "segments")),
-  "cispo": maker_of(losses.cispo_loss, _SURROGATE),
-  "policy_gradient": maker_of(losses.policy_gradient_loss, _SURROGATE),
+  "clip": _surrogate(losses.clipped_policy_loss),
+  "gspo": _surrogate(losses.gspo_loss),
+  "cispo": _surrogate(losses.cispo_loss),
+  "policy_gradient": _surrogate(losses.policy_gradient_loss),
   "hapo": maker_of(hapo),
 }
 

@@ -94,34 +94,6 @@ def policy_lambda(lengths, *, lambda_policy) -> jax.Array:
   return jnp.full(lengths.shape, lambda_policy, jnp.float32)
 
 
-def egae(
-  token_rewards,
-  values,
-  mask,
-  truncated,
-  policy_lambda,
-  next_values,
-  *,
-  gamma,
-  boundary,
-) -> jax.Array:
-  """GAE with a λ of each response's own; EGAE where one is unfinished.
-
-  VAPO, arXiv 2504.05118, equations 4 and 5; T-PPO, arXiv 2506.15050,
-  equation 6. Without unfinished responses this is GAE bit for bit.
-  """
-  return estimators.egae(
-    token_rewards,
-    values,
-    mask,
-    truncated,
-    gamma=gamma,
-    lambda_=policy_lambda,
-    boundary=boundary,
-    next_values=next_values,
-  )
-
-
 def outcome(token_rewards: chex.Array) -> jax.Array:
   """One reward per response, [B]: the sum over its tokens."""
   return jnp.sum(token_rewards, axis=1)
@@ -204,13 +176,6 @@ def sequence_weights(
   """π_old / π_behaviour of whole responses, [B, T] -> [B], not truncated."""
   log_ratio = jnp.where(mask, old_logprobs - behavior_logprobs, 0.0)
   return jnp.exp(jnp.clip(jnp.sum(log_ratio, axis=1), -20.0, 20.0))
-
-
-def returns(token_rewards, values, mask, *, gamma, lambda_value) -> jax.Array:
-  """Critic targets under a λ of the critic's own; λ = 1 is Monte Carlo."""
-  return estimators.lambda_returns(
-    token_rewards, values, mask, gamma=gamma, lambda_=lambda_value
-  )
 
 
 def without_overlong(mask, status) -> jax.Array:

@@ -23,7 +23,7 @@ _ALWAYS = {
   "policy_mask": part(estimates.in_window),
   "value_mask": part(estimates.value_mask),
   "positive_mask": part(estimates.positive_mask),
-  "old_values": part(estimates.same, reads=("values",)),
+  "old_values": part(estimates.same, x="values"),
   "interpolation_share": part(estimates.interpolation_share),
 }
 _OWN_INPUTS: dict[str, Part] = {}  # By `add_token_input`.
@@ -43,9 +43,11 @@ def make_algorithm(config: Any) -> Algorithm:
   policy_loss, correction = _loss_and_correction(config)
   value_loss = step_scale = None
   if choices.has_critic(config):
-    clipped = config.loss.clip_value is not None
-    fn = clipped_value_loss if clipped else losses.clipped_value_loss
-    value_loss = part(fn, loss if clipped else None)
+    value_loss = part(losses.clipped_value_loss)
+    if config.loss.clip_value is not None:
+      value_loss = part(
+        losses.clipped_value_loss, loss, old_values="old_values"
+      )
   if off_policy.ess_scale:
     step_scale = part(choices.ess_step_scale, off_policy.to_dict())
   norm = float(loss["norm"] or limit) if loss["mode"] in NORM_MODES else None
@@ -74,7 +76,7 @@ def _chosen_parts(config: Any) -> dict[str, Part]:
   normalize = choices.NORMALIZATIONS[estimator["normalize"]]
   if normalize is not None:
     advantages = then(advantages, normalize, "policy_mask")
-  mask = part(estimates.same, reads=("trainable",))
+  mask = part(estimates.same, x="trainable")
   settings = loss | estimator
   masks = [choices.OWN_MASKS[name] for name in loss["masks"]]
   masks += [fn for name, fn in choices.MASKS.items() if settings[name]]
@@ -86,19 +88,19 @@ def _chosen_parts(config: Any) -> dict[str, Part]:
     "policy_lambda": lambda_rule(estimator),
     "unwindowed_policy_mask": mask,
     "proximal_logprobs": part(
-      estimates.same, reads=(choices.PROXIMALS[config.off_policy.proximal],)
+      estimates.same, x=choices.PROXIMALS[config.off_policy.proximal]
     ),
     "entropy_code": part(estimates.entropy_code, loss),
     **_rewards(config),
   }
   if choices.has_critic(config):
-    chosen["returns"] = part(estimates.returns, estimator)
+    chosen["returns"] = _returns(estimator["gamma"], estimator["lambda_value"])
   return chosen
 
 
 def _rewards(config: Any) -> dict[str, Part]:
   """Rewards with their length punishment, and on tokens with their KL."""
-  shaped = part(estimates.same, reads=("rewards",))
+  shaped = part(estimates.same, x="rewards")
   if config.reward.overlong_buffer:
     settings = {
       "max_length": config.sampler.max_response_length,
@@ -131,8 +133,7 @@ def _loss_and_correction(config: Any) -> tuple[Part, Part | None]:
   if correction is None:
     return policy_loss, None
   bounds = {"level": off_policy.level, "high": high, "low": off_policy.low}
-  reads = ("proximal_logprobs", "behavior_logprobs", "policy_mask")
-  return policy_loss, part(correction, bounds, reads=reads)
+  return policy_loss, part(correction, bounds, mask="policy_mask")
 
 
 def _auxiliary(
@@ -152,11 +153,10 @@ def _auxiliary(
   }
 
 
-def clipped_value_loss(values, returns, old_values, *, clip_value):
-  """The value loss with a clip range around the old values."""
-  return losses.clipped_value_loss(
-    values, returns, old_values=old_values, clip_value=clip_value
-  )
+def _returns(gamma: float, lambda_: float) -> Part:
+  """Critic targets under a λ of the critic's own; λ = 1 is Monte Carlo."""
+  settings = {"gamma": gamma, "lambda_": lambda_}
+  return part(estimators.lambda_returns, settings)
 
 
 def with_monte_carlo_returns(
@@ -167,9 +167,7 @@ def with_monte_carlo_returns(
   Whatever λ the critic learns with later: a bootstrapped target would be the
   new head's own.
   """
-  settings = {"gamma": gamma, "lambda_value": 1.0}
-  targets = part(estimates.returns, settings)
-  parts = {**algorithm.parts, "returns": targets}
+  parts = {**algorithm.parts, "returns": _returns(gamma, 1.0)}
   return dataclasses.replace(algorithm, parts=parts)
 
 

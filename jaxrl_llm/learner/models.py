@@ -48,12 +48,10 @@ def make_policy(
   mesh: jax.sharding.Mesh,
 ) -> TrainedModel:
   """The policy with the algorithm's losses."""
-  make_update = functools.partial(
-    update_lib.make_policy_update,
-    policy_loss=algorithm.policy_loss,
-    auxiliary=algorithm.auxiliary,
+  objective = update_lib.policy_objective(
+    fns, algorithm.policy_loss, algorithm.auxiliary
   )
-  return _trained(fns, settings, scoring.score_logprobs, make_update, mesh)
+  return _trained(fns, settings, scoring.score_logprobs, objective, mesh)
 
 
 def make_critic(
@@ -65,13 +63,11 @@ def make_critic(
   """The critic; None if the algorithm has none."""
   if algorithm.value_loss is None:
     return None
-  make_update = functools.partial(
-    update_lib.make_value_update, value_loss=algorithm.value_loss
-  )
-  return _trained(fns, settings, scoring.score_values, make_update, mesh)
+  objective = update_lib.value_objective(fns, algorithm.value_loss)
+  return _trained(fns, settings, scoring.score_values, objective, mesh)
 
 
-def _trained(fns, settings, score, make_update, mesh) -> TrainedModel:
+def _trained(fns, settings, score, objective, mesh) -> TrainedModel:
   schedule = optimizer_lib.make_schedule(settings)
   optimizer = optimizer_lib.make_optimizer(
     schedule,
@@ -91,8 +87,8 @@ def _trained(fns, settings, score, make_update, mesh) -> TrainedModel:
   shardings = sharding.tree_shardings(jax.eval_shape(create, params), mesh)
   create = jax.jit(create, out_shardings=shardings, donate_argnums=0)
   whole = sharding.replicated(mesh)
-  update = make_update(
-    fns,
+  update = update_lib.make_update(
+    objective,
     optimizer,
     schedule,
     frozen=settings.frozen,

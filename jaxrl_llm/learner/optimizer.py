@@ -79,18 +79,17 @@ def make_schedule(settings: UpdateSettings) -> optax.Schedule:
 
 
 def make_optimizer(
-  schedule: optax.Schedule,
-  *,
-  max_grad_norm: float,
-  weight_decay: float,
-  b1: float,
-  b2: float,
-  eps: float,
+  schedule: optax.Schedule, *, max_grad_norm: float, **adamw: float
 ) -> optax.GradientTransformation:
   """AdamW behind a clip of the global gradient norm.
 
   Weight decay applies to matrices only (norm scales and biases keep theirs);
   stacked layers add one axis, so a matrix is what is named kernel or embedding.
+
+  Args:
+    schedule: learning rate of an update.
+    max_grad_norm: gradients of a larger norm are scaled down to it.
+    **adamw: weight_decay, b1, b2 and eps.
   """
 
   def matrices(params):
@@ -100,9 +99,7 @@ def make_optimizer(
 
   return optax.chain(
     optax.clip_by_global_norm(max_grad_norm),
-    optax.adamw(
-      schedule, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=matrices
-    ),
+    optax.adamw(schedule, mask=matrices, **adamw),
   )
 
 

@@ -8,7 +8,6 @@ exactly the inputs are computed that somebody reads, and a part of one's own
 may read a new one.
 """
 
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -39,25 +38,26 @@ class Auxiliary(NamedTuple):
 def part(
   fn: Callable[..., Any],
   settings: Mapping[str, Any] | None = None,
-  *,
-  reads: tuple[str, ...] | None = None,
+  /,
+  **inputs: str,
 ) -> Part:
   """A function as a part.
 
   Args:
-    fn: of arrays, its positional arguments.
+    fn: of arrays, its positional arguments, each of which reads the input of
+      its own name.
     settings: values for its keyword-only arguments, by their names; others are
       passed over. What is not given keeps its default.
-    reads: names of the inputs; those of the positional arguments by default.
+    **inputs: argument -> input that it reads instead of one of its own name,
+      or instead of being a setting.
   """
   parameters = inspect.signature(fn).parameters.values()
+  positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
   keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
   chosen = {k: settings[k] for k in keywords if k in (settings or {})}
-  if reads is None:
-    reads = tuple(
-      p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD
-    )
-  return Part(functools.partial(fn, **chosen) if chosen else fn, reads)
+  arguments = {name: name for name in positional} | inputs
+  call = lambda *arrays: fn(**chosen | dict(zip(arguments, arrays)))
+  return Part(call, tuple(arguments.values()))
 
 
 def then(first: Part, fn: Callable[..., Any], *reads: str) -> Part:

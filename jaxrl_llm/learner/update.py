@@ -7,7 +7,7 @@ only ever add, and the split into them does not change the result.
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,29 +29,25 @@ Metrics = dict[str, jax.Array]
 Update = Callable[..., tuple[TrainState, Metrics]]
 
 
-def make_policy_update(
-  fns: ModelFns,
-  optimizer: optax.GradientTransformation,
-  schedule: optax.Schedule,
-  policy_loss: Part,
-  auxiliary: Mapping[str, Auxiliary],
-  *,
-  frozen: tuple[str, ...] = (),
-  out_shardings: Any = None,
-) -> Update:
-  """update(state, PackedBatch, temperature) -> (state, metrics), jitted.
+class Objective(NamedTuple):
+  """What an update minimises."""
 
-  The state is donated. L = Σ w · L_policy + Σ of the auxiliary losses.
+  name: str  # Metrics are NAME/...
+  # (params, micro-batch, *settings) -> (loss, what is logged: sums, sums over
+  #  tokens whose mean is meant, and maxima).
+  loss: Callable[..., tuple[jax.Array, tuple[Metrics, Metrics, Metrics]]]
+
+
+def policy_objective(
+  fns: ModelFns, policy_loss: Part, auxiliary: Mapping[str, Auxiliary]
+) -> Objective:
+  """Σ w · L_policy + Σ of the auxiliary losses; its setting is a temperature.
 
   Args:
     fns: the policy.
-    optimizer: gradient transformation of the state.
-    schedule: learning rate of an update, for the log.
     policy_loss: as in `Algorithm`; its weights are the input `weights`.
     auxiliary: likewise; the weights of NAME are the input `NAME_weights`, and
       it is logged as `policy/NAME_loss`.
-    frozen: parts of paths of parameters that are not trained.
-    out_shardings: (those that the state is pinned to, of the metrics).
   """
 
   def loss(params, micro, temperature):
@@ -82,9 +78,7 @@ def make_policy_update(
     maxima = {"policy/ratio_max": jnp.max(jnp.where(mask, clipped.ratio, 0.0))}
     return loss, (sums, means, maxima)
 
-  return _make_update(
-    loss, optimizer, schedule, "policy", frozen, out_shardings
-  )
+  return Objective("policy", loss)
 
 
 def _add_of_model(sums: Metrics, name: str, losses_of_model: Metrics):
@@ -94,19 +88,8 @@ def _add_of_model(sums: Metrics, name: str, losses_of_model: Metrics):
   return sum(losses_of_model.values())
 
 
-def make_value_update(
-  fns: ValueFns,
-  optimizer: optax.GradientTransformation,
-  schedule: optax.Schedule,
-  value_loss: Part,
-  *,
-  frozen: tuple[str, ...] = (),
-  out_shardings: Any = None,
-) -> Update:
-  """update(state, PackedBatch) -> (state, metrics), jitted; L = Σ w · L_value.
-
-  Arguments as in `make_policy_update`; value_loss is that of `Algorithm`.
-  """
+def value_objective(fns: ValueFns, value_loss: Part) -> Objective:
+  """Σ w · L_value of a critic; value_loss as in `Algorithm`."""
 
   def loss(params, micro):
     packed = micro["packed"]
@@ -117,17 +100,29 @@ def make_value_update(
     sums = {"value/loss": total, "tokens": tokens}
     return total + _add_of_model(sums, "value", of_model), (sums, {}, {})
 
-  return _make_update(loss, optimizer, schedule, "value", frozen, out_shardings)
+  return Objective("value", loss)
 
 
-def _make_update(
-  loss, optimizer, schedule, name, frozen, out_shardings
+def make_update(
+  objective: Objective,
+  optimizer: optax.GradientTransformation,
+  schedule: optax.Schedule,
+  *,
+  frozen: tuple[str, ...] = (),
+  out_shardings: Any = None,
 ) -> Update:
-  """The update shared by policy and critic.
+  """update(state, PackedBatch, *settings) -> (state, metrics), jitted.
 
-  `loss` sees one micro-batch; beside itself it returns what is logged: sums,
-  sums over tokens whose mean is meant, and maxima.
+  The state is donated.
+
+  Args:
+    objective: whose gradient is taken.
+    optimizer: gradient transformation of the state.
+    schedule: learning rate of an update, for the log.
+    frozen: parts of paths of parameters that are not trained.
+    out_shardings: (those that the state is pinned to, of the metrics).
   """
+  name, loss = objective
 
   def update(state: TrainState, batch: PackedBatch, *settings):
     trained, kept = split_frozen(state.params, frozen)

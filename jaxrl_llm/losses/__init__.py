@@ -14,6 +14,7 @@ from jaxrl_llm.losses.policy import (
   ClippedPolicyLoss as ClippedPolicyLoss,
   cispo_loss as cispo_loss,
   clipped_policy_loss as clipped_policy_loss,
+  gspo_loss as gspo_loss,
   policy_gradient_loss as policy_gradient_loss,
 )
 from jaxrl_llm.losses.regularizers import (
@@ -25,7 +26,6 @@ from jaxrl_llm.losses.regularizers import (
   kl_k3_plus as kl_k3_plus,
   nll as nll,
 )
-from jaxrl_llm.losses.sequence import gspo_loss as gspo_loss
 from jaxrl_llm.losses.value import (
   ClippedValueLoss as ClippedValueLoss,
   clipped_value_loss as clipped_value_loss,

@@ -99,7 +99,7 @@ def make_policy(
   """
   backend = make_kernels(kernels, config, sharding=sampler_sharding)
   sampled = {"config": config, "dtype": sampler_dtype or dtype}
-  paged = {"kernels": backend, "cache_dtype": cache_dtype or sampled["dtype"]}
+  cache_dtype = cache_dtype or sampled["dtype"]
   backbone = functools.partial(
     transformer.hidden,
     config=config,
@@ -127,6 +127,11 @@ def make_policy(
     packed = PackedRows(tokens=tokens, segments=segments, positions=positions)
     return transformer.logits(params, backbone(params, packed), config=config)
 
+  def init_kv_cache(shards, pages, page_size):
+    size = shards, pages, page_size
+    layers = range(config.num_layers)
+    return tuple(backend.init_paged(*size, cache_dtype) for _ in layers)
+
   bind = functools.partial
   return ModelFns(
     config=config,
@@ -136,8 +141,10 @@ def make_policy(
     for_sampling=bind(transformer.for_sampling, **sampled),
     kv_sharding=backend.kv_sharding,
     shares_pages=backend.shares_pages,
-    init_kv_cache=bind(transformer.init_kv_cache, config=config, **paged),
-    prefill=bind(transformer.prefill, **sampled, **paged),
+    init_kv_cache=init_kv_cache,
+    prefill=bind(
+      transformer.prefill, **sampled, cache_dtype=cache_dtype, kernels=backend
+    ),
     decode=bind(transformer.decode, **sampled, kernels=backend),
   )
 

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 from flax import traverse_util
+from huggingface_hub import split_state_dict_into_shards_factory
 
 from jaxrl_llm.errors import InputError, check_number
 from jaxrl_llm.models import hf_files, transformer
@@ -270,29 +271,21 @@ def _write_weights(
   stage: pathlib.Path, entries: list[_Entry], limit: int
 ) -> None:
   """Writes one file, or several and the index that names them."""
-  shards, room = [[]], limit
-  for entry in entries:
-    if shards[-1] and entry.size > room:
-      shards.append([])
-      room = limit
-    shards[-1].append(entry)
-    room -= entry.size
-  names = [
-    f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-    for number in range(1, len(shards) + 1)
-  ]
-  if len(shards) == 1:
-    names = [hf_files.SINGLE]
-  weight_map = {}
-  for name, shard in zip(names, shards):
-    tensors = {entry.name: entry.to_host() for entry in shard}
-    safetensors.numpy.save_file(
-      tensors, stage / name, metadata={"format": "pt"}
-    )
-    weight_map |= dict.fromkeys(tensors, name)
-  if len(shards) > 1:
-    size = {"total_size": sum(entry.size for entry in entries)}
-    index = {"metadata": size, "weight_map": weight_map}
+  tensors = {entry.name: entry for entry in entries}
+  split = split_state_dict_into_shards_factory(
+    tensors,
+    get_storage_size=lambda entry: entry.size,
+    filename_pattern="model{suffix}.safetensors",
+    max_shard_size=limit,
+  )
+  for file, names in split.filename_to_tensors.items():
+    arrays = {name: tensors[name].to_host() for name in names}
+    safetensors.numpy.save_file(arrays, stage / file, metadata={"format": "pt"})
+  if split.is_sharded:
+    index = {
+      "metadata": split.metadata,
+      "weight_map": split.tensor_to_filename,
+    }
     (stage / hf_files.INDEX).write_text(_json(index), encoding="utf-8")
 
 

@@ -6,7 +6,6 @@ cache is its own choice. Which page belongs to which slot is the caller's
 (`BlockTables`).
 """
 
-import math
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -99,16 +98,6 @@ def platform_of(sharding: NamedSharding | None) -> str:
   if sharding is None:
     return jax.default_backend()
   return next(iter(sharding.device_set)).platform
-
-
-def axis_size(sharding: NamedSharding, axes: Any) -> int:
-  """Into how many parts a mesh axis, or several, cut an array."""
-  return math.prod(sharding.mesh.shape[name] for name in jax.tree.leaves(axes))
-
-
-def heads_parts(sharding: NamedSharding | None) -> int:
-  """Devices that share the KV heads of a slot."""
-  return axis_size(sharding, sharding.spec[1:]) if sharding else 1
 
 
 def layer_sharding(

@@ -13,6 +13,8 @@ Reference:
   jax.experimental.pallas.ops.tpu.ragged_paged_attention.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import ragged_paged_attention as ragged
@@ -20,12 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.models import attention, kv_cache
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.kernels import (
-  Kernels,
-  axis_size,
-  heads_parts,
-  layer_sharding,
-)
+from jaxrl_llm.models.kernels import Kernels, layer_sharding
 
 _LANES = 128  # Numbers side by side in a register.
 _SMALLEST = 64  # Of a head: below, more than half of what is read is zeros.
@@ -53,7 +50,7 @@ def make_pallas(
     config: the architecture.
     sharding: as in `make_kernels`.
   """
-  parts = heads_parts(sharding)
+  parts = _parts(sharding, sharding.spec[1:]) if sharding else 1
   heads, size = config.num_kv_heads // parts, config.head_dim  # Of a device.
   padded = (_padded_heads(heads), -(-size // _LANES) * _LANES)
   # The keys and values of a token, on all devices.
@@ -205,7 +202,7 @@ def _on_devices(function, sharding):
   slots, *heads = sharding.spec
 
   def run(like, *arguments):
-    whole = len(arguments[0]) % axis_size(sharding, slots)
+    whole = len(arguments[0]) % _parts(sharding, slots)
 
     def spec(x):
       between = [None] * (x.ndim - 3)
@@ -221,6 +218,11 @@ def _on_devices(function, sharding):
     )(*arguments)
 
   return run
+
+
+def _parts(sharding, axes):
+  """Into how many parts a mesh axis, or several, cut an array."""
+  return math.prod(sharding.mesh.shape[name] for name in jax.tree.leaves(axes))
 
 
 def _padded_heads(heads):

@@ -153,21 +153,6 @@ def for_sampling(params: Params, *, config: ModelConfig, dtype: Any) -> Params:
   return params | {"layers": tuple(map(split, range(config.num_layers)))}
 
 
-def init_kv_cache(
-  shards: int,
-  pages: int,
-  page_size: int,
-  *,
-  config: ModelConfig,
-  cache_dtype: Any,
-  kernels: Kernels,
-) -> KVCache:
-  """A paged KV cache of zeros."""
-  layers = range(config.num_layers)
-  size = (shards, pages, page_size)
-  return tuple(kernels.init_paged(*size, cache_dtype) for _ in layers)
-
-
 def prefill(
   params: Params,
   tokens: chex.Array,

@@ -6,6 +6,7 @@ per entry. Top-k and top-p find their probability threshold by bisection over
 the bit pattern of a float, so that nothing is ever sorted.
 """
 
+import functools
 from typing import NamedTuple
 
 import chex
@@ -114,24 +115,16 @@ def _first_above(ends, weights, target):
 
 def _filter(weights, top_k, top_p, min_p):
   size = weights.shape[-1]
+  total = functools.partial(jnp.sum, axis=-1, keepdims=True)
   k = jnp.where(top_k > 0, jnp.minimum(top_k, size), size)[:, None]
-  enough = lambda t: _count(weights, t) >= k
+  enough = lambda t: total(weights >= t) >= k
   weights = jnp.where(weights >= _threshold(weights, enough), weights, 0.0)
-  mass = top_p[:, None] * jnp.sum(weights, axis=-1, keepdims=True)
-  enough = lambda t: _mass(weights, t) >= mass
+  mass = top_p[:, None] * total(weights)
+  enough = lambda t: total(jnp.where(weights >= t, weights, 0.0)) >= mass
   # top_p 1 keeps all: rounding of the mass must not drop the smallest ones.
   bound = jnp.where(top_p[:, None] < 1, _threshold(weights, enough), 0.0)
   weights = jnp.where(weights >= bound, weights, 0.0)
   return jnp.where(weights >= min_p[:, None], weights, 0.0)  # The maximum is 1.
-
-
-def _count(weights, threshold):
-  return jnp.sum(weights >= threshold, axis=-1, keepdims=True)
-
-
-def _mass(weights, threshold):
-  kept = jnp.where(weights >= threshold, weights, 0.0)
-  return jnp.sum(kept, axis=-1, keepdims=True)
 
 
 def _threshold(weights, enough):

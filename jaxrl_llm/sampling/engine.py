@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm import models
+from jaxrl_llm.errors import check_number
 from jaxrl_llm.models import ModelFns
 from jaxrl_llm.sampling import buckets, speculation
 from jaxrl_llm.sampling import requests as requests_lib
@@ -273,9 +274,8 @@ class Engine(Scheduler):
     Reference:
       Fan et al. 2025, Truncated PPO, arXiv 2506.15050 (windowed rollouts).
     """
-    for name, value in (("window", window), ("group_size", group_size)):
-      if value < 1:
-        raise ValueError(f"{name} must be >= 1, got {value}")
+    check_number("window", window, "[1, inf)")
+    check_number("group_size", group_size, "[1, inf)")
     requests = jax.device_get(requests)
     rollout = join_rows([requests])
     rollout.window_start[:] = rollout.lengths

@@ -282,15 +282,11 @@ def check_grid(
   prompts: Sequence[Sequence[int]], sample_ids: np.ndarray
 ) -> None:
   """Refuses sample ids that are not [N, G] for N prompts."""
-  if sample_ids.ndim != 2 or sample_ids.shape[0] != len(prompts):
+  grid = sample_ids.ndim == 2 and len(sample_ids) == len(prompts)
+  if not grid or not sample_ids.size:
     raise ValueError(
-      f"sample_ids must be [N, G] for N = {len(prompts)} prompts, got shape"
-      f" {sample_ids.shape}"
-    )
-  if min(sample_ids.shape) < 1:
-    raise ValueError(
-      "there must be prompts and responses to each, got sample_ids of shape"
-      f" {sample_ids.shape}"
+      f"sample_ids must be [N, G] for N = {len(prompts)} prompts, with one or"
+      f" more of each, got shape {sample_ids.shape}"
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, check_number
 from jaxrl_llm.sampling.allocator import default_page_size
 from jaxrl_llm.sampling.rules import REFILL_SHARE
 
@@ -41,10 +41,10 @@ class EngineConfig:
     if self.page_size is None:  # The only way to set a frozen field.
       object.__setattr__(self, "page_size", default_page_size(self.max_length))
     for name in ("slots", "max_prompt_length", "max_response_length"):
-      _check_least(1, name, getattr(self, name))
-    _check_least(1, "page_size", self.page_size)
-    _check_least(0, "num_draft_tokens", self.num_draft_tokens)
-    _check_least(0, "kv_pages", self.kv_pages)
+      check_number(name, getattr(self, name), "[1, inf)")
+    check_number("page_size", self.page_size, "[1, inf)")
+    check_number("num_draft_tokens", self.num_draft_tokens, "[0, inf)")
+    check_number("kv_pages", self.kv_pages, "[0, inf)")
 
   @property
   def max_length(self) -> int:
@@ -81,11 +81,6 @@ class EngineConfig:
     return shards * max(1, self.refill_slots // shards)
 
 
-def _check_least(least: int, name: str, value: int) -> None:
-  if value < least:
-    raise ValueError(f"{name} must be >= {least}, got {value}")
-
-
 @dataclasses.dataclass(frozen=True)
 class SamplingSettings:
   """How to sample; plain numbers that become arrays, so nothing recompiles.
@@ -119,21 +114,22 @@ def max_tokens_of(
   Raises:
     ValueError: a setting is out of range.
   """
-  s, room, limit = settings, max_response_length, settings.max_new_tokens
-  limit = room if limit is None else limit
-  up_to = f"0..{limit} (max_new_tokens)"
-  texts = all(isinstance(text, str) and text for text in s.stop_strings)
-  for name, valid, allowed in (
-    ("max_new_tokens", 1 <= limit <= room, f"1..{room}"),
-    ("temperature", 0 <= s.temperature < np.inf, "finite and >= 0"),
-    ("top_k", s.top_k >= 0, ">= 0"),
-    ("top_p", 0 < s.top_p <= 1, "in (0, 1]"),
-    ("min_p", 0 <= s.min_p < 1, "in [0, 1)"),
-    ("min_new_tokens", 0 <= s.min_new_tokens <= limit, up_to),
-    ("stop_strings", texts, "a tuple of texts that are not empty"),
+  limit = settings.max_new_tokens
+  limit = max_response_length if limit is None else limit
+  for name, interval in (
+    ("max_new_tokens", f"[1, {max_response_length}]"),
+    ("temperature", "[0, inf)"),
+    ("top_k", "[0, inf)"),
+    ("top_p", "(0, 1]"),
+    ("min_p", "[0, 1)"),
+    ("min_new_tokens", f"[0, {limit}]"),  # max_new_tokens.
   ):
-    if not valid:
-      raise ValueError(f"{name} must be {allowed}, got {getattr(s, name)}")
+    check_number(name, getattr(settings, name), interval)
+  texts = settings.stop_strings
+  if not all(isinstance(text, str) and text for text in texts):
+    raise ValueError(
+      f"stop_strings must be a tuple of texts that are not empty, got {texts}"
+    )
   return limit
 
 

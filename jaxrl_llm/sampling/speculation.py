@@ -15,6 +15,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.errors import check_number
 from jaxrl_llm.models import ModelFns
 
 # (logits [S, 1, V], ahead [S, 1]) -> tokens [S, 1], as the model would draw.
@@ -62,8 +63,7 @@ def prompt_lookup(*, ngram: int = 3) -> Drafter:
   Reference:
     Saxena 2023, Prompt lookup decoding.
   """
-  if ngram < 1:
-    raise ValueError(f"ngram must be >= 1, got {ngram}")
+  check_number("ngram", ngram, "[1, inf)")
 
   def propose(params, kv_cache, block_tables, slots, active, draw, *, count):
     del params, block_tables, active, draw

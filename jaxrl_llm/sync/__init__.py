@@ -1,28 +1,18 @@
 """The policy's way to the sampler: weights are transferred and verified."""
 
 from jaxrl_llm.sync.parity import (
-  TOLERANCES,
-  make_parity_check,
-  parity_tokens,
-  tolerance,
+  TOLERANCES as TOLERANCES,
+  make_parity_check as make_parity_check,
+  parity_tokens as parity_tokens,
+  tolerance as tolerance,
 )
 from jaxrl_llm.sync.transfer import (
-  SyncError,
-  VersionedWeights,
-  WeightTransfer,
-  layout_shardings,
+  SyncError as SyncError,
+  VersionedWeights as VersionedWeights,
+  WeightTransfer as WeightTransfer,
+  layout_shardings as layout_shardings,
 )
-from jaxrl_llm.sync.verify import check_version, verify
-
-__all__ = [
-  "SyncError",
-  "TOLERANCES",
-  "VersionedWeights",
-  "WeightTransfer",
-  "check_version",
-  "layout_shardings",
-  "make_parity_check",
-  "parity_tokens",
-  "tolerance",
-  "verify",
-]
+from jaxrl_llm.sync.verify import (
+  check_version as check_version,
+  verify as verify,
+)

@@ -1,4 +1,4 @@
-"""Tests of the overlong punishment and of KL in the reward."""
+"""Tests of the steps around an estimator, and of REINFORCE++ made of them."""
 
 import jax
 import jax.numpy as jnp
@@ -91,3 +91,159 @@ class TestPenalizeKl:
       estimators.penalize_kl(ones, ones, ones, ones, coefficient=-0.1)
     with pytest.raises(AssertionError):
       estimators.penalize_kl(ones, ones, ones[0], ones, coefficient=0.1)
+
+
+class TestLengthAdaptiveLambda:
+  lengths = [0, 1, 10, 20, 40, 100, 400, 1000, 8192, 20480, 24576]
+  golden = [
+    0.0,
+    0.0,
+    0.0,
+    0.0,
+    0.5,
+    0.8,
+    0.95,
+    0.98,
+    0.99755859375,
+    0.9990234375,
+    0.99918619792,
+  ]
+
+  def test_golden(self):
+    lambda_ = estimators.length_adaptive_lambda(
+      np.array(self.lengths), alpha=0.05
+    )
+    assert lambda_.dtype == jnp.float32
+    np.testing.assert_allclose(lambda_, self.golden, atol=1e-6)
+    np.testing.assert_array_equal(lambda_[:3], 0.0)
+    wide = estimators.length_adaptive_lambda(jnp.array(100), alpha=1.5)
+    assert float(wide) == pytest.approx(0.99333333, abs=1e-6)
+
+  def test_weight_of_the_last_error_on_the_first_token(self):
+    lengths = np.array([100, 400, 1000, 8192])
+    lambda_ = estimators.length_adaptive_lambda(lengths, alpha=0.05)
+    weight = np.asarray(lambda_, np.float64) ** (lengths - 1)
+    expected = [2.546e-10, 1.293e-9, 1.717e-9, 2.016e-9]
+    np.testing.assert_allclose(weight, expected, rtol=1e-3)
+
+  def test_equals_reference_for_any_shape_and_under_jit(self):
+    lengths = np.random.default_rng(0).integers(0, 3000, (4, 5))
+    function = lambda x: estimators.length_adaptive_lambda(x, alpha=0.1)
+    expected = np.vectorize(reference.length_adaptive_lambda)(lengths, 0.1)
+    np.testing.assert_allclose(function(lengths), expected, atol=1e-6)
+    np.testing.assert_allclose(jax.jit(function)(lengths), expected, atol=1e-6)
+
+  @pytest.mark.parametrize("alpha", [0.0, -0.05, float("nan")])
+  def test_bad_alpha_raises(self, alpha):
+    with pytest.raises(ValueError, match="expected a number in"):
+      estimators.length_adaptive_lambda(np.array([3]), alpha=alpha)
+
+  def test_feeds_gae_one_lambda_per_row(self):
+    lengths = np.array([40, 0, 3])
+    mask = np.arange(40) < lengths[:, None]
+    rewards, values = np.random.default_rng(1).normal(size=(2, 3, 40))
+    actual = estimators.gae(
+      rewards,
+      values,
+      mask,
+      gamma=1.0,
+      lambda_=estimators.length_adaptive_lambda(lengths, alpha=0.05),
+    )
+    expected = reference.gae(
+      rewards, values, mask, 1.0, np.array([[0.5], [0.0], [0.0]])
+    )
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
+
+
+# Compiled, as one would use it; one test holds jit against plain.
+_whiten = jax.jit(estimators.whiten, static_argnames="center")
+
+
+def _batch(seed=0):
+  rng = np.random.default_rng(seed)
+  mask = rng.random((5, 9)) < 0.6
+  mask[1] = False
+  mask[2] = np.arange(9) == 4
+  advantages = 3.0 + rng.normal(size=(5, 9)).astype(np.float32)
+  return np.where(mask, advantages, np.nan).astype(np.float32), mask
+
+
+class TestWhiten:
+  def test_golden(self):
+    advantages = np.array([0.442475, 0.3605, 0.59, 0.2])
+    expected = [0.271792, -0.231928, 1.178305, -1.218169]
+    actual = _whiten(advantages, np.ones(4, bool))
+    np.testing.assert_allclose(actual, expected, atol=1e-6)
+
+  @pytest.mark.parametrize("center", [True, False])
+  def test_equals_reference_with_nan_in_padding(self, center):
+    advantages, mask = _batch()
+    function = lambda a, m: estimators.whiten(a, m, center=center, epsilon=1e-3)
+    expected = reference.whiten(advantages, mask, center, 1e-3)
+    for result in (
+      function(advantages, mask),
+      jax.jit(function)(advantages, mask),
+      function(*(x.reshape(5, 3, 3) for x in (advantages, mask))).reshape(5, 9),
+    ):
+      assert result.dtype == jnp.float32
+      np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
+    gradient = jax.grad(lambda a: jnp.sum(function(a, mask) ** 3))(advantages)
+    np.testing.assert_array_equal(gradient[~mask], 0.0)
+    assert np.isfinite(gradient).all()
+
+  def test_without_center_zeros_and_signs_stay(self):
+    advantages, mask = _batch(1)
+    advantages = np.where(np.arange(9) % 3 == 0, 0.0, advantages - 3.0)
+    actual = _whiten(advantages, mask, center=False)
+    np.testing.assert_array_equal(
+      np.sign(actual), np.where(mask, np.sign(np.nan_to_num(advantages)), 0.0)
+    )
+
+  @pytest.mark.parametrize("center", [True, False])
+  def test_empty_and_constant_batches_stay_finite(self, center):
+    advantages, mask = _batch(2)
+    empty = _whiten(advantages, np.zeros_like(mask), center=center)
+    np.testing.assert_array_equal(empty, 0.0)
+    zeros = _whiten(np.where(mask, 0.0, np.nan), mask, center=center)
+    np.testing.assert_array_equal(zeros, 0.0)
+
+  def test_bad_input_raises(self):
+    with pytest.raises(ValueError, match="epsilon=-1.0"):
+      estimators.whiten(np.ones(3), np.ones(3, bool), epsilon=-1.0)
+    with pytest.raises(AssertionError):
+      estimators.whiten(np.ones((2, 3)), np.ones(3, bool), center=False)
+
+
+class TestReinforcePlusPlus:
+  """Reward to go, then whitening; the group's mean first as a baseline."""
+
+  rewards = np.array([1, 1, 0, 0, 1, 0, 0, 0], np.float32)
+  groups = np.repeat(np.arange(2), 4)
+
+  def _reward_to_go(self, rewards):
+    """[8, 3], with the outcome on the last of three tokens."""
+    token_rewards = np.zeros((8, 3), np.float32)
+    token_rewards[:, -1] = rewards
+    return estimators.lambda_returns(
+      token_rewards,
+      np.zeros((8, 3)),
+      np.ones((8, 3), bool),
+      gamma=1.0,
+      lambda_=1.0,
+    )
+
+  def test_global(self):
+    returns = self._reward_to_go(self.rewards)
+    actual = _whiten(returns, np.ones((8, 3), bool))
+    # Bessel over 24 tokens, against the population's 1.290994 and -0.774597.
+    expected = np.where(self.rewards == 1, 1.290994, -0.774597)
+    expected = np.repeat(expected[:, None], 3, 1) * np.sqrt(23 / 24)
+    np.testing.assert_allclose(actual, expected, atol=1e-6)
+
+  def test_with_a_group_baseline(self):
+    centered = estimators.group_relative(
+      self.rewards, self.groups, num_groups=2, scale="none"
+    )
+    actual = _whiten(centered, np.ones(8, bool))
+    expected = [1.0, 1.0, -1.0, -1.0, 1.5, -0.5, -0.5, -0.5]
+    np.testing.assert_allclose(actual, expected, atol=1e-6)

@@ -126,9 +126,15 @@ def make_update(kind, mesh=None):
     pinned = {"out_shardings": (places, sharding.replicated(mesh))}
   if kind == "value":
     loss = ALGORITHMS["policy"].value_loss
-    return update.make_value_update(fns, SGD, RATE, loss, **pinned), pinned
-  chosen = ALGORITHMS[kind].policy_loss, ALGORITHMS[kind].auxiliary
-  return update.make_policy_update(fns, SGD, RATE, *chosen, **pinned), pinned
+    objective = update.value_objective(fns, loss)
+  else:
+    objective = policy_objective(fns, kind)
+  return update.make_update(objective, SGD, RATE, **pinned), pinned
+
+
+def policy_objective(fns, kind="policy"):
+  chosen = ALGORITHMS[kind]
+  return update.policy_objective(fns, chosen.policy_loss, chosen.auxiliary)
 
 
 def make_state(kind):

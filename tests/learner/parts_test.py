@@ -1,5 +1,7 @@
 """Inputs are found by name, and only those that are read are computed."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -19,8 +21,14 @@ class TestPart:
     assert made({"x": 2.0, "y": 5.0}) == 7.0
 
   def test_can_read_under_other_names(self):
-    made = part(scaled, {"factor": 3.0, "offset": 0.0}, reads=("y",))
+    made = part(scaled, {"factor": 3.0, "offset": 0.0}, x="y")
+    assert made.reads == ("y",)
     assert made({"x": 2.0, "y": 5.0}) == 15.0
+
+  def test_can_read_what_else_is_a_setting(self):
+    made = part(scaled, {"factor": 3.0, "offset": 0.0}, offset="y")
+    assert made.reads == ("x", "y")
+    assert made({"x": 2.0, "y": 5.0}) == 11.0
 
   def test_then_reads_on(self):
     first = part(scaled, {"factor": 3.0})
@@ -35,13 +43,15 @@ class TestEvaluate:
     calls = []
 
     def noted(name, fn):
-      return lambda *arrays: calls.append(name) or fn(*arrays)
+      return functools.wraps(fn)(
+        lambda **arrays: calls.append(name) or fn(**arrays)
+      )
 
     made = {
-      "a": part(noted("a", lambda x: 2 * x), reads=("x",)),
-      "b": part(noted("b", lambda a, x: a + x), reads=("a", "x")),
-      "c": part(noted("c", lambda a, b: a * b), reads=("a", "b")),
-      "d": part(noted("d", lambda y: y), reads=("y",)),
+      "a": part(noted("a", lambda x: 2 * x)),
+      "b": part(noted("b", lambda a, x: a + x)),
+      "c": part(noted("c", lambda a, b: a * b)),
+      "d": part(noted("d", lambda y: y)),
     }
     return made, calls
 

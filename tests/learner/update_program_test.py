@@ -7,7 +7,6 @@ import numpy as np
 import optax
 import pytest
 from helpers.tiny_update import (
-  ALGORITHMS,
   RATE,
   SGD,
   TEMPERATURE,
@@ -17,6 +16,7 @@ from helpers.tiny_update import (
   make_params,
   make_state,
   make_update,
+  policy_objective,
   with_input,
 )
 
@@ -153,10 +153,8 @@ class TestNotFinite:
 class TestFrozen:
   def test_what_is_frozen_keeps_its_value_and_has_no_moments(self):
     frozen = ("embed", "layers/mlp")
-    chosen = ALGORITHMS["policy"].policy_loss, ALGORITHMS["policy"].auxiliary
-    apply = update.make_policy_update(
-      make_fns("policy"), SGD, RATE, *chosen, frozen=frozen
-    )
+    objective = policy_objective(make_fns("policy"))
+    apply = update.make_update(objective, SGD, RATE, frozen=frozen)
     params = jax.tree.map(jnp.array, make_params("policy"))
     state = create_train_state(params, SGD, frozen=frozen)
     moments = len(jax.tree.leaves(state.optimizer.opt_state))
@@ -186,10 +184,9 @@ class TestAuxiliaryLossOfTheModel:
       scale = jnp.sum(params["final_norm"]["scale"])
       return out, {"size": 0.25 * scale}
 
-    chosen = ALGORITHMS["policy"].policy_loss, ALGORITHMS["policy"].auxiliary
     batch = make_batch("policy", micro_batch_size=16)
-    made = fns._replace(logprobs=logprobs)
-    apply = update.make_policy_update(made, SGD, RATE, *chosen)
+    objective = policy_objective(fns._replace(logprobs=logprobs))
+    apply = update.make_update(objective, SGD, RATE)
     after, row = apply(make_state("policy"), batch, TEMPERATURE)
     plain, _ = make_update("policy")[0](
       make_state("policy"), batch, TEMPERATURE

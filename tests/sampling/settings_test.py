@@ -132,13 +132,16 @@ class TestMinNewTokens:
   @pytest.mark.parametrize(
     "settings, message",
     [
-      ({"min_new_tokens": -1}, "must be 0..20 .*got -1"),
-      ({"min_new_tokens": 21}, "must be 0..20 .*got 21"),
-      ({"min_new_tokens": 5, "max_new_tokens": 4}, "must be 0..4 .*got 5"),
+      ({"min_new_tokens": -1}, r"=-1, expected .* in \[0, 20\]"),
+      ({"min_new_tokens": 21}, r"=21, expected .* in \[0, 20\]"),
+      (
+        {"min_new_tokens": 5, "max_new_tokens": 4},
+        r"=5, expected .* in \[0, 4\]",
+      ),
     ],
   )
   def test_out_of_range_raises(self, settings, message):
-    with pytest.raises(ValueError, match="min_new_tokens " + message):
+    with pytest.raises(ValueError, match="min_new_tokens" + message):
       generate(settings=SamplingSettings(**settings))
 
 

@@ -124,12 +124,6 @@ class TestSend:
     assert new.checksum == digest.checksum(new.params) != old.checksum
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
 
-  def test_replaces_only_weights_of_the_same_leaves(self):
-    other = sync.VersionedWeights({"a": jnp.zeros(2)}, 3, 0)
-    with pytest.raises(sync.SyncError, match="version 3 have 1 leaves"):
-      _transfer().send(_placed(), 4, replaces=other)
-    assert not other.params["a"].is_deleted()
-
   def test_compiles_once(self):
     params, transfer = _placed(), _transfer("apart")
     weights = transfer.send(params, 0)
@@ -140,7 +134,7 @@ class TestSend:
 
   @pytest.mark.parametrize("value", [0, -1])
   def test_refuses_groups_of_no_bytes(self, value):
-    with pytest.raises(ValueError, match=f"must be >= 1, got {value}"):
+    with pytest.raises(ValueError, match=f"max_bytes={value}, expected"):
       sync.WeightTransfer(_layout(), _shapes(), max_bytes=value)
 
 
@@ -211,8 +205,3 @@ class TestLayoutShardings:
       (places["embed"]["embedding"], (None, "fsdp")),
     ]:
       assert tuple(place.spec) == spec
-
-  def test_a_leaf_from_nowhere_raises(self):
-    layout = lambda p: {"new": p["embed"]["embedding"]}
-    with pytest.raises(ValueError, match="new of the sampler is no part"):
-      sync.layout_shardings(layout, _shapes(), _mesh("one"))
