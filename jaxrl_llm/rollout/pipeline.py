@@ -128,9 +128,14 @@ class Pipeline:
         f" version {batch.version}"
       )
 
-  def abstract(self) -> tuple[Batch, ...]:
-    """Batches as a checkpoint is read into them, see `Learner.abstract`."""
-    return (Batch(responses=Responses, version=0, metrics={}),) * self.lag
+  def abstract(self, version: int) -> tuple[Batch, ...]:
+    """Batches as a checkpoint is read into them, see `Learner.abstract`.
+
+    Args:
+      version: updates so far; before the first nothing has been written.
+    """
+    batch = Batch(responses=Responses, version=0, metrics={})
+    return (batch,) * (self.lag if version else 0)
 
 
 def _in_turns(function: Callable[[], Any]) -> concurrent.futures.Future:

@@ -346,7 +346,7 @@ def restore(
     run.source.init(),
     run.worker.abstract(),
     run.learner.abstract(),
-    run.pipeline.abstract(),
+    run.pipeline.abstract(step),
   )._asdict()
   trees = saver.restore(step, checkpoint.targets(abstract, values))
   states = States(**checkpoint.from_items(abstract, trees, values))

@@ -11,7 +11,7 @@ from helpers.tiny_run import with_config
 from helpers.tiny_tppo import record, saved
 
 from jaxrl_llm.rollout.pipeline import Pipeline, admit
-from jaxrl_llm.train import build
+from jaxrl_llm.train import build, loop
 from jaxrl_llm.types import ended, take_rows
 
 STEPS = 6
@@ -91,9 +91,10 @@ class TestLag:
     chex.assert_trees_all_equal(*map(jax.device_get, (states, whole[1])))
 
   def test_after_a_resume_it_is_the_same(self, late, lag, whole, tmp_path):
-    steps, (states, _) = record(late, 2)
+    begun = saved(late, loop.begin(late)[0], tmp_path / "0")
+    steps, (states, _) = record(late, 2, begun)
     assert len(states.batches) == lag
-    rest, _ = record(late, STEPS - 2, saved(late, states, tmp_path))
+    rest, _ = record(late, STEPS - 2, saved(late, states, tmp_path / "2"))
     assert_same(steps + rest, whole[0])
 
   def test_every_batch_is_as_late_as_it_says(self, run, lag, whole):
