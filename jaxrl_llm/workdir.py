@@ -253,14 +253,8 @@ def read_config(workdir: pathlib.Path) -> Any:
 
 
 def _update(config: Any, saved: Mapping[str, Any], file: pathlib.Path) -> None:
-  """Sets dotted keys, those of earlier versions under their new names."""
-  for old, value in saved.items():
-    key = config_lib.RENAMED.get(old, old)
-    if key in config_lib.REMOVED:
-      neutral, why = config_lib.REMOVED[key]
-      if value != neutral:
-        raise InputError(f"{file}: key {key!r} is gone; {why}; remove it")
-      continue
+  """Sets dotted keys."""
+  for key, value in saved.items():
     if key not in config_lib.KEYS:
       raise InputError(f"{file}: key {key!r} is unknown; remove it")
     group, _, name = key.rpartition(".")
@@ -269,7 +263,7 @@ def _update(config: Any, saved: Mapping[str, Any], file: pathlib.Path) -> None:
       config_lib.get(config, group)[name] = value
     except (TypeError, AttributeError) as error:
       raise InputError(
-        f"{file}: key {old!r} cannot be {value!r}; correct it"
+        f"{file}: key {key!r} cannot be {value!r}; correct it"
       ) from error
 
 
