@@ -22,7 +22,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from jaxrl_llm import config as config_lib
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, as_input_error
 
 _DEFAULT = pathlib.Path(__file__).resolve().parents[1] / "configs" / "vapo.py"
 # Tokens that a model directory gets, where its context has them.
@@ -203,15 +203,12 @@ def write(folder: pathlib.Path, evaluated) -> None:
   Raises:
     InputError: the folder cannot be written.
   """
-  try:
+  what = f"--out={folder}: cannot be written"
+  with as_input_error(what, "choose another", OSError):
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"{evaluated.name}.jsonl").open("w") as file:
       for problem in evaluated.problems():
         file.write(json.dumps(problem, allow_nan=False) + "\n")
-  except OSError as error:
-    raise InputError(
-      f"--out={folder}: cannot be written ({error.strerror}); choose another"
-    ) from error
 
 
 def show(title: str, results: dict, samples) -> None:

@@ -16,11 +16,12 @@ import jinja2
 import tokenizers
 from jinja2 import sandbox
 
-from jaxrl_llm.data.rows import parse_object
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.data.rows import read_object, read_text
+from jaxrl_llm.errors import InputError, as_input_error
 
 _MAX_TEMPLATE_CHARS = 1 << 16
 _MAX_RENDERED_CHARS = 1 << 20
+_AGAIN = "download it again"
 _PRIVATE_USE = range(0xE000, 0xF900)
 
 
@@ -53,7 +54,8 @@ class Tokenizer:
     directory = pathlib.Path(path)
     plain = _read_tokenizer(directory / "tokenizer.json")
     names = ("generation_config", "config", "tokenizer_config")
-    configs = [_read_json(directory / f"{name}.json") for name in names]
+    files = [directory / f"{name}.json" for name in names]
+    configs = [read_object(f, _AGAIN) if f.exists() else {} for f in files]
     eos, pad, bos = (
       _control_ids(kind, directory, plain, configs)
       for kind in ("eos", "pad", "bos")
@@ -78,13 +80,10 @@ class Tokenizer:
 
   def encode(self, text: str) -> list[int]:
     """Returns the tokens of plain text: no control token is added or read."""
-    try:
+    what = f"{self.path}/tokenizer.json cannot tokenise {text[:40]!r}"
+    # The library raises bare Exception.
+    with as_input_error(what, "use characters of its vocabulary", Exception):
       return self._plain.encode(text, add_special_tokens=False).ids
-    except Exception as error:  # The library raises bare Exception.
-      raise InputError(
-        f"{self.path}/tokenizer.json cannot tokenise the text {text[:40]!r}"
-        f" ({error}); use only characters of its vocabulary"
-      ) from error
 
   def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
     """Returns the text of `ids`, control tokens left out unless asked for."""
@@ -149,7 +148,11 @@ class Tokenizer:
   ) -> str:
     spelling = {i: text for text, i in self._special.items()}
     pieces, size = [], 0
-    try:
+    with as_input_error(
+      f"{self.path}: the chat template failed",
+      "check chat_template in tokenizer_config.json",
+      Exception,  # The template is foreign code.
+    ):
       template = _compile(self.chat_template)
       known = {
         "messages": messages,
@@ -162,11 +165,6 @@ class Tokenizer:
         size += len(piece)
         if size > _MAX_RENDERED_CHARS:
           raise ValueError(f"more than {_MAX_RENDERED_CHARS} characters")
-    except Exception as error:  # The template is foreign code.
-      raise InputError(
-        f"{self.path}: the chat template failed ({error}); check"
-        " chat_template in tokenizer_config.json"
-      ) from error
     return "".join(pieces)
 
 
@@ -236,34 +234,15 @@ def character_tokenizer_json(
   return tokenizer.to_str(pretty=True)
 
 
-def _read_text(path: pathlib.Path) -> str:
-  try:
-    return path.read_text(encoding="utf-8")
-  except (OSError, UnicodeDecodeError) as error:
-    raise InputError(
-      f"{path}: cannot be read ({error}); give a model directory that holds"
-      " tokenizer.json"
-    ) from error
-
-
 def _read_tokenizer(path: pathlib.Path) -> tokenizers.Tokenizer:
-  text = _read_text(path)
-  try:
+  text = read_text(path, "give a model directory that holds tokenizer.json")
+  # The library raises bare Exception.
+  with as_input_error(f"{path}: damaged tokenizer", _AGAIN, Exception):
     tokenizer = tokenizers.Tokenizer.from_str(text)
-  except Exception as error:  # The library raises bare Exception.
-    raise InputError(
-      f"{path}: damaged tokenizer ({error}); download it again"
-    ) from error
   # Files are published with both switched on; they would cut long prompts.
   tokenizer.no_truncation()
   tokenizer.no_padding()
   return tokenizer
-
-
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
-  if not path.exists():
-    return {}
-  return parse_object(_read_text(path), str(path), "download it again")
 
 
 def _control_ids(
@@ -313,7 +292,7 @@ def _chat_template(
   path = directory / "chat_template.jinja"
   template = token_config.get("chat_template")
   if path.exists():
-    template = _read_text(path)
+    template = read_text(path, _AGAIN)
   if template is None:
     return None
   if not isinstance(template, str) or len(template) > _MAX_TEMPLATE_CHARS:

@@ -1,4 +1,4 @@
-"""Measurements: pass@k, means and their errors, phase times, memory, compiles."""
+"""Measurements: pass@k, means with errors, phase times, memory, compiles."""
 
 import collections
 import contextlib

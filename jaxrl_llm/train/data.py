@@ -8,7 +8,7 @@ from jaxrl_llm.data import prompt_source, sources
 from jaxrl_llm.data.prompt_source import PromptSource
 from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.data.tokenizer import Tokenizer
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, as_input_error
 from jaxrl_llm.models import ModelConfig
 
 EVAL_POSITIONS = 10_000  # Most problems of an endless source that are read.
@@ -95,15 +95,12 @@ def _template(config, tokenizer, pool):
   settings = dict(config.data.template_settings)
   if config.data.template == "few_shot":
     settings["pool"] = pool
-  try:
+  with as_input_error(
+    f"config.data.template_settings={dict(config.data.template_settings)}",
+    f"correct those of {config.data.template!r}",
+    *(TypeError, ValueError),
+  ):
     return prompt_source.TEMPLATES[config.data.template](tokenizer, **settings)
-  except (TypeError, ValueError) as error:
-    if isinstance(error, InputError):
-      raise
-    shown = dict(config.data.template_settings)
-    raise InputError(
-      f"config.data.template_settings={shown}: {error}"
-    ) from error
 
 
 def check_context(
