@@ -1,4 +1,4 @@
-"""Supervised pretraining of the embedded base models on noisy solutions."""
+"""Makes the embedded base models: tokenizer, noisy solutions, pretraining."""
 
 import itertools
 import math
@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
+import tokenizers
 
 from jaxrl_llm import losses, masked
 from jaxrl_llm.data.remainder import RemainderProblem
@@ -22,6 +23,23 @@ from jaxrl_llm.learner.update import make_policy_update
 from jaxrl_llm.models import ModelFns
 from jaxrl_llm.sampling import EngineConfig, new_requests
 from jaxrl_llm.types import Origin, Status
+
+
+def character_tokenizer_json(characters: str) -> str:
+  """A `tokenizer.json` in which every one of distinct characters is a token.
+
+  Ids: `<pad>` 0, `<eos>` 1, then the characters in order.
+  """
+  # The unknown token is left out of the vocabulary on purpose: a foreign
+  # character is an error, not a silent token.
+  vocab = {c: i for i, c in enumerate(["<pad>", "<eos>", *characters])}
+  tokenizer = tokenizers.Tokenizer(
+    tokenizers.models.WordLevel(vocab, unk_token="<unk>")
+  )
+  tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+  tokenizer.decoder = tokenizers.decoders.Fuse()
+  tokenizer.add_special_tokens(["<pad>", "<eos>"])
+  return tokenizer.to_str(pretty=True)
 
 
 def pretrain(

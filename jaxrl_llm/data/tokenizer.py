@@ -33,7 +33,6 @@ class Tokenizer:
     vocab_size: one more than the largest token id.
     eos_id: the first stop token.
     stop_tokens: all tokens that end a response.
-    pad_id: the padding token; the end token where the files name none.
     bos_id: the token that begins a text, or None.
     prefix: control tokens that the files put before every text (Llama 3 begins
       with its bos token; most others with nothing).
@@ -68,7 +67,7 @@ class Tokenizer:
     self.path, self.prefix = str(directory), _prefix(plain)
     self.vocab_size = max(plain.get_vocab(with_added_tokens=True).values()) + 1
     self.stop_tokens, self.eos_id = eos, eos[0]
-    self.pad_id, self.bos_id = (pad or eos)[0], bos[0] if bos else None
+    self.bos_id = bos[0] if bos else None
     self.chat_template = _chat_template(directory, configs[-1])
     plain.encode_special_tokens = True
     self._plain = plain
@@ -200,38 +199,6 @@ _ENVIRONMENT.globals["raise_exception"] = _raise_exception
 @functools.lru_cache(maxsize=8)
 def _compile(template: str) -> jinja2.Template:
   return _ENVIRONMENT.from_string(template)
-
-
-def character_tokenizer_json(
-  characters: str,
-  *,
-  pad: str = "<pad>",
-  eos: str = "<eos>",
-) -> str:
-  """Returns a `tokenizer.json` in which every character is one token.
-
-  Ids: `pad` 0, `eos` 1, then `characters` in order.
-
-  Args:
-    characters: the alphabet, without repeats.
-    pad: spelling of the padding token.
-    eos: spelling of the end token.
-
-  Raises:
-    ValueError: a character occurs twice.
-  """
-  if len(set(characters)) != len(characters):
-    raise ValueError(f"characters must be distinct, got {characters!r}")
-  # The unknown token is left out of the vocabulary on purpose: a foreign
-  # character is an error, not a silent token.
-  vocab = {c: i for i, c in enumerate([pad, eos, *characters])}
-  tokenizer = tokenizers.Tokenizer(
-    tokenizers.models.WordLevel(vocab, unk_token="<unk>")
-  )
-  tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-  tokenizer.decoder = tokenizers.decoders.Fuse()
-  tokenizer.add_special_tokens([pad, eos])
-  return tokenizer.to_str(pretty=True)
 
 
 def _read_tokenizer(path: pathlib.Path) -> tokenizers.Tokenizer:

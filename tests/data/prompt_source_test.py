@@ -4,11 +4,12 @@ import copy
 import dataclasses
 
 import numpy as np
+import pretraining
 import pytest
 from helpers.tiny_run import random_rollout
 
 from jaxrl_llm.data import prompt_source, sources, tasks
-from jaxrl_llm.data.tokenizer import Tokenizer, character_tokenizer_json
+from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.types import unjudged
 
@@ -22,7 +23,8 @@ def tokenizer(tmp_path_factory):
   """One token a character, `<s>` and `</s>` as control tokens."""
   path = tmp_path_factory.mktemp("tokenizer")
   letters = tasks.CHARACTERS + "\n :<>/{}abcdefghijklmnopqrstuvwxyzQA\\"
-  text = character_tokenizer_json(letters, pad="<s>", eos="</s>")
+  text = pretraining.character_tokenizer_json(letters)
+  text = text.replace("<pad>", "<s>").replace("<eos>", "</s>")
   (path / "tokenizer.json").write_text(text)
   (path / "config.json").write_text('{"eos_token_id": 1, "bos_token_id": 0}')
   (path / "chat_template.jinja").write_text(CHATML)
