@@ -96,7 +96,7 @@ def read_tfds(
 SOURCES: dict[str, Callable[..., Source]] = {
   "chain_sum": tasks.ChainSum,
   "remainder": remainder.Remainder,
-  "sums": tasks.Sums,
+  "sums": tasks.sums,
   "jsonl": functools.partial(rows.read_examples, "jsonl"),
   "parquet": functools.partial(rows.read_examples, "parquet"),
   "tfds": read_tfds,

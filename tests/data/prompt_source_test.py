@@ -133,7 +133,7 @@ class TestPromptSource:
     assert tasks.ChainSum(seed=2)[index].answer == prompt.answer
 
   @pytest.mark.parametrize(
-    "make", [lambda: tasks.ChainSum(seed=1), lambda: tasks.Sums(digits=1)]
+    "make", [lambda: tasks.ChainSum(seed=1), lambda: tasks.sums(digits=1)]
   )
   def test_resumes_from_its_state_alone(self, tokenizer, make):
     whole = draw(make_prompts(tokenizer, make()), 200)

@@ -233,8 +233,8 @@ class TestNoisySolution:
 class TestSums:
   @pytest.mark.parametrize("digits, total, held", [(1, 81, 20), (2, 8100, 200)])
   def test_splits_share_nothing_and_cover_all(self, digits, total, held):
-    train = list(tasks.Sums(digits=digits))
-    evaluation = list(tasks.Sums(digits=digits, split="eval"))
+    train = list(tasks.sums(digits=digits))
+    evaluation = list(tasks.sums(digits=digits, split="eval"))
     assert (len(train), len(evaluation)) == (total - held, held)
     assert len({e.question for e in train + evaluation}) == total
     for example in train[:50]:
@@ -244,7 +244,7 @@ class TestSums:
 
   def test_seed_orders_training_only(self):
     questions = [
-      [e.question for e in tasks.Sums(seed=s, split=split)][:20]
+      [e.question for e in tasks.sums(seed=s, split=split)][:20]
       for split in ("train", "eval")
       for s in (0, 1)
     ]
@@ -255,4 +255,4 @@ class TestSums:
   )
   def test_settings_out_of_range(self, settings):
     with pytest.raises(ValueError):
-      tasks.Sums(**settings)
+      tasks.sums(**settings)
