@@ -150,7 +150,7 @@ class TestSettings:
       ),
       ({"mesh__data": 0}, ["mesh data=0"]),
       ({"data__source": "nope"}, ["config.data.source='nope' must be one of"]),
-      ({"data__source": "jsonl"}, ["needs config.data.path"]),
+      ({"data__source": "jsonl"}, ["source 'jsonl' needs data.path"]),
       (
         {"data__source": "jsonl", "data__path": "x", "data__split": "test"},
         ["config.data.split='test'", "'jsonl'", "has no splits", "eval.path"],

@@ -61,12 +61,8 @@ class RewardPool:
       grading: how numbers become verdicts.
 
     Raises:
-      ValueError: a setting is out of range.
+      ValueError: the reward needs workers or cannot be sent to them.
     """
-    if workers < 0 or deadline_s <= 0:
-      raise ValueError(
-        f"need workers >= 0 and deadline_s > 0, got {workers} and {deadline_s}"
-      )
     if workers == 0 and getattr(reward_fn, "needs_worker", False):
       raise ValueError(
         f"reward {reward_fn.__name__!r} may hang and needs workers >= 1, got"

@@ -254,12 +254,6 @@ class TestPromptSource:
     with pytest.raises(InputError, match="dataset is empty"):
       make_prompts(tokenizer, [])
 
-  def test_settings_out_of_range(self, tokenizer):
-    with pytest.raises(ValueError, match="on_long"):
-      make_prompts(tokenizer, POOL, on_long="cut")
-    with pytest.raises(ValueError, match="max_prompt_length"):
-      make_prompts(tokenizer, POOL, max_prompt_length=0)
-
   def test_a_file(self, tokenizer, tmp_path):
     path = tmp_path / "q.jsonl"
     path.write_text('{"question": "1?", "answer": "1"}\n')
