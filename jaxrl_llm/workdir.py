@@ -298,10 +298,9 @@ def best_step(
   return max(values, key=values.get, default=None)
 
 
-def model_path(workdir: pathlib.Path, config: Any) -> str:
+def model_path(workdir: pathlib.Path) -> str:
   """Directory with the configuration and tokenizer of a run's model."""
-  own = workdir / _MODEL  # Runs of earlier versions have none.
-  return str(own) if own.is_dir() else base_models.model_path(config)
+  return str(workdir / _MODEL)
 
 
 def restore_policy(workdir: pathlib.Path, step: int, shapes: Any) -> Any:
@@ -332,7 +331,7 @@ def load_policy(
     InputError: the run, its checkpoint or its model cannot be read.
   """
   step = find_step(workdir, step)
-  path = model_path(workdir, read_config(workdir))
+  path = model_path(workdir)
   fns = models.make_policy(hf.read_config(path))
   here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
   init = jax.jit(fns.init, out_shardings=here)

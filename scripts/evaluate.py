@@ -79,7 +79,7 @@ def make_config(path: pathlib.Path):
         " its own settings; leave --config out or use --config.group.key=value"
       )
     config = workdir.read_config(path)
-    config.model.path = workdir.model_path(path, config)
+    config.model.path = workdir.model_path(path)
     config.update_from_flattened_dict(
       config_flags.get_override_values(flags.FLAGS["config"])
     )

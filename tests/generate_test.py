@@ -348,7 +348,7 @@ class TestScript:
       ((one, "--seed=-1"), "--seed must be 0.."),
       ((one, "--top_p=1.5"), "--top_p must be in (0, 1], got 1.5"),
       ((one, "--min_new_tokens=300"), "--min_new_tokens must be 0..256"),
-      ((one, "--forbid=12"), "--forbid='12' is 2 tokens"),
+      ((one, "--forbid=12"), "--forbid has '12', which is 2 tokens"),
       ((one, "--stop="), "--stop is empty"),
       ((one, "--chat"), "--prompt number 1: "),
       ((one, "--resume", "--out=-"), "--resume completes a file"),

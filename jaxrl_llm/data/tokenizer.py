@@ -84,6 +84,21 @@ class Tokenizer:
     with as_input_error(what, "use characters of its vocabulary", Exception):
       return self._plain.encode(text, add_special_tokens=False).ids
 
+  def single_tokens(self, texts: Iterable[str], name: str) -> list[int]:
+    """Returns the token that each text is.
+
+    Raises:
+      InputError: a text is several; the setting of this name has it.
+    """
+    tokens = [self.encode(text) for text in texts]
+    for text, found in zip(texts, tokens):
+      if len(found) != 1:
+        raise InputError(
+          f"{name} has {text!r}, which is {len(found)} tokens of {self.path};"
+          " give texts that are one"
+        )
+    return [token for (token,) in tokens]
+
   def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
     """Returns the text of `ids`, control tokens left out unless asked for."""
     return self._plain.decode(

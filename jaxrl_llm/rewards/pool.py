@@ -25,6 +25,7 @@ from typing import Any
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.verdict import (
+  PLAIN,
   Grading,
   RewardFn,
   Verdict,
@@ -50,7 +51,7 @@ class RewardPool:
     *,
     workers: int = 0,
     deadline_s: float = 10.0,
-    grading: Grading | None = None,
+    grading: Grading = PLAIN,
   ):
     """Starts the workers.
 
@@ -69,7 +70,7 @@ class RewardPool:
         " workers=0"
       )
     self._reward_fn, self._deadline_s = reward_fn, deadline_s
-    self._grading, self._named = grading or Grading(), False
+    self._grading, self._weights_fit = grading, False
     self._pickled = _pickled(reward_fn, self._grading) if workers else ""
     self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
     self._workers = workers
@@ -84,37 +85,38 @@ class RewardPool:
     Raises:
       InputError: a weight names a part that the first responses do not have.
     """
-    verdicts, jobs = [None] * len(calls), {}
-    for row, call in enumerate(calls):
-      try:
-        jobs[row] = arguments(self._reward_fn, call)
-      except Exception as error:
-        verdicts[row] = failure(error)
-    if self._workers and jobs:
+    if self._workers and calls:
       # A thread waits for a worker; what takes time is in the processes.
       with futures.ThreadPoolExecutor(self._workers) as threads:
-        found = list(threads.map(self._judge_in_worker, jobs.values()))
+        verdicts = list(threads.map(self._judge_one, calls))
       self.close()
       self._start()
     else:
-      found = [
-        _call(self._reward_fn, job, self._grading) for job in jobs.values()
-      ]
-    for row, verdict in zip(jobs, found):
-      verdicts[row] = verdict
+      verdicts = [self._judge_one(call) for call in calls]
     self._check_weights(verdicts)
     return verdicts
 
+  def _judge_one(self, call: Mapping[str, Any]) -> Verdict:
+    try:
+      job = arguments(self._reward_fn, call)
+    except Exception as error:
+      return failure(error)
+    if self._workers:
+      return self._judge_in_worker(job)
+    return _call(self._reward_fn, job, self._grading)
+
   def _check_weights(self, verdicts: Sequence[Verdict]) -> None:
     """A weight of no part is a slip of the pen; told at the first verdicts."""
+    if self._weights_fit or all(v.error for v in verdicts):
+      return
     parts = {name for verdict in verdicts for name in verdict.parts}
-    wrong = [name for name in self._grading.weights if name not in parts]
-    if wrong and not self._named and any(v.error is None for v in verdicts):
-      raise InputError(
-        f"config.reward.weights names {wrong[0]!r}, but the parts of the reward"
-        f" are {sorted(parts) or 'none'}"
-      )
-    self._named = self._named or any(v.error is None for v in verdicts)
+    for name in self._grading.weights:
+      if name not in parts:
+        raise InputError(
+          f"config.reward.weights names {name!r}, but the parts of the reward"
+          f" are {sorted(parts) or 'none'}"
+        )
+    self._weights_fit = True
 
   def close(self) -> None:
     """Ends the workers."""
