@@ -161,11 +161,11 @@ class TestSettings:
       ),
       (
         {"loss__dual_clip": 0.5},
-        ["loss.dual_clip=0.5 must be over 1"],
+        ["loss.dual_clip=0.5 must be in (1, inf)"],
       ),
       (
         {"loss__clip_value": 0.0},
-        ["loss.clip_value=0.0 must be over 0"],
+        ["loss.clip_value=0.0 must be in (0, inf)"],
       ),
       ({"estimator__gamma": float("nan")}, ["config.estimator.gamma=nan"]),
       (

@@ -1,8 +1,7 @@
 """Text to tokens and back, from a Hugging Face style directory.
 
-Two copies of the same `tokenizer.json` are held. The plain one reads text that
-others wrote: the spelling of a control token inside it is ordinary text. The
-ids of control tokens enter only through `prefix` and a chat template.
+The spelling of a control token inside a text is ordinary text: others wrote it.
+The ids of control tokens enter only through `prefix` and a chat template.
 """
 
 import functools

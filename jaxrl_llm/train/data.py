@@ -39,8 +39,8 @@ def make_prompts(
     "on_long": data.on_long,
   }
   problems = PromptSource(held_out, seed=None, **settings)
-  count = min(evaluation.problems or len(problems), len(problems))
-  count = min(count, EVAL_POSITIONS)
+  asked = evaluation.problems or EVAL_POSITIONS
+  count = min(asked, len(problems), EVAL_POSITIONS)
   prompts, _ = problems.draw(problems.init(), count)
   _check_answers(config.reward.name, prompts)
   make = prompt_source.PROMPT_SOURCES[data.order]
