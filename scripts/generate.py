@@ -195,11 +195,7 @@ def make_job(options) -> generate.Generation:
   requests, source = read_requests(options), find_model(options.model)
   config = hf.read_config(source.directory)
   tokenizer = Tokenizer(source.directory)
-  if tokenizer.vocab_size > config.vocab_size:
-    raise InputError(
-      f"{tokenizer.path}: the tokenizer has {tokenizer.vocab_size} tokens but"
-      f" the model only {config.vocab_size}; use the model's own"
-    )
+  tokenizer.check_model(config.vocab_size)
   sampling = make_sampling(options, tokenizer)
   prompts = generate.make_prompts(
     requests,

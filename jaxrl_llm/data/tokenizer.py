@@ -75,6 +75,14 @@ class Tokenizer:
       if token.special
     }
 
+  def check_model(self, vocab_size: int) -> None:
+    """Raises an InputError if a model of this vocabulary lacks some tokens."""
+    if self.vocab_size > vocab_size:
+      raise InputError(
+        f"{self.path}: the tokenizer has {self.vocab_size} tokens but the model"
+        f" only {vocab_size}; use the model's own"
+      )
+
   def encode(self, text: str) -> list[int]:
     """Returns the tokens of plain text: no control token is added or read."""
     what = f"{self.path}/tokenizer.json cannot tokenise {text[:40]!r}"

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from concurrent import futures
 from typing import Any
 
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, as_input_error
 from jaxrl_llm.rewards.verdict import (
   PLAIN,
   Grading,
@@ -196,16 +196,11 @@ class _Worker:
 
 def _pickled(reward_fn: RewardFn, grading: Grading) -> str:
   """What a fresh process needs to judge; a function goes by its name."""
-  module = getattr(reward_fn, "__module__", "")
-  try:
-    if module == "__main__":
+  what = f"workers need a function of an importable module, got {reward_fn}"
+  with as_input_error(what, "use workers=0", Exception):
+    if getattr(reward_fn, "__module__", "") == "__main__":
       raise ValueError("the module __main__ is another one in a worker")
     return base64.b64encode(pickle.dumps((reward_fn, grading))).decode()
-  except Exception as error:
-    raise ValueError(
-      "workers need a reward function of an importable module, got"
-      f" {reward_fn} ({error}); use workers=0"
-    ) from error
 
 
 def serve(pickled: str, deadline_s: str):

@@ -110,8 +110,4 @@ def check_context(
       "config.data.max_prompt_length + config.sampler.max_response_length ="
       f" {total} is over the model's context of {context}"
     )
-  if tokenizer.vocab_size > model_config.vocab_size:
-    raise InputError(
-      f"{tokenizer.path}: the tokenizer has {tokenizer.vocab_size} tokens but"
-      f" the model only {model_config.vocab_size}; use the model's own"
-    )
+  tokenizer.check_model(model_config.vocab_size)
