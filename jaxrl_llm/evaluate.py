@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -84,30 +84,6 @@ class Evaluation:
   def _passed(self, n: int) -> np.ndarray:
     """pass@n of each problem, [N]."""
     return metrics.pass_at_k(self._right(), self.samples, n)
-
-  def problems(self) -> Iterator[dict[str, Any]]:
-    """A JSON object a problem, with all of its responses."""
-    judged, rollout = self.judged, self.responses.rollout
-    for n, right in enumerate(self._right()):
-      rows = range(n * self.samples, (n + 1) * self.samples)
-      prompt = judged.prompts[rows[0]]
-      yield {
-        "id": prompt.id,
-        "question": prompt.question,
-        "answer": prompt.answer,
-        "correct": int(right),
-        "samples": self.samples,
-        "responses": [
-          {
-            "text": judged.texts[row],
-            "extracted": judged.verdicts[row].extracted,
-            "correct": bool(judged.verdicts[row].correct),
-            "length": int(rollout.lengths[row]),
-            "stop": Status(int(rollout.status[row])).name.lower(),
-          }
-          for row in rows
-        ],
-      }
 
   def shown(self) -> list[metrics.Sample]:
     """A few responses, for a person."""

@@ -207,8 +207,35 @@ def write(folder: pathlib.Path, evaluated) -> None:
   with as_input_error(what, "choose another", OSError):
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"{evaluated.name}.jsonl").open("w") as file:
-      for problem in evaluated.problems():
+      for first in range(0, len(evaluated.judged.texts), evaluated.samples):
+        problem = problem_of(evaluated, first)
         file.write(json.dumps(problem, allow_nan=False) + "\n")
+
+
+def problem_of(evaluated, first: int) -> dict:
+  """A problem with all of its responses, of which this row is the first."""
+  from jaxrl_llm.types import Status
+
+  judged, rollout = evaluated.judged, evaluated.responses.rollout
+  prompt, rows = judged.prompts[first], range(first, first + evaluated.samples)
+  responses = [
+    {
+      "text": judged.texts[row],
+      "extracted": judged.verdicts[row].extracted,
+      "correct": bool(judged.verdicts[row].correct),
+      "length": int(rollout.lengths[row]),
+      "stop": Status(int(rollout.status[row])).name.lower(),
+    }
+    for row in rows
+  ]
+  return {
+    "id": prompt.id,
+    "question": prompt.question,
+    "answer": prompt.answer,
+    "correct": sum(response["correct"] for response in responses),
+    "samples": evaluated.samples,
+    "responses": responses,
+  }
 
 
 def show(title: str, results: dict, samples) -> None:
