@@ -159,7 +159,8 @@ def make_source(
   with as_input_error(
     f"config.data.settings={settings}",
     f"the settings of {name!r} are {own}",
-    *(TypeError, ValueError),
+    TypeError,
+    ValueError,
   ):
     return SOURCES[name](**taken, **settings)
 

@@ -94,7 +94,8 @@ def _template(config, tokenizer, pool):
   with as_input_error(
     f"config.data.template_settings={dict(config.data.template_settings)}",
     f"correct those of {config.data.template!r}",
-    *(TypeError, ValueError),
+    TypeError,
+    ValueError,
   ):
     return prompt_source.TEMPLATES[config.data.template](tokenizer, **settings)
 
