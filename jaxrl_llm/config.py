@@ -157,6 +157,8 @@ class Data(Group, path="data"):
   known."""
   settings = Key({}, resume=FIXED)
   """Settings of the source, such as max_ops, digits, data_dir."""
+  pool = Key(0, _COUNT, resume=FIXED)
+  """Only so many examples, the first, come back epoch after epoch; 0 is all."""
   holdout = Key(0.05, _BELOW_1, resume=HELD_OUT)
   """Share of the questions, at least one and at most 1,000, that are evaluated
   on and never trained on, where the source has no splits and eval.path is not

@@ -117,6 +117,7 @@ class TestOthers:
     changes = {
       "data__source": "jsonl",
       "data__path": write_jsonl(tmp_path / "sums.jsonl", rows),
+      "data__pool": 8,
       "reward__name": "trl",
       "reward__path": str(tmp_path / "own_trl_rewards.py"),
       "reward__function": "right,short",
@@ -132,7 +133,7 @@ class TestOthers:
     assert {sample["reward"] for sample in samples} <= {0, 0.25, 1, 1.25}
     said = "1 of 20 examples of sums, by hash of the question, are held out"
     assert said in capsys.readouterr().out
-    assert len(run.source) == 19
+    assert len(run.source) == 8
     dry_run._check_rewards(run)
     said = "rewards: 1 of 1 answers given a verdict; what is right for 'trl'"
     assert said in capsys.readouterr().out

@@ -24,6 +24,7 @@ FIXED = {
   "data.columns": {"question": "problem"},
   "data.settings": {"max_ops": 3},
   "data.order": "curriculum",
+  "data.pool": 9,
   "data.template": "few_shot",
   "data.template_settings": {"shots": 2},
   "data.max_prompt_length": 13,

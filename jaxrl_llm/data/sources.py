@@ -119,6 +119,12 @@ def reads(name: str) -> frozenset[str]:
   return frozenset(names)
 
 
+def needs_path(name: str) -> bool:
+  """Whether a source cannot do without `data.path`."""
+  path = inspect.signature(SOURCES[name]).parameters.get("path")
+  return path is not None and path.default is path.empty
+
+
 def make_source(
   name: str,
   settings: Mapping[str, Any] | None = None,
@@ -142,8 +148,7 @@ def make_source(
     InputError: unknown name or setting, or the data cannot be used.
   """
   known, settings, columns = reads(name), settings or {}, columns or {}
-  asked = inspect.signature(SOURCES[name]).parameters.get("path")
-  if asked and asked.default is asked.empty and not path:
+  if needs_path(name) and not path:
     raise InputError(
       f"source {name!r} needs data.path, or eval.path of its own"
     )

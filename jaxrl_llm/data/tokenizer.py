@@ -18,6 +18,7 @@ from jinja2 import sandbox
 from jaxrl_llm.data.rows import read_object, read_text
 from jaxrl_llm.errors import InputError, as_input_error
 
+_MAX_TEMPLATE_CHARS = 1 << 16
 _MAX_RENDERED_CHARS = 1 << 20
 _AGAIN = "download it again"
 _PRIVATE_USE = range(0xE000, 0xF900)
@@ -283,9 +284,9 @@ def _chat_template(
     template = read_text(path, _AGAIN)
   if template is None:
     return None
-  if not isinstance(template, str):
+  if not isinstance(template, str) or len(template) > _MAX_TEMPLATE_CHARS:
     raise InputError(
-      f"{directory}: chat_template must be one string; correct"
-      " tokenizer_config.json"
+      f"{directory}: chat_template must be one string of at most"
+      f" {_MAX_TEMPLATE_CHARS} characters; correct tokenizer_config.json"
     )
   return template

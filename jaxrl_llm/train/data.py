@@ -32,6 +32,10 @@ def make_prompts(
   """
   data, evaluation = config.data, config.eval
   train, held_out, label, origin = _sources(config)
+  if data.pool:
+    train = sources.LazySource(
+      train.__getitem__, range(min(data.pool, len(train)))
+    )
   settings = {
     "template": _template(config, tokenizer, train),
     "tokenizer": tokenizer,
