@@ -1,7 +1,6 @@
 """The directory of a training run: its settings and its policy.
 
-`config.json` holds the settings of the first start by their dotted keys, as
---config.KEY has them, and is never written again.
+`config.json` holds the settings of the first start and is never written again.
 What a resume changed is a line of `config_changes.jsonl`, {"step": where it
 went on, "changes": {key: [old, new]}}; both together are the settings of now.
 `base_model/` has the configuration and tokenizer of the model that it started
@@ -123,7 +122,7 @@ def prepare(workdir: pathlib.Path, config: Any) -> Changes:
 
 def differences(old: Any, new: Any) -> Changes:
   """The keys in which two configs differ."""
-  old, new = _flat(old), _flat(new)
+  old, new = _flat(old.to_dict()), _flat(new.to_dict())
   return {k: [old[k], new[k]] for k in new if old[k] != new[k]}
 
 
@@ -142,7 +141,7 @@ def begin(workdir: pathlib.Path, config: Any) -> None:
     # Left by a run whose checkpoints were removed.
     (workdir / _CHANGES).unlink(missing_ok=True)
     hf.copy_settings(base_models.model_path(config), workdir / _MODEL)
-    text = json.dumps(_flat(config), indent=2)
+    text = json.dumps(config.to_dict(), indent=2, default=str)
     _write(workdir / _CONFIG, text + "\n")
 
 
@@ -206,11 +205,19 @@ def _writing(workdir: pathlib.Path) -> contextlib.AbstractContextManager[None]:
   return as_input_error(what, "choose another directory", OSError)
 
 
-def _flat(config: Any) -> dict[str, Any]:
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
   """Dotted keys with their values as JSON has them."""
-  config = config.to_dict()
-  values = {key: config_lib.get(config, key) for key in config_lib.KEYS}
-  return json.loads(json.dumps(values, default=str))
+
+  def walk(group, prefix):
+    for name, value in group.items():
+      path = f"{prefix}{name}"
+      # Some keys have a mapping as their value, such as data.settings.
+      if isinstance(value, Mapping) and path not in config_lib.KEYS:
+        yield from walk(value, f"{path}.")
+      else:
+        yield path, value
+
+  return dict(walk(json.loads(json.dumps(config, default=str)), ""))
 
 
 def read_config(workdir: pathlib.Path) -> Any:
@@ -224,7 +231,8 @@ def read_config(workdir: pathlib.Path) -> Any:
   """
   file = workdir / _CONFIG
   config = config_lib.default_config()
-  _update(config, read_object(file, "give the --workdir of a run"), file)
+  saved = read_object(file, "give the --workdir of a run")
+  _update(config, _flat(saved), file)
   file = workdir / _CHANGES
   for row in metrics.read_rows(file) if file.exists() else ():
     changed = {key: value for key, (_, value) in row["changes"].items()}

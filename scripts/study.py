@@ -67,7 +67,7 @@ def is_done(workdir: pathlib.Path, settings: list[str]) -> bool:
       " another --out or remove the folder"
     )
   logged = metrics.read_rows(rows)
-  steps = json.loads(config.read_text("utf-8"))["run.steps"]
+  steps = json.loads(config.read_text("utf-8"))["run"]["steps"]
   return bool(logged) and logged[-1]["step"] >= steps
 
 

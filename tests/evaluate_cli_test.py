@@ -70,7 +70,7 @@ class TestWorkdir:
     assert workdir.read_config(directory).to_dict() == written.to_dict()
 
   def test_keys_that_are_missing_have_defaults(self, tmp_path):
-    text = '{"sampler.stop": ["."], "data.settings": {"digits": 2}}'
+    text = '{"sampler": {"stop": ["."]}, "data": {"settings": {"digits": 2}}}'
     (tmp_path / "config.json").write_text(text)
     config = workdir.read_config(tmp_path)
     assert config.sampler.stop == (".",)
@@ -82,9 +82,9 @@ class TestWorkdir:
     [
       ("{", "config.json: not JSON"),
       ("[]", "config.json: holds a list"),
-      ('{"runs.seed": 1}', "key 'runs.seed' is unknown"),
-      ('{"run.sed": 1}', "key 'run.sed' is unknown"),
-      ('{"run.seed": "one"}', "key 'run.seed' cannot be 'one'"),
+      ('{"runs": {"seed": 1}}', "key 'runs.seed' is unknown"),
+      ('{"run": {"sed": 1}}', "key 'run.sed' is unknown"),
+      ('{"run": {"seed": "one"}}', "key 'run.seed' cannot be 'one'"),
     ],
   )
   def test_damaged_config(self, text, message, tmp_path):
@@ -128,7 +128,7 @@ class TestAlone:
     folder = tmp_path_factory.mktemp("moved") / "run"
     shutil.copytree(directory, folder)
     saved = json.loads((folder / "config.json").read_text())
-    saved["model.path"] = "elsewhere/model"
+    saved["model"]["path"] = "elsewhere/model"
     (folder / "config.json").write_text(json.dumps(saved))
     return folder
 

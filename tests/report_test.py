@@ -48,11 +48,9 @@ def _make_run(folder: pathlib.Path, seed: int, steps: int = 6) -> pathlib.Path:
     writer.log(step, row)
   writer.close()
   config = {
-    "run.seed": seed,
-    "run.method": "vapo",
-    "run.note": _HOSTILE,
-    "model.path": "models/tiny",
-    "data.settings": {},
+    "run": {"seed": seed, "method": "vapo", "note": _HOSTILE},
+    "model": {"path": "models/tiny"},
+    "data": {},
   }
   (folder / "config.json").write_text(json.dumps(config))
   samples = metrics.JsonlWriter(folder / "samples.jsonl")

@@ -353,7 +353,7 @@ class TestStudies:
 
 def _write_run(workdir, *, steps, logged, tail=""):
   workdir.mkdir(parents=True)
-  (workdir / "config.json").write_text(json.dumps({"run.steps": steps}))
+  (workdir / "config.json").write_text(json.dumps({"run": {"steps": steps}}))
   rows = [{"step": 0, "eval/x/avg@2": 0.1}]
   rows += [{"step": s, "time/step_s": 1.0} for s in range(1, logged + 1)]
   rows[-1]["eval/x/avg@2"] = 0.8
@@ -465,7 +465,7 @@ class TestRealRun:
     assert "seed 0: VAPO" in capsys.readouterr().out
     workdir = tmp_path / "out" / "vapo_ablations" / "VAPO" / "seed0"
     config = json.loads((workdir / "config.json").read_text())
-    assert config["data.settings"] == {"max_ops": 2}
+    assert config["data"]["settings"] == {"max_ops": 2}
     before = {p: p.stat().st_mtime_ns for p in workdir.rglob("*")}
     assert _script().main(self._arguments("out")) == 0
     assert "seed 0" not in capsys.readouterr().out

@@ -124,7 +124,7 @@ class TestRefused:
     assert set(FIXED) == set(keys_that(config_lib.FIXED))
     assert set(SWITCHES) == set(keys_that(config_lib.SWITCH))
     # In the form in which they are compared: settings of a source are whole.
-    known = set(workdir_lib._flat(config_lib.default_config()))
+    known = set(workdir_lib._flat(config_lib.default_config().to_dict()))
     assert {*FIXED, *SWITCHES, *ALLOWED} <= known
 
   @pytest.mark.parametrize("key", FIXED)
@@ -242,7 +242,7 @@ class TestAllowed:
   def test_a_key_that_the_run_did_not_know_had_its_default(self, start):
     folder = start(make())
     saved = json.loads((folder / "config.json").read_text())
-    del saved["sampler.num_draft_tokens"]
+    del saved["sampler"]["num_draft_tokens"]
     (folder / "config.json").write_text(json.dumps(saved))
     assert workdir_lib.prepare(folder, make()) == {}
 

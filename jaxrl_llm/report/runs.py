@@ -50,7 +50,7 @@ def load_run(path: str | os.PathLike) -> Run:
     raise InputError(f"{folder / 'metrics.jsonl'}: no step was logged yet")
   config, samples = {}, []
   if (folder / "config.json").exists():
-    config = read_object(folder / "config.json", "restore it")
+    config = _flatten(read_object(folder / "config.json", "restore it"))
   if (folder / "config_changes.jsonl").exists():
     for row in metrics.read_rows(folder / "config_changes.jsonl"):
       config |= {key: new for key, (_, new) in row["changes"].items()}
@@ -58,6 +58,16 @@ def load_run(path: str | os.PathLike) -> Run:
     samples = metrics.read_rows(folder / "samples.jsonl")
     samples = [s for s in samples if s["step"] == samples[-1]["step"]]
   return Run(folder.resolve().name, rows, config, samples)
+
+
+def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+  flat = {}
+  for key, value in config.items():
+    if isinstance(value, dict) and value:
+      flat |= _flatten(value, f"{prefix}{key}.")
+    else:
+      flat[prefix + key] = value
+  return flat
 
 
 def have_a_mean(runs: Sequence[Run]) -> bool:
