@@ -500,6 +500,33 @@ def _keys() -> dict[str, Key]:
 
 KEYS = _keys()
 
+_FULL = "training uses the full softmax, so must the sampler"
+# Keys of earlier versions: the one value that a saved config may still have for
+# them, and why they are gone.
+REMOVED = {
+  "sampler.top_k": (0, _FULL),
+  "sampler.top_p": (1.0, _FULL),
+  "sampler.min_p": (0.0, _FULL),
+  "schedule.name": (
+    "full",
+    "schedule.window is a window's length, schedule.stop='first_groups' that of"
+    " partial rollouts",
+  ),
+  "schedule.min_ended": (1, "the critic waits for a whole mini-batch"),
+}
+
+# Keys of earlier versions that have another name now.
+RENAMED = {
+  "optimizer.row_tokens": "optimizer.max_tokens_per_row",
+  "optimizer.policy.micro_rows": "optimizer.policy.micro_batch_size",
+  "optimizer.value.micro_rows": "optimizer.value.micro_batch_size",
+  "sampler.kernels": "model.kernels",
+  "sampler.drafts": "sampler.num_draft_tokens",
+  "sampler.probe_every": "sampler.parity_check_every",
+  "schedule.max_age": "schedule.max_staleness",
+  "schedule.oversample": "schedule.over_provision",
+}
+
 
 def default_config() -> ConfigDict:
   """All keys with their defaults, locked."""

@@ -241,13 +241,19 @@ def read_config(workdir: pathlib.Path) -> Any:
 
 
 def _update(config: Any, saved: Mapping[str, Any], file: pathlib.Path) -> None:
-  """Sets dotted keys."""
-  for key, value in saved.items():
+  """Sets dotted keys, those of earlier versions under their new names."""
+  for old, value in saved.items():
+    key = config_lib.RENAMED.get(old, old)
+    if key in config_lib.REMOVED:
+      neutral, why = config_lib.REMOVED[key]
+      if value != neutral:
+        raise InputError(f"{file}: key {key!r} is gone; {why}; remove it")
+      continue
     if key not in config_lib.KEYS:
       raise InputError(f"{file}: key {key!r} is unknown; remove it")
     group, _, name = key.rpartition(".")
     value = tuple(value) if isinstance(value, list) else value
-    what = f"{file}: key {key!r} cannot be {value!r}"
+    what = f"{file}: key {old!r} cannot be {value!r}"
     with as_input_error(what, "correct it", TypeError, AttributeError):
       config_lib.get(config, group)[name] = value
 

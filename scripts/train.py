@@ -79,6 +79,11 @@ def _unknown_key(argv: list[str]) -> str | None:
     groups = [key, *(k for k in keys if k.startswith(key + "."))]
     if name != "config" or not dot or len(groups) > 1 or key in keys:
       continue
+    if key in config_lib.RENAMED:
+      new = config_lib.RENAMED[key]
+      return f"--config.{key}: this key has a new name; use --config.{new}"
+    if key in config_lib.REMOVED:
+      return f"--config.{key}: this key is gone; {config_lib.REMOVED[key][1]}"
     parent = key.rpartition(".")[0]
     near = difflib.get_close_matches(key, keys, n=1)
     hint = f"did you mean {near[0]}?" if near else "see --help_config"

@@ -60,8 +60,27 @@ class TestCommandLine:
       ([VAPO, "--config.run.stepz=3"], ["run.stepz", "mean run.steps?"]),
       ([VAPO, "--config.foo.bar=3"], ["--config.foo.bar: no such key"]),
       (
-        [VAPO, "--config.schedule.over_provisions=2"],
-        ["mean schedule.over_provision?"],
+        [VAPO, "--config.sampler.top_k=5"],
+        ["--config.sampler.top_k: this key is gone", "full softmax"],
+      ),
+      (
+        [VAPO, "--config.schedule.name=full"],
+        ["--config.schedule.name: this key is gone", "schedule.window is"],
+      ),
+      (
+        [VAPO, "--config.schedule.min_ended=1"],
+        ["--config.schedule.min_ended: this key is gone", "whole mini-batch"],
+      ),
+      (
+        [VAPO, "--config.schedule.max_age=4"],
+        [
+          "--config.schedule.max_age: this key has a new name",
+          "use --config.schedule.max_staleness",
+        ],
+      ),
+      (
+        [VAPO, "--config.optimizer.value.micro_rows=4"],
+        ["use --config.optimizer.value.micro_batch_size"],
       ),
       (
         [VAPO, "--config.data.settings.digits=3"],
@@ -239,6 +258,16 @@ class TestSettings:
     for path in config_lib.KEYS:
       assert f"\n{path} = " in f"\n{done.stdout}"
     assert "one of 'clip', 'gspo', 'cispo'" in done.stdout
+
+  def test_no_key_is_removed_and_there(self):
+    known = set(config_lib.KEYS)
+    assert not set(config_lib.REMOVED) & known
+
+  def test_a_key_with_a_new_name_is_there_under_it(self):
+    known = set(config_lib.KEYS)
+    old, new = set(config_lib.RENAMED), set(config_lib.RENAMED.values())
+    assert new <= known and not old & known
+    assert not old & set(config_lib.REMOVED)
 
   def test_the_defaults_are_valid(self):
     validate(config_lib.scaled()[0])
