@@ -52,6 +52,7 @@ _FOLDERS = {
   "jaxrl_llm.configs": "configs",
   "jaxrl_llm.scripts": "scripts",
   "jaxrl_llm.scripts.benchmarks": "scripts/benchmarks",
+  "jaxrl_llm.scripts.studies": "scripts/studies",
 }
 # The command jaxrl-NAME is scripts/NAME.py.
 _COMMANDS = (

@@ -22,30 +22,21 @@ from jaxrl_llm.errors import InputError
 
 
 class Range(NamedTuple):
-  """Finite numbers from `low` to `high`, both allowed."""
+  """Finite numbers from `low` to `high`; `high` is one of them."""
 
   low: float
   high: float = float("inf")
+  open: bool = False  # Whether `low` is none of them.
 
   def __contains__(self, value: Any) -> bool:
     # NaN is in no range.
-    return self.low <= value <= self.high and value < float("inf")
+    above = value > self.low or (value == self.low and not self.open)
+    return above and value <= self.high and value < float("inf")
 
   def __str__(self) -> str:
+    start = "(" if self.open else "["
     end = ")" if self.high == float("inf") else "]"
-    return f"in [{self.low:g}, {self.high:g}{end}"
-
-
-class Over(NamedTuple):
-  """Numbers over `bound`, which is not one of them."""
-
-  bound: float
-
-  def __contains__(self, value: Any) -> bool:
-    return self.bound < value < float("inf")
-
-  def __str__(self) -> str:
-    return f"over {self.bound:g}"
+    return f"in {start}{self.low:g}, {self.high:g}{end}"
 
 
 class Choice(tuple):
@@ -94,7 +85,7 @@ class Key(NamedTuple):
   """A setting. The text below its line is its meaning, see `_keys`."""
 
   default: Any  # None: no number, though there may be one.
-  allowed: Range | Over | Names | Choice | None = None  # None: any of its type.
+  allowed: Range | Names | Choice | None = None  # None: any of its type.
   resume: str = ""  # One of the above; '' may change.
   meaning: str = ""
 
@@ -357,9 +348,9 @@ class Loss(Group, path="loss"):
   """The ratio is clipped below 1 - this."""
   clip_high = Key(0.2, _NUMBER)
   """The ratio is clipped above 1 + this."""
-  dual_clip = Key(None, Over(1.0))
+  dual_clip = Key(None, Range(1.0, open=True))
   """Bound of the loss of negative advantages; None is off."""
-  clip_value = Key(None, Over(0.0))
+  clip_value = Key(None, Range(0.0, open=True))
   """Clip range of the value loss around the old values; None is off."""
   mode = Key("token-mean", Names("masked:MODES"))
   """How losses of tokens become one number, in verl's names."""

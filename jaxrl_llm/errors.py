@@ -1,7 +1,8 @@
 """Errors that a user of the library may meet, and checks of settings."""
 
+import contextlib
 import numbers
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 
@@ -15,6 +16,26 @@ class InputError(ValueError):
 
   def __init__(self, message: str):
     super().__init__(" ".join(message.split()))
+
+
+@contextlib.contextmanager
+def as_input_error(
+  what: str, advice: str, *kinds: type[Exception]
+) -> Iterator[None]:
+  """Turns errors of some kinds into an InputError, `what (error); advice`.
+
+  One that is an InputError already passes as it is.
+  """
+  try:
+    yield
+  except InputError:
+    raise
+  except kinds as error:
+    # Of the file system without the path, which `what` names.
+    why = getattr(error, "strerror", None) or str(error)[:300]
+    raise InputError(
+      f"{what} ({why or type(error).__name__}); {advice}"
+    ) from error
 
 
 class TrainingStopped(RuntimeError):

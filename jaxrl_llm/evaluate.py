@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -56,11 +56,8 @@ class Evaluation:
       tries: every n of pass@n, each 1 to k.
     """
     k, responses, verdicts = self.samples, self.responses, self.judged.verdicts
-    average = metrics.avg_at_k(self._right(), k)
-    results = {
-      f"avg@{k}": average.mean,
-      f"avg@{k}_se": average.standard_error,
-    }
+    mean, error = metrics.mean_and_standard_error(self._right() / k)
+    results = {f"avg@{k}": mean, f"avg@{k}_se": error}
     for n in tries:
       results[f"pass@{n}"] = float(self._passed(n).mean())
     if responses.judged.any():
@@ -77,8 +74,8 @@ class Evaluation:
 
   def errors(self, tries: Sequence[int]) -> dict[str, float]:
     """Standard errors of pass@n over problems; nan for one problem."""
-    error = lambda x: metrics.mean_and_standard_error(x).standard_error
-    return {f"pass@{n}_se": error(self._passed(n)) for n in tries}
+    error = lambda n: metrics.mean_and_standard_error(self._passed(n))[1]
+    return {f"pass@{n}_se": error(n) for n in tries}
 
   def _right(self) -> np.ndarray:
     """int [N], right responses to each problem."""
@@ -86,31 +83,7 @@ class Evaluation:
 
   def _passed(self, n: int) -> np.ndarray:
     """pass@n of each problem, [N]."""
-    return metrics.pass_at_k(self._right(), self.samples, k=n)
-
-  def problems(self) -> Iterator[dict[str, Any]]:
-    """A JSON object a problem, with all of its responses."""
-    judged, rollout = self.judged, self.responses.rollout
-    for n, right in enumerate(self._right()):
-      rows = range(n * self.samples, (n + 1) * self.samples)
-      prompt = judged.prompts[rows[0]]
-      yield {
-        "id": prompt.id,
-        "question": prompt.question,
-        "answer": prompt.answer,
-        "correct": int(right),
-        "samples": self.samples,
-        "responses": [
-          {
-            "text": judged.texts[row],
-            "extracted": judged.verdicts[row].extracted,
-            "correct": bool(judged.verdicts[row].correct),
-            "length": int(rollout.lengths[row]),
-            "stop": Status(int(rollout.status[row])).name.lower(),
-          }
-          for row in rows
-        ],
-      }
+    return metrics.pass_at_k(self._right(), self.samples, n)
 
   def shown(self) -> list[metrics.Sample]:
     """A few responses, for a person."""

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 from jaxrl_llm.data.prompt_source import Template
 from jaxrl_llm.data.rows import Row, parse_object, to_example
 from jaxrl_llm.data.tasks import Prompt
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, as_input_error
 from jaxrl_llm.metrics.progress import Progress
 from jaxrl_llm.rollout.writer import ResponseWriter, Weights
 from jaxrl_llm.sampling import rules
@@ -208,13 +208,9 @@ def write(
 
   for chunk in work:
     records = job.sample(chunk, rule=rule)
-    try:
+    with as_input_error("the samples cannot be written", "make room", OSError):
       file.write("".join(json.dumps(record) + "\n" for record in records))
       file.flush()
-    except OSError as error:
-      raise InputError(
-        f"the samples cannot be written ({error.strerror}); make room"
-      ) from error
     reasons.update(record["stop_reason"] for record in records)
     progress.keep(len(records), sum(len(r["tokens"]) for r in records))
     if halted():

@@ -30,8 +30,6 @@ def stop_on_signal() -> Iterator[Stopped]:
   def handle(number, frame):
     del frame
     stopped.signal = number
-    for name in _NAMES:
-      signal.signal(name, signal.SIG_DFL)
 
   # Python calls a handler when the main thread is back from compiled code,
   # which may be in minutes. The number of the signal is written to this socket

@@ -24,7 +24,8 @@ import jax
 from jaxrl_llm import base_models, checkpoint, metrics, models
 from jaxrl_llm import config as config_lib
 from jaxrl_llm.data import sources
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.data.rows import read_object
+from jaxrl_llm.errors import InputError, as_input_error
 from jaxrl_llm.models import hf
 
 _CONFIG, _CHANGES = "config.json", "config_changes.jsonl"
@@ -198,16 +199,10 @@ def _write(file: pathlib.Path, text: str) -> None:
   os.replace(part, file)
 
 
-@contextlib.contextmanager
-def _writing(workdir: pathlib.Path) -> Iterator[None]:
+def _writing(workdir: pathlib.Path) -> contextlib.AbstractContextManager[None]:
   """Turns what the file system refuses into one line."""
-  try:
-    yield
-  except OSError as error:
-    raise InputError(
-      f"--workdir={workdir}: cannot be written ({error.strerror}); choose"
-      " another directory"
-    ) from error
+  what = f"--workdir={workdir}: cannot be written"
+  return as_input_error(what, "choose another directory", OSError)
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -235,15 +230,8 @@ def read_config(workdir: pathlib.Path) -> Any:
       key.
   """
   file = workdir / _CONFIG
-  try:
-    saved = json.loads(file.read_text(encoding="utf-8"))
-  except (OSError, ValueError) as error:
-    raise InputError(
-      f"{file}: cannot be read ({error}); give the --workdir of a run"
-    ) from error
-  if not isinstance(saved, Mapping):
-    raise InputError(f"{file}: must hold one JSON object; restore the file")
   config = config_lib.default_config()
+  saved = read_object(file, "give the --workdir of a run")
   _update(config, _flat(saved), file)
   file = workdir / _CHANGES
   for row in metrics.read_rows(file) if file.exists() else ():
@@ -264,13 +252,10 @@ def _update(config: Any, saved: Mapping[str, Any], file: pathlib.Path) -> None:
     if key not in config_lib.KEYS:
       raise InputError(f"{file}: key {key!r} is unknown; remove it")
     group, _, name = key.rpartition(".")
-    try:
-      value = tuple(value) if isinstance(value, list) else value
+    value = tuple(value) if isinstance(value, list) else value
+    what = f"{file}: key {old!r} cannot be {value!r}"
+    with as_input_error(what, "correct it", TypeError, AttributeError):
       config_lib.get(config, group)[name] = value
-    except (TypeError, AttributeError) as error:
-      raise InputError(
-        f"{file}: key {old!r} cannot be {value!r}; correct it"
-      ) from error
 
 
 def find_step(workdir: pathlib.Path, step: int | str | None = None) -> int:
@@ -319,10 +304,9 @@ def best_step(
   return max(values, key=values.get, default=None)
 
 
-def model_path(workdir: pathlib.Path, config: Any) -> str:
+def model_path(workdir: pathlib.Path) -> str:
   """Directory with the configuration and tokenizer of a run's model."""
-  own = workdir / _MODEL  # Runs of earlier versions have none.
-  return str(own) if own.is_dir() else base_models.model_path(config)
+  return str(workdir / _MODEL)
 
 
 def restore_policy(workdir: pathlib.Path, step: int, shapes: Any) -> Any:
@@ -353,7 +337,7 @@ def load_policy(
     InputError: the run, its checkpoint or its model cannot be read.
   """
   step = find_step(workdir, step)
-  path = model_path(workdir, read_config(workdir))
+  path = model_path(workdir)
   fns = models.make_policy(hf.read_config(path))
   here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
   init = jax.jit(fns.init, out_shardings=here)

@@ -49,7 +49,7 @@ LAYERS = (
     "types masked distributions digest errors signals plugin base_models",
   ),
 )
-TOOLS = "generate simulate study"
+TOOLS = "generate simulate"
 
 
 def config_page() -> str:

@@ -22,7 +22,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from jaxrl_llm import config as config_lib
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, as_input_error
 
 _DEFAULT = pathlib.Path(__file__).resolve().parents[1] / "configs" / "vapo.py"
 # Tokens that a model directory gets, where its context has them.
@@ -79,7 +79,7 @@ def make_config(path: pathlib.Path):
         " its own settings; leave --config out or use --config.group.key=value"
       )
     config = workdir.read_config(path)
-    config.model.path = workdir.model_path(path, config)
+    config.model.path = workdir.model_path(path)
     config.update_from_flattened_dict(
       config_flags.get_override_values(flags.FLAGS["config"])
     )
@@ -203,15 +203,39 @@ def write(folder: pathlib.Path, evaluated) -> None:
   Raises:
     InputError: the folder cannot be written.
   """
-  try:
+  what = f"--out={folder}: cannot be written"
+  with as_input_error(what, "choose another", OSError):
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"{evaluated.name}.jsonl").open("w") as file:
-      for problem in evaluated.problems():
+      for first in range(0, len(evaluated.judged.texts), evaluated.samples):
+        problem = problem_of(evaluated, first)
         file.write(json.dumps(problem, allow_nan=False) + "\n")
-  except OSError as error:
-    raise InputError(
-      f"--out={folder}: cannot be written ({error.strerror}); choose another"
-    ) from error
+
+
+def problem_of(evaluated, first: int) -> dict:
+  """A problem with all of its responses, of which this row is the first."""
+  from jaxrl_llm.types import Status
+
+  judged, rollout = evaluated.judged, evaluated.responses.rollout
+  prompt, rows = judged.prompts[first], range(first, first + evaluated.samples)
+  responses = [
+    {
+      "text": judged.texts[row],
+      "extracted": judged.verdicts[row].extracted,
+      "correct": bool(judged.verdicts[row].correct),
+      "length": int(rollout.lengths[row]),
+      "stop": Status(int(rollout.status[row])).name.lower(),
+    }
+    for row in rows
+  ]
+  return {
+    "id": prompt.id,
+    "question": prompt.question,
+    "answer": prompt.answer,
+    "correct": sum(response["correct"] for response in responses),
+    "samples": evaluated.samples,
+    "responses": responses,
+  }
 
 
 def show(title: str, results: dict, samples) -> None:

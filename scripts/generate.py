@@ -148,7 +148,7 @@ def find_model(name: str) -> Source:
   if not workdir.is_workdir(path):
     return Source(name)
   config, step = workdir.read_config(path), workdir.find_step(path)
-  directory = workdir.model_path(path, config)
+  directory = workdir.model_path(path)
   return Source(directory, path, step, config.sampler.stop)
 
 
@@ -173,7 +173,7 @@ def make_sampling(options, tokenizer: Tokenizer) -> SamplingSettings:
   """
   if "" in options.stop:
     raise InputError("--stop is empty; write a text")
-  forbidden = single_tokens(options.forbid, tokenizer, "--forbid")
+  forbidden = tokenizer.single_tokens(options.forbid, "--forbid")
   settings = SamplingSettings(
     temperature=options.temperature,
     top_k=options.top_k,
@@ -189,22 +189,6 @@ def make_sampling(options, tokenizer: Tokenizer) -> SamplingSettings:
   except ValueError as error:
     raise InputError(f"--{error}") from error
   return settings
-
-
-def single_tokens(texts, tokenizer: Tokenizer, flag: str) -> list[int]:
-  """The token that each text is.
-
-  Raises:
-    InputError: a text is several.
-  """
-  tokens = [tokenizer.encode(text) for text in texts]
-  for text, found in zip(texts, tokens):
-    if len(found) != 1:
-      raise InputError(
-        f"{flag}={text!r} is {len(found)} tokens of {tokenizer.path}; give a"
-        " text that is one"
-      )
-  return [token for (token,) in tokens]
 
 
 def make_template(
@@ -245,11 +229,7 @@ def make_job(options) -> generate.Generation:
   requests, source = read_requests(options), find_model(options.model)
   config = hf.read_config(source.directory)
   tokenizer = Tokenizer(source.directory)
-  if tokenizer.vocab_size > config.vocab_size:
-    raise InputError(
-      f"{tokenizer.path}: the tokenizer has {tokenizer.vocab_size} tokens but"
-      f" the model only {config.vocab_size}; use the model's own"
-    )
+  tokenizer.check_model(config.vocab_size)
   sampling = make_sampling(options, tokenizer)
   template, turn_taking = make_template(options, tokenizer)
   prompts = generate.make_prompts(
@@ -258,7 +238,7 @@ def make_job(options) -> generate.Generation:
     context=config.max_position_embeddings,
     max_new_tokens=options.max_new_tokens,
   )
-  stop = single_tokens(source.stop, tokenizer, "config.sampler.stop")
+  stop = tokenizer.single_tokens(source.stop, "config.sampler.stop")
   # Slots are dealt to all devices, each of which has the whole model.
   mesh = sharding.make_mesh(data=-1, fsdp=1, tensor=1)
   dealt = sharding.along_batch(mesh)

@@ -18,7 +18,7 @@ from ml_collections import config_flags
 
 from jaxrl_llm import models
 from jaxrl_llm.data import tasks
-from jaxrl_llm.data.tokenizer import Tokenizer, character_tokenizer_json
+from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError
 
 _CONFIG = config_flags.DEFINE_config_file("config", "configs/pretrain.py")
@@ -37,7 +37,7 @@ def rebuild() -> None:
   settings = _CONFIG.value
   out = pathlib.Path(settings.out)
   out.mkdir(parents=True, exist_ok=True)
-  text = character_tokenizer_json(tasks.CHARACTERS)
+  text = pretraining.character_tokenizer_json(tasks.CHARACTERS)
   (out / "tokenizer.json").write_text(text, encoding="utf-8")
   ids = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
   (out / "generation_config.json").write_text(json.dumps(ids, indent=1))

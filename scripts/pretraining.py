@@ -1,4 +1,4 @@
-"""Supervised pretraining of the embedded base models on noisy solutions."""
+"""Makes the embedded base models: tokenizer, noisy solutions, pretraining."""
 
 import itertools
 import math
@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
+import tokenizers
 
 from jaxrl_llm import losses, masked
 from jaxrl_llm.data.remainder import RemainderProblem
@@ -22,6 +23,23 @@ from jaxrl_llm.learner.update import make_update, policy_objective
 from jaxrl_llm.models import ModelFns
 from jaxrl_llm.sampling import EngineConfig, new_requests
 from jaxrl_llm.types import Origin, Status
+
+
+def character_tokenizer_json(characters: str) -> str:
+  """A `tokenizer.json` in which every one of distinct characters is a token.
+
+  Ids: `<pad>` 0, `<eos>` 1, then the characters in order.
+  """
+  # The unknown token is left out of the vocabulary on purpose: a foreign
+  # character is an error, not a silent token.
+  vocab = {c: i for i, c in enumerate(["<pad>", "<eos>", *characters])}
+  tokenizer = tokenizers.Tokenizer(
+    tokenizers.models.WordLevel(vocab, unk_token="<unk>")
+  )
+  tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+  tokenizer.decoder = tokenizers.decoders.Fuse()
+  tokenizer.add_special_tokens(["<pad>", "<eos>"])
+  return tokenizer.to_str(pretty=True)
 
 
 def pretrain(
@@ -121,6 +139,17 @@ def _batch(tokenizer, source, settings, i) -> PackedBatch:
   )
 
 
+def lines_of(problem: Problem) -> list[str]:
+  """The clean solution without the answer, a line a step."""
+  steps = zip(problem.totals, problem.terms[1:], problem.totals[1:])
+  return [f"{before}{term:+d}={after};" for before, term, after in steps]
+
+
+def clean_solution(problem: Problem) -> str:
+  """Every line, then the answer."""
+  return "".join(lines_of(problem)) + f"#{problem.answer}."
+
+
 class Noise(NamedTuple):
   """How a careless crowd solves problems of a task."""
 
@@ -217,7 +246,7 @@ def noisy_solution(
       f"{', '.join(kinds)} must be >= 0 and sum to 1, got"
       f" {', '.join(map(str, values))}"
     )
-  lines, end = problem.lines, f"#{problem.answer}."
+  lines, end = lines_of(problem), f"#{problem.answer}."
   kind = kinds[rng.choice(len(kinds), p=np.divide(values, sum(values)))]
   if kind == "direct":
     lines = []
@@ -259,5 +288,6 @@ def _slip(
     and rest.answer != problem.answer
   ] or [noise.rest(problem, step, right)]
   rest = rests[int(rng.integers(len(rests)))]
-  wrong = problem.lines[step - 1].replace(f"={right};", f"={rest.terms[0]};")
-  return [*problem.lines[: step - 1], wrong, *rest.lines], f"#{rest.answer}."
+  lines = lines_of(problem)[:step]
+  lines[-1] = lines[-1].replace(f"={right};", f"={rest.terms[0]};")
+  return lines + lines_of(rest), f"#{rest.answer}."

@@ -4,7 +4,7 @@
     python scripts/study.py NAME --report          # of the runs so far
     python scripts/study.py NAME --variants='VAPO;PPO' --config.run.steps=20
 
-NAME is one of the studies of jaxrl_llm/study/tables.py. Each run is
+NAME is one of the studies of scripts/studies/tables.py. Each run is
 scripts/train.py in a folder of its own, one after the other, so that times
 compare; a run that was stopped is resumed, one that is done is left alone, and
 one of other settings is refused. Ctrl-C saves the run at hand and stops.
@@ -18,10 +18,11 @@ import signal
 import subprocess
 import sys
 
+from studies import picture, results
+from studies.tables import STUDIES, Study, Variant
+
 from jaxrl_llm import metrics
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.study import picture, results
-from jaxrl_llm.study.tables import STUDIES, Study, Variant
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 

@@ -148,8 +148,10 @@ def make_config(folder: pathlib.Path):
 def run() -> None:
   """Builds the owners of a run and trains, or only tries it."""
   # Heavy imports late: a typing error in a flag answers at once.
+  import dry_run
+
   from jaxrl_llm import plugin
-  from jaxrl_llm.train import build, dry_run, loop
+  from jaxrl_llm.train import build, loop
 
   now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
   folder = pathlib.Path(_WORKDIR.value or f"runs/{now}")

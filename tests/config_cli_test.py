@@ -169,7 +169,7 @@ class TestSettings:
       ),
       ({"mesh__data": 0}, ["mesh data=0"]),
       ({"data__source": "nope"}, ["config.data.source='nope' must be one of"]),
-      ({"data__source": "jsonl"}, ["needs config.data.path"]),
+      ({"data__source": "jsonl"}, ["source 'jsonl' needs data.path"]),
       (
         {"data__source": "jsonl", "data__path": "x", "data__split": "test"},
         ["config.data.split='test'", "'jsonl'", "has no splits", "eval.path"],
@@ -180,11 +180,11 @@ class TestSettings:
       ),
       (
         {"loss__dual_clip": 0.5},
-        ["loss.dual_clip=0.5 must be over 1"],
+        ["loss.dual_clip=0.5 must be in (1, inf)"],
       ),
       (
         {"loss__clip_value": 0.0},
-        ["loss.clip_value=0.0 must be over 0"],
+        ["loss.clip_value=0.0 must be in (0, inf)"],
       ),
       ({"estimator__gamma": float("nan")}, ["config.estimator.gamma=nan"]),
       (

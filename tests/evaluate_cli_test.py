@@ -117,8 +117,8 @@ class TestWorkdir:
   @pytest.mark.parametrize(
     "text, message",
     [
-      ("{", "config.json: cannot be read"),
-      ("[]", "must hold one JSON object"),
+      ("{", "config.json: not JSON"),
+      ("[]", "config.json: holds a list"),
       ('{"runs": {"seed": 1}}', "key 'runs.seed' is unknown"),
       ('{"run": {"sed": 1}}', "key 'run.sed' is unknown"),
       ('{"run": {"seed": "one"}}', "key 'run.seed' cannot be 'one'"),

@@ -422,42 +422,37 @@ class TestPassAtK:
   def test_golden(self):
     # 1 - C(3,2)/C(5,2) = 0.7; 1 - C(9,5)/C(10,5) = 0.5; c > n - k gives 1.
     np.testing.assert_allclose(
-      metrics.pass_at_k([2, 0, 5, 4], 5, k=2), [0.7, 0.0, 1.0, 1.0]
+      metrics.pass_at_k([2, 0, 5, 4], 5, 2), [0.7, 0.0, 1.0, 1.0]
     )
-    np.testing.assert_allclose(metrics.pass_at_k([1], [10], k=5), [0.5])
+    np.testing.assert_allclose(metrics.pass_at_k([1], 10, 5), [0.5])
 
-  def test_equals_binomials(self):
+  def test_equals_the_product_of_chances_to_miss(self):
     n, k = 16, 7
-    expected = [1 - math.comb(n - c, k) / math.comb(n, k) for c in range(n + 1)]
+    missed = [
+      math.prod(max(n - c - j, 0) / (n - j) for j in range(k))
+      for c in range(n + 1)
+    ]
     np.testing.assert_allclose(
-      metrics.pass_at_k(np.arange(n + 1), n, k=k), expected, atol=1e-14
+      metrics.pass_at_k(np.arange(n + 1), n, k), 1 - np.array(missed)
     )
 
   def test_k_one_is_accuracy(self):
-    np.testing.assert_allclose(
-      metrics.pass_at_k([1, 3], [4, 8], k=1), [0.25, 0.375]
-    )
+    np.testing.assert_allclose(metrics.pass_at_k([1, 3], 4, 1), [0.25, 0.75])
 
-  @pytest.mark.parametrize(
-    "correct, samples, k", [([1], 4, 5), ([1], 4, 0), ([5], 4, 1), ([], 4, 1)]
-  )
-  def test_bad_counts_raise(self, correct, samples, k):
-    with pytest.raises(ValueError):
-      metrics.pass_at_k(correct, samples, k=k)
+  def test_all_samples_are_exact(self):
+    found = metrics.pass_at_k(np.arange(65), 64, 64)
+    np.testing.assert_array_equal(found, [0.0] + [1.0] * 64)
 
 
-class TestAvgAtK:
-  def test_error_is_over_problems(self):
-    mean, error = metrics.avg_at_k([0, 2, 4, 4], [4, 4, 4, 8])
-    # Problem means 0, .5, 1, .5: variance 1/6 with Bessel, over 4 problems.
+class TestMeanAndStandardError:
+  def test_has_bessels_correction(self):
+    mean, error = metrics.mean_and_standard_error([0, 0.5, 1, 0.5])
+    # Variance 1/6, over 4 problems.
     assert mean == pytest.approx(0.5)
     assert error == pytest.approx(math.sqrt(1 / 6 / 4))
 
-  def test_repeating_samples_does_not_shrink_the_error(self):
-    assert metrics.avg_at_k([1, 0, 1], 1) == metrics.avg_at_k([9, 0, 9], 9)
-
   def test_one_problem_has_no_error(self):
-    mean, error = metrics.avg_at_k([1], 4)
+    mean, error = metrics.mean_and_standard_error([0.25])
     assert mean == 0.25 and math.isnan(error)
 
 

@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import sys
 
+import dry_run
 import numpy as np
 import pyarrow
 import pytest
@@ -14,7 +15,7 @@ from pyarrow import parquet
 
 from jaxrl_llm import metrics
 from jaxrl_llm.errors import InputError, TrainingStopped
-from jaxrl_llm.train import build, dry_run, loop
+from jaxrl_llm.train import build, loop
 
 _ROOT = pathlib.Path(__file__).parents[1]
 QUESTIONS = [(f"{i}+{j}?", i + j) for i in range(1, 5) for j in range(1, 6)]

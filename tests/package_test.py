@@ -88,7 +88,7 @@ class TestInstalled:
       program = name.removeprefix("jaxrl-")
       assert (library / "jaxrl_llm" / "scripts" / f"{program}.py").exists()
 
-  @pytest.mark.parametrize("name", ["train", "evaluate", "report"])
+  @pytest.mark.parametrize("name", ["train", "evaluate", "report", "study"])
   def test_a_command_shows_its_help(self, installed, tmp_path, name):
     done = _run(installed[0], tmp_path, f"jaxrl-{name}", "--help")
     assert not done.stderr

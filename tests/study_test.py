@@ -1,4 +1,4 @@
-"""Tests of jaxrl_llm.study and scripts/study.py."""
+"""Tests of scripts/study.py and scripts/studies/."""
 
 import csv
 import importlib.util
@@ -11,12 +11,12 @@ import time
 
 import numpy as np
 import pytest
+from studies import picture, results
+from studies.tables import STUDIES, Study, Variant
 
 from jaxrl_llm import config as config_lib
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.report.figure import band
-from jaxrl_llm.study import picture, results
-from jaxrl_llm.study.tables import STUDIES, Study, Variant
 from jaxrl_llm.train.validation import validate
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]

@@ -263,7 +263,7 @@ class TestStart:
     }
     assert workdir_lib.read_config(folder).run.seed == 1
 
-  def test_keeps_what_the_model_is(self, start, model, tmp_path):
+  def test_keeps_what_the_model_is(self, start, model):
     folder = start(make())
     kept = {
       path.name: path.read_text() for path in (folder / "base_model").iterdir()
@@ -277,10 +277,8 @@ class TestStart:
     (model / "chat_template.jinja").unlink()
     workdir_lib.begin(folder, make())
     assert not (folder / "base_model" / "chat_template.jinja").exists()
-    found = workdir_lib.model_path(folder, make())
+    found = workdir_lib.model_path(folder)
     assert found == str(folder / "base_model")
-    # A run of an earlier version has none.
-    assert workdir_lib.model_path(tmp_path, make()) == "model"
 
   def test_a_folder_that_cannot_be(self, tmp_path):
     (tmp_path / "file").touch()

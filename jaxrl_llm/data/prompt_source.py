@@ -196,14 +196,7 @@ class PromptSource:
 
     Raises:
       InputError: the source is empty.
-      ValueError: a setting is out of range.
     """
-    if on_long not in ("error", "drop"):
-      raise ValueError(f"on_long must be 'error' or 'drop', got {on_long!r}")
-    if max_prompt_length < 1:
-      raise ValueError(
-        f"max_prompt_length must be >= 1, got {max_prompt_length}"
-      )
     if len(source) == 0:
       raise InputError("the dataset is empty; check data.source and data.path")
     self._source, self._template = source, template

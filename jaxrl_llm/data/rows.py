@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from jaxrl_llm.data.tasks import Example
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, as_input_error
 
 # What may be mapped -> the columns that it is else: the first there is.
 COLUMNS = {
@@ -65,12 +65,8 @@ def read_rows(path: pathlib.Path, kind: str) -> list[Row]:
   Raises:
     InputError: it cannot be read, has no rows, or a line is malformed.
   """
-  try:
+  with as_input_error(f"{path}: cannot be read", "check the path", OSError):
     data = path.read_bytes()
-  except OSError as error:
-    raise InputError(
-      f"{path}: cannot be read ({error.strerror}); check the path"
-    ) from error
   return parse_rows(data, str(path), kind)
 
 
@@ -97,10 +93,9 @@ def parse_rows(data: bytes, name: str, kind: str) -> list[Row]:
 def _read_parquet(data: bytes, name: str) -> list[dict[str, Any]]:
   import pyarrow.parquet  # Heavy; TFDS brings it along.
 
-  try:
+  kinds = pyarrow.ArrowException, OSError
+  with as_input_error(f"{name}: damaged", "get it again", *kinds):
     table = pyarrow.parquet.read_table(pyarrow.BufferReader(data))
-  except (pyarrow.ArrowException, OSError) as error:
-    raise InputError(f"{name}: damaged ({error}); get it again") from error
   return table.to_pylist()
 
 
@@ -130,15 +125,23 @@ def read_lines(data: bytes, name: str) -> Iterator[tuple[str, str]]:
   """
   lines = data.removeprefix(b"\xef\xbb\xbf").split(b"\n")
   for number, line in enumerate(lines, start=1):
-    try:
+    where = f"{name}:{number}"
+    with as_input_error(f"{where}: not UTF-8", "save it as UTF-8", ValueError):
       text = line.decode("utf-8").removesuffix("\r")
-    except UnicodeDecodeError as error:
-      raise InputError(
-        f"{name}:{number}: not UTF-8 (byte {error.start + 1}); save the file as"
-        " UTF-8"
-      ) from error
     if text.strip():
-      yield f"{name}:{number}", text
+      yield where, text
+
+
+def read_text(path: pathlib.Path, advice: str) -> str:
+  """The text of a small file; InputError, which advises, if it has none."""
+  kinds = OSError, UnicodeDecodeError
+  with as_input_error(f"{path}: cannot be read", advice, *kinds):
+    return path.read_text(encoding="utf-8")
+
+
+def read_object(path: pathlib.Path, advice: str) -> dict[str, Any]:
+  """The JSON object in a small file; InputError, which advises, without one."""
+  return parse_object(read_text(path, advice), str(path), advice)
 
 
 def parse_object(
@@ -154,10 +157,8 @@ def parse_object(
   Raises:
     InputError: it is none.
   """
-  try:
+  with as_input_error(f"{where}: not JSON", advice, ValueError, RecursionError):
     value = json.loads(text, parse_constant=_refuse)
-  except (ValueError, RecursionError) as error:
-    raise InputError(f"{where}: not JSON ({error}); {advice}") from error
   if not isinstance(value, dict):
     raise InputError(f"{where}: holds a {type(value).__name__}; {advice}")
   return value
@@ -261,10 +262,7 @@ def _text(value: Any, row: Row, name: str) -> str | None:
   text = json.dumps(value, ensure_ascii=False) if is_json else str(value)
   if not text.strip():
     raise InputError(f"{what} is {text!r}; give a text, not empty")
-  try:
+  half = f"{what} holds half a surrogate pair"
+  with as_input_error(half, "repair the escape", UnicodeEncodeError):
     text.encode("utf-8")
-  except UnicodeEncodeError as error:
-    raise InputError(
-      f"{what} holds half a surrogate pair; repair the escape"
-    ) from error
   return text

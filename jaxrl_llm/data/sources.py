@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from jaxrl_llm.data import remainder, rows, tasks
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, as_input_error
 
 _EVAL_SPLITS = ("eval", "test", "validation")  # Of TFDS, by preference.
 _MOST_READ = 10_000_000  # Examples of a source that is parted by its questions.
@@ -63,7 +63,11 @@ def read_tfds(
   """
   import tensorflow_datasets as tfds  # Heavy, and used here only.
 
-  try:
+  with as_input_error(
+    f"TFDS dataset {path!r}, split {split!r}: cannot be opened",
+    "check data.path, data.split, eval.split and data_dir",
+    Exception,  # Builders are foreign code.
+  ):
     records = tfds.data_source(
       path,
       split=None if split == "eval" else split,
@@ -76,12 +80,6 @@ def read_tfds(
       split = next((name for name in _EVAL_SPLITS if name in known), split)
       records = known[split]
     size = len(records)
-  except Exception as error:  # Builders are foreign code.
-    raise InputError(
-      f"TFDS dataset {path!r}, split {split!r}: cannot be opened"
-      f" ({type(error).__name__}: {str(error)[:300]}); check data.path,"
-      " data.split, eval.split and data_dir"
-    ) from error
   label = f"{path.split(':')[0]}/{split}"
   if size == 0:
     raise InputError(f"TFDS dataset {label!r} is empty; check the split")
@@ -98,7 +96,7 @@ def read_tfds(
 SOURCES: dict[str, Callable[..., Source]] = {
   "chain_sum": tasks.ChainSum,
   "remainder": remainder.Remainder,
-  "sums": tasks.Sums,
+  "sums": tasks.sums,
   "jsonl": functools.partial(rows.read_examples, "jsonl"),
   "parquet": functools.partial(rows.read_examples, "parquet"),
   "tfds": read_tfds,
@@ -162,16 +160,14 @@ def make_source(
   for key in given.keys() & settings:
     raise InputError(f"data.settings has {key!r}; set data.{key} instead")
   taken = {key: value for key, value in given.items() if key in known}
-  try:
+  own = ", ".join(sorted(known - given.keys())) or "none"
+  with as_input_error(
+    f"config.data.settings={settings}",
+    f"the settings of {name!r} are {own}",
+    TypeError,
+    ValueError,
+  ):
     return SOURCES[name](**taken, **settings)
-  except (TypeError, ValueError) as error:
-    if isinstance(error, InputError):
-      raise
-    own = ", ".join(sorted(known - given.keys())) or "none"
-    raise InputError(
-      f"config.data.settings={settings}: {str(error).rpartition('() ')[2]}; the"
-      f" settings of {name!r} are {own}"
-    ) from error
 
 
 def hold_out(source: Source, share: float, label: str) -> tuple[Source, Source]:

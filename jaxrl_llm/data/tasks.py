@@ -75,17 +75,6 @@ class Problem:
   def answer(self) -> str:
     return str(self.totals[-1])
 
-  @property
-  def lines(self) -> list[str]:
-    """The clean solution without the answer, a line a step."""
-    steps = zip(self.totals, self.terms[1:], self.totals[1:])
-    return [f"{before}{term:+d}={after};" for before, term, after in steps]
-
-  @property
-  def solution(self) -> str:
-    """The clean solution: every line, then the answer."""
-    return "".join(self.lines) + f"#{self.answer}."
-
 
 @dataclasses.dataclass(frozen=True)
 class ChainProblem(Problem):
@@ -126,21 +115,18 @@ def draw_problem(
   return ChainProblem(terms=tuple(terms))
 
 
-class _Task:
-  """A split of a task, which names its examples."""
-
-  def __init__(self, name: str, split: str):
-    if split not in ("train", "eval"):
-      raise ValueError(f"split must be 'train' or 'eval', got {split!r}")
-    self._name, self._split = name, split
-
-  def _example(self, index: int, question: str, answer: str) -> Example:
-    identity = f"{self._name}-{self._split}-{int(index)}"
-    source = f"{self._name}/{self._split}"
-    return Example(identity, question, answer, source)
+def _example(
+  task: str, split: str, index: int, question: str, answer: str
+) -> Example:
+  return Example(f"{task}-{split}-{index}", question, answer, f"{task}/{split}")
 
 
-class DrawnProblems(_Task):
+def _check_split(split: str) -> None:
+  if split not in ("train", "eval"):
+    raise ValueError(f"split must be 'train' or 'eval', got {split!r}")
+
+
+class DrawnProblems:
   """Random-access source of drawn problems, some of them held out.
 
   The evaluation split is a fixed list of distinct problems, the same for every
@@ -172,10 +158,10 @@ class DrawnProblems(_Task):
     Raises:
       ValueError: a setting is out of range.
     """
-    super().__init__(name, split)
+    _check_split(split)
     if seed < 0:
       raise ValueError(f"seed must be >= 0, got {seed}")
-    self._seed = seed
+    self._name, self._split, self._seed = name, split, seed
     self._draw = functools.partial(draw, **settings)
     self._eval = _eval_problems(draw, eval_size, **settings)
     self._held_out = frozenset(problem.question for problem in self._eval)
@@ -185,7 +171,9 @@ class DrawnProblems(_Task):
 
   def __getitem__(self, index: int) -> Example:
     problem = self.problem(index)
-    return self._example(index, problem.question, problem.answer)
+    return _example(
+      self._name, self._split, index, problem.question, problem.answer
+    )
 
   def problem(self, index: int) -> Problem:
     """Returns the problem at `index`."""
@@ -246,51 +234,42 @@ class ChainSum(DrawnProblems):
     super().__init__("chain_sum", draw_problem, settings, **source)
 
 
-class Sums(_Task):
-  """Random-access source of two-number additions: `47 + 38 =` -> `85`.
+def sums(
+  *,
+  split: str = "train",
+  seed: int = 0,
+  digits: int = 2,
+  eval_size: int | None = None,
+) -> list[Example]:
+  """Two-number additions: `47 + 38 =` -> `85`.
 
   All pairs of numbers with the given digits, in an order drawn once: the first
   `eval_size` are the evaluation split, the others the training split.
+
+  Args:
+    split: 'train' or 'eval'.
+    seed: order of the training split; evaluation does not depend on it.
+    digits: 1 (numbers 1..9) or 2 (10..99).
+    eval_size: number of evaluation problems; None means 200, or 20 of the 81
+      one-digit problems.
+
+  Raises:
+    ValueError: a setting is out of range.
   """
-
-  def __init__(
-    self,
-    *,
-    split: str = "train",
-    seed: int = 0,
-    digits: int = 2,
-    eval_size: int | None = None,
-  ):
-    """Chooses a split.
-
-    Args:
-      split: 'train' or 'eval'.
-      seed: order of the training split; evaluation does not depend on it.
-      digits: 1 (numbers 1..9) or 2 (10..99).
-      eval_size: number of evaluation problems; None means 200, or 20 of the 81
-        one-digit problems.
-
-    Raises:
-      ValueError: a setting is out of range.
-    """
-    super().__init__("sums", split)
-    if digits not in (1, 2):
-      raise ValueError(f"digits must be 1 or 2, got {digits}")
-    numbers = range(10 ** (digits - 1), 10**digits)
-    pairs = list(itertools.product(numbers, numbers))
-    size = (20, 200)[digits - 1] if eval_size is None else eval_size
-    if not 1 <= size < len(pairs):
-      raise ValueError(f"eval_size must be in 1..{len(pairs) - 1}, got {size}")
-    order = np.random.default_rng(_EVAL_SEED).permutation(len(pairs))
-    if split == "eval":
-      order = order[:size]
-    else:
-      order = np.random.default_rng(seed).permutation(order[size:])
-    self._pairs = [pairs[i] for i in order]
-
-  def __len__(self) -> int:
-    return len(self._pairs)
-
-  def __getitem__(self, index: int) -> Example:
-    left, right = self._pairs[index]
-    return self._example(index, f"{left} + {right} =", str(left + right))
+  _check_split(split)
+  if digits not in (1, 2):
+    raise ValueError(f"digits must be 1 or 2, got {digits}")
+  numbers = range(10 ** (digits - 1), 10**digits)
+  pairs = list(itertools.product(numbers, numbers))
+  size = (20, 200)[digits - 1] if eval_size is None else eval_size
+  if not 1 <= size < len(pairs):
+    raise ValueError(f"eval_size must be in 1..{len(pairs) - 1}, got {size}")
+  order = np.random.default_rng(_EVAL_SEED).permutation(len(pairs))
+  if split == "eval":
+    order = order[:size]
+  else:
+    order = np.random.default_rng(seed).permutation(order[size:])
+  return [
+    _example("sums", split, index, f"{left} + {right} =", str(left + right))
+    for index, (left, right) in enumerate(pairs[i] for i in order)
+  ]

@@ -1,8 +1,7 @@
 """Text to tokens and back, from a Hugging Face style directory.
 
-Two copies of the same `tokenizer.json` are held. The plain one reads text that
-others wrote: the spelling of a control token inside it is ordinary text. The
-ids of control tokens enter only through `prefix` and a chat template.
+The spelling of a control token inside a text is ordinary text: others wrote it.
+The ids of control tokens enter only through `prefix` and a chat template.
 """
 
 import functools
@@ -16,11 +15,12 @@ import jinja2
 import tokenizers
 from jinja2 import sandbox
 
-from jaxrl_llm.data.rows import parse_object
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.data.rows import read_object, read_text
+from jaxrl_llm.errors import InputError, as_input_error
 
 _MAX_TEMPLATE_CHARS = 1 << 16
 _MAX_RENDERED_CHARS = 1 << 20
+_AGAIN = "download it again"
 _PRIVATE_USE = range(0xE000, 0xF900)
 
 
@@ -32,7 +32,6 @@ class Tokenizer:
     vocab_size: one more than the largest token id.
     eos_id: the first stop token.
     stop_tokens: all tokens that end a response.
-    pad_id: the padding token; the end token where the files name none.
     bos_id: the token that begins a text, or None.
     prefix: control tokens that the files put before every text (Llama 3 begins
       with its bos token; most others with nothing).
@@ -53,7 +52,8 @@ class Tokenizer:
     directory = pathlib.Path(path)
     plain = _read_tokenizer(directory / "tokenizer.json")
     names = ("generation_config", "config", "tokenizer_config")
-    configs = [_read_json(directory / f"{name}.json") for name in names]
+    files = [directory / f"{name}.json" for name in names]
+    configs = [read_object(f, _AGAIN) if f.exists() else {} for f in files]
     eos, pad, bos = (
       _control_ids(kind, directory, plain, configs)
       for kind in ("eos", "pad", "bos")
@@ -66,7 +66,7 @@ class Tokenizer:
     self.path, self.prefix = str(directory), _prefix(plain)
     self.vocab_size = max(plain.get_vocab(with_added_tokens=True).values()) + 1
     self.stop_tokens, self.eos_id = eos, eos[0]
-    self.pad_id, self.bos_id = (pad or eos)[0], bos[0] if bos else None
+    self.bos_id = bos[0] if bos else None
     self.chat_template = _chat_template(directory, configs[-1])
     plain.encode_special_tokens = True
     self._plain = plain
@@ -76,15 +76,35 @@ class Tokenizer:
       if token.special
     }
 
+  def check_model(self, vocab_size: int) -> None:
+    """Raises an InputError if a model of this vocabulary lacks some tokens."""
+    if self.vocab_size > vocab_size:
+      raise InputError(
+        f"{self.path}: the tokenizer has {self.vocab_size} tokens but the model"
+        f" only {vocab_size}; use the model's own"
+      )
+
   def encode(self, text: str) -> list[int]:
     """Returns the tokens of plain text: no control token is added or read."""
-    try:
+    what = f"{self.path}/tokenizer.json cannot tokenise {text[:40]!r}"
+    # The library raises bare Exception.
+    with as_input_error(what, "use characters of its vocabulary", Exception):
       return self._plain.encode(text, add_special_tokens=False).ids
-    except Exception as error:  # The library raises bare Exception.
-      raise InputError(
-        f"{self.path}/tokenizer.json cannot tokenise the text {text[:40]!r}"
-        f" ({error}); use only characters of its vocabulary"
-      ) from error
+
+  def single_tokens(self, texts: Iterable[str], name: str) -> list[int]:
+    """Returns the token that each text is.
+
+    Raises:
+      InputError: a text is several; the setting of this name has it.
+    """
+    tokens = [self.encode(text) for text in texts]
+    for text, found in zip(texts, tokens):
+      if len(found) != 1:
+        raise InputError(
+          f"{name} has {text!r}, which is {len(found)} tokens of {self.path};"
+          " give texts that are one"
+        )
+    return [token for (token,) in tokens]
 
   def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
     """Returns the text of `ids`, control tokens left out unless asked for."""
@@ -149,7 +169,11 @@ class Tokenizer:
   ) -> str:
     spelling = {i: text for text, i in self._special.items()}
     pieces, size = [], 0
-    try:
+    with as_input_error(
+      f"{self.path}: the chat template failed",
+      "check chat_template in tokenizer_config.json",
+      Exception,  # The template is foreign code.
+    ):
       template = _compile(self.chat_template)
       known = {
         "messages": messages,
@@ -162,11 +186,6 @@ class Tokenizer:
         size += len(piece)
         if size > _MAX_RENDERED_CHARS:
           raise ValueError(f"more than {_MAX_RENDERED_CHARS} characters")
-    except Exception as error:  # The template is foreign code.
-      raise InputError(
-        f"{self.path}: the chat template failed ({error}); check"
-        " chat_template in tokenizer_config.json"
-      ) from error
     return "".join(pieces)
 
 
@@ -204,66 +223,15 @@ def _compile(template: str) -> jinja2.Template:
   return _ENVIRONMENT.from_string(template)
 
 
-def character_tokenizer_json(
-  characters: str,
-  *,
-  pad: str = "<pad>",
-  eos: str = "<eos>",
-) -> str:
-  """Returns a `tokenizer.json` in which every character is one token.
-
-  Ids: `pad` 0, `eos` 1, then `characters` in order.
-
-  Args:
-    characters: the alphabet, without repeats.
-    pad: spelling of the padding token.
-    eos: spelling of the end token.
-
-  Raises:
-    ValueError: a character occurs twice.
-  """
-  if len(set(characters)) != len(characters):
-    raise ValueError(f"characters must be distinct, got {characters!r}")
-  # The unknown token is left out of the vocabulary on purpose: a foreign
-  # character is an error, not a silent token.
-  vocab = {c: i for i, c in enumerate([pad, eos, *characters])}
-  tokenizer = tokenizers.Tokenizer(
-    tokenizers.models.WordLevel(vocab, unk_token="<unk>")
-  )
-  tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-  tokenizer.decoder = tokenizers.decoders.Fuse()
-  tokenizer.add_special_tokens([pad, eos])
-  return tokenizer.to_str(pretty=True)
-
-
-def _read_text(path: pathlib.Path) -> str:
-  try:
-    return path.read_text(encoding="utf-8")
-  except (OSError, UnicodeDecodeError) as error:
-    raise InputError(
-      f"{path}: cannot be read ({error}); give a model directory that holds"
-      " tokenizer.json"
-    ) from error
-
-
 def _read_tokenizer(path: pathlib.Path) -> tokenizers.Tokenizer:
-  text = _read_text(path)
-  try:
+  text = read_text(path, "give a model directory that holds tokenizer.json")
+  # The library raises bare Exception.
+  with as_input_error(f"{path}: damaged tokenizer", _AGAIN, Exception):
     tokenizer = tokenizers.Tokenizer.from_str(text)
-  except Exception as error:  # The library raises bare Exception.
-    raise InputError(
-      f"{path}: damaged tokenizer ({error}); download it again"
-    ) from error
   # Files are published with both switched on; they would cut long prompts.
   tokenizer.no_truncation()
   tokenizer.no_padding()
   return tokenizer
-
-
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
-  if not path.exists():
-    return {}
-  return parse_object(_read_text(path), str(path), "download it again")
 
 
 def _control_ids(
@@ -313,7 +281,7 @@ def _chat_template(
   path = directory / "chat_template.jinja"
   template = token_config.get("chat_template")
   if path.exists():
-    template = _read_text(path)
+    template = read_text(path, _AGAIN)
   if template is None:
     return None
   if not isinstance(template, str) or len(template) > _MAX_TEMPLATE_CHARS:

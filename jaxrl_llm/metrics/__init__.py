@@ -10,10 +10,8 @@ from jaxrl_llm.metrics.logger import MetricsLogger
 from jaxrl_llm.metrics.measure import (
   CompileCounter,
   PhaseTimer,
-  avg_at_k,
   mean_and_standard_error,
   pass_at_k,
-  peak_flops,
   peak_memory_gib,
 )
 from jaxrl_llm.metrics.samples import Sample, make_samples, sample_lines
@@ -27,12 +25,10 @@ __all__ = (
   "MetricsLogger",
   "PhaseTimer",
   "Sample",
-  "avg_at_k",
   "check_trackers",
   "make_samples",
   "mean_and_standard_error",
   "pass_at_k",
-  "peak_flops",
   "peak_memory_gib",
   "printable",
   "read_rows",

@@ -1,6 +1,5 @@
 """Reads the folder of a run, also of one that is under way."""
 
-import json
 import os
 import pathlib
 import re
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrl_llm import metrics
+from jaxrl_llm.data.rows import read_object
 from jaxrl_llm.errors import InputError
 
 
@@ -50,11 +50,7 @@ def load_run(path: str | os.PathLike) -> Run:
     raise InputError(f"{folder / 'metrics.jsonl'}: no step was logged yet")
   config, samples = {}, []
   if (folder / "config.json").exists():
-    try:
-      saved = json.loads((folder / "config.json").read_text("utf-8"))
-    except ValueError as error:
-      raise InputError(f"{folder / 'config.json'}: {error}") from error
-    config = _flatten(saved)
+    config = _flatten(read_object(folder / "config.json", "restore it"))
   if (folder / "config_changes.jsonl").exists():
     for row in metrics.read_rows(folder / "config_changes.jsonl"):
       config |= {key: new for key, (_, new) in row["changes"].items()}

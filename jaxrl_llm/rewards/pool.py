@@ -23,8 +23,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from typing import Any
 
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, as_input_error
 from jaxrl_llm.rewards.verdict import (
+  PLAIN,
   Grading,
   RewardFn,
   Verdict,
@@ -56,12 +57,8 @@ class CallPool:
       deadline_s: seconds that one call may take in a worker.
 
     Raises:
-      ValueError: a setting is out of range.
+      InputError: the function cannot be sent to workers.
     """
-    if workers < 0 or deadline_s <= 0:
-      raise ValueError(
-        f"need workers >= 0 and deadline_s > 0, got {workers} and {deadline_s}"
-      )
     self._fn, self._deadline_s, self._workers = fn, deadline_s, workers
     self._pickled = _pickled(fn) if workers else ""
     self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
@@ -114,7 +111,7 @@ class RewardPool:
     *,
     workers: int = 0,
     deadline_s: float = 10.0,
-    grading: Grading | None = None,
+    grading: Grading = PLAIN,
   ):
     """Starts the workers.
 
@@ -125,15 +122,15 @@ class RewardPool:
       grading: how numbers become verdicts.
 
     Raises:
-      ValueError: a setting is out of range.
+      ValueError: the reward needs workers or cannot be sent to them.
     """
     if workers == 0 and getattr(reward_fn, "needs_worker", False):
       raise ValueError(
         f"reward {reward_fn.__name__!r} may hang and needs workers >= 1, got"
         " workers=0"
       )
-    self._reward_fn, self._grading = reward_fn, grading or Grading()
-    self._named = False
+    self._reward_fn, self._grading = reward_fn, grading
+    self._weights_fit = False
     self._calls = CallPool(
       functools.partial(_verdict, reward_fn, self._grading),
       workers=workers,
@@ -167,14 +164,16 @@ class RewardPool:
 
   def _check_weights(self, verdicts: Sequence[Verdict]) -> None:
     """A weight of no part is a slip of the pen; told at the first verdicts."""
+    if self._weights_fit or all(v.error for v in verdicts):
+      return
     parts = {name for verdict in verdicts for name in verdict.parts}
-    wrong = [name for name in self._grading.weights if name not in parts]
-    if wrong and not self._named and any(v.error is None for v in verdicts):
-      raise InputError(
-        f"config.reward.weights names {wrong[0]!r}, but the parts of the reward"
-        f" are {sorted(parts) or 'none'}"
-      )
-    self._named = self._named or any(v.error is None for v in verdicts)
+    for name in self._grading.weights:
+      if name not in parts:
+        raise InputError(
+          f"config.reward.weights names {name!r}, but the parts of the reward"
+          f" are {sorted(parts) or 'none'}"
+        )
+    self._weights_fit = True
 
   def close(self) -> None:
     """Ends the workers."""
@@ -233,15 +232,11 @@ class _Worker:
 def _pickled(fn: Callable[..., Any]) -> str:
   """What a fresh process needs to call it; a function goes by its name."""
   inner = fn.args[0] if isinstance(fn, functools.partial) else fn
-  try:
+  what = f"workers need a function of an importable module, got {inner}"
+  with as_input_error(what, "use workers=0", Exception):
     if getattr(inner, "__module__", "") == "__main__":
       raise ValueError("the module __main__ is another one in a worker")
     return base64.b64encode(pickle.dumps(fn)).decode()
-  except Exception as error:
-    raise ValueError(
-      "workers need a reward function of an importable module, got"
-      f" {inner} ({error}); use workers=0"
-    ) from error
 
 
 def serve(pickled: str, deadline_s: str):

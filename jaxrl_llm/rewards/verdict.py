@@ -40,7 +40,7 @@ class Grading(NamedTuple):
   threshold: float = 0.5
 
 
-_PLAIN = Grading()
+PLAIN = Grading()
 _LARGEST = 2.0**127  # Of float32, which rewards are kept in.
 
 
@@ -68,7 +68,7 @@ def arguments(fn: RewardFn, known: Mapping[str, Any]) -> dict[str, Any]:
   return given
 
 
-def as_verdict(result: Any, grading: Grading = _PLAIN) -> Verdict:
+def as_verdict(result: Any, grading: Grading = PLAIN) -> Verdict:
   """The verdict in what a reward returned.
 
   Args:

@@ -43,8 +43,6 @@ def sizes(config: Any, wrong: Wrong) -> None:
 def files(config: Any, wrong: Wrong) -> None:
   """What the source of the data has."""
   data = config.data
-  if sources.needs_path(data.source) and not data.path:
-    wrong["data.source, data.path"] = "this source needs config.data.path"
   given = data.split != config_lib.KEYS["data.split"].default
   if given and "split" not in sources.reads(data.source):
     wrong["data.split, data.source"] = (
@@ -136,31 +134,26 @@ def groups(config: Any, wrong: Wrong) -> None:
 def off_policy(config: Any, wrong: Wrong) -> None:
   """Whose log-probs the loss is taken against."""
   proximal, name = config.off_policy.proximal, config.loss.name
-  if name == "policy_gradient" and proximal != "recompute":
-    wrong["loss.name, off_policy.proximal"] = (
-      "this loss has no ratio and reads no proximal policy; use 'recompute'"
-    )
-  if name == "hapo" and proximal != "recompute":
-    wrong["loss.name, off_policy.proximal"] = (
-      "HAPO reads the entropies of the scoring pass; use 'recompute'"
-    )
   if proximal == "ewma" and name not in ("clip", "cispo"):
     wrong["off_policy.proximal, loss.name"] = (
       "the average needs a ratio per token; use loss.name='clip' or 'cispo'"
     )
   if proximal not in ("stored", "interpolate"):
     return
-  if config.off_policy.ess_scale:
-    wrong["off_policy.ess_scale, off_policy.proximal"] = (
-      "the sample ratio needs old log-probs of the trainer; use 'recompute'"
+  if name == "policy_gradient":
+    wrong["loss.name, off_policy.proximal"] = (
+      "this loss has no ratio and reads no proximal policy; use 'recompute'"
     )
-  if config.estimator.name == "optimal_baseline":
-    wrong["estimator.name, off_policy.proximal"] = (
-      "the baseline weighs by old log-probs of the trainer; use 'recompute'"
-    )
-  if config.sampler.entropy_tau:
-    wrong["sampler.entropy_tau, off_policy.proximal"] = (
-      "entropies come from the scoring pass; use 'recompute'"
+  scored = {
+    "off_policy.ess_scale": config.off_policy.ess_scale,
+    "estimator.name": config.estimator.name == "optimal_baseline",
+    "sampler.entropy_tau": config.sampler.entropy_tau,
+    "loss.name": name == "hapo",
+  }
+  for key in filter(scored.get, scored):
+    wrong[f"{key}, off_policy.proximal"] = (
+      "it reads old log-probs or entropies, which the trainer's scoring pass"
+      " makes; use 'recompute'"
     )
 
 

@@ -8,7 +8,7 @@ from jaxrl_llm.data import prompt_source, sources
 from jaxrl_llm.data.prompt_source import PromptSource
 from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.data.tokenizer import Tokenizer
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, as_input_error
 from jaxrl_llm.models import ModelConfig
 from jaxrl_llm.rewards.pool import CallPool
 from jaxrl_llm.rollout.turns import ENVIRONMENTS, Play, TurnTaking
@@ -46,8 +46,8 @@ def make_prompts(
     "on_long": data.on_long,
   }
   problems = PromptSource(held_out, seed=None, **settings)
-  count = min(evaluation.problems or len(problems), len(problems))
-  count = min(count, EVAL_POSITIONS)
+  asked = evaluation.problems or EVAL_POSITIONS
+  count = min(asked, len(problems), EVAL_POSITIONS)
   prompts, _ = problems.draw(problems.init(), count)
   _check_answers(config.reward.name, prompts)
   make = prompt_source.PROMPT_SOURCES[data.order]
@@ -98,15 +98,13 @@ def _template(config, tokenizer, pool):
   settings = _template_settings(config, make_play(config))
   if config.data.template == "few_shot":
     settings["pool"] = pool
-  try:
+  with as_input_error(
+    f"config.data.template_settings={dict(config.data.template_settings)}",
+    f"correct those of {config.data.template!r}",
+    TypeError,
+    ValueError,
+  ):
     return prompt_source.TEMPLATES[config.data.template](tokenizer, **settings)
-  except (TypeError, ValueError) as error:
-    if isinstance(error, InputError):
-      raise
-    shown = dict(config.data.template_settings)
-    raise InputError(
-      f"config.data.template_settings={shown}: {error}"
-    ) from error
 
 
 def make_play(config: Any) -> Play | None:
@@ -182,8 +180,4 @@ def check_context(
       "config.data.max_prompt_length + config.sampler.max_response_length ="
       f" {total} is over the model's context of {context}"
     )
-  if tokenizer.vocab_size > model_config.vocab_size:
-    raise InputError(
-      f"{tokenizer.path}: the tokenizer has {tokenizer.vocab_size} tokens but"
-      f" the model only {model_config.vocab_size}; use the model's own"
-    )
+  tokenizer.check_model(model_config.vocab_size)

@@ -1,7 +1,7 @@
 """The sampler of a run: its engine, and how the policy gets there."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -9,7 +9,6 @@ import jax
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import sampling, sharding, sync
 from jaxrl_llm.data.tokenizer import Tokenizer
-from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.methods import make_adaptive_temperature
 from jaxrl_llm.models import ModelFns
 from jaxrl_llm.sampling import Engine, EngineConfig
@@ -50,6 +49,7 @@ def make_engine(
   """
   slots = config.sampler.slots or default_slots(config)
   split = sharding.batch_size_of(mesh)
+  stop = tokenizer.single_tokens(config.sampler.stop, "config.sampler.stop")
   drafter = DRAFTERS[config.sampler.drafter](fns)
   return Engine(
     fns,
@@ -57,7 +57,7 @@ def make_engine(
       slots=-(-slots // split) * split,
       max_prompt_length=config.data.max_prompt_length,
       max_response_length=config.sampler.max_response_length,
-      stop_tokens=_stop_tokens(config, tokenizer),
+      stop_tokens=[*tokenizer.stop_tokens, *stop],
       num_draft_tokens=config.sampler.num_draft_tokens if drafter else 0,
       kv_pages=config.sampler.kv_pages,
     ),
@@ -109,16 +109,3 @@ def make_parity_check(
     tolerance=sync.tolerance(*dtypes, platforms=platforms),
     page_size=page_size,
   )
-
-
-def _stop_tokens(config: Any, tokenizer: Tokenizer) -> Sequence[int]:
-  stops = list(tokenizer.stop_tokens)
-  for text in config.sampler.stop:
-    tokens = tokenizer.encode(text)
-    if len(tokens) != 1:
-      raise InputError(
-        f"config.sampler.stop has {text!r}, which is {len(tokens)} tokens of"
-        f" {tokenizer.path}; only single tokens can stop"
-      )
-    stops += tokens
-  return stops

@@ -108,7 +108,7 @@ class TestFiles:
       (b'{"question": "1", "answer": NaN}', "NaN is no JSON number"),
       (b'"text"', "holds a str"),
       (b"null", "holds a NoneType"),
-      (b"\xff", r"not UTF-8 \(byte 1\)"),
+      (b"\xff", "not UTF-8 .* byte 0xff in position 0"),
       ({"question": "1?"}, "no field 'answer'; it has 'question'; say by"),
       ({"answer": "1"}, "'prompt' or 'messages' or 'question'; it has 'ans"),
       ({"prompt": "1", "messages": ASKED}, "give either 'prompt' or 'mess"),

@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pretraining
 import pytest
+from pretraining import clean_solution
 
 from jaxrl_llm import rewards
 from jaxrl_llm.data import tasks
@@ -45,28 +46,30 @@ class TestChainProblem:
   def test_texts(self):
     problem = tasks.ChainProblem(terms=(7, 5, 8, -3))
     assert problem.question == "7+5+8-3?"
-    assert problem.solution == "7+5=12;12+8=20;20-3=17;#17."
+    assert clean_solution(problem) == "7+5=12;12+8=20;20-3=17;#17."
     assert problem.answer == "17"
 
   def test_random_problems_hold_their_invariants(self):
     for problem in problems(2000, seed=3):
-      steps = re.findall(r"(\d+)([+-])(\d)=(\d+);", problem.solution)
+      steps = re.findall(r"(\d+)([+-])(\d)=(\d+);", clean_solution(problem))
       assert 1 <= len(steps) <= 6 and len(steps) == len(problem.terms) - 1
       for left, sign, term, total in steps:
         assert 1 <= int(term) <= 9 and 0 <= int(total) <= 99
         change = int(term) if sign == "+" else -int(term)
         assert int(left) + change == int(total)
-      assert set(problem.question + problem.solution) <= set(tasks.CHARACTERS)
+      assert set(problem.question + clean_solution(problem)) <= set(
+        tasks.CHARACTERS
+      )
       assert len(problem.question) <= longest_question(len(steps))
-      assert len(problem.solution) <= longest_solution(len(steps))
-      solution = pretraining.Solution(problem.solution, True)
+      assert len(clean_solution(problem)) <= longest_solution(len(steps))
+      solution = pretraining.Solution(clean_solution(problem), True)
       assert right(solution, problem)
 
   @pytest.mark.parametrize("n", [1, 2, 6, 10])
   def test_longest_lengths_are_reached(self, n):
     problem = tasks.ChainProblem(terms=(9,) * (n + 1))
     assert len(problem.question) == longest_question(n)
-    assert len(problem.solution) == longest_solution(n)
+    assert len(clean_solution(problem)) == longest_solution(n)
 
   def test_totals_stay_in_range_in_long_chains(self):
     rng = np.random.default_rng(0)
@@ -171,7 +174,7 @@ class TestNoisySolution:
     drawn = self.draw(6000)
     kinds = collections.Counter()
     for problem, solution in drawn:
-      if solution.text == problem.solution:
+      if solution.text == clean_solution(problem):
         kinds["clean"] += 1
       elif not solution.stops:
         kinds["ramble"] += 1
@@ -214,10 +217,10 @@ class TestNoisySolution:
   def test_a_skip_leaves_steps_out(self):
     shares = {"direct": 0, "clean": 0, "slip": 0, "skip": 1, "ramble": 0}
     for problem, solution in self.draw(500, **shares):
-      assert len(solution.text) < len(problem.solution)
+      assert len(solution.text) < len(clean_solution(problem))
       assert right(solution, problem)
       for step in solution.text.split(";")[:-1]:
-        assert step in problem.solution
+        assert step in clean_solution(problem)
 
   @pytest.mark.parametrize("share, low, high", [(0.0, 0, 0), (1.0, 1, 1)])
   def test_direct_guesses(self, share, low, high):
@@ -233,8 +236,8 @@ class TestNoisySolution:
 class TestSums:
   @pytest.mark.parametrize("digits, total, held", [(1, 81, 20), (2, 8100, 200)])
   def test_splits_share_nothing_and_cover_all(self, digits, total, held):
-    train = list(tasks.Sums(digits=digits))
-    evaluation = list(tasks.Sums(digits=digits, split="eval"))
+    train = list(tasks.sums(digits=digits))
+    evaluation = list(tasks.sums(digits=digits, split="eval"))
     assert (len(train), len(evaluation)) == (total - held, held)
     assert len({e.question for e in train + evaluation}) == total
     for example in train[:50]:
@@ -244,7 +247,7 @@ class TestSums:
 
   def test_seed_orders_training_only(self):
     questions = [
-      [e.question for e in tasks.Sums(seed=s, split=split)][:20]
+      [e.question for e in tasks.sums(seed=s, split=split)][:20]
       for split in ("train", "eval")
       for s in (0, 1)
     ]
@@ -255,4 +258,4 @@ class TestSums:
   )
   def test_settings_out_of_range(self, settings):
     with pytest.raises(ValueError):
-      tasks.Sums(**settings)
+      tasks.sums(**settings)

@@ -2,12 +2,13 @@
 
 import json
 
+import pretraining
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from jaxrl_llm.data import prompt_source, tasks
-from jaxrl_llm.data.tokenizer import Tokenizer, character_tokenizer_json
+from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError
 
 CHATML = (
@@ -51,7 +52,7 @@ def byte_level(path, *, prefix=False, forget_special=False, **files):
 
 
 def character(path, **files):
-  text = character_tokenizer_json(tasks.CHARACTERS)
+  text = pretraining.character_tokenizer_json(tasks.CHARACTERS)
   files.setdefault("config__json", {"eos_token_id": 1, "pad_token_id": 0})
   return write(path, tokenizer__json=text, **files)
 
@@ -60,7 +61,7 @@ class TestCharacterTokenizer:
   def test_vocabulary_and_round_trip(self, tmp_path):
     tokenizer = Tokenizer(character(tmp_path))
     assert tokenizer.vocab_size == 19
-    assert (tokenizer.pad_id, tokenizer.eos_id) == (0, 1)
+    assert tokenizer.eos_id == 1
     assert tokenizer.stop_tokens == (1,)
     assert tokenizer.bos_id is None and tokenizer.prefix == ()
     text = tasks.CHARACTERS
@@ -74,10 +75,6 @@ class TestCharacterTokenizer:
     tokenizer = Tokenizer(character(tmp_path))
     with pytest.raises(InputError, match="cannot tokenise"):
       tokenizer.encode(text)
-
-  def test_repeated_characters(self):
-    with pytest.raises(ValueError, match="distinct"):
-      character_tokenizer_json("aab")
 
 
 class TestControlTokens:
@@ -115,7 +112,7 @@ class TestControlTokens:
     )
     tokenizer = Tokenizer(path)
     assert tokenizer.stop_tokens == (258, 257) and tokenizer.eos_id == 258
-    assert tokenizer.pad_id == 256
+    assert tokenizer.decode([256]) == ""  # Padding is a control token.
 
   def test_names_in_the_tokenizer_config_are_the_last_resort(self, tmp_path):
     path = byte_level(
@@ -129,7 +126,6 @@ class TestControlTokens:
     )
     tokenizer = Tokenizer(path)
     assert tokenizer.stop_tokens == (257,) and tokenizer.bos_id == 256
-    assert tokenizer.pad_id == 257
 
 
 class TestBadFiles:

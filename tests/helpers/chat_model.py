@@ -6,10 +6,10 @@ import pathlib
 import string
 
 import jax
+import pretraining
 from helpers import tiny_run
 
 from jaxrl_llm import models
-from jaxrl_llm.data.tokenizer import character_tokenizer_json
 
 _TEMPLATE = (
   "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
@@ -21,7 +21,7 @@ def write(directory: pathlib.Path) -> pathlib.Path:
   """2 layers of width 32, a token a character, and a chat template."""
   directory.mkdir(parents=True)
   characters = sorted(set(string.printable) - set("\r\v\f\t"))
-  text = character_tokenizer_json("".join(characters))
+  text = pretraining.character_tokenizer_json("".join(characters))
   (directory / "tokenizer.json").write_text(text, encoding="utf-8")
   tokens = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
   (directory / "generation_config.json").write_text(json.dumps(tokens))

@@ -7,11 +7,11 @@ import pathlib
 
 import jax
 import numpy as np
+import pretraining
 from helpers import configs
 
 from jaxrl_llm import models
 from jaxrl_llm.data import tasks
-from jaxrl_llm.data.tokenizer import character_tokenizer_json
 from jaxrl_llm.train import build
 from jaxrl_llm.types import Rollout
 
@@ -37,7 +37,7 @@ def model_config() -> models.ModelConfig:
 def write_model(directory: pathlib.Path) -> pathlib.Path:
   """Random weights and a character tokenizer, as a Hugging Face directory."""
   directory.mkdir(parents=True)
-  text = character_tokenizer_json(tasks.CHARACTERS)
+  text = pretraining.character_tokenizer_json(tasks.CHARACTERS)
   (directory / "tokenizer.json").write_text(text, encoding="utf-8")
   tokens = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
   (directory / "generation_config.json").write_text(json.dumps(tokens))

@@ -52,11 +52,9 @@ class TestInline:
     assert verdicts[0].error.startswith("error: KeyError")
     assert verdicts[1] == Verdict(True, "a")
 
-  def test_settings_out_of_range(self):
+  def test_a_reward_and_its_workers(self):
     with pytest.raises(ValueError, match="workers=0"):
       rewards.RewardPool(rewards.math_verify)
-    with pytest.raises(ValueError, match="deadline_s"):
-      rewards.RewardPool(moody, deadline_s=0.0)
     with pytest.raises(ValueError, match="importable"):
       rewards.RewardPool(lambda r, a, finished: None, workers=1)
 

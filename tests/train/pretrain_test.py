@@ -16,7 +16,7 @@ from helpers import configs, tiny_run
 import jaxrl_llm
 from jaxrl_llm import models
 from jaxrl_llm.data import tasks
-from jaxrl_llm.data.tokenizer import Tokenizer, character_tokenizer_json
+from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import hf
 
@@ -46,7 +46,7 @@ def train(task, tokenizer, **changes):
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
   path = tmp_path_factory.mktemp("tokenizer")
-  text = character_tokenizer_json(tasks.CHARACTERS)
+  text = pretraining.character_tokenizer_json(tasks.CHARACTERS)
   (path / "tokenizer.json").write_text(text, encoding="utf-8")
   tokens = '{"bos_token_id": null, "eos_token_id": 1, "pad_token_id": 0}'
   (path / "generation_config.json").write_text(tokens)
@@ -116,7 +116,9 @@ def test_shipped_base_is_what_the_settings_say(task):
   assert size < 1_000_000
   # As JSON: the library has indented its files in several ways.
   written = json.loads((directory / "tokenizer.json").read_text("utf-8"))
-  assert written == json.loads(character_tokenizer_json(tasks.CHARACTERS))
+  assert written == json.loads(
+    pretraining.character_tokenizer_json(tasks.CHARACTERS)
+  )
 
 
 def test_steps_within_the_warm_up_are_one_line():

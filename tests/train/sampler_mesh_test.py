@@ -3,6 +3,7 @@
 import functools
 
 import chex
+import dry_run
 import jax
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from helpers.tiny_run import with_config
 
 from jaxrl_llm import metrics, sharding
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.train import build, dry_run, loop, meshes
+from jaxrl_llm.train import build, loop, meshes
 
 
 @pytest.fixture(scope="module")

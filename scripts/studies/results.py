@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from studies.tables import Study
 
 from jaxrl_llm import metrics, report
-from jaxrl_llm.study.tables import Study
 
 # What is no part of training: evaluation and saving.
 _NOT_TRAINING = {"time/evaluate_s", "time/checkpoint_s"}

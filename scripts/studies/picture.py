@@ -3,8 +3,9 @@
 import pathlib
 from collections.abc import Mapping, Sequence
 
+from studies.results import Outcome
+
 from jaxrl_llm.report.figure import draw_mean, figure, name_lines
-from jaxrl_llm.study.results import Outcome
 
 _AXES = {
   "steps": ("Steps", 1.0),

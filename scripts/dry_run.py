@@ -1,4 +1,4 @@
-"""A trial: phases compiled at their worst shapes, data and rewards checked."""
+"""What train.py --dry_run prints: compiled phases, data and rewards checked."""
 
 import math
 import time
