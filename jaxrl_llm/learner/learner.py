@@ -131,6 +131,8 @@ class Learner:
       critic_batches = self._mini_batches(
         self.critic, rollout, critic_rows, rng
       )
+      _check_rows(policy_batches, fresh_rows)
+      _check_rows(critic_batches, critic_rows)
       scores = self._score(state, rollout, policy_batches, critic_batches)
       experience = self._experience(joined, scores, state.step, critic_rows)
       row = self._batch_metrics(state, rollout, scores, experience)
@@ -350,3 +352,13 @@ class Learner:
     out = {k: float(over(k)([row[k] for row in rows])) for k in rows[0]}
     skipped = next(k for k in out if k.endswith("/skipped"))
     return out | {skipped: float(sum(row[skipped] for row in rows))}
+
+
+def _check_rows(batches: list[MiniBatch], rows: np.ndarray) -> None:
+  """Each of the rows once; anything else is a fault of ours."""
+  held = np.concatenate([rows[:0], *(batch.rows for batch in batches)])
+  if not np.array_equal(np.sort(held), np.sort(rows)):
+    raise RuntimeError(
+      f"{len(rows)} responses are to be trained on once, but mini-batches hold"
+      f" {len(held)}, {len(np.unique(held))} of them different"
+    )

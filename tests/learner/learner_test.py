@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from helpers import tiny_run
 
+from jaxrl_llm.learner import learner as learner_lib
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.types import Responses, Status, take_rows, unjudged
 
@@ -124,3 +125,29 @@ class TestWithWaiting:
       assert len(ids_of(waiting)) < size
     assert sorted(order) == order
     assert order + ids_of(waiting) == ended
+
+
+class TestCheckRows:
+  def check(self, parts, rows):
+    batches = [types.SimpleNamespace(rows=np.asarray(part)) for part in parts]
+    learner_lib._check_rows(batches, np.asarray(rows, int))
+
+  def test_each_once_is_right(self):
+    self.check([[3, 0], [1, 2]], range(4))
+    self.check([[5, 2], [9]], [2, 5, 9])
+    self.check([], [])
+
+  @pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+      ([[3, 0], [1]], "4 responses .* hold 3, 3 of them different"),
+      ([[3, 0], [1, 2], [1, 2]], "4 responses .* hold 6, 4 of them different"),
+      ([[3, 0], [1, 1]], "4 responses .* hold 4, 3 of them different"),
+      ([[3, 0], [1, 7]], "4 responses .* hold 4, 4 of them different"),
+      ([], "4 responses .* hold 0, 0 of them different"),
+    ],
+    ids=["lost", "mini-batch twice", "response twice", "another", "none"],
+  )
+  def test_a_fault_is_told(self, parts, said):
+    with pytest.raises(RuntimeError, match=said):
+      self.check(parts, range(4))

@@ -1,6 +1,8 @@
 """Windowed rollouts as the trainer does them: each token once, by slots."""
 
 import collections
+import copy
+import dataclasses
 
 import chex
 import jax
@@ -87,6 +89,29 @@ class TestEveryTokenOnce:
       rows = range(len(waiting.rewards))
       released -= written_tokens(waiting.rollout, rows)
     assert trained == released
+
+  @pytest.mark.parametrize("role", ["policy", "critic"])
+  @pytest.mark.parametrize(
+    ("fault", "said"),
+    [(lambda b: b[:-1], "hold 16, 16 of"), (lambda b: [*b, b[-1]], "hold 48,")],
+    ids=["lost", "doubled"],
+  )
+  def test_a_fault_stops_the_run(self, run, role, fault, said):
+    learner = copy.copy(run.learner)
+
+    def mini_batches(model, rollout, rows, rng):
+      batches = run.learner._mini_batches(model, rollout, rows, rng)
+      # Without rng they are only scored.
+      wrong = rng is not None and model.fns is getattr(learner, role).fns
+      return fault(batches) if wrong else batches
+
+    learner._mini_batches = mini_batches
+    # All end at once, so that there are two mini-batches of both.
+    chosen = whole_responses(dataclasses.replace(run, learner=learner))
+    with pytest.raises(
+      RuntimeError, match=f"32 responses .* trained on once, .* {said}"
+    ):
+      record(chosen, 1)
 
 
 class TestSlots:
