@@ -16,18 +16,40 @@ table for every tail of the lengths; writes OUT/table.md and OUT/schedules.png.
 import argparse
 import dataclasses
 import inspect
+import math
 import pathlib
 import sys
 
 import numpy as np
 
-from jaxrl_llm import simulate
+from jaxrl_llm import report, sampling, simulate
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.simulate import compare, picture
+from jaxrl_llm.report.figure import figure, name_lines
+from jaxrl_llm.rollout.worker import RolloutSettings
+
+BASELINE = "static"
+_SHARES = (0.25, 0.375, 0.5, 0.625, 0.75)  # Of the devices, for sampling.
+_TRIAL = 6  # Steps that find the best of them.
+# Columns of the table that are not printed with three digits.
+_FORMATS = {
+  "x static": ".2f",
+  "slots used": ".0%",
+  "off-policy": ".0%",
+  "max staleness": "d",
+  "mean length": ".0f",
+}
+# Those that the picture shows.
+_PANELS = {
+  "x static": "trained responses/s, relative to static",
+  "slots used": "share of slots that write",
+  "off-policy": "share of off-policy tokens",
+}
+
+Summary = dict[str, float]  # Of a run, by column of the table.
 
 
-def make_cost(options) -> simulate.CostModel:
-  """Prices from stated or measured numbers."""
+def read_assumed(options) -> dict[str, float]:
+  """Numbers of --assume by name."""
   if options.cost == "accelerator":
     known = list(inspect.signature(simulate.accelerator).parameters)
   else:
@@ -43,6 +65,12 @@ def make_cost(options) -> simulate.CostModel:
     assumed[name] = _number(f"--assume={name}", value, float)
     if not 0 < assumed[name] < np.inf:
       raise InputError(f"--assume={text}: the number must be above 0")
+  return assumed
+
+
+def make_cost(options) -> simulate.CostModel:
+  """Prices from stated or measured numbers."""
+  assumed = read_assumed(options)
   if options.cost == "accelerator":
     return simulate.accelerator(**assumed)
   if options.measured is None:
@@ -57,24 +85,30 @@ def make_cost(options) -> simulate.CostModel:
     raise InputError(f"--measured={options.measured}: {error}") from error
 
 
+def divide(options, share: float) -> simulate.CostModel:
+  """Prices when a share of the devices samples and the others train."""
+  default = inspect.signature(simulate.accelerator).parameters["devices"]
+  assumed = {"devices": default.default} | read_assumed(options)
+  sampling_devices = share * assumed["devices"]
+  training_devices = assumed["devices"] - sampling_devices
+  return simulate.accelerator(
+    **assumed | {"devices": sampling_devices, "train_devices": training_devices}
+  )
+
+
 def make_lines(options) -> list[tuple[str, int, list[float], list]]:
-  """(title, longest, tails, requests of each), a line of panels each."""
-  prompts = options.groups * options.steps
+  """(title, longest, tails, lengths of each), a line of panels each."""
+  size = options.groups * options.steps, options.group_size
   if options.lengths is not None:
     trace = _table(options.lengths)
     try:
-      requests = simulate.resample(
-        trace.reshape(-1).astype(np.int64),
-        prompts,
-        options.group_size,
-        prompt_length=options.prompt_length,
-        seed=options.seed,
-      )
+      whole = trace.reshape(-1).astype(np.int64)
+      lengths = simulate.resample(whole, *size, seed=options.seed)
     except ValueError as error:
       raise InputError(f"--lengths={options.lengths}: {error}") from error
     tail = float(np.quantile(trace, 0.99) / np.median(trace))
     name = pathlib.Path(options.lengths).name
-    return [(name, int(trace.max()), [round(tail, 2)], [requests])]
+    return [(name, int(trace.max()), [round(tail, 2)], [lengths])]
   if len(options.median) != len(options.max):
     raise InputError(
       f"--median and --max belong together, got {len(options.median)} and"
@@ -82,58 +116,179 @@ def make_lines(options) -> list[tuple[str, int, list[float], list]]:
     )
   lines = []
   for median, maximum in zip(options.median, options.max):
-    requests = [
+    lengths = [
       simulate.lognormal(
-        prompts,
-        options.group_size,
+        *size,
         median=median,
         p99=median * tail,
         maximum=maximum,
-        prompt_length=options.prompt_length,
         between=options.between,
         seed=options.seed,
       )
       for tail in options.p99
     ]
     title = f"Median {median}, at most {maximum}"
-    lines.append((title, maximum, options.p99, requests))
+    lines.append((title, maximum, options.p99, lengths))
   return lines
 
 
-def run(options) -> str:
-  """Compares and draws; returns the text of the tables."""
-  cost = make_cost(options)
-  setting = simulate.Setting(
-    slots=options.slots, groups=options.groups, steps=options.steps
+def make_schedules(options, window: int) -> dict[str, RolloutSettings]:
+  """Those that take turns, by name."""
+  sizes = {"groups": options.groups, "group_size": options.group_size}
+  whole = RolloutSettings(**sizes, in_flight=options.groups)
+  schedules = {
+    BASELINE: whole,
+    "refill": whole,
+    "window": dataclasses.replace(whole, window=window),
+  }
+  for ratio in options.over_provision:
+    try:
+      schedules[f"over-provisioned {ratio:g}"] = RolloutSettings(
+        **sizes,
+        in_flight=math.ceil(ratio * options.groups),
+        stop="first_groups",
+        max_staleness=options.max_staleness,
+      )
+    except ValueError as error:
+      raise InputError(f"--over_provision={ratio:g}: {error}") from error
+  return schedules
+
+
+def compare(lengths: np.ndarray, window: int, options) -> dict[str, Summary]:
+  """Runs every schedule on the same requests; name -> what came of it.
+
+  The schedules that take turns have all devices for sampling and then for
+  training. An asynchronous run divides the same devices, in the way that gives
+  the most of a few shares.
+  """
+  prompts = np.full(len(lengths), options.prompt_length)
+  requests = simulate.Requests(prompts, lengths)
+  config = sampling.EngineConfig(
+    options.slots, options.prompt_length, int(lengths.max()), stop_tokens=()
   )
-  warm_up = options.steps // 3
+  cost, warm_up = make_cost(options), options.steps // 3
+  out = {}
+  for name, settings in make_schedules(options, window).items():
+    rule = simulate.static_batches if name == BASELINE else None
+    rows = simulate.in_turns(
+      requests, cost, config, settings, steps=options.steps, rule=rule
+    )
+    out[name] = summarize(rows[warm_up:], cost, options.slots)
+
+  def at_once(share, lag, steps, warm_up):
+    cost = divide(options, share)
+    sizes = {"groups": options.groups, "steps": steps}
+    rows = simulate.asynchronous(requests, cost, config, **sizes, lag=lag)
+    return summarize(rows[warm_up:], cost, options.slots)
+
+  if options.cost == "accelerator":
+    trial = min(options.lags), min(_TRIAL, options.steps)
+    speeds = [at_once(share, *trial, trial[1] // 3) for share in _SHARES]
+    best = _SHARES[np.argmax([speed["responses/s"] for speed in speeds])]
+    for lag in options.lags:
+      name = f"asynchronous, lag {lag:g}"
+      out[name] = at_once(best, lag, options.steps, warm_up)
+  for summary in out.values():
+    summary["x static"] = summary["responses/s"] / out[BASELINE]["responses/s"]
+  return out
+
+
+def summarize(rows, cost: simulate.CostModel, slots: int) -> Summary:
+  """What the table and the picture say of the steps of a run."""
+  total = {name: sum(row[name] for row in rows) for name in rows[0]}
+  most = {name: max(row[name] for row in rows) for name in rows[0]}
+  host_s = cost.scheduler_step_s * total["decode_calls"]
+  seconds = {
+    "s/step": total["step_s"],
+    "generate": total["wall_s"] - total["host_s"],
+    "prefill": total["host_s"] - host_s,
+    "train": total["train_s"],
+    "sync": cost.sync_s * len(rows),
+    "idle": host_s + total["waited_s"],
+  }
+  return {
+    "responses/s": total["responses"] / total["step_s"],
+    "x static": 1.0,
+    **{name: value / len(rows) for name, value in seconds.items()},
+    "slots used": total["tokens"] / (slots * total["decode_steps"]),
+    "off-policy": total["off_policy"] / total["trained"],
+    "max staleness": most["max_staleness"],
+    "mean length": total["response_tokens"] / max(total["responses"], 1),
+    "peak KV tokens": most["kv_capacity"],
+  }
+
+
+def make_table(summaries: dict[str, Summary]) -> str:
+  """A Markdown table, one row a schedule; every number is simulated."""
+  return report.markdown(
+    [
+      {"simulated": name}
+      | {k: format(v, _FORMATS.get(k, ".3g")) for k, v in summary.items()}
+      for name, summary in summaries.items()
+    ]
+  )
+
+
+def describe(cost: simulate.CostModel) -> str:
+  """The prices in a line."""
+  fields = dataclasses.asdict(cost)
+  of_what = "whole programs" if fields.pop("padded") else "what is in use"
+  decode = ", or if larger ".join(
+    "{:.3g} + {:.3g} slots + {:.3g} KV tokens".format(*plane)
+    for plane in fields.pop("decode")
+  )
+  rest = ", ".join(f"{key} {value:.3g}" for key, value in fields.items())
+  return f"Prices of {of_what}: seconds of a decoding step {decode}; {rest}."
+
+
+def draw(title: str, lines: list, path: pathlib.Path) -> None:
+  """Draws throughput, use of slots and off-policy share against the tail.
+
+  Args:
+    title: of the picture.
+    lines: (title, tails, summaries of each tail) of panels, from the top.
+    path: PNG to write.
+
+  Raises:
+    ImportError: matplotlib is missing.
+  """
+  with figure(path, len(lines), 3, title=title) as (sheet, axes):
+    for (line, tails, runs), row in zip(lines, axes.reshape(-1, 3)):
+      for axis, (column, label) in zip(row, _PANELS.items()):
+        for number, name in enumerate(runs[0]):
+          # Schedules that agree lie on each other: markers of different size.
+          axis.plot(
+            tails,
+            [summaries[name][column] for summaries in runs],
+            label=name,
+            marker="osD^vPX"[number % 7],
+            markersize=7 - 0.6 * number,
+          )
+        axis.set(title=line, ylabel=label, ylim=(-0.03, None))
+        axis.set_xlabel("99th percentile / median of lengths")
+    name_lines(sheet, *axes[0].get_legend_handles_labels())
+
+
+def run(options) -> None:
+  """Compares, prints and draws."""
   parts = [
     "# Schedules of rollouts, simulated",
     f"{options.slots} slots, {options.groups} prompts x {options.group_size}"
-    f" responses a step, steps {warm_up + 1} to {options.steps}, prompts of"
-    f" {options.prompt_length} tokens.",
-    compare.describe(cost),
+    f" responses a step, steps {options.steps // 3 + 1} to {options.steps},"
+    f" prompts of {options.prompt_length} tokens.",
+    describe(make_cost(options)),
   ]
   drawn = []
-  for title, longest, tails, all_requests in make_lines(options):
+  for title, longest, tails, all_lengths in make_lines(options):
     window, runs = max(1, int(options.window * longest)), []
-    for tail, requests in zip(tails, all_requests):
-      traces = compare.compare(
-        requests,
-        cost,
-        setting,
-        window=window,
-        over_provision=options.over_provision,
-        max_staleness=options.max_staleness,
-        lags=options.lags if options.cost == "accelerator" else (),
-      )
-      text = compare.table(traces, warm_up=warm_up)
+    for tail, lengths in zip(tails, all_lengths):
+      runs.append(compare(lengths, window, options))
       parts.append(
-        f"## {title}, p99 {tail:g} x median, windows of {window}\n\n{text}"
+        f"## {title}, p99 {tail:g} x median, windows of {window}\n\n"
+        + make_table(runs[-1])
       )
       print(f"\n{parts[-1]}", flush=True)
-      runs.append({k: v.after(warm_up) for k, v in traces.items()})
-    drawn.append(picture.Line(title, tails, runs))
+    drawn.append((title, tails, runs))
   out = pathlib.Path(options.out)
   out.mkdir(parents=True, exist_ok=True)
   text = "\n\n".join(parts) + "\n"
@@ -142,8 +297,7 @@ def run(options) -> str:
     f"Simulated ({options.cost}): {options.slots} slots, {options.groups} x"
     f" {options.group_size} responses a step"
   )
-  picture.draw(heading, drawn, out / "schedules.png")
-  return text
+  draw(heading, drawn, out / "schedules.png")
 
 
 def make_parser() -> argparse.ArgumentParser:

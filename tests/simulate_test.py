@@ -10,8 +10,11 @@ import pytest
 from helpers import scripted
 
 from jaxrl_llm import simulate
-from jaxrl_llm.sampling import rules
-from jaxrl_llm.simulate import Plane, Requests, Setting
+from jaxrl_llm.rollout.worker import RolloutSettings
+from jaxrl_llm.rollout.writer import Weights
+from jaxrl_llm.sampling import EngineConfig, rules
+from jaxrl_llm.simulate import Plane, Requests
+from jaxrl_llm.simulate.engine import SimulatedEngine, SimulatedWriter
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _FREE = simulate.CostModel(decode=(Plane(1.0, 0.0, 0.0),))
@@ -34,29 +37,75 @@ def _single(*lengths, prompt=4):
 
 
 def _drawn(prompts=60, group_size=4, seed=0, **changes):
-  settings = {
-    "median": 30,
-    "p99": 200,
-    "maximum": 250,
-    "prompt_length": 9,
-    "between": 0.5,
-  }
-  return simulate.lognormal(
+  settings = {"median": 30, "p99": 200, "maximum": 250, "between": 0.5}
+  lengths = simulate.lognormal(
     prompts, group_size, seed=seed, **settings | changes
   )
+  return Requests(np.full(prompts, 9), lengths)
 
 
-_SETTING = Setting(slots=16, groups=10, steps=6, page_size=16)
+def _config(requests, slots, page_size):
+  longest = int(requests.prompt_lengths.max()), int(requests.lengths.max())
+  return EngineConfig(slots, *longest, stop_tokens=(), page_size=page_size)
+
+
+def _columns(rows, cost):
+  """Arrays by name, with the parts that a step's time has."""
+  trace = {name: np.array([row[name] for row in rows]) for name in rows[0]}
+  host_s = cost.scheduler_step_s * trace["decode_calls"]
+  return trace | {
+    "generate_s": trace["wall_s"] - trace["host_s"],
+    "prefill_s": trace["host_s"] - host_s,
+    "idle_s": host_s + trace["waited_s"],
+  }
+
+
+def _in_turns(
+  requests, cost=_PRICES, *, slots=16, page_size=16, steps=6, rule=None, **how
+):
+  sizes = {"groups": 10, "group_size": requests.lengths.shape[1]} | how
+  settings = RolloutSettings(**{"in_flight": sizes["groups"]} | sizes)
+  config = _config(requests, slots, page_size)
+  rows = simulate.in_turns(
+    requests, cost, config, settings, steps=steps, rule=rule
+  )
+  return _columns(rows, cost)
+
+
+def _static(requests, cost=_PRICES, **how):
+  return _in_turns(requests, cost, rule=simulate.static_batches, **how)
+
+
+def _over_provisioned(requests, cost=_PRICES, *, max_staleness=math.inf, **how):
+  how |= {"stop": "first_groups", "max_staleness": max_staleness}
+  return _in_turns(requests, cost, **{"in_flight": 15} | how)
+
+
+def _asynchronous(
+  requests, cost=_PRICES, *, slots=16, page_size=16, groups=10, steps=6, lag
+):
+  config = _config(requests, slots, page_size)
+  rows = simulate.asynchronous(
+    requests, cost, config, groups=groups, steps=steps, lag=lag
+  )
+  return _columns(rows, cost)
+
+
+def _utilisation(trace, slots=16):
+  return trace["tokens"].sum() / (slots * trace["decode_steps"].sum())
+
+
+def _mean_length(trace):
+  return trace["response_tokens"].sum() / trace["responses"].sum()
+
+
 _MODES = {
-  "static": simulate.static,
-  "refill": simulate.refill,
-  "window": lambda *a: simulate.window(*a, window=40),
-  "parked": lambda *a: simulate.over_provisioned(*a, in_flight=15),
-  "dropped": lambda *a: simulate.over_provisioned(
-    *a, in_flight=15, recycle=False
-  ),
-  "one step off": lambda *a: simulate.asynchronous(*a, lag=1),
-  "unbounded": lambda *a: simulate.asynchronous(*a, lag=math.inf),
+  "static": _static,
+  "refill": _in_turns,
+  "window": lambda *a, **how: _in_turns(*a, **how, window=40),
+  "parked": lambda *a, **how: _over_provisioned(*a, **how),
+  "one step off": lambda *a, **how: _asynchronous(*a, **how, lag=1),
+  "unbounded": lambda *a, **how: _asynchronous(*a, **how, lag=math.inf),
 }
 _EACH_MODE = pytest.mark.parametrize("mode", _MODES.values(), ids=_MODES)
 
@@ -64,84 +113,84 @@ _EACH_MODE = pytest.mark.parametrize("mode", _MODES.values(), ids=_MODES)
 class TestEveryMode:
   @_EACH_MODE
   def test_no_token_is_lost(self, mode):
-    trace = mode(_drawn(), _PRICES, _SETTING)
-    kept = trace.trained.sum() + trace.parked + trace.thrown_away.sum()
-    assert trace.generated.sum() == kept
-    assert np.all(trace.responses > 0)
+    trace = mode(_drawn())
+    written, trained = trace["tokens"].cumsum(), trace["trained"].cumsum()
+    # A window is trained at once, whether its response goes on or not.
+    parked = 0 if mode is _MODES["window"] else trace["parked"]
+    np.testing.assert_array_equal(written, trained + parked)
+    assert np.all(trace["responses"] > 0)
 
   @_EACH_MODE
   def test_repeats_itself(self, mode):
-    first, second = (mode(_drawn(), _PRICES, _SETTING) for _ in range(2))
-    for name, value in vars(first).items():
-      np.testing.assert_array_equal(value, vars(second)[name])
+    first, second = mode(_drawn()), mode(_drawn())
+    for name, value in first.items():
+      np.testing.assert_array_equal(value, second[name])
 
   @_EACH_MODE
   def test_the_parts_of_a_step_add_up(self, mode):
-    trace = mode(_drawn(), _PRICES, _SETTING)
-    parts = trace.generate_s + trace.prefill_s + trace.sync_s + trace.idle_s
+    trace = mode(_drawn())
+    parts = [trace[name] for name in ("generate_s", "prefill_s", "idle_s")]
     if mode not in (_MODES["one step off"], _MODES["unbounded"]):
-      parts = parts + trace.train_s
-    np.testing.assert_allclose(trace.wall_s, parts, rtol=1e-12)
+      parts.append(trace["train_s"])
+    np.testing.assert_allclose(trace["step_s"], sum(parts) + 5, rtol=1e-12)
 
   @_EACH_MODE
   def test_equal_lengths_keep_all_slots_busy(self, mode):
     requests = Requests(np.full(60, 9), np.full((60, 4), 32))
-    setting = _SETTING._replace(groups=12, steps=4)
-    trace = mode(requests, _PRICES, setting)
-    assert trace.utilisation == pytest.approx(1.0)
+    trace = mode(requests, groups=12, steps=4)
+    assert _utilisation(trace) == pytest.approx(1.0)
 
   @_EACH_MODE
   def test_memory_follows_what_is_in_the_slots(self, mode):
-    trace = mode(_drawn(), _PRICES, _SETTING)
-    assert np.all(trace.peak_kv_capacity >= 16 * 16)
+    capacity = mode(_drawn())["kv_capacity"]
+    assert np.all(capacity >= 16 * 16)
     # A response is at most 259 long: 17 pages.
-    assert np.all(trace.peak_kv_capacity <= 16 * 17 * 16)
+    assert np.all(capacity <= 16 * 17 * 16)
 
 
 class TestByHand:
   """Three slots, prompts of 4 tokens, prices of whole and half seconds."""
 
   lengths = _single(2, 4, 3, 1, 5, 2)
-  setting = Setting(slots=3, groups=6, steps=1, page_size=64)
+  sizes = {"slots": 3, "groups": 6, "steps": 1, "page_size": 64}
 
   def _check(self, trace, **expected):
     for name, value in expected.items():
-      np.testing.assert_allclose(vars(trace)[name], value, err_msg=name)
+      np.testing.assert_allclose(trace[name], value, err_msg=name)
 
   def test_static(self):
     # 2, 4, 3 and then 1, 5, 2: 13 13 12 11, 13 12 11 11 11.
     self._check(
-      simulate.static(self.lengths, _PRICES, self.setting),
+      _static(self.lengths, **self.sizes),
       generate_s=[107],
       decode_steps=[9],
       prefill_s=[2 * (2 + 6)],
       train_s=[3 + 41 / 4],
-      sync_s=[5],
       idle_s=[4 * 0.5],  # Where a slot became free, and at the end.
-      wall_s=[143.25],
+      step_s=[143.25],
       responses=[6],
-      peak_kv_capacity=[3 * 64],
+      kv_capacity=[3 * 64],
     )
 
   def test_refill(self):
     # 2 steps of 2 4 3; 1 of 4 3 1; 5 of 4 5 2, of which one has 1 left.
     self._check(
-      simulate.refill(self.lengths, _PRICES, self.setting),
+      _in_turns(self.lengths, **self.sizes),
       generate_s=[26 + 13 + 58],
       decode_steps=[8],
       prefill_s=[(2 + 6) + (2 + 2) + (2 + 4)],
       idle_s=[3 * 0.5],
-      wall_s=[97 + 18 + 1.5 + 13.25 + 5],
+      step_s=[97 + 18 + 1.5 + 13.25 + 5],
     )
 
   def test_window(self):
-    setting = self.setting._replace(groups=3, steps=3)
+    sizes = self.sizes | {"groups": 3, "steps": 3}
     self._check(
-      simulate.window(self.lengths, _PRICES, setting, window=2),
+      _in_turns(self.lengths, **sizes, window=2),
       generate_s=[26, 24, 26],  # The last step starts over with 5, 2, 2.
       # Two that were cut, of 6 tokens and one at a time, and a new one.
       prefill_s=[2 + 6, 2 * 2 + 6 + 2 + 2, 2 + 6],
-      generated=[6, 4, 6],
+      tokens=[6, 4, 6],
       trained=[6, 4, 6],
       train_s=[3 + 18 / 4, 3 + 20 / 4, 3 + 18 / 4],
       responses=[1, 3, 2],
@@ -149,31 +198,27 @@ class TestByHand:
     )
 
   def test_over_provisioned(self):
-    setting = Setting(slots=3, groups=1, steps=2, page_size=2)
-    trace = simulate.over_provisioned(
-      _single(2, 4, 3), _PRICES, setting, in_flight=2
-    )
+    sizes = {"slots": 3, "groups": 1, "steps": 2, "page_size": 2}
     self._check(
-      trace,
+      _over_provisioned(_single(2, 4, 3), **sizes, in_flight=2),
       generate_s=[24, 24],
       prefill_s=[2 + 4, (2 + 3) + (2 + 2)],
       trained=[2, 4],
       off_policy=[0, 2],
       max_staleness=[0, 1],
-      parked=2,
+      parked=[2, 2],
     )
 
   def test_asynchronous(self):
     # Response: 4 prefill, 22 decoding, 0.5 host. Step: 4.5 training, 5 sync.
-    setting = Setting(slots=1, groups=1, steps=2, page_size=2)
-    trace = simulate.asynchronous(_single(2), _PRICES, setting, lag=1)
+    sizes = {"slots": 1, "groups": 1, "steps": 2, "page_size": 2}
     self._check(
-      trace,
-      wall_s=[26.5 + 26.5 + 5, 26.5 + 5],
+      _asynchronous(_single(2), **sizes, lag=1),
+      step_s=[26.5 + 26.5 + 5, 26.5 + 5],
       train_s=[4.5, 4.5],
       off_policy=[0, 2],
       max_staleness=[0, 1],
-      parked=2,
+      parked=[2, 2],
     )
 
 
@@ -182,100 +227,103 @@ class TestRefill:
   @pytest.mark.parametrize("seed", range(4))
   def test_is_never_slower_than_static(self, slots, seed):
     cost = simulate.CostModel(decode=(Plane(1.0, 0.1, 0.001),))
-    setting = _SETTING._replace(slots=slots, steps=4)
-    args = _drawn(seed=seed), cost, setting
-    static, refill = simulate.static(*args), simulate.refill(*args)
-    assert np.all(refill.wall_s <= static.wall_s * (1 + 1e-12))
-    assert refill.wall_s.sum() < static.wall_s.sum()
+    args, sizes = (_drawn(seed=seed), cost), {"slots": slots, "steps": 4}
+    static, refill = (
+      way(*args, **sizes)["step_s"] for way in (_static, _in_turns)
+    )
+    assert np.all(refill <= static * (1 + 1e-12))
+    assert refill.sum() < static.sum()
 
 
 class TestWindow:
   def test_of_the_longest_response_is_refill(self):
     requests = _drawn()
-    longest = int(requests.lengths.max())
-    window = simulate.window(requests, _PRICES, _SETTING, window=longest)
-    refill = simulate.refill(requests, _PRICES, _SETTING)
-    for name, value in vars(refill).items():
-      np.testing.assert_array_equal(vars(window)[name], value, err_msg=name)
+    window = _in_turns(requests, window=int(requests.lengths.max()))
+    for name, value in _in_turns(requests).items():
+      np.testing.assert_array_equal(window[name], value, err_msg=name)
 
   def test_trains_prefixes_again_and_again(self):
-    trace = simulate.window(_drawn(), _PRICES, _SETTING, window=20)
-    contexts = (trace.train_s - 3) / 0.25
-    assert contexts.sum() > 1.5 * trace.trained.sum()
-    assert not trace.off_policy.any()
+    trace = _in_turns(_drawn(), window=20)
+    contexts = (trace["train_s"] - 3) / 0.25
+    assert contexts.sum() > 1.5 * trace["trained"].sum()
+    assert not trace["off_policy"].any()
 
 
 class TestOverProvisioned:
   def test_none_in_reserve_is_refill(self):
-    args = _drawn(), _PRICES, _SETTING
-    many = simulate.over_provisioned(*args, in_flight=_SETTING.groups)
-    refill = simulate.refill(*args)
-    for name, value in vars(refill).items():
-      np.testing.assert_array_equal(vars(many)[name], value, err_msg=name)
+    many = _over_provisioned(_drawn(), in_flight=10)
+    for name, value in _in_turns(_drawn()).items():
+      np.testing.assert_array_equal(many[name], value, err_msg=name)
 
   def test_parked_responses_go_first_and_grow_no_older_than_their_length(self):
-    setting = _SETTING._replace(slots=80, steps=12)
-    requests = _drawn(prompts=200)
-    trace = simulate.over_provisioned(requests, _FREE, setting, in_flight=20)
-    fewest = trace.decode_steps.min()
-    assert trace.max_staleness.max() >= 1
-    assert trace.max_staleness.max() <= -(-requests.lengths.max() // fewest)
+    requests, sizes = _drawn(prompts=200), {"slots": 80, "steps": 12}
+    trace = _over_provisioned(requests, _FREE, **sizes, in_flight=20)
+    fewest = trace["decode_steps"].min()
+    oldest = trace["max_staleness"].max()
+    assert 1 <= oldest <= -(-requests.lengths.max() // fewest)
 
   def test_waits_for_what_is_too_old(self):
-    setting = _SETTING._replace(steps=12)
-    args = _drawn(prompts=200, between=0.0), _FREE, setting
+    args = _drawn(prompts=200, between=0.0), _FREE
     ages = [
-      simulate.over_provisioned(
-        *args, in_flight=20, max_staleness=age
-      ).max_staleness.max()
+      _over_provisioned(*args, steps=12, in_flight=20, max_staleness=age)[
+        "max_staleness"
+      ].max()
       for age in (1, math.inf)
     ]
     assert ages[0] == 1 < ages[1]
 
-  def test_dropping_favours_short_responses_and_parking_does_not(self):
-    requests = _drawn(prompts=800)
-    setting = Setting(slots=80, groups=10, steps=40, page_size=16)
-    args = requests, _FREE, setting
-    whole = simulate.refill(*args).mean_length
-    parked = simulate.over_provisioned(*args, in_flight=20)
-    dropped = simulate.over_provisioned(*args, in_flight=20, recycle=False)
-    assert dropped.mean_length < 0.8 * whole
+  def test_parking_does_not_favour_short_responses(self):
+    args = _drawn(prompts=800), _FREE
+    sizes = {"slots": 80, "steps": 40}
+    whole = _mean_length(_in_turns(*args, **sizes))
+    parked = _over_provisioned(*args, **sizes, in_flight=20)
     # What is still parked at the end is long; on the whole nothing is missing.
-    assert parked.after(10).mean_length == pytest.approx(whole, rel=0.1)
-    assert parked.off_policy_share > 0.1 and not dropped.off_policy.any()
-    assert dropped.thrown_away.sum() > 0 and not parked.thrown_away.any()
+    later = {name: values[10:] for name, values in parked.items()}
+    assert _mean_length(later) == pytest.approx(whole, rel=0.1)
+    assert parked["off_policy"].sum() > 0.1 * parked["trained"].sum()
 
 
 class TestAsynchronous:
   def test_without_lag_it_takes_turns(self):
-    args = _drawn(), _PRICES, _SETTING
-    trace = simulate.asynchronous(*args, lag=0)
-    refill = simulate.refill(*args)
-    np.testing.assert_allclose(trace.wall_s, refill.wall_s)
-    np.testing.assert_array_equal(trace.generated, refill.generated)
-    assert not trace.off_policy.any()
+    trace, refill = _asynchronous(_drawn(), lag=0), _in_turns(_drawn())
+    np.testing.assert_allclose(trace["step_s"], refill["step_s"])
+    np.testing.assert_array_equal(trace["tokens"], refill["tokens"])
+    assert not trace["off_policy"].any()
 
   @pytest.mark.parametrize("lag", [1, 2, 3])
   @pytest.mark.parametrize("train_s", [1.0, 3000.0])
   def test_no_token_is_older_than_the_lag(self, lag, train_s):
     cost = dataclasses.replace(_PRICES, train_step_s=train_s)
-    trace = simulate.asynchronous(
-      _drawn(prompts=150), cost, _SETTING._replace(steps=12), lag=lag
-    )
-    assert 1 <= trace.max_staleness.max() <= lag
+    trace = _asynchronous(_drawn(prompts=150), cost, steps=12, lag=lag)
+    assert 1 <= trace["max_staleness"].max() <= lag
 
   def test_hides_training_behind_sampling(self):
-    args = _drawn(), _PRICES, _SETTING
-    refill = simulate.refill(*args)
-    trace = simulate.asynchronous(*args, lag=1)
-    assert trace.wall_s.sum() < refill.wall_s.sum()
-    assert trace.wall_s.sum() >= trace.train_s.sum()
+    refill, trace = _in_turns(_drawn()), _asynchronous(_drawn(), lag=1)
+    assert trace["step_s"].sum() < refill["step_s"].sum()
+    assert trace["step_s"].sum() >= trace["train_s"].sum()
 
   def test_interrupted_responses_are_prefilled_again(self):
-    free = dataclasses.replace(_FREE, prefill_token_s=1e-6)
-    args = _drawn(), free, _SETTING
-    trace = simulate.asynchronous(*args, lag=math.inf)
-    assert trace.prefill_s.sum() > 2 * simulate.refill(*args).prefill_s.sum()
+    args = _drawn(), dataclasses.replace(_FREE, prefill_token_s=1e-6)
+    once = _in_turns(*args)["prefill_s"].sum()
+    assert _asynchronous(*args, lag=math.inf)["prefill_s"].sum() > 2 * once
+
+
+class TestBadNumbers:
+  @pytest.mark.parametrize(
+    "run, said",
+    [
+      (lambda x: _in_turns(x, groups=0), "groups and steps"),
+      (lambda x: _in_turns(x, steps=0), "groups and steps"),
+      (lambda x: _in_turns(x, window=-1), "window"),
+      (lambda x: _in_turns(x, in_flight=9), "in_flight"),
+      (lambda x: _in_turns(x, group_size=3), r"\(60, 4\)"),
+      (lambda x: _asynchronous(x, lag=-1), "lag"),
+      (lambda x: _in_turns(x, slots=0), "slots"),
+    ],
+  )
+  def test_are_refused(self, run, said):
+    with pytest.raises(ValueError, match=said):
+      run(_drawn())
 
 
 class TestPredict:
@@ -289,44 +337,50 @@ class TestPredict:
     prompts = [scripted.prompt(total, i) for i, total in enumerate(totals)]
     engine = scripted.engine()
     scripted.generate(prompts, rule=rule)
-    stats = simulate.predict(
-      [[len(scripted.response(prompt)[0])] for prompt in prompts],
-      _FREE,
-      prompt_lengths=[len(prompt) for prompt in prompts],
-      slots=16,
-      max_prompt_length=scripted.P,
-      max_response_length=scripted.T,
-      page_size=8,
-      rule=rule,
+    requests = Requests(
+      np.asarray([len(prompt) for prompt in prompts]),
+      np.asarray([[len(scripted.response(prompt)[0])] for prompt in prompts]),
     )
-    for name in ("decode_calls", "decode_steps", "tokens"):
-      assert getattr(stats, name) == getattr(engine.last_stats, name), name
-    peak = max(call.kv_capacity for call in engine.trace)
-    assert stats.peak_kv_capacity == peak
+    simulated = SimulatedEngine(requests, _FREE, engine.config)
+    writer, numbers = SimulatedWriter(simulated), range(count)
+    rollout = writer.begin(numbers, requests.sample_ids(numbers))
+    writer.write(rollout, Weights(object()), rule=rule)
+    assert [call[:3] for call in simulated.trace] == [
+      call[:3] for call in engine.trace
+    ]
+    stats = simulate.predict(requests, _FREE, engine.config, rule=rule)
+    assert stats == simulated.last_stats
+    counters = len(stats) - 2  # The others are seconds.
+    assert stats[:counters] == engine.last_stats[:counters]
 
   def test_padded_prices_are_those_of_whole_programs(self):
     cost = simulate.CostModel(decode=(Plane(0.0, 1.0, 0.0),), padded=True)
+
+    def seconds(*lengths):
+      requests = _single(*lengths)
+      config = _config(requests, 64, None)
+      return simulate.predict(requests, cost, config).wall_s
+
     # 64 slots for one response of 10 tokens: at once the smallest batch, of 16.
-    ask = {"prompt_lengths": [4], "slots": 64}
-    assert simulate.predict([[10]], cost, **ask).seconds == 10 * 16
+    assert seconds(10) == 10 * 16
     # Of 64 responses all but 2 end at once.
-    lengths = [[1]] * 62 + [[10]] * 2
-    ask["prompt_lengths"] = [4] * 64
-    assert simulate.predict(lengths, cost, **ask).seconds == 64 + 9 * 16
+    assert seconds(*[1] * 62, 10, 10) == 64 + 9 * 16
 
   @pytest.mark.parametrize(
     "lengths", [[3], [[0]], np.zeros((0, 4)), [[1], [2]]]
   )
   def test_refuses_what_is_no_grid_of_lengths(self, lengths):
     with pytest.raises(ValueError, match="lengths"):
-      simulate.predict(lengths, _FREE, prompt_lengths=[3], slots=2)
+      Requests(np.asarray([3]), np.asarray(lengths))
 
   def test_refuses_to_branch(self):
     def forking(view):
       return rules.Decision(fork=[(0, 1)])
 
+    requests = _single(3)
+    config = _config(requests, 2, None)
     with pytest.raises(ValueError, match="fork"):
-      simulate.predict([[3]], _FREE, prompt_lengths=[3], slots=2, rule=forking)
+      simulate.predict(requests, _FREE, config, rule=forking)
 
 
 class TestCosts:
@@ -385,28 +439,18 @@ class TestCosts:
     assert cost.sync_s == 2.0
 
   def test_dividing_devices_divides_what_is_spread_over_them(self):
-    whole, half = (
-      simulate.accelerator(devices=d, train_latency_s=0) for d in (8, 4)
-    )
-    parted = whole.divided(0.5)
-    assert parted.decode_s(9, 1e6) == pytest.approx(half.decode_s(9, 1e6))
-    assert parted.train_s([99]) == pytest.approx(half.train_s([99]))
-    with pytest.raises(ValueError, match="sampler_share"):
-      whole.divided(1.0)
+    six, two = (simulate.accelerator(devices=devices) for devices in (6, 2))
+    parted = simulate.accelerator(devices=6, train_devices=2)
+    assert parted.decode_s(9, 1e6) == six.decode_s(9, 1e6)
+    assert parted.prefill_s([99], 1) == six.prefill_s([99], 1)
+    assert parted.train_s([99]) == two.train_s([99])
 
 
 class TestLengths:
   def test_lognormal_has_the_median_and_the_tail_that_were_asked_for(self):
     lengths = simulate.lognormal(
-      4000,
-      4,
-      median=100,
-      p99=800,
-      maximum=1000,
-      prompt_length=7,
-      between=0.5,
-      seed=0,
-    ).lengths
+      4000, 4, median=100, p99=800, maximum=1000, between=0.5, seed=0
+    )
     assert np.median(lengths) == pytest.approx(100, rel=0.05)
     assert np.quantile(lengths, 0.99) == pytest.approx(800, rel=0.08)
     assert 1 <= lengths.min() and lengths.max() == 1000
@@ -415,11 +459,11 @@ class TestLengths:
     assert share == pytest.approx(0.5, abs=0.06)
 
   def test_resample_draws_from_the_trace(self):
-    requests = simulate.resample([3, 5, 9], 50, 4, prompt_length=2, seed=1)
-    assert set(requests.lengths.flat) == {3, 5, 9}
-    assert requests.lengths.shape == (50, 4)
+    lengths = simulate.resample([3, 5, 9], 50, 4, seed=1)
+    assert set(lengths.flat) == {3, 5, 9}
+    assert lengths.shape == (50, 4)
     with pytest.raises(ValueError, match="trace"):
-      simulate.resample([], 2, 2, prompt_length=2, seed=0)
+      simulate.resample([], 2, 2, seed=0)
 
 
 class TestScript:
@@ -470,6 +514,7 @@ class TestScript:
       (["--p99=inf"], "--p99"),
       (["--p99=0.5"], "--p99"),
       (["--window=2"], "--window"),
+      (["--over_provision=9", "--max_staleness=2"], "max_staleness=2"),
     ],
   )
   def test_bad_input_is_one_line(self, flags, said, tmp_path, capsys):

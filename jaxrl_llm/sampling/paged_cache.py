@@ -18,6 +18,7 @@ from jaxrl_llm.sampling.allocator import PageAllocator
 from jaxrl_llm.sampling.requests import Request, Rows
 from jaxrl_llm.sampling.settings import EngineConfig
 from jaxrl_llm.sampling.slots import DecodeOutput, SamplingMetadata
+from jaxrl_llm.sampling.stats import EngineStats
 
 
 class Programs(NamedTuple):
@@ -59,7 +60,7 @@ class PagedCache:
     self._length_buckets = buckets.length_buckets(config.max_length)
     # Tokens of a sequence that a drafter sees.
     self._history = config.max_length if config.num_draft_tokens else 0
-    self.prefill_tokens = 0  # So far, of contexts whose KV was computed.
+    self.stats = EngineStats()  # Of prefills.
     self._kv_cache = None
     self.set_params(None)
 
@@ -162,7 +163,8 @@ class PagedCache:
         held = self._config.pages_of(length)
         for request in same:
           pages[i, request.shard, :held] = request.pages[:held]
-        self.prefill_tokens += length
+      computed = int(lengths[chosen].sum())
+      self.stats += EngineStats(prefill_calls=1, prefill_tokens=computed)
       prefilled = self.programs.prefill(
         self.params, jax.device_put(tokens, sharding)
       )
@@ -197,7 +199,7 @@ class PagedCache:
       new = [r.context()[r.cached - 1 : -1] if r else [] for r in rows]
       begin = np.asarray([r.cached - 1 if r else 0 for r in rows], np.int32)
       lengths = np.asarray([len(tokens) for tokens in new])
-      self.prefill_tokens += int(lengths.sum())
+      self.stats += EngineStats(prefill_tokens=int(lengths.sum()))
       for done in range(0, lengths.max(), width):
         index = done + np.arange(width, dtype=np.int32)[None]
         tokens = np.zeros((size, width), np.int32)

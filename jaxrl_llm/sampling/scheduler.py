@@ -41,6 +41,7 @@ class Scheduler:
     *,
     speculation: AdaptiveSpeculation,
     detokenize: Callable[[Sequence[int]], str] | None,
+    clock: Callable[[], float] = time.perf_counter,
   ):
     """Has no requests yet.
 
@@ -49,9 +50,11 @@ class Scheduler:
       make_cache: makes an empty KV cache with its programs.
       speculation: says how many draft tokens a step has.
       detokenize: tokens to text, for stop strings.
+      clock: returns seconds; only differences matter.
     """
     self.config, self._make_cache = config, make_cache
     self._speculation, self._detokenize = speculation, detokenize
+    self._clock = clock
     self.stats = EngineStats()  # Of all steps.
     self.last_stats = EngineStats()  # Of the newest `run`.
     # Of the newest `run`, or the newest calls of all.
@@ -165,16 +168,16 @@ class Scheduler:
     Returns:
       Requests that have ended or paused: they are no longer here.
     """
-    start, before = time.perf_counter(), self._cache.prefill_tokens
+    start, before = self._clock(), self._cache.stats
     self._reserve()
     free, waiting = self._slots.count(None), self._waiting()
     if insert is None:
       insert = rules.refill(len(self._slots), free, len(waiting))
     self._insert(waiting[: min(insert, free)])
     left = self._decode() if self._running() else []
-    wall_s = time.perf_counter() - start
-    new = self._cache.prefill_tokens - before
-    self.stats += EngineStats(prefill_tokens=new, wall_s=wall_s, host_s=wall_s)
+    wall_s = self._clock() - start
+    self.stats += self._cache.stats - before
+    self.stats += EngineStats(wall_s=wall_s, host_s=wall_s)
     return left
 
   def _decide(self, rule: SchedulingRule, requests: list[Request]) -> Decision:
@@ -326,11 +329,11 @@ class Scheduler:
     rows, min_active = self._batch()
     running = self._running()
     num_draft_tokens = self._speculation.choose(len(running))
-    start = time.perf_counter()
+    start = self._clock()
     output = self._cache.decode(
       rows, running[0].params.metadata, min_active, num_draft_tokens
     )
-    seconds = time.perf_counter() - start
+    seconds = self._clock() - start
     tokens, steps = int(output.count.sum()), int(output.steps.max())
     self._speculation.observe(len(running), num_draft_tokens, tokens, seconds)
     capacity = self.config.page_size * sum(len(r.pages) for r in running)

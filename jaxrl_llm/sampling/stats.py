@@ -20,6 +20,7 @@ class EngineStats(NamedTuple):
   decode_steps: int = 0  # One after the other.
   slot_steps: int = 0  # Steps times the batch size that they had.
   tokens: int = 0  # Written.
+  prefill_calls: int = 0
   prefill_tokens: int = 0  # Of contexts whose KV was computed anew.
   preemptions: int = 0
   wall_s: float = 0.0

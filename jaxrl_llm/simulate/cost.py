@@ -19,6 +19,9 @@ class Plane(NamedTuple):
   per_slot: float
   per_token: float  # n tokens in the KV cache.
 
+  def seconds(self, slots: chex.Array, tokens: chex.Array) -> np.ndarray:
+    return self.fixed + self.per_slot * slots + self.per_token * tokens
+
 
 @dataclasses.dataclass(frozen=True)
 class CostModel:
@@ -43,48 +46,17 @@ class CostModel:
 
   def decode_s(self, slots: chex.Array, tokens: chex.Array) -> np.ndarray:
     """Seconds of steps with so many slots and tokens in the cache."""
-    return np.max(
-      [
-        p.fixed + p.per_slot * slots + p.per_token * tokens for p in self.decode
-      ],
-      axis=0,
-    )
+    return np.max([p.seconds(slots, tokens) for p in self.decode], axis=0)
 
   def prefill_s(self, contexts: chex.Array, calls: int) -> float:
     """Seconds of the prefill of contexts, given by length, in some calls."""
-    calls_s = self.prefill_call_s * calls
-    return calls_s + _work(contexts, self.prefill_token_s, self.prefill_pair_s)
+    work_s = _work(contexts, self.prefill_token_s, self.prefill_pair_s)
+    return self.prefill_call_s * calls + work_s
 
   def train_s(self, contexts: chex.Array) -> float:
     """Seconds of a training step on contexts, given by length."""
     work_s = _work(contexts, self.train_token_s, self.train_pair_s)
     return self.train_step_s + work_s
-
-  def divided(self, sampler_share: float) -> "CostModel":
-    """The prices when a share of the devices samples and the others train.
-
-    Work that is spread over devices takes 1 / share as long. Fixed parts stay:
-    every device reads the weights and waits for launches by itself.
-
-    Args:
-      sampler_share: of the devices, between 0 and 1.
-    """
-    if not 0 < sampler_share < 1:
-      raise ValueError(
-        f"sampler_share must be between 0 and 1, got {sampler_share}"
-      )
-    trainer_share = 1 - sampler_share
-    return dataclasses.replace(
-      self,
-      decode=tuple(
-        Plane(p.fixed, p.per_slot / sampler_share, p.per_token / sampler_share)
-        for p in self.decode
-      ),
-      prefill_token_s=self.prefill_token_s / sampler_share,
-      prefill_pair_s=self.prefill_pair_s / sampler_share,
-      train_token_s=self.train_token_s / trainer_share,
-      train_pair_s=self.train_pair_s / trainer_share,
-    )
 
 
 def fit(decode_calls: chex.Array, calls: chex.Array | None = None) -> CostModel:
@@ -101,8 +73,7 @@ def fit(decode_calls: chex.Array, calls: chex.Array | None = None) -> CostModel:
     decode_calls: [n, 4], rows of (slots, steps, capacity, seconds), as
       `sampling.DecodeCall`; without calls that compiled.
     calls: [m, 4], rows of (decode calls, prefill calls, context tokens, seconds
-      of the host), one a call of the engine. All but the seconds are in
-      `SimulatedStats`.
+      of the host), one a call of the engine, as its `EngineStats`.
 
   Raises:
     ValueError: rows are too few or of another shape.
@@ -112,21 +83,23 @@ def fit(decode_calls: chex.Array, calls: chex.Array | None = None) -> CostModel:
   if np.ptp(steps) == 0:
     columns.pop()  # It cannot be told from the fixed part of decode steps.
   *plane, step_s = [*_least_squares(columns, seconds), 0.0][:4]
-  prices = {"scheduler_step_s": step_s}
+  host_s = call_s = token_s = 0.0
   if calls is not None:
     *columns, seconds = _columns("calls", calls)
-    more, call, token = _least_squares(columns, seconds)
-    prices = {
-      "scheduler_step_s": step_s + more,
-      "prefill_call_s": call,
-      "prefill_token_s": token,
-    }
-  return CostModel(decode=(Plane(*plane),), padded=True, **prices)
+    host_s, call_s, token_s = _least_squares(columns, seconds)
+  return CostModel(
+    decode=(Plane(*plane),),
+    prefill_call_s=call_s,
+    prefill_token_s=token_s,
+    scheduler_step_s=step_s + host_s,
+    padded=True,
+  )
 
 
 def accelerator(
   *,
   devices: float = 64,
+  train_devices: float | None = None,
   parameters: float = 7.6e9,
   bytes_per_parameter: float = 2,
   kv_bytes_per_token: float = 57_344,
@@ -151,7 +124,8 @@ def accelerator(
   TPU v5p.
 
   Args:
-    devices: that sample and train.
+    devices: that sample, and by turns train.
+    train_devices: that train, where others do.
     parameters: of the policy.
     bytes_per_parameter: in the sampler.
     kv_bytes_per_token: of the KV cache, all layers.
@@ -176,21 +150,18 @@ def accelerator(
   read = 1 / (bandwidth * bandwidth_use)
   multiply = 1 / (peak_flops * flops_use)
   token, pair = 2 * parameters * multiply, flops_per_pair * multiply
+  kv_read, trainers = kv_bytes_per_token * read, train_devices or devices
   return CostModel(
     decode=(
-      Plane(
-        step_latency_s + weights * read,
-        0.0,
-        kv_bytes_per_token * read / devices,
-      ),
+      Plane(step_latency_s + weights * read, 0.0, kv_read / devices),
       Plane(step_latency_s, token / devices, pair / devices),
     ),
     prefill_call_s=call_latency_s,
     prefill_token_s=token / devices,
     prefill_pair_s=pair / devices,
     train_step_s=train_latency_s,
-    train_token_s=train_forwards * token / devices,
-    train_pair_s=train_forwards * pair / devices,
+    train_token_s=train_forwards * token / trainers,
+    train_pair_s=train_forwards * pair / trainers,
     sync_s=weights / sync_bandwidth,
     scheduler_step_s=scheduler_step_s,
   )

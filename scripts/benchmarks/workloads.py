@@ -21,7 +21,6 @@ from jaxrl_llm.sampling import Engine, EngineConfig, SamplingSettings
 Samples = dict[str, list[float]]
 
 _WEIGHT_SCALE = 0.02
-_FREE = (simulate.Plane(0.0, 0.0, 0.0),)  # Prices of a step that costs nothing.
 
 
 def make_model(options) -> tuple[Any, Any]:
@@ -140,12 +139,7 @@ def measure_simulator(options) -> Samples:
   params = jax.jit(fns.for_sampling)(params)
   engine = make_engine(fns, options)
   prompts = make_prompts(options.prompts, options, seed=0)
-  ask = {
-    "prompt_lengths": [options.prompt_length] * options.prompts,
-    "slots": options.batch,
-    "max_prompt_length": options.prompt_length,
-    "max_response_length": options.new_tokens,
-  }
+  prompt_lengths = np.full(options.prompts, options.prompt_length)
 
   def call(limits):
     engine.generate(
@@ -164,12 +158,10 @@ def measure_simulator(options) -> Samples:
     limits = long_tail(options, p99=p99, seed=0)
     call(limits)  # Compiles.
     for _ in range(options.repeats):
-      host_s = call(limits).host_s
-      stats = simulate.predict(limits, simulate.CostModel(_FREE), **ask)
+      stats = call(limits)
       decode_calls += engine.trace
-      calls.append(
-        (stats.decode_calls, stats.prefill_calls, stats.prefill_tokens, host_s)
-      )
+      names = "decode_calls", "prefill_calls", "prefill_tokens", "host_s"
+      calls.append([getattr(stats, name) for name in names])
   cost = simulate.fit(decode_calls, calls)
   out = {"ratio": [], "measured_s": [], "predicted_s": []}
   for p99 in (*tails, (options.median + options.p99) // 2):
@@ -178,7 +170,8 @@ def measure_simulator(options) -> Samples:
     measured = statistics.median(
       call(limits).wall_s for _ in range(options.repeats)
     )
-    predicted = simulate.predict(limits, cost, **ask).seconds
+    requests = simulate.Requests(prompt_lengths, limits)
+    predicted = simulate.predict(requests, cost, engine.config).wall_s
     out["measured_s"].append(measured)
     out["predicted_s"].append(predicted)
     out["ratio"].append(predicted / measured)

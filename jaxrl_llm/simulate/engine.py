@@ -1,0 +1,201 @@
+"""The engine's scheduler with programs that charge a clock.
+
+Queue, slots, pages and rules are those of `jaxrl_llm.sampling`; no token is
+computed, and time is added up instead of spent.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxrl_llm import sampling
+from jaxrl_llm.rewards.judge import Judged
+from jaxrl_llm.rollout.writer import Weights
+from jaxrl_llm.sampling import requests as requests_lib
+from jaxrl_llm.sampling.paged_cache import PagedCache, Programs
+from jaxrl_llm.sampling.requests import Request, Rows, SamplingParams
+from jaxrl_llm.sampling.rules import SchedulingRule
+from jaxrl_llm.sampling.scheduler import Scheduler
+from jaxrl_llm.sampling.slots import DecodeOutput
+from jaxrl_llm.sampling.speculation import AdaptiveSpeculation
+from jaxrl_llm.simulate.cost import CostModel
+from jaxrl_llm.simulate.lengths import Requests
+from jaxrl_llm.types import Rollout, Status, join_rows, unjudged
+
+# Of rows, whatever the engine's: lengths are all that is true of them.
+_NARROW = sampling.EngineConfig(1, 1, 1, stop_tokens=())
+
+
+class SimulatedRequest(Request):
+  """A response of which nothing but its length is known.
+
+  Its row is [1, 1]: it has the version of the first token alone.
+  """
+
+  def context(self) -> np.ndarray:
+    """Tokens that are the same where contexts are, and never 0."""
+    row, tokens = self.row, np.ones(self.context_length, np.int32)
+    tokens[0] = -1 - row.sample_id[0] if self.length else 1 + row.group_id[0]
+    return tokens
+
+  def append(self, output: DecodeOutput, slot: int, *, version: int) -> None:
+    """Counts what a slot wrote."""
+    row = self.row
+    if not self.length:
+      row.version[0], row.mask[0] = version, True
+    row.lengths[0] += output.count[slot]
+    row.status[0] = output.status[slot]
+
+
+class SimulatedEngine(Scheduler):
+  """The scheduler of an engine that takes the time it is told to.
+
+  Attributes:
+    asked: what is asked; a response's number is its place in it.
+    seconds: the clock.
+  """
+
+  def __init__(
+    self, requests: Requests, cost: CostModel, config: sampling.EngineConfig
+  ):
+    """Has no requests in the making.
+
+    Args:
+      requests: lengths.
+      cost: prices.
+      config: sizes.
+    """
+    self.asked, self._cost, self.seconds = requests, cost, 0.0
+    settings = sampling.SamplingSettings()
+    self._params = SamplingParams(settings, None, requests.lengths.shape[1])
+    nothing = lambda *_: ()
+    programs = Programs(*[nothing] * len(Programs._fields))._replace(
+      prefill=self._charge_prefill, decode=self._charge_decode
+    )
+    sizes = {"shards": 1, "sharding": None, "shares_pages": False}
+    super().__init__(
+      config,
+      lambda: _Cache(programs, config, **sizes),
+      speculation=AdaptiveSpeculation(0),
+      detokenize=None,
+      clock=lambda: self.seconds,
+    )
+
+  def add(self, rollout: Rollout, *, window: int = 0) -> list[Request]:
+    """See `Engine.add`; a window of 0 is no bound."""
+    lengths = self.asked.lengths.reshape(-1)
+    limits = lengths[rollout.sample_id % lengths.size]
+    window = window or int(lengths.max())
+    plain = requests_lib.make_requests(rollout, self._params, limits, window)
+    requests = [SimulatedRequest(**vars(request)) for request in plain]
+    self.enqueue(requests)
+    return requests
+
+  def _decode(self) -> list[Request]:
+    self.seconds += self._cost.scheduler_step_s  # Of the host.
+    return super()._decode()
+
+  def _charge_prefill(self, params, tokens: np.ndarray) -> tuple:
+    contexts = np.count_nonzero(tokens, axis=1)
+    self.seconds += self._cost.prefill_s(contexts, calls=1)
+    return ()
+
+  def _charge_decode(self, rows: Rows, min_active: int) -> DecodeOutput:
+    """A page at most, less if slots get free for others."""
+    column = lambda of: np.asarray([0 if r is None else of(r) for r in rows])
+    left = column(lambda r: r.pause_at - r.length)
+    limit = column(lambda r: r.max_tokens - r.length)
+    most = np.sort(left[left > 0])[-min_active]
+    steps = int(min(self.config.page_size, most))
+    if self._cost.padded:
+      tokens = self.config.page_size * column(lambda r: len(r.pages)).sum()
+      seconds = steps * self._cost.decode_s(len(rows), tokens)
+    else:
+      step = np.arange(steps)[:, None]
+      writing = step < left
+      context = (column(lambda r: r.context_length) + step) * writing
+      slots, tokens = writing.sum(axis=1), context.sum(axis=1)
+      seconds = self._cost.decode_s(slots, tokens).sum()
+    self.seconds += float(seconds)
+    count = np.minimum(left, steps)
+    status = np.where(count < limit, Status.TRUNCATED, Status.OVERLONG)
+    steps = np.full(len(rows), steps)
+    return DecodeOutput(None, None, count, steps, left > steps, status)
+
+
+class _Cache(PagedCache):
+  """Gives its decode program the requests themselves."""
+
+  def decode(self, rows: Rows, metadata, min_active: int, draft: int):
+    return self.programs.decode(rows, min_active)
+
+
+@dataclasses.dataclass(frozen=True)
+class SimulatedWriter:
+  """Writer and source of prompts of a `RolloutWorker`.
+
+  Prompts are numbers; they come in order, and from the start again.
+
+  Attributes:
+    engine: writes.
+    rule: in place of those that calls ask for.
+  """
+
+  engine: SimulatedEngine
+  rule: SchedulingRule | None = None
+
+  def draw(self, drawn: int, n: int) -> tuple[Sequence[int], int]:
+    """The next prompts after so many, see `PromptSource.draw`."""
+    return range(drawn, drawn + n), drawn + n
+
+  def prompt(self, example_id: int, group_id: int) -> int:
+    """See `PromptSource.prompt`."""
+    return group_id
+
+  def begin(self, prompts: Sequence[int], sample_ids: np.ndarray) -> Rollout:
+    """See `ResponseWriter.begin`."""
+    tokens, lengths = [[0]] * len(prompts), self.engine.asked.prompt_lengths
+    rollout = sampling.new_requests(tokens, sample_ids, prompts, _NARROW)
+    rollout.prompt_lengths[:] = lengths[rollout.group_id % len(lengths)]
+    return rollout
+
+  def write(
+    self, rollout: Rollout, weights: Weights, *, rule: SchedulingRule, window=0
+  ) -> Rollout:
+    """See `ResponseWriter.write`."""
+    rollout = join_rows([rollout])
+    rollout.window_start[:] = rollout.lengths
+    self.engine.set_params(weights.params, weights.version)
+    requests = self.engine.add(rollout, window=window)
+    self.engine.run(requests, self.rule or rule)
+    return rollout
+
+  def judge(self, rollout: Rollout, prompts: Sequence[int]) -> Judged:
+    """Without verdicts: no schedule here asks for them."""
+    return Judged(unjudged(rollout), prompts, texts=[], verdicts=[])
+
+
+def predict(
+  requests: Requests,
+  cost: CostModel,
+  config: sampling.EngineConfig,
+  *,
+  rule: SchedulingRule = sampling.continuous_batching,
+) -> sampling.EngineStats:
+  """What one call of `Engine.generate` costs when responses turn out so long.
+
+  Counters are those of the engine, seconds are to be held against its. Stop
+  strings, speculation and several shards are not simulated.
+
+  Args:
+    requests: N prompts and the lengths of their responses.
+    cost: prices, see `fit`.
+    config: of the engine.
+    rule: of the call.
+  """
+  engine = SimulatedEngine(requests, cost, config)
+  writer, prompts = SimulatedWriter(engine), range(len(requests.lengths))
+  rollout = writer.begin(prompts, requests.sample_ids(prompts))
+  writer.write(rollout, Weights(object()), rule=rule)
+  return engine.last_stats
