@@ -35,6 +35,9 @@ FIXED = {
   "loss.name": "gspo",
   "schedule.stop": "first_groups",
   "schedule.dynamic_sampling": True,
+  "schedule.lag": 2,
+  "environment.name": "calculator",
+  "environment.settings": {"digits": 3},
   "off_policy.proximal": "ewma",
 }
 SWITCHES = {

@@ -80,7 +80,7 @@ class ResponseWriter:
     """
     talk = contextlib.nullcontext()
     if self.turn_taking is not None:
-      talk = Turns(self.turn_taking, conversations, self.engine.extend)
+      talk = Turns(self.turn_taking, conversations, self.engine.answer)
     with talk as turns:
       return self.engine.generate_window(
         weights.params,

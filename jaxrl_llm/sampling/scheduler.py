@@ -102,6 +102,13 @@ class Scheduler:
     Raises:
       ValueError: it is still being written, or tokens do not fit.
     """
+    self.answer(request, tokens, origin)
+    self._requests[request] = None
+
+  def answer(
+    self, request: Request, tokens: Sequence[int], origin: Origin
+  ) -> None:
+    """As `extend`, but one whose window is used up goes on in the next."""
     if request in self._requests:
       raise ValueError("only a response that has ended or paused is extended")
     requests_lib.extend(request, tokens, origin, version=self._version)

@@ -6,6 +6,7 @@ computed, and time is added up instead of spent.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -161,7 +162,13 @@ class SimulatedWriter:
     return rollout
 
   def write(
-    self, rollout: Rollout, weights: Weights, *, rule: SchedulingRule, window=0
+    self,
+    rollout: Rollout,
+    weights: Weights,
+    *,
+    rule: SchedulingRule,
+    conversations: Any = None,
+    window: int = 0,
   ) -> Rollout:
     """See `ResponseWriter.write`."""
     rollout = join_rows([rollout])
@@ -171,8 +178,12 @@ class SimulatedWriter:
     self.engine.run(requests, self.rule or rule)
     return rollout
 
-  def judge(self, rollout: Rollout, prompts: Sequence[int]) -> Judged:
-    """Without verdicts: no schedule here asks for them."""
+  def conversations(self, prompts: Sequence[int], sample_ids: Any) -> dict:
+    """Nobody answers."""
+    return {}
+
+  def judge(self, rollout: Rollout, prompts: Sequence[int], _: Any) -> Judged:
+    """No verdicts."""
     return Judged(unjudged(rollout), prompts, texts=[], verdicts=[])
 
 

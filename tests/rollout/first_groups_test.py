@@ -188,8 +188,8 @@ class Verdicts:
     self._judge, self._right = judge, right
     self.seen = []  # Responses of each call.
 
-  def __call__(self, rollout, prompts):
-    judged = self._judge(rollout, prompts)
+  def __call__(self, rollout, prompts, conversations):
+    judged = self._judge(rollout, prompts, conversations)
     correct = np.asarray([self._right(text) for text in judged.texts])
     responses = judged.responses.replace(
       correct=correct, rewards=2 * correct.astype(np.float32) - 1

@@ -60,6 +60,7 @@ def test_all_responses_are_written_with_its_settings():
     "version": 5,
     "rule": continuous_batching,
     "temperature_state": None,
+    "turns": None,
   }
   *_, settings = WRITER.write(begun, Weights("weights", 5), window=2)
   assert settings["window"] == 2

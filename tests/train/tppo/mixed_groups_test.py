@@ -80,9 +80,9 @@ class TestMixedGroups:
       return collect(chosen)
 
     filtered, plain = drawn(True), drawn(False)
-    assert plain.responses.correct.sum() == SLOTS // 2
-    assert mixed(plain.responses).all()
-    chex.assert_trees_all_equal(filtered.responses, plain.responses)
+    assert plain.batch.responses.correct.sum() == SLOTS // 2
+    assert mixed(plain.batch.responses).all()
+    chex.assert_trees_all_equal(filtered.batch.responses, plain.batch.responses)
     assert filtered.source_state == plain.source_state
     assert filtered.state == plain.state
     assert filtered.state.store is None
@@ -95,7 +95,7 @@ class TestMixedGroups:
     assert collected.state.samples == 96 and collected.state.store is None
     # All that was drawn, in the order of the source.
     everything = judged_by(run, right, data__prompts_per_step=24)
-    drawn = collect(everything).responses
+    drawn = collect(everything).batch.responses
     rows = np.flatnonzero(mixed(drawn))
     assert rows.size > 8 * GROUP
     assert collected.batch.metrics["rollout/mixed_fraction"] == rows.size / 96
@@ -126,8 +126,8 @@ class TestMixedGroups:
     with pytest.raises(TrainingStopped):
       self.collect(run, lambda text: True, schedule__max_rounds=1, **shaped)
     right = lambda text: len(text) % 3 == 0
-    plain = self.collect(run, right).responses
-    punished = self.collect(run, right, **shaped).responses
+    plain = self.collect(run, right).batch.responses
+    punished = self.collect(run, right, **shaped).batch.responses
     chex.assert_trees_all_equal(punished, plain)
     assert set(np.unique(plain.rewards)) == {-1.0, 1.0}
 
