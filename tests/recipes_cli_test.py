@@ -52,6 +52,10 @@ CONTRADICTIONS = [
     ["schedule.window=16", "schedule.dynamic_sampling=True"],
   ),
   (
+    {"reward.name": "environment"},
+    ["reward.name='environment'", "environment.name=''"],
+  ),
+  (
     {"schedule.over_provision": 1.5},
     ["schedule.over_provision=1.5", "schedule.stop='all'"],
   ),

@@ -70,6 +70,7 @@ class CallPool:
     """(result, None) of each job, or (None, why there is none), in order."""
     if not self._workers:
       return [_answer(self._fn, job) for job in jobs]
+    self.start()  # Some may have been closed since.
     # A thread waits for a worker; what takes time is in the processes.
     with futures.ThreadPoolExecutor(self._workers) as threads:
       return list(threads.map(self._in_worker, jobs))

@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxrl_llm.data.prompt_source import Template
 from jaxrl_llm.data.tasks import Example
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, as_input_error
 from jaxrl_llm.rewards.verdict import number
 from jaxrl_llm.rollout.environments import (
   Calculator,
@@ -59,9 +59,16 @@ class Play:
     return getattr(self._make(**self._settings), "template_settings", {})
 
   def start(self, example: Example) -> tuple[str | Messages | None, Any]:
-    """What the model reads first, and the state."""
-    environment = self._make(**self._settings)
-    return environment.start(example), environment.state
+    """What the model reads first, and the state.
+
+    Raises:
+      InputError: the environment cannot begin with this example.
+    """
+    what = f"the environment cannot start with {example.id}"
+    with as_input_error(what, "correct its start", Exception):
+      environment = self._make(**self._settings)
+      opening = environment.start(example)
+      return opening, json.loads(json.dumps(environment.state))
 
   def opened(self, template: Template) -> Template:
     """The template, with what the environment says in place of a question."""
@@ -79,7 +86,7 @@ class Play:
     """The observation of a turn, and the state after it.
 
     Raises:
-      TypeError: it is no observation.
+      TypeError, ValueError: it is no observation, or the state no JSON.
     """
     environment = self._make(**self._settings)
     environment.state = state
@@ -90,7 +97,9 @@ class Play:
         " has a text"
       )
     rewards = {str(k): number(x, k) for k, x in seen.rewards.items()}
-    return seen._asdict() | {"rewards": rewards, "state": environment.state}
+    # Raises here, where it is the environment's failure, if it is no JSON.
+    state = json.loads(json.dumps(environment.state))
+    return seen._asdict() | {"rewards": rewards, "state": state}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,18 +136,19 @@ class Turns(contextlib.ExitStack):
     self,
     taking: TurnTaking,
     conversations: Conversations,
-    extend: Callable[[Request, Sequence[int], Origin], None],
+    answer: Callable[[Request, Sequence[int], Origin], None],
   ):
     """Asks nobody yet.
 
     Args:
       taking: how they are held.
       conversations: of all requests, written to in place.
-      extend: adds tokens to a request that has left its slot.
+      answer: adds tokens to a request that has left its slot, as
+        `Scheduler.answer`.
     """
     super().__init__()
     self._taking, self._conversations = taking, conversations
-    self._extend = extend
+    self._answer = answer
     self._asked: list[Request] = []
     self._answers: concurrent.futures.Future | None = None
     self._thread = self.enter_context(concurrent.futures.ThreadPoolExecutor(1))
@@ -195,7 +205,7 @@ class Turns(contextlib.ExitStack):
     elif turns == taking.max_turns or len(tokens) > room:
       request.row.status[0] = int(Status.OVERLONG)
     else:
-      self._extend(request, tokens, Origin.FOREIGN)
+      self._answer(request, tokens, Origin.FOREIGN)
 
   def _tokens(self, text: str, role: str) -> tuple[list[int], bool]:
     """An observation as the model reads it, and whether it can."""

@@ -191,6 +191,11 @@ class RolloutWorker:
     """The state as a checkpoint is read into it, see `Learner.abstract`."""
     return RolloutState(samples=0, store=Rollout, conversations={})
 
+  def close(self) -> None:
+    """Ends the processes that environments run in."""
+    if self.writer.turn_taking is not None:
+      self.writer.turn_taking.ask.close()
+
   def collect(
     self,
     state: RolloutState,

@@ -23,7 +23,7 @@ from jaxrl_llm.sampling import slots as slots_lib
 from jaxrl_llm.sampling.paged_cache import PagedCache, Programs
 from jaxrl_llm.sampling.requests import Request, SamplingParams
 from jaxrl_llm.sampling.rules import SchedulingRule, continuous_batching
-from jaxrl_llm.sampling.scheduler import Scheduler, Turns
+from jaxrl_llm.sampling.scheduler import Scheduler, TurnHook
 from jaxrl_llm.sampling.settings import (
   EngineConfig,
   SamplingSettings,
@@ -243,7 +243,7 @@ class Engine(Scheduler):
     version: int,
     rule: SchedulingRule = continuous_batching,
     temperature_state: Any = None,
-    turns: Turns | None = None,
+    turns: TurnHook | None = None,
   ) -> Rollout:
     """Writes at most `window` tokens to responses that begin or go on.
 

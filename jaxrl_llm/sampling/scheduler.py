@@ -28,7 +28,7 @@ from jaxrl_llm.types import Origin, Status
 
 _TRACED = 1 << 16  # Decode calls.
 
-Turns = Callable[[Sequence[Request]], bool]  # See `Scheduler.run`.
+TurnHook = Callable[[Sequence[Request]], bool]  # See `Scheduler.run`.
 
 
 class Scheduler:
@@ -126,7 +126,7 @@ class Scheduler:
     self,
     requests: Iterable[Request],
     rule: SchedulingRule,
-    turns: Turns | None = None,
+    turns: TurnHook | None = None,
   ) -> list[Request]:
     """Steps as the rule says until requests have ended or paused.
 

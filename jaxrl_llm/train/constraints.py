@@ -197,3 +197,7 @@ def losses(config: Any, wrong: Wrong) -> None:
     wrong["reward.overlong_buffer, sampler.max_response_length"] = (
       "the buffer is a part of the response"
     )
+  if config.reward.name == "environment" and not config.environment.name:
+    wrong["reward.name, environment.name"] = (
+      "nobody gives the reward; choose an environment or another reward"
+    )

@@ -116,6 +116,7 @@ def train(
   with (
     workdir_lib.held(workdir),
     contextlib.closing(run.judge),
+    contextlib.closing(run.worker),
     signals.stop_on_signal() as stopped,
   ):
     changes = workdir_lib.prepare(workdir, config)

@@ -39,5 +39,9 @@ class Hostile:
   def silence(self):
     return Observation()
 
+  def no_json(self):
+    self.state = {1, 2}
+    return Observation("1")
+
   def numbers(self):
     return Observation("1", rewards={"much": float("nan")})

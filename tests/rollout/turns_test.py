@@ -10,6 +10,7 @@ from helpers.tiny_run import with_config
 from helpers.tiny_tppo import record, saved
 
 from jaxrl_llm import register
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.rollout.environments import Observation
 from jaxrl_llm.rollout.turns import ENVIRONMENTS
 from jaxrl_llm.rollout.writer import Weights
@@ -33,11 +34,17 @@ class Echo:
     return Observation(str(said), done=said > 3, rewards={"turns": 1.0})
 
 
+class NoStart(Echo):
+  def start(self, example):
+    return example.columns["how"]
+
+
 @pytest.fixture(scope="module", autouse=True)
 def registered():
   register.environment("echo", Echo)
+  register.environment("no_start", NoStart)
   yield
-  del ENVIRONMENTS["echo"]
+  del ENVIRONMENTS["echo"], ENVIRONMENTS["no_start"]
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +75,10 @@ def history(run):
 
 
 class TestTurns:
+  def test_one_that_cannot_start_is_told_in_a_line(self, model):
+    with pytest.raises(InputError, match="cannot start with .*'how'"):
+      make_run(model, environment__name="no_start")
+
   def test_what_others_say_is_marked_and_carries_no_loss(self, history):
     steps, _ = history
     heard = 0
@@ -176,7 +187,17 @@ class TestResume:
 
 
 @pytest.mark.parametrize(
-  "how", ["hang", "crash", "fail", "silence", "numbers", "flood", "broken_text"]
+  "how",
+  [
+    "hang",
+    "crash",
+    "fail",
+    "silence",
+    "numbers",
+    "no_json",
+    "flood",
+    "broken_text",
+  ],
 )
 def test_a_hostile_environment_loses_nothing(model, how):
   ENVIRONMENTS["hostile"] = hostile.Hostile
