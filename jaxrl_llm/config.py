@@ -302,6 +302,10 @@ class Schedule(Group, path="schedule"):
   writes each batch with the newest weights."""
   overlap = Key(True)
   """Whether they do so with a lag; False takes turns, with the same results."""
+  streaming = Key(False)
+  """Without a lag: the learner takes each group as it is complete, sums up the
+  gradients and steps once all have come (periodic asynchrony). For methods that
+  need nothing of the batch as a whole, in one mini-batch."""
   max_rounds = Key(10, _SOME)
   """Rounds before dynamic sampling gives up a step."""
 

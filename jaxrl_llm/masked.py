@@ -6,6 +6,7 @@ non-zero) where an element counts. Results are float32.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -120,7 +121,11 @@ def explained_variance(
 
 
 def token_weights(
-  mask: chex.Array, *, mode: str, norm: chex.Numeric | None = None
+  mask: chex.Array,
+  *,
+  mode: str,
+  norm: chex.Numeric | None = None,
+  size: chex.Numeric | None = None,
 ) -> jax.Array:
   """Weights w such that Σ w·loss is the named reduction of a per-token loss.
 
@@ -140,6 +145,8 @@ def token_weights(
     mode: a name of the table above.
     norm: the constant length of the last two modes, in tokens, usually the
       generation budget; it must be absent for the others.
+    size: of the batch that this is a part of, see `reduction_size`; its own by
+      default.
 
   Returns:
     float32 [..., T]; 0 in masked slots, and all 0 for an empty mask.
@@ -160,23 +167,46 @@ def token_weights(
   check_number("norm", norm, "(0, inf]")
   counts = jnp.asarray(mask, bool).astype(jnp.float32)
   lengths = masked_count(mask, axis=-1, keepdims=True)
-  sequences = jnp.sum(lengths > 0, dtype=jnp.float32)
-  divisor = MODES[mode](lengths, jnp.maximum(sequences, 1.0), norm)
+  size = reduction_size(mask, mode=mode) if size is None else size
+  divisor = size * MODES[mode].length(lengths, norm)
   return counts / jnp.broadcast_to(divisor, counts.shape)
 
 
-# (tokens per sequence, number of sequences, norm) -> what a token's loss is
-# divided by.
-MODES: dict[str, Callable[..., chex.Numeric]] = {
-  "token-mean": lambda lengths, sequences, norm: jnp.maximum(
-    jnp.sum(lengths), 1.0
+def reduction_size(mask: chex.Array, *, mode: str) -> jax.Array:
+  """What of a batch a reduction divides by: tokens, sequences or nothing.
+
+  Losses of parts of a batch, each under weights of size 1, sum up to that of
+  the batch times its size.
+
+  Args:
+    mask: [..., T], as in `token_weights`.
+    mode: likewise.
+
+  Returns:
+    float32 scalar, at least 1.
+  """
+  lengths = masked_count(mask, axis=-1, keepdims=True)
+  return jnp.maximum(MODES[mode].size(lengths), 1.0)
+
+
+class _Reduction(NamedTuple):
+  """What a token's loss is divided by is the product of these."""
+
+  size: Callable[[jax.Array], chex.Numeric]  # (tokens per sequence) -> scalar.
+  # (tokens per sequence, norm) -> of each sequence.
+  length: Callable[[jax.Array, Any], chex.Numeric] = lambda lengths, norm: 1.0
+
+
+_sequences = lambda lengths: jnp.sum(lengths > 0, dtype=jnp.float32)
+_norm = lambda lengths, norm: norm
+MODES: dict[str, _Reduction] = {
+  "token-mean": _Reduction(jnp.sum),
+  "seq-mean-token-mean": _Reduction(
+    _sequences, lambda lengths, norm: jnp.maximum(lengths, 1.0)
   ),
-  "seq-mean-token-mean": lambda lengths, sequences, norm: (
-    sequences * jnp.maximum(lengths, 1.0)
-  ),
-  "seq-mean-token-sum": lambda lengths, sequences, norm: sequences,
-  "seq-mean-token-sum-norm": lambda lengths, sequences, norm: norm,
-  "dr-grpo": lambda lengths, sequences, norm: sequences * norm,
+  "seq-mean-token-sum": _Reduction(_sequences),
+  "seq-mean-token-sum-norm": _Reduction(lambda lengths: 1.0, _norm),
+  "dr-grpo": _Reduction(_sequences, _norm),
 }
 
 

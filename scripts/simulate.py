@@ -15,6 +15,7 @@ table for every tail of the lengths; writes OUT/table.md and OUT/schedules.png.
 
 import argparse
 import dataclasses
+import functools
 import inspect
 import math
 import pathlib
@@ -29,6 +30,7 @@ from jaxrl_llm.rollout.worker import RolloutSettings
 
 BASELINE = "static"
 _SHARES = (0.25, 0.375, 0.5, 0.625, 0.75)  # Of the devices, for sampling.
+FIXED, FREE = "fixed lag", "free-running, lag"
 _TRIAL = 6  # Steps that find the best of them.
 # Columns of the table that are not printed with three digits.
 _FORMATS = {
@@ -154,40 +156,69 @@ def make_schedules(options, window: int) -> dict[str, RolloutSettings]:
   return schedules
 
 
+def make_side_by_side(options, requests, config, schedules) -> dict[str, dict]:
+  """Runs that sample and train at once, by name, in kinds.
+
+  What is free-running hands over a group when it ends and takes new weights
+  when they are there: most of it depends on the clock, so it does not repeat.
+  """
+  run = functools.partial(simulate.pipelined, requests, config=config)
+  free = functools.partial(
+    simulate.asynchronous, requests, config=config, groups=options.groups
+  )
+  whole, (name, most) = schedules["refill"], list(schedules.items())[-1]
+  partial = functools.partial
+  lags = [int(lag) for lag in options.lags if lag < math.inf]
+  return {
+    "periodic": {"periodic": partial(run, settings=whole, streaming=True)},
+    FIXED: {
+      f"{FIXED} {lag}": partial(run, settings=whole, lag=lag) for lag in lags
+    },
+    f"{FIXED}, {name}": {
+      f"{FIXED} {lag}, {name}": partial(run, settings=most, lag=lag)
+      for lag in lags
+    },
+    FREE: {f"{FREE} {lag:g}": partial(free, lag=lag) for lag in options.lags},
+  }
+
+
 def compare(lengths: np.ndarray, window: int, options) -> dict[str, Summary]:
   """Runs every schedule on the same requests; name -> what came of it.
 
   The schedules that take turns have all devices for sampling and then for
-  training. An asynchronous run divides the same devices, in the way that gives
-  the most of a few shares.
+  training. Where both work at once they divide the same devices, in the way
+  that gives the most of a few shares.
   """
   prompts = np.full(len(lengths), options.prompt_length)
   requests = simulate.Requests(prompts, lengths)
   config = sampling.EngineConfig(
     options.slots, options.prompt_length, int(lengths.max()), stop_tokens=()
   )
-  cost, warm_up = make_cost(options), options.steps // 3
+  schedules = make_schedules(options, window)
+  asked = functools.partial(simulate.pipelined, requests, config=config)
+
+  def summary(run, cost, steps):
+    rows = run(cost=cost, steps=steps)
+    return summarize(rows[steps // 3 :], cost, options.slots)
+
   out = {}
-  for name, settings in make_schedules(options, window).items():
+  for name, settings in schedules.items():
     rule = simulate.static_batches if name == BASELINE else None
-    rows = simulate.in_turns(
-      requests, cost, config, settings, steps=options.steps, rule=rule
-    )
-    out[name] = summarize(rows[warm_up:], cost, options.slots)
-
-  def at_once(share, lag, steps, warm_up):
-    cost = divide(options, share)
-    sizes = {"groups": options.groups, "steps": steps}
-    rows = simulate.asynchronous(requests, cost, config, **sizes, lag=lag)
-    return summarize(rows[warm_up:], cost, options.slots)
-
+    run = functools.partial(asked, settings=settings, rule=rule)
+    out[name] = summary(run, make_cost(options), options.steps)
+  kinds = {}
   if options.cost == "accelerator":
-    trial = min(options.lags), min(_TRIAL, options.steps)
-    speeds = [at_once(share, *trial, trial[1] // 3) for share in _SHARES]
-    best = _SHARES[np.argmax([speed["responses/s"] for speed in speeds])]
-    for lag in options.lags:
-      name = f"asynchronous, lag {lag:g}"
-      out[name] = at_once(best, lag, options.steps, warm_up)
+    kinds = make_side_by_side(options, requests, config, schedules)
+  for runs in filter(None, kinds.values()):
+    first = next(iter(runs.values()))
+    steps = min(_TRIAL, options.steps)
+    speeds = [
+      summary(first, divide(options, share), steps)["responses/s"]
+      for share in _SHARES
+    ]
+    best = divide(options, _SHARES[np.argmax(speeds)])
+    for name, run in runs.items():
+      out[name] = summary(run, best, options.steps)
   for summary in out.values():
     summary["x static"] = summary["responses/s"] / out[BASELINE]["responses/s"]
   return out
@@ -325,7 +356,7 @@ def make_parser() -> argparse.ArgumentParser:
     default=4,
     help="of over-provisioned responses",
   )
-  add("--lags", default="1,4", help="of asynchronous runs, in steps")
+  add("--lags", default="1,2,4", help="of runs that do both at once, in steps")
   add("--cost", choices=("accelerator", "cpu"), default="accelerator")
   add("--measured", metavar="FILE", help="SLOTS,STEPS,CAPACITY,SECONDS lines")
   add("--assume", action="append", default=[], metavar="NAME=VALUE")

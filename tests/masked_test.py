@@ -1,5 +1,7 @@
 """Tests of the masked and segment reductions."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -138,6 +140,19 @@ class TestTokenWeights:
     total = masked.masked_sum(weights * np.where(mask, loss, 0.0), mask)
     expected = reference.aggregate(loss, mask, mode, norm)
     np.testing.assert_allclose(total, expected, atol=1e-6)
+
+  @pytest.mark.parametrize("mode, norm", _MODES)
+  def test_parts_of_a_batch_sum_up_to_it(self, mode, norm):
+    loss, mask = _holes(10, (6, 9))
+    loss = np.where(mask, loss, 0.0)
+    weigh = functools.partial(masked.token_weights, mode=mode, norm=norm)
+    total = sum(
+      jnp.sum(weigh(mask[rows], size=1) * loss[rows])
+      for rows in (np.s_[:1], np.s_[1:4], np.s_[4:])
+    )
+    whole = jnp.sum(weigh(mask) * loss)
+    size = masked.reduction_size(mask, mode=mode)
+    np.testing.assert_allclose(total / size, whole, rtol=1e-6)
 
   @pytest.mark.parametrize("mode, norm", _MODES)
   def test_an_empty_mask_weighs_nothing(self, mode, norm):

@@ -20,6 +20,13 @@ from jaxrl_llm.train.validation import validate
 ROOT = pathlib.Path(__file__).parents[1]
 WINDOWED = {"schedule.window": 16}
 GROUPED = {"estimator.name": "group", "value.pretrain_steps": 0}
+BATCH = config_lib.batch_size(load("vapo"))
+STREAMING = {
+  "schedule.streaming": True,
+  "loss.nll_coefficient": 0.0,
+  "optimizer.policy.mini_batch": BATCH,
+  "optimizer.value.mini_batch": BATCH,
+}
 
 
 def changed(changes, base="vapo"):
@@ -54,6 +61,15 @@ CONTRADICTIONS = [
   (
     {"reward.name": "environment"},
     ["reward.name='environment'", "environment.name=''"],
+  ),
+  (STREAMING | {"schedule.lag": 1}, ["schedule.streaming=True", "lag=1"]),
+  (
+    STREAMING | {"optimizer.value.epochs": 2},
+    ["schedule.streaming=True", "optimizer.value.epochs=2", "sum"],
+  ),
+  (
+    STREAMING | {"estimator.normalize": "whiten"},
+    ["schedule.streaming=True", "estimator.normalize='whiten'", "whole batch"],
   ),
   (
     {"schedule.over_provision": 1.5},

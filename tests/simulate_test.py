@@ -60,14 +60,34 @@ def _columns(rows, cost):
   }
 
 
-def _in_turns(
-  requests, cost=_PRICES, *, slots=16, page_size=16, steps=6, rule=None, **how
+def _in_turns(requests, cost=_PRICES, *, rule=None, **how):
+  return _pipelined(requests, cost, rule=rule, **how)
+
+
+def _pipelined(
+  requests,
+  cost=_PRICES,
+  *,
+  slots=16,
+  page_size=16,
+  steps=6,
+  rule=None,
+  lag=0,
+  streaming=False,
+  **how,
 ):
   sizes = {"groups": 10, "group_size": requests.lengths.shape[1]} | how
   settings = RolloutSettings(**{"in_flight": sizes["groups"]} | sizes)
   config = _config(requests, slots, page_size)
-  rows = simulate.in_turns(
-    requests, cost, config, settings, steps=steps, rule=rule
+  rows = simulate.pipelined(
+    requests,
+    cost,
+    config,
+    settings,
+    steps=steps,
+    rule=rule,
+    lag=lag,
+    streaming=streaming,
   )
   return _columns(rows, cost)
 
@@ -104,6 +124,8 @@ _MODES = {
   "refill": _in_turns,
   "window": lambda *a, **how: _in_turns(*a, **how, window=40),
   "parked": lambda *a, **how: _over_provisioned(*a, **how),
+  "fixed lag": lambda *a, **how: _pipelined(*a, **how, lag=2),
+  "periodic": lambda *a, **how: _pipelined(*a, **how, streaming=True),
   "one step off": lambda *a, **how: _asynchronous(*a, **how, lag=1),
   "unbounded": lambda *a, **how: _asynchronous(*a, **how, lag=math.inf),
 }
@@ -130,6 +152,10 @@ class TestEveryMode:
   def test_the_parts_of_a_step_add_up(self, mode):
     trace = mode(_drawn())
     parts = [trace[name] for name in ("generate_s", "prefill_s", "idle_s")]
+    if mode in (_MODES["fixed lag"], _MODES["periodic"]):
+      # A step is the trainer's; the sampler may be ahead of it.
+      assert np.all(sum(parts).cumsum() <= trace["step_s"].cumsum())
+      return
     if mode not in (_MODES["one step off"], _MODES["unbounded"]):
       parts.append(trace["train_s"])
     np.testing.assert_allclose(trace["step_s"], sum(parts) + 5, rtol=1e-12)
@@ -308,6 +334,38 @@ class TestAsynchronous:
     assert _asynchronous(*args, lag=math.inf)["prefill_s"].sum() > 2 * once
 
 
+class TestPipelined:
+  @pytest.mark.parametrize("lag", [1, 3])
+  def test_every_token_is_as_late_as_the_lag(self, lag):
+    trace = _pipelined(_drawn(), lag=lag)
+    expected = np.minimum(np.arange(6), lag)
+    np.testing.assert_array_equal(trace["max_staleness"], expected)
+    late = np.where(expected > 0, trace["trained"], 0)
+    np.testing.assert_array_equal(trace["off_policy"], late)
+
+  def test_in_the_long_run_the_slower_side_sets_the_pace(self):
+    requests = _drawn()
+    slow = dataclasses.replace(_PRICES, train_step_s=30_000.0)
+    trace = _pipelined(requests, slow, lag=1)
+    np.testing.assert_allclose(
+      trace["step_s"][1:], trace["train_s"][1:] + slow.sync_s
+    )
+    quick = dataclasses.replace(_FREE, scheduler_step_s=1.0)
+    trace, turns = (
+      _pipelined(requests, quick, lag=1),
+      _in_turns(requests, quick),
+    )
+    np.testing.assert_allclose(trace["step_s"].sum(), turns["step_s"].sum())
+
+  def test_periodic_takes_turns_but_trains_meanwhile(self):
+    turns, trace = _in_turns(_drawn()), _pipelined(_drawn(), streaming=True)
+    assert not trace["off_policy"].any()
+    np.testing.assert_array_equal(trace["tokens"], turns["tokens"])
+    assert np.all(trace["step_s"] < turns["step_s"])
+    least = np.maximum(trace["train_s"], trace["generate_s"])
+    assert np.all(trace["step_s"] > least)
+
+
 class TestBadNumbers:
   @pytest.mark.parametrize(
     "run, said",
@@ -318,6 +376,7 @@ class TestBadNumbers:
       (lambda x: _in_turns(x, in_flight=9), "in_flight"),
       (lambda x: _in_turns(x, group_size=3), r"\(60, 4\)"),
       (lambda x: _asynchronous(x, lag=-1), "lag"),
+      (lambda x: _pipelined(x, lag=-1), "lag"),
       (lambda x: _in_turns(x, slots=0), "slots"),
     ],
   )
@@ -482,7 +541,15 @@ class TestScript:
     assert self._main()([*self.small, f"--out={tmp_path}"]) == 0
     printed = capsys.readouterr().out
     assert printed.count("| simulated |") == 2
-    for name in ("static", "refill", "window", "asynchronous, lag 1"):
+    for name in (
+      "static",
+      "refill",
+      "window",
+      "periodic",
+      "fixed lag 2",
+      "fixed lag 4, over-provisioned 1.5",
+      "free-running, lag 1",
+    ):
       assert printed.count(f"| {name} |") == 2
     assert "simulated" in (tmp_path / "table.md").read_text()
     assert (tmp_path / "schedules.png").stat().st_size > 10_000
@@ -496,7 +563,7 @@ class TestScript:
     flags += ["--assume=train_token_s=0.5"]
     assert self._main()([*self.small, *flags, f"--out={tmp_path}"]) == 0
     printed = capsys.readouterr().out
-    assert "lengths.npy" in printed and "asynchronous" not in printed
+    assert "lengths.npy" in printed and "lag" not in printed
     assert "train_token_s 0.5" in (tmp_path / "table.md").read_text()
 
   @pytest.mark.parametrize(

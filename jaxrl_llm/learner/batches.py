@@ -7,9 +7,14 @@ from jaxrl_llm.learner.algorithm import Algorithm
 from jaxrl_llm.learner.packing import MiniBatch, PackedBatch
 from jaxrl_llm.types import Experience
 
+VALUE_MODE = "token-mean"  # Of the critic's loss, see `masked.token_weights`.
+
 
 def policy_batch(
-  inputs: Experience, batch: MiniBatch, algorithm: Algorithm
+  inputs: Experience,
+  batch: MiniBatch,
+  algorithm: Algorithm,
+  size: float | None = None,
 ) -> PackedBatch:
   """Packs the inputs of a mini-batch's rows; weights are over these rows.
 
@@ -22,17 +27,18 @@ def policy_batch(
     inputs: those of the algorithm's `experience`, of the b rows.
     batch: the rows and where they lie.
     algorithm: the method.
+    size: as in `masked.token_weights`, where they are a part of a mini-batch.
   """
   mask = read = inputs["policy_mask"]
   weights = masked.token_weights(
-    mask, mode=algorithm.loss_mode, norm=algorithm.loss_norm
+    mask, mode=algorithm.loss_mode, norm=algorithm.loss_norm, size=size
   )
   columns = {name: inputs[name] for name in algorithm.policy_inputs}
   if algorithm.correction is not None:
     weights = weights * algorithm.correction(inputs).weights
   for name, term in algorithm.auxiliary.items():
     columns[f"{name}_weights"] = masked.token_weights(
-      inputs[term.mask], mode=term.mode, norm=term.norm
+      inputs[term.mask], mode=term.mode, norm=term.norm, size=size
     )
     # It may read tokens of earlier windows too.
     read = read | inputs[term.mask]
@@ -44,12 +50,18 @@ def policy_batch(
 
 
 def critic_batch(
-  inputs: Experience, batch: MiniBatch, algorithm: Algorithm
+  inputs: Experience,
+  batch: MiniBatch,
+  algorithm: Algorithm,
+  size: float | None = None,
 ) -> PackedBatch:
-  """Packs the rows of a mini-batch for the critic, a token mean over them."""
+  """Packs the rows of a mini-batch for the critic, a token mean over them.
+
+  Arguments as in `policy_batch`.
+  """
   mask = inputs["value_mask"]
   columns = {name: inputs[name] for name in algorithm.value_inputs}
-  columns["weights"] = masked.token_weights(mask, mode="token-mean")
+  columns["weights"] = masked.token_weights(mask, mode=VALUE_MODE, size=size)
   return _packed(batch, mask, mask, columns)
 
 

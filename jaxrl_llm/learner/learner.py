@@ -11,18 +11,18 @@ Its state is a value: everything that changes from update to update.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxrl_llm import estimators, sharding, types
+from jaxrl_llm import estimators, masked, sharding, types
 from jaxrl_llm.errors import TrainingStopped
 from jaxrl_llm.learner import metrics, packing, parts
 from jaxrl_llm.learner.algorithm import Algorithm
-from jaxrl_llm.learner.batches import critic_batch, policy_batch
-from jaxrl_llm.learner.models import Ema, TrainedModel
+from jaxrl_llm.learner.batches import VALUE_MODE, critic_batch, policy_batch
+from jaxrl_llm.learner.models import Ema, GradientSum, TrainedModel
 from jaxrl_llm.learner.optimizer import TrainState
 from jaxrl_llm.learner.packing import MiniBatch, place
 from jaxrl_llm.learner.scoring import critic_scores, policy_scores
@@ -144,12 +144,83 @@ class Learner:
     with timer.phase("update_policy"):
       batch = TrainingBatch(rollout, experience, policy_batches)
       state, new = self._update_policy(state, batch, rng)
-    if state.temperature_state is not None:
-      statistics = estimators.entropy_statistics(
-        scores["entropies"], experience["policy_mask"]
+    return _after(state, scores, experience, waiting), row | new
+
+  def update_by_groups(
+    self, state: LearnerState, arriving: Iterable[Responses], timer: Any
+  ) -> tuple[LearnerState, dict[str, float]]:
+    """Learns from a batch whose groups arrive one after the other.
+
+    Gradients are summed up as they come and applied when all have come: one
+    update of each model, that on the whole batch but for the order of float32
+    sums. Nothing of the method may need the whole batch before.
+
+    Args:
+      state: before; its arrays are given away.
+      arriving: whole groups of ended responses.
+      timer: times the phases.
+
+    Raises:
+      TrainingStopped: as `update`.
+    """
+    sums, seen = self._gradient_sums(state), []
+    for responses in arriving:
+      rollout, rows = responses.rollout, np.arange(len(responses.rewards))
+      with timer.phase("score"):
+        packed = {
+          name: self._mini_batches(each.model, rollout, rows, size=rows.size)
+          for name, each in sums.items()
+        }
+        scores = self._score(
+          state, rollout, packed["policy"], packed.get("critic", [])
+        )
+        inputs = self._experience(
+          responses, scores, state.step, rows, size=rows.size
+        )
+      for name, each in sums.items():
+        with timer.phase(each.phase):
+          (part,) = packed[name]
+          each.add(inputs, part)
+      seen.append((responses, scores, inputs))
+    parts, *others = zip(*seen)
+    scores, experience = map(_below_each_other, others)
+    rollout = types.join_rows(parts).rollout
+    row = self._batch_metrics(state, rollout, scores, experience)
+    for name, each in sums.items():
+      with timer.phase(each.phase):
+        trained, new = each.apply(experience)
+        row |= self._summary(name, trained, [new])
+      state = state.replace(**{name: trained})
+    return _after(state, scores, experience), row
+
+  def _gradient_sums(self, state: LearnerState) -> dict[str, GradientSum]:
+    """Those of the critic, if there is one, and of the policy."""
+    algorithm, sums = self.algorithm, {}
+    if self.critic is not None:
+      sums["critic"] = GradientSum(
+        self.critic,
+        state.critic,
+        "update_value",
+        prepare=lambda *part: place(
+          critic_batch(*part, algorithm, size=1), self.mesh
+        ),
+        size=lambda inputs: masked.reduction_size(
+          inputs["value_mask"], mode=VALUE_MODE
+        ),
       )
-      state = state.replace(temperature_state=jax.device_get(statistics))
-    return state.replace(step=state.step + 1, waiting=waiting), row | new
+    sums["policy"] = GradientSum(
+      self.policy,
+      state.policy,
+      "update_policy",
+      prepare=lambda *part: place(
+        policy_batch(*part, algorithm, size=1), self.mesh
+      ),
+      size=lambda inputs: masked.reduction_size(
+        inputs["policy_mask"], mode=algorithm.loss_mode
+      ),
+      settings=(np.float32(self.settings.temperature),),
+    )
+    return sums
 
   def measure_critic(
     self, state: LearnerState, responses: Responses, rng: np.random.Generator
@@ -206,14 +277,16 @@ class Learner:
     model: TrainedModel | None,
     rollout: Rollout,
     rows: np.ndarray,
-    rng: np.random.Generator | None,
+    rng: np.random.Generator | None = None,
+    *,
+    size: int | None = None,
   ) -> list[MiniBatch]:
-    """Mini-batches of a model's own size, packed; shuffled by `rng`."""
+    """Mini-batches of a model's own size by default; shuffled by `rng`."""
     if model is None:
       return []
     return packing.mini_batches(
       rollout,
-      size=model.settings.mini_batch,
+      size=size or model.settings.mini_batch,
       rng=rng,
       capacity=self.settings.max_tokens_per_row,
       rows=model.settings.micro_batch_size,
@@ -258,7 +331,7 @@ class Learner:
     rows = np.arange(len(rollout.lengths))
     for batch in batches:
       rows = np.setdiff1d(rows, batch.rows)
-    return batches + self._mini_batches(model, rollout, rows, None)
+    return batches + self._mini_batches(model, rollout, rows)
 
   def _experience(
     self,
@@ -266,8 +339,13 @@ class Learner:
     scores: Mapping[str, np.ndarray],
     version: int,
     critic_rows: np.ndarray,
+    *,
+    size: int | None = None,
   ) -> Experience:
-    """The inputs that the algorithm reads, computed on rows over the mesh."""
+    """The inputs that the algorithm reads, computed on rows over the mesh.
+
+    Their number is a multiple of `size`, by default of a mini-batch.
+    """
     rows = len(responses.rewards)
     given = dict(responses.rollout.items()) | dict(scores)
     for name in ("rewards", "correct", "judged"):
@@ -275,10 +353,8 @@ class Learner:
     leaves = {k: v for k, v in given.items() if k in self.algorithm.leaves}
     # Rows without a token, so that neither every number of responses that
     # waited compiles anew nor rows are left over on some device.
-    learned_by = self.critic or self.policy
-    size = np.lcm(
-      sharding.batch_size_of(self.mesh), learned_by.settings.mini_batch
-    )
+    size = size or (self.critic or self.policy).settings.mini_batch
+    size = np.lcm(sharding.batch_size_of(self.mesh), size)
     place_rows = sharding.along_batch(self.mesh)
     leaves = {
       name: jax.device_put(
@@ -352,6 +428,26 @@ class Learner:
     out = {k: float(over(k)([row[k] for row in rows])) for k in rows[0]}
     skipped = next(k for k in out if k.endswith("/skipped"))
     return out | {skipped: float(sum(row[skipped] for row in rows))}
+
+
+def _after(
+  state: LearnerState,
+  scores: Mapping[str, np.ndarray],
+  experience: Experience,
+  waiting: Responses | None = None,
+) -> LearnerState:
+  """The state when its models have been updated."""
+  if state.temperature_state is not None:
+    statistics = estimators.entropy_statistics(
+      scores["entropies"], experience["policy_mask"]
+    )
+    state = state.replace(temperature_state=jax.device_get(statistics))
+  return state.replace(step=state.step + 1, waiting=waiting)
+
+
+def _below_each_other(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+  """The rows of all, by name."""
+  return {k: np.concatenate([part[k] for part in parts]) for k in parts[0]}
 
 
 def _check_rows(batches: list[MiniBatch], rows: np.ndarray) -> None:

@@ -28,8 +28,49 @@ class TrainedModel:
   # (params, PackedTokens, *settings) -> [M, r, C], jitted; see `scoring`.
   score: Callable[..., Any]
   update: update_lib.Update
+  accumulation: update_lib.Accumulation  # The same in parts.
   shapes: TrainState  # ShapeDtypeStructs with shardings.
   settings: UpdateSettings
+
+
+@dataclasses.dataclass
+class GradientSum:
+  """Gradients of a model over a batch that arrives in parts.
+
+  Attributes:
+    model: is trained.
+    state: that the gradients are taken at; given away in the end.
+    phase: of the timer.
+    prepare: (inputs, mini-batch) -> `PackedBatch` with weights of size 1.
+    size: (inputs of the batch) -> its size, see `masked.reduction_size`.
+    settings: of the model's update.
+    sums: so far; None: of nothing yet.
+  """
+
+  model: TrainedModel
+  state: TrainState
+  phase: str
+  prepare: Callable[..., Any]
+  size: Callable[[Any], Any]
+  settings: tuple = ()
+  sums: Any = None
+
+  def add(self, inputs: Any, part: Any) -> None:
+    """Adds the gradient on a part; arguments as `prepare` has them."""
+    batch, how = self.prepare(inputs, part), self.model.accumulation
+    if self.sums is None:
+      self.sums = how.begin(self.state.params, batch, *self.settings)
+    self.sums = how.add(self.sums, self.state.params, batch, *self.settings)
+
+  def apply(self, inputs: Any) -> tuple[TrainState, update_lib.Metrics]:
+    """The state after the update, and its metrics.
+
+    Args:
+      inputs: of all parts.
+    """
+    return self.model.accumulation.apply(
+      self.state, self.sums, self.size(inputs)
+    )
 
 
 class Ema(NamedTuple):
@@ -87,16 +128,18 @@ def _trained(fns, settings, score, objective, mesh) -> TrainedModel:
   shardings = sharding.tree_shardings(jax.eval_shape(create, params), mesh)
   create = jax.jit(create, out_shardings=shardings, donate_argnums=0)
   whole = sharding.replicated(mesh)
-  update = update_lib.make_update(
-    objective,
-    optimizer,
-    schedule,
-    frozen=settings.frozen,
-    out_shardings=(shardings, whole),
-  )
+  how = objective, optimizer, schedule
+  pinned = {"frozen": settings.frozen, "out_shardings": (shardings, whole)}
   score = jax.jit(functools.partial(score, fns=fns), out_shardings=whole)
-  shapes = create.eval_shape(params)
-  return TrainedModel(fns, create, score, update, shapes, settings)
+  return TrainedModel(
+    fns,
+    create,
+    score,
+    update_lib.make_update(*how, **pinned),
+    update_lib.make_accumulation(*how, **pinned),
+    create.eval_shape(params),
+    settings,
+  )
 
 
 def _check_frozen(params: Any, frozen: tuple[str, ...]) -> None:

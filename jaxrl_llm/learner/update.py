@@ -122,54 +122,112 @@ def make_update(
     frozen: parts of paths of parameters that are not trained.
     out_shardings: (those that the state is pinned to, of the metrics).
   """
-  name, loss = objective
+  how = functools.partial(_apply, objective.name, optimizer, schedule, frozen)
 
   def update(state: TrainState, batch: PackedBatch, *settings):
-    trained, kept = split_frozen(state.params, frozen)
-
-    @functools.partial(jax.grad, has_aux=True)
-    def gradient(trained, *inputs):
-      return loss(merge_frozen(trained, kept), *inputs)
-
-    gradients, (sums, means, maxima) = _accumulate(
-      gradient, trained, batch, *settings
-    )
-    norm = optax.global_norm(gradients)
-    finite = jnp.isfinite(norm) & jnp.isfinite(sums[f"{name}/loss"])
-    tokens = jnp.maximum(sums.pop("tokens"), 1.0)
-    means = {key: value / tokens for key, value in means.items()}
-    metrics = (
-      sums
-      | means
-      | maxima
-      | {
-        f"{name}/grad_norm": norm,
-        f"{name}/lr": schedule(state.optimizer.step),
-        f"{name}/skipped": 1.0 - finite,
-      }
-    )
-    if batch.step_scale is not None:
-      metrics[f"{name}/step_scale"] = batch.step_scale
-    state = apply_gradients(
-      state,
-      gradients,
-      optimizer,
-      finite=finite,
-      scale=batch.step_scale,
-      frozen=frozen,
-    )
-    return state, metrics
+    gradient, trained = _gradient_of(objective, state.params, frozen)
+    zeros = _zeros(gradient, trained, batch, *settings)
+    sums = _accumulate(gradient, trained, zeros, batch, *settings)
+    return how(state, sums, scale=batch.step_scale)
 
   return jax.jit(update, donate_argnums=0, out_shardings=out_shardings)
 
 
-def _accumulate(gradient, params, batch: PackedBatch, *settings):
-  """Gradients and metrics over the micro-batches that hold anything."""
-  arrays = {k: v for k, v in batch.items() if k != "step_scale"}
-  packed = arrays.pop("packed")
+class Accumulation(NamedTuple):
+  """The same update in parts, for a batch that arrives little by little.
 
-  def slice_of(i):
-    return micro_batch(arrays, i) | {"packed": packed.rows(i)}
+  `add` is given away its sums, and `apply` its state. The weights of the losses
+  have size 1, see `masked.reduction_size`.
+  """
+
+  begin: Callable[..., Any]  # (params, PackedBatch, *settings) -> sums of none.
+  add: Callable[..., Any]  # (sums, params, PackedBatch, *settings) -> sums.
+  # (state, sums, size of the batch) -> (state, metrics).
+  apply: Callable[..., tuple[TrainState, Metrics]]
+
+
+def make_accumulation(
+  objective: Objective,
+  optimizer: optax.GradientTransformation,
+  schedule: optax.Schedule,
+  *,
+  frozen: tuple[str, ...] = (),
+  out_shardings: Any = None,
+) -> Accumulation:
+  """The parts of `make_update`, which has the same arguments."""
+  how = functools.partial(_apply, objective.name, optimizer, schedule, frozen)
+
+  def begin(params, batch: PackedBatch, *settings):
+    gradient, trained = _gradient_of(objective, params, frozen)
+    return _zeros(gradient, trained, batch, *settings)
+
+  def add(sums, params, batch: PackedBatch, *settings):
+    gradient, trained = _gradient_of(objective, params, frozen)
+    return _accumulate(gradient, trained, sums, batch, *settings)
+
+  def apply(state: TrainState, sums, size):
+    gradients, (totals, means, maxima) = sums
+    over = functools.partial(jax.tree.map, lambda x: x / size)
+    totals = over(totals) | {"tokens": totals["tokens"]}
+    return how(state, (over(gradients), (totals, means, maxima)))
+
+  of_sums = None
+  if out_shardings is not None:
+    of_state, whole = out_shardings
+    of_sums = split_frozen(of_state.params, frozen)[0], whole
+  return Accumulation(
+    begin=jax.jit(begin, out_shardings=of_sums),
+    add=jax.jit(add, donate_argnums=0, out_shardings=of_sums),
+    apply=jax.jit(apply, donate_argnums=0, out_shardings=out_shardings),
+  )
+
+
+def _gradient_of(objective: Objective, params, frozen):
+  """(trained, micro-batch, *settings) -> gradient and log, and `trained`."""
+  trained, kept = split_frozen(params, frozen)
+
+  @functools.partial(jax.grad, has_aux=True)
+  def gradient(trained, *inputs):
+    return objective.loss(merge_frozen(trained, kept), *inputs)
+
+  return gradient, trained
+
+
+def _apply(name, optimizer, schedule, frozen, state, sums, *, scale=None):
+  """One optimizer step by what was summed up over a batch."""
+  gradients, (totals, means, maxima) = sums
+  norm = optax.global_norm(gradients)
+  finite = jnp.isfinite(norm) & jnp.isfinite(totals[f"{name}/loss"])
+  tokens = jnp.maximum(totals.pop("tokens"), 1.0)
+  means = {key: value / tokens for key, value in means.items()}
+  metrics = (
+    totals
+    | means
+    | maxima
+    | {
+      f"{name}/grad_norm": norm,
+      f"{name}/lr": schedule(state.optimizer.step),
+      f"{name}/skipped": 1.0 - finite,
+    }
+  )
+  if scale is not None:
+    metrics[f"{name}/step_scale"] = scale
+  state = apply_gradients(
+    state, gradients, optimizer, finite=finite, scale=scale, frozen=frozen
+  )
+  return state, metrics
+
+
+def _zeros(gradient, params, batch: PackedBatch, *settings):
+  """The sums over no micro-batch."""
+  micro = _micro_batches(batch)(0)
+  shapes = jax.eval_shape(gradient, params, micro, *settings)
+  return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+
+def _accumulate(gradient, params, sums, batch: PackedBatch, *settings):
+  """Adds gradients and metrics of the micro-batches that hold anything."""
+  slice_of = _micro_batches(batch)
 
   def body(i, carry):
     before, (*sums_before, maxima_before) = carry
@@ -180,6 +238,11 @@ def _accumulate(gradient, params, batch: PackedBatch, *settings):
       jax.tree.map(jnp.maximum, maxima_before, maxima),
     )
 
-  shapes = jax.eval_shape(gradient, params, slice_of(0), *settings)
-  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-  return jax.lax.fori_loop(0, packed.count, body, zeros)
+  return jax.lax.fori_loop(0, batch.packed.count, body, sums)
+
+
+def _micro_batches(batch: PackedBatch):
+  """(i) -> micro-batch i."""
+  arrays = {k: v for k, v in batch.items() if k != "step_scale"}
+  packed = arrays.pop("packed")
+  return lambda i: micro_batch(arrays, i) | {"packed": packed.rows(i)}

@@ -8,13 +8,19 @@ the bound is met exactly, so a run repeats, and resumes, bit for bit.
 
 import concurrent.futures
 import contextlib
-from collections.abc import Callable, Iterator
+import queue
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxrl_llm.data.prompt_source import PromptSourceState
-from jaxrl_llm.rollout.worker import Batch, Collected, RolloutState
+from jaxrl_llm.rollout.worker import (
+  Arrived,
+  Batch,
+  Collected,
+  RolloutState,
+)
 from jaxrl_llm.types import Responses
 
 
@@ -45,7 +51,14 @@ Collect = Callable[[RolloutState, PromptSourceState], Collected]
 class Pipeline:
   """Has batches written before the learner comes to them."""
 
-  def __init__(self, *, lag: int, overlap: bool, max_staleness: int):
+  def __init__(
+    self,
+    *,
+    lag: int,
+    overlap: bool,
+    max_staleness: int,
+    streaming: bool = False,
+  ):
     """Begins nothing yet.
 
     Args:
@@ -54,10 +67,12 @@ class Pipeline:
       overlap: write in a thread of its own while the learner trains; the same
         is done in turns otherwise.
       max_staleness: most updates between the tokens of a batch.
+      streaming: hand over groups of the batch that is being written.
     """
+    self.streaming, self._arrivals = streaming, queue.SimpleQueue()
     self.lag, self._max_staleness = lag, max_staleness
     self._thread = None
-    if lag and overlap:
+    if (lag or streaming) and overlap:
       self._thread = concurrent.futures.ThreadPoolExecutor(
         1, thread_name_prefix="rollouts"
       )
@@ -86,10 +101,14 @@ class Pipeline:
       context. What went wrong is raised by its result.
     """
     states = state, source_state
+    self._arrivals = queue.SimpleQueue()
 
     def write() -> Collected:
       nonlocal states
-      collected = collect(*states)
+      try:
+        collected = collect(*states)
+      finally:
+        self._arrivals.put(None)  # No more will come.
       states = collected.state, collected.source_state
       return collected
 
@@ -102,6 +121,38 @@ class Pipeline:
       for future in futures:
         future.cancel()
       concurrent.futures.wait(futures)
+
+  @property
+  def arrived(self) -> Arrived | None:
+    """Where the worker hands over groups that the learner takes at once."""
+    return self._arrivals.put if self.streaming else None
+
+  def arriving(
+    self,
+    written: Sequence[concurrent.futures.Future[Collected]],
+    version: int,
+    timer: Any,
+  ) -> Iterator[Responses]:
+    """Groups of the batch that is being written, in the order of their ends.
+
+    How long a response takes is counted in decode steps, so the order, and
+    with it every sum of gradients, repeats.
+
+    Args:
+      written: the batch, as `writing` yields it.
+      version: of the weights.
+      timer: times how long the learner waits.
+    """
+    while True:
+      with timer.phase("wait"):
+        judged = self._arrivals.get()
+        if judged is None:
+          written[0].result()  # Tells what went wrong, before an update.
+          return
+        responses = judged.result().responses
+      batch = Batch(responses=responses, version=version, metrics={})
+      self.check(batch, version)
+      yield responses
 
   def check(self, batch: Batch, version: int) -> None:
     """Refuses a batch that is not as late as the lag says.

@@ -11,7 +11,9 @@ rebuilt, the worker writes the same tokens.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from typing import Any, NamedTuple
 
 import chex
@@ -161,6 +163,10 @@ class Collected:
     ]
 
 
+# Takes a group that will be judged.
+Arrived = Callable[[futures.Future[Judged]], None]
+
+
 class RolloutWorker:
   """Has responses written and judged.
 
@@ -202,6 +208,7 @@ class RolloutWorker:
     source_state: PromptSourceState,
     weights: Weights,
     timer: Any,
+    arrived: Arrived | None = None,
   ) -> Collected:
     """The next batch.
 
@@ -210,6 +217,8 @@ class RolloutWorker:
       source_state: where prompts are drawn from.
       weights: that everything new is written with.
       timer: times the phases.
+      arrived: takes each group as soon as it is complete, while others are
+        being written.
 
     Raises:
       TrainingStopped: dynamic sampling found too few groups.
@@ -217,6 +226,8 @@ class RolloutWorker:
     engine = self.writer.engine
     before = engine.stats
     collect = self._windows if self._settings.window else self._groups
+    if arrived is not None:
+      collect = functools.partial(self._streamed, arrived)
     collected = collect(state, source_state, weights, timer)
     batch, state = collected.batch, collected.state
     row = rollout_metrics(batch.responses)
@@ -274,6 +285,35 @@ class RolloutWorker:
       row |= _partial_metrics(batch.rollout, state.store, weights.version)
     batch = Batch(responses=batch, version=weights.version, metrics=row)
     return Collected(batch, state, source_state, seen)
+
+  def _streamed(
+    self, arrived, state, source_state, weights, timer
+  ) -> Collected:
+    """Whole groups, each judged and handed over when it is complete."""
+    state, source_state = self._begin(
+      state, source_state, self._settings.groups, timer
+    )
+    judged: list[futures.Future[Judged]] = []
+    # Judges while the engine writes on.
+    with futures.ThreadPoolExecutor(1, "rewards") as thread:
+
+      def hand_over(group: Rollout) -> None:
+        judged.append(
+          thread.submit(self._judge, group, state.conversations, timer)
+        )
+        arrived(judged[-1])
+
+      with timer.phase("generate"):
+        self.writer.write(
+          state.store,
+          weights,
+          conversations=state.conversations,
+          arrived=hand_over,
+        )
+    seen = [future.result() for future in judged]
+    responses = join_rows([each.responses for each in seen])
+    batch = Batch(responses=responses, version=weights.version, metrics={})
+    return Collected(batch, state.replace(store=None), source_state, seen)
 
   def _windows(self, state, source_state, weights, timer) -> Collected:
     """T-PPO's successive batching: every slot writes up to W more tokens.

@@ -4,9 +4,10 @@ Training, evaluation and generation differ in whose prompts they ask, in when a
 call stops, and in what becomes of the responses.
 """
 
+import collections
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import chex
@@ -15,7 +16,8 @@ from jaxrl_llm import sampling
 from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.rewards.judge import Judge
 from jaxrl_llm.rollout.turns import Conversations, Turns, TurnTaking
-from jaxrl_llm.types import Rollout
+from jaxrl_llm.sampling.requests import Request
+from jaxrl_llm.types import Rollout, Status, join_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +69,7 @@ class ResponseWriter:
     window: int | None = None,
     rule: sampling.rules.SchedulingRule = sampling.continuous_batching,
     conversations: Conversations | None = None,
+    arrived: Callable[[Rollout], None] | None = None,
   ) -> Rollout:
     """Responses written on, see `Engine.generate_window`.
 
@@ -77,11 +80,16 @@ class ResponseWriter:
       rule: who gets a slot when, and when the call ends.
       conversations: of the rows, written to in place; where there is an
         environment.
+      arrived: told of every group when its last response has ended.
     """
-    talk = contextlib.nullcontext()
-    if self.turn_taking is not None:
-      talk = Turns(self.turn_taking, conversations, self.engine.answer)
-    with talk as turns:
+    with contextlib.ExitStack() as stack:
+      hooks = []
+      if self.turn_taking is not None:
+        talk = Turns(self.turn_taking, conversations, self.engine.answer)
+        hooks.append(stack.enter_context(talk))
+      if arrived is not None:
+        hooks.append(Arrivals(self.group_size, arrived))
+      turns = lambda left: any([hook(left) for hook in hooks])
       return self.engine.generate_window(
         weights.params,
         rollout,
@@ -92,7 +100,7 @@ class ResponseWriter:
         version=weights.version,
         rule=rule,
         temperature_state=weights.temperature_state,
-        turns=turns,
+        turns=turns if hooks else None,
       )
 
   def conversations(
@@ -106,3 +114,30 @@ class ResponseWriter:
       for prompt, numbers in zip(prompts, sample_ids)
       for number in numbers
     }
+
+
+class Arrivals:
+  """A hook of the scheduler that tells of groups which have ended."""
+
+  def __init__(self, group_size: int, tell: Callable[[Rollout], None]):
+    """Knows of none yet.
+
+    Args:
+      group_size: responses of a group.
+      tell: takes the rows of a group.
+    """
+    self._group_size, self._tell = group_size, tell
+    self._left: list[Request] = []
+    self._ended = collections.defaultdict(list)
+
+  def __call__(self, left: Sequence[Request]) -> bool:
+    """Takes requests that left their slots; some of them may come back."""
+    self._left += left
+    over = [r for r in self._left if r.row.status[0] != Status.TRUNCATED]
+    self._left = [r for r in self._left if r not in over]
+    for request in over:
+      group = self._ended[int(request.row.group_id[0])]
+      group.append(request.row)
+      if len(group) == self._group_size:
+        self._tell(join_rows(sorted(group, key=lambda row: row.sample_id[0])))
+    return False

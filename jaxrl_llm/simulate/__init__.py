@@ -7,7 +7,7 @@ charge a clock. Prices are an argument; times are computed, never measured.
 from jaxrl_llm.simulate.cost import CostModel, Plane, accelerator, fit
 from jaxrl_llm.simulate.engine import predict
 from jaxrl_llm.simulate.lengths import Requests, lognormal, resample
-from jaxrl_llm.simulate.runs import asynchronous, in_turns, static_batches
+from jaxrl_llm.simulate.runs import asynchronous, pipelined, static_batches
 
 __all__ = [
   "CostModel",
@@ -16,8 +16,8 @@ __all__ = [
   "accelerator",
   "asynchronous",
   "fit",
-  "in_turns",
   "lognormal",
+  "pipelined",
   "predict",
   "resample",
   "static_batches",

@@ -5,14 +5,14 @@ computed, and time is added up instead of spent.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxrl_llm import sampling
 from jaxrl_llm.rewards.judge import Judged
-from jaxrl_llm.rollout.writer import Weights
+from jaxrl_llm.rollout.writer import Arrivals, Weights
 from jaxrl_llm.sampling import requests as requests_lib
 from jaxrl_llm.sampling.paged_cache import PagedCache, Programs
 from jaxrl_llm.sampling.requests import Request, Rows, SamplingParams
@@ -55,6 +55,7 @@ class SimulatedEngine(Scheduler):
   Attributes:
     asked: what is asked; a response's number is its place in it.
     seconds: the clock.
+    group_size: responses of a prompt.
   """
 
   def __init__(
@@ -69,7 +70,8 @@ class SimulatedEngine(Scheduler):
     """
     self.asked, self._cost, self.seconds = requests, cost, 0.0
     settings = sampling.SamplingSettings()
-    self._params = SamplingParams(settings, None, requests.lengths.shape[1])
+    self.group_size = requests.lengths.shape[1]
+    self._params = SamplingParams(settings, None, self.group_size)
     nothing = lambda *_: ()
     programs = Programs(*[nothing] * len(Programs._fields))._replace(
       prefill=self._charge_prefill, decode=self._charge_decode
@@ -166,16 +168,18 @@ class SimulatedWriter:
     rollout: Rollout,
     weights: Weights,
     *,
-    rule: SchedulingRule,
+    rule: SchedulingRule = sampling.continuous_batching,
     conversations: Any = None,
     window: int = 0,
+    arrived: Callable[[Rollout], None] | None = None,
   ) -> Rollout:
     """See `ResponseWriter.write`."""
     rollout = join_rows([rollout])
     rollout.window_start[:] = rollout.lengths
     self.engine.set_params(weights.params, weights.version)
     requests = self.engine.add(rollout, window=window)
-    self.engine.run(requests, self.rule or rule)
+    hook = arrived and Arrivals(self.engine.group_size, arrived)
+    self.engine.run(requests, self.rule or rule, hook)
     return rollout
 
   def conversations(self, prompts: Sequence[int], sample_ids: Any) -> dict:

@@ -1,11 +1,13 @@
 """Runs of training under a schedule of rollouts, simulated step by step.
 
-All but `asynchronous` take turns: the worker of real runs has a batch written,
-which is trained, and the weights are synced.
+`pipelined` has the worker of real runs write batches; `asynchronous` steps the
+scheduler of the engine, whose responses never wait for the end of a batch.
 """
 
+import functools
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +27,7 @@ def static_batches(view: SchedulerView) -> Decision:
   return Decision(insert=0 if np.any(view.active) else view.slots)
 
 
-def in_turns(
+def pipelined(
   requests: Requests,
   cost: CostModel,
   config: sampling.EngineConfig,
@@ -33,16 +35,25 @@ def in_turns(
   *,
   steps: int,
   rule: SchedulingRule | None = None,
+  lag: int = 0,
+  streaming: bool = False,
 ) -> list[dict[str, float]]:
-  """Sampling, training and sync by turns, with all devices for each.
+  """Batch after batch, as the worker of real runs has them written.
+
+  Without a lag sampling and training take turns, with all devices for each.
+  With one, or when groups are trained on as they arrive, each has devices of
+  its own: batch b is written with the weights of version max(0, b - lag).
 
   Args:
     requests: lengths.
-    cost: prices.
+    cost: prices, with a lag those of each side.
     config: of the engine.
     settings: of the worker; without verdicts there is no dynamic sampling.
     steps: of training.
     rule: in place of the worker's.
+    lag: updates between the weights that write a batch and those it trains.
+    streaming: whether the trainer takes groups as they are complete, see
+      `config.schedule.streaming`.
 
   Returns:
     Of each step the engine's `EngineStats` by name, and what `close_step` adds
@@ -51,21 +62,41 @@ def in_turns(
   Raises:
     ValueError: a number is out of range.
   """
-  books = _Books(requests, cost, config, settings.groups, steps, rule)
   if settings.group_size != requests.lengths.shape[1]:
     raise ValueError(f"lengths {requests.lengths.shape} are not of {settings}")
   if settings.window < 0 or settings.in_flight < settings.groups:
     raise ValueError(f"window < 0 or in_flight < groups in {settings}")
+  if lag < 0:
+    raise ValueError(f"lag must be >= 0, got {lag}")
+  books = _Books(requests, cost, config, settings.groups, steps, rule)
+  engine = books.engine
   worker = RolloutWorker(books.writer, books.writer, settings)
   state, drawn = worker.init(), 0
-  for version in range(steps):
-    weights, timer = Weights(object(), version), metrics.PhaseTimer()
-    collected = worker.collect(state, drawn, weights, timer)
+  synced_s = [0.0]  # When the weights of a version reach the sampler.
+  for step in range(steps):
+    version = max(0, step - lag)
+    waited_s = max(synced_s[version] - engine.seconds, 0.0)
+    engine.seconds += waited_s
+    arrivals: list[tuple[float, Rollout]] = []
+    collected = worker.collect(
+      state,
+      drawn,
+      Weights(object(), version),
+      metrics.PhaseTimer(),
+      functools.partial(books.note, arrivals) if streaming else None,
+    )
     state, drawn = collected.state, collected.source_state
     batch = collected.batch.responses.rollout
-    books.engine.seconds += books.train_s(batch)
+    trained_s = synced_s[-1]
+    for arrived_s, group in arrivals or [(engine.seconds, batch)]:
+      trained_s = max(trained_s, arrived_s) + books.train_s(group, steps=0)
+    synced_s.append(trained_s + cost.train_step_s + cost.sync_s)
     rest = [] if state.store is None else [state.store]
-    books.close_step(batch, version, rest)
+    if not (lag or streaming):
+      engine.seconds, waited_s = synced_s[-1], 0.0
+    books.close_step(
+      batch, step, rest, waited_s, synced_s[-1], late=version < step
+    )
   return books.rows
 
 
@@ -126,7 +157,8 @@ def asynchronous(
     left = {int(request.row.group_id[0]) for request in engine.step()}
     whole += [number for number in sorted(left) if ended(begun[number]).all()]
     if engine.seconds >= done_s:
-      books.close_step(batch, version, begun.values(), waited_s)
+      engine.seconds += cost.sync_s
+      books.close_step(batch, version, begun.values(), waited_s, engine.seconds)
       version, batch, done_s = version + 1, None, math.inf
       # Responses are prefilled again under the new weights.
       engine.set_params(object(), version)
@@ -145,24 +177,40 @@ class _Books:
     # When the weights became those of now: lengths of responses by number.
     self._start_s, self._stats, self._older = 0.0, self.engine.stats, {}
 
-  def train_s(self, batch: Rollout) -> float:
-    return self._cost.train_s(batch.prompt_lengths + batch.lengths)
+  def note(self, arrivals: list, judged: Any) -> None:
+    """A group that is complete, and when."""
+    rollout = judged.result().responses.rollout
+    arrivals.append((self.engine.seconds, rollout))
+
+  def train_s(self, batch: Rollout, steps: int = 1) -> float:
+    """Of a part of a batch, and of optimizer steps."""
+    work_s = self._cost.train_s(batch.prompt_lengths + batch.lengths)
+    return work_s - (1 - steps) * self._cost.train_step_s
 
   def close_step(
-    self, batch: Rollout, version: int, rest: Iterable[Rollout], waited_s=0.0
+    self,
+    batch: Rollout,
+    version: int,
+    rest: Iterable[Rollout],
+    waited_s: float,
+    end_s: float,
+    *,
+    late: bool = False,
   ) -> None:
-    """Syncs the weights, and takes down what a step was.
+    """Takes down what a step was.
 
     Args:
       batch: what was trained.
       version: of the weights that were trained.
       rest: responses that have begun, and are not trained or go on.
       waited_s: the sampler for the trainer.
+      end_s: when the new weights were with the sampler.
+      late: whether even the newest tokens are of older weights.
     """
     engine = self.engine
-    engine.seconds += self._cost.sync_s
     stats = engine.stats - self._stats
     older = [self._older.get(number, 0) for number in batch.sample_id.tolist()]
+    older = batch.lengths if late else older
     off_policy = np.maximum(older - batch.window_start, 0)
     begun = batch.version[off_policy > 0, 0]
     whole = batch.lengths[ended(batch)]
@@ -171,7 +219,7 @@ class _Books:
       self._older |= zip(rollout.sample_id.tolist(), rollout.lengths.tolist())
     capacities = [call.kv_capacity for call in engine.trace]
     row = {
-      "step_s": engine.seconds - self._start_s,
+      "step_s": end_s - self._start_s,
       "train_s": self.train_s(batch),
       "waited_s": waited_s,
       "trained": int((batch.lengths - batch.window_start).sum()),  # Tokens.
@@ -183,5 +231,5 @@ class _Books:
       "kv_capacity": max(capacities, default=0),
     }
     self.rows.append(stats._asdict() | row)
-    self._start_s, self._stats = engine.seconds, engine.stats
+    self._start_s, self._stats = end_s, engine.stats
     engine.trace.clear()

@@ -176,6 +176,7 @@ def _make_pipeline(config) -> Pipeline:
     lag=schedule.lag,
     overlap=schedule.overlap,
     max_staleness=schedule.max_staleness if partial else 0,
+    streaming=schedule.streaming,
   )
 
 

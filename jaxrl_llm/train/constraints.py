@@ -13,7 +13,16 @@ Wrong = dict[str, str]  # Keys that do not go together -> what to do.
 def broken(config: Any) -> Wrong:
   """The constraints that a config breaks, the first to be told first."""
   wrong: Wrong = {}
-  for topic in (sizes, files, windows, groups, off_policy, corrections, losses):
+  for topic in (
+    sizes,
+    files,
+    windows,
+    streaming,
+    groups,
+    off_policy,
+    corrections,
+    losses,
+  ):
     topic(config, wrong)
   return wrong
 
@@ -96,6 +105,40 @@ def windows(config: Any, wrong: Wrong) -> None:
     wrong["schedule.window, loss.overlong_filter"] = (
       "earlier windows of an overlong response are trained before it is known"
       " to be one; switch one off"
+    )
+
+
+def streaming(config: Any, wrong: Wrong) -> None:
+  """Gradients that are summed up while other groups are being written."""
+  schedule = config.schedule
+  if not schedule.streaming:
+    return
+  plain = {"lag": 0, "window": 0, "stop": "all", "dynamic_sampling": False}
+  for key, value in plain.items():
+    if schedule[key] != value:
+      wrong[f"schedule.streaming, schedule.{key}"] = (
+        "only a whole batch of the newest weights arrives group by group;"
+        " switch one off"
+      )
+  batch = config_lib.batch_size(config)
+  for role in ("policy", "value") if has_critic(config) else ("policy",):
+    settings = config.optimizer[role]
+    if settings.mini_batch != batch or settings.epochs > 1:
+      key = f"optimizer.{role}"
+      wrong[f"schedule.streaming, {key}.mini_batch, {key}.epochs"] = (
+        f"gradients are summed up over the batch; use mini_batch={batch} and"
+        " epochs=1"
+      )
+  whole = {
+    "estimator.normalize": config.estimator.normalize != "none",
+    "loss.name": config.loss.name == "hapo",
+    "loss.nll_coefficient": config.loss.nll_coefficient > 0,
+    "off_policy.ess_scale": config.off_policy.ess_scale,
+    "off_policy.proximal": config.off_policy.proximal == "ewma",
+  }
+  for key in (key for key, needed in whole.items() if needed):
+    wrong[f"schedule.streaming, {key}"] = (
+      "it needs the whole batch before the first gradient; switch one off"
     )
 
 

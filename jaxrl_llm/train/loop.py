@@ -232,7 +232,9 @@ def iterate(
   # 1. Draw prompts, 2. generate, 3. reward what ended: of a batch that is
   # trained on now, or `schedule.lag` updates later.
   def collect(rollout: RolloutState, source: PromptSourceState) -> Collected:
-    new = run.worker.collect(rollout, source, sampled_with, timer)
+    new = run.worker.collect(
+      rollout, source, sampled_with, timer, run.pipeline.arrived
+    )
     source = run.source.observe(new.source_state, new.batch.responses)
     return dataclasses.replace(new, source_state=source)
 
@@ -243,11 +245,8 @@ def iterate(
     version=states.step,
     ready=len(states.batches),
   ) as written:
-    with timer.phase("wait"):
-      batch = states.batches[0] if states.batches else written[0].result().batch
-    run.pipeline.check(batch, states.step)
     # 4. Score, 5. estimate, 6. pack, 7. update.
-    learner, row = run.learner.update(states.learner, batch.responses, timer)
+    learner, row, batch = _learn(run, states, written, timer)
     with timer.phase("wait"):
       collected = [future.result() for future in written]
   row = batch.metrics | row
@@ -276,6 +275,19 @@ def iterate(
   judged = batch.responses.judged[batch.responses.ended]
   stop_unjudged(run, states.step, judged)
   return states, weights, row
+
+
+def _learn(run, states, written, timer) -> tuple[LearnerState, dict, Batch]:
+  """Trains on the batch whose turn it is, or on its groups as they come."""
+  if run.pipeline.streaming:
+    groups = run.pipeline.arriving(written, states.step, timer)
+    learner, row = run.learner.update_by_groups(states.learner, groups, timer)
+    return learner, row, written[0].result().batch
+  with timer.phase("wait"):
+    batch = states.batches[0] if states.batches else written[0].result().batch
+  run.pipeline.check(batch, states.step)
+  learner, row = run.learner.update(states.learner, batch.responses, timer)
+  return learner, row, batch
 
 
 def stop_unjudged(run: Run, step: int, judged: np.ndarray) -> None:

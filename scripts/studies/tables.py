@@ -51,6 +51,26 @@ _ALL_GROUPS = {"schedule.dynamic_sampling": False}
 # A full rollout costs as much as several windows: fewer steps, like seconds.
 _FULL = {"run.steps": 40, "eval.every": 5}
 _WINDOWED = {"run.steps": 80, "eval.every": 10}
+# AReaL's objective and what it leaves out: π_prox recomputed and its distance
+# to the sampler weighed; the sampler as π_prox (PPO's ratio corrects); neither.
+_OBJECTIVES = {
+  "decoupled": {},
+  "coupled": {"off_policy.proximal": "stored", "off_policy.correction": "none"},
+  "uncorrected": {"off_policy.correction": "none"},
+}
+_STALE = {"run.steps": 60, "eval.every": 15}
+# Of REINFORCE at lag 8, one after the other.
+_PLAIN = {
+  "schedule.lag": 8,
+  "schedule.stop": "all",
+  "schedule.over_provision": 1.0,
+  "estimator.name": "group",
+  "estimator.scale": "none",
+  "off_policy.correction": "none",
+  "off_policy.ess_scale": False,
+}
+_TRUNCATED = {"off_policy.correction": "truncate"}
+_SCALED = _TRUNCATED | {"off_policy.ess_scale": True}
 
 STUDIES: Mapping[str, Study] = {
   "vapo_ablations": Study(
@@ -79,6 +99,33 @@ STUDIES: Mapping[str, Study] = {
       ),
       Variant("+ token-level loss", "dapo", _RUN | _ALL_GROUPS),
       Variant("+ dynamic sampling (DAPO)", "dapo", _RUN),
+    ),
+  ),
+  "staleness": Study(
+    title="Training on what older weights wrote",
+    question="What does a lag cost, and which objective bears it?",
+    preset="",
+    target=0.85,
+    variants=(
+      Variant("lag 0", "areal", _STALE | {"schedule.lag": 0}),
+      *(
+        Variant(f"lag {lag}", "areal", _STALE | {"schedule.lag": lag})
+        for lag in (1, 2, 4)
+      ),
+      *(
+        Variant(
+          f"lag 8, {name}", "areal", _STALE | {"schedule.lag": 8} | changes
+        )
+        for name, changes in _OBJECTIVES.items()
+      ),
+      Variant("REINFORCE, lag 8", "vcpo", _STALE | _PLAIN),
+      Variant("+ truncation", "vcpo", _STALE | _PLAIN | _TRUNCATED),
+      Variant("+ step scale", "vcpo", _STALE | _PLAIN | _SCALED),
+      Variant(
+        "+ optimal baseline (VCPO)",
+        "vcpo",
+        _STALE | _PLAIN | _SCALED | {"estimator.name": "optimal_baseline"},
+      ),
     ),
   ),
   "tppo_speed": Study(

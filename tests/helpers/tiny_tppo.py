@@ -106,8 +106,8 @@ def recording(run, log):
     critic=noted(learner.critic, log.critic),
   )
 
-  def experience(*arguments):
-    made = learner._experience(*arguments)
+  def experience(*arguments, **settings):
+    made = learner._experience(*arguments, **settings)
     log.estimated.append(Seen(*arguments, made))
     return made
 

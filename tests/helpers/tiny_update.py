@@ -94,7 +94,7 @@ ALGORITHMS = {
 
 
 def make_batch(
-  kind, *, micro_batch_size, rows=range(SAMPLES), capacity=CAPACITY
+  kind, *, micro_batch_size, rows=range(SAMPLES), capacity=CAPACITY, size=None
 ):
   rollout, data = make_data()
   rows = np.asarray(rows)
@@ -107,8 +107,8 @@ def make_batch(
   batch = packing.MiniBatch(rows, packed, layout)
   inputs = take_rows(data, rows)
   if kind == "value":
-    return critic_batch(inputs, batch, ALGORITHMS["policy"])
-  return policy_batch(inputs, batch, ALGORITHMS[kind])
+    return critic_batch(inputs, batch, ALGORITHMS["policy"], size)
+  return policy_batch(inputs, batch, ALGORITHMS[kind], size)
 
 
 def with_input(batch, name, values):
@@ -124,12 +124,15 @@ def make_update(kind, mesh=None):
     shapes = jax.eval_shape(lambda: create_train_state(make_params(kind), SGD))
     places = sharding.tree_shardings(shapes, mesh)
     pinned = {"out_shardings": (places, sharding.replicated(mesh))}
+  return update.make_update(
+    objective_of(kind, fns), SGD, RATE, **pinned
+  ), pinned
+
+
+def objective_of(kind, fns):
   if kind == "value":
-    loss = ALGORITHMS["policy"].value_loss
-    objective = update.value_objective(fns, loss)
-  else:
-    objective = policy_objective(fns, kind)
-  return update.make_update(objective, SGD, RATE, **pinned), pinned
+    return update.value_objective(fns, ALGORITHMS["policy"].value_loss)
+  return policy_objective(fns, kind)
 
 
 def policy_objective(fns, kind="policy"):

@@ -7,20 +7,25 @@ import numpy as np
 import optax
 import pytest
 from helpers.tiny_update import (
+  ALGORITHMS,
   RATE,
+  SAMPLES,
   SGD,
   TEMPERATURE,
   largest,
   make_batch,
+  make_data,
   make_fns,
   make_params,
   make_state,
   make_update,
+  objective_of,
   policy_objective,
+  settings_of,
   with_input,
 )
 
-from jaxrl_llm import sharding
+from jaxrl_llm import masked, sharding
 from jaxrl_llm.learner import update
 from jaxrl_llm.learner.optimizer import create_train_state
 from jaxrl_llm.learner.packing import place
@@ -148,6 +153,34 @@ class TestNotFinite:
     batch = make_batch("policy", micro_batch_size=4)
     after, _ = policy_update(broken, batch, TEMPERATURE)
     assert after.optimizer[1:3] == (0, 1)
+
+
+class TestAccumulation:
+  @pytest.mark.parametrize("kind", ["gspo", "value"])
+  def test_of_parts_is_the_update_on_the_whole(self, kind):
+    """SGD moves by the gradient, so this compares gradients."""
+    parts = update.make_accumulation(
+      objective_of(kind, make_fns(kind)), SGD, RATE
+    )
+    state, sums = make_state(kind), None
+    for rows in (range(4), range(4, 12), range(12, SAMPLES)):
+      batch = make_batch(kind, micro_batch_size=4, rows=rows, size=1)
+      given = state.params, batch, *settings_of(kind)
+      sums = parts.begin(*given) if sums is None else sums
+      sums = parts.add(sums, *given)
+    mask = make_data()[1][f"{'value' if kind == 'value' else 'policy'}_mask"]
+    size = masked.reduction_size(mask, mode=ALGORITHMS["gspo"].loss_mode)
+    after, row = parts.apply(state, sums, size)
+    whole, expected = make_update(kind)[0](
+      make_state(kind),
+      make_batch(kind, micro_batch_size=4),
+      *settings_of(kind),
+    )
+    for mine, his in zip(*map(jax.tree.leaves, (after.params, whole.params))):
+      np.testing.assert_allclose(mine, his, rtol=1e-6, atol=1e-6)
+    assert row.keys() == expected.keys()
+    for name in row:
+      np.testing.assert_allclose(row[name], expected[name], rtol=2e-6)
 
 
 class TestFrozen:

@@ -10,9 +10,11 @@ from helpers import tiny_run
 from helpers.tiny_run import with_config
 from helpers.tiny_tppo import record, saved
 
+from jaxrl_llm import metrics
 from jaxrl_llm.rollout.pipeline import Pipeline, admit
+from jaxrl_llm.rollout.writer import Weights
 from jaxrl_llm.train import build, loop
-from jaxrl_llm.types import ended, take_rows
+from jaxrl_llm.types import ended, join_rows, take_rows
 
 STEPS = 6
 NO_CRITIC = {"estimator__name": "group"}
@@ -123,7 +125,84 @@ class TestLag:
         late.pipeline.check(batch, wrong)
 
 
+PLAIN = {
+  "value__pretrain_steps": 0,
+  "run__samples_every": 0,
+  "loss__nll_coefficient": 0.0,
+  "optimizer__policy__mini_batch": 32,
+  "optimizer__value__mini_batch": 32,
+  "sampler__max_response_length": 40,
+}
+
+
+@pytest.fixture(scope="module", params=["critic", "group", "environment"])
+def plain(model, request):
+  settings = PLAIN | METHODS.get(request.param, NO_CRITIC)
+  if request.param == "environment":
+    settings |= {"environment__name": "calculator"}
+  return build.make_run(tiny_run.make_config(model, **settings))
+
+
+@pytest.fixture(scope="module")
+def streaming(plain):
+  return with_config(plain, schedule__streaming=True)
+
+
+@pytest.fixture(scope="module")
+def streamed(streaming):
+  steps, (states, _) = record(streaming, 3)
+  return steps, states
+
+
+class TestStreaming:
+  def test_in_turns_it_is_the_same(self, streaming, streamed):
+    turns = with_config(streaming, schedule__overlap=False)
+    steps, (states, _) = record(turns, 3)
+    assert_same(steps, streamed[0])
+    chex.assert_trees_all_equal(*map(jax.device_get, (states, streamed[1])))
+
+  def test_after_a_resume_it_is_the_same(self, streaming, streamed, tmp_path):
+    _, (states, _) = record(streaming, 1)
+    rest, _ = record(streaming, 2, saved(streaming, states, tmp_path))
+    assert_same(rest, streamed[0][1:])
+
+  def test_it_is_the_update_on_the_whole_batch(self, plain, streamed):
+    """The metrics of the first, and so its gradients, but for the sums."""
+    (whole,), _ = record(plain, 1)
+    mine, his = streamed[0][0].row, whole.row
+    assert {*mine} - {*his} <= {"sampler_trainer/logprob_diff_max"}
+    for name in his:
+      assert mine[name] == pytest.approx(his[name], rel=2e-6, abs=1e-7), name
+
+  def test_groups_arrive_while_others_are_written(self, streaming):
+    engine, arrived = streaming.worker.writer.engine, []
+    states, weights = loop.begin(streaming)
+    weights = Weights(weights.params, weights.version)
+
+    def take(judged):
+      arrived.append((len(engine.requests()), judged.result().responses))
+
+    collected = streaming.worker.collect(
+      states.rollout, states.source, weights, metrics.PhaseTimer(), take
+    )
+    left, groups = zip(*arrived)
+    assert len(left) == 8 and left[0] > 0 == left[-1]
+    assert list(left) == sorted(left, reverse=True)
+    chex.assert_trees_all_equal(join_rows(groups), collected.batch.responses)
+
+
 class TestFailure:
+  def test_of_the_worker_comes_before_an_update(self):
+    pipeline = Pipeline(lag=0, overlap=True, max_staleness=0, streaming=True)
+    timer = metrics.PhaseTimer()
+
+    def collect(state, source_state):
+      raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space left"):
+      with pipeline.writing(collect, None, None, version=0, ready=0) as written:
+        list(pipeline.arriving(written, 0, timer))
+
   @pytest.mark.parametrize("overlap", [True, False])
   def test_of_the_worker_comes_out_of_the_loop(self, overlap):
     pipeline = Pipeline(lag=1, overlap=overlap, max_staleness=0)

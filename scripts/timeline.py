@@ -1,0 +1,171 @@
+"""Draws what sampler and learner of a run do at the same time.
+
+    XLA_FLAGS="--xla_force_host_platform_device_count=2 \
+        --xla_cpu_multi_thread_eigen=false" \
+        python scripts/timeline.py [--steps=6] [--out=runs/timeline]
+
+Runs GRPO on the embedded base with sampler and learner on a device of their
+own, a core each: by turns, with `schedule.streaming` and with `schedule.lag`.
+Prints the seconds of a step and writes OUT/timeline.csv (way, side, phase,
+begin and end in seconds), OUT/table.md and OUT/timeline.png. Nothing that
+compiles is in them: each way is warmed up before.
+"""
+
+import argparse
+import contextlib
+import csv
+import pathlib
+import runpy
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxrl_llm import config as config_lib
+from jaxrl_llm import metrics, report
+from jaxrl_llm.report.figure import figure, name_lines
+from jaxrl_llm.train import build, loop
+
+_GRPO = pathlib.Path(__file__).resolve().parents[1] / "configs" / "grpo.py"
+_WARM_UP = 3  # Steps.
+WAYS = {
+  "by turns": {},
+  "streaming": {"schedule.streaming": True},
+  "lag 1": {"schedule.lag": 1},
+}
+_WAITS = "wait"  # The phase in which the learner does nothing.
+# Whose a phase is, if not the learner's.
+_SIDES = {"data": "sampler", "generate": "sampler", "reward": "rewards"}
+
+
+class Span(NamedTuple):
+  """A phase of the sampler, the learner or the rewards, in seconds."""
+
+  side: str
+  phase: str
+  begin_s: float
+  end_s: float
+
+
+class Recorder(metrics.PhaseTimer):
+  """A timer that keeps each phase."""
+
+  def __init__(self):
+    """Keeps none yet."""
+    super().__init__()
+    self.spans: list[Span] = []
+
+  @contextlib.contextmanager
+  def phase(self, name: str) -> Iterator[None]:
+    """As its parent's."""
+    begin_s = time.perf_counter()
+    with super().phase(name):
+      yield
+    side = _SIDES.get(name, "learner")
+    self.spans.append(Span(side, name, begin_s, time.perf_counter()))
+
+
+def make_config(way: str) -> Any:
+  """GRPO with an update a step, sampler and learner on devices of their own."""
+  config = runpy.run_path(str(_GRPO))["get_config"]()
+  config.mesh.data = config.sampler.mesh.data = 1
+  config.sampler.parity_check_every = config.run.samples_every = 0
+  config.optimizer.policy.mini_batch = config_lib.batch_size(config)
+  config.update_from_flattened_dict(WAYS[way])
+  return config
+
+
+def measure(way: str, steps: int) -> tuple[list[Span], float]:
+  """The phases of so many steps, and the seconds of one."""
+  run, recorder = build.make_run(make_config(way)), Recorder()
+  with contextlib.closing(run.judge):
+    states, weights = loop.begin(run)
+    for step in range(_WARM_UP + steps):
+      if step == _WARM_UP:
+        recorder.spans.clear()
+        begin_s = time.perf_counter()
+      states, weights, _ = loop.iterate(run, states, weights, recorder, None)
+    seconds = time.perf_counter() - begin_s
+  spans = [
+    span._replace(begin_s=span.begin_s - begin_s, end_s=span.end_s - begin_s)
+    for span in recorder.spans
+  ]
+  return spans, seconds / steps
+
+
+def busy(spans: list[Span], side: str) -> float:
+  """Seconds in which a side did something."""
+  return sum(
+    span.end_s - span.begin_s
+    for span in spans
+    if span.side == side and span.phase != _WAITS
+  )
+
+
+def draw(ways: dict[str, list[Span]], path: pathlib.Path) -> None:
+  """A panel a way, a bar a side, a colour a phase."""
+  phases = dict.fromkeys(s.phase for spans in ways.values() for s in spans)
+  phases.pop(_WAITS, None)
+  colors = {name: f"C{i}" for i, name in enumerate(phases)}
+  last_s = max(span.end_s for spans in ways.values() for span in spans)
+  title = "What sampler and learner do when (measured, two CPU devices)"
+  with figure(path, len(ways), 1, title=title) as (sheet, axes):
+    for (way, spans), axis in zip(ways.items(), axes.reshape(-1)):
+      sides = sorted({span.side for span in spans})
+      for phase, color in colors.items():
+        here = [span for span in spans if span.phase == phase]
+        axis.barh(
+          [sides.index(span.side) for span in here],
+          [span.end_s - span.begin_s for span in here],
+          left=[span.begin_s for span in here],
+          color=color,
+          label=phase,
+        )
+      axis.set_yticks(range(len(sides)), sides)
+      axis.set(title=way, xlim=(0, last_s))
+    axis.set_xlabel("seconds")
+    name_lines(sheet, *axis.get_legend_handles_labels())
+
+
+def main(arguments: list[str] | None = None) -> int:
+  """Measures, prints and draws."""
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument("--steps", type=int, default=6, help="that are measured")
+  parser.add_argument("--out", default="runs/timeline", help="folder")
+  options = parser.parse_args(arguments)
+  if jax.device_count() < 2 or options.steps < 1:
+    print(
+      f"error: {jax.device_count()} devices, {options.steps} steps; at least 2"
+      " devices and 1 step are needed, see --help",
+      file=sys.stderr,
+    )
+    return 2
+  out = pathlib.Path(options.out)
+  out.mkdir(parents=True, exist_ok=True)
+  ways, table, turns_s = {}, [], None
+  for way in WAYS:
+    ways[way], step_s = measure(way, options.steps)
+    turns_s = turns_s or step_s
+    row = {"measured": way, "s/step": f"{step_s:.3g}"}
+    row["x by turns"] = f"{turns_s / step_s:.2f}"
+    for side in ("learner", "sampler", "rewards"):
+      share = busy(ways[way], side) / (step_s * options.steps)
+      row[f"{side} busy"] = f"{share:.0%}"
+    table.append(row)
+    print(row, flush=True)
+  (out / "table.md").write_text(report.markdown(table), encoding="utf-8")
+  with open(out / "timeline.csv", "w", encoding="utf-8", newline="") as file:
+    writer = csv.writer(file)
+    writer.writerow(("way", *Span._fields))
+    for way, spans in ways.items():
+      writer.writerows((way, *span) for span in spans)
+  draw(ways, out / "timeline.png")
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

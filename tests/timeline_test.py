@@ -1,0 +1,52 @@
+"""The timeline: every way is run, and its phases lie where they should."""
+
+import csv
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def timeline(tmp_path, devices, *flags):
+  force = f"--xla_force_host_platform_device_count={devices}"
+  return subprocess.run(
+    [sys.executable, "scripts/timeline.py", f"--out={tmp_path}", *flags],
+    cwd=ROOT,
+    env=os.environ | {"XLA_FLAGS": force},
+    capture_output=True,
+    text=True,
+    timeout=900,
+  )
+
+
+def test_one_device_is_refused(tmp_path):
+  done = timeline(tmp_path, 1)
+  assert done.returncode == 2
+  assert "at least 2 devices" in done.stderr and not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_shows_who_works_at_the_same_time(tmp_path):
+  pytest.importorskip("matplotlib")
+  done = timeline(tmp_path, 2, "--steps=2")
+  assert done.returncode == 0, done.stderr
+  assert (tmp_path / "timeline.png").stat().st_size > 10_000
+  rows = list(csv.DictReader((tmp_path / "timeline.csv").open()))
+  shared = {}
+  for way in {row["way"] for row in rows}:
+    sides = {"sampler": [], "learner": []}
+    for row in rows:
+      if row["way"] == way and row["phase"] in ("generate", "update_policy"):
+        span = float(row["begin_s"]), float(row["end_s"])
+        sides[row["side"]].append(span)
+    shared[way] = sum(
+      max(0.0, min(a[1], b[1]) - max(a[0], b[0]))
+      for a in sides["sampler"]
+      for b in sides["learner"]
+    )
+  assert shared["by turns"] == 0.0
+  assert shared["streaming"] > 0.0 and shared["lag 1"] > 0.0
