@@ -164,6 +164,7 @@ class Turns(contextlib.ExitStack):
     """
     asked, answers = self._asked, self._answers
     for request, answer in zip(asked, answers.result() if asked else ()):
+      request.asked = False
       self._add(request, *answer)
     self._asked = [r for r in left if r.row.status[0] == Status.FINISHED]
     if self._asked:
@@ -174,6 +175,7 @@ class Turns(contextlib.ExitStack):
       self._answers = self._thread.submit(self._taking.ask, jobs)
       for request in self._asked:
         request.row.status[0] = int(Status.TRUNCATED)  # It may go on.
+        request.asked = True
     return bool(asked or self._asked)
 
   def _of(self, request: Request) -> dict[str, Any]:

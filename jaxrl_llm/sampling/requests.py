@@ -38,6 +38,7 @@ class Request:
   shard: int = 0  # Where its pages are.
   pages: list[int] = dataclasses.field(default_factory=list)
   cached: int = 0  # Tokens that it had when it last left its slot.
+  asked: bool = False  # It left its slot for what an environment says.
 
   @property
   def length(self) -> int:

@@ -3,17 +3,20 @@
 import json
 
 import chex
+import jax
 import numpy as np
 import pytest
-from helpers import hostile, tiny_run
+from helpers import hostile, scripted, tiny_run
 from helpers.tiny_run import with_config
 from helpers.tiny_tppo import record, saved
 
 from jaxrl_llm import register
+from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rollout.environments import Observation
-from jaxrl_llm.rollout.turns import ENVIRONMENTS
-from jaxrl_llm.rollout.writer import Weights
+from jaxrl_llm.rollout.turns import ENVIRONMENTS, TurnTaking
+from jaxrl_llm.rollout.writer import ResponseWriter, Weights
+from jaxrl_llm.sampling import rules
 from jaxrl_llm.train import build, loop
 from jaxrl_llm.types import Origin, Status, ended, take_rows
 
@@ -157,6 +160,70 @@ def assert_same_talks(mine, his):
     rollout.replace(**nothing), other.replace(**nothing)
   )
   assert talks == others
+
+
+class TestStopAfterResponses:
+  """By hand: a prompt says when its turn ends, and ends again once answered."""
+
+  COUNT, PROMPTS = 10, [scripted.prompt(7 + i, i) for i in range(24)]
+
+  def talk(self, rule):
+    taking = TurnTaking(
+      start=lambda example: (None, None),
+      ask=lambda jobs: [(self.answer(**job), None) for job in jobs],
+      decode=lambda tokens: "",
+      render=lambda text, role: [scripted.FIRST] * 2,
+      max_turns=3,
+      max_observation_tokens=8,
+    )
+    writer = ResponseWriter(
+      scripted.engine(),
+      scripted.GREEDY,
+      jax.random.key(0),
+      group_size=1,
+      turn_taking=taking,
+    )
+    prompts = [
+      Prompt(
+        id=f"{i}",
+        question="",
+        answer="",
+        source="",
+        example_id=i,
+        group_id=i,
+        tokens=tuple(tokens),
+      )
+      for i, tokens in enumerate(self.PROMPTS)
+    ]
+    ids = np.arange(len(prompts))[:, None]
+    return writer.write(
+      writer.begin(prompts, ids),
+      Weights(()),
+      rule=rule,
+      conversations=writer.conversations(prompts, ids),
+    )
+
+  def answer(self, state, response):
+    turns = (state or 0) + 1
+    seen = Observation("on", done=turns == 2)
+    return seen._asdict() | {"state": turns}
+
+  def test_one_that_waits_for_an_answer_has_not_ended(self):
+    seen = []
+
+    def rule(view):
+      decision = rules.stop_after_responses(self.COUNT)(view)
+      seen.append((view, decision.halt))
+      return decision
+
+    rollout = self.talk(rule)
+    assert any(view.asked.any() for view, _ in seen)
+    for view, halted in seen:
+      assert halted == (view.ended.sum() >= self.COUNT)
+    over = ended(rollout)
+    assert self.COUNT <= over.sum() < len(over)
+    heard = (rollout.origin == Origin.FOREIGN).sum(axis=1)
+    np.testing.assert_array_equal(heard[over], 2)
 
 
 class TestResume:
