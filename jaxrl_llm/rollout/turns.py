@@ -13,9 +13,11 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxrl_llm.data.prompt_source import Template
+from jaxrl_llm.data.prompt_source import REPLIES, Template, completion_reply
 from jaxrl_llm.data.tasks import Example
+from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError, as_input_error
+from jaxrl_llm.rewards.pool import CallPool
 from jaxrl_llm.rewards.verdict import number
 from jaxrl_llm.rollout.environments import (
   Calculator,
@@ -27,9 +29,6 @@ from jaxrl_llm.rollout.environments import (
 from jaxrl_llm.rollout.tools import Tools
 from jaxrl_llm.sampling.requests import Request
 from jaxrl_llm.types import Origin, Status
-
-# {state, response} of turns -> (what `Play` makes of it, None), or (None, why).
-Ask = Callable[[Sequence[Mapping[str, Any]]], Sequence[tuple[Any, str | None]]]
 
 _CHARS_PER_TOKEN = 32  # Longer texts are cut before they are tokenised.
 
@@ -53,10 +52,14 @@ class Play:
     """Args: an entry of `ENVIRONMENTS`, and its settings."""
     self._make, self._settings = make, dict(settings)
 
-  @property
-  def template_settings(self) -> dict[str, Any]:
-    """Variables of a chat template, such as the tools that there are."""
-    return getattr(self._make(**self._settings), "template_settings", {})
+  def template_settings(
+    self, template: str, settings: Mapping[str, Any]
+  ) -> dict[str, Any]:
+    """Those of a template; one for chats is told of tools, for example."""
+    if template != "chat":
+      return dict(settings)
+    own = getattr(self._make(**self._settings), "template_settings", {})
+    return {**settings, "kwargs": {**(settings.get("kwargs") or {}), **own}}
 
   def start(self, example: Example) -> tuple[str | Messages | None, Any]:
     """What the model reads first, and the state.
@@ -108,7 +111,8 @@ class TurnTaking:
 
   Attributes:
     start: example -> (what the model reads first, state of its environment).
-    ask: asks the environments of some conversations.
+    ask: {state, response} of some turns -> (what `Play` makes of it, None) or
+      (None, why not) of each.
     decode: tokens -> text.
     render: (text of an observation, role) -> tokens, up to where the model's
       next turn begins.
@@ -117,7 +121,7 @@ class TurnTaking:
   """
 
   start: Callable[[Example], tuple[Any, Any]]
-  ask: Ask
+  ask: CallPool
   decode: Callable[[Sequence[int]], str]
   render: Callable[[str, str], Sequence[int]]
   max_turns: int
@@ -127,6 +131,42 @@ class TurnTaking:
     """A conversation without a turn."""
     _, state = self.start(example)
     return json.dumps({"state": state, "turns": 0, "rewards": {}})
+
+
+def make_turn_taking(
+  play: Play,
+  tokenizer: Tokenizer,
+  template: str,
+  template_settings: Mapping[str, Any],
+  *,
+  workers: int,
+  deadline_s: float,
+  **bounds: int,
+) -> TurnTaking:
+  """How responses to the prompts of a template talk to an environment.
+
+  Args:
+    play: the environment.
+    tokenizer: of the model.
+    template: its name; what the environment says is written as it has it.
+    template_settings: its settings.
+    workers: processes that answer, as in `CallPool`.
+    deadline_s: seconds that an answer may take in one.
+    **bounds: max_turns and max_observation_tokens.
+
+  Raises:
+    InputError: the environment cannot be sent to workers, or the chat template
+      does not tell turns apart.
+  """
+  reply = REPLIES.get(template, completion_reply)
+  told = play.template_settings(template, template_settings)
+  return TurnTaking(
+    start=play.start,
+    ask=CallPool(play, workers=workers, deadline_s=deadline_s),
+    decode=tokenizer.decode,
+    render=reply(tokenizer, **told),
+    **bounds,
+  )
 
 
 class Turns(contextlib.ExitStack):
