@@ -56,6 +56,10 @@ CONTRADICTIONS = [
     ["reward.name='environment'", "environment.name=''"],
   ),
   (
+    {"environment.name": "calculator", "environment.rewards": "turns"},
+    ["environment.rewards='turns'", "reward.name='chain_sum'"],
+  ),
+  (
     {"schedule.over_provision": 1.5},
     ["schedule.over_provision=1.5", "schedule.stop='all'"],
   ),

@@ -82,6 +82,19 @@ def token_rewards(shaped_rewards, usable, truncated, mask, lengths):
   return outcome_on_token(known, mask, lengths)
 
 
+def turn_rewards_on_tokens(
+  shaped_rewards, turn_rewards, usable, truncated, mask, lengths
+):
+  """As `token_rewards`, but what a turn was given lies on its last token.
+
+  The rest of a response's reward is on its own last token, so that the sum is
+  that of `token_rewards`. One that goes on has its turns so far.
+  """
+  given = jnp.where(usable[:, None], turn_rewards, 0.0)
+  rest = shaped_rewards - jnp.sum(given, axis=1)
+  return given + token_rewards(rest, usable, truncated, mask, lengths)
+
+
 def soft_overlong(rewards, lengths, *, max_length, buffer, factor):
   """Rewards less DAPO's soft overlong punishment, [B]."""
   return rewards + estimators.soft_overlong_punishment(

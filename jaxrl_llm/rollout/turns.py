@@ -18,7 +18,7 @@ from jaxrl_llm.data.tasks import Example
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError, as_input_error
 from jaxrl_llm.rewards.pool import CallPool
-from jaxrl_llm.rewards.verdict import number
+from jaxrl_llm.rewards.verdict import Grading, number
 from jaxrl_llm.rollout.environments import (
   Calculator,
   Environment,
@@ -118,6 +118,7 @@ class TurnTaking:
       next turn begins.
     max_turns: of the model; a response that needs more is overlong.
     max_observation_tokens: what is longer is cut.
+    weights: of the named parts of a turn's reward; 1 where none is given.
   """
 
   start: Callable[[Example], tuple[Any, Any]]
@@ -126,6 +127,7 @@ class TurnTaking:
   render: Callable[[str, str], Sequence[int]]
   max_turns: int
   max_observation_tokens: int
+  weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
   def begin(self, example: Example) -> str:
     """A conversation without a turn."""
@@ -141,7 +143,7 @@ def make_turn_taking(
   *,
   workers: int,
   deadline_s: float,
-  **bounds: int,
+  **settings: Any,
 ) -> TurnTaking:
   """How responses to the prompts of a template talk to an environment.
 
@@ -152,7 +154,7 @@ def make_turn_taking(
     template_settings: its settings.
     workers: processes that answer, as in `CallPool`.
     deadline_s: seconds that an answer may take in one.
-    **bounds: max_turns and max_observation_tokens.
+    **settings: max_turns, max_observation_tokens and weights.
 
   Raises:
     InputError: the environment cannot be sent to workers, or the chat template
@@ -165,7 +167,7 @@ def make_turn_taking(
     ask=CallPool(play, workers=workers, deadline_s=deadline_s),
     decode=tokenizer.decode,
     render=reply(tokenizer, **told),
-    **bounds,
+    **settings,
   )
 
 
@@ -237,6 +239,9 @@ class Turns(contextlib.ExitStack):
     turns, rewards = said["turns"] + 1, said["rewards"]
     for name, value in answer["rewards"].items():
       rewards[name] = rewards.get(name, 0.0) + value
+    # On the last token of the turn, which the model wrote.
+    reward = Grading(taking.weights).value(answer["rewards"])
+    request.row.turn_rewards[0, request.length - 1] = reward
     state = answer.get("state", said["state"])
     self._conversations[str(request.row.sample_id[0])] = json.dumps(
       {"state": state, "turns": turns, "rewards": rewards}

@@ -148,6 +148,7 @@ def make_turn_taking(config: Any, tokenizer: Tokenizer) -> TurnTaking | None:
       deadline_s=chosen.deadline_s,
       max_turns=chosen.max_turns,
       max_observation_tokens=chosen.max_observation_tokens,
+      weights=dict(config.reward.weights),
     )
   except ValueError as error:
     raise InputError(f"config.environment: {error}") from error
