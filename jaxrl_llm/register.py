@@ -6,6 +6,7 @@ its positional arguments say what it reads, its keyword-only arguments get the
 settings of their names.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from jaxrl_llm.data import sources
 from jaxrl_llm.learner import choices, methods
 from jaxrl_llm.rollout import turns, worker
 from jaxrl_llm.rollout.environments import Environment
+from jaxrl_llm.rollout.tools import Tools
 
 
 def _add(table: dict, key: str, name: str, value: Any) -> None:
@@ -88,6 +90,17 @@ def environment(name: str, make: Callable[..., Environment]) -> None:
     make: (**environment.settings) -> an environment, such as a class.
   """
   _add(turns.ENVIRONMENTS, "environment.name", name, make)
+
+
+def tools(name: str, *functions: Callable[..., Any]) -> None:
+  """Makes `environment.name=NAME` offer functions to a chat model.
+
+  Args:
+    name: new name.
+    *functions: with typed arguments, and a docstring that says what they do
+      and, in lines `name: text`, what the arguments are.
+  """
+  environment(name, functools.partial(Tools, functions))
 
 
 def estimator(name: str, fn: Callable[..., jax.Array]) -> None:

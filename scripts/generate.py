@@ -31,6 +31,7 @@ from jaxrl_llm import (
   base_models,
   generate,
   models,
+  plugin,
   sharding,
   signals,
   workdir,
@@ -362,6 +363,7 @@ def make_parser() -> argparse.ArgumentParser:
   add("--top_k", type=int, default=0, help="likeliest tokens; 0 is off")
   add("--top_p", type=float, default=1.0, help="mass of them; 1 is off")
   add("--min_p", type=float, default=0.0, help="share of the best; 0 is off")
+  add("--plugin", metavar="FILE", **several, help="your own parts; repeatable")
   add("--environment", default="", help="who answers turns, such as calculator")
   add("--stop", **text, help=r"ends a response; \n is a new line; repeatable")
   add("--forbid", **text, help="a token that is never drawn; repeatable")
@@ -382,6 +384,8 @@ def main(arguments: list[str] | None = None) -> int:
   try:
     check_numbers(options)
     check_out(options)
+    for file in options.plugin:
+      plugin.load(file)
     job = make_job(options)
     with contextlib.closing(job.writer):
       return write_samples(job, options)
