@@ -34,10 +34,11 @@ def reward(name: str, fn: rewards.RewardFn) -> None:
     name: new name.
     fn: of what it names among prompt (as the model read it), question,
       messages (of a conversation), response, tokens, answer, finished (did it
-      end by itself?), source, id, columns (the row of the data) and the names
-      of its columns. It returns a bool (is it right?), a number, numbers by
-      the names of parts, or a `rewards.Verdict`. With reward.workers it must
-      be importable, which a function of a plugin is.
+      end by itself?), conversation (turns, and rewards by name, with an
+      environment), source, id, columns (the row of the data) and the names of
+      its columns. It returns a bool (is it right?), a number, numbers by the
+      names of parts, or a `rewards.Verdict`. With reward.workers it must be
+      importable, which a function of a plugin is.
 
   Raises:
     ValueError: the name is taken; so do all functions of this module.

@@ -358,6 +358,7 @@ class TestEnvironment:
         assert said == ["model", "environment", "model"]
         assert sample["turns"][1]["text"] == "3+5-2?"
 
+  @pytest.mark.slow
   def test_a_tool_of_a_chat_model(self, tmp_path):
     calls = [
       f"<tool_call>{json.dumps({'name': 'double', 'arguments': {'number': n}})}"

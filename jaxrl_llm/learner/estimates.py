@@ -4,6 +4,7 @@ Plain functions of a batch of B responses of up to T tokens; the names of their
 arguments are the inputs that they read (see `parts`):
 
   mask, version, behavior_logprobs      [B, T], of the rollout
+  turn_rewards                          [B, T], likewise
   lengths, status, window_start, group  [B], likewise
   rewards, correct, judged              [B], verdicts
   old_logprobs, entropies, ref_logprobs [B, T], of the policies
