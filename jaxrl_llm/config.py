@@ -233,6 +233,9 @@ class Environment(Group, path="environment"):
   played, 'tools' answers a chat model's calls; '' is nobody."""
   settings = Key({}, resume=FIXED)
   """Of the environment."""
+  rewards = Key("end", Names("learner.choices:TOKEN_REWARDS"), resume=FIXED)
+  """Where the part of a response's reward lies that the environment gave: on
+  the response's last token, or on that of each turn."""
   max_turns = Key(16, _SOME)
   """Of the model; a response that needs more is overlong."""
   max_observation_tokens = Key(64, _SOME)

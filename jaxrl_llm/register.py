@@ -6,6 +6,7 @@ its positional arguments say what it reads, its keyword-only arguments get the
 settings of their names.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from jaxrl_llm.data import sources
 from jaxrl_llm.learner import choices, methods
 from jaxrl_llm.rollout import turns, worker
 from jaxrl_llm.rollout.environments import Environment
+from jaxrl_llm.rollout.tools import Tools
 
 
 def _add(table: dict, key: str, name: str, value: Any) -> None:
@@ -32,10 +34,11 @@ def reward(name: str, fn: rewards.RewardFn) -> None:
     name: new name.
     fn: of what it names among prompt (as the model read it), question,
       messages (of a conversation), response, tokens, answer, finished (did it
-      end by itself?), source, id, columns (the row of the data) and the names
-      of its columns. It returns a bool (is it right?), a number, numbers by
-      the names of parts, or a `rewards.Verdict`. With reward.workers it must
-      be importable, which a function of a plugin is.
+      end by itself?), conversation (turns, and rewards by name, with an
+      environment), source, id, columns (the row of the data) and the names of
+      its columns. It returns a bool (is it right?), a number, numbers by the
+      names of parts, or a `rewards.Verdict`. With reward.workers it must be
+      importable, which a function of a plugin is.
 
   Raises:
     ValueError: the name is taken; so do all functions of this module.
@@ -88,6 +91,17 @@ def environment(name: str, make: Callable[..., Environment]) -> None:
     make: (**environment.settings) -> an environment, such as a class.
   """
   _add(turns.ENVIRONMENTS, "environment.name", name, make)
+
+
+def tools(name: str, *functions: Callable[..., Any]) -> None:
+  """Makes `environment.name=NAME` offer functions to a chat model.
+
+  Args:
+    name: new name.
+    *functions: with typed arguments, and a docstring that says what they do
+      and, in lines `name: text`, what the arguments are.
+  """
+  environment(name, functools.partial(Tools, functions))
 
 
 def estimator(name: str, fn: Callable[..., jax.Array]) -> None:

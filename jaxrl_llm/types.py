@@ -45,6 +45,8 @@ class Rollout:
   behavior_logprobs: chex.Array
   version: chex.Array  # int32 [B, T], policy version that wrote the token.
   origin: chex.Array  # int32 [B, T], an `Origin` per token.
+  # float32 [B, T], what an environment gave for the turn that ends here.
+  turn_rewards: chex.Array
   status: chex.Array  # int32 [B], a `Status` per response.
   window_start: chex.Array  # int32 [B], first token generated in this step.
   example_id: chex.Array  # int32 [B], row of the data that was asked.

@@ -297,7 +297,7 @@ def run() -> None:
   writer = dataclasses.replace(owners.evaluator.writer, key=key)
   evaluator = dataclasses.replace(owners.evaluator, writer=writer)
   found = []
-  with contextlib.closing(owners.judge):
+  with contextlib.closing(owners.judge), contextlib.closing(owners.worker):
     params, step = load_params(path, owners)
     for name in sets:
       if name is not sets[0]:  # The engine, and what it compiled, stay.

@@ -31,25 +31,30 @@ from jaxrl_llm import (
   base_models,
   generate,
   models,
+  plugin,
   sharding,
   signals,
   workdir,
 )
 from jaxrl_llm.data import rows
-from jaxrl_llm.data.prompt_source import REPLIES, TEMPLATES, Template
+from jaxrl_llm.data.prompt_source import TEMPLATES, Template
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.metrics.progress import Progress
 from jaxrl_llm.models import hf
-from jaxrl_llm.rewards.pool import CallPool
-from jaxrl_llm.rollout.turns import ENVIRONMENTS, Play, TurnTaking
+from jaxrl_llm.rollout import turns
 from jaxrl_llm.rollout.writer import ResponseWriter
 from jaxrl_llm.sampling import Engine, EngineConfig, SamplingSettings
 from jaxrl_llm.sampling.settings import max_tokens_of
 
 _STDIO = "-"
-# Of a conversation with an environment.
-_MAX_TURNS, _OBSERVATION_TOKENS, _ANSWER_S = 16, 256, 10.0
+# Of a conversation with an environment, see config group `environment`.
+_TURNS = {
+  "workers": 1,
+  "deadline_s": 10.0,
+  "max_turns": 16,
+  "max_observation_tokens": 256,
+}
 # Options that a sample does not depend on; the prompts are compared themselves.
 _FREE = ("prompts", "prompt", "jsonl", "out", "samples", "slots", "resume")
 
@@ -193,7 +198,7 @@ def make_sampling(options, tokenizer: Tokenizer) -> SamplingSettings:
 
 def make_template(
   options, tokenizer: Tokenizer
-) -> tuple[Template, TurnTaking | None]:
+) -> tuple[Template, turns.TurnTaking | None]:
   """How prompts are written, and how an environment answers responses.
 
   Raises:
@@ -202,22 +207,16 @@ def make_template(
   name = "chat" if options.chat else "completion"
   if not options.environment:
     return TEMPLATES[name](tokenizer), None
-  known = [name for name in ENVIRONMENTS if name]
+  known = [name for name in turns.ENVIRONMENTS if name]
   if options.environment not in known:
     raise InputError(
       f"--environment={options.environment} is unknown; choose one of"
       f" {', '.join(known)}"
     )
-  play = Play(ENVIRONMENTS[options.environment], {})
-  own = {"kwargs": play.template_settings} if options.chat else {}
-  return play.opened(TEMPLATES[name](tokenizer, **own)), TurnTaking(
-    start=play.start,
-    ask=CallPool(play, workers=1, deadline_s=_ANSWER_S),
-    decode=tokenizer.decode,
-    render=REPLIES[name](tokenizer, **own),
-    max_turns=_MAX_TURNS,
-    max_observation_tokens=_OBSERVATION_TOKENS,
-  )
+  play = turns.Play(turns.ENVIRONMENTS[options.environment], {})
+  template = TEMPLATES[name](tokenizer, **play.template_settings(name, {}))
+  taking = turns.make_turn_taking(play, tokenizer, name, {}, **_TURNS)
+  return play.opened(template), taking
 
 
 def make_job(options) -> generate.Generation:
@@ -364,6 +363,7 @@ def make_parser() -> argparse.ArgumentParser:
   add("--top_k", type=int, default=0, help="likeliest tokens; 0 is off")
   add("--top_p", type=float, default=1.0, help="mass of them; 1 is off")
   add("--min_p", type=float, default=0.0, help="share of the best; 0 is off")
+  add("--plugin", metavar="FILE", **several, help="your own parts; repeatable")
   add("--environment", default="", help="who answers turns, such as calculator")
   add("--stop", **text, help=r"ends a response; \n is a new line; repeatable")
   add("--forbid", **text, help="a token that is never drawn; repeatable")
@@ -384,7 +384,11 @@ def main(arguments: list[str] | None = None) -> int:
   try:
     check_numbers(options)
     check_out(options)
-    return write_samples(make_job(options), options)
+    for file in options.plugin:
+      plugin.load(file)
+    job = make_job(options)
+    with contextlib.closing(job.writer):
+      return write_samples(job, options)
   except InputError as error:
     print(f"error: {error}", file=sys.stderr)
     return 2

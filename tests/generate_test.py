@@ -128,6 +128,12 @@ def _load_script():
   return module
 
 
+def _children():
+  """Processes that this one started and that are still there."""
+  threads = pathlib.Path("/proc/self/task").iterdir()
+  return {pid for t in threads for pid in (t / "children").read_text().split()}
+
+
 class TestSamples:
   def test_lines_are_complete(self, job, whole):
     places = [(r["prompt_index"], r["sample_index"]) for r in whole]
@@ -323,6 +329,21 @@ class TestScript:
     assert "12 responses, " in done.stderr.splitlines()[-1]
     assert "; 11 finished; 1 overlong" in done.stderr
     _assert_same(_read(out), whole, but=("settings",))
+
+  def test_turns_of_a_calculator_whose_process_ends(self, tmp_path):
+    out = tmp_path / "out.jsonl"
+    flags = ["--prompt=7+5-3?", "--environment=calculator", "--stop=="]
+    flags += [f"--out={out}", "--samples=2", "--slots=2", "--temperature=0"]
+    before = _children()
+    assert _load_script().main([*flags, "--max_new_tokens=32"]) == 0
+    assert _children() == before
+    for record in _read(out):
+      assert "".join(t["text"] for t in record["turns"]) == record["text"]
+      assert record["turns"][:3] == [
+        {"role": "model", "text": "7+5="},
+        {"role": "environment", "text": "12;"},
+        {"role": "model", "text": "12-3="},
+      ]
 
   def test_bad_input_is_one_line(self, tmp_path, capsys):
     script = _load_script()

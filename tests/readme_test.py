@@ -104,9 +104,10 @@ def _arguments(line):
 def folder(tmp_path_factory):
   """A clone's folder with what a reader has put into it."""
   folder = tmp_path_factory.mktemp("clone")
-  for name in ("configs", "scripts"):
+  for name in ("configs", "scripts", "docs"):
     (folder / name).symlink_to(_ROOT / name)
   chat_model.write(folder / "smollm2")
+  (folder / "qwen3").symlink_to(folder / "smollm2")
   for name, text in _FILES.items():
     (folder / name).write_text(text)
   for block in _blocks("python"):

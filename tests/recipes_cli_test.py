@@ -72,6 +72,10 @@ CONTRADICTIONS = [
     ["schedule.streaming=True", "estimator.normalize='whiten'", "whole batch"],
   ),
   (
+    {"environment.name": "calculator", "environment.rewards": "turns"},
+    ["environment.rewards='turns'", "reward.name='chain_sum'"],
+  ),
+  (
     {"schedule.over_provision": 1.5},
     ["schedule.over_provision=1.5", "schedule.stop='all'"],
   ),

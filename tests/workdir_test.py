@@ -38,6 +38,7 @@ FIXED = {
   "schedule.lag": 2,
   "environment.name": "calculator",
   "environment.settings": {"digits": 3},
+  "environment.rewards": "turns",
   "off_policy.proximal": "ewma",
 }
 SWITCHES = {

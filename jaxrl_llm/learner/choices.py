@@ -50,6 +50,12 @@ LAMBDA_RULES: Mapping[str, Callable[[Settings], Part]] = {
   "length_adaptive": maker_of(estimators.length_adaptive_lambda),
 }
 
+# Name -> where the rewards of an environment lie, [B, T].
+TOKEN_REWARDS: Mapping[str, Callable[..., jax.Array]] = {
+  "end": estimates.token_rewards,
+  "turns": estimates.turn_rewards_on_tokens,
+}
+
 # Name -> (advantages, policy_mask) -> advantages; None leaves them.
 NORMALIZATIONS: Mapping[str, Callable[..., jax.Array] | None] = {
   "none": None,

@@ -4,6 +4,7 @@ Plain functions of a batch of B responses of up to T tokens; the names of their
 arguments are the inputs that they read (see `parts`):
 
   mask, version, behavior_logprobs      [B, T], of the rollout
+  turn_rewards                          [B, T], likewise
   lengths, status, window_start, group  [B], likewise
   rewards, correct, judged              [B], verdicts
   old_logprobs, entropies, ref_logprobs [B, T], of the policies
@@ -80,6 +81,19 @@ def token_rewards(shaped_rewards, usable, truncated, mask, lengths):
   """float32 [B, T]: rewards of what has ended, on tokens."""
   known = jnp.where(usable & ~truncated, shaped_rewards, 0.0)
   return outcome_on_token(known, mask, lengths)
+
+
+def turn_rewards_on_tokens(
+  shaped_rewards, turn_rewards, usable, truncated, mask, lengths
+):
+  """As `token_rewards`, but what a turn was given lies on its last token.
+
+  The rest of a response's reward is on its own last token, so that the sum is
+  that of `token_rewards`. One that goes on has its turns so far.
+  """
+  given = jnp.where(usable[:, None], turn_rewards, 0.0)
+  rest = shaped_rewards - jnp.sum(given, axis=1)
+  return given + token_rewards(rest, usable, truncated, mask, lengths)
 
 
 def soft_overlong(rewards, lengths, *, max_length, buffer, factor):

@@ -33,7 +33,8 @@ def make_algorithm(config: Any) -> Algorithm:
   """The algorithm of a validated config.
 
   Args:
-    config: groups reward, sampler, estimator, loss and off_policy are read.
+    config: groups reward, environment, sampler, estimator, loss and off_policy
+      are read.
 
   Raises:
     KeyError: a name is not in its dictionary (the config refuses it before).
@@ -108,7 +109,7 @@ def _rewards(config: Any) -> dict[str, Part]:
       "factor": config.reward.overlong_factor,
     }
     shaped = part(estimates.soft_overlong, settings)
-  on_tokens = part(estimates.token_rewards)
+  on_tokens = part(choices.TOKEN_REWARDS[config.environment.rewards])
   coefficient = config.loss.kl_reward_coefficient
   if coefficient:
     penalize = functools.partial(

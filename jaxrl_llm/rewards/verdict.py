@@ -39,6 +39,10 @@ class Grading(NamedTuple):
   weights: Mapping[str, float] = {}
   threshold: float = 0.5
 
+  def value(self, parts: Mapping[str, float]) -> float:
+    """The weighted sum of parts."""
+    return sum(self.weights.get(k, 1.0) * x for k, x in parts.items())
+
 
 PLAIN = Grading()
 _LARGEST = 2.0**127  # Of float32, which rewards are kept in.
@@ -89,7 +93,7 @@ def as_verdict(result: Any, grading: Grading = PLAIN) -> Verdict:
   parts = {str(k): number(x, f"part {k!r}") for k, x in result.parts.items()}
   value = result.value
   if value is None and parts:
-    value = sum(grading.weights.get(k, 1.0) * x for k, x in parts.items())
+    value = grading.value(parts)
   if value is not None:
     value = number(value, "the reward")
   correct = _scalar(result.correct)

@@ -16,7 +16,6 @@ from typing import Any
 
 from jaxrl_llm.data.tasks import Example
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.rewards.adapters import load_function
 from jaxrl_llm.rollout.environments import Observation
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
@@ -129,23 +128,14 @@ class Tools:
 
   state = None
 
-  def __init__(self, path: str = "", functions: Sequence[str] = ("python",)):
-    """Takes functions of a file, or those of this module.
+  def __init__(self, functions: Sequence[Callable[..., Any]] = (python,)):
+    """Takes functions, see `schema`.
 
     Raises:
-      InputError: one is not there, or cannot be described.
+      InputError: one cannot be described.
     """
-    own = {"python": python}
-    self._tools = {
-      name: load_function(path, name) if path else own.get(name)
-      for name in functions
-    }
-    for name, fn in self._tools.items():
-      if fn is None:
-        raise InputError(
-          f"there is no tool {name!r} here, only {', '.join(own)}; give a path"
-        )
-    self.template_settings = {"tools": list(map(schema, self._tools.values()))}
+    self._tools = {fn.__name__: fn for fn in functions}
+    self.template_settings = {"tools": list(map(schema, functions))}
 
   def start(self, example: Example) -> None:
     """The question is that of the data."""

@@ -13,10 +13,12 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxrl_llm.data.prompt_source import Template
+from jaxrl_llm.data.prompt_source import REPLIES, Template, completion_reply
 from jaxrl_llm.data.tasks import Example
+from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError, as_input_error
-from jaxrl_llm.rewards.verdict import number
+from jaxrl_llm.rewards.pool import CallPool
+from jaxrl_llm.rewards.verdict import Grading, number
 from jaxrl_llm.rollout.environments import (
   Calculator,
   Environment,
@@ -27,9 +29,6 @@ from jaxrl_llm.rollout.environments import (
 from jaxrl_llm.rollout.tools import Tools
 from jaxrl_llm.sampling.requests import Request
 from jaxrl_llm.types import Origin, Status
-
-# {state, response} of turns -> (what `Play` makes of it, None), or (None, why).
-Ask = Callable[[Sequence[Mapping[str, Any]]], Sequence[tuple[Any, str | None]]]
 
 _CHARS_PER_TOKEN = 32  # Longer texts are cut before they are tokenised.
 
@@ -53,10 +52,14 @@ class Play:
     """Args: an entry of `ENVIRONMENTS`, and its settings."""
     self._make, self._settings = make, dict(settings)
 
-  @property
-  def template_settings(self) -> dict[str, Any]:
-    """Variables of a chat template, such as the tools that there are."""
-    return getattr(self._make(**self._settings), "template_settings", {})
+  def template_settings(
+    self, template: str, settings: Mapping[str, Any]
+  ) -> dict[str, Any]:
+    """Those of a template; one for chats is told of tools, for example."""
+    if template != "chat":
+      return dict(settings)
+    own = getattr(self._make(**self._settings), "template_settings", {})
+    return {**settings, "kwargs": {**(settings.get("kwargs") or {}), **own}}
 
   def start(self, example: Example) -> tuple[str | Messages | None, Any]:
     """What the model reads first, and the state.
@@ -108,25 +111,64 @@ class TurnTaking:
 
   Attributes:
     start: example -> (what the model reads first, state of its environment).
-    ask: asks the environments of some conversations.
+    ask: {state, response} of some turns -> (what `Play` makes of it, None) or
+      (None, why not) of each.
     decode: tokens -> text.
     render: (text of an observation, role) -> tokens, up to where the model's
       next turn begins.
     max_turns: of the model; a response that needs more is overlong.
     max_observation_tokens: what is longer is cut.
+    weights: of the named parts of a turn's reward; 1 where none is given.
   """
 
   start: Callable[[Example], tuple[Any, Any]]
-  ask: Ask
+  ask: CallPool
   decode: Callable[[Sequence[int]], str]
   render: Callable[[str, str], Sequence[int]]
   max_turns: int
   max_observation_tokens: int
+  weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
   def begin(self, example: Example) -> str:
     """A conversation without a turn."""
     _, state = self.start(example)
     return json.dumps({"state": state, "turns": 0, "rewards": {}})
+
+
+def make_turn_taking(
+  play: Play,
+  tokenizer: Tokenizer,
+  template: str,
+  template_settings: Mapping[str, Any],
+  *,
+  workers: int,
+  deadline_s: float,
+  **settings: Any,
+) -> TurnTaking:
+  """How responses to the prompts of a template talk to an environment.
+
+  Args:
+    play: the environment.
+    tokenizer: of the model.
+    template: its name; what the environment says is written as it has it.
+    template_settings: its settings.
+    workers: processes that answer, as in `CallPool`.
+    deadline_s: seconds that an answer may take in one.
+    **settings: max_turns, max_observation_tokens and weights.
+
+  Raises:
+    InputError: the environment cannot be sent to workers, or the chat template
+      does not tell turns apart.
+  """
+  reply = REPLIES.get(template, completion_reply)
+  told = play.template_settings(template, template_settings)
+  return TurnTaking(
+    start=play.start,
+    ask=CallPool(play, workers=workers, deadline_s=deadline_s),
+    decode=tokenizer.decode,
+    render=reply(tokenizer, **told),
+    **settings,
+  )
 
 
 class Turns(contextlib.ExitStack):
@@ -164,6 +206,7 @@ class Turns(contextlib.ExitStack):
     """
     asked, answers = self._asked, self._answers
     for request, answer in zip(asked, answers.result() if asked else ()):
+      request.asked = False
       self._add(request, *answer)
     self._asked = [r for r in left if r.row.status[0] == Status.FINISHED]
     if self._asked:
@@ -174,6 +217,7 @@ class Turns(contextlib.ExitStack):
       self._answers = self._thread.submit(self._taking.ask, jobs)
       for request in self._asked:
         request.row.status[0] = int(Status.TRUNCATED)  # It may go on.
+        request.asked = True
     return bool(asked or self._asked)
 
   def _of(self, request: Request) -> dict[str, Any]:
@@ -195,6 +239,9 @@ class Turns(contextlib.ExitStack):
     turns, rewards = said["turns"] + 1, said["rewards"]
     for name, value in answer["rewards"].items():
       rewards[name] = rewards.get(name, 0.0) + value
+    # On the last token of the turn, which the model wrote.
+    reward = Grading(taking.weights).value(answer["rewards"])
+    request.row.turn_rewards[0, request.length - 1] = reward
     state = answer.get("state", said["state"])
     self._conversations[str(request.row.sample_id[0])] = json.dumps(
       {"state": state, "turns": turns, "rewards": rewards}

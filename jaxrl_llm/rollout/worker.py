@@ -199,8 +199,7 @@ class RolloutWorker:
 
   def close(self) -> None:
     """Ends the processes that environments run in."""
-    if self.writer.turn_taking is not None:
-      self.writer.turn_taking.ask.close()
+    self.writer.close()
 
   def collect(
     self,

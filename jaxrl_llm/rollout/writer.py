@@ -103,6 +103,11 @@ class ResponseWriter:
         turns=turns if hooks else None,
       )
 
+  def close(self) -> None:
+    """Ends the processes that environments run in."""
+    if self.turn_taking is not None:
+      self.turn_taking.ask.close()
+
   def conversations(
     self, prompts: Sequence[Prompt], sample_ids: Sequence[Sequence[int]]
   ) -> Conversations:

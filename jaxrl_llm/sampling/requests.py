@@ -38,6 +38,7 @@ class Request:
   shard: int = 0  # Where its pages are.
   pages: list[int] = dataclasses.field(default_factory=list)
   cached: int = 0  # Tokens that it had when it last left its slot.
+  asked: bool = False  # It left its slot for what an environment says.
 
   @property
   def length(self) -> int:
@@ -102,6 +103,9 @@ class Request:
     prompt = self.row.prompt_tokens[0, : self.row.prompt_lengths[0]]
     return np.concatenate([prompt, self.row.tokens[0, : self.length]])
 
+
+# Columns that are 0 where a response has no token.
+_PER_TOKEN = ("tokens", "behavior_logprobs", "version", "mask", "turn_rewards")
 
 Rows = Sequence[Request | None]  # Of a batch; None is an idle slot.
 
@@ -211,6 +215,7 @@ def new_requests(
     behavior_logprobs=np.zeros((rows, room), np.float32),
     version=full(0, room),
     origin=full(int(Origin.POLICY), room),
+    turn_rewards=np.zeros((rows, room), np.float32),
     status=full(int(Status.TRUNCATED)),
     window_start=full(0),
     example_id=repeat(group_ids if example_ids is None else example_ids),
@@ -255,7 +260,7 @@ def cut(rollout: Rollout, row: int, length: int, *, status: Status) -> None:
 
   What is cut off leaves no trace: it is as it is in a new request.
   """
-  for name in ("tokens", "behavior_logprobs", "version", "mask"):
+  for name in _PER_TOKEN:
     rollout[name][row, length:] = 0
   rollout.origin[row, length:] = int(Origin.POLICY)
   rollout.lengths[row] = length

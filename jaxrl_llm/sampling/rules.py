@@ -22,6 +22,7 @@ class SchedulerView(NamedTuple):
   slots: int
   waiting: chex.Array  # bool [B], will get a slot.
   active: chex.Array  # bool [B], has one.
+  asked: chex.Array  # bool [B], left its slot for what an environment says.
   ended: chex.Array  # bool [B], finished, overlong or stopped.
   lengths: chex.Array  # int32 [B].
   groups: chex.Array  # int32 [B].
@@ -98,7 +99,7 @@ def stop_after_responses(count: int) -> SchedulingRule:
   """
 
   def rule(view: SchedulerView) -> Decision:
-    if np.sum(~view.waiting & ~view.active) >= count:
+    if np.sum(~(view.waiting | view.active | view.asked)) >= count:
       return Decision(halt=True)
     return continuous_batching(view)
 

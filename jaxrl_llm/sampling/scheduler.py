@@ -198,6 +198,7 @@ class Scheduler:
         slots=len(self._slots),
         waiting=here & ~active,
         active=active,
+        asked=np.asarray([request.asked for request in requests]),
         ended=status != Status.TRUNCATED,
         lengths=lengths,
         groups=column("group"),

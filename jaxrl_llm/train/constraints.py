@@ -1,8 +1,10 @@
 """Settings that are fine alone and do not go together, by topic."""
 
+import inspect
 from typing import Any
 
 from jaxrl_llm import config as config_lib
+from jaxrl_llm import rewards
 from jaxrl_llm.data import sources
 from jaxrl_llm.learner.choices import correction_of, has_critic
 from jaxrl_llm.masked import NORM_MODES
@@ -243,4 +245,11 @@ def losses(config: Any, wrong: Wrong) -> None:
   if config.reward.name == "environment" and not config.environment.name:
     wrong["reward.name, environment.name"] = (
       "nobody gives the reward; choose an environment or another reward"
+    )
+  reward = rewards.REWARDS[config.reward.name]
+  counts_turns = "conversation" in inspect.signature(reward).parameters
+  if config.environment.rewards != "end" and not counts_turns:
+    wrong["environment.rewards, reward.name"] = (
+      "this reward does not count what turns were given; use 'environment', or"
+      " one of your own that reads `conversation`"
     )

@@ -10,8 +10,8 @@ from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError, as_input_error
 from jaxrl_llm.models import ModelConfig
-from jaxrl_llm.rewards.pool import CallPool
-from jaxrl_llm.rollout.turns import ENVIRONMENTS, Play, TurnTaking
+from jaxrl_llm.rollout import turns
+from jaxrl_llm.rollout.turns import Play, TurnTaking
 
 EVAL_POSITIONS = 10_000  # Most problems of an endless source that are read.
 
@@ -38,7 +38,8 @@ def make_prompts(
     train = sources.LazySource(
       train.__getitem__, range(min(data.pool, len(train)))
     )
-  play, template = make_play(config), _template(config, tokenizer, train)
+  play = make_play(config)
+  template = _template(config, tokenizer, train, play)
   settings = {
     "template": play.opened(template) if play else template,
     "tokenizer": tokenizer,
@@ -94,8 +95,10 @@ def _check_answers(reward: str, prompts: list[Prompt]) -> None:
     )
 
 
-def _template(config, tokenizer, pool):
-  settings = _template_settings(config, make_play(config))
+def _template(config, tokenizer, pool, play):
+  settings = dict(config.data.template_settings)
+  if play is not None:
+    settings = play.template_settings(config.data.template, settings)
   if config.data.template == "few_shot":
     settings["pool"] = pool
   with as_input_error(
@@ -114,7 +117,7 @@ def make_play(config: Any) -> Play | None:
     InputError: its settings are not its own.
   """
   chosen = config.environment
-  make = ENVIRONMENTS[chosen.name]
+  make = turns.ENVIRONMENTS[chosen.name]
   if make is None:
     return None
   try:
@@ -132,41 +135,23 @@ def make_turn_taking(config: Any, tokenizer: Tokenizer) -> TurnTaking | None:
   Raises:
     InputError: its settings are not its own.
   """
-  play, settings = make_play(config), config.environment
+  play, chosen, data = make_play(config), config.environment, config.data
   if play is None:
     return None
   try:
-    pool = CallPool(
-      play, workers=settings.workers, deadline_s=settings.deadline_s
+    return turns.make_turn_taking(
+      play,
+      tokenizer,
+      data.template,
+      data.template_settings,
+      workers=chosen.workers,
+      deadline_s=chosen.deadline_s,
+      max_turns=chosen.max_turns,
+      max_observation_tokens=chosen.max_observation_tokens,
+      weights=dict(config.reward.weights),
     )
   except ValueError as error:
     raise InputError(f"config.environment: {error}") from error
-  return TurnTaking(
-    start=play.start,
-    ask=pool,
-    decode=tokenizer.decode,
-    render=_reply(config, tokenizer, play),
-    max_turns=settings.max_turns,
-    max_observation_tokens=settings.max_observation_tokens,
-  )
-
-
-def _reply(config, tokenizer, play):
-  """How the environment's words become tokens: as the template has it."""
-  data = config.data
-  make = prompt_source.REPLIES.get(
-    data.template, prompt_source.completion_reply
-  )
-  return make(tokenizer, **_template_settings(config, play))
-
-
-def _template_settings(config, play):
-  """With what the environment tells a chat template, such as its tools."""
-  settings = dict(config.data.template_settings)
-  if play is not None and config.data.template == "chat":
-    own = dict(settings.get("kwargs") or {}) | play.template_settings
-    settings["kwargs"] = own
-  return settings
 
 
 def check_context(

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import pathlib
 import string
+from collections.abc import Sequence
 
 import jax
 import pretraining
@@ -12,16 +13,25 @@ from helpers import tiny_run
 from jaxrl_llm import models
 
 _TEMPLATE = (
-  "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+  "{% for t in tools | default([]) %}{{ t['function']['name'] }}:"
+  " {{ t['function']['description'] }}\n{% endfor %}"
+  "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}\n"
+  "{% endfor %}"
   "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
 
-def write(directory: pathlib.Path) -> pathlib.Path:
-  """2 layers of width 32, a token a character, and a chat template."""
+def write(directory: pathlib.Path, words: Sequence[str] = ()) -> pathlib.Path:
+  """2 layers of width 32, a token a character, and a chat template.
+
+  Args:
+    directory: new.
+    words: further tokens, which only the model writes.
+  """
   directory.mkdir(parents=True)
   characters = sorted(set(string.printable) - set("\r\v\f\t"))
-  text = pretraining.character_tokenizer_json("".join(characters))
+  vocabulary = [*characters, *words]
+  text = pretraining.character_tokenizer_json(vocabulary)
   (directory / "tokenizer.json").write_text(text, encoding="utf-8")
   tokens = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
   (directory / "generation_config.json").write_text(json.dumps(tokens))
@@ -29,7 +39,7 @@ def write(directory: pathlib.Path) -> pathlib.Path:
   (directory / "tokenizer_config.json").write_text(template)
   config = dataclasses.replace(
     tiny_run.model_config(),
-    vocab_size=len(characters) + 2,
+    vocab_size=len(vocabulary) + 2,
     max_position_embeddings=512,
   )
   fns = models.make_policy(config)

@@ -130,6 +130,7 @@ def random_rollout(rng, *, rows, prompt=7, room=9, vocab=50, group_size=1):
     behavior_logprobs=rng.normal(size=(rows, room)).astype(np.float32),
     version=np.zeros((rows, room), np.int32),
     origin=np.zeros((rows, room), np.int32),
+    turn_rewards=np.zeros((rows, room), np.float32),
     status=np.zeros(rows, np.int32),
     window_start=np.zeros(rows, np.int32),
     example_id=group,

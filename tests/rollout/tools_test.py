@@ -4,9 +4,11 @@ import json
 
 import pytest
 
+from jaxrl_llm import register
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rollout import tools
 from jaxrl_llm.rollout.environments import Calculator, GuessingGame
+from jaxrl_llm.rollout.turns import ENVIRONMENTS
 
 
 def area(width: float, height: float = 1.0, unit: str = "m") -> str:
@@ -99,17 +101,15 @@ class TestTools:
     (told,) = own.template_settings["tools"]
     assert told["function"]["parameters"]["required"] == ["code"]
 
-  def test_functions_of_a_file(self, tmp_path):
-    path = tmp_path / "own.py"
-    path.write_text(
-      'def half(x: int) -> float:\n  """Halves."""\n  return x / 2\n'
-    )
-    own = tools.Tools(str(path), ["half"])
-    assert own.step(f"<tool_call>{ask('half', x=3)}</tool_call>").text == "1.5"
-    with pytest.raises(InputError, match="has no function 'third'"):
-      tools.Tools(str(path), ["third"])
-    with pytest.raises(InputError, match="no tool 'search' here"):
-      tools.Tools(functions=["search"])
+  def test_of_ones_own(self):
+    register.tools("areas", area)
+    own = ENVIRONMENTS.pop("areas")()
+    calls = [ask("area", width=3), ask("python", code="1")]
+    seen = own.step("".join(f"<tool_call>{x}</tool_call>" for x in calls))
+    assert seen.text == "3.0 m2\nerror: no tool 'python'; there are area"
+    assert own.template_settings["tools"] == [tools.schema(area)]
+    with pytest.raises(InputError, match="no docstring"):
+      tools.Tools([silent])
 
 
 class TestCalculator:

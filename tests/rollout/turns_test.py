@@ -3,17 +3,22 @@
 import json
 
 import chex
+import jax
 import numpy as np
 import pytest
-from helpers import hostile, tiny_run
+import reference
+from helpers import hostile, scripted, tiny_run
+from helpers.tiny_algorithm import evaluate, make_algorithm
 from helpers.tiny_run import with_config
 from helpers.tiny_tppo import record, saved
 
-from jaxrl_llm import register
+from jaxrl_llm import register, types
+from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rollout.environments import Observation
-from jaxrl_llm.rollout.turns import ENVIRONMENTS
-from jaxrl_llm.rollout.writer import Weights
+from jaxrl_llm.rollout.turns import ENVIRONMENTS, TurnTaking
+from jaxrl_llm.rollout.writer import ResponseWriter, Weights
+from jaxrl_llm.sampling import rules
 from jaxrl_llm.train import build, loop
 from jaxrl_llm.types import Origin, Status, ended, take_rows
 
@@ -34,6 +39,15 @@ class Echo:
     return Observation(str(said), done=said > 3, rewards={"turns": 1.0})
 
 
+class Paid(Echo):
+  """Gives a part that grows with every turn, and one that does not."""
+
+  def step(self, response):
+    seen = super().step(response)
+    parts = {"turn": self.state["said"] / 4, "fee": -1.0}
+    return seen._replace(rewards=parts)
+
+
 class NoStart(Echo):
   def start(self, example):
     return example.columns["how"]
@@ -43,8 +57,10 @@ class NoStart(Echo):
 def registered():
   register.environment("echo", Echo)
   register.environment("no_start", NoStart)
+  register.environment("paid", Paid)
   yield
-  del ENVIRONMENTS["echo"], ENVIRONMENTS["no_start"]
+  for name in ("echo", "no_start", "paid"):
+    del ENVIRONMENTS[name]
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +173,178 @@ def assert_same_talks(mine, his):
     rollout.replace(**nothing), other.replace(**nothing)
   )
   assert talks == others
+
+
+class TestTurnRewards:
+  """Windows cut most conversations; a critic learns of those that ended."""
+
+  STEPS, WINDOW = 10, 6
+
+  @pytest.fixture(scope="class")
+  def paid(self, model):
+    return make_run(
+      model,
+      environment__name="paid",
+      environment__rewards="turns",
+      reward__weights={"fee": 0.125},
+      estimator__name="gae",
+      schedule__window=self.WINDOW,
+    )
+
+  @pytest.fixture(scope="class")
+  def paid_history(self, paid):
+    return record(paid, self.STEPS)[0]
+
+  def test_lie_where_turns_end(self, paid_history):
+    cut = 0
+    for step in paid_history:
+      rollout = step.collected.rollout
+      place = np.arange(rollout.mask.shape[1])
+      present = place < rollout.lengths[:, None]
+      foreign = present & (rollout.origin == Origin.FOREIGN)
+      ends = present & ~foreign & np.roll(foreign, -1, axis=1)
+      finished = rollout.status == Status.FINISHED
+      ends[finished, rollout.lengths[finished] - 1] = True
+      turn = np.cumsum(ends, axis=1)
+      paid = np.where(ends, turn / 4 - 0.125, 0)
+      # The last observation of one that is overlong may have had no room.
+      known = rollout.status != Status.OVERLONG
+      np.testing.assert_array_equal(rollout.turn_rewards[known], paid[known])
+      heard = place < rollout.lengths[:, None] - 1
+      np.testing.assert_array_equal(
+        (rollout.turn_rewards * heard)[~known], (paid * heard)[~known]
+      )
+      over = step.collected.ended
+      np.testing.assert_array_equal(
+        rollout.turn_rewards.sum(axis=1)[over], step.collected.rewards[over]
+      )
+      cut += int((rollout.turn_rewards.any(axis=1) & ~over).sum())
+    assert cut > 20
+
+  def test_of_a_turn_are_new_in_one_window(self, paid_history):
+    given, checked = {}, 0
+    for step in paid_history:
+      rollout = step.collected.rollout
+      place = np.arange(rollout.mask.shape[1])
+      new = (place >= rollout.window_start[:, None]) & rollout.mask
+      for row, number in enumerate(rollout.sample_id.tolist()):
+        fresh = np.where(new[row], rollout.turn_rewards[row], 0)
+        given[number] = given.get(number, 0) + fresh
+        np.testing.assert_array_equal(given[number], rollout.turn_rewards[row])
+        checked += bool(rollout.window_start[row] and fresh.any())
+    assert checked > 20
+
+  def test_are_credited_from_there_backwards(self, paid, paid_history):
+    settings = paid.config.estimator
+    assert sum(len(step.critic) for step in paid_history) > 0
+    for step in paid_history:
+      (seen,) = step.estimated
+      rollout, made = seen.rollout, seen.experience
+      rewards, values = rollout.turn_rewards, seen.scores["values"]
+      to_go = np.cumsum(rewards[:, ::-1], axis=1)[:, ::-1]
+      mask = made["value_mask"]
+      np.testing.assert_allclose(made["returns"][mask], to_go[mask], atol=1e-5)
+      cut = rollout.status == Status.TRUNCATED
+      last = [np.flatnonzero(row)[-1] for row in rollout.mask]
+      behind = np.where(cut, values[np.arange(len(last)), last], 0.0)
+      lambdas = [
+        reference.length_adaptive_lambda(n, settings.alpha)
+        for n in rollout.lengths
+      ]
+      expected = reference.gae(
+        rewards, values, rollout.mask, 1.0, np.c_[lambdas], behind
+      )
+      mask = made["policy_mask"]
+      assert not (mask & (rollout.origin == Origin.FOREIGN)).any()
+      np.testing.assert_allclose(
+        made["advantages"][mask], expected[mask], atol=1e-4
+      )
+
+  def test_a_group_sees_their_sum(self, paid_history):
+    whole = types.join_rows(
+      [types.take_rows(s.collected, s.collected.ended) for s in paid_history]
+    )
+    assert np.unique(whole.rewards).size > 2
+    given = dict(whole.rollout.items()) | dict(whole.items())
+    given |= {"old_logprobs": given["behavior_logprobs"]}
+    # Numbers that add up exactly.
+    at_end, on_turns = (
+      evaluate(make_algorithm(estimator__name="group", **changes), given)
+      for changes in ({}, {"environment__rewards": "turns"})
+    )
+    chex.assert_trees_all_equal(at_end, on_turns)
+
+  def test_resume_in_the_middle(self, paid, paid_history, tmp_path):
+    _, (states, _) = record(paid, 2)
+    rest, _ = record(paid, 2, saved(paid, states, tmp_path))
+    assert states.rollout.store.turn_rewards.any()
+    for mine, his in zip(rest, paid_history[2:]):
+      chex.assert_trees_all_equal(mine.collected, his.collected)
+      assert mine.row == his.row
+
+
+class TestStopAfterResponses:
+  """By hand: a prompt says when its turn ends, and ends again once answered."""
+
+  COUNT, PROMPTS = 10, [scripted.prompt(7 + i, i) for i in range(24)]
+
+  def talk(self, rule):
+    taking = TurnTaking(
+      start=lambda example: (None, None),
+      ask=lambda jobs: [(self.answer(**job), None) for job in jobs],
+      decode=lambda tokens: "",
+      render=lambda text, role: [scripted.FIRST] * 2,
+      max_turns=3,
+      max_observation_tokens=8,
+    )
+    writer = ResponseWriter(
+      scripted.engine(),
+      scripted.GREEDY,
+      jax.random.key(0),
+      group_size=1,
+      turn_taking=taking,
+    )
+    prompts = [
+      Prompt(
+        id=f"{i}",
+        question="",
+        answer="",
+        source="",
+        example_id=i,
+        group_id=i,
+        tokens=tuple(tokens),
+      )
+      for i, tokens in enumerate(self.PROMPTS)
+    ]
+    ids = np.arange(len(prompts))[:, None]
+    return writer.write(
+      writer.begin(prompts, ids),
+      Weights(()),
+      rule=rule,
+      conversations=writer.conversations(prompts, ids),
+    )
+
+  def answer(self, state, response):
+    turns = (state or 0) + 1
+    seen = Observation("on", done=turns == 2)
+    return seen._asdict() | {"state": turns}
+
+  def test_one_that_waits_for_an_answer_has_not_ended(self):
+    seen = []
+
+    def rule(view):
+      decision = rules.stop_after_responses(self.COUNT)(view)
+      seen.append((view, decision.halt))
+      return decision
+
+    rollout = self.talk(rule)
+    assert any(view.asked.any() for view, _ in seen)
+    for view, halted in seen:
+      assert halted == (view.ended.sum() >= self.COUNT)
+    over = ended(rollout)
+    assert self.COUNT <= over.sum() < len(over)
+    heard = (rollout.origin == Origin.FOREIGN).sum(axis=1)
+    np.testing.assert_array_equal(heard[over], 2)
 
 
 class TestResume:

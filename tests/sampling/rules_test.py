@@ -11,15 +11,16 @@ from jaxrl_llm.types import Status
 G = tiny_engine.G
 
 
-def _view(slots, waiting, active, ended=0, groups=None):
-  """Rows that wait, then those active, then those ended."""
-  counts = [waiting, active, ended]
-  of = lambda kind: np.repeat(np.arange(3) == kind, counts)
+def _view(slots, waiting, active, ended=0, groups=None, asked=0):
+  """Rows that wait, then those active, then ended, then asked."""
+  counts = [waiting, active, ended, asked]
+  of = lambda kind: np.repeat(np.arange(4) == kind, counts)
   rows = sum(counts)
   return SchedulerView(
     slots=slots,
     waiting=of(0),
     active=of(1),
+    asked=of(3),
     ended=of(2),
     lengths=np.zeros(rows, np.int32),
     groups=np.zeros(rows, np.int32) if groups is None else np.asarray(groups),
@@ -81,6 +82,12 @@ class TestStopAfterResponses:
     # One that came to the end of its window neither waits nor has a slot.
     paused = view._replace(ended=np.zeros(6, bool))
     assert rules.stop_after_responses(3)(paused) == Decision(halt=True)
+    # Nor has one that waits for a tool, but it goes on.
+    view = _view(4, 1, 2, ended=2, asked=3)
+    assert rules.stop_after_responses(2)(view) == Decision(halt=True)
+    assert rules.stop_after_responses(3)(view) == rules.continuous_batching(
+      view
+    )
 
   def test_the_others_go_on_to_what_they_would_have_been(self):
     full = tiny_engine.expected()

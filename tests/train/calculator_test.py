@@ -1,0 +1,139 @@
+"""The shipped base with a calculator, in the program as a user runs it."""
+
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from helpers import tiny_run, tiny_tppo
+
+from jaxrl_llm import metrics, workdir
+from jaxrl_llm.data.tokenizer import Tokenizer
+from jaxrl_llm.train import build
+from jaxrl_llm.types import Origin
+
+_ROOT = pathlib.Path(__file__).parents[2]
+STEPS = 3
+# Groups are left unfinished, so conversations are in the checkpoints.
+_FLAGS = [
+  "--config=configs/grpo.py",
+  "--config.environment.name=calculator",
+  "--config.environment.workers=2",
+  '--config.sampler.stop=("=",)',
+  "--config.schedule.stop=first_groups",
+  "--config.schedule.over_provision=2",
+  "--config.schedule.max_staleness=2",
+  "--config.data.prompts_per_step=8",
+  "--config.data.group_size=8",
+  "--config.sampler.slots=16",
+  "--config.optimizer.policy.mini_batch=64",
+  "--config.model.remat=False",  # Compiles faster.
+  "--config.eval.problems=8",
+  "--config.eval.samples=2",
+  "--config.checkpoint.every=1",
+  f"--config.run.steps={STEPS}",
+]
+
+
+def start(folder):
+  return subprocess.Popen(
+    [sys.executable, "scripts/train.py", *_FLAGS, f"--workdir={folder}"],
+    cwd=_ROOT,
+    env=os.environ | {"PYTHONPATH": str(_ROOT), "XLA_FLAGS": ""},
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+  )
+
+
+def finish(process):
+  output, _ = process.communicate(timeout=900)
+  assert process.returncode == 0, output
+  return output
+
+
+def children(pid):
+  """Processes that a process has started, and not waited for."""
+  threads = pathlib.Path(f"/proc/{pid}/task").iterdir()
+  return {
+    int(child)
+    for thread in threads
+    for child in (thread / "children").read_text().split()
+  }
+
+
+def wait_until(true, what):
+  deadline = time.monotonic() + 600
+  while not true():
+    assert time.monotonic() < deadline, what
+    time.sleep(0.05)
+
+
+def lives(pid):
+  """Whether a process runs; one that ended may not have been waited for."""
+  try:
+    stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
+  except FileNotFoundError:
+    return False
+  return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+  """Folder of an uninterrupted run."""
+  folder = tmp_path_factory.mktemp("calculator") / "whole"
+  finish(start(folder))
+  return folder
+
+
+@pytest.mark.slow
+class TestCalculator:
+  def test_is_asked_though_the_base_has_never_seen_it(self, whole):
+    rows = metrics.read_rows(whole / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(STEPS + 1))
+    for row in rows[1:]:
+      assert row["rollout/turns_mean"] > 2
+      assert row["rollout/observation_tokens_mean"] > 2
+      assert row["policy/skipped"] == row["reward/errors"] == 0
+
+  def test_what_it_says_is_masked_and_read(self, whole):
+    run = build.make_run(workdir.read_config(whole))
+    states, _ = tiny_tppo.newest(run, whole)
+    run.worker.close()
+    store = states.rollout.store
+    present = np.arange(store.mask.shape[1]) < store.lengths[:, None]
+    heard = present & (store.origin == Origin.FOREIGN)
+    np.testing.assert_array_equal(store.mask, present & ~heard)
+    assert not store.behavior_logprobs[heard].any()
+    # After a value it goes on as after its own: a sum, or the answer.
+    decode = Tokenizer(workdir.model_path(whole)).decode
+    texts = [
+      "".join(
+        f"[{decode([token])}]" if origin == Origin.FOREIGN else decode([token])
+        for token, origin in zip(tokens[:length], origins)
+      )
+      for tokens, origins, length in zip(
+        store.tokens, store.origin, store.lengths
+      )
+    ]
+    after = [part for text in texts for part in text.split("[;]")[1:]]
+    usual = [re.fullmatch(r"\d+[-+]\d=(\[.*)?|#\d+\.", x) for x in after]
+    assert len(after) > 10 and sum(map(bool, usual)) > 0.7 * len(after), after
+
+  def test_killed_it_leaves_no_process_and_goes_on(self, whole, tmp_path):
+    process = start(tmp_path)
+    rows = tmp_path / "metrics.jsonl"
+    started = lambda: rows.exists() and rows.read_bytes().count(b"\n") >= 2
+    wait_until(lambda: process.poll() is None and started(), "a step")
+    workers = children(process.pid)
+    assert len(workers) >= 2
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    wait_until(lambda: not any(map(lives, workers)), "the workers' end")
+    assert "resumed from step" in finish(start(tmp_path))
+    assert tiny_run.comparable(tmp_path) == tiny_run.comparable(whole)
