@@ -57,7 +57,7 @@ class Calculator:
       return Observation(done=True)
     found = self._OPEN.search(response)
     if not found:
-      return Observation("?;", rewards={"misused": 1.0})
+      return Observation("?;", rewards={"misused": -1.0})
     left, sign, right = found.groups()
     return Observation(f"{self._OPERATORS[sign](int(left), int(right))};")
 

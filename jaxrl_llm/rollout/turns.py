@@ -231,11 +231,11 @@ class Turns(contextlib.ExitStack):
   def _add(self, request: Request, answer: Any, failed: str | None) -> None:
     """Ends the response or extends it by the observation."""
     taking, said = self._taking, self._of(request)
-    if failed:  # The model may try something else.
-      answer = Observation(failed, rewards={"failed": 1.0})._asdict()
+    if failed:  # It costs 1, and the model may try something else.
+      answer = Observation(failed, rewards={"failed": -1.0})._asdict()
     tokens, readable = self._tokens(answer["text"], answer["role"])
     if not (answer["done"] or readable):
-      answer |= {"done": True, "rewards": {"failed": 1.0}}
+      answer |= {"done": True, "rewards": {"failed": -1.0}}
     turns, rewards = said["turns"] + 1, said["rewards"]
     for name, value in answer["rewards"].items():
       rewards[name] = rewards.get(name, 0.0) + value

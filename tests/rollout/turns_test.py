@@ -404,5 +404,5 @@ def test_a_hostile_environment_loses_nothing(model, how):
   second = [said["turns"] >= 2 for said in table.values()]
   failed = [said["rewards"].get("failed", 0.0) for said in table.values()]
   # What a word-level vocabulary cannot say ends the conversation.
-  assert failed == [float(how != "flood" and had) for had in second]
+  assert failed == [-float(how != "flood" and had) for had in second]
   assert any(second)
