@@ -7,6 +7,7 @@ arguments are the inputs that they read (see `parts`):
   lengths, status, window_start, group  [B], likewise
   rewards, correct, judged              [B], verdicts
   old_logprobs, entropies, ref_logprobs [B, T], of the policies
+  writer_logprobs [B, T]                of the weights that wrote each token
   values [B, T], next_values [B]        of the critic
   update_version                        scalar, that the update starts from
 """

@@ -22,10 +22,14 @@ from jaxrl_llm.errors import TrainingStopped
 from jaxrl_llm.learner import metrics, packing, parts
 from jaxrl_llm.learner.algorithm import Algorithm
 from jaxrl_llm.learner.batches import critic_batch, policy_batch
-from jaxrl_llm.learner.models import Ema, TrainedModel
+from jaxrl_llm.learner.models import Ema, KeptWeights, TrainedModel
 from jaxrl_llm.learner.optimizer import TrainState
 from jaxrl_llm.learner.packing import MiniBatch, place
-from jaxrl_llm.learner.scoring import critic_scores, policy_scores
+from jaxrl_llm.learner.scoring import (
+  critic_scores,
+  policy_scores,
+  writer_logprobs,
+)
 from jaxrl_llm.learner.state import (
   LearnerSettings,
   LearnerState,
@@ -50,6 +54,8 @@ class Learner:
     initial_params: loads the parameters that the policy starts from, which
       are also the reference of a KL.
     ema: the moving average, where the algorithm follows it.
+    kept: the policy's weights of the versions that may have written a token
+      of a batch, where the algorithm reads what they say of it.
   """
 
   algorithm: Algorithm
@@ -59,6 +65,7 @@ class Learner:
   mesh: jax.sharding.Mesh
   initial_params: Callable[[], Any]
   ema: Ema | None = None
+  kept: KeptWeights | None = None
 
   def init(
     self, critic_params: Callable[[Any], Any] | None = None
@@ -75,6 +82,8 @@ class Learner:
       state = state.replace(critic=critic)
     if self.ema is not None:
       state = state.replace(ema=self.ema.init(policy.params))
+    if self.kept is not None:
+      state = state.replace(kept=self.kept.init(policy.params))
     return state
 
   def abstract(self) -> LearnerState:
@@ -93,6 +102,7 @@ class Learner:
       policy=self.policy.shapes,
       critic=self.critic and self.critic.shapes,
       ema=self.ema and self.ema.shapes,
+      kept=self.kept and self.kept.shapes,
       temperature_state=statistics,
       waiting=Responses,
     )
@@ -136,6 +146,9 @@ class Learner:
       scores = self._score(state, rollout, policy_batches, critic_batches)
       experience = self._experience(joined, scores, state.step, critic_rows)
       row = self._batch_metrics(state, rollout, scores, experience)
+      if self.kept is not None:
+        kept = self.kept.write(state.kept, state.policy.params, state.step)
+        state = state.replace(kept=kept)
     if critic_batches:
       batch = TrainingBatch(rollout, experience, critic_batches)
       with timer.phase("update_value"):
@@ -235,6 +248,15 @@ class Learner:
       policy_batches,
       reads_old=bool(reads & {"old_logprobs", "entropies"}),
     )
+    if self.kept is not None:
+      scores["writer_logprobs"] = writer_logprobs(
+        self.logprobs,
+        functools.partial(self.kept.read, state.kept),
+        scores["old_logprobs"],
+        rollout,
+        policy_batches,
+        version=state.step,
+      )
     if self.critic is None:
       return scores
     # Cut responses are no part of the critic's mini-batches.
@@ -297,7 +319,7 @@ class Learner:
   def _batch_metrics(self, state, rollout, scores, experience):
     mask = experience["policy_mask"]
     row = metrics.experience_metrics(
-      experience, rollout.behavior_logprobs, self.algorithm.correction
+      experience, rollout.behavior_logprobs, self.algorithm
     )
     row |= metrics.staleness(rollout, mask, state.step)
     row |= metrics.parity(

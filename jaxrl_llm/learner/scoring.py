@@ -94,6 +94,44 @@ def policy_scores(
   return out
 
 
+def writer_logprobs(
+  score: Callable[[Any, MiniBatch], TokenLogprobs],
+  params_of: Callable[[int], Any],
+  old_logprobs: np.ndarray,
+  rollout: Rollout,
+  batches: Sequence[MiniBatch],
+  *,
+  version: int,
+) -> np.ndarray:
+  """What the weights that wrote the new tokens say of them, to the trainer.
+
+  Every version scores whole mini-batches, as the policy does: equal weights
+  have equal log-probs in every bit.
+
+  Args:
+    score: as in `policy_scores`.
+    params_of: (version) -> parameters.
+    old_logprobs: [B, T], of `version`, which are not scored anew.
+    rollout: B responses.
+    batches: those of its rows that have new tokens.
+    version: of the policy.
+
+  Returns:
+    float32 [B, T], `old_logprobs` where a token is not new.
+  """
+  new = np.arange(rollout.mask.shape[1]) >= rollout.window_start[:, None]
+  wrote = np.where(rollout.mask & new, rollout.version, version)
+  out = old_logprobs.copy()
+  for earlier in np.setdiff1d(wrote, version):
+    params = params_of(earlier)
+    for batch in batches:
+      theirs = wrote[batch.rows] == earlier
+      if theirs.any():
+        scored = batch.layout.gather(score(params, batch).logprobs)
+        out[batch.rows] = np.where(theirs, scored, out[batch.rows])
+  return out
+
+
 def critic_scores(
   score: Callable[[Any, MiniBatch], np.ndarray],
   params: Any,
