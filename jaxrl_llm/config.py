@@ -336,6 +336,9 @@ class Estimator(Group, path="estimator"):
   """What 'group' divides by."""
   epsilon = Key(1e-6, _NUMBER)
   """Added to the scale."""
+  gradient_norms = Key("length", Names("learner.choices:GRADIENT_NORMS"))
+  """What 'optimal_baseline' takes for the squared norm of a response's
+  gradient: its length, or the 'exact' one by a backward pass of each alone."""
   drop_pivot = Key(False)
   """MC-GRPO: the group's median response takes no part in the loss."""
   normalize = Key("none", Names("learner.choices:NORMALIZATIONS"))

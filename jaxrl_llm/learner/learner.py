@@ -11,6 +11,7 @@ Its state is a value: everything that changes from update to update.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -28,6 +29,7 @@ from jaxrl_llm.learner.packing import MiniBatch, place
 from jaxrl_llm.learner.scoring import (
   critic_scores,
   policy_scores,
+  score_gradient_norms,
   writer_logprobs,
 )
 from jaxrl_llm.learner.state import (
@@ -257,6 +259,10 @@ class Learner:
         policy_batches,
         version=state.step,
       )
+    if "gradient_norms" in reads:
+      scores["gradient_norms"] = self._gradient_norms(
+        state.policy.params, rollout, policy_batches
+      )
     if self.critic is None:
       return scores
     # Cut responses are no part of the critic's mini-batches.
@@ -270,6 +276,41 @@ class Learner:
     packed = place(batch.packed, self.mesh)
     temperature = np.float32(self.settings.temperature)
     return jax.device_get(self.policy.score(params, packed, temperature))
+
+  @functools.cached_property
+  def _score_gradient_norms(self) -> Callable[..., jax.Array]:
+    """(params, packed one by one, temperature) -> [M], jitted."""
+    score = functools.partial(
+      score_gradient_norms,
+      fns=self.policy.fns,
+      frozen=self.policy.settings.frozen,
+    )
+    return jax.jit(score, out_shardings=sharding.replicated(self.mesh))
+
+  def _gradient_norms(self, params, rollout, batches) -> np.ndarray:
+    """‖∇ log π‖ of the responses of mini-batches, [B]; 0 of others."""
+    out = np.zeros(len(rollout.lengths), np.float32)
+    temperature = np.float32(self.settings.temperature)
+    lengths = rollout.prompt_lengths + rollout.lengths
+    longest = rollout.prompt_tokens.shape[1] + rollout.tokens.shape[1]
+    # Rows of three lengths: most responses are far from the longest.
+    sizes = itertools.pairwise((0, longest // 4, longest // 2, longest))
+    for batch, (shorter, size) in itertools.product(batches, sizes):
+      of_size = (lengths > shorter) & (lengths <= size)
+      rows = batch.rows[of_size[batch.rows]]
+      if not rows.size:
+        continue
+      packed = packing.one_by_one(
+        types.take_rows(rollout, rows),
+        capacity=size,
+        rows=sharding.batch_size_of(self.mesh),
+        micro_batches=len(batch.rows),
+      )
+      norms = self._score_gradient_norms(
+        params, place(packed, self.mesh), temperature
+      )
+      out[rows] = norms[: rows.size]
+    return out
 
   def _values(self, params: Any, batch: MiniBatch) -> np.ndarray:
     packed = place(batch.packed, self.mesh)

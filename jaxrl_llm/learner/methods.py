@@ -73,6 +73,7 @@ def _chosen_parts(config: Any) -> dict[str, Part]:
   estimator, loss = config.estimator.to_dict(), config.loss.to_dict()
   advantages = choices.ESTIMATORS[estimator["name"]](estimator)
   lambda_rule = choices.LAMBDA_RULES[estimator["lambda_schedule"]]
+  squared_norms = choices.GRADIENT_NORMS[estimator["gradient_norms"]]
   normalize = choices.NORMALIZATIONS[estimator["normalize"]]
   if normalize is not None:
     advantages = then(advantages, normalize, "policy_mask")
@@ -86,6 +87,7 @@ def _chosen_parts(config: Any) -> dict[str, Part]:
   chosen = {
     "advantages": advantages,
     "policy_lambda": lambda_rule(estimator),
+    "squared_norms": squared_norms(estimator),
     "unwindowed_policy_mask": mask,
     "proximal_logprobs": part(
       estimates.same, x=choices.PROXIMALS[config.off_policy.proximal]

@@ -7,7 +7,9 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
+from jaxrl_llm.learner.optimizer import merge_frozen, split_frozen
 from jaxrl_llm.learner.packing import MiniBatch, PackedTokens
 from jaxrl_llm.models import ModelFns, TokenLogprobs, ValueFns
 from jaxrl_llm.types import Rollout
@@ -52,6 +54,40 @@ def score_values(
   At the last position of a sample this is V(state after its last token).
   """
   return _over_micro_batches(lambda rows: fns.values(params, rows)[0], packed)
+
+
+def score_gradient_norms(
+  params: Any,
+  packed: PackedTokens,
+  temperature: chex.Numeric,
+  *,
+  fns: ModelFns,
+  frozen: tuple[str, ...],
+) -> jax.Array:
+  """‖∇ log π(response)‖ of the one in each micro-batch, float32 [M]; 0 of none.
+
+  One gradient at a time: memory is that of one, time that of M backward passes
+  of one response.
+
+  Args:
+    params: policy parameters.
+    packed: micro-batches of one response each, see `packing.one_by_one`.
+    temperature: that the responses were sampled at.
+    fns: the policy.
+    frozen: parts of paths of parameters that are not trained, and not counted.
+  """
+  trained, kept = split_frozen(params, frozen)
+
+  def logprob(trained, rows):
+    params = merge_frozen(trained, kept)
+    return jnp.sum(fns.logprobs(params, rows, temperature)[0].logprobs)
+
+  def body(i, norms):
+    gradient = jax.grad(logprob)(trained, packed.rows(i))
+    return norms.at[i].set(optax.global_norm(gradient))
+
+  norms = jnp.zeros(len(packed.tokens), jnp.float32)
+  return jax.lax.fori_loop(0, packed.count, body, norms)
 
 
 def policy_scores(
