@@ -77,6 +77,9 @@ SWITCH = "switch"
 # How many responses are in flight: fixed where a checkpoint has unfinished
 # ones, which must all find a slot again.
 IN_FLIGHT = "in flight"
+# How old a token may be: fixed where a checkpoint has the weights of as many
+# versions.
+KEPT = "kept"
 # Which rows are held out of a source: fixed where it has no splits.
 HELD_OUT = "held out"
 
@@ -296,7 +299,7 @@ class Schedule(Group, path="schedule"):
   over_provision = Key(1.0, Range(1.0, 16.0), resume=IN_FLIGHT)
   """Groups begun, as a multiple of prompts_per_step: in flight at a time with
   'first_groups', drawn per round with dynamic sampling."""
-  max_staleness = Key(4, _SOME)
+  max_staleness = Key(4, _SOME, resume=KEPT)
   """Most updates between the oldest and the newest tokens of a batch of
   'first_groups'; what would grow older is waited for."""
   lag = Key(0, Range(0, 16), resume=FIXED)
@@ -340,6 +343,9 @@ class Estimator(Group, path="estimator"):
   """What 'group' divides by."""
   epsilon = Key(1e-6, _NUMBER)
   """Added to the scale."""
+  gradient_norms = Key("length", Names("learner.choices:GRADIENT_NORMS"))
+  """What 'optimal_baseline' takes for the squared norm of a response's
+  gradient: its length, or the 'exact' one by a backward pass of each alone."""
   drop_pivot = Key(False)
   """MC-GRPO: the group's median response takes no part in the loss."""
   normalize = Key("none", Names("learner.choices:NORMALIZATIONS"))
@@ -399,6 +405,15 @@ class OffPolicy(Group, path="off_policy"):
   """Its upper bound; None is 2, or 100 for 'ewma'."""
   low = Key(0.0, _SHARE)
   """Its lower bound."""
+  keep_weights = Key("", _DTYPE_OR_NONE, resume=FIXED)
+  """Keep the weights of the versions that may have written a token of a batch,
+  in this dtype: the correction is then two, writer/behaviour (what sampler and
+  trainer make of the same weights) times proximal/writer (the updates since),
+  each with an upper bound of its own. Costs their memory, and one scoring pass
+  per version; 'bfloat16' rounds the writer. '' keeps none."""
+  mismatch_high = Key(2.0, Range(1.0))
+  """Upper bound of writer/behaviour with keep_weights; off_policy.high is then
+  that of proximal/writer."""
   ess_scale = Key(False)
   """VCPO: scale the step by sqrt(effective sample ratio / ess_reference)."""
   ess_reference = Key(1.0, Range(1e-6, 1.0))
@@ -628,6 +643,13 @@ def get(config: Any, key: str):
 def batch_size(config: Any) -> int:
   """Responses per step."""
   return config.data.prompts_per_step * config.data.group_size
+
+
+def most_staleness(config: Any) -> int:
+  """Most updates between the weights that write a token and those it trains."""
+  schedule = config.schedule
+  partial = schedule.stop != "all" and not schedule.window
+  return schedule.lag + (schedule.max_staleness if partial else 0)
 
 
 def describe(width: int = 80) -> str:

@@ -108,6 +108,11 @@ def along_batch(mesh: Mesh, *, axis: int = 0) -> NamedSharding:
   return NamedSharding(mesh, P(*[None] * axis, BATCH_AXES))
 
 
+def with_leading_axis(place: NamedSharding) -> NamedSharding:
+  """The sharding of several such arrays stacked into one, [N, ...]."""
+  return NamedSharding(place.mesh, P(None, *place.spec))
+
+
 def tree_shardings(tree: Any, mesh: Mesh) -> Any:
   """A NamedSharding per leaf of a tree of parameters or of a train state.
 

@@ -104,6 +104,8 @@ def prepare(workdir: pathlib.Path, config: Any) -> Changes:
   fixed = {config_lib.FIXED}
   if config.schedule.window or config.schedule.stop != "all":
     fixed.add(config_lib.IN_FLIGHT)
+  if config.off_policy.keep_weights:
+    fixed.add(config_lib.KEPT)
   if "split" not in sources.reads(config.data.source):
     fixed.add(config_lib.HELD_OUT)
   refused = {}

@@ -91,7 +91,7 @@ def _show_meshes(run: Run) -> None:
   """Where trainer and sampler compute, and what each device holds of them."""
   learner, sampled = run.learner, run.transfer.shapes
   state = learner.abstract()
-  held = [state.policy, state.critic, state.ema]
+  held = [state.policy, state.critic, state.ema, state.kept]
   if "ref_logprobs" in learner.algorithm.leaves:
     held.append(state.policy.params)
   meshes = [learner.mesh, jax.tree.leaves(sampled)[0].sharding.mesh]

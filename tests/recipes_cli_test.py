@@ -166,6 +166,17 @@ CONTRADICTIONS = [
     {"off_policy.correction": "none", "off_policy.proximal": "ewma"},
     ["off_policy.correction='none'", "off_policy.proximal='ewma'"],
   ),
+  *(
+    (
+      {"off_policy.keep_weights": "float32", "schedule.lag": 1, key: value},
+      ["off_policy.keep_weights='float32'", f"{key}={value!r}"],
+    )
+    for key, value in (
+      ("off_policy.proximal", "interpolate"),
+      ("off_policy.correction", "none"),
+      ("schedule.lag", 0),
+    )
+  ),
   (
     {"loss.name": "gspo", "off_policy.proximal": "ewma"},
     ["loss.name='gspo'", "off_policy.proximal='ewma'"],

@@ -6,8 +6,10 @@ is off is absent, costs nothing and leaves every bit of the result alone.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 
+from jaxrl_llm import losses
 from jaxrl_llm.learner.parts import Auxiliary, Part, leaves_of
 
 
@@ -23,8 +25,8 @@ class Algorithm:
     auxiliary: name -> a further loss of the policy.
     value_loss: -> `losses.ClippedValueLoss`; it reads `values` of the current
       critic. None: there is no critic.
-    correction: -> `losses.Correction` that multiplies the weights of a
-      mini-batch; None leaves them.
+    corrections: name -> `losses.Correction`; all of them multiply the weights
+      of a mini-batch.
     step_scale: -> factor of a mini-batch's update, scalar; None is 1.
     follows_average: whether the proximal policy is the moving average, scored
       anew for each mini-batch.
@@ -38,12 +40,18 @@ class Algorithm:
   policy_loss: Part
   auxiliary: Mapping[str, Auxiliary]
   value_loss: Part | None
-  correction: Part | None
+  corrections: Mapping[str, Part]
   step_scale: Part | None
   follows_average: bool
   temperature_statistics: bool
   loss_mode: str
   loss_norm: float | None
+
+  @property
+  def correction(self) -> Part | None:
+    """All corrections as one; None without any."""
+    chosen = tuple(self.corrections.values())
+    return functools.reduce(_both, chosen) if chosen else None
 
   @property
   def policy_inputs(self) -> frozenset[str]:
@@ -81,3 +89,14 @@ class Algorithm:
 _OF_THE_POLICY = {"logprobs", "entropy", "mask", "segments"}
 _OF_THE_CRITIC = {"values"}
 OF_THE_UPDATE = _OF_THE_POLICY | _OF_THE_CRITIC
+
+
+def _both(first: Part, second: Part) -> Part:
+  """The product of two corrections, which keeps what both of them keep."""
+
+  def product(*arrays):
+    count = len(first.reads)
+    one, other = first.fn(*arrays[:count]), second.fn(*arrays[count:])
+    return losses.Correction(one.weights * other.weights, one.keep & other.keep)
+
+  return Part(product, first.reads + second.reads)

@@ -56,6 +56,13 @@ TOKEN_REWARDS: Mapping[str, Callable[..., jax.Array]] = {
   "turns": estimates.turn_rewards_on_tokens,
 }
 
+# Name -> (config group estimator) -> ‖∇ log π‖² of each response [B], up to a
+# constant factor.
+GRADIENT_NORMS: Mapping[str, Callable[[Settings], Part]] = {
+  "length": maker_of(estimates.length_as_squared_norm),
+  "exact": maker_of(estimates.squared_norms),
+}
+
 # Name -> (advantages, policy_mask) -> advantages; None leaves them.
 NORMALIZATIONS: Mapping[str, Callable[..., jax.Array] | None] = {
   "none": None,

@@ -8,6 +8,8 @@ arguments are the inputs that they read (see `parts`):
   lengths, status, window_start, group  [B], likewise
   rewards, correct, judged              [B], verdicts
   old_logprobs, entropies, ref_logprobs [B, T], of the policies
+  writer_logprobs [B, T]                of the weights that wrote each token
+  gradient_norms                        [B], ‖∇ log π‖ of whole responses
   values [B, T], next_values [B]        of the critic
   update_version                        scalar, that the update starts from
 """
@@ -167,21 +169,28 @@ def centered_reward_to_go(
 
 
 def optimal_baseline_advantages(
-  token_rewards, mask, lengths, groups, old_logprobs, behavior_logprobs
+  token_rewards, mask, squared_norms, groups, old_logprobs, behavior_logprobs
 ) -> jax.Array:
-  """VCPO: R − b with the baseline of least variance off policy.
-
-  The squared norm of a response's gradient is taken as its length.
-  """
+  """VCPO: R − b with the baseline of least variance off policy."""
   rewards = outcome(token_rewards)
   baseline = estimators.optimal_baseline(
     rewards,
     sequence_weights(old_logprobs, behavior_logprobs, mask),
-    lengths.astype(jnp.float32),
+    squared_norms,
     groups,
     num_groups=groups.shape[0],
   )
   return per_token(rewards - baseline, mask)
+
+
+def length_as_squared_norm(lengths) -> jax.Array:
+  """[B]: what ‖∇ log π‖² would be if tokens had orthogonal, equal gradients."""
+  return lengths.astype(jnp.float32)
+
+
+def squared_norms(gradient_norms) -> jax.Array:
+  """‖∇ log π‖² of each response, [B]."""
+  return jnp.square(gradient_norms)
 
 
 def sequence_weights(

@@ -11,6 +11,7 @@ Its state is a value: everything that changes from update to update.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,10 +23,15 @@ from jaxrl_llm.errors import TrainingStopped
 from jaxrl_llm.learner import metrics, packing, parts
 from jaxrl_llm.learner.algorithm import Algorithm
 from jaxrl_llm.learner.batches import VALUE_MODE, critic_batch, policy_batch
-from jaxrl_llm.learner.models import Ema, GradientSum, TrainedModel
+from jaxrl_llm.learner.models import Ema, GradientSum, KeptWeights, TrainedModel
 from jaxrl_llm.learner.optimizer import TrainState
 from jaxrl_llm.learner.packing import MiniBatch, place
-from jaxrl_llm.learner.scoring import critic_scores, policy_scores
+from jaxrl_llm.learner.scoring import (
+  critic_scores,
+  policy_scores,
+  score_gradient_norms,
+  writer_logprobs,
+)
 from jaxrl_llm.learner.state import (
   LearnerSettings,
   LearnerState,
@@ -50,6 +56,8 @@ class Learner:
     initial_params: loads the parameters that the policy starts from, which
       are also the reference of a KL.
     ema: the moving average, where the algorithm follows it.
+    kept: the policy's weights of the versions that may have written a token
+      of a batch, where the algorithm reads what they say of it.
   """
 
   algorithm: Algorithm
@@ -59,6 +67,7 @@ class Learner:
   mesh: jax.sharding.Mesh
   initial_params: Callable[[], Any]
   ema: Ema | None = None
+  kept: KeptWeights | None = None
 
   def init(
     self, critic_params: Callable[[Any], Any] | None = None
@@ -75,6 +84,8 @@ class Learner:
       state = state.replace(critic=critic)
     if self.ema is not None:
       state = state.replace(ema=self.ema.init(policy.params))
+    if self.kept is not None:
+      state = state.replace(kept=self.kept.init(policy.params))
     return state
 
   def abstract(self) -> LearnerState:
@@ -93,6 +104,7 @@ class Learner:
       policy=self.policy.shapes,
       critic=self.critic and self.critic.shapes,
       ema=self.ema and self.ema.shapes,
+      kept=self.kept and self.kept.shapes,
       temperature_state=statistics,
       waiting=Responses,
     )
@@ -136,6 +148,9 @@ class Learner:
       scores = self._score(state, rollout, policy_batches, critic_batches)
       experience = self._experience(joined, scores, state.step, critic_rows)
       row = self._batch_metrics(state, rollout, scores, experience)
+      if self.kept is not None:
+        kept = self.kept.write(state.kept, state.policy.params, state.step)
+        state = state.replace(kept=kept)
     if critic_batches:
       batch = TrainingBatch(rollout, experience, critic_batches)
       with timer.phase("update_value"):
@@ -308,6 +323,19 @@ class Learner:
       policy_batches,
       reads_old=bool(reads & {"old_logprobs", "entropies"}),
     )
+    if self.kept is not None:
+      scores["writer_logprobs"] = writer_logprobs(
+        self.logprobs,
+        functools.partial(self.kept.read, state.kept),
+        scores["old_logprobs"],
+        rollout,
+        policy_batches,
+        version=state.step,
+      )
+    if "gradient_norms" in reads:
+      scores["gradient_norms"] = self._gradient_norms(
+        state.policy.params, rollout, policy_batches
+      )
     if self.critic is None:
       return scores
     # Cut responses are no part of the critic's mini-batches.
@@ -321,6 +349,41 @@ class Learner:
     packed = place(batch.packed, self.mesh)
     temperature = np.float32(self.settings.temperature)
     return jax.device_get(self.policy.score(params, packed, temperature))
+
+  @functools.cached_property
+  def _score_gradient_norms(self) -> Callable[..., jax.Array]:
+    """(params, packed one by one, temperature) -> [M], jitted."""
+    score = functools.partial(
+      score_gradient_norms,
+      fns=self.policy.fns,
+      frozen=self.policy.settings.frozen,
+    )
+    return jax.jit(score, out_shardings=sharding.replicated(self.mesh))
+
+  def _gradient_norms(self, params, rollout, batches) -> np.ndarray:
+    """‖∇ log π‖ of the responses of mini-batches, [B]; 0 of others."""
+    out = np.zeros(len(rollout.lengths), np.float32)
+    temperature = np.float32(self.settings.temperature)
+    lengths = rollout.prompt_lengths + rollout.lengths
+    longest = rollout.prompt_tokens.shape[1] + rollout.tokens.shape[1]
+    # Rows of three lengths: most responses are far from the longest.
+    sizes = itertools.pairwise((0, longest // 4, longest // 2, longest))
+    for batch, (shorter, size) in itertools.product(batches, sizes):
+      of_size = (lengths > shorter) & (lengths <= size)
+      rows = batch.rows[of_size[batch.rows]]
+      if not rows.size:
+        continue
+      packed = packing.one_by_one(
+        types.take_rows(rollout, rows),
+        capacity=size,
+        rows=sharding.batch_size_of(self.mesh),
+        micro_batches=len(batch.rows),
+      )
+      norms = self._score_gradient_norms(
+        params, place(packed, self.mesh), temperature
+      )
+      out[rows] = norms[: rows.size]
+    return out
 
   def _values(self, params: Any, batch: MiniBatch) -> np.ndarray:
     packed = place(batch.packed, self.mesh)
@@ -373,7 +436,7 @@ class Learner:
   def _batch_metrics(self, state, rollout, scores, experience):
     mask = experience["policy_mask"]
     row = metrics.experience_metrics(
-      experience, rollout.behavior_logprobs, self.algorithm.correction
+      experience, rollout.behavior_logprobs, self.algorithm
     )
     row |= metrics.staleness(rollout, mask, state.step)
     row |= metrics.parity(

@@ -41,7 +41,7 @@ def make_algorithm(config: Any) -> Algorithm:
   """
   loss, off_policy = config.loss.to_dict(), config.off_policy
   limit = config.sampler.max_response_length
-  policy_loss, correction = _loss_and_correction(config)
+  policy_loss, corrections = _loss_and_corrections(config)
   value_loss = step_scale = None
   if choices.has_critic(config):
     value_loss = part(losses.clipped_value_loss)
@@ -60,7 +60,7 @@ def make_algorithm(config: Any) -> Algorithm:
     policy_loss=policy_loss,
     auxiliary=_auxiliary(loss, norm),
     value_loss=value_loss,
-    correction=correction,
+    corrections=corrections,
     step_scale=step_scale,
     follows_average=off_policy.proximal == "ewma",
     temperature_statistics=config.sampler.entropy_tau > 0,
@@ -74,6 +74,7 @@ def _chosen_parts(config: Any) -> dict[str, Part]:
   estimator, loss = config.estimator.to_dict(), config.loss.to_dict()
   advantages = choices.ESTIMATORS[estimator["name"]](estimator)
   lambda_rule = choices.LAMBDA_RULES[estimator["lambda_schedule"]]
+  squared_norms = choices.GRADIENT_NORMS[estimator["gradient_norms"]]
   normalize = choices.NORMALIZATIONS[estimator["normalize"]]
   if normalize is not None:
     advantages = then(advantages, normalize, "policy_mask")
@@ -87,6 +88,7 @@ def _chosen_parts(config: Any) -> dict[str, Part]:
   chosen = {
     "advantages": advantages,
     "policy_lambda": lambda_rule(estimator),
+    "squared_norms": squared_norms(estimator),
     "unwindowed_policy_mask": mask,
     "proximal_logprobs": part(
       estimates.same, x=choices.PROXIMALS[config.off_policy.proximal]
@@ -120,7 +122,7 @@ def _rewards(config: Any) -> dict[str, Part]:
   return {"shaped_rewards": shaped, "token_rewards": on_tokens}
 
 
-def _loss_and_correction(config: Any) -> tuple[Part, Part | None]:
+def _loss_and_corrections(config: Any) -> tuple[Part, dict[str, Part]]:
   """The policy loss and what corrects it, which may be a part of it."""
   loss, off_policy = config.loss.to_dict(), config.off_policy
   name, high = choices.correction_of(config)
@@ -129,12 +131,21 @@ def _loss_and_correction(config: Any) -> tuple[Part, Part | None]:
     bounds = {"cap": None, "floor": 0.0}
     if correction is not None:
       bounds = {"cap": high, "floor": off_policy.low}
-    return part(choices.interpolated_clip, loss | bounds), None
+    return part(choices.interpolated_clip, loss | bounds), {}
   policy_loss = choices.POLICY_LOSSES[loss["name"]](loss)
   if correction is None:
-    return policy_loss, None
+    return policy_loss, {}
   bounds = {"level": off_policy.level, "high": high, "low": off_policy.low}
-  return policy_loss, part(correction, bounds, mask="policy_mask")
+  weights = functools.partial(part, correction, mask="policy_mask")
+  if not off_policy.keep_weights:
+    return policy_loss, {"importance": weights(bounds)}
+  return policy_loss, {
+    "mismatch": weights(
+      bounds | {"high": off_policy.mismatch_high},
+      proximal_logprobs="writer_logprobs",
+    ),
+    "staleness": weights(bounds, behavior_logprobs="writer_logprobs"),
+  }
 
 
 def _auxiliary(

@@ -5,12 +5,12 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm import estimators, masked
-from jaxrl_llm.learner.parts import Part
+from jaxrl_llm.learner.algorithm import Algorithm
 from jaxrl_llm.types import Experience, Rollout, Status
 
 
 def experience_metrics(
-  experience: Experience, behavior_logprobs: np.ndarray, correction: Part | None
+  experience: Experience, behavior_logprobs: np.ndarray, algorithm: Algorithm
 ) -> dict[str, float]:
   """Advantages, how well the critic knew the returns, and the corrections."""
   mask = np.asarray(experience["policy_mask"])
@@ -21,13 +21,14 @@ def experience_metrics(
   }
   if "value_mask" in experience and np.any(experience["value_mask"]):
     row["value/explained_variance"] = explained_variance(experience)
-  if correction is not None:
-    inputs = experience | {"behavior_logprobs": behavior_logprobs}
-    corrected = correction(inputs)
-    row |= {
-      "correction/weight_mean": _mean(np.asarray(corrected.weights)[mask]),
-      "correction/kept": _mean(np.asarray(corrected.keep)[mask]),
-    }
+  reported = {} if algorithm.correction is None else {"": algorithm.correction}
+  if len(algorithm.corrections) > 1:
+    reported |= {f"{k}_": part for k, part in algorithm.corrections.items()}
+  inputs = experience | {"behavior_logprobs": behavior_logprobs}
+  for name, correction in reported.items():
+    weights, keep = map(np.asarray, correction(inputs))
+    row[f"correction/{name}weight_mean"] = _mean(weights[mask])
+    row[f"correction/{name}kept"] = _mean(keep[mask])
   return row
 
 

@@ -82,6 +82,19 @@ class Ema(NamedTuple):
   shapes: Any  # ShapeDtypeStructs with shardings.
 
 
+class KeptWeights(NamedTuple):
+  """The policy's parameters of its last K versions; leaves are [K, ...].
+
+  Version v lies in slot v mod K until version v + K takes its place.
+  """
+
+  init: Callable[[Any], Any]  # (params) -> kept, of which all are these.
+  # (kept, which is given away, params, their version) -> kept.
+  write: Callable[[Any, Any, Any], Any]
+  read: Callable[[Any, Any], Any]  # (kept, version) -> params, float32.
+  shapes: Any  # ShapeDtypeStructs with shardings.
+
+
 def make_policy(
   fns: ModelFns,
   settings: UpdateSettings,
@@ -178,3 +191,40 @@ def make_ema(
   init = jax.jit(init, out_shardings=shardings)
   step = jax.jit(step, out_shardings=shardings, donate_argnums=0)
   return Ema(init, step, init.eval_shape(params))
+
+
+def make_kept_weights(
+  policy: TrainedModel, *, versions: int, dtype: Any
+) -> KeptWeights:
+  """Room for earlier weights of the policy, sharded as it is.
+
+  Args:
+    policy: whose parameters are kept.
+    versions: K, at least 1.
+    dtype: that they are kept in; another one than float32 rounds them.
+  """
+
+  def init(params):
+    copies = lambda x: jnp.broadcast_to(x.astype(dtype), (versions, *x.shape))
+    return jax.tree.map(copies, params)
+
+  def write(kept, params, version):
+    put = functools.partial(
+      jax.lax.dynamic_update_index_in_dim, index=version % versions, axis=0
+    )
+    return jax.tree.map(lambda old, x: put(old, x.astype(dtype)), kept, params)
+
+  def read(kept, version):
+    take = functools.partial(
+      jax.lax.dynamic_index_in_dim, index=version % versions, keepdims=False
+    )
+    return jax.tree.map(lambda x: take(x).astype(jnp.float32), kept)
+
+  params = policy.shapes.params
+  places = jax.tree.map(lambda x: x.sharding, params)
+  stacked = jax.tree.map(sharding.with_leading_axis, places)
+  init = jax.jit(init, out_shardings=stacked)
+  write = jax.jit(write, out_shardings=stacked, donate_argnums=0)
+  # Placed like the policy's own, so that they are scored by its program.
+  read = jax.jit(read, out_shardings=places)
+  return KeptWeights(init, write, read, init.eval_shape(params))

@@ -287,6 +287,32 @@ def mini_batches(
   return batches
 
 
+def one_by_one(
+  rollout: Rollout, *, capacity: int, rows: int, micro_batches: int
+) -> PackedTokens:
+  """Each of B samples, at least one, alone in a micro-batch, [M, r, C].
+
+  Args:
+    rollout: B samples.
+    capacity: tokens per row, C; at least the longest sample.
+    rows: rows per micro-batch, r; all but the first are empty.
+    micro_batches: static number of micro-batches, M, at least B.
+  """
+  alone = [
+    pack(take_rows(rollout, [i]), capacity=capacity, rows=rows, micro_batches=1)
+    for i in range(len(rollout.lengths))
+  ]
+  rest = [(0, micro_batches - len(alone)), (0, 0), (0, 0)]
+
+  def joined(name):
+    return np.pad(np.concatenate([packed[name] for packed, _ in alone]), rest)
+
+  names = [name for name in alone[0][0] if name != "count"]
+  return PackedTokens(
+    **{name: joined(name) for name in names}, count=np.int32(len(alone))
+  )
+
+
 def place(batch: Any, mesh: jax.sharding.Mesh) -> Any:
   """Puts [M, r, C] arrays on the mesh, rows split over its batch axes."""
   rows, whole = sharding.along_batch(mesh, axis=1), sharding.replicated(mesh)

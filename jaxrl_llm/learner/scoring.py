@@ -7,7 +7,9 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
+from jaxrl_llm.learner.optimizer import merge_frozen, split_frozen
 from jaxrl_llm.learner.packing import MiniBatch, PackedTokens
 from jaxrl_llm.models import ModelFns, TokenLogprobs, ValueFns
 from jaxrl_llm.types import Rollout
@@ -54,6 +56,40 @@ def score_values(
   return _over_micro_batches(lambda rows: fns.values(params, rows)[0], packed)
 
 
+def score_gradient_norms(
+  params: Any,
+  packed: PackedTokens,
+  temperature: chex.Numeric,
+  *,
+  fns: ModelFns,
+  frozen: tuple[str, ...],
+) -> jax.Array:
+  """‖∇ log π(response)‖ of the one in each micro-batch, float32 [M]; 0 of none.
+
+  One gradient at a time: memory is that of one, time that of M backward passes
+  of one response.
+
+  Args:
+    params: policy parameters.
+    packed: micro-batches of one response each, see `packing.one_by_one`.
+    temperature: that the responses were sampled at.
+    fns: the policy.
+    frozen: parts of paths of parameters that are not trained, and not counted.
+  """
+  trained, kept = split_frozen(params, frozen)
+
+  def logprob(trained, rows):
+    params = merge_frozen(trained, kept)
+    return jnp.sum(fns.logprobs(params, rows, temperature)[0].logprobs)
+
+  def body(i, norms):
+    gradient = jax.grad(logprob)(trained, packed.rows(i))
+    return norms.at[i].set(optax.global_norm(gradient))
+
+  norms = jnp.zeros(len(packed.tokens), jnp.float32)
+  return jax.lax.fori_loop(0, packed.count, body, norms)
+
+
 def policy_scores(
   score: Callable[[Any, MiniBatch], TokenLogprobs],
   params: Any,
@@ -91,6 +127,44 @@ def policy_scores(
     if reference is not None:
       scored = score(reference, batch)
       out["ref_logprobs"][batch.rows] = gather(scored.logprobs)
+  return out
+
+
+def writer_logprobs(
+  score: Callable[[Any, MiniBatch], TokenLogprobs],
+  params_of: Callable[[int], Any],
+  old_logprobs: np.ndarray,
+  rollout: Rollout,
+  batches: Sequence[MiniBatch],
+  *,
+  version: int,
+) -> np.ndarray:
+  """What the weights that wrote the new tokens say of them, to the trainer.
+
+  Every version scores whole mini-batches, as the policy does: equal weights
+  have equal log-probs in every bit.
+
+  Args:
+    score: as in `policy_scores`.
+    params_of: (version) -> parameters.
+    old_logprobs: [B, T], of `version`, which are not scored anew.
+    rollout: B responses.
+    batches: those of its rows that have new tokens.
+    version: of the policy.
+
+  Returns:
+    float32 [B, T], `old_logprobs` where a token is not new.
+  """
+  new = np.arange(rollout.mask.shape[1]) >= rollout.window_start[:, None]
+  wrote = np.where(rollout.mask & new, rollout.version, version)
+  out = old_logprobs.copy()
+  for earlier in np.setdiff1d(wrote, version):
+    params = params_of(earlier)
+    for batch in batches:
+      theirs = wrote[batch.rows] == earlier
+      if theirs.any():
+        scored = batch.layout.gather(score(params, batch).logprobs)
+        out[batch.rows] = np.where(theirs, scored, out[batch.rows])
   return out
 
 

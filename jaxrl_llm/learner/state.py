@@ -19,6 +19,8 @@ class LearnerState:
   policy: TrainState
   critic: TrainState | None  # None: the method has none.
   ema: Any  # PPO-EWMA's average of the policy; None unless needed.
+  # The policy's last versions, see `models.KeptWeights`; None unless needed.
+  kept: Any
   # Of the last batch, for the sampler's adaptive temperature; else None.
   temperature_state: estimators.EntropyStatistics | None
   waiting: Responses | None  # Ended, but the critic has not seen them.

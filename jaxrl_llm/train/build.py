@@ -105,10 +105,16 @@ def _make_learner(config, fns, path, mesh) -> Learner:
   of = functools.partial(update_settings, config)
   policy = trained_models.make_policy(policy_fns, of("policy"), algorithm, mesh)
   critic = trained_models.make_critic(critic_fns, of("value"), algorithm, mesh)
-  ema = None
+  ema = kept = None
   if algorithm.follows_average:
     ema = trained_models.make_ema(
       policy, mesh, decay=config.off_policy.ewma_decay
+    )
+  if config.off_policy.keep_weights:
+    kept = trained_models.make_kept_weights(
+      policy,
+      versions=config_lib.most_staleness(config),
+      dtype=jnp.dtype(config.off_policy.keep_weights),
     )
   return Learner(
     algorithm,
@@ -125,6 +131,7 @@ def _make_learner(config, fns, path, mesh) -> Learner:
       read_policy_params, path, policy.shapes.params, policy_fns.config
     ),
     ema=ema,
+    kept=kept,
   )
 
 
@@ -171,11 +178,10 @@ def make_worker(
 
 def _make_pipeline(config) -> Pipeline:
   schedule = config.schedule
-  partial = schedule.stop != "all" and not schedule.window
   return Pipeline(
     lag=schedule.lag,
     overlap=schedule.overlap,
-    max_staleness=schedule.max_staleness if partial else 0,
+    max_staleness=config_lib.most_staleness(config) - schedule.lag,
     streaming=schedule.streaming,
   )
 

@@ -206,6 +206,8 @@ def corrections(config: Any, wrong: Wrong) -> None:
   """What corrects a loss whose tokens another policy sampled."""
   proximal, level = config.off_policy.proximal, config.off_policy.level
   correction, _ = correction_of(config)
+  if config.off_policy.keep_weights:
+    kept_weights(config, wrong)
   if proximal == "ewma" and correction == "none":
     wrong["off_policy.proximal, off_policy.correction"] = (
       "without the weight proximal/behaviour the loss is no policy gradient;"
@@ -225,6 +227,24 @@ def corrections(config: Any, wrong: Wrong) -> None:
       wrong["off_policy.proximal, off_policy.correction, off_policy.level"] = (
         "interpolation goes with a token-level 'truncate' or none"
       )
+
+
+def kept_weights(config: Any, wrong: Wrong) -> None:
+  """Earlier weights, which two corrections are taken against."""
+  if config.off_policy.proximal != "recompute":
+    wrong["off_policy.keep_weights, off_policy.proximal"] = (
+      "staleness is counted from the policy at the start of the update; use"
+      " proximal='recompute' or keep_weights=''"
+    )
+  if config.off_policy.correction == "none":
+    wrong["off_policy.keep_weights, off_policy.correction"] = (
+      "only a correction reads what they say; use 'auto' or keep_weights=''"
+    )
+  if not config_lib.most_staleness(config):
+    wrong["off_policy.keep_weights, schedule.lag, schedule.stop"] = (
+      "every token is written by the weights that it trains; set a lag or"
+      " stop='first_groups', or keep_weights=''"
+    )
 
 
 def losses(config: Any, wrong: Wrong) -> None:

@@ -62,8 +62,6 @@ _STALE = {"run.steps": 60, "eval.every": 15}
 # Of REINFORCE at lag 8, one after the other.
 _PLAIN = {
   "schedule.lag": 8,
-  "schedule.stop": "all",
-  "schedule.over_provision": 1.0,
   "estimator.name": "group",
   "estimator.scale": "none",
   "off_policy.correction": "none",

@@ -147,7 +147,7 @@ def record(run, steps, begun=None):
         critic=list(log.critic),
         row=row,
         after=states._replace(
-          learner=learner.replace(policy=None, critic=None, ema=None)
+          learner=learner.replace(policy=None, critic=None, ema=None, kept=None)
         ),
         critic_updates=learner.critic and int(learner.critic.optimizer.step),
       )

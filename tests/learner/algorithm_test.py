@@ -252,6 +252,7 @@ class TestNames:
       ("estimator.name", choices.ESTIMATORS),
       ("estimator.lambda_schedule", choices.LAMBDA_RULES),
       ("estimator.normalize", choices.NORMALIZATIONS),
+      ("estimator.gradient_norms", choices.GRADIENT_NORMS),
       ("loss.name", choices.POLICY_LOSSES),
       ("loss.kl", choices.KL_ESTIMATES),
       ("loss.mode", masked.MODES),

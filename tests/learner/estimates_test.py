@@ -32,6 +32,7 @@ def make_inputs(seed=0, **changes):
     "groups": np.arange(ROWS) // 2,
     "old_logprobs": draw(),
     "behavior_logprobs": draw(),
+    "gradient_norms": np.abs(draw()[:, 0]),
   }
   return inputs | changes
 
@@ -42,7 +43,9 @@ def compute(inputs, **changes):
   ).estimator.to_dict()
   estimator = choices.ESTIMATORS[settings["name"]](settings)
   rule = choices.LAMBDA_RULES[settings["lambda_schedule"]](settings)
+  norms = choices.GRADIENT_NORMS[settings["gradient_norms"]](settings)
   known = inputs | {"policy_lambda": rule(inputs)}
+  known["squared_norms"] = norms(inputs)
   return np.asarray(call(estimator, known))
 
 
@@ -104,15 +107,20 @@ class TestGroups:
       got, spread(expected, inputs), rtol=1e-5, atol=1e-6
     )
 
-  def test_optimal_baseline(self):
+  @pytest.mark.parametrize("norms", ["length", "exact"])
+  def test_optimal_baseline(self, norms):
     inputs = make_inputs()
-    got = compute(inputs, name="optimal_baseline")
+    got = compute(inputs, name="optimal_baseline", gradient_norms=norms)
+    squared = {
+      "length": inputs["lengths"],
+      "exact": np.square(inputs["gradient_norms"]),
+    }[norms]
     difference = (
       np.float64(inputs["old_logprobs"]) - inputs["behavior_logprobs"]
     )
     weights = np.exp(np.where(inputs["mask"], difference, 0.0).sum(axis=1))
     baseline = reference.optimal_baseline(
-      outcomes(inputs), weights, inputs["lengths"], inputs["groups"]
+      outcomes(inputs), weights, squared, inputs["groups"]
     )
     np.testing.assert_allclose(
       got,

@@ -27,8 +27,7 @@ def make_written(status):
 
 
 def report(got, behavior=BEHAVIOR, **changes):
-  correction = make_algorithm(**changes).correction
-  return metrics.experience_metrics(got, behavior, correction)
+  return metrics.experience_metrics(got, behavior, make_algorithm(**changes))
 
 
 class TestExperience:

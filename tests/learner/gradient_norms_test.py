@@ -1,0 +1,164 @@
+"""Gradient norms of single responses, and the baseline that they give."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import tiny_run
+from helpers.tiny_algorithm import make_algorithm
+from helpers.tiny_tppo import record
+from helpers.tiny_update import (
+  TEMPERATURE,
+  make_data,
+  make_fns,
+  make_params,
+  padded,
+)
+
+from jaxrl_llm.learner import choices, estimates, packing, scoring
+from jaxrl_llm.train import build
+from jaxrl_llm.types import take_rows
+
+VCPO = {
+  "estimator__name": "optimal_baseline",
+  "value__pretrain_steps": 0,
+  "loss__name": "policy_gradient",
+  "run__samples_every": 0,
+}
+EXACT = {"estimator__gradient_norms": "exact"}
+
+
+@functools.cache
+def expected(frozen=()):
+  """By the gradient of the plain model for every response apart."""
+  rollout, _ = make_data()
+  tokens, present, before = padded()
+
+  @jax.jit
+  @jax.grad
+  def gradient(params, i):
+    logits = make_fns("policy").logits(params, tokens[i], present[i])
+    logprobs = jax.nn.log_softmax(logits[0] / TEMPERATURE)
+    at = jnp.asarray(before)[i[0]]
+    said = logprobs[at, jnp.asarray(rollout.tokens)[i[0]]]
+    return jnp.sum(jnp.where(jnp.asarray(rollout.mask)[i[0]], said, 0.0))
+
+  tokens, present = jnp.asarray(tokens), jnp.asarray(present)
+  norms = []
+  for i in range(len(rollout.lengths)):
+    found = gradient(make_params("policy"), jnp.asarray([i]))
+    squares = jax.tree_util.tree_map_with_path(
+      lambda path, x: (
+        0.0 if path[0].key in frozen else np.sum(np.float64(x) ** 2)
+      ),
+      found,
+    )
+    norms.append(sum(jax.tree.leaves(squares)) ** 0.5)
+  return np.asarray(norms)
+
+
+class TestNorms:
+  @pytest.mark.parametrize("rows", [1, 2])
+  @pytest.mark.parametrize("frozen", [(), ("embed",)])
+  def test_are_those_of_the_plain_model(self, rows, frozen):
+    rollout, _ = make_data()
+    count = len(rollout.lengths)
+    packed = packing.one_by_one(
+      rollout, capacity=16, rows=rows, micro_batches=count + 2
+    )
+    score = functools.partial(
+      scoring.score_gradient_norms, fns=make_fns("policy"), frozen=frozen
+    )
+    got = jax.jit(score)(make_params("policy"), packed, TEMPERATURE)
+    assert got.dtype == jnp.float32
+    assert got.shape == (count + 2,) and not np.asarray(got)[count:].any()
+    got = np.asarray(got)[:count]
+    np.testing.assert_allclose(got, expected(frozen), rtol=2e-5, atol=1e-6)
+    # Nothing of an empty response can be learned, and norms do differ.
+    empty = ~rollout.mask.any(axis=1)
+    assert empty.any() and not got[empty].any()
+    assert np.ptp(expected(frozen)) > 1.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+  return tiny_run.write_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def make_run(model, **changes):
+  return build.make_run(tiny_run.make_config(model, **VCPO | changes))
+
+
+class TestRun:
+  @pytest.mark.parametrize("fsdp", [1, 2])
+  def test_an_update_reads_those_of_its_policy(self, model, fsdp):
+    run = make_run(model, **EXACT, mesh__fsdp=fsdp)
+    (step,), _ = record(run, 1)
+    (seen,) = step.estimated
+    rollout, norms = seen.rollout, seen.scores["gradient_norms"]
+    params = jax.device_get(run.learner.initial_params())
+    fns = run.learner.policy.fns
+
+    @jax.jit
+    @jax.grad
+    def gradient(params, rows):
+      return jnp.sum(fns.logprobs(params, rows, 1.0)[0].logprobs)
+
+    lengths = rollout.prompt_lengths + rollout.lengths
+    for i in (*np.argsort(lengths)[[0, 5, 16, -1]], 0, 31):
+      alone = packing.one_by_one(
+        take_rows(rollout, [i]), capacity=24, rows=fsdp, micro_batches=1
+      )
+      found = jax.tree.leaves(gradient(params, alone.rows(0)))
+      norm = np.sqrt(sum(np.sum(np.square(x)) for x in found))
+      np.testing.assert_allclose(norms[i], norm, rtol=1e-4)
+    assert (norms > 0).all() and step.row["policy/grad_norm"] > 0
+
+  def test_the_length_needs_no_gradient(self):
+    exact, proxy = make_algorithm(**VCPO, **EXACT), make_algorithm(**VCPO)
+    assert exact.leaves - proxy.leaves == {"gradient_norms"}
+    others = make_algorithm(estimator__name="group", **EXACT)
+    assert "gradient_norms" not in others.leaves
+
+
+class TestVariance:
+  """A policy over three responses of equal length, all groups enumerated."""
+
+  SHARES = np.asarray([0.7, 0.15, 0.15])
+  REWARDS = np.asarray([0.0, 1.0, 0.8], np.float32)
+  SIZE = 6
+
+  def moments(self, name):
+    """Mean and total variance of the gradient of a group."""
+    gradients = np.eye(3) - self.SHARES  # ∇ log softmax(θ)[a] of each a.
+    drawn = np.asarray(list(itertools.product(range(3), repeat=self.SIZE)))
+    norms = np.linalg.norm(gradients, axis=1).astype(np.float32)
+    part = choices.GRADIENT_NORMS[name]({})
+    one = np.ones((self.SIZE, 1))
+
+    def advantages(rewards, norms):
+      return estimates.optimal_baseline_advantages(
+        rewards[:, None],
+        one > 0,
+        part({"gradient_norms": norms, "lengths": jnp.asarray(one[:, 0])}),
+        jnp.zeros(self.SIZE, int),
+        0.0 * one,
+        0.0 * one,
+      )[:, 0]
+
+    weights = jax.jit(jax.vmap(advantages))(self.REWARDS[drawn], norms[drawn])
+    estimate = np.einsum("ng,ngk->nk", weights, gradients[drawn]) / self.SIZE
+    chance = np.prod(self.SHARES[drawn], axis=1)
+    mean = chance @ estimate
+    return mean, chance @ np.sum((estimate - mean) ** 2, axis=1)
+
+  def test_is_less_than_with_lengths_and_nothing_is_biased(self):
+    truth = self.SHARES * (self.REWARDS - self.SHARES @ self.REWARDS)
+    variances = {}
+    for name in choices.GRADIENT_NORMS:
+      mean, variances[name] = self.moments(name)
+      np.testing.assert_allclose(mean, truth, atol=1e-6)
+    assert variances["exact"] < 0.8 * variances["length"]

@@ -1,0 +1,290 @@
+"""Kept weights: the sampler's mismatch apart from the updates since."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import tiny_run
+from helpers.tiny_algorithm import make_algorithm, make_rollout, noise
+from helpers.tiny_run import with_config
+from helpers.tiny_tppo import newest, record, saved
+
+from jaxrl_llm import sharding, workdir
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner import models, scoring
+from jaxrl_llm.models import TokenLogprobs
+from jaxrl_llm.train import build, loop
+
+KEEP = {"off_policy__keep_weights": "float32"}
+LATE = {"estimator__name": "group", "schedule__lag": 2}
+# Tokens of several versions in one batch, and in one response.
+MIXED = {
+  "estimator__name": "group",
+  "schedule__stop": "first_groups",
+  "schedule__over_provision": 2.0,
+  "schedule__max_staleness": 2,
+  "sampler__slots": 16,
+  "sampler__max_response_length": 40,
+}
+FAST = {"optimizer__policy__learning_rate": 3e-2}
+SCHEDULES = {"lag": LATE, "both": MIXED | LATE}
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+  return tiny_run.write_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def make_run(model, **changes):
+  settings = {"value__pretrain_steps": 0, "run__samples_every": 0}
+  return build.make_run(tiny_run.make_config(model, **settings | changes))
+
+
+@pytest.fixture(scope="module", params=list(SCHEDULES))
+def run(model, request):
+  """The policy moves fast, so that older weights say something else."""
+  return make_run(model, **KEEP, **FAST, **SCHEDULES[request.param])
+
+
+@pytest.fixture(scope="module")
+def history(run):
+  return record(run, STEPS)[0]
+
+
+def seen(step):
+  """(what an update made of its batch, scores, its rollout)."""
+  (estimated,) = step.estimated
+  return estimated.experience, estimated.scores, estimated.rollout
+
+
+class TestWriterLogprobs:
+  def test_are_those_of_the_sampler(self, history):
+    """It wrote with the same weights, and means the same up to rounding."""
+    moved = []
+    for step in history:
+      experience, scores, rollout = seen(step)
+      mask = experience["policy_mask"]
+      behavior = rollout.behavior_logprobs[mask]
+      wrote, old = scores["writer_logprobs"][mask], scores["old_logprobs"][mask]
+      np.testing.assert_allclose(wrote, behavior, atol=2e-4)
+      moved.append(np.abs(old - behavior).max())
+    assert max(moved) > 0.05  # The policy of now is another one.
+
+  def test_of_tokens_of_now_are_the_old_ones(self, history):
+    for step in history:
+      _, scores, rollout = seen(step)
+      now = rollout.version == step.after.step - 1
+      ours, old = scores["writer_logprobs"], scores["old_logprobs"]
+      np.testing.assert_array_equal(ours[now], old[now])
+
+  def test_a_batch_has_several_versions(self, history, request):
+    schedule = request.node.callspec.params["run"]
+    counts = [
+      np.unique(seen(step)[2].version[seen(step)[0]["policy_mask"]]).size
+      for step in history
+    ]
+    assert max(counts) > 1 or schedule == "lag"
+    assert history[-1].row["staleness/max"] >= 1
+
+  def test_rounded_weights_are_near(self, model):
+    rounded = make_run(
+      model, **FAST | LATE, off_policy__keep_weights="bfloat16"
+    )
+    steps, (states, _) = record(rounded, 4)
+    kept = jax.tree.leaves(states.learner.kept)
+    assert {x.dtype for x in kept} == {jnp.dtype("bfloat16")}
+    experience, scores, rollout = seen(steps[-1])
+    error = scores["writer_logprobs"] - rollout.behavior_logprobs
+    error = np.abs(error[experience["policy_mask"]])
+    assert 1e-5 < error.max() < 0.2
+
+  def test_by_hand(self):
+    """Versions 3 and 4 wrote, 5 is trained; version v says -v of a token."""
+    rollout = make_rollout()
+    version = np.broadcast_to(3 + np.arange(9) // 3, rollout.mask.shape)
+    rollout = rollout.replace(
+      version=version, window_start=np.full(len(version), 1, np.int32)
+    )
+    asked = []
+
+    class Batch:
+      """Rows without a packing: what is scored lies as it is read."""
+
+      def __init__(self, rows):
+        self.rows, self.layout = rows, self
+
+      def gather(self, scored):
+        return scored
+
+    def score(params, batch):
+      asked.append((params, batch.rows[0]))
+      said = np.full((len(batch.rows), 9), -float(params), np.float32)
+      return TokenLogprobs(said, said)
+
+    rows = np.arange(len(version))
+    old = np.full(version.shape, -0.5, np.float32)
+    got = scoring.writer_logprobs(
+      score,
+      lambda version: version,
+      old,
+      rollout,
+      [Batch(rows[:6]), Batch(rows[6:])],
+      version=5,
+    )
+    new = rollout.mask & (np.arange(9) >= 1)
+    np.testing.assert_array_equal(
+      got, np.where(new & (version < 5), -version, old)
+    )
+    assert asked == [(3, 0), (3, 6), (4, 0), (4, 6)]
+
+
+class TestCorrections:
+  def inputs(self, old, writer, behavior):
+    """Tokens of one response; arguments are probabilities."""
+    log = lambda x: np.log(np.asarray([x], np.float32))
+    return {
+      "proximal_logprobs": log(old),
+      "writer_logprobs": log(writer),
+      "behavior_logprobs": log(behavior),
+      "policy_mask": np.ones((1, len(old)), bool),
+    }
+
+  def make(self, **changes):
+    changes = {"off_policy__correction": "truncate"} | changes
+    return make_algorithm(schedule__lag=1, **KEEP | changes)
+
+  def test_each_has_its_bound(self):
+    made = self.make(off_policy__high=4.0, off_policy__mismatch_high=1.5)
+    inputs = self.inputs([0.8, 0.8, 0.3], [0.1, 0.4, 0.3], [0.1, 0.1, 0.6])
+    # mismatch 1, 4, 1/2 and staleness 8, 2, 1
+    np.testing.assert_allclose(
+      made.correction(inputs).weights,
+      [[1.0 * 4.0, 1.5 * 2.0, 0.5 * 1.0]],
+      rtol=1e-6,
+    )
+
+  def test_what_one_rejects_is_rejected(self):
+    made = self.make(off_policy__correction="mask", off_policy__high=3.0)
+    inputs = self.inputs([0.8, 0.8, 0.6], [0.2, 0.4, 0.3], [0.2, 0.1, 0.3])
+    got = made.correction(inputs)
+    np.testing.assert_array_equal(got.keep, [[False, False, True]])
+    np.testing.assert_allclose(got.weights, [[0, 0, 2]], rtol=1e-6)
+
+  @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+  def test_without_bounds_they_are_the_one_of_old(self, level):
+    wide = {"off_policy__high": 1e8, "off_policy__level": level}
+    two = self.make(**wide, off_policy__mismatch_high=1e8)
+    one = make_algorithm(off_policy__correction="truncate", **wide)
+    behavior = make_rollout().behavior_logprobs
+    inputs = {
+      "proximal_logprobs": behavior + noise(1),
+      "writer_logprobs": behavior + 0.1 * noise(2),
+      "behavior_logprobs": behavior,
+      "policy_mask": make_rollout().mask,
+    }
+    np.testing.assert_allclose(
+      two.correction(inputs).weights, one.correction(inputs).weights, rtol=1e-4
+    )
+    assert two.leaves - one.leaves == {"writer_logprobs"}
+
+  def test_weights_that_stay_leave_staleness_at_one(self, model):
+    """Whatever the engine's noise: in every bit, of whole responses too."""
+    still = make_run(
+      model,
+      **KEEP | MIXED,
+      optimizer__policy__learning_rate=0.0,
+      model__sampler_dtype="bfloat16",
+      off_policy__level="sequence",
+    )
+    steps, _ = record(still, 4)
+    assert max(step.row["staleness/max"] for step in steps) > 0
+    staleness = still.learner.algorithm.corrections["staleness"]
+    for step in steps:
+      experience, _, rollout = seen(step)
+      mask = experience["policy_mask"]
+      given = experience | {"behavior_logprobs": rollout.behavior_logprobs}
+      assert (np.asarray(staleness(given).weights)[mask] == 1.0).all()
+      assert step.row["correction/staleness_weight_mean"] == 1.0
+      assert abs(step.row["correction/mismatch_weight_mean"] - 1.0) > 1e-6
+
+  def test_each_is_reported(self, history):
+    for step in history:
+      row = step.row
+      assert abs(row["correction/mismatch_weight_mean"] - 1.0) < 1e-3
+      assert row["correction/kept"] == row["correction/mismatch_kept"] == 1.0
+    stale = [step.row["correction/staleness_weight_mean"] for step in history]
+    assert max(abs(x - 1.0) for x in stale) > 1e-2
+    np.testing.assert_allclose(
+      stale, [step.row["correction/weight_mean"] for step in history], atol=1e-3
+    )
+
+  def test_one_alone_is_reported_as_before(self, model):
+    (step, *_), _ = record(make_run(model, **LATE), 1)
+    names = {name for name in step.row if name.startswith("correction/")}
+    assert names == {"correction/weight_mean", "correction/kept"}
+
+
+class TestState:
+  @pytest.mark.parametrize("fsdp", [1, 2])
+  def test_the_last_versions_are_kept_in_every_bit(self, model, fsdp):
+    run = make_run(model, **KEEP | LATE, mesh__data=1, mesh__fsdp=fsdp)
+    made = models.make_kept_weights(
+      run.learner.policy, versions=3, dtype=jnp.float32
+    )
+    params = run.learner.initial_params()
+    of = lambda version: jax.tree.map(lambda x: x + 0.1 * version, params)
+    kept = made.init(params)
+    chex.assert_trees_all_equal(made.read(kept, 2), params)
+    for version in range(5):
+      kept = made.write(kept, of(version), version)
+    for version in (2, 3, 4):
+      chex.assert_trees_all_equal(made.read(kept, version), of(version))
+    places = lambda tree: jax.tree.map(lambda x: x.sharding, tree)
+    assert places(made.read(kept, 4)) == places(params)
+    assert places(kept) == places(made.shapes)
+    split = sharding.with_leading_axis(params["embed"]["embedding"].sharding)
+    assert kept["embed"]["embedding"].sharding == split
+    assert kept["embed"]["embedding"].shape[0] == 3
+
+  def test_older_weights_are_scored_by_the_program_of_now(self, run, history):
+    del history
+    assert run.learner.policy.score._cache_size() == 1
+
+  def test_is_absent_unless_asked_for(self, model):
+    made = make_run(model, **LATE)
+    assert loop.begin(made)[0].learner.kept is None
+
+  def test_a_resumed_run_is_the_uninterrupted_one(self, run, tmp_path):
+    chosen = with_config(run, run__steps=6, eval__every=3, checkpoint__every=9)
+    chosen.learner.kept = run.learner.kept
+    loop.train(chosen, tmp_path / "whole")
+    loop.train(with_config(chosen, run__steps=3), tmp_path / "parts")
+    loop.train(chosen, tmp_path / "parts")
+    rows = [tiny_run.comparable(tmp_path / x) for x in ("whole", "parts")]
+    assert rows[0] == rows[1] and rows[0][-1]["staleness/max"] > 0
+    both = [newest(chosen, tmp_path / x)[0] for x in ("whole", "parts")]
+    chex.assert_trees_all_equal(*map(jax.device_get, both))
+
+  def test_another_mesh_goes_on_from_them(self, model, tmp_path):
+    one = make_run(model, **KEEP | LATE)
+    _, (states, _) = record(one, 3)
+    other = make_run(model, **KEEP | LATE, mesh__fsdp=2)
+    again, _ = saved(other, loop.begin(other)[0], tmp_path / "shapes")
+    places = jax.tree.map(lambda x: x.sharding, again.learner.kept)
+    folder = tmp_path / "checkpoints"
+    saved(one, states, folder)
+    again, _ = newest(other, tmp_path)
+    chex.assert_trees_all_equal(
+      *map(jax.device_get, (again.learner.kept, states.learner.kept))
+    )
+    assert jax.tree.map(lambda x: x.sharding, again.learner.kept) == places
+
+  def test_how_many_is_fixed(self, model, tmp_path):
+    (tmp_path / "checkpoints" / "1").mkdir(parents=True)
+    config = tiny_run.make_config(model, **KEEP | MIXED)
+    workdir.begin(tmp_path, config)
+    config.schedule.max_staleness += 1
+    with pytest.raises(InputError, match="bear config.schedule.max_staleness"):
+      workdir.prepare(tmp_path, config)
