@@ -201,6 +201,7 @@ class TestAlone:
     assert _convert(f"--checkpoint={moved}", f"--out={own}") == 2
     assert "choose another" in capsys.readouterr().err
 
+  @pytest.mark.slow
   def test_evaluate_an_earlier_step(self, moved):
     code, output, errors = _evaluate(f"--checkpoint={moved}", "--step=1")
     assert code == 0, errors
@@ -267,6 +268,7 @@ class TestEvaluate:
     for key in keys:
       assert result[key.removeprefix(prefix)] == last[key], key
 
+  @pytest.mark.slow
   def test_model_directory_with_own_problems(self, tmp_path):
     model = chat_model.write(tmp_path / "chat")
     problems = tmp_path / "problems.jsonl"
@@ -303,6 +305,7 @@ class TestEvaluate:
     assert result["pass@1"] == pytest.approx(result["avg@6"])
     assert result["response_length_max"] <= 8
 
+  @pytest.mark.slow
   def test_several_sets_of_the_cache(self, run, tmp_path, monkeypatch):
     _, directory = run
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))

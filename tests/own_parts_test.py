@@ -278,6 +278,7 @@ def script(name, *flags, own="plugin"):
   return done.stdout
 
 
+@pytest.mark.slow
 def test_a_plugin_trains_and_is_evaluated(model, tmp_path):
   settings = {
     "data__source": "doubles",

@@ -105,6 +105,7 @@ def whole(finished):
 
 
 class TestResume:
+  @pytest.mark.slow
   def test_flags_need_not_be_repeated(self, start, whole, finished, tmp_path):
     folder = pathlib.Path(shutil.copytree(finished, tmp_path / "run"))
     own = tmp_path / "own_parts.py"
@@ -130,6 +131,7 @@ class TestResume:
     assert "no step 7; choose from 9, 10" in line
     assert tiny_run.snapshot(folder) == before
 
+  @pytest.mark.slow
   def test_a_full_disk(self, start, finished, tmp_path):
     folder = pathlib.Path(shutil.copytree(finished, tmp_path / "run"))
     more = f"--config.run.steps={STEPS + 1}"
@@ -138,6 +140,7 @@ class TestResume:
     assert workdir.steps(folder) == [STEPS - 1, STEPS]
 
 
+@pytest.mark.slow
 class TestKill:
   def test_the_next_start_repeats_the_uninterrupted_run(
     self, start, whole, tmp_path

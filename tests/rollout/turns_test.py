@@ -377,8 +377,9 @@ class TestResume:
 @pytest.mark.parametrize(
   "how",
   [
-    "hang",
-    "crash",
+    # These wait for processes that are killed.
+    pytest.param("hang", marks=pytest.mark.slow),
+    pytest.param("crash", marks=pytest.mark.slow),
     "fail",
     "silence",
     "numbers",

@@ -24,6 +24,7 @@ def run():
   return build.make_run(config)
 
 
+@pytest.mark.slow
 def test_sampler_and_trainer_agree_on_every_token(run):
   states, weights = loop.begin(run)
   with contextlib.closing(run.judge):

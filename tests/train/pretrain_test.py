@@ -54,6 +54,7 @@ def tokenizer(tmp_path_factory):
 
 
 @pytest.mark.parametrize("task", TASKS)
+@pytest.mark.slow
 def test_pretraining_learns_and_repeats_itself(task, tokenizer):
   params, (first, last) = train(task, tokenizer)
   assert first > 2.7 and last < 0.6 * first  # log(19 tokens) = 2.9.

@@ -47,6 +47,7 @@ def device_ids(tree):
   }
 
 
+@pytest.mark.slow
 class TestRuns:
   @pytest.mark.parametrize("name", ["apart", "rearranged"])
   def test_the_same_tokens_as_on_one_mesh(self, written, name):
