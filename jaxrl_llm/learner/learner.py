@@ -179,18 +179,20 @@ class Learner:
       TrainingStopped: as `update`.
     """
     sums, seen = self._gradient_sums(state), []
-    for responses in arriving:
+    for responses in self._filled(arriving):
       rollout, rows = responses.rollout, np.arange(len(responses.rewards))
       with timer.phase("score"):
         packed = {
-          name: self._mini_batches(each.model, rollout, rows, size=rows.size)
+          name: [self._packed_alone(each.model, rollout)]
           for name, each in sums.items()
         }
         scores = self._score(
           state, rollout, packed["policy"], packed.get("critic", [])
         )
+        # A power of two, so that few numbers of responses compile anew.
+        size = 1 << (rows.size - 1).bit_length()
         inputs = self._experience(
-          responses, scores, state.step, rows, size=rows.size
+          responses, scores, state.step, rows, size=size
         )
       for name, each in sums.items():
         with timer.phase(each.phase):
@@ -207,6 +209,43 @@ class Learner:
         row |= self._summary(name, trained, [new])
       state = state.replace(**{name: trained})
     return _after(state, scores, experience), row
+
+  @property
+  def _room(self) -> int:
+    """Tokens of a micro-batch, the critic's if it is larger."""
+    models = [model for model in (self.policy, self.critic) if model]
+    rows = max(model.settings.micro_batch_size for model in models)
+    return rows * self.settings.max_tokens_per_row
+
+  def _filled(self, arriving: Iterable[Responses]) -> Iterator[Responses]:
+    """Groups joined until they fill a micro-batch; the last may not.
+
+    Gradients of less would cost as much. Lengths decide, and no clock, so that
+    the same groups are joined again.
+    """
+    gathered, tokens = [], 0
+    for responses in arriving:
+      rollout = responses.rollout
+      tokens += int(rollout.prompt_lengths.max() + rollout.lengths.sum())
+      gathered.append(responses)
+      if tokens >= self._room:
+        yield types.join_rows(gathered)
+        gathered, tokens = [], 0
+    if gathered:
+      yield types.join_rows(gathered)
+
+  def _packed_alone(self, model: TrainedModel, rollout: Rollout) -> MiniBatch:
+    """One mini-batch of what `_filled` joins, always of the same shape."""
+    capacity = self.settings.max_tokens_per_row
+    rows = model.settings.micro_batch_size
+    longest = rollout.prompt_tokens.shape[1] + rollout.tokens.shape[1]
+    most = self._room + longest * np.bincount(rollout.group).max()
+    # First-fit leaves at most one row half empty.
+    most_rows = 1 + 2 * most // capacity
+    packed, layout = packing.pack(
+      rollout, capacity=capacity, rows=rows, micro_batches=-(-most_rows // rows)
+    )
+    return MiniBatch(np.arange(len(rollout.lengths)), packed, layout)
 
   def _gradient_sums(self, state: LearnerState) -> dict[str, GradientSum]:
     """Those of the critic, if there is one, and of the policy."""
@@ -293,15 +332,13 @@ class Learner:
     rollout: Rollout,
     rows: np.ndarray,
     rng: np.random.Generator | None = None,
-    *,
-    size: int | None = None,
   ) -> list[MiniBatch]:
-    """Mini-batches of a model's own size by default; shuffled by `rng`."""
+    """Mini-batches of a model's own size, packed; shuffled by `rng`."""
     if model is None:
       return []
     return packing.mini_batches(
       rollout,
-      size=size or model.settings.mini_batch,
+      size=model.settings.mini_batch,
       rng=rng,
       capacity=self.settings.max_tokens_per_row,
       rows=model.settings.micro_batch_size,
