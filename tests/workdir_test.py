@@ -39,6 +39,7 @@ FIXED = {
   "environment.name": "calculator",
   "environment.settings": {"digits": 3},
   "environment.rewards": "turns",
+  "off_policy.keep_weights": "float32",
   "off_policy.proximal": "ewma",
 }
 SWITCHES = {
