@@ -29,7 +29,7 @@ from jaxrl_llm.report.figure import figure, name_lines
 from jaxrl_llm.train import build, loop
 
 _GRPO = pathlib.Path(__file__).resolve().parents[1] / "configs" / "grpo.py"
-_WARM_UP = 3  # Steps.
+_WARM_UP = 8  # Steps; longer responses than before may compile.
 WAYS = {
   "by turns": {},
   "streaming": {"schedule.streaming": True},
@@ -110,8 +110,9 @@ def draw(ways: dict[str, list[Span]], path: pathlib.Path) -> None:
   phases.pop(_WAITS, None)
   colors = {name: f"C{i}" for i, name in enumerate(phases)}
   last_s = max(span.end_s for spans in ways.values() for span in spans)
-  title = "What sampler and learner do when (measured, two CPU devices)"
+  title = "Who works when: measured on two CPU devices, a core each"
   with figure(path, len(ways), 1, title=title) as (sheet, axes):
+    sheet.set_size_inches(8.5, 2 * len(ways) + 1)
     for (way, spans), axis in zip(ways.items(), axes.reshape(-1)):
       sides = sorted({span.side for span in spans})
       for phase, color in colors.items():
