@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl_llm import estimators, masked, sharding, types
+from jaxrl_llm import estimators, sharding, types
 from jaxrl_llm.errors import TrainingStopped
 from jaxrl_llm.learner import metrics, packing, parts
 from jaxrl_llm.learner.algorithm import Algorithm
@@ -249,29 +249,26 @@ class Learner:
 
   def _gradient_sums(self, state: LearnerState) -> dict[str, GradientSum]:
     """Those of the critic, if there is one, and of the policy."""
-    algorithm, sums = self.algorithm, {}
+    prepared = lambda make: (
+      lambda *part: place(make(*part, self.algorithm, size=1), self.mesh)
+    )
+    sums = {}
     if self.critic is not None:
       sums["critic"] = GradientSum(
         self.critic,
         state.critic,
         "update_value",
-        prepare=lambda *part: place(
-          critic_batch(*part, algorithm, size=1), self.mesh
-        ),
-        size=lambda inputs: masked.reduction_size(
-          inputs["value_mask"], mode=VALUE_MODE
-        ),
+        prepared(critic_batch),
+        mask="value_mask",
+        mode=VALUE_MODE,
       )
     sums["policy"] = GradientSum(
       self.policy,
       state.policy,
       "update_policy",
-      prepare=lambda *part: place(
-        policy_batch(*part, algorithm, size=1), self.mesh
-      ),
-      size=lambda inputs: masked.reduction_size(
-        inputs["policy_mask"], mode=algorithm.loss_mode
-      ),
+      prepared(policy_batch),
+      mask="policy_mask",
+      mode=self.algorithm.loss_mode,
       settings=(np.float32(self.settings.temperature),),
     )
     return sums

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm import losses, sharding
+from jaxrl_llm import losses, masked, sharding
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import optimizer as optimizer_lib
 from jaxrl_llm.learner import scoring
@@ -42,7 +42,8 @@ class GradientSum:
     state: that the gradients are taken at; given away in the end.
     phase: of the timer.
     prepare: (inputs, mini-batch) -> `PackedBatch` with weights of size 1.
-    size: (inputs of the batch) -> its size, see `masked.reduction_size`.
+    mask: name of the input that says which tokens the loss is over.
+    mode: how it is reduced over them, see `masked.token_weights`.
     settings: of the model's update.
     sums: so far; None: of nothing yet.
   """
@@ -51,7 +52,8 @@ class GradientSum:
   state: TrainState
   phase: str
   prepare: Callable[..., Any]
-  size: Callable[[Any], Any]
+  mask: str
+  mode: str
   settings: tuple = ()
   sums: Any = None
 
@@ -60,7 +62,8 @@ class GradientSum:
     batch, how = self.prepare(inputs, part), self.model.accumulation
     if self.sums is None:
       self.sums = how.begin(self.state.params, batch, *self.settings)
-    self.sums = how.add(self.sums, self.state.params, batch, *self.settings)
+    sums = how.add(self.sums, self.state.params, batch, *self.settings)
+    self.sums = jax.block_until_ready(sums)  # The phase has its own time.
 
   def apply(self, inputs: Any) -> tuple[TrainState, update_lib.Metrics]:
     """The state after the update, and its metrics.
@@ -68,9 +71,8 @@ class GradientSum:
     Args:
       inputs: of all parts.
     """
-    return self.model.accumulation.apply(
-      self.state, self.sums, self.size(inputs)
-    )
+    size = masked.reduction_size(inputs[self.mask], mode=self.mode)
+    return self.model.accumulation.apply(self.state, self.sums, size)
 
 
 class Ema(NamedTuple):

@@ -311,6 +311,11 @@ class RolloutWorker:
         )
     seen = [future.result() for future in judged]
     responses = join_rows([each.responses for each in seen])
+    if len(responses.rewards) != len(state.store.lengths):
+      raise RuntimeError(
+        f"{len(state.store.lengths)} responses were written, but"
+        f" {len(responses.rewards)} handed over"
+      )
     batch = Batch(responses=responses, version=weights.version, metrics={})
     return Collected(batch, state.replace(store=None), source_state, seen)
 
