@@ -254,6 +254,7 @@ class TestConvert:
 
 
 class TestEvaluate:
+  @pytest.mark.slow
   def test_repeats_the_last_evaluation_of_the_run(self, run):
     _, directory = run
     code, output, errors = _evaluate(f"--checkpoint={directory}")
@@ -331,22 +332,34 @@ class TestEvaluate:
     assert code == 2 and "hf download openai/gsm8k" in errors
     assert errors.count("\n") == 1
 
-  def test_bad_input_is_one_line(self, run):
-    model, directory = run
-    for flags, message in (
-      ((f"--checkpoint={model}",), "is a model directory; give --dataset"),
+  @pytest.mark.parametrize(
+    ("flags", "message"),
+    [
       (("--checkpoint=/no/such",), "/no/such: no such directory"),
       (
-        (f"--checkpoint={directory}", "--config=configs/vapo.py"),
-        "has its own settings",
-      ),
-      ((f"--checkpoint={model}", "--dataset=sumz"), "eval.source='sumz'"),
-      (
-        (f"--checkpoint={directory}", "--step=best"),
+        ("--checkpoint={run}", "--step=best"),
         "no step best; choose from 1, 2",
       ),
-    ):
-      code, _, errors = _evaluate(*flags)
-      assert code == 2, errors
-      assert message in errors
-      assert errors.count("\n") == 1
+      *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+          (("--checkpoint={model}",), "is a model directory; give --dataset"),
+          (
+            ("--checkpoint={run}", "--config=configs/vapo.py"),
+            "has its own settings",
+          ),
+          (
+            ("--checkpoint={model}", "--dataset=sumz"),
+            "eval.source='sumz'",
+          ),
+        )
+      ),
+    ],
+  )
+  def test_bad_input_is_one_line(self, run, flags, message):
+    model, directory = run
+    flags = [flag.format(model=model, run=directory) for flag in flags]
+    code, _, errors = _evaluate(*flags)
+    assert code == 2, errors
+    assert message in errors
+    assert errors.count("\n") == 1

@@ -303,6 +303,7 @@ class TestProgress:
 
 
 class TestScript:
+  @pytest.mark.slow
   def test_with_other_slots_it_writes_the_same(self, whole, tmp_path):
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     prompts.write_text(_lines(_PROMPTS))

@@ -336,6 +336,7 @@ def generate(*flags):
 
 
 class TestEnvironment:
+  @pytest.mark.slow
   def test_a_second_try(self, tmp_path):
     row = train_grpo(
       tmp_path / "run",

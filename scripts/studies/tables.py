@@ -58,10 +58,12 @@ _OBJECTIVES = {
   "coupled": {"off_policy.proximal": "stored", "off_policy.correction": "none"},
   "uncorrected": {"off_policy.correction": "none"},
 }
-_STALE = {"run.steps": 60, "eval.every": 15}
+_STALE = {"run.steps": 40, "eval.every": 20, "data.prompts_per_step": 16}
+_AREAL = _STALE | {"optimizer.policy.mini_batch": 64}  # Four updates a step.
 # Of REINFORCE at lag 8, one after the other.
-_PLAIN = {
+_PLAIN = _STALE | {
   "schedule.lag": 8,
+  "optimizer.policy.mini_batch": 256,  # One update a step.
   "estimator.name": "group",
   "estimator.scale": "none",
   "off_policy.correction": "none",
@@ -105,20 +107,20 @@ STUDIES: Mapping[str, Study] = {
     preset="",
     target=0.85,
     variants=(
-      Variant("lag 0", "areal", _STALE | {"schedule.lag": 0}),
+      Variant("lag 0", "areal", _AREAL | {"schedule.lag": 0}),
       *(
-        Variant(f"lag {lag}", "areal", _STALE | {"schedule.lag": lag})
+        Variant(f"lag {lag}", "areal", _AREAL | {"schedule.lag": lag})
         for lag in (1, 2, 4)
       ),
       *(
         Variant(
-          f"lag 8, {name}", "areal", _STALE | {"schedule.lag": 8} | changes
+          f"lag 8, {name}", "areal", _AREAL | {"schedule.lag": 8} | changes
         )
         for name, changes in _OBJECTIVES.items()
       ),
-      Variant("REINFORCE, lag 8", "vcpo", _STALE | _PLAIN),
-      Variant("+ truncation", "vcpo", _STALE | _PLAIN | _TRUNCATED),
-      Variant("+ step scale", "vcpo", _STALE | _PLAIN | _SCALED),
+      Variant("REINFORCE, lag 8", "vcpo", _PLAIN),
+      Variant("+ truncation", "vcpo", _PLAIN | _TRUNCATED),
+      Variant("+ step scale", "vcpo", _PLAIN | _SCALED),
       Variant(
         "+ optimal baseline (VCPO)",
         "vcpo",

@@ -93,7 +93,7 @@ def make_run(model, **changes):
 
 
 class TestRun:
-  @pytest.mark.parametrize("fsdp", [1, 2])
+  @pytest.mark.parametrize("fsdp", [1, pytest.param(2, marks=pytest.mark.slow)])
   def test_an_update_reads_those_of_its_policy(self, model, fsdp):
     run = make_run(model, **EXACT, mesh__fsdp=fsdp)
     (step,), _ = record(run, 1)

@@ -42,7 +42,10 @@ def make_run(model, **changes):
   return build.make_run(tiny_run.make_config(model, **settings | changes))
 
 
-@pytest.fixture(scope="module", params=list(SCHEDULES))
+@pytest.fixture(
+  scope="module",
+  params=["lag", pytest.param("both", marks=pytest.mark.slow)],
+)
 def run(model, request):
   """The policy moves fast, so that older weights say something else."""
   return make_run(model, **KEEP, **FAST, **SCHEDULES[request.param])
@@ -189,6 +192,7 @@ class TestCorrections:
     )
     assert two.leaves - one.leaves == {"writer_logprobs"}
 
+  @pytest.mark.slow
   def test_weights_that_stay_leave_staleness_at_one(self, model):
     """Whatever the engine's noise: in every bit, of whole responses too."""
     still = make_run(
@@ -267,6 +271,7 @@ class TestState:
     both = [newest(chosen, tmp_path / x)[0] for x in ("whole", "parts")]
     chex.assert_trees_all_equal(*map(jax.device_get, both))
 
+  @pytest.mark.slow
   def test_another_mesh_goes_on_from_them(self, model, tmp_path):
     one = make_run(model, **KEEP | LATE)
     _, (states, _) = record(one, 3)

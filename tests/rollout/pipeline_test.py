@@ -68,7 +68,9 @@ def test_admit(version, accepted, running, admitted):
   assert admit(version, accepted, running, batch=4, lag=2) == admitted
 
 
-@pytest.fixture(scope="module", params=[1, 4])
+@pytest.fixture(
+  scope="module", params=[1, pytest.param(4, marks=pytest.mark.slow)]
+)
 def lag(request):
   return request.param
 
@@ -135,7 +137,14 @@ PLAIN = {
 }
 
 
-@pytest.fixture(scope="module", params=["critic", "group", "environment"])
+@pytest.fixture(
+  scope="module",
+  params=[
+    pytest.param("critic", marks=pytest.mark.slow),
+    "group",
+    "environment",
+  ],
+)
 def plain(model, request):
   settings = PLAIN | METHODS.get(request.param, NO_CRITIC)
   if request.param == "environment":

@@ -1,5 +1,6 @@
 """Responses of many turns: exact, without loss on what others say."""
 
+import dataclasses
 import json
 
 import chex
@@ -14,12 +15,13 @@ from helpers.tiny_tppo import record, saved
 
 from jaxrl_llm import register, types
 from jaxrl_llm.data.tasks import Prompt
+from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rollout.environments import Observation
 from jaxrl_llm.rollout.turns import ENVIRONMENTS, TurnTaking
 from jaxrl_llm.rollout.writer import ResponseWriter, Weights
 from jaxrl_llm.sampling import rules
-from jaxrl_llm.train import build, loop
+from jaxrl_llm.train import build, data, loop
 from jaxrl_llm.types import Origin, Status, ended, take_rows
 
 STEPS = 4
@@ -178,7 +180,7 @@ def assert_same_talks(mine, his):
 class TestTurnRewards:
   """Windows cut most conversations; a critic learns of those that ended."""
 
-  STEPS, WINDOW = 10, 6
+  STEPS, WINDOW = 8, 6
 
   @pytest.fixture(scope="class")
   def paid(self, model):
@@ -374,6 +376,21 @@ class TestResume:
       assert any(json.loads(text)["turns"] for text in talks.values())
 
 
+@pytest.fixture(scope="module")
+def alone(model):
+  """A run whose environment has one process, which is not waited for long."""
+  ENVIRONMENTS["hostile"] = hostile.Hostile
+  run = make_run(
+    model,
+    environment__name="hostile",
+    environment__workers=1,
+    environment__deadline_s=1.0,
+    sampler__max_response_length=50,
+  )
+  del ENVIRONMENTS["hostile"]
+  return run
+
+
 @pytest.mark.parametrize(
   "how",
   [
@@ -388,19 +405,16 @@ class TestResume:
     "broken_text",
   ],
 )
-def test_a_hostile_environment_loses_nothing(model, how):
+def test_a_hostile_environment_loses_nothing(alone, how):
+  config = alone.config.copy_and_resolve_references()
+  config.environment.settings = {"how": how}
   ENVIRONMENTS["hostile"] = hostile.Hostile
-  run = make_run(
-    model,
-    environment__name="hostile",
-    environment__settings={"how": how},
-    environment__workers=2,
-    environment__deadline_s=1.0,
-    sampler__max_response_length=50,
-  )
+  taking = data.make_turn_taking(config, Tokenizer(config.model.path))
   del ENVIRONMENTS["hostile"]
-  rollout, table = talk(run, None)
-  run.worker.writer.turn_taking.ask.close()
+  engine = alone.worker.writer.engine
+  worker = build.make_worker(config, engine, alone.source, alone.judge, taking)
+  rollout, table = talk(dataclasses.replace(alone, worker=worker), None)
+  taking.ask.close()
   assert ended(rollout).all()
   second = [said["turns"] >= 2 for said in table.values()]
   failed = [said["rewards"].get("failed", 0.0) for said in table.values()]

@@ -134,6 +134,7 @@ class TestResponses:
     engine = make_engine(oracle(), 3, slots=3, page_size=4)
     same(generate(engine), expected())
 
+  @pytest.mark.slow
   def test_may_be_turned_on_and_off_at_every_step(self):
     engine = make_engine(DRAFTERS["quantized copy"], 2, page_size=4)
     numbers = iter([2, 0] * 100)
@@ -170,6 +171,7 @@ class TestResponses:
     np.testing.assert_array_equal(rows.tokens[order], wanted.tokens)
     np.testing.assert_array_equal(rows.lengths[order], wanted.lengths)
 
+  @pytest.mark.slow
   def test_every_random_number_gives_the_same_token(self):
     """Four tokens, drawn often: drafting cannot bend the distribution."""
     bias = {t: -np.inf for t in range(67) if t > 3}

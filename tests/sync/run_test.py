@@ -105,6 +105,7 @@ class TestMutations:
       loop.train(run, tmp_path)
     assert len(rollouts) == 1 + WRONG
 
+  @pytest.mark.slow
   def test_the_next_start_sends_anew(self, make_run, tmp_path):
     run, broken = make_run("shared"), tmp_path / "broken"
     run = with_config(run, sampler__parity_check_every=WRONG)

@@ -161,6 +161,7 @@ class TestRun:
       )
     assert tiny_run.snapshot(whole) == before
 
+  @pytest.mark.slow
   def test_the_rate_falls_as_it_is_told_to(self, run, tmp_path):
     rates = {"optimizer__policy__learning_rate_schedule": "linear"}
     rates |= {"optimizer__policy__min_learning_rate_ratio": 0.5}
@@ -174,7 +175,14 @@ class TestRun:
 
 
 class TestResume:
-  @pytest.mark.parametrize("every", [1, 2, 3])
+  @pytest.mark.parametrize(
+    "every",
+    [
+      pytest.param(1, marks=pytest.mark.slow),
+      2,
+      pytest.param(3, marks=pytest.mark.slow),
+    ],
+  )
   def test_is_exact(self, run, whole, tmp_path, every):
     half = with_config(run, run__steps=3, checkpoint__every=every)
     loop.train(half, tmp_path)
@@ -192,6 +200,7 @@ class TestResume:
     loop.train(with_config(run, run__steps=2, eval__every=9), tmp_path)
     assert "config.run.steps: 1 -> 2\n" in capsys.readouterr().out
 
+  @pytest.mark.slow
   def test_rows_after_the_checkpoint_are_written_anew(
     self, run, whole, tmp_path
   ):
@@ -408,6 +417,7 @@ class TestValuePretraining:
     saved = reused(after.policy.params)
     chex.assert_trees_all_equal(jax.device_get(saved), trained)
 
+  @pytest.mark.slow
   def test_reused_by_another_run(self, run, whole, tmp_path):
     loop.train(with_config(run, value__init_from=str(whole)), tmp_path)
     assert not (tmp_path / "value_pretrain.jsonl").exists()

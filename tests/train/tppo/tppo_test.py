@@ -31,6 +31,7 @@ from jaxrl_llm.train import loop
 from jaxrl_llm.types import Status
 
 
+@pytest.mark.slow
 class TestWholeWindow:
   def test_is_vapo_bit_for_bit(self, run, tmp_path):
     trees, rows, samples = [], [], []
