@@ -109,6 +109,7 @@ class TestOthers:
     assert len(asked) == 1
     assert {p.question for p in drawn} | asked == {q for q, _ in QUESTIONS}
 
+  @pytest.mark.slow
   def test_trl(self, model, tmp_path, capsys):
     rows = [
       {"prompt": question, "answer": answer, "level": 6}

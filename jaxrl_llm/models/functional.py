@@ -64,6 +64,9 @@ class ValueFns(NamedTuple):
   values: Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
 
 
+# The same functions for equal settings, so that what is compiled of them is
+# found again.
+@functools.lru_cache(maxsize=16)
 def make_policy(
   config: ModelConfig,
   *,
@@ -149,6 +152,7 @@ def make_policy(
   )
 
 
+@functools.lru_cache(maxsize=16)
 def make_value(
   config: ModelConfig,
   *,

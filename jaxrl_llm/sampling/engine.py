@@ -76,7 +76,8 @@ class Engine(Scheduler):
     sharding = fns.slots_sharding
     shard_slots = sharding.shard_shape(slots) if sharding else slots
     shards = config.slots // shard_slots[0]
-    programs = self._compiled(config, shards, adaptive_temperature)
+    size = shards, config.pages_per_shard(shards), config.page_size
+    programs = _programs(fns, self._drafter, size, adaptive_temperature)
     super().__init__(
       config,
       lambda: PagedCache(
@@ -88,34 +89,6 @@ class Engine(Scheduler):
       ),
       speculation=speculation.AdaptiveSpeculation(config.num_draft_tokens),
       detokenize=detokenize,
-    )
-
-  def _compiled(self, config, shards, temperature) -> Programs:
-    fns, drafter = self.fns, self._drafter
-    jit = functools.partial(jax.jit, out_shardings=fns.kv_sharding)
-    own = {"fns": fns, "drafter": drafter}
-    size = shards, config.pages_per_shard(shards), config.page_size
-    return Programs(
-      init_kv_cache=jit(
-        lambda: fns.init_kv_cache(*size) + drafter.init_kv_cache(*size)
-      ),
-      prefill=jax.jit(functools.partial(slots_lib.prefill, **own)),
-      insert=jit(models.write_pages, donate_argnums=0),
-      copy_pages=jit(models.copy_pages, donate_argnums=0),
-      extend=jit(
-        functools.partial(slots_lib.extend, fns=fns), donate_argnums=1
-      ),
-      decode=jax.jit(
-        functools.partial(
-          slots_lib.decode_steps,
-          **own,
-          tokens_per_call=config.page_size,
-          adaptive_temperature=temperature,
-        ),
-        out_shardings=(fns.kv_sharding, fns.slots_sharding),
-        static_argnames="num_draft_tokens",
-        donate_argnums=1,
-      ),
     )
 
   def set_params(self, params: Any, version: int) -> None:
@@ -372,3 +345,42 @@ class Engine(Scheduler):
       logit_bias_of(settings, vocab_size),
       temperature_state,
     )
+
+
+@functools.lru_cache(maxsize=16)
+def _programs(
+  fns: ModelFns,
+  drafter: speculation.Drafter,
+  size: tuple[int, int, int],
+  temperature: slots_lib.AdaptiveTemperature | None,
+) -> Programs:
+  """What engines alike share: a second one compiles nothing.
+
+  Args:
+    fns: the model.
+    drafter: proposes draft tokens.
+    size: shards, pages of each, tokens of a page.
+    temperature: the adaptive one; None without.
+  """
+  jit = functools.partial(jax.jit, out_shardings=fns.kv_sharding)
+  own = {"fns": fns, "drafter": drafter}
+  return Programs(
+    init_kv_cache=jit(
+      lambda: fns.init_kv_cache(*size) + drafter.init_kv_cache(*size)
+    ),
+    prefill=jax.jit(functools.partial(slots_lib.prefill, **own)),
+    insert=jit(models.write_pages, donate_argnums=0),
+    copy_pages=jit(models.copy_pages, donate_argnums=0),
+    extend=jit(functools.partial(slots_lib.extend, fns=fns), donate_argnums=1),
+    decode=jax.jit(
+      functools.partial(
+        slots_lib.decode_steps,
+        **own,
+        tokens_per_call=size[-1],
+        adaptive_temperature=temperature,
+      ),
+      out_shardings=(fns.kv_sharding, fns.slots_sharding),
+      static_argnames="num_draft_tokens",
+      donate_argnums=1,
+    ),
+  )

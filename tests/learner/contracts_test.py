@@ -152,7 +152,14 @@ class TestAverage:
 
 
 class TestMismatch:
-  @pytest.mark.parametrize("proximal", ["recompute", "stored", "interpolate"])
+  @pytest.mark.parametrize(
+    "proximal",
+    [
+      "recompute",
+      "stored",
+      pytest.param("interpolate", marks=pytest.mark.slow),
+    ],
+  )
   def test_is_seen_whatever_the_ratio_is_against(self, model, proximal):
     run = make_run(model, off_policy__proximal=proximal)
     engine = run.worker.writer.engine

@@ -93,7 +93,8 @@ def make_run(model, **changes):
 
 
 class TestRun:
-  @pytest.mark.parametrize("fsdp", [1, pytest.param(2, marks=pytest.mark.slow)])
+  @pytest.mark.slow
+  @pytest.mark.parametrize("fsdp", [1, 2])
   def test_an_update_reads_those_of_its_policy(self, model, fsdp):
     run = make_run(model, **EXACT, mesh__fsdp=fsdp)
     (step,), _ = record(run, 1)

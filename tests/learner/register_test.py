@@ -139,6 +139,7 @@ class TestRegister:
     assert largest_move(before, states._replace(learner=learner)) > 0
     assert row["policy/grad_norm"] > 0 and row["policy/skipped"] == 0
 
+  @pytest.mark.slow
   def test_an_own_template_order_schedule_and_mask(self, tmp_path):
     class InOrder(prompt_source.PromptSource):
       """Asks in the source's own order."""

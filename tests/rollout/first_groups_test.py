@@ -198,6 +198,7 @@ class Verdicts:
     return dataclasses.replace(judged, responses=responses)
 
 
+@pytest.mark.slow
 class TestMixedFirstGroups:
   """APRIL with dynamic sampling: the first groups, of which mixed ones count.
 

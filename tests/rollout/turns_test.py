@@ -354,11 +354,14 @@ class TestResume:
     "changes",
     [
       {"schedule__lag": 1},
-      {
-        "schedule__stop": "first_groups",
-        "schedule__over_provision": 2.0,
-        "schedule__max_staleness": 2,
-      },
+      pytest.param(
+        {
+          "schedule__stop": "first_groups",
+          "schedule__over_provision": 2.0,
+          "schedule__max_staleness": 2,
+        },
+        marks=pytest.mark.slow,
+      ),
     ],
     ids=["lag", "first_groups"],
   )

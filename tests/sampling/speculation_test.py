@@ -205,6 +205,7 @@ class TestSteps:
     engine = make_engine(constant(-1), 3, slots=12)
     assert generate(engine).lengths.max() == engine.last_stats.decode_steps
 
+  @pytest.mark.slow
   def test_a_copy_in_eight_bits_saves_most(self):
     engine = make_engine(DRAFTERS["quantized copy"], 3, slots=12)
     generate(engine)

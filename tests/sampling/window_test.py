@@ -130,6 +130,7 @@ class TestUncut:
     out = jax.tree.map(lambda *x: np.concatenate(x), ended, rest)
     assert_same_rows(tiny_engine.rows(out, np.argsort(out.sample_id)), uncut())
 
+  @pytest.mark.slow
   def test_mesh_of_eight_devices(self):
     mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
     fns, params = tiny.tiny_policy(mesh)

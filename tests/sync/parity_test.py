@@ -82,6 +82,7 @@ class TestParityCheck:
     with pytest.raises(sync.SyncError, match="share of nan, more"):
       check(params, broken)
 
+  @pytest.mark.slow
   def test_works_across_meshes(self):
     fns, params, transfer = _own_meshes()
     check = _make_check(fns, jnp.float32)

@@ -64,7 +64,9 @@ def mutated(run, mutation):
 class TestMutations:
   """Each goes wrong in the transfer after step 2; no step 3 may be sampled."""
 
-  @pytest.mark.parametrize("name", ["shared", "apart"])
+  @pytest.mark.parametrize(
+    "name", ["shared", pytest.param("apart", marks=pytest.mark.slow)]
+  )
   @pytest.mark.parametrize(
     ("mutation", "message"),
     [

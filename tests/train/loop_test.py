@@ -220,7 +220,10 @@ class TestResume:
     loop.train(run, tmp_path)
     assert_same_run(run, whole, tmp_path)
 
-  @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+  @pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)],
+  )
   def test_a_signal_saves_and_returns(self, run, whole, tmp_path, number):
     before = signal.getsignal(number)
     ask = lambda _: os.kill(os.getpid(), number)

@@ -78,7 +78,14 @@ class TestTempering:
 
 
 class TestResume:
-  @pytest.mark.parametrize("kind", ["plain", "waiting", "ewma"])
+  @pytest.mark.parametrize(
+    "kind",
+    [
+      "plain",
+      pytest.param("waiting", marks=pytest.mark.slow),
+      pytest.param("ewma", marks=pytest.mark.slow),
+    ],
+  )
   def test_in_the_middle_of_responses_is_exact(self, run, tmp_path, kind):
     chosen = {
       "plain": lambda: run,
