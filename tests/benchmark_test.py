@@ -66,6 +66,7 @@ class TestLastJsonObject:
     text = '{"a": 1}\n{\n "b": {\n  "c": 1\n }\n'
     assert benchmarks.last_json_object(text) == {"a": 1}
 
+  @pytest.mark.slow
   @pytest.mark.parametrize("text", ["", "\n", "[1]\n", "{\n", 'x {"a": 1}'])
   def test_none(self, text):
     assert benchmarks.last_json_object(text) is None

@@ -331,6 +331,7 @@ class TestScript:
     assert "; 11 finished; 1 overlong" in done.stderr
     _assert_same(_read(out), whole, but=("settings",))
 
+  @pytest.mark.slow
   def test_turns_of_a_calculator_whose_process_ends(self, tmp_path):
     out = tmp_path / "out.jsonl"
     flags = ["--prompt=7+5-3?", "--environment=calculator", "--stop=="]

@@ -172,6 +172,7 @@ class TestData:
     with pytest.raises(InputError, match="own-.* has no answer, which conf"):
       build.make_run(make_config(model, **changes))
 
+  @pytest.mark.slow
   def test_tfds_with_the_usual_splits(self, model, tmp_path):
     tfds = pytest.importorskip("tensorflow_datasets")
 

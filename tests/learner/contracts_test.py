@@ -240,6 +240,7 @@ class TestPretraining:
       batch.experience["returns"][mask], outcome[mask], atol=1e-6
     )
 
+  @pytest.mark.slow
   def test_keeps_the_best_critic(self, model, tmp_path, monkeypatch):
     run = build.make_run(
       tiny_run.make_config(

@@ -141,6 +141,7 @@ class TestResponses:
     engine._speculation.choose = lambda active: next(numbers)
     same(generate(engine), expected())
 
+  @pytest.mark.slow
   def test_greedy_ones_too(self):
     greedy = SamplingSettings(temperature=0.0)
     wanted = generate(make_engine(), greedy)

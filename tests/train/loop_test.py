@@ -237,6 +237,7 @@ class TestResume:
     loop.train(with_config(run, **rare), tmp_path)
     assert_same_run(run, whole, tmp_path)
 
+  @pytest.mark.slow
   def test_a_signal_during_value_pretraining(self, run, whole, tmp_path):
     ask = lambda _: os.kill(os.getpid(), signal.SIGTERM)
     loop.train(interrupting(run, 1, ask), tmp_path)
