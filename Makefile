@@ -22,6 +22,8 @@ PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile $(PYTEST_ARGS)
 # Compiled programs are kept between runs: the next start is much faster.
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.jax_cache
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.5
+# Tests compile thousands of programs, nearly all of them in less.
+test slowtest: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS = 0
 
 .PHONY: help train test slowtest lint clean
 .DEFAULT_GOAL := help

@@ -124,6 +124,7 @@ def draw(ways: dict[str, list[Span]], path: pathlib.Path) -> None:
           color=color,
           label=phase,
         )
+      axis.set_axisbelow(True)
       axis.set_yticks(range(len(sides)), sides)
       axis.set(title=way, xlim=(0, last_s))
     axis.set_xlabel("seconds")

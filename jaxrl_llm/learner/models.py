@@ -145,21 +145,16 @@ def _trained(fns, settings, score, objective, mesh) -> TrainedModel:
   whole = sharding.replicated(mesh)
   how = objective, optimizer, schedule
   pinned = {"frozen": settings.frozen, "out_shardings": (shardings, whole)}
+  score = jax.jit(functools.partial(score, fns=fns), out_shardings=whole)
   return TrainedModel(
     fns,
     create,
-    _jitted_score(score, fns, whole),
+    score,
     update_lib.make_update(*how, **pinned),
     update_lib.make_accumulation(*how, **pinned),
     create.eval_shape(params),
     settings,
   )
-
-
-@functools.lru_cache(maxsize=16)
-def _jitted_score(score, fns, whole) -> Callable[..., Any]:
-  """What learners of equal models share."""
-  return jax.jit(functools.partial(score, fns=fns), out_shardings=whole)
 
 
 def _check_frozen(params: Any, frozen: tuple[str, ...]) -> None:
