@@ -46,7 +46,6 @@ def history(run):
   return record(run, STEPS)[0]
 
 
-@pytest.mark.slow
 def test_the_policy_sees_every_token_once_in_the_step_that_wrote_it(history):
   trained = []
   for number, step in enumerate(history):
@@ -62,7 +61,6 @@ def test_the_policy_sees_every_token_once_in_the_step_that_wrote_it(history):
   assert total(trained) == total([*map(released_in, history), alive])
 
 
-@pytest.mark.slow
 def test_the_critic_sees_what_ended_once(history):
   trained = total(trained_tokens(step.critic) for step in history)
   released = total(map(released_in, history))
