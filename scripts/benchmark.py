@@ -48,7 +48,7 @@ _OF_MODELS = (
 )
 # Options that a part depends on.
 _SETTINGS = {
-  "sampler": _OF_MODELS,
+  "sampler": (*_OF_MODELS, "slots"),
   "rollouts": (*_OF_MODELS, "prompts", "group_size", "median", "p99"),
   "prefill": _OF_MODELS,
   "simulator": (*_OF_MODELS, "prompts", "group_size", "median", "p99"),
@@ -230,6 +230,7 @@ def make_parser() -> argparse.ArgumentParser:
     help="of the sampler's weights and products; its memory is float32",
   )
   add("--batch", type=int, default=16, help="responses")
+  add("--slots", type=int, help="of the sampler, --batch by default")
   add("--group_size", type=int, default=4, help="responses per prompt")
   add("--prompt_length", type=int, default=64, help="tokens")
   add("--new_tokens", type=int, default=128, help="tokens per response")
@@ -285,6 +286,8 @@ def check(options) -> None:
   if options.micro_batch_size is None:
     shape = benchmarks.SHAPES[options.shape]
     options.micro_batch_size = shape.micro_batch_size
+  if options.slots is None:
+    options.slots = options.batch
   longest = options.prompt_length + options.new_tokens
   if options.max_tokens_per_row is None:
     options.max_tokens_per_row = longest

@@ -29,6 +29,8 @@ from jaxrl_llm.report.figure import figure, name_lines
 from jaxrl_llm.rollout.worker import RolloutSettings
 
 BASELINE = "static"
+# Of a decode call, see sampling.stats.DecodeCall.
+_MEASURED = "SLOTS,STEPS,CAPACITY,PREFILLS,PREFILL_TOKENS,SECONDS"
 _SHARES = (0.25, 0.375, 0.5, 0.625, 0.75)  # Of the devices, for sampling.
 FIXED, FREE = "fixed lag", "free-running, lag"
 _TRIAL = 6  # Steps that find the best of them.
@@ -78,7 +80,7 @@ def make_cost(options) -> simulate.CostModel:
   if options.measured is None:
     raise InputError(
       "--cost=cpu needs --measured=FILE with a line"
-      " SLOTS,STEPS,CAPACITY,SECONDS for each decode call"
+      f" {_MEASURED} for each decode call"
     )
   try:
     fitted = simulate.fit(_table(options.measured))
@@ -358,7 +360,7 @@ def make_parser() -> argparse.ArgumentParser:
   )
   add("--lags", default="1,2,4", help="of runs that do both at once, in steps")
   add("--cost", choices=("accelerator", "cpu"), default="accelerator")
-  add("--measured", metavar="FILE", help="SLOTS,STEPS,CAPACITY,SECONDS lines")
+  add("--measured", metavar="FILE", help=f"lines of {_MEASURED}")
   add("--assume", action="append", default=[], metavar="NAME=VALUE")
   add("--seed", type=int, default=0)
   add("--out", default="runs/simulate", help="folder")

@@ -447,12 +447,11 @@ class TestCosts:
     rng = np.random.default_rng(0)
     slots, steps = rng.choice([4, 16, 64], 40), rng.integers(1, 65, 40)
     positions = rng.integers(1, 50, 40) * 512
-    seconds = 0.01 + steps * (2e-3 + 1e-4 * slots + 1e-7 * positions)
-    calls = rng.integers(1, 50, (10, 3))
-    host = calls @ [3e-3, 2e-2, 1e-5]
+    prefills = rng.integers(0, 50, (40, 2))
+    seconds = 0.013 + steps * (2e-3 + 1e-4 * slots + 1e-7 * positions)
+    seconds += prefills @ [2e-2, 1e-5]
     cost = simulate.fit(
-      np.stack([slots, steps, positions, seconds], axis=1),
-      np.column_stack([calls, host]),
+      np.column_stack([slots, steps, positions, prefills, seconds])
     )
     np.testing.assert_allclose(cost.decode, [(2e-3, 1e-4, 1e-7)], rtol=1e-8)
     assert cost.scheduler_step_s == pytest.approx(0.013)
@@ -461,14 +460,15 @@ class TestCosts:
     assert cost.padded
 
   def test_fit_knows_no_negative_price(self):
-    slots = np.array([1.0, 2, 3, 4, 5])
-    rows = np.stack([slots, slots * 0 + 1, slots**2, 9 - slots], axis=1)
+    slots = np.array([1.0, 2, 3, 4, 5, 6])
+    no = 0 * slots
+    rows = np.column_stack([slots, no + 1, slots**2, no, no, 9 - slots])
     ((fixed, per_slot, per_token),) = simulate.fit(rows).decode
     assert fixed > 0 and per_slot == per_token == 0
 
-  @pytest.mark.parametrize("shape", [(3, 4), (9, 3), (9,)])
+  @pytest.mark.parametrize("shape", [(5, 6), (9, 4), (9,)])
   def test_fit_refuses_other_rows(self, shape):
-    with pytest.raises(ValueError, match="decode_calls must have 4 columns"):
+    with pytest.raises(ValueError, match="decode_calls must have 6 columns"):
       simulate.fit(np.ones(shape))
 
   def test_an_accelerator_reads_or_multiplies(self):
@@ -557,7 +557,8 @@ class TestScript:
   def test_takes_measured_windows_and_lengths(self, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     windows, lengths = tmp_path / "windows.csv", tmp_path / "lengths.npy"
-    windows.write_text("".join(f"8,{n},512,{0.1 * n}\n" for n in range(1, 9)))
+    rows = [f"8,{n},512,0,0,{0.1 * n}" for n in range(1, 9)]
+    windows.write_text("\n".join(rows))
     np.save(lengths, np.arange(1, 60))
     flags = [f"--measured={windows}", f"--lengths={lengths}", "--cost=cpu"]
     flags += ["--assume=train_token_s=0.5"]

@@ -138,10 +138,11 @@ class PagedCache:
     config, group_size = self._config, contexts[0][0].params.group_size
     new = [same for same in contexts if not same[0].length]
     continued = [same for same in contexts if same[0].length]
-    # Two numbers of prompts to prefill at a time: few, to refill, and many.
+    # Two numbers of prompts to prefill at a time: few, to refill, and many,
+    # unless more than half of these were padding.
     few = -(-(config.refill_slots - 1) // group_size) + 1
     many = max(few, config.slots // group_size)
-    count = few if len(new) <= few else many
+    count = few if len(new) <= max(few, many // 2) else many
     self._prefill_parts(new, count, config.max_prompt_length, None)
     count = config.continued_per_prefill(self.shards)
     self._prefill_parts(continued, count, config.max_length, self._sharding)

@@ -181,10 +181,10 @@ class Scheduler:
     if insert is None:
       insert = rules.refill(len(self._slots), free, len(waiting))
     self._insert(waiting[: min(insert, free)])
-    left = self._decode() if self._running() else []
+    prefilled = self._cache.stats - before
+    left = self._decode(start, prefilled) if self._running() else []
     wall_s = self._clock() - start
-    self.stats += self._cache.stats - before
-    self.stats += EngineStats(wall_s=wall_s, host_s=wall_s)
+    self.stats += prefilled + EngineStats(wall_s=wall_s, host_s=wall_s)
     return left
 
   def _decide(self, rule: SchedulingRule, requests: list[Request]) -> Decision:
@@ -332,8 +332,13 @@ class Scheduler:
     min_active = smaller + 1 if active > smaller else 1
     return [self._slots[row] for row in rows], min_active
 
-  def _decode(self) -> list[Request]:
-    """One decode call; returns the requests that left."""
+  def _decode(self, begun: float, prefilled: EngineStats) -> list[Request]:
+    """One decode call; returns the requests that left.
+
+    Args:
+      begun: the clock when the step began.
+      prefilled: what has been prefilled since.
+    """
     rows, min_active = self._batch()
     running = self._running()
     num_draft_tokens = self._speculation.choose(len(running))
@@ -345,7 +350,6 @@ class Scheduler:
     tokens, steps = int(output.count.sum()), int(output.steps.max())
     self._speculation.observe(len(running), num_draft_tokens, tokens, seconds)
     capacity = self.config.page_size * sum(len(r.pages) for r in running)
-    self.trace.append(DecodeCall(len(rows), steps, capacity, seconds))
     left = []
     for row, request in enumerate(rows):
       if request is None:
@@ -361,6 +365,16 @@ class Scheduler:
       slot_steps=steps * len(rows),
       tokens=tokens,
       host_s=-seconds,
+    )
+    self.trace.append(
+      DecodeCall(
+        len(rows),
+        steps,
+        capacity,
+        prefilled.prefill_calls,
+        prefilled.prefill_tokens,
+        self._clock() - begun,
+      )
     )
     return left
 

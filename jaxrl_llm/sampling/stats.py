@@ -5,12 +5,14 @@ from typing import NamedTuple
 
 
 class DecodeCall(NamedTuple):
-  """One call of the decode program."""
+  """One call of the decode program, with the prefills that it waited for."""
 
   slots: int  # Batch size.
   steps: int  # Decode steps.
   kv_capacity: int  # Tokens that the pages of its responses had room for.
-  seconds: float
+  prefill_calls: int
+  prefill_tokens: int
+  seconds: float  # Of all, the host's work included.
 
 
 class EngineStats(NamedTuple):

@@ -11,6 +11,8 @@ import chex
 import numpy as np
 import scipy.optimize
 
+from jaxrl_llm.sampling.stats import DecodeCall
+
 
 class Plane(NamedTuple):
   """Seconds of a decoding step: fixed + per_slot · slots + per_token · n."""
@@ -59,39 +61,43 @@ class CostModel:
     return self.train_step_s + work_s
 
 
-def fit(decode_calls: chex.Array, calls: chex.Array | None = None) -> CostModel:
+def fit(decode_calls: chex.Array) -> CostModel:
   """Prices by least squares from what an engine was measured to take.
 
-    decode = step + decode_steps · (fixed + per_slot · slots + per_token · n)
-    host = step · decode_calls + prefill_call · calls + prefill_token · tokens
+    seconds = scheduler_step + prefill_call · calls + prefill_token · tokens
+      + steps · (fixed + per_slot · slots + per_token · n)
 
   No price is negative. The engine's programs are padded, so `slots` are those
   of the program, idle ones included, and n the tokens that its KV cache has
   room for.
 
   Args:
-    decode_calls: [n, 4], rows of (slots, steps, capacity, seconds), as
-      `sampling.DecodeCall`; without calls that compiled.
-    calls: [m, 4], rows of (decode calls, prefill calls, context tokens, seconds
-      of the host), one a call of the engine, as its `EngineStats`.
+    decode_calls: [m, 6], rows as `sampling.stats.DecodeCall`; without calls
+      that compiled.
 
   Raises:
     ValueError: rows are too few or of another shape.
   """
-  slots, steps, tokens, seconds = _columns("decode_calls", decode_calls)
-  columns = [steps, steps * slots, steps * tokens, np.ones_like(steps)]
-  if np.ptp(steps) == 0:
-    columns.pop()  # It cannot be told from the fixed part of decode steps.
-  *plane, step_s = [*_least_squares(columns, seconds), 0.0][:4]
-  host_s = call_s = token_s = 0.0
-  if calls is not None:
-    *columns, seconds = _columns("calls", calls)
-    host_s, call_s, token_s = _least_squares(columns, seconds)
+  rows = np.asarray(decode_calls, np.float64)
+  columns = len(DecodeCall._fields)
+  if rows.ndim != 2 or rows.shape[1] != columns or len(rows) < columns:
+    raise ValueError(
+      f"decode_calls must have {columns} columns and at least {columns} rows,"
+      f" got shape {rows.shape}"
+    )
+  slots, steps, tokens, *prefills, seconds = rows.T
+  terms = [steps, steps * slots, steps * tokens, *prefills]
+  if np.ptp(steps):  # Else it cannot be told from the fixed part of a step.
+    terms.append(np.ones_like(steps))
+  table = np.stack(terms, axis=1)
+  scale = np.abs(table).max(axis=0, initial=1e-300)
+  prices = scipy.optimize.nnls(table / scale, seconds)[0] / scale
+  *plane, call_s, token_s, step_s = [*prices.tolist(), 0.0][:6]
   return CostModel(
     decode=(Plane(*plane),),
     prefill_call_s=call_s,
     prefill_token_s=token_s,
-    scheduler_step_s=step_s + host_s,
+    scheduler_step_s=step_s,
     padded=True,
   )
 
@@ -171,19 +177,3 @@ def _work(contexts: chex.Array, per_token: float, per_pair: float) -> float:
   contexts = np.asarray(contexts, np.float64)
   pairs = (contexts * (contexts + 1)).sum() / 2
   return float(per_token * contexts.sum() + per_pair * pairs)
-
-
-def _columns(name, rows):
-  rows = np.asarray(rows, np.float64)
-  if rows.ndim != 2 or rows.shape[1] != 4 or len(rows) < 4:
-    raise ValueError(
-      f"{name} must have 4 columns and at least 4 rows, got shape {rows.shape}"
-    )
-  return rows.T
-
-
-def _least_squares(columns, values) -> list[float]:
-  """Coefficients, none negative, of columns of any scale."""
-  table = np.stack(columns, axis=1)
-  scale = np.abs(table).max(axis=0, initial=1e-300)
-  return (scipy.optimize.nnls(table / scale, values)[0] / scale).tolist()

@@ -5,7 +5,6 @@ attributes. A policy step composes jaxrl_llm.learner and is in that script.
 """
 
 import functools
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -62,7 +61,7 @@ def make_engine(fns, options):
   return Engine(
     fns,
     EngineConfig(
-      slots=options.batch,
+      slots=options.slots,
       max_prompt_length=options.prompt_length,
       max_response_length=options.new_tokens,
       stop_tokens=(),
@@ -153,29 +152,32 @@ def measure_simulator(options) -> Samples:
     return engine.last_stats
 
   tails = [options.median, options.p99, options.p99 * 2]
-  decode_calls, calls = [], []
-  for p99 in tails:
-    limits = long_tail(options, p99=p99, seed=0)
+  between = (options.median + options.p99) // 2
+  fitted = [long_tail(options, p99=p99, seed=0) for p99 in tails]
+  others = [long_tail(options, p99=p99, seed=1) for p99 in (*tails, between)]
+  for limits in fitted + others:
     call(limits)  # Compiles.
-    for _ in range(options.repeats):
-      stats = call(limits)
+  decode_calls, measured_s = [], []
+  # In turns, so that all of them meet the machine as it is at the time.
+  for _ in range(options.repeats):
+    for limits in fitted:
+      call(limits)
       decode_calls += engine.trace
-      names = "decode_calls", "prefill_calls", "prefill_tokens", "host_s"
-      calls.append([getattr(stats, name) for name in names])
-  cost = simulate.fit(decode_calls, calls)
-  out = {"ratio": [], "measured_s": [], "predicted_s": []}
-  for p99 in (*tails, (options.median + options.p99) // 2):
-    limits = long_tail(options, p99=p99, seed=1)
-    call(limits)
-    measured = statistics.median(
-      call(limits).wall_s for _ in range(options.repeats)
-    )
-    requests = simulate.Requests(prompt_lengths, limits)
-    predicted = simulate.predict(requests, cost, engine.config).wall_s
-    out["measured_s"].append(measured)
-    out["predicted_s"].append(predicted)
-    out["ratio"].append(predicted / measured)
-  return out
+    measured_s.append([call(limits).wall_s for limits in others])
+  # Least squares predict the mean.
+  measured_s = np.mean(measured_s, axis=0).tolist()
+  cost = simulate.fit(decode_calls)
+  predicted_s = [
+    simulate.predict(
+      simulate.Requests(prompt_lengths, limits), cost, engine.config
+    ).wall_s
+    for limits in others
+  ]
+  return {
+    "ratio": [p / m for p, m in zip(predicted_s, measured_s)],
+    "measured_s": measured_s,
+    "predicted_s": predicted_s,
+  }
 
 
 def measure_prefill(options) -> Samples:

@@ -187,6 +187,20 @@ class TestPrefill:
     # Of the third prompt, one response found no slot at first.
     assert engine.last_stats.prefill_tokens == 5 + 2 + 1 + 1
 
+  @pytest.mark.parametrize("count, calls", [(2, 1), (3, 2), (8, 4), (9, 1)])
+  def test_has_as_much_padding_as_prompts_at_most(self, count, calls):
+    engine = scripted.make_engine(slots=16)
+    prompts = _prompts(count)
+    out = engine.generate(
+      (),
+      prompts,
+      sample_ids=np.arange(count)[:, None],
+      key=KEY,
+      settings=scripted.GREEDY,
+    )
+    scripted.check(out, prompts)
+    assert engine.last_stats.prefill_calls == calls  # Of 2 prompts, or of 16.
+
   def test_goes_on_without_one_and_with_one_under_new_weights(self):
     engine = tiny_engine.make_engine(slots=16)
     full = tiny_window.uncut()
