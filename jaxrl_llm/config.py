@@ -474,6 +474,8 @@ class Eval(Group, path="eval"):
   """Steps between evaluations; also before the first and after the last."""
   samples = Key(4, _SOME)
   """Responses per problem, k of avg@k and pass@k."""
+  greedy = Key(False)
+  """One greedy response per problem too: its accuracy is 'greedy'."""
   problems = Key(200, _COUNT)
   """Most problems; 0 is all."""
   source = Key("", Names("data.sources:SOURCES", ""), resume=HELD_OUT)

@@ -108,6 +108,12 @@ class Evaluator:
   writer: ResponseWriter
   origin: str = ""  # Where the problems come from, if that is to be said.
 
+  def greedy(self) -> "Evaluator":
+    """That of one response per problem, of the likeliest token at a time."""
+    settings = dataclasses.replace(self.writer.settings, temperature=0.0)
+    writer = dataclasses.replace(self.writer, settings=settings, group_size=1)
+    return dataclasses.replace(self, writer=writer)
+
   def __call__(self, params: Any) -> Evaluation:
     """Samples with the sampler's parameters, and judges."""
     writer, samples = self.writer, self.writer.group_size

@@ -160,6 +160,8 @@ class Noise(NamedTuple):
   # (problem, step, total) -> what is left to do if `step` (1, 2, ...) came to
   # `total`.
   rest: Callable[[Any, int, int], Problem]
+  # The problem as some understand it.
+  misread: Callable[[Any], Problem] | None = None
 
 
 def _wrong_sum(rng: np.random.Generator, problem: ChainProblem) -> int:
@@ -178,12 +180,14 @@ def _wrong_remainder(
 
 NOISE: dict[type[Problem], Noise] = {
   ChainProblem: Noise(
-    shares={"direct": 0.20, "clean": 0.38, "slip": 0.26, "skip": 0.16},
+    shares=dict(misread=0.58, clean=0.27, slip=0.05, direct=0.05, skip=0.05),
     largest=MAX_TOTAL,
     wrong_answer=_wrong_sum,
     rest=lambda problem, step, total: ChainProblem(
       (total, *problem.terms[step + 1 :])
     ),
+    # Minus is overlooked.
+    misread=lambda problem: ChainProblem(tuple(map(abs, problem.terms))),
   ),
   RemainderProblem: Noise(
     shares=dict(direct=0.38, clean=0.36, slip=0.14, early=0.09, stuck=0.03),
@@ -213,8 +217,10 @@ def noisy_solution(
   """Writes a solution of the kind a careless crowd would write.
 
   A model trained on the mixture knows the clean way best (each single step of
-  it is the most frequent continuation), but samples it seldom: there is a
-  signal for reinforcement learning to find. What goes wrong is chosen once per
+  it is the most frequent continuation), but samples it seldom. Where a task is
+  misread by most, their way is what it writes greedily, and the right one is
+  only among its samples: reward alone can tell it which. What goes wrong is
+  chosen once per
   solution, not per line: otherwise mistakes would compound and long problems
   would hardly ever come out right.
 
@@ -228,6 +234,7 @@ def noisy_solution(
     **shares: of the kinds that the problem has; by default those of `NOISE`.
       direct: bare guesses `#N.`;
       clean: clean solutions;
+      misread: clean solutions of the problem as it is misread;
       slip: one wrong step, carried on to the answer;
       skip: steps left out, done in the head;
       early: ends too early, with a total on the way as its answer;
@@ -248,6 +255,8 @@ def noisy_solution(
     )
   lines, end = lines_of(problem), f"#{problem.answer}."
   kind = kinds[rng.choice(len(kinds), p=np.divide(values, sum(values)))]
+  if kind == "misread":
+    return Solution(clean_solution(noise.misread(problem)), True)
   if kind == "direct":
     lines = []
     if rng.random() >= direct_right:

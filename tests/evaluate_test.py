@@ -30,11 +30,12 @@ class Scripted:
 
   def generate_window(self, params, requests, *, key, settings, **others):
     self.asked = (params, requests, key, settings)
-    texts = [text for group in TEXTS for text in group]
+    each = len(requests.sample_id) // len(TEXTS)
+    texts = [text for group in TEXTS for text in group[:each]]
     cut = [text.endswith("x") for text in texts]
     texts = [text.removesuffix("x") for text in texts]
     rollout = tiny_run.random_rollout(
-      np.random.default_rng(0), rows=len(texts), room=5, group_size=2
+      np.random.default_rng(0), rows=len(texts), room=5, group_size=each
     )
     tokens = np.zeros((len(texts), 5), np.int32)
     for i, text in enumerate(texts):
@@ -62,9 +63,8 @@ def make_prompts():
   ]
 
 
-def run(reward=rewards.chain_sum):
-  engine = Scripted()
-  evaluator = evaluate.Evaluator(
+def make_evaluator(engine, reward=rewards.chain_sum):
+  return evaluate.Evaluator(
     name="some",
     prompts=make_prompts(),
     writer=ResponseWriter(
@@ -75,6 +75,11 @@ def run(reward=rewards.chain_sum):
       Judge(decode, rewards.RewardPool(reward)),
     ),
   )
+
+
+def run(reward=rewards.chain_sum):
+  engine = Scripted()
+  evaluator = make_evaluator(engine, reward)
   evaluated = evaluator("weights")
   assert evaluated.name == "some" and evaluated.generate_s >= 0
   return engine, evaluated.results([1, 2]), evaluated.shown()
@@ -91,6 +96,13 @@ class TestEvaluate:
     assert results["overlong_fraction"] == pytest.approx(1 / 6)
     assert results["response_length_mean"] == pytest.approx(19 / 6)
     assert results["unjudged"] == 0
+
+  def test_greedily_each_problem_has_one_response(self):
+    engine = Scripted()
+    evaluated = make_evaluator(engine).greedy()("weights")
+    assert evaluated.results([])["avg@1"] == pytest.approx(2 / 3)
+    _, requests, _, settings = engine.asked
+    assert settings.temperature == 0 and len(requests.sample_id) == 3
 
   def test_majority_by_hand(self):
     def vote(*answers):

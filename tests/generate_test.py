@@ -164,8 +164,8 @@ class TestSamples:
     other = dataclasses.replace(job, writer=writer)
     records = _write(other, tmp_path / "out.jsonl")
     texts = [r["text"] for r in records if r["stop_reason"] == "finished"]
-    assert texts
-    assert all(t.endswith(".") and t.count(".") == 1 for t in texts)
+    assert any("." in text for text in texts)
+    assert all(t.count(".") == t.endswith(".") for t in texts)
     assert not any("=" in r["text"] for r in records)
 
 

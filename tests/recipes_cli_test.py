@@ -133,11 +133,11 @@ CONTRADICTIONS = [
   ),
   (
     GROUPED | {"estimator.drop_pivot": True, "estimator.center": "median"},
-    ["estimator.drop_pivot=True", "data.group_size=16"],
+    ["estimator.drop_pivot=True", "data.group_size=8"],
   ),
   (
     {"estimator.name": "group"},
-    ["value.pretrain_steps=10", "estimator.name='group'"],
+    ["value.pretrain_steps=12", "estimator.name='group'"],
   ),
   *(
     (

@@ -88,6 +88,6 @@ def series(run: Run, metric: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def accuracy_names(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-  """Names of the accuracies of evaluations in rows: avg@k of every set."""
+  """Names of accuracies of evaluations in rows: avg@k, greedy of every set."""
   names = dict.fromkeys(name for row in rows for name in row)
-  return [n for n in names if re.fullmatch(r"eval/.*/avg@\d+", n)]
+  return [n for n in names if re.fullmatch(r"eval/.*/(avg@\d+|greedy)", n)]

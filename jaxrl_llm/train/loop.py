@@ -398,6 +398,9 @@ def evaluate(
     logger.samples(states.step, evaluated.shown())
   stop_unjudged(run, states.step, evaluated.responses.judged)
   results = evaluated.results([run.config.eval.samples])
+  if run.config.eval.greedy:
+    greedy = run.evaluator.greedy()(weights.params)
+    results["greedy"] = greedy.results([])["avg@1"]
   row = {f"eval/{evaluated.name}/{k}": float(x) for k, x in results.items()}
   best = run.config.checkpoint.best
   if best and best not in row:

@@ -58,7 +58,13 @@ _OBJECTIVES = {
   "coupled": {"off_policy.proximal": "stored", "off_policy.correction": "none"},
   "uncorrected": {"off_policy.correction": "none"},
 }
-_STALE = {"run.steps": 40, "eval.every": 20, "data.prompts_per_step": 16}
+_STALE = {
+  "run.steps": 40,
+  "eval.every": 20,
+  "data.prompts_per_step": 16,
+  "data.group_size": 16,
+  "optimizer.policy.learning_rate": 2e-4,
+}
 _AREAL = _STALE | {"optimizer.policy.mini_batch": 64}  # Four updates a step.
 # Of REINFORCE at lag 8, one after the other.
 _PLAIN = _STALE | {

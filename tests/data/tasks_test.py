@@ -165,6 +165,7 @@ class TestNoisySolution:
   def draw(self, n, **shares):
     rng = np.random.default_rng(0)
     found = problems(n, seed=1)
+    shares = {"misread": 0} | shares if "clean" in shares else shares
     write = functools.partial(
       pretraining.noisy_solution, max_length=64, **shares
     )
@@ -174,8 +175,11 @@ class TestNoisySolution:
     drawn = self.draw(6000)
     kinds = collections.Counter()
     for problem, solution in drawn:
+      plus = tasks.ChainProblem(tuple(map(abs, problem.terms)))
       if solution.text == clean_solution(problem):
         kinds["clean"] += 1
+      elif solution.text == clean_solution(plus):
+        kinds["misread"] += 1
       elif not solution.stops:
         kinds["ramble"] += 1
       elif "=" not in solution.text:
@@ -185,13 +189,17 @@ class TestNoisySolution:
         assert not right(solution, problem)
       else:
         kinds["skip"] += 1
+    # Whoever misreads a problem without a minus writes what is right.
+    plain = np.mean([min(problem.terms) > 0 for problem, _ in drawn])
+    assert 0.2 < plain < 0.27
+    assert abs(kinds["misread"] / 6000 - 0.58 * (1 - plain)) < 0.02
+    assert abs(kinds["clean"] / 6000 - (0.27 + 0.58 * plain)) < 0.02
+    assert abs(kinds["slip"] / 6000 - 0.05) < 0.01
+    assert abs(kinds["ramble"] / 6000 - 0.0075) < 0.004
     # Short chains with all steps skipped count as direct here.
-    assert abs(kinds["clean"] / 6000 - 0.38) < 0.02
-    assert abs(kinds["slip"] / 6000 - 0.26) < 0.02
-    assert abs(kinds["ramble"] / 6000 - 0.024) < 0.006
-    assert kinds["direct"] / 6000 > 0.18 and kinds["skip"] / 6000 > 0.06
+    assert kinds["direct"] / 6000 > 0.045 and kinds["skip"] / 6000 > 0.02
     share = np.mean([right(s, p) for p, s in drawn])
-    assert 0.50 < share < 0.60
+    assert 0.42 < share < 0.50
 
   def test_everything_is_in_the_alphabet_and_bounded(self):
     for problem, solution in self.draw(2000):
@@ -203,6 +211,17 @@ class TestNoisySolution:
       assert solution.stops or len(solution.text) == 64
       assert solution.stops == solution.text.endswith(".")
       del problem
+
+  def test_most_overlook_every_minus(self):
+    only = {"direct": 0, "clean": 0.4, "slip": 0, "skip": 0, "misread": 0.6}
+    drawn = self.draw(6000, **only)
+    for problem, solution in drawn:
+      plus = tasks.ChainProblem(tuple(map(abs, problem.terms)))
+      ways = clean_solution(problem), clean_solution(plus)
+      assert solution.text in ways
+    with_minus = [(p, s) for p, s in drawn if min(p.terms) < 0]
+    share = np.mean([right(s, p) for p, s in with_minus])
+    assert abs(share - 0.4) < 0.02
 
   def test_a_slip_carries_on(self):
     for problem, solution in self.draw(500, direct=0, clean=0, slip=1, skip=0):

@@ -58,6 +58,7 @@ def overrides(model: pathlib.Path) -> dict:
     "reward.name": "numeric",  # Random digits are right now and then.
     "sampler.max_response_length": 12,
     "data.settings": {"max_ops": 2},
+    "eval.greedy": False,
     "eval.every": 3,
     "eval.samples": 2,
     "eval.problems": 4,

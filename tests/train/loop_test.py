@@ -115,11 +115,13 @@ class TestRun:
       assert row["policy/grad_norm"] > 0 and row["value/grad_norm"] > 0
       assert row["policy/ratio_max"] > 1
 
-  def test_learning_rates_warm_up(self, whole):
+  def test_learning_rates_warm_up(self, run, whole):
     rows = tiny_run.comparable(whole)[1:]
     # Two updates a step, two of warm-up; a step logs the mean of its updates.
     rates = [row["policy/lr"] for row in rows]
-    np.testing.assert_allclose(rates, [1.5e-4] + [2e-4] * 5, rtol=1e-6)
+    highest = run.config.optimizer.policy.learning_rate
+    expected = highest * np.asarray([0.75, 1, 1, 1, 1, 1])
+    np.testing.assert_allclose(rates, expected, rtol=1e-6)
 
   def test_files(self, whole):
     names = {path.name for path in whole.iterdir()}
@@ -311,6 +313,14 @@ class TestFolder:
     with pytest.raises(InputError, match=r"pip install 'jaxrl_llm\[wandb\]'"):
       loop.train(with_config(run, run__trackers=("wandb",)), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_greedy_accuracy_stands_beside_the_sampled_one(run, tmp_path):
+  changes = {"run__steps": 1, "value__pretrain_steps": 0}
+  loop.train(with_config(run, eval__greedy=True, **changes), tmp_path)
+  rows = tiny_run.comparable(tmp_path)
+  names = "eval/chain_sum/avg@2", "eval/chain_sum/greedy"
+  assert [[name in row for name in names] for row in rows] == [[True] * 2] * 2
 
 
 class TestBest:

@@ -1,0 +1,42 @@
+"""The job that ships: reward alone turns over what the base does greedily."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.slow
+def test_greedy_accuracy_rises_and_the_critic_knows(tmp_path):
+  root = pathlib.Path(__file__).parents[2]
+  env = os.environ | {"PYTHONPATH": str(root)}
+  env.pop("XLA_FLAGS", None)  # Of tests: they compile fast, and run slowly.
+  done = subprocess.run(
+    [
+      sys.executable,
+      "scripts/train.py",
+      "--config=configs/vapo.py",
+      "--config.run.seed=3",  # Which no choice of settings has seen.
+      "--config.eval.every=40",
+      f"--workdir={tmp_path}",
+    ],
+    cwd=root,
+    env=env,
+    capture_output=True,
+    text=True,
+    timeout=1800,
+  )
+  assert done.returncode == 0, done.stderr
+  read = lambda name: list(
+    map(json.loads, (tmp_path / name).read_text().splitlines())
+  )
+  before, *_, after = read("metrics.jsonl")
+  assert before["eval/chain_sum/greedy"] <= 0.2
+  assert before["eval/chain_sum/pass@4"] >= 0.5  # Reward can find the way.
+  assert after["eval/chain_sum/greedy"] >= 0.9
+  assert after["eval/chain_sum/avg@4"] >= 0.8
+  # Value pretraining: explained variance of batches that it has not seen.
+  assert read("value_pretrain.jsonl")[-1]["value/explained_variance"] >= 0.4
