@@ -130,11 +130,6 @@ def make_policy(
     packed = PackedRows(tokens=tokens, segments=segments, positions=positions)
     return transformer.logits(params, backbone(params, packed), config=config)
 
-  def init_kv_cache(shards, pages, page_size):
-    size = shards, pages, page_size
-    layers = range(config.num_layers)
-    return tuple(backend.init_paged(*size, cache_dtype) for _ in layers)
-
   bind = functools.partial
   return ModelFns(
     config=config,
@@ -144,7 +139,9 @@ def make_policy(
     for_sampling=bind(transformer.for_sampling, **sampled),
     kv_sharding=backend.kv_sharding,
     shares_pages=backend.shares_pages,
-    init_kv_cache=init_kv_cache,
+    init_kv_cache=lambda *size: tuple(
+      backend.init_paged(*size, cache_dtype) for _ in range(config.num_layers)
+    ),
     prefill=bind(
       transformer.prefill, **sampled, cache_dtype=cache_dtype, kernels=backend
     ),
