@@ -113,7 +113,7 @@ class TestResume:
     flags = ["--config=configs/vapo.py", "--step=9", f"--plugin={own}"]
     output = finish(start(folder, *flags, "--config.checkpoint.every=5"))
     assert f"config.run.plugins: [] -> ['{own}']\n" in output
-    assert "config.data.group_size stays 4, though --config has 16\n" in output
+    assert "config.data.group_size stays 4, though --config has 8\n" in output
     assert "plugins stays" not in output and "run.method" not in output
     assert "checkpoint.every stays" not in output
     assert "resumed from step 9\n" in output

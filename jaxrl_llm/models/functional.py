@@ -64,6 +64,12 @@ class ValueFns(NamedTuple):
   values: Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
 
 
+def _init_kv_cache(layers, init_layer, dtype, shards, pages, page_size):
+  """A tuple of so many layers."""
+  size = shards, pages, page_size
+  return tuple(init_layer(*size, dtype) for _ in range(layers))
+
+
 # The same functions for equal settings, so that what is compiled of them is
 # found again.
 @functools.lru_cache(maxsize=16)
@@ -139,8 +145,8 @@ def make_policy(
     for_sampling=bind(transformer.for_sampling, **sampled),
     kv_sharding=backend.kv_sharding,
     shares_pages=backend.shares_pages,
-    init_kv_cache=lambda *size: tuple(
-      backend.init_paged(*size, cache_dtype) for _ in range(config.num_layers)
+    init_kv_cache=bind(
+      _init_kv_cache, config.num_layers, backend.init_paged, cache_dtype
     ),
     prefill=bind(
       transformer.prefill, **sampled, cache_dtype=cache_dtype, kernels=backend

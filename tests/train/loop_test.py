@@ -172,8 +172,10 @@ class TestRun:
     )
     loop.train(build.make_run(config), tmp_path)
     found = [row["policy/lr"] for row in tiny_run.comparable(tmp_path)[1:]]
-    # Four updates: 1e-4 and 2e-4 of the warm-up, 2e-4 and 1.5e-4 of the fall.
-    np.testing.assert_allclose(found, [1.5e-4, 1.75e-4], rtol=1e-6)
+    # Four updates: a half and 1 of the warm-up, 1 and 3/4 of the fall.
+    highest = run.config.optimizer.policy.learning_rate
+    expected = highest * np.asarray([0.75, 0.875])
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 class TestResume:
