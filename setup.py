@@ -42,6 +42,7 @@ _EXTRAS["test"] = _EXTRAS["plot"] + [
   "pytest-xdist>=3.6",
   "nbclient>=0.10",
   "ipykernel>=6.29",
+  "psutil>=5.9",
   "ruff>=0.8",
 ]
 

@@ -349,7 +349,10 @@ class TestEnvironment:
     assert row["step"] == 2 and row["rollout/turns_max"] == 2
     # It is worth 1 at once, and half at the second try; what is cut before the
     # environment has said so is worth 0, and has no such part.
-    assert row["reward/accuracy"] <= row["reward/mean"] <= row["reward/right"]
+    answered = 1 - row["rollout/overlong_fraction"]
+    expected = row["reward/right"] * answered
+    assert row["reward/mean"] == pytest.approx(expected) and answered > 0.5
+    assert row["reward/accuracy"] <= row["reward/mean"]
     assert row["policy/grad_norm"] > 0 and "reward/failed" not in row
     samples = generate(
       f"--model={tmp_path / 'run'}",

@@ -95,9 +95,9 @@ class SimulatedEngine(Scheduler):
     self.enqueue(requests)
     return requests
 
-  def _decode(self, *prefilled) -> list[Request]:
+  def _decode(self, begun: float, prefilled: sampling.EngineStats) -> list[Request]:
     self.seconds += self._cost.scheduler_step_s  # Of the host.
-    return super()._decode(*prefilled)
+    return super()._decode(begun, prefilled)
 
   def _charge_prefill(self, params, tokens: np.ndarray) -> tuple:
     contexts = np.count_nonzero(tokens, axis=1)

@@ -9,6 +9,7 @@ import sys
 import time
 
 import numpy as np
+import psutil
 import pytest
 from helpers import tiny_run, tiny_tppo
 
@@ -59,12 +60,7 @@ def finish(process):
 
 def children(pid):
   """Processes that a process has started, and not waited for."""
-  threads = pathlib.Path(f"/proc/{pid}/task").iterdir()
-  return {
-    int(child)
-    for thread in threads
-    for child in (thread / "children").read_text().split()
-  }
+  return {child.pid for child in psutil.Process(pid).children()}
 
 
 def wait_until(true, what):

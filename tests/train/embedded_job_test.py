@@ -39,4 +39,4 @@ def test_greedy_accuracy_rises_and_the_critic_knows(tmp_path):
   assert after["eval/chain_sum/greedy"] >= 0.9
   assert after["eval/chain_sum/avg@4"] >= 0.8
   # Value pretraining: explained variance of batches that it has not seen.
-  assert read("value_pretrain.jsonl")[-1]["value/explained_variance"] >= 0.4
+  assert read("value_pretrain.jsonl")[-1]["value/explained_variance"] >= 0.5
