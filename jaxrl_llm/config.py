@@ -495,8 +495,10 @@ class Checkpoint(Group, path="checkpoint"):
 
   every = Key(20, _SOME)
   """Steps between checkpoints; also after the last."""
-  keep = Key(2, _SOME)
-  """Newest checkpoints kept."""
+  keep = Key(2, Range(2))
+  """Newest checkpoints kept; of one alone damage could not be survived."""
+  keep_every = Key(0, _COUNT)
+  """Steps divisible by it are kept too; 0 is none."""
   best = Key("")
   """Metric, as eval/chain_sum/avg@4, whose best step is kept too."""
 

@@ -78,11 +78,21 @@ def leaf_checksums(
 ) -> dict[str, int]:
   """As `checksums`, of leaves whose paths are given."""
   # All are started before the first is waited for.
-  sums = jax.device_get(
-    [_start(name, leaf) for name, leaf in zip(names, leaves)]
+  return finish_checksums(
+    {name: _start(name, leaf) for name, leaf in zip(names, leaves)}
   )
+
+
+def start_checksums(tree: Any) -> dict[str, jax.Array]:
+  """As `checksums`, for `finish_checksums`; the tree may be donated then."""
+  return {name: _start(name, leaf) for name, leaf in zip(*named_leaves(tree))}
+
+
+def finish_checksums(started: Mapping[str, jax.Array]) -> dict[str, int]:
+  """Waits for the checksums that were started."""
   return {
-    name: int(low) | int(high) << 32 for name, (low, high) in zip(names, sums)
+    name: int(low) | int(high) << 32
+    for name, (low, high) in jax.device_get(dict(started)).items()
   }
 
 

@@ -12,6 +12,7 @@ run which is still going on can be read at any moment.
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import pathlib
@@ -51,9 +52,7 @@ def is_workdir(path: pathlib.Path) -> bool:
 
 def steps(workdir: pathlib.Path) -> list[int]:
   """The steps of the complete checkpoints, ascending."""
-  # A checkpoint being written has another name until it is complete.
-  names = [entry.name for entry in (workdir / "checkpoints").glob("*")]
-  return sorted(int(name) for name in names if name.isdecimal())
+  return checkpoint.steps(workdir / "checkpoints")
 
 
 @contextlib.contextmanager
@@ -167,6 +166,57 @@ def record(workdir: pathlib.Path, step: int, changes: Changes) -> None:
     _write(file, f"{before}{line}\n")
 
 
+def facts(workdir: pathlib.Path, config: Any) -> dict[str, Any]:
+  """What a checkpoint knows of the run's other files, for `check_facts`."""
+  rows = (workdir / _ROWS).read_bytes()
+  return {
+    "config": _flat(config.to_dict()),
+    "rows": {"bytes": len(rows), "checksum": _checksum(rows)},
+  }
+
+
+def check_facts(
+  workdir: pathlib.Path, step: int, saved: Mapping[str, Any]
+) -> list[str]:
+  """Holds a run's files against what a checkpoint knows of them.
+
+  Args:
+    workdir: of the run.
+    step: of the checkpoint.
+    saved: from `facts`, when it was written.
+
+  Returns:
+    A line if rows are missing or changed.
+
+  Raises:
+    InputError: config.json is not as it was.
+  """
+  file = workdir / _CHANGES
+  resumes = metrics.read_rows(file) if file.exists() else ()
+  changed = {key for row in resumes for key in row["changes"]}
+  now = _flat(read_config(workdir).to_dict())
+  wrong = {
+    key: [value, now[key]]
+    for key, value in saved["config"].items()
+    if key in now and key not in changed and value != now[key]
+  }
+  if wrong:
+    raise InputError(
+      f"{workdir / _CONFIG}: it has changed since checkpoint {step} was saved:"
+      f" {'; '.join(describe(wrong))}; write the old values back, and change"
+      " keys by --config.KEY=VALUE"
+    )
+  file, rows = workdir / _ROWS, saved["rows"]
+  data = file.read_bytes() if file.exists() else b""
+  if _checksum(data[: rows["bytes"]]) == rows["checksum"]:
+    return []
+  return [f"{file}: rows that checkpoint {step} knew are missing or changed"]
+
+
+def _checksum(data: bytes) -> str:
+  return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
 def set_aside(workdir: pathlib.Path, step: int) -> str:
   """Keeps what a run that goes on from an earlier step would overwrite.
 
@@ -180,7 +230,10 @@ def set_aside(workdir: pathlib.Path, step: int) -> str:
   Returns:
     A line that says so; empty if there was nothing.
   """
-  rows, late = workdir / _ROWS, [s for s in steps(workdir) if s > step]
+  rows = workdir / _ROWS
+  # Also those without a COMMIT, which a kill left.
+  names = [place.name for place in (workdir / "checkpoints").glob("*")]
+  late = sorted(int(n) for n in names if n.isdecimal() and int(n) > step)
   if not late and (step >= 0 or not rows.exists() or not rows.stat().st_size):
     return ""
   folder = workdir / f"set_aside_{1 + len(list(workdir.glob('set_aside_*')))}"
@@ -322,8 +375,8 @@ def restore_policy(workdir: pathlib.Path, step: int, shapes: Any) -> Any:
   Raises:
     InputError: damaged, or of another model.
   """
-  path = workdir / "checkpoints" / str(step) / _POLICY
-  return checkpoint.load_tree(path, shapes)
+  path = workdir / "checkpoints" / str(step)
+  return checkpoint.load(path, {_POLICY: shapes})[_POLICY]
 
 
 def load_policy(

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import pathlib
+import shutil
 
 import pytest
 from helpers import tiny_run
@@ -96,6 +97,11 @@ def model(tmp_path, monkeypatch):
 def save(folder, *steps):
   for step in steps:
     (folder / "checkpoints" / str(step)).mkdir(parents=True)
+    (folder / "checkpoints" / str(step) / "COMMIT").touch()
+
+
+def unsave(folder):
+  shutil.rmtree(folder / "checkpoints" / "3")
 
 
 @pytest.fixture
@@ -278,7 +284,7 @@ class TestStart:
       for name in ("config.json", "tokenizer.json", "chat_template.jinja")
     }
     # Of another model that begins in the same folder nothing stays.
-    (folder / "checkpoints" / "3").rmdir()
+    unsave(folder)
     (model / "chat_template.jinja").unlink()
     workdir_lib.begin(folder, make())
     assert not (folder / "base_model" / "chat_template.jinja").exists()
@@ -321,7 +327,7 @@ class TestSetAside:
 
   def test_rows_without_a_checkpoint(self, start):
     folder = start(make())
-    (folder / "checkpoints" / "3").rmdir()
+    unsave(folder)
     text = self.rows(folder, 3)
     for number in (1, 2):  # A second time is kept apart.
       line = workdir_lib.set_aside(folder, -1)
@@ -341,16 +347,26 @@ class TestSetAside:
     assert workdir_lib.steps(folder) == [3]
     assert workdir_lib.steps(aside) == [5, 10]
 
+  def test_what_a_kill_left_without_a_commit(self, start):
+    folder = start(make())
+    (folder / "checkpoints" / "4").mkdir()
+    assert workdir_lib.steps(folder) == [3]
+    line = workdir_lib.set_aside(folder, 3)
+    aside = folder / "set_aside_1"
+    assert line == f"checkpoints 4 and rows of before are set aside in {aside}"
+    assert (aside / "checkpoints" / "4").is_dir()
+
   def test_nothing(self, start):
     folder = start(make())
     self.rows(folder, 9)  # Those after step 3 are what a kill leaves.
     before = tiny_run.snapshot(folder)
     assert workdir_lib.set_aside(folder, 3) == ""
     (folder / "metrics.jsonl").write_text("")
-    (folder / "checkpoints" / "3").rmdir()
+    unsave(folder)
     assert workdir_lib.set_aside(folder, -1) == ""
     assert set(before) - {*tiny_run.snapshot(folder)} == {
-      pathlib.Path("checkpoints/3")
+      pathlib.Path("checkpoints/3"),
+      pathlib.Path("checkpoints/3/COMMIT"),
     }
 
 

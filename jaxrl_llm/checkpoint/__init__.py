@@ -1,13 +1,22 @@
 """Checkpoints of training runs."""
 
-from jaxrl_llm.checkpoint.manager import Checkpointer, load_tree, save_tree
+from jaxrl_llm.checkpoint.commit import DamagedError, steps
+from jaxrl_llm.checkpoint.manager import (
+  Checkpointer,
+  load,
+  load_tree,
+  save_tree,
+)
 from jaxrl_llm.checkpoint.state import from_items, targets, to_items
 
 __all__ = [
   "Checkpointer",
+  "DamagedError",
   "from_items",
+  "load",
   "load_tree",
   "save_tree",
+  "steps",
   "targets",
   "to_items",
 ]

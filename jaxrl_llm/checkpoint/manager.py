@@ -1,93 +1,120 @@
 """Checkpoints with Orbax: items side by side, written in the background.
 
-Items of a step: `policy` and `value` (parameters), `policy_optimizer` and
-`value_optimizer` (optimizer state and counters), `meta` (JSON: step, version,
-data position). Items are read apart from each other, so evaluation and
-export read the policy alone. Shardings come from the reader: a checkpoint
-written on one mesh is restored onto any other.
+Items of a step are trees of arrays by the path of the state that they belong
+to; they can be read apart, so evaluation and export read the policy alone.
+Shardings come from the reader: a checkpoint of one mesh is restored onto any
+other. What Orbax does not notice, a flipped bit or a save that failed, shows by
+the COMMIT, see `checkpoint.commit`.
 """
 
-import contextlib
+import concurrent.futures
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
+import shutil
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import orbax.checkpoint as ocp
 
-from jaxrl_llm.digest import path_name
-from jaxrl_llm.errors import InputError, TrainingStopped
+from jaxrl_llm import digest
+from jaxrl_llm.checkpoint import commit
+from jaxrl_llm.errors import TrainingStopped
 
-_FORMAT = 3  # Of the items and of meta; another number is refused.
-
-
-class _NewestAndBest:
-  """Which steps stay, in the form of Orbax's preservation policies."""
-
-  def __init__(self, keep, best):
-    self._keep, self._best = keep, best
-
-  def should_preserve(self, checkpoints, *, context):
-    del context
-    steps = [checkpoint.step for checkpoint in checkpoints]
-    kept = {*sorted(steps)[-self._keep :], self._best(steps)}
-    return [step in kept for step in steps]
+_TEMPORARY = ("*.orbax-checkpoint-tmp*", "*.deleted")
+_TREE = "tree"  # The item of `save_tree`.
 
 
 class Checkpointer:
-  """Saves and restores the newest steps, and the best, under one directory."""
+  """Saves and restores steps under one directory, which one process writes.
+
+  A save that fails does not end a run: `failures` counts them, and `news` tells
+  of each. What was there before it stays.
+
+  Attributes:
+    failures: saves that failed, of those that are known to have ended.
+  """
 
   def __init__(
     self,
     directory: str | os.PathLike,
     *,
     keep: int,
+    keep_every: int = 0,
     best: Callable[[list[int]], int | None] = lambda steps: None,
   ):
-    """Opens (and creates) the directory.
+    """Opens (and creates) the directory, and removes what a kill left there.
 
     Args:
       directory: where the steps live.
       keep: newest steps kept.
+      keep_every: steps divisible by it are kept too; 0 is none.
       best: (steps) -> one that is kept beside them, or None.
     """
+    self.failures = 0
     self._directory = pathlib.Path(directory).absolute()
-    self._manager = ocp.CheckpointManager(
-      self._directory,
-      options=ocp.CheckpointManagerOptions(
-        preservation_policy=_NewestAndBest(keep, best),
-        enable_async_checkpointing=True,
-        cleanup_tmp_directories=True,
-      ),
-    )
+    self._directory.mkdir(parents=True, exist_ok=True)
+    self._keep, self._keep_every, self._best = keep, keep_every, best
+    self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+    self._thread = concurrent.futures.ThreadPoolExecutor(1, "commit")
+    self._saving: tuple[int, concurrent.futures.Future] | None = None
+    self._news: list[str] = []
+    self._clean()
 
   def latest_step(self) -> int | None:
     """Newest complete step, None if there is none."""
-    return self._manager.latest_step()
-
-  def reload(self) -> None:
-    """Looks at the directory again, of which steps were taken away."""
-    self._manager.reload()
+    return max(commit.steps(self._directory), default=None)
 
   def save(
-    self, step: int, trees: Mapping[str, Any], meta: Mapping[str, Any]
+    self,
+    step: int,
+    trees: Mapping[str, Any],
+    told: Mapping[str, Any],
   ) -> None:
     """Starts writing a step; the arrays may be donated right afterwards.
 
-    Args:
-      step: number of the step; saving it twice is an error.
-      trees: name -> tree of arrays.
-      meta: JSON-able numbers and strings.
+    Waits for the save before it. Whether this one fails is told by `news`.
 
-    Raises:
-      TrainingStopped: this save or one before it failed.
+    Args:
+      step: number of the step.
+      trees: name -> tree of arrays.
+      told: JSON-able numbers and strings, which `record` gives back.
     """
+    self.wait()
+    try:
+      saving = self._start(step, trees, told)
+    except Exception as error:  # Of Orbax or of what it is made of.
+      saving = concurrent.futures.Future()
+      saving.set_exception(error)
+    self._saving = step, saving
+
+  def _start(self, step, trees, told) -> concurrent.futures.Future:
+    folder = self._directory / str(step)
+    size = commit.num_bytes(trees)
+    free = shutil.disk_usage(self._directory).free
+    if free < size:
+      raise OSError(f"it needs {size:,} bytes, and {free:,} are free")
+    # Both on the devices before the arrays can be donated.
+    checksums = digest.start_checksums(trees)
     items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
-    meta = dict(meta) | {"format": _FORMAT}
-    items["meta"] = ocp.args.JsonSave(meta)
-    with _writable(self._directory):
-      self._manager.save(step, args=ocp.args.Composite(**items))
+    self._orbax.save(folder, ocp.args.Composite(**items), force=True)
+    leaves = commit.describe(trees)
+    record = {"step": step, "bytes": size, "leaves": leaves, **told}
+    return self._thread.submit(self._finish, folder, record, checksums)
+
+  def _finish(self, folder, record, checksums) -> None:
+    self._orbax.wait_until_finished()
+    for name, bits in digest.finish_checksums(checksums).items():
+      record["leaves"][name]["checksum"] = f"{bits:016x}"
+    commit.write(folder, record)
+    # Only now, so that what it replaces was there until it was.
+    steps = commit.steps(self._directory)
+    kept = {*steps[-self._keep :], self._best(steps)}
+    if self._keep_every:
+      kept |= {step for step in steps if step % self._keep_every == 0}
+    for step in map(str, sorted({*steps} - kept)):
+      old = self._directory / f"{step}.deleted"
+      os.replace(self._directory / step, old)
+      shutil.rmtree(old)
 
   def restore(self, step: int, targets: Mapping[str, Any]) -> dict[str, Any]:
     """Reads some trees of a step, and no bytes of the others.
@@ -100,55 +127,74 @@ class Checkpointer:
       name -> tree like its target.
 
     Raises:
-      InputError: the step cannot be read, or has other shapes.
+      DamagedError: what was read is not what was saved.
+      InputError: there is no such step, or it has other shapes.
     """
-    where = self._directory / str(step)
-    items = {
-      name: ocp.args.StandardRestore(tree) for name, tree in targets.items()
-    }
-    with _readable(where):
-      for name, tree in targets.items():
-        _check_shapes(where / name, tree)
-      out = self._manager.restore(step, args=ocp.args.Composite(**items))
-    return {name: out[name] for name in targets}
+    return load(self._directory / str(step), targets)
 
-  def restore_meta(self, step: int) -> dict[str, Any]:
-    """The meta item of a step.
+  def record(self, step: int) -> dict[str, Any]:
+    """The COMMIT of a step, with all that `save` was told.
 
     Raises:
       InputError: it cannot be read or was written by another version.
     """
-    where = self._directory / str(step)
-    with _readable(where):
-      args = ocp.args.Composite(meta=ocp.args.JsonRestore())
-      meta = self._manager.restore(step, args=args)["meta"]
-      if meta["format"] != _FORMAT:
-        raise InputError(
-          f"{where}: checkpoint format {meta['format']}, but this version of"
-          f" jaxrl_llm reads {_FORMAT}; use the version that wrote it, or"
-          " another --workdir"
-        )
-    return meta
+    return commit.read(self._directory / str(step))
+
+  def news(self) -> list[str]:
+    """A line of every failure that has become known; does not wait."""
+    if self._saving and self._saving[1].done():
+      self.wait()
+    news, self._news = self._news, []
+    return news
 
   def wait(self) -> None:
-    """Blocks until everything started is on disk.
-
-    Raises:
-      TrainingStopped: a save failed.
-    """
-    with _writable(self._directory):
-      self._manager.wait_until_finished()
+    """Blocks until everything started is on disk, or has failed."""
+    if not self._saving:
+      return
+    (step, saving), self._saving = self._saving, None
+    error = saving.exception()
+    if error is None:
+      return
+    self.failures += 1
+    self._news.append(
+      f"{self._directory / str(step)}: cannot write a checkpoint"
+      f" ({_reason(error)}); make room: the one before it stays, and the next"
+      " is tried when it is due"
+    )
+    self._clean()
 
   def close(self) -> None:
-    """Waits and releases the directory; raises as `wait` does."""
-    with _writable(self._directory):
-      self._manager.close()
+    """Waits and releases the directory."""
+    self.wait()
+    self._thread.shutdown()
+    self._orbax.close()
+
+  def _clean(self) -> None:
+    for pattern in _TEMPORARY:
+      for place in self._directory.glob(pattern):
+        shutil.rmtree(place, ignore_errors=True)
 
 
 def save_tree(path: str | os.PathLike, tree: Any) -> None:
-  """Writes one tree of arrays to a directory of its own, replacing it."""
-  with _writable(path), ocp.StandardCheckpointer() as checkpointer:
-    checkpointer.save(pathlib.Path(path).absolute(), tree, force=True)
+  """Writes one tree of arrays to a directory of its own, replacing it.
+
+  Raises:
+    TrainingStopped: it cannot be written.
+  """
+  path, trees = pathlib.Path(path).absolute(), {_TREE: tree}
+  with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+    items = ocp.args.Composite(**{_TREE: ocp.args.StandardSave(tree)})
+    try:
+      checkpointer.save(path, items, force=True)
+    except Exception as error:  # Of Orbax or of what it is made of.
+      raise TrainingStopped(
+        f"{path}: cannot write a checkpoint ({_reason(error)}); make room; the"
+        " same --workdir goes on from the last complete one"
+      ) from error
+  leaves = commit.describe(trees)
+  for name, bits in digest.checksums(trees).items():
+    leaves[name]["checksum"] = f"{bits:016x}"
+  commit.write(path, {"bytes": commit.num_bytes(trees), "leaves": leaves})
 
 
 def load_tree(path: str | os.PathLike, target: Any) -> Any:
@@ -161,48 +207,33 @@ def load_tree(path: str | os.PathLike, target: Any) -> Any:
   Raises:
     InputError: missing, damaged or of other shapes.
   """
+  return load(path, {_TREE: target})[_TREE]
+
+
+def load(path: str | os.PathLike, targets: Mapping[str, Any]) -> dict[str, Any]:
+  """Reads some items of a checkpoint; see `Checkpointer.restore`."""
   path = pathlib.Path(path).absolute()
-  if not path.is_dir():
-    raise InputError(f"{path}: no such checkpoint; check the path")
-  with _readable(path), ocp.StandardCheckpointer() as checkpointer:
-    _check_shapes(path, target)
-    return checkpointer.restore(path, target)
-
-
-def _check_shapes(path: pathlib.Path, target: Any) -> None:
-  """Raises InputError naming a leaf that was saved otherwise or not at all."""
-  leaves = jax.tree_util.tree_leaves_with_path
-  saved = leaves(ocp.StandardCheckpointHandler().metadata(path).tree)
-  shapes = {path_name(key): leaf.shape for key, leaf in saved}
-  for key, leaf in leaves(target):
-    name = path_name(key)
-    if shapes.get(name) != leaf.shape:
-      raise InputError(
-        f"{path}: {name} has shape {shapes.get(name)}, but this model needs"
-        f" {leaf.shape}; use the model it was saved from or another --workdir"
-      )
-
-
-def _readable(path: str | os.PathLike) -> Any:
-  todo = "use another step or another --workdir"
-  return _explained(InputError, f"{path}: cannot restore this checkpoint", todo)
-
-
-def _writable(path: str | os.PathLike) -> Any:
-  todo = "make room; the same --workdir goes on from the last complete one"
-  return _explained(TrainingStopped, f"{path}: cannot write a checkpoint", todo)
-
-
-@contextlib.contextmanager
-def _explained(kind: type, what: str, todo: str) -> Iterator[None]:
-  """Turns whatever goes wrong into one line."""
+  record = commit.read(path)
+  commit.check_shapes(path, record, targets)
+  items = {
+    name: ocp.args.StandardRestore(tree) for name, tree in targets.items()
+  }
   try:
-    yield
-  except InputError:
-    raise
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+      found = checkpointer.restore(path, ocp.args.Composite(**items))
+    trees = {name: found[name] for name in targets}
   except Exception as error:  # Of Orbax or of what it is made of.
-    # It explains over many lines. The first begins with what and ends with why.
-    reason = next(iter(str(error).strip().splitlines()), "")
-    if len(reason) > 200:
-      reason = f"{reason[:100]} ... {reason[-100:]}"
-    raise kind(f"{what} ({type(error).__name__}: {reason}); {todo}") from error
+    raise commit.DamagedError(path, _reason(error)) from error
+  commit.check_bits(path, record, trees)
+  return trees
+
+
+def _reason(error: BaseException) -> str:
+  """The first line of an error of Orbax, which explains over many.
+
+  It begins with what and ends with why.
+  """
+  reason = next(iter(str(error).strip().splitlines()), "")
+  if len(reason) > 200:
+    reason = f"{reason[:100]} ... {reason[-100:]}"
+  return f"{type(error).__name__}: {reason}"

@@ -95,7 +95,9 @@ class SimulatedEngine(Scheduler):
     self.enqueue(requests)
     return requests
 
-  def _decode(self, begun: float, prefilled: sampling.EngineStats) -> list[Request]:
+  def _decode(
+    self, begun: float, prefilled: sampling.EngineStats
+  ) -> list[Request]:
     self.seconds += self._cost.scheduler_step_s  # Of the host.
     return super()._decode(begun, prefilled)
 

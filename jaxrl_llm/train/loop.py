@@ -34,7 +34,7 @@ import os
 import pathlib
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -120,35 +120,38 @@ def train(
     signals.stop_on_signal() as stopped,
   ):
     changes = workdir_lib.prepare(workdir, config)
-    latest = None
-    if step is not None or workdir_lib.steps(workdir):
-      latest = workdir_lib.find_step(workdir, step)
-      if latest >= config.run.steps:
-        print(f"already at its last step {latest}; raise run.steps to go on")
-        return
+    found = workdir_lib.steps(workdir)
+    if step is not None:
+      found = [workdir_lib.find_step(workdir, step)]
+    if found and found[-1] >= config.run.steps:
+      print(f"already at its last step {found[-1]}; raise run.steps to go on")
+      return
     saver = checkpoint.Checkpointer(
       workdir / "checkpoints",
       keep=config.checkpoint.keep,
+      keep_every=config.checkpoint.keep_every,
       best=functools.partial(
         workdir_lib.best_step, workdir, config.checkpoint.best
       ),
     )
     with contextlib.closing(saver):
-      _resume_or_start(run, workdir, saver, latest, changes, stopped)
+      _resume_or_start(run, workdir, saver, found, changes, stopped)
 
 
-def _resume_or_start(run, workdir, saver, latest, changes, stopped) -> None:
-  """Trains from the checkpoint of a step, or anew where that is None."""
-  config, last = run.config, -1 if latest is None else latest
-  if latest is not None:
-    states, weights = restore(run, saver, latest)
+def _resume_or_start(run, workdir, saver, found, changes, stopped) -> None:
+  """Trains from the newest good one of the steps, or anew without any."""
+  config, last, events = run.config, -1, []
+  if found:
+    states, weights, events = _restore_newest(run, saver, found)
+    last = states.step
+    facts = saver.record(last)["facts"]
+    events += workdir_lib.check_facts(workdir, last, facts)
   # Before the logger, which cuts off rows that the checkpoint does not know.
-  aside = workdir_lib.set_aside(workdir, last)
-  saver.reload()
-  if latest is None:
-    workdir_lib.begin(workdir, config)
+  events.append(workdir_lib.set_aside(workdir, last))
+  if found:
+    workdir_lib.record(workdir, last, changes)
   else:
-    workdir_lib.record(workdir, latest, changes)
+    workdir_lib.begin(workdir, config)
   with metrics.MetricsLogger(
     workdir,
     total_steps=config.run.steps,
@@ -157,18 +160,18 @@ def _resume_or_start(run, workdir, saver, latest, changes, stopped) -> None:
     settings=config.to_dict(),
   ) as logger:
     run.judge.tell = logger.event
-    for line in filter(None, (aside, run.evaluator.origin)):
+    for line in filter(None, (*events, run.evaluator.origin)):
       logger.event(line)
-    if latest is None:
+    if not found:
       states, weights = start(run, workdir, logger, stopped)
       if stopped.signal:
         logger.event("stopped during value pretraining; nothing to save yet")
         return
-      save(states, saver)
+      save(states, saver, workdir_lib.facts(workdir, config))
     else:
       # Its number is in the row of that step, if it is due.
       check_sampler(run, states, weights)
-      logger.event(f"resumed from step {latest}")
+      logger.event(f"resumed from step {last}")
       for line in workdir_lib.describe(changes):
         logger.event(line)
     states = _train_on(run, states, weights, workdir, saver, logger, stopped)
@@ -195,9 +198,12 @@ def _train_on(run, states, weights, workdir, saver, logger, stopped) -> States:
       with timer.phase("evaluate"):
         row |= evaluate(run, states, weights, logger)
     row |= timer.collect()
+    for line in saver.news():
+      logger.event(line)
     row |= speed.speed(run.learner, row) | {
       "memory/peak_gib": metrics.peak_memory_gib(),
       "compile/count": compiles.collect(),
+      "checkpoint/failures": saver.failures,
     }
     holds, warnings = health.check(step, row)
     row |= holds
@@ -211,10 +217,15 @@ def _train_on(run, states, weights, workdir, saver, logger, stopped) -> States:
       and workdir_lib.best_step(workdir, config.checkpoint.best) == step
     ):
       with timer.phase("checkpoint"):
-        save(states, saver)
-  if saver.latest_step() != states.step:
-    save(states, saver)
+        save(states, saver, workdir_lib.facts(workdir, config))
   saver.wait()
+  if saver.latest_step() != states.step:
+    save(states, saver, workdir_lib.facts(workdir, config))
+    saver.wait()
+  if saver.latest_step() != states.step:
+    raise TrainingStopped(
+      f"{saver.news()[-1]}; the same --workdir goes on from it"
+    )
   return states
 
 
@@ -340,10 +351,34 @@ def start(
   return states, weights
 
 
-def save(states: States, saver: checkpoint.Checkpointer) -> None:
-  """Starts a checkpoint of everything the next iteration depends on."""
+def save(
+  states: States,
+  saver: checkpoint.Checkpointer,
+  facts: Mapping[str, Any] = {},
+) -> None:
+  """Starts a checkpoint of everything the next iteration depends on.
+
+  Args:
+    states: of now.
+    saver: of the run.
+    facts: of the run's other files, which the checkpoint keeps.
+  """
   trees, values = checkpoint.to_items(states._asdict())
-  saver.save(states.step, trees, {"states": values})
+  saver.save(states.step, trees, {"states": values, "facts": facts})
+
+
+def _restore_newest(run, saver, steps) -> tuple[States, Any, list[str]]:
+  """States and weights of the newest undamaged step, and lines that say so."""
+  damaged = {}
+  for step in reversed(steps):
+    try:
+      states, weights = restore(run, saver, step)
+    except checkpoint.DamagedError as error:
+      damaged[step] = error
+    else:
+      line = "checkpoint {} is damaged ({})".format
+      return states, weights, [line(s, e.what) for s, e in damaged.items()]
+  raise damaged[steps[-1]]
 
 
 def restore(
@@ -354,7 +389,7 @@ def restore(
   Raises:
     InputError: the checkpoint is damaged or of another model.
   """
-  values = saver.restore_meta(step)["states"]
+  values = saver.record(step)["states"]
   abstract = States(
     run.source.init(),
     run.worker.abstract(),

@@ -1,19 +1,23 @@
 """What was saved comes back on any mesh, or one line says why not."""
 
-import json
 import pathlib
+import resource
 import shutil
+import threading
+import types
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from jaxrl_llm import checkpoint, sharding
-from jaxrl_llm.errors import InputError, TrainingStopped
+from jaxrl_llm.checkpoint import commit
+from jaxrl_llm.errors import InputError
 
-META = {"step": 3, "version": 3, "position": 12, "seed": 0}
+TOLD = {"states": {"version": 3, "position": 12, "share": 0.1, "name": "é"}}
 
 
 def make_mesh(*shape):
@@ -52,9 +56,9 @@ def targets(mesh, names=("policy", "policy_optimizer")):
   return jax.jit(lambda: trees, out_shardings=places).eval_shape()
 
 
-def write(directory, mesh, step=3, meta=META, keep=2):
+def write(directory, mesh, step=3, keep=2):
   saver = checkpoint.Checkpointer(directory, keep=keep)
-  saver.save(step, placed(make_trees(), mesh), meta)
+  saver.save(step, placed(make_trees(), mesh), TOLD)
   saver.close()
 
 
@@ -88,14 +92,13 @@ class TestRoundTrip:
     chex.assert_trees_all_equal_dtypes(trees, make_trees())
     same = lambda x, w: x.sharding.is_equivalent_to(w.sharding, x.ndim)
     assert all(jax.tree.leaves(jax.tree.map(same, trees, wanted)))
-    meta = saver.restore_meta(3)
-    assert {k: meta[k] for k in META} == META
+    assert saver.record(3).items() >= TOLD.items()
     saver.close()
 
   def test_arrays_may_be_donated_after_save(self, tmp_path):
     trees = placed(make_trees(), make_mesh(1, 1, 1))
     saver = checkpoint.Checkpointer(tmp_path, keep=2)
-    saver.save(1, trees, META)
+    saver.save(1, trees, TOLD)
     spoil = jax.jit(
       lambda t: jax.tree.map(lambda x: x * 0 - 1, t), donate_argnums=0
     )
@@ -108,7 +111,7 @@ class TestRoundTrip:
   def test_keeps_the_newest(self, tmp_path):
     saver = checkpoint.Checkpointer(tmp_path, keep=2)
     for step in (1, 2, 5):
-      saver.save(step, {"policy": {"x": np.float32([step])}}, META)
+      saver.save(step, {"policy": {"x": np.float32([step])}}, TOLD)
     saver.close()
     found = sorted(p.name for p in tmp_path.iterdir() if p.is_dir())
     assert found == ["2", "5"]
@@ -117,17 +120,23 @@ class TestRoundTrip:
   def test_keeps_the_best_beside_them(self, tmp_path):
     saver = checkpoint.Checkpointer(tmp_path, keep=1, best=lambda steps: 2)
     for step in (1, 2, 5, 7):
-      saver.save(step, {"policy": {"x": np.float32([step])}}, META)
+      saver.save(step, {"policy": {"x": np.float32([step])}}, TOLD)
     saver.wait()
     found = sorted(p.name for p in tmp_path.iterdir() if p.is_dir())
     assert found == ["2", "7"]
     # A step that was taken away can be written again.
     (tmp_path / "7").rename(tmp_path / "aside")
-    saver.reload()
     assert saver.latest_step() == 2
-    saver.save(6, {"policy": {"x": np.float32([6])}}, META)
+    saver.save(6, {"policy": {"x": np.float32([6])}}, TOLD)
     saver.close()
     assert reopen(tmp_path).latest_step() == 6
+
+  def test_keeps_multiples_of_a_number(self, tmp_path):
+    saver = checkpoint.Checkpointer(tmp_path, keep=2, keep_every=4)
+    for step in range(1, 8):
+      saver.save(step, {"policy": {"x": np.float32([step])}}, TOLD)
+    saver.close()
+    assert checkpoint.steps(tmp_path) == [4, 6, 7]
 
   def test_no_checkpoint_yet(self, tmp_path):
     assert reopen(tmp_path / "new").latest_step() is None
@@ -144,54 +153,121 @@ class TestPartialRestore:
     chex.assert_trees_all_equal(
       jax.device_get(got["policy"]), make_trees()["policy"]
     )
-    assert saver.restore_meta(3)["position"] == 12
+    assert saver.record(3)["states"]["position"] == 12
     saver.close()
 
 
-def _cut(path: pathlib.Path):
-  path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+def _flip(file: pathlib.Path, bit: int):
+  data = bytearray(file.read_bytes())
+  data[bit // 8] ^= 1 << bit % 8
+  file.write_bytes(data)
 
 
-def _data_files(item: pathlib.Path) -> list[pathlib.Path]:
-  return list((item / "d").iterdir())
+_DAMAGE = {
+  "delete": lambda file: file.unlink(),
+  "empty": lambda file: file.write_bytes(b""),
+  "halve": lambda f: f.write_bytes(f.read_bytes()[: f.stat().st_size // 2]),
+  "append": lambda file: file.write_bytes(file.read_bytes() + b"x\n"),
+  "flip": lambda file: _flip(file, file.stat().st_size * 8 // 3),
+}
+
+
+def _files(folder: pathlib.Path) -> list[pathlib.Path]:
+  return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _restore(directory):
+  """All of step 3 on the host, as it was saved or with an error."""
+  saver = reopen(directory)
+  try:
+    told = saver.record(3)
+    trees = saver.restore(3, targets(make_mesh(1, 1, 1)))
+  finally:
+    saver.close()
+  assert told.items() >= TOLD.items()
+  return jax.device_get(trees)
+
+
+class TestDamage:
+  @pytest.mark.parametrize("kind", _DAMAGE)
+  def test_of_a_file_is_noticed_or_does_not_matter(self, tmp_path, kind):
+    write(tmp_path / "whole", make_mesh(1, 1, 1))
+    noticed, files = 0, _files(tmp_path / "whole" / "3")
+    assert len(files) > 10
+    for number, file in enumerate(files):
+      copy = shutil.copytree(tmp_path / "whole", tmp_path / str(number))
+      _DAMAGE[kind](copy / file.relative_to(tmp_path / "whole"))
+      try:
+        trees = _restore(copy)
+      except InputError as error:
+        # Without a COMMIT it is no checkpoint, and not a damaged one.
+        gone = (kind, file.name) == ("delete", "COMMIT")
+        assert isinstance(error, checkpoint.DamagedError) != gone
+        noticed += 1
+        text = str(error)
+        assert "\n" not in text and len(text) < 600 and str(copy / "3") in text
+      else:
+        chex.assert_trees_all_equal(trees, make_trees())
+    assert noticed > 2
+
+  def test_of_one_bit_is_noticed_or_does_not_matter(self, tmp_path):
+    write(tmp_path / "whole", make_mesh(1, 1, 1))
+    rng, noticed = np.random.default_rng(0), 0
+    files = _files(tmp_path / "whole" / "3")
+    largest = max(files, key=lambda file: file.stat().st_size)
+    for number in range(40):  # Half of them in what holds most of the arrays.
+      file = largest if number % 2 else rng.choice(files)
+      copy = shutil.copytree(tmp_path / "whole", tmp_path / str(number))
+      place = copy / file.relative_to(tmp_path / "whole")
+      _flip(place, int(rng.integers(8 * place.stat().st_size)))
+      try:
+        trees = _restore(copy)
+      except checkpoint.DamagedError:
+        noticed += 1
+      else:
+        chex.assert_trees_all_equal(trees, make_trees())
+    assert noticed >= 15
+
+  def test_names_the_array(self, tmp_path, monkeypatch):
+    mesh = make_mesh(1, 1, 1)
+    write(tmp_path, mesh)
+    restore = ocp.Checkpointer.restore
+
+    def spoiled(*args):
+      items = restore(*args)
+      scale = items["policy"]["final_norm"]["scale"]
+      # The lowest bit of one element.
+      bits = np.asarray(scale).view(np.uint16) ^ np.eye(8, dtype=np.uint16)[2]
+      items["policy"]["final_norm"]["scale"] = jax.device_put(
+        bits.view(scale.dtype), scale.sharding
+      )
+      return items
+
+    monkeypatch.setattr(ocp.Checkpointer, "restore", spoiled)
+    with pytest.raises(checkpoint.DamagedError) as error:
+      reopen(tmp_path).restore(3, targets(mesh))
+    text = one_line(error)
+    assert "(1 of 18 arrays differ" in text
+    assert "as policy/final_norm/scale)" in text
+
+  def test_of_a_tree_of_its_own(self, tmp_path):
+    tree = placed(make_trees()["policy"], make_mesh(1, 1, 1))
+    checkpoint.save_tree(tmp_path / "tree", tree)
+    for file in (tmp_path / "tree" / "tree" / "d").iterdir():
+      _DAMAGE["halve"](file)
+    with pytest.raises(checkpoint.DamagedError) as error:
+      checkpoint.load_tree(
+        tmp_path / "tree", targets(make_mesh(1, 1, 1))["policy"]
+      )
+    assert str(tmp_path / "tree") in one_line(error)
 
 
 class TestUnreadable:
   def test_missing_step(self, tmp_path):
     write(tmp_path, make_mesh(1, 1, 1))
-    with pytest.raises(InputError) as error:
-      reopen(tmp_path).restore(9, targets(make_mesh(1, 1, 1)))
-    assert str(tmp_path / "9") in one_line(error)
-    with pytest.raises(InputError) as error:
-      reopen(tmp_path).restore_meta(9)
-    assert str(tmp_path / "9") in one_line(error)
-
-  @pytest.mark.parametrize("damage", ["item", "data", "metadata", "manifest"])
-  def test_damaged_item(self, tmp_path, damage):
-    write(tmp_path, make_mesh(1, 1, 1))
-    item = tmp_path / "3" / "policy"
-    if damage == "item":
-      shutil.rmtree(item)
-    elif damage == "data":
-      for file in _data_files(item):
-        _cut(file)
-    elif damage == "metadata":
-      (item / "_METADATA").write_text("{")
-    else:
-      (item / "manifest.ocdbt").unlink()
-    with pytest.raises(InputError) as error:
-      reopen(tmp_path).restore(3, targets(make_mesh(1, 1, 1)))
-    text = one_line(error)
-    assert str(tmp_path / "3") in text and "another" in text
-
-  def test_damaged_meta(self, tmp_path):
-    write(tmp_path, make_mesh(1, 1, 1))
-    file = tmp_path / "3" / "meta" / "metadata"
-    for content in ("{", "[]", "{}"):
-      file.write_text(content)
-      with pytest.raises(InputError) as error:
-        reopen(tmp_path).restore_meta(3)
-      assert str(tmp_path / "3") in one_line(error)
+    for read in (reopen(tmp_path).record, restoring(tmp_path)):
+      with pytest.raises(InputError, match="9: no such checkpoint; check"):
+        read(9)
 
   def test_of_another_model(self, tmp_path):
     write(tmp_path, make_mesh(1, 1, 1))
@@ -201,7 +277,7 @@ class TestUnreadable:
     with pytest.raises(InputError) as error:
       reopen(tmp_path).restore(3, wanted)
     text = one_line(error)
-    assert "embed/embedding has shape (128, 64)" in text
+    assert "policy/embed/embedding has shape (128, 64)" in text
     assert "(128, 65)" in text
 
   def test_with_another_leaf(self, tmp_path):
@@ -213,42 +289,128 @@ class TestUnreadable:
     assert "head/scale has shape None" in one_line(error)
 
   @pytest.mark.parametrize("away", [-1, 1])
-  def test_of_another_format(self, tmp_path, away):
-    write(tmp_path, make_mesh(1, 1, 1))
-    file = tmp_path / "3" / "meta" / "metadata"
-    meta = json.loads(file.read_text())
-    file.write_text(json.dumps(meta | {"format": meta["format"] + away}))
-    with pytest.raises(InputError, match="reads 3; use the version that wrot"):
-      reopen(tmp_path).restore_meta(3)
+  def test_of_another_format(self, tmp_path, monkeypatch, away):
+    with monkeypatch.context() as other:
+      other.setattr(commit, "FORMAT", commit.FORMAT + away)
+      write(tmp_path, make_mesh(1, 1, 1))
+    with pytest.raises(InputError, match="reads 4; use the version that wrot"):
+      reopen(tmp_path).record(3)
 
   def test_a_half_written_step_does_not_count(self, tmp_path):
     write(tmp_path, make_mesh(1, 1, 1))
     half = tmp_path / "4.orbax-checkpoint-tmp"
     shutil.copytree(tmp_path / "3" / "policy", half / "policy")
+    (tmp_path / "2.deleted").mkdir()
+    # All of it is there but the COMMIT.
+    shutil.copytree(tmp_path / "3", tmp_path / "4")
+    (tmp_path / "4" / "COMMIT").unlink()
     saver = reopen(tmp_path)
     assert saver.latest_step() == 3
+    assert not half.exists() and not (tmp_path / "2.deleted").exists()
     # Nor does it stand in the way of the step's second attempt.
-    saver.save(4, placed(make_trees(), make_mesh(1, 1, 1)), META)
+    saver.save(4, placed(make_trees(), make_mesh(1, 1, 1)), TOLD)
     saver.close()
     assert reopen(tmp_path).latest_step() == 4
     got = reopen(tmp_path).restore(4, targets(make_mesh(1, 1, 1)))
     chex.assert_trees_all_equal(jax.device_get(got), make_trees())
 
 
+def restoring(directory):
+  return lambda step: reopen(directory).restore(
+    step, targets(make_mesh(1, 1, 1))
+  )
+
+
 class TestUnwritable:
-  def test_one_line_tells_what_and_why(self, tmp_path, monkeypatch):
-    saver = reopen(tmp_path)
+  """A save that fails is known, counted, and takes nothing away."""
+
+  def saver(self, directory):
+    saver = reopen(directory)
+    for step in (1, 2):
+      saver.save(step, {"policy": {"x": np.float32([step])}}, TOLD)
+    saver.wait()
+    assert saver.news() == [] and saver.failures == 0
+    return saver
+
+  def assert_failed(self, saver, directory, why):
+    assert saver.failures == 1 and saver.latest_step() == 2
+    (line,) = saver.news()
+    assert f"{directory / '3'}: cannot write a checkpoint ({why}" in line
+    assert "\n" not in line and len(line) < 500 and saver.news() == []
+    names = {path.name for path in directory.iterdir()}
+    assert names <= {"1", "2", "3"}  # 3 without a COMMIT, if at all.
+    # With room again the next one succeeds.
+    saver.save(4, {"policy": {"x": np.float32([4])}}, TOLD)
+    saver.wait()
+    assert saver.news() == [] and saver.latest_step() == 4
+    assert checkpoint.steps(directory) == [2, 4]
+    saver.close()
+
+  def test_what_orbax_says_is_one_line(self, tmp_path, monkeypatch):
+    saver = self.saver(tmp_path)
     long = f"Error writing {'x' * 300}: No space left on device\nsecond line"
 
     def full(*_, **__):
       raise ValueError(long)
 
-    monkeypatch.setattr(saver._manager, "save", full)
-    with pytest.raises(TrainingStopped) as error:
-      saver.save(1, {"policy": {"x": np.float32([1])}}, META)
-    text = one_line(error)
-    assert f"{tmp_path}: cannot write a checkpoint (ValueError: Error" in text
-    assert "No space left on device); make room; the same --workdir" in text
+    with monkeypatch.context() as broken:
+      broken.setattr(saver._orbax, "save", full)
+      saver.save(3, {"policy": {"x": np.float32([3])}}, TOLD)
+    saver.wait()
+    self.assert_failed(saver, tmp_path, "ValueError: Error writing xxx")
+
+  def test_in_the_background(self, tmp_path, monkeypatch):
+    saver, asked = self.saver(tmp_path), threading.Event()
+
+    def broken(folder, record):
+      asked.wait(60)
+      raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+      patch.setattr(commit, "write", broken)
+      saver.save(3, {"policy": {"x": np.float32([3])}}, TOLD)
+      # Until it is known there is neither a failure nor a newer step.
+      assert saver.news() == [] and saver.latest_step() == 2
+      asked.set()
+      saver.wait()
+    self.assert_failed(saver, tmp_path, "OSError: [Errno 28] No space left")
+
+  def test_without_the_room_it_is_not_begun(self, tmp_path, monkeypatch):
+    saver = self.saver(tmp_path)
+    with monkeypatch.context() as full:
+      usage = lambda _: types.SimpleNamespace(free=3)
+      full.setattr(shutil, "disk_usage", usage)
+      saver.save(3, {"policy": {"x": np.float32([3])}}, TOLD)
+    saver.wait()
+    why = "OSError: it needs 4 bytes, and 3 are free"
+    self.assert_failed(saver, tmp_path, why)
+
+  def test_a_file_size_limit_as_a_full_disk(self, tmp_path):
+    saver = self.saver(tmp_path)
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # Python ignores the signal, so that the write fails.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, old[1]))
+    try:
+      rng = np.random.default_rng(0)
+      tree = {"x": rng.normal(size=100_000).astype(np.float32)}
+      saver.save(3, {"policy": tree}, TOLD)
+      saver.wait()
+    finally:
+      resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    self.assert_failed(saver, tmp_path, "")
+
+  def test_the_old_one_goes_after_the_commit(self, tmp_path, monkeypatch):
+    saver, there = self.saver(tmp_path), []
+    write = commit.write
+
+    def watched(folder, record):
+      there.append(checkpoint.steps(tmp_path))
+      write(folder, record)
+
+    monkeypatch.setattr(commit, "write", watched)
+    saver.save(3, {"policy": {"x": np.float32([3])}}, TOLD)
+    saver.close()
+    assert there == [[1, 2]] and checkpoint.steps(tmp_path) == [2, 3]
 
 
 class TestTree:
@@ -264,16 +426,5 @@ class TestTree:
     chex.assert_trees_all_equal(jax.device_get(got), tree)
 
   def test_missing(self, tmp_path):
-    with pytest.raises(InputError, match="no such checkpoint"):
+    with pytest.raises(InputError, match="none: no such checkpoint; check"):
       checkpoint.load_tree(tmp_path / "none", {})
-
-  def test_damaged(self, tmp_path):
-    tree = placed(make_trees()["policy"], make_mesh(1, 1, 1))
-    checkpoint.save_tree(tmp_path / "tree", tree)
-    for file in _data_files(tmp_path / "tree"):
-      _cut(file)
-    with pytest.raises(InputError) as error:
-      checkpoint.load_tree(
-        tmp_path / "tree", targets(make_mesh(1, 1, 1))["policy"]
-      )
-    assert str(tmp_path / "tree") in one_line(error)

@@ -121,7 +121,7 @@ class TestRoundTrip:
     saver = checkpoint.Checkpointer(tmp_path, keep=1)
     saver.save(3, trees, {"states": values})
     saver.wait()
-    values = saver.restore_meta(3)["states"]
+    values = saver.record(3)["states"]
     abstract = {"x": abstract_of(state)}
     found = saver.restore(3, checkpoint.targets(abstract, values))
     saver.close()

@@ -288,6 +288,7 @@ class TestState:
 
   def test_how_many_is_fixed(self, model, tmp_path):
     (tmp_path / "checkpoints" / "1").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "1" / "COMMIT").touch()
     config = tiny_run.make_config(model, **KEEP | MIXED)
     workdir.begin(tmp_path, config)
     config.schedule.max_staleness += 1

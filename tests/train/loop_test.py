@@ -16,8 +16,9 @@ import pytest
 from helpers import tiny_run
 from helpers.tiny_run import with_config
 
-from jaxrl_llm import checkpoint, models, signals
+from jaxrl_llm import checkpoint, metrics, models, signals
 from jaxrl_llm import workdir as workdir_lib
+from jaxrl_llm.checkpoint import commit
 from jaxrl_llm.errors import InputError, TrainingStopped
 from jaxrl_llm.learner import metrics as learner_metrics
 from jaxrl_llm.rollout.worker import Weights
@@ -255,20 +256,82 @@ class TestResume:
       loop.train(with_config(run, run__seed=1, run__steps=9), whole)
     assert tiny_run.snapshot(whole) == before
 
-  def test_a_damaged_checkpoint_is_refused(self, run, whole, tmp_path):
-    folder = shutil.copytree(whole, tmp_path / "copy")
-    # Rows and samples that a resume would cut off, and files cut short.
+
+class TestDamage:
+  def test_of_the_newest_goes_on_from_the_one_before(
+    self, run, whole, tmp_path, capsys
+  ):
+    folder = pathlib.Path(shutil.copytree(whole, tmp_path / "copy"))
+    # A row that a resume would cut off, and files cut short.
     with (folder / "metrics.jsonl").open("a") as file:
       file.write('{"step": 7}\n')
-    for file in (folder / "checkpoints" / "6" / "learner.policy.params").rglob(
-      "*"
-    ):
-      if file.is_file() and file.stat().st_size:
-        os.truncate(file, file.stat().st_size // 2)
-    before = tiny_run.snapshot(folder)
-    with pytest.raises(InputError, match="cannot restore this checkpoint"):
+    halve(folder / "checkpoints" / "6" / "learner.policy.params")
+    # The only one: refused, and nothing is touched.
+    alone = pathlib.Path(shutil.copytree(folder, tmp_path / "alone"))
+    shutil.rmtree(alone / "checkpoints" / "5")
+    more = with_config(run, run__steps=9)
+    for directory, step in ((alone, None), (folder, 6)):
+      before = tiny_run.snapshot(directory)
+      with pytest.raises(InputError, match="6: this checkpoint is damaged"):
+        loop.train(more, directory, step=step)
+      assert tiny_run.snapshot(directory) == before
+    loop.train(more, folder)
+    shown = capsys.readouterr().out
+    assert "checkpoint 6 is damaged (" in shown
+    assert "resumed from step 5" in shown
+    aside = folder / "set_aside_1" / "checkpoints" / "6"
+    assert (aside / "learner.policy.params").is_dir()
+    rows = tiny_run.comparable(folder)
+    assert rows[:6] == tiny_run.comparable(whole)[:6] and len(rows) == 10
+
+  def test_of_config(self, run, whole, tmp_path):
+    folder = pathlib.Path(shutil.copytree(whole, tmp_path / "copy"))
+    file = folder / "config.json"
+    saved = file.read_text()
+    assert '"gamma": 1.0' in saved
+    file.write_text(saved.replace('"gamma": 1.0', '"gamma": 0.9'))
+    with pytest.raises(InputError, match="gamma: 1.0 -> 0.9; write the old"):
       loop.train(with_config(run, run__steps=9), folder)
-    assert tiny_run.snapshot(folder) == before
+
+  def test_of_rows_is_told(self, run, whole, tmp_path, capsys):
+    folder = pathlib.Path(shutil.copytree(whole, tmp_path / "copy"))
+    file = folder / "metrics.jsonl"
+    rows = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join(rows[:3] + rows[4:]))
+    loop.train(with_config(run, run__steps=7), folder)
+    shown = capsys.readouterr().out
+    assert "metrics.jsonl: rows that checkpoint 6 knew are missing" in shown
+
+
+def halve(item):
+  for file in item.rglob("*"):
+    if file.is_file():
+      os.truncate(file, file.stat().st_size // 2)
+
+
+class TestDiskFull:
+  def test_training_goes_on_and_the_end_says_so(
+    self, run, whole, tmp_path, monkeypatch, capsys
+  ):
+    write, failing = commit.write, {2, 3}
+
+    def full(folder, record):
+      if record.get("step") in failing:  # That of a critic has none.
+        raise OSError(28, "No space left on device")
+      write(folder, record)
+
+    monkeypatch.setattr(commit, "write", full)
+    loop.train(run, tmp_path)
+    shown = capsys.readouterr().out
+    assert shown.count("cannot write a checkpoint (OSError: [Errno 28]") == 2
+    rows = metrics.read_rows(tmp_path / "metrics.jsonl")
+    assert rows[-1]["checkpoint/failures"] == 2
+    assert_same_run(run, whole, tmp_path)
+    # That of the last step is tried twice, and what is there stays.
+    failing |= {7}
+    with pytest.raises(TrainingStopped, match="7: cannot write a checkpoint"):
+      loop.train(with_config(run, run__steps=7), tmp_path)
+    assert workdir_lib.steps(tmp_path) == [5, 6]
 
 
 class TestEarlierStep:
@@ -340,7 +403,7 @@ class TestBest:
       return row | {metric: values[states.step]}
 
     monkeypatch.setattr(loop, "evaluate", chosen)
-    self.train(run, tmp_path, metric, checkpoint__keep=1)
+    self.train(run, tmp_path, metric, checkpoint__keep=2)
     assert workdir_lib.steps(tmp_path) == [3, 6]
     assert workdir_lib.find_step(tmp_path, "best") == 3
 

@@ -1,0 +1,143 @@
+"""The COMMIT of a checkpoint: it makes a folder one, and proves it whole.
+
+It is written last, when everything else is on the disk, and names every array
+with its shape and a checksum that was made where the array lay. A folder
+without it is no checkpoint. It ends with a checksum of itself.
+"""
+
+import hashlib
+import json
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+import jaxrl_llm
+from jaxrl_llm import digest
+from jaxrl_llm.errors import InputError
+
+FILE = "COMMIT"
+FORMAT = 4  # Of the items and of the record; another number is refused.
+
+
+class DamagedError(InputError):
+  """A checkpoint is not what was saved; an older one may be."""
+
+  def __init__(self, folder: pathlib.Path, what: str):
+    self.what = what
+    super().__init__(
+      f"{folder}: this checkpoint is damaged ({what}); use another step or"
+      " another --workdir"
+    )
+
+
+def steps(directory: pathlib.Path) -> list[int]:
+  """The checkpoints of a directory, ascending."""
+  names = (file.parent.name for file in directory.glob(f"*/{FILE}"))
+  return sorted(int(name) for name in names if name.isdecimal())
+
+
+def describe(trees: Mapping[str, Any]) -> dict[str, Any]:
+  """Shape and dtype of every leaf, by its path."""
+  names, leaves = digest.named_leaves(trees)
+  return {
+    name: {"shape": list(np.shape(leaf)), "dtype": str(leaf.dtype)}
+    for name, leaf in zip(names, leaves)
+  }
+
+
+def write(folder: pathlib.Path, record: Mapping[str, Any]) -> None:
+  """Makes a folder a checkpoint, once all that is in it is on the disk."""
+  for file in folder.rglob("*"):
+    _to_disk(file)
+  record = {"format": FORMAT, "library": jaxrl_llm.__version__, **record}
+  text = json.dumps(record, indent=1) + "\n"
+  part = folder / f"{FILE}.part"
+  part.write_text(text + _checksum(text) + "\n", encoding="utf-8")
+  _to_disk(part)
+  os.replace(part, folder / FILE)
+  for place in (folder, folder.parent):
+    _to_disk(place)
+
+
+def read(folder: pathlib.Path) -> dict[str, Any]:
+  """The record of a checkpoint.
+
+  Raises:
+    DamagedError: it is not as it was written.
+    InputError: there is none, or its format is that of another version.
+  """
+  try:
+    text = (folder / FILE).read_text(encoding="utf-8")
+  except FileNotFoundError:
+    what, todo = "no such checkpoint", "check the path"
+    if folder.is_dir():
+      what = "a save that did not end, or one of another version of jaxrl_llm"
+      todo = "use another step, or the version that wrote it"
+    raise InputError(f"{folder}: {what}; {todo}") from None
+  except (OSError, UnicodeDecodeError) as error:
+    raise DamagedError(folder, f"{FILE}: {type(error).__name__}") from error
+  body, _, last = text.removesuffix("\n").rpartition("\n")
+  if last != _checksum(body + "\n"):
+    raise DamagedError(folder, f"{FILE} is not as it was written")
+  record = json.loads(body)
+  if record["format"] != FORMAT:
+    raise InputError(
+      f"{folder}: checkpoint format {record['format']}, but this version of"
+      f" jaxrl_llm reads {FORMAT}; use the version that wrote it, or another"
+      " --workdir"
+    )
+  return record
+
+
+def check_shapes(
+  folder: pathlib.Path, record: Mapping[str, Any], targets: Mapping[str, Any]
+) -> None:
+  """Raises InputError naming a leaf that was saved otherwise or not at all."""
+  saved = record["leaves"]
+  for name, leaf in zip(*digest.named_leaves(targets)):
+    shape = tuple(saved[name]["shape"]) if name in saved else None
+    if shape != leaf.shape:
+      raise InputError(
+        f"{folder}: {name} has shape {shape}, but this model needs"
+        f" {leaf.shape}; use the model it was saved from or another --workdir"
+      )
+
+
+def check_bits(
+  folder: pathlib.Path, record: Mapping[str, Any], trees: Mapping[str, Any]
+) -> None:
+  """Raises DamagedError if restored arrays are not those that were saved."""
+  saved, found = record["leaves"], digest.checksums(trees)
+  wrong = [
+    name
+    for name, bits in found.items()
+    if saved[name]["checksum"] != f"{bits:016x}"
+  ]
+  if wrong:
+    raise DamagedError(
+      folder,
+      f"{len(wrong)} of {len(found)} arrays differ from what was saved, as"
+      f" {wrong[0]}",
+    )
+
+
+def _checksum(text: str) -> str:
+  return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _to_disk(path: pathlib.Path) -> None:
+  """Returns when a file or the names in a folder outlive a power cut."""
+  file = os.open(path, os.O_RDONLY)
+  try:
+    os.fsync(file)
+  finally:
+    os.close(file)
+
+
+def num_bytes(trees: Mapping[str, Any]) -> int:
+  """Of all arrays."""
+  return sum(leaf.nbytes for leaf in jax.tree.leaves(trees))
