@@ -7,6 +7,7 @@
   python scripts/benchmark.py rollouts $TAIL
   python scripts/benchmark.py simulator $TAIL
   python scripts/benchmark.py estimators
+  python scripts/benchmark.py checkpoint --megabytes=400
 
 Prints rows for a person and, as the last line, one JSON object. Weights are
 random, every response has full length (that of a lognormal law with a long tail
@@ -24,7 +25,7 @@ from typing import Any
 import benchmarks
 import jax
 import numpy as np
-from benchmarks import workloads
+from benchmarks import checkpoints, workloads
 
 from jaxrl_llm import estimators, masked, metrics
 from jaxrl_llm.errors import InputError
@@ -60,6 +61,7 @@ _SETTINGS = {
     "remat",
   ),
   "estimators": ("rows", "length", "group_size", "repeats"),
+  "checkpoint": ("megabytes", "repeats"),
 }
 _LOOP = "numpy_loop"
 
@@ -172,6 +174,7 @@ MEASURE = {
   "simulator": workloads.measure_simulator,
   "train_step": measure_train_step,
   "estimators": workloads.measure_estimators,
+  "checkpoint": checkpoints.measure_checkpoint,
 }
 
 
@@ -252,6 +255,7 @@ def make_parser() -> argparse.ArgumentParser:
   )
   add("--rows", type=int, default=512, help="of estimators")
   add("--length", type=int, default=24576, help="of estimators, tokens")
+  add("--megabytes", type=int, default=400, help="of a checkpoint")
   add("--repeats", type=int, default=3, help="timed after a warm-up")
   add(
     "--peer",

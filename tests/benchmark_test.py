@@ -263,6 +263,15 @@ class TestScript:
     )
     assert {"machine", "versions", "load_before", "load_after"} <= set(record)
 
+  def test_checkpoint_costs(self, capsys):
+    arguments = ["checkpoint", "--megabytes=1", "--repeats=1"]
+    assert _script().main(arguments) == 0
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    medians = record["medians"]
+    share = medians["save_blocking_s"] / medians["orbax_save_s"]
+    assert medians["blocking_share"] == pytest.approx(share)
+    assert 0 < medians["checksums_share_of_restore"] < 1
+
   def test_peers_run_beside_ours_and_one_may_fail(self, capsys, monkeypatch):
     ours = '{"medians": {"tokens_per_s": 30.0}}'
     script = _script()
