@@ -1,4 +1,4 @@
-"""What a checkpoint costs: saving, its checksums, restoring, steps beside it."""
+"""What a checkpoint costs: saving, checksums, restoring, steps beside it."""
 
 import concurrent.futures
 import pathlib
@@ -32,9 +32,9 @@ def measure_checkpoint(options) -> Samples:
   jax.block_until_ready((step(busy), digest.checksums(trees)))
   samples: Samples = {}
 
-  def timed(name: str, function: Callable[[], Any]) -> Any:
+  def timed(name: str, function: Callable[..., Any], *arguments) -> Any:
     start = time.perf_counter()
-    result = function()
+    result = function(*arguments)
     samples.setdefault(name, []).append(time.perf_counter() - start)
     return result
 
@@ -52,17 +52,17 @@ def measure_checkpoint(options) -> Samples:
     for i in range(1 + options.repeats):
       plain = place / "orbax" / str(i)
       with ocp.StandardCheckpointer() as orbax:
-        timed("orbax_save_s", lambda: _save_and_wait(orbax, plain, trees))
-        timed("orbax_restore_s", lambda: orbax.restore(plain, shapes))
-      timed("save_blocking_s", lambda: saver.save(2 * i, trees, {}))
+        timed("orbax_save_s", _save_and_wait, orbax, plain, trees)
+        timed("orbax_restore_s", orbax.restore, plain, shapes)
+      timed("save_blocking_s", saver.save, 2 * i, trees, {})
       timed("save_waiting_s", saver.wait)
-      timed("checksums_s", lambda: digest.checksums(trees))
-      timed("restore_s", lambda: saver.restore(2 * i, shapes))
+      timed("checksums_s", digest.checksums, trees)
+      timed("restore_s", saver.restore, 2 * i, shapes)
       samples.setdefault("step_s", []).extend(steps(lambda n: n == 100))
       saver.save(2 * i + 1, trees, {})
       with concurrent.futures.ThreadPoolExecutor() as thread:
         waiting = thread.submit(saver.wait)
-        beside = steps(lambda n: waiting.done())
+        beside = steps(lambda n, waiting=waiting: waiting.done())
       samples.setdefault("step_while_saving_s", []).extend(beside)
     assert not saver.failures, saver.news()
     saver.close()
@@ -86,8 +86,6 @@ def _shares(samples: Samples) -> Samples:
   return {
     "blocking_share": [median["save_blocking_s"] / median["orbax_save_s"]],
     "checksums_share_of_save": [median["checksums_s"] / total],
-    "checksums_share_of_restore": [
-      median["checksums_s"] / median["restore_s"]
-    ],
+    "checksums_share_of_restore": [median["checksums_s"] / median["restore_s"]],
     "p99_step_ratio": [slow / usual],
   }
