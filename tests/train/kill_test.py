@@ -1,0 +1,98 @@
+"""A run that is killed at one place after another ends as if it had not been."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import pytest
+from helpers import tiny_run
+
+_ROOT = pathlib.Path(__file__).parents[2]
+_PATH = os.pathsep.join(str(_ROOT / x) for x in (".", "tests", "scripts"))
+# Kills itself before or after the call of a function whose number is given.
+_PROGRAM = """
+import importlib, os, signal, sys
+from helpers import tiny_run
+from jaxrl_llm.train import build, loop
+
+model, workdir, place, when, number = sys.argv[1:]
+calls = 0
+
+def killed(function):
+  def wrapped(*args, **kwargs):
+    global calls
+    # Of a file that is removed or renamed, only what is of a checkpoint.
+    named = place.split(":")[0] in ("os", "shutil")
+    mine = not named or str(args[0]).endswith(("COMMIT.part", ".deleted"))
+    calls += mine
+    due = mine and calls == int(number)
+    if due and when == "before":
+      os.kill(os.getpid(), signal.SIGKILL)
+    out = function(*args, **kwargs)
+    if due:
+      os.kill(os.getpid(), signal.SIGKILL)
+    return out
+  return wrapped
+
+if place != "nowhere":
+  module, _, path = place.partition(":")
+  *owners, name = path.split(".")
+  owner = importlib.import_module(module)
+  for part in owners:
+    owner = getattr(owner, part)
+  setattr(owner, name, killed(getattr(owner, name)))
+loop.train(build.make_run(tiny_run.make_config(model)), workdir)
+"""
+_ORBAX = "orbax.checkpoint:AsyncCheckpointer.save"
+_PLACES = [
+  ("jaxrl_llm.learner.learner:Learner.update_critic", "before", 1),
+  ("jaxrl_llm.checkpoint.commit:write", "before", 1),  # Of the critic.
+  (_ORBAX, "after", 1),
+  ("os:replace", "before", 2),  # COMMIT of step 0, after the critic's.
+  ("jaxrl_llm.learner.learner:Learner.update", "before", 1),
+  ("jaxrl_llm.rollout.worker:RolloutWorker.collect", "after", 2),
+  ("jaxrl_llm.sync:WeightTransfer.send", "after", 2),
+  ("os:replace", "after", 1),  # A COMMIT, before the older ones go.
+  ("shutil:rmtree", "before", 1),  # A step that has made room.
+  ("jaxrl_llm.checkpoint.commit:check_bits", "before", 1),  # In a restore.
+  ("jaxrl_llm.metrics:MetricsLogger.log", "after", 1),
+  (_ORBAX, "before", 1),
+]
+
+
+def train(model, workdir, place="nowhere", when="before", number=0):
+  command = [model, workdir, place, when, number]
+  return subprocess.run(
+    [sys.executable, "-c", _PROGRAM, *map(str, command)],
+    env=os.environ | {"PYTHONPATH": _PATH},
+    capture_output=True,
+    text=True,
+    timeout=600,
+  )
+
+
+def leaves(workdir):
+  """Checksums of all that the last step has."""
+  text = (workdir / "checkpoints" / "6" / "COMMIT").read_text()
+  record = json.loads(text.rpartition("}")[0] + "}")
+  return record["leaves"], record["states"]
+
+
+@pytest.mark.slow
+def test_killed_at_every_place_in_turn(tmp_path):
+  model = tiny_run.write_model(tmp_path / "model")
+  whole, broken = tmp_path / "whole", tmp_path / "broken"
+  done = train(model, whole)
+  assert done.returncode == 0, done.stderr[-2000:]
+  for place in _PLACES:
+    done = train(model, broken, *place)
+    assert done.returncode == -signal.SIGKILL, (place, done.stderr[-2000:])
+  done = train(model, broken)
+  assert done.returncode == 0, done.stderr[-2000:]
+  assert tiny_run.comparable(broken) == tiny_run.comparable(whole)
+  assert leaves(broken) == leaves(whole)
+  names = {path.name for path in (broken / "checkpoints").iterdir()}
+  assert names == {"5", "6"}
