@@ -85,12 +85,21 @@ def _unknown_key(argv: list[str]) -> str | None:
     if key in config_lib.REMOVED:
       return f"--config.{key}: this key is gone; {config_lib.REMOVED[key][1]}"
     parent = key.rpartition(".")[0]
-    near = difflib.get_close_matches(key, keys, n=1)
-    hint = f"did you mean {near[0]}?" if near else "see --help_config"
+    near = max(keys, key=lambda known: sum(_likeness(key, known)))
+    group, name = _likeness(key, near)
+    likely = group + name > 1.2 and name > 0.25
+    hint = f"did you mean {near}?" if likely else "see --help_config"
     if parent.endswith("settings"):
       hint = f"give the whole, --config.{parent}=\"{{'NAME': VALUE}}\""
     return f"--config.{key}: no such key; {hint}"
   return None
+
+
+def _likeness(key: str, known: str) -> tuple[float, float]:
+  """How alike two keys are in their groups and in their names, 0 to 1."""
+  parts = zip(key.rpartition(".")[::2], known.rpartition(".")[::2])
+  ratio = lambda pair: difflib.SequenceMatcher(None, *pair).ratio()
+  return tuple(map(ratio, parts))
 
 
 def _reason(error: Exception) -> str:

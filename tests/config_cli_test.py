@@ -58,7 +58,18 @@ class TestCommandLine:
     ("arguments", "parts"),
     [
       ([VAPO, "--config.run.stepz=3"], ["run.stepz", "mean run.steps?"]),
-      ([VAPO, "--config.foo.bar=3"], ["--config.foo.bar: no such key"]),
+      (
+        [VAPO, "--config.foo.bar=3"],
+        ["--config.foo.bar: no such key; see --help_config"],
+      ),
+      (
+        [VAPO, "--config.optimiser.policy.lr=3"],
+        ["no such key; did you mean optimizer.policy.learning_rate?"],
+      ),
+      (
+        [VAPO, "--config.loss.cliphigh=3"],
+        ["no such key; did you mean loss.clip_high?"],
+      ),
       (
         [VAPO, "--config.sampler.top_k=5"],
         ["--config.sampler.top_k: this key is gone", "full softmax"],

@@ -1,4 +1,4 @@
-"""A run that is killed at one place after another ends as if it had not been."""
+"""A run that is killed at one place after another ends as if it never was."""
 
 import json
 import os
