@@ -36,6 +36,7 @@ from jaxrl_llm.rewards.verdict import (
 
 _START_DEADLINE_S = 120.0  # Imports on a busy machine.
 _MEMORY_BYTES = 4 * 2**30  # Address space of a worker.
+_LONGEST_ANSWER = 2**24  # Bytes; one that says more is ended.
 _BOOT = (
   "import json, sys; sys.path[:] = json.loads(sys.argv[1]);"
   " from jaxrl_llm.rewards import pool; pool.serve(*sys.argv[2:])"
@@ -88,6 +89,9 @@ class CallPool:
   def _in_worker(self, job: Mapping[str, Any]) -> tuple[Any, str | None]:
     worker = self._idle.get()
     try:
+      if not worker.started():  # Something killed it while it was idle.
+        worker.close()
+        worker = _Worker(self._pickled, self._deadline_s)
       if not worker.started():
         raise RuntimeError(
           "a worker did not start: see its output above; can a fresh Python"
@@ -95,7 +99,10 @@ class CallPool:
         )
       answer, failed = worker.ask(json.dumps(job) + "\n", self._deadline_s)
       if not failed:
-        return tuple(json.loads(answer))
+        with contextlib.suppress(ValueError, TypeError):
+          result, why = json.loads(answer)
+          return result, why
+        failed = "crash"  # What it calls wrote among the answers.
       worker.close()
       worker = _Worker(self._pickled, self._deadline_s)
       return None, failed
@@ -199,7 +206,10 @@ class _Worker:
     if not self._started:
       said, _ = self.ask("", _START_DEADLINE_S)  # It begins by itself.
       self._started = bool(said)
-    return self._started
+    # Looked at and not reaped, so that its number stays its own.
+    how = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    ended = os.waitid(os.P_PID, self._process.pid, how)
+    return self._started and ended is None
 
   def ask(self, text: str, deadline_s: float) -> tuple[bytes, str]:
     """The line it answers with, and why if there is none: late or dead."""
@@ -209,7 +219,7 @@ class _Worker:
     with contextlib.suppress(BrokenPipeError):
       self._process.stdin.write(text.encode())
       self._process.stdin.flush()
-      answer = self._process.stdout.readline()
+      answer = self._process.stdout.readline(_LONGEST_ANSWER)
     timer.cancel()
     timer.join()
     if time.monotonic() >= end:

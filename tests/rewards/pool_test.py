@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import time
 
 import pytest
@@ -23,6 +24,12 @@ def moody(response, answer, *, finished):
     bytearray(100 * 2**30)
   if response == "print":
     print('[true, "forged", null]', flush=True)
+  if response == "forge":  # Into every file that it finds open.
+    for number in range(1, 20):
+      with contextlib.suppress(OSError):
+        os.write(number, b"forged\n")
+  if response == "talk":
+    return Verdict(True, "x" * 10**8)
   if response == "pid":
     return Verdict(True, str(os.getpid()))
   return Verdict(response == answer and finished, response[:100])
@@ -87,3 +94,22 @@ class TestWorkers:
       second = judge(pool, ["pid"], [""], [True])
       assert judge(pool, [], [], []) == []
     assert first[1].extracted != second[0].extracted
+
+  def test_a_worker_that_was_killed_while_idle_costs_nobody_a_verdict(self):
+    with contextlib.closing(rewards.RewardPool(moody, workers=2)) as pool:
+      for _ in range(2):  # Those of the start, and those of a batch.
+        for worker in (pool._calls._idle.get() for _ in range(2)):
+          assert worker.started()
+          pid = worker._process.pid
+          os.kill(pid, signal.SIGKILL)
+          os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+          pool._calls._idle.put(worker)
+        verdicts = judge(pool, ["a"] * 4, ["a"] * 4, [True] * 4)
+        assert verdicts == [Verdict(True, "a")] * 4
+
+  def test_what_is_no_answer_is_a_crash(self):
+    with contextlib.closing(rewards.RewardPool(moody, workers=1)) as pool:
+      texts = ["forge", "a", "talk", "a"]
+      verdicts = judge(pool, texts, ["a"] * 4, [True] * 4)
+      assert [v.error for v in verdicts] == ["crash", None, "crash", None]
+      assert verdicts[1] == verdicts[3] == Verdict(True, "a")
