@@ -104,6 +104,7 @@ class Group:
 
 
 _COUNT, _SOME, _NUMBER = Range(0), Range(1), Range(0.0)
+_REWARD = Range(-1e6, 1e6)
 _SHARE, _BELOW_1 = Range(0.0, 1.0), Range(0.0, 0.999999)
 _DTYPES = Choice(("float32", "bfloat16"))
 _DTYPE_OR_NONE = Choice(("", *_DTYPES))
@@ -177,9 +178,9 @@ class Data(Group, path="data"):
   template_settings = Key({}, resume=FIXED)
   """Keywords of the template: shots, shot_format, question_format, system, and
   kwargs, those of the model's chat template."""
-  prompts_per_step = Key(512, _SOME, resume=IN_FLIGHT)
+  prompts_per_step = Key(512, Range(1, 1e6), resume=IN_FLIGHT)
   """Groups of a batch."""
-  group_size = Key(1, _SOME, resume=FIXED)
+  group_size = Key(1, Range(1, 1e5), resume=FIXED)
   """Responses per prompt (VAPO: 16)."""
   max_prompt_length = Key(16, _SOME, resume=FIXED)
   """Tokens."""
@@ -199,12 +200,12 @@ class Reward(Group, path="reward"):
   """Its function; of 'trl' several, separated by commas."""
   weights = Key({})
   """Of the named parts of a reward; 1 where none is given."""
-  threshold = Key(0.5)
+  threshold = Key(0.5, _REWARD)
   """A response whose reward is a number is right if it is above; accuracy,
   dynamic sampling and the positive-example loss read it."""
-  correct = Key(1.0)
+  correct = Key(1.0, _REWARD)
   """Reward of a right response."""
-  incorrect = Key(-1.0)
+  incorrect = Key(-1.0, _REWARD)
   """Reward of a wrong one."""
   workers = Key(0, Range(0, 256))
   """Processes that judge; 0 judges inline, for rewards that cannot hang."""

@@ -190,6 +190,12 @@ class TestSettings:
         ["sampler.slots=2", "must hold one group"],
       ),
       (
+        {"reward__correct": -1.0},
+        ["reward.correct=-1.0 with config.reward.incorrect=-1.0: a right"],
+      ),
+      ({"reward__correct": float("nan")}, ["config.reward.correct=nan must"]),
+      ({"data__group_size": 10**7}, ["data.group_size=10000000 must be in"]),
+      (
         {"loss__dual_clip": 0.5},
         ["loss.dual_clip=0.5 must be in (1, inf)"],
       ),

@@ -30,7 +30,11 @@ def broken(config: Any) -> Wrong:
 
 
 def sizes(config: Any, wrong: Wrong) -> None:
-  """How many responses are trained on and written at a time."""
+  """How many responses are trained on at a time, and what they are worth."""
+  if config.reward.correct <= config.reward.incorrect:
+    wrong["reward.correct, reward.incorrect"] = (
+      "a right response must be worth more than a wrong one"
+    )
   batch, slots = config_lib.batch_size(config), config.sampler.slots
   # Windows end any number of responses, so their critic takes what comes.
   critic = has_critic(config) and not config.schedule.window
