@@ -54,6 +54,11 @@ def combine(parts: Checksums) -> int:
   return int.from_bytes(whole.digest(), "little")
 
 
+def of_bytes(data: bytes) -> str:
+  """128 bits that stand for a file or a text."""
+  return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
 def path_name(path: Sequence[Any]) -> str:
   """'layers/mlp/up/kernel' of a JAX key path."""
   return jax.tree_util.keystr(path, simple=True, separator="/")
@@ -77,15 +82,14 @@ def leaf_checksums(
   names: Sequence[str], leaves: Sequence[Any]
 ) -> dict[str, int]:
   """As `checksums`, of leaves whose paths are given."""
-  # All are started before the first is waited for.
-  return finish_checksums(
-    {name: _start(name, leaf) for name, leaf in zip(names, leaves)}
-  )
+  return finish_checksums(start_checksums(names, leaves))
 
 
-def start_checksums(tree: Any) -> dict[str, jax.Array]:
-  """As `checksums`, for `finish_checksums`; the tree may be donated then."""
-  return {name: _start(name, leaf) for name, leaf in zip(*named_leaves(tree))}
+def start_checksums(
+  names: Sequence[str], leaves: Sequence[Any]
+) -> dict[str, jax.Array]:
+  """As `leaf_checksums`, without waiting; then the leaves may be donated."""
+  return {name: _start(name, leaf) for name, leaf in zip(names, leaves)}
 
 
 def finish_checksums(started: Mapping[str, jax.Array]) -> dict[str, int]:

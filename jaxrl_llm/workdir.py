@@ -12,7 +12,6 @@ run which is still going on can be read at any moment.
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import pathlib
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxrl_llm import base_models, checkpoint, metrics, models
+from jaxrl_llm import base_models, checkpoint, digest, metrics, models
 from jaxrl_llm import config as config_lib
 from jaxrl_llm.data import sources
 from jaxrl_llm.data.rows import read_object
@@ -171,7 +170,7 @@ def facts(workdir: pathlib.Path, config: Any) -> dict[str, Any]:
   rows = (workdir / _ROWS).read_bytes()
   return {
     "config": _flat(config.to_dict()),
-    "rows": {"bytes": len(rows), "checksum": _checksum(rows)},
+    "rows": {"bytes": len(rows), "checksum": digest.of_bytes(rows)},
   }
 
 
@@ -208,13 +207,9 @@ def check_facts(
     )
   file, rows = workdir / _ROWS, saved["rows"]
   data = file.read_bytes() if file.exists() else b""
-  if _checksum(data[: rows["bytes"]]) == rows["checksum"]:
+  if digest.of_bytes(data[: rows["bytes"]]) == rows["checksum"]:
     return []
   return [f"{file}: rows that checkpoint {step} knew are missing or changed"]
-
-
-def _checksum(data: bytes) -> str:
-  return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def set_aside(workdir: pathlib.Path, step: int) -> str:

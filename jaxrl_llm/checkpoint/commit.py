@@ -5,7 +5,6 @@ with its shape and a checksum that was made where the array lay. A folder
 without it is no checkpoint. It ends with a checksum of itself.
 """
 
-import hashlib
 import json
 import os
 import pathlib
@@ -40,6 +39,11 @@ def steps(directory: pathlib.Path) -> list[int]:
   return sorted(int(name) for name in names if name.isdecimal())
 
 
+def num_bytes(trees: Mapping[str, Any]) -> int:
+  """Of all arrays."""
+  return sum(leaf.nbytes for leaf in jax.tree.leaves(trees))
+
+
 def describe(trees: Mapping[str, Any]) -> dict[str, Any]:
   """Shape and dtype of every leaf, by its path."""
   names, leaves = digest.named_leaves(trees)
@@ -49,14 +53,30 @@ def describe(trees: Mapping[str, Any]) -> dict[str, Any]:
   }
 
 
-def write(folder: pathlib.Path, record: Mapping[str, Any]) -> None:
-  """Makes a folder a checkpoint, once all that is in it is on the disk."""
+def write(
+  folder: pathlib.Path,
+  leaves: Mapping[str, Any],
+  checksums: digest.Checksums,
+  **record: Any,
+) -> None:
+  """Makes a folder a checkpoint, once all that is in it is on the disk.
+
+  Args:
+    folder: with everything but the record.
+    leaves: from `describe`.
+    checksums: of the same leaves.
+    **record: what else is to be known of it.
+  """
   for file in folder.rglob("*"):
     _to_disk(file)
+  leaves = {
+    name: {**leaf, "checksum": f"{checksums[name]:016x}"}
+    for name, leaf in leaves.items()
+  }
   record = {"format": FORMAT, "library": jaxrl_llm.__version__, **record}
-  text = json.dumps(record, indent=1) + "\n"
+  text = json.dumps({**record, "leaves": leaves}, indent=1) + "\n"
   part = folder / f"{FILE}.part"
-  part.write_text(text + _checksum(text) + "\n", encoding="utf-8")
+  part.write_text(text + digest.of_bytes(text.encode()) + "\n", "utf-8")
   _to_disk(part)
   os.replace(part, folder / FILE)
   for place in (folder, folder.parent):
@@ -81,7 +101,7 @@ def read(folder: pathlib.Path) -> dict[str, Any]:
   except (OSError, UnicodeDecodeError) as error:
     raise DamagedError(folder, f"{FILE}: {type(error).__name__}") from error
   body, _, last = text.removesuffix("\n").rpartition("\n")
-  if last != _checksum(body + "\n"):
+  if last != digest.of_bytes(f"{body}\n".encode()):
     raise DamagedError(folder, f"{FILE} is not as it was written")
   record = json.loads(body)
   if record["format"] != FORMAT:
@@ -125,10 +145,6 @@ def check_bits(
     )
 
 
-def _checksum(text: str) -> str:
-  return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
 def _to_disk(path: pathlib.Path) -> None:
   """Returns when a file or the names in a folder outlive a power cut."""
   file = os.open(path, os.O_RDONLY)
@@ -136,8 +152,3 @@ def _to_disk(path: pathlib.Path) -> None:
     os.fsync(file)
   finally:
     os.close(file)
-
-
-def num_bytes(trees: Mapping[str, Any]) -> int:
-  """Of all arrays."""
-  return sum(leaf.nbytes for leaf in jax.tree.leaves(trees))

@@ -27,8 +27,8 @@ _TREE = "tree"  # The item of `save_tree`.
 class Checkpointer:
   """Saves and restores steps under one directory, which one process writes.
 
-  A save that fails does not end a run: `failures` counts them, and `news` tells
-  of each. What was there before it stays.
+  A save that fails does not end a run: `failures` counts them, and
+  `new_errors` tells of each. What was there before it stays.
 
   Attributes:
     failures: saves that failed, of those that are known to have ended.
@@ -57,7 +57,7 @@ class Checkpointer:
     self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
     self._thread = concurrent.futures.ThreadPoolExecutor(1, "commit")
     self._saving: tuple[int, concurrent.futures.Future] | None = None
-    self._news: list[str] = []
+    self._errors: list[str] = []
     self._clean()
 
   def latest_step(self) -> int | None:
@@ -68,44 +68,42 @@ class Checkpointer:
     self,
     step: int,
     trees: Mapping[str, Any],
-    told: Mapping[str, Any],
+    metadata: Mapping[str, Any],
   ) -> None:
     """Starts writing a step; the arrays may be donated right afterwards.
 
-    Waits for the save before it. Whether this one fails is told by `news`.
+    Waits for the save before it. Whether this one fails shows in `new_errors`.
 
     Args:
       step: number of the step.
       trees: name -> tree of arrays.
-      told: JSON-able numbers and strings, which `record` gives back.
+      metadata: JSON-able, by name; `record` gives it back.
     """
     self.wait()
     try:
-      saving = self._start(step, trees, told)
+      saving = self._start(step, trees, metadata)
     except Exception as error:  # Of Orbax or of what it is made of.
       saving = concurrent.futures.Future()
       saving.set_exception(error)
     self._saving = step, saving
 
-  def _start(self, step, trees, told) -> concurrent.futures.Future:
+  def _start(self, step, trees, metadata) -> concurrent.futures.Future:
     folder = self._directory / str(step)
     size = commit.num_bytes(trees)
     free = shutil.disk_usage(self._directory).free
     if free < size:
       raise OSError(f"it needs {size:,} bytes, and {free:,} are free")
     # Both on the devices before the arrays can be donated.
-    checksums = digest.start_checksums(trees)
+    checksums = digest.start_checksums(*digest.named_leaves(trees))
     items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
     self._orbax.save(folder, ocp.args.Composite(**items), force=True)
     leaves = commit.describe(trees)
-    record = {"step": step, "bytes": size, "leaves": leaves, **told}
-    return self._thread.submit(self._finish, folder, record, checksums)
+    record = {"step": step, "bytes": size, **metadata}
+    return self._thread.submit(self._finish, folder, leaves, checksums, record)
 
-  def _finish(self, folder, record, checksums) -> None:
+  def _finish(self, folder, leaves, checksums, record) -> None:
     self._orbax.wait_until_finished()
-    for name, bits in digest.finish_checksums(checksums).items():
-      record["leaves"][name]["checksum"] = f"{bits:016x}"
-    commit.write(folder, record)
+    commit.write(folder, leaves, digest.finish_checksums(checksums), **record)
     # Only now, so that what it replaces was there until it was.
     steps = commit.steps(self._directory)
     kept = {*steps[-self._keep :], self._best(steps)}
@@ -133,19 +131,19 @@ class Checkpointer:
     return load(self._directory / str(step), targets)
 
   def record(self, step: int) -> dict[str, Any]:
-    """The COMMIT of a step, with all that `save` was told.
+    """The COMMIT of a step, with the metadata that `save` was given.
 
     Raises:
       InputError: it cannot be read or was written by another version.
     """
     return commit.read(self._directory / str(step))
 
-  def news(self) -> list[str]:
+  def new_errors(self) -> list[str]:
     """A line of every failure that has become known; does not wait."""
     if self._saving and self._saving[1].done():
       self.wait()
-    news, self._news = self._news, []
-    return news
+    errors, self._errors = self._errors, []
+    return errors
 
   def wait(self) -> None:
     """Blocks until everything started is on disk, or has failed."""
@@ -156,7 +154,7 @@ class Checkpointer:
     if error is None:
       return
     self.failures += 1
-    self._news.append(
+    self._errors.append(
       f"{self._directory / str(step)}: cannot write a checkpoint"
       f" ({_reason(error)}); make room: the one before it stays, and the next"
       " is tried when it is due"
@@ -191,10 +189,12 @@ def save_tree(path: str | os.PathLike, tree: Any) -> None:
         f"{path}: cannot write a checkpoint ({_reason(error)}); make room; the"
         " same --workdir goes on from the last complete one"
       ) from error
-  leaves = commit.describe(trees)
-  for name, bits in digest.checksums(trees).items():
-    leaves[name]["checksum"] = f"{bits:016x}"
-  commit.write(path, {"bytes": commit.num_bytes(trees), "leaves": leaves})
+  commit.write(
+    path,
+    commit.describe(trees),
+    digest.checksums(trees),
+    bytes=commit.num_bytes(trees),
+  )
 
 
 def load_tree(path: str | os.PathLike, target: Any) -> Any:

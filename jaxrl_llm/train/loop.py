@@ -198,7 +198,7 @@ def _train_on(run, states, weights, workdir, saver, logger, stopped) -> States:
       with timer.phase("evaluate"):
         row |= evaluate(run, states, weights, logger)
     row |= timer.collect()
-    for line in saver.news():
+    for line in saver.new_errors():
       logger.event(line)
     row |= speed.speed(run.learner, row) | {
       "memory/peak_gib": metrics.peak_memory_gib(),
@@ -224,7 +224,7 @@ def _train_on(run, states, weights, workdir, saver, logger, stopped) -> States:
     saver.wait()
   if saver.latest_step() != states.step:
     raise TrainingStopped(
-      f"{saver.news()[-1]}; the same --workdir goes on from it"
+      f"{saver.new_errors()[-1]}; the same --workdir goes on from it"
     )
   return states
 

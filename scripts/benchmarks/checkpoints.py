@@ -64,7 +64,7 @@ def measure_checkpoint(options) -> Samples:
         waiting = thread.submit(saver.wait)
         beside = steps(lambda n, waiting=waiting: waiting.done())
       samples.setdefault("step_while_saving_s", []).extend(beside)
-    assert not saver.failures, saver.news()
+    assert not saver.failures, saver.new_errors()
     saver.close()
   for name in samples:  # The first of each compiles or warms up.
     samples[name] = samples[name][len(samples[name]) // (1 + options.repeats) :]

@@ -329,20 +329,20 @@ class TestUnwritable:
     for step in (1, 2):
       saver.save(step, {"policy": {"x": np.float32([step])}}, TOLD)
     saver.wait()
-    assert saver.news() == [] and saver.failures == 0
+    assert saver.new_errors() == [] and saver.failures == 0
     return saver
 
   def assert_failed(self, saver, directory, why):
     assert saver.failures == 1 and saver.latest_step() == 2
-    (line,) = saver.news()
+    (line,) = saver.new_errors()
     assert f"{directory / '3'}: cannot write a checkpoint ({why}" in line
-    assert "\n" not in line and len(line) < 500 and saver.news() == []
+    assert "\n" not in line and len(line) < 500 and saver.new_errors() == []
     names = {path.name for path in directory.iterdir()}
     assert names <= {"1", "2", "3"}  # 3 without a COMMIT, if at all.
     # With room again the next one succeeds.
     saver.save(4, {"policy": {"x": np.float32([4])}}, TOLD)
     saver.wait()
-    assert saver.news() == [] and saver.latest_step() == 4
+    assert saver.new_errors() == [] and saver.latest_step() == 4
     assert checkpoint.steps(directory) == [2, 4]
     saver.close()
 
@@ -362,7 +362,7 @@ class TestUnwritable:
   def test_in_the_background(self, tmp_path, monkeypatch):
     saver, asked = self.saver(tmp_path), threading.Event()
 
-    def broken(folder, record):
+    def broken(*_, **__):
       asked.wait(60)
       raise OSError(28, "No space left on device")
 
@@ -370,7 +370,7 @@ class TestUnwritable:
       patch.setattr(commit, "write", broken)
       saver.save(3, {"policy": {"x": np.float32([3])}}, TOLD)
       # Until it is known there is neither a failure nor a newer step.
-      assert saver.news() == [] and saver.latest_step() == 2
+      assert saver.new_errors() == [] and saver.latest_step() == 2
       asked.set()
       saver.wait()
     self.assert_failed(saver, tmp_path, "OSError: [Errno 28] No space left")
@@ -403,9 +403,9 @@ class TestUnwritable:
     saver, there = self.saver(tmp_path), []
     write = commit.write
 
-    def watched(folder, record):
+    def watched(*args, **record):
       there.append(checkpoint.steps(tmp_path))
-      write(folder, record)
+      write(*args, **record)
 
     monkeypatch.setattr(commit, "write", watched)
     saver.save(3, {"policy": {"x": np.float32([3])}}, TOLD)

@@ -315,10 +315,10 @@ class TestDiskFull:
   ):
     write, failing = commit.write, {2, 3}
 
-    def full(folder, record):
+    def full(folder, *args, **record):
       if record.get("step") in failing:  # That of a critic has none.
         raise OSError(28, "No space left on device")
-      write(folder, record)
+      write(folder, *args, **record)
 
     monkeypatch.setattr(commit, "write", full)
     loop.train(run, tmp_path)
