@@ -131,18 +131,24 @@ def describe(changes: Changes) -> list[str]:
   return [f"config.{k}: {a!r} -> {b!r}" for k, (a, b) in changes.items()]
 
 
-def begin(workdir: pathlib.Path, config: Any) -> None:
+def begin(workdir: pathlib.Path, config: Any) -> bool:
   """Keeps the settings of a run that starts, and what its model is.
+
+  Returns:
+    Whether a run with the same settings had begun in the folder.
 
   Raises:
     InputError: the folder cannot be written, or the model not be read.
   """
+  file = workdir / _CONFIG
+  text = json.dumps(config.to_dict(), indent=2, default=str) + "\n"
   with _writing(workdir):
+    before = file.read_bytes() if file.exists() else b""
     # Left by a run whose checkpoints were removed.
     (workdir / _CHANGES).unlink(missing_ok=True)
     hf.copy_settings(base_models.model_path(config), workdir / _MODEL)
-    text = json.dumps(config.to_dict(), indent=2, default=str)
-    _write(workdir / _CONFIG, text + "\n")
+    _write(file, text)
+  return before == text.encode()
 
 
 def record(workdir: pathlib.Path, step: int, changes: Changes) -> None:

@@ -5,6 +5,7 @@ from jaxrl_llm.checkpoint.manager import (
   Checkpointer,
   load,
   load_tree,
+  newest_undamaged,
   save_tree,
 )
 from jaxrl_llm.checkpoint.state import from_items, targets, to_items
@@ -15,6 +16,7 @@ __all__ = [
   "from_items",
   "load",
   "load_tree",
+  "newest_undamaged",
   "save_tree",
   "steps",
   "targets",

@@ -11,17 +11,18 @@ import concurrent.futures
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import orbax.checkpoint as ocp
 
 from jaxrl_llm import digest
-from jaxrl_llm.checkpoint import commit
+from jaxrl_llm.checkpoint import commit, state
 from jaxrl_llm.errors import TrainingStopped
 
 _TEMPORARY = ("*.orbax-checkpoint-tmp*", "*.deleted")
 _TREE = "tree"  # The item of `save_tree`.
+T = TypeVar("T")
 
 
 class Checkpointer:
@@ -130,6 +131,29 @@ class Checkpointer:
     """
     return load(self._directory / str(step), targets)
 
+  def save_states(
+    self, step: int, states: Mapping[str, Any], **metadata: Any
+  ) -> None:
+    """As `save`, of states by name; see `checkpoint.state`."""
+    trees, values = state.to_items(states)
+    self.save(step, trees, {"states": values, **metadata})
+
+  def restore_states(
+    self, step: int, abstract: Mapping[str, Any]
+  ) -> dict[str, Any]:
+    """States by name, as they were given to `save_states`.
+
+    Args:
+      step: which step.
+      abstract: as of `checkpoint.targets`.
+
+    Raises:
+      InputError: as of `restore`, or the states have other parts.
+    """
+    values = self.record(step)["states"]
+    trees = self.restore(step, state.targets(abstract, values))
+    return state.from_items(abstract, trees, values)
+
   def record(self, step: int) -> dict[str, Any]:
     """The COMMIT of a step, with the metadata that `save` was given.
 
@@ -171,6 +195,35 @@ class Checkpointer:
     for pattern in _TEMPORARY:
       for place in self._directory.glob(pattern):
         shutil.rmtree(place, ignore_errors=True)
+
+
+def newest_undamaged(
+  steps: Sequence[int], restore: Callable[[int], T]
+) -> tuple[T | None, list[str]]:
+  """Restores the newest of some steps that is as it was saved.
+
+  Args:
+    steps: ascending; None is restored if there are none.
+    restore: restores one.
+
+  Returns:
+    What was restored, and a line for each newer step, which is damaged.
+
+  Raises:
+    DamagedError: that of the newest one, if all are.
+  """
+  damaged = {}
+  for step in reversed(steps):
+    try:
+      restored = restore(step)
+    except commit.DamagedError as error:
+      damaged[step] = error
+    else:
+      line = "checkpoint {} is damaged ({})".format
+      return restored, [line(s, e.what) for s, e in damaged.items()]
+  if damaged:
+    raise damaged[steps[-1]]
+  return None, []
 
 
 def save_tree(path: str | os.PathLike, tree: Any) -> None:

@@ -27,7 +27,7 @@ from jaxrl_llm.rollout.worker import RolloutSettings, RolloutWorker, run_key
 from jaxrl_llm.rollout.writer import ResponseWriter
 from jaxrl_llm.sampling import Engine, SamplingSettings
 from jaxrl_llm.train import data, meshes, sampler, validation
-from jaxrl_llm.train.loop import Run
+from jaxrl_llm.train.run import Run
 from jaxrl_llm.train.value_pretraining import FOLDER, ValuePretraining
 
 # Independent streams of randomness under the run's seed.
@@ -222,6 +222,7 @@ def _make_pretraining(
     steps=value.pretrain_steps,
     patience=value.pretrain_patience,
     min_delta=value.pretrain_min_delta,
+    save_every=config.checkpoint.every,
     seed=(config.run.seed, PRETRAINING),
   )
 

@@ -32,64 +32,27 @@ import dataclasses
 import functools
 import os
 import pathlib
+import shutil
 import signal
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from jaxrl_llm import checkpoint, metrics, signals, sync
 from jaxrl_llm import workdir as workdir_lib
-from jaxrl_llm.data.prompt_source import PromptSource, PromptSourceState
+from jaxrl_llm.data.prompt_source import PromptSourceState
 from jaxrl_llm.errors import InputError, TrainingStopped
-from jaxrl_llm.evaluate import Evaluator
-from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.state import LearnerState
-from jaxrl_llm.rewards.judge import Judge
-from jaxrl_llm.rollout.pipeline import Pipeline
 from jaxrl_llm.rollout.worker import (
   Batch,
   Collected,
   RolloutState,
-  RolloutWorker,
   Weights,
 )
 from jaxrl_llm.train import speed
-from jaxrl_llm.train.value_pretraining import ValuePretraining
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-  """The owners of a run, and what passes between them."""
-
-  config: Any
-  source: PromptSource
-  worker: RolloutWorker
-  pipeline: Pipeline  # Of the worker's batches to the learner.
-  learner: Learner
-  transfer: sync.WeightTransfer  # Of the policy's parameters to the sampler.
-  # (params, sampler weights) -> how far their log-probs differ.
-  parity_check: Callable[[Any, sync.VersionedWeights], float]
-  pretraining: ValuePretraining | None  # Of the critic; None: there is none.
-  # (policy parameters) -> those that the critic starts from.
-  critic_params: Callable[[Any], Any]
-  evaluator: Evaluator  # On held-out problems.
-  judge: Judge
-
-
-class States(NamedTuple):
-  """What changes from step to step; with the seed it determines the rest."""
-
-  source: PromptSourceState
-  rollout: RolloutState
-  learner: LearnerState
-  batches: tuple[Batch, ...] = ()  # Written, and not trained on: the lag's.
-
-  @property
-  def step(self) -> int:
-    """Iterations done: the version of the policy."""
-    return self.learner.step
+from jaxrl_llm.train.run import Run, States, restore, save
+from jaxrl_llm.train.value_pretraining import CHECKPOINTS
 
 
 def train(
@@ -140,9 +103,12 @@ def train(
 
 def _resume_or_start(run, workdir, saver, found, changes, stopped) -> None:
   """Trains from the newest good one of the steps, or anew without any."""
-  config, last, events = run.config, -1, []
-  if found:
-    states, weights, events = _restore_newest(run, saver, found)
+  config, last = run.config, -1
+  restored, events = checkpoint.newest_undamaged(
+    found, functools.partial(restore, run, saver)
+  )
+  if restored:
+    states, weights = restored
     last = states.step
     facts = saver.record(last)["facts"]
     events += workdir_lib.check_facts(workdir, last, facts)
@@ -150,8 +116,9 @@ def _resume_or_start(run, workdir, saver, found, changes, stopped) -> None:
   events.append(workdir_lib.set_aside(workdir, last))
   if found:
     workdir_lib.record(workdir, last, changes)
-  else:
-    workdir_lib.begin(workdir, config)
+  elif not workdir_lib.begin(workdir, config):
+    # Of other settings.
+    shutil.rmtree(workdir / CHECKPOINTS, ignore_errors=True)
   with metrics.MetricsLogger(
     workdir,
     total_steps=config.run.steps,
@@ -165,15 +132,20 @@ def _resume_or_start(run, workdir, saver, found, changes, stopped) -> None:
     if not found:
       states, weights = start(run, workdir, logger, stopped)
       if stopped.signal:
-        logger.event("stopped during value pretraining; nothing to save yet")
+        logger.event(
+          "stopped during value pretraining, saved; the same --workdir goes on"
+        )
         return
       save(states, saver, workdir_lib.facts(workdir, config))
+      saver.wait()
     else:
       # Its number is in the row of that step, if it is due.
       check_sampler(run, states, weights)
       logger.event(f"resumed from step {last}")
       for line in workdir_lib.describe(changes):
         logger.event(line)
+    if saver.latest_step() is not None:
+      shutil.rmtree(workdir / CHECKPOINTS, ignore_errors=True)
     states = _train_on(run, states, weights, workdir, saver, logger, stopped)
     if stopped.signal:
       logger.event(
@@ -349,56 +321,6 @@ def start(
   row |= evaluate(run, states, weights, logger)
   logger.log(0, row | spent)
   return states, weights
-
-
-def save(
-  states: States,
-  saver: checkpoint.Checkpointer,
-  facts: Mapping[str, Any] = {},
-) -> None:
-  """Starts a checkpoint of everything the next iteration depends on.
-
-  Args:
-    states: of now.
-    saver: of the run.
-    facts: of the run's other files, which the checkpoint keeps.
-  """
-  trees, values = checkpoint.to_items(states._asdict())
-  saver.save(states.step, trees, {"states": values, "facts": facts})
-
-
-def _restore_newest(run, saver, steps) -> tuple[States, Any, list[str]]:
-  """States and weights of the newest undamaged step, and lines that say so."""
-  damaged = {}
-  for step in reversed(steps):
-    try:
-      states, weights = restore(run, saver, step)
-    except checkpoint.DamagedError as error:
-      damaged[step] = error
-    else:
-      line = "checkpoint {} is damaged ({})".format
-      return states, weights, [line(s, e.what) for s, e in damaged.items()]
-  raise damaged[steps[-1]]
-
-
-def restore(
-  run: Run, saver: checkpoint.Checkpointer, step: int
-) -> tuple[States, sync.VersionedWeights]:
-  """The states of a checkpoint on this run's mesh, and the sampler's weights.
-
-  Raises:
-    InputError: the checkpoint is damaged or of another model.
-  """
-  values = saver.record(step)["states"]
-  abstract = States(
-    run.source.init(),
-    run.worker.abstract(),
-    run.learner.abstract(),
-    run.pipeline.abstract(step),
-  )._asdict()
-  trees = saver.restore(step, checkpoint.targets(abstract, values))
-  states = States(**checkpoint.from_items(abstract, trees, values))
-  return states, run.transfer.send(states.learner.policy.params, states.step)
 
 
 def check_sampler(

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import pathlib
 from typing import Any
 
@@ -10,15 +11,31 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm import checkpoint, metrics
-from jaxrl_llm.data.prompt_source import PromptSource
+from jaxrl_llm.data.prompt_source import PromptSource, PromptSourceState
 from jaxrl_llm.learner import metrics as learner_metrics
 from jaxrl_llm.learner.learner import Learner
+from jaxrl_llm.learner.optimizer import TrainState
 from jaxrl_llm.learner.state import LearnerState
-from jaxrl_llm.rollout.worker import RolloutWorker, Weights
+from jaxrl_llm.rollout.worker import RolloutState, RolloutWorker, Weights
 
 FILE = "value_pretrain.jsonl"
 FOLDER = "value_pretrained"  # The critic's parameters.
+CHECKPOINTS = "value_pretrain_checkpoints"  # Until the run has one of its own.
 _EXPLAINED = "value/explained_variance"
+
+
+@dataclasses.dataclass(frozen=True)
+class PretrainingState:
+  """What changes from batch to batch."""
+
+  source: PromptSourceState
+  rollout: RolloutState
+  critic: TrainState
+  best: Any  # Parameters of the best critic so far.
+  explained: float = -math.inf  # Explained variance of that one.
+  trained_on: int = 0  # Batches that it had learned from.
+  waited: int = 0  # Batches since one improved on those before.
+  number: int = 0  # Batches so far.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +49,7 @@ class ValuePretraining:
     steps: most batches that are learned from.
     patience: batches without improvement after which it stops.
     min_delta: explained variance that counts as an improvement.
+    save_every: batches between two checkpoints.
     seed: (of the run, of the stream), for the order of mini-batches.
   """
 
@@ -41,11 +59,12 @@ class ValuePretraining:
   steps: int
   patience: int
   min_delta: float
+  save_every: int
   seed: tuple[int, int]
 
   def run(
     self,
-    state: LearnerState,
+    learner: LearnerState,
     weights: Weights,
     workdir: pathlib.Path,
     logger: Any,
@@ -58,48 +77,101 @@ class ValuePretraining:
     its measure too. The best one is kept: too much pretraining overfits.
 
     Args:
-      state: before the first update.
+      learner: before the first update.
       weights: of the policy.
-      workdir: gets a row for each batch, and the critic.
+      workdir: gets a row for each batch, checkpoints and the critic.
       logger: of the run.
-      stopped: set by a signal; ends the pretraining, nothing is saved.
+      stopped: set by a signal; ends the pretraining after a checkpoint.
     """
-    rollouts, prompts = self.worker.init(), self.source.init()
-    timer = metrics.PhaseTimer()
-    best, waited, trained_on, kept = -np.inf, 0, 0, None
-    with contextlib.closing(metrics.JsonlWriter(workdir / FILE)) as rows:
-      rows.truncate_after(-1)
-      for number in range(self.steps + 1):
-        logger.phase(f"value pretraining {number}/{self.steps}")
-        collected = self.worker.collect(rollouts, prompts, weights, timer)
-        rollouts, prompts = collected.state, collected.source_state
-        responses = collected.batch.responses
-        rng = np.random.default_rng((self.seed[0], number, self.seed[1]))
-        batch = self.learner.measure_critic(state, responses, rng)
-        explained = learner_metrics.explained_variance(batch.experience)
-        waited += 1
-        if explained > best + self.min_delta:
-          waited = 0
-        if explained > best or kept is None:
-          best, trained_on = explained, number
-          kept = jax.tree.map(jnp.copy, state.critic.params)
-        last = number == self.steps or waited >= self.patience
-        row = {
-          _EXPLAINED: explained,
-          "reward/accuracy": float(responses.correct.mean()),
-        }
-        if not (last or stopped.signal):
-          state, new = self.learner.update_critic(state, batch, rng)
-          row |= new
-        rows.log(number, row)
-        if last or stopped.signal:
-          break
-    if stopped.signal:
-      return state
+    saver = checkpoint.Checkpointer(workdir / CHECKPOINTS, keep=2)
+    rows = metrics.JsonlWriter(workdir / FILE)
+    with contextlib.closing(saver), contextlib.closing(rows):
+      state = self._resume(workdir, saver, logger) or PretrainingState(
+        source=self.source.init(),
+        rollout=self.worker.init(),
+        critic=learner.critic,
+        best=jax.tree.map(jnp.copy, learner.critic.params),
+      )
+      rows.truncate_after(state.number - 1)
+      done = False
+      while not (done or stopped.signal):
+        logger.phase(f"value pretraining {state.number}/{self.steps}")
+        state, row, done = self._step(learner, state, weights)
+        rows.log(state.number - 1, row)
+        due = stopped.signal or state.number % self.save_every == 0
+        if due and not done:
+          saver.save_states(state.number, {"pretraining": state})
+        for line in saver.new_errors():
+          logger.event(line)
+    if not done:
+      return learner
     logger.event(
-      f"critic pretrained on {trained_on} batches: held-out explained variance"
-      f" {best:.3f}"
+      f"critic pretrained on {state.trained_on} batches: held-out explained"
+      f" variance {state.explained:.3f}"
     )
-    checkpoint.save_tree(workdir / FOLDER, kept)
+    checkpoint.save_tree(workdir / FOLDER, state.best)
     # A reused critic starts with a fresh optimizer; so does this one.
-    return state.replace(critic=self.learner.critic.create_state(kept))
+    critic = self.learner.critic.create_state(state.best)
+    return learner.replace(critic=critic)
+
+  def _step(
+    self, learner: LearnerState, state: PretrainingState, weights: Weights
+  ) -> tuple[PretrainingState, dict[str, float], bool]:
+    """One batch: the state after it, its row, and whether it was the last."""
+    collected = self.worker.collect(
+      state.rollout, state.source, weights, metrics.PhaseTimer()
+    )
+    responses = collected.batch.responses
+    rng = np.random.default_rng((self.seed[0], state.number, self.seed[1]))
+    learner = learner.replace(critic=state.critic)
+    batch = self.learner.measure_critic(learner, responses, rng)
+    explained = learner_metrics.explained_variance(batch.experience)
+    row = {
+      _EXPLAINED: explained,
+      "reward/accuracy": float(responses.correct.mean()),
+    }
+    improved = explained > state.explained + self.min_delta
+    waited = 0 if improved else state.waited + 1
+    if explained > state.explained:
+      state = dataclasses.replace(
+        state,
+        best=jax.tree.map(jnp.copy, state.critic.params),
+        explained=float(explained),
+        trained_on=state.number,
+      )
+    done = state.number == self.steps or waited >= self.patience
+    if not done:
+      learner, new = self.learner.update_critic(learner, batch, rng)
+      row |= new
+    state = dataclasses.replace(
+      state,
+      source=collected.source_state,
+      rollout=collected.state,
+      critic=learner.critic,
+      waited=waited,
+      number=state.number + 1,
+    )
+    return state, row, done
+
+  def _resume(
+    self, workdir: pathlib.Path, saver: checkpoint.Checkpointer, logger: Any
+  ) -> PretrainingState | None:
+    """The state of the newest undamaged checkpoint; None without any."""
+    shapes = self.learner.critic.shapes
+    abstract = PretrainingState(
+      self.source.init(), self.worker.abstract(), shapes, shapes.params
+    )
+    try:
+      states, damaged = checkpoint.newest_undamaged(
+        checkpoint.steps(workdir / CHECKPOINTS),
+        lambda step: saver.restore_states(step, {"pretraining": abstract}),
+      )
+    except checkpoint.DamagedError as error:
+      states, damaged = None, [f"{error}; value pretraining starts anew"]
+    for line in damaged:
+      logger.event(line)
+    if states is None:
+      return None
+    state = states["pretraining"]
+    logger.event(f"value pretraining goes on after batch {state.number}")
+    return state

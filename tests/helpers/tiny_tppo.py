@@ -235,7 +235,7 @@ def newest(run, workdir):
 def saved(run, states, folder):
   """(states, weights) after they went through a checkpoint."""
   saver = checkpoint.Checkpointer(folder, keep=1)
-  loop.save(states, saver)
+  loop.save(states, saver, {})
   saver.wait()
   found = loop.restore(run, saver, states.step)
   saver.close()

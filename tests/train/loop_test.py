@@ -23,6 +23,7 @@ from jaxrl_llm.errors import InputError, TrainingStopped
 from jaxrl_llm.learner import metrics as learner_metrics
 from jaxrl_llm.rollout.worker import Weights
 from jaxrl_llm.train import build, loop
+from jaxrl_llm.train.value_pretraining import CHECKPOINTS
 
 # Estimations of value pretraining: two that it learns from, one at the end.
 PRETRAINED = 3
@@ -60,6 +61,11 @@ def whole(run, tmp_path_factory):
   workdir = tmp_path_factory.mktemp("whole")
   loop.train(run, str(workdir))
   return workdir
+
+
+def pretraining_rows(workdir):
+  rows = metrics.read_rows(workdir / "value_pretrain.jsonl")
+  return [row | {"time": 0} for row in rows]
 
 
 def assert_same_run(run, whole, resumed):
@@ -243,12 +249,27 @@ class TestResume:
     assert_same_run(run, whole, tmp_path)
 
   @pytest.mark.slow
-  def test_a_signal_during_value_pretraining(self, run, whole, tmp_path):
+  @pytest.mark.parametrize("what", ["", "other settings", "damage"])
+  def test_a_signal_during_value_pretraining(
+    self, run, whole, tmp_path, capsys, what
+  ):
     ask = lambda _: os.kill(os.getpid(), signal.SIGTERM)
-    loop.train(interrupting(run, 1, ask), tmp_path)
+    loop.train(interrupting(run, 2, ask), tmp_path)
     assert tiny_run.comparable(tmp_path) == []
+    if what == "other settings":  # What they pretrained is not of this run.
+      config = tmp_path / "config.json"
+      config.write_text(config.read_text().replace('"seed": 0', '"seed": 1'))
+    if what == "damage":
+      for step in (tmp_path / CHECKPOINTS).iterdir():
+        halve(step / "pretraining.best")
+    capsys.readouterr()
     loop.train(run, tmp_path)
+    shown = capsys.readouterr().out
+    assert ("value pretraining goes on after batch 2" in shown) == (not what)
+    assert ("2: this checkpoint is damaged" in shown) == (what == "damage")
     assert_same_run(run, whole, tmp_path)
+    assert pretraining_rows(tmp_path) == pretraining_rows(whole)
+    assert not (tmp_path / CHECKPOINTS).exists()
 
   def test_another_seed_is_refused(self, run, whole):
     before = tiny_run.snapshot(whole)
@@ -316,7 +337,7 @@ class TestDiskFull:
     write, failing = commit.write, {2, 3}
 
     def full(folder, *args, **record):
-      if record.get("step") in failing:  # That of a critic has none.
+      if folder in [tmp_path / "checkpoints" / str(n) for n in failing]:
         raise OSError(28, "No space left on device")
       write(folder, *args, **record)
 

@@ -1,0 +1,81 @@
+"""The owners of a run, and its states as checkpoints have them."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from jaxrl_llm import checkpoint, sync
+from jaxrl_llm.data.prompt_source import PromptSource, PromptSourceState
+from jaxrl_llm.evaluate import Evaluator
+from jaxrl_llm.learner.learner import Learner
+from jaxrl_llm.learner.state import LearnerState
+from jaxrl_llm.rewards.judge import Judge
+from jaxrl_llm.rollout.pipeline import Pipeline
+from jaxrl_llm.rollout.worker import Batch, RolloutState, RolloutWorker
+from jaxrl_llm.train.value_pretraining import ValuePretraining
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """The owners of a run, and what passes between them."""
+
+  config: Any
+  source: PromptSource
+  worker: RolloutWorker
+  pipeline: Pipeline  # Of the worker's batches to the learner.
+  learner: Learner
+  transfer: sync.WeightTransfer  # Of the policy's parameters to the sampler.
+  # (params, sampler weights) -> how far their log-probs differ.
+  parity_check: Callable[[Any, sync.VersionedWeights], float]
+  pretraining: ValuePretraining | None  # Of the critic; None: there is none.
+  # (policy parameters) -> those that the critic starts from.
+  critic_params: Callable[[Any], Any]
+  evaluator: Evaluator  # On held-out problems.
+  judge: Judge
+
+
+class States(NamedTuple):
+  """What changes from step to step; with the seed it determines the rest."""
+
+  source: PromptSourceState
+  rollout: RolloutState
+  learner: LearnerState
+  batches: tuple[Batch, ...] = ()  # Written, and not trained on: the lag's.
+
+  @property
+  def step(self) -> int:
+    """Iterations done: the version of the policy."""
+    return self.learner.step
+
+
+def save(
+  states: States,
+  saver: checkpoint.Checkpointer,
+  facts: Mapping[str, Any],
+) -> None:
+  """Starts a checkpoint of everything the next iteration depends on.
+
+  Args:
+    states: of now.
+    saver: of the run.
+    facts: of the run's other files, which the checkpoint keeps.
+  """
+  saver.save_states(states.step, states._asdict(), facts=facts)
+
+
+def restore(
+  run: Run, saver: checkpoint.Checkpointer, step: int
+) -> tuple[States, sync.VersionedWeights]:
+  """The states of a checkpoint on this run's mesh, and the sampler's weights.
+
+  Raises:
+    InputError: the checkpoint is damaged or of another model.
+  """
+  abstract = States(
+    run.source.init(),
+    run.worker.abstract(),
+    run.learner.abstract(),
+    run.pipeline.abstract(step),
+  )
+  states = States(**saver.restore_states(step, abstract._asdict()))
+  return states, run.transfer.send(states.learner.policy.params, states.step)
