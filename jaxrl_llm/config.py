@@ -522,6 +522,9 @@ class Run(Group, path="run"):
   WANDB_PROJECT, of 'trackio' TRACKIO_PROJECT, or 'jaxrl_llm'."""
   max_skipped = Key(5, _SOME)
   """Updates in a row that are not finite before the run stops."""
+  stuck_after_s = Key(3600.0, Range(0.0))
+  """Seconds of one phase after which the run says where it stands, with the
+  stacks of all threads, and ends; 0 is never."""
 
 
 def _keys() -> dict[str, Key]:

@@ -45,7 +45,20 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"report: {error}", file=sys.stderr)
     return 2
   print(f"wrote {picture} and {page}")
+  for run in runs:
+    print(f"{run.name}: {_time_spent(run.rows)}")
   return 0
+
+
+def _time_spent(rows: list) -> str:
+  """How long a run took, and for what; the largest parts first."""
+  spent = report.seconds_spent(rows)
+  parts = sorted(spent.items(), key=lambda part: -part[1])
+  shares = ", ".join(
+    f"{name} {seconds:.0f} s" for name, seconds in parts if seconds >= 0.5
+  )
+  total = sum(spent.values())
+  return f"{total:.0f} s, goodput {report.goodput(rows):.0%}: {shares}"
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import datetime
 import difflib
 import pathlib
 import sys
+import time
 from typing import NoReturn
 
 from absl import app, flags, logging
@@ -25,6 +26,7 @@ from ml_collections import config_flags
 from jaxrl_llm import config as config_lib
 from jaxrl_llm.errors import InputError
 
+_BEGUN = time.perf_counter()
 # Not a default, but what gives --config.KEY its type where a run is resumed.
 _ANY = pathlib.Path(__file__).resolve().parents[1] / "configs" / "vapo.py"
 _CONFIG = config_flags.DEFINE_config_file(
@@ -172,7 +174,7 @@ def run() -> None:
     dry_run.dry_run(owners)
     return
   print(f"workdir {folder}", flush=True)
-  loop.train(owners, folder, step=_STEP.value)
+  loop.train(owners, folder, step=_STEP.value, begun=_BEGUN)
 
 
 def _unraisable(fault) -> None:

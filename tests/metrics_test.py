@@ -1,5 +1,6 @@
 """Tests of jaxrl_llm.metrics."""
 
+import concurrent.futures
 import contextlib
 import functools
 import io
@@ -7,6 +8,8 @@ import json
 import math
 import pathlib
 import resource
+import socket
+import subprocess
 import sys
 import types
 
@@ -483,8 +486,76 @@ class TestPhaseTimer:
       raise KeyError
     assert timer.collect()["time/reward_s"] == 3.0
 
+  def test_compiling_is_in_no_other_phase(self):
+    class Compiles:
+      spent = 0.0
+      seconds = lambda self: self.spent
+      collect = lambda self: 7
+
+    clock, compiles = Clock(), Compiles()
+    timer = metrics.PhaseTimer(
+      clock=clock, compiles=compiles, spent={"start": 9.0}
+    )
+    for name in ("generate", "score"):
+      with timer.phase(name):
+        clock.now += 3.0
+        compiles.spent += 2.0
+    assert timer.collect() == {
+      "time/start_s": 9.0,
+      "time/generate_s": 1.0,
+      "time/compile_s": 4.0,
+      "time/score_s": 1.0,
+      "time/step_s": 6.0,
+      "compile/count": 7,
+    }
+    assert timer.collect() == {"time/step_s": 0.0, "compile/count": 7}
+
+
+_STANDS_STILL = """
+import io, sys, threading, time
+from jaxrl_llm import metrics
+
+now = 0.0
+time.monotonic = lambda: now
+
+def wait_for_a_host_that_died():
+  threading.Event().wait(60)
+
+with metrics.MetricsLogger(
+  sys.argv[1], total_steps=1, last_step=-1, tracked_by=(),
+  stuck_after_s=1.0, stream=io.StringIO(),
+) as logger:
+  for _ in range(10):  # Longer than the limit, but every phase is short.
+    logger.phase("score")
+    now += 0.9
+  logger.phase("generate")
+  now += 2.0
+  wait_for_a_host_that_died()
+"""
+
+
+class TestWatchdog:
+  def test_ends_what_stands_still_and_says_where(self, tmp_path):
+    done = subprocess.run(
+      [sys.executable, "-c", _STANDS_STILL, str(tmp_path)],
+      capture_output=True,
+      text=True,
+      timeout=60,
+    )
+    assert done.returncode == 1
+    assert "stuck: 'generate' has taken" in done.stderr
+    assert f"on {socket.gethostname()} (process 0 of 1)" in done.stderr
+    assert "in wait_for_a_host_that_died" in done.stderr
+
 
 class TestCompileCounter:
+  def test_seconds_are_those_of_the_thread(self):
+    counter = metrics.CompileCounter()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+      pool.submit(jax.jit(lambda x: 2 * x), np.zeros(11, np.float32)).result()
+      assert pool.submit(counter.seconds).result() > 0
+    assert counter.seconds() == 0.0 and counter.collect() == 1
+
   def test_counts_new_shapes_only(self):
     function = jax.jit(lambda x: 3 * x + 1)
     small, large = np.zeros(3, np.float32), np.zeros(5, np.float32)

@@ -3,6 +3,7 @@
 import builtins
 import html.parser
 import importlib.util
+import itertools
 import json
 import pathlib
 
@@ -22,9 +23,50 @@ def _script():
   return module
 
 
+class TestSecondsSpent:
+  def rows(self, **second):
+    return [
+      {"step": 0, "time": 50.0, "time/start_s": 30.0, "time/step_s": 10.0}
+      | {"time/evaluate_s": 9.0},
+      {"step": 1, "time": 60.0, "time/step_s": 10.0, "time/generate_s": 4.0}
+      | {"time/update_policy_s": 3.0, "time/compile_s": 2.0},
+      {"step": 2, "time": 75.0, "time/step_s": 10.0} | second,
+    ]
+
+  def test_sums_to_what_has_passed(self):
+    # 2 s of standing still, and 3 s until a resumed run was at its step.
+    spent = report.seconds_spent(
+      self.rows(**{"time/start_s": 3.0, "time/generate_s": 10.0})
+    )
+    assert spent == {
+      "start": 33.0,
+      "evaluate": 9.0,
+      "generate": 14.0,
+      "update_policy": 3.0,
+      "compile": 2.0,
+      "other": 2.0,
+      "lost": 2.0,
+    }
+    # From 30 + 10 s before row 0.
+    assert sum(spent.values()) == 75 - (50 - 40)
+    rows = self.rows(**{"time/start_s": 3.0, "time/generate_s": 10.0})
+    assert report.goodput(rows) == 17 / 65
+
+  def test_what_a_sampler_did_meanwhile_counts_once(self):
+    both = {"time/generate_s": 8.0, "time/wait_s": 1.0, "time/score_s": 7.0}
+    spent = report.seconds_spent(self.rows(**both))
+    assert spent["generate"] == 4.0 and spent["wait"] == 1.0
+    assert spent["other"] == 1 + 1 + 2 and spent["lost"] == 5.0
+
+  def test_of_rows_without_times(self):
+    assert sum(report.seconds_spent([{"step": 0}, {"step": 1}]).values()) == 0
+    assert report.goodput([{"step": 0}]) == 0
+
+
 def _make_run(folder: pathlib.Path, seed: int, steps: int = 6) -> pathlib.Path:
   """Writes a run whose value model starts late and whose loss blows up once."""
-  writer = metrics.JsonlWriter(folder / "metrics.jsonl", clock=lambda: 1.0)
+  clock = itertools.count(1.0, 1.6).__next__
+  writer = metrics.JsonlWriter(folder / "metrics.jsonl", clock=clock)
   for step in range(steps):
     row = {
       "reward/mean": step / steps + 0.01 * seed,
@@ -91,7 +133,11 @@ class TestScript:
     pytest.importorskip("matplotlib")
     folder = _make_run(tmp_path / "run", seed=0)
     assert _script().main([str(folder)]) == 0
-    assert capsys.readouterr().out.startswith("wrote ")
+    wrote, spent = capsys.readouterr().out.splitlines()
+    assert wrote.startswith("wrote ")
+    assert spent == (
+      "run: 10 s, goodput 94%: generate 6 s, update_policy 3 s, other 1 s"
+    )
     assert (folder / "report.png").read_bytes().startswith(_PNG)
     text = (folder / "report.html").read_text()
     page = Page(text)

@@ -9,6 +9,7 @@ from typing import Any, TextIO
 from jaxrl_llm.metrics.console import ConsoleWriter
 from jaxrl_llm.metrics.samples import Sample
 from jaxrl_llm.metrics.trackers import TRACKERS
+from jaxrl_llm.metrics.watchdog import Watchdog
 from jaxrl_llm.metrics.writers import JsonlWriter, number
 
 
@@ -28,6 +29,7 @@ class MetricsLogger(contextlib.ExitStack):
     last_step: int,
     tracked_by: Sequence[str] = ("tensorboard",),
     settings: Mapping[str, Any] = {},
+    stuck_after_s: float = 0.0,
     stream: TextIO | None = None,
   ):
     """Opens them all.
@@ -39,6 +41,7 @@ class MetricsLogger(contextlib.ExitStack):
         none. Rows of later steps, left by a run that died, are dropped.
       tracked_by: names of `trackers.TRACKERS`.
       settings: of the run, for trackers that show them.
+      stuck_after_s: seconds of a phase that end the process, see `Watchdog`.
       stream: where to show progress; standard output if None.
     """
     super().__init__()
@@ -57,6 +60,8 @@ class MetricsLogger(contextlib.ExitStack):
     ]
     self._console = ConsoleWriter(total_steps=total_steps, stream=stream)
     self.callback(self._console.close)
+    self._watchdog = Watchdog()
+    self.enter_context(self._watchdog.watching(stuck_after_s))
     self._logs = (rows.log, *tracked, self._console.log)
 
   def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -77,3 +82,4 @@ class MetricsLogger(contextlib.ExitStack):
   def phase(self, name: str) -> None:
     """Learns that a phase of the step begins."""
     self._console.phase(name)
+    self._watchdog.enter(name)

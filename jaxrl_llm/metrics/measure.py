@@ -5,8 +5,9 @@ import contextlib
 import math
 import resource
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -59,35 +60,51 @@ class PhaseTimer:
     self,
     *,
     clock: Callable[[], float] = time.perf_counter,
+    compiles: "CompileCounter | None" = None,
+    spent: Mapping[str, float] = {},
     on_enter: Callable[[str], None] | None = None,
   ):
     """Starts timing.
 
     Args:
       clock: returns seconds; only differences matter.
+      compiles: books what compiling took, and is counted in every step.
+      spent: seconds by phase that the first step's metrics have too.
       on_enter: told the name of each phase as it begins.
     """
-    self._clock = clock
+    self._clock, self._compiles = clock, compiles
+    self._compiled = compiles.seconds if compiles else lambda: 0.0
     self._on_enter = on_enter
-    self._seconds = collections.defaultdict(float)
+    self._seconds = collections.defaultdict(float, spent)
     self._step_start = clock()
 
   @contextlib.contextmanager
   def phase(self, name: str) -> Iterator[None]:
-    """Books the body's time on `time/<name>_s`, also when it raises."""
+    """Books the body's time on `time/<name>_s`, also when it raises.
+
+    Compiling in it is booked on `time/compile_s`.
+    """
     if self._on_enter is not None:
       self._on_enter(name)
-    start = self._clock()
+    start, compiled = self._clock(), self._compiled()
     try:
       yield
     finally:
-      self._seconds[name] += self._clock() - start
+      compiled = self._compiled() - compiled
+      self._seconds[name] += self._clock() - start - compiled
+      if compiled:
+        self._seconds["compile"] += compiled
 
   def collect(self) -> dict[str, float]:
-    """Returns the step's `time/*_s` metrics and starts the next step."""
+    """Returns the step's `time/*_s` metrics and starts the next step.
+
+    With a counter of compilations also `compile/count`.
+    """
     now = self._clock()
     metrics = {f"time/{name}_s": s for name, s in self._seconds.items()}
     metrics["time/step_s"] = now - self._step_start
+    if self._compiles:
+      metrics["compile/count"] = self._compiles.collect()
     self._seconds.clear()
     self._step_start = now
     return metrics
@@ -105,12 +122,17 @@ class CompileCounter:
     # Imported here: only this class of the room needs jax.
     import jax
 
-    self._count = 0
+    self._count, self._seconds = 0, collections.defaultdict(float)
     jax.monitoring.register_event_duration_secs_listener(self._listen)
 
   def _listen(self, event: str, duration: float, **_) -> None:
-    del duration
-    self._count += event == _COMPILE_EVENT
+    if event == _COMPILE_EVENT:
+      self._count += 1
+      self._seconds[threading.get_ident()] += duration
+
+  def seconds(self) -> float:
+    """What compiling has taken of the calling thread so far."""
+    return self._seconds[threading.get_ident()]
 
   def collect(self) -> int:
     """Returns the compilations since the last call."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm import metrics
+from jaxrl_llm.report import time_spent
 from jaxrl_llm.report.runs import Run
 
 _NO_METRICS = ("time", "nonfinite")  # Of a row.
@@ -44,6 +45,9 @@ def write_page(
     ]
   )
   tables = [_table("Metrics of the last step", ["metric", *names], last)]
+  spent = _union([time_spent.seconds_spent(run.rows) for run in runs])
+  spent.append(["goodput", *(time_spent.goodput(run.rows) for run in runs)])
+  tables.append(_table("Where the seconds went", ["", *names], spent))
   for run in runs:
     if run.samples:
       head = list(run.samples[0])

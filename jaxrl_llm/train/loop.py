@@ -56,7 +56,11 @@ from jaxrl_llm.train.value_pretraining import CHECKPOINTS
 
 
 def train(
-  run: Run, workdir: str | os.PathLike, *, step: int | None = None
+  run: Run,
+  workdir: str | os.PathLike,
+  *,
+  step: int | None = None,
+  begun: float | None = None,
 ) -> None:
   """Trains or resumes until the last step or a signal.
 
@@ -66,6 +70,7 @@ def train(
       and what the run's config changes is kept in config_changes.jsonl.
     step: of the checkpoint to resume, the newest if None; what came after it is
       set aside.
+    begun: `time.perf_counter()` when the program began; now if None.
 
   Raises:
     TrainingStopped: the run cannot go on, such as after several updates in a
@@ -75,6 +80,7 @@ def train(
       were; or the folder cannot be used.
   """
   workdir, config = pathlib.Path(workdir), run.config
+  begun = time.perf_counter() if begun is None else begun
   metrics.check_trackers(config.run.trackers)
   with (
     workdir_lib.held(workdir),
@@ -98,10 +104,12 @@ def train(
       ),
     )
     with contextlib.closing(saver):
-      _resume_or_start(run, workdir, saver, found, changes, stopped)
+      _resume_or_start(run, workdir, saver, found, changes, stopped, begun)
 
 
-def _resume_or_start(run, workdir, saver, found, changes, stopped) -> None:
+def _resume_or_start(
+  run, workdir, saver, found, changes, stopped, begun
+) -> None:
   """Trains from the newest good one of the steps, or anew without any."""
   config, last = run.config, -1
   restored, events = checkpoint.newest_undamaged(
@@ -125,28 +133,34 @@ def _resume_or_start(run, workdir, saver, found, changes, stopped) -> None:
     last_step=last,
     tracked_by=config.run.trackers,
     settings=config.to_dict(),
+    stuck_after_s=config.run.stuck_after_s,
   ) as logger:
     run.judge.tell = logger.event
     for line in filter(None, (*events, run.evaluator.origin)):
       logger.event(line)
     if not found:
-      states, weights = start(run, workdir, logger, stopped)
+      states, weights = start(run, workdir, logger, stopped, begun)
       if stopped.signal:
         logger.event(
           "stopped during value pretraining, saved; the same --workdir goes on"
         )
         return
-      save(states, saver, workdir_lib.facts(workdir, config))
-      saver.wait()
+      timer = _timer(logger)
+      with timer.phase("checkpoint"):
+        save(states, saver, workdir_lib.facts(workdir, config))
+        saver.wait()
     else:
       # Its number is in the row of that step, if it is due.
       check_sampler(run, states, weights)
       logger.event(f"resumed from step {last}")
       for line in workdir_lib.describe(changes):
         logger.event(line)
+      timer = _timer(logger, spent={"start": time.perf_counter() - begun})
     if saver.latest_step() is not None:
       shutil.rmtree(workdir / CHECKPOINTS, ignore_errors=True)
-    states = _train_on(run, states, weights, workdir, saver, logger, stopped)
+    states = _train_on(
+      run, states, weights, workdir, saver, logger, stopped, timer
+    )
     if stopped.signal:
       logger.event(
         f"stopped by {signal.Signals(stopped.signal).name} at step"
@@ -154,14 +168,19 @@ def _resume_or_start(run, workdir, saver, found, changes, stopped) -> None:
       )
 
 
-def _train_on(run, states, weights, workdir, saver, logger, stopped) -> States:
+def _timer(logger, **spent) -> metrics.PhaseTimer:
+  compiles = metrics.CompileCounter()
+  return metrics.PhaseTimer(compiles=compiles, on_enter=logger.phase, **spent)
+
+
+def _train_on(
+  run, states, weights, workdir, saver, logger, stopped, timer
+) -> States:
   """Iterates until the last step or a signal, and saves."""
   config = run.config
   # Rows so far, so that a resumed run warns as the uninterrupted one.
   rows = metrics.read_rows(workdir / "metrics.jsonl")
   health = metrics.Health(rows)
-  compiles = metrics.CompileCounter()
-  timer = metrics.PhaseTimer(on_enter=logger.phase)
   while states.step < config.run.steps and not stopped.signal:
     stopped.doing = f"step {states.step + 1}"
     states, weights, row = iterate(run, states, weights, timer, logger)
@@ -174,7 +193,6 @@ def _train_on(run, states, weights, workdir, saver, logger, stopped) -> States:
       logger.event(line)
     row |= speed.speed(run.learner, row) | {
       "memory/peak_gib": metrics.peak_memory_gib(),
-      "compile/count": compiles.collect(),
       "checkpoint/failures": saver.failures,
     }
     holds, warnings = health.check(step, row)
@@ -300,10 +318,13 @@ def begin(run: Run) -> tuple[States, sync.VersionedWeights]:
 
 
 def start(
-  run: Run, workdir: pathlib.Path, logger: Any, stopped: signals.Stopped
+  run: Run,
+  workdir: pathlib.Path,
+  logger: Any,
+  stopped: signals.Stopped,
+  begun: float,
 ) -> tuple[States, sync.VersionedWeights]:
   """A new run: its critic is pretrained, its first row logged."""
-  begun = time.perf_counter()
   states, weights = begin(run)
   if run.config.value.init_from and run.learner.critic is not None:
     logger.event(f"critic reused from {run.config.value.init_from}")
@@ -316,10 +337,12 @@ def start(
     states = states._replace(learner=learner)
     if stopped.signal:
       return states, weights
-  spent = {"time/start_s": time.perf_counter() - begun}
+  spent = {"start": time.perf_counter() - begun}
+  timer = metrics.PhaseTimer(on_enter=logger.phase, spent=spent)
   row = check_sampler(run, states, weights)
-  row |= evaluate(run, states, weights, logger)
-  logger.log(0, row | spent)
+  with timer.phase("evaluate"):
+    row |= evaluate(run, states, weights, logger)
+  logger.log(0, row | timer.collect())
   return states, weights
 
 

@@ -204,7 +204,7 @@ class TestMismatch:
 class TestPretraining:
   def pretrain(self, run, folder):
     with metrics.MetricsLogger(folder, total_steps=1, last_step=-1) as logger:
-      states, _ = loop.start(run, folder, logger, _never())
+      states, _ = loop.start(run, folder, logger, _never(), begun=0.0)
     return states
 
   def test_regresses_on_monte_carlo_returns(self, model, tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ import pytest
 from helpers import tiny_run
 from helpers.tiny_run import with_config
 
-from jaxrl_llm import checkpoint, metrics, models, signals
+from jaxrl_llm import checkpoint, metrics, models, report, signals
 from jaxrl_llm import workdir as workdir_lib
 from jaxrl_llm.checkpoint import commit
 from jaxrl_llm.errors import InputError, TrainingStopped
@@ -129,6 +129,22 @@ class TestRun:
     highest = run.config.optimizer.policy.learning_rate
     expected = highest * np.asarray([0.75, 1, 1, 1, 1, 1])
     np.testing.assert_allclose(rates, expected, rtol=1e-6)
+
+  def test_the_time_is_accounted_for(self, run, tmp_path):
+    loop.train(with_config(run, run__steps=3), tmp_path)
+    (before,) = report.load_run(tmp_path).rows[-1:]
+    # As after a kill before the last step was saved: it is done again.
+    shutil.rmtree(tmp_path / "checkpoints" / "3")
+    loop.train(with_config(run, run__steps=4), tmp_path)
+    rows = report.load_run(tmp_path).rows
+    assert [row["step"] for row in rows if "time/start_s" in row] == [0, 3]
+    spent = report.seconds_spent(rows)
+    # Every part of it was measured: none is what another left over.
+    assert all(seconds >= -1e-3 for seconds in spent.values()), spent
+    assert spent["lost"] >= before["time/step_s"]
+    first = rows[0]["time/start_s"] + rows[0]["time/step_s"]
+    passed = rows[-1]["time"] - rows[0]["time"] + first
+    assert sum(spent.values()) == pytest.approx(passed)
 
   def test_files(self, whole):
     names = {path.name for path in whole.iterdir()}

@@ -1,0 +1,62 @@
+"""Ends a process that stands still, and says where it does."""
+
+import contextlib
+import faulthandler
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+EXIT_CODE = 1
+
+
+class Watchdog:
+  """Knows what a process does and since when."""
+
+  def __init__(self):
+    self._doing = "starting", time.monotonic()
+
+  def enter(self, phase: str) -> None:
+    """A phase begins: the process is alive."""
+    self._doing = phase, time.monotonic()
+
+  @contextlib.contextmanager
+  def watching(self, limit_s: float) -> Iterator[None]:
+    """Ends the process if a phase takes longer than this; 0 is no limit.
+
+    Nothing else can: the main thread may be in compiled code, in a collective
+    whose other side has died, or in a file system that hangs. Standard error
+    gets the phase, its time, host and process, and the stacks of all threads.
+    """
+    ended = threading.Event()
+    watcher = threading.Thread(
+      target=self._watch, args=(limit_s, ended), daemon=True
+    )
+    if limit_s:
+      watcher.start()
+    try:
+      yield
+    finally:
+      ended.set()
+
+  def _watch(self, limit_s: float, ended: threading.Event) -> None:
+    while not ended.wait(min(1.0, limit_s / 10)):
+      phase, since = self._doing
+      taken = time.monotonic() - since
+      if taken < limit_s:
+        continue
+      import jax  # Late: nothing else of the room needs it.
+
+      process = f"{jax.process_index()} of {jax.process_count()}"
+      print(
+        f"\nstuck: {phase!r} has taken {taken:.0f} s on {socket.gethostname()}"
+        f" (process {process}), and config.run.stuck_after_s is {limit_s:g};"
+        " this ends the run; the same --workdir goes on from the last"
+        " checkpoint; the stacks of all threads:",
+        file=sys.stderr,
+        flush=True,
+      )
+      faulthandler.dump_traceback(file=2, all_threads=True)
+      os._exit(EXIT_CODE)

@@ -1,0 +1,57 @@
+"""Where the wall-clock time of a run went."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# Of a sampler that may work beside the learner; `wait` is then the learner's.
+_SAMPLER = ("data", "generate", "reward")
+# What training would not be without; all else is overhead.
+_PRODUCTIVE = (
+  *_SAMPLER,
+  "wait",
+  "score",
+  "update_value",
+  "update_policy",
+  "sync",
+)
+
+
+def seconds_spent(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+  """Splits the time from a run's first start to its last row.
+
+  Args:
+    rows: of metrics.jsonl, ascending; resumes may lie between them.
+
+  Returns:
+    Seconds by what they were spent on; they sum to the time that passed:
+    the phases of `time/*_s`; `start` (loading, value pretraining, restoring),
+    `other` (of steps, in no phase) and `lost` (the run stood still, or did
+    steps that a kill took).
+  """
+  spent = {"start": 0.0, "other": 0.0, "lost": 0.0}
+  previous = None
+  for row in rows:
+    phases = {
+      name.removeprefix("time/").removesuffix("_s"): value
+      for name, value in row.items()
+      if name.startswith("time/")
+    }
+    start, step = phases.pop("start", 0.0), phases.pop("step", 0.0)
+    if sum(phases.values()) > step:  # Both worked at the same time.
+      phases = {k: v for k, v in phases.items() if k not in _SAMPLER}
+    for name, value in phases.items():
+      spent[name] = spent.get(name, 0.0) + value
+    spent["start"] += start
+    spent["other"] += step - sum(phases.values())
+    now = row.get("time")
+    if previous is not None and now is not None:
+      spent["lost"] += now - previous - start - step
+    previous = now
+  return spent
+
+
+def goodput(rows: Sequence[Mapping[str, Any]]) -> float:
+  """Share of the time that trained: rollouts, rewards, scores and updates."""
+  spent = seconds_spent(rows)
+  productive = sum(spent.get(name, 0.0) for name in _PRODUCTIVE)
+  return productive / max(sum(spent.values()), 1e-9)
