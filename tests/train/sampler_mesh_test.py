@@ -164,6 +164,65 @@ def test_every_kind_of_run_goes_apart(model, tmp_path, kind):
   chex.assert_trees_all_equal(rollouts, wanted)
 
 
+ONE = {"mesh__data": 1}
+PRETRAINED = 3  # Batches of value pretraining, the last only measured.
+EIGHT = {"mesh__data": 2, "mesh__fsdp": 2, "mesh__tensor": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(ONE, EIGHT), (EIGHT, ONE)])
+def test_a_windowed_run_goes_on_with_other_devices(
+  model, tmp_path, before, after
+):
+  """Half-written responses, critic and prompts move from 1 to 8 and back."""
+  data, prompts = tmp_path / "sums.jsonl", 20
+  data.write_text(
+    "".join(
+      f'{{"question": "{1 + i % 9}+{1 + i // 9}?", "answer": "4"}}\n'
+      for i in range(prompts)
+    )
+  )
+  changes = PLAIN | KINDS["windows"] | {"run__steps": 6, "eval__every": 6}
+  changes |= {
+    "data__source": "jsonl",
+    "data__path": str(data),
+    "data__holdout": 0,
+    "data__settings": {},
+    "eval__source": "jsonl",
+    "eval__path": str(data),
+  }
+  make = lambda mesh: build.make_run(
+    tiny_run.make_config(model, **changes | mesh)
+  )
+  plain = make(before)
+  run, wanted = recorded(plain)
+  loop.train(run, tmp_path / "whole")
+  first, found = recorded(with_config(plain, run__steps=3))
+  loop.train(first, tmp_path / "moved")
+  second, rest = recorded(make(after))
+  loop.train(second, tmp_path / "moved")
+  found = found[:-1] + rest  # Without the evaluation at the end of the first.
+  assert len(found) == len(wanted)
+  for mine, his in zip(found, wanted):
+    for field in ("tokens", "lengths", "version", "status", "example_id"):
+      np.testing.assert_array_equal(getattr(mine, field), getattr(his, field))
+    np.testing.assert_allclose(
+      mine.behavior_logprobs, his.behavior_logprobs, rtol=0, atol=1e-5
+    )
+  # Before them are value pretraining and the evaluation of step 0.
+  drawn = {
+    int(group): int(example)
+    for rollout in found[PRETRAINED + 1 : PRETRAINED + 7]
+    for group, example in zip(rollout.group_id, rollout.example_id)
+  }
+  order = [drawn[group] for group in sorted(drawn)]
+  assert len(order) >= prompts and sorted(order[:prompts]) == [*range(prompts)]
+  rows = [tiny_run.comparable(tmp_path / name) for name in ("moved", "whole")]
+  assert [r.get("reward/mean") for r in rows[0]] == [
+    r.get("reward/mean") for r in rows[1]
+  ]
+
+
 class TestDryRun:
   @pytest.mark.parametrize(
     ("name", "lines"),
