@@ -58,7 +58,7 @@ _FOLDERS = {
 # The command jaxrl-NAME is scripts/NAME.py.
 _COMMANDS = (
   *("train", "evaluate", "generate", "convert"),
-  *("report", "study", "simulate"),
+  *("report", "study", "simulate", "detect"),
 )
 
 

@@ -8,7 +8,7 @@ L3  rollout, learner                      side by side: they run at one time
 L4  train, evaluate, workdir, config      composes the others
     presets                            a part of config
     register                           a user's own parts, by name
-    generate, simulate         tools, which no room needs
+    generate, simulate, fleet  tools, which no room needs
 """
 
 import ast
@@ -39,12 +39,12 @@ _L4 = {
   *("train", "evaluate", "workdir", "config", "register"),
   *_PARTS_OF_CONFIG,
 }
-_TOOLS = {"generate", "simulate"}
+_TOOLS = {"generate", "simulate", "fleet"}
 _LEVELS = (_L0, _L1, _L2, _L3, _L4)
 # Libraries that a room or a file keeps to itself.
 _KEPT_BY = {
   "flax": {"models"},
-  "optax": {"learner"},
+  "optax": {"learner", "fleet"},
   "ml_collections": {"config"},
 }
 # Words of reinforcement learning, which a model must not know.

@@ -1,0 +1,85 @@
+"""How unlike the others a host is: distances to the fleet's median."""
+
+import numpy as np
+
+MEAN_S = 60  # Seconds that a deviation is averaged over.
+STRIDE_S = 5  # Seconds between two looks.
+_ROBUST = 1.4826  # Of a normal distribution, standard deviation / MAD.
+
+
+def fill_gaps(x: np.ndarray) -> np.ndarray:
+  """Replaces each missing sample by the one of its host nearest in time.
+
+  Args:
+    x: float [H, S, K], NaN where nothing arrived. Of two equally near samples
+      the earlier one counts. A host that never sent a metric gets the fleet's
+      median of every second; 0 where no host sent it.
+
+  Returns:
+    float32 [H, S, K] without NaN.
+  """
+  x = np.array(x, np.float32)
+  missing = np.isnan(x)
+  if not missing.any():
+    return x
+  seconds = np.arange(x.shape[1])[None, :, None]
+  never = 2 * x.shape[1]
+  before = np.maximum.accumulate(np.where(missing, -never, seconds), axis=1)
+  after = np.where(missing, never, seconds)[:, ::-1]
+  after = np.minimum.accumulate(after, axis=1)[:, ::-1]
+  near = np.where(seconds - before <= after - seconds, before, after)
+  known = np.clip(near, 0, x.shape[1] - 1)
+  filled = np.where(missing, np.take_along_axis(x, known, axis=1), x)
+  silent = np.isnan(filled)
+  if silent.any():
+    counted = np.ma.masked_invalid(filled)
+    median = np.ma.median(counted, axis=0).filled(0.0)
+    filled = np.where(silent, median.astype(np.float32), filled)
+  return filled
+
+
+def median_scores(x: np.ndarray) -> np.ndarray:
+  """Deviation from the fleet's median, in robust standard deviations.
+
+    r_h(t) = x_h(t) − median_g x_g(t)
+    z_h(t) = |mean of r_h over the last minute| / (1.4826 · median |r|)
+
+  The scale is over all hosts and seconds of a metric: few hosts that happen to
+  agree do not make a fourth one look broken.
+
+  Args:
+    x: float [H, S, K] of one role, without NaN.
+
+  Returns:
+    float32 [T, H, K]: every 5 seconds, from the end of the first minute on.
+  """
+  residual = x - np.median(x, axis=0)
+  return _averaged(residual, np.median(np.abs(residual), axis=(0, 1)))
+
+
+def distances(points: np.ndarray) -> np.ndarray:
+  """Distance of each host to all others at a cost of O(H): to their median.
+
+  Args:
+    points: float [H, ..., D].
+
+  Returns:
+    [H, ...]. The host that is farthest from all others, summed over all pairs,
+    is the farthest from the median (tested).
+  """
+  return np.linalg.norm(points - np.median(points, axis=0), axis=-1)
+
+
+def joint(scores: np.ndarray) -> np.ndarray:
+  """All metrics as one: [T, H, K] -> [T, H, 1], the root mean square."""
+  return np.sqrt(np.mean(scores**2, axis=-1, keepdims=True))
+
+
+def _averaged(residual: np.ndarray, scale: np.ndarray) -> np.ndarray:
+  sums = np.cumsum(residual, axis=1, dtype=np.float64)
+  sums = np.concatenate([np.zeros_like(sums[:, :1]), sums], axis=1)
+  span = min(MEAN_S, residual.shape[1])
+  means = (sums[:, span:] - sums[:, :-span])[:, ::STRIDE_S] / span
+  # Of a metric that stands still on most hosts the smallest change counts.
+  scale = np.maximum(_ROBUST * scale, 1e-6 * (1 + np.abs(residual).max((0, 1))))
+  return np.moveaxis(np.abs(means) / scale, 1, 0).astype(np.float32)

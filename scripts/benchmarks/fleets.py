@@ -1,0 +1,183 @@
+"""Fleets that do not exist: a second-by-second record with at most one fault.
+
+What is from Minder (arXiv 2411.01791) are the kinds of faults with their
+shares, that some spread to the others within seconds, and that most are of one
+host. Sizes are ours: a fault moves each metric that it reaches by 3 to 8
+standard deviations of a second's noise, where healthy hosts differ for good by
+half of one, one host in fifty by up to 1.5 ("odd"), and for up to 100 seconds
+by 8 (tails of rollouts, bursts). In the hard profile noise, bursts and odd
+hosts are doubled, and faults are as large as before.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+METRICS = (
+  "pfc_tx_rate",
+  "cpu_usage",
+  "duty_cycle",
+  "power",
+  "engine_activity",
+  "tensor_activity",
+  "nvlink_bandwidth",
+  "memory_usage",
+  "memory_bandwidth",
+  "temperature",
+  "clock",
+  "pcie_bandwidth",
+  "pcie_usage",
+  "hbm_usage",
+  "tcp_throughput",
+  "rdma_throughput",
+  "ecn_rate",
+  "cnp_rate",
+  "disk_usage",
+  "disk_throughput",
+  "fp_activity",
+)
+_GPU = (2, 3, 4, 5, 8, 9, 20)
+_NETWORK = (0, 11, 12, 14, 15, 16, 17)
+ROLES = ("trainer", "sampler", "reward")
+
+
+class Kind(NamedTuple):
+  """A kind of fault."""
+
+  share: float  # Of all faults (Minder, table 1).
+  metrics: tuple[int, ...]  # Those that it can reach,
+  reach: float  # with this probability each; at least one.
+  down: float  # Probability that a metric falls.
+  spread: float = 0.0  # What the others feel of it, from 10 s later on.
+
+
+KINDS = {
+  "ECC error": Kind(0.389, (1, *_GPU), 0.6, 0.9),
+  "PCIe downgrading": Kind(0.066, (0, *_NETWORK), 0.5, 0.3, 0.3),
+  "NIC dropout": Kind(0.057, (1, *_GPU, *_NETWORK), 0.7, 0.9),
+  "GPU card drop": Kind(0.020, (1, *_GPU), 0.8, 1.0),
+  "NVLink error": Kind(0.017, (1, 6, *_GPU), 0.5, 0.8, 0.2),
+  "AOC error": Kind(0.009, _NETWORK, 0.3, 0.5),
+  "CUDA error": Kind(0.146, (1, 7, *_GPU), 0.6, 0.9),
+  "GPU execution error": Kind(0.077, (1, *_GPU), 0.4, 0.8, 0.4),
+  "HDFS error": Kind(0.057, (1, 18, 19), 0.7, 0.6),
+  "machine unreachable": Kind(0.060, tuple(range(21)), 0.9, 1.0),
+  "other": Kind(0.102, tuple(range(21)), 0.25, 0.5),
+}
+SHAPES = ("step", "ramp", "intermittent", "drop")
+
+
+class Episode(NamedTuple):
+  """A quarter of an hour of a fleet."""
+
+  x: np.ndarray  # float32 [H, S, K], NaN where nothing arrived.
+  roles: tuple[str, ...]
+  host: int  # That is broken; -1 if none is.
+  onset: int  # Second at which it breaks.
+  kind: str
+  shape: str
+
+
+def episode(
+  seed: int, *, hosts: int, seconds: int = 900, hard: bool = False, faulty: bool
+) -> Episode:
+  """Draws an episode; the same seed is the same one."""
+  rng = np.random.default_rng((20241102, seed))
+  more = 2.0 if hard else 1.0
+  roles = _roles(rng, hosts)
+  x = _healthy(rng, roles, seconds, more)
+  host, onset, kind, shape = -1, 0, "", ""
+  if faulty:
+    host = int(rng.integers(hosts))
+    onset = int(rng.integers(120, seconds - 420))
+    names = list(KINDS)
+    shares = np.array([KINDS[name].share for name in names])
+    kind = names[rng.choice(len(names), p=shares / shares.sum())]
+    shape = SHAPES[rng.integers(len(SHAPES))]
+    _break(rng, x, roles, host, onset, KINDS[kind], shape)
+  # Single samples, and whole hosts for some seconds.
+  x[rng.random(x.shape, np.float32) < 0.01] = np.nan
+  for _ in range(rng.poisson(0.2 * hosts)):
+    start = rng.integers(seconds)
+    x[rng.integers(hosts), start : start + rng.integers(5, 30)] = np.nan
+  return Episode(x, roles, host, onset, kind, shape)
+
+
+def _roles(rng: np.random.Generator, hosts: int) -> tuple[str, ...]:
+  """Trainers alone, or half of them samplers and some with rewards."""
+  if hosts < 12 or rng.random() < 0.5:
+    return ("trainer",) * hosts
+  rewards = max(3, hosts // 16)
+  samplers = (hosts - rewards) // 2
+  trainers = hosts - rewards - samplers
+  return (
+    ("trainer",) * trainers + ("sampler",) * samplers + ("reward",) * (rewards)
+  )
+
+
+def _healthy(rng, roles, seconds, more) -> np.ndarray:
+  """In standard deviations of a second's noise in the normal profile."""
+  hosts, metrics = len(roles), len(METRICS)
+  x = _noise(rng, hosts, seconds) * more
+  # Hosts differ for good, some of them more.
+  offsets = rng.normal(0, 0.5, (hosts, metrics))
+  odd = rng.random((hosts, metrics)) < 0.02 * more
+  offsets[odd] *= 3.0
+  x += offsets[:, None].clip(-1.5, 1.5).astype(np.float32)
+  time = np.arange(seconds)
+  for role in dict.fromkeys(roles):
+    mine = np.flatnonzero([name == role for name in roles])
+    # What the job does shows on all: steps, drifts, a pause of everybody.
+    period, phase = rng.uniform(8, 90), rng.uniform(0, 7)
+    wave = np.sign(np.sin(2 * np.pi * time / period + phase))
+    drift = rng.normal(0, 3, metrics) * (time / seconds)[:, None]
+    common = wave[:, None] * rng.normal(0, 3, metrics) + drift
+    if rng.random() < 0.5:
+      start = rng.integers(seconds)
+      pause = slice(start, start + rng.integers(20, 120))
+      common[pause] -= np.abs(rng.normal(0, 8, metrics))
+    x[mine] += (20 + rng.normal(0, 5, metrics) + common).astype(np.float32)
+    if role == "sampler":  # Who has written its responses waits for the rest.
+      for start in range(0, seconds, 180):
+        for host in mine[rng.random(mine.size) < 0.7]:
+          end = start + 180
+          idle = slice(end - int(rng.integers(10, 100)), end)
+          x[host, idle, 2:7] -= 8.0
+  for _ in range(rng.poisson(0.5 * hosts * more)):  # Bursts.
+    start, length = rng.integers(seconds), rng.integers(5, 60)
+    metric = rng.integers(metrics)
+    size = rng.uniform(3, 8) * rng.choice([-1, 1])
+    x[rng.integers(hosts), start : start + length, metric] += size
+  return x
+
+
+def _noise(rng, hosts, seconds) -> np.ndarray:
+  """Noise of one host hangs together, between metrics and from second on."""
+  metrics = len(METRICS)
+  shared = rng.standard_normal((hosts, seconds, 3), np.float32)
+  x = rng.standard_normal((hosts, seconds, metrics), np.float32) * 0.8
+  x += shared @ rng.normal(0, 0.35, (3, metrics)).astype(np.float32)
+  for t in range(1, seconds):
+    x[:, t] = 0.5 * x[:, t - 1] + 0.866 * x[:, t]
+  return x
+
+
+def _break(rng, x, roles, host, onset, kind, shape) -> None:
+  """Adds a fault to a record, in place."""
+  left = x.shape[1] - onset
+  time = np.arange(left)
+  course = np.ones(left)
+  if shape == "ramp":
+    course = np.clip(time / rng.uniform(30, 120), 0, 1)
+  elif shape == "intermittent":
+    course = (time % rng.uniform(10, 40) / 40 < rng.uniform(0.5, 0.9)) * 1.0
+  reached = [k for k in kind.metrics if rng.random() < kind.reach]
+  for metric in reached or [int(rng.choice(kind.metrics))]:
+    size = rng.uniform(3, 8) * (-1 if rng.random() < kind.down else 1)
+    if shape == "drop":  # It stands still at a level, and sends half of it.
+      x[host, onset:, metric] = x[host, onset, metric] + size
+      x[host, onset:, metric][rng.random(left) < 0.5] = np.nan
+    else:
+      x[host, onset:, metric] += (size * course).astype(np.float32)
+    others = [i for i, r in enumerate(roles) if r == roles[host] and i != host]
+    x[others, onset + 10 :, metric] += kind.spread * size

@@ -1,0 +1,149 @@
+"""Says which host of a fleet is broken, from what every host reports.
+
+    python scripts/detect.py --metrics=DIR [--hold_s=240] [--threshold=1.9]
+
+DIR has one JSONL file a host, HOST.jsonl. A line is either a sample,
+
+    {"time": UNIX_SECONDS, "role": "trainer", "cpu_usage": 71.5, ...}
+
+about one a second, `role` (hosts of other roles do other work; the same for
+all if left out) and any metrics; the last 15 minutes are looked at. Or it is a
+row of a training step, as in the metrics.jsonl of a run,
+
+    {"step": 12, "time": UNIX_SECONDS, "time/generate_s": 3.1, ...}
+
+whose phases are compared. A host is named if it is unlike the others of its
+role for --hold_s seconds without a break, if it takes 1.5 times as long as they
+do for 20 seconds, or if it has been silent for a minute. Fewer than three hosts
+of a role are not compared.
+
+Exit code 0 if nobody is broken, 1 if somebody is, 2 for bad input.
+"""
+
+import argparse
+import pathlib
+import sys
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm import fleet
+from jaxrl_llm.data.rows import read_rows
+from jaxrl_llm.errors import InputError
+
+_WINDOW_S = 900
+_SILENT_S = 60
+_NOT_METRICS = ("time", "step", "role", "nonfinite")
+
+
+def read_fleet(folder: pathlib.Path) -> dict[str, list[dict[str, Any]]]:
+  """The rows of every host by its name, in the order of time.
+
+  Raises:
+    InputError: there are no files, or a line cannot be used.
+  """
+  hosts = {}
+  for file in sorted(folder.glob("*.jsonl")):
+    rows = read_rows(file, "jsonl")
+    for row in rows:
+      if not isinstance(row.fields.get("time"), int | float):
+        raise InputError(f"{row.where}: no number 'time'; give Unix seconds")
+    fields = [row.fields for row in rows]
+    hosts[file.stem] = sorted(fields, key=lambda row: row["time"])
+  if not hosts:
+    raise InputError(f"{folder}: no file HOST.jsonl of a host")
+  return hosts
+
+
+def samples(
+  hosts: dict[str, list[dict[str, Any]]],
+) -> tuple[np.ndarray, list[str]]:
+  """The last 15 minutes [H, S, K], NaN where nothing arrived, and names [K]."""
+  end = max(rows[-1]["time"] for rows in hosts.values())
+  first = min(rows[0]["time"] for rows in hosts.values())
+  begin = max(first, end - _WINDOW_S + 1)
+  names = _numbers(hosts)
+  x = np.full((len(hosts), int(end - begin) + 1, len(names)), np.nan)
+  for host, rows in enumerate(hosts.values()):
+    for row in rows:
+      if row["time"] >= begin:
+        second = int(row["time"] - begin)
+        x[host, second] = [_number(row.get(name)) for name in names]
+  return x, names
+
+
+def phases(
+  hosts: dict[str, list[dict[str, Any]]],
+) -> tuple[np.ndarray, list[str]]:
+  """Seconds of the phases of the steps that all have, [H, N, P], and names."""
+  by_step = [{row["step"]: row for row in rows} for rows in hosts.values()]
+  steps = sorted(set.intersection(*map(set, by_step)))
+  names = [n for n in _numbers(hosts) if n.startswith("time/")]
+  names = [n for n in names if n not in ("time/step_s", "time/start_s")]
+  x = [
+    [[_number(rows[step].get(n)) for n in names] for step in steps]
+    for rows in by_step
+  ]
+  return np.reshape(x, (len(hosts), len(steps), len(names))), names
+
+
+def _numbers(hosts) -> list[str]:
+  every = {key for rows in hosts.values() for row in rows for key in row}
+  return sorted(every - set(_NOT_METRICS))
+
+
+def _number(value: Any) -> float:
+  return float(value) if isinstance(value, int | float) else np.nan
+
+
+def report(hosts, *, threshold: float, hold_s: float) -> list[str]:
+  """A line for each broken host."""
+  names = list(hosts)
+  end = max(rows[-1]["time"] for rows in hosts.values())
+  lines = []
+  for name, rows in hosts.items():
+    silence = end - rows[-1]["time"]
+    if silence >= _SILENT_S and len(hosts) >= 3:
+      lines.append(f"{name}: silent for {silence:.0f} s")
+  if all("step" in row for rows in hosts.values() for row in rows):
+    x, metrics = phases(hosts)
+    for alarm in fleet.slow_hosts(x) if x.size else ():
+      lines.append(
+        f"{names[alarm.host]}: {metrics[alarm.metric]} takes"
+        f" {alarm.score:.1f} times as long as elsewhere, for"
+        f" {alarm.until - alarm.since:.0f} s"
+      )
+    return lines
+  x, metrics = samples(hosts)
+  roles = [str(rows[-1].get("role", "")) for rows in hosts.values()]
+  for alarm in fleet.detect(x, roles=roles, threshold=threshold, hold_s=hold_s):
+    since = end - x.shape[1] + alarm.since
+    lines.append(
+      f"{names[alarm.host]}: {metrics[alarm.metric]} unlike the other hosts of"
+      f" its role since {since:.0f} ({alarm.until - alarm.since:.0f} s, score"
+      f" {alarm.score:.1f})"
+    )
+  return lines
+
+
+def main(arguments: list[str] | None = None) -> int:
+  """Runs the command; returns its exit code."""
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument("--metrics", required=True, metavar="DIR")
+  parser.add_argument("--hold_s", type=float, default=240.0)
+  parser.add_argument("--threshold", type=float, default=1.9)
+  options = parser.parse_args(arguments)
+  try:
+    hosts = read_fleet(pathlib.Path(options.metrics))
+    lines = report(hosts, threshold=options.threshold, hold_s=options.hold_s)
+  except (InputError, OSError) as error:
+    print(f"detect: {error}", file=sys.stderr)
+    return 2
+  print("\n".join(lines) or f"nobody of {len(hosts)} hosts is broken")
+  return 1 if lines else 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,108 @@
+"""scripts/detect.py on files of a fleet."""
+
+import json
+
+import detect
+import numpy as np
+import pytest
+
+_NOW = 1_800_000_000.0
+
+
+def write(folder, host, rows):
+  text = "".join(json.dumps(row) + "\n" for row in rows)
+  (folder / f"{host}.jsonl").write_text(text)
+
+
+def samples(seed, seconds=900, broken=False, **more):
+  values = np.random.default_rng(seed).normal(70, 2, (seconds, 2))
+  if broken:
+    values[300:, 0] -= 15
+  return [
+    {"time": _NOW + i, "duty_cycle": float(a), "power": float(b), **more}
+    for i, (a, b) in enumerate(values)
+    if i % 17  # Not every second arrives.
+  ]
+
+
+def steps(slow=1.0):
+  return [
+    {
+      "step": i,
+      "time": _NOW + 4 * i,
+      "time/generate_s": 3.0 * (slow if i > 10 else 1),
+      "time/score_s": 1.0,
+      "time/step_s": 4.0,
+      "reward/mean": i / 30,
+    }
+    for i in range(30)
+  ]
+
+
+def run(folder, capsys, *flags):
+  code = detect.main([f"--metrics={folder}", *flags])
+  out, err = capsys.readouterr()
+  return code, out, err
+
+
+def test_names_who_is_unlike_the_others(tmp_path, capsys):
+  for host in range(5):
+    write(tmp_path, f"worker-{host}", samples(host, broken=host == 3))
+  code, out, _ = run(tmp_path, capsys)
+  assert code == 1 and out.count("\n") == 1
+  assert out.startswith("worker-3: duty_cycle unlike the other hosts of its")
+  since = float(out.split("since ")[1].split()[0])
+  assert _NOW + 295 <= since <= _NOW + 345
+
+
+def test_nobody(tmp_path, capsys):
+  for host in range(4):
+    write(tmp_path, f"worker-{host}", samples(host))
+  assert run(tmp_path, capsys) == (0, "nobody of 4 hosts is broken\n", "")
+
+
+def test_hosts_of_another_role_may_differ(tmp_path, capsys):
+  for host in range(6):
+    role = ("sampler", "trainer")[host < 3]
+    rows = samples(host, broken=host < 3, role=role)
+    write(tmp_path, f"worker-{host}", rows)
+  assert run(tmp_path, capsys)[0] == 0
+
+
+def test_who_fell_silent(tmp_path, capsys):
+  for host in range(3):
+    write(tmp_path, f"worker-{host}", samples(host, 900 - 100 * (host == 1)))
+  code, out, _ = run(tmp_path, capsys)
+  assert code == 1 and out.startswith("worker-1: silent for 10")
+
+
+def test_an_empty_folder(tmp_path, capsys):
+  code, _, err = run(tmp_path, capsys)
+  assert code == 2
+  assert err == f"detect: {tmp_path}: no file HOST.jsonl of a host\n"
+
+
+def test_who_is_slow(tmp_path, capsys):
+  for host in range(3):
+    write(tmp_path, f"process-{host}", steps(slow=2.0 if host == 2 else 1.0))
+  assert run(tmp_path, capsys)[:2] == (
+    1,
+    "process-2: time/generate_s takes 2.0 times as long as elsewhere, for"
+    " 76 s\n",
+  )
+
+
+@pytest.mark.parametrize(
+  ("text", "says"),
+  [
+    ("", "a.jsonl: there are no rows"),
+    ('{"time": 1}\n[1]\n', "a.jsonl:2"),
+    ('{"time": 1}\n{"ti', "a.jsonl:2"),
+    ('{"time": "now"}\n', "a.jsonl:1: no number 'time'; give Unix seconds"),
+  ],
+)
+def test_bad_files_are_one_line(tmp_path, capsys, text, says):
+  (tmp_path / "a.jsonl").write_text(text)
+  code, out, err = run(tmp_path, capsys)
+  assert code == 2 and out == "" and err.count("\n") == 1
+  assert err.startswith("detect: ") and says in err

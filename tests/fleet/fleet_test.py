@@ -1,0 +1,254 @@
+"""The detector of broken hosts: its parts, then simulated fleets."""
+
+import functools
+import itertools
+
+import fleet_campaign
+import jax
+import numpy as np
+import pytest
+from benchmarks import fleets
+
+from jaxrl_llm import fleet
+from jaxrl_llm.fleet import denoiser, scores
+
+_NAN = np.nan
+
+
+def noise(hosts=6, seconds=600, metrics=3, seed=0):
+  rng = np.random.default_rng(seed)
+  return rng.standard_normal((hosts, seconds, metrics)).astype(np.float32)
+
+
+def broken(host=2, metric=1, onset=100, size=6.0, **of_noise):
+  x = noise(**of_noise)
+  x[host, onset:, metric] += size
+  return x
+
+
+def detect(x, roles=None, **settings):
+  return fleet.detect(x, roles=roles or ["a"] * len(x), **settings)
+
+
+class TestFillGaps:
+  def test_takes_the_nearest_sample(self):
+    x = np.array([_NAN, 1, _NAN, _NAN, _NAN, 5, _NAN])
+    filled = fleet.fill_gaps(x[None, :, None])[0, :, 0]
+    np.testing.assert_array_equal(filled, [1, 1, 1, 1, 5, 5, 5])
+
+  def test_a_host_that_sent_nothing_is_like_the_median(self):
+    x = noise(hosts=4, seconds=5)
+    x[3, :, 1] = np.nan
+    filled = fleet.fill_gaps(x)
+    np.testing.assert_allclose(filled[3, :, 1], np.median(x[:3, :, 1], axis=0))
+    x[:, :, 1] = np.nan
+    assert np.all(fleet.fill_gaps(x)[..., 1] == 0)
+
+  def test_leaves_what_is_whole(self):
+    np.testing.assert_array_equal(fleet.fill_gaps(noise()), noise())
+
+
+class TestDistances:
+  def test_the_farthest_is_that_of_all_pairs(self):
+    # A broken host among healthy ones, as many times.
+    for seed in range(50):
+      rng = np.random.default_rng(seed)
+      points = rng.standard_normal((40, 8))
+      points[rng.integers(40)] += 4 * rng.standard_normal(8)
+      pairs = np.linalg.norm(points[:, None] - points[None], axis=-1).sum(1)
+      assert scores.distances(points).argmax() == pairs.argmax()
+
+  def test_of_two_groups_at_once(self):
+    points = np.random.default_rng(0).standard_normal((5, 3, 2))
+    by_hand = [
+      [np.hypot(*(p - np.median(points[:, t], axis=0))) for p in points[:, t]]
+      for t in range(3)
+    ]
+    np.testing.assert_allclose(scores.distances(points).T, by_hand)
+
+
+class TestMedianScores:
+  def test_by_hand(self):
+    # Three hosts: the median stands still, one is 2 above, one 1 below.
+    x = np.zeros((3, 65, 1), np.float32) + np.array([0, 2, -1])[:, None, None]
+    found = fleet.median_scores(x)
+    assert found.shape == (2, 3, 1)  # At 60 s and 65 s.
+    # The median of |r| is 1.
+    expected = np.array([0, 2, 1]) / 1.4826
+    np.testing.assert_allclose(found[:, :, 0], [expected] * 2, rtol=1e-6)
+
+  def test_units_do_not_count(self):
+    x = broken()
+    scaled = x * [1e-3, 1.0, 1e6] + [5, -7, 0]
+    np.testing.assert_allclose(
+      fleet.median_scores(x), fleet.median_scores(scaled), rtol=1e-2, atol=1e-2
+    )
+
+  def test_what_all_do_does_not_count(self):
+    x = broken().astype(np.float64)
+    common = 50 * np.sin(np.arange(600) / 7)[:, None] * [1, 2, 3]
+    np.testing.assert_allclose(
+      fleet.median_scores(x), fleet.median_scores(x + common), atol=1e-5
+    )
+
+  def test_a_metric_that_stands_still_has_no_suspect(self):
+    assert np.all(fleet.median_scores(np.ones((4, 100, 1))) == 0)
+
+
+class TestWatch:
+  def looks(self, *suspects, hold_s=20.0):
+    """Alarms at looks 10 seconds apart; None is a look without a suspect."""
+    state, alarms = fleet.Watch.begin(1), []
+    for i, suspect in enumerate(suspects):
+      found = np.zeros((4, 1))
+      if suspect is not None:
+        found[suspect] = 3.0
+      state, raised = fleet.watch(
+        state, found, 10.0 * i, threshold=2.0, hold_s=hold_s
+      )
+      alarms.append([a.host for a in raised])
+    return alarms
+
+  def test_takes_long_enough_without_a_break(self):
+    assert self.looks(1, 1, 1, 1) == [[], [], [1], [1]]
+    assert self.looks(1, 1, None, 1, 1) == [[]] * 5
+    assert self.looks(1, 1, 2, 2, 2) == [[], [], [], [], [2]]
+
+  def test_tells_since_when(self):
+    state = fleet.Watch(np.array([-1, 3]), np.array([0.0, 50.0]))
+    found = np.array([[0, 0], [0, 0], [0, 0], [0, 5.0]])
+    before = state.suspects.copy(), state.since.copy()
+    _, (alarm,) = fleet.watch(state, found, 90.0, threshold=2.0, hold_s=40.0)
+    assert alarm == fleet.Alarm(
+      host=3, metric=1, since=50.0, until=90.0, score=5
+    )
+    np.testing.assert_array_equal(before, (state.suspects, state.since))
+
+
+class TestDetect:
+  def test_names_the_host(self):
+    (alarm,) = detect(broken())
+    assert (alarm.host, alarm.metric) == (2, 1)
+    # Half of the minute's mean is enough; then four minutes without a break.
+    assert 100 <= alarm.since <= 160 and 240 <= alarm.until - alarm.since <= 250
+    assert detect(noise()) == []
+    assert detect(broken()[:, :300]) == []  # Not long enough yet.
+    assert detect(broken()[:, :300], hold_s=60)[0].host == 2
+
+  def test_the_order_of_hosts_does_not_count(self):
+    x = broken()
+    for order in itertools.islice(itertools.permutations(range(6)), 0, 700, 97):
+      (alarm,) = detect(x[list(order)])
+      assert order[alarm.host] == 2
+
+  def test_the_first_metric_of_the_order_is_named(self):
+    x = noise()
+    x[2, 100:] += 6.0
+    for order in ([2, 0, 1], [1, 2, 0]):
+      (alarm,) = detect(x, order=order)
+      assert alarm.metric == order[0]
+
+  def test_roles_are_compared_apart(self):
+    x = noise(hosts=8)
+    roles = ["trainer"] * 4 + ["sampler"] * 4
+    x[4:] += 50.0  # They do something else.
+    x[5, 100:, 0] -= 8.0
+    (alarm,) = detect(x, roles)
+    assert (alarm.host, alarm.metric) == (5, 0)
+
+  def test_two_hosts_are_not_compared(self):
+    x = broken(hosts=5)
+    assert detect(x[:2] * [1, 50, 1]) == []
+    assert detect(x, ["a", "b", "b", "c", "c"]) == []
+
+  def test_gaps_do_not_hide_it(self):
+    x = broken()
+    x[np.random.default_rng(1).random(x.shape) < 0.3] = np.nan
+    assert detect(x)[0].host == 2
+
+
+class TestDenoiser:
+  @pytest.fixture(scope="class")
+  def params(self):
+    windows = denoiser.cut(denoiser.standardized(noise(hosts=16)))
+    return fleet.fit(jax.random.key(0), windows, steps=200, batch=128)
+
+  def test_takes_noise_away(self, params):
+    x = denoiser.standardized(noise(hosts=8, seed=7))
+    windows = denoiser.cut(x).transpose(2, 0, 1)
+    clean = np.asarray(denoiser._reconstruct(params, windows))
+    assert clean.shape == windows.shape
+    assert clean.var() < 0.7 * windows.var()
+    # What is left is of the window, not of all windows: its level.
+    levels = np.corrcoef(clean.mean(-1).ravel(), windows.mean(-1).ravel())[0, 1]
+    assert levels > 0.6
+
+  @pytest.mark.slow
+  def test_finds_broken_hosts(self):
+    score = functools.partial(
+      fleet.denoised_scores, fleet_campaign.fitted(episodes=2)
+    )
+    detect = functools.partial(fleet.detect, score=score, threshold=2.7)
+    outcomes = [
+      fleet_campaign.judge(
+        detect, fleets.episode(seed, hosts=8, faulty=seed % 2 == 0)
+      )
+      for seed in range(12)
+    ]
+    assert sum(outcome.right for outcome in outcomes) >= 5
+    assert sum(outcome.wrong for outcome in outcomes) <= 1
+
+  def test_every_metric_has_its_own(self, params):
+    shapes = {x.shape[0] for x in jax.tree.leaves(params)}
+    assert shapes == {3}
+
+
+class TestSlowHosts:
+  def seconds(self, hosts=5, steps=20, slow=()):
+    rng = np.random.default_rng(0)
+    x = np.array([2.0, 1.0, 0.01]) * rng.uniform(0.9, 1.1, (hosts, steps, 3))
+    for host, first, phase in slow:
+      x[host, first:, phase] *= 2
+    return x
+
+  def test_twice_as_slow_is_named_within_half_a_minute(self):
+    x = self.seconds(slow=[(3, 10, 0)])
+    # A step takes 3 s: seven of them are 20 s.
+    assert fleet.slow_hosts(x[:, :16]) == []
+    (alarm,) = fleet.slow_hosts(x[:, :17])
+    assert (alarm.host, alarm.metric) == (3, 0)
+    assert alarm.score == pytest.approx(2, rel=0.15)
+    assert 20 <= alarm.until - alarm.since <= 24
+
+  def test_healthy_ones_and_tiny_phases_are_not(self):
+    assert fleet.slow_hosts(self.seconds()) == []
+    assert fleet.slow_hosts(self.seconds(slow=[(1, 0, 2)])) == []
+    assert fleet.slow_hosts(self.seconds(hosts=2, slow=[(1, 0, 0)])) == []
+
+
+class TestSimulator:
+  def test_a_seed_is_one_episode(self):
+    one, same, other = (
+      fleets.episode(seed, hosts=4, seconds=600, faulty=True)
+      for seed in (1, 1, 2)
+    )
+    np.testing.assert_array_equal(one.x, same.x)
+    assert one[1:] == same[1:] and one[1:] != other[1:]
+
+  def test_faults_come_as_often_as_in_the_paper(self):
+    kinds = [
+      fleets.episode(seed, hosts=3, seconds=600, faulty=True).kind
+      for seed in range(200)
+    ]
+    share = kinds.count("ECC error") / len(kinds)
+    assert abs(share - 0.389) < 0.1
+    assert fleets.episode(1, hosts=3, faulty=False).host == -1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("hard", "least"), [(False, 0.95), (True, 0.88)])
+def test_a_campaign(hard, least):
+  """Seeds that no setting was chosen on."""
+  detectors = {"median": fleet.detect}
+  table = fleet_campaign.campaign(100, hard=hard, compared=detectors)["median"]
+  assert table["F1"] >= least and table["silent if healthy"] >= 0.95
