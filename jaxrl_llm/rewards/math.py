@@ -8,6 +8,7 @@ and numbers are compared as exact fractions.
 import fractions
 import re
 
+from jaxrl_llm.rewards import surds
 from jaxrl_llm.rewards.verdict import Verdict
 
 _MAX_RESPONSE = 20_000  # Characters searched, counted from the end.
@@ -42,6 +43,10 @@ _UNIT = re.compile(
 _DROP = re.compile(
   r"\\left(?![a-z])|\\right(?![a-z])|\\[()\[\]!]|\\?[$%]|"
   r"\^ ?\{? ?\\circ ?\}?|°"
+)
+# A point, an interval or a set; brackets inside make it something else.
+_TUPLE = re.compile(
+  r"(?P<open>[(\[]|\\\{)(?P<inner>[^()\[\]]*,[^()\[\]]*?)(?P<close>[)\]]|\\\})"
 )
 _SPACE = re.compile(r"\\[,;: ]|~|\\quad|\s+")
 
@@ -104,7 +109,8 @@ def normalize_answer(answer: str) -> str:
   r"""Strips what does not change an answer: `$`, `%`, units, LaTeX spacing.
 
   `\frac{a}{b}` becomes `a/b` where both are plain, thousands commas go, and a
-  unit goes only where a number stands before it.
+  unit goes only where a number stands before it. The parts of a point, an
+  interval or a set are stripped each, and square roots have one spelling.
   """
   text = _DROP.sub("", answer[:_MAX_ANSWER].replace("\u2212", "-"))
   text = _SPACE.sub(" ", text).strip()
@@ -118,7 +124,12 @@ def normalize_answer(answer: str) -> str:
   if unit := _UNIT.match(text):
     text = unit["number"]
   number = parse_number(text)
-  return str(number) if number is not None else text.replace(" ", "")
+  if number is not None:
+    return str(number)
+  if parts := _TUPLE.fullmatch(text):
+    inner = ",".join(map(normalize_answer, parts["inner"].split(",")))
+    return f"{parts['open']}{inner}{parts['close']}"
+  return surds.canonical(text) or text.replace(" ", "")
 
 
 def _as_ratio(match: re.Match) -> str:

@@ -3,6 +3,7 @@ r"""Numeric answers: where they are found, when they are equal, hostile text."""
 import contextlib
 import fractions
 import random
+import sys
 
 import pytest
 
@@ -78,6 +79,57 @@ class TestExtractAnswer:
     assert math.extract_answer(text, finished=False) == expected
 
 
+# (size, path of a file that must not come to be) -> what a policy may write.
+_PATTERNS = [
+  lambda n, path: f"__import__('os').system('touch {path}')" * n,
+  lambda n, path: f"open('{path}', 'w')" + " " * n,
+  lambda n, path: f"(lambda: exec(\"open('{path}','w')\"))()" + ";" * n,
+  lambda n, path: "9" * n + "**9" * n,
+  lambda n, path: r"\sqrt{" * n + "5" + "}" * n,
+  lambda n, path: r"\frac{1}{" * n + "7" + "}" * n,
+  lambda n, path: r"\frac" * n + "12" * n,
+  lambda n, path: "(" * n + r"\sqrt{8}" + ")" * n,
+  lambda n, path: "+".join(rf"\sqrt{{{i}}}" for i in range(2, n + 2)),
+  lambda n, path: r"(\sqrt{2}+\sqrt{3})" * n,
+  lambda n, path: rf"\sqrt{{{'9' * n}}}",
+  lambda n, path: rf"{'9' * n}\sqrt{{999983}}",
+  lambda n, path: r"\sqrt{2}/" * n + r"\sqrt{3}",
+  lambda n, path: "-" * n + r"\sqrt{5}",
+  lambda n, path: r"\sqrt" + " " * n + "5",
+  lambda n, path: "(" + "1," * n + "2)",
+  lambda n, path: "[" + r"\sqrt{7}," * n + "2)",
+  lambda n, path: r"\{" * n + r"\sqrt{7},1" + r"\}" * n,
+  lambda n, path: f"{n}/0",
+  lambda n, path: r"\frac{\sqrt{7}}{0}" * n,
+  lambda n, path: "0." + "3" * n + r"\sqrt{7}",
+  lambda n, path: "√" * n,
+  lambda n, path: "".join(map(chr, range(0x660, 0x660 + n))),
+  lambda n, path: r"\boxed{" * n + r"\sqrt{2}" + "}" * (n - 1),
+  lambda n, path: "7" + r"\sqrt{7}" * n + "1",
+]
+_AUDITED = {"exec", "compile", "open", "os.system", "subprocess.Popen"}
+
+
+@pytest.fixture
+def audited():
+  """What code was run and which files were opened meanwhile."""
+  events = []
+  watching.append(events)
+  yield events
+  watching.remove(events)
+
+
+watching = []
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _audit():
+  # A hook stays as long as the process: one, for all tests.
+  sys.addaudithook(
+    lambda event, _: [w.append(event) for w in watching if event in _AUDITED]
+  )
+
+
 class TestNumeric:
   @pytest.mark.parametrize(
     "response, gold",
@@ -122,6 +174,17 @@ class TestNumeric:
       ("18", "$18$"),
       ("18", "She makes 9*2=18. #### 18"),
       ("18", r"\boxed{18}"),
+      (r"\frac{1}{\sqrt{2}}", r"\frac{\sqrt{2}}{2}"),
+      (r"\sqrt{12}", r"2\sqrt{3}"),
+      (r"2\sqrt3", r"2 \cdot \sqrt{3}"),
+      (r"\sqrt{\frac{1}{3}}", r"\dfrac{\sqrt{3}}{3}"),
+      (r"\frac{\sqrt{5}-1}{2}", r"\frac{-1+\sqrt{5}}{2}"),
+      (r"\frac{1}{4}(2+2\sqrt{5})", r"\frac{1+\sqrt5}{2}"),
+      (r"x = -\sqrt 8", "-2√2"),
+      (r"3\sqrt{2}\text{ cm}", r"3\sqrt{2}"),
+      ("(1, 0.5)", r"\left(1,\frac{1}{2}\right)"),
+      (r"[2,\sqrt{8})", r"\left[ 2, 2\sqrt{2} \right)"),
+      (r"\{0.5, 2\}", r"\{\frac12,2\}"),
     ],
   )
   def test_equal(self, response, gold):
@@ -158,6 +221,18 @@ class TestNumeric:
       (r"\text{A}", "B"),
       ("", "0"),
       ("None", "0"),
+      (r"2\sqrt{3}", r"3\sqrt{2}"),
+      (r"\sqrt[3]{2}", r"\sqrt{2}"),
+      (r"\sqrt{-4}", r"\sqrt{4}"),
+      (r"\sqrt{4}", "2"),  # Not worked out.
+      (r"\sqrt{2}\sqrt{2}", "2"),
+      ("1.41421356", r"\sqrt{2}"),
+      (r"\sqrt{2}, -\sqrt{2}", r"\sqrt{2}"),
+      (r"\pm\sqrt{2}", r"\sqrt{2}"),
+      ("(1,2)", "(2,1)"),
+      ("(1,2)", "[1,2]"),
+      ("(1,2,3)", "(1,2)"),
+      ("(1,2)", "1,2"),
     ],
   )
   def test_not_equal(self, response, gold):
@@ -198,6 +273,15 @@ class TestNumeric:
   def test_hostile_text_is_just_wrong(self, response):
     for finished in (True, False):
       assert not math.numeric(response, "42", finished=finished).correct
+
+  @pytest.mark.parametrize("pattern", _PATTERNS)
+  def test_nothing_that_is_written_is_run(self, pattern, tmp_path, audited):
+    canary = tmp_path / "canary"
+    for size in (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233):
+      answer = pattern(size, str(canary))
+      for text in (answer, rf"\boxed{{{answer}}}", f"#### {answer}"):
+        assert not math.numeric(text, r"\sqrt{7}", finished=True).correct
+    assert not canary.exists() and audited == []
 
   def test_random_text_never_raises(self):
     pieces = [*"0123456789+-/.,{}$%= #\n", r"\boxed{", r"\frac", r"\text{"]
