@@ -253,9 +253,9 @@ class Environment(Group, path="environment"):
 class Sampler(Group, path="sampler"):
   """How responses are written."""
 
-  slots = Key(0, _COUNT)
+  slots = Key(0, Range(0, 1e6))
   """Responses written at a time; 0 is all that a step has in flight."""
-  kv_pages = Key(0, _COUNT)
+  kv_pages = Key(0, Range(0, 1e7))
   """Pages of the KV cache, on all devices of the sampler; when they run out the
   youngest responses wait. 0 is what all slots need at full length."""
   max_response_length = Key(64, _SOME, resume=FIXED)

@@ -11,11 +11,18 @@ class InputError(ValueError):
 
   The message is one line that says what is wrong, where, and what to do about
   it; scripts print it and exit with code 2. Line breaks (for instance from a
-  wrapped library's message) are folded into spaces.
+  wrapped library's message) are folded into spaces, the middle of a very long
+  one is left out, and what no terminal should get is shown as escapes: parts of
+  a message may be from a file that somebody else wrote.
   """
 
   def __init__(self, message: str):
-    super().__init__(" ".join(message.split()))
+    line = " ".join(message.split())
+    if len(line) > 1000:
+      line = f"{line[:600]} ... {line[-300:]}"
+    super().__init__(
+      "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+    )
 
 
 @contextlib.contextmanager

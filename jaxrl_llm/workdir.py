@@ -196,9 +196,7 @@ def check_facts(
   Raises:
     InputError: config.json is not as it was.
   """
-  file = workdir / _CHANGES
-  resumes = metrics.read_rows(file) if file.exists() else ()
-  changed = {key for row in resumes for key in row["changes"]}
+  changed = {key for changes in _resumes(workdir) for key in changes}
   now = _flat(read_config(workdir).to_dict())
   wrong = {
     key: [value, now[key]]
@@ -289,11 +287,28 @@ def read_config(workdir: pathlib.Path) -> Any:
   config = config_lib.default_config()
   saved = read_object(file, "give the --workdir of a run")
   _update(config, _flat(saved), file)
-  file = workdir / _CHANGES
-  for row in metrics.read_rows(file) if file.exists() else ():
-    changed = {key: value for key, (_, value) in row["changes"].items()}
-    _update(config, changed, file)
+  for changes in _resumes(workdir):
+    changed = {key: value for key, (_, value) in changes.items()}
+    _update(config, changed, workdir / _CHANGES)
   return config
+
+
+def _resumes(workdir: pathlib.Path) -> list[Changes]:
+  """What each resume changed."""
+  file = workdir / _CHANGES
+  resumes = (
+    [row.get("changes") for row in metrics.read_rows(file)]
+    if (file.exists())
+    else []
+  )
+  for changes in resumes:
+    if not isinstance(changes, dict) or not all(
+      isinstance(pair, list) and len(pair) == 2 for pair in changes.values()
+    ):
+      raise InputError(
+        f"{file}: 'changes' must map keys to [old, new]; restore the file"
+      )
+  return resumes
 
 
 def _update(config: Any, saved: Mapping[str, Any], file: pathlib.Path) -> None:

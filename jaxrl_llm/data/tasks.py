@@ -24,6 +24,7 @@ _TRAIN_STREAM, _EVAL_STREAM = 0, 1
 # Evaluation asks problems of at least so many operations, where the task has
 # them: shorter ones are few, and all withheld they would be missed in training.
 _EVAL_OPS = 3
+_MOST_OPS, _MOST_HELD_OUT = 1000, 100_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,8 +192,8 @@ class DrawnProblems:
 def _eval_problems(
   draw: Callable[..., Problem], size: int, **settings: float
 ) -> tuple[Problem, ...]:
-  if size < 1:
-    raise ValueError(f"eval_size must be >= 1, got {size}")
+  if not 1 <= size <= _MOST_HELD_OUT:
+    raise ValueError(f"eval_size must be in 1..{_MOST_HELD_OUT}, got {size}")
   rng = np.random.default_rng((_EVAL_SEED, _EVAL_STREAM))
   fewest = min(_EVAL_OPS, settings["max_ops"])
   found = {}
@@ -225,9 +226,10 @@ class ChainSum(DrawnProblems):
     Raises:
       ValueError: a setting is out of range.
     """
-    if not 1 <= min_ops <= max_ops:
+    whole = type(min_ops) is int and type(max_ops) is int
+    if not (whole and 1 <= min_ops <= max_ops <= _MOST_OPS):
       raise ValueError(
-        "need 1 <= min_ops <= max_ops, got"
+        f"need integers 1 <= min_ops <= max_ops <= {_MOST_OPS}, got"
         f" min_ops={min_ops}, max_ops={max_ops}"
       )
     settings = {"max_ops": max_ops, "min_ops": min_ops}

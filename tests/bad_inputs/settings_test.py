@@ -1,0 +1,112 @@
+"""Settings that would hang, fill the memory or mean nothing: one line each."""
+
+import pytest
+from helpers import tiny_run
+
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.train import build
+
+_INF, _NAN = float("inf"), float("nan")
+_SETTINGS = {
+  "chain_sum": [
+    {"min_ops": 3, "max_ops": 10**9},
+    {"min_ops": 10**9, "max_ops": 10**9},
+    {"min_ops": 4, "max_ops": 3},
+    {"min_ops": 0},
+    {"min_ops": None},
+    {"max_ops": 2, "eval_size": 10**9},
+    {"eval_size": 10**7},
+    {"eval_size": 0},
+    {"max_ops": 1e30},
+    {"max_ops": "9"},
+    {"max_ops": 2.5},
+    {"max_ops": True},
+    {"max_ops": _INF},
+    {"max_ops": _NAN},
+    {"nope": 1},
+    {"seed": 5},
+    {"split": "x"},
+  ],
+  "remainder": [
+    {"max_ops": 10**9},
+    {"max_ops": 0},
+    {"tail": 1e9},
+    {"tail": -1},
+    {"tail": _NAN},
+    {"tail": "1"},
+  ],
+  "sums": [
+    {"digits": 10**9},
+    {"digits": "2"},
+    {"eval_size": 10**9},
+    {"eval_size": -1},
+  ],
+}
+# Key -> values that its type allows.
+_VALUES = {
+  "data.group_size": [0, -1, 10**9],
+  "data.prompts_per_step": [0, 10**9],
+  "data.max_prompt_length": [0, 10**9],
+  "data.holdout": [-0.1, 1.0, _NAN],
+  "sampler.max_response_length": [0, 10**9],
+  "sampler.temperature": [-1.0, _NAN, _INF],
+  "sampler.slots": [-1, 10**9, 10**12],
+  "sampler.kv_pages": [-1, 10**9, 10**12],
+  "estimator.gamma": [-0.1, 1.1, _NAN],
+  "estimator.lambda_value": [-0.1, 1.1, _NAN],
+  "estimator.alpha": [0.0, -1.0, _NAN],
+  "loss.clip_low": [-0.1, 1.1, _NAN],
+  "loss.clip_high": [-0.1, _NAN, _INF],
+  "loss.mode": ["mean"],
+  "optimizer.policy.learning_rate": [-1e-6, _NAN, _INF],
+  "optimizer.policy.mini_batch": [0, 33],
+  "optimizer.value.micro_batch_size": [0, -1],
+  "reward.name": ["nope"],
+  "reward.correct": [_NAN, _INF],
+  "reward.deadline_s": [0.0, -1.0, _NAN],
+  "reward.workers": [-1],
+  "mesh.data": [0, 10**6],
+  "schedule.window": [-1],
+  "schedule.stop": ["some"],
+  "run.seed": [-1, 2**31],
+  "run.steps": [0, -1],
+  "run.stuck_after_s": [-1.0, _NAN, _INF],
+  "checkpoint.keep": [0, 1],
+  "eval.top_p": [0.0, 1.1, _NAN],
+  "model.dtype": ["int8"],
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+  return tiny_run.write_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def one_line(config):
+  with pytest.raises(InputError) as error:
+    build.make_run(config)
+  said = str(error.value)
+  assert said.isprintable() and len(said) < 500
+  return said
+
+
+@pytest.mark.parametrize(
+  ("source", "settings"),
+  [(name, case) for name, cases in _SETTINGS.items() for case in cases],
+)
+def test_settings_of_a_task(model, source, settings):
+  config = tiny_run.make_config(model)
+  config.data.source, config.data.settings = source, settings
+  said = one_line(config)
+  assert "data.settings" in said and any(name in said for name in settings)
+
+
+@pytest.mark.parametrize(
+  ("key", "value"),
+  [(key, value) for key, values in _VALUES.items() for value in values],
+)
+def test_values_of_a_key(model, key, value):
+  config = tiny_run.make_config(model)
+  config.update_from_flattened_dict({key: value})
+  shown = "mesh" if key.startswith("mesh.") else key  # Its sizes together.
+  assert f"config.{shown}" in one_line(config)
