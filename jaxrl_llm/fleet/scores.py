@@ -53,8 +53,8 @@ def median_scores(x: np.ndarray) -> np.ndarray:
   Returns:
     float32 [T, H, K]: every 5 seconds, from the end of the first minute on.
   """
-  residual = x - np.median(x, axis=0)
-  return _averaged(residual, np.median(np.abs(residual), axis=(0, 1)))
+  # One metric after the other: less memory at a time.
+  return np.stack([_deviations(x[..., k]) for k in range(x.shape[2])], axis=-1)
 
 
 def distances(points: np.ndarray) -> np.ndarray:
@@ -75,11 +75,14 @@ def joint(scores: np.ndarray) -> np.ndarray:
   return np.sqrt(np.mean(scores**2, axis=-1, keepdims=True))
 
 
-def _averaged(residual: np.ndarray, scale: np.ndarray) -> np.ndarray:
-  sums = np.cumsum(residual, axis=1, dtype=np.float64)
-  sums = np.concatenate([np.zeros_like(sums[:, :1]), sums], axis=1)
-  span = min(MEAN_S, residual.shape[1])
-  means = (sums[:, span:] - sums[:, :-span])[:, ::STRIDE_S] / span
+def _deviations(x: np.ndarray) -> np.ndarray:
+  """z of one metric, [H, S] -> [T, H]."""
+  residual = x - np.median(x, axis=0)
+  size = np.abs(residual)
   # Of a metric that stands still on most hosts the smallest change counts.
-  scale = np.maximum(_ROBUST * scale, 1e-6 * (1 + np.abs(residual).max((0, 1))))
-  return np.moveaxis(np.abs(means) / scale, 1, 0).astype(np.float32)
+  scale = max(_ROBUST * np.median(size), 1e-6 * (1 + size.max()))
+  sums = np.cumsum(residual, axis=1, dtype=np.float64)
+  sums = np.pad(sums, ((0, 0), (1, 0)))
+  span = min(MEAN_S, x.shape[1])
+  means = (sums[:, span:] - sums[:, :-span])[:, ::STRIDE_S] / span
+  return (np.abs(means).T / scale).astype(np.float32)
