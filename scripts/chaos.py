@@ -51,7 +51,7 @@ class Fault(NamedTuple):
   at: float  # Seconds after the start, or a fraction of a file.
   code: int  # Exit code.
   reached: int  # The last step that it logged, -1 for none.
-  resumed: int  # The step that the next start went on from.
+  lost: int  # Steps that the next start does again.
   said: str
 
 
@@ -98,13 +98,18 @@ def start(
   return process.returncode, said
 
 
+def committed(workdir: pathlib.Path) -> list[int]:
+  """The checkpoints, ascending."""
+  return sorted(
+    int(file.parent.name) for file in workdir.glob("checkpoints/*/COMMIT")
+  )
+
+
 def damage(rng: random.Random, workdir: pathlib.Path) -> str:
   """Damages a file of the newest of two or more checkpoints; says which."""
-  found = sorted(
-    int(f.parent.name) for f in workdir.glob("checkpoints/*/COMMIT")
-  )
+  found = committed(workdir)
   if len(found) < 2:
-    return "nothing to damage"
+    return ""
   folder = workdir / "checkpoints" / str(found[-1])
   files = sorted(
     f for f in folder.rglob("*") if f.is_file() and f.stat().st_size
@@ -134,7 +139,7 @@ def inflict(
   rng: random.Random, kind: str, workdir: pathlib.Path, whole_s: float
 ) -> Fault:
   """Does a fault of a kind, at a moment that is drawn."""
-  at, before = rng.uniform(0.4, 0.9) * whole_s, logged(workdir)
+  at = rng.uniform(0.4, 0.9) * whole_s
   if kind == "kill at start":
     at = rng.uniform(0.1, 0.4) * whole_s
   if kind == "disk":
@@ -143,17 +148,15 @@ def inflict(
   else:
     send = signal.SIGTERM if kind == "stop" else signal.SIGKILL
     code, said = start(workdir, send=send, after_s=at)
-  note = ""
-  if kind == "damage":
-    note = damage(rng, workdir)
-  resumed = [s for s in said.splitlines() if s.startswith("resumed from step")]
+  good = committed(workdir)
+  done = damage(rng, workdir) if kind == "damage" else ""
+  if done:
+    good.pop()
+  reached = logged(workdir)
+  lost = reached - good[-1] if good else reached + 1
   told = [s for s in said.splitlines() if "damaged" in s or "cannot write" in s]
-  went_on = int(resumed[0].split()[-1]) if resumed else -1
-  if before < 0:
-    went_on = -1
-  return Fault(
-    kind, at, code, logged(workdir), went_on, note or "; ".join(told)[:120]
-  )
+  said = done or "; ".join(told)[:120]
+  return Fault(kind, at, code, reached, lost, said)
 
 
 def outcome(workdir: pathlib.Path) -> tuple[list[dict], dict]:
@@ -185,15 +188,13 @@ def campaign(folder: pathlib.Path, *, faults: int, seed: int) -> bool:
     "| fault | at | exit | reached | done again | |\n|---|---|---|---|---|---|"
   )
   while len(done) < faults:
-    before = logged(broken)
     kind = _KINDS[len(done) % len(_KINDS)]
     fault = inflict(rng, kind, broken, whole_s)
-    lost = max(before - fault.resumed, 0) if before >= 0 else 0
-    again += lost
+    again += fault.lost
     done.append(fault)
     print(
       f"| {fault.kind} | {fault.at:.1f} | {fault.code} | {fault.reached} |"
-      f" {lost} | {fault.said} |",
+      f" {fault.lost} | {fault.said} |",
       flush=True,
     )
     if fault.reached >= _STEPS:
