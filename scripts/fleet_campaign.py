@@ -34,14 +34,14 @@ class Outcome(NamedTuple):
   kind: str  # Of the fault; '' without one.
 
 
-def fitted(episodes: int = 8):
+def fitted(episodes: int = 8, **training: int):
   """Denoisers that learned from healthy fleets of seeds of their own."""
   windows = []
   for i in range(episodes):
     drawn = fleets.episode(10**6 + i, hosts=16, faulty=False)
     x = fleet.fill_gaps(drawn.x[[r == "trainer" for r in drawn.roles]])
     windows.append(denoiser.cut(denoiser.standardized(x)))
-  return fleet.fit(jax.random.key(0), np.concatenate(windows))
+  return fleet.fit(jax.random.key(0), np.concatenate(windows), **training)
 
 
 def detectors(params) -> dict[str, Callable]:

@@ -29,7 +29,6 @@ from jaxrl_llm.report.figure import figure, name_lines
 from jaxrl_llm.train import build, loop
 
 _GRPO = pathlib.Path(__file__).resolve().parents[1] / "configs" / "grpo.py"
-_WARM_UP = 8  # Steps; longer responses than before may compile.
 WAYS = {
   "by turns": {},
   "streaming": {"schedule.streaming": True},
@@ -77,13 +76,13 @@ def make_config(way: str) -> Any:
   return config
 
 
-def measure(way: str, steps: int) -> tuple[list[Span], float]:
-  """The phases of so many steps, and the seconds of one."""
+def measure(way: str, steps: int, warm_up: int) -> tuple[list[Span], float]:
+  """The phases of so many steps after a warm-up, and the seconds of one."""
   run, recorder = build.make_run(make_config(way)), Recorder()
   with contextlib.closing(run.judge):
     states, weights = loop.begin(run)
-    for step in range(_WARM_UP + steps):
-      if step == _WARM_UP:
+    for step in range(warm_up + steps):
+      if step == warm_up:
         recorder.spans.clear()
         begin_s = time.perf_counter()
       states, weights, _ = loop.iterate(run, states, weights, recorder, None)
@@ -137,6 +136,12 @@ def main(arguments: list[str] | None = None) -> int:
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   parser.add_argument("--steps", type=int, default=6, help="that are measured")
+  parser.add_argument(
+    "--warm_up",
+    type=int,
+    default=8,
+    help="steps before them; longer responses than before may compile",
+  )
   parser.add_argument("--out", default="runs/timeline", help="folder")
   options = parser.parse_args(arguments)
   if jax.device_count() < 2 or options.steps < 1:
@@ -150,7 +155,7 @@ def main(arguments: list[str] | None = None) -> int:
   out.mkdir(parents=True, exist_ok=True)
   ways, table, turns_s = {}, [], None
   for way in WAYS:
-    ways[way], step_s = measure(way, options.steps)
+    ways[way], step_s = measure(way, options.steps, options.warm_up)
     turns_s = turns_s or step_s
     row = {"measured": way, "s/step": f"{step_s:.3g}"}
     row["x by turns"] = f"{turns_s / step_s:.2f}"

@@ -153,20 +153,6 @@ class TestKill:
     assert "resumed from step" in finish(start(tmp_path))
     assert tiny_run.comparable(tmp_path) == whole
 
-  @pytest.mark.slow
-  def test_again_and_again(self, start, whole, tmp_path):
-    # Every life ends a little later, the first ones before any step.
-    for life in range(8):
-      process = start(tmp_path)
-      if life < 3:
-        time.sleep(life)
-      else:
-        wait_for_rows(process, tmp_path, life - 1)
-      process.kill()
-      process.wait()
-    finish(start(tmp_path))
-    assert tiny_run.comparable(tmp_path) == whole
-
 
 @pytest.mark.slow
 class TestSignal:

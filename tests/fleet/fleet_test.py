@@ -186,7 +186,7 @@ class TestDenoiser:
   @pytest.mark.slow
   def test_finds_broken_hosts(self):
     score = functools.partial(
-      fleet.denoised_scores, fleet_campaign.fitted(episodes=2)
+      fleet.denoised_scores, fleet_campaign.fitted(episodes=1, steps=200)
     )
     detect = functools.partial(fleet.detect, score=score, threshold=2.7)
     outcomes = [

@@ -1,0 +1,199 @@
+"""Draws what a critic thinks of responses that it has not seen.
+
+    python scripts/critic.py --workdir=runs/vapo [--out=runs/vapo]
+
+The critic is the one that value pretraining left in the folder of a run, the
+responses are those of the run's first policy to the held-out problems. Writes
+OUT/critic.png with its numbers in critic.csv; prints the explained variance.
+A response of the task chain_sum has its first wrong character marked.
+"""
+
+import argparse
+import csv
+import pathlib
+import re
+import sys
+from typing import NamedTuple
+
+import numpy as np
+from pretraining import clean_solution
+
+from jaxrl_llm import checkpoint, masked, workdir
+from jaxrl_llm.data.tasks import ChainProblem
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.report.figure import figure
+from jaxrl_llm.train import build
+from jaxrl_llm.train.value_pretraining import FOLDER
+
+_BINS = 10
+_SHOWN = 4
+
+
+class Judgement(NamedTuple):
+  """Values of responses [B, T], and what became of them."""
+
+  values: np.ndarray
+  returns: np.ndarray  # float [B, T].
+  mask: np.ndarray  # bool [B, T].
+  correct: np.ndarray  # bool [B].
+  questions: list[str]
+  texts: list[str]
+
+
+def judge(folder: pathlib.Path) -> Judgement:
+  """Has the run's pretrained critic look at held-out responses.
+
+  Raises:
+    InputError: it is no folder of a run with a pretrained critic.
+  """
+  run = build.make_run(workdir.read_config(folder))
+  if run.pretraining is None:
+    raise InputError(
+      f"--workdir={folder}: its run had no value pretraining; choose another"
+    )
+  shapes = run.learner.critic.shapes.params
+  critic = checkpoint.load_tree(folder / FOLDER, shapes)
+  learner = run.learner.init(lambda _: critic)
+  weights = run.transfer.send(learner.policy.params, 0)
+  judged = run.evaluator(weights.params).judged
+  responses = judged.responses
+  batch = run.pretraining.learner.measure_critic(
+    learner, responses, np.random.default_rng(0)
+  )
+  run.judge.close()
+  run.worker.close()
+  return Judgement(
+    values=np.asarray(batch.experience["old_values"]),
+    returns=np.asarray(batch.experience["returns"]),
+    mask=np.asarray(batch.experience["value_mask"]),
+    correct=np.asarray(responses.correct),
+    questions=[p.question for p in judged.prompts],
+    texts=list(judged.texts),
+  )
+
+
+def binned(judgement: Judgement) -> list[dict[str, float]]:
+  """A row for each tenth of a response: V of right and wrong ones, and EV."""
+  lengths = judgement.mask.sum(axis=1)
+  rows = []
+  for bin_ in range(_BINS):
+    at = np.minimum((bin_ + 0.5) / _BINS * lengths, lengths - 1).astype(int)
+    pick = np.arange(len(lengths)), at
+    value, outcome = judgement.values[pick], judgement.returns[pick]
+    explained = masked.explained_variance(
+      value, outcome, np.ones(len(value), bool)
+    )
+    row = {"position": (bin_ + 0.5) / _BINS, "explained": float(explained)}
+    for name, rows_of in (
+      ("right", judgement.correct),
+      ("wrong", ~judgement.correct),
+    ):
+      of_them = value[rows_of] if rows_of.any() else np.array([np.nan])
+      row[name], row[f"{name}_sd"] = float(of_them.mean()), float(of_them.std())
+    rows.append(row)
+  return rows
+
+
+def first_wrong(question: str, text: str) -> int | None:
+  """Place of the first character that the clean solution has not; or None."""
+  if not re.fullmatch(r"[0-9]+([-+][0-9]+)+\?", question):
+    return None
+  terms = tuple(int(t) for t in re.findall(r"[-+]?[0-9]+", question))
+  solution = clean_solution(ChainProblem(terms))
+  differs = (i for i, (a, b) in enumerate(zip(text, solution)) if a != b)
+  return next(differs, None)
+
+
+def draw(judgement: Judgement, path: pathlib.Path, title: str) -> None:
+  """Three panels: V by position, EV by position, and V along responses."""
+  rows = binned(judgement)
+  column = lambda name: np.array([row[name] for row in rows])
+  with figure(path, 1, 3, title=title) as (_, axes):
+    for name in ("right", "wrong"):
+      mean, spread = column(name), column(f"{name}_sd")
+      (line,) = axes[0].plot(column("position"), mean, label=name)
+      axes[0].fill_between(
+        column("position"),
+        mean - spread,
+        mean + spread,
+        color=line.get_color(),
+        alpha=0.15,
+        linewidth=0,
+      )
+    axes[0].set(title="V: mean and spread", xlabel="part of the response")
+    axes[0].legend(title="responses that are")
+    axes[1].plot(column("position"), column("explained"))
+    axes[1].set(
+      title="explained variance", xlabel="part of the response", ylim=(0, 1)
+    )
+    for row in _examples(judgement):
+      length = int(judgement.mask[row].sum())
+      value = judgement.values[row, :length]
+      name = "right" if judgement.correct[row] else "wrong"
+      (line,) = axes[2].plot(value, label=f"{judgement.questions[row]} {name}")
+      at = first_wrong(judgement.questions[row], judgement.texts[row])
+      if at is not None and at < length:
+        axes[2].plot(at, value[at], "x", color=line.get_color(), markersize=9)
+    axes[2].set(title="V along responses; x is the first wrong character")
+    axes[2].set(xlabel="token")
+    axes[2].legend()
+
+
+def _examples(judgement: Judgement) -> list[int]:
+  """Right and wrong responses in turn, to problems that have both."""
+  rows, seen = [], set()
+  for wanted in (True, False) * (_SHOWN // 2):
+    for row in np.flatnonzero(judgement.correct == wanted):
+      question = judgement.questions[row]
+      both = {
+        bool(c)
+        for c, q in zip(judgement.correct, judgement.questions)
+        if q == question
+      }
+      if len(both) == 2 and (question, wanted) not in seen:
+        rows.append(int(row))
+        seen.add((question, wanted))
+        break
+  return rows
+
+
+def main(arguments: list[str] | None = None) -> int:
+  """Runs the command; returns its exit code, 2 for bad input."""
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument("--workdir", required=True, help="folder of a run")
+  parser.add_argument("--out", help="folder to write to; the run's by default")
+  options = parser.parse_args(arguments)
+  folder = pathlib.Path(options.workdir)
+  out = pathlib.Path(options.out or folder)
+  try:
+    judgement = judge(folder)
+    explained = float(
+      masked.explained_variance(
+        judgement.values, judgement.returns, judgement.mask
+      )
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    title = f"The pretrained critic of {folder.resolve().name}"
+    draw(judgement, out / "critic.png", title)
+    with open(out / "critic.csv", "w", newline="", encoding="utf-8") as file:
+      rows = binned(judgement)
+      writer = csv.DictWriter(file, list(rows[0]))
+      writer.writeheader()
+      writer.writerows(rows)
+  except ImportError:
+    print("matplotlib is missing: pip install -e '.[plot]'", file=sys.stderr)
+    return 2
+  except (InputError, OSError) as error:
+    print(f"critic: {error}", file=sys.stderr)
+    return 2
+  print(
+    f"explained variance {explained:.3f} on {len(judgement.texts)} held-out"
+    f" responses; wrote critic.png and critic.csv into {out}"
+  )
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())
