@@ -50,6 +50,7 @@ _SMALL = {
   ],
   "convert": [],
   "report": [],
+  "detect": [],
 }
 # Files that lines name, as their owners have them.
 _FILES = {
@@ -118,6 +119,11 @@ def folder(tmp_path_factory):
     json.dumps({"question": f"What is {k} + {k}?", "answer": str(2 * k)})
     for k in range(40)
   ]
+  (folder / "fleet").mkdir()
+  for host in range(3):
+    (folder / "fleet" / f"worker-{host}.jsonl").write_text(
+      "".join(f'{{"time": {i}, "power": {i % 7}}}\n' for i in range(600))
+    )
   for name in ("train.jsonl", "test.jsonl"):
     (folder / name).write_text(rows + "\n".join(more) + "\n")
   return folder
