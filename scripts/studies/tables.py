@@ -32,8 +32,7 @@ _CONSTANT_LAMBDA = {
   "estimator.lambda_schedule": "constant",
   "estimator.lambda_policy": 0.95,
 }
-# What VAPO is without one of its parts. All variants write the same number of
-# responses per step.
+# What VAPO is without one of its parts.
 _WITHOUT = {
   "value pretraining": {"value.pretrain_steps": 0},
   "decoupled GAE": _CONSTANT_LAMBDA | {"estimator.lambda_value": 0.95},
@@ -41,8 +40,22 @@ _WITHOUT = {
   "clip-higher": {"loss.clip_high": 0.2},
   "token-level loss": {"loss.mode": "seq-mean-token-mean"},
   "positive LM loss": {"loss.nll_coefficient": 0.0},
-  "group sampling": {"data.prompts_per_step": 128, "data.group_size": 1},
 }
+
+
+def _without_parts(run: Mapping[str, Any], responses: int) -> tuple:
+  """VAPO, then without each of its parts; as many responses per step."""
+  alone = {"data.prompts_per_step": responses, "data.group_size": 1}
+  return (
+    Variant("VAPO", "vapo", run),
+    *(
+      Variant(f"without {part}", "vapo", run | changes)
+      for part, changes in (_WITHOUT | {"group sampling": alone}).items()
+    ),
+    Variant("PPO", "ppo", run),
+  )
+
+
 _NO_KL = _RUN | {"loss.kl_coefficient": 0.0}
 _FILTER = {"loss.overlong_filter": True}
 _CLIP_HIGHER = {"loss.clip_high": 0.28}
@@ -82,13 +95,17 @@ STUDIES: Mapping[str, Study] = {
   "vapo_ablations": Study(
     title="VAPO and what each of its parts is worth",
     question="What does held-out accuracy lose without one part?",
+    variants=_without_parts(_RUN, 128),
+  ),
+  "credit": Study(
+    title="Where the critic knows: VAPO, its parts, and methods without one",
+    question="What is a critic worth whose values explain half the returns?",
+    preset="",
+    target=0.8,
     variants=(
-      Variant("VAPO", "vapo", _RUN),
-      *(
-        Variant(f"without {part}", "vapo", _RUN | changes)
-        for part, changes in _WITHOUT.items()
-      ),
-      Variant("PPO", "ppo", _RUN),
+      *_without_parts(_RUN, 512),
+      Variant("GRPO", "grpo", _RUN),
+      Variant("DAPO", "dapo", _RUN),
     ),
   ),
   "dapo_increments": Study(
