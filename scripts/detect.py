@@ -14,26 +14,30 @@ row of a training step, as in the metrics.jsonl of a run,
 
 whose phases are compared. A host is named if it is unlike the others of its
 role for --hold_s seconds without a break, if it takes 1.5 times as long as they
-do for 20 seconds, or if it has been silent for a minute. Fewer than three hosts
-of a role are not compared.
+do for 20 seconds and three steps, or if it has been silent for a minute by the
+median host's clock. Fewer than three hosts of a role are not compared.
 
 Exit code 0 if nobody is broken, 1 if somebody is, 2 for bad input.
 """
 
 import argparse
+import math
 import pathlib
+import statistics
 import sys
 from typing import Any
 
 import numpy as np
 
 from jaxrl_llm import fleet
-from jaxrl_llm.data.rows import read_rows
+from jaxrl_llm.data.rows import parse_rows
 from jaxrl_llm.errors import InputError
 
 _WINDOW_S = 900
 _SILENT_S = 60
 _NOT_METRICS = ("time", "step", "role", "nonfinite")
+# What says nothing of a host: the whole, its start, and what it waits for.
+_NOT_WORK = tuple(f"time/{x}_s" for x in ("step", "start", "wait", "compile"))
 
 
 def read_fleet(folder: pathlib.Path) -> dict[str, list[dict[str, Any]]]:
@@ -44,29 +48,44 @@ def read_fleet(folder: pathlib.Path) -> dict[str, list[dict[str, Any]]]:
   """
   hosts = {}
   for file in sorted(folder.glob("*.jsonl")):
-    rows = read_rows(file, "jsonl")
+    data = file.read_bytes()
+    # A host may be writing its last line.
+    rows = parse_rows(data[: data.rfind(b"\n") + 1], str(file), "jsonl")
     for row in rows:
-      if not isinstance(row.fields.get("time"), int | float):
+      if not math.isfinite(_number(row.fields.get("time"))):
         raise InputError(f"{row.where}: no number 'time'; give Unix seconds")
+      if "step" in row.fields and type(row.fields["step"]) is not int:
+        raise InputError(f"{row.where}: 'step' is no integer; correct it")
     fields = [row.fields for row in rows]
     hosts[file.stem] = sorted(fields, key=lambda row: row["time"])
   if not hosts:
     raise InputError(f"{folder}: no file HOST.jsonl of a host")
+  kinds = {"step" in row for rows in hosts.values() for row in rows}
+  if len(kinds) > 1:
+    raise InputError(
+      f"{folder}: some rows are of steps and some are samples; give a folder to"
+      " each kind"
+    )
   return hosts
+
+
+def newest(hosts: dict[str, list[dict[str, Any]]]) -> float:
+  """Now, by the median host: one with a wrong clock does not count."""
+  return statistics.median_low(rows[-1]["time"] for rows in hosts.values())
 
 
 def samples(
   hosts: dict[str, list[dict[str, Any]]],
 ) -> tuple[np.ndarray, list[str]]:
   """The last 15 minutes [H, S, K], NaN where nothing arrived, and names [K]."""
-  end = max(rows[-1]["time"] for rows in hosts.values())
+  end = newest(hosts)
   first = min(rows[0]["time"] for rows in hosts.values())
   begin = max(first, end - _WINDOW_S + 1)
   names = _numbers(hosts)
   x = np.full((len(hosts), int(end - begin) + 1, len(names)), np.nan)
   for host, rows in enumerate(hosts.values()):
     for row in rows:
-      if row["time"] >= begin:
+      if begin <= row["time"] <= end:
         second = int(row["time"] - begin)
         x[host, second] = [_number(row.get(name)) for name in names]
   return x, names
@@ -79,7 +98,7 @@ def phases(
   by_step = [{row["step"]: row for row in rows} for rows in hosts.values()]
   steps = sorted(set.intersection(*map(set, by_step)))
   names = [n for n in _numbers(hosts) if n.startswith("time/")]
-  names = [n for n in names if n not in ("time/step_s", "time/start_s")]
+  names = [n for n in names if n not in _NOT_WORK]
   x = [
     [[_number(rows[step].get(n)) for n in names] for step in steps]
     for rows in by_step
@@ -93,21 +112,27 @@ def _numbers(hosts) -> list[str]:
 
 
 def _number(value: Any) -> float:
-  return float(value) if isinstance(value, int | float) else np.nan
+  try:
+    return float(value) if isinstance(value, int | float) else math.nan
+  except OverflowError:
+    return math.nan
 
 
 def report(hosts, *, threshold: float, hold_s: float) -> list[str]:
   """A line for each broken host."""
   names = list(hosts)
-  end = max(rows[-1]["time"] for rows in hosts.values())
+  end = newest(hosts)
+  roles = [str(rows[-1].get("role", "")) for rows in hosts.values()]
   lines = []
   for name, rows in hosts.items():
     silence = end - rows[-1]["time"]
     if silence >= _SILENT_S and len(hosts) >= 3:
       lines.append(f"{name}: silent for {silence:.0f} s")
-  if all("step" in row for rows in hosts.values() for row in rows):
+    if silence <= -_SILENT_S and len(hosts) >= 3:
+      lines.append(f"{name}: its clock is {-silence:.0f} s ahead")
+  if "step" in next(iter(hosts.values()))[0]:
     x, metrics = phases(hosts)
-    for alarm in fleet.slow_hosts(x) if x.size else ():
+    for alarm in fleet.slow_hosts(x, roles=roles) if x.size else ():
       lines.append(
         f"{names[alarm.host]}: {metrics[alarm.metric]} takes"
         f" {alarm.score:.1f} times as long as elsewhere, for"
@@ -115,7 +140,6 @@ def report(hosts, *, threshold: float, hold_s: float) -> list[str]:
       )
     return lines
   x, metrics = samples(hosts)
-  roles = [str(rows[-1].get("role", "")) for rows in hosts.values()]
   for alarm in fleet.detect(x, roles=roles, threshold=threshold, hold_s=hold_s):
     since = end - x.shape[1] + alarm.since
     lines.append(

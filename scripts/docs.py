@@ -49,7 +49,7 @@ LAYERS = (
     "types masked distributions digest errors signals plugin base_models",
   ),
 )
-TOOLS = "generate simulate"
+TOOLS = "generate simulate fleet"
 
 
 def config_page() -> str:

@@ -97,12 +97,17 @@ def campaign(
   hard: bool,
   compared: Mapping[str, Callable],
   first: int = 0,
+  odd: float = fleets.ODD,
 ) -> dict[str, dict[str, float]]:
   """Detector -> what `summary` says of it."""
   found = {name: [] for name in compared}
   for i in range(first, first + episodes):
     drawn = fleets.episode(
-      i, hosts=_SIZES[i // 2 % len(_SIZES)], hard=hard, faulty=i % 2 == 0
+      i,
+      hosts=_SIZES[i // 2 % len(_SIZES)],
+      hard=hard,
+      faulty=i % 2 == 0,
+      odd=odd,
     )
     for name, detect in compared.items():
       found[name].append(judge(detect, drawn))
@@ -114,6 +119,7 @@ def cost(hosts: int, seconds: int = 900) -> None:
   x = np.random.default_rng(0).standard_normal(
     (hosts, seconds, len(fleets.METRICS)), np.float32
   )
+  x[np.random.default_rng(1).random(x.shape) < 0.01] = np.nan
   params = fitted(1)
   roles = ["trainer"] * hosts
   before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -138,6 +144,9 @@ def main(arguments: list[str] | None = None) -> int:
   )
   parser.add_argument("--episodes", type=int, default=100, help="per profile")
   parser.add_argument("--first", type=int, default=0, help="seed of the first")
+  parser.add_argument(
+    "--odd", type=float, default=fleets.ODD, help="size of odd healthy hosts"
+  )
   parser.add_argument("--cost", action="store_true", help="time one call")
   options = parser.parse_args(arguments)
   if options.cost:
@@ -146,7 +155,11 @@ def main(arguments: list[str] | None = None) -> int:
   compared = detectors(fitted())
   for hard in (False, True):
     table = campaign(
-      options.episodes, hard=hard, compared=compared, first=options.first
+      options.episodes,
+      hard=hard,
+      compared=compared,
+      first=options.first,
+      odd=options.odd,
     )
     print(f"\n{'hard' if hard else 'normal'}, {options.episodes} episodes\n")
     print("| detector |", " | ".join(table["median"]), "|")

@@ -93,10 +93,7 @@ def detect(
   """
   order = np.arange(x.shape[2]) if order is None else np.asarray(order)
   alarms = []
-  for role in dict.fromkeys(roles):
-    hosts = np.flatnonzero([name == role for name in roles])
-    if hosts.size < FEWEST:
-      continue
+  for hosts in _compared(roles):
     found = score(scores_lib.fill_gaps(x[hosts][..., order]))
     end = x.shape[1]
     times = np.linspace(min(scores_lib.MEAN_S, end), end, len(found))
@@ -113,35 +110,52 @@ def detect(
   return alarms
 
 
+def _compared(roles: Sequence[str]) -> list[np.ndarray]:
+  """The hosts of each role that has enough of them."""
+  groups = [
+    np.flatnonzero([name == role for name in roles])
+    for role in dict.fromkeys(roles)
+  ]
+  return [hosts for hosts in groups if hosts.size >= FEWEST]
+
+
 def slow_hosts(
-  seconds: np.ndarray, *, ratio: float = 1.5, hold_s: float = 20.0
+  seconds: np.ndarray,
+  *,
+  roles: Sequence[str],
+  ratio: float = 1.5,
+  hold_s: float = 20.0,
 ) -> list[Alarm]:
   """Hosts that take longer than the others for the phases of a step.
+
+  A phase in which hosts wait for each other is equally long on all of them, and
+  names nobody.
 
   Args:
     seconds: float [H, N, P], of hosts, steps and phases; NaN where a step has
       no such phase. Phases that take less than a tenth of a step do not count.
+    roles: of the hosts [H], as of `detect`.
     ratio: times the median host's from which on a host is slow.
-    hold_s: seconds of such steps, one after the other, that make an alarm.
+    hold_s: seconds of such steps, at least three and one after the other, that
+      make an alarm.
 
   Returns:
     An alarm for each slow host, of its slowest phase; `since` and `until` count
-    the seconds of the median host.
+    its own seconds.
   """
-  if len(seconds) < FEWEST:
-    return []
   seconds = np.nan_to_num(np.asarray(seconds, np.float64))
-  median = np.median(seconds, axis=0)  # [N, P]
-  step = np.maximum(median.sum(axis=1), 1e-9)  # [N]
-  counts = median >= 0.1 * step[:, None]
-  slower = np.where(counts, seconds / np.maximum(median, 1e-9), 1.0)
-  ends = np.cumsum(step)
   alarms = []
-  for host, phases in enumerate(slower):
-    phase = int(phases[-1].argmax())
-    fine = np.flatnonzero(phases[:, phase] < ratio)
-    since = ends[fine[-1]] if fine.size else 0.0
-    if ends[-1] - since >= hold_s:
-      found = float(np.median(phases[-3:, phase]))
-      alarms.append(Alarm(host, phase, float(since), float(ends[-1]), found))
+  for hosts in _compared(roles):
+    median = np.median(seconds[hosts], axis=0)  # [N, P]
+    counts = median >= 0.1 * median.sum(axis=1, keepdims=True)
+    for host in hosts:
+      slower = np.where(counts, seconds[host] / median.clip(1e-9), 1.0)
+      phase = int(slower[-1].argmax())
+      fine = np.flatnonzero(slower[:, phase] < ratio)
+      first = int(fine[-1]) + 1 if fine.size else 0
+      ends = np.cumsum(seconds[host].sum(axis=1))
+      since = float(ends[first - 1]) if first else 0.0
+      if len(slower) - first >= 3 and ends[-1] - since >= hold_s:
+        found = float(np.median(slower[-3:, phase]))
+        alarms.append(Alarm(int(host), phase, since, float(ends[-1]), found))
   return alarms

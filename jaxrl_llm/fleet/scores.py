@@ -18,23 +18,28 @@ def fill_gaps(x: np.ndarray) -> np.ndarray:
   Returns:
     float32 [H, S, K] without NaN.
   """
-  x = np.array(x, np.float32)
+  filled = np.array(x, np.float32)
+  for k in range(x.shape[2]):  # One after the other: less memory at a time.
+    if np.isnan(filled[..., k]).any():
+      filled[..., k] = _filled(filled[..., k])
+  return filled
+
+
+def _filled(x: np.ndarray) -> np.ndarray:
+  """One metric, [H, S], without NaN."""
   missing = np.isnan(x)
-  if not missing.any():
-    return x
-  seconds = np.arange(x.shape[1])[None, :, None]
+  seconds = np.arange(x.shape[1])
   never = 2 * x.shape[1]
   before = np.maximum.accumulate(np.where(missing, -never, seconds), axis=1)
   after = np.where(missing, never, seconds)[:, ::-1]
   after = np.minimum.accumulate(after, axis=1)[:, ::-1]
   near = np.where(seconds - before <= after - seconds, before, after)
-  known = np.clip(near, 0, x.shape[1] - 1)
-  filled = np.where(missing, np.take_along_axis(x, known, axis=1), x)
-  silent = np.isnan(filled)
-  if silent.any():
-    counted = np.ma.masked_invalid(filled)
-    median = np.ma.median(counted, axis=0).filled(0.0)
-    filled = np.where(silent, median.astype(np.float32), filled)
+  near = np.take_along_axis(x, near.clip(0, x.shape[1] - 1), axis=1)
+  filled = np.where(missing, near, x)
+  silent = missing.all(axis=1)
+  if silent.all():
+    return np.zeros_like(x)
+  filled[silent] = np.median(filled[~silent], axis=0)
   return filled
 
 

@@ -64,6 +64,7 @@ KINDS = {
   "machine unreachable": Kind(0.060, tuple(range(21)), 0.9, 1.0),
   "other": Kind(0.102, tuple(range(21)), 0.25, 0.5),
 }
+ODD = 1.5  # Largest difference that a healthy host may keep.
 SHAPES = ("step", "ramp", "intermittent", "drop")
 
 
@@ -79,13 +80,19 @@ class Episode(NamedTuple):
 
 
 def episode(
-  seed: int, *, hosts: int, seconds: int = 900, hard: bool = False, faulty: bool
+  seed: int,
+  *,
+  hosts: int,
+  faulty: bool,
+  seconds: int = 900,
+  hard: bool = False,
+  odd: float = ODD,
 ) -> Episode:
   """Draws an episode; the same seed is the same one."""
   rng = np.random.default_rng((20241102, seed))
   more = 2.0 if hard else 1.0
   roles = _roles(rng, hosts)
-  x = _healthy(rng, roles, seconds, more)
+  x = _healthy(rng, roles, seconds, more, odd)
   host, onset, kind, shape = -1, 0, "", ""
   if faulty:
     host = int(rng.integers(hosts))
@@ -115,15 +122,15 @@ def _roles(rng: np.random.Generator, hosts: int) -> tuple[str, ...]:
   )
 
 
-def _healthy(rng, roles, seconds, more) -> np.ndarray:
+def _healthy(rng, roles, seconds, more, largest) -> np.ndarray:
   """In standard deviations of a second's noise in the normal profile."""
   hosts, metrics = len(roles), len(METRICS)
   x = _noise(rng, hosts, seconds) * more
   # Hosts differ for good, some of them more.
   offsets = rng.normal(0, 0.5, (hosts, metrics))
   odd = rng.random((hosts, metrics)) < 0.02 * more
-  offsets[odd] *= 3.0
-  x += offsets[:, None].clip(-1.5, 1.5).astype(np.float32)
+  offsets[odd] *= 2 * largest
+  x += offsets[:, None].clip(-largest, largest).astype(np.float32)
   time = np.arange(seconds)
   for role in dict.fromkeys(roles):
     mine = np.flatnonzero([name == role for name in roles])

@@ -76,6 +76,26 @@ def test_who_fell_silent(tmp_path, capsys):
   assert code == 1 and out.startswith("worker-1: silent for 10")
 
 
+def test_a_clock_that_is_wrong_hides_nobody(tmp_path, capsys):
+  for host in range(4):
+    rows = samples(host, broken=host == 1)
+    if host == 2:  # In milliseconds.
+      rows = [row | {"time": 1000 * row["time"]} for row in rows]
+    write(tmp_path, f"worker-{host}", rows)
+  code, out, _ = run(tmp_path, capsys)
+  ahead, unlike = out.splitlines()
+  assert code == 1 and ahead.startswith("worker-2: its clock is ")
+  assert unlike.startswith("worker-1: duty_cycle")
+
+
+def test_a_line_that_is_being_written(tmp_path, capsys):
+  for host in range(3):
+    write(tmp_path, f"worker-{host}", samples(host))
+  with (tmp_path / "worker-1.jsonl").open("a") as file:
+    file.write('{"time": 18000')
+  assert run(tmp_path, capsys)[0] == 0
+
+
 def test_an_empty_folder(tmp_path, capsys):
   code, _, err = run(tmp_path, capsys)
   assert code == 2
@@ -88,7 +108,7 @@ def test_who_is_slow(tmp_path, capsys):
   assert run(tmp_path, capsys)[:2] == (
     1,
     "process-2: time/generate_s takes 2.0 times as long as elsewhere, for"
-    " 76 s\n",
+    " 133 s\n",
   )
 
 
@@ -97,8 +117,11 @@ def test_who_is_slow(tmp_path, capsys):
   [
     ("", "a.jsonl: there are no rows"),
     ('{"time": 1}\n[1]\n', "a.jsonl:2"),
-    ('{"time": 1}\n{"ti', "a.jsonl:2"),
     ('{"time": "now"}\n', "a.jsonl:1: no number 'time'; give Unix seconds"),
+    ('{"time": 1e999}\n', "a.jsonl:1"),
+    ('{"time": 1' + "0" * 400 + "}\n", "a.jsonl:1: no number 'time'"),
+    ('{"time": 1, "step": [1]}\n', "a.jsonl:1: 'step' is no integer"),
+    ('{"time": 1, "step": 1}\n{"time": 2}\n', "some rows are of steps"),
   ],
 )
 def test_bad_files_are_one_line(tmp_path, capsys, text, says):

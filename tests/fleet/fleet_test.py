@@ -204,6 +204,9 @@ class TestDenoiser:
 
 
 class TestSlowHosts:
+  def slow(self, x):
+    return fleet.slow_hosts(x, roles=["a"] * len(x))
+
   def seconds(self, hosts=5, steps=20, slow=()):
     rng = np.random.default_rng(0)
     x = np.array([2.0, 1.0, 0.01]) * rng.uniform(0.9, 1.1, (hosts, steps, 3))
@@ -213,17 +216,30 @@ class TestSlowHosts:
 
   def test_twice_as_slow_is_named_within_half_a_minute(self):
     x = self.seconds(slow=[(3, 10, 0)])
-    # A step takes 3 s: seven of them are 20 s.
-    assert fleet.slow_hosts(x[:, :16]) == []
-    (alarm,) = fleet.slow_hosts(x[:, :17])
+    # A step takes the slow host 5 s: four of them are 20 s.
+    assert self.slow(x[:, :13]) == []
+    (alarm,) = self.slow(x[:, :15])
     assert (alarm.host, alarm.metric) == (3, 0)
     assert alarm.score == pytest.approx(2, rel=0.15)
-    assert 20 <= alarm.until - alarm.since <= 24
+    assert 20 <= alarm.until - alarm.since <= 30
+
+  def test_two_long_steps_are_not_enough(self):
+    x = 20 * self.seconds(slow=[(3, 18, 0)])
+    assert self.slow(x) == []
+    assert self.slow(20 * self.seconds(slow=[(3, 17, 0)]))[0].host == 3
+
+  def test_roles_are_compared_apart(self):
+    x = self.seconds(hosts=6)
+    x[3:] *= 3
+    roles = ["trainer"] * 3 + ["sampler"] * 3
+    assert fleet.slow_hosts(x, roles=roles) == []
+    x[4, 5:] *= 2
+    assert [a.host for a in fleet.slow_hosts(x, roles=roles)] == [4]
 
   def test_healthy_ones_and_tiny_phases_are_not(self):
-    assert fleet.slow_hosts(self.seconds()) == []
-    assert fleet.slow_hosts(self.seconds(slow=[(1, 0, 2)])) == []
-    assert fleet.slow_hosts(self.seconds(hosts=2, slow=[(1, 0, 0)])) == []
+    assert self.slow(self.seconds()) == []
+    assert self.slow(self.seconds(slow=[(1, 0, 2)])) == []
+    assert self.slow(self.seconds(hosts=2, slow=[(1, 0, 0)])) == []
 
 
 class TestSimulator:
