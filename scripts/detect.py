@@ -1,6 +1,6 @@
 """Says which host of a fleet is broken, from what every host reports.
 
-    python scripts/detect.py --metrics=DIR [--hold_s=240] [--threshold=1.9]
+    python scripts/detect.py --metrics=DIR [--hold_s=240] [--threshold=1.7]
 
 DIR has one JSONL file a host, HOST.jsonl. A line is either a sample,
 
@@ -157,7 +157,7 @@ def main(arguments: list[str] | None = None) -> int:
   )
   parser.add_argument("--metrics", required=True, metavar="DIR")
   parser.add_argument("--hold_s", type=float, default=240.0)
-  parser.add_argument("--threshold", type=float, default=1.9)
+  parser.add_argument("--threshold", type=float, default=fleet.THRESHOLD)
   options = parser.parse_args(arguments)
   try:
     hosts = read_fleet(pathlib.Path(options.metrics))

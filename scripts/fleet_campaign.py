@@ -62,7 +62,7 @@ def detectors(params) -> dict[str, Callable]:
   }
 
 
-THRESHOLD_VAE, THRESHOLD_JOINT = 2.7, 0.8
+THRESHOLD_VAE, THRESHOLD_JOINT = 2.7, 0.6
 
 
 def judge(detect: Callable, drawn: fleets.Episode) -> Outcome:

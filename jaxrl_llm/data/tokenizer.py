@@ -4,14 +4,15 @@ The spelling of a control token inside a text is ordinary text: others wrote it.
 The ids of control tokens enter only through `prefix` and a chat template.
 """
 
+import contextvars
 import functools
 import itertools
 import pathlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jinja2
+import jinja2.nodes
 import tokenizers
 from jinja2 import sandbox
 
@@ -20,6 +21,7 @@ from jaxrl_llm.errors import InputError, as_input_error
 
 _MAX_TEMPLATE_CHARS = 1 << 16
 _MAX_RENDERED_CHARS = 1 << 20
+_MAX_ROUNDS = 1 << 18  # Of all loops and calls while a template is rendered.
 _AGAIN = "download it again"
 _PRIVATE_USE = range(0xE000, 0xF900)
 
@@ -175,6 +177,7 @@ class Tokenizer:
       Exception,  # The template is foreign code.
     ):
       template = _compile(self.chat_template)
+      _rounds.set(iter(range(_MAX_ROUNDS)))
       known = {
         "messages": messages,
         "add_generation_prompt": True,
@@ -189,12 +192,14 @@ class Tokenizer:
     return "".join(pieces)
 
 
-class _Environment(sandbox.ImmutableSandboxedEnvironment):
-  """A sandbox in which arithmetic cannot build giant values either.
+# Left to the template that is being rendered.
+_rounds: contextvars.ContextVar[Iterator[int]] = contextvars.ContextVar(
+  "rounds"
+)
 
-  A template cannot reach the machine. It can still waste time: it is to be
-  trusted as far as the model directory that it lies in.
-  """
+
+class _Environment(sandbox.ImmutableSandboxedEnvironment):
+  """A sandbox: no reach of the machine, no giant values, no endless loops."""
 
   intercepted_binops = frozenset(["*", "**", "%"])
 
@@ -204,6 +209,22 @@ class _Environment(sandbox.ImmutableSandboxedEnvironment):
     if operator == "**" or max(abs(left), abs(right)) > 1e9:
       raise sandbox.SecurityError(f"{operator!r} of too large numbers")
     return super().call_binop(context, operator, left, right)
+
+  def call(self, context, called, *args, **kwargs):
+    _count_round()
+    return super().call(context, called, *args, **kwargs)
+
+
+def _count_round() -> None:
+  if next(_rounds.get(), None) is None:
+    raise sandbox.SecurityError(f"more than {_MAX_ROUNDS} rounds of its loops")
+
+
+def _counted(items: Iterable[Any]) -> Iterator[Any]:
+  """The items of a loop, as long as it may go on."""
+  for item in items:
+    _count_round()
+    yield item
 
 
 def _raise_exception(message: str):
@@ -216,11 +237,20 @@ _ENVIRONMENT = _Environment(
   extensions=["jinja2.ext.loopcontrols"],
 )
 _ENVIRONMENT.globals["raise_exception"] = _raise_exception
+_ENVIRONMENT.filters["counted"] = _counted
 
 
 @functools.lru_cache(maxsize=8)
 def _compile(template: str) -> jinja2.Template:
-  return _ENVIRONMENT.from_string(template)
+  tree = _ENVIRONMENT.parse(template)
+  for loop in tree.find_all(jinja2.nodes.For):
+    loop.iter = jinja2.nodes.Filter(
+      loop.iter, "counted", [], [], None, None, lineno=loop.lineno
+    )
+    loop.iter.set_environment(_ENVIRONMENT)
+  code = _ENVIRONMENT.compile(tree)
+  names = _ENVIRONMENT.make_globals(None)
+  return jinja2.Template.from_code(_ENVIRONMENT, code, names)
 
 
 def _read_tokenizer(path: pathlib.Path) -> tokenizers.Tokenizer:

@@ -8,9 +8,15 @@ minutes is broken (Minder, Deng et al. 2024, arXiv 2411.01791). Arrays are
 
 from jaxrl_llm.fleet.alarm import Alarm, Watch, detect, slow_hosts, watch
 from jaxrl_llm.fleet.denoiser import denoised_scores, fit
-from jaxrl_llm.fleet.scores import fill_gaps, joint, median_scores
+from jaxrl_llm.fleet.scores import (
+  THRESHOLD,
+  fill_gaps,
+  joint,
+  median_scores,
+)
 
 __all__ = [
+  "THRESHOLD",
   "Alarm",
   "Watch",
   "denoised_scores",

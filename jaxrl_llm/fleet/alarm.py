@@ -73,7 +73,7 @@ def detect(
   *,
   roles: Sequence[str],
   score: Callable[[np.ndarray], np.ndarray] = scores_lib.median_scores,
-  threshold: float = 1.9,
+  threshold: float = scores_lib.THRESHOLD,
   hold_s: float = 240.0,
   order: Sequence[int] | None = None,
 ) -> list[Alarm]:

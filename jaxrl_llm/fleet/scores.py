@@ -4,6 +4,9 @@ import numpy as np
 
 MEAN_S = 60  # Seconds that a deviation is averaged over.
 STRIDE_S = 5  # Seconds between two looks.
+BEGINNING_S = 120  # Seconds that show how hosts differ when all is well.
+# Of `median_scores`, chosen on simulated fleets; see docs/reliability.md.
+THRESHOLD = 1.7
 _ROBUST = 1.4826  # Of a normal distribution, standard deviation / MAD.
 
 
@@ -46,11 +49,13 @@ def _filled(x: np.ndarray) -> np.ndarray:
 def median_scores(x: np.ndarray) -> np.ndarray:
   """Deviation from the fleet's median, in robust standard deviations.
 
-    r_h(t) = x_h(t) − median_g x_g(t)
-    z_h(t) = |mean of r_h over the last minute| / (1.4826 · median |r|)
+    r_h(t) = x_h(t) − median_g x_g(t),  m_h(t) its mean over the last minute
+    z_h(t) = max(min(|m_h|, 2 |m_h − b_h|), |m_h| / 2) / (1.4826 · median |r|)
 
-  The scale is over all hosts and seconds of a metric: few hosts that happen to
-  agree do not make a fourth one look broken.
+  with b_h the median of m_h in the first two minutes. Healthy hosts may differ
+  from each other for good, so a difference that was there from the beginning
+  counts half. The scale is over all hosts and seconds of a metric: few hosts
+  that happen to agree do not make a fourth one look broken.
 
   Args:
     x: float [H, S, K] of one role, without NaN.
@@ -90,4 +95,8 @@ def _deviations(x: np.ndarray) -> np.ndarray:
   sums = np.pad(sums, ((0, 0), (1, 0)))
   span = min(MEAN_S, x.shape[1])
   means = (sums[:, span:] - sums[:, :-span])[:, ::STRIDE_S] / span
-  return (np.abs(means).T / scale).astype(np.float32)
+  first = means[:, : 1 + (BEGINNING_S - span) // STRIDE_S]
+  new = np.abs(means - np.median(first, axis=1, keepdims=True))
+  size = np.abs(means)
+  scores = np.maximum(np.minimum(size, 2 * new), size / 2)
+  return (scores.T / scale).astype(np.float32)

@@ -5,6 +5,7 @@ import json
 import pretraining
 import pytest
 import tokenizers
+from jinja2 import sandbox
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from jaxrl_llm.data import prompt_source, tasks
@@ -201,6 +202,11 @@ class TestChat:
       "{{ [1] * 10 }}",
       "{% for i in range(99999) %}{{ messages[0].content }}{% endfor %}",
       "{% for i in range(999999999) %}{% endfor %}",
+      "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
+      "{% endfor %}",
+      "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}"
+      "{% endmacro %}{{ f(99) }}",
+      "{% for i in [0] recursive %}{{ loop([0, 0]) }}{% endfor %}",
       "{{ raise_exception('roles must alternate') }}",
       "{% broken",
       "{% include '/etc/passwd' %}",
@@ -213,6 +219,22 @@ class TestChat:
     with pytest.raises(InputError, match="chat template failed") as caught:
       tokenizer.apply_chat([{"role": "user", "content": "y" * 50}])
     assert "\n" not in str(caught.value)
+
+  def test_loops_know_where_they_are(self, tmp_path):
+    template = (
+      "{% for m in messages if m.role == 'user' %}{{ loop.index }}"
+      "{{ loop.length }}{{ loop.last }}{% break %}{% else %}none{% endfor %}"
+      "{% for i in nothing %}{% else %}empty{% endfor %}"
+      "{% for a, b in {'x': 1}.items() %}{{ a }}{{ b }}{% endfor %}"
+    )
+    config = {"chat_template": template}
+    path = byte_level(tmp_path, tokenizer_config__json=config)
+    tokenizer = Tokenizer(path)
+    messages = [{"role": "user", "content": "?"}] * 2
+    plain = sandbox.SandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+    expected = plain.from_string(template).render(messages=messages)
+    assert expected.startswith("12False")
+    assert tokenizer.decode(tokenizer.apply_chat(messages)) == expected
 
   def test_no_template(self, tmp_path):
     tokenizer = Tokenizer(character(tmp_path))

@@ -73,9 +73,20 @@ class TestMedianScores:
     x = np.zeros((3, 65, 1), np.float32) + np.array([0, 2, -1])[:, None, None]
     found = fleet.median_scores(x)
     assert found.shape == (2, 3, 1)  # At 60 s and 65 s.
-    # The median of |r| is 1.
-    expected = np.array([0, 2, 1]) / 1.4826
+    # The median of |r| is 1; a difference from the beginning counts half.
+    expected = np.array([0, 2, 1]) / 1.4826 / 2
     np.testing.assert_allclose(found[:, :, 0], [expected] * 2, rtol=1e-6)
+
+  def test_what_is_new_counts_fully(self):
+    x = np.zeros((4, 400, 1), np.float32)
+    x[:, :, 0] += np.array([0.0, 0.0, 1.0, -1.0])[:, None]  # As always.
+    x[0, 200:] += 3
+    x[2, 200:] += 1
+    end = fleet.median_scores(x)[-1, :, 0]
+    # From 200 s on the median is 1 higher: max(min(|m|, 2 |m - b|), |m| / 2).
+    size = np.median(np.abs(x - np.median(x, axis=0)))
+    expected = np.array([2.0, 1.0, 0.5, 2.0]) / (1.4826 * size)
+    np.testing.assert_allclose(end, expected, rtol=1e-5)
 
   def test_units_do_not_count(self):
     x = broken()
@@ -143,7 +154,7 @@ class TestDetect:
 
   def test_the_first_metric_of_the_order_is_named(self):
     x = noise()
-    x[2, 100:] += 6.0
+    x[2, 100:] += 60.0  # Seen by the same look in all of them.
     for order in ([2, 0, 1], [1, 2, 0]):
       (alarm,) = detect(x, order=order)
       assert alarm.metric == order[0]
