@@ -522,6 +522,9 @@ class Run(Group, path="run"):
   WANDB_PROJECT, of 'trackio' TRACKIO_PROJECT, or 'jaxrl_llm'."""
   max_skipped = Key(5, _SOME)
   """Updates in a row that are not finite before the run stops."""
+  replay_every = Key(0, _COUNT)
+  """Steps between updates that are done twice; the run stops if their bits
+  differ, as on a processor that calculates wrongly. 0 is never."""
   stuck_after_s = Key(3600.0, Range(0.0))
   """Seconds of one phase after which the run says where it stands, with the
   stacks of all threads, and ends; 0 is never."""

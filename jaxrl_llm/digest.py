@@ -7,6 +7,7 @@ of a leaf and on the place of every element in it, but not on mesh or sharding:
 it is a sum of integers, which is exact in any order.
 """
 
+import collections
 import hashlib
 import zlib
 from collections.abc import Mapping, Sequence
@@ -44,6 +45,28 @@ def checksums(tree: Any) -> dict[str, int]:
     ValueError: two leaves have one path name.
   """
   return leaf_checksums(*named_leaves(tree))
+
+
+def copies_that_differ(tree: Any) -> list[str]:
+  """Copies of the same elements on several devices, of which one is wrong.
+
+  Args:
+    tree: arrays; those of this process's devices are compared.
+
+  Returns:
+    'PATH on DEVICE' for each copy unlike the most common one.
+  """
+  copies = collections.defaultdict(dict)
+  for name, leaf in zip(*named_leaves(tree)):
+    for shard in leaf.addressable_shards if _is_copied(leaf) else ():
+      sums = copies[name, str(shard.index)]
+      sums[str(shard.device)] = _start(name, shard.data)
+  found = []
+  for (name, _), sums in copies.items():
+    bits = {d: tuple(x.tolist()) for d, x in jax.device_get(sums).items()}
+    [(usual, _)] = collections.Counter(bits.values()).most_common(1)
+    found += [f"{name} on {d}" for d, x in bits.items() if x != usual]
+  return found
 
 
 def combine(parts: Checksums) -> int:
@@ -98,6 +121,11 @@ def finish_checksums(started: Mapping[str, jax.Array]) -> dict[str, int]:
     name: int(low) | int(high) << 32
     for name, (low, high) in jax.device_get(dict(started)).items()
   }
+
+
+def _is_copied(leaf: Any) -> bool:
+  shards = getattr(leaf, "addressable_shards", ())
+  return len({str(shard.index) for shard in shards}) < len(shards)
 
 
 def _start(name: str, leaf: Any) -> jax.Array:

@@ -183,3 +183,44 @@ class TestChecksums:
   def test_refuse_two_leaves_of_one_name(self):
     with pytest.raises(ValueError, match="two leaves have the path 'a/b'"):
       digest.checksum({"a": {"b": np.zeros(1)}, "a/b": np.zeros(1)})
+
+
+class TestCopies:
+  """One array on several devices; a bit of one copy turns."""
+
+  def leaf(self, rng, mesh, spec):
+    x = rng.standard_normal((8, 6)).astype(np.float32)
+    return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+
+  def with_a_flipped_bit(self, rng, leaf):
+    """The array, and the device that has it wrong."""
+    parts = [np.array(shard.data) for shard in leaf.addressable_shards]
+    devices = [shard.device for shard in leaf.addressable_shards]
+    wrong = int(rng.integers(len(parts)))
+    bits = parts[wrong].view(np.uint32).reshape(-1)
+    bits[rng.integers(bits.size)] ^= np.uint32(1) << np.uint32(rng.integers(32))
+    shards = [jax.device_put(x, d) for x, d in zip(parts, devices)]
+    broken = jax.make_array_from_single_device_arrays(
+      leaf.shape, leaf.sharding, shards
+    )
+    return broken, devices[wrong]
+
+  def test_a_flipped_bit_is_found_with_its_device(self):
+    rng = np.random.default_rng(0)
+    mesh = jax.make_mesh((4, 2), ("a", "b"))
+    for i in range(100):
+      tree = {
+        "whole": self.leaf(rng, mesh, ()),
+        "half": self.leaf(rng, mesh, ("b",)),
+        "host": np.ones(3, np.float32),
+      }
+      assert digest.copies_that_differ(tree) == []
+      name = ("whole", "half")[i % 2]
+      tree[name], device = self.with_a_flipped_bit(rng, tree[name])
+      assert digest.copies_that_differ(tree) == [f"{name} on {device}"]
+
+  def test_what_lies_on_one_device_has_none(self):
+    mesh = jax.make_mesh((4, 2), ("a", "b"))
+    rng = np.random.default_rng(1)
+    split = self.leaf(rng, mesh, (("a", "b"),))
+    assert digest.copies_that_differ([split, jnp.ones(3), np.ones(2)]) == []

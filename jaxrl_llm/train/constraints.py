@@ -135,6 +135,11 @@ def streaming(config: Any, wrong: Wrong) -> None:
         f"gradients are summed up over the batch; use mini_batch={batch} and"
         " epochs=1"
       )
+  if config.run.replay_every:
+    wrong["schedule.streaming, run.replay_every"] = (
+      "a batch that arrives group by group is not there to be learned from"
+      " again; switch one off"
+    )
   whole = {
     "estimator.normalize": config.estimator.normalize != "none",
     "loss.name": config.loss.name == "hapo",

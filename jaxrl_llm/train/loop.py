@@ -43,6 +43,7 @@ from jaxrl_llm import checkpoint, metrics, signals, sync
 from jaxrl_llm import workdir as workdir_lib
 from jaxrl_llm.data.prompt_source import PromptSourceState
 from jaxrl_llm.errors import InputError, TrainingStopped
+from jaxrl_llm.learner.replay import update_twice
 from jaxrl_llm.learner.state import LearnerState
 from jaxrl_llm.rollout.worker import (
   Batch,
@@ -287,7 +288,11 @@ def _learn(run, states, written, timer) -> tuple[LearnerState, dict, Batch]:
   with timer.phase("wait"):
     batch = states.batches[0] if states.batches else written[0].result().batch
   run.pipeline.check(batch, states.step)
-  learner, row = run.learner.update(states.learner, batch.responses, timer)
+  every = run.config.run.replay_every
+  due = every and (states.step + 1) % every == 0
+  update = functools.partial(update_twice, run.learner)
+  update = update if due else run.learner.update
+  learner, row = update(states.learner, batch.responses, timer)
   return learner, row, batch
 
 

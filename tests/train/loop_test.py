@@ -473,6 +473,28 @@ class TestNotFinite:
     assert skipped == [0, 2, 0]
 
 
+class TestReplay:
+  def test_an_update_done_twice_leaves_no_trace(self, run, whole, tmp_path):
+    loop.train(with_config(run, run__replay_every=2), tmp_path)
+    assert_same_run(run, whole, tmp_path)
+    rows = metrics.read_rows(tmp_path / "metrics.jsonl")
+    assert [bool(row.get("time/replay_s")) for row in rows] == (
+      [False] + [False, True] * 3
+    )
+
+  def test_one_that_comes_out_otherwise_stops_the_run(self, run, tmp_path):
+    def nudge(experience):
+      return experience | {"advantages": experience["advantages"] * 1.0001}
+
+    wrong = interrupting(run, PRETRAINED + 3, nudge)
+    with pytest.raises(TrainingStopped, match="^step 2, done twice, has other"):
+      loop.train(with_config(wrong, run__replay_every=2), tmp_path)
+    # Only the policy learns from advantages.
+    assert newest(run, tmp_path).step == 1
+    loop.train(with_config(run, run__steps=2), tmp_path)
+    assert newest(run, tmp_path).step == 2
+
+
 class TestValuePretraining:
   def train(self, run, workdir, **changes):
     loop.train(with_config(run, run__steps=1, **changes), workdir)

@@ -1,0 +1,95 @@
+"""Checkpoints of every released format are read.
+
+`formats/N/` is the folder of a small windowed run that format N of the library
+wrote, in its second step, with responses half-written. A new format adds one:
+
+    PYTHONPATH=.:tests:scripts python tests/checkpoint/formats_test.py
+"""
+
+import json
+import os
+import pathlib
+import shutil
+
+import pytest
+from helpers import tiny_run
+
+from jaxrl_llm import checkpoint, digest, workdir
+from jaxrl_llm.checkpoint import commit
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.train import build, loop
+
+_FORMATS = pathlib.Path(__file__).parent / "formats"
+# 64 bits of the policy, by format.
+_POLICY = {4: 14853822941305320409}
+
+
+def make_config():
+  """Of a run in the working directory, so that no path is in its files."""
+  return tiny_run.make_config(
+    "model",
+    run__steps=2,
+    schedule__window=5,
+    optimizer__value__mini_batch=8,
+    checkpoint__keep=2,
+    checkpoint__every=2,
+    run__trackers=(),
+  )
+
+
+@pytest.fixture(params=sorted(int(f.name) for f in _FORMATS.glob("*")))
+def released(request, tmp_path, monkeypatch):
+  """A copy of the run of a format, and the format."""
+  monkeypatch.chdir(tmp_path)
+  shutil.copytree(_FORMATS / str(request.param), "run")
+  return pathlib.Path("run"), request.param
+
+
+def test_every_format_has_its_run():
+  assert {int(folder.name) for folder in _FORMATS.glob("*")} == {commit.FORMAT}
+  size = sum(f.stat().st_size for f in _FORMATS.rglob("*") if f.is_file())
+  assert size < 2e6
+
+
+def test_is_read_whole(released):
+  folder, number = released
+  policy = workdir.load_policy(folder)
+  assert policy.step == 2 and digest.checksum(policy.params) == _POLICY[number]
+  tiny_run.write_model(pathlib.Path("model"))
+  run = build.make_run(make_config())
+  assert workdir.prepare(folder, run.config) == {}
+  saver = checkpoint.Checkpointer(folder / "checkpoints", keep=2)
+  states, weights = loop.restore(run, saver, 2)
+  facts = saver.record(2)["facts"]
+  saver.close()
+  assert workdir.check_facts(folder, 2, facts) == []
+  assert states.step == weights.version == 2
+  assert states.learner.critic.optimizer.step == 1  # The first full batch.
+  # Half-written responses, some of them by the weights before.
+  written = states.rollout.store
+  assert set(written.lengths.tolist()) == {0, 5, 10}
+  assert set(written.version[written.lengths == 10].flat) >= {0, 1}
+  assert len(states.learner.waiting.rewards) < 8
+
+
+def test_a_newer_one_is_refused_in_one_line(released):
+  folder, number = released
+  file = folder / "checkpoints" / "2" / "COMMIT"
+  body = file.read_text().rpartition("}")[0] + "}"
+  text = json.dumps(json.loads(body) | {"format": number + 1}) + "\n"
+  file.write_text(text + digest.of_bytes(text.encode()) + "\n")
+  with pytest.raises(InputError) as caught:
+    workdir.load_policy(folder)
+  assert f"checkpoint format {number + 1}, but this version" in str(
+    caught.value
+  )
+  assert "\n" not in str(caught.value)
+
+
+if __name__ == "__main__":
+  target = _FORMATS / str(commit.FORMAT)
+  os.chdir(os.environ.get("TMPDIR", "/tmp"))
+  tiny_run.write_model(pathlib.Path("model"))
+  loop.train(build.make_run(make_config()), "written")
+  shutil.copytree("written", target, ignore=shutil.ignore_patterns("0", "lock"))
+  print(digest.checksum(workdir.load_policy(target).params))
