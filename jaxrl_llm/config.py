@@ -211,6 +211,9 @@ class Reward(Group, path="reward"):
   """Processes that judge; 0 judges inline, for rewards that cannot hang."""
   deadline_s = Key(10.0, Range(1e-3))
   """Seconds a single verdict may take in a worker."""
+  batch_deadline_s = Key(0.0, Range(0.0))
+  """Seconds after which workers leave the rest of a batch without a verdict;
+  0 is never."""
   overlong_buffer = Key(0, _COUNT)
   """Soft overlong punishment (DAPO eq. 13): the last so many tokens before
   sampler.max_response_length cost up to overlong_factor."""

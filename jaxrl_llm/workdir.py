@@ -21,7 +21,14 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxrl_llm import base_models, checkpoint, digest, metrics, models
+from jaxrl_llm import (
+  base_models,
+  checkpoint,
+  digest,
+  files,
+  metrics,
+  models,
+)
 from jaxrl_llm import config as config_lib
 from jaxrl_llm.data import sources
 from jaxrl_llm.data.rows import read_object
@@ -147,7 +154,8 @@ def begin(workdir: pathlib.Path, config: Any) -> bool:
     # Left by a run whose checkpoints were removed.
     (workdir / _CHANGES).unlink(missing_ok=True)
     hf.copy_settings(base_models.model_path(config), workdir / _MODEL)
-    _write(file, text)
+    files.tree_to_disk(workdir / _MODEL)
+    files.write_whole(file, text)
   return before == text.encode()
 
 
@@ -168,7 +176,7 @@ def record(workdir: pathlib.Path, step: int, changes: Changes) -> None:
   with _writing(workdir):
     before = file.read_text(encoding="utf-8") if file.exists() else ""
     line = json.dumps({"step": step, "changes": changes})
-    _write(file, f"{before}{line}\n")
+    files.write_whole(file, f"{before}{line}\n")
 
 
 def facts(workdir: pathlib.Path, config: Any) -> dict[str, Any]:
@@ -244,13 +252,6 @@ def set_aside(workdir: pathlib.Path, step: int) -> str:
       os.replace(workdir / "checkpoints" / name, folder / "checkpoints" / name)
   what = f"checkpoints {', '.join(map(str, late))} and" if late else "the"
   return f"{what} rows of before are set aside in {folder}"
-
-
-def _write(file: pathlib.Path, text: str) -> None:
-  """All of the text or, should this be interrupted, what was there before."""
-  part = file.with_name(file.name + ".part")
-  part.write_text(text, encoding="utf-8")
-  os.replace(part, file)
 
 
 def _writing(workdir: pathlib.Path) -> contextlib.AbstractContextManager[None]:

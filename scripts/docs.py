@@ -46,7 +46,7 @@ LAYERS = (
   ("functions", "estimators losses models sharding"),
   (
     "basics",
-    "types masked distributions digest errors signals plugin base_models",
+    "types masked distributions digest errors files signals plugin base_models",
   ),
 )
 TOOLS = "generate simulate fleet"

@@ -6,7 +6,6 @@ without it is no checkpoint. It ends with a checksum of itself.
 """
 
 import json
-import os
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +14,7 @@ import jax
 import numpy as np
 
 import jaxrl_llm
-from jaxrl_llm import digest
+from jaxrl_llm import digest, files
 from jaxrl_llm.errors import InputError
 
 FILE = "COMMIT"
@@ -67,20 +66,15 @@ def write(
     checksums: of the same leaves.
     **record: what else is to be known of it.
   """
-  for file in folder.rglob("*"):
-    _to_disk(file)
+  files.tree_to_disk(folder)
   leaves = {
     name: {**leaf, "checksum": f"{checksums[name]:016x}"}
     for name, leaf in leaves.items()
   }
   record = {"format": FORMAT, "library": jaxrl_llm.__version__, **record}
   text = json.dumps({**record, "leaves": leaves}, indent=1) + "\n"
-  part = folder / f"{FILE}.part"
-  part.write_text(text + digest.of_bytes(text.encode()) + "\n", "utf-8")
-  _to_disk(part)
-  os.replace(part, folder / FILE)
-  for place in (folder, folder.parent):
-    _to_disk(place)
+  files.write_whole(folder / FILE, f"{text}{digest.of_bytes(text.encode())}\n")
+  files.to_disk(folder.parent)
 
 
 def read(folder: pathlib.Path) -> dict[str, Any]:
@@ -143,12 +137,3 @@ def check_bits(
       f"{len(wrong)} of {len(found)} arrays differ from what was saved, as"
       f" {wrong[0]}",
     )
-
-
-def _to_disk(path: pathlib.Path) -> None:
-  """Returns when a file or the names in a folder outlive a power cut."""
-  file = os.open(path, os.O_RDONLY)
-  try:
-    os.fsync(file)
-  finally:
-    os.close(file)

@@ -23,6 +23,7 @@ import safetensors.numpy
 from flax import traverse_util
 from huggingface_hub import split_state_dict_into_shards_factory
 
+from jaxrl_llm import files
 from jaxrl_llm.errors import InputError, check_number
 from jaxrl_llm.models import hf_files, transformer
 from jaxrl_llm.models.config import ModelConfig
@@ -302,11 +303,11 @@ def _publish(stage: pathlib.Path, directory: pathlib.Path) -> None:
   for file in stage.iterdir():
     # Safetensors may give a file to its owner alone.
     shutil.copymode(stage / hf_files.CONFIG, file)
-    with file.open("rb") as stream:
-      os.fsync(stream.fileno())
+    files.to_disk(file)
   first = (hf_files.INDEX, hf_files.SINGLE)
   old = [file for file in directory.iterdir() if _WRITTEN.fullmatch(file.name)]
   for file in sorted(old, key=lambda file: file.name not in first):
     file.unlink()
   for file in sorted(stage.iterdir(), key=lambda file: file.name in first):
     os.replace(file, directory / file.name)
+  files.to_disk(directory)

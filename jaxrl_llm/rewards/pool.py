@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import os
 import pickle
 import queue
@@ -47,7 +48,12 @@ class CallPool:
   """Calls a function of data, inline or in processes that can be killed."""
 
   def __init__(
-    self, fn: Callable[..., Any], *, workers: int = 0, deadline_s: float = 10.0
+    self,
+    fn: Callable[..., Any],
+    *,
+    workers: int = 0,
+    deadline_s: float = 10.0,
+    batch_deadline_s: float = math.inf,
   ):
     """Starts the workers.
 
@@ -56,11 +62,13 @@ class CallPool:
         importable module.
       workers: processes; 0 calls inline, where nothing can be killed.
       deadline_s: seconds that one call may take in a worker.
+      batch_deadline_s: seconds after which what is left of a batch is late.
 
     Raises:
       InputError: the function cannot be sent to workers.
     """
-    self._fn, self._deadline_s, self._workers = fn, deadline_s, workers
+    self._fn, self._workers = fn, workers
+    self._deadline_s, self._batch_deadline_s = deadline_s, batch_deadline_s
     self._pickled = _pickled(fn) if workers else ""
     self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
     self.start()
@@ -73,8 +81,11 @@ class CallPool:
       return [_answer(self._fn, job) for job in jobs]
     self.start()  # Some may have been closed since.
     # A thread waits for a worker; what takes time is in the processes.
+    in_worker = functools.partial(
+      self._in_worker, time.monotonic() + self._batch_deadline_s
+    )
     with futures.ThreadPoolExecutor(self._workers) as threads:
-      return list(threads.map(self._in_worker, jobs))
+      return list(threads.map(in_worker, jobs))
 
   def start(self) -> None:
     """Has as many workers as there should be."""
@@ -86,7 +97,12 @@ class CallPool:
     while not self._idle.empty():
       self._idle.get().close()
 
-  def _in_worker(self, job: Mapping[str, Any]) -> tuple[Any, str | None]:
+  def _in_worker(
+    self, end: float, job: Mapping[str, Any]
+  ) -> tuple[Any, str | None]:
+    deadline_s = min(self._deadline_s, end - time.monotonic())
+    if deadline_s <= 0:
+      return None, "timeout"
     worker = self._idle.get()
     try:
       if not worker.started():  # Something killed it while it was idle.
@@ -97,7 +113,7 @@ class CallPool:
           "a worker did not start: see its output above; can a fresh Python"
           f" import {self._fn}?"
         )
-      answer, failed = worker.ask(json.dumps(job) + "\n", self._deadline_s)
+      answer, failed = worker.ask(json.dumps(job) + "\n", deadline_s)
       if not failed:
         with contextlib.suppress(ValueError, TypeError):
           result, why = json.loads(answer)
@@ -119,6 +135,7 @@ class RewardPool:
     *,
     workers: int = 0,
     deadline_s: float = 10.0,
+    batch_deadline_s: float = math.inf,
     grading: Grading = PLAIN,
   ):
     """Starts the workers.
@@ -127,6 +144,7 @@ class RewardPool:
       reward_fn: a reward; with workers, a function of an importable module.
       workers: processes, as in `CallPool`; they live for one batch.
       deadline_s: seconds that one response may take in a worker.
+      batch_deadline_s: as in `CallPool`.
       grading: how numbers become verdicts.
 
     Raises:
@@ -143,6 +161,7 @@ class RewardPool:
       functools.partial(_verdict, reward_fn, self._grading),
       workers=workers,
       deadline_s=deadline_s,
+      batch_deadline_s=batch_deadline_s,
     )
 
   def judge(self, calls: Sequence[Mapping[str, Any]]) -> list[Verdict]:
@@ -256,14 +275,22 @@ def serve(pickled: str, deadline_s: str):
   os.dup2(2, 1)  # What a function prints must not land among the answers.
   fn = pickle.loads(base64.b64decode(pickled))
   resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+  threading.Thread(target=_end_with, args=[os.getppid()], daemon=True).start()
   print("started", file=answers, flush=True)
   for line in sys.stdin:
-    # Ends a worker whose parent was killed before it could kill.
+    # Ends one that lets no other thread run, its parent having been killed.
     seconds = time.process_time() + float(deadline_s) + 2
     resource.setrlimit(
       resource.RLIMIT_CPU, (int(seconds), resource.RLIM_INFINITY)
     )
     print(json.dumps(_answer(fn, json.loads(line))), file=answers, flush=True)
+
+
+def _end_with(parent: int) -> None:
+  """Ends a worker and its children soon after its parent was killed."""
+  while os.getppid() == parent:
+    time.sleep(1.0)
+  os.killpg(0, signal.SIGKILL)
 
 
 def _answer(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import pathlib
 from typing import Any
 
@@ -292,6 +293,7 @@ def _make_pool(config) -> rewards.RewardPool:
       rewards.get_reward(reward.name, reward.path, reward.function),
       workers=reward.workers,
       deadline_s=reward.deadline_s,
+      batch_deadline_s=reward.batch_deadline_s or math.inf,
       grading=rewards.Grading(dict(reward.weights), reward.threshold),
     )
   except ValueError as error:

@@ -2,13 +2,25 @@
 
 import contextlib
 import os
+import pathlib
 import signal
+import subprocess
+import sys
 import time
 
+import psutil
 import pytest
 
 from jaxrl_llm import rewards
 from jaxrl_llm.rewards.exact import Verdict
+
+_LONG = "98765.4"  # Seconds; a name for processes that must not be left.
+_NO_VERDICTS = {
+  "object": object(),
+  "nan": float("nan"),
+  "inf": float("inf"),
+  "text": "1.0",
+}
 
 
 def moody(response, answer, *, finished):
@@ -20,6 +32,21 @@ def moody(response, answer, *, finished):
     os._exit(3)
   if response == "raise":
     raise KeyError("no\nluck")
+  if response == "count":  # In C, where no other thread runs.
+    return 9**9**9
+  if response == "segfault":
+    os.kill(os.getpid(), signal.SIGSEGV)
+  if response == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(3600)
+  if response == "breed":
+    for _ in range(20):
+      subprocess.Popen(["sleep", _LONG])
+    time.sleep(3600)
+  if response == "babble":
+    print("la " * 5_000_000, flush=True)
+  if response in _NO_VERDICTS:
+    return _NO_VERDICTS[response]
   if response == "devour":
     bytearray(100 * 2**30)
   if response == "print":
@@ -113,3 +140,68 @@ class TestWorkers:
       verdicts = judge(pool, texts, ["a"] * 4, [True] * 4)
       assert [v.error for v in verdicts] == ["crash", None, "crash", None]
       assert verdicts[1] == verdicts[3] == Verdict(True, "a")
+
+
+def processes(argument):
+  """Those that were started with an argument."""
+  found = psutil.process_iter(["cmdline"])
+  return [p for p in found if argument in (p.info["cmdline"] or ())]
+
+
+class TestHostile:
+  def test_each_costs_its_own_sample_and_leaves_nothing(self):
+    expected = {
+      "a": "",
+      "babble": "",
+      **dict.fromkeys(["hang", "count", "stubborn", "breed"], "timeout"),
+      **dict.fromkeys(["die", "segfault", "talk"], "crash"),
+      **dict.fromkeys(["raise", "devour", *_NO_VERDICTS], "error"),
+    }
+    texts = [text for name in expected for text in (name, "a")] * 2
+    descriptors = psutil.Process().num_fds()
+    with contextlib.closing(
+      rewards.RewardPool(moody, workers=2, deadline_s=1.0)
+    ) as pool:
+      verdicts = judge(pool, texts, ["a"] * len(texts), [True] * len(texts))
+    kinds = [(v.error or "").partition(":")[0] for v in verdicts]
+    assert kinds == [expected[text] for text in texts]
+    assert [v.correct for v in verdicts] == [text == "a" for text in texts]
+    assert psutil.Process().num_fds() == descriptors
+    assert not psutil.Process().children() and not processes(_LONG)
+
+  def test_many_that_hang_do_not_outlast_the_batch(self):
+    pool = rewards.RewardPool(
+      moody, workers=2, deadline_s=30.0, batch_deadline_s=1.0
+    )
+    with contextlib.closing(pool):
+      texts = ["a", "hang", "hang", "hang", "a"]
+      verdicts = judge(pool, texts, ["a"] * 5, [True] * 5)
+    assert verdicts[0] == Verdict(True, "a")
+    assert [v.error for v in verdicts[1:]] == ["timeout"] * 4
+
+  def test_nothing_is_left_when_the_trainer_is_killed(self):
+    program = (
+      "import pool_test as t; from jaxrl_llm import rewards\n"
+      "pool = rewards.RewardPool(t.moody, workers=2, deadline_s=600.0)\n"
+      "t.judge(pool, ['breed', 'hang'], ['a'] * 2, [True] * 2)"
+    )
+    tests = pathlib.Path(__file__).parents[1]
+    path = os.pathsep.join(map(str, [tests.parent, tests, tests / "rewards"]))
+    trainer = subprocess.Popen(
+      [sys.executable, "-c", program],
+      env=os.environ | {"PYTHONPATH": path},
+    )
+    until(lambda: len(processes(_LONG)) == 20)
+    left = psutil.Process(trainer.pid).children(recursive=True)
+    assert len(left) == 22
+    trainer.kill()
+    trainer.wait()
+    until(lambda: not any(child.is_running() for child in left))
+
+
+def until(true):
+  """Waits until something holds."""
+  end = time.monotonic() + 60
+  while not true():
+    assert time.monotonic() < end
+    time.sleep(0.1)
