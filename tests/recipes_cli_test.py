@@ -64,6 +64,10 @@ CONTRADICTIONS = [
   ),
   (STREAMING | {"schedule.lag": 1}, ["schedule.streaming=True", "lag=1"]),
   (
+    STREAMING | {"run.replay_every": 5},
+    ["schedule.streaming=True", "run.replay_every=5", "group by group"],
+  ),
+  (
     STREAMING | {"optimizer.value.epochs": 2},
     ["schedule.streaming=True", "optimizer.value.epochs=2", "sum"],
   ),

@@ -32,7 +32,7 @@ def test_one_device_is_refused(tmp_path):
 @pytest.mark.slow
 def test_shows_who_works_at_the_same_time(tmp_path):
   pytest.importorskip("matplotlib")
-  done = timeline(tmp_path, 2, "--steps=2", "--warm_up=2")
+  done = timeline(tmp_path, 2, "--steps=2", "--warm_up=1")
   assert done.returncode == 0, done.stderr
   assert (tmp_path / "timeline.png").stat().st_size > 10_000
   rows = list(csv.DictReader((tmp_path / "timeline.csv").open()))

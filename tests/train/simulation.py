@@ -90,8 +90,10 @@ class Disk:
     if self.rng.random() >= self.rate:
       return
     kind = self.rng.choices(list(_SHARES), list(_SHARES.values()))[0]
-    if kind == "stop" and self.stopped:
-      return  # A second one would end the process of the simulation.
+    # Where nobody listens, and the second time, it would end the simulation.
+    listened = signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    if kind == "stop" and (self.stopped or not listened):
+      return
     self.faults[kind] += 1
     self.trace.update(kind.encode())
     if kind == "stop":
