@@ -155,7 +155,8 @@ def _axes(name: str) -> tuple[str | None, ...]:
 
 
 def of_slots(mesh: Mesh, kv_heads: int) -> NamedSharding:
-  """Slots along the first axis; KV heads, where they divide, along the second.
+  """Slots, or rows, along the first axis; KV heads, where they divide, along
+  the second.
 
   So the queries of a head stay where its keys and values are.
   """

@@ -226,7 +226,10 @@ class Learner:
     gathered, tokens = [], 0
     for responses in arriving:
       rollout = responses.rollout
-      tokens += int(rollout.prompt_lengths.max() + rollout.lengths.sum())
+      share = self.policy.fns.shares_prompts
+      prompts = rollout.prompt_lengths
+      tokens += int(prompts.max() if share else prompts.sum())
+      tokens += int(rollout.lengths.sum())
       gathered.append(responses)
       if tokens >= self._room:
         yield types.join_rows(gathered)
@@ -243,7 +246,11 @@ class Learner:
     # First-fit leaves at most one row half empty.
     most_rows = 1 + 2 * most // capacity
     packed, layout = packing.pack(
-      rollout, capacity=capacity, rows=rows, micro_batches=-(-most_rows // rows)
+      rollout,
+      capacity=capacity,
+      rows=rows,
+      micro_batches=-(-most_rows // rows),
+      share=model.fns.shares_prompts,
     )
     return MiniBatch(np.arange(len(rollout.lengths)), packed, layout)
 
@@ -340,6 +347,7 @@ class Learner:
       capacity=self.settings.max_tokens_per_row,
       rows=model.settings.micro_batch_size,
       chosen=rows,
+      share=model.fns.shares_prompts,
     )
 
   def _score(self, state, rollout, policy_batches, critic_batches):

@@ -131,8 +131,20 @@ def share_prompts(
   return units, lengths
 
 
+def alone(rollout: Rollout, capacity: int) -> tuple[list[list[int]], list[int]]:
+  """As `share_prompts`, of samples that keep their prompts."""
+  del capacity
+  units = [[i] for i in range(len(rollout.lengths))]
+  return units, (rollout.prompt_lengths + rollout.lengths).tolist()
+
+
 def pack(
-  rollout: Rollout, *, capacity: int, rows: int, micro_batches: int
+  rollout: Rollout,
+  *,
+  capacity: int,
+  rows: int,
+  micro_batches: int,
+  share: bool = True,
 ) -> tuple[PackedTokens, Layout]:
   """Packs the samples of a rollout.
 
@@ -141,6 +153,7 @@ def pack(
     capacity: tokens per row, C; at least the longest sample.
     rows: rows per micro-batch, r.
     micro_batches: static number of micro-batches, M. B ≤ M · r always fits.
+    share: samples of a group share their prompt; else each has its own.
 
   Returns:
     The packed tokens and the layout that moves [B, T] arrays to and fro.
@@ -150,7 +163,7 @@ def pack(
       group has different prompts.
   """
   _check_samples(rollout, capacity)
-  units, lengths = share_prompts(rollout, capacity)
+  units, lengths = (share_prompts if share else alone)(rollout, capacity)
   row, offset, used = first_fit_decreasing(np.asarray(lengths), capacity)
   if used > rows * micro_batches:
     raise ValueError(
@@ -255,6 +268,7 @@ def mini_batches(
   capacity: int,
   rows: int,
   chosen: np.ndarray | None = None,
+  share: bool = True,
 ) -> list[MiniBatch]:
   """Splits a rollout into mini-batches of `size` samples and packs each.
 
@@ -268,6 +282,7 @@ def mini_batches(
     capacity: tokens per row.
     rows: rows per micro-batch.
     chosen: indices of the samples to split; all by default.
+    share: as of `pack`.
   """
   if chosen is None:
     chosen = np.arange(len(rollout.lengths))
@@ -282,6 +297,7 @@ def mini_batches(
       capacity=capacity,
       rows=rows,
       micro_batches=-(-size // rows),
+      share=share,
     )
     batches.append(MiniBatch(part, packed, layout))
   return batches
@@ -298,18 +314,18 @@ def one_by_one(
     rows: rows per micro-batch, r; all but the first are empty.
     micro_batches: static number of micro-batches, M, at least B.
   """
-  alone = [
+  each = [
     pack(take_rows(rollout, [i]), capacity=capacity, rows=rows, micro_batches=1)
     for i in range(len(rollout.lengths))
   ]
-  rest = [(0, micro_batches - len(alone)), (0, 0), (0, 0)]
+  rest = [(0, micro_batches - len(each)), (0, 0), (0, 0)]
 
   def joined(name):
-    return np.pad(np.concatenate([packed[name] for packed, _ in alone]), rest)
+    return np.pad(np.concatenate([packed[name] for packed, _ in each]), rest)
 
-  names = [name for name in alone[0][0] if name != "count"]
+  names = [name for name in each[0][0] if name != "count"]
   return PackedTokens(
-    **{name: joined(name) for name in names}, count=np.int32(len(alone))
+    **{name: joined(name) for name in names}, count=np.int32(len(each))
   )
 
 

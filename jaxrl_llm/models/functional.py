@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.models import heads, transformer
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.kernels import make_kernels
+from jaxrl_llm.models.kernels import make_kernels, make_packed_attention
 from jaxrl_llm.models.kv_cache import KVCache
 from jaxrl_llm.models.transformer import PackedRows
 
@@ -37,6 +37,8 @@ class ModelFns(NamedTuple):
   kv_sharding: NamedSharding | None
   # Several slots may read a page of it.
   shares_pages: bool
+  # Packed samples may share their prompt, see `PackedAttention`.
+  shares_prompts: bool
   # (shards, pages, page_size) -> a paged KV cache of zeros.
   init_kv_cache: Callable[..., KVCache]
   # (sampler_params, tokens [N,C]) -> the contiguous KV cache of N contexts.
@@ -48,8 +50,7 @@ class ModelFns(NamedTuple):
   @property
   def slots_sharding(self) -> NamedSharding | None:
     """Of arrays [S, ...] of the sampler; None: they lie on one device."""
-    kv = self.kv_sharding
-    return kv and NamedSharding(kv.mesh, PartitionSpec(kv.spec[0]))
+    return of_rows(self.kv_sharding)
 
 
 class ValueFns(NamedTuple):
@@ -62,6 +63,15 @@ class ValueFns(NamedTuple):
   from_policy: Callable[..., Any]
   # (params, PackedRows) -> (float32 [R, C], auxiliary losses likewise).
   values: Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
+  # As of the policy.
+  shares_prompts: bool
+
+
+def of_rows(sharding: NamedSharding | None) -> NamedSharding | None:
+  """The same along the first axis alone."""
+  if sharding is None:
+    return None
+  return NamedSharding(sharding.mesh, PartitionSpec(sharding.spec[0]))
 
 
 def _init_kv_cache(layers, init_layer, dtype, shards, pages, page_size):
@@ -81,7 +91,7 @@ def make_policy(
   cache_dtype: Any = None,
   remat: bool = True,
   head_chunk: int = 128,
-  sharding: jax.sharding.Sharding | None = None,
+  sharding: NamedSharding | None = None,
   kernels: str = "auto",
   sampler_sharding: NamedSharding | None = None,
 ) -> ModelFns:
@@ -98,7 +108,8 @@ def make_policy(
       (On a CPU a bfloat16 cache is several times slower than a float32 one.)
     remat: recompute layers in the backward pass.
     head_chunk: positions of time per application of the vocabulary head.
-    sharding: of hidden states [B, T, D] in training.
+    sharding: of rows in training along the first axis, and of KV heads along
+      the second if it names one; None: all lie on one device.
     kernels: attention backend, one of `kernels.NAMES`.
     sampler_sharding: of the sampler's slots and KV heads, see
       `sharding.of_slots`; None: all lie on one device.
@@ -106,16 +117,18 @@ def make_policy(
   Raises:
     InputError: this backend cannot serve this model on these devices.
   """
+  packed = make_packed_attention(kernels, config, sharding=sharding)
   backend = make_kernels(kernels, config, sharding=sampler_sharding)
   sampled = {"config": config, "dtype": sampler_dtype or dtype}
+  cached = sampled | {"kernels": backend}
   cache_dtype = cache_dtype or sampled["dtype"]
   backbone = functools.partial(
     transformer.hidden,
     config=config,
     dtype=dtype,
     remat=remat,
-    kernels=backend,
-    sharding=sharding,
+    attention=packed.attend,
+    sharding=of_rows(sharding),
   )
 
   def logprobs(params, packed, temperature=1.0):
@@ -145,13 +158,12 @@ def make_policy(
     for_sampling=bind(transformer.for_sampling, **sampled),
     kv_sharding=backend.kv_sharding,
     shares_pages=backend.shares_pages,
+    shares_prompts=packed.sees_prefixes,
     init_kv_cache=bind(
       _init_kv_cache, config.num_layers, backend.init_paged, cache_dtype
     ),
-    prefill=bind(
-      transformer.prefill, **sampled, cache_dtype=cache_dtype, kernels=backend
-    ),
-    decode=bind(transformer.decode, **sampled, kernels=backend),
+    prefill=bind(transformer.prefill, cache_dtype=cache_dtype, **cached),
+    decode=bind(transformer.decode, **cached),
   )
 
 
@@ -162,19 +174,20 @@ def make_value(
   dtype: Any = jnp.float32,
   remat: bool = True,
   kernels: str = "auto",
-  sharding: jax.sharding.Sharding | None = None,
+  sharding: NamedSharding | None = None,
 ) -> ValueFns:
   """Critic of a config: backbone plus a float32 scalar head that starts at 0.
 
   Arguments as in `make_policy`.
   """
+  packed = make_packed_attention(kernels, config, sharding=sharding)
   backbone = functools.partial(
     transformer.hidden,
     config=config,
     dtype=dtype,
     remat=remat,
-    kernels=make_kernels(kernels, config, sharding=sharding),
-    sharding=sharding,
+    attention=packed.attend,
+    sharding=of_rows(sharding),
   )
 
   def from_policy(params):
@@ -194,4 +207,4 @@ def make_value(
     head = params["value_head"]
     return (jnp.dot(states, head["kernel"]) + head["bias"][0])[..., 0], {}
 
-  return ValueFns(config, init, from_policy, values)
+  return ValueFns(config, init, from_policy, values, packed.sees_prefixes)

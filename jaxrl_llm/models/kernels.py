@@ -21,16 +21,22 @@ from jaxrl_llm.models.config import ModelConfig
 NAMES = ("auto", "xla", "pallas")
 
 
-class Kernels(NamedTuple):
-  """Attention on packed rows, and on the KV cache of a layer.
-
-  The cache is paged to decode, else contiguous. H query heads of size d share K
-  heads of keys and values.
-  """
+class PackedAttention(NamedTuple):
+  """Attention of training, on packed rows."""
 
   # (q [R,C,H,d], k [R,C,K,d], v, segments [R,C], prefixes [R,C])
-  #  -> [R,C,H,d], of training; see `attention.packed_attention`.
-  packed_attention: Callable[..., jax.Array]
+  #  -> [R,C,H,d]; see `attention.packed_attention`.
+  attend: Callable[..., jax.Array]
+  # Whether it looks at prefixes, so that samples may share their prompt; else
+  # each of them has its own.
+  sees_prefixes: bool
+
+
+class Kernels(NamedTuple):
+  """Attention on the KV cache of a layer, paged to decode, else contiguous.
+
+  H query heads of size d share K heads of keys and values.
+  """
 
   # Of the arrays of a paged layer; None: they lie on one device.
   kv_sharding: NamedSharding | None
@@ -60,10 +66,10 @@ def make_kernels(
   *,
   sharding: NamedSharding | None = None,
 ) -> Kernels:
-  """The backend of a name.
+  """The backend of a name, for a sampler.
 
   Args:
-    name: 'xla', which runs everywhere; 'pallas', the kernel for TPUs; 'auto',
+    name: 'xla', which runs everywhere; 'pallas', kernels for TPUs; 'auto',
       'pallas' where it can serve the model and 'xla' elsewhere. On a GPU this
       is XLA.
     config: the architecture.
@@ -74,23 +80,44 @@ def make_kernels(
     InputError: 'pallas' cannot serve this model on these devices.
     ValueError: there is no such name.
   """
+  tpu = _tpu(name, config, sharding)
+  if tpu is None:
+    return make_xla(config, sharding=sharding)
+  return tpu.make_pallas(config, sharding=sharding)
+
+
+def make_packed_attention(
+  name: str,
+  config: ModelConfig,
+  *,
+  sharding: NamedSharding | None = None,
+) -> PackedAttention:
+  """The backend of a name, for training; as `make_kernels`, of rows."""
+  tpu = _tpu(name, config, sharding)
+  if tpu is None:
+    return PackedAttention(attention.packed_attention, sees_prefixes=True)
+  return PackedAttention(
+    tpu.make_packed_attention(config, sharding=sharding), sees_prefixes=False
+  )
+
+
+def _tpu(name: str, config: ModelConfig, sharding: NamedSharding | None) -> Any:
+  """The module with the kernels for TPUs, None where plain XLA is to be."""
   if name not in NAMES:
     raise ValueError(f"kernels must be one of {NAMES}, got {name!r}")
   platform = "" if name == "xla" else platform_of(sharding)
   if name == "xla" or (name == "auto" and platform != "tpu"):
-    return make_xla(config, sharding=sharding)
+    return None
   # Pallas takes long to import, and plain XLA does not need it.
   from jaxrl_llm.models import kernels_tpu
 
   reason = kernels_tpu.refusal(config, platform)
   if not reason:
-    return kernels_tpu.make_pallas(config, sharding=sharding)
+    return kernels_tpu
   if name == "pallas":
     raise InputError(f"kernels='pallas' {reason}; use 'auto' or 'xla'")
-  warnings.warn(
-    f"the sampler runs kernels='xla': 'pallas' {reason}", stacklevel=3
-  )
-  return make_xla(config, sharding=sharding)
+  warnings.warn(f"kernels are 'xla': 'pallas' {reason}", stacklevel=4)
+  return None
 
 
 def platform_of(sharding: NamedSharding | None) -> str:
@@ -136,7 +163,6 @@ def make_xla(
     return zeros(sequences, length, dtype=dtype)
 
   return Kernels(
-    packed_attention=attention.packed_attention,
     kv_sharding=layer_sharding(sharding, heads_axis=2),
     shares_pages=False,
     init_paged=init_paged,

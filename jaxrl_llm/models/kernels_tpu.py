@@ -1,5 +1,10 @@
-"""The sampler's attention by JAX's ragged paged attention kernel for TPUs.
+"""Attention by the kernels that JAX has for TPUs.
 
+Training has splash attention, which skips what causality hides. It compares
+segments and knows no prefixes, so that every sample has a prompt of its own:
+long responses, which TPUs are for, hardly notice.
+
+The sampler has ragged paged attention.
 The KV cache of a layer is one array, [D, P, page_size, 2K, d] if paged and
 [N, T, 2K, d] if contiguous, with the key and the value of a head side by side.
 Slots read their own pages up to their own length, so time follows the sum of
@@ -10,17 +15,19 @@ Sizes that the kernel lacks are padded with zeros: KV heads up to 1, 2, 4 or a
 multiple of 8, d up to a multiple of 128, which is how wide the registers are.
 
 Reference:
-  jax.experimental.pallas.ops.tpu.ragged_paged_attention.
+  jax.experimental.pallas.ops.tpu: splash_attention, ragged_paged_attention.
 """
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import ragged_paged_attention as ragged
+from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl_llm.models import attention, kv_cache
+from jaxrl_llm.models import kv_cache
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.kernels import Kernels, layer_sharding
 
@@ -30,6 +37,10 @@ _SMALLEST = 64  # Of a head: below, more than half of what is read is zeros.
 # few (decode) or many (prefill). They fit; on no TPU were others timed.
 _KV_BLOCK = 512
 _DECODE_QUERIES, _PREFILL_QUERIES = 8, 32
+_BLOCKS = ("block_q", "block_kv", "block_kv_compute")
+_BLOCKS += ("block_q_dq", "block_kv_dq")
+_BLOCKS += ("block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute")
+_ROW_BLOCK = 512  # Of splash attention: queries, and keys, at a time.
 
 
 def refusal(config: ModelConfig, platform: str) -> str:
@@ -39,6 +50,47 @@ def refusal(config: ModelConfig, platform: str) -> str:
   if config.head_dim < _SMALLEST:
     return f"needs head_dim >= {_SMALLEST}, and the model has {config.head_dim}"
   return ""
+
+
+def make_packed_attention(
+  config: ModelConfig, *, sharding: NamedSharding | None
+) -> Callable[..., jax.Array]:
+  """Splash attention of packed rows: each segment for itself, causal.
+
+  Args:
+    config: the architecture.
+    sharding: as in `make_kernels`, of rows in place of slots.
+  """
+  scale = config.head_dim**-0.5
+
+  def on_device(q, k, v, segments):
+    time = q.shape[1]
+    block = min(_ROW_BLOCK, -(-time // _LANES) * _LANES)
+    sizes = {1: -(-time // block) * block}
+    wide = sizes | {3: -(-q.shape[3] // _LANES) * _LANES}
+    heads_first = lambda x: _pad(x, wide).swapaxes(1, 2)
+    # What is added to a row is a segment of its own.
+    segments = _pad(segments + 1, sizes)
+    mask = splash.CausalMask((sizes[1], sizes[1]))
+    attend = splash.make_splash_mha(
+      splash.MultiHeadMask([mask] * q.shape[2]),
+      head_shards=1,
+      q_seq_shards=1,
+      block_sizes=splash.BlockSizes(**dict.fromkeys(_BLOCKS, block)),
+    )
+    out = jax.vmap(attend)(
+      heads_first(q * scale),
+      heads_first(k),
+      heads_first(v),
+      splash.SegmentIds(q=segments, kv=segments),
+    )
+    return out.swapaxes(1, 2)[:, :time, :, : q.shape[3]]
+
+  def attention(q, k, v, segments, prefixes):
+    del prefixes  # There are none.
+    return _on_devices(on_device, sharding)(q, q, k, v, segments)
+
+  return attention
 
 
 def make_pallas(
@@ -93,7 +145,6 @@ def make_pallas(
     return attend(_attend_contiguous, layer, q, lengths)
 
   return Kernels(
-    packed_attention=attention.packed_attention,
     kv_sharding=layer_sharding(sharding, heads_axis=3),
     shares_pages=True,
     init_paged=init_paged,

@@ -5,6 +5,7 @@ the same layers unrolled, each with its own KV cache, updated in place.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import chex
@@ -108,7 +109,7 @@ def hidden(
   config: ModelConfig,
   dtype: Any,
   remat: bool,
-  kernels: Kernels,
+  attention: Callable[..., jax.Array],
   sharding: jax.sharding.Sharding | None = None,
 ) -> jax.Array:
   """Final hidden states [R, C, D] of packed rows.
@@ -119,7 +120,7 @@ def hidden(
     config: the architecture.
     dtype: of activations and matrix products.
     remat: recompute each layer in the backward pass.
-    kernels: attention backend.
+    attention: as of `PackedAttention`.
     sharding: of the hidden states, pinned after every layer.
   """
   segments, prefixes = packed.segments, packed.prefixes
@@ -133,7 +134,7 @@ def hidden(
     return jax.lax.with_sharding_constraint(x, sharding)
 
   def attend(q, k, v):
-    return kernels.packed_attention(q, k, v, segments, prefixes), None
+    return attention(q, k, v, segments, prefixes), None
 
   def layer(x, layer_params):
     module = _module("layer", config, layer_params)

@@ -87,7 +87,7 @@ def make_fns(
     "dtype": jnp.dtype(config.model.dtype),
     "remat": config.model.remat,
     "kernels": config.model.kernels,
-    "sharding": sharding.along_batch(both.trainer),
+    "sharding": sharding.of_slots(both.trainer, model_config.num_kv_heads),
   }
   dtype = lambda name: jnp.dtype(name) if name else None
   policy = models.make_policy(

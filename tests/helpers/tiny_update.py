@@ -94,7 +94,13 @@ ALGORITHMS = {
 
 
 def make_batch(
-  kind, *, micro_batch_size, rows=range(SAMPLES), capacity=CAPACITY, size=None
+  kind,
+  *,
+  micro_batch_size,
+  rows=range(SAMPLES),
+  capacity=CAPACITY,
+  size=None,
+  share=True,
 ):
   rollout, data = make_data()
   rows = np.asarray(rows)
@@ -103,6 +109,7 @@ def make_batch(
     capacity=capacity,
     rows=micro_batch_size,
     micro_batches=-(-len(rows) // micro_batch_size),
+    share=share,
   )
   batch = packing.MiniBatch(rows, packed, layout)
   inputs = take_rows(data, rows)

@@ -92,6 +92,25 @@ class TestPack:
     assert not packed.prefixes[0, 1].any()
     np.testing.assert_array_equal(layout.gather(packed.targets), rollout.tokens)
 
+  def test_a_prompt_each_by_hand(self):
+    rollout = random_rollout(np.random.default_rng(0), rows=2, group_size=2)
+    rollout = rollout.replace(
+      prompt_tokens=np.asarray([[10, 11, 12]] * 2),
+      prompt_lengths=np.asarray([3, 3]),
+      tokens=np.asarray([[21, 0], [31, 32]]),
+      lengths=np.asarray([1, 2]),
+      mask=np.asarray([[1, 0], [1, 1]], bool),
+    )
+    packed, layout = packing.pack(
+      rollout, capacity=10, rows=1, micro_batches=1, share=False
+    )
+    row = lambda name: packed[name][0, 0].tolist()
+    assert row("tokens") == [10, 11, 12, 31, 32, 10, 11, 12, 21, 0]
+    assert row("segments") == [1, 1, 1, 1, 1, 2, 2, 2, 2, 0]
+    assert row("positions") == [0, 1, 2, 3, 4, 0, 1, 2, 3, 0]
+    assert not packed.prefixes.any()
+    np.testing.assert_array_equal(layout.gather(packed.targets), rollout.tokens)
+
   @pytest.mark.parametrize("group_size", [1, 4])
   @pytest.mark.parametrize("seed", range(10))
   def test_every_response_token_lands_once(self, seed, group_size):

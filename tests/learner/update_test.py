@@ -185,6 +185,26 @@ class TestGradient:
       metrics["policy/loss"], narrow["policy/loss"], rtol=1e-5, atol=1e-7
     )
 
+  @pytest.mark.parametrize("kind", ["policy", "value"])
+  def test_prompts_of_their_own_give_the_same(self, kind):
+    """As on TPUs, whose attention knows no prefixes."""
+    shared, alone = (
+      make_batch(kind, micro_batch_size=4, share=share)
+      for share in (True, False)
+    )
+    assert shared.packed.prefixes.any() and not alone.packed.prefixes.any()
+    expected, _ = gradient_of_update(kind, 4)
+    apply, _ = make_update(kind)
+    after, _ = apply(make_state(kind), alone, *settings_of(kind))
+    chex.assert_trees_all_close(
+      jax.tree.map(
+        lambda old, new: old - np.asarray(new), make_params(kind), after.params
+      ),
+      expected,
+      rtol=1e-5,
+      atol=1e-6 * largest(expected),
+    )
+
   def test_metrics_are_means_over_the_tokens_trained_on(self):
     rollout, data = make_data()
     packed, layout = packing.pack(

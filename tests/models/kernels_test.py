@@ -11,11 +11,14 @@ import pytest
 from helpers import tiny
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+  splash_attention_kernel,
+)
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxrl_llm import models
+from jaxrl_llm import models, sharding
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models import kernels, kernels_tpu
+from jaxrl_llm.models import attention, kernels, kernels_tpu
 from jaxrl_llm.sampling import Engine, EngineConfig, SamplingSettings
 
 PAGE, PAGES = 4, 9
@@ -243,6 +246,71 @@ class TestPallas:
     assert len({*map(tuple, got.tokens.tolist())}) > 4
 
 
+class TestPackedAttention:
+  """Splash attention, interpreted, against plain XLA."""
+
+  @pytest.fixture(autouse=True)
+  def _interpreted(self, monkeypatch):
+    made = splash_attention_kernel._make_splash_attention
+    interpreted = functools.partial(made, is_mqa=False, interpret=True)
+    monkeypatch.setattr(kernels_tpu.splash, "make_splash_mha", interpreted)
+
+  def _rows(self, config, time):
+    """q, k, v, segments with padding at the end, and a cotangent."""
+    rng = np.random.default_rng(0)
+    of = lambda heads: rng.standard_normal(
+      (2, time, heads, config.head_dim), np.float32
+    )
+    q, k, v, g = map(
+      of, [config.num_heads, *[config.num_kv_heads] * 2, config.num_heads]
+    )
+    segments = -np.sort(-rng.integers(0, 4, (2, time)), axis=1)
+    return q, k, v, segments.astype(np.int32), g
+
+  def _with_gradients(self, attend, q, k, v, segments, g):
+    function = lambda q, k, v: attend(
+      q, k, v, segments, np.zeros_like(segments)
+    )
+    out, pull = jax.vjp(jax.jit(function), q, k, v)
+    return out, *pull(g)
+
+  # Sizes that fill no block, and more than one block of 128.
+  @pytest.mark.parametrize(
+    "heads, kv_heads, size, time", [(4, 2, 64, 40), (4, 1, 128, 130)]
+  )
+  def test_equals_xla(self, heads, kv_heads, size, time, monkeypatch):
+    monkeypatch.setattr(kernels_tpu, "_ROW_BLOCK", 128)
+    config = _config(heads, kv_heads, size)
+    rows = self._rows(config, time)
+    ours = kernels_tpu.make_packed_attention(config, sharding=None)
+    for got, expected in zip(
+      self._with_gradients(ours, *rows),
+      self._with_gradients(attention.packed_attention, *rows),
+    ):
+      np.testing.assert_allclose(got, expected, rtol=1e-5, atol=5e-6)
+
+  def test_rows_and_heads_stay_on_their_devices(self):
+    config = _config(4, 2, 64)
+    mesh = sharding.make_mesh(data=1, fsdp=2, tensor=2)
+    rows = self._rows(config, 40)
+    place = sharding.of_slots(mesh, config.num_kv_heads)
+    ours = kernels_tpu.make_packed_attention(config, sharding=place)
+    for got, expected in zip(
+      self._with_gradients(ours, *rows),
+      self._with_gradients(attention.packed_attention, *rows),
+    ):
+      np.testing.assert_allclose(got, expected, rtol=1e-5, atol=5e-6)
+
+  @pytest.mark.parametrize("platform, sees", [("cpu", True), ("tpu", False)])
+  def test_only_plain_xla_sees_prefixes(self, platform, sees, monkeypatch):
+    monkeypatch.setattr(kernels, "platform_of", lambda sharding: platform)
+    made = kernels.make_packed_attention("auto", _config())
+    assert made.sees_prefixes == sees
+    # The same settings would be found again.
+    fns = models.make_policy(_config(), head_chunk=7 + sees)
+    assert fns.shares_prompts == sees
+
+
 class TestMakeKernels:
   def _layout(self, name, config):
     backend = kernels.make_kernels(name, config)
@@ -280,7 +348,7 @@ class TestMakeKernels:
   def test_auto_says_that_it_falls_back(self, name, warns, monkeypatch):
     monkeypatch.setattr(kernels, "platform_of", lambda sharding: "tpu")
     said = pytest.warns(
-      UserWarning, match="kernels='xla': 'pallas' needs head_dim"
+      UserWarning, match="kernels are 'xla': 'pallas' needs head_dim"
     )
     with said if warns else contextlib.nullcontext():
       layout = self._layout(name, _config(size=8))

@@ -9,7 +9,7 @@ import pytest
 from helpers import tiny
 
 from jaxrl_llm import models
-from jaxrl_llm.models import kernels, layers, transformer
+from jaxrl_llm.models import attention, kernels, layers, transformer
 
 T = 11
 CONFIG = tiny.tiny_config()
@@ -313,7 +313,7 @@ def _hidden(params, tokens, segments, positions, prefixes):
     config=CONFIG,
     dtype=jnp.float32,
     remat=False,
-    kernels=kernels.make_xla(CONFIG),
+    attention=attention.packed_attention,
   )
 
 

@@ -23,7 +23,6 @@ import io
 import json
 import os
 import pathlib
-import pickle
 import random
 import shutil
 import signal
@@ -215,17 +214,24 @@ class _Saver:
     part = folder.with_name(folder.name + ".orbax-checkpoint-tmp")
     part.mkdir()
     for name, tree in items.items():
-      (part / name).write_bytes(pickle.dumps(jax.tree.leaves(tree)))
+      leaves = jax.tree.leaves(tree)
+      (part / name).write_bytes(
+        b"".join(np.asarray(x).tobytes() for x in leaves)
+      )
     if folder.exists():
       shutil.rmtree(folder)
     os.replace(part, folder)
 
   def restore(self, folder, items):
-    found = {}
-    for name, target in items.items():
-      leaves = pickle.loads((folder / name).read_bytes())
-      found[name] = jax.tree.unflatten(jax.tree.structure(target), leaves)
-    return found
+    def read(name, target):
+      data, leaves = (folder / name).read_bytes(), []
+      for x in jax.tree.leaves(target):
+        size = int(np.prod(x.shape)) * x.dtype.itemsize
+        part, data = data[:size], data[size:]
+        leaves.append(np.frombuffer(part, x.dtype).reshape(x.shape))
+      return jax.tree.unflatten(jax.tree.structure(target), leaves)
+
+    return {name: read(name, target) for name, target in items.items()}
 
   def close(self):
     pass
@@ -415,7 +421,9 @@ def check_epochs(rows: list[dict]):
 
 def rot(disk: Disk, folder: pathlib.Path, rotten: set[int]):
   """Flips a bit of the newest checkpoint, if another one is good."""
-  good = [s for s in commit.steps(folder / "checkpoints") if s not in rotten]
+  found = commit.steps(folder / "checkpoints")
+  # A run that is through reads no checkpoint any more.
+  good = [s for s in found if s not in rotten and s < STEPS]
   if len(good) < 2 or disk.rng.random() > 0.1:
     return
   place = folder / "checkpoints" / str(good[-1])
