@@ -6,7 +6,7 @@ One ratio per response, that of its mean log-prob, clipped at 3e-4 below and
     python scripts/train.py --config=configs/gspo.py[:PRESET]
 
 Presets are scales, see jaxrl_llm/presets.py: none (embedded, CPU), long_tail,
-smollm2, gsm8k, qwen2.5-32b.
+smollm2, gsm8k, qwen2.5-1.5b, qwen2.5-7b, qwen2.5-32b.
 """
 
 from jaxrl_llm import config as config_lib

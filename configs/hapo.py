@@ -16,7 +16,7 @@ samples at a temperature of 0.5; here it is the preset's 32 at 1.0 and top-p
     python scripts/train.py --config=configs/hapo.py[:PRESET]
 
 Presets are scales, see jaxrl_llm/presets.py: none (embedded, CPU), long_tail,
-smollm2, gsm8k, qwen2.5-32b.
+smollm2, gsm8k, qwen2.5-1.5b, qwen2.5-7b, qwen2.5-32b.
 """
 
 from jaxrl_llm import config as config_lib

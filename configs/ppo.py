@@ -7,7 +7,7 @@ and one response per prompt: what VC-PPO and VAPO start from.
     python scripts/train.py --config=configs/ppo.py[:PRESET]
 
 Presets are scales, see jaxrl_llm/presets.py: none (embedded, CPU), long_tail,
-smollm2, gsm8k, qwen2.5-32b.
+smollm2, gsm8k, qwen2.5-1.5b, qwen2.5-7b, qwen2.5-32b.
 """
 
 from jaxrl_llm import config as config_lib

@@ -15,7 +15,7 @@ quarter of the longest response; the paper has 8K of 24K.
     python scripts/train.py --config=configs/tppo.py[:PRESET]
 
 Presets are scales, see jaxrl_llm/presets.py: none (embedded, CPU), long_tail,
-smollm2, gsm8k, qwen2.5-32b.
+smollm2, gsm8k, qwen2.5-1.5b, qwen2.5-7b, qwen2.5-32b.
 """
 
 from jaxrl_llm import config as config_lib
@@ -39,5 +39,6 @@ def get_config(preset: str = ""):
   if preset == "qwen2.5-32b":
     config.sampler.max_response_length = 24576
     config.schedule.window = 8192
+  if config.sampler.slots:  # Each response of a batch needs one.
     config.sampler.slots = config.data.prompts_per_step * config.data.group_size
   return config

@@ -10,11 +10,13 @@ Presets:
                 --config.model.path and --config.data.path (JSONL).
   qwen2.5-32b   the paper's setting, on a TPU mesh; needs --config.model.path,
                 --config.data.path and, for its size, many devices.
+  qwen2.5-1.5b, qwen2.5-7b   smaller ones, likewise, on 8 and 16 chips.
 
 Measured (docs/studies.md): the embedded preset goes from 0.09 greedy accuracy
 on held-out problems to 0.98, and from 0.28 sampled to 0.90, in 40 steps (seeds
 0, 1, 2); smollm2 from 0.21 to 0.65 on held-out sums in 40 steps of 10 seconds.
-gsm8k was run for 2 steps, qwen2.5-32b was not run.
+gsm8k was run for 2 steps, those of Qwen2.5 were compiled (docs/scale.md) and
+not run.
 
 What differs from the paper, and why:
   * alpha of the length-adaptive lambda. The paper's 0.05 is for responses of

@@ -25,7 +25,7 @@ What differs from the paper, and why:
     python scripts/train.py --config=configs/vcpo.py[:PRESET]
 
 Presets are scales, see jaxrl_llm/presets.py: none (embedded, CPU), long_tail,
-smollm2, gsm8k, qwen2.5-32b.
+smollm2, gsm8k, qwen2.5-1.5b, qwen2.5-7b, qwen2.5-32b.
 """
 
 from jaxrl_llm import config as config_lib

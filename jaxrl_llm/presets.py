@@ -99,8 +99,47 @@ def gsm8k(config: Any) -> None:
   config.run.samples_every = 1
 
 
+def qwen1_5b(config: Any) -> None:
+  """Qwen2.5-1.5B on eight chips of v5e; needs model.path and data.path."""
+  _mathematics(config)
+  config.data.prompts_per_step = 2048
+  config.data.max_prompt_length = 1024
+  config.sampler.max_response_length = 7168
+  config.sampler.slots = 256
+  config.sampler.kv_pages = 8192  # 3.5 GiB of keys and values a chip.
+  _optimizers(config, mini_batch=256, micro_batch_size=8, warmup_steps=80)
+  config.mesh.fsdp = 8
+
+
+def qwen7b(config: Any) -> None:
+  """Qwen2.5-7B on sixteen chips of v6e; needs model.path and data.path."""
+  _mathematics(config)
+  config.data.prompts_per_step = 4096
+  config.data.max_prompt_length = 1024
+  config.sampler.max_response_length = 15_360
+  config.sampler.slots = 512
+  config.sampler.kv_pages = 16_384  # 7 GiB of keys and values a chip.
+  _optimizers(config, mini_batch=256, micro_batch_size=16, warmup_steps=160)
+  config.mesh.fsdp = 16
+
+
 def qwen32b(config: Any) -> None:
   """The papers' setting on a mesh; needs model.path and data.path."""
+  _mathematics(config)
+  config.data.prompts_per_step = 8192
+  config.data.max_prompt_length = 2048
+  config.sampler.max_response_length = 20480
+  config.sampler.slots = 1024
+  config.sampler.kv_pages = 65_536  # 32 GiB of keys and values on a v5p chip.
+  # The warm-up is 20 rollout steps of 16 updates (DAPO 4.1). A method with
+  # other updates per rollout sets its own.
+  _optimizers(config, mini_batch=512, micro_batch_size=16, warmup_steps=320)
+  config.mesh.fsdp = 16
+  config.mesh.tensor = 4
+
+
+def _mathematics(config: Any) -> None:
+  """A chat model that reasons at length about problems with one answer."""
   config.model.dtype = "bfloat16"
   config.data.source = "jsonl"
   config.data.template = "chat"
@@ -110,24 +149,14 @@ def qwen32b(config: Any) -> None:
       " \\boxed{}.\n\n{question}"
     ),
   }
-  config.data.prompts_per_step = 8192
-  config.data.max_prompt_length = 2048
   config.data.on_long = "drop"
-  config.sampler.max_response_length = 20480
-  config.sampler.slots = 1024
-  config.sampler.kv_pages = 65_536  # 32 GiB of keys and values on a v5p chip.
   config.reward.name = "numeric"
   config.reward.workers = 16
   _learning_rates(config, 1e-6)
-  _optimizers(config, mini_batch=512, micro_batch_size=16)
-  # AdamW's usual ones; the warm-up is 20 rollout steps of 16 updates (DAPO
-  # 4.1). A method with other updates per rollout sets its own.
-  _optimizers(config, weight_decay=0.1, b2=0.999, warmup_steps=320)
+  _optimizers(config, weight_decay=0.1, b2=0.999)  # AdamW's usual ones.
   config.value.pretrain_patience = 50
   config.eval.samples = 32
   config.eval.top_p = 0.7
-  config.mesh.fsdp = 16
-  config.mesh.tensor = 4
   config.run.steps = 312  # VAPO's 5,000 updates at 16 a rollout.
   config.checkpoint.every = 10
 
@@ -150,5 +179,7 @@ SCALES: Mapping[str, Scale] = {
   "long_tail": Scale(long_tail, group_size=8, pretrain_steps=12),
   "smollm2": Scale(smollm2, group_size=8, pretrain_steps=4),
   "gsm8k": Scale(gsm8k, group_size=4, pretrain_steps=1),
+  "qwen2.5-1.5b": Scale(qwen1_5b, group_size=16, pretrain_steps=50),
+  "qwen2.5-7b": Scale(qwen7b, group_size=16, pretrain_steps=50),
   "qwen2.5-32b": Scale(qwen32b, group_size=16, pretrain_steps=50),
 }

@@ -108,6 +108,16 @@ def along_batch(mesh: Mesh, *, axis: int = 0) -> NamedSharding:
   return NamedSharding(mesh, P(*[None] * axis, BATCH_AXES))
 
 
+def of_head(mesh: Mesh, vocabulary: int) -> NamedSharding:
+  """Arrays [N, D, V], one for each group of devices that has rows of its own.
+
+  The vocabulary is split where it divides.
+  """
+  axis = MESH_AXES["vocab"]
+  divides = vocabulary % mesh.shape[axis] == 0
+  return NamedSharding(mesh, P(BATCH_AXES, None, axis if divides else None))
+
+
 def with_leading_axis(place: NamedSharding) -> NamedSharding:
   """The sharding of several such arrays stacked into one, [N, ...]."""
   return NamedSharding(place.mesh, P(None, *place.spec))

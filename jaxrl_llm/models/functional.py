@@ -74,6 +74,13 @@ def of_rows(sharding: NamedSharding | None) -> NamedSharding | None:
   return NamedSharding(sharding.mesh, PartitionSpec(sharding.spec[0]))
 
 
+def _logits(params, tokens, mask, *, config, backbone):
+  segments = mask.astype(jnp.int32)
+  positions = jnp.maximum(jnp.cumsum(segments, axis=1) - 1, 0)
+  packed = PackedRows(tokens=tokens, segments=segments, positions=positions)
+  return transformer.logits(params, backbone(params, packed), config=config)
+
+
 def _init_kv_cache(layers, init_layer, dtype, shards, pages, page_size):
   """A tuple of so many layers."""
   size = shards, pages, page_size
@@ -91,6 +98,7 @@ def make_policy(
   cache_dtype: Any = None,
   remat: bool = True,
   head_chunk: int = 128,
+  head_sharding: NamedSharding | None = None,
   sharding: NamedSharding | None = None,
   kernels: str = "auto",
   sampler_sharding: NamedSharding | None = None,
@@ -108,6 +116,7 @@ def make_policy(
       (On a CPU a bfloat16 cache is several times slower than a float32 one.)
     remat: recompute layers in the backward pass.
     head_chunk: positions of time per application of the vocabulary head.
+    head_sharding: as of `heads.chunked_logprobs`.
     sharding: of rows in training along the first axis, and of KV heads along
       the second if it names one; None: all lie on one device.
     kernels: attention backend, one of `kernels.NAMES`.
@@ -140,21 +149,16 @@ def make_policy(
       temperature,
       tied=config.tie_word_embeddings,
       chunk=head_chunk,
+      sharding=head_sharding,
     )
     return scored, {}
-
-  def logits(params, tokens, mask):
-    segments = mask.astype(jnp.int32)
-    positions = jnp.maximum(jnp.cumsum(segments, axis=1) - 1, 0)
-    packed = PackedRows(tokens=tokens, segments=segments, positions=positions)
-    return transformer.logits(params, backbone(params, packed), config=config)
 
   bind = functools.partial
   return ModelFns(
     config=config,
     init=bind(transformer.init, config=config),
     logprobs=logprobs,
-    logits=logits,
+    logits=bind(_logits, config=config, backbone=backbone),
     for_sampling=bind(transformer.for_sampling, **sampled),
     kv_sharding=backend.kv_sharding,
     shares_pages=backend.shares_pages,

@@ -7,11 +7,13 @@ and the number of chunks that run follows the longest row of them.
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.errors import check_number
 
@@ -44,6 +46,7 @@ def chunked_logprobs(
   *,
   tied: bool,
   chunk: int,
+  sharding: NamedSharding | None = None,
 ) -> TokenLogprobs:
   """log softmax(h W / temperature)[target] and entropy, chunk by chunk.
 
@@ -56,6 +59,9 @@ def chunked_logprobs(
     temperature: scalar that divides the logits.
     tied: which orientation `kernel` has.
     chunk: positions of time per chunk; memory is B · chunk · V floats.
+    sharding: of [N, D, V], where rows are split among N groups of devices along
+      the first axis. The kernel is then gathered once and not in every chunk,
+      and its gradient summed over the groups once; None: on one device.
 
   Returns:
     `TokenLogprobs` of float32 [B, T].
@@ -68,24 +74,24 @@ def chunked_logprobs(
   check_number("chunk", chunk, "[1, inf)")
   chunk = min(chunk, mask.shape[1])
   temperature = jnp.asarray(temperature, jnp.float32)
-  return TokenLogprobs(
-    *_logprobs(hidden, kernel, targets, mask, temperature, tied, chunk)
-  )
+  arrays = hidden, kernel, targets, mask, temperature
+  return TokenLogprobs(*_logprobs(*arrays, tied, chunk, sharding))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _logprobs(hidden, kernel, targets, mask, temperature, tied, chunk):
-  return _forward(hidden, kernel, targets, mask, temperature, tied, chunk)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+def _logprobs(*arguments):
+  return _forward(*arguments)[0]
 
 
-def _forward(hidden, kernel, targets, mask, temperature, tied, chunk):
+def _forward(hidden, kernel, targets, mask, temperature, tied, chunk, sharding):
+  whole = _gathered(kernel, hidden.dtype, tied, sharding)
   order, count, hidden_front, targets_front = _loss_first(
     hidden, targets, mask, chunk
   )
 
   def body(i, carry):
     rows = _slice(hidden_front, i, chunk)
-    logp = jax.nn.log_softmax(project(rows, kernel, tied) / temperature)
+    logp = jax.nn.log_softmax(project(rows, whole, tied) / temperature)
     picked = jnp.take_along_axis(
       logp, _slice(targets_front, i, chunk)[..., None], axis=-1
     )[..., 0]
@@ -101,8 +107,10 @@ def _forward(hidden, kernel, targets, mask, temperature, tied, chunk):
   return outputs, (hidden, kernel, targets, mask, temperature, outputs[1])
 
 
-def _backward(tied, chunk, residuals, cotangents):
+def _backward(tied, chunk, sharding, residuals, cotangents):
   hidden, kernel, targets, mask, temperature, entropy = residuals
+  whole = _gathered(kernel, hidden.dtype, tied, sharding)
+  groups = _groups(len(hidden), sharding)
   order, count, hidden_front, targets_front = _loss_first(
     hidden, targets, mask, chunk
   )
@@ -112,7 +120,12 @@ def _backward(tied, chunk, residuals, cotangents):
   # As [D, V] also where the kernel is [V, D]: the other product would have to
   # transpose the logits, chunk by chunk.
   shape = kernel.shape[::-1] if tied else kernel.shape
-  d_kernel_zero = jnp.zeros(shape, jnp.float32)
+  # Each group of devices has a sum of its own.
+  d_kernel_zero = jnp.zeros((groups, *shape), jnp.float32)
+  if groups > 1:
+    d_kernel_zero = jax.lax.with_sharding_constraint(d_kernel_zero, sharding)
+  # [B, chunk, ...] to [N, rows and times of a group, ...].
+  grouped = lambda x: x.reshape(groups, -1, *x.shape[2:])
   d_hidden_zero = jnp.zeros(hidden_front.shape, jnp.float32)
   vocabulary = jnp.arange(kernel.shape[0 if tied else 1])[None, None]
 
@@ -122,7 +135,7 @@ def _backward(tied, chunk, residuals, cotangents):
     g_lp = _slice(g_logprob, i, chunk)[..., None]
     g_ent = _slice(g_entropy, i, chunk)[..., None]
     target = _slice(targets_front, i, chunk)[..., None]
-    logp = jax.nn.log_softmax(project(rows, kernel, tied) / temperature)
+    logp = jax.nn.log_softmax(project(rows, whole, tied) / temperature)
     p = jnp.exp(logp)
     # ∂logπ(a)/∂z = 1[a] − π;  ∂H/∂z = −π (log π + H).
     d_logits = g_lp * ((vocabulary == target) - p) - g_ent * p * (
@@ -133,16 +146,17 @@ def _backward(tied, chunk, residuals, cotangents):
       jax.lax.dot_general, preferred_element_type=jnp.float32
     )
     back = (((2,), (0 if tied else 1,)), ((), ()))
-    d_rows = dot(d_logits, kernel.astype(hidden.dtype), back)
-    both = (((0, 1), (0, 1)), ((), ()))
+    d_rows = dot(d_logits, whole.astype(hidden.dtype), back)
+    both = (((1,), (1,)), ((0,), (0,)))
     d_hidden = jax.lax.dynamic_update_slice_in_dim(
       d_hidden, d_rows, i * chunk, axis=1
     )
-    return d_hidden, d_kernel + dot(rows, d_logits, both)
+    return d_hidden, d_kernel + dot(grouped(rows), grouped(d_logits), both)
 
   d_hidden, d_kernel = jax.lax.fori_loop(
     0, count, body, (d_hidden_zero, d_kernel_zero)
   )
+  d_kernel = d_kernel.sum(axis=0)
   return (
     _unpermute(d_hidden, order).astype(hidden.dtype),
     (d_kernel.T if tied else d_kernel).astype(kernel.dtype),
@@ -153,6 +167,25 @@ def _backward(tied, chunk, residuals, cotangents):
 
 
 _logprobs.defvjp(_forward, _backward)
+
+
+def _gathered(kernel, dtype, tied, sharding):
+  """The kernel as all chunks read it: whole, but for the vocabulary."""
+  if sharding is None:
+    return kernel
+  *_, vocabulary = sharding.spec
+  spec = PartitionSpec(*((vocabulary, None) if tied else (None, vocabulary)))
+  place = NamedSharding(sharding.mesh, spec)
+  return jax.lax.with_sharding_constraint(kernel.astype(dtype), place)
+
+
+def _groups(rows, sharding):
+  """Groups of devices among which rows are split."""
+  if sharding is None:
+    return 1
+  sizes, (axes, *_) = sharding.mesh.shape, sharding.spec
+  groups = math.prod(sizes[name] for name in jax.tree.leaves(axes))
+  return 1 if rows % groups else groups
 
 
 def _loss_first(hidden, targets, mask, chunk):

@@ -48,7 +48,7 @@ def make_run(config: Any) -> Run:
   tokenizer = Tokenizer(path)
   data.check_context(config, model_config, tokenizer)
   fns = make_fns(config, model_config, both)
-  learner = _make_learner(config, fns, path, both.trainer)
+  learner = make_learner(config, fns, path, both.trainer)
   policy_fns, shapes = fns[0], learner.policy.shapes.params
   source, problems = data.make_prompts(config, tokenizer)
   judge = Judge(
@@ -95,13 +95,20 @@ def make_fns(
     sampler_dtype=dtype(config.model.sampler_dtype),
     cache_dtype=dtype(config.model.cache_dtype),
     head_chunk=config.model.head_chunk,
+    head_sharding=sharding.of_head(both.trainer, model_config.vocab_size),
     sampler_sharding=sharding.of_slots(both.sampler, model_config.num_kv_heads),
     **settings,
   )
   return policy, models.make_value(model_config, **settings)
 
 
-def _make_learner(config, fns, path, mesh) -> Learner:
+def make_learner(
+  config: Any,
+  fns: tuple[models.ModelFns, models.ValueFns],
+  path: str,
+  mesh: jax.sharding.Mesh,
+) -> Learner:
+  """Policy and critic, and how they learn; the path is that of the weights."""
   algorithm, (policy_fns, critic_fns) = methods.make_algorithm(config), fns
   of = functools.partial(update_settings, config)
   policy = trained_models.make_policy(policy_fns, of("policy"), algorithm, mesh)

@@ -1,12 +1,16 @@
 """Chunked log-probs equal the plain formula, in value, gradient and memory."""
 
 import functools
+import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxrl_llm import sharding
 from jaxrl_llm.models import heads
 
 B, T, D, V = 3, 11, 5, 23
@@ -214,3 +218,49 @@ def _sizes(jaxpr):
       inner = getattr(value, "jaxpr", value)
       if hasattr(inner, "eqns"):
         yield from _sizes(inner)
+
+
+class TestMesh:
+  """Rows over two groups of devices, or four; the vocabulary over two."""
+
+  def _split(self, tied, groups, rows):
+    """(arguments on a mesh, the function, the same on one device)."""
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+    size, width = 24, 8  # Which divide over the devices.
+    hidden = normal(rows, T, width)
+    kernel = normal(*((size, width) if tied else (width, size)))
+    targets = rng.integers(0, size, (rows, T)).astype(np.int32)
+    mask = rng.random((rows, T)) < 0.7
+    arguments = (hidden, kernel, targets, mask, np.float32(0.7))
+    arguments += (normal(2, rows, T),)
+    mesh = sharding.make_mesh(data=1, fsdp=groups, tensor=2)
+    place = sharding.of_head(mesh, size)
+    of = functools.partial(_function, "chunked", tied=tied, chunk=4)
+    return arguments, of(sharding=place), of()
+
+  @pytest.mark.parametrize("tied", [False, True])
+  @pytest.mark.parametrize("groups, rows", [(2, 4), (4, 4), (4, 3)])
+  def test_equals_one_device(self, tied, groups, rows):
+    arguments, split, whole = self._split(tied, groups, rows)
+    got = _value_and_grad(*arguments, function=split)
+    expected = _value_and_grad(*arguments, function=whole)
+    chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-5)
+
+  def test_the_kernel_is_gathered_and_its_gradient_summed_once(self):
+    arguments, split, _ = self._split(False, 4, 4)
+    mesh = split.keywords["sharding"].mesh
+    of = lambda *spec: NamedSharding(mesh, PartitionSpec(*spec))
+    rows, kernel = of(("data", "fsdp")), of("fsdp", "tensor")
+    places = rows, kernel, rows, rows, None, of(None, ("data", "fsdp"))
+    given = [
+      x if place is None else jax.device_put(x, place)
+      for x, place in zip(arguments, places)
+    ]
+    text = _value_and_grad.lower(*given, function=split).compile().as_text()
+    # Inside loops only the sum over the vocabulary's parts may remain.
+    bodies = re.findall(r"^%?\S*(?:body|region)\S* .*?^\}", text, re.M | re.S)
+    assert bodies
+    assert not any("all-gather" in body for body in bodies)
+    wide = re.compile(r"f32\[(?:\d+,)*8,\d+\]\S* (?:all-reduce|reduce-scatter)")
+    assert not any(wide.search(body) for body in bodies)
