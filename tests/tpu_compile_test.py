@@ -65,6 +65,62 @@ class TestScale:
 
 
 class TestUpdate:
+  def test_attends_by_the_kernel(self, report):
+    # Forward, again for the backward pass, and twice in it.
+    assert report["update"]["kernels"] == 4
+
   def test_every_device_holds_its_part_of_the_state(self, report):
     part = report["state_bytes"] / _DEVICES
     assert part < report["update"]["argument_bytes"] < 1.1 * part
+
+
+class TestScript:
+  """scripts/compile.py on a model of two layers with 4 heads of 128."""
+
+  CONFIG = {
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "vocab_size": 4096,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32_768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+  }
+
+  def compile(self, tmp_path, *flags):
+    (tmp_path / "config.json").write_text(json.dumps(self.CONFIG))
+    return subprocess.run(
+      [
+        *(sys.executable, "scripts/compile.py", "--topology=v5e:2x4"),
+        *("--config=configs/tppo.py:qwen2.5-1.5b", f"--cache={tmp_path}/cache"),
+        *(f"--config.model.path={tmp_path}", *flags),
+      ],
+      env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
+      capture_output=True,
+      text=True,
+    )
+
+  def test_says_what_fits_and_where_the_time_goes(self, tmp_path):
+    done = self.compile(
+      tmp_path, "--config.mesh.fsdp=4", "--config.mesh.tensor=2"
+    )
+    assert done.returncode == 0, done.stderr
+    shown = done.stdout
+    for name in ("sampler decode", "sampler prefill cut responses"):
+      assert f"| {name} |" in shown
+    for name in ("decode", "score policy", "update policy", "update value"):
+      (row,) = [s for s in shown.splitlines() if s.startswith(f"| {name} |")]
+      assert "fsdp" in row and "tensor" in row
+    assert "predicted: a step of 2048 responses" in shown
+    # Found again, at once.
+    assert len(list((tmp_path / "cache").iterdir())) == 7
+
+  def test_says_what_does_not_fit(self, tmp_path):
+    done = self.compile(tmp_path, "--config.sampler.kv_pages=4000000")
+    assert done.returncode == 1 and "it does not fit" in done.stderr

@@ -1,0 +1,317 @@
+"""Compiles a run for TPUs that are not there, and says whether it fits.
+
+    python scripts/compile.py --config=configs/vapo.py:qwen2.5-32b \
+        --topology=v5p:4x4x4 [--config.KEY=VALUE ...] [--search]
+
+Needs `pip install -e '.[tpu]'` and no TPU. Every program of the run is compiled
+by the compiler for TPUs at its largest shapes, with the meshes of the config on
+the devices of the topology. Prints, a device: bytes of arguments and
+temporaries, as compiled and by the model's account; what each phase sends to
+other devices, by axis of the mesh; and seconds by the roofline, with the bound
+named. Times are predicted, never measured. --search compiles nothing: it ranks
+meshes by those times.
+
+The shape of the model is that of config.model.path or, without one, of the
+preset. Exit code 0 if all fits, 1 if not, 2 for bad input.
+"""
+
+import os
+
+# Before jax: this process needs no TPU, and there is none.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+
+import hashlib  # noqa: E402
+import json  # noqa: E402
+import pathlib  # noqa: E402
+import sys  # noqa: E402
+import time  # noqa: E402
+import types  # noqa: E402
+from typing import Any  # noqa: E402
+
+import jax  # noqa: E402
+from absl import app, flags  # noqa: E402
+from jax.experimental import topologies  # noqa: E402
+from ml_collections import config_flags  # noqa: E402
+from scaling import estimate, hlo, shapes  # noqa: E402
+
+from jaxrl_llm import models  # noqa: E402
+from jaxrl_llm.errors import InputError  # noqa: E402
+from jaxrl_llm.learner.lower import lower  # noqa: E402
+from jaxrl_llm.models import hf  # noqa: E402
+from jaxrl_llm.train import build, meshes, sampler, validation  # noqa: E402
+
+_ROOT = pathlib.Path(__file__).resolve().parents[1]
+_CONFIG = config_flags.DEFINE_config_file(
+  "config", str(_ROOT / "configs" / "vapo.py") + ":qwen2.5-32b", "Settings."
+)
+_TOPOLOGY = flags.DEFINE_string("topology", "v5p:4x4x4", "CHIP:AxB[xC].")
+_SEARCH = flags.DEFINE_bool("search", False, "Rank meshes; compile nothing.")
+_MEAN = flags.DEFINE_float(
+  "mean_response", 0.0, "Tokens; a quarter of the longest by default."
+)
+_CACHE = flags.DEFINE_string(
+  "cache", ".jax_cache/compiled", "Folder of what was found of programs."
+)
+_GIB = 2.0**30
+_PHASES = {
+  "sampler decode": "decode",
+  "score log-probs": "score policy",
+  "score values": "score value",
+  "update policy": "update policy",
+  "update value": "update value",
+}
+
+
+def model_of(config: Any, preset: str) -> models.ModelConfig:
+  """The shape of the model."""
+  if config.model.path:
+    return hf.read_config(config.model.path)
+  if preset in shapes.MODELS:
+    return shapes.MODELS[preset]
+  raise InputError(
+    f"preset {preset!r} names no model; give --config.model.path, or one of"
+    f" {', '.join(shapes.MODELS)}"
+  )
+
+
+def chip_of(topology: str) -> shapes.Chip:
+  """The chip of a topology."""
+  name = topology.partition(":")[0]
+  if name not in shapes.CHIPS:
+    raise InputError(
+      f"--topology={topology}: choose a chip of {', '.join(shapes.CHIPS)}, such"
+      " as v5p:4x4x4"
+    )
+  return shapes.CHIPS[name]
+
+
+def devices_of(topology: str) -> list[Any]:
+  """Descriptions of its devices."""
+  try:
+    described = topologies.get_topology_desc(
+      platform="tpu", topology_name=topology
+    )
+  except Exception as error:  # Of libtpu, or that there is none.
+    reason = str(error).strip().splitlines()[0][:200]
+    raise InputError(
+      f"--topology={topology}: {reason}; is it one that exists, is libtpu"
+      " installed (pip install -e '.[tpu]'), and no other process using it?"
+    ) from error
+  return list(described.devices)
+
+
+class Programs:
+  """The programs of a run, lowered, and what stays in memory beside them."""
+
+  def __init__(self, config, model, devices):
+    both = meshes.make_meshes(config, devices)
+    fns = build.make_fns(config, model, both)
+    self.learner = build.make_learner(config, fns, "", both.trainer)
+    words = types.SimpleNamespace(
+      single_tokens=lambda *_: [], stop_tokens=[0], decode=None
+    )
+    engine = sampler.make_engine(config, fns[0], words, both.sampler)
+    policy = self.learner.policy.shapes
+    transfer = sampler.make_transfer(fns[0], policy.params, both)
+    self.mesh = dict(both.trainer.shape)
+    self.lowered = engine.lower(
+      transfer.shapes,
+      prompts=engine.prompts_at_a_time(config.data.group_size),
+      window=config.schedule.window > 0,
+    ) | lower(self.learner)
+    critic = self.learner.critic
+    self.kept = {
+      "policy": estimate.held(policy),
+      "value": estimate.held(critic.shapes) if critic else 0.0,
+      "sampler": estimate.held(transfer.shapes),
+    }
+    if "ref_logprobs" in self.learner.algorithm.leaves:
+      self.kept["reference"] = estimate.held(policy.params)
+
+
+def compiled(name: str, lowered: Any, mesh: dict, loops: list[int]) -> dict:
+  """What the compiler makes of a program, found again where it was before."""
+  reader = pathlib.Path(hlo.__file__).read_text()
+  key = hashlib.blake2b(
+    f"{jax.__version__} {mesh} {loops} {reader} {lowered.as_text()}".encode(),
+    digest_size=12,
+  ).hexdigest()
+  file = pathlib.Path(_CACHE.value) / f"{key}.json"
+  if file.exists():
+    return json.loads(file.read_text())
+  begun = time.perf_counter()
+  done = lowered.compile()
+  memory = done.memory_analysis()
+  found = {
+    "seconds": time.perf_counter() - begun,
+    "arguments": memory.argument_size_in_bytes,
+    "results": memory.output_size_in_bytes - memory.alias_size_in_bytes,
+    "temporaries": memory.temp_size_in_bytes,
+    "sent": hlo.collectives(done.as_text(), mesh, loops),
+  }
+  file.parent.mkdir(parents=True, exist_ok=True)
+  file.write_text(json.dumps(found))
+  return found
+
+
+def report(config, model, programs: Programs, chip: shapes.Chip) -> bool:
+  """Compiles and prints; returns whether everything fits."""
+  sizes = estimate.Sizes(config, model, programs.mesh, _MEAN.value)
+  kept, fits, work = programs.kept, True, {}
+  held = ", ".join(f"{k} {v / _GIB:.2f}" for k, v in kept.items())
+  print(f"GiB a device that stays: {held}")
+  print("| program | compile s | arguments | temporaries | by account | fits |")
+  print("|---|---|---|---|---|---|")
+  sent, kv_bytes = {}, 0.0
+  for name, lowered in programs.lowered.items():
+    # A micro-batch; the head goes over a row in chunks.
+    loops = [1, -(-sizes.row // config.model.head_chunk)]
+    found = compiled(name, lowered, programs.mesh, loops)
+    role = "value" if name.endswith(("value", "values")) else "policy"
+    if name == "sampler decode":
+      kv_bytes = found["arguments"] - kept["sampler"]
+    # What others keep, while this program has its own arguments.
+    own = {"policy", "value"} & {role} if "sampler" not in name else {"sampler"}
+    own |= {"decode"} if name == "sampler decode" else set()
+    others = sum(v for k, v in kept.items() if k not in own)
+    others += 0.0 if name == "sampler decode" else kv_bytes
+    if "score" in name:  # It is given the parameters, a third of the state.
+      others += kept[role] * 2 / 3
+    total = sum(found[k] for k in ("arguments", "results", "temporaries"))
+    total += others
+    fits &= total < chip.memory
+    account = ""
+    if name in _PHASES and name != "sampler decode":
+      parts = estimate.temporaries(sizes, role, update="update" in name)
+      account = f"{sum(parts.values()) / _GIB:.2f}"
+    print(
+      f"| {name} | {found['seconds']:.0f} | {found['arguments'] / _GIB:.2f} |"
+      f" {found['temporaries'] / _GIB:.2f} | {account} |"
+      f" {total / _GIB:.1f} of {chip.memory / _GIB:.0f} |",
+      flush=True,
+    )
+    sent[name] = [hlo.Sent(*each) for each in found["sent"]]
+  print()
+  _print_times(sizes, chip, sent, work)
+  return fits
+
+
+def _print_times(sizes, chip, sent, work) -> None:
+  known = {
+    "decode": estimate.decoding(sizes),
+    "score policy": estimate.scoring(sizes, "policy"),
+    "score value": estimate.scoring(sizes, "value"),
+    "update policy": estimate.updating(sizes, "policy"),
+    "update value": estimate.updating(sizes, "value"),
+  }
+  print("| phase | TFLOP | sent GB, by axis | by account | s | bound |")
+  print("|---|---|---|---|---|---|")
+  for name, phase in _PHASES.items():
+    if name not in sent:
+      continue
+    # A call of decoding is as many steps as a page has tokens.
+    calls = sizes.page if phase == "decode" else 1
+    own, by_axis = known[phase], {}
+    for each in sent[name]:
+      axes = "+".join(each.axes) or "-"
+      by_axis[axes] = by_axis.get(axes, 0.0) + each.bytes / calls
+    work[phase] = estimate.Work(own.flops, own.moved, sum(by_axis.values()))
+    seconds, bound = work[phase].bound(chip)
+    axes = ", ".join(f"{k} {v / 1e9:.3g}" for k, v in by_axis.items())
+    print(
+      f"| {phase} | {own.flops / 1e12:.3g} | {axes} | {own.sent / 1e9:.3g} |"
+      f" {seconds:.3g} | {bound} |"
+    )
+  print("of a micro-batch, of decoding of a step\n")
+  total = estimate.step_seconds(sizes, chip, work)
+  parts = ", ".join(f"{k} {v:.0f}" for k, v in total.items())
+  print(
+    f"predicted: a step of {sizes.responses} responses of {sizes.response:.0f}"
+    f" tokens takes {sum(total.values()):.0f} s ({parts}); MFU of the updates"
+    f" {estimate.mfu(sizes, chip, total):.0%}"
+  )
+  shares = ", ".join(f"{k} {v:.0%}" for k, v in estimate.REACHED.items())
+  print(f"assumed shares of what the maker states: {shares}")
+
+
+def search(config, model, topology: str, chip: shapes.Chip) -> None:
+  """Prints meshes that fit by the account, the fastest first."""
+  count = 1
+  for side in topology.partition(":")[2].split("x"):
+    count *= int(side)
+  rows = []
+  for tensor in (1, 2, 4, 8, 16):
+    for data in (1, 2, 4):
+      if count % (tensor * data) or model.num_heads % tensor:
+        continue
+      mesh = {"data": data, "fsdp": count // tensor // data, "tensor": tensor}
+      rows += _candidate(config, model, mesh, chip)
+  print("| data | fsdp | tensor | micro-batch | GiB a device | s a step |")
+  print("|---|---|---|---|---|---|")
+  for seconds, memory, mesh, micro in sorted(rows, key=lambda r: r[0])[:8]:
+    shape = " | ".join(str(mesh[a]) for a in ("data", "fsdp", "tensor"))
+    print(f"| {shape} | {micro} | {memory / _GIB:.1f} | {seconds:.0f} |")
+  if not rows:
+    raise InputError(
+      f"no mesh of {topology} holds this run by the account; take more or"
+      " larger chips, or lower sampler.kv_pages or the longest response"
+    )
+  print("by the model's account; nothing was compiled")
+
+
+def _candidate(config, model, mesh, chip) -> list[tuple]:
+  """(seconds, bytes, mesh, micro-batch) of a mesh, if it fits."""
+  config = config.copy_and_resolve_references()
+  ways = mesh["data"] * mesh["fsdp"]
+  for role in ("policy", "value"):
+    config.optimizer[role].micro_batch_size = ways
+  sizes = estimate.Sizes(config, model, mesh, _MEAN.value)
+  split = mesh["fsdp"] * mesh["tensor"]
+  state = 12 * sizes.parameters / split
+  roles = ["policy", "value"] if config.estimator.name == "gae" else ["policy"]
+  pages = config.sampler.kv_pages * sizes.page or (
+    sizes.slots * (sizes.prompt + sizes.response)
+  )
+  memory = len(roles) * state + 2 * sizes.parameters / split
+  memory += pages * sizes.kv_token / sizes.devices
+  memory += sum(estimate.temporaries(sizes, "policy", update=True).values())
+  if memory > chip.memory:
+    return []
+  work = {"decode": estimate.decoding(sizes)}
+  for role in ("policy", "value"):
+    work[f"score {role}"] = estimate.scoring(sizes, role)
+    work[f"update {role}"] = estimate.updating(sizes, role)
+  seconds = sum(estimate.step_seconds(sizes, chip, work).values())
+  return [(seconds, memory, mesh, ways)]
+
+
+def main(argv: list[str]) -> int:
+  """Runs the command; returns its exit code."""
+  try:
+    if len(argv) > 1:
+      raise InputError(f"{argv[1]!r} is not a flag; flags start with --")
+    config = _CONFIG.value
+    preset = flags.FLAGS["config"].config_filename.partition(":")[2]
+    validation.validate(config)
+    chip = chip_of(_TOPOLOGY.value)
+    model = model_of(config, preset)
+    if _SEARCH.value:
+      search(config, model, _TOPOLOGY.value, chip)
+      return 0
+    programs = Programs(config, model, devices_of(_TOPOLOGY.value))
+    fits = report(config, model, programs, chip)
+  except InputError as error:
+    print(f"compile: {error}", file=sys.stderr)
+    return 2
+  if not fits:
+    print(
+      "compile: it does not fit; --search names meshes that do, or lower"
+      " sampler.kv_pages or optimizer.*.micro_batch_size",
+      file=sys.stderr,
+    )
+  return 0 if fits else 1
+
+
+if __name__ == "__main__":
+  app.run(lambda argv: sys.exit(main(argv)))

@@ -1,0 +1,219 @@
+"""The model's account: bytes, operations and seconds, by arithmetic alone.
+
+Everything is of one device unless a name says otherwise. What a compiler makes
+of a program may differ; scripts/compile.py prints both side by side.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from scaling.shapes import Chip
+
+from jaxrl_llm import config as config_lib
+from jaxrl_llm import models
+from jaxrl_llm.learner.choices import has_critic
+from jaxrl_llm.sampling.allocator import default_page_size
+from jaxrl_llm.train import build
+
+# Shares of what the maker states that programs are assumed to reach.
+REACHED = {"compute": 0.6, "memory": 0.7, "links": 0.7}
+FILLED = 0.95  # Of packed rows.
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+  """What a program does, on one device."""
+
+  flops: float
+  moved: float  # Bytes to and from memory.
+  sent: float  # Bytes received of other devices.
+
+  def seconds(self, chip: Chip) -> dict[str, float]:
+    """By resource, as if it had the program for itself."""
+    return {
+      "compute": self.flops / (REACHED["compute"] * chip.flops),
+      "memory": self.moved / (REACHED["memory"] * chip.bandwidth),
+      "links": self.sent / (REACHED["links"] * chip.links),
+    }
+
+  def bound(self, chip: Chip) -> tuple[float, str]:
+    """Seconds of the slowest resource, and which one it is."""
+    seconds = self.seconds(chip)
+    slowest = max(seconds, key=seconds.get)
+    return seconds[slowest], slowest
+
+
+class Sizes:
+  """Numbers of a run on a mesh that all formulas below are made of."""
+
+  def __init__(
+    self,
+    config: Any,
+    model: models.ModelConfig,
+    mesh: Mapping[str, int],
+    mean_response: float = 0.0,
+  ):
+    """Reads them.
+
+    Args:
+      config: of the run.
+      model: shape of policy and critic.
+      mesh: axis -> size.
+      mean_response: tokens; a quarter of the longest if 0.
+    """
+    self.config, self.model = config, model
+    self.tensor, self.fsdp = mesh["tensor"], mesh["fsdp"]
+    self.batch_ways = mesh["data"] * mesh["fsdp"]
+    self.devices = math.prod(mesh.values())
+    self.parameters = models.num_params(model)
+    table = model.vocab_size * model.hidden_size
+    # Looked up, not multiplied, unless it is the head too.
+    lookup = 0 if model.tie_word_embeddings else table
+    self.multiplied = self.parameters - lookup
+    longest = config.sampler.max_response_length
+    self.response = mean_response or longest / 4
+    self.prompt = config.data.max_prompt_length / 4
+    self.row = build.max_tokens_per_row(config)
+    self.responses = config_lib.batch_size(config)
+    self.kv_token = 4 * model.num_layers * model.num_kv_heads * model.head_dim
+    self.page = default_page_size(config.data.max_prompt_length + longest)
+
+  @property
+  def rows(self) -> float:
+    """Packed rows of a batch, prompts not shared."""
+    tokens = self.responses * (self.prompt + self.response)
+    return tokens / (self.row * FILLED)
+
+  def micro_rows(self, role: str) -> float:
+    """Rows of a micro-batch on one device."""
+    return self.config.optimizer[role].micro_batch_size / self.batch_ways
+
+  def forward(self, rows: float) -> float:
+    """Operations of a forward pass on so many rows: causal, all devices'."""
+    heads = self.model.num_heads * self.model.head_dim
+    pairs = self.row**2 / 2
+    attention = 4 * pairs * heads * self.model.num_layers
+    return rows * (2 * self.multiplied * self.row + attention)
+
+  @property
+  def slots(self) -> float:
+    """Responses that are written at a time: slots, or what pages hold."""
+    slots = self.config.sampler.slots or self.responses
+    if self.config.sampler.kv_pages:
+      held = self.prompt + self.response / 2
+      room = self.config.sampler.kv_pages * self.page / held
+      slots = min(slots, room)
+    return min(slots, self.responses)
+
+
+def held(tree: Any) -> float:
+  """Bytes of arrays on a device, by their shardings."""
+  return sum(
+    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+    for x in jax.tree.leaves(tree)
+  )
+
+
+def temporaries(sizes: Sizes, role: str, *, update: bool) -> dict[str, float]:
+  """Bytes of a scoring or an update beside its arguments, by what they are."""
+  model, rows = sizes.model, sizes.micro_rows(role)
+  tokens, split = rows * sizes.row, sizes.fsdp * sizes.tensor
+  width, mlp = model.hidden_size, model.intermediate_size / sizes.tensor
+  heads = model.num_heads * model.head_dim / sizes.tensor
+  layer = sizes.parameters / model.num_layers / sizes.tensor
+  parts = {
+    "parameters in bfloat16": 2 * sizes.parameters / split,
+    "layers gathered": 2 * 2 * layer,
+    "activations of a layer": 2 * tokens * (4 * width + 3 * mlp + 4 * heads),
+  }
+  # In bfloat16 to read, in float32 what its gradient is summed up in.
+  table = model.vocab_size * width / sizes.tensor * (6 if update else 2)
+  parts["embedding"] = table
+  if role == "policy":
+    chunk = rows * sizes.config.model.head_chunk
+    parts["logits"] = 3 * 4 * chunk * model.vocab_size / sizes.tensor
+    parts["head"] = table
+  if update:
+    parts["activations between layers"] = 2 * tokens * width * model.num_layers
+    parts["gradients"] = 2 * 4 * sizes.parameters / split
+    parts["activations of a layer"] *= 2
+  return parts
+
+
+def scoring(sizes: Sizes, role: str) -> Work:
+  """A micro-batch is scored."""
+  return _passes(sizes, role, forwards=1, gathers=1, reduced=False)
+
+
+def updating(sizes: Sizes, role: str) -> Work:
+  """A micro-batch's gradient: forward, again for the backward pass, backward
+  twice as much as forward."""
+  again = 1 if sizes.config.model.remat else 0
+  return _passes(sizes, role, forwards=3 + again, gathers=2, reduced=True)
+
+
+def _passes(sizes, role, *, forwards, gathers, reduced) -> Work:
+  model, rows = sizes.model, sizes.micro_rows(role)
+  flops = forwards * sizes.forward(rows * sizes.batch_ways) / sizes.devices
+  tokens, part = rows * sizes.row, sizes.parameters / sizes.tensor
+  wide = 8 * model.hidden_size + 6 * model.intermediate_size / sizes.tensor
+  moved = forwards * (2 * 2 * part + 2 * tokens * wide * model.num_layers)
+  others = (sizes.fsdp - 1) / sizes.fsdp
+  sent = gathers * others * 2 * part + reduced * others * 2 * 4 * part
+  ring = 2 * (sizes.tensor - 1) / sizes.tensor
+  each = ring * 2 * tokens * model.hidden_size * model.num_layers
+  return Work(flops, moved, sent + 2 * (3 if reduced else 1) * each)
+
+
+def decoding(sizes: Sizes) -> Work:
+  """A token for every response that is being written."""
+  slots, model = sizes.slots, sizes.model
+  cached = slots * (sizes.prompt + sizes.response / 2) * sizes.kv_token
+  moved = (2 * sizes.parameters + cached) / sizes.devices
+  flops = 2 * sizes.multiplied * slots / sizes.devices
+  per_way = slots / sizes.batch_ways
+  # Partial sums over the axis that splits the width of weights.
+  products = 2 * model.hidden_size + 3 * model.intermediate_size / sizes.tensor
+  ring = 2 * (sizes.fsdp - 1) / sizes.fsdp
+  sent = ring * 2 * slots * products * model.num_layers / sizes.tensor
+  ring = 2 * (sizes.tensor - 1) / sizes.tensor
+  sent += ring * 2 * 2 * per_way * model.hidden_size * model.num_layers
+  return Work(flops, moved, sent)
+
+
+def step_seconds(
+  sizes: Sizes, chip: Chip, work: Mapping[str, Work]
+) -> dict[str, float]:
+  """Seconds of a training step by phase.
+
+  Args:
+    sizes: of the run.
+    chip: that it runs on.
+    work: phase -> work; of scoring and updates of a micro-batch, of decoding
+      of a step.
+  """
+  config, seconds = sizes.config, {}
+  steps = sizes.responses * sizes.response / sizes.slots
+  seconds["decode"] = steps * work["decode"].bound(chip)[0]
+  for role in ("policy", "value") if has_critic(config) else ("policy",):
+    settings = config.optimizer[role]
+    times = sizes.rows / settings.micro_batch_size
+    seconds[f"score {role}"] = times * work[f"score {role}"].bound(chip)[0]
+    seconds[f"update {role}"] = (
+      settings.epochs * times * work[f"update {role}"].bound(chip)[0]
+    )
+  return seconds
+
+
+def mfu(sizes: Sizes, chip: Chip, seconds: Mapping[str, float]) -> float:
+  """Of the updates: operations of the model, none done again, over the peak."""
+  done = spent = 0.0
+  for role in ("policy", "value"):
+    if f"update {role}" in seconds:
+      epochs = sizes.config.optimizer[role].epochs
+      done += 3 * epochs * sizes.forward(sizes.rows)
+      spent += seconds[f"update {role}"]
+  return done / (spent * sizes.devices * chip.flops)

@@ -1,0 +1,162 @@
+"""What programs send, read from HLO; the account; scripts/compile.py."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import configs
+from jax.sharding import NamedSharding, PartitionSpec
+from scaling import estimate, hlo, shapes
+
+from jaxrl_llm import models, sharding
+
+MESH = {"data": 1, "fsdp": 4, "tensor": 2}
+
+
+def compiled(function, *arguments):
+  """HLO of a function of arrays with places: (shape, spec)."""
+  mesh = sharding.make_mesh(**MESH)
+  given = [
+    jax.ShapeDtypeStruct(
+      shape, jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(*spec))
+    )
+    for shape, spec in arguments
+  ]
+  return jax.jit(function).lower(*given).compile().as_text()
+
+
+def whole(x):
+  mesh = sharding.make_mesh(**MESH)
+  return jax.lax.with_sharding_constraint(x, sharding.replicated(mesh))
+
+
+class TestCollectives:
+  def test_a_gather_by_hand(self):
+    text = compiled(whole, ((16, 8), ("fsdp",)))
+    assert hlo.collectives(text, MESH, [1]) == [
+      # Three quarters of 16 x 8 numbers of four bytes.
+      hlo.Sent("all-gather", ("fsdp",), 3 / 4 * 16 * 8 * 4)
+    ]
+
+  def test_a_sum_over_the_other_axis(self):
+    product = lambda x, y: whole(x @ y)
+    text = compiled(product, ((16, 8), (None, "tensor")), ((8, 6), ("tensor",)))
+    assert hlo.collectives(text, MESH, [1]) == [
+      hlo.Sent("all-reduce", ("tensor",), 2 * 1 / 2 * 16 * 6 * 4)
+    ]
+
+  def test_over_both_axes(self):
+    text = compiled(whole, ((16, 8), (("fsdp", "tensor"),)))
+    ((kind, axes, sent),) = hlo.collectives(text, MESH, [1])
+    assert (kind, axes) == ("all-gather", ("fsdp", "tensor"))
+    assert sent == 7 / 8 * 16 * 8 * 4
+
+  @pytest.mark.parametrize("known", [True, False])
+  def test_loops_count_as_often_as_they_run(self, known):
+    """One of five rounds, or one whose rounds are data."""
+
+    def run(x, weights, rounds):
+      body = lambda i, x: jnp.sin(x @ whole(weights[i % 5]))
+      count = 5 if known else rounds.astype(jnp.int32)
+      return jax.lax.fori_loop(0, count, body, x)
+
+    text = compiled(run, ((16, 8), ()), ((5, 8, 8), (None, "fsdp")), ((), ()))
+    sent = sum(each.bytes for each in hlo.collectives(text, MESH, [7]))
+    assert sent == (5 if known else 7) * 3 / 4 * 8 * 8 * 4
+
+  def test_loops_in_loops(self):
+    def run(x, weights):
+      def layer(x, weight):
+        turn = lambda i, x: jnp.sin(x @ whole(weight * i))
+        return jax.lax.fori_loop(0, 3, turn, x), None
+
+      return jax.lax.scan(layer, x, weights)[0]
+
+    text = compiled(run, ((16, 8), ()), ((4, 8, 8), (None, "fsdp")))
+    sent = sum(each.bytes for each in hlo.collectives(text, MESH, [1]))
+    assert sent in (12 * 3 / 4 * 8 * 8 * 4, 4 * 3 / 4 * 8 * 8 * 4)
+
+
+class TestEstimate:
+  def sizes(self, preset="qwen2.5-7b", **mesh):
+    config = configs.load("vapo", preset)
+    mesh = {"data": 1, "fsdp": 16, "tensor": 1} | mesh
+    return estimate.Sizes(config, shapes.MODELS[preset], mesh)
+
+  @pytest.mark.parametrize(
+    "preset, billions",
+    [("qwen2.5-1.5b", 1.54), ("qwen2.5-7b", 7.62), ("qwen2.5-32b", 32.8)],
+  )
+  def test_models_have_the_size_of_their_name(self, preset, billions):
+    # As their model cards say.
+    found = models.num_params(shapes.MODELS[preset]) / 1e9
+    assert found == pytest.approx(billions, rel=0.005)
+
+  def test_a_forward_pass_by_hand(self):
+    sizes = self.sizes()
+    row = 16_384  # Tokens; 28 layers of width 3584, 28 heads of 128.
+    layer = 3584 * (28 * 128 * 2 + 2 * 4 * 128) + 3 * 3584 * 18_944
+    products = 2 * row * (28 * layer + 3584 * 152_064)
+    attention = 28 * 4 * (row**2 / 2) * 28 * 128
+    assert sizes.forward(1) == pytest.approx(products + attention, rel=1e-4)
+
+  def test_work_is_split_over_devices(self):
+    one = estimate.updating(self.sizes(fsdp=16), "policy")
+    two = estimate.updating(self.sizes(fsdp=16, tensor=2), "policy")
+    # Micro-batches are as large, and are split in two more ways.
+    assert two.flops == one.flops / 2 and two.sent != one.sent
+
+  def test_the_slowest_resource_is_the_bound(self):
+    chip = shapes.Chip(memory=1.0, flops=1.0, bandwidth=1.0, links=1.0)
+    work = estimate.Work(flops=6.0, moved=1.4, sent=70.0)
+    assert work.bound(chip) == (pytest.approx(100.0), "links")
+    assert work.seconds(chip)["compute"] == pytest.approx(10.0)
+    assert work.seconds(chip)["memory"] == pytest.approx(2.0)
+
+  def test_pages_bound_what_is_written_at_a_time(self):
+    sizes = self.sizes()
+    assert sizes.slots == 512
+    sizes.config.sampler.kv_pages = 1024
+    held = sizes.prompt + sizes.response / 2
+    assert sizes.slots == pytest.approx(1024 * 128 / held)
+
+  def test_bytes_by_shardings(self):
+    mesh = sharding.make_mesh(**MESH)
+    place = NamedSharding(mesh, PartitionSpec("fsdp", "tensor"))
+    shape = jax.ShapeDtypeStruct((8, 6), np.float32, sharding=place)
+    assert estimate.held({"a": [shape, shape]}) == 2 * 8 * 6 * 4 / 8
+
+
+class TestScript:
+  def run(self, *flags):
+    return subprocess.run(
+      [sys.executable, "scripts/compile.py", *flags],
+      capture_output=True,
+      text=True,
+    )
+
+  def test_search_ranks_meshes(self):
+    done = self.run(
+      "--config=configs/vapo.py:qwen2.5-32b", "--topology=v5p:4x4x4", "--search"
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [r for r in done.stdout.splitlines() if r.startswith("| ")][1:]
+    seconds = [float(row.split("|")[-2]) for row in rows]
+    assert len(rows) >= 3 and seconds == sorted(seconds)
+
+  @pytest.mark.parametrize(
+    "flags, says",
+    [
+      (["--topology=h100:8"], "choose a chip of v5e, v5p, v6e"),
+      (["--config=configs/vapo.py"], "names no model"),
+      (["--topology=v5e:2x4", "--search"], "no mesh of v5e:2x4 holds this run"),
+      (["extra"], "'extra' is not a flag"),
+    ],
+  )
+  def test_bad_input_is_one_line(self, flags, says):
+    done = self.run(*flags)
+    assert done.returncode == 2 and says in done.stderr
+    assert len(done.stderr.splitlines()) == 1
