@@ -10,7 +10,7 @@ Presets:
                 --config.model.path and --config.data.path (JSONL).
   qwen2.5-32b   the paper's setting, on a TPU mesh; needs --config.model.path,
                 --config.data.path and, for its size, many devices.
-  qwen2.5-1.5b, qwen2.5-7b   smaller ones, likewise, on 8 and 16 chips.
+  qwen2.5-1.5b, qwen2.5-7b   smaller ones, likewise, on 8 and 32 chips.
 
 Measured (docs/studies.md): the embedded preset goes from 0.09 greedy accuracy
 on held-out problems to 0.98, and from 0.28 sampled to 0.90, in 40 steps (seeds

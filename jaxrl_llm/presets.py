@@ -107,20 +107,22 @@ def qwen1_5b(config: Any) -> None:
   config.sampler.max_response_length = 7168
   config.sampler.slots = 256
   config.sampler.kv_pages = 8192  # 3.5 GiB of keys and values a chip.
-  _optimizers(config, mini_batch=256, micro_batch_size=8, warmup_steps=80)
-  config.mesh.fsdp = 8
+  _optimizers(config, mini_batch=256, micro_batch_size=4, warmup_steps=80)
+  config.mesh.fsdp = 4
+  config.mesh.tensor = 2
 
 
 def qwen7b(config: Any) -> None:
-  """Qwen2.5-7B on sixteen chips of v6e; needs model.path and data.path."""
+  """Qwen2.5-7B on 32 chips of v6e; needs model.path and data.path."""
   _mathematics(config)
   config.data.prompts_per_step = 4096
   config.data.max_prompt_length = 1024
   config.sampler.max_response_length = 15_360
   config.sampler.slots = 512
-  config.sampler.kv_pages = 16_384  # 7 GiB of keys and values a chip.
-  _optimizers(config, mini_batch=256, micro_batch_size=16, warmup_steps=160)
-  config.mesh.fsdp = 16
+  config.sampler.kv_pages = 16_384  # 3.5 GiB of keys and values a chip.
+  _optimizers(config, mini_batch=256, micro_batch_size=8, warmup_steps=160)
+  config.mesh.fsdp = 8
+  config.mesh.tensor = 4
 
 
 def qwen32b(config: Any) -> None:

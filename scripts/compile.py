@@ -141,7 +141,12 @@ def compiled(name: str, lowered: Any, mesh: dict, loops: list[int]) -> dict:
   if file.exists():
     return json.loads(file.read_text())
   begun = time.perf_counter()
-  done = lowered.compile()
+  try:
+    done = lowered.compile()
+  except jax.errors.JaxRuntimeError as error:
+    if "RESOURCE_EXHAUSTED" not in str(error):
+      raise
+    return {"refused": str(error).splitlines()[0]}
   memory = done.memory_analysis()
   found = {
     "seconds": time.perf_counter() - begun,
@@ -168,6 +173,10 @@ def report(config, model, programs: Programs, chip: shapes.Chip) -> bool:
     # A micro-batch; the head goes over a row in chunks.
     loops = [1, -(-sizes.row // config.model.head_chunk)]
     found = compiled(name, lowered, programs.mesh, loops)
+    if "refused" in found:
+      print(f"| {name} | | | | | no: {found['refused']} |", flush=True)
+      fits = False
+      continue
     role = "value" if name.endswith(("value", "values")) else "policy"
     if name == "sampler decode":
       kv_bytes = found["arguments"] - kept["sampler"]

@@ -77,8 +77,14 @@ class EngineConfig:
     return max(1, self.slots // REFILL_SHARE)
 
   def continued_per_prefill(self, shards: int) -> int:
-    """Continued responses prefilled at a time, spread over devices as slots."""
-    return shards * max(1, self.refill_slots // shards)
+    """Continued responses prefilled at a time, spread over devices as slots.
+
+    They lie beside the KV cache meanwhile, each as long as the longest, in at
+    most an eighth of its room.
+    """
+    room = self.pages_per_shard(shards) * self.page_size // 8
+    fewest = min(self.refill_slots // shards, room // self.max_length)
+    return shards * max(1, fewest)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -232,3 +232,22 @@ class TestStopStrings:
   def test_that_are_no_texts_raise(self, strings):
     with pytest.raises(ValueError, match="stop_strings must be a tuple of"):
       generate(engine(), settings=SamplingSettings(stop_strings=strings))
+
+
+class TestContinuedPerPrefill:
+  """Responses that come back: how many are prefilled beside the KV cache."""
+
+  def config(self, **changes):
+    sizes = {"slots": 64, "max_prompt_length": 8, "max_response_length": 120}
+    return EngineConfig(stop_tokens=[1], page_size=8, **sizes | changes)
+
+  def test_an_eighth_of_the_slots(self):
+    assert self.config().continued_per_prefill(shards=1) == 8
+    assert self.config().continued_per_prefill(shards=4) == 8
+
+  def test_few_pages_have_room_for_few(self):
+    # 8 x 128 tokens in an eighth of the cache, of two shards, of less.
+    pages = 8 * 128 // 8 * 4
+    assert self.config(kv_pages=pages).continued_per_prefill(shards=1) == 4
+    assert self.config(kv_pages=pages).continued_per_prefill(shards=2) == 4
+    assert self.config(kv_pages=pages // 8).continued_per_prefill(shards=2) == 2
