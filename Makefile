@@ -16,8 +16,10 @@ PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check install
-# A file's tests stay in one worker, which then shares what it compiled.
-PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile $(PYTEST_ARGS)
+# A file's tests stay in one worker, which then shares what it compiled; files
+# begin in the order of tests/conftest.py.
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile \
+  --no-loadscope-reorder $(PYTEST_ARGS)
 
 # Compiled programs are kept between runs: the next start is much faster.
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.jax_cache

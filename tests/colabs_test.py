@@ -15,7 +15,7 @@ def _notebooks(*, run: bool) -> list:
     pytest.param(
       path,
       id=path.stem,
-      marks=[pytest.mark.slow] if run and path.stem in _SLOW else [],
+      marks=[pytest.mark.slow(minutes=1)] if run and path.stem in _SLOW else [],
     )
     for path in _NOTEBOOKS
   ]

@@ -1,5 +1,6 @@
 """Test session: 8 CPU devices, strict JAX settings, parsed absl flags."""
 
+import collections
 import importlib.metadata
 import os
 
@@ -34,6 +35,9 @@ def _parsed_flags():
 
 
 def pytest_collection_modifyitems(items):
-  """Files with slow tests first: started last, they would run on alone."""
-  slow = {i.path for i in items if i.get_closest_marker("slow")}
-  items.sort(key=lambda item: item.path not in slow)
+  """The longest files first: started last, they would run on alone."""
+  minutes = collections.Counter()
+  for item in items:
+    for slow in item.iter_markers("slow"):
+      minutes[item.path] += slow.kwargs.get("minutes", 0.3)
+  items.sort(key=lambda item: -minutes[item.path])

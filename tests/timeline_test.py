@@ -29,7 +29,7 @@ def test_one_device_is_refused(tmp_path):
   assert "at least 2 devices" in done.stderr and not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=2)
 def test_shows_who_works_at_the_same_time(tmp_path):
   pytest.importorskip("matplotlib")
   done = timeline(tmp_path, 2, "--steps=2", "--warm_up=1")

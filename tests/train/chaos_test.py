@@ -4,7 +4,7 @@ import chaos
 import pytest
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=3)
 def test_faults_leave_no_trace(tmp_path, capsys):
   assert chaos.main(["--faults=5", "--seed=1", f"--out={tmp_path}"]) == 0
   shown = capsys.readouterr().out

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=4)
 def test_greedy_accuracy_rises_and_the_critic_knows(tmp_path):
   root = pathlib.Path(__file__).parents[2]
   env = os.environ | {"PYTHONPATH": str(root)}

@@ -105,7 +105,7 @@ def kill_at(places, folder):
   return kills, {path.name for path in (broken / "checkpoints").iterdir()}
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=2)
 def test_killed_at_every_place_in_turn(tmp_path):
   kills, left = kill_at(_PLACES, tmp_path)
   assert kills == len(_PLACES) and left == {"5", "6"}
