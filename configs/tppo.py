@@ -39,6 +39,4 @@ def get_config(preset: str = ""):
   if preset == "qwen2.5-32b":
     config.sampler.max_response_length = 24576
     config.schedule.window = 8192
-  if config.sampler.slots:  # Each response of a batch needs one.
-    config.sampler.slots = config.data.prompts_per_step * config.data.group_size
   return config

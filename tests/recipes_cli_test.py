@@ -128,10 +128,6 @@ CONTRADICTIONS = [
     ["estimator.drop_pivot=True", "estimator.name='gae'"],
   ),
   (
-    WINDOWED | {"sampler.slots": 64},
-    ["schedule.window=16", "sampler.slots=64"],
-  ),
-  (
     GROUPED | {"estimator.drop_pivot": True},
     ["estimator.drop_pivot=True", "estimator.center='mean'"],
   ),

@@ -320,11 +320,11 @@ class RolloutWorker:
     return Collected(batch, state.replace(store=None), source_state, seen)
 
   def _windows(self, state, source_state, weights, timer) -> Collected:
-    """T-PPO's successive batching: every slot writes up to W more tokens.
+    """T-PPO's successive batching: up to W more tokens of every response.
 
-    Cut responses go on from where they stopped, under the new weights; slots
-    that are free begin the next responses. A prompt of which only some
-    responses found a slot gets the others next time.
+    Cut responses go on from where they stopped, under the new weights; as many
+    others begin as have ended. A prompt of which only some responses found room
+    gets the others next time.
     """
     settings = self._settings
     room = settings.in_flight * settings.group_size

@@ -79,11 +79,6 @@ def windows(config: Any, wrong: Wrong) -> None:
     wrong["schedule.window, sampler.max_response_length"] = (
       "the window must be at most as long as a response"
     )
-  if windowed and 0 < config.sampler.slots < config_lib.batch_size(config):
-    wrong["schedule.window, sampler.slots"] = (
-      "every response of a batch needs a slot; use 0 or"
-      " data.prompts_per_step * data.group_size"
-    )
   if windowed and schedule.dynamic_sampling:
     wrong["schedule.window, schedule.dynamic_sampling"] = (
       "unfinished groups have no verdicts to filter on; switch one off"
