@@ -39,7 +39,7 @@ _EXTRAS = {
 }
 _EXTRAS["test"] = _EXTRAS["plot"] + [
   "pytest>=8",
-  "pytest-xdist>=3.6",
+  "pytest-xdist>=3.7",
   "nbclient>=0.10",
   "ipykernel>=6.29",
   "psutil>=5.9",
@@ -53,12 +53,13 @@ _FOLDERS = {
   "jaxrl_llm.configs": "configs",
   "jaxrl_llm.scripts": "scripts",
   "jaxrl_llm.scripts.benchmarks": "scripts/benchmarks",
+  "jaxrl_llm.scripts.scaling": "scripts/scaling",
   "jaxrl_llm.scripts.studies": "scripts/studies",
 }
 # The command jaxrl-NAME is scripts/NAME.py.
 _COMMANDS = (
   *("train", "evaluate", "generate", "convert"),
-  *("report", "study", "simulate", "detect"),
+  *("report", "study", "simulate", "detect", "compile"),
 )
 
 

@@ -17,9 +17,11 @@ preset. Exit code 0 if all fits, 1 if not, 2 for bad input.
 
 import os
 
-# Before jax: this process needs no TPU, and there is none.
+# Before jax: this process needs no TPU, and there is none; nor need it be the
+# only one that has loaded the library.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 import hashlib  # noqa: E402
 import json  # noqa: E402
@@ -29,21 +31,23 @@ import time  # noqa: E402
 import types  # noqa: E402
 from typing import Any  # noqa: E402
 
+import command_line  # noqa: E402
 import jax  # noqa: E402
 from absl import app, flags  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from ml_collections import config_flags  # noqa: E402
 from scaling import estimate, hlo, shapes  # noqa: E402
 
+from jaxrl_llm import config as config_lib  # noqa: E402
 from jaxrl_llm import models  # noqa: E402
 from jaxrl_llm.errors import InputError  # noqa: E402
+from jaxrl_llm.learner.choices import has_critic  # noqa: E402
 from jaxrl_llm.learner.lower import lower  # noqa: E402
 from jaxrl_llm.models import hf  # noqa: E402
 from jaxrl_llm.train import build, meshes, sampler, validation  # noqa: E402
 
-_ROOT = pathlib.Path(__file__).resolve().parents[1]
 _CONFIG = config_flags.DEFINE_config_file(
-  "config", str(_ROOT / "configs" / "vapo.py") + ":qwen2.5-32b", "Settings."
+  "config", None, "METHOD:PRESET or FILE.py:PRESET, whose model it is."
 )
 _TOPOLOGY = flags.DEFINE_string("topology", "v5p:4x4x4", "CHIP:AxB[xC].")
 _SEARCH = flags.DEFINE_bool("search", False, "Rank meshes; compile nothing.")
@@ -95,8 +99,8 @@ def devices_of(topology: str) -> list[Any]:
   except Exception as error:  # Of libtpu, or that there is none.
     reason = str(error).strip().splitlines()[0][:200]
     raise InputError(
-      f"--topology={topology}: {reason}; is it one that exists, is libtpu"
-      " installed (pip install -e '.[tpu]'), and no other process using it?"
+      f"--topology={topology}: {reason}; is it one that exists, and is libtpu"
+      " installed (pip install -e '.[tpu]')?"
     ) from error
   return list(described.devices)
 
@@ -115,6 +119,7 @@ class Programs:
     policy = self.learner.policy.shapes
     transfer = sampler.make_transfer(fns[0], policy.params, both)
     self.mesh = dict(both.trainer.shape)
+    self.sampler_mesh = dict(both.sampler.shape)
     self.lowered = engine.lower(
       transfer.shapes,
       prompts=engine.prompts_at_a_time(config.data.group_size),
@@ -162,8 +167,11 @@ def compiled(name: str, lowered: Any, mesh: dict, loops: list[int]) -> dict:
 
 def report(config, model, programs: Programs, chip: shapes.Chip) -> bool:
   """Compiles and prints; returns whether everything fits."""
-  sizes = estimate.Sizes(config, model, programs.mesh, _MEAN.value)
-  kept, fits, work = programs.kept, True, {}
+  sizes, written = (
+    estimate.Sizes(config, model, mesh, _MEAN.value)
+    for mesh in (programs.mesh, programs.sampler_mesh)
+  )
+  kept, fits = programs.kept, True
   held = ", ".join(f"{k} {v / _GIB:.2f}" for k, v in kept.items())
   print(f"GiB a device that stays: {held}")
   print("| program | compile s | arguments | temporaries | by account | fits |")
@@ -172,7 +180,8 @@ def report(config, model, programs: Programs, chip: shapes.Chip) -> bool:
   for name, lowered in programs.lowered.items():
     # A micro-batch; the head goes over a row in chunks.
     loops = [1, -(-sizes.row // config.model.head_chunk)]
-    found = compiled(name, lowered, programs.mesh, loops)
+    mesh = programs.sampler_mesh if "sampler" in name else programs.mesh
+    found = compiled(name, lowered, mesh, loops)
     if "refused" in found:
       print(f"| {name} | | | | | no: {found['refused']} |", flush=True)
       fits = False
@@ -202,18 +211,22 @@ def report(config, model, programs: Programs, chip: shapes.Chip) -> bool:
     )
     sent[name] = [hlo.Sent(*each) for each in found["sent"]]
   print()
-  _print_times(sizes, chip, sent, work)
+  work = _print_times(sizes, written, chip, sent)
+  if len(sent) == len(programs.lowered):
+    _print_step(sizes, chip, work)
   return fits
 
 
-def _print_times(sizes, chip, sent, work) -> None:
+def _print_times(sizes, written, chip, sent) -> dict[str, estimate.Work]:
+  """Prints what the phases do that were compiled, and returns it."""
   known = {
-    "decode": estimate.decoding(sizes),
+    "decode": estimate.decoding(written),
     "score policy": estimate.scoring(sizes, "policy"),
     "score value": estimate.scoring(sizes, "value"),
     "update policy": estimate.updating(sizes, "policy"),
     "update value": estimate.updating(sizes, "value"),
   }
+  work = {}
   print("| phase | TFLOP | sent GB, by axis | by account | s | bound |")
   print("|---|---|---|---|---|---|")
   for name, phase in _PHASES.items():
@@ -233,6 +246,10 @@ def _print_times(sizes, chip, sent, work) -> None:
       f" {seconds:.3g} | {bound} |"
     )
   print("of a micro-batch, of decoding of a step\n")
+  return work
+
+
+def _print_step(sizes, chip, work) -> None:
   total = estimate.step_seconds(sizes, chip, work)
   parts = ", ".join(f"{k} {v:.0f}" for k, v in total.items())
   print(
@@ -245,61 +262,106 @@ def _print_times(sizes, chip, sent, work) -> None:
 
 
 def search(config, model, topology: str, chip: shapes.Chip) -> None:
-  """Prints meshes that fit by the account, the fastest first."""
+  """Prints meshes of learner and sampler that fit by the account, the fastest
+  first."""
   count = 1
   for side in topology.partition(":")[2].split("x"):
     count *= int(side)
   rows = []
-  for tensor in (1, 2, 4, 8, 16):
-    for data in (1, 2, 4):
-      if count % (tensor * data) or model.num_heads % tensor:
-        continue
-      mesh = {"data": data, "fsdp": count // tensor // data, "tensor": tensor}
-      rows += _candidate(config, model, mesh, chip)
-  print("| data | fsdp | tensor | micro-batch | GiB a device | s a step |")
-  print("|---|---|---|---|---|---|")
-  for seconds, memory, mesh, micro in sorted(rows, key=lambda r: r[0])[:8]:
-    shape = " | ".join(str(mesh[a]) for a in ("data", "fsdp", "tensor"))
-    print(f"| {shape} | {micro} | {memory / _GIB:.1f} | {seconds:.0f} |")
+  for own in {count, count // 4, count // 2, count - count // 4} - {0}:
+    # The sampler has the same devices, or those that the learner leaves.
+    free = count if own == count else count - own
+    samplers = [_sampler(config, model, mesh) for mesh in _meshes(model, free)]
+    for mesh in _meshes(model, own):
+      rows += _best(config, model, mesh, samplers, chip, apart=own < count)
   if not rows:
     raise InputError(
       f"no mesh of {topology} holds this run by the account; take more or"
       " larger chips, or lower sampler.kv_pages or the longest response"
     )
-  print("by the model's account; nothing was compiled")
+  print("| mesh | sampler.mesh | micro-batch | GiB a device | s a step |")
+  print("|---|---|---|---|---|")
+  for seconds, memory, mesh, sampler_mesh, micro in sorted(rows)[:10]:
+    print(
+      f"| {mesh} | {sampler_mesh} | {micro} | {memory / _GIB:.1f} |"
+      f" {seconds:.0f} |"
+    )
+  print("data x fsdp x tensor, by the model's account; nothing was compiled")
 
 
-def _candidate(config, model, mesh, chip) -> list[tuple]:
-  """(seconds, bytes, mesh, micro-batch) of a mesh, if it fits."""
+def _meshes(model: models.ModelConfig, count: int) -> list[dict[str, int]]:
+  """Meshes of so many devices."""
+  return [
+    {"data": data, "fsdp": count // tensor // data, "tensor": tensor}
+    for tensor in (1, 2, 4, 8, 16)
+    for data in (1, 2, 4, 8, 16, 32, 64)
+    if count % (tensor * data) == 0 and model.num_heads % tensor == 0
+  ]
+
+
+def _name(mesh: dict[str, int]) -> str:
+  return " x ".join(str(size) for size in mesh.values())
+
+
+def _sampler(config, model, mesh) -> tuple[float, estimate.Sizes, Any]:
+  """(bytes, sizes, work) of a sampler."""
+  sizes = estimate.Sizes(config, model, mesh, _MEAN.value)
+  pages = config.sampler.kv_pages * sizes.page or (
+    sizes.slots * 4 * (sizes.prompt + sizes.response)
+  )
+  memory = 2 * sizes.parameters / (sizes.fsdp * sizes.tensor)
+  memory += pages * sizes.kv_token / sizes.devices
+  return memory, sizes, estimate.decoding(sizes)
+
+
+def _best(config, model, mesh, samplers, chip, *, apart) -> list[tuple]:
+  """The table's row of a mesh of the learner: with the best sampler, if any
+  fits."""
   config = config.copy_and_resolve_references()
   ways = mesh["data"] * mesh["fsdp"]
   for role in ("policy", "value"):
     config.optimizer[role].micro_batch_size = ways
   sizes = estimate.Sizes(config, model, mesh, _MEAN.value)
-  split = mesh["fsdp"] * mesh["tensor"]
-  state = 12 * sizes.parameters / split
-  roles = ["policy", "value"] if config.estimator.name == "gae" else ["policy"]
-  pages = config.sampler.kv_pages * sizes.page or (
-    sizes.slots * (sizes.prompt + sizes.response)
-  )
-  memory = len(roles) * state + 2 * sizes.parameters / split
-  memory += pages * sizes.kv_token / sizes.devices
-  memory += sum(estimate.temporaries(sizes, "policy", update=True).values())
-  if memory > chip.memory:
-    return []
-  work = {"decode": estimate.decoding(sizes)}
-  for role in ("policy", "value"):
+  roles = ["policy", "value"] if has_critic(config) else ["policy"]
+  state = 12 * sizes.parameters / (mesh["fsdp"] * mesh["tensor"])
+  own = len(roles) * state
+  own += sum(estimate.temporaries(sizes, "policy", update=True).values())
+  work = {}
+  for role in roles:
     work[f"score {role}"] = estimate.scoring(sizes, role)
     work[f"update {role}"] = estimate.updating(sizes, role)
-  seconds = sum(estimate.step_seconds(sizes, chip, work).values())
-  return [(seconds, memory, mesh, ways)]
+  rows = []
+  for memory, written, decoding in samplers:
+    memory = max(memory, own) if apart else memory + own
+    if memory < chip.memory:
+      seconds = estimate.step_seconds(sizes, chip, work | {"decode": decoding})
+      decode = seconds.pop("decode")
+      train = sum(seconds.values())
+      # Apart and a batch behind, they work at the same time.
+      at_once = apart and config.schedule.lag
+      total = max(decode, train) if at_once else decode + train
+      rows.append((total, memory, _name(mesh), _name(written.mesh), ways))
+  return [min(rows)] if rows else []
 
 
-def main(argv: list[str]) -> int:
+def parse_flags(argv: list[str]) -> list[str]:
+  """Parses the command line; what cannot be used is one line and exit 2."""
+  try:
+    rest = flags.FLAGS(argv)
+    if len(rest) > 1:
+      raise InputError(f"{rest[1]!r} is not a flag; flags start with --")
+    if not _CONFIG.present:
+      raise InputError("no --config; give --config=configs/METHOD.py:PRESET")
+    _CONFIG.value.lock()  # A file that was not found only says so when used.
+  except Exception as error:  # Config files are foreign code.
+    print(f"compile: {command_line.explain(error, argv)}", file=sys.stderr)
+    sys.exit(2)
+  return rest
+
+
+def main(_: list[str]) -> int:
   """Runs the command; returns its exit code."""
   try:
-    if len(argv) > 1:
-      raise InputError(f"{argv[1]!r} is not a flag; flags start with --")
     config = _CONFIG.value
     preset = flags.FLAGS["config"].config_filename.partition(":")[2]
     validation.validate(config)
@@ -323,4 +385,8 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-  app.run(lambda argv: sys.exit(main(argv)))
+  app.run(
+    lambda argv: sys.exit(main(argv)),
+    config_lib.with_method_files(sys.argv),
+    flags_parser=parse_flags,
+  )

@@ -14,12 +14,12 @@ bad input, 1 for a run that could not go on.
 """
 
 import datetime
-import difflib
 import pathlib
 import sys
 import time
 from typing import NoReturn
 
+import command_line
 from absl import app, flags, logging
 from ml_collections import config_flags
 
@@ -29,8 +29,8 @@ from jaxrl_llm.errors import InputError
 _BEGUN = time.perf_counter()
 # Not a default, but what gives --config.KEY its type where a run is resumed.
 _ANY = pathlib.Path(__file__).resolve().parents[1] / "configs" / "vapo.py"
-_CONFIG = config_flags.DEFINE_config_file(
-  "config", str(_ANY), "Settings: METHOD[:PRESET] or a file, FILE.py[:PRESET]."
+_CONFIG = command_line.define_config(
+  str(_ANY), "Settings: METHOD[:PRESET] or a file, FILE.py[:PRESET]."
 )
 _WORKDIR = flags.DEFINE_string(
   "workdir", "", "Files of the run; a dated folder under runs/ by default."
@@ -69,53 +69,8 @@ def parse_flags(argv: list[str]) -> list[str]:
       )
     _CONFIG.value.lock()  # A file that was not found only says so when used.
   except Exception as error:  # Config files are foreign code.
-    _fail(_unknown_key(argv) or _reason(error))
+    _fail(command_line.explain(error, argv))
   return rest
-
-
-def _unknown_key(argv: list[str]) -> str | None:
-  """What is wrong with the first --config.KEY that no config has."""
-  keys = list(config_lib.KEYS)
-  for argument in argv[1:]:
-    name, dot, key = argument.partition("=")[0].lstrip("-").partition(".")
-    groups = [key, *(k for k in keys if k.startswith(key + "."))]
-    if name != "config" or not dot or len(groups) > 1 or key in keys:
-      continue
-    if key in config_lib.RENAMED:
-      new = config_lib.RENAMED[key]
-      return f"--config.{key}: this key has a new name; use --config.{new}"
-    if key in config_lib.REMOVED:
-      return f"--config.{key}: this key is gone; {config_lib.REMOVED[key][1]}"
-    parent = key.rpartition(".")[0]
-    near = max(keys, key=lambda known: sum(_likeness(key, known)))
-    group, name = _likeness(key, near)
-    likely = group + name > 1.2 and name > 0.25
-    hint = f"did you mean {near}?" if likely else "see --help_config"
-    if parent.endswith("settings"):
-      hint = f"give the whole, --config.{parent}=\"{{'NAME': VALUE}}\""
-    return f"--config.{key}: no such key; {hint}"
-  return None
-
-
-def _likeness(key: str, known: str) -> tuple[float, float]:
-  """How alike two keys are in their groups and in their names, 0 to 1."""
-  parts = zip(key.rpartition(".")[::2], known.rpartition(".")[::2])
-  ratio = lambda pair: difflib.SequenceMatcher(None, *pair).ratio()
-  return tuple(map(ratio, parts))
-
-
-def _reason(error: Exception) -> str:
-  """One line of an error that may wrap others or a whole traceback."""
-  causes = [error]
-  while causes[-1].__context__:
-    causes.append(causes[-1].__context__)
-  for cause in reversed(causes):
-    if isinstance(cause, InputError):
-      return str(cause)
-  lines = str(error).strip().splitlines() or [type(error).__name__]
-  if isinstance(error, OSError):
-    return f"--config: {lines[-1].strip()}; give a METHOD or a file"
-  return lines[-1].strip()
 
 
 def _fail(message: str, *, code: int = 2) -> NoReturn:

@@ -58,6 +58,7 @@ class TestCommandLine:
     ("arguments", "parts"),
     [
       ([VAPO, "--config.run.stepz=3"], ["run.stepz", "mean run.steps?"]),
+      (["--config.run.stepz=3"], ["run.stepz", "mean run.steps?"]),
       (
         [VAPO, "--config.foo.bar=3"],
         ["--config.foo.bar: no such key; see --help_config"],

@@ -82,7 +82,7 @@ class TestInstalled:
 
   def test_every_command_has_its_program(self, installed):
     library, commands = installed
-    assert len(commands) == 8
+    assert len(commands) == 9
     for name, target in commands.items():
       assert target == "jaxrl_llm.scripts:main"
       program = name.removeprefix("jaxrl-")

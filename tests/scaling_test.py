@@ -118,16 +118,20 @@ class TestEstimate:
 
   def test_pages_bound_what_is_written_at_a_time(self):
     sizes = self.sizes()
-    assert sizes.slots == 512
+    assert sizes.written == sizes.slots == 512
     sizes.config.sampler.kv_pages = 1024
     held = sizes.prompt + sizes.response / 2
-    assert sizes.slots == pytest.approx(1024 * 128 / held)
+    assert sizes.slots == 512
+    assert sizes.written == pytest.approx(1024 * 128 / held)
 
   def test_bytes_by_shardings(self):
     mesh = sharding.make_mesh(**MESH)
     place = NamedSharding(mesh, PartitionSpec("fsdp", "tensor"))
     shape = jax.ShapeDtypeStruct((8, 6), np.float32, sharding=place)
     assert estimate.held({"a": [shape, shape]}) == 2 * 8 * 6 * 4 / 8
+
+
+_PRESET = "--config=configs/vapo.py:qwen2.5-32b"
 
 
 class TestScript:
@@ -139,9 +143,7 @@ class TestScript:
     )
 
   def test_search_ranks_meshes(self):
-    done = self.run(
-      "--config=configs/vapo.py:qwen2.5-32b", "--topology=v5p:4x4x4", "--search"
-    )
+    done = self.run(_PRESET, "--topology=v5p:4x4x4", "--search")
     assert done.returncode == 0, done.stderr
     rows = [r for r in done.stdout.splitlines() if r.startswith("| ")][1:]
     seconds = [float(row.split("|")[-2]) for row in rows]
@@ -150,10 +152,17 @@ class TestScript:
   @pytest.mark.parametrize(
     "flags, says",
     [
-      (["--topology=h100:8"], "choose a chip of v5e, v5p, v6e"),
+      ([_PRESET, "--topology=h100:8"], "choose a chip of v5e, v5p, v6e"),
       (["--config=configs/vapo.py"], "names no model"),
-      (["--topology=v5e:2x4", "--search"], "no mesh of v5e:2x4 holds this run"),
+      (
+        [_PRESET, "--topology=v5e:2x4", "--search"],
+        "no mesh of v5e:2x4 holds this run",
+      ),
+      ([], "no --config; give"),
       (["extra"], "'extra' is not a flag"),
+      (["--toplogy=v5e:2x4"], "Did you mean: topology ?"),
+      ([_PRESET, "--config.mesh.fdsp=4"], "did you mean mesh.fsdp?"),
+      (["--config=vapor"], "'vapor'; give a METHOD or a file"),
     ],
   )
   def test_bad_input_is_one_line(self, flags, says):

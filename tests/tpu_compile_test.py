@@ -93,34 +93,42 @@ class TestScript:
     "hidden_act": "silu",
   }
 
-  def compile(self, tmp_path, *flags):
-    (tmp_path / "config.json").write_text(json.dumps(self.CONFIG))
+  @pytest.fixture(scope="class")
+  def folder(self, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(self.CONFIG))
+    return folder
+
+  def compile(self, folder, *flags):
     return subprocess.run(
       [
         *(sys.executable, "scripts/compile.py", "--topology=v5e:2x4"),
-        *("--config=configs/tppo.py:qwen2.5-1.5b", f"--cache={tmp_path}/cache"),
-        *(f"--config.model.path={tmp_path}", *flags),
+        *("--config=configs/tppo.py:qwen2.5-1.5b", f"--cache={folder}/cache"),
+        *(f"--config.model.path={folder}", *flags),
       ],
       env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
       capture_output=True,
       text=True,
     )
 
-  def test_says_what_fits_and_where_the_time_goes(self, tmp_path):
+  def test_says_what_fits_and_where_the_time_goes(self, folder):
     done = self.compile(
-      tmp_path, "--config.mesh.fsdp=4", "--config.mesh.tensor=2"
+      folder, "--config.mesh.fsdp=4", "--config.mesh.tensor=2"
     )
     assert done.returncode == 0, done.stderr
-    shown = done.stdout
+    programs, phases = done.stdout.split("| phase |")
     for name in ("sampler decode", "sampler prefill cut responses"):
-      assert f"| {name} |" in shown
+      assert f"| {name} |" in programs
     for name in ("decode", "score policy", "update policy", "update value"):
-      (row,) = [s for s in shown.splitlines() if s.startswith(f"| {name} |")]
+      (row,) = [s for s in phases.splitlines() if s.startswith(f"| {name} |")]
       assert "fsdp" in row and "tensor" in row
-    assert "predicted: a step of 2048 responses" in shown
+    assert "predicted: a step of 2048 responses" in phases
     # Found again, at once.
-    assert len(list((tmp_path / "cache").iterdir())) == 7
+    assert len(list((folder / "cache").iterdir())) == 7
 
-  def test_says_what_does_not_fit(self, tmp_path):
-    done = self.compile(tmp_path, "--config.sampler.kv_pages=4000000")
+  def test_says_what_does_not_fit(self, folder):
+    done = self.compile(
+      *(folder, "--config.mesh.fsdp=4", "--config.mesh.tensor=2"),
+      "--config.sampler.kv_pages=4000000",
+    )
     assert done.returncode == 1 and "it does not fit" in done.stderr

@@ -64,7 +64,7 @@ class Sizes:
       mesh: axis -> size.
       mean_response: tokens; a quarter of the longest if 0.
     """
-    self.config, self.model = config, model
+    self.config, self.model, self.mesh = config, model, dict(mesh)
     self.tensor, self.fsdp = mesh["tensor"], mesh["fsdp"]
     self.batch_ways = mesh["data"] * mesh["fsdp"]
     self.devices = math.prod(mesh.values())
@@ -99,14 +99,17 @@ class Sizes:
     return rows * (2 * self.multiplied * self.row + attention)
 
   @property
-  def slots(self) -> float:
+  def slots(self) -> int:
+    """Rows of the decode step."""
+    return min(self.config.sampler.slots or self.responses, self.responses)
+
+  @property
+  def written(self) -> float:
     """Responses that are written at a time: slots, or what pages hold."""
-    slots = self.config.sampler.slots or self.responses
-    if self.config.sampler.kv_pages:
-      held = self.prompt + self.response / 2
-      room = self.config.sampler.kv_pages * self.page / held
-      slots = min(slots, room)
-    return min(slots, self.responses)
+    if not self.config.sampler.kv_pages:
+      return self.slots
+    held = self.prompt + self.response / 2
+    return min(self.slots, self.config.sampler.kv_pages * self.page / held)
 
 
 def held(tree: Any) -> float:
@@ -171,16 +174,20 @@ def _passes(sizes, role, *, forwards, gathers, reduced) -> Work:
 def decoding(sizes: Sizes) -> Work:
   """A token for every response that is being written."""
   slots, model = sizes.slots, sizes.model
-  cached = slots * (sizes.prompt + sizes.response / 2) * sizes.kv_token
-  moved = (2 * sizes.parameters + cached) / sizes.devices
+  cached = sizes.written * (sizes.prompt + sizes.response / 2) * sizes.kv_token
+  weights = 2 * sizes.parameters / (sizes.fsdp * sizes.tensor)
+  moved = weights + cached / sizes.devices
   flops = 2 * sizes.multiplied * slots / sizes.devices
-  per_way = slots / sizes.batch_ways
-  # Partial sums over the axis that splits the width of weights.
-  products = 2 * model.hidden_size + 3 * model.intermediate_size / sizes.tensor
-  ring = 2 * (sizes.fsdp - 1) / sizes.fsdp
-  sent = ring * 2 * slots * products * model.num_layers / sizes.tensor
+  # Where an axis splits the width of weights, its devices' rows are gathered
+  # before attention and MLP, and their products are sums of parts in float32.
+  group = slots * sizes.fsdp / sizes.batch_ways * model.num_layers
+  heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+  summed = (heads + 2 * model.intermediate_size) / sizes.tensor
+  others = (sizes.fsdp - 1) / sizes.fsdp
+  sent = others * group * (4 * summed + 2 * 2 * model.hidden_size)
   ring = 2 * (sizes.tensor - 1) / sizes.tensor
-  sent += ring * 2 * 2 * per_way * model.hidden_size * model.num_layers
+  own = slots / sizes.batch_ways * model.num_layers
+  sent += ring * 2 * 2 * own * model.hidden_size
   return Work(flops, moved, sent)
 
 
@@ -196,7 +203,7 @@ def step_seconds(
       of a step.
   """
   config, seconds = sizes.config, {}
-  steps = sizes.responses * sizes.response / sizes.slots
+  steps = sizes.responses * sizes.response / sizes.written
   seconds["decode"] = steps * work["decode"].bound(chip)[0]
   for role in ("policy", "value") if has_critic(config) else ("policy",):
     settings = config.optimizer[role]
