@@ -310,7 +310,7 @@ def _sampler(config, model, mesh) -> tuple[float, estimate.Sizes, Any]:
     sizes.slots * 4 * (sizes.prompt + sizes.response)
   )
   memory = 2 * sizes.parameters / (sizes.fsdp * sizes.tensor)
-  memory += pages * sizes.kv_token / sizes.devices
+  memory += pages * sizes.kv_token / sizes.kv_ways
   return memory, sizes, estimate.decoding(sizes)
 
 

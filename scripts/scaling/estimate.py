@@ -78,6 +78,8 @@ class Sizes:
     self.prompt = config.data.max_prompt_length / 4
     self.row = build.max_tokens_per_row(config)
     self.responses = config_lib.batch_size(config)
+    heads_split = model.num_kv_heads % self.tensor == 0
+    self.kv_ways = self.batch_ways * (self.tensor if heads_split else 1)
     self.kv_token = 4 * model.num_layers * model.num_kv_heads * model.head_dim
     self.page = default_page_size(config.data.max_prompt_length + longest)
 
@@ -142,7 +144,7 @@ def temporaries(sizes: Sizes, role: str, *, update: bool) -> dict[str, float]:
   if update:
     parts["activations between layers"] = 2 * tokens * width * model.num_layers
     parts["gradients"] = 2 * 4 * sizes.parameters / split
-    parts["activations of a layer"] *= 2
+    parts["activations of a layer"] *= 4  # And gradients, all in float32.
   return parts
 
 
@@ -176,7 +178,7 @@ def decoding(sizes: Sizes) -> Work:
   slots, model = sizes.slots, sizes.model
   cached = sizes.written * (sizes.prompt + sizes.response / 2) * sizes.kv_token
   weights = 2 * sizes.parameters / (sizes.fsdp * sizes.tensor)
-  moved = weights + cached / sizes.devices
+  moved = weights + cached / sizes.kv_ways
   flops = 2 * sizes.multiplied * slots / sizes.devices
   # Where an axis splits the width of weights, its devices' rows are gathered
   # before attention and MLP, and their products are sums of parts in float32.
