@@ -8,15 +8,19 @@ it is a sum of integers, which is exact in any order.
 """
 
 import collections
+import functools
 import hashlib
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxrl_llm import processes
 
 Checksums = Mapping[str, int]  # Path of a leaf -> 64 bits.
 
@@ -119,7 +123,7 @@ def finish_checksums(started: Mapping[str, jax.Array]) -> dict[str, int]:
   """Waits for the checksums that were started."""
   return {
     name: int(low) | int(high) << 32
-    for name, (low, high) in jax.device_get(dict(started)).items()
+    for name, (low, high) in processes.to_host(dict(started)).items()
   }
 
 
@@ -134,10 +138,18 @@ def _start(name: str, leaf: Any) -> jax.Array:
   if not numeric or leaf.dtype.itemsize > 4:
     raise TypeError(f"{name}: no checksum for dtype {leaf.dtype}")
   seed = np.uint32(zlib.crc32(f"{name} {leaf.dtype} {leaf.shape}".encode()))
-  return _sums(leaf, seed)
+  place = getattr(leaf, "sharding", None)
+  if not isinstance(place, NamedSharding):
+    return _program(None)(leaf, seed)
+  # Whole on every device, so that no process has to ask for it.
+  return _program(NamedSharding(place.mesh, PartitionSpec()))(leaf, seed)
 
 
-@jax.jit
+@functools.lru_cache
+def _program(place: NamedSharding | None) -> Callable[..., jax.Array]:
+  return jax.jit(_sums, out_shardings=place)
+
+
 def _sums(x: chex.Array, seed: chex.Array) -> jax.Array:
   """Both halves of a leaf's checksum, uint32 [2]."""
   places = _mix(_index(x.shape) + seed)

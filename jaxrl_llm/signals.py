@@ -8,6 +8,8 @@ import socket
 import threading
 from collections.abc import Iterator
 
+from jaxrl_llm import processes
+
 _NAMES = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -17,6 +19,11 @@ class Stopped:
 
   signal: int = 0
   doing: str = "what is under way"  # What a signal waits for.
+
+  def agreed(self) -> int:
+    """The signal that any process of the run has got, from now on in all."""
+    self.signal = max(processes.gather(self.signal))
+    return self.signal
 
 
 @contextlib.contextmanager

@@ -46,7 +46,8 @@ LAYERS = (
   ("functions", "estimators losses models sharding"),
   (
     "basics",
-    "types masked distributions digest errors files signals plugin base_models",
+    "types masked distributions digest errors files signals processes plugin"
+    " base_models",
   ),
 )
 TOOLS = "generate simulate fleet"
@@ -155,7 +156,11 @@ def _box(axis, x, y, width, height, color, title, text="") -> None:
   )
   middle = x + width / 2
   if not text:
-    axis.text(middle, y + height / 2, title, ha="center", va="center", size=10)
+    # Long names of narrow rooms: a letter of size 10 is about 0.78 wide.
+    size = min(10, 10 * (width - 0.8) / (0.78 * len(title)))
+    axis.text(
+      middle, y + height / 2, title, ha="center", va="center", size=size
+    )
     return
   axis.text(
     middle, y + height - 2.6, title, ha="center", size=11, weight="bold"

@@ -41,6 +41,19 @@ _STEP = flags.DEFINE_integer(
 _PLUGIN = flags.DEFINE_multi_string(
   "plugin", [], "Python file of your own parts, see jaxrl_llm/register.py."
 )
+_COORDINATOR = flags.DEFINE_string(
+  "coordinator", "", "HOST:PORT of the first of several processes."
+)
+_NUM_PROCESSES = flags.DEFINE_integer("num_processes", 1, "How many they are.")
+_PROCESS_ID = flags.DEFINE_integer("process_id", 0, "Which one this is.")
+_DISTRIBUTED = flags.DEFINE_bool(
+  "distributed",
+  False,
+  "One of several processes, as Slurm, GKE or Cloud TPU started them.",
+)
+_PATIENCE_S = flags.DEFINE_integer(
+  "patience_s", 100, "Seconds until a process that has died is missed."
+)
 _HELP_CONFIG = flags.DEFINE_bool(
   "help_config", False, "Print every key of a config, and exit."
 )
@@ -116,11 +129,18 @@ def run() -> None:
   # Heavy imports late: a typing error in a flag answers at once.
   import dry_run
 
-  from jaxrl_llm import plugin
+  from jaxrl_llm import plugin, processes
   from jaxrl_llm.train import build, loop
 
-  now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-  folder = pathlib.Path(_WORKDIR.value or f"runs/{now}")
+  if _COORDINATOR.value or _DISTRIBUTED.value:
+    processes.connect(
+      _COORDINATOR.value,
+      _NUM_PROCESSES.value,
+      _PROCESS_ID.value,
+      patience_s=_PATIENCE_S.value,
+    )
+  now = f"runs/{datetime.datetime.now():%Y%m%d-%H%M%S}"
+  folder = pathlib.Path(_WORKDIR.value or processes.of_first(lambda: now))
   config = make_config(folder)
   for path in config.run.plugins:
     plugin.load(path)

@@ -108,7 +108,8 @@ def folder(tmp_path_factory):
   for name in ("configs", "scripts", "docs"):
     (folder / name).symlink_to(_ROOT / name)
   chat_model.write(folder / "smollm2")
-  (folder / "qwen3").symlink_to(folder / "smollm2")
+  for name in ("qwen", "qwen3"):
+    (folder / name).symlink_to(folder / "smollm2")
   for name, text in _FILES.items():
     (folder / name).write_text(text)
   for block in _blocks("python"):

@@ -8,6 +8,7 @@ the COMMIT, see `checkpoint.commit`.
 """
 
 import concurrent.futures
+import functools
 import os
 import pathlib
 import shutil
@@ -16,7 +17,7 @@ from typing import Any, TypeVar
 
 import orbax.checkpoint as ocp
 
-from jaxrl_llm import digest
+from jaxrl_llm import digest, processes
 from jaxrl_llm.checkpoint import commit, state
 from jaxrl_llm.errors import TrainingStopped
 
@@ -26,7 +27,10 @@ T = TypeVar("T")
 
 
 class Checkpointer:
-  """Saves and restores steps under one directory, which one process writes.
+  """Saves and restores steps under one directory, which one run writes.
+
+  Several processes of a run write their parts of a step, and the first one its
+  COMMIT, once all are on the disk.
 
   A save that fails does not end a run: `failures` counts them, and
   `new_errors` tells of each. What was there before it stays.
@@ -53,13 +57,12 @@ class Checkpointer:
     """
     self.failures = 0
     self._directory = pathlib.Path(directory).absolute()
-    self._directory.mkdir(parents=True, exist_ok=True)
     self._keep, self._keep_every, self._best = keep, keep_every, best
     self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
     self._thread = concurrent.futures.ThreadPoolExecutor(1, "commit")
     self._saving: tuple[int, concurrent.futures.Future] | None = None
     self._errors: list[str] = []
-    self._clean()
+    processes.of_first(self._clean)
 
   def latest_step(self) -> int | None:
     """Newest complete step, None if there is none."""
@@ -91,7 +94,7 @@ class Checkpointer:
   def _start(self, step, trees, metadata) -> concurrent.futures.Future:
     folder = self._directory / str(step)
     size = commit.num_bytes(trees)
-    free = shutil.disk_usage(self._directory).free
+    free = processes.of_first(lambda: shutil.disk_usage(self._directory).free)
     if free < size:
       raise OSError(f"it needs {size:,} bytes, and {free:,} are free")
     # Both on the devices before the arrays can be donated.
@@ -104,6 +107,8 @@ class Checkpointer:
 
   def _finish(self, folder, leaves, checksums, record) -> None:
     self._orbax.wait_until_finished()
+    if not processes.is_first():
+      return
     commit.write(folder, leaves, digest.finish_checksums(checksums), **record)
     # Only now, so that what it replaces was there until it was.
     steps = commit.steps(self._directory)
@@ -183,7 +188,8 @@ class Checkpointer:
       f" ({_reason(error)}); make room: the one before it stays, and the next"
       " is tried when it is due"
     )
-    self._clean()
+    if processes.is_first():
+      self._clean()
 
   def close(self) -> None:
     """Waits and releases the directory."""
@@ -192,6 +198,7 @@ class Checkpointer:
     self._orbax.close()
 
   def _clean(self) -> None:
+    self._directory.mkdir(parents=True, exist_ok=True)
     for pattern in _TEMPORARY:
       for place in self._directory.glob(pattern):
         shutil.rmtree(place, ignore_errors=True)
@@ -214,10 +221,15 @@ def newest_undamaged(
   """
   damaged = {}
   for step in reversed(steps):
+    restored = failed = None
     try:
       restored = restore(step)
     except commit.DamagedError as error:
-      damaged[step] = error
+      failed = error
+    # What one process cannot read, no other one goes on from.
+    wrong = list(filter(None, processes.gather(failed and failed.what)))
+    if wrong:
+      damaged[step] = failed or commit.DamagedError(step, wrong[0])
     else:
       line = "checkpoint {} is damaged ({})".format
       return restored, [line(s, e.what) for s, e in damaged.items()]
@@ -242,12 +254,9 @@ def save_tree(path: str | os.PathLike, tree: Any) -> None:
         f"{path}: cannot write a checkpoint ({_reason(error)}); make room; the"
         " same --workdir goes on from the last complete one"
       ) from error
-  commit.write(
-    path,
-    commit.describe(trees),
-    digest.checksums(trees),
-    bytes=commit.num_bytes(trees),
-  )
+  leaves, checksums = commit.describe(trees), digest.checksums(trees)
+  write = functools.partial(commit.write, bytes=commit.num_bytes(trees))
+  processes.of_first(write, path, leaves, checksums)
 
 
 def load_tree(path: str | os.PathLike, target: Any) -> Any:

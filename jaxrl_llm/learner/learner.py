@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl_llm import estimators, sharding, types
+from jaxrl_llm import estimators, processes, sharding, types
 from jaxrl_llm.errors import TrainingStopped
 from jaxrl_llm.learner import metrics, packing, parts
 from jaxrl_llm.learner.algorithm import Algorithm
@@ -390,7 +390,7 @@ class Learner:
     """Log-probs and entropies of a mini-batch, packed [M, r, C]."""
     packed = place(batch.packed, self.mesh)
     temperature = np.float32(self.settings.temperature)
-    return jax.device_get(self.policy.score(params, packed, temperature))
+    return processes.to_host(self.policy.score(params, packed, temperature))
 
   @functools.cached_property
   def _score_gradient_norms(self) -> Callable[..., jax.Array]:
@@ -424,12 +424,12 @@ class Learner:
       norms = self._score_gradient_norms(
         params, place(packed, self.mesh), temperature
       )
-      out[rows] = norms[: rows.size]
+      out[rows] = processes.to_host(norms)[: rows.size]
     return out
 
   def _values(self, params: Any, batch: MiniBatch) -> np.ndarray:
     packed = place(batch.packed, self.mesh)
-    return np.asarray(self.critic.score(params, packed))
+    return processes.to_host(self.critic.score(params, packed))
 
   def _completed(self, model, rollout, batches) -> list[MiniBatch]:
     """The mini-batches, and further ones of the rows that they leave out."""
@@ -462,13 +462,13 @@ class Learner:
     size = np.lcm(sharding.batch_size_of(self.mesh), size)
     place_rows = sharding.along_batch(self.mesh)
     leaves = {
-      name: jax.device_put(
+      name: processes.put(
         np.pad(x, [(0, -rows % size)] + [(0, 0)] * (x.ndim - 1)), place_rows
       )
       for name, x in leaves.items()
     }
     made = self._estimate(leaves | {"update_version": np.int32(version)})
-    experience = {k: x[:rows] for k, x in jax.device_get(made).items()}
+    experience = {k: x[:rows] for k, x in processes.to_host(made).items()}
     if "value_mask" in experience:
       # Ended responses that still wait enter no value loss in this step.
       learned = np.isin(np.arange(rows), critic_rows)
@@ -522,7 +522,7 @@ class Learner:
 
   def _summary(self, name, state: TrainState, rows) -> dict[str, float]:
     """Mean over the updates of a step (maximum of a maximum)."""
-    rows = jax.device_get(rows)
+    rows = processes.to_host(rows)
     in_a_row = int(state.optimizer.skipped_in_a_row)
     if in_a_row >= self.settings.max_skipped:
       raise TrainingStopped(

@@ -20,7 +20,7 @@ import chex
 import jax
 import numpy as np
 
-from jaxrl_llm import sharding
+from jaxrl_llm import processes, sharding
 from jaxrl_llm.models import PackedRows
 from jaxrl_llm.types import Rollout, take_rows
 
@@ -333,7 +333,7 @@ def place(batch: Any, mesh: jax.sharding.Mesh) -> Any:
   """Puts [M, r, C] arrays on the mesh, rows split over its batch axes."""
   rows, whole = sharding.along_batch(mesh, axis=1), sharding.replicated(mesh)
   places = jax.tree.map(lambda x: rows if x.ndim == 3 else whole, batch)
-  return jax.device_put(batch, places)
+  return processes.put(batch, places)
 
 
 def micro_batch(tree: Any, i: chex.Array) -> Any:

@@ -10,10 +10,38 @@ from jaxrl_llm.metrics.console import ConsoleWriter
 from jaxrl_llm.metrics.samples import Sample
 from jaxrl_llm.metrics.trackers import TRACKERS
 from jaxrl_llm.metrics.watchdog import Watchdog
-from jaxrl_llm.metrics.writers import JsonlWriter, number
+from jaxrl_llm.metrics.writers import JsonlWriter, NullWriter, number
 
 
-class MetricsLogger(contextlib.ExitStack):
+class SilentLogger(contextlib.ExitStack):
+  """That of a process whose run another one writes about: it only watches."""
+
+  def __init__(self, *, stuck_after_s: float = 0.0):
+    """Watches for a phase that takes longer, see `Watchdog`; 0: for none."""
+    super().__init__()
+    self._watchdog = Watchdog()
+    self.enter_context(self._watchdog.watching(stuck_after_s))
+
+  def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    """Leaves the metrics of one step to the other process."""
+
+  def samples(self, step: int, samples: Sequence[Sample]) -> None:
+    """Leaves a few responses of one step to it."""
+
+  def event(self, text: str) -> None:
+    """Leaves a line to it."""
+
+  def rows(self, path: str | os.PathLike) -> Any:
+    """A file of rows that takes none."""
+    del path
+    return NullWriter()
+
+  def phase(self, name: str) -> None:
+    """Learns that a phase of the step begins."""
+    self._watchdog.enter(name)
+
+
+class MetricsLogger(SilentLogger):
   """The files of a run, its trackers and the console; a context manager.
 
   Results of an evaluation are further keys of the step's row:
@@ -44,7 +72,7 @@ class MetricsLogger(contextlib.ExitStack):
       stuck_after_s: seconds of a phase that end the process, see `Watchdog`.
       stream: where to show progress; standard output if None.
     """
-    super().__init__()
+    super().__init__(stuck_after_s=stuck_after_s)
     workdir = pathlib.Path(workdir)
     rows, self._samples = (
       JsonlWriter(workdir / name) for name in ("metrics.jsonl", "samples.jsonl")
@@ -60,8 +88,6 @@ class MetricsLogger(contextlib.ExitStack):
     ]
     self._console = ConsoleWriter(total_steps=total_steps, stream=stream)
     self.callback(self._console.close)
-    self._watchdog = Watchdog()
-    self.enter_context(self._watchdog.watching(stuck_after_s))
     self._logs = (rows.log, *tracked, self._console.log)
 
   def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -79,7 +105,11 @@ class MetricsLogger(contextlib.ExitStack):
     """Shows a line to the person who watches."""
     self._console.event(text)
 
+  def rows(self, path: str | os.PathLike) -> JsonlWriter:
+    """A further file of rows."""
+    return JsonlWriter(path)
+
   def phase(self, name: str) -> None:
     """Learns that a phase of the step begins."""
     self._console.phase(name)
-    self._watchdog.enter(name)
+    super().phase(name)

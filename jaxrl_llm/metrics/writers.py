@@ -120,6 +120,19 @@ class JsonlWriter:
     os.close(self._file)
 
 
+class NullWriter:
+  """In place of a `JsonlWriter` where another process writes the file."""
+
+  def truncate_after(self, step: float) -> None:
+    """Drops nothing."""
+
+  def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    """Writes nothing."""
+
+  def close(self) -> None:
+    """Has nothing to finish."""
+
+
 def number(name: str, value: Any) -> int | float:
   """A metric as Python has it; ValueError if it is not one number."""
   array = np.asarray(value)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_llm import processes
 from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.verdict import Verdict
@@ -70,14 +71,15 @@ class Judge:
     conversations = conversations or {}
     tokens = [x[:n] for x, n in zip(rollout.tokens, rollout.lengths)]
     texts = [self._decode(x) for x in tokens]
-    verdicts = self.pool.judge(
+    verdicts = processes.in_shares(
+      self.pool.judge,
       [
         known(prompt, text, tokens=x, finished=bool(s == Status.FINISHED))
         | {"conversation": json.loads(conversations.get(str(i), "{}"))}
         for prompt, text, x, s, i in zip(
           prompts, texts, tokens, rollout.status, rollout.sample_id
         )
-      ]
+      ],
     )
     return Judged(
       self._responses(rollout, verdicts),

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxrl_llm import models
+from jaxrl_llm import models, processes
 from jaxrl_llm.sampling import buckets
 from jaxrl_llm.sampling import requests as requests_lib
 from jaxrl_llm.sampling.allocator import PageAllocator
@@ -112,7 +112,7 @@ class PagedCache:
       np.int32(min_active),
       num_draft_tokens=draft,
     )
-    return jax.device_get(output)
+    return processes.to_host(output)
 
   def decode_arguments(self, rows: Rows) -> tuple:
     """Block tables, slots and which are active: of a call of `decode`."""
@@ -130,7 +130,7 @@ class PagedCache:
 
   def _put(self, arguments: tuple) -> tuple:
     """Arrays with an axis of slots or shards, each to its device."""
-    place = lambda x: jax.device_put(x, self._sharding) if np.ndim(x) else x
+    place = lambda x: processes.put(x, self._sharding) if np.ndim(x) else x
     return jax.tree.map(place, arguments)
 
   def _prefill(self, contexts: Sequence[list[Request]]) -> None:
@@ -167,7 +167,7 @@ class PagedCache:
       computed = int(lengths[chosen].sum())
       self.stats += EngineStats(prefill_calls=1, prefill_tokens=computed)
       prefilled = self.programs.prefill(
-        self.params, jax.device_put(tokens, sharding)
+        self.params, processes.put(tokens, sharding)
       )
       self._kv_cache = self.programs.insert(self._kv_cache, prefilled, pages)
 

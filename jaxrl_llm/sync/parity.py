@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm import processes
 from jaxrl_llm.models import ModelFns, PackedRows, make_block_tables
 from jaxrl_llm.sync.transfer import SyncError, VersionedWeights
 
@@ -83,7 +84,7 @@ def make_parity_check(
   sampled = jax.jit(_decoded_logprobs(fns, arrays, page_size))
 
   def check(params, weights):
-    ours, theirs = jax.device_get((trained(params), sampled(weights.params)))
+    ours, theirs = processes.to_host((trained(params), sampled(weights.params)))
     errors = np.abs(ours - theirs) / np.maximum(1, np.abs(ours))
     error = float(np.mean(errors))
     if not error <= tolerance:  # NaN fails too.

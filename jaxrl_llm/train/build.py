@@ -9,7 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm import base_models, checkpoint, models, rewards, sharding
+from jaxrl_llm import (
+  base_models,
+  checkpoint,
+  models,
+  processes,
+  rewards,
+  sharding,
+)
 from jaxrl_llm import config as config_lib
 from jaxrl_llm.data.prompt_source import PromptSource
 from jaxrl_llm.data.tokenizer import Tokenizer
@@ -271,7 +278,7 @@ def read_policy_params(
     leaf = shapes
     for key in name.split("/"):
       leaf = leaf[key]
-    return jax.device_put(array, leaf.sharding)
+    return processes.put(array, leaf.sharding)
 
   return hf.read_params(path, model_config, dtype=jnp.float32, put=put)
 

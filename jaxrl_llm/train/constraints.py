@@ -3,6 +3,8 @@
 import inspect
 from typing import Any
 
+import jax
+
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import rewards
 from jaxrl_llm.data import sources
@@ -24,6 +26,7 @@ def broken(config: Any) -> Wrong:
     off_policy,
     corrections,
     losses,
+    several_processes,
   ):
     topic(config, wrong)
   return wrong
@@ -277,3 +280,21 @@ def losses(config: Any, wrong: Wrong) -> None:
       "this reward does not count what turns were given; use 'environment', or"
       " one of your own that reads `conversation`"
     )
+
+
+def several_processes(config: Any, wrong: Wrong) -> None:
+  """What several processes would do in another order, or after a clock."""
+  if jax.process_count() == 1:
+    return
+  if config.schedule.lag and config.schedule.overlap:
+    wrong["schedule.lag, schedule.overlap"] = (
+      "several processes train and write in turns; set overlap to False"
+    )
+  for key, other in (
+    ("schedule.streaming", False),
+    ("sampler.drafter", ""),
+    ("environment.name", ""),
+    ("run.replay_every", 0),
+  ):
+    if config_lib.get(config, key) != other:
+      wrong[key] = f"several processes cannot; set it to {other!r}"

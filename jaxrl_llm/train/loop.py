@@ -39,7 +39,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm import checkpoint, metrics, signals, sync
+from jaxrl_llm import checkpoint, metrics, processes, signals, sync
 from jaxrl_llm import workdir as workdir_lib
 from jaxrl_llm.data.prompt_source import PromptSourceState
 from jaxrl_llm.errors import InputError, TrainingStopped
@@ -84,15 +84,16 @@ def train(
   begun = time.perf_counter() if begun is None else begun
   metrics.check_trackers(config.run.trackers)
   with (
-    workdir_lib.held(workdir),
+    contextlib.ExitStack() as stack,
     contextlib.closing(run.judge),
     contextlib.closing(run.worker),
     signals.stop_on_signal() as stopped,
   ):
-    changes = workdir_lib.prepare(workdir, config)
-    found = workdir_lib.steps(workdir)
+    processes.of_first(stack.enter_context, workdir_lib.held(workdir))
+    changes = processes.of_first(workdir_lib.prepare, workdir, config)
+    found = processes.of_first(workdir_lib.steps, workdir)
     if step is not None:
-      found = [workdir_lib.find_step(workdir, step)]
+      found = [processes.of_first(workdir_lib.find_step, workdir, step)]
     if found and found[-1] >= config.run.steps:
       print(f"already at its last step {found[-1]}; raise run.steps to go on")
       return
@@ -104,7 +105,7 @@ def train(
         workdir_lib.best_step, workdir, config.checkpoint.best
       ),
     )
-    with contextlib.closing(saver):
+    with contextlib.closing(saver), processes.ended_together():
       _resume_or_start(run, workdir, saver, found, changes, stopped, begun)
 
 
@@ -120,35 +121,28 @@ def _resume_or_start(
     states, weights = restored
     last = states.step
     facts = saver.record(last)["facts"]
-    events += workdir_lib.check_facts(workdir, last, facts)
+    events += processes.of_first(workdir_lib.check_facts, workdir, last, facts)
   # Before the logger, which cuts off rows that the checkpoint does not know.
-  events.append(workdir_lib.set_aside(workdir, last))
+  events.append(processes.of_first(workdir_lib.set_aside, workdir, last))
   if found:
-    workdir_lib.record(workdir, last, changes)
-  elif not workdir_lib.begin(workdir, config):
+    processes.of_first(workdir_lib.record, workdir, last, changes)
+  elif not processes.of_first(workdir_lib.begin, workdir, config):
     # Of other settings.
     shutil.rmtree(workdir / CHECKPOINTS, ignore_errors=True)
-  with metrics.MetricsLogger(
-    workdir,
-    total_steps=config.run.steps,
-    last_step=last,
-    tracked_by=config.run.trackers,
-    settings=config.to_dict(),
-    stuck_after_s=config.run.stuck_after_s,
-  ) as logger:
+  with _logger(workdir, config, last) as logger:
     run.judge.tell = logger.event
     for line in filter(None, (*events, run.evaluator.origin)):
       logger.event(line)
     if not found:
       states, weights = start(run, workdir, logger, stopped, begun)
-      if stopped.signal:
+      if stopped.agreed():
         logger.event(
           "stopped during value pretraining, saved; the same --workdir goes on"
         )
         return
       timer = _timer(logger)
       with timer.phase("checkpoint"):
-        save(states, saver, workdir_lib.facts(workdir, config))
+        _save(states, saver, workdir, config)
         saver.wait()
     else:
       # Its number is in the row of that step, if it is due.
@@ -157,7 +151,7 @@ def _resume_or_start(
       for line in workdir_lib.describe(changes):
         logger.event(line)
       timer = _timer(logger, spent={"start": time.perf_counter() - begun})
-    if saver.latest_step() is not None:
+    if processes.of_first(saver.latest_step) is not None:
       shutil.rmtree(workdir / CHECKPOINTS, ignore_errors=True)
     states = _train_on(
       run, states, weights, workdir, saver, logger, stopped, timer
@@ -167,6 +161,26 @@ def _resume_or_start(
         f"stopped by {signal.Signals(stopped.signal).name} at step"
         f" {states.step}, saved; the same --workdir goes on"
       )
+
+
+def _logger(workdir, config, last_step) -> metrics.SilentLogger:
+  """That of the run in the first process; the others only watch."""
+  stuck_after_s = config.run.stuck_after_s
+  if not processes.is_first():
+    return metrics.SilentLogger(stuck_after_s=stuck_after_s)
+  return metrics.MetricsLogger(
+    workdir,
+    total_steps=config.run.steps,
+    last_step=last_step,
+    tracked_by=config.run.trackers,
+    settings=config.to_dict(),
+    stuck_after_s=stuck_after_s,
+  )
+
+
+def _save(states, saver, workdir, config) -> None:
+  facts = processes.of_first(workdir_lib.facts, workdir, config)
+  save(states, saver, facts)
 
 
 def _timer(logger, **spent) -> metrics.PhaseTimer:
@@ -180,9 +194,9 @@ def _train_on(
   """Iterates until the last step or a signal, and saves."""
   config = run.config
   # Rows so far, so that a resumed run warns as the uninterrupted one.
-  rows = metrics.read_rows(workdir / "metrics.jsonl")
+  rows = processes.of_first(metrics.read_rows, workdir / "metrics.jsonl")
   health = metrics.Health(rows)
-  while states.step < config.run.steps and not stopped.signal:
+  while states.step < config.run.steps and not stopped.agreed():
     stopped.doing = f"step {states.step + 1}"
     states, weights, row = iterate(run, states, weights, timer, logger)
     step = states.step
@@ -203,20 +217,20 @@ def _train_on(
     logger.log(step, row)
     for warning in warnings:
       logger.event(warning)
+    best = config.checkpoint.best
     if step % config.checkpoint.every == 0 or (
-      config.checkpoint.best in row
-      and workdir_lib.best_step(workdir, config.checkpoint.best) == step
+      best in row
+      and processes.of_first(workdir_lib.best_step, workdir, best) == step
     ):
       with timer.phase("checkpoint"):
-        save(states, saver, workdir_lib.facts(workdir, config))
+        _save(states, saver, workdir, config)
   saver.wait()
-  if saver.latest_step() != states.step:
-    save(states, saver, workdir_lib.facts(workdir, config))
+  if processes.of_first(saver.latest_step) != states.step:
+    _save(states, saver, workdir, config)
     saver.wait()
-  if saver.latest_step() != states.step:
-    raise TrainingStopped(
-      f"{saver.new_errors()[-1]}; the same --workdir goes on from it"
-    )
+  if processes.of_first(saver.latest_step) != states.step:
+    errors = processes.of_first(saver.new_errors)
+    raise TrainingStopped(f"{errors[-1]}; the same --workdir goes on from it")
   return states
 
 
@@ -340,7 +354,7 @@ def start(
       states.learner, _sampled_with(states, weights), workdir, logger, stopped
     )
     states = states._replace(learner=learner)
-    if stopped.signal:
+    if stopped.agreed():
       return states, weights
   spent = {"start": time.perf_counter() - begun}
   timer = metrics.PhaseTimer(on_enter=logger.phase, spent=spent)

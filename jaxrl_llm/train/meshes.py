@@ -38,6 +38,11 @@ def make_meshes(
   devices = list(jax.devices() if devices is None else devices)
   trainer = _mesh(config, "mesh", devices)
   _check_micro_batch_size(config, trainer)
+  if jax.process_count() > 1 and trainer.size < len(devices):
+    raise InputError(
+      f"config.mesh takes {trainer.size} of {len(devices)} devices, but several"
+      " processes train on all of theirs; raise its sizes, or data to -1"
+    )
   if not config.sampler.mesh.data:
     return Meshes(trainer, trainer)
   free = sharding.beside(trainer, devices)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm import checkpoint, metrics
+from jaxrl_llm import checkpoint, metrics, processes
 from jaxrl_llm.data.prompt_source import PromptSource, PromptSourceState
 from jaxrl_llm.learner import metrics as learner_metrics
 from jaxrl_llm.learner.learner import Learner
@@ -84,7 +84,7 @@ class ValuePretraining:
       stopped: set by a signal; ends the pretraining after a checkpoint.
     """
     saver = checkpoint.Checkpointer(workdir / CHECKPOINTS, keep=2)
-    rows = metrics.JsonlWriter(workdir / FILE)
+    rows = logger.rows(workdir / FILE)
     with contextlib.closing(saver), contextlib.closing(rows):
       state = self._resume(workdir, saver, logger) or PretrainingState(
         source=self.source.init(),
@@ -93,12 +93,13 @@ class ValuePretraining:
         best=jax.tree.map(jnp.copy, learner.critic.params),
       )
       rows.truncate_after(state.number - 1)
-      done = False
-      while not (done or stopped.signal):
+      done, stop = False, stopped.agreed()
+      while not (done or stop):
         logger.phase(f"value pretraining {state.number}/{self.steps}")
         state, row, done = self._step(learner, state, weights)
         rows.log(state.number - 1, row)
-        due = stopped.signal or state.number % self.save_every == 0
+        stop = stopped.agreed()
+        due = stop or state.number % self.save_every == 0
         if due and not done:
           saver.save_states(state.number, {"pretraining": state})
         for line in saver.new_errors():
@@ -163,7 +164,7 @@ class ValuePretraining:
     )
     try:
       states, damaged = checkpoint.newest_undamaged(
-        checkpoint.steps(workdir / CHECKPOINTS),
+        processes.of_first(checkpoint.steps, workdir / CHECKPOINTS),
         lambda step: saver.restore_states(step, {"pretraining": abstract}),
       )
     except checkpoint.DamagedError as error:

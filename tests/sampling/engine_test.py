@@ -346,11 +346,12 @@ class TestCompilation:
       assert {call.slots for call in own.trace} == set(sizes)
       assert own._cache.programs.decode._cache_size() == len(sizes)
 
-  def test_the_32b_preset_decodes_by_two_programs(self):
+  def test_the_32b_preset_decodes_by_three_programs(self):
     config = configs.load("vapo", "qwen2.5-32b")
-    assert config.mesh.data == -1 and not config.sampler.drafter
-    sizes = buckets.slot_buckets(config.sampler.slots, config.mesh.fsdp)
-    assert sizes == [1024, 256]
+    mesh = config.sampler.mesh
+    assert mesh.data * mesh.fsdp == 16 and not config.sampler.drafter
+    sizes = buckets.slot_buckets(config.sampler.slots, mesh.data * mesh.fsdp)
+    assert sizes == [2048, 512, 128]
 
   def test_lowers_at_the_largest_shapes_without_running(self):
     shapes = jax.eval_shape(params)

@@ -1,0 +1,196 @@
+"""Several processes that train together, each on devices of its own.
+
+All of them do the same: they draw the same prompts, schedule the same requests
+and start the same programs in the same order, so that their devices meet in
+every collective. What would differ between them is done by the first process,
+or in shares, and told to all: what lies in the folder of the run, verdicts
+under deadlines, signals. With one process every function here does what its
+name says without asking anybody.
+"""
+
+import contextlib
+import os
+import pickle
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxrl_llm.errors import InputError, TrainingStopped
+
+T = TypeVar("T")
+_patience_s = 0  # Of `connect`.
+_ERRORS = {e.__name__: e for e in (InputError, TrainingStopped, OSError)}
+
+
+def connect(
+  coordinator: str = "", count: int = 0, index: int = -1, *, patience_s: int
+) -> None:
+  """Meets the other processes; before anything else of JAX.
+
+  Args:
+    coordinator: HOST:PORT of the first process. Without it that, `count` and
+      `index` come from what started the job, where JAX knows it (Slurm, GKE,
+      Cloud TPU, Open MPI).
+    count: of processes.
+    index: of this one.
+    patience_s: seconds until the others notice that one has died.
+
+  Raises:
+    InputError: they do not meet.
+  """
+  global _patience_s
+  _patience_s = patience_s
+  given = {}
+  if coordinator:
+    given = {
+      "coordinator_address": coordinator,
+      "num_processes": count,
+      "process_id": index,
+    }
+  try:
+    jax.distributed.initialize(
+      **given,
+      heartbeat_timeout_seconds=patience_s,
+      shutdown_timeout_seconds=patience_s,
+    )
+  except (ValueError, RuntimeError) as error:
+    reason = str(error).strip().splitlines()[0]
+    raise InputError(
+      f"the processes of the run do not meet ({reason}); give each"
+      " --coordinator=HOST:PORT of the first one, --num_processes and"
+      " --process_id"
+    ) from error
+
+
+@contextlib.contextmanager
+def ended_together() -> Iterator[None]:
+  """Ends this process when a collective fails: another one has died.
+
+  It waits for JAX to say which one, as long as `connect` was told to be
+  patient: nothing else can be done, as the devices wait for each other.
+  """
+  try:
+    yield
+  except jax.errors.JaxRuntimeError as error:
+    if jax.process_count() == 1:
+      raise
+    reason = str(error).strip().splitlines()[0][:200]
+    print(
+      f"\nprocess {jax.process_index()} of {jax.process_count()} on"
+      f" {socket.gethostname()}: a collective failed, as another process has"
+      f" died ({reason}); JAX says within {_patience_s} s which one; start all"
+      " of them again with the same --workdir",
+      file=sys.stderr,
+      flush=True,
+    )
+    time.sleep(_patience_s + 5)
+    os._exit(1)
+
+
+def is_first() -> bool:
+  """Whether this process writes the files of the run."""
+  return jax.process_index() == 0
+
+
+def gather(value: T) -> list[T]:
+  """The values of all processes in their order; all of them must call it."""
+  if jax.process_count() == 1:
+    return [value]
+  data = np.frombuffer(pickle.dumps(value), np.uint8)
+  sizes = multihost_utils.process_allgather(np.int32(data.size))
+  padded = np.pad(data, (0, int(sizes.max()) - data.size))
+  rows = multihost_utils.process_allgather(padded)
+  return [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes)]
+
+
+def of_first(function: Callable[..., T], *args: Any) -> T:
+  """What a function returns, or raises, in the first process.
+
+  Raises:
+    InputError, TrainingStopped, OSError: the first process does.
+  """
+  if jax.process_count() == 1:
+    return function(*args)
+  mine = _attempt(function, *args) if is_first() else None
+  return _result(gather(mine)[0])
+
+
+def in_shares(
+  function: Callable[[Sequence[Any]], Sequence[T]], items: Sequence[Any]
+) -> list[T]:
+  """A result for each item; every process computes those of its share.
+
+  Raises:
+    InputError, TrainingStopped, OSError: some process does.
+  """
+  count = jax.process_count()
+  if count == 1:
+    return list(function(items))
+  own = items[jax.process_index() :: count]
+  mine = _attempt(function, own) if own else ([], None)
+  results: list[Any] = [None] * len(items)
+  for index, part in enumerate(gather(mine)):
+    results[index::count] = _result(part)
+  return results
+
+
+def _attempt(function, *args) -> tuple[Any, tuple[str, str] | None]:
+  """What a function returns, and what it raised."""
+  try:
+    return function(*args), None
+  except tuple(_ERRORS.values()) as error:
+    kind = next(k for k, e in _ERRORS.items() if isinstance(error, e))
+    return None, (kind, str(error))
+
+
+def _result(attempted: tuple[Any, tuple[str, str] | None]) -> Any:
+  result, failed = attempted
+  if failed:
+    kind, text = failed
+    raise _ERRORS[kind](text)
+  return result
+
+
+def put(tree: Any, places: Any) -> Any:
+  """Host arrays, the same in all processes, on the devices of all.
+
+  Args:
+    tree: NumPy arrays.
+    places: a sharding, or a tree of them; None is every device that asks.
+  """
+  if jax.process_count() == 1:
+    return jax.device_put(tree, places)
+
+  def put_one(x, place):
+    x = np.asarray(x)
+    return jax.make_array_from_callback(x.shape, place, lambda part: x[part])
+
+  if places is None:
+    return tree
+  if isinstance(places, jax.sharding.Sharding):
+    return jax.tree.map(lambda x: put_one(x, places), tree)
+  return jax.tree.map(put_one, tree, places)
+
+
+def to_host(tree: Any) -> Any:
+  """Whole arrays as NumPy has them, those of several processes too.
+
+  All processes must call it, unless every device holds all of the arrays.
+  """
+  if jax.process_count() == 1:
+    return jax.device_get(tree)
+  return jax.tree.map(_whole, tree)
+
+
+def _whole(x: Any) -> np.ndarray:
+  if not isinstance(x, jax.Array) or x.is_fully_addressable:
+    return jax.device_get(x)
+  if x.is_fully_replicated:
+    return np.asarray(x.addressable_data(0))
+  return multihost_utils.process_allgather(x, tiled=True)

@@ -1,0 +1,49 @@
+"""Several processes with CPU devices of their own that meet on this machine."""
+
+import os
+import socket
+import subprocess
+import sys
+
+# Compiles faster, as in tests/conftest.py.
+_FLAGS = os.environ.get("XLA_FLAGS", "")
+
+
+def start(program, *arguments, count, devices, folder):
+  """Starts `count` processes, or one that meets nobody; [Popen].
+
+  Each writes what it says to `folder`/INDEX.log.
+  """
+  with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{free.getsockname()[1]}"
+  folder.mkdir(parents=True, exist_ok=True)
+  started = []
+  for index in range(count):
+    meet = [f"--coordinator={address}", f"--num_processes={count}"]
+    meet += [f"--process_id={index}", "--patience_s=10"]
+    with (folder / f"{index}.log").open("w") as log:
+      started.append(
+        subprocess.Popen(
+          [sys.executable, program, *arguments, *(meet if count > 1 else ())],
+          env=os.environ
+          | {
+            "XLA_FLAGS": _FLAGS.replace("count=8", f"count={devices}"),
+            # Threads of the devices: programs that wait for each other in
+            # collectives need more of them than this machine has cores.
+            "NPROC": "32",
+          },
+          stdout=log,
+          stderr=subprocess.STDOUT,
+        )
+      )
+  return started
+
+
+def wait(started, seconds=300):
+  """Their exit codes; those that do not end are killed."""
+  try:
+    return [process.wait(seconds) for process in started]
+  finally:
+    for process in started:
+      process.kill()

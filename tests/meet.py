@@ -1,0 +1,64 @@
+"""A program of tests/processes_test.py: what several processes tell others."""
+
+import sys
+
+import jax
+import numpy as np
+from absl import app, flags
+
+from jaxrl_llm import processes
+from jaxrl_llm.errors import InputError
+
+_COORDINATOR = flags.DEFINE_string("coordinator", "", "")
+_NUM_PROCESSES = flags.DEFINE_integer("num_processes", 1, "")
+_PROCESS_ID = flags.DEFINE_integer("process_id", 0, "")
+_PATIENCE_S = flags.DEFINE_integer("patience_s", 10, "")
+
+
+def refused(function, *args):
+  """The text of the InputError that a call ends with."""
+  try:
+    function(*args)
+  except InputError as error:
+    return str(error)
+  return None
+
+
+def share(items):
+  """Ten times each, but not in the share of the last item."""
+  if 9 in items:
+    raise InputError("9 is too many")
+  return [10 * x for x in items]
+
+
+def check(index):
+  assert jax.process_count() == 2 and len(jax.devices()) == 4
+  # Of other sizes.
+  assert processes.gather("x" * (1 + 100 * index)) == ["x", "x" * 101]
+  assert processes.of_first(lambda: index) == 0
+  assert processes.in_shares(share, [1, 2, 3]) == [10, 20, 30]
+  assert processes.in_shares(share, [1]) == [10]
+  assert refused(processes.in_shares, share, [9, 1]) == "9 is too many"
+  assert refused(processes.of_first, share, [9]) == "9 is too many"
+  mesh = jax.make_mesh((4,), ("x",))
+  rows = np.arange(8.0, dtype=np.float32).reshape(4, 2)
+  place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+  split = processes.put({"rows": rows}, {"rows": place})["rows"]
+  assert len(split.addressable_shards) == 2
+  np.testing.assert_array_equal(processes.to_host([split])[0], rows)
+  total = jax.jit(lambda x: x.sum())(split)
+  assert processes.to_host(total) == rows.sum()
+
+
+def main(_):
+  processes.connect(
+    _COORDINATOR.value,
+    _NUM_PROCESSES.value,
+    _PROCESS_ID.value,
+    patience_s=_PATIENCE_S.value,
+  )
+  check(_PROCESS_ID.value)
+  sys.stdout.write("met\n")
+
+
+app.run(main)

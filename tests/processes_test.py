@@ -1,0 +1,156 @@
+"""Two processes of four devices train as one of eight."""
+
+import pathlib
+import re
+import signal
+import time
+
+import jax
+import numpy as np
+import pytest
+from helpers import configs, processes, tiny_run
+
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.train import meshes, validation
+
+_TESTS = pathlib.Path(__file__).parent
+_STEPS = 5
+
+
+def test_what_one_knows_all_know(tmp_path):
+  started = processes.start(
+    _TESTS / "meet.py", count=2, devices=2, folder=tmp_path
+  )
+  codes = processes.wait(started)
+  texts = [(tmp_path / f"{i}.log").read_text() for i in range(2)]
+  assert codes == [0, 0], texts
+  assert all("met" in text for text in texts)
+
+
+class TestRefused:
+  """What would come in another order in every process."""
+
+  @pytest.fixture(autouse=True)
+  def two(self, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+
+  @pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+      ({"schedule.lag": 1}, "set overlap to False"),
+      (
+        {"schedule.streaming": True, "optimizer.policy.mini_batch": 512},
+        "config.schedule.streaming=True",
+      ),
+      ({"sampler.drafter": "prompt_lookup"}, "set it to ''"),
+      ({"run.replay_every": 3}, "set it to 0"),
+    ],
+  )
+  def test_in_one_line(self, settings, says):
+    config = configs.load("grpo")
+    validation.validate(config)
+    config.update_from_flattened_dict(settings)
+    with pytest.raises(InputError, match="several processes") as refused:
+      validation.validate(config)
+    assert says in str(refused.value)
+
+  def test_devices_that_do_nothing(self):
+    config = configs.load("grpo")
+    config.mesh.data = 4
+    config.optimizer.policy.micro_batch_size = 4
+    config.optimizer.value.micro_batch_size = 4
+    with pytest.raises(InputError, match="takes 4 of 8 devices"):
+      meshes.make_meshes(config)
+
+
+@pytest.mark.slow(minutes=3)
+class TestTraining:
+  @pytest.fixture(scope="class")
+  def model(self, tmp_path_factory):
+    return tiny_run.write_model(tmp_path_factory.mktemp("model") / "tiny")
+
+  @pytest.fixture(scope="class")
+  def train(self, model):
+    """(folder, processes, **changes) -> those that were started."""
+
+    def start(folder, count, **changes):
+      settings = {
+        "mesh__data": 2,
+        "mesh__fsdp": 2,
+        "mesh__tensor": 2,
+        "optimizer__policy__micro_batch_size": 4,
+        "optimizer__value__micro_batch_size": 4,
+        "run__steps": _STEPS,
+        "run__stuck_after_s": 120,
+      }
+      return processes.start(
+        "scripts/train.py",
+        *tiny_run.flags(model, folder / "run", **settings | changes),
+        count=count,
+        devices=8 // count,
+        folder=folder,
+      )
+
+    return start
+
+  @pytest.fixture(scope="class")
+  def alone(self, train, tmp_path_factory):
+    """The run of one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    assert processes.wait(train(folder, 1)) == [0]
+    return folder / "run"
+
+  def test_is_that_of_one_process_though_stopped_by_one_of_two(
+    self, train, alone, tmp_path
+  ):
+    started = train(tmp_path, 2)
+    wait_for_step(tmp_path / "run", 2)
+    started[1].send_signal(signal.SIGTERM)
+    texts = logs(tmp_path)
+    assert processes.wait(started) == [0, 0], texts
+    assert "saved; the same --workdir goes on" in logs(tmp_path)[0]
+    assert len(tiny_run.comparable(tmp_path / "run")) <= _STEPS
+    assert processes.wait(train(tmp_path, 2)) == [0, 0], logs(tmp_path)
+    check_equal(tmp_path / "run", alone)
+
+  def test_goes_on_in_one_process_when_one_of_two_is_killed(
+    self, train, alone, tmp_path
+  ):
+    started = train(tmp_path, 2)
+    wait_for_step(tmp_path / "run", 2)
+    started[1].kill()
+    assert processes.wait(started[:1], 60)[0] != 0
+    said = logs(tmp_path)[0]
+    assert "process 0 of 2" in said and "another process has died" in said
+    # JAX has the number of the one that is missed.
+    assert re.search(r"heartbeats\):\s+\S*1\b", said)
+    assert processes.wait(train(tmp_path, 1)) == [0], logs(tmp_path)
+    check_equal(tmp_path / "run", alone)
+
+
+def logs(folder):
+  """What each process said."""
+  return [file.read_text() for file in sorted(folder.glob("*.log"))]
+
+
+def wait_for_step(workdir, step, seconds=240):
+  """Until the row of a step is there."""
+  end = time.monotonic() + seconds
+  rows = workdir / "metrics.jsonl"
+  while not rows.exists() or len(rows.read_bytes().splitlines()) <= step:
+    assert time.monotonic() < end, logs(workdir.parent)
+    time.sleep(0.1)
+
+
+def check_equal(workdir, other):
+  """The same tokens, and the same losses but for the order of sums."""
+  assert (workdir / "samples.jsonl").read_bytes() == (
+    other / "samples.jsonl"
+  ).read_bytes()
+  rows, expected = map(tiny_run.comparable, (workdir, other))
+  assert len(rows) == len(expected) == _STEPS + 1
+  for row, same in zip(rows, expected):
+    assert row.keys() == same.keys()
+    for name, value in row.items():
+      # Of numbers near rounding, such as a KL of 1e-7, only that they are.
+      np.testing.assert_allclose(value, same[name], rtol=1e-4, atol=2e-6)
