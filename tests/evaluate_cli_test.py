@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import pathlib
 import shutil
 import subprocess
@@ -11,7 +10,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from helpers import chat_model, tiny_run
+from helpers import chat_model, programs, tiny_run
 
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import metrics, models, report, workdir
@@ -54,7 +53,7 @@ def _evaluate(*flags):
     capture_output=True,
     text=True,
     timeout=300,
-    env=os.environ | {"PYTHONPATH": str(_ROOT), "XLA_FLAGS": ""},
+    env=programs.environment(),
   )
   return done.returncode, done.stdout, done.stderr
 

@@ -4,7 +4,6 @@ import dataclasses
 import importlib.util
 import io
 import json
-import os
 import pathlib
 import shutil
 import subprocess
@@ -14,6 +13,7 @@ import jax
 import numpy as np
 import psutil
 import pytest
+from helpers import programs
 
 from jaxrl_llm import base_models, generate, models
 from jaxrl_llm.data import rows
@@ -324,7 +324,7 @@ class TestScript:
       capture_output=True,
       text=True,
       timeout=300,
-      env=os.environ | {"PYTHONPATH": str(_ROOT), "XLA_FLAGS": ""},
+      env=programs.environment(),
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""

@@ -1,7 +1,6 @@
 """A user's own data, rewards and loss, each trained for a step."""
 
 import json
-import os
 import pathlib
 import re
 import subprocess
@@ -11,7 +10,7 @@ import dry_run
 import numpy as np
 import pyarrow
 import pytest
-from helpers import chat_model, tiny_run
+from helpers import chat_model, programs, tiny_run
 from pyarrow import parquet
 
 from jaxrl_llm import metrics
@@ -274,7 +273,7 @@ def script(name, *flags, own="plugin"):
     capture_output=True,
     text=True,
     timeout=600,
-    env=os.environ | {"PYTHONPATH": str(_ROOT), "XLA_FLAGS": ""},
+    env=programs.environment(),
   )
   assert done.returncode == 0, done.stderr
   return done.stdout

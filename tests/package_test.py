@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers import tiny_run
+from helpers import programs, tiny_run
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _COMMAND = (
@@ -61,7 +61,7 @@ def _run(library, folder, command, *arguments):
   return subprocess.run(
     [sys.executable, "-c", _COMMAND, f"/bin/{command}", *arguments],
     cwd=folder,
-    env=os.environ | {"PYTHONPATH": str(library), "XLA_FLAGS": ""},
+    env=programs.environment(library),
     capture_output=True,
     text=True,
     timeout=600,

@@ -1,6 +1,5 @@
 """scripts/train.py as a user runs it: killed, interrupted, resumed."""
 
-import os
 import pathlib
 import shutil
 import signal
@@ -9,7 +8,7 @@ import sys
 import time
 
 import pytest
-from helpers import tiny_run
+from helpers import programs, tiny_run
 
 from jaxrl_llm import workdir
 
@@ -24,11 +23,9 @@ def start(tmp_path_factory):
   """start(workdir, **changes) -> a running scripts/train.py."""
   folder = tmp_path_factory.mktemp("scripts")
   model = tiny_run.write_model(folder / "tiny")
-  environment = os.environ | {
-    "PYTHONPATH": str(ROOT),
-    "XLA_FLAGS": "",  # One device, as on a laptop.
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-  }
+  environment = programs.environment(
+    JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0"
+  )
   # Every process after the first one loads what that one compiled.
   environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder / "cache"))
   processes = []

@@ -11,6 +11,7 @@ import time
 
 import numpy as np
 import pytest
+from helpers import programs
 from studies import picture, results
 from studies.tables import STUDIES, Study, Variant
 
@@ -459,7 +460,7 @@ class TestRealRun:
   def test_runs_once_and_then_does_nothing(self, tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setenv("PYTHONPATH", str(_ROOT))
-    monkeypatch.setenv("XLA_FLAGS", "")  # One device, as on a laptop.
+    monkeypatch.setenv("XLA_FLAGS", programs.FLAGS)
     monkeypatch.chdir(tmp_path)  # --out is relative to where one stands.
     assert _script().main(self._arguments("out")) == 0
     assert "seed 0: VAPO" in capsys.readouterr().out
@@ -475,7 +476,7 @@ class TestRealRun:
 
   def test_a_stopped_study_saves_and_goes_on(self, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(_ROOT))
-    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setenv("XLA_FLAGS", programs.FLAGS)
     more = ["--config.run.steps=60", "--config.checkpoint.every=1000"]
     process = subprocess.Popen(
       [sys.executable, "scripts/study.py", *self._arguments(tmp_path), *more],

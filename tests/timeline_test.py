@@ -1,12 +1,12 @@
 """The timeline: every way is run, and its phases lie where they should."""
 
 import csv
-import os
 import pathlib
 import subprocess
 import sys
 
 import pytest
+from helpers import programs
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -16,7 +16,7 @@ def timeline(tmp_path, devices, *flags):
   return subprocess.run(
     [sys.executable, "scripts/timeline.py", f"--out={tmp_path}", *flags],
     cwd=ROOT,
-    env=os.environ | {"XLA_FLAGS": force},
+    env=programs.environment(XLA_FLAGS=f"{force} {programs.FLAGS}"),
     capture_output=True,
     text=True,
     timeout=900,
@@ -32,7 +32,7 @@ def test_one_device_is_refused(tmp_path):
 @pytest.mark.slow(minutes=2)
 def test_shows_who_works_at_the_same_time(tmp_path):
   pytest.importorskip("matplotlib")
-  done = timeline(tmp_path, 2, "--steps=2", "--warm_up=1")
+  done = timeline(tmp_path, 2, "--steps=2", "--warm_up=0")
   assert done.returncode == 0, done.stderr
   assert (tmp_path / "timeline.png").stat().st_size > 10_000
   rows = list(csv.DictReader((tmp_path / "timeline.csv").open()))

@@ -1,12 +1,10 @@
 """Several processes with CPU devices of their own that meet on this machine."""
 
-import os
 import socket
 import subprocess
 import sys
 
-# Compiles faster, as in tests/conftest.py.
-_FLAGS = os.environ.get("XLA_FLAGS", "")
+from helpers import programs
 
 
 def start(program, *arguments, count, devices, folder):
@@ -18,6 +16,12 @@ def start(program, *arguments, count, devices, folder):
     free.bind(("127.0.0.1", 0))
     address = f"127.0.0.1:{free.getsockname()[1]}"
   folder.mkdir(parents=True, exist_ok=True)
+  force = f"--xla_force_host_platform_device_count={devices}"
+  # Threads of the devices: programs that wait for each other in collectives
+  # need more of them than a small machine has cores.
+  environment = programs.environment(
+    XLA_FLAGS=f"{force} {programs.FLAGS}", NPROC="32"
+  )
   started = []
   for index in range(count):
     meet = [f"--coordinator={address}", f"--num_processes={count}"]
@@ -26,13 +30,7 @@ def start(program, *arguments, count, devices, folder):
       started.append(
         subprocess.Popen(
           [sys.executable, program, *arguments, *(meet if count > 1 else ())],
-          env=os.environ
-          | {
-            "XLA_FLAGS": _FLAGS.replace("count=8", f"count={devices}"),
-            # Threads of the devices: programs that wait for each other in
-            # collectives need more of them than this machine has cores.
-            "NPROC": "32",
-          },
+          env=environment,
           stdout=log,
           stderr=subprocess.STDOUT,
         )

@@ -1,6 +1,5 @@
 """The shipped base with a calculator, in the program as a user runs it."""
 
-import os
 import pathlib
 import re
 import signal
@@ -11,7 +10,7 @@ import time
 import numpy as np
 import psutil
 import pytest
-from helpers import tiny_run, tiny_tppo
+from helpers import programs, tiny_run, tiny_tppo
 
 from jaxrl_llm import metrics, workdir
 from jaxrl_llm.data.tokenizer import Tokenizer
@@ -45,7 +44,7 @@ def start(folder):
   return subprocess.Popen(
     [sys.executable, "scripts/train.py", *_FLAGS, f"--workdir={folder}"],
     cwd=_ROOT,
-    env=os.environ | {"PYTHONPATH": str(_ROOT), "XLA_FLAGS": ""},
+    env=programs.environment(),
     stdout=subprocess.PIPE,
     stderr=subprocess.STDOUT,
     text=True,
