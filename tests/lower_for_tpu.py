@@ -1,8 +1,6 @@
 """Compiles a policy's programs for TPUs that are not there; prints JSON.
 
-Run on its own, as only one process at a time may hold the TPU compiler:
-
-  TPU_SKIP_MDS_QUERY=1 JAX_PLATFORMS=cpu python tests/lower_for_tpu.py
+TPU_SKIP_MDS_QUERY=1 JAX_PLATFORMS=cpu python tests/lower_for_tpu.py
 """
 
 import dataclasses
@@ -83,17 +81,12 @@ def _learner(config, fns, mesh):
 
 
 def _decode_at_scale():
-  """The decode step of the largest preset, on its mesh of 64 chips."""
+  """The decode step of the largest preset, on its sampler's 64 chips."""
   topology = topologies.get_topology_desc(
     platform="tpu", topology_name="v5p:4x4x4"
   )
   config = configs.load("vapo", "qwen2.5-32b")
-  mesh = sharding.make_mesh(
-    data=1,
-    fsdp=config.mesh.fsdp,
-    tensor=config.mesh.tensor,
-    devices=topology.devices,
-  )
+  mesh = sharding.make_mesh(**config.sampler.mesh, devices=topology.devices)
   fns, _ = build.make_fns(config, LARGE, Meshes(mesh, mesh))
   shapes = jax.eval_shape(fns.init, jax.eval_shape(jax.random.key, 0))
   lowered = _sampler(

@@ -50,7 +50,7 @@ class TestSampler:
 
 
 class TestScale:
-  """1,024 slots of Qwen2.5-32B on 64 chips of v5p, of 95 GiB each."""
+  """2,048 slots of Qwen2.5-32B on 64 chips of v5p, of 95 GiB each."""
 
   # 65,536 pages of 128 tokens: 2 x 8 heads x 128 x 2 bytes in 64 layers.
   KV_CACHE = 65_536 * 128 * 2 * 8 * 128 * 2 * 64
@@ -60,7 +60,8 @@ class TestScale:
 
   def test_a_decode_step_needs_little_beside_it(self, report):
     sizes, cache = report["decode at scale"], self.KV_CACHE / 64
-    assert sizes["argument_bytes"] < cache + 2**30  # The policy's part.
+    # The policy, split over 32 of the 64.
+    assert sizes["argument_bytes"] < cache + 2**31
     assert sizes["temporary_bytes"] < 2**29
 
 
@@ -93,6 +94,13 @@ class TestScript:
     "hidden_act": "silu",
   }
 
+  SHORT = (
+    "--config.data.max_prompt_length=128",
+    "--config.sampler.max_response_length=1024",
+    "--config.schedule.window=256",
+    "--config.reward.overlong_buffer=64",
+  )
+
   @pytest.fixture(scope="class")
   def folder(self, tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
@@ -102,9 +110,9 @@ class TestScript:
   def compile(self, folder, *flags):
     return subprocess.run(
       [
-        *(sys.executable, "scripts/compile.py", "--topology=v5e:2x4"),
+        *(sys.executable, "scripts/compile.py", "--topology=v5e:2x2"),
         *("--config=configs/tppo.py:qwen2.5-1.5b", f"--cache={folder}/cache"),
-        *(f"--config.model.path={folder}", *flags),
+        *(f"--config.model.path={folder}", *self.SHORT, *flags),
       ],
       env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
       capture_output=True,
@@ -113,7 +121,7 @@ class TestScript:
 
   def test_says_what_fits_and_where_the_time_goes(self, folder):
     done = self.compile(
-      folder, "--config.mesh.fsdp=4", "--config.mesh.tensor=2"
+      folder, "--config.mesh.fsdp=2", "--config.mesh.tensor=2"
     )
     assert done.returncode == 0, done.stderr
     programs, phases = done.stdout.split("| phase |")
@@ -128,7 +136,7 @@ class TestScript:
 
   def test_says_what_does_not_fit(self, folder):
     done = self.compile(
-      *(folder, "--config.mesh.fsdp=4", "--config.mesh.tensor=2"),
+      *(folder, "--config.mesh.fsdp=2", "--config.mesh.tensor=2"),
       "--config.sampler.kv_pages=4000000",
     )
     assert done.returncode == 1 and "it does not fit" in done.stderr
