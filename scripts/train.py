@@ -44,15 +44,22 @@ _PLUGIN = flags.DEFINE_multi_string(
 _COORDINATOR = flags.DEFINE_string(
   "coordinator", "", "HOST:PORT of the first of several processes."
 )
-_NUM_PROCESSES = flags.DEFINE_integer("num_processes", 1, "How many they are.")
-_PROCESS_ID = flags.DEFINE_integer("process_id", 0, "Which one this is.")
+_NUM_PROCESSES = flags.DEFINE_integer(
+  "num_processes", 1, "How many they are.", lower_bound=1
+)
+_PROCESS_ID = flags.DEFINE_integer(
+  "process_id", 0, "Which one this is, from 0.", lower_bound=0
+)
 _DISTRIBUTED = flags.DEFINE_bool(
   "distributed",
   False,
   "One of several processes, as Slurm, GKE or Cloud TPU started them.",
 )
 _PATIENCE_S = flags.DEFINE_integer(
-  "patience_s", 100, "Seconds until a process that has died is missed."
+  "patience_s",
+  100,
+  "Seconds until a process that has died is missed.",
+  lower_bound=1,
 )
 _HELP_CONFIG = flags.DEFINE_bool(
   "help_config", False, "Print every key of a config, and exit."
@@ -79,6 +86,11 @@ def parse_flags(argv: list[str]) -> list[str]:
       raise InputError(
         "no --config; give --config=configs/METHOD.py[:PRESET], or the"
         " --workdir of a run to go on with"
+      )
+    if _NUM_PROCESSES.value > 1 and not _COORDINATOR.value:
+      raise InputError(
+        f"--num_processes={_NUM_PROCESSES.value} without --coordinator; give"
+        " HOST:PORT of the first process, or --distributed alone"
       )
     _CONFIG.value.lock()  # A file that was not found only says so when used.
   except Exception as error:  # Config files are foreign code.

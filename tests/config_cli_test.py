@@ -59,6 +59,7 @@ class TestCommandLine:
     [
       ([VAPO, "--config.run.stepz=3"], ["run.stepz", "mean run.steps?"]),
       (["--config.run.stepz=3"], ["run.stepz", "mean run.steps?"]),
+      ([VAPO, "--num_processes=2"], ["=2 without --coordinator"]),
       (
         [VAPO, "--config.foo.bar=3"],
         ["--config.foo.bar: no such key; see --help_config"],

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 
 import pytest
 from helpers import tiny_run
@@ -66,15 +67,21 @@ _PLACES = [
 ]
 
 
-def train(model, workdir, place="nowhere", when="before", number=0):
+def train(
+  model, workdir, place="nowhere", when="before", number=0, *, seconds=600
+):
+  """Killed after so many seconds, or by itself."""
   command = [model, workdir, place, when, number]
-  return subprocess.run(
-    [sys.executable, "-c", _PROGRAM, *map(str, command)],
-    env=os.environ | {"PYTHONPATH": _PATH},
-    capture_output=True,
-    text=True,
-    timeout=600,
-  )
+  command = [sys.executable, "-c", _PROGRAM, *map(str, command)]
+  env = os.environ | {"PYTHONPATH": _PATH}
+  pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+  with subprocess.Popen(command, env=env, **pipes) as process:
+    try:
+      said = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+      process.kill()
+      said = process.communicate()
+  return subprocess.CompletedProcess(command, process.returncode, *said)
 
 
 def leaves(workdir):
@@ -84,14 +91,22 @@ def leaves(workdir):
   return record["leaves"], record["states"]
 
 
-def kill_at(places, folder):
-  """How often a run was killed at places in turn; then it must go through."""
-  model = tiny_run.write_model(folder / "model")
-  whole, broken, kills = folder / "whole", folder / "broken", 0
-  done = train(model, whole)
+def train_whole(folder):
+  """A model, the folder of an uninterrupted run, and the seconds it took."""
+  model, begun = tiny_run.write_model(folder / "model"), time.monotonic()
+  done = train(model, folder / "whole")
   assert done.returncode == 0, done.stderr[-2000:]
-  for place in places:
-    done = train(model, broken, *place)
+  return model, folder / "whole", time.monotonic() - begun
+
+
+def kill(model, whole, broken, each):
+  """How often a run was killed in turn; then it must go through.
+
+  Each is what `train` is given, in place or in time.
+  """
+  kills = 0
+  for place, seconds in each:
+    done = train(model, broken, *place, seconds=seconds)
     assert done.returncode in (0, -signal.SIGKILL), (place, done.stderr[-2000:])
     kills += done.returncode != 0
     if (broken / "checkpoints" / "6" / "COMMIT").exists():
@@ -105,10 +120,26 @@ def kill_at(places, folder):
   return kills, {path.name for path in (broken / "checkpoints").iterdir()}
 
 
+@pytest.fixture(scope="module", name="run")
+def _run(tmp_path_factory):
+  return train_whole(tmp_path_factory.mktemp("whole"))
+
+
 @pytest.mark.slow(minutes=2)
-def test_killed_at_every_place_in_turn(tmp_path):
-  kills, left = kill_at(_PLACES, tmp_path)
+def test_killed_at_every_place_in_turn(run, tmp_path):
+  model, whole, _ = run
+  each = [(place, 600) for place in _PLACES]
+  kills, left = kill(model, whole, tmp_path / "broken", each)
   assert kills == len(_PLACES) and left == {"5", "6"}
+
+
+@pytest.mark.slow(minutes=1)
+def test_killed_at_any_moment(run, tmp_path):
+  model, whole, seconds = run
+  rng = random.Random(3)
+  each = [((), seconds * rng.uniform(0.3, 0.9)) for _ in range(10)]
+  kills, left = kill(model, whole, tmp_path / "broken", each)
+  assert kills >= 8 and left == {"5", "6"}
 
 
 if __name__ == "__main__":  # kill_test.py KILLS SEED
@@ -118,4 +149,8 @@ if __name__ == "__main__":  # kill_test.py KILLS SEED
     for place, _, _ in (rng.choice(_PLACES) for _ in range(int(sys.argv[1])))
   ]
   with tempfile.TemporaryDirectory() as scratch:
-    print(kill_at(drawn, pathlib.Path(scratch)))
+    scratch = pathlib.Path(scratch)
+    model, whole, _ = train_whole(scratch)
+    each = [(place, 600) for place in drawn]
+    kills, left = kill(model, whole, scratch / "broken", each)
+    print(kills, left)
