@@ -161,11 +161,10 @@ def load_params(path: pathlib.Path, run):
     params = workdir.restore_policy(path, step, shapes)
   else:
     step = None
-    # From the host straight to its place: no device holds it whole.
+    places = jax.tree.map(lambda x: x.sharding, shapes)
     params = hf.read_params(
-      path, policy.fns.config, dtype=np.float32, put=lambda _, x: x
+      path, policy.fns.config, dtype=np.float32, places=places
     )
-    params = jax.device_put(params, jax.tree.map(lambda x: x.sharding, shapes))
   return run.transfer.send(params, 0).params, step
 
 

@@ -13,7 +13,7 @@ import pathlib
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -121,19 +121,21 @@ def read_params(
   config: ModelConfig,
   *,
   dtype: Any,
-  put: Callable[[str, np.ndarray], jax.Array] | None = None,
+  places: Params | None = None,
 ) -> Params:
   """Reads the weights of a model directory into a nested dict.
 
-  Beyond the result, one stacked array and one tensor are in memory.
+  Every device gets its part straight from the files: beyond the result, the
+  part of one device and of one tensor are in memory.
 
   Args:
     path: directory with `model.safetensors`, or `model.safetensors.index.json`
       and its shards.
     config: what `read_config` returned for it.
     dtype: of every parameter returned.
-    put: takes the path of a leaf, joined by '/', and its array to the devices.
-      The default device takes whole arrays if it is not given.
+    places: nested dict like the result with the sharding of each parameter,
+      which may be on devices of other processes too; without it all is on the
+      default device.
 
   Returns:
     Nested dict shaped as `transformer.param_shapes(config)`.
@@ -141,20 +143,59 @@ def read_params(
   Raises:
     InputError: files are missing or damaged, or do not fit the configuration.
   """
-  put = put or (lambda _, array: jnp.asarray(array))
   listing, tensors = hf_files.read_headers(hf_files.directory(path))
   leaves = _leaves(config)
   shapes = {name: leaf.tensor_shape for leaf in leaves for name in leaf.names()}
   hf_files.check_tensors(listing, tensors, shapes)
-  params = {}
-  for leaf in leaves:
-    array = np.empty(leaf.shape, dtype)
-    layers = array if leaf.stacked else array[None]
-    for layer, name in zip(layers, leaf.names(), strict=True):
-      tensor = hf_files.read_tensor(tensors[name])
-      layer[...] = tensor.T if leaf.transposed else tensor
-    params[leaf.path] = put("/".join(leaf.path), array)
+  flat_places = traverse_util.flatten_dict(places or {})
+  params = {
+    leaf.path: _place(leaf, tensors, dtype, flat_places.get(leaf.path))
+    for leaf in leaves
+  }
   return traverse_util.unflatten_dict(params)
+
+
+def _place(
+  leaf: _Leaf,
+  tensors: Mapping[str, hf_files.Tensor],
+  dtype: Any,
+  place: jax.sharding.Sharding | None,
+) -> jax.Array:
+  """A parameter on its devices; a part that several hold is read once."""
+  if place is None:
+    return jnp.asarray(
+      _read(leaf, tensors, dtype, (slice(None),) * len(leaf.shape))
+    )
+  parts = place.addressable_devices_indices_map(leaf.shape)
+  arrays, before = {}, None
+  for device in sorted(parts, key=lambda d: (str(parts[d]), d.id)):
+    if parts[device] != before:
+      before = parts[device]
+      part = _read(leaf, tensors, dtype, before)
+    arrays[device] = jax.block_until_ready(jax.device_put(part, device))
+  arrays = [arrays[device] for device in parts]
+  return jax.make_array_from_single_device_arrays(leaf.shape, place, arrays)
+
+
+def _read(
+  leaf: _Leaf,
+  tensors: Mapping[str, hf_files.Tensor],
+  dtype: Any,
+  part: hf_files.Part,
+) -> np.ndarray:
+  """Part of a parameter."""
+  bounds = [p.indices(size)[:2] for p, size in zip(part, leaf.shape)]
+  array = np.empty([end - begin for begin, end in bounds], dtype)
+  names = leaf.names()
+  if leaf.stacked:
+    names = names[slice(*bounds.pop(0))]
+  of_tensor = [slice(*bound) for bound in bounds]
+  of_tensor = tuple(of_tensor[::-1] if leaf.transposed else of_tensor)
+  layers = array if leaf.stacked else array[None]
+  for layer, name in zip(layers, names, strict=True):
+    tensor = hf_files.read_tensor(tensors[name], of_tensor)
+    layer[...] = tensor.T if leaf.transposed else tensor
+  return array
 
 
 def write_params(

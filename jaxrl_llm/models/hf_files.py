@@ -30,6 +30,9 @@ DTYPES = {
 }
 
 
+Part = tuple[slice, ...]  # Of an array: a slice for each dimension.
+
+
 class Tensor(NamedTuple):
   """A tensor of an open safetensors file, whose data are not read yet."""
 
@@ -100,14 +103,16 @@ def _read_header(path: pathlib.Path) -> dict[str, Tensor]:
   return tensors
 
 
-def read_tensor(tensor: Tensor) -> np.ndarray:
-  """Reads one floating-point tensor into memory."""
+def read_tensor(tensor: Tensor, part: Part | None = None) -> np.ndarray:
+  """Reads one floating-point tensor, or a part of it, into memory."""
   if tensor.dtype not in DTYPES:
     raise InputError(
       f"{tensor.path}: tensor {tensor.name!r} is {tensor.dtype}, which is not"
       f" supported; use weights in {', '.join(DTYPES)}"
     )
-  return tensor.file.get_tensor(tensor.name)
+  if part is None:
+    return tensor.file.get_tensor(tensor.name)
+  return tensor.file.get_slice(tensor.name)[part]
 
 
 def read_headers(

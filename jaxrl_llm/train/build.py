@@ -9,14 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm import (
-  base_models,
-  checkpoint,
-  models,
-  processes,
-  rewards,
-  sharding,
-)
+from jaxrl_llm import base_models, checkpoint, models, rewards, sharding
 from jaxrl_llm import config as config_lib
 from jaxrl_llm.data.prompt_source import PromptSource
 from jaxrl_llm.data.tokenizer import Tokenizer
@@ -273,14 +266,8 @@ def read_policy_params(
   path: str, shapes: Any, model_config: models.ModelConfig
 ) -> Any:
   """The parameters in a model's directory, placed as `shapes` say."""
-
-  def put(name, array):
-    leaf = shapes
-    for key in name.split("/"):
-      leaf = leaf[key]
-    return processes.put(array, leaf.sharding)
-
-  return hf.read_params(path, model_config, dtype=jnp.float32, put=put)
+  places = jax.tree.map(lambda x: x.sharding, shapes)
+  return hf.read_params(path, model_config, dtype=jnp.float32, places=places)
 
 
 def _critic_params(learner: Learner, policy_params: Any, *, init_from: str):

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from jaxrl_llm import sharding
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models import hf, transformer
+from jaxrl_llm.models import hf, hf_files, transformer
 from jaxrl_llm.models.config import ModelConfig
 
 SIZES = dict(
@@ -97,16 +98,42 @@ class TestRoundTrip:
     values = json.loads((tmp_path / "config.json").read_text())
     assert values["torch_dtype"] == "bfloat16"
 
-  def test_put_places_each_leaf(self, model):
-    seen = {}
+  @pytest.mark.parametrize("name", list(CONFIGS))
+  def test_each_device_reads_its_part(self, tmp_path, monkeypatch, name):
+    config = CONFIGS[name]
+    expected = random_params(config)
+    hf.write_params(tmp_path, config, expected, max_shard_bytes=2000)
+    mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
+    places = sharding.tree_shardings(expected, mesh)
+    read, of_file = [], hf_files.read_tensor
 
-    def put(path, array):
-      seen[path] = array.shape
-      return jax.device_put(array, jax.devices()[1])
+    def read_tensor(tensor, part=None):
+      read.append(of_file(tensor, part))
+      return read[-1]
 
-    params = hf.read_params(model, CONFIGS["llama"], dtype=np.float32, put=put)
-    assert seen["layers/attention/q/kernel"] == (2, 6, 12)
-    assert seen["lm_head/kernel"] == (6, 13)
+    monkeypatch.setattr(hf_files, "read_tensor", read_tensor)
+    params = hf.read_params(tmp_path, config, dtype=np.float32, places=places)
+    assert_same(params, expected)
+    for leaf, place in zip(jax.tree.leaves(params), jax.tree.leaves(places)):
+      assert leaf.sharding == place
+    # Each number once, though the data axis has every part twice.
+    size = sum(x.size for x in jax.tree.leaves(expected))
+    assert sum(x.size for x in read) == size
+    assert max(x.size for x in read) <= max(
+      place.shard_shape(x.shape)[-1] * place.shard_shape(x.shape)[-2]
+      for x, place in zip(*map(jax.tree.leaves, (expected, places)))
+      if x.ndim > 1
+    )
+
+  def test_a_device_can_be_named(self, model):
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[1])
+    shapes = transformer.param_shapes(CONFIGS["llama"])
+    params = hf.read_params(
+      model,
+      CONFIGS["llama"],
+      dtype=np.float32,
+      places=jax.tree.map(lambda x: one, shapes),
+    )
     for leaf in jax.tree.leaves(params):
       assert leaf.devices() == {jax.devices()[1]}
 
