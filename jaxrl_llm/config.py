@@ -445,6 +445,8 @@ class Optimizer(Group, path="optimizer.policy"):
   """Decay of the mean of their squares."""
   eps = Key(1e-8, Range(1e-20))
   """Added to the root of that mean."""
+  mu_dtype = Key("float32", _DTYPES, resume=FIXED)
+  """Of the mean of gradients; bfloat16 saves two bytes a parameter."""
   mini_batch = Key(256, _SOME)
   """Responses per update."""
   micro_batch_size = Key(8, _SOME)

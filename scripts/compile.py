@@ -33,6 +33,7 @@ from typing import Any  # noqa: E402
 
 import command_line  # noqa: E402
 import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
 from absl import app, flags  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
 from ml_collections import config_flags  # noqa: E402
@@ -323,8 +324,11 @@ def _best(config, model, mesh, samplers, chip, *, apart) -> list[tuple]:
     config.optimizer[role].micro_batch_size = ways
   sizes = estimate.Sizes(config, model, mesh, _MEAN.value)
   roles = ["policy", "value"] if has_critic(config) else ["policy"]
-  state = 12 * sizes.parameters / (mesh["fsdp"] * mesh["tensor"])
-  own = len(roles) * state
+  each = sizes.parameters / (mesh["fsdp"] * mesh["tensor"])
+  own = sum(
+    (8 + jnp.dtype(config.optimizer[role].mu_dtype).itemsize) * each
+    for role in roles
+  )
   own += sum(estimate.temporaries(sizes, "policy", update=True).values())
   work = {}
   for role in roles:

@@ -132,6 +132,7 @@ def _trained(fns, settings, score, objective, mesh) -> TrainedModel:
     b1=settings.b1,
     b2=settings.b2,
     eps=settings.eps,
+    mu_dtype=settings.mu_dtype,
   )
   params = jax.eval_shape(fns.init, jax.random.key(0))
   _check_frozen(params, settings.frozen)

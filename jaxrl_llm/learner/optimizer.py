@@ -40,6 +40,7 @@ class UpdateSettings:
   b1: float
   b2: float
   eps: float
+  mu_dtype: str  # Of the mean of gradients.
   mini_batch: int  # Responses per update.
   micro_batch_size: int  # Packed rows at a time.
   epochs: int  # Passes over each batch.
@@ -79,7 +80,7 @@ def make_schedule(settings: UpdateSettings) -> optax.Schedule:
 
 
 def make_optimizer(
-  schedule: optax.Schedule, *, max_grad_norm: float, **adamw: float
+  schedule: optax.Schedule, *, max_grad_norm: float, **adamw: float | str
 ) -> optax.GradientTransformation:
   """AdamW behind a clip of the global gradient norm.
 
@@ -89,7 +90,7 @@ def make_optimizer(
   Args:
     schedule: learning rate of an update.
     max_grad_norm: gradients of a larger norm are scaled down to it.
-    **adamw: weight_decay, b1, b2 and eps.
+    **adamw: weight_decay, b1, b2, eps and mu_dtype.
   """
 
   def matrices(params):
