@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from scaling import estimate
 
 from jaxrl_llm import estimators, rewards
 from jaxrl_llm.errors import InputError
@@ -26,17 +27,39 @@ def dry_run(run: Run) -> None:
   _show_data(run)
   _check_rewards(run)
   _show_meshes(run)
-  print("phase                 compile s   arguments GiB   temporary GiB")
+  account = _account(run)
+  print(f"{'phase':<31} compile s   arguments GiB   temporary GiB   by account")
   for name, lowered in _phases(run).items():
     begin = time.perf_counter()
     memory = lowered.compile().memory_analysis()
     seconds = time.perf_counter() - begin
     print(
-      f"{name:<22}{seconds:>9.1f}"
+      f"{name:<31}{seconds:>10.1f}"
       f"{memory.argument_size_in_bytes / _GIB:>16.3f}"
       f"{memory.temp_size_in_bytes / _GIB:>16.3f}"
+      f"{account.get(name, ''):>13}"
     )
-  print("per device; nothing was trained", flush=True)
+  print(
+    "per device; as compiled and, of scoring and updates, by the model's"
+    " account for TPUs in bfloat16; nothing was trained",
+    flush=True,
+  )
+
+
+def _account(run: Run) -> dict[str, str]:
+  """GiB of temporaries by phase, as docs/scale.md has them."""
+  model, mesh = run.learner.policy.fns.config, dict(run.learner.mesh.shape)
+  sizes = estimate.Sizes(run.config, model, mesh)
+  found = {}
+  for phase, role, update in (
+    ("score log-probs", "policy", False),
+    ("score values", "value", False),
+    ("update policy", "policy", True),
+    ("update value", "value", True),
+  ):
+    parts = estimate.temporaries(sizes, role, update=update)
+    found[phase] = f"{sum(parts.values()) / _GIB:.3f}"
+  return found
 
 
 def _show_data(run: Run) -> None:
