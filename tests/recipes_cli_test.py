@@ -259,10 +259,16 @@ class TestRefused:
       assert set(keys.split(", ")) <= known and "\n" not in why
       tried.add(why)
     source = inspect.getsource(constraints)
-    # What sizes and files must be has tests of its own.
+    # What sizes and files must be, and what several processes cannot, have
+    # tests of their own.
     apart = sum(
       inspect.getsource(topic).count("wrong[")
-      for topic in (constraints.broken, constraints.sizes, constraints.files)
+      for topic in (
+        constraints.broken,
+        constraints.sizes,
+        constraints.files,
+        constraints.several_processes,
+      )
     )
     assert len(tried) == source.count("wrong[") - apart + 1  # Of the mesh.
 

@@ -10,7 +10,7 @@ import pytest
 from helpers import tiny_run
 from helpers.tiny_algorithm import evaluate, make_algorithm
 
-from jaxrl_llm import metrics
+from jaxrl_llm import metrics, signals
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import metrics as learner_metrics
 from jaxrl_llm.learner import packing
@@ -204,7 +204,7 @@ class TestMismatch:
 class TestPretraining:
   def pretrain(self, run, folder):
     with metrics.MetricsLogger(folder, total_steps=1, last_step=-1) as logger:
-      states, _ = loop.start(run, folder, logger, _never(), begun=0.0)
+      states, _ = loop.start(run, folder, logger, signals.Stopped(), begun=0.0)
     return states
 
   def test_regresses_on_monte_carlo_returns(self, model, tmp_path, monkeypatch):
@@ -267,10 +267,6 @@ class TestPretraining:
     same(jax.device_get(states.learner.critic.params), critics[1])
     with pytest.raises(AssertionError):
       same(critics[1], critics[0])
-
-
-def _never():
-  return type("Stopped", (), {"signal": 0})()
 
 
 def stopped_responses():

@@ -536,12 +536,11 @@ class TestValuePretraining:
     states, weights = loop.begin(run)
     policy = jax.device_get(states.learner.policy)
     fresh = jax.device_get(states.learner.critic.params)
-    quiet = type("Quiet", (), {"phase": print, "event": print})
     after = run.pretraining.run(
       states.learner,
       Weights(weights.params, weights.version),
       tmp_path,
-      quiet,
+      metrics.SilentLogger(),
       signals.Stopped(),
     )
     assert len(measured) == PRETRAINED
