@@ -19,6 +19,8 @@ FIXED = {
   "model.dtype": "bfloat16",
   "model.sampler_dtype": "bfloat16",
   "model.cache_dtype": "bfloat16",
+  "optimizer.policy.mu_dtype": "bfloat16",
+  "optimizer.value.mu_dtype": "bfloat16",
   "data.source": "sums",
   "data.path": "other.jsonl",
   "data.split": "test",
