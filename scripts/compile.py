@@ -117,7 +117,8 @@ class Programs:
       single_tokens=lambda *_: [], stop_tokens=[0], decode=None
     )
     engine = sampler.make_engine(config, fns[0], words, both.sampler)
-    policy = self.learner.policy.shapes
+    policy, critic = self.learner.policy.shapes, self.learner.critic
+    critic = critic and critic.shapes
     transfer = sampler.make_transfer(fns[0], policy.params, both)
     self.mesh = dict(both.trainer.shape)
     self.sampler_mesh = dict(both.sampler.shape)
@@ -126,11 +127,15 @@ class Programs:
       prompts=engine.prompts_at_a_time(config.data.group_size),
       window=config.schedule.window > 0,
     ) | lower(self.learner)
-    critic = self.learner.critic
     self.kept = {
       "policy": estimate.held(policy),
-      "value": estimate.held(critic.shapes) if critic else 0.0,
+      "value": estimate.held(critic),
       "sampler": estimate.held(transfer.shapes),
+    }
+    # Of that, what scoring is given.
+    self.parameters = {
+      "policy": estimate.held(policy.params),
+      "value": estimate.held(critic.params) if critic else 0.0,
     }
     if "ref_logprobs" in self.learner.algorithm.leaves:
       self.kept["reference"] = estimate.held(policy.params)
@@ -195,8 +200,8 @@ def report(config, model, programs: Programs, chip: shapes.Chip) -> bool:
     own |= {"decode"} if name == "sampler decode" else set()
     others = sum(v for k, v in kept.items() if k not in own)
     others += 0.0 if name == "sampler decode" else kv_bytes
-    if "score" in name:  # It is given the parameters, a third of the state.
-      others += kept[role] * 2 / 3
+    if "score" in name:
+      others += kept[role] - programs.parameters[role]
     total = sum(found[k] for k in ("arguments", "results", "temporaries"))
     total += others
     fits &= total < chip.memory

@@ -1,8 +1,6 @@
 """What train.py --dry_run prints: compiled phases, data and rewards checked."""
 
-import math
 import time
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -124,18 +122,10 @@ def _show_meshes(run: Run) -> None:
     numbers = ", ".join(str(device.id) for device in mesh.devices.flat)
     print(
       f"{name}: mesh {sizes}, devices {numbers}; each holds"
-      f" {_bytes_held(trees) / _GIB:.3f} GiB between phases"
+      f" {estimate.held(trees) / _GIB:.3f} GiB between phases"
     )
   if set(meshes[0].devices.flat) & set(meshes[1].devices.flat):
     print("trainer and sampler share devices: what they hold adds up")
-
-
-def _bytes_held(trees: Any) -> int:
-  """Bytes on each device of arrays with the given shapes and shardings."""
-  return sum(
-    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-    for x in jax.tree.leaves(trees)
-  )
 
 
 def _phases(run: Run) -> dict[str, jax.stages.Lowered]:
