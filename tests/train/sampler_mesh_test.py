@@ -10,6 +10,7 @@ import pytest
 from helpers import tiny_mesh_run, tiny_run
 from helpers.tiny_mesh_run import MESHES, PLAIN, recorded
 from helpers.tiny_run import with_config
+from scaling import estimate
 
 from jaxrl_llm import metrics, sharding
 from jaxrl_llm.errors import InputError
@@ -261,8 +262,8 @@ class TestDryRun:
       for device in jax.devices()
     }
     shapes = run.learner.policy.shapes
-    assert held(states.learner.policy) == {dry_run._bytes_held(shapes)}
-    assert held(weights.params) == {dry_run._bytes_held(run.transfer.shapes)}
+    assert held(states.learner.policy) == {estimate.held(shapes)}
+    assert held(weights.params) == {estimate.held(run.transfer.shapes)}
 
 
 class TestSettings:
