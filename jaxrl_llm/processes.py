@@ -8,11 +8,13 @@ under deadlines, signals. With one process every function here does what its
 name says without asking anybody.
 """
 
+import collections
 import contextlib
 import os
 import pickle
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -25,6 +27,7 @@ from jaxrl_llm.errors import InputError, TrainingStopped
 
 T = TypeVar("T")
 _patience_s = 0  # Of `connect`.
+_waited_s = collections.defaultdict(float)  # By thread.
 _ERRORS = {e.__name__: e for e in (InputError, TrainingStopped, OSError)}
 
 
@@ -98,14 +101,37 @@ def is_first() -> bool:
   return jax.process_index() == 0
 
 
+@contextlib.contextmanager
+def waiting() -> Iterator[None]:
+  """Counts the body's time as waiting, for devices or other processes."""
+  start = time.perf_counter()
+  try:
+    yield
+  finally:
+    _waited_s[threading.get_ident()] += time.perf_counter() - start
+
+
+def waited_s() -> float:
+  """Seconds that the calling thread has waited so far."""
+  return _waited_s[threading.get_ident()]
+
+
+def name() -> str:
+  """Number and host of this process, as 3-worker; empty if it is alone."""
+  if jax.process_count() == 1:
+    return ""
+  return f"{jax.process_index()}-{socket.gethostname()}"
+
+
 def gather(value: T) -> list[T]:
   """The values of all processes in their order; all of them must call it."""
   if jax.process_count() == 1:
     return [value]
   data = np.frombuffer(pickle.dumps(value), np.uint8)
-  sizes = multihost_utils.process_allgather(np.int32(data.size))
-  padded = np.pad(data, (0, int(sizes.max()) - data.size))
-  rows = multihost_utils.process_allgather(padded)
+  with waiting():
+    sizes = multihost_utils.process_allgather(np.int32(data.size))
+    padded = np.pad(data, (0, int(sizes.max()) - data.size))
+    rows = multihost_utils.process_allgather(padded)
   return [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes)]
 
 
@@ -183,9 +209,16 @@ def to_host(tree: Any) -> Any:
 
   All processes must call it, unless every device holds all of the arrays.
   """
-  if jax.process_count() == 1:
-    return jax.device_get(tree)
-  return jax.tree.map(_whole, tree)
+  with waiting():
+    if jax.process_count() == 1:
+      return jax.device_get(tree)
+    return jax.tree.map(_whole, tree)
+
+
+def ready(tree: T) -> T:
+  """Arrays whose values the devices have computed."""
+  with waiting():
+    return jax.block_until_ready(tree)
 
 
 def _whole(x: Any) -> np.ndarray:

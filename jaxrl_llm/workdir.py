@@ -254,6 +254,20 @@ def set_aside(workdir: pathlib.Path, step: int) -> str:
   return f"{what} rows of before are set aside in {folder}"
 
 
+def new_times(workdir: pathlib.Path) -> pathlib.Path:
+  """A folder for each process's times of phases.
+
+  Those of the last start, perhaps of other hosts, move to `hosts_before`.
+  """
+  folder, before = workdir / "hosts", workdir / "hosts_before"
+  with _writing(workdir):
+    if folder.exists():
+      shutil.rmtree(before, ignore_errors=True)
+      os.replace(folder, before)
+    folder.mkdir()
+  return folder
+
+
 def _writing(workdir: pathlib.Path) -> contextlib.AbstractContextManager[None]:
   """Turns what the file system refuses into one line."""
   what = f"--workdir={workdir}: cannot be written"

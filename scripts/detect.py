@@ -8,11 +8,13 @@ DIR has one JSONL file a host, HOST.jsonl. A line is either a sample,
 
 about one a second, `role` (hosts of other roles do other work; the same for
 all if left out) and any metrics; the last 15 minutes are looked at. Or it is a
-row of a training step, as in the metrics.jsonl of a run,
+row of a training step, as every process of a run of several writes them to
+DIR/hosts of its --workdir,
 
-    {"step": 12, "time": UNIX_SECONDS, "time/generate_s": 3.1, ...}
+    {"step": 12, "time": UNIX_SECONDS, "time/step_s": 9.5, "host/reward_s": 3.1}
 
-whose phases are compared. A host is named if it is unlike the others of its
+whose phases are compared, without what they wait for (host/*) if that is known.
+A host is named if it is unlike the others of its
 role for --hold_s seconds without a break, if it takes 1.5 times as long as they
 do for 20 seconds and three steps, or if it has been silent for a minute by the
 median host's clock. Fewer than three hosts of a role are not compared.
@@ -37,7 +39,8 @@ _WINDOW_S = 900
 _SILENT_S = 60
 _NOT_METRICS = ("time", "step", "role", "nonfinite")
 # What says nothing of a host: the whole, its start, and what it waits for.
-_NOT_WORK = tuple(f"time/{x}_s" for x in ("step", "start", "wait", "compile"))
+_NOT_WORK = {f"time/{x}_s" for x in ("step", "start", "wait", "compile")}
+_NOT_WORK.add("host/wait_s")
 
 
 def read_fleet(folder: pathlib.Path) -> dict[str, list[dict[str, Any]]]:
@@ -54,8 +57,12 @@ def read_fleet(folder: pathlib.Path) -> dict[str, list[dict[str, Any]]]:
     for row in rows:
       if not math.isfinite(_number(row.fields.get("time"))):
         raise InputError(f"{row.where}: no number 'time'; give Unix seconds")
-      if "step" in row.fields and type(row.fields["step"]) is not int:
+      if "step" not in row.fields:
+        continue
+      if type(row.fields["step"]) is not int:
         raise InputError(f"{row.where}: 'step' is no integer; correct it")
+      if not math.isfinite(_number(row.fields.get("time/step_s"))):
+        raise InputError(f"{row.where}: no number 'time/step_s'; give seconds")
     fields = [row.fields for row in rows]
     hosts[file.stem] = sorted(fields, key=lambda row: row["time"])
   if not hosts:
@@ -93,17 +100,22 @@ def samples(
 
 def phases(
   hosts: dict[str, list[dict[str, Any]]],
-) -> tuple[np.ndarray, list[str]]:
-  """Seconds of the phases of the steps that all have, [H, N, P], and names."""
+) -> tuple[np.ndarray, np.ndarray, list[str]]:
+  """Of the steps that all have.
+
+  Returns:
+    Seconds of the phases [H, N, P], of the steps [H, N], and names [P].
+  """
   by_step = [{row["step"]: row for row in rows} for rows in hosts.values()]
   steps = sorted(set.intersection(*map(set, by_step)))
-  names = [n for n in _numbers(hosts) if n.startswith("time/")]
-  names = [n for n in names if n not in _NOT_WORK]
-  x = [
-    [[_number(rows[step].get(n)) for n in names] for step in steps]
-    for rows in by_step
-  ]
-  return np.reshape(x, (len(hosts), len(steps), len(names))), names
+  every = [name for name in _numbers(hosts) if name not in _NOT_WORK]
+  names = [name for name in every if name.startswith("host/")]
+  names = names or [name for name in every if name.startswith("time/")]
+  read = lambda *names: np.reshape(
+    [[[_number(r[s].get(n)) for n in names] for s in steps] for r in by_step],
+    (len(hosts), len(steps), len(names)),
+  )
+  return read(*names), read("time/step_s")[..., 0], names
 
 
 def _numbers(hosts) -> list[str]:
@@ -131,8 +143,8 @@ def report(hosts, *, threshold: float, hold_s: float) -> list[str]:
     if silence <= -_SILENT_S and len(hosts) >= 3:
       lines.append(f"{name}: its clock is {-silence:.0f} s ahead")
   if "step" in next(iter(hosts.values()))[0]:
-    x, metrics = phases(hosts)
-    for alarm in fleet.slow_hosts(x, roles=roles) if x.size else ():
+    x, took, metrics = phases(hosts)
+    for alarm in fleet.slow_hosts(x, took, roles=roles) if x.size else ():
       lines.append(
         f"{names[alarm.host]}: {metrics[alarm.metric]} takes"
         f" {alarm.score:.1f} times as long as elsewhere, for"

@@ -510,6 +510,21 @@ class TestPhaseTimer:
     }
     assert timer.collect() == {"time/step_s": 0.0, "compile/count": 7}
 
+  def test_tells_what_a_phase_did_without_waiting(self):
+    clock, waits = Clock(), [0.0]
+    timer = metrics.PhaseTimer(clock=clock, waited=lambda: waits[0])
+    for _ in range(2):
+      with timer.phase("reward"):
+        clock.now += 3.0
+        waits[0] += 2.5
+      waits[0] += 10.0
+    assert timer.collect() == {
+      "time/reward_s": 6.0,
+      "host/reward_s": 1.0,
+      "time/step_s": 6.0,
+    }
+    assert timer.collect() == {"time/step_s": 0.0}
+
 
 _STANDS_STILL = """
 import io, sys, threading, time

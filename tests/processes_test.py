@@ -3,8 +3,10 @@
 import pathlib
 import re
 import signal
+import socket
 import time
 
+import detect
 import jax
 import numpy as np
 import pytest
@@ -109,9 +111,13 @@ class TestTraining:
     texts = logs(tmp_path)
     assert processes.wait(started) == [0, 0], texts
     assert "saved; the same --workdir goes on" in logs(tmp_path)[0]
-    assert len(tiny_run.comparable(tmp_path / "run")) <= _STEPS
+    done = len(tiny_run.comparable(tmp_path / "run"))
+    assert done <= _STEPS
+    check_times(tmp_path / "run/hosts", range(done))
     assert processes.wait(train(tmp_path, 2)) == [0, 0], logs(tmp_path)
     check_equal(tmp_path / "run", alone)
+    check_times(tmp_path / "run/hosts", range(done, _STEPS + 1))
+    check_times(tmp_path / "run/hosts_before", range(done))
 
   def test_goes_on_in_one_process_when_one_of_two_is_killed(
     self, train, alone, tmp_path
@@ -140,6 +146,21 @@ def wait_for_step(workdir, step, seconds=240):
   while not rows.exists() or len(rows.read_bytes().splitlines()) <= step:
     assert time.monotonic() < end, logs(workdir.parent)
     time.sleep(0.1)
+
+
+def check_times(folder, steps):
+  """Each process has written its times of the steps, and of its own work."""
+  hosts = detect.read_fleet(folder)
+  assert list(hosts) == [f"{i}-{socket.gethostname()}" for i in range(2)]
+  for rows in hosts.values():
+    assert [row["step"] for row in rows] == list(steps)
+    for row in rows:
+      parts = {k for k in row if k.startswith("host/")}
+      assert row["step"] == 0 or parts >= {"host/reward_s", "host/generate_s"}
+      for part in parts:
+        assert 0 <= row[part] <= row[part.replace("host/", "time/")]
+  own, took, names = detect.phases(hosts)
+  assert own.shape == (2, len(steps), len(names)) and (took > 0).all()
 
 
 def check_equal(workdir, other):

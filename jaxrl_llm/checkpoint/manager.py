@@ -62,7 +62,7 @@ class Checkpointer:
     self._thread = concurrent.futures.ThreadPoolExecutor(1, "commit")
     self._saving: tuple[int, concurrent.futures.Future] | None = None
     self._errors: list[str] = []
-    processes.of_first(self._clean)
+    processes.of_first(self._prepare)
 
   def latest_step(self) -> int | None:
     """Newest complete step, None if there is none."""
@@ -189,7 +189,7 @@ class Checkpointer:
       " is tried when it is due"
     )
     if processes.is_first():
-      self._clean()
+      self._prepare()
 
   def close(self) -> None:
     """Waits and releases the directory."""
@@ -197,7 +197,8 @@ class Checkpointer:
     self._thread.shutdown()
     self._orbax.close()
 
-  def _clean(self) -> None:
+  def _prepare(self) -> None:
+    """Makes the directory, and removes what saves that died have left."""
     self._directory.mkdir(parents=True, exist_ok=True)
     for pattern in _TEMPORARY:
       for place in self._directory.glob(pattern):

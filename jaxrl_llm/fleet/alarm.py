@@ -121,6 +121,7 @@ def _compared(roles: Sequence[str]) -> list[np.ndarray]:
 
 def slow_hosts(
   seconds: np.ndarray,
+  steps: np.ndarray,
   *,
   roles: Sequence[str],
   ratio: float = 1.5,
@@ -129,11 +130,12 @@ def slow_hosts(
   """Hosts that take longer than the others for the phases of a step.
 
   A phase in which hosts wait for each other is equally long on all of them, and
-  names nobody.
+  names nobody: give the time without waiting.
 
   Args:
     seconds: float [H, N, P], of hosts, steps and phases; NaN where a step has
-      no such phase. Phases that take less than a tenth of a step do not count.
+      no such phase. Those under a twentieth of a step count as one.
+    steps: float [H, N], seconds of the whole steps.
     roles: of the hosts [H], as of `detect`.
     ratio: times the median host's from which on a host is slow.
     hold_s: seconds of such steps, at least three and one after the other, that
@@ -141,21 +143,21 @@ def slow_hosts(
 
   Returns:
     An alarm for each slow host, of its slowest phase; `since` and `until` count
-    its own seconds.
+    seconds of its own steps.
   """
   seconds = np.nan_to_num(np.asarray(seconds, np.float64))
   alarms = []
   for hosts in _compared(roles):
-    median = np.median(seconds[hosts], axis=0)  # [N, P]
-    counts = median >= 0.1 * median.sum(axis=1, keepdims=True)
+    matters = 0.05 * np.median(steps[hosts], axis=0)[:, None]
+    usual = np.maximum(np.median(seconds[hosts], axis=0), matters)  # [N, P]
     for host in hosts:
-      slower = np.where(counts, seconds[host] / median.clip(1e-9), 1.0)
+      slower = seconds[host] / usual
       phase = int(slower[-1].argmax())
       fine = np.flatnonzero(slower[:, phase] < ratio)
       first = int(fine[-1]) + 1 if fine.size else 0
-      ends = np.cumsum(seconds[host].sum(axis=1))
+      ends = np.cumsum(steps[host])
       since = float(ends[first - 1]) if first else 0.0
-      if len(slower) - first >= 3 and ends[-1] - since >= hold_s:
+      if len(slower) >= first + 3 and ends[-1] - since >= hold_s:
         found = float(np.median(slower[-3:, phase]))
         alarms.append(Alarm(int(host), phase, since, float(ends[-1]), found))
   return alarms

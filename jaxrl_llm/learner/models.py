@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm import losses, masked, sharding
+from jaxrl_llm import losses, masked, processes, sharding
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import optimizer as optimizer_lib
 from jaxrl_llm.learner import scoring
@@ -63,7 +63,7 @@ class GradientSum:
     if self.sums is None:
       self.sums = how.begin(self.state.params, batch, *self.settings)
     sums = how.add(self.sums, self.state.params, batch, *self.settings)
-    self.sums = jax.block_until_ready(sums)  # The phase has its own time.
+    self.sums = processes.ready(sums)  # The phase has its own time.
 
   def apply(self, inputs: Any) -> tuple[TrainState, update_lib.Metrics]:
     """The state after the update, and its metrics.

@@ -6,7 +6,7 @@ console. `Health` warns of what the rows show to go wrong. Needs no accelerator.
 
 from jaxrl_llm.metrics.console import printable
 from jaxrl_llm.metrics.health import Health
-from jaxrl_llm.metrics.logger import MetricsLogger, SilentLogger
+from jaxrl_llm.metrics.logger import MetricsLogger, PhaseLogger
 from jaxrl_llm.metrics.measure import (
   CompileCounter,
   PhaseTimer,
@@ -23,7 +23,7 @@ __all__ = (
   "Health",
   "JsonlWriter",
   "MetricsLogger",
-  "SilentLogger",
+  "PhaseLogger",
   "PhaseTimer",
   "Sample",
   "check_trackers",

@@ -12,18 +12,36 @@ from jaxrl_llm.metrics.trackers import TRACKERS
 from jaxrl_llm.metrics.watchdog import Watchdog
 from jaxrl_llm.metrics.writers import JsonlWriter, NullWriter, number
 
+_PHASES = ("time/", "host/")
 
-class SilentLogger(contextlib.ExitStack):
-  """That of a process whose run another one writes about: it only watches."""
 
-  def __init__(self, *, stuck_after_s: float = 0.0):
-    """Watches for a phase that takes longer, see `Watchdog`; 0: for none."""
+class PhaseLogger(contextlib.ExitStack):
+  """That of a process whose run another one writes about: times of phases."""
+
+  def __init__(
+    self, times: str | os.PathLike = "", *, stuck_after_s: float = 0.0
+  ):
+    """Watches the phases.
+
+    Args:
+      times: a new JSONL file of how long this process takes for them; none if
+        empty.
+      stuck_after_s: seconds of a phase that end the process, see `Watchdog`.
+    """
     super().__init__()
-    self._watchdog = Watchdog()
+    self._watchdog, self._logs = Watchdog(), []
     self.enter_context(self._watchdog.watching(stuck_after_s))
+    if times:
+      file = JsonlWriter(times)
+      self.callback(file.close)
+      of_phases = lambda row: {k: row[k] for k in row if k.startswith(_PHASES)}
+      self._logs.append(lambda step, row: file.log(step, of_phases(row)))
 
   def log(self, step: int, metrics: Mapping[str, float]) -> None:
-    """Leaves the metrics of one step to the other process."""
+    """Takes the metrics of one step, each of them one number."""
+    metrics = {name: number(name, value) for name, value in metrics.items()}
+    for log in self._logs:
+      log(step, metrics)
 
   def samples(self, step: int, samples: Sequence[Sample]) -> None:
     """Leaves a few responses of one step to it."""
@@ -41,7 +59,7 @@ class SilentLogger(contextlib.ExitStack):
     self._watchdog.enter(name)
 
 
-class MetricsLogger(SilentLogger):
+class MetricsLogger(PhaseLogger):
   """The files of a run, its trackers and the console; a context manager.
 
   Results of an evaluation are further keys of the step's row:
@@ -57,6 +75,7 @@ class MetricsLogger(SilentLogger):
     last_step: int,
     tracked_by: Sequence[str] = ("tensorboard",),
     settings: Mapping[str, Any] = {},
+    times: str | os.PathLike = "",
     stuck_after_s: float = 0.0,
     stream: TextIO | None = None,
   ):
@@ -69,10 +88,10 @@ class MetricsLogger(SilentLogger):
         none. Rows of later steps, left by a run that died, are dropped.
       tracked_by: names of `trackers.TRACKERS`.
       settings: of the run, for trackers that show them.
-      stuck_after_s: seconds of a phase that end the process, see `Watchdog`.
+      times, stuck_after_s: as of `PhaseLogger`.
       stream: where to show progress; standard output if None.
     """
-    super().__init__(stuck_after_s=stuck_after_s)
+    super().__init__(times, stuck_after_s=stuck_after_s)
     workdir = pathlib.Path(workdir)
     rows, self._samples = (
       JsonlWriter(workdir / name) for name in ("metrics.jsonl", "samples.jsonl")
@@ -88,13 +107,7 @@ class MetricsLogger(SilentLogger):
     ]
     self._console = ConsoleWriter(total_steps=total_steps, stream=stream)
     self.callback(self._console.close)
-    self._logs = (rows.log, *tracked, self._console.log)
-
-  def log(self, step: int, metrics: Mapping[str, float]) -> None:
-    """Takes the metrics of one step, each of them one number."""
-    metrics = {name: number(name, value) for name, value in metrics.items()}
-    for log in self._logs:
-      log(step, metrics)
+    self._logs += rows.log, *tracked, self._console.log
 
   def samples(self, step: int, samples: Sequence[Sample]) -> None:
     """Takes a few responses of one step."""

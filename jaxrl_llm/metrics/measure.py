@@ -61,6 +61,7 @@ class PhaseTimer:
     *,
     clock: Callable[[], float] = time.perf_counter,
     compiles: "CompileCounter | None" = None,
+    waited: Callable[[], float] | None = None,
     spent: Mapping[str, float] = {},
     on_enter: Callable[[str], None] | None = None,
   ):
@@ -69,13 +70,17 @@ class PhaseTimer:
     Args:
       clock: returns seconds; only differences matter.
       compiles: books what compiling took, and is counted in every step.
+      waited: returns the seconds that the calling thread has waited for devices
+        and other processes so far; each phase's `host/<name>_s` is then the
+        time in which it did not.
       spent: seconds by phase that the first step's metrics have too.
       on_enter: told the name of each phase as it begins.
     """
     self._clock, self._compiles = clock, compiles
     self._compiled = compiles.seconds if compiles else lambda: 0.0
-    self._on_enter = on_enter
+    self._waited, self._on_enter = waited, on_enter
     self._seconds = collections.defaultdict(float, spent)
+    self._host = collections.defaultdict(float)
     self._step_start = clock()
 
   @contextlib.contextmanager
@@ -87,25 +92,31 @@ class PhaseTimer:
     if self._on_enter is not None:
       self._on_enter(name)
     start, compiled = self._clock(), self._compiled()
+    waited = self._waited() if self._waited else 0.0
     try:
       yield
     finally:
       compiled = self._compiled() - compiled
-      self._seconds[name] += self._clock() - start - compiled
+      seconds = self._clock() - start - compiled
+      self._seconds[name] += seconds
       if compiled:
         self._seconds["compile"] += compiled
+      if self._waited:
+        self._host[name] += max(seconds - (self._waited() - waited), 0.0)
 
   def collect(self) -> dict[str, float]:
-    """Returns the step's `time/*_s` metrics and starts the next step.
+    """Returns the step's `time/*_s`, `host/*_s` and starts the next step.
 
     With a counter of compilations also `compile/count`.
     """
     now = self._clock()
     metrics = {f"time/{name}_s": s for name, s in self._seconds.items()}
+    metrics |= {f"host/{name}_s": s for name, s in self._host.items()}
     metrics["time/step_s"] = now - self._step_start
     if self._compiles:
       metrics["compile/count"] = self._compiles.collect()
     self._seconds.clear()
+    self._host.clear()
     self._step_start = now
     return metrics
 

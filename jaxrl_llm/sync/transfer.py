@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl_llm import digest, sharding
+from jaxrl_llm import digest, processes, sharding
 from jaxrl_llm.errors import InputError, check_number
 
 MAX_BYTES = 256 << 20
@@ -108,7 +108,7 @@ class WeightTransfer:
       if self._target is not None:
         leaves = jax.device_put(leaves, [self._target[i] for i in group])
       # Without waiting, all groups would be under way together.
-      for i, leaf in zip(group, jax.block_until_ready(leaves)):
+      for i, leaf in zip(group, processes.ready(leaves)):
         arrived[i] = leaf
     params = jax.tree.unflatten(self._tree, arrived)
     return VersionedWeights(params, version, digest.combine(sent))

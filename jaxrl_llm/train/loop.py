@@ -163,17 +163,22 @@ def _resume_or_start(
       )
 
 
-def _logger(workdir, config, last_step) -> metrics.SilentLogger:
-  """That of the run in the first process; the others only watch."""
+def _logger(workdir, config, last_step) -> metrics.PhaseLogger:
+  """That of the run in the first process; the others have their times."""
+  times = ""
+  if name := processes.name():
+    folder = processes.of_first(workdir_lib.new_times, workdir)
+    times = folder / f"{name}.jsonl"
   stuck_after_s = config.run.stuck_after_s
   if not processes.is_first():
-    return metrics.SilentLogger(stuck_after_s=stuck_after_s)
+    return metrics.PhaseLogger(times, stuck_after_s=stuck_after_s)
   return metrics.MetricsLogger(
     workdir,
     total_steps=config.run.steps,
     last_step=last_step,
     tracked_by=config.run.trackers,
     settings=config.to_dict(),
+    times=times,
     stuck_after_s=stuck_after_s,
   )
 
@@ -184,8 +189,12 @@ def _save(states, saver, workdir, config) -> None:
 
 
 def _timer(logger, **spent) -> metrics.PhaseTimer:
-  compiles = metrics.CompileCounter()
-  return metrics.PhaseTimer(compiles=compiles, on_enter=logger.phase, **spent)
+  return metrics.PhaseTimer(
+    compiles=metrics.CompileCounter(),
+    waited=processes.waited_s,
+    on_enter=logger.phase,
+    **spent,
+  )
 
 
 def _train_on(

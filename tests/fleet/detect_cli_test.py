@@ -32,7 +32,7 @@ def steps(slow=1.0):
       "time": _NOW + 4 * i,
       "time/generate_s": 3.0 * (slow if i > 10 else 1),
       "time/score_s": 1.0,
-      "time/step_s": 4.0,
+      "time/step_s": 1.0 + 3.0 * (slow if i > 10 else 1),
       "reward/mean": i / 30,
     }
     for i in range(30)
@@ -112,16 +112,30 @@ def test_who_is_slow(tmp_path, capsys):
   )
 
 
+def test_who_is_slow_where_all_wait_for_it(tmp_path, capsys):
+  for host in range(3):
+    slow = {f"host/{p}_s": 1.0 + 2.0 * (host == 1) for p in ("reward", "wait")}
+    rows = [row | {"time/wait_s": 7.0} | slow for row in steps()]
+    write(tmp_path, f"{host}-worker", rows)
+  code, out, _ = run(tmp_path, capsys)
+  assert code == 1 and out.count("\n") == 1
+  assert out.startswith("1-worker: host/reward_s takes 3.0 times as long")
+
+
 @pytest.mark.parametrize(
   ("text", "says"),
   [
     ("", "a.jsonl: there are no rows"),
     ('{"time": 1}\n[1]\n', "a.jsonl:2"),
     ('{"time": "now"}\n', "a.jsonl:1: no number 'time'; give Unix seconds"),
+    ('{"time": 1, "step": 1}\n', "a.jsonl:1: no number 'time/step_s'"),
     ('{"time": 1e999}\n', "a.jsonl:1"),
     ('{"time": 1' + "0" * 400 + "}\n", "a.jsonl:1: no number 'time'"),
     ('{"time": 1, "step": [1]}\n', "a.jsonl:1: 'step' is no integer"),
-    ('{"time": 1, "step": 1}\n{"time": 2}\n', "some rows are of steps"),
+    (
+      '{"time": 1, "step": 1, "time/step_s": 1}\n{"time": 2}\n',
+      "some rows are of steps",
+    ),
   ],
 )
 def test_bad_files_are_one_line(tmp_path, capsys, text, says):

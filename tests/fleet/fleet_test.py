@@ -216,7 +216,7 @@ class TestDenoiser:
 
 class TestSlowHosts:
   def slow(self, x):
-    return fleet.slow_hosts(x, roles=["a"] * len(x))
+    return fleet.slow_hosts(x, x.sum(axis=2), roles=["a"] * len(x))
 
   def seconds(self, hosts=5, steps=20, slow=()):
     rng = np.random.default_rng(0)
@@ -243,9 +243,18 @@ class TestSlowHosts:
     x = self.seconds(hosts=6)
     x[3:] *= 3
     roles = ["trainer"] * 3 + ["sampler"] * 3
-    assert fleet.slow_hosts(x, roles=roles) == []
+    assert fleet.slow_hosts(x, x.sum(axis=2), roles=roles) == []
     x[4, 5:] *= 2
-    assert [a.host for a in fleet.slow_hosts(x, roles=roles)] == [4]
+    (alarm,) = fleet.slow_hosts(x, x.sum(axis=2), roles=roles)
+    assert alarm.host == 4
+
+  def test_steps_in_lockstep_are_equally_long(self):
+    own = self.seconds(slow=[(3, 10, 1)])  # Without waiting: 1 s, then 2 s.
+    steps = np.full(own.shape[:2], 10.0)
+    (alarm,) = fleet.slow_hosts(own, steps, roles=["a"] * 5)
+    assert (alarm.host, alarm.metric) == (3, 1)
+    # Of a step of a minute it is no twentieth.
+    assert fleet.slow_hosts(own, 6 * steps, roles=["a"] * 5) == []
 
   def test_healthy_ones_and_tiny_phases_are_not(self):
     assert self.slow(self.seconds()) == []

@@ -88,7 +88,7 @@ def make_config(model: pathlib.Path, **changes):
 def comparable(workdir: pathlib.Path) -> list[dict]:
   """Rows of metrics.jsonl without what a clock or the machine decides."""
   text = (workdir / "metrics.jsonl").read_text(encoding="utf-8")
-  measured = ("time", "perf/", "memory/", "compile/", "checkpoint/")
+  measured = ("time", "host/", "perf/", "memory/", "compile/", "checkpoint/")
   measured += ("rollout/tokens_per_",)
   return [
     {k: v for k, v in json.loads(line).items() if not k.startswith(measured)}

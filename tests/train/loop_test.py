@@ -540,7 +540,7 @@ class TestValuePretraining:
       states.learner,
       Weights(weights.params, weights.version),
       tmp_path,
-      metrics.SilentLogger(),
+      metrics.PhaseLogger(),
       signals.Stopped(),
     )
     assert len(measured) == PRETRAINED
