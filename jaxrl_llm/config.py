@@ -123,8 +123,9 @@ class Model(Group, path="model"):
   cache_dtype = Key("", _DTYPE_OR_NONE, resume=FIXED)
   """Of the sampler's KV cache; '' follows the sampler's dtype. On a CPU
   bfloat16 is several times slower here."""
-  remat = Key(True)
-  """Recompute layers in the backward pass."""
+  remat_policy = Key("full", Names("models.transformer:REMAT_POLICIES"))
+  """What the backward pass computes again: all of a layer ('full'), all but its
+  matrix products ('dots'), or nothing ('none')."""
   head_chunk = Key(128, _SOME)
   """Positions of time per application of the vocabulary head."""
   kernels = Key("auto", Names("models.kernels:NAMES"))
@@ -228,6 +229,8 @@ class Mesh(Group, path="mesh"):
   """Copies; -1 takes the devices that remain."""
   fsdp = Key(1, _SOME)
   """Devices that share the parameters."""
+  context = Key(1, _SOME)
+  """Devices that share each row of tokens, and the parameters too."""
   tensor = Key(1, _SOME)
   """Devices that share each matrix."""
 
@@ -280,13 +283,17 @@ class Sampler(Group, path="sampler"):
   start. 0 compares the weights at a start and nothing else."""
 
 
-class SamplerMesh(Mesh, path="sampler.mesh"):
+class SamplerMesh(Group, path="sampler.mesh"):
   """The sampler's own mesh."""
 
   data = Key(0, Range(-1))
   """A mesh of the sampler's own, on the devices that `mesh` leaves free or, if
   there are none, on the same ones. 0 shares the trainer's mesh, -1 takes the
   devices that remain."""
+  fsdp = Key(1, _SOME)
+  """Devices that share the parameters."""
+  tensor = Key(1, _SOME)
+  """Devices that share each matrix."""
 
 
 class Schedule(Group, path="schedule"):
@@ -569,6 +576,7 @@ REMOVED = {
     " partial rollouts",
   ),
   "schedule.min_ended": (1, "the critic waits for a whole mini-batch"),
+  "model.remat": (True, "model.remat_policy='none' is what False was"),
 }
 
 # Keys of earlier versions that have another name now.

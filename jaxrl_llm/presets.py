@@ -135,8 +135,11 @@ def qwen32b(config: Any) -> None:
   config.sampler.kv_pages = 65_536  # 32 GiB of keys and values on a v5p chip.
   # The warm-up is 20 rollout steps of 16 updates (DAPO 4.1). A method with
   # other updates per rollout sets its own.
-  _optimizers(config, mini_batch=512, micro_batch_size=16, warmup_steps=320)
-  config.mesh.fsdp = 16
+  _optimizers(config, mini_batch=512, micro_batch_size=4, warmup_steps=320)
+  # Four chips share a row: what it keeps of matrix products then fits.
+  config.model.remat_policy = "dots"
+  config.mesh.fsdp = 4
+  config.mesh.context = 4
   config.mesh.tensor = 4
   # On the same chips, with twice the weights on each: decoding sums parts of
   # products over fsdp, and over half of it in half the time.

@@ -1,8 +1,9 @@
 """Meshes, and where every parameter lies on them.
 
 Axes: 'data' replicates parameters and splits the batch, 'fsdp' splits both,
-'tensor' splits the width of layers. `PARAMETERS` says by a parameter's path
-what its dimensions are, `MESH_AXES` over which axis such a dimension is split;
+'context' splits parameters and the tokens of each row, 'tensor' splits the
+width of layers. `PARAMETERS` says by a parameter's path
+what its dimensions are, `MESH_AXES` over which axes such a dimension is split;
 an optimizer's moments follow their parameter because their paths end the same
 way.
 """
@@ -19,8 +20,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxrl_llm.digest import path_name
 
 P = PartitionSpec
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "context", "tensor")
 BATCH_AXES = ("data", "fsdp")
+SLOT_AXES = ("data", "fsdp", "context")  # The sampler splits no row.
 
 # Path of a parameter -> its dimensions by name; '' is never split. First match
 # wins, no match is an error. Stacked layers have a leading dimension.
@@ -38,14 +40,14 @@ PARAMETERS: tuple[tuple[str, tuple[str, ...]], ...] = (
   # Counters of train states, optimizers and the moving average.
   (r"(^|/)(count|step|skipped|skipped_in_a_row|weight)$", ()),
 )
-# Name of a dimension -> the axis of the mesh that splits it.
-MESH_AXES: dict[str, str | None] = {
-  "": None,
-  "layers": None,
-  "vocab": "tensor",
-  "heads": "tensor",
-  "mlp": "tensor",
-  "embed": "fsdp",
+# Name of a dimension -> the axes of the mesh that split it.
+MESH_AXES: dict[str, tuple[str, ...]] = {
+  "": (),
+  "layers": (),
+  "vocab": ("tensor",),
+  "heads": ("tensor",),
+  "mlp": ("tensor",),
+  "embed": ("fsdp", "context"),
 }
 
 
@@ -54,27 +56,30 @@ def make_mesh(
   data: int,
   fsdp: int,
   tensor: int,
+  context: int = 1,
   devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-  """A mesh with axes ('data', 'fsdp', 'tensor').
+  """A mesh with the axes of `AXES`.
 
   Args:
     data: size of the axis; -1 takes the devices that remain.
     fsdp: size of the axis.
     tensor: size of the axis.
-    devices: devices to use; the first data·fsdp·tensor of all by default.
+    context: size of the axis.
+    devices: devices to use; the first of all by default.
 
   Raises:
     ValueError: a size is out of range, or the sizes ask for more devices than
       there are.
   """
-  asked = f"mesh data={data} x fsdp={fsdp} x tensor={tensor}"
-  if min(fsdp, tensor) < 1 or (data < 1 and data != -1):
+  asked = f"mesh data={data} x fsdp={fsdp} x context={context}"
+  asked += f" x tensor={tensor}"
+  if min(fsdp, context, tensor) < 1 or (data < 1 and data != -1):
     raise ValueError(
       f"{asked}: sizes must be >= 1 (data may be -1: the devices that remain)"
     )
   devices = list(jax.devices() if devices is None else devices)
-  rest = fsdp * tensor
+  rest = fsdp * context * tensor
   if data == -1:
     data = max(len(devices) // rest, 1)
   needed = data * rest
@@ -82,9 +87,9 @@ def make_mesh(
     raise ValueError(
       f"{asked} needs {needed} devices, but there are {len(devices)}"
     )
-  grid = np.asarray(devices[:needed]).reshape(data, fsdp, tensor)
+  grid = np.asarray(devices[:needed]).reshape(data, fsdp, context, tensor)
   # Auto: in Explicit mode some products of sharded arrays are type errors.
-  return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * 3)
+  return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def beside(mesh: Mesh, devices: Sequence[jax.Device]) -> list[jax.Device]:
@@ -98,6 +103,11 @@ def batch_size_of(mesh: Mesh) -> int:
   return math.prod(mesh.shape[a] for a in BATCH_AXES)
 
 
+def slots_size_of(mesh: Mesh) -> int:
+  """Number of ways the sampler's slots are split."""
+  return math.prod(mesh.shape[a] for a in SLOT_AXES)
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
   """Every device holds the whole array."""
   return NamedSharding(mesh, P())
@@ -109,13 +119,13 @@ def along_batch(mesh: Mesh, *, axis: int = 0) -> NamedSharding:
 
 
 def of_head(mesh: Mesh, vocabulary: int) -> NamedSharding:
-  """Arrays [N, D, V], one for each group of devices that has rows of its own.
+  """Arrays [N, D, V], one for each group of devices with tokens of its own.
 
-  The vocabulary is split where it divides.
+  Groups are in the order of `models.context.as_rows`. The vocabulary is split
+  where it divides.
   """
-  axis = MESH_AXES["vocab"]
-  divides = vocabulary % mesh.shape[axis] == 0
-  return NamedSharding(mesh, P(BATCH_AXES, None, axis if divides else None))
+  groups = ("context", *BATCH_AXES)
+  return NamedSharding(mesh, P(groups, None, _split("vocab", vocabulary, mesh)))
 
 
 def with_leading_axis(place: NamedSharding) -> NamedSharding:
@@ -139,37 +149,46 @@ def tree_shardings(tree: Any, mesh: Mesh) -> Any:
   """
 
   def leaf_sharding(path, leaf):
-    wanted = _axes(path_name(path)) + (None,) * leaf.ndim
-    axes = [
-      axis if axis and size % mesh.shape[axis] == 0 else None
-      for size, axis in zip(leaf.shape, wanted)
-    ]
-    return NamedSharding(mesh, P(*axes))
+    names = _dimensions(path_name(path)) + ("",) * leaf.ndim
+    sizes = zip(names, leaf.shape)
+    return NamedSharding(mesh, P(*(_split(*x, mesh) for x in sizes)))
 
   return jax.tree_util.tree_map_with_path(leaf_sharding, tree)
 
 
-def _axes(name: str) -> tuple[str | None, ...]:
-  """The axes of the mesh that would split a parameter's dimensions."""
+def _split(name: str, size: int, mesh: Mesh) -> tuple[str, ...] | None:
+  """The axes that split a dimension; the last ones are dropped if need be."""
+  axes = MESH_AXES[name]
+  while size % math.prod(mesh.shape[axis] for axis in axes):
+    axes = axes[:-1]
+  return axes or None
+
+
+def _dimensions(name: str) -> tuple[str, ...]:
+  """What the dimensions of a parameter are, by its path."""
   rules = (names for pattern, names in PARAMETERS if re.search(pattern, name))
   dimensions = next(rules, None)
   if dimensions is None:
     raise ValueError(f"no sharding rule matches parameter {name!r}")
-  axes = tuple(MESH_AXES[dimension] for dimension in dimensions)
-  if any(axis and axes.count(axis) > 1 for axis in axes):
+  axes = [axis for each in dimensions for axis in MESH_AXES[each]]
+  if len(set(axes)) < len(axes):
     raise ValueError(
       f"parameter {name!r} has dimensions {dimensions}, two of which the same"
       f" axis of the mesh would split: {axes}; change sharding.MESH_AXES"
     )
-  return axes
+  return dimensions
 
 
 def of_slots(mesh: Mesh, kv_heads: int) -> NamedSharding:
-  """Slots, or rows, along the first axis; KV heads, where they divide, along
-  the second.
+  """The sampler's slots along the first axis; KV heads, where they divide,
+  along the second.
 
   So the queries of a head stay where its keys and values are.
   """
-  axis = MESH_AXES["heads"]
-  divide = kv_heads % mesh.shape[axis] == 0
-  return NamedSharding(mesh, P(BATCH_AXES, *[axis] * divide))
+  return NamedSharding(mesh, P(SLOT_AXES, _split("heads", kv_heads, mesh)))
+
+
+def of_keys(mesh: Mesh, kv_heads: int) -> NamedSharding:
+  """Keys and values [R, C, K, d] in training: rows, their tokens, KV heads."""
+  heads = _split("heads", kv_heads, mesh)
+  return NamedSharding(mesh, P(BATCH_AXES, "context", heads))

@@ -37,6 +37,7 @@ from jaxrl_llm.learner.optimizer import (
   make_optimizer,
 )
 from jaxrl_llm.learner.scoring import score_logprobs
+from jaxrl_llm.models import transformer
 from jaxrl_llm.sampling import SamplingSettings
 
 _OF_MODELS = (
@@ -58,7 +59,7 @@ _SETTINGS = {
     "group_size",
     "micro_batch_size",
     "max_tokens_per_row",
-    "remat",
+    "remat_policy",
   ),
   "estimators": ("rows", "length", "group_size", "repeats"),
   "checkpoint": ("megabytes", "repeats"),
@@ -248,10 +249,10 @@ def make_parser() -> argparse.ArgumentParser:
     " responses that fit a row together share their prompt",
   )
   add(
-    "--remat",
-    action=argparse.BooleanOptionalAction,
-    default=True,
-    help="recompute layers in the backward pass",
+    "--remat_policy",
+    choices=list(transformer.REMAT_POLICIES),
+    default="full",
+    help="what the backward pass computes again",
   )
   add("--rows", type=int, default=512, help="of estimators")
   add("--length", type=int, default=24576, help="of estimators, tokens")

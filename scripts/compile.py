@@ -24,11 +24,13 @@ os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 import hashlib  # noqa: E402
+import itertools  # noqa: E402
 import json  # noqa: E402
 import pathlib  # noqa: E402
 import sys  # noqa: E402
 import time  # noqa: E402
 import types  # noqa: E402
+from collections.abc import Sequence  # noqa: E402
 from typing import Any  # noqa: E402
 
 import command_line  # noqa: E402
@@ -40,7 +42,7 @@ from ml_collections import config_flags  # noqa: E402
 from scaling import estimate, hlo, shapes  # noqa: E402
 
 from jaxrl_llm import config as config_lib  # noqa: E402
-from jaxrl_llm import models  # noqa: E402
+from jaxrl_llm import models, sharding  # noqa: E402
 from jaxrl_llm.errors import InputError  # noqa: E402
 from jaxrl_llm.learner.choices import has_critic  # noqa: E402
 from jaxrl_llm.learner.lower import lower  # noqa: E402
@@ -59,6 +61,7 @@ _CACHE = flags.DEFINE_string(
   "cache", ".jax_cache/compiled", "Folder of what was found of programs."
 )
 _GIB = 2.0**30
+_TENSOR = (1, 2, 4, 8, 16)  # Sizes that a search tries.
 _PHASES = {
   "sampler decode": "decode",
   "score log-probs": "score policy",
@@ -278,7 +281,7 @@ def search(config, model, topology: str, chip: shapes.Chip) -> None:
     # The sampler has the same devices, or those that the learner leaves.
     free = count if own == count else count - own
     samplers = [_sampler(config, model, mesh) for mesh in _meshes(model, free)]
-    for mesh in _meshes(model, own):
+    for mesh in _meshes(model, own, contexts=(1, 2, 4, 8)):
       rows += _best(config, model, mesh, samplers, chip, apart=own < count)
   if not rows:
     raise InputError(
@@ -292,16 +295,22 @@ def search(config, model, topology: str, chip: shapes.Chip) -> None:
       f"| {mesh} | {sampler_mesh} | {micro} | {memory / _GIB:.1f} |"
       f" {seconds:.0f} |"
     )
-  print("data x fsdp x tensor, by the model's account; nothing was compiled")
+  print(
+    "data x fsdp x context x tensor, by the model's account; nothing was"
+    " compiled"
+  )
 
 
-def _meshes(model: models.ModelConfig, count: int) -> list[dict[str, int]]:
+def _meshes(
+  model: models.ModelConfig, count: int, contexts: Sequence[int] = (1,)
+) -> list[dict[str, int]]:
   """Meshes of so many devices."""
+  factors = itertools.product((1, 2, 4, 8, 16, 32, 64), contexts, _TENSOR)
   return [
-    {"data": data, "fsdp": count // tensor // data, "tensor": tensor}
-    for tensor in (1, 2, 4, 8, 16)
-    for data in (1, 2, 4, 8, 16, 32, 64)
-    if count % (tensor * data) == 0 and model.num_heads % tensor == 0
+    dict(zip(sharding.AXES, (data, count // rest, context, tensor)))
+    for data, context, tensor in factors
+    if count % (rest := data * context * tensor) == 0
+    and model.num_heads % tensor == 0
   ]
 
 
@@ -315,7 +324,7 @@ def _sampler(config, model, mesh) -> tuple[float, estimate.Sizes, Any]:
   pages = config.sampler.kv_pages * sizes.page or (
     sizes.slots * 4 * (sizes.prompt + sizes.response)
   )
-  memory = 2 * sizes.parameters / (sizes.fsdp * sizes.tensor)
+  memory = 2 * sizes.parameters / (sizes.shards * sizes.tensor)
   memory += pages * sizes.kv_token / sizes.kv_ways
   return memory, sizes, estimate.decoding(sizes)
 
@@ -329,7 +338,7 @@ def _best(config, model, mesh, samplers, chip, *, apart) -> list[tuple]:
     config.optimizer[role].micro_batch_size = ways
   sizes = estimate.Sizes(config, model, mesh, _MEAN.value)
   roles = ["policy", "value"] if has_critic(config) else ["policy"]
-  each = sizes.parameters / (mesh["fsdp"] * mesh["tensor"])
+  each = sizes.parameters / (sizes.shards * sizes.tensor)
   own = sum(
     (8 + jnp.dtype(config.optimizer[role].mu_dtype).itemsize) * each
     for role in roles

@@ -292,7 +292,13 @@ class TestScript:
   def test_fresh_process_measures_with_the_same_settings(self):
     script = _script()
     options = script.make_parser().parse_args(
-      ["train_step", "--batch=8", "--no-remat", "--peer=a=x", "--rounds=9"]
+      [
+        "train_step",
+        "--batch=8",
+        "--remat_policy=none",
+        "--peer=a=x",
+        "--rounds=9",
+      ]
     )
     script.check(options)
     again = script.make_parser().parse_args(script.alone_command(options)[2:])
@@ -304,7 +310,7 @@ class TestScript:
       "batch",
       "micro_batch_size",
       "max_tokens_per_row",
-      "remat",
+      "remat_policy",
     ):
       assert getattr(again, name) == getattr(options, name)
 

@@ -173,7 +173,10 @@ class TestSettings:
       ),
       (
         {"mesh__data": 16},
-        ["mesh data=16 x fsdp=1 x tensor=1 needs 16 devices", "are 8"],
+        [
+          "mesh data=16 x fsdp=1 x context=1 x tensor=1 needs 16 devices",
+          "are 8",
+        ],
       ),
       ({"mesh__fsdp": 3, "mesh__data": 4}, ["needs 12 devices"]),
       (

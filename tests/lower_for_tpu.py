@@ -10,6 +10,7 @@ import re
 import jax
 from helpers import configs
 from jax.experimental import topologies
+from scaling import hlo
 
 from jaxrl_llm import models, sharding, sync
 from jaxrl_llm.learner import methods
@@ -110,7 +111,9 @@ def main():
   topology = topologies.get_topology_desc(
     platform="tpu", topology_name=TOPOLOGY
   )
-  mesh = sharding.make_mesh(data=1, fsdp=4, tensor=2, devices=topology.devices)
+  mesh = sharding.make_mesh(
+    data=1, fsdp=2, context=2, tensor=2, devices=topology.devices
+  )
   config = configs.load("vapo")
   config.model.dtype = "bfloat16"
   config.estimator.name = "group"  # Without a critic.
@@ -136,6 +139,7 @@ def main():
       "kernels": text.count('"tpu_custom_call"'),
       "gathered_caches": len(_GATHERED.findall(text)),
       "argument_bytes": compiled.memory_analysis().argument_size_in_bytes,
+      "sent": hlo.collectives(text, mesh.shape, [1, 1]),
     }
   report["decode at scale"] = _decode_at_scale()
   print(json.dumps(report))

@@ -308,7 +308,7 @@ def test_a_plugin_trains_and_is_evaluated(model, tmp_path):
 
 SMALL = {
   "run.steps": 2,
-  "model.remat": False,
+  "model.remat_policy": "none",
   "data.prompts_per_step": 4,
   "data.group_size": 4,
   "optimizer.policy.mini_batch": 16,

@@ -21,7 +21,7 @@ _NOT_RUN = ("git", "make", "pip", "hf")
 
 _SIZES = {
   "value.pretrain_steps": 0,
-  "model.remat": False,  # Compiles faster.
+  "model.remat_policy": "none",  # Compiles faster.
   "data.prompts_per_step": 4,
   "data.group_size": 2,
   "sampler.max_response_length": 8,

@@ -103,6 +103,32 @@ class TestEstimate:
     attention = 28 * 4 * (row**2 / 2) * 28 * 128
     assert sizes.forward(1) == pytest.approx(products + attention, rel=1e-4)
 
+  def test_a_row_on_two_devices_is_half_of_it_on_each(self):
+    whole, half = self.sizes(fsdp=2), self.sizes(fsdp=1, context=2)
+    parts = [
+      estimate.temporaries(sizes, "policy", update=True)
+      for sizes in (whole, half)
+    ]
+    for name in ("activations of a layer", "activations between layers"):
+      # The one has a row of two, the other a half of both.
+      assert parts[0][name] == parts[1][name]
+    assert "keys and values of whole rows" not in parts[0]
+    one, two = (estimate.updating(x, "policy") for x in (whole, half))
+    assert one.flops == two.flops and one.sent < two.sent
+
+  def test_what_is_kept_is_not_computed_again(self):
+    flops, kept = {}, {}
+    for policy in ("full", "dots", "none"):
+      sizes = self.sizes()
+      sizes.config.model.remat_policy = policy
+      flops[policy] = estimate.updating(sizes, "policy").flops
+      kept[policy] = sum(
+        estimate.temporaries(sizes, "policy", update=True).values()
+      )
+    assert flops["full"] == pytest.approx(4 / 3 * flops["none"])
+    assert flops["none"] < flops["dots"] < 1.1 * flops["none"]
+    assert kept["full"] < kept["dots"] < kept["none"]
+
   def test_work_is_split_over_devices(self):
     one = estimate.updating(self.sizes(fsdp=16), "policy")
     two = estimate.updating(self.sizes(fsdp=16, tensor=2), "policy")

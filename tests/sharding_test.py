@@ -98,13 +98,13 @@ class TestRules:
       jax.eval_shape(models.make_policy(config).init, KEY), _mesh()
     )
     expected = {
-      "embed/embedding": ("tensor", "fsdp"),
-      "lm_head/kernel": ("fsdp", "tensor"),
-      "layers/attention/q/kernel": (None, "fsdp", "tensor"),
+      "embed/embedding": ("tensor", ("fsdp", "context")),
+      "lm_head/kernel": (("fsdp", "context"), "tensor"),
+      "layers/attention/q/kernel": (None, ("fsdp", "context"), "tensor"),
       "layers/attention/k/bias": (None, "tensor"),
-      "layers/attention/o/kernel": (None, "tensor", "fsdp"),
-      "layers/mlp/up/kernel": (None, "fsdp", "tensor"),
-      "layers/mlp/down/kernel": (None, "tensor", "fsdp"),
+      "layers/attention/o/kernel": (None, "tensor", ("fsdp", "context")),
+      "layers/mlp/up/kernel": (None, ("fsdp", "context"), "tensor"),
+      "layers/mlp/down/kernel": (None, "tensor", ("fsdp", "context")),
       "layers/input_norm/scale": (None, None),
       "final_norm/scale": (None,),
     }
@@ -132,7 +132,7 @@ class TestRules:
       sharding.tree_shardings(tree, _mesh())
 
   def test_one_axis_for_two_dimensions_is_an_error(self, monkeypatch):
-    monkeypatch.setitem(sharding.MESH_AXES, "embed", "tensor")
+    monkeypatch.setitem(sharding.MESH_AXES, "embed", ("tensor",))
     with pytest.raises(ValueError, match="'embed/embedding' has dimensions"):
       sharding.tree_shardings({"embed": {"embedding": KEY}}, _mesh())
 
@@ -142,7 +142,9 @@ class TestRules:
       {"embed": {"embedding": jax.ShapeDtypeStruct((67, 24), jnp.float32)}},
       _mesh(),
     )
-    assert place["embed"]["embedding"].spec == PartitionSpec(None, "fsdp")
+    assert place["embed"]["embedding"].spec == PartitionSpec(
+      None, ("fsdp", "context")
+    )
 
   def test_big_arrays_are_split_over_devices(self):
     _, params = tiny.tiny_policy()
@@ -157,7 +159,7 @@ class TestRules:
 class TestMakeMesh:
   def test_axes_sizes_and_types(self):
     mesh = _mesh(2, 1, 4)
-    assert dict(mesh.shape) == {"data": 2, "fsdp": 1, "tensor": 4}
+    assert tuple(mesh.shape.values()) == (2, 1, 1, 4)
     assert mesh.axis_names == sharding.AXES
     assert set(mesh.axis_types) == {AxisType.Auto}
     assert sharding.batch_size_of(_mesh(2, 2, 2)) == 4
@@ -180,7 +182,7 @@ class TestMakeMesh:
     "sizes", [(0, 1, 1), (-2, 1, 1), (1, 0, 1), (1, -1, 1), (-1, 1, 0)]
   )
   def test_sizes_out_of_range_raise(self, sizes):
-    named = "mesh data={} x fsdp={} x tensor={}".format(*sizes)
+    named = "mesh data={} x fsdp={} x context=1 x tensor={}".format(*sizes)
     with pytest.raises(ValueError, match=f"{named}: sizes must be >= 1"):
       _mesh(*sizes)
 

@@ -70,6 +70,19 @@ class TestUpdate:
     # Forward, again for the backward pass, and twice in it.
     assert report["update"]["kernels"] == 4
 
+  def test_only_keys_and_values_are_gathered_of_other_parts_of_a_row(
+    self, report
+  ):
+    gathered = {
+      tuple(axes): size
+      for kind, axes, size in report["update"]["sent"]
+      if kind == "all-gather" and "context" in axes
+    }
+    # Forward, again for the backward pass: of 4 rows of 512 tokens, half of
+    # what 2 of 4 heads have on a device, twice in bfloat16.
+    keys = 2 * _LAYERS * 4 * (512 / 2) * 2 * 2 * 128 * 2
+    assert keys <= gathered["context",] <= 1.1 * keys
+
   def test_every_device_holds_its_part_of_the_state(self, report):
     part = report["state_bytes"] / _DEVICES
     assert part < report["update"]["argument_bytes"] < 1.1 * part

@@ -59,7 +59,7 @@ ALLOWED = {
   "run.steps": 9,
   "optimizer.policy.learning_rate": 1e-5,
   "loss.clip_value": 0.5,
-  "model.remat": False,
+  "model.remat_policy": "none",
   "loss.mode": "dr-grpo",
   "sampler.stop": ("\n", "."),
   "value.pretrain_steps": 0,

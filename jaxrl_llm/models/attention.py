@@ -11,6 +11,9 @@ import functools
 import chex
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from jaxrl_llm.models import context
 
 MASKED = -1e30  # Finite: a row without any key gives a mean, not NaN.
 _QUERY_BLOCK = 512  # Queries at a time in rows longer than twice this.
@@ -22,6 +25,8 @@ def packed_attention(
   v: chex.Array,
   segments: chex.Array,
   prefixes: chex.Array,
+  *,
+  sharding: NamedSharding | None = None,
 ) -> jax.Array:
   """softmax(q kᵀ / √d) v, causal, with grouped heads, within segments.
 
@@ -35,40 +40,54 @@ def packed_attention(
     v: [B, T, K, d].
     segments: int32 [B, T].
     prefixes: int32 [B, T], a further segment that is seen, 0 for none.
+    sharding: of k, if it splits the tokens of a row; XLA finds by itself what
+      to do about rows and heads.
 
   Returns:
     [B, T, H, d] in the dtype of q; scores and softmax are float32.
   """
   chex.assert_rank([q, k, v, segments, prefixes], [4, 4, 4, 2, 2])
   chex.assert_equal_shape_prefix([q, k, v, segments, prefixes], 2)
-  time = q.shape[1]
+  if context.ways(sharding, 1) == 1:
+    index = jnp.arange(q.shape[1])
+    return _attend_in_rows(index, q, k, v, segments, prefixes, segments)
+
+  def on_device(q, k, v, segments, prefixes):
+    k, v, keys = (context.gather(x, sharding) for x in (k, v, segments))
+    places = jnp.asarray(context.order(k.shape[1], k.shape[1] // q.shape[1]))
+    index = places[jax.lax.axis_index(sharding.spec[1])]
+    return _attend_in_rows(index, q, k, v, segments, prefixes, keys)
+
+  attend = context.on_devices(on_device, sharding)
+  return attend(q, k, v, segments, prefixes)
+
+
+def _attend_in_rows(index, q, k, v, segments, prefixes, key_segments):
+  """Queries at places [Q] of the row, to keys of the whole row."""
+  count, time = q.shape[1], k.shape[1]
   keys, values = k.transpose(0, 2, 3, 1), v.swapaxes(1, 2)
 
-  def block(start, q, own, prefix):
-    index = start + jnp.arange(q.shape[1])
-    visible = own[:, :, None] == segments[:, None]
-    shared = prefix[:, :, None] == segments[:, None]
+  def block(index, q, own, prefix):
+    visible = own[:, :, None] == key_segments[:, None]
+    shared = prefix[:, :, None] == key_segments[:, None]
     visible |= shared & (prefix[:, :, None] > 0)
     visible &= (index[:, None] >= jnp.arange(time)[None])[None]
     return attend(q, keys, values, visible)
 
   if time <= 2 * _QUERY_BLOCK:
-    return block(0, q, segments, prefixes)
-  count = -(-time // _QUERY_BLOCK)
-  padding = count * _QUERY_BLOCK - time
+    return block(index, q, segments, prefixes)
+  blocks = -(-count // _QUERY_BLOCK)
+  padding = blocks * _QUERY_BLOCK - count
 
   def split(x):
     widths = [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2)
-    x = jnp.pad(x, widths).reshape(x.shape[0], count, -1, *x.shape[2:])
+    x = jnp.pad(x, widths).reshape(x.shape[0], blocks, -1, *x.shape[2:])
     return x.swapaxes(0, 1)
 
-  blocks = (
-    jnp.arange(count) * _QUERY_BLOCK,
-    *map(split, (q, segments, prefixes)),
-  )
-  out = jax.lax.map(jax.checkpoint(lambda args: block(*args)), blocks)
+  arguments = (split(index[None])[:, 0], *map(split, (q, segments, prefixes)))
+  out = jax.lax.map(jax.checkpoint(lambda x: block(*x)), arguments)
   out = out.swapaxes(0, 1).reshape(q.shape[0], -1, *q.shape[2:])
-  return out[:, :time]
+  return out[:, :count]
 
 
 @jax.custom_vjp

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl_llm.models import heads, transformer
+from jaxrl_llm.models import context, heads, transformer
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.kernels import make_kernels, make_packed_attention
 from jaxrl_llm.models.kv_cache import KVCache
@@ -50,7 +50,7 @@ class ModelFns(NamedTuple):
   @property
   def slots_sharding(self) -> NamedSharding | None:
     """Of arrays [S, ...] of the sampler; None: they lie on one device."""
-    return of_rows(self.kv_sharding)
+    return _leading(self.kv_sharding, 1)
 
 
 class ValueFns(NamedTuple):
@@ -67,18 +67,34 @@ class ValueFns(NamedTuple):
   shares_prompts: bool
 
 
-def of_rows(sharding: NamedSharding | None) -> NamedSharding | None:
-  """The same along the first axis alone."""
+def _leading(sharding: NamedSharding | None, axes: int) -> NamedSharding | None:
+  """The same along the first axes alone."""
   if sharding is None:
     return None
-  return NamedSharding(sharding.mesh, PartitionSpec(sharding.spec[0]))
+  return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:axes]))
 
 
-def _logits(params, tokens, mask, *, config, backbone):
+def _make_backbone(config, *, dtype, remat_policy, kernels, sharding):
+  """(params, PackedRows) -> final hidden states; whether it sees prefixes."""
+  packed = make_packed_attention(kernels, config, sharding=sharding)
+  backbone = functools.partial(
+    transformer.hidden,
+    config=config,
+    dtype=dtype,
+    remat_policy=remat_policy,
+    attention=packed.attend,
+    sharding=_leading(sharding, 2),
+  )
+  return backbone, packed.sees_prefixes
+
+
+def _logits(params, tokens, mask, *, config, backbone, parts):
   segments = mask.astype(jnp.int32)
   positions = jnp.maximum(jnp.cumsum(segments, axis=1) - 1, 0)
   packed = PackedRows(tokens=tokens, segments=segments, positions=positions)
-  return transformer.logits(params, backbone(params, packed), config=config)
+  states = backbone(params, context.deal(packed, parts))
+  states = context.collect(states, parts, tokens.shape[1])
+  return transformer.logits(params, states, config=config)
 
 
 def _init_kv_cache(layers, init_layer, dtype, shards, pages, page_size):
@@ -96,7 +112,7 @@ def make_policy(
   dtype: Any = jnp.float32,
   sampler_dtype: Any = None,
   cache_dtype: Any = None,
-  remat: bool = True,
+  remat_policy: str = "full",
   head_chunk: int = 128,
   head_sharding: NamedSharding | None = None,
   sharding: NamedSharding | None = None,
@@ -114,11 +130,12 @@ def make_policy(
       sampler's log-probs differ from the trainer's by its rounding.)
     cache_dtype: of the KV cache; `sampler_dtype` if None.
       (On a CPU a bfloat16 cache is several times slower than a float32 one.)
-    remat: recompute layers in the backward pass.
+    remat_policy: what the backward pass computes again, one of
+      `transformer.REMAT_POLICIES`.
     head_chunk: positions of time per application of the vocabulary head.
     head_sharding: as of `heads.chunked_logprobs`.
-    sharding: of rows in training along the first axis, and of KV heads along
-      the second if it names one; None: all lie on one device.
+    sharding: of keys in training, see `sharding.of_keys`; None: all lie on
+      one device.
     kernels: attention backend, one of `kernels.NAMES`.
     sampler_sharding: of the sampler's slots and KV heads, see
       `sharding.of_slots`; None: all lie on one device.
@@ -126,43 +143,47 @@ def make_policy(
   Raises:
     InputError: this backend cannot serve this model on these devices.
   """
-  packed = make_packed_attention(kernels, config, sharding=sharding)
+  backbone, sees_prefixes = _make_backbone(
+    config,
+    dtype=dtype,
+    remat_policy=remat_policy,
+    kernels=kernels,
+    sharding=sharding,
+  )
   backend = make_kernels(kernels, config, sharding=sampler_sharding)
   sampled = {"config": config, "dtype": sampler_dtype or dtype}
   cached = sampled | {"kernels": backend}
   cache_dtype = cache_dtype or sampled["dtype"]
-  backbone = functools.partial(
-    transformer.hidden,
-    config=config,
-    dtype=dtype,
-    remat=remat,
-    attention=packed.attend,
-    sharding=of_rows(sharding),
-  )
+  parts = context.ways(sharding, 1)  # Of a row.
 
   def logprobs(params, packed, temperature=1.0):
+    length, packed = packed.tokens.shape[1], context.deal(packed, parts)
+    of_tokens = backbone(params, packed), packed.targets, packed.mask
+    states, targets, mask = (context.as_rows(x, parts) for x in of_tokens)
     scored = heads.chunked_logprobs(
-      backbone(params, packed),
+      states,
       transformer.head_kernel(params, config),
-      packed.targets,
-      packed.mask,
+      targets,
+      mask,
       temperature,
       tied=config.tie_word_embeddings,
       chunk=head_chunk,
       sharding=head_sharding,
     )
-    return scored, {}
+    of_rows = (context.of_rows(x, parts) for x in scored)
+    scored = (context.collect(x, parts, length) for x in of_rows)
+    return heads.TokenLogprobs(*scored), {}
 
   bind = functools.partial
   return ModelFns(
     config=config,
     init=bind(transformer.init, config=config),
     logprobs=logprobs,
-    logits=bind(_logits, config=config, backbone=backbone),
+    logits=bind(_logits, config=config, backbone=backbone, parts=parts),
     for_sampling=bind(transformer.for_sampling, **sampled),
     kv_sharding=backend.kv_sharding,
     shares_pages=backend.shares_pages,
-    shares_prompts=packed.sees_prefixes,
+    shares_prompts=sees_prefixes,
     init_kv_cache=bind(
       _init_kv_cache, config.num_layers, backend.init_paged, cache_dtype
     ),
@@ -176,7 +197,7 @@ def make_value(
   config: ModelConfig,
   *,
   dtype: Any = jnp.float32,
-  remat: bool = True,
+  remat_policy: str = "full",
   kernels: str = "auto",
   sharding: NamedSharding | None = None,
 ) -> ValueFns:
@@ -184,15 +205,14 @@ def make_value(
 
   Arguments as in `make_policy`.
   """
-  packed = make_packed_attention(kernels, config, sharding=sharding)
-  backbone = functools.partial(
-    transformer.hidden,
-    config=config,
+  backbone, sees_prefixes = _make_backbone(
+    config,
     dtype=dtype,
-    remat=remat,
-    attention=packed.attend,
-    sharding=of_rows(sharding),
+    remat_policy=remat_policy,
+    kernels=kernels,
+    sharding=sharding,
   )
+  parts = context.ways(sharding, 1)
 
   def from_policy(params):
     """A zero head, so that the first values are 0 and unbiased by scale."""
@@ -207,8 +227,9 @@ def make_value(
     return from_policy(transformer.init(key, config))
 
   def values(params, packed):
-    states = backbone(params, packed).astype(jnp.float32)
+    states = backbone(params, context.deal(packed, parts)).astype(jnp.float32)
     head = params["value_head"]
-    return (jnp.dot(states, head["kernel"]) + head["bias"][0])[..., 0], {}
+    values = (jnp.dot(states, head["kernel"]) + head["bias"][0])[..., 0]
+    return context.collect(values, parts, packed.tokens.shape[1]), {}
 
-  return ValueFns(config, init, from_policy, values, packed.sees_prefixes)
+  return ValueFns(config, init, from_policy, values, sees_prefixes)

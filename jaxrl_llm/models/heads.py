@@ -7,7 +7,6 @@ and the number of chunks that run follows the longest row of them.
 """
 
 import functools
-import math
 from typing import NamedTuple
 
 import chex
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.errors import check_number
+from jaxrl_llm.models import context
 
 
 class TokenLogprobs(NamedTuple):
@@ -181,10 +181,7 @@ def _gathered(kernel, dtype, tied, sharding):
 
 def _groups(rows, sharding):
   """Groups of devices among which rows are split."""
-  if sharding is None:
-    return 1
-  sizes, (axes, *_) = sharding.mesh.shape, sharding.spec
-  groups = math.prod(sizes[name] for name in jax.tree.leaves(axes))
+  groups = context.ways(sharding, 0)
   return 1 if rows % groups else groups
 
 

@@ -6,6 +6,7 @@ cache is its own choice. Which page belongs to which slot is the caller's
 (`BlockTables`).
 """
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -92,10 +93,20 @@ def make_packed_attention(
   *,
   sharding: NamedSharding | None = None,
 ) -> PackedAttention:
-  """The backend of a name, for training; as `make_kernels`, of rows."""
+  """The backend of a name, for training.
+
+  Args:
+    name: as of `make_kernels`.
+    config: the architecture.
+    sharding: of keys [R, C, K, d]; None: they lie on one device.
+
+  Raises:
+    InputError, ValueError: as of `make_kernels`.
+  """
   tpu = _tpu(name, config, sharding)
   if tpu is None:
-    return PackedAttention(attention.packed_attention, sees_prefixes=True)
+    attend = functools.partial(attention.packed_attention, sharding=sharding)
+    return PackedAttention(attend, sees_prefixes=True)
   return PackedAttention(
     tpu.make_packed_attention(config, sharding=sharding), sees_prefixes=False
   )

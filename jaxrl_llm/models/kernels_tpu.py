@@ -18,16 +18,16 @@ Reference:
   jax.experimental.pallas.ops.tpu: splash_attention, ragged_paged_attention.
 """
 
-import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas.ops.tpu import ragged_paged_attention as ragged
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl_llm.models import kv_cache
+from jaxrl_llm.models import context, kv_cache
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.kernels import Kernels, layer_sharding
 
@@ -59,36 +59,50 @@ def make_packed_attention(
 
   Args:
     config: the architecture.
-    sharding: as in `make_kernels`, of rows in place of slots.
+    sharding: of keys [R, C, K, d]; None: they lie on one device.
   """
   scale = config.head_dim**-0.5
-
-  def on_device(q, k, v, segments):
-    time = q.shape[1]
-    block = min(_ROW_BLOCK, -(-time // _LANES) * _LANES)
-    sizes = {1: -(-time // block) * block}
-    wide = sizes | {3: -(-q.shape[3] // _LANES) * _LANES}
-    heads_first = lambda x: _pad(x, wide).swapaxes(1, 2)
-    # What is added to a row is a segment of its own.
-    segments = _pad(segments + 1, sizes)
-    mask = splash.CausalMask((sizes[1], sizes[1]))
-    attend = splash.make_splash_mha(
-      splash.MultiHeadMask([mask] * q.shape[2]),
-      head_shards=1,
-      q_seq_shards=1,
-      block_sizes=splash.BlockSizes(**dict.fromkeys(_BLOCKS, block)),
-    )
-    out = jax.vmap(attend)(
-      heads_first(q * scale),
-      heads_first(k),
-      heads_first(v),
-      splash.SegmentIds(q=segments, kv=segments),
-    )
-    return out.swapaxes(1, 2)[:, :time, :, : q.shape[3]]
+  parts = context.ways(sharding, 1)
+  heads = config.num_heads // context.ways(sharding, 2)
 
   def attention(q, k, v, segments, prefixes):
     del prefixes  # There are none.
-    return _on_devices(on_device, sharding)(q, q, k, v, segments)
+    length, time = q.shape[1], q.shape[1] // parts
+    block = min(_ROW_BLOCK, -(-time // _LANES) * _LANES)
+    size = lambda tokens: -(-tokens // block) * block
+
+    def padded(x, tokens):
+      # What is added is a segment of its own.
+      sizes = {1: size(tokens), 3: -(-config.head_dim // _LANES) * _LANES}
+      return _pad(x, sizes)
+
+    def on_device(attend, q, k, v, segments):
+      segments += 1
+      keys = (context.gather(x, sharding) for x in (k, v, segments))
+      k, v, key_segments = (padded(x, length) for x in keys)
+      q, segments = padded(q * scale, time), padded(segments, time)
+      out = jax.vmap(attend)(
+        *(x.swapaxes(1, 2) for x in (q, k, v)),
+        splash.SegmentIds(q=segments, kv=key_segments),
+      )
+      return out.swapaxes(1, 2)[:, :time, :, : config.head_dim]
+
+    mask = splash.CausalMask((parts * size(time), size(length)))
+    places = context.order(length, parts)
+    added = np.full((parts, size(time) - time), size(length) - 1, np.int32)
+    mask.q_sequence = np.concatenate([places, added], axis=1).reshape(-1)
+    attend = splash.make_splash_mha(
+      splash.MultiHeadMask([mask] * heads),
+      head_shards=1,
+      q_seq_shards=parts,
+      block_sizes=splash.BlockSizes(**dict.fromkeys(_BLOCKS, block)),
+    )
+    spec = None
+    if sharding is not None:
+      of_mask = PartitionSpec(None, sharding.spec[1])
+      spec = attend.manual_sharding_spec(NamedSharding(sharding.mesh, of_mask))
+    run = context.on_devices(on_device, sharding, spec)
+    return run(attend, q, k, v, segments)
 
   return attention
 
@@ -102,7 +116,7 @@ def make_pallas(
     config: the architecture.
     sharding: as in `make_kernels`.
   """
-  parts = _parts(sharding, sharding.spec[1:]) if sharding else 1
+  parts = context.ways(sharding, 1)
   heads, size = config.num_kv_heads // parts, config.head_dim  # Of a device.
   padded = (_padded_heads(heads), -(-size // _LANES) * _LANES)
   # The keys and values of a token, on all devices.
@@ -253,7 +267,7 @@ def _on_devices(function, sharding):
   slots, *heads = sharding.spec
 
   def run(like, *arguments):
-    whole = len(arguments[0]) % _parts(sharding, slots)
+    whole = len(arguments[0]) % context.ways(sharding, 0)
 
     def spec(x):
       between = [None] * (x.ndim - 3)
@@ -269,11 +283,6 @@ def _on_devices(function, sharding):
     )(*arguments)
 
   return run
-
-
-def _parts(sharding, axes):
-  """Into how many parts a mesh axis, or several, cut an array."""
-  return math.prod(sharding.mesh.shape[name] for name in jax.tree.leaves(axes))
 
 
 def _padded_heads(heads):

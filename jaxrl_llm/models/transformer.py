@@ -33,6 +33,12 @@ class PackedRows:
   mask: chex.Array | None = None  # bool, targets that are asked about.
 
 
+# What of a layer is kept for the backward pass.
+REMAT_POLICIES = {
+  "full": jax.checkpoint_policies.nothing_saveable,
+  "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+  "none": jax.checkpoint_policies.everything_saveable,
+}
 _PREFILL_CHUNK = 512  # Tokens of a context at a time.
 # Kind -> (config, random numbers) -> the module.
 _MODULES = {
@@ -108,20 +114,22 @@ def hidden(
   *,
   config: ModelConfig,
   dtype: Any,
-  remat: bool,
+  remat_policy: str,
   attention: Callable[..., jax.Array],
   sharding: jax.sharding.Sharding | None = None,
 ) -> jax.Array:
-  """Final hidden states [R, C, D] of packed rows.
+  """Final hidden states [R, C, D] of packed rows, dealt as in `context`.
 
   Args:
     params: stacked parameters.
     packed: the rows.
     config: the architecture.
     dtype: of activations and matrix products.
-    remat: recompute each layer in the backward pass.
+    remat_policy: what the backward pass computes again, one of
+      `REMAT_POLICIES`.
     attention: as of `PackedAttention`.
-    sharding: of the hidden states, pinned after every layer.
+    sharding: of the hidden states, pinned after every layer; where it splits
+      the tokens of a row, they divide.
   """
   segments, prefixes = packed.segments, packed.prefixes
   if prefixes is None:
@@ -140,8 +148,9 @@ def hidden(
     module = _module("layer", config, layer_params)
     return pin(module(x, cos, sin, attend)[0]), None
 
-  if remat:
-    layer = jax.checkpoint(layer, prevent_cse=False)
+  policy = REMAT_POLICIES[remat_policy]
+  if policy is not jax.checkpoint_policies.everything_saveable:
+    layer = jax.checkpoint(layer, prevent_cse=False, policy=policy)
   x = pin(_module("embed", config, params["embed"])(packed.tokens, dtype))
   x, _ = jax.lax.scan(layer, x, params["layers"])
   return _module("norm", config, params["final_norm"])(x)

@@ -85,9 +85,9 @@ def make_fns(
   """Functions of policy and critic; the policy's sampler has its mesh."""
   settings = {
     "dtype": jnp.dtype(config.model.dtype),
-    "remat": config.model.remat,
+    "remat_policy": config.model.remat_policy,
     "kernels": config.model.kernels,
-    "sharding": sharding.of_slots(both.trainer, model_config.num_kv_heads),
+    "sharding": sharding.of_keys(both.trainer, model_config.num_kv_heads),
   }
   dtype = lambda name: jnp.dtype(name) if name else None
   policy = models.make_policy(

@@ -48,7 +48,7 @@ def make_engine(
       cannot hold a response.
   """
   slots = config.sampler.slots or default_slots(config)
-  split = sharding.batch_size_of(mesh)
+  split = sharding.slots_size_of(mesh)
   stop = tokenizer.single_tokens(config.sampler.stop, "config.sampler.stop")
   drafter = DRAFTERS[config.sampler.drafter](fns)
   return Engine(
@@ -97,7 +97,7 @@ def make_parity_check(
   tokens = sync.parity_tokens(
     fns.config.vocab_size,
     # A row, or several, for every device that either side deals rows to.
-    rows=math.lcm(*map(sharding.batch_size_of, meshes)),
+    rows=math.lcm(*map(sharding.slots_size_of, meshes)),
     length=min(page_size + _BEYOND_A_PAGE, longest),
   )
   model = config.model

@@ -34,7 +34,7 @@ def make_model(options) -> tuple[Any, Any]:
       tie_word_embeddings=True,
       **SHAPES[options.shape].fields,
     ),
-    remat=options.remat,
+    remat_policy=options.remat_policy,
     sampler_dtype=options.sampler_dtype,
     cache_dtype="float32",
   )

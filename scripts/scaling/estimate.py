@@ -65,8 +65,10 @@ class Sizes:
       mean_response: tokens; a quarter of the longest if 0.
     """
     self.config, self.model, self.mesh = config, model, dict(mesh)
-    self.tensor, self.fsdp = mesh["tensor"], mesh["fsdp"]
+    self.tensor, self.context = mesh["tensor"], mesh.get("context", 1)
+    self.shards = mesh["fsdp"] * self.context  # Of parameters.
     self.batch_ways = mesh["data"] * mesh["fsdp"]
+    self.slot_ways = self.batch_ways * self.context
     self.devices = math.prod(mesh.values())
     self.parameters = models.num_params(model)
     table = model.vocab_size * model.hidden_size
@@ -79,7 +81,7 @@ class Sizes:
     self.row = build.max_tokens_per_row(config)
     self.responses = config_lib.batch_size(config)
     heads_split = model.num_kv_heads % self.tensor == 0
-    self.kv_ways = self.batch_ways * (self.tensor if heads_split else 1)
+    self.kv_ways = self.slot_ways * (self.tensor if heads_split else 1)
     self.kv_token = 4 * model.num_layers * model.num_kv_heads * model.head_dim
     self.page = default_page_size(config.data.max_prompt_length + longest)
 
@@ -90,15 +92,18 @@ class Sizes:
     return tokens / (self.row * FILLED)
 
   def micro_rows(self, role: str) -> float:
-    """Rows of a micro-batch on one device."""
+    """Rows of a micro-batch on one device, which may have a part of each."""
     return self.config.optimizer[role].micro_batch_size / self.batch_ways
 
   def forward(self, rows: float) -> float:
     """Operations of a forward pass on so many rows: causal, all devices'."""
+    return rows * (2 * self.multiplied * self.row + self.attention)
+
+  @property
+  def attention(self) -> float:
+    """Of that, the attention of a row."""
     heads = self.model.num_heads * self.model.head_dim
-    pairs = self.row**2 / 2
-    attention = 4 * pairs * heads * self.model.num_layers
-    return rows * (2 * self.multiplied * self.row + attention)
+    return 4 * self.row**2 / 2 * heads * self.model.num_layers
 
   @property
   def slots(self) -> int:
@@ -125,7 +130,9 @@ def held(tree: Any) -> float:
 def temporaries(sizes: Sizes, role: str, *, update: bool) -> dict[str, float]:
   """Bytes of a scoring or an update beside its arguments, by what they are."""
   model, rows = sizes.model, sizes.micro_rows(role)
-  tokens, split = rows * sizes.row, sizes.fsdp * sizes.tensor
+  tokens, split = rows * sizes.row, sizes.shards * sizes.tensor
+  keys = 2 * 2 * tokens * model.num_kv_heads * model.head_dim / sizes.tensor
+  tokens /= sizes.context
   width, mlp = model.hidden_size, model.intermediate_size / sizes.tensor
   heads = model.num_heads * model.head_dim / sizes.tensor
   layer = sizes.parameters / model.num_layers / sizes.tensor
@@ -134,6 +141,8 @@ def temporaries(sizes: Sizes, role: str, *, update: bool) -> dict[str, float]:
     "layers gathered": 2 * 2 * layer,
     "activations of a layer": 2 * tokens * (4 * width + 3 * mlp + 4 * heads),
   }
+  if sizes.context > 1:
+    parts["keys and values of whole rows"] = keys
   # In bfloat16 to read, in float32 what its gradient is summed up in.
   table = model.vocab_size * width / sizes.tensor * (6 if update else 2)
   parts["embedding"] = table
@@ -145,6 +154,11 @@ def temporaries(sizes: Sizes, role: str, *, update: bool) -> dict[str, float]:
     parts["activations between layers"] = 2 * tokens * width * model.num_layers
     parts["gradients"] = 2 * 4 * sizes.parameters / split
     parts["activations of a layer"] *= 4  # And gradients, all in float32.
+    kv = 2 * model.num_kv_heads * model.head_dim / sizes.tensor
+    kept = {"dots": heads + kv + width + 2 * mlp}
+    kept["none"] = kept["dots"] + 3 * width + heads + mlp
+    each = kept.get(sizes.config.model.remat_policy, 0)
+    parts["activations within layers"] = 2 * tokens * each * model.num_layers
   return parts
 
 
@@ -154,9 +168,11 @@ def scoring(sizes: Sizes, role: str) -> Work:
 
 
 def updating(sizes: Sizes, role: str) -> Work:
-  """A micro-batch's gradient: forward, again for the backward pass, backward
-  twice as much as forward."""
-  again = 1 if sizes.config.model.remat else 0
+  """A micro-batch's gradient: forward, what of it the backward pass does again,
+  and backward twice as much as forward."""
+  again = {"full": 1.0, "none": 0.0}.get(
+    sizes.config.model.remat_policy, sizes.attention / sizes.forward(1)
+  )
   return _passes(sizes, role, forwards=3 + again, gathers=2, reduced=True)
 
 
@@ -164,10 +180,14 @@ def _passes(sizes, role, *, forwards, gathers, reduced) -> Work:
   model, rows = sizes.model, sizes.micro_rows(role)
   flops = forwards * sizes.forward(rows * sizes.batch_ways) / sizes.devices
   tokens, part = rows * sizes.row, sizes.parameters / sizes.tensor
+  # Of whole rows, gathered in every forward pass and summed back.
+  keys = sizes.kv_token * tokens / sizes.tensor
+  tokens /= sizes.context
   wide = 8 * model.hidden_size + 6 * model.intermediate_size / sizes.tensor
   moved = forwards * (2 * 2 * part + 2 * tokens * wide * model.num_layers)
-  others = (sizes.fsdp - 1) / sizes.fsdp
+  others = (sizes.shards - 1) / sizes.shards
   sent = gathers * others * 2 * part + reduced * others * 2 * 4 * part
+  sent += (gathers + reduced) * (1 - 1 / sizes.context) * keys
   ring = 2 * (sizes.tensor - 1) / sizes.tensor
   each = ring * 2 * tokens * model.hidden_size * model.num_layers
   return Work(flops, moved, sent + 2 * (3 if reduced else 1) * each)
@@ -177,18 +197,18 @@ def decoding(sizes: Sizes) -> Work:
   """A token for every response that is being written."""
   slots, model = sizes.slots, sizes.model
   cached = sizes.written * (sizes.prompt + sizes.response / 2) * sizes.kv_token
-  weights = 2 * sizes.parameters / (sizes.fsdp * sizes.tensor)
+  weights = 2 * sizes.parameters / (sizes.shards * sizes.tensor)
   moved = weights + cached / sizes.kv_ways
   flops = 2 * sizes.multiplied * slots / sizes.devices
   # Where an axis splits the width of weights, its devices' rows are gathered
   # before attention and MLP, and their products are sums of parts in float32.
-  group = slots * sizes.fsdp / sizes.batch_ways * model.num_layers
+  group = slots * sizes.shards / sizes.slot_ways * model.num_layers
   heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
   summed = (heads + 2 * model.intermediate_size) / sizes.tensor
-  others = (sizes.fsdp - 1) / sizes.fsdp
+  others = (sizes.shards - 1) / sizes.shards
   sent = others * group * (4 * summed + 2 * 2 * model.hidden_size)
   ring = 2 * (sizes.tensor - 1) / sizes.tensor
-  own = slots / sizes.batch_ways * model.num_layers
+  own = slots / sizes.slot_ways * model.num_layers
   sent += ring * 2 * 2 * own * model.hidden_size
   return Work(flops, moved, sent)
 

@@ -33,7 +33,7 @@ _OF_MESH = re.compile(
   r"(?:, device_ids=\(\[([\d,]+)\]T\(([\d,]+)\)\))? \{([^}]*)\}"
 )
 _CONSTANT = re.compile(r"= [su]32\[\]\S* constant\((\d+)\)")
-_CHANNEL = re.compile(r"channel_id=(\d+)")
+_CHAIN = re.compile(r'chain_id="(\d+)"')
 
 
 class Sent(NamedTuple):
@@ -57,7 +57,7 @@ def collectives(
   """
   bodies, entry = _computations(text)
   # One that goes on while others work is written once for each of its parts,
-  # with one channel.
+  # which are a chain.
   found: dict[tuple[str, str], Sent] = {}
 
   def walk(name, times, depth):
@@ -66,8 +66,8 @@ def collectives(
         axes, size = _axes(line, mesh)
         whole = _bytes(match["shape"], match["start"])
         sent = times * _received(match["kind"], whole, size)
-        channel = _CHANNEL.search(line)
-        key = ("", channel[1]) if channel else (name, str(number))
+        chain = _CHAIN.search(line)
+        key = ("", chain[1]) if chain else (name, str(number))
         if key not in found or found[key].bytes < sent:
           found[key] = Sent(match["kind"], axes, sent)
       rounds, deeper = 1, depth

@@ -72,12 +72,12 @@ def one_line(error):
   return text
 
 
-# data x fsdp x tensor, on 1, 2, 4 and 8 devices.
+# data x fsdp x context x tensor, on 1, 2, 4 and 8 devices.
 LAYOUTS = [
-  (1, 1, 1),
-  *((2, 1, 1), (1, 2, 1), (1, 1, 2)),
-  *((4, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 1), (1, 2, 2)),
-  *((8, 1, 1), (1, 8, 1), (1, 4, 2), (2, 2, 2)),
+  (1, 1, 1, 1),
+  *((2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 1, 2)),
+  *((4, 1, 1, 1), (1, 4, 1, 1), (1, 1, 1, 4), (2, 2, 1, 1), (1, 2, 1, 2)),
+  *((8, 1, 1, 1), (1, 8, 1, 1), (1, 2, 2, 2), (2, 2, 1, 2)),
 ]
 
 
@@ -106,7 +106,7 @@ class TestRoundTrip:
       saver.close()
 
   def test_arrays_may_be_donated_after_save(self, tmp_path):
-    trees = placed(make_trees(), make_mesh(1, 1, 1))
+    trees = placed(make_trees(), make_mesh(1, 1, 1, 1))
     saver = checkpoint.Checkpointer(tmp_path, keep=2)
     saver.save(1, trees, TOLD)
     spoil = jax.jit(
@@ -114,7 +114,7 @@ class TestRoundTrip:
     )
     jax.block_until_ready(spoil(trees))
     saver.wait()
-    got = saver.restore(1, targets(make_mesh(1, 1, 1)))
+    got = saver.restore(1, targets(make_mesh(1, 1, 1, 1)))
     chex.assert_trees_all_equal(jax.device_get(got), make_trees())
     saver.close()
 
@@ -154,11 +154,11 @@ class TestRoundTrip:
 
 class TestPartialRestore:
   def test_policy_without_the_optimizer_on_disk(self, tmp_path):
-    write(tmp_path, make_mesh(2, 2, 2))
+    write(tmp_path, make_mesh(2, 2, 1, 2))
     for item in (tmp_path / "3").glob("*_optimizer"):
       shutil.rmtree(item)
     saver = reopen(tmp_path)
-    got = saver.restore(3, targets(make_mesh(1, 1, 1), names=("policy",)))
+    got = saver.restore(3, targets(make_mesh(1, 1, 1, 1), names=("policy",)))
     assert list(got) == ["policy"]
     chex.assert_trees_all_equal(
       jax.device_get(got["policy"]), make_trees()["policy"]
@@ -191,7 +191,7 @@ def _restore(directory):
   saver = reopen(directory)
   try:
     told = saver.record(3)
-    trees = saver.restore(3, targets(make_mesh(1, 1, 1)))
+    trees = saver.restore(3, targets(make_mesh(1, 1, 1, 1)))
   finally:
     saver.close()
   assert told.items() >= TOLD.items()
@@ -201,7 +201,7 @@ def _restore(directory):
 class TestDamage:
   @pytest.mark.parametrize("kind", _DAMAGE)
   def test_of_a_file_is_noticed_or_does_not_matter(self, tmp_path, kind):
-    write(tmp_path / "whole", make_mesh(1, 1, 1))
+    write(tmp_path / "whole", make_mesh(1, 1, 1, 1))
     noticed, files = 0, _files(tmp_path / "whole" / "3")
     assert len(files) > 10
     for number, file in enumerate(files):
@@ -221,7 +221,7 @@ class TestDamage:
     assert noticed > 2
 
   def test_of_one_bit_is_noticed_or_does_not_matter(self, tmp_path):
-    write(tmp_path / "whole", make_mesh(1, 1, 1))
+    write(tmp_path / "whole", make_mesh(1, 1, 1, 1))
     rng, noticed = np.random.default_rng(0), 0
     files = _files(tmp_path / "whole" / "3")
     largest = max(files, key=lambda file: file.stat().st_size)
@@ -239,7 +239,7 @@ class TestDamage:
     assert noticed >= 15
 
   def test_names_the_array(self, tmp_path, monkeypatch):
-    mesh = make_mesh(1, 1, 1)
+    mesh = make_mesh(1, 1, 1, 1)
     write(tmp_path, mesh)
     restore = ocp.Checkpointer.restore
 
@@ -261,27 +261,27 @@ class TestDamage:
     assert "as policy/final_norm/scale)" in text
 
   def test_of_a_tree_of_its_own(self, tmp_path):
-    tree = placed(make_trees()["policy"], make_mesh(1, 1, 1))
+    tree = placed(make_trees()["policy"], make_mesh(1, 1, 1, 1))
     checkpoint.save_tree(tmp_path / "tree", tree)
     for file in (tmp_path / "tree" / "tree" / "d").iterdir():
       _DAMAGE["halve"](file)
     with pytest.raises(checkpoint.DamagedError) as error:
       checkpoint.load_tree(
-        tmp_path / "tree", targets(make_mesh(1, 1, 1))["policy"]
+        tmp_path / "tree", targets(make_mesh(1, 1, 1, 1))["policy"]
       )
     assert str(tmp_path / "tree") in one_line(error)
 
 
 class TestUnreadable:
   def test_missing_step(self, tmp_path):
-    write(tmp_path, make_mesh(1, 1, 1))
+    write(tmp_path, make_mesh(1, 1, 1, 1))
     for read in (reopen(tmp_path).record, restoring(tmp_path)):
       with pytest.raises(InputError, match="9: no such checkpoint; check"):
         read(9)
 
   def test_of_another_model(self, tmp_path):
-    write(tmp_path, make_mesh(1, 1, 1))
-    wanted = targets(make_mesh(1, 1, 1))
+    write(tmp_path, make_mesh(1, 1, 1, 1))
+    wanted = targets(make_mesh(1, 1, 1, 1))
     leaf = wanted["policy"]["embed"]["embedding"]
     wanted["policy"]["embed"]["embedding"] = leaf.update(shape=(128, 65))
     with pytest.raises(InputError) as error:
@@ -291,8 +291,8 @@ class TestUnreadable:
     assert "(128, 65)" in text
 
   def test_with_another_leaf(self, tmp_path):
-    write(tmp_path, make_mesh(1, 1, 1))
-    wanted = targets(make_mesh(1, 1, 1))
+    write(tmp_path, make_mesh(1, 1, 1, 1))
+    wanted = targets(make_mesh(1, 1, 1, 1))
     wanted["policy"]["head"] = wanted["policy"]["final_norm"]
     with pytest.raises(InputError) as error:
       reopen(tmp_path).restore(3, wanted)
@@ -302,12 +302,12 @@ class TestUnreadable:
   def test_of_another_format(self, tmp_path, monkeypatch, away):
     with monkeypatch.context() as other:
       other.setattr(commit, "FORMAT", commit.FORMAT + away)
-      write(tmp_path, make_mesh(1, 1, 1))
+      write(tmp_path, make_mesh(1, 1, 1, 1))
     with pytest.raises(InputError, match="reads 4; use the version that wrot"):
       reopen(tmp_path).record(3)
 
   def test_a_half_written_step_does_not_count(self, tmp_path):
-    write(tmp_path, make_mesh(1, 1, 1))
+    write(tmp_path, make_mesh(1, 1, 1, 1))
     half = tmp_path / "4.orbax-checkpoint-tmp"
     shutil.copytree(tmp_path / "3" / "policy", half / "policy")
     (tmp_path / "2.deleted").mkdir()
@@ -318,16 +318,16 @@ class TestUnreadable:
     assert saver.latest_step() == 3
     assert not half.exists() and not (tmp_path / "2.deleted").exists()
     # Nor does it stand in the way of the step's second attempt.
-    saver.save(4, placed(make_trees(), make_mesh(1, 1, 1)), TOLD)
+    saver.save(4, placed(make_trees(), make_mesh(1, 1, 1, 1)), TOLD)
     saver.close()
     assert reopen(tmp_path).latest_step() == 4
-    got = reopen(tmp_path).restore(4, targets(make_mesh(1, 1, 1)))
+    got = reopen(tmp_path).restore(4, targets(make_mesh(1, 1, 1, 1)))
     chex.assert_trees_all_equal(jax.device_get(got), make_trees())
 
 
 def restoring(directory):
   return lambda step: reopen(directory).restore(
-    step, targets(make_mesh(1, 1, 1))
+    step, targets(make_mesh(1, 1, 1, 1))
   )
 
 
@@ -429,9 +429,9 @@ class TestTree:
     for factor in (2.0, 1.0):  # The second one replaces the first.
       scaled = jax.tree.map(lambda x, f=factor: (x * f).astype(x.dtype), tree)
       checkpoint.save_tree(
-        tmp_path / "tree", placed(scaled, make_mesh(2, 2, 2))
+        tmp_path / "tree", placed(scaled, make_mesh(2, 2, 1, 2))
       )
-    target = targets(make_mesh(8, 1, 1))["policy"]
+    target = targets(make_mesh(8, 1, 1, 1))["policy"]
     got = checkpoint.load_tree(tmp_path / "tree", target)
     chex.assert_trees_all_equal(jax.device_get(got), tree)
 

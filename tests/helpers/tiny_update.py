@@ -28,10 +28,14 @@ SGD = optax.sgd(1.0, momentum=0.9)
 
 @functools.cache
 def make_fns(kind, mesh=None):
-  make = models.make_value if kind == "value" else models.make_policy
-  place = sharding.along_batch(mesh) if mesh else None
-  settings = {} if kind == "value" else {"head_chunk": 8}
-  return make(tiny_run.model_config(), sharding=place, **settings)
+  config, settings = tiny_run.model_config(), {}
+  if mesh:
+    settings["sharding"] = sharding.of_keys(mesh, config.num_kv_heads)
+  if kind == "value":
+    return models.make_value(config, **settings)
+  if mesh:
+    settings["head_sharding"] = sharding.of_head(mesh, config.vocab_size)
+  return models.make_policy(config, head_chunk=8, **settings)
 
 
 @functools.cache

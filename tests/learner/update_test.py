@@ -271,10 +271,13 @@ class TestMesh:
   @pytest.mark.parametrize(
     ("kind", "shape"),
     [
-      ("policy", (8, 1, 1)),
-      ("policy", (2, 2, 2)),
-      pytest.param("value", (8, 1, 1), marks=pytest.mark.slow),
-      ("value", (2, 2, 2)),
+      ("policy", (8, 1, 1, 1)),
+      ("policy", (2, 2, 1, 2)),
+      ("policy", (1, 2, 2, 2)),
+      pytest.param("policy", (1, 1, 8, 1), marks=pytest.mark.slow),
+      pytest.param("value", (8, 1, 1, 1), marks=pytest.mark.slow),
+      ("value", (2, 2, 1, 2)),
+      pytest.param("value", (2, 1, 4, 1), marks=pytest.mark.slow),
     ],
   )
   def test_eight_devices_equal_one(self, kind, shape):
@@ -283,9 +286,9 @@ class TestMesh:
     places, _ = pinned["out_shardings"]
     placed = jax.device_put(make_state(kind), places)
     batch = packing.place(make_batch(kind, micro_batch_size=8), mesh)
-    if shape == (2, 2, 2):
+    if shape == (1, 2, 2, 2):
       kernel = placed.params["layers"]["mlp"]["up"]["kernel"]
-      assert kernel.sharding.shard_shape(kernel.shape) == (2, 16, 24)
+      assert kernel.sharding.shard_shape(kernel.shape) == (2, 8, 24)
     weights = batch.inputs["weights"]
     assert weights.sharding.shard_shape((2, 8, CAPACITY))[1] == (
       8 // sharding.batch_size_of(mesh)

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.models import attention
+from jaxrl_llm import sharding
+from jaxrl_llm.models import attention, context
 
 B, T, D = 2, 11, 6
 HEADS = [(6, 2), (3, 1), (4, 4)]  # (query heads, key heads).
@@ -73,6 +74,28 @@ def _assert_close(got, expected):
 
 
 class TestPackedAttention:
+  @pytest.mark.parametrize("block", [512, 1])
+  def test_tokens_of_a_row_on_several_devices(self, block, monkeypatch):
+    monkeypatch.setattr(attention, "_QUERY_BLOCK", block)
+    time = 8  # Of which each of four devices has two.
+    mesh = sharding.make_mesh(data=1, fsdp=1, context=4, tensor=2)
+    qkv, pull = _inputs()
+    qkv, pull = [x[:, :time] for x in qkv], pull[:, :time]
+    segments, prefixes = SEGMENTS[:, :time], PREFIXES[:, :time]
+    place = sharding.of_keys(mesh, qkv[1].shape[2])
+    deal = lambda x: context.deal(x, 4)
+
+    def ours(q, k, v):
+      arrays = map(deal, (q, k, v, segments, prefixes))
+      out = attention.packed_attention(*arrays, sharding=place)
+      return context.collect(out, 4, time)
+
+    visible = _visible(SEGMENTS, PREFIXES)[:, :time, :time]
+    _assert_close(
+      _value_and_grad(ours, qkv, pull),
+      _value_and_grad(_library(visible), qkv, pull),
+    )
+
   # Rows at once, in blocks that do not divide them, and in blocks that do.
   @pytest.mark.parametrize(
     "heads, kv_heads, block",
@@ -125,3 +148,25 @@ class TestPackedAttention:
     out = _packed()(*half)
     assert out.dtype == jnp.bfloat16
     np.testing.assert_allclose(out, _packed()(*qkv), atol=0.05)
+
+
+class TestContext:
+  def test_the_first_and_the_last_piece_are_one_device_s(self):
+    np.testing.assert_array_equal(
+      context.order(12, 3), [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
+    )
+    np.testing.assert_array_equal(context.order(3, 1), [[0, 1, 2]])
+
+  def test_all_attend_to_as_many_tokens(self):
+    before = context.order(96, 4).sum(axis=1)
+    assert set(before) == {sum(range(96)) / 4}
+
+  @pytest.mark.parametrize("parts", [1, 2, 4])
+  def test_what_is_dealt_is_collected(self, parts):
+    x = np.arange(2 * 11).reshape(2, 11)
+    dealt = context.deal(x, parts)
+    assert dealt.shape[1] % (2 * parts) == 0 or parts == 1
+    np.testing.assert_array_equal(context.collect(dealt, parts, 11), x)
+    rows = context.as_rows(dealt, parts)
+    assert len(rows) == 2 * parts
+    np.testing.assert_array_equal(context.of_rows(rows, parts), dealt)

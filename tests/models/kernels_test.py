@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm import models, sharding
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models import attention, kernels, kernels_tpu
+from jaxrl_llm.models import attention, context, kernels, kernels_tpu
 from jaxrl_llm.sampling import Engine, EngineConfig, SamplingSettings
 
 PAGE, PAGES = 4, 9
@@ -289,12 +289,24 @@ class TestPackedAttention:
     ):
       np.testing.assert_allclose(got, expected, rtol=1e-5, atol=5e-6)
 
-  def test_rows_and_heads_stay_on_their_devices(self):
+  # On a device: all of a row, a part that fills no block, or several blocks.
+  @pytest.mark.parametrize(
+    "fsdp, parts, time", [(2, 1, 40), (2, 2, 40), (1, 4, 1032)]
+  )
+  def test_rows_tokens_and_heads_stay_on_their_devices(
+    self, fsdp, parts, time, monkeypatch
+  ):
+    monkeypatch.setattr(kernels_tpu, "_ROW_BLOCK", 128)
     config = _config(4, 2, 64)
-    mesh = sharding.make_mesh(data=1, fsdp=2, tensor=2)
-    rows = self._rows(config, 40)
-    place = sharding.of_slots(mesh, config.num_kv_heads)
-    ours = kernels_tpu.make_packed_attention(config, sharding=place)
+    mesh = sharding.make_mesh(data=1, fsdp=fsdp, context=parts, tensor=2)
+    rows = self._rows(config, time)
+    place = sharding.of_keys(mesh, config.num_kv_heads)
+    attend = kernels_tpu.make_packed_attention(config, sharding=place)
+
+    def ours(*arrays):
+      out = attend(*(context.deal(x, parts) for x in arrays))
+      return context.collect(out, parts, time)
+
     for got, expected in zip(
       self._with_gradients(ours, *rows),
       self._with_gradients(attention.packed_attention, *rows),

@@ -312,7 +312,7 @@ def _hidden(params, tokens, segments, positions, prefixes):
     ),
     config=CONFIG,
     dtype=jnp.float32,
-    remat=False,
+    remat_policy="none",
     attention=attention.packed_attention,
   )
 
@@ -345,21 +345,22 @@ class TestRematAndDtype:
     mask = np.arange(T)[None] < np.array([[10], [7], [3]])
     return _loss_and_grads(params, tokens, mask, fns)
 
-  def test_remat_changes_neither_value_nor_gradient(self):
-    loss, grads = self._run(remat=True)
-    expected_loss, expected = self._run(remat=False)
+  @pytest.mark.parametrize("policy", ["full", "dots"])
+  def test_remat_changes_neither_value_nor_gradient(self, policy):
+    loss, grads = self._run(remat_policy=policy)
+    expected_loss, expected = self._run(remat_policy="none")
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
     jax.tree.map(lambda g, e: _close(g, e, atol=1e-4), grads, expected)
 
   def test_every_parameter_has_a_gradient(self):
-    _, grads = self._run(remat=True)
+    _, grads = self._run(remat_policy="full")
     for path, g in jax.tree_util.tree_leaves_with_path(grads):
       name = jax.tree_util.keystr(path, simple=True, separator="/")
       assert np.isfinite(g).all() and np.any(np.asarray(g) != 0), name
 
   def test_bfloat16_stays_near_with_float32_gradients(self):
-    loss, grads = self._run(remat=True, dtype=jnp.bfloat16)
-    expected_loss, expected = self._run(remat=True)
+    loss, grads = self._run(remat_policy="full", dtype=jnp.bfloat16)
+    expected_loss, expected = self._run(remat_policy="full")
     np.testing.assert_allclose(loss, expected_loss, rtol=0.02)
     for g, e in zip(jax.tree.leaves(grads), jax.tree.leaves(expected)):
       assert g.dtype == jnp.float32
@@ -413,7 +414,7 @@ class TestValue:
 
   def test_is_linear_in_the_hidden_states(self):
     _, params = tiny.tiny_policy()
-    fns = models.make_value(CONFIG, remat=False)
+    fns = models.make_value(CONFIG, remat_policy="none")
     make = lambda params, key: tiny.widen(fns.from_policy(params), key)
     critic = jax.jit(make)(params, jax.random.key(5))
     tokens = _tokens()

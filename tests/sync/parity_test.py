@@ -17,7 +17,7 @@ def _fns(dtype, trainer=None, sampler=None):
     config,
     dtype=dtype,
     head_chunk=8,
-    sharding=trainer and sharding.along_batch(trainer),
+    sharding=trainer and sharding.of_keys(trainer, config.num_kv_heads),
     sampler_sharding=sampler
     and sharding.of_slots(sampler, config.num_kv_heads),
   )
@@ -46,7 +46,7 @@ def _own_meshes():
   mesh = lambda devices, **sizes: sharding.make_mesh(
     **sizes, devices=jax.devices()[devices]
   )
-  trainer = mesh(slice(0, 4), data=1, fsdp=2, tensor=2)
+  trainer = mesh(slice(0, 4), data=1, fsdp=1, context=2, tensor=2)
   sampler = mesh(slice(4, 8), data=2, fsdp=1, tensor=2)
   fns = _fns(jnp.float32, trainer, sampler)
   params = jax.device_get(tiny.tiny_policy()[1])

@@ -198,10 +198,10 @@ class TestLayoutShardings:
     places = sync.layout_shardings(_layout(), _shapes(), _mesh("all"))
     layer = places["layers"][1]
     for place, spec in [
-      (layer["mlp"]["down"]["kernel"], ("tensor", "fsdp")),
+      (layer["mlp"]["down"]["kernel"], ("tensor", ("fsdp", "context"))),
       (layer["attention"]["q"]["bias"], ("tensor",)),
       (layer["input_norm"]["scale"], (None,)),
       # 67 tokens do not divide.
-      (places["embed"]["embedding"], (None, "fsdp")),
+      (places["embed"]["embedding"], (None, ("fsdp", "context"))),
     ]:
       assert tuple(place.spec) == spec

@@ -167,7 +167,7 @@ def test_every_kind_of_run_goes_apart(model, tmp_path, kind):
 
 ONE = {"mesh__data": 1}
 PRETRAINED = 3  # Batches of value pretraining, the last only measured.
-EIGHT = {"mesh__data": 2, "mesh__fsdp": 2, "mesh__tensor": 2}
+EIGHT = {"mesh__fsdp": 2, "mesh__context": 2, "mesh__tensor": 2}
 
 
 @pytest.mark.slow
@@ -228,13 +228,19 @@ class TestDryRun:
   @pytest.mark.parametrize(
     ("name", "lines"),
     [
-      ("shared", ["sampler: mesh data=4 x fsdp=1 x tensor=1, devices 0, 1, 2"]),
-      ("apart", ["sampler: mesh data=4 x fsdp=1 x tensor=1, devices 4, 5, 6"]),
+      (
+        "shared",
+        ["sampler: mesh data=4 x fsdp=1 x context=1 x tensor=1, devices 0"],
+      ),
+      (
+        "apart",
+        ["sampler: mesh data=4 x fsdp=1 x context=1 x tensor=1, devices 4"],
+      ),
       (
         "rearranged",
         [
-          "trainer: mesh data=1 x fsdp=8 x tensor=1, devices 0, 1, 2",
-          "sampler: mesh data=8 x fsdp=1 x tensor=1, devices 0, 1, 2",
+          "trainer: mesh data=1 x fsdp=8 x context=1 x tensor=1, devices 0",
+          "sampler: mesh data=8 x fsdp=1 x context=1 x tensor=1, devices 0",
         ],
       ),
     ],
@@ -276,7 +282,7 @@ class TestSettings:
     )
     assert list(trainer.devices.flat) == jax.devices()[:2]
     assert list(sampler.devices.flat) == jax.devices()[2:]
-    assert dict(sampler.shape) == {"data": 3, "fsdp": 1, "tensor": 2}
+    assert tuple(sampler.shape.values()) == (3, 1, 1, 2)
 
   def test_without_a_mesh_of_its_own_it_shares_the_trainers(self):
     trainer, sampler = self.make(mesh__data=2)
@@ -294,7 +300,8 @@ class TestSettings:
       (
         {"mesh__data": 2, "sampler__mesh__data": 8},
         [
-          "config.sampler.mesh: mesh data=8 x fsdp=1 x tensor=1 needs 8 dev",
+          "config.sampler.mesh: mesh data=8 x fsdp=1 x",
+          "tensor=1 needs 8 dev",
           "there are 6, which config.mesh leaves free; lower its sizes",
         ],
       ),
@@ -307,7 +314,8 @@ class TestSettings:
           "optimizer__value__micro_batch_size": 8,
         },
         [
-          "config.sampler.mesh: mesh data=-1 x fsdp=16 x tensor=1 needs 16",
+          "config.sampler.mesh: mesh data=-1 x fsdp=16 x",
+          "tensor=1 needs 16",
           "there are 8, which config.mesh shares; lower its sizes",
         ],
       ),
