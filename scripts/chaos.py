@@ -40,7 +40,7 @@ _SETTINGS = {
   "run.trackers": "()",
 }
 # Of a row: what a clock or the machine decides.
-_MEASURED = ("time", "perf/", "memory/", "compile/", "checkpoint/")
+_MEASURED = ("time", "host/", "perf/", "memory/", "compile/", "checkpoint/")
 _MEASURED += ("rollout/tokens_per_",)
 
 

@@ -1,6 +1,7 @@
 """Compiles a policy's programs for TPUs that are not there; prints JSON.
 
-TPU_SKIP_MDS_QUERY=1 JAX_PLATFORMS=cpu python tests/lower_for_tpu.py
+TPU_SKIP_MDS_QUERY=1 JAX_PLATFORMS=cpu PYTHONPATH=scripts \\
+    python tests/lower_for_tpu.py
 """
 
 import dataclasses

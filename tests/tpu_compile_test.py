@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-_PROGRAM = pathlib.Path(__file__).with_name("lower_for_tpu.py")
+_ROOT = pathlib.Path(__file__).resolve().parents[1]
+_PROGRAM = _ROOT / "tests" / "lower_for_tpu.py"
 _LAYERS, _DEVICES = 2, 8
 
 pytestmark = [
@@ -24,7 +25,11 @@ pytestmark = [
 @pytest.fixture(scope="module", name="report")
 def _report():
   """What the compiler makes of every program, in one process of its own."""
-  own = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
+  own = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "PYTHONPATH": str(_ROOT / "scripts"),
+  }
   # The compiler for TPUs does not bear the flags of the one for CPUs.
   kept = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
   done = subprocess.run(
@@ -153,3 +158,4 @@ class TestScript:
       "--config.sampler.kv_pages=4000000",
     )
     assert done.returncode == 1 and "it does not fit" in done.stderr
+    assert "no mesh of these chips holds this run" in done.stderr

@@ -108,6 +108,10 @@ class Disk:
         self._cut()
       raise Killed
 
+  def up_to(self, size: int) -> int:
+    """Of some bytes. One draw whatever their number: times have digits."""
+    return round(self.rng.random() * size)
+
   def _cut(self):
     """Names and contents that were not flushed may be lost."""
     for renames in self.renamed.values():
@@ -120,7 +124,7 @@ class Disk:
             pathlib.Path(target).write_bytes(before)
     for name, safe in self.dirty.items():
       if os.path.isfile(name) and os.path.getsize(name) > safe:
-        os.truncate(name, self.rng.randint(safe, os.path.getsize(name)))
+        os.truncate(name, safe + self.up_to(os.path.getsize(name) - safe))
 
   def _move(self, source: str, target: str):
     """What was not flushed has another name."""
@@ -180,7 +184,7 @@ def _of(descriptor: int) -> str:
 def _write(descriptor, data):
   if path := _of(descriptor):
     if _disk.rng.random() < _disk.rate / 4:  # Only a part of it fits.
-      data = data[: _disk.rng.randint(0, len(data))]
+      data = data[: _disk.up_to(len(data))]
     _disk.call("write", path)
     _disk.wrote(path)
   return _REAL["write"](descriptor, data)
@@ -429,7 +433,7 @@ def rot(disk: Disk, folder: pathlib.Path, rotten: set[int]):
   place = folder / "checkpoints" / str(good[-1])
   file = disk.rng.choice(sorted(f for f in place.iterdir() if f.is_file()))
   data = bytearray(file.read_bytes())
-  data[disk.rng.randrange(len(data))] ^= 1 << disk.rng.randrange(8)
+  data[disk.up_to(len(data) - 1)] ^= 1 << disk.rng.randrange(8)
   file.write_bytes(data)
   rotten.add(good[-1])
   disk.faults["flip"] += 1
