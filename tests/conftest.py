@@ -17,6 +17,9 @@ if importlib.metadata.version("jax").startswith("0.10."):
   _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join(_FLAGS)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# XLA has as many threads as cores by default. Eight devices that wait for each
+# other in collectives need more, or it gives up after 40 seconds.
+os.environ.setdefault("NPROC", "32")
 
 import jax  # noqa: E402
 import pytest  # noqa: E402

@@ -17,11 +17,7 @@ def start(program, *arguments, count, devices, folder):
     address = f"127.0.0.1:{free.getsockname()[1]}"
   folder.mkdir(parents=True, exist_ok=True)
   force = f"--xla_force_host_platform_device_count={devices}"
-  # Threads of the devices: programs that wait for each other in collectives
-  # need more of them than a small machine has cores.
-  environment = programs.environment(
-    XLA_FLAGS=f"{force} {programs.FLAGS}", NPROC="32"
-  )
+  environment = programs.environment(XLA_FLAGS=f"{force} {programs.FLAGS}")
   started = []
   for index in range(count):
     meet = [f"--coordinator={address}", f"--num_processes={count}"]
