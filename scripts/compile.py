@@ -47,6 +47,7 @@ from jaxrl_llm.errors import InputError  # noqa: E402
 from jaxrl_llm.learner.choices import has_critic  # noqa: E402
 from jaxrl_llm.learner.lower import lower  # noqa: E402
 from jaxrl_llm.models import hf  # noqa: E402
+from jaxrl_llm.models.transformer import REMAT_POLICIES  # noqa: E402
 from jaxrl_llm.train import build, meshes, sampler, validation  # noqa: E402
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -59,6 +60,10 @@ _MEAN = flags.DEFINE_float(
 )
 _CACHE = flags.DEFINE_string(
   "cache", ".jax_cache/compiled", "Folder of what was found of programs."
+)
+_NOTHING_FITS = (
+  "no mesh of these chips holds this run by the account: take more or larger"
+  " ones, or lower sampler.kv_pages or the longest response"
 )
 _GIB = 2.0**30
 _TENSOR = (1, 2, 4, 8, 16)  # Sizes that a search tries.
@@ -270,35 +275,36 @@ def _print_step(sizes, chip, work) -> None:
   print(f"assumed shares of what the maker states: {shares}")
 
 
-def search(config, model, topology: str, chip: shapes.Chip) -> None:
-  """Prints meshes of learner and sampler that fit by the account, the fastest
-  first."""
+def search(
+  config, model, topology: str, chip: shapes.Chip
+) -> list[estimate.Fit]:
+  """Meshes of learner and sampler that fit, and what goes with them."""
   count = 1
   for side in topology.partition(":")[2].split("x"):
     count *= int(side)
-  rows = []
+  found = []
   for own in {count, count // 4, count // 2, count - count // 4} - {0}:
     # The sampler has the same devices, or those that the learner leaves.
     free = count if own == count else count - own
     samplers = [_sampler(config, model, mesh) for mesh in _meshes(model, free)]
     for mesh in _meshes(model, own, contexts=(1, 2, 4, 8)):
-      rows += _best(config, model, mesh, samplers, chip, apart=own < count)
-  if not rows:
-    raise InputError(
-      f"no mesh of {topology} holds this run by the account; take more or"
-      " larger chips, or lower sampler.kv_pages or the longest response"
-    )
-  print("| mesh | sampler.mesh | micro-batch | GiB a device | s a step |")
-  print("|---|---|---|---|---|")
-  for seconds, memory, mesh, sampler_mesh, micro in sorted(rows)[:10]:
-    print(
-      f"| {mesh} | {sampler_mesh} | {micro} | {memory / _GIB:.1f} |"
-      f" {seconds:.0f} |"
-    )
+      found += _best(config, model, mesh, samplers, chip, apart=own < count)
+  return sorted(found)
+
+
+def _print_found(found: list[estimate.Fit]) -> None:
   print(
-    "data x fsdp x context x tensor, by the model's account; nothing was"
-    " compiled"
+    "| mesh | sampler.mesh | micro-batch | remat | GiB a device | s a step |"
   )
+  print("|---|---|---|---|---|---|")
+  name = lambda mesh: " x ".join(map(str, mesh))
+  for fit in found[:10]:
+    print(
+      f"| {name(fit.mesh)} | {name(fit.sampler_mesh)} | {fit.micro_batch} |"
+      f" {fit.remat_policy} | {fit.memory / _GIB:.1f} | {fit.seconds:.0f} |"
+    )
+  axes = " x ".join(sharding.AXES)
+  print(f"{axes}, by the model's account; nothing was compiled")
 
 
 def _meshes(
@@ -314,10 +320,6 @@ def _meshes(
   ]
 
 
-def _name(mesh: dict[str, int]) -> str:
-  return " x ".join(str(size) for size in mesh.values())
-
-
 def _sampler(config, model, mesh) -> tuple[float, estimate.Sizes, Any]:
   """(bytes, sizes, work) of a sampler."""
   sizes = estimate.Sizes(config, model, mesh, _MEAN.value)
@@ -329,37 +331,42 @@ def _sampler(config, model, mesh) -> tuple[float, estimate.Sizes, Any]:
   return memory, sizes, estimate.decoding(sizes)
 
 
-def _best(config, model, mesh, samplers, chip, *, apart) -> list[tuple]:
-  """The table's row of a mesh of the learner: with the best sampler, if any
-  fits."""
+def _best(config, model, mesh, samplers, chip, *, apart) -> list[estimate.Fit]:
+  """The fastest with a mesh of the learner, if any fits."""
   config = config.copy_and_resolve_references()
   ways = mesh["data"] * mesh["fsdp"]
-  for role in ("policy", "value"):
-    config.optimizer[role].micro_batch_size = ways
-  sizes = estimate.Sizes(config, model, mesh, _MEAN.value)
   roles = ["policy", "value"] if has_critic(config) else ["policy"]
+  for role in roles:
+    config.optimizer[role].micro_batch_size = ways
+  sizes, found = estimate.Sizes(config, model, mesh, _MEAN.value), []
   each = sizes.parameters / (sizes.shards * sizes.tensor)
-  own = sum(
+  kept = sum(
     (8 + jnp.dtype(config.optimizer[role].mu_dtype).itemsize) * each
     for role in roles
   )
-  own += sum(estimate.temporaries(sizes, "policy", update=True).values())
-  work = {}
-  for role in roles:
-    work[f"score {role}"] = estimate.scoring(sizes, role)
-    work[f"update {role}"] = estimate.updating(sizes, role)
-  rows = []
-  for memory, written, decoding in samplers:
-    memory = max(memory, own) if apart else memory + own
-    if memory < chip.memory:
+  for policy in REMAT_POLICIES:
+    config.model.remat_policy = policy
+    parts = estimate.temporaries(sizes, "policy", update=True)
+    own, work = kept + sum(parts.values()), {}
+    for role in roles:
+      work[f"score {role}"] = estimate.scoring(sizes, role)
+      work[f"update {role}"] = estimate.updating(sizes, role)
+    for held, written, decoding in samplers:
+      memory = max(held, own) if apart else held + own
+      if memory >= chip.memory:
+        continue
       seconds = estimate.step_seconds(sizes, chip, work | {"decode": decoding})
       decode = seconds.pop("decode")
       train = sum(seconds.values())
       # Apart and a batch behind, they work at the same time.
       at_once = apart and config.schedule.lag
       total = max(decode, train) if at_once else decode + train
-      rows.append((total, memory, _name(mesh), _name(written.mesh), ways))
-  return [min(rows)] if rows else []
+      of = lambda mesh: tuple(mesh[axis] for axis in sharding.AXES)
+      fit = estimate.Fit(
+        total, memory, of(mesh), of(written.mesh), ways, policy
+      )
+      found.append(fit)
+  return [min(found)] if found else []
 
 
 def parse_flags(argv: list[str]) -> list[str]:
@@ -386,20 +393,21 @@ def main(_: list[str]) -> int:
     chip = chip_of(_TOPOLOGY.value)
     model = model_of(config, preset)
     if _SEARCH.value:
-      search(config, model, _TOPOLOGY.value, chip)
+      found = search(config, model, _TOPOLOGY.value, chip)
+      if not found:
+        raise InputError(f"it does not fit; {_NOTHING_FITS}")
+      _print_found(found)
       return 0
     programs = Programs(config, model, devices_of(_TOPOLOGY.value))
-    fits = report(config, model, programs, chip)
+    if report(config, model, programs, chip):
+      return 0
+    found = search(config, model, _TOPOLOGY.value, chip)
   except InputError as error:
     print(f"compile: {error}", file=sys.stderr)
     return 2
-  if not fits:
-    print(
-      "compile: it does not fit; --search names meshes that do, or lower"
-      " sampler.kv_pages or optimizer.*.micro_batch_size",
-      file=sys.stderr,
-    )
-  return 0 if fits else 1
+  advice = f"by the account it does with {found[0].flags()}" if found else ""
+  print(f"compile: it does not fit; {advice or _NOTHING_FITS}", file=sys.stderr)
+  return 1
 
 
 if __name__ == "__main__":

@@ -11,7 +11,9 @@ from helpers import configs
 from jax.sharding import NamedSharding, PartitionSpec
 from scaling import estimate, hlo, shapes
 
+from jaxrl_llm import config as config_lib
 from jaxrl_llm import models, sharding
+from jaxrl_llm.train import validation
 
 MESH = {"data": 1, "fsdp": 4, "tensor": 2}
 
@@ -150,6 +152,26 @@ class TestEstimate:
     assert sizes.slots == 512
     assert sizes.written == pytest.approx(1024 * 128 / held)
 
+  def test_what_fits_is_said_in_flags(self):
+    slow = estimate.Fit(2.0, 1.0, (1, 4, 1, 2), (8, 1, 1, 1), 4, "full")
+    fit = estimate.Fit(1.0, 2.0, (1, 2, 4, 8), (2, 4, 1, 8), 2, "dots")
+    assert min(slow, fit) == fit
+    config = config_lib.default_config()
+    for flag in fit.flags().split():
+      key, value = flag.removeprefix("--config.").split("=")
+      group, _, name = key.rpartition(".")
+      old = config_lib.get(config, group)[name]
+      config_lib.get(config, group)[name] = type(old)(value)
+    validation.validate(config)
+    assert config.mesh.to_dict() == {
+      "data": 1,
+      "fsdp": 2,
+      "context": 4,
+      "tensor": 8,
+    }
+    assert config.sampler.mesh.fsdp == 4 and config.sampler.mesh.tensor == 8
+    assert config.optimizer.value.micro_batch_size == 2
+
   def test_bytes_by_shardings(self):
     mesh = sharding.make_mesh(**MESH)
     place = NamedSharding(mesh, PartitionSpec("fsdp", "tensor"))
@@ -182,7 +204,7 @@ class TestScript:
       (["--config=configs/vapo.py"], "names no model"),
       (
         [_PRESET, "--topology=v5e:2x4", "--search"],
-        "no mesh of v5e:2x4 holds this run",
+        "no mesh of these chips holds this run",
       ),
       ([], "no --config; give"),
       (["extra"], "'extra' is not a flag"),
