@@ -1,15 +1,22 @@
 """Draws what a critic thinks of responses that it has not seen.
 
     python scripts/critic.py --workdir=runs/vapo [--out=runs/vapo]
+    python scripts/critic.py --workdir=runs/vapo --step=20 --continuations=8
 
 The critic is the one that value pretraining left in the folder of a run, the
-responses are those of the run's first policy to the held-out problems. Writes
-OUT/critic.png with its numbers in critic.csv; prints the explained variance.
-A response of the task chain_sum has its first wrong character marked.
+responses are those of the run's first policy to the held-out problems; with
+--step both are those of a checkpoint. Writes OUT/critic.png with its numbers in
+critic.csv; prints the explained variance. A response of the task chain_sum has
+its first wrong character marked.
+
+--continuations=K lets the policy write K other ends to every response from ten
+places on. How far the outcome is open there bounds what any critic can explain:
+the column `ceiling`.
 """
 
 import argparse
 import csv
+import dataclasses
 import pathlib
 import re
 import sys
@@ -22,8 +29,10 @@ from jaxrl_llm import checkpoint, masked, workdir
 from jaxrl_llm.data.tasks import ChainProblem
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.report.figure import figure
+from jaxrl_llm.rollout.writer import ResponseWriter, Weights
 from jaxrl_llm.train import build
 from jaxrl_llm.train.value_pretraining import FOLDER
+from jaxrl_llm.types import Status, take_rows
 
 _BINS = 10
 _SHOWN = 4
@@ -38,10 +47,19 @@ class Judgement(NamedTuple):
   correct: np.ndarray  # bool [B].
   questions: list[str]
   texts: list[str]
+  ceilings: list[float]  # Of the bins; empty if nobody asked.
 
 
-def judge(folder: pathlib.Path) -> Judgement:
-  """Has the run's pretrained critic look at held-out responses.
+def judge(
+  folder: pathlib.Path, step: int | None, continuations: int
+) -> Judgement:
+  """Has a critic of the run look at held-out responses.
+
+  Args:
+    folder: of the run.
+    step: of the checkpoint that has critic and policy; None: the pretrained
+      critic, and the policy that it learned from.
+    continuations: other ends of every response and bin; 0 is none.
 
   Raises:
     InputError: it is no folder of a run with a pretrained critic.
@@ -51,15 +69,19 @@ def judge(folder: pathlib.Path) -> Judgement:
     raise InputError(
       f"--workdir={folder}: its run had no value pretraining; choose another"
     )
-  shapes = run.learner.critic.shapes.params
-  critic = checkpoint.load_tree(folder / FOLDER, shapes)
-  learner = run.learner.init(lambda _: critic)
-  weights = run.transfer.send(learner.policy.params, 0)
-  judged = run.evaluator(weights.params).judged
+  learner = restore(run.learner, folder, step)
+  params = run.transfer.send(learner.policy.params, 0).params
+  judged = run.evaluator(params).judged
   responses = judged.responses
   batch = run.pretraining.learner.measure_critic(
     learner, responses, np.random.default_rng(0)
   )
+  ceilings = []
+  if continuations:
+    writer = dataclasses.replace(run.evaluator.writer, group_size=continuations)
+    ceilings = [
+      ceiling(writer, Weights(params), judged, bin_) for bin_ in range(_BINS)
+    ]
   run.judge.close()
   run.worker.close()
   return Judgement(
@@ -69,7 +91,64 @@ def judge(folder: pathlib.Path) -> Judgement:
     correct=np.asarray(responses.correct),
     questions=[p.question for p in judged.prompts],
     texts=list(judged.texts),
+    ceilings=ceilings,
   )
+
+
+def restore(learner, folder: pathlib.Path, step: int | None):
+  """The learner's state, as far as critic and policy go; see `judge`."""
+  shapes = learner.critic.shapes.params
+  if step is None:
+    critic = checkpoint.load_tree(folder / FOLDER, shapes)
+    return learner.init(lambda _: critic)
+  policy_item, critic_item = "learner.policy.params", "learner.critic.params"
+  found = checkpoint.load(
+    folder / "checkpoints" / str(workdir.find_step(folder, step)),
+    {policy_item: learner.policy.shapes.params, critic_item: shapes},
+  )
+  state = learner.init(lambda _: found[critic_item])
+  return state.replace(policy=state.policy.replace(params=found[policy_item]))
+
+
+def places(lengths: np.ndarray, bin_: int) -> np.ndarray:
+  """The token of every response that stands for a bin, int [B]."""
+  at = ((bin_ + 0.5) / _BINS * lengths).astype(np.int32)
+  return np.minimum(at, lengths - 1)
+
+
+def ceiling(writer: ResponseWriter, weights: Weights, judged, bin_) -> float:
+  """Most that a critic can explain in a bin: 1 - E[Var(R | s)] / Var(R).
+
+  Args:
+    writer: of as many continuations as its groups have responses.
+    weights: of the policy.
+    judged: responses that have ended.
+    bin_: index of the bin.
+  """
+  rollout, count = judged.responses.rollout, writer.group_size
+  rows = np.repeat(np.arange(len(rollout.lengths)), count)
+  begun = take_rows(rollout, rows)
+  at = places(begun.lengths, bin_)
+  kept = np.arange(begun.tokens.shape[1]) < at[:, None]
+  written = writer.write(
+    begun.replace(
+      lengths=at,
+      tokens=np.where(kept, begun.tokens, 0),
+      mask=begun.mask & kept,
+      status=np.full_like(begun.status, Status.TRUNCATED),
+      group_id=rows.astype(np.int32),
+      # No number twice, nor one that a first end had: each has its own noise.
+      sample_id=((1 + bin_) * len(rows) + np.arange(len(rows))).astype(
+        np.int32
+      ),
+    ),
+    weights,
+  )
+  ended = writer.judge(written, [judged.prompts[row] for row in rows])
+  returns = ended.responses.rewards.reshape(-1, count)
+  if not returns.var():  # Of a policy that is always right, or never.
+    return float("nan")
+  return 1.0 - float(returns.var(axis=1, ddof=1).mean() / returns.var())
 
 
 def binned(judgement: Judgement) -> list[dict[str, float]]:
@@ -77,13 +156,14 @@ def binned(judgement: Judgement) -> list[dict[str, float]]:
   lengths = judgement.mask.sum(axis=1)
   rows = []
   for bin_ in range(_BINS):
-    at = np.minimum((bin_ + 0.5) / _BINS * lengths, lengths - 1).astype(int)
-    pick = np.arange(len(lengths)), at
+    pick = np.arange(len(lengths)), places(lengths, bin_)
     value, outcome = judgement.values[pick], judgement.returns[pick]
     explained = masked.explained_variance(
       value, outcome, np.ones(len(value), bool)
     )
     row = {"position": (bin_ + 0.5) / _BINS, "explained": float(explained)}
+    if judgement.ceilings:
+      row["ceiling"] = judgement.ceilings[bin_]
     for name, rows_of in (
       ("right", judgement.correct),
       ("wrong", ~judgement.correct),
@@ -122,7 +202,10 @@ def draw(judgement: Judgement, path: pathlib.Path, title: str) -> None:
       )
     axes[0].set(title="V: mean and spread", xlabel="part of the response")
     axes[0].legend(title="responses that are")
-    axes[1].plot(column("position"), column("explained"))
+    axes[1].plot(column("position"), column("explained"), label="critic")
+    if judgement.ceilings:
+      axes[1].plot(column("position"), column("ceiling"), label="at most")
+      axes[1].legend()
     axes[1].set(
       title="explained variance", xlabel="part of the response", ylim=(0, 1)
     )
@@ -164,18 +247,31 @@ def main(arguments: list[str] | None = None) -> int:
   )
   parser.add_argument("--workdir", required=True, help="folder of a run")
   parser.add_argument("--out", help="folder to write to; the run's by default")
+  parser.add_argument(
+    "--step", type=int, help="of a checkpoint; that pretrained by default"
+  )
+  parser.add_argument(
+    "--continuations", type=int, default=0, metavar="K", help="at least 2"
+  )
   options = parser.parse_args(arguments)
   folder = pathlib.Path(options.workdir)
   out = pathlib.Path(options.out or folder)
   try:
-    judgement = judge(folder)
+    if options.continuations == 1 or options.continuations < 0:
+      raise InputError(
+        f"--continuations={options.continuations} must be 0 or at least 2"
+      )
+    judgement = judge(folder, options.step, options.continuations)
     explained = float(
       masked.explained_variance(
         judgement.values, judgement.returns, judgement.mask
       )
     )
     out.mkdir(parents=True, exist_ok=True)
-    title = f"The pretrained critic of {folder.resolve().name}"
+    which = "pretrained critic"
+    if options.step is not None:
+      which = f"critic after step {options.step}"
+    title = f"The {which} of {folder.resolve().name}"
     draw(judgement, out / "critic.png", title)
     with open(out / "critic.csv", "w", newline="", encoding="utf-8") as file:
       rows = binned(judgement)
@@ -188,6 +284,8 @@ def main(arguments: list[str] | None = None) -> int:
   except (InputError, OSError) as error:
     print(f"critic: {error}", file=sys.stderr)
     return 2
+  if judgement.ceilings:
+    print(f"at most {np.mean(judgement.ceilings):.3f}, mean over the places")
   print(
     f"explained variance {explained:.3f} on {len(judgement.texts)} held-out"
     f" responses; wrote critic.png and critic.csv into {out}"

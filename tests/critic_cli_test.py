@@ -1,6 +1,7 @@
 """scripts/critic.py: what a critic thinks along a response."""
 
 import csv
+import types
 
 import critic
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from helpers import tiny_run
 
 from jaxrl_llm.train import build, loop
+from jaxrl_llm.types import Status
 
 
 @pytest.mark.parametrize(
@@ -33,13 +35,58 @@ def test_explained_variance_by_position():
   returns = np.where(correct, 1.0, -1.0)[:, None] * np.ones((1, 30))
   late = np.arange(30) >= lengths[:, None] / 2
   judgement = critic.Judgement(
-    np.where(late, 0.9 * returns, 0.0), returns, mask, correct, [], []
+    np.where(late, 0.9 * returns, 0.0), returns, mask, correct, [], [], []
   )
   rows = critic.binned(judgement)
   assert [row["explained"] for row in rows[:5]] == pytest.approx([0] * 5)
   assert [row["explained"] for row in rows[5:]] == pytest.approx([0.99] * 5)
   assert rows[-1]["right"] == pytest.approx(0.9)
   assert rows[-1]["wrong"] == pytest.approx(-0.9)
+
+
+class _Coins:
+  """Continuations whose outcome is a coin's until half of the tokens stand."""
+
+  def __init__(self, lengths, right, group_size):
+    self.group_size = group_size
+    self._lengths, self._right = lengths, right
+    self.numbers = []
+    self._rng = np.random.default_rng(1)
+
+  def write(self, rollout, weights):
+    assert (rollout.status == Status.TRUNCATED).all()
+    rows = rollout.group_id
+    kept = (rollout.tokens == 1).sum(axis=1)
+    np.testing.assert_array_equal(kept, rollout.lengths)
+    self.numbers += rollout.sample_id.tolist()
+    tossed = self._rng.random(len(rows)) < 0.5
+    stands = rollout.lengths >= self._lengths[rows] / 2
+    return np.where(stands, self._right[rows], tossed)
+
+  def judge(self, right, prompts):
+    assert len(prompts) == len(right)
+    rewards = np.where(right, 1.0, -1.0).astype(np.float32)
+    return types.SimpleNamespace(
+      responses=types.SimpleNamespace(rewards=rewards)
+    )
+
+
+def test_the_ceiling_is_what_the_beginning_of_a_response_decides():
+  rollout = tiny_run.random_rollout(
+    np.random.default_rng(0), rows=400, room=30, group_size=4
+  )
+  lengths = np.random.default_rng(2).integers(10, 30, 400).astype(np.int32)
+  present = (np.arange(30) < lengths[:, None]).astype(np.int32)
+  rollout = rollout.replace(lengths=lengths, tokens=present)
+  judged = types.SimpleNamespace(
+    responses=types.SimpleNamespace(rollout=rollout), prompts=[None] * 400
+  )
+  coins = _Coins(lengths, np.arange(400) % 2 == 0, 8)
+  found = [critic.ceiling(coins, None, judged, i) for i in range(10)]
+  assert found[:4] == pytest.approx([0] * 4, abs=0.05)
+  assert found[6:] == pytest.approx([1] * 4)
+  assert len(set(coins.numbers)) == len(coins.numbers)
+  assert min(coins.numbers) >= 400
 
 
 @pytest.mark.slow
@@ -50,7 +97,17 @@ def test_draws_the_critic_of_a_run(tmp_path, capsys):
   capsys.readouterr()
   out = tmp_path / "out"
   folder = tmp_path / "run"
-  assert critic.main([f"--workdir={folder}", f"--out={out}"]) == 0
+  flags = [f"--workdir={folder}", f"--out={out}"]
+  assert critic.main([*flags, "--step=1", "--continuations=2"]) == 0
+  assert "mean over the places" in capsys.readouterr().out
+  with (out / "critic.csv").open() as file:
+    ceilings = [row["ceiling"] for row in csv.DictReader(file)]
+  assert ceilings == ["nan"] * 10  # A random model is never right.
+  assert critic.main([*flags, "--continuations=1"]) == 2
+  assert "must be 0 or at least 2" in capsys.readouterr().err
+  assert critic.main([*flags, "--step=7"]) == 2
+  assert "no step 7; choose from" in capsys.readouterr().err
+  assert critic.main(flags) == 0
   assert "on 8 held-out responses; wrote critic.png" in capsys.readouterr().out
   with (out / "critic.csv").open() as file:
     assert len(list(csv.DictReader(file))) == 10
