@@ -64,6 +64,7 @@ _ALL_GROUPS = {"schedule.dynamic_sampling": False}
 # A full rollout costs as much as several windows: fewer steps, like seconds.
 _FULL = {"run.steps": 40, "eval.every": 5}
 _WINDOWED = {"run.steps": 80, "eval.every": 10}
+_EVALUATED_WELL = _RUN | {"eval.greedy": True, "eval.problems": 200}
 # AReaL's objective and what it leaves out: π_prox recomputed and its distance
 # to the sampler weighed; the sampler as π_prox (PPO's ratio corrects); neither.
 _OBJECTIVES = {
@@ -106,6 +107,16 @@ STUDIES: Mapping[str, Study] = {
       *_without_parts(_RUN, 512),
       Variant("GRPO", "grpo", _RUN),
       Variant("DAPO", "dapo", _RUN),
+    ),
+  ),
+  "language_model": Study(
+    title="A real language model on sums of two digits",
+    question="Do the methods do for SmolLM2-135M what they do for small bases?",
+    preset="smollm2",  # Needs --config.model.path=DIR.
+    target=0.6,
+    variants=tuple(
+      Variant(method.upper(), method, _EVALUATED_WELL)
+      for method in ("vapo", "grpo", "dapo")
     ),
   ),
   "dapo_increments": Study(
