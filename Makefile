@@ -2,14 +2,16 @@
 #   make train     install, run the main job (configs/vapo.py), draw its curves
 #   make test      install, run the test suite
 #   make slowtest  the tests that take minutes each, which CI runs too
+#   make accelerator EXTRA=gpu    install, measure a GPU (or tpu) in ten minutes
 # Variables: PYTHON (interpreter of a new venv), VENV (its folder), CONFIG,
-# WORKDIR and ARGS (of the run, e.g. ARGS="--config.run.seed=1"), TESTS (e.g.
+# WORKDIR and ARGS (of the program, e.g. ARGS="--config.run.seed=1"), TESTS (e.g.
 # TESTS=tests/metrics_test.py), PYTEST_ARGS.
 
 PYTHON ?= python3
 VENV ?= .venv
 CONFIG ?= configs/vapo.py
 WORKDIR ?= runs/vapo
+EXTRA ?= plot
 ARGS ?=
 TESTS ?= tests
 PYTEST_ARGS ?=
@@ -27,7 +29,7 @@ export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.5
 # Tests compile thousands of programs, nearly all of them in less.
 test slowtest: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS = 0
 
-.PHONY: help train test slowtest lint clean
+.PHONY: help train test slowtest accelerator lint clean
 .DEFAULT_GOAL := help
 # A failed `python -m venv` must not look like a made one.
 .DELETE_ON_ERROR:
@@ -44,6 +46,9 @@ test: $(VENV)/installed-test
 
 slowtest: $(VENV)/installed-test
 	$(PYTEST) -m slow $(TESTS)
+
+accelerator: $(VENV)/installed-$(EXTRA)
+	$(BIN)/python scripts/accelerator.py $(ARGS)
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .

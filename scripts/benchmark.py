@@ -17,28 +17,15 @@ run alternately with a fresh process of ours; see docs/benchmarks.md. Exit code
 """
 
 import argparse
-import functools
 import os
 import sys
 from typing import Any
 
 import benchmarks
-import jax
-import numpy as np
-from benchmarks import checkpoints, workloads
+from benchmarks import checkpoints, train_steps, workloads
 
-from jaxrl_llm import estimators, masked, metrics
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner import packing
-from jaxrl_llm.learner import update as update_lib
-from jaxrl_llm.learner.choices import POLICY_LOSSES
-from jaxrl_llm.learner.optimizer import (
-  create_train_state,
-  make_optimizer,
-)
-from jaxrl_llm.learner.scoring import score_logprobs
 from jaxrl_llm.models import transformer
-from jaxrl_llm.sampling import SamplingSettings
 
 _OF_MODELS = (
   "shape",
@@ -67,113 +54,12 @@ _SETTINGS = {
 _LOOP = "numpy_loop"
 
 
-def make_batch(rollout, options):
-  """A policy batch of group-relative advantages, in packed rows."""
-  rows = min(options.micro_batch_size, options.batch)
-  packed, layout = packing.pack(
-    rollout,
-    capacity=options.max_tokens_per_row,
-    rows=rows,
-    micro_batches=-(-options.batch // rows),
-  )
-  distinct = [len(np.unique(tokens)) for tokens in rollout.tokens]
-  advantages = estimators.group_relative(
-    np.asarray(distinct, np.float32) + 0.01 * np.arange(options.batch),
-    rollout.group,
-    num_groups=options.batch // options.group_size,
-  )
-  spread = np.where(rollout.mask, np.asarray(advantages)[:, None], 0.0)
-  weights = masked.token_weights(rollout.mask, mode="token-mean")
-  return packing.PackedBatch(
-    packed=packed,
-    mask=packed.mask,
-    inputs={
-      # One update a batch: the sampler's log-probs are those of its start.
-      "proximal_logprobs": layout.scatter(rollout.behavior_logprobs),
-      "advantages": layout.scatter(spread.astype(np.float32)),
-      "weights": layout.scatter(weights),
-    },
-  )
-
-
-def make_update(fns):
-  """The policy step of the clipped loss with AdamW, and its optimizer."""
-  schedule = lambda step: 1e-5
-  optimizer = make_optimizer(
-    schedule, max_grad_norm=1.0, weight_decay=1e-4, b1=0.9, b2=0.999, eps=1e-8
-  )
-  loss = POLICY_LOSSES["clip"]({"clip_low": 0.2, "clip_high": 0.28})
-  objective = update_lib.policy_objective(fns, loss, {})
-  return update_lib.make_update(objective, optimizer, schedule), optimizer
-
-
-def measure_train_step(options) -> workloads.Samples:
-  """Whole policy steps: generate, prepare, update, sync; scoring apart."""
-  fns, params = workloads.make_model(options)
-  engine = workloads.make_engine(fns, options)
-  update, optimizer = make_update(fns)
-  for_sampling = jax.jit(fns.for_sampling)
-  score = jax.jit(functools.partial(score_logprobs, fns=fns))
-  create = functools.partial(create_train_state, optimizer=optimizer)
-  train_state = jax.jit(create, donate_argnums=0)(params)
-  del params
-  sampler_params = for_sampling(train_state.params)
-  ids = np.arange(options.batch).reshape(-1, options.group_size)
-  compiles, timer = metrics.CompileCounter(), metrics.PhaseTimer()
-  rows = []
-  for i in range(1 + options.repeats):
-    prompts = workloads.make_prompts(len(ids), options, seed=i)
-    timer.collect()
-    with timer.phase("generate"):
-      rollout = engine.generate(
-        sampler_params,
-        prompts,
-        sample_ids=i * options.batch + ids,
-        key=jax.random.key(0),
-        settings=SamplingSettings(),
-      )
-    with timer.phase("prepare"):
-      batch = make_batch(rollout, options)
-    with timer.phase("update"):
-      train_state, _ = update(train_state, batch, np.float32(1.0))
-      jax.block_until_ready(train_state)
-    with timer.phase("sync"):
-      sampler_params = jax.block_until_ready(for_sampling(train_state.params))
-    row = timer.collect()
-    # One update a batch needs no scoring, so that it is no part of the step.
-    with timer.phase("score"):
-      jax.block_until_ready(
-        score(train_state.params, batch.packed, np.float32(1.0))
-      )
-    row |= {"time/score_s": timer.collect()["time/score_s"]}
-    rows.append(row | {"compilations": compiles.collect()})
-  return train_samples(rows, options)
-
-
-def train_samples(rows, options) -> workloads.Samples:
-  """Rates and best values of the steps after the first, which compiled."""
-  first, *rest = rows
-  samples = {k.removeprefix("time/"): [row[k] for row in rest] for k in first}
-  compilations = samples.pop("compilations")
-  total = options.batch * (options.prompt_length + options.new_tokens)
-  generated = options.batch * options.new_tokens
-  return samples | {
-    "best_step_s": [min(samples["step_s"])],
-    "best_update_s": [min(samples["update_s"])],
-    "update_tokens_per_s": [total / s for s in samples["update_s"]],
-    "generate_tokens_per_s": [generated / s for s in samples["generate_s"]],
-    "first_step_s": [first["time/step_s"]],
-    "compilations_after_first_step": [sum(compilations)],
-    "peak_rss_gib": [metrics.peak_memory_gib()],
-  }
-
-
 MEASURE = {
   "sampler": workloads.measure_sampler,
   "rollouts": workloads.measure_rollouts,
   "prefill": workloads.measure_prefill,
   "simulator": workloads.measure_simulator,
-  "train_step": measure_train_step,
+  "train_step": train_steps.measure_train_step,
   "estimators": workloads.measure_estimators,
   "checkpoint": checkpoints.measure_checkpoint,
 }

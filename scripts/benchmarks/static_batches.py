@@ -31,12 +31,14 @@ def hugging_face(fields: dict[str, int], longest: int) -> Decode:
     bos_token_id=1,
   )
   torch.manual_seed(0)
+  device = "cuda" if torch.cuda.is_available() else "cpu"
   model = transformers.AutoModelForCausalLM.from_config(
     config, dtype=torch.float32
-  ).eval()
+  )
+  model = model.eval().to(device)
 
   def decode(prompts, count):
-    tokens = torch.as_tensor(prompts)
+    tokens = torch.as_tensor(prompts, device=device)
     with torch.no_grad():
       model.generate(
         input_ids=tokens,

@@ -1,7 +1,7 @@
 """What is measured: random weights, full lengths, compilation apart.
 
 `options` of the functions below has the flags of scripts/benchmark.py as
-attributes. A policy step composes jaxrl_llm.learner and is in that script.
+attributes. A policy step composes jaxrl_llm.learner: see `train_steps`.
 """
 
 import functools
@@ -23,7 +23,7 @@ _WEIGHT_SCALE = 0.02
 
 
 def make_model(options) -> tuple[Any, Any]:
-  """Model functions and float32 weights of normal(0, 0.02)."""
+  """Model functions and float32 weights of the options' shape."""
   fns = models.make_policy(
     models.ModelConfig(
       family="llama",
@@ -38,6 +38,11 @@ def make_model(options) -> tuple[Any, Any]:
     sampler_dtype=options.sampler_dtype,
     cache_dtype="float32",
   )
+  return fns, random_params(fns)
+
+
+def random_params(fns) -> Any:
+  """Float32 weights of normal(0, 0.02)."""
 
   def draw(key):
     # Its scales, which are constants, are all that is taken from it.
@@ -53,7 +58,7 @@ def make_model(options) -> tuple[Any, Any]:
       ],
     )
 
-  return fns, jax.block_until_ready(jax.jit(draw)(jax.random.key(0)))
+  return jax.block_until_ready(jax.jit(draw)(jax.random.key(0)))
 
 
 def make_engine(fns, options):

@@ -20,7 +20,8 @@ def test_greedy_accuracy_rises_and_the_critic_knows(tmp_path):
       "scripts/train.py",
       "--config=configs/vapo.py",
       "--config.run.seed=3",  # Which no choice of settings has seen.
-      "--config.eval.every=40",
+      "--config.run.steps=24",  # Of 40: the mode has turned over by then.
+      "--config.eval.every=24",
       f"--workdir={tmp_path}",
     ],
     cwd=root,

@@ -1,0 +1,279 @@
+"""Measures what one accelerator makes of a run, within ten minutes.
+
+    make accelerator EXTRA=gpu    # or tpu; without EXTRA small, on the CPU
+    python scripts/accelerator.py [--seconds=600] [--parts=device,decode]
+
+Parts, each a program of its own on the first device, so that one which fails or
+takes too long costs no other:
+
+  device     bytes that it copies and products that it makes in a second
+  agreement  log-probs of the sampler against the trainer's, in both precisions
+  decode     tokens per second at 1, 16, 64 and 256 slots
+  update     policy updates on packed rows of 8,192 tokens
+  peers      rollouts beside other libraries, where they are installed
+  tail       full rollouts (VAPO) against windows (T-PPO) on a long tail
+  grpo       GRPO on the embedded task, its accuracy before and after
+
+Writes OUT/DEVICE.json and OUT/DEVICE.md. Exit code 1 if a part failed, 2 for
+bad input.
+"""
+
+import argparse
+import datetime
+import functools
+import importlib.util
+import json
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import benchmarks
+from benchmarks import devices
+
+from jaxrl_llm import metrics
+from jaxrl_llm.errors import InputError
+
+_ROOT = pathlib.Path(__file__).resolve().parents[1]
+# Peer -> the module that it is.
+_PEERS = {"hf": "transformers", "tunix": "tunix"}
+_TAIL_STEPS = {"full": 10, "small": 4}
+_WARM_UP = 2  # Steps until windows have something to go on with.
+Numbers = dict[str, Any]
+
+
+def on_device(part: str, sizes: str, limit_s: float) -> Numbers:
+  """Runs a part of `devices.PARTS` as a program of its own."""
+  command = [sys.executable, __file__, f"--part={part}", f"--sizes={sizes}"]
+  return benchmarks.run_program(command, timeout_s=limit_s)
+
+
+def train(flags: list[str], limit_s: float) -> list[dict[str, Any]]:
+  """Rows of a run of scripts/train.py, those that it had time for.
+
+  Raises:
+    InputError: it failed, or had time for none.
+  """
+  with tempfile.TemporaryDirectory() as workdir:
+    command = [sys.executable, "scripts/train.py", f"--workdir={workdir}"]
+    try:
+      subprocess.run(
+        command + flags,
+        cwd=_ROOT,
+        timeout=limit_s,
+        check=True,
+        capture_output=True,
+        text=True,
+      )
+    except subprocess.TimeoutExpired:
+      pass
+    except subprocess.CalledProcessError as error:
+      said = error.stderr.strip().splitlines() or ["nothing on stderr"]
+      raise InputError(f"train.py: {said[-1]}") from None
+    rows = pathlib.Path(workdir, "metrics.jsonl")
+    found = metrics.read_rows(rows) if rows.exists() else []
+  if not found:
+    raise InputError(f"train.py took more than {limit_s:.0f} s for a step")
+  return found
+
+
+def measure_tail(sizes: str, limit_s: float) -> Numbers:
+  """Seconds that generating takes, whole responses or windows of them."""
+  out = {}
+  begin_s = time.monotonic()
+  for name, method in (("full", "vapo"), ("windows", "tppo")):
+    left = limit_s - (time.monotonic() - begin_s)
+    rows = train(
+      [
+        f"--config=configs/{method}.py:long_tail",
+        f"--config.run.steps={_TAIL_STEPS[sizes]}",
+        "--config.value.pretrain_steps=0",
+        "--config.eval.problems=2",
+        "--config.eval.samples=1",
+      ],
+      left / 2 if name == "full" else left,
+    )[1 + _WARM_UP :]
+    if not rows:
+      raise InputError(f"{name}: no step after the warm-up in {limit_s:.0f} s")
+    keys = "time/generate_s", "rollout/decode_steps", "rollout/tokens"
+    seconds, steps, tokens = (sum(row[k] for row in rows) for k in keys)
+    out |= {
+      f"{name}_steps": len(rows),
+      f"{name}_generate_s": seconds / len(rows),
+      f"{name}_decode_steps": steps / len(rows),
+      f"{name}_tokens_per_s": tokens / seconds,
+    }
+  out["windows_over_full_tokens_per_s"] = (
+    out["windows_tokens_per_s"] / out["full_tokens_per_s"]
+  )
+  return out
+
+
+def measure_grpo(sizes: str, limit_s: float) -> Numbers:
+  """Held-out accuracy of the embedded job, first and last."""
+  del sizes  # It is small everywhere.
+  begin_s = time.monotonic()
+  rows = train(["--config=configs/grpo.py"], limit_s)
+  tested = [row for row in rows if any("/greedy" in key for key in row)]
+  out = {"seconds": time.monotonic() - begin_s, "steps": rows[-1]["step"]}
+  for row in (tested[0], tested[-1]):
+    for key, value in row.items():
+      if key.startswith("eval/") and key.endswith(("/greedy", "/avg@4")):
+        out[f"{key.rpartition('/')[2]}_at_{row['step']}"] = value
+  return out
+
+
+def measure_peers(sizes: str, limit_s: float) -> Numbers:
+  """Rollouts beside the libraries that are here; empty without any."""
+  del sizes  # Peers know the shapes of scripts/benchmark.py.
+  work = ["--prompts=8", "--batch=64", "--new_tokens=128", "--p99=128"]
+  peers = [
+    f"{name}={shlex.join([sys.executable, 'scripts/peer_rollouts.py', name])}"
+    f" {shlex.join(work)}"
+    for name, module in _PEERS.items()
+    if importlib.util.find_spec(module)
+  ]
+  if not peers:
+    return {}
+  command = [sys.executable, "scripts/benchmark.py", "rollouts", *work]
+  command += ["--group_size=8", "--repeats=1", "--rounds=1"]
+  command += [f"--peer={peer}" for peer in peers]
+  record = benchmarks.run_program(command, timeout_s=limit_s)
+  named = record["peers"] | {"ours": record}
+  out = {
+    f"{k}_tokens_per_s": v["medians"]["tokens_per_s"] for k, v in named.items()
+  }
+  return out | {f"{k}_error": text for k, text in record["errors"].items()}
+
+
+_Part = Callable[[str, float], Numbers]
+# Name -> what measures it, and most seconds of ten minutes that it may take.
+# What others leave is the last one's.
+PARTS: dict[str, tuple[_Part, float]] = {
+  **{
+    name: (functools.partial(on_device, name), seconds)
+    for name, seconds in zip(devices.PARTS, (40, 60, 120, 120))
+  },
+  "peers": (measure_peers, 60),
+  "tail": (measure_tail, 120),
+  "grpo": (measure_grpo, 600),
+}
+
+
+def measure_all(parts: list[str], sizes: str, seconds: float) -> Numbers:
+  """Numbers of the parts, and what went wrong."""
+  begin_s = time.monotonic()
+  found, errors = {}, {}
+  for name in parts:
+    measure, share = PARTS[name]
+    left = seconds - (time.monotonic() - begin_s)
+    started_s = time.monotonic()
+    try:
+      found[name] = measure(sizes, min(share * seconds / 600, left))
+    except InputError as error:
+      errors[name] = str(error)
+    took = time.monotonic() - started_s
+    print(f"{name}: {took:.0f} s {errors.get(name, '')}", flush=True)
+  return {"parts": found, "errors": errors}
+
+
+def table(record: Numbers) -> str:
+  """The record as Markdown."""
+  machine, versions = record["machine"], record["versions"]
+  device = record["parts"].get("device", {})
+  peaks = {
+    "_bytes_per_s": device.get("copy_bytes_per_s"),
+    "_flops_per_s": device.get(
+      "data_sheet_flops_per_s", device.get("matmul_flops_per_s")
+    ),
+  }
+  lines = [
+    f"# {record['device']}",
+    "",
+    f"`{record['command']}`, {record['date']}, {record['sizes']} sizes, on"
+    f" {machine['processor']}, {machine['cpus']} CPUs;"
+    f" {', '.join(f'{k} {v}' for k, v in versions.items())}.",
+    "",
+    "Shares of bytes are of what the device copies (above 1: they fit a cache),"
+    " those of floating-point operations of its data sheet, or of a large"
+    " product where that is not known.",
+    "",
+    "| part | measured | value | share of the peak |",
+    "|---|---|---|---|",
+  ]
+  for part, numbers in record["parts"].items():
+    for key, value in numbers.items():
+      peak = next((p for end, p in peaks.items() if key.endswith(end)), None)
+      share = f"{value / peak:.2f}" if peak and part != "device" else ""
+      shown = f"{value:.4g}" if isinstance(value, float) else value
+      lines.append(f"| {part} | `{key}` | {shown} | {share} |")
+  lines += [f"| {k} | failed | {v} | |" for k, v in record["errors"].items()]
+  return "\n".join(lines) + "\n"
+
+
+def make_parser() -> argparse.ArgumentParser:
+  """The command line."""
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  add = parser.add_argument
+  add("--parts", default=",".join(PARTS), help="of them, all by default")
+  add("--seconds", type=float, default=600.0, help="for all parts together")
+  add("--sizes", choices=devices.SIZES, help="by default small on a CPU")
+  add("--out", default="docs/accelerator", help="folder of the results")
+  add("--part", choices=devices.PARTS, help=argparse.SUPPRESS)
+  return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+  """Runs the command; returns its exit code."""
+  options = make_parser().parse_args(arguments)
+  if options.part:
+    numbers = devices.PARTS[options.part](devices.SIZES[options.sizes])
+    print(json.dumps(numbers), flush=True)
+    return 0
+  parts = options.parts.split(",")
+  unknown = [name for name in parts if name not in PARTS]
+  if unknown or options.seconds <= 0:
+    problem = (
+      f"--parts: {unknown[0]!r} must be one of {', '.join(PARTS)}"
+      if unknown
+      else f"--seconds={options.seconds:g} must be more than 0"
+    )
+    print(f"accelerator: {problem}", file=sys.stderr)
+    return 2
+  # A process of its own asks for the device: this one must not hold it.
+  found = "import json, jax; d = jax.devices()[0];"
+  found += "print(json.dumps({'platform': d.platform, 'kind': d.device_kind}))"
+  try:
+    device = benchmarks.run_program(
+      [sys.executable, "-c", found], timeout_s=options.seconds
+    )
+  except InputError as error:
+    print(f"accelerator: no device: {error}", file=sys.stderr)
+    return 2
+  sizes = options.sizes or ("small" if device["platform"] == "cpu" else "full")
+  record = {
+    "device": device["kind"],
+    "sizes": sizes,
+    "command": shlex.join(["python", "scripts/accelerator.py", *sys.argv[1:]]),
+    "date": datetime.date.today().isoformat(),
+    **benchmarks.describe_machine(),
+    **measure_all(parts, sizes, options.seconds),
+  }
+  out = pathlib.Path(options.out)
+  out.mkdir(parents=True, exist_ok=True)
+  name = re.sub(r"[^a-z0-9]+", "-", device["kind"].lower())
+  (out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+  (out / f"{name}.md").write_text(table(record))
+  print(f"wrote {out / name}.json and .md")
+  return 1 if record["errors"] else 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,214 @@
+"""Tests of scripts/accelerator.py and of what it runs on a device."""
+
+import dataclasses
+import importlib.util
+import json
+import math
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from benchmarks import devices
+from helpers import programs
+from scaling import shapes
+
+from jaxrl_llm import models
+from jaxrl_llm.errors import InputError
+
+_ROOT = pathlib.Path(__file__).parents[1]
+_SCRIPT = _ROOT / "scripts" / "accelerator.py"
+
+
+@pytest.fixture(scope="module")
+def script():
+  spec = importlib.util.spec_from_file_location("accelerator", _SCRIPT)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
+
+
+def test_a_part_that_fails_or_is_late_costs_no_other(script, monkeypatch):
+  def fails(sizes, limit_s):
+    raise InputError("no memory")
+
+  given = {}
+
+  def works(sizes, limit_s):
+    given[sizes] = limit_s
+    return {"tokens_per_s": 2.0}
+
+  parts = {"bad": (fails, 60.0), "good": (works, 60.0), "last": (works, 600.0)}
+  monkeypatch.setattr(script, "PARTS", parts)
+  found = script.measure_all(["bad", "good"], "small", 60.0)
+  assert found["parts"] == {"good": {"tokens_per_s": 2.0}}
+  assert found["errors"] == {"bad": "no memory"}
+  assert given["small"] == pytest.approx(6.0)  # A tenth of ten minutes.
+  script.measure_all(["last"], "full", 60.0)
+  assert 59.0 < given["full"] <= 60.0
+
+
+def test_the_table_divides_by_the_peak_of_its_kind(script):
+  record = {
+    "device": "X 1",
+    "command": "run",
+    "date": "2000-01-01",
+    "sizes": "full",
+    "machine": {"processor": "P", "cpus": 3},
+    "versions": {"jax": "1"},
+    "parts": {
+      "device": {
+        "copy_bytes_per_s": 100.0,
+        "matmul_flops_per_s": 40.0,
+        "data_sheet_flops_per_s": 80.0,
+      },
+      "decode": {"a_bytes_per_s": 50.0, "a_tokens_per_s": 3.0},
+      "update": {"b_flops_per_s": 20.0},
+    },
+    "errors": {"tail": "too late"},
+  }
+  rows = script.table(record).splitlines()
+  assert "| decode | `a_bytes_per_s` | 50 | 0.50 |" in rows
+  assert "| decode | `a_tokens_per_s` | 3 |  |" in rows
+  assert "| update | `b_flops_per_s` | 20 | 0.25 |" in rows
+  assert "| tail | failed | too late | |" in rows
+  del record["parts"]["device"]["data_sheet_flops_per_s"]
+  assert "| update | `b_flops_per_s` | 20 | 0.50 |" in script.table(record)
+  del record["parts"]["device"]
+  assert "| update | `b_flops_per_s` | 20 |  |" in script.table(record)
+
+
+def test_windows_and_whole_responses_are_compared_after_the_warm_up(
+  script, monkeypatch
+):
+  def train(flags, limit_s):
+    (method,) = (f for f in flags if f.startswith("--config=configs/"))
+    windows = "tppo" in method
+    rows = [{"step": 0}] + [
+      {
+        "step": step,
+        "time/generate_s": (1.0 if windows else 4.0) if step > 2 else 99.0,
+        "rollout/decode_steps": 10 if windows else 40,
+        "rollout/tokens": 30 if windows else 60,
+      }
+      for step in range(1, 5)
+    ]
+    return rows
+
+  monkeypatch.setattr(script, "train", train)
+  out = script.measure_tail("small", 10.0)
+  assert out["full_steps"] == out["windows_steps"] == 2
+  assert (out["full_generate_s"], out["windows_generate_s"]) == (4.0, 1.0)
+  assert out["windows_over_full_tokens_per_s"] == 2.0
+  monkeypatch.setattr(script, "train", lambda *_: [{"step": 0}])
+  with pytest.raises(InputError, match="no step after the warm-up"):
+    script.measure_tail("small", 10.0)
+
+
+def test_accuracy_is_that_of_the_first_and_of_the_last_evaluation(
+  script, monkeypatch
+):
+  rows = [
+    {"step": 0, "eval/x/greedy": 0.1, "eval/x/avg@4": 0.3, "eval/x/pass@4": 1},
+    {"step": 1},
+    {"step": 20, "eval/x/greedy": 0.5, "eval/x/avg@4": 0.4},
+    {"step": 40, "eval/x/greedy": 0.9, "eval/x/avg@4": 0.8},
+  ]
+  monkeypatch.setattr(script, "train", lambda *_: rows)
+  out = script.measure_grpo("full", 10.0)
+  assert out.pop("seconds") >= 0
+  assert out == {
+    "steps": 40,
+    "greedy_at_0": 0.1,
+    "avg@4_at_0": 0.3,
+    "greedy_at_40": 0.9,
+    "avg@4_at_40": 0.8,
+  }
+
+
+def test_training_that_fails_or_has_no_time_says_so(script):
+  with pytest.raises(InputError, match="no such key"):
+    script.train(["--config=configs/grpo.py", "--config.no.key=1"], 300.0)
+  with pytest.raises(InputError, match="more than 0 s for a step"):
+    script.train(["--config=configs/grpo.py"], 0.1)
+
+
+@pytest.mark.parametrize(
+  "flags, problem",
+  [
+    (["--parts=decode,x"], "--parts: 'x' must be one of device, agreement"),
+    (["--seconds=0"], "--seconds=0 must be more than 0"),
+  ],
+)
+def test_bad_flags_are_one_line(script, flags, problem, capsys):
+  assert script.main(flags) == 2
+  error = capsys.readouterr().err
+  assert problem in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-1.5b", "qwen2.5-7b"])
+def test_a_token_is_multiplied_with_all_but_looked_up_embeddings(name):
+  config = shapes.MODELS[name]
+  fns = models.make_policy(config)
+  shape = jax.eval_shape(fns.init, jax.random.key(0))
+  if not config.tie_word_embeddings:
+    del shape["embed"]
+  expected = sum(math.prod(x.shape) for x in jax.tree.leaves(shape))
+  assert devices._multiplied_params(config) == expected
+
+
+def test_as_many_layers_as_fit_and_at_least_one(monkeypatch):
+  whole = shapes.MODELS["qwen2.5-7b"]
+  memory = lambda gib: monkeypatch.setattr(
+    devices, "_memory_bytes", lambda: gib * 2**30
+  )
+  memory(0)  # A device that does not say.
+  assert devices._that_fits(whole) == whole
+  memory(2000)
+  assert devices._that_fits(whole) == whole
+  memory(60)
+  few = devices._that_fits(whole)
+  assert 1 < few.num_layers < 28
+  more = dataclasses.replace(few, num_layers=few.num_layers + 1)
+  of = lambda config: models.num_params(config) * devices._BYTES_PER_PARAM
+  assert of(few) <= 60 * 2**30 < of(more)
+  memory(1)
+  assert devices._that_fits(whole).num_layers == 1
+
+
+def test_rollouts_of_an_update_have_groups_with_one_prompt():
+  sizes = devices.SIZES["small"]
+  rollout = devices._rollout(sizes.decoded, sizes)
+  total = rollout.prompt_lengths + rollout.lengths
+  np.testing.assert_array_equal(total, sizes.response_length)
+  for group in range(4):
+    prompts = rollout.prompt_tokens[rollout.group == group]
+    assert len(prompts) == 4 and (prompts == prompts[0]).all()
+
+
+@pytest.mark.slow(minutes=1)
+def test_measures_a_device_and_writes_what_it_saw(tmp_path):
+  parts = "device,agreement,decode,update"
+  done = subprocess.run(
+    [sys.executable, _SCRIPT, f"--parts={parts}", f"--out={tmp_path}"],
+    env=programs.environment(),
+    capture_output=True,
+    text=True,
+    timeout=900,
+  )
+  assert done.returncode == 0, done.stderr
+  record = json.loads((tmp_path / "cpu.json").read_text())
+  assert record["errors"] == {} and record["sizes"] == "small"
+  found = record["parts"]
+  assert list(found) == parts.split(",")
+  for name in ("base", "wide"):
+    for dtype in ("float32", "bfloat16"):
+      assert found["agreement"][f"{name}_{dtype}_error_over_tolerance"] < 1
+  for numbers in found.values():
+    assert all(math.isfinite(value) for value in numbers.values())
+  table = (tmp_path / "cpu.md").read_text()
+  for slots in (1, 16, 64, 256):
+    assert f"| decode | `slots_{slots}_tokens_per_s`" in table
+  assert "| update | `tiny_flops_per_s`" in table
