@@ -136,6 +136,9 @@ class Model(Group, path="model"):
 class Value(Group, path="value"):
   """The critic, where the estimator has one."""
 
+  reward_model_steps = Key(0, _COUNT)
+  """Iterations before value pretraining in which the critic learns to judge
+  whole responses alone, as a reward model does (the papers start from one)."""
   pretrain_steps = Key(0, _COUNT)
   """Most iterations of value pretraining on a fixed policy (VAPO: 50)."""
   pretrain_patience = Key(6, _SOME)

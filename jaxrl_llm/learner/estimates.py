@@ -47,6 +47,13 @@ def value_mask(trainable, truncated) -> jax.Array:
   return trainable & ~truncated[:, None]
 
 
+def last_value_mask(trainable, truncated) -> jax.Array:
+  """bool [B, T]: of each response's tokens of the critic the last one."""
+  mask = value_mask(trainable, truncated)
+  following = jnp.cumsum(mask[:, ::-1], axis=1)[:, ::-1]
+  return mask & (following == 1)
+
+
 def in_window(unwindowed_policy_mask, window_start) -> jax.Array:
   """bool [B, T]: tokens that this step wrote; the prefix is context."""
   place = jnp.arange(unwindowed_policy_mask.shape[1])[None]

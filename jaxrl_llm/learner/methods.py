@@ -183,6 +183,18 @@ def with_monte_carlo_returns(
   return dataclasses.replace(algorithm, parts=parts)
 
 
+def as_reward_model(algorithm: Algorithm, *, gamma: float) -> Algorithm:
+  """The algorithm whose critic sees a response at its last token alone.
+
+  It learns what becomes of whole responses, and nothing of their beginnings:
+  a reward model, which VC-PPO and VAPO start their critics from. Its values of
+  beginnings are whatever they are, the bias that value pretraining repairs.
+  """
+  algorithm = with_monte_carlo_returns(algorithm, gamma=gamma)
+  last = {"value_mask": part(estimates.last_value_mask)}
+  return dataclasses.replace(algorithm, parts={**algorithm.parts, **last})
+
+
 def make_adaptive_temperature(sampler: Any) -> Callable[..., jax.Array] | None:
   """HAPO's sampling temperature, which follows the entropy of each token.
 

@@ -213,20 +213,23 @@ def _make_pretraining(
   config, engine, source, judge, turn_taking, learner
 ) -> ValuePretraining | None:
   value, groups = config.value, config.data.prompts_per_step
-  if learner.critic is None or value.init_from or not value.pretrain_steps:
+  pretrains = value.pretrain_steps or value.reward_model_steps
+  if learner.critic is None or value.init_from or not pretrains:
     return None
   whole = RolloutSettings(
     groups=groups, group_size=config.data.group_size, in_flight=groups
   )
-  algorithm = methods.with_monte_carlo_returns(
-    learner.algorithm, gamma=config.estimator.gamma
+  of = lambda make: dataclasses.replace(
+    learner, algorithm=make(learner.algorithm, gamma=config.estimator.gamma)
   )
   return ValuePretraining(
-    learner=dataclasses.replace(learner, algorithm=algorithm),
+    learner=of(methods.with_monte_carlo_returns),
+    reward_model=of(methods.as_reward_model),
     worker=RolloutWorker(
       _writer(config, engine, judge, turn_taking, PRETRAINING), source, whole
     ),
     source=source,
+    reward_model_steps=value.reward_model_steps,
     steps=value.pretrain_steps,
     patience=value.pretrain_patience,
     min_delta=value.pretrain_min_delta,

@@ -181,6 +181,10 @@ def groups(config: Any, wrong: Wrong) -> None:
     wrong["value.pretrain_steps, estimator.name"] = (
       "this estimator has no critic to pretrain; set value.pretrain_steps=0"
     )
+  if config.value.reward_model_steps and not has_critic(config):
+    wrong["value.reward_model_steps, estimator.name"] = (
+      "this estimator has no critic to pretrain; set value.reward_model_steps=0"
+    )
 
 
 def off_policy(config: Any, wrong: Wrong) -> None:

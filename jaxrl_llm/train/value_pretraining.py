@@ -22,6 +22,7 @@ FILE = "value_pretrain.jsonl"
 FOLDER = "value_pretrained"  # The critic's parameters.
 CHECKPOINTS = "value_pretrain_checkpoints"  # Until the run has one of its own.
 _EXPLAINED = "value/explained_variance"
+_OUTCOMES = "value/outcome_explained_variance"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,9 +45,11 @@ class ValuePretraining:
 
   Attributes:
     learner: whose targets are Monte Carlo returns.
+    reward_model: the same, but it sees responses at their last token alone.
     worker: writes whole responses, from a stream of its own.
     source: draws prompts, from the first one on.
-    steps: most batches that are learned from.
+    reward_model_steps: first batches, which only the reward model learns from.
+    steps: most batches that are learned from then.
     patience: batches without improvement after which it stops.
     min_delta: explained variance that counts as an improvement.
     save_every: batches between two checkpoints.
@@ -54,8 +57,10 @@ class ValuePretraining:
   """
 
   learner: Learner
+  reward_model: Learner
   worker: RolloutWorker
   source: PromptSource
+  reward_model_steps: int
   steps: int
   patience: int
   min_delta: float
@@ -95,8 +100,12 @@ class ValuePretraining:
       rows.truncate_after(state.number - 1)
       done, stop = False, stopped.agreed()
       while not (done or stop):
-        logger.phase(f"value pretraining {state.number}/{self.steps}")
-        state, row, done = self._step(learner, state, weights)
+        last = self.reward_model_steps + self.steps
+        logger.phase(f"value pretraining {state.number}/{last}")
+        if state.number < self.reward_model_steps:
+          state, row = self._learn_outcomes(learner, state, weights)
+        else:
+          state, row, done = self._step(learner, state, weights)
         rows.log(state.number - 1, row)
         stop = stopped.agreed()
         due = stop or state.number % self.save_every == 0
@@ -119,18 +128,10 @@ class ValuePretraining:
     self, learner: LearnerState, state: PretrainingState, weights: Weights
   ) -> tuple[PretrainingState, dict[str, float], bool]:
     """One batch: the state after it, its row, and whether it was the last."""
-    collected = self.worker.collect(
-      state.rollout, state.source, weights, metrics.PhaseTimer()
+    state, learner, batch, rng, row = self._measure(
+      self.learner, learner, state, weights
     )
-    responses = collected.batch.responses
-    rng = np.random.default_rng((self.seed[0], state.number, self.seed[1]))
-    learner = learner.replace(critic=state.critic)
-    batch = self.learner.measure_critic(learner, responses, rng)
-    explained = learner_metrics.explained_variance(batch.experience)
-    row = {
-      _EXPLAINED: explained,
-      "reward/accuracy": float(responses.correct.mean()),
-    }
+    explained = row[_EXPLAINED]
     improved = explained > state.explained + self.min_delta
     waited = 0 if improved else state.waited + 1
     if explained > state.explained:
@@ -140,19 +141,50 @@ class ValuePretraining:
         explained=float(explained),
         trained_on=state.number,
       )
-    done = state.number == self.steps or waited >= self.patience
+    last = self.reward_model_steps + self.steps
+    done = state.number == last or waited >= self.patience
     if not done:
       learner, new = self.learner.update_critic(learner, batch, rng)
       row |= new
     state = dataclasses.replace(
-      state,
-      source=collected.source_state,
-      rollout=collected.state,
-      critic=learner.critic,
-      waited=waited,
-      number=state.number + 1,
+      state, critic=learner.critic, waited=waited, number=state.number + 1
     )
     return state, row, done
+
+  def _learn_outcomes(
+    self, learner: LearnerState, state: PretrainingState, weights: Weights
+  ) -> tuple[PretrainingState, dict[str, float]]:
+    """A batch of the reward model: the state after it, and its row."""
+    state, learner, batch, rng, row = self._measure(
+      self.reward_model, learner, state, weights
+    )
+    row = {_OUTCOMES: row.pop(_EXPLAINED), **row}
+    learner, new = self.reward_model.update_critic(learner, batch, rng)
+    state = dataclasses.replace(
+      state,
+      critic=learner.critic,
+      best=jax.tree.map(jnp.copy, learner.critic.params),
+      number=state.number + 1,
+    )
+    return state, row | new
+
+  def _measure(self, trained, learner, state, weights):
+    """New responses under the critic: states, batch, random numbers, row."""
+    collected = self.worker.collect(
+      state.rollout, state.source, weights, metrics.PhaseTimer()
+    )
+    responses = collected.batch.responses
+    rng = np.random.default_rng((self.seed[0], state.number, self.seed[1]))
+    learner = learner.replace(critic=state.critic)
+    batch = trained.measure_critic(learner, responses, rng)
+    row = {
+      _EXPLAINED: learner_metrics.explained_variance(batch.experience),
+      "reward/accuracy": float(responses.correct.mean()),
+    }
+    state = dataclasses.replace(
+      state, source=collected.source_state, rollout=collected.state
+    )
+    return state, learner, batch, rng, row
 
   def _resume(
     self, workdir: pathlib.Path, saver: checkpoint.Checkpointer, logger: Any

@@ -56,6 +56,7 @@ def _without_parts(run: Mapping[str, Any], responses: int) -> tuple:
   )
 
 
+_REWARD_MODEL = {"value.reward_model_steps": 12}
 _NO_KL = _RUN | {"loss.kl_coefficient": 0.0}
 _FILTER = {"loss.overlong_filter": True}
 _CLIP_HIGHER = {"loss.clip_high": 0.28}
@@ -105,6 +106,13 @@ STUDIES: Mapping[str, Study] = {
     target=0.8,
     variants=(
       *_without_parts(_RUN, 512),
+      # As in the papers, and without what repairs its bias.
+      Variant("from a reward model", "vapo", _RUN | _REWARD_MODEL),
+      Variant(
+        "from a reward model, without value pretraining",
+        "vapo",
+        _RUN | _REWARD_MODEL | _WITHOUT["value pretraining"],
+      ),
       Variant("GRPO", "grpo", _RUN),
       Variant("DAPO", "dapo", _RUN),
     ),

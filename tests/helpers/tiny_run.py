@@ -159,6 +159,7 @@ def with_config(run: build.Run, **changes) -> build.Run:
     pretraining = dataclasses.replace(
       pretraining,
       learner=run.pretraining.learner,
+      reward_model=run.pretraining.reward_model,
       worker=run.pretraining.worker,
     )
   return dataclasses.replace(

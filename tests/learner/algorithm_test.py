@@ -97,6 +97,28 @@ class TestReturns:
     )
     np.testing.assert_array_equal(compute(made, "returns", inputs), expected)
 
+  def test_a_reward_model_sees_ended_responses_at_their_last_token(self):
+    trainable = np.asarray(
+      [[1, 1, 1, 0], [1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]],
+      bool,
+    )
+    inputs = {
+      "trainable": trainable,
+      "truncated": np.asarray([0, 0, 0, 1, 0], bool),
+    }
+    made = methods.as_reward_model(
+      make_algorithm(estimator__lambda_value=0.3), gamma=0.9
+    )
+    np.testing.assert_array_equal(
+      compute(made, "value_mask", inputs),
+      [[0, 0, 1, 0], [0, 0, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0]],
+    )
+    plain = methods.with_monte_carlo_returns(make_algorithm(), gamma=0.9)
+    np.testing.assert_array_equal(
+      compute(made, "returns", make_inputs()),
+      compute(plain, "returns", make_inputs()),
+    )
+
 
 def policy_loss(made, logprobs, advantage):
   """The loss of tokens that lie in one row, whose old log-probs are 0."""

@@ -23,7 +23,7 @@ from jaxrl_llm.errors import InputError, TrainingStopped
 from jaxrl_llm.learner import metrics as learner_metrics
 from jaxrl_llm.rollout.worker import Weights
 from jaxrl_llm.train import build, loop
-from jaxrl_llm.train.value_pretraining import CHECKPOINTS
+from jaxrl_llm.train.value_pretraining import CHECKPOINTS, FOLDER
 
 # Estimations of value pretraining: two that it learns from, one at the end.
 PRETRAINED = 3
@@ -519,6 +519,49 @@ class TestValuePretraining:
     assert ["value/loss" in row for row in rows] == [True, True, False]
     # A fresh head says 0 to everything: it explains nothing yet.
     assert rows[0]["value/explained_variance"] == 0.0
+
+  def test_a_reward_model_comes_first_and_resumes(self, run, tmp_path):
+    class Stopped:  # After so many batches.
+      def __init__(self, batches):
+        self.left = 1 + batches
+
+      def agreed(self):
+        self.left -= 1
+        return self.left <= 0
+
+    changes = {
+      "value__reward_model_steps": 2,
+      "value__pretrain_steps": 1,
+      "value__pretrain_min_delta": -10.0,
+    }
+    rows = self.train(run, tmp_path / "whole", **changes)
+    reward_model = ["value/outcome_explained_variance" in row for row in rows]
+    whole_texts = ["value/explained_variance" in row for row in rows]
+    assert reward_model == [True, True, False, False]
+    assert whole_texts == [False, False, True, True]
+    assert ["value/loss" in row for row in rows] == [True, True, True, False]
+    # What it has learned of ends gives beginnings values too.
+    assert rows[2]["value/loss"] < rows[1]["value/loss"] < rows[0]["value/loss"]
+
+    parts = with_config(run, run__steps=1, **changes)
+    states, weights = loop.begin(parts)
+    folder = tmp_path / "parts"
+    for batches in (1, 2, 9):
+      parts.pretraining.run(
+        states.learner,
+        Weights(weights.params, weights.version),
+        folder,
+        metrics.MetricsLogger(folder, total_steps=1, last_step=-1),
+        Stopped(batches),
+      )
+    assert pretraining_rows(folder) == pretraining_rows(tmp_path / "whole")
+    shapes = run.learner.critic.shapes.params
+    chex.assert_trees_all_equal(
+      *(
+        jax.device_get(checkpoint.load_tree(path / FOLDER, shapes))
+        for path in (folder, tmp_path / "whole")
+      )
+    )
 
   @pytest.mark.parametrize("kept", ["last", "first"])
   def test_the_best_critic_is_kept_and_only_it_changes(
