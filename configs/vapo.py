@@ -25,8 +25,8 @@ What differs from the paper, and why:
     such that lambda is 0.95 to 0.99 at the median length (alpha * length of 20
     to 100): 2.0 for chain_sum's 25 tokens. lambda is clamped at 0.
   * The critic starts from the policy's weights with a fresh scalar head, not
-    from a reward model, and is pretrained until its explained variance on fresh
-    batches stops rising.
+    from a reward model (value.reward_model_steps makes it one first), and is
+    pretrained until its explained variance on fresh batches stops rising.
   * Warm-up. The paper warms up without saying for how long: qwen2.5-32b takes
     the 20 rollout steps (320 updates) of DAPO. Small presets have 4 or 10
     updates, as they make 40 to 200 in all.
