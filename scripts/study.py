@@ -3,12 +3,14 @@
     python scripts/study.py NAME [--seeds=0,1,2] [--out=runs/studies]
     python scripts/study.py NAME --report          # of the runs so far
     python scripts/study.py NAME --variants='VAPO;PPO' --config.run.steps=20
+    python scripts/study.py NAME --curves=docs/studies/NAME.csv --out=DIR
 
 NAME is one of the studies of scripts/studies/tables.py. Each run is
 scripts/train.py in a folder of its own, one after the other, so that times
 compare; a run that was stopped is resumed, one that is done is left alone, and
 one of other settings is refused. Ctrl-C saves the run at hand and stops.
-Writes OUT/NAME/table.md, curves.csv and curves.png.
+Writes OUT/NAME/table.md, curves.csv and curves.png; with --curves from such
+files alone, several with commas between.
 """
 
 import argparse
@@ -128,6 +130,7 @@ def main(arguments: list[str] | None = None) -> int:
     "--plugin", action="append", default=[], help="file of your own parts"
   )
   parser.add_argument("--report", action="store_true", help="train nothing")
+  parser.add_argument("--curves", metavar="FILES", help="train nothing either")
   options, extra = parser.parse_known_args(arguments)
   study = STUDIES[options.name]
   folder = pathlib.Path(options.out) / options.name
@@ -144,9 +147,14 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown:
       raise InputError(f"{unknown[0]}: no such flag; see --help")
     seeds = _seeds(options.seeds)
-    if not options.report:
-      run_all(study, variants, seeds, folder, extra)
-    outcomes = results.load_outcomes(study, folder, seeds)
+    if options.curves:
+      files = [pathlib.Path(file) for file in options.curves.split(",")]
+      outcomes = results.read_curves(study, files)
+      folder.mkdir(parents=True, exist_ok=True)
+    else:
+      if not options.report:
+        run_all(study, variants, seeds, folder, extra)
+      outcomes = results.load_outcomes(study, folder, seeds)
     if not outcomes:
       raise InputError(f"{folder} has no runs yet; leave --report away")
     print(results.write_table(study, outcomes, folder / "table.md"))

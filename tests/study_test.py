@@ -21,6 +21,7 @@ from jaxrl_llm.report.figure import band
 from jaxrl_llm.train.validation import validate
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
+_CURVES_OF_DOCS = _ROOT / "docs" / "studies"
 _ARMS = [
   pytest.param(study, variant, id=f"{name}: {variant.name}")
   for name, study in STUDIES.items()
@@ -166,6 +167,23 @@ class TestWriteTable:
       "0%",
     ]
 
+  def test_lead_is_over_the_same_seed(self, tmp_path):
+    outcomes = {
+      "slow": [
+        results.outcome(_rows([0.1, 0.2, 0.4])),
+        results.outcome(_rows([0.1, 0.3, 0.5]))._replace(seed=1),
+      ],
+      # Twice the tokens: at 100 and 200 of them it has 0.3 and 0.5.
+      "quick": [
+        results.outcome(_rows([0.1, 0.5, 0.7], tokens=200.0))._replace(seed=1),
+        results.outcome(_rows([0.1, 0.9]))._replace(seed=2),  # Has no pair.
+      ],
+    }
+    slow, quick = self._cells(tmp_path, outcomes)
+    assert [slow["lead by steps"], slow["by tokens"]] == ["-", "-"]
+    assert quick["lead by steps"] == "+0.200"
+    assert quick["by tokens"] == "+0.000"
+
   def test_dashes_where_a_seed_did_not_reach_the_target(self, tmp_path):
     good = results.outcome(_rows([0.1, 0.6]))
     bad = results.outcome(_rows([0.1, 0.2]))
@@ -198,6 +216,20 @@ class TestWriteTable:
       "decode_steps": 40,
       "accuracy": 0.25,
     }
+
+  def test_reads_the_curves_that_it_wrote(self, tmp_path):
+    run = results.outcome(_rows([0.1, 0.25]))
+    outcomes = {"quick": [run], "slow": [run, run._replace(seed=7)]}
+    results.write_curves({"quick": [run]}, tmp_path / "a.csv")
+    results.write_curves({"slow": outcomes["slow"][::-1]}, tmp_path / "b.csv")
+    files = [tmp_path / "a.csv", tmp_path / "b.csv"]
+    read = results.read_curves(_STUDY, files)
+    assert list(read) == ["slow", "quick"]  # As the study has them.
+    assert [each.seed for each in read["slow"]] == [0, 7]
+    for name, runs in read.items():
+      for one, other in zip(runs, outcomes[name], strict=True):
+        np.testing.assert_allclose(one[:5], other[:5], rtol=1e-5)
+    assert "generate" not in self._cells(tmp_path, read)[0]
 
   def test_odd_runs(self, tmp_path):
     at_once = results.outcome(_rows([0.9, 0.9]))  # 0 seconds to target.
@@ -392,6 +424,35 @@ class TestScript:
     assert f"| {study.variants[0].name} | 2 | 3 | 0.800" in table
     assert study.variants[1].name + " |" not in table
     assert str(folder) in capsys.readouterr().out
+
+  @pytest.mark.parametrize(
+    "name",
+    [name for name in STUDIES if (_CURVES_OF_DOCS / f"{name}.csv").exists()],
+  )
+  def test_tables_of_the_docs_are_made_of_their_curves(self, tmp_path, name):
+    pytest.importorskip("matplotlib")
+    flag = f"--curves={_CURVES_OF_DOCS / name}.csv"
+    assert _script().main([name, flag, f"--out={tmp_path}"]) == 0
+    table = (tmp_path / name / "table.md").read_text("utf-8")
+    assert STUDIES[name].baseline in table
+    assert (tmp_path / name / "curves.png").exists()
+
+  @pytest.mark.parametrize(
+    "text, words",
+    [("a,b\n1,2\n", "curves.csv"), (None, "No such file")],
+  )
+  def test_curves_that_are_none(self, tmp_path, capsys, text, words):
+    file = tmp_path / "x.csv"
+    if text:
+      file.write_text(text, "utf-8")
+    assert _script().main(["credit", f"--curves={file}"]) == 2
+    error = capsys.readouterr().err
+    assert words in error and str(file) in error and error.count("\n") == 1
+
+  def test_curves_of_another_study(self, tmp_path, capsys):
+    flag = f"--curves={_CURVES_OF_DOCS / 'staleness.csv'}"
+    assert _script().main(["credit", flag, f"--out={tmp_path}"]) == 2
+    assert "no variant of this study" in capsys.readouterr().err
 
   def test_curves_name_the_seeds_that_have_run(self, tmp_path):
     study = STUDIES["tppo_speed"]

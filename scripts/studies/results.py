@@ -9,6 +9,7 @@ import numpy as np
 from studies.tables import Study
 
 from jaxrl_llm import metrics, report
+from jaxrl_llm.errors import InputError
 
 # What is no part of training: evaluation and saving.
 _NOT_TRAINING = {"time/evaluate_s", "time/checkpoint_s"}
@@ -25,13 +26,24 @@ class Outcome(NamedTuple):
   tokens: np.ndarray  # Generated.
   decode_steps: np.ndarray  # Of the sampler, one after the other.
   accuracy: np.ndarray
-  split: dict[str, float]  # Phase -> share of the training time.
+  split: Mapping[str, float] = {}  # Phase -> share of the training time.
   seed: int = 0
 
   def at_target(self, axis: str, target: float) -> float:
     """An axis at the first evaluation of at least `target`, or NaN."""
     reached = np.flatnonzero(self.accuracy >= target)
     return float(getattr(self, axis)[reached[0]]) if reached.size else np.nan
+
+  def lead(self, other: "Outcome", axis: str) -> float:
+    """How much more accurate than another run, at equal places of an axis.
+
+    It is the mean over the other's evaluations but the first, as far as both
+    have come; accuracy between two evaluations lies on a line.
+    """
+    places = getattr(other, axis)
+    shared = (places > 0) & (places <= getattr(self, axis)[-1])
+    own = np.interp(places, getattr(self, axis), self.accuracy)
+    return float((own - other.accuracy)[shared].mean())
 
 
 def load_outcomes(
@@ -54,6 +66,37 @@ def load_outcomes(
       if (path / "metrics.jsonl").exists():
         run = outcome(report.load_run(path).rows)._replace(seed=seed)
         outcomes.setdefault(variant.name, []).append(run)
+  return outcomes
+
+
+def read_curves(
+  study: Study, paths: Sequence[pathlib.Path]
+) -> dict[str, list[Outcome]]:
+  """Reads what `write_curves` wrote, here or in the docs, as `load_outcomes`.
+
+  Raises:
+    InputError: a file is no table of curves, or one of another study.
+  """
+  points = {}
+  for path in paths:
+    with open(path, encoding="utf-8", newline="") as file:
+      for row in csv.DictReader(file):
+        try:
+          key = row["variant"], int(row["seed"])
+          point = [float(row[name]) for name in _CURVES]
+        except (KeyError, TypeError, ValueError) as error:
+          raise InputError(
+            f"{path}: not a curves.csv of this program ({error!r})"
+          ) from error
+        points.setdefault(key, []).append(point)
+  names = [variant.name for variant in study.variants]
+  strangers = sorted({name for name, _ in points} - set(names))
+  if strangers:
+    raise InputError(f"{strangers[0]!r} is no variant of this study")
+  outcomes = {}
+  for name, seed in sorted(points, key=lambda k: (names.index(k[0]), k[1])):
+    columns = np.array(points[name, seed]).T
+    outcomes.setdefault(name, []).append(Outcome(*columns, seed=seed))
   return outcomes
 
 
@@ -117,7 +160,9 @@ def write_table(
     " the first. Seconds are those of training steps, and shares are of them;"
     " value pretraining counts, evaluation and saving do not. Tokens are those"
     " generated, decode steps the sampler's, one after the other. Ratios"
-    f" compare what it took to {study.target:g} with {study.baseline}.\n\n"
+    f" compare what it took to {study.target:g} with {study.baseline}, and"
+    " leads are of accuracy over the same seed's, the mean over the run, at"
+    " equal steps and at equal tokens.\n\n"
     f"{report.markdown(rows)}\n"
   )
   path.write_text(text, encoding="utf-8")
@@ -151,14 +196,30 @@ def _row(
     "steps": str(min((int(r.steps[-1]) for r in done), default=0)),
     "final accuracy": mean_and_error([r.accuracy[-1] for r in done], ".3f"),
     "mean accuracy": mean_and_error(means, ".3f"),
+    "lead by steps": _lead(done, base, "steps"),
+    "by tokens": _lead(done, base, "tokens"),
     "seconds": mean_and_error([r.seconds[-1] for r in done], ".0f"),
     f"s to {target:g}": seconds,
     "ratio": ratio,
     f"decode steps to {target:g}": decoded,
     "their ratio": their_ratio,
     "tokens (M)": mean_and_error([r.tokens[-1] / 1e6 for r in done], ".2f"),
-    **{p: f"{np.mean([r.split[p] for r in results]):.0%}" for p in _PHASES},
+    **{
+      p: f"{np.mean([r.split[p] for r in results]):.0%}"
+      for p in _PHASES
+      if all(r.split for r in results)
+    },
   }
+
+
+def _lead(results: list[Outcome], base: list[Outcome], axis: str) -> str:
+  """Mean lead over the baseline's runs of the same seeds."""
+  others = {run.seed: run for run in base}
+  pairs = [(run, others[run.seed]) for run in results if run.seed in others]
+  pairs = [pair for pair in pairs if all(run.steps.size > 1 for run in pair)]
+  if not pairs or pairs[0][0] is pairs[0][1]:
+    return "-"
+  return mean_and_error([run.lead(other, axis) for run, other in pairs], "+.3f")
 
 
 def _to_target(
@@ -179,4 +240,6 @@ def mean_and_error(values: Sequence[float], form: str) -> str:
   if not values or not np.isfinite(values).all():
     return "-"
   mean, error = metrics.mean_and_standard_error(values)
-  return f"{mean:{form}}" + (f" ± {error:{form}}" if len(values) > 1 else "")
+  if len(values) == 1:
+    return f"{mean:{form}}"
+  return f"{mean:{form}} ± {error:{form.removeprefix('+')}}"
