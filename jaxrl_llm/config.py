@@ -136,6 +136,9 @@ class Model(Group, path="model"):
 class Value(Group, path="value"):
   """The critic, where the estimator has one."""
 
+  reads_logprobs = Key(False, resume=FIXED)
+  """The critic also reads how likely each token was when it was written, which
+  tells slips from what was meant. (The papers' critics read tokens alone.)"""
   reward_model_steps = Key(0, _COUNT)
   """Iterations before value pretraining in which the critic learns to judge
   whole responses alone, as a reward model does (the papers start from one)."""

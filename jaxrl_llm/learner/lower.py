@@ -53,7 +53,10 @@ def _abstract_batch(
   count = jax.ShapeDtypeStruct((), np.int32, sharding=sharding.replicated(mesh))
   return PackedBatch(
     packed=PackedTokens(
-      **{name: of(np.int32) for name in tokens}, mask=of(np.bool_), count=count
+      **{name: of(np.int32) for name in tokens},
+      mask=of(np.bool_),
+      logprobs=of(np.float32),
+      count=count,
     ),
     mask=of(np.bool_),
     inputs={name: of(np.float32) for name in names},

@@ -35,6 +35,7 @@ class PackedTokens:
   prefixes: chex.Array  # int32 [M, r, C], a segment seen too, 0 is none.
   positions: chex.Array  # int32 [M, r, C], index within the sample.
   mask: chex.Array  # bool [M, r, C], targets that are unmasked response.
+  logprobs: chex.Array  # float32 [M, r, C], of the tokens when sampled, or 0.
   count: chex.Array  # int32 scalar, micro-batches that hold anything.
 
   def rows(self, i: chex.Numeric) -> PackedRows:
@@ -185,9 +186,13 @@ def pack(
     present=present,
     last=start + rollout.lengths,
   )
+  sampled = np.where(rollout.mask, rollout.behavior_logprobs, np.float32(0))
+  # A token lies after the position that predicts it, and no unit ends there.
+  behind = np.roll(layout.scatter(sampled).reshape(-1), 1)
   packed = PackedTokens(
     **{name: x.reshape(layout.shape) for name, x in flat.items()},
     mask=layout.scatter(np.asarray(rollout.mask)),
+    logprobs=behind.reshape(layout.shape),
     count=np.int32(-(-used // rows)),
   )
   return packed, layout

@@ -75,7 +75,7 @@ def _leading(sharding: NamedSharding | None, axes: int) -> NamedSharding | None:
 
 
 def _make_backbone(config, *, dtype, remat_policy, kernels, sharding):
-  """(params, PackedRows) -> final hidden states; whether it sees prefixes."""
+  """`transformer.hidden` of these settings, and whether it sees prefixes."""
   packed = make_packed_attention(kernels, config, sharding=sharding)
   backbone = functools.partial(
     transformer.hidden,
@@ -95,6 +95,18 @@ def _logits(params, tokens, mask, *, config, backbone, parts):
   states = backbone(params, context.deal(packed, parts))
   states = context.collect(states, parts, tokens.shape[1])
   return transformer.logits(params, states, config=config)
+
+
+def _any_direction(embedding):
+  """float32 [D]: of no token, and half as long as an embedding."""
+  direction = jax.random.normal(jax.random.key(0), embedding.shape[1:])
+  return 0.5 * jnp.std(embedding) * direction
+
+
+def _surprise(params, logprobs):
+  """What a critic reads beside the tokens, [R, C, D]: nats, at most 8."""
+  nats = jnp.minimum(-logprobs, 8.0)
+  return nats[..., None] * params["surprise"]["kernel"][None, None]
 
 
 def _init_kv_cache(layers, init_layer, dtype, shards, pages, page_size):
@@ -200,10 +212,15 @@ def make_value(
   remat_policy: str = "full",
   kernels: str = "auto",
   sharding: NamedSharding | None = None,
+  reads_logprobs: bool = False,
 ) -> ValueFns:
   """Critic of a config: backbone plus a float32 scalar head that starts at 0.
 
-  Arguments as in `make_policy`.
+  Args:
+    config, dtype, remat_policy, kernels, sharding: as in `make_policy`.
+    reads_logprobs: it also reads how surprising each token was to the policy
+      that wrote it, `PackedRows.logprobs`. What the policy takes for a slip is
+      known to its last layer alone, which no critic made of its layers sees.
   """
   backbone, sees_prefixes = _make_backbone(
     config,
@@ -221,15 +238,20 @@ def make_value(
       "bias": jnp.zeros((1,), jnp.float32),
     }
     trunk = {k: v for k, v in params.items() if k != "lm_head"}
-    return jax.tree.map(jnp.copy, trunk) | {"value_head": head}
+    own = {"value_head": head}
+    if reads_logprobs:
+      own["surprise"] = {"kernel": _any_direction(params["embed"]["embedding"])}
+    return jax.tree.map(jnp.copy, trunk) | own
 
   def init(key: chex.PRNGKey):
     return from_policy(transformer.init(key, config))
 
   def values(params, packed):
-    states = backbone(params, context.deal(packed, parts)).astype(jnp.float32)
+    length, packed = packed.tokens.shape[1], context.deal(packed, parts)
+    beside = _surprise(params, packed.logprobs) if reads_logprobs else None
+    states = backbone(params, packed, beside).astype(jnp.float32)
     head = params["value_head"]
     values = (jnp.dot(states, head["kernel"]) + head["bias"][0])[..., 0]
-    return context.collect(values, parts, packed.tokens.shape[1]), {}
+    return context.collect(values, parts, length), {}
 
   return ValueFns(config, init, from_policy, values, sees_prefixes)

@@ -31,6 +31,8 @@ class PackedRows:
   prefixes: chex.Array | None = None  # int32, a segment seen too; 0 is none.
   targets: chex.Array | None = None  # int32, the next token of the same sample.
   mask: chex.Array | None = None  # bool, targets that are asked about.
+  # float32, of each token when it was sampled; 0 of tokens that were given.
+  logprobs: chex.Array | None = None
 
 
 # What of a layer is kept for the backward pass.
@@ -111,6 +113,7 @@ def logits(
 def hidden(
   params: Params,
   packed: PackedRows,
+  beside: chex.Array | None = None,
   *,
   config: ModelConfig,
   dtype: Any,
@@ -123,6 +126,7 @@ def hidden(
   Args:
     params: stacked parameters.
     packed: the rows.
+    beside: [R, C, D], added to the embeddings of the tokens; None: nothing is.
     config: the architecture.
     dtype: of activations and matrix products.
     remat_policy: what the backward pass computes again, one of
@@ -151,7 +155,10 @@ def hidden(
   policy = REMAT_POLICIES[remat_policy]
   if policy is not jax.checkpoint_policies.everything_saveable:
     layer = jax.checkpoint(layer, prevent_cse=False, policy=policy)
-  x = pin(_module("embed", config, params["embed"])(packed.tokens, dtype))
+  x = _module("embed", config, params["embed"])(packed.tokens, dtype)
+  if beside is not None:
+    x += beside.astype(dtype)
+  x = pin(x)
   x, _ = jax.lax.scan(layer, x, params["layers"])
   return _module("norm", config, params["final_norm"])(x)
 

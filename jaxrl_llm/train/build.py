@@ -99,7 +99,10 @@ def make_fns(
     sampler_sharding=sharding.of_slots(both.sampler, model_config.num_kv_heads),
     **settings,
   )
-  return policy, models.make_value(model_config, **settings)
+  value = models.make_value(
+    model_config, reads_logprobs=config.value.reads_logprobs, **settings
+  )
+  return policy, value
 
 
 def make_learner(

@@ -56,6 +56,8 @@ def _without_parts(run: Mapping[str, Any], responses: int) -> tuple:
   )
 
 
+# The papers' critics read tokens alone.
+_TOKENS_ALONE = _RUN | {"value.reads_logprobs": False}
 _REWARD_MODEL = {"value.reward_model_steps": 12}
 _NO_KL = _RUN | {"loss.kl_coefficient": 0.0}
 _FILTER = {"loss.overlong_filter": True}
@@ -105,14 +107,15 @@ STUDIES: Mapping[str, Study] = {
     preset="",
     target=0.8,
     variants=(
-      *_without_parts(_RUN, 512),
+      *_without_parts(_TOKENS_ALONE, 512),
       # As in the papers, and without what repairs its bias.
-      Variant("from a reward model", "vapo", _RUN | _REWARD_MODEL),
+      Variant("from a reward model", "vapo", _TOKENS_ALONE | _REWARD_MODEL),
       Variant(
         "from a reward model, without value pretraining",
         "vapo",
-        _RUN | _REWARD_MODEL | _WITHOUT["value pretraining"],
+        _TOKENS_ALONE | _REWARD_MODEL | _WITHOUT["value pretraining"],
       ),
+      Variant("critic reads log-probs", "vapo", _RUN),
       Variant("GRPO", "grpo", _RUN),
       Variant("DAPO", "dapo", _RUN),
     ),

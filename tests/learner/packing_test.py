@@ -47,6 +47,7 @@ class TestPack:
       tokens=np.asarray([[13, 14, 0], [22, 0, 0]]),
       lengths=np.asarray([2, 1]),
       mask=np.asarray([[True, True, False], [True, False, False]]),
+      behavior_logprobs=np.asarray([[-1, -2, 9], [-3, 9, 9]], np.float32),
     )
     packed, layout = packing.pack(rollout, capacity=9, rows=1, micro_batches=2)
     row = lambda name: packed[name][0, 0].tolist()
@@ -57,6 +58,8 @@ class TestPack:
     assert not packed.prefixes.any()
     # 13 is predicted where 12 is read, 14 where 13 is, 22 where 21 is.
     assert row("mask") == [0, 0, 1, 1, 0, 0, 1, 0, 0]
+    # The log-prob of a token is where it is read: 13, 14 and 22.
+    assert row("logprobs") == [0, 0, 0, -1, -2, 0, 0, -3, 0]
     assert packed.count == 1 and not packed.segments[1].any()
     values = np.asarray([[1.0, 2.0, 9.0], [3.0, 9.0, 9.0]], np.float32)
     scattered = layout.scatter(values)
@@ -77,6 +80,7 @@ class TestPack:
       tokens=np.asarray([[21, 0, 0], [31, 32, 33], [41, 42, 0]]),
       lengths=np.asarray([1, 3, 2]),
       mask=np.asarray([[1, 0, 0], [1, 1, 1], [1, 0, 0]], bool),
+      behavior_logprobs=-np.asarray([[1, 9, 9], [2, 3, 4], [5, 9, 9]], "f4"),
     )
     packed, layout = packing.pack(rollout, capacity=10, rows=2, micro_batches=1)
     row = lambda name, r=0: packed[name][0, r].tolist()
@@ -87,6 +91,7 @@ class TestPack:
     assert row("segments") == [1, 1, 2, 2, 2, 2, 3, 3, 3, 0]
     assert row("prefixes") == [0, 0, 1, 1, 1, 1, 1, 1, 1, 0]
     assert row("mask") == [0, 0, 1, 1, 1, 0, 1, 0, 0, 0]
+    assert row("logprobs") == [0, 0, 0, -2, -3, -4, 0, -5, 0, 0]
     assert row("tokens", 1) == [10, 11, 12, 21, 0, 0, 0, 0, 0, 0]
     assert row("segments", 1) == [1, 1, 1, 1, 0, 0, 0, 0, 0, 0]
     assert not packed.prefixes[0, 1].any()
@@ -100,6 +105,7 @@ class TestPack:
       tokens=np.asarray([[21, 0], [31, 32]]),
       lengths=np.asarray([1, 2]),
       mask=np.asarray([[1, 0], [1, 1]], bool),
+      behavior_logprobs=np.asarray([[-1, 9], [-2, -3]], np.float32),
     )
     packed, layout = packing.pack(
       rollout, capacity=10, rows=1, micro_batches=1, share=False
@@ -107,6 +113,7 @@ class TestPack:
     row = lambda name: packed[name][0, 0].tolist()
     assert row("tokens") == [10, 11, 12, 31, 32, 10, 11, 12, 21, 0]
     assert row("segments") == [1, 1, 1, 1, 1, 2, 2, 2, 2, 0]
+    assert row("logprobs") == [0, 0, 0, -2, -3, 0, 0, 0, -1, 0]
     assert row("positions") == [0, 1, 2, 3, 4, 0, 1, 2, 3, 0]
     assert not packed.prefixes.any()
     np.testing.assert_array_equal(layout.gather(packed.targets), rollout.tokens)

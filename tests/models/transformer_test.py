@@ -412,6 +412,32 @@ class TestValue:
     ):
       assert mine.unsafe_buffer_pointer() != theirs.unsafe_buffer_pointer()
 
+  def test_reads_log_probs_of_what_was_written(self):
+    _, params = tiny.tiny_policy()
+    make = lambda fns: tiny.widen(fns.from_policy(params), jax.random.key(5))
+    fns = models.make_value(CONFIG, reads_logprobs=True)
+    critic, tokens = make(fns), _tokens()
+    alone = {k: v for k, v in critic.items() if k != "surprise"}
+    without, _ = models.make_value(CONFIG).values(alone, _rows(tokens))
+
+    @jax.jit
+    def values(logprobs):
+      return fns.values(critic, _rows(tokens).replace(logprobs=logprobs))[0]
+
+    certain = np.zeros(tokens.shape, np.float32)
+    expected = values(certain)
+    _close(expected, without)
+    # A surprise changes the value where the token is read and after it.
+    place = tokens.shape[1] // 2
+    certain[:, place] = -2.0
+    changed = np.asarray(values(certain)) != np.asarray(expected)
+    assert not changed[:, :place].any() and changed[:, place:].all()
+    # More than 8 nats are as surprising.
+    certain[:, place] = -8.0
+    most = values(certain)
+    certain[:, place] = -np.inf
+    np.testing.assert_array_equal(values(certain), most)
+
   def test_is_linear_in_the_hidden_states(self):
     _, params = tiny.tiny_policy()
     fns = models.make_value(CONFIG, remat_policy="none")

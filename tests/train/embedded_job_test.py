@@ -1,5 +1,6 @@
 """The job that ships: reward alone turns over what the base does greedily."""
 
+import itertools
 import json
 import os
 import pathlib
@@ -39,5 +40,12 @@ def test_greedy_accuracy_rises_and_the_critic_knows(tmp_path):
   assert before["eval/chain_sum/pass@4"] >= 0.5  # Reward can find the way.
   assert after["eval/chain_sum/greedy"] >= 0.9
   assert after["eval/chain_sum/avg@4"] >= 0.8
-  # Value pretraining: explained variance of batches that it has not seen.
+  # Explained variance of responses that the critic has not seen: after value
+  # pretraining, and as long as the policy has much to learn.
   assert read("value_pretrain.jsonl")[-1]["value/explained_variance"] >= 0.5
+  learning = itertools.takewhile(
+    lambda row: row["reward/accuracy"] <= 0.8, read("metrics.jsonl")[1:]
+  )
+  explained = [row["value/explained_variance"] for row in learning]
+  assert len(explained) >= 4 and min(explained) >= 0.4
+  assert sum(explained) / len(explained) >= 0.5
