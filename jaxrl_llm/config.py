@@ -138,7 +138,7 @@ class Value(Group, path="value"):
 
   reads_logprobs = Key(False, resume=FIXED)
   """The critic also reads how likely each token was when it was written, which
-  tells slips from what was meant. (The papers' critics read tokens alone.)"""
+  tells slips from what was meant; the papers' critics read tokens alone."""
   reward_model_steps = Key(0, _COUNT)
   """Iterations before value pretraining in which the critic learns to judge
   whole responses alone, as a reward model does (the papers start from one)."""

@@ -303,8 +303,9 @@ class TestSettings:
     for group in ("estimator", "loss", "off_policy", "schedule", "value"):
       kept.setdefault(group, {})
       got = scaled[group].to_dict() | kept[group]
-      if group == "value":  # How patient, not whether.
-        got |= {"pretrain_patience": plain.value.pretrain_patience}
+      if group == "value":  # How patient and with what eyes, not whether.
+        names = ("pretrain_patience", "reads_logprobs")
+        got |= {name: plain.value[name] for name in names}
       assert got == plain[group].to_dict()
     if scaled.data.source == "jsonl":
       scaled.data.path = "some.jsonl"

@@ -139,6 +139,10 @@ CONTRADICTIONS = [
     {"estimator.name": "group"},
     ["value.pretrain_steps=12", "estimator.name='group'"],
   ),
+  (
+    GROUPED | {"value.reward_model_steps": 3},
+    ["value.reward_model_steps=3", "estimator.name='group'"],
+  ),
   *(
     (
       {"off_policy.correction": kind, "off_policy.proximal": "stored"},

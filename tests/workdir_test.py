@@ -34,6 +34,7 @@ FIXED = {
   "data.on_long": "drop",
   "data.group_size": 8,
   "sampler.max_response_length": 13,
+  "value.reads_logprobs": False,
   "estimator.name": "group",
   "loss.name": "gspo",
   "schedule.stop": "first_groups",

@@ -34,6 +34,7 @@ def make_config():
     checkpoint__keep=2,
     checkpoint__every=2,
     run__trackers=(),
+    value__reads_logprobs=False,  # Format 4 is older than the key.
   )
 
 
