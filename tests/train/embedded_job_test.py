@@ -47,5 +47,5 @@ def test_greedy_accuracy_rises_and_the_critic_knows(tmp_path):
     lambda row: row["reward/accuracy"] <= 0.8, read("metrics.jsonl")[1:]
   )
   explained = [row["value/explained_variance"] for row in learning]
-  assert len(explained) >= 4 and min(explained) >= 0.4
+  assert len(explained) >= 4 and min(explained) >= 0.3
   assert sum(explained) / len(explained) >= 0.5
