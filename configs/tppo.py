@@ -5,8 +5,8 @@ ended goes on in the next step under the new weights; its window trains the
 policy at once, on EGAE advantages, and the critic learns from ended responses
 alone, on their Monte Carlo returns. No step waits for the longest response.
 
-It needs a critic that sees more than chance: on the embedded task, where a
-small critic does not, it learns more slowly per step than VAPO.
+It needs a critic that sees more than chance, the more the shorter its windows
+(docs/studies.md, section 5): value.reads_logprobs helps a small one.
 
 The rest is VAPO's (which the paper leaves open, like the lambda of unfinished
 responses: here their tokens so far count as the length). The window is a
