@@ -29,7 +29,7 @@ def embedded(config: Any) -> None:
   config.optimizer.policy.learning_rate = 1e-4
   config.optimizer.value.learning_rate = 1e-3
   config.optimizer.value.mini_batch = 32
-  config.value.reads_logprobs = True  # Half of the mistakes left are slips.
+  config.value.reads_logprobs = True  # Later mistakes are slips.
   config.value.pretrain_patience = 12
   config.eval.greedy = True
   config.run.steps = 40

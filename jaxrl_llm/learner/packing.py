@@ -187,7 +187,7 @@ def pack(
     last=start + rollout.lengths,
   )
   sampled = np.where(rollout.mask, rollout.behavior_logprobs, np.float32(0))
-  # A token lies after the position that predicts it, and no unit ends there.
+  # A token lies right after the position that predicts it.
   behind = np.roll(layout.scatter(sampled).reshape(-1), 1)
   packed = PackedTokens(
     **{name: x.reshape(layout.shape) for name, x in flat.items()},

@@ -15,6 +15,8 @@ from jaxrl_llm.models.kernels import make_kernels, make_packed_attention
 from jaxrl_llm.models.kv_cache import KVCache
 from jaxrl_llm.models.transformer import PackedRows
 
+_MAX_SURPRISE = 8.0  # Nats: beyond, an embedding would outgrow all others.
+
 
 class ModelFns(NamedTuple):
   """A language model as pure functions of `params`, a plain nested dict.
@@ -97,15 +99,19 @@ def _logits(params, tokens, mask, *, config, backbone, parts):
   return transformer.logits(params, states, config=config)
 
 
-def _any_direction(embedding):
-  """float32 [D]: of no token, and half as long as an embedding."""
+def _init_surprise(embedding):
+  """The embedding of one nat, float32 [D]: half as long as a token's.
+
+  A direction of its own, the same in every run. From zeros it was learned too,
+  but on the embedded task a dozen training steps late.
+  """
   direction = jax.random.normal(jax.random.key(0), embedding.shape[1:])
   return 0.5 * jnp.std(embedding) * direction
 
 
-def _surprise(params, logprobs):
-  """What a critic reads beside the tokens, [R, C, D]: nats, at most 8."""
-  nats = jnp.minimum(-logprobs, 8.0)
+def _embed_surprise(params, logprobs):
+  """Of log-probs [R, C] in nats, [R, C, D]."""
+  nats = jnp.minimum(-logprobs, _MAX_SURPRISE)
   return nats[..., None] * params["surprise"]["kernel"][None, None]
 
 
@@ -240,7 +246,7 @@ def make_value(
     trunk = {k: v for k, v in params.items() if k != "lm_head"}
     own = {"value_head": head}
     if reads_logprobs:
-      own["surprise"] = {"kernel": _any_direction(params["embed"]["embedding"])}
+      own["surprise"] = {"kernel": _init_surprise(params["embed"]["embedding"])}
     return jax.tree.map(jnp.copy, trunk) | own
 
   def init(key: chex.PRNGKey):
@@ -248,8 +254,8 @@ def make_value(
 
   def values(params, packed):
     length, packed = packed.tokens.shape[1], context.deal(packed, parts)
-    beside = _surprise(params, packed.logprobs) if reads_logprobs else None
-    states = backbone(params, packed, beside).astype(jnp.float32)
+    extra = _embed_surprise(params, packed.logprobs) if reads_logprobs else None
+    states = backbone(params, packed, extra).astype(jnp.float32)
     head = params["value_head"]
     values = (jnp.dot(states, head["kernel"]) + head["bias"][0])[..., 0]
     return context.collect(values, parts, length), {}

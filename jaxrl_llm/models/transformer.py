@@ -113,7 +113,7 @@ def logits(
 def hidden(
   params: Params,
   packed: PackedRows,
-  beside: chex.Array | None = None,
+  extra_embeddings: chex.Array | None = None,
   *,
   config: ModelConfig,
   dtype: Any,
@@ -126,7 +126,7 @@ def hidden(
   Args:
     params: stacked parameters.
     packed: the rows.
-    beside: [R, C, D], added to the embeddings of the tokens; None: nothing is.
+    extra_embeddings: [R, C, D], added to those of the tokens; None: nothing is.
     config: the architecture.
     dtype: of activations and matrix products.
     remat_policy: what the backward pass computes again, one of
@@ -156,8 +156,8 @@ def hidden(
   if policy is not jax.checkpoint_policies.everything_saveable:
     layer = jax.checkpoint(layer, prevent_cse=False, policy=policy)
   x = _module("embed", config, params["embed"])(packed.tokens, dtype)
-  if beside is not None:
-    x += beside.astype(dtype)
+  if extra_embeddings is not None:
+    x += extra_embeddings.astype(dtype)
   x = pin(x)
   x, _ = jax.lax.scan(layer, x, params["layers"])
   return _module("norm", config, params["final_norm"])(x)
