@@ -10,7 +10,8 @@ scripts/train.py in a folder of its own, one after the other, so that times
 compare; a run that was stopped is resumed, one that is done is left alone, and
 one of other settings is refused. Ctrl-C saves the run at hand and stops.
 Writes OUT/NAME/table.md, curves.csv and curves.png; with --curves from such
-files alone, several with commas between.
+files alone, several with commas between. --variants holds for all of it, and
+the first of them is what the others are compared with.
 """
 
 import argparse
@@ -73,14 +74,14 @@ def is_done(workdir: pathlib.Path, settings: list[str]) -> bool:
   return bool(logged) and logged[-1]["step"] >= steps
 
 
-def run_all(study, variants, seeds, folder, extra) -> None:
+def run_all(study, seeds, folder, extra) -> None:
   """Trains what is not done yet, seed by seed, so that all variants have one.
 
   Raises:
     InputError: a run failed; what it said stands in its log.txt.
   """
   for seed in seeds:
-    for variant in variants:
+    for variant in study.variants:
       workdir = results.run_folder(folder, variant.name, seed)
       run = command(study, variant, seed, folder, extra)
       settings = [f for f in run if f.startswith(("--config", "--plugin"))]
@@ -136,8 +137,8 @@ def main(arguments: list[str] | None = None) -> int:
   folder = pathlib.Path(options.out) / options.name
   try:
     wanted = options.variants.split(";") if options.variants else None
-    variants = [a for a in study.variants if wanted is None or a.name in wanted]
-    if wanted is not None and len(variants) != len(wanted):
+    chosen = study.only(wanted) if wanted else study
+    if wanted and len(chosen.variants) != len(wanted):
       names = "; ".join(a.name for a in study.variants)
       raise InputError(f"--variants={options.variants!r}: choose from {names}")
     # Runs have a working directory of their own.
@@ -150,16 +151,18 @@ def main(arguments: list[str] | None = None) -> int:
     if options.curves:
       files = [pathlib.Path(file) for file in options.curves.split(",")]
       outcomes = results.read_curves(study, files)
+      kept = [each.name for each in chosen.variants if each.name in outcomes]
+      outcomes = {name: outcomes[name] for name in kept}
       folder.mkdir(parents=True, exist_ok=True)
     else:
       if not options.report:
-        run_all(study, variants, seeds, folder, extra)
-      outcomes = results.load_outcomes(study, folder, seeds)
+        run_all(chosen, seeds, folder, extra)
+      outcomes = results.load_outcomes(chosen, folder, seeds)
     if not outcomes:
       raise InputError(f"{folder} has no runs yet; leave --report away")
-    print(results.write_table(study, outcomes, folder / "table.md"))
+    print(results.write_table(chosen, outcomes, folder / "table.md"))
     results.write_curves(outcomes, folder / "curves.csv")
-    picture.draw(study.title, outcomes, folder / "curves.png")
+    picture.draw(chosen, outcomes, folder / "curves.png")
   except ImportError:
     print("matplotlib is missing: pip install -e '.[plot]'", file=sys.stderr)
     return 2

@@ -22,7 +22,7 @@ from jaxrl_llm.train.validation import validate
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _CURVES_OF_DOCS = _ROOT / "docs" / "studies"
-_ARMS = [
+_VARIANTS = [
   pytest.param(study, variant, id=f"{name}: {variant.name}")
   for name, study in STUDIES.items()
   for variant in study.variants
@@ -41,7 +41,7 @@ def _script():
 
 
 def _resolved(study, variant) -> dict:
-  """The flattened config of an variant, validated."""
+  """The flattened config of a variant, validated."""
   config = _load(_ROOT / "configs" / f"{variant.method}.py").get_config(
     study.preset
   )
@@ -264,7 +264,7 @@ class TestPicture:
     both = band(_curves([run, begun], "steps"))
     np.testing.assert_array_equal(both[1], mean)
 
-  def test_draws_more_arms_than_there_are_colours(self, tmp_path):
+  def test_draws_more_variants_than_there_are_colours(self, tmp_path):
     pytest.importorskip("matplotlib")
     outcomes = {
       f"variant {i} with a long name": [
@@ -274,13 +274,14 @@ class TestPicture:
       for i in range(9)
     }
     outcomes["begun"] = [results.outcome([{"step": 1}])]
-    picture.draw("A title", outcomes, tmp_path / "curves.png")
+    study = Study("A title", "?", (Variant("begun", "vapo"),))
+    picture.draw(study, outcomes, tmp_path / "curves.png")
     content = (tmp_path / "curves.png").read_bytes()
     assert content.startswith(b"\x89PNG\r\n\x1a\n")
 
 
 class TestStudies:
-  @pytest.mark.parametrize("study, variant", _ARMS)
+  @pytest.mark.parametrize("study, variant", _VARIANTS)
   def test_flags_name_keys_that_exist_and_make_a_valid_config(
     self, study, variant, tmp_path
   ):
@@ -448,6 +449,17 @@ class TestScript:
     assert _script().main(["credit", f"--curves={file}"]) == 2
     error = capsys.readouterr().err
     assert words in error and str(file) in error and error.count("\n") == 1
+
+  def test_the_first_of_some_variants_is_the_baseline(self, tmp_path):
+    pytest.importorskip("matplotlib")
+    flags = [f"--curves={_CURVES_OF_DOCS / 'credit.csv'}", f"--out={tmp_path}"]
+    assert _script().main(["credit", *flags, "--variants=GRPO;DAPO"]) == 0
+    table = (tmp_path / "credit" / "table.md").read_text("utf-8")
+    *_, grpo, dapo = [line for line in table.splitlines() if "PO |" in line]
+    assert grpo.startswith("| GRPO |") and "| - | - |" in grpo
+    assert dapo.startswith("| DAPO |") and "| - | - |" not in dapo
+    assert "| VAPO" not in table
+    assert "VAPO" not in (tmp_path / "credit" / "curves.csv").read_text("utf-8")
 
   def test_curves_of_another_study(self, tmp_path, capsys):
     flag = f"--curves={_CURVES_OF_DOCS / 'staleness.csv'}"

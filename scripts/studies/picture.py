@@ -1,10 +1,13 @@
-"""Accuracy of every variant against steps, seconds and generated tokens."""
+"""Accuracy of variants against its cost, and their leads over the first."""
 
 import pathlib
 from collections.abc import Mapping, Sequence
 
-from studies.results import Outcome
+import numpy as np
+from studies.results import Outcome, leads
+from studies.tables import Study
 
+from jaxrl_llm import metrics
 from jaxrl_llm.report.figure import draw_mean, figure, name_lines
 
 _AXES = {
@@ -13,30 +16,64 @@ _AXES = {
   "tokens": ("Generated tokens (millions)", 1e6),
   "decode_steps": ("Decode steps (thousands)", 1e3),
 }
+_LEADS = {"steps": ("C0", "o"), "tokens": ("C1", "s")}
 
 
 def draw(
-  title: str, outcomes: Mapping[str, Sequence[Outcome]], path: pathlib.Path
+  study: Study, outcomes: Mapping[str, Sequence[Outcome]], path: pathlib.Path
 ) -> None:
-  """Draws one panel an axis: mean over seeds, shaded by the standard error.
+  """Draws a panel for each of the study's axes, and one of leads.
+
+  Curves are means over seeds, shaded by the standard error; leads are over the
+  study's first variant, as in the table, with the same error.
 
   Args:
-    title: of the picture.
+    study: which variants, and which of them have curves.
     outcomes: variant -> outcomes of its seeds.
     path: PNG to write.
 
   Raises:
     ImportError: matplotlib is missing.
   """
-  runs = [run for results in outcomes.values() for run in results]
-  # Those that every run has measured.
-  kinds = [k for k in _AXES if all(getattr(r, k)[-1:].all() for r in runs)]
-  with figure(path, 1, len(kinds), title=title, sharey=True) as (sheet, axes):
+  kinds = study.axes
+  drawn = [name for name in outcomes if name in (study.drawn or outcomes)]
+  size = len(kinds) + 1
+  with figure(path, 1, size, title=study.title) as (sheet, axes):
     for axis, kind in zip(axes, kinds):
       label, unit = _AXES[kind]
-      for variant, results in outcomes.items():
-        curves = [(getattr(r, kind) / unit, r.accuracy) for r in results]
-        draw_mean(axis, curves, label=variant)
+      for name in drawn:
+        curves = [(getattr(r, kind) / unit, r.accuracy) for r in outcomes[name]]
+        draw_mean(axis, curves, label=name)
       axis.set_xlabel(label)
+      axis.sharey(axes[0])
     axes[0].set_ylabel("Held-out sampled accuracy")
+    _draw_leads(axes[-1], study, outcomes)
     name_lines(sheet, *axes[0].get_legend_handles_labels())
+
+
+def _draw_leads(axis, study: Study, outcomes) -> None:
+  """A line for each variant but the first, from the top."""
+  names = [name for name in outcomes if name != study.baseline]
+  base = outcomes.get(study.baseline, [])
+  for kind, (color, marker) in _LEADS.items():
+    for place, name in enumerate(names):
+      values = leads(outcomes[name], base, kind)
+      if not values:
+        continue
+      mean, error = metrics.mean_and_standard_error(values)
+      offset = 0.15 if kind == "tokens" else -0.15
+      axis.errorbar(
+        mean,
+        place + offset,
+        xerr=np.nan_to_num(error),
+        color=color,
+        marker=marker,
+        markersize=4,
+        label=f"at equal {kind}" if place == 0 else None,
+      )
+  axis.axvline(0, color="#999999", linewidth=1)
+  axis.set_yticks(range(len(names)), names)
+  axis.set_ylim(len(names) - 0.4, -0.6)
+  axis.locator_params(axis="x", nbins=5)
+  axis.set_xlabel(f"Lead over {study.baseline}")
+  axis.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2)

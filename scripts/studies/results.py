@@ -196,8 +196,8 @@ def _row(
     "steps": str(min((int(r.steps[-1]) for r in done), default=0)),
     "final accuracy": mean_and_error([r.accuracy[-1] for r in done], ".3f"),
     "mean accuracy": mean_and_error(means, ".3f"),
-    "lead by steps": _lead(done, base, "steps"),
-    "by tokens": _lead(done, base, "tokens"),
+    "lead by steps": _mean_lead(done, base, "steps"),
+    "by tokens": _mean_lead(done, base, "tokens"),
     "seconds": mean_and_error([r.seconds[-1] for r in done], ".0f"),
     f"s to {target:g}": seconds,
     "ratio": ratio,
@@ -212,14 +212,24 @@ def _row(
   }
 
 
-def _lead(results: list[Outcome], base: list[Outcome], axis: str) -> str:
-  """Mean lead over the baseline's runs of the same seeds."""
-  others = {run.seed: run for run in base}
+def leads(
+  results: Sequence[Outcome], base: Sequence[Outcome], axis: str
+) -> list[float]:
+  """Leads over the baseline's runs of the same seeds, where both have come.
+
+  Empty for the baseline itself.
+  """
+  others = {run.seed: run for run in base if run.steps.size > 1}
   pairs = [(run, others[run.seed]) for run in results if run.seed in others]
-  pairs = [pair for pair in pairs if all(run.steps.size > 1 for run in pair)]
-  if not pairs or pairs[0][0] is pairs[0][1]:
-    return "-"
-  return mean_and_error([run.lead(other, axis) for run, other in pairs], "+.3f")
+  return [
+    run.lead(other, axis)
+    for run, other in pairs
+    if run is not other and run.steps.size > 1
+  ]
+
+
+def _mean_lead(results: list[Outcome], base: list[Outcome], axis: str) -> str:
+  return mean_and_error(leads(results, base, axis), "+.3f")
 
 
 def _to_target(

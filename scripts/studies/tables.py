@@ -1,6 +1,6 @@
 """The studies: which settings are compared, and what each variant changes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 
@@ -13,18 +13,26 @@ class Variant(NamedTuple):
 
 
 class Study(NamedTuple):
-  """Variants that are compared; times with those of the first."""
+  """Variants that are compared, each with the first."""
 
   title: str
   question: str
   variants: tuple[Variant, ...]
   preset: str = "long_tail"  # Scale of all variants.
   target: float = 0.65  # Accuracy whose first moment is measured.
+  axes: tuple[str, ...] = ("steps", "tokens")  # Panels of the picture.
+  # Variants whose curves are drawn, where all of them would hide each other.
+  drawn: tuple[str, ...] = ()
 
   @property
   def baseline(self) -> str:
-    """Name of the variant that times are compared with."""
+    """Name of the variant that the others are compared with."""
     return self.variants[0].name
+
+  def only(self, names: Sequence[str]) -> "Study":
+    """The study of some of its variants."""
+    kept = tuple(each for each in self.variants if each.name in names)
+    return self._replace(variants=kept)
 
 
 _RUN = {"run.steps": 40, "eval.every": 10}
@@ -100,12 +108,14 @@ STUDIES: Mapping[str, Study] = {
     title="VAPO and what each of its parts is worth",
     question="What does held-out accuracy lose without one part?",
     variants=_without_parts(_RUN, 128),
+    drawn=("VAPO", "PPO", "without group sampling"),
   ),
   "credit": Study(
     title="Where the critic knows: VAPO, its parts, and methods without one",
     question="What is a critic worth whose values explain half the returns?",
     preset="",
     target=0.8,
+    drawn=("VAPO", "PPO", "GRPO", "DAPO"),
     variants=(
       *_without_parts(_TOKENS_ALONE, 512),
       # As in the papers, and without what repairs its bias.
@@ -133,6 +143,7 @@ STUDIES: Mapping[str, Study] = {
   "dapo_increments": Study(
     title="From GRPO to DAPO, increment by increment",
     question="What does each of DAPO's parts add?",
+    axes=("steps", "tokens", "seconds"),
     variants=(
       Variant("GRPO without KL", "grpo", _NO_KL),
       Variant("+ overlong filtering", "grpo", _NO_KL | _FILTER),
@@ -176,6 +187,7 @@ STUDIES: Mapping[str, Study] = {
   "tppo_speed": Study(
     title="T-PPO against full-length rollouts",
     question="What does accuracy cost in seconds, tokens and steps?",
+    axes=("decode_steps", "tokens", "seconds"),
     variants=(
       Variant("VAPO, full rollouts", "vapo", _FULL),
       Variant("PPO, full rollouts", "ppo", _FULL),
