@@ -72,6 +72,7 @@ def long_tail(config: Any) -> None:
   # A batch is small: the critic learns fast, in small mini-batches.
   config.optimizer.value.learning_rate = 1e-3
   config.optimizer.value.mini_batch = 16
+  config.value.reads_logprobs = True  # A third of the answers are guesses.
   config.value.pretrain_patience = 12
   config.eval.problems = 100
   config.eval.every = 10

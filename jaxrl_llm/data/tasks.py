@@ -89,22 +89,17 @@ class ChainProblem(Problem):
 
 
 def draw_problem(
-  rng: np.random.Generator,
-  *,
-  min_ops: int,
-  max_ops: int,
-  pluses_per_minus: int = 1,
+  rng: np.random.Generator, *, min_ops: int, max_ops: int
 ) -> ChainProblem:
   """Draws a running sum.
 
   The number of operations is uniform in [min_ops, max_ops], operands are
-  uniform in 1..9; a step that would leave 0..99 is drawn again.
+  uniform in 1..9, signs fair; a step that would leave 0..99 is drawn again.
 
   Args:
     rng: source of randomness; advanced.
     min_ops: fewest operations, at least 1.
     max_ops: most operations.
-    pluses_per_minus: how often a plus is drawn for every minus.
 
   Returns:
     The problem.
@@ -113,8 +108,8 @@ def draw_problem(
   total = int(rng.integers(1, 10))
   terms = [total]
   while len(terms) <= operations:
-    code = int(rng.integers(9 * (1 + pluses_per_minus)))
-    term = code - 9 if code < 9 else code % 9 + 1  # -9..-1, 1..9
+    code = int(rng.integers(18))
+    term = code - 9 if code < 9 else code - 8  # -9..-1, 1..9
     if 0 <= total + term <= MAX_TOTAL:
       terms.append(term)
       total += term
@@ -220,20 +215,12 @@ def _eval_problems(
 class ChainSum(DrawnProblems):
   """Running sums to be solved step by step; see `DrawnProblems`."""
 
-  def __init__(
-    self,
-    *,
-    min_ops: int = 1,
-    max_ops: int = 6,
-    pluses_per_minus: int = 1,
-    **source: Any,
-  ):
+  def __init__(self, *, min_ops: int = 1, max_ops: int = 6, **source: Any):
     """Chooses a split.
 
     Args:
       min_ops: fewest operations, at least 1.
       max_ops: most operations.
-      pluses_per_minus: how often a plus is drawn for every minus, 1 to 99.
       **source: split, seed and eval_size of `DrawnProblems`.
 
     Raises:
@@ -245,16 +232,7 @@ class ChainSum(DrawnProblems):
         f"need integers 1 <= min_ops <= max_ops <= {_MOST_OPS}, got"
         f" min_ops={min_ops}, max_ops={max_ops}"
       )
-    if pluses_per_minus not in range(1, 100):
-      raise ValueError(
-        "pluses_per_minus must be an integer in 1..99, got"
-        f" {pluses_per_minus!r}"
-      )
-    settings = {
-      "max_ops": max_ops,
-      "min_ops": min_ops,
-      "pluses_per_minus": pluses_per_minus,
-    }
+    settings = {"max_ops": max_ops, "min_ops": min_ops}
     super().__init__("chain_sum", draw_problem, settings, **source)
 
 
