@@ -16,7 +16,8 @@ _AXES = {
   "tokens": ("Generated tokens (millions)", 1e6),
   "decode_steps": ("Decode steps (thousands)", 1e3),
 }
-_LEADS = {"steps": ("C0", "o"), "tokens": ("C1", "s")}
+# Colour, marker and height within the line.
+_LEADS = {"steps": ("C0", "o", -0.15), "tokens": ("C1", "s", 0.15)}
 
 
 def draw(
@@ -55,25 +56,27 @@ def _draw_leads(axis, study: Study, outcomes) -> None:
   """A line for each variant but the first, from the top."""
   names = [name for name in outcomes if name != study.baseline]
   base = outcomes.get(study.baseline, [])
-  for kind, (color, marker) in _LEADS.items():
-    for place, name in enumerate(names):
-      values = leads(outcomes[name], base, kind)
-      if not values:
-        continue
-      mean, error = metrics.mean_and_standard_error(values)
-      offset = 0.15 if kind == "tokens" else -0.15
+  for kind, (color, marker, offset) in _LEADS.items():
+    found = [leads(outcomes[name], base, kind) for name in names]
+    rows = [
+      (place + offset, *metrics.mean_and_standard_error(values))
+      for place, values in enumerate(found)
+      if values
+    ]
+    if rows:
+      places, means, errors = np.transpose(rows)
       axis.errorbar(
-        mean,
-        place + offset,
-        xerr=np.nan_to_num(error),
+        means,
+        places,
+        xerr=np.nan_to_num(errors),  # One seed has none.
+        fmt=marker,
         color=color,
-        marker=marker,
         markersize=4,
-        label=f"at equal {kind}" if place == 0 else None,
+        label=f"at equal {kind}",
       )
+      axis.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
   axis.axvline(0, color="#999999", linewidth=1)
   axis.set_yticks(range(len(names)), names)
   axis.set_ylim(len(names) - 0.4, -0.6)
   axis.locator_params(axis="x", nbins=5)
   axis.set_xlabel(f"Lead over {study.baseline}")
-  axis.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
