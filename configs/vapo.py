@@ -26,9 +26,9 @@ What differs from the paper, and why:
     to 100): 2.0 for chain_sum's 25 tokens. lambda is clamped at 0.
   * The critic starts from the policy's weights with a fresh scalar head, not
     from a reward model (value.reward_model_steps makes it one first), and is
-    pretrained until its explained variance on fresh batches stops rising. The
-    embedded preset's also reads log-probs (value.reads_logprobs), without which
-    it knows nothing of slips.
+    pretrained until its explained variance on fresh batches stops rising. Those
+    of the embedded preset and long_tail also read log-probs
+    (value.reads_logprobs): tokens alone tell neither a slip nor a guess.
   * Warm-up. The paper warms up without saying for how long: qwen2.5-32b takes
     the 20 rollout steps (320 updates) of DAPO. Small presets have 4 or 10
     updates, as they make 40 to 200 in all.
