@@ -187,6 +187,7 @@ STUDIES: Mapping[str, Study] = {
   "tppo_speed": Study(
     title="T-PPO against full-length rollouts",
     question="What does accuracy cost in seconds, tokens and steps?",
+    target=0.6,
     axes=("decode_steps", "tokens", "seconds"),
     variants=(
       Variant("VAPO, full rollouts", "vapo", _FULL),
