@@ -79,9 +79,9 @@ def judge(
   ceilings = []
   if continuations:
     writer = dataclasses.replace(run.evaluator.writer, group_size=continuations)
-    ceilings = [
-      ceiling(writer, Weights(params), judged, bin_) for bin_ in range(_BINS)
-    ]
+    for bin_ in range(_BINS):
+      print(f"continuations, place {bin_ + 1} of {_BINS}", flush=True)
+      ceilings.append(ceiling(writer, Weights(params), judged, bin_))
   run.judge.close()
   run.worker.close()
   return Judgement(
