@@ -11,7 +11,7 @@ compare; a run that was stopped is resumed, one that is done is left alone, and
 one of other settings is refused. Ctrl-C saves the run at hand and stops.
 Writes OUT/NAME/table.md, curves.csv and curves.png; with --curves from such
 files alone, several with commas between. --variants holds for all of it, and
-the first of them is what the others are compared with.
+the first of them in the study is what the others are compared with.
 """
 
 import argparse

@@ -461,6 +461,19 @@ class TestScript:
     assert "| VAPO" not in table
     assert "VAPO" not in (tmp_path / "credit" / "curves.csv").read_text("utf-8")
 
+  def test_variants_without_curves_of_their_own_have_some(self, tmp_path):
+    pytest.importorskip("matplotlib")
+    read = [_CURVES_OF_DOCS / "credit.csv"]
+    study = STUDIES["credit"].only(["without clip-higher", "VAPO"])
+    outcomes = results.read_curves(STUDIES["credit"], read)
+    outcomes = {"without clip-higher": outcomes["without clip-higher"]}
+    plain = study._replace(drawn=())
+    picture.draw(study, outcomes, tmp_path / "a.png")
+    picture.draw(plain, outcomes, tmp_path / "b.png")
+    assert (tmp_path / "a.png").read_bytes() == (
+      tmp_path / "b.png"
+    ).read_bytes()
+
   def test_curves_of_another_study(self, tmp_path, capsys):
     flag = f"--curves={_CURVES_OF_DOCS / 'staleness.csv'}"
     assert _script().main(["credit", flag, f"--out={tmp_path}"]) == 2

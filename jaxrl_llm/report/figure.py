@@ -37,7 +37,6 @@ def figure(
   columns: int,
   *,
   title: str = "",
-  sharey: bool = False,
 ) -> Iterator[tuple[Any, Any]]:
   """A sheet of panels in the project's style, saved when it is left.
 
@@ -46,7 +45,6 @@ def figure(
     lines: of panels.
     columns: of panels.
     title: above them all.
-    sharey: all panels have one vertical axis.
 
   Yields:
     (figure, its axes in reading order).
@@ -66,7 +64,7 @@ def figure(
     size = (4.3 * columns, 2.9 * lines + 0.3)
     sheet = Figure(figsize=size, layout="constrained")
     sheet.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
-    axes = sheet.subplots(lines, columns, squeeze=False, sharey=sharey)
+    axes = sheet.subplots(lines, columns, squeeze=False)
     yield sheet, axes.flatten()
     sheet.suptitle(title, x=0.01, ha="left", fontweight="bold")
     sheet.savefig(path)

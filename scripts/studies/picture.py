@@ -37,7 +37,7 @@ def draw(
     ImportError: matplotlib is missing.
   """
   kinds = study.axes
-  drawn = [name for name in outcomes if name in (study.drawn or outcomes)]
+  drawn = [name for name in outcomes if name in study.drawn] or outcomes
   size = len(kinds) + 1
   with figure(path, 1, size, title=study.title) as (sheet, axes):
     for axis, kind in zip(axes, kinds):
