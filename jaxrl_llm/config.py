@@ -7,9 +7,7 @@ The defaults are plain PPO at the scale of the embedded task. A method file
 docs/config.md are printed from it (`describe`).
 """
 
-import ast
 import importlib
-import itertools
 import pathlib
 import textwrap
 from collections.abc import Iterator
@@ -22,11 +20,11 @@ from jaxrl_llm.errors import InputError
 
 
 class Range(NamedTuple):
-  """Finite numbers from `low` to `high`; `high` is one of them."""
+  """Finite numbers of the closed interval [low, high]."""
 
   low: float
   high: float = float("inf")
-  open: bool = False  # Whether `low` is none of them.
+  open: bool = False  # Excludes `low`.
 
   def __contains__(self, value: Any) -> bool:
     # NaN is in no range.
@@ -40,10 +38,11 @@ class Range(NamedTuple):
 
 
 class Choice(tuple):
-  """Values of which a key has one."""
+  """Allowed values of a key."""
 
   def __str__(self) -> str:
-    return f"one of {', '.join(map(repr, self))}"
+    names = ", ".join(map(repr, self))
+    return f"one of {names}" if self else "a name that a plugin registers"
 
 
 class Names:
@@ -66,41 +65,41 @@ class Names:
     return str(Choice(self))
 
 
-# What a resume may not change, for the content of a checkpoint was made under
-# it: another value would not continue the run but begin another one with the
-# wrong start. That is every random number and the stream of prompts, the tokens
-# and the precision of stored log-probs, and the method.
+# What a resume may change is decided by the checkpoint that it goes on from.
+# Never: random numbers, the stream of prompts, tokens, the precision of stored
+# log-probs, and the method.
 FIXED = "fixed"
-# A part that is on at any value but 0. It may get stronger or weaker; on or off
-# it is part of the method, and of what a checkpoint has.
+# Stronger or weaker, but not from or to 0: whether the part is on belongs to
+# the method and to the content of a checkpoint.
 SWITCH = "switch"
-# How many responses are in flight: fixed where a checkpoint has unfinished
-# ones, which must all find a slot again.
+# Not while a checkpoint has unfinished responses: each must find a slot again.
 IN_FLIGHT = "in flight"
-# How old a token may be: fixed where a checkpoint has the weights of as many
-# versions.
+# Not while a checkpoint has the weights of as many versions.
 KEPT = "kept"
-# Which rows are held out of a source: fixed where it has no splits.
+# Not where the source has no splits: other rows would be held out.
 HELD_OUT = "held out"
 
 
 class Key(NamedTuple):
-  """A setting. The text below its line is its meaning, see `_keys`."""
+  """A setting."""
 
-  default: Any  # None: no number, though there may be one.
-  allowed: Range | Names | Choice | None = None  # None: any of its type.
+  default: Any  # None: off, where a number turns it on.
+  allowed: Range | Names | Choice | None  # None: any of the default's type.
+  meaning: str
   resume: str = ""  # One of the above; '' may change.
-  meaning: str = ""
 
 
-GROUPS: dict[str, type["Group"]] = {}
+KEYS: dict[str, Key] = {}  # By dotted path.
 
 
 class Group:
-  """Settings that lie together, at a path of a config."""
+  """Settings at one path of a config; a subclass enters its keys."""
 
   def __init_subclass__(cls, path: str):
-    GROUPS[path] = cls
+    for kind in reversed(cls.__mro__):
+      for name, key in vars(kind).items():
+        if isinstance(key, Key):
+          KEYS[f"{path}.{name}"] = getattr(cls, name)
 
 
 _COUNT, _SOME, _NUMBER = Range(0), Range(1), Range(0.0)
@@ -109,366 +108,336 @@ _SHARE, _BELOW_1 = Range(0.0, 1.0), Range(0.0, 0.999999)
 _DTYPES = Choice(("float32", "bfloat16"))
 _DTYPE_OR_NONE = Choice(("", *_DTYPES))
 
+# A table: default and allowed values on the line of a key, its meaning below.
+# fmt: off
 
 class Model(Group, path="model"):
   """The policy's model, and how it computes."""
 
-  path = Key("", resume=FIXED)
-  """Hugging Face directory of the policy; '' is the base model that the package
-  has for data.source."""
-  dtype = Key("float32", _DTYPES, resume=FIXED)
-  """Of activations and matrix products."""
-  sampler_dtype = Key("", _DTYPE_OR_NONE, resume=FIXED)
-  """Of the sampler's parameters and matrix products; '' follows model.dtype."""
-  cache_dtype = Key("", _DTYPE_OR_NONE, resume=FIXED)
-  """Of the sampler's KV cache; '' follows the sampler's dtype. On a CPU
-  bfloat16 is several times slower here."""
-  remat_policy = Key("full", Names("models.transformer:REMAT_POLICIES"))
-  """What the backward pass computes again: all of a layer ('full'), all but its
-  matrix products ('dots'), or nothing ('none')."""
-  head_chunk = Key(128, _SOME)
-  """Positions of time per application of the vocabulary head."""
-  kernels = Key("auto", Names("models.kernels:NAMES"))
-  """How attention is computed, by trainer and sampler; 'auto' is the one that
-  is made for their devices."""
+  path = Key("", None,
+    "Hugging Face directory of the policy; '' is the base model that the"
+    " package has for data.source.", FIXED)
+  dtype = Key("float32", _DTYPES, "Of activations and matrix products.", FIXED)
+  sampler_dtype = Key("", _DTYPE_OR_NONE,
+    "Of the sampler's parameters and matrix products; '' follows"
+    " model.dtype.", FIXED)
+  cache_dtype = Key("", _DTYPE_OR_NONE,
+    "Of the sampler's KV cache; '' follows the sampler's dtype. On a CPU"
+    " bfloat16 is several times slower here.", FIXED)
+  remat_policy = Key("full", Names("models.transformer:REMAT_POLICIES"),
+    "What the backward pass computes again: all of a layer ('full'), all but"
+    " its matrix products ('dots'), or nothing ('none').")
+  head_chunk = Key(128, _SOME,
+    "Positions of time per application of the vocabulary head.")
+  kernels = Key("auto", Names("models.kernels:NAMES"),
+    "How attention is computed, by trainer and sampler; 'auto' is the one that"
+    " is made for their devices.")
 
 
 class Value(Group, path="value"):
   """The critic, where the estimator has one."""
 
-  reads_logprobs = Key(False, resume=FIXED)
-  """The critic also reads how likely each token was when it was written, which
-  tells slips from what was meant; the papers' critics read tokens alone."""
-  reward_model_steps = Key(0, _COUNT)
-  """Iterations before value pretraining in which the critic learns to judge
-  whole responses alone, as a reward model does (the papers start from one)."""
-  pretrain_steps = Key(0, _COUNT)
-  """Most iterations of value pretraining on a fixed policy (VAPO: 50)."""
-  pretrain_patience = Key(6, _SOME)
-  """Stop after so many steps without a better held-out explained variance."""
-  pretrain_min_delta = Key(0.01)
-  """An improvement counts from here on."""
-  init_from = Key("")
-  """Workdir of an earlier run whose pretrained critic is reused."""
+  reads_logprobs = Key(False, None,
+    "The critic also reads how likely each token was when it was written, which"
+    " tells slips from what was meant; the papers' critics read tokens"
+    " alone.", FIXED)
+  reward_model_steps = Key(0, _COUNT,
+    "Iterations before value pretraining in which the critic learns to judge"
+    " whole responses alone, as a reward model does (the papers start from"
+    " one).")
+  pretrain_steps = Key(0, _COUNT,
+    "Most iterations of value pretraining on a fixed policy (VAPO: 50).")
+  pretrain_patience = Key(6, _SOME,
+    "Stop after so many steps without a better held-out explained variance.")
+  pretrain_min_delta = Key(0.01, None, "An improvement counts from here on.")
+  init_from = Key("", None,
+    "Workdir of an earlier run whose pretrained critic is reused.")
 
 
 class Data(Group, path="data"):
   """Prompts."""
 
-  source = Key("chain_sum", Names("data.sources:SOURCES"), resume=FIXED)
-  """Where examples come from."""
-  path = Key("", resume=FIXED)
-  """Files of 'jsonl' or 'parquet', separated by commas or as a pattern like
-  data/*.jsonl; name[:version] of 'tfds'."""
-  split = Key("train", resume=FIXED)
-  """Of a source that has splits."""
-  columns = Key({}, resume=FIXED)
-  """Columns of the data by what they are to us, question, answer, id or source:
-  {'question': 'problem', 'answer': 'info.solution'}. Those of verl and TRL are
-  known."""
-  settings = Key({}, resume=FIXED)
-  """Settings of the source, such as max_ops, digits, data_dir."""
-  pool = Key(0, _COUNT, resume=FIXED)
-  """Only so many examples, the first, come back epoch after epoch; 0 is all."""
-  holdout = Key(0.05, _BELOW_1, resume=HELD_OUT)
-  """Share of the questions, at least one and at most 1,000, that are evaluated
-  on and never trained on, where the source has no splits and eval.path is not
-  given; 0 evaluates on training data."""
-  order = Key(
-    "shuffled", Names("data.prompt_source:PROMPT_SOURCES"), resume=FIXED
-  )
-  """Who draws prompts: every example once an epoch, in a new order."""
-  template = Key(
-    "completion", Names("data.prompt_source:TEMPLATES"), resume=FIXED
-  )
-  """How a question becomes a prompt."""
-  template_settings = Key({}, resume=FIXED)
-  """Keywords of the template: shots, shot_format, question_format, system, and
-  kwargs, those of the model's chat template."""
-  prompts_per_step = Key(512, Range(1, 1e6), resume=IN_FLIGHT)
-  """Groups of a batch."""
-  group_size = Key(1, Range(1, 1e5), resume=FIXED)
-  """Responses per prompt (VAPO: 16)."""
-  max_prompt_length = Key(16, _SOME, resume=FIXED)
-  """Tokens."""
-  on_long = Key("error", Choice(("error", "drop")), resume=FIXED)
-  """What a longer prompt does."""
+  source = Key("chain_sum", Names("data.sources:SOURCES"),
+    "Where examples come from.", FIXED)
+  path = Key("", None,
+    "Files of 'jsonl' or 'parquet', separated by commas or as a pattern like"
+    " data/*.jsonl; name[:version] of 'tfds'.", FIXED)
+  split = Key("train", None, "Of a source that has splits.", FIXED)
+  columns = Key({}, None,
+    "Columns of the data by what they are to us, question, answer, id or"
+    " source: {'question': 'problem', 'answer': 'info.solution'}. Those of verl"
+    " and TRL are known.", FIXED)
+  settings = Key({}, None,
+    "Settings of the source, such as max_ops, digits, data_dir.", FIXED)
+  pool = Key(0, _COUNT,
+    "Only so many examples, the first, come back epoch after epoch; 0 is"
+    " all.", FIXED)
+  holdout = Key(0.05, _BELOW_1,
+    "Share of the questions, at least one and at most 1,000, that are evaluated"
+    " on and never trained on, where the source has no splits and eval.path is"
+    " not given; 0 evaluates on training data.", HELD_OUT)
+  order = Key("shuffled", Names("data.prompt_source:PROMPT_SOURCES"),
+    "Who draws prompts: every example once an epoch, in a new order.", FIXED)
+  template = Key("completion", Names("data.prompt_source:TEMPLATES"),
+    "How a question becomes a prompt.", FIXED)
+  template_settings = Key({}, None,
+    "Keywords of the template: shots, shot_format, question_format, system, and"
+    " kwargs, those of the model's chat template.", FIXED)
+  prompts_per_step = Key(512, Range(1, 1e6), "Groups of a batch.", IN_FLIGHT)
+  group_size = Key(1, Range(1, 1e5), "Responses per prompt (VAPO: 16).", FIXED)
+  max_prompt_length = Key(16, _SOME, "Tokens.", FIXED)
+  on_long = Key("error", Choice(("error", "drop")),
+    "What a longer prompt does.", FIXED)
 
 
 class Reward(Group, path="reward"):
   """Who judges responses, and what a verdict is worth."""
 
-  name = Key("chain_sum", Names("rewards:REWARDS"))
-  """Who judges a response; 'verl' and 'trl' are functions of a file that were
-  written for these libraries."""
-  path = Key("")
-  """Python file of 'verl' and 'trl'."""
-  function = Key("compute_score")
-  """Its function; of 'trl' several, separated by commas."""
-  weights = Key({})
-  """Of the named parts of a reward; 1 where none is given."""
-  threshold = Key(0.5, _REWARD)
-  """A response whose reward is a number is right if it is above; accuracy,
-  dynamic sampling and the positive-example loss read it."""
-  correct = Key(1.0, _REWARD)
-  """Reward of a right response."""
-  incorrect = Key(-1.0, _REWARD)
-  """Reward of a wrong one."""
-  workers = Key(0, Range(0, 256))
-  """Processes that judge; 0 judges inline, for rewards that cannot hang."""
-  deadline_s = Key(10.0, Range(1e-3))
-  """Seconds a single verdict may take in a worker."""
-  batch_deadline_s = Key(0.0, Range(0.0))
-  """Seconds after which workers leave the rest of a batch without a verdict;
-  0 is never."""
-  overlong_buffer = Key(0, _COUNT)
-  """Soft overlong punishment (DAPO eq. 13): the last so many tokens before
-  sampler.max_response_length cost up to overlong_factor."""
-  overlong_factor = Key(1.0, _NUMBER)
-  """Cost of a response at the limit."""
+  name = Key("chain_sum", Names("rewards:REWARDS"),
+    "Who judges a response; 'verl' and 'trl' are functions of a file that were"
+    " written for these libraries.")
+  path = Key("", None, "Python file of 'verl' and 'trl'.")
+  function = Key("compute_score", None,
+    "Its function; of 'trl' several, separated by commas.")
+  weights = Key({}, None,
+    "Of the named parts of a reward; 1 where none is given.")
+  threshold = Key(0.5, _REWARD,
+    "A response whose reward is a number is right if it is above; accuracy,"
+    " dynamic sampling and the positive-example loss read it.")
+  correct = Key(1.0, _REWARD, "Reward of a right response.")
+  incorrect = Key(-1.0, _REWARD, "Reward of a wrong one.")
+  workers = Key(0, Range(0, 256),
+    "Processes that judge; 0 judges inline, for rewards that cannot hang.")
+  deadline_s = Key(10.0, Range(1e-3),
+    "Seconds a single verdict may take in a worker.")
+  batch_deadline_s = Key(0.0, Range(0.0),
+    "Seconds after which workers leave the rest of a batch without a verdict; 0"
+    " is never.")
+  overlong_buffer = Key(0, _COUNT,
+    "Soft overlong punishment (DAPO eq. 13): the last so many tokens before"
+    " sampler.max_response_length cost up to overlong_factor.")
+  overlong_factor = Key(1.0, _NUMBER, "Cost of a response at the limit.")
 
 
 class Mesh(Group, path="mesh"):
   """A mesh of devices."""
 
-  data = Key(-1, Range(-1))
-  """Copies; -1 takes the devices that remain."""
-  fsdp = Key(1, _SOME)
-  """Devices that share the parameters."""
-  context = Key(1, _SOME)
-  """Devices that share each row of tokens, and the parameters too."""
-  tensor = Key(1, _SOME)
-  """Devices that share each matrix."""
+  data = Key(-1, Range(-1), "Copies; -1 takes the devices that remain.")
+  fsdp = Key(1, _SOME, "Devices that share the parameters.")
+  context = Key(1, _SOME,
+    "Devices that share each row of tokens, and the parameters too.")
+  tensor = Key(1, _SOME, "Devices that share each matrix.")
 
 
 class Environment(Group, path="environment"):
   """Who answers a model that speaks in turns; a stop token ends a turn."""
 
-  name = Key("", Names("rollout.turns:ENVIRONMENTS"), resume=FIXED)
-  """'calculator' answers '7+5=' (sampler.stop=('=',)), 'guessing_game' is
-  played, 'tools' answers a chat model's calls; '' is nobody."""
-  settings = Key({}, resume=FIXED)
-  """Of the environment."""
-  rewards = Key("end", Names("learner.choices:TOKEN_REWARDS"), resume=FIXED)
-  """Where the part of a response's reward lies that the environment gave: on
-  the response's last token, or on that of each turn."""
-  max_turns = Key(16, _SOME)
-  """Of the model; a response that needs more is overlong."""
-  max_observation_tokens = Key(64, _SOME)
-  """Of one answer; what is longer is cut."""
-  workers = Key(0, Range(0, 256))
-  """Processes that environments run in; 0 runs them inline."""
-  deadline_s = Key(10.0, Range(1e-3))
-  """Seconds that an answer may take in a worker."""
+  name = Key("", Names("rollout.turns:ENVIRONMENTS"),
+    "'calculator' answers '7+5=' (sampler.stop=('=',)), 'guessing_game' is"
+    " played, 'tools' answers a chat model's calls; '' is nobody.", FIXED)
+  settings = Key({}, None, "Of the environment.", FIXED)
+  rewards = Key("end", Names("learner.choices:TOKEN_REWARDS"),
+    "Where the part of a response's reward lies that the environment gave: on"
+    " the response's last token, or on that of each turn.", FIXED)
+  max_turns = Key(16, _SOME,
+    "Of the model; a response that needs more is overlong.")
+  max_observation_tokens = Key(64, _SOME,
+    "Of one answer; what is longer is cut.")
+  workers = Key(0, Range(0, 256),
+    "Processes that environments run in; 0 runs them inline.")
+  deadline_s = Key(10.0, Range(1e-3),
+    "Seconds that an answer may take in a worker.")
 
 
 class Sampler(Group, path="sampler"):
   """How responses are written."""
 
-  slots = Key(0, Range(0, 1e6))
-  """Responses written at a time; 0 is all that a step has in flight."""
-  kv_pages = Key(0, Range(0, 1e7))
-  """Pages of the KV cache, on all devices of the sampler; when they run out the
-  youngest responses wait. 0 is what all slots need at full length."""
-  max_response_length = Key(64, _SOME, resume=FIXED)
-  """Tokens."""
-  temperature = Key(1.0, Range(1e-3, 100.0))
-  """Divides the logits."""
-  entropy_tau = Key(0.0, Range(0.0, 0.999), resume=SWITCH)
-  """HAPO: a token's temperature is temperature * (1 + entropy_tau * h), with h
-  in [-1, 1] from its entropy and those of the batch before."""
-  stop = Key(())
-  """Further stop tokens as text, each one token, e.g. ('\\n',)."""
-  drafter = Key("", Names("train.sampler:DRAFTERS"))
-  """Who drafts tokens that one step then checks; responses stay the same."""
-  num_draft_tokens = Key(4, _SOME)
-  """Draft tokens per step, where they are measured to pay."""
-  parity_check_every = Key(50, _COUNT)
-  """Steps between checks that sampler and trainer hold the same weights and
-  give the same log-probs, which stop the run where they differ; also at every
-  start. 0 compares the weights at a start and nothing else."""
+  slots = Key(0, Range(0, 1e6),
+    "Responses written at a time; 0 is all that a step has in flight.")
+  kv_pages = Key(0, Range(0, 1e7),
+    "Pages of the KV cache, on all devices of the sampler; when they run out"
+    " the youngest responses wait. 0 is what all slots need at full length.")
+  max_response_length = Key(64, _SOME, "Tokens.", FIXED)
+  temperature = Key(1.0, Range(1e-3, 100.0), "Divides the logits.")
+  entropy_tau = Key(0.0, Range(0.0, 0.999),
+    "HAPO: a token's temperature is temperature * (1 + entropy_tau * h), with h"
+    " in [-1, 1] from its entropy and those of the batch before.", SWITCH)
+  stop = Key((), None,
+    "Further stop tokens as text, each one token, e.g. ('\\n',).")
+  drafter = Key("", Names("train.sampler:DRAFTERS"),
+    "Who drafts tokens that one step then checks; responses stay the same.")
+  num_draft_tokens = Key(4, _SOME,
+    "Draft tokens per step, where they are measured to pay.")
+  parity_check_every = Key(50, _COUNT,
+    "Steps between checks that sampler and trainer hold the same weights and"
+    " give the same log-probs, which stop the run where they differ; also at"
+    " every start. 0 compares the weights at a start and nothing else.")
 
 
 class SamplerMesh(Group, path="sampler.mesh"):
   """The sampler's own mesh."""
 
-  data = Key(0, Range(-1))
-  """A mesh of the sampler's own, on the devices that `mesh` leaves free or, if
-  there are none, on the same ones. 0 shares the trainer's mesh, -1 takes the
-  devices that remain."""
-  fsdp = Key(1, _SOME)
-  """Devices that share the parameters."""
-  tensor = Key(1, _SOME)
-  """Devices that share each matrix."""
+  data = Key(0, Range(-1),
+    "A mesh of the sampler's own, on the devices that `mesh` leaves free or, if"
+    " there are none, on the same ones. 0 shares the trainer's mesh, -1 takes"
+    " the devices that remain.")
+  fsdp = Key(1, _SOME, "Devices that share the parameters.")
+  tensor = Key(1, _SOME, "Devices that share each matrix.")
 
 
 class Schedule(Group, path="schedule"):
   """How a step comes by its batch: choices independent of each other."""
 
-  stop = Key("all", Names("rollout.worker:STOPS"), resume=FIXED)
-  """When a call of the sampler stops: 'all' responses have ended, or (APRIL)
-  the 'first_groups' that a batch needs; the others go on in the next step."""
-  dynamic_sampling = Key(False, resume=FIXED)
-  """Whether only groups with right and wrong responses count (DAPO)."""
-  window = Key(0, _COUNT, resume=SWITCH)
-  """How many new tokens a response may get in a step (T-PPO); what has not
-  ended goes on in the next one. 0 sets no bound."""
-  over_provision = Key(1.0, Range(1.0, 16.0), resume=IN_FLIGHT)
-  """Groups begun, as a multiple of prompts_per_step: in flight at a time with
-  'first_groups', drawn per round with dynamic sampling."""
-  max_staleness = Key(4, _SOME, resume=KEPT)
-  """Most updates between the oldest and the newest tokens of a batch of
-  'first_groups'; what would grow older is waited for."""
-  lag = Key(0, Range(0, 16), resume=FIXED)
-  """Updates between the weights that write a batch and those that it trains:
-  sampler and learner work at the same time, best on meshes of their own. 0
-  writes each batch with the newest weights."""
-  overlap = Key(True)
-  """Whether they do so with a lag; False takes turns, with the same results."""
-  streaming = Key(False)
-  """Without a lag: the learner takes each group as it is complete, sums up the
-  gradients and steps once all have come (periodic asynchrony). For methods that
-  need nothing of the batch as a whole, in one mini-batch."""
-  max_rounds = Key(10, _SOME)
-  """Rounds before dynamic sampling gives up a step."""
+  stop = Key("all", Names("rollout.worker:STOPS"),
+    "When a call of the sampler stops: 'all' responses have ended, or (APRIL)"
+    " the 'first_groups' that a batch needs; the others go on in the next"
+    " step.", FIXED)
+  dynamic_sampling = Key(False, None,
+    "Whether only groups with right and wrong responses count (DAPO).", FIXED)
+  window = Key(0, _COUNT,
+    "How many new tokens a response may get in a step (T-PPO); what has not"
+    " ended goes on in the next one. 0 sets no bound.", SWITCH)
+  over_provision = Key(1.0, Range(1.0, 16.0),
+    "Groups begun, as a multiple of prompts_per_step: in flight at a time with"
+    " 'first_groups', drawn per round with dynamic sampling.", IN_FLIGHT)
+  max_staleness = Key(4, _SOME,
+    "Most updates between the oldest and the newest tokens of a batch of"
+    " 'first_groups'; what would grow older is waited for.", KEPT)
+  lag = Key(0, Range(0, 16),
+    "Updates between the weights that write a batch and those that it trains:"
+    " sampler and learner work at the same time, best on meshes of their own. 0"
+    " writes each batch with the newest weights.", FIXED)
+  overlap = Key(True, None,
+    "Whether they do so with a lag; False takes turns, with the same results.")
+  streaming = Key(False, None,
+    "Without a lag: the learner takes each group as it is complete, sums up the"
+    " gradients and steps once all have come (periodic asynchrony). For methods"
+    " that need nothing of the batch as a whole, in one mini-batch.")
+  max_rounds = Key(10, _SOME, "Rounds before dynamic sampling gives up a step.")
 
 
 class Estimator(Group, path="estimator"):
   """Advantages and the critic's targets."""
 
-  name = Key("gae", Names("learner.choices:ESTIMATORS"), resume=FIXED)
-  """With 'gae' there is a critic (and EGAE where a response is unfinished);
-  without one 'group' is relative to the other responses, 'token_group' is
-  HAPO's, 'reward_to_go' REINFORCE++'s, 'optimal_baseline' VCPO's."""
-  gamma = Key(1.0, _SHARE)
-  """Discount of a token."""
-  lambda_schedule = Key("constant", Names("learner.choices:LAMBDA_RULES"))
-  """The policy's lambda: lambda_policy, or max(0, 1 - 1/(alpha * length))."""
-  alpha = Key(0.05, Range(1e-6))
-  """Of 'length_adaptive'. VAPO's 0.05 is for thousands of tokens."""
-  lambda_policy = Key(0.95, _SHARE)
-  """Of 'constant'."""
-  lambda_value = Key(0.95, _SHARE)
-  """Of the critic's targets; 1 is Monte Carlo (decoupled GAE)."""
-  boundary = Key("repeat", Names("estimators.egae:BOUNDARIES"))
-  """V of the state where a window cuts: T-PPO's EGAE repeats the last one."""
-  tail_drop = Key(0, _COUNT)
-  """Last tokens of a cut response that its window does not train."""
-  center = Key("mean", Names("estimators.group:CENTERS", "none"))
-  """What 'group' subtracts; 'reward_to_go' does too, unless it is 'none'."""
-  scale = Key("std", Names("estimators.group:SCALES"))
-  """What 'group' divides by."""
-  epsilon = Key(1e-6, _NUMBER)
-  """Added to the scale."""
-  gradient_norms = Key("length", Names("learner.choices:GRADIENT_NORMS"))
-  """What 'optimal_baseline' takes for the squared norm of a response's
-  gradient: its length, or the 'exact' one by a backward pass of each alone."""
-  drop_pivot = Key(False)
-  """MC-GRPO: the group's median response takes no part in the loss."""
-  normalize = Key("none", Names("learner.choices:NORMALIZATIONS"))
-  """Of all advantages of a batch: 'whiten', or 'scale' by their std alone."""
+  name = Key("gae", Names("learner.choices:ESTIMATORS"),
+    "With 'gae' there is a critic (and EGAE where a response is unfinished);"
+    " without one 'group' is relative to the other responses, 'token_group' is"
+    " HAPO's, 'reward_to_go' REINFORCE++'s, 'optimal_baseline' VCPO's.", FIXED)
+  gamma = Key(1.0, _SHARE, "Discount of a token.")
+  lambda_schedule = Key("constant", Names("learner.choices:LAMBDA_RULES"),
+    "The policy's lambda: lambda_policy, or max(0, 1 - 1/(alpha * length)).")
+  alpha = Key(0.05, Range(1e-6),
+    "Of 'length_adaptive'. VAPO's 0.05 is for thousands of tokens.")
+  lambda_policy = Key(0.95, _SHARE, "Of 'constant'.")
+  lambda_value = Key(0.95, _SHARE,
+    "Of the critic's targets; 1 is Monte Carlo (decoupled GAE).")
+  boundary = Key("repeat", Names("estimators.egae:BOUNDARIES"),
+    "V of the state where a window cuts: T-PPO's EGAE repeats the last one.")
+  tail_drop = Key(0, _COUNT,
+    "Last tokens of a cut response that its window does not train.")
+  center = Key("mean", Names("estimators.group:CENTERS", "none"),
+    "What 'group' subtracts; 'reward_to_go' does too, unless it is 'none'.")
+  scale = Key("std", Names("estimators.group:SCALES"),
+    "What 'group' divides by.")
+  epsilon = Key(1e-6, _NUMBER, "Added to the scale.")
+  gradient_norms = Key("length", Names("learner.choices:GRADIENT_NORMS"),
+    "What 'optimal_baseline' takes for the squared norm of a response's"
+    " gradient: its length, or the 'exact' one by a backward pass of each"
+    " alone.")
+  drop_pivot = Key(False, None,
+    "MC-GRPO: the group's median response takes no part in the loss.")
+  normalize = Key("none", Names("learner.choices:NORMALIZATIONS"),
+    "Of all advantages of a batch: 'whiten', or 'scale' by their std alone.")
 
 
 class Loss(Group, path="loss"):
   """Losses."""
 
-  name = Key("clip", Names("learner.choices:POLICY_LOSSES"), resume=FIXED)
-  """Whose surrogate; 'clip' is PPO's."""
-  clip_low = Key(0.2, _BELOW_1)
-  """The ratio is clipped below 1 - this."""
-  clip_high = Key(0.2, _NUMBER)
-  """The ratio is clipped above 1 + this."""
-  dual_clip = Key(None, Range(1.0, open=True))
-  """Bound of the loss of negative advantages; None is off."""
-  clip_value = Key(None, Range(0.0, open=True))
-  """Clip range of the value loss around the old values; None is off."""
-  mode = Key("token-mean", Names("masked:MODES"))
-  """How losses of tokens become one number, in verl's names."""
-  norm = Key(0, _COUNT)
-  """Constant length, in tokens, of a mode with one; 0 is the response limit."""
-  nll_coefficient = Key(0.0, _NUMBER)
-  """VAPO's mu, of the positive-example language-model loss."""
-  kl_coefficient = Key(0.0, _NUMBER, resume=SWITCH)
-  """Of the KL to the initial policy as a loss."""
-  kl = Key("k3", Names("learner.choices:KL_ESTIMATES"))
-  """Its estimator; 'k1+' and 'k3+' have the gradient of k2."""
-  kl_reward_coefficient = Key(0.0, _NUMBER, resume=SWITCH)
-  """Of the KL to the initial policy in the token rewards (k1)."""
-  entropy_coefficient = Key(0.0, _NUMBER)
-  """Of the entropy bonus."""
-  overlong_filter = Key(False)
-  """Responses cut at the response limit take no part in the loss."""
-  masks = Key((), Names("learner.choices:OWN_MASKS"))
-  """Registered masks, which leave further tokens out of the policy loss."""
-  hapo_sign = Key("intended", Names("estimators.entropy:SIGNS"))
-  """Of 'hapo': the sign of low-entropy tokens."""
+  name = Key("clip", Names("learner.choices:POLICY_LOSSES"),
+    "Whose surrogate; 'clip' is PPO's.", FIXED)
+  clip_low = Key(0.2, _BELOW_1, "The ratio is clipped below 1 - this.")
+  clip_high = Key(0.2, _NUMBER, "The ratio is clipped above 1 + this.")
+  dual_clip = Key(None, Range(1.0, open=True),
+    "Bound of the loss of negative advantages; None is off.")
+  clip_value = Key(None, Range(0.0, open=True),
+    "Clip range of the value loss around the old values; None is off.")
+  mode = Key("token-mean", Names("masked:MODES"),
+    "How losses of tokens become one number, in verl's names.")
+  norm = Key(0, _COUNT,
+    "Constant length, in tokens, of a mode with one; 0 is the response limit.")
+  nll_coefficient = Key(0.0, _NUMBER,
+    "VAPO's mu, of the positive-example language-model loss.")
+  kl_coefficient = Key(0.0, _NUMBER,
+    "Of the KL to the initial policy as a loss.", SWITCH)
+  kl = Key("k3", Names("learner.choices:KL_ESTIMATES"),
+    "Its estimator; 'k1+' and 'k3+' have the gradient of k2.")
+  kl_reward_coefficient = Key(0.0, _NUMBER,
+    "Of the KL to the initial policy in the token rewards (k1).", SWITCH)
+  entropy_coefficient = Key(0.0, _NUMBER, "Of the entropy bonus.")
+  overlong_filter = Key(False, None,
+    "Responses cut at the response limit take no part in the loss.")
+  masks = Key((), Names("learner.choices:OWN_MASKS"),
+    "Registered masks, which leave further tokens out of the policy loss.")
+  hapo_sign = Key("intended", Names("estimators.entropy:SIGNS"),
+    "Of 'hapo': the sign of low-entropy tokens.")
 
 
 class OffPolicy(Group, path="off_policy"):
   """What corrects for tokens that another policy wrote."""
 
-  proximal = Key("recompute", Names("learner.choices:PROXIMALS"), resume=FIXED)
-  """Whom the loss takes its ratio against: the trainer's policy at the start of
-  the update, 'stored' (sampler), 'interpolate' (A-3PO), 'ewma' (PPO-EWMA)."""
-  ewma_decay = Key(0.889, _BELOW_1)
-  """Of 'ewma'; the center of mass is 1 / (1 - decay) - 1 updates."""
-  correction = Key("auto", Names("learner.choices:CORRECTIONS", "auto"))
-  """Weight proximal/behaviour: 'truncate' (TIS) or 'mask' (IcePop, MIS). 'auto'
-  is 'truncate' where a batch has tokens of older versions ('first_groups', a
-  lag) or the proximal policy is an average ('ewma')."""
-  level = Key("token", Names("losses.offpolicy:LEVELS"))
-  """Its ratio: of a token, of the sequence or its geometric mean."""
-  high = Key(None, Range(1.0))
-  """Its upper bound; None is 2, or 100 for 'ewma'."""
-  low = Key(0.0, _SHARE)
-  """Its lower bound."""
-  keep_weights = Key("", _DTYPE_OR_NONE, resume=FIXED)
-  """Keep the weights of the versions that may have written a token of a batch,
-  in this dtype: the correction is then two, writer/behaviour (what sampler and
-  trainer make of the same weights) times proximal/writer (the updates since),
-  each with an upper bound of its own. Costs their memory, and one scoring pass
-  per version; 'bfloat16' rounds the writer. '' keeps none."""
-  mismatch_high = Key(2.0, Range(1.0))
-  """Upper bound of writer/behaviour with keep_weights; off_policy.high is then
-  that of proximal/writer."""
-  ess_scale = Key(False)
-  """VCPO: scale the step by sqrt(effective sample ratio / ess_reference)."""
-  ess_reference = Key(1.0, Range(1e-6, 1.0))
-  """The usual ratio."""
+  proximal = Key("recompute", Names("learner.choices:PROXIMALS"),
+    "Whom the loss takes its ratio against: the trainer's policy at the start"
+    " of the update, 'stored' (sampler), 'interpolate' (A-3PO), 'ewma'"
+    " (PPO-EWMA).", FIXED)
+  ewma_decay = Key(0.889, _BELOW_1,
+    "Of 'ewma'; the center of mass is 1 / (1 - decay) - 1 updates.")
+  correction = Key("auto", Names("learner.choices:CORRECTIONS", "auto"),
+    "Weight proximal/behaviour: 'truncate' (TIS) or 'mask' (IcePop, MIS)."
+    " 'auto' is 'truncate' where a batch has tokens of older versions"
+    " ('first_groups', a lag) or the proximal policy is an average ('ewma').")
+  level = Key("token", Names("losses.offpolicy:LEVELS"),
+    "Its ratio: of a token, of the sequence or its geometric mean.")
+  high = Key(None, Range(1.0), "Its upper bound; None is 2, or 100 for 'ewma'.")
+  low = Key(0.0, _SHARE, "Its lower bound.")
+  keep_weights = Key("", _DTYPE_OR_NONE,
+    "Keep the weights of the versions that may have written a token of a batch,"
+    " in this dtype: the correction is then two, writer/behaviour (what sampler"
+    " and trainer make of the same weights) times proximal/writer (the updates"
+    " since), each with an upper bound of its own. Costs their memory, and one"
+    " scoring pass per version; 'bfloat16' rounds the writer. '' keeps"
+    " none.", FIXED)
+  mismatch_high = Key(2.0, Range(1.0),
+    "Upper bound of writer/behaviour with keep_weights; off_policy.high is then"
+    " that of proximal/writer.")
+  ess_scale = Key(False, None,
+    "VCPO: scale the step by sqrt(effective sample ratio / ess_reference).")
+  ess_reference = Key(1.0, Range(1e-6, 1.0), "The usual ratio.")
 
 
 class Optimizer(Group, path="optimizer.policy"):
   """How a model is trained: AdamW on mini-batches."""
 
-  learning_rate = Key(2e-4, _NUMBER)
-  """Of AdamW."""
-  warmup_steps = Key(10, _COUNT)
-  """Updates over which the rate rises."""
-  learning_rate_schedule = Key("constant", Names("learner.optimizer:SCHEDULES"))
-  """How the rate falls from then on, to be lowest after run.steps."""
-  min_learning_rate_ratio = Key(0.0, _SHARE)
-  """The lowest rate, as a share of learning_rate."""
-  max_grad_norm = Key(1.0, Range(1e-9))
-  """Gradients of a larger norm are scaled down to it."""
-  weight_decay = Key(0.0, _NUMBER)
-  """Of AdamW, of matrices."""
-  b1 = Key(0.9, _BELOW_1)
-  """Decay of the mean of gradients."""
-  b2 = Key(0.99, _BELOW_1)
-  """Decay of the mean of their squares."""
-  eps = Key(1e-8, Range(1e-20))
-  """Added to the root of that mean."""
-  mu_dtype = Key("float32", _DTYPES, resume=FIXED)
-  """Of the mean of gradients; bfloat16 saves two bytes a parameter."""
-  mini_batch = Key(256, _SOME)
-  """Responses per update."""
-  micro_batch_size = Key(8, _SOME)
-  """Packed rows per micro-batch; accumulation is exact."""
-  epochs = Key(1, _SOME)
-  """Passes over each batch of rollouts."""
-  frozen = Key(())
-  """Parameters that keep their values: parts of their paths, such as 'embed' or
-  'layers/mlp'."""
+  learning_rate = Key(2e-4, _NUMBER, "Of AdamW.")
+  warmup_steps = Key(10, _COUNT, "Updates over which the rate rises.")
+  learning_rate_schedule = Key("constant", Names("learner.optimizer:SCHEDULES"),
+    "How the rate falls from then on, to be lowest after run.steps.")
+  min_learning_rate_ratio = Key(0.0, _SHARE,
+    "The lowest rate, as a share of learning_rate.")
+  max_grad_norm = Key(1.0, Range(1e-9),
+    "Gradients of a larger norm are scaled down to it.")
+  weight_decay = Key(0.0, _NUMBER, "Of AdamW, of matrices.")
+  b1 = Key(0.9, _BELOW_1, "Decay of the mean of gradients.")
+  b2 = Key(0.99, _BELOW_1, "Decay of the mean of their squares.")
+  eps = Key(1e-8, Range(1e-20), "Added to the root of that mean.")
+  mu_dtype = Key("float32", _DTYPES,
+    "Of the mean of gradients; bfloat16 saves two bytes a parameter.", FIXED)
+  mini_batch = Key(256, _SOME, "Responses per update.")
+  micro_batch_size = Key(8, _SOME,
+    "Packed rows per micro-batch; accumulation is exact.")
+  epochs = Key(1, _SOME, "Passes over each batch of rollouts.")
+  frozen = Key((), None,
+    "Parameters that keep their values: parts of their paths, such as 'embed'"
+    " or 'layers/mlp'.")
 
 
 class ValueOptimizer(Optimizer, path="optimizer.value"):
@@ -481,121 +450,66 @@ class ValueOptimizer(Optimizer, path="optimizer.value"):
 class Rows(Group, path="optimizer"):
   """Packed rows, of both models."""
 
-  max_tokens_per_row = Key(128, _COUNT)
-  """Least tokens per packed row; the longest sample may need more. Larger rows
-  hold more samples of a group, which then share their prompt."""
+  max_tokens_per_row = Key(128, _COUNT,
+    "Least tokens per packed row; the longest sample may need more. Larger rows"
+    " hold more samples of a group, which then share their prompt.")
 
 
 class Eval(Group, path="eval"):
   """Problems that are evaluated on."""
 
-  every = Key(20, _SOME)
-  """Steps between evaluations; also before the first and after the last."""
-  samples = Key(4, _SOME)
-  """Responses per problem, k of avg@k and pass@k."""
-  greedy = Key(False)
-  """One greedy response per problem too: its accuracy is 'greedy'."""
-  problems = Key(200, _COUNT)
-  """Most problems; 0 is all."""
-  source = Key("", Names("data.sources:SOURCES", ""), resume=HELD_OUT)
-  """Where problems come from; '' follows data.source (its evaluation split)."""
-  path = Key("", resume=HELD_OUT)
-  """As data.path."""
-  split = Key("eval")
-  """As data.split; 'eval' is the test split of 'tfds'."""
-  temperature = Key(1.0, Range(0.0, 100.0))
-  """Divides the logits; 0 is greedy."""
-  top_p = Key(1.0, Range(1e-6, 1.0))
-  """Mass that is sampled from."""
+  every = Key(20, _SOME,
+    "Steps between evaluations; also before the first and after the last.")
+  samples = Key(4, _SOME, "Responses per problem, k of avg@k and pass@k.")
+  greedy = Key(False, None,
+    "One greedy response per problem too: its accuracy is 'greedy'.")
+  problems = Key(200, _COUNT, "Most problems; 0 is all.")
+  source = Key("", Names("data.sources:SOURCES", ""),
+    "Where problems come from; '' follows data.source (its evaluation"
+    " split).", HELD_OUT)
+  path = Key("", None, "As data.path.", HELD_OUT)
+  split = Key("eval", None,
+    "As data.split; 'eval' is the test split of 'tfds'.")
+  temperature = Key(1.0, Range(0.0, 100.0), "Divides the logits; 0 is greedy.")
+  top_p = Key(1.0, Range(1e-6, 1.0), "Mass that is sampled from.")
 
 
 class Checkpoint(Group, path="checkpoint"):
   """What is kept of a run."""
 
-  every = Key(20, _SOME)
-  """Steps between checkpoints; also after the last."""
-  keep = Key(2, Range(2))
-  """Newest checkpoints kept; of one alone damage could not be survived."""
-  keep_every = Key(0, _COUNT)
-  """Steps divisible by it are kept too; 0 is none."""
-  best = Key("")
-  """Metric, as eval/chain_sum/avg@4, whose best step is kept too."""
+  every = Key(20, _SOME, "Steps between checkpoints; also after the last.")
+  keep = Key(2, Range(2),
+    "Newest checkpoints kept; of one alone damage could not be survived.")
+  keep_every = Key(0, _COUNT, "Steps divisible by it are kept too; 0 is none.")
+  best = Key("", None,
+    "Metric, as eval/chain_sum/avg@4, whose best step is kept too.")
 
 
 class Run(Group, path="run"):
   """How long, and for whom to see."""
 
-  seed = Key(0, Range(0, 2**31 - 1), resume=FIXED)
-  """Of every random number."""
-  steps = Key(100, _SOME)
-  """Iterations; updates of the policy are steps * mini-batches per step."""
-  samples_every = Key(20, _COUNT)
-  """Steps between samples in the log; 0 is never."""
-  method = Key("")
-  """METHOD[:PRESET]; scripts/train.py takes it from --config."""
-  plugins = Key(())
-  """Files of your own parts; scripts/train.py takes --plugin in."""
-  trackers = Key(("tensorboard",), Names("metrics.trackers:TRACKERS"))
-  """Who draws the run's curves. The project of 'wandb' is the environment's
-  WANDB_PROJECT, of 'trackio' TRACKIO_PROJECT, or 'jaxrl_llm'."""
-  max_skipped = Key(5, _SOME)
-  """Updates in a row that are not finite before the run stops."""
-  replay_every = Key(0, _COUNT)
-  """Steps between updates that are done twice; the run stops if their bits
-  differ, as on a processor that calculates wrongly. 0 is never."""
-  stuck_after_s = Key(3600.0, Range(0.0))
-  """Seconds of one phase after which the run says where it stands, with the
-  stacks of all threads, and ends; 0 is never."""
+  seed = Key(0, Range(0, 2**31 - 1), "Of every random number.", FIXED)
+  steps = Key(100, _SOME,
+    "Iterations; updates of the policy are steps * mini-batches per step.")
+  samples_every = Key(20, _COUNT,
+    "Steps between samples in the log; 0 is never.")
+  method = Key("", None,
+    "METHOD[:PRESET]; scripts/train.py takes it from --config.")
+  plugins = Key((), None,
+    "Files of your own parts; scripts/train.py takes --plugin in.")
+  trackers = Key(("tensorboard",), Names("metrics.trackers:TRACKERS"),
+    "Who draws the run's curves. The project of 'wandb' is the environment's"
+    " WANDB_PROJECT, of 'trackio' TRACKIO_PROJECT, or 'jaxrl_llm'.")
+  max_skipped = Key(5, _SOME,
+    "Updates in a row that are not finite before the run stops.")
+  replay_every = Key(0, _COUNT,
+    "Steps between updates that are done twice; the run stops if their bits"
+    " differ, as on a processor that calculates wrongly. 0 is never.")
+  stuck_after_s = Key(3600.0, Range(0.0),
+    "Seconds of one phase after which the run says where it stands, with the"
+    " stacks of all threads, and ends; 0 is never.")
 
-
-def _keys() -> dict[str, Key]:
-  """All keys by their paths, each with the text below it in this file."""
-  module = ast.parse(pathlib.Path(__file__).read_text(encoding="utf-8"))
-  meanings = {
-    (group.name, key.targets[0].id): " ".join(text.value.value.split())
-    for group in module.body
-    if isinstance(group, ast.ClassDef)
-    for key, text in itertools.pairwise(group.body)
-    if isinstance(key, ast.Assign) and isinstance(text, ast.Expr)
-  }
-  keys = {}
-  for path, group in GROUPS.items():
-    for kind in reversed(group.__mro__):
-      for name in vars(kind):
-        if text := meanings.get((kind.__name__, name)):
-          keys[f"{path}.{name}"] = getattr(group, name)._replace(meaning=text)
-  return keys
-
-
-KEYS = _keys()
-
-_FULL = "training uses the full softmax, so must the sampler"
-# Keys of earlier versions: the one value that a saved config may still have for
-# them, and why they are gone.
-REMOVED = {
-  "sampler.top_k": (0, _FULL),
-  "sampler.top_p": (1.0, _FULL),
-  "sampler.min_p": (0.0, _FULL),
-  "schedule.name": (
-    "full",
-    "schedule.window is a window's length, schedule.stop='first_groups' that of"
-    " partial rollouts",
-  ),
-  "schedule.min_ended": (1, "the critic waits for a whole mini-batch"),
-  "model.remat": (True, "model.remat_policy='none' is what False was"),
-}
-
-# Keys of earlier versions that have another name now.
-RENAMED = {
-  "optimizer.row_tokens": "optimizer.max_tokens_per_row",
-  "optimizer.policy.micro_rows": "optimizer.policy.micro_batch_size",
-  "optimizer.value.micro_rows": "optimizer.value.micro_batch_size",
-  "sampler.kernels": "model.kernels",
-  "sampler.drafts": "sampler.num_draft_tokens",
-  "sampler.probe_every": "sampler.parity_check_every",
-  "schedule.max_age": "schedule.max_staleness",
-  "schedule.oversample": "schedule.over_provision",
-}
+# fmt: on
 
 
 def default_config() -> ConfigDict:
@@ -637,30 +551,12 @@ def scaled(preset: str = "") -> tuple[ConfigDict, presets.Scale]:
   return config, scale
 
 
-def with_method_files(argv: list[str]) -> list[str]:
-  """Arguments of a program, with --config=METHOD as the path of its file.
-
-  A bare name is a method of the package, wherever that is installed; anything
-  else is a path already. `:PRESET` stays behind it.
-  """
-  values = [k for k in range(1, len(argv)) if argv[k - 1] == "--config"]
-  found = list(argv)
-  for k, argument in enumerate(argv):
-    flag, equals, value = argument.rpartition("--config=")
-    if equals and not flag or k in values:
-      found[k] = flag + equals + _method_file(value)
-  return found
-
-
-def _method_file(name: str) -> str:
-  """Where the file of `METHOD[:PRESET]` lies, if there is such a method."""
-  method, colon, preset = name.partition(":")
+def methods() -> dict[str, pathlib.Path]:
+  """The method files of the package by name, wherever it is installed."""
   package = pathlib.Path(__file__).parent
-  for folder in (package / "configs", package.parent / "configs"):
-    file = folder / f"{method}.py"
-    if method.isidentifier() and file.is_file():  # Installed; the repository.
-      return f"{file}{colon}{preset}"
-  return name
+  folders = package / "configs", package.parent / "configs"  # Installed; clone.
+  files = next(folder for folder in folders if folder.is_dir()).glob("*.py")
+  return {file.stem: file for file in sorted(files) if file.stem != "pretrain"}
 
 
 def get(config: Any, key: str):

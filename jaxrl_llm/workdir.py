@@ -40,6 +40,9 @@ _ROWS, _MODEL = "metrics.jsonl", "base_model"
 
 _POLICY = "learner.policy.params"  # Item of a checkpoint.
 Changes = dict[str, list[Any]]  # Key: [old, new], as JSON has them.
+# Removed keys that a checkpoint of today's format may have been saved with, and
+# the value that changes nothing.
+_GONE = {"model.remat": True}
 
 
 class Policy(NamedTuple):
@@ -327,19 +330,15 @@ def _resumes(workdir: pathlib.Path) -> list[Changes]:
 
 
 def _update(config: Any, saved: Mapping[str, Any], file: pathlib.Path) -> None:
-  """Sets dotted keys, those of earlier versions under their new names."""
-  for old, value in saved.items():
-    key = config_lib.RENAMED.get(old, old)
-    if key in config_lib.REMOVED:
-      neutral, why = config_lib.REMOVED[key]
-      if value != neutral:
-        raise InputError(f"{file}: key {key!r} is gone; {why}; remove it")
+  """Sets dotted keys."""
+  for key, value in saved.items():
+    if _GONE.get(key, ...) == value:
       continue
     if key not in config_lib.KEYS:
       raise InputError(f"{file}: key {key!r} is unknown; remove it")
     group, _, name = key.rpartition(".")
     value = tuple(value) if isinstance(value, list) else value
-    what = f"{file}: key {old!r} cannot be {value!r}"
+    what = f"{file}: key {key!r} cannot be {value!r}"
     with as_input_error(what, "correct it", TypeError, AttributeError):
       config_lib.get(config, group)[name] = value
 

@@ -12,15 +12,11 @@ import numpy as np
 import pytest
 from helpers import chat_model, programs, tiny_run
 
-from jaxrl_llm import config as config_lib
 from jaxrl_llm import metrics, models, report, workdir
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.train import build, loop
-from jaxrl_llm.train.sampler import groups_in_flight
-from jaxrl_llm.train.validation import validate
 
 _ROOT = pathlib.Path(__file__).parents[1]
-NEUTRAL = {key: value for key, (value, _) in config_lib.REMOVED.items()}
 
 
 @pytest.fixture(scope="module")
@@ -80,38 +76,10 @@ class TestWorkdir:
     assert dict(config.data.settings) == {"digits": 2}
     assert config.run.seed == 0
 
-  def test_a_removed_key_that_was_off_is_passed_over(self, tmp_path):
-    text = '{"sampler": {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "slots": 9}}'
+  def test_a_key_that_is_gone_is_read_where_it_changed_nothing(self, tmp_path):
+    text = '{"model": {"remat": true, "dtype": "bfloat16"}}'
     (tmp_path / "config.json").write_text(text)
-    assert workdir.read_config(tmp_path).sampler.slots == 9
-
-  @pytest.mark.parametrize(("old", "new"), config_lib.RENAMED.items())
-  def test_a_key_with_an_old_name_sets_the_new_one(self, old, new, tmp_path):
-    default = config_lib.get(config_lib.default_config(), new)
-    value = "xla" if isinstance(default, str) else default + 1
-    saved = value
-    for name in reversed(old.split(".")):
-      saved = {name: saved}
-    (tmp_path / "config.json").write_text(json.dumps(saved))
-    assert config_lib.get(workdir.read_config(tmp_path), new) == value
-
-  def test_an_old_run_of_whole_rollouts_still_begins_no_surplus(self, tmp_path):
-    schedule = {"name": "full", "window": 0, "over_provision": 1.5}
-    schedule |= {"max_age": 4, "dynamic_sampling": False, "oversample": 1}
-    (tmp_path / "config.json").write_text(json.dumps({"schedule": schedule}))
-    config = workdir.read_config(tmp_path)
-    validate(config)
-    assert config.schedule.over_provision == 1
-    assert groups_in_flight(config) == config.data.prompts_per_step
-
-  @pytest.mark.parametrize(("key", "neutral"), NEUTRAL.items())
-  def test_every_removed_key_may_be_off(self, key, neutral, tmp_path):
-    saved = neutral
-    for name in reversed(key.split(".")):
-      saved = {name: saved}
-    (tmp_path / "config.json").write_text(json.dumps(saved))
-    default = config_lib.default_config()
-    assert workdir.read_config(tmp_path).to_dict() == default.to_dict()
+    assert workdir.read_config(tmp_path).model.dtype == "bfloat16"
 
   @pytest.mark.parametrize(
     "text, message",
@@ -121,19 +89,8 @@ class TestWorkdir:
       ('{"runs": {"seed": 1}}', "key 'runs.seed' is unknown"),
       ('{"run": {"sed": 1}}', "key 'run.sed' is unknown"),
       ('{"run": {"seed": "one"}}', "key 'run.seed' cannot be 'one'"),
-      ('{"sampler": {"top_k": 5}}', "'sampler.top_k' is gone; .* full softmax"),
-      (
-        '{"schedule": {"name": "window", "window": 16}}',
-        "'schedule.name' is gone; schedule.window is a window's length",
-      ),
-      (
-        '{"schedule": {"min_ended": 64}}',
-        "'schedule.min_ended' is gone; .* whole mini-batch",
-      ),
-      (
-        '{"schedule": {"max_age": "old"}}',
-        "key 'schedule.max_age' cannot be 'old'",
-      ),
+      ('{"model": {"remat": false}}', "key 'model.remat' is unknown"),
+      ('{"sampler": {"top_k": 0}}', "key 'sampler.top_k' is unknown"),
     ],
   )
   def test_damaged_config(self, text, message, tmp_path):
