@@ -46,11 +46,12 @@ _EXTRAS["test"] = _EXTRAS["plot"] + [
   "ruff>=0.8",
 ]
 
-# Folders beside the package that are installed inside of it: a method file and
-# a program are where a reader of the repository looks first, and an installed
-# package has them too.
+# Folders beside the package that are installed inside of it: a method file, a
+# program and a page are where a reader of the repository looks first, and an
+# installed package has them too.
 _FOLDERS = {
   "jaxrl_llm.configs": "configs",
+  "jaxrl_llm.docs": "docs",
   "jaxrl_llm.scripts": "scripts",
   "jaxrl_llm.scripts.benchmarks": "scripts/benchmarks",
   "jaxrl_llm.scripts.scaling": "scripts/scaling",
@@ -92,7 +93,10 @@ setuptools.setup(
     *_FOLDERS,
   ],
   package_dir=_FOLDERS,
-  package_data={"jaxrl_llm": ["assets/**/*", "py.typed"]},
+  package_data={
+    "jaxrl_llm": ["assets/**/*", "py.typed"],
+    "jaxrl_llm.docs": ["settings.md"],  # What refusals of keys read.
+  },
   entry_points={
     "console_scripts": [
       f"jaxrl-{name} = jaxrl_llm.scripts:main" for name in _COMMANDS

@@ -1,17 +1,25 @@
-"""What is wrong with the command line of a program that takes --config."""
+"""Help for the command line of a program that takes --config."""
 
 import difflib
+import functools
+import pathlib
+import re
 import sys
+from collections.abc import Callable
 
-from absl import flags
+from absl import app, flags
 from ml_collections import config_flags
 
 from jaxrl_llm import config as config_lib
+from jaxrl_llm import presets
 from jaxrl_llm.errors import InputError
 
+# Installed, the page lies in the package, beside these programs.
+_PEERS = pathlib.Path(__file__).resolve().parents[1] / "docs" / "settings.md"
 
-def define_config(default: str, help_text: str) -> flags.FlagHolder:
-  """--config, whose default already takes every --config.KEY given."""
+
+def define_config(default: str | None, help_text: str) -> flags.FlagHolder:
+  """Defines --config, whose default already takes every --config.KEY given."""
   try:
     return config_flags.DEFINE_config_file("config", default, help_text)
   except AttributeError as error:  # There is no such key.
@@ -19,44 +27,126 @@ def define_config(default: str, help_text: str) -> flags.FlagHolder:
     sys.exit(2)
 
 
+def run(
+  main: Callable[[list[str]], int | None],
+  check: Callable[[], None] = lambda: None,
+) -> None:
+  """Runs a program; a command line that it cannot use is one line and exit 2.
+
+  Args:
+    main: gets what of the command line is no flag.
+    check: raises InputError for flags that do not go together.
+  """
+  parse = functools.partial(_parse, check=check)
+  app.run(main, _prepared(sys.argv), flags_parser=parse)
+
+
+def answer_help(argv: list[str]) -> None:
+  """Prints the help of the program and exits with 0 if argv has --help."""
+  if not {"-h", "-help", "--help", "--helpshort", "--helpfull"} & {*argv}:
+    return
+  scales = ", ".join(name for name in presets.SCALES if name)
+  print(
+    sys.modules["__main__"].__doc__,
+    f"METHOD: {', '.join(config_lib.methods())}; or a file, FILE.py.",
+    f"PRESET: {scales}; or none, which trains on a task of the package.\n",
+    flags.FLAGS.main_module_help(),
+    sep="\n",
+  )
+  sys.exit(0)
+
+
+def _parse(argv: list[str], check: Callable[[], None]) -> list[str]:
+  """Parses flags, and exits if there is nothing to run."""
+  answer_help(argv)
+  try:
+    rest = flags.FLAGS(argv)
+    if len(rest) > 1:
+      raise InputError(f"{rest[1]!r} is not a flag; flags start with --")
+    check()
+    flags.FLAGS.config.lock()  # A file that was not found only says so now.
+  except Exception as error:  # Config files are foreign code.
+    print(f"error: {explain(error, argv)}", file=sys.stderr)
+    sys.exit(2)
+  return rest
+
+
+def _prepared(argv: list[str]) -> list[str]:
+  """Returns the arguments as flags read them.
+
+  --config=METHOD becomes the path of the method's file, and 1e3 becomes 1000
+  where a key takes a whole number. Anything else is left as it is.
+  """
+  found, files = [], config_lib.methods()
+  for before, argument in zip(["", *argv], argv):
+    flag, equals, value = argument.partition("=")
+    if before == "--config":
+      flag, value = "", argument
+    if flag in ("", "--config"):
+      method, colon, preset = value.partition(":")
+      value = f"{files.get(method, method)}{colon}{preset}"
+    key = config_lib.KEYS.get(flag.removeprefix("--config."))
+    if key and type(key.default) is int and re.fullmatch(r"\d+e\d+", value):
+      value = f"{float(value):.0f}"
+    found.append(f"{flag}{equals}{value}")
+  return found
+
+
 def explain(error: Exception, argv: list[str]) -> str:
-  """One line for a command line that absl's flags refused with an error."""
+  """Returns one line for a command line that absl refused with an error."""
   return _unknown_key(argv) or _reason(error)
 
 
 def _unknown_key(argv: list[str]) -> str | None:
-  """What is wrong with the first --config.KEY that no config has."""
+  """Explains the first --config.KEY that no config has."""
   keys = list(config_lib.KEYS)
   for argument in argv[1:]:
     name, dot, key = argument.partition("=")[0].lstrip("-").partition(".")
     groups = [key, *(k for k in keys if k.startswith(key + "."))]
-    if name != "config" or not dot or len(groups) > 1 or key in keys:
-      continue
-    if key in config_lib.RENAMED:
-      new = config_lib.RENAMED[key]
-      return f"--config.{key}: this key has a new name; use --config.{new}"
-    if key in config_lib.REMOVED:
-      return f"--config.{key}: this key is gone; {config_lib.REMOVED[key][1]}"
-    parent = key.rpartition(".")[0]
-    near = max(keys, key=lambda known: sum(_likeness(key, known)))
-    group, name = _likeness(key, near)
-    likely = group + name > 1.2 and name > 0.25
-    hint = f"did you mean {near}?" if likely else "see --help_config"
-    if parent.endswith("settings"):
-      hint = f"give the whole, --config.{parent}=\"{{'NAME': VALUE}}\""
-    return f"--config.{key}: no such key; {hint}"
+    if name == "config" and dot and len(groups) == 1 and key not in keys:
+      return f"--config.{key}: no such key; {_hint(key)}"
   return None
 
 
-def _likeness(key: str, known: str) -> tuple[float, float]:
-  """How alike two keys are in their groups and in their names, 0 to 1."""
+def _hint(key: str) -> str:
+  """Names the key that may have been meant, or where to look."""
+  parent, _, name = key.rpartition(".")
+  if parent.endswith("settings"):
+    return f"give the whole, --config.{parent}=\"{{'NAME': VALUE}}\""
+  peers, whole = _peers(), key.removeprefix("actor_rollout_ref.")
+  same = [k for k in config_lib.KEYS if k.endswith(f".{name}")]
+  # A last name that is one of ours, such as `name`, says nothing of theirs.
+  theirs = [k for k in peers if k.endswith(f".{name}") and not same]
+  for known in (whole, name, *theirs):
+    if known in peers:
+      return f"{known} {peers[known]}"
+  if not 0 < len(same) < 4:
+    near = max(config_lib.KEYS, key=lambda known: _likeness(key, known))
+    same = [near] if _likeness(key, near) > 0.6 else []
+  return f"did you mean {' or '.join(same)}?" if same else "see --help_config"
+
+
+def _peers() -> dict[str, str]:
+  """Returns what settings of TRL and verl are here, from docs/settings.md."""
+  found = {}
+  for line in _PEERS.read_text(encoding="utf-8").splitlines():
+    if not line.startswith("| "):
+      continue
+    trl, verl, ours, *note = line.replace("`", "").strip("| ").split(" | ")
+    what = "has no counterpart here" if ours == "-" else f"is {ours} here"
+    for name in f"{trl}, {verl}".split(", "):
+      found.setdefault(name, ": ".join([what, *note]))
+  return found
+
+
+def _likeness(key: str, known: str) -> float:
+  """Returns how alike two keys are in group and name, the lesser, 0 to 1."""
   parts = zip(key.rpartition(".")[::2], known.rpartition(".")[::2])
-  ratio = lambda pair: difflib.SequenceMatcher(None, *pair).ratio()
-  return tuple(map(ratio, parts))
+  return min(difflib.SequenceMatcher(None, *pair).ratio() for pair in parts)
 
 
 def _reason(error: Exception) -> str:
-  """One line of an error that may wrap others or a whole traceback."""
+  """Returns one line of an error that may wrap others or a whole traceback."""
   causes = [error]
   while causes[-1].__context__:
     causes.append(causes[-1].__context__)
@@ -65,5 +155,7 @@ def _reason(error: Exception) -> str:
       return str(cause)
   lines = str(error).strip().splitlines() or [type(error).__name__]
   if isinstance(error, OSError):
-    return f"--config: {lines[-1].strip()}; give a METHOD or a file"
-  return lines[-1].strip()
+    names = ", ".join(config_lib.methods())
+    return f"--config: {lines[-1].strip()}; give a file or one of {names}"
+  line = re.sub("invalid .* int.*", "give a whole number", lines[-1].strip())
+  return re.sub("could not convert .* float.*", "give a number", line)

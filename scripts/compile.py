@@ -34,24 +34,10 @@ from collections.abc import Sequence  # noqa: E402
 from typing import Any  # noqa: E402
 
 import command_line  # noqa: E402
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-from absl import app, flags  # noqa: E402
-from jax.experimental import topologies  # noqa: E402
-from ml_collections import config_flags  # noqa: E402
-from scaling import estimate, hlo, shapes  # noqa: E402
+from absl import flags  # noqa: E402
 
-from jaxrl_llm import config as config_lib  # noqa: E402
-from jaxrl_llm import models, sharding  # noqa: E402
-from jaxrl_llm.errors import InputError  # noqa: E402
-from jaxrl_llm.learner.choices import has_critic  # noqa: E402
-from jaxrl_llm.learner.lower import lower  # noqa: E402
-from jaxrl_llm.models import hf  # noqa: E402
-from jaxrl_llm.models.transformer import REMAT_POLICIES  # noqa: E402
-from jaxrl_llm.train import build, meshes, sampler, validation  # noqa: E402
-
-_CONFIG = config_flags.DEFINE_config_file(
-  "config", None, "METHOD:PRESET or FILE.py:PRESET, whose model it is."
+_CONFIG = command_line.define_config(
+  None, "METHOD:PRESET or FILE.py:PRESET, whose model it is."
 )
 _TOPOLOGY = flags.DEFINE_string("topology", "v5p:4x4x4", "CHIP:AxB[xC].")
 _SEARCH = flags.DEFINE_bool("search", False, "Rank meshes; compile nothing.")
@@ -61,6 +47,22 @@ _MEAN = flags.DEFINE_float(
 _CACHE = flags.DEFINE_string(
   "cache", ".jax_cache/compiled", "Folder of what was found of programs."
 )
+if __name__ == "__main__":  # Before JAX, which takes seconds.
+  command_line.answer_help(sys.argv)
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+from jax.experimental import topologies  # noqa: E402
+from scaling import estimate, hlo, shapes  # noqa: E402
+
+from jaxrl_llm import models, sharding  # noqa: E402
+from jaxrl_llm.errors import InputError  # noqa: E402
+from jaxrl_llm.learner.choices import has_critic  # noqa: E402
+from jaxrl_llm.learner.lower import lower  # noqa: E402
+from jaxrl_llm.models import hf  # noqa: E402
+from jaxrl_llm.models.transformer import REMAT_POLICIES  # noqa: E402
+from jaxrl_llm.train import build, meshes, sampler, validation  # noqa: E402
+
 _NOTHING_FITS = (
   "no mesh of these chips holds this run by the account: take more or larger"
   " ones, or lower sampler.kv_pages or the longest response"
@@ -369,19 +371,10 @@ def _best(config, model, mesh, samplers, chip, *, apart) -> list[estimate.Fit]:
   return [min(found)] if found else []
 
 
-def parse_flags(argv: list[str]) -> list[str]:
-  """Parses the command line; what cannot be used is one line and exit 2."""
-  try:
-    rest = flags.FLAGS(argv)
-    if len(rest) > 1:
-      raise InputError(f"{rest[1]!r} is not a flag; flags start with --")
-    if not _CONFIG.present:
-      raise InputError("no --config; give --config=configs/METHOD.py:PRESET")
-    _CONFIG.value.lock()  # A file that was not found only says so when used.
-  except Exception as error:  # Config files are foreign code.
-    print(f"compile: {command_line.explain(error, argv)}", file=sys.stderr)
-    sys.exit(2)
-  return rest
+def check_flags() -> None:
+  """Refuses flags that lack others."""
+  if not _CONFIG.present:
+    raise InputError("no --config; give --config=METHOD:PRESET, see --help")
 
 
 def main(_: list[str]) -> int:
@@ -411,8 +404,4 @@ def main(_: list[str]) -> int:
 
 
 if __name__ == "__main__":
-  app.run(
-    lambda argv: sys.exit(main(argv)),
-    config_lib.with_method_files(sys.argv),
-    flags_parser=parse_flags,
-  )
+  command_line.run(lambda argv: sys.exit(main(argv)), check_flags)

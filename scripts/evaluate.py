@@ -18,7 +18,8 @@ import math
 import pathlib
 import sys
 
-from absl import app, flags, logging
+import command_line
+from absl import flags, logging
 from ml_collections import config_flags
 
 from jaxrl_llm import config as config_lib
@@ -27,10 +28,8 @@ from jaxrl_llm.errors import InputError, as_input_error
 _DEFAULT = pathlib.Path(__file__).resolve().parents[1] / "configs" / "vapo.py"
 # Tokens that a model directory gets, where its context has them.
 _PROMPT_LENGTH, _RESPONSE_LENGTH = 1024, 2048
-_CONFIG = config_flags.DEFINE_config_file(
-  "config",
-  f"{_DEFAULT}:gsm8k",
-  "Settings of a model directory; a run has its own.",
+_CONFIG = command_line.define_config(
+  f"{_DEFAULT}:gsm8k", "Settings of a model directory; a run has its own."
 )
 _CHECKPOINT = flags.DEFINE_string(
   "checkpoint", "", "Workdir of a run, or Hugging Face model directory."
@@ -331,11 +330,7 @@ def describe(path, step, evaluator, config, seed) -> dict:
 
 
 def main(argv):
-  if len(argv) > 1:
-    print(
-      f"unexpected argument {argv[1]!r}; flags start with --", file=sys.stderr
-    )
-    sys.exit(2)
+  del argv
   logging.set_verbosity(logging.ERROR)
   try:
     run()
@@ -345,4 +340,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-  app.run(main, config_lib.with_method_files(sys.argv))
+  command_line.run(main)

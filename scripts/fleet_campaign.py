@@ -41,7 +41,7 @@ def fitted(episodes: int = 8, **training: int):
     drawn = fleets.episode(10**6 + i, hosts=16, faulty=False)
     x = fleet.fill_gaps(drawn.x[[r == "trainer" for r in drawn.roles]])
     windows.append(denoiser.cut(denoiser.standardized(x)))
-  return fleet.fit(jax.random.key(0), np.concatenate(windows), **training)
+  return denoiser.fit(jax.random.key(0), np.concatenate(windows), **training)
 
 
 def detectors(params) -> dict[str, Callable]:
@@ -52,7 +52,7 @@ def detectors(params) -> dict[str, Callable]:
     "median": median,
     "LSTM-VAE": functools.partial(
       fleet.detect,
-      score=functools.partial(fleet.denoised_scores, params),
+      score=functools.partial(denoiser.denoised_scores, params),
       threshold=THRESHOLD_VAE,
     ),
     "median, no continuity": functools.partial(median, hold_s=0.0),

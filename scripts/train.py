@@ -20,7 +20,7 @@ import time
 from typing import NoReturn
 
 import command_line
-from absl import app, flags, logging
+from absl import flags, logging
 from ml_collections import config_flags
 
 from jaxrl_llm import config as config_lib
@@ -72,30 +72,22 @@ _DRY_RUN = flags.DEFINE_bool(
 )
 
 
-def parse_flags(argv: list[str]) -> list[str]:
-  """Parses the command line; what cannot be used is one line and exit 2."""
-  try:
-    rest = flags.FLAGS(argv)
-    if len(rest) > 1:
-      raise InputError(f"{rest[1]!r} is not a flag; flags start with --")
-    if _HELP_CONFIG.value:
-      print(config_lib.describe())
-      sys.exit(0)
-    known = pathlib.Path(_WORKDIR.value, "config.json")
-    if not _CONFIG.present and not (_WORKDIR.value and known.is_file()):
-      raise InputError(
-        "no --config; give --config=configs/METHOD.py[:PRESET], or the"
-        " --workdir of a run to go on with"
-      )
-    if _NUM_PROCESSES.value > 1 and not _COORDINATOR.value:
-      raise InputError(
-        f"--num_processes={_NUM_PROCESSES.value} without --coordinator; give"
-        " HOST:PORT of the first process, or --distributed alone"
-      )
-    _CONFIG.value.lock()  # A file that was not found only says so when used.
-  except Exception as error:  # Config files are foreign code.
-    _fail(command_line.explain(error, argv))
-  return rest
+def check_flags() -> None:
+  """Prints the keys if that is wanted, and refuses flags that lack others."""
+  if _HELP_CONFIG.value:
+    print(config_lib.describe())
+    sys.exit(0)
+  known = pathlib.Path(_WORKDIR.value, "config.json")
+  if not _CONFIG.present and not (_WORKDIR.value and known.is_file()):
+    raise InputError(
+      "no --config; give --config=METHOD[:PRESET], see --help, or the --workdir"
+      " of a run to go on with"
+    )
+  if _NUM_PROCESSES.value > 1 and not _COORDINATOR.value:
+    raise InputError(
+      f"--num_processes={_NUM_PROCESSES.value} without --coordinator; give"
+      " HOST:PORT of the first process, or --distributed alone"
+    )
 
 
 def _fail(message: str, *, code: int = 2) -> NoReturn:
@@ -188,6 +180,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-  app.run(
-    main, config_lib.with_method_files(sys.argv), flags_parser=parse_flags
-  )
+  command_line.run(main, check_flags)

@@ -79,6 +79,7 @@ class TestInstalled:
     for file in assets.rglob("*"):
       assert (package / "assets" / file.relative_to(assets)).exists()
     assert (package / "py.typed").exists()
+    assert (package / "docs" / "settings.md").exists()
 
   def test_every_command_has_its_program(self, installed):
     library, commands = installed
@@ -88,11 +89,22 @@ class TestInstalled:
       program = name.removeprefix("jaxrl-")
       assert (library / "jaxrl_llm" / "scripts" / f"{program}.py").exists()
 
-  @pytest.mark.parametrize("name", ["train", "evaluate", "report", "study"])
+  @pytest.mark.parametrize(
+    "name", ["train", "evaluate", "compile", "report", "study", "detect"]
+  )
   def test_a_command_shows_its_help(self, installed, tmp_path, name):
     done = _run(installed[0], tmp_path, f"jaxrl-{name}", "--help")
-    assert not done.stderr
+    assert done.returncode == 0 and not done.stderr
     assert f"python scripts/{name}.py" in done.stdout
+    if name in ("train", "evaluate", "compile"):
+      assert "METHOD: areal, cispo, dapo," in done.stdout
+      assert "PRESET: long_tail, smollm2, gsm8k," in done.stdout
+
+  def test_a_key_of_another_library(self, installed, tmp_path):
+    arguments = ("--config=grpo", "--config.num_generations=8")
+    done = _run(installed[0], tmp_path, "jaxrl-train", *arguments)
+    assert done.returncode == 2
+    assert "num_generations is data.group_size here" in done.stderr
 
   @pytest.mark.parametrize(
     "config", [["--config=vapo:gsm8k"], ["--config", "dapo"]]
@@ -109,7 +121,7 @@ class TestInstalled:
   def test_a_name_of_no_method(self, installed, tmp_path):
     done = _run(installed[0], tmp_path, "jaxrl-train", "--config=nope")
     assert done.returncode == 2
-    assert "'nope'; give a METHOD or a file" in done.stderr
+    assert "'nope'; give a file or one of areal" in done.stderr
 
   @pytest.mark.slow
   def test_trains_in_an_empty_folder(self, installed, tmp_path):
@@ -139,6 +151,21 @@ def test_estimators_and_losses_need_only_jax_and_chex(tmp_path):
   )
   assert done.returncode == 0, done.stderr
   assert done.stdout == "closed\n"
+
+
+@pytest.mark.parametrize("name", ["train", "evaluate", "compile", "detect"])
+def test_help_does_not_wait_for_jax(name):
+  program = (
+    f"import runpy, sys; sys.argv = ['scripts/{name}.py', '--help']\n"
+    "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    "except SystemExit as exit: assert not exit.code\n"
+    "assert 'jax' not in sys.modules"
+  )
+  path = os.pathsep.join([str(_ROOT), str(_ROOT / "scripts")])
+  environment = os.environ | {"PYTHONPATH": path}
+  subprocess.run(
+    [sys.executable, "-c", program], env=environment, cwd=_ROOT, check=True
+  )
 
 
 def test_a_room_is_imported_when_it_is_used():

@@ -210,7 +210,7 @@ class TestScript:
       (["extra"], "'extra' is not a flag"),
       (["--toplogy=v5e:2x4"], "Did you mean: topology ?"),
       ([_PRESET, "--config.mesh.fdsp=4"], "did you mean mesh.fsdp?"),
-      (["--config=vapor"], "'vapor'; give a METHOD or a file"),
+      (["--config=vapor"], "'vapor'; give a file or one of"),
     ],
   )
   def test_bad_input_is_one_line(self, flags, says):

@@ -182,7 +182,7 @@ class TestDenoiser:
   @pytest.fixture(scope="class")
   def params(self):
     windows = denoiser.cut(denoiser.standardized(noise(hosts=16)))
-    return fleet.fit(jax.random.key(0), windows, steps=200, batch=128)
+    return denoiser.fit(jax.random.key(0), windows, steps=200, batch=128)
 
   def test_takes_noise_away(self, params):
     x = denoiser.standardized(noise(hosts=8, seed=7))
@@ -197,7 +197,7 @@ class TestDenoiser:
   @pytest.mark.slow
   def test_finds_broken_hosts(self):
     score = functools.partial(
-      fleet.denoised_scores, fleet_campaign.fitted(episodes=1, steps=200)
+      denoiser.denoised_scores, fleet_campaign.fitted(episodes=1, steps=200)
     )
     detect = functools.partial(fleet.detect, score=score, threshold=2.7)
     outcomes = [
