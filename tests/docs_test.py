@@ -8,6 +8,7 @@ import sys
 
 import layering_test
 import pytest
+from studies import tables
 
 import docs
 from jaxrl_llm import config as config_lib
@@ -69,3 +70,12 @@ def test_keys_are_keys(path):
     if not any(f"{key}.".startswith(f"{name}.") for key in config_lib.KEYS)
   }
   assert unknown == set()
+
+
+def test_claims_name_commands_that_are_there():
+  text = (_ROOT / "docs" / "claims.md").read_text("utf-8")
+  files = re.findall(r"(?:python|pytest) ((?:scripts|tests)[\w/.]*)", text)
+  assert len(files) > 20
+  assert [f for f in files if not (_ROOT / f).exists()] == []
+  studied = set(re.findall(r"scripts/study\.py (\w+)", text))
+  assert studied and studied <= set(tables.STUDIES)
