@@ -21,9 +21,11 @@ class Stopped:
   doing: str = "what is under way"  # What a signal waits for.
 
   def agreed(self) -> int:
-    """The signal that any process of the run has got, from now on in all."""
-    self.signal = max(processes.gather(self.signal))
-    return self.signal
+    """The signal that any process of the run has received, 0 for none."""
+    agreed = max(processes.gather(self.signal))
+    if agreed:  # Otherwise one that came meanwhile would be overwritten.
+      self.signal = agreed
+    return agreed
 
 
 @contextlib.contextmanager

@@ -1,12 +1,15 @@
 """A program of tests/processes_test.py: what several processes tell others."""
 
+import os
+import signal
 import sys
+import threading
 
 import jax
 import numpy as np
 from absl import app, flags
 
-from jaxrl_llm import processes
+from jaxrl_llm import processes, signals
 from jaxrl_llm.errors import InputError
 
 _COORDINATOR = flags.DEFINE_string("coordinator", "", "")
@@ -50,6 +53,26 @@ def check(index):
   assert processes.to_host(total) == rows.sum()
 
 
+def check_signals(index, rounds=20):
+  """A signal at a random moment ends the steps of both processes, together."""
+  rng = np.random.default_rng(index)
+  for number in range(rounds):
+    with signals.stop_on_signal() as stopped:
+      if number % 2 == index:
+        threading.Timer(
+          rng.uniform(0, 0.05), os.kill, [os.getpid(), signal.SIGTERM]
+        ).start()
+      steps = 0
+      while not stopped.agreed():
+        # The other process waits for this one in every step.
+        for _ in range(20_000 * (number % 2 != index)):
+          pass
+        steps += 1
+        assert steps < 1000, f"round {number}: the signal is forgotten"
+      assert stopped.signal == signal.SIGTERM
+    assert len(set(processes.gather(steps))) == 1
+
+
 def main(_):
   processes.connect(
     _COORDINATOR.value,
@@ -58,6 +81,7 @@ def main(_):
     patience_s=_PATIENCE_S.value,
   )
   check(_PROCESS_ID.value)
+  check_signals(_PROCESS_ID.value)
   sys.stdout.write("met\n")
 
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from jaxrl_llm import signals
+from jaxrl_llm import processes, signals
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _PROGRAM = """
@@ -60,6 +60,20 @@ def test_handlers_come_back(capfd):
     assert [signal.getsignal(name) for name in names] == before
     # The thread that answers has ended.
     assert "press Ctrl-C again" in capfd.readouterr().err
+
+
+def test_one_that_comes_while_the_processes_meet_is_kept(monkeypatch):
+  sent = []
+
+  def gather(value):
+    if not sent:
+      sent.append(signal.raise_signal(signal.SIGTERM))
+    return [value, 0]
+
+  monkeypatch.setattr(processes, "gather", gather)
+  with signals.stop_on_signal() as stopped:
+    agreed = [stopped.agreed() for _ in range(3)]
+  assert agreed == [0, signal.SIGTERM, signal.SIGTERM]
 
 
 def test_other_signals_are_passed_over(capfd):
