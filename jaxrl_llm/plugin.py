@@ -35,20 +35,20 @@ def load(path: str) -> ModuleType:
     return importlib.import_module(file.stem)
   except InputError:
     raise
-  except Exception as error:  # It is foreign code.
+  except (Exception, SystemExit) as error:  # It is foreign code.
     text = (str(error).splitlines() or [""])[0]
     raise InputError(
       f"{path}{_line(error, file)}: {type(error).__name__}: {text}"
     ) from error
 
 
-def _line(error: Exception, file: pathlib.Path) -> str:
+def _line(error: BaseException, file: pathlib.Path) -> str:
   """Where in the file it went wrong."""
   lines = [
     frame.lineno
     for frame in traceback.extract_tb(error.__traceback__)
     if pathlib.Path(frame.filename) == file
   ]
-  if isinstance(error, SyntaxError):
+  if isinstance(error, SyntaxError) and error.lineno:  # None: a null byte.
     lines.append(error.lineno)
   return f", line {lines[-1]}" if lines else ""

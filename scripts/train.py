@@ -9,14 +9,17 @@ repeated: --workdir=DIR alone goes on. --config.KEY=VALUE changes what the
 checkpoints bear, and is printed and kept; --config, if it is given, must name
 the run's method. --step=N goes on from an earlier checkpoint.
 
-Exit code 0 on success (also after Ctrl-C or SIGTERM, which save first), 2 for
-bad input, 1 for a run that could not go on.
+Exit code 0 at the last step, 2 for bad input, 1 for a run that could not go on.
+Ctrl-C and SIGTERM save first and exit with 130 and 143 (128 + signal): the same
+--workdir goes on.
 """
 
 import datetime
 import pathlib
+import signal
 import sys
 import time
+import traceback
 from typing import NoReturn
 
 import command_line
@@ -128,8 +131,12 @@ def make_config(folder: pathlib.Path):
   return config
 
 
-def run() -> None:
-  """Builds the owners of a run and trains, or only tries it."""
+def run() -> int:
+  """Builds the owners of a run and trains, or only tries it.
+
+  Returns:
+    The exit code.
+  """
   # Heavy imports late: a typing error in a flag answers at once.
   import dry_run
 
@@ -151,9 +158,10 @@ def run() -> None:
   owners = build.make_run(config)
   if _DRY_RUN.value:
     dry_run.dry_run(owners)
-    return
+    return 0
   print(f"workdir {folder}", flush=True)
-  loop.train(owners, folder, step=_STEP.value, begun=_BEGUN)
+  number = loop.train(owners, folder, step=_STEP.value, begun=_BEGUN)
+  return 128 + number if number else 0
 
 
 def _unraisable(fault) -> None:
@@ -170,13 +178,24 @@ def main(argv):
   logging.set_verbosity(logging.FATAL)
   sys.unraisablehook = _unraisable
   try:
-    run()
+    return run()
   except InputError as error:
     _fail(str(error))
   except (TrainingStopped, OSError) as error:  # Such as a full disk.
     _fail(str(error), code=1)
+  except SystemExit as error:  # Of foreign code: a loss, a source, a tracker.
+    frames = traceback.extract_tb(error.__traceback__)
+    at = [f for f in frames if not f.filename.startswith("<frozen")][-1]
+    _fail(
+      f"{at.filename}:{at.lineno} ended the program by exit({error.code!r});"
+      " raise an error there; the same --workdir goes on",
+      code=1,
+    )
   except KeyboardInterrupt:  # The loop handles it; this is before the loop.
-    print("stopped before training began; there is nothing to save")
+    _fail(
+      "stopped before training began; there is nothing to save",
+      code=128 + signal.SIGINT,
+    )
 
 
 if __name__ == "__main__":

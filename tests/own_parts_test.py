@@ -13,7 +13,7 @@ import pytest
 from helpers import chat_model, programs, tiny_run
 from pyarrow import parquet
 
-from jaxrl_llm import metrics
+from jaxrl_llm import metrics, plugin
 from jaxrl_llm.errors import InputError, TrainingStopped
 from jaxrl_llm.train import build, loop
 
@@ -220,6 +220,22 @@ class TestData:
       )
     )
     assert len(part.source) == 8
+
+
+@pytest.mark.parametrize(
+  ("name", "text", "said"),
+  [
+    ("exits", "import sys\nsys.exit(0)\n", ", line 2: SystemExit: 0"),
+    ("divides", "1 / 0\n", ", line 1: ZeroDivisionError: division by zero"),
+    ("null", "a = '\0'\n", ": SyntaxError: source code string cannot contain"),
+  ],
+)
+def test_a_plugin_that_fails_is_refused(tmp_path, name, text, said):
+  file = tmp_path / f"own_{name}.py"
+  file.write_text(text)
+  with pytest.raises(InputError) as refused:
+    plugin.load(str(file))
+  assert str(refused.value).startswith(f"{file}{said}")
 
 
 class TestFailures:

@@ -109,7 +109,7 @@ class TestTraining:
     wait_for_step(tmp_path / "run", 2)
     started[1].send_signal(signal.SIGTERM)
     texts = logs(tmp_path)
-    assert processes.wait(started) == [0, 0], texts
+    assert processes.wait(started) == [128 + signal.SIGTERM] * 2, texts
     assert "saved; the same --workdir goes on" in logs(tmp_path)[0]
     done = len(tiny_run.comparable(tmp_path / "run"))
     assert done <= _STEPS

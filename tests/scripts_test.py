@@ -58,10 +58,10 @@ def start(tmp_path_factory):
     process.communicate()
 
 
-def finish(process):
-  """Waits for success; returns standard output."""
+def finish(process, code=0):
+  """Waits for an exit without an error; returns standard output."""
   output, errors = process.communicate(timeout=300)
-  assert process.returncode == 0, errors
+  assert process.returncode == code, errors
   assert "Traceback" not in errors
   return output
 
@@ -137,6 +137,33 @@ class TestResume:
     assert workdir.steps(folder) == [STEPS - 1, STEPS]
 
 
+_LEAVING = """
+from jaxrl_llm import register
+
+def leaving():
+  raise {error}
+
+register.source("leaving", leaving)
+"""
+
+
+@pytest.mark.parametrize(
+  ("error", "code", "said"),
+  [
+    ("SystemExit(0)", 1, "leaving.py:5 ended the program by exit(0); raise an"),
+    ("KeyboardInterrupt", 130, "stopped before training began; there is not"),
+  ],
+)
+def test_foreign_code_does_not_end_it_with_0(
+  start, tmp_path, error, code, said
+):
+  own = tmp_path / "leaving.py"
+  own.write_text(_LEAVING.format(error=error))
+  source = {"run__plugins": f"('{own}',)", "data__source": "leaving"}
+  process = start(tmp_path / "run", **source, data__settings="{}")
+  assert said in fail(process, code)
+
+
 @pytest.mark.slow
 class TestKill:
   def test_the_next_start_repeats_the_uninterrupted_run(
@@ -154,11 +181,13 @@ class TestKill:
 @pytest.mark.slow
 class TestSignal:
   @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-  def test_saves_and_exits_with_0(self, start, whole, tmp_path, number):
+  def test_saves_and_exits_with_128_and_its_number(
+    self, start, whole, tmp_path, number
+  ):
     process = start(tmp_path, checkpoint__every=100)
     wait_for_rows(process, tmp_path, 3)
     process.send_signal(number)
-    assert f"stopped by {number.name}" in finish(process)
+    assert f"stopped by {number.name}" in finish(process, 128 + number)
     rows = len(tiny_run.comparable(tmp_path))
     assert 3 <= rows <= STEPS
     assert (tmp_path / "checkpoints" / str(rows - 1)).is_dir()
@@ -170,5 +199,5 @@ class TestSignal:
     wait_for_rows(process, tmp_path, 2)
     for _ in range(50):
       process.send_signal(signal.SIGTERM)
-    ends = (0, -signal.SIGTERM, 128 + signal.SIGTERM)
+    ends = (-signal.SIGTERM, 128 + signal.SIGTERM)
     assert process.wait(timeout=60) in ends

@@ -298,7 +298,9 @@ def _answer(
 ) -> tuple[Any, str | None]:
   try:
     return fn(**given), None
-  except Exception as error:  # Any failure is a mark, never a result.
+  # Any failure is a mark, never a result; so is `exit()`, which inline would
+  # end the run.
+  except (Exception, SystemExit) as error:
     return None, failure(error)
 
 

@@ -62,7 +62,7 @@ def train(
   *,
   step: int | None = None,
   begun: float | None = None,
-) -> None:
+) -> int:
   """Trains or resumes until the last step or a signal.
 
   Args:
@@ -72,6 +72,9 @@ def train(
     step: of the checkpoint to resume, the newest if None; what came after it is
       set aside.
     begun: `time.perf_counter()` when the program began; now if None.
+
+  Returns:
+    The signal that ended the run before its last step, 0 if it is done.
 
   Raises:
     TrainingStopped: the run cannot go on, such as after several updates in a
@@ -96,7 +99,7 @@ def train(
       found = [processes.of_first(workdir_lib.find_step, workdir, step)]
     if found and found[-1] >= config.run.steps:
       print(f"already at its last step {found[-1]}; raise run.steps to go on")
-      return
+      return 0
     saver = checkpoint.Checkpointer(
       workdir / "checkpoints",
       keep=config.checkpoint.keep,
@@ -106,12 +109,14 @@ def train(
       ),
     )
     with contextlib.closing(saver), processes.ended_together():
-      _resume_or_start(run, workdir, saver, found, changes, stopped, begun)
+      return _resume_or_start(
+        run, workdir, saver, found, changes, stopped, begun
+      )
 
 
 def _resume_or_start(
   run, workdir, saver, found, changes, stopped, begun
-) -> None:
+) -> int:
   """Trains from the newest good one of the steps, or anew without any."""
   config, last = run.config, -1
   restored, events = checkpoint.newest_undamaged(
@@ -134,12 +139,10 @@ def _resume_or_start(
     for line in filter(None, (*events, run.evaluator.origin)):
       logger.event(line)
     if not found:
-      states, weights = start(run, workdir, logger, stopped, begun)
-      if stopped.agreed():
-        logger.event(
-          "stopped during value pretraining, saved; the same --workdir goes on"
-        )
-        return
+      started = start(run, workdir, logger, stopped, begun)
+      if started is None:
+        return stopped.signal
+      states, weights = started
       timer = _timer(logger)
       with timer.phase("checkpoint"):
         _save(states, saver, workdir, config)
@@ -156,11 +159,13 @@ def _resume_or_start(
     states = _train_on(
       run, states, weights, workdir, saver, logger, stopped, timer
     )
-    if stopped.signal:
-      logger.event(
-        f"stopped by {signal.Signals(stopped.signal).name} at step"
-        f" {states.step}, saved; the same --workdir goes on"
-      )
+    if states.step >= config.run.steps:
+      return 0
+    logger.event(
+      f"stopped by {signal.Signals(stopped.signal).name} at step {states.step},"
+      " saved; the same --workdir goes on"
+    )
+    return stopped.signal
 
 
 def _logger(workdir, config, last_step) -> metrics.PhaseLogger:
@@ -351,8 +356,11 @@ def start(
   logger: Any,
   stopped: signals.Stopped,
   begun: float,
-) -> tuple[States, sync.VersionedWeights]:
-  """A new run: its critic is pretrained, its first row logged."""
+) -> tuple[States, sync.VersionedWeights] | None:
+  """A new run: its critic is pretrained, its first row logged.
+
+  None if a signal ended the pretraining.
+  """
   states, weights = begin(run)
   if run.config.value.init_from and run.learner.critic is not None:
     logger.event(f"critic reused from {run.config.value.init_from}")
@@ -362,9 +370,9 @@ def start(
     learner = run.pretraining.run(
       states.learner, _sampled_with(states, weights), workdir, logger, stopped
     )
+    if learner is None:
+      return None
     states = states._replace(learner=learner)
-    if stopped.agreed():
-      return states, weights
   spent = {"start": time.perf_counter() - begun}
   timer = metrics.PhaseTimer(on_enter=logger.phase, spent=spent)
   row = check_sampler(run, states, weights)

@@ -74,7 +74,7 @@ class ValuePretraining:
     workdir: pathlib.Path,
     logger: Any,
     stopped: Any,
-  ) -> LearnerState:
+  ) -> LearnerState | None:
     """Trains the critic alone, and saves its parameters for later runs.
 
     Explained variance is measured on every batch before it is trained on, so
@@ -87,6 +87,9 @@ class ValuePretraining:
       workdir: gets a row for each batch, checkpoints and the critic.
       logger: of the run.
       stopped: set by a signal; ends the pretraining after a checkpoint.
+
+    Returns:
+      The learner with the best critic; None if a signal ended it earlier.
     """
     saver = checkpoint.Checkpointer(workdir / CHECKPOINTS, keep=2)
     rows = logger.rows(workdir / FILE)
@@ -113,8 +116,16 @@ class ValuePretraining:
           saver.save_states(state.number, {"pretraining": state})
         for line in saver.new_errors():
           logger.event(line)
-    if not done:
-      return learner
+      if not done:
+        saver.wait()
+        for line in saver.new_errors():
+          logger.event(line)
+        batch = processes.of_first(saver.latest_step) or 0
+        logger.event(
+          "stopped during value pretraining; the same --workdir goes on after"
+          f" batch {batch}"
+        )
+        return None
     logger.event(
       f"critic pretrained on {state.trained_on} batches: held-out explained"
       f" variance {state.explained:.3f}"

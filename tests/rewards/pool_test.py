@@ -86,6 +86,14 @@ class TestInline:
     assert verdicts[0].error.startswith("error: KeyError")
     assert verdicts[1] == Verdict(True, "a")
 
+  def test_an_exit_is_no_verdict(self):
+    def leaving(response):
+      sys.exit(0)
+
+    pool = rewards.RewardPool(leaving)
+    (verdict,) = judge(pool, ["1"], ["1"], [True])
+    assert verdict.error.startswith("error: SystemExit: 0 (pool_test.py:")
+
   def test_a_reward_and_its_workers(self):
     with pytest.raises(ValueError, match="workers=0"):
       rewards.RewardPool(rewards.math_verify)

@@ -255,14 +255,31 @@ class TestResume:
     before = signal.getsignal(number)
     ask = lambda _: os.kill(os.getpid(), number)
     rare = {"checkpoint__every": 100}
-    loop.train(
+    stopped = loop.train(
       with_config(interrupting(run, PRETRAINED + 2, ask), **rare), tmp_path
     )
+    assert stopped == number
     assert [row["step"] for row in tiny_run.comparable(tmp_path)] == [0, 1, 2]
     assert (tmp_path / "checkpoints" / "2").is_dir()
     assert signal.getsignal(number) is before
-    loop.train(with_config(run, **rare), tmp_path)
+    assert loop.train(with_config(run, **rare), tmp_path) == 0
     assert_same_run(run, whole, tmp_path)
+
+  def test_a_signal_before_the_first_step(
+    self, run, tmp_path, monkeypatch, capsys
+  ):
+    evaluate = type(run.evaluator).__call__
+
+    def interrupted(*args):
+      os.kill(os.getpid(), signal.SIGTERM)
+      return evaluate(*args)
+
+    monkeypatch.setattr(type(run.evaluator), "__call__", interrupted)
+    plain = dataclasses.replace(run, pretraining=None)
+    assert loop.train(plain, tmp_path) == signal.SIGTERM
+    shown = capsys.readouterr().out
+    assert "stopped by SIGTERM at step 0, saved; the same" in shown
+    assert "pretraining" not in shown and workdir_lib.steps(tmp_path) == [0]
 
   @pytest.mark.slow
   @pytest.mark.parametrize("what", ["", "other settings", "damage"])
@@ -270,7 +287,9 @@ class TestResume:
     self, run, whole, tmp_path, capsys, what
   ):
     ask = lambda _: os.kill(os.getpid(), signal.SIGTERM)
-    loop.train(interrupting(run, 2, ask), tmp_path)
+    stopped = loop.train(interrupting(run, 2, ask), tmp_path)
+    assert stopped == signal.SIGTERM
+    assert "goes on after batch 2\n" in capsys.readouterr().out
     assert tiny_run.comparable(tmp_path) == []
     if what == "other settings":  # What they pretrained is not of this run.
       config = tmp_path / "config.json"
