@@ -187,7 +187,8 @@ class Data(Group, path="data"):
   group_size = Key(1, Range(1, 1e5), "Responses per prompt (VAPO: 16).", FIXED)
   max_prompt_length = Key(16, _SOME, "Tokens.", FIXED)
   on_long = Key("error", Choice(("error", "drop")),
-    "What a longer prompt does.", FIXED)
+    "What a longer prompt does: 'error' refuses the data at the start, 'drop'"
+    " passes over it.")
 
 
 class Reward(Group, path="reward"):

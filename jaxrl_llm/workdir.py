@@ -182,17 +182,29 @@ def record(workdir: pathlib.Path, step: int, changes: Changes) -> None:
     files.write_whole(file, f"{before}{line}\n")
 
 
-def facts(workdir: pathlib.Path, config: Any) -> dict[str, Any]:
-  """What a checkpoint knows of the run's other files, for `check_facts`."""
+def facts(
+  workdir: pathlib.Path, config: Any, inputs: Mapping[str, str]
+) -> dict[str, Any]:
+  """What a checkpoint knows of the run's other files, for `check_facts`.
+
+  Args:
+    workdir: of the run.
+    config: of the run.
+    inputs: key of the config -> digest of the files that it names.
+  """
   rows = (workdir / _ROWS).read_bytes()
   return {
     "config": _flat(config.to_dict()),
     "rows": {"bytes": len(rows), "checksum": digest.of_bytes(rows)},
+    "inputs": dict(inputs),
   }
 
 
 def check_facts(
-  workdir: pathlib.Path, step: int, saved: Mapping[str, Any]
+  workdir: pathlib.Path,
+  step: int,
+  saved: Mapping[str, Any],
+  inputs: Mapping[str, str],
 ) -> list[str]:
   """Holds a run's files against what a checkpoint knows of them.
 
@@ -200,9 +212,10 @@ def check_facts(
     workdir: of the run.
     step: of the checkpoint.
     saved: from `facts`, when it was written.
+    inputs: as of `facts`, of now.
 
   Returns:
-    A line if rows are missing or changed.
+    A line if rows are missing or changed, and one for each changed input.
 
   Raises:
     InputError: config.json is not as it was.
@@ -220,11 +233,20 @@ def check_facts(
       f" {'; '.join(describe(wrong))}; write the old values back, and change"
       " keys by --config.KEY=VALUE"
     )
+  before = saved.get("inputs", {})  # Earlier versions kept none.
+  lines = [
+    f"config.{key}: the files have changed since checkpoint {step} was saved;"
+    " the run goes on with those of now"
+    for key, value in inputs.items()
+    if before.get(key, value) != value
+  ]
   file, rows = workdir / _ROWS, saved["rows"]
   data = file.read_bytes() if file.exists() else b""
-  if digest.of_bytes(data[: rows["bytes"]]) == rows["checksum"]:
-    return []
-  return [f"{file}: rows that checkpoint {step} knew are missing or changed"]
+  if digest.of_bytes(data[: rows["bytes"]]) != rows["checksum"]:
+    lines.append(
+      f"{file}: rows that checkpoint {step} knew are missing or changed"
+    )
+  return lines
 
 
 def set_aside(workdir: pathlib.Path, step: int) -> str:

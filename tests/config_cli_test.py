@@ -394,6 +394,51 @@ class TestData:
     with refused("'long-one' has 14 tokens, the limit is 12", "on_long"):
       self.make_run(model, file, data__holdout=0.0)
 
+  @pytest.mark.parametrize(
+    ("question", "said"),
+    [
+      ("1+1+1+1+1+1+1?", "'data-9' has 14 tokens, the limit is 12"),
+      ("1\u00e9?", "cannot tokenise '1\u00e9?'"),
+    ],
+  )
+  def test_a_prompt_that_is_drawn_late(self, model, tmp_path, question, said):
+    asked = [f"1+{i}?" for i in range(8)] + [question]
+    rows = [{"question": text, "answer": "1"} for text in asked]
+    good = write_lines(tmp_path / "good.jsonl", *rows[:8])
+    file = write_lines(tmp_path / "data.jsonl", *rows)
+    with refused(said):
+      self.make_run(model, file, eval__path=str(good))
+    self.make_run(model, good)
+
+  def test_the_run_knows_the_files_that_it_read(self, model, tmp_path):
+    row = lambda i: {"question": f"1+{i}?", "answer": "1"}
+    file = write_lines(tmp_path / "a.jsonl", *map(row, range(4)))
+    own = tmp_path / "own_code.py"
+    own.write_text("")
+    inputs = lambda: self.make_run(model, file, run__plugins=(str(own),)).inputs
+    before = inputs()
+    assert inputs() == before
+    own.write_text("pass")
+    write_lines(tmp_path / "a.jsonl", *map(row, range(1, 5)))
+    after = inputs()
+    changed = [key for key in before if after[key] != before[key]]
+    assert changed == ["data.path", "run.plugins"]
+
+  def test_evaluated_questions_that_are_trained_on(self, model, tmp_path):
+    row = lambda i: {"question": f"1+{i}?", "answer": "1"}
+    both = write_lines(tmp_path / "b.jsonl", *map(row, range(8)))
+    other = write_lines(tmp_path / "a.jsonl", *map(row, range(5, 15)))
+    apart = write_lines(tmp_path / "c.jsonl", *map(row, range(20, 30)))
+    origin = lambda path, evaluated: (
+      self.make_run(
+        model, path, eval__path=str(evaluated), eval__problems=0
+      ).evaluator.origin
+    )
+    told = "of 8 evaluated questions are trained on; remove them from data.path"
+    assert origin(f"{other},{both}", both).startswith(f"8 {told}")
+    assert origin(other, both).startswith(f"3 {told}")
+    assert origin(apart, both) == ""
+
   def test_all_prompts_over_the_limit(self, model, tmp_path):
     file = write_lines(
       tmp_path / "data.jsonl", {"question": "1+1+1+1+1+1+1?", "answer": "7"}

@@ -31,7 +31,6 @@ FIXED = {
   "data.template": "few_shot",
   "data.template_settings": {"shots": 2},
   "data.max_prompt_length": 13,
-  "data.on_long": "drop",
   "data.group_size": 8,
   "sampler.max_response_length": 13,
   "value.reads_logprobs": False,
@@ -65,6 +64,7 @@ ALLOWED = {
   "sampler.stop": ("\n", "."),
   "value.pretrain_steps": 0,
   "data.prompts_per_step": 4,
+  "data.on_long": "drop",
 }
 
 

@@ -251,18 +251,33 @@ class PromptSource:
     del responses
     return state
 
+  def check(self, example_ids: Sequence[int]) -> list[bool]:
+    """Whether rows of the data make prompts; False for one that is dropped.
+
+    Raises:
+      InputError: a prompt is too long or cannot be tokenized.
+    """
+    return [self._tokens(self._source[i]) is not None for i in example_ids]
+
+  def _tokens(self, example: Example) -> tuple[int, ...] | None:
+    """The tokens of a prompt; None if it is too long and dropped."""
+    tokens = tuple(self._template(example))
+    if len(tokens) <= self._max_length:
+      return tokens
+    if self._drop:
+      return None
+    raise InputError(
+      f"prompt {example.id!r} has {len(tokens)} tokens, the limit is"
+      f" {self._max_length}; raise data.max_prompt_length or set"
+      " data.on_long='drop'"
+    )
+
   def prompt(self, example_id: int, group_id: int) -> Prompt | None:
     """A prompt by its row of the data; None if it is too long and dropped."""
     example = self._source[example_id]
-    tokens = tuple(self._template(example))
-    if len(tokens) > self._max_length:
-      if self._drop:
-        return None
-      raise InputError(
-        f"prompt {example.id!r} has {len(tokens)} tokens, the limit is"
-        f" {self._max_length}; raise data.max_prompt_length or set"
-        " data.on_long='drop'"
-      )
+    tokens = self._tokens(example)
+    if tokens is None:
+      return None
     return Prompt(
       example_id=example_id,
       group_id=group_id,

@@ -44,15 +44,20 @@ def read_examples(
   Raises:
     InputError: see `read_rows` and `to_example`.
   """
-  names = [path] if pathlib.Path(path).exists() else path.split(",")
-  files = [file for name in names for file in sorted(glob.glob(name)) or [name]]
   examples = []
-  for file in map(pathlib.Path, files):
+  for file in files(path):
     for row in read_rows(file, kind):
       name = f"{file.stem}-{row.where.rpartition(':')[2]}"
       example = to_example(row, columns, name=name, source=file.stem)
       examples.append(example)
   return examples
+
+
+def files(path: str) -> list[pathlib.Path]:
+  """The files of a path, which may be several names or patterns of names."""
+  names = [path] if pathlib.Path(path).exists() else path.split(",")
+  found = [file for name in names for file in sorted(glob.glob(name)) or [name]]
+  return [pathlib.Path(file) for file in found]
 
 
 def read_rows(path: pathlib.Path, kind: str) -> list[Row]:

@@ -10,7 +10,7 @@ from jaxrl_llm.data import remainder, rows, tasks
 from jaxrl_llm.errors import InputError, as_input_error
 
 _EVAL_SPLITS = ("eval", "test", "validation")  # Of TFDS, by preference.
-_MOST_READ = 10_000_000  # Examples of a source that is parted by its questions.
+MOST_READ = 10_000_000  # Examples of a source that is read from end to end.
 _MOST_HELD = 1000  # Questions that are held out; plenty to evaluate on.
 
 
@@ -184,9 +184,9 @@ def hold_out(source: Source, share: float, label: str) -> tuple[Source, Source]:
   Raises:
     InputError: there are too few questions, or too many to read.
   """
-  if len(source) > _MOST_READ:
+  if len(source) > MOST_READ:
     raise InputError(
-      f"{label}: over {_MOST_READ:,} examples, of which none are set apart;"
+      f"{label}: over {MOST_READ:,} examples, of which none are set apart;"
       " choose eval.source, or let the maker of the source read `split`"
     )
   digest = lambda text: hashlib.sha256(text.encode()).digest()

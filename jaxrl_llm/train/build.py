@@ -51,6 +51,7 @@ def make_run(config: Any) -> Run:
   learner = make_learner(config, fns, path, both.trainer)
   policy_fns, shapes = fns[0], learner.policy.shapes.params
   source, problems = data.make_prompts(config, tokenizer)
+  data.check_prompts(source)
   judge = Judge(
     tokenizer.decode,
     _make_pool(config),
@@ -76,6 +77,7 @@ def make_run(config: Any) -> Run:
     ),
     evaluator=_make_evaluator(config, engine, problems, judge, turn_taking),
     judge=judge,
+    inputs=data.digests(config),
   )
 
 

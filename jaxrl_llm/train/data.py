@@ -3,8 +3,8 @@
 import pathlib
 from typing import Any, NamedTuple
 
-from jaxrl_llm import rewards
-from jaxrl_llm.data import prompt_source, sources
+from jaxrl_llm import digest, processes, rewards
+from jaxrl_llm.data import prompt_source, rows, sources
 from jaxrl_llm.data.prompt_source import PromptSource
 from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.data.tokenizer import Tokenizer
@@ -14,6 +14,7 @@ from jaxrl_llm.rollout import turns
 from jaxrl_llm.rollout.turns import Play, TurnTaking
 
 EVAL_POSITIONS = 10_000  # Most problems of an endless source that are read.
+CHECKED = 100_000  # First prompts of a data set, tokenized at the start.
 
 
 class Problems(NamedTuple):
@@ -53,7 +54,43 @@ def make_prompts(
   _check_answers(config.reward.name, prompts)
   make = prompt_source.PROMPT_SOURCES[data.order]
   stream = make(train, seed=config.run.seed, **settings)
+  origin = origin or _overlap(train, prompts)
   return stream, Problems(prompts, label, origin)
+
+
+def digests(config: Any) -> dict[str, str]:
+  """Digests of the files of data and code, by the key that names them."""
+  named = {
+    "data.path": config.data.path,
+    "eval.path": config.eval.path,
+    "reward.path": config.reward.path,
+    "run.plugins": ",".join(config.run.plugins),
+  }
+  return {key: digest.of_files(rows.files(path)) for key, path in named.items()}
+
+
+def check_prompts(source: PromptSource) -> None:
+  """Tokenizes prompts at the start, so that none of them ends a run later.
+
+  Problems that a task generates are not checked.
+
+  Raises:
+    InputError: a prompt is too long or cannot be tokenized.
+  """
+  if len(source) <= sources.MOST_READ:
+    processes.in_shares(source.check, range(min(len(source), CHECKED)))
+
+
+def _overlap(train: sources.Source, prompts: list[Prompt]) -> str:
+  """A line if evaluated questions are among those of the training data."""
+  trained = range(len(train) if len(train) <= sources.MOST_READ else 0)
+  evaluated = {prompt.question for prompt in prompts}
+  shared = evaluated.intersection(train[i].question for i in trained)
+  line = (
+    f"{len(shared)} of {len(evaluated)} evaluated questions are trained on;"
+    " remove them from data.path or from eval.path"
+  )
+  return line if shared else ""
 
 
 def _sources(config) -> tuple[sources.Source, sources.Source, str, str]:

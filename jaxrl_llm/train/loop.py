@@ -126,7 +126,9 @@ def _resume_or_start(
     states, weights = restored
     last = states.step
     facts = saver.record(last)["facts"]
-    events += processes.of_first(workdir_lib.check_facts, workdir, last, facts)
+    events += processes.of_first(
+      workdir_lib.check_facts, workdir, last, facts, run.inputs
+    )
   # Before the logger, which cuts off rows that the checkpoint does not know.
   events.append(processes.of_first(workdir_lib.set_aside, workdir, last))
   if found:
@@ -145,7 +147,7 @@ def _resume_or_start(
       states, weights = started
       timer = _timer(logger)
       with timer.phase("checkpoint"):
-        _save(states, saver, workdir, config)
+        _save(states, saver, workdir, run)
         saver.wait()
     else:
       # Its number is in the row of that step, if it is due.
@@ -188,8 +190,8 @@ def _logger(workdir, config, last_step) -> metrics.PhaseLogger:
   )
 
 
-def _save(states, saver, workdir, config) -> None:
-  facts = processes.of_first(workdir_lib.facts, workdir, config)
+def _save(states, saver, workdir, run) -> None:
+  facts = processes.of_first(workdir_lib.facts, workdir, run.config, run.inputs)
   save(states, saver, facts)
 
 
@@ -237,10 +239,10 @@ def _train_on(
       and processes.of_first(workdir_lib.best_step, workdir, best) == step
     ):
       with timer.phase("checkpoint"):
-        _save(states, saver, workdir, config)
+        _save(states, saver, workdir, run)
   saver.wait()
   if processes.of_first(saver.latest_step) != states.step:
-    _save(states, saver, workdir, config)
+    _save(states, saver, workdir, run)
     saver.wait()
   if processes.of_first(saver.latest_step) != states.step:
     errors = processes.of_first(saver.new_errors)

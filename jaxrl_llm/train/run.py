@@ -32,6 +32,8 @@ class Run:
   critic_params: Callable[[Any], Any]
   evaluator: Evaluator  # On held-out problems.
   judge: Judge
+  # Key of the config -> digest of the files that it names, as they were read.
+  inputs: Mapping[str, str]
 
 
 class States(NamedTuple):

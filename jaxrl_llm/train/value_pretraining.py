@@ -114,18 +114,13 @@ class ValuePretraining:
         due = stop or state.number % self.save_every == 0
         if due and not done:
           saver.save_states(state.number, {"pretraining": state})
+        if stop:
+          saver.wait()
         for line in saver.new_errors():
           logger.event(line)
-      if not done:
-        saver.wait()
-        for line in saver.new_errors():
-          logger.event(line)
-        batch = processes.of_first(saver.latest_step) or 0
-        logger.event(
-          "stopped during value pretraining; the same --workdir goes on after"
-          f" batch {batch}"
-        )
-        return None
+    if not done:
+      logger.event("stopped in value pretraining; the same --workdir goes on")
+      return None
     logger.event(
       f"critic pretrained on {state.trained_on} batches: held-out explained"
       f" variance {state.explained:.3f}"

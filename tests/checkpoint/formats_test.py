@@ -63,7 +63,7 @@ def test_is_read_whole(released):
   states, weights = loop.restore(run, saver, 2)
   facts = saver.record(2)["facts"]
   saver.close()
-  assert workdir.check_facts(folder, 2, facts) == []
+  assert workdir.check_facts(folder, 2, facts, run.inputs) == []
   assert states.step == weights.version == 2
   assert states.learner.critic.optimizer.step == 1  # The first full batch.
   # Half-written responses, some of them by the weights before.

@@ -222,10 +222,16 @@ class TestResume:
     assert json.loads(line) == {"step": 3, "changes": {"run.steps": [3, 6]}}
 
   def test_a_change_is_told(self, run, tmp_path, capsys):
+    now = {"data.path": "1", "eval.path": "2"}
+    run = dataclasses.replace(run, inputs=now)
     loop.train(with_config(run, run__steps=1, eval__every=9), tmp_path)
     capsys.readouterr()
+    run = dataclasses.replace(run, inputs=now | {"data.path": "3"})
     loop.train(with_config(run, run__steps=2, eval__every=9), tmp_path)
-    assert "config.run.steps: 1 -> 2\n" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "config.run.steps: 1 -> 2\n" in shown
+    assert shown.count("the files have changed since checkpoint 1 was") == 1
+    assert "config.data.path: the files have changed" in shown
 
   @pytest.mark.slow
   def test_rows_after_the_checkpoint_are_written_anew(
@@ -289,7 +295,7 @@ class TestResume:
     ask = lambda _: os.kill(os.getpid(), signal.SIGTERM)
     stopped = loop.train(interrupting(run, 2, ask), tmp_path)
     assert stopped == signal.SIGTERM
-    assert "goes on after batch 2\n" in capsys.readouterr().out
+    assert "stopped in value pretraining" in capsys.readouterr().out
     assert tiny_run.comparable(tmp_path) == []
     if what == "other settings":  # What they pretrained is not of this run.
       config = tmp_path / "config.json"

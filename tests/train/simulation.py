@@ -404,6 +404,7 @@ def make_run(config) -> Run:
     critic_params=None,
     evaluator=_Evaluator(),
     judge=types.SimpleNamespace(tell=None, failure="", close=lambda: None),
+    inputs={},
   )
 
 
