@@ -502,7 +502,8 @@ class Run(Group, path="run"):
     "Who draws the run's curves. The project of 'wandb' is the environment's"
     " WANDB_PROJECT, of 'trackio' TRACKIO_PROJECT, or 'jaxrl_llm'.")
   max_skipped = Key(5, _SOME,
-    "Updates in a row that are not finite before the run stops.")
+    "Updates in a row that are not finite, or batches in a row without any"
+    " verdict, before the run stops.")
   replay_every = Key(0, _COUNT,
     "Steps between updates that are done twice; the run stops if their bits"
     " differ, as on a processor that calculates wrongly. 0 is never.")

@@ -35,9 +35,8 @@ import pathlib
 import shutil
 import signal
 import time
+from collections.abc import Mapping
 from typing import Any
-
-import numpy as np
 
 from jaxrl_llm import checkpoint, metrics, processes, signals, sync
 from jaxrl_llm import workdir as workdir_lib
@@ -212,6 +211,7 @@ def _train_on(
   # Rows so far, so that a resumed run warns as the uninterrupted one.
   rows = processes.of_first(metrics.read_rows, workdir / "metrics.jsonl")
   health = metrics.Health(rows)
+  unjudged = functools.reduce(_unjudged_in_a_row, rows, 0)
   while states.step < config.run.steps and not stopped.agreed():
     stopped.doing = f"step {states.step + 1}"
     states, weights, row = iterate(run, states, weights, timer, logger)
@@ -240,14 +240,31 @@ def _train_on(
     ):
       with timer.phase("checkpoint"):
         _save(states, saver, workdir, run)
-  saver.wait()
-  if processes.of_first(saver.latest_step) != states.step:
-    _save(states, saver, workdir, run)
+    unjudged = _unjudged_in_a_row(unjudged, row)
+    if unjudged >= config.run.max_skipped:
+      break
+  with timer.phase("checkpoint"):
     saver.wait()
+    if processes.of_first(saver.latest_step) != states.step:
+      _save(states, saver, workdir, run)
+      saver.wait()
   if processes.of_first(saver.latest_step) != states.step:
     errors = processes.of_first(saver.new_errors)
     raise TrainingStopped(f"{errors[-1]}; the same --workdir goes on from it")
+  if unjudged >= config.run.max_skipped:
+    raise TrainingStopped(
+      f"the reward failed on all responses of {unjudged} batches in a row, the"
+      f" last one of step {states.step}, which is saved: {run.judge.failure};"
+      " repair it, and the same --workdir goes on"
+    )
   return states
+
+
+def _unjudged_in_a_row(before: int, row: Mapping[str, float]) -> int:
+  """Counts batches in a row without any verdict, up to that of a row."""
+  if "reward/errors" not in row:  # No response has ended.
+    return before
+  return 0 if "reward/mean" in row else before + 1
 
 
 def iterate(
@@ -304,8 +321,6 @@ def iterate(
   samples += collected[-1].samples if due else []
   if samples:
     logger.samples(states.step, samples)
-  judged = batch.responses.judged[batch.responses.ended]
-  stop_unjudged(run, states.step, judged)
   return states, weights, row
 
 
@@ -324,19 +339,6 @@ def _learn(run, states, written, timer) -> tuple[LearnerState, dict, Batch]:
   update = update if due else run.learner.update
   learner, row = update(states.learner, batch.responses, timer)
   return learner, row, batch
-
-
-def stop_unjudged(run: Run, step: int, judged: np.ndarray) -> None:
-  """Stops a run at its start if no response could be judged, bool [B].
-
-  Raises:
-    TrainingStopped: it is so; later on it may be a fault that passes.
-  """
-  if step <= 1 and judged.size and not judged.any():
-    raise TrainingStopped(
-      f"the reward failed on all {judged.size} responses of step {step}:"
-      f" {run.judge.failure}"
-    )
 
 
 def _sampled_with(states: States, weights: sync.VersionedWeights) -> Weights:
@@ -414,7 +416,12 @@ def evaluate(
   first = run.config.run.samples_every and states.step == 0
   if first or evaluated.judged.news:
     logger.samples(states.step, evaluated.shown())
-  stop_unjudged(run, states.step, evaluated.responses.judged)
+  judged = evaluated.responses.judged
+  if states.step == 0 and not judged.any():  # Later it may be about to pass.
+    raise TrainingStopped(
+      f"the reward failed on all {judged.size} responses of step 0:"
+      f" {run.judge.failure}"
+    )
   results = evaluated.results([run.config.eval.samples])
   if run.config.eval.greedy:
     greedy = run.evaluator.greedy()(weights.params)

@@ -21,6 +21,7 @@ from jaxrl_llm import workdir as workdir_lib
 from jaxrl_llm.checkpoint import commit
 from jaxrl_llm.errors import InputError, TrainingStopped
 from jaxrl_llm.learner import metrics as learner_metrics
+from jaxrl_llm.rewards.verdict import Verdict
 from jaxrl_llm.rollout.worker import Weights
 from jaxrl_llm.train import build, loop
 from jaxrl_llm.train.value_pretraining import CHECKPOINTS, FOLDER
@@ -317,6 +318,41 @@ class TestResume:
     with pytest.raises(InputError, match="config.run.seed: 0 -> 1; give"):
       loop.train(with_config(run, run__seed=1, run__steps=9), whole)
     assert tiny_run.snapshot(whole) == before
+
+
+class Failing:
+  """A pool that judges so many batches, and then fails on every response."""
+
+  def __init__(self, pool, batches):
+    self._pool, self._left = pool, batches
+
+  def judge(self, calls):
+    self._left -= 1
+    if self._left >= 0:
+      return self._pool.judge(calls)
+    return [Verdict(False, None, "error: down") for _ in calls]
+
+  def close(self):
+    self._pool.close()
+
+
+def test_a_reward_that_fails_from_some_step_on_stops_it(
+  run, tmp_path, monkeypatch
+):
+  more = {"run__max_skipped": 3, "checkpoint__every": 9, "eval__every": 9}
+  train = lambda steps: loop.train(
+    dataclasses.replace(
+      with_config(run, run__steps=steps, **more), pretraining=None
+    ),
+    tmp_path,
+  )
+  # The first evaluation, and step 1.
+  monkeypatch.setattr(run.judge, "pool", Failing(run.judge.pool, 2))
+  train(3)  # Two batches: it goes on, and a resume counts on.
+  said = "3 batches in a row, the last one of step 4, which is saved: reward .*"
+  with pytest.raises(TrainingStopped, match=f"{said}down on chain_sum"):
+    train(9)
+  assert workdir_lib.steps(tmp_path) == [3, 4]
 
 
 class TestDamage:
