@@ -2,8 +2,9 @@
 
 REINFORCE on responses that older weights wrote. A response is weighed by its
 whole ratio to the policy that wrote it, at most 8; the baseline is the one of
-least variance under these weights; the step is scaled by the root of the
-effective sample ratio, so that a batch of which little counts moves little.
+least variance under these ratios, not truncated; the step is scaled by the root
+of the effective sample ratio, so that a batch of which little counts moves
+little.
 
 Sampler and learner work at once, a batch is written one update before it is
 trained on (`schedule.lag`): that is where stale tokens come from.

@@ -216,7 +216,9 @@ class Reward(Group, path="reward"):
     " is never.")
   overlong_buffer = Key(0, _COUNT,
     "Soft overlong punishment (DAPO eq. 13): the last so many tokens before"
-    " sampler.max_response_length cost up to overlong_factor.")
+    " sampler.max_response_length cost up to overlong_factor. Only tokens that"
+    " the policy wrote count; the limit itself counts those of an environment"
+    " too.")
   overlong_factor = Key(1.0, _NUMBER, "Cost of a response at the limit.")
 
 
@@ -258,7 +260,8 @@ class Sampler(Group, path="sampler"):
   kv_pages = Key(0, Range(0, 1e7),
     "Pages of the KV cache, on all devices of the sampler; when they run out"
     " the youngest responses wait. 0 is what all slots need at full length.")
-  max_response_length = Key(64, _SOME, "Tokens.", FIXED)
+  max_response_length = Key(64, _SOME,
+    "Tokens, those of an environment included.", FIXED)
   temperature = Key(1.0, Range(1e-3, 100.0), "Divides the logits.")
   entropy_tau = Key(0.0, Range(0.0, 0.999),
     "HAPO: a token's temperature is temperature * (1 + entropy_tau * h), with h"
@@ -326,7 +329,8 @@ class Estimator(Group, path="estimator"):
     " HAPO's, 'reward_to_go' REINFORCE++'s, 'optimal_baseline' VCPO's.", FIXED)
   gamma = Key(1.0, _SHARE, "Discount of a token.")
   lambda_schedule = Key("constant", Names("learner.choices:LAMBDA_RULES"),
-    "The policy's lambda: lambda_policy, or max(0, 1 - 1/(alpha * length)).")
+    "The policy's lambda: lambda_policy, or max(0, 1 - 1/(alpha * length)), the"
+    " length in tokens that the policy wrote.")
   alpha = Key(0.05, Range(1e-6),
     "Of 'length_adaptive'. VAPO's 0.05 is for thousands of tokens.")
   lambda_policy = Key(0.95, _SHARE, "Of 'constant'.")
@@ -337,14 +341,16 @@ class Estimator(Group, path="estimator"):
   tail_drop = Key(0, _COUNT,
     "Last tokens of a cut response that its window does not train.")
   center = Key("mean", Names("estimators.group:CENTERS", "none"),
-    "What 'group' subtracts; 'reward_to_go' does too, unless it is 'none'.")
+    "What 'group' subtracts; 'reward_to_go' does too, unless it is 'none': the"
+    " same number, that of whole responses without a discount, from every"
+    " token.")
   scale = Key("std", Names("estimators.group:SCALES"),
     "What 'group' divides by.")
   epsilon = Key(1e-6, _NUMBER, "Added to the scale.")
   gradient_norms = Key("length", Names("learner.choices:GRADIENT_NORMS"),
     "What 'optimal_baseline' takes for the squared norm of a response's"
-    " gradient: its length, or the 'exact' one by a backward pass of each"
-    " alone.")
+    " gradient: the number of tokens that the policy wrote, or the 'exact' one"
+    " by a backward pass of each alone.")
   drop_pivot = Key(False, None,
     "MC-GRPO: the group's median response takes no part in the loss.")
   normalize = Key("none", Names("learner.choices:NORMALIZATIONS"),
@@ -418,10 +424,16 @@ class OffPolicy(Group, path="off_policy"):
 class Optimizer(Group, path="optimizer.policy"):
   """How a model is trained: AdamW on mini-batches."""
 
+  mini_batch = Key(256, _SOME, "Responses per update.")
+  epochs = Key(1, _SOME, "Passes over each batch of rollouts.")
   learning_rate = Key(2e-4, _NUMBER, "Of AdamW.")
-  warmup_steps = Key(10, _COUNT, "Updates over which the rate rises.")
+  # Read after mini_batch, which presets divide by.
+  warmup_steps = Key(10, _COUNT,
+    "Updates over which the rate rises; presets of Qwen2.5 make them 20 rollouts"
+    " of whatever number of updates these have.")
   learning_rate_schedule = Key("constant", Names("learner.optimizer:SCHEDULES"),
-    "How the rate falls from then on, to be lowest after run.steps.")
+    "How the rate falls from then on, to be lowest after run.steps, whatever"
+    " number of updates each step really has.")
   min_learning_rate_ratio = Key(0.0, _SHARE,
     "The lowest rate, as a share of learning_rate.")
   max_grad_norm = Key(1.0, Range(1e-9),
@@ -432,10 +444,8 @@ class Optimizer(Group, path="optimizer.policy"):
   eps = Key(1e-8, Range(1e-20), "Added to the root of that mean.")
   mu_dtype = Key("float32", _DTYPES,
     "Of the mean of gradients; bfloat16 saves two bytes a parameter.", FIXED)
-  mini_batch = Key(256, _SOME, "Responses per update.")
   micro_batch_size = Key(8, _SOME,
     "Packed rows per micro-batch; accumulation is exact.")
-  epochs = Key(1, _SOME, "Passes over each batch of rollouts.")
   frozen = Key((), None,
     "Parameters that keep their values: parts of their paths, such as 'embed'"
     " or 'layers/mlp'.")

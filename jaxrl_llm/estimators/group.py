@@ -196,7 +196,8 @@ def optimal_baseline(
 
   Args:
     rewards: [B], one scalar per response.
-    weights: [B], w, importance weight of each response as it enters the loss.
+    weights: [B], w, importance weight of each response. b has the least
+      variance if the loss has the same; a loss that truncates them comes close.
     squared_norms: [B], g² = ‖∇ log π(response)‖². Where gradients per response
       are too dear, the number of response tokens is a proxy; only proportions
       matter.

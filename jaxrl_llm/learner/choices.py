@@ -47,7 +47,9 @@ ESTIMATORS: dict[str, Callable[[Settings], Part]] = {
 # Name -> (config group estimator) -> λ of each response [B].
 LAMBDA_RULES: Mapping[str, Callable[[Settings], Part]] = {
   "constant": maker_of(estimates.policy_lambda),
-  "length_adaptive": maker_of(estimators.length_adaptive_lambda),
+  "length_adaptive": maker_of(
+    estimators.length_adaptive_lambda, lengths="own_lengths"
+  ),
 }
 
 # Name -> where the rewards of an environment lie, [B, T].

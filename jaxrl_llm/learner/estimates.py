@@ -27,6 +27,11 @@ def usable(judged, status) -> jax.Array:
   return judged & (status != int(Status.STOPPED))
 
 
+def own_lengths(mask) -> jax.Array:
+  """int32 [B]: tokens that the policy wrote, without those that it read."""
+  return jnp.sum(mask, axis=1, dtype=jnp.int32)
+
+
 def truncated(status) -> jax.Array:
   """bool [B]: the response goes on in a later step."""
   return status == int(Status.TRUNCATED)
@@ -105,10 +110,10 @@ def turn_rewards_on_tokens(
   return given + token_rewards(rest, usable, truncated, mask, lengths)
 
 
-def soft_overlong(rewards, lengths, *, max_length, buffer, factor):
+def soft_overlong(rewards, own_lengths, *, max_length, buffer, factor):
   """Rewards less DAPO's soft overlong punishment, [B]."""
   return rewards + estimators.soft_overlong_punishment(
-    lengths, max_length=max_length, buffer=buffer, factor=factor
+    own_lengths, max_length=max_length, buffer=buffer, factor=factor
   )
 
 
@@ -143,12 +148,12 @@ def group_advantages(
 
 
 def token_group_advantages(
-  token_rewards, mask, lengths, groups, *, epsilon
+  token_rewards, mask, own_lengths, groups, *, epsilon
 ) -> jax.Array:
   """HAPO's group statistics, which weigh a response by its tokens."""
   relative = estimators.token_group_relative(
     outcome(token_rewards),
-    lengths,
+    own_lengths,
     groups,
     num_groups=groups.shape[0],
     epsilon=epsilon,
@@ -166,7 +171,12 @@ def reward_to_go(token_rewards, mask, *, gamma) -> jax.Array:
 def centered_reward_to_go(
   token_rewards, mask, groups, *, gamma, center
 ) -> jax.Array:
-  """REINFORCE++ with a baseline: the reward to go less the group's center."""
+  """REINFORCE++ with a baseline: the reward to go less the group's center.
+
+  The center is that of whole, undiscounted responses, and the same for every
+  token. Where a reward comes before the last token, or gamma < 1, it leaves
+  late tokens more variance than a baseline of their own would, but no bias.
+  """
   rewards = outcome(token_rewards)
   relative = estimators.group_relative(
     rewards, groups, num_groups=groups.shape[0], center=center, scale="none"
@@ -178,7 +188,11 @@ def centered_reward_to_go(
 def optimal_baseline_advantages(
   token_rewards, mask, squared_norms, groups, old_logprobs, behavior_logprobs
 ) -> jax.Array:
-  """VCPO: R − b with the baseline of least variance off policy."""
+  """VCPO: R − b with the baseline of least variance off policy.
+
+  The importance weights of the baseline are not truncated, unlike those of the
+  loss; any baseline that leaves the response itself out is unbiased.
+  """
   rewards = outcome(token_rewards)
   baseline = estimators.optimal_baseline(
     rewards,
@@ -190,9 +204,9 @@ def optimal_baseline_advantages(
   return per_token(rewards - baseline, mask)
 
 
-def length_as_squared_norm(lengths) -> jax.Array:
+def length_as_squared_norm(own_lengths) -> jax.Array:
   """[B]: what ‖∇ log π‖² would be if tokens had orthogonal, equal gradients."""
-  return lengths.astype(jnp.float32)
+  return own_lengths.astype(jnp.float32)
 
 
 def squared_norms(gradient_norms) -> jax.Array:

@@ -4,9 +4,14 @@ import numpy as np
 import pytest
 import reference
 from helpers import tiny_run
-from helpers.tiny_algorithm import call, make_algorithm
+from helpers.tiny_algorithm import (
+  call,
+  make_algorithm,
+  make_experience,
+  make_rollout,
+)
 
-from jaxrl_llm.learner import choices, estimates
+from jaxrl_llm.learner import choices, estimates, parts
 from jaxrl_llm.types import Status
 
 ROWS, ROOM = 8, 7
@@ -44,8 +49,8 @@ def compute(inputs, **changes):
   estimator = choices.ESTIMATORS[settings["name"]](settings)
   rule = choices.LAMBDA_RULES[settings["lambda_schedule"]](settings)
   norms = choices.GRADIENT_NORMS[settings["gradient_norms"]](settings)
-  known = inputs | {"policy_lambda": rule(inputs)}
-  known["squared_norms"] = norms(inputs)
+  known = inputs | {"own_lengths": estimates.own_lengths(inputs["mask"])}
+  known |= {"policy_lambda": rule(known), "squared_norms": norms(known)}
   return np.asarray(call(estimator, known))
 
 
@@ -128,6 +133,41 @@ class TestGroups:
       rtol=1e-4,
       atol=1e-5,
     )
+
+
+class TestLengthsOfOwnTokens:
+  """Tokens that the policy read, such as a tool's, are no part of a length."""
+
+  def test_hapos_advantages_sum_to_zero_over_what_is_trained(self):
+    made = make_experience(make_algorithm(estimator__name="token_group"))
+    advantages, mask = made["advantages"], made["policy_mask"]
+    holes = mask.sum(axis=1) < make_rollout().lengths
+    assert holes.any() and 0 < np.abs(advantages).max() < 5
+    for group in np.unique(make_rollout().group):
+      rows = make_rollout().group == group
+      assert abs(advantages[rows][mask[rows]].sum()) < 1e-5
+
+  @pytest.mark.parametrize(
+    ("name", "settings", "expected"),
+    [
+      ("policy_lambda", {"estimator__alpha": 2.0}, [0.75, 0.75]),
+      ("squared_norms", {"estimator__name": "optimal_baseline"}, [2.0, 2.0]),
+      (
+        "shaped_rewards",
+        {"reward__overlong_buffer": 4, "sampler__max_response_length": 4},
+        [-0.5, -0.5],
+      ),
+    ],
+  )
+  def test_a_tools_tokens_do_not_count(self, name, settings, expected):
+    made = make_algorithm(**settings)
+    given = {
+      "mask": np.asarray([[1, 0, 0, 1], [1, 1, 0, 0]], bool),
+      "lengths": np.asarray([4, 2]),
+      "rewards": np.zeros(2, np.float32),
+    }
+    got = parts.evaluate([name], made.parts, given)[name]
+    np.testing.assert_array_equal(got, expected)
 
 
 class TestRewardToGo:

@@ -50,7 +50,7 @@ class TestIdentities:
   @pytest.mark.parametrize(
     ("name", "read", "on"),
     [
-      ("shaped_rewards", "lengths", {"reward__overlong_buffer": 4}),
+      ("shaped_rewards", "own_lengths", {"reward__overlong_buffer": 4}),
       ("advantages", "policy_mask", {"estimator__normalize": "whiten"}),
       ("advantages", "policy_mask", {"estimator__normalize": "scale"}),
       ("token_rewards", "ref_logprobs", {"loss__kl_reward_coefficient": 0.1}),
