@@ -40,6 +40,4 @@ def get_config(preset: str = ""):
   config.off_policy.high = 5.0
   batch = config.data.prompts_per_step * config.data.group_size
   config.optimizer.policy.mini_batch = max(1, batch // 4)
-  if preset == "qwen2.5-32b":
-    config.optimizer.policy.warmup_steps = 80  # 20 rollout steps.
   return config

@@ -6,7 +6,7 @@ to the initial policy as a loss with coefficient 0.04.
 
 At 32B a group has 64 responses, the paper's number, to 128 prompts. A batch has
 the preset's 16 updates where the paper, as far as we know, has one
-(`optimizer.policy.mini_batch=8192`, `optimizer.policy.warmup_steps=20`).
+(`optimizer.policy.mini_batch=8192`).
 Lengths and rates are the preset's too. The paper does not state its clip range.
 
     python scripts/train.py --config=configs/grpo.py[:PRESET]

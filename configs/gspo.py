@@ -25,6 +25,4 @@ def get_config(preset: str = ""):
   config.optimizer.policy.mini_batch = max(
     1, config.data.prompts_per_step * config.data.group_size // 4
   )
-  if preset == "qwen2.5-32b":
-    config.optimizer.policy.warmup_steps = 80  # 20 rollout steps.
   return config

@@ -29,9 +29,9 @@ What differs from the paper, and why:
     pretrained until its explained variance on fresh batches stops rising. Those
     of the embedded preset and long_tail also read log-probs
     (value.reads_logprobs): tokens alone tell neither a slip nor a guess.
-  * Warm-up. The paper warms up without saying for how long: qwen2.5-32b takes
-    the 20 rollout steps (320 updates) of DAPO. Small presets have 4 or 10
-    updates, as they make 40 to 200 in all.
+  * Warm-up. The paper warms up without saying for how long: the presets of
+    Qwen2.5 take the 20 rollout steps of DAPO, at 32B 320 updates. Small presets
+    have 4 or 10 updates, as they make 40 to 200 in all.
   * Adam's b2. The paper says AdamW: qwen2.5-32b has its usual 0.999, an average
     over 1,000 updates. Small presets have 0.99, as they make fewer.
 """

@@ -49,6 +49,4 @@ def get_config(preset: str = ""):
   config.optimizer.policy.mini_batch = (
     config.data.prompts_per_step * config.data.group_size
   )
-  if preset == "qwen2.5-32b":
-    config.optimizer.policy.warmup_steps = 20  # 20 rollout steps.
   return config

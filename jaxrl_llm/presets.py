@@ -109,7 +109,7 @@ def qwen1_5b(config: Any) -> None:
   config.sampler.max_response_length = 7168
   config.sampler.slots = 512
   config.sampler.kv_pages = 8192  # 3.5 GiB of keys and values a chip.
-  _optimizers(config, mini_batch=256, micro_batch_size=4, warmup_steps=80)
+  _optimizers(config, mini_batch=256, micro_batch_size=4)
   config.mesh.fsdp = 4
   config.mesh.tensor = 2
 
@@ -122,7 +122,7 @@ def qwen7b(config: Any) -> None:
   config.sampler.max_response_length = 15_360
   config.sampler.slots = 512
   config.sampler.kv_pages = 16_384  # 3.5 GiB of keys and values a chip.
-  _optimizers(config, mini_batch=256, micro_batch_size=8, warmup_steps=160)
+  _optimizers(config, mini_batch=256, micro_batch_size=8)
   config.mesh.fsdp = 8
   config.mesh.tensor = 4
 
@@ -135,9 +135,7 @@ def qwen32b(config: Any) -> None:
   config.sampler.max_response_length = 20480
   config.sampler.slots = 2048
   config.sampler.kv_pages = 65_536  # 32 GiB of keys and values on a v5p chip.
-  # The warm-up is 20 rollout steps of 16 updates (DAPO 4.1). A method with
-  # other updates per rollout sets its own.
-  _optimizers(config, mini_batch=512, micro_batch_size=4, warmup_steps=320)
+  _optimizers(config, mini_batch=512, micro_batch_size=4)
   # Four chips share a row: what it keeps of matrix products then fits.
   config.model.remat_policy = "dots"
   config.mesh.fsdp = 4
@@ -166,6 +164,7 @@ def _mathematics(config: Any) -> None:
   config.reward.workers = 16
   _learning_rates(config, 1e-6)
   _optimizers(config, weight_decay=0.1, b2=0.999)  # AdamW's usual ones.
+  _warmup(config, rollouts=20)  # As DAPO (section 4.1).
   config.value.pretrain_patience = 50
   config.eval.samples = 32
   config.eval.top_p = 0.7
@@ -177,6 +176,15 @@ def _optimizers(config: Any, **settings: float) -> None:
   """Settings of both optimizers."""
   config.optimizer.policy.update(settings)
   config.optimizer.value.update(settings)
+
+
+def _warmup(config: Any, rollouts: int) -> None:
+  """Warm-ups over a number of rollouts, in updates as these are set later."""
+  refs = config.data.get_ref
+  responses = rollouts * refs("prompts_per_step") * refs("group_size")
+  for role in (config.optimizer.policy, config.optimizer.value):
+    updates = responses * role.get_ref("epochs") // role.get_ref("mini_batch")
+    role.warmup_steps = updates
 
 
 def _learning_rates(config: Any, policy: float) -> None:

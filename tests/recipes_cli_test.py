@@ -14,6 +14,7 @@ from helpers.configs import METHODS, keys, load
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import presets
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner.choices import has_critic
 from jaxrl_llm.train import build, constraints, loop
 from jaxrl_llm.train.validation import validate
 
@@ -352,12 +353,27 @@ class TestConfigs:
     validate(config)
     assert config.is_locked
 
+  @pytest.mark.parametrize("preset", [n for n in presets.SCALES if "qwen" in n])
   @pytest.mark.parametrize("method", METHODS)
-  def test_warmup_at_32b_is_twenty_rollouts(self, method):
-    config = load(method, "qwen2.5-32b")
-    optimizer = config.optimizer.policy
-    batches = config_lib.batch_size(config) // optimizer.mini_batch
-    assert optimizer.warmup_steps == 20 * batches * optimizer.epochs
+  def test_warmups_are_twenty_rollouts(self, method, preset):
+    config = load(method, preset)
+    roles = ("policy", "value") if has_critic(config) else ("policy",)
+    for optimizer in (config.optimizer[role] for role in roles):
+      batches = config_lib.batch_size(config) // optimizer.mini_batch
+      assert optimizer.warmup_steps == 20 * batches * optimizer.epochs
+      # Whoever changes their number, on the command line too.
+      optimizer.mini_batch //= 2
+      assert optimizer.warmup_steps == 40 * batches * optimizer.epochs
+      optimizer.warmup_steps = 3
+      assert optimizer.warmup_steps == 3
+
+  @pytest.mark.parametrize(
+    ("method", "updates"),
+    [("vapo", 320), ("gspo", 80), ("mc_grpo", 40), ("vcpo", 20)],
+  )
+  def test_warmup_at_32b(self, method, updates):
+    optimizer = load(method, "qwen2.5-32b").optimizer
+    assert optimizer.policy.warmup_steps == updates
 
   @pytest.mark.parametrize("method", METHODS)
   def test_has_every_key_of_the_defaults_and_no_other(self, method):
