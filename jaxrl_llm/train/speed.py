@@ -23,6 +23,7 @@ def speed(learner: Learner, row: dict[str, float]) -> dict[str, float]:
 
   Utilisation counts 2 · parameters floating-point operations per token for
   each forward pass and 4 · for a backward pass, of policy and critic.
+  Embeddings are looked up: they count only as the policy's head.
   """
   out = {
     "rollout/tokens_per_second": row["rollout/tokens"] / row["time/generate_s"],
@@ -31,10 +32,14 @@ def speed(learner: Learner, row: dict[str, float]) -> dict[str, float]:
   mesh = learner.mesh
   peak = PEAK_FLOPS.get(mesh.devices.flat[0].device_kind)
   if peak:
-    models = [m for m in (learner.policy, learner.critic) if m is not None]
-    passes = sum(2 + 6 * model.settings.epochs for model in models)
-    done = num_params(learner.policy.fns.config) * passes * row["perf/tokens"]
+    config = learner.policy.fns.config
+    head = config.vocab_size * config.hidden_size
+    layers = num_params(config) - head * (2 - config.tie_word_embeddings)
+    done = (2 + 6 * learner.policy.settings.epochs) * (layers + head)
+    if learner.critic is not None:
+      done += (2 + 6 * learner.critic.settings.epochs) * layers
     names = ("score", "update_value", "update_policy")
     seconds = sum(row.get(f"time/{name}_s", 0.0) for name in names)
-    out["perf/mfu"] = done / seconds / (peak * mesh.size)
+    flops = done * row["perf/tokens"]
+    out["perf/mfu"] = flops / seconds / (peak * mesh.size)
   return out

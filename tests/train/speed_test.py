@@ -1,5 +1,6 @@
 """Tokens per second and utilisation, by hand."""
 
+import dataclasses
 import types
 
 import jax
@@ -22,10 +23,13 @@ class TestSpeed:
     "time/update_value_s": 3.0,
   }
 
-  def make_learner(self, critic=True):
+  def make_learner(self, critic=True, tied=True):
+    config = dataclasses.replace(
+      tiny_run.model_config(), tie_word_embeddings=tied
+    )
     model = lambda epochs: types.SimpleNamespace(
       settings=types.SimpleNamespace(epochs=epochs),
-      fns=types.SimpleNamespace(config=tiny_run.model_config()),
+      fns=types.SimpleNamespace(config=config),
     )
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     return types.SimpleNamespace(
@@ -42,15 +46,20 @@ class TestSpeed:
       "perf/tokens_per_second": 30.0,
     }
 
+  @pytest.mark.parametrize("tied", [True, False])
   @pytest.mark.parametrize("critic", [True, False])
-  def test_utilisation(self, critic, monkeypatch):
+  def test_utilisation(self, critic, tied, monkeypatch):
     monkeypatch.setitem(speed.PEAK_FLOPS, "cpu", 1e6)
     row = dict(self.ROW)
     if not critic:
       del row["time/update_value_s"]
-    got = speed.speed(self.make_learner(critic), row)["perf/mfu"]
+    got = speed.speed(self.make_learner(critic, tied), row)["perf/mfu"]
+    # What is multiplied with: the tied embedding is the policy's head, as an
+    # untied one would be beside an embedding that is looked up.
+    policy = models.num_params(tiny_run.model_config())
+    trunk = policy - tiny_run.model_config().vocab_size * 32
     # One scoring pass each, and 6 a token for each epoch.
-    passes = (2 + 6) + (2 + 12 if critic else 0)
+    done = (2 + 6) * policy + ((2 + 12) * trunk if critic else 0)
     seconds = 6.0 if critic else 3.0
-    flops = models.num_params(tiny_run.model_config()) * passes * 300.0
+    flops = done * 300.0
     np.testing.assert_allclose(got, flops / seconds / (1e6 * 2))
