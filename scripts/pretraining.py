@@ -136,6 +136,7 @@ def _batch(tokenizer, source, settings, i) -> PackedBatch:
       "weights": nothing,
       "nll_weights": layout.scatter(weights),
     },
+    schedule_step=np.int32(i),
   )
 
 

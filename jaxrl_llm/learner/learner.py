@@ -205,7 +205,7 @@ class Learner:
     row = self._batch_metrics(state, rollout, scores, experience)
     for name, each in sums.items():
       with timer.phase(each.phase):
-        trained, new = each.apply(experience)
+        trained, new = each.apply(experience, state.step)
         row |= self._summary(name, trained, [new])
       state = state.replace(**{name: trained})
     return _after(state, scores, experience), row
@@ -295,9 +295,10 @@ class Learner:
   ) -> tuple[LearnerState, dict[str, float]]:
     """Trains the critic alone: ½ (V − return)², a mean over each mini-batch."""
     critic, rows = state.critic, []
-    for part, inputs in self._epochs(self.critic, batch, rng):
+    for at, part, inputs in self._epochs(self.critic, batch, state.step, rng):
       prepared = critic_batch(inputs, part, self.algorithm)
-      critic, row = self.critic.update(critic, place(prepared, self.mesh))
+      prepared = place(prepared.replace(schedule_step=at), self.mesh)
+      critic, row = self.critic.update(critic, prepared)
       rows.append(row)
     row = self._summary("critic", critic, rows)
     return state.replace(critic=critic), row
@@ -494,14 +495,13 @@ class Learner:
     """Policy: the surrogate and what is beside it, on each mini-batch."""
     policy, ema, rows = state.policy, state.ema, []
     temperature = np.float32(self.settings.temperature)
-    for part, inputs in self._epochs(self.policy, batch, rng):
+    for at, part, inputs in self._epochs(self.policy, batch, state.step, rng):
       if self.algorithm.follows_average:
         scored = self.logprobs(ema["params"], part)
         inputs["proximal_logprobs"] = part.layout.gather(scored.logprobs)
       prepared = policy_batch(inputs, part, self.algorithm)
-      policy, row = self.policy.update(
-        policy, place(prepared, self.mesh), temperature
-      )
+      prepared = place(prepared.replace(schedule_step=at), self.mesh)
+      policy, row = self.policy.update(policy, prepared, temperature)
       if ema is not None:
         ema = self.ema.step(ema, policy.params, row["policy/skipped"])
       rows.append(row)
@@ -509,16 +509,25 @@ class Learner:
     return state.replace(policy=policy, ema=ema), row
 
   def _epochs(
-    self, model: TrainedModel, batch: TrainingBatch, rng: np.random.Generator
-  ) -> Iterator[tuple[MiniBatch, Experience]]:
-    """The mini-batches with their inputs, then newly shuffled ones."""
-    mini_batches = batch.mini_batches
+    self,
+    model: TrainedModel,
+    batch: TrainingBatch,
+    step: int,
+    rng: np.random.Generator,
+  ) -> Iterator[tuple[np.int32, MiniBatch, Experience]]:
+    """The mini-batches with their inputs, then newly shuffled ones.
+
+    Each comes with its step of the learning-rate schedule.
+    """
+    mini_batches, settings = batch.mini_batches, model.settings
     rows = np.sort(np.concatenate([part.rows for part in mini_batches]))
-    for epoch in range(model.settings.epochs):
+    count, number = settings.epochs * len(mini_batches), itertools.count()
+    for epoch in range(settings.epochs):
       if epoch:
         mini_batches = self._mini_batches(model, batch.rollout, rows, rng)
       for part in mini_batches:
-        yield part, {k: x[part.rows] for k, x in batch.experience.items()}
+        inputs = {k: x[part.rows] for k, x in batch.experience.items()}
+        yield settings.schedule_step(step, next(number), count), part, inputs
 
   def _summary(self, name, state: TrainState, rows) -> dict[str, float]:
     """Mean over the updates of a step (maximum of a maximum)."""

@@ -50,14 +50,16 @@ def _abstract_batch(
     sharding=sharding.along_batch(mesh, axis=1),
   )
   tokens = ("tokens", "targets", "segments", "prefixes", "positions")
-  count = jax.ShapeDtypeStruct((), np.int32, sharding=sharding.replicated(mesh))
+  whole = sharding.replicated(mesh)
+  number = jax.ShapeDtypeStruct((), np.int32, sharding=whole)
   return PackedBatch(
     packed=PackedTokens(
       **{name: of(np.int32) for name in tokens},
       mask=of(np.bool_),
       logprobs=of(np.float32),
-      count=count,
+      count=number,
     ),
     mask=of(np.bool_),
     inputs={name: of(np.float32) for name in names},
+    schedule_step=number,
   )

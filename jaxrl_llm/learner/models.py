@@ -65,14 +65,20 @@ class GradientSum:
     sums = how.add(self.sums, self.state.params, batch, *self.settings)
     self.sums = processes.ready(sums)  # The phase has its own time.
 
-  def apply(self, inputs: Any) -> tuple[TrainState, update_lib.Metrics]:
+  def apply(
+    self, inputs: Any, step: int
+  ) -> tuple[TrainState, update_lib.Metrics]:
     """The state after the update, and its metrics.
 
     Args:
       inputs: of all parts.
+      step: of the run.
     """
     size = masked.reduction_size(inputs[self.mask], mode=self.mode)
-    return self.model.accumulation.apply(self.state, self.sums, size)
+    schedule_step = self.model.settings.schedule_step(step, 0, 1)
+    return self.model.accumulation.apply(
+      self.state, self.sums, size, schedule_step
+    )
 
 
 class Ema(NamedTuple):

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 
@@ -44,8 +45,23 @@ class UpdateSettings:
   mini_batch: int  # Responses per update.
   micro_batch_size: int  # Packed rows at a time.
   epochs: int  # Passes over each batch.
-  updates: int  # Of the whole run, at whose end the rate is the last one.
+  steps: int  # Of the whole run.
+  updates: int  # Of the whole run, if each step has a batch of whole responses.
   frozen: tuple[str, ...] = ()  # Parts of paths of what is not trained.
+
+  def schedule_step(self, step: int, number: int, count: int) -> np.int32:
+    """Which of `updates` the schedule takes an update for.
+
+    The share of the run that is over decides, so that the rate ends with the
+    run even if windows give its steps other numbers of mini-batches.
+
+    Args:
+      step: of the run, from 0.
+      number: of the update in the step, from 0.
+      count: updates of the step.
+    """
+    done = step * count + number
+    return np.int32(self.updates * done // (self.steps * count))
 
 
 # (rate, last rate, update from which it falls, over how many updates) -> rate
@@ -151,6 +167,7 @@ def apply_gradients(
   gradients: Any,
   optimizer: optax.GradientTransformation,
   *,
+  schedule_step: chex.Array,
   finite: chex.Array,
   scale: chex.Array | None = None,
   frozen: tuple[str, ...] = (),
@@ -161,13 +178,15 @@ def apply_gradients(
     state: before.
     gradients: like its params, those that are trained.
     optimizer: of the state.
+    schedule_step: int32 scalar, where its learning-rate schedule is.
     finite: bool scalar.
     scale: factor of the update beside the learning rate; None is 1.
     frozen: as in `split_frozen`.
   """
   before = state.optimizer
   trained, kept = split_frozen(state.params, frozen)
-  updates, opt_state = optimizer.update(gradients, before.opt_state, trained)
+  opt_state = _at(before.opt_state, schedule_step)
+  updates, opt_state = optimizer.update(gradients, opt_state, trained)
   if scale is not None:
     updates = jax.tree.map(lambda x: scale * x, updates)
   params = optax.apply_updates(trained, updates)
@@ -180,4 +199,14 @@ def apply_gradients(
       skipped=before.skipped + ~finite,
       skipped_in_a_row=jnp.where(finite, 0, before.skipped_in_a_row + 1),
     ),
+  )
+
+
+def _at(opt_state: Any, schedule_step: chex.Array) -> Any:
+  """The state of an optimizer whose schedule is at the given step."""
+  is_schedule = lambda x: isinstance(x, optax.ScaleByScheduleState)
+  return jax.tree.map(
+    lambda x: x._replace(count=schedule_step) if is_schedule(x) else x,
+    opt_state,
+    is_leaf=is_schedule,
   )

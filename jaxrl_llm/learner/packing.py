@@ -253,6 +253,7 @@ class PackedBatch:
   packed: PackedTokens
   mask: chex.Array  # bool.
   inputs: dict[str, chex.Array]  # Of the losses by name, weights among them.
+  schedule_step: chex.Array = np.int32(0)  # Of the learning rate.
   step_scale: chex.Array | None = None  # Factor of the update; None is 1.
 
 
@@ -278,11 +279,11 @@ def mini_batches(
   """Splits a rollout into mini-batches of `size` samples and packs each.
 
   Groups are shuffled, not samples, so that a group's samples stay together and
-  share their prompt. The last mini-batch may have fewer samples.
+  share their prompt. Sizes differ by one at most, so that samples weigh alike.
 
   Args:
     rollout: B samples.
-    size: samples per mini-batch.
+    size: samples per mini-batch, at most.
     rng: shuffles the groups; None keeps their order.
     capacity: tokens per row.
     rows: rows per micro-batch.
@@ -294,9 +295,8 @@ def mini_batches(
   names, group = np.unique(rollout.group[chosen], return_inverse=True)
   rank = np.arange(names.size) if rng is None else rng.permutation(names.size)
   order = chosen[np.argsort(rank[group], kind="stable")]
-  batches = []
-  for begin in range(0, order.size, size):
-    part = order[begin : begin + size]
+  count, batches = -(-order.size // size), []
+  for part in np.array_split(order, count) if count else ():
     packed, layout = pack(
       take_rows(rollout, part),
       capacity=capacity,

@@ -128,7 +128,7 @@ def make_update(
     gradient, trained = _gradient_of(objective, state.params, frozen)
     zeros = _zeros(gradient, trained, batch, *settings)
     sums = _accumulate(gradient, trained, zeros, batch, *settings)
-    return how(state, sums, scale=batch.step_scale)
+    return how(state, sums, batch.schedule_step, scale=batch.step_scale)
 
   return jax.jit(update, donate_argnums=0, out_shardings=out_shardings)
 
@@ -142,7 +142,7 @@ class Accumulation(NamedTuple):
 
   begin: Callable[..., Any]  # (params, PackedBatch, *settings) -> sums of none.
   add: Callable[..., Any]  # (sums, params, PackedBatch, *settings) -> sums.
-  # (state, sums, size of the batch) -> (state, metrics).
+  # (state, sums, size of the batch, schedule step) -> (state, metrics).
   apply: Callable[..., tuple[TrainState, Metrics]]
 
 
@@ -165,11 +165,11 @@ def make_accumulation(
     gradient, trained = _gradient_of(objective, params, frozen)
     return _accumulate(gradient, trained, sums, batch, *settings)
 
-  def apply(state: TrainState, sums, size):
+  def apply(state: TrainState, sums, size, schedule_step):
     gradients, (totals, means, maxima) = sums
     over = functools.partial(jax.tree.map, lambda x: x / size)
     totals = over(totals) | {"tokens": totals["tokens"]}
-    return how(state, (over(gradients), (totals, means, maxima)))
+    return how(state, (over(gradients), (totals, means, maxima)), schedule_step)
 
   of_sums = None
   if out_shardings is not None:
@@ -193,7 +193,9 @@ def _gradient_of(objective: Objective, params, frozen):
   return gradient, trained
 
 
-def _apply(name, optimizer, schedule, frozen, state, sums, *, scale=None):
+def _apply(
+  name, optimizer, schedule, frozen, state, sums, schedule_step, *, scale=None
+):
   """One optimizer step by what was summed up over a batch."""
   gradients, (totals, means, maxima) = sums
   norm = optax.global_norm(gradients)
@@ -206,14 +208,20 @@ def _apply(name, optimizer, schedule, frozen, state, sums, *, scale=None):
     | maxima
     | {
       f"{name}/grad_norm": norm,
-      f"{name}/lr": schedule(state.optimizer.step),
+      f"{name}/lr": schedule(schedule_step),
       f"{name}/skipped": 1.0 - finite,
     }
   )
   if scale is not None:
     metrics[f"{name}/step_scale"] = scale
   state = apply_gradients(
-    state, gradients, optimizer, finite=finite, scale=scale, frozen=frozen
+    state,
+    gradients,
+    optimizer,
+    schedule_step=schedule_step,
+    finite=finite,
+    scale=scale,
+    frozen=frozen,
   )
   return state, metrics
 
@@ -243,6 +251,6 @@ def _accumulate(gradient, params, sums, batch: PackedBatch, *settings):
 
 def _micro_batches(batch: PackedBatch):
   """(i) -> micro-batch i."""
-  arrays = {k: v for k, v in batch.items() if k != "step_scale"}
-  packed = arrays.pop("packed")
+  arrays = {name: batch[name] for name in ("mask", "inputs")}
+  packed = batch.packed
   return lambda i: micro_batch(arrays, i) | {"packed": packed.rows(i)}

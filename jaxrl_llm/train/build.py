@@ -151,10 +151,10 @@ def make_learner(
 def update_settings(config: Any, role: str) -> UpdateSettings:
   """How the 'policy' or the 'value' model is trained."""
   settings = config.optimizer[role]
-  # Windows end any number of responses in a step; on average a batch.
   batches = config_lib.batch_size(config) / settings.mini_batch
-  updates = round(config.run.steps * batches * settings.epochs)
-  return UpdateSettings(**settings, updates=updates)
+  steps = config.run.steps
+  updates = round(steps * batches * settings.epochs)
+  return UpdateSettings(**settings, steps=steps, updates=updates)
 
 
 def max_tokens_per_row(config: Any) -> int:

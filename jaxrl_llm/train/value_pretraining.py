@@ -190,7 +190,8 @@ class ValuePretraining:
     state = dataclasses.replace(
       state, source=collected.source_state, rollout=collected.state
     )
-    return state, learner, batch, rng, row
+    # Its learning rate goes by the batches of the pretraining.
+    return state, learner.replace(step=state.number), batch, rng, row
 
   def _resume(
     self, workdir: pathlib.Path, saver: checkpoint.Checkpointer, logger: Any

@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import tiny_run
 
 from jaxrl_llm.learner import optimizer as optimizer_lib
+from jaxrl_llm.train import build
 
 
 def make_params():
@@ -52,7 +54,11 @@ def make_apply(optimizer):
   """apply(state, gradients, finite), jitted: eager optax is slow to start."""
   return jax.jit(
     lambda current, gradients, finite: optimizer_lib.apply_gradients(
-      current, gradients, optimizer, finite=finite
+      current,
+      gradients,
+      optimizer,
+      schedule_step=current.optimizer.step,
+      finite=finite,
     )
   )
 
@@ -98,6 +104,44 @@ class TestSchedule:
   def test_no_warm_up(self, warmup_steps):
     schedule = make_schedule(3.0, warmup_steps=warmup_steps)
     assert [float(schedule(step)) for step in range(3)] == [3.0] * 3
+
+
+class TestScheduleStep:
+  def make(self, *, steps=6, mini_batch=16, epochs=2):
+    config = tiny_run.make_config("none", run__steps=steps)
+    config.optimizer.policy.update(mini_batch=mini_batch, epochs=epochs)
+    return build.update_settings(config, "policy")
+
+  def walk(self, settings, counts):
+    """Where the schedule is at every update of steps of so many."""
+    return [
+      int(settings.schedule_step(step, number, count))
+      for step, count in enumerate(counts)
+      for number in range(count)
+    ]
+
+  def test_counts_the_updates_where_steps_are_alike(self):
+    settings = self.make()  # 32 responses, in two epochs of two.
+    assert self.walk(settings, [4] * 6) == list(range(24))
+
+  @pytest.mark.parametrize("seed", range(3))
+  def test_ends_with_the_run_whatever_its_steps_are(self, seed):
+    counts = np.random.default_rng(seed).integers(1, 9, 6)
+    settings = self.make()
+    walked = self.walk(settings, counts)
+    assert walked == sorted(walked) and walked[0] == 0
+    firsts = np.append(0, np.cumsum(counts[:-1]))
+    assert [walked[k] for k in firsts] == [0, 4, 8, 12, 16, 20]
+    assert settings.schedule_step(6, 0, 3) == settings.updates == 24
+
+  def test_a_mini_batch_larger_than_a_batch(self):
+    assert self.walk(self.make(mini_batch=64, epochs=1), [1] * 6) == [
+      *(0, 0, 1, 1, 2, 2)
+    ]
+
+  def test_a_longer_run_goes_on_where_it_was(self):
+    short, long = self.make(), self.make(steps=9)
+    assert short.schedule_step(3, 1, 4) == long.schedule_step(3, 1, 4) == 13
 
 
 class TestOptimizer:
@@ -152,6 +196,22 @@ class TestOptimizer:
 
 
 class TestApplyGradients:
+  def test_the_rate_is_that_of_the_given_step(self):
+    optimizer = make_optimizer(make_schedule(0.8, warmup_steps=4))
+    params = make_params()
+    current = optimizer_lib.create_train_state(params, optimizer)
+    gradients = jax.tree.map(jnp.ones_like, params)
+    apply = jax.jit(
+      lambda current, step: optimizer_lib.apply_gradients(
+        current, gradients, optimizer, schedule_step=step, finite=True
+      )
+    )
+    for step, rate in ((2, 0.6), (2, 0.6), (0, 0.2)):
+      after = apply(current, step)
+      change = jax.tree.map(jnp.subtract, current.params, after.params)
+      np.testing.assert_allclose(jax.tree.leaves(change)[0], rate, rtol=1e-5)
+      current = after
+
   def test_not_finite_keeps_every_bit(self):
     optimizer = make_optimizer(weight_decay=0.1)
     params = make_params()
@@ -205,7 +265,12 @@ class TestApplyGradients:
     def apply(scale):
       return jax.jit(
         lambda current, gradients, scale: optimizer_lib.apply_gradients(
-          current, gradients, optimizer, finite=True, scale=scale
+          current,
+          gradients,
+          optimizer,
+          schedule_step=0,
+          finite=True,
+          scale=scale,
         )
       )(current, gradients, scale)
 

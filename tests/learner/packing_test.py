@@ -254,16 +254,15 @@ class TestMiniBatches:
     )
     assert [b.rows.tolist() for b in batches] == [[0, 1, 2], [3, 4, 5]]
 
-  def test_the_last_one_may_be_smaller(self):
+  def test_a_remainder_is_spread_over_all(self):
     rollout = random_rollout(np.random.default_rng(1), rows=7)
     batches = packing.mini_batches(
       rollout, size=3, rng=None, capacity=16, rows=2
     )
     rows = [b.rows.tolist() for b in batches]
-    assert rows == [[0, 1, 2], [3, 4, 5], [6]]
-    # Its arrays are as large as the others, so that nothing is compiled.
+    assert rows == [[0, 1, 2], [3, 4], [5, 6]]
+    # Arrays are of one size, so that nothing is compiled.
     assert {b.packed.tokens.shape for b in batches} == {(2, 2, 16)}
-    assert batches[-1].packed.count == 1
 
   def test_of_chosen_samples_alone(self):
     rollout = random_rollout(np.random.default_rng(1), rows=12, group_size=3)

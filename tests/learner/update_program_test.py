@@ -170,7 +170,7 @@ class TestAccumulation:
       sums = parts.add(sums, *given)
     mask = make_data()[1][f"{'value' if kind == 'value' else 'policy'}_mask"]
     size = masked.reduction_size(mask, mode=ALGORITHMS["gspo"].loss_mode)
-    after, row = parts.apply(state, sums, size)
+    after, row = parts.apply(state, sums, size, np.int32(0))
     whole, expected = make_update(kind)[0](
       make_state(kind),
       make_batch(kind, micro_batch_size=4),

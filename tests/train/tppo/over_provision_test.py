@@ -114,3 +114,13 @@ def test_resumes_exactly(run, history, tmp_path):
   chex.assert_trees_all_equal(
     *map(jax.device_get, (resumed.learner, whole.learner))
   )
+
+
+def test_learning_rates_go_by_the_steps_of_the_run(history, run):
+  settings = run.learner.policy.settings
+  per_step = settings.updates // settings.steps
+  for number, step in enumerate(history):
+    found = [int(batch.schedule_step) for batch in step.policy]
+    assert found == sorted(found) and found[0] == per_step * number
+    assert found[-1] < per_step * (number + 1)
+  assert {len(step.policy) for step in history} != {per_step}
