@@ -125,6 +125,9 @@ class Learner:
   ) -> tuple[LearnerState, dict[str, float]]:
     """Learns from a batch.
 
+    A model learns nothing, and has no metrics, of mini-batches without a token
+    to train on: none had a verdict, or a correction leaves out all.
+
     Args:
       state: before; its arrays are given away.
       responses: all with new tokens for the policy. Ended ones teach the
@@ -204,6 +207,8 @@ class Learner:
     rollout = types.join_rows(parts).rollout
     row = self._batch_metrics(state, rollout, scores, experience)
     for name, each in sums.items():
+      if not experience[each.mask].any():
+        continue
       with timer.phase(each.phase):
         trained, new = each.apply(experience, state.step)
         row |= self._summary(name, trained, [new])
@@ -297,6 +302,8 @@ class Learner:
     critic, rows = state.critic, []
     for at, part, inputs in self._epochs(self.critic, batch, state.step, rng):
       prepared = critic_batch(inputs, part, self.algorithm)
+      if not prepared.trains:
+        continue
       prepared = place(prepared.replace(schedule_step=at), self.mesh)
       critic, row = self.critic.update(critic, prepared)
       rows.append(row)
@@ -500,6 +507,8 @@ class Learner:
         scored = self.logprobs(ema["params"], part)
         inputs["proximal_logprobs"] = part.layout.gather(scored.logprobs)
       prepared = policy_batch(inputs, part, self.algorithm)
+      if not prepared.trains:
+        continue  # Weight decay and momentum alone would move the weights.
       prepared = place(prepared.replace(schedule_step=at), self.mesh)
       policy, row = self.policy.update(policy, prepared, temperature)
       if ema is not None:
@@ -530,7 +539,7 @@ class Learner:
         yield settings.schedule_step(step, next(number), count), part, inputs
 
   def _summary(self, name, state: TrainState, rows) -> dict[str, float]:
-    """Mean over the updates of a step (maximum of a maximum)."""
+    """Mean over the updates of a step (maximum of a maximum), if any."""
     rows = processes.to_host(rows)
     in_a_row = int(state.optimizer.skipped_in_a_row)
     if in_a_row >= self.settings.max_skipped:
@@ -538,6 +547,8 @@ class Learner:
         f"the last {in_a_row} updates of the {name} were not finite and were"
         " skipped; lower the learning rate or look at the last samples"
       )
+    if not rows:
+      return {}
     over = lambda key: max if key.endswith("_max") else np.mean
     out = {k: float(over(k)([row[k] for row in rows])) for k in rows[0]}
     skipped = next(k for k in out if k.endswith("/skipped"))
@@ -551,10 +562,9 @@ def _after(
   waiting: Responses | None = None,
 ) -> LearnerState:
   """The state when its models have been updated."""
-  if state.temperature_state is not None:
-    statistics = estimators.entropy_statistics(
-      scores["entropies"], experience["policy_mask"]
-    )
+  mask = experience["policy_mask"]
+  if state.temperature_state is not None and mask.any():
+    statistics = estimators.entropy_statistics(scores["entropies"], mask)
     state = state.replace(temperature_state=jax.device_get(statistics))
   return state.replace(step=state.step + 1, waiting=waiting)
 

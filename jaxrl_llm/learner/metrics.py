@@ -1,7 +1,5 @@
 """What a learner reports of a batch before it updates on it."""
 
-from typing import Any
-
 import numpy as np
 
 from jaxrl_llm import estimators, masked
@@ -13,22 +11,22 @@ def experience_metrics(
   experience: Experience, behavior_logprobs: np.ndarray, algorithm: Algorithm
 ) -> dict[str, float]:
   """Advantages, how well the critic knew the returns, and the corrections."""
-  mask = np.asarray(experience["policy_mask"])
-  advantages = np.asarray(experience["advantages"])[mask]
-  row = {
-    "advantage/mean": _mean(advantages),
-    "advantage/std": float(advantages.std()) if mask.any() else 0.0,
-  }
+  row, mask = {}, np.asarray(experience["policy_mask"])
   if "value_mask" in experience and np.any(experience["value_mask"]):
     row["value/explained_variance"] = explained_variance(experience)
+  if not mask.any():
+    return row
+  advantages = np.asarray(experience["advantages"])[mask]
+  row["advantage/mean"] = float(advantages.mean())
+  row["advantage/std"] = float(advantages.std())
   reported = {} if algorithm.correction is None else {"": algorithm.correction}
   if len(algorithm.corrections) > 1:
     reported |= {f"{k}_": part for k, part in algorithm.corrections.items()}
   inputs = experience | {"behavior_logprobs": behavior_logprobs}
   for name, correction in reported.items():
     weights, keep = map(np.asarray, correction(inputs))
-    row[f"correction/{name}weight_mean"] = _mean(weights[mask])
-    row[f"correction/{name}kept"] = _mean(keep[mask])
+    row[f"correction/{name}weight_mean"] = float(weights[mask].mean())
+    row[f"correction/{name}kept"] = float(keep[mask].mean())
   return row
 
 
@@ -65,7 +63,7 @@ def parity(
     return {}
   difference = np.abs(old_logprobs - rollout.behavior_logprobs)[same]
   return {
-    "sampler_trainer/logprob_diff_mean": _mean(difference),
+    "sampler_trainer/logprob_diff_mean": float(difference.mean()),
     "sampler_trainer/logprob_diff_max": float(difference.max()),
   }
 
@@ -98,7 +96,3 @@ def boundary_error(
     return {}
   error = estimators.boundary_error(values, rollout.mask, cut, next_values)
   return {"advantage/boundary_error": float(error)}
-
-
-def _mean(x: Any) -> float:
-  return float(np.mean(x)) if np.size(x) else 0.0

@@ -256,6 +256,11 @@ class PackedBatch:
   schedule_step: chex.Array = np.int32(0)  # Of the learning rate.
   step_scale: chex.Array | None = None  # Factor of the update; None is 1.
 
+  @property
+  def trains(self) -> bool:
+    """Whether a token has a weight in any loss; of arrays on the host."""
+    return any(x.any() for k, x in self.inputs.items() if k.endswith("weights"))
+
 
 @dataclasses.dataclass(frozen=True)
 class MiniBatch:

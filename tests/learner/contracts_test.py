@@ -17,10 +17,10 @@ from jaxrl_llm.learner import packing
 from jaxrl_llm.learner.batches import policy_batch
 from jaxrl_llm.learner.choices import PROXIMALS, correction_of
 from jaxrl_llm.learner.learner import Learner
-from jaxrl_llm.rollout.worker import mixed
+from jaxrl_llm.rollout.worker import Weights, mixed
 from jaxrl_llm.train import build, loop
 from jaxrl_llm.train.validation import validate
-from jaxrl_llm.types import Status, take_rows, unjudged
+from jaxrl_llm.types import Status, join_rows, take_rows, unjudged
 
 WIDE = {
   "loss__clip_low": 0.999999,
@@ -129,6 +129,44 @@ class TestImportanceWeights:
     }
     loss = made.policy_loss(inputs).loss
     np.testing.assert_allclose(loss, [[-0.185]], rtol=1e-6)
+
+
+class TestNothingToTrain:
+  """A batch without a verdict moves no weight, no moment and no count."""
+
+  @pytest.mark.parametrize("streaming", [False, True])
+  def test_leaves_the_models_as_they_were(self, model, streaming):
+    run = make_run(
+      model,
+      optimizer__policy__weight_decay=0.1,
+      loss__nll_coefficient=0.0,
+      off_policy__correction="truncate",
+      **{f"optimizer__{x}__mini_batch": 32 for x in ("policy", "value")},
+    )
+    states, weights = loop.begin(run)
+    timer = metrics.PhaseTimer()
+    collected = run.worker.collect(
+      states.rollout, states.source, Weights(weights.params, 0), timer
+    )
+    responses = collected.batch.responses
+    unknown = responses.replace(judged=np.zeros(len(responses.rewards), bool))
+    update = run.learner.update
+    if streaming:
+      group = responses.rollout.group
+      groups = lambda batch: [
+        join_rows([take_rows(batch, group == i)]) for i in np.unique(group)
+      ]
+      update = lambda state, batch, timer: run.learner.update_by_groups(
+        state, groups(batch), timer
+      )
+    # Moments that would move the weights.
+    learner, row = update(states.learner, responses, timer)
+    assert row["policy/entropy"] > 0 and row["value/loss"] > 0
+    before = jax.device_get((learner.policy, learner.critic))
+    learner, row = update(learner, unknown, timer)
+    after = jax.device_get((learner.policy, learner.critic))
+    jax.tree.map(np.testing.assert_array_equal, after, before)
+    assert learner.step == 2 and row == {}
 
 
 class TestAverage:
