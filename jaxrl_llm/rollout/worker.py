@@ -228,15 +228,46 @@ class RolloutWorker:
     if arrived is not None:
       collect = functools.partial(self._streamed, arrived)
     collected = collect(state, source_state, weights, timer)
+    self._check_each_once(state, collected)
     batch, state = collected.batch, collected.state
     row = rollout_metrics(batch.responses)
     row |= decoding_metrics(engine.stats - before) | batch.metrics
     if talks := state.conversations:
       row |= conversation_metrics(batch.responses, talks)
-      left = [] if state.store is None else state.store.sample_id.tolist()
-      state = state.replace(conversations={str(i): talks[str(i)] for i in left})
+      left = map(str, sample_ids(state.store))
+      state = state.replace(conversations={i: talks[i] for i in left})
     batch = dataclasses.replace(batch, metrics=row)
     return dataclasses.replace(collected, batch=batch, state=state)
+
+  def _check_each_once(self, before: RolloutState, new: Collected) -> None:
+    """Checks that each response begun is handed over or kept, exactly once.
+
+    A response of the batch that has not ended is kept as well, and dynamic
+    sampling discards responses that it has judged.
+
+    Raises:
+      RuntimeError: Some are missing or doubled, which is a fault of this code.
+    """
+    batch, kept = new.batch.responses, sample_ids(new.state.store)
+    begun = [
+      *sample_ids(before.store),
+      *range(before.samples, new.state.samples),
+    ]
+    handed = batch.rollout.sample_id
+    discarded = np.asarray([], int)
+    if self._settings.dynamic_sampling:
+      judged = [sample_ids(each.responses.rollout) for each in new.judged]
+      discarded = np.setdiff1d(np.concatenate(judged), np.append(handed, kept))
+    found = np.concatenate([handed[batch.ended], kept, discarded])
+    goes_on = np.isin(handed[~batch.ended], kept).all()
+    unique = len(np.unique(handed)) == len(handed)
+    if not (
+      goes_on and unique and np.array_equal(np.sort(found), np.sort(begun))
+    ):
+      raise RuntimeError(
+        f"{len(begun)} responses were begun, but {len(found)} are handed over,"
+        f" kept or discarded, {len(np.unique(found))} of them different"
+      )
 
   def _groups(self, state, source_state, weights, timer) -> Collected:
     """Whole groups, the oldest first."""
@@ -311,11 +342,6 @@ class RolloutWorker:
         )
     seen = [future.result() for future in judged]
     responses = join_rows([each.responses for each in seen])
-    if len(responses.rewards) != len(state.store.lengths):
-      raise RuntimeError(
-        f"{len(state.store.lengths)} responses were written, but"
-        f" {len(responses.rewards)} handed over"
-      )
     batch = Batch(responses=responses, version=weights.version, metrics={})
     return Collected(batch, state.replace(store=None), source_state, seen)
 
@@ -433,6 +459,11 @@ def _joined(*parts: Rollout | None) -> Rollout | None:
   """All rows below each other, None if there are none."""
   present = [part for part in parts if part is not None and len(part.lengths)]
   return join_rows(present) if present else None
+
+
+def sample_ids(rollout: Rollout | None) -> np.ndarray:
+  """Sample ids of the rows, int [B]; none without a rollout."""
+  return np.zeros(0, int) if rollout is None else rollout.sample_id
 
 
 def _count_groups(rollout: Rollout | None) -> int:

@@ -132,15 +132,17 @@ class Arrivals:
       tell: takes the rows of a group.
     """
     self._group_size, self._tell = group_size, tell
-    self._left: list[Request] = []
+    # Left their slots, some of them for the environment's answer; a request
+    # of several turns leaves several times.
+    self._left: dict[Request, None] = {}
     self._ended = collections.defaultdict(list)
 
   def __call__(self, left: Sequence[Request]) -> bool:
     """Takes requests that left their slots; some of them may come back."""
-    self._left += left
+    self._left |= dict.fromkeys(left)
     over = [r for r in self._left if r.row.status[0] != Status.TRUNCATED]
-    self._left = [r for r in self._left if r not in over]
     for request in over:
+      del self._left[request]
       group = self._ended[int(request.row.group_id[0])]
       group.append(request.row)
       if len(group) == self._group_size:

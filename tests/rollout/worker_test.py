@@ -28,7 +28,7 @@ from jaxrl_llm.rollout.writer import ResponseWriter, Weights
 from jaxrl_llm.sampling import EngineConfig, EngineStats, SamplingSettings
 from jaxrl_llm.sampling.rules import SchedulerView
 from jaxrl_llm.train import build
-from jaxrl_llm.types import Status, ended, unjudged
+from jaxrl_llm.types import Status, ended, take_rows, unjudged
 
 LIMIT = 6
 
@@ -271,27 +271,30 @@ class TestMembers:
       assert batch.correct[over].tolist() == [i % 2 == 0 for i, _ in seen]
 
 
+SCHEDULES = [
+  {},
+  {"window": 2},
+  {"window": 2, "stop": "first_groups", "in_flight": 3},
+  {"stop": "first_groups", "in_flight": 4},
+  {"dynamic_sampling": True, "in_flight": 4, "max_rounds": 9},
+  {
+    "stop": "first_groups",
+    "dynamic_sampling": True,
+    "in_flight": 4,
+    "max_staleness": 2,
+    "max_rounds": 9,
+  },
+]
+
+
+def schedule_name(settings):
+  return "-".join(settings) or "plain"
+
+
 class TestState:
   """What a worker remembers beside its state is a cache."""
 
-  @pytest.mark.parametrize(
-    "settings",
-    [
-      {},
-      {"window": 2},
-      {"window": 2, "stop": "first_groups", "in_flight": 3},
-      {"stop": "first_groups", "in_flight": 4},
-      {"dynamic_sampling": True, "in_flight": 4, "max_rounds": 9},
-      {
-        "stop": "first_groups",
-        "dynamic_sampling": True,
-        "in_flight": 4,
-        "max_staleness": 2,
-        "max_rounds": 9,
-      },
-    ],
-    ids=lambda settings: "-".join(settings) or "plain",
-  )
+  @pytest.mark.parametrize("settings", SCHEDULES, ids=schedule_name)
   def test_a_new_worker_goes_on_as_the_old_one(self, settings):
     right = lambda i: i % 7 in (0, 1, 2)
     source = Source(lambda position: position // 2)  # Each drawn twice.
@@ -303,6 +306,33 @@ class TestState:
       chex.assert_trees_all_equal(one.state.store, other.state.store)
       assert one.samples == other.samples
     assert runs[0].pool.seen == runs[1].pool.seen
+
+
+class TestEachOnce:
+  """Each response that was begun is handed over once, or kept."""
+
+  WRONG = {
+    "lost": lambda rollout: take_rows(rollout, np.s_[1:]),
+    "doubled": lambda rollout: take_rows(
+      rollout, [0, *range(len(rollout.lengths))]
+    ),
+    "copied": lambda rollout: take_rows(
+      rollout, [0, 0, *range(2, len(rollout.lengths))]
+    ),
+  }
+
+  @pytest.mark.parametrize("settings", SCHEDULES, ids=schedule_name)
+  @pytest.mark.parametrize("how", WRONG)
+  def test_anything_else_is_refused(self, settings, how):
+    run = Run(right=lambda i: i % 7 in (0, 1, 2), **settings)
+    run.collect()
+    write = run.engine.generate_window
+    run.engine.generate_window = lambda *args, **kwargs: self.WRONG[how](
+      write(*args, **kwargs)
+    )
+    with pytest.raises(RuntimeError, match="responses were begun, but"):
+      for _ in range(3):
+        run.collect()
 
 
 class TestDrawnTwice:

@@ -4,12 +4,14 @@ import jax
 import numpy as np
 
 from jaxrl_llm.data.tasks import Prompt
-from jaxrl_llm.rollout.writer import ResponseWriter, Weights
+from jaxrl_llm.rollout.writer import Arrivals, ResponseWriter, Weights
 from jaxrl_llm.sampling import (
   EngineConfig,
   SamplingSettings,
   continuous_batching,
 )
+from jaxrl_llm.sampling.requests import SamplingParams, make_requests
+from jaxrl_llm.types import Status
 
 
 class Engine:
@@ -64,3 +66,19 @@ def test_all_responses_are_written_with_its_settings():
   }
   *_, settings = WRITER.write(begun, Weights("weights", 5), window=2)
   assert settings["window"] == 2
+
+
+def test_a_response_of_several_turns_arrives_once():
+  begun = WRITER.begin([prompt(1)], [[7, 8, 9]])
+  params = SamplingParams(WRITER.settings, None, group_size=3)
+  requests = make_requests(begun, params, np.full(3, 6), 6)
+  arrived = []
+  hook = Arrivals(3, lambda rows: arrived.append(rows.sample_id.tolist()))
+  first, *others = requests
+  for _ in range(3):  # It leaves its slot after each turn.
+    hook([first])
+  for request, left in ((first, []), *([r, [r]] for r in others)):
+    assert not arrived
+    request.row.status[0] = int(Status.FINISHED)
+    hook(left)
+  assert arrived == [[7, 8, 9]]
