@@ -22,7 +22,6 @@ class Status(enum.IntEnum):
   # The call of the sampler ended first: the response goes on in a later step.
   # (Others call truncated what is OVERLONG here.)
   TRUNCATED = 2
-  STOPPED = 3  # A schedule gave it up: it neither ended nor continues.
 
 
 class Origin(enum.IntEnum):

@@ -432,15 +432,6 @@ class TestPredict:
     with pytest.raises(ValueError, match="lengths"):
       Requests(np.asarray([3]), np.asarray(lengths))
 
-  def test_refuses_to_branch(self):
-    def forking(view):
-      return rules.Decision(fork=[(0, 1)])
-
-    requests = _single(3)
-    config = _config(requests, 2, None)
-    with pytest.raises(ValueError, match="fork"):
-      simulate.predict(requests, _FREE, config, rule=forking)
-
 
 class TestCosts:
   def test_fit_finds_the_prices_that_made_the_rows(self):

@@ -27,15 +27,10 @@ class TestUnjudged:
 
 
 class TestEnded:
-  def test_all_but_the_truncated_and_the_stopped(self):
-    status = [
-      Status.FINISHED,
-      Status.TRUNCATED,
-      Status.OVERLONG,
-      Status.STOPPED,
-    ]
-    responses = make([0, 1, 2, 3], status=np.asarray(status, np.int32))
-    expected = [True, False, True, False]
+  def test_all_but_the_truncated(self):
+    status = [Status.FINISHED, Status.TRUNCATED, Status.OVERLONG]
+    responses = make([0, 1, 2], status=np.asarray(status, np.int32))
+    expected = [True, False, True]
     assert responses.ended.tolist() == expected
     assert types.ended(responses.rollout).tolist() == expected
 

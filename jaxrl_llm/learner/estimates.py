@@ -22,11 +22,6 @@ from jaxrl_llm import estimators, losses
 from jaxrl_llm.types import Status
 
 
-def usable(judged, status) -> jax.Array:
-  """bool [B]: neither given up nor without a verdict, which enter no loss."""
-  return judged & (status != int(Status.STOPPED))
-
-
 def own_lengths(mask) -> jax.Array:
   """int32 [B]: tokens that the policy wrote, without those that it read."""
   return jnp.sum(mask, axis=1, dtype=jnp.int32)
@@ -37,14 +32,14 @@ def truncated(status) -> jax.Array:
   return status == int(Status.TRUNCATED)
 
 
-def groups(group, usable) -> jax.Array:
-  """int32 [B]: whom a response is compared with; B for nobody's baseline."""
-  return jnp.where(usable, group, group.shape[0])
+def groups(group, judged) -> jax.Array:
+  """int32 [B]: the group of each response; B, an empty one, if not judged."""
+  return jnp.where(judged, group, group.shape[0])
 
 
-def trainable(mask, usable) -> jax.Array:
-  """bool [B, T]: tokens that may enter a loss."""
-  return mask & usable[:, None]
+def trainable(mask, judged) -> jax.Array:
+  """bool [B, T]: tokens that may enter a loss, those of judged responses."""
+  return mask & judged[:, None]
 
 
 def value_mask(trainable, truncated) -> jax.Array:
@@ -91,23 +86,23 @@ def outcome_on_token(
   return jnp.where(there, rewards[:, None], 0.0).astype(jnp.float32)
 
 
-def token_rewards(shaped_rewards, usable, truncated, mask, lengths):
+def token_rewards(shaped_rewards, judged, truncated, mask, lengths):
   """float32 [B, T]: rewards of what has ended, on tokens."""
-  known = jnp.where(usable & ~truncated, shaped_rewards, 0.0)
+  known = jnp.where(judged & ~truncated, shaped_rewards, 0.0)
   return outcome_on_token(known, mask, lengths)
 
 
 def turn_rewards_on_tokens(
-  shaped_rewards, turn_rewards, usable, truncated, mask, lengths
+  shaped_rewards, turn_rewards, judged, truncated, mask, lengths
 ):
   """As `token_rewards`, but what a turn was given lies on its last token.
 
   The rest of a response's reward is on its own last token, so that the sum is
   that of `token_rewards`. One that goes on has its turns so far.
   """
-  given = jnp.where(usable[:, None], turn_rewards, 0.0)
+  given = jnp.where(judged[:, None], turn_rewards, 0.0)
   rest = shaped_rewards - jnp.sum(given, axis=1)
-  return given + token_rewards(rest, usable, truncated, mask, lengths)
+  return given + token_rewards(rest, judged, truncated, mask, lengths)
 
 
 def soft_overlong(rewards, own_lengths, *, max_length, buffer, factor):

@@ -16,7 +16,6 @@ from jaxrl_llm.masked import NORM_MODES
 
 # Inputs that are made in one way whatever the method.
 _ALWAYS = {
-  "usable": part(estimates.usable),
   "own_lengths": part(estimates.own_lengths),
   "truncated": part(estimates.truncated),
   "groups": part(estimates.groups),

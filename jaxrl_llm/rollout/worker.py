@@ -433,11 +433,11 @@ def mixed(responses: Responses) -> np.ndarray:
   """bool [B], rows whose group has right and wrong responses.
 
   Verdicts count, not shaped rewards: a group that differs only in length
-  teaches nothing about the task. A response that the verifier could not judge,
-  or that was given up, is neither right nor wrong.
+  teaches nothing about the task. A response that could not be judged is neither
+  right nor wrong.
   """
   group, correct = responses.rollout.group, responses.correct
-  judged = responses.judged & responses.ended
+  judged = responses.judged
   right = np.bincount(group, correct & judged)
   wrong = np.bincount(group, ~correct & judged)
   return ((right > 0) & (wrong > 0))[group]

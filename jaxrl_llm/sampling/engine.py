@@ -202,7 +202,8 @@ class Engine(Scheduler):
       max_tokens=max_tokens,
       temperature_state=temperature_state,
     )
-    return self._run(rollout, requests, rule)
+    self.run(requests, rule)
+    return rollout
 
   def generate_window(
     self,
@@ -262,7 +263,8 @@ class Engine(Scheduler):
       temperature_state=temperature_state,
       extendable=turns is not None,
     )
-    return self._run(rollout, requests, rule, turns)
+    self.run(requests, rule, turns)
+    return rollout
 
   def lower(
     self,
@@ -316,13 +318,6 @@ class Engine(Scheduler):
   def prompts_at_a_time(self, group_size: int) -> int:
     """Prompts whose responses fill the slots."""
     return max(1, self.config.slots // group_size)
-
-  def _run(self, rollout, requests, rule, turns=None) -> Rollout:
-    """The rows when all have ended or paused, and those of forks."""
-    after = self.run(requests, rule, turns)
-    if len(after) > len(requests):
-      return join_rows([request.row for request in after])
-    return rollout
 
   def _max_tokens(self, settings: SamplingSettings) -> int:
     if settings.stop_strings and self._detokenize is None:

@@ -71,12 +71,6 @@ class Request:
       return (id(self),)
     return int(self.row.group_id[0]), self.context().tobytes()
 
-  def fork(self, sample_id: int) -> "Request":
-    """Another response that begins with the same tokens."""
-    row = jax.tree.map(np.array, self.row)
-    row.sample_id[0] = sample_id
-    return dataclasses.replace(self, row=row, slot=None, pages=[], cached=0)
-
   def append(self, output: DecodeOutput, slot: int, *, version: int) -> None:
     """Adds what a slot wrote; NumPy arrays.
 
@@ -324,22 +318,6 @@ def check_requests(
         f" got {length} in row {row}"
       )
   _check_unique("sample ids", rollout.sample_id)
-
-
-def check_forks(
-  requests: Sequence[Request], forks: Sequence[tuple[int, int]]
-) -> None:
-  """Refuses forks of responses that have no token, or ended; and old ids."""
-  for i, _ in forks:
-    row = requests[i].row
-    if row.status[0] != Status.TRUNCATED or not row.lengths[0]:
-      raise ValueError(
-        "only a response in the making can be forked, got row"
-        f" {i} with {row.lengths[0]} tokens and status"
-        f" {Status(int(row.status[0]))!r}"
-      )
-  ids = [int(request.row.sample_id[0]) for request in requests]
-  _check_unique("sample ids", ids + [number for _, number in forks])
 
 
 def _check_unique(name, values):

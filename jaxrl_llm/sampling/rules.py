@@ -1,10 +1,10 @@
 """Scheduling rules: what the engine does between two decode calls.
 
-At every scheduler step the engine asks its rule which responses get a slot,
-whether to go on, which are given up or forked. A rule is a small pure function
-of counts, lengths and groups; it knows neither the model nor the reward, and
-the engine does not know why it decides as it does. (A *schedule* is something
-else: that of rollouts and updates in a run, `config.schedule`.)
+At every scheduler step the engine asks its rule how many responses get a slot,
+and whether to go on. A rule is a small pure function of counts, lengths and
+groups; it knows neither the model nor the reward, and the engine does not know
+why it decides as it does. (A *schedule* is something else: that of rollouts and
+updates in a run, `config.schedule`.)
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ class SchedulerView(NamedTuple):
   waiting: chex.Array  # bool [B], will get a slot.
   active: chex.Array  # bool [B], has one.
   asked: chex.Array  # bool [B], left its slot for what an environment says.
-  ended: chex.Array  # bool [B], finished, overlong or stopped.
+  ended: chex.Array  # bool [B], finished or overlong.
   lengths: chex.Array  # int32 [B].
   groups: chex.Array  # int32 [B].
 
@@ -38,9 +38,6 @@ class Decision(NamedTuple):
 
   insert: int = 0  # Waiting responses that get a slot, in order of rows.
   halt: bool = False  # Nothing more is written: the rest is cut.
-  stop: Sequence[int] = ()  # Rows that are given up and leave their slot.
-  # (row, sample_id): a new response with the row's tokens so far.
-  fork: Sequence[tuple[int, int]] = ()
 
 
 SchedulingRule = Callable[[SchedulerView], Decision]

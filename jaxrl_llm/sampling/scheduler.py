@@ -116,10 +116,7 @@ class Scheduler:
       self.enqueue([request])
 
   def abort(self, requests: Sequence[Request]) -> None:
-    """Gives responses up; those that have ended stay as they are."""
-    for request in requests:
-      if request.row.status[0] == Status.TRUNCATED:
-        request.row.status[0] = int(Status.STOPPED)
+    """Removes requests; their rows stay as they are and may be added again."""
     self._remove(requests)
 
   def run(
@@ -127,7 +124,7 @@ class Scheduler:
     requests: Iterable[Request],
     rule: SchedulingRule,
     turns: TurnHook | None = None,
-  ) -> list[Request]:
+  ) -> None:
     """Steps as the rule says until requests have ended or paused.
 
     Args:
@@ -135,9 +132,6 @@ class Scheduler:
       rule: who gets a slot when, and when to stop.
       turns: told after every step which requests left; it may extend them
         then or later, and says whether it did or will.
-
-    Returns:
-      The requests, and those that the rule forked.
     """
     requests = list(requests)
     before = self.stats
@@ -150,9 +144,7 @@ class Scheduler:
         calls = self.stats.decode_calls
         left = self.step(decision.insert)
         talks = turns is not None and turns(left)
-        # What has just been stopped made room: the rule is asked once more.
-        idle = self.stats.decode_calls == calls and not talks
-        if idle and not len(decision.stop):
+        if self.stats.decode_calls == calls and not talks:
           break
       while turns is not None and turns(()):
         pass  # What was said to those that are cut is kept.
@@ -161,7 +153,6 @@ class Scheduler:
       raise
     self._remove(requests)
     self.last_stats = self.stats - before
-    return requests
 
   def step(self, insert: int | None = None) -> list[Request]:
     """Inserts waiting requests, decodes once, and returns what left.
@@ -188,12 +179,12 @@ class Scheduler:
     return left
 
   def _decide(self, rule: SchedulingRule, requests: list[Request]) -> Decision:
-    """Asks the rule; its forks are further requests."""
+    """Shows the rule the requests and returns its decision."""
     here = np.asarray([request in self._requests for request in requests])
     active = np.asarray([request.slot is not None for request in requests])
     column = lambda name: np.asarray([r.row[name][0] for r in requests])
     status, lengths = column("status"), column("lengths")
-    decision = rule(
+    return rule(
       SchedulerView(
         slots=len(self._slots),
         waiting=here & ~active,
@@ -204,15 +195,6 @@ class Scheduler:
         groups=column("group"),
       )
     )
-    if len(decision.stop):
-      self.abort([requests[row] for row in decision.stop])
-      decision = decision._replace(stop=[i for i in decision.stop if here[i]])
-    if len(decision.fork):
-      requests_lib.check_forks(requests, decision.fork)
-      forks = [requests[row].fork(number) for row, number in decision.fork]
-      self.enqueue(forks)
-      requests += forks
-    return decision
 
   def _running(self) -> list[Request]:
     """Requests in slots, the oldest first."""

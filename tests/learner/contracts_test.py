@@ -17,7 +17,6 @@ from jaxrl_llm.learner import packing
 from jaxrl_llm.learner.batches import policy_batch
 from jaxrl_llm.learner.choices import PROXIMALS, correction_of
 from jaxrl_llm.learner.learner import Learner
-from jaxrl_llm.rollout.worker import Weights, mixed
 from jaxrl_llm.train import build, loop
 from jaxrl_llm.train.validation import validate
 from jaxrl_llm.types import Status, join_rows, take_rows, unjudged
@@ -307,30 +306,28 @@ class TestPretraining:
       same(critics[1], critics[0])
 
 
-def stopped_responses():
-  """Three responses to one prompt, the second one given up."""
+def partly_judged():
+  """Three responses to one prompt, the second one without a verdict."""
   rollout = tiny_run.random_rollout(
     np.random.default_rng(1), rows=3, room=5, group_size=3
   )
   lengths = np.asarray([4, 2, 3], np.int32)
-  status = np.asarray([0, int(Status.STOPPED), 0], np.int32)
   mask = np.arange(5)[None] < lengths[:, None]
-  rollout = rollout.replace(lengths=lengths, mask=mask, status=status)
+  rollout = rollout.replace(
+    lengths=lengths, mask=mask, status=np.zeros(3, np.int32)
+  )
   return unjudged(rollout).replace(
-    rewards=np.float32([1.0, 9.0, -0.5]), correct=np.ones(3, bool)
+    rewards=np.float32([1.0, 9.0, -0.5]),
+    correct=np.ones(3, bool),
+    judged=np.asarray([True, False, True]),
   )
 
 
-class TestStopped:
-  def test_has_not_ended_and_goes_nowhere(self):
-    responses = stopped_responses()
-    np.testing.assert_array_equal(responses.ended, [True, False, True])
-    assert not mixed(responses).any()
-
+class TestUnjudged:
   @pytest.mark.parametrize("name", ["gae", "group", "optimal_baseline"])
   def test_enters_no_loss_and_is_nobodys_baseline(self, name):
     made = make_algorithm(estimator__name=name, estimator__scale="none")
-    responses = stopped_responses()
+    responses = partly_judged()
     got = estimate(made, responses)
     masks = {k: x for k, x in got.items() if k.endswith("_mask")}
     expected = {"policy_mask", "positive_mask"}
@@ -366,7 +363,7 @@ def estimate(made, responses):
 class TestPositiveExamples:
   def make(self):
     """A right response of which the window wrote the end alone."""
-    responses = stopped_responses()
+    responses = partly_judged()
     rollout = responses.rollout.replace(
       status=np.zeros(3, np.int32), window_start=np.asarray([2, 0, 0])
     )

@@ -296,7 +296,7 @@ class TestTurnRewards:
     return ends, {
       "shaped_rewards": rng.integers(-8, 9, ROWS) / 4,
       "turn_rewards": turns.astype(np.float32),
-      "usable": rng.random(ROWS) < 0.8,
+      "judged": rng.random(ROWS) < 0.8,
       "truncated": rng.random(ROWS) < 0.4,
       "mask": mask,
       "lengths": inputs["lengths"],
@@ -306,19 +306,19 @@ class TestTurnRewards:
   def test_each_on_its_turn_and_the_rest_at_the_end(self, seed):
     ends, given = self.make(seed)
     got = np.asarray(estimates.turn_rewards_on_tokens(**given))
-    assert not got[~ends].any() and not got[~given["usable"]].any()
-    goes_on = given["usable"] & given["truncated"]
+    assert not got[~ends].any() and not got[~given["judged"]].any()
+    goes_on = given["judged"] & given["truncated"]
     np.testing.assert_array_equal(got[goes_on], given["turn_rewards"][goes_on])
     del given["turn_rewards"]
     whole = np.asarray(estimates.token_rewards(**given))
-    over = given["usable"] & ~given["truncated"]
+    over = given["judged"] & ~given["truncated"]
     np.testing.assert_array_equal(got[over].sum(1), whole[over].sum(1))
 
   def test_what_turns_had_is_not_given_again(self):
     got = estimates.turn_rewards_on_tokens(
       shaped_rewards=np.float32([3.0, 3.0]),
       turn_rewards=np.float32([[0, 1, 0, 0, 2], [0, 1, 0, 0, 0]]),
-      usable=np.ones(2, bool),
+      judged=np.ones(2, bool),
       truncated=np.zeros(2, bool),
       mask=np.asarray([[1, 1, 0, 0, 1]] * 2, bool),
       lengths=np.asarray([5, 5]),

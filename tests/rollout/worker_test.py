@@ -447,14 +447,6 @@ class TestMixed:
       mixed(responses.replace(judged=judged)), [0, 0, 1, 1, 1]
     )
 
-  def test_what_was_given_up_is_not_wrong(self):
-    responses = self.make([0, 0, 1, 1], [1, 0, 1, 0])
-    status = np.asarray([0, int(Status.STOPPED), 0, 0], np.int32)
-    rollout = responses.rollout.replace(status=status)
-    np.testing.assert_array_equal(
-      mixed(responses.replace(rollout=rollout)), [0, 0, 1, 1]
-    )
-
   def test_verdicts_count_not_rewards(self):
     responses = self.make([0, 0], [1, 1])
     responses = responses.replace(rewards=np.asarray([1.0, 0.5], np.float32))

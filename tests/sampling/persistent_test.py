@@ -327,9 +327,13 @@ class TestAbort:
     engine.abort(given_up)
     assert not set(given_up) & set(engine.requests())
     finish(engine)
-    stopped = rollout.status == Status.STOPPED
-    assert np.flatnonzero(stopped).tolist() == [*range(8), 19]
-    scripted.check(tiny_engine.rows(rollout, ~stopped), prompts[8:19])
+    aborted = rollout.status == Status.TRUNCATED
+    assert np.flatnonzero(aborted).tolist() == [*range(8), 19]
+    scripted.check(tiny_engine.rows(rollout, ~aborted), prompts[8:19])
+    rest = tiny_engine.rows(rollout, aborted)
+    engine.add(rest, key=KEY, settings=scripted.GREEDY, group_size=1)
+    finish(engine)
+    scripted.check(rest, [prompts[i] for i in np.flatnonzero(aborted)])
 
 
 class TestSetParams:

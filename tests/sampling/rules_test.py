@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from helpers import scripted, tiny_engine
+from helpers import tiny_engine
 
 from jaxrl_llm.sampling import rules
 from jaxrl_llm.sampling.rules import Decision, SchedulerView
@@ -102,19 +102,6 @@ class TestStopAfterResponses:
     )
 
 
-def _stopping_at(*decisions):
-  """Refills, and says the decisions at the scheduler steps 1, 2, ..."""
-  rest = list(decisions)
-
-  def decide(view):
-    if not np.any(view.lengths):
-      return rules.continuous_batching(view)  # Nothing is written yet.
-    said = rest.pop(0) if rest else Decision()
-    return said._replace(insert=rules.continuous_batching(view).insert)
-
-  return decide
-
-
 class TestHalt:
   def test_what_is_left_goes_on_to_what_it_would_have_been(self):
     full = tiny_engine.expected()
@@ -145,106 +132,3 @@ class TestHalt:
   def test_more_groups_than_there_are_is_no_limit(self):
     out = tiny_engine.generate(rule=rules.stop_after_groups(100))
     tiny_engine.assert_same_responses(out, tiny_engine.expected())
-
-
-class TestStop:
-  def test_gives_rows_up_and_their_slots_to_others(self):
-    prompts = [scripted.prompt(50, i) for i in range(40)]
-    plain = scripted.generate(prompts)
-    scripted.check(plain, prompts)
-    steps = scripted.engine().last_stats.decode_steps
-    # Rows that are active, and one that waits.
-    decision = Decision(stop=[*range(12), 39])
-    out = scripted.generate(prompts, rule=_stopping_at(decision))
-    stopped = out.status == Status.STOPPED
-    np.testing.assert_array_equal(np.flatnonzero(stopped), decision.stop)
-    scripted.check(
-      tiny_engine.rows(out, ~stopped), [prompts[i] for i in range(12, 39)]
-    )
-    assert scripted.engine().last_stats.decode_steps < steps
-    np.testing.assert_array_equal(out.lengths[:12], 8)  # A page's length.
-    assert out.lengths[39] == 0
-    np.testing.assert_array_equal(out.mask.sum(axis=1), out.lengths)
-    written = np.arange(scripted.T)[None] < out.lengths[:, None]
-    np.testing.assert_array_equal(
-      out.tokens, np.where(written, plain.tokens, 0)
-    )
-
-  def test_what_stopped_before_ends_no_call_and_keeps_none_alive(self):
-    prompts = [scripted.prompt(9, i) for i in range(40)]
-
-    def decide(view):
-      # Says the same at every step, also when nothing is left to do.
-      return rules.continuous_batching(view)._replace(stop=range(16))
-
-    out = scripted.generate(prompts, rule=decide)
-    np.testing.assert_array_equal(out.status[:16], int(Status.STOPPED))
-    scripted.check(tiny_engine.rows(out, slice(16, None)), prompts[16:])
-
-
-class TestFork:
-  def test_goes_on_from_the_same_tokens_with_other_randomness(self):
-    full = tiny_engine.expected()
-    state = {}
-
-    def decide(view):
-      going = np.flatnonzero(view.active & (view.lengths > 0))
-      if state or not len(going):
-        return rules.continuous_batching(view)
-      state.update(parents=going[:3], lengths=view.lengths[going[:3]].copy())
-      fork = [(int(row), 900 + int(row)) for row in going[:3]]
-      return Decision(insert=view.free, fork=fork)
-
-    out = tiny_engine.generate(rule=decide)
-    count = len(full.lengths)
-    tiny_engine.assert_same_responses(tiny_engine.rows(out, slice(count)), full)
-    children = tiny_engine.rows(out, slice(count, None))
-    parents = tiny_engine.rows(full, state["parents"])
-    np.testing.assert_array_equal(children.sample_id, 900 + state["parents"])
-    for name in (
-      "prompt_tokens",
-      "prompt_lengths",
-      "group_id",
-      "example_id",
-      "group",
-    ):
-      np.testing.assert_array_equal(children[name], parents[name])
-    shared = np.arange(tiny_engine.T)[None] < state["lengths"][:, None]
-    assert shared.any(axis=1).all()
-    np.testing.assert_array_equal(
-      np.where(shared, children.tokens, 0), np.where(shared, parents.tokens, 0)
-    )
-    np.testing.assert_allclose(
-      np.where(shared, children.behavior_logprobs, 0),
-      np.where(shared, parents.behavior_logprobs, 0),
-      rtol=0,
-      atol=1e-5,
-    )
-    assert np.all(children.lengths > state["lengths"])
-    assert set(children.status) <= {Status.FINISHED, Status.OVERLONG}
-    assert np.any(children.tokens != parents.tokens)
-
-  @pytest.mark.parametrize(
-    ("fork", "message"),
-    [
-      ((0, 3), "sample ids must differ, got .3. more than once"),
-      ((39, 500), "can be forked, got row 39 with 0 tokens"),
-      ((1, 500), "can be forked, got row 1 with .* tokens and status"),
-    ],
-  )
-  def test_refuses_what_cannot_be_a_branch(self, fork, message):
-    prompts = [scripted.prompt(50, i) for i in range(40)]
-    prompts[1] = scripted.prompt(8, 1)
-    decision = _stopping_at(Decision(fork=[fork]))
-    with pytest.raises(ValueError, match=message):
-      scripted.generate(prompts, rule=decision)
-
-  def test_branches_of_many_rows_are_right_to_the_token(self):
-    prompts = [scripted.prompt(30 + i, i) for i in range(24)]
-    forks = [
-      Decision(fork=[(i % 8, first + i) for i in range(20)])
-      for first in (500, 600)
-    ]
-    out = scripted.generate(prompts, rule=_stopping_at(*forks))
-    again = [prompts[i % 8] for i in range(20)]
-    scripted.check(out, prompts + again + again)

@@ -4,8 +4,6 @@ import numpy as np
 from helpers import scripted
 
 from jaxrl_llm.sampling import buckets
-from jaxrl_llm.sampling.rules import Decision
-from jaxrl_llm.types import Status
 
 
 def _totals(count, low, high, seed=0):
@@ -37,38 +35,6 @@ class TestNothingLeaks:
     _assert_empty(scripted.engine())
     stats = scripted.engine().last_stats
     assert stats.tokens == out.lengths.sum()
-
-  def test_when_rows_are_given_up_and_branched(self):
-    steps_seen = []
-
-    def decide(view):
-      steps_seen.append(None)
-      going = np.flatnonzero(view.active & (view.lengths > 0))
-      # One that is active is given up and one branches, now and then.
-      act = len(going) > 1 and len(steps_seen) % 3 == 0 and len(steps_seen) < 60
-      return Decision(
-        insert=view.free,
-        stop=going[:1] if act else (),
-        fork=[(going[1], 10_000 + len(steps_seen))] if act else (),
-      )
-
-    prompts = _prompts(_totals(100, 2, 56))
-    out = scripted.generate(prompts, rule=decide)
-    assert len(out.lengths) > 105
-    _assert_empty(scripted.engine())
-    assert set(out.status) == {
-      Status.FINISHED,
-      Status.OVERLONG,
-      Status.STOPPED,
-    }
-    whole = np.flatnonzero(out.status != Status.STOPPED)
-    given = [
-      out.prompt_tokens[i, : out.prompt_lengths[i]].tolist() for i in whole
-    ]
-    for i, prompt in zip(whole, given):
-      tokens, status = scripted.response(prompt)
-      assert out.tokens[i, : out.lengths[i]].tolist() == tokens
-      assert out.status[i] == status
 
 
 class TestBusy:

@@ -24,7 +24,7 @@ from helpers.tiny_window import (
 
 from jaxrl_llm import sharding
 from jaxrl_llm.sampling import requests as requests_lib
-from jaxrl_llm.sampling.rules import Decision, continuous_batching
+from jaxrl_llm.sampling.rules import Decision
 from jaxrl_llm.types import Origin, Status
 
 
@@ -251,22 +251,6 @@ class TestMaskAndOrigin:
     out = write_window(brought, window=3, rule=lambda view: Decision(halt=True))
     for name in ("mask", "origin", "lengths"):
       np.testing.assert_array_equal(out[name], brought[name])
-
-  def test_a_fork_has_its_parents(self):
-    brought = self._with_holes()
-    forked = []
-
-    def rule(view):
-      if forked:
-        return continuous_batching(view)
-      forked.append(True)
-      return continuous_batching(view)._replace(fork=[(0, 900), (2, 901)])
-
-    out = write_window(brought, window=3, rule=rule)
-    count = len(brought.lengths)
-    assert out.sample_id[count:].tolist() == [900, 901]
-    parents = tiny_engine.rows(brought, [0, 2])
-    self._assert_kept(tiny_engine.rows(out, slice(count, None)), parents)
 
   def test_what_follows_a_stop_string_is_as_in_a_new_row(self):
     brought = self._with_holes()
