@@ -23,6 +23,7 @@ _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _L0 = {
   *("types", "masked", "distributions", "digest", "errors"),
   *("files", "signals", "base_models", "plugin", "processes"),
+  "workers",
 }
 _ENDS = ("", ".py")  # A room is a folder or a file.
 _MATHEMATICS = {"estimators", "losses"}
@@ -192,7 +193,7 @@ def test_the_parts_of_config_know_settings_alone(path):
   "module",
   [
     "jaxrl_llm.config",  # A wrong flag answers at once.
-    "jaxrl_llm.rewards.pool",  # Its workers start anew for every batch.
+    "jaxrl_llm.rewards.pool",  # Its workers import nothing else.
   ],
 )
 def test_what_starts_quickly_leaves_jax_alone(module):

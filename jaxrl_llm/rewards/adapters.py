@@ -30,16 +30,25 @@ def load_function(path: str, name: str) -> Callable[..., Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Verl:
+class _OfFile:
+  """Functions of a file."""
+
+  path: str
+  functions: tuple[str, ...]
+
+  def prepare(self) -> None:
+    """Imports the file, once in a worker and not for every response."""
+    for name in self.functions:
+      load_function(self.path, name)
+
+
+class Verl(_OfFile):
   """`f(data_source, solution_str, ground_truth, extra_info)` of verl.
 
   It returns a number, or a mapping with the number `score`, whose other numbers
   are parts; if it has a bool `acc`, that says whether the response is right,
-  and a text `pred` is the answer that was found.
+  and a text `pred` is the answer that was found. There is one function.
   """
-
-  path: str
-  functions: tuple[str, ...]  # One.
 
   def __call__(
     self, response: str, answer: str, source: str, columns: Mapping[str, Any]
@@ -70,17 +79,13 @@ class Verl:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Trl:
+class Trl(_OfFile):
   """`f(prompts, completions, **columns) -> list` of TRL, one or several.
 
   Each is a part of the reward by its name; None says that it does not apply to
   this response. As in TRL, a conversation is answered by a list of messages,
   and `completion_ids` are the tokens.
   """
-
-  path: str
-  functions: tuple[str, ...]
 
   def __call__(
     self,

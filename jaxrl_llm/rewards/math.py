@@ -6,6 +6,7 @@ and numbers are compared as exact fractions.
 """
 
 import fractions
+import logging
 import re
 
 from jaxrl_llm.rewards import surds
@@ -209,4 +210,12 @@ def math_verify(response: str, answer: str, *, finished: bool) -> Verdict:
   )
 
 
+def _prepare_math_verify() -> None:
+  """Imports the library and has it build its parsers."""
+  # It warns that it sets no time limit.
+  logging.getLogger("math_verify").setLevel(logging.ERROR)
+  math_verify(r"\boxed{\frac{1}{2}}", "0.5", finished=True)
+
+
 math_verify.needs_worker = True
+math_verify.prepare = _prepare_math_verify

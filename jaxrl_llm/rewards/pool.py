@@ -1,24 +1,26 @@
 """Rewards and environments in worker processes that can be killed.
 
-Workers are fresh Python processes that speak JSON lines over pipes: they do
-not import the caller's main module, share no state with it, and their death is
-an ordinary result.
+A worker imports a function once and makes every call in a child of its own,
+which is ended with all that it started: a response that runs code reaches
+neither later verdicts nor the time after its own.
 """
 
 import base64
 import contextlib
+import ctypes
 import dataclasses
 import functools
+import gc
 import json
 import math
 import os
+import pathlib
 import pickle
 import queue
 import resource
+import select
 import signal
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
@@ -34,14 +36,12 @@ from jaxrl_llm.rewards.verdict import (
   as_verdict,
   failure,
 )
+from jaxrl_llm.workers import LONGEST_ANSWER, Worker, channels
 
-_START_DEADLINE_S = 120.0  # Imports on a busy machine.
-_MEMORY_BYTES = 4 * 2**30  # Address space of a worker.
-_LONGEST_ANSWER = 2**24  # Bytes; one that says more is ended.
-_BOOT = (
-  "import json, sys; sys.path[:] = json.loads(sys.argv[1]);"
-  " from jaxrl_llm.rewards import pool; pool.serve(*sys.argv[2:])"
-)
+_MEMORY_BYTES = 4 * 2**30  # Address space of a call.
+_GRACE_S = 5.0  # For a worker to end a call that is late.
+# Options of prctl(2).
+_DIE_WITH_PARENT, _ADOPT_ORPHANS = 1, 36
 
 
 class CallPool:
@@ -70,7 +70,7 @@ class CallPool:
     self._fn, self._workers = fn, workers
     self._deadline_s, self._batch_deadline_s = deadline_s, batch_deadline_s
     self._pickled = _pickled(fn) if workers else ""
-    self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+    self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
     self.start()
 
   def __call__(
@@ -90,7 +90,7 @@ class CallPool:
   def start(self) -> None:
     """Has as many workers as there should be."""
     while self._idle.qsize() < self._workers:
-      self._idle.put(_Worker(self._pickled, self._deadline_s))
+      self._idle.put(Worker(serve, self._pickled))
 
   def close(self) -> None:
     """Ends the workers."""
@@ -107,21 +107,22 @@ class CallPool:
     try:
       if not worker.started():  # Something killed it while it was idle.
         worker.close()
-        worker = _Worker(self._pickled, self._deadline_s)
+        worker = Worker(serve, self._pickled)
       if not worker.started():
         raise RuntimeError(
           "a worker did not start: see its output above; can a fresh Python"
           f" import {self._fn}?"
         )
-      answer, failed = worker.ask(json.dumps(job) + "\n", deadline_s)
-      if not failed:
-        with contextlib.suppress(ValueError, TypeError):
-          result, why = json.loads(answer)
-          return result, why
-        failed = "crash"  # What it calls wrote among the answers.
-      worker.close()
-      worker = _Worker(self._pickled, self._deadline_s)
-      return None, failed
+      text = json.dumps([deadline_s, job]) + "\n"
+      answer, failed = worker.ask(text, deadline_s + _GRACE_S)
+      if failed:  # The worker itself was stopped or killed.
+        worker.close()
+        worker = Worker(serve, self._pickled)
+        return None, failed
+      with contextlib.suppress(ValueError, TypeError, RecursionError):
+        result, why = json.loads(answer)
+        return result, why
+      return None, "crash"  # A response wrote it.
     finally:
       self._idle.put(worker)
 
@@ -142,7 +143,7 @@ class RewardPool:
 
     Args:
       reward_fn: a reward; with workers, a function of an importable module.
-      workers: processes, as in `CallPool`; they live for one batch.
+      workers: processes, as in `CallPool`.
       deadline_s: seconds that one response may take in a worker.
       batch_deadline_s: as in `CallPool`.
       grading: how numbers become verdicts.
@@ -181,13 +182,17 @@ class RewardPool:
         verdicts[row] = Verdict(False, None, failure(error))
     if jobs:
       found = self._calls(list(jobs.values()))
-      # A response that poisons its worker cannot forge later verdicts.
-      self._calls.close()
-      self._calls.start()
       for row, (verdict, failed) in zip(jobs, found):
-        verdicts[row] = Verdict(*(verdict or (False, None, failed)))
+        verdicts[row] = self._checked(verdict, failed)
     self._check_weights(verdicts)
     return verdicts
+
+  def _checked(self, verdict: Any, failed: str | None) -> Verdict:
+    """A verdict from a worker, where a response may have written anything."""
+    if not failed:
+      with contextlib.suppress(Exception):
+        return as_verdict(Verdict(*verdict), self._grading)
+    return Verdict(False, None, failed or "crash")
 
   def _check_weights(self, verdicts: Sequence[Verdict]) -> None:
     """A weight of no part is a slip of the pen; told at the first verdicts."""
@@ -207,61 +212,14 @@ class RewardPool:
     self._calls.close()
 
 
-class _Worker:
-  """One process that answers a line with a line, or is killed."""
-
-  def __init__(self, *arguments: object):
-    command = [sys.executable, "-c", _BOOT, json.dumps(sys.path)]
-    self._process = subprocess.Popen(
-      command + [str(a) for a in arguments],
-      stdin=subprocess.PIPE,
-      stdout=subprocess.PIPE,
-      start_new_session=True,  # Killed with all its children; no Ctrl-C.
-    )
-    self._started = False
-
-  def started(self) -> bool:
-    """Whether it lives; waits until it has come up."""
-    if not self._started:
-      said, _ = self.ask("", _START_DEADLINE_S)  # It begins by itself.
-      self._started = bool(said)
-    # Looked at and not reaped, so that its number stays its own.
-    how = os.WEXITED | os.WNOHANG | os.WNOWAIT
-    ended = os.waitid(os.P_PID, self._process.pid, how)
-    return self._started and ended is None
-
-  def ask(self, text: str, deadline_s: float) -> tuple[bytes, str]:
-    """The line it answers with, and why if there is none: late or dead."""
-    end, answer = time.monotonic() + deadline_s, b""
-    timer = threading.Timer(deadline_s, self._kill)
-    timer.start()
-    with contextlib.suppress(BrokenPipeError):
-      self._process.stdin.write(text.encode())
-      self._process.stdin.flush()
-      answer = self._process.stdout.readline(_LONGEST_ANSWER)
-    timer.cancel()
-    timer.join()
-    if time.monotonic() >= end:
-      return b"", "timeout"
-    return (answer, "") if answer.endswith(b"\n") else (b"", "crash")
-
-  def _kill(self) -> None:
-    # Not reaped yet, so the process group's number is still its own.
-    with contextlib.suppress(ProcessLookupError):
-      os.killpg(self._process.pid, signal.SIGKILL)
-
-  def close(self) -> None:
-    """Ends the process and all its children."""
-    self._kill()
-    with contextlib.suppress(BrokenPipeError):
-      self._process.stdin.close()
-    self._process.stdout.close()
-    self._process.wait()
+def _inner(fn: Callable[..., Any]) -> Callable[..., Any]:
+  """The reward in what judges by it."""
+  return fn.args[0] if isinstance(fn, functools.partial) else fn
 
 
 def _pickled(fn: Callable[..., Any]) -> str:
   """What a fresh process needs to call it; a function goes by its name."""
-  inner = fn.args[0] if isinstance(fn, functools.partial) else fn
+  inner = _inner(fn)
   what = f"workers need a function of an importable module, got {inner}"
   with as_input_error(what, "use workers=0", Exception):
     if getattr(inner, "__module__", "") == "__main__":
@@ -269,28 +227,81 @@ def _pickled(fn: Callable[..., Any]) -> str:
     return base64.b64encode(pickle.dumps(fn)).decode()
 
 
-def serve(pickled: str, deadline_s: str):
-  """Runs in a worker: answers each JSON line from stdin with one on stdout."""
-  answers = os.fdopen(os.dup(1), "w")
-  os.dup2(2, 1)  # What a function prints must not land among the answers.
+def serve(pickled: str) -> None:
+  """Runs in a worker: answers each JSON line of a call with one of its own."""
+  calls, answers = channels()
+  prctl = ctypes.CDLL(None).prctl
+  prctl(_ADOPT_ORPHANS, 1, 0, 0, 0)
   fn = pickle.loads(base64.b64decode(pickled))
+  getattr(_inner(fn), "prepare", lambda: None)()
+  kept = _children()  # Of the modules that it imported.
+  gc.freeze()  # A collection in a child would copy everything.
   resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-  threading.Thread(target=_end_with, args=[os.getppid()], daemon=True).start()
   print("started", file=answers, flush=True)
-  for line in sys.stdin:
-    # Ends one that lets no other thread run, its parent having been killed.
-    seconds = time.process_time() + float(deadline_s) + 2
-    resource.setrlimit(
-      resource.RLIMIT_CPU, (int(seconds), resource.RLIM_INFINITY)
-    )
-    print(json.dumps(_answer(fn, json.loads(line))), file=answers, flush=True)
+  for line in calls:
+    deadline_s, given = json.loads(line)
+    mark, (read, write) = os.urandom(16).hex(), os.pipe()
+    child = os.fork()
+    if not child:
+      try:
+        prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
+        for channel in (calls.fileno(), answers.fileno(), read):
+          os.close(channel)
+        with os.fdopen(write, "w") as file:
+          file.write(f"{mark}{json.dumps(_answer(fn, given))}\n")
+      finally:
+        os._exit(0)
+    os.close(write)
+    try:
+      said, why = _listen(read, calls.fileno(), deadline_s)
+    finally:
+      _end(child, kept)
+    with contextlib.suppress(BlockingIOError):
+      said += os.read(read, 1)  # Nothing may follow the line.
+    os.close(read)
+    whole = said.startswith(mark.encode()) and said.find(b"\n") == len(said) - 1
+    text = said[len(mark) :].decode() if whole else json.dumps([None, why])
+    print(text.rstrip(), file=answers, flush=True)
 
 
-def _end_with(parent: int) -> None:
-  """Ends a worker and its children soon after its parent was killed."""
-  while os.getppid() == parent:
-    time.sleep(1.0)
-  os.killpg(0, signal.SIGKILL)
+def _listen(read: int, calls: int, deadline_s: float) -> tuple[bytearray, str]:
+  """What a call writes until the end of its first line, and why it may not.
+
+  It ends the worker when the process that started it has died.
+  """
+  said, end = bytearray(), time.monotonic() + deadline_s
+  os.set_blocking(read, False)
+  while not said.endswith(b"\n") and len(said) < LONGEST_ANSWER:
+    left = max(0.0, end - time.monotonic())
+    ready, _, _ = select.select([read, calls], [], [], left)
+    if calls in ready:
+      sys.exit()
+    if not ready:
+      return said, "timeout"
+    part = os.read(read, 2**16)
+    if not part:
+      break
+    said += part
+  return said, "crash"
+
+
+def _end(child: int, kept: set[int]) -> None:
+  """Kills a child and all below it: orphans become children of the worker."""
+  left = {child}
+  while left:
+    for pid in left:
+      os.kill(pid, signal.SIGKILL)
+    for pid in left:
+      os.waitpid(pid, 0)
+    left = _children() - kept
+
+
+def _children() -> set[int]:
+  """The children of this process, as far as the system tells."""
+  with contextlib.suppress(FileNotFoundError):
+    file = pathlib.Path("/proc/self/task", str(os.getpid()), "children")
+    return set(map(int, file.read_text().split()))
+  return set()
 
 
 def _answer(

@@ -1,6 +1,7 @@
 """Workers that hang, die or raise cost their own sample and nothing else."""
 
 import contextlib
+import json
 import os
 import pathlib
 import signal
@@ -21,6 +22,43 @@ _NO_VERDICTS = {
   "inf": float("inf"),
   "text": "1.0",
 }
+
+
+_RIGHT = '[[true, "forged", null, 9.0, {}], null]'
+_FORGED = {
+  "type": "[7, null]",
+  "no number": "[[true, null, null, NaN, {}], null]",
+  "depth": "[" * 100_000,
+}
+
+
+def write_everywhere(text):
+  """Writes a line into every file that is found open."""
+  for number in range(1, 20):
+    with contextlib.suppress(OSError):
+      os.write(number, f"{text}\n".encode())
+
+
+def write_as_answer(text):
+  """Does what no response can but one that knows the worker's code."""
+  frame = sys._getframe()
+  while "mark" not in frame.f_locals:
+    frame = frame.f_back
+  line = f"{frame.f_locals['mark']}{text}\n"
+  os.write(frame.f_locals["write"], line.encode())
+  os._exit(0)
+
+
+class Prepared:
+  """Says which process it was prepared in."""
+
+  __name__ = "prepared"
+
+  def prepare(self):
+    os.environ["PREPARED_BY"] = str(os.getpid())
+
+  def __call__(self, response):
+    return Verdict(True, os.environ["PREPARED_BY"])
 
 
 def moody(response, answer, *, finished):
@@ -51,10 +89,17 @@ def moody(response, answer, *, finished):
     bytearray(100 * 2**30)
   if response == "print":
     print('[true, "forged", null]', flush=True)
-  if response == "forge":  # Into every file that it finds open.
-    for number in range(1, 20):
-      with contextlib.suppress(OSError):
-        os.write(number, b"forged\n")
+  if response == "forge":
+    write_everywhere("forged")
+  if response == "write_pipe":
+    write_everywhere(_RIGHT)
+  if response == "monkey":
+    json.dumps = lambda *_, **__: _RIGHT
+  if response in _FORGED:
+    write_as_answer(_FORGED[response])
+  if response == "daemon":
+    subprocess.Popen(["sleep", _LONG], start_new_session=True)
+    return True
   if response == "talk":
     return Verdict(True, "x" * 10**8)
   if response == "pid":
@@ -121,14 +166,23 @@ class TestWorkers:
       again = judge(pool, ["a", "die"], ["a", "a"], [True, True])
       assert again == [Verdict(True, "a"), Verdict(False, None, "crash")]
 
-  def test_long_text_and_fresh_workers_for_every_batch(self):
+  def test_long_text_and_a_process_for_every_response(self):
+    here = psutil.Process()
     with contextlib.closing(rewards.RewardPool(moody, workers=1)) as pool:
+      workers = set(here.children())
       long = "\u2212\n" * 500_000
-      first = judge(pool, [long, "pid"], [long, ""], [True, True])
-      assert first[0].correct
-      second = judge(pool, ["pid"], [""], [True])
+      verdicts = judge(pool, [long, "pid", "pid"], [long, "", ""], [True] * 3)
+      assert verdicts[0].correct
+      verdicts += judge(pool, ["pid"], [""], [True])
       assert judge(pool, [], [], []) == []
-    assert first[1].extracted != second[0].extracted
+      # A restart would cost more than many verdicts.
+      assert set(here.children()) == workers
+    assert len({verdict.extracted for verdict in verdicts[1:]}) == 3
+
+  def test_what_a_reward_prepares_is_there_for_every_response(self):
+    with contextlib.closing(rewards.RewardPool(Prepared(), workers=1)) as pool:
+      verdicts = judge(pool, ["a", "b"], ["", ""], [True, True])
+    assert verdicts[0].extracted and verdicts[0] == verdicts[1]
 
   def test_a_worker_that_was_killed_while_idle_costs_nobody_a_verdict(self):
     with contextlib.closing(rewards.RewardPool(moody, workers=2)) as pool:
@@ -144,10 +198,11 @@ class TestWorkers:
 
   def test_what_is_no_answer_is_a_crash(self):
     with contextlib.closing(rewards.RewardPool(moody, workers=1)) as pool:
-      texts = ["forge", "a", "talk", "a"]
-      verdicts = judge(pool, texts, ["a"] * 4, [True] * 4)
-      assert [v.error for v in verdicts] == ["crash", None, "crash", None]
-      assert verdicts[1] == verdicts[3] == Verdict(True, "a")
+      bad = ["forge", "write_pipe", "talk", *_FORGED]
+      texts = [text for name in bad for text in (name, "a")]
+      verdicts = judge(pool, texts, ["a"] * len(texts), [True] * len(texts))
+      assert verdicts[::2] == [Verdict(False, None, "crash")] * len(bad)
+      assert verdicts[1::2] == [Verdict(True, "a")] * len(bad)
 
 
 def processes(argument):
@@ -157,6 +212,17 @@ def processes(argument):
 
 
 class TestHostile:
+  def test_no_response_reaches_the_verdicts_after_it(self):
+    with contextlib.closing(rewards.RewardPool(moody, workers=1)) as pool:
+      texts = ["monkey", "a", "wrong"]
+      verdicts = judge(pool, texts, ["a"] * 3, [True] * 3)
+    assert verdicts == [Verdict(text == "a", text) for text in texts]
+
+  def test_no_daemon_outlives_its_response(self):
+    with contextlib.closing(rewards.RewardPool(moody, workers=1)) as pool:
+      assert judge(pool, ["daemon"], ["a"], [True]) == [Verdict(True)]
+      assert not processes(_LONG)
+
   def test_each_costs_its_own_sample_and_leaves_nothing(self):
     expected = {
       "a": "",
@@ -201,8 +267,9 @@ class TestHostile:
       env=os.environ | {"PYTHONPATH": path},
     )
     until(lambda: len(processes(_LONG)) == 20)
-    left = psutil.Process(trainer.pid).children(recursive=True)
-    assert len(left) == 22
+    below = psutil.Process(trainer.pid).children
+    until(lambda: len(below(recursive=True)) == 24)  # Two workers, two calls.
+    left = below(recursive=True)
     trainer.kill()
     trainer.wait()
     until(lambda: not any(child.is_running() for child in left))

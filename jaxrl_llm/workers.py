@@ -1,0 +1,94 @@
+"""Fresh Python processes that answer lines and can be killed.
+
+They do not import the caller's main module, share no state with it, and their
+death is an ordinary result.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import BinaryIO, TextIO
+
+LONGEST_ANSWER = 2**24  # Bytes; one that says more is ended.
+_START_DEADLINE_S = 120.0  # Imports on a busy machine.
+
+
+class Worker:
+  """A process that answers a line with a line, or is killed."""
+
+  def __init__(self, serve: Callable[..., None], *arguments: str):
+    """Starts the process.
+
+    Args:
+      serve: what it runs: a function of an importable module, which takes its
+        lines from `channels` and writes one of its own once it is ready.
+      *arguments: of this function.
+    """
+    boot = (
+      "import json, sys; sys.path[:] = json.loads(sys.argv[1]);"
+      f" from {serve.__module__} import {serve.__name__} as serve;"
+      " serve(*sys.argv[2:])"
+    )
+    self._process = subprocess.Popen(
+      [sys.executable, "-c", boot, json.dumps(sys.path), *arguments],
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      start_new_session=True,  # Killed with all its children; no Ctrl-C.
+    )
+    self._started = False
+
+  def started(self) -> bool:
+    """Whether it lives; waits until it has come up."""
+    if not self._started:
+      said, _ = self.ask("", _START_DEADLINE_S)  # It begins by itself.
+      self._started = bool(said)
+    # Looked at and not reaped, so that its number stays its own.
+    how = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    ended = os.waitid(os.P_PID, self._process.pid, how)
+    return self._started and ended is None
+
+  def ask(self, text: str, deadline_s: float) -> tuple[bytes, str]:
+    """The line it answers with, and why if there is none: late or dead."""
+    end, answer = time.monotonic() + deadline_s, b""
+    timer = threading.Timer(deadline_s, self._kill)
+    timer.start()
+    with contextlib.suppress(BrokenPipeError):
+      self._process.stdin.write(text.encode())
+      self._process.stdin.flush()
+      answer = self._process.stdout.readline(LONGEST_ANSWER)
+    timer.cancel()
+    timer.join()
+    if time.monotonic() >= end:
+      return b"", "timeout"
+    return (answer, "") if answer.endswith(b"\n") else (b"", "crash")
+
+  def _kill(self) -> None:
+    # Not reaped yet, so the process group's number is still its own.
+    with contextlib.suppress(ProcessLookupError):
+      os.killpg(self._process.pid, signal.SIGKILL)
+
+  def close(self) -> None:
+    """Ends the process and all its children."""
+    self._kill()
+    with contextlib.suppress(BrokenPipeError):
+      self._process.stdin.close()
+    self._process.stdout.close()
+    self._process.wait()
+
+
+def channels() -> tuple[BinaryIO, TextIO]:
+  """The lines that a worker gets and writes, apart from what others print.
+
+  The standard streams of the process are then an empty input and standard
+  error. The input ends when the process that started the worker does.
+  """
+  lines, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")
+  os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+  os.dup2(2, 1)
+  return lines, answers
