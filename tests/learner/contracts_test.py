@@ -17,6 +17,7 @@ from jaxrl_llm.learner import packing
 from jaxrl_llm.learner.batches import policy_batch
 from jaxrl_llm.learner.choices import PROXIMALS, correction_of
 from jaxrl_llm.learner.learner import Learner
+from jaxrl_llm.rollout.worker import Weights
 from jaxrl_llm.train import build, loop
 from jaxrl_llm.train.validation import validate
 from jaxrl_llm.types import Status, join_rows, take_rows, unjudged
