@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxrl_llm import metrics
 from jaxrl_llm.data.tasks import Prompt
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards import Verdict
 from jaxrl_llm.rewards.judge import Judged
 from jaxrl_llm.rollout.writer import ResponseWriter, Weights
@@ -69,7 +70,7 @@ class Evaluation:
     return results | {
       "response_length_mean": float(responses.rollout.lengths.mean()),
       "overlong_fraction": float(overlong.mean()),
-      "unjudged": int((~responses.judged).sum()),
+      "unjudged_fraction": float((~responses.judged).mean()),
     }
 
   def errors(self, tries: Sequence[int]) -> dict[str, float]:
@@ -107,6 +108,16 @@ class Evaluator:
   prompts: Sequence[Prompt]
   writer: ResponseWriter
   origin: str = ""  # Where the problems come from, if that is to be said.
+
+  def check_metric(self, name: str, *, greedy: bool) -> None:
+    """Raises InputError for a metric that no evaluation can have."""
+    k = self.writer.group_size
+    names = [f"avg@{k}", f"pass@{k}", f"maj@{k}", "reward_mean"]
+    known = [f"eval/{self.name}/{x}" for x in names + ["greedy"] * greedy]
+    if name not in known:
+      raise InputError(
+        f"config.checkpoint.best={name!r} must be one of {', '.join(known)}"
+      )
 
   def greedy(self) -> "Evaluator":
     """That of one response per problem, of the likeliest token at a time."""

@@ -41,6 +41,9 @@ def rebuild() -> None:
   (out / "tokenizer.json").write_text(text, encoding="utf-8")
   ids = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
   (out / "generation_config.json").write_text(json.dumps(ids, indent=1))
+  # For transformers, in a policy that is converted.
+  names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
+  (out / "tokenizer_config.json").write_text(json.dumps(names, indent=1))
   tokenizer = Tokenizer(out)
   config = models.ModelConfig(
     family="llama",

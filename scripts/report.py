@@ -7,7 +7,6 @@ Several runs are drawn over each other, with a mean if only their seeds differ.
 """
 
 import argparse
-import os
 import pathlib
 import sys
 
@@ -22,7 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
   )
   parser.add_argument("dirs", metavar="DIR", nargs="+", help="folder of a run")
   parser.add_argument(
-    "--out", help="folder to write to; DIR, or what several have in common"
+    "--out", help="folder to write to; DIR, that several are in, or this one"
   )
   parser.add_argument(
     "--panels",
@@ -30,8 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
   )
   options = parser.parse_args(arguments)
   try:
-    common = os.path.commonpath([os.path.abspath(d) for d in options.dirs])
-    out = pathlib.Path(options.out or common)
+    out = pathlib.Path(options.out or _folder(options.dirs))
     runs = [report.load_run(path) for path in options.dirs]
     out.mkdir(parents=True, exist_ok=True)
     picture, page = out / "report.png", out / "report.html"
@@ -48,6 +46,14 @@ def main(arguments: list[str] | None = None) -> int:
   for run in runs:
     print(f"{run.name}: {_time_spent(run.rows)}")
   return 0
+
+
+def _folder(dirs: list[str]) -> pathlib.Path:
+  """Returns where the report of runs is looked for."""
+  parents = {pathlib.Path(path).resolve().parent for path in dirs}
+  if len(dirs) == 1:
+    return pathlib.Path(dirs[0])
+  return parents.pop() if len(parents) == 1 else pathlib.Path()
 
 
 def _time_spent(rows: list) -> str:

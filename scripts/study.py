@@ -123,7 +123,8 @@ def main(arguments: list[str] | None = None) -> int:
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
-  parser.add_argument("name", choices=STUDIES, metavar="NAME")
+  names = ", ".join(STUDIES)
+  parser.add_argument("name", nargs="?", choices=STUDIES, metavar="NAME")
   parser.add_argument("--seeds", default="0,1,2", help="comma-separated")
   parser.add_argument("--out", default="runs/studies", help="folder")
   parser.add_argument("--variants", help="names of variants, separated by ';'")
@@ -133,6 +134,8 @@ def main(arguments: list[str] | None = None) -> int:
   parser.add_argument("--report", action="store_true", help="train nothing")
   parser.add_argument("--curves", metavar="FILES", help="train nothing either")
   options, extra = parser.parse_known_args(arguments)
+  if options.name is None:
+    parser.error(f"give a NAME: {names}")
   study = STUDIES[options.name]
   folder = pathlib.Path(options.out) / options.name
   try:

@@ -371,6 +371,11 @@ class TestData:
     with refused(tmp_path / "no.jsonl", "cannot be read"):
       self.make_run(model, tmp_path / "no.jsonl")
 
+  def test_a_data_set_of_the_hub(self, model):
+    how = "`hf download openai/gsm8k --repo-type=dataset --local-dir DIR`"
+    with refused("openai/gsm8k: cannot be read", how, "to_json("):
+      self.make_run(model, "openai/gsm8k")
+
   def test_empty(self, model, tmp_path):
     file = tmp_path / "empty.jsonl"
     file.write_text("\n\n")

@@ -95,7 +95,7 @@ class TestEvaluate:
     assert results["pass@2"] == pytest.approx(2 / 3)
     assert results["overlong_fraction"] == pytest.approx(1 / 6)
     assert results["response_length_mean"] == pytest.approx(19 / 6)
-    assert results["unjudged"] == 0
+    assert results["unjudged_fraction"] == 0
 
   def test_greedily_each_problem_has_one_response(self):
     engine = Scripted()
@@ -139,7 +139,7 @@ class TestEvaluate:
       return rewards.chain_sum(response, answer, finished=finished)
 
     _, results, _ = run(failing)
-    assert results["unjudged"] == 2
+    assert results["unjudged_fraction"] == pytest.approx(1 / 3)
     assert results["avg@2"] == pytest.approx(1 / 3)
 
   def test_samples_show_what_was_written(self):

@@ -317,7 +317,7 @@ def test_a_plugin_trains_and_is_evaluated(model, tmp_path):
   assert row["policy/skipped"] == 0 and row["policy/grad_norm"] > 0
   shown = script("evaluate", f"--checkpoint={folder}")
   last = json.loads(shown.splitlines()[-1])
-  assert last["dataset"] == "doubles_heldout" and last["unjudged"] == 0
+  assert last["dataset"] == "doubles_heldout" and last["unjudged_fraction"] == 0
   for name in ("avg@2", "reward_mean"):
     assert last[name] == pytest.approx(row[f"eval/doubles_heldout/{name}"])
 

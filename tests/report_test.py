@@ -153,6 +153,17 @@ class TestScript:
     assert "eval/sums/avg@8" not in page.cells
     assert "<h1>run: vapo, tiny, seed 0</h1>" in text
 
+  def test_runs_of_different_folders_are_drawn_here(
+    self, tmp_path, monkeypatch
+  ):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    folders = [_make_run(tmp_path / name / "run", seed=0) for name in "ab"]
+    assert _script().main([*map(str, folders)]) == 0
+    assert (tmp_path / "here" / "report.png").exists()
+    assert not (tmp_path / "report.png").exists()
+
   def test_several_runs_over_each_other(self, tmp_path):
     pytest.importorskip("matplotlib")
     folders = [
@@ -164,6 +175,9 @@ class TestScript:
     page = Page((tmp_path / "report.html").read_text())
     index = page.cells.index("run.seed")
     assert page.cells[index + 1 : index + 4] == ["0", "1", "2"]
+    assert "start: loading, value pretraining" in (
+      (tmp_path / "report.html").read_text()
+    )
     out = tmp_path / "made" / "here"
     assert _script().main(folders + [f"--out={out}"]) == 0
     assert (out / "report.html").exists()

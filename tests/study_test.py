@@ -582,3 +582,10 @@ class TestRealRun:
     assert "the same command goes on" in output
     log = (workdir / "log.txt").read_text("utf-8")
     assert "stopped by SIGINT" in log and "saved" in log
+
+
+def test_without_a_name_all_are_listed(capsys):
+  with pytest.raises(SystemExit) as exit:
+    _script().main([])
+  assert exit.value.code == 2
+  assert f"give a NAME: {', '.join(STUDIES)}" in capsys.readouterr().err

@@ -87,7 +87,7 @@ def chat(
 
   Args:
     tokenizer: the model's.
-    system: first message; None leaves it out.
+    system: first message, where a conversation has none; None leaves it out.
     question_format: how the question is written. A conversation is used as it
       is.
     kwargs: of the model's chat template, such as Qwen3's enable_thinking.
@@ -97,7 +97,9 @@ def chat(
   def template(example: Example) -> list[int]:
     content = _fill(question_format, example)
     asked = example.messages or [{"role": "user", "content": content}]
-    return tokenizer.apply_chat([*opening, *asked], kwargs or {})
+    if asked[0]["role"] != "system":
+      asked = [*opening, *asked]
+    return tokenizer.apply_chat(asked, kwargs or {})
 
   return template
 

@@ -22,6 +22,13 @@ COLUMNS = {
   "id": ("id",),
   "source": ("data_source", "source"),
 }
+# Of a path without an ending.
+_HUB = (
+  "check the path. A data set of the Hub: `hf download {} --repo-type=dataset"
+  " --local-dir DIR` and data.source=parquet with"
+  " data.path='DIR/*/train*.parquet', or JSON lines by to_json('FILE.jsonl') of"
+  " `datasets`"
+)
 
 
 class Row(NamedTuple):
@@ -70,7 +77,8 @@ def read_rows(path: pathlib.Path, kind: str) -> list[Row]:
   Raises:
     InputError: it cannot be read, has no rows, or a line is malformed.
   """
-  with as_input_error(f"{path}: cannot be read", "check the path", OSError):
+  advice = "check the path" if path.suffix else _HUB.format(path)
+  with as_input_error(f"{path}: cannot be read", advice, OSError):
     data = path.read_bytes()
   return parse_rows(data, str(path), kind)
 

@@ -48,6 +48,7 @@ def write_page(
   spent = _union([time_spent.seconds_spent(run.rows) for run in runs])
   spent.append(["goodput", *(time_spent.goodput(run.rows) for run in runs)])
   tables.append(_table("Where the seconds went", ["", *names], spent))
+  tables.append(f"<p>{html.escape(time_spent.MEANING)}</p>")
   for run in runs:
     if run.samples:
       head = list(run.samples[0])

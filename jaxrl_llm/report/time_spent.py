@@ -15,6 +15,13 @@ _PRODUCTIVE = (
   "sync",
 )
 
+MEANING = (
+  "start: loading, value pretraining and restoring; other: in a step but in no"
+  " phase of it; lost: between a stop and the next start, and steps that a kill"
+  " took and that were done again; goodput: the fraction of all seconds that"
+  " rollouts, rewards, scores, updates and syncs took."
+)
+
 
 def seconds_spent(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
   """Splits the time from a run's first start to its last row.
@@ -24,9 +31,7 @@ def seconds_spent(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
   Returns:
     Seconds by what they were spent on; they sum to the time that passed:
-    the phases of `time/*_s`; `start` (loading, value pretraining, restoring),
-    `other` (of steps, in no phase) and `lost` (the run stood still, or did
-    steps that a kill took).
+    the phases of `time/*_s`, and what `MEANING` says.
   """
   spent = {"start": 0.0, "other": 0.0, "lost": 0.0}
   previous = None
@@ -51,7 +56,7 @@ def seconds_spent(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def goodput(rows: Sequence[Mapping[str, Any]]) -> float:
-  """Share of the time that trained: rollouts, rewards, scores and updates."""
+  """Fraction of the time that trained, see `MEANING`."""
   spent = seconds_spent(rows)
   productive = sum(spent.get(name, 0.0) for name in _PRODUCTIVE)
   return productive / max(sum(spent.values()), 1e-9)

@@ -7,6 +7,7 @@ it hang costs itself alone.
 
 import dataclasses
 import functools
+import inspect
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,10 +24,14 @@ def load_function(path: str, name: str) -> Callable[..., Any]:
   Raises:
     InputError: there is no such file, it fails, or it has no such function.
   """
-  found = getattr(plugin.load(path), name, None)
-  if not callable(found):
-    raise InputError(f"{path}: has no function {name!r}; set reward.function")
-  return found
+  module = vars(plugin.load(path))
+  if not callable(module.get(name)):
+    own = [key for key, value in module.items() if inspect.isfunction(value)]
+    raise InputError(
+      f"{path}: has no function {name!r}; set reward.function, to one of"
+      f" {', '.join(own) or 'those that you write there'}"
+    )
+  return module[name]
 
 
 @dataclasses.dataclass(frozen=True)

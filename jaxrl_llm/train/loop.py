@@ -85,6 +85,8 @@ def train(
   workdir, config = pathlib.Path(workdir), run.config
   begun = time.perf_counter() if begun is None else begun
   metrics.check_trackers(config.run.trackers)
+  if best := config.checkpoint.best:
+    run.evaluator.check_metric(best, greedy=config.eval.greedy)
   with (
     contextlib.ExitStack() as stack,
     contextlib.closing(run.judge),
@@ -428,8 +430,8 @@ def evaluate(
     results["greedy"] = greedy.results([])["avg@1"]
   row = {f"eval/{evaluated.name}/{k}": float(x) for k, x in results.items()}
   best = run.config.checkpoint.best
-  if best and best not in row:
+  if best and best not in row:  # No answers to vote with, or no verdicts.
     raise InputError(
-      f"config.checkpoint.best={best!r} must be one of {', '.join(row)}"
+      f"config.checkpoint.best={best!r}: not in {', '.join(row)}"
     )
   return row

@@ -70,6 +70,16 @@ class TestTemplates:
     with pytest.raises(ValueError, match=f"shots={shots} of 4"):
       prompt_source.few_shot(tokenizer, pool=POOL, shots=shots)
 
+  def test_a_conversation_keeps_its_own_system_message(self, tokenizer):
+    template = prompt_source.chat(tokenizer, system="be brief")
+    asked = {"role": "user", "content": "1"}
+    for own in ([], [{"role": "system", "content": "be long"}]):
+      messages = (*own, asked)
+      conversation = dataclasses.replace(example("1"), messages=messages)
+      text = tokenizer.decode(template(conversation), skip_special=False)
+      said = "be long" if own else "be brief"
+      assert text == f"<s>system:{said}</s><s>user:1</s><s>"
+
   def test_chat_keeps_content_plain(self, tokenizer):
     template = prompt_source.chat(
       tokenizer, system="be brief", question_format="solve {question}"

@@ -159,12 +159,16 @@ class TestRefusals:
       (("verl", "", "compute_score"), "needs reward.path=FILE.py"),
       (("verl", "f.py", "f,g"), "the name of a function in it"),
       (("trl", "none.py", "f"), "none.py: no such file"),
-      (("trl", "own_score_functions.py", "f"), "has no function 'f'; set"),
+      (
+        ("trl", "own_score_functions.py", "f"),
+        "has no function 'f'; set reward.function, to one of score, other",
+      ),
     ],
   )
   def test_are_one_line(self, tmp_path, monkeypatch, chosen, said):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "own_score_functions.py").write_text("x = 1\n")
+    text = "x = 1\ndef score(): ...\ndef other(): ...\n"
+    (tmp_path / "own_score_functions.py").write_text(text)
     with pytest.raises(InputError, match=said):
       rewards.get_reward(*chosen)
 

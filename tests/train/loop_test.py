@@ -505,9 +505,13 @@ class TestBest:
     assert workdir_lib.steps(tmp_path) == [3, 6]
     assert workdir_lib.find_step(tmp_path, "best") == 3
 
-  def test_a_name_that_is_no_metric(self, run, tmp_path):
+  @pytest.mark.parametrize(
+    "name", ["eval/avg", "avg@2", "eval/chain_sum/greedy", "policy/loss"]
+  )
+  def test_a_name_that_is_no_metric(self, run, tmp_path, name):
     with pytest.raises(InputError, match="one of eval/chain_sum/avg@2"):
-      self.train(run, tmp_path, "eval/avg", value__pretrain_steps=0)
+      self.train(run, tmp_path / "new", name)
+    assert not (tmp_path / "new").exists()  # Before any work.
 
 
 class TestNotFinite:

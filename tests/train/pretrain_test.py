@@ -115,6 +115,8 @@ def test_shipped_base_is_what_the_settings_say(task):
   assert models.num_params(config) == 334_272
   size = sum(file.stat().st_size for file in directory.iterdir())
   assert size < 1_000_000
+  names = json.loads((directory / "tokenizer_config.json").read_text("utf-8"))
+  assert names["eos_token"] == "<eos>"  # What transformers reads.
   # As JSON: the library has indented its files in several ways.
   written = json.loads((directory / "tokenizer.json").read_text("utf-8"))
   assert written == json.loads(
