@@ -361,7 +361,7 @@ class Loss(Group, path="loss"):
   """Losses."""
 
   name = Key("clip", Names("learner.choices:POLICY_LOSSES"),
-    "Whose surrogate; 'clip' is PPO's.", FIXED)
+    "Policy loss: 'clip' is PPO's.", FIXED)
   clip_low = Key(0.2, _BELOW_1, "The ratio is clipped below 1 - this.")
   clip_high = Key(0.2, _NUMBER, "The ratio is clipped above 1 + this.")
   dual_clip = Key(None, Range(1.0, open=True),
@@ -418,7 +418,8 @@ class OffPolicy(Group, path="off_policy"):
     " that of proximal/writer.")
   ess_scale = Key(False, None,
     "VCPO: scale the step by sqrt(effective sample ratio / ess_reference).")
-  ess_reference = Key(1.0, Range(1e-6, 1.0), "The usual ratio.")
+  ess_reference = Key(1.0, Range(1e-6, 1.0),
+    "Reference effective sample ratio; 1 is on-policy.")
 
 
 class Optimizer(Group, path="optimizer.policy"):
@@ -482,7 +483,7 @@ class Eval(Group, path="eval"):
   split = Key("eval", None,
     "As data.split; 'eval' is the test split of 'tfds'.")
   temperature = Key(1.0, Range(0.0, 100.0), "Divides the logits; 0 is greedy.")
-  top_p = Key(1.0, Range(1e-6, 1.0), "Mass that is sampled from.")
+  top_p = Key(1.0, Range(1e-6, 1.0), "Nucleus (top-p) probability mass.")
 
 
 class Checkpoint(Group, path="checkpoint"):
@@ -497,7 +498,7 @@ class Checkpoint(Group, path="checkpoint"):
 
 
 class Run(Group, path="run"):
-  """How long, and for whom to see."""
+  """Run length, logging and supervision."""
 
   seed = Key(0, Range(0, 2**31 - 1), "Of every random number.", FIXED)
   steps = Key(100, _SOME,

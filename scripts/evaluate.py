@@ -53,7 +53,7 @@ _PLUGIN = flags.DEFINE_multi_string(
 _SAMPLES = flags.DEFINE_integer("samples", None, "Responses per problem, k.")
 _PROBLEMS = flags.DEFINE_integer("problems", None, "Most problems; 0 is all.")
 _TEMPERATURE = flags.DEFINE_float("temperature", None, "0 is greedy.")
-_TOP_P = flags.DEFINE_float("top_p", None, "Mass that is sampled from.")
+_TOP_P = flags.DEFINE_float("top_p", None, "Nucleus probability mass.")
 _SEED = flags.DEFINE_integer("seed", None, "Of the sampling; the run's own.")
 
 
