@@ -430,8 +430,8 @@ class Optimizer(Group, path="optimizer.policy"):
   learning_rate = Key(2e-4, _NUMBER, "Of AdamW.")
   # Read after mini_batch, which presets divide by.
   warmup_steps = Key(10, _COUNT,
-    "Updates over which the rate rises; presets of Qwen2.5 make them 20 rollouts"
-    " of whatever number of updates these have.")
+    "Updates over which the rate rises; the presets of Qwen2.5 set the updates"
+    " of 20 rollouts.")
   learning_rate_schedule = Key("constant", Names("learner.optimizer:SCHEDULES"),
     "How the rate falls from then on, to be lowest after run.steps, whatever"
     " number of updates each step really has.")
