@@ -233,7 +233,8 @@ class Mesh(Group, path="mesh"):
 
 
 class Environment(Group, path="environment"):
-  """Who answers a model that speaks in turns; a stop token ends a turn."""
+  """Who answers a model that speaks in turns; a stop token ends a turn. Rewards
+  read the model's turns, a line each, and none of the answers."""
 
   name = Key("", Names("rollout.turns:ENVIRONMENTS"),
     "'calculator' answers '7+5=' (sampler.stop=('=',)), 'guessing_game' is"
@@ -244,12 +245,14 @@ class Environment(Group, path="environment"):
     " the response's last token, or on that of each turn.", FIXED)
   max_turns = Key(16, _SOME,
     "Of the model; a response that needs more is overlong.")
-  max_observation_tokens = Key(64, _SOME,
-    "Of one answer; what is longer is cut.")
+  max_observation_tokens = Key(512, _SOME,
+    "Maximum number of tokens of one answer's text. A longer text is cut and"
+    " marked; the chat template's header and end are added to it.")
   workers = Key(0, Range(0, 256),
     "Processes that environments run in; 0 runs them inline.")
   deadline_s = Key(10.0, Range(1e-3),
-    "Seconds that an answer may take in a worker.")
+    "Seconds that an answer may take in a worker. A response whose environment"
+    " is late or fails ends there and is left out of every loss.")
 
 
 class Sampler(Group, path="sampler"):
@@ -269,7 +272,9 @@ class Sampler(Group, path="sampler"):
   stop = Key((), None,
     "Further stop tokens as text, each one token, e.g. ('\\n',).")
   drafter = Key("", Names("train.sampler:DRAFTERS"),
-    "Who drafts tokens that one step then checks; responses stay the same.")
+    "Drafts tokens that one step then checks. Responses stay the same, but not"
+    " the order in which they end: not with schedule.stop='first_groups' or"
+    " schedule.streaming.")
   num_draft_tokens = Key(4, _SOME,
     "Draft tokens per step, where they are measured to pay.")
   parity_check_every = Key(50, _COUNT,

@@ -18,6 +18,7 @@ from jaxrl_llm.data.rows import Row, parse_object, to_example
 from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.errors import InputError, as_input_error
 from jaxrl_llm.metrics.progress import Progress
+from jaxrl_llm.rollout.turns import Conversations
 from jaxrl_llm.rollout.writer import ResponseWriter, Weights
 from jaxrl_llm.sampling import rules
 from jaxrl_llm.types import Origin, Rollout, Status, ended
@@ -116,23 +117,24 @@ class Generation:
     for prompt, sample in chunk:
       numbers[prompt].append(prompt * MAX_SAMPLES + sample)
     asked = [self.prompts[prompt] for prompt in numbers]
-    begun = self.writer.begin(asked, list(numbers.values()))
+    ids = list(numbers.values())
+    talks = self.writer.conversations(asked, ids)
     rollout = self.writer.write(
-      begun,
+      self.writer.begin(asked, ids),
       Weights(self.params),
       rule=rule,
-      conversations=self.writer.conversations(asked, list(numbers.values())),
+      conversations=talks,
     )
-    return [self._record(rollout, row) for row in ended(rollout).nonzero()[0]]
+    rows = ended(rollout).nonzero()[0]
+    return [self._record(rollout, row, talks) for row in rows]
 
-  def _record(self, rollout: Rollout, row: int) -> dict[str, Any]:
+  def _record(self, rollout, row: int, talks: Conversations) -> dict[str, Any]:
     prompt, sample = divmod(int(rollout.sample_id[row]), MAX_SAMPLES)
     length = rollout.lengths[row]
     tokens = rollout.tokens[row, :length].tolist()
     logprobs = rollout.behavior_logprobs[row, :length]
-    talk = (
-      {"turns": self._turns(rollout, row)} if self.writer.turn_taking else {}
-    )
+    talk = json.loads(talks.get(str(rollout.sample_id[row]), "{}"))
+    status = Status(int(rollout.status[row])).name.lower()
     return {
       "prompt_index": prompt,
       "sample_index": sample,
@@ -141,8 +143,8 @@ class Generation:
       "tokens": tokens,
       # As few digits as tell a float32 from its neighbours.
       "logprobs": [float(str(x)) for x in logprobs],
-      "stop_reason": Status(int(rollout.status[row])).name.lower(),
-      **talk,
+      "stop_reason": "failed" if "failed" in talk else status,
+      **({"turns": self._turns(rollout, row)} if talk else {}),
       "settings": self.settings,
     }
 

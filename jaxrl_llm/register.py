@@ -33,10 +33,11 @@ def reward(name: str, fn: rewards.RewardFn) -> None:
   Args:
     name: new name.
     fn: of what it names among prompt (as the model read it), question,
-      messages (of a conversation), response, tokens, answer, finished (did it
-      end by itself?), conversation (turns, and rewards by name, with an
-      environment), source, id, columns (the row of the data) and the names of
-      its columns. It returns a bool (is it right?), a number, numbers by the
+      messages (of a conversation), response (the model's own text; with an
+      environment its turns, a line each, without the environment's words),
+      tokens (of that text), answer, finished (did it end by itself?),
+      conversation (turns, and rewards by name, with an environment), source,
+      id, columns (the row of the data) and the names of its columns. It returns a bool (is it right?), a number, numbers by the
       names of parts, or a `rewards.Verdict`. With reward.workers it must be
       importable, which a function of a plugin is, and every call is made in a
       process of its own: it finds what its module holds after the import and

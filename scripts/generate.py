@@ -9,9 +9,9 @@ FILE has one prompt a line or, as FILE.jsonl or FILE.parquet, rows with "prompt"
 has them, whose other fields come out again. A sample is one
 JSON object a line: index of prompt and sample, the prompt's fields, text,
 tokens, their log-probabilities, and why it stopped: "finished" (by the model or
-a stop string) or "overlong". Equal flags give equal samples, whatever the
-slots. Ctrl-C keeps what has ended; --resume adds what is missing. Exit code 2
-for bad input.
+a stop string), "overlong" or "failed" (its environment did). Equal flags give
+equal samples, whatever the slots. Ctrl-C keeps what has ended; --resume adds
+what is missing. Exit code 2 for bad input.
 """
 
 import argparse

@@ -40,9 +40,11 @@ class Scripted:
     tokens = np.zeros((len(texts), 5), np.int32)
     for i, text in enumerate(texts):
       tokens[i, : len(text)] = [ord(c) for c in text]
+    lengths = np.asarray([len(text) for text in texts])
     return rollout.replace(
       tokens=tokens,
-      lengths=np.asarray([len(text) for text in texts]),
+      lengths=lengths,
+      mask=np.arange(5) < lengths[:, None],
       status=np.where(cut, int(Status.OVERLONG), int(Status.FINISHED)),
     )
 

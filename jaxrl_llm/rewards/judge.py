@@ -63,6 +63,9 @@ class Judge:
   ) -> Judged:
     """Has every response judged against the answer to its prompt.
 
+    Rewards read the model's own text. Of a response of several turns these are
+    its turns, one below the other, without the environment's words.
+
     Args:
       rollout: B responses.
       prompts: that of each row.
@@ -71,16 +74,20 @@ class Judge:
     conversations = conversations or {}
     tokens = [x[:n] for x, n in zip(rollout.tokens, rollout.lengths)]
     texts = [self._decode(x) for x in tokens]
-    verdicts = processes.in_shares(
-      self.pool.judge,
-      [
-        known(prompt, text, tokens=x, finished=bool(s == Status.FINISHED))
-        | {"conversation": json.loads(conversations.get(str(i), "{}"))}
-        for prompt, text, x, s, i in zip(
-          prompts, texts, tokens, rollout.status, rollout.sample_id
+    calls = []
+    for row, (prompt, status) in enumerate(zip(prompts, rollout.status)):
+      talk = conversations.get(str(rollout.sample_id[row]), "{}")
+      own = rollout.mask[row, : rollout.lengths[row]]
+      calls.append(
+        known(
+          prompt,
+          texts[row] if own.all() else self._turns(tokens[row], own),
+          tokens=tokens[row][own],
+          finished=bool(status == Status.FINISHED),
         )
-      ],
-    )
+        | {"conversation": json.loads(talk)}
+      )
+    verdicts = processes.in_shares(self.pool.judge, calls)
     return Judged(
       self._responses(rollout, verdicts),
       prompts,
@@ -88,6 +95,12 @@ class Judge:
       verdicts,
       self._news(verdicts, prompts),
     )
+
+  def _turns(self, tokens: np.ndarray, own: np.ndarray) -> str:
+    """The text of the tokens that are the model's own, a line a turn."""
+    cuts = np.flatnonzero(np.diff(own)) + 1
+    turns = zip(np.split(tokens, cuts), np.split(own, cuts))
+    return "\n".join(self._decode(x) for x, written in turns if written.all())
 
   def _responses(self, rollout, verdicts) -> Responses:
     """Verdicts as arrays; a part that a response does not have is NaN."""

@@ -176,6 +176,9 @@ class RewardPool:
     """
     verdicts, jobs = [None] * len(calls), {}
     for row, call in enumerate(calls):
+      if failed := call.get("conversation", {}).get("failed"):
+        verdicts[row] = Verdict(False, None, f"environment: {failed}")
+        continue
       try:
         jobs[row] = {"given": arguments(self._reward_fn, call)}
       except Exception as error:

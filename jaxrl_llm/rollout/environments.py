@@ -38,7 +38,11 @@ class Environment(Protocol):
     """Begins, and says what the model reads; None asks the example as it is."""
 
   def step(self, response: str) -> Observation:
-    """Answers a turn of the model: its text, with the token that ended it."""
+    """Answers a turn of the model: its text, with the token that ended it.
+
+    An error that the model should read is text of the observation. Where this
+    raises, the response ends and is left out of every loss.
+    """
 
 
 class Calculator:

@@ -19,6 +19,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.rollout.environments import Observation
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_PYTHON_S = 5.0  # Seconds that a program of the model's may run.
 _TYPES = {
   str: "string",
   int: "integer",
@@ -104,8 +105,8 @@ def call(tools: dict[str, Callable[..., Any]], text: str) -> str:
 def python(code: str) -> str:
   """Runs a Python program and returns what it prints.
 
-  Unsafe: the program may do whatever the user who trains may do. Train in a
-  container.
+  A program that runs for too long is ended, which the model reads. Unsafe: the
+  program may do whatever the user who trains may do. Train in a container.
 
   Args:
     code: the program, which prints its result.
@@ -115,6 +116,7 @@ def python(code: str) -> str:
     stdin=subprocess.DEVNULL,
     stdout=subprocess.PIPE,
     stderr=subprocess.STDOUT,
+    timeout=_PYTHON_S,
   )
   return done.stdout.decode(errors="replace") or "(it printed nothing)"
 

@@ -31,8 +31,10 @@ from jaxrl_llm.sampling.requests import Request
 from jaxrl_llm.types import Origin, Status
 
 _CHARS_PER_TOKEN = 32  # Longer texts are cut before they are tokenised.
+_CUT = " [cut]"  # Marks a text that was cut, if the vocabulary can spell it.
 
-# Sample id -> the conversation as JSON: state, turns and rewards so far.
+# Sample id -> the conversation as JSON: state, turns and rewards so far, and
+# `failed`, why the environment gave no answer, where that ended it.
 Conversations = dict[str, str]
 
 
@@ -113,16 +115,19 @@ class TurnTaking:
     start: example -> (what the model reads first, state of its environment).
     ask: {state, response} of some turns -> (what `Play` makes of it, None) or
       (None, why not) of each.
+    encode: text -> tokens.
     decode: tokens -> text.
     render: (text of an observation, role) -> tokens, up to where the model's
       next turn begins.
     max_turns: of the model; a response that needs more is overlong.
-    max_observation_tokens: what is longer is cut.
+    max_observation_tokens: maximum number of tokens of an observation's text,
+      without what `render` adds; a longer text is cut.
     weights: of the named parts of a turn's reward; 1 where none is given.
   """
 
   start: Callable[[Example], tuple[Any, Any]]
   ask: CallPool
+  encode: Callable[[str], Sequence[int]]
   decode: Callable[[Sequence[int]], str]
   render: Callable[[str, str], Sequence[int]]
   max_turns: int
@@ -133,6 +138,23 @@ class TurnTaking:
     """A conversation without a turn."""
     _, state = self.start(example)
     return json.dumps({"state": state, "turns": 0, "rewards": {}})
+
+  def observation(self, text: str, role: str) -> list[int]:
+    """Returns the tokens of an observation, its text cut if it is too long.
+
+    Raises:
+      InputError: The vocabulary lacks something in the text.
+    """
+    most, whole = self.max_observation_tokens, text
+    text = text[: most * _CHARS_PER_TOKEN].encode(errors="replace").decode()
+    tokens = self.encode(text)
+    if len(tokens) > most or len(text) < len(whole):
+      # A cut inside a character leaves replacement characters.
+      text = self.decode(tokens[:most]).rstrip("\ufffd")
+      with contextlib.suppress(InputError):
+        self.encode(_CUT)
+        text += _CUT
+    return list(self.render(text, role))
 
 
 def make_turn_taking(
@@ -165,6 +187,7 @@ def make_turn_taking(
   return TurnTaking(
     start=play.start,
     ask=CallPool(play, workers=workers, deadline_s=deadline_s),
+    encode=tokenizer.encode,
     decode=tokenizer.decode,
     render=reply(tokenizer, **told),
     **settings,
@@ -229,37 +252,32 @@ class Turns(contextlib.ExitStack):
     return self._taking.decode(tokens)
 
   def _add(self, request: Request, answer: Any, failed: str | None) -> None:
-    """Ends the response or extends it by the observation."""
+    """Ends the response or extends it by the observation.
+
+    A fault of the environment ends it without a reward: the response is left
+    out of every loss, as where a verifier fails.
+    """
     taking, said = self._taking, self._of(request)
-    if failed:  # It costs 1, and the model may try something else.
-      answer = Observation(failed, rewards={"failed": -1.0})._asdict()
-    tokens, readable = self._tokens(answer["text"], answer["role"])
-    if not (answer["done"] or readable):
-      answer |= {"done": True, "rewards": {"failed": -1.0}}
+    answer, tokens = answer or Observation(done=True)._asdict(), []
+    if not answer["done"]:
+      try:
+        tokens = taking.observation(answer["text"], answer["role"])
+        failed = None if tokens else "the observation has no tokens"
+      except InputError as error:
+        failed = f"the observation cannot be tokenised: {error}"
     turns, rewards = said["turns"] + 1, said["rewards"]
     for name, value in answer["rewards"].items():
       rewards[name] = rewards.get(name, 0.0) + value
     # On the last token of the turn, which the model wrote.
     reward = Grading(taking.weights).value(answer["rewards"])
     request.row.turn_rewards[0, request.length - 1] = reward
-    state = answer.get("state", said["state"])
-    self._conversations[str(request.row.sample_id[0])] = json.dumps(
-      {"state": state, "turns": turns, "rewards": rewards}
-    )
+    said |= {"state": answer.get("state", said["state"]), "turns": turns}
+    said |= {"failed": failed} if failed else {}
+    self._conversations[str(request.row.sample_id[0])] = json.dumps(said)
     room = request.max_tokens - 1 - request.length
-    if answer["done"]:
+    if answer["done"] or failed:
       request.row.status[0] = int(Status.FINISHED)
     elif turns == taking.max_turns or len(tokens) > room:
       request.row.status[0] = int(Status.OVERLONG)
     else:
       self._answer(request, tokens, Origin.FOREIGN)
-
-  def _tokens(self, text: str, role: str) -> tuple[list[int], bool]:
-    """An observation as the model reads it, and whether it can."""
-    most = self._taking.max_observation_tokens
-    text = text[: most * _CHARS_PER_TOKEN].encode(errors="replace").decode()
-    try:
-      tokens = list(self._taking.render(text, role))[:most]
-    except InputError:  # Its vocabulary has no word for something in it.
-      return [], False
-    return tokens, bool(tokens)

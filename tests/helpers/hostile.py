@@ -34,7 +34,7 @@ class Hostile:
     return Observation("7" * (1 << 20))
 
   def broken_text(self):
-    return Observation("\udcff\x00")
+    return Observation("\udcff\x00", rewards={"kept": 1.0})
 
   def silence(self):
     return Observation()

@@ -39,9 +39,11 @@ def written(texts, status):
   tokens = np.full((len(texts), 6), ord("7"), np.int32)  # No end of its own.
   for i, text in enumerate(texts):
     tokens[i, : len(text)] = [ord(c) for c in text]
+  lengths = np.asarray([len(text) for text in texts], np.int32)
   return rollout.replace(
     tokens=tokens,
-    lengths=np.asarray([len(text) for text in texts], np.int32),
+    lengths=lengths,
+    mask=np.arange(6) < lengths[:, None],
     status=np.asarray(status, np.int32),
   )
 
@@ -139,6 +141,33 @@ class TestJudge:
     judge(written(["#1."], [Status.OVERLONG]), [problem])
     text = [ord(c) for c in "#1."]
     assert seen == [("1+0?", text, False, "book", "book-7", {"x": 4}, 4)]
+
+  def test_an_environment_has_no_part_in_the_text_that_is_judged(self):
+    seen = []
+
+    def reading(response, tokens, answer):
+      seen.append((response, decode(tokens)))
+      return rewards.numeric(response, answer)
+
+    judge = Judge(decode, rewards.RewardPool(reading))
+    # Turns of the model, between which the environment says 42.
+    rollout = written(["a=42b", "a=42"], [Status.FINISHED] * 2)
+    rollout.mask[:, 2:4] = False
+    judged = judge(rollout, [problem("?", "42")] * 2)
+    assert seen == [("a=\nb", "a=b"), ("a=", "a=")]
+    assert not judged.responses.correct.any()
+    assert judged.texts == ["a=42b", "a=42"]  # For a person.
+
+  def test_a_fault_of_the_environment_leaves_no_verdict(self):
+    judge = Judge(decode, rewards.RewardPool(rewards.chain_sum), name="mine")
+    told = []
+    judge.tell = told.append
+    rollout = written(self.TEXTS, [Status.FINISHED] * 4)
+    talks = {"3": '{"turns": 2, "rewards": {}, "failed": "timeout"}'}
+    judged = judge(rollout, self.PROBLEMS, talks)
+    np.testing.assert_array_equal(judged.responses.judged, [1, 1, 1, 0])
+    assert judged.responses.correct.tolist() == [True, False, False, False]
+    assert told == ["reward mine: environment: timeout on book-7"]
 
   def test_rewards_are_one_and_nothing_unless_asked(self):
     judge = Judge(decode, rewards.RewardPool(rewards.chain_sum))

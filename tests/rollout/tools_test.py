@@ -88,6 +88,12 @@ class TestCall:
     assert tools.call(TOOLS, text).startswith(answer)
 
 
+def test_a_program_without_an_end_is_told_to_the_model(monkeypatch):
+  monkeypatch.setattr(tools, "_PYTHON_S", 0.01)
+  said = tools.call(TOOLS, ask("python", code="while True: pass"))
+  assert said.startswith("error: TimeoutExpired")
+
+
 class TestTools:
   def test_answers_every_call_of_a_turn(self):
     own = tools.Tools()

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 import reference
-from helpers import hostile, scripted, tiny_run
+from helpers import chat_model, hostile, scripted, tiny_run
 from helpers.tiny_algorithm import evaluate, make_algorithm
 from helpers.tiny_run import with_config
 from helpers.tiny_tppo import record, saved
@@ -18,7 +18,12 @@ from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rollout.environments import Observation
-from jaxrl_llm.rollout.turns import ENVIRONMENTS, TurnTaking
+from jaxrl_llm.rollout.turns import (
+  ENVIRONMENTS,
+  Play,
+  TurnTaking,
+  make_turn_taking,
+)
 from jaxrl_llm.rollout.writer import ResponseWriter, Weights
 from jaxrl_llm.sampling import rules
 from jaxrl_llm.train import build, data, loop
@@ -123,6 +128,12 @@ class TestTurns:
       # The last thing that is said may have had no room.
       unheard = (rewards - foreign.sum(axis=1))[~finished]
       assert set(unheard) <= {0.0, 1.0}
+
+  def test_counts_what_the_policy_wrote(self, history):
+    for step in history[0]:
+      rollout = step.collected.rollout
+      assert step.row["rollout/tokens"] == rollout.mask.sum()
+      assert step.row["rollout/tokens"] < rollout.lengths.sum()
 
   def test_in_windows_as_in_one_call(self, run):
     whole = talk(run, None)
@@ -311,6 +322,7 @@ class TestStopAfterResponses:
     taking = TurnTaking(
       start=lambda example: (None, None),
       ask=lambda jobs: [(self.answer(**job), None) for job in jobs],
+      encode=lambda text: [scripted.FIRST] * 2,
       decode=lambda tokens: "",
       render=lambda text, role: [scripted.FIRST] * 2,
       max_turns=3,
@@ -436,8 +448,39 @@ def test_a_hostile_environment_loses_nothing(alone, how):
   rollout, table = talk(dataclasses.replace(alone, worker=worker), None)
   taking.ask.close()
   assert ended(rollout).all()
-  second = [said["turns"] >= 2 for said in table.values()]
-  failed = [said["rewards"].get("failed", 0.0) for said in table.values()]
-  # What a word-level vocabulary cannot say ends the conversation.
-  assert failed == [-float(how != "flood" and had) for had in second]
+  second = np.asarray([said["turns"] >= 2 for said in table.values()])
+  failed = np.asarray(["failed" in said for said in table.values()])
+  # What a word-level vocabulary cannot say ends the conversation, too.
+  np.testing.assert_array_equal(failed, second & (how != "flood"))
   assert any(second)
+  for said, had in zip(table.values(), second):
+    kept = how == "broken_text" and had
+    assert said["rewards"] == ({"kept": 1.0} if kept else {})
+  # Nothing is learned from them.
+  texts = {key: json.dumps(said) for key, said in table.items()}
+  prompts = worker._prompts_of(rollout)
+  judged = worker.writer.judge(rollout, prompts, texts)
+  np.testing.assert_array_equal(judged.responses.judged, ~failed)
+
+
+def test_a_long_observation_ends_as_a_short_one_does(tmp_path):
+  tokenizer = Tokenizer(chat_model.write(tmp_path / "chat"))
+  taking = make_turn_taking(
+    Play(Echo, {}),
+    tokenizer,
+    "chat",
+    {},
+    workers=0,
+    deadline_s=1.0,
+    max_turns=9,
+    max_observation_tokens=20,
+  )
+  read = lambda text: tokenizer.decode(
+    taking.observation(text, "tool"), skip_special=False
+  )
+  short = read("42")
+  head, tail = short.split("42")
+  assert head.endswith("tool: ") and tail.endswith("assistant: ")
+  assert read("x" * 20) == f"{head}{'x' * 20}{tail}"
+  for length in (21, 300, 10**6):
+    assert read("x" * length) == f"{head}{'x' * 20} [cut]{tail}"
