@@ -77,6 +77,14 @@ CONTRADICTIONS = [
     ["schedule.streaming=True", "estimator.normalize='whiten'", "whole batch"],
   ),
   (
+    STREAMING | {"sampler.drafter": "prompt_lookup"},
+    ["sampler.drafter='prompt_lookup'", "schedule.streaming=True"],
+  ),
+  (
+    {"sampler.drafter": "quantized_copy", "schedule.stop": "first_groups"},
+    ["sampler.drafter='quantized_copy'", "schedule.stop='first_groups'"],
+  ),
+  (
     {"environment.name": "calculator", "environment.rewards": "turns"},
     ["environment.rewards='turns'", "reward.name='chain_sum'"],
   ),

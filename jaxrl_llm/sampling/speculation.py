@@ -3,8 +3,9 @@
 A drafter proposes the next tokens, which the model then verifies at once.
 Whatever it proposes, responses are the same as without: a token is always drawn
 from the model's own distribution, with the random number of its index, and a
-draft token saves a step only if it is that token. So the decision to draft may
-follow the clock and still leave a run what it is.
+draft token saves a step only if it is that token. Only the order in which
+responses end differs. So the decision to draft may follow the clock, but not in
+a run whose batches depend on that order (`constraints.drafts`).
 """
 
 import collections

@@ -22,6 +22,7 @@ def broken(config: Any) -> Wrong:
     files,
     windows,
     streaming,
+    drafts,
     groups,
     off_policy,
     corrections,
@@ -149,6 +150,16 @@ def streaming(config: Any, wrong: Wrong) -> None:
     wrong[f"schedule.streaming, {key}"] = (
       "it needs the whole batch before the first gradient; switch one off"
     )
+
+
+def drafts(config: Any, wrong: Wrong) -> None:
+  """Batches that depend on which responses end first."""
+  for key, plain in (("stop", "all"), ("streaming", False)):
+    if config.sampler.drafter and config.schedule[key] != plain:
+      wrong[f"sampler.drafter, schedule.{key}"] = (
+        "measured times decide when to draft, and so which responses end"
+        " first; a run would not repeat; switch one off"
+      )
 
 
 def groups(config: Any, wrong: Wrong) -> None:
