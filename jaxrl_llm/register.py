@@ -37,11 +37,12 @@ def reward(name: str, fn: rewards.RewardFn) -> None:
       environment its turns, a line each, without the environment's words),
       tokens (of that text), answer, finished (did it end by itself?),
       conversation (turns, and rewards by name, with an environment), source,
-      id, columns (the row of the data) and the names of its columns. It returns a bool (is it right?), a number, numbers by the
-      names of parts, or a `rewards.Verdict`. With reward.workers it must be
-      importable, which a function of a plugin is, and every call is made in a
-      process of its own: it finds what its module holds after the import and
-      after `fn.prepare()`, where `fn` has that, and keeps nothing.
+      id, columns (the row of the data) and the names of its columns. It returns
+      a bool (is it right?), a number, numbers by the names of parts, or a
+      `rewards.Verdict`. With reward.workers it must be importable, which a
+      function of a plugin is, and every call is made in a process of its own:
+      it finds what its module holds after the import and after
+      `fn.prepare()`, where `fn` has that, and keeps nothing.
 
   Raises:
     ValueError: the name is taken; so do all functions of this module.

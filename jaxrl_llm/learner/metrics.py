@@ -4,7 +4,7 @@ import numpy as np
 
 from jaxrl_llm import estimators, masked
 from jaxrl_llm.learner.algorithm import Algorithm
-from jaxrl_llm.types import Experience, Rollout, Status
+from jaxrl_llm.types import Experience, Origin, Rollout, Status
 
 
 def experience_metrics(
@@ -46,10 +46,11 @@ def parity(
   scored: np.ndarray,
   version: int,
 ) -> dict[str, float]:
-  """How far sampler and trainer differ in the log-probs of the same tokens.
+  """Difference of sampler and trainer in the log-probs of the same tokens.
 
-  Only on tokens that the policy of now wrote do they have to agree; what an
-  older version wrote differs by the updates since, which `staleness` tells.
+  Only tokens that the policy of the present version wrote have to agree. Those
+  of an older version differ by the updates since, see `staleness`, and those of
+  another writer by as much as the writers do.
 
   Args:
     rollout: B responses.
@@ -59,6 +60,7 @@ def parity(
     version: of the policy that the update starts from.
   """
   same = mask & scored[:, None] & (rollout.version == version)
+  same &= rollout.origin == Origin.POLICY
   if not same.any():
     return {}
   difference = np.abs(old_logprobs - rollout.behavior_logprobs)[same]

@@ -176,8 +176,9 @@ RULES = {
     ("reward/errors",),
     above(0, "the reward failed on {:.0f} responses"),
     "they are neither right nor wrong, and nothing is learned from them;"
-    " see `error` in samples.jsonl, correct what reward.name names, or"
-    " raise reward.deadline_s",
+    " see `error` in samples.jsonl, correct what reward.name or"
+    " environment.name names, or raise reward.deadline_s or"
+    " environment.deadline_s",
   ),
   "overlong": Rule(
     ("rollout/overlong_fraction",),

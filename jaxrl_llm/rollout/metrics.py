@@ -1,45 +1,71 @@
 """What a batch of responses reports."""
 
 import json
+from collections.abc import Sequence
 
+import jax
 import numpy as np
 
 from jaxrl_llm.rollout.turns import Conversations
 from jaxrl_llm.sampling import EngineStats
-from jaxrl_llm.types import Origin, Responses, Status
+from jaxrl_llm.types import Responses, Status, join_rows, take_rows
 
 
-def rollout_metrics(responses: Responses) -> dict[str, float]:
+def per_response(
+  judged: Sequence[Responses], kept: np.ndarray
+) -> Responses | None:
+  """Joins judged responses, of whose arrays per token only masks remain.
+
+  Args:
+    judged: one call each.
+    kept: sample ids of responses that are left out: they are judged again in
+      the step that hands them over.
+
+  Returns:
+    All others; None if nothing was judged.
+  """
+  small = lambda x: x if x.ndim == 1 or x.dtype == bool else x[:, :0]
+  parts = []
+  for part in jax.tree.map(small, list(judged)):
+    parts.append(take_rows(part, ~np.isin(part.rollout.sample_id, kept)))
+  return join_rows(parts) if parts else None
+
+
+def rollout_metrics(
+  batch: Responses, judged: Responses | None
+) -> dict[str, float]:
   """Rewards, lengths and verdicts of a step's responses.
 
-  What is only known at the end of a response is about those that ended.
+  Args:
+    batch: responses that are trained on.
+    judged: responses that were judged for it, also those that dynamic sampling
+      discarded, see `per_response`; rewards, verdicts and lengths are theirs.
   """
-  rollout, ended = responses.rollout, responses.ended
-  lengths = rollout.lengths[ended]
-  new = rollout.lengths - rollout.window_start
+  rollout, ended = batch.rollout, batch.ended
   row = {
     "rollout/truncated_fraction": float((~ended).mean()),
-    "rollout/tokens": float(new.sum()),
     "perf/tokens": float((rollout.lengths + rollout.prompt_lengths).sum()),
   }
-  if not ended.any():
+  if judged is None:
     return row
-  correct = responses.correct[ended]
-  row |= _reward_metrics(responses, ended & responses.judged) | {
-    "reward/errors": float((~responses.judged[ended]).sum()),
+  rollout, correct = judged.rollout, judged.correct
+  lengths = rollout.lengths
+  row |= _reward_metrics(judged) | {
+    "reward/errors": float((~judged.judged).sum()),
     "rollout/response_length_mean": float(lengths.mean()),
     "rollout/response_length_max": float(lengths.max()),
     "rollout/response_length_correct": _mean(lengths[correct]),
     "rollout/response_length_incorrect": _mean(lengths[~correct]),
     "rollout/overlong_fraction": float(
-      (rollout.status[ended] == Status.OVERLONG).mean()
+      (rollout.status == Status.OVERLONG).mean()
     ),
   }
-  return row | (_group_metrics(responses) if ended.all() else {})
+  return row | (_group_metrics(judged) if ended.all() else {})
 
 
-def _reward_metrics(responses: Responses, rows: np.ndarray) -> dict[str, float]:
+def _reward_metrics(responses: Responses) -> dict[str, float]:
   """Means of rewards, verdicts and parts; who failed to judge has no say."""
+  rows = responses.judged
   if not rows.any():
     return {}
   rewards = responses.rewards[rows]
@@ -59,7 +85,10 @@ def _reward_metrics(responses: Responses, rows: np.ndarray) -> dict[str, float]:
 
 def decoding_metrics(stats: EngineStats) -> dict[str, float]:
   """What the engine's calls of a step did, those thrown away included."""
-  row = {"rollout/decode_steps": float(stats.decode_steps)}
+  row = {
+    "rollout/tokens": float(stats.tokens),
+    "rollout/decode_steps": float(stats.decode_steps),
+  }
   if stats.slot_steps:  # Nothing is written where enough had ended before.
     # A drafter may write several tokens in a slot's step.
     idle = 1 - stats.tokens / stats.slot_steps
@@ -68,18 +97,19 @@ def decoding_metrics(stats: EngineStats) -> dict[str, float]:
 
 
 def conversation_metrics(
-  responses: Responses, conversations: Conversations
+  judged: Responses | None, conversations: Conversations
 ) -> dict[str, float]:
-  """Turns, and tokens that an environment said, of responses that ended."""
-  rollout, over = responses.rollout, responses.ended
-  present = np.arange(rollout.mask.shape[1]) < rollout.lengths[:, None]
-  heard = ((rollout.origin != Origin.POLICY) & present).sum(axis=1)
-  ids = [str(i) for i in rollout.sample_id[over]]
+  """Turns, and tokens that an environment added, of judged responses."""
+  if judged is None:
+    return {}
+  rollout = judged.rollout
+  ids = map(str, rollout.sample_id)
   turns = [json.loads(conversations[i])["turns"] for i in ids]
+  heard = rollout.lengths - rollout.mask.sum(axis=1)
   return {
-    "rollout/turns_mean": float(np.mean(turns or 0)),
-    "rollout/turns_max": float(max(turns, default=0)),
-    "rollout/observation_tokens_mean": _mean(heard[over]),
+    "rollout/turns_mean": float(np.mean(turns)),
+    "rollout/turns_max": float(max(turns)),
+    "rollout/observation_tokens_mean": float(heard.mean()),
   }
 
 

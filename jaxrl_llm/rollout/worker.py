@@ -28,6 +28,7 @@ from jaxrl_llm.rewards.judge import Judged
 from jaxrl_llm.rollout.metrics import (
   conversation_metrics,
   decoding_metrics,
+  per_response,
   rollout_metrics,
 )
 from jaxrl_llm.rollout.turns import Conversations
@@ -230,11 +231,13 @@ class RolloutWorker:
     collected = collect(state, source_state, weights, timer)
     self._check_each_once(state, collected)
     batch, state = collected.batch, collected.state
-    row = rollout_metrics(batch.responses)
+    kept = sample_ids(state.store)
+    judged = per_response([x.responses for x in collected.judged], kept)
+    row = rollout_metrics(batch.responses, judged)
     row |= decoding_metrics(engine.stats - before) | batch.metrics
     if talks := state.conversations:
-      row |= conversation_metrics(batch.responses, talks)
-      left = map(str, sample_ids(state.store))
+      row |= conversation_metrics(judged, talks)
+      left = map(str, kept)
       state = state.replace(conversations={i: talks[i] for i in left})
     batch = dataclasses.replace(batch, metrics=row)
     return dataclasses.replace(collected, batch=batch, state=state)
@@ -249,24 +252,22 @@ class RolloutWorker:
       RuntimeError: Some are missing or doubled, which is a fault of this code.
     """
     batch, kept = new.batch.responses, sample_ids(new.state.store)
-    begun = [
-      *sample_ids(before.store),
-      *range(before.samples, new.state.samples),
-    ]
-    handed = batch.rollout.sample_id
-    discarded = np.asarray([], int)
+    fresh = np.arange(before.samples, new.state.samples)
+    begun = np.append(sample_ids(before.store), fresh)
+    handed, over = batch.rollout.sample_id, batch.ended
+    found = [*handed[over], *kept]
     if self._settings.dynamic_sampling:
-      judged = [sample_ids(each.responses.rollout) for each in new.judged]
-      discarded = np.setdiff1d(np.concatenate(judged), np.append(handed, kept))
-    found = np.concatenate([handed[batch.ended], kept, discarded])
-    goes_on = np.isin(handed[~batch.ended], kept).all()
-    unique = len(np.unique(handed)) == len(handed)
-    if not (
-      goes_on and unique and np.array_equal(np.sort(found), np.sort(begun))
+      judged = {i for x in new.judged for i in x.responses.rollout.sample_id}
+      found += judged.difference(handed, kept)
+    unfinished = set(handed[~over])
+    if (
+      not np.array_equal(np.sort(found), np.sort(begun))
+      or not unfinished.issubset(kept)
+      or len(unfinished) < (~over).sum()
     ):
       raise RuntimeError(
         f"{len(begun)} responses were begun, but {len(found)} are handed over,"
-        f" kept or discarded, {len(np.unique(found))} of them different"
+        f" kept or discarded, {len(set(found))} of them different"
       )
 
   def _groups(self, state, source_state, weights, timer) -> Collected:
@@ -274,7 +275,7 @@ class RolloutWorker:
     settings = self._settings
     kept: list[Responses] = []
     seen: list[Judged] = []
-    tokens = judged = passed = 0
+    judged = passed = 0
     while (missing := settings.groups - passed) > 0:
       if len(kept) == settings.max_rounds:
         raise _too_few(settings, len(kept), judged, passed)
@@ -283,7 +284,6 @@ class RolloutWorker:
         state, source_state, settings.in_flight - begun, timer
       )
       store = self._write_groups(state, missing, weights, timer)
-      tokens += self.writer.engine.last_stats.tokens
       done = sampling.complete(ended(store), store.group)[store.group]
       # What counts is known of judged groups alone.
       wanted = None if settings.dynamic_sampling else missing
@@ -305,13 +305,11 @@ class RolloutWorker:
       row |= {
         "rollout/rounds": float(len(kept)),
         "rollout/mixed_fraction": passed / judged,
-        "rollout/tokens": float(tokens),  # Those thrown away were paid for too.
       }
     rest, batch = take_rows(batch, surplus), take_rows(batch, ~surplus)
     if settings.stop != "all":
       # Responses may be stale: what is over waits.
       state = state.replace(store=_joined(rest.rollout, state.store))
-      row |= {"rollout/tokens": float(tokens)}
       row |= _partial_metrics(batch.rollout, state.store, weights.version)
     batch = Batch(responses=batch, version=weights.version, metrics=row)
     return Collected(batch, state, source_state, seen)

@@ -13,7 +13,7 @@ from helpers.tiny_experience import (
 )
 
 from jaxrl_llm.learner import metrics
-from jaxrl_llm.types import Status
+from jaxrl_llm.types import Origin, Status
 
 ENDED = [Status.FINISHED, Status.OVERLONG, Status.FINISHED, Status.FINISHED]
 
@@ -68,11 +68,13 @@ class TestExperience:
 
 
 class TestParity:
-  def parity(self, mask=MASK, scored=(True, True, True), version=0):
+  def parity(
+    self, mask=MASK, scored=(True, True, True), version=0, rollout=None
+  ):
     old = make_scores()["old_logprobs"].copy()
     old[2] += 7.0
     return metrics.parity(
-      make_rollout(), mask, old, np.asarray(scored), version
+      rollout or make_rollout(), mask, old, np.asarray(scored), version
     )
 
   def test_by_hand(self):
@@ -87,6 +89,13 @@ class TestParity:
     assert row["sampler_trainer/logprob_diff_max"] == 0.25
     row = self.parity()
     assert row["sampler_trainer/logprob_diff_max"] == 7.25
+
+  def test_is_about_tokens_that_the_policy_wrote(self):
+    rollout = make_rollout()
+    origin = rollout.origin.copy()
+    origin[2] = int(Origin.FOREIGN)  # Of a data set, with log-probs.
+    row = self.parity(rollout=rollout.replace(origin=origin))
+    assert row["sampler_trainer/logprob_diff_max"] == 0.25
 
   def test_where_nothing_can_be_compared(self):
     assert not self.parity(scored=(False, False, False))

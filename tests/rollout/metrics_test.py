@@ -3,9 +3,14 @@
 import numpy as np
 from helpers import tiny_run
 
-from jaxrl_llm.rollout.metrics import decoding_metrics, rollout_metrics
+from jaxrl_llm.rollout.metrics import (
+  conversation_metrics,
+  decoding_metrics,
+  per_response,
+  rollout_metrics,
+)
 from jaxrl_llm.sampling import EngineStats
-from jaxrl_llm.types import Status, unjudged
+from jaxrl_llm.types import Status, take_rows, unjudged
 
 
 def make_responses(status, **changes):
@@ -30,10 +35,20 @@ def test_decoding_counts_the_slots_that_a_pool_had():
   # 4 slots for 10 steps, then 1 for 20: 60 slot-steps, 45 of them wrote.
   after = before + EngineStats(decode_steps=30, slot_steps=60, tokens=45)
   assert decoding_metrics(after - before) == {
+    "rollout/tokens": 45,
     "rollout/decode_steps": 30,
     "rollout/idle_fraction": 0.25,
   }
-  assert decoding_metrics(after - after) == {"rollout/decode_steps": 0}
+  assert decoding_metrics(after - after) == {
+    "rollout/tokens": 0,
+    "rollout/decode_steps": 0,
+  }
+
+
+def report(batch):
+  """The metrics of a batch of which all that ended was judged for it."""
+  over = take_rows(batch, batch.ended)
+  return rollout_metrics(batch, over if batch.ended.any() else None)
 
 
 ENDED = [Status.FINISHED, Status.OVERLONG, Status.FINISHED, Status.FINISHED]
@@ -42,7 +57,7 @@ ENDED = [Status.FINISHED, Status.OVERLONG, Status.FINISHED, Status.FINISHED]
 class TestRolloutMetrics:
   def test_of_ended_responses(self):
     judged = np.asarray([True, True, True, False])
-    row = rollout_metrics(make_responses(ENDED, judged=judged))
+    row = report(make_responses(ENDED, judged=judged))
     # Of the three that were judged, one is right.
     np.testing.assert_allclose(row["reward/mean"], -1 / 3, rtol=1e-6)
     np.testing.assert_allclose(row["reward/accuracy"], 1 / 3)
@@ -57,7 +72,6 @@ class TestRolloutMetrics:
     assert row["rollout/solved_none"] == 0.5
     assert row["rollout/solved_all"] == 0
     assert row["rollout/zero_variance_groups"] == 0.5
-    assert row["rollout/tokens"] == 12  # New are 4, 3, 2 and 3.
     assert row["rollout/truncated_fraction"] == 0
     assert row["perf/tokens"] == 20 + 10
 
@@ -70,37 +84,64 @@ class TestRolloutMetrics:
       "never": arrays([nan, nan, nan, 9]),
     }
     made = make_responses(ENDED, judged=judged).replace(parts=parts)
-    row = rollout_metrics(made)
+    row = report(made)
     assert row["reward/format"] == 0.5 and row["reward/mean_part"] == 2
     assert row["reward/mean"] < 0 and "reward/never" not in row
 
   def test_equal_rewards_have_no_variance_whatever_their_digits(self):
     made = make_responses(ENDED)
     same = made.replace(rewards=np.full(4, 0.37, np.float32))
-    assert rollout_metrics(same)["rollout/zero_variance_groups"] == 1
+    assert report(same)["rollout/zero_variance_groups"] == 1
 
   def test_nobody_was_judged(self):
     made = make_responses(ENDED, judged=np.zeros(4, bool))
-    row = rollout_metrics(made)
+    row = report(made)
     assert row["reward/errors"] == 4
     assert not {"reward/mean", "reward/accuracy"} & set(row)
 
   def test_what_has_not_ended_has_no_verdict(self):
     status = [Status.FINISHED, Status.TRUNCATED, Status.TRUNCATED, 0]
-    row = rollout_metrics(make_responses(status))
+    row = report(make_responses(status))
     assert row["rollout/truncated_fraction"] == 0.5
     assert row["reward/mean"] == 0 and row["reward/accuracy"] == 0.5
     assert row["rollout/response_length_mean"] == 4.5
-    assert row["rollout/tokens"] == 12
     assert "rollout/solved_none" not in row
 
   def test_nothing_has_ended(self):
-    row = rollout_metrics(make_responses([Status.TRUNCATED] * 4))
+    row = report(make_responses([Status.TRUNCATED] * 4))
     assert row["rollout/truncated_fraction"] == 1
     assert not any(name.startswith("reward/") for name in row)
 
   def test_nobody_was_right(self):
     responses = make_responses(ENDED).replace(correct=np.zeros(4, bool))
-    row = rollout_metrics(responses)
+    row = report(responses)
     assert row["rollout/response_length_correct"] == 0
     assert row["rollout/solved_none"] == 1
+
+  def test_discarded_groups_count_and_kept_ones_wait(self):
+    whole = make_responses(ENDED)
+    parts = [take_rows(whole, [0, 1]), take_rows(whole, [2, 3])]
+    # The first group is trained on, the second one is discarded.
+    row = rollout_metrics(parts[0], per_response(parts, np.asarray([], int)))
+    assert row["reward/accuracy"] == 0.25 and row["rollout/solved_none"] == 0.5
+    assert row["rollout/zero_variance_groups"] == 0.5
+    assert row["rollout/response_length_mean"] == 5
+    assert row["perf/tokens"] == 4 + 9 + 3 + 3
+    # Or it waits for the next step.
+    row = rollout_metrics(parts[0], per_response(parts, np.asarray([2, 3])))
+    assert row["reward/accuracy"] == 0.5 and row["rollout/solved_none"] == 0
+    assert per_response([], np.asarray([2])) is None
+
+
+def test_tokens_of_an_environment_are_told_apart():
+  batch = make_responses(ENDED)
+  mask = np.arange(9) < batch.rollout.lengths[:, None]
+  mask[1, 3:7] = False
+  batch = batch.replace(rollout=batch.rollout.replace(mask=mask))
+  talks = {str(i): f'{{"turns": {1 + i % 2}}}' for i in range(4)}
+  got = conversation_metrics(per_response([batch], np.asarray([2, 3])), talks)
+  assert got == {
+    "rollout/turns_mean": 1.5,
+    "rollout/turns_max": 2,
+    "rollout/observation_tokens_mean": 2,
+  }

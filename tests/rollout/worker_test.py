@@ -404,6 +404,11 @@ class TestDynamicSampling:
     row = run.collect().batch.metrics
     assert row["rollout/rounds"] == 2
     assert row["rollout/tokens"] == sum(map(length_of, range(16)))
+    # Round two has a group more than is wanted, which is discarded.
+    assert row["reward/accuracy"] == 10 / 16
+    assert row["rollout/solved_all"] == 0.25
+    lengths = list(map(length_of, range(16)))
+    assert row["rollout/response_length_mean"] == np.mean(lengths)
 
   def test_surplus_waits_only_where_responses_may_be_stale(self):
     batches = {}
@@ -417,7 +422,10 @@ class TestDynamicSampling:
         max_staleness=2,
         lengths=lambda i: 2,
       )
-      run.collect()
+      row = run.collect().batch.metrics
+      # All four groups, or those two that are handed over.
+      assert row["rollout/mixed_fraction"] == 1 and row["rollout/tokens"] == 32
+      assert row["reward/accuracy"] == 0.5
       batches[stop] = ids_of(run.state.store)
       judged = len(run.pool.seen)
       second = run.collect()
