@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax._src import distributed  # There is no public way to its client.
 from jax.experimental import multihost_utils
 
 from jaxrl_llm.errors import InputError, TrainingStopped
@@ -73,27 +74,44 @@ def connect(
 
 @contextlib.contextmanager
 def ended_together() -> Iterator[None]:
-  """Ends this process when a collective fails: another one has died.
+  """Ends this process with code 1 when a collective fails: another has died.
 
-  It waits for JAX to say which one, as long as `connect` was told to be
-  patient: nothing else can be done, as the devices wait for each other.
+  Its line names the processes that do not answer. It comes before JAX, whose
+  heartbeats take longer, aborts the process with the stacks of all threads.
   """
   try:
     yield
-  except jax.errors.JaxRuntimeError as error:
-    if jax.process_count() == 1:
+  except (jax.errors.JaxRuntimeError, ValueError) as error:
+    # From `multihost_utils` the same error comes as a ValueError.
+    foreign = isinstance(error, ValueError) and "Gloo" not in str(error)
+    if jax.process_count() == 1 or foreign:
       raise
     reason = str(error).strip().splitlines()[0][:200]
+    silent = ", ".join(map(str, _silent())) or "none"
     print(
       f"\nprocess {jax.process_index()} of {jax.process_count()} on"
-      f" {socket.gethostname()}: a collective failed, as another process has"
-      f" died ({reason}); JAX says within {_patience_s} s which one; start all"
-      " of them again with the same --workdir",
+      f" {socket.gethostname()}: a collective failed ({reason}); processes that"
+      f" do not answer: {silent}; start all of them again with the same"
+      " --workdir",
       file=sys.stderr,
       flush=True,
     )
-    time.sleep(_patience_s + 5)
+    if is_first():  # The others still read what it serves.
+      time.sleep(1)
     os._exit(1)
+
+
+def _silent() -> list[int]:
+  """Processes that do not report a failed collective to the first one."""
+  client = distributed.global_state.client
+  try:
+    client.key_value_set(f"failed/{jax.process_index()}", "")
+    time.sleep(min(5, _patience_s / 4))
+    reports = client.key_value_dir_get("failed")
+  except jax.errors.JaxRuntimeError:
+    return [0]
+  reported = {int(key.rpartition("/")[2]) for key, _ in reports}
+  return sorted({*range(jax.process_count())} - reported)
 
 
 def is_first() -> bool:

@@ -15,6 +15,7 @@ from jaxrl_llm.errors import InputError
 _COORDINATOR = flags.DEFINE_string("coordinator", "", "")
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", 1, "")
 _PROCESS_ID = flags.DEFINE_integer("process_id", 0, "")
+_DYING = flags.DEFINE_integer("dying", -1, "")
 _PATIENCE_S = flags.DEFINE_integer("patience_s", 10, "")
 
 
@@ -73,6 +74,15 @@ def check_signals(index, rounds=20):
     assert len(set(processes.gather(steps))) == 1
 
 
+def check_death(index):
+  """One process dies while the other waits for it."""
+  with processes.ended_together():
+    processes.gather(0)
+    if index == _DYING.value:
+      os.kill(os.getpid(), signal.SIGKILL)
+    processes.gather(1)
+
+
 def main(_):
   processes.connect(
     _COORDINATOR.value,
@@ -80,6 +90,9 @@ def main(_):
     _PROCESS_ID.value,
     patience_s=_PATIENCE_S.value,
   )
+  if _DYING.value >= 0:
+    check_death(_PROCESS_ID.value)
+    return
   check(_PROCESS_ID.value)
   check_signals(_PROCESS_ID.value)
   sys.stdout.write("met\n")
