@@ -474,7 +474,8 @@ class TestPhaseTimer:
       "time/update_policy_s": 2.0,
       "time/step_s": 4.5,
     }
-    assert seen == ["generate", "update_policy", "update_policy"]
+    between = "between phases"
+    assert seen == ["generate", between, *["update_policy", between] * 2]
     clock.now += 1.0
     assert timer.collect() == {"time/step_s": 1.0}
 
@@ -547,6 +548,15 @@ with metrics.MetricsLogger(
   now += 2.0
   wait_for_a_host_that_died()
 """
+
+
+def test_a_phase_that_goes_on_is_named_when_another_ends():
+  seen = []
+  timer = metrics.PhaseTimer(on_enter=seen.append)
+  with timer.phase("update_policy"):  # Meanwhile the sampler writes.
+    with timer.phase("generate"):
+      pass
+  assert seen[1:] == ["generate", "update_policy", "between phases"]
 
 
 class TestWatchdog:

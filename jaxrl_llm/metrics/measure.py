@@ -63,7 +63,7 @@ class PhaseTimer:
     compiles: "CompileCounter | None" = None,
     waited: Callable[[], float] | None = None,
     spent: Mapping[str, float] = {},
-    on_enter: Callable[[str], None] | None = None,
+    on_enter: Callable[[str], None] = lambda name: None,
   ):
     """Starts timing.
 
@@ -74,11 +74,13 @@ class PhaseTimer:
         and other processes so far; each phase's `host/<name>_s` is then the
         time in which it did not.
       spent: seconds by phase that the first step's metrics have too.
-      on_enter: told the name of each phase as it begins.
+      on_enter: gets the name of each phase as it begins and, as one ends, that
+        of the phase which goes on, or 'between phases'.
     """
     self._clock, self._compiles = clock, compiles
     self._compiled = compiles.seconds if compiles else lambda: 0.0
     self._waited, self._on_enter = waited, on_enter
+    self._entered = []  # Also phases of other threads.
     self._seconds = collections.defaultdict(float, spent)
     self._host = collections.defaultdict(float)
     self._step_start = clock()
@@ -89,8 +91,8 @@ class PhaseTimer:
 
     Compiling in it is booked on `time/compile_s`.
     """
-    if self._on_enter is not None:
-      self._on_enter(name)
+    self._entered.append(name)
+    self._on_enter(name)
     start, compiled = self._clock(), self._compiled()
     waited = self._waited() if self._waited else 0.0
     try:
@@ -101,6 +103,8 @@ class PhaseTimer:
       self._seconds[name] += seconds
       if compiled:
         self._seconds["compile"] += compiled
+      self._entered.remove(name)
+      self._on_enter(["between phases", *self._entered][-1])
       if self._waited:
         self._host[name] += max(seconds - (self._waited() - waited), 0.0)
 
