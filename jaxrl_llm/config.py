@@ -188,7 +188,7 @@ class Data(Group, path="data"):
   max_prompt_length = Key(16, _SOME, "Tokens.", FIXED)
   on_long = Key("error", Choice(("error", "drop")),
     "What a longer prompt does: 'error' refuses the data at the start, 'drop'"
-    " passes over it.")
+    " leaves it out.")
 
 
 class Reward(Group, path="reward"):

@@ -10,9 +10,8 @@ it is a sum of integers, which is exact in any order.
 import collections
 import functools
 import hashlib
-import pathlib
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import chex
@@ -85,15 +84,6 @@ def combine(parts: Checksums) -> int:
 def of_bytes(data: bytes) -> str:
   """128 bits that stand for a file or a text."""
   return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
-def of_files(paths: Iterable[pathlib.Path]) -> str:
-  """128 bits that stand for the contents of all paths that are files."""
-  whole = hashlib.blake2b(digest_size=16)
-  for path in filter(pathlib.Path.is_file, paths):
-    with path.open("rb") as file:
-      hashlib.file_digest(file, lambda: whole)
-  return whole.hexdigest()
 
 
 def path_name(path: Sequence[Any]) -> str:

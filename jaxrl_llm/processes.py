@@ -96,8 +96,7 @@ def ended_together() -> Iterator[None]:
       file=sys.stderr,
       flush=True,
     )
-    if is_first():  # The others still read what it serves.
-      time.sleep(1)
+    time.sleep(is_first())  # Others still read what the first one serves.
     os._exit(1)
 
 

@@ -37,6 +37,7 @@ from jaxrl_llm.models import hf
 
 _CONFIG, _CHANGES = "config.json", "config_changes.jsonl"
 _ROWS, _MODEL = "metrics.jsonl", "base_model"
+_FILES = (_ROWS, "samples.jsonl")
 
 _POLICY = "learner.policy.params"  # Item of a checkpoint.
 Changes = dict[str, list[Any]]  # Key: [old, new], as JSON has them.
@@ -73,6 +74,9 @@ def held(workdir: pathlib.Path) -> Iterator[None]:
   """
   with _writing(workdir):
     workdir.mkdir(parents=True, exist_ok=True)
+    for place in (workdir / name for name in (*_FILES, "checkpoints")):
+      if place.exists() and place.is_file() != (place.name in _FILES):
+        raise OSError(f"{place.name} in it is not of its kind")
     file = (workdir / "lock").open("a")
   with file:
     try:
@@ -86,7 +90,7 @@ def held(workdir: pathlib.Path) -> Iterator[None]:
         " choose another directory"
       ) from None
     except OSError:
-      pass  # A file system that has no locks; nothing guards the folder.
+      print(f"{workdir}: no locks here; start no second run in this folder")
     yield
 
 
@@ -265,7 +269,9 @@ def set_aside(workdir: pathlib.Path, step: int) -> str:
   rows = workdir / _ROWS
   # Also those without a COMMIT, which a kill left.
   names = [place.name for place in (workdir / "checkpoints").glob("*")]
-  late = sorted(int(n) for n in names if n.isdecimal() and int(n) > step)
+  late = sorted(
+    int(n) for n in names if checkpoint.is_step(n) and int(n) > step
+  )
   if not late and (step >= 0 or not rows.exists() or not rows.stat().st_size):
     return ""
   folder = workdir / f"set_aside_{1 + len(list(workdir.glob('set_aside_*')))}"

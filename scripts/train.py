@@ -116,6 +116,12 @@ def make_config(folder: pathlib.Path):
     if not workdir.steps(folder):
       return given
   config = workdir.read_config(folder)
+  rows = folder / "metrics.jsonl"
+  if rows.is_file() and rows.stat().st_size and not workdir.steps(folder):
+    raise InputError(
+      f"{folder}: has the rows of a run, but no checkpoint; mount the disk of"
+      f" {folder}/checkpoints if it has one, or give --config to start anew"
+    )
   config.update_from_flattened_dict(config_flags.get_override_values(flag))
   plugins = dict.fromkeys([*config.run.plugins, *given.run.plugins])
   config.run.plugins = given.run.plugins = tuple(plugins)

@@ -58,6 +58,12 @@ class TestSecondsSpent:
     assert spent["generate"] == 4.0 and spent["wait"] == 1.0
     assert spent["other"] == 1 + 1 + 2 and spent["lost"] == 5.0
 
+  def test_a_clock_that_was_set_back(self):
+    rows = self.rows(**{"time/generate_s": 10.0})
+    rows[-1]["time"] -= 1e8
+    assert report.seconds_spent(rows)["lost"] == 0
+    assert 0 < report.goodput(rows) < 1
+
   def test_of_rows_without_times(self):
     assert sum(report.seconds_spent([{"step": 0}, {"step": 1}]).values()) == 0
     assert report.goodput([{"step": 0}]) == 0

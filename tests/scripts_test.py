@@ -164,6 +164,15 @@ def test_foreign_code_does_not_end_it_with_0(
   assert said in fail(process, code)
 
 
+def test_rows_without_a_checkpoint_are_not_overwritten(start, tmp_path):
+  (tmp_path / "config.json").write_text("{}")
+  (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+  before = tiny_run.snapshot(tmp_path)
+  line = fail(start(tmp_path, "--nodry_run"), 2)
+  assert "but no checkpoint; mount the disk of" in line and "--config" in line
+  assert tiny_run.snapshot(tmp_path) == before
+
+
 @pytest.mark.slow
 class TestKill:
   def test_the_next_start_repeats_the_uninterrupted_run(

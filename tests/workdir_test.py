@@ -313,13 +313,23 @@ class TestHeld:
     with workdir_lib.held(tmp_path / "run"):  # What is left blocks nobody.
       pass
 
-  def test_a_file_system_without_locks(self, tmp_path, monkeypatch):
+  @pytest.mark.parametrize("name", ["checkpoints", "metrics.jsonl"])
+  def test_a_file_of_the_wrong_kind(self, tmp_path, name):
+    place = tmp_path / "run" / name
+    place.parent.mkdir()
+    place.touch() if name == "checkpoints" else place.mkdir()
+    with pytest.raises(InputError, match=f"{name} in it is not of its kind"):
+      with workdir_lib.held(tmp_path / "run"):
+        pass
+
+  def test_a_file_system_without_locks(self, tmp_path, monkeypatch, capsys):
     def refuse(file, operation):
       raise OSError("no locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     with workdir_lib.held(tmp_path):
       pass
+    assert "no locks here; start no second run" in capsys.readouterr().out
 
 
 class TestSetAside:

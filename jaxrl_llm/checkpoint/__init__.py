@@ -1,6 +1,6 @@
 """Checkpoints of training runs."""
 
-from jaxrl_llm.checkpoint.commit import DamagedError, steps
+from jaxrl_llm.checkpoint.commit import DamagedError, is_step, steps
 from jaxrl_llm.checkpoint.manager import (
   Checkpointer,
   load,
@@ -14,6 +14,7 @@ __all__ = [
   "Checkpointer",
   "DamagedError",
   "from_items",
+  "is_step",
   "load",
   "load_tree",
   "newest_undamaged",

@@ -7,6 +7,7 @@ without it is no checkpoint. It ends with a checksum of itself.
 
 import json
 import pathlib
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,7 +36,12 @@ class DamagedError(InputError):
 def steps(directory: pathlib.Path) -> list[int]:
   """The checkpoints of a directory, ascending."""
   names = (file.parent.name for file in directory.glob(f"*/{FILE}"))
-  return sorted(int(name) for name in names if name.isdecimal())
+  return sorted(int(name) for name in names if is_step(name))
+
+
+def is_step(name: str) -> bool:
+  """Whether a folder has the name of a step, as `Checkpointer` writes it."""
+  return re.fullmatch("0|[1-9][0-9]{0,8}", name) is not None
 
 
 def num_bytes(trees: Mapping[str, Any]) -> int:
@@ -77,8 +83,12 @@ def write(
   files.to_disk(folder.parent)
 
 
-def read(folder: pathlib.Path) -> dict[str, Any]:
+def read(folder: pathlib.Path, *parts: str) -> dict[str, Any]:
   """The record of a checkpoint.
+
+  Args:
+    folder: of the checkpoint.
+    *parts: that the record must have, beside its leaves.
 
   Raises:
     DamagedError: it is not as it was written.
@@ -98,12 +108,16 @@ def read(folder: pathlib.Path) -> dict[str, Any]:
   if last != digest.of_bytes(f"{body}\n".encode()):
     raise DamagedError(folder, f"{FILE} is not as it was written")
   record = json.loads(body)
-  if record["format"] != FORMAT:
+  found = record.get("format") if isinstance(record, dict) else None
+  if found != FORMAT:
     raise InputError(
-      f"{folder}: checkpoint format {record['format']}, but this version of"
+      f"{folder}: checkpoint format {found!r}, but this version of"
       f" jaxrl_llm reads {FORMAT}; use the version that wrote it, or another"
       " --workdir"
     )
+  for part in ("leaves", *parts):
+    if not isinstance(record.get(part), dict):
+      raise DamagedError(folder, f"{FILE} has no {part!r}")
   return record
 
 

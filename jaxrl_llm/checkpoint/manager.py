@@ -155,17 +155,17 @@ class Checkpointer:
     Raises:
       InputError: as of `restore`, or the states have other parts.
     """
-    values = self.record(step)["states"]
+    values = self.record(step, "states")["states"]
     trees = self.restore(step, state.targets(abstract, values))
     return state.from_items(abstract, trees, values)
 
-  def record(self, step: int) -> dict[str, Any]:
-    """The COMMIT of a step, with the metadata that `save` was given.
+  def record(self, step: int, *parts: str) -> dict[str, Any]:
+    """The COMMIT of a step, with these parts of what `save` was given.
 
     Raises:
       InputError: it cannot be read or was written by another version.
     """
-    return commit.read(self._directory / str(step))
+    return commit.read(self._directory / str(step), *parts)
 
   def new_errors(self) -> list[str]:
     """A line of every failure that has become known; does not wait."""

@@ -50,7 +50,8 @@ def seconds_spent(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     spent["other"] += step - sum(phases.values())
     now = row.get("time")
     if previous is not None and now is not None:
-      spent["lost"] += now - previous - start - step
+      # A clock that was set back loses nothing.
+      spent["lost"] += max(0.0, now - previous - start - step)
     previous = now
   return spent
 

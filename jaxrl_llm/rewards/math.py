@@ -16,6 +16,7 @@ _MAX_RESPONSE = 20_000  # Characters searched, counted from the end.
 _MAX_ANSWER = 512
 
 _BRACE = re.compile(r"[{}]")
+_BRACED = re.compile(r"\A\{([^{}]*)\}\Z")
 _BOX = re.compile(r"\\f?box(?:ed)?[ ]{0,4}\Z")
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 _UNSIGNED = rf"(?:{_DIGITS}(?:\.[0-9]+)?|\.[0-9]+)"
@@ -113,8 +114,9 @@ def normalize_answer(answer: str) -> str:
   unit goes only where a number stands before it. The parts of a point, an
   interval or a set are stripped each, and square roots have one spelling.
   """
-  text = _DROP.sub("", answer[:_MAX_ANSWER].replace("\u2212", "-"))
-  text = _SPACE.sub(" ", text).strip()
+  text = answer[:_MAX_ANSWER].replace("\u2212", "-").replace("{,}", ",")
+  text = _SPACE.sub(" ", _DROP.sub("", text)).strip()
+  text = _BRACED.sub(r"\1", text)
   text = _FRAC.sub(r"\\frac", text)
   text = _FRAC_ARGS.sub(_as_ratio, text)
   bare = _TEXT.sub("", text).strip()

@@ -60,13 +60,12 @@ def make_prompts(
 
 def digests(config: Any) -> dict[str, str]:
   """Digests of the files of data and code, by the key that names them."""
-  named = {
-    "data.path": config.data.path,
-    "eval.path": config.eval.path,
-    "reward.path": config.reward.path,
-    "run.plugins": ",".join(config.run.plugins),
-  }
-  return {key: digest.of_files(rows.files(path)) for key, path in named.items()}
+  plugins, reward = ",".join(config.run.plugins), config.reward.path
+  named = {"data.path": config.data.path, "eval.path": config.eval.path}
+  named |= {"reward.path": reward, "run.plugins": plugins}
+  read = lambda path: path.read_bytes() if path.is_file() else b""
+  of = lambda paths: digest.of_bytes(b"".join(map(read, rows.files(paths))))
+  return {key: of(paths) for key, paths in named.items()}
 
 
 def check_prompts(source: PromptSource) -> None:

@@ -126,7 +126,7 @@ def _resume_or_start(
   if restored:
     states, weights = restored
     last = states.step
-    facts = saver.record(last)["facts"]
+    facts = saver.record(last, "facts")["facts"]
     events += processes.of_first(
       workdir_lib.check_facts, workdir, last, facts, run.inputs
     )

@@ -13,7 +13,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from jaxrl_llm import checkpoint, sharding
+from jaxrl_llm import checkpoint, digest, sharding
 from jaxrl_llm.checkpoint import commit
 from jaxrl_llm.errors import InputError
 
@@ -305,6 +305,30 @@ class TestUnreadable:
       write(tmp_path, make_mesh(1, 1, 1, 1))
     with pytest.raises(InputError, match="reads 4; use the version that wrot"):
       reopen(tmp_path).record(3)
+
+  @pytest.mark.parametrize(
+    ("content", "said"),
+    [
+      ("[]", "checkpoint format None, but"),
+      ('{"format": "4"}', "checkpoint format '4', but"),
+      ('{"format": 4}', "damaged (COMMIT has no 'leaves')"),
+      ('{"format": 4, "leaves": {}}', "damaged (COMMIT has no 'states')"),
+    ],
+  )
+  def test_of_other_content_with_its_checksum(self, tmp_path, content, said):
+    (tmp_path / "3").mkdir()
+    text = f"{content}\n"
+    checksum = digest.of_bytes(text.encode())
+    (tmp_path / "3" / "COMMIT").write_text(f"{text}{checksum}\n")
+    with pytest.raises(InputError) as error:
+      reopen(tmp_path).restore_states(3, {})
+    assert said in one_line(error)
+
+  @pytest.mark.parametrize("name", ["012", "\u0661\u0662", "1" * 25, "-1"])
+  def test_of_a_name_that_no_step_has(self, tmp_path, name):
+    write(tmp_path, make_mesh(1, 1, 1, 1))
+    shutil.copytree(tmp_path / "3", tmp_path / name)
+    assert checkpoint.steps(tmp_path) == [3]
 
   def test_a_half_written_step_does_not_count(self, tmp_path):
     write(tmp_path, make_mesh(1, 1, 1, 1))
