@@ -50,16 +50,15 @@ def _abstract_batch(
     sharding=sharding.along_batch(mesh, axis=1),
   )
   tokens = ("tokens", "targets", "segments", "prefixes", "positions")
-  whole = sharding.replicated(mesh)
-  number = jax.ShapeDtypeStruct((), np.int32, sharding=whole)
+  whole = jax.ShapeDtypeStruct((), np.int32, sharding=sharding.replicated(mesh))
   return PackedBatch(
     packed=PackedTokens(
       **{name: of(np.int32) for name in tokens},
       mask=of(np.bool_),
       logprobs=of(np.float32),
-      count=number,
+      count=whole,
     ),
     mask=of(np.bool_),
     inputs={name: of(np.float32) for name in names},
-    schedule_step=number,
+    schedule_step=whole,
   )

@@ -65,9 +65,7 @@ class GradientSum:
     sums = how.add(self.sums, self.state.params, batch, *self.settings)
     self.sums = processes.ready(sums)  # The phase has its own time.
 
-  def apply(
-    self, inputs: Any, step: int
-  ) -> tuple[TrainState, update_lib.Metrics]:
+  def apply(self, inputs: Any, step: int) -> tuple[TrainState, Any]:
     """The state after the update, and its metrics.
 
     Args:
@@ -75,10 +73,8 @@ class GradientSum:
       step: of the run.
     """
     size = masked.reduction_size(inputs[self.mask], mode=self.mode)
-    schedule_step = self.model.settings.schedule_step(step, 0, 1)
-    return self.model.accumulation.apply(
-      self.state, self.sums, size, schedule_step
-    )
+    at = self.model.settings.schedule_step(step, 0, 1)
+    return self.model.accumulation.apply(self.state, self.sums, size, at)
 
 
 class Ema(NamedTuple):

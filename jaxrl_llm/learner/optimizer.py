@@ -162,12 +162,20 @@ def create_train_state(
   )
 
 
+def at_schedule_step(state: TrainState, step: chex.Array) -> TrainState:
+  """The state with its learning-rate schedule at a step, an int32 scalar."""
+  is_schedule = lambda x: isinstance(x, optax.ScaleByScheduleState)
+  move = lambda x: x._replace(count=step) if is_schedule(x) else x
+  opt_state = state.optimizer.opt_state
+  opt_state = jax.tree.map(move, opt_state, is_leaf=is_schedule)
+  return state.replace(optimizer=state.optimizer._replace(opt_state=opt_state))
+
+
 def apply_gradients(
   state: TrainState,
   gradients: Any,
   optimizer: optax.GradientTransformation,
   *,
-  schedule_step: chex.Array,
   finite: chex.Array,
   scale: chex.Array | None = None,
   frozen: tuple[str, ...] = (),
@@ -178,15 +186,13 @@ def apply_gradients(
     state: before.
     gradients: like its params, those that are trained.
     optimizer: of the state.
-    schedule_step: int32 scalar, where its learning-rate schedule is.
     finite: bool scalar.
     scale: factor of the update beside the learning rate; None is 1.
     frozen: as in `split_frozen`.
   """
   before = state.optimizer
   trained, kept = split_frozen(state.params, frozen)
-  opt_state = _at(before.opt_state, schedule_step)
-  updates, opt_state = optimizer.update(gradients, opt_state, trained)
+  updates, opt_state = optimizer.update(gradients, before.opt_state, trained)
   if scale is not None:
     updates = jax.tree.map(lambda x: scale * x, updates)
   params = optax.apply_updates(trained, updates)
@@ -199,14 +205,4 @@ def apply_gradients(
       skipped=before.skipped + ~finite,
       skipped_in_a_row=jnp.where(finite, 0, before.skipped_in_a_row + 1),
     ),
-  )
-
-
-def _at(opt_state: Any, schedule_step: chex.Array) -> Any:
-  """The state of an optimizer whose schedule is at the given step."""
-  is_schedule = lambda x: isinstance(x, optax.ScaleByScheduleState)
-  return jax.tree.map(
-    lambda x: x._replace(count=schedule_step) if is_schedule(x) else x,
-    opt_state,
-    is_leaf=is_schedule,
   )

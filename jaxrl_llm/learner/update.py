@@ -17,6 +17,7 @@ from jaxrl_llm import losses
 from jaxrl_llm.learner.optimizer import (
   TrainState,
   apply_gradients,
+  at_schedule_step,
   merge_frozen,
   split_frozen,
 )
@@ -165,11 +166,11 @@ def make_accumulation(
     gradient, trained = _gradient_of(objective, params, frozen)
     return _accumulate(gradient, trained, sums, batch, *settings)
 
-  def apply(state: TrainState, sums, size, schedule_step):
+  def apply(state: TrainState, sums, size, step):
     gradients, (totals, means, maxima) = sums
     over = functools.partial(jax.tree.map, lambda x: x / size)
     totals = over(totals) | {"tokens": totals["tokens"]}
-    return how(state, (over(gradients), (totals, means, maxima)), schedule_step)
+    return how(state, (over(gradients), (totals, means, maxima)), step)
 
   of_sums = None
   if out_shardings is not None:
@@ -193,9 +194,7 @@ def _gradient_of(objective: Objective, params, frozen):
   return gradient, trained
 
 
-def _apply(
-  name, optimizer, schedule, frozen, state, sums, schedule_step, *, scale=None
-):
+def _apply(name, optimizer, schedule, frozen, state, sums, step, *, scale=None):
   """One optimizer step by what was summed up over a batch."""
   gradients, (totals, means, maxima) = sums
   norm = optax.global_norm(gradients)
@@ -208,20 +207,15 @@ def _apply(
     | maxima
     | {
       f"{name}/grad_norm": norm,
-      f"{name}/lr": schedule(schedule_step),
+      f"{name}/lr": schedule(step),
       f"{name}/skipped": 1.0 - finite,
     }
   )
   if scale is not None:
     metrics[f"{name}/step_scale"] = scale
+  state = at_schedule_step(state, step)
   state = apply_gradients(
-    state,
-    gradients,
-    optimizer,
-    schedule_step=schedule_step,
-    finite=finite,
-    scale=scale,
-    frozen=frozen,
+    state, gradients, optimizer, finite=finite, scale=scale, frozen=frozen
   )
   return state, metrics
 

@@ -54,11 +54,7 @@ def make_apply(optimizer):
   """apply(state, gradients, finite), jitted: eager optax is slow to start."""
   return jax.jit(
     lambda current, gradients, finite: optimizer_lib.apply_gradients(
-      current,
-      gradients,
-      optimizer,
-      schedule_step=current.optimizer.step,
-      finite=finite,
+      current, gradients, optimizer, finite=finite
     )
   )
 
@@ -201,13 +197,10 @@ class TestApplyGradients:
     params = make_params()
     current = optimizer_lib.create_train_state(params, optimizer)
     gradients = jax.tree.map(jnp.ones_like, params)
-    apply = jax.jit(
-      lambda current, step: optimizer_lib.apply_gradients(
-        current, gradients, optimizer, schedule_step=step, finite=True
-      )
-    )
+    apply = make_apply(optimizer)
     for step, rate in ((2, 0.6), (2, 0.6), (0, 0.2)):
-      after = apply(current, step)
+      current = optimizer_lib.at_schedule_step(current, jnp.int32(step))
+      after = apply(current, gradients, True)
       change = jax.tree.map(jnp.subtract, current.params, after.params)
       np.testing.assert_allclose(jax.tree.leaves(change)[0], rate, rtol=1e-5)
       current = after
@@ -265,12 +258,7 @@ class TestApplyGradients:
     def apply(scale):
       return jax.jit(
         lambda current, gradients, scale: optimizer_lib.apply_gradients(
-          current,
-          gradients,
-          optimizer,
-          schedule_step=0,
-          finite=True,
-          scale=scale,
+          current, gradients, optimizer, finite=True, scale=scale
         )
       )(current, gradients, scale)
 
