@@ -76,6 +76,20 @@ CONTRADICTIONS = [
     STREAMING | {"estimator.normalize": "whiten"},
     ["schedule.streaming=True", "estimator.normalize='whiten'", "whole batch"],
   ),
+  *(
+    (
+      GROUPED | {"estimator.name": name, "estimator.gamma": 0.9},
+      ["estimator.gamma=0.9", f"estimator.name='{name}'", "discounts nothing"],
+    )
+    for name in ("group", "token_group", "optimal_baseline")
+  ),
+  *(
+    (
+      {"loss.name": name, "loss.dual_clip": 3.0},
+      ["loss.dual_clip=3.0", f"loss.name='{name}'", "no dual clip"],
+    )
+    for name in ("gspo", "cispo", "policy_gradient")
+  ),
   (
     STREAMING | {"sampler.drafter": "prompt_lookup"},
     ["sampler.drafter='prompt_lookup'", "schedule.streaming=True"],

@@ -137,8 +137,9 @@ def whiten(
   """Advantages whitened over all tokens of the batch, (A - Ā) / √(var A + ε).
 
   Every token counts once, so that long responses weigh more, and the variance
-  has Bessel's correction. No estimator does this by itself: call it after the
-  value targets are formed, on the global batch.
+  has Bessel's correction. Advantages that are all equal have no scale and are
+  divided by 1. No estimator does this by itself: call it after the value
+  targets are formed, on the global batch.
 
   REINFORCE++ is this step after the reward to go, which is `lambda_returns`
   with values of 0 and γ = λ = 1; for its variant with a baseline, center the
@@ -170,6 +171,9 @@ def whiten(
   chex.assert_equal_shape([advantages, mask])
   check_number("epsilon", epsilon, "[0, inf]")
   scale = jnp.sqrt(masked.masked_var(advantages, mask) + epsilon)
+  largest = masked.masked_max(advantages, mask)
+  varies = largest > -masked.masked_max(-advantages, mask)
+  scale = jnp.where(varies, scale, 1.0)
   advantages = masked.masked_fill(advantages, mask)
   if center:
     advantages = advantages - masked.masked_mean(advantages, mask)

@@ -9,6 +9,8 @@ from jaxrl_llm import config as config_lib
 from jaxrl_llm import rewards
 from jaxrl_llm.data import sources
 from jaxrl_llm.learner.choices import correction_of, has_critic
+from jaxrl_llm.learner.methods import make_algorithm
+from jaxrl_llm.learner.parts import leaves_of
 from jaxrl_llm.masked import NORM_MODES
 
 Wrong = dict[str, str]  # Keys that do not go together -> what to do.
@@ -139,7 +141,9 @@ def streaming(config: Any, wrong: Wrong) -> None:
       "a batch that arrives group by group is not there to be learned from"
       " again; switch one off"
     )
+  read = leaves_of(["advantages"], make_algorithm(config).parts)
   whole = {
+    "estimator.name": "example_id" in read,  # To compare groups of a prompt.
     "estimator.normalize": config.estimator.normalize != "none",
     "loss.name": config.loss.name == "hapo",
     "loss.nll_coefficient": config.loss.nll_coefficient > 0,
@@ -166,8 +170,12 @@ def groups(config: Any, wrong: Wrong) -> None:
   """Responses that are compared with others to the same prompt."""
   estimator, size = config.estimator, config.data.group_size
   name, center = estimator.name, estimator.center
-  grouped = name in ("group", "token_group", "optimal_baseline")
-  grouped |= name == "reward_to_go" and center != "none"
+  of_wholes = name in ("group", "token_group", "optimal_baseline")
+  if of_wholes and estimator.gamma < 1:
+    wrong["estimator.gamma, estimator.name"] = (
+      "this estimator discounts nothing; use gamma=1 or 'reward_to_go'"
+    )
+  grouped = of_wholes or (name == "reward_to_go" and center != "none")
   if grouped and size < 2:
     wrong["data.group_size, estimator.name"] = (
       "a group baseline needs at least two responses to a prompt"
@@ -188,14 +196,11 @@ def groups(config: Any, wrong: Wrong) -> None:
     wrong["estimator.drop_pivot, data.group_size"] = (
       "only a group of odd size has a median response"
     )
-  if config.value.pretrain_steps and not has_critic(config):
-    wrong["value.pretrain_steps, estimator.name"] = (
-      "this estimator has no critic to pretrain; set value.pretrain_steps=0"
-    )
-  if config.value.reward_model_steps and not has_critic(config):
-    wrong["value.reward_model_steps, estimator.name"] = (
-      "this estimator has no critic to pretrain; set value.reward_model_steps=0"
-    )
+  for key in ("pretrain_steps", "reward_model_steps"):
+    if config.value[key] and not has_critic(config):
+      wrong[f"value.{key}, estimator.name"] = (
+        "this estimator has no critic to pretrain; set the steps to 0"
+      )
 
 
 def off_policy(config: Any, wrong: Wrong) -> None:
@@ -275,6 +280,10 @@ def losses(config: Any, wrong: Wrong) -> None:
   if loss.kl_coefficient and loss.kl_reward_coefficient:
     wrong["loss.kl_coefficient, loss.kl_reward_coefficient"] = (
       "the KL counts once; set one of them to 0"
+    )
+  if loss.dual_clip and loss.name in ("gspo", "cispo", "policy_gradient"):
+    wrong["loss.dual_clip, loss.name"] = (
+      "this loss has no dual clip; use dual_clip=None, or 'clip' or 'hapo'"
     )
   if loss.norm and loss.mode not in NORM_MODES:
     wrong["loss.norm, loss.mode"] = (

@@ -207,6 +207,13 @@ class TestWhiten:
     zeros = _whiten(np.where(mask, 0.0, np.nan), mask, center=center)
     np.testing.assert_array_equal(zeros, 0.0)
 
+  @pytest.mark.parametrize("value", [-1.0, -0.1, 3.0])
+  def test_equal_advantages_are_not_blown_up(self, value):
+    mask = jnp.array([[True] * 5, [True, True, False, False, False]])
+    advantages = jnp.where(mask, value, jnp.nan)
+    got = estimators.whiten(advantages, mask, center=False)
+    np.testing.assert_array_equal(got, jnp.where(mask, value, 0.0))
+
   def test_bad_input_raises(self):
     with pytest.raises(ValueError, match="epsilon=-1.0"):
       estimators.whiten(np.ones(3), np.ones(3, bool), epsilon=-1.0)
