@@ -203,8 +203,9 @@ class Reward(Group, path="reward"):
   weights = Key({}, None,
     "Of the named parts of a reward; 1 where none is given.")
   threshold = Key(0.5, _REWARD,
-    "A response whose reward is a number is right if it is above; accuracy,"
-    " dynamic sampling and the positive-example loss read it.")
+    "A response whose reward is a number is right if it is above; of a reward in"
+    " parts the part 'right', or else the first one, decides and not the sum."
+    " Accuracy, dynamic sampling and the positive-example loss read it.")
   correct = Key(1.0, _REWARD, "Reward of a right response.")
   incorrect = Key(-1.0, _REWARD, "Reward of a wrong one.")
   workers = Key(0, Range(0, 256),

@@ -38,8 +38,9 @@ def reward(name: str, fn: rewards.RewardFn) -> None:
       tokens (of that text), answer, finished (did it end by itself?),
       conversation (turns, and rewards by name, with an environment), source,
       id, columns (the row of the data) and the names of its columns. It returns
-      a bool (is it right?), a number, numbers by the names of parts, or a
-      `rewards.Verdict`. With reward.workers it must be importable, which a
+      a bool (is it right?), a number, numbers by the names of parts (the part
+      'right', or else the first, says whether it is), or a `rewards.Verdict`.
+      With reward.workers it must be importable, which a
       function of a plugin is, and every call is made in a process of its own:
       it finds what its module holds after the import and after
       `fn.prepare()`, where `fn` has that, and keeps nothing.

@@ -21,7 +21,9 @@ class Verdict:
   responses instead of calling them wrong.
   """
 
-  correct: bool | None  # None: it is if `value` is above the threshold.
+  # None: it is if `value` is above the threshold or, where that is the sum of
+  # parts, the one called 'right', or the first.
+  correct: bool | None
   extracted: str | None = None  # The answer that was found in the response.
   error: str | None = None  # 'timeout', 'crash' or 'error: ...'.
   value: float | None = None  # None: reward.correct or reward.incorrect.
@@ -33,7 +35,8 @@ class Grading(NamedTuple):
 
   Attributes:
     weights: of parts, by name; 1 where a part is not named.
-    threshold: a response is right if its value is above.
+    threshold: a response is right if its value, or its part that says so, is
+      above.
   """
 
   weights: Mapping[str, float] = {}
@@ -78,6 +81,7 @@ def as_verdict(result: Any, grading: Grading = PLAIN) -> Verdict:
   Args:
     result: a verdict, a bool (is it right?), a number (the reward itself), or
       a mapping from names of parts to numbers, whose weighted sum is the value.
+      Of these the part 'right', or else the first one, says whether it is.
     grading: weights and threshold.
 
   Raises:
@@ -91,14 +95,15 @@ def as_verdict(result: Any, grading: Grading = PLAIN) -> Verdict:
   elif not isinstance(result, Verdict):
     result = Verdict(None, value=number(result, "the reward"))
   parts = {str(k): number(x, f"part {k!r}") for k, x in result.parts.items()}
-  value = result.value
+  value = decides = result.value
   if value is None and parts:
     value = grading.value(parts)
+    decides = parts.get("right", next(iter(parts.values())))
   if value is not None:
     value = number(value, "the reward")
   correct = _scalar(result.correct)
   if correct is None and value is not None:
-    correct = value > grading.threshold
+    correct = decides > grading.threshold
   if not isinstance(correct, bool):
     raise TypeError(f"Verdict.correct is {correct!r}; give True or False")
   extracted = None if result.extracted is None else str(result.extracted)

@@ -36,6 +36,25 @@ class TestAsVerdict:
     assert as_verdict(-2.0, grading).correct is False
 
   @pytest.mark.parametrize(
+    ("parts", "right"),
+    [
+      # A bonus makes no wrong answer right, a penalty no right one wrong.
+      ({"right": 0.0, "brevity": 0.9}, False),
+      ({"brevity": 0.9, "right": 0.0}, False),
+      ({"format": -1.0, "right": 1.0}, True),
+      ({"accuracy": 0.0, "format": 1.0}, False),
+      ({"accuracy": 1.0, "format": -1.0}, True),
+      ({"brevity": 0.9}, True),
+    ],
+  )
+  def test_one_part_says_what_is_right(self, parts, right):
+    for result in (parts, Verdict(None, parts=parts)):
+      found = as_verdict(result)
+      assert found.correct is right
+      assert found.value == pytest.approx(sum(parts.values()))
+    assert as_verdict(Verdict(None, value=0.6, parts=parts)).correct is True
+
+  @pytest.mark.parametrize(
     "result, said",
     [
       (Verdict(0.37, None), "Verdict.correct is 0.37; give True or False"),
