@@ -3,16 +3,17 @@
 A name that is registered is a value of its config key, beside the package's
 own names and on the same terms. A function is registered as it is: the names of
 its positional arguments say what it reads, its keyword-only arguments get the
-settings of their names.
+settings of their names, and another name is refused.
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from jaxrl_llm import losses, rewards
+from jaxrl_llm import config, losses, rewards
 from jaxrl_llm.data import prompt_source as prompts
 from jaxrl_llm.data import sources
 from jaxrl_llm.learner import choices, methods
@@ -25,6 +26,18 @@ def _add(table: dict, key: str, name: str, value: Any) -> None:
   if name in table:
     raise ValueError(f"config.{key} has a value {name!r} already")
   table[name] = value
+
+
+def _check_keywords(fn: Callable[..., Any], group: str) -> None:
+  """Refuses keyword-only arguments that are no settings of a config group."""
+  bound = getattr(fn, "keywords", {})  # By functools.partial.
+  for p in inspect.signature(fn).parameters.values():
+    known = f"{group}.{p.name}" in config.KEYS or p.name in bound
+    if p.kind is p.KEYWORD_ONLY and not known:
+      raise ValueError(
+        f"config.{group} has no setting {p.name!r}; choose one that it has, or"
+        " bind the argument with functools.partial"
+      )
 
 
 def reward(name: str, fn: rewards.RewardFn) -> None:
@@ -40,10 +53,10 @@ def reward(name: str, fn: rewards.RewardFn) -> None:
       id, columns (the row of the data) and the names of its columns. It returns
       a bool (is it right?), a number, numbers by the names of parts (the part
       'right', or else the first, says whether it is), or a `rewards.Verdict`.
-      With reward.workers it must be importable, which a
-      function of a plugin is, and every call is made in a process of its own:
-      it finds what its module holds after the import and after
-      `fn.prepare()`, where `fn` has that, and keeps nothing.
+      With reward.workers it must be importable, which a function of a plugin
+      is, and every call is made in a process of its own: it finds what its
+      module holds after the import and after `fn.prepare()`, where `fn` has
+      that, and keeps nothing.
 
   Raises:
     ValueError: the name is taken; so do all functions of this module.
@@ -117,6 +130,7 @@ def estimator(name: str, fn: Callable[..., jax.Array]) -> None:
     fn: inputs -> advantages [B, T], with settings of config group `estimator`.
       A critic is trained if it reads `values`.
   """
+  _check_keywords(fn, "estimator")
   _add(choices.ESTIMATORS, "estimator.name", name, choices.maker_of(fn))
 
 
@@ -128,6 +142,7 @@ def loss(name: str, fn: Callable[..., losses.ClippedPolicyLoss]) -> None:
     fn: inputs -> per-token loss, with settings of config group `loss`; see
       `Algorithm.policy_loss` for what it may read.
   """
+  _check_keywords(fn, "loss")
   _add(choices.POLICY_LOSSES, "loss.name", name, choices.maker_of(fn))
 
 
@@ -139,6 +154,7 @@ def mask(name: str, fn: Callable[..., jax.Array]) -> None:
     fn: (mask [B, T], inputs) -> mask, with settings of config group
       `estimator`.
   """
+  _check_keywords(fn, "estimator")
   _add(choices.OWN_MASKS, "loss.masks", name, fn)
 
 

@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm import distributions, estimators, losses
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import choices, estimates
 from jaxrl_llm.learner.algorithm import OF_THE_UPDATE, Algorithm
-from jaxrl_llm.learner.parts import Auxiliary, Part, leaves_of, part, then
+from jaxrl_llm.learner.parts import Auxiliary, Part, part, then
 from jaxrl_llm.masked import NORM_MODES
+from jaxrl_llm.types import Rollout
 
 # Inputs that are made in one way whatever the method.
 _ALWAYS = {
@@ -27,6 +29,11 @@ _ALWAYS = {
   "interpolation_share": part(estimates.interpolation_share),
 }
 _OWN_INPUTS: dict[str, Part] = {}  # By `add_token_input`.
+# Leaves that a learner gives: of the batch, and of models that score it.
+_GIVEN = {field.name for field in dataclasses.fields(Rollout)}
+_GIVEN |= {"rewards", "correct", "judged", "update_version", "old_logprobs"}
+_GIVEN |= {"entropies", "ref_logprobs", "gradient_norms", "writer_logprobs"}
+_OF_A_CRITIC = {"values", "next_values"}
 
 
 def make_algorithm(config: Any) -> Algorithm:
@@ -38,6 +45,7 @@ def make_algorithm(config: Any) -> Algorithm:
 
   Raises:
     KeyError: a name is not in its dictionary (the config refuses it before).
+    InputError: a part of one's own reads an input that nothing gives.
   """
   loss, off_policy = config.loss.to_dict(), config.off_policy
   limit = config.sampler.max_response_length
@@ -55,7 +63,7 @@ def make_algorithm(config: Any) -> Algorithm:
   parts = _ALWAYS | _chosen_parts(config)
   for name in _OWN_INPUTS:
     _check_free(name, parts)
-  return Algorithm(
+  algorithm = Algorithm(
     parts=parts | _OWN_INPUTS,
     policy_loss=policy_loss,
     auxiliary=_auxiliary(loss, norm),
@@ -67,6 +75,25 @@ def make_algorithm(config: Any) -> Algorithm:
     loss_mode=loss["mode"],
     loss_norm=norm,
   )
+  _check_leaves(algorithm)
+  return algorithm
+
+
+def _check_leaves(algorithm: Algorithm) -> None:
+  """Refuses a part of one's own that reads what the learner does not have."""
+  given = _GIVEN | (_OF_A_CRITIC if algorithm.value_loss else set())
+  for leaf in sorted(algorithm.leaves - given):
+    keys = {
+      "advantages": "estimator.name",
+      "unwindowed_policy_mask": "loss.masks",
+    }
+    readers = {"loss.name": algorithm.policy_loss, **algorithm.parts}
+    reader = next(k for k, part in readers.items() if leaf in part.reads)
+    raise InputError(
+      f"config.{keys.get(reader, reader)}: this part reads {leaf!r}, which this"
+      " method does not have; rename the argument, or add the input with"
+      " register.token_input"
+    )
 
 
 def _chosen_parts(config: Any) -> dict[str, Part]:
@@ -231,5 +258,5 @@ def add_token_input(name: str, fn: Callable[..., jax.Array]) -> None:
 
 def _check_free(name: str, parts: Mapping[str, Part]) -> None:
   """Refuses the name of an input that there is."""
-  if name in {*parts, *leaves_of(parts, parts), *OF_THE_UPDATE}:
+  if name in {*parts, *_GIVEN, *_OF_A_CRITIC, *OF_THE_UPDATE}:
     raise ValueError(f"there is an input {name!r} already; choose another name")

@@ -1,5 +1,7 @@
 """Parts of one's own: an estimator, a policy loss and an input of it."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from helpers.tiny_algorithm import call, make_algorithm
 
 from jaxrl_llm import losses, metrics, register
 from jaxrl_llm.data import prompt_source
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import choices, estimates, methods
 from jaxrl_llm.rollout import worker
 from jaxrl_llm.rollout.worker import Weights
@@ -210,16 +213,66 @@ class TestRegister:
     with pytest.raises(ValueError, match="has a value 'new' already"):
       add("new", centered)
 
+  @pytest.mark.parametrize(
+    ("group", "add"),
+    [
+      ("estimator", register.estimator),
+      ("loss", register.loss),
+      ("estimator", register.mask),
+    ],
+  )
+  def test_a_keyword_that_is_no_setting_is_refused(self, group, add):
+    def own(mask, *, clip_hihg=0.9):
+      return mask
+
+    said = f"config.{group} has no setting 'clip_hihg'; choose one"
+    with pytest.raises(ValueError, match=said):
+      add("own", own)
+    add("own", functools.partial(own, clip_hihg=0.5))
+
+  def test_an_input_that_nothing_gives_is_refused(self):
+    register.estimator("own", lambda token_rewards, tokenz: token_rewards)
+    register.loss("own", lambda logprobs, values: logprobs)
+    register.mask("own", lambda mask, tokenz: mask)
+    for key, name, lacks in (
+      ("estimator__name", "own", "tokenz"),
+      ("loss__masks", ("own",), "tokenz"),
+      ("loss__name", "own", "values"),
+    ):
+      changes = {"estimator__name": "group", key: name}
+      said = f"config.{key.replace('__', '.')}: this part reads '{lacks}'"
+      with pytest.raises(InputError, match=said) as caught:
+        make_algorithm(**changes)
+      assert "\n" not in str(caught.value)
+    make_algorithm(loss__name="own")  # With a critic there are values.
+
+  def test_what_compares_groups_does_not_stream(self):
+    register.token_input("of_prompt", lambda example_id: example_id)
+    register.estimator("own", lambda mask, of_prompt: mask * of_prompt)
+    changes = {f"optimizer__{x}__mini_batch": 32 for x in ("policy", "value")}
+    config = tiny_run.make_config(
+      "none",
+      estimator__name="own",
+      schedule__streaming=True,
+      value__pretrain_steps=0,
+      loss__nll_coefficient=0.0,
+      **changes,
+    )
+    with pytest.raises(InputError, match="streaming=True with .*'own': it"):
+      validate(config)
+    config.estimator.name = "gae"
+    validate(config)
+
   def test_a_taken_name_of_an_input_is_refused(self):
     said = "there is an input '{}' already; choose another name"
-    for name in ("policy_mask", "logprobs", "to_come"):
+    for name in ("policy_mask", "logprobs", "rewards", "to_come"):
       if name == "to_come":
         register.token_input(name, to_come)
       with pytest.raises(ValueError, match=said.format(name)):
         register.token_input(name, to_come)
     # What a method makes in a way of its own is known when it is chosen.
-    register.token_input("rewards", to_come)
-    with pytest.raises(ValueError, match=said.format("rewards")):
+    register.token_input("shaped_rewards", to_come)
+    with pytest.raises(ValueError, match=said.format("shaped_rewards")):
       make_algorithm()
 
 
@@ -234,5 +287,6 @@ def largest_move(before, states):
 
 def test_the_registries_are_as_they_were():
   own = {"new", "centered", "less_value", "unclipped", "early", "to_come"}
+  own |= {"own", "of_prompt"}
   for registry in REGISTRIES:
     assert not own & set(registry)
