@@ -13,14 +13,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import BinaryIO, TextIO
+from typing import Any, BinaryIO, TextIO
 
 LONGEST_ANSWER = 2**24  # Bytes; one that says more is ended.
 _START_DEADLINE_S = 120.0  # Imports on a busy machine.
 
 
 class Worker:
-  """A process that answers a line with a line, or is killed."""
+  """A process that answers a line with a line; if it dies, another one does."""
 
   def __init__(self, serve: Callable[..., None], *arguments: str):
     """Starts the process.
@@ -35,8 +35,13 @@ class Worker:
       f" from {serve.__module__} import {serve.__name__} as serve;"
       " serve(*sys.argv[2:])"
     )
+    self._command = [sys.executable, "-c", boot, json.dumps(sys.path)]
+    self._command += arguments
+    self._start()
+
+  def _start(self) -> None:
     self._process = subprocess.Popen(
-      [sys.executable, "-c", boot, json.dumps(sys.path), *arguments],
+      self._command,
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
       start_new_session=True,  # Killed with all its children; no Ctrl-C.
@@ -46,14 +51,35 @@ class Worker:
   def started(self) -> bool:
     """Whether it lives; waits until it has come up."""
     if not self._started:
-      said, _ = self.ask("", _START_DEADLINE_S)  # It begins by itself.
-      self._started = bool(said)
+      # It begins by itself.
+      self._started = bool(self._exchange("", _START_DEADLINE_S)[0])
     # Looked at and not reaped, so that its number stays its own.
     how = os.WEXITED | os.WNOHANG | os.WNOWAIT
     ended = os.waitid(os.P_PID, self._process.pid, how)
     return self._started and ended is None
 
-  def ask(self, text: str, deadline_s: float) -> tuple[bytes, str]:
+  def ask(self, line: str, deadline_s: float) -> tuple[Any, str | None]:
+    """The pair that it answers with, as JSON; (None, why) if there is none.
+
+    Raises:
+      RuntimeError: it does not start.
+    """
+    if not self.started():  # Something killed it while it was idle.
+      self.close()
+      self._start()
+      if not self.started():
+        raise RuntimeError("a worker did not start: see its output above")
+    answer, failed = self._exchange(f"{line}\n", deadline_s)
+    if failed:
+      self.close()
+      self._start()
+      return None, failed
+    with contextlib.suppress(ValueError, TypeError, RecursionError):
+      result, why = json.loads(answer)
+      return result, why
+    return None, "crash"  # Foreign code wrote it.
+
+  def _exchange(self, text: str, deadline_s: float) -> tuple[bytes, str]:
     """The line it answers with, and why if there is none: late or dead."""
     end, answer = time.monotonic() + deadline_s, b""
     timer = threading.Timer(deadline_s, self._kill)

@@ -46,8 +46,8 @@ LAYERS = (
   ("functions", "estimators losses models sharding"),
   (
     "basics",
-    "types masked distributions digest errors files signals processes plugin"
-    " base_models",
+    "types masked distributions digest errors files signals processes workers"
+    " plugin base_models",
   ),
 )
 TOOLS = "generate simulate fleet"

@@ -79,7 +79,7 @@ def read_rows(path: pathlib.Path, kind: str) -> list[Row]:
   """
   advice = "check the path" if path.suffix else _HUB.format(path)
   with as_input_error(f"{path}: cannot be read", advice, OSError):
-    data = path.read_bytes()
+    data = _regular(path).read_bytes()
   return parse_rows(data, str(path), kind)
 
 
@@ -149,7 +149,14 @@ def read_text(path: pathlib.Path, advice: str) -> str:
   """The text of a small file; InputError, which advises, if it has none."""
   kinds = OSError, UnicodeDecodeError
   with as_input_error(f"{path}: cannot be read", advice, *kinds):
-    return path.read_text(encoding="utf-8")
+    return _regular(path).read_text(encoding="utf-8")
+
+
+def _regular(path: pathlib.Path) -> pathlib.Path:
+  """A file, as pipes and devices may have no end; OSError for these."""
+  if path.exists() and not (path.is_file() or path.is_dir()):
+    raise OSError("it is a pipe or a device")
+  return path
 
 
 def read_object(path: pathlib.Path, advice: str) -> dict[str, Any]:

@@ -4,24 +4,20 @@ The spelling of a control token inside a text is ordinary text: others wrote it.
 The ids of control tokens enter only through `prefix` and a chat template.
 """
 
-import contextvars
-import functools
+import contextlib
 import itertools
 import pathlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jinja2.nodes
 import tokenizers
-from jinja2 import sandbox
 
+from jaxrl_llm.data import chat_template
 from jaxrl_llm.data.rows import read_object, read_text
 from jaxrl_llm.errors import InputError, as_input_error
 
 _MAX_TEMPLATE_CHARS = 1 << 16
-_MAX_RENDERED_CHARS = 1 << 20
-_MAX_ROUNDS = 1 << 18  # Of all loops and calls while a template is rendered.
 _AGAIN = "download it again"
 _PRIVATE_USE = range(0xE000, 0xF900)
 
@@ -65,8 +61,17 @@ class Tokenizer:
         f"{directory}: no end token; name eos_token_id in config.json"
       )
     _mark_special(plain, {*eos, *pad, *bos})
-    self.path, self.prefix = str(directory), _prefix(plain)
-    self.vocab_size = max(plain.get_vocab(with_added_tokens=True).values()) + 1
+    self.path = str(directory)
+    ids = set(plain.get_vocab(with_added_tokens=True).values())
+    self.vocab_size = max(ids) + 1
+    with _library(f"{directory}/tokenizer.json: damaged tokenizer", _AGAIN):
+      self.prefix = _prefix(plain)
+      plain.decode_batch([[i] for i in ids])  # Fails here, not in a run.
+    if not ids.issuperset(self.prefix):
+      raise InputError(
+        f"{directory}/tokenizer.json: its texts begin with tokens"
+        f" {self.prefix}, which its vocabulary does not have; {_AGAIN}"
+      )
     self.stop_tokens, self.eos_id = eos, eos[0]
     self.bos_id = bos[0] if bos else None
     self.chat_template = _chat_template(directory, configs[-1])
@@ -89,8 +94,7 @@ class Tokenizer:
   def encode(self, text: str) -> list[int]:
     """Returns the tokens of plain text: no control token is added or read."""
     what = f"{self.path}/tokenizer.json cannot tokenise {text[:40]!r}"
-    # The library raises bare Exception.
-    with as_input_error(what, "use characters of its vocabulary", Exception):
+    with _library(what, "use characters of its vocabulary"):
       return self._plain.encode(text, add_special_tokens=False).ids
 
   def single_tokens(self, texts: Iterable[str], name: str) -> list[int]:
@@ -110,9 +114,10 @@ class Tokenizer:
 
   def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
     """Returns the text of `ids`, control tokens left out unless asked for."""
-    return self._plain.decode(
-      [int(i) for i in ids], skip_special_tokens=skip_special
-    )
+    with _library(f"{self.path}/tokenizer.json cannot decode tokens", _AGAIN):
+      return self._plain.decode(
+        [int(i) for i in ids], skip_special_tokens=skip_special
+      )
 
   def apply_chat(
     self,
@@ -170,93 +175,39 @@ class Tokenizer:
     self, messages: Sequence[Mapping[str, str]], kwargs: Mapping[str, Any]
   ) -> str:
     spelling = {i: text for text, i in self._special.items()}
-    pieces, size = [], 0
+    known = {
+      "messages": messages,
+      "add_generation_prompt": True,
+      "bos_token": spelling.get(self.bos_id, ""),
+      "eos_token": spelling.get(self.eos_id, ""),
+    }
     with as_input_error(
       f"{self.path}: the chat template failed",
       "check chat_template in tokenizer_config.json",
-      Exception,  # The template is foreign code.
+      Exception,  # Variables that cannot be sent to another process, too.
     ):
-      template = _compile(self.chat_template)
-      _rounds.set(iter(range(_MAX_ROUNDS)))
-      known = {
-        "messages": messages,
-        "add_generation_prompt": True,
-        "bos_token": spelling.get(self.bos_id, ""),
-        "eos_token": spelling.get(self.eos_id, ""),
-      }
-      for piece in template.generate({**known, **kwargs}):
-        pieces.append(piece)
-        size += len(piece)
-        if size > _MAX_RENDERED_CHARS:
-          raise ValueError(f"more than {_MAX_RENDERED_CHARS} characters")
-    return "".join(pieces)
+      return chat_template.render(self.chat_template, {**known, **kwargs})
 
 
-# Left to the template that is being rendered.
-_rounds: contextvars.ContextVar[Iterator[int]] = contextvars.ContextVar(
-  "rounds"
-)
+@contextlib.contextmanager
+def _library(what: str, advice: str) -> Iterator[None]:
+  """Turns what the tokenizer library raises into an InputError.
 
-
-class _Environment(sandbox.ImmutableSandboxedEnvironment):
-  """A sandbox: no reach of the machine, no giant values, no endless loops."""
-
-  intercepted_binops = frozenset(["*", "**", "%"])
-
-  def call_binop(self, context, operator, left, right):
-    if not all(type(x) in (int, float) for x in (left, right)):
-      raise sandbox.SecurityError(f"{operator!r} works on numbers only")
-    if operator == "**" or max(abs(left), abs(right)) > 1e9:
-      raise sandbox.SecurityError(f"{operator!r} of too large numbers")
-    return super().call_binop(context, operator, left, right)
-
-  def call(self, context, called, *args, **kwargs):
-    _count_round()
-    return super().call(context, called, *args, **kwargs)
-
-
-def _count_round() -> None:
-  if next(_rounds.get(), None) is None:
-    raise sandbox.SecurityError(f"more than {_MAX_ROUNDS} rounds of its loops")
-
-
-def _counted(items: Iterable[Any]) -> Iterator[Any]:
-  """The items of a loop, as long as it may go on."""
-  for item in items:
-    _count_round()
-    yield item
-
-
-def _raise_exception(message: str):
-  raise jinja2.TemplateError(message)
-
-
-_ENVIRONMENT = _Environment(
-  trim_blocks=True,
-  lstrip_blocks=True,
-  extensions=["jinja2.ext.loopcontrols"],
-)
-_ENVIRONMENT.globals["raise_exception"] = _raise_exception
-_ENVIRONMENT.filters["counted"] = _counted
-
-
-@functools.lru_cache(maxsize=8)
-def _compile(template: str) -> jinja2.Template:
-  tree = _ENVIRONMENT.parse(template)
-  for loop in tree.find_all(jinja2.nodes.For):
-    loop.iter = jinja2.nodes.Filter(
-      loop.iter, "counted", [], [], None, None, lineno=loop.lineno
-    )
-    loop.iter.set_environment(_ENVIRONMENT)
-  code = _ENVIRONMENT.compile(tree)
-  names = _ENVIRONMENT.make_globals(None)
-  return jinja2.Template.from_code(_ENVIRONMENT, code, names)
+  It raises bare Exception and, where it fails an assertion of its own, a
+  PanicException: a BaseException whose class cannot be imported.
+  """
+  with as_input_error(what, advice, Exception):
+    try:
+      yield
+    except BaseException as error:
+      if type(error).__name__ != "PanicException":
+        raise
+      raise RuntimeError(str(error)) from error
 
 
 def _read_tokenizer(path: pathlib.Path) -> tokenizers.Tokenizer:
   text = read_text(path, "give a model directory that holds tokenizer.json")
-  # The library raises bare Exception.
-  with as_input_error(f"{path}: damaged tokenizer", _AGAIN, Exception):
+  with _library(f"{path}: damaged tokenizer", _AGAIN):
     tokenizer = tokenizers.Tokenizer.from_str(text)
   # Files are published with both switched on; they would cut long prompts.
   tokenizer.no_truncation()

@@ -195,6 +195,11 @@ def _read(
   for layer, name in zip(layers, names, strict=True):
     tensor = hf_files.read_tensor(tensors[name], of_tensor)
     layer[...] = tensor.T if leaf.transposed else tensor
+    if not np.isfinite(layer).all():
+      raise InputError(
+        f"{tensors[name].path}: tensor {name!r} has values that are not finite"
+        f" as {array.dtype}; get the model again"
+      )
   return array
 
 

@@ -105,24 +105,7 @@ class CallPool:
       return None, "timeout"
     worker = self._idle.get()
     try:
-      if not worker.started():  # Something killed it while it was idle.
-        worker.close()
-        worker = Worker(serve, self._pickled)
-      if not worker.started():
-        raise RuntimeError(
-          "a worker did not start: see its output above; can a fresh Python"
-          f" import {self._fn}?"
-        )
-      text = json.dumps([deadline_s, job]) + "\n"
-      answer, failed = worker.ask(text, deadline_s + _GRACE_S)
-      if failed:  # The worker itself was stopped or killed.
-        worker.close()
-        worker = Worker(serve, self._pickled)
-        return None, failed
-      with contextlib.suppress(ValueError, TypeError, RecursionError):
-        result, why = json.loads(answer)
-        return result, why
-      return None, "crash"  # A response wrote it.
+      return worker.ask(json.dumps([deadline_s, job]), deadline_s + _GRACE_S)
     finally:
       self._idle.put(worker)
 

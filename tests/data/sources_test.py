@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import os
 import sys
 
 import pyarrow
@@ -140,6 +141,10 @@ class TestFiles:
       read(tmp_path / "*.jsonl")
     with pytest.raises(InputError, match="cannot be read"):
       read(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/zero"):
+      with pytest.raises(InputError, match="it is a pipe or a device"):
+        read(path)
     path = tmp_path / "p.parquet"
     parquet.write_table(pyarrow.Table.from_pylist([GOOD]), path)
     with pytest.raises(InputError, match="a Parquet file; data.source='parq"):

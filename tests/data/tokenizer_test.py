@@ -1,6 +1,7 @@
 """Tokenizers: files, control tokens, injection, chat templates."""
 
 import json
+import os
 
 import pretraining
 import pytest
@@ -142,6 +143,37 @@ class TestBadFiles:
   def test_damaged_tokenizer(self, tmp_path, text):
     self.fails(write(tmp_path, tokenizer__json=text), "damaged tokenizer")
 
+  @pytest.mark.parametrize(
+    "part",
+    [
+      {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+      {"decoder": {"type": "Strip", "content": "0", "start": 9, "stop": 10**9}},
+    ],
+  )
+  def test_a_panic_of_the_library(self, tmp_path, part):
+    path = character(tmp_path)
+    whole = json.loads((path / "tokenizer.json").read_text())
+    write(path, tokenizer__json=whole | part)
+    with pytest.raises(InputError, match="tokenizer.json") as caught:
+      Tokenizer(path).encode("1")
+    assert "\n" not in str(caught.value)
+
+  def test_a_prefix_outside_the_vocabulary(self, tmp_path):
+    path = byte_level(tmp_path, prefix=True)
+    text = (path / "tokenizer.json").read_text()
+    assert '"ids":[256]' in text
+    text = text.replace('"ids":[256]', '"ids":[999999]')
+    self.fails(write(path, tokenizer__json=text), "tokens .999999,.")
+
+  @pytest.mark.parametrize(
+    "name", ["tokenizer.json", "generation_config.json", "chat_template.jinja"]
+  )
+  def test_a_pipe(self, tmp_path, name):
+    path = character(tmp_path)
+    (path / name).unlink(missing_ok=True)
+    os.mkfifo(path / name)
+    self.fails(path, f"{name}: cannot be read .it is a pipe or a device")
+
   def test_not_utf8(self, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes(b"\xff\xfe")
     self.fails(tmp_path, "cannot be read")
@@ -197,9 +229,17 @@ class TestChat:
     [
       "{{ ''.__class__.__mro__ }}{{ messages.__class__.__name__.x.y }}",
       "{{ 'x' * 300000000 }}",
-      "{{ 9 ** 9 ** 9 }}",
+      "{{ 9 ** 999999999 }}",
       "{{ '%0999999999d' % 1 }}",
-      "{{ [1] * 10 }}",
+      "{{ [1] * 999999999 }}",
+      "{{ range(10) | slice(1000000000) | list | length }}",
+      "{{ 'x'.ljust(3000000000) }}",
+      "{{ 'x' | center(3000000000) }}",
+      "{{ '%02000000000d' | format(1) }}",
+      "{% set n = namespace(s='x') %}{% for i in range(40) %}"
+      "{% set n.s = n.s ~ n.s %}{% endfor %}{{ n.s | length }}",
+      "{% set n = namespace(s=[1]) %}{% for i in range(40) %}"
+      "{% set n.s = [n.s, n.s] %}{% endfor %}{{ n.s | string | length }}",
       "{% for i in range(99999) %}{{ messages[0].content }}{% endfor %}",
       "{% for i in range(999999999) %}{% endfor %}",
       "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
@@ -219,6 +259,9 @@ class TestChat:
     with pytest.raises(InputError, match="chat template failed") as caught:
       tokenizer.apply_chat([{"role": "user", "content": "y" * 50}])
     assert "\n" not in str(caught.value)
+    sane = {"chat_template": "<|im_start|>{{ messages[0].content }}"}
+    other = Tokenizer(byte_level(tmp_path, tokenizer_config__json=sane))
+    assert other.apply_chat([{"role": "user", "content": "y"}])[0] == 256
 
   def test_loops_know_where_they_are(self, tmp_path):
     template = (

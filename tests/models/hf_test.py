@@ -367,10 +367,10 @@ def hole(file):
   write_raw(file, header, data + bytes(4))
 
 
-def norm_as(dtype):
+def norm_as(dtype, value=1):
   def damage(file):
     tensors = safetensors.numpy.load_file(file)
-    tensors["model.norm.weight"] = np.ones(6, dtype)
+    tensors["model.norm.weight"] = np.full(6, value, dtype)
     safetensors.numpy.save_file(tensors, file)
 
   return damage
@@ -443,6 +443,9 @@ DAMAGE = {
   "transposed shape": other_shape,
   "whole numbers": norm_as(np.int32),
   "eight bits": norm_as(ml_dtypes.float8_e4m3fn),
+  "NaN weights": norm_as(np.float32, np.nan),
+  "infinite weights": norm_as(ml_dtypes.bfloat16, -np.inf),
+  "weights too large for what is read": norm_as(np.float64, 1e300),
   "a directory": to_directory,
   "a link to nothing": lambda f: (f.unlink(), f.symlink_to("gone")),
 }
@@ -463,6 +466,11 @@ class TestDamagedSafetensors:
   def test_one_line_names_the_file(self, model, name):
     DAMAGE[name](model / SINGLE)
     expect_one_line(model, [SINGLE])
+
+  def test_weights_that_are_not_finite_are_named(self, model):
+    norm_as(np.float32, np.inf)(model / SINGLE)
+    with pytest.raises(InputError, match="'model.norm.weight' has values that"):
+      hf.read_params(model, hf.read_config(model), dtype=jnp.bfloat16)
 
   def test_cut_anywhere(self, model):
     content = (model / SINGLE).read_bytes()

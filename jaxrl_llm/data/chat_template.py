@@ -1,0 +1,77 @@
+"""Chat templates, rendered in a process whose time and memory are bounded.
+
+A template comes with a model and is foreign code. Jinja's sandbox keeps it from
+the machine, but not from a filter or a method that does not end.
+"""
+
+import functools
+import json
+import resource
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jinja2
+from jinja2 import sandbox
+
+from jaxrl_llm.workers import Worker, channels
+
+_MAX_RENDERED_CHARS = 1 << 20
+_MEMORY_BYTES = 2**30  # Address space of the process.
+_CPU_S = 1  # Processor time of a conversation; the machine may be busy.
+_DEADLINE_S = 600.0  # If the process does not even run.
+
+_one_at_a_time = threading.Lock()
+
+
+def render(template: str, variables: Mapping[str, Any]) -> str:
+  """Returns the text that a template makes of its variables.
+
+  Raises:
+    ValueError: the template fails or exceeds its time, memory or characters.
+  """
+  job = json.dumps([template, variables], default=dict)
+  with _one_at_a_time:
+    text, error = _worker().ask(job, _DEADLINE_S)
+  if error:
+    limits = f"it needs more than {_CPU_S} s or {_MEMORY_BYTES >> 20} MiB"
+    raise ValueError(limits if error == "crash" else error)
+  return text
+
+
+@functools.cache
+def _worker() -> Worker:
+  return Worker(serve)  # Ends with this process, as its lines do.
+
+
+def serve() -> None:
+  """Runs in the process: answers the job in each line."""
+  lines, answers = channels()
+  resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+  print("started", file=answers, flush=True)
+  for line in lines:
+    # Beyond it the system ends the process, whatever it is doing.
+    seconds = int(time.process_time()) + _CPU_S + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
+    template, variables = json.loads(line)
+    try:
+      text, error = _compile(template).render(variables), None
+      if len(text) > _MAX_RENDERED_CHARS:
+        raise ValueError(f"more than {_MAX_RENDERED_CHARS} characters")
+    except Exception as failure:  # The template is foreign code.
+      text, error = None, str(failure)[:1000] or type(failure).__name__
+    print(json.dumps([text, error]), file=answers, flush=True)
+
+
+def _raise_exception(message: str):
+  raise jinja2.TemplateError(message)
+
+
+_ENVIRONMENT = sandbox.ImmutableSandboxedEnvironment(
+  trim_blocks=True,
+  lstrip_blocks=True,
+  extensions=["jinja2.ext.loopcontrols"],
+)
+_ENVIRONMENT.globals["raise_exception"] = _raise_exception
+_compile = functools.lru_cache(maxsize=8)(_ENVIRONMENT.from_string)
