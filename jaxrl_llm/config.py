@@ -203,8 +203,8 @@ class Reward(Group, path="reward"):
   weights = Key({}, None,
     "Of the named parts of a reward; 1 where none is given.")
   threshold = Key(0.5, _REWARD,
-    "A response whose reward is a number is right if it is above; of a reward in"
-    " parts the part 'right', or else the first one, decides and not the sum."
+    "A response is right if its reward is above this number. Of a reward in"
+    " parts, the part 'right' (or else the first one) decides, not the sum."
     " Accuracy, dynamic sampling and the positive-example loss read it.")
   correct = Key(1.0, _REWARD, "Reward of a right response.")
   incorrect = Key(-1.0, _REWARD, "Reward of a wrong one.")
