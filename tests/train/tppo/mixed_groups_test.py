@@ -140,5 +140,9 @@ class TestMixedGroups:
     assert trained_tokens(step.policy) == expected
     rounds = step.row["rollout/rounds"]
     assert rounds > 1
-    assert step.row["rollout/zero_variance_groups"] == 0
+    assert mixed(step.collected).all()
+    # Metrics are those of all groups that were judged.
+    alike = step.row["rollout/zero_variance_groups"]
+    assert alike == pytest.approx(1 - step.row["rollout/mixed_fraction"])
+    assert alike > 0
     assert states.source.position == 8 * rounds
