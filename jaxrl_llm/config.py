@@ -273,8 +273,9 @@ class Sampler(Group, path="sampler"):
   stop = Key((), None,
     "Further stop tokens as text, each one token, e.g. ('\\n',).")
   drafter = Key("", Names("train.sampler:DRAFTERS"),
-    "Drafts tokens that one step then checks. Responses stay the same, but not"
-    " the order in which they end: not with schedule.stop='first_groups' or"
+    "Drafts tokens that one step then checks, where that is measured to pay."
+    " Responses stay the same, but not the last bits of their log-probs nor the"
+    " order in which they end: not with schedule.stop='first_groups' or"
     " schedule.streaming.")
   num_draft_tokens = Key(4, _SOME,
     "Draft tokens per step, where they are measured to pay.")

@@ -1,0 +1,349 @@
+"""Pairs of features, trained for three steps and resumed after the first.
+
+A case is a random method with four features that its config accepts, so six
+pairs of features; cases are drawn such that new pairs come first. Whatever
+the features, each response reaches each loss that it should exactly once,
+losses are over the policy's own tokens, their weights sum as the mode says,
+learning rates fall to the last step, and a resumed run repeats the
+uninterrupted one.
+"""
+
+import collections
+import functools
+import itertools
+import pathlib
+import shutil
+import zlib
+
+import numpy as np
+import pytest
+import reference
+from helpers import configs, tiny_run
+
+from jaxrl_llm import metrics, register, rewards
+from jaxrl_llm.checkpoint import commit
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner import learner as learner_lib
+from jaxrl_llm.learner.choices import has_critic
+from jaxrl_llm.rollout.worker import RolloutWorker
+from jaxrl_llm.train import build, loop, validation
+
+STEPS = 3
+PROMPTS, GROUP = 4, 4
+BATCH = PROMPTS * GROUP
+SIZE = 4  # Features of a case.
+QUICK, SLOW = 4, 28
+
+# Name -> settings that switch the feature on.
+FEATURES = {
+  "window": {"schedule.window": 5},
+  "lag": {"schedule.lag": 1},
+  "streaming": {"schedule.streaming": True},
+  "first_groups": {
+    "schedule.stop": "first_groups",
+    "schedule.over_provision": 1.5,
+    "schedule.max_staleness": 2,
+  },
+  "dynamic_sampling": {"schedule.dynamic_sampling": True},
+  "environment": {
+    "environment.name": "calculator",
+    "environment.max_observation_tokens": 4,
+    "sampler.stop": ("=",),
+  },
+  "drafter": {"sampler.drafter": "prompt_lookup"},
+  "epochs": {"optimizer.policy.epochs": 2, "optimizer.value.epochs": 2},
+  "mini_batches": {
+    "optimizer.policy.mini_batch": BATCH // 2,
+    "optimizer.value.mini_batch": BATCH // 4,
+  },
+  "mesh": {
+    "mesh.data": 2,
+    "mesh.fsdp": 2,
+    "mesh.tensor": 2,
+    "optimizer.policy.micro_batch_size": 4,
+    "optimizer.value.micro_batch_size": 4,
+  },
+  "reads_logprobs": {"value.reads_logprobs": True},
+  "average": {"off_policy.proximal": "ewma"},
+  "kept_weights": {"off_policy.keep_weights": "float32"},
+  "reward_model_start": {"value.reward_model_steps": 1},
+  "frozen": {"optimizer.policy.frozen": ("embed",)},
+}
+OF_CRITICS = {"reads_logprobs", "reward_model_start"}
+
+
+def looks_right(prompt, response):
+  """A verdict that random text gets half of the time, from its hash."""
+  return zlib.crc32(f"{prompt}{response}".encode()) % 2 == 0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+  register.reward("looks_right", looks_right)
+  yield
+  del rewards.REWARDS["looks_right"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+  return tiny_run.write_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def make_config(model, method, *features):
+  """A method's config at the size of a test, with features switched on."""
+  config = configs.load(method)
+  settings = tiny_run.overrides(model) | {
+    "reward.name": "looks_right",
+    "value.pretrain_steps": 0,
+    "data.prompts_per_step": PROMPTS,
+    "data.group_size": GROUP + (method == "mc_grpo"),
+    "eval.every": STEPS,
+    "run.steps": STEPS,
+    "run.samples_every": 0,
+    "checkpoint.keep": STEPS + 1,
+    "run.trackers": (),
+  }
+  config.data.settings = settings.pop("data.settings")
+  batch = PROMPTS * settings["data.group_size"]
+  for role in ("policy", "value"):
+    settings[f"optimizer.{role}.mini_batch"] = batch
+    settings[f"optimizer.{role}.warmup_steps"] = 0
+    settings[f"optimizer.{role}.learning_rate_schedule"] = "linear"
+  if config.schedule.window:
+    settings |= FEATURES["window"]
+  for feature in features:
+    settings |= FEATURES[feature]
+  config.update_from_flattened_dict(settings)
+  return config
+
+
+def accepts(method, *features):
+  """Whether a method's config accepts the features together."""
+  config = make_config(pathlib.Path("unused"), method, *features)
+  if not has_critic(config) and not OF_CRITICS.isdisjoint(features):
+    return False
+  try:
+    validation.validate(config)
+  except InputError as error:
+    assert "\n" not in str(error)
+    return False
+  return True
+
+
+@functools.cache
+def plan():
+  """Cases (method, *features): each feature is the rarest beside the others."""
+  rng = np.random.default_rng(1)
+  seen, cases = collections.Counter(), []
+
+  def times_seen(name, case):
+    return sum(seen[frozenset((name, other))] for other in case)
+
+  while len(cases) < QUICK + SLOW:
+    method, case = str(rng.choice(configs.METHODS)), []
+    while len(case) < SIZE:
+      names = [str(x) for x in rng.permutation(list(FEATURES))]
+      names.sort(key=functools.partial(times_seen, case=case))
+      left = (name for name in names if name not in case)
+      found = next((x for x in left if accepts(method, *case, x)), None)
+      if found is None:
+        break
+      case.append(found)
+    if len(case) == SIZE:
+      seen.update(map(frozenset, itertools.combinations(case, 2)))
+      cases.append((method, *case))
+  return cases
+
+
+class Recorder:
+  """Records what a run collects, and every mini-batch that a loss sees."""
+
+  def __init__(self, run, monkeypatch):
+    self.batches, self.losses = [], {"policy": [], "critic": []}
+    self._run = run
+    collect, experience = RolloutWorker.collect, learner_lib.Learner._experience
+
+    def recorded_collect(worker, *args, **kwargs):
+      collected = collect(worker, *args, **kwargs)
+      if worker is run.worker:
+        self.batches.append(collected.batch.responses)
+      return collected
+
+    def recorded_experience(learner, responses, scores, version, *args, **kw):
+      inputs = experience(learner, responses, scores, version, *args, **kw)
+      rows = len(responses.rewards)
+      inputs["test_sample_id"] = responses.rollout.sample_id
+      inputs["test_version"] = np.full(rows, version)
+      return inputs
+
+    monkeypatch.setattr(RolloutWorker, "collect", recorded_collect)
+    monkeypatch.setattr(learner_lib.Learner, "_experience", recorded_experience)
+    for name in self.losses:
+      self._wrap(f"{name}_batch", self.losses[name], monkeypatch)
+
+  def _wrap(self, name, found, monkeypatch):
+    make = getattr(learner_lib, name)
+
+    def recorded(inputs, batch, algorithm, size=None):
+      packed = make(inputs, batch, algorithm, size)
+      # Value pretraining has an algorithm of its own.
+      if algorithm is self._run.learner.algorithm:
+        found.append((inputs, packed, size))
+      return packed
+
+    monkeypatch.setattr(learner_lib, name, recorded)
+
+  def counts(self, loss):
+    """How often each response entered a loss: {(update, sample id): times}."""
+    found = collections.Counter()
+    for inputs, _, _ in self.losses[loss]:
+      versions, ids = inputs["test_version"], inputs["test_sample_id"]
+      found.update(zip(versions.tolist(), ids.tolist()))
+    return found
+
+
+def check_each_response_once(run, recorder):
+  """Every collected row at the policy, every ended one at the critic."""
+  epochs = run.config.optimizer.policy.epochs
+  expected = collections.Counter()
+  for step, responses in enumerate(recorder.batches[:STEPS]):
+    for number in responses.rollout.sample_id.tolist():
+      expected[step, number] += epochs
+  assert max(expected.values()) == epochs, "a response twice in a batch"
+  assert recorder.counts("policy") == expected
+  if run.learner.critic is None:
+    assert not recorder.losses["critic"]
+    return
+  seen = collections.Counter()
+  for (_, number), times in recorder.counts("critic").items():
+    seen[number] += times
+  ended = [
+    number
+    for responses in recorder.batches[:STEPS]
+    for number in responses.rollout.sample_id[responses.ended].tolist()
+  ]
+  assert len(ended) == len(set(ended)), "a response ended twice"
+  assert set(seen) <= set(ended)
+  assert set(seen.values()) == {run.config.optimizer.value.epochs}
+  # The others wait until a mini-batch is full.
+  size = run.config.optimizer.value.mini_batch
+  assert len(ended) - len(seen) == len(ended) % size
+
+
+def check_masks(run, recorder):
+  """Losses are over tokens that the policy wrote, each in one step."""
+  rows = {
+    (step, number): row
+    for step, responses in enumerate(recorder.batches)
+    for row, number in enumerate(responses.rollout.sample_id.tolist())
+  }
+  filtered = run.config.loss.overlong_filter or run.config.estimator.drop_pivot
+  new = collections.Counter()
+  for inputs, _, _ in recorder.losses["policy"]:
+    for row, mask in enumerate(inputs["policy_mask"]):
+      step = int(inputs["test_version"][row])
+      number = int(inputs["test_sample_id"][row])
+      rollout = recorder.batches[step].rollout
+      at = rows[step, number]
+      place = np.arange(mask.size)
+      own = (rollout.origin[at] == 0) & (place < rollout.lengths[at])
+      fresh = own & (place >= rollout.window_start[at])
+      assert not (mask & ~fresh).any()
+      if not filtered:
+        np.testing.assert_array_equal(mask, fresh)
+      new.update((number, t) for t in np.flatnonzero(mask).tolist())
+  epochs = run.config.optimizer.policy.epochs
+  assert set(new.values()) <= {epochs}, "a token trained in two steps"
+
+
+def check_weights(run, recorder):
+  """Weights sum to what a loss of 1 everywhere is reduced to."""
+  algorithm = run.learner.algorithm
+  for inputs, packed, size in recorder.losses["policy"]:
+    mask = np.asarray(inputs["policy_mask"])
+    # Of parts, which are divided by the size of the whole batch in the end.
+    parts = 1 if size is None else reduction_size(mask, algorithm.loss_mode)
+    ones = np.ones(mask.shape, np.float32)
+    if algorithm.correction is not None:
+      ones = np.asarray(algorithm.correction(inputs).weights)
+    expected = parts * reference.aggregate(
+      ones, mask, algorithm.loss_mode, algorithm.loss_norm
+    )
+    got = np.sum(packed.inputs["weights"], dtype=np.float64)
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+
+def reduction_size(mask, mode):
+  """Tokens, sequences or 1."""
+  if mode == "token-mean":
+    return mask.sum()
+  return 1 if mode.endswith("-norm") else mask.any(axis=1).sum()
+
+
+def check_schedules(run, workdir):
+  """Rates fall by as much in every step, and to nothing in the last."""
+  for row in metrics.read_rows(workdir / "metrics.jsonl")[1:]:
+    for role in ("policy", "value"):
+      rate = run.config.optimizer[role].learning_rate
+      left = row.get(f"{role}/lr", rate * (1 - row["step"] / STEPS)) / rate
+      assert 0 <= left - (1 - row["step"] / STEPS) <= 1 / STEPS + 1e-6
+
+
+def rows(run, workdir):
+  """Metrics of each step that no clock decides."""
+  found = tiny_run.comparable(workdir)
+  if run.config.sampler.drafter:
+    # It drafts where that is measured to pay, which rounds log-probs otherwise.
+    measured = ("rollout/decode_steps", "rollout/idle", "sampler_trainer/")
+    return [
+      {k: v for k, v in row.items() if not k.startswith(measured)}
+      for row in found
+    ]
+  return found
+
+
+def check_resumed(run, whole, resumed):
+  """The run, resumed after its first step, ends in the same bits."""
+  ignore = shutil.ignore_patterns(*map(str, range(2, STEPS + 1)))
+  shutil.copytree(whole, resumed, ignore=ignore)
+  loop.train(run, resumed)
+  assert rows(run, resumed) == rows(run, whole)
+  first, second = (
+    commit.read(folder / "checkpoints" / str(STEPS))
+    for folder in (whole, resumed)
+  )
+  if run.config.sampler.drafter and run.learner.algorithm.correction:
+    return  # Which reads the log-probs.
+  assert first["leaves"] == second["leaves"]
+
+
+def check(model, case, tmp_path, monkeypatch):
+  run = build.make_run(make_config(model, *case))
+  with monkeypatch.context() as patched:
+    recorder = Recorder(run, patched)
+    loop.train(run, tmp_path / "whole")
+  check_each_response_once(run, recorder)
+  check_masks(run, recorder)
+  check_weights(run, recorder)
+  check_schedules(run, tmp_path / "whole")
+  check_resumed(run, tmp_path / "whole", tmp_path / "resumed")
+
+
+class TestPairs:
+  def test_plan(self):
+    """At least 20 pairs in the quick suite and 150 in the slow one."""
+    pairs = [
+      {(method, *pair) for pair in itertools.combinations(sorted(features), 2)}
+      for method, *features in plan()
+    ]
+    assert len(set.union(*pairs[:QUICK])) >= 20
+    assert len(set.union(*pairs[QUICK:])) >= 150
+
+  @pytest.mark.parametrize("number", range(QUICK))
+  def test_quick(self, model, number, tmp_path, monkeypatch):
+    check(model, plan()[number], tmp_path, monkeypatch)
+
+  @pytest.mark.slow(minutes=6)
+  @pytest.mark.parametrize("number", range(QUICK, QUICK + SLOW))
+  def test_slow(self, model, number, tmp_path, monkeypatch):
+    check(model, plan()[number], tmp_path, monkeypatch)
