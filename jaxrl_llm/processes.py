@@ -77,7 +77,8 @@ def ended_together() -> Iterator[None]:
   """Ends this process with code 1 when a collective fails: another has died.
 
   Its line names the processes that do not answer. It comes before JAX, whose
-  heartbeats take longer, aborts the process with the stacks of all threads.
+  heartbeats take longer, aborts the process with the stacks of all threads. If
+  the first process dies, which JAX's clients notice at once, JAX may be faster.
   """
   try:
     yield
