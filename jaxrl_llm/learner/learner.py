@@ -25,7 +25,7 @@ from jaxrl_llm.learner.algorithm import Algorithm
 from jaxrl_llm.learner.batches import VALUE_MODE, critic_batch, policy_batch
 from jaxrl_llm.learner.models import Ema, GradientSum, KeptWeights, TrainedModel
 from jaxrl_llm.learner.optimizer import TrainState
-from jaxrl_llm.learner.packing import MiniBatch, place
+from jaxrl_llm.learner.packing import MiniBatch, PackedBatch, place
 from jaxrl_llm.learner.scoring import (
   critic_scores,
   policy_scores,
@@ -155,12 +155,12 @@ class Learner:
         kept = self.kept.write(state.kept, state.policy.params, state.step)
         state = state.replace(kept=kept)
     if critic_batches:
-      batch = TrainingBatch(rollout, experience, critic_batches)
+      batch = TrainingBatch(rollout, experience, critic_batches, state.step)
       with timer.phase("update_value"):
         state, new = self.update_critic(state, batch, rng)
       row |= new
     with timer.phase("update_policy"):
-      batch = TrainingBatch(rollout, experience, policy_batches)
+      batch = TrainingBatch(rollout, experience, policy_batches, state.step)
       state, new = self._update_policy(state, batch, rng)
     return _after(state, scores, experience, waiting), row | new
 
@@ -293,18 +293,14 @@ class Learner:
     batches = self._mini_batches(self.critic, rollout, rows, rng)
     scores = self._score(state, rollout, [], batches)
     experience = self._experience(responses, scores, state.step, rows)
-    return TrainingBatch(rollout, experience, batches)
+    return TrainingBatch(rollout, experience, batches, state.step)
 
   def update_critic(
     self, state: LearnerState, batch: TrainingBatch, rng: np.random.Generator
   ) -> tuple[LearnerState, dict[str, float]]:
     """Trains the critic alone: ½ (V − return)², a mean over each mini-batch."""
     critic, rows = state.critic, []
-    for at, part, inputs in self._epochs(self.critic, batch, state.step, rng):
-      prepared = critic_batch(inputs, part, self.algorithm)
-      if not prepared.trains:
-        continue
-      prepared = place(prepared.replace(schedule_step=at), self.mesh)
+    for prepared in self._prepared(self.critic, critic_batch, batch, rng):
       critic, row = self.critic.update(critic, prepared)
       rows.append(row)
     row = self._summary("critic", critic, rows)
@@ -502,14 +498,14 @@ class Learner:
     """Policy: the surrogate and what is beside it, on each mini-batch."""
     policy, ema, rows = state.policy, state.ema, []
     temperature = np.float32(self.settings.temperature)
-    for at, part, inputs in self._epochs(self.policy, batch, state.step, rng):
-      if self.algorithm.follows_average:
-        scored = self.logprobs(ema["params"], part)
+
+    def prepare(inputs, part, algorithm):
+      if algorithm.follows_average:
+        scored = self.logprobs(ema["params"], part)  # By the average of now.
         inputs["proximal_logprobs"] = part.layout.gather(scored.logprobs)
-      prepared = policy_batch(inputs, part, self.algorithm)
-      if not prepared.trains:
-        continue  # Weight decay and momentum alone would move the weights.
-      prepared = place(prepared.replace(schedule_step=at), self.mesh)
+      return policy_batch(inputs, part, algorithm)
+
+    for prepared in self._prepared(self.policy, prepare, batch, rng):
       policy, row = self.policy.update(policy, prepared, temperature)
       if ema is not None:
         ema = self.ema.step(ema, policy.params, row["policy/skipped"])
@@ -517,16 +513,13 @@ class Learner:
     row = self._summary("policy", policy, rows)
     return state.replace(policy=policy, ema=ema), row
 
-  def _epochs(
-    self,
-    model: TrainedModel,
-    batch: TrainingBatch,
-    step: int,
-    rng: np.random.Generator,
-  ) -> Iterator[tuple[np.int32, MiniBatch, Experience]]:
-    """The mini-batches with their inputs, then newly shuffled ones.
+  def _prepared(
+    self, model: TrainedModel, make: Any, batch: TrainingBatch, rng: Any
+  ) -> Iterator[PackedBatch]:
+    """The mini-batches of all epochs, each shuffled anew, made and placed.
 
-    Each comes with its step of the learning-rate schedule.
+    Those without a token to train on are left out: momentum and weight decay
+    alone would move the weights.
     """
     mini_batches, settings = batch.mini_batches, model.settings
     rows = np.sort(np.concatenate([part.rows for part in mini_batches]))
@@ -536,7 +529,10 @@ class Learner:
         mini_batches = self._mini_batches(model, batch.rollout, rows, rng)
       for part in mini_batches:
         inputs = {k: x[part.rows] for k, x in batch.experience.items()}
-        yield settings.schedule_step(step, next(number), count), part, inputs
+        step = settings.schedule_step(batch.step, next(number), count)
+        made = make(inputs, part, self.algorithm).replace(schedule_step=step)
+        if made.trains:
+          yield place(made, self.mesh)
 
   def _summary(self, name, state: TrainState, rows) -> dict[str, float]:
     """Mean over the updates of a step (maximum of a maximum), if any."""

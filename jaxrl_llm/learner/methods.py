@@ -82,17 +82,16 @@ def make_algorithm(config: Any) -> Algorithm:
 def _check_leaves(algorithm: Algorithm) -> None:
   """Refuses a part of one's own that reads what the learner does not have."""
   given = _GIVEN | (_OF_A_CRITIC if algorithm.value_loss else set())
+  readers = {f"token input {name!r}": x for name, x in _OWN_INPUTS.items()} | {
+    "config.loss.name": algorithm.policy_loss,
+    "config.estimator.name": algorithm.parts["advantages"],
+    "config.loss.masks": algorithm.parts["unwindowed_policy_mask"],
+  }
   for leaf in sorted(algorithm.leaves - given):
-    keys = {
-      "advantages": "estimator.name",
-      "unwindowed_policy_mask": "loss.masks",
-    }
-    readers = {"loss.name": algorithm.policy_loss, **algorithm.parts}
-    reader = next(k for k, part in readers.items() if leaf in part.reads)
+    reader = next(name for name, x in readers.items() if leaf in x.reads)
     raise InputError(
-      f"config.{keys.get(reader, reader)}: this part reads {leaf!r}, which this"
-      " method does not have; rename the argument, or add the input with"
-      " register.token_input"
+      f"{reader}: this part reads {leaf!r}, which the method does not have;"
+      " rename the argument, or add the input with register.token_input"
     )
 
 

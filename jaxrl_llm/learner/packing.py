@@ -26,17 +26,13 @@ from jaxrl_llm.types import Rollout, take_rows
 
 
 @chex.dataclass(frozen=True)
-class PackedTokens:
-  """Micro-batches of packed rows; a loss at (m, r, c) is about `targets`."""
+class PackedTokens(PackedRows):
+  """Micro-batches of packed rows [M, r, C], none of their arrays absent.
 
-  tokens: chex.Array  # int32 [M, r, C].
-  targets: chex.Array  # int32 [M, r, C], the next token of the same sample.
-  segments: chex.Array  # int32 [M, r, C], 1.. per row, 0 is padding.
-  prefixes: chex.Array  # int32 [M, r, C], a segment seen too, 0 is none.
-  positions: chex.Array  # int32 [M, r, C], index within the sample.
-  mask: chex.Array  # bool [M, r, C], targets that are unmasked response.
-  logprobs: chex.Array  # float32 [M, r, C], of the tokens when sampled, or 0.
-  count: chex.Array  # int32 scalar, micro-batches that hold anything.
+  A loss at (m, r, c) is about `targets`; segments are 1.. per row.
+  """
+
+  count: chex.Array = 0  # int32 scalar, micro-batches that hold anything.
 
   def rows(self, i: chex.Numeric) -> PackedRows:
     """Micro-batch i, [r, C]."""

@@ -43,3 +43,4 @@ class TrainingBatch:
   rollout: Rollout
   experience: Experience
   mini_batches: list[MiniBatch]  # Of the first epoch.
+  step: int  # Of the run, which the learning rate follows.

@@ -181,7 +181,8 @@ class ValuePretraining:
     )
     responses = collected.batch.responses
     rng = np.random.default_rng((self.seed[0], state.number, self.seed[1]))
-    learner = learner.replace(critic=state.critic)
+    # Its learning rate follows the batches of the pretraining.
+    learner = learner.replace(critic=state.critic, step=state.number)
     batch = trained.measure_critic(learner, responses, rng)
     row = {
       _EXPLAINED: learner_metrics.explained_variance(batch.experience),
@@ -190,8 +191,7 @@ class ValuePretraining:
     state = dataclasses.replace(
       state, source=collected.source_state, rollout=collected.state
     )
-    # Its learning rate goes by the batches of the pretraining.
-    return state, learner.replace(step=state.number), batch, rng, row
+    return state, learner, batch, rng, row
 
   def _resume(
     self, workdir: pathlib.Path, saver: checkpoint.Checkpointer, logger: Any
