@@ -144,7 +144,7 @@ class TestVariance:
       return estimates.optimal_baseline_advantages(
         rewards[:, None],
         one > 0,
-        part({"gradient_norms": norms, "lengths": jnp.asarray(one[:, 0])}),
+        part({"gradient_norms": norms, "own_lengths": jnp.asarray(one[:, 0])}),
         jnp.zeros(self.SIZE, int),
         0.0 * one,
         0.0 * one,
