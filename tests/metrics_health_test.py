@@ -34,6 +34,7 @@ def _healthy(steps=100, seed=0):
       {
         "step": step,
         "reward/accuracy": min(0.3 + 0.65 * done + 0.02 * noise[0], 0.99),
+        "reward/std": 0.9,
         "policy/entropy": 0.5 * (0.02 / 0.5) ** done * (1 + 0.1 * noise[1]),
         "policy/approx_kl": 1e-4 * math.exp(noise[2]),
         "policy/ratio_max": 1.2 * math.exp(abs(noise[3])),
@@ -88,9 +89,13 @@ _BAD = {
   ),
   "all_wrong": dict(
     reward__accuracy=lambda s: 0.1 if s < 30 else 0.0,
+    reward__std=lambda s: 0.6 if s < 30 else 1e-8,
     policy__entropy=lambda s: 0.5,
   ),
-  "all_right": dict(reward__accuracy=lambda s: 0.9 if s < 30 else 1.0),
+  "all_right": dict(
+    reward__accuracy=lambda s: 0.9 if s < 30 else 1.0,
+    reward__std=lambda s: 0.6 if s < 30 else 0.0,
+  ),
   "reward_errors": dict(reward__errors=lambda s: 0.0 if s < 30 else 2.0),
   "overlong": dict(
     rollout__overlong_fraction=lambda s: 0.05 if s < 30 else 0.6
@@ -182,13 +187,23 @@ class TestEntropyCollapse:
 
 class TestRewards:
   def test_the_first_row_speaks_at_once(self):
-    assert "in the first step" in _RULES["all_wrong"].find([0.0])
-    assert "in the first step" in _RULES["all_right"].find([1.0])
+    assert "in the first step" in _RULES["all_wrong"].find([0.0], [0.0])
+    assert "in the first step" in _RULES["all_right"].find([1.0], [0.0])
 
   def test_later_ones_wait_for_three_in_a_row(self):
     find = _RULES["all_wrong"].find
-    assert find([0.1, 0.0, 0.0]) is None
-    assert "for 3 steps" in find([0.1, 0.0, 0.0, 0.0])
+    assert find([0.1, 0.0, 0.0], [0.6, 0.0, 0.0]) is None
+    assert "for 3 steps" in find([0.1, 0.0, 0.0, 0.0], [0.6, 0.0, 0.0, 0.0])
+
+  @pytest.mark.parametrize("accuracy", [0.0, 1.0])
+  def test_rewards_that_differ_can_be_learned_from(self, accuracy):
+    rows = _with(
+      _healthy(),
+      reward__accuracy=lambda s: accuracy,  # By a threshold.
+      reward__std=lambda s: 2.5,
+      policy__entropy=lambda s: 0.5,
+    )
+    assert _run(rows) == []
 
 
 class TestExplainedVariance:
@@ -215,6 +230,16 @@ class TestLengthCollapse:
   def test_shorter_and_better_is_learning(self):
     lengths, accuracies = [200.0] * 20 + [60.0] * 3, [0.1] * 20 + [0.5] * 3
     assert health.length_collapse(lengths, accuracies) is None
+
+  def test_a_fall_in_the_first_steps_is_found(self):
+    rows = _with(
+      _healthy(20),
+      rollout__response_length_mean=lambda s: max(1.1, 10.0 - 1.2 * s),
+      reward__accuracy=lambda s: 0.3,
+      policy__entropy=lambda s: 0.5,
+    )
+    found = _run(rows)
+    assert _rules(found) == {"length_collapse"} and found[0][0] <= 8
 
   def test_a_slow_fall_is_found(self):
     rows = _with(
@@ -324,7 +349,7 @@ class TestResume:
 class TestShown:
   def test_the_row_the_line_and_the_event(self, tmp_path):
     stream = io.StringIO()
-    row = {"policy/ratio_max": 1e4, "reward/accuracy": 0.0}
+    row = {"policy/ratio_max": 1e4, "reward/accuracy": 0.0, "reward/std": 0.0}
     state = metrics.Health()
     with metrics.MetricsLogger(
       tmp_path, total_steps=3, last_step=-1, stream=stream

@@ -28,6 +28,8 @@ ACCURACY_GAIN = 0.05
 # Rows without any contrast before it is no chance of a small batch. The first
 # rows of a run need no such patience: there it is a fault of the setup.
 SAME_REWARDS_STEPS = 3
+# Standard deviation of equal rewards, which rounding keeps from being 0.
+SAME_REWARDS_SPREAD = 1e-5
 # A useful critic on hard data wanders around 0; it is below for a row or two.
 EXPLAINED_VARIANCE_STEPS = 5
 # Nats per token: a jump is a multiple of what is usual, and not tiny; the
@@ -38,9 +40,8 @@ KL_HIGH = 0.1
 KL_USUAL_STEPS = 20
 # Rows that say what is usual.
 FEWEST_USUAL_STEPS = 5
-# Lengths are compared with those at the start of the window.
+# Lengths are compared with the first of the window: a fall may take few steps.
 LENGTH_FELL = 2.0
-LENGTH_STEPS = 10
 # Rows that a rule looks back on, the newest included.
 WINDOW = 60
 # Rows whose median stands for now; one odd batch is no collapse.
@@ -76,13 +77,16 @@ def above(limit: float, text: str, *, rows: int = 1) -> Find:
 
 
 def same_rewards(accuracy: float, text: str) -> Find:
-  """All responses did alike, in the first row or in several in a row."""
+  """All responses did alike, in the first row or in several in a row.
 
-  def find(accuracies: Sequence[float]) -> str | None:
+  Rewards that are numbers may teach where all are right, or all wrong.
+  """
+
+  def find(accuracies: Sequence[float], spreads: Sequence[float]) -> str | None:
     latest = accuracies[-SAME_REWARDS_STEPS:]
-    if any(value != accuracy for value in latest):
-      return None
     steps = len(latest)
+    if set(latest) != {accuracy} or max(spreads[-steps:]) > SAME_REWARDS_SPREAD:
+      return None
     return (
       f"{text} {'in the first step' if steps == 1 else f'for {steps} steps'}"
     )
@@ -134,10 +138,10 @@ def length_collapse(
   lengths: Sequence[float], accuracies: Sequence[float]
 ) -> str | None:
   """Responses became much shorter and no better."""
-  if len(lengths) < 2 * LENGTH_STEPS:
+  if len(lengths) < 2 * NOW_STEPS:
     return None
-  now, before = _now(lengths), statistics.median(lengths[:LENGTH_STEPS])
-  gain = _now(accuracies) - statistics.median(accuracies[:LENGTH_STEPS])
+  now, before = _now(lengths), _now(lengths[:NOW_STEPS])
+  gain = _now(accuracies) - _now(accuracies[:NOW_STEPS])
   if now * LENGTH_FELL > before or gain >= ACCURACY_GAIN:
     return None
   return (
@@ -159,14 +163,14 @@ RULES = {
     " lower optimizer.policy.learning_rate",
   ),
   "all_wrong": Rule(
-    ("reward/accuracy",),
+    ("reward/accuracy", "reward/std"),
     same_rewards(0.0, "no response was right"),
     "there is nothing to learn from; see samples.jsonl, check reward.name"
     " and data.template, choose easier problems by data.settings, or raise"
     " data.group_size",
   ),
   "all_right": Rule(
-    ("reward/accuracy",),
+    ("reward/accuracy", "reward/std"),
     same_rewards(1.0, "every response was right"),
     "there is nothing left to learn; choose harder problems by"
     " data.settings or data.path, or end the run by run.steps; see"
@@ -184,7 +188,7 @@ RULES = {
     ("rollout/overlong_fraction",),
     # A third of them without an end teaches to be short, not to be right.
     above(0.3, "{:.0%} of the responses hit the maximum length", rows=3),
-    "they are cut before their answer and judged wrong; raise"
+    "they are cut, mostly before an answer that could be judged; raise"
     " sampler.max_response_length, set sampler.stop if they ramble on after"
     " the answer, or leave them out by loss.overlong_filter",
   ),
