@@ -245,9 +245,10 @@ def serve(pickled: str) -> None:
     with contextlib.suppress(BlockingIOError):
       said += os.read(read, 1)  # Nothing may follow the line.
     os.close(read)
-    whole = said.startswith(mark.encode()) and said.find(b"\n") == len(said) - 1
-    text = said[len(mark) :].decode() if whole else json.dumps([None, why])
-    print(text.rstrip(), file=answers, flush=True)
+    text = json.dumps([None, why])
+    if said.startswith(mark.encode()) and said.find(b"\n") == len(said) - 1:
+      text = said[len(mark) : -1].decode(errors="replace")
+    print(text, file=answers, flush=True)
 
 
 def _listen(read: int, calls: int, deadline_s: float) -> tuple[bytearray, str]:
