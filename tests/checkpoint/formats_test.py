@@ -35,6 +35,7 @@ def make_config():
     checkpoint__every=2,
     run__trackers=(),
     value__reads_logprobs=False,  # Format 4 is older than the key.
+    environment__max_observation_tokens=64,  # As the default was.
   )
 
 

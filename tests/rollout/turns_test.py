@@ -279,7 +279,7 @@ class TestTurnRewards:
       behind = np.where(cut, values[np.arange(len(last)), last], 0.0)
       lambdas = [
         reference.length_adaptive_lambda(n, settings.alpha)
-        for n in rollout.lengths
+        for n in rollout.mask.sum(axis=1)
       ]
       expected = reference.gae(
         rewards, values, rollout.mask, 1.0, np.c_[lambdas], behind
