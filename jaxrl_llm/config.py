@@ -1,10 +1,10 @@
 """Every setting of a training run: default, allowed values and meaning.
 
-The defaults are plain PPO at the scale of the embedded task. A method file
-`configs/METHOD.py` takes a scale (`scaled`) and sets what makes the method;
-`--config.group.key=value` overrides once more. Unknown keys are errors.
-`train.validation` holds a config against this table, and `--help_config` and
-docs/config.md are printed from it (`describe`).
+The defaults are plain PPO on the embedded task. A method file
+`configs/METHOD.py` starts from a preset (`scaled`) and sets the choices of the
+method; `--config.group.key=value` overrides both. Unknown keys are errors.
+`train.validation` checks a config against this table. `--help_config`
+(`describe`) and docs/config.md are generated from it.
 """
 
 import importlib
@@ -20,14 +20,14 @@ from jaxrl_llm.errors import InputError
 
 
 class Range(NamedTuple):
-  """Finite numbers of the closed interval [low, high]."""
+  """Finite numbers in the closed interval [low, high]."""
 
   low: float
   high: float = float("inf")
-  open: bool = False  # Excludes `low`.
+  open: bool = False  # Excludes low.
 
   def __contains__(self, value: Any) -> bool:
-    # NaN is in no range.
+    # NaN fails every comparison.
     above = value > self.low or (value == self.low and not self.open)
     return above and value <= self.high and value < float("inf")
 
@@ -38,7 +38,7 @@ class Range(NamedTuple):
 
 
 class Choice(tuple):
-  """Allowed values of a key."""
+  """A tuple of the allowed values."""
 
   def __str__(self) -> str:
     names = ", ".join(map(repr, self))
@@ -46,14 +46,14 @@ class Choice(tuple):
 
 
 class Names:
-  """The names of a table of functions, which is their only list."""
+  """Names of a table of functions, read when they are needed."""
 
   def __init__(self, table: str, *more: str):
-    """`table` is 'module:NAME' below jaxrl_llm; `more` are allowed beside."""
+    """Takes 'module:NAME' of a table in jaxrl_llm, and more allowed names."""
     self.table, self._more = table, more
 
   def __iter__(self) -> Iterator[str]:
-    # Rooms import JAX, configs do not: only who asks for the names does.
+    # Imports on demand: reading a config file must not import JAX.
     module, _, name = self.table.partition(":")
     table = getattr(importlib.import_module(f"jaxrl_llm.{module}"), name)
     return iter((*self._more, *table))
@@ -65,35 +65,35 @@ class Names:
     return str(Choice(self))
 
 
-# What a resume may change is decided by the checkpoint that it goes on from.
-# Never: random numbers, the stream of prompts, tokens, the precision of stored
-# log-probs, and the method.
+# Settings that cannot change on resume, because the checkpoint depends on them.
+# Never: they determine random numbers, prompts, tokens, the precision of stored
+# log-probs or the method.
 FIXED = "fixed"
-# Stronger or weaker, but not from or to 0: whether the part is on belongs to
-# the method and to the content of a checkpoint.
+# Not from or to 0, which would switch a part of the method on or off. Other
+# values may change.
 SWITCH = "switch"
-# Not while a checkpoint has unfinished responses: each must find a slot again.
+# Not while the checkpoint has unfinished responses, which need their slots.
 IN_FLIGHT = "in flight"
-# Not while a checkpoint has the weights of as many versions.
+# Not while the checkpoint has that many versions of the weights.
 KEPT = "kept"
-# Not where the source has no splits: other rows would be held out.
+# Not if the source has no splits, because other rows would be held out.
 HELD_OUT = "held out"
 
 
 class Key(NamedTuple):
-  """A setting."""
+  """A setting of the table."""
 
-  default: Any  # None: off, where a number turns it on.
-  allowed: Range | Names | Choice | None  # None: any of the default's type.
+  default: Any  # None: off; a number switches it on.
+  allowed: Range | Names | Choice | None  # None: any value of its type.
   meaning: str
-  resume: str = ""  # One of the above; '' may change.
+  resume: str = ""  # Restriction on resume, see above; '' is none.
 
 
 KEYS: dict[str, Key] = {}  # By dotted path.
 
 
 class Group:
-  """Settings at one path of a config; a subclass enters its keys."""
+  """Settings under one path; a subclass registers its keys in `KEYS`."""
 
   def __init_subclass__(cls, path: str):
     for kind in reversed(cls.__mro__):
@@ -108,432 +108,464 @@ _SHARE, _BELOW_1 = Range(0.0, 1.0), Range(0.0, 0.999999)
 _DTYPES = Choice(("float32", "bfloat16"))
 _DTYPE_OR_NONE = Choice(("", *_DTYPES))
 
-# A table: default and allowed values on the line of a key, its meaning below.
+# Each key: default and allowed values on its first line, then the meaning.
 # fmt: off
 
 class Model(Group, path="model"):
-  """The policy's model, and how it computes."""
+  """The policy's model and its numerics."""
 
   path = Key("", None,
-    "Hugging Face directory of the policy; '' is the base model that the"
-    " package has for data.source.", FIXED)
-  dtype = Key("float32", _DTYPES, "Of activations and matrix products.", FIXED)
+    "Hugging Face directory of the policy. '' is the base model that the"
+    " package ships for data.source.", FIXED)
+  dtype = Key("float32", _DTYPES,
+    "Data type of activations and matrix products.", FIXED)
   sampler_dtype = Key("", _DTYPE_OR_NONE,
-    "Of the sampler's parameters and matrix products; '' follows"
-    " model.dtype.", FIXED)
+    "Data type of the sampler, parameters included; '' is model.dtype.", FIXED)
   cache_dtype = Key("", _DTYPE_OR_NONE,
-    "Of the sampler's KV cache; '' follows the sampler's dtype. On a CPU"
-    " bfloat16 is several times slower here.", FIXED)
+    "Data type of the sampler's KV cache; '' is the sampler's own. On a CPU,"
+    " bfloat16 is several times slower than float32.", FIXED)
   remat_policy = Key("full", Names("models.transformer:REMAT_POLICIES"),
-    "What the backward pass computes again: all of a layer ('full'), all but"
-    " its matrix products ('dots'), or nothing ('none').")
+    "What the backward pass recomputes of each layer: everything ('full'), all"
+    " but matrix products ('dots') or nothing ('none'). More recomputation"
+    " saves memory.")
   head_chunk = Key(128, _SOME,
-    "Positions of time per application of the vocabulary head.")
+    "Positions per application of the vocabulary head. Lower to save memory.")
   kernels = Key("auto", Names("models.kernels:NAMES"),
-    "How attention is computed, by trainer and sampler; 'auto' is the one that"
-    " is made for their devices.")
+    "Attention backend of trainer and sampler: plain XLA or TPU kernels"
+    " ('pallas'). 'auto' chooses by device.")
 
 
 class Value(Group, path="value"):
-  """The critic, where the estimator has one."""
+  """The critic; ignored by estimators without one."""
 
   reads_logprobs = Key(False, None,
-    "The critic also reads how likely each token was when it was written, which"
-    " tells slips from what was meant; the papers' critics read tokens"
-    " alone.", FIXED)
+    "Gives the critic each token's log-prob at sampling as an input, which sets"
+    " slips apart from choices. The papers' critics lack it.", FIXED)
   reward_model_steps = Key(0, _COUNT,
-    "Iterations before value pretraining in which the critic learns to judge"
-    " whole responses alone, as a reward model does (the papers start from"
-    " one).")
+    "Iterations before value pretraining that train the critic as a reward"
+    " model, on last tokens only. The papers start from a reward model.")
   pretrain_steps = Key(0, _COUNT,
-    "Most iterations of value pretraining on a fixed policy (VAPO: 50).")
+    "Maximum number of iterations of value pretraining, on a fixed policy"
+    " (VAPO: 50). 0 skips it.")
   pretrain_patience = Key(6, _SOME,
-    "Stop after so many steps without a better held-out explained variance.")
-  pretrain_min_delta = Key(0.01, None, "An improvement counts from here on.")
+    "Ends value pretraining after this many iterations without a better"
+    " explained variance on new responses.")
+  pretrain_min_delta = Key(0.01, None,
+    "Minimum increase of the explained variance that counts as better.")
   init_from = Key("", None,
-    "Workdir of an earlier run whose pretrained critic is reused.")
+    "Workdir of an earlier run whose pretrained critic is loaded; '' is off.")
 
 
 class Data(Group, path="data"):
-  """Prompts."""
+  """Prompts and their source."""
 
   source = Key("chain_sum", Names("data.sources:SOURCES"),
-    "Where examples come from.", FIXED)
+    "Source of the examples: an embedded task, files ('jsonl', 'parquet') or"
+    " TensorFlow Datasets ('tfds').", FIXED)
   path = Key("", None,
-    "Files of 'jsonl' or 'parquet', separated by commas or as a pattern like"
-    " data/*.jsonl; name[:version] of 'tfds'.", FIXED)
-  split = Key("train", None, "Of a source that has splits.", FIXED)
+    "Files of 'jsonl' or 'parquet', separated by commas or as a pattern such as"
+    " data/*.jsonl. With 'tfds', NAME[:VERSION].", FIXED)
+  split = Key("train", None,
+    "Split to train on, for sources that have splits.", FIXED)
   columns = Key({}, None,
-    "Columns of the data by what they are to us, question, answer, id or"
-    " source: {'question': 'problem', 'answer': 'info.solution'}. Those of verl"
-    " and TRL are known.", FIXED)
+    "Maps question, answer, id and source to columns of the data, such as"
+    " {'question': 'problem', 'answer': 'info.solution'}. The column names of"
+    " verl and TRL need no mapping.", FIXED)
   settings = Key({}, None,
-    "Settings of the source, such as max_ops, digits, data_dir.", FIXED)
+    "Keyword arguments of the source, such as max_ops or digits.", FIXED)
   pool = Key(0, _COUNT,
-    "Only so many examples, the first, come back epoch after epoch; 0 is"
-    " all.", FIXED)
+    "Number of examples to train on, the first ones; 0 uses all.", FIXED)
   holdout = Key(0.05, _BELOW_1,
-    "Share of the questions, at least one and at most 1,000, that are evaluated"
-    " on and never trained on, where the source has no splits and eval.path is"
-    " not given; 0 evaluates on training data.", HELD_OUT)
+    "Fraction of the questions held out for evaluation, at least 1 and at most"
+    " 1,000 questions. Applies to sources without splits if eval.path is not"
+    " set; 0 evaluates on training data.", HELD_OUT)
   order = Key("shuffled", Names("data.prompt_source:PROMPT_SOURCES"),
-    "Who draws prompts: every example once an epoch, in a new order.", FIXED)
+    "Order of the prompts: 'shuffled' draws every example once an epoch, in a"
+    " new order each time.", FIXED)
   template = Key("completion", Names("data.prompt_source:TEMPLATES"),
-    "How a question becomes a prompt.", FIXED)
+    "Template that turns a question into a prompt: the bare text, worked"
+    " examples first ('few_shot'), or the model's chat template.", FIXED)
   template_settings = Key({}, None,
-    "Keywords of the template: shots, shot_format, question_format, system, and"
-    " kwargs, those of the model's chat template.", FIXED)
-  prompts_per_step = Key(512, Range(1, 1e6), "Groups of a batch.", IN_FLIGHT)
+    "Keyword arguments of the template: shots, shot_format, question_format,"
+    " system, or kwargs (passed on to the model's chat template).", FIXED)
+  prompts_per_step = Key(512, Range(1, 1e6),
+    "Prompts, and so groups of responses, in a batch of rollouts.", IN_FLIGHT)
   group_size = Key(1, Range(1, 1e5), "Responses per prompt (VAPO: 16).", FIXED)
-  max_prompt_length = Key(16, _SOME, "Tokens.", FIXED)
+  max_prompt_length = Key(16, _SOME,
+    "Maximum length of a prompt in tokens; see data.on_long.", FIXED)
   on_long = Key("error", Choice(("error", "drop")),
-    "What a longer prompt does: 'error' refuses the data at the start, 'drop'"
-    " leaves it out.")
+    "What happens to prompts over data.max_prompt_length: 'error' refuses the"
+    " data at the start, 'drop' skips them.")
 
 
 class Reward(Group, path="reward"):
-  """Who judges responses, and what a verdict is worth."""
+  """The reward of a response."""
 
   name = Key("chain_sum", Names("rewards:REWARDS"),
-    "Who judges a response; 'verl' and 'trl' are functions of a file that were"
-    " written for these libraries.")
-  path = Key("", None, "Python file of 'verl' and 'trl'.")
+    "Reward function. 'verl' and 'trl' call functions written for these"
+    " libraries, see reward.path.")
+  path = Key("", None, "Python file with the functions of 'verl' and 'trl'.")
   function = Key("compute_score", None,
-    "Its function; of 'trl' several, separated by commas.")
+    "Function in reward.path; several, separated by commas, for 'trl'.")
   weights = Key({}, None,
-    "Of the named parts of a reward; 1 where none is given.")
+    "Weights of the named parts of a reward; the others weigh 1.")
   threshold = Key(0.5, _REWARD,
-    "A response is right if its reward is above this number. Of a reward in"
-    " parts, the part 'right' (or else the first one) decides, not the sum."
-    " Accuracy, dynamic sampling and the positive-example loss read it.")
-  correct = Key(1.0, _REWARD, "Reward of a right response.")
-  incorrect = Key(-1.0, _REWARD, "Reward of a wrong one.")
+    "Responses with a reward above this are correct, for accuracy, dynamic"
+    " sampling and the positive-example loss. A reward with parts is judged by"
+    " its part 'right', else by its first.")
+  correct = Key(1.0, _REWARD, "Reward of a correct response.")
+  incorrect = Key(-1.0, _REWARD, "Reward of an incorrect response.")
   workers = Key(0, Range(0, 256),
-    "Processes that judge; 0 judges inline, for rewards that cannot hang.")
+    "Processes that compute rewards. 0 computes them in the main process; use"
+    " it only for rewards that cannot hang.")
   deadline_s = Key(10.0, Range(1e-3),
-    "Seconds a single verdict may take in a worker.")
+    "Time limit of a single reward in a worker, in seconds.")
   batch_deadline_s = Key(0.0, Range(0.0),
-    "Seconds after which workers leave the rest of a batch without a verdict; 0"
-    " is never.")
+    "Time limit of a batch of rewards in workers, in seconds; the responses"
+    " left are not trained on. 0 sets no limit.")
   overlong_buffer = Key(0, _COUNT,
-    "Soft overlong punishment (DAPO eq. 13): the last so many tokens before"
-    " sampler.max_response_length cost up to overlong_factor. Only tokens that"
-    " the policy wrote count; the limit itself counts those of an environment"
-    " too.")
-  overlong_factor = Key(1.0, _NUMBER, "Cost of a response at the limit.")
+    "Length in tokens of the soft overlong punishment before"
+    " sampler.max_response_length (DAPO eq. 13); 0 disables it. Tokens of an"
+    " environment do not count towards the length.")
+  overlong_factor = Key(1.0, _NUMBER,
+    "Largest penalty of the soft overlong punishment, at the length limit.")
 
 
 class Mesh(Group, path="mesh"):
-  """A mesh of devices."""
+  """The trainer's device mesh."""
 
-  data = Key(-1, Range(-1), "Copies; -1 takes the devices that remain.")
-  fsdp = Key(1, _SOME, "Devices that share the parameters.")
+  data = Key(-1, Range(-1),
+    "Size of the data axis (replicas); -1 uses all remaining devices.")
+  fsdp = Key(1, _SOME,
+    "Size of the fsdp axis, which shards parameters and batches.")
   context = Key(1, _SOME,
-    "Devices that share each row of tokens, and the parameters too.")
-  tensor = Key(1, _SOME, "Devices that share each matrix.")
+    "Size of the context axis, which shards each packed row and parameters.")
+  tensor = Key(1, _SOME,
+    "Size of the tensor axis, which shards each matrix product.")
 
 
 class Environment(Group, path="environment"):
-  """Who answers a model that speaks in turns; a stop token ends a turn. Rewards
-  read the model's turns, a line each, and none of the answers."""
+  """Multi-turn environments.
+
+  A stop token ends a turn of the model. Rewards read the model's turns, one per
+  line, and no observations.
+  """
 
   name = Key("", Names("rollout.turns:ENVIRONMENTS"),
-    "'calculator' answers '7+5=' (sampler.stop=('=',)), 'guessing_game' is"
-    " played, 'tools' answers a chat model's calls; '' is nobody.", FIXED)
-  settings = Key({}, None, "Of the environment.", FIXED)
+    "Environment of multi-turn responses: 'calculator' computes '7+5=' (set"
+    " sampler.stop=('=',)), 'guessing_game' is a game, 'tools' runs the calls"
+    " of a chat model. '' has single-turn responses.", FIXED)
+  settings = Key({}, None, "Keyword arguments of the environment.", FIXED)
   rewards = Key("end", Names("learner.choices:TOKEN_REWARDS"),
-    "Where the part of a response's reward lies that the environment gave: on"
-    " the response's last token, or on that of each turn.", FIXED)
+    "Token that receives the environment's rewards: the last of the response"
+    " ('end') or of each turn ('turns').", FIXED)
   max_turns = Key(16, _SOME,
-    "Of the model; a response that needs more is overlong.")
+    "Maximum number of model turns. Responses that need more are overlong.")
   max_observation_tokens = Key(512, _SOME,
-    "Maximum number of tokens of one answer's text. A longer text is cut and"
-    " marked; the chat template's header and end are added to it.")
+    "Maximum number of text tokens in an observation. Longer texts are cut and"
+    " marked; tokens that the chat template adds do not count.")
   workers = Key(0, Range(0, 256),
-    "Processes that environments run in; 0 runs them inline.")
+    "Processes that run environments. 0 runs them in the main process.")
   deadline_s = Key(10.0, Range(1e-3),
-    "Seconds that an answer may take in a worker. A response whose environment"
-    " is late or fails ends there and is left out of every loss.")
+    "Time limit of an observation in a worker, in seconds. If the environment"
+    " fails or exceeds it, the response ends and is left out of every loss.")
 
 
 class Sampler(Group, path="sampler"):
-  """How responses are written."""
+  """Sampling of responses."""
 
   slots = Key(0, Range(0, 1e6),
-    "Responses written at a time; 0 is all that a step has in flight.")
+    "Responses decoded concurrently, the rows of a decode batch. 0 is all that"
+    " a step has in flight.")
   kv_pages = Key(0, Range(0, 1e7),
-    "Pages of the KV cache, on all devices of the sampler; when they run out"
-    " the youngest responses wait. 0 is what all slots need at full length.")
+    "Pages of the KV cache on all devices of the sampler. The youngest"
+    " responses are preempted when they run out. 0 fits all slots at full"
+    " length.")
   max_response_length = Key(64, _SOME,
-    "Tokens, those of an environment included.", FIXED)
-  temperature = Key(1.0, Range(1e-3, 100.0), "Divides the logits.")
+    "Maximum number of response tokens, including observations.", FIXED)
+  temperature = Key(1.0, Range(1e-3, 100.0),
+    "Sampling temperature, which divides the logits.")
   entropy_tau = Key(0.0, Range(0.0, 0.999),
-    "HAPO: a token's temperature is temperature * (1 + entropy_tau * h), with h"
-    " in [-1, 1] from its entropy and those of the batch before.", SWITCH)
+    "HAPO: scales each token's temperature by 1 + entropy_tau * h, where h in"
+    " [-1, 1] is the entropy code of the token. 0 disables it.", SWITCH)
   stop = Key((), None,
-    "Further stop tokens as text, each one token, e.g. ('\\n',).")
+    "Additional stop strings, each a single token, such as ('\\n',).")
   drafter = Key("", Names("train.sampler:DRAFTERS"),
-    "Drafts tokens that one step then checks, where that is measured to pay."
-    " Responses stay the same, but not the last bits of their log-probs nor the"
-    " order in which they end: not with schedule.stop='first_groups' or"
-    " schedule.streaming.")
+    "Drafter of speculative decoding, used while it is measured to be faster;"
+    " '' disables it. Responses stay the same, but the last bits of log-probs"
+    " and the completion order vary: 'first_groups' and streaming exclude it.")
   num_draft_tokens = Key(4, _SOME,
-    "Draft tokens per step, where they are measured to pay.")
+    "Draft tokens per decoding step of speculative decoding.")
   parity_check_every = Key(50, _COUNT,
-    "Steps between checks that sampler and trainer hold the same weights and"
-    " give the same log-probs, which stop the run where they differ; also at"
-    " every start. 0 compares the weights at a start and nothing else.")
+    "Steps between checks that sampler and trainer have equal weights and"
+    " log-probs; a difference stops the run. It also runs at every start; 0"
+    " compares only the weights, at a start.")
 
 
 class SamplerMesh(Group, path="sampler.mesh"):
-  """The sampler's own mesh."""
+  """The sampler's device mesh."""
 
   data = Key(0, Range(-1),
-    "A mesh of the sampler's own, on the devices that `mesh` leaves free or, if"
-    " there are none, on the same ones. 0 shares the trainer's mesh, -1 takes"
-    " the devices that remain.")
-  fsdp = Key(1, _SOME, "Devices that share the parameters.")
-  tensor = Key(1, _SOME, "Devices that share each matrix.")
+    "Size of the data axis of a separate mesh for the sampler, on devices that"
+    " `mesh` leaves free, else on the same ones. 0 shares the trainer's mesh,"
+    " -1 uses all remaining devices.")
+  fsdp = Key(1, _SOME, "Size of the fsdp axis, which shards the parameters.")
+  tensor = Key(1, _SOME,
+    "Size of the tensor axis, which shards each matrix product.")
 
 
 class Schedule(Group, path="schedule"):
-  """How a step comes by its batch: choices independent of each other."""
+  """Collection of a batch of rollouts."""
 
   stop = Key("all", Names("rollout.worker:STOPS"),
-    "When a call of the sampler stops: 'all' responses have ended, or (APRIL)"
-    " the 'first_groups' that a batch needs; the others go on in the next"
-    " step.", FIXED)
+    "When generation for a batch stops: after 'all' responses, or after the"
+    " 'first_groups' that fill the batch (APRIL). Unfinished responses then"
+    " continue in the next step.", FIXED)
   dynamic_sampling = Key(False, None,
-    "Whether only groups with right and wrong responses count (DAPO).", FIXED)
+    "Drops groups whose responses are all correct or all incorrect"
+    " (DAPO).", FIXED)
   window = Key(0, _COUNT,
-    "How many new tokens a response may get in a step (T-PPO); what has not"
-    " ended goes on in the next one. 0 sets no bound.", SWITCH)
+    "Maximum number of new tokens per response and step (T-PPO). Unfinished"
+    " responses continue in the next step; 0 sets no limit.", SWITCH)
   over_provision = Key(1.0, Range(1.0, 16.0),
-    "Groups begun, as a multiple of prompts_per_step: in flight at a time with"
-    " 'first_groups', drawn per round with dynamic sampling.", IN_FLIGHT)
+    "Groups in flight as a multiple of data.prompts_per_step: at any time with"
+    " 'first_groups', per round with dynamic sampling.", IN_FLIGHT)
   max_staleness = Key(4, _SOME,
-    "Most updates between the oldest and the newest tokens of a batch of"
-    " 'first_groups'; what would grow older is waited for.", KEPT)
+    "Maximum number of updates between the oldest and the newest token of a"
+    " batch, with 'first_groups'. Groups that would exceed it are finished"
+    " before new ones start.", KEPT)
   lag = Key(0, Range(0, 16),
-    "Updates between the weights that write a batch and those that it trains:"
-    " sampler and learner work at the same time, best on meshes of their own. 0"
-    " writes each batch with the newest weights.", FIXED)
+    "Updates between the weights that generate a batch and those that it"
+    " trains. Above 0, sampler and learner run concurrently, best on separate"
+    " meshes; 0 is on-policy.", FIXED)
   overlap = Key(True, None,
-    "Whether they do so with a lag; False takes turns, with the same results.")
+    "Runs sampler and learner concurrently if schedule.lag > 0. False"
+    " alternates them, with the same results.")
   streaming = Key(False, None,
-    "Without a lag: the learner takes each group as it is complete, sums up the"
-    " gradients and steps once all have come (periodic asynchrony). For methods"
-    " that need nothing of the batch as a whole, in one mini-batch.")
-  max_rounds = Key(10, _SOME, "Rounds before dynamic sampling gives up a step.")
+    "Accumulates gradients of each group on completion and updates after the"
+    " last (periodic asynchrony). Needs lag=0, one mini-batch and a method"
+    " without statistics of the whole batch.")
+  max_rounds = Key(10, _SOME,
+    "Maximum rounds of dynamic sampling per step before the run stops.")
 
 
 class Estimator(Group, path="estimator"):
-  """Advantages and the critic's targets."""
+  """Advantages and value targets."""
 
   name = Key("gae", Names("learner.choices:ESTIMATORS"),
-    "With 'gae' there is a critic (and EGAE where a response is unfinished);"
-    " without one 'group' is relative to the other responses, 'token_group' is"
-    " HAPO's, 'reward_to_go' REINFORCE++'s, 'optimal_baseline' VCPO's.", FIXED)
-  gamma = Key(1.0, _SHARE, "Discount of a token.")
+    "Advantage estimator: 'gae' uses a critic (EGAE for unfinished responses),"
+    " 'group' compares the responses to a prompt, 'token_group' is HAPO's,"
+    " 'reward_to_go' REINFORCE++'s, 'optimal_baseline' VCPO's.", FIXED)
+  gamma = Key(1.0, _SHARE, "Discount per token.")
   lambda_schedule = Key("constant", Names("learner.choices:LAMBDA_RULES"),
-    "The policy's lambda: lambda_policy, or max(0, 1 - 1/(alpha * length)), the"
-    " length in tokens that the policy wrote.")
+    "The policy's lambda: 'constant' is lambda_policy, 'length_adaptive' is"
+    " max(0, 1 - 1/(alpha * length)), where length counts generated tokens.")
   alpha = Key(0.05, Range(1e-6),
-    "Of 'length_adaptive'. VAPO's 0.05 is for thousands of tokens.")
-  lambda_policy = Key(0.95, _SHARE, "Of 'constant'.")
+    "Coefficient of 'length_adaptive'. VAPO's 0.05 suits thousands of tokens;"
+    " raise it for shorter responses.")
+  lambda_policy = Key(0.95, _SHARE,
+    "Lambda of the policy's advantages for 'constant'.")
   lambda_value = Key(0.95, _SHARE,
-    "Of the critic's targets; 1 is Monte Carlo (decoupled GAE).")
+    "Lambda of the critic's targets; 1 gives Monte Carlo returns.")
   boundary = Key("repeat", Names("estimators.egae:BOUNDARIES"),
-    "V of the state where a window cuts: T-PPO's EGAE repeats the last one.")
+    "Value of the state at a window's cut: 'repeat' takes the last one (T-PPO's"
+    " EGAE), 'bootstrap' the next state's, 'zero' 0.")
   tail_drop = Key(0, _COUNT,
-    "Last tokens of a cut response that its window does not train.")
+    "Tokens before a window's cut that are not trained in that window.")
   center = Key("mean", Names("estimators.group:CENTERS", "none"),
-    "What 'group' subtracts; 'reward_to_go' does too, unless it is 'none': the"
-    " same number, that of whole responses without a discount, from every"
-    " token.")
+    "Baseline that 'group' subtracts. 'reward_to_go' subtracts the same group"
+    " baseline from every token, and nothing with 'none'.")
   scale = Key("std", Names("estimators.group:SCALES"),
-    "What 'group' divides by.")
-  epsilon = Key(1e-6, _NUMBER, "Added to the scale.")
+    "Spread of a group's rewards that 'group' divides by.")
+  epsilon = Key(1e-6, _NUMBER, "Added to the divisor of estimator.scale.")
   gradient_norms = Key("length", Names("learner.choices:GRADIENT_NORMS"),
-    "What 'optimal_baseline' takes for the squared norm of a response's"
-    " gradient: the number of tokens that the policy wrote, or the 'exact' one"
-    " by a backward pass of each alone.")
+    "Squared gradient norm of a response for 'optimal_baseline': its number of"
+    " generated tokens ('length'), or 'exact', which costs a backward pass"
+    " each.")
   drop_pivot = Key(False, None,
-    "MC-GRPO: the group's median response takes no part in the loss.")
+    "Leaves each group's median response out of the policy loss (MC-GRPO).")
   normalize = Key("none", Names("learner.choices:NORMALIZATIONS"),
-    "Of all advantages of a batch: 'whiten', or 'scale' by their std alone.")
+    "Normalizes the advantages of a batch: 'whiten' to mean 0 and std 1,"
+    " 'scale' to std 1 only.")
 
 
 class Loss(Group, path="loss"):
-  """Losses."""
+  """Policy and value losses."""
 
   name = Key("clip", Names("learner.choices:POLICY_LOSSES"),
     "Policy loss: 'clip' is PPO's.", FIXED)
-  clip_low = Key(0.2, _BELOW_1, "The ratio is clipped below 1 - this.")
-  clip_high = Key(0.2, _NUMBER, "The ratio is clipped above 1 + this.")
+  clip_low = Key(0.2, _BELOW_1,
+    "Clips the probability ratio from below at 1 - clip_low.")
+  clip_high = Key(0.2, _NUMBER,
+    "Clips the probability ratio from above at 1 + clip_high.")
   dual_clip = Key(None, Range(1.0, open=True),
-    "Bound of the loss of negative advantages; None is off.")
+    "Upper bound of the ratio for negative advantages; None is off.")
   clip_value = Key(None, Range(0.0, open=True),
     "Clip range of the value loss around the old values; None is off.")
   mode = Key("token-mean", Names("masked:MODES"),
-    "How losses of tokens become one number, in verl's names.")
+    "Reduction of per-token losses to one number, in verl's names.")
   norm = Key(0, _COUNT,
-    "Constant length, in tokens, of a mode with one; 0 is the response limit.")
+    "Constant length in tokens that modes with a norm divide by; 0 is"
+    " sampler.max_response_length.")
   nll_coefficient = Key(0.0, _NUMBER,
-    "VAPO's mu, of the positive-example language-model loss.")
+    "Coefficient of the language-model loss on correct responses (VAPO's mu).")
   kl_coefficient = Key(0.0, _NUMBER,
-    "Of the KL to the initial policy as a loss.", SWITCH)
+    "Coefficient of the KL loss to the initial policy.", SWITCH)
   kl = Key("k3", Names("learner.choices:KL_ESTIMATES"),
-    "Its estimator; 'k1+' and 'k3+' have the gradient of k2.")
+    "Estimator of the KL loss. 'k1+' and 'k3+' have the gradient of 'k2'.")
   kl_reward_coefficient = Key(0.0, _NUMBER,
-    "Of the KL to the initial policy in the token rewards (k1).", SWITCH)
-  entropy_coefficient = Key(0.0, _NUMBER, "Of the entropy bonus.")
+    "Coefficient of the KL penalty ('k1') in the token rewards.", SWITCH)
+  entropy_coefficient = Key(0.0, _NUMBER, "Coefficient of the entropy bonus.")
   overlong_filter = Key(False, None,
-    "Responses cut at the response limit take no part in the loss.")
+    "Leaves responses cut at the length limit out of the policy loss.")
   masks = Key((), Names("learner.choices:OWN_MASKS"),
-    "Registered masks, which leave further tokens out of the policy loss.")
+    "Names of registered masks that leave more tokens out of the policy loss.")
   hapo_sign = Key("intended", Names("estimators.entropy:SIGNS"),
-    "Of 'hapo': the sign of low-entropy tokens.")
+    "Sign of HAPO's entropy code at low entropy: 'intended' as in the paper,"
+    " 'released' as in the authors' code.")
 
 
 class OffPolicy(Group, path="off_policy"):
-  """What corrects for tokens that another policy wrote."""
+  """Correction for tokens sampled from other weights."""
 
   proximal = Key("recompute", Names("learner.choices:PROXIMALS"),
-    "Whom the loss takes its ratio against: the trainer's policy at the start"
-    " of the update, 'stored' (sampler), 'interpolate' (A-3PO), 'ewma'"
-    " (PPO-EWMA).", FIXED)
+    "Policy in the denominator of the ratio: the one at the start of the update"
+    " ('recompute'), the sampler ('stored'), a mixture (A-3PO, 'interpolate')"
+    " or a moving average (PPO-EWMA, 'ewma').", FIXED)
   ewma_decay = Key(0.889, _BELOW_1,
-    "Of 'ewma'; the center of mass is 1 / (1 - decay) - 1 updates.")
+    "Decay of 'ewma'; the center of mass is 1 / (1 - decay) - 1 updates.")
   correction = Key("auto", Names("learner.choices:CORRECTIONS", "auto"),
-    "Weight proximal/behaviour: 'truncate' (TIS) or 'mask' (IcePop, MIS)."
-    " 'auto' is 'truncate' where a batch has tokens of older versions"
-    " ('first_groups', a lag) or the proximal policy is an average ('ewma').")
+    "Bounds of the weight proximal/behavior: 'truncate' (TIS) or 'mask'"
+    " (IcePop, MIS). 'auto' truncates if tokens may be stale ('first_groups', a"
+    " lag) or with 'ewma', and is 'none' otherwise.")
   level = Key("token", Names("losses.offpolicy:LEVELS"),
-    "Its ratio: of a token, of the sequence or its geometric mean.")
-  high = Key(None, Range(1.0), "Its upper bound; None is 2, or 100 for 'ewma'.")
-  low = Key(0.0, _SHARE, "Its lower bound.")
+    "Level of the weight: per token, sequence, or its geometric mean.")
+  high = Key(None, Range(1.0),
+    "Upper bound of the weight. None is 2, or 100 with 'ewma'.")
+  low = Key(0.0, _SHARE, "Lower bound of the weight.")
   keep_weights = Key("", _DTYPE_OR_NONE,
-    "Keep the weights of the versions that may have written a token of a batch,"
-    " in this dtype: the correction is then two, writer/behaviour (what sampler"
-    " and trainer make of the same weights) times proximal/writer (the updates"
-    " since), each with an upper bound of its own. Costs their memory, and one"
-    " scoring pass per version; 'bfloat16' rounds the writer. '' keeps"
-    " none.", FIXED)
+    "Keeps the weights of all versions in a batch in this data type; '' keeps"
+    " none. The correction is then writer/behavior (numerical mismatch) times"
+    " proximal/writer (staleness), each with its own bound. Costs memory and a"
+    " scoring pass per version.", FIXED)
   mismatch_high = Key(2.0, Range(1.0),
-    "Upper bound of writer/behaviour with keep_weights; off_policy.high is then"
-    " that of proximal/writer.")
+    "Upper bound of writer/behavior with keep_weights; off_policy.high then"
+    " bounds proximal/writer.")
   ess_scale = Key(False, None,
-    "VCPO: scale the step by sqrt(effective sample ratio / ess_reference).")
+    "Scales steps by sqrt(effective sample ratio / ess_reference) (VCPO).")
   ess_reference = Key(1.0, Range(1e-6, 1.0),
-    "Reference effective sample ratio; 1 is on-policy.")
+    "Reference effective sample ratio (1 is on-policy).")
 
 
 class Optimizer(Group, path="optimizer.policy"):
-  """How a model is trained: AdamW on mini-batches."""
+  """AdamW on mini-batches."""
 
-  mini_batch = Key(256, _SOME, "Responses per update.")
+  mini_batch = Key(256, _SOME, "Responses per update (mini-batch size).")
   epochs = Key(1, _SOME, "Passes over each batch of rollouts.")
-  learning_rate = Key(2e-4, _NUMBER, "Of AdamW.")
-  # Read after mini_batch, which presets divide by.
+  learning_rate = Key(2e-4, _NUMBER, "Peak learning rate of AdamW.")
+  # Defined after mini_batch: presets divide by that.
   warmup_steps = Key(10, _COUNT,
-    "Updates over which the rate rises; the presets of Qwen2.5 set the updates"
-    " of 20 rollouts.")
+    "Updates of linear learning-rate warm-up. Presets of Qwen2.5 use the"
+    " updates of 20 steps.")
   learning_rate_schedule = Key("constant", Names("learner.optimizer:SCHEDULES"),
-    "How the rate falls from then on, to be lowest after run.steps, whatever"
-    " number of updates each step really has.")
+    "Learning rate after the warm-up; the minimum is reached at run.steps.")
   min_learning_rate_ratio = Key(0.0, _SHARE,
-    "The lowest rate, as a share of learning_rate.")
+    "Final learning rate as a fraction of learning_rate.")
   max_grad_norm = Key(1.0, Range(1e-9),
-    "Gradients of a larger norm are scaled down to it.")
-  weight_decay = Key(0.0, _NUMBER, "Of AdamW, of matrices.")
-  b1 = Key(0.9, _BELOW_1, "Decay of the mean of gradients.")
-  b2 = Key(0.99, _BELOW_1, "Decay of the mean of their squares.")
-  eps = Key(1e-8, Range(1e-20), "Added to the root of that mean.")
+    "Clips the global gradient norm to this value.")
+  weight_decay = Key(0.0, _NUMBER, "Weight decay of AdamW, for matrices only.")
+  b1 = Key(0.9, _BELOW_1, "Decay rate of AdamW's first moment.")
+  b2 = Key(0.99, _BELOW_1, "Decay rate of AdamW's second moment.")
+  eps = Key(1e-8, Range(1e-20),
+    "Added to AdamW's denominator for numerical stability.")
   mu_dtype = Key("float32", _DTYPES,
-    "Of the mean of gradients; bfloat16 saves two bytes a parameter.", FIXED)
+    "Data type of AdamW's first moment; bfloat16 saves memory.", FIXED)
   micro_batch_size = Key(8, _SOME,
-    "Packed rows per micro-batch; accumulation is exact.")
+    "Packed rows per forward and backward pass. Affects memory only:"
+    " accumulation is exact.")
   frozen = Key((), None,
-    "Parameters that keep their values: parts of their paths, such as 'embed'"
-    " or 'layers/mlp'.")
+    "Parameters that are not trained, as substrings of their paths, such as"
+    " 'embed' or 'layers/mlp'.")
 
 
 class ValueOptimizer(Optimizer, path="optimizer.value"):
-  """The critic, which learns faster and in smaller mini-batches."""
+  """AdamW on mini-batches of the critic, faster by default."""
 
   learning_rate = Optimizer.learning_rate._replace(default=5e-4)
   mini_batch = Optimizer.mini_batch._replace(default=128)
 
 
 class Rows(Group, path="optimizer"):
-  """Packed rows, of both models."""
+  """Packed rows of both models."""
 
   max_tokens_per_row = Key(128, _COUNT,
-    "Least tokens per packed row; the longest sample may need more. Larger rows"
-    " hold more samples of a group, which then share their prompt.")
+    "Tokens per packed row, raised to the longest possible sample if lower."
+    " Responses of a group in one row share their prompt.")
 
 
 class Eval(Group, path="eval"):
-  """Problems that are evaluated on."""
+  """Evaluation on held-out problems."""
 
   every = Key(20, _SOME,
-    "Steps between evaluations; also before the first and after the last.")
-  samples = Key(4, _SOME, "Responses per problem, k of avg@k and pass@k.")
+    "Steps between evaluations; also before the first and after the last step.")
+  samples = Key(4, _SOME,
+    "Sampled responses per problem, the k of avg@k and pass@k.")
   greedy = Key(False, None,
-    "One greedy response per problem too: its accuracy is 'greedy'.")
-  problems = Key(200, _COUNT, "Most problems; 0 is all.")
+    "Also decodes one greedy response per problem, reported as 'greedy'.")
+  problems = Key(200, _COUNT, "Maximum number of problems; 0 uses all.")
   source = Key("", Names("data.sources:SOURCES", ""),
-    "Where problems come from; '' follows data.source (its evaluation"
-    " split).", HELD_OUT)
-  path = Key("", None, "As data.path.", HELD_OUT)
+    "Source of the problems; '' is the evaluation split of"
+    " data.source.", HELD_OUT)
+  path = Key("", None, "Files of the problems, as in data.path.", HELD_OUT)
   split = Key("eval", None,
-    "As data.split; 'eval' is the test split of 'tfds'.")
-  temperature = Key(1.0, Range(0.0, 100.0), "Divides the logits; 0 is greedy.")
+    "Split of the problems; 'eval' is the test split of 'tfds'.")
+  temperature = Key(1.0, Range(0.0, 100.0),
+    "Sampling temperature, which divides the logits; 0 is greedy.")
   top_p = Key(1.0, Range(1e-6, 1.0), "Nucleus (top-p) probability mass.")
 
 
 class Checkpoint(Group, path="checkpoint"):
-  """What is kept of a run."""
+  """Checkpoints of a run."""
 
-  every = Key(20, _SOME, "Steps between checkpoints; also after the last.")
+  every = Key(20, _SOME, "Steps between checkpoints; also after the last step.")
   keep = Key(2, Range(2),
-    "Newest checkpoints kept; of one alone damage could not be survived.")
-  keep_every = Key(0, _COUNT, "Steps divisible by it are kept too; 0 is none.")
+    "Number of newest checkpoints to keep. At least 2, so that one damaged"
+    " checkpoint is survived.")
+  keep_every = Key(0, _COUNT,
+    "Also keeps checkpoints of steps divisible by this number; 0 is off.")
   best = Key("", None,
-    "Metric, as eval/chain_sum/avg@4, whose best step is kept too.")
+    "Metric whose best checkpoint is also kept, e.g. eval/chain_sum/avg@4.")
 
 
 class Run(Group, path="run"):
   """Run length, logging and supervision."""
 
-  seed = Key(0, Range(0, 2**31 - 1), "Of every random number.", FIXED)
+  seed = Key(0, Range(0, 2**31 - 1), "Seed of all random numbers.", FIXED)
   steps = Key(100, _SOME,
-    "Iterations; updates of the policy are steps * mini-batches per step.")
+    "Iterations; the policy is updated once per mini-batch of each.")
   samples_every = Key(20, _COUNT,
-    "Steps between samples in the log; 0 is never.")
-  method = Key("", None,
-    "METHOD[:PRESET]; scripts/train.py takes it from --config.")
+    "Steps between responses shown in the log; 0 shows none.")
+  method = Key("", None, "METHOD[:PRESET]; train.py sets it by --config.")
   plugins = Key((), None,
-    "Files of your own parts; scripts/train.py takes --plugin in.")
+    "Python files that register your own parts; train.py sets it by --plugin.")
   trackers = Key(("tensorboard",), Names("metrics.trackers:TRACKERS"),
-    "Who draws the run's curves. The project of 'wandb' is the environment's"
-    " WANDB_PROJECT, of 'trackio' TRACKIO_PROJECT, or 'jaxrl_llm'.")
+    "Experiment trackers. The project name comes from WANDB_PROJECT ('wandb')"
+    " or TRACKIO_PROJECT ('trackio'), else it is 'jaxrl_llm'.")
   max_skipped = Key(5, _SOME,
-    "Updates in a row that are not finite, or batches in a row without any"
-    " verdict, before the run stops.")
+    "Stops the run after this many consecutive non-finite updates, or batches"
+    " without a single verdict.")
   replay_every = Key(0, _COUNT,
-    "Steps between updates that are done twice; the run stops if their bits"
-    " differ, as on a processor that calculates wrongly. 0 is never.")
+    "Steps between updates that are computed twice; a difference in any bit"
+    " stops the run, as it shows faulty hardware. 0 is off.")
   stuck_after_s = Key(3600.0, Range(0.0),
-    "Seconds of one phase after which the run says where it stands, with the"
-    " stacks of all threads, and ends; 0 is never.")
+    "Ends the run if a phase takes longer than this many seconds, and prints"
+    " the stacks of all threads; 0 is off.")
 
 # fmt: on
 
 
 def default_config() -> ConfigDict:
-  """All keys with their defaults, locked."""
+  """Returns a locked config with the default of every key."""
   config = ConfigDict()
   for path, key in KEYS.items():
     *groups, name = path.split(".")
@@ -543,25 +575,25 @@ def default_config() -> ConfigDict:
         group[part] = ConfigDict()
       group = group[part]
     value = key.default
-    if value is None:  # Or a number.
+    if value is None:  # Accepts a number, too.
       value = config_dict.placeholder(float)
-    if isinstance(value, dict):  # One value, not a group of keys.
+    if isinstance(value, dict):  # A single value, not a group of keys.
       value = ConfigDict(value, convert_dict=False)
     group[name] = value
   return config.lock()
 
 
 def scaled(preset: str = "") -> tuple[ConfigDict, presets.Scale]:
-  """The defaults at a scale, for a method file to override.
+  """Returns the defaults with a preset applied, for a method file to override.
 
   Args:
     preset: '' (the embedded task on a CPU) or a name of `presets.SCALES`.
 
   Returns:
-    The config, and what of the scale only some methods need.
+    The config, and the preset, which has sizes that only some methods need.
 
   Raises:
-    InputError: there is no such preset.
+    InputError: The preset is unknown.
   """
   if preset not in presets.SCALES:
     names = ", ".join(repr(name) for name in presets.SCALES if name)
@@ -572,7 +604,7 @@ def scaled(preset: str = "") -> tuple[ConfigDict, presets.Scale]:
 
 
 def methods() -> dict[str, pathlib.Path]:
-  """The method files of the package by name, wherever it is installed."""
+  """Returns the method files of the package by name."""
   package = pathlib.Path(__file__).parent
   folders = package / "configs", package.parent / "configs"  # Installed; clone.
   files = next(folder for folder in folders if folder.is_dir()).glob("*.py")
@@ -580,26 +612,26 @@ def methods() -> dict[str, pathlib.Path]:
 
 
 def get(config: Any, key: str):
-  """The value at a dotted key."""
+  """Returns the value at a dotted key."""
   for name in key.split("."):
     config = config[name]
   return config
 
 
 def batch_size(config: Any) -> int:
-  """Responses per step."""
+  """Returns the number of responses per step."""
   return config.data.prompts_per_step * config.data.group_size
 
 
 def most_staleness(config: Any) -> int:
-  """Most updates between the weights that write a token and those it trains."""
+  """Returns the maximum number of updates between sampling and training."""
   schedule = config.schedule
   partial = schedule.stop != "all" and not schedule.window
   return schedule.lag + (schedule.max_staleness if partial else 0)
 
 
 def describe(width: int = 80) -> str:
-  """All keys for a person: default, what is allowed, and meaning."""
+  """Returns all keys as text: default, allowed values and meaning."""
   lines = []
   for path, key in KEYS.items():
     allowed = f"; {key.allowed}" if key.allowed else ""
