@@ -1,8 +1,7 @@
-"""Scales to run a method at: a model, its data and sizes to match.
+"""Presets: a model, its data and sizes to match.
 
-A scale changes what follows from the model and the data (lengths, batches,
-rates, mesh) and leaves the method alone. It takes a config of
-`jaxrl_llm.config.default_config`.
+A preset sets lengths, batch sizes, learning rates and meshes, and no choice of
+the method. It changes a config of `jaxrl_llm.config.default_config` in place.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,30 +12,30 @@ class Scale(NamedTuple):
   """A preset."""
 
   apply: Callable[[Any], None]  # Changes a config.
-  # Of methods that sample several responses to a prompt, and of those that
-  # pretrain their critic; others have no use for them.
+  # For methods with several responses per prompt, and for those that pretrain
+  # the critic.
   group_size: int
   pretrain_steps: int
 
 
 def embedded(config: Any) -> None:
-  """The task `chain_sum` and the base model of the package, on a CPU."""
+  """Runs the embedded task `chain_sum` with its base model, on a CPU."""
   config.estimator.alpha = 2.0  # lambda is 0.98 at 25 tokens.
-  # Gradients have a norm of 0.3 and seldom of 3; those moved the policy most.
+  # Typical gradient norms are 0.3; rare ones of 3 would move the policy most.
   config.optimizer.policy.max_grad_norm = 0.3
-  # The policy turns over within some ten steps: slowly enough for the critic to
-  # follow, which has a high rate and small mini-batches for it.
+  # The policy changes within about ten steps. A high learning rate and small
+  # mini-batches let the critic follow.
   config.optimizer.policy.learning_rate = 1e-4
   config.optimizer.value.learning_rate = 1e-3
   config.optimizer.value.mini_batch = 32
-  config.value.reads_logprobs = True  # Later mistakes are slips.
+  config.value.reads_logprobs = True  # Late in training, mistakes are slips.
   config.value.pretrain_patience = 12
   config.eval.greedy = True
   config.run.steps = 40
 
 
 def smollm2(config: Any) -> None:
-  """SmolLM2-135M on two-digit sums, on a CPU; needs model.path."""
+  """Trains SmolLM2-135M on two-digit sums, on a CPU; needs model.path."""
   config.data.source = "sums"
   config.data.settings = {"digits": 2}
   config.data.template = "few_shot"
@@ -50,7 +49,7 @@ def smollm2(config: Any) -> None:
   config.sampler.max_response_length = 8
   config.sampler.stop = ("\n",)
   config.reward.name = "exact_line"
-  # A sum has three to five tokens with its end: lambda is 0.95 at 4.
+  # Responses have three to five tokens; lambda is 0.95 at 4.
   config.estimator.alpha = 5.0
   config.model.head_chunk = 32  # A row has some 35 response tokens.
   _learning_rates(config, 1e-5)
@@ -61,7 +60,7 @@ def smollm2(config: Any) -> None:
 
 
 def long_tail(config: Any) -> None:
-  """Divisions line by line, few long responses among many short; on a CPU."""
+  """Trains on divisions with a long tail of response lengths, on a CPU."""
   config.data.source = "remainder"
   config.data.prompts_per_step = 128
   config.data.max_prompt_length = 8
@@ -69,7 +68,7 @@ def long_tail(config: Any) -> None:
   config.estimator.alpha = 1.0  # lambda is 0.97 at 30 tokens.
   _optimizers(config, mini_batch=64, micro_batch_size=2)
   config.optimizer.policy.max_grad_norm = 0.3
-  # A batch is small: the critic learns fast, in small mini-batches.
+  # The batch is small, so the critic takes many small steps.
   config.optimizer.value.learning_rate = 1e-3
   config.optimizer.value.mini_batch = 16
   config.value.reads_logprobs = True  # A third of the answers are guesses.
@@ -79,7 +78,7 @@ def long_tail(config: Any) -> None:
 
 
 def gsm8k(config: Any) -> None:
-  """A chat model on GSM8K questions; needs model.path and data.path."""
+  """Trains a chat model on GSM8K; needs model.path and data.path."""
   config.data.source = "jsonl"
   config.data.template = "chat"
   config.data.template_settings = {
@@ -102,7 +101,7 @@ def gsm8k(config: Any) -> None:
 
 
 def qwen1_5b(config: Any) -> None:
-  """Qwen2.5-1.5B on eight chips of v5e; needs model.path and data.path."""
+  """Trains Qwen2.5-1.5B on 8 TPU v5e chips; needs model.path and data.path."""
   _mathematics(config)
   config.data.prompts_per_step = 2048
   config.data.max_prompt_length = 1024
@@ -115,7 +114,7 @@ def qwen1_5b(config: Any) -> None:
 
 
 def qwen7b(config: Any) -> None:
-  """Qwen2.5-7B on 32 chips of v6e; needs model.path and data.path."""
+  """Trains Qwen2.5-7B on 32 TPU v6e chips; needs model.path and data.path."""
   _mathematics(config)
   config.data.prompts_per_step = 4096
   config.data.max_prompt_length = 1024
@@ -128,7 +127,7 @@ def qwen7b(config: Any) -> None:
 
 
 def qwen32b(config: Any) -> None:
-  """The papers' setting on a mesh; needs model.path and data.path."""
+  """Trains as the papers do, on a mesh; needs model.path and data.path."""
   _mathematics(config)
   config.data.prompts_per_step = 8192
   config.data.max_prompt_length = 2048
@@ -136,20 +135,20 @@ def qwen32b(config: Any) -> None:
   config.sampler.slots = 2048
   config.sampler.kv_pages = 65_536  # 32 GiB of keys and values on a v5p chip.
   _optimizers(config, mini_batch=512, micro_batch_size=4)
-  # Four chips share a row: what it keeps of matrix products then fits.
+  # With rows sharded over four chips, saved matrix products fit in memory.
   config.model.remat_policy = "dots"
   config.mesh.fsdp = 4
   config.mesh.context = 4
   config.mesh.tensor = 4
-  # On the same chips, with twice the weights on each: decoding sums parts of
-  # products over fsdp, and over half of it in half the time.
+  # The same chips with twice the weights on each: decoding reduces partial
+  # products over fsdp, so half its size takes half the time.
   config.sampler.mesh.data = 2
   config.sampler.mesh.fsdp = 8
   config.sampler.mesh.tensor = 4
 
 
 def _mathematics(config: Any) -> None:
-  """A chat model that reasons at length about problems with one answer."""
+  """Sets up long reasoning of a chat model on problems with one answer."""
   config.model.dtype = "bfloat16"
   config.data.source = "jsonl"
   config.data.template = "chat"
@@ -163,8 +162,8 @@ def _mathematics(config: Any) -> None:
   config.reward.name = "numeric"
   config.reward.workers = 16
   _learning_rates(config, 1e-6)
-  _optimizers(config, weight_decay=0.1, b2=0.999)  # AdamW's usual ones.
-  _warmup(config, rollouts=20)  # As DAPO (section 4.1).
+  _optimizers(config, weight_decay=0.1, b2=0.999)  # Common for AdamW.
+  _warmup(config, rollouts=20)  # DAPO, section 4.1.
   config.value.pretrain_patience = 50
   config.eval.samples = 32
   config.eval.top_p = 0.7
@@ -173,13 +172,13 @@ def _mathematics(config: Any) -> None:
 
 
 def _optimizers(config: Any, **settings: float) -> None:
-  """Settings of both optimizers."""
+  """Updates the settings of both optimizers."""
   config.optimizer.policy.update(settings)
   config.optimizer.value.update(settings)
 
 
 def _warmup(config: Any, rollouts: int) -> None:
-  """Warm-ups over a number of rollouts, in updates as these are set later."""
+  """Sets warm-ups to a number of rollouts, following later batch settings."""
   refs = config.data.get_ref
   responses = rollouts * refs("prompts_per_step") * refs("group_size")
   for role in (config.optimizer.policy, config.optimizer.value):
@@ -188,12 +187,12 @@ def _warmup(config: Any, rollouts: int) -> None:
 
 
 def _learning_rates(config: Any, policy: float) -> None:
-  """Both rates; the critic learns twice as fast (VAPO, section 5.1)."""
+  """Sets both learning rates; the critic's is doubled (VAPO, section 5.1)."""
   config.optimizer.policy.learning_rate = policy
   config.optimizer.value.learning_rate = 2 * policy
 
 
-# Name of a preset -> its scale; '' is the package's own.
+# Name -> preset; '' is the embedded task.
 SCALES: Mapping[str, Scale] = {
   "": Scale(embedded, group_size=8, pretrain_steps=12),
   "long_tail": Scale(long_tail, group_size=8, pretrain_steps=12),

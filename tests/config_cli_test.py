@@ -141,11 +141,11 @@ class TestSettings:
     [
       (
         {"optimizer__policy__mini_batch": 10},
-        ["mini_batch=10: it must divide the batch of 32"],
+        ["mini_batch=10: must divide the batch of 32"],
       ),
       (
         {"optimizer__value__mini_batch": 10},
-        ["optimizer.value.mini_batch=10: it must divide the batch of 32"],
+        ["optimizer.value.mini_batch=10: must divide the batch of 32"],
       ),
       (
         {
@@ -153,7 +153,7 @@ class TestSettings:
           "estimator__name": "group",
           "value__pretrain_steps": 0,
         },
-        ["optimizer.policy.mini_batch=10: it must divide"],
+        ["optimizer.policy.mini_batch=10: must divide"],
       ),
       (
         {"mesh__data": 16},
@@ -176,11 +176,11 @@ class TestSettings:
       ),
       (
         {"sampler__slots": 2},
-        ["sampler.slots=2", "must hold one group"],
+        ["sampler.slots=2", "must hold at least one group"],
       ),
       (
         {"reward__correct": -1.0},
-        ["reward.correct=-1.0 with config.reward.incorrect=-1.0: a right"],
+        ["reward.correct=-1.0 with config.reward.incorrect=-1.0: a correct"],
       ),
       ({"reward__correct": float("nan")}, ["config.reward.correct=nan must"]),
       ({"data__group_size": 10**7}, ["data.group_size=10000000 must be in"]),

@@ -53,7 +53,7 @@ CONTRADICTIONS = [
   ),
   (
     {"schedule.window": 65},
-    ["schedule.window=65", "sampler.max_response_length=64", "at most"],
+    ["schedule.window=65", "sampler.max_response_length=64", "exceed"],
   ),
   (
     WINDOWED | {"schedule.dynamic_sampling": True},
@@ -66,11 +66,11 @@ CONTRADICTIONS = [
   (STREAMING | {"schedule.lag": 1}, ["schedule.streaming=True", "lag=1"]),
   (
     STREAMING | {"run.replay_every": 5},
-    ["schedule.streaming=True", "run.replay_every=5", "group by group"],
+    ["schedule.streaming=True", "run.replay_every=5", "second update"],
   ),
   (
     STREAMING | {"optimizer.value.epochs": 2},
-    ["schedule.streaming=True", "optimizer.value.epochs=2", "sum"],
+    ["schedule.streaming=True", "optimizer.value.epochs=2", "one update"],
   ),
   (
     STREAMING | {"estimator.normalize": "whiten"},
@@ -79,7 +79,7 @@ CONTRADICTIONS = [
   *(
     (
       GROUPED | {"estimator.name": name, "estimator.gamma": 0.9},
-      ["estimator.gamma=0.9", f"estimator.name='{name}'", "discounts nothing"],
+      ["estimator.gamma=0.9", f"estimator.name='{name}'", "has no discount"],
     )
     for name in ("group", "token_group", "optimal_baseline")
   ),

@@ -1,4 +1,4 @@
-"""Settings that are fine alone and do not go together, by topic."""
+"""Constraints between settings that are valid on their own, by topic."""
 
 import inspect
 from typing import Any
@@ -17,7 +17,7 @@ Wrong = dict[str, str]  # Keys that do not go together -> what to do.
 
 
 def broken(config: Any) -> Wrong:
-  """The constraints that a config breaks, the first to be told first."""
+  """Returns the constraints that a config violates, most important first."""
   wrong: Wrong = {}
   for topic in (
     sizes,
@@ -36,87 +36,88 @@ def broken(config: Any) -> Wrong:
 
 
 def sizes(config: Any, wrong: Wrong) -> None:
-  """How many responses are trained on at a time, and what they are worth."""
+  """Checks the sizes of batches and meshes, and the order of the rewards."""
   if config.reward.correct <= config.reward.incorrect:
     wrong["reward.correct, reward.incorrect"] = (
-      "a right response must be worth more than a wrong one"
+      "a correct response must be worth more than an incorrect one"
     )
   batch, slots = config_lib.batch_size(config), config.sampler.slots
-  # Windows end any number of responses, so their critic takes what comes.
+  # With windows the number of ended responses varies, so the critic takes any.
   critic = has_critic(config) and not config.schedule.window
   for role in ("policy", "value") if critic else ("policy",):
     if batch % config.optimizer[role].mini_batch:
       wrong[f"optimizer.{role}.mini_batch"] = (
-        f"it must divide the batch of {batch} = data.prompts_per_step *"
+        f"must divide the batch of {batch} = data.prompts_per_step *"
         " data.group_size"
       )
   if 0 < slots < max(config.data.group_size, config.eval.samples):
     wrong["sampler.slots, data.group_size, eval.samples"] = (
-      "the slots must hold one group"
+      "raise sampler.slots: they must hold at least one group"
     )
   mesh = config.sampler.mesh
   if mesh.data == 0 and max(mesh.fsdp, mesh.tensor) > 1:
     wrong["sampler.mesh.data, sampler.mesh.fsdp, sampler.mesh.tensor"] = (
-      "data=0 shares the trainer's mesh; set data to 1 or more, or -1"
+      "data=0 shares the trainer's mesh; set it to -1 or at least 1"
     )
 
 
 def files(config: Any, wrong: Wrong) -> None:
-  """What the source of the data has."""
+  """Checks settings that the data source may not have."""
   data = config.data
   given = data.split != config_lib.KEYS["data.split"].default
   if given and "split" not in sources.reads(data.source):
     wrong["data.split, data.source"] = (
-      "this source has no splits; give the files of one by data.path, and"
-      " those of another by eval.path"
+      "this source has no splits; set data.path to the training files and"
+      " eval.path to the evaluation files"
     )
 
 
 def windows(config: Any, wrong: Wrong) -> None:
-  """Responses that are written in windows, and other schedules."""
+  """Checks T-PPO's windows and over-provisioning."""
   schedule, estimator = config.schedule, config.estimator
   windowed = schedule.window > 0
   if windowed and not has_critic(config):
     wrong["schedule.window, estimator.name"] = (
-      "responses of a group end in different steps, so there is no group to"
-      " compare with; use estimator.name='gae' or schedule.window=0"
+      "group estimators need whole groups, but windows end their responses in"
+      " different steps; use estimator.name='gae' or schedule.window=0"
     )
   if schedule.window > config.sampler.max_response_length:
     wrong["schedule.window, sampler.max_response_length"] = (
-      "the window must be at most as long as a response"
+      "the window must not exceed the maximum response length"
     )
   if windowed and schedule.dynamic_sampling:
     wrong["schedule.window, schedule.dynamic_sampling"] = (
-      "unfinished groups have no verdicts to filter on; switch one off"
+      "unfinished groups have no rewards to filter by; switch one of them off"
     )
   whole = schedule.stop == "all" and not schedule.dynamic_sampling
   if schedule.over_provision > 1 and whole:
     wrong["schedule.over_provision, schedule.stop"] = (
-      "more groups would be written than are trained on; use"
-      " stop='first_groups' or dynamic_sampling=True"
+      "the surplus groups would be discarded; use schedule.stop='first_groups'"
+      " or schedule.dynamic_sampling=True"
     )
-  # What a cut response, unlike an ended one, rules out.
+  # The rest applies to responses cut by a window, not to ended ones.
   if windowed and estimator.normalize == "whiten":
     wrong["schedule.window, estimator.normalize"] = (
-      "centering moves the zero advantage at a cut; use 'scale' or 'none'"
+      "centering shifts the zero advantage at a cut; use 'scale' or 'none'"
     )
   if windowed and estimator.boundary == "zero":
     wrong["schedule.window, estimator.boundary"] = (
-      "what follows a cut is not worth nothing; use 'repeat' or 'bootstrap'"
+      "a cut response continues, so the value there is not 0; use 'repeat' or"
+      " 'bootstrap'"
     )
   if windowed and estimator.boundary == "repeat" and estimator.gamma < 1:
     wrong["estimator.boundary, estimator.gamma"] = (
-      "a discount makes every cut a penalty; use gamma=1 or 'bootstrap'"
+      "a discount would penalize every cut; use gamma=1 or 'bootstrap'"
     )
   if windowed and config.loss.overlong_filter:
     wrong["schedule.window, loss.overlong_filter"] = (
-      "earlier windows of an overlong response are trained before it is known"
-      " to be one; switch one off"
+      "earlier windows are trained before a response is known to be overlong;"
+      " switch one of them off"
     )
 
 
 def streaming(config: Any, wrong: Wrong) -> None:
-  """Gradients that are summed up while other groups are being written."""
+  """Checks streaming: gradients accumulated while other groups are sampled."""
   schedule = config.schedule
   if not schedule.streaming:
     return
@@ -124,8 +125,8 @@ def streaming(config: Any, wrong: Wrong) -> None:
   for key, value in plain.items():
     if schedule[key] != value:
       wrong[f"schedule.streaming, schedule.{key}"] = (
-        "only a whole batch of the newest weights arrives group by group;"
-        " switch one off"
+        "streaming needs a whole batch from the newest weights; switch one of"
+        " them off"
       )
   batch = config_lib.batch_size(config)
   for role in ("policy", "value") if has_critic(config) else ("policy",):
@@ -133,17 +134,16 @@ def streaming(config: Any, wrong: Wrong) -> None:
     if settings.mini_batch != batch or settings.epochs > 1:
       key = f"optimizer.{role}"
       wrong[f"schedule.streaming, {key}.mini_batch, {key}.epochs"] = (
-        f"gradients are summed up over the batch; use mini_batch={batch} and"
+        f"streaming makes one update per batch; use mini_batch={batch} and"
         " epochs=1"
       )
   if config.run.replay_every:
     wrong["schedule.streaming, run.replay_every"] = (
-      "a batch that arrives group by group is not there to be learned from"
-      " again; switch one off"
+      "a streamed batch is not kept for a second update; switch one of them off"
     )
   read = leaves_of(["advantages"], make_algorithm(config).parts)
   whole = {
-    "estimator.name": "example_id" in read,  # To compare groups of a prompt.
+    "estimator.name": "example_id" in read,  # Compares groups of a prompt.
     "estimator.normalize": config.estimator.normalize != "none",
     "loss.name": config.loss.name == "hapo",
     "loss.nll_coefficient": config.loss.nll_coefficient > 0,
@@ -152,49 +152,49 @@ def streaming(config: Any, wrong: Wrong) -> None:
   }
   for key in (key for key, needed in whole.items() if needed):
     wrong[f"schedule.streaming, {key}"] = (
-      "it needs the whole batch before the first gradient; switch one off"
+      "needs the whole batch before the first gradient; switch one of them off"
     )
 
 
 def drafts(config: Any, wrong: Wrong) -> None:
-  """Batches that depend on which responses end first."""
+  """Checks drafting against batches that depend on the order of completion."""
   for key, plain in (("stop", "all"), ("streaming", False)):
     if config.sampler.drafter and config.schedule[key] != plain:
       wrong[f"sampler.drafter, schedule.{key}"] = (
-        "measured times decide when to draft, and so which responses end"
-        " first; a run would not repeat; switch one off"
+        "drafting depends on measured times, which would decide which responses"
+        " end first; switch one off to keep the run reproducible"
       )
 
 
 def groups(config: Any, wrong: Wrong) -> None:
-  """Responses that are compared with others to the same prompt."""
+  """Checks group baselines and the pretraining of a critic."""
   estimator, size = config.estimator, config.data.group_size
   name, center = estimator.name, estimator.center
   of_wholes = name in ("group", "token_group", "optimal_baseline")
   if of_wholes and estimator.gamma < 1:
     wrong["estimator.gamma, estimator.name"] = (
-      "this estimator discounts nothing; use gamma=1 or 'reward_to_go'"
+      "this estimator has no discount; use gamma=1 or 'reward_to_go'"
     )
   grouped = of_wholes or (name == "reward_to_go" and center != "none")
   if grouped and size < 2:
     wrong["data.group_size, estimator.name"] = (
-      "a group baseline needs at least two responses to a prompt"
+      "a group baseline needs data.group_size=2 or more"
     )
   if config.schedule.dynamic_sampling and size < 2:
     wrong["data.group_size, schedule.dynamic_sampling"] = (
-      "one response never has mixed verdicts; raise data.group_size"
+      "dynamic sampling needs data.group_size=2 or more"
     )
   if (name, center) == ("group", "none"):
     wrong["estimator.name, estimator.center"] = (
-      "choose 'mean', 'median' or 'leave_one_out'"
+      "this estimator needs a baseline; use 'mean', 'median' or 'leave_one_out'"
     )
   if estimator.drop_pivot and (name, center) != ("group", "median"):
     wrong["estimator.drop_pivot, estimator.name, estimator.center"] = (
-      "the pivot is the median of a 'group'"
+      "the pivot is a group's median; use name='group' and center='median'"
     )
   elif estimator.drop_pivot and size % 2 == 0:
     wrong["estimator.drop_pivot, data.group_size"] = (
-      "only a group of odd size has a median response"
+      "only groups of odd size have a median response; change data.group_size"
     )
   for key in ("pretrain_steps", "reward_model_steps"):
     if config.value[key] and not has_critic(config):
@@ -204,17 +204,17 @@ def groups(config: Any, wrong: Wrong) -> None:
 
 
 def off_policy(config: Any, wrong: Wrong) -> None:
-  """Whose log-probs the loss is taken against."""
+  """Checks the proximal policy against the loss and other readers of scores."""
   proximal, name = config.off_policy.proximal, config.loss.name
   if proximal == "ewma" and name not in ("clip", "cispo"):
     wrong["off_policy.proximal, loss.name"] = (
-      "the average needs a ratio per token; use loss.name='clip' or 'cispo'"
+      "'ewma' needs a ratio per token; use loss.name='clip' or 'cispo'"
     )
   if proximal not in ("stored", "interpolate"):
     return
   if name == "policy_gradient":
     wrong["loss.name, off_policy.proximal"] = (
-      "this loss has no ratio and reads no proximal policy; use 'recompute'"
+      "this loss has no ratio and needs no proximal policy; use 'recompute'"
     )
   scored = {
     "off_policy.ess_scale": config.off_policy.ess_scale,
@@ -224,62 +224,64 @@ def off_policy(config: Any, wrong: Wrong) -> None:
   }
   for key in filter(scored.get, scored):
     wrong[f"{key}, off_policy.proximal"] = (
-      "it reads old log-probs or entropies, which the trainer's scoring pass"
-      " makes; use 'recompute'"
+      "needs the log-probs or entropies of the trainer's scoring pass; use"
+      " proximal='recompute'"
     )
 
 
 def corrections(config: Any, wrong: Wrong) -> None:
-  """What corrects a loss whose tokens another policy sampled."""
+  """Checks the importance weights of off-policy tokens."""
   proximal, level = config.off_policy.proximal, config.off_policy.level
   correction, _ = correction_of(config)
   if config.off_policy.keep_weights:
     kept_weights(config, wrong)
   if proximal == "ewma" and correction == "none":
     wrong["off_policy.proximal, off_policy.correction"] = (
-      "without the weight proximal/behaviour the loss is no policy gradient;"
-      " use 'auto'"
+      "'ewma' needs the weight proximal/behavior for a correct policy gradient;"
+      " use correction='auto'"
     )
   if proximal == "stored" and correction != "none":
     wrong["off_policy.correction, off_policy.proximal"] = (
-      "with the sampler's log-probs as old ones the ratio corrects already;"
-      " use correction='none' or proximal='recompute'"
+      "the ratio to the sampler's log-probs is the correction; use"
+      " correction='none' or proximal='recompute'"
     )
   if proximal == "interpolate" and config.loss.name != "clip":
     wrong["off_policy.proximal, loss.name"] = (
-      "interpolation is defined for the clipped loss"
+      "'interpolate' is defined for loss.name='clip' only"
     )
   elif proximal == "interpolate" and correction != "none":
     if (correction, level) != ("truncate", "token"):
       wrong["off_policy.proximal, off_policy.correction, off_policy.level"] = (
-        "interpolation goes with a token-level 'truncate' or none"
+        "'interpolate' supports correction='none', or 'truncate' with"
+        " level='token'"
       )
 
 
 def kept_weights(config: Any, wrong: Wrong) -> None:
-  """Earlier weights, which two corrections are taken against."""
+  """Checks the weights that are kept to separate mismatch from staleness."""
   if config.off_policy.proximal != "recompute":
     wrong["off_policy.keep_weights, off_policy.proximal"] = (
-      "staleness is counted from the policy at the start of the update; use"
+      "staleness is measured from the policy at the start of the update; use"
       " proximal='recompute' or keep_weights=''"
     )
   if config.off_policy.correction == "none":
     wrong["off_policy.keep_weights, off_policy.correction"] = (
-      "only a correction reads what they say; use 'auto' or keep_weights=''"
+      "only a correction uses kept weights; use correction='auto' or"
+      " keep_weights=''"
     )
   if not config_lib.most_staleness(config):
     wrong["off_policy.keep_weights, schedule.lag, schedule.stop"] = (
-      "every token is written by the weights that it trains; set a lag or"
-      " stop='first_groups', or keep_weights=''"
+      "all tokens are from the newest weights; set a lag, stop='first_groups'"
+      " or keep_weights=''"
     )
 
 
 def losses(config: Any, wrong: Wrong) -> None:
-  """Terms of the loss and of the reward."""
+  """Checks the terms of the loss and of the reward."""
   loss = config.loss
   if loss.kl_coefficient and loss.kl_reward_coefficient:
     wrong["loss.kl_coefficient, loss.kl_reward_coefficient"] = (
-      "the KL counts once; set one of them to 0"
+      "use the KL as a loss or in the reward; set one of them to 0"
     )
   if loss.dual_clip and loss.name in ("gspo", "cispo", "policy_gradient"):
     wrong["loss.dual_clip, loss.name"] = (
@@ -287,32 +289,32 @@ def losses(config: Any, wrong: Wrong) -> None:
     )
   if loss.norm and loss.mode not in NORM_MODES:
     wrong["loss.norm, loss.mode"] = (
-      f"only {' and '.join(map(repr, NORM_MODES))} have a constant length"
+      f"only {' and '.join(map(repr, NORM_MODES))} read loss.norm; set it to 0"
     )
   if config.reward.overlong_buffer > config.sampler.max_response_length:
     wrong["reward.overlong_buffer, sampler.max_response_length"] = (
-      "the buffer is a part of the response"
+      "the buffer must not be longer than the response"
     )
   if config.reward.name == "environment" and not config.environment.name:
     wrong["reward.name, environment.name"] = (
-      "nobody gives the reward; choose an environment or another reward"
+      "this reward comes from an environment; choose one or another reward"
     )
   reward = rewards.REWARDS[config.reward.name]
   counts_turns = "conversation" in inspect.signature(reward).parameters
   if config.environment.rewards != "end" and not counts_turns:
     wrong["environment.rewards, reward.name"] = (
-      "this reward does not count what turns were given; use 'environment', or"
-      " one of your own that reads `conversation`"
+      "this reward ignores the rewards of turns; use reward.name='environment'"
+      " or your own with an argument `conversation`"
     )
 
 
 def several_processes(config: Any, wrong: Wrong) -> None:
-  """What several processes would do in another order, or after a clock."""
+  """Checks settings whose results depend on timing, with several processes."""
   if jax.process_count() == 1:
     return
   if config.schedule.lag and config.schedule.overlap:
     wrong["schedule.lag, schedule.overlap"] = (
-      "several processes train and write in turns; set overlap to False"
+      "several processes must alternate; use schedule.overlap=False"
     )
   for key, other in (
     ("schedule.streaming", False),
@@ -321,4 +323,4 @@ def several_processes(config: Any, wrong: Wrong) -> None:
     ("run.replay_every", 0),
   ):
     if config_lib.get(config, key) != other:
-      wrong[key] = f"several processes cannot; set it to {other!r}"
+      wrong[key] = f"not supported with several processes; set it to {other!r}"

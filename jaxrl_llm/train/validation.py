@@ -1,6 +1,6 @@
-"""Checks of a config: every key on its own, then what fits together.
+"""Validation of a config: each setting alone, then constraints between them.
 
-Each failure is one line that names the keys, their values and what is allowed.
+Each error is one line with the settings, their values and what is allowed.
 """
 
 from typing import Any
@@ -11,10 +11,10 @@ from jaxrl_llm.train import constraints
 
 
 def validate(config: Any) -> None:
-  """Checks every setting and their combinations.
+  """Checks every setting and the constraints between them.
 
   Raises:
-    InputError: one line naming the key, its value and what is allowed.
+    InputError: One line with the setting, its value and what is allowed.
   """
   for path, key in config_lib.KEYS.items():
     value = config_lib.get(config, path)
