@@ -108,14 +108,14 @@ def named_leaves(tree: Any) -> tuple[list[str], list[Any]]:
 def leaf_checksums(
   names: Sequence[str], leaves: Sequence[Any]
 ) -> dict[str, int]:
-  """As `checksums`, of leaves whose paths are given."""
+  """Returns the same as `checksums` for leaves with the given paths."""
   return finish_checksums(start_checksums(names, leaves))
 
 
 def start_checksums(
   names: Sequence[str], leaves: Sequence[Any]
 ) -> dict[str, jax.Array]:
-  """As `leaf_checksums`, without waiting; then the leaves may be donated."""
+  """Starts `leaf_checksums` without waiting; leaves may then be donated."""
   return {name: _start(name, leaf) for name, leaf in zip(names, leaves)}
 
 

@@ -1,4 +1,4 @@
-"""Errors that a user of the library may meet, and checks of settings."""
+"""Errors for users of the library, and checks of arguments."""
 
 import contextlib
 import numbers
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class InputError(ValueError):
-  """A file, a field or a flag from outside cannot be used.
+  """Raised for a file, field or flag that cannot be used.
 
   The message is one line that says what is wrong, where, and what to do about
   it; scripts print it and exit with code 2. Line breaks (for instance from a
@@ -31,14 +31,14 @@ def as_input_error(
 ) -> Iterator[None]:
   """Turns errors of some kinds into an InputError, `what (error); advice`.
 
-  One that is an InputError already passes as it is.
+  An InputError passes unchanged.
   """
   try:
     yield
   except InputError:
     raise
   except kinds as error:
-    # Of the file system without the path, which `what` names.
+    # File system errors repeat the path, which `what` names.
     why = getattr(error, "strerror", None) or str(error)[:300]
     raise InputError(
       f"{what} ({why or type(error).__name__}); {advice}"
@@ -46,7 +46,7 @@ def as_input_error(
 
 
 class TrainingStopped(RuntimeError):
-  """A run cannot go on by itself; the message says why."""
+  """Raised if a run cannot continue; the message says why."""
 
 
 def check_number(name: str, value: Any, interval: str) -> None:

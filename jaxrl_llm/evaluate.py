@@ -1,4 +1,4 @@
-"""Evaluation: k sampled responses to every problem, judged and averaged."""
+"""Evaluation: k sampled responses per problem, judged and averaged."""
 
 import collections
 import dataclasses
@@ -38,20 +38,20 @@ def majority_at_k(verdicts: Sequence[Verdict], k: int) -> float:
 class Evaluation:
   """k judged responses to each of N problems, problem by problem."""
 
-  name: str  # Of the set of problems.
+  name: str  # Name of the problem set.
   samples: int  # k.
   judged: Judged
   generate_s: float  # Seconds that the sampler took.
 
   @property
   def responses(self) -> Responses:
-    """What was written, and its rewards."""
+    """The responses with their rewards."""
     return self.judged.responses
 
   def results(self, tries: Sequence[int]) -> dict[str, float]:
-    """avg@k, its standard error over problems, pass@n, maj@k and the rest.
+    """Returns avg@k, its standard error over problems, pass@n, maj@k and more.
 
-    Without maj@k where the verifier extracts no answers.
+    maj@k is left out if the verifier extracts no answers.
 
     Args:
       tries: every n of pass@n, each 1 to k.
@@ -87,27 +87,28 @@ class Evaluation:
     return metrics.pass_at_k(self._right(), self.samples, n)
 
   def shown(self) -> list[metrics.Sample]:
-    """A few responses, for a person."""
+    """Returns a few responses for display."""
     count = len(self.judged.texts)
     evenly = range(0, count, max(count // _SHOWN, 1))[:_SHOWN]
-    return metrics.make_samples(self.judged, [*self.judged.news, *evenly])
+    return metrics.make_samples(
+      self.judged, [*self.judged.new_failures, *evenly]
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
-  """Held-out problems, and how they are answered and judged.
+  """Evaluates a policy on held-out problems.
 
   Attributes:
-    name: of the set of problems, part of the metrics' names.
+    name: name of the problem set, part of the metrics' names.
     prompts: the problems, N of them.
-    writer: writes and judges a group of k responses per problem; with the same
-      key, with the same random numbers.
+    writer: samples and judges k responses per problem, reproducibly.
   """
 
   name: str
   prompts: Sequence[Prompt]
   writer: ResponseWriter
-  origin: str = ""  # Where the problems come from, if that is to be said.
+  origin: str = ""  # Line about the origin of the problems, or ''.
 
   def check_metric(self, name: str, *, greedy: bool) -> None:
     """Raises InputError for a metric that no evaluation can have."""
@@ -120,13 +121,13 @@ class Evaluator:
       )
 
   def greedy(self) -> "Evaluator":
-    """That of one response per problem, of the likeliest token at a time."""
+    """Returns an evaluator that decodes one greedy response per problem."""
     settings = dataclasses.replace(self.writer.settings, temperature=0.0)
     writer = dataclasses.replace(self.writer, settings=settings, group_size=1)
     return dataclasses.replace(self, writer=writer)
 
   def __call__(self, params: Any) -> Evaluation:
-    """Samples with the sampler's parameters, and judges."""
+    """Samples with parameters in the sampler's layout, and judges."""
     writer, samples = self.writer, self.writer.group_size
     ids = np.arange(len(self.prompts) * samples).reshape(-1, samples)
     start = time.perf_counter()

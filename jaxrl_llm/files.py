@@ -1,11 +1,11 @@
-"""Files that outlive a power cut."""
+"""Writes files that survive a power failure."""
 
 import os
 import pathlib
 
 
 def to_disk(path: str | os.PathLike) -> None:
-  """Returns when a file, or the names in a folder, outlive a power cut."""
+  """Flushes a file, or the entries of a folder, to disk."""
   file = os.open(path, os.O_RDONLY)
   try:
     os.fsync(file)
@@ -14,13 +14,13 @@ def to_disk(path: str | os.PathLike) -> None:
 
 
 def tree_to_disk(folder: pathlib.Path) -> None:
-  """As `to_disk`, of a folder and all below it."""
+  """Flushes a folder and everything below it to disk."""
   for path in (*folder.rglob("*"), folder):
     to_disk(path)
 
 
 def write_whole(file: pathlib.Path, text: str) -> None:
-  """All of a text or, should this be interrupted, what was there before."""
+  """Replaces a file atomically: an interruption leaves the old one."""
   part = file.with_name(file.name + ".part")
   part.write_text(text, encoding="utf-8")
   to_disk(part)

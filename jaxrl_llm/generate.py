@@ -1,4 +1,4 @@
-"""Samples without a run: prompts in, a JSON object for each response out.
+"""Batch generation: prompts in, one JSON object per response out.
 
 Weights, settings, seed, a prompt's index and a sample's index fix a sample, and
 nothing else does: neither the slots, nor what is generated beside it. So a file
@@ -27,7 +27,7 @@ from jaxrl_llm.types import Origin, Rollout, Status, ended
 # given more samples, or more prompts at the end, and keeps those it has.
 MAX_SAMPLES = 1 << 10
 MAX_PROMPTS = (1 << 31) // MAX_SAMPLES
-# What a sample has of its own, beside the fields of its prompt.
+# Fields of a sample, in addition to those of its prompt.
 KEYS = (
   "prompt_index",
   "sample_index",
@@ -38,7 +38,7 @@ KEYS = (
   "turns",
   "settings",
 )
-_ROUNDS = 8  # How often a chunk of samples could fill the slots.
+_ROUNDS = 8  # Size of a chunk of samples, in multiples of the slots.
 
 # (prompt index, sample index)
 Place = tuple[int, int]
@@ -51,7 +51,7 @@ def make_prompts(
   context: int,
   max_new_tokens: int,
 ) -> list[Prompt]:
-  """The prompts in rows, each of which leaves room for a response.
+  """Returns the prompts of rows, checking that each leaves room to respond.
 
   Args:
     requests: N rows; a row of data may ask as in training.
@@ -69,7 +69,7 @@ def make_prompts(
     for name in KEYS:
       if name in fields:
         raise InputError(
-          f"{where}: every sample has a field {name!r} of its own; rename it"
+          f"{where}: the field {name!r} is reserved for samples; rename it"
         )
     example = to_example(Row(where, fields), solved=False)
     try:
@@ -83,7 +83,7 @@ def make_prompts(
         f" model's context of {context}; lower it or shorten the prompt"
       )
     if not tokens:
-      raise InputError(f"{where}: the prompt has no tokens; write more")
+      raise InputError(f"{where}: the prompt is empty; add text")
     numbers = {"example_id": index, "group_id": index}
     prompts.append(Prompt(**vars(example), **numbers, tokens=tokens))
   return prompts
@@ -91,10 +91,10 @@ def make_prompts(
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-  """What the samples of a file have in common."""
+  """Everything that the samples of a file share."""
 
   writer: ResponseWriter
-  params: Any  # Of the sampler.
+  params: Any  # In the sampler's layout.
   prompts: Sequence[Prompt]  # With the fields that come out again as columns.
   decode: Callable[[Sequence[int]], str]
   settings: str  # Stands for what the samples depend on.
@@ -141,7 +141,7 @@ class Generation:
       **self.prompts[prompt].columns,
       "text": self.decode(tokens),
       "tokens": tokens,
-      # As few digits as tell a float32 from its neighbours.
+      # The shortest decimal that identifies a float32.
       "logprobs": [float(str(x)) for x in logprobs],
       "stop_reason": "failed" if "failed" in talk else status,
       **({"turns": self._turns(rollout, row)} if talk else {}),
@@ -149,26 +149,28 @@ class Generation:
     }
 
   def _turns(self, rollout: Rollout, row: int) -> list[dict[str, str]]:
-    """Who said what, one after the other."""
-    said = zip(rollout.origin[row], rollout.tokens[row, : rollout.lengths[row]])
+    """Returns the turns of a response: role and text."""
+    pairs = zip(
+      rollout.origin[row], rollout.tokens[row, : rollout.lengths[row]]
+    )
     return [
       {
         "role": "model" if origin == Origin.POLICY else "environment",
         "text": self.decode([token for _, token in tokens]),
       }
-      for origin, tokens in itertools.groupby(said, key=lambda pair: pair[0])
+      for origin, tokens in itertools.groupby(pairs, key=lambda pair: pair[0])
     ]
 
 
 def chunks(
   prompts: int, samples: int, *, done: Collection[Place], slots: int
 ) -> Iterator[list[Place]]:
-  """What is missing, in order, in chunks that keep the slots busy.
+  """Yields the missing samples in order, in chunks that fill the slots.
 
   Args:
     prompts: N.
     samples: of each.
-    done: those that are not missing.
+    done: the samples already written.
     slots: of the engine.
   """
   every = itertools.product(range(prompts), range(samples))
@@ -185,7 +187,7 @@ def write(
   *,
   halted: Callable[[], bool] = lambda: False,
 ) -> collections.Counter[str]:
-  """Writes chunks one after the other, a line a sample.
+  """Writes chunks one after the other, one line per sample.
 
   Args:
     job: what the samples have in common.
@@ -195,7 +197,7 @@ def write(
     halted: once true, what has ended is written, and nothing more.
 
   Returns:
-    How often samples stopped for which reason.
+    The number of samples by stop reason.
 
   Raises:
     InputError: the file cannot be written.
@@ -223,7 +225,7 @@ def write(
 def resume(
   path: pathlib.Path, prompts: Sequence[Prompt], *, settings: str
 ) -> set[Place]:
-  """Prepares a file for further samples: a line without its end is cut off.
+  """Prepares a file for more samples: an incomplete last line is removed.
 
   Args:
     path: of the samples.
@@ -231,7 +233,7 @@ def resume(
     settings: what stands for theirs.
 
   Returns:
-    What it holds.
+    The samples in it.
 
   Raises:
     InputError: it holds something else.
@@ -247,20 +249,20 @@ def resume(
 
 
 def _identify(line, where, prompts, settings) -> Place:
-  """Which sample a line is, which belongs to the prompts."""
+  """Returns the place of a line's sample, checking that it fits the prompts."""
   record = parse_object(line.decode("utf-8", "replace"), where)
   prompt, sample = (record.get(key) for key in KEYS[:2])
   if type(prompt) is not int or sample not in range(MAX_SAMPLES):
-    raise InputError(f"{where}: no sample of this program; choose another file")
+    raise InputError(f"{where}: no sample of generate.py; choose another file")
   if record.get("settings") != settings:
     raise InputError(
-      f"{where}: of another model, seed or setting; repeat them or write to"
-      " another file"
+      f"{where}: written with another model, seed or setting; use the same ones"
+      " or another file"
     )
   known = prompts[prompt].columns if 0 <= prompt < len(prompts) else None
   if {k: v for k, v in record.items() if k not in KEYS} != known:
     raise InputError(
-      f"{where}: of another prompt than number {prompt} is now; repeat the"
-      " prompts in their order or write to another file"
+      f"{where}: written for another prompt than the current number {prompt};"
+      " keep the prompts in order or write to another file"
     )
   return prompt, sample

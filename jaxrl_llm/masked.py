@@ -1,8 +1,8 @@
-"""Masked and segment reductions that padding cannot disturb.
+"""Masked and segment reductions that are robust to padding.
 
-Every function selects *before* it computes: what lies in a masked slot, NaN
-included, changes neither the value nor the gradient. A mask is True (or
-non-zero) where an element counts. Results are float32.
+Every function selects *before* it computes: masked elements, NaN included,
+change neither the value nor the gradient. A mask is True (or non-zero) for
+elements that count. Results are float32.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,15 +23,15 @@ Axis = int | Sequence[int] | None
 def masked_fill(
   x: chex.Array, mask: chex.Array, *, value: float = 0.0
 ) -> jax.Array:
-  """x where the mask holds, a constant elsewhere.
+  """Returns x where the mask is True and a constant elsewhere.
 
-  The step that makes padding inert before a function without a mask, such as
-  a per-token loss, sees it.
+  Makes padding inert before a function without a mask, such as a per-token
+  loss, reads it.
 
   Args:
     x: any shape.
     mask: same shape as x.
-    value: what stands in masked slots.
+    value: the constant.
 
   Returns:
     float32, shape of x.
@@ -44,7 +44,7 @@ def masked_fill(
 def masked_count(
   mask: chex.Array, *, axis: Axis = None, keepdims: bool = False
 ) -> jax.Array:
-  """Number of elements that count, as float32."""
+  """Counts the True elements of a mask, as float32."""
   mask = jnp.asarray(mask, bool)
   return jnp.sum(mask, axis=axis, keepdims=keepdims, dtype=jnp.float32)
 
@@ -98,7 +98,7 @@ def masked_max(
 def explained_variance(
   values: chex.Array, returns: chex.Array, mask: chex.Array
 ) -> jax.Array:
-  """Share of the returns' variance that a critic explains.
+  """Fraction of the returns' variance that a critic explains.
 
   EV = 1 - Var(G - V) / Var(G): 1 for a perfect critic, 0 for a constant one,
   below 0 for one that is worse than a constant.
@@ -109,8 +109,7 @@ def explained_variance(
     mask: same shape.
 
   Returns:
-    float32 scalar; 0 where the returns do not vary, as there is nothing to
-    explain.
+    float32 scalar; 0 if the returns are constant.
   """
   returns = masked_fill(returns, mask)
   unexplained = masked_var(returns - masked_fill(values, mask), mask)
@@ -127,7 +126,7 @@ def token_weights(
   norm: chex.Numeric | None = None,
   size: chex.Numeric | None = None,
 ) -> jax.Array:
-  """Weights w such that Σ w·loss is the named reduction of a per-token loss.
+  """Returns weights w such that Σ w·loss is a reduction of per-token losses.
 
   With n_i tokens in sequence i and S sequences that have any:
 
@@ -145,8 +144,8 @@ def token_weights(
     mode: a name of the table above.
     norm: the constant length of the last two modes, in tokens, usually the
       generation budget; it must be absent for the others.
-    size: of the batch that this is a part of, see `reduction_size`; its own by
-      default.
+    size: `reduction_size` of the whole batch if `mask` is a part of it; by
+      default that of `mask`.
 
   Returns:
     float32 [..., T]; 0 in masked slots, and all 0 for an empty mask.
@@ -173,7 +172,7 @@ def token_weights(
 
 
 def reduction_size(mask: chex.Array, *, mode: str) -> jax.Array:
-  """What of a batch a reduction divides by: tokens, sequences or nothing.
+  """Returns a reduction's divisor over the batch: tokens, sequences or 1.
 
   Losses of parts of a batch, each under weights of size 1, sum up to that of
   the batch times its size.
@@ -190,7 +189,7 @@ def reduction_size(mask: chex.Array, *, mode: str) -> jax.Array:
 
 
 class _Reduction(NamedTuple):
-  """What a token's loss is divided by is the product of these."""
+  """The two factors of the divisor of a token's loss."""
 
   size: Callable[[jax.Array], chex.Numeric]  # (tokens per sequence) -> scalar.
   # (tokens per sequence, norm) -> of each sequence.
@@ -240,7 +239,7 @@ def segment_mean(
 def segment_min(
   x: chex.Array, segments: chex.Array, *, num_segments: int
 ) -> jax.Array:
-  """Least x per segment, float32 [num_segments]; 0 for an empty segment."""
+  """Minimum per segment, float32 [num_segments]; 0 for an empty segment."""
   x, segments = _inside(x, segments, num_segments)
   least = jax.ops.segment_min(x, segments, num_segments)
   count = segment_count(segments, num_segments=num_segments)
@@ -266,7 +265,7 @@ def segment_std(
   squares = jax.ops.segment_sum(jnp.square(centered), segments, num_segments)
   count = segment_count(segments, num_segments=num_segments)
   variance = squares / jnp.maximum(count - 1.0, 1.0)
-  # The gradient of √ at 0 is infinite and makes NaN.
+  # The gradient of √ at 0 is infinite and would become NaN.
   varies = variance > 0.0
   return jnp.where(varies, jnp.sqrt(jnp.where(varies, variance, 1.0)), 0.0)
 
@@ -284,7 +283,7 @@ def segment_median(
   Returns:
     float32 [num_segments]; 0 for an empty segment.
   """
-  # One sort by (segment, value): a segment's members then lie in one run.
+  # One sort by (segment, value) makes each segment contiguous.
   x, segments = _inside(x, segments, num_segments)
   _, ordered = jax.lax.sort((segments, x), num_keys=2)
   count = segment_count(segments, num_segments=num_segments)
@@ -298,7 +297,7 @@ def segment_median(
 def _inside(
   x: chex.Array, segments: chex.Array, num_segments: int
 ) -> tuple[jax.Array, jax.Array]:
-  """x and its segments; what is in none is 0, behind the last one, and lost."""
+  """Moves elements outside all segments, as 0, into one after the last."""
   check_number("num_segments", num_segments, "[1, inf)")
   chex.assert_rank(segments, 1)
   chex.assert_type(segments, int)

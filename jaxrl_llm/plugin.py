@@ -1,7 +1,7 @@
-"""A user's own file of parts, imported by its path before a config is checked.
+"""Imports plugin files, before a config is validated.
 
-Its folder joins `sys.path` and it is imported by its name, so that a worker
-process, which is a fresh Python, finds the functions in it too.
+The file's folder is added to `sys.path` and the file is imported by its name,
+so that worker processes, which are fresh interpreters, can import it too.
 """
 
 import importlib
@@ -15,10 +15,10 @@ from jaxrl_llm.errors import InputError
 
 
 def load(path: str) -> ModuleType:
-  """Imports a file; what it registers can be named from then on.
+  """Imports a file, which registers its parts.
 
   Raises:
-    InputError: it cannot be read or fails, or another module has its name.
+    InputError: The file cannot be read or raises, or its name is taken.
   """
   file = pathlib.Path(path).resolve()
   if not file.is_file() or file.suffix != ".py":
@@ -30,12 +30,12 @@ def load(path: str) -> ModuleType:
     found = importlib.util.find_spec(file.stem)
     if found is None or pathlib.Path(found.origin or "").resolve() != file:
       raise InputError(
-        f"{path}: there is another module {file.stem!r}; rename the file"
+        f"{path}: another module is named {file.stem!r}; rename the file"
       )
     return importlib.import_module(file.stem)
   except InputError:
     raise
-  except (Exception, SystemExit) as error:  # It is foreign code.
+  except (Exception, SystemExit) as error:  # User code may raise anything.
     text = (str(error).splitlines() or [""])[0]
     raise InputError(
       f"{path}{_line(error, file)}: {type(error).__name__}: {text}"
@@ -43,7 +43,7 @@ def load(path: str) -> ModuleType:
 
 
 def _line(error: BaseException, file: pathlib.Path) -> str:
-  """Where in the file it went wrong."""
+  """Returns ', line N' with the line of the file that raised."""
   lines = [
     frame.lineno
     for frame in traceback.extract_tb(error.__traceback__)

@@ -1,11 +1,11 @@
-"""Several processes that train together, each on devices of its own.
+"""Coordination of several processes that train together.
 
-All of them do the same: they draw the same prompts, schedule the same requests
-and start the same programs in the same order, so that their devices meet in
-every collective. What would differ between them is done by the first process,
-or in shares, and told to all: what lies in the folder of the run, verdicts
-under deadlines, signals. With one process every function here does what its
-name says without asking anybody.
+Each process has its own devices. All of them draw the same prompts, schedule
+the same requests and start the same programs in the same order, so that their
+devices meet in every collective. Work whose result could differ (files of the
+run, rewards under deadlines, signals) is done by the first process or split
+among all, and its result is shared. With a single process, every function here
+runs locally.
 """
 
 import collections
@@ -27,7 +27,7 @@ from jax.experimental import multihost_utils
 from jaxrl_llm.errors import InputError, TrainingStopped
 
 T = TypeVar("T")
-_patience_s = 0  # Of `connect`.
+_patience_s = 0  # Set by `connect`.
 _waited_s = collections.defaultdict(float)  # By thread.
 _ERRORS = {e.__name__: e for e in (InputError, TrainingStopped, OSError)}
 
@@ -35,18 +35,17 @@ _ERRORS = {e.__name__: e for e in (InputError, TrainingStopped, OSError)}
 def connect(
   coordinator: str = "", count: int = 0, index: int = -1, *, patience_s: int
 ) -> None:
-  """Meets the other processes; before anything else of JAX.
+  """Connects to the other processes; must come before any other use of JAX.
 
   Args:
-    coordinator: HOST:PORT of the first process. Without it that, `count` and
-      `index` come from what started the job, where JAX knows it (Slurm, GKE,
-      Cloud TPU, Open MPI).
-    count: of processes.
-    index: of this one.
-    patience_s: seconds until the others notice that one has died.
+    coordinator: HOST:PORT of the first process. If empty, JAX detects it,
+      `count` and `index` from the cluster (Slurm, GKE, Cloud TPU, Open MPI).
+    count: number of processes.
+    index: number of this process.
+    patience_s: seconds until a dead process is noticed.
 
   Raises:
-    InputError: they do not meet.
+    InputError: The processes cannot connect.
   """
   global _patience_s
   _patience_s = patience_s
@@ -66,7 +65,7 @@ def connect(
   except (ValueError, RuntimeError) as error:
     reason = str(error).strip().splitlines()[0]
     raise InputError(
-      f"the processes of the run do not meet ({reason}); give each"
+      f"the processes of the run cannot connect ({reason}); give each"
       " --coordinator=HOST:PORT of the first one, --num_processes and"
       " --process_id"
     ) from error
@@ -74,7 +73,7 @@ def connect(
 
 @contextlib.contextmanager
 def ended_together() -> Iterator[None]:
-  """Ends this process with code 1 when a collective fails: another has died.
+  """Exits with code 1 if a collective fails because another process has died.
 
   Its line names the processes that do not answer. It comes before JAX, whose
   heartbeats take longer, aborts the process with the stacks of all threads. If
@@ -102,7 +101,7 @@ def ended_together() -> Iterator[None]:
 
 
 def _silent() -> list[int]:
-  """Processes that do not report a failed collective to the first one."""
+  """Returns the processes that do not report the failed collective."""
   client = distributed.global_state.client
   try:
     client.key_value_set(f"failed/{jax.process_index()}", "")
@@ -115,13 +114,13 @@ def _silent() -> list[int]:
 
 
 def is_first() -> bool:
-  """Whether this process writes the files of the run."""
+  """Returns whether this process writes the files of the run."""
   return jax.process_index() == 0
 
 
 @contextlib.contextmanager
 def waiting() -> Iterator[None]:
-  """Counts the body's time as waiting, for devices or other processes."""
+  """Counts the time of its body as waiting for devices or processes."""
   start = time.perf_counter()
   try:
     yield
@@ -130,19 +129,19 @@ def waiting() -> Iterator[None]:
 
 
 def waited_s() -> float:
-  """Seconds that the calling thread has waited so far."""
+  """Returns the seconds that the calling thread has waited so far."""
   return _waited_s[threading.get_ident()]
 
 
 def name() -> str:
-  """Number and host of this process, as 3-worker; empty if it is alone."""
+  """Returns number and host, such as 3-worker; '' with a single process."""
   if jax.process_count() == 1:
     return ""
   return f"{jax.process_index()}-{socket.gethostname()}"
 
 
 def gather(value: T) -> list[T]:
-  """The values of all processes in their order; all of them must call it."""
+  """Returns the values of all processes in order; all must call it."""
   if jax.process_count() == 1:
     return [value]
   data = np.frombuffer(pickle.dumps(value), np.uint8)
@@ -154,10 +153,10 @@ def gather(value: T) -> list[T]:
 
 
 def of_first(function: Callable[..., T], *args: Any) -> T:
-  """What a function returns, or raises, in the first process.
+  """Calls a function in the first process; all return its result or raise.
 
   Raises:
-    InputError, TrainingStopped, OSError: the first process does.
+    InputError, TrainingStopped, OSError: The first process raises it.
   """
   if jax.process_count() == 1:
     return function(*args)
@@ -168,10 +167,10 @@ def of_first(function: Callable[..., T], *args: Any) -> T:
 def in_shares(
   function: Callable[[Sequence[Any]], Sequence[T]], items: Sequence[Any]
 ) -> list[T]:
-  """A result for each item; every process computes those of its share.
+  """Maps a function over items, split among the processes.
 
   Raises:
-    InputError, TrainingStopped, OSError: some process does.
+    InputError, TrainingStopped, OSError: Any process raises it.
   """
   count = jax.process_count()
   if count == 1:
@@ -185,7 +184,7 @@ def in_shares(
 
 
 def _attempt(function, *args) -> tuple[Any, tuple[str, str] | None]:
-  """What a function returns, and what it raised."""
+  """Returns the result of a function and the error that it raised."""
   try:
     return function(*args), None
   except tuple(_ERRORS.values()) as error:
@@ -202,11 +201,11 @@ def _result(attempted: tuple[Any, tuple[str, str] | None]) -> Any:
 
 
 def put(tree: Any, places: Any) -> Any:
-  """Host arrays, the same in all processes, on the devices of all.
+  """Puts host arrays, the same in all processes, on the devices of all.
 
   Args:
     tree: NumPy arrays.
-    places: a sharding, or a tree of them; None is every device that asks.
+    places: a sharding or a tree of them; None: wherever they are needed.
   """
   if jax.process_count() == 1:
     return jax.device_put(tree, places)
@@ -223,7 +222,7 @@ def put(tree: Any, places: Any) -> Any:
 
 
 def to_host(tree: Any) -> Any:
-  """Whole arrays as NumPy has them, those of several processes too.
+  """Returns arrays as NumPy, gathered from all processes.
 
   All processes must call it, unless every device holds all of the arrays.
   """
@@ -234,7 +233,7 @@ def to_host(tree: Any) -> Any:
 
 
 def ready(tree: T) -> T:
-  """Arrays whose values the devices have computed."""
+  """Returns arrays once the devices have computed them."""
   with waiting():
     return jax.block_until_ready(tree)
 

@@ -165,7 +165,7 @@ def _split(name: str, size: int, mesh: Mesh) -> tuple[str, ...] | None:
 
 
 def _dimensions(name: str) -> tuple[str, ...]:
-  """What the dimensions of a parameter are, by its path."""
+  """Returns the dimension names of a parameter by its path."""
   rules = (names for pattern, names in PARAMETERS if re.search(pattern, name))
   dimensions = next(rules, None)
   if dimensions is None:

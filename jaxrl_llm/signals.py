@@ -1,4 +1,4 @@
-"""Ending a run on request: after the step, with everything saved."""
+"""Stops a run on a signal: after the step, with everything saved."""
 
 import contextlib
 import dataclasses
@@ -15,10 +15,10 @@ _NAMES = (signal.SIGINT, signal.SIGTERM)
 
 @dataclasses.dataclass
 class Stopped:
-  """The signal that asked the run to stop, 0 while none did."""
+  """The signal that stops the run; 0 until one is received."""
 
   signal: int = 0
-  doing: str = "what is under way"  # What a signal waits for.
+  doing: str = "what is under way"  # The work that a signal waits for.
 
   def agreed(self) -> int:
     """The signal that any process of the run has received, 0 for none."""
@@ -63,14 +63,14 @@ def stop_on_signal() -> Iterator[Stopped]:
 
 
 def _answer(reader: socket.socket, stopped: Stopped) -> None:
-  """Says what the first signal waits for; ends the process at the second."""
-  asked = False
+  """Reports what the first signal waits for; the second ends the process."""
+  received = False
   while number := reader.recv(1):
     if number[0] not in _NAMES:
       continue
-    if asked:  # The main thread has not come to take the first one.
+    if received:  # The main thread has not handled the first one yet.
       os._exit(128 + number[0])
-    asked = True
+    received = True
     text = f"finishing {stopped.doing}; press Ctrl-C again to stop now"
     # Not print, whose buffer the main thread may hold.
     os.write(2, f"\n{text}\n".encode())

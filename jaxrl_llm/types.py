@@ -1,4 +1,4 @@
-"""Records that flow between the rooms of the library, and their rows.
+"""Records passed between the parts of the library, and their rows.
 
 Conventions: B rows (one per sampled response), P padded prompt length, T padded
 response length. Everything about RL is response-aligned: index t is the t-th
@@ -15,17 +15,17 @@ import numpy as np
 
 
 class Status(enum.IntEnum):
-  """Why the sampler stopped writing a response."""
+  """The state in which the sampler left a response."""
 
   FINISHED = 0  # The model emitted a stop token: the episode ended.
   OVERLONG = 1  # The response hit its hard maximum: the episode ended.
-  # The call of the sampler ended first: the response goes on in a later step.
-  # (Others call truncated what is OVERLONG here.)
+  # The sampler's call ended first: the response continues in a later step.
+  # (TRL and verl call OVERLONG responses truncated.)
   TRUNCATED = 2
 
 
 class Origin(enum.IntEnum):
-  """Who wrote a response token. Only POLICY tokens have log-probs."""
+  """The author of a response token; only POLICY tokens have log-probs."""
 
   POLICY = 0
   FOREIGN = 1  # A tool, a hint, a data set.
@@ -40,16 +40,16 @@ class Rollout:
   tokens: chex.Array  # int32 [B, T], response tokens, stop token included.
   lengths: chex.Array  # int32 [B], response tokens present.
   mask: chex.Array  # bool [B, T], True where a response token may carry loss.
-  # float32 [B, T], of the distribution that was really sampled from.
+  # float32 [B, T], under the distribution that was sampled from.
   behavior_logprobs: chex.Array
   version: chex.Array  # int32 [B, T], policy version that wrote the token.
   origin: chex.Array  # int32 [B, T], an `Origin` per token.
-  # float32 [B, T], what an environment gave for the turn that ends here.
+  # float32 [B, T], environment reward of the turn that ends here.
   turn_rewards: chex.Array
   status: chex.Array  # int32 [B], a `Status` per response.
   window_start: chex.Array  # int32 [B], first token generated in this step.
-  example_id: chex.Array  # int32 [B], row of the data that was asked.
-  group_id: chex.Array  # int32 [B], the draw of the prompt: unique in the run.
+  example_id: chex.Array  # int32 [B], row of the data.
+  group_id: chex.Array  # int32 [B], draw of the prompt, unique in the run.
   group: chex.Array  # int32 [B], index of the group among these rows.
   sample_id: chex.Array  # int32 [B], unique in the run; seeds the response.
 
@@ -71,7 +71,7 @@ class Responses:
     return ended(self.rollout)
 
 
-# What an algorithm reads of a batch, by name: arrays [B, T] or [B].
+# The inputs of an algorithm by name: arrays [B, T] or [B].
 Experience = dict[str, chex.Array]
 
 
@@ -81,7 +81,7 @@ def ended(rollout: Rollout) -> np.ndarray:
 
 
 def unjudged(rollout: Rollout) -> Responses:
-  """Responses without a verdict."""
+  """Returns responses without a verdict."""
   rows = len(rollout.lengths)
   return Responses(
     rollout=rollout,
@@ -92,14 +92,14 @@ def unjudged(rollout: Rollout) -> Responses:
 
 
 def take_rows(record: chex.ArrayTree, rows: chex.Array) -> chex.ArrayTree:
-  """The given rows of a record, by number or mask, in their order."""
+  """Returns the given rows of a record, by index or mask."""
   return jax.tree.map(lambda x: np.asarray(x)[rows], record)
 
 
 def join_rows(parts: Sequence[chex.ArrayTree | None]) -> chex.ArrayTree:
-  """All rows of records of one kind below each other; None has none.
+  """Concatenates records along the row axis; None entries are skipped.
 
-  Rows of one draw of a prompt share a group, by first appearance.
+  Groups are renumbered by first appearance of their group id.
   """
   present = [part for part in parts if part is not None]
   if isinstance(present[0], Responses):
@@ -116,13 +116,13 @@ def join_rows(parts: Sequence[chex.ArrayTree | None]) -> chex.ArrayTree:
 def named_parts(
   responses: Responses, names: Iterable[str]
 ) -> dict[str, np.ndarray]:
-  """Parts of these names, float32 [B], NaN where the responses have none."""
+  """Returns named parts of the reward, float32 [B]; NaN where missing."""
   nothing = np.full(len(responses.rewards), np.nan, np.float32)
   return {name: responses.parts.get(name, nothing.copy()) for name in names}
 
 
 def group_index(group_ids: chex.Array) -> np.ndarray:
-  """Index 0, 1, ... of each group id, by first appearance; int32 [B]."""
+  """Numbers group ids by first appearance; int32 [B]."""
   _, first, inverse = np.unique(
     group_ids, return_index=True, return_inverse=True
   )

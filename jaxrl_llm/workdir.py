@@ -189,7 +189,7 @@ def record(workdir: pathlib.Path, step: int, changes: Changes) -> None:
 def facts(
   workdir: pathlib.Path, config: Any, inputs: Mapping[str, str]
 ) -> dict[str, Any]:
-  """What a checkpoint knows of the run's other files, for `check_facts`.
+  """Returns facts about the run's other files, for `check_facts`.
 
   Args:
     workdir: of the run.
@@ -340,7 +340,7 @@ def read_config(workdir: pathlib.Path) -> Any:
 
 
 def _resumes(workdir: pathlib.Path) -> list[Changes]:
-  """What each resume changed."""
+  """Returns the changes of each resume."""
   file = workdir / _CHANGES
   resumes = (
     [row.get("changes") for row in metrics.read_rows(file)]
@@ -389,7 +389,7 @@ def find_step(workdir: pathlib.Path, step: int | str | None = None) -> int:
   if step is None:
     return found[-1]
   named = {str(number): number for number in found}
-  if step == "best":  # Of a run with checkpoint.best.
+  if step == "best":  # Requires checkpoint.best.
     best = read_config(workdir).checkpoint.best
     named["best"] = best_step(workdir, best, found)
   if named.get(str(step)) is None:

@@ -19,7 +19,7 @@ from jaxrl_llm import digest, files
 from jaxrl_llm.errors import InputError
 
 FILE = "COMMIT"
-FORMAT = 4  # Of the items and of the record; another number is refused.
+FORMAT = 4  # Format version of a checkpoint; others are refused.
 
 
 class DamagedError(InputError):
@@ -45,7 +45,7 @@ def is_step(name: str) -> bool:
 
 
 def num_bytes(trees: Mapping[str, Any]) -> int:
-  """Of all arrays."""
+  """Returns the total size of the arrays of all trees."""
   return sum(leaf.nbytes for leaf in jax.tree.leaves(trees))
 
 

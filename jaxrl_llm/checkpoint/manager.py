@@ -86,7 +86,7 @@ class Checkpointer:
     self.wait()
     try:
       saving = self._start(step, trees, metadata)
-    except Exception as error:  # Of Orbax or of what it is made of.
+    except Exception as error:  # Orbax raises errors of many kinds.
       saving = concurrent.futures.Future()
       saving.set_exception(error)
     self._saving = step, saving
@@ -139,7 +139,7 @@ class Checkpointer:
   def save_states(
     self, step: int, states: Mapping[str, Any], **metadata: Any
   ) -> None:
-    """As `save`, of states by name; see `checkpoint.state`."""
+    """Saves states by name, like `save`; see `checkpoint.state`."""
     trees, values = state.to_items(states)
     self.save(step, trees, {"states": values, **metadata})
 
@@ -227,7 +227,7 @@ def newest_undamaged(
       restored = restore(step)
     except commit.DamagedError as error:
       failed = error
-    # What one process cannot read, no other one goes on from.
+    # All processes must restore the same step.
     wrong = list(filter(None, processes.gather(failed and failed.what)))
     if wrong:
       damaged[step] = failed or commit.DamagedError(step, wrong[0])
@@ -250,7 +250,7 @@ def save_tree(path: str | os.PathLike, tree: Any) -> None:
     items = ocp.args.Composite(**{_TREE: ocp.args.StandardSave(tree)})
     try:
       checkpointer.save(path, items, force=True)
-    except Exception as error:  # Of Orbax or of what it is made of.
+    except Exception as error:  # Orbax raises errors of many kinds.
       raise TrainingStopped(
         f"{path}: cannot write a checkpoint ({_reason(error)}); make room; the"
         " same --workdir goes on from the last complete one"
@@ -285,7 +285,7 @@ def load(path: str | os.PathLike, targets: Mapping[str, Any]) -> dict[str, Any]:
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
       found = checkpointer.restore(path, ocp.args.Composite(**items))
     trees = {name: found[name] for name in targets}
-  except Exception as error:  # Of Orbax or of what it is made of.
+  except Exception as error:  # Orbax raises errors of many kinds.
     raise commit.DamagedError(path, _reason(error)) from error
   commit.check_bits(path, record, trees)
   return trees

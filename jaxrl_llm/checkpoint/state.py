@@ -52,7 +52,7 @@ def to_items(
 def targets(
   abstract: Mapping[str, Any], values: Mapping[str, Any]
 ) -> dict[str, Any]:
-  """What to read of a checkpoint: path -> tree of ShapeDtypeStructs.
+  """Returns what to read from a checkpoint: path -> tree of ShapeDtypeStructs.
 
   Args:
     abstract: name -> state with ShapeDtypeStructs in place of arrays, and the
@@ -75,7 +75,7 @@ def targets(
     for outer in itertools.accumulate(path.split(".")[:-1], "{}.{}".format):
       if values.get(outer, outer) is None:
         raise _other_parts(outer)
-    if isinstance(part, type):  # Of a record, which may be absent.
+    if isinstance(part, type):  # A record, which may be absent.
       if values.get(path) is not None:
         found[path] = jax.tree.map(
           lambda x: on_host(tuple(x["shape"]), np.dtype(x["dtype"])),
@@ -112,7 +112,7 @@ def from_items(
 
 
 def _parts(states: Mapping[str, Any]) -> dict[str, Any]:
-  """What states are made of, by path."""
+  """Returns the parts of states by path."""
   parts = {}
   for name, state in states.items():
     _map(parts.__setitem__, name, state)

@@ -107,7 +107,7 @@ def chat(
 def completion_reply(
   tokenizer: Tokenizer, **_: Any
 ) -> Callable[[str, str], list[int]]:
-  """(text, role) -> tokens of what another adds to the model's text."""
+  """Returns (text, role) -> tokens of text that the model did not write."""
   return lambda text, role: tokenizer.encode(text)
 
 
@@ -153,7 +153,7 @@ def _fill(text: str, example: Example) -> str:
 
 
 TEMPLATES = {"completion": completion, "few_shot": few_shot, "chat": chat}
-# How another speaks after the model; of other templates in plain text.
+# Name -> replies of an environment; other templates use plain text.
 REPLIES = {
   "completion": completion_reply,
   "few_shot": completion_reply,
@@ -163,17 +163,17 @@ REPLIES = {
 
 @chex.dataclass(frozen=True)
 class PromptSourceState:
-  """Where a source of prompts goes on."""
+  """The position of a prompt source."""
 
   position: int  # In the order of the examples.
   drawn: int  # Prompts so far; numbers the next group.
 
 
 class PromptSource:
-  """Endless prompts in a shuffled order, every epoch in one of its own.
+  """An endless stream of prompts, shuffled anew every epoch.
 
-  What stands at a position depends on (source, template, seed, position) and
-  on nothing else, so that a restart resumes exactly.
+  The prompt at a position depends only on source, template, seed and position,
+  so that a restart resumes exactly.
   """
 
   def __init__(
@@ -246,9 +246,9 @@ class PromptSource:
   def observe(
     self, state: PromptSourceState, responses: Responses
   ) -> PromptSourceState:
-    """What is learned of a batch of judged responses: here, nothing.
+    """Learns from a batch of judged responses; this source learns nothing.
 
-    A curriculum is another source, which draws by what it has observed.
+    A curriculum overrides this and `draw`.
     """
     del responses
     return state
@@ -289,7 +289,7 @@ class PromptSource:
     )
 
 
-# Name -> who draws prompts; see `register.prompt_source`.
+# Name -> prompt source; see `register.prompt_source`.
 PROMPT_SOURCES: dict[str, Callable[..., PromptSource]] = {
   "shuffled": PromptSource
 }

@@ -16,13 +16,13 @@ import numpy as np
 from jaxrl_llm.data import tasks
 
 _LARGEST = 99  # Two digits: a small model learns their subtraction for good.
-_DIVISORS = range(3, 10)  # Of 2 a guess is right too often.
+_DIVISORS = range(3, 10)  # With 2, guesses are right too often.
 _MOST_OPS = (_LARGEST + 1) // _DIVISORS[0] - 1  # With every remainder.
 
 
 @dataclasses.dataclass(frozen=True)
 class RemainderProblem(tasks.Problem):
-  """What is left of a number when a divisor is taken away while it can be."""
+  """Division by repeated subtraction; the answer is the remainder."""
 
   number: int
   divisor: int
@@ -37,7 +37,7 @@ class RemainderProblem(tasks.Problem):
 
 
 def _divisors(operations: int) -> range:
-  """Those with which no number of so many lines is over the largest."""
+  """Returns the divisors whose numbers stay in range with so many lines."""
   most = (_LARGEST + 1) // (operations + 1)
   return range(_DIVISORS[0], min(_DIVISORS[-1], most) + 1)
 

@@ -1,6 +1,6 @@
-"""Rows of data, and the examples in them: one reader for all who read data.
+"""Reads rows of data and converts them to examples.
 
-A row asks by a text or by a conversation, and may say more. The columns of
+A row has a question, as text or as a conversation. The columns of
 this library (`question`, `answer`), of verl (`prompt`, `data_source`,
 `reward_model`) and of TRL (`prompt`, any) are known by their names; others are
 named by a mapping. Every column stays with the example, for its reward.
@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 from jaxrl_llm.data.tasks import Example
 from jaxrl_llm.errors import InputError, as_input_error
 
-# What may be mapped -> the columns that it is else: the first there is.
+# Keys of data.columns -> default columns; the first one present is used.
 COLUMNS = {
   "question": ("prompt", "messages", "question", "problem"),
   "answer": ("reward_model.ground_truth", "answer", "final_answer"),
   "id": ("id",),
   "source": ("data_source", "source"),
 }
-# Of a path without an ending.
+# Advice for a path without a file extension.
 _HUB = (
   "check the path. A data set of the Hub: `hf download {} --repo-type=dataset"
   " --local-dir DIR` and data.source=parquet with"

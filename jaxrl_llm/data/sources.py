@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from jaxrl_llm.data import remainder, rows, tasks
 from jaxrl_llm.errors import InputError, as_input_error
 
-_EVAL_SPLITS = ("eval", "test", "validation")  # Of TFDS, by preference.
+_EVAL_SPLITS = ("eval", "test", "validation")  # In order of preference.
 MOST_READ = 10_000_000  # Examples of a source that is read from end to end.
 _MOST_HELD = 1000  # Questions that are held out; plenty to evaluate on.
 
@@ -28,7 +28,7 @@ class LazySource:
   def __init__(
     self, make: Callable[[int], tasks.Example], indices: Sequence[int]
   ):
-    """Those that `make` makes of indices, in their order."""
+    """Takes `make`, from an index to an example, and the indices in order."""
     self._make, self._indices = make, indices
 
   def __len__(self) -> int:
@@ -104,7 +104,7 @@ SOURCES: dict[str, Callable[..., Source]] = {
 
 
 def reads(name: str) -> frozenset[str]:
-  """What the maker of a source reads; with `**settings` split and seed too.
+  """Returns the arguments of a source; `**settings` adds split and seed.
 
   Raises:
     InputError: unknown name.

@@ -33,9 +33,9 @@ class Example:
 
   id: str  # Unique within its source.
   question: str
-  answer: str  # What a reward compares with.
-  source: str  # Where it came from, for grouped metrics.
-  # Of a conversation, in which the question is the last message.
+  answer: str  # The reward compares with it.
+  source: str  # Data source; metrics are grouped by it.
+  # A conversation whose last message is the question.
   messages: Sequence[Mapping[str, str]] | None = None
   # All that the row of the data has, for its reward.
   columns: Mapping[str, Any] = dataclasses.field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What a token's entropy changes in HAPO: clip, advantage and temperature.
+"""HAPO's clip range, advantage and temperature from a token's entropy.
 
 One number per token drives all three: the entropy code h in [-1, 1], below 0
 where the policy is surer than at the pivot, above 0 where it is less sure. A
@@ -19,7 +19,7 @@ _LEAST_ENTROPY = 1e-8
 
 
 class EntropyStatistics(NamedTuple):
-  """Where the log-entropies of a batch lie. float32 scalars.
+  """Location and spread of a batch's log-entropies; float32 scalars.
 
   Zeros, as of a batch without tokens, code every token as 0: a neutral start
   where the statistics of an earlier batch are wanted and there is none.

@@ -21,9 +21,9 @@ class Alarm(NamedTuple):
 
 
 class Watch(NamedTuple):
-  """What an alarm remembers: of each metric its suspect; values, no clock."""
+  """The state of an alarm: the suspect of each metric; no clock."""
 
-  suspects: np.ndarray  # int [K], -1 is nobody.
+  suspects: np.ndarray  # int [K]; -1 is none.
   since: np.ndarray  # float [K], seconds.
 
   @classmethod

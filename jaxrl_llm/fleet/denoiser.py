@@ -85,7 +85,7 @@ def cut(x: np.ndarray) -> np.ndarray:
 
 
 def denoised_scores(params: _Params, x: np.ndarray) -> np.ndarray:
-  """As `median_scores`, of what the denoisers make of every window.
+  """Returns `median_scores` of denoised windows.
 
   Args:
     params: from `fit`.

@@ -1,13 +1,13 @@
-"""How unlike the others a host is: distances to the fleet's median."""
+"""Outlier scores of hosts: distances to the fleet's median."""
 
 import numpy as np
 
 MEAN_S = 60  # Seconds that a deviation is averaged over.
 STRIDE_S = 5  # Seconds between two looks.
 BEGINNING_S = 120  # Seconds that show how hosts differ when all is well.
-# Of `median_scores`, chosen on simulated fleets; see docs/reliability.md.
+# For `median_scores`; chosen on simulated fleets, see docs/reliability.md.
 THRESHOLD = 1.7
-_ROBUST = 1.4826  # Of a normal distribution, standard deviation / MAD.
+_ROBUST = 1.4826  # Standard deviation / MAD of a normal distribution.
 
 
 def fill_gaps(x: np.ndarray) -> np.ndarray:
@@ -89,7 +89,7 @@ def _deviations(x: np.ndarray) -> np.ndarray:
   """z of one metric, [H, S] -> [T, H]."""
   residual = x - np.median(x, axis=0)
   size = np.abs(residual)
-  # Of a metric that stands still on most hosts the smallest change counts.
+  # If a metric is constant on most hosts, the smallest change counts.
   scale = max(_ROBUST * np.median(size), 1e-6 * (1 + size.max()))
   sums = np.cumsum(residual, axis=1, dtype=np.float64)
   sums = np.pad(sums, ((0, 0), (1, 0)))

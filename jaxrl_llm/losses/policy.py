@@ -10,8 +10,8 @@ from jaxrl_llm import distributions, masked
 from jaxrl_llm.errors import check_number
 from jaxrl_llm.losses.regularizers import with_gradient_of
 
-# Of a log-ratio's mean over a response: exp(10) = 22026. It never comes near it
-# unless all is lost.
+# Bound of a response's mean log-ratio: exp(10) = 22026. A healthy run stays far
+# below it.
 _LARGEST_MEAN = 10.0
 
 

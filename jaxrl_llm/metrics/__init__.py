@@ -1,4 +1,4 @@
-"""What a run tells about itself: measured, written and shown.
+"""Metrics of a run: measuring, writing and display.
 
 `MetricsLogger` fans one row a step out to `metrics.jsonl`, trackers and the
 console. `Health` warns of what the rows show to go wrong. Needs no accelerator.

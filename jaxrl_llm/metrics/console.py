@@ -1,4 +1,4 @@
-"""What a person sees: a live progress line, events and samples."""
+"""Console output: a live progress line, events and samples."""
 
 import collections
 import datetime
@@ -38,8 +38,8 @@ def printable(text: str, *, encoding: str = "utf-8") -> str:
   Returns:
     The text with unsafe and unencodable characters as backslash escapes.
   """
-  # What Python calls not printable can move the cursor or disguise what follows
-  # (bidirectional overrides do), but for spaces of other widths.
+  # Non-printable characters can move the cursor or disguise the text after them
+  # (bidirectional overrides); spaces of other widths are harmless.
   safe = "".join(
     c
     if c.isprintable() or unicodedata.category(c) == "Zs"
@@ -131,7 +131,7 @@ class ConsoleWriter:
     self._bar.stop()
 
   def _parts(self) -> list[str]:
-    """What the row of now says, without what it does not have."""
+    """Returns the parts of the progress line that the current row has."""
     parts = (
       f"step {self._step}/{self._total}",
       _headline(self._row),

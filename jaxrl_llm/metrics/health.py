@@ -59,7 +59,7 @@ Find = Callable[..., str | None]
 
 
 class Rule(NamedTuple):
-  """What a warning looks at, and what it says."""
+  """A warning: the metrics it needs, its condition and its text."""
 
   needs: tuple[str, ...]
   find: Find
@@ -293,7 +293,7 @@ def _value(row: Mapping[str, Any], name: str) -> float | None:
   """A metric; None where it is absent or NaN. Infinite ones are kept."""
   value = row.get(name)
   if value is None:
-    # What a row of the file says of a value that JSON does not have.
+    # Rows of the file keep values that JSON lacks in a field of their own.
     value = row.get("nonfinite", {}).get(name, math.nan)
   value = float(value)
   return None if math.isnan(value) else value

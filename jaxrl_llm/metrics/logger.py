@@ -16,7 +16,7 @@ _PHASES = ("time/", "host/")
 
 
 class PhaseLogger(contextlib.ExitStack):
-  """That of a process whose run another one writes about: times of phases."""
+  """The logger of processes other than the first: times of phases only."""
 
   def __init__(
     self, times: str | os.PathLike = "", *, stuck_after_s: float = 0.0

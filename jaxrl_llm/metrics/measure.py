@@ -146,7 +146,7 @@ class CompileCounter:
       self._seconds[threading.get_ident()] += duration
 
   def seconds(self) -> float:
-    """What compiling has taken of the calling thread so far."""
+    """Returns the compilation time of the calling thread so far."""
     return self._seconds[threading.get_ident()]
 
   def collect(self) -> int:

@@ -1,4 +1,4 @@
-"""How far a program is that writes responses and nothing else."""
+"""Progress of a program that only samples responses."""
 
 import sys
 import time
@@ -29,7 +29,7 @@ class Progress(Bar):
       clock: returns seconds; only differences matter.
     """
     super().__init__(total, stream or sys.stderr, clock)
-    self.responses = self.tokens = 0  # Those that are kept.
+    self.responses = self.tokens = 0  # Completed ones.
 
   @property
   def seconds(self) -> float:

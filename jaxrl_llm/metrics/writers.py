@@ -1,4 +1,4 @@
-"""Where rows go: append-only JSON lines that survive a kill."""
+"""Writers of metric rows: append-only JSON lines that survive a kill."""
 
 import json
 import math

@@ -10,7 +10,7 @@ from jaxrl_llm import metrics
 from jaxrl_llm.report import time_spent
 from jaxrl_llm.report.runs import Run
 
-_NO_METRICS = ("time", "nonfinite")  # Of a row.
+_NO_METRICS = ("time", "nonfinite")  # Fields of a row.
 _PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
 body {{ font: 15px/1.5 sans-serif; max-width: 1200px; margin: 2rem auto; }}

@@ -89,7 +89,7 @@ def draw(
 
 
 def _metrics(runs: Sequence[Run], panel: str) -> list[str]:
-  """Of a panel, also those whose names depend on the run."""
+  """Returns the metrics of a panel, including those named by the run."""
   rows = [row for run in runs for row in run.rows]
   more = []
   if panel == "accuracy":

@@ -14,12 +14,12 @@ from jaxrl_llm.errors import InputError
 
 
 class Run(NamedTuple):
-  """What a folder of a run holds."""
+  """The logged rows and samples of a run."""
 
   name: str
   rows: list[dict[str, Any]]  # Metrics, one object a step.
   config: dict[str, Any]  # By dotted keys; empty without a config.json.
-  samples: list[dict[str, Any]]  # Of the last step that has some.
+  samples: list[dict[str, Any]]  # Samples of the last step with any.
 
   @property
   def title(self) -> str:

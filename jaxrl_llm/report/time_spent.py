@@ -1,11 +1,11 @@
-"""Where the wall-clock time of a run went."""
+"""Wall-clock time of a run by phase."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Of a sampler that may work beside the learner; `wait` is then the learner's.
+# Phases of a sampler that may run concurrently; the learner then has `wait`.
 _SAMPLER = ("data", "generate", "reward")
-# What training would not be without; all else is overhead.
+# Phases that training needs; everything else is overhead.
 _PRODUCTIVE = (
   *_SAMPLER,
   "wait",

@@ -1,4 +1,4 @@
-"""Text in, verdict out: verifiers, and worker processes to run them in."""
+"""Verifiers, and the worker processes that run them."""
 
 import importlib.util
 
@@ -9,7 +9,7 @@ from jaxrl_llm.rewards.math import gold_answer, math_verify, numeric
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.verdict import Grading, RewardFn, Verdict
 
-# Name -> reward; those of others are made of reward.path and .function.
+# Name -> reward; 'verl' and 'trl' load reward.function from reward.path.
 REWARDS: dict[str, RewardFn] = {
   "chain_sum": chain_sum,
   "exact_line": exact_line,
@@ -30,7 +30,7 @@ _GOLD = {
 
 
 def gold_response(name: str, answer: str) -> str | None:
-  """A response that the verifier of this name must call correct, if known."""
+  """Returns a response that the named verifier must accept, or None."""
   made = _GOLD.get(name)
   return made and made.format(gold_answer(answer))
 

@@ -1,4 +1,4 @@
-"""Reward functions as they were written for verl and for TRL.
+"""Adapters for reward functions written for verl and TRL.
 
 They stay in their file, which is imported by its path, also in a worker. A
 function is asked about one response at a time, so that a response that makes
@@ -19,7 +19,7 @@ from jaxrl_llm.rewards.verdict import Verdict, arguments, number
 
 @functools.cache
 def load_function(path: str, name: str) -> Callable[..., Any]:
-  """A function of a file.
+  """Returns a function of a file by name.
 
   Raises:
     InputError: there is no such file, it fails, or it has no such function.
@@ -36,7 +36,7 @@ def load_function(path: str, name: str) -> Callable[..., Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _OfFile:
-  """Functions of a file."""
+  """Base of the adapters: functions of a file."""
 
   path: str
   functions: tuple[str, ...]

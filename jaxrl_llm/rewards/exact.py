@@ -29,5 +29,5 @@ def exact_line(response: str, answer: str, *, finished: bool) -> Verdict:
 
 
 def environment(conversation: Mapping[str, Any]) -> dict[str, float]:
-  """What the environment gave, by its parts; 0 where it gave nothing."""
+  """Returns the environment's rewards by part; 0 if it gave none."""
   return dict(conversation["rewards"]) or {"given": 0.0}

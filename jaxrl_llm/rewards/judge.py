@@ -1,6 +1,6 @@
-"""From a rollout to verdicts: every response is decoded and judged.
+"""Decodes the responses of a rollout and judges them.
 
-Apart from the verifiers, whose workers must start without JAX.
+Separate from the verifiers, whose workers must start without JAX.
 """
 
 import dataclasses
@@ -21,21 +21,21 @@ from jaxrl_llm.types import Responses, Rollout, Status
 
 @dataclasses.dataclass(frozen=True)
 class Judged:
-  """Responses with what a person reads of them, one entry per row."""
+  """Responses with their texts and verdicts, one entry per row."""
 
   responses: Responses
   prompts: Sequence[Prompt]
   texts: list[str]
   verdicts: list[Verdict]
-  news: Sequence[int] = ()  # Rows where it failed in a way not seen before.
+  new_failures: Sequence[int] = ()  # Rows whose reward failed in a new way.
 
 
 class Judge:
-  """Decodes responses, has them judged, and rewards the verdicts.
+  """Decodes responses, judges them and turns verdicts into rewards.
 
   Attributes:
-    pool: judges.
-    tell: takes a line when the reward first fails in some way.
+    pool: computes the verdicts.
+    tell: called with a line when the reward fails in a way not seen before.
     failure: the latest such line.
   """
 
@@ -61,15 +61,15 @@ class Judge:
     prompts: Sequence[Prompt],
     conversations: Mapping[str, str] | None = None,
   ) -> Judged:
-    """Has every response judged against the answer to its prompt.
+    """Judges every response against the answer to its prompt.
 
-    Rewards read the model's own text. Of a response of several turns these are
-    its turns, one below the other, without the environment's words.
+    Rewards read the text that the model wrote; the turns of a conversation are
+    joined by newlines, without the observations.
 
     Args:
       rollout: B responses.
-      prompts: that of each row.
-      conversations: JSON of those with an environment, by sample id.
+      prompts: the prompt of each row.
+      conversations: conversations as JSON, by sample id.
     """
     conversations = conversations or {}
     tokens = [x[:n] for x, n in zip(rollout.tokens, rollout.lengths)]
@@ -93,17 +93,17 @@ class Judge:
       prompts,
       texts,
       verdicts,
-      self._news(verdicts, prompts),
+      self._new_failures(verdicts, prompts),
     )
 
   def _turns(self, tokens: np.ndarray, own: np.ndarray) -> str:
-    """The text of the tokens that are the model's own, a line a turn."""
+    """Decodes the turns of the model, one per line."""
     cuts = np.flatnonzero(np.diff(own)) + 1
     turns = zip(np.split(tokens, cuts), np.split(own, cuts))
     return "\n".join(self._decode(x) for x, written in turns if written.all())
 
   def _responses(self, rollout, verdicts) -> Responses:
-    """Verdicts as arrays; a part that a response does not have is NaN."""
+    """Converts verdicts to arrays; missing parts are NaN."""
     rewards = [
       self._by_correct[v.correct] if v.value is None else v.value
       for v in verdicts
@@ -120,8 +120,8 @@ class Judge:
       parts=parts,
     )
 
-  def _news(self, verdicts, prompts) -> list[int]:
-    """Rows where the reward failed as never before; a line is told of each."""
+  def _new_failures(self, verdicts, prompts) -> list[int]:
+    """Returns the rows whose reward failed in a new way, and reports each."""
     rows = []
     for row, (verdict, prompt) in enumerate(zip(verdicts, prompts)):
       if not verdict.error:
@@ -130,8 +130,8 @@ class Judge:
       kind = *verdict.error.split(": ")[:2], place and place[0]
       if kind not in self._told:
         self._told.add(kind)
-        said = verdict.error.removeprefix("error: ")
-        self.failure = f"reward {self._name}: {said} on {prompt.id}"
+        error = verdict.error.removeprefix("error: ")
+        self.failure = f"reward {self._name}: {error} on {prompt.id}"
         self.tell(self.failure)
         rows.append(row)
     return rows
@@ -144,7 +144,7 @@ class Judge:
 def known(
   prompt: Prompt, response: str, *, tokens: Sequence[int], finished: bool
 ) -> dict[str, Any]:
-  """What a reward may read of a response, by name, see `arguments`."""
+  """Returns the inputs of a reward by name; see `arguments`."""
   return {
     "id": prompt.id,
     "prompt": prompt.text,

@@ -1,8 +1,8 @@
-"""Rewards and environments in worker processes that can be killed.
+"""Runs rewards and environments in worker processes that can be killed.
 
-A worker imports a function once and makes every call in a child of its own,
-which is ended with all that it started: a response that runs code reaches
-neither later verdicts nor the time after its own.
+A worker imports a function once and forks a child for every call. The child is
+killed with everything that it started, so that a response that runs code can
+affect neither later verdicts nor their time.
 """
 
 import base64
@@ -45,7 +45,7 @@ _DIE_WITH_PARENT, _ADOPT_ORPHANS = 1, 36
 
 
 class CallPool:
-  """Calls a function of data, inline or in processes that can be killed."""
+  """Calls a function of JSON data, inline or in killable processes."""
 
   def __init__(
     self,
@@ -76,11 +76,11 @@ class CallPool:
   def __call__(
     self, jobs: Sequence[Mapping[str, Any]]
   ) -> list[tuple[Any, str | None]]:
-    """(result, None) of each job, or (None, why there is none), in order."""
+    """Returns (result, None) or (None, error) of each job, in order."""
     if not self._workers:
       return [_answer(self._fn, job) for job in jobs]
     self.start()  # Some may have been closed since.
-    # A thread waits for a worker; what takes time is in the processes.
+    # Threads only wait; the work is done in the processes.
     in_worker = functools.partial(
       self._in_worker, time.monotonic() + self._batch_deadline_s
     )
@@ -88,7 +88,7 @@ class CallPool:
       return list(threads.map(in_worker, jobs))
 
   def start(self) -> None:
-    """Has as many workers as there should be."""
+    """Starts missing workers."""
     while self._idle.qsize() < self._workers:
       self._idle.put(Worker(serve, self._pickled))
 
@@ -174,14 +174,14 @@ class RewardPool:
     return verdicts
 
   def _checked(self, verdict: Any, failed: str | None) -> Verdict:
-    """A verdict from a worker, where a response may have written anything."""
+    """Checks a worker's verdict, as code in a response may forge one."""
     if not failed:
       with contextlib.suppress(Exception):
         return as_verdict(Verdict(*verdict), self._grading)
     return Verdict(False, None, failed or "crash")
 
   def _check_weights(self, verdicts: Sequence[Verdict]) -> None:
-    """A weight of no part is a slip of the pen; told at the first verdicts."""
+    """Refuses weights of parts that the first verdicts do not have."""
     if self._weights_fit or all(v.error for v in verdicts):
       return
     parts = {name for verdict in verdicts for name in verdict.parts}
@@ -199,28 +199,28 @@ class RewardPool:
 
 
 def _inner(fn: Callable[..., Any]) -> Callable[..., Any]:
-  """The reward in what judges by it."""
+  """Returns the user's function inside a partial."""
   return fn.args[0] if isinstance(fn, functools.partial) else fn
 
 
 def _pickled(fn: Callable[..., Any]) -> str:
-  """What a fresh process needs to call it; a function goes by its name."""
+  """Pickles a function for worker processes, by its name."""
   inner = _inner(fn)
   what = f"workers need a function of an importable module, got {inner}"
   with as_input_error(what, "use workers=0", Exception):
     if getattr(inner, "__module__", "") == "__main__":
-      raise ValueError("the module __main__ is another one in a worker")
+      raise ValueError("a worker has another module __main__")
     return base64.b64encode(pickle.dumps(fn)).decode()
 
 
 def serve(pickled: str) -> None:
-  """Runs in a worker: answers each JSON line of a call with one of its own."""
+  """Serves calls in a worker: one JSON line in, one JSON line out."""
   calls, answers = channels()
   prctl = ctypes.CDLL(None).prctl
   prctl(_ADOPT_ORPHANS, 1, 0, 0, 0)
   fn = pickle.loads(base64.b64decode(pickled))
   getattr(_inner(fn), "prepare", lambda: None)()
-  kept = _children()  # Of the modules that it imported.
+  kept = _children()  # Started by imported modules.
   gc.freeze()  # A collection in a child would copy everything.
   resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
   print("started", file=answers, flush=True)
@@ -252,9 +252,9 @@ def serve(pickled: str) -> None:
 
 
 def _listen(read: int, calls: int, deadline_s: float) -> tuple[bytearray, str]:
-  """What a call writes until the end of its first line, and why it may not.
+  """Reads the first line of a call's output, or why there is none.
 
-  It ends the worker when the process that started it has died.
+  Exits the worker if the process that started it has died.
   """
   said, end = bytearray(), time.monotonic() + deadline_s
   os.set_blocking(read, False)
@@ -273,7 +273,7 @@ def _listen(read: int, calls: int, deadline_s: float) -> tuple[bytearray, str]:
 
 
 def _end(child: int, kept: set[int]) -> None:
-  """Kills a child and all below it: orphans become children of the worker."""
+  """Kills a child and its descendants, which the worker adopts as orphans."""
   left = {child}
   while left:
     for pid in left:
@@ -284,7 +284,7 @@ def _end(child: int, kept: set[int]) -> None:
 
 
 def _children() -> set[int]:
-  """The children of this process, as far as the system tells."""
+  """Returns the children of this process; empty if /proc lacks them."""
   with contextlib.suppress(FileNotFoundError):
     file = pathlib.Path("/proc/self/task", str(os.getpid()), "children")
     return set(map(int, file.read_text().split()))
@@ -296,8 +296,8 @@ def _answer(
 ) -> tuple[Any, str | None]:
   try:
     return fn(**given), None
-  # Any failure is a mark, never a result; so is `exit()`, which inline would
-  # end the run.
+  # Any failure is an error, never a result. So is `exit()`, which would end
+  # the run if it were called inline.
   except (Exception, SystemExit) as error:
     return None, failure(error)
 

@@ -121,7 +121,7 @@ class _Reader:
     raise ValueError(f"{token} begins no number")
 
   def argument(self, depth: int) -> Surd:
-    r"""What \sqrt and \frac are of: braces, or one number."""
+    r"""Parses an argument of \sqrt or \frac: braces or a number."""
     kind, token = self.peek()
     if kind == "number":
       self.at += 1

@@ -1,4 +1,4 @@
-"""What a reward may read, what it may return, and what a failure leaves."""
+"""Inputs and results of reward functions, and their failures."""
 
 import dataclasses
 import inspect
@@ -15,7 +15,7 @@ RewardFn = Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-  """What a reward says of one response.
+  """The verdict of a reward on one response.
 
   A reward that failed has no opinion: `error` says why, and a run counts such
   responses instead of calling them wrong.
@@ -31,7 +31,7 @@ class Verdict:
 
 
 class Grading(NamedTuple):
-  """How numbers become verdicts.
+  """The conversion of numbers to verdicts.
 
   Attributes:
     weights: of parts, by name; 1 where a part is not named.
@@ -48,11 +48,11 @@ class Grading(NamedTuple):
 
 
 PLAIN = Grading()
-_LARGEST = 2.0**127  # Of float32, which rewards are kept in.
+_LARGEST = 2.0**127  # Rewards are stored as float32.
 
 
 def arguments(fn: RewardFn, known: Mapping[str, Any]) -> dict[str, Any]:
-  """What a function reads of what is known, by the names of its arguments.
+  """Returns the keyword arguments of a function, matched by their names.
 
   Args:
     fn: with `**columns` it gets every column of the data that it does not name.
@@ -76,7 +76,7 @@ def arguments(fn: RewardFn, known: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_verdict(result: Any, grading: Grading = PLAIN) -> Verdict:
-  """The verdict in what a reward returned.
+  """Converts the result of a reward to a verdict.
 
   Args:
     result: a verdict, a bool (is it right?), a number (the reward itself), or
@@ -125,18 +125,18 @@ def number(value: Any, what: str) -> float:
 
 
 def _scalar(value: Any) -> Any:
-  """The Python value in an array of one element."""
+  """Returns the Python value of an array with one element."""
   return value.item() if hasattr(value, "item") else value
 
 
 def failure(error: Exception) -> str:
-  """Why there is no verdict of a reward that raised: what, and where."""
+  """Describes the exception of a reward, and where it was raised."""
   text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
   return f"error: {text}{_at(error)}"
 
 
 def _at(error: Exception) -> str:
-  """The innermost line of the first file that is not of this room."""
+  """Returns the innermost line of the first file outside this folder."""
   here = pathlib.Path(__file__).parent
   frames = [
     frame

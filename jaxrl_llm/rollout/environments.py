@@ -17,12 +17,12 @@ Messages = Sequence[Mapping[str, str]]
 
 
 class Observation(NamedTuple):
-  """What an environment makes of a turn."""
+  """The reply of an environment to a turn of the model."""
 
-  text: str = ""  # That the model reads next.
+  text: str = ""  # Read by the model next.
   done: bool = False  # The conversation is over.
   rewards: Mapping[str, float] = {}  # Parts of the reward, added over turns.
-  role: str = "user"  # Whose message it is to a chat model.
+  role: str = "user"  # Role of the message for a chat model.
 
 
 class Environment(Protocol):

@@ -1,4 +1,4 @@
-"""What a batch of responses reports."""
+"""Metrics of a batch of responses."""
 
 import json
 from collections.abc import Sequence
@@ -84,7 +84,7 @@ def _reward_metrics(responses: Responses) -> dict[str, float]:
 
 
 def decoding_metrics(stats: EngineStats) -> dict[str, float]:
-  """What the engine's calls of a step did, those thrown away included."""
+  """Returns metrics of a step's engine calls, discarded ones included."""
   row = {
     "rollout/tokens": float(stats.tokens),
     "rollout/decode_steps": float(stats.decode_steps),
@@ -114,7 +114,7 @@ def conversation_metrics(
 
 
 def _group_metrics(responses: Responses) -> dict[str, float]:
-  """How the groups of whole responses were solved."""
+  """Returns metrics of groups of whole responses: how many are solved."""
   group = responses.rollout.group
   size = np.bincount(group)
   solved = np.bincount(group, responses.correct) / size

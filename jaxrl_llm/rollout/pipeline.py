@@ -27,7 +27,7 @@ from jaxrl_llm.types import Responses
 def admit(
   version: int, accepted: int, running: int, *, batch: int, lag: float
 ) -> float:
-  """How much may be begun now so that nothing is trained too late.
+  """Returns how many responses may start without exceeding the lag.
 
     batch · (version + lag + 1) − accepted − running
 
@@ -124,7 +124,7 @@ class Pipeline:
 
   @property
   def arrived(self) -> Arrived | None:
-    """Where the worker hands over groups that the learner takes at once."""
+    """The callback that receives completed groups; None without streaming."""
     return self._arrivals.put if self.streaming else None
 
   def arriving(

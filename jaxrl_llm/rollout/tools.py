@@ -31,7 +31,7 @@ _TYPES = {
 
 
 def schema(fn: Callable[..., Any]) -> dict[str, Any]:
-  """What a chat template tells a model of a function.
+  """Returns the JSON schema of a function for a chat template.
 
   Args:
     fn: its arguments have types; its docstring says what it does and, in lines
@@ -43,9 +43,9 @@ def schema(fn: Callable[..., Any]) -> dict[str, Any]:
   text = inspect.getdoc(fn)
   if not text:
     raise InputError(
-      f"tool {fn.__name__!r} has no docstring to tell its use by"
+      f"tool {fn.__name__!r} has no docstring; describe its use in one"
     )
-  said = dict(re.findall(r"^\s*(\w+): (.+)$", text, re.MULTILINE))
+  described = dict(re.findall(r"^\s*(\w+): (.+)$", text, re.MULTILINE))
   properties, required = {}, []
   for name, parameter in inspect.signature(fn).parameters.items():
     kind = _TYPES.get(_type(fn, name))
@@ -54,7 +54,7 @@ def schema(fn: Callable[..., Any]) -> dict[str, Any]:
         f"argument {name!r} of tool {fn.__name__!r} needs one of the types"
         f" {', '.join(t.__name__ for t in _TYPES)}"
       )
-    about = {"description": said[name]} if name in said else {}
+    about = {"description": described[name]} if name in described else {}
     properties[name] = {"type": kind} | about
     if parameter.default is parameter.empty:
       required.append(name)
@@ -78,7 +78,7 @@ def _type(fn: Callable[..., Any], name: str) -> type | None:
 
 
 def call(tools: dict[str, Callable[..., Any]], text: str) -> str:
-  """What the call in a text returns, or what is wrong with it."""
+  """Runs the call in a text and returns its result or the error."""
   try:
     asked = json.loads(text)
     name, given = asked["name"], asked.get("arguments", {})

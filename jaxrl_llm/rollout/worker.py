@@ -155,12 +155,12 @@ class Collected:
     return metrics.make_samples(self.judged[-1], rows)
 
   @property
-  def news(self) -> list[metrics.Sample]:
-    """Where the reward failed as never before."""
+  def new_failures(self) -> list[metrics.Sample]:
+    """Samples whose reward raised an error not seen before in this run."""
     return [
       sample
       for judged in self.judged
-      for sample in metrics.make_samples(judged, judged.news)
+      for sample in metrics.make_samples(judged, judged.new_failures)
     ]
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 _MIN_LENGTH = 16  # The smallest length bucket.
 _MIN_SLOTS = 8  # Slots of a shard: fewer save no time.
-_SLOT_RATIO = 4  # Of one slot bucket to the next.
+_SLOT_RATIO = 4  # Ratio of consecutive slot buckets.
 
 
 def length_buckets(max_length: int) -> list[int]:

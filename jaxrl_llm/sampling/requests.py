@@ -18,7 +18,7 @@ from jaxrl_llm.types import Origin, Rollout, Status
 
 
 class SamplingParams(NamedTuple):
-  """What requests that are decoded together have in common."""
+  """Sampling parameters shared by requests that are decoded together."""
 
   settings: SamplingSettings
   metadata: SamplingMetadata
@@ -30,12 +30,12 @@ class SamplingParams(NamedTuple):
 class Request:
   """A response in the making; what is written goes into its row, in place."""
 
-  row: Rollout  # Of this response alone; arrays [1, ...].
+  row: Rollout  # This response alone; arrays [1, ...].
   params: SamplingParams
   max_tokens: int  # Response tokens that end it.
-  pause_at: int  # Those at which it leaves its slot; at most max_tokens.
+  pause_at: int  # Tokens at which it leaves its slot; at most max_tokens.
   slot: int | None = None
-  shard: int = 0  # Where its pages are.
+  shard: int = 0  # The shard of its pages.
   pages: list[int] = dataclasses.field(default_factory=list)
   cached: int = 0  # Tokens that it had when it last left its slot.
   asked: bool = False  # It left its slot for what an environment says.
@@ -52,7 +52,7 @@ class Request:
 
   @property
   def last_token(self) -> int:
-    """Of its context."""
+    """The last token of the context."""
     row, length = self.row, self.length
     if length:
       return row.tokens[0, length - 1]
@@ -101,7 +101,7 @@ class Request:
 # Columns that are 0 where a response has no token.
 _PER_TOKEN = ("tokens", "behavior_logprobs", "version", "mask", "turn_rewards")
 
-Rows = Sequence[Request | None]  # Of a batch; None is an idle slot.
+Rows = Sequence[Request | None]  # A batch; None is an idle slot.
 
 
 def make_requests(

@@ -17,7 +17,7 @@ REFILL_SHARE = 8  # A prefill is worth it when one slot in so many is free.
 
 
 class SchedulerView(NamedTuple):
-  """What a rule sees; B responses, by row of the rollout."""
+  """The view of a scheduling rule; B responses, by row of the rollout."""
 
   slots: int
   waiting: chex.Array  # bool [B], will get a slot.
@@ -34,7 +34,7 @@ class SchedulerView(NamedTuple):
 
 
 class Decision(NamedTuple):
-  """What the engine does before the next decode call."""
+  """The actions of the engine before the next decode call."""
 
   insert: int = 0  # Waiting responses that get a slot, in order of rows.
   halt: bool = False  # Nothing more is written: the rest is cut.
@@ -49,7 +49,7 @@ def continuous_batching(view: SchedulerView) -> Decision:
 
 
 def refill(slots: int, free: int, waiting: int) -> int:
-  """How many free slots are filled now.
+  """Returns how many free slots to fill now.
 
   A few at a time: a prefill of many contexts costs little more than one.
   """

@@ -55,9 +55,9 @@ class Scheduler:
     self.config, self._make_cache = config, make_cache
     self._speculation, self._detokenize = speculation, detokenize
     self._clock = clock
-    self.stats = EngineStats()  # Of all steps.
-    self.last_stats = EngineStats()  # Of the newest `run`.
-    # Of the newest `run`, or the newest calls of all.
+    self.stats = EngineStats()  # Counts all steps.
+    self.last_stats = EngineStats()  # Counts the newest `run`.
+    # The newest calls of the newest `run`, or of all.
     self.trace = collections.deque[DecodeCall](maxlen=_TRACED)
     self.reset()
 
@@ -69,7 +69,7 @@ class Scheduler:
     self._batch_size = self.config.slots
 
   def requests(self) -> list[Request]:
-    """Those that wait or are in slots, the oldest first."""
+    """Returns the requests that wait or are in slots, oldest first."""
     return list(self._requests)
 
   def set_params(self, params: Any, version: int) -> None:
@@ -108,7 +108,7 @@ class Scheduler:
   def answer(
     self, request: Request, tokens: Sequence[int], origin: Origin
   ) -> None:
-    """As `extend`, but one whose window is used up goes on in the next."""
+    """Extends a request; one without window budget waits for the next call."""
     if request in self._requests:
       raise ValueError("only a response that has ended or paused is extended")
     requests_lib.extend(request, tokens, origin, version=self._version)
@@ -147,7 +147,7 @@ class Scheduler:
         if self.stats.decode_calls == calls and not talks:
           break
       while turns is not None and turns(()):
-        pass  # What was said to those that are cut is kept.
+        pass  # Cut requests keep the observations that they received.
     except BaseException:
       self.reset()  # A program that failed may have taken the cache.
       raise
@@ -304,7 +304,7 @@ class Scheduler:
     sizes = buckets.slot_buckets(slots, shards)
     fullest = np.bincount([r.shard for r in inserted]).max() * shards
     size = buckets.round_up(fullest, sizes)
-    if size < self._batch_size:  # Those in slots become the first of a shard.
+    if size < self._batch_size:  # Requests in slots move to the front.
       self._slots = self._cache.rows(inserted, slots)
       for request in inserted:
         request.slot = self._slots.index(request)

@@ -89,7 +89,7 @@ class EngineConfig:
 
 @dataclasses.dataclass(frozen=True)
 class SamplingSettings:
-  """How to sample; plain numbers that become arrays, so nothing recompiles.
+  """Sampling parameters; they become arrays, so a new value never recompiles.
 
   Attributes:
     temperature: divides the logits; 0 is greedy.
@@ -140,7 +140,7 @@ def max_tokens_of(
 
 
 def logit_bias_of(settings: SamplingSettings, vocab_size: int) -> np.ndarray:
-  """What is added to the logits, float32 [V].
+  """Returns the bias that is added to the logits, float32 [V].
 
   Raises:
     ValueError: a token is not in the vocabulary, or a bias is not a number

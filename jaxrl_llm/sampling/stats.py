@@ -1,4 +1,4 @@
-"""What an engine did and what it cost."""
+"""Counters and times of an engine."""
 
 import operator
 from typing import NamedTuple
@@ -12,7 +12,7 @@ class DecodeCall(NamedTuple):
   kv_capacity: int  # Tokens that the pages of its responses had room for.
   prefill_calls: int
   prefill_tokens: int
-  seconds: float  # Of all, the host's work included.
+  seconds: float  # Total, including work on the host.
 
 
 class EngineStats(NamedTuple):
@@ -23,10 +23,10 @@ class EngineStats(NamedTuple):
   slot_steps: int = 0  # Steps times the batch size that they had.
   tokens: int = 0  # Written.
   prefill_calls: int = 0
-  prefill_tokens: int = 0  # Of contexts whose KV was computed anew.
+  prefill_tokens: int = 0  # Context tokens whose KV was recomputed.
   preemptions: int = 0
   wall_s: float = 0.0
-  host_s: float = 0.0  # Of it, time in which no decode call was awaited.
+  host_s: float = 0.0  # Part of wall_s without a decode call.
 
   def __add__(self, other: "EngineStats") -> "EngineStats":
     return EngineStats(*map(operator.add, self, other))

@@ -1,4 +1,4 @@
-"""What things cost: prices of a simulated machine, fitted or computed.
+"""Cost models of a simulated machine, fitted or computed.
 
 Nothing here is measured: a price comes from rows that somebody measured (`fit`)
 or from what makers and model cards state (`accelerator`).
@@ -40,7 +40,7 @@ class CostModel:
   train_step_s: float = 0.0
   train_token_s: float = 0.0  # Per token of prompt, prefix and response.
   train_pair_s: float = 0.0
-  sync_s: float = 0.0  # Of a weight sync.
+  sync_s: float = 0.0  # Time of a weight sync.
   scheduler_step_s: float = 0.0  # Host time between two decode calls.
   # Steps cost what the shapes of their program cost, idle slots and free pages
   # included; otherwise they cost what is in use.

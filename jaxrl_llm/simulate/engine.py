@@ -24,7 +24,7 @@ from jaxrl_llm.simulate.cost import CostModel
 from jaxrl_llm.simulate.lengths import Requests
 from jaxrl_llm.types import Rollout, Status, join_rows, unjudged
 
-# Of rows, whatever the engine's: lengths are all that is true of them.
+# A placeholder for every engine: only the lengths of simulated rows are real.
 _NARROW = sampling.EngineConfig(1, 1, 1, stop_tokens=())
 
 
@@ -98,7 +98,7 @@ class SimulatedEngine(Scheduler):
   def _decode(
     self, begun: float, prefilled: sampling.EngineStats
   ) -> list[Request]:
-    self.seconds += self._cost.scheduler_step_s  # Of the host.
+    self.seconds += self._cost.scheduler_step_s  # Host time.
     return super()._decode(begun, prefilled)
 
   def _charge_prefill(self, params, tokens: np.ndarray) -> tuple:
@@ -200,7 +200,7 @@ def predict(
   *,
   rule: SchedulingRule = sampling.continuous_batching,
 ) -> sampling.EngineStats:
-  """What one call of `Engine.generate` costs when responses turn out so long.
+  """Predicts the cost of one call of `Engine.generate` for given lengths.
 
   Counters are those of the engine, seconds are to be held against its. Stop
   strings, speculation and several shards are not simulated.

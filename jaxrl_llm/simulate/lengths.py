@@ -11,7 +11,7 @@ _Z99 = 2.3263478740408408  # 99th percentile of the standard normal.
 
 @dataclasses.dataclass(frozen=True)
 class Requests:
-  """What is asked of the sampler: N prompts with G responses each.
+  """Requests to the sampler: N prompts with G responses each.
 
   Raises:
     ValueError: numbers are below 1, or shapes do not belong together.

@@ -183,7 +183,7 @@ class _Books:
     arrivals.append((self.engine.seconds, rollout))
 
   def train_s(self, batch: Rollout, steps: int = 1) -> float:
-    """Of a part of a batch, and of optimizer steps."""
+    """Returns the training time of part of a batch and of optimizer steps."""
     work_s = self._cost.train_s(batch.prompt_lengths + batch.lengths)
     return work_s - (1 - steps) * self._cost.train_step_s
 
@@ -223,7 +223,7 @@ class _Books:
       "train_s": self.train_s(batch),
       "waited_s": waited_s,
       "trained": int((batch.lengths - batch.window_start).sum()),  # Tokens.
-      "off_policy": int(off_policy.sum()),  # Of them, of older weights.
+      "off_policy": int(off_policy.sum()),  # Tokens from older weights.
       "max_staleness": int((version - begun).max(initial=0)),
       "responses": len(whole),  # Trained on as a whole.
       "response_tokens": int(whole.sum()),  # Theirs.

@@ -17,8 +17,8 @@ from jaxrl_llm import processes
 from jaxrl_llm.models import ModelFns, PackedRows, make_block_tables
 from jaxrl_llm.sync.transfer import SyncError, VersionedWeights
 
-# What is rounding, by compute dtype: a share of a log-prob, or of 1 nat where
-# it is smaller. Measured on small models: 2e-7 and 4e-3.
+# Tolerance of rounding by compute dtype, relative to max(|log-prob|, 1 nat).
+# Measured on small models: 2e-7 and 4e-3.
 TOLERANCES: Mapping[str, float] = {"float32": 1e-5, "bfloat16": 2e-2}
 
 

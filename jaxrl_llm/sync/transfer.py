@@ -32,8 +32,8 @@ class VersionedWeights:
   """
 
   params: Any  # In the sampler's layout.
-  version: int  # Of the policy: iterations trained.
-  checksum: int  # Of `params`, taken before they were sent.
+  version: int  # Iterations that the policy was trained for.
+  checksum: int  # Checksum of `params` before the transfer.
 
 
 class WeightTransfer:
@@ -135,7 +135,7 @@ class WeightTransfer:
 def layout_shardings(
   layout: Callable[[Any], Any], shapes: Any, mesh: Mesh
 ) -> Any:
-  """Where the sampler's leaves lie on a mesh: as the trainer's would.
+  """Returns shardings of the sampler's leaves on a mesh, as the trainer's.
 
   A layer taken out of a stack keeps the axes of the stack but the first.
 

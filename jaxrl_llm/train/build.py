@@ -149,7 +149,7 @@ def make_learner(
 
 
 def update_settings(config: Any, role: str) -> UpdateSettings:
-  """How the 'policy' or the 'value' model is trained."""
+  """Returns the update settings of the 'policy' or the 'value' model."""
   settings = config.optimizer[role]
   batches = config_lib.batch_size(config) / settings.mini_batch
   steps = config.run.steps
@@ -200,7 +200,7 @@ def _make_pipeline(config) -> Pipeline:
 
 
 def _writer(config, engine, judge, turn_taking, stream) -> ResponseWriter:
-  """Of training; the stream is that of its random numbers."""
+  """Makes the writer of training; `stream` selects its random numbers."""
   return ResponseWriter(
     engine,
     SamplingSettings(

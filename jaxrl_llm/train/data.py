@@ -1,4 +1,4 @@
-"""The data of a run: prompts to train on and problems to evaluate on."""
+"""The data of a run: training prompts and evaluation problems."""
 
 import pathlib
 from typing import Any, NamedTuple
@@ -18,11 +18,11 @@ CHECKED = 100_000  # First prompts of a data set, tokenized at the start.
 
 
 class Problems(NamedTuple):
-  """What is evaluated on."""
+  """The evaluation problems."""
 
   prompts: list[Prompt]
   name: str
-  origin: str  # A line that says where they come from, if need be.
+  origin: str  # Line about the origin of the problems, or ''.
 
 
 def make_prompts(

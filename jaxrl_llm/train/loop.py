@@ -135,7 +135,7 @@ def _resume_or_start(
   if found:
     processes.of_first(workdir_lib.record, workdir, last, changes)
   elif not processes.of_first(workdir_lib.begin, workdir, config):
-    # Of other settings.
+    # Left by a run with other settings.
     shutil.rmtree(workdir / CHECKPOINTS, ignore_errors=True)
   with _logger(workdir, config, last) as logger:
     run.judge.tell = logger.event
@@ -172,7 +172,7 @@ def _resume_or_start(
 
 
 def _logger(workdir, config, last_step) -> metrics.PhaseLogger:
-  """That of the run in the first process; the others have their times."""
+  """Returns the run's logger in the first process, else one of times only."""
   times = ""
   if name := processes.name():
     folder = processes.of_first(workdir_lib.new_times, workdir)
@@ -319,7 +319,7 @@ def iterate(
   # 9. Log.
   every = run.config.run.samples_every
   due = every and states.step % every == 0
-  samples = [sample for new in collected for sample in new.news]
+  samples = [sample for new in collected for sample in new.new_failures]
   samples += collected[-1].samples if due else []
   if samples:
     logger.samples(states.step, samples)
@@ -416,7 +416,7 @@ def evaluate(
   sync.check_version(weights, states.step)
   evaluated = run.evaluator(weights.params)
   first = run.config.run.samples_every and states.step == 0
-  if first or evaluated.judged.news:
+  if first or evaluated.judged.new_failures:
     logger.samples(states.step, evaluated.shown())
   judged = evaluated.responses.judged
   if states.step == 0 and not judged.any():  # Later it may be about to pass.

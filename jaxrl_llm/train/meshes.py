@@ -12,7 +12,7 @@ from jaxrl_llm.errors import InputError
 
 
 class Meshes(NamedTuple):
-  """What the two sides of a run compute on, which may be the same."""
+  """The meshes of trainer and sampler, which may be the same."""
 
   trainer: Mesh
   sampler: Mesh

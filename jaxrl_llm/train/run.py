@@ -22,12 +22,12 @@ class Run:
   config: Any
   source: PromptSource
   worker: RolloutWorker
-  pipeline: Pipeline  # Of the worker's batches to the learner.
+  pipeline: Pipeline  # From the worker to the learner.
   learner: Learner
-  transfer: sync.WeightTransfer  # Of the policy's parameters to the sampler.
+  transfer: sync.WeightTransfer  # From the policy to the sampler.
   # (params, sampler weights) -> how far their log-probs differ.
   parity_check: Callable[[Any, sync.VersionedWeights], float]
-  pretraining: ValuePretraining | None  # Of the critic; None: there is none.
+  pretraining: ValuePretraining | None  # None without a critic or pretraining.
   # (policy parameters) -> those that the critic starts from.
   critic_params: Callable[[Any], Any]
   evaluator: Evaluator  # On held-out problems.
@@ -37,7 +37,7 @@ class Run:
 
 
 class States(NamedTuple):
-  """What changes from step to step; with the seed it determines the rest."""
+  """The state of a run; with the seed it determines everything else."""
 
   source: PromptSourceState
   rollout: RolloutState

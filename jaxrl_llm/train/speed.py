@@ -1,4 +1,4 @@
-"""How fast a step was."""
+"""Speed of a training step."""
 
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.models import num_params

@@ -27,7 +27,7 @@ _OUTCOMES = "value/outcome_explained_variance"
 
 @dataclasses.dataclass(frozen=True)
 class PretrainingState:
-  """What changes from batch to batch."""
+  """The state of value pretraining."""
 
   source: PromptSourceState
   rollout: RolloutState

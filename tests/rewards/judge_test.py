@@ -101,13 +101,13 @@ class TestJudge:
     judge.tell = told.append
     rollout = written(self.TEXTS, [Status.FINISHED] * 4)
     judged = judge(rollout, self.PROBLEMS)
-    assert list(judged.news) == [0, 2] and not judged.responses.judged.any()
+    assert list(judged.new_failures) == [0, 2] and not judged.responses.judged.any()
     place = r" \(judge_test.py:\d+\) on book-7"
     assert re.fullmatch(f"reward mine: KeyError: '#1.'{place}", told[0])
     assert re.fullmatch(f"reward mine: ValueError: .*'#12.'{place}", told[1])
     assert judge.failure == told[1]
     again = judge(rollout, self.PROBLEMS)
-    assert list(again.news) == [] and len(told) == 2
+    assert list(again.new_failures) == [] and len(told) == 2
 
   def test_numbers_are_rewards_and_parts_are_kept(self):
     def parts(response, level):

@@ -363,7 +363,7 @@ class _Evaluator:
     mean = float(np.asarray(params["w"]).mean())
     return types.SimpleNamespace(
       name="none",
-      judged=types.SimpleNamespace(news=[]),
+      judged=types.SimpleNamespace(new_failures=[]),
       shown=list,
       responses=types.SimpleNamespace(judged=np.ones(1, bool)),
       results=lambda tries: {"avg@1": mean},
