@@ -205,7 +205,7 @@ def write(
   reasons = collections.Counter()
 
   def rule(view):
-    progress.look(int(view.ended.sum()), int(view.lengths.sum()))
+    progress.report(int(view.ended.sum()), int(view.lengths.sum()))
     if halted():
       return rules.Decision(halt=True)
     return rules.continuous_batching(view)
@@ -216,7 +216,7 @@ def write(
       file.write("".join(json.dumps(record) + "\n" for record in records))
       file.flush()
     reasons.update(record["stop_reason"] for record in records)
-    progress.keep(len(records), sum(len(r["tokens"]) for r in records))
+    progress.complete(len(records), sum(len(r["tokens"]) for r in records))
     if halted():
       break
   return reasons

@@ -92,7 +92,9 @@ def make_mesh(
   return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def beside(mesh: Mesh, devices: Sequence[jax.Device]) -> list[jax.Device]:
+def remaining_devices(
+  mesh: Mesh, devices: Sequence[jax.Device]
+) -> list[jax.Device]:
   """The devices that a mesh leaves free; its own where it takes all."""
   own = list(mesh.devices.flat)
   return [device for device in devices if device not in own] or own

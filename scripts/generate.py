@@ -198,7 +198,7 @@ def make_sampling(options, tokenizer: Tokenizer) -> SamplingSettings:
 
 def make_template(
   options, tokenizer: Tokenizer
-) -> tuple[Template, turns.TurnTaking | None]:
+) -> tuple[Template, turns.ConversationConfig | None]:
   """How prompts are written, and how an environment answers responses.
 
   Raises:
@@ -213,9 +213,9 @@ def make_template(
       f"--environment={options.environment} is unknown; choose one of"
       f" {', '.join(known)}"
     )
-  play = turns.Play(turns.ENVIRONMENTS[options.environment], {})
+  play = turns.EnvironmentCalls(turns.ENVIRONMENTS[options.environment], {})
   template = TEMPLATES[name](tokenizer, **play.template_settings(name, {}))
-  taking = turns.make_turn_taking(play, tokenizer, name, {}, **_TURNS)
+  taking = turns.make_conversation_config(play, tokenizer, name, {}, **_TURNS)
   return play.opened(template), taking
 
 

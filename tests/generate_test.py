@@ -192,11 +192,11 @@ class TestResume:
   @pytest.mark.parametrize(
     "change, message",
     [
-      ({"settings": "other"}, "out.jsonl:2: of another model, seed or setting"),
-      ({"prompt": "1+1?"}, "out.jsonl:2: of another prompt"),
-      ({"prompt_index": 3}, "out.jsonl:2: of another prompt"),
-      ({"prompt_index": "0"}, "out.jsonl:2: no sample of this program"),
-      ({"sample_index": -1}, "out.jsonl:2: no sample of this program"),
+      ({"settings": "other"}, "out.jsonl:2: written with another model"),
+      ({"prompt": "1+1?"}, "out.jsonl:2: written for another prompt"),
+      ({"prompt_index": 3}, "out.jsonl:2: written for another prompt"),
+      ({"prompt_index": "0"}, "out.jsonl:2: no sample of generate.py"),
+      ({"sample_index": -1}, "out.jsonl:2: no sample of generate.py"),
     ],
   )
   def test_refuses_and_keeps_other_samples(self, change, message, tmp_path):
@@ -240,7 +240,7 @@ class TestRequests:
       ('{"prompt": "1", "messages": []}', "f:2: give either"),
       ('{"prompt": ""}', "f:2: 'prompt' is ''; give a text"),
       ('{"messages": []}', r"f:2: 'messages' is \[\]; give a text, or a list"),
-      ('{"prompt": "1", "tokens": []}', "f:2: every sample has a field 'tok"),
+      ('{"prompt": "1", "tokens": []}', "f:2: the field 'tokens' is reserved"),
     ],
   )
   def test_a_bad_line_is_named(self, line, message):
@@ -292,10 +292,10 @@ class TestProgress:
       stream.isatty = lambda terminal=terminal: terminal
       with Progress(8, stream=stream, clock=lambda now=now: now[0]) as progress:
         now[0] = 2.0
-        progress.look(1, 10)
-        progress.keep(2, 50)
+        progress.report(1, 10)
+        progress.complete(2, 50)
         now[0] = 4.0
-        progress.keep(6, 350)
+        progress.complete(6, 350)
       text = stream.getvalue()
       assert "100 tokens/s  left 0:00:00" in text
       assert ("\x1b" in text) == terminal

@@ -203,7 +203,7 @@ class Learner:
           each.add(inputs, part)
       seen.append((responses, scores, inputs))
     parts, *others = zip(*seen)
-    scores, experience = map(_below_each_other, others)
+    scores, experience = map(_concatenate, others)
     rollout = types.join_rows(parts).rollout
     row = self._batch_metrics(state, rollout, scores, experience)
     for name, each in sums.items():
@@ -565,8 +565,8 @@ def _after(
   return state.replace(step=state.step + 1, waiting=waiting)
 
 
-def _below_each_other(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-  """The rows of all, by name."""
+def _concatenate(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+  """Concatenates dicts of arrays along axis 0."""
   return {k: np.concatenate([part[k] for part in parts]) for k in parts[0]}
 
 

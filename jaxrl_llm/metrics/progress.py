@@ -33,11 +33,11 @@ class Progress(Bar):
 
   @property
   def seconds(self) -> float:
-    """Since the start; never 0."""
+    """Seconds since the start; never 0."""
     return max(self.tasks[0].elapsed, 1e-9)
 
-  def look(self, responses: int, tokens: int) -> None:
-    """Shows what is being written, beyond what is kept; a bar only."""
+  def report(self, responses: int, tokens: int) -> None:
+    """Shows completed and running responses, on a bar only."""
     done, total = self.responses + responses, self.tasks[0].total
     left = self.seconds / done * (total - done) if done else None
     rate = (self.tokens + tokens) / self.seconds
@@ -47,10 +47,10 @@ class Progress(Bar):
       f"  left {duration(left)}",
     )
 
-  def keep(self, responses: int, tokens: int) -> None:
-    """Counts what was written for good, and shows it."""
+  def complete(self, responses: int, tokens: int) -> None:
+    """Counts completed responses and shows them."""
     self.responses += responses
     self.tokens += tokens
-    self.look(0, 0)
+    self.report(0, 0)
     if self.disable:
       self.write(self.tasks[0].description)

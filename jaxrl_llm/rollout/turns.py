@@ -1,9 +1,9 @@
-"""Conversations in the making: turns of the model and of its environment.
+"""Multi-turn responses: turns of the model and replies of an environment.
 
-A response that ended a turn leaves its slot. What the environment says is added
-to it after the decode call that follows, whichever answer came first: the same
-responses are decoded together in every run, and a tool has the time of a decode
-call. Its tokens carry no loss, and cost a prefill of themselves alone.
+A response that ended a turn leaves its slot. The reply is appended only after
+the next decode call, even if it arrives earlier, so that batch composition (and
+the run) does not depend on tool latency. Replies carry no loss, and only their
+own tokens are prefilled.
 """
 
 import concurrent.futures
@@ -31,14 +31,14 @@ from jaxrl_llm.sampling.requests import Request
 from jaxrl_llm.types import Origin, Status
 
 _CHARS_PER_TOKEN = 32  # Longer texts are cut before they are tokenised.
-_CUT = " [cut]"  # Marks a text that was cut, if the vocabulary can spell it.
+_CUT = " [cut]"  # Appended to a cut text, if the vocabulary has it.
 
-# Sample id -> the conversation as JSON: state, turns and rewards so far, and
-# `failed`, why the environment gave no answer, where that ended it.
+# Sample id -> conversation as JSON: state, turns and rewards so far, and
+# `failed`, the error of the environment, if that ended it.
 Conversations = dict[str, str]
 
 
-# Name -> (**environment.settings) -> an environment; '' has none.
+# Name -> (**environment.settings) -> environment; '' is none.
 ENVIRONMENTS: dict[str, Callable[..., Environment] | None] = {
   "": None,
   "calculator": Calculator,
@@ -47,27 +47,27 @@ ENVIRONMENTS: dict[str, Callable[..., Environment] | None] = {
 }
 
 
-class Play:
-  """Steps of an environment as calls of data to data, for worker processes."""
+class EnvironmentCalls:
+  """Steps of an environment as calls on JSON data, for worker processes."""
 
   def __init__(self, make: Callable[..., Environment], settings: Mapping):
-    """Args: an entry of `ENVIRONMENTS`, and its settings."""
+    """Takes an entry of `ENVIRONMENTS` and its settings."""
     self._make, self._settings = make, dict(settings)
 
   def template_settings(
     self, template: str, settings: Mapping[str, Any]
   ) -> dict[str, Any]:
-    """Those of a template; one for chats is told of tools, for example."""
+    """Returns template settings, with the environment's own (such as tools)."""
     if template != "chat":
       return dict(settings)
     own = getattr(self._make(**self._settings), "template_settings", {})
     return {**settings, "kwargs": {**(settings.get("kwargs") or {}), **own}}
 
   def start(self, example: Example) -> tuple[str | Messages | None, Any]:
-    """What the model reads first, and the state.
+    """Returns what the model reads first, and the state.
 
     Raises:
-      InputError: the environment cannot begin with this example.
+      InputError: The environment cannot start with this example.
     """
     what = f"the environment cannot start with {example.id}"
     with as_input_error(what, "correct its start", Exception):
@@ -76,22 +76,22 @@ class Play:
       return opening, json.loads(json.dumps(environment.state))
 
   def opened(self, template: Template) -> Template:
-    """The template, with what the environment says in place of a question."""
+    """Returns the template with the environment's opening as the question."""
 
-    def asked(example: Example) -> list[int]:
+    def render(example: Example) -> list[int]:
       opening, _ = self.start(example)
       if opening is None:
         return template(example)
       name = "question" if isinstance(opening, str) else "messages"
       return template(dataclasses.replace(example, **{name: opening}))
 
-    return asked
+    return render
 
   def __call__(self, state: Any, response: str) -> dict[str, Any]:
-    """The observation of a turn, and the state after it.
+    """Returns the observation of a turn, and the state after it.
 
     Raises:
-      TypeError, ValueError: it is no observation, or the state no JSON.
+      TypeError, ValueError: The result is no observation, or the state no JSON.
     """
     environment = self._make(**self._settings)
     environment.state = state
@@ -102,31 +102,31 @@ class Play:
         " has a text"
       )
     rewards = {str(k): number(x, k) for k, x in seen.rewards.items()}
-    # Raises here, where it is the environment's failure, if it is no JSON.
+    # A state that is no JSON raises here, as a failure of the environment.
     state = json.loads(json.dumps(environment.state))
     return seen._asdict() | {"rewards": rewards, "state": state}
 
 
 @dataclasses.dataclass(frozen=True)
-class TurnTaking:
-  """How conversations are held.
+class ConversationConfig:
+  """Configuration of multi-turn responses.
 
   Attributes:
-    start: example -> (what the model reads first, state of its environment).
-    ask: {state, response} of some turns -> (what `Play` makes of it, None) or
-      (None, why not) of each.
+    start: example -> (opening for the model, state of the environment).
+    call: {state, response} of each turn -> (result of `EnvironmentCalls`, None)
+      or (None, error).
     encode: text -> tokens.
     decode: tokens -> text.
     render: (text of an observation, role) -> tokens, up to where the model's
       next turn begins.
-    max_turns: of the model; a response that needs more is overlong.
+    max_turns: maximum number of model turns; more are overlong.
     max_observation_tokens: maximum number of tokens of an observation's text,
       without what `render` adds; a longer text is cut.
-    weights: of the named parts of a turn's reward; 1 where none is given.
+    weights: weights of named parts of a turn's reward; 1 by default.
   """
 
   start: Callable[[Example], tuple[Any, Any]]
-  ask: CallPool
+  call: CallPool
   encode: Callable[[str], Sequence[int]]
   decode: Callable[[Sequence[int]], str]
   render: Callable[[str, str], Sequence[int]]
@@ -135,7 +135,7 @@ class TurnTaking:
   weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
   def begin(self, example: Example) -> str:
-    """A conversation without a turn."""
+    """Returns a conversation without turns."""
     _, state = self.start(example)
     return json.dumps({"state": state, "turns": 0, "rewards": {}})
 
@@ -157,8 +157,8 @@ class TurnTaking:
     return list(self.render(text, role))
 
 
-def make_turn_taking(
-  play: Play,
+def make_conversation_config(
+  play: EnvironmentCalls,
   tokenizer: Tokenizer,
   template: str,
   template_settings: Mapping[str, Any],
@@ -166,82 +166,81 @@ def make_turn_taking(
   workers: int,
   deadline_s: float,
   **settings: Any,
-) -> TurnTaking:
-  """How responses to the prompts of a template talk to an environment.
+) -> ConversationConfig:
+  """Makes the configuration of conversations with an environment.
 
   Args:
-    play: the environment.
-    tokenizer: of the model.
-    template: its name; what the environment says is written as it has it.
-    template_settings: its settings.
-    workers: processes that answer, as in `CallPool`.
-    deadline_s: seconds that an answer may take in one.
+    play: steps of the environment.
+    tokenizer: tokenizer of the model.
+    template: name of the template, which also formats observations.
+    template_settings: settings of the template.
+    workers: processes that run environments, as in `CallPool`.
+    deadline_s: time limit of a reply in a worker, in seconds.
     **settings: max_turns, max_observation_tokens and weights.
 
   Raises:
-    InputError: the environment cannot be sent to workers, or the chat template
-      does not tell turns apart.
+    InputError: The environment cannot be sent to workers, or the chat template
+      has no stop token between turns.
   """
   reply = REPLIES.get(template, completion_reply)
-  told = play.template_settings(template, template_settings)
-  return TurnTaking(
+  own = play.template_settings(template, template_settings)
+  return ConversationConfig(
     start=play.start,
-    ask=CallPool(play, workers=workers, deadline_s=deadline_s),
+    call=CallPool(play, workers=workers, deadline_s=deadline_s),
     encode=tokenizer.encode,
     decode=tokenizer.decode,
-    render=reply(tokenizer, **told),
+    render=reply(tokenizer, **own),
     **settings,
   )
 
 
-class Turns(contextlib.ExitStack):
-  """What an engine does between its decode calls for conversations."""
+class TurnHook(contextlib.ExitStack):
+  """Extends conversations between the decode calls of an engine."""
 
   def __init__(
     self,
-    taking: TurnTaking,
+    config: ConversationConfig,
     conversations: Conversations,
     answer: Callable[[Request, Sequence[int], Origin], None],
   ):
-    """Asks nobody yet.
+    """Starts the thread that calls environments.
 
     Args:
       taking: how they are held.
-      conversations: of all requests, written to in place.
-      answer: adds tokens to a request that has left its slot, as
-        `Scheduler.answer`.
+      conversations: conversations of all requests, updated in place.
+      answer: `Scheduler.answer`, which extends a request that left its slot.
     """
     super().__init__()
-    self._taking, self._conversations = taking, conversations
+    self._config, self._conversations = config, conversations
     self._answer = answer
-    self._asked: list[Request] = []
+    self._pending: list[Request] = []
     self._answers: concurrent.futures.Future | None = None
     self._thread = self.enter_context(concurrent.futures.ThreadPoolExecutor(1))
 
   def __call__(self, left: Sequence[Request]) -> bool:
-    """Adds what was asked for before, and asks for those that left.
+    """Adds the replies requested before, and requests those of new turns.
 
     Args:
       left: requests that have just left their slots.
 
     Returns:
-      Whether something was added or asked for.
+      Whether a reply was added or requested.
     """
-    asked, answers = self._asked, self._answers
-    for request, answer in zip(asked, answers.result() if asked else ()):
-      request.asked = False
+    pending, answers = self._pending, self._answers
+    for request, answer in zip(pending, answers.result() if pending else ()):
+      request.awaiting_environment = False
       self._add(request, *answer)
-    self._asked = [r for r in left if r.row.status[0] == Status.FINISHED]
-    if self._asked:
+    self._pending = [r for r in left if r.row.status[0] == Status.FINISHED]
+    if self._pending:
       jobs = [
         {"state": self._of(request)["state"], "response": self._turn(request)}
-        for request in self._asked
+        for request in self._pending
       ]
-      self._answers = self._thread.submit(self._taking.ask, jobs)
-      for request in self._asked:
-        request.row.status[0] = int(Status.TRUNCATED)  # It may go on.
-        request.asked = True
-    return bool(asked or self._asked)
+      self._answers = self._thread.submit(self._config.call, jobs)
+      for request in self._pending:
+        request.row.status[0] = int(Status.TRUNCATED)  # It may continue.
+        request.awaiting_environment = True
+    return bool(pending or self._pending)
 
   def _of(self, request: Request) -> dict[str, Any]:
     return json.loads(self._conversations[str(request.row.sample_id[0])])
@@ -249,35 +248,40 @@ class Turns(contextlib.ExitStack):
   def _turn(self, request: Request) -> str:
     """The text since the last observation."""
     tokens = request.row.tokens[0, request.turn_start : request.length]
-    return self._taking.decode(tokens)
+    return self._config.decode(tokens)
 
   def _add(self, request: Request, answer: Any, failed: str | None) -> None:
     """Ends the response or extends it by the observation.
 
-    A fault of the environment ends it without a reward: the response is left
-    out of every loss, as where a verifier fails.
+    An error of the environment ends it without a reward: like after a failed
+    verifier, the response is left out of every loss.
     """
-    taking, said = self._taking, self._of(request)
+    config, conversation = self._config, self._of(request)
     answer, tokens = answer or Observation(done=True)._asdict(), []
     if not answer["done"]:
       try:
-        tokens = taking.observation(answer["text"], answer["role"])
+        tokens = config.observation(answer["text"], answer["role"])
         failed = None if tokens else "the observation has no tokens"
       except InputError as error:
         failed = f"the observation cannot be tokenised: {error}"
-    turns, rewards = said["turns"] + 1, said["rewards"]
+    turns, rewards = conversation["turns"] + 1, conversation["rewards"]
     for name, value in answer["rewards"].items():
       rewards[name] = rewards.get(name, 0.0) + value
-    # On the last token of the turn, which the model wrote.
-    reward = Grading(taking.weights).value(answer["rewards"])
+    # The last token of the turn is the model's.
+    reward = Grading(config.weights).value(answer["rewards"])
     request.row.turn_rewards[0, request.length - 1] = reward
-    said |= {"state": answer.get("state", said["state"]), "turns": turns}
-    said |= {"failed": failed} if failed else {}
-    self._conversations[str(request.row.sample_id[0])] = json.dumps(said)
+    conversation |= {
+      "state": answer.get("state", conversation["state"]),
+      "turns": turns,
+    }
+    conversation |= {"failed": failed} if failed else {}
+    self._conversations[str(request.row.sample_id[0])] = json.dumps(
+      conversation
+    )
     room = request.max_tokens - 1 - request.length
     if answer["done"] or failed:
       request.row.status[0] = int(Status.FINISHED)
-    elif turns == taking.max_turns or len(tokens) > room:
+    elif turns == config.max_turns or len(tokens) > room:
       request.row.status[0] = int(Status.OVERLONG)
     else:
       self._answer(request, tokens, Origin.FOREIGN)

@@ -1,7 +1,7 @@
-"""The one way to write responses and to have them judged.
+"""Samples and judges responses, for training, evaluation and generation.
 
-Training, evaluation and generation differ in whose prompts they ask, in when a
-call stops, and in what becomes of the responses.
+These differ in their prompts, in when a call stops, and in the use of the
+responses.
 """
 
 import collections
@@ -15,31 +15,31 @@ import chex
 from jaxrl_llm import sampling
 from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.rewards.judge import Judge
-from jaxrl_llm.rollout.turns import Conversations, Turns, TurnTaking
+from jaxrl_llm.rollout.turns import ConversationConfig, Conversations, TurnHook
 from jaxrl_llm.sampling.requests import Request
 from jaxrl_llm.types import Rollout, Status, join_rows
 
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-  """What the sampler writes with: parameters, their version, and statistics."""
+  """The sampler's parameters, their version, and entropy statistics."""
 
   params: Any
   version: int = 0
-  temperature_state: Any = None  # Of the adaptive temperature; None without.
+  temperature_state: Any = None  # For the adaptive temperature, if any.
 
 
 @dataclasses.dataclass(frozen=True)
 class ResponseWriter:
-  """An engine with all that its responses have in common.
+  """An engine with the settings that its responses share.
 
   Attributes:
-    engine: writes.
-    settings: of every response.
-    key: stays the same for the whole run; a response folds in its number.
-    group_size: responses of a prompt, as a rule.
-    judge: of what has ended; None where nobody asks for verdicts.
-    turn_taking: how responses talk to an environment; None: there is none.
+    engine: samples the responses.
+    settings: sampling parameters of every response.
+    key: random key of the run; a response folds in its sample id.
+    group_size: responses per prompt, usually.
+    judge: judges ended responses; None if no verdicts are needed.
+    turn_taking: conversations with an environment; None without one.
   """
 
   engine: sampling.Engine
@@ -47,12 +47,12 @@ class ResponseWriter:
   key: chex.PRNGKey
   group_size: int
   judge: Judge | None = None
-  turn_taking: TurnTaking | None = None
+  turn_taking: ConversationConfig | None = None
 
   def begin(
     self, prompts: Sequence[Prompt], sample_ids: Sequence[Sequence[int]]
   ) -> Rollout:
-    """Responses without a token yet, so many to each prompt as it has ids."""
+    """Returns empty responses, one per sample id of each prompt."""
     return sampling.new_requests(
       [prompt.tokens for prompt in prompts],
       sample_ids,
@@ -71,21 +71,21 @@ class ResponseWriter:
     conversations: Conversations | None = None,
     arrived: Callable[[Rollout], None] | None = None,
   ) -> Rollout:
-    """Responses written on, see `Engine.generate_window`.
+    """Continues responses; see `Engine.generate_window`.
 
     Args:
       rollout: rows that have not ended.
-      weights: that everything new is written with.
-      window: most new tokens of a response; None sets no bound.
-      rule: who gets a slot when, and when the call ends.
-      conversations: of the rows, written to in place; where there is an
+      weights: weights for all new tokens.
+      window: maximum number of new tokens per response; None sets no limit.
+      rule: the scheduling rule.
+      conversations: conversations of the rows, updated in place; only with an
         environment.
-      arrived: told of every group when its last response has ended.
+      arrived: called with every group when its last response has ended.
     """
     with contextlib.ExitStack() as stack:
       hooks = []
       if self.turn_taking is not None:
-        talk = Turns(self.turn_taking, conversations, self.engine.answer)
+        talk = TurnHook(self.turn_taking, conversations, self.engine.answer)
         hooks.append(stack.enter_context(talk))
       if arrived is not None:
         hooks.append(Arrivals(self.group_size, arrived))
@@ -106,12 +106,12 @@ class ResponseWriter:
   def close(self) -> None:
     """Ends the processes that environments run in."""
     if self.turn_taking is not None:
-      self.turn_taking.ask.close()
+      self.turn_taking.call.close()
 
   def conversations(
     self, prompts: Sequence[Prompt], sample_ids: Sequence[Sequence[int]]
   ) -> Conversations:
-    """Those of new responses; none without an environment."""
+    """Returns new conversations by sample id; none without an environment."""
     if self.turn_taking is None:
       return {}
     return {
@@ -122,23 +122,23 @@ class ResponseWriter:
 
 
 class Arrivals:
-  """A hook of the scheduler that tells of groups which have ended."""
+  """A hook of the scheduler that hands over completed groups."""
 
   def __init__(self, group_size: int, tell: Callable[[Rollout], None]):
-    """Knows of none yet.
+    """Makes the hook.
 
     Args:
-      group_size: responses of a group.
-      tell: takes the rows of a group.
+      group_size: responses per group.
+      tell: called with the rows of each completed group.
     """
     self._group_size, self._tell = group_size, tell
-    # Left their slots, some of them for the environment's answer; a request
-    # of several turns leaves several times.
+    # Requests that left their slots, some of them until the reply of the
+    # environment; a request with several turns leaves several times.
     self._left: dict[Request, None] = {}
     self._ended = collections.defaultdict(list)
 
   def __call__(self, left: Sequence[Request]) -> bool:
-    """Takes requests that left their slots; some of them may come back."""
+    """Adds requests that left their slots, which may return to them."""
     self._left |= dict.fromkeys(left)
     over = [r for r in self._left if r.row.status[0] != Status.TRUNCATED]
     for request in over:

@@ -22,13 +22,13 @@ class SamplingParams(NamedTuple):
 
   settings: SamplingSettings
   metadata: SamplingMetadata
-  group_size: int  # New responses of a prompt, as a rule.
-  extendable: bool = False  # The KV of those that ended is kept, too.
+  group_size: int  # New responses per prompt, usually.
+  extendable: bool = False  # Also keeps the KV of ended responses.
 
 
 @dataclasses.dataclass(eq=False)
 class Request:
-  """A response in the making; what is written goes into its row, in place."""
+  """A response in progress; new tokens are written into its row in place."""
 
   row: Rollout  # This response alone; arrays [1, ...].
   params: SamplingParams
@@ -38,7 +38,7 @@ class Request:
   shard: int = 0  # The shard of its pages.
   pages: list[int] = dataclasses.field(default_factory=list)
   cached: int = 0  # Tokens that it had when it last left its slot.
-  asked: bool = False  # It left its slot for what an environment says.
+  awaiting_environment: bool = False  # Left its slot until the reply.
 
   @property
   def length(self) -> int:
@@ -60,27 +60,27 @@ class Request:
 
   @property
   def turn_start(self) -> int:
-    """Response tokens up to the last that somebody else wrote."""
+    """Response tokens up to the last one not from the policy."""
     others = self.row.origin[0, : self.length] != Origin.POLICY
     return int(np.flatnonzero(others)[-1]) + 1 if others.any() else 0
 
   @property
   def prefix(self) -> tuple:
-    """Equal for those that share a prefill: new responses of a group."""
+    """Key of a shared prefill, equal for new responses of a group."""
     if self.length:
       return (id(self),)
     return int(self.row.group_id[0]), self.context().tobytes()
 
   def append(self, output: DecodeOutput, slot: int, *, version: int) -> None:
-    """Adds what a slot wrote; NumPy arrays.
+    """Appends the tokens of a slot; NumPy arrays.
 
-    The policy wrote these tokens, so they may carry loss. Mask and origin of
-    the tokens before them are facts that came with the row, and stay.
+    Tokens of the policy may carry loss. Mask and origin of earlier tokens are
+    unchanged.
 
     Args:
-      output: of all slots.
-      slot: its row in the output.
-      version: of the policy that wrote.
+      output: output of all slots.
+      slot: row of the request in the output.
+      version: version of the policy.
     """
     row, count = self.row, output.count[slot]
     new = np.s_[0, self.length : self.length + count]
@@ -107,7 +107,7 @@ Rows = Sequence[Request | None]  # A batch; None is an idle slot.
 def make_requests(
   rollout: Rollout, params: SamplingParams, limits: chex.Array, window: int
 ) -> list[Request]:
-  """A request for each row, which it will write to.
+  """Makes a request for each row, which it writes to.
 
   Args:
     rollout: B rows; NumPy arrays.

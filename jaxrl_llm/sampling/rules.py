@@ -1,10 +1,9 @@
-"""Scheduling rules: what the engine does between two decode calls.
+"""Scheduling rules: decisions between two decode calls.
 
-At every scheduler step the engine asks its rule how many responses get a slot,
-and whether to go on. A rule is a small pure function of counts, lengths and
-groups; it knows neither the model nor the reward, and the engine does not know
-why it decides as it does. (A *schedule* is something else: that of rollouts and
-updates in a run, `config.schedule`.)
+At every scheduler step a rule decides how many responses get a slot, and
+whether to continue. A rule is a small pure function of counts, lengths and
+groups, independent of model and reward. (A *schedule* is something else: that
+of rollouts and updates in a run, `config.schedule`.)
 """
 
 from collections.abc import Callable, Sequence
@@ -13,60 +12,62 @@ from typing import NamedTuple
 import chex
 import numpy as np
 
-REFILL_SHARE = 8  # A prefill is worth it when one slot in so many is free.
+# Refills only when at least 1/8 of the slots are free: a prefill has a fixed
+# cost.
+MIN_FREE_FRACTION = 1 / 8
 
 
 class SchedulerView(NamedTuple):
   """The view of a scheduling rule; B responses, by row of the rollout."""
 
   slots: int
-  waiting: chex.Array  # bool [B], will get a slot.
-  active: chex.Array  # bool [B], has one.
-  asked: chex.Array  # bool [B], left its slot for what an environment says.
+  waiting: chex.Array  # bool [B], waits for a slot.
+  active: chex.Array  # bool [B], has a slot.
+  awaiting_environment: chex.Array  # bool [B], left its slot until the reply.
   ended: chex.Array  # bool [B], finished or overlong.
   lengths: chex.Array  # int32 [B].
   groups: chex.Array  # int32 [B].
 
   @property
   def free(self) -> int:
-    """Slots without a response."""
+    """The number of free slots."""
     return self.slots - int(np.sum(self.active))
 
 
 class Decision(NamedTuple):
   """The actions of the engine before the next decode call."""
 
-  insert: int = 0  # Waiting responses that get a slot, in order of rows.
-  halt: bool = False  # Nothing more is written: the rest is cut.
+  insert: int = 0  # Number of waiting responses to insert, in order of rows.
+  halt: bool = False  # Stops the call: unfinished responses are cut.
 
 
 SchedulingRule = Callable[[SchedulerView], Decision]
 
 
 def continuous_batching(view: SchedulerView) -> Decision:
-  """A slot that is free takes the next response."""
+  """Fills free slots with the next waiting responses."""
   return Decision(refill(view.slots, view.free, int(np.sum(view.waiting))))
 
 
 def refill(slots: int, free: int, waiting: int) -> int:
   """Returns how many free slots to fill now.
 
-  A few at a time: a prefill of many contexts costs little more than one.
+  Waits for several: one prefill of many contexts costs little more than one.
   """
-  worth_it = free >= max(1, slots // REFILL_SHARE)
+  worth_it = free >= max(1, int(slots * MIN_FREE_FRACTION))
   return free if worth_it or waiting <= free else 0
 
 
 def stop_after_groups(
   count: int, *, awaited: Sequence[int] = ()
 ) -> SchedulingRule:
-  """Over-provisioning: continuous batching until so many groups have ended.
+  """Continuous batching until a number of groups have ended (APRIL).
 
-  What is unfinished then is cut and can go on later, so no token is lost.
+  Unfinished responses are cut and can continue later; no token is lost.
 
   Args:
-    count: N groups; more than those are being written.
-    awaited: rows that must have ended too, because they are old.
+    count: number of groups; more are in flight.
+    awaited: rows that must have ended too because of their staleness.
 
   Reference:
     Zhou et al. 2025, APRIL: active partial rollouts, arXiv 2509.18521.
@@ -89,14 +90,16 @@ def complete(ended: chex.Array, groups: chex.Array) -> np.ndarray:
 
 
 def stop_after_responses(count: int) -> SchedulingRule:
-  """Continuous batching until so many responses have ended or paused.
+  """Continuous batching until a number of responses have ended or paused.
 
   Args:
-    count: responses; more than those are being written.
+    count: number of responses; more are in flight.
   """
 
   def rule(view: SchedulerView) -> Decision:
-    if np.sum(~(view.waiting | view.active | view.asked)) >= count:
+    if (
+      np.sum(~(view.waiting | view.active | view.awaiting_environment)) >= count
+    ):
       return Decision(halt=True)
     return continuous_batching(view)
 

@@ -1,12 +1,12 @@
-"""The scheduler: which request is in which slot, with which pages.
+"""The scheduler: assigns slots and KV cache pages to requests.
 
-A step is the host's turn and one decode call: it gives the responses in slots
-the pages that they may need, inserts waiting ones into free slots, decodes, and
-takes what was written. When pages run out, the youngest response is preempted:
-it waits again, and comes back by a prefill of all that it has.
+A step allocates the pages that running responses may need, inserts waiting
+responses into free slots, runs one decode call and stores its tokens. If pages
+run out, the youngest response is preempted: it waits again and is prefilled
+with all of its tokens later.
 
-Pages of a response that pauses are kept for as long as nobody needs them, in
-case that it goes on under the same weights.
+Pages of a paused response stay cached until they are needed, in case it
+continues under the same weights.
 """
 
 import collections
@@ -32,7 +32,7 @@ TurnHook = Callable[[Sequence[Request]], bool]  # See `Scheduler.run`.
 
 
 class Scheduler:
-  """Takes requests through the slots, in the order in which they came."""
+  """Runs requests through the slots in order of arrival."""
 
   def __init__(
     self,
@@ -43,12 +43,12 @@ class Scheduler:
     detokenize: Callable[[Sequence[int]], str] | None,
     clock: Callable[[], float] = time.perf_counter,
   ):
-    """Has no requests yet.
+    """Makes a scheduler without requests.
 
     Args:
       config: sizes.
       make_cache: makes an empty KV cache with its programs.
-      speculation: says how many draft tokens a step has.
+      speculation: chooses the number of draft tokens of a step.
       detokenize: tokens to text, for stop strings.
       clock: returns seconds; only differences matter.
     """
@@ -62,7 +62,7 @@ class Scheduler:
     self.reset()
 
   def reset(self) -> None:
-    """Forgets requests, weights and KV cache."""
+    """Drops requests, weights and KV cache."""
     self._requests: dict[Request, None] = {}  # The oldest first.
     self._slots: list[Request | None] = [None] * self.config.slots
     self._cache, self._version = self._make_cache(), 0
@@ -73,13 +73,13 @@ class Scheduler:
     return list(self._requests)
 
   def set_params(self, params: Any, version: int) -> None:
-    """New weights, also for responses that are being written.
+    """Sets new weights, also for running responses.
 
     Their KV is rebuilt, so that new tokens are on-policy given the old ones.
 
     Args:
-      params: what programs take; the same object as before keeps the KV cache.
-      version: of the policy, recorded with every token from now on.
+      params: parameters of the programs; the same object keeps the KV cache.
+      version: version of the policy, recorded with every new token.
     """
     self._version = version
     if params is self._cache.params:
@@ -89,18 +89,18 @@ class Scheduler:
     self._cache.set_params(params)
 
   def enqueue(self, requests: Iterable[Request]) -> None:
-    """They wait for a slot, behind those that are there."""
+    """Appends requests to the queue for slots."""
     self._requests |= dict.fromkeys(requests)
 
   def extend(
     self, request: Request, tokens: Sequence[int], origin: Origin
   ) -> None:
-    """A response that ended or paused goes on after tokens from elsewhere.
+    """Continues an ended or paused response after tokens of other origin.
 
-    Where its KV is still there, only these tokens are prefilled.
+    If its KV is still cached, only these tokens are prefilled.
 
     Raises:
-      ValueError: it is still being written, or tokens do not fit.
+      ValueError: The response is running, or the tokens do not fit.
     """
     self.answer(request, tokens, origin)
     self._requests[request] = None
@@ -125,13 +125,13 @@ class Scheduler:
     rule: SchedulingRule,
     turns: TurnHook | None = None,
   ) -> None:
-    """Steps as the rule says until requests have ended or paused.
+    """Steps until requests have ended or paused, or the rule halts.
 
     Args:
-      requests: that wait; those that are left at the end are cut.
-      rule: who gets a slot when, and when to stop.
-      turns: told after every step which requests left; it may extend them
-        then or later, and says whether it did or will.
+      requests: waiting requests; unfinished ones are cut at the end.
+      rule: decides on insertion and on the end of the call.
+      turns: called after every step with the requests that left; it may extend
+        them then or later, and returns whether it did or will.
     """
     requests = list(requests)
     before = self.stats
@@ -189,7 +189,9 @@ class Scheduler:
         slots=len(self._slots),
         waiting=here & ~active,
         active=active,
-        asked=np.asarray([request.asked for request in requests]),
+        awaiting_environment=np.asarray(
+          [request.awaiting_environment for request in requests]
+        ),
         ended=status != Status.TRUNCATED,
         lengths=lengths,
         groups=column("group"),

@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxrl_llm.errors import InputError, check_number
 from jaxrl_llm.sampling.allocator import default_page_size
-from jaxrl_llm.sampling.rules import REFILL_SHARE
+from jaxrl_llm.sampling.rules import MIN_FREE_FRACTION
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,11 +73,11 @@ class EngineConfig:
 
   @property
   def refill_slots(self) -> int:
-    """Free slots that are worth a prefill while others are decoding."""
-    return max(1, self.slots // REFILL_SHARE)
+    """Minimum number of free slots for a prefill while others decode."""
+    return max(1, int(self.slots * MIN_FREE_FRACTION))
 
   def continued_per_prefill(self, shards: int) -> int:
-    """Continued responses prefilled at a time, spread over devices as slots.
+    """Continued responses prefilled at a time, spread over devices like slots.
 
     They lie beside the KV cache meanwhile, each as long as the longest, in at
     most an eighth of its room.

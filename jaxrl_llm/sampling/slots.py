@@ -1,8 +1,8 @@
-"""The device side of the engine: prefill, extend and decode; pure functions.
+"""Device programs of the engine: prefill, extend and decode; pure functions.
 
-The KV cache is all that stays on the device from call to call. A slot is a row
-of a decode call and holds one response; what is known of it comes with the
-call. Which pages of the cache are whose is the host's business (`scheduler`).
+Only the KV cache stays on the device between calls. A slot is one row of the
+decode batch; its per-request state is passed in with every call. The host
+assigns pages of the cache (`scheduler`).
 """
 
 import functools
@@ -38,22 +38,22 @@ class Slots:
 
 
 class SamplingMetadata(NamedTuple):
-  """What the sampling of all tokens of a call has in common; arrays."""
+  """Sampling parameters shared by all tokens of a call; arrays."""
 
-  key: chex.PRNGKey  # Of the run; see `_sample` for how it is used.
+  key: chex.PRNGKey  # Key of the run; see `_sample`.
   stop_tokens: chex.Array  # int32 [n].
   logit_bias: chex.Array  # float32 [V], added to the logits.
   temperature_state: Any = None  # For `AdaptiveTemperature`; None: it is off.
 
 
 class DecodeOutput(NamedTuple):
-  """What S slots wrote in one call, at most W tokens each."""
+  """The output of S slots in one call, at most W tokens each."""
 
   tokens: jax.Array  # int32 [S, W], from the left.
   logprobs: jax.Array  # float32 [S, W], of the distribution sampled from.
   count: jax.Array  # int32 [S], tokens.
   steps: jax.Array  # int32 [S], decode steps that wrote them.
-  active: jax.Array  # bool [S], would go on.
+  active: jax.Array  # bool [S], may continue.
   status: jax.Array  # int32 [S], a `Status`; TRUNCATED if it has not ended.
 
 

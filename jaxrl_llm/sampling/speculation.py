@@ -78,7 +78,7 @@ def prompt_lookup(*, ngram: int = 3) -> Drafter:
       earlier = jnp.roll(history, back, axis=1)
       equal &= (earlier == newest) & (index >= back)
     found = jnp.where(equal & (index < last[:, None]), index, -1)
-    end = jnp.max(found, axis=1)  # Where the newest earlier n-gram ends.
+    end = jnp.max(found, axis=1)  # End of the newest earlier n-gram.
     at = end[:, None] + 1 + jnp.arange(count)[None]
     known = (end[:, None] >= ngram - 1) & (at <= last[:, None])
     tokens = jnp.take_along_axis(history, jnp.minimum(at, width - 1), axis=1)

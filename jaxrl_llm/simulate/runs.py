@@ -56,7 +56,7 @@ def pipelined(
       `config.schedule.streaming`.
 
   Returns:
-    Of each step the engine's `EngineStats` by name, and what `close_step` adds
+    Of each step the engine's `EngineStats` by name, and what `record` adds
     to them.
 
   Raises:
@@ -68,9 +68,9 @@ def pipelined(
     raise ValueError(f"window < 0 or in_flight < groups in {settings}")
   if lag < 0:
     raise ValueError(f"lag must be >= 0, got {lag}")
-  books = _Books(requests, cost, config, settings.groups, steps, rule)
-  engine = books.engine
-  worker = RolloutWorker(books.writer, books.writer, settings)
+  log = _StepLog(requests, cost, config, settings.groups, steps, rule)
+  engine = log.engine
+  worker = RolloutWorker(log.writer, log.writer, settings)
   state, drawn = worker.init(), 0
   synced_s = [0.0]  # When the weights of a version reach the sampler.
   for step in range(steps):
@@ -83,21 +83,19 @@ def pipelined(
       drawn,
       Weights(object(), version),
       metrics.PhaseTimer(),
-      functools.partial(books.note, arrivals) if streaming else None,
+      functools.partial(log.record_arrival, arrivals) if streaming else None,
     )
     state, drawn = collected.state, collected.source_state
     batch = collected.batch.responses.rollout
     trained_s = synced_s[-1]
     for arrived_s, group in arrivals or [(engine.seconds, batch)]:
-      trained_s = max(trained_s, arrived_s) + books.train_s(group, steps=0)
+      trained_s = max(trained_s, arrived_s) + log.train_s(group, steps=0)
     synced_s.append(trained_s + cost.train_step_s + cost.sync_s)
     rest = [] if state.store is None else [state.store]
     if not (lag or streaming):
       engine.seconds, waited_s = synced_s[-1], 0.0
-    books.close_step(
-      batch, step, rest, waited_s, synced_s[-1], late=version < step
-    )
-  return books.rows
+    log.record(batch, step, rest, waited_s, synced_s[-1], late=version < step)
+  return log.rows
 
 
 def asynchronous(
@@ -130,8 +128,8 @@ def asynchronous(
   """
   if lag < 0:
     raise ValueError(f"lag must be >= 0, got {lag}")
-  books = _Books(requests, cost, config, groups, steps)
-  engine, writer = books.engine, books.writer
+  log = _StepLog(requests, cost, config, groups, steps)
+  engine, writer = log.engine, log.writer
   # Groups that are not trained, by number, and those of them that have ended.
   begun: dict[int, Rollout] = {}
   whole: list[int] = []
@@ -144,7 +142,7 @@ def asynchronous(
         whole.sort(key=lambda number: number not in late)
         batch = join_rows([begun.pop(number) for number in whole[:groups]])
         whole = whole[groups:]
-        done_s = engine.seconds + books.train_s(batch)
+        done_s = engine.seconds + log.train_s(batch)
     # More than fill the slots, so that the sampler sees that others wait.
     quota = admit(version, drawn, 0, batch=groups, lag=lag)
     while quota >= 1 and len(engine.requests()) < 3 * config.slots:
@@ -158,15 +156,15 @@ def asynchronous(
     whole += [number for number in sorted(left) if ended(begun[number]).all()]
     if engine.seconds >= done_s:
       engine.seconds += cost.sync_s
-      books.close_step(batch, version, begun.values(), waited_s, engine.seconds)
+      log.record(batch, version, begun.values(), waited_s, engine.seconds)
       version, batch, done_s = version + 1, None, math.inf
       # Responses are prefilled again under the new weights.
       engine.set_params(object(), version)
-  return books.rows
+  return log.rows
 
 
-class _Books:
-  """The sampler of a run, and what its steps cost."""
+class _StepLog:
+  """The simulated sampler of a run, and the metrics of its steps."""
 
   def __init__(self, requests, cost, config, groups, steps, rule=None):
     if min(groups, steps) < 1:
@@ -177,8 +175,8 @@ class _Books:
     # When the weights became those of now: lengths of responses by number.
     self._start_s, self._stats, self._older = 0.0, self.engine.stats, {}
 
-  def note(self, arrivals: list, judged: Any) -> None:
-    """A group that is complete, and when."""
+  def record_arrival(self, arrivals: list, judged: Any) -> None:
+    """Records when a group is complete."""
     rollout = judged.result().responses.rollout
     arrivals.append((self.engine.seconds, rollout))
 
@@ -187,7 +185,7 @@ class _Books:
     work_s = self._cost.train_s(batch.prompt_lengths + batch.lengths)
     return work_s - (1 - steps) * self._cost.train_step_s
 
-  def close_step(
+  def record(
     self,
     batch: Rollout,
     version: int,
@@ -197,7 +195,7 @@ class _Books:
     *,
     late: bool = False,
   ) -> None:
-    """Takes down what a step was.
+    """Appends the metrics of a step.
 
     Args:
       batch: what was trained.

@@ -23,7 +23,7 @@ from jaxrl_llm.learner.state import LearnerSettings
 from jaxrl_llm.models import hf
 from jaxrl_llm.rewards.judge import Judge
 from jaxrl_llm.rollout.pipeline import Pipeline
-from jaxrl_llm.rollout.turns import TurnTaking
+from jaxrl_llm.rollout.turns import ConversationConfig
 from jaxrl_llm.rollout.worker import RolloutSettings, RolloutWorker, run_key
 from jaxrl_llm.rollout.writer import ResponseWriter
 from jaxrl_llm.sampling import Engine, SamplingSettings
@@ -59,7 +59,7 @@ def make_run(config: Any) -> Run:
     correct=config.reward.correct,
     incorrect=config.reward.incorrect,
   )
-  turn_taking = data.make_turn_taking(config, tokenizer)
+  turn_taking = data.make_conversation_config(config, tokenizer)
   engine = sampler.make_engine(config, policy_fns, tokenizer, both.sampler)
   return Run(
     config=config,
@@ -168,7 +168,7 @@ def make_worker(
   engine: Engine,
   source: PromptSource,
   judge: Judge,
-  turn_taking: TurnTaking | None = None,
+  turn_taking: ConversationConfig | None = None,
 ) -> RolloutWorker:
   """The worker that writes the batches of training."""
   schedule = config.schedule

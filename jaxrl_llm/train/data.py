@@ -11,7 +11,7 @@ from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError, as_input_error
 from jaxrl_llm.models import ModelConfig
 from jaxrl_llm.rollout import turns
-from jaxrl_llm.rollout.turns import Play, TurnTaking
+from jaxrl_llm.rollout.turns import ConversationConfig, EnvironmentCalls
 
 EVAL_POSITIONS = 10_000  # Most problems of an endless source that are read.
 CHECKED = 100_000  # First prompts of a data set, tokenized at the start.
@@ -146,8 +146,8 @@ def _template(config, tokenizer, pool, play):
     return prompt_source.TEMPLATES[config.data.template](tokenizer, **settings)
 
 
-def make_play(config: Any) -> Play | None:
-  """The environment of a config, None without one.
+def make_play(config: Any) -> EnvironmentCalls | None:
+  """Returns the environment of a config; None without one.
 
   Raises:
     InputError: its settings are not its own.
@@ -162,11 +162,13 @@ def make_play(config: Any) -> Play | None:
     raise InputError(
       f"config.environment.settings={dict(chosen.settings)}: {error}"
     ) from error
-  return Play(make, chosen.settings)
+  return EnvironmentCalls(make, chosen.settings)
 
 
-def make_turn_taking(config: Any, tokenizer: Tokenizer) -> TurnTaking | None:
-  """How responses talk to the environment of a config, None without one.
+def make_conversation_config(
+  config: Any, tokenizer: Tokenizer
+) -> ConversationConfig | None:
+  """Makes the conversation settings of a config; None without environment.
 
   Raises:
     InputError: its settings are not its own.
@@ -175,7 +177,7 @@ def make_turn_taking(config: Any, tokenizer: Tokenizer) -> TurnTaking | None:
   if play is None:
     return None
   try:
-    return turns.make_turn_taking(
+    return turns.make_conversation_config(
       play,
       tokenizer,
       data.template,

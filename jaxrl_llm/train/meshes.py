@@ -45,7 +45,7 @@ def make_meshes(
     )
   if not config.sampler.mesh.data:
     return Meshes(trainer, trainer)
-  free = sharding.beside(trainer, devices)
+  free = sharding.remaining_devices(trainer, devices)
   shared = set(free) <= set(trainer.devices.flat)
   why = ", which config.mesh " + ("shares" if shared else "leaves free")
   return Meshes(trainer, _mesh(config, "sampler.mesh", free, why))

@@ -101,7 +101,9 @@ class TestJudge:
     judge.tell = told.append
     rollout = written(self.TEXTS, [Status.FINISHED] * 4)
     judged = judge(rollout, self.PROBLEMS)
-    assert list(judged.new_failures) == [0, 2] and not judged.responses.judged.any()
+    assert (
+      list(judged.new_failures) == [0, 2] and not judged.responses.judged.any()
+    )
     place = r" \(judge_test.py:\d+\) on book-7"
     assert re.fullmatch(f"reward mine: KeyError: '#1.'{place}", told[0])
     assert re.fullmatch(f"reward mine: ValueError: .*'#12.'{place}", told[1])

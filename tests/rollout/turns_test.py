@@ -20,9 +20,9 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.rollout.environments import Observation
 from jaxrl_llm.rollout.turns import (
   ENVIRONMENTS,
-  Play,
-  TurnTaking,
-  make_turn_taking,
+  ConversationConfig,
+  EnvironmentCalls,
+  make_conversation_config,
 )
 from jaxrl_llm.rollout.writer import ResponseWriter, Weights
 from jaxrl_llm.sampling import rules
@@ -319,9 +319,9 @@ class TestStopAfterResponses:
   COUNT, PROMPTS = 10, [scripted.prompt(7 + i, i) for i in range(24)]
 
   def talk(self, rule):
-    taking = TurnTaking(
+    conversation_config = ConversationConfig(
       start=lambda example: (None, None),
-      ask=lambda jobs: [(self.answer(**job), None) for job in jobs],
+      call=lambda jobs: [(self.answer(**job), None) for job in jobs],
       encode=lambda text: [scripted.FIRST] * 2,
       decode=lambda tokens: "",
       render=lambda text, role: [scripted.FIRST] * 2,
@@ -333,7 +333,7 @@ class TestStopAfterResponses:
       scripted.GREEDY,
       jax.random.key(0),
       group_size=1,
-      turn_taking=taking,
+      turn_taking=conversation_config,
     )
     prompts = [
       Prompt(
@@ -369,7 +369,7 @@ class TestStopAfterResponses:
       return decision
 
     rollout = self.talk(rule)
-    assert any(view.asked.any() for view, _ in seen)
+    assert any(view.awaiting_environment.any() for view, _ in seen)
     for view, halted in seen:
       assert halted == (view.ended.sum() >= self.COUNT)
     over = ended(rollout)
@@ -441,12 +441,16 @@ def test_a_hostile_environment_loses_nothing(alone, how):
   config = alone.config.copy_and_resolve_references()
   config.environment.settings = {"how": how}
   ENVIRONMENTS["hostile"] = hostile.Hostile
-  taking = data.make_turn_taking(config, Tokenizer(config.model.path))
+  conversation_config = data.make_conversation_config(
+    config, Tokenizer(config.model.path)
+  )
   del ENVIRONMENTS["hostile"]
   engine = alone.worker.writer.engine
-  worker = build.make_worker(config, engine, alone.source, alone.judge, taking)
+  worker = build.make_worker(
+    config, engine, alone.source, alone.judge, conversation_config
+  )
   rollout, table = talk(dataclasses.replace(alone, worker=worker), None)
-  taking.ask.close()
+  conversation_config.call.close()
   assert ended(rollout).all()
   second = np.asarray([said["turns"] >= 2 for said in table.values()])
   failed = np.asarray(["failed" in said for said in table.values()])
@@ -465,8 +469,8 @@ def test_a_hostile_environment_loses_nothing(alone, how):
 
 def test_a_long_observation_ends_as_a_short_one_does(tmp_path):
   tokenizer = Tokenizer(chat_model.write(tmp_path / "chat"))
-  taking = make_turn_taking(
-    Play(Echo, {}),
+  conversation_config = make_conversation_config(
+    EnvironmentCalls(Echo, {}),
     tokenizer,
     "chat",
     {},
@@ -476,7 +480,7 @@ def test_a_long_observation_ends_as_a_short_one_does(tmp_path):
     max_observation_tokens=20,
   )
   read = lambda text: tokenizer.decode(
-    taking.observation(text, "tool"), skip_special=False
+    conversation_config.observation(text, "tool"), skip_special=False
   )
   short = read("42")
   head, tail = short.split("42")

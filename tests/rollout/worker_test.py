@@ -66,7 +66,7 @@ class Engine:
         slots=len(begins),
         waiting=np.zeros(len(begins), bool),
         active=active,
-        asked=np.zeros(len(begins), bool),
+        awaiting_environment=np.zeros(len(begins), bool),
         ended=over,
         lengths=rollout.lengths,
         groups=rollout.group,

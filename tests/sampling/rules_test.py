@@ -11,16 +11,16 @@ from jaxrl_llm.types import Status
 G = tiny_engine.G
 
 
-def _view(slots, waiting, active, ended=0, groups=None, asked=0):
-  """Rows that wait, then those active, then ended, then asked."""
-  counts = [waiting, active, ended, asked]
+def _view(slots, waiting, active, ended=0, groups=None, awaiting=0):
+  """Rows that wait, are active, have ended, and await an environment."""
+  counts = [waiting, active, ended, awaiting]
   of = lambda kind: np.repeat(np.arange(4) == kind, counts)
   rows = sum(counts)
   return SchedulerView(
     slots=slots,
     waiting=of(0),
     active=of(1),
-    asked=of(3),
+    awaiting_environment=of(3),
     ended=of(2),
     lengths=np.zeros(rows, np.int32),
     groups=np.zeros(rows, np.int32) if groups is None else np.asarray(groups),
@@ -83,7 +83,7 @@ class TestStopAfterResponses:
     paused = view._replace(ended=np.zeros(6, bool))
     assert rules.stop_after_responses(3)(paused) == Decision(halt=True)
     # Nor has one that waits for a tool, but it goes on.
-    view = _view(4, 1, 2, ended=2, asked=3)
+    view = _view(4, 1, 2, ended=2, awaiting=3)
     assert rules.stop_after_responses(2)(view) == Decision(halt=True)
     assert rules.stop_after_responses(3)(view) == rules.continuous_batching(
       view

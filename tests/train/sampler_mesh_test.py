@@ -291,8 +291,10 @@ class TestSettings:
   def test_beside_a_mesh_are_free_devices_or_its_own(self):
     devices = jax.devices()
     mesh = sharding.make_mesh(data=2, fsdp=1, tensor=1, devices=devices[3:5])
-    assert sharding.beside(mesh, devices) == devices[:3] + devices[5:]
-    assert sharding.beside(mesh, devices[3:5]) == devices[3:5]
+    assert (
+      sharding.remaining_devices(mesh, devices) == devices[:3] + devices[5:]
+    )
+    assert sharding.remaining_devices(mesh, devices[3:5]) == devices[3:5]
 
   @pytest.mark.parametrize(
     ("changes", "parts"),
