@@ -1,8 +1,7 @@
 """An algorithm: the mathematical choices of a method, as parts.
 
-Two methods are two choices of functions, never a flag inside one. A part that
-is off is absent, costs nothing and leaves every bit of the result alone.
-`methods` makes algorithms from settings.
+Methods differ in the functions they choose, never by a flag inside one. A part
+that is off is absent, costs nothing and changes no bit of the result.
 """
 
 import dataclasses
@@ -15,10 +14,10 @@ from jaxrl_llm.learner.parts import Auxiliary, Part, leaves_of
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
-  """What an update computes.
+  """The parts of an update.
 
   Attributes:
-    parts: name of an input -> what makes it, see `estimates`.
+    parts: name of an input -> the part that computes it, see `estimates`.
     policy_loss: -> `losses.ClippedPolicyLoss` of per-token arrays. It reads
       `logprobs` and `entropy` of the current policy, `mask` and `segments` of
       the packed rows, and any input of the batch.
@@ -30,10 +29,10 @@ class Algorithm:
     step_scale: -> factor of a mini-batch's update, scalar; None is 1.
     follows_average: whether the proximal policy is the moving average, scored
       anew for each mini-batch.
-    temperature_statistics: whether the sampler follows the entropies of the
-      batch before.
+    temperature_statistics: whether the sampler's temperature follows the
+      entropies of the previous batch.
     loss_mode: mode of `masked.token_weights` for the policy loss.
-    loss_norm: its constant length; None for a mode that has none.
+    loss_norm: constant length of the mode; None for modes without one.
   """
 
   parts: Mapping[str, Part]
@@ -49,13 +48,13 @@ class Algorithm:
 
   @property
   def correction(self) -> Part | None:
-    """All corrections as one; None without any."""
+    """The product of all corrections; None without any."""
     chosen = tuple(self.corrections.values())
     return functools.reduce(_both, chosen) if chosen else None
 
   @property
   def policy_inputs(self) -> frozenset[str]:
-    """Inputs [B, T] that the policy's update reads, packed like its tokens."""
+    """Inputs [B, T] of the policy's update, packed like its tokens."""
     read = {"proximal_logprobs", *self.policy_loss.reads}
     for term in self.auxiliary.values():
       read |= set(term.loss.reads)
@@ -63,14 +62,14 @@ class Algorithm:
 
   @property
   def value_inputs(self) -> frozenset[str]:
-    """Likewise of the critic's update; none without one."""
+    """Inputs [B, T] of the critic's update; empty without a critic."""
     if self.value_loss is None:
       return frozenset()
     return frozenset(set(self.value_loss.reads) - _OF_THE_CRITIC)
 
   @property
   def experience(self) -> frozenset[str]:
-    """Everything that is kept of a batch: inputs of updates, and metrics'."""
+    """All inputs that updates and metrics read from a batch."""
     names = self.policy_inputs | {"policy_mask", "advantages"}
     names |= {term.mask for term in self.auxiliary.values()}
     for chosen in (self.correction, self.step_scale):
@@ -81,18 +80,18 @@ class Algorithm:
 
   @property
   def leaves(self) -> frozenset[str]:
-    """What the batch and the models have to say for that."""
+    """Inputs that the batch and the models must provide."""
     return frozenset(leaves_of(self.experience, self.parts))
 
 
-# What an update makes by itself, from the current policy and the packed rows.
+# Inputs computed within an update, from the current model and packed rows.
 _OF_THE_POLICY = {"logprobs", "entropy", "mask", "segments"}
 _OF_THE_CRITIC = {"values"}
 OF_THE_UPDATE = _OF_THE_POLICY | _OF_THE_CRITIC
 
 
 def _both(first: Part, second: Part) -> Part:
-  """The product of two corrections, which keeps what both of them keep."""
+  """Multiplies two corrections; tokens must be kept by both."""
 
   def product(*arrays):
     count = len(first.reads)

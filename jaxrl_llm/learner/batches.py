@@ -7,7 +7,7 @@ from jaxrl_llm.learner.algorithm import Algorithm
 from jaxrl_llm.learner.packing import MiniBatch, PackedBatch
 from jaxrl_llm.types import Experience
 
-VALUE_MODE = "token-mean"  # Of the critic's loss, see `masked.token_weights`.
+VALUE_MODE = "token-mean"  # Reduction of the critic's loss.
 
 
 def policy_batch(
@@ -24,10 +24,10 @@ def policy_batch(
   denominator stays that of all tokens.
 
   Args:
-    inputs: those of the algorithm's `experience`, of the b rows.
-    batch: the rows and where they lie.
+    inputs: the algorithm's `experience` for the b rows.
+    batch: the rows and their layout.
     algorithm: the method.
-    size: as in `masked.token_weights`, where they are a part of a mini-batch.
+    size: as in `masked.token_weights`, if the rows are a part of a mini-batch.
   """
   mask = read = inputs["policy_mask"]
   weights = masked.token_weights(
@@ -40,7 +40,7 @@ def policy_batch(
     columns[f"{name}_weights"] = masked.token_weights(
       inputs[term.mask], mode=term.mode, norm=term.norm, size=size
     )
-    # It may read tokens of earlier windows too.
+    # Auxiliary losses may read tokens of earlier windows.
     read = read | inputs[term.mask]
   scale = None
   if algorithm.step_scale is not None:

@@ -72,8 +72,8 @@ NORMALIZATIONS: Mapping[str, Callable[..., jax.Array] | None] = {
   "scale": functools.partial(estimators.whiten, center=False),
 }
 
-# What takes tokens out of the policy loss, by the setting that switches it on:
-# (mask, inputs) -> mask.
+# Masks of the policy loss by the setting that enables them: (mask, inputs) ->
+# mask.
 MASKS: Mapping[str, Callable[..., jax.Array]] = {
   "overlong_filter": estimates.without_overlong,
   "drop_pivot": estimates.without_pivot,

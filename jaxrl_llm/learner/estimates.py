@@ -95,7 +95,7 @@ def token_rewards(shaped_rewards, judged, truncated, mask, lengths):
 def turn_rewards_on_tokens(
   shaped_rewards, turn_rewards, judged, truncated, mask, lengths
 ):
-  """As `token_rewards`, but what a turn was given lies on its last token.
+  """Like `token_rewards`, with the reward of each turn on its last token.
 
   The rest of a response's reward is on its own last token, so that the sum is
   that of `token_rewards`. One that goes on has its turns so far.

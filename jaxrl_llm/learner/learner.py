@@ -1,12 +1,12 @@
 """The learner: judged responses in, new weights out.
 
-An update goes through the phases
+Phases of an update:
 
-  score     what the models say of every token, in packed rows
-  estimate  advantages, targets and masks: the inputs that the algorithm reads
-  update    critic and policy, each on mini-batches of its own
+  score     log-probs and values of every token, in packed rows
+  estimate  advantages, targets and masks: the inputs of the algorithm
+  update    critic and policy, each on its own mini-batches
 
-Its state is a value: everything that changes from update to update.
+The state is a value and holds everything that changes between updates.
 """
 
 import dataclasses
@@ -43,9 +43,9 @@ from jaxrl_llm.types import Experience, Responses, Rollout
 
 @dataclasses.dataclass(eq=False)
 class Learner:
-  """The models of a run, and how they learn by an algorithm.
+  """Trains the models of a run by an algorithm.
 
-  Making one loads no weights and compiles nothing.
+  Construction loads no weights and compiles nothing.
 
   Attributes:
     algorithm: the mathematics.
@@ -123,10 +123,10 @@ class Learner:
   def update(
     self, state: LearnerState, responses: Responses, timer: Any
   ) -> tuple[LearnerState, dict[str, float]]:
-    """Learns from a batch.
+    """Updates the models on a batch.
 
-    A model learns nothing, and has no metrics, of mini-batches without a token
-    to train on: none had a verdict, or a correction leaves out all.
+    Mini-batches without a token to train on are skipped and have no metrics: no
+    response was judged, or a correction masks all tokens.
 
     Args:
       state: before; its arrays are given away.
@@ -167,7 +167,7 @@ class Learner:
   def update_by_groups(
     self, state: LearnerState, arriving: Iterable[Responses], timer: Any
   ) -> tuple[LearnerState, dict[str, float]]:
-    """Learns from a batch whose groups arrive one after the other.
+    """Updates the models on a batch whose groups arrive one after another.
 
     Gradients are summed up as they come and applied when all have come: one
     update of each model, that on the whole batch but for the order of float32
@@ -260,7 +260,7 @@ class Learner:
     return MiniBatch(np.arange(len(rollout.lengths)), packed, layout)
 
   def _gradient_sums(self, state: LearnerState) -> dict[str, GradientSum]:
-    """Those of the critic, if there is one, and of the policy."""
+    """Returns the gradient sums of the critic, if any, and of the policy."""
     prepared = lambda make: (
       lambda *part: place(make(*part, self.algorithm, size=1), self.mesh)
     )
@@ -288,7 +288,7 @@ class Learner:
   def measure_critic(
     self, state: LearnerState, responses: Responses, rng: np.random.Generator
   ) -> TrainingBatch:
-    """What the critic makes of ended responses that it has not seen."""
+    """Scores ended responses that the critic has not been trained on."""
     rollout, rows = responses.rollout, np.arange(len(responses.rewards))
     batches = self._mini_batches(self.critic, rollout, rows, rng)
     scores = self._score(state, rollout, [], batches)
@@ -309,10 +309,10 @@ class Learner:
   def _with_waiting(
     self, state: LearnerState, responses: Responses
   ) -> tuple[Responses, np.ndarray, Responses | None]:
-    """The batch, the rows that the critic learns from, and who waits on.
+    """Returns the batch, the critic's rows, and the responses that still wait.
 
-    It takes whole mini-batches: a response in a small one would weigh more than
-    others. The oldest go first.
+    The critic takes whole mini-batches, oldest responses first: in a smaller
+    one, each response would weigh more.
     """
     ended = np.flatnonzero(responses.ended)
     if self.critic is None:
@@ -321,7 +321,7 @@ class Learner:
     waited = 0 if state.waiting is None else len(state.waiting.rewards)
     learned = (waited + ended.size) // size * size
     left = types.take_rows(responses, ended[max(learned - waited, 0) :])
-    # Nothing in them is new to the policy any more.
+    # The policy has been trained on all of their tokens.
     left = left.replace(
       rollout=left.rollout.replace(window_start=left.rollout.lengths)
     )
@@ -355,7 +355,7 @@ class Learner:
     )
 
   def _score(self, state, rollout, policy_batches, critic_batches):
-    """What the models of now, and the reference, say of all rows."""
+    """Scores all rows with the current models and the reference."""
     reads = self.algorithm.leaves
     # A KL in the rewards is a part of the critic's targets, so of those too
     # that only the critic learns from.
@@ -436,7 +436,7 @@ class Learner:
     return processes.to_host(self.critic.score(params, packed))
 
   def _completed(self, model, rollout, batches) -> list[MiniBatch]:
-    """The mini-batches, and further ones of the rows that they leave out."""
+    """Adds mini-batches of the remaining rows."""
     rows = np.arange(len(rollout.lengths))
     for batch in batches:
       rows = np.setdiff1d(rows, batch.rows)
@@ -451,17 +451,16 @@ class Learner:
     *,
     size: int | None = None,
   ) -> Experience:
-    """The inputs that the algorithm reads, computed on rows over the mesh.
+    """Computes the inputs of the algorithm, with rows sharded over the mesh.
 
-    Their number is a multiple of `size`, by default of a mini-batch.
+    Pads to a multiple of `size` rows, by default of a mini-batch.
     """
     rows = len(responses.rewards)
     given = dict(responses.rollout.items()) | dict(scores)
     for name in ("rewards", "correct", "judged"):
       given[name] = responses[name]
     leaves = {k: v for k, v in given.items() if k in self.algorithm.leaves}
-    # Rows without a token, so that neither every number of responses that
-    # waited compiles anew nor rows are left over on some device.
+    # Pad with empty rows: other sizes would recompile or not divide the mesh.
     size = size or (self.critic or self.policy).settings.mini_batch
     size = np.lcm(sharding.batch_size_of(self.mesh), size)
     place_rows = sharding.along_batch(self.mesh)
@@ -474,7 +473,7 @@ class Learner:
     made = self._estimate(leaves | {"update_version": np.int32(version)})
     experience = {k: x[:rows] for k, x in processes.to_host(made).items()}
     if "value_mask" in experience:
-      # Ended responses that still wait enter no value loss in this step.
+      # Ended responses that wait for a full mini-batch have no value loss yet.
       learned = np.isin(np.arange(rows), critic_rows)
       experience["value_mask"] = experience["value_mask"] & learned[:, None]
     return experience
@@ -495,13 +494,13 @@ class Learner:
     return row
 
   def _update_policy(self, state, batch, rng):
-    """Policy: the surrogate and what is beside it, on each mini-batch."""
+    """Trains the policy on each mini-batch: surrogate and auxiliary losses."""
     policy, ema, rows = state.policy, state.ema, []
     temperature = np.float32(self.settings.temperature)
 
     def prepare(inputs, part, algorithm):
       if algorithm.follows_average:
-        scored = self.logprobs(ema["params"], part)  # By the average of now.
+        scored = self.logprobs(ema["params"], part)  # By the current average.
         inputs["proximal_logprobs"] = part.layout.gather(scored.logprobs)
       return policy_batch(inputs, part, algorithm)
 
@@ -516,10 +515,10 @@ class Learner:
   def _prepared(
     self, model: TrainedModel, make: Any, batch: TrainingBatch, rng: Any
   ) -> Iterator[PackedBatch]:
-    """The mini-batches of all epochs, each shuffled anew, made and placed.
+    """Yields the mini-batches of all epochs on the mesh, reshuffled each epoch.
 
-    Those without a token to train on are left out: momentum and weight decay
-    alone would move the weights.
+    Mini-batches without a token to train on are skipped: momentum and weight
+    decay alone would move the weights.
     """
     mini_batches, settings = batch.mini_batches, model.settings
     rows = np.sort(np.concatenate([part.rows for part in mini_batches]))
@@ -557,7 +556,7 @@ def _after(
   experience: Experience,
   waiting: Responses | None = None,
 ) -> LearnerState:
-  """The state when its models have been updated."""
+  """Returns the state after the update of its models."""
   mask = experience["policy_mask"]
   if state.temperature_state is not None and mask.any():
     statistics = estimators.entropy_statistics(scores["entropies"], mask)
@@ -571,7 +570,7 @@ def _concatenate(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _check_rows(batches: list[MiniBatch], rows: np.ndarray) -> None:
-  """Each of the rows once; anything else is a fault of ours."""
+  """Checks that mini-batches hold each row exactly once."""
   held = np.concatenate([rows[:0], *(batch.rows for batch in batches)])
   if not np.array_equal(np.sort(held), np.sort(rows)):
     raise RuntimeError(

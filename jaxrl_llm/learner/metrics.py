@@ -1,4 +1,4 @@
-"""What a learner reports of a batch before it updates on it."""
+"""Metrics of a batch before the update."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from jaxrl_llm.types import Experience, Origin, Rollout, Status
 def experience_metrics(
   experience: Experience, behavior_logprobs: np.ndarray, algorithm: Algorithm
 ) -> dict[str, float]:
-  """Advantages, how well the critic knew the returns, and the corrections."""
+  """Returns metrics of advantages, explained variance and corrections."""
   row, mask = {}, np.asarray(experience["policy_mask"])
   if "value_mask" in experience and np.any(experience["value_mask"]):
     row["value/explained_variance"] = explained_variance(experience)
@@ -46,18 +46,17 @@ def parity(
   scored: np.ndarray,
   version: int,
 ) -> dict[str, float]:
-  """Difference of sampler and trainer in the log-probs of the same tokens.
+  """Returns the difference between the sampler's and trainer's log-probs.
 
-  Only tokens that the policy of the present version wrote have to agree. Those
-  of an older version differ by the updates since, see `staleness`, and those of
-  another writer by as much as the writers do.
+  Only tokens of the current version are compared: older ones also differ by the
+  updates since (`staleness`), and tokens of other origin by their author.
 
   Args:
     rollout: B responses.
     mask: bool [B, T], tokens that are trained on.
-    old_logprobs: [B, T], of the trainer before the update.
-    scored: bool [B], rows of which it is known.
-    version: of the policy that the update starts from.
+    old_logprobs: [B, T], log-probs of the trainer before the update.
+    scored: bool [B], rows that have them.
+    version: version of the policy before the update.
   """
   same = mask & scored[:, None] & (rollout.version == version)
   same &= rollout.origin == Origin.POLICY
@@ -73,7 +72,7 @@ def parity(
 def staleness(
   rollout: Rollout, mask: np.ndarray, version: int
 ) -> dict[str, float]:
-  """Versions between the weights that wrote a token and those it trains."""
+  """Returns the versions between a token's weights and those it trains."""
   age = (version - rollout.version)[mask]
   if not age.size:
     return {}

@@ -1,4 +1,4 @@
-"""Packing: samples of different length side by side in rows of one capacity.
+"""Packing: samples of different lengths in rows of a fixed capacity.
 
 A sample is its prompt and response without padding. Samples of one prompt that
 fit a row together share their prompt, which is then computed once: the prompt
@@ -32,7 +32,7 @@ class PackedTokens(PackedRows):
   A loss at (m, r, c) is about `targets`; segments are 1.. per row.
   """
 
-  count: chex.Array = 0  # int32 scalar, micro-batches that hold anything.
+  count: chex.Array = 0  # int32 scalar, number of micro-batches with tokens.
 
   def rows(self, i: chex.Numeric) -> PackedRows:
     """Micro-batch i, [r, C]."""
@@ -42,7 +42,7 @@ class PackedTokens(PackedRows):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """Where the response tokens of B samples lie in [M, r, C].
+  """The positions of the response tokens of B samples in [M, r, C].
 
   Attributes:
     shape: (M, r, C).
@@ -64,19 +64,19 @@ class Layout:
     return packed.reshape(self.shape)
 
   def gather(self, packed: chex.Array) -> np.ndarray:
-    """Packed [M, r, C] to response-aligned [B, T], 0 where nothing is."""
+    """Packed [M, r, C] to response-aligned [B, T], 0 elsewhere."""
     flat = np.asarray(packed).reshape(-1)
     return np.where(self.present, flat[self.index], flat.dtype.type(0))
 
   def gather_last(self, packed: chex.Array) -> np.ndarray:
-    """Packed [M, r, C] to [B], what stands at the last token."""
+    """Packed [M, r, C] to [B], the value at the last token."""
     return np.asarray(packed).reshape(-1)[self.last]
 
 
 def first_fit_decreasing(
   lengths: np.ndarray, capacity: int
 ) -> tuple[np.ndarray, np.ndarray, int]:
-  """Rows and offsets of units, longest first into the first row with room.
+  """Assigns units to rows, longest first, each to the first row that fits.
 
   Args:
     lengths: int [N], none over capacity.
@@ -101,7 +101,7 @@ def first_fit_decreasing(
 def share_prompts(
   rollout: Rollout, capacity: int
 ) -> tuple[list[list[int]], list[int]]:
-  """Units of samples of one prompt that fit a row with the prompt once.
+  """Groups samples of one prompt into units that fit a row and share it.
 
   A unit of n > 1 samples holds the prompt but its last token, then per sample
   that token and the response.
@@ -129,7 +129,7 @@ def share_prompts(
 
 
 def alone(rollout: Rollout, capacity: int) -> tuple[list[list[int]], list[int]]:
-  """As `share_prompts`, of samples that keep their prompts."""
+  """Like `share_prompts`, but every sample keeps its own prompt."""
   del capacity
   units = [[i] for i in range(len(rollout.lengths))]
   return units, (rollout.prompt_lengths + rollout.lengths).tolist()
@@ -248,13 +248,13 @@ class PackedBatch:
 
   packed: PackedTokens
   mask: chex.Array  # bool.
-  inputs: dict[str, chex.Array]  # Of the losses by name, weights among them.
-  schedule_step: chex.Array = np.int32(0)  # Of the learning rate.
+  inputs: dict[str, chex.Array]  # Inputs and weights of the losses, by name.
+  schedule_step: chex.Array = np.int32(0)  # For the learning rate.
   step_scale: chex.Array | None = None  # Factor of the update; None is 1.
 
   @property
   def trains(self) -> bool:
-    """Whether a token has a weight in any loss; of arrays on the host."""
+    """Whether any token has a weight in any loss; reads host arrays."""
     return any(x.any() for k, x in self.inputs.items() if k.endswith("weights"))
 
 
@@ -312,7 +312,7 @@ def mini_batches(
 def one_by_one(
   rollout: Rollout, *, capacity: int, rows: int, micro_batches: int
 ) -> PackedTokens:
-  """Each of B samples, at least one, alone in a micro-batch, [M, r, C].
+  """Packs each of B >= 1 samples alone into a micro-batch, [M, r, C].
 
   Args:
     rollout: B samples.

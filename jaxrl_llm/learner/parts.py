@@ -1,11 +1,10 @@
-"""Parts of an algorithm: plain functions with the inputs that they read.
+"""Parts of an algorithm: plain functions, wired by the names of their inputs.
 
-A part is a function of arrays and the names of what it is called with. The
-names are looked up in one table: what the batch says of itself (`mask`,
-`rewards`, `behavior_logprobs`, ...), what the models say of it (`values`,
-`old_logprobs`, ...) and what other parts make of these (`advantages`, ...). So
-exactly the inputs are computed that somebody reads, and a part of one's own
-may read a new one.
+A part is a function of arrays with the names of its inputs. Inputs are fields
+of the batch (`mask`, `rewards`, `behavior_logprobs`, ...), scores of the models
+(`values`, `old_logprobs`, ...) or results of other parts (`advantages`, ...).
+Only inputs that some part reads are computed, and your own part may read your
+own input.
 """
 
 import inspect
@@ -16,7 +15,7 @@ import jax
 
 
 class Part(NamedTuple):
-  """A function of arrays, called with the inputs of these names in order."""
+  """A function of arrays, and the names of its inputs in order."""
 
   fn: Callable[..., Any]
   reads: tuple[str, ...]
@@ -26,13 +25,13 @@ class Part(NamedTuple):
 
 
 class Auxiliary(NamedTuple):
-  """A loss beside the surrogate, and the tokens that it is averaged over."""
+  """An additional loss, and the tokens that it is averaged over."""
 
-  loss: Part  # Of inputs of the update -> per-token loss.
+  loss: Part  # Inputs of the update -> per-token loss.
   coefficient: float
   mask: str  # Name of a bool input [B, T].
-  mode: str  # Of `masked.token_weights`.
-  norm: float | None = None  # Its constant length, for a mode that has one.
+  mode: str  # A mode of `masked.token_weights`.
+  norm: float | None = None  # Constant length, for modes with one.
 
 
 def part(
@@ -41,15 +40,14 @@ def part(
   /,
   **inputs: str,
 ) -> Part:
-  """A function as a part.
+  """Makes a part of a function.
 
   Args:
-    fn: of arrays, its positional arguments, each of which reads the input of
-      its own name.
-    settings: values for its keyword-only arguments, by their names; others are
-      passed over. What is not given keeps its default.
-    **inputs: argument -> input that it reads instead of one of its own name,
-      or instead of being a setting.
+    fn: function of arrays; each positional argument reads the input of its
+      name.
+    settings: values of keyword-only arguments by name; others are ignored, and
+      arguments without a value keep their default.
+    **inputs: argument -> name of the input that it reads instead.
   """
   parameters = inspect.signature(fn).parameters.values()
   positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -61,7 +59,7 @@ def part(
 
 
 def then(first: Part, fn: Callable[..., Any], *reads: str) -> Part:
-  """A part followed by a function of its result and of further inputs."""
+  """Applies a function to the result of a part and more inputs."""
 
   def both(*arrays):
     count = len(first.reads)
@@ -71,7 +69,7 @@ def then(first: Part, fn: Callable[..., Any], *reads: str) -> Part:
 
 
 def leaves_of(names: Iterable[str], parts: Mapping[str, Part]) -> set[str]:
-  """The inputs that no part makes and that the named ones rest on."""
+  """Returns the inputs that the named ones need and that no part computes."""
   found = set()
   for name in names:
     made = parts.get(name)
@@ -84,17 +82,17 @@ def evaluate(
   parts: Mapping[str, Part],
   leaves: Mapping[str, jax.Array],
 ) -> dict[str, jax.Array]:
-  """The named inputs, each part they rest on computed once.
+  """Computes the named inputs, each part once.
 
   They are constants of a loss: no gradient flows into them.
 
   Args:
-    names: of inputs.
-    parts: what makes an input, by its name.
-    leaves: the inputs that no part makes.
+    names: names of inputs.
+    parts: parts by the name of the input that they compute.
+    leaves: inputs that no part computes.
 
   Raises:
-    KeyError: an input is neither made nor given.
+    KeyError: An input is neither computed nor given.
   """
   known = dict(leaves)
 

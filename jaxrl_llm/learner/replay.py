@@ -1,7 +1,7 @@
-"""Silent corruption: an update done twice must give the same bits twice.
+"""Detects silent data corruption: repeated updates must agree in every bit.
 
-A processor can be wrong now and then without telling (Hochschild et al. 2021,
-"Cores that don't count"). Nothing in a loss curve shows it.
+A faulty processor can calculate wrongly without an error (Hochschild et al.
+2021, "Cores that don't count"). No loss curve shows it.
 """
 
 import socket
@@ -15,26 +15,24 @@ from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.state import LearnerState
 from jaxrl_llm.types import Responses
 
-_AGAIN = (
-  "take it out of the job; the same --workdir goes on from its checkpoint"
-)
+_AGAIN = "replace this host; the same --workdir continues from its checkpoint"
 
 
 def update_twice(
   learner: Learner, state: LearnerState, responses: Responses, timer: Any
 ) -> tuple[LearnerState, dict[str, float]]:
-  """As `Learner.update`, with proof; needs room for a second state.
+  """Runs `Learner.update` twice and compares; needs memory for two states.
 
   Args:
-    learner: does the updates; on a GPU they have the same bits only with
+    learner: runs the updates. On a GPU they are deterministic only with
       XLA_FLAGS=--xla_gpu_deterministic_ops=true.
-    state: before; its arrays are given away.
+    state: the state before; its arrays are donated.
     responses: the batch.
-    timer: times the first one as ever, and the second one as phase `replay`.
+    timer: times the second update and the comparison as phase `replay`.
 
   Raises:
-    TrainingStopped: the second update came out otherwise, or copies of an array
-      that devices have in common differ; nothing of it has been saved.
+    TrainingStopped: The updates differ, or replicated arrays differ between
+      devices; nothing of the update has been saved.
   """
   with timer.phase("replay"):
     step = state.step + 1
@@ -54,7 +52,7 @@ def update_twice(
     wrong = [name for name in first if first[name] != second[name]]
   if wrong:
     raise TrainingStopped(
-      f"step {step}, done twice, has other bits in {wrong[0]} ({len(wrong)} of"
+      f"step {step}, computed twice, differs in {wrong[0]} ({len(wrong)} of"
       f" {len(first)} arrays): {socket.gethostname()} calculates wrongly;"
       f" {_AGAIN}"
     )

@@ -1,4 +1,4 @@
-"""Scoring: what fixed parameters say of the tokens of a batch."""
+"""Scoring: log-probs, entropies and values of a batch's tokens."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ from jaxrl_llm.types import Rollout
 
 
 def _over_micro_batches(score, packed: PackedTokens) -> Any:
-  """score(micro-batch) -> tree of [r, C] for the micro-batches with tokens."""
+  """Maps score, micro-batch -> tree of [r, C], over nonempty micro-batches."""
 
   def body(i, out):
     scores = score(packed.rows(i))
@@ -64,10 +64,10 @@ def score_gradient_norms(
   fns: ModelFns,
   frozen: tuple[str, ...],
 ) -> jax.Array:
-  """‖∇ log π(response)‖ of the one in each micro-batch, float32 [M]; 0 of none.
+  """Gradient norm ‖∇ log π‖ of each micro-batch's response, float32 [M].
 
-  One gradient at a time: memory is that of one, time that of M backward passes
-  of one response.
+  One gradient at a time, at the memory of one and the time of M backward
+  passes. 0 for a micro-batch without a response.
 
   Args:
     params: policy parameters.
@@ -99,20 +99,20 @@ def policy_scores(
   *,
   reads_old: bool,
 ) -> dict[str, np.ndarray]:
-  """What the policy before the update says, and the reference.
+  """Scores responses by the policy before the update and by the reference.
 
   Args:
     score: (params, mini-batch) -> packed log-probs and entropies, on the host.
-    params: of the policy.
-    reference: parameters that a KL is taken to; None without one.
+    params: parameters of the policy.
+    reference: parameters of the KL's reference; None without a KL.
     rollout: B responses.
-    batches: those of its rows that are scored.
-    reads_old: whether an algorithm reads the policy's. Else only the first
-      mini-batch is scored, to see whether sampler and trainer agree.
+    batches: mini-batches of the rows to score.
+    reads_old: whether the algorithm reads the policy's scores. If not, only the
+      first mini-batch is scored, for the parity of sampler and trainer.
 
   Returns:
-    `old_logprobs`, `entropies` and `ref_logprobs`, [B, T] and 0 where they
-    are not known; `scored`, bool [B], rows whose first two are.
+    `old_logprobs`, `entropies` and `ref_logprobs`, [B, T], 0 where not scored;
+    `scored`, bool [B], rows with the first two.
   """
   names = ("old_logprobs", "entropies", "ref_logprobs")
   out = {n: np.zeros(rollout.mask.shape, np.float32) for n in names}
@@ -139,21 +139,21 @@ def writer_logprobs(
   *,
   version: int,
 ) -> np.ndarray:
-  """What the weights that wrote the new tokens say of them, to the trainer.
+  """Scores new tokens in the trainer by the weights that sampled them.
 
-  Every version scores whole mini-batches, as the policy does: equal weights
-  have equal log-probs in every bit.
+  Every version scores whole mini-batches, as the policy does, so that equal
+  weights give bitwise equal log-probs.
 
   Args:
     score: as in `policy_scores`.
     params_of: (version) -> parameters.
-    old_logprobs: [B, T], of `version`, which are not scored anew.
+    old_logprobs: [B, T], scores of `version`, which are reused.
     rollout: B responses.
-    batches: those of its rows that have new tokens.
-    version: of the policy.
+    batches: mini-batches of the rows with new tokens.
+    version: version of the policy.
 
   Returns:
-    float32 [B, T], `old_logprobs` where a token is not new.
+    float32 [B, T]; `old_logprobs` for tokens that are not new.
   """
   new = np.arange(rollout.mask.shape[1]) >= rollout.window_start[:, None]
   wrote = np.where(rollout.mask & new, rollout.version, version)
@@ -174,7 +174,7 @@ def critic_scores(
   rollout: Rollout,
   batches: Sequence[MiniBatch],
 ) -> dict[str, np.ndarray]:
-  """`values` [B, T] and `next_values` [B], V after the last token."""
+  """Returns `values` [B, T] and `next_values` [B], V after the last token."""
   values = np.zeros(rollout.mask.shape, np.float32)
   next_values = np.zeros(len(rollout.lengths), np.float32)
   for batch in batches:

@@ -1,4 +1,4 @@
-"""What a learner keeps between updates, and plain records beside it."""
+"""The state of a learner, and its records."""
 
 import dataclasses
 from typing import Any
@@ -13,34 +13,34 @@ from jaxrl_llm.types import Experience, Responses, Rollout
 
 @chex.dataclass(frozen=True)
 class LearnerState:
-  """What changes from update to update; with the seed it fixes the rest."""
+  """The state of a learner; with the seed it determines everything else."""
 
   step: int  # Batches learned from: the version of the policy.
   policy: TrainState
-  critic: TrainState | None  # None: the method has none.
-  ema: Any  # PPO-EWMA's average of the policy; None unless needed.
-  # The policy's last versions, see `models.KeptWeights`; None unless needed.
+  critic: TrainState | None  # None without a critic.
+  ema: Any  # Moving average of the policy (PPO-EWMA) or None.
+  # Earlier versions of the policy, see `models.KeptWeights`; or None.
   kept: Any
-  # Of the last batch, for the sampler's adaptive temperature; else None.
+  # For the sampler's adaptive temperature, from the last batch; else None.
   temperature_state: estimators.EntropyStatistics | None
-  waiting: Responses | None  # Ended, but the critic has not seen them.
+  waiting: Responses | None  # Ended; not yet seen by the critic.
 
 
 @dataclasses.dataclass(frozen=True)
 class LearnerSettings:
   """Plain settings of a learner."""
 
-  seed: int  # Of the order of mini-batches.
+  seed: int  # Seed of the order of mini-batches.
   max_tokens_per_row: int  # Capacity of a packed row.
-  max_skipped: int  # Updates in a row that are not finite before it stops.
-  temperature: float  # That responses are sampled at.
+  max_skipped: int  # Consecutive non-finite updates before it stops.
+  temperature: float  # Sampling temperature.
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainingBatch:
-  """Responses as a model sees them before it learns from them."""
+  """The responses, inputs and mini-batches of an update."""
 
   rollout: Rollout
   experience: Experience
-  mini_batches: list[MiniBatch]  # Of the first epoch.
-  step: int  # Of the run, which the learning rate follows.
+  mini_batches: list[MiniBatch]  # For the first epoch.
+  step: int  # Step of the run, for the learning rate.
