@@ -552,7 +552,9 @@ class TestReplay:
       return experience | {"advantages": experience["advantages"] * 1.0001}
 
     wrong = interrupting(run, PRETRAINED + 3, nudge)
-    with pytest.raises(TrainingStopped, match="^step 2, computed twice, differs"):
+    with pytest.raises(
+      TrainingStopped, match="^step 2, computed twice, differs"
+    ):
       loop.train(with_config(wrong, run__replay_every=2), tmp_path)
     # Only the policy learns from advantages.
     assert newest(run, tmp_path).step == 1
