@@ -1,6 +1,6 @@
 """Rebuilds a base model that is shipped in the package.
 
-    python scripts/pretrain.py --config=configs/pretrain.py[:TASK]
+    python scripts/dev/pretrain.py --config=configs/pretrain.py[:TASK]
 
 Tasks:
   chain_sum  (the default) running sums of up to 6 operations, step by step.

@@ -1,4 +1,8 @@
-"""The programs of the project. Installed, NAME.py is the command jaxrl-NAME."""
+"""The programs of the project. Installed, NAME.py is the command jaxrl-NAME.
+
+The other folders hold what the programs are made of; `dev` has the programs of
+developers, which are not installed.
+"""
 
 import pathlib
 import runpy

@@ -33,8 +33,8 @@ import types  # noqa: E402
 from collections.abc import Sequence  # noqa: E402
 from typing import Any  # noqa: E402
 
-import command_line  # noqa: E402
 from absl import flags  # noqa: E402
+from parts import command_line  # noqa: E402
 
 _CONFIG = command_line.define_config(
   None, "METHOD:PRESET or FILE.py:PRESET, whose model it is."
@@ -53,13 +53,15 @@ if __name__ == "__main__":  # Before JAX, which takes seconds.
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
-from scaling import estimate, hlo, shapes  # noqa: E402
+from scaling import estimate, hlo  # noqa: E402
 
 from jaxrl_llm import models, sharding  # noqa: E402
 from jaxrl_llm.errors import InputError  # noqa: E402
 from jaxrl_llm.learner.choices import has_critic  # noqa: E402
 from jaxrl_llm.learner.lower import lower  # noqa: E402
+from jaxrl_llm.metrics.chips import CHIPS, Chip  # noqa: E402
 from jaxrl_llm.models import hf  # noqa: E402
+from jaxrl_llm.models.shapes import MODELS  # noqa: E402
 from jaxrl_llm.models.transformer import REMAT_POLICIES  # noqa: E402
 from jaxrl_llm.train import build, meshes, sampler, validation  # noqa: E402
 
@@ -82,23 +84,23 @@ def model_of(config: Any, preset: str) -> models.ModelConfig:
   """The shape of the model."""
   if config.model.path:
     return hf.read_config(config.model.path)
-  if preset in shapes.MODELS:
-    return shapes.MODELS[preset]
+  if preset in MODELS:
+    return MODELS[preset]
   raise InputError(
     f"preset {preset!r} names no model; give --config.model.path, or one of"
-    f" {', '.join(shapes.MODELS)}"
+    f" {', '.join(MODELS)}"
   )
 
 
-def chip_of(topology: str) -> shapes.Chip:
+def chip_of(topology: str) -> Chip:
   """The chip of a topology."""
   name = topology.partition(":")[0]
-  if name not in shapes.CHIPS:
+  if name not in CHIPS:
     raise InputError(
-      f"--topology={topology}: choose a chip of {', '.join(shapes.CHIPS)}, such"
+      f"--topology={topology}: choose a chip of {', '.join(CHIPS)}, such"
       " as v5p:4x4x4"
     )
-  return shapes.CHIPS[name]
+  return CHIPS[name]
 
 
 def devices_of(topology: str) -> list[Any]:
@@ -181,7 +183,7 @@ def compiled(name: str, lowered: Any, mesh: dict, loops: list[int]) -> dict:
   return found
 
 
-def report(config, model, programs: Programs, chip: shapes.Chip) -> bool:
+def report(config, model, programs: Programs, chip: Chip) -> bool:
   """Compiles and prints; returns whether everything fits."""
   sizes, written = (
     estimate.Sizes(config, model, mesh, _MEAN.value)
@@ -277,9 +279,7 @@ def _print_step(sizes, chip, work) -> None:
   print(f"assumed shares of what the maker states: {shares}")
 
 
-def search(
-  config, model, topology: str, chip: shapes.Chip
-) -> list[estimate.Fit]:
+def search(config, model, topology: str, chip: Chip) -> list[estimate.Fit]:
   """Meshes of learner and sampler that fit, and what goes with them."""
   count = 1
   for side in topology.partition(":")[2].split("x"):

@@ -18,9 +18,9 @@ import math
 import pathlib
 import sys
 
-import command_line
 from absl import flags, logging
 from ml_collections import config_flags
+from parts import command_line
 
 from jaxrl_llm import config as config_lib
 from jaxrl_llm.errors import InputError, as_input_error

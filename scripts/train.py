@@ -22,9 +22,9 @@ import time
 import traceback
 from typing import NoReturn
 
-import command_line
 from absl import flags, logging
 from ml_collections import config_flags
+from parts import command_line
 
 from jaxrl_llm import config as config_lib
 from jaxrl_llm.errors import InputError
@@ -144,7 +144,7 @@ def run() -> int:
     The exit code.
   """
   # Heavy imports late: a typing error in a flag answers at once.
-  import dry_run
+  from parts import dry_run
 
   from jaxrl_llm import plugin, processes
   from jaxrl_llm.train import build, loop

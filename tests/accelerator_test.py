@@ -1,4 +1,4 @@
-"""Tests of scripts/accelerator.py and of what it runs on a device."""
+"""Tests of scripts/dev/accelerator.py and of what it runs on a device."""
 
 import dataclasses
 import importlib.util
@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from benchmarks import devices
 from helpers import programs
-from scaling import shapes
 
 from jaxrl_llm import models
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.models.shapes import MODELS
 
 _ROOT = pathlib.Path(__file__).parents[1]
-_SCRIPT = _ROOT / "scripts" / "accelerator.py"
+_SCRIPT = _ROOT / "scripts" / "dev" / "accelerator.py"
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +150,7 @@ def test_bad_flags_are_one_line(script, flags, problem, capsys):
 
 @pytest.mark.parametrize("name", ["qwen2.5-1.5b", "qwen2.5-7b"])
 def test_a_token_is_multiplied_with_all_but_looked_up_embeddings(name):
-  config = shapes.MODELS[name]
+  config = MODELS[name]
   fns = models.make_policy(config)
   shape = jax.eval_shape(fns.init, jax.random.key(0))
   if not config.tie_word_embeddings:
@@ -160,7 +160,7 @@ def test_a_token_is_multiplied_with_all_but_looked_up_embeddings(name):
 
 
 def test_as_many_layers_as_fit_and_at_least_one(monkeypatch):
-  whole = shapes.MODELS["qwen2.5-7b"]
+  whole = MODELS["qwen2.5-7b"]
   memory = lambda gib: monkeypatch.setattr(
     devices, "_memory_bytes", lambda: gib * 2**30
   )

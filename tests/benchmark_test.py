@@ -1,4 +1,4 @@
-"""Tests of scripts/benchmark.py and scripts/benchmarks."""
+"""Tests of scripts/dev/benchmark.py and scripts/dev/benchmarks."""
 
 import importlib.util
 import json
@@ -14,7 +14,7 @@ from benchmarks import workloads
 
 from jaxrl_llm.errors import InputError
 
-_SCRIPT = pathlib.Path(__file__).parents[1] / "scripts" / "benchmark.py"
+_SCRIPT = pathlib.Path(__file__).parents[1] / "scripts" / "dev" / "benchmark.py"
 _TUNIX = {
   "library": "google-tunix",
   "shape": "smollm135m",

@@ -1,7 +1,7 @@
 """Hints of command lines that a program cannot use."""
 
-import command_line
 import pytest
+from parts import command_line
 
 from jaxrl_llm import config as config_lib
 

@@ -1,4 +1,4 @@
-"""scripts/critic.py: what a critic thinks along a response."""
+"""scripts/dev/critic.py: what a critic thinks along a response."""
 
 import csv
 import types

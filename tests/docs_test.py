@@ -23,7 +23,7 @@ _PAGES = [
 def test_pages_are_what_the_code_says(tmp_path):
   pytest.importorskip("matplotlib")
   subprocess.run(
-    [sys.executable, "scripts/docs.py", f"--out={tmp_path}"],
+    [sys.executable, "scripts/dev/docs.py", f"--out={tmp_path}"],
     cwd=_ROOT,
     env=os.environ | {"PYTHONPATH": str(_ROOT)},
     check=True,
@@ -31,7 +31,7 @@ def test_pages_are_what_the_code_says(tmp_path):
   for name in ("config.md", "api.md"):
     written = (tmp_path / name).read_text("utf-8")
     kept = (_ROOT / "docs" / name).read_text("utf-8")
-    assert written == kept, "run `python scripts/docs.py`"
+    assert written == kept, "run `python scripts/dev/docs.py`"
   assert (tmp_path / "architecture.png").stat().st_size > 10_000
 
 

@@ -1,7 +1,7 @@
 """What train.py --dry_run says of a run before it trains."""
 
-import dry_run
 from helpers import tiny_run
+from parts import dry_run
 
 from jaxrl_llm.train import build
 

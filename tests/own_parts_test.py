@@ -6,11 +6,11 @@ import re
 import subprocess
 import sys
 
-import dry_run
 import numpy as np
 import pyarrow
 import pytest
 from helpers import chat_model, programs, tiny_run
+from parts import dry_run
 from pyarrow import parquet
 
 from jaxrl_llm import metrics, plugin

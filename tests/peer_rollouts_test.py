@@ -1,4 +1,4 @@
-"""Tests of scripts/peer_rollouts.py and of the lengths it shares with ours."""
+"""Tests of scripts/dev/peer_rollouts.py and of the lengths that it draws."""
 
 import importlib.util
 import pathlib
@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from benchmarks import tail
 
-_SCRIPT = pathlib.Path(__file__).parents[1] / "scripts" / "peer_rollouts.py"
+_SCRIPT = (
+  pathlib.Path(__file__).parents[1] / "scripts" / "dev" / "peer_rollouts.py"
+)
 
 
 def test_lengths_have_the_quantiles_that_were_asked_for():

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 from helpers import configs
 from jax.sharding import NamedSharding, PartitionSpec
-from scaling import estimate, hlo, shapes
+from scaling import estimate, hlo
 
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import models, sharding
+from jaxrl_llm.metrics.chips import Chip
+from jaxrl_llm.models.shapes import MODELS
 from jaxrl_llm.train import validation
 
 MESH = {"data": 1, "fsdp": 4, "tensor": 2}
@@ -86,7 +88,7 @@ class TestEstimate:
   def sizes(self, preset="qwen2.5-7b", **mesh):
     config = configs.load("vapo", preset)
     mesh = {"data": 1, "fsdp": 16, "tensor": 1} | mesh
-    return estimate.Sizes(config, shapes.MODELS[preset], mesh)
+    return estimate.Sizes(config, MODELS[preset], mesh)
 
   @pytest.mark.parametrize(
     "preset, billions",
@@ -94,7 +96,7 @@ class TestEstimate:
   )
   def test_models_have_the_size_of_their_name(self, preset, billions):
     # As their model cards say.
-    found = models.num_params(shapes.MODELS[preset]) / 1e9
+    found = models.num_params(MODELS[preset]) / 1e9
     assert found == pytest.approx(billions, rel=0.005)
 
   def test_a_forward_pass_by_hand(self):
@@ -138,7 +140,7 @@ class TestEstimate:
     assert two.flops == one.flops / 2 and two.sent != one.sent
 
   def test_the_slowest_resource_is_the_bound(self):
-    chip = shapes.Chip(memory=1.0, flops=1.0, bandwidth=1.0, links=1.0)
+    chip = Chip(memory=1.0, flops=1.0, bandwidth=1.0, links=1.0)
     work = estimate.Work(flops=6.0, moved=1.4, sent=70.0)
     assert work.bound(chip) == (pytest.approx(100.0), "links")
     assert work.seconds(chip)["compute"] == pytest.approx(10.0)

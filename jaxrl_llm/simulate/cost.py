@@ -11,6 +11,7 @@ import chex
 import numpy as np
 import scipy.optimize
 
+from jaxrl_llm.metrics.chips import CHIPS
 from jaxrl_llm.sampling.stats import DecodeCall
 
 
@@ -110,8 +111,8 @@ def accelerator(
   bytes_per_parameter: float = 2,
   kv_bytes_per_token: float = 57_344,
   flops_per_pair: float = 401_408,
-  bandwidth: float = 2.765e12,
-  peak_flops: float = 459e12,
+  bandwidth: float = CHIPS["v5p"].bandwidth,
+  peak_flops: float = CHIPS["v5p"].flops,
   bandwidth_use: float = 0.6,
   flops_use: float = 0.4,
   step_latency_s: float = 2e-3,
@@ -149,8 +150,8 @@ def accelerator(
     sync_bandwidth: at which a device gets its weights, bytes/s.
 
   Reference:
-    Williams et al. 2009, Roofline, Communications of the ACM 52(4). Google
-    Cloud, TPU v5p: 459 TFLOP/s in bfloat16, 2765 GB/s a chip.
+    Williams et al. 2009, Roofline, Communications of the ACM 52(4). The
+    chip: `jaxrl_llm.metrics.chips`.
   """
   weights = parameters * bytes_per_parameter
   read = 1 / (bandwidth * bandwidth_use)

@@ -1,21 +1,8 @@
 """Speed of a training step."""
 
 from jaxrl_llm.learner.learner import Learner
+from jaxrl_llm.metrics.chips import PEAK_FLOPS
 from jaxrl_llm.models import num_params
-
-# Dense bfloat16 floating-point operations per second of one device, from the
-# vendors' data sheets, by JAX's name of the device.
-PEAK_FLOPS = {
-  "TPU v4": 275e12,
-  "TPU v5 lite": 197e12,
-  "TPU v5": 459e12,
-  "TPU v5p": 459e12,
-  "TPU v6 lite": 918e12,
-  "NVIDIA A100-SXM4-40GB": 312e12,
-  "NVIDIA A100-SXM4-80GB": 312e12,
-  "NVIDIA H100 80GB HBM3": 989e12,
-  "NVIDIA H200": 989e12,
-}
 
 
 def speed(learner: Learner, row: dict[str, float]) -> dict[str, float]:

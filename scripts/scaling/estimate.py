@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
-from scaling.shapes import Chip
 
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import models, sharding
 from jaxrl_llm.learner.choices import has_critic
+from jaxrl_llm.metrics.chips import Chip
 from jaxrl_llm.sampling.allocator import default_page_size
 from jaxrl_llm.train import build
 

@@ -1,6 +1,6 @@
 """Sound files of every kind that is read from outside, and damage to them.
 
-    PYTHONPATH=.:tests:scripts python tests/bad_inputs/mutants.py 20000
+    PYTHONPATH=.:tests:scripts/dev python tests/bad_inputs/mutants.py 20000
 
 A mutant is read as a run would read it: it is refused in one printable line,
 or read; anything else is an error of ours.

@@ -3,7 +3,7 @@
 `formats/N/` is the folder of a small windowed run that format N of the library
 wrote, in its second step, with responses half-written. A new format adds one:
 
-    PYTHONPATH=.:tests:scripts python tests/checkpoint/formats_test.py
+    PYTHONPATH=.:tests:scripts/dev python tests/checkpoint/formats_test.py
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The fault campaign of scripts/chaos.py, in small."""
+"""The fault campaign of scripts/dev/chaos.py, in small."""
 
 import chaos
 import pytest

@@ -15,7 +15,7 @@ import pytest
 from helpers import tiny_run
 
 _ROOT = pathlib.Path(__file__).parents[2]
-_PATH = os.pathsep.join(str(_ROOT / x) for x in (".", "tests", "scripts"))
+_PATH = os.pathsep.join(str(_ROOT / x) for x in (".", "tests", "scripts/dev"))
 # Kills itself before or after the call of a function whose number is given.
 _PROGRAM = """
 import importlib, os, signal, sys

@@ -71,7 +71,7 @@ def test_three_steps_of_the_script_at_full_size(task, tmp_path):
   done = subprocess.run(
     [
       sys.executable,
-      "scripts/pretrain.py",
+      "scripts/dev/pretrain.py",
       f"--config=configs/pretrain.py:{task}",
       f"--config.out={tmp_path / 'base'}",
       "--config.steps=3",

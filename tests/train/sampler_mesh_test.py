@@ -3,13 +3,13 @@
 import functools
 
 import chex
-import dry_run
 import jax
 import numpy as np
 import pytest
 from helpers import tiny_mesh_run, tiny_run
 from helpers.tiny_mesh_run import MESHES, PLAIN, recorded
 from helpers.tiny_run import with_config
+from parts import dry_run
 from scaling import estimate
 
 from jaxrl_llm import metrics, sharding

@@ -1,6 +1,6 @@
 """The training loop under a seeded scheduler that fails its file system.
 
-    PYTHONPATH=.:tests:scripts python tests/train/simulation.py --steps=5000
+    PYTHONPATH=.:tests:scripts/dev python tests/train/simulation.py --steps=5000
 
 The loop, the folder of the run, the logger, the pipeline, the source of prompts
 and the checkpoints are the real ones. In place of the models stands a little

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 _ROOT = pathlib.Path(__file__).parents[2]
-_PATH = os.pathsep.join(str(_ROOT / x) for x in (".", "tests", "scripts"))
+_PATH = os.pathsep.join(str(_ROOT / x) for x in (".", "tests", "scripts/dev"))
 
 
 def simulate(steps):

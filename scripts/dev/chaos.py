@@ -1,6 +1,6 @@
 """Breaks a small training run again and again; it must end as if nothing was.
 
-    python scripts/chaos.py --faults=8 --seed=0 [--out=runs/chaos]
+    python scripts/dev/chaos.py --faults=8 --seed=0 [--out=runs/chaos]
 
 One run goes through. Another is killed, asked to stop, killed while it resumes,
 has a file of its newest checkpoint damaged, or meets a full disk, in turn, at
@@ -22,7 +22,7 @@ import sys
 import time
 from typing import NamedTuple
 
-_ROOT = pathlib.Path(__file__).resolve().parents[1]
+_ROOT = pathlib.Path(__file__).resolve().parents[2]
 _STEPS = 12
 _KINDS = ("kill", "stop", "kill at start", "damage", "disk")
 _SETTINGS = {

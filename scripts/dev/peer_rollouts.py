@@ -1,7 +1,7 @@
 """Times another library on the work of `benchmark.py rollouts`.
 
-  PYTHON scripts/peer_rollouts.py hf [--shape=tiny] [--batch=64] [--batches=8]
-  PYTHON scripts/peer_rollouts.py tunix
+  PYTHON scripts/dev/peer_rollouts.py hf [--shape=tiny] [--batches=8]
+  PYTHON scripts/dev/peer_rollouts.py tunix
 
 PYTHON has the library (transformers with torch, or google-tunix); this project
 need not be installed there. Weights are random, prompts and lengths those of
@@ -19,7 +19,7 @@ import time
 
 import numpy as np
 
-_ROOT = pathlib.Path(__file__).resolve().parents[1]
+_ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(_ROOT))
 
 import benchmarks  # noqa: E402

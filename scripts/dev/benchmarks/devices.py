@@ -1,4 +1,4 @@
-"""What one device makes of the parts of a run; programs of scripts/accelerator.
+"""Measures the parts of a run on one device, for scripts/dev/accelerator.py.
 
 A value whose name ends in `_bytes_per_s` or `_flops_per_s` has a peak that the
 device was measured or is said to reach.
@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from benchmarks import train_steps, workloads
-from scaling import shapes
 
+from benchmarks import train_steps, workloads
 from jaxrl_llm import base_models, models, sync
 from jaxrl_llm.learner.optimizer import create_train_state
+from jaxrl_llm.metrics.chips import PEAK_FLOPS
+from jaxrl_llm.models.shapes import MODELS
 from jaxrl_llm.sampling import Engine, EngineConfig, SamplingSettings
 from jaxrl_llm.sampling.stats import DecodeCall
-from jaxrl_llm.train.speed import PEAK_FLOPS
 from jaxrl_llm.types import Rollout, Status
 
 _REPEATS = 3
@@ -47,7 +47,7 @@ class Sizes(NamedTuple):
 
 
 _TINY = dataclasses.replace(
-  shapes.MODELS["qwen2.5-1.5b"],
+  MODELS["qwen2.5-1.5b"],
   vocab_size=4096,
   hidden_size=256,
   intermediate_size=1024,
@@ -60,10 +60,10 @@ SIZES = {
     copied=2**31,
     multiplied=8192,
     dtype="bfloat16",
-    decoded=shapes.MODELS["qwen2.5-1.5b"],
+    decoded=MODELS["qwen2.5-1.5b"],
     prompt_length=128,
     new_tokens=256,
-    updated={k: shapes.MODELS[k] for k in ("qwen2.5-1.5b", "qwen2.5-7b")},
+    updated={k: MODELS[k] for k in ("qwen2.5-1.5b", "qwen2.5-7b")},
     response_length=1024,
   ),
   "small": Sizes(

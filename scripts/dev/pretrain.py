@@ -1,6 +1,6 @@
 """Rebuilds an embedded base model, bit for bit on the same machine and JAX.
 
-python scripts/pretrain.py --config=configs/pretrain.py[:TASK]
+python scripts/dev/pretrain.py --config=configs/pretrain.py[:TASK]
 
 `--config.out=DIR` writes it elsewhere than into the package.
 """

@@ -2,7 +2,7 @@
 
     XLA_FLAGS="--xla_force_host_platform_device_count=2 \
         --xla_cpu_multi_thread_eigen=false" \
-        python scripts/timeline.py [--steps=6] [--out=runs/timeline]
+        python scripts/dev/timeline.py [--steps=6] [--out=runs/timeline]
 
 Runs GRPO on the embedded base with sampler and learner on a device of their
 own, a core each: by turns, with `schedule.streaming` and with `schedule.lag`.
@@ -28,7 +28,7 @@ from jaxrl_llm import metrics, report
 from jaxrl_llm.report.figure import figure, name_lines
 from jaxrl_llm.train import build, loop
 
-_GRPO = pathlib.Path(__file__).resolve().parents[1] / "configs" / "grpo.py"
+_GRPO = pathlib.Path(__file__).resolve().parents[2] / "configs" / "grpo.py"
 WAYS = {
   "by turns": {},
   "streaming": {"schedule.streaming": True},

@@ -25,7 +25,6 @@ from benchmarks.summary import (
   summarize,
   wait_until_idle,
 )
-
 from jaxrl_llm.errors import InputError
 
 

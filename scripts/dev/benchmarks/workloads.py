@@ -1,6 +1,6 @@
 """What is measured: random weights, full lengths, compilation apart.
 
-`options` of the functions below has the flags of scripts/benchmark.py as
+`options` of the functions below has the flags of scripts/dev/benchmark.py as
 attributes. A policy step composes jaxrl_llm.learner: see `train_steps`.
 """
 
@@ -11,9 +11,9 @@ from typing import Any
 
 import jax
 import numpy as np
+
 from benchmarks import tail
 from benchmarks.peers import SHAPES
-
 from jaxrl_llm import estimators, metrics, models, simulate
 from jaxrl_llm.sampling import Engine, EngineConfig, SamplingSettings
 

@@ -1,7 +1,7 @@
 """Draws what a critic thinks of responses that it has not seen.
 
-    python scripts/critic.py --workdir=runs/vapo [--out=runs/vapo]
-    python scripts/critic.py --workdir=runs/vapo --step=20 --continuations=8
+    python scripts/dev/critic.py --workdir=runs/vapo [--out=runs/vapo]
+    python scripts/dev/critic.py --workdir=runs/vapo --step=20 --continuations=8
 
 The critic is the one that value pretraining left in the folder of a run, the
 responses are those of the run's first policy to the held-out problems; with

@@ -15,7 +15,7 @@ from jaxrl_llm import presets
 from jaxrl_llm.errors import InputError
 
 # Installed, the page lies in the package, beside these programs.
-_PEERS = pathlib.Path(__file__).resolve().parents[1] / "docs" / "settings.md"
+_PEERS = pathlib.Path(__file__).resolve().parents[2] / "docs" / "settings.md"
 
 
 def define_config(default: str | None, help_text: str) -> flags.FlagHolder:

@@ -1,7 +1,7 @@
 """How well the detector finds the broken host of simulated fleets.
 
-    python scripts/fleet_campaign.py --episodes=2000
-    python scripts/fleet_campaign.py --cost    # of one call at 1,024 hosts
+    python scripts/dev/fleet_campaign.py --episodes=2000
+    python scripts/dev/fleet_campaign.py --cost    # of one call at 1,024 hosts
 
 Half of the episodes are healthy. An alarm counts as right if it names the
 broken host after it broke. Prints a table of detectors and profiles.

@@ -1,0 +1,29 @@
+"""Shapes of published models, from their config.json."""
+
+from jaxrl_llm.models.config import ModelConfig
+
+
+def _qwen(width, mlp, layers, heads, kv_heads, vocabulary=152_064, tied=False):
+  return ModelConfig(
+    family="qwen2",
+    vocab_size=vocabulary,
+    hidden_size=width,
+    intermediate_size=mlp,
+    num_layers=layers,
+    num_heads=heads,
+    num_kv_heads=kv_heads,
+    head_dim=128,
+    max_position_embeddings=32_768,
+    rms_norm_eps=1e-6,
+    rope_theta=1e6,
+    attention_bias=True,
+    tie_word_embeddings=tied,
+  )
+
+
+# Model by the name of the preset that trains it.
+MODELS = {
+  "qwen2.5-1.5b": _qwen(1536, 8960, 28, 12, 2, vocabulary=151_936, tied=True),
+  "qwen2.5-7b": _qwen(3584, 18_944, 28, 28, 4),
+  "qwen2.5-32b": _qwen(5120, 27_648, 64, 40, 8),
+}

@@ -1,0 +1,1 @@
+"""What several programs, or one that is long, are made of."""
