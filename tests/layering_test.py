@@ -12,6 +12,7 @@ L4  train, evaluate, workdir, config      composes the others
 """
 
 import ast
+import itertools
 import pathlib
 import re
 import subprocess
@@ -71,11 +72,7 @@ def _files(*places):
   found = set()
   for place in (_ROOT / name for name in places):
     found |= set(place.rglob("*.py")) if place.is_dir() else {place}
-  return [
-    pytest.param(path, id=str(path.relative_to(_ROOT)))
-    for path in sorted(found)
-    if path.exists()
-  ]
+  return [path for path in sorted(found) if path.exists()]
 
 
 def _imports(path):
@@ -122,11 +119,20 @@ def _rooms(path):
   return used & known
 
 
-@pytest.mark.parametrize("path", _files("jaxrl_llm"))
-def test_libraries_stay_in_their_rooms(path):
+def _faults(paths, found, allowed=frozenset()):
+  """File -> what `found` gives of it beside the allowed, if there is any."""
+  faults = {str(p.relative_to(_ROOT)): found(p) - allowed for p in paths}
+  return {path: names for path, names in faults.items() if names}
+
+
+def test_libraries_stay_in_their_rooms():
   for library, rooms in _KEPT_BY.items():
-    if library in _libraries(path):
-      assert {_room(path), _place(path)} & rooms, f"{library}: {rooms} only"
+    others = [
+      path
+      for path in _files("jaxrl_llm")
+      if not {_room(path), _place(path)} & rooms
+    ]
+    assert not _faults(others, lambda p, own=library: _libraries(p) & {own})
 
 
 def test_every_room_has_a_level():
@@ -135,58 +141,49 @@ def test_every_room_has_a_level():
   assert sum(map(len, (*_LEVELS, _TOOLS))) == len(rooms)
 
 
-@pytest.mark.parametrize("path", _files("jaxrl_llm"))
-def test_rooms_import_nothing_from_above(path):
-  room, allowed = _room(path), set()
+def test_rooms_import_nothing_from_above():
+  below = set()
   for level in _LEVELS:
-    allowed |= level
-    if room in level:
-      break
-  else:  # Tools and the package itself read no config and start no run.
-    allowed = (allowed - _L4) | _TOOLS
-  assert _rooms(path) <= allowed
+    below |= level
+    assert not _faults(_files(*_in_package(level)), _rooms, below)
+  # Tools and the package itself read no config and start no run.
+  files = _files(*_in_package(_TOOLS), "jaxrl_llm/__init__.py")
+  assert not _faults(files, _rooms, (below - _L4) | _TOOLS)
 
 
-@pytest.mark.parametrize("path", _files("jaxrl_llm"))
-def test_nothing_imports_train_but_itself(path):
-  if _room(path) != "train":
-    assert "train" not in _rooms(path)
+def test_nothing_imports_train_but_itself():
+  others = [p for p in _files("jaxrl_llm") if _room(p) != "train"]
+  # What reads a run or samples needs no trainer, either.
+  others += _files("scripts/generate.py", "scripts/convert.py")
+  assert not _faults(others, lambda path: _rooms(path) & {"train"})
 
 
-@pytest.mark.parametrize("path", _files(*_in_package(_L3)))
-def test_rollout_and_learner_do_not_know_each_other(path):
-  assert not _rooms(path) & (_L3 - {_room(path)})
+def test_rollout_and_learner_do_not_know_each_other():
+  for own, other in itertools.permutations(_L3):
+    files = _files(*_in_package({own}))
+    assert not _faults(files, lambda p, other=other: _rooms(p) & {other})
 
 
-@pytest.mark.parametrize(
-  "path",
-  _files(
-    *_in_package({"evaluate", "workdir"}),
-    *("scripts/generate.py", "scripts/convert.py"),
-  ),
-)
-def test_what_reads_a_run_or_samples_needs_no_trainer(path):
-  assert "train" not in _rooms(path)
+def test_the_lowest_rooms_need_only_jax_and_each_other():
+  for room in _L0 | _MATHEMATICS:
+    files = _files(*_in_package({room}))
+    assert not _faults(files, _libraries, _NUMERIC)
+    assert not _faults(files, _rooms, _L0 | (_MATHEMATICS & {room}))
 
 
-@pytest.mark.parametrize("path", _files(*_in_package(_L0 | _MATHEMATICS)))
-def test_the_lowest_rooms_need_only_jax_and_each_other(path):
-  assert _libraries(path) <= _NUMERIC
-  assert _rooms(path) <= _L0 | (_MATHEMATICS & {_room(path)})
+def test_models_know_no_words_of_reinforcement_learning():
+  files = _files(*_in_package({"models"}))
+  words = lambda p: set(re.findall(r"[a-z]+", p.read_text("utf-8").lower()))
+  assert not _faults(files, _rooms, _L0 | {"models", "sharding"})
+  assert not _faults(files, lambda path: words(path) & _RL_WORDS)
 
 
-@pytest.mark.parametrize("path", _files(*_in_package({"models"})))
-def test_models_know_no_words_of_reinforcement_learning(path):
-  assert _rooms(path) <= _L0 | {"models", "sharding"}
-  words = set(re.findall(r"[a-z]+", path.read_text(encoding="utf-8").lower()))
-  assert not words & _RL_WORDS
-
-
-@pytest.mark.parametrize("path", _files(*_in_package(_PARTS_OF_CONFIG)))
-def test_the_parts_of_config_know_settings_alone(path):
-  # A config is read before anything is loaded.
-  assert not _libraries(path)
-  assert _rooms(path) <= _PARTS_OF_CONFIG[_room(path)]
+def test_the_parts_of_config_know_settings_alone():
+  for room, allowed in _PARTS_OF_CONFIG.items():
+    files = _files(*_in_package({room}))
+    # A config is read before anything is loaded.
+    assert not _faults(files, _libraries)
+    assert not _faults(files, _rooms, allowed)
 
 
 @pytest.mark.parametrize(
@@ -201,20 +198,20 @@ def test_what_starts_quickly_leaves_jax_alone(module):
   subprocess.run([sys.executable, "-c", code], check=True, cwd=_ROOT)
 
 
-@pytest.mark.parametrize("path", _files("configs"))
-def test_config_files_import_only_the_defaults(path):
+def test_config_files_import_only_the_defaults():
   # A config is loaded by its path, so that a sibling cannot be imported.
-  assert _rooms(path) <= {"config"}
-  assert _libraries(path) <= {"ml_collections"}
+  assert not _faults(_files("configs"), _rooms, {"config"})
+  assert not _faults(_files("configs"), _libraries, {"ml_collections"})
 
 
-@pytest.mark.parametrize("path", _files("scripts"))
-def test_scripts_leave_models_and_optimizers_to_the_library(path):
+def test_scripts_leave_models_and_optimizers_to_the_library():
   # Tunix, which the benchmarks run, wants flax from its callers; the shipped
   # bases are trained with a schedule of their own.
-  own = {"flax"} if path.parent.name == "benchmarks" else set()
-  own |= {"optax"} if path.stem == "pretraining" else set()
-  assert not _libraries(path) & {"flax", "optax"} - own
+  own = _files("scripts/dev/benchmarks", "scripts/dev/pretraining.py")
+  files = [path for path in _files("scripts") if path not in own]
+  assert not _faults(files, lambda path: _libraries(path) & {"flax", "optax"})
+  assert not _faults(own[:-1], lambda path: _libraries(path) & {"optax"})
+  assert not _faults(own[-1:], lambda path: _libraries(path) & {"flax"})
 
 
 def test_the_reader_of_imports_sees_all_forms(tmp_path, monkeypatch):

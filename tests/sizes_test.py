@@ -3,16 +3,11 @@
 import ast
 import pathlib
 
-import pytest
-
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _LINES = 60  # Of a function; its docstring is not counted.
 _ARGUMENTS = 8  # Of a constructor, beside self.
 
-_FILES = [
-  pytest.param(path, id=str(path.relative_to(_ROOT)))
-  for path in sorted((_ROOT / "jaxrl_llm").rglob("*.py"))
-]
+_FILES = sorted((_ROOT / "jaxrl_llm").rglob("*.py"))
 
 
 def _functions(text):
@@ -37,19 +32,23 @@ def _arguments(function):
   return len(names) + sum(x is not None for x in (given.vararg, given.kwarg))
 
 
-@pytest.mark.parametrize("path", _FILES)
-def test_a_function_fits_one_screen(path):
-  functions = _functions(path.read_text(encoding="utf-8"))
-  over = {f.name: _lines(f) for f in functions if _lines(f) > _LINES}
+def _over(measure, most, names=""):
+  """`file: function` -> its measure, of the functions that have too much."""
+  return {
+    f"{path.relative_to(_ROOT)}: {function.name}": measure(function)
+    for path in _FILES
+    for function in _functions(path.read_text(encoding="utf-8"))
+    if names in ("", function.name) and measure(function) > most
+  }
+
+
+def test_a_function_fits_one_screen():
+  over = _over(_lines, _LINES)
   assert not over, f"split these functions of over {_LINES} lines: {over}"
 
 
-@pytest.mark.parametrize("path", _FILES)
-def test_a_constructor_takes_few_arguments(path):
-  functions = _functions(path.read_text(encoding="utf-8"))
-  constructors = [f for f in functions if f.name == "__init__"]
-  over = [_arguments(f) - 1 for f in constructors]
-  over = [count for count in over if count > _ARGUMENTS]
+def test_a_constructor_takes_few_arguments():
+  over = _over(_arguments, _ARGUMENTS + 1, "__init__")
   assert not over, f"constructors of over {_ARGUMENTS} arguments: {over}"
 
 
