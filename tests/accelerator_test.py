@@ -16,7 +16,7 @@ from helpers import programs
 
 from jaxrl_llm import models
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models.shapes import MODELS
+from jaxrl_llm.models.shapes import MODELS, multiplied_params
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _SCRIPT = _ROOT / "scripts" / "dev" / "accelerator.py"
@@ -156,7 +156,7 @@ def test_a_token_is_multiplied_with_all_but_looked_up_embeddings(name):
   if not config.tie_word_embeddings:
     del shape["embed"]
   expected = sum(math.prod(x.shape) for x in jax.tree.leaves(shape))
-  assert devices._multiplied_params(config) == expected
+  assert multiplied_params(config) == expected
 
 
 def test_as_many_layers_as_fit_and_at_least_one(monkeypatch):

@@ -1,6 +1,7 @@
-"""Shapes of published models, from their config.json."""
+"""Shapes of published models, and how many parameters a token meets."""
 
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.transformer import num_params
 
 
 def _qwen(width, mlp, layers, heads, kv_heads, vocabulary=152_064, tied=False):
@@ -27,3 +28,12 @@ MODELS = {
   "qwen2.5-7b": _qwen(3584, 18_944, 28, 28, 4),
   "qwen2.5-32b": _qwen(5120, 27_648, 64, 40, 8),
 }
+
+
+def multiplied_params(config: ModelConfig) -> int:
+  """Returns how many parameters a token is multiplied with, the head included.
+
+  Embeddings are looked up: they count only as a tied head.
+  """
+  table = 0 if config.tie_word_embeddings else 1
+  return num_params(config) - table * config.vocab_size * config.hidden_size

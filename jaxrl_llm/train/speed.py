@@ -2,7 +2,7 @@
 
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.metrics.chips import PEAK_FLOPS
-from jaxrl_llm.models import num_params
+from jaxrl_llm.models.shapes import multiplied_params
 
 
 def speed(learner: Learner, row: dict[str, float]) -> dict[str, float]:
@@ -21,10 +21,10 @@ def speed(learner: Learner, row: dict[str, float]) -> dict[str, float]:
   if peak:
     config = learner.policy.fns.config
     head = config.vocab_size * config.hidden_size
-    layers = num_params(config) - head * (2 - config.tie_word_embeddings)
-    done = (2 + 6 * learner.policy.settings.epochs) * (layers + head)
+    multiplied = multiplied_params(config)
+    done = (2 + 6 * learner.policy.settings.epochs) * multiplied
     if learner.critic is not None:
-      done += (2 + 6 * learner.critic.settings.epochs) * layers
+      done += (2 + 6 * learner.critic.settings.epochs) * (multiplied - head)
     names = ("score", "update_value", "update_policy")
     seconds = sum(row.get(f"time/{name}_s", 0.0) for name in names)
     flops = done * row["perf/tokens"]

@@ -15,6 +15,7 @@ from jaxrl_llm import config as config_lib
 from jaxrl_llm import models, sharding
 from jaxrl_llm.learner.choices import has_critic
 from jaxrl_llm.metrics.chips import Chip
+from jaxrl_llm.models.shapes import multiplied_params
 from jaxrl_llm.sampling.allocator import default_page_size
 from jaxrl_llm.train import build
 
@@ -93,10 +94,7 @@ class Sizes:
     self.slot_ways = self.batch_ways * self.context
     self.devices = math.prod(mesh.values())
     self.parameters = models.num_params(model)
-    table = model.vocab_size * model.hidden_size
-    # Looked up, not multiplied, unless it is the head too.
-    lookup = 0 if model.tie_word_embeddings else table
-    self.multiplied = self.parameters - lookup
+    self.multiplied = multiplied_params(model)
     longest = config.sampler.max_response_length
     self.response = mean_response or longest / 4
     self.prompt = config.data.max_prompt_length / 4

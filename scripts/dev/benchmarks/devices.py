@@ -19,11 +19,9 @@ import numpy as np
 
 from benchmarks import train_steps, workloads
 from jaxrl_llm import base_models, models, sync
-from jaxrl_llm.learner.optimizer import create_train_state
 from jaxrl_llm.metrics.chips import PEAK_FLOPS
-from jaxrl_llm.models.shapes import MODELS
-from jaxrl_llm.sampling import Engine, EngineConfig, SamplingSettings
-from jaxrl_llm.sampling.stats import DecodeCall
+from jaxrl_llm.models.shapes import MODELS, multiplied_params
+from jaxrl_llm.sampling import EngineConfig, new_requests
 from jaxrl_llm.types import Rollout, Status
 
 _REPEATS = 3
@@ -79,26 +77,25 @@ SIZES = {
 }
 
 
-def seconds_of(function: Callable[..., Any], *arguments: Any) -> float:
+def seconds_of(call: Callable[[], Any]) -> float:
   """Median seconds of a call, after one that compiles."""
-  jax.block_until_ready(function(*arguments))
   seconds = []
-  for _ in range(_REPEATS):
+  for _ in range(1 + _REPEATS):
     begin_s = time.perf_counter()
-    jax.block_until_ready(function(*arguments))
+    jax.block_until_ready(call())
     seconds.append(time.perf_counter() - begin_s)
-  return statistics.median(seconds)
+  return statistics.median(seconds[1:])
 
 
 def measure_device(sizes: Sizes) -> dict[str, Any]:
   """What it is, copies (read and written) and multiplies."""
   device = jax.devices()[0]
   x = jnp.zeros(sizes.copied // 4, jnp.float32)
-  copy_s = seconds_of(jax.jit(lambda x: x + 1), x)
+  copy_s = seconds_of(functools.partial(jax.jit(lambda x: x + 1), x))
   del x
   shape = (sizes.multiplied, sizes.multiplied)
   a = jax.random.normal(jax.random.key(0), shape, sizes.dtype)
-  product_s = seconds_of(jax.jit(jnp.matmul), a, a)
+  product_s = seconds_of(functools.partial(jax.jit(jnp.matmul), a, a))
   peak = PEAK_FLOPS.get(device.device_kind)
   return {
     "memory_gib": _memory_bytes() / 2**30,
@@ -144,13 +141,25 @@ def measure_decode(sizes: Sizes) -> dict[str, float]:
   """Tokens per second of decode calls, and bytes that they had to read."""
   config = sizes.decoded
   fns = models.make_policy(config, dtype=sizes.dtype)
-  params = jax.jit(fns.for_sampling)(workloads.random_params(fns))
+  params = workloads.random_params(fns)
   itemsize = jnp.dtype(sizes.dtype).itemsize
-  weights = _multiplied_params(config) * itemsize
+  weights = multiplied_params(config) * itemsize
   kv_token = config.num_layers * config.num_kv_heads * config.head_dim * 2
-  out = {}
+  rng, out = np.random.default_rng(0), {}
   for slots in _SLOTS:
-    calls = _decode_calls(fns, params, sizes, slots)
+    sampler = workloads.Sampler(
+      fns,
+      params,
+      slots=slots,
+      prompt_length=sizes.prompt_length,
+      new_tokens=sizes.new_tokens,
+    )
+    shape = (slots, sizes.prompt_length)
+    prompts = rng.integers(2, config.vocab_size, shape).tolist()
+    for _ in range(2):  # The first one compiles.
+      sampler(prompts, np.arange(slots)[:, None])
+    # Decode calls that waited for no prefill.
+    calls = [call for call in sampler.engine.trace if not call.prefill_calls]
     seconds = sum(call.seconds for call in calls)
     steps = sum(call.steps for call in calls)
     # The pages of a call are full but for the part that it writes.
@@ -160,72 +169,41 @@ def measure_decode(sizes: Sizes) -> dict[str, float]:
   return out
 
 
-def _decode_calls(fns, params, sizes: Sizes, slots: int) -> list[DecodeCall]:
-  """Those of a full engine, compiled before, which waited for no prefill."""
-  engine = Engine(
-    fns,
-    EngineConfig(
-      slots=slots,
-      max_prompt_length=sizes.prompt_length,
-      max_response_length=sizes.new_tokens,
-      stop_tokens=(),
-    ),
-  )
-  shape = (slots, sizes.prompt_length)
-  prompts = np.random.default_rng(0).integers(
-    2, sizes.decoded.vocab_size, shape
-  )
-  for _ in range(2):
-    engine.generate(
-      params,
-      prompts.tolist(),
-      sample_ids=np.arange(slots)[:, None],
-      key=jax.random.key(0),
-      settings=SamplingSettings(),
-    )
-  return [call for call in engine.trace if not call.prefill_calls]
-
-
 def measure_update(sizes: Sizes) -> dict[str, float]:
   """Policy updates on two packed rows, as many layers as fit the device."""
+  options = argparse.Namespace(
+    batch=16,
+    group_size=4,
+    micro_batch_size=1,
+    max_tokens_per_row=8 * sizes.response_length,
+  )
   out = {}
   for name, whole in sizes.updated.items():
     config = _that_fits(whole)
     fns = models.make_policy(config, dtype=sizes.dtype)
-    options = argparse.Namespace(
-      batch=16,
-      group_size=4,
-      micro_batch_size=1,
-      max_tokens_per_row=8 * sizes.response_length,
-    )
     batch = train_steps.make_batch(fns, _rollout(config, sizes), options)
     tokens = int(np.sum(np.asarray(batch.packed.segments) > 0))
     update, optimizer = train_steps.make_update(fns)
-    create = functools.partial(create_train_state, optimizer=optimizer)
-    params = workloads.random_params(fns)
-    state = jax.jit(create, donate_argnums=0)(params)
-    del params
-    seconds = []
-    for _ in range(1 + _REPEATS):
-      begin_s = time.perf_counter()
-      state, _ = update(state, batch, np.float32(1.0))
-      jax.block_until_ready(state)
-      seconds.append(time.perf_counter() - begin_s)
-    update_s = statistics.median(seconds[1:])
+    update_s = _update_seconds(
+      update, train_steps.create(optimizer, workloads.random_params(fns)), batch
+    )
     out[f"{name}_layers"] = config.num_layers
     out[f"{name}_update_s"] = update_s
     out[f"{name}_tokens_per_s"] = tokens / update_s
-    flops = 6 * _multiplied_params(config) * tokens
+    flops = 6 * multiplied_params(config) * tokens
     out[f"{name}_flops_per_s"] = flops / update_s
-    del state
   return out
 
 
-def _multiplied_params(config: models.ModelConfig) -> int:
-  """Parameters that a token is multiplied with: no embedding of its own."""
-  looked_up = 0 if config.tie_word_embeddings else 1
-  embedding = config.vocab_size * config.hidden_size
-  return models.num_params(config) - looked_up * embedding
+def _update_seconds(update, state, batch) -> float:
+  """Median seconds of an update, which takes the buffers of the state."""
+
+  def call():
+    nonlocal state
+    state, _ = update(state, batch, np.float32(1.0))
+    return state
+
+  return seconds_of(call)
 
 
 def _that_fits(config: models.ModelConfig) -> models.ModelConfig:
@@ -239,28 +217,18 @@ def _that_fits(config: models.ModelConfig) -> models.ModelConfig:
 
 def _rollout(config: models.ModelConfig, sizes: Sizes) -> Rollout:
   """Random responses, four to a prompt, each with it of equal length."""
-  rows, prompt = 16, sizes.prompt_length
-  length = sizes.response_length - prompt
-  rng = np.random.default_rng(0)
-  draw = lambda *shape: rng.integers(2, config.vocab_size, shape, np.int32)
-  index, ones = np.arange(rows, dtype=np.int32), np.ones(rows, np.int32)
-  each = np.zeros((rows, length), np.float32)
-  return Rollout(
-    prompt_tokens=np.repeat(draw(rows // 4, prompt), 4, axis=0),
-    prompt_lengths=prompt * ones,
-    tokens=draw(rows, length),
-    lengths=length * ones,
-    mask=np.ones((rows, length), bool),
-    behavior_logprobs=each - np.log(np.float32(config.vocab_size)),
-    version=each.astype(np.int32),
-    origin=each.astype(np.int32),
-    turn_rewards=each,
-    status=int(Status.FINISHED) * ones,
-    window_start=0 * ones,
-    example_id=index // 4,
-    group_id=index // 4,
-    group=index // 4,
-    sample_id=index,
+  length = sizes.response_length - sizes.prompt_length
+  draw = functools.partial(np.random.default_rng(0).integers, 2)
+  room = EngineConfig(16, sizes.prompt_length, length, stop_tokens=())
+  prompts = draw(config.vocab_size, size=(4, sizes.prompt_length)).tolist()
+  begun = new_requests(prompts, np.arange(16).reshape(4, 4), range(4), room)
+  return begun.replace(
+    tokens=draw(config.vocab_size, size=(16, length), dtype=np.int32),
+    lengths=np.full(16, length, np.int32),
+    mask=np.ones((16, length), bool),
+    behavior_logprobs=begun.behavior_logprobs
+    - np.log(np.float32(config.vocab_size)),
+    status=np.full(16, Status.FINISHED, np.int32),
   )
 
 

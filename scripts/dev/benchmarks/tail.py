@@ -1,6 +1,8 @@
-"""Responses with a long tail of lengths, for programs with and without jax."""
+"""Prompts and lengths of responses, for programs with and without jax."""
 
 import numpy as np
+
+from benchmarks.peers import SHAPES
 
 _QUANTILE = 2.3263  # Of the standard normal law, at 99 %.
 
@@ -31,3 +33,22 @@ def long_tail(
   spread = np.log(p99 / median) / _QUANTILE
   lengths = np.round(median * np.exp(spread * draw))
   return np.clip(lengths, 1, longest).astype(np.int32)
+
+
+def lengths(options, *, p99: int | None = None, seed: int = 0) -> np.ndarray:
+  """Returns `long_tail` of the options, or of another 99th percentile."""
+  return long_tail(
+    options.prompts,
+    options.group_size,
+    median=options.median,
+    p99=p99 or options.p99,
+    longest=options.new_tokens,
+    seed=seed,
+  )
+
+
+def prompts(count: int, options, *, seed: int = 0) -> list[list[int]]:
+  """Returns different prompts of equal length for the options' shape."""
+  vocab = SHAPES[options.shape].fields["vocab_size"]
+  size = (count, options.prompt_length)
+  return np.random.default_rng(seed).integers(2, vocab, size).tolist()

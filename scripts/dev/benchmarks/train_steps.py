@@ -5,7 +5,7 @@ import functools
 import jax
 import numpy as np
 
-from benchmarks import workloads
+from benchmarks import tail, workloads
 from jaxrl_llm import estimators, masked, metrics
 from jaxrl_llm.learner import packing
 from jaxrl_llm.learner import update as update_lib
@@ -15,7 +15,6 @@ from jaxrl_llm.learner.optimizer import (
   make_optimizer,
 )
 from jaxrl_llm.learner.scoring import score_logprobs
-from jaxrl_llm.sampling import SamplingSettings
 
 
 def make_batch(fns, rollout, options):
@@ -59,44 +58,38 @@ def make_update(fns):
   return update_lib.make_update(objective, optimizer, schedule), optimizer
 
 
+def create(optimizer, params):
+  """Returns the state of a policy; the weights are given away."""
+  make = functools.partial(create_train_state, optimizer=optimizer)
+  return jax.jit(make, donate_argnums=0)(params)
+
+
 def measure_train_step(options) -> workloads.Samples:
   """Whole policy steps: generate, prepare, update, sync; scoring apart."""
-  fns, params = workloads.make_model(options)
-  engine = workloads.make_engine(fns, options)
+  sampler = workloads.Sampler.of(options)
+  fns = sampler.fns
   update, optimizer = make_update(fns)
-  for_sampling = jax.jit(fns.for_sampling)
   score = jax.jit(functools.partial(score_logprobs, fns=fns))
-  create = functools.partial(create_train_state, optimizer=optimizer)
-  train_state = jax.jit(create, donate_argnums=0)(params)
-  del params
-  sampler_params = for_sampling(train_state.params)
+  state = create(optimizer, workloads.random_params(fns))
   ids = np.arange(options.batch).reshape(-1, options.group_size)
   compiles, timer = metrics.CompileCounter(), metrics.PhaseTimer()
   rows = []
   for i in range(1 + options.repeats):
-    prompts = workloads.make_prompts(len(ids), options, seed=i)
+    prompts = tail.prompts(len(ids), options, seed=i)
     timer.collect()
     with timer.phase("generate"):
-      rollout = engine.generate(
-        sampler_params,
-        prompts,
-        sample_ids=i * options.batch + ids,
-        key=jax.random.key(0),
-        settings=SamplingSettings(),
-      )
+      rollout = sampler(prompts, i * options.batch + ids)
     with timer.phase("prepare"):
       batch = make_batch(fns, rollout, options)
     with timer.phase("update"):
-      train_state, _ = update(train_state, batch, np.float32(1.0))
-      jax.block_until_ready(train_state)
+      state, _ = jax.block_until_ready(update(state, batch, np.float32(1.0)))
     with timer.phase("sync"):
-      sampler_params = jax.block_until_ready(for_sampling(train_state.params))
+      sampler.params = sampler.for_sampling(state.params)
+      jax.block_until_ready(sampler.params)
     row = timer.collect()
     # One update a batch needs no scoring, so that it is no part of the step.
     with timer.phase("score"):
-      jax.block_until_ready(
-        score(train_state.params, batch.packed, np.float32(1.0))
-      )
+      jax.block_until_ready(score(state.params, batch.packed, np.float32(1.0)))
     row |= {"time/score_s": timer.collect()["time/score_s"]}
     rows.append(row | {"compilations": compiles.collect()})
   return train_samples(rows, options)

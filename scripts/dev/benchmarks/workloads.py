@@ -61,61 +61,62 @@ def random_params(fns) -> Any:
   return jax.block_until_ready(jax.jit(draw)(jax.random.key(0)))
 
 
-def make_engine(fns, options):
-  """A sampler with room for the batch, which nothing stops early."""
-  return Engine(
-    fns,
-    EngineConfig(
+class Sampler:
+  """An engine whose responses have full length, and the weights it reads."""
+
+  def __init__(self, fns, params, *, slots, prompt_length, new_tokens):
+    """Makes room for so many slots of such lengths."""
+    self.fns, self.for_sampling = fns, jax.jit(fns.for_sampling)
+    self.params = self.for_sampling(params)
+    self.engine = Engine(
+      fns,
+      EngineConfig(
+        slots=slots,
+        max_prompt_length=prompt_length,
+        max_response_length=new_tokens,
+        stop_tokens=(),
+      ),
+    )
+
+  @classmethod
+  def of(cls, options) -> "Sampler":
+    """Returns one of the options' shape, with random weights."""
+    return cls(
+      *make_model(options),
       slots=options.slots,
-      max_prompt_length=options.prompt_length,
-      max_response_length=options.new_tokens,
-      stop_tokens=(),
-    ),
-  )
+      prompt_length=options.prompt_length,
+      new_tokens=options.new_tokens,
+    )
 
+  def __call__(self, prompts, ids, *, seed=0, max_tokens=None, **settings):
+    """Writes responses of the given ids; returns the rollout."""
+    return self.engine.generate(
+      self.params,
+      prompts,
+      sample_ids=ids,
+      key=jax.random.key(seed),
+      settings=SamplingSettings(**settings),
+      max_tokens=max_tokens,
+    )
 
-def make_prompts(count: int, options, *, seed: int) -> list[list[int]]:
-  """Different prompts of equal length."""
-  vocab = SHAPES[options.shape].fields["vocab_size"]
-  size = (count, options.prompt_length)
-  return np.random.default_rng(seed).integers(2, vocab, size).tolist()
-
-
-def long_tail(options, *, p99: int, seed: int = 0) -> np.ndarray:
-  """Lengths [prompts, group] of the options' law."""
-  return tail.long_tail(
-    options.prompts,
-    options.group_size,
-    median=options.median,
-    p99=p99,
-    longest=options.new_tokens,
-    seed=seed,
-  )
+  def write(self, prompts, limits, *, seed=0):
+    """Writes responses of the given lengths; returns statistics and trace."""
+    ids = np.arange(limits.size).reshape(limits.shape)
+    self(prompts, ids, seed=seed, max_tokens=limits)
+    return self.engine.last_stats, self.engine.trace
 
 
 def measure_rollouts(options) -> Samples:
   """Tokens per second of many responses whose lengths have a long tail."""
-  fns, params = make_model(options)
-  params = jax.jit(fns.for_sampling)(params)
-  engine = make_engine(fns, options)
-  prompts = make_prompts(options.prompts, options, seed=0)
-  limits = long_tail(options, p99=options.p99)
-  compiles = metrics.CompileCounter()
-
-  def call(seed):
-    engine.generate(
-      params,
-      prompts,
-      sample_ids=np.arange(limits.size).reshape(limits.shape),
-      key=jax.random.key(seed),
-      settings=SamplingSettings(),
-      max_tokens=limits,
-    )
-    return engine.last_stats, engine.trace
-
-  call(0)
+  sampler, compiles = Sampler.of(options), metrics.CompileCounter()
+  prompts, limits = (
+    tail.prompts(options.prompts, options),
+    tail.lengths(options),
+  )
+  sampler.write(prompts, limits)
   compiled = compiles.collect()
-  runs = [call(1 + seed) for seed in range(options.repeats)]
+  seeds = range(1, 1 + options.repeats)
+  runs = [sampler.write(prompts, limits, seed=seed) for seed in seeds]
   stats = [run for run, _ in runs]
   rates = [run.tokens / run.wall_s for run in stats]
   peaks = [max(call.kv_capacity for call in trace) for _, trace in runs]
@@ -139,42 +140,27 @@ def measure_simulator(options) -> Samples:
   Prices are fitted to rollouts of several tails and hold for others: new
   lengths of the same tails, and of one between them.
   """
-  fns, params = make_model(options)
-  params = jax.jit(fns.for_sampling)(params)
-  engine = make_engine(fns, options)
-  prompts = make_prompts(options.prompts, options, seed=0)
+  sampler, prompts = Sampler.of(options), tail.prompts(options.prompts, options)
   prompt_lengths = np.full(options.prompts, options.prompt_length)
-
-  def call(limits):
-    engine.generate(
-      params,
-      prompts,
-      sample_ids=np.arange(limits.size).reshape(limits.shape),
-      key=jax.random.key(0),
-      settings=SamplingSettings(),
-      max_tokens=limits,
-    )
-    return engine.last_stats
-
   tails = [options.median, options.p99, options.p99 * 2]
   between = (options.median + options.p99) // 2
-  fitted = [long_tail(options, p99=p99, seed=0) for p99 in tails]
-  others = [long_tail(options, p99=p99, seed=1) for p99 in (*tails, between)]
+  fitted = [tail.lengths(options, p99=p99) for p99 in tails]
+  others = [tail.lengths(options, p99=p, seed=1) for p in (*tails, between)]
   for limits in fitted + others:
-    call(limits)  # Compiles.
+    sampler.write(prompts, limits)  # Compiles.
   decode_calls, measured_s = [], []
   # In turns, so that all of them meet the machine as it is at the time.
   for _ in range(options.repeats):
     for limits in fitted:
-      call(limits)
-      decode_calls += engine.trace
-    measured_s.append([call(limits).wall_s for limits in others])
+      decode_calls += sampler.write(prompts, limits)[1]
+    stats = [sampler.write(prompts, limits)[0] for limits in others]
+    measured_s.append([each.wall_s for each in stats])
   # Least squares predict the mean.
   measured_s = np.mean(measured_s, axis=0).tolist()
   cost = simulate.fit(decode_calls)
   predicted_s = [
     simulate.predict(
-      simulate.Requests(prompt_lengths, limits), cost, engine.config
+      simulate.Requests(prompt_lengths, limits), cost, sampler.engine.config
     ).wall_s
     for limits in others
   ]
@@ -187,53 +173,30 @@ def measure_simulator(options) -> Samples:
 
 def measure_prefill(options) -> Samples:
   """Seconds of a first token of G responses, with and without sharing."""
-  fns, params = make_model(options)
-  params = jax.jit(fns.for_sampling)(params)
-  group = options.batch
-  engine = make_engine(fns, options)
-  prompt = make_prompts(1, options, seed=0)
-
-  def call(prompts, ids):
-    engine.generate(
-      params,
-      prompts,
-      sample_ids=ids,
-      key=jax.random.key(0),
-      settings=SamplingSettings(max_new_tokens=1),
-    )
-    return engine.last_stats.wall_s
-
+  sampler, group = Sampler.of(options), options.batch
+  prompt = tail.prompts(1, options)
   ways = {
     "shared_s": (prompt, np.arange(group)[None]),
     "unshared_s": (prompt * group, np.arange(group)[:, None]),
   }
-  for way in ways.values():
-    call(*way)
-  out = {
-    name: [call(*way) for _ in range(options.repeats)]
-    for name, way in ways.items()
-  }
+  out = {name: [] for name in ways}
+  for name, way in ways.items():
+    for _ in range(1 + options.repeats):
+      sampler(*way, max_new_tokens=1)
+      out[name].append(sampler.engine.last_stats.wall_s)
+    del out[name][0]  # Compiles.
   pairs = zip(out["unshared_s"], out["shared_s"])
   return out | {"speedup": [alone / shared for alone, shared in pairs]}
 
 
 def measure_sampler(options) -> Samples:
   """Generated tokens per second, prefill included; log-probs returned."""
-  fns, params = make_model(options)
-  params = jax.jit(fns.for_sampling)(params)
-  engine = make_engine(fns, options)
-  prompts = make_prompts(options.batch, options, seed=0)
-  compiles = metrics.CompileCounter()
+  sampler, compiles = Sampler.of(options), metrics.CompileCounter()
+  prompts, ids = tail.prompts(options.batch, options), np.arange(options.batch)
 
-  def call(seed=0, **settings):
+  def call(**settings):
     wall, cpu = time.perf_counter(), time.process_time()
-    rollout = engine.generate(
-      params,
-      prompts,
-      sample_ids=np.arange(options.batch)[:, None],
-      key=jax.random.key(seed),
-      settings=SamplingSettings(**settings),
-    )
+    rollout = sampler(prompts, ids[:, None], **settings)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     return wall, cpu, int(rollout.lengths.sum())
 
