@@ -4,6 +4,8 @@
     python scripts/study.py NAME --report          # of the runs so far
     python scripts/study.py NAME --variants='VAPO;PPO' --config.run.steps=20
     python scripts/study.py NAME --curves=docs/studies/NAME.csv --out=DIR
+    python scripts/study.py critic --help      # what a critic knows, or
+    python scripts/study.py timeline --help    # who works when
 
 NAME is one of the studies of scripts/studies/tables.py. Each run is
 scripts/train.py in a folder of its own, one after the other, so that times
@@ -15,6 +17,7 @@ the first of them in the study is what the others are compared with.
 """
 
 import argparse
+import importlib
 import json
 import pathlib
 import signal
@@ -27,6 +30,8 @@ from studies.tables import STUDIES, Study, Variant
 from jaxrl_llm import metrics
 from jaxrl_llm.errors import InputError
 
+# Studies of one run or machine: modules of studies/ with their own flags.
+PICTURES = ("critic", "timeline")
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
@@ -118,54 +123,77 @@ def train(run: list[str], log_file: pathlib.Path) -> int:
       raise
 
 
+def add_flags(parser: argparse.ArgumentParser) -> None:
+  """Declares the flags of a study."""
+  add = parser.add_argument
+  add("--seeds", default="0,1,2", help="comma-separated")
+  add("--out", default="runs/studies", help="folder")
+  add("--variants", help="names of variants, separated by ';'")
+  add("--plugin", action="append", default=[], help="file of your own parts")
+  add("--report", action="store_true", help="train nothing")
+  add("--curves", metavar="FILES", help="train nothing either")
+
+
+def compare(name: str, options: argparse.Namespace, extra: list[str]) -> None:
+  """Runs a study, draws it and sums it up.
+
+  Raises:
+    InputError: a flag cannot be used, or a run failed.
+  """
+  study, folder = STUDIES[name], pathlib.Path(options.out) / name
+  wanted = options.variants.split(";") if options.variants else None
+  chosen = study.only(wanted) if wanted else study
+  if wanted and len(chosen.variants) != len(wanted):
+    names = "; ".join(a.name for a in study.variants)
+    raise InputError(f"--variants={options.variants!r}: choose from {names}")
+  # Runs have a working directory of their own.
+  extra += [
+    f"--plugin={pathlib.Path(file).resolve()}" for file in options.plugin
+  ]
+  seeds = _seeds(options.seeds)
+  if options.curves:
+    files = [pathlib.Path(file) for file in options.curves.split(",")]
+    outcomes = results.read_curves(study, files)
+    kept = [each.name for each in chosen.variants if each.name in outcomes]
+    outcomes = {name: outcomes[name] for name in kept}
+    folder.mkdir(parents=True, exist_ok=True)
+  else:
+    if not options.report:
+      run_all(chosen, seeds, folder, extra)
+    outcomes = results.load_outcomes(chosen, folder, seeds)
+  if not outcomes:
+    raise InputError(f"{folder} has no runs yet; leave --report away")
+  print(results.write_table(chosen, outcomes, folder / "table.md"))
+  results.write_curves(outcomes, folder / "curves.csv")
+  picture.draw(chosen, outcomes, folder / "curves.png")
+  print(f"wrote table.md, curves.csv and curves.png into {folder}")
+
+
 def main(arguments: list[str] | None = None) -> int:
   """Runs the command; returns its exit code, 2 for bad input."""
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
-  names = ", ".join(STUDIES)
-  parser.add_argument("name", nargs="?", choices=STUDIES, metavar="NAME")
-  parser.add_argument("--seeds", default="0,1,2", help="comma-separated")
-  parser.add_argument("--out", default="runs/studies", help="folder")
-  parser.add_argument("--variants", help="names of variants, separated by ';'")
-  parser.add_argument(
-    "--plugin", action="append", default=[], help="file of your own parts"
-  )
-  parser.add_argument("--report", action="store_true", help="train nothing")
-  parser.add_argument("--curves", metavar="FILES", help="train nothing either")
-  options, extra = parser.parse_known_args(arguments)
+  names = [*STUDIES, *PICTURES]
+  parser.add_argument("name", nargs="?", choices=names, metavar="NAME")
+  given = sys.argv[1:] if arguments is None else arguments
+  # Imported when it is drawn: it needs what training needs.
+  found = [x for x in given if x in PICTURES]
+  one = importlib.import_module(f"studies.{found[0]}") if found else None
+  if one:
+    parser.description = one.__doc__
+  (one.add_flags if one else add_flags)(parser)
+  options, extra = parser.parse_known_args(given)
   if options.name is None:
-    parser.error(f"give a NAME: {names}")
-  study = STUDIES[options.name]
-  folder = pathlib.Path(options.out) / options.name
+    parser.error(f"give a NAME: {', '.join(names)}")
   try:
-    wanted = options.variants.split(";") if options.variants else None
-    chosen = study.only(wanted) if wanted else study
-    if wanted and len(chosen.variants) != len(wanted):
-      names = "; ".join(a.name for a in study.variants)
-      raise InputError(f"--variants={options.variants!r}: choose from {names}")
-    # Runs have a working directory of their own.
-    plugins = [pathlib.Path(file).resolve() for file in options.plugin]
-    unknown = [flag for flag in extra if not flag.startswith("--config.")]
-    extra += [f"--plugin={file}" for file in plugins]
+    unknown = [x for x in extra if one or not x.startswith("--config.")]
     if unknown:
       raise InputError(f"{unknown[0]}: no such flag; see --help")
-    seeds = _seeds(options.seeds)
-    if options.curves:
-      files = [pathlib.Path(file) for file in options.curves.split(",")]
-      outcomes = results.read_curves(study, files)
-      kept = [each.name for each in chosen.variants if each.name in outcomes]
-      outcomes = {name: outcomes[name] for name in kept}
-      folder.mkdir(parents=True, exist_ok=True)
+    if one:
+      one.run(options)
     else:
-      if not options.report:
-        run_all(chosen, seeds, folder, extra)
-      outcomes = results.load_outcomes(chosen, folder, seeds)
-    if not outcomes:
-      raise InputError(f"{folder} has no runs yet; leave --report away")
-    print(results.write_table(chosen, outcomes, folder / "table.md"))
-    results.write_curves(outcomes, folder / "curves.csv")
-    picture.draw(chosen, outcomes, folder / "curves.png")
+      compare(options.name, options, extra)
   except ImportError:
     print("matplotlib is missing: pip install -e '.[plot]'", file=sys.stderr)
     return 2
@@ -174,8 +202,6 @@ def main(arguments: list[str] | None = None) -> int:
     return 2
   except KeyboardInterrupt:
     print("stopped; the same command goes on")
-    return 0
-  print(f"wrote table.md, curves.csv and curves.png into {folder}")
   return 0
 
 

@@ -1,12 +1,13 @@
-"""scripts/dev/critic.py: what a critic thinks along a response."""
+"""scripts/study.py critic: what a critic thinks along a response."""
 
 import csv
 import types
 
-import critic
 import numpy as np
 import pytest
+import study
 from helpers import tiny_run
+from studies import critic
 
 from jaxrl_llm.train import build, loop
 from jaxrl_llm.types import Status
@@ -98,16 +99,16 @@ def test_draws_the_critic_of_a_run(tmp_path, capsys):
   out = tmp_path / "out"
   folder = tmp_path / "run"
   flags = [f"--workdir={folder}", f"--out={out}"]
-  assert critic.main([*flags, "--step=1", "--continuations=2"]) == 0
+  assert study.main(["critic", *flags, "--step=1", "--continuations=2"]) == 0
   assert "mean over the places" in capsys.readouterr().out
   with (out / "critic.csv").open() as file:
     ceilings = [row["ceiling"] for row in csv.DictReader(file)]
   assert ceilings == ["nan"] * 10  # A random model is never right.
-  assert critic.main([*flags, "--continuations=1"]) == 2
+  assert study.main(["critic", *flags, "--continuations=1"]) == 2
   assert "must be 0 or at least 2" in capsys.readouterr().err
-  assert critic.main([*flags, "--step=7"]) == 2
+  assert study.main(["critic", *flags, "--step=7"]) == 2
   assert "no step 7; choose from" in capsys.readouterr().err
-  assert critic.main(flags) == 0
+  assert study.main(["critic", *flags]) == 0
   assert "on 8 held-out responses; wrote critic.png" in capsys.readouterr().out
   with (out / "critic.csv").open() as file:
     assert len(list(csv.DictReader(file))) == 10
@@ -115,6 +116,6 @@ def test_draws_the_critic_of_a_run(tmp_path, capsys):
 
 
 def test_another_folder_is_one_line(tmp_path, capsys):
-  assert critic.main([f"--workdir={tmp_path}"]) == 2
+  assert study.main(["critic", f"--workdir={tmp_path}"]) == 2
   said = capsys.readouterr().err
-  assert said.startswith("critic: ") and said.count("\n") == 1
+  assert said.startswith("study: ") and said.count("\n") == 1

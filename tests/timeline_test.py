@@ -14,7 +14,13 @@ ROOT = pathlib.Path(__file__).parents[1]
 def timeline(tmp_path, devices, *flags):
   force = f"--xla_force_host_platform_device_count={devices}"
   return subprocess.run(
-    [sys.executable, "scripts/dev/timeline.py", f"--out={tmp_path}", *flags],
+    [
+      sys.executable,
+      "scripts/study.py",
+      "timeline",
+      f"--out={tmp_path}",
+      *flags,
+    ],
     cwd=ROOT,
     env=programs.environment(XLA_FLAGS=f"{force} {programs.FLAGS}"),
     capture_output=True,

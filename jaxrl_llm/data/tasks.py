@@ -76,6 +76,17 @@ class Problem:
   def answer(self) -> str:
     return str(self.totals[-1])
 
+  @property
+  def lines(self) -> list[str]:
+    """Steps of the clean solution, without its answer."""
+    steps = zip(self.totals, self.terms[1:], self.totals[1:])
+    return [f"{before}{term:+d}={after};" for before, term, after in steps]
+
+  @property
+  def solution(self) -> str:
+    """The clean solution: every step, then the answer."""
+    return "".join(self.lines) + f"#{self.answer}."
+
 
 @dataclasses.dataclass(frozen=True)
 class ChainProblem(Problem):

@@ -140,17 +140,6 @@ def _batch(tokenizer, source, settings, i) -> PackedBatch:
   )
 
 
-def lines_of(problem: Problem) -> list[str]:
-  """The clean solution without the answer, a line a step."""
-  steps = zip(problem.totals, problem.terms[1:], problem.totals[1:])
-  return [f"{before}{term:+d}={after};" for before, term, after in steps]
-
-
-def clean_solution(problem: Problem) -> str:
-  """Every line, then the answer."""
-  return "".join(lines_of(problem)) + f"#{problem.answer}."
-
-
 class Noise(NamedTuple):
   """How a careless crowd solves problems of a task."""
 
@@ -254,10 +243,10 @@ def noisy_solution(
       f"{', '.join(kinds)} must be >= 0 and sum to 1, got"
       f" {', '.join(map(str, values))}"
     )
-  lines, end = lines_of(problem), f"#{problem.answer}."
+  lines, end = problem.lines, f"#{problem.answer}."
   kind = kinds[rng.choice(len(kinds), p=np.divide(values, sum(values)))]
   if kind == "misread":
-    return Solution(clean_solution(noise.misread(problem)), True)
+    return Solution(noise.misread(problem).solution, True)
   if kind == "direct":
     lines = []
     if rng.random() >= direct_right:
@@ -298,6 +287,6 @@ def _slip(
     and rest.answer != problem.answer
   ] or [noise.rest(problem, step, right)]
   rest = rests[int(rng.integers(len(rests)))]
-  lines = lines_of(problem)[:step]
+  lines = problem.lines[:step]
   lines[-1] = lines[-1].replace(f"={right};", f"={rest.terms[0]};")
-  return lines + lines_of(rest), f"#{rest.answer}."
+  return lines + rest.lines, f"#{rest.answer}."

@@ -2,7 +2,7 @@
 
 import csv
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -173,13 +173,23 @@ def write_curves(
   outcomes: Mapping[str, list[Outcome]], path: pathlib.Path
 ) -> None:
   """Writes every evaluation as a line of CSV, to be drawn elsewhere."""
+  rows = [
+    [variant, run.seed, *(f"{x:.6g}" for x in point)]
+    for variant, results in outcomes.items()
+    for run in results
+    for point in zip(*(getattr(run, name) for name in _CURVES))
+  ]
+  write_csv(path, ["variant", "seed", *_CURVES], rows)
+
+
+def write_csv(
+  path: pathlib.Path, names: Iterable[str], rows: Iterable[Iterable[Any]]
+) -> None:
+  """Writes rows below the names of their columns."""
   with open(path, "w", encoding="utf-8", newline="") as file:
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(["variant", "seed", *_CURVES])
-    for variant, results in outcomes.items():
-      for run in results:
-        for point in zip(*(getattr(run, name) for name in _CURVES)):
-          writer.writerow([variant, run.seed, *(f"{x:.6g}" for x in point)])
+    writer.writerow(names)
+    writer.writerows(rows)
 
 
 def _row(

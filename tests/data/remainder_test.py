@@ -6,7 +6,6 @@ import re
 import numpy as np
 import pretraining
 import pytest
-from pretraining import clean_solution
 
 from jaxrl_llm import rewards
 from jaxrl_llm.data import remainder, sources, tasks
@@ -36,19 +35,19 @@ def longest_solution(max_ops):
   """Characters: the largest number below 100 of the largest divisor."""
   divisor = min(9, 100 // (max_ops + 1))
   number = (max_ops + 1) * divisor - 1
-  return len(clean_solution(remainder.RemainderProblem(number, divisor)))
+  return len(remainder.RemainderProblem(number, divisor).solution)
 
 
 class TestRemainderProblem:
   def test_texts(self):
     problem = remainder.RemainderProblem(number=31, divisor=9)
     assert problem.question == "31-9?"
-    assert clean_solution(problem) == "31-9=22;22-9=13;13-9=4;#4."
+    assert problem.solution == "31-9=22;22-9=13;13-9=4;#4."
     assert (problem.answer, problem.operations) == ("4", 3)
 
   def test_random_problems_are_solved_line_by_line(self):
     for problem in problems(1000, seed=3):
-      lines, end = parse(clean_solution(problem))
+      lines, end = parse(problem.solution)
       number, divisor = problem.number, problem.divisor
       assert 3 <= divisor <= 9 and 1 <= number // divisor <= 32
       assert number < 100
@@ -58,17 +57,15 @@ class TestRemainderProblem:
         assert line == (number, divisor, number - divisor)
         number -= divisor
       assert number < divisor and end == f"#{number}."
-      assert right(pretraining.Solution(clean_solution(problem), True), problem)
-      assert set(problem.question + clean_solution(problem)) <= set(
-        tasks.CHARACTERS
-      )
+      assert right(pretraining.Solution(problem.solution, True), problem)
+      assert set(problem.question + problem.solution) <= set(tasks.CHARACTERS)
       longest = longest_solution(problem.operations)
-      assert len(clean_solution(problem)) <= longest
+      assert len(problem.solution) <= longest
 
   @pytest.mark.parametrize("n", [1, 2, 11, 20, 32])
   def test_longest_length_is_that_of_some_problem(self, n):
     lengths = [
-      len(clean_solution(remainder.RemainderProblem(number, divisor)))
+      len(remainder.RemainderProblem(number, divisor).solution)
       for divisor in range(3, 10)
       for number in range(divisor, min((n + 1) * divisor, 100))
     ]
@@ -105,7 +102,7 @@ class TestRemainder:
     assert (np.abs(seen - expected) < 4 * np.sqrt(expected)).all()
 
   def test_lengths_have_a_long_tail(self):
-    lengths = [len(clean_solution(p)) for p in problems(2000)]
+    lengths = [len(p.solution) for p in problems(2000)]
     assert 15 <= np.median(lengths) <= 32
     assert np.quantile(lengths, 0.99) > 200
     assert max(lengths) <= longest_solution(32)
@@ -165,7 +162,7 @@ class TestNoisySolution:
 
   def test_clean(self):
     for problem, solution in self.draw(50, "clean"):
-      assert solution == (clean_solution(problem), True)
+      assert solution == (problem.solution, True)
 
   @pytest.mark.parametrize("share", [0.0, 1.0])
   def test_direct_guesses(self, share):
@@ -188,7 +185,7 @@ class TestNoisySolution:
   def test_early_ends_stand_on_a_number_that_is_too_large(self):
     for problem, solution in self.draw(300, "early"):
       lines, end = parse(solution.text)
-      clean, _ = parse(clean_solution(problem))
+      clean, _ = parse(problem.solution)
       assert lines == clean[: len(lines)] and len(lines) < len(clean)
       assert end == f"#{clean[len(lines)][0]}."
       assert solution.stops and not right(solution, problem)
@@ -199,14 +196,14 @@ class TestNoisySolution:
       assert not solution.stops and len(text) == 512
       line = text.split(";")[-2] + ";"
       start = text.index(line)
-      assert clean_solution(problem).startswith(text[: start + len(line)])
+      assert problem.solution.startswith(text[: start + len(line)])
       assert (line * 512).startswith(text[start:])
 
   def test_the_mixture(self):
     drawn = self.draw(5000)
     shares = {
       "direct": np.mean([";" not in s.text for _, s in drawn]),
-      "clean": np.mean([s.text == clean_solution(p) for p, s in drawn]),
+      "clean": np.mean([s.text == p.solution for p, s in drawn]),
       "stuck": np.mean([not s.stops for _, s in drawn]),
     }
     # Early ends before the first line look like guesses.

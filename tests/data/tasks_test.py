@@ -7,7 +7,6 @@ import re
 import numpy as np
 import pretraining
 import pytest
-from pretraining import clean_solution
 
 from jaxrl_llm import rewards
 from jaxrl_llm.data import tasks
@@ -46,30 +45,28 @@ class TestChainProblem:
   def test_texts(self):
     problem = tasks.ChainProblem(terms=(7, 5, 8, -3))
     assert problem.question == "7+5+8-3?"
-    assert clean_solution(problem) == "7+5=12;12+8=20;20-3=17;#17."
+    assert problem.solution == "7+5=12;12+8=20;20-3=17;#17."
     assert problem.answer == "17"
 
   def test_random_problems_hold_their_invariants(self):
     for problem in problems(2000, seed=3):
-      steps = re.findall(r"(\d+)([+-])(\d)=(\d+);", clean_solution(problem))
+      steps = re.findall(r"(\d+)([+-])(\d)=(\d+);", problem.solution)
       assert 1 <= len(steps) <= 6 and len(steps) == len(problem.terms) - 1
       for left, sign, term, total in steps:
         assert 1 <= int(term) <= 9 and 0 <= int(total) <= 99
         change = int(term) if sign == "+" else -int(term)
         assert int(left) + change == int(total)
-      assert set(problem.question + clean_solution(problem)) <= set(
-        tasks.CHARACTERS
-      )
+      assert set(problem.question + problem.solution) <= set(tasks.CHARACTERS)
       assert len(problem.question) <= longest_question(len(steps))
-      assert len(clean_solution(problem)) <= longest_solution(len(steps))
-      solution = pretraining.Solution(clean_solution(problem), True)
+      assert len(problem.solution) <= longest_solution(len(steps))
+      solution = pretraining.Solution(problem.solution, True)
       assert right(solution, problem)
 
   @pytest.mark.parametrize("n", [1, 2, 6, 10])
   def test_longest_lengths_are_reached(self, n):
     problem = tasks.ChainProblem(terms=(9,) * (n + 1))
     assert len(problem.question) == longest_question(n)
-    assert len(clean_solution(problem)) == longest_solution(n)
+    assert len(problem.solution) == longest_solution(n)
 
   def test_totals_stay_in_range_in_long_chains(self):
     rng = np.random.default_rng(0)
@@ -176,9 +173,9 @@ class TestNoisySolution:
     kinds = collections.Counter()
     for problem, solution in drawn:
       plus = tasks.ChainProblem(tuple(map(abs, problem.terms)))
-      if solution.text == clean_solution(problem):
+      if solution.text == problem.solution:
         kinds["clean"] += 1
-      elif solution.text == clean_solution(plus):
+      elif solution.text == plus.solution:
         kinds["misread"] += 1
       elif not solution.stops:
         kinds["ramble"] += 1
@@ -217,7 +214,7 @@ class TestNoisySolution:
     drawn = self.draw(6000, **only)
     for problem, solution in drawn:
       plus = tasks.ChainProblem(tuple(map(abs, problem.terms)))
-      ways = clean_solution(problem), clean_solution(plus)
+      ways = problem.solution, plus.solution
       assert solution.text in ways
     with_minus = [(p, s) for p, s in drawn if min(p.terms) < 0]
     share = np.mean([right(s, p) for p, s in with_minus])
@@ -236,10 +233,10 @@ class TestNoisySolution:
   def test_a_skip_leaves_steps_out(self):
     shares = {"direct": 0, "clean": 0, "slip": 0, "skip": 1, "ramble": 0}
     for problem, solution in self.draw(500, **shares):
-      assert len(solution.text) < len(clean_solution(problem))
+      assert len(solution.text) < len(problem.solution)
       assert right(solution, problem)
       for step in solution.text.split(";")[:-1]:
-        assert step in clean_solution(problem)
+        assert step in problem.solution
 
   @pytest.mark.parametrize("share, low, high", [(0.0, 0, 0), (1.0, 1, 1)])
   def test_direct_guesses(self, share, low, high):

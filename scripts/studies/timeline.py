@@ -2,7 +2,7 @@
 
     XLA_FLAGS="--xla_force_host_platform_device_count=2 \
         --xla_cpu_multi_thread_eigen=false" \
-        python scripts/dev/timeline.py [--steps=6] [--out=runs/timeline]
+        python scripts/study.py timeline [--steps=6] [--out=runs/timeline]
 
 Runs GRPO on the embedded base with sampler and learner on a device of their
 own, a core each: by turns, with `schedule.streaming` and with `schedule.lag`.
@@ -13,22 +13,21 @@ compiles is in them: each way is warmed up before.
 
 import argparse
 import contextlib
-import csv
 import pathlib
 import runpy
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
+from studies.results import write_csv
 
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import metrics, report
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.report.figure import figure, name_lines
 from jaxrl_llm.train import build, loop
 
-_GRPO = pathlib.Path(__file__).resolve().parents[2] / "configs" / "grpo.py"
 WAYS = {
   "by turns": {},
   "streaming": {"schedule.streaming": True},
@@ -68,7 +67,8 @@ class Recorder(metrics.PhaseTimer):
 
 def make_config(way: str) -> Any:
   """GRPO with an update a step, sampler and learner on devices of their own."""
-  config = runpy.run_path(str(_GRPO))["get_config"]()
+  file = config_lib.methods()["grpo"]
+  config = runpy.run_path(str(file))["get_config"]()
   config.mesh.data = config.sampler.mesh.data = 1
   config.sampler.parity_check_every = config.run.samples_every = 0
   config.optimizer.policy.mini_batch = config_lib.batch_size(config)
@@ -130,27 +130,26 @@ def draw(ways: dict[str, list[Span]], path: pathlib.Path) -> None:
     name_lines(sheet, *axis.get_legend_handles_labels())
 
 
-def main(arguments: list[str] | None = None) -> int:
-  """Measures, prints and draws."""
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
-  parser.add_argument("--steps", type=int, default=6, help="that are measured")
-  parser.add_argument(
+def add_flags(parser: argparse.ArgumentParser) -> None:
+  """Declares the flags of the command line."""
+  add = parser.add_argument
+  add("--steps", type=int, default=6, help="that are measured")
+  add(
     "--warm_up",
     type=int,
     default=8,
     help="steps before them; longer responses than before may compile",
   )
-  parser.add_argument("--out", default="runs/timeline", help="folder")
-  options = parser.parse_args(arguments)
+  add("--out", default="runs/timeline", help="folder")
+
+
+def run(options: argparse.Namespace) -> None:
+  """Measures, prints and draws."""
   if jax.device_count() < 2 or options.steps < 1:
-    print(
-      f"error: {jax.device_count()} devices, {options.steps} steps; at least 2"
-      " devices and 1 step are needed, see --help",
-      file=sys.stderr,
+    raise InputError(
+      f"{jax.device_count()} devices, {options.steps} steps; at least 2 devices"
+      " and 1 step are needed, see --help"
     )
-    return 2
   out = pathlib.Path(options.out)
   out.mkdir(parents=True, exist_ok=True)
   ways, table, turns_s = {}, [], None
@@ -165,14 +164,6 @@ def main(arguments: list[str] | None = None) -> int:
     table.append(row)
     print(row, flush=True)
   (out / "table.md").write_text(report.markdown(table), encoding="utf-8")
-  with open(out / "timeline.csv", "w", encoding="utf-8", newline="") as file:
-    writer = csv.writer(file)
-    writer.writerow(("way", *Span._fields))
-    for way, spans in ways.items():
-      writer.writerows((way, *span) for span in spans)
+  rows = [(way, *span) for way, spans in ways.items() for span in spans]
+  write_csv(out / "timeline.csv", ("way", *Span._fields), rows)
   draw(ways, out / "timeline.png")
-  return 0
-
-
-if __name__ == "__main__":
-  sys.exit(main())

@@ -1,7 +1,7 @@
 """Draws what a critic thinks of responses that it has not seen.
 
-    python scripts/dev/critic.py --workdir=runs/vapo [--out=runs/vapo]
-    python scripts/dev/critic.py --workdir=runs/vapo --step=20 --continuations=8
+    python scripts/study.py critic --workdir=runs/vapo [--out=runs/vapo]
+    python scripts/study.py critic --workdir=DIR --step=20 --continuations=8
 
 The critic is the one that value pretraining left in the folder of a run, the
 responses are those of the run's first policy to the held-out problems; with
@@ -15,20 +15,18 @@ the column `ceiling`.
 """
 
 import argparse
-import csv
 import dataclasses
 import pathlib
 import re
-import sys
 from typing import NamedTuple
 
 import numpy as np
-from pretraining import clean_solution
+from studies.results import write_csv
 
 from jaxrl_llm import checkpoint, masked, workdir
 from jaxrl_llm.data.tasks import ChainProblem
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.report.figure import figure
+from jaxrl_llm.report.figure import draw_band, figure
 from jaxrl_llm.rollout.writer import ResponseWriter, Weights
 from jaxrl_llm.train import build
 from jaxrl_llm.train.value_pretraining import FOLDER
@@ -179,7 +177,7 @@ def first_wrong(question: str, text: str) -> int | None:
   if not re.fullmatch(r"[0-9]+([-+][0-9]+)+\?", question):
     return None
   terms = tuple(int(t) for t in re.findall(r"[-+]?[0-9]+", question))
-  solution = clean_solution(ChainProblem(terms))
+  solution = ChainProblem(terms).solution
   differs = (i for i, (a, b) in enumerate(zip(text, solution)) if a != b)
   return next(differs, None)
 
@@ -190,16 +188,8 @@ def draw(judgement: Judgement, path: pathlib.Path, title: str) -> None:
   column = lambda name: np.array([row[name] for row in rows])
   with figure(path, 1, 3, title=title) as (_, axes):
     for name in ("right", "wrong"):
-      mean, spread = column(name), column(f"{name}_sd")
-      (line,) = axes[0].plot(column("position"), mean, label=name)
-      axes[0].fill_between(
-        column("position"),
-        mean - spread,
-        mean + spread,
-        color=line.get_color(),
-        alpha=0.15,
-        linewidth=0,
-      )
+      bands = map(column, ("position", name, f"{name}_sd"))
+      draw_band(axes[0], *bands, label=name)
     axes[0].set(title="V: mean and spread", xlabel="part of the response")
     axes[0].legend(title="responses that are")
     axes[1].plot(column("position"), column("explained"), label="critic")
@@ -240,11 +230,8 @@ def _examples(judgement: Judgement) -> list[int]:
   return rows
 
 
-def main(arguments: list[str] | None = None) -> int:
-  """Runs the command; returns its exit code, 2 for bad input."""
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
+def add_flags(parser: argparse.ArgumentParser) -> None:
+  """Declares the flags of the command line."""
   parser.add_argument("--workdir", required=True, help="folder of a run")
   parser.add_argument("--out", help="folder to write to; the run's by default")
   parser.add_argument(
@@ -253,45 +240,33 @@ def main(arguments: list[str] | None = None) -> int:
   parser.add_argument(
     "--continuations", type=int, default=0, metavar="K", help="at least 2"
   )
-  options = parser.parse_args(arguments)
+
+
+def run(options: argparse.Namespace) -> None:
+  """Judges, draws and prints."""
   folder = pathlib.Path(options.workdir)
   out = pathlib.Path(options.out or folder)
-  try:
-    if options.continuations == 1 or options.continuations < 0:
-      raise InputError(
-        f"--continuations={options.continuations} must be 0 or at least 2"
-      )
-    judgement = judge(folder, options.step, options.continuations)
-    explained = float(
-      masked.explained_variance(
-        judgement.values, judgement.returns, judgement.mask
-      )
+  if options.continuations == 1 or options.continuations < 0:
+    raise InputError(
+      f"--continuations={options.continuations} must be 0 or at least 2"
     )
-    out.mkdir(parents=True, exist_ok=True)
-    which = "pretrained critic"
-    if options.step is not None:
-      which = f"critic after step {options.step}"
-    title = f"The {which} of {folder.resolve().name}"
-    draw(judgement, out / "critic.png", title)
-    with open(out / "critic.csv", "w", newline="", encoding="utf-8") as file:
-      rows = binned(judgement)
-      writer = csv.DictWriter(file, list(rows[0]))
-      writer.writeheader()
-      writer.writerows(rows)
-  except ImportError:
-    print("matplotlib is missing: pip install -e '.[plot]'", file=sys.stderr)
-    return 2
-  except (InputError, OSError) as error:
-    print(f"critic: {error}", file=sys.stderr)
-    return 2
+  judgement = judge(folder, options.step, options.continuations)
+  explained = float(
+    masked.explained_variance(
+      judgement.values, judgement.returns, judgement.mask
+    )
+  )
+  out.mkdir(parents=True, exist_ok=True)
+  which = "pretrained critic"
+  if options.step is not None:
+    which = f"critic after step {options.step}"
+  title = f"The {which} of {folder.resolve().name}"
+  draw(judgement, out / "critic.png", title)
+  rows = binned(judgement)
+  write_csv(out / "critic.csv", rows[0], [row.values() for row in rows])
   if judgement.ceilings:
     print(f"at most {np.mean(judgement.ceilings):.3f}, mean over the places")
   print(
     f"explained variance {explained:.3f} on {len(judgement.texts)} held-out"
     f" responses; wrote critic.png and critic.csv into {out}"
   )
-  return 0
-
-
-if __name__ == "__main__":
-  sys.exit(main())
