@@ -6,11 +6,10 @@ import math
 import pathlib
 import sys
 
-import benchmarks
 import numpy as np
 import pytest
 import reference
-from benchmarks import workloads
+from benchmarks import peers, summary, workloads
 
 from jaxrl_llm.errors import InputError
 
@@ -53,34 +52,30 @@ def _script():
 class TestLastJsonObject:
   def test_one_line_after_other_output(self):
     text = 'loading\n{"a": 1}\n{\'loss\': 0.1}\n{"b": 2}\n'
-    assert benchmarks.last_json_object(text) == {"b": 2}
+    assert peers.last_json_object(text) == {"b": 2}
 
   def test_over_many_lines_is_the_outer_object(self):
     text = "{'loss': 0.1}\n" + json.dumps(_TRL, indent=1) + "\nbye\n"
-    assert benchmarks.last_json_object(text) == _TRL
+    assert peers.last_json_object(text) == _TRL
 
   def test_a_line_that_goes_on_is_none(self):
-    assert benchmarks.last_json_object('{"a": 1} seconds\n') is None
+    assert peers.last_json_object('{"a": 1} seconds\n') is None
 
   def test_torn_object_gives_way_to_the_one_before(self):
     text = '{"a": 1}\n{\n "b": {\n  "c": 1\n }\n'
-    assert benchmarks.last_json_object(text) == {"a": 1}
+    assert peers.last_json_object(text) == {"a": 1}
 
   @pytest.mark.slow
   @pytest.mark.parametrize("text", ["", "\n", "[1]\n", "{\n", 'x {"a": 1}'])
   def test_none(self, text):
-    assert benchmarks.last_json_object(text) is None
+    assert peers.last_json_object(text) is None
 
 
 class TestReadNumbers:
   def test_tunix(self):
-    sampler = benchmarks.read_numbers(
-      _TUNIX, part="sampler", shape="smollm2-135m"
-    )
+    sampler = peers.read_numbers(_TUNIX, part="sampler", shape="smollm2-135m")
     assert sampler == {"tokens_per_s": 100.0, "best_tokens_per_s": 120.0}
-    step = benchmarks.read_numbers(
-      _TUNIX, part="train_step", shape="smollm2-135m"
-    )
+    step = peers.read_numbers(_TUNIX, part="train_step", shape="smollm2-135m")
     assert step == {
       "step_s": 4.0,
       "generate_s": 3.0,
@@ -89,9 +84,7 @@ class TestReadNumbers:
     }
 
   def test_trl(self):
-    step = benchmarks.read_numbers(
-      _TRL, part="train_step", shape="smollm2-135m"
-    )
+    step = peers.read_numbers(_TRL, part="train_step", shape="smollm2-135m")
     assert step == {
       "step_s": 8.0,
       "generate_s": 5.0,  # Of its step, not of its other measurement.
@@ -99,18 +92,18 @@ class TestReadNumbers:
       "update_tokens_per_s": 380.0,
       "peak_rss_gib": 2.0,
     }
-    sampler = benchmarks.read_numbers(_TRL, part="sampler", shape="tiny")
+    sampler = peers.read_numbers(_TRL, part="sampler", shape="tiny")
     assert sampler == {"tokens_per_s": 1.0}
 
   def test_trl_of_several_rounds(self):
     rounds = [{"grpo_step_s": s, "load": [1.0]} for s in (1.0, 5.0, 3.0)]
     record = {"results": {"tiny": {"trl": rounds}}}
-    step = benchmarks.read_numbers(record, part="train_step", shape="tiny")
+    step = peers.read_numbers(record, part="train_step", shape="tiny")
     assert step == {"step_s": 3.0}
 
   def test_flat(self):
     record = {"tokens_per_s": 5, "step_s": 2.0, "update_s": 1.0, "note": "x"}
-    read = lambda part: benchmarks.read_numbers(record, part=part, shape="tiny")
+    read = lambda part: peers.read_numbers(record, part=part, shape="tiny")
     assert read("sampler") == {"tokens_per_s": 5.0}
     assert read("train_step") == {"step_s": 2.0, "update_s": 1.0}
 
@@ -127,14 +120,14 @@ class TestReadNumbers:
   )
   def test_refused(self, record, message):
     with pytest.raises(InputError, match=message):
-      benchmarks.read_numbers(record, part="sampler", shape="tiny")
+      peers.read_numbers(record, part="sampler", shape="tiny")
 
 
 class TestSpeedRatios:
   def test_over_one_is_better_for_rates_times_and_memory(self):
     ours = {"tokens_per_s": 30.0, "step_s": 2.0, "peak_rss_gib": 4.0, "a": 1.0}
     peer = {"tokens_per_s": 10.0, "step_s": 1.0, "peak_rss_gib": 8.0}
-    assert benchmarks.speed_ratios(ours, peer) == {
+    assert summary.speed_ratios(ours, peer) == {
       "tokens_per_s": 3.0,
       "step_s": 0.5,
       "peak_rss_gib": 2.0,
@@ -143,18 +136,16 @@ class TestSpeedRatios:
 
 class TestSummarize:
   def test_median_and_spread(self):
-    summary = benchmarks.summarize({"x": [3.0, 1.0, 2.0], "y": [1.0, 2.0]})
-    assert summary["medians"] == {"x": 2.0, "y": 1.5}
-    assert summary["spread"] == {"x": [1.0, 3.0], "y": [1.0, 2.0]}
+    found = summary.summarize({"x": [3.0, 1.0, 2.0], "y": [1.0, 2.0]})
+    assert found["medians"] == {"x": 2.0, "y": 1.5}
+    assert found["spread"] == {"x": [1.0, 3.0], "y": [1.0, 2.0]}
 
 
 class TestAlternate:
   def test_order_turns_every_round(self):
     calls = []
     run = lambda name: lambda: calls.append(name) or {"step_s": 1.0}
-    numbers, errors = benchmarks.alternate(
-      {"a": run("a"), "b": run("b")}, rounds=3
-    )
+    numbers, errors = peers.alternate({"a": run("a"), "b": run("b")}, rounds=3)
     assert calls == ["a", "b", "b", "a", "a", "b"]
     assert {k: len(v) for k, v in numbers.items()} == {"a": 3, "b": 3}
     assert not errors
@@ -166,7 +157,7 @@ class TestAlternate:
       calls.append("b")
       raise InputError("no luck")
 
-    numbers, errors = benchmarks.alternate(
+    numbers, errors = peers.alternate(
       {"a": lambda: {"step_s": 1.0}, "b": fail}, rounds=3
     )
     assert calls == ["b"]
@@ -178,7 +169,7 @@ class TestRunProgram:
   def test_last_object(self):
     code = "print('hi'); print('{\"a\": 1}')"
     command = [sys.executable, "-c", code]
-    assert benchmarks.run_program(command, timeout_s=60) == {"a": 1}
+    assert peers.run_program(command, timeout_s=60) == {"a": 1}
 
   @pytest.mark.parametrize(
     "command, message",
@@ -191,11 +182,11 @@ class TestRunProgram:
   )
   def test_failures_are_one_line(self, command, message):
     with pytest.raises(InputError, match=message):
-      benchmarks.run_program(command, timeout_s=60)
+      peers.run_program(command, timeout_s=60)
 
   def test_too_long_is_killed_with_its_children(self):
     with pytest.raises(InputError, match="more than 0.2 s"):
-      benchmarks.run_program("sleep 600 & sleep 600", timeout_s=0.2)
+      peers.run_program("sleep 600 & sleep 600", timeout_s=0.2)
 
 
 class TestGaeLoop:
@@ -220,8 +211,8 @@ def small_shape(monkeypatch):
     "num_kv_heads": 1,
     "vocab_size": 32,
   }
-  shape = benchmarks.Shape(names=("small",), micro_batch_size=2, fields=fields)
-  monkeypatch.setitem(benchmarks.SHAPES, "small", shape)
+  shape = peers.Shape(names=("small",), micro_batch_size=2, fields=fields)
+  monkeypatch.setitem(peers.SHAPES, "small", shape)
 
 
 class TestScript:

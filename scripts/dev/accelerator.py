@@ -33,8 +33,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import benchmarks
-from benchmarks import devices
+from benchmarks import devices, peers, summary
 
 from jaxrl_llm import metrics
 from jaxrl_llm.errors import InputError
@@ -51,7 +50,7 @@ Numbers = dict[str, Any]
 def on_device(part: str, sizes: str, limit_s: float) -> Numbers:
   """Runs a part of `devices.PARTS` as a program of its own."""
   command = [sys.executable, __file__, f"--part={part}", f"--sizes={sizes}"]
-  return benchmarks.run_program(command, timeout_s=limit_s)
+  return peers.run_program(command, timeout_s=limit_s)
 
 
 def train(flags: list[str], limit_s: float) -> list[dict[str, Any]]:
@@ -133,17 +132,17 @@ def measure_peers(sizes: str, limit_s: float) -> Numbers:
   """Rollouts beside the libraries that are here; empty without any."""
   del sizes  # Peers know the shapes of scripts/dev/benchmark.py.
   work = ["--prompts=8", "--batch=64", "--new_tokens=128", "--p99=128"]
-  peers = [
+  others = [
     f"{name}={shlex.join([sys.executable, _PEER_PROGRAM, name, *work])}"
     for name, module in _PEERS.items()
     if importlib.util.find_spec(module)
   ]
-  if not peers:
+  if not others:
     return {}
   command = [sys.executable, "scripts/dev/benchmark.py", "rollouts", *work]
   command += ["--group_size=8", "--repeats=1", "--rounds=1"]
-  command += [f"--peer={peer}" for peer in peers]
-  record = benchmarks.run_program(command, timeout_s=limit_s)
+  command += [f"--peer={other}" for other in others]
+  record = peers.run_program(command, timeout_s=limit_s)
   named = record["peers"] | {"ours": record}
   out = {
     f"{k}_tokens_per_s": v["medians"]["tokens_per_s"] for k, v in named.items()
@@ -251,7 +250,7 @@ def main(arguments: list[str] | None = None) -> int:
   found = "import json, jax; d = jax.devices()[0];"
   found += "print(json.dumps({'platform': d.platform, 'kind': d.device_kind}))"
   try:
-    device = benchmarks.run_program(
+    device = peers.run_program(
       [sys.executable, "-c", found], timeout_s=options.seconds
     )
   except InputError as error:
@@ -265,7 +264,7 @@ def main(arguments: list[str] | None = None) -> int:
       ["python", "scripts/dev/accelerator.py", *sys.argv[1:]]
     ),
     "date": datetime.date.today().isoformat(),
-    **benchmarks.describe_machine(),
+    **summary.describe_machine(),
     **measure_all(parts, sizes, options.seconds),
   }
   out = pathlib.Path(options.out)

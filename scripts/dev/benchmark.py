@@ -21,8 +21,7 @@ import os
 import sys
 from typing import Any
 
-import benchmarks
-from benchmarks import checkpoints, train_steps, workloads
+from benchmarks import checkpoints, peers, summary, train_steps, workloads
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import transformer
@@ -79,7 +78,7 @@ def run(options) -> dict[str, Any]:
   """Measures, alone or with peers; returns what is printed at the end."""
   load = os.getloadavg()
   if options.peers:
-    result = benchmarks.side_by_side(
+    result = peers.side_by_side(
       alone_command(options),
       options.peers,
       part=options.part,
@@ -89,19 +88,19 @@ def run(options) -> dict[str, Any]:
       wait_idle_s=options.wait_idle,
     )
   else:
-    benchmarks.wait_until_idle(options.wait_idle)
-    result = benchmarks.summarize(MEASURE[options.part](options))
+    summary.wait_until_idle(options.wait_idle)
+    result = summary.summarize(MEASURE[options.part](options))
     result |= {"ratios": {}, "peers": {}, "errors": {}}
   medians = result["medians"]
   if f"{_LOOP}_gae_s" in medians:
-    result["ratios"][_LOOP] = benchmarks.speed_ratios(
+    result["ratios"][_LOOP] = summary.speed_ratios(
       medians, {"gae_s": medians[f"{_LOOP}_gae_s"]}
     )
   settings = {key: getattr(options, key) for key in _SETTINGS[options.part]}
   return (
     {"part": options.part, "settings": settings}
     | result
-    | benchmarks.describe_machine()
+    | summary.describe_machine()
     | {"load_before": load, "load_after": os.getloadavg()}
   )
 
@@ -112,7 +111,7 @@ def make_parser() -> argparse.ArgumentParser:
   )
   parser.add_argument("part", metavar="PART", help=", ".join(MEASURE))
   add = parser.add_argument
-  add("--shape", default="tiny", help=", ".join(benchmarks.SHAPES))
+  add("--shape", default="tiny", help=", ".join(peers.SHAPES))
   add(
     "--sampler_dtype",
     default="float32",
@@ -169,13 +168,13 @@ def check(options) -> None:
   Raises:
     InputError: one of them cannot be used.
   """
-  for name, known in (("part", MEASURE), ("shape", benchmarks.SHAPES)):
+  for name, known in (("part", MEASURE), ("shape", peers.SHAPES)):
     value = getattr(options, name)
     if value not in known:
       label = "PART" if name == "part" else f"--{name}"
       raise InputError(f"{label} {value!r} must be one of {', '.join(known)}")
   if options.micro_batch_size is None:
-    shape = benchmarks.SHAPES[options.shape]
+    shape = peers.SHAPES[options.shape]
     options.micro_batch_size = shape.micro_batch_size
   if options.slots is None:
     options.slots = options.batch
@@ -216,7 +215,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"benchmark: {error}", file=sys.stderr)
     return 2
   record = run(options)
-  benchmarks.show(record)
+  summary.show(record)
   for name, error in record["errors"].items():
     print(f"benchmark: peer {name}: {error}", file=sys.stderr)
   return 1 if record["errors"] else 0

@@ -22,13 +22,12 @@ import numpy as np
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(_ROOT))
 
-import benchmarks  # noqa: E402
-from benchmarks import static_batches, tail  # noqa: E402
+from benchmarks import peers, static_batches, tail  # noqa: E402
 
 
 def measure(decode: static_batches.Decode, options) -> dict[str, float]:
   """Tokens per second over the batches, each compiled before."""
-  fields = benchmarks.SHAPES[options.shape].fields
+  fields = peers.SHAPES[options.shape].fields
   limits = tail.long_tail(
     options.prompts,
     options.group_size,
@@ -66,7 +65,7 @@ def main() -> int:
   )
   add = parser.add_argument
   add("peer", choices=static_batches.DECODERS)
-  add("--shape", default="tiny", choices=benchmarks.SHAPES)
+  add("--shape", default="tiny", choices=peers.SHAPES)
   add("--prompts", type=int, default=64)
   add("--group_size", type=int, default=8)
   add("--batch", type=int, default=64, help="responses decoded at a time")
@@ -76,7 +75,7 @@ def main() -> int:
   add("--median", type=int, default=64)
   add("--p99", type=int, default=512)
   options = parser.parse_args()
-  fields = benchmarks.SHAPES[options.shape].fields
+  fields = peers.SHAPES[options.shape].fields
   longest = options.prompt_length + options.new_tokens
   decode = static_batches.DECODERS[options.peer](fields, longest)
   print(json.dumps({"shape": options.shape} | measure(decode, options)))
