@@ -485,7 +485,7 @@ class Optimizer(Group, path="optimizer.policy"):
     " accumulation is exact.")
   frozen = Key((), None,
     "Parameters that are not trained, as substrings of their paths, such as"
-    " 'embed' or 'layers/mlp'.")
+    " 'embed' or 'layers/mlp'.", FIXED)
 
 
 class ValueOptimizer(Optimizer, path="optimizer.value"):

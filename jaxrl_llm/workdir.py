@@ -39,7 +39,6 @@ _CONFIG, _CHANGES = "config.json", "config_changes.jsonl"
 _ROWS, _MODEL = "metrics.jsonl", "base_model"
 _FILES = (_ROWS, "samples.jsonl")
 
-_POLICY = "learner.policy.params"  # Item of a checkpoint.
 Changes = dict[str, list[Any]]  # Key: [old, new], as JSON has them.
 # Removed keys that a checkpoint of today's format may have been saved with, and
 # the value that changes nothing.
@@ -422,19 +421,29 @@ def model_path(workdir: pathlib.Path) -> str:
   return str(workdir / _MODEL)
 
 
-def restore_policy(workdir: pathlib.Path, step: int, shapes: Any) -> Any:
-  """Parameters of a checkpoint's policy; reads no optimizer and no critic.
+def restore_params(
+  workdir: pathlib.Path, step: int, model: str, shapes: models.Params
+) -> Any:
+  """Parameters of a checkpoint's model; reads no optimizer.
 
   Args:
     workdir: of the run.
     step: which checkpoint.
-    shapes: tree of ShapeDtypeStructs with shardings.
+    model: 'policy' or 'critic'.
+    shapes: ShapeDtypeStructs with shardings.
+
+  Returns:
+    All parameters, a nested dict.
 
   Raises:
     InputError: damaged, or of another model.
   """
-  path = workdir / "checkpoints" / str(step)
-  return checkpoint.load(path, {_POLICY: shapes})[_POLICY]
+  folder = workdir / "checkpoints"
+  base, trained = (f"learner.{model}.{name}" for name in models.Params._fields)
+  found = checkpoint.load(folder / str(step), {trained: shapes.trained})
+  if shapes.base:
+    found |= checkpoint.load_base(folder, step, {base: shapes.base})
+  return models.merge(models.Params(found.get(base, {}), found[trained]))
 
 
 def load_policy(
@@ -455,5 +464,8 @@ def load_policy(
   here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
   init = jax.jit(fns.init, out_shardings=here)
   shapes = init.eval_shape(jax.random.key(0))
-  params = restore_policy(workdir, step, shapes)
+  frozen = read_config(workdir).optimizer.policy.frozen
+  params = restore_params(
+    workdir, step, "policy", models.partition(shapes, frozen)
+  )
   return Policy(fns, params, step, path)

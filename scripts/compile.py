@@ -129,9 +129,9 @@ class Programs:
       single_tokens=lambda *_: [], stop_tokens=[0], decode=None
     )
     engine = sampler.make_engine(config, fns[0], words, both.sampler)
-    policy, critic = self.learner.policy.shapes, self.learner.critic
-    critic = critic and critic.shapes
-    transfer = sampler.make_transfer(fns[0], policy.params, both)
+    policy, critic = self.learner.policy, self.learner.critic
+    whole = models.merge(policy.params)
+    transfer = sampler.make_transfer(fns[0], whole, both)
     self.mesh = dict(both.trainer.shape)
     self.sampler_mesh = dict(both.sampler.shape)
     self.lowered = engine.lower(
@@ -140,17 +140,17 @@ class Programs:
       window=config.schedule.window > 0,
     ) | lower(self.learner)
     self.kept = {
-      "policy": estimate.held(policy),
-      "value": estimate.held(critic),
+      "policy": estimate.held([policy.shapes, policy.base]),
+      "value": estimate.held(critic and [critic.shapes, critic.base]),
       "sampler": estimate.held(transfer.shapes),
     }
     # Of that, what scoring is given.
     self.parameters = {
-      "policy": estimate.held(policy.params),
+      "policy": estimate.held(whole),
       "value": estimate.held(critic.params) if critic else 0.0,
     }
     if "ref_logprobs" in self.learner.algorithm.leaves:
-      self.kept["reference"] = estimate.held(policy.params)
+      self.kept["reference"] = estimate.held(policy.shapes.trained)
 
 
 def compiled(name: str, lowered: Any, mesh: dict, loops: list[int]) -> dict:

@@ -150,16 +150,16 @@ def load_params(path: pathlib.Path, run):
   import jax
   import numpy as np
 
-  from jaxrl_llm import workdir
+  from jaxrl_llm import models, workdir
   from jaxrl_llm.models import hf
 
   policy = run.learner.policy
-  shapes = policy.shapes.params
   if workdir.is_workdir(path):
     step = workdir.find_step(path, _STEP.value)
-    params = workdir.restore_policy(path, step, shapes)
+    params = workdir.restore_params(path, step, "policy", policy.params)
   else:
     step = None
+    shapes = models.merge(policy.params)
     places = jax.tree.map(lambda x: x.sharding, shapes)
     params = hf.read_params(
       path, policy.fns.config, dtype=np.float32, places=places

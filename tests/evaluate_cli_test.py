@@ -112,11 +112,11 @@ class TestWorkdir:
     copy = tmp_path / "copy"
     shutil.copytree(directory, copy)
     items = [p for p in (copy / "checkpoints" / "2").iterdir() if p.is_dir()]
-    others = [p for p in items if p.name != "learner.policy.params"]
+    others = [p for p in items if p.name != "learner.policy.trained"]
     assert len(items) - len(others) == 1
     assert {p.name for p in others} >= {
       "learner.policy.optimizer",
-      "learner.critic.params",
+      "learner.critic.trained",
       "learner.critic.optimizer",
     }
     for item in others:

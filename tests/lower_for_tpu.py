@@ -124,7 +124,7 @@ def main():
   shapes = learner.policy.shapes
   lowered = _sampler(
     fns,
-    shapes.params,
+    shapes.trained,
     mesh,
     slots=SLOTS,
     max_prompt_length=256,

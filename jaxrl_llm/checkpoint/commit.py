@@ -19,7 +19,7 @@ from jaxrl_llm import digest, files
 from jaxrl_llm.errors import InputError
 
 FILE = "COMMIT"
-FORMAT = 4  # Format version of a checkpoint; others are refused.
+FORMAT = 5  # Format version of a checkpoint; of others only 4 is read.
 
 
 class DamagedError(InputError):
@@ -109,16 +109,22 @@ def read(folder: pathlib.Path, *parts: str) -> dict[str, Any]:
     raise DamagedError(folder, f"{FILE} is not as it was written")
   record = json.loads(body)
   found = record.get("format") if isinstance(record, dict) else None
-  if found != FORMAT:
+  if found not in (4, FORMAT):
     raise InputError(
       f"{folder}: checkpoint format {found!r}, but this version of"
-      f" jaxrl_llm reads {FORMAT}; use the version that wrote it, or another"
-      " --workdir"
+      f" jaxrl_llm reads 4 and {FORMAT}; use the version that wrote it, or"
+      " another --workdir"
     )
   for part in ("leaves", *parts):
     if not isinstance(record.get(part), dict):
       raise DamagedError(folder, f"{FILE} has no {part!r}")
   return record
+
+
+def saved_name(record: Mapping[str, Any], item: str) -> str:
+  """What a checkpoint calls an item; a step of format 4 has all parameters."""
+  old = record["format"] == 4
+  return re.sub(r"\.(trained|base)$", ".params", item) if old else item
 
 
 def check_shapes(

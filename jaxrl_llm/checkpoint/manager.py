@@ -23,6 +23,7 @@ from jaxrl_llm.errors import TrainingStopped
 
 _TEMPORARY = ("*.orbax-checkpoint-tmp*", "*.deleted")
 _TREE = "tree"  # The item of `save_tree`.
+_BASE = "base"  # Folder beside the steps.
 T = TypeVar("T")
 
 
@@ -36,6 +37,7 @@ class Checkpointer:
   `new_errors` tells of each. What was there before it stays.
 
   Attributes:
+    directory: where the steps live.
     failures: saves that failed, of those that are known to have ended.
   """
 
@@ -56,7 +58,7 @@ class Checkpointer:
       best: (steps) -> one that is kept beside them, or None.
     """
     self.failures = 0
-    self._directory = pathlib.Path(directory).absolute()
+    self.directory = pathlib.Path(directory).absolute()
     self._keep, self._keep_every, self._best = keep, keep_every, best
     self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
     self._thread = concurrent.futures.ThreadPoolExecutor(1, "commit")
@@ -66,7 +68,7 @@ class Checkpointer:
 
   def latest_step(self) -> int | None:
     """Newest complete step, None if there is none."""
-    return max(commit.steps(self._directory), default=None)
+    return max(commit.steps(self.directory), default=None)
 
   def save(
     self,
@@ -92,9 +94,9 @@ class Checkpointer:
     self._saving = step, saving
 
   def _start(self, step, trees, metadata) -> concurrent.futures.Future:
-    folder = self._directory / str(step)
+    folder = self.directory / str(step)
     size = commit.num_bytes(trees)
-    free = processes.of_first(lambda: shutil.disk_usage(self._directory).free)
+    free = processes.of_first(lambda: shutil.disk_usage(self.directory).free)
     if free < size:
       raise OSError(f"it needs {size:,} bytes, and {free:,} are free")
     # Both on the devices before the arrays can be donated.
@@ -111,13 +113,13 @@ class Checkpointer:
       return
     commit.write(folder, leaves, digest.finish_checksums(checksums), **record)
     # Only now, so that what it replaces was there until it was.
-    steps = commit.steps(self._directory)
+    steps = commit.steps(self.directory)
     kept = {*steps[-self._keep :], self._best(steps)}
     if self._keep_every:
       kept |= {step for step in steps if step % self._keep_every == 0}
     for step in map(str, sorted({*steps} - kept)):
-      old = self._directory / f"{step}.deleted"
-      os.replace(self._directory / step, old)
+      old = self.directory / f"{step}.deleted"
+      os.replace(self.directory / step, old)
       shutil.rmtree(old)
 
   def restore(self, step: int, targets: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,7 +136,7 @@ class Checkpointer:
       DamagedError: what was read is not what was saved.
       InputError: there is no such step, or it has other shapes.
     """
-    return load(self._directory / str(step), targets)
+    return load(self.directory / str(step), targets)
 
   def save_states(
     self, step: int, states: Mapping[str, Any], **metadata: Any
@@ -159,13 +161,26 @@ class Checkpointer:
     trees = self.restore(step, state.targets(abstract, values))
     return state.from_items(abstract, trees, values)
 
+  def save_base(self, trees: Mapping[str, Any]) -> None:
+    """Writes what no step changes beside the steps, once.
+
+    Args:
+      trees: name -> tree of arrays; without any nothing is written.
+
+    Raises:
+      TrainingStopped: it cannot be written.
+    """
+    folder = self.directory / _BASE
+    if trees and not processes.of_first((folder / commit.FILE).exists):
+      _save(folder, trees)
+
   def record(self, step: int, *parts: str) -> dict[str, Any]:
     """The COMMIT of a step, with these parts of what `save` was given.
 
     Raises:
       InputError: it cannot be read or was written by another version.
     """
-    return commit.read(self._directory / str(step), *parts)
+    return commit.read(self.directory / str(step), *parts)
 
   def new_errors(self) -> list[str]:
     """A line of every failure that has become known; does not wait."""
@@ -184,7 +199,7 @@ class Checkpointer:
       return
     self.failures += 1
     self._errors.append(
-      f"{self._directory / str(step)}: cannot write a checkpoint"
+      f"{self.directory / str(step)}: cannot write a checkpoint"
       f" ({_reason(error)}); make room: the one before it stays, and the next"
       " is tried when it is due"
     )
@@ -199,9 +214,11 @@ class Checkpointer:
 
   def _prepare(self) -> None:
     """Makes the directory, and removes what saves that died have left."""
-    self._directory.mkdir(parents=True, exist_ok=True)
+    self.directory.mkdir(parents=True, exist_ok=True)
+    if not commit.steps(self.directory):  # Then it is another run's.
+      shutil.rmtree(self.directory / _BASE, ignore_errors=True)
     for pattern in _TEMPORARY:
-      for place in self._directory.glob(pattern):
+      for place in self.directory.glob(pattern):
         shutil.rmtree(place, ignore_errors=True)
 
 
@@ -245,11 +262,14 @@ def save_tree(path: str | os.PathLike, tree: Any) -> None:
   Raises:
     TrainingStopped: it cannot be written.
   """
-  path, trees = pathlib.Path(path).absolute(), {_TREE: tree}
+  _save(pathlib.Path(path).absolute(), {_TREE: tree})
+
+
+def _save(path: pathlib.Path, trees: Mapping[str, Any]) -> None:
+  items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
   with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
-    items = ocp.args.Composite(**{_TREE: ocp.args.StandardSave(tree)})
     try:
-      checkpointer.save(path, items, force=True)
+      checkpointer.save(path, ocp.args.Composite(**items), force=True)
     except Exception as error:  # Orbax raises errors of many kinds.
       raise TrainingStopped(
         f"{path}: cannot write a checkpoint ({_reason(error)}); make room; the"
@@ -273,22 +293,45 @@ def load_tree(path: str | os.PathLike, target: Any) -> Any:
   return load(path, {_TREE: target})[_TREE]
 
 
+def load_base(
+  directory: pathlib.Path, step: int, targets: Mapping[str, Any]
+) -> dict[str, Any]:
+  """Reads what `Checkpointer.save_base` wrote.
+
+  Args:
+    directory: of the steps.
+    step: one of them; in format 4 each has it all.
+    targets: as of `Checkpointer.restore`, which has the same errors.
+  """
+  base = directory / _BASE
+  if not (base / commit.FILE).exists():
+    base = directory / str(step)
+  return load(base, targets)
+
+
 def load(path: str | os.PathLike, targets: Mapping[str, Any]) -> dict[str, Any]:
   """Reads some items of a checkpoint; see `Checkpointer.restore`."""
   path = pathlib.Path(path).absolute()
   record = commit.read(path)
-  commit.check_shapes(path, record, targets)
+  names = [commit.saved_name(record, name) for name in targets]
+  saved = dict(zip(names, targets.values()))
+  commit.check_shapes(path, record, saved)
   items = {
-    name: ocp.args.StandardRestore(tree) for name, tree in targets.items()
+    name: ocp.args.PyTreeRestore(
+      tree,
+      restore_args=ocp.checkpoint_utils.construct_restore_args(tree),
+      partial_restore=True,  # An item may have more than is asked for.
+    )
+    for name, tree in saved.items()
   }
   try:
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
       found = checkpointer.restore(path, ocp.args.Composite(**items))
-    trees = {name: found[name] for name in targets}
+    trees = {name: found[name] for name in saved}
   except Exception as error:  # Orbax raises errors of many kinds.
     raise commit.DamagedError(path, _reason(error)) from error
   commit.check_bits(path, record, trees)
-  return trees
+  return dict(zip(targets, trees.values()))
 
 
 def _reason(error: BaseException) -> str:

@@ -5,7 +5,8 @@ texts, and tables of them, become metadata; a tree of arrays becomes an item of
 its own, named by the path of fields that leads to it, so that items can be read
 apart. A record of host arrays (`Rollout`, `Responses`) is an item too, and the
 metadata has its shapes.
-A new field of a state is thus written in one place, where it is declared.
+A new field of a state is thus written in one place, where it is declared. A
+field with the metadata `constant` is no part of a step.
 """
 
 import dataclasses
@@ -133,6 +134,7 @@ def _map(function: Callable[[str, Any], Any], path: str, state: Any) -> Any:
       function, f"{path}.{field.name}", getattr(state, field.name)
     )
     for field in dataclasses.fields(state)
+    if not field.metadata.get("constant")
   }
   return dataclasses.replace(state, **parts)
 

@@ -37,7 +37,7 @@ from jaxrl_llm.learner.state import (
   LearnerState,
   TrainingBatch,
 )
-from jaxrl_llm.models import TokenLogprobs
+from jaxrl_llm.models import Params, TokenLogprobs
 from jaxrl_llm.types import Experience, Responses, Rollout
 
 
@@ -53,8 +53,7 @@ class Learner:
     critic: the model that judges states; None without one.
     settings: plain settings.
     mesh: that the models lie on.
-    initial_params: loads the parameters that the policy starts from, which
-      are also the reference of a KL.
+    initial_params: loads the parameters that the policy starts from.
     ema: the moving average, where the algorithm follows it.
     kept: the policy's weights of the versions that may have written a token
       of a batch, where the algorithm reads what they say of it.
@@ -77,16 +76,31 @@ class Learner:
     Args:
       critic_params: (policy's parameters) -> the critic's; None without one.
     """
-    policy = self.policy.create_state(self.initial_params())
-    state = self.abstract().replace(policy=policy, waiting=None)
+    params = self.policy.split(self.initial_params())
+    policy = self.policy.create_state(params.trained)
+    base, params = {"policy": params.base}, Params(params.base, policy.trained)
+    state = self.abstract().replace(
+      policy=policy, waiting=None, base=base, reference=self.reference()
+    )
     if self.critic is not None:
-      critic = self.critic.create_state(critic_params(policy.params))
-      state = state.replace(critic=critic)
+      own, trained = self.critic.split(critic_params(params))
+      state = state.replace(
+        critic=self.critic.create_state(trained), base=base | {"critic": own}
+      )
     if self.ema is not None:
-      state = state.replace(ema=self.ema.init(policy.params))
+      state = state.replace(ema=self.ema.init(policy.trained))
     if self.kept is not None:
-      state = state.replace(kept=self.kept.init(policy.params))
+      state = state.replace(kept=self.kept.init(policy.trained))
     return state
+
+  def reference(self) -> Any:
+    """Loads the trained parameters that the policy started from.
+
+    None unless the algorithm takes a KL to them.
+    """
+    if "ref_logprobs" not in self.algorithm.leaves:
+      return None
+    return self.policy.split(self.initial_params()).trained
 
   def abstract(self) -> LearnerState:
     """The state as a checkpoint is read into it.
@@ -99,6 +113,7 @@ class Learner:
       # These leave the sampler's temperature as it is.
       nothing = [np.zeros((), np.float32)] * 4
       statistics = estimators.EntropyStatistics(*nothing)
+    models = {"policy": self.policy, "critic": self.critic}
     return LearnerState(
       step=0,
       policy=self.policy.shapes,
@@ -107,6 +122,8 @@ class Learner:
       kept=self.kept and self.kept.shapes,
       temperature_state=statistics,
       waiting=Responses,
+      base={name: model.base for name, model in models.items() if model},
+      reference=None,
     )
 
   @functools.cached_property
@@ -114,11 +131,6 @@ class Learner:
     """(leaves) -> the inputs that the algorithm reads, jitted."""
     names, made = sorted(self.algorithm.experience), self.algorithm.parts
     return jax.jit(functools.partial(parts.evaluate, names, made))
-
-  @functools.cached_property
-  def reference(self) -> Any:
-    """Parameters of the policy that the run started from."""
-    return self.initial_params()
 
   def update(
     self, state: LearnerState, responses: Responses, timer: Any
@@ -152,7 +164,7 @@ class Learner:
       experience = self._experience(joined, scores, state.step, critic_rows)
       row = self._batch_metrics(state, rollout, scores, experience)
       if self.kept is not None:
-        kept = self.kept.write(state.kept, state.policy.params, state.step)
+        kept = self.kept.write(state.kept, state.policy.trained, state.step)
         state = state.replace(kept=kept)
     if critic_batches:
       batch = TrainingBatch(rollout, experience, critic_batches, state.step)
@@ -269,6 +281,7 @@ class Learner:
       sums["critic"] = GradientSum(
         self.critic,
         state.critic,
+        state.base["critic"],
         "update_value",
         prepared(critic_batch),
         mask="value_mask",
@@ -277,6 +290,7 @@ class Learner:
     sums["policy"] = GradientSum(
       self.policy,
       state.policy,
+      state.base["policy"],
       "update_policy",
       prepared(policy_batch),
       mask="policy_mask",
@@ -299,9 +313,9 @@ class Learner:
     self, state: LearnerState, batch: TrainingBatch, rng: np.random.Generator
   ) -> tuple[LearnerState, dict[str, float]]:
     """Trains the critic alone: ½ (V − return)², a mean over each mini-batch."""
-    critic, rows = state.critic, []
+    critic, rows, base = state.critic, [], state.base["critic"]
     for prepared in self._prepared(self.critic, critic_batch, batch, rng):
-      critic, row = self.critic.update(critic, prepared)
+      critic, row = self.critic.update(critic, prepared, base=base)
       rows.append(row)
     row = self._summary("critic", critic, rows)
     return state.replace(critic=critic), row
@@ -356,15 +370,16 @@ class Learner:
 
   def _score(self, state, rollout, policy_batches, critic_batches):
     """Scores all rows with the current models and the reference."""
-    reads = self.algorithm.leaves
+    reads, params = self.algorithm.leaves, state.params("policy")
+    of = lambda trained: params._replace(trained=trained)
     # A KL in the rewards is a part of the critic's targets, so of those too
     # that only the critic learns from.
     if "ref_logprobs" in self.algorithm.parts["token_rewards"].reads:
       policy_batches = self._completed(self.policy, rollout, policy_batches)
     scores = policy_scores(
       self.logprobs,
-      state.policy.params,
-      self.reference if "ref_logprobs" in reads else None,
+      params,
+      of(state.reference) if "ref_logprobs" in reads else None,
       rollout,
       policy_batches,
       reads_old=bool(reads & {"old_logprobs", "entropies"}),
@@ -372,7 +387,7 @@ class Learner:
     if self.kept is not None:
       scores["writer_logprobs"] = writer_logprobs(
         self.logprobs,
-        functools.partial(self.kept.read, state.kept),
+        lambda version: of(self.kept.read(state.kept, version)),
         scores["old_logprobs"],
         rollout,
         policy_batches,
@@ -380,14 +395,14 @@ class Learner:
       )
     if "gradient_norms" in reads:
       scores["gradient_norms"] = self._gradient_norms(
-        state.policy.params, rollout, policy_batches
+        params, rollout, policy_batches
       )
     if self.critic is None:
       return scores
     # Cut responses are no part of the critic's mini-batches.
     critic_batches = self._completed(self.critic, rollout, critic_batches)
     return scores | critic_scores(
-      self._values, state.critic.params, rollout, critic_batches
+      self._values, state.params("critic"), rollout, critic_batches
     )
 
   def logprobs(self, params: Any, batch: MiniBatch) -> TokenLogprobs:
@@ -399,11 +414,7 @@ class Learner:
   @functools.cached_property
   def _score_gradient_norms(self) -> Callable[..., jax.Array]:
     """(params, packed one by one, temperature) -> [M], jitted."""
-    score = functools.partial(
-      score_gradient_norms,
-      fns=self.policy.fns,
-      frozen=self.policy.settings.frozen,
-    )
+    score = functools.partial(score_gradient_norms, fns=self.policy.fns)
     return jax.jit(score, out_shardings=sharding.replicated(self.mesh))
 
   def _gradient_norms(self, params, rollout, batches) -> np.ndarray:
@@ -496,18 +507,22 @@ class Learner:
   def _update_policy(self, state, batch, rng):
     """Trains the policy on each mini-batch: surrogate and auxiliary losses."""
     policy, ema, rows = state.policy, state.ema, []
+    base = state.base["policy"]
     temperature = np.float32(self.settings.temperature)
 
     def prepare(inputs, part, algorithm):
       if algorithm.follows_average:
-        scored = self.logprobs(ema["params"], part)  # By the current average.
+        average = Params(base, ema["params"])
+        scored = self.logprobs(average, part)
         inputs["proximal_logprobs"] = part.layout.gather(scored.logprobs)
       return policy_batch(inputs, part, algorithm)
 
     for prepared in self._prepared(self.policy, prepare, batch, rng):
-      policy, row = self.policy.update(policy, prepared, temperature)
+      policy, row = self.policy.update(
+        policy, prepared, temperature, base=base
+      )
       if ema is not None:
-        ema = self.ema.step(ema, policy.params, row["policy/skipped"])
+        ema = self.ema.step(ema, policy.trained, row["policy/skipped"])
       rows.append(row)
     row = self._summary("policy", policy, rows)
     return state.replace(policy=policy, ema=ema), row

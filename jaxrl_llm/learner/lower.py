@@ -21,10 +21,10 @@ def lower(learner: Learner) -> dict[str, jax.stages.Lowered]:
   if algorithm.step_scale is not None:
     batch = batch.replace(step_scale=scalar)
   lowered = {
-    "score log-probs": policy.score.lower(
-      policy.shapes.params, batch.packed, scalar
+    "score log-probs": policy.score.lower(policy.params, batch.packed, scalar),
+    "update policy": policy.update.lower(
+      policy.shapes, batch, scalar, base=policy.base
     ),
-    "update policy": policy.update.lower(policy.shapes, batch, scalar),
   }
   critic = learner.critic
   if critic is None:
@@ -32,8 +32,8 @@ def lower(learner: Learner) -> dict[str, jax.stages.Lowered]:
   names = {"weights", *algorithm.value_inputs}
   batch = _abstract_batch(learner, critic, names)
   return lowered | {
-    "score values": critic.score.lower(critic.shapes.params, batch.packed),
-    "update value": critic.update.lower(critic.shapes, batch),
+    "score values": critic.score.lower(critic.params, batch.packed),
+    "update value": critic.update.lower(critic.shapes, batch, base=critic.base),
   }
 
 

@@ -15,7 +15,7 @@ from jaxrl_llm.learner import scoring
 from jaxrl_llm.learner import update as update_lib
 from jaxrl_llm.learner.algorithm import Algorithm
 from jaxrl_llm.learner.optimizer import TrainState, UpdateSettings
-from jaxrl_llm.models import ModelFns, ValueFns
+from jaxrl_llm.models import ModelFns, Params, ValueFns, partition
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,14 +23,24 @@ class TrainedModel:
   """A policy or critic: its functions, scores, update and place."""
 
   fns: ModelFns | ValueFns
-  # (params, which are given away) -> the state at step 0 around them, jitted.
+  # (trained, which are given away) -> the state at step 0 around them, jitted.
   create_state: Callable[[Any], TrainState]
   # (params, PackedTokens, *settings) -> [M, r, C], jitted; see `scoring`.
   score: Callable[..., Any]
   update: update_lib.Update
   accumulation: update_lib.Accumulation  # The same in parts.
   shapes: TrainState  # ShapeDtypeStructs with shardings.
+  base: Any  # Likewise, the parameters that are not trained.
   settings: UpdateSettings
+
+  @property
+  def params(self) -> Params:
+    """ShapeDtypeStructs with shardings of all parameters."""
+    return Params(self.base, self.shapes.trained)
+
+  def split(self, params: Any) -> Params:
+    """Splits a nested dict of all parameters."""
+    return partition(params, self.settings.frozen)
 
 
 @dataclasses.dataclass
@@ -40,6 +50,7 @@ class GradientSum:
   Attributes:
     model: is trained.
     state: that the gradients are taken at; given away in the end.
+    base: the model's parameters that are not trained.
     phase: of the timer.
     prepare: (inputs, mini-batch) -> `PackedBatch` with weights of size 1.
     mask: name of the input that says which tokens the loss is over.
@@ -50,19 +61,21 @@ class GradientSum:
 
   model: TrainedModel
   state: TrainState
+  base: Any
   phase: str
   prepare: Callable[..., Any]
   mask: str
   mode: str
   settings: tuple = ()
-  sums: Any = None
+  sums: Any = dataclasses.field(default=None, init=False)
 
   def add(self, inputs: Any, part: Any) -> None:
     """Adds the gradient on a part; arguments as `prepare` has them."""
     batch, how = self.prepare(inputs, part), self.model.accumulation
+    given = self.state.trained, batch, *self.settings
     if self.sums is None:
-      self.sums = how.begin(self.state.params, batch, *self.settings)
-    sums = how.add(self.sums, self.state.params, batch, *self.settings)
+      self.sums = how.begin(*given, base=self.base)
+    sums = how.add(self.sums, *given, base=self.base)
     self.sums = processes.ready(sums)  # The phase has its own time.
 
   def apply(self, inputs: Any, step: int) -> tuple[TrainState, Any]:
@@ -78,24 +91,24 @@ class GradientSum:
 
 
 class Ema(NamedTuple):
-  """PPO-EWMA's moving average of parameters: {'params', 'weight'}."""
+  """PPO-EWMA's moving average of trained parameters: {'params', 'weight'}."""
 
-  init: Callable[[Any], Any]  # (params) -> average.
-  # (average, params, whether the update was skipped) -> average.
+  init: Callable[[Any], Any]  # (trained) -> average.
+  # (average, trained, whether the update was skipped) -> average.
   step: Callable[[Any, Any, Any], Any]
   shapes: Any  # ShapeDtypeStructs with shardings.
 
 
 class KeptWeights(NamedTuple):
-  """The policy's parameters of its last K versions; leaves are [K, ...].
+  """The policy's trained parameters of its last K versions, [K, ...].
 
   Version v lies in slot v mod K until version v + K takes its place.
   """
 
-  init: Callable[[Any], Any]  # (params) -> kept, of which all are these.
-  # (kept, which is given away, params, their version) -> kept.
+  init: Callable[[Any], Any]  # (trained) -> kept, of which all are these.
+  # (kept, which is given away, trained, their version) -> kept.
   write: Callable[[Any, Any, Any], Any]
-  read: Callable[[Any, Any], Any]  # (kept, version) -> params, float32.
+  read: Callable[[Any, Any], Any]  # (kept, version) -> trained, float32.
   shapes: Any  # ShapeDtypeStructs with shardings.
 
 
@@ -136,18 +149,20 @@ def _trained(fns, settings, score, objective, mesh) -> TrainedModel:
     eps=settings.eps,
     mu_dtype=settings.mu_dtype,
   )
-  params = jax.eval_shape(fns.init, jax.random.key(0))
-  _check_frozen(params, settings.frozen)
+  whole = jax.eval_shape(fns.init, jax.random.key(0))
+  _check_frozen(whole, settings.frozen)
+  base, trained = partition(whole, settings.frozen)
   create = functools.partial(
-    optimizer_lib.create_train_state,
-    optimizer=optimizer,
-    frozen=settings.frozen,
+    optimizer_lib.create_train_state, optimizer=optimizer
   )
-  shardings = sharding.tree_shardings(jax.eval_shape(create, params), mesh)
+  shardings = sharding.tree_shardings(jax.eval_shape(create, trained), mesh)
   create = jax.jit(create, out_shardings=shardings, donate_argnums=0)
+  place = jax.jit(
+    lambda x: x, out_shardings=sharding.tree_shardings(base, mesh)
+  )
   whole = sharding.replicated(mesh)
   how = objective, optimizer, schedule
-  pinned = {"frozen": settings.frozen, "out_shardings": (shardings, whole)}
+  pinned = {"out_shardings": (shardings, whole)}
   score = jax.jit(functools.partial(score, fns=fns), out_shardings=whole)
   return TrainedModel(
     fns,
@@ -155,16 +170,17 @@ def _trained(fns, settings, score, objective, mesh) -> TrainedModel:
     score,
     update_lib.make_update(*how, **pinned),
     update_lib.make_accumulation(*how, **pinned),
-    create.eval_shape(params),
+    create.eval_shape(trained),
+    place.eval_shape(base),
     settings,
   )
 
 
 def _check_frozen(params: Any, frozen: tuple[str, ...]) -> None:
   for part in frozen:
-    trained, kept = optimizer_lib.split_frozen(params, (part,))
-    if not (jax.tree.leaves(trained) and jax.tree.leaves(kept)):
-      whose = "every" if jax.tree.leaves(kept) else "no"
+    base, trained = partition(params, (part,))
+    if not (base and trained):
+      whose = "every" if base else "no"
       raise InputError(
         f"config.optimizer: frozen={part!r} is a part of {whose} parameter's"
         f" path; choose among {', '.join(sorted(params))}, or parts such as"
@@ -191,7 +207,7 @@ def make_ema(
       lambda new, old: jnp.where(skipped, old, new), moved, average
     )
 
-  params = policy.shapes.params
+  params = policy.shapes.trained
   shardings = sharding.tree_shardings(jax.eval_shape(init, params), mesh)
   init = jax.jit(init, out_shardings=shardings)
   step = jax.jit(step, out_shardings=shardings, donate_argnums=0)
@@ -225,7 +241,7 @@ def make_kept_weights(
     )
     return jax.tree.map(lambda x: take(x).astype(jnp.float32), kept)
 
-  params = policy.shapes.params
+  params = policy.shapes.trained
   places = jax.tree.map(lambda x: x.sharding, params)
   stacked = jax.tree.map(sharding.with_leading_axis, places)
   init = jax.jit(init, out_shardings=stacked)

@@ -22,9 +22,9 @@ class OptimizerState(NamedTuple):
 
 @chex.dataclass(frozen=True)
 class TrainState:
-  """Parameters and optimizer state of one model."""
+  """What training changes of one model."""
 
-  params: Any  # Nested dict of float32 masters.
+  trained: Any  # Nested dict of float32 masters, see `models.Params`.
   optimizer: OptimizerState
 
 
@@ -120,45 +120,15 @@ def make_optimizer(
   )
 
 
-def split_frozen(params: Any, frozen: tuple[str, ...]) -> tuple[Any, Any]:
-  """Parameters that are trained, and the others; None in place of a leaf.
-
-  Args:
-    params: nested dict.
-    frozen: parts of paths 'a/b/c' of the others.
-  """
-
-  def is_frozen(path):
-    name = "/".join(key.key for key in path)
-    return any(part in name for part in frozen)
-
-  pick = lambda wanted: jax.tree_util.tree_map_with_path(
-    lambda path, x: x if is_frozen(path) == wanted else None, params
-  )
-  return pick(False), pick(True)
-
-
-def merge_frozen(trained: Any, frozen: Any) -> Any:
-  """What `split_frozen` was given."""
-  return jax.tree.map(
-    lambda a, b: b if a is None else a,
-    trained,
-    frozen,
-    is_leaf=lambda x: x is None,
-  )
-
-
 def create_train_state(
-  params: Any,
-  optimizer: optax.GradientTransformation,
-  *,
-  frozen: tuple[str, ...] = (),
+  trained: Any, optimizer: optax.GradientTransformation
 ) -> TrainState:
-  """A state at step 0; frozen parameters have no moments."""
+  """Returns a state at step 0."""
   zero = lambda: jnp.zeros((), jnp.int32)
-  opt_state = optimizer.init(split_frozen(params, frozen)[0])
+  counters = zero(), zero(), zero()
   return TrainState(
-    params=params, optimizer=OptimizerState(opt_state, zero(), zero(), zero())
+    trained=trained,
+    optimizer=OptimizerState(optimizer.init(trained), *counters),
   )
 
 
@@ -178,27 +148,25 @@ def apply_gradients(
   *,
   finite: chex.Array,
   scale: chex.Array | None = None,
-  frozen: tuple[str, ...] = (),
 ) -> TrainState:
   """One optimizer update, or the state unchanged when not `finite`.
 
   Args:
     state: before.
-    gradients: like its params, those that are trained.
+    gradients: like its parameters.
     optimizer: of the state.
     finite: bool scalar.
     scale: factor of the update beside the learning rate; None is 1.
-    frozen: as in `split_frozen`.
   """
   before = state.optimizer
-  trained, kept = split_frozen(state.params, frozen)
+  trained = state.trained
   updates, opt_state = optimizer.update(gradients, before.opt_state, trained)
   if scale is not None:
     updates = jax.tree.map(lambda x: scale * x, updates)
-  params = optax.apply_updates(trained, updates)
+  moved = optax.apply_updates(trained, updates)
   keep = lambda new, old: jnp.where(finite, new, old)
   return TrainState(
-    params=merge_frozen(jax.tree.map(keep, params, trained), kept),
+    trained=jax.tree.map(keep, moved, trained),
     optimizer=OptimizerState(
       opt_state=jax.tree.map(keep, opt_state, before.opt_state),
       step=before.step + finite,

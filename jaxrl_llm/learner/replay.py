@@ -42,9 +42,7 @@ def update_twice(
         f"before step {step} the copies of {copies[0]} ({len(copies)} in all)"
         f" differ on {socket.gethostname()}; {_AGAIN}"
       )
-    before = jax.tree.map(
-      lambda x: x.copy() if isinstance(x, jax.Array) else x, state
-    )
+    before = state.replace(**jax.tree.map(lambda x: x.copy(), _arrays(state)))
   after, row = learner.update(state, responses, timer)
   with timer.phase("replay"):
     again, _ = learner.update(before, responses, metrics.PhaseTimer())
@@ -60,5 +58,6 @@ def update_twice(
 
 
 def _arrays(state: LearnerState) -> dict[str, Any]:
+  """What an update changes."""
   names = ("policy", "critic", "ema", "kept")
   return {name: getattr(state, name) for name in names}

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxrl_llm.learner.optimizer import merge_frozen, split_frozen
 from jaxrl_llm.learner.packing import MiniBatch, PackedTokens
-from jaxrl_llm.models import ModelFns, TokenLogprobs, ValueFns
+from jaxrl_llm.models import ModelFns, Params, TokenLogprobs, ValueFns
 from jaxrl_llm.types import Rollout
 
 
@@ -57,12 +56,11 @@ def score_values(
 
 
 def score_gradient_norms(
-  params: Any,
+  params: Params,
   packed: PackedTokens,
   temperature: chex.Numeric,
   *,
   fns: ModelFns,
-  frozen: tuple[str, ...],
 ) -> jax.Array:
   """Gradient norm ‖∇ log π‖ of each micro-batch's response, float32 [M].
 
@@ -70,20 +68,18 @@ def score_gradient_norms(
   passes. 0 for a micro-batch without a response.
 
   Args:
-    params: policy parameters.
+    params: policy parameters; the gradient is that of the trained ones.
     packed: micro-batches of one response each, see `packing.one_by_one`.
     temperature: that the responses were sampled at.
     fns: the policy.
-    frozen: parts of paths of parameters that are not trained, and not counted.
   """
-  trained, kept = split_frozen(params, frozen)
 
   def logprob(trained, rows):
-    params = merge_frozen(trained, kept)
-    return jnp.sum(fns.logprobs(params, rows, temperature)[0].logprobs)
+    whole = params._replace(trained=trained)
+    return jnp.sum(fns.logprobs(whole, rows, temperature)[0].logprobs)
 
   def body(i, norms):
-    gradient = jax.grad(logprob)(trained, packed.rows(i))
+    gradient = jax.grad(logprob)(params.trained, packed.rows(i))
     return norms.at[i].set(optax.global_norm(gradient))
 
   norms = jnp.zeros(len(packed.tokens), jnp.float32)

@@ -8,6 +8,7 @@ import chex
 from jaxrl_llm import estimators
 from jaxrl_llm.learner.optimizer import TrainState
 from jaxrl_llm.learner.packing import MiniBatch
+from jaxrl_llm.models import Params
 from jaxrl_llm.types import Experience, Responses, Rollout
 
 
@@ -24,6 +25,15 @@ class LearnerState:
   # For the sampler's adaptive temperature, from the last batch; else None.
   temperature_state: estimators.EntropyStatistics | None
   waiting: Responses | None  # Ended; not yet seen by the critic.
+  # Constants, which no step's checkpoint holds. Model -> its parameters that are
+  # not trained; {} if all are.
+  base: dict[str, Any] = dataclasses.field(metadata={"constant": True})
+  # Trained parameters of the policy at the start; None without a KL to them.
+  reference: Any = dataclasses.field(metadata={"constant": True})
+
+  def params(self, model: str) -> Params:
+    """Returns the parameters of 'policy' or 'critic'."""
+    return Params(self.base[model], getattr(self, model).trained)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,15 +18,14 @@ from jaxrl_llm.learner.optimizer import (
   TrainState,
   apply_gradients,
   at_schedule_step,
-  merge_frozen,
-  split_frozen,
 )
 from jaxrl_llm.learner.packing import PackedBatch, micro_batch
 from jaxrl_llm.learner.parts import Auxiliary, Part
-from jaxrl_llm.models import ModelFns, ValueFns
+from jaxrl_llm.models import ModelFns, Params, ValueFns
 
+_NO_BASE: dict[str, Any] = {}  # Everything is trained.
 Metrics = dict[str, jax.Array]
-# (state, PackedBatch, *settings) -> (state, metrics), jitted.
+# (state, PackedBatch, *settings, base={}) -> (state, metrics), jitted.
 Update = Callable[..., tuple[TrainState, Metrics]]
 
 
@@ -109,26 +108,24 @@ def make_update(
   optimizer: optax.GradientTransformation,
   schedule: optax.Schedule,
   *,
-  frozen: tuple[str, ...] = (),
   out_shardings: Any = None,
 ) -> Update:
-  """update(state, PackedBatch, *settings) -> (state, metrics), jitted.
+  """update(state, PackedBatch, *settings, base={}) -> (state, metrics), jitted.
 
-  The state is donated.
+  The state is donated; `base` has the parameters that are not trained.
 
   Args:
     objective: whose gradient is taken.
     optimizer: gradient transformation of the state.
     schedule: learning rate of an update, for the log.
-    frozen: parts of paths of parameters that are not trained.
     out_shardings: (those that the state is pinned to, of the metrics).
   """
-  how = functools.partial(_apply, objective.name, optimizer, schedule, frozen)
+  how = functools.partial(_apply, objective.name, optimizer, schedule)
 
-  def update(state: TrainState, batch: PackedBatch, *settings):
-    gradient, trained = _gradient_of(objective, state.params, frozen)
-    zeros = _zeros(gradient, trained, batch, *settings)
-    sums = _accumulate(gradient, trained, zeros, batch, *settings)
+  def update(state: TrainState, batch: PackedBatch, *settings, base=_NO_BASE):
+    given = _gradient_of(objective, base), state.trained
+    zeros = _zeros(*given, batch, *settings)
+    sums = _accumulate(*given, zeros, batch, *settings)
     return how(state, sums, batch.schedule_step, scale=batch.step_scale)
 
   return jax.jit(update, donate_argnums=0, out_shardings=out_shardings)
@@ -141,8 +138,10 @@ class Accumulation(NamedTuple):
   have size 1, see `masked.reduction_size`.
   """
 
-  begin: Callable[..., Any]  # (params, PackedBatch, *settings) -> sums of none.
-  add: Callable[..., Any]  # (sums, params, PackedBatch, *settings) -> sums.
+  # (trained, PackedBatch, *settings, base={}) -> sums of none.
+  begin: Callable[..., Any]
+  # (sums, trained, PackedBatch, *settings, base={}) -> sums.
+  add: Callable[..., Any]
   # (state, sums, size of the batch, schedule step) -> (state, metrics).
   apply: Callable[..., tuple[TrainState, Metrics]]
 
@@ -152,18 +151,16 @@ def make_accumulation(
   optimizer: optax.GradientTransformation,
   schedule: optax.Schedule,
   *,
-  frozen: tuple[str, ...] = (),
   out_shardings: Any = None,
 ) -> Accumulation:
   """The parts of `make_update`, which has the same arguments."""
-  how = functools.partial(_apply, objective.name, optimizer, schedule, frozen)
+  how = functools.partial(_apply, objective.name, optimizer, schedule)
 
-  def begin(params, batch: PackedBatch, *settings):
-    gradient, trained = _gradient_of(objective, params, frozen)
-    return _zeros(gradient, trained, batch, *settings)
+  def begin(trained, batch: PackedBatch, *settings, base=_NO_BASE):
+    return _zeros(_gradient_of(objective, base), trained, batch, *settings)
 
-  def add(sums, params, batch: PackedBatch, *settings):
-    gradient, trained = _gradient_of(objective, params, frozen)
+  def add(sums, trained, batch: PackedBatch, *settings, base=_NO_BASE):
+    gradient = _gradient_of(objective, base)
     return _accumulate(gradient, trained, sums, batch, *settings)
 
   def apply(state: TrainState, sums, size, step):
@@ -175,7 +172,7 @@ def make_accumulation(
   of_sums = None
   if out_shardings is not None:
     of_state, whole = out_shardings
-    of_sums = split_frozen(of_state.params, frozen)[0], whole
+    of_sums = of_state.trained, whole
   return Accumulation(
     begin=jax.jit(begin, out_shardings=of_sums),
     add=jax.jit(add, donate_argnums=0, out_shardings=of_sums),
@@ -183,18 +180,17 @@ def make_accumulation(
   )
 
 
-def _gradient_of(objective: Objective, params, frozen):
-  """(trained, micro-batch, *settings) -> gradient and log, and `trained`."""
-  trained, kept = split_frozen(params, frozen)
+def _gradient_of(objective: Objective, base):
+  """(trained, micro-batch, *settings) -> gradient and log."""
 
   @functools.partial(jax.grad, has_aux=True)
   def gradient(trained, *inputs):
-    return objective.loss(merge_frozen(trained, kept), *inputs)
+    return objective.loss(Params(base, trained), *inputs)
 
-  return gradient, trained
+  return gradient
 
 
-def _apply(name, optimizer, schedule, frozen, state, sums, step, *, scale=None):
+def _apply(name, optimizer, schedule, state, sums, step, *, scale=None):
   """One optimizer step by what was summed up over a batch."""
   gradients, (totals, means, maxima) = sums
   norm = optax.global_norm(gradients)
@@ -215,7 +211,7 @@ def _apply(name, optimizer, schedule, frozen, state, sums, step, *, scale=None):
     metrics[f"{name}/step_scale"] = scale
   state = at_schedule_step(state, step)
   state = apply_gradients(
-    state, gradients, optimizer, finite=finite, scale=scale, frozen=frozen
+    state, gradients, optimizer, finite=finite, scale=scale
   )
   return state, metrics
 

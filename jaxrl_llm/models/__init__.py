@@ -19,6 +19,11 @@ from jaxrl_llm.models.kv_cache import (
   make_block_tables as make_block_tables,
   write_pages as write_pages,
 )
+from jaxrl_llm.models.params import (
+  Params as Params,
+  merge as merge,
+  partition as partition,
+)
 from jaxrl_llm.models.transformer import (
   PackedRows as PackedRows,
   num_params as num_params,
@@ -51,7 +56,9 @@ def save(
   Args:
     path: directory to write.
     fns: the model whose parameters these are.
-    params: policy parameters in the stacked layout.
+    params: policy parameters in the stacked layout, whole or in two trees.
     tokenizer_from: directory whose tokenizer files are copied along.
   """
-  hf.write_params(path, fns.config, params, extra_files_from=tokenizer_from)
+  hf.write_params(
+    path, fns.config, merge(params), extra_files_from=tokenizer_from
+  )

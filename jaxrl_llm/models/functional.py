@@ -13,6 +13,7 @@ from jaxrl_llm.models import context, heads, transformer
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.kernels import make_kernels, make_packed_attention
 from jaxrl_llm.models.kv_cache import KVCache
+from jaxrl_llm.models.params import merge
 from jaxrl_llm.models.transformer import PackedRows
 
 _MAX_SURPRISE = 8.0  # Nats: beyond, an embedding would outgrow all others.
@@ -21,8 +22,9 @@ _MAX_SURPRISE = 8.0  # Nats: beyond, an embedding would outgrow all others.
 class ModelFns(NamedTuple):
   """A language model as pure functions of `params`, a plain nested dict.
 
-  `params` below is the stacked layout that trains and is stored; functions of
-  the sampler take `sampler_params`, made from it by `for_sampling`.
+  `params` below is the stacked layout that trains and is stored, whole or in
+  two trees (`Params`); functions of the sampler take `sampler_params`, made
+  from it by `for_sampling`.
   """
 
   config: ModelConfig
@@ -91,7 +93,7 @@ def _make_backbone(config, *, dtype, remat_policy, kernels, sharding):
 
 
 def _logits(params, tokens, mask, *, config, backbone, parts):
-  segments = mask.astype(jnp.int32)
+  params, segments = merge(params), mask.astype(jnp.int32)
   positions = jnp.maximum(jnp.cumsum(segments, axis=1) - 1, 0)
   packed = PackedRows(tokens=tokens, segments=segments, positions=positions)
   states = backbone(params, context.deal(packed, parts))
@@ -176,6 +178,7 @@ def make_policy(
 
   def logprobs(params, packed, temperature=1.0):
     length, packed = packed.tokens.shape[1], context.deal(packed, parts)
+    params = merge(params)
     of_tokens = backbone(params, packed), packed.targets, packed.mask
     states, targets, mask = (context.as_rows(x, parts) for x in of_tokens)
     scored = heads.chunked_logprobs(
@@ -198,7 +201,9 @@ def make_policy(
     init=bind(transformer.init, config=config),
     logprobs=logprobs,
     logits=bind(_logits, config=config, backbone=backbone, parts=parts),
-    for_sampling=bind(transformer.for_sampling, **sampled),
+    for_sampling=lambda params: transformer.for_sampling(
+      merge(params), **sampled
+    ),
     kv_sharding=backend.kv_sharding,
     shares_pages=backend.shares_pages,
     shares_prompts=sees_prefixes,
@@ -243,6 +248,7 @@ def make_value(
       "kernel": jnp.zeros((config.hidden_size, 1), jnp.float32),
       "bias": jnp.zeros((1,), jnp.float32),
     }
+    params = merge(params)
     trunk = {k: v for k, v in params.items() if k != "lm_head"}
     own = {"value_head": head}
     if reads_logprobs:
@@ -254,6 +260,7 @@ def make_value(
 
   def values(params, packed):
     length, packed = packed.tokens.shape[1], context.deal(packed, parts)
+    params = merge(params)
     extra = _embed_surprise(params, packed.logprobs) if reads_logprobs else None
     states = backbone(params, packed, extra).astype(jnp.float32)
     head = params["value_head"]

@@ -49,7 +49,7 @@ def make_run(config: Any) -> Run:
   data.check_context(config, model_config, tokenizer)
   fns = make_fns(config, model_config, both)
   learner = make_learner(config, fns, path, both.trainer)
-  policy_fns, shapes = fns[0], learner.policy.shapes.params
+  policy_fns, shapes = fns[0], models.merge(learner.policy.params)
   source, problems = data.make_prompts(config, tokenizer)
   data.check_prompts(source)
   judge = Judge(
@@ -141,7 +141,10 @@ def make_learner(
     ),
     mesh=mesh,
     initial_params=functools.partial(
-      read_policy_params, path, policy.shapes.params, policy_fns.config
+      read_policy_params,
+      path,
+      models.merge(policy.params),
+      policy_fns.config,
     ),
     ema=ema,
     kept=kept,
@@ -284,13 +287,12 @@ def _critic_params(learner: Learner, policy_params: Any, *, init_from: str):
   Raises:
     InputError: that run has none, or of another model.
   """
-  critic = learner.critic
+  shapes = models.merge(learner.critic.params)
   if init_from:
-    path = pathlib.Path(init_from) / FOLDER
-    return checkpoint.load_tree(path, critic.shapes.params)
+    return checkpoint.load_tree(pathlib.Path(init_from) / FOLDER, shapes)
   place = jax.jit(
-    critic.fns.from_policy,
-    out_shardings=jax.tree.map(lambda x: x.sharding, critic.shapes.params),
+    learner.critic.fns.from_policy,
+    out_shardings=jax.tree.map(lambda x: x.sharding, shapes),
   )
   return place(policy_params)
 

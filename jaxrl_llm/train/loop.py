@@ -310,7 +310,7 @@ def iterate(
   # 8. Sync: the sampler gets the new weights.
   with timer.phase("sync"):
     weights = run.transfer.send(
-      learner.policy.params, learner.step, replaces=weights
+      learner.params("policy"), learner.step, replaces=weights
     )
   every = run.config.sampler.parity_check_every
   if every and states.step % every == 0:
@@ -353,7 +353,7 @@ def begin(run: Run) -> tuple[States, sync.VersionedWeights]:
   """The states before the first iteration; the critic knows nothing yet."""
   learner = run.learner.init(run.critic_params)
   states = States(run.source.init(), run.worker.init(), learner)
-  return states, run.transfer.send(learner.policy.params, 0)
+  return states, run.transfer.send(learner.params("policy"), 0)
 
 
 def start(
@@ -401,7 +401,7 @@ def check_sampler(
   Raises:
     SyncError: they do not; what was sampled would not be the policy's.
   """
-  params = states.learner.policy.params
+  params = states.learner.params("policy")
   sync.verify(weights, run.transfer.checksums(params), version=states.step)
   if not run.config.sampler.parity_check_every:
     return {}

@@ -14,6 +14,9 @@ from jaxrl_llm.rollout.pipeline import Pipeline
 from jaxrl_llm.rollout.worker import Batch, RolloutState, RolloutWorker
 from jaxrl_llm.train.value_pretraining import ValuePretraining
 
+# Item of a model's parameters that are not trained.
+_BASE = "learner.{}.base"
+
 
 @dataclasses.dataclass(frozen=True)
 class Run:
@@ -62,6 +65,7 @@ def save(
     saver: of the run.
     facts: of the run's other files, which the checkpoint keeps.
   """
+  saver.save_base(_base_items(states.learner))
   saver.save_states(states.step, states._asdict(), facts=facts)
 
 
@@ -80,4 +84,16 @@ def restore(
     run.pipeline.abstract(step),
   )
   states = States(**saver.restore_states(step, abstract._asdict()))
-  return states, run.transfer.send(states.learner.policy.params, states.step)
+  items = _base_items(abstract.learner)
+  base = checkpoint.load_base(saver.directory, step, items) if items else {}
+  learner = states.learner
+  learner = learner.replace(
+    base={k: base.get(_BASE.format(k), {}) for k in learner.base},
+    reference=run.learner.reference(),
+  )
+  weights = run.transfer.send(learner.params("policy"), states.step)
+  return states._replace(learner=learner), weights
+
+
+def _base_items(learner: LearnerState) -> dict[str, Any]:
+  return {_BASE.format(k): tree for k, tree in learner.base.items() if tree}

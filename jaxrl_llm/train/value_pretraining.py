@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm import checkpoint, metrics, processes
+from jaxrl_llm import checkpoint, metrics, models, processes
 from jaxrl_llm.data.prompt_source import PromptSource, PromptSourceState
 from jaxrl_llm.learner import metrics as learner_metrics
 from jaxrl_llm.learner.learner import Learner
@@ -32,7 +32,7 @@ class PretrainingState:
   source: PromptSourceState
   rollout: RolloutState
   critic: TrainState
-  best: Any  # Parameters of the best critic so far.
+  best: Any  # Trained parameters of the best critic so far.
   explained: float = -math.inf  # Explained variance of that one.
   trained_on: int = 0  # Batches that it had learned from.
   waited: int = 0  # Batches since one improved on those before.
@@ -98,7 +98,7 @@ class ValuePretraining:
         source=self.source.init(),
         rollout=self.worker.init(),
         critic=learner.critic,
-        best=jax.tree.map(jnp.copy, learner.critic.params),
+        best=jax.tree.map(jnp.copy, learner.critic.trained),
       )
       rows.truncate_after(state.number - 1)
       done, stop = False, stopped.agreed()
@@ -125,7 +125,8 @@ class ValuePretraining:
       f"critic pretrained on {state.trained_on} batches: held-out explained"
       f" variance {state.explained:.3f}"
     )
-    checkpoint.save_tree(workdir / FOLDER, state.best)
+    whole = models.Params(learner.base["critic"], state.best)
+    checkpoint.save_tree(workdir / FOLDER, models.merge(whole))
     # A reused critic starts with a fresh optimizer; so does this one.
     critic = self.learner.critic.create_state(state.best)
     return learner.replace(critic=critic)
@@ -143,7 +144,7 @@ class ValuePretraining:
     if explained > state.explained:
       state = dataclasses.replace(
         state,
-        best=jax.tree.map(jnp.copy, state.critic.params),
+        best=jax.tree.map(jnp.copy, state.critic.trained),
         explained=float(explained),
         trained_on=state.number,
       )
@@ -169,7 +170,7 @@ class ValuePretraining:
     state = dataclasses.replace(
       state,
       critic=learner.critic,
-      best=jax.tree.map(jnp.copy, learner.critic.params),
+      best=jax.tree.map(jnp.copy, learner.critic.trained),
       number=state.number + 1,
     )
     return state, row | new
@@ -199,7 +200,7 @@ class ValuePretraining:
     """The state of the newest undamaged checkpoint; None without any."""
     shapes = self.learner.critic.shapes
     abstract = PretrainingState(
-      self.source.init(), self.worker.abstract(), shapes, shapes.params
+      self.source.init(), self.worker.abstract(), shapes, shapes.trained
     )
     try:
       states, damaged = checkpoint.newest_undamaged(

@@ -97,7 +97,7 @@ def pretrain(
     train_state, metrics = update(train_state, batch, 1.0)
     if i % 100 == 0 or i == settings.steps - 1:
       log(i, float(metrics["policy/nll_loss"]))
-  return train_state.params
+  return train_state.trained
 
 
 def _batch(tokenizer, source, settings, i) -> PackedBatch:

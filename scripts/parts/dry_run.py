@@ -112,9 +112,9 @@ def _show_meshes(run: Run) -> None:
   """Where trainer and sampler compute, and what each device holds of them."""
   learner, sampled = run.learner, run.transfer.shapes
   state = learner.abstract()
-  held = [state.policy, state.critic, state.ema, state.kept]
+  held = [state.policy, state.critic, state.ema, state.kept, state.base]
   if "ref_logprobs" in learner.algorithm.leaves:
-    held.append(state.policy.params)
+    held.append(state.policy.trained)
   meshes = [learner.mesh, jax.tree.leaves(sampled)[0].sharding.mesh]
   rows = {"trainer": (meshes[0], held), "sampler": (meshes[1], sampled)}
   for name, (mesh, trees) in rows.items():

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 from studies.results import write_csv
 
-from jaxrl_llm import checkpoint, masked, workdir
+from jaxrl_llm import checkpoint, masked, models, workdir
 from jaxrl_llm.data.tasks import ChainProblem
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.report.figure import draw_band, figure
@@ -68,7 +68,7 @@ def judge(
       f"--workdir={folder}: its run had no value pretraining; choose another"
     )
   learner = restore(run.learner, folder, step)
-  params = run.transfer.send(learner.policy.params, 0).params
+  params = run.transfer.send(learner.params("policy"), 0).params
   judged = run.evaluator(params).judged
   responses = judged.responses
   batch = run.pretraining.learner.measure_critic(
@@ -95,17 +95,19 @@ def judge(
 
 def restore(learner, folder: pathlib.Path, step: int | None):
   """The learner's state, as far as critic and policy go; see `judge`."""
-  shapes = learner.critic.shapes.params
+  critic = learner.critic
   if step is None:
-    critic = checkpoint.load_tree(folder / FOLDER, shapes)
-    return learner.init(lambda _: critic)
-  policy_item, critic_item = "learner.policy.params", "learner.critic.params"
-  found = checkpoint.load(
-    folder / "checkpoints" / str(workdir.find_step(folder, step)),
-    {policy_item: learner.policy.shapes.params, critic_item: shapes},
+    shapes = models.merge(critic.params)
+    pretrained = checkpoint.load_tree(folder / FOLDER, shapes)
+    return learner.init(lambda _: pretrained)
+  step = workdir.find_step(folder, step)
+  policy, critic = (
+    workdir.restore_params(folder, step, name, model.params)
+    for name, model in (("policy", learner.policy), ("critic", critic))
   )
-  state = learner.init(lambda _: found[critic_item])
-  return state.replace(policy=state.policy.replace(params=found[policy_item]))
+  state = learner.init(lambda _: critic)
+  trained = learner.policy.split(policy).trained
+  return state.replace(policy=state.policy.replace(trained=trained))
 
 
 def places(lengths: np.ndarray, bin_: int) -> np.ndarray:

@@ -93,9 +93,9 @@ def recording(run, log):
   """The run that notes in lists what its owners hand over."""
 
   def noted(model, seen):
-    def update(state, batch, *settings):
+    def update(state, batch, *settings, base):
       seen.append(jax.device_get(batch))
-      return model.update(state, batch, *settings)
+      return model.update(state, batch, *settings, base=base)
 
     return model and dataclasses.replace(model, update=update)
 

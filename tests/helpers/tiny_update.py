@@ -170,7 +170,7 @@ def gradient_of_update(kind, micro_batch_size):
     *settings_of(kind),
   )
   change = lambda old, new: old - np.asarray(new)
-  return jax.tree.map(change, make_params(kind), after.params), metrics
+  return jax.tree.map(change, make_params(kind), after.trained), metrics
 
 
 def padded():

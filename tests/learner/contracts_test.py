@@ -175,7 +175,7 @@ class TestAverage:
     states, _ = loop.begin(run)
     move = run.learner.ema.step
     before = jax.device_get(states.learner.ema)
-    params = states.learner.policy.params
+    params = states.learner.policy.trained
     moved = jax.tree.map(lambda x: x + 1.0, params)
     kept = move(states.learner.ema, moved, jnp.float32(1.0))
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(kept), before)
@@ -295,14 +295,14 @@ class TestPretraining:
     critics, measure = [], Learner.measure_critic
 
     def measure_critic(self, state, responses, rng):
-      critics.append(jax.device_get(state.critic.params))
+      critics.append(jax.device_get(state.critic.trained))
       return measure(self, state, responses, rng)
 
     monkeypatch.setattr(Learner, "measure_critic", measure_critic)
     states = self.pretrain(run, tmp_path)
     assert len(critics) == 4
     same = functools.partial(jax.tree.map, np.testing.assert_array_equal)
-    same(jax.device_get(states.learner.critic.params), critics[1])
+    same(jax.device_get(states.learner.critic.trained), critics[1])
     with pytest.raises(AssertionError):
       same(critics[1], critics[0])
 

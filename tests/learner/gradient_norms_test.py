@@ -18,6 +18,7 @@ from helpers.tiny_update import (
   padded,
 )
 
+from jaxrl_llm import models
 from jaxrl_llm.learner import choices, estimates, packing, scoring
 from jaxrl_llm.train import build
 from jaxrl_llm.types import take_rows
@@ -70,9 +71,10 @@ class TestNorms:
       rollout, capacity=16, rows=rows, micro_batches=count + 2
     )
     score = functools.partial(
-      scoring.score_gradient_norms, fns=make_fns("policy"), frozen=frozen
+      scoring.score_gradient_norms, fns=make_fns("policy")
     )
-    got = jax.jit(score)(make_params("policy"), packed, TEMPERATURE)
+    params = models.partition(make_params("policy"), frozen)
+    got = jax.jit(score)(params, packed, TEMPERATURE)
     assert got.dtype == jnp.float32
     assert got.shape == (count + 2,) and not np.asarray(got)[count:].any()
     got = np.asarray(got)[:count]

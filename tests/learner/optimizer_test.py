@@ -150,7 +150,7 @@ class TestOptimizer:
     moves, apply = [], make_apply(optimizer)
     for _ in range(6):
       after = apply(current, gradients, True)
-      change = jax.tree.map(jnp.subtract, current.params, after.params)
+      change = jax.tree.map(jnp.subtract, current.trained, after.trained)
       moves.append(float(jax.tree.leaves(change)[0].mean()))
       current = after
     # Equal gradients: Adam's step is the rate itself.
@@ -162,7 +162,7 @@ class TestOptimizer:
     params = make_params()
     current = optimizer_lib.create_train_state(params, optimizer)
     nothing = jax.tree.map(jnp.zeros_like, params)
-    after = make_apply(optimizer)(current, nothing, True).params
+    after = make_apply(optimizer)(current, nothing, True).trained
     decayed = np.float32(2.0 * (1 - 0.1 * 0.5))
     np.testing.assert_allclose(after["embed"]["embedding"], decayed)
     np.testing.assert_allclose(after["layers"]["q"]["kernel"], decayed)
@@ -215,8 +215,8 @@ class TestApplyGradients:
     bad = jax.tree.map(lambda x: x.at[0].set(jnp.nan), ones)
     after = apply(current, bad, False)
     chex.assert_trees_all_equal(
-      (after.params, after.optimizer.opt_state),
-      (current.params, current.optimizer.opt_state),
+      (after.trained, after.optimizer.opt_state),
+      (current.trained, current.optimizer.opt_state),
     )
     counters = after.optimizer[1:]
     assert counters == (1, 1, 1)
@@ -239,7 +239,7 @@ class TestApplyGradients:
       assert {x.dtype for x in jax.tree.leaves(square)} == {
         jnp.dtype("float32")
       }
-      after[dtype] = current.params
+      after[dtype] = current.trained
     # Steps of up to 0.01, rounded to 8 bits.
     chex.assert_trees_all_close(*after.values(), atol=4 * 0.01 / 256)
     one, two = map(jax.tree.leaves, after.values())
@@ -265,6 +265,7 @@ class TestApplyGradients:
     plain, one, half = apply(None), apply(1.0), apply(0.5)
     chex.assert_trees_all_equal(one, plain)
     chex.assert_trees_all_equal(
-      half, plain.replace(params=jax.tree.map(lambda x: 0.5 * x, plain.params))
+      half,
+      plain.replace(trained=jax.tree.map(lambda x: 0.5 * x, plain.trained)),
     )
-    assert all(x.any() for x in jax.tree.leaves(plain.params))
+    assert all(x.any() for x in jax.tree.leaves(plain.trained))

@@ -96,7 +96,7 @@ class TestRegister:
 
     run.learner._estimate = watched
     states, weights = loop.begin(run)
-    before = jax.device_get(states.learner.policy.params)
+    before = jax.device_get(states.learner.policy.trained)
     states, _, row = loop.iterate(
       run, states, weights, metrics.PhaseTimer(), None
     )
@@ -124,7 +124,7 @@ class TestRegister:
     )
     assert {"tokens", "lengths"} <= run.learner.algorithm.leaves
     states, weights = loop.begin(run)
-    before = jax.device_get(states.learner.policy.params)
+    before = jax.device_get(states.learner.policy.trained)
     timer = metrics.PhaseTimer()
     collected = run.worker.collect(
       states.rollout, states.source, Weights(weights.params, 0), timer
@@ -280,7 +280,7 @@ def largest_move(before, states):
   moved = jax.tree.map(
     lambda a, b: np.abs(a - b).max(),
     before,
-    jax.device_get(states.learner.policy.params),
+    jax.device_get(states.learner.policy.trained),
   )
   return max(jax.tree.leaves(moved))
 

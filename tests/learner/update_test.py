@@ -175,7 +175,7 @@ class TestGradient:
       jax.tree.map(
         lambda old, new: old - np.asarray(new),
         make_params("policy"),
-        after.params,
+        after.trained,
       ),
       expected,
       rtol=1e-5,
@@ -198,7 +198,7 @@ class TestGradient:
     after, _ = apply(make_state(kind), alone, *settings_of(kind))
     chex.assert_trees_all_close(
       jax.tree.map(
-        lambda old, new: old - np.asarray(new), make_params(kind), after.params
+        lambda old, new: old - np.asarray(new), make_params(kind), after.trained
       ),
       expected,
       rtol=1e-5,
@@ -287,7 +287,7 @@ class TestMesh:
     placed = jax.device_put(make_state(kind), places)
     batch = packing.place(make_batch(kind, micro_batch_size=8), mesh)
     if shape == (1, 2, 2, 2):
-      kernel = placed.params["layers"]["mlp"]["up"]["kernel"]
+      kernel = placed.trained["layers"]["mlp"]["up"]["kernel"]
       assert kernel.sharding.shard_shape(kernel.shape) == (2, 8, 24)
     weights = batch.inputs["weights"]
     assert weights.sharding.shard_shape((2, 8, CAPACITY))[1] == (
@@ -296,12 +296,12 @@ class TestMesh:
     after, metrics = update(placed, batch, *settings_of(kind))
     expected, one = gradient_of_update(kind, 4)
     change = lambda old, new: old - np.asarray(new)
-    got = jax.tree.map(change, make_params(kind), after.params)
+    got = jax.tree.map(change, make_params(kind), after.trained)
     chex.assert_trees_all_close(
       got, expected, rtol=1e-5, atol=1e-6 * largest(expected)
     )
     for name in metrics:
       np.testing.assert_allclose(metrics[name], one[name], rtol=1e-5, atol=1e-7)
-    want = places.params
+    want = places.trained
     same = lambda x, s: x.sharding.is_equivalent_to(s, x.ndim)
-    assert all(jax.tree.leaves(jax.tree.map(same, after.params, want)))
+    assert all(jax.tree.leaves(jax.tree.map(same, after.trained, want)))

@@ -174,7 +174,7 @@ class TestRun:
     _, before = models.load(run.config.model.path)
     policy, _ = final_trees(run, whole)
     moved = jax.tree.map(
-      lambda a, b: np.abs(a - b).max(), policy.params, before
+      lambda a, b: np.abs(a - b).max(), policy.trained, before
     )
     assert min(jax.tree.leaves(moved)) > 0
 
@@ -363,7 +363,7 @@ class TestDamage:
     # A row that a resume would cut off, and files cut short.
     with (folder / "metrics.jsonl").open("a") as file:
       file.write('{"step": 7}\n')
-    halve(folder / "checkpoints" / "6" / "learner.policy.params")
+    halve(folder / "checkpoints" / "6" / "learner.policy.trained")
     # The only one: refused, and nothing is touched.
     alone = pathlib.Path(shutil.copytree(folder, tmp_path / "alone"))
     shutil.rmtree(alone / "checkpoints" / "5")
@@ -378,7 +378,7 @@ class TestDamage:
     assert "checkpoint 6 is damaged (" in shown
     assert "resumed from step 5" in shown
     aside = folder / "set_aside_1" / "checkpoints" / "6"
-    assert (aside / "learner.policy.params").is_dir()
+    assert (aside / "learner.policy.trained").is_dir()
     rows = tiny_run.comparable(folder)
     assert rows[:6] == tiny_run.comparable(whole)[:6] and len(rows) == 10
 
@@ -442,7 +442,7 @@ class TestEarlierStep:
     assert f"checkpoints 6 and rows of before are set aside in {aside}" in shown
     assert "resumed from step 5" in shown
     assert (aside / "metrics.jsonl").read_bytes() == rows
-    assert (aside / "checkpoints" / "6" / "learner.policy.params").is_dir()
+    assert (aside / "checkpoints" / "6" / "learner.policy.trained").is_dir()
     assert_same_run(run, whole, folder)
 
   def test_one_that_is_not_there(self, run, whole):
@@ -527,7 +527,7 @@ class TestNotFinite:
     policy = states.learner.policy
     assert states.step == 1 and policy.optimizer.skipped_in_a_row == 2
     _, before = models.load(run.config.model.path)
-    chex.assert_trees_all_equal(jax.device_get(policy.params), before)
+    chex.assert_trees_all_equal(jax.device_get(policy.trained), before)
 
   def test_a_single_one_is_passed_over(self, run, tmp_path):
     loop.train(
@@ -622,7 +622,7 @@ class TestValuePretraining:
         Stopped(batches),
       )
     assert pretraining_rows(folder) == pretraining_rows(tmp_path / "whole")
-    shapes = run.learner.critic.shapes.params
+    shapes = run.learner.critic.shapes.trained
     chex.assert_trees_all_equal(
       *(
         jax.device_get(checkpoint.load_tree(path / FOLDER, shapes))
@@ -645,7 +645,7 @@ class TestValuePretraining:
     )
     states, weights = loop.begin(run)
     policy = jax.device_get(states.learner.policy)
-    fresh = jax.device_get(states.learner.critic.params)
+    fresh = jax.device_get(states.learner.critic.trained)
     after = run.pretraining.run(
       states.learner,
       Weights(weights.params, weights.version),
@@ -657,11 +657,11 @@ class TestValuePretraining:
     chex.assert_trees_all_equal(jax.device_get(after.policy), policy)
     assert (after.step, after.waiting) == (0, None)
     assert after.critic.optimizer.step == 0  # It starts afresh.
-    trained = jax.device_get(after.critic.params)
+    trained = jax.device_get(after.critic.trained)
     moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), trained, fresh)
     assert (max(jax.tree.leaves(moved)) > 0) == (kept == "last")
     reused = with_config(run, value__init_from=str(tmp_path)).critic_params
-    saved = reused(after.policy.params)
+    saved = reused(after.params("policy"))
     chex.assert_trees_all_equal(jax.device_get(saved), trained)
 
   @pytest.mark.slow

@@ -93,7 +93,7 @@ class TestRuns:
     states, weights = loop.begin(make_run("rearranged"))
     share = lambda x: x.addressable_shards[0].data.size / x.size
     embedding = lambda params: params["embed"]["embedding"]
-    assert share(embedding(states.learner.policy.params)) == 1 / 8
+    assert share(embedding(states.learner.policy.trained)) == 1 / 8
     assert share(embedding(weights.params)) == 1
 
   @pytest.mark.parametrize("name", MESHES)

@@ -278,7 +278,7 @@ class _Later:
 def _policy(w, m):
   # On a device: what is on the host is a record of responses.
   w, m = jax.device_put((np.float32(w), np.float32(m)))
-  return TrainState(params={"w": w}, optimizer={"m": m})
+  return TrainState(trained={"w": w}, optimizer={"m": m})
 
 
 class _Learner:
@@ -297,13 +297,18 @@ class _Learner:
     leaf = jax.ShapeDtypeStruct((4,), np.float32, sharding=here)
     return LearnerState(
       step=0,
-      policy=TrainState(params={"w": leaf}, optimizer={"m": leaf}),
+      policy=TrainState(trained={"w": leaf}, optimizer={"m": leaf}),
       critic=None,
       ema=None,
       kept=None,
       temperature_state=None,
       waiting=None,
+      base={"policy": {}},
+      reference=None,
     )
+
+  def reference(self):
+    return None
 
   def update(self, state, responses, timer):
     with timer.phase("update_policy"):
@@ -311,7 +316,7 @@ class _Learner:
       grad = rollout.behavior_logprobs[:, :4].mean(axis=0)
       grad += rollout.version[0, 0]
       m = np.float32(0.9) * np.asarray(state.policy.optimizer["m"]) + grad
-      w = np.asarray(state.policy.params["w"]) - np.float32(0.01) * m
+      w = np.asarray(state.policy.trained["w"]) - np.float32(0.01) * m
     state = state.replace(step=state.step + 1, policy=_policy(w, m))
     return state, {"policy/w": float(w.sum())}
 

@@ -84,12 +84,13 @@ def measure_train_step(options) -> workloads.Samples:
     with timer.phase("update"):
       state, _ = jax.block_until_ready(update(state, batch, np.float32(1.0)))
     with timer.phase("sync"):
-      sampler.params = sampler.for_sampling(state.params)
+      sampler.params = sampler.for_sampling(state.trained)
       jax.block_until_ready(sampler.params)
     row = timer.collect()
     # One update a batch needs no scoring, so that it is no part of the step.
     with timer.phase("score"):
-      jax.block_until_ready(score(state.params, batch.packed, np.float32(1.0)))
+      params = state.trained
+      jax.block_until_ready(score(params, batch.packed, np.float32(1.0)))
     row |= {"time/score_s": timer.collect()["time/score_s"]}
     rows.append(row | {"compilations": compiles.collect()})
   return train_samples(rows, options)

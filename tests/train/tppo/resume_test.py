@@ -129,7 +129,7 @@ class TestEwma:
     learner = states.learner
     chex.assert_trees_all_equal(
       jax.device_get(learner.ema["params"]),
-      jax.device_get(learner.policy.params),
+      jax.device_get(learner.policy.trained),
     )
     (plain,), _ = record(run, 1)
     assert len(step.policy) == 2

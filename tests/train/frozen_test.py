@@ -1,0 +1,110 @@
+"""A run that trains a part of its parameters."""
+
+import json
+import os
+
+import chex
+import jax
+import pytest
+from helpers import tiny_run
+
+from jaxrl_llm import checkpoint, models, workdir
+from jaxrl_llm.models import hf
+from jaxrl_llm.train import build, loop
+from jaxrl_llm.train.value_pretraining import FOLDER
+
+STEPS = 3
+
+
+def make_run(model, **changes):
+  settings = {
+    "optimizer__policy__frozen": ("embed",),
+    "optimizer__value__frozen": ("layers/mlp",),
+    "loss__kl_reward_coefficient": 0.01,
+    "value__reward_model_steps": 1,
+    "run__trackers": (),
+    "run__steps": STEPS,
+  }
+  return build.make_run(tiny_run.make_config(model, **settings | changes))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+  return tiny_run.write_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def run(model):
+  return make_run(model)
+
+
+@pytest.fixture(scope="module")
+def whole(run, tmp_path_factory):
+  """A run from start to end, and how often it read the model's weights."""
+  folder, read = tmp_path_factory.mktemp("whole"), []
+  with pytest.MonkeyPatch.context() as patch:
+    original = hf.read_params
+
+    def read_params(*arguments, **settings):
+      read.append(arguments)
+      return original(*arguments, **settings)
+
+    patch.setattr(hf, "read_params", read_params)
+    loop.train(run, folder)
+  return folder, len(read)
+
+
+def paths(folder):
+  record = json.loads((folder / "COMMIT").read_text().rpartition("}")[0] + "}")
+  return {*record["leaves"]}
+
+
+def test_the_reference_is_loaded_once_for_all_learners(run, whole):
+  # For the policy, and for the three learners that take a KL in the rewards.
+  assert whole[1] == 2
+  states, _ = loop.begin(run)
+  reference, params = states.learner.reference, states.learner.params("policy")
+  assert reference.keys() == params.trained.keys() and "embed" in params.base
+  chex.assert_trees_all_equal(*jax.device_get((reference, params.trained)))
+
+
+def test_a_step_holds_what_is_trained_and_the_rest_is_written_once(whole):
+  folder = whole[0] / "checkpoints"
+  base, step = paths(folder / "base"), paths(folder / str(STEPS))
+  assert {x for x in base if "policy" in x} == {
+    "learner.policy.base/embed/embedding"
+  }
+  mlp = "learner.critic.{}/layers/mlp/up/kernel".format
+  assert mlp("base") in base and mlp("trained") not in step
+  assert not any("embed" in x for x in step if ".policy." in x)
+  # The critic's embedding is trained, with moments.
+  assert "learner.critic.trained/embed/embedding" in step
+  assert any("critic.optimizer" in x and "embed" in x for x in step)
+
+
+def test_readers_find_all_parameters(run, whole, model):
+  folder, _ = whole
+  policy = workdir.load_policy(folder)
+  _, before = models.load(str(model))
+  chex.assert_trees_all_equal(policy.params["embed"], before["embed"])
+  moved = jax.tree.map(lambda x, y: bool((x != y).any()), policy.params, before)
+  assert all(jax.tree.leaves(moved["layers"]))
+  critic = run.learner.critic.params
+  pretrained = checkpoint.load_tree(folder / FOLDER, models.merge(critic))
+  last = workdir.restore_params(folder, STEPS, "critic", critic)
+  chex.assert_trees_all_equal(
+    *jax.device_get((pretrained["layers"]["mlp"], last["layers"]["mlp"]))
+  )
+
+
+def test_resumes_bit_for_bit(model, whole, tmp_path):
+  folder, _ = whole
+  loop.train(make_run(model, run__steps=2), tmp_path)
+  written = os.stat(tmp_path / "checkpoints" / "base" / "COMMIT").st_mtime_ns
+  loop.train(make_run(model), tmp_path)
+  assert tiny_run.comparable(tmp_path)[-1] == tiny_run.comparable(folder)[-1]
+  again = os.stat(tmp_path / "checkpoints" / "base" / "COMMIT").st_mtime_ns
+  assert again == written
+  chex.assert_trees_all_equal(
+    workdir.load_policy(tmp_path).params, workdir.load_policy(folder).params
+  )
