@@ -17,6 +17,7 @@ from jaxrl_llm import config, losses, rewards
 from jaxrl_llm.data import prompt_source as prompts
 from jaxrl_llm.data import sources
 from jaxrl_llm.learner import choices, methods
+from jaxrl_llm.models import families
 from jaxrl_llm.rollout import turns, worker
 from jaxrl_llm.rollout.environments import Environment
 from jaxrl_llm.rollout.tools import Tools
@@ -62,6 +63,18 @@ def reward(name: str, fn: rewards.RewardFn) -> None:
     ValueError: the name is taken; so do all functions of this module.
   """
   _add(rewards.REWARDS, "reward.name", name, fn)
+
+
+def family(name: str, family: families.Family) -> None:
+  """Makes models whose config.json has `model_type` NAME readable.
+
+  Args:
+    name: new name.
+    family: as a file of `jaxrl_llm/models/families/` defines it.
+  """
+  if name in families.names():
+    raise ValueError(f"there is a family {name!r} already")
+  families.REGISTERED[name] = family
 
 
 def source(name: str, make: Callable[..., sources.Source]) -> None:

@@ -25,17 +25,18 @@ BATCH_AXES = ("data", "fsdp")
 SLOT_AXES = ("data", "fsdp", "context")  # The sampler splits no row.
 
 # Path of a parameter -> its dimensions by name; '' is never split. First match
-# wins, no match is an error. Stacked layers have a leading dimension.
+# wins, no match is an error. Stacked layers have a leading dimension that those
+# of a sampler lack.
 PARAMETERS: tuple[tuple[str, tuple[str, ...]], ...] = (
   (r"embed/embedding$", ("vocab", "embed")),
   (r"lm_head/kernel$", ("embed", "vocab")),
-  (r"layers/.*/(q|k|v)/kernel$", ("layers", "embed", "heads")),
-  (r"layers/.*/(q|k|v)/bias$", ("layers", "heads")),
-  (r"layers/.*/o/kernel$", ("layers", "heads", "embed")),
-  (r"layers/.*/(gate|up)/kernel$", ("layers", "embed", "mlp")),
-  (r"layers/.*/(gate|up)/bias$", ("layers", "mlp")),
-  (r"layers/.*/down/kernel$", ("layers", "mlp", "embed")),
-  (r"layers/.*/(o|down)/bias$", ("layers", "")),
+  (r"layers.*/(q|k|v)/kernel$", ("layers", "embed", "heads")),
+  (r"layers.*/(q|k|v)/bias$", ("layers", "heads")),
+  (r"layers.*/o/kernel$", ("layers", "heads", "embed")),
+  (r"layers.*/(gate|up)/kernel$", ("layers", "embed", "mlp")),
+  (r"layers.*/(gate|up)/bias$", ("layers", "mlp")),
+  (r"layers.*/down/kernel$", ("layers", "mlp", "embed")),
+  (r"layers.*/(o|down)/bias$", ("layers", "")),
   (r"(norm|value_head|surprise)/(scale|kernel|bias)$", ()),
   # Counters of train states, optimizers and the moving average.
   (r"(^|/)(count|step|skipped|skipped_in_a_row|weight)$", ()),
@@ -151,7 +152,8 @@ def tree_shardings(tree: Any, mesh: Mesh) -> Any:
   """
 
   def leaf_sharding(path, leaf):
-    names = _dimensions(path_name(path)) + ("",) * leaf.ndim
+    names = _dimensions(path_name(path))
+    names = names[max(len(names) - leaf.ndim, 0) :] + ("",) * leaf.ndim
     sizes = zip(names, leaf.shape)
     return NamedSharding(mesh, P(*(_split(*x, mesh) for x in sizes)))
 

@@ -166,7 +166,10 @@ def load_model(
   else:
     policy = workdir.load_policy(source.run, step=source.step)
     fns, params = policy.fns, policy.params
-  fns = models.make_policy(fns.config, dtype=dtype, sampler_sharding=slots)
+  numerics = models.Numerics.all(dtype)
+  fns = models.make_policy(
+    fns.config, numerics=numerics, sampler_sharding=slots
+  )
   return fns, jax.jit(fns.for_sampling)(params)
 
 

@@ -122,7 +122,7 @@ def read(folder: pathlib.Path, *parts: str) -> dict[str, Any]:
 
 
 def saved_name(record: Mapping[str, Any], item: str) -> str:
-  """What a checkpoint calls an item; a step of format 4 has all parameters."""
+  """Returns a checkpoint's name of an item; format 4 has one of all params."""
   old = record["format"] == 4
   return re.sub(r"\.(trained|base)$", ".params", item) if old else item
 

@@ -58,6 +58,6 @@ def update_twice(
 
 
 def _arrays(state: LearnerState) -> dict[str, Any]:
-  """What an update changes."""
+  """Returns the trees that an update changes."""
   names = ("policy", "critic", "ema", "kept")
   return {name: getattr(state, name) for name in names}

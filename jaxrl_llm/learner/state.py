@@ -25,14 +25,14 @@ class LearnerState:
   # For the sampler's adaptive temperature, from the last batch; else None.
   temperature_state: estimators.EntropyStatistics | None
   waiting: Responses | None  # Ended; not yet seen by the critic.
-  # Constants, which no step's checkpoint holds. Model -> its parameters that are
-  # not trained; {} if all are.
+  # Constants, which the checkpoints of steps leave out. Parameters that are not
+  # trained, by model.
   base: dict[str, Any] = dataclasses.field(metadata={"constant": True})
-  # Trained parameters of the policy at the start; None without a KL to them.
+  # Trained parameters of a KL's reference policy; None without a KL.
   reference: Any = dataclasses.field(metadata={"constant": True})
 
   def params(self, model: str) -> Params:
-    """Returns the parameters of 'policy' or 'critic'."""
+    """Returns all parameters of 'policy' or 'critic'."""
     return Params(self.base[model], getattr(self, model).trained)
 
 

@@ -74,18 +74,21 @@ def policy_objective(
       weights = term.coefficient * inputs[f"{name}_weights"]
       sums[f"policy/{name}_loss"] = jnp.sum(weights * term.loss(inputs))
       loss += sums[f"policy/{name}_loss"]
-    loss += _add_of_model(sums, "policy", of_model)
+    loss += _add_of_model(sums, "policy", of_model, inputs["weights"])
     maxima = {"policy/ratio_max": jnp.max(jnp.where(mask, clipped.ratio, 0.0))}
     return loss, (sums, means, maxima)
 
   return Objective("policy", loss)
 
 
-def _add_of_model(sums: Metrics, name: str, losses_of_model: Metrics):
-  """The sum of a model's auxiliary losses, each of which is logged."""
-  for key, value in losses_of_model.items():
-    sums[f"{name}/{key}_loss"] = value
-  return sum(losses_of_model.values())
+def _add_of_model(sums: Metrics, name: str, of_model: Metrics, weights):
+  """The sum of a model's own losses, each of which is logged."""
+  terms = {
+    f"{name}/{key}_loss": jnp.sum(weights * loss)
+    for key, loss in of_model.items()
+  }
+  sums |= terms
+  return sum(terms.values())
 
 
 def value_objective(fns: ValueFns, value_loss: Part) -> Objective:
@@ -95,10 +98,12 @@ def value_objective(fns: ValueFns, value_loss: Part) -> Objective:
     packed = micro["packed"]
     values, of_model = fns.values(params, packed)
     terms = value_loss(micro["inputs"] | {"values": values})
-    total = jnp.sum(micro["inputs"]["weights"] * terms.loss)
+    weights = micro["inputs"]["weights"]
+    total = jnp.sum(weights * terms.loss)
     tokens = jnp.sum(packed.mask, dtype=jnp.float32)
     sums = {"value/loss": total, "tokens": tokens}
-    return total + _add_of_model(sums, "value", of_model), (sums, {}, {})
+    total += _add_of_model(sums, "value", of_model, weights)
+    return total, (sums, {}, {})
 
   return Objective("value", loss)
 

@@ -19,6 +19,7 @@ from jaxrl_llm.models.kv_cache import (
   make_block_tables as make_block_tables,
   write_pages as write_pages,
 )
+from jaxrl_llm.models.numerics import Numerics as Numerics
 from jaxrl_llm.models.params import (
   Params as Params,
   merge as merge,
@@ -44,8 +45,9 @@ def load(path: str, *, dtype: Any = jnp.float32) -> tuple[ModelFns, Any]:
     InputError: a file is missing, damaged or not supported.
   """
   config = hf.read_config(path)
-  params = hf.read_params(path, config, dtype=dtype)
-  return make_policy(config, dtype=dtype), params
+  numerics = Numerics.all(dtype)
+  params = hf.read_params(path, config, dtype=numerics.weights)
+  return make_policy(config, numerics=numerics), params
 
 
 def save(

@@ -8,47 +8,11 @@ rope kinds, ...) is refused, never passed over.
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models import rope
+from jaxrl_llm.models import families, rope
 from jaxrl_llm.models.rope import RopeScaling, range_problem, show
-
-
-class _Family(NamedTuple):
-  """What a family fixes and its `config.json` does not say."""
-
-  architecture: str
-  qk_norm: bool
-  output_bias: bool  # Whether attention_bias holds for the o projection too.
-  fixed: dict[str, bool]  # Settings that its config.json does not have.
-  # Old Llama files leave these out; what they then mean is part of the format.
-  optional: tuple[str, ...]
-
-
-_FAMILIES = {
-  "llama": _Family(
-    architecture="LlamaForCausalLM",
-    qk_norm=False,
-    output_bias=True,
-    fixed={},
-    optional=("rope_theta", "num_key_value_heads", "head_dim"),
-  ),
-  "qwen2": _Family(
-    architecture="Qwen2ForCausalLM",
-    qk_norm=False,
-    output_bias=False,
-    fixed={"attention_bias": True, "mlp_bias": False},
-    optional=("head_dim",),
-  ),
-  "qwen3": _Family(
-    architecture="Qwen3ForCausalLM",
-    qk_norm=True,
-    output_bias=True,
-    fixed={"mlp_bias": False},
-    optional=(),
-  ),
-}
 
 # Field -> smallest and largest accepted value. The upper ends are far above
 # any real model: they keep a damaged file from asking for terabytes.
@@ -77,7 +41,7 @@ _HF_KEYS = {
 class ModelConfig:
   """Everything that fixes a decoder's parameters and mathematics."""
 
-  family: str  # 'llama' | 'qwen2' | 'qwen3'.
+  family: str  # One of `families.names`.
   vocab_size: int
   hidden_size: int
   intermediate_size: int
@@ -96,6 +60,11 @@ class ModelConfig:
   def __post_init__(self):
     for field, problem in _problems(vars(self)):
       raise ValueError(f"ModelConfig.{field} {problem}")
+    if self.num_layers % len(self.period):
+      raise ValueError(
+        f"ModelConfig.num_layers must be a multiple of the {len(self.period)}"
+        f" layers that repeat in family {self.family}, got {self.num_layers}"
+      )
 
   @classmethod
   def from_hf(
@@ -132,7 +101,7 @@ class ModelConfig:
     special token ids belong to the tokenizer and are written as null here:
     left out, Llama's loader would make up its own.
     """
-    rules = _FAMILIES[self.family]
+    rules = families.get(self.family)
     values = {
       _HF_KEYS.get(field, field): getattr(self, field)
       for field in (*_RANGES, *_BOOLEANS)
@@ -149,28 +118,28 @@ class ModelConfig:
     }
 
   @property
-  def attention_output_bias(self) -> bool:
-    """Whether the o projection has a bias."""
-    return self.attention_bias and _FAMILIES[self.family].output_bias
+  def period(self) -> tuple[Any, ...]:
+    """Kinds of the first layers, which repeat up to the last one."""
+    return families.get(self.family).period(self)
 
   @property
-  def qk_norm(self) -> bool:
-    """Whether q and k pass an RMSNorm over head_dim before rope."""
-    return _FAMILIES[self.family].qk_norm
+  def layers(self) -> tuple[Any, ...]:
+    """Kind of every layer."""
+    return self.period * (self.num_layers // len(self.period))
 
 
 def _problems(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
   """Yields (field, problem) of a configuration; later ones presume earlier."""
-  family = values["family"]
-  if family not in _FAMILIES:
-    yield "family", f"must be one of {', '.join(_FAMILIES)}, got {show(family)}"
+  family, known = values["family"], families.names()
+  if family not in known:
+    yield "family", f"must be one of {', '.join(known)}, got {show(family)}"
   for field, (low, high) in _RANGES.items():
     if problem := range_problem(values[field], low, high):
       yield field, problem
   for field in _BOOLEANS:
     if type(values[field]) is not bool:
       yield field, f"must be true or false, got {show(values[field])}"
-  for field, fixed in _FAMILIES[family].fixed.items():
+  for field, fixed in families.get(family).fixed.items():
     if values[field] is not fixed:
       yield field, f"must be {fixed} in family {family}"
   heads, kv_heads = values["num_heads"], values["num_kv_heads"]
@@ -182,13 +151,13 @@ def _problems(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _fields_from_hf(values: Mapping[str, Any], where: Any) -> dict[str, Any]:
   """Collects the fields of ModelConfig, unchecked but for their presence."""
-  family = values.get("model_type")
-  if not isinstance(family, str) or family not in _FAMILIES:
+  family, known = values.get("model_type"), families.names()
+  if family not in known:
     raise InputError(
       f"{where}: key 'model_type' is {show(family)}, which is not supported;"
-      f" use a model of type {', '.join(_FAMILIES)}"
+      f" use a model of type {', '.join(known)}"
     )
-  rules = _FAMILIES[family]
+  rules = families.get(family)
   theta, scaling = rope.from_hf(values, where)
   values = {**values, "rope_theta": theta}
   fields = {"family": family, "rope_scaling": scaling}
@@ -226,18 +195,12 @@ def _refuse_unsupported(
   values: Mapping[str, Any], config: ModelConfig, where: Any
 ) -> None:
   """Refuses what would load but compute something else."""
-  full = ["full_attention"] * config.num_layers
-  for key, *supported in (
-    ("architectures", [_FAMILIES[config.family].architecture], None),
-    ("hidden_act", "silu"),
-    ("layer_types", full, None),
-    ("use_sliding_window", False, None),
-    ("quantization_config", None),
-    ("partial_rotary_factor", 1.0, None),
-  ):
-    if values.get(key) not in supported:
+  family = families.get(config.family)
+  supported = {"architectures": ([family.architecture], None)}
+  for key, allowed in (supported | family.supported(config)).items():
+    if values.get(key) not in allowed:
       raise InputError(
         f"{where}: key '{key}' is {show(values.get(key))}, which is not"
-        f" supported, but {show(supported[0])} is; use a causal language model"
+        f" supported, but {show(allowed[0])} is; use a causal language model"
         " with full attention and plain floating-point weights"
       )

@@ -13,6 +13,7 @@ from jaxrl_llm.models import context, heads, transformer
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.kernels import make_kernels, make_packed_attention
 from jaxrl_llm.models.kv_cache import KVCache
+from jaxrl_llm.models.numerics import FLOAT32, Numerics
 from jaxrl_llm.models.params import merge
 from jaxrl_llm.models.transformer import PackedRows
 
@@ -31,10 +32,13 @@ class ModelFns(NamedTuple):
   # (key) -> params, float32.
   init: Callable[..., Any]
   # (params, PackedRows, temperature=1) -> (heads.TokenLogprobs of the targets,
-  #  auxiliary losses of the model itself by name, which training adds).
+  #  auxiliary losses of the model by name, [R, C], which training adds).
   logprobs: Callable[..., tuple[heads.TokenLogprobs, dict[str, jax.Array]]]
   # (params, tokens [B,T], mask [B,T]) -> float32 [B,T,V]; tests and Colabs.
   logits: Callable[..., jax.Array]
+  # (params, PackedRows, layers) -> [R,C,D], hidden states after so many layers,
+  #  for probes and heads.
+  states: Callable[..., jax.Array]
   # (params) -> sampler_params, in the sampler's dtype and layout.
   for_sampling: Callable[..., Any]
   # Of every array of the paged KV cache; None: they lie on one device.
@@ -78,26 +82,41 @@ def _leading(sharding: NamedSharding | None, axes: int) -> NamedSharding | None:
   return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:axes]))
 
 
-def _make_backbone(config, *, dtype, remat_policy, kernels, sharding):
-  """`transformer.hidden` of these settings, and whether it sees prefixes."""
-  packed = make_packed_attention(kernels, config, sharding=sharding)
-  backbone = functools.partial(
-    transformer.hidden,
-    config=config,
-    dtype=dtype,
-    remat_policy=remat_policy,
-    attention=packed.attend,
-    sharding=_leading(sharding, 2),
-  )
-  return backbone, packed.sees_prefixes
+def _backbone_settings(config, numerics, remat_policy, kernels, sharding):
+  """Returns keywords of `transformer.hidden`, and whether it sees prefixes."""
+  make = functools.partial(make_packed_attention, kernels, sharding=sharding)
+  packed = _by_attention(make, config)
+  settings = {
+    "config": config,
+    "numerics": numerics,
+    "remat_policy": remat_policy,
+    "attention": {kind: backend.attend for kind, backend in packed.items()},
+    "sharding": _leading(sharding, 2),
+  }
+  return settings, all(backend.sees_prefixes for backend in packed.values())
 
 
-def _logits(params, tokens, mask, *, config, backbone, parts):
-  params, segments = merge(params), mask.astype(jnp.int32)
+def _by_attention(make, config):
+  """Calls make(kind) for every kind of attention of a model."""
+  return {kind.attention: make(kind.attention) for kind in config.period}
+
+
+def _of_whole(function):
+  """Makes a function of whole parameters accept `Params` as well."""
+  return lambda params, *arguments: function(merge(params), *arguments)
+
+
+def _collected(scores, parts, length):
+  return jax.tree.map(lambda x: context.collect(x, parts, length), scores)
+
+
+def _logits(params, tokens, mask, *, backbone, parts):
+  segments = mask.astype(jnp.int32)
   positions = jnp.maximum(jnp.cumsum(segments, axis=1) - 1, 0)
   packed = PackedRows(tokens=tokens, segments=segments, positions=positions)
-  states = backbone(params, context.deal(packed, parts))
+  states, _ = backbone(params, context.deal(packed, parts))
   states = context.collect(states, parts, tokens.shape[1])
+  config = backbone.keywords["config"]
   return transformer.logits(params, states, config=config)
 
 
@@ -117,10 +136,12 @@ def _embed_surprise(params, logprobs):
   return nats[..., None] * params["surprise"]["kernel"][None, None]
 
 
-def _init_kv_cache(layers, init_layer, dtype, shards, pages, page_size):
-  """A tuple of so many layers."""
+def _init_kv_cache(config, kernels, dtype, shards, pages, page_size):
+  """A tuple of all layers."""
   size = shards, pages, page_size
-  return tuple(init_layer(*size, dtype) for _ in range(layers))
+  return tuple(
+    kernels[kind.attention].init_paged(*size, dtype) for kind in config.layers
+  )
 
 
 # The same functions for equal settings, so that what is compiled of them is
@@ -129,9 +150,8 @@ def _init_kv_cache(layers, init_layer, dtype, shards, pages, page_size):
 def make_policy(
   config: ModelConfig,
   *,
-  dtype: Any = jnp.float32,
-  sampler_dtype: Any = None,
-  cache_dtype: Any = None,
+  numerics: Numerics = FLOAT32,
+  sampler: Numerics | None = None,
   remat_policy: str = "full",
   head_chunk: int = 128,
   head_sharding: NamedSharding | None = None,
@@ -143,13 +163,11 @@ def make_policy(
 
   Args:
     config: the architecture.
-    dtype: of activations and matrix products in training. Parameters stay
-      float32.
-    sampler_dtype: of parameters, activations and matrix products in the
-      sampler; `dtype` if None. (Another one than the trainer's makes the
-      sampler's log-probs differ from the trainer's by its rounding.)
-    cache_dtype: of the KV cache; `sampler_dtype` if None.
-      (On a CPU a bfloat16 cache is several times slower than a float32 one.)
+    numerics: of training, whose weights are float32 masters.
+    sampler: numerics of the sampler; None: all in the dtype of the trainer's
+      activations. (Others than the trainer's make the sampler's log-probs
+      differ by their rounding. On a CPU a bfloat16 cache is several times
+      slower than a float32 one.)
     remat_policy: what the backward pass computes again, one of
       `transformer.REMAT_POLICIES`.
     head_chunk: positions of time per application of the vocabulary head.
@@ -163,23 +181,24 @@ def make_policy(
   Raises:
     InputError: this backend cannot serve this model on these devices.
   """
-  backbone, sees_prefixes = _make_backbone(
-    config,
-    dtype=dtype,
-    remat_policy=remat_policy,
-    kernels=kernels,
-    sharding=sharding,
+  settings, sees_prefixes = _backbone_settings(
+    config, numerics, remat_policy, kernels, sharding
   )
-  backend = make_kernels(kernels, config, sharding=sampler_sharding)
-  sampled = {"config": config, "dtype": sampler_dtype or dtype}
-  cached = sampled | {"kernels": backend}
-  cache_dtype = cache_dtype or sampled["dtype"]
+  make_backend = functools.partial(
+    make_kernels, kernels, sharding=sampler_sharding
+  )
+  backends = _by_attention(make_backend, config)
+  backend = next(iter(backends.values()))  # They have one name, so are alike.
+  sampler = sampler or Numerics.all(numerics.activations)
+  sampled = {"config": config, "numerics": sampler}
   parts = context.ways(sharding, 1)  # Of a row.
+  bind = functools.partial
+  backbone = bind(transformer.hidden, **settings)
 
   def logprobs(params, packed, temperature=1.0):
     length, packed = packed.tokens.shape[1], context.deal(packed, parts)
-    params = merge(params)
-    of_tokens = backbone(params, packed), packed.targets, packed.mask
+    states, aux = backbone(params, packed)
+    of_tokens = states, packed.targets, packed.mask
     states, targets, mask = (context.as_rows(x, parts) for x in of_tokens)
     scored = heads.chunked_logprobs(
       states,
@@ -191,27 +210,27 @@ def make_policy(
       chunk=head_chunk,
       sharding=head_sharding,
     )
-    of_rows = (context.of_rows(x, parts) for x in scored)
-    scored = (context.collect(x, parts, length) for x in of_rows)
-    return heads.TokenLogprobs(*scored), {}
+    scored = heads.TokenLogprobs(*(context.of_rows(x, parts) for x in scored))
+    return _collected((scored, aux), parts, length)
 
-  bind = functools.partial
+  def states(params, packed, layers):
+    length, packed = packed.tokens.shape[1], context.deal(packed, parts)
+    found, _ = transformer.states(params, packed, layers=layers, **settings)
+    return context.collect(found, parts, length)
+
   return ModelFns(
     config=config,
     init=bind(transformer.init, config=config),
-    logprobs=logprobs,
-    logits=bind(_logits, config=config, backbone=backbone, parts=parts),
-    for_sampling=lambda params: transformer.for_sampling(
-      merge(params), **sampled
-    ),
+    logprobs=_of_whole(logprobs),
+    logits=_of_whole(bind(_logits, backbone=backbone, parts=parts)),
+    states=_of_whole(states),
+    for_sampling=_of_whole(bind(transformer.for_sampling, **sampled)),
     kv_sharding=backend.kv_sharding,
     shares_pages=backend.shares_pages,
     shares_prompts=sees_prefixes,
-    init_kv_cache=bind(
-      _init_kv_cache, config.num_layers, backend.init_paged, cache_dtype
-    ),
-    prefill=bind(transformer.prefill, cache_dtype=cache_dtype, **cached),
-    decode=bind(transformer.decode, **cached),
+    init_kv_cache=bind(_init_kv_cache, config, backends, sampler.kv),
+    prefill=bind(transformer.prefill, kernels=backends, **sampled),
+    decode=bind(transformer.decode, kernels=backends, **sampled),
   )
 
 
@@ -219,7 +238,7 @@ def make_policy(
 def make_value(
   config: ModelConfig,
   *,
-  dtype: Any = jnp.float32,
+  numerics: Numerics = FLOAT32,
   remat_policy: str = "full",
   kernels: str = "auto",
   sharding: NamedSharding | None = None,
@@ -228,17 +247,13 @@ def make_value(
   """Critic of a config: backbone plus a float32 scalar head that starts at 0.
 
   Args:
-    config, dtype, remat_policy, kernels, sharding: as in `make_policy`.
+    config, numerics, remat_policy, kernels, sharding: as in `make_policy`.
     reads_logprobs: it also reads how surprising each token was to the policy
       that wrote it, `PackedRows.logprobs`. What the policy takes for a slip is
       known to its last layer alone, which no critic made of its layers sees.
   """
-  backbone, sees_prefixes = _make_backbone(
-    config,
-    dtype=dtype,
-    remat_policy=remat_policy,
-    kernels=kernels,
-    sharding=sharding,
+  settings, sees_prefixes = _backbone_settings(
+    config, numerics, remat_policy, kernels, sharding
   )
   parts = context.ways(sharding, 1)
 
@@ -248,7 +263,6 @@ def make_value(
       "kernel": jnp.zeros((config.hidden_size, 1), jnp.float32),
       "bias": jnp.zeros((1,), jnp.float32),
     }
-    params = merge(params)
     trunk = {k: v for k, v in params.items() if k != "lm_head"}
     own = {"value_head": head}
     if reads_logprobs:
@@ -260,11 +274,12 @@ def make_value(
 
   def values(params, packed):
     length, packed = packed.tokens.shape[1], context.deal(packed, parts)
-    params = merge(params)
     extra = _embed_surprise(params, packed.logprobs) if reads_logprobs else None
-    states = backbone(params, packed, extra).astype(jnp.float32)
-    head = params["value_head"]
+    states, aux = transformer.hidden(params, packed, extra, **settings)
+    head, states = params["value_head"], states.astype(jnp.float32)
     values = (jnp.dot(states, head["kernel"]) + head["bias"][0])[..., 0]
-    return context.collect(values, parts, length), {}
+    return _collected((values, aux), parts, length)
 
-  return ValueFns(config, init, from_policy, values, sees_prefixes)
+  return ValueFns(
+    config, init, _of_whole(from_policy), _of_whole(values), sees_prefixes
+  )

@@ -1,6 +1,6 @@
 """Hugging Face model directories in and out.
 
-One table translates the path of a parameter to the name of its tensors; shapes
+A table of the family turns paths of parameters into names of tensors; shapes
 are those of the model itself. Reading checks everything before a weight is
 used; writing leaves a directory either whole or without weights, never with a
 mixture.
@@ -25,21 +25,9 @@ from huggingface_hub import split_state_dict_into_shards_factory
 
 from jaxrl_llm import files
 from jaxrl_llm.errors import InputError, check_number
-from jaxrl_llm.models import hf_files, transformer
+from jaxrl_llm.models import families, hf_files, transformer
 from jaxrl_llm.models.config import ModelConfig
 
-# The words of a parameter's path that files have other words for.
-_WORDS = {
-  "embed": "model.embed_tokens",
-  "layers": "model.layers.{}",
-  "final_norm": "model.norm",
-  "input_norm": "input_layernorm",
-  "attention": "self_attn",
-  "post_norm": "post_attention_layernorm",
-  **{name: f"{name}_proj" for name in ("q", "k", "v", "o")},
-  **{name: f"{name}_proj" for name in ("gate", "up", "down")},
-  **{name: "weight" for name in ("embedding", "scale", "kernel")},
-}
 _WRITTEN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _EXTRA_FILES = (
   *("tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
@@ -56,11 +44,13 @@ class _Leaf(NamedTuple):
 
   path: tuple[str, ...]  # Place in the parameter tree.
   shape: tuple[int, ...]  # With the layer axis, if there is one.
+  name: str  # Of its tensors, {} for the layer.
+  layers: range | None  # None: it is of no layer.
 
   @property
   def stacked(self) -> bool:
     """Whether the leaf has a leading layer axis."""
-    return self.path[0] == "layers"
+    return self.layers is not None
 
   @property
   def transposed(self) -> bool:
@@ -75,9 +65,7 @@ class _Leaf(NamedTuple):
 
   def names(self) -> list[str]:
     """Of its tensors, layer by layer."""
-    name = ".".join(_WORDS.get(word, word) for word in self.path)
-    layers = self.shape[0] if self.stacked else 1
-    return [name.format(layer) for layer in range(layers)]
+    return [self.name.format(layer) for layer in self.layers or (0,)]
 
 
 class _Entry(NamedTuple):
@@ -102,8 +90,18 @@ class _Entry(NamedTuple):
 
 def _leaves(config: ModelConfig) -> list[_Leaf]:
   """Every parameter of the model."""
+  words, places = families.get(config.family).names, transformer.places(config)
+  layers = {
+    place: range(first, config.num_layers, len(places))
+    for first, place in enumerate(places)
+  }
+  leaves = []
   shapes = traverse_util.flatten_dict(transformer.param_shapes(config))
-  return [_Leaf(path, leaf.shape) for path, leaf in shapes.items()]
+  for path, leaf in shapes.items():
+    first = "layers" if path[0] in layers else path[0]
+    name = ".".join(words.get(word, word) for word in (first, *path[1:]))
+    leaves.append(_Leaf(path, leaf.shape, name, layers.get(path[0])))
+  return leaves
 
 
 def read_config(path: str | os.PathLike[str]) -> ModelConfig:

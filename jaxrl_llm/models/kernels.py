@@ -1,6 +1,7 @@
 """Attention backends: plain XLA, or Pallas kernels on TPUs.
 
-One choice serves trainer and sampler. A backend brings its own functions for
+One choice serves trainer and sampler. A backend is made for a kind of attention
+and brings its own functions for
 all that reads or writes the KV cache of a layer, so that the layout of the
 cache is its own choice. Which page belongs to which slot is the caller's
 (`BlockTables`).
@@ -17,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import attention, paged_attention
-from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.layers import AttentionKind
 
 NAMES = ("auto", "xla", "pallas")
 
@@ -63,7 +64,7 @@ class Kernels(NamedTuple):
 
 def make_kernels(
   name: str,
-  config: ModelConfig,
+  kind: AttentionKind,
   *,
   sharding: NamedSharding | None = None,
 ) -> Kernels:
@@ -73,7 +74,7 @@ def make_kernels(
     name: 'xla', which runs everywhere; 'pallas', kernels for TPUs; 'auto',
       'pallas' where it can serve the model and 'xla' elsewhere. On a GPU this
       is XLA.
-    config: the architecture.
+    kind: of the attention.
     sharding: of slots along the first axis, and of KV heads along the second if
       it names one; None: all lie on one device.
 
@@ -81,15 +82,15 @@ def make_kernels(
     InputError: 'pallas' cannot serve this model on these devices.
     ValueError: there is no such name.
   """
-  tpu = _tpu(name, config, sharding)
+  tpu = _tpu(name, kind, sharding)
   if tpu is None:
-    return make_xla(config, sharding=sharding)
-  return tpu.make_pallas(config, sharding=sharding)
+    return make_xla(kind, sharding=sharding)
+  return tpu.make_pallas(kind, sharding=sharding)
 
 
 def make_packed_attention(
   name: str,
-  config: ModelConfig,
+  kind: AttentionKind,
   *,
   sharding: NamedSharding | None = None,
 ) -> PackedAttention:
@@ -97,22 +98,22 @@ def make_packed_attention(
 
   Args:
     name: as of `make_kernels`.
-    config: the architecture.
+    kind: of the attention.
     sharding: of keys [R, C, K, d]; None: they lie on one device.
 
   Raises:
     InputError, ValueError: as of `make_kernels`.
   """
-  tpu = _tpu(name, config, sharding)
+  tpu = _tpu(name, kind, sharding)
   if tpu is None:
     attend = functools.partial(attention.packed_attention, sharding=sharding)
     return PackedAttention(attend, sees_prefixes=True)
   return PackedAttention(
-    tpu.make_packed_attention(config, sharding=sharding), sees_prefixes=False
+    tpu.make_packed_attention(kind, sharding=sharding), sees_prefixes=False
   )
 
 
-def _tpu(name: str, config: ModelConfig, sharding: NamedSharding | None) -> Any:
+def _tpu(name: str, kind: AttentionKind, sharding: NamedSharding | None) -> Any:
   """The module with the kernels for TPUs, None where plain XLA is to be."""
   if name not in NAMES:
     raise ValueError(f"kernels must be one of {NAMES}, got {name!r}")
@@ -122,7 +123,7 @@ def _tpu(name: str, config: ModelConfig, sharding: NamedSharding | None) -> Any:
   # Pallas takes long to import, and plain XLA does not need it.
   from jaxrl_llm.models import kernels_tpu
 
-  reason = kernels_tpu.refusal(config, platform)
+  reason = kernels_tpu.refusal(kind, platform)
   if not reason:
     return kernels_tpu
   if name == "pallas":
@@ -150,14 +151,14 @@ def layer_sharding(
 
 
 def make_xla(
-  config: ModelConfig, *, sharding: NamedSharding | None = None
+  kind: AttentionKind, *, sharding: NamedSharding | None = None
 ) -> Kernels:
   """Plain XLA: keys [..., K, d, T] and values [..., K, T, d] of a layer.
 
   With tokens last, the product of keys with a query runs along memory: on a
   CPU attention of a decode step took half the time of [..., T, d] keys.
   """
-  heads, size = config.num_kv_heads, config.head_dim
+  heads, size = kind.num_kv_heads, kind.head_dim
 
   def zeros(*shape, dtype):
     *outer, length = shape

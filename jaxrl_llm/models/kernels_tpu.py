@@ -28,8 +28,8 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.models import context, kv_cache
-from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.kernels import Kernels, layer_sharding
+from jaxrl_llm.models.layers import AttentionKind
 
 _LANES = 128  # Numbers side by side in a register.
 _SMALLEST = 64  # Of a head: below, more than half of what is read is zeros.
@@ -43,27 +43,27 @@ _BLOCKS += ("block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute")
 _ROW_BLOCK = 512  # Of splash attention: queries, and keys, at a time.
 
 
-def refusal(config: ModelConfig, platform: str) -> str:
+def refusal(kind: AttentionKind, platform: str) -> str:
   """Why the kernel cannot serve a model; '' if it can."""
   if platform != "tpu":
     return f"needs a TPU, and the devices are of {platform!r}"
-  if config.head_dim < _SMALLEST:
-    return f"needs head_dim >= {_SMALLEST}, and the model has {config.head_dim}"
+  if kind.head_dim < _SMALLEST:
+    return f"needs head_dim >= {_SMALLEST}, and the model has {kind.head_dim}"
   return ""
 
 
 def make_packed_attention(
-  config: ModelConfig, *, sharding: NamedSharding | None
+  kind: AttentionKind, *, sharding: NamedSharding | None
 ) -> Callable[..., jax.Array]:
   """Splash attention of packed rows: each segment for itself, causal.
 
   Args:
-    config: the architecture.
+    kind: of the attention.
     sharding: of keys [R, C, K, d]; None: they lie on one device.
   """
-  scale = config.head_dim**-0.5
+  scale = kind.head_dim**-0.5
   parts = context.ways(sharding, 1)
-  heads = config.num_heads // context.ways(sharding, 2)
+  heads = kind.num_heads // context.ways(sharding, 2)
 
   def attention(q, k, v, segments, prefixes):
     del prefixes  # There are none.
@@ -73,7 +73,7 @@ def make_packed_attention(
 
     def padded(x, tokens):
       # What is added is a segment of its own.
-      sizes = {1: size(tokens), 3: -(-config.head_dim // _LANES) * _LANES}
+      sizes = {1: size(tokens), 3: -(-kind.head_dim // _LANES) * _LANES}
       return _pad(x, sizes)
 
     def on_device(attend, q, k, v, segments):
@@ -85,7 +85,7 @@ def make_packed_attention(
         *(x.swapaxes(1, 2) for x in (q, k, v)),
         splash.SegmentIds(q=segments, kv=key_segments),
       )
-      return out.swapaxes(1, 2)[:, :time, :, : config.head_dim]
+      return out.swapaxes(1, 2)[:, :time, :, : kind.head_dim]
 
     mask = splash.CausalMask((parts * size(time), size(length)))
     places = context.order(length, parts)
@@ -108,16 +108,16 @@ def make_packed_attention(
 
 
 def make_pallas(
-  config: ModelConfig, *, sharding: NamedSharding | None
+  kind: AttentionKind, *, sharding: NamedSharding | None
 ) -> Kernels:
   """The kernel for a model.
 
   Args:
-    config: the architecture.
+    kind: of the attention.
     sharding: as in `make_kernels`.
   """
   parts = context.ways(sharding, 1)
-  heads, size = config.num_kv_heads // parts, config.head_dim  # Of a device.
+  heads, size = kind.num_kv_heads // parts, kind.head_dim  # Of a device.
   padded = (_padded_heads(heads), -(-size // _LANES) * _LANES)
   # The keys and values of a token, on all devices.
   entry = (parts * 2 * padded[0], padded[1])

@@ -3,8 +3,18 @@
 Modules hold parameters and arithmetic only. How attention finds its keys
 (packed rows, prefill, a decode cache) is handed in as an `attend` function, so
 that the trainer and the sampler run one and the same layer.
+
+A kind of layer is a hashable record. Its `attention` is an `AttentionKind`, for
+which attention backends and rotary tables are made. Its method
+`make(config, numerics, rngs)` makes the module of a layer:
+
+  module(x [B,T,D], (cos, sin), attend) -> (x, KV cache, {name: [B,T]})
+
+The last are auxiliary outputs, a number for every token. Training adds them as
+losses, reduced over tokens like the main loss; a sampler drops them.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -14,70 +24,38 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.numerics import Numerics
+from jaxrl_llm.models.rope import RopeScaling
 
-# (query [B,T,H,d], key [B,T,K,d], value [B,T,K,d]) -> (out [B,T,H,d], cache)
-AttendFn = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+# (AttentionKind, query [B,T,H,d], key [B,T,K,d], value [B,T,K,d])
+#  -> (out [B,T,H,d], cache)
+AttendFn = Callable[..., tuple[jax.Array, Any]]
+Rotary = tuple[jax.Array, jax.Array]  # cos and sin, see `rotary_tables`.
 
 _INIT_STDDEV = 0.02  # Of every kernel and embedding, as GPT-2 and after.
-
-
-@jax.custom_vjp
-def matmul(x: chex.Array, kernel: chex.Array) -> jax.Array:
-  """x W for x [..., in] and W [in, out].
-
-  The gradient of W is xᵀ g or (gᵀ x)ᵀ, whichever transposes the narrower of
-  the two: a product wants its left factor transposed in memory, and automatic
-  differentiation transposes g, fused with all elementwise work behind it. On a
-  CPU that alone took a third of the time of a training step.
-  """
-  return _matmul_fwd(x, kernel)[0]
-
-
-def _matmul_fwd(x, kernel):
-  return _dot(x, kernel, (((x.ndim - 1,), (0,)), ((), ()))), (x, kernel)
-
-
-def _matmul_bwd(residuals, g):
-  x, kernel = residuals
-  rows = tuple(range(x.ndim - 1))
-  contract = ((rows, rows), ((), ()))
-  if kernel.shape[0] <= kernel.shape[1]:
-    d_kernel = _dot(x, g, contract)
-  else:
-    d_kernel = _dot(g, x, contract).T
-  return _dot(g, kernel, (((g.ndim - 1,), (1,)), ((), ()))), d_kernel
-
-
-def _dot(x, y, contract):
-  """Product of two factors of one dtype, in that dtype.
-
-  Sums are float32 anyhow. A CPU that has products of bfloat16 factors uses them
-  only if it is asked for float32: then they take half the time of float32
-  factors, else twice to four times.
-  """
-  product = jax.lax.dot_general(
-    x, y, contract, preferred_element_type=jnp.float32
-  )
-  return product.astype(x.dtype)
-
-
-matmul.defvjp(_matmul_fwd, _matmul_bwd)
 
 
 class Linear(nnx.Module):
   """y = x W (+ b), kernel [in, out], computed in the dtype of x."""
 
   def __init__(
-    self, in_size: int, out_size: int, *, bias: bool, rngs: nnx.Rngs
+    self,
+    in_size: int,
+    out_size: int,
+    *,
+    bias: bool,
+    numerics: Numerics,
+    rngs: nnx.Rngs,
   ):
     init = nnx.initializers.normal(_INIT_STDDEV)
     self.kernel = nnx.Param(init(rngs.params(), (in_size, out_size)))
     if bias:
       self.bias = nnx.Param(jnp.zeros((out_size,)))
     self.has_bias = bias
+    self.numerics = numerics
 
   def __call__(self, x: chex.Array) -> jax.Array:
-    y = matmul(x, self.kernel[...].astype(x.dtype))
+    y = self.numerics.product(x, self.kernel[...])
     if self.has_bias:
       y = y + _align(self.bias[...].astype(x.dtype), y.ndim)
     return y
@@ -97,68 +75,103 @@ class RMSNorm(nnx.Module):
     return y * _align(self.scale[...].astype(x.dtype), x.ndim)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionKind:
+  """Settings of attention that may differ between the layers of a model."""
+
+  num_heads: int  # Of queries.
+  num_kv_heads: int
+  head_dim: int
+  rope_theta: float
+  rope_scaling: RopeScaling | None
+  bias: bool  # Of the q, k and v projections.
+  output_bias: bool  # Of the o projection.
+  qk_norm: bool = False  # q and k pass an RMSNorm over head_dim before rope.
+
+
 class Attention(nnx.Module):
   """Grouped-query attention with rotary positions."""
 
-  def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-    c = config
-    q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    bias = c.attention_bias
-    self.q = Linear(c.hidden_size, q_size, bias=bias, rngs=rngs)
-    self.k = Linear(c.hidden_size, kv_size, bias=bias, rngs=rngs)
-    self.v = Linear(c.hidden_size, kv_size, bias=bias, rngs=rngs)
-    self.o = Linear(
-      q_size, c.hidden_size, bias=c.attention_output_bias, rngs=rngs
-    )
-    if c.qk_norm:
-      self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
-      self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
-    self.config = config
+  def __init__(
+    self,
+    kind: AttentionKind,
+    config: ModelConfig,
+    numerics: Numerics,
+    rngs: nnx.Rngs,
+  ):
+    size, linear = config.hidden_size, {"numerics": numerics, "rngs": rngs}
+    q_size = kind.num_heads * kind.head_dim
+    kv_size = kind.num_kv_heads * kind.head_dim
+    self.q = Linear(size, q_size, bias=kind.bias, **linear)
+    self.k = Linear(size, kv_size, bias=kind.bias, **linear)
+    self.v = Linear(size, kv_size, bias=kind.bias, **linear)
+    self.o = Linear(q_size, size, bias=kind.output_bias, **linear)
+    if kind.qk_norm:
+      self.q_norm = RMSNorm(kind.head_dim, config.rms_norm_eps)
+      self.k_norm = RMSNorm(kind.head_dim, config.rms_norm_eps)
+    self.kind = kind
 
   def __call__(
-    self, x: chex.Array, cos: chex.Array, sin: chex.Array, attend: AttendFn
+    self, x: chex.Array, rotary: Rotary, attend: AttendFn
   ) -> tuple[jax.Array, Any]:
-    c = self.config
+    kind = self.kind
     batch, time, _ = x.shape
-    q = self.q(x).reshape(batch, time, c.num_heads, c.head_dim)
-    k = self.k(x).reshape(batch, time, c.num_kv_heads, c.head_dim)
-    v = self.v(x).reshape(batch, time, c.num_kv_heads, c.head_dim)
-    if c.qk_norm:
+    q = self.q(x).reshape(batch, time, kind.num_heads, kind.head_dim)
+    k = self.k(x).reshape(batch, time, kind.num_kv_heads, kind.head_dim)
+    v = self.v(x).reshape(batch, time, kind.num_kv_heads, kind.head_dim)
+    if kind.qk_norm:
       q, k = self.q_norm(q), self.k_norm(k)
-    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-    out, cache = attend(q, k, v)
+    q, k = rotate(q, *rotary), rotate(k, *rotary)
+    out, cache = attend(kind, q, k, v)
     return self.o(out.reshape(batch, time, -1)), cache
 
 
 class MLP(nnx.Module):
   """down(silu(gate(x)) · up(x))."""
 
-  def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-    c = config
-    sizes = (c.hidden_size, c.intermediate_size)
-    self.gate = Linear(*sizes, bias=c.mlp_bias, rngs=rngs)
-    self.up = Linear(*sizes, bias=c.mlp_bias, rngs=rngs)
-    self.down = Linear(*sizes[::-1], bias=c.mlp_bias, rngs=rngs)
+  def __init__(self, config: ModelConfig, **linear: Any):
+    sizes = (config.hidden_size, config.intermediate_size)
+    self.gate = Linear(*sizes, **linear)
+    self.up = Linear(*sizes, **linear)
+    self.down = Linear(*sizes[::-1], **linear)
 
   def __call__(self, x: chex.Array) -> jax.Array:
     return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
 
 
-class DecoderLayer(nnx.Module):
-  """Pre-norm transformer layer; returns its output and KV cache."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderKind:
+  """A kind of pre-norm layers: attention, then a gated MLP."""
 
-  def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+  attention: AttentionKind
+  mlp_bias: bool
+
+  def make(self, *settings: Any) -> "DecoderLayer":
+    """Makes the module of a layer; see the top of this file."""
+    return DecoderLayer(self, *settings)
+
+
+class DecoderLayer(nnx.Module):
+  """Pre-norm transformer layer, without auxiliary outputs."""
+
+  def __init__(
+    self,
+    kind: DecoderKind,
+    config: ModelConfig,
+    numerics: Numerics,
+    rngs: nnx.Rngs,
+  ):
     self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-    self.attention = Attention(config, rngs)
+    self.attention = Attention(kind.attention, config, numerics, rngs)
     self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-    self.mlp = MLP(config, rngs)
+    self.mlp = MLP(config, bias=kind.mlp_bias, numerics=numerics, rngs=rngs)
 
   def __call__(
-    self, x: chex.Array, cos: chex.Array, sin: chex.Array, attend: AttendFn
-  ) -> tuple[jax.Array, Any]:
-    out, cache = self.attention(self.input_norm(x), cos, sin, attend)
+    self, x: chex.Array, rotary: Rotary, attend: AttendFn
+  ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
+    out, cache = self.attention(self.input_norm(x), rotary, attend)
     x = x + out
-    return x + self.mlp(self.post_norm(x)), cache
+    return x + self.mlp(self.post_norm(x)), cache, {}
 
 
 class Embed(nnx.Module):

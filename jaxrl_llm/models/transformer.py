@@ -1,11 +1,13 @@
 """The decoder over plain parameter dicts: packed rows, prefill, decode.
 
-Layers are stacked ([L, ...] leaves) and scanned for training. The sampler uses
-the same layers unrolled, each with its own KV cache, updated in place.
+Kinds of layers repeat with a period (one layer, if all are alike). Training
+scans over periods, with the layers of each place of a period stacked. The
+sampler uses the same layers unrolled, each with its own KV cache, updated in
+place.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import chex
@@ -13,12 +15,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxrl_llm.models import heads, layers, rope
+from jaxrl_llm.errors import check_number
+from jaxrl_llm.models import heads, rope
+from jaxrl_llm.models import layers as layers_lib
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.kernels import Kernels
 from jaxrl_llm.models.kv_cache import BlockTables, KVCache
+from jaxrl_llm.models.layers import AttentionKind
+from jaxrl_llm.models.numerics import FLOAT32, Numerics
 
 Params = dict[str, Any]
+KernelsByKind = Mapping[AttentionKind, Kernels]
 
 
 @chex.dataclass(frozen=True)
@@ -42,43 +49,59 @@ REMAT_POLICIES = {
   "none": jax.checkpoint_policies.everything_saveable,
 }
 _PREFILL_CHUNK = 512  # Tokens of a context at a time.
-# Kind -> (config, random numbers) -> the module.
+# Name -> (config, numerics, random numbers) -> the module.
 _MODULES = {
-  "embed": layers.Embed,
-  "layer": layers.DecoderLayer,
-  "norm": lambda c, rngs: layers.RMSNorm(c.hidden_size, c.rms_norm_eps),
-  "head": lambda c, rngs: layers.Linear(
-    c.hidden_size, c.vocab_size, bias=False, rngs=rngs
+  "embed": lambda c, _, rngs: layers_lib.Embed(c, rngs),
+  "norm": lambda c, *_: layers_lib.RMSNorm(c.hidden_size, c.rms_norm_eps),
+  "head": lambda c, numerics, rngs: layers_lib.Linear(
+    c.hidden_size, c.vocab_size, bias=False, numerics=numerics, rngs=rngs
   ),
 }
 
 
+def places(config: ModelConfig) -> dict[str, Any]:
+  """Maps the name of each place of a period to the kind of its layers.
+
+  Parameters have a stack of layers under each name.
+  """
+  return {f"layers{i or ''}": kind for i, kind in enumerate(config.period)}
+
+
+def _maker(kind: Any) -> Callable[..., nnx.Module]:
+  """Returns the constructor of a module, by its name or kind of layer."""
+  return _MODULES[kind] if isinstance(kind, str) else kind.make
+
+
 @functools.cache
-def _graphdef(kind: str, config: ModelConfig) -> nnx.GraphDef:
+def _graphdef(kind: Any, *settings: Any) -> nnx.GraphDef:
   """Structure of one module, without its arrays."""
-  make = lambda: _MODULES[kind](config, nnx.Rngs(0))
-  return nnx.split(nnx.eval_shape(make))[0]
+  make = functools.partial(_maker(kind), *settings)
+  return nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))[0]
 
 
-def _module(kind: str, config: ModelConfig, params: Params):
-  return nnx.merge(_graphdef(kind, config), params)
+def _module(kind: Any, *settings: Any) -> nnx.Module:
+  """Builds a module from a config, numerics and its parameters."""
+  *settings, params = settings
+  return nnx.merge(_graphdef(kind, *settings), params)
 
 
 def init(key: chex.PRNGKey, config: ModelConfig) -> Params:
   """Random parameters: float32 masters, layers stacked on axis 0."""
 
   def make(kind, key):
-    module = _MODULES[kind](config, nnx.Rngs(key))
+    module = _maker(kind)(config, FLOAT32, nnx.Rngs(key))
     return nnx.to_pure_dict(nnx.state(module))
 
   key_embed, key_layers, key_head = jax.random.split(key, 3)
+  keys = jax.random.split(key_layers, config.num_layers)
+  kinds = places(config)
   params = {
     "embed": make("embed", key_embed),
-    "layers": jax.vmap(functools.partial(make, "layer"))(
-      jax.random.split(key_layers, config.num_layers)
-    ),
     "final_norm": make("norm", 0),  # Which draws nothing.
   }
+  for first, (place, kind) in enumerate(kinds.items()):
+    every = jax.vmap(functools.partial(make, kind))
+    params[place] = every(keys[first :: len(kinds)])
   if not config.tie_word_embeddings:
     params["lm_head"] = make("head", key_head)
   return params
@@ -114,59 +137,99 @@ def hidden(
   params: Params,
   packed: PackedRows,
   extra_embeddings: chex.Array | None = None,
+  **settings: Any,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+  """Returns final hidden states, after the last norm; see `states`."""
+  x, aux = states(params, packed, extra_embeddings, **settings)
+  norm = settings["config"], settings["numerics"], params["final_norm"]
+  return _module("norm", *norm)(x), aux
+
+
+def states(
+  params: Params,
+  packed: PackedRows,
+  extra_embeddings: chex.Array | None = None,
   *,
+  layers: int | None = None,
   config: ModelConfig,
-  dtype: Any,
+  numerics: Numerics,
   remat_policy: str,
-  attention: Callable[..., jax.Array],
+  attention: Mapping[AttentionKind, Callable[..., jax.Array]],
   sharding: jax.sharding.Sharding | None = None,
-) -> jax.Array:
-  """Final hidden states [R, C, D] of packed rows, dealt as in `context`.
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+  """Returns hidden states [R, C, D] of packed rows, dealt as in `context`.
 
   Args:
     params: stacked parameters.
     packed: the rows.
     extra_embeddings: [R, C, D], added to those of the tokens; None: nothing is.
+    layers: number of layers to run, a multiple of the period; None: all.
     config: the architecture.
-    dtype: of activations and matrix products.
+    numerics: dtypes and products.
     remat_policy: what the backward pass computes again, one of
       `REMAT_POLICIES`.
-    attention: as of `PackedAttention`.
+    attention: as of `PackedAttention`, by kind.
     sharding: of the hidden states, pinned after every layer; where it splits
       the tokens of a row, they divide.
+
+  Returns:
+    The states, and auxiliary outputs by name, float [R, C], summed over layers.
   """
   segments, prefixes = packed.segments, packed.prefixes
   if prefixes is None:
     prefixes = jnp.zeros_like(segments)
-  cos, sin = _rotary(config, packed.positions)
+  kinds, rotary = places(config), _rotary(config, packed.positions)
+  stacked = {place: params[place] for place in kinds}
+  if layers is not None:
+    check_number("layers", layers, f"[0, {config.num_layers}]")
+    if layers % len(kinds):
+      raise ValueError(
+        f"layers must be a multiple of the period {len(kinds)}, got {layers}"
+      )
+    stacked = jax.tree.map(lambda x: x[: layers // len(kinds)], stacked)
 
   def pin(x):
     if sharding is None:
       return x
     return jax.lax.with_sharding_constraint(x, sharding)
 
-  def attend(q, k, v):
-    return attention(q, k, v, segments, prefixes), None
+  def attend(kind, q, k, v):
+    return attention[kind](q, k, v, segments, prefixes), None
 
-  def layer(x, layer_params):
-    module = _module("layer", config, layer_params)
-    return pin(module(x, cos, sin, attend)[0]), None
+  def layer(kind, x, layer_params):
+    module = _module(kind, config, numerics, layer_params)
+    x, _, aux = module(x, rotary[kind.attention], attend)
+    return pin(x), aux
 
   policy = REMAT_POLICIES[remat_policy]
   if policy is not jax.checkpoint_policies.everything_saveable:
-    layer = jax.checkpoint(layer, prevent_cse=False, policy=policy)
-  x = _module("embed", config, params["embed"])(packed.tokens, dtype)
+    layer = jax.checkpoint(
+      layer, prevent_cse=False, policy=policy, static_argnums=0
+    )
+
+  def period(x, params):
+    sums = {}
+    for place, kind in kinds.items():
+      x, aux = layer(kind, x, params[place])
+      sums |= {name: sums.get(name, 0) + term for name, term in aux.items()}
+    return x, sums
+
+  dtype = numerics.activations
+  x = _module("embed", config, numerics, params["embed"])(packed.tokens, dtype)
   if extra_embeddings is not None:
     x += extra_embeddings.astype(dtype)
-  x = pin(x)
-  x, _ = jax.lax.scan(layer, x, params["layers"])
-  return _module("norm", config, params["final_norm"])(x)
+  x, aux = jax.lax.scan(period, pin(x), stacked)
+  return x, {name: jnp.sum(terms, axis=0) for name, terms in aux.items()}
 
 
-def for_sampling(params: Params, *, config: ModelConfig, dtype: Any) -> Params:
+def for_sampling(
+  params: Params, *, config: ModelConfig, numerics: Numerics
+) -> Params:
   """Sampler layout: a tuple of per-layer dicts instead of stacked arrays."""
-  params = jax.tree.map(lambda x: x.astype(dtype), params)
-  split = lambda i: jax.tree.map(lambda x: x[i], params["layers"])
+  params = numerics.store(params)
+  stacked = [params.pop(place) for place in places(config)]
+  period = len(stacked)
+  split = lambda i: jax.tree.map(lambda x: x[i // period], stacked[i % period])
   return params | {"layers": tuple(map(split, range(config.num_layers)))}
 
 
@@ -175,9 +238,8 @@ def prefill(
   tokens: chex.Array,
   *,
   config: ModelConfig,
-  dtype: Any,
-  cache_dtype: Any,
-  kernels: Kernels,
+  numerics: Numerics,
+  kernels: KernelsByKind,
   chunk: int = _PREFILL_CHUNK,
 ) -> KVCache:
   """The contiguous KV cache of right-padded contexts [N, C].
@@ -190,39 +252,39 @@ def prefill(
     params: sampler parameters (`for_sampling`).
     tokens: int32 [N, C].
     config: the architecture.
-    dtype: of activations and matrix products.
-    cache_dtype: of the result.
-    kernels: attention backend, whose layout the result has.
+    numerics: dtypes and products.
+    kernels: attention backends, whose layouts the result has.
     chunk: tokens of a context at a time.
   """
   count, length = tokens.shape
   chunk = min(chunk, length)
   chunks = -(-length // chunk)
   tokens = jnp.pad(tokens, ((0, 0), (0, chunks * chunk - length)))
-  layers = range(config.num_layers)
   empty = lambda time, dtype: tuple(
-    kernels.init_contiguous(count, time, dtype) for _ in layers
+    kernels[kind.attention].init_contiguous(count, time, dtype)
+    for kind in config.layers
   )
 
   def write(kv_cache, index):
     start = index * chunk
     positions = start + jnp.arange(chunk)
 
-    def attend(i, q, k, v):
-      layer = kernels.write_contiguous(kv_cache[i], k, v, start)
-      return kernels.prefill_attention(q, layer, start), layer
+    def attend(i, kind, q, k, v):
+      layer = kernels[kind].write_contiguous(kv_cache[i], k, v, start)
+      return kernels[kind].prefill_attention(q, layer, start), layer
 
     part = jax.lax.dynamic_slice_in_dim(tokens, start, chunk, axis=1)
     positions = jnp.broadcast_to(positions, (count, chunk))
-    return _unrolled(params, config, part, positions, attend, dtype)[1], None
+    given = part, positions, attend
+    return _unrolled(params, config, numerics, *given)[1], None
 
-  padded = empty(chunks * chunk, dtype)
+  padded = empty(chunks * chunk, numerics.activations)
   kv_cache, _ = jax.lax.scan(write, padded, jnp.arange(chunks))
   # Without the padding of the last chunk.
   return jax.tree.map(
     lambda x, kept: x[tuple(map(slice, kept.shape))].astype(kept.dtype),
     kv_cache,
-    jax.eval_shape(lambda: empty(length, cache_dtype)),
+    jax.eval_shape(lambda: empty(length, numerics.kv)),
   )
 
 
@@ -235,8 +297,8 @@ def decode(
   writing: chex.Array,
   *,
   config: ModelConfig,
-  dtype: Any,
-  kernels: Kernels,
+  numerics: Numerics,
+  kernels: KernelsByKind,
 ) -> tuple[jax.Array, KVCache]:
   """Q tokens a slot: writes their KV, attends to all of the slot up to each.
 
@@ -248,37 +310,47 @@ def decode(
     positions: int32 [S, Q], index of each token in its own sequence.
     writing: bool [S, Q], False: the token leaves no trace.
     config: the architecture.
-    dtype: of activations and matrix products.
-    kernels: attention backend, whose layout the cache has.
+    numerics: dtypes and products.
+    kernels: attention backends, whose layouts the cache has.
 
   Returns:
     Logits, float32 [S, Q, V], and the cache.
   """
 
-  def attend(i, q, k, v):
-    layer = kernels.write_paged(
+  def attend(i, kind, q, k, v):
+    backend = kernels[kind]
+    layer = backend.write_paged(
       kv_cache[i], k, v, block_tables, positions, writing
     )
-    return kernels.paged_attention(q, layer, block_tables, positions), layer
+    return backend.paged_attention(q, layer, block_tables, positions), layer
 
-  states, kv_cache = _unrolled(params, config, tokens, positions, attend, dtype)
+  given = tokens, positions, attend
+  states, kv_cache = _unrolled(params, config, numerics, *given)
   return logits(params, states, config=config), kv_cache
 
 
-def _unrolled(params, config, tokens, positions, attend, dtype):
+def _unrolled(params, config, numerics, tokens, positions, attend):
   """Layer by layer, attention knowing which; collects their caches."""
-  cos, sin = _rotary(config, positions)
-  x = _module("embed", config, params["embed"])(tokens, dtype)
+  rotary = _rotary(config, positions)
+  dtype = numerics.activations
+  x = _module("embed", config, numerics, params["embed"])(tokens, dtype)
   kv_cache = []
-  for i, layer_params in enumerate(params["layers"]):
-    module = _module("layer", config, layer_params)
-    x, layer_cache = module(x, cos, sin, functools.partial(attend, i))
+  for i, kind in enumerate(config.layers):
+    module = _module(kind, config, numerics, params["layers"][i])
+    x, layer_cache, _ = module(
+      x, rotary[kind.attention], functools.partial(attend, i)
+    )
     kv_cache.append(layer_cache)
-  return _module("norm", config, params["final_norm"])(x), tuple(kv_cache)
+  norm = _module("norm", config, numerics, params["final_norm"])
+  return norm(x), tuple(kv_cache)
 
 
 def _rotary(config, positions):
-  frequencies, scale = rope.frequencies(
-    config.head_dim, config.rope_theta, config.rope_scaling
-  )
-  return layers.rotary_tables(positions, frequencies, scale)
+  """Returns rotary tables by kind of attention."""
+  return {
+    kind: layers_lib.rotary_tables(
+      positions,
+      *rope.frequencies(kind.head_dim, kind.rope_theta, kind.rope_scaling),
+    )
+    for kind in dict.fromkeys(kind.attention for kind in config.period)
+  }

@@ -7,12 +7,11 @@ alive. What arrives has the policy's version and a checksum.
 """
 
 import dataclasses
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from jaxrl_llm import digest, processes, sharding
 from jaxrl_llm.errors import InputError, check_number
@@ -135,9 +134,7 @@ class WeightTransfer:
 def layout_shardings(
   layout: Callable[[Any], Any], shapes: Any, mesh: Mesh
 ) -> Any:
-  """Returns shardings of the sampler's leaves on a mesh, as the trainer's.
-
-  A layer taken out of a stack keeps the axes of the stack but the first.
+  """Returns shardings of the sampler's leaves by the rules of `sharding`.
 
   Args:
     layout: trainer parameters -> sampler parameters.
@@ -150,16 +147,7 @@ def layout_shardings(
   Raises:
     ValueError: a leaf's path matches no rule.
   """
-  names, places = digest.named_leaves(sharding.tree_shardings(shapes, mesh))
-  specs = dict(zip(names, (place.spec for place in places)))
-  ranks = dict(zip(names, (x.ndim for x in jax.tree.leaves(shapes))))
-
-  def place(path, leaf):
-    stacked = re.sub(r"/\d+(?=/)", "", digest.path_name(path))
-    spec = tuple(specs[stacked])[ranks[stacked] - leaf.ndim :]
-    return NamedSharding(mesh, PartitionSpec(*spec))
-
-  return jax.tree_util.tree_map_with_path(place, jax.eval_shape(layout, shapes))
+  return sharding.tree_shardings(jax.eval_shape(layout, shapes), mesh)
 
 
 def _groups(sizes: Sequence[int], most: int) -> list[list[int]]:

@@ -85,17 +85,19 @@ def make_fns(
   config: Any, model_config: models.ModelConfig, both: meshes.Meshes
 ) -> tuple[models.ModelFns, models.ValueFns]:
   """Functions of policy and critic; the policy's sampler has its mesh."""
+  dtype = jnp.dtype(config.model.dtype)
+  sampled = jnp.dtype(config.model.sampler_dtype or dtype)
   settings = {
-    "dtype": jnp.dtype(config.model.dtype),
+    "numerics": models.Numerics(activations=dtype),
     "remat_policy": config.model.remat_policy,
     "kernels": config.model.kernels,
     "sharding": sharding.of_keys(both.trainer, model_config.num_kv_heads),
   }
-  dtype = lambda name: jnp.dtype(name) if name else None
   policy = models.make_policy(
     model_config,
-    sampler_dtype=dtype(config.model.sampler_dtype),
-    cache_dtype=dtype(config.model.cache_dtype),
+    sampler=models.Numerics.all(
+      sampled, kv=jnp.dtype(config.model.cache_dtype or sampled)
+    ),
     head_chunk=config.model.head_chunk,
     head_sharding=sharding.of_head(both.trainer, model_config.vocab_size),
     sampler_sharding=sharding.of_slots(both.sampler, model_config.num_kv_heads),

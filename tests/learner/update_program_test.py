@@ -219,30 +219,32 @@ class TestFrozen:
 
 
 class TestAuxiliaryLossOfTheModel:
-  def test_is_trained_and_logged(self):
+  @pytest.mark.parametrize("micro_batch_size", [2, 16])
+  def test_is_trained_and_logged(self, micro_batch_size):
     fns = make_fns("policy")
 
     def logprobs(params, rows, temperature):
       out, _ = fns.logprobs(params, rows, temperature)
       scale = jnp.sum(models.merge(params)["final_norm"]["scale"])
-      return out, {"size": 0.25 * scale}
+      # Tokens without a weight do not count.
+      return out, {"size": jnp.where(rows.mask, 0.25 * scale, 7.0)}
 
-    batch = make_batch("policy", micro_batch_size=16)
+    batch = make_batch("policy", micro_batch_size=micro_batch_size)
     objective = policy_objective(fns._replace(logprobs=logprobs))
     apply = update.make_update(objective, SGD, RATE)
     after, row = apply(make_state("policy"), batch, TEMPERATURE)
     plain, _ = make_update("policy")[0](
       make_state("policy"), batch, TEMPERATURE
     )
-    count = int(batch.packed.count)
+    # A mean over tokens, however many micro-batches they are in.
     scale = make_params("policy")["final_norm"]["scale"]
     np.testing.assert_allclose(
-      row["policy/size_loss"], count * 0.25 * scale.sum(), rtol=1e-6
+      row["policy/size_loss"], 0.25 * scale.sum(), rtol=1e-6
     )
     moved, alone = after.trained, plain.trained
     np.testing.assert_allclose(
       moved["final_norm"]["scale"],
-      alone["final_norm"]["scale"] - count * 0.25,
+      alone["final_norm"]["scale"] - 0.25,
       rtol=1e-5,
     )
     np.testing.assert_allclose(

@@ -132,13 +132,16 @@ class TestFromHf:
       attention_bias=True,
       tie_word_embeddings=True,
     )
-    assert config.attention_output_bias and not config.qk_norm
+    (kind,) = config.period
+    assert kind.attention.output_bias and not kind.attention.qk_norm
     hash(config)  # Usable as a static argument of jit.
 
   def test_families_differ_in_biases_and_norms(self):
     qwen2, qwen3 = map(ModelConfig.from_hf, (QWEN2, QWEN3))
-    assert (qwen2.attention_bias, qwen2.attention_output_bias) == (True, False)
-    assert (qwen2.qk_norm, qwen3.qk_norm) == (False, True)
+    kinds = [config.period[0].attention for config in (qwen2, qwen3)]
+    assert [kind.bias for kind in kinds] == [True, False]
+    assert [kind.output_bias for kind in kinds] == [False, False]
+    assert [kind.qk_norm for kind in kinds] == [False, True]
     assert (qwen2.head_dim, qwen3.head_dim) == (64, 128)
 
   def test_what_old_llama_files_leave_out(self):

@@ -9,10 +9,11 @@ import pytest
 from helpers import tiny
 
 from jaxrl_llm import models
-from jaxrl_llm.models import attention, kernels, layers, transformer
+from jaxrl_llm.models import attention, kernels, numerics, transformer
 
 T = 11
 CONFIG = tiny.tiny_config()
+KIND = CONFIG.period[0].attention
 # One prompt length per row; the rest of each row is written by decode.
 PROMPTS = np.array([1, 4, 6])
 
@@ -41,9 +42,8 @@ def _prefilled(params, tokens, *, chunk=512):
   run = functools.partial(
     transformer.prefill,
     config=CONFIG,
-    dtype=jnp.float32,
-    cache_dtype=jnp.float32,
-    kernels=kernels.make_xla(CONFIG),
+    numerics=models.Numerics(),
+    kernels={KIND: kernels.make_xla(KIND)},
     chunk=chunk,
   )
   return jax.jit(run)(params, tokens=tokens)
@@ -156,7 +156,8 @@ class TestPages:
 
   def test_the_cache_may_have_another_dtype(self):
     _, params = tiny.tiny_policy()
-    fns = models.make_policy(CONFIG, cache_dtype=jnp.bfloat16)
+    sampler = models.Numerics(kv=jnp.bfloat16)
+    fns = models.make_policy(CONFIG, sampler=sampler)
     fns = fns._replace(prefill=jax.jit(fns.prefill))
     tokens = _tokens()
     sampler = fns.for_sampling(params)
@@ -178,9 +179,8 @@ class TestSamplerDtype:
 
   def test_the_sampler_alone_computes_in_it(self):
     _, params = tiny.tiny_policy()
-    fns = models.make_policy(
-      CONFIG, sampler_dtype=jnp.bfloat16, cache_dtype=jnp.float32
-    )
+    numerics = models.Numerics.all(jnp.bfloat16, kv=jnp.float32)
+    fns = models.make_policy(CONFIG, sampler=numerics)
     sampler = fns.for_sampling(params)
     kinds = lambda tree: {x.dtype.name for x in jax.tree.leaves(tree)}
     assert kinds(sampler) == {"bfloat16"}
@@ -197,11 +197,11 @@ class TestSamplerDtype:
       for size in ((5, 300), (300, 7))
     )
     exact = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64)
-    got = jax.jit(layers.matmul)(x, kernel)
+    got = jax.jit(numerics.matmul)(x, kernel)
     assert got.dtype == jnp.bfloat16
     # One rounding to 8 bits, of the sum.
     np.testing.assert_allclose(np.asarray(got, np.float64), exact, rtol=2**-8)
-    text = jax.jit(layers.matmul).lower(x, kernel).as_text()
+    text = jax.jit(numerics.matmul).lower(x, kernel).as_text()
     assert "-> tensor<5x7xf32>" in text  # What CPUs have a fast product for.
 
   def test_gradients_of_bfloat16_factors(self):
@@ -210,7 +210,7 @@ class TestSamplerDtype:
       jnp.asarray(draw(size=size), jnp.bfloat16)
       for size in ((2, 9, 6), (6, 4), (2, 9, 4))
     )
-    d_x, d_kernel = jax.vjp(layers.matmul, x, kernel)[1](g)
+    d_x, d_kernel = jax.vjp(numerics.matmul, x, kernel)[1](g)
     assert d_x.dtype == d_kernel.dtype == jnp.bfloat16
     wide = lambda *xs: (np.asarray(x, np.float64) for x in xs)
     x, kernel, g, d_x, d_kernel = wide(x, kernel, g, d_x, d_kernel)
@@ -311,10 +311,10 @@ def _hidden(params, tokens, segments, positions, prefixes):
       tokens=tokens, segments=segments, positions=positions, prefixes=prefixes
     ),
     config=CONFIG,
-    dtype=jnp.float32,
+    numerics=models.Numerics(),
     remat_policy="none",
-    attention=attention.packed_attention,
-  )
+    attention={KIND: attention.packed_attention},
+  )[0]
 
 
 @functools.partial(jax.jit, static_argnames="fns")
@@ -359,7 +359,9 @@ class TestRematAndDtype:
       assert np.isfinite(g).all() and np.any(np.asarray(g) != 0), name
 
   def test_bfloat16_stays_near_with_float32_gradients(self):
-    loss, grads = self._run(remat_policy="full", dtype=jnp.bfloat16)
+    loss, grads = self._run(
+      remat_policy="full", numerics=models.Numerics(activations=jnp.bfloat16)
+    )
     expected_loss, expected = self._run(remat_policy="full")
     np.testing.assert_allclose(loss, expected_loss, rtol=0.02)
     for g, e in zip(jax.tree.leaves(grads), jax.tree.leaves(expected)):

@@ -15,7 +15,7 @@ def _fns(dtype, trainer=None, sampler=None):
   config = tiny.tiny_config()
   return models.make_policy(
     config,
-    dtype=dtype,
+    numerics=models.Numerics.all(dtype),
     head_chunk=8,
     sharding=trainer and sharding.of_keys(trainer, config.num_kv_heads),
     sampler_sharding=sampler

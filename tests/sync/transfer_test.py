@@ -31,7 +31,9 @@ def _shapes():
 
 
 def _layout(dtype="bfloat16"):
-  fns = models.make_policy(tiny.tiny_config(), dtype=jnp.dtype(dtype))
+  fns = models.make_policy(
+    tiny.tiny_config(), numerics=models.Numerics.all(jnp.dtype(dtype))
+  )
   return fns.for_sampling
 
 

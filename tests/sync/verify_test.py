@@ -18,7 +18,9 @@ WRONG = 2  # The step whose transfer goes wrong.
 
 @functools.cache
 def _transfer(reshard):
-  fns = models.make_policy(tiny.tiny_config(), dtype=jnp.bfloat16)
+  fns = models.make_policy(
+    tiny.tiny_config(), numerics=models.Numerics.all(jnp.bfloat16)
+  )
   _, params = tiny.tiny_policy()
   shapes = jax.eval_shape(lambda: params)
   target = None

@@ -119,7 +119,9 @@ def measure_agreement(sizes: Sizes) -> dict[str, float]:
   for dtype in ("float32", "bfloat16"):
     limit = sync.tolerance(dtype, platforms={jax.default_backend()})
     for name, config, params in (("base", base, trained), ("wide", few, None)):
-      fns = models.make_policy(config, dtype=dtype)
+      fns = models.make_policy(
+        config, numerics=models.Numerics(activations=dtype)
+      )
       params = params or workloads.random_params(fns)
       check = sync.make_parity_check(
         fns,
@@ -140,7 +142,8 @@ def measure_agreement(sizes: Sizes) -> dict[str, float]:
 def measure_decode(sizes: Sizes) -> dict[str, float]:
   """Tokens per second of decode calls, and bytes that they had to read."""
   config = sizes.decoded
-  fns = models.make_policy(config, dtype=sizes.dtype)
+  numerics = models.Numerics(activations=sizes.dtype)
+  fns = models.make_policy(config, numerics=numerics)
   params = workloads.random_params(fns)
   itemsize = jnp.dtype(sizes.dtype).itemsize
   weights = multiplied_params(config) * itemsize
@@ -180,7 +183,8 @@ def measure_update(sizes: Sizes) -> dict[str, float]:
   out = {}
   for name, whole in sizes.updated.items():
     config = _that_fits(whole)
-    fns = models.make_policy(config, dtype=sizes.dtype)
+    numerics = models.Numerics(activations=sizes.dtype)
+    fns = models.make_policy(config, numerics=numerics)
     batch = train_steps.make_batch(fns, _rollout(config, sizes), options)
     tokens = int(np.sum(np.asarray(batch.packed.segments) > 0))
     update, optimizer = train_steps.make_update(fns)

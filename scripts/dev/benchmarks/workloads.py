@@ -35,8 +35,7 @@ def make_model(options) -> tuple[Any, Any]:
       **SHAPES[options.shape].fields,
     ),
     remat_policy=options.remat_policy,
-    sampler_dtype=options.sampler_dtype,
-    cache_dtype="float32",
+    sampler=models.Numerics.all(options.sampler_dtype, kv="float32"),
   )
   return fns, random_params(fns)
 

@@ -1,0 +1,59 @@
+"""Llama, and the many models in its format."""
+
+from typing import Any
+
+from jaxrl_llm.models import families
+from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.layers import AttentionKind, DecoderKind
+
+# The words of a parameter's path that files have other words for.
+NAMES = {
+  "embed": "model.embed_tokens",
+  "layers": "model.layers.{}",
+  "final_norm": "model.norm",
+  "input_norm": "input_layernorm",
+  "attention": "self_attn",
+  "post_norm": "post_attention_layernorm",
+  **{name: f"{name}_proj" for name in ("q", "k", "v", "o")},
+  **{name: f"{name}_proj" for name in ("gate", "up", "down")},
+  **{name: "weight" for name in ("embedding", "scale", "kernel")},
+}
+
+
+def make_layer(config: ModelConfig, **differences: Any) -> DecoderKind:
+  """The one kind of layer of a dense model with full attention.
+
+  Args:
+    config: the architecture.
+    **differences: fields of the attention that are not as Llama's.
+  """
+  own = {"bias": config.attention_bias, "output_bias": config.attention_bias}
+  attention = AttentionKind(
+    num_heads=config.num_heads,
+    num_kv_heads=config.num_kv_heads,
+    head_dim=config.head_dim,
+    rope_theta=config.rope_theta,
+    rope_scaling=config.rope_scaling,
+    **own | differences,
+  )
+  return DecoderKind(attention=attention, mlp_bias=config.mlp_bias)
+
+
+def supported(config: ModelConfig) -> dict[str, tuple[Any, ...]]:
+  """Full attention and plain weights; see `Family`."""
+  return {
+    "hidden_act": ("silu",),
+    "layer_types": (["full_attention"] * config.num_layers, None),
+    "use_sliding_window": (False, None),
+    "quantization_config": (None,),
+    "partial_rotary_factor": (1.0, None),
+  }
+
+
+FAMILY = families.Family(
+  architecture="LlamaForCausalLM",
+  period=lambda config: (make_layer(config),),
+  names=NAMES,
+  supported=supported,
+  optional=("rope_theta", "num_key_value_heads", "head_dim"),
+)
