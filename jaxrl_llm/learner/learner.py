@@ -518,9 +518,7 @@ class Learner:
       return policy_batch(inputs, part, algorithm)
 
     for prepared in self._prepared(self.policy, prepare, batch, rng):
-      policy, row = self.policy.update(
-        policy, prepared, temperature, base=base
-      )
+      policy, row = self.policy.update(policy, prepared, temperature, base=base)
       if ema is not None:
         ema = self.ema.step(ema, policy.trained, row["policy/skipped"])
       rows.append(row)
