@@ -83,10 +83,10 @@ class TestRules:
   @pytest.mark.parametrize("role", ["policy", "value"])
   def test_moments_follow_their_parameter(self, config, role):
     specs = _specs(_shapes(config, role), _mesh())
-    params = {k: v for k, v in specs.items() if k.startswith("params/")}
+    params = {k: v for k, v in specs.items() if k.startswith("trained/")}
     for moment in ("mu", "nu"):
       follow = {
-        "params/" + name.split(f"/{moment}/")[1]: value
+        "trained/" + name.split(f"/{moment}/")[1]: value
         for name, value in specs.items()
         if f"/{moment}/" in name
       }

@@ -120,6 +120,12 @@ def _logits(params, tokens, mask, *, backbone, parts):
   return transformer.logits(params, states, config=config)
 
 
+def _states(params, packed, layers, *, settings, parts):
+  length, packed = packed.tokens.shape[1], context.deal(packed, parts)
+  found, _ = transformer.states(params, packed, layers=layers, **settings)
+  return context.collect(found, parts, length)
+
+
 def _init_surprise(embedding):
   """The embedding of one nat, float32 [D]: half as long as a token's.
 
@@ -213,17 +219,12 @@ def make_policy(
     scored = heads.TokenLogprobs(*(context.of_rows(x, parts) for x in scored))
     return _collected((scored, aux), parts, length)
 
-  def states(params, packed, layers):
-    length, packed = packed.tokens.shape[1], context.deal(packed, parts)
-    found, _ = transformer.states(params, packed, layers=layers, **settings)
-    return context.collect(found, parts, length)
-
   return ModelFns(
     config=config,
     init=bind(transformer.init, config=config),
     logprobs=_of_whole(logprobs),
     logits=_of_whole(bind(_logits, backbone=backbone, parts=parts)),
-    states=_of_whole(states),
+    states=_of_whole(bind(_states, settings=settings, parts=parts)),
     for_sampling=_of_whole(bind(transformer.for_sampling, **sampled)),
     kv_sharding=backend.kv_sharding,
     shares_pages=backend.shares_pages,

@@ -30,7 +30,7 @@ def _bumped(transfer, run, params, version, old):
 
 
 def _reference(transfer, run, params, version, old):
-  return transfer.send(run.learner.reference, version)
+  return transfer.send(run.learner.initial_params(), version)
 
 
 def _stale(transfer, run, params, version, old):
