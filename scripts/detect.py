@@ -1,6 +1,6 @@
 """Says which host of a fleet is broken, from what every host reports.
 
-    python scripts/detect.py --metrics=DIR [--hold_s=240] [--threshold=1.7]
+    python scripts/detect.py --metrics=DIR [--hold_s=240] [--threshold=1.6]
 
 DIR has one JSONL file a host, HOST.jsonl. A line is either a sample,
 
@@ -14,19 +14,28 @@ DIR/hosts of its --workdir,
     {"step": 12, "time": UNIX_SECONDS, "time/step_s": 9.5, "host/reward_s": 3.1}
 
 whose phases are compared, without what they wait for (host/*) if that is known.
-A host is named if it is unlike the others of its
-role for --hold_s seconds without a break, if it takes 1.5 times as long as they
-do for 20 seconds and three steps, or if it has been silent for a minute by the
-median host's clock. Fewer than three hosts of a role are not compared.
+A host is named if it departs from the others of its role and from its own norm
+for --hold_s seconds without a break, if it takes 1.5 times as long as they do
+for 20 seconds and three steps, or if it has been silent for a minute by the
+median host's clock. The norm of a host is its level in the first three of the
+15 minutes, so call the command every five minutes: a host that broke before
+them looks normal.
 
-Exit code 0 if nobody is broken, 1 if somebody is, 2 for bad input.
+Fewer than three hosts of a role are not compared, as any of them could be the
+broken one. If no role has three, the error names the host that is more likely
+broken of two.
+
+Exit code 0 if no host is broken, 1 if one is, 2 for bad input and for hosts
+that cannot be compared.
 """
 
 import argparse
+import collections
 import math
 import pathlib
 import statistics
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -77,8 +86,9 @@ def read_fleet(folder: pathlib.Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def newest(hosts: dict[str, list[dict[str, Any]]]) -> float:
-  """Now, by the median host: one with a wrong clock does not count."""
-  return statistics.median_low(rows[-1]["time"] for rows in hosts.values())
+  """Returns the present by the median host's clock; the later one of two."""
+  times = [rows[-1]["time"] for rows in hosts.values()]
+  return max(times) if len(times) < 3 else statistics.median_low(times)
 
 
 def samples(
@@ -89,6 +99,8 @@ def samples(
   first = min(rows[0]["time"] for rows in hosts.values())
   begin = max(first, end - _WINDOW_S + 1)
   names = _numbers(hosts)
+  if not names:
+    raise InputError("no metrics beside 'time'; write some")
   x = np.full((len(hosts), int(end - begin) + 1, len(names)), np.nan)
   for host, rows in enumerate(hosts.values()):
     for row in rows:
@@ -131,18 +143,19 @@ def _number(value: Any) -> float:
 
 
 def report(hosts, *, threshold: float, hold_s: float) -> list[str]:
-  """A line for each broken host."""
+  """Returns a line for each broken host."""
   names = list(hosts)
   end = newest(hosts)
-  roles = [str(rows[-1].get("role", "")) for rows in hosts.values()]
+  roles = list(_roles(hosts))
   lines = []
   for name, rows in hosts.items():
     silence = end - rows[-1]["time"]
-    if silence >= _SILENT_S and len(hosts) >= 3:
-      lines.append(f"{name}: silent for {silence:.0f} s")
-    if silence <= -_SILENT_S and len(hosts) >= 3:
+    if silence >= _SILENT_S:
+      doubt = ", or the other clock is ahead" if len(hosts) == 2 else ""
+      lines.append(f"{name}: silent for {silence:.0f} s{doubt}")
+    if silence <= -_SILENT_S:
       lines.append(f"{name}: its clock is {-silence:.0f} s ahead")
-  if "step" in next(iter(hosts.values()))[0]:
+  if _has_steps(hosts):
     x, took, metrics = phases(hosts)
     for alarm in fleet.slow_hosts(x, took, roles=roles) if x.size else ():
       lines.append(
@@ -152,14 +165,67 @@ def report(hosts, *, threshold: float, hold_s: float) -> list[str]:
       )
     return lines
   x, metrics = samples(hosts)
-  for alarm in fleet.detect(x, roles=roles, threshold=threshold, hold_s=hold_s):
+  for alarm in fleet.detect(
+    x, metrics, roles, threshold=threshold, hold_s=hold_s
+  ):
     since = end - x.shape[1] + alarm.since
     lines.append(
-      f"{names[alarm.host]}: {metrics[alarm.metric]} unlike the other hosts of"
-      f" its role since {since:.0f} ({alarm.until - alarm.since:.0f} s, score"
+      f"{names[alarm.host]}: {alarm.metric} unlike the other hosts of its role"
+      f" since {since:.0f} ({alarm.until - alarm.since:.0f} s, score"
       f" {alarm.score:.1f})"
     )
   return lines
+
+
+def suspicion(hosts: dict[str, list[dict[str, Any]]]) -> str:
+  """Returns which of two hosts is more likely broken; '' if neither stands out.
+
+  It is the one that takes longer for a phase, or whose metric has moved farther
+  from its own first minutes.
+  """
+  names = list(hosts)
+  if len(names) != 2 or len(set(_roles(hosts))) != 1:
+    return ""
+  if _has_steps(hosts):
+    x, took, metrics = phases(hosts)
+    if not x.size:
+      return ""
+    recent = np.median(np.nan_to_num(x[:, -3:]), axis=1)  # [2, P]
+    usual = np.maximum(recent.min(axis=0), 0.05 * np.median(took[:, -3:]))
+    ratio = recent.max(axis=0) / usual
+    phase = int(ratio.argmax())
+    if not ratio[phase] >= 1.5:
+      return ""
+    host = int(recent[:, phase].argmax())
+    return (
+      f"; more likely {names[host]}: {metrics[phase]} takes"
+      f" {ratio[phase]:.1f} times as long as on {names[1 - host]}"
+    )
+  x, metrics = samples(hosts)
+  x = fleet.fill_gaps(x)
+  apart = x[0] - x[1]
+  first = apart[:180]
+  norm = np.median(first, axis=0)
+  noise = 1.5 * np.median(np.abs(first - norm), axis=0)
+  moved = np.abs(apart[-60:].mean(axis=0) - norm) / np.maximum(noise, 1e-9)
+  metric = int(moved.argmax())
+  before = np.median(x[:, :180, metric], axis=1)
+  after = x[:, -60:, metric].mean(axis=1)
+  host = int(np.abs(after - before).argmax())
+  if not moved[metric] >= fleet.THRESHOLD:
+    return ""
+  return (
+    f"; more likely {names[host]}: {metrics[metric]} has moved from"
+    f" {before[host]:.4g} to {after[host]:.4g}"
+  )
+
+
+def _roles(hosts) -> Iterable[str]:
+  return (str(rows[-1].get("role", "")) for rows in hosts.values())
+
+
+def _has_steps(hosts) -> bool:
+  return "step" in next(iter(hosts.values()))[0]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -174,10 +240,19 @@ def main(arguments: list[str] | None = None) -> int:
   try:
     hosts = read_fleet(pathlib.Path(options.metrics))
     lines = report(hosts, threshold=options.threshold, hold_s=options.hold_s)
+    sizes = collections.Counter(_roles(hosts))
+    if not lines and max(sizes.values()) < fleet.FEWEST:
+      raise InputError(
+        f"{options.metrics}: cannot compare {len(hosts)} host(s); give at least"
+        f" {fleet.FEWEST} of a role{suspicion(hosts)}"
+      )
   except (InputError, OSError) as error:
     print(f"detect: {error}", file=sys.stderr)
     return 2
-  print("\n".join(lines) or f"nobody of {len(hosts)} hosts is broken")
+  print("\n".join(lines) or f"none of the {len(hosts)} hosts is broken")
+  for role, size in sizes.items():
+    if size < fleet.FEWEST:
+      print(f"not compared: {size} of role '{role}' (at least {fleet.FEWEST})")
   return 1 if lines else 0
 
 

@@ -1,113 +1,124 @@
-"""From scores to an alarm: one host, one metric, minutes without a break."""
+"""Alarms for hosts whose scores stay high for minutes without a break."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.fleet import scores as scores_lib
 
-FEWEST = 3  # Hosts; of two that differ nobody knows which one is broken.
+# Metrics that tell a broken host best, first to last (Minder, section 4.3).
+PRIORITY = (
+  "pfc_tx_rate",
+  "cpu_usage",
+  "gpu_duty_cycle",
+  "gpu_power",
+  "gpu_graphics",
+  "gpu_tensor",
+  "nvlink_bandwidth",
+)
+
+KEEP = 0.75  # Share of the threshold above which a suspicion lasts.
+FEWEST = 3  # Hosts; of two that differ either one could be broken.
 
 
 class Alarm(NamedTuple):
   """A host that has been unlike the others for long enough."""
 
   host: int
-  metric: int
+  metric: int | str  # Its name, or its index where metrics have no names.
   since: float  # Seconds, when it was first unlike them.
   until: float  # Seconds, when the alarm was raised.
   score: float  # Then.
 
 
-class Watch(NamedTuple):
-  """The state of an alarm: the suspect of each metric; no clock."""
-
-  suspects: np.ndarray  # int [K]; -1 is none.
-  since: np.ndarray  # float [K], seconds.
-
-  @classmethod
-  def begin(cls, metrics: int) -> "Watch":
-    """Nobody is suspected."""
-    return cls(np.full(metrics, -1), np.zeros(metrics))
-
-
 def watch(
-  state: Watch,
+  since: np.ndarray,
   scores: np.ndarray,
   now: float,
   *,
   threshold: float,
   hold_s: float,
-) -> tuple[Watch, list[Alarm]]:
-  """Looks once more at the fleet; a pure function.
-
-  The suspect of a metric is the host with its highest score, if that is over
-  the threshold. Another suspect, or none, begins anew.
+) -> tuple[np.ndarray, list[Alarm]]:
+  """Updates suspicions with the scores of one moment; a pure function.
 
   Args:
-    state: from the look before.
+    since: float [H, K], seconds since when each metric of a host is suspected,
+      NaN where it is not.
     scores: float [H, K].
     now: seconds.
-    threshold: score from which on a host is suspected.
-    hold_s: seconds without a break after which a suspect is an alarm.
+    threshold: score above which a suspicion begins. It lasts as long as the
+      score stays above `KEEP` of the threshold.
+    hold_s: seconds without a break after which a suspicion is an alarm.
 
   Returns:
-    The state after it, and an alarm for each metric that has one now, in the
-    order of the metrics.
+    The new `since`, and an alarm for each suspicion that is old enough, by host
+    and then by metric.
   """
-  top = scores.argmax(axis=0)
-  height = np.take_along_axis(scores, top[None], axis=0)[0]
-  suspects = np.where(height > threshold, top, -1)
-  since = np.where(suspects == state.suspects, state.since, now)
-  due = (suspects >= 0) & (now - since >= hold_s)
+  suspected = ~np.isnan(since)
+  over = scores > np.where(suspected, KEEP * threshold, threshold)
+  since = np.where(over, np.where(suspected, since, now), np.nan)
   alarms = [
-    Alarm(int(suspects[k]), int(k), float(since[k]), now, float(height[k]))
-    for k in np.flatnonzero(due)
+    Alarm(int(h), int(k), float(since[h, k]), now, float(scores[h, k]))
+    for h, k in np.argwhere(now - since >= hold_s)
   ]
-  return Watch(suspects, since), alarms
+  return since, alarms
 
 
 def detect(
-  x: np.ndarray,
+  data: np.ndarray,
+  metrics: Sequence[str] | None = None,
+  roles: Sequence[str] | None = None,
   *,
-  roles: Sequence[str],
   score: Callable[[np.ndarray], np.ndarray] = scores_lib.median_scores,
   threshold: float = scores_lib.THRESHOLD,
   hold_s: float = 240.0,
-  order: Sequence[int] | None = None,
 ) -> list[Alarm]:
-  """The first alarm of each role, by the metric that comes first in the order.
+  """Finds the broken hosts of a fleet.
 
   Args:
-    x: float [H, S, K], a sample a second, NaN where nothing arrived.
-    roles: of the hosts [H]; a host is compared with those of its role alone.
-    score: [h, S, K] of one role without NaN -> [T, h, K], the last at the end.
-    threshold: as of `watch`.
-    hold_s: as of `watch`.
-    order: metrics by how well they tell a broken host, best first; those of
-      one moment are told apart by it. By default as they are.
+    data: float [H, S, K], a sample a second, NaN where nothing arrived.
+    metrics: names [K]. If several metrics raise an alarm at the same moment, it
+      carries the one that comes first in `PRIORITY`, unknown names last.
+    roles: roles [H]; hosts are compared within their role. One role by default.
+    score: [h, S, K] of one role -> [T, h, K], the last at the end.
+    threshold: see `watch`.
+    hold_s: see `watch`.
 
   Returns:
-    At most one alarm a role; none for a role of fewer than three hosts.
+    The first alarm of each broken host, in the order of time; none for a role
+    of fewer than three hosts. `metric` is a name if metrics have names.
+
+  Raises:
+    InputError: shapes and names do not agree.
   """
-  order = np.arange(x.shape[2]) if order is None else np.asarray(order)
-  alarms = []
+  data = np.asarray(data)
+  names = range(data.shape[-1]) if metrics is None else metrics
+  roles = [""] * len(data) if roles is None else roles
+  fits = data.ndim == 3 and data.shape[::2] == (len(roles), len(names))
+  if not (fits and data.size):
+    raise InputError(
+      f"fleet.detect: data of shape {data.shape}, {len(roles)} roles and"
+      f" {len(names)} metrics; give [hosts, seconds, metrics], a role per host"
+      " and a name per metric"
+    )
+  ranks = {name: rank for rank, name in enumerate(PRIORITY)}
+  order = np.argsort([ranks.get(n, np.inf) for n in names], kind="stable")
+  alarms = {}
   for hosts in _compared(roles):
-    found = score(scores_lib.fill_gaps(x[hosts][..., order]))
-    end = x.shape[1]
+    found = score(data[hosts][..., order])
+    end = data.shape[1]
     times = np.linspace(min(scores_lib.MEAN_S, end), end, len(found))
-    state = Watch.begin(found.shape[2])
-    for now, looked in zip(times, found):
-      state, raised = watch(
-        state, looked, float(now), threshold=threshold, hold_s=hold_s
+    since = np.full(found.shape[1:], np.nan)
+    for now, scores in zip(times, found):
+      since, raised = watch(
+        since, scores, float(now), threshold=threshold, hold_s=hold_s
       )
-      if raised:
-        first = raised[0]
-        host, metric = int(hosts[first.host]), int(order[first.metric])
-        alarms.append(first._replace(host=host, metric=metric))
-        break
-  return alarms
+      for alarm in raised:
+        host, metric = int(hosts[alarm.host]), names[order[alarm.metric]]
+        alarms.setdefault(host, alarm._replace(host=host, metric=metric))
+  return sorted(alarms.values(), key=lambda alarm: alarm.until)
 
 
 def _compared(roles: Sequence[str]) -> list[np.ndarray]:

@@ -26,8 +26,7 @@ def fit(
 
   Args:
     key: of initial weights, batches and noise.
-    windows: float [N, 8, K] of healthy hosts, in standard deviations from the
-      fleet's median (`standardized`).
+    windows: float [N, 8, K] of healthy hosts (`standardized`, then `cut`).
     steps: updates of Adam.
     batch: windows of an update.
 
@@ -67,12 +66,12 @@ def fit(
 
 
 def standardized(x: np.ndarray) -> np.ndarray:
-  """Deviations from the median host of every second, in standard deviations.
+  """Returns `scores.residuals` in robust standard deviations of a metric.
 
   Args:
-    x: float [H, S, K] without NaN.
+    x: float [H, S, K], NaN where nothing arrived.
   """
-  residual = x - np.median(x, axis=0)
+  residual = scores.residuals(scores.fill_gaps(x))
   scale = 1.4826 * np.median(np.abs(residual), axis=(0, 1))
   return (residual / np.maximum(scale, 1e-9)).clip(-50, 50).astype(np.float32)
 
@@ -89,7 +88,8 @@ def denoised_scores(params: _Params, x: np.ndarray) -> np.ndarray:
 
   Args:
     params: from `fit`.
-    x: float [H, S, K] of one role, without NaN; at least 8 seconds.
+    x: float [H, S, K] of one role, NaN where nothing arrived; at least 8
+      seconds.
 
   Returns:
     float32 [T, H, K], every 8 seconds: distances of reconstructions to the

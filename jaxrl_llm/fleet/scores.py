@@ -1,13 +1,15 @@
-"""Outlier scores of hosts: distances to the fleet's median."""
+"""Scores of hosts: departures from the fleet's median and their own norm."""
 
 import numpy as np
 
 MEAN_S = 60  # Seconds that a deviation is averaged over.
 STRIDE_S = 5  # Seconds between two looks.
-BEGINNING_S = 120  # Seconds that show how hosts differ when all is well.
-# For `median_scores`; chosen on simulated fleets, see docs/reliability.md.
-THRESHOLD = 1.7
-_ROBUST = 1.4826  # Standard deviation / MAD of a normal distribution.
+BEGINNING_S = 180  # Seconds that show how hosts differ when all is well.
+SPREAD = 2.5  # Standard deviations between hosts that count as one of noise.
+MISSING = 0.35  # Share of samples that counts as one of noise.
+# Of `median_scores`, chosen on simulated fleets; see docs/reliability.md.
+THRESHOLD = 1.6
+_ROBUST = 1.4826  # Of a normal distribution, standard deviation / MAD.
 
 
 def fill_gaps(x: np.ndarray) -> np.ndarray:
@@ -47,24 +49,46 @@ def _filled(x: np.ndarray) -> np.ndarray:
 
 
 def median_scores(x: np.ndarray) -> np.ndarray:
-  """Deviation from the fleet's median, in robust standard deviations.
+  """Scores how far a host departs from the fleet and from its own norm.
 
-    r_h(t) = x_h(t) − median_g x_g(t),  m_h(t) its mean over the last minute
-    z_h(t) = max(min(|m_h|, 2 |m_h − b_h|), |m_h| / 2) / (1.4826 · median |r|)
+  With r_h(t) the residual of a host and m_h(t) its mean over the last minute,
 
-  with b_h the median of m_h in the first two minutes. Healthy hosts may differ
-  from each other for good, so a difference that was there from the beginning
-  counts half. The scale is over all hosts and seconds of a metric: few hosts
-  that happen to agree do not make a fourth one look broken.
+    z_h(t) = max(min(|m_h|, 2 d_h), |m_h| / 8) / max(σ, SPREAD · σ(t))
+
+  where d is the distance of m from the levels that the host has had for half a
+  minute in its first three minutes: a burst there displaces the norm, and a
+  host that returns to its level before the burst is healthy. The scale σ is the
+  noise of a second over all hosts and seconds (1.4826 times the median of |r|),
+  so that few hosts that happen to agree do not make another one look broken.
+  σ(t) is how far the hosts have drifted apart by then (1.4826 times the median
+  of |m| over hosts). A host also scores if it becomes still or restless
+  (`_activity`) or stops sending.
 
   Args:
-    x: float [H, S, K] of one role, without NaN.
+    x: float [H, S, K] of one role, NaN where nothing arrived.
 
   Returns:
     float32 [T, H, K]: every 5 seconds, from the end of the first minute on.
   """
   # One metric after the other: less memory at a time.
-  return np.stack([_deviations(x[..., k]) for k in range(x.shape[2])], axis=-1)
+  return np.stack([_scores(x[..., k]) for k in range(x.shape[2])], axis=-1)
+
+
+def residuals(x: np.ndarray) -> np.ndarray:
+  """Returns deviations from the median host, without those of the beginning.
+
+  Healthy hosts differ for good, by dozens of standard deviations of a second's
+  noise. The norm of a host is its median deviation from the fleet in the first
+  three minutes. It is subtracted before hosts are compared again: otherwise the
+  median would be a single host, whose faults would displace all others.
+
+  Args:
+    x: float [H, S, ...] without NaN.
+  """
+  first = x[:, :BEGINNING_S]
+  norm = np.median(first - np.median(first, axis=0), axis=1, keepdims=True)
+  x = x - norm
+  return x - np.median(x, axis=0)
 
 
 def distances(points: np.ndarray) -> np.ndarray:
@@ -80,23 +104,63 @@ def distances(points: np.ndarray) -> np.ndarray:
   return np.linalg.norm(points - np.median(points, axis=0), axis=-1)
 
 
-def joint(scores: np.ndarray) -> np.ndarray:
-  """All metrics as one: [T, H, K] -> [T, H, 1], the root mean square."""
-  return np.sqrt(np.mean(scores**2, axis=-1, keepdims=True))
+def _scores(x: np.ndarray) -> np.ndarray:
+  """Returns z of one metric, [H, S] -> [T, H]."""
+  filled = fill_gaps(x[..., None])[..., 0]
+  steps = np.abs(np.diff(filled, axis=1, prepend=filled[:, :1]))
+  # The resolution of a metric that hardly moves: two hosts have such a step.
+  smallest = np.where(steps > 0, steps, np.inf).min(axis=1)
+  resolution = np.sort(smallest)[min(1, len(smallest) - 1)]
+  resolution = resolution if np.isfinite(resolution) else 0.0
+  level = _level(residuals(filled), resolution)
+  activity = _activity(steps, resolution)
+  missing = np.abs(_change(_means(np.isnan(x)))) / MISSING
+  return np.maximum(np.maximum(level, activity), missing).astype(np.float32)
 
 
-def _deviations(x: np.ndarray) -> np.ndarray:
-  """z of one metric, [H, S] -> [T, H]."""
-  residual = x - np.median(x, axis=0)
+def _level(residual: np.ndarray, resolution: float) -> np.ndarray:
+  """Scores displaced levels, [H, S] -> [T, H]."""
   size = np.abs(residual)
-  # If a metric is constant on most hosts, the smallest change counts.
-  scale = max(_ROBUST * np.median(size), 1e-6 * (1 + size.max()))
-  sums = np.cumsum(residual, axis=1, dtype=np.float64)
-  sums = np.pad(sums, ((0, 0), (1, 0)))
-  span = min(MEAN_S, x.shape[1])
-  means = (sums[:, span:] - sums[:, :-span])[:, ::STRIDE_S] / span
-  first = means[:, : 1 + (BEGINNING_S - span) // STRIDE_S]
-  new = np.abs(means - np.median(first, axis=1, keepdims=True))
+  # Where all other hosts stand still, the smallest change counts.
+  noise = max(_ROBUST * np.median(size), resolution, 1e-6 * size.max() + 1e-30)
+  means = _centered(_means(residual))
+  first = _centered(_means(residual[:, :BEGINNING_S], MEAN_S // 2))
+  outside = np.maximum(means - first.max(axis=0), first.min(axis=0) - means)
   size = np.abs(means)
-  scores = np.maximum(np.minimum(size, 2 * new), size / 2)
-  return (scores.T / scale).astype(np.float32)
+  size = np.maximum(np.minimum(size, 2 * outside), size / 8)
+  return size / np.maximum(noise, SPREAD * _deviation(means))
+
+
+def _activity(steps: np.ndarray, resolution: float) -> np.ndarray:
+  """Scores metrics that become still or restless, [H, S] -> [T, H].
+
+  It is the change of the logarithm of the mean step between two seconds; a
+  metric that freezes scores 3.
+  """
+  means = _means(steps)
+  least = 0.05 * np.median(means) + resolution / MEAN_S + 1e-30
+  change = _change(np.log(means + least))
+  return np.abs(change) / np.maximum(1, SPREAD * _deviation(change))
+
+
+def _change(means: np.ndarray) -> np.ndarray:
+  """Subtracts each host's usual value, then the median host's, [T, H]."""
+  first = 1 + (BEGINNING_S - MEAN_S) // STRIDE_S
+  return _centered(means - np.median(means[:first], axis=0))
+
+
+def _centered(means: np.ndarray) -> np.ndarray:
+  """Subtracts the median host's value, [T, H]."""
+  return means - np.median(means, axis=1, keepdims=True)
+
+
+def _deviation(x: np.ndarray) -> np.ndarray:
+  """Returns the standard deviation of hosts around 0, [T, H] -> [T, 1]."""
+  return _ROBUST * np.median(np.abs(x), axis=1, keepdims=True)
+
+
+def _means(x: np.ndarray, span: int = MEAN_S) -> np.ndarray:
+  """Averages the last `span` seconds, every 5 seconds, [H, S] -> [T, H]."""
+  span = min(span, x.shape[1])
+  sums = np.pad(np.cumsum(x, axis=1, dtype=np.float64), ((0, 0), (1, 0)))
+  return (sums[:, span:] - sums[:, :-span]).T[::STRIDE_S] / span

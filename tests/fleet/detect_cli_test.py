@@ -58,7 +58,7 @@ def test_names_who_is_unlike_the_others(tmp_path, capsys):
 def test_nobody(tmp_path, capsys):
   for host in range(4):
     write(tmp_path, f"worker-{host}", samples(host))
-  assert run(tmp_path, capsys) == (0, "nobody of 4 hosts is broken\n", "")
+  assert run(tmp_path, capsys) == (0, "none of the 4 hosts is broken\n", "")
 
 
 def test_hosts_of_another_role_may_differ(tmp_path, capsys):
@@ -122,11 +122,56 @@ def test_who_is_slow_where_all_wait_for_it(tmp_path, capsys):
   assert out.startswith("1-worker: host/reward_s takes 3.0 times as long")
 
 
+def test_two_hosts_cannot_be_compared(tmp_path, capsys):
+  write(tmp_path, "worker-0", samples(0))
+  write(tmp_path, "worker-1", samples(1))
+  refusal = f"detect: {tmp_path}: cannot compare 2 host(s); give at least 3 of"
+  code, out, err = run(tmp_path, capsys)
+  assert (code, out, err) == (2, "", f"{refusal} a role\n")
+  write(tmp_path, "worker-1", samples(1, broken=True))
+  code, out, err = run(tmp_path, capsys)
+  assert (code, out, err.count("\n")) == (2, "", 1)
+  suspicion = "; more likely worker-1: duty_cycle has moved from 69.65 to"
+  assert err.startswith(f"{refusal} a role{suspicion}")
+
+
+def test_the_slower_one_of_two_is_a_suspicion(tmp_path, capsys):
+  for host in range(2):
+    write(tmp_path, f"process-{host}", steps(slow=3.0 if host == 0 else 1.0))
+  code, out, err = run(tmp_path, capsys)
+  assert (code, out, err.count("\n")) == (2, "", 1)
+  assert err.endswith(
+    "; more likely process-0: time/generate_s takes 3.0 times as long as on"
+    " process-1\n"
+  )
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_a_silent_one_of_two(tmp_path, capsys, silent):
+  for host in range(2):
+    write(tmp_path, f"w-{host}", samples(host, 900 - 200 * (host == silent)))
+  code, out, _ = run(tmp_path, capsys)
+  assert code == 1 and out.startswith(f"w-{silent}: silent for 20")
+
+
+def test_says_which_roles_are_too_small(tmp_path, capsys):
+  for host in range(5):
+    role = ("trainer", "reward")[host >= 3]
+    write(tmp_path, f"worker-{host}", samples(host, role=role))
+  code, out, _ = run(tmp_path, capsys)
+  assert code == 0
+  assert out.splitlines() == [
+    "none of the 5 hosts is broken",
+    "not compared: 2 of role 'reward' (at least 3)",
+  ]
+
+
 @pytest.mark.parametrize(
   ("text", "says"),
   [
     ("", "a.jsonl: there are no rows"),
     ('{"time": 1}\n[1]\n', "a.jsonl:2"),
+    ('{"time": 1}\n', "no metrics"),
     ('{"time": "now"}\n', "a.jsonl:1: no number 'time'; give Unix seconds"),
     ('{"time": 1, "step": 1}\n', "a.jsonl:1: no number 'time/step_s'"),
     ('{"time": 1e999}\n', "a.jsonl:1"),

@@ -1,12 +1,14 @@
-"""Fleets that do not exist: a second-by-second record with at most one fault.
+"""Simulates second-by-second records of fleets with at most one fault.
 
-What is from Minder (arXiv 2411.01791) are the kinds of faults with their
-shares, that some spread to the others within seconds, and that most are of one
-host. Sizes are ours: a fault moves each metric that it reaches by 3 to 8
-standard deviations of a second's noise, where healthy hosts differ for good by
-half of one, one host in fifty by up to 1.5 ("odd"), and for up to 100 seconds
-by 8 (tails of rollouts, bursts). In the hard profile noise, bursts and odd
-hosts are doubled, and faults are as large as before.
+The kinds of faults and their shares are those of Minder (arXiv 2411.01791), as
+is that some faults spread to other hosts within seconds. The sizes are not: a
+fault moves each metric that it reaches by 3 to 8 standard deviations of a
+second's noise. Healthy hosts differ for good by up to 60 of them, by less in
+some metrics than in others; they drift apart by one within 15 minutes, follow
+the day's wave by 0.7 to 1.3 times as much, and leave the others for up to 100
+seconds by 8 (tails of rollouts, bursts). The hard profile doubles noise,
+bursts, drifts and differences, and leaves the faults as large as before. Faults
+begin after three minutes, as these are the norm of the detector.
 """
 
 from typing import NamedTuple
@@ -64,7 +66,7 @@ KINDS = {
   "machine unreachable": Kind(0.060, tuple(range(21)), 0.9, 1.0),
   "other": Kind(0.102, tuple(range(21)), 0.25, 0.5),
 }
-ODD = 1.5  # Largest difference that a healthy host may keep.
+BIAS = 60.0  # Largest difference that a healthy host may keep.
 SHAPES = ("step", "ramp", "intermittent", "drop")
 
 
@@ -86,17 +88,17 @@ def episode(
   faulty: bool,
   seconds: int = 900,
   hard: bool = False,
-  odd: float = ODD,
+  bias: float = BIAS,
 ) -> Episode:
   """Draws an episode; the same seed is the same one."""
   rng = np.random.default_rng((20241102, seed))
   more = 2.0 if hard else 1.0
   roles = _roles(rng, hosts)
-  x = _healthy(rng, roles, seconds, more, odd)
+  x = _healthy(rng, roles, seconds, more, bias)
   host, onset, kind, shape = -1, 0, "", ""
   if faulty:
     host = int(rng.integers(hosts))
-    onset = int(rng.integers(120, seconds - 420))
+    onset = int(rng.integers(180, seconds - 420))
     names = list(KINDS)
     shares = np.array([KINDS[name].share for name in names])
     kind = names[rng.choice(len(names), p=shares / shares.sum())]
@@ -122,16 +124,23 @@ def _roles(rng: np.random.Generator, hosts: int) -> tuple[str, ...]:
   )
 
 
-def _healthy(rng, roles, seconds, more, largest) -> np.ndarray:
+def _healthy(rng, roles, seconds, more, bias) -> np.ndarray:
   """In standard deviations of a second's noise in the normal profile."""
   hosts, metrics = len(roles), len(METRICS)
   x = _noise(rng, hosts, seconds) * more
-  # Hosts differ for good, some of them more.
-  offsets = rng.normal(0, 0.5, (hosts, metrics))
-  odd = rng.random((hosts, metrics)) < 0.02 * more
-  offsets[odd] *= 2 * largest
-  x += offsets[:, None].clip(-largest, largest).astype(np.float32)
   time = np.arange(seconds)
+  # Hosts differ for good, by more in some metrics, and drift apart slowly.
+  far = np.exp(rng.uniform(np.log(0.5), np.log(bias), metrics)) * more
+  offsets = rng.uniform(-far, far, (hosts, metrics))
+  slopes = rng.normal(0, 0.5 * more, (hosts, metrics))
+  slopes *= rng.random(metrics) < 0.3
+  x += (offsets[:, None] + slopes[:, None] * (time / seconds)[:, None]).astype(
+    np.float32
+  )
+  # The day shows on all of them, on some by up to a third more.
+  day = np.sin(2 * np.pi * (time / 86400 + rng.random())) * 60
+  day = (day - day[0])[:, None] * rng.uniform(-1, 1, metrics)
+  x += (day * rng.uniform(0.7, 1.3, (hosts, 1, 1))).astype(np.float32)
   for role in dict.fromkeys(roles):
     mine = np.flatnonzero([name == role for name in roles])
     # What the job does shows on all: steps, drifts, a pause of everybody.
