@@ -53,7 +53,7 @@ def check_number(name: str, value: Any, interval: str) -> None:
   """Refuses a number outside an interval; arrays may be traced and pass.
 
   Args:
-    name: of the setting, for the message.
+    name: name of the setting, for the message.
     value: a number or an array.
     interval: such as '[0, 1)', with inf for no bound.
 

@@ -55,9 +55,9 @@ def make_prompts(
 
   Args:
     requests: N rows; a row of data may ask as in training.
-    template: how a prompt is written.
+    template: turns an example into tokens.
     context: most tokens of a prompt and its response.
-    max_new_tokens: of them, the response's.
+    max_new_tokens: maximum number of response tokens.
 
   Raises:
     InputError: a prompt is too long, cannot be tokenised, or has a field of the
@@ -169,9 +169,9 @@ def chunks(
 
   Args:
     prompts: N.
-    samples: of each.
+    samples: number of samples per prompt.
     done: the samples already written.
-    slots: of the engine.
+    slots: number of slots of the engine.
   """
   every = itertools.product(range(prompts), range(samples))
   missing = (place for place in every if place not in done)
@@ -190,7 +190,7 @@ def write(
   """Writes chunks one after the other, one line per sample.
 
   Args:
-    job: what the samples have in common.
+    job: everything that the samples share.
     work: chunks.
     file: takes the lines of each chunk when it has ended.
     progress: shows what is done.
@@ -212,7 +212,9 @@ def write(
 
   for chunk in work:
     records = job.sample(chunk, rule=rule)
-    with as_input_error("the samples cannot be written", "make room", OSError):
+    with as_input_error(
+      "the samples cannot be written", "free disk space", OSError
+    ):
       file.write("".join(json.dumps(record) + "\n" for record in records))
       file.flush()
     reasons.update(record["stop_reason"] for record in records)
@@ -228,9 +230,9 @@ def resume(
   """Prepares a file for more samples: an incomplete last line is removed.
 
   Args:
-    path: of the samples.
-    prompts: whose samples they are.
-    settings: what stands for theirs.
+    path: path of the samples.
+    prompts: prompts of the samples.
+    settings: identifies their settings.
 
   Returns:
     The samples in it.

@@ -1,9 +1,9 @@
-"""Parts of one's own, by name; what a file of `--plugin` calls.
+"""Registers your own parts by name; called by a file of `--plugin`.
 
-A name that is registered is a value of its config key, beside the package's
-own names and on the same terms. A function is registered as it is: the names of
-its positional arguments say what it reads, its keyword-only arguments get the
-settings of their names, and another name is refused.
+A registered name is a value of its config key, on the same terms as the names
+of the package. Plain functions are registered: the names of positional
+arguments are the inputs that they read, keyword-only arguments receive the
+settings of their names, and unknown names are refused.
 """
 
 import functools
@@ -25,18 +25,20 @@ from jaxrl_llm.rollout.tools import Tools
 
 def _add(table: dict, key: str, name: str, value: Any) -> None:
   if name in table:
-    raise ValueError(f"config.{key} has a value {name!r} already")
+    raise ValueError(
+      f"config.{key}={name!r} is already registered; choose another name"
+    )
   table[name] = value
 
 
 def _check_keywords(fn: Callable[..., Any], group: str) -> None:
-  """Refuses keyword-only arguments that are no settings of a config group."""
+  """Refuses keyword-only arguments that are not settings of a config group."""
   bound = getattr(fn, "keywords", {})  # By functools.partial.
   for p in inspect.signature(fn).parameters.values():
     known = f"{group}.{p.name}" in config.KEYS or p.name in bound
     if p.kind is p.KEYWORD_ONLY and not known:
       raise ValueError(
-        f"config.{group} has no setting {p.name!r}; choose one that it has, or"
+        f"config.{group} has no setting {p.name!r}; use an existing setting, or"
         " bind the argument with functools.partial"
       )
 
@@ -46,21 +48,20 @@ def reward(name: str, fn: rewards.RewardFn) -> None:
 
   Args:
     name: new name.
-    fn: of what it names among prompt (as the model read it), question,
-      messages (of a conversation), response (the model's own text; with an
-      environment its turns, a line each, without the environment's words),
-      tokens (of that text), answer, finished (did it end by itself?),
+    fn: function whose arguments name what it reads: prompt (as the model read
+      it), question, messages (of a conversation), response (the text of the
+      model; with an environment its turns, one per line), tokens (of that
+      text), answer, finished (whether it ended with a stop token),
       conversation (turns, and rewards by name, with an environment), source,
-      id, columns (the row of the data) and the names of its columns. It returns
-      a bool (is it right?), a number, numbers by the names of parts (the part
-      'right', or else the first, says whether it is), or a `rewards.Verdict`.
-      With reward.workers it must be importable, which a function of a plugin
-      is, and every call is made in a process of its own: it finds what its
-      module holds after the import and after `fn.prepare()`, where `fn` has
-      that, and keeps nothing.
+      id, columns (the row of the data), or a column. It returns a bool
+      (correct or not), a number, numbers by part (the part 'right', else the
+      first, decides whether it is correct) or a `rewards.Verdict`. With
+      reward.workers it must be importable, as functions of a plugin are. Every
+      call runs in a process of its own, forked after the import and
+      `fn.prepare()`, if there is one, so that calls share no state.
 
   Raises:
-    ValueError: the name is taken; so do all functions of this module.
+    ValueError: The name is taken; applies to all functions of this module.
   """
   _add(rewards.REWARDS, "reward.name", name, fn)
 
@@ -82,9 +83,9 @@ def source(name: str, make: Callable[..., sources.Source]) -> None:
 
   Args:
     name: new name.
-    make: (*, path, split, seed, columns, **data.settings) -> source. It leaves
-      out what it does not read; of a source without `split` some questions are
-      held out for evaluation.
+    make: (*, path, split, seed, columns, **data.settings) -> source, with only
+      the arguments that it reads. Without `split`, some questions are held out
+      for evaluation.
   """
   _add(sources.SOURCES, "data.source", name, make)
 
@@ -100,7 +101,7 @@ def template(name: str, make: Callable[..., prompts.Template]) -> None:
 
 
 def prompt_source(name: str, make: Callable[..., prompts.PromptSource]) -> None:
-  """Makes `data.order=NAME` choose who draws prompts, such as a curriculum.
+  """Makes `data.order=NAME` choose a prompt source, such as a curriculum.
 
   Args:
     name: new name.
@@ -115,7 +116,7 @@ def schedule(name: str, stop: worker.Stop) -> None:
 
 
 def environment(name: str, make: Callable[..., Environment]) -> None:
-  """Makes `environment.name=NAME` choose who answers the model's turns.
+  """Makes `environment.name=NAME` choose an environment.
 
   Args:
     name: new name.
@@ -125,18 +126,18 @@ def environment(name: str, make: Callable[..., Environment]) -> None:
 
 
 def tools(name: str, *functions: Callable[..., Any]) -> None:
-  """Makes `environment.name=NAME` offer functions to a chat model.
+  """Makes `environment.name=NAME` offer functions as tools to a chat model.
 
   Args:
     name: new name.
-    *functions: with typed arguments, and a docstring that says what they do
-      and, in lines `name: text`, what the arguments are.
+    *functions: functions with typed arguments and a docstring that describes
+      them and, in lines `name: text`, their arguments.
   """
   environment(name, functools.partial(Tools, functions))
 
 
 def estimator(name: str, fn: Callable[..., jax.Array]) -> None:
-  """Makes `estimator.name=NAME` choose an estimator of advantages.
+  """Makes `estimator.name=NAME` choose an advantage estimator.
 
   Args:
     name: new name.
@@ -153,14 +154,14 @@ def loss(name: str, fn: Callable[..., losses.ClippedPolicyLoss]) -> None:
   Args:
     name: new name.
     fn: inputs -> per-token loss, with settings of config group `loss`; see
-      `Algorithm.policy_loss` for what it may read.
+      `Algorithm.policy_loss` for its inputs.
   """
   _check_keywords(fn, "loss")
   _add(choices.POLICY_LOSSES, "loss.name", name, choices.maker_of(fn))
 
 
 def mask(name: str, fn: Callable[..., jax.Array]) -> None:
-  """Lets `loss.masks` name a mask of the policy loss.
+  """Adds a mask of the policy loss, chosen by `loss.masks`.
 
   Args:
     name: new name.

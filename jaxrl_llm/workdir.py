@@ -1,13 +1,13 @@
 """The directory of a training run: its settings and its policy.
 
-`config.json` holds the settings of the first start and is never written again.
-What a resume changed is a line of `config_changes.jsonl`, {"step": where it
-went on, "changes": {key: [old, new]}}; both together are the settings of now.
-`base_model/` has the configuration and tokenizer of the model that it started
-from, so that the folder stands alone.
+`config.json` holds the settings of the first start and is never changed. Each
+resume adds its changes as a line of `config_changes.jsonl`, {"step": step of
+the checkpoint, "changes": {key: [old, new]}}; together they are the current
+settings. `base_model/` has the configuration and tokenizer of the base model,
+so that the directory is self-contained.
 
-Only the run itself writes (`held`), and a file is whole or not there, so that a
-run which is still going on can be read at any moment.
+Only the run itself writes (`held`), and files are replaced atomically, so that
+the directory of a running run can be read at any time.
 """
 
 import contextlib
@@ -55,33 +55,32 @@ class Policy(NamedTuple):
 
 
 def is_workdir(path: pathlib.Path) -> bool:
-  """Whether a directory is that of a run, not that of a model."""
+  """Whether a directory is that of a run and not of a model."""
   return (path / "checkpoints").is_dir()
 
 
 def steps(workdir: pathlib.Path) -> list[int]:
-  """The steps of the complete checkpoints, ascending."""
+  """Returns the steps of the complete checkpoints, ascending."""
   return checkpoint.steps(workdir / "checkpoints")
 
 
 @contextlib.contextmanager
 def held(workdir: pathlib.Path) -> Iterator[None]:
-  """Makes the folder of a run and keeps other processes out of it meanwhile.
+  """Creates the directory of a run and locks it against other processes.
 
   Raises:
-    InputError: the folder cannot be written, or a process trains in it.
+    InputError: It cannot be written, or another process trains in it.
   """
   with _writing(workdir):
     workdir.mkdir(parents=True, exist_ok=True)
     for place in (workdir / name for name in (*_FILES, "checkpoints")):
       if place.exists() and place.is_file() != (place.name in _FILES):
-        raise OSError(f"{place.name} in it is not of its kind")
+        raise OSError(f"{place.name} in it is of the wrong type")
     file = (workdir / "lock").open("a")
   with file:
     try:
-      # The system drops the lock when the process ends, however it ends. It
-      # counts between machines too if the file system passes locks on, as NFS
-      # does from version 4 on.
+      # The system releases the lock however the process ends. It also works
+      # across machines if the file system supports locks, as NFS 4 does.
       fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
       raise InputError(
@@ -89,25 +88,25 @@ def held(workdir: pathlib.Path) -> Iterator[None]:
         " choose another directory"
       ) from None
     except OSError:
-      print(f"{workdir}: no locks here; start no second run in this folder")
+      print(f"{workdir}: cannot be locked; start no second run in it")
     yield
 
 
 def prepare(workdir: pathlib.Path, config: Any) -> Changes:
   """Compares the settings of a run with the given ones.
 
-  Writes nothing into the folder: a resume that is refused leaves it as it is.
+  Writes nothing: a refused resume leaves the directory unchanged.
 
   Args:
-    workdir: of the run.
-    config: that it is to start or to go on with.
+    workdir: directory of the run.
+    config: the new settings.
 
   Returns:
-    What is to change; empty without a checkpoint, where a run starts anew.
+    The changes; empty without a checkpoint, where a run starts anew.
 
   Raises:
-    InputError: its settings cannot be read, or its checkpoints do not bear a
-      change.
+    InputError: Its settings cannot be read, or a change does not fit its
+      checkpoints.
   """
   if not steps(workdir):
     return {}
@@ -127,31 +126,31 @@ def prepare(workdir: pathlib.Path, config: Any) -> Changes:
       refused[key] = [old, new]
   if refused:
     raise InputError(
-      f"{workdir}: its checkpoints do not bear {'; '.join(describe(refused))};"
-      " give the old values or another --workdir"
+      f"{workdir}: cannot change on resume: {'; '.join(describe(refused))};"
+      " use the old values or another --workdir"
     )
   return changes
 
 
 def differences(old: Any, new: Any) -> Changes:
-  """The keys in which two configs differ."""
+  """Returns the keys in which two configs differ."""
   old, new = _flat(old.to_dict()), _flat(new.to_dict())
   return {k: [old[k], new[k]] for k in new if old[k] != new[k]}
 
 
 def describe(changes: Changes) -> list[str]:
-  """A line for each change: `config.KEY: OLD -> NEW`."""
+  """Returns a line for each change: `config.KEY: OLD -> NEW`."""
   return [f"config.{k}: {a!r} -> {b!r}" for k, (a, b) in changes.items()]
 
 
 def begin(workdir: pathlib.Path, config: Any) -> bool:
-  """Keeps the settings of a run that starts, and what its model is.
+  """Writes the settings of a new run, and the files of its base model.
 
   Returns:
-    Whether a run with the same settings had begun in the folder.
+    Whether a run with the same settings had begun in the directory.
 
   Raises:
-    InputError: the folder cannot be written, or the model not be read.
+    InputError: The directory cannot be written, or the model cannot be read.
   """
   file = workdir / _CONFIG
   text = json.dumps(config.to_dict(), indent=2, default=str) + "\n"
@@ -166,15 +165,15 @@ def begin(workdir: pathlib.Path, config: Any) -> bool:
 
 
 def record(workdir: pathlib.Path, step: int, changes: Changes) -> None:
-  """Keeps what a resume changed; to be called once it has succeeded.
+  """Records the changes of a resume, once it has succeeded.
 
   Args:
-    workdir: of the run.
-    step: of the checkpoint that the run goes on from.
+    workdir: directory of the run.
+    step: step of the checkpoint that is resumed.
     changes: from `prepare`.
 
   Raises:
-    InputError: the folder cannot be written.
+    InputError: The directory cannot be written.
   """
   if not changes:
     return
@@ -191,8 +190,8 @@ def facts(
   """Returns facts about the run's other files, for `check_facts`.
 
   Args:
-    workdir: of the run.
-    config: of the run.
+    workdir: directory of the run.
+    config: config of the run.
     inputs: key of the config -> digest of the files that it names.
   """
   rows = (workdir / _ROWS).read_bytes()
@@ -209,19 +208,19 @@ def check_facts(
   saved: Mapping[str, Any],
   inputs: Mapping[str, str],
 ) -> list[str]:
-  """Holds a run's files against what a checkpoint knows of them.
+  """Compares a run's files with the facts stored in a checkpoint.
 
   Args:
-    workdir: of the run.
-    step: of the checkpoint.
-    saved: from `facts`, when it was written.
-    inputs: as of `facts`, of now.
+    workdir: directory of the run.
+    step: step of the checkpoint.
+    saved: result of `facts` at that step.
+    inputs: current inputs, as in `facts`.
 
   Returns:
     A line if rows are missing or changed, and one for each changed input.
 
   Raises:
-    InputError: config.json is not as it was.
+    InputError: config.json has changed.
   """
   changed = {key for changes in _resumes(workdir) for key in changes}
   now = _flat(read_config(workdir).to_dict())
@@ -233,13 +232,13 @@ def check_facts(
   if wrong:
     raise InputError(
       f"{workdir / _CONFIG}: it has changed since checkpoint {step} was saved:"
-      f" {'; '.join(describe(wrong))}; write the old values back, and change"
-      " keys by --config.KEY=VALUE"
+      f" {'; '.join(describe(wrong))}; restore the old values, and change"
+      " settings by --config.KEY=VALUE"
     )
   before = saved.get("inputs", {})  # Earlier versions kept none.
   lines = [
     f"config.{key}: the files have changed since checkpoint {step} was saved;"
-    " the run goes on with those of now"
+    " the run continues with the current ones"
     for key, value in inputs.items()
     if before.get(key, value) != value
   ]
@@ -247,26 +246,26 @@ def check_facts(
   data = file.read_bytes() if file.exists() else b""
   if digest.of_bytes(data[: rows["bytes"]]) != rows["checksum"]:
     lines.append(
-      f"{file}: rows that checkpoint {step} knew are missing or changed"
+      f"{file}: rows before checkpoint {step} are missing or changed"
     )
   return lines
 
 
 def set_aside(workdir: pathlib.Path, step: int) -> str:
-  """Keeps what a run that goes on from an earlier step would overwrite.
+  """Sets aside files that a resume from an earlier step would overwrite.
 
   Later checkpoints move to a folder `set_aside_N`; rows and settings are copied
-  there. What no checkpoint knows is written anew by a resume and not kept.
+  there. Rows after the last checkpoint are not kept: a resume repeats them.
 
   Args:
-    workdir: of the run.
-    step: of the checkpoint that it goes on from; -1 if it starts anew.
+    workdir: directory of the run.
+    step: step of the checkpoint that is resumed; -1 for a new start.
 
   Returns:
-    A line that says so; empty if there was nothing.
+    A line about it; empty if nothing was set aside.
   """
   rows = workdir / _ROWS
-  # Also those without a COMMIT, which a kill left.
+  # Including incomplete ones, left by a kill.
   names = [place.name for place in (workdir / "checkpoints").glob("*")]
   late = sorted(
     int(n) for n in names if checkpoint.is_step(n) and int(n) > step
@@ -285,9 +284,9 @@ def set_aside(workdir: pathlib.Path, step: int) -> str:
 
 
 def new_times(workdir: pathlib.Path) -> pathlib.Path:
-  """A folder for each process's times of phases.
+  """Makes the folder of each process's times of phases.
 
-  Those of the last start, perhaps of other hosts, move to `hosts_before`.
+  Times of the previous start, perhaps on other hosts, move to `hosts_before`.
   """
   folder, before = workdir / "hosts", workdir / "hosts_before"
   with _writing(workdir):
@@ -299,13 +298,13 @@ def new_times(workdir: pathlib.Path) -> pathlib.Path:
 
 
 def _writing(workdir: pathlib.Path) -> contextlib.AbstractContextManager[None]:
-  """Turns what the file system refuses into one line."""
+  """Turns errors of the file system into an InputError."""
   what = f"--workdir={workdir}: cannot be written"
   return as_input_error(what, "choose another directory", OSError)
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
-  """Dotted keys with their values as JSON has them."""
+  """Returns dotted keys with their values as in JSON."""
 
   def walk(group, prefix):
     for name, value in group.items():
@@ -320,9 +319,9 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_config(workdir: pathlib.Path) -> Any:
-  """The settings of a run as it goes on, its resumes' changes included.
+  """Reads the current settings of a run, including changes by resumes.
 
-  Keys that it did not know have their defaults.
+  Settings missing in the files have their defaults.
 
   Raises:
     InputError: config.json is missing, or a file is damaged or has an unknown
@@ -371,14 +370,14 @@ def _update(config: Any, saved: Mapping[str, Any], file: pathlib.Path) -> None:
 
 
 def find_step(workdir: pathlib.Path, step: int | str | None = None) -> int:
-  """The newest complete checkpoint, or the one that is asked for.
+  """Returns the newest complete checkpoint, or the given one.
 
   Args:
-    workdir: of the run.
-    step: its number, or 'best' by the run's checkpoint.best.
+    workdir: directory of the run.
+    step: its number, or 'best' for the run's checkpoint.best.
 
   Raises:
-    InputError: there is none.
+    InputError: It does not exist.
   """
   folder, found = workdir / "checkpoints", steps(workdir)
   if not found:
@@ -401,12 +400,12 @@ def find_step(workdir: pathlib.Path, step: int | str | None = None) -> int:
 def best_step(
   workdir: pathlib.Path, metric: str, among: Collection[int] | None = None
 ) -> int | None:
-  """The step whose row has a metric's highest value, the first of equal ones.
+  """Returns the step with the highest value of a metric, the first of equals.
 
   Args:
-    workdir: of the run.
-    metric: '' is none.
-    among: steps that count; None is all.
+    workdir: directory of the run.
+    metric: name of the metric; '' is none.
+    among: steps to choose from; None is all.
   """
   values = {
     row["step"]: row[metric]
@@ -417,17 +416,17 @@ def best_step(
 
 
 def model_path(workdir: pathlib.Path) -> str:
-  """Directory with the configuration and tokenizer of a run's model."""
+  """Returns the directory with configuration and tokenizer of a run's model."""
   return str(workdir / _MODEL)
 
 
 def restore_params(
   workdir: pathlib.Path, step: int, model: str, shapes: models.Params
 ) -> Any:
-  """Parameters of a checkpoint's model; reads no optimizer.
+  """Reads the parameters of a checkpoint's model, without its optimizer.
 
   Args:
-    workdir: of the run.
+    workdir: directory of the run.
     step: which checkpoint.
     model: 'policy' or 'critic'.
     shapes: ShapeDtypeStructs with shardings.
@@ -436,7 +435,7 @@ def restore_params(
     All parameters, a nested dict.
 
   Raises:
-    InputError: damaged, or of another model.
+    InputError: The checkpoint is damaged or of another model.
   """
   folder = workdir / "checkpoints"
   base, trained = (f"learner.{model}.{name}" for name in models.Params._fields)
@@ -449,14 +448,14 @@ def restore_params(
 def load_policy(
   workdir: pathlib.Path, *, step: int | str | None = None
 ) -> Policy:
-  """The policy of a run on the default device, without building the run.
+  """Loads the policy of a run onto the default device.
 
   Args:
-    workdir: of the run.
-    step: as of `find_step`.
+    workdir: directory of the run.
+    step: as in `find_step`.
 
   Raises:
-    InputError: the run, its checkpoint or its model cannot be read.
+    InputError: The run, its checkpoint or its model cannot be read.
   """
   step = find_step(workdir, step)
   path = model_path(workdir)

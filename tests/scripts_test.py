@@ -120,7 +120,9 @@ class TestResume:
     assert tiny_run.comparable(folder / "set_aside_1") == whole
     before = tiny_run.snapshot(folder)
     output = finish(start(folder, "--nodry_run"))  # None but --workdir.
-    assert "already at its last step 10; raise run.steps to go on\n" in output
+    assert (
+      "already at its last step 10; raise run.steps to continue\n" in output
+    )
     assert "own parts\n" in output
     line = fail(start(folder, "--config=configs/grpo.py"), 2)
     assert "has a run of vapo; leave --config out or give another" in line
@@ -133,7 +135,7 @@ class TestResume:
     folder = pathlib.Path(shutil.copytree(finished, tmp_path / "run"))
     more = f"--config.run.steps={STEPS + 1}"
     line = fail(start(folder, more, prefix=_NO_LARGE_FILE), 1)
-    assert "cannot write a checkpoint" in line and "make room" in line
+    assert "cannot write a checkpoint" in line and "free disk space" in line
     assert workdir.steps(folder) == [STEPS - 1, STEPS]
 
 

@@ -318,7 +318,7 @@ class TestHeld:
     place = tmp_path / "run" / name
     place.parent.mkdir()
     place.touch() if name == "checkpoints" else place.mkdir()
-    with pytest.raises(InputError, match=f"{name} in it is not of its kind"):
+    with pytest.raises(InputError, match=f"{name} in it is of the wrong type"):
       with workdir_lib.held(tmp_path / "run"):
         pass
 
@@ -329,7 +329,7 @@ class TestHeld:
     monkeypatch.setattr(fcntl, "flock", refuse)
     with workdir_lib.held(tmp_path):
       pass
-    assert "no locks here; start no second run" in capsys.readouterr().out
+    assert "cannot be locked; start no second run" in capsys.readouterr().out
 
 
 class TestSetAside:

@@ -1,8 +1,8 @@
-"""The COMMIT of a checkpoint: it makes a folder one, and proves it whole.
+"""The COMMIT file, which marks a checkpoint as complete.
 
-It is written last, when everything else is on the disk, and names every array
-with its shape and a checksum that was made where the array lay. A folder
-without it is no checkpoint. It ends with a checksum of itself.
+It is written last, when everything else is on disk, and lists every array with
+its shape and a checksum computed on its devices. A folder without it is not a
+checkpoint. It ends with a checksum of itself.
 """
 
 import json
@@ -23,7 +23,7 @@ FORMAT = 5  # Format version of a checkpoint; of others only 4 is read.
 
 
 class DamagedError(InputError):
-  """A checkpoint is not what was saved; an older one may be."""
+  """Raised if a checkpoint differs from what was saved."""
 
   def __init__(self, folder: pathlib.Path, what: str):
     self.what = what
@@ -34,13 +34,13 @@ class DamagedError(InputError):
 
 
 def steps(directory: pathlib.Path) -> list[int]:
-  """The checkpoints of a directory, ascending."""
+  """Returns the complete checkpoints of a directory, ascending."""
   names = (file.parent.name for file in directory.glob(f"*/{FILE}"))
   return sorted(int(name) for name in names if is_step(name))
 
 
 def is_step(name: str) -> bool:
-  """Whether a folder has the name of a step, as `Checkpointer` writes it."""
+  """Whether a name is that of a step, as `Checkpointer` writes it."""
   return re.fullmatch("0|[1-9][0-9]{0,8}", name) is not None
 
 
@@ -50,7 +50,7 @@ def num_bytes(trees: Mapping[str, Any]) -> int:
 
 
 def describe(trees: Mapping[str, Any]) -> dict[str, Any]:
-  """Shape and dtype of every leaf, by its path."""
+  """Returns shape and dtype of every leaf by its path."""
   names, leaves = digest.named_leaves(trees)
   return {
     name: {"shape": list(np.shape(leaf)), "dtype": str(leaf.dtype)}
@@ -64,13 +64,13 @@ def write(
   checksums: digest.Checksums,
   **record: Any,
 ) -> None:
-  """Makes a folder a checkpoint, once all that is in it is on the disk.
+  """Flushes a folder to disk and marks it as a complete checkpoint.
 
   Args:
-    folder: with everything but the record.
+    folder: the folder with everything but the record.
     leaves: from `describe`.
-    checksums: of the same leaves.
-    **record: what else is to be known of it.
+    checksums: checksums of the same leaves.
+    **record: further entries of the record.
   """
   files.tree_to_disk(folder)
   leaves = {
@@ -84,29 +84,29 @@ def write(
 
 
 def read(folder: pathlib.Path, *parts: str) -> dict[str, Any]:
-  """The record of a checkpoint.
+  """Reads the record of a checkpoint.
 
   Args:
-    folder: of the checkpoint.
-    *parts: that the record must have, beside its leaves.
+    folder: folder of the checkpoint.
+    *parts: entries that the record must have, in addition to its leaves.
 
   Raises:
-    DamagedError: it is not as it was written.
-    InputError: there is none, or its format is that of another version.
+    DamagedError: The record differs from what was written.
+    InputError: There is none, or its format is that of another version.
   """
   try:
     text = (folder / FILE).read_text(encoding="utf-8")
   except FileNotFoundError:
     what, todo = "no such checkpoint", "check the path"
     if folder.is_dir():
-      what = "a save that did not end, or one of another version of jaxrl_llm"
+      what = "an incomplete save, or one of another version of jaxrl_llm"
       todo = "use another step, or the version that wrote it"
     raise InputError(f"{folder}: {what}; {todo}") from None
   except (OSError, UnicodeDecodeError) as error:
     raise DamagedError(folder, f"{FILE}: {type(error).__name__}") from error
   body, _, last = text.removesuffix("\n").rpartition("\n")
   if last != digest.of_bytes(f"{body}\n".encode()):
-    raise DamagedError(folder, f"{FILE} is not as it was written")
+    raise DamagedError(folder, f"{FILE} has changed since it was written")
   record = json.loads(body)
   found = record.get("format") if isinstance(record, dict) else None
   if found not in (4, FORMAT):
@@ -130,7 +130,7 @@ def saved_name(record: Mapping[str, Any], item: str) -> str:
 def check_shapes(
   folder: pathlib.Path, record: Mapping[str, Any], targets: Mapping[str, Any]
 ) -> None:
-  """Raises InputError naming a leaf that was saved otherwise or not at all."""
+  """Raises InputError naming a leaf with another shape or none."""
   saved = record["leaves"]
   for name, leaf in zip(*digest.named_leaves(targets)):
     shape = tuple(saved[name]["shape"]) if name in saved else None
@@ -144,7 +144,7 @@ def check_shapes(
 def check_bits(
   folder: pathlib.Path, record: Mapping[str, Any], trees: Mapping[str, Any]
 ) -> None:
-  """Raises DamagedError if restored arrays are not those that were saved."""
+  """Raises DamagedError if restored arrays differ from the saved ones."""
   saved, found = record["leaves"], digest.checksums(trees)
   wrong = [
     name
@@ -154,6 +154,6 @@ def check_bits(
   if wrong:
     raise DamagedError(
       folder,
-      f"{len(wrong)} of {len(found)} arrays differ from what was saved, as"
+      f"{len(wrong)} of {len(found)} arrays differ from what was saved, such as"
       f" {wrong[0]}",
     )

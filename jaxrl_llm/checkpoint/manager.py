@@ -34,11 +34,11 @@ class Checkpointer:
   COMMIT, once all are on the disk.
 
   A save that fails does not end a run: `failures` counts them, and
-  `new_errors` tells of each. What was there before it stays.
+  `new_errors` reports them. Earlier checkpoints stay.
 
   Attributes:
-    directory: where the steps live.
-    failures: saves that failed, of those that are known to have ended.
+    directory: directory of the checkpoints.
+    failures: number of failed saves so far.
   """
 
   def __init__(
@@ -49,13 +49,13 @@ class Checkpointer:
     keep_every: int = 0,
     best: Callable[[list[int]], int | None] = lambda steps: None,
   ):
-    """Opens (and creates) the directory, and removes what a kill left there.
+    """Opens or creates the directory, and removes leftovers of killed saves.
 
     Args:
-      directory: where the steps live.
-      keep: newest steps kept.
-      keep_every: steps divisible by it are kept too; 0 is none.
-      best: (steps) -> one that is kept beside them, or None.
+      directory: directory of the checkpoints.
+      keep: number of newest steps to keep.
+      keep_every: also keeps steps divisible by this number; 0 is off.
+      best: (steps) -> one more step to keep, or None.
     """
     self.failures = 0
     self.directory = pathlib.Path(directory).absolute()
@@ -67,7 +67,7 @@ class Checkpointer:
     processes.of_first(self._prepare)
 
   def latest_step(self) -> int | None:
-    """Newest complete step, None if there is none."""
+    """Returns the newest complete step; None if there is none."""
     return max(commit.steps(self.directory), default=None)
 
   def save(
@@ -78,12 +78,12 @@ class Checkpointer:
   ) -> None:
     """Starts writing a step; the arrays may be donated right afterwards.
 
-    Waits for the save before it. Whether this one fails shows in `new_errors`.
+    Waits for the previous save. `new_errors` shows whether this one fails.
 
     Args:
       step: number of the step.
       trees: name -> tree of arrays.
-      metadata: JSON-able, by name; `record` gives it back.
+      metadata: JSON-able values by name, returned by `record`.
     """
     self.wait()
     try:
@@ -99,7 +99,7 @@ class Checkpointer:
     free = processes.of_first(lambda: shutil.disk_usage(self.directory).free)
     if free < size:
       raise OSError(f"it needs {size:,} bytes, and {free:,} are free")
-    # Both on the devices before the arrays can be donated.
+    # Both are started before the arrays can be donated.
     checksums = digest.start_checksums(*digest.named_leaves(trees))
     items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
     self._orbax.save(folder, ocp.args.Composite(**items), force=True)
@@ -112,7 +112,7 @@ class Checkpointer:
     if not processes.is_first():
       return
     commit.write(folder, leaves, digest.finish_checksums(checksums), **record)
-    # Only now, so that what it replaces was there until it was.
+    # Only now: old checkpoints must stay until this one is complete.
     steps = commit.steps(self.directory)
     kept = {*steps[-self._keep :], self._best(steps)}
     if self._keep_every:
@@ -123,7 +123,7 @@ class Checkpointer:
       shutil.rmtree(old)
 
   def restore(self, step: int, targets: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads some trees of a step, and no bytes of the others.
+    """Reads some trees of a step without reading the others.
 
     Args:
       step: which step.
@@ -133,8 +133,8 @@ class Checkpointer:
       name -> tree like its target.
 
     Raises:
-      DamagedError: what was read is not what was saved.
-      InputError: there is no such step, or it has other shapes.
+      DamagedError: The data differ from what was saved.
+      InputError: The step does not exist or has other shapes.
     """
     return load(self.directory / str(step), targets)
 
@@ -148,14 +148,14 @@ class Checkpointer:
   def restore_states(
     self, step: int, abstract: Mapping[str, Any]
   ) -> dict[str, Any]:
-    """States by name, as they were given to `save_states`.
+    """Restores states by name, as given to `save_states`.
 
     Args:
       step: which step.
-      abstract: as of `checkpoint.targets`.
+      abstract: states as in `checkpoint.targets`.
 
     Raises:
-      InputError: as of `restore`, or the states have other parts.
+      InputError: As in `restore`, or the states have other parts.
     """
     values = self.record(step, "states")["states"]
     trees = self.restore(step, state.targets(abstract, values))
@@ -175,22 +175,22 @@ class Checkpointer:
       _save(folder, trees)
 
   def record(self, step: int, *parts: str) -> dict[str, Any]:
-    """The COMMIT of a step, with these parts of what `save` was given.
+    """Reads the COMMIT of a step, with these parts of the metadata.
 
     Raises:
-      InputError: it cannot be read or was written by another version.
+      InputError: It cannot be read or was written by another version.
     """
     return commit.read(self.directory / str(step), *parts)
 
   def new_errors(self) -> list[str]:
-    """A line of every failure that has become known; does not wait."""
+    """Returns a line for every new failure, without waiting."""
     if self._saving and self._saving[1].done():
       self.wait()
     errors, self._errors = self._errors, []
     return errors
 
   def wait(self) -> None:
-    """Blocks until everything started is on disk, or has failed."""
+    """Waits until the save in progress is on disk or has failed."""
     if not self._saving:
       return
     (step, saving), self._saving = self._saving, None
@@ -200,8 +200,8 @@ class Checkpointer:
     self.failures += 1
     self._errors.append(
       f"{self.directory / str(step)}: cannot write a checkpoint"
-      f" ({_reason(error)}); make room: the one before it stays, and the next"
-      " is tried when it is due"
+      f" ({_reason(error)}); free disk space. The last checkpoint"
+      " is kept, and the next save is tried when it is due"
     )
     if processes.is_first():
       self._prepare()
@@ -213,7 +213,7 @@ class Checkpointer:
     self._orbax.close()
 
   def _prepare(self) -> None:
-    """Makes the directory, and removes what saves that died have left."""
+    """Makes the directory and removes leftovers of killed saves."""
     self.directory.mkdir(parents=True, exist_ok=True)
     if not commit.steps(self.directory):  # Then it is another run's.
       shutil.rmtree(self.directory / _BASE, ignore_errors=True)
@@ -225,17 +225,17 @@ class Checkpointer:
 def newest_undamaged(
   steps: Sequence[int], restore: Callable[[int], T]
 ) -> tuple[T | None, list[str]]:
-  """Restores the newest of some steps that is as it was saved.
+  """Restores the newest undamaged step.
 
   Args:
-    steps: ascending; None is restored if there are none.
+    steps: step numbers, ascending; without any, the result is None.
     restore: restores one.
 
   Returns:
-    What was restored, and a line for each newer step, which is damaged.
+    The result of `restore`, and a line for each damaged newer step.
 
   Raises:
-    DamagedError: that of the newest one, if all are.
+    DamagedError: All are damaged; the error of the newest one.
   """
   damaged = {}
   for step in reversed(steps):
@@ -257,7 +257,7 @@ def newest_undamaged(
 
 
 def save_tree(path: str | os.PathLike, tree: Any) -> None:
-  """Writes one tree of arrays to a directory of its own, replacing it.
+  """Writes one tree of arrays to a directory, replacing its content.
 
   Raises:
     TrainingStopped: it cannot be written.
@@ -272,8 +272,8 @@ def _save(path: pathlib.Path, trees: Mapping[str, Any]) -> None:
       checkpointer.save(path, ocp.args.Composite(**items), force=True)
     except Exception as error:  # Orbax raises errors of many kinds.
       raise TrainingStopped(
-        f"{path}: cannot write a checkpoint ({_reason(error)}); make room; the"
-        " same --workdir goes on from the last complete one"
+        f"{path}: cannot write a checkpoint ({_reason(error)}); free disk"
+        " space and resume with the same --workdir"
       ) from error
   leaves, checksums = commit.describe(trees), digest.checksums(trees)
   write = functools.partial(commit.write, bytes=commit.num_bytes(trees))
@@ -335,10 +335,7 @@ def load(path: str | os.PathLike, targets: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reason(error: BaseException) -> str:
-  """The first line of an error of Orbax, which explains over many.
-
-  It begins with what and ends with why.
-  """
+  """Returns the first line of an error, shortened in the middle."""
   reason = next(iter(str(error).strip().splitlines()), "")
   if len(reason) > 200:
     reason = f"{reason[:100]} ... {reason[-100:]}"

@@ -1,12 +1,11 @@
-"""States as checkpoints: one walk that saves any of them and finds it again.
+"""Converts states to checkpoint items and back, by one generic walk.
 
-A state is a frozen dataclass, or several by name or in a tuple. Its numbers and
-texts, and tables of them, become metadata; a tree of arrays becomes an item of
-its own, named by the path of fields that leads to it, so that items can be read
-apart. A record of host arrays (`Rollout`, `Responses`) is an item too, and the
-metadata has its shapes.
-A new field of a state is thus written in one place, where it is declared. A
-field with the metadata `constant` is no part of a step.
+A state is a frozen dataclass, or several by name or in a tuple. Numbers and
+strings, and dicts of them, become metadata. Each tree of arrays becomes an item
+named by its path of fields, so that items can be read separately. A record of
+host arrays (`Rollout`, `Responses`) is an item with its shapes in the metadata.
+A new field of a state is therefore written in one place, its declaration. A
+field with the metadata `constant` is left out of a step.
 """
 
 import dataclasses
@@ -26,7 +25,7 @@ _SIMPLE = (bool, int, float, str, type(None))
 def to_items(
   states: Mapping[str, Any],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-  """Trees of arrays and metadata by path.
+  """Converts states to trees of arrays and metadata, by path.
 
   Args:
     states: name -> state.
@@ -56,12 +55,12 @@ def targets(
   """Returns what to read from a checkpoint: path -> tree of ShapeDtypeStructs.
 
   Args:
-    abstract: name -> state with ShapeDtypeStructs in place of arrays, and the
-      class of a record of host arrays in its place.
+    abstract: name -> state with ShapeDtypeStructs instead of arrays, and the
+      class instead of each record of host arrays.
     values: metadata of the checkpoint.
 
   Raises:
-    InputError: the checkpoint lacks a part that the state has, or the reverse.
+    InputError: The checkpoint lacks a part of the state, or vice versa.
   """
   here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   on_host = functools.partial(jax.ShapeDtypeStruct, sharding=here)
@@ -98,7 +97,7 @@ def from_items(
   trees: Mapping[str, Any],
   values: Mapping[str, Any],
 ) -> dict[str, Any]:
-  """The states whose parts are given; arguments as of `targets`."""
+  """Builds states from their parts; arguments as in `targets`."""
 
   def read(path, part):
     if isinstance(part, type):
@@ -121,7 +120,7 @@ def _parts(states: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _map(function: Callable[[str, Any], Any], path: str, state: Any) -> Any:
-  """The state with function(path, part) in place of each of its parts."""
+  """Maps function(path, part) over the parts of a state."""
   if type(state) is tuple and all(map(dataclasses.is_dataclass, state)):
     return tuple(
       _map(function, f"{path}.{i}", inner) for i, inner in enumerate(state)
@@ -140,26 +139,26 @@ def _map(function: Callable[[str, Any], Any], path: str, state: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-  """Whether it is a number or text, or a table of them."""
+  """Whether a value is a number or string, or a dict of them."""
   if isinstance(value, dict):
     return all(isinstance(x, _SIMPLE) for x in value.values())
   return isinstance(value, _SIMPLE)
 
 
 def _is_record(value: Any) -> bool:
-  """Whether it is a dataclass of host arrays alone."""
+  """Whether a value is a dataclass of host arrays only."""
   return dataclasses.is_dataclass(value) and all(
     isinstance(x, np.ndarray) for x in jax.tree.leaves(value)
   )
 
 
 def _as_dict(record: Any) -> dict[str, Any]:
-  """Nested plain dicts, which is what a checkpoint holds."""
+  """Converts a record to nested dicts, as stored in a checkpoint."""
   return {
     field.name: _as_dict(inner) if dataclasses.is_dataclass(inner) else inner
     for field in dataclasses.fields(record)
     for inner in [getattr(record, field.name)]
-    if not isinstance(inner, dict)  # Parts of rewards: they have been told.
+    if not isinstance(inner, dict)  # Parts of rewards are already logged.
   }
 
 
@@ -175,6 +174,6 @@ def _from_dict(record: type, tree: Mapping[str, Any]) -> Any:
 
 def _other_parts(path: str) -> InputError:
   return InputError(
-    f"the checkpoint and this run differ in {path}: one of them has none; use"
-    " the settings it was saved with or another --workdir"
+    f"only one of the checkpoint and this run has {path}; use the settings that"
+    " it was saved with or another --workdir"
   )

@@ -1,4 +1,4 @@
-"""From examples to prompts: templates, and the order in which they come."""
+"""Prompts from examples: templates, and the order of prompts."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ def completion(
 ) -> Template:
   """Returns a template that lets the model continue the question.
 
-  A conversation has its own form: that of the model's chat template.
+  Conversations use the model's chat template.
   """
 
   def template(example: Example) -> list[int]:
@@ -46,18 +46,18 @@ def few_shot(
 
   Args:
     tokenizer: the model's.
-    pool: solved examples, at least `shots + 1`: the first ones are shown, but
-      never the asked question itself.
-    shots: how many are shown.
-    shot_format: how a solved example is written.
-    question_format: how the question is written.
+    pool: solved examples, at least `shots + 1`. The first ones are shown, but
+      not the question itself.
+    shots: number of examples to show.
+    shot_format: format of a solved example.
+    question_format: format of the question.
 
   Raises:
-    ValueError: the pool is too small.
+    ValueError: The pool is too small.
   """
   if not 0 <= shots < len(pool):
     raise ValueError(
-      "pool must hold more examples than are shown, got"
+      "the pool must have more examples than shots, got"
       f" shots={shots} of {len(pool)}"
     )
   candidates = [pool[i] for i in range(shots + 1)]
@@ -83,23 +83,23 @@ def chat(
   question_format: str = "{question}",
   kwargs: Mapping[str, Any] | None = None,
 ) -> Template:
-  """Returns a template that asks in the model's chat format.
+  """Returns a template in the model's chat format.
 
   Args:
     tokenizer: the model's.
-    system: first message, where a conversation has none; None leaves it out.
-    question_format: how the question is written. A conversation is used as it
-      is.
-    kwargs: of the model's chat template, such as Qwen3's enable_thinking.
+    system: system message for conversations without one; None adds none.
+    question_format: format of the question; conversations are used unchanged.
+    kwargs: keyword arguments of the model's chat template, such as Qwen3's
+      enable_thinking.
   """
   opening = [{"role": "system", "content": system}] if system else []
 
   def template(example: Example) -> list[int]:
     content = _fill(question_format, example)
-    asked = example.messages or [{"role": "user", "content": content}]
-    if asked[0]["role"] != "system":
-      asked = [*opening, *asked]
-    return tokenizer.apply_chat(asked, kwargs or {})
+    messages = example.messages or [{"role": "user", "content": content}]
+    if messages[0]["role"] != "system":
+      messages = [*opening, *messages]
+    return tokenizer.apply_chat(messages, kwargs or {})
 
   return template
 
@@ -114,14 +114,14 @@ def completion_reply(
 def chat_reply(
   tokenizer: Tokenizer, *, kwargs: Mapping[str, Any] | None = None, **_: Any
 ) -> Callable[[str, str], list[int]]:
-  """(text, role) -> tokens of a message after the model's, up to its next turn.
+  """Returns (text, role) -> tokens of a message, up to the model's next turn.
 
   Args:
     tokenizer: the model's.
-    kwargs: of the model's chat template.
+    kwargs: keyword arguments of the model's chat template.
 
   Raises:
-    InputError: the template does not end a message by a stop token.
+    InputError: The template has no stop token at the end of messages.
   """
   before = [{"role": "user", "content": "?"}]
   before.append({"role": "assistant", "content": "!"})
@@ -132,14 +132,14 @@ def chat_reply(
   stops = count_stops(tokenizer.apply_chat(before, kwargs or {}))[-1]
   if not stops:
     raise InputError(
-      f"{tokenizer.path}: its chat template ends messages by none of the stop"
-      " tokens, so turns cannot be told apart"
+      f"{tokenizer.path}: the chat template must end every message with a stop"
+      " token, or turns cannot be separated; use another model or template"
     )
 
   def reply(text: str, role: str) -> list[int]:
-    said = [*before, {"role": role, "content": text}]
-    tokens = tokenizer.apply_chat(said, kwargs or {})
-    # The model has written the stop token that ends its message.
+    messages = [*before, {"role": role, "content": text}]
+    tokens = tokenizer.apply_chat(messages, kwargs or {})
+    # The stop token of its message is already written by the model.
     return tokens[np.searchsorted(count_stops(tokens), stops) + 1 :]
 
   return reply
@@ -165,8 +165,8 @@ REPLIES = {
 class PromptSourceState:
   """The position of a prompt source."""
 
-  position: int  # In the order of the examples.
-  drawn: int  # Prompts so far; numbers the next group.
+  position: int  # Position in the order of the examples.
+  drawn: int  # Prompts so far; the next group id.
 
 
 class PromptSource:
@@ -192,12 +192,12 @@ class PromptSource:
       source: examples by index.
       template: turns an example into tokens.
       tokenizer: decodes the prompts' text.
-      seed: of the order; None keeps the source's own order.
-      max_prompt_length: tokens.
-      on_long: 'error' stops at a longer prompt, 'drop' passes over it.
+      seed: seed of the order; None keeps the source's own order.
+      max_prompt_length: maximum length in tokens.
+      on_long: 'error' raises for longer prompts, 'drop' skips them.
 
     Raises:
-      InputError: the source is empty.
+      InputError: The source is empty.
     """
     if len(source) == 0:
       raise InputError("the dataset is empty; check data.source and data.path")
@@ -223,10 +223,10 @@ class PromptSource:
   def draw(
     self, state: PromptSourceState, n: int
   ) -> tuple[list[Prompt], PromptSourceState]:
-    """The next `n` prompts.
+    """Draws the next `n` prompts.
 
     Raises:
-      InputError: a prompt is too long; or all are, with on_long='drop'.
+      InputError: A prompt is too long, or all are with on_long='drop'.
     """
     prompts, position, misses = [], state.position, 0
     while len(prompts) < n:
@@ -237,7 +237,7 @@ class PromptSource:
       misses = 0 if prompt is not None else misses + 1
       if misses == min(len(self), 10_000):
         raise InputError(
-          f"all of {misses} prompts in a row are longer than"
+          f"{misses} prompts in a row are longer than"
           f" data.max_prompt_length={self._max_length}; raise it"
         )
       position += 1
@@ -254,15 +254,15 @@ class PromptSource:
     return state
 
   def check(self, example_ids: Sequence[int]) -> list[bool]:
-    """Whether rows of the data make prompts; False for one that is dropped.
+    """Tokenizes rows of the data; returns False for dropped ones.
 
     Raises:
-      InputError: a prompt is too long or cannot be tokenized.
+      InputError: A prompt is too long or cannot be tokenized.
     """
     return [self._tokens(self._source[i]) is not None for i in example_ids]
 
   def _tokens(self, example: Example) -> tuple[int, ...] | None:
-    """The tokens of a prompt; None if it is too long and dropped."""
+    """Returns the tokens of a prompt; None if it is dropped."""
     tokens = tuple(self._template(example))
     if len(tokens) <= self._max_length:
       return tokens
@@ -275,7 +275,7 @@ class PromptSource:
     )
 
   def prompt(self, example_id: int, group_id: int) -> Prompt | None:
-    """A prompt by its row of the data; None if it is too long and dropped."""
+    """Returns the prompt of a row of the data; None if it is dropped."""
     example = self._source[example_id]
     tokens = self._tokens(example)
     if tokens is None:

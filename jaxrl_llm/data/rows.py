@@ -71,7 +71,7 @@ def read_rows(path: pathlib.Path, kind: str) -> list[Row]:
   """The rows of a file.
 
   Args:
-    path: of the file.
+    path: path of the file.
     kind: 'jsonl' (an object a line), 'parquet' or 'text' (a prompt a line).
 
   Raises:
@@ -128,7 +128,7 @@ def read_lines(data: bytes, name: str) -> Iterator[tuple[str, str]]:
 
   Args:
     data: the file; a byte order mark and Windows' ends of lines are no text.
-    name: of the file.
+    name: name of the file.
 
   Yields:
     The name of a line for messages, and its text.
@@ -199,7 +199,7 @@ def to_example(
   """The example in a row.
 
   Args:
-    row: of the data.
+    row: a row of the data.
     columns: one of `COLUMNS` -> the column that it is; dots reach into objects.
     name: id of the example, unless the row has one.
     source: its source, unless the row has one.

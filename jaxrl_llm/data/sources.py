@@ -23,7 +23,7 @@ class Source(Protocol):
 
 
 class LazySource:
-  """Examples that are made when they are asked for."""
+  """Examples that are created on access."""
 
   def __init__(
     self, make: Callable[[int], tasks.Example], indices: Sequence[int]
@@ -55,7 +55,7 @@ def read_tfds(
     split: TFDS split, slices allowed: 'train[:10%]'. 'eval' is the first of
       eval, test and validation that there is.
     columns: see `rows.to_example`.
-    data_dir: where datasets are kept; None means TFDS's own choice.
+    data_dir: directory of datasets; None is the default of TFDS.
     download: whether to download and prepare a missing dataset.
 
   Raises:
@@ -120,7 +120,7 @@ def reads(name: str) -> frozenset[str]:
 
 
 def needs_path(name: str) -> bool:
-  """Whether a source cannot do without `data.path`."""
+  """Whether a source requires `data.path`."""
   path = inspect.signature(SOURCES[name]).parameters.get("path")
   return path is not None and path.default is path.empty
 
@@ -134,23 +134,23 @@ def make_source(
   seed: int = 0,
   columns: Mapping[str, str] | None = None,
 ) -> Source:
-  """Returns a source by name; its maker gets what it reads of all this.
+  """Returns a source by name; passes the arguments that it reads.
 
   Args:
     name: one of `SOURCES`.
-    settings: of this source.
+    settings: settings of this source.
     path: its files, or the name of a dataset.
-    split: of a source that has splits.
-    seed: chooses the problems of a task.
+    split: split of a source that has splits.
+    seed: seed of the problems of a task.
     columns: see `rows.to_example`.
 
   Raises:
-    InputError: unknown name or setting, or the data cannot be used.
+    InputError: A name or setting is unknown, or the data cannot be used.
   """
   known, settings, columns = reads(name), settings or {}, columns or {}
   if needs_path(name) and not path:
     raise InputError(
-      f"source {name!r} needs data.path, or eval.path of its own"
+      f"source {name!r} needs data.path, or eval.path for evaluation"
     )
   for column in set(columns) - set(rows.COLUMNS):
     raise InputError(
@@ -171,23 +171,23 @@ def make_source(
 
 
 def hold_out(source: Source, share: float, label: str) -> tuple[Source, Source]:
-  """Parts a source by its questions: for training, and for evaluation.
+  """Splits a source by question into training and evaluation data.
 
-  Which questions are held out depends on their texts alone, not on a seed or on
-  how many are asked, and no question is on both sides.
+  The choice depends only on the texts of the questions, not on a seed or their
+  number, and no question is on both sides.
 
   Args:
     source: at least two questions.
-    share: of the questions that are held out; at least one is, at most 1,000.
-    label: of the source, for messages.
+    share: fraction of the questions to hold out; at least 1, at most 1,000.
+    label: label of the source, for messages.
 
   Raises:
-    InputError: there are too few questions, or too many to read.
+    InputError: There are too few questions, or too many to read.
   """
   if len(source) > MOST_READ:
     raise InputError(
-      f"{label}: over {MOST_READ:,} examples, of which none are set apart;"
-      " choose eval.source, or let the maker of the source read `split`"
+      f"{label}: over {MOST_READ:,} examples are too many to hold some out;"
+      " choose eval.source, or let the source read `split`"
     )
   digest = lambda text: hashlib.sha256(text.encode()).digest()
   asked = [digest(source[i].question) for i in range(len(source))]
@@ -196,7 +196,7 @@ def hold_out(source: Source, share: float, label: str) -> tuple[Source, Source]:
   if count >= len(distinct):
     raise InputError(
       f"{label}: too few questions ({len(distinct)}) to hold one out for"
-      " evaluation; give eval.path, or data.holdout=0 to evaluate on them"
+      " evaluation; set eval.path, or data.holdout=0 to evaluate on them"
     )
   held = set(distinct[:count])
   parts = [], []

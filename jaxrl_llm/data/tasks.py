@@ -160,9 +160,9 @@ class DrawnProblems:
     """Chooses a split.
 
     Args:
-      name: of the task, for the ids of its examples.
+      name: name of the task, for the ids of its examples.
       draw: (rng, **settings) -> problem.
-      settings: of `draw`; one of them is max_ops, the most operations.
+      settings: settings of `draw`; one of them is max_ops, the most operations.
       split: 'train' (endless) or 'eval' (`eval_size` fixed problems).
       seed: chooses the training problems; evaluation does not depend on it.
       eval_size: number of evaluation problems.

@@ -8,7 +8,7 @@ import numpy as np
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.fleet import scores as scores_lib
 
-# Metrics that tell a broken host best, first to last (Minder, section 4.3).
+# Metrics that reveal a broken host best, first to last (Minder, section 4.3).
 PRIORITY = (
   "pfc_tx_rate",
   "cpu_usage",
@@ -19,8 +19,8 @@ PRIORITY = (
   "nvlink_bandwidth",
 )
 
-KEEP = 0.75  # Share of the threshold above which a suspicion lasts.
-FEWEST = 3  # Hosts; of two that differ either one could be broken.
+KEEP = 0.75  # Fraction of the threshold above which a suspicion lasts.
+FEWEST = 3  # Hosts; with two it is undecidable which one is broken.
 
 
 class Alarm(NamedTuple):
@@ -147,7 +147,7 @@ def slow_hosts(
     seconds: float [H, N, P], of hosts, steps and phases; NaN where a step has
       no such phase. Those under a twentieth of a step count as one.
     steps: float [H, N], seconds of the whole steps.
-    roles: of the hosts [H], as of `detect`.
+    roles: roles of the hosts [H], as of `detect`.
     ratio: times the median host's from which on a host is slow.
     hold_s: seconds of such steps, at least three and one after the other, that
       make an alarm.

@@ -25,7 +25,7 @@ def fit(
   """Trains the denoisers of all metrics.
 
   Args:
-    key: of initial weights, batches and noise.
+    key: random key of initial weights, batches and noise.
     windows: float [N, 8, K] of healthy hosts (`standardized`, then `cut`).
     steps: updates of Adam.
     batch: windows of an update.

@@ -33,7 +33,7 @@ def printable(text: str, *, encoding: str = "utf-8") -> str:
 
   Args:
     text: any string, also one with control characters or lone surrogates.
-    encoding: of the terminal.
+    encoding: encoding of the terminal.
 
   Returns:
     The text with unsafe and unencodable characters as backslash escapes.

@@ -258,7 +258,7 @@ class Health:
     """Takes the next step's metrics.
 
     Args:
-      step: of the row; later than that of the last call.
+      step: step of the row; later than that of the last call.
       row: metrics, as logged or as read back from `metrics.jsonl`.
 
     Returns:

@@ -87,7 +87,7 @@ class MetricsLogger(PhaseLogger):
       last_step: the step of the checkpoint that the run goes on from, -1 for
         none. Rows of later steps, left by a run that died, are dropped.
       tracked_by: names of `trackers.TRACKERS`.
-      settings: of the run, for trackers that show them.
+      settings: settings of the run, for trackers that show them.
       times, stuck_after_s: as of `PhaseLogger`.
       stream: where to show progress; standard output if None.
     """

@@ -42,8 +42,8 @@ def figure(
 
   Args:
     path: PNG file to write.
-    lines: of panels.
-    columns: of panels.
+    lines: lines of panels.
+    columns: columns of panels.
     title: above them all.
 
   Yields:

@@ -27,7 +27,7 @@ def seconds_spent(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
   """Splits the time from a run's first start to its last row.
 
   Args:
-    rows: of metrics.jsonl, ascending; resumes may lie between them.
+    rows: rows of metrics.jsonl, ascending; resumes may lie between them.
 
   Returns:
     Seconds by what they were spent on; they sum to the time that passed:

@@ -34,7 +34,7 @@ class Grading(NamedTuple):
   """The conversion of numbers to verdicts.
 
   Attributes:
-    weights: of parts, by name; 1 where a part is not named.
+    weights: weights of parts, by name; 1 where a part is not named.
     threshold: a response is right if its value, or its part that says so, is
       above.
   """

@@ -32,7 +32,7 @@ def admit(
     batch · (version + lag + 1) − accepted − running
 
   Args:
-    version: of the policy: updates so far.
+    version: version of the policy: updates so far.
     accepted: what has been written since the run began.
     running: what is being written.
     batch: what an update trains on, in the same unit.
@@ -91,9 +91,9 @@ class Pipeline:
 
     Args:
       collect: writes one.
-      state: of the worker, before.
+      state: state of the worker, before.
       source_state: where prompts are drawn from.
-      version: of the weights.
+      version: version of the weights.
       ready: batches that are written and not trained on.
 
     Yields:
@@ -140,7 +140,7 @@ class Pipeline:
 
     Args:
       written: the batch, as `writing` yields it.
-      version: of the weights.
+      version: version of the weights.
       timer: times how long the learner waits.
     """
     while True:
@@ -162,7 +162,7 @@ class Pipeline:
 
     Args:
       batch: is to be trained on.
-      version: of the weights that it is to train.
+      version: version of the weights that it is to train.
 
     Raises:
       RuntimeError: it is not; a fault of ours.

@@ -1,13 +1,13 @@
 """The rollout worker: prompts in, judged responses out (steps 1 to 3).
 
-How it comes by a batch is three independent choices (`RolloutSettings`): when
-a call of the sampler stops, which groups count, and how many tokens a response
-may get. DAPO keeps groups with mixed verdicts, APRIL stops when enough groups
-have ended, T-PPO writes a window of every response.
+A schedule (`RolloutSettings`) is three independent choices: when a call of the
+sampler stops, which groups count, and how many new tokens a response may get.
+DAPO keeps groups with mixed verdicts, APRIL stops when enough groups have
+ended, T-PPO samples a window of every response.
 
-Its state holds every response that has begun and was not handed over. Which
-weights and KV caches belong to it is a cache: dropped at any moment and
-rebuilt, the worker writes the same tokens.
+The state holds every response that has begun and was not handed over. Weights
+and KV caches are not part of the state: they can be rebuilt at any time without
+changing the tokens.
 """
 
 import dataclasses
@@ -47,16 +47,16 @@ _SHOWN = 4  # Responses of a step that the log may show.
 
 
 class Stop(NamedTuple):
-  """When a call of the sampler stops, as rules of its scheduler."""
+  """The end of a call of the sampler, as rules of its scheduler."""
 
-  # (groups that are still wanted, rows that are waited for) -> rule.
+  # (groups still missing, rows that must end) -> rule.
   groups: Callable[[int, np.ndarray], sampling.rules.SchedulingRule]
-  # (responses of a batch) -> rule, where responses are written in windows.
+  # (responses of a batch) -> rule, for responses sampled in windows.
   responses: Callable[[int], sampling.rules.SchedulingRule]
 
 
-# Name -> when to stop. After any but 'all' responses are left that go on in the
-# next call.
+# Name -> when to stop. All but 'all' leave responses that continue in the next
+# call.
 STOPS: dict[str, Stop] = {
   "all": Stop(
     groups=lambda wanted, awaited: sampling.continuous_batching,
@@ -73,29 +73,30 @@ STOPS: dict[str, Stop] = {
 
 @chex.dataclass(frozen=True)
 class RolloutState:
-  """What a worker carries from batch to batch."""
+  """The state of a worker between batches."""
 
-  samples: int  # Responses so far; numbers the next one.
-  store: Rollout | None  # Begun and not handed over, or going on.
-  # With an environment: theirs, by sample id.
+  samples: int  # Responses begun so far; the id of the next one.
+  store: Rollout | None  # Begun and not handed over, or unfinished.
+  # By sample id; with an environment only.
   conversations: Conversations = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
 class RolloutSettings:
-  """How a worker comes by a batch; sizes are in groups of `group_size`.
+  """The schedule of a worker; sizes are in groups of `group_size`.
 
   Attributes:
-    groups: of a batch.
-    group_size: responses of a group.
-    in_flight: groups that are written at a time, at least `groups`.
+    groups: groups of a batch.
+    group_size: responses per group.
+    in_flight: groups sampled at a time, at least `groups`.
     stop: when a call of the sampler stops, one of `STOPS`.
-    dynamic_sampling: whether only groups with right and wrong responses count.
-    window: most new tokens of a response in a step; 0 sets no bound. A batch
-      is then every response that got new tokens, whether it has ended or not.
-    max_staleness: updates between the first token of a response and those that
-      it is trained with, at most.
-    max_rounds: calls of the sampler before dynamic sampling gives up.
+    dynamic_sampling: whether only groups with correct and incorrect responses
+      count.
+    window: maximum number of new tokens per response and step; 0 sets no limit.
+      With a window, a batch is every response with new tokens, ended or not.
+    max_staleness: maximum number of updates between the oldest and the newest
+      token of a batch.
+    max_rounds: maximum number of calls before dynamic sampling stops the run.
   """
 
   groups: int
@@ -110,18 +111,17 @@ class RolloutSettings:
   def __post_init__(self):
     if self.stop != "all" and not self.window and self.patience < 1:
       raise ValueError(
-        f"max_staleness={self.max_staleness} is too little for"
-        f" {self.in_flight} groups in flight of which {self.groups} are trained"
-        f" at a time: it must be {1 + self.max_staleness - self.patience} or"
-        " more"
+        f"max_staleness={self.max_staleness} is too small for"
+        f" {self.in_flight} groups in flight and {self.groups} per batch: use"
+        f" {1 + self.max_staleness - self.patience} or more"
       )
 
   @property
   def patience(self) -> int:
-    """Updates after which an unfinished response is waited for.
+    """Age in updates at which an unfinished response must be finished.
 
-    So many groups may have to be waited for at a time that the last of them is
-    trained some updates later.
+    Below `max_staleness` if so many groups are in flight that the last of them
+    is trained some updates later.
     """
     later = -(-self.in_flight // self.groups) - 2 + self.dynamic_sampling
     return self.max_staleness - max(0, later)
@@ -129,10 +129,10 @@ class RolloutSettings:
 
 @chex.dataclass(frozen=True)
 class Batch:
-  """Judged responses on their way to the learner."""
+  """Judged responses for the learner."""
 
   responses: Responses
-  version: int  # Of the weights that its newest tokens were written with.
+  version: int  # Version of the weights of its newest tokens.
   metrics: dict[str, float]
 
 
@@ -143,11 +143,11 @@ class Collected:
   batch: Batch
   state: RolloutState
   source_state: PromptSourceState
-  judged: list[Judged]  # What was judged for it, a call each.
+  judged: list[Judged]  # Judged responses, one entry per call.
 
   @property
   def samples(self) -> list[metrics.Sample]:
-    """A few of what was judged last, for a person."""
+    """A few of the last judged responses, for display."""
     if not self.judged:
       return []
     rng = np.random.default_rng(self.batch.version + 1)
@@ -169,10 +169,10 @@ Arrived = Callable[[futures.Future[Judged]], None]
 
 
 class RolloutWorker:
-  """Has responses written and judged.
+  """Samples and judges responses.
 
   Attributes:
-    writer: writes and judges them.
+    writer: samples and judges the responses.
   """
 
   def __init__(
@@ -184,9 +184,9 @@ class RolloutWorker:
     """Makes the worker.
 
     Args:
-      writer: writes and judges responses.
-      source: draws prompts, and finds those of responses that go on.
-      settings: how a batch comes about.
+      writer: samples and judges responses.
+      source: draws prompts, and looks up those of unfinished responses.
+      settings: the schedule.
     """
     self.writer, self._source, self._settings = writer, source, settings
 
@@ -210,18 +210,18 @@ class RolloutWorker:
     timer: Any,
     arrived: Arrived | None = None,
   ) -> Collected:
-    """The next batch.
+    """Collects the next batch.
 
     Args:
-      state: before.
-      source_state: where prompts are drawn from.
-      weights: that everything new is written with.
+      state: the worker's state.
+      source_state: state of the prompt source.
+      weights: weights for all new tokens.
       timer: times the phases.
-      arrived: takes each group as soon as it is complete, while others are
-        being written.
+      arrived: called with each group as soon as it is complete, while others
+        are being sampled.
 
     Raises:
-      TrainingStopped: dynamic sampling found too few groups.
+      TrainingStopped: Dynamic sampling found too few groups.
     """
     engine = self.writer.engine
     before = engine.stats
@@ -245,11 +245,11 @@ class RolloutWorker:
   def _check_each_once(self, before: RolloutState, new: Collected) -> None:
     """Checks that each response begun is handed over or kept, exactly once.
 
-    A response of the batch that has not ended is kept as well, and dynamic
-    sampling discards responses that it has judged.
+    Unfinished responses of the batch are kept as well, and dynamic sampling
+    discards responses that it has judged.
 
     Raises:
-      RuntimeError: Some are missing or doubled, which is a fault of this code.
+      RuntimeError: Some are missing or doubled, which is a bug.
     """
     batch, kept = new.batch.responses, sample_ids(new.state.store)
     fresh = np.arange(before.samples, new.state.samples)
@@ -271,7 +271,7 @@ class RolloutWorker:
       )
 
   def _groups(self, state, source_state, weights, timer) -> Collected:
-    """Whole groups, the oldest first."""
+    """Collects whole groups, oldest first."""
     settings = self._settings
     kept: list[Responses] = []
     seen: list[Judged] = []
@@ -285,7 +285,7 @@ class RolloutWorker:
       )
       store = self._write_groups(state, missing, weights, timer)
       done = sampling.complete(ended(store), store.group)[store.group]
-      # What counts is known of judged groups alone.
+      # Dynamic sampling must judge a group to know whether it counts.
       wanted = None if settings.dynamic_sampling else missing
       oldest = np.unique(store.group_id[done])[:wanted]
       chosen = np.isin(store.group_id, oldest)
@@ -308,7 +308,7 @@ class RolloutWorker:
       }
     rest, batch = take_rows(batch, surplus), take_rows(batch, ~surplus)
     if settings.stop != "all":
-      # Responses may be stale: what is over waits.
+      # Surplus groups are kept for the next batch; staleness is allowed here.
       state = state.replace(store=_joined(rest.rollout, state.store))
       row |= _partial_metrics(batch.rollout, state.store, weights.version)
     batch = Batch(responses=batch, version=weights.version, metrics=row)
@@ -317,12 +317,12 @@ class RolloutWorker:
   def _streamed(
     self, arrived, state, source_state, weights, timer
   ) -> Collected:
-    """Whole groups, each judged and handed over when it is complete."""
+    """Collects whole groups, and hands over each when it is complete."""
     state, source_state = self._begin(
       state, source_state, self._settings.groups, timer
     )
     judged: list[futures.Future[Judged]] = []
-    # Judges while the engine writes on.
+    # Judges while the engine continues.
     with futures.ThreadPoolExecutor(1, "rewards") as thread:
 
       def hand_over(group: Rollout) -> None:
@@ -346,9 +346,9 @@ class RolloutWorker:
   def _windows(self, state, source_state, weights, timer) -> Collected:
     """T-PPO's successive batching: up to W more tokens of every response.
 
-    Cut responses go on from where they stopped, under the new weights; as many
-    others begin as have ended. A prompt of which only some responses found room
-    gets the others next time.
+    Cut responses continue under the new weights, and new ones replace ended
+    ones. If only some responses of a prompt fit, the others start in the
+    next step.
     """
     settings = self._settings
     room = settings.in_flight * settings.group_size
@@ -372,7 +372,9 @@ class RolloutWorker:
       over_rows = take_rows(fresh, over)
       seen = [self._judge(over_rows, state.conversations, timer)]
       parts.append(seen[0].responses)
-    order = np.argsort(np.argsort(over, kind="stable"))  # As they were.
+    order = np.argsort(
+      np.argsort(over, kind="stable")
+    )  # In the original order.
     batch = join_rows([take_rows(join_rows(parts), order)])
     goes_on = take_rows(rollout, rollout.status == Status.TRUNCATED)
     waiting = take_rows(state.store, np.s_[room:])
@@ -381,7 +383,7 @@ class RolloutWorker:
     return Collected(batch, state, source_state, seen)
 
   def _begin(self, state, source_state, groups, timer):
-    """Draws prompts, whose responses are in the store from then on."""
+    """Draws prompts and adds their empty responses to the store."""
     with timer.phase("data"):
       prompts, source_state = self._source.draw(source_state, max(groups, 0))
     size = self._settings.group_size
@@ -391,13 +393,13 @@ class RolloutWorker:
     state = RolloutState(
       samples=state.samples + ids.size,
       store=store,
-      # A table of its own, which is written to in place.
+      # A copy, because it is updated in place.
       conversations=state.conversations | new,
     )
     return state, source_state
 
   def _write_groups(self, state, missing, weights, timer) -> Rollout:
-    """The store after its unfinished responses were written on."""
+    """Continues the unfinished responses of the store."""
     settings, store = self._settings, state.store
     over = ended(store)
     ready = int(sampling.complete(over, store.group).sum())
@@ -408,7 +410,7 @@ class RolloutWorker:
       written = self.writer.write(
         unfinished, weights, rule=rule, conversations=state.conversations
       )
-    # All of a response is trained on, whenever it was written.
+    # Train on all tokens of a response, including earlier ones.
     start = np.zeros_like(written.window_start)
     written = written.replace(window_start=start)
     return join_rows([take_rows(store, over), written])
@@ -421,18 +423,18 @@ class RolloutWorker:
       return self.writer.judge(rollout, prompts, conversations)
 
   def _prompts_of(self, rollout: Rollout) -> Sequence[Prompt]:
-    """The prompt of every row, read again: it may be of an earlier batch."""
+    """Looks up the prompt of every row, which may be of an earlier batch."""
     rows = list(zip(rollout.example_id.tolist(), rollout.group_id.tolist()))
     prompts = {row: self._source.prompt(*row) for row in set(rows)}
     return [prompts[row] for row in rows]
 
 
 def mixed(responses: Responses) -> np.ndarray:
-  """bool [B], rows whose group has right and wrong responses.
+  """Returns rows whose group has correct and incorrect responses, bool [B].
 
-  Verdicts count, not shaped rewards: a group that differs only in length
-  teaches nothing about the task. A response that could not be judged is neither
-  right nor wrong.
+  Verdicts count, not shaped rewards: groups that differ only in length teach
+  nothing about the task. Responses without a verdict are neither correct nor
+  incorrect.
   """
   group, correct = responses.rollout.group, responses.correct
   judged = responses.judged
@@ -442,25 +444,25 @@ def mixed(responses: Responses) -> np.ndarray:
 
 
 def too_old(rollout: Rollout, version: int, max_staleness: int) -> np.ndarray:
-  """Rows of groups whose first token is so many updates old, int [n]."""
+  """Returns rows of groups with a first token at least that old, int [n]."""
   age = version - rollout.version[:, 0]
   old = (rollout.lengths > 0) & (age >= max_staleness)
   return np.flatnonzero(np.isin(rollout.group_id, rollout.group_id[old]))
 
 
 def run_key(seed: int, stream: int) -> jax.Array:
-  """Key of an independent stream of randomness under the run's seed."""
+  """Returns the key of an independent random stream under the run's seed."""
   return jax.random.fold_in(jax.random.key(seed), stream)
 
 
 def _joined(*parts: Rollout | None) -> Rollout | None:
-  """All rows below each other, None if there are none."""
+  """Concatenates rows; None if there are none."""
   present = [part for part in parts if part is not None and len(part.lengths)]
   return join_rows(present) if present else None
 
 
 def sample_ids(rollout: Rollout | None) -> np.ndarray:
-  """Sample ids of the rows, int [B]; none without a rollout."""
+  """Returns the sample ids of the rows, int [B]; empty for None."""
   return np.zeros(0, int) if rollout is None else rollout.sample_id
 
 
@@ -471,7 +473,7 @@ def _count_groups(rollout: Rollout | None) -> int:
 def _partial_metrics(
   trained: Rollout, store: Rollout | None, version: int
 ) -> dict[str, float]:
-  """What partial rollouts leave unfinished, and what they train late."""
+  """Returns metrics of unfinished responses and of off-policy tokens."""
   begun = 0 if store is None else int((store.lengths > 0).sum())
   late = (trained.version < version)[trained.mask]
   return {
@@ -483,7 +485,7 @@ def _partial_metrics(
 def _too_few(settings, rounds, judged, passed) -> TrainingStopped:
   return TrainingStopped(
     f"{rounds} rounds judged {judged} groups, but only {passed} of the"
-    f" {settings.groups} wanted have right and wrong responses: the data are"
-    " too easy or too hard; change them, raise schedule.over_provision or"
+    f" {settings.groups} needed have correct and incorrect responses: the data"
+    " are too easy or too hard; change them, raise schedule.over_provision or"
     " schedule.max_rounds, or set schedule.dynamic_sampling=False"
   )

@@ -111,7 +111,7 @@ def make_requests(
 
   Args:
     rollout: B rows; NumPy arrays.
-    params: of all.
+    params: parameters of all.
     limits: int [B], response tokens that end a response.
     window: most new tokens.
   """
@@ -177,7 +177,7 @@ def new_requests(
     prompts: N token sequences.
     sample_ids: for each prompt the ids of its responses, B in all.
     group_ids: N numbers.
-    config: of the engine that is to write them.
+    config: config of the engine that is to write them.
     example_ids: N rows of the data; the group ids by default.
 
   Raises:
@@ -228,7 +228,7 @@ def extend(
     request: paused or ended; it goes on after them.
     tokens: at least one.
     origin: who wrote them.
-    version: of the policy that saw them first.
+    version: version of the policy that saw them first.
 
   Raises:
     ValueError: there are none, or they leave no room for a token after them.

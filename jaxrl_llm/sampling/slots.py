@@ -123,14 +123,14 @@ def decode_steps(
 
   Args:
     params: sampler parameters, and the drafter's.
-    kv_cache: of all responses, in slots or not.
+    kv_cache: KV cache of all responses, in slots or not.
     block_tables: active slots have pages for W more tokens.
     slots: S slots.
     active: bool [S].
-    metadata: of every token of the call.
+    metadata: sampling parameters of every token of the call.
     min_active: int32 scalar, >= 1.
     tokens_per_call: the output has W, tokens_per_call + num_draft_tokens.
-    num_draft_tokens: of a step; 0 is plain decoding, a token a step.
+    num_draft_tokens: draft tokens per step; 0 is plain decoding.
     fns: the model.
     drafter: proposes the draft tokens.
     adaptive_temperature: temperature of each token; None keeps the slot's.

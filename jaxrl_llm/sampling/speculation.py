@@ -170,7 +170,7 @@ class AdaptiveSpeculation:
     """Has measured nothing yet.
 
     Args:
-      num_draft_tokens: of a step, where drafting pays; 0 never drafts.
+      num_draft_tokens: draft tokens per step while drafting pays; 0 is never.
       retry: choices after which the slower way is tried again.
     """
     self._num_draft_tokens = num_draft_tokens

@@ -15,7 +15,7 @@ def first_stop(
   """Length of the shortest prefix whose text has one of the strings.
 
   Args:
-    tokens: of a response.
+    tokens: tokens of a response.
     strings: none of them empty.
     detokenize: tokens to text.
     before: tokens that were searched earlier and had none.

@@ -133,20 +133,21 @@ def accelerator(
   Args:
     devices: that sample, and by turns train.
     train_devices: that train, where others do.
-    parameters: of the policy.
+    parameters: number of parameters of the policy.
     bytes_per_parameter: in the sampler.
-    kv_bytes_per_token: of the KV cache, all layers.
-    flops_per_pair: of attention, 4 · layers · heads · head size.
-    bandwidth: of a device's memory, bytes/s.
-    peak_flops: of a device.
+    kv_bytes_per_token: bytes per token of the KV cache, all layers.
+    flops_per_pair: attention FLOPs per pair of tokens, 4 · layers · heads ·
+      head size.
+    bandwidth: bandwidth of a device's memory, bytes/s.
+    peak_flops: peak FLOP/s of a device.
     bandwidth_use: share of the bandwidth that decoding reaches.
     flops_use: share of the peak that prefill, training and decoding reach.
-    step_latency_s: of a decoding step, beside reading and multiplying.
-    call_latency_s: of a prefill call.
+    step_latency_s: latency of a decoding step, beside reading and multiplying.
+    call_latency_s: latency of a prefill call.
     scheduler_step_s: host time between two decode calls.
     train_forwards: work per trained token in forward passes of the policy; 1
       scores the old log-probs, 3 update, 1 recomputes.
-    train_latency_s: of a training step, beside multiplying.
+    train_latency_s: latency of a training step, beside multiplying.
     sync_bandwidth: at which a device gets its weights, bytes/s.
 
   Reference:

@@ -208,7 +208,7 @@ def predict(
   Args:
     requests: N prompts and the lengths of their responses.
     cost: prices, see `fit`.
-    config: of the engine.
+    config: config of the engine.
     rule: of the call.
   """
   engine = SimulatedEngine(requests, cost, config)

@@ -51,11 +51,11 @@ def lognormal(
   Args:
     prompts: N.
     group_size: G.
-    median: of the lengths, tokens.
+    median: median of the lengths, tokens.
     p99: their 99th percentile without the cap, at least the median.
     maximum: cap; responses of this length are overlong.
     between: b, share of the variance of log length that prompts explain.
-    seed: of the draw.
+    seed: seed of the draw.
   """
   if not (1 <= median <= p99 and 0 <= between <= 1 and maximum >= 1):
     raise ValueError(
@@ -79,7 +79,7 @@ def resample(
     trace: int [n], lengths of a run's responses (`Rollout.lengths`).
     prompts: N.
     group_size: G.
-    seed: of the draw.
+    seed: seed of the draw.
   """
   trace = np.asarray(trace)
   if trace.ndim != 1 or not trace.size or trace.min() < 1:

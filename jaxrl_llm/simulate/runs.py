@@ -47,9 +47,9 @@ def pipelined(
   Args:
     requests: lengths.
     cost: prices, with a lag those of each side.
-    config: of the engine.
-    settings: of the worker; without verdicts there is no dynamic sampling.
-    steps: of training.
+    config: config of the engine.
+    settings: schedule of the worker; dynamic sampling needs verdicts.
+    steps: number of steps of training.
     rule: in place of the worker's.
     lag: updates between the weights that write a batch and those it trains.
     streaming: whether the trainer takes groups as they are complete, see
@@ -118,9 +118,9 @@ def asynchronous(
   Args:
     requests: lengths.
     cost: prices of each side.
-    config: of the engine.
-    groups: that a training step is made of.
-    steps: of training.
+    config: config of the engine.
+    groups: groups per training step.
+    steps: number of steps of training.
     lag: steps that a token may be late; `math.inf` is not bounded.
 
   Reference:
@@ -198,8 +198,8 @@ class _StepLog:
     """Appends the metrics of a step.
 
     Args:
-      batch: what was trained.
-      version: of the weights that were trained.
+      batch: the responses trained on.
+      version: version of the weights that were trained.
       rest: responses that have begun, and are not trained or go on.
       waited_s: the sampler for the trainer.
       end_s: when the new weights were with the sampler.

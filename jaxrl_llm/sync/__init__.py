@@ -1,4 +1,4 @@
-"""The policy's way to the sampler: weights are transferred and verified."""
+"""Transfers the policy's weights to the sampler and verifies them."""
 
 from jaxrl_llm.sync.parity import (
   TOLERANCES as TOLERANCES,

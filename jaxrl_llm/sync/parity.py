@@ -1,8 +1,8 @@
-"""Log-prob parity: do trainer and sampler give tokens the same log-probs?
+"""Log-prob parity: trainer and sampler must give tokens equal log-probs.
 
-Checksums say that the bits are right. Parity says that both sides also mean
-the same by them: the trainer's packed rows, the sampler's decoding token by
-token on a paged KV cache, each on its own mesh.
+Checksums compare the weights. Parity also compares the computation: packed rows
+in the trainer, token-by-token decoding on a paged KV cache in the sampler, each
+on its own mesh.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -23,19 +23,19 @@ TOLERANCES: Mapping[str, float] = {"float32": 1e-5, "bfloat16": 2e-2}
 
 
 def tolerance(*dtypes: str, platforms: Collection[str]) -> float:
-  """The loosest tolerance of two paths that compute in these dtypes.
+  """Returns the tolerance of two paths that compute in these dtypes.
 
   Args:
     dtypes: names of the dtypes of activations and of the KV cache.
-    platforms: of the devices. All but 'cpu' by default multiply float32 in
-      fewer bits, TPUs in those of bfloat16.
+    platforms: platforms of the devices. All but 'cpu' multiply float32 in fewer
+      bits by default; TPUs use bfloat16.
   """
   rounded = {"bfloat16"} if set(platforms) - {"cpu"} else set()
   return max(TOLERANCES[name] for name in {*dtypes} | rounded)
 
 
 def parity_tokens(vocab_size: int, *, rows: int, length: int) -> np.ndarray:
-  """Fixed tokens, int32 [rows, length], drawn from the whole vocabulary."""
+  """Returns fixed random tokens of the vocabulary, int32 [rows, length]."""
   rng = np.random.default_rng(0)
   return rng.integers(0, vocab_size, (rows, length)).astype(np.int32)
 
@@ -47,20 +47,20 @@ def make_parity_check(
   tolerance: float,
   page_size: int,
 ) -> Callable[[Any, VersionedWeights], float]:
-  """A check of a sampler's weights against the trainer's parameters.
+  """Makes a check of the sampler's weights against the trainer's parameters.
 
   Args:
     fns: the policy.
-    tokens: int32 [B, T], the same in every call; B divides over the devices
-      among which the trainer splits a batch and over those of the sampler.
-    tolerance: most that the mean of |Δ log π| / max(1, |log π|) over the
-      tokens may be. Relative, because fixed tokens are improbable ones, and
-      rounding grows with the logits.
+    tokens: int32 [B, T], the same in every call; B must be divisible over the
+      trainer's and the sampler's devices.
+    tolerance: maximum mean of |Δ log π| / max(1, |log π|) over the tokens. It
+      is relative because random tokens are improbable, and rounding grows with
+      the logits.
     page_size: tokens per page of the KV cache.
 
   Returns:
-    (params, weights) -> that mean; raises SyncError if it is over the tolerance
-    or not a number.
+    (params, weights) -> that mean; raises SyncError if it exceeds the tolerance
+    or is NaN.
   """
   inputs, targets = np.asarray(tokens)[:, :-1], np.asarray(tokens)[:, 1:]
   positions = np.broadcast_to(
@@ -90,8 +90,8 @@ def make_parity_check(
     if not error <= tolerance:  # NaN fails too.
       raise SyncError(
         f"log-probs of the sampler's version {weights.version} differ from the"
-        f" trainer's by a share of {error:.3g}, more than {tolerance:g}:"
-        " transfer the policy again, or see what the two compute differently"
+        f" trainer's by {error:.3g} (relative), more than {tolerance:g}:"
+        " transfer the policy again, or compare the two computations"
       )
     return error
 

@@ -1,9 +1,9 @@
-"""From the trainer's parameters to the sampler's, in groups of leaves.
+"""Weight transfer from trainer to sampler, in groups of leaves.
 
-The sampler's copy has a dtype and a layout of its own and may lie on another
-mesh. It is made on the trainer's mesh and moved by a resharding `device_put`,
-a group of leaves at a time, so that beside the two copies only a few bytes are
-alive. What arrives has the policy's version and a checksum.
+The sampler's copy has its own dtype and layout and may be on another mesh. It
+is made on the trainer's mesh and moved by a resharding `device_put`, one group
+of leaves at a time, so that little memory is used besides the two copies. It
+carries the policy's version and a checksum.
 """
 
 import dataclasses
@@ -20,14 +20,14 @@ MAX_BYTES = 256 << 20
 
 
 class SyncError(InputError):
-  """The sampler does not hold what it should: leaf, versions, what to do."""
+  """Raised if the sampler's weights are not the trainer's current ones."""
 
 
 @dataclasses.dataclass(frozen=True)
 class VersionedWeights:
   """Parameters with their version and checksum.
 
-  No pytree: mapped parameters would keep a wrong checksum.
+  Not a pytree: mapped parameters would keep an outdated checksum.
   """
 
   params: Any  # In the sampler's layout.
@@ -36,7 +36,7 @@ class VersionedWeights:
 
 
 class WeightTransfer:
-  """Sends the trainer's parameters to the sampler; compiled once."""
+  """Transfers the trainer's parameters to the sampler; compiled once."""
 
   def __init__(
     self,
@@ -47,20 +47,20 @@ class WeightTransfer:
     target: Any = None,
     max_bytes: int = MAX_BYTES,
   ):
-    """Plans the groups; nothing is compiled or allocated yet.
+    """Plans the groups without compiling or allocating anything.
 
     Args:
       layout: trainer parameters -> sampler parameters (`fns.for_sampling`).
       shapes: ShapeDtypeStructs of the trainer's parameters.
-      source: sharding per sampler leaf in which it is made on the trainer's
-        mesh (`layout_shardings`); None leaves it to the compiler.
-      target: sharding per sampler leaf at the sampler; None: as it is made.
-      max_bytes: most bytes of a group, summed over devices; a leaf that is
-        larger goes alone. At most twice as much is alive beside the copies:
-        a group as it is sent and as it arrives.
+      source: sharding of each sampler leaf on the trainer's mesh
+        (`layout_shardings`); None leaves it to the compiler.
+      target: sharding of each leaf at the sampler; None keeps that of `source`.
+      max_bytes: maximum bytes of a group over all devices; larger leaves form a
+        group of their own. The transfer needs at most twice as much memory in
+        addition to the copies, for a group as sent and as received.
 
     Raises:
-      ValueError: max_bytes is out of range, or two leaves have one path.
+      ValueError: max_bytes is out of range, or two leaves have the same path.
     """
     check_number("max_bytes", max_bytes, "[1, inf)")
     sampled = jax.eval_shape(layout, shapes)
@@ -77,7 +77,7 @@ class WeightTransfer:
 
   @property
   def shapes(self) -> Any:
-    """ShapeDtypeStructs of what arrives, with its shardings where given."""
+    """ShapeDtypeStructs of the sampler's parameters, with given shardings."""
     arriving = [
       jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
       for x, place in zip(self._shapes, self._target or self._source)
@@ -92,9 +92,9 @@ class WeightTransfer:
     Args:
       params: the trainer's parameters; the result shares no memory with them,
         so that they may be donated.
-      version: of the policy: iterations trained.
-      replaces: what an earlier call returned, whose arrays are deleted group by
-        group as the new ones come; without it both copies are alive at the end.
+      version: version of the policy: iterations trained.
+      replaces: an earlier result, deleted group by group as the new one
+        arrives; without it both copies stay alive.
     """
     old = replaces and jax.tree.leaves(replaces.params)
     sent, arrived = {}, [None] * len(self._names)
@@ -106,14 +106,14 @@ class WeightTransfer:
           old[i].delete()
       if self._target is not None:
         leaves = jax.device_put(leaves, [self._target[i] for i in group])
-      # Without waiting, all groups would be under way together.
+      # Wait for each group, or all would be in memory at once.
       for i, leaf in zip(group, processes.ready(leaves)):
         arrived[i] = leaf
     params = jax.tree.unflatten(self._tree, arrived)
     return VersionedWeights(params, version, digest.combine(sent))
 
   def checksums(self, params: Any) -> dict[str, int]:
-    """Checksums of what `send` would send, by path in the sampler's layout."""
+    """Returns checksums of the sampler's parameters, by path."""
     out = {}
     for group, program in self._programs:
       names = [self._names[i] for i in group]
@@ -121,11 +121,11 @@ class WeightTransfer:
     return out
 
   def _program(self, group: Sequence[int]) -> Callable[[Any], list[jax.Array]]:
-    """Makes some leaves of the layout; the compiler drops the others."""
+    """Compiles some leaves of the layout; the compiler drops the others."""
 
     def make(params):
       leaves = jax.tree.leaves(self._layout(params))
-      # jit returns new buffers, also for what the layout leaves alone.
+      # jit returns new buffers, also for leaves that the layout keeps.
       return [leaves[i] for i in group]
 
     return jax.jit(make, out_shardings=[self._source[i] for i in group])
@@ -151,7 +151,7 @@ def layout_shardings(
 
 
 def _groups(sizes: Sequence[int], most: int) -> list[list[int]]:
-  """Neighbours together as long as their sizes sum to `most` or less."""
+  """Groups consecutive leaves up to a total size of `most`."""
   groups, total = [], most
   for i, size in enumerate(sizes):
     if not groups or total + size > most:

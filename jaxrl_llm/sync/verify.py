@@ -1,10 +1,9 @@
-"""Does the sampler hold the trainer's weights of now?
+"""Verifies that the sampler has the trainer's current weights.
 
-Comparing versions costs nothing and is done before every sampling. It would
-pass weights that were never delivered. Comparing checksums finds those, but
-reads all weights of both sides; inside one process, where only a fault of this
-library can make them differ, it is done every so many steps. A transport
-between processes should verify every transfer.
+Versions are compared before every sampling, at no cost, but they do not show
+weights that were never delivered. Checksums do, but read all weights of both
+sides. Within a process, where only a bug can make them differ, checksums are
+compared every few steps; a transport between processes should always verify.
 """
 
 from jaxrl_llm import digest
@@ -16,11 +15,11 @@ def check_version(weights: VersionedWeights, version: int) -> None:
   """Compares the version that the sampler holds with the trainer's.
 
   Args:
-    weights: what the sampler holds.
-    version: of the trainer: iterations trained.
+    weights: weights of the sampler.
+    version: version of the trainer: iterations trained.
 
   Raises:
-    SyncError: they differ.
+    SyncError: The versions differ.
   """
   if weights.version != version:
     raise SyncError(
@@ -32,25 +31,24 @@ def check_version(weights: VersionedWeights, version: int) -> None:
 def verify(
   weights: VersionedWeights, wanted: Checksums, *, version: int
 ) -> None:
-  """Compares what arrived with what should have, bit by bit.
+  """Compares the sampler's weights with the trainer's, bit by bit.
 
-  Found are a transfer that was skipped, other weights than the policy's, a
-  single stale leaf, a version that was raised without a transfer, and buffers
-  that were given away.
+  Detects skipped transfers, other weights than the policy's, a single stale
+  leaf, a version raised without a transfer, and donated buffers.
 
   Args:
-    weights: what the sampler holds.
+    weights: weights of the sampler.
     wanted: checksums of the trainer's parameters after the same cast
       (`WeightTransfer.checksums`).
-    version: of the trainer.
+    version: version of the trainer.
 
   Raises:
-    SyncError: version, checksum or a leaf differ; the line names the first.
+    SyncError: Version, checksum or a leaf differ; the message names the first.
   """
   check_version(weights, version)
   held = _held(weights)
   changed = digest.combine(held) != weights.checksum
-  # A leaf that one side lacks counts as another one.
+  # A leaf missing on one side counts as different.
   names = {**wanted, **held}
   wrong = [name for name in names if held.get(name) != wanted.get(name)]
   if wrong:
@@ -63,7 +61,7 @@ def verify(
     )
   if changed:
     raise SyncError(
-      f"the checksum of the sampler's version {version} is not that of its"
+      f"the checksum of the sampler's version {version} does not match its"
       " parameters, though these are the trainer's; transfer again"
     )
 

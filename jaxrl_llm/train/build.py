@@ -1,4 +1,4 @@
-"""From a validated config to the owners of a run."""
+"""Builds the owners of a run from a config."""
 
 import dataclasses
 import functools
@@ -39,7 +39,7 @@ def make_run(config: Any) -> Run:
   """Builds the owners of a run; loads no weights and compiles nothing.
 
   Raises:
-    InputError: the config, the model's files or the data cannot be used.
+    InputError: The config, the model's files or the data cannot be used.
   """
   validation.validate(config)
   both = meshes.make_meshes(config)
@@ -84,7 +84,7 @@ def make_run(config: Any) -> Run:
 def make_fns(
   config: Any, model_config: models.ModelConfig, both: meshes.Meshes
 ) -> tuple[models.ModelFns, models.ValueFns]:
-  """Functions of policy and critic; the policy's sampler has its mesh."""
+  """Makes the functions of policy and critic."""
   dtype = jnp.dtype(config.model.dtype)
   sampled = jnp.dtype(config.model.sampler_dtype or dtype)
   settings = {
@@ -115,7 +115,7 @@ def make_learner(
   path: str,
   mesh: jax.sharding.Mesh,
 ) -> Learner:
-  """Policy and critic, and how they learn; the path is that of the weights."""
+  """Makes the learner; `path` is the directory of the initial weights."""
   algorithm, (policy_fns, critic_fns) = methods.make_algorithm(config), fns
   of = functools.partial(update_settings, config)
   policy = trained_models.make_policy(policy_fns, of("policy"), algorithm, mesh)
@@ -163,7 +163,7 @@ def update_settings(config: Any, role: str) -> UpdateSettings:
 
 
 def max_tokens_per_row(config: Any) -> int:
-  """Tokens per packed row: as asked for, but it holds the longest sample."""
+  """Returns the tokens per packed row, at least the longest sample."""
   longest = config.data.max_prompt_length + config.sampler.max_response_length
   return max(config.optimizer.max_tokens_per_row, longest)
 
@@ -175,7 +175,7 @@ def make_worker(
   judge: Judge,
   turn_taking: ConversationConfig | None = None,
 ) -> RolloutWorker:
-  """The worker that writes the batches of training."""
+  """Makes the worker that samples the batches of training."""
   schedule = config.schedule
   try:
     settings = RolloutSettings(
@@ -265,10 +265,10 @@ def _make_evaluator(config, engine, problems, judge, turn_taking) -> Evaluator:
 
 
 def with_problems(evaluator: Evaluator, config: Any) -> Evaluator:
-  """The evaluator with the problems of another config of the same model.
+  """Returns an evaluator with the problems of another config of the same model.
 
   Raises:
-    InputError: the data cannot be used.
+    InputError: The data cannot be used.
   """
   tokenizer = Tokenizer(base_models.model_path(config))
   _, problems = data.make_prompts(config, tokenizer)
@@ -278,16 +278,16 @@ def with_problems(evaluator: Evaluator, config: Any) -> Evaluator:
 def read_policy_params(
   path: str, shapes: Any, model_config: models.ModelConfig
 ) -> Any:
-  """The parameters in a model's directory, placed as `shapes` say."""
+  """Reads the parameters of a model with the shardings of `shapes`."""
   places = jax.tree.map(lambda x: x.sharding, shapes)
   return hf.read_params(path, model_config, dtype=jnp.float32, places=places)
 
 
 def _critic_params(learner: Learner, policy_params: Any, *, init_from: str):
-  """A critic's parameters: of an earlier run, or the policy's with a new head.
+  """Returns a critic from an earlier run, or from the policy with a new head.
 
   Raises:
-    InputError: that run has none, or of another model.
+    InputError: The earlier run has no critic, or one of another model.
   """
   shapes = models.merge(learner.critic.params)
   if init_from:

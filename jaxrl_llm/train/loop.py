@@ -1,8 +1,8 @@
-"""The training loop, told from top to bottom with VAPO (arXiv 2504.05118).
+"""The training loop, described for VAPO (arXiv 2504.05118).
 
 Before the first iteration the critic is pretrained: responses are sampled from
-the fixed policy and V is regressed on their Monte Carlo returns. Then every
-iteration is
+the fixed policy and V is regressed on their Monte Carlo returns. An iteration
+is
 
   1. draw prompts            N questions, by their order
   2. generate                G responses each, sampled from the policy
@@ -16,15 +16,16 @@ iteration is
   8. sync                    new weights to the sampler
   9. log, evaluate, save
 
-Three owners do them: a source of prompts 1, a rollout worker 2 and 3, a learner
-4 to 7. The loop moves records between them; each has a state that is a value.
-With `schedule.lag` the worker is some batches ahead of the learner, and both
-work at the same time.
-Other methods are other choices of the same steps. For the worker T-PPO writes a
-window of every response, DAPO draws until groups are mixed, APRIL takes the
-groups that end first. For the learner an algorithm holds the mathematics; a
-method without a critic leaves it out. The states, with the seed, determine
-everything that follows, so a resumed run repeats the uninterrupted one.
+Three owners do the work: a prompt source (1), a rollout worker (2 and 3) and a
+learner (4 to 7). The loop moves records between them; the state of each is a
+value. With `schedule.lag` the worker is some batches ahead of the learner, and
+both run concurrently.
+
+Other methods make other choices for the same steps. In the worker, T-PPO
+samples a window of every response, DAPO draws until groups are mixed, and APRIL
+takes the groups that end first. In the learner, an algorithm holds the
+mathematics; a method without a critic leaves it out. States and seed determine
+everything that follows, so that a resumed run repeats the uninterrupted one.
 """
 
 import contextlib
@@ -66,21 +67,20 @@ def train(
 
   Args:
     run: the owners.
-    workdir: files of the run; made if need be. A checkpoint there is resumed,
-      and what the run's config changes is kept in config_changes.jsonl.
-    step: of the checkpoint to resume, the newest if None; what came after it is
-      set aside.
-    begun: `time.perf_counter()` when the program began; now if None.
+    workdir: directory of the run, created if necessary. A checkpoint in it is
+      resumed, and changes of the config are recorded in config_changes.jsonl.
+    step: checkpoint to resume, the newest if None; later ones are set aside.
+    begun: `time.perf_counter()` at the start of the program; now if None.
 
   Returns:
     The signal that ended the run before its last step, 0 if it is done.
 
   Raises:
-    TrainingStopped: the run cannot go on, such as after several updates in a
-      row that were not finite, with a reward that fails from the start, or on
-      a full disk.
-    InputError: the checkpoint does not fit the run, whose files are as they
-      were; or the folder cannot be used.
+    TrainingStopped: The run cannot continue, for example after several
+      consecutive non-finite updates, if the reward always fails, or if the disk
+      is full.
+    InputError: The checkpoint does not fit the run, or the directory cannot be
+      used; its files are unchanged.
   """
   workdir, config = pathlib.Path(workdir), run.config
   begun = time.perf_counter() if begun is None else begun
@@ -99,7 +99,9 @@ def train(
     if step is not None:
       found = [processes.of_first(workdir_lib.find_step, workdir, step)]
     if found and found[-1] >= config.run.steps:
-      print(f"already at its last step {found[-1]}; raise run.steps to go on")
+      print(
+        f"already at its last step {found[-1]}; raise run.steps to continue"
+      )
       return 0
     saver = checkpoint.Checkpointer(
       workdir / "checkpoints",
@@ -118,7 +120,7 @@ def train(
 def _resume_or_start(
   run, workdir, saver, found, changes, stopped, begun
 ) -> int:
-  """Trains from the newest good one of the steps, or anew without any."""
+  """Trains from the newest undamaged checkpoint, or from the start."""
   config, last = run.config, -1
   restored, events = checkpoint.newest_undamaged(
     found, functools.partial(restore, run, saver)
@@ -130,7 +132,7 @@ def _resume_or_start(
     events += processes.of_first(
       workdir_lib.check_facts, workdir, last, facts, run.inputs
     )
-  # Before the logger, which cuts off rows that the checkpoint does not know.
+  # Before the logger, which truncates rows after the checkpoint.
   events.append(processes.of_first(workdir_lib.set_aside, workdir, last))
   if found:
     processes.of_first(workdir_lib.record, workdir, last, changes)
@@ -151,7 +153,7 @@ def _resume_or_start(
         _save(states, saver, workdir, run)
         saver.wait()
     else:
-      # Its number is in the row of that step, if it is due.
+      # The parity error is already in the row of that step.
       check_sampler(run, states, weights)
       logger.event(f"resumed from step {last}")
       for line in workdir_lib.describe(changes):
@@ -210,7 +212,7 @@ def _train_on(
 ) -> States:
   """Iterates until the last step or a signal, and saves."""
   config = run.config
-  # Rows so far, so that a resumed run warns as the uninterrupted one.
+  # All rows so far, so that a resumed run gives the same warnings.
   rows = processes.of_first(metrics.read_rows, workdir / "metrics.jsonl")
   health = metrics.Health(rows)
   unjudged = functools.reduce(_unjudged_in_a_row, rows, 0)
@@ -230,8 +232,8 @@ def _train_on(
     }
     holds, warnings = health.check(step, row)
     row |= holds
-    # The row first: a checkpoint promises that its row is on disk. So the time
-    # of a save is in the next row.
+    # Log first: a checkpoint guarantees that its row is on disk. Therefore the
+    # time of a save is in the next row.
     logger.log(step, row)
     for warning in warnings:
       logger.event(warning)
@@ -252,18 +254,18 @@ def _train_on(
       saver.wait()
   if processes.of_first(saver.latest_step) != states.step:
     errors = processes.of_first(saver.new_errors)
-    raise TrainingStopped(f"{errors[-1]}; the same --workdir goes on from it")
+    raise TrainingStopped(f"{errors[-1]}; resume with the same --workdir")
   if unjudged >= config.run.max_skipped:
     raise TrainingStopped(
       f"the reward failed on all responses of {unjudged} batches in a row, the"
-      f" last one of step {states.step}, which is saved: {run.judge.failure};"
-      " repair it, and the same --workdir goes on"
+      f" last one at step {states.step}, which is saved: {run.judge.failure};"
+      " repair it and resume with the same --workdir"
     )
   return states
 
 
 def _unjudged_in_a_row(before: int, row: Mapping[str, float]) -> int:
-  """Counts batches in a row without any verdict, up to that of a row."""
+  """Counts consecutive batches without any verdict, including this row."""
   if "reward/errors" not in row:  # No response has ended.
     return before
   return 0 if "reward/mean" in row else before + 1
@@ -276,11 +278,11 @@ def iterate(
   timer: metrics.PhaseTimer,
   logger: Any,
 ) -> tuple[States, sync.VersionedWeights, dict[str, float]]:
-  """One iteration: the states after it, new weights, and the step's metrics."""
+  """Runs an iteration: returns new states, new weights and metrics."""
   sync.check_version(weights, states.step)
   sampled_with = _sampled_with(states, weights)
 
-  # 1. Draw prompts, 2. generate, 3. reward what ended: of a batch that is
+  # 1. Draw prompts, 2. generate, 3. reward ended responses: a batch that is
   # trained on now, or `schedule.lag` updates later.
   def collect(rollout: RolloutState, source: PromptSourceState) -> Collected:
     new = run.worker.collect(
@@ -307,7 +309,7 @@ def iterate(
     learner=learner,
     batches=(*states.batches, *(new.batch for new in collected))[1:],
   )
-  # 8. Sync: the sampler gets the new weights.
+  # 8. Sync the new weights to the sampler.
   with timer.phase("sync"):
     weights = run.transfer.send(
       learner.params("policy"), learner.step, replaces=weights
@@ -327,7 +329,7 @@ def iterate(
 
 
 def _learn(run, states, written, timer) -> tuple[LearnerState, dict, Batch]:
-  """Trains on the batch whose turn it is, or on its groups as they come."""
+  """Trains on the next batch, or on its groups as they arrive."""
   if run.pipeline.streaming:
     groups = run.pipeline.arriving(written, states.step, timer)
     learner, row = run.learner.update_by_groups(states.learner, groups, timer)
@@ -350,7 +352,7 @@ def _sampled_with(states: States, weights: sync.VersionedWeights) -> Weights:
 
 
 def begin(run: Run) -> tuple[States, sync.VersionedWeights]:
-  """The states before the first iteration; the critic knows nothing yet."""
+  """Returns the states before the first iteration, with a fresh critic."""
   learner = run.learner.init(run.critic_params)
   states = States(run.source.init(), run.worker.init(), learner)
   return states, run.transfer.send(learner.params("policy"), 0)
@@ -363,15 +365,15 @@ def start(
   stopped: signals.Stopped,
   begun: float,
 ) -> tuple[States, sync.VersionedWeights] | None:
-  """A new run: its critic is pretrained, its first row logged.
+  """Starts a run: pretrains the critic and logs the first row.
 
-  None if a signal ended the pretraining.
+  Returns None if a signal ended the pretraining.
   """
   states, weights = begin(run)
   if run.config.value.init_from and run.learner.critic is not None:
     logger.event(f"critic reused from {run.config.value.init_from}")
   if run.pretraining is not None:
-    # Else the critic could learn what the policy does not write.
+    # Otherwise the critic would be fitted to samples from stale weights.
     check_sampler(run, states, weights)
     learner = run.pretraining.run(
       states.learner, _sampled_with(states, weights), workdir, logger, stopped
@@ -391,15 +393,14 @@ def start(
 def check_sampler(
   run: Run, states: States, weights: sync.VersionedWeights
 ) -> dict[str, float]:
-  """Does the sampler hold the policy of now, and mean the same by it?
+  """Checks that sampler and trainer have equal weights and log-probs.
 
-  The weights of both sides must have the same checksums and, unless
-  `sampler.parity_check_every` is 0, give fixed tokens the same log-probs. Done
-  at every start and every so many steps, not in every step: in one process only
-  a fault of this library can make them differ.
+  Weights must have the same checksums and, unless `sampler.parity_check_every`
+  is 0, give fixed tokens the same log-probs. Checked at every start and every
+  few steps only: within a process, only a bug can make them differ.
 
   Raises:
-    SyncError: they do not; what was sampled would not be the policy's.
+    SyncError: They differ, so that samples would not be the policy's.
   """
   params = states.learner.params("policy")
   sync.verify(weights, run.transfer.checksums(params), version=states.step)
@@ -412,14 +413,14 @@ def check_sampler(
 def evaluate(
   run: Run, states: States, weights: sync.VersionedWeights, logger: Any
 ) -> dict[str, float]:
-  """avg@k and pass@k on held-out problems; logs some of the responses."""
+  """Returns avg@k and pass@k on held-out problems; logs some responses."""
   sync.check_version(weights, states.step)
   evaluated = run.evaluator(weights.params)
   first = run.config.run.samples_every and states.step == 0
   if first or evaluated.judged.new_failures:
     logger.samples(states.step, evaluated.shown())
   judged = evaluated.responses.judged
-  if states.step == 0 and not judged.any():  # Later it may be about to pass.
+  if states.step == 0 and not judged.any():  # Later a failure may be temporary.
     raise TrainingStopped(
       f"the reward failed on all {judged.size} responses of step 0:"
       f" {run.judge.failure}"
@@ -430,7 +431,7 @@ def evaluate(
     results["greedy"] = greedy.results([])["avg@1"]
   row = {f"eval/{evaluated.name}/{k}": float(x) for k, x in results.items()}
   best = run.config.checkpoint.best
-  if best and best not in row:  # No answers to vote with, or no verdicts.
+  if best and best not in row:  # No extracted answers, or no verdicts.
     raise InputError(
       f"config.checkpoint.best={best!r}: not in {', '.join(row)}"
     )

@@ -1,4 +1,4 @@
-"""The meshes of a run: the trainer's, and the sampler's if it has its own."""
+"""The meshes of a run: the trainer's, and an optional one of the sampler."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -21,27 +21,27 @@ class Meshes(NamedTuple):
 def make_meshes(
   config: Any, devices: Sequence[jax.Device] | None = None
 ) -> Meshes:
-  """The meshes that trainer and sampler compute on.
+  """Makes the meshes of trainer and sampler.
 
-  A sampler without a mesh of its own shares the trainer's. One that has its own
-  takes the devices that the trainer's mesh leaves free; where that leaves none,
-  it lays the same devices out anew.
+  By default the sampler shares the trainer's mesh. A separate mesh uses the
+  devices that the trainer leaves free; if there are none, it arranges the same
+  devices differently.
 
   Args:
     config: a validated config.
-    devices: those there are; all by default.
+    devices: available devices; all by default.
 
   Raises:
-    InputError: a mesh asks for more devices than it can have, or micro-batches
-      do not divide over the trainer's.
+    InputError: A mesh needs more devices than are available, or micro-batches
+      are not divisible over the trainer's.
   """
   devices = list(jax.devices() if devices is None else devices)
   trainer = _mesh(config, "mesh", devices)
   _check_micro_batch_size(config, trainer)
   if jax.process_count() > 1 and trainer.size < len(devices):
     raise InputError(
-      f"config.mesh takes {trainer.size} of {len(devices)} devices, but several"
-      " processes train on all of theirs; raise its sizes, or data to -1"
+      f"config.mesh uses {trainer.size} of {len(devices)} devices, but several"
+      " processes must use all; raise its sizes, or set config.mesh.data=-1"
     )
   if not config.sampler.mesh.data:
     return Meshes(trainer, trainer)
@@ -52,10 +52,10 @@ def make_meshes(
 
 
 def _mesh(config: Any, key: str, devices: list, why: str = "") -> Mesh:
-  """The mesh of a config group; `why` says more of how many devices there are.
+  """Makes the mesh of a config group; `why` explains the number of devices.
 
   Raises:
-    InputError: there are fewer than it needs.
+    InputError: It needs more devices.
   """
   try:
     return sharding.make_mesh(**config_lib.get(config, key), devices=devices)

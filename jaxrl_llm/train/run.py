@@ -1,4 +1,4 @@
-"""The owners of a run, and its states as checkpoints have them."""
+"""The owners of a run, and the checkpoints of its states."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ _BASE = "learner.{}.base"
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """The owners of a run, and what passes between them."""
+  """The owners of a run and the connections between them."""
 
   config: Any
   source: PromptSource
@@ -28,14 +28,14 @@ class Run:
   pipeline: Pipeline  # From the worker to the learner.
   learner: Learner
   transfer: sync.WeightTransfer  # From the policy to the sampler.
-  # (params, sampler weights) -> how far their log-probs differ.
+  # (params, sampler weights) -> difference of their log-probs.
   parity_check: Callable[[Any, sync.VersionedWeights], float]
   pretraining: ValuePretraining | None  # None without a critic or pretraining.
-  # (policy parameters) -> those that the critic starts from.
+  # (policy parameters) -> initial parameters of the critic.
   critic_params: Callable[[Any], Any]
   evaluator: Evaluator  # On held-out problems.
   judge: Judge
-  # Key of the config -> digest of the files that it names, as they were read.
+  # Config key -> digest of the files that it names.
   inputs: Mapping[str, str]
 
 
@@ -45,11 +45,11 @@ class States(NamedTuple):
   source: PromptSourceState
   rollout: RolloutState
   learner: LearnerState
-  batches: tuple[Batch, ...] = ()  # Written, and not trained on: the lag's.
+  batches: tuple[Batch, ...] = ()  # Sampled but not trained on, with a lag.
 
   @property
   def step(self) -> int:
-    """Iterations done: the version of the policy."""
+    """Completed iterations: the version of the policy."""
     return self.learner.step
 
 
@@ -61,9 +61,9 @@ def save(
   """Starts a checkpoint of everything the next iteration depends on.
 
   Args:
-    states: of now.
-    saver: of the run.
-    facts: of the run's other files, which the checkpoint keeps.
+    states: current states.
+    saver: checkpointer of the run.
+    facts: facts about the run's other files, stored in the checkpoint.
   """
   saver.save_base(_base_items(states.learner))
   saver.save_states(states.step, states._asdict(), facts=facts)
@@ -72,10 +72,10 @@ def save(
 def restore(
   run: Run, saver: checkpoint.Checkpointer, step: int
 ) -> tuple[States, sync.VersionedWeights]:
-  """The states of a checkpoint on this run's mesh, and the sampler's weights.
+  """Restores a checkpoint onto the run's mesh and sends the sampler's weights.
 
   Raises:
-    InputError: the checkpoint is damaged or of another model.
+    InputError: The checkpoint is damaged or of another model.
   """
   abstract = States(
     run.source.init(),

@@ -83,9 +83,9 @@ class ValuePretraining:
 
     Args:
       learner: before the first update.
-      weights: of the policy.
+      weights: weights of the policy.
       workdir: gets a row for each batch, checkpoints and the critic.
-      logger: of the run.
+      logger: logger of the run.
       stopped: set by a signal; ends the pretraining after a checkpoint.
 
     Returns:

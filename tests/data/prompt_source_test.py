@@ -257,7 +257,7 @@ class TestPromptSource:
     source = [example("1" * 9)] * 3
     settings = {"max_prompt_length": 7, "on_long": "drop"}
     prompts = make_prompts(tokenizer, source, **settings)
-    with pytest.raises(InputError, match="all of 3 prompts"):
+    with pytest.raises(InputError, match="3 prompts in a row"):
       draw(prompts, 1)
 
   def test_empty_source(self, tokenizer):

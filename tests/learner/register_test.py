@@ -207,10 +207,10 @@ class TestRegister:
     ],
   )
   def test_a_taken_name_is_refused(self, add, name):
-    with pytest.raises(ValueError, match=f"has a value '{name}' already"):
+    with pytest.raises(ValueError, match=f"'{name}' is already registered"):
       add(name, centered)
     add("new", centered)
-    with pytest.raises(ValueError, match="has a value 'new' already"):
+    with pytest.raises(ValueError, match="'new' is already registered"):
       add("new", centered)
 
   @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ class TestRun:
     for steps in (6, 4):
       loop.train(with_config(run, run__steps=steps), whole)
       assert capsys.readouterr().out == (
-        "already at its last step 6; raise run.steps to go on\n"
+        "already at its last step 6; raise run.steps to continue\n"
       )
     assert tiny_run.snapshot(whole) == before
 
@@ -398,7 +398,7 @@ class TestDamage:
     file.write_bytes(b"".join(rows[:3] + rows[4:]))
     loop.train(with_config(run, run__steps=7), folder)
     shown = capsys.readouterr().out
-    assert "metrics.jsonl: rows that checkpoint 6 knew are missing" in shown
+    assert "metrics.jsonl: rows before checkpoint 6 are missing" in shown
 
 
 def halve(item):

@@ -111,7 +111,7 @@ class TestMixedGroups:
   def test_gives_up_with_the_numbers(self, run, right):
     with pytest.raises(
       TrainingStopped,
-      match="^3 rounds judged 48 groups, but only 0 of the 8 wanted have right",
+      match="^3 rounds judged 48 groups, but only 0 of the 8 needed",
     ):
       self.collect(
         run,
