@@ -16,7 +16,7 @@ import jax
 from jaxrl_llm import config, losses, rewards
 from jaxrl_llm.data import prompt_source as prompts
 from jaxrl_llm.data import sources
-from jaxrl_llm.learner import choices, methods
+from jaxrl_llm.learner import build_algorithm, choices
 from jaxrl_llm.models import families
 from jaxrl_llm.rollout import turns, worker
 from jaxrl_llm.rollout.environments import Environment
@@ -179,4 +179,4 @@ def token_input(name: str, fn: Callable[..., jax.Array]) -> None:
     name: new name.
     fn: further inputs -> [B, T] or [B].
   """
-  methods.add_token_input(name, fn)
+  build_algorithm.add_token_input(name, fn)

@@ -14,7 +14,7 @@ from jax.experimental import topologies
 from scaling import hlo
 
 from jaxrl_llm import models, sharding, sync
-from jaxrl_llm.learner import methods
+from jaxrl_llm.learner import build_algorithm
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.lower import lower
 from jaxrl_llm.learner.models import make_policy
@@ -68,7 +68,7 @@ def _sampler(fns, shapes, mesh, **sizes):
 
 
 def _learner(config, fns, mesh):
-  algorithm = methods.make_algorithm(config)
+  algorithm = build_algorithm.make_algorithm(config)
   settings = build.update_settings(config, "policy")
   return Learner(
     algorithm,

@@ -2,6 +2,7 @@
 
 Methods differ in the functions they choose, never by a flag inside one. A part
 that is off is absent, costs nothing and changes no bit of the result.
+`build_algorithm` makes algorithms from settings.
 """
 
 import dataclasses

@@ -15,7 +15,7 @@ from jaxrl_llm.data.prompt_source import PromptSource
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.evaluate import Evaluator
-from jaxrl_llm.learner import methods
+from jaxrl_llm.learner import build_algorithm
 from jaxrl_llm.learner import models as trained_models
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.optimizer import UpdateSettings
@@ -116,7 +116,8 @@ def make_learner(
   mesh: jax.sharding.Mesh,
 ) -> Learner:
   """Makes the learner; `path` is the directory of the initial weights."""
-  algorithm, (policy_fns, critic_fns) = methods.make_algorithm(config), fns
+  algorithm = build_algorithm.make_algorithm(config)
+  policy_fns, critic_fns = fns
   of = functools.partial(update_settings, config)
   policy = trained_models.make_policy(policy_fns, of("policy"), algorithm, mesh)
   critic = trained_models.make_critic(critic_fns, of("value"), algorithm, mesh)
@@ -233,8 +234,8 @@ def _make_pretraining(
     learner, algorithm=make(learner.algorithm, gamma=config.estimator.gamma)
   )
   return ValuePretraining(
-    learner=of(methods.with_monte_carlo_returns),
-    reward_model=of(methods.as_reward_model),
+    learner=of(build_algorithm.with_monte_carlo_returns),
+    reward_model=of(build_algorithm.as_reward_model),
     worker=RolloutWorker(
       _writer(config, engine, judge, turn_taking, PRETRAINING), source, whole
     ),

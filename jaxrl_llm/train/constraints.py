@@ -8,8 +8,8 @@ import jax
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import rewards
 from jaxrl_llm.data import sources
+from jaxrl_llm.learner.build_algorithm import make_algorithm
 from jaxrl_llm.learner.choices import correction_of, has_critic
-from jaxrl_llm.learner.methods import make_algorithm
 from jaxrl_llm.learner.parts import leaves_of
 from jaxrl_llm.masked import NORM_MODES
 

@@ -9,7 +9,7 @@ import jax
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import sampling, sharding, sync
 from jaxrl_llm.data.tokenizer import Tokenizer
-from jaxrl_llm.learner.methods import make_adaptive_temperature
+from jaxrl_llm.learner.build_algorithm import make_adaptive_temperature
 from jaxrl_llm.models import ModelFns
 from jaxrl_llm.sampling import Engine, EngineConfig
 from jaxrl_llm.sampling.allocator import default_page_size

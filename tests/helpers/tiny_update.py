@@ -11,7 +11,7 @@ from helpers import tiny_run
 from jaxrl_llm import losses, models, sharding
 from jaxrl_llm.learner import packing, update
 from jaxrl_llm.learner.batches import critic_batch, policy_batch
-from jaxrl_llm.learner.methods import make_algorithm
+from jaxrl_llm.learner.build_algorithm import make_algorithm
 from jaxrl_llm.learner.optimizer import create_train_state
 from jaxrl_llm.types import take_rows
 

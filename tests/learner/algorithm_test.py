@@ -11,7 +11,7 @@ from helpers.tiny_algorithm import call, make_algorithm
 
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import estimators, losses, masked
-from jaxrl_llm.learner import choices, methods, parts
+from jaxrl_llm.learner import build_algorithm, choices, parts
 
 GAE = jax.jit(estimators.gae)
 
@@ -91,7 +91,7 @@ class TestReturns:
   def test_pretraining_has_monte_carlo_targets_whatever_the_lambda(self):
     inputs = make_inputs()
     made = make_algorithm(estimator__lambda_value=0.3, estimator__gamma=0.9)
-    made = methods.with_monte_carlo_returns(made, gamma=0.9)
+    made = build_algorithm.with_monte_carlo_returns(made, gamma=0.9)
     expected = jax.jit(estimators.lambda_returns)(
       *of_gae(inputs), gamma=0.9, lambda_=1.0
     )
@@ -106,14 +106,16 @@ class TestReturns:
       "trainable": trainable,
       "truncated": np.asarray([0, 0, 0, 1, 0], bool),
     }
-    made = methods.as_reward_model(
+    made = build_algorithm.as_reward_model(
       make_algorithm(estimator__lambda_value=0.3), gamma=0.9
     )
     np.testing.assert_array_equal(
       compute(made, "value_mask", inputs),
       [[0, 0, 1, 0], [0, 0, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0]],
     )
-    plain = methods.with_monte_carlo_returns(make_algorithm(), gamma=0.9)
+    plain = build_algorithm.with_monte_carlo_returns(
+      make_algorithm(), gamma=0.9
+    )
     np.testing.assert_array_equal(
       compute(made, "returns", make_inputs()),
       compute(plain, "returns", make_inputs()),

@@ -15,7 +15,7 @@ from helpers.tiny_algorithm import (
 )
 
 from jaxrl_llm import estimators
-from jaxrl_llm.learner import methods
+from jaxrl_llm.learner import build_algorithm
 
 
 class TestHapo:
@@ -79,7 +79,7 @@ class TestHapo:
 
   def make_temperature(self, tau):
     sampler = tiny_run.make_config("none", sampler__entropy_tau=tau).sampler
-    adaptive = methods.make_adaptive_temperature(sampler)
+    adaptive = build_algorithm.make_adaptive_temperature(sampler)
     return adaptive and jax.jit(adaptive)
 
   def test_the_temperature_follows_the_batch_before(self):

@@ -12,7 +12,7 @@ from helpers.tiny_algorithm import call, make_algorithm
 from jaxrl_llm import losses, metrics, register
 from jaxrl_llm.data import prompt_source
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner import choices, estimates, methods
+from jaxrl_llm.learner import build_algorithm, choices, estimates
 from jaxrl_llm.rollout import worker
 from jaxrl_llm.rollout.worker import Weights
 from jaxrl_llm.train import build, loop
@@ -22,7 +22,7 @@ REGISTRIES = (
   choices.ESTIMATORS,
   choices.POLICY_LOSSES,
   choices.OWN_MASKS,
-  methods._OWN_INPUTS,
+  build_algorithm._OWN_INPUTS,
   prompt_source.TEMPLATES,
   prompt_source.PROMPT_SOURCES,
   worker.STOPS,

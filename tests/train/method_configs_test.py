@@ -7,7 +7,7 @@ import pytest
 from helpers.configs import load, resolved
 
 from jaxrl_llm import config as config_lib
-from jaxrl_llm.learner import methods
+from jaxrl_llm.learner import build_algorithm
 from jaxrl_llm.train.validation import validate
 
 
@@ -77,7 +77,9 @@ class TestAblations:
     ablated.update_from_flattened_dict(changes)
     validate(ablated)
     assert differing(resolved(vapo), resolved(ablated)) == set(changes)
-    one, other = (described(methods.make_algorithm(c)) for c in (vapo, ablated))
+    one, other = (
+      described(build_algorithm.make_algorithm(c)) for c in (vapo, ablated)
+    )
     assert differing(one, other) == parts
     # The same number of responses, updates and rows.
     assert config_lib.batch_size(ablated) == config_lib.batch_size(vapo)
