@@ -378,7 +378,7 @@ class Estimator(Group, path="estimator"):
   scale = Key("std", Names("estimators.group:SCALES"),
     "Spread of a group's rewards that 'group' divides by.")
   epsilon = Key(1e-6, _NUMBER, "Added to the divisor of estimator.scale.")
-  gradient_norms = Key("length", Names("learner.choices:GRADIENT_NORMS"),
+  gradient_norms = Key("length", Choice(("length", "exact")),
     "Squared gradient norm of a response for 'optimal_baseline': its number of"
     " generated tokens ('length'), or 'exact', which costs a backward pass"
     " each.")

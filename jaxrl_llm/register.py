@@ -8,7 +8,8 @@ settings of their names, and unknown names are refused.
 
 import functools
 import inspect
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -24,22 +25,28 @@ from jaxrl_llm.rollout.tools import Tools
 
 
 def _add(table: dict, key: str, name: str, value: Any) -> None:
-  if name in table:
+  file = table.get(name)  # The file in `methods`, if it is being imported now.
+  adds = isinstance(file, str) and f"jaxrl_llm.methods.{file}" in sys.modules
+  if name in table and not adds:
     raise ValueError(
       f"config.{key}={name!r} is already registered; choose another name"
     )
   table[name] = value
 
 
-def _check_keywords(fn: Callable[..., Any], group: str) -> None:
-  """Refuses keyword-only arguments that are not settings of a config group."""
-  bound = getattr(fn, "keywords", {})  # By functools.partial.
+def _check_keywords(
+  fn: Callable[..., Any], *groups: str, inputs: Collection[str] = ()
+) -> None:
+  """Refuses keyword-only arguments that are not settings of config groups."""
+  bound = {*getattr(fn, "keywords", ()), *inputs}  # By functools.partial.
   for p in inspect.signature(fn).parameters.values():
-    known = f"{group}.{p.name}" in config.KEYS or p.name in bound
+    known = p.name in bound or any(
+      f"{g}.{p.name}" in config.KEYS for g in groups
+    )
     if p.kind is p.KEYWORD_ONLY and not known:
       raise ValueError(
-        f"config.{group} has no setting {p.name!r}; use an existing setting, or"
-        " bind the argument with functools.partial"
+        f"config.{' and config.'.join(groups)} has no setting {p.name!r}; use an"
+        " existing setting, or bind the argument with functools.partial"
       )
 
 
@@ -136,28 +143,33 @@ def tools(name: str, *functions: Callable[..., Any]) -> None:
   environment(name, functools.partial(Tools, functions))
 
 
-def estimator(name: str, fn: Callable[..., jax.Array]) -> None:
+def estimator(name: str, fn: Callable[..., jax.Array], **inputs: str) -> None:
   """Makes `estimator.name=NAME` choose an advantage estimator.
 
   Args:
     name: new name.
     fn: inputs -> advantages [B, T], with settings of config group `estimator`.
       A critic is trained if it reads `values`.
+    **inputs: argument of `fn` -> input that it reads, where the names differ.
   """
-  _check_keywords(fn, "estimator")
-  _add(choices.ESTIMATORS, "estimator.name", name, choices.maker_of(fn))
+  _check_keywords(fn, "estimator", inputs=inputs)
+  make = choices.maker_of(fn, **inputs)
+  _add(choices.ESTIMATORS, "estimator.name", name, make)
 
 
-def loss(name: str, fn: Callable[..., losses.ClippedPolicyLoss]) -> None:
+def loss(
+  name: str, fn: Callable[..., losses.ClippedPolicyLoss], **inputs: str
+) -> None:
   """Makes `loss.name=NAME` choose a policy loss.
 
   Args:
     name: new name.
     fn: inputs -> per-token loss, with settings of config group `loss`; see
       `Algorithm.policy_loss` for its inputs.
+    **inputs: argument of `fn` -> input that it reads, where the names differ.
   """
-  _check_keywords(fn, "loss")
-  _add(choices.POLICY_LOSSES, "loss.name", name, choices.maker_of(fn))
+  _check_keywords(fn, "loss", inputs=inputs)
+  _add(choices.POLICY_LOSSES, "loss.name", name, choices.maker_of(fn, **inputs))
 
 
 def mask(name: str, fn: Callable[..., jax.Array]) -> None:
@@ -177,6 +189,8 @@ def token_input(name: str, fn: Callable[..., jax.Array]) -> None:
 
   Args:
     name: new name.
-    fn: further inputs -> [B, T] or [B].
+    fn: further inputs -> [B, T] or [B], with settings of config groups `loss`
+      and `estimator`.
   """
+  _check_keywords(fn, "loss", "estimator")
   build_algorithm.add_token_input(name, fn)

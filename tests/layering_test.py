@@ -8,6 +8,7 @@ L3  rollout, learner                      side by side: they run at one time
 L4  train, evaluate, workdir, config      composes the others
     presets                            a part of config
     register                           a user's own parts, by name
+    methods                            parts of the package's, a file a method
     generate, simulate, fleet  tools, which no room needs
 """
 
@@ -38,7 +39,7 @@ _NUMERIC = {"jax", "numpy", "chex"}
 # What the parts of config may import, of any package.
 _PARTS_OF_CONFIG = {"presets": set()}
 _L4 = {
-  *("train", "evaluate", "workdir", "config", "register"),
+  *("train", "evaluate", "workdir", "config", "register", "methods"),
   *_PARTS_OF_CONFIG,
 }
 _TOOLS = {"generate", "simulate", "fleet"}
@@ -156,6 +157,13 @@ def test_nothing_imports_train_but_itself():
   # What reads a run or samples needs no trainer, either.
   others += _files("scripts/generate.py", "scripts/convert.py")
   assert not _faults(others, lambda path: _rooms(path) & {"train"})
+
+
+def test_a_method_is_imported_by_name_alone():
+  assert not _faults(_files("jaxrl_llm"), lambda p: _rooms(p) & {"methods"})
+  # The parts of a method, no run of it.
+  allowed = _L0 | _MATHEMATICS | {"learner", "register"}
+  assert not _faults(_files("jaxrl_llm/methods"), _rooms, allowed)
 
 
 def test_rollout_and_learner_do_not_know_each_other():

@@ -257,7 +257,7 @@ OUT_OF_RANGE = [
   ({"schedule.max_staleness": 0}, "[1, inf)"),
   ({"estimator.boundary": "none"}, "must be one of 'repeat', 'bootstrap'"),
   ({"estimator.name": "nope"}, "must be one of 'gae', 'group'"),
-  ({"loss.name": "nope"}, "must be one of 'clip', 'gspo'"),
+  ({"loss.name": "nope"}, "must be one of 'clip', 'cispo'"),
   ({"loss.kl": "k4"}, "must be one of 'k1', 'k2', 'k3', 'k1+', 'k3+'"),
   ({"off_policy.ewma_decay": 1.0}, "[0, 0.999999]"),
 ]

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -26,9 +26,8 @@ _ALWAYS = {
   "value_mask": part(estimates.value_mask),
   "positive_mask": part(estimates.positive_mask),
   "old_values": part(estimates.same, x="values"),
-  "interpolation_share": part(estimates.interpolation_share),
 }
-_OWN_INPUTS: dict[str, Part] = {}  # By `add_token_input`.
+_OWN_INPUTS: dict[str, Callable[..., jax.Array]] = {}  # By `add_token_input`.
 # Leaves that a learner gives: of the batch, and of models that score it.
 _GIVEN = {field.name for field in dataclasses.fields(Rollout)}
 _GIVEN |= {"rewards", "correct", "judged", "update_version", "old_logprobs"}
@@ -57,14 +56,16 @@ def make_algorithm(config: Any) -> Algorithm:
       value_loss = part(
         losses.clipped_value_loss, loss, old_values="old_values"
       )
-  if off_policy.ess_scale:
-    step_scale = part(choices.ess_step_scale, off_policy.to_dict())
+  for name in filter(off_policy.get, choices.STEP_SCALES):
+    step_scale = choices.STEP_SCALES[name](off_policy.to_dict())
   norm = float(loss["norm"] or limit) if loss["mode"] in NORM_MODES else None
   parts = _ALWAYS | _chosen_parts(config)
   for name in _OWN_INPUTS:
     _check_free(name, parts)
+  settings = loss | config.estimator.to_dict()
+  own = {name: part(fn, settings) for name, fn in _OWN_INPUTS.items()}
   algorithm = Algorithm(
-    parts=parts | _OWN_INPUTS,
+    parts=parts | own,
     policy_loss=policy_loss,
     auxiliary=_auxiliary(loss, norm),
     value_loss=value_loss,
@@ -82,10 +83,11 @@ def make_algorithm(config: Any) -> Algorithm:
 def _check_leaves(algorithm: Algorithm) -> None:
   """Refuses a part of one's own that reads what the learner does not have."""
   given = _GIVEN | (_OF_A_CRITIC if algorithm.value_loss else set())
-  readers = {f"token input {name!r}": x for name, x in _OWN_INPUTS.items()} | {
+  parts = algorithm.parts
+  readers = {f"token input {name!r}": parts[name] for name in _OWN_INPUTS} | {
     "config.loss.name": algorithm.policy_loss,
-    "config.estimator.name": algorithm.parts["advantages"],
-    "config.loss.masks": algorithm.parts["unwindowed_policy_mask"],
+    "config.estimator.name": parts["advantages"],
+    "config.loss.masks": parts["unwindowed_policy_mask"],
   }
   for leaf in sorted(algorithm.leaves - given):
     reader = next(name for name, x in readers.items() if leaf in x.reads)
@@ -100,26 +102,23 @@ def _chosen_parts(config: Any) -> dict[str, Part]:
   estimator, loss = config.estimator.to_dict(), config.loss.to_dict()
   advantages = choices.ESTIMATORS[estimator["name"]](estimator)
   lambda_rule = choices.LAMBDA_RULES[estimator["lambda_schedule"]]
-  squared_norms = choices.GRADIENT_NORMS[estimator["gradient_norms"]]
   normalize = choices.NORMALIZATIONS[estimator["normalize"]]
   if normalize is not None:
     advantages = then(advantages, normalize, "policy_mask")
   mask = part(estimates.same, x="trainable")
   settings = loss | estimator
   masks = [choices.OWN_MASKS[name] for name in loss["masks"]]
-  masks += [fn for name, fn in choices.MASKS.items() if settings[name]]
+  masks += [choices.MASKS[name] for name in choices.MASKS if settings[name]]
   for without in masks:
     step = part(without, estimator)
     mask = then(mask, step.fn, *step.reads[1:])
   chosen = {
     "advantages": advantages,
     "policy_lambda": lambda_rule(estimator),
-    "squared_norms": squared_norms(estimator),
     "unwindowed_policy_mask": mask,
     "proximal_logprobs": part(
       estimates.same, x=choices.PROXIMALS[config.off_policy.proximal]
     ),
-    "entropy_code": part(estimates.entropy_code, loss),
     **_rewards(config),
   }
   if choices.has_critic(config):
@@ -153,11 +152,11 @@ def _loss_and_corrections(config: Any) -> tuple[Part, dict[str, Part]]:
   loss, off_policy = config.loss.to_dict(), config.off_policy
   name, high = choices.correction_of(config)
   correction = choices.CORRECTIONS[name]
-  if off_policy.proximal == "interpolate":
+  if off_policy.proximal in choices.PROXIMAL_LOSSES:
     bounds = {"cap": None, "floor": 0.0}
     if correction is not None:
       bounds = {"cap": high, "floor": off_policy.low}
-    return part(choices.interpolated_clip, loss | bounds), {}
+    return choices.PROXIMAL_LOSSES[off_policy.proximal](loss | bounds), {}
   policy_loss = choices.POLICY_LOSSES[loss["name"]](loss)
   if correction is None:
     return policy_loss, {}
@@ -251,11 +250,11 @@ def add_token_input(name: str, fn: Callable[..., jax.Array]) -> None:
   Raises:
     ValueError: the name is taken.
   """
-  _check_free(name, _ALWAYS | _OWN_INPUTS)
-  _OWN_INPUTS[name] = part(fn)
+  _check_free(name, {*_ALWAYS, *_OWN_INPUTS})
+  _OWN_INPUTS[name] = fn
 
 
-def _check_free(name: str, parts: Mapping[str, Part]) -> None:
+def _check_free(name: str, parts: Iterable[str]) -> None:
   """Refuses the name of an input that there is."""
   if name in {*parts, *_GIVEN, *_OF_A_CRITIC, *OF_THE_UPDATE}:
     raise ValueError(f"there is an input {name!r} already; choose another name")

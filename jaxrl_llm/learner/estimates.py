@@ -18,7 +18,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm import estimators, losses
+from jaxrl_llm import estimators
 from jaxrl_llm.types import Status
 
 
@@ -142,117 +142,14 @@ def group_advantages(
   return per_token(relative, mask)
 
 
-def token_group_advantages(
-  token_rewards, mask, own_lengths, groups, *, epsilon
-) -> jax.Array:
-  """HAPO's group statistics, which weigh a response by its tokens."""
-  relative = estimators.token_group_relative(
-    outcome(token_rewards),
-    own_lengths,
-    groups,
-    num_groups=groups.shape[0],
-    epsilon=epsilon,
-  )
-  return per_token(relative, mask)
-
-
-def reward_to_go(token_rewards, mask, *, gamma) -> jax.Array:
-  """REINFORCE++: Σ of the rewards from a token on."""
-  return estimators.lambda_returns(
-    token_rewards, jnp.zeros_like(token_rewards), mask, gamma=gamma, lambda_=1.0
-  )
-
-
-def centered_reward_to_go(
-  token_rewards, mask, groups, *, gamma, center
-) -> jax.Array:
-  """REINFORCE++ with a baseline: the reward to go less the group's center.
-
-  The center is that of whole, undiscounted responses, and the same for every
-  token. Where a reward comes before the last token, or gamma < 1, it leaves
-  late tokens more variance than a baseline of their own would, but no bias.
-  """
-  rewards = outcome(token_rewards)
-  relative = estimators.group_relative(
-    rewards, groups, num_groups=groups.shape[0], center=center, scale="none"
-  )
-  baseline = per_token(rewards - relative, mask)
-  return reward_to_go(token_rewards, mask, gamma=gamma) - baseline
-
-
-def optimal_baseline_advantages(
-  token_rewards, mask, squared_norms, groups, old_logprobs, behavior_logprobs
-) -> jax.Array:
-  """VCPO: R − b with the baseline of least variance off policy.
-
-  The importance weights of the baseline are not truncated, unlike those of the
-  loss; any baseline that leaves the response itself out is unbiased.
-  """
-  rewards = outcome(token_rewards)
-  baseline = estimators.optimal_baseline(
-    rewards,
-    sequence_weights(old_logprobs, behavior_logprobs, mask),
-    squared_norms,
-    groups,
-    num_groups=groups.shape[0],
-  )
-  return per_token(rewards - baseline, mask)
-
-
-def length_as_squared_norm(own_lengths) -> jax.Array:
-  """[B]: what ‖∇ log π‖² would be if tokens had orthogonal, equal gradients."""
-  return own_lengths.astype(jnp.float32)
-
-
-def squared_norms(gradient_norms) -> jax.Array:
-  """‖∇ log π‖² of each response, [B]."""
-  return jnp.square(gradient_norms)
-
-
-def sequence_weights(
-  old_logprobs: chex.Array, behavior_logprobs: chex.Array, mask: chex.Array
-) -> jax.Array:
-  """π_old / π_behaviour of whole responses, [B, T] -> [B], not truncated."""
-  log_ratio = jnp.where(mask, old_logprobs - behavior_logprobs, 0.0)
-  return jnp.exp(jnp.clip(jnp.sum(log_ratio, axis=1), -20.0, 20.0))
-
-
 def without_overlong(mask, status) -> jax.Array:
   """DAPO's overlong filtering: a response that was cut teaches nothing."""
   return mask & (status != int(Status.OVERLONG))[:, None]
 
 
-def without_pivot(mask, token_rewards, groups) -> jax.Array:
-  """MC-GRPO: the median response was only sampled as a baseline."""
-  pivot = estimators.median_pivot(
-    outcome(token_rewards), groups, num_groups=groups.shape[0]
-  )
-  return mask & ~pivot[:, None]
-
-
 def without_tail(mask, truncated, *, tail_drop) -> jax.Array:
   """The last tokens before a cut, whose advantages know least."""
   return estimators.drop_tail(mask, truncated, tokens=tail_drop)
-
-
-def interpolation_share(version, policy_mask, update_version) -> jax.Array:
-  """A-3PO's share of the current policy in every token's π_prox, [B, T].
-
-  The proximal policy is the one that the update starts from, even if it wrote
-  none of the tokens; the policy in the making counts as the version after it.
-  """
-  share = losses.interpolation_share(
-    version, proximal_version=update_version, current_version=update_version + 1
-  )
-  return jnp.where(policy_mask, share, 0.0)
-
-
-def entropy_code(entropies, policy_mask, *, hapo_sign) -> jax.Array:
-  """HAPO's code of every token within its own batch, [B, T] in [-1, 1]."""
-  statistics = estimators.entropy_statistics(entropies, policy_mask)
-  return estimators.entropy_code(
-    entropies, policy_mask, statistics, sign=hapo_sign
-  )
 
 
 def same(x: chex.Array) -> jax.Array:

@@ -12,6 +12,7 @@ from helpers.tiny_algorithm import call, make_algorithm
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import estimators, losses, masked
 from jaxrl_llm.learner import build_algorithm, choices, parts
+from jaxrl_llm.methods import vcpo
 
 GAE = jax.jit(estimators.gae)
 
@@ -276,7 +277,7 @@ class TestNames:
       ("estimator.name", choices.ESTIMATORS),
       ("estimator.lambda_schedule", choices.LAMBDA_RULES),
       ("estimator.normalize", choices.NORMALIZATIONS),
-      ("estimator.gradient_norms", choices.GRADIENT_NORMS),
+      ("estimator.gradient_norms", vcpo.SQUARED_NORMS),
       ("loss.name", choices.POLICY_LOSSES),
       ("loss.kl", choices.KL_ESTIMATES),
       ("loss.mode", masked.MODES),
@@ -296,7 +297,7 @@ class TestEssStepScale:
     mask = np.asarray([[1, 1], [1, 0], [0, 0]], bool)
     ratio = (1 + 3) ** 2 / (1 + 9) / 2
     scale = functools.partial(
-      choices.ess_step_scale, old, np.zeros_like(old), mask
+      vcpo.ess_step_scale, old, np.zeros_like(old), mask
     )
     np.testing.assert_allclose(
       scale(ess_reference=0.9), np.sqrt(ratio / 0.9), rtol=1e-6

@@ -12,6 +12,7 @@ from helpers.tiny_algorithm import (
 )
 
 from jaxrl_llm.learner import choices, estimates, parts
+from jaxrl_llm.methods import a_3po, mc_grpo, vcpo
 from jaxrl_llm.types import Status
 
 ROWS, ROOM = 8, 7
@@ -48,9 +49,11 @@ def compute(inputs, **changes):
   ).estimator.to_dict()
   estimator = choices.ESTIMATORS[settings["name"]](settings)
   rule = choices.LAMBDA_RULES[settings["lambda_schedule"]](settings)
-  norms = choices.GRADIENT_NORMS[settings["gradient_norms"]](settings)
   known = inputs | {"own_lengths": estimates.own_lengths(inputs["mask"])}
-  known |= {"policy_lambda": rule(known), "squared_norms": norms(known)}
+  known["policy_lambda"] = rule(known)
+  if "gradient_norms" in inputs:
+    squared = vcpo.squared_gradient_norms(inputs["gradient_norms"])
+    known["squared_gradient_norms"] = squared
   return np.asarray(call(estimator, known))
 
 
@@ -151,7 +154,7 @@ class TestLengthsOfOwnTokens:
     ("name", "settings", "expected"),
     [
       ("policy_lambda", {"estimator__alpha": 2.0}, [0.75, 0.75]),
-      ("squared_norms", {"estimator__name": "optimal_baseline"}, [2.0, 2.0]),
+      (vcpo.SQUARED_NORMS["length"], {}, [2, 2]),
       (
         "shaped_rewards",
         {"reward__overlong_buffer": 4, "sampler__max_response_length": 4},
@@ -204,12 +207,12 @@ class TestSequenceWeights:
   def test_by_hand(self):
     old = np.log(np.asarray([[2.0, 3.0, 7.0], [1.0, 0.5, 1.0]], np.float32))
     mask = np.asarray([[1, 1, 0], [1, 1, 1]], bool)
-    weights = estimates.sequence_weights(old, np.zeros_like(old), mask)
+    weights = vcpo.sequence_weights(old, np.zeros_like(old), mask)
     np.testing.assert_allclose(weights, [6.0, 0.5], rtol=1e-6)
 
   def test_stay_finite(self):
     old = np.asarray([[100.0], [-100.0]], np.float32)
-    weights = estimates.sequence_weights(
+    weights = vcpo.sequence_weights(
       old, np.zeros_like(old), np.ones((2, 1), bool)
     )
     np.testing.assert_allclose(weights, np.exp([20.0, -20.0]), rtol=1e-6)
@@ -239,7 +242,7 @@ class TestMasks:
     column[:, 0] = rewards
     inputs = make_inputs(groups=groups, token_rewards=column)
     got = np.asarray(
-      estimates.without_pivot(
+      mc_grpo.without_pivot(
         inputs["mask"], inputs["token_rewards"], inputs["groups"]
       )
     )
@@ -337,7 +340,7 @@ class TestInterpolationShare:
     mask = np.asarray([[1, 1, 1], [1, 1, 0]], bool)
     # Of ages 2, 1, 0: the policy in the making is one version further on.
     np.testing.assert_allclose(
-      estimates.interpolation_share(version, mask, 9),
+      a_3po.interpolation_share(version, mask, 9),
       [[2 / 3, 1 / 2, 0], [0, 0, 0]],
       rtol=1e-6,
     )
@@ -346,7 +349,7 @@ class TestInterpolationShare:
     version = np.asarray([[7, 8]])
     # The update starts from version 9, though it wrote none of these.
     np.testing.assert_allclose(
-      estimates.interpolation_share(version, version > 0, 9),
+      a_3po.interpolation_share(version, version > 0, 9),
       [[2 / 3, 1 / 2]],
       rtol=1e-6,
     )

@@ -19,7 +19,8 @@ from helpers.tiny_update import (
 )
 
 from jaxrl_llm import models
-from jaxrl_llm.learner import choices, estimates, packing, scoring
+from jaxrl_llm.learner import packing, scoring
+from jaxrl_llm.methods import vcpo
 from jaxrl_llm.train import build
 from jaxrl_llm.types import take_rows
 
@@ -139,14 +140,17 @@ class TestVariance:
     gradients = np.eye(3) - self.SHARES  # ∇ log softmax(θ)[a] of each a.
     drawn = np.asarray(list(itertools.product(range(3), repeat=self.SIZE)))
     norms = np.linalg.norm(gradients, axis=1).astype(np.float32)
-    part = choices.GRADIENT_NORMS[name]({})
     one = np.ones((self.SIZE, 1))
 
     def advantages(rewards, norms):
-      return estimates.optimal_baseline_advantages(
+      squared = {
+        "own_lengths": jnp.asarray(one[:, 0]),
+        "squared_gradient_norms": vcpo.squared_gradient_norms(norms),
+      }
+      return vcpo.optimal_baseline(
         rewards[:, None],
         one > 0,
-        part({"gradient_norms": norms, "own_lengths": jnp.asarray(one[:, 0])}),
+        squared[vcpo.SQUARED_NORMS[name]],
         jnp.zeros(self.SIZE, int),
         0.0 * one,
         0.0 * one,
@@ -161,7 +165,7 @@ class TestVariance:
   def test_is_less_than_with_lengths_and_nothing_is_biased(self):
     truth = self.SHARES * (self.REWARDS - self.SHARES @ self.REWARDS)
     variances = {}
-    for name in choices.GRADIENT_NORMS:
+    for name in vcpo.SQUARED_NORMS:
       mean, variances[name] = self.moments(name)
       np.testing.assert_allclose(mean, truth, atol=1e-6)
     assert variances["exact"] < 0.8 * variances["length"]

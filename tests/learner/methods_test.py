@@ -17,7 +17,8 @@ from helpers.tiny_algorithm import (
   policy_batch,
 )
 
-from jaxrl_llm.learner import choices, estimates
+from jaxrl_llm.learner import choices
+from jaxrl_llm.methods import a_3po
 
 
 class TestIdentities:
@@ -186,7 +187,7 @@ class TestIdentities:
     version = np.asarray([[2, 2, 1], [0, 2, 2]])
     mask = np.asarray([[True, True, True], [True, True, False]])
     np.testing.assert_allclose(
-      estimates.interpolation_share(version, mask, 2),
+      a_3po.interpolation_share(version, mask, 2),
       [[0.0, 0.0, 1 / 2], [2 / 3, 0.0, 0.0]],
       rtol=1e-6,
     )

@@ -32,6 +32,9 @@ REGISTRIES = (
 @pytest.fixture
 def registries():
   """What a test registers is gone afterwards."""
+  for table in (choices.ESTIMATORS, choices.POLICY_LOSSES):
+    for name in table:
+      assert table[name]  # What methods/ registers is no test's.
   before = [dict(r) for r in REGISTRIES]
   yield
   for registry, known in zip(REGISTRIES, before):

@@ -1,0 +1,20 @@
+"""Methods beyond PPO, GRPO, DAPO, VC-PPO, VAPO and T-PPO, one file each.
+
+A file registers the parts of its method, as a file of `--plugin` does. It is
+imported when a config first chooses one of them and never by the package
+itself, so that an unused method costs nothing. This table is the only list of
+what the files register.
+"""
+
+# File -> kind of a part -> its name in the config: a value of `estimator.name`,
+# `loss.name` or `off_policy.proximal`, or the setting that switches it on.
+FILES: dict[str, dict[str, str]] = {
+  "a_3po": {"proximal": "interpolate"},
+  "cispo": {"loss": "cispo"},
+  "gspo": {"loss": "gspo"},
+  "hapo": {"estimator": "token_group", "loss": "hapo"},
+  "mc_grpo": {"mask": "drop_pivot"},
+  "reinforce_pp": {"estimator": "reward_to_go"},
+  "rloo": {"loss": "policy_gradient"},
+  "vcpo": {"estimator": "optimal_baseline", "step_scale": "ess_scale"},
+}

@@ -1,0 +1,46 @@
+"""A-3PO: a proximal policy that costs no forward pass.
+
+    log π_prox ≈ (1 - a) log π_behav + a log π,   a = 1 - 1/age
+
+Differs from decoupled PPO (AReaL), which scores every batch with the policy at
+the start of the update: here its log-probs are interpolated between the policy
+that wrote a token and the current one, by the versions of the three.
+
+Reference: A-3PO 2025, arXiv:2512.06547.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm import losses, register
+from jaxrl_llm.learner import choices
+from jaxrl_llm.learner.parts import Part, part
+
+
+def interpolation_share(version, policy_mask, update_version) -> jax.Array:
+  """Share of the current policy in each token's proximal policy, [B, T].
+
+  The proximal policy is the one that the update starts from, even if it wrote
+  none of the tokens; the policy in the making counts as the version after it.
+  """
+  share = losses.interpolation_share(
+    version, proximal_version=update_version, current_version=update_version + 1
+  )
+  return jnp.where(policy_mask, share, 0.0)
+
+
+def make_loss(settings: choices.Settings) -> Part:
+  """Returns PPO's surrogate around π_prox, weighted by π_prox / π_behav."""
+  decoupled = part(losses.decoupled_policy_loss, settings).fn
+
+  def loss(logprobs, behavior_logprobs, advantages, interpolation_share):
+    proximal_logprobs = losses.mixed_logprobs(
+      logprobs, behavior_logprobs, interpolation_share
+    )
+    return decoupled(logprobs, proximal_logprobs, behavior_logprobs, advantages)
+
+  return part(loss)
+
+
+register.token_input("interpolation_share", interpolation_share)
+choices.PROXIMAL_LOSSES["interpolate"] = make_loss

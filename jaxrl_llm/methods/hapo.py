@@ -1,0 +1,69 @@
+"""HAPO: tokens are treated by their entropy.
+
+    h = (log H - pivot) / rms, scaled to [-1, 1]        the entropy code
+    A_i = (R_i - μ) / (σ + ε), μ and σ over the tokens of the group
+    ρ is clipped at 1 - clip_low (1 - h) and 1 + clip_high (1 + h)
+
+Differs from DAPO in the group's statistics, which weigh a response by its
+tokens; in the clip range and the advantage of a token, which follow its
+entropy within the batch; and in the sampling temperature. The published code
+treats low-entropy tokens with the opposite sign (`loss.hapo_sign`).
+
+Reference: HAPO 2025, arXiv:2509.16591.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm import distributions, estimators, losses, register
+from jaxrl_llm.learner.estimates import outcome, per_token
+
+
+def token_group(
+  token_rewards, mask, own_lengths, groups, *, epsilon
+) -> jax.Array:
+  """Advantages from group statistics in which every token counts once."""
+  relative = estimators.token_group_relative(
+    outcome(token_rewards),
+    own_lengths,
+    groups,
+    num_groups=groups.shape[0],
+    epsilon=epsilon,
+  )
+  return per_token(relative, mask)
+
+
+def entropy_code(entropies, policy_mask, *, hapo_sign) -> jax.Array:
+  """Entropy code of every token within its own batch, [B, T] in [-1, 1]."""
+  statistics = estimators.entropy_statistics(entropies, policy_mask)
+  return estimators.entropy_code(
+    entropies, policy_mask, statistics, sign=hapo_sign
+  )
+
+
+def entropy_clip(
+  logprobs,
+  proximal_logprobs,
+  advantages,
+  entropy_code,
+  *,
+  clip_low,
+  clip_high,
+  dual_clip,
+) -> losses.ClippedPolicyLoss:
+  """PPO's surrogate; clip range and advantage of a token follow its entropy."""
+  low, high = estimators.adaptive_clip(
+    entropy_code, clip_low=clip_low, clip_high=clip_high
+  )
+  clip = {"clip_low": low, "clip_high": high}
+  ratio = jnp.exp(distributions.clamped_log_ratio(logprobs, proximal_logprobs))
+  ratio = jax.lax.stop_gradient(ratio)
+  advantages = estimators.redistribute(advantages, entropy_code, ratio, **clip)
+  return losses.clipped_policy_loss(
+    logprobs, proximal_logprobs, advantages, dual_clip=dual_clip, **clip
+  )
+
+
+register.estimator("token_group", token_group)
+register.token_input("entropy_code", entropy_code)
+register.loss("hapo", entropy_clip)

@@ -1,0 +1,28 @@
+"""MC-GRPO: the median of an odd group is its baseline.
+
+    A_i = (R_i - median) / (scale + ε)
+
+Differs from GRPO in the center and in that one response more is sampled than
+is trained on: the advantage of the median response is 0, and the mask of this
+file takes it out of the loss. The advantages are those of the estimator 'group'
+with the center 'median'.
+
+Reference: MC-GRPO 2026, arXiv:2601.22582.
+"""
+
+import jax
+
+from jaxrl_llm import estimators
+from jaxrl_llm.learner import choices
+from jaxrl_llm.learner.estimates import outcome
+
+
+def without_pivot(mask, token_rewards, groups) -> jax.Array:
+  """Masks the median response, which was only sampled as a baseline."""
+  pivot = estimators.median_pivot(
+    outcome(token_rewards), groups, num_groups=groups.shape[0]
+  )
+  return mask & ~pivot[:, None]
+
+
+choices.MASKS["drop_pivot"] = without_pivot

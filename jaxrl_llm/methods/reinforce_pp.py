@@ -1,0 +1,52 @@
+"""REINFORCE++: rewards to go, with or without a baseline of the group.
+
+    A_t = Σ_{k≥t} γ^(k-t) r_k               'center' is 'none'
+    A_t = Σ_{k≥t} γ^(k-t) r_k - center_g    otherwise
+
+Differs from PPO in that there is no critic: advantages are made comparable by
+whitening them over the whole batch (`estimator.normalize`). AReaL uses the
+same advantages without a baseline.
+
+Reference: Hu et al. 2025, arXiv:2501.03262.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm import estimators
+from jaxrl_llm.learner import choices
+from jaxrl_llm.learner.estimates import outcome, per_token
+from jaxrl_llm.learner.parts import Part, part
+
+
+def reward_to_go(token_rewards, mask, *, gamma) -> jax.Array:
+  """Discounted sum of the rewards from each token on, [B, T]."""
+  return estimators.lambda_returns(
+    token_rewards, jnp.zeros_like(token_rewards), mask, gamma=gamma, lambda_=1.0
+  )
+
+
+def centered_reward_to_go(
+  token_rewards, mask, groups, *, gamma, center
+) -> jax.Array:
+  """Reward to go minus the center of the group, [B, T].
+
+  The center is that of whole, undiscounted responses, and the same for every
+  token. Where a reward comes before the last token, or gamma < 1, it leaves
+  late tokens more variance than a baseline per token would, but no bias.
+  """
+  rewards = outcome(token_rewards)
+  relative = estimators.group_relative(
+    rewards, groups, num_groups=groups.shape[0], center=center, scale="none"
+  )
+  baseline = per_token(rewards - relative, mask)
+  return reward_to_go(token_rewards, mask, gamma=gamma) - baseline
+
+
+def make_estimator(settings: choices.Settings) -> Part:
+  """Returns the part that `estimator.center` asks for."""
+  centered = settings["center"] != "none"
+  return part(centered_reward_to_go if centered else reward_to_go, settings)
+
+
+choices.ESTIMATORS["reward_to_go"] = make_estimator

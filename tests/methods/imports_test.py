@@ -1,0 +1,58 @@
+"""A file of methods/ is imported when a config names what it registers."""
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from jaxrl_llm import methods
+from jaxrl_llm.learner import choices
+
+_TABLES = {
+  "estimator": choices.ESTIMATORS,
+  "loss": choices.POLICY_LOSSES,
+  "proximal": choices.PROXIMAL_LOSSES,
+  "mask": choices.MASKS,
+  "step_scale": choices.STEP_SCALES,
+}
+_PROGRAM = """
+import runpy, sys
+from jaxrl_llm import config as config_lib
+from jaxrl_llm.learner.build_algorithm import make_algorithm
+from jaxrl_llm.train.validation import validate
+text = config_lib.describe()
+assert all(repr(x) in text for x in ("hapo", "gspo", "optimal_baseline"))
+config = runpy.run_path(f"configs/{sys.argv[1]}.py")["get_config"]()
+validate(config)
+make_algorithm(config)
+start = "jaxrl_llm.methods."
+print(*sorted(m[len(start):] for m in sys.modules if m.startswith(start)))
+"""
+
+
+@pytest.mark.parametrize(
+  ("method", "files"),
+  [("vapo", ""), ("hapo", "hapo"), ("vcpo", "rloo vcpo")],
+)
+def test_an_unused_method_is_not_imported(method, files):
+  done = subprocess.run(
+    [sys.executable, "-c", _PROGRAM, method],
+    check=True,
+    capture_output=True,
+    text=True,
+  )
+  assert done.stdout.strip() == files
+
+
+@pytest.mark.parametrize("file", methods.FILES)
+def test_a_file_registers_what_the_table_says(file):
+  for kind, name in methods.FILES[file].items():
+    assert name in list(_TABLES[kind])  # Before it is imported, too.
+    assert callable(_TABLES[kind][name])
+    assert f"jaxrl_llm.methods.{file}" in sys.modules
+
+
+def test_every_file_is_in_the_table():
+  folder = pathlib.Path(methods.__file__).parent
+  assert {p.stem for p in folder.glob("[a-z]*.py")} == set(methods.FILES)
