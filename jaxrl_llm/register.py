@@ -3,7 +3,8 @@
 A registered name is a value of its config key, on the same terms as the names
 of the package. Plain functions are registered: the names of positional
 arguments are the inputs that they read, keyword-only arguments receive the
-settings of their names, and unknown names are refused.
+settings of their names, and unknown names are refused. The files of `methods/`
+register the package's own methods in the same way.
 """
 
 import functools
@@ -45,8 +46,8 @@ def _check_keywords(
     )
     if p.kind is p.KEYWORD_ONLY and not known:
       raise ValueError(
-        f"config.{' and config.'.join(groups)} has no setting {p.name!r}; use an"
-        " existing setting, or bind the argument with functools.partial"
+        f"config.{' and config.'.join(groups)} has no setting {p.name!r}; use"
+        " an existing setting, or bind the argument with functools.partial"
       )
 
 

@@ -233,6 +233,24 @@ class TestRegister:
       add("own", own)
     add("own", functools.partial(own, clip_hihg=0.5))
 
+  def test_an_argument_reads_an_input_of_another_name(self):
+    register.loss("own", losses.gspo_loss, old_logprobs="behavior_logprobs")
+    register.estimator("own", lambda x: x, x="token_rewards")
+    made = make_algorithm(loss__name="own", estimator__name="own")
+    assert made.policy_loss.reads[:2] == ("logprobs", "behavior_logprobs")
+    assert made.parts["advantages"].reads == ("token_rewards",)
+
+  def test_an_own_input_has_settings_of_the_loss_and_the_estimator(self):
+    def own(rewards, *, gamma, clip_high):
+      return rewards * gamma + clip_high
+
+    register.token_input("to_come", own)
+    made = make_algorithm(estimator__gamma=0.5, loss__clip_high=0.25)
+    got = made.parts["to_come"]({"rewards": jnp.ones(2)})
+    np.testing.assert_array_equal(got, [0.75, 0.75])
+    with pytest.raises(ValueError, match="has no setting 'gama'; choose one"):
+      register.token_input("of_prompt", lambda rewards, *, gama: rewards)
+
   def test_an_input_that_nothing_gives_is_refused(self):
     register.estimator("own", lambda token_rewards, tokenz: token_rewards)
     register.loss("own", lambda logprobs, values: logprobs)
