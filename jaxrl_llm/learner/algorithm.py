@@ -7,10 +7,22 @@ that is off is absent, costs nothing and changes no bit of the result.
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
 
 from jaxrl_llm import losses
 from jaxrl_llm.learner.parts import Auxiliary, Part, leaves_of
+
+
+class AdaptiveTemperature(NamedTuple):
+  """A sampling temperature per token that follows the batch before."""
+
+  # (logits [S, V], temperature [S], state) -> temperature [S].
+  temperature: Callable[[jax.Array, jax.Array, Any], jax.Array]
+  state: Part  # Scores and inputs of a batch -> state, a tree of arrays.
+  initial: Any  # State before the first batch; leaves the temperature alone.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +42,8 @@ class Algorithm:
     step_scale: -> factor of a mini-batch's update, scalar; None is 1.
     follows_average: whether the proximal policy is the moving average, scored
       anew for each mini-batch.
-    temperature_statistics: whether the sampler's temperature follows the
-      entropies of the previous batch.
+    temperature: rule by which the sampler's temperature follows the previous
+      batch; None keeps it constant.
     loss_mode: mode of `masked.token_weights` for the policy loss.
     loss_norm: constant length of the mode; None for modes without one.
   """
@@ -43,7 +55,7 @@ class Algorithm:
   corrections: Mapping[str, Part]
   step_scale: Part | None
   follows_average: bool
-  temperature_statistics: bool
+  temperature: AdaptiveTemperature | None
   loss_mode: str
   loss_norm: float | None
 

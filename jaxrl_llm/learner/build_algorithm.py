@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from jaxrl_llm import distributions, estimators, losses
+from jaxrl_llm import estimators, losses
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import choices, estimates
 from jaxrl_llm.learner.algorithm import OF_THE_UPDATE, Algorithm
@@ -49,15 +48,13 @@ def make_algorithm(config: Any) -> Algorithm:
   loss, off_policy = config.loss.to_dict(), config.off_policy
   limit = config.sampler.max_response_length
   policy_loss, corrections = _loss_and_corrections(config)
-  value_loss = step_scale = None
+  value_loss = None
   if choices.has_critic(config):
     value_loss = part(losses.clipped_value_loss)
     if config.loss.clip_value is not None:
       value_loss = part(
         losses.clipped_value_loss, loss, old_values="old_values"
       )
-  for name in filter(off_policy.get, choices.STEP_SCALES):
-    step_scale = choices.STEP_SCALES[name](off_policy.to_dict())
   norm = float(loss["norm"] or limit) if loss["mode"] in NORM_MODES else None
   parts = _ALWAYS | _chosen_parts(config)
   for name in _OWN_INPUTS:
@@ -70,9 +67,9 @@ def make_algorithm(config: Any) -> Algorithm:
     auxiliary=_auxiliary(loss, norm),
     value_loss=value_loss,
     corrections=corrections,
-    step_scale=step_scale,
+    step_scale=choices.STEP_SCALES.switched_on(off_policy.to_dict()),
     follows_average=off_policy.proximal == "ewma",
-    temperature_statistics=config.sampler.entropy_tau > 0,
+    temperature=choices.TEMPERATURES.switched_on(config.sampler.to_dict()),
     loss_mode=loss["mode"],
     loss_norm=norm,
   )
@@ -218,30 +215,6 @@ def as_reward_model(algorithm: Algorithm, *, gamma: float) -> Algorithm:
   algorithm = with_monte_carlo_returns(algorithm, gamma=gamma)
   last = {"value_mask": part(estimates.last_value_mask)}
   return dataclasses.replace(algorithm, parts={**algorithm.parts, **last})
-
-
-def make_adaptive_temperature(sampler: Any) -> Callable[..., jax.Array] | None:
-  """HAPO's sampling temperature, which follows the entropy of each token.
-
-  Args:
-    sampler: config group; `entropy_tau` 0 is None, a constant temperature.
-
-  Returns:
-    (logits [S, V], temperature [S], EntropyStatistics) -> temperature [S].
-  """
-  if not sampler.entropy_tau:
-    return None
-
-  def adaptive_temperature(logits, temperature, statistics):
-    entropies = distributions.entropy_from_logits(logits / temperature[:, None])
-    code = estimators.entropy_code(
-      entropies, jnp.ones(entropies.shape, bool), statistics
-    )
-    return estimators.adaptive_temperature(
-      code, temperature=temperature, tau=sampler.entropy_tau
-    )
-
-  return adaptive_temperature
 
 
 def add_token_input(name: str, fn: Callable[..., jax.Array]) -> None:

@@ -39,6 +39,11 @@ class Table(dict[str, Any]):
       importlib.import_module(f"{_METHODS}.{file}")
     return super().__getitem__(name)
 
+  def switched_on(self, settings: Settings) -> Any:
+    """The part whose setting is on, made with the settings; None without."""
+    name = next(filter(settings.get, self), None)
+    return self[name](settings) if name else None
+
 
 def maker_of(
   fn: Callable[..., Any], **inputs: str
@@ -103,6 +108,9 @@ PROXIMAL_LOSSES = Table("proximal")
 # Setting that switches it on -> (config group off_policy) -> factor of a
 # mini-batch's update.
 STEP_SCALES = Table("step_scale")
+
+# Likewise (config group sampler) -> `AdaptiveTemperature`.
+TEMPERATURES = Table("temperature")
 
 KL_ESTIMATES = {
   "k1": losses.kl_k1,

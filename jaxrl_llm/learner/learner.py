@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl_llm import estimators, processes, sharding, types
+from jaxrl_llm import processes, sharding, types
 from jaxrl_llm.errors import TrainingStopped
 from jaxrl_llm.learner import metrics, packing, parts
 from jaxrl_llm.learner.algorithm import Algorithm
@@ -108,11 +108,7 @@ class Learner:
     ShapeDtypeStructs with shardings on the mesh; a class for a record of host
     arrays that may be absent.
     """
-    statistics = None
-    if self.algorithm.temperature_statistics:
-      # These leave the sampler's temperature as it is.
-      nothing = [np.zeros((), np.float32)] * 4
-      statistics = estimators.EntropyStatistics(*nothing)
+    temperature = self.algorithm.temperature
     models = {"policy": self.policy, "critic": self.critic}
     return LearnerState(
       step=0,
@@ -120,7 +116,7 @@ class Learner:
       critic=self.critic and self.critic.shapes,
       ema=self.ema and self.ema.shapes,
       kept=self.kept and self.kept.shapes,
-      temperature_state=statistics,
+      temperature_state=temperature and temperature.initial,
       waiting=Responses,
       base={name: model.base for name, model in models.items() if model},
       reference=None,
@@ -174,7 +170,7 @@ class Learner:
     with timer.phase("update_policy"):
       batch = TrainingBatch(rollout, experience, policy_batches, state.step)
       state, new = self._update_policy(state, batch, rng)
-    return _after(state, scores, experience, waiting), row | new
+    return self._after(state, scores, experience, waiting), row | new
 
   def update_by_groups(
     self, state: LearnerState, arriving: Iterable[Responses], timer: Any
@@ -225,7 +221,7 @@ class Learner:
         trained, new = each.apply(experience, state.step)
         row |= self._summary(name, trained, [new])
       state = state.replace(**{name: trained})
-    return _after(state, scores, experience), row
+    return self._after(state, scores, experience), row
 
   @property
   def _room(self) -> int:
@@ -562,19 +558,19 @@ class Learner:
     skipped = next(k for k in out if k.endswith("/skipped"))
     return out | {skipped: float(sum(row[skipped] for row in rows))}
 
-
-def _after(
-  state: LearnerState,
-  scores: Mapping[str, np.ndarray],
-  experience: Experience,
-  waiting: Responses | None = None,
-) -> LearnerState:
-  """Returns the state after the update of its models."""
-  mask = experience["policy_mask"]
-  if state.temperature_state is not None and mask.any():
-    statistics = estimators.entropy_statistics(scores["entropies"], mask)
-    state = state.replace(temperature_state=jax.device_get(statistics))
-  return state.replace(step=state.step + 1, waiting=waiting)
+  def _after(
+    self,
+    state: LearnerState,
+    scores: Mapping[str, np.ndarray],
+    experience: Experience,
+    waiting: Responses | None = None,
+  ) -> LearnerState:
+    """Returns the state after the update of its models."""
+    temperature = self.algorithm.temperature
+    if temperature is not None and experience["policy_mask"].any():
+      following = temperature.state({**scores, **experience})
+      state = state.replace(temperature_state=jax.device_get(following))
+    return state.replace(step=state.step + 1, waiting=waiting)
 
 
 def _concatenate(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from typing import Any
 
 import chex
 
-from jaxrl_llm import estimators
 from jaxrl_llm.learner.optimizer import TrainState
 from jaxrl_llm.learner.packing import MiniBatch
 from jaxrl_llm.models import Params
@@ -22,8 +21,8 @@ class LearnerState:
   ema: Any  # Moving average of the policy (PPO-EWMA) or None.
   # Earlier versions of the policy, see `models.KeptWeights`; or None.
   kept: Any
-  # For the sampler's adaptive temperature, from the last batch; else None.
-  temperature_state: estimators.EntropyStatistics | None
+  # From the last batch, see `AdaptiveTemperature.state`; None without one.
+  temperature_state: Any
   waiting: Responses | None  # Ended; not yet seen by the critic.
   # Constants, which the checkpoints of steps leave out. Parameters that are not
   # trained, by model.

@@ -12,7 +12,11 @@ FILES: dict[str, dict[str, str]] = {
   "a_3po": {"proximal": "interpolate"},
   "cispo": {"loss": "cispo"},
   "gspo": {"loss": "gspo"},
-  "hapo": {"estimator": "token_group", "loss": "hapo"},
+  "hapo": {
+    "estimator": "token_group",
+    "loss": "hapo",
+    "temperature": "entropy_tau",
+  },
   "mc_grpo": {"mask": "drop_pivot"},
   "reinforce_pp": {"estimator": "reward_to_go"},
   "rloo": {"loss": "policy_gradient"},

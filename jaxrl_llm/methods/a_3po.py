@@ -1,6 +1,7 @@
 """A-3PO: a proximal policy that costs no forward pass.
 
-    log π_prox ≈ (1 - a) log π_behav + a log π,   a = 1 - 1/age
+    log π_prox ≈ (1 - a) log π_behav + a log π
+    a = (v_prox - v_behav) / (v - v_behav)      of their versions
 
 Differs from decoupled PPO (AReaL), which scores every batch with the policy at
 the start of the update: here its log-probs are interpolated between the policy
@@ -13,8 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm import losses, register
-from jaxrl_llm.learner import choices
-from jaxrl_llm.learner.parts import Part, part
+from jaxrl_llm.learner import choices, parts
 
 
 def interpolation_share(version, policy_mask, update_version) -> jax.Array:
@@ -29,9 +29,9 @@ def interpolation_share(version, policy_mask, update_version) -> jax.Array:
   return jnp.where(policy_mask, share, 0.0)
 
 
-def make_loss(settings: choices.Settings) -> Part:
+def make_loss(settings: choices.Settings) -> parts.Part:
   """Returns PPO's surrogate around π_prox, weighted by π_prox / π_behav."""
-  decoupled = part(losses.decoupled_policy_loss, settings).fn
+  decoupled = parts.part(losses.decoupled_policy_loss, settings).fn
 
   def loss(logprobs, behavior_logprobs, advantages, interpolation_share):
     proximal_logprobs = losses.mixed_logprobs(
@@ -39,7 +39,7 @@ def make_loss(settings: choices.Settings) -> Part:
     )
     return decoupled(logprobs, proximal_logprobs, behavior_logprobs, advantages)
 
-  return part(loss)
+  return parts.part(loss)
 
 
 register.token_input("interpolation_share", interpolation_share)

@@ -2,7 +2,7 @@
 
     h = (log H - pivot) / rms, scaled to [-1, 1]        the entropy code
     A_i = (R_i - μ) / (σ + ε), μ and σ over the tokens of the group
-    ρ is clipped at 1 - clip_low (1 - h) and 1 + clip_high (1 + h)
+    1 - clip_low (1 + max(-h, 0)) ≤ ρ ≤ 1 + clip_high (1 + max(h, 0))
 
 Differs from DAPO in the group's statistics, which weigh a response by its
 tokens; in the clip range and the advantage of a token, which follow its
@@ -14,9 +14,10 @@ Reference: HAPO 2025, arXiv:2509.16591.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrl_llm import distributions, estimators, losses, register
-from jaxrl_llm.learner.estimates import outcome, per_token
+from jaxrl_llm.learner import algorithm, choices, estimates, parts
 
 
 def token_group(
@@ -24,13 +25,13 @@ def token_group(
 ) -> jax.Array:
   """Advantages from group statistics in which every token counts once."""
   relative = estimators.token_group_relative(
-    outcome(token_rewards),
+    estimates.outcome(token_rewards),
     own_lengths,
     groups,
     num_groups=groups.shape[0],
     epsilon=epsilon,
   )
-  return per_token(relative, mask)
+  return estimates.per_token(relative, mask)
 
 
 def entropy_code(entropies, policy_mask, *, hapo_sign) -> jax.Array:
@@ -64,6 +65,31 @@ def entropy_clip(
   )
 
 
+def make_temperature(
+  sampler: choices.Settings,
+) -> algorithm.AdaptiveTemperature:
+  """Returns the temperature that follows a token's entropy, T (1 + τ h).
+
+  h comes from the statistics of the batch before.
+  """
+
+  def adaptive_temperature(logits, temperature, statistics):
+    entropies = distributions.entropy_from_logits(logits / temperature[:, None])
+    code = estimators.entropy_code(
+      entropies, jnp.ones(entropies.shape, bool), statistics
+    )
+    return estimators.adaptive_temperature(
+      code, temperature=temperature, tau=sampler["entropy_tau"]
+    )
+
+  return algorithm.AdaptiveTemperature(
+    adaptive_temperature,
+    parts.part(estimators.entropy_statistics, mask="policy_mask"),
+    initial=estimators.EntropyStatistics(*[np.zeros((), np.float32)] * 4),
+  )
+
+
 register.estimator("token_group", token_group)
 register.token_input("entropy_code", entropy_code)
 register.loss("hapo", entropy_clip)
+choices.TEMPERATURES["entropy_tau"] = make_temperature

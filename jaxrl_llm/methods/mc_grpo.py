@@ -13,14 +13,13 @@ Reference: MC-GRPO 2026, arXiv:2601.22582.
 import jax
 
 from jaxrl_llm import estimators
-from jaxrl_llm.learner import choices
-from jaxrl_llm.learner.estimates import outcome
+from jaxrl_llm.learner import choices, estimates
 
 
 def without_pivot(mask, token_rewards, groups) -> jax.Array:
   """Masks the median response, which was only sampled as a baseline."""
   pivot = estimators.median_pivot(
-    outcome(token_rewards), groups, num_groups=groups.shape[0]
+    estimates.outcome(token_rewards), groups, num_groups=groups.shape[0]
   )
   return mask & ~pivot[:, None]
 

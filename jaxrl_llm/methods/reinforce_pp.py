@@ -14,9 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm import estimators
-from jaxrl_llm.learner import choices
-from jaxrl_llm.learner.estimates import outcome, per_token
-from jaxrl_llm.learner.parts import Part, part
+from jaxrl_llm.learner import choices, estimates, parts
 
 
 def reward_to_go(token_rewards, mask, *, gamma) -> jax.Array:
@@ -35,18 +33,20 @@ def centered_reward_to_go(
   token. Where a reward comes before the last token, or gamma < 1, it leaves
   late tokens more variance than a baseline per token would, but no bias.
   """
-  rewards = outcome(token_rewards)
+  rewards = estimates.outcome(token_rewards)
   relative = estimators.group_relative(
     rewards, groups, num_groups=groups.shape[0], center=center, scale="none"
   )
-  baseline = per_token(rewards - relative, mask)
+  baseline = estimates.per_token(rewards - relative, mask)
   return reward_to_go(token_rewards, mask, gamma=gamma) - baseline
 
 
-def make_estimator(settings: choices.Settings) -> Part:
+def make_estimator(settings: choices.Settings) -> parts.Part:
   """Returns the part that `estimator.center` asks for."""
   centered = settings["center"] != "none"
-  return part(centered_reward_to_go if centered else reward_to_go, settings)
+  return parts.part(
+    centered_reward_to_go if centered else reward_to_go, settings
+  )
 
 
 choices.ESTIMATORS["reward_to_go"] = make_estimator

@@ -11,14 +11,11 @@ leaves out the response itself, which the authors' code includes.
 Reference: Huang et al. 2026, arXiv:2602.17616.
 """
 
-import chex
 import jax
 import jax.numpy as jnp
 
 from jaxrl_llm import estimators, losses, register
-from jaxrl_llm.learner import choices
-from jaxrl_llm.learner.estimates import outcome, per_token
-from jaxrl_llm.learner.parts import Part, part
+from jaxrl_llm.learner import choices, estimates, parts
 
 # `estimator.gradient_norms` -> input that gives ‖∇ log π‖² of each response up
 # to a constant factor. Tokens with orthogonal gradients of equal norm would
@@ -26,9 +23,7 @@ from jaxrl_llm.learner.parts import Part, part
 SQUARED_NORMS = {"length": "own_lengths", "exact": "squared_gradient_norms"}
 
 
-def sequence_weights(
-  old_logprobs: chex.Array, behavior_logprobs: chex.Array, mask: chex.Array
-) -> jax.Array:
+def sequence_weights(old_logprobs, behavior_logprobs, mask) -> jax.Array:
   """Returns π_old / π_behaviour of whole responses, [B], not truncated."""
   log_ratio = jnp.where(mask, old_logprobs - behavior_logprobs, 0.0)
   return jnp.exp(jnp.clip(jnp.sum(log_ratio, axis=1), -20.0, 20.0))
@@ -42,7 +37,7 @@ def optimal_baseline(
   The importance weights of the baseline are not truncated, unlike those of the
   loss; any baseline that leaves the response itself out is unbiased.
   """
-  rewards = outcome(token_rewards)
+  rewards = estimates.outcome(token_rewards)
   baseline = estimators.optimal_baseline(
     rewards,
     sequence_weights(old_logprobs, behavior_logprobs, mask),
@@ -50,13 +45,13 @@ def optimal_baseline(
     groups,
     num_groups=groups.shape[0],
   )
-  return per_token(rewards - baseline, mask)
+  return estimates.per_token(rewards - baseline, mask)
 
 
-def make_estimator(settings: choices.Settings) -> Part:
+def make_estimator(settings: choices.Settings) -> parts.Part:
   """Returns the part with the chosen norms; exact ones cost a backward pass."""
   norms = SQUARED_NORMS[settings["gradient_norms"]]
-  return part(optimal_baseline, settings, squared_norms=norms)
+  return parts.part(optimal_baseline, settings, squared_norms=norms)
 
 
 def squared_gradient_norms(gradient_norms) -> jax.Array:

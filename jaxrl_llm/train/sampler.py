@@ -9,7 +9,7 @@ import jax
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import sampling, sharding, sync
 from jaxrl_llm.data.tokenizer import Tokenizer
-from jaxrl_llm.learner.build_algorithm import make_adaptive_temperature
+from jaxrl_llm.learner import choices
 from jaxrl_llm.models import ModelFns
 from jaxrl_llm.sampling import Engine, EngineConfig
 from jaxrl_llm.sampling.allocator import default_page_size
@@ -50,6 +50,7 @@ def make_engine(
   slots = config.sampler.slots or default_slots(config)
   split = sharding.slots_size_of(mesh)
   stop = tokenizer.single_tokens(config.sampler.stop, "config.sampler.stop")
+  adaptive = choices.TEMPERATURES.switched_on(config.sampler.to_dict())
   drafter = DRAFTERS[config.sampler.drafter](fns)
   return Engine(
     fns,
@@ -61,7 +62,7 @@ def make_engine(
       num_draft_tokens=config.sampler.num_draft_tokens if drafter else 0,
       kv_pages=config.sampler.kv_pages,
     ),
-    adaptive_temperature=make_adaptive_temperature(config.sampler),
+    adaptive_temperature=adaptive and adaptive.temperature,
     detokenize=tokenizer.decode,
     drafter=drafter,
   )

@@ -3,10 +3,9 @@
 import time
 
 import jax
-import jax.numpy as jnp
 from scaling import estimate
 
-from jaxrl_llm import estimators, rewards
+from jaxrl_llm import rewards
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.lower import lower
 from jaxrl_llm.rewards.judge import known
@@ -130,13 +129,10 @@ def _show_meshes(run: Run) -> None:
 
 def _phases(run: Run) -> dict[str, jax.stages.Lowered]:
   config, engine = run.config, run.evaluator.writer.engine
-  statistics = None
-  if run.learner.algorithm.temperature_statistics:
-    scalar = jax.ShapeDtypeStruct((), jnp.float32)
-    statistics = estimators.EntropyStatistics(*[scalar] * 4)
+  temperature = run.learner.algorithm.temperature
   return engine.lower(
     run.transfer.shapes,
     prompts=engine.prompts_at_a_time(config.data.group_size),
     window=config.schedule.window > 0,
-    temperature_state=statistics,
+    temperature_state=temperature and temperature.initial,
   ) | lower(run.learner)

@@ -6,7 +6,6 @@ import chex
 import jax
 import numpy as np
 import reference
-from helpers import tiny_run
 from helpers.tiny_algorithm import (
   make_algorithm,
   make_experience,
@@ -15,7 +14,6 @@ from helpers.tiny_algorithm import (
 )
 
 from jaxrl_llm import estimators
-from jaxrl_llm.learner import build_algorithm
 
 
 class TestHapo:
@@ -78,9 +76,8 @@ class TestHapo:
     )
 
   def make_temperature(self, tau):
-    sampler = tiny_run.make_config("none", sampler__entropy_tau=tau).sampler
-    adaptive = build_algorithm.make_adaptive_temperature(sampler)
-    return adaptive and jax.jit(adaptive)
+    adaptive = make_algorithm(sampler__entropy_tau=tau).temperature
+    return adaptive and jax.jit(adaptive.temperature)
 
   def test_the_temperature_follows_the_batch_before(self):
     rng = np.random.default_rng(2)

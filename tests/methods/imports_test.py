@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from jaxrl_llm import methods
+from jaxrl_llm import losses, methods, register
 from jaxrl_llm.learner import choices
 
 _TABLES = {
@@ -15,6 +15,7 @@ _TABLES = {
   "proximal": choices.PROXIMAL_LOSSES,
   "mask": choices.MASKS,
   "step_scale": choices.STEP_SCALES,
+  "temperature": choices.TEMPERATURES,
 }
 _PROGRAM = """
 import runpy, sys
@@ -51,6 +52,15 @@ def test_a_file_registers_what_the_table_says(file):
     assert name in list(_TABLES[kind])  # Before it is imported, too.
     assert callable(_TABLES[kind][name])
     assert f"jaxrl_llm.methods.{file}" in sys.modules
+
+
+def test_a_name_of_a_file_that_is_not_imported_yet_is_taken(monkeypatch):
+  monkeypatch.setitem(choices.POLICY_LOSSES, "cispo", "cispo")
+  monkeypatch.delitem(sys.modules, "jaxrl_llm.methods.cispo", raising=False)
+  with pytest.raises(ValueError, match="has a value 'cispo' already"):
+    register.loss("cispo", losses.clipped_policy_loss)
+  made = choices.POLICY_LOSSES["cispo"]({"clip_high": 0.2})
+  assert made.reads == ("logprobs", "proximal_logprobs", "advantages")
 
 
 def test_every_file_is_in_the_table():

@@ -12,13 +12,15 @@ from helpers.tiny_run import with_config
 from helpers.tiny_tppo import newest, patient_of, record, saved, with_models
 
 from jaxrl_llm import estimators
+from jaxrl_llm.methods import hapo
 from jaxrl_llm.train import build, loop
 
 
 def tempered_of(run):
   """The run whose sampler is told the entropies of the batch before."""
   algorithm = dataclasses.replace(
-    run.learner.algorithm, temperature_statistics=True
+    run.learner.algorithm,
+    temperature=hapo.make_temperature({"entropy_tau": 0.5}),
   )
   return with_models(run, algorithm=algorithm)
 
