@@ -46,7 +46,7 @@ def _check_keywords(
     )
     if p.kind is p.KEYWORD_ONLY and not known:
       raise ValueError(
-        f"config.{' and config.'.join(groups)} has no setting {p.name!r}; use"
+        f"config.{' or config.'.join(groups)} has no setting {p.name!r}; use"
         " an existing setting, or bind the argument with functools.partial"
       )
 
