@@ -1,13 +1,12 @@
 """Tests of scripts/dev/accelerator.py and of what it runs on a device."""
 
 import dataclasses
-import importlib.util
 import json
 import math
-import pathlib
 import subprocess
 import sys
 
+import accelerator
 import jax
 import numpy as np
 import pytest
@@ -18,19 +17,8 @@ from jaxrl_llm import models
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.shapes import MODELS, multiplied_params
 
-_ROOT = pathlib.Path(__file__).parents[1]
-_SCRIPT = _ROOT / "scripts" / "dev" / "accelerator.py"
 
-
-@pytest.fixture(scope="module")
-def script():
-  spec = importlib.util.spec_from_file_location("accelerator", _SCRIPT)
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
-
-
-def test_a_part_that_fails_or_is_late_costs_no_other(script, monkeypatch):
+def test_a_part_that_fails_or_is_late_costs_no_other(monkeypatch):
   def fails(sizes, limit_s):
     raise InputError("no memory")
 
@@ -41,16 +29,16 @@ def test_a_part_that_fails_or_is_late_costs_no_other(script, monkeypatch):
     return {"tokens_per_s": 2.0}
 
   parts = {"bad": (fails, 60.0), "good": (works, 60.0), "last": (works, 600.0)}
-  monkeypatch.setattr(script, "PARTS", parts)
-  found = script.measure_all(["bad", "good"], "small", 60.0)
+  monkeypatch.setattr("PARTS", parts)
+  found = accelerator.measure_all(["bad", "good"], "small", 60.0)
   assert found["parts"] == {"good": {"tokens_per_s": 2.0}}
   assert found["errors"] == {"bad": "no memory"}
   assert given["small"] == pytest.approx(6.0)  # A tenth of ten minutes.
-  script.measure_all(["last"], "full", 60.0)
+  accelerator.measure_all(["last"], "full", 60.0)
   assert 59.0 < given["full"] <= 60.0
 
 
-def test_the_table_divides_by_the_peak_of_its_kind(script):
+def test_the_table_divides_by_the_peak_of_its_kind():
   record = {
     "device": "X 1",
     "command": "run",
@@ -69,19 +57,19 @@ def test_the_table_divides_by_the_peak_of_its_kind(script):
     },
     "errors": {"tail": "too late"},
   }
-  rows = script.table(record).splitlines()
+  rows = accelerator.table(record).splitlines()
   assert "| decode | `a_bytes_per_s` | 50 | 0.50 |" in rows
   assert "| decode | `a_tokens_per_s` | 3 |  |" in rows
   assert "| update | `b_flops_per_s` | 20 | 0.25 |" in rows
   assert "| tail | failed | too late | |" in rows
   del record["parts"]["device"]["data_sheet_flops_per_s"]
-  assert "| update | `b_flops_per_s` | 20 | 0.50 |" in script.table(record)
+  assert "| update | `b_flops_per_s` | 20 | 0.50 |" in accelerator.table(record)
   del record["parts"]["device"]
-  assert "| update | `b_flops_per_s` | 20 |  |" in script.table(record)
+  assert "| update | `b_flops_per_s` | 20 |  |" in accelerator.table(record)
 
 
 def test_windows_and_whole_responses_are_compared_after_the_warm_up(
-  script, monkeypatch
+  monkeypatch,
 ):
   def train(flags, limit_s):
     (method,) = (f for f in flags if f.startswith("--config=configs/"))
@@ -97,27 +85,25 @@ def test_windows_and_whole_responses_are_compared_after_the_warm_up(
     ]
     return rows
 
-  monkeypatch.setattr(script, "train", train)
-  out = script.measure_tail("small", 10.0)
+  monkeypatch.setattr("train", train)
+  out = accelerator.measure_tail("small", 10.0)
   assert out["full_steps"] == out["windows_steps"] == 2
   assert (out["full_generate_s"], out["windows_generate_s"]) == (4.0, 1.0)
   assert out["windows_over_full_tokens_per_s"] == 2.0
-  monkeypatch.setattr(script, "train", lambda *_: [{"step": 0}])
+  monkeypatch.setattr("train", lambda *_: [{"step": 0}])
   with pytest.raises(InputError, match="no step after the warm-up"):
-    script.measure_tail("small", 10.0)
+    accelerator.measure_tail("small", 10.0)
 
 
-def test_accuracy_is_that_of_the_first_and_of_the_last_evaluation(
-  script, monkeypatch
-):
+def test_accuracy_is_that_of_the_first_and_of_the_last_evaluation(monkeypatch):
   rows = [
     {"step": 0, "eval/x/greedy": 0.1, "eval/x/avg@4": 0.3, "eval/x/pass@4": 1},
     {"step": 1},
     {"step": 20, "eval/x/greedy": 0.5, "eval/x/avg@4": 0.4},
     {"step": 40, "eval/x/greedy": 0.9, "eval/x/avg@4": 0.8},
   ]
-  monkeypatch.setattr(script, "train", lambda *_: rows)
-  out = script.measure_grpo("full", 10.0)
+  monkeypatch.setattr("train", lambda *_: rows)
+  out = accelerator.measure_grpo("full", 10.0)
   assert out.pop("seconds") >= 0
   assert out == {
     "steps": 40,
@@ -128,11 +114,11 @@ def test_accuracy_is_that_of_the_first_and_of_the_last_evaluation(
   }
 
 
-def test_training_that_fails_or_has_no_time_says_so(script):
+def test_training_that_fails_or_has_no_time_says_so():
   with pytest.raises(InputError, match="no such key"):
-    script.train(["--config=configs/grpo.py", "--config.no.key=1"], 300.0)
+    accelerator.train(["--config=configs/grpo.py", "--config.no.key=1"], 300.0)
   with pytest.raises(InputError, match="more than 0 s for a step"):
-    script.train(["--config=configs/grpo.py"], 0.1)
+    accelerator.train(["--config=configs/grpo.py"], 0.1)
 
 
 @pytest.mark.parametrize(
@@ -142,8 +128,8 @@ def test_training_that_fails_or_has_no_time_says_so(script):
     (["--seconds=0"], "--seconds=0 must be more than 0"),
   ],
 )
-def test_bad_flags_are_one_line(script, flags, problem, capsys):
-  assert script.main(flags) == 2
+def test_bad_flags_are_one_line(flags, problem, capsys):
+  assert accelerator.main(flags) == 2
   error = capsys.readouterr().err
   assert problem in error and error.count("\n") == 1
 
@@ -192,7 +178,12 @@ def test_rollouts_of_an_update_have_groups_with_one_prompt():
 def test_measures_a_device_and_writes_what_it_saw(tmp_path):
   parts = "device,agreement,decode,update"
   done = subprocess.run(
-    [sys.executable, _SCRIPT, f"--parts={parts}", f"--out={tmp_path}"],
+    [
+      sys.executable,
+      accelerator.__file__,
+      f"--parts={parts}",
+      f"--out={tmp_path}",
+    ],
     env=programs.environment(),
     capture_output=True,
     text=True,

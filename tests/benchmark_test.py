@@ -1,11 +1,10 @@
 """Tests of scripts/dev/benchmark.py and scripts/dev/benchmarks."""
 
-import importlib.util
 import json
 import math
-import pathlib
 import sys
 
+import benchmark
 import numpy as np
 import pytest
 import reference
@@ -13,7 +12,6 @@ from benchmarks import peers, summary, workloads
 
 from jaxrl_llm.errors import InputError
 
-_SCRIPT = pathlib.Path(__file__).parents[1] / "scripts" / "dev" / "benchmark.py"
 _TUNIX = {
   "library": "google-tunix",
   "shape": "smollm135m",
@@ -40,13 +38,6 @@ _TRL = {
     },
   },
 }
-
-
-def _script():
-  spec = importlib.util.spec_from_file_location("benchmark_script", _SCRIPT)
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
 
 
 class TestLastJsonObject:
@@ -233,14 +224,14 @@ class TestScript:
     ],
   )
   def test_bad_input_is_one_line(self, arguments, message, capsys):
-    assert _script().main(arguments) == 2
+    assert benchmark.main(arguments) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
 
   def test_estimators_end_in_one_json_object(self, capsys):
     arguments = ["estimators", "--rows=4", "--length=70", "--repeats=2"]
-    assert _script().main(arguments) == 0
+    assert benchmark.main(arguments) == 0
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert record["part"] == "estimators"
     assert record["settings"]["length"] == 70
@@ -256,7 +247,7 @@ class TestScript:
 
   def test_checkpoint_costs(self, capsys):
     arguments = ["checkpoint", "--megabytes=1", "--repeats=1"]
-    assert _script().main(arguments) == 0
+    assert benchmark.main(arguments) == 0
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
     medians = record["medians"]
     share = medians["save_blocking_s"] / medians["orbax_save_s"]
@@ -265,15 +256,14 @@ class TestScript:
 
   def test_peers_run_beside_ours_and_one_may_fail(self, capsys, monkeypatch):
     ours = '{"medians": {"tokens_per_s": 30.0}}'
-    script = _script()
     monkeypatch.setattr(
-      script,
+      benchmark,
       "alone_command",
       lambda options: [sys.executable, "-c", f"print('{ours}')"],
     )
     peer = "a=echo '{\"tokens_per_s\": 10}'"
     arguments = ["sampler", f"--peer={peer}", "--peer=b=exit 5", "--rounds=2"]
-    assert script.main(arguments) == 1
+    assert benchmark.main(arguments) == 1
     captured = capsys.readouterr()
     record = json.loads(captured.out.splitlines()[-1])
     assert record["ratios"] == {"a": {"tokens_per_s": 3.0}}
@@ -281,8 +271,7 @@ class TestScript:
     assert "benchmark: peer b: exit code 5" in captured.err.splitlines()[-1]
 
   def test_fresh_process_measures_with_the_same_settings(self):
-    script = _script()
-    options = script.make_parser().parse_args(
+    options = benchmark.make_parser().parse_args(
       [
         "train_step",
         "--batch=8",
@@ -291,9 +280,11 @@ class TestScript:
         "--rounds=9",
       ]
     )
-    script.check(options)
-    again = script.make_parser().parse_args(script.alone_command(options)[2:])
-    script.check(again)
+    benchmark.check(options)
+    again = benchmark.make_parser().parse_args(
+      benchmark.alone_command(options)[2:]
+    )
+    benchmark.check(again)
     assert not again.peers
     for name in (
       "part",
@@ -309,7 +300,7 @@ class TestScript:
   def test_train_step_measures_all_phases(self, capsys):
     arguments = ["train_step", "--shape=small", "--batch=4", "--group_size=2"]
     lengths = ["--prompt_length=4", "--new_tokens=4", "--max_tokens_per_row=12"]
-    assert _script().main(arguments + lengths) == 0
+    assert benchmark.main(arguments + lengths) == 0
     medians = json.loads(capsys.readouterr().out.splitlines()[-1])["medians"]
     for part in ("generate_s", "prepare_s", "update_s", "sync_s"):
       assert 0 < medians[part] < medians["step_s"]
@@ -322,7 +313,7 @@ class TestScript:
   def test_new_sampling_settings_compile_nothing(self, capsys):
     arguments = ["sampler", "--shape=small", "--batch=2", "--group_size=1"]
     lengths = ["--prompt_length=4", "--new_tokens=4"]
-    assert _script().main(arguments + lengths) == 0
+    assert benchmark.main(arguments + lengths) == 0
     medians = json.loads(capsys.readouterr().out.splitlines()[-1])["medians"]
     assert medians["compilations_of_first_call"] > 0
     assert medians["compilations_after_changes"] == 0

@@ -168,7 +168,6 @@ class TestSettings:
         ["optimizer.policy.micro_batch_size=2 must be a multiple of", "= 4"],
       ),
       ({"mesh__data": 0}, ["mesh data=0"]),
-      ({"data__source": "nope"}, ["config.data.source='nope' must be one of"]),
       ({"data__source": "jsonl"}, ["source 'jsonl' needs data.path"]),
       (
         {"data__source": "jsonl", "data__path": "x", "data__split": "test"},
@@ -181,33 +180,6 @@ class TestSettings:
       (
         {"reward__correct": -1.0},
         ["reward.correct=-1.0 with config.reward.incorrect=-1.0: a correct"],
-      ),
-      ({"reward__correct": float("nan")}, ["config.reward.correct=nan must"]),
-      ({"data__group_size": 10**7}, ["data.group_size=10000000 must be in"]),
-      (
-        {"loss__dual_clip": 0.5},
-        ["loss.dual_clip=0.5 must be in (1, inf)"],
-      ),
-      (
-        {"loss__clip_value": 0.0},
-        ["loss.clip_value=0.0 must be in (0, inf)"],
-      ),
-      ({"estimator__gamma": float("nan")}, ["config.estimator.gamma=nan"]),
-      (
-        {"optimizer__policy__learning_rate": float("inf")},
-        ["optimizer.policy.learning_rate=inf must be in [0, inf)"],
-      ),
-      (
-        {"optimizer__value__learning_rate_schedule": "step"},
-        ["learning_rate_schedule='step' must be one of 'constant', 'linear'"],
-      ),
-      (
-        {"run__trackers": ("tensorboard", "mlflow")},
-        ["config.run.trackers", "must be one of 'tensorboard', 'wandb'"],
-      ),
-      (
-        {"optimizer__max_tokens_per_row": -1},
-        ["max_tokens_per_row=-1 must be in [0, inf)"],
       ),
       (
         {"sampler__max_response_length": 60},
@@ -300,10 +272,6 @@ class TestSettings:
     if scaled.data.source == "jsonl":
       scaled.data.path = "some.jsonl"
     validate(scaled)
-
-  def test_a_preset_that_is_unknown(self):
-    with refused("preset 'nope' is unknown", "'smollm2'", "or none"):
-      config_lib.scaled("nope")
 
   def test_unknown_keys_are_errors(self):
     config = config_lib.default_config()

@@ -1,12 +1,13 @@
 """Tests of scripts/evaluate.py, scripts/convert.py and workdir."""
 
-import importlib.util
 import json
 import pathlib
 import shutil
 import subprocess
 import sys
 
+import convert
+import generate
 import jax
 import numpy as np
 import pytest
@@ -30,15 +31,6 @@ def run(tmp_path_factory):
   directory = folder / "workdir"
   loop.train(build.make_run(config), directory)
   return model, directory
-
-
-def _convert(*flags):
-  """Calls scripts/convert.py; returns its exit code."""
-  path = _ROOT / "scripts" / "convert.py"
-  spec = importlib.util.spec_from_file_location("convert_script", path)
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module.main(list(flags))
 
 
 def _evaluate(*flags):
@@ -141,20 +133,15 @@ class TestAlone:
   def test_convert_and_generate(self, run, moved, tmp_path, capsys):
     model, _ = run
     out, file = tmp_path / "out", tmp_path / "samples.jsonl"
-    assert _convert(f"--checkpoint={moved}", f"--out={out}") == 0
+    assert convert.main([f"--checkpoint={moved}", f"--out={out}"]) == 0
     for name in ("tokenizer.json", "generation_config.json"):
       assert (out / name).read_bytes() == (model / name).read_bytes()
-    spec = importlib.util.spec_from_file_location(
-      "generate_script", _ROOT / "scripts" / "generate.py"
-    )
-    generate = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(generate)
     flags = ["--prompt=3+5?", "--samples=2", "--max_new_tokens=4"]
     assert generate.main([f"--model={moved}", f"--out={file}", *flags]) == 0
     assert len(file.read_text().splitlines()) == 2
     # What the run has of its model is no place for a model.
     own = moved / "base_model"
-    assert _convert(f"--checkpoint={moved}", f"--out={own}") == 2
+    assert convert.main([f"--checkpoint={moved}", f"--out={own}"]) == 2
     assert "choose another" in capsys.readouterr().err
 
   @pytest.mark.slow
@@ -176,7 +163,7 @@ class TestConvert:
   def test_export_equals_the_checkpoint(self, run, tmp_path, capsys):
     model, directory = run
     out = tmp_path / "out"
-    assert _convert(f"--checkpoint={directory}", f"--out={out}") == 0
+    assert convert.main([f"--checkpoint={directory}", f"--out={out}"]) == 0
     assert "policy of step 2" in capsys.readouterr().out
     policy = workdir.load_policy(directory)
     fns, params = models.load(out)
@@ -191,7 +178,7 @@ class TestConvert:
     _, directory = run
     out = tmp_path / "out"
     flags = (f"--checkpoint={directory}", f"--out={out}", "--step=1")
-    assert _convert(*flags, "--dtype=bfloat16") == 0
+    assert convert.main([*flags, "--dtype=bfloat16"]) == 0
     policy = workdir.load_policy(directory, step=1)
     rounded = jax.tree.map(lambda x: x.astype("bfloat16"), policy.params)
     _trees_equal(models.load(out, dtype="bfloat16")[1], rounded)
@@ -203,7 +190,7 @@ class TestConvert:
       ((f"--checkpoint={model}", "--out=x"), "no checkpoint"),
       ((f"--checkpoint={directory}", f"--out={model}"), "choose another"),
     ):
-      assert _convert(*flags) == 2
+      assert convert.main(flags) == 2
       error = capsys.readouterr().err
       assert message in error
       assert error.count("\n") == 1

@@ -1,7 +1,6 @@
 """Tests of scripts/generate.py and of what it is made of."""
 
 import dataclasses
-import importlib.util
 import io
 import json
 import pathlib
@@ -9,6 +8,7 @@ import shutil
 import subprocess
 import sys
 
+import generate as script
 import jax
 import numpy as np
 import psutil
@@ -119,14 +119,6 @@ def _write(job, path, *, done=(), halted=lambda: False):
 def whole(job, tmp_path_factory):
   """All samples, written at once."""
   return _write(job, tmp_path_factory.mktemp("whole") / "out.jsonl")
-
-
-def _load_script():
-  path = _ROOT / "scripts" / "generate.py"
-  spec = importlib.util.spec_from_file_location("generate_script", path)
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
 
 
 def _children():
@@ -342,7 +334,7 @@ class TestScript:
     flags = ["--prompt=7+5+3?", "--environment=calculator", "--stop=="]
     flags += [f"--out={out}", "--samples=2", "--slots=2", "--temperature=0"]
     before = _children()
-    assert _load_script().main([*flags, "--max_new_tokens=32"]) == 0
+    assert script.main([*flags, "--max_new_tokens=32"]) == 0
     assert _children() == before
     for record in _read(out):
       assert "".join(t["text"] for t in record["turns"]) == record["text"]
@@ -353,7 +345,6 @@ class TestScript:
       ]
 
   def test_bad_input_is_one_line(self, tmp_path, capsys):
-    script = _load_script()
     prompts, out = tmp_path / "p.txt", tmp_path / "out.jsonl"
     prompts.write_text("3+5?\n\n3+x?\n")
     empty = tmp_path / "empty.jsonl"
@@ -396,12 +387,8 @@ class TestScript:
       script.main(["--dtype=int8"])
 
   def test_flags_read_new_lines(self):
-    options = (
-      _load_script()
-      .make_parser()
-      .parse_args(
-        [r"--stop=\n\n", r"--stop=\\nu", r"--stop=\text", "--forbid=é"]
-      )
+    options = script.make_parser().parse_args(
+      [r"--stop=\n\n", r"--stop=\\nu", r"--stop=\text", "--forbid=é"]
     )
     assert options.stop == ["\n\n", r"\nu", r"\text"]
     assert options.forbid == ["é"]

@@ -1,18 +1,13 @@
 """Tests of scripts/dev/peer_rollouts.py and of the lengths that it draws."""
 
-import importlib.util
-import pathlib
 import subprocess
 import sys
 import types
 
 import numpy as np
+import peer_rollouts
 import pytest
 from benchmarks import tail
-
-_SCRIPT = (
-  pathlib.Path(__file__).parents[1] / "scripts" / "dev" / "peer_rollouts.py"
-)
 
 
 def test_lengths_have_the_quantiles_that_were_asked_for():
@@ -26,18 +21,8 @@ def test_lengths_have_the_quantiles_that_were_asked_for():
   assert (other != cut).any()
 
 
-@pytest.fixture(scope="module")
-def script():
-  spec = importlib.util.spec_from_file_location("peer_rollouts", _SCRIPT)
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
-
-
 @pytest.mark.parametrize("batches, seen", [(None, 3), (2, 2)])
-def test_batches_run_to_their_longest_and_useful_tokens_count(
-  script, batches, seen
-):
+def test_batches_run_to_their_longest_and_useful_tokens_count(batches, seen):
   options = types.SimpleNamespace(
     shape="tiny",
     prompts=5,
@@ -50,7 +35,7 @@ def test_batches_run_to_their_longest_and_useful_tokens_count(
     p99=30,
   )
   calls = []
-  result = script.measure(lambda p, n: calls.append((p, n)), options)
+  result = peer_rollouts.measure(lambda p, n: calls.append((p, n)), options)
   limits = tail.long_tail(5, 2, median=10, p99=30, longest=40).reshape(-1)
   parts = np.split(limits, [4, 8])[:seen]
   # Each batch once to compile, once timed.
@@ -63,7 +48,9 @@ def test_batches_run_to_their_longest_and_useful_tokens_count(
 
 def test_unknown_library_is_named():
   run = subprocess.run(
-    [sys.executable, _SCRIPT, "vllm"], capture_output=True, text=True
+    [sys.executable, peer_rollouts.__file__, "vllm"],
+    capture_output=True,
+    text=True,
   )
   assert run.returncode == 2
   assert "hf" in run.stderr and "vllm" in run.stderr

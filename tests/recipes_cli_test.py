@@ -1,10 +1,8 @@
 """Recipes at the door: what contradicts itself is refused, the rest trains."""
 
 import inspect
-import os
+import itertools
 import pathlib
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -246,22 +244,6 @@ CONTRADICTIONS = [
   ),
 ]
 
-# (changes, key and value, what is allowed): one setting that never works here.
-OUT_OF_RANGE = [
-  ({"estimator.lambda_policy": 1.01}, "[0, 1]"),
-  ({"estimator.lambda_value": -0.1}, "[0, 1]"),
-  ({"loss.clip_low": 1.0}, "[0, 0.999999]"),
-  ({"schedule.stop": "window"}, "must be one of 'all', 'first_groups'"),
-  ({"schedule.window": -1}, "[0, inf)"),
-  ({"schedule.over_provision": 0.5}, "[1, 16]"),
-  ({"schedule.max_staleness": 0}, "[1, inf)"),
-  ({"estimator.boundary": "none"}, "must be one of 'repeat', 'bootstrap'"),
-  ({"estimator.name": "nope"}, "must be one of 'gae', 'group'"),
-  ({"loss.name": "nope"}, "must be one of 'clip', 'cispo'"),
-  ({"loss.kl": "k4"}, "must be one of 'k1', 'k2', 'k3', 'k1+', 'k3+'"),
-  ({"off_policy.ewma_decay": 1.0}, "[0, 0.999999]"),
-]
-
 
 def refusal(config):
   with pytest.raises(InputError) as error:
@@ -303,60 +285,6 @@ class TestRefused:
     for method in METHODS:
       assert not constraints.broken(load(method))
 
-  @pytest.mark.parametrize(("changes", "allowed"), OUT_OF_RANGE)
-  def test_ranges(self, changes, allowed):
-    ((key, value),) = changes.items()
-    text = refusal(changed(changes))
-    assert (
-      text.startswith(f"config.{key}={value!r} must be") and allowed in text
-    )
-
-  @pytest.mark.parametrize(
-    ("method", "changes", "parts"),
-    [
-      (
-        "tppo",
-        {"schedule.window": 99},
-        ["schedule.window=99", "sampler.max_response_length=64"],
-      ),
-      (
-        "tppo",
-        {"estimator.name": "group", "value.pretrain_steps": 0},
-        ["schedule.window=16", "estimator.name='group'"],
-      ),
-      (
-        "grpo",
-        {
-          "data.group_size": 1,
-          "optimizer.policy.mini_batch": 32,
-          "eval.samples": 1,
-        },
-        ["data.group_size=1", "estimator.name='group'"],
-      ),
-    ],
-  )
-  def test_the_script_says_so_and_exits(self, tmp_path, method, changes, parts):
-    done = subprocess.run(
-      [
-        sys.executable,
-        "scripts/train.py",
-        f"--config=configs/{method}.py",
-        f"--workdir={tmp_path / 'run'}",
-        *(f"--config.{key}={value}" for key, value in changes.items()),
-      ],
-      cwd=ROOT,
-      env=os.environ | {"PYTHONPATH": str(ROOT)},
-      capture_output=True,
-      text=True,
-      timeout=120,
-    )
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("error: config.")
-    assert done.stderr.count("\n") == 1
-    for part in parts:
-      assert f"config.{part}" in done.stderr
-    assert not (tmp_path / "run").exists()
-
 
 class TestConfigs:
   def test_all_methods_are_there(self):
@@ -366,21 +294,25 @@ class TestConfigs:
       *("reinforce_pp", "reinforce_pp_baseline"),
     }
 
-  @pytest.mark.parametrize("preset", presets.SCALES)
   @pytest.mark.parametrize("method", METHODS)
-  def test_is_valid(self, method, preset):
-    config = load(method, preset)
-    if config.data.source == "jsonl":
-      config.data.path = "questions.jsonl"  # These presets ask for it.
-    validate(config)
-    assert config.is_locked
+  def test_is_valid_at_every_scale(self, method):
+    for preset in presets.SCALES:
+      config = load(method, preset)
+      if config.data.source == "jsonl":
+        config.data.path = "questions.jsonl"  # These presets ask for it.
+      validate(config)
+      assert config.is_locked
+      assert sorted(keys(config)) == sorted(config_lib.KEYS)
+    with pytest.raises(InputError, match="preset 'nope' is unknown"):
+      load(method, "nope")
 
-  @pytest.mark.parametrize("preset", [n for n in presets.SCALES if "qwen" in n])
   @pytest.mark.parametrize("method", METHODS)
-  def test_warmups_are_twenty_rollouts(self, method, preset):
-    config = load(method, preset)
-    roles = ("policy", "value") if has_critic(config) else ("policy",)
-    for optimizer in (config.optimizer[role] for role in roles):
+  def test_warmups_are_twenty_rollouts(self, method):
+    found = [load(method, name) for name in presets.SCALES if "qwen" in name]
+    for config, role in itertools.product(found, ("policy", "value")):
+      if role == "value" and not has_critic(config):
+        continue
+      optimizer = config.optimizer[role]
       batches = config_lib.batch_size(config) // optimizer.mini_batch
       assert optimizer.warmup_steps == 20 * batches * optimizer.epochs
       # Whoever changes their number, on the command line too.
@@ -396,15 +328,6 @@ class TestConfigs:
   def test_warmup_at_32b(self, method, updates):
     optimizer = load(method, "qwen2.5-32b").optimizer
     assert optimizer.policy.warmup_steps == updates
-
-  @pytest.mark.parametrize("method", METHODS)
-  def test_has_every_key_of_the_defaults_and_no_other(self, method):
-    assert sorted(keys(load(method))) == sorted(config_lib.KEYS)
-
-  @pytest.mark.parametrize("method", METHODS)
-  def test_an_unknown_preset_is_refused(self, method):
-    with pytest.raises(InputError, match="preset 'nope' is unknown"):
-      load(method, "nope")
 
 
 @pytest.mark.slow

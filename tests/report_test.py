@@ -2,25 +2,17 @@
 
 import builtins
 import html.parser
-import importlib.util
 import itertools
 import json
 import pathlib
 
 import pytest
+import report as script
 
 from jaxrl_llm import metrics, report
 
 _PNG = b"\x89PNG\r\n\x1a\n"
 _HOSTILE = "<script>alert(1)</script> & \x1b[31m\n</td>"
-
-
-def _script():
-  path = pathlib.Path(__file__).parents[1] / "scripts" / "report.py"
-  spec = importlib.util.spec_from_file_location("report_script", path)
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
 
 
 class TestSecondsSpent:
@@ -138,7 +130,7 @@ class TestScript:
   def test_one_run_makes_picture_and_page(self, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     folder = _make_run(tmp_path / "run", seed=0)
-    assert _script().main([str(folder)]) == 0
+    assert script.main([str(folder)]) == 0
     wrote, spent = capsys.readouterr().out.splitlines()
     assert wrote.startswith("wrote ")
     assert spent == (
@@ -166,7 +158,7 @@ class TestScript:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     folders = [_make_run(tmp_path / name / "run", seed=0) for name in "ab"]
-    assert _script().main([*map(str, folders)]) == 0
+    assert script.main([*map(str, folders)]) == 0
     assert (tmp_path / "here" / "report.png").exists()
     assert not (tmp_path / "report.png").exists()
 
@@ -176,7 +168,7 @@ class TestScript:
       str(_make_run(tmp_path / f"seed{s}", seed=s, steps=5 + s))
       for s in range(3)
     ]
-    assert _script().main(folders + ["--panels=accuracy,time,length"]) == 0
+    assert script.main(folders + ["--panels=accuracy,time,length"]) == 0
     assert (tmp_path / "report.png").read_bytes().startswith(_PNG)
     page = Page((tmp_path / "report.html").read_text())
     index = page.cells.index("run.seed")
@@ -185,14 +177,14 @@ class TestScript:
       (tmp_path / "report.html").read_text()
     )
     out = tmp_path / "made" / "here"
-    assert _script().main(folders + [f"--out={out}"]) == 0
+    assert script.main(folders + [f"--out={out}"]) == 0
     assert (out / "report.html").exists()
 
   def test_a_run_under_way_can_be_read(self, tmp_path):
     pytest.importorskip("matplotlib")
     with open(tmp_path / "metrics.jsonl", "w") as file:
       file.write('{"step": 1, "reward/mean": 0.5}\n{"step": 2, "rew')
-    assert _script().main([str(tmp_path)]) == 0
+    assert script.main([str(tmp_path)]) == 0
 
   @pytest.mark.parametrize(
     "content, words",
@@ -207,19 +199,19 @@ class TestScript:
   ):
     if content is not None:
       (tmp_path / "metrics.jsonl").write_text(content)
-    assert _script().main([str(tmp_path), f"--out={tmp_path / 'out'}"]) == 2
+    assert script.main([str(tmp_path), f"--out={tmp_path / 'out'}"]) == 2
     assert not (tmp_path / "out").exists()
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
 
   def test_nothing_to_draw(self, tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "other": 1.0}\n')
-    assert _script().main([str(tmp_path)]) == 2
+    assert script.main([str(tmp_path)]) == 2
     assert "none of the panels" in capsys.readouterr().err
 
   def test_unknown_panel(self, tmp_path, capsys):
     folder = _make_run(tmp_path / "run", seed=0)
-    assert _script().main([str(folder), "--panels=rewards"]) == 2
+    assert script.main([str(folder), "--panels=rewards"]) == 2
     assert "got rewards" in capsys.readouterr().err
 
   def test_without_matplotlib_says_how_to_get_it(
@@ -234,7 +226,7 @@ class TestScript:
       return real(name, *arguments, **options)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    assert _script().main([str(folder)]) == 2
+    assert script.main([str(folder)]) == 2
     error = capsys.readouterr().err
     assert ".[plot]" in error and error.count("\n") == 1
 

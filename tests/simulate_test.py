@@ -1,12 +1,11 @@
 """Tests of jaxrl_llm.simulate and scripts/simulate.py."""
 
 import dataclasses
-import importlib.util
 import math
-import pathlib
 
 import numpy as np
 import pytest
+import simulate as script
 from helpers import scripted
 
 from jaxrl_llm import simulate
@@ -16,7 +15,6 @@ from jaxrl_llm.sampling import EngineConfig, rules
 from jaxrl_llm.simulate import Plane, Requests
 from jaxrl_llm.simulate.engine import SimulatedEngine, SimulatedWriter
 
-_ROOT = pathlib.Path(__file__).resolve().parents[1]
 _FREE = simulate.CostModel(decode=(Plane(1.0, 0.0, 0.0),))
 # A step of n slots takes 10 + n seconds.
 _PRICES = simulate.CostModel(
@@ -520,16 +518,9 @@ class TestScript:
   small = ["--median=20", "--max=90", "--p99=2,4", "--slots=8", "--groups=6"]
   small += ["--group_size=2", "--steps=4", "--prompt_length=5"]
 
-  def _main(self):
-    path = _ROOT / "scripts" / "simulate.py"
-    spec = importlib.util.spec_from_file_location("simulate_script", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.main
-
   def test_writes_tables_and_a_picture(self, tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    assert self._main()([*self.small, f"--out={tmp_path}"]) == 0
+    assert script.main([*self.small, f"--out={tmp_path}"]) == 0
     printed = capsys.readouterr().out
     assert printed.count("| simulated |") == 2
     for name in (
@@ -553,7 +544,7 @@ class TestScript:
     np.save(lengths, np.arange(1, 60))
     flags = [f"--measured={windows}", f"--lengths={lengths}", "--cost=cpu"]
     flags += ["--assume=train_token_s=0.5"]
-    assert self._main()([*self.small, *flags, f"--out={tmp_path}"]) == 0
+    assert script.main([*self.small, *flags, f"--out={tmp_path}"]) == 0
     printed = capsys.readouterr().out
     assert "lengths.npy" in printed and "lag" not in printed
     assert "train_token_s 0.5" in (tmp_path / "table.md").read_text()
@@ -577,6 +568,6 @@ class TestScript:
     ],
   )
   def test_bad_input_is_one_line(self, flags, said, tmp_path, capsys):
-    code = self._main()([*self.small, *flags, f"--out={tmp_path}"])
+    code = script.main([*self.small, *flags, f"--out={tmp_path}"])
     error = capsys.readouterr().err
     assert code == 2 and said in error and error.count("\n") == 1

@@ -1,7 +1,6 @@
 """Tests of scripts/study.py and scripts/studies/."""
 
 import csv
-import importlib.util
 import json
 import pathlib
 import signal
@@ -11,11 +10,11 @@ import time
 
 import numpy as np
 import pytest
-from helpers import programs
+import study as script
+from helpers import configs, programs
 from studies import picture, results
 from studies.tables import STUDIES, Study, Variant
 
-from jaxrl_llm import config as config_lib
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.report.figure import band
 from jaxrl_llm.train.validation import validate
@@ -29,25 +28,12 @@ _VARIANTS = [
 ]
 
 
-def _load(path: pathlib.Path):
-  spec = importlib.util.spec_from_file_location(f"{path.stem}_file", path)
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
-
-
-def _script():
-  return _load(_ROOT / "scripts" / "study.py")
-
-
 def _resolved(study, variant) -> dict:
   """The flattened config of a variant, validated."""
-  config = _load(_ROOT / "configs" / f"{variant.method}.py").get_config(
-    study.preset
-  )
+  config = configs.load(variant.method, study.preset)
   config.update_from_flattened_dict(variant.changes)
   validate(config)
-  return {key: config_lib.get(config, key) for key in config_lib.KEYS}
+  return configs.resolved(config)
 
 
 def _differing(left: dict, right: dict) -> set[str]:
@@ -285,9 +271,7 @@ class TestStudies:
   def test_flags_name_keys_that_exist_and_make_a_valid_config(
     self, study, variant, tmp_path
   ):
-    command = _script().command(
-      study, variant, 3, tmp_path, ["--config.run.x=1"]
-    )
+    command = script.command(study, variant, 3, tmp_path, ["--config.run.x=1"])
     assert command[:2] == [sys.executable, "scripts/train.py"]
     assert (_ROOT / command[1]).exists()
     flags = dict(flag.split("=", 1) for flag in command[2:])
@@ -305,7 +289,7 @@ class TestStudies:
     assert overrides == {key: str(resolved[key]) for key in variant.changes}
 
   def test_a_plugin_goes_to_every_run(self, monkeypatch, tmp_path, capsys):
-    script, given = _script(), []
+    given = []
     monkeypatch.setattr(script, "run_all", lambda *a: given.append(a[-1]))
     name = next(iter(STUDIES))
     flags = [f"--out={tmp_path}", "--plugin=my.py", "--config.run.steps=1"]
@@ -326,9 +310,9 @@ class TestStudies:
 
   @pytest.mark.parametrize("study", STUDIES.values())
   def test_arms_are_distinct(self, study):
-    configs = [_resolved(study, variant) for variant in study.variants]
-    for i, config in enumerate(configs):
-      assert all(_differing(config, other) for other in configs[:i])
+    arms = [_resolved(study, variant) for variant in study.variants]
+    for i, config in enumerate(arms):
+      assert all(_differing(config, other) for other in arms[:i])
 
   def test_an_ablation_changes_what_it_names_and_nothing_else(self):
     study = STUDIES["vapo_ablations"]
@@ -362,8 +346,8 @@ class TestStudies:
 
   def test_dapo_is_reached_one_part_at_a_time(self):
     study = STUDIES["dapo_increments"]
-    configs = [_resolved(study, variant) for variant in study.variants]
-    steps = [_differing(a, b) for a, b in zip(configs, configs[1:])]
+    arms = [_resolved(study, variant) for variant in study.variants]
+    steps = [_differing(a, b) for a, b in zip(arms, arms[1:])]
     assert steps == [
       {"loss.overlong_filter"},
       {"loss.clip_high"},
@@ -397,7 +381,6 @@ def _write_run(workdir, *, steps, logged, tail=""):
 
 class TestScript:
   def test_a_run_is_done_at_its_last_step(self, tmp_path):
-    script = _script()
     assert not script.is_done(tmp_path / "none", [])
     _write_run(tmp_path / "part", steps=3, logged=2, tail='{"step": 3, "rew')
     assert not script.is_done(tmp_path / "part", [])
@@ -407,9 +390,9 @@ class TestScript:
   def test_a_run_of_other_settings_is_not_taken_for_this_one(self, tmp_path):
     _write_run(tmp_path / "run", steps=3, logged=3)
     (tmp_path / "run" / "settings.json").write_text('["--config=a"]')
-    assert _script().is_done(tmp_path / "run", ["--config=a"])
+    assert script.is_done(tmp_path / "run", ["--config=a"])
     with pytest.raises(InputError, match="other settings"):
-      _script().is_done(tmp_path / "run", ["--config=a", "--config.x=1"])
+      script.is_done(tmp_path / "run", ["--config=a", "--config.x=1"])
 
   def test_report_of_the_runs_so_far(self, tmp_path, capsys):
     pytest.importorskip("matplotlib")
@@ -419,7 +402,7 @@ class TestScript:
       workdir = results.run_folder(folder, variant.name, seed)
       _write_run(workdir, steps=9, logged=3 + seed)
     arguments = ["tppo_speed", f"--out={tmp_path}", "--report"]
-    assert _script().main(arguments) == 0
+    assert script.main(arguments) == 0
     assert (folder / "curves.png").exists()
     table = (folder / "table.md").read_text("utf-8")
     assert f"| {study.variants[0].name} | 2 | 3 | 0.800" in table
@@ -433,7 +416,7 @@ class TestScript:
   def test_tables_of_the_docs_are_made_of_their_curves(self, tmp_path, name):
     pytest.importorskip("matplotlib")
     flag = f"--curves={_CURVES_OF_DOCS / name}.csv"
-    assert _script().main([name, flag, f"--out={tmp_path}"]) == 0
+    assert script.main([name, flag, f"--out={tmp_path}"]) == 0
     table = (tmp_path / name / "table.md").read_text("utf-8")
     assert STUDIES[name].baseline in table
     assert (tmp_path / name / "curves.png").exists()
@@ -446,14 +429,14 @@ class TestScript:
     file = tmp_path / "x.csv"
     if text:
       file.write_text(text, "utf-8")
-    assert _script().main(["credit", f"--curves={file}"]) == 2
+    assert script.main(["credit", f"--curves={file}"]) == 2
     error = capsys.readouterr().err
     assert words in error and str(file) in error and error.count("\n") == 1
 
   def test_the_first_of_some_variants_is_the_baseline(self, tmp_path):
     pytest.importorskip("matplotlib")
     flags = [f"--curves={_CURVES_OF_DOCS / 'credit.csv'}", f"--out={tmp_path}"]
-    assert _script().main(["credit", *flags, "--variants=GRPO;DAPO"]) == 0
+    assert script.main(["credit", *flags, "--variants=GRPO;DAPO"]) == 0
     table = (tmp_path / "credit" / "table.md").read_text("utf-8")
     *_, grpo, dapo = [line for line in table.splitlines() if "PO |" in line]
     assert grpo.startswith("| GRPO |") and "| - | - |" in grpo
@@ -476,7 +459,7 @@ class TestScript:
 
   def test_curves_of_another_study(self, tmp_path, capsys):
     flag = f"--curves={_CURVES_OF_DOCS / 'staleness.csv'}"
-    assert _script().main(["credit", flag, f"--out={tmp_path}"]) == 2
+    assert script.main(["credit", flag, f"--out={tmp_path}"]) == 2
     assert "no variant of this study" in capsys.readouterr().err
 
   def test_curves_name_the_seeds_that_have_run(self, tmp_path):
@@ -499,7 +482,7 @@ class TestScript:
   )
   def test_bad_input_is_one_line(self, tmp_path, capsys, arguments, words):
     arguments = ["vapo_ablations", f"--out={tmp_path / 'out'}", *arguments]
-    assert _script().main(arguments) == 2
+    assert script.main(arguments) == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
     assert not (tmp_path / "out").exists()
@@ -507,7 +490,7 @@ class TestScript:
   def test_a_run_that_fails_says_where_to_look(self, tmp_path, capsys):
     arguments = ["vapo_ablations", "--variants=VAPO", "--seeds=0"]
     arguments += [f"--out={tmp_path}", "--config.run.stesp=3"]
-    assert _script().main(arguments) == 2
+    assert script.main(arguments) == 2
     error = capsys.readouterr().err
     assert "exit code 2" in error and error.count("\n") == 1
     log = pathlib.Path(error.strip().rpartition("see ")[2])
@@ -548,13 +531,13 @@ class TestRealRun:
     monkeypatch.setenv("PYTHONPATH", str(_ROOT))
     monkeypatch.setenv("XLA_FLAGS", programs.FLAGS)
     monkeypatch.chdir(tmp_path)  # --out is relative to where one stands.
-    assert _script().main(self._arguments("out")) == 0
+    assert script.main(self._arguments("out")) == 0
     assert "seed 0: VAPO" in capsys.readouterr().out
     workdir = tmp_path / "out" / "vapo_ablations" / "VAPO" / "seed0"
     config = json.loads((workdir / "config.json").read_text())
     assert config["data"]["settings"] == {"max_ops": 2}
     before = {p: p.stat().st_mtime_ns for p in workdir.rglob("*")}
-    assert _script().main(self._arguments("out")) == 0
+    assert script.main(self._arguments("out")) == 0
     assert "seed 0" not in capsys.readouterr().out
     assert {p: p.stat().st_mtime_ns for p in workdir.rglob("*")} == before
     table = (tmp_path / "out" / "vapo_ablations" / "table.md").read_text()
@@ -586,6 +569,6 @@ class TestRealRun:
 
 def test_without_a_name_all_are_listed(capsys):
   with pytest.raises(SystemExit) as exit:
-    _script().main([])
+    script.main([])
   assert exit.value.code == 2
   assert f"give a NAME: {', '.join(STUDIES)}" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 import pytest
 from helpers import tiny_run
 
+from jaxrl_llm import config as config_lib
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.train import build
 
@@ -52,24 +53,38 @@ _VALUES = {
   "sampler.temperature": [-1.0, _NAN, _INF],
   "sampler.slots": [-1, 10**9, 10**12],
   "sampler.kv_pages": [-1, 10**9, 10**12],
+  "data.source": ["nope"],
+  "estimator.boundary": ["none"],
   "estimator.gamma": [-0.1, 1.1, _NAN],
+  "estimator.lambda_policy": [1.01],
   "estimator.lambda_value": [-0.1, 1.1, _NAN],
+  "estimator.name": ["nope"],
   "estimator.alpha": [0.0, -1.0, _NAN],
-  "loss.clip_low": [-0.1, 1.1, _NAN],
+  "loss.clip_low": [-0.1, 1.0, 1.1, _NAN],
+  "loss.clip_value": [0.0],
+  "loss.dual_clip": [0.5],
+  "loss.kl": ["k4"],
+  "loss.name": ["nope"],
   "loss.clip_high": [-0.1, _NAN, _INF],
   "loss.mode": ["mean"],
   "optimizer.policy.learning_rate": [-1e-6, _NAN, _INF],
+  "off_policy.ewma_decay": [1.0],
+  "optimizer.max_tokens_per_row": [-1],
   "optimizer.policy.mini_batch": [0, 33],
+  "optimizer.value.learning_rate_schedule": ["step"],
   "optimizer.value.micro_batch_size": [0, -1],
   "reward.name": ["nope"],
   "reward.correct": [_NAN, _INF],
   "reward.deadline_s": [0.0, -1.0, _NAN],
   "reward.workers": [-1],
   "mesh.data": [0, 10**6],
+  "schedule.max_staleness": [0],
+  "schedule.over_provision": [0.5],
   "schedule.window": [-1],
-  "schedule.stop": ["some"],
+  "schedule.stop": ["some", "window"],
   "run.seed": [-1, 2**31],
   "run.steps": [0, -1],
+  "run.trackers": [("tensorboard", "mlflow")],
   "run.stuck_after_s": [-1.0, _NAN, _INF],
   "checkpoint.keep": [0, 1],
   "eval.top_p": [0.0, 1.1, _NAN],
@@ -109,4 +124,9 @@ def test_values_of_a_key(model, key, value):
   config = tiny_run.make_config(model)
   config.update_from_flattened_dict({key: value})
   shown = "mesh" if key.startswith("mesh.") else key  # Its sizes together.
-  assert f"config.{shown}" in one_line(config)
+  said = one_line(config)
+  assert f"config.{shown}" in said
+  allowed = config_lib.KEYS[key].allowed
+  values = value if isinstance(value, tuple) else (value,)
+  if allowed is not None and any(one not in allowed for one in values):
+    assert said == f"config.{key}={value!r} must be {allowed}"
