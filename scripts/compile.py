@@ -194,7 +194,7 @@ def report(config, model, programs: Programs, chip: Chip) -> bool:
   print(f"GiB a device that stays: {held}")
   print("| program | compile s | arguments | temporaries | by account | fits |")
   print("|---|---|---|---|---|---|")
-  sent, kv_bytes = {}, 0.0
+  sent, kv_bytes, account = {}, 0.0, estimate.account(sizes)
   for name, lowered in programs.lowered.items():
     # A micro-batch; the head goes over a row in chunks.
     loops = [1, -(-sizes.row // config.model.head_chunk)]
@@ -217,13 +217,10 @@ def report(config, model, programs: Programs, chip: Chip) -> bool:
     total = sum(found[k] for k in ("arguments", "results", "temporaries"))
     total += others
     fits &= total < chip.memory
-    account = ""
-    if name in _PHASES and name != "sampler decode":
-      parts = estimate.temporaries(sizes, role, update="update" in name)
-      account = f"{sum(parts.values()) / _GIB:.2f}"
+    known = f"{account[name] / _GIB:.2f}" if name in account else ""
     print(
       f"| {name} | {found['seconds']:.0f} | {found['arguments'] / _GIB:.2f} |"
-      f" {found['temporaries'] / _GIB:.2f} | {account} |"
+      f" {found['temporaries'] / _GIB:.2f} | {known} |"
       f" {total / _GIB:.1f} of {chip.memory / _GIB:.0f} |",
       flush=True,
     )

@@ -101,6 +101,13 @@ class TestCommandLine:
     text = run_script(VAPO, "--config.loss.clip_low=2.0")
     assert_one_line(text, "config.loss.clip_low=2.0 must be in [0, 0.999999]")
 
+  def test_settings_that_contradict_each_other(self, tmp_path):
+    flags = ["--config.schedule.window=99", f"--workdir={tmp_path / 'run'}"]
+    text = run_script("--config=configs/tppo.py", *flags)
+    parts = ("schedule.window=99", "sampler.max_response_length=64")
+    assert_one_line(text, *parts)
+    assert not (tmp_path / "run").exists()
+
   def test_a_workdir_that_cannot_be(self, model, tmp_path):
     (tmp_path / "file").write_text("")
     workdir = tmp_path / "file" / "run"

@@ -24,9 +24,11 @@ def dry_run(run: Run) -> None:
   _show_data(run)
   _check_rewards(run)
   _show_meshes(run)
-  account = _account(run)
+  model, mesh = run.learner.policy.fns.config, dict(run.learner.mesh.shape)
+  account = estimate.account(estimate.Sizes(run.config, model, mesh))
   print(f"{'phase':<31} compile s   arguments GiB   temporary GiB   by account")
   for name, lowered in _phases(run).items():
+    known = f"{account[name] / _GIB:.3f}" if name in account else ""
     begin = time.perf_counter()
     memory = lowered.compile().memory_analysis()
     seconds = time.perf_counter() - begin
@@ -34,29 +36,13 @@ def dry_run(run: Run) -> None:
       f"{name:<31}{seconds:>10.1f}"
       f"{memory.argument_size_in_bytes / _GIB:>16.3f}"
       f"{memory.temp_size_in_bytes / _GIB:>16.3f}"
-      f"{account.get(name, ''):>13}"
+      f"{known:>13}"
     )
   print(
     "per device; as compiled and, of scoring and updates, by the model's"
     " account for TPUs in bfloat16; nothing was trained",
     flush=True,
   )
-
-
-def _account(run: Run) -> dict[str, str]:
-  """GiB of temporaries by phase, as docs/scale.md has them."""
-  model, mesh = run.learner.policy.fns.config, dict(run.learner.mesh.shape)
-  sizes = estimate.Sizes(run.config, model, mesh)
-  found = {}
-  for phase, role, update in (
-    ("score log-probs", "policy", False),
-    ("score values", "value", False),
-    ("update policy", "policy", True),
-    ("update value", "value", True),
-  ):
-    parts = estimate.temporaries(sizes, role, update=update)
-    found[phase] = f"{sum(parts.values()) / _GIB:.3f}"
-  return found
 
 
 def _show_data(run: Run) -> None:

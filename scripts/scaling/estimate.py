@@ -184,6 +184,20 @@ def temporaries(sizes: Sizes, role: str, *, update: bool) -> dict[str, float]:
   return parts
 
 
+def account(sizes: Sizes) -> dict[str, float]:
+  """Bytes of temporaries by program, of those that `temporaries` knows."""
+  programs = {
+    "score log-probs": ("policy", False),
+    "score values": ("value", False),
+    "update policy": ("policy", True),
+    "update value": ("value", True),
+  }
+  return {
+    name: sum(temporaries(sizes, role, update=update).values())
+    for name, (role, update) in programs.items()
+  }
+
+
 def scoring(sizes: Sizes, role: str) -> Work:
   """A micro-batch is scored."""
   return _passes(sizes, role, forwards=1, gathers=1, reduced=False)
