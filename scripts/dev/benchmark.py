@@ -26,48 +26,34 @@ from benchmarks import checkpoints, peers, summary, train_steps, workloads
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import transformer
 
-_OF_MODELS = (
-  "shape",
-  "sampler_dtype",
-  "batch",
-  "prompt_length",
-  "new_tokens",
-  "repeats",
+_OF_MODELS = tuple(
+  "shape sampler_dtype batch prompt_length new_tokens repeats".split()
 )
-# Options that a part depends on.
-_SETTINGS = {
-  "sampler": (*_OF_MODELS, "slots"),
-  "rollouts": (*_OF_MODELS, "prompts", "group_size", "median", "p99"),
-  "prefill": _OF_MODELS,
-  "simulator": (*_OF_MODELS, "prompts", "group_size", "median", "p99"),
-  "train_step": (
-    *_OF_MODELS,
-    "group_size",
-    "micro_batch_size",
-    "max_tokens_per_row",
-    "remat_policy",
-  ),
-  "estimators": ("rows", "length", "group_size", "repeats"),
-  "checkpoint": ("megabytes", "repeats"),
-}
+_OF_ROLLOUTS = (*_OF_MODELS, "prompts", "group_size", "median", "p99")
+_OF_STEPS = ("group_size", "micro_batch_size", "max_tokens_per_row")
 _LOOP = "numpy_loop"
-
-
-MEASURE = {
-  "sampler": workloads.measure_sampler,
-  "rollouts": workloads.measure_rollouts,
-  "prefill": workloads.measure_prefill,
-  "simulator": workloads.measure_simulator,
-  "train_step": train_steps.measure_train_step,
-  "estimators": workloads.measure_estimators,
-  "checkpoint": checkpoints.measure_checkpoint,
+# Part -> what measures it, and the options that it depends on.
+PARTS = {
+  "sampler": (workloads.measure_sampler, (*_OF_MODELS, "slots")),
+  "rollouts": (workloads.measure_rollouts, _OF_ROLLOUTS),
+  "prefill": (workloads.measure_prefill, _OF_MODELS),
+  "simulator": (workloads.measure_simulator, _OF_ROLLOUTS),
+  "train_step": (
+    train_steps.measure_train_step,
+    (*_OF_MODELS, *_OF_STEPS, "remat_policy"),
+  ),
+  "estimators": (
+    workloads.measure_estimators,
+    ("rows", "length", "group_size", "repeats"),
+  ),
+  "checkpoint": (checkpoints.measure_checkpoint, ("megabytes", "repeats")),
 }
 
 
 def alone_command(options) -> list[str]:
   """The same measurement without peers, as a program of its own."""
   flags = []
-  for name in _SETTINGS[options.part]:
+  for name in PARTS[options.part][1]:
     value = getattr(options, name)
     switch = f"--{'' if value else 'no-'}{name}"
     flags.append(switch if type(value) is bool else f"--{name}={value}")
@@ -89,14 +75,14 @@ def run(options) -> dict[str, Any]:
     )
   else:
     summary.wait_until_idle(options.wait_idle)
-    result = summary.summarize(MEASURE[options.part](options))
+    result = summary.summarize(PARTS[options.part][0](options))
     result |= {"ratios": {}, "peers": {}, "errors": {}}
   medians = result["medians"]
   if f"{_LOOP}_gae_s" in medians:
     result["ratios"][_LOOP] = summary.speed_ratios(
       medians, {"gae_s": medians[f"{_LOOP}_gae_s"]}
     )
-  settings = {key: getattr(options, key) for key in _SETTINGS[options.part]}
+  settings = {key: getattr(options, key) for key in PARTS[options.part][1]}
   return (
     {"part": options.part, "settings": settings}
     | result
@@ -109,7 +95,7 @@ def make_parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
-  parser.add_argument("part", metavar="PART", help=", ".join(MEASURE))
+  parser.add_argument("part", metavar="PART", help=", ".join(PARTS))
   add = parser.add_argument
   add("--shape", default="tiny", help=", ".join(peers.SHAPES))
   add(
@@ -168,7 +154,7 @@ def check(options) -> None:
   Raises:
     InputError: one of them cannot be used.
   """
-  for name, known in (("part", MEASURE), ("shape", peers.SHAPES)):
+  for name, known in (("part", PARTS), ("shape", peers.SHAPES)):
     value = getattr(options, name)
     if value not in known:
       label = "PART" if name == "part" else f"--{name}"

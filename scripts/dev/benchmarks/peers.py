@@ -77,25 +77,23 @@ COMPARED = {
   ),
   "estimators": ("gae_s", "group_relative_s", "length_adaptive_lambda_s"),
 }
-# Other spellings of a key and the factor to our unit, most specific first: a
-# program may use one word for a part of its step and for something else.
+# Other spellings of a key, most specific first: a program may use one word for
+# a part of its step and for something else.
 _SPELLINGS = {
-  "tokens_per_s": (
-    ("sampler.tokens_per_s", 1.0),
-    ("generate_tokens_per_s", 1.0),
-  ),
+  "tokens_per_s": ("sampler.tokens_per_s", "generate_tokens_per_s"),
   "best_tokens_per_s": (
-    ("sampler.best_tokens_per_s", 1.0),
-    ("generate_best_tokens_per_s", 1.0),
+    "sampler.best_tokens_per_s",
+    "generate_best_tokens_per_s",
   ),
-  "step_s": (("grpo.step_s", 1.0), ("grpo_step_s", 1.0)),
-  "best_step_s": (("grpo.best_step_s", 1.0), ("grpo_best_step_s", 1.0)),
-  "generate_s": (("grpo.rollout_s", 1.0), ("grpo_generation_s", 1.0)),
-  "update_s": (("grpo.update_s", 1.0), ("grpo_train_s", 1.0)),
-  "update_tokens_per_s": (("fwd_bwd_tokens_per_s", 1.0),),
+  "step_s": ("grpo.step_s", "grpo_step_s"),
+  "best_step_s": ("grpo.best_step_s", "grpo_best_step_s"),
+  "generate_s": ("grpo.rollout_s", "grpo_generation_s"),
+  "update_s": ("grpo.update_s", "grpo_train_s"),
+  "update_tokens_per_s": ("fwd_bwd_tokens_per_s",),
   # Counted by 2^20 KiB, whatever its name says.
-  "peak_rss_gib": (("peak_rss_gb", 1.0), ("peak_rss_mib", 1 / 1024)),
+  "peak_rss_gib": ("peak_rss_gb", "peak_rss_mib"),
 }
+_FACTORS = {"peak_rss_mib": 1 / 1024}  # To our unit, where it is another.
 _OURS = "ours"
 
 
@@ -135,14 +133,13 @@ def read_numbers(
   record = _of_shape(record, shape)
   numbers = {}
   for key in COMPARED[part]:
-    for name, factor in (*_SPELLINGS.get(key, ()), (key, 1.0)):
-      value = _at(record, name)
-      if value is None:
-        continue
+    names = (*_SPELLINGS.get(key, ()), key)
+    found = [x for x in names if _at(record, x) is not None]
+    if found:
+      value = _at(record, found[0])
       if not _is_positive(value):
-        raise InputError(f"its {name} is {value!r}, not a positive number")
-      numbers[key] = value * factor
-      break
+        raise InputError(f"its {found[0]} is {value!r}, not a positive number")
+      numbers[key] = value * _FACTORS.get(found[0], 1.0)
   if not numbers:
     raise InputError(f"its JSON object has none of {', '.join(COMPARED[part])}")
   return numbers
