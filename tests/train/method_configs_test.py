@@ -5,6 +5,7 @@ import functools
 
 import pytest
 from helpers.configs import load, resolved
+from studies import tables
 
 from jaxrl_llm import config as config_lib
 from jaxrl_llm.learner import build_algorithm
@@ -37,50 +38,39 @@ def describe(value):
   return value
 
 
-# Each removes one part of VAPO: (its settings, what it changes in the
-# algorithm).
+# Each removes one part of VAPO, as the study has it: what that changes in the
+# algorithm.
 ABLATIONS = {
-  "value pretraining": ({"value.pretrain_steps": 0}, set()),
-  "decoupled GAE": (
-    {
-      "estimator.lambda_value": 0.95,
-      "estimator.lambda_schedule": "constant",
-    },
-    {"policy_lambda", "returns"},
-  ),
-  "length-adaptive GAE": (
-    {"estimator.lambda_schedule": "constant"},
-    {"policy_lambda"},
-  ),
-  "clip-higher": ({"loss.clip_high": 0.2}, {"policy_loss"}),
-  "token-level loss": (
-    {"loss.mode": "seq-mean-token-mean"},
-    {"loss_mode"},
-  ),
-  "positive example loss": (
-    {"loss.nll_coefficient": 0.0},
-    {"auxiliary"},
-  ),
-  "group sampling": (
-    {"data.group_size": 1, "data.prompts_per_step": 32 * 16},
-    set(),
-  ),
+  "value pretraining": set(),
+  "decoupled GAE": {"policy_lambda", "returns"},
+  "length-adaptive λ": {"policy_lambda"},
+  "clip-higher": {"policy_loss"},
+  "token-level loss": {"loss_mode"},
+  "positive LM loss": {"auxiliary"},
+  "group sampling": set(),
 }
+
+
+def without(part):
+  """Settings that remove a part in the study at the embedded scale."""
+  variants = {x.name: x.changes for x in tables.STUDIES["credit"].variants}
+  shared = variants["VAPO"].items()
+  return dict(variants[f"without {part}"].items() - shared)
 
 
 class TestAblations:
   @pytest.mark.parametrize("name", ABLATIONS)
   def test_changes_nothing_else(self, name):
-    changes, parts = ABLATIONS[name]
-    vapo = load("vapo")
-    ablated = load("vapo")
+    changes, vapo, ablated = without(name), load("vapo"), load("vapo")
     ablated.update_from_flattened_dict(changes)
     validate(ablated)
-    assert differing(resolved(vapo), resolved(ablated)) == set(changes)
+    before = resolved(vapo)
+    changed = {key for key, value in changes.items() if before[key] != value}
+    assert changed and differing(before, resolved(ablated)) == changed
     one, other = (
       described(build_algorithm.make_algorithm(c)) for c in (vapo, ablated)
     )
-    assert differing(one, other) == parts
+    assert differing(one, other) == ABLATIONS[name]
     # The same number of responses, updates and rows.
     assert config_lib.batch_size(ablated) == config_lib.batch_size(vapo)
 
@@ -90,17 +80,18 @@ class TestAblations:
   def test_together_they_leave_ppo(self):
     """Without its parts VAPO is PPO, up to PPO's own two habits."""
     config = load("vapo")
-    for changes, _ in ABLATIONS.values():
-      config.update_from_flattened_dict(changes)
+    for part in ABLATIONS:
+      config.update_from_flattened_dict(without(part))
     rest = differing(resolved(config), resolved(load("ppo")))
     assert rest == {"estimator.normalize", "loss.clip_value"}
 
   def test_vapo_is_ppo_and_its_parts(self):
     """The defaults are neutral: VAPO's file shows all that it changes."""
     neutral = config_lib.scaled()[0]
-    changed = {key for changes, _ in ABLATIONS.values() for key in changes}
-    # The token-level loss is the neutral one, and stands there to be seen.
-    changed -= {"loss.mode"}
+    changed = {key for part in ABLATIONS for key in without(part)}
+    # The token-level loss and the constant λ are the neutral ones; the first
+    # stands there to be seen.
+    changed -= {"loss.mode", "estimator.lambda_policy"}
     assert differing(resolved(load("vapo")), resolved(neutral)) == changed
 
   def test_ppo_is_the_defaults_up_to_its_habits(self):
