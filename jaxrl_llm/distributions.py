@@ -14,8 +14,8 @@ def logprobs_from_logits(logits: chex.Array, tokens: chex.Array) -> jax.Array:
 
   Args:
     logits: [..., V], any float type; cast to float32 first. May hold -inf.
-    tokens: int [...], in [0, V). A padding token gives a log-probability that
-      means nothing; mask it afterwards.
+    tokens: int [...], in [0, V). Log-probabilities of padding tokens
+      are meaningless; mask them.
 
   Returns:
     float32 [...].
@@ -34,7 +34,7 @@ def entropy_from_logits(logits: chex.Array) -> jax.Array:
 
   Args:
     logits: [..., V], any float type; cast to float32 first. May hold -inf:
-      such an entry adds nothing.
+      such entries contribute 0.
 
   Returns:
     float32 [...].
@@ -51,13 +51,13 @@ def entropy_from_logits(logits: chex.Array) -> jax.Array:
 def clamped_log_ratio(
   logprobs: chex.Array, reference_logprobs: chex.Array
 ) -> jax.Array:
-  """log(π / π_ref) per token, held in [-20, 20] so that exp stays finite.
+  """log(π / π_ref) per token, clamped to [-20, 20] so that exp stays finite.
 
   The gradient is 0 where the clamp acts.
 
   Args:
     logprobs: current log-probabilities, any shape.
-    reference_logprobs: those of the other policy, same shape.
+    reference_logprobs: log-probabilities of the other policy, same shape.
 
   Returns:
     float32, same shape.

@@ -1,4 +1,4 @@
-"""Advantages of responses that were cut before they ended (T-PPO)."""
+"""Advantages of truncated responses (T-PPO)."""
 
 from collections.abc import Callable
 
@@ -28,26 +28,26 @@ def egae(
     A_t = Σ_{k=0}^{l-t-1} (γ λ)^k δ_{t+k},   0 ≤ t < l,  V(s_l) := V(s_{l-1})
 
   A response cut after l tokens has no reward yet. The sum ends at the cut, and
-  the value behind it repeats the last one, so that with γ = 1 the last token
-  of a window gets exactly 0. With γ < 1 it gets -(1 - γ) V(s_{l-1}), a penalty
-  for nothing: use γ = 1. A response that ended, by its stop token or at the
-  hard limit, has nothing behind it and gets plain GAE, bit for bit.
+  the value after it repeats the last one, so that with γ = 1 the last token
+  of a window gets exactly 0. With γ < 1 it gets -(1 - γ) V(s_{l-1}), an
+  unwanted penalty: use γ = 1. A response that ended, by its stop token or at
+  the hard limit, has no state after it and gets plain GAE, bit for bit.
 
   Args:
     token_rewards: [..., T], as in `gae`.
     values: [..., T], as in `gae`.
     mask: [..., T], True at the response tokens of the window; as in `gae`.
-    truncated: bool [...], True for responses that go on after the window.
+    truncated: bool [...], True for responses that continue after the window.
     gamma: as in `gae`.
     lambda_: as in `gae`.
     boundary: V(s_l) of truncated rows. 'repeat' takes V of the row's last
-      unmasked token, as the paper; 'bootstrap' takes next_values; 'zero' calls
-      the response ended, which is wrong and there to be compared with.
-    next_values: [...], V(s_l), read by 'bootstrap' alone. What stands in rows
-      that are not truncated has no effect.
+      unmasked token, as the paper; 'bootstrap' takes next_values; 'zero' treats
+      the response as ended, which is biased and serves for comparison.
+    next_values: [...], V(s_l), read by 'bootstrap' only, in
+      truncated rows.
 
   Returns:
-    float32 [..., T]; 0 in masked slots, whatever stands there.
+    float32 [..., T]; 0 in masked slots.
 
   Raises:
     ValueError: for an unknown boundary, for 'bootstrap' without next_values,
@@ -92,7 +92,7 @@ def boundary_error(
   truncated: chex.Array,
   next_values: chex.Array,
 ) -> jax.Array:
-  """Mean |V(s_l) - V(s_{l-1})| over cut responses, what EGAE leaves out.
+  """Mean |V(s_l) - V(s_{l-1})| over cut responses, EGAE's approximation error.
 
   'repeat' differs from 'bootstrap' at token t by
   (γ λ)^(l-1-t) γ (V(s_l) - V(s_{l-1})), so that this number bounds the
@@ -123,16 +123,16 @@ def boundary_error(
 def drop_tail(
   mask: chex.Array, truncated: chex.Array, *, tokens: int
 ) -> jax.Array:
-  """The mask without the last few tokens of each truncated row.
+  """Removes the last tokens of each truncated row from a mask.
 
-  For the policy loss alone: their advantages have seen the least of what
-  follows. Estimate with the full mask first, as the TD errors of dropped
+  For the policy loss only: the advantages of these tokens are the least
+  informed. Estimate with the full mask first, as the TD errors of dropped
   tokens still belong to earlier ones.
 
   Args:
     mask: [..., T], True at response tokens; may have holes.
-    truncated: bool [...], True for responses that go on.
-    tokens: how many unmasked tokens to drop, at least 0.
+    truncated: bool [...], True for responses that continue.
+    tokens: number of unmasked tokens to drop, at least 0.
 
   Returns:
     bool [..., T].

@@ -21,8 +21,8 @@ _LEAST_ENTROPY = 1e-8
 class EntropyStatistics(NamedTuple):
   """Location and spread of a batch's log-entropies; float32 scalars.
 
-  Zeros, as of a batch without tokens, code every token as 0: a neutral start
-  where the statistics of an earlier batch are wanted and there is none.
+  Zeros, as for a batch without tokens, give every token the code 0: a neutral
+  start without statistics of an earlier batch.
   """
 
   pivot: jax.Array  # Quantile of log H.
@@ -32,7 +32,7 @@ class EntropyStatistics(NamedTuple):
 
 
 class ClipBounds(NamedTuple):
-  """Room below and above a ratio of 1, per token. float32."""
+  """Clip ranges below and above a ratio of 1, per token; float32."""
 
   low: jax.Array
   high: jax.Array
@@ -104,7 +104,7 @@ def entropy_code(
       -1 or 1.
     sign: 'intended' as above. 'released' divides by low where h < 0, as the
       authors' code does; low-entropy tokens then get a *positive* code, and
-      everything HAPO does for h < 0 rests.
+      HAPO has no effect for h < 0.
 
   Returns:
     float32 [..., T]; 0 in masked slots.
@@ -139,13 +139,13 @@ def adaptive_clip(
 
     high = clip_high (1 + h) where h > 0,   low = clip_low (1 - h) where h < 0
 
-  Uncertain tokens may rise further and sure ones fall further; the other
-  bound stays.
+  Uncertain tokens may rise further and certain ones fall further; the other
+  bound is unchanged.
 
   Args:
     code: [...], the entropy code, in [-1, 1].
-    clip_low: room below a ratio of 1 where h = 0, at least 0.
-    clip_high: room above, likewise.
+    clip_low: clip range below a ratio of 1 where h = 0, at least 0.
+    clip_high: clip range above, likewise.
 
   Returns:
     `ClipBounds`, each float32 [...], fit for `losses.clipped_policy_loss`.
@@ -181,8 +181,8 @@ def redistribute(
   """HAPO's differential advantage redistribution, A (1 + h) where it applies.
 
   An uncertain token (h > 0) is raised where its ratio has left the neutral
-  zone (1 - clip_low / 2, 1 + clip_high / 2); a sure one (h < 0) is damped
-  while its ratio is within. All others keep A.
+  zone (1 - clip_low / 2, 1 + clip_high / 2); a certain one (h < 0) is
+  damped while its ratio is inside. All others keep A.
 
   Args:
     advantages: [...].
@@ -223,7 +223,7 @@ def adaptive_temperature(
   """HAPO's sampling temperature per token, T (1 + τ h).
 
   The trainer takes its log-probabilities at one temperature; the ratio of the
-  two distributions is left to an importance correction, if one is wanted.
+  two distributions is corrected by importance weights, if desired.
 
   Args:
     code: [...], the entropy code of the next token, from the statistics of an
@@ -255,7 +255,7 @@ def _log_entropy(entropies: chex.Array, mask: chex.Array) -> jax.Array:
   return jnp.log(jnp.maximum(filled, _LEAST_ENTROPY))
 
 
-# low, at most 0 -> what h is divided by where it is below 0.
+# low (at most 0) -> divisor of h below 0.
 SIGNS: dict[str, Callable[[jax.Array], jax.Array]] = {
   "intended": jnp.negative,
   "released": lambda low: low,

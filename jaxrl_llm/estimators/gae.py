@@ -34,9 +34,9 @@ def gae(
     δ_t = r_t + γ V(s_{t+1}) - V(s_t)
     A_t = δ_t + γ λ_t A_{t+1},   0 ≤ t < T
 
-  Here t + 1 is the next *unmasked* token: a masked position inside a response
-  (tool output, a hint) is passed over, and the next value and the running
-  advantage go through it unchanged. Nothing is whitened.
+  Here t + 1 is the next *unmasked* token: masked positions inside a response
+  (tool output, a hint) are skipped and leave the next value and the running
+  advantage unchanged. Nothing is whitened.
 
   Args:
     token_rewards: [..., T], r_t for taking token t.
@@ -45,11 +45,11 @@ def gae(
     gamma: discount per token, in [0, 1].
     lambda_: weight of longer returns, in [0, 1]: a number, one per row
       ([...] or [..., 1]), or one per token ([..., T]).
-    bootstrap_value: [...], V of the state after the last token, for responses
-      that go on. None means 0: the episode ended.
+    bootstrap_value: [...], V of the state after the last token, for unfinished
+      responses. None means 0: the episode ended.
 
   Returns:
-    float32 [..., T]; 0 in masked slots, whatever stands there.
+    float32 [..., T]; 0 in masked slots.
 
   Raises:
     ValueError: if gamma or lambda_ is outside [0, 1], or lambda_ does not
@@ -96,10 +96,10 @@ def lambda_returns(
     bootstrap_value: as in `gae`.
 
   Returns:
-    float32 [..., T]; 0 in masked slots, whatever stands there.
+    float32 [..., T]; 0 in masked slots.
 
   Raises:
-    ValueError: as `gae`.
+    ValueError: As in `gae`.
 
   Reference: Sutton and Barto 2018, equation 12.18, with λ = 1 for VAPO, Yue et
     al. 2025, arXiv:2504.05118.
@@ -127,7 +127,7 @@ def _scan_returns(
   bootstrap_value: chex.Array | None,
   emit: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
-  """emit(G_t, V_t) for every token, walking blocks of time backwards.
+  """Returns emit(G_t, V_t) for every token, in blocks backwards in time.
 
   One number per row runs backwards: the estimate of what follows,
   U_t = (1 - λ) V(s_t) + λ G_t with G_t = r_t + γ U_{t+1}. It is affine in
@@ -142,7 +142,7 @@ def _scan_returns(
   *lead, length = values.shape
   if bootstrap_value is None:
     # Opaque to the compiler: it would fold a constant into the last block and
-    # round there otherwise than it does for a bootstrap that happens to be 0.
+    # round it differently from a bootstrap value that happens to be 0.
     bootstrap_value = jax.lax.optimization_barrier(jnp.zeros(lead))
   chex.assert_shape(bootstrap_value, lead)
   mask = jnp.asarray(mask, bool)
@@ -194,14 +194,14 @@ def _affine_scan(
 
 
 def _window(x: jax.Array, start: chex.Numeric, size: int) -> jax.Array:
-  """size steps of time from start; an array that time leaves alone is whole."""
+  """Slices size steps of time; arrays constant in time are returned whole."""
   if x.shape[-1] == 1:
     return x
   return jax.lax.dynamic_slice_in_dim(x, start, size, axis=-1)
 
 
 def _time_last(lambda_: chex.Numeric, shape: tuple[int, ...]) -> jax.Array:
-  """lambda_ as [..., 1] (one per row) or [..., T] (one per token)."""
+  """Returns lambda_ as [..., 1] (one per row) or [..., T] (one per token)."""
   weight, lead = jnp.asarray(lambda_, jnp.float32), shape[:-1]
   if weight.ndim == 0:
     weight = jnp.broadcast_to(weight, lead)
@@ -220,8 +220,8 @@ def _time_last(lambda_: chex.Numeric, shape: tuple[int, ...]) -> jax.Array:
 def _weight_at_next(lambda_: jax.Array, mask: jax.Array) -> jax.Array:
   """Moves λ_t from token t to the next unmasked state, where U mixes it in.
 
-  Only a lambda per token has anything to move. The first unmasked token has
-  no reader; what it gets has no effect.
+  Only a lambda per token needs to move. The value at the first unmasked token
+  has no effect.
   """
   if lambda_.shape[-1] == 1:
     return lambda_

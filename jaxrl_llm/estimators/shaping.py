@@ -1,4 +1,4 @@
-"""Steps around an estimator: rewards before, lambdas, and advantages after."""
+"""Processing around an estimator: rewards, lambdas and advantages."""
 
 import chex
 import jax
@@ -22,14 +22,14 @@ def soft_overlong_punishment(
          = -1                              beyond
 
   times the factor. Dynamic sampling must look at correctness without it:
-  groups that differ in length alone are not worth training on.
+  groups that differ only in length are not worth training on.
 
   Args:
     lengths: int [...], response tokens, the stop token included.
     max_length: L_max, the limit of generation, in tokens.
-    buffer: L_buffer, tokens before the limit over which the punishment grows,
+    buffer: L_buffer, tokens before the limit over which the penalty grows,
       in [1, max_length].
-    factor: the full punishment, at least 0.
+    factor: the largest penalty, at least 0.
 
   Returns:
     float32 [...], in [-factor, 0].
@@ -100,13 +100,13 @@ def length_adaptive_lambda(
   """VAPO's lambda of the policy, λ(l) = max(0, 1 - 1/(α l)).
 
   It makes the weights of GAE sum to Σ λᵗ ≈ 1/(1 - λ) = α l, so that the
-  horizon is the same share α of every response. The paper leaves λ ≤ 0 open,
+  horizon is the same fraction α of every response. The paper leaves λ ≤ 0 open,
   which its formula gives for l ≤ 1/α; it is clamped at 0 here. With α = 0.05
   lambda passes 0.95 only at 400 tokens: choose a larger α for short responses.
 
   Args:
     lengths: int or float [...], response tokens, the stop token included.
-    alpha: horizon as a share of the response, positive.
+    alpha: horizon as a fraction of the response, positive.
 
   Returns:
     float32 [...], in [0, 1); 0 for an empty response.
@@ -138,8 +138,8 @@ def whiten(
 
   Every token counts once, so that long responses weigh more, and the variance
   has Bessel's correction. Advantages that are all equal have no scale and are
-  divided by 1. No estimator does this by itself: call it after the value
-  targets are formed, on the global batch.
+  divided by 1. Estimators do not whiten: call this after the
+  value targets are computed, on the global batch.
 
   REINFORCE++ is this step after the reward to go, which is `lambda_returns`
   with values of 0 and γ = λ = 1; for its variant with a baseline, center the

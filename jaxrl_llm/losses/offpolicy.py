@@ -1,4 +1,4 @@
-"""Corrections for tokens that another policy than the trained one sampled.
+"""Corrections for off-policy tokens.
 
 Three policies: π is trained, π_prox is the centre of its trust region (the
 weights before the update), π_behav sampled the tokens. The clipped surrogate
@@ -42,7 +42,7 @@ def truncated_importance(
 
   Args:
     proximal_logprobs: [..., T], of the trainer at the start of the update.
-    behavior_logprobs: [..., T], of the distribution really sampled from.
+    behavior_logprobs: [..., T], of the distribution sampled from.
     mask: [..., T], True at response tokens. A row is one response.
     level: 'token', the ratio of each token; 'sequence', the product over the
       response; 'geometric', its geometric mean.
@@ -88,7 +88,7 @@ def masked_importance(
 ) -> Correction:
   """Masked importance sampling: π_prox / π_behav within [low, high], else 0.
 
-  At token level this is IcePop, at sequence level MIS. What lies outside is
+  At token level this is IcePop, at sequence level MIS. Tokens outside are
   rejected, not truncated. Weights of the reduction stay those of all tokens,
   so that a rejected token still counts in the denominator.
 
@@ -257,18 +257,18 @@ def mixed_logprobs(
 
 
 def effective_sample_ratio(weights: chex.Array, mask: chex.Array) -> jax.Array:
-  """Share of samples that importance weights leave, ρ = (Σ w)² / (n Σ w²).
+  """Effective sample ratio of importance weights, ρ = (Σ w)² / (n Σ w²).
 
   1 for equal weights, 1/n if one weighs all. VCPO scales the step by √ρ with
   an adaptive optimizer. On several devices, form it from global sums: a mean
-  of ratios is none.
+  of ratios is wrong.
 
   Args:
     weights: any shape, at least 0, not truncated; one per response for VCPO.
     mask: same shape, True where a sample exists.
 
   Returns:
-    float32 scalar in [0, 1]; 1 if no sample exists, 0 if none weighs anything.
+    float32 scalar in [0, 1]; 1 without samples, 0 if all weights are 0.
 
   Reference: Kong 1992, "A note on importance sampling using standardized
     weights"; Huang et al. 2026 (VCPO), arXiv:2602.17616.
@@ -337,7 +337,7 @@ def ewma_update(
   return jax.tree.map(step, average, params), total
 
 
-# (log-ratio with 0 in masked slots, mask) -> what is exponentiated, [..., T]
+# (log-ratio with 0 in masked slots, mask) -> log-weight, [..., T]
 # or [..., 1].
 LEVELS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
   "token": lambda log_ratio, mask: log_ratio,

@@ -16,10 +16,9 @@ _LARGEST_MEAN = 10.0
 
 
 class ClippedPolicyLoss(NamedTuple):
-  """Per-token loss and what one wants to know about it. All of one shape.
+  """Per-token loss with its ratio and clip flags, all of one shape.
 
-  The flags say what `clipped_policy_loss` means by them; a loss that means
-  something else says so.
+  Flags are defined as in `clipped_policy_loss` unless a loss states otherwise.
   """
 
   loss: jax.Array  # float32, to be minimised.
@@ -50,17 +49,17 @@ def clipped_policy_loss(
 
   Args:
     logprobs: [...], log-probabilities under the current policy.
-    old_logprobs: [...], those at the start of the update.
+    old_logprobs: [...], log-probabilities at the start of the update.
     advantages: [...]. No gradient is stopped here; the caller decides.
-    clip_low: room below a ratio of 1, at least 0; infinite turns it off. A
+    clip_low: clip range below a ratio of 1, at least 0; infinite is off. A
       number or an array that broadcasts to the shape of logprobs.
-    clip_high: room above a ratio of 1, likewise.
+    clip_high: clip range above a ratio of 1, likewise.
     dual_clip: largest ratio that counts where A < 0, above 1; likewise. None
       turns it off, as in the papers of DAPO and VAPO.
 
   Returns:
-    A `ClippedPolicyLoss`. Nothing is reduced: what stands in padding is the
-    caller's to leave out.
+    A `ClippedPolicyLoss`. Nothing is reduced; the caller must mask
+    padding.
 
   Raises:
     ValueError: if a bound is outside its range.
@@ -113,7 +112,7 @@ def cispo_loss(
   clip_high: chex.Numeric,
   clip_low: chex.Numeric | None = None,
 ) -> ClippedPolicyLoss:
-  """CISPO: REINFORCE whose importance weight is clipped, never its gradient.
+  """CISPO: REINFORCE with a clipped importance weight; no gradient is dropped.
 
     L = -sg[clip(ρ, 1 - clip_low, 1 + clip_high)] A log π,  ρ = π / π_old
 
@@ -122,7 +121,7 @@ def cispo_loss(
 
   Args:
     logprobs: [...], log-probabilities under the current policy.
-    old_logprobs: [...], those at the start of the update.
+    old_logprobs: [...], log-probabilities at the start of the update.
     advantages: [...], as in `clipped_policy_loss`.
     clip_high: the largest weight is 1 + clip_high; at least 0, a number or an
       array that broadcasts. The paper tunes and does not disclose it.
@@ -130,7 +129,7 @@ def cispo_loss(
       paper's experiments, sets no floor.
 
   Returns:
-    A `ClippedPolicyLoss`. Its value has no meaning, its gradient has.
+    A `ClippedPolicyLoss`. Only its gradient is meaningful, not its value.
     clipped_high and clipped_low mark tokens whose weight is clipped.
 
   Raises:
@@ -171,13 +170,13 @@ def policy_gradient_loss(
 
   Args:
     logprobs: [...], log-probabilities under the current policy.
-    old_logprobs: [...], those at the start of the update; only reported. More
-      than one update on the same data is not corrected for.
+    old_logprobs: [...], log-probabilities at the start of the update; only
+      reported. Several updates on the same data are not corrected for.
     advantages: [...], as in `clipped_policy_loss`.
 
   Returns:
-    A `ClippedPolicyLoss` without a clip. Its value has no meaning, its
-    gradient has.
+    A `ClippedPolicyLoss` without a clip. Only its gradient is
+    meaningful, not its value.
 
   Reference: Williams 1992; Ahmadian et al. 2024 (RLOO), arXiv:2402.14740.
 
@@ -216,14 +215,14 @@ def gspo_loss(
     s_i = exp(1/|o_i| Σ_t log(π / π_old)),   s_{i,t} = sg[s_i] π / sg[π]
     L = -min(s_{i,t} A, clip(s_{i,t}, 1 - clip_low, 1 + clip_high) A)
 
-  All tokens of a response are clipped together; a share of 15 % is usual, as
-  the bounds are narrow (3e-4 and 4e-4 in the paper). With the weights of
+  All tokens of a response are clipped together; 15 % clipped is common, as the
+  bounds are narrow (3e-4 and 4e-4 in the paper). With the weights of
   'seq-mean-token-mean' and one advantage per response, value and gradient are
   those of GSPO; advantages per token are allowed.
 
   Args:
     logprobs: [..., T], log-probabilities under the current policy.
-    old_logprobs: [..., T], those at the start of the update.
+    old_logprobs: [..., T], log-probabilities at the start of the update.
     advantages: [..., T].
     mask: [..., T], True at response tokens; the mean runs over these.
     segments: int [..., T] in [0, T]: tokens of a row with the same number are
@@ -234,7 +233,7 @@ def gspo_loss(
 
   Returns:
     A `ClippedPolicyLoss`; ratio and log_ratio, at most 10, are those of the
-    response. In masked slots the loss is 0, whatever stands there.
+    response. In masked slots the loss is 0.
 
   Raises:
     ValueError: if a bound is negative.
@@ -269,7 +268,7 @@ def gspo_loss(
 def _mean_over_sequence(
   x: jax.Array, mask: chex.Array, segments: chex.Array | None
 ) -> jax.Array:
-  """Every token gets the mean over its sequence, [..., T]."""
+  """Returns the mean over its sequence for every token, [..., T]."""
   if segments is None:
     mean = masked.masked_mean(x, mask, axis=-1, keepdims=True)
     return jnp.broadcast_to(mean, x.shape)

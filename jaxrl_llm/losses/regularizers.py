@@ -1,4 +1,4 @@
-"""Per-token terms beside the policy's surrogate: likelihood, KL, entropy."""
+"""Auxiliary per-token losses: likelihood, KL, entropy."""
 
 import chex
 import jax
@@ -129,7 +129,7 @@ def kl_k1_plus(logprobs: chex.Array, ref_logprobs: chex.Array) -> jax.Array:
 def kl_k3_plus(logprobs: chex.Array, ref_logprobs: chex.Array) -> jax.Array:
   """KL(π ‖ π_ref) as a loss: the value of k3, the gradient of k2.
 
-  As `kl_k1_plus`, with the value that is never negative and varies less.
+  Like `kl_k1_plus`, but never negative and with less variance.
 
   Args:
     logprobs: [...], of tokens sampled from π.
@@ -153,7 +153,7 @@ def kl_k3_plus(logprobs: chex.Array, ref_logprobs: chex.Array) -> jax.Array:
 
 
 def entropy_bonus(entropy: chex.Array) -> jax.Array:
-  """Entropy as a loss, L = -H: a positive coefficient keeps the policy wide.
+  """Entropy bonus as a loss, L = -H, for a positive coefficient.
 
   Args:
     entropy: [...], in nats, of the current policy at each token.
@@ -171,6 +171,6 @@ def entropy_bonus(entropy: chex.Array) -> jax.Array:
 
 
 def with_gradient_of(value: jax.Array, slope: jax.Array) -> jax.Array:
-  """The first in value and the second in gradient (straight through)."""
-  # In this order: the difference is exactly 0 and leaves the value's bits.
+  """Returns `value` with the gradient of `slope` (straight-through)."""
+  # In this order the difference is exactly 0, and no bit of the value changes.
   return jax.lax.stop_gradient(value) + (slope - jax.lax.stop_gradient(slope))

@@ -10,7 +10,7 @@ from jaxrl_llm.errors import check_number
 
 
 class ClippedValueLoss(NamedTuple):
-  """Per-token loss and where its clip acts. Both of one shape."""
+  """Per-token loss and where its clip is active, of one shape."""
 
   loss: jax.Array  # float32, to be minimised.
   clipped: jax.Array  # bool, the clipped error was the larger one.
@@ -32,8 +32,8 @@ def clipped_value_loss(
     values: [...], V, current predictions.
     returns: [...], G, targets. No gradient is stopped here.
     old_values: [...], V_old, predictions at the start of the update.
-    clip_value: how far V may move from V_old, at least 0; a number or an
-      array that broadcasts. Given together with old_values or not at all.
+    clip_value: clip range around V_old, at least 0; a number or an array
+      that broadcasts. Requires old_values, and vice versa.
 
   Returns:
     A `ClippedValueLoss`, not reduced.

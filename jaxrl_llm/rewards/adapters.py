@@ -1,8 +1,8 @@
 """Adapters for reward functions written for verl and TRL.
 
-They stay in their file, which is imported by its path, also in a worker. A
-function is asked about one response at a time, so that a response that makes
-it hang costs itself alone.
+They stay in their file, which is imported by its path, also in workers. A
+function is called with one response at a time, so that a response that makes it
+hang affects no other.
 """
 
 import dataclasses
@@ -22,14 +22,14 @@ def load_function(path: str, name: str) -> Callable[..., Any]:
   """Returns a function of a file by name.
 
   Raises:
-    InputError: there is no such file, it fails, or it has no such function.
+    InputError: The file or the function does not exist, or the file raises.
   """
   module = vars(plugin.load(path))
   if not callable(module.get(name)):
     own = [key for key, value in module.items() if inspect.isfunction(value)]
     raise InputError(
-      f"{path}: has no function {name!r}; set reward.function, to one of"
-      f" {', '.join(own) or 'those that you write there'}"
+      f"{path}: has no function {name!r}; set reward.function to one of"
+      f" {', '.join(own) or 'the functions in it'}"
     )
   return module[name]
 
@@ -87,9 +87,9 @@ class Verl(_OfFile):
 class Trl(_OfFile):
   """`f(prompts, completions, **columns) -> list` of TRL, one or several.
 
-  Each is a part of the reward by its name; None says that it does not apply to
-  this response. As in TRL, a conversation is answered by a list of messages,
-  and `completion_ids` are the tokens.
+  Each function is a part of the reward by its name; None means that it does not
+  apply to this response. As in TRL, the completion of a conversation is a list
+  of messages, and `completion_ids` are the tokens.
   """
 
   def __call__(

@@ -17,12 +17,12 @@ RewardFn = Callable[..., Any]
 class Verdict:
   """The verdict of a reward on one response.
 
-  A reward that failed has no opinion: `error` says why, and a run counts such
-  responses instead of calling them wrong.
+  A failed reward has no verdict: `error` gives the reason, and the response is
+  not counted as wrong.
   """
 
-  # None: it is if `value` is above the threshold or, where that is the sum of
-  # parts, the one called 'right', or the first.
+  # None: decided by `value` above the threshold or, with parts, by the part
+  # 'right', else the first.
   correct: bool | None
   extracted: str | None = None  # The answer that was found in the response.
   error: str | None = None  # 'timeout', 'crash' or 'error: ...'.
@@ -35,8 +35,8 @@ class Grading(NamedTuple):
 
   Attributes:
     weights: weights of parts, by name; 1 where a part is not named.
-    threshold: a response is right if its value, or its part that says so, is
-      above.
+    threshold: a response is correct if its value, or the part that decides, is
+      above it.
   """
 
   weights: Mapping[str, float] = {}
@@ -55,7 +55,7 @@ def arguments(fn: RewardFn, known: Mapping[str, Any]) -> dict[str, Any]:
   """Returns the keyword arguments of a function, matched by their names.
 
   Args:
-    fn: with `**columns` it gets every column of the data that it does not name.
+    fn: the function; `**columns` receives all columns that it does not name.
     known: values by name; `columns` is the row of the data, whose columns are
       known by their own names too, unless something else has that name.
 

@@ -1,9 +1,9 @@
-"""Environments: who answers a model that speaks in turns, such as a tool.
+"""Environments, which reply to the turns of a model, such as tools.
 
-An environment is the other side of one conversation. All that its next step
-depends on is its `state`, a small JSON value: it is kept with the response, so
-that a conversation goes on after a restart as if there had been none. Steps run
-in worker processes that know nothing else of each other.
+An environment is the other side of one conversation. Its next step depends only
+on its `state`, a small JSON value that is stored with the response, so that
+conversations continue unchanged after a restart. Steps run in worker processes
+that share nothing else.
 """
 
 import operator
@@ -26,37 +26,37 @@ class Observation(NamedTuple):
 
 
 class Environment(Protocol):
-  """One conversation; made anew, and given its state, for every step.
+  """One conversation; created for every step and given its state.
 
   Attributes:
-    state: JSON value, all that `step` may depend on.
+    state: JSON value; `step` may depend on nothing else.
   """
 
   state: Any
 
   def start(self, example: Example) -> str | Messages | None:
-    """Begins, and says what the model reads; None asks the example as it is."""
+    """Starts and returns the opening; None uses the example's question."""
 
   def step(self, response: str) -> Observation:
-    """Answers a turn of the model: its text, with the token that ended it.
+    """Replies to a turn of the model: its text, with the token that ended it.
 
-    An error that the model should read is text of the observation. Where this
-    raises, the response ends and is left out of every loss.
+    Return errors that the model should read as text. If this raises, the
+    response ends and is left out of every loss.
     """
 
 
 class Calculator:
-  """Works out what the model leaves open: `7+5=` is answered by `12;`."""
+  """Computes open sums: the reply to `7+5=` is `12;`."""
 
   state = None
   _OPEN = re.compile(r"(-?\d{1,18})([-+*])(-?\d{1,18})=\Z")
   _OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
   def start(self, example: Example) -> None:
-    """The question is that of the data."""
+    """Uses the question of the data."""
 
   def step(self, response: str) -> Observation:
-    """The value of the sum at its end; a turn without one is the last."""
+    """Returns the value of the sum at the end; without one, the end."""
     if not response.endswith("="):
       return Observation(done=True)
     found = self._OPEN.search(response)
@@ -67,9 +67,9 @@ class Calculator:
 
 
 class GuessingGame:
-  """A number is to be guessed; the environment says on which side it lies.
+  """Guess a number; the environment replies 'higher' or 'lower'.
 
-  The number is the example's answer. `found` is the reward of finding it.
+  The number is the example's answer. The reward `found` is 1 for finding it.
   """
 
   _TURNS = 8
@@ -78,12 +78,12 @@ class GuessingGame:
     self.state = None
 
   def start(self, example: Example) -> str:
-    """Tells the range, and keeps the number."""
+    """Returns the range, and stores the number."""
     self.state = {"number": int(example.answer), "left": self._TURNS}
     return "Guess my number between 0 and 99."
 
   def step(self, response: str) -> Observation:
-    """'higher', 'lower', or the end."""
+    """Returns 'higher', 'lower' or the end."""
     guesses = re.findall(r"-?\d{1,9}", response)
     self.state["left"] -= 1
     if guesses and int(guesses[-1]) == self.state["number"]:

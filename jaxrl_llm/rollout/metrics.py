@@ -14,15 +14,15 @@ from jaxrl_llm.types import Responses, Status, join_rows, take_rows
 def per_response(
   judged: Sequence[Responses], kept: np.ndarray
 ) -> Responses | None:
-  """Joins judged responses, of whose arrays per token only masks remain.
+  """Concatenates judged responses, with masks as their only per-token arrays.
 
   Args:
-    judged: one call each.
-    kept: sample ids of responses that are left out: they are judged again in
-      the step that hands them over.
+    judged: judged responses of each call.
+    kept: sample ids of responses to leave out; they are judged again in the
+      step that hands them over.
 
   Returns:
-    All others; None if nothing was judged.
+    The other responses; None if there are none.
   """
   small = lambda x: x if x.ndim == 1 or x.dtype == bool else x[:, :0]
   parts = []
@@ -34,12 +34,12 @@ def per_response(
 def rollout_metrics(
   batch: Responses, judged: Responses | None
 ) -> dict[str, float]:
-  """Rewards, lengths and verdicts of a step's responses.
+  """Returns metrics of the rewards, lengths and verdicts of a step.
 
   Args:
     batch: responses that are trained on.
-    judged: responses that were judged for it, also those that dynamic sampling
-      discarded, see `per_response`; rewards, verdicts and lengths are theirs.
+    judged: all judged responses of the step, including those that dynamic
+      sampling discarded, see `per_response`; most metrics are of these.
   """
   rollout, ended = batch.rollout, batch.ended
   row = {
@@ -64,7 +64,7 @@ def rollout_metrics(
 
 
 def _reward_metrics(responses: Responses) -> dict[str, float]:
-  """Means of rewards, verdicts and parts; who failed to judge has no say."""
+  """Returns means of rewards, verdicts and parts over judged responses."""
   rows = responses.judged
   if not rows.any():
     return {}
@@ -89,8 +89,8 @@ def decoding_metrics(stats: EngineStats) -> dict[str, float]:
     "rollout/tokens": float(stats.tokens),
     "rollout/decode_steps": float(stats.decode_steps),
   }
-  if stats.slot_steps:  # Nothing is written where enough had ended before.
-    # A drafter may write several tokens in a slot's step.
+  if stats.slot_steps:  # 0 if enough responses had already ended.
+    # With a drafter, a slot may get several tokens per step.
     idle = 1 - stats.tokens / stats.slot_steps
     row["rollout/idle_fraction"] = max(0.0, idle)
   return row
@@ -99,7 +99,7 @@ def decoding_metrics(stats: EngineStats) -> dict[str, float]:
 def conversation_metrics(
   judged: Responses | None, conversations: Conversations
 ) -> dict[str, float]:
-  """Turns, and tokens that an environment added, of judged responses."""
+  """Returns metrics of the turns and observations of judged responses."""
   if judged is None:
     return {}
   rollout = judged.rollout

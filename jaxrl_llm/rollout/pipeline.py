@@ -1,9 +1,9 @@
 """Rollouts that run ahead of the learner by a fixed number of updates.
 
-Batch b is written by weights of version max(0, b - lag): while the learner
-trains on batch v, the worker writes batch v + lag with the weights of version
-v. Other systems bound how late a batch may be and let the clock decide; here
-the bound is met exactly, so a run repeats, and resumes, bit for bit.
+Batch b is sampled with weights of version max(0, b - lag): while the learner
+trains on batch v, the worker samples batch v + lag with the weights of version
+v. Other systems bound the lag and let timing decide; here it is exact, so that
+a run repeats and resumes bit for bit.
 """
 
 import concurrent.futures
@@ -33,10 +33,10 @@ def admit(
 
   Args:
     version: version of the policy: updates so far.
-    accepted: what has been written since the run began.
-    running: what is being written.
-    batch: what an update trains on, in the same unit.
-    lag: most updates between the weights that write and those that are trained.
+    accepted: responses completed since the run began.
+    running: responses in progress.
+    batch: responses per update.
+    lag: maximum number of updates between sampling and training.
 
   Reference:
     Fu et al. 2025, AReaL, arXiv 2505.24298, equation 3.
@@ -49,7 +49,7 @@ Collect = Callable[[RolloutState, PromptSourceState], Collected]
 
 
 class Pipeline:
-  """Has batches written before the learner comes to them."""
+  """Samples batches ahead of the learner."""
 
   def __init__(
     self,
@@ -59,15 +59,15 @@ class Pipeline:
     max_staleness: int,
     streaming: bool = False,
   ):
-    """Begins nothing yet.
+    """Makes the pipeline; nothing is started.
 
     Args:
-      lag: updates between the weights that write a batch and those that it
+      lag: updates between the weights that sample a batch and those that it
         trains.
-      overlap: write in a thread of its own while the learner trains; the same
-        is done in turns otherwise.
-      max_staleness: most updates between the tokens of a batch.
-      streaming: hand over groups of the batch that is being written.
+      overlap: samples in a thread while the learner trains; False alternates,
+        with the same results.
+      max_staleness: maximum number of updates between the tokens of a batch.
+      streaming: hands over groups of the batch in progress.
     """
     self.streaming, self._arrivals = streaming, queue.SimpleQueue()
     self.lag, self._max_staleness = lag, max_staleness
@@ -87,18 +87,18 @@ class Pipeline:
     version: int,
     ready: int,
   ) -> Iterator[list[concurrent.futures.Future[Collected]]]:
-    """Writes the batches that the weights of now are to write.
+    """Samples the batches that are due with the current weights.
 
     Args:
-      collect: writes one.
-      state: state of the worker, before.
-      source_state: where prompts are drawn from.
+      collect: samples a batch.
+      state: state of the worker.
+      source_state: state of the prompt source.
       version: version of the weights.
-      ready: batches that are written and not trained on.
+      ready: completed batches that are not trained on yet.
 
     Yields:
-      A future for each of them, the oldest first; none is under way after the
-      context. What went wrong is raised by its result.
+      A future for each batch, oldest first; all are done after the context.
+      Errors are raised by its result.
     """
     states = state, source_state
     self._arrivals = queue.SimpleQueue()
@@ -133,21 +133,21 @@ class Pipeline:
     version: int,
     timer: Any,
   ) -> Iterator[Responses]:
-    """Groups of the batch that is being written, in the order of their ends.
+    """Yields groups of the batch in progress, in order of completion.
 
-    How long a response takes is counted in decode steps, so the order, and
-    with it every sum of gradients, repeats.
+    The order depends on decode steps and not on time, so that every sum of
+    gradients is reproducible.
 
     Args:
       written: the batch, as `writing` yields it.
       version: version of the weights.
-      timer: times how long the learner waits.
+      timer: times the learner's waiting.
     """
     while True:
       with timer.phase("wait"):
         judged = self._arrivals.get()
         if judged is None:
-          written[0].result()  # Tells what went wrong, before an update.
+          written[0].result()  # Raises an error before the update.
           return
         responses = judged.result().responses
       batch = Batch(responses=responses, version=version, metrics={})
@@ -155,17 +155,17 @@ class Pipeline:
       yield responses
 
   def check(self, batch: Batch, version: int) -> None:
-    """Refuses a batch that is not as late as the lag says.
+    """Checks that the age of a batch matches the lag.
 
-    Its newest tokens were written lag updates ago, and what a partial rollout
-    began before then at most `max_staleness` updates earlier.
+    Its newest tokens were sampled lag updates ago, and tokens of partial
+    rollouts at most `max_staleness` updates earlier.
 
     Args:
-      batch: is to be trained on.
-      version: version of the weights that it is to train.
+      batch: the batch to train on.
+      version: version of the weights to train.
 
     Raises:
-      RuntimeError: it is not; a fault of ours.
+      RuntimeError: It does not match, which is a bug.
     """
     rollout, lag = batch.responses.rollout, min(version, self.lag)
     most = lag + self._max_staleness
@@ -180,17 +180,17 @@ class Pipeline:
       )
 
   def abstract(self, version: int) -> tuple[Batch, ...]:
-    """Batches as a checkpoint is read into them, see `Learner.abstract`.
+    """Returns the structure of the batches in a checkpoint.
 
     Args:
-      version: updates so far; before the first nothing has been written.
+      version: number of updates so far; 0 has no batches.
     """
     batch = Batch(responses=Responses, version=0, metrics={})
     return (batch,) * (self.lag if version else 0)
 
 
 def _in_turns(function: Callable[[], Any]) -> concurrent.futures.Future:
-  """Done at once."""
+  """Runs a function immediately and returns a completed future."""
   future = concurrent.futures.Future()
   future.set_result(function())
   return future

@@ -1,8 +1,8 @@
 """Tools for chat models: Python functions that a model calls by JSON.
 
-The form is that of Hermes and Qwen: a turn asks by one or several JSON objects
-with a name and arguments between `<tool_call>` and `</tool_call>`, and gets an
-answer to each. What is wrong with a call is told to the model, in a line.
+The format is that of Hermes and Qwen: a turn has one or several JSON objects
+with a name and arguments between `<tool_call>` and `</tool_call>`, and gets a
+reply to each. Errors of a call are returned to the model as one line.
 """
 
 import inspect
@@ -19,7 +19,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.rollout.environments import Observation
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-_PYTHON_S = 5.0  # Seconds that a program of the model's may run.
+_PYTHON_S = 5.0  # Time limit of a program, in seconds.
 _TYPES = {
   str: "string",
   int: "integer",
@@ -34,11 +34,11 @@ def schema(fn: Callable[..., Any]) -> dict[str, Any]:
   """Returns the JSON schema of a function for a chat template.
 
   Args:
-    fn: its arguments have types; its docstring says what it does and, in lines
-      `name: text`, what they are.
+    fn: function with typed arguments and a docstring that describes it and, in
+      lines `name: text`, its arguments.
 
   Raises:
-    InputError: an argument has no type that JSON has, or there is no docstring.
+    InputError: An argument has no JSON type, or there is no docstring.
   """
   text = inspect.getdoc(fn)
   if not text:
@@ -97,7 +97,7 @@ def call(tools: dict[str, Callable[..., Any]], text: str) -> str:
       return f"error: {key!r} of {name} must be of type {_TYPES[kind]}"
   try:
     result = fn(**given)
-  except Exception as error:  # A tool is foreign code.
+  except Exception as error:  # User code may raise anything.
     return f"error: {type(error).__name__}: {error}"
   return result if isinstance(result, str) else json.dumps(result, default=str)
 
@@ -105,8 +105,8 @@ def call(tools: dict[str, Callable[..., Any]], text: str) -> str:
 def python(code: str) -> str:
   """Runs a Python program and returns what it prints.
 
-  A program that runs for too long is ended, which the model reads. Unsafe: the
-  program may do whatever the user who trains may do. Train in a container.
+  Programs that run too long are stopped, and the model reads the error. Unsafe:
+  programs have all permissions of the training process. Train in a container.
 
   Args:
     code: the program, which prints its result.
@@ -122,7 +122,7 @@ def python(code: str) -> str:
 
 
 class Tools:
-  """Answers a turn's tool calls; a turn without one is the last.
+  """Runs the tool calls of a turn; a turn without one is the last.
 
   Attributes:
     template_settings: variables of the model's chat template.
@@ -134,16 +134,16 @@ class Tools:
     """Takes functions, see `schema`.
 
     Raises:
-      InputError: one cannot be described.
+      InputError: A function cannot be described.
     """
     self._tools = {fn.__name__: fn for fn in functions}
     self.template_settings = {"tools": list(map(schema, functions))}
 
   def start(self, example: Example) -> None:
-    """The question is that of the data."""
+    """Uses the question of the data."""
 
   def step(self, response: str) -> Observation:
-    """The answers to the calls, one below the other."""
+    """Returns the results of the calls, one per line."""
     calls = _CALL.findall(response)
     if not calls:
       return Observation(done=True)
