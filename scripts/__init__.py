@@ -11,7 +11,7 @@ import sys
 
 def main() -> None:
   """Runs the program whose command this process is, as `python -m` would."""
-  # Where Python finds what lies beside a program that is run by its path.
+  # The folder that Python adds to the path of a program run by its path.
   sys.path.insert(0, str(pathlib.Path(__file__).parent))
   name = pathlib.Path(sys.argv[0]).name.removeprefix("jaxrl-")
   runpy.run_module(f"{__name__}.{name}", run_name="__main__", alter_sys=True)

@@ -109,7 +109,7 @@ def devices_of(topology: str) -> list[Any]:
     described = topologies.get_topology_desc(
       platform="tpu", topology_name=topology
     )
-  except Exception as error:  # Of libtpu, or that there is none.
+  except Exception as error:  # libtpu fails or is missing.
     reason = str(error).strip().splitlines()[0][:200]
     raise InputError(
       f"--topology={topology}: {reason}; is it one that exists, and is libtpu"
@@ -144,7 +144,7 @@ class Programs:
       "value": estimate.held(critic and [critic.shapes, critic.base]),
       "sampler": estimate.held(transfer.shapes),
     }
-    # Of that, what scoring is given.
+    # The part of it that scoring receives.
     self.parameters = {
       "policy": estimate.held(whole),
       "value": estimate.held(critic.params) if critic else 0.0,
@@ -154,7 +154,7 @@ class Programs:
 
 
 def compiled(name: str, lowered: Any, mesh: dict, loops: list[int]) -> dict:
-  """What the compiler makes of a program, found again where it was before."""
+  """Compiles a program, or returns the cached result."""
   reader = pathlib.Path(hlo.__file__).read_text()
   key = hashlib.blake2b(
     f"{jax.__version__} {mesh} {loops} {reader} {lowered.as_text()}".encode(),
@@ -207,7 +207,7 @@ def report(config, model, programs: Programs, chip: Chip) -> bool:
     role = "value" if name.endswith(("value", "values")) else "policy"
     if name == "sampler decode":
       kv_bytes = found["arguments"] - kept["sampler"]
-    # What others keep, while this program has its own arguments.
+    # Memory of other programs, in addition to this one's arguments.
     own = {"policy", "value"} & {role} if "sampler" not in name else {"sampler"}
     own |= {"decode"} if name == "sampler decode" else set()
     others = sum(v for k, v in kept.items() if k not in own)

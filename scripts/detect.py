@@ -47,7 +47,7 @@ from jaxrl_llm.errors import InputError
 _WINDOW_S = 900
 _SILENT_S = 60
 _NOT_METRICS = ("time", "step", "role", "nonfinite")
-# What says nothing of a host: the whole, its start, and what it waits for.
+# Phases that do not characterize a host: totals, start and waiting.
 _NOT_WORK = {f"time/{x}_s" for x in ("step", "start", "wait", "compile")}
 _NOT_WORK.add("host/wait_s")
 
@@ -113,7 +113,7 @@ def samples(
 def phases(
   hosts: dict[str, list[dict[str, Any]]],
 ) -> tuple[np.ndarray, np.ndarray, list[str]]:
-  """Of the steps that all have.
+  """Returns the phases of the steps that all hosts have.
 
   Returns:
     Seconds of the phases [H, N, P], of the steps [H, N], and names [P].

@@ -182,7 +182,7 @@ def evaluate(evaluator, params):
   tries = [2**i for i in range(k.bit_length()) if 2**i < k] + [k]
   results = evaluated.results(tries) | evaluated.errors(tries)
   for name, value in results.items():
-    if name.endswith("_se") and math.isnan(value):  # Of one problem.
+    if name.endswith("_se") and math.isnan(value):  # A single problem.
       results[name] = None
   lengths = evaluated.responses.rollout.lengths
   seconds = evaluated.generate_s
@@ -282,7 +282,7 @@ def run() -> None:
     plugin.load(file)
   path = pathlib.Path(_CHECKPOINT.value)
   config = make_config(path)
-  for file in config.run.plugins:  # That the run was trained with.
+  for file in config.run.plugins:  # Plugins of the run.
     plugin.load(file)
   sets = _DATASET.value or [None]
   if sets[0]:
@@ -316,7 +316,7 @@ def run() -> None:
 
 
 def describe(path, step, evaluator, config, seed) -> dict:
-  """What numbers are about, for the JSON object."""
+  """Describes the evaluation for the JSON object."""
   return {
     "checkpoint": str(path),
     "step": step,

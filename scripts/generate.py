@@ -48,7 +48,7 @@ from jaxrl_llm.sampling import Engine, EngineConfig, SamplingSettings
 from jaxrl_llm.sampling.settings import max_tokens_of
 
 _STDIO = "-"
-# Of a conversation with an environment, see config group `environment`.
+# Settings of conversations, see config group `environment`.
 _TURNS = {
   "workers": 1,
   "deadline_s": 10.0,
@@ -60,11 +60,11 @@ _FREE = ("prompts", "prompt", "jsonl", "out", "samples", "slots", "resume")
 
 
 class Source(NamedTuple):
-  """Where a model comes from."""
+  """The source of a model."""
 
   directory: str  # Has config, tokenizer and, if there is no run, weights.
   run: pathlib.Path | None = None
-  step: int | None = None  # Of the run's policy.
+  step: int | None = None  # Step of the run's policy.
   stop: tuple[str, ...] = ()  # Further stop tokens, as text.
 
 
@@ -202,7 +202,7 @@ def make_sampling(options, tokenizer: Tokenizer) -> SamplingSettings:
 def make_template(
   options, tokenizer: Tokenizer
 ) -> tuple[Template, turns.ConversationConfig | None]:
-  """How prompts are written, and how an environment answers responses.
+  """Makes the template of prompts, and the conversations with an environment.
 
   Raises:
     InputError: there is no such environment.

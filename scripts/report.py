@@ -57,7 +57,7 @@ def _folder(dirs: list[str]) -> pathlib.Path:
 
 
 def _time_spent(rows: list) -> str:
-  """How long a run took, and for what; the largest parts first."""
+  """Returns the time of a run by phase, largest first."""
   spent = report.seconds_spent(rows)
   parts = sorted(spent.items(), key=lambda part: -part[1])
   shares = ", ".join(

@@ -29,9 +29,9 @@ from jaxrl_llm.report.figure import figure, name_lines
 from jaxrl_llm.rollout.worker import RolloutSettings
 
 BASELINE = "static"
-# Of a decode call, see sampling.stats.DecodeCall.
+# Columns of a decode call, see sampling.stats.DecodeCall.
 _MEASURED = "SLOTS,STEPS,CAPACITY,PREFILLS,PREFILL_TOKENS,SECONDS"
-_SHARES = (0.25, 0.375, 0.5, 0.625, 0.75)  # Of the devices, for sampling.
+_SHARES = (0.25, 0.375, 0.5, 0.625, 0.75)  # Fractions of devices for sampling.
 FIXED, FREE = "fixed lag", "free-running, lag"
 _TRIAL = 6  # Steps that find the best of them.
 # Columns of the table that are not printed with three digits.
@@ -42,14 +42,14 @@ _FORMATS = {
   "max staleness": "d",
   "mean length": ".0f",
 }
-# Those that the picture shows.
+# Schedules in the picture.
 _PANELS = {
   "x static": "trained responses/s, relative to static",
   "slots used": "share of slots that write",
   "off-policy": "share of off-policy tokens",
 }
 
-Summary = dict[str, float]  # Of a run, by column of the table.
+Summary = dict[str, float]  # Summary of a run by table column.
 
 
 def read_assumed(options) -> dict[str, float]:
@@ -137,7 +137,7 @@ def make_lines(options) -> list[tuple[str, int, list[float], list]]:
 
 
 def make_schedules(options, window: int) -> dict[str, RolloutSettings]:
-  """Those that take turns, by name."""
+  """Returns the schedules that alternate, by name."""
   sizes = {"groups": options.groups, "group_size": options.group_size}
   whole = RolloutSettings(**sizes, in_flight=options.groups)
   schedules = {
@@ -227,7 +227,7 @@ def compare(lengths: np.ndarray, window: int, options) -> dict[str, Summary]:
 
 
 def summarize(rows, cost: simulate.CostModel, slots: int) -> Summary:
-  """What the table and the picture say of the steps of a run."""
+  """Summarizes the steps of a run for table and picture."""
   total = {name: sum(row[name] for row in rows) for name in rows[0]}
   most = {name: max(row[name] for row in rows) for name in rows[0]}
   host_s = cost.scheduler_step_s * total["decode_calls"]

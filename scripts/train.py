@@ -180,7 +180,7 @@ def main(argv):
   del argv
   from jaxrl_llm.errors import TrainingStopped
 
-  # What Orbax logs of a save that fails, on hundreds of lines, it also raises.
+  # Orbax logs hundreds of lines for a failed save, and raises it, too.
   logging.set_verbosity(logging.FATAL)
   sys.unraisablehook = _unraisable
   try:
@@ -189,7 +189,7 @@ def main(argv):
     _fail(str(error))
   except (TrainingStopped, OSError) as error:  # Such as a full disk.
     _fail(str(error), code=1)
-  except SystemExit as error:  # Of foreign code: a loss, a source, a tracker.
+  except SystemExit as error:  # User code: a loss, a source, a tracker.
     frames = traceback.extract_tb(error.__traceback__)
     at = [f for f in frames if not f.filename.startswith("<frozen")][-1]
     _fail(

@@ -39,13 +39,13 @@ _SETTINGS = {
   "optimizer.value.mini_batch": 16,
   "run.trackers": "()",
 }
-# Of a row: what a clock or the machine decides.
+# Fields of a row that depend on a clock or the machine.
 _MEASURED = ("time", "host/", "perf/", "memory/", "compile/", "checkpoint/")
 _MEASURED += ("rollout/tokens_per_",)
 
 
 class Fault(NamedTuple):
-  """What is done to a run, and what became of it."""
+  """A fault injected into a run, and its outcome."""
 
   kind: str
   at: float  # Seconds after the start, or a fraction of a file.

@@ -141,9 +141,9 @@ def _batch(tokenizer, source, settings, i) -> PackedBatch:
 
 
 class Noise(NamedTuple):
-  """How a careless crowd solves problems of a task."""
+  """Noise of solutions: how often steps are skipped or wrong."""
 
-  shares: Mapping[str, float]  # Of the kinds of solutions; they sum to 1.
+  shares: Mapping[str, float]  # Kind of solution -> fraction; sum 1.
   largest: float  # Total that a wrong step may lead to.
   # (rng, problem) -> a guess that is not the answer.
   wrong_answer: Callable[[np.random.Generator, Any], int]

@@ -1,4 +1,4 @@
-"""What train.py --dry_run prints: compiled phases, data and rewards checked."""
+"""Implements train.py --dry_run: compiles phases, checks data and rewards."""
 
 import time
 
@@ -94,7 +94,7 @@ def _check_rewards(run: Run) -> None:
 
 
 def _show_meshes(run: Run) -> None:
-  """Where trainer and sampler compute, and what each device holds of them."""
+  """Shows the meshes of trainer and sampler, and the memory per device."""
   learner, sampled = run.learner, run.transfer.shapes
   state = learner.abstract()
   held = [state.policy, state.critic, state.ema, state.kept, state.base]

@@ -1,1 +1,1 @@
-"""How large a run can be: chips, what programs need of them, how long."""
+"""Estimates of large runs: chips, memory of programs, time."""

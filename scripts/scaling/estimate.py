@@ -21,12 +21,12 @@ from jaxrl_llm.train import build
 
 # Shares of what the maker states that programs are assumed to reach.
 REACHED = {"compute": 0.6, "memory": 0.7, "links": 0.7}
-FILLED = 0.95  # Of packed rows.
+FILLED = 0.95  # Filled fraction of packed rows.
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-  """What a program does, on one device."""
+  """The work of a program on one device."""
 
   flops: float
   moved: float  # Bytes to and from memory.
@@ -50,7 +50,7 @@ class Work:
 class Fit(NamedTuple):
   """Settings under which a run fits by the account; the best sorts first."""
 
-  seconds: float  # Of a step.
+  seconds: float  # Seconds per step.
   memory: float  # Bytes a device.
   mesh: tuple[int, ...]  # Sizes of the axes.
   sampler_mesh: tuple[int, ...]
@@ -58,7 +58,7 @@ class Fit(NamedTuple):
   remat_policy: str
 
   def flags(self) -> str:
-    """Of the command line."""
+    """Returns the flags as on the command line."""
     found = {f"mesh.{k}": n for k, n in zip(sharding.AXES, self.mesh)}
     for axis, size in zip(sharding.AXES, self.sampler_mesh):
       if axis != "context":
@@ -89,7 +89,7 @@ class Sizes:
     """
     self.config, self.model, self.mesh = config, model, dict(mesh)
     self.tensor, self.context = mesh["tensor"], mesh.get("context", 1)
-    self.shards = mesh["fsdp"] * self.context  # Of parameters.
+    self.shards = mesh["fsdp"] * self.context  # Shards of parameters.
     self.batch_ways = mesh["data"] * mesh["fsdp"]
     self.slot_ways = self.batch_ways * self.context
     self.devices = math.prod(mesh.values())
@@ -121,7 +121,7 @@ class Sizes:
 
   @property
   def attention(self) -> float:
-    """Of that, the attention of a row."""
+    """Returns the part of a row's attention."""
     heads = self.model.num_heads * self.model.head_dim
     return 4 * self.row**2 / 2 * heads * self.model.num_layers
 
@@ -216,7 +216,7 @@ def _passes(sizes, role, *, forwards, gathers, reduced) -> Work:
   model, rows = sizes.model, sizes.micro_rows(role)
   flops = forwards * sizes.forward(rows * sizes.batch_ways) / sizes.devices
   tokens, part = rows * sizes.row, sizes.parameters / sizes.tensor
-  # Of whole rows, gathered in every forward pass and summed back.
+  # Whole rows, gathered in every forward pass and summed back.
   keys = sizes.kv_token * tokens / sizes.tensor
   tokens /= sizes.context
   wide = 8 * model.hidden_size + 6 * model.intermediate_size / sizes.tensor
@@ -236,7 +236,7 @@ def decoding(sizes: Sizes) -> Work:
   weights = 2 * sizes.parameters / (sizes.shards * sizes.tensor)
   moved = weights + cached / sizes.kv_ways
   flops = 2 * sizes.multiplied * slots / sizes.devices
-  # Where an axis splits the width of weights, its devices' rows are gathered
+  # If an axis splits the width of weights, its devices' rows are gathered
   # before attention and MLP, and their products are sums of parts in float32.
   group = slots * sizes.shards / sizes.slot_ways * model.num_layers
   heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
@@ -274,7 +274,7 @@ def step_seconds(
 
 
 def mfu(sizes: Sizes, chip: Chip, seconds: Mapping[str, float]) -> float:
-  """Of the updates: operations of the model, none done again, over the peak."""
+  """Model FLOPs utilization of updates, without recomputation."""
   done = spent = 0.0
   for role in ("policy", "value"):
     if f"update {role}" in seconds:

@@ -1,4 +1,4 @@
-"""What a compiled program sends between devices, read from its HLO text.
+"""Communication of a compiled program, read from its HLO text.
 
 XLA's own cost analysis counts the body of a loop once. Here it counts as often
 as it runs: as the compiler says (`known_trip_count`) or, for loops whose length
@@ -47,7 +47,7 @@ class Sent(NamedTuple):
 def collectives(
   text: str, mesh: Mapping[str, int], loops: Sequence[int]
 ) -> list[Sent]:
-  """What each device receives while a program runs, the most first.
+  """Returns the bytes that each device receives, largest first.
 
   Args:
     text: of `compiled.as_text()`.
@@ -88,7 +88,7 @@ def collectives(
 
 
 def _rounds(bodies: Mapping[str, list[str]], line: str) -> int | None:
-  """Of a loop whose condition compares with a constant."""
+  """Returns the iterations of a loop with a constant bound."""
   condition = re.search(r"condition=%?([\w.\-]+)", line)[1]
   found = [m[1] for x in bodies[condition] if (m := _CONSTANT.search(x))]
   return int(found[0]) if len(found) == 1 else None
@@ -107,7 +107,7 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
 
 
 def _bytes(shape: str, started: str | None) -> float:
-  """Of the result; of an asynchronous start, whose result follows operands."""
+  """Returns the size of a result, also of an asynchronous start."""
   sizes = [
     math.prod(map(int, filter(None, dims.split(",")))) * _BITS[kind] / 8
     for kind, dims in _SHAPE.findall(shape)

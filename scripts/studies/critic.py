@@ -45,7 +45,7 @@ class Judgement(NamedTuple):
   correct: np.ndarray  # bool [B].
   questions: list[str]
   texts: list[str]
-  ceilings: list[float]  # Of the bins; empty if nobody asked.
+  ceilings: list[float]  # One per bin; empty if not requested.
 
 
 def judge(
@@ -146,7 +146,7 @@ def ceiling(writer: ResponseWriter, weights: Weights, judged, bin_) -> float:
   )
   ended = writer.judge(written, [judged.prompts[row] for row in rows])
   returns = ended.responses.rewards.reshape(-1, count)
-  if not returns.var():  # Of a policy that is always right, or never.
+  if not returns.var():  # The policy is always right, or never.
     return float("nan")
   return 1.0 - float(returns.var(axis=1, ddof=1).mean() / returns.var())
 

@@ -11,7 +11,7 @@ from studies.tables import Study
 from jaxrl_llm import metrics, report
 from jaxrl_llm.errors import InputError
 
-# What is no part of training: evaluation and saving.
+# Phases outside of training: evaluation and saving.
 _NOT_TRAINING = {"time/evaluate_s", "time/checkpoint_s"}
 _CURVES = ("steps", "seconds", "tokens", "decode_steps", "accuracy")
 # Phases of a step whose shares of the time are shown.
@@ -22,9 +22,9 @@ class Outcome(NamedTuple):
   """The evaluations of a run, K of them, and what it had cost until then."""
 
   steps: np.ndarray
-  seconds: np.ndarray  # Of training alone.
+  seconds: np.ndarray  # Training time only.
   tokens: np.ndarray  # Generated.
-  decode_steps: np.ndarray  # Of the sampler, one after the other.
+  decode_steps: np.ndarray  # Sequential decode steps.
   accuracy: np.ndarray
   split: Mapping[str, float] = {}  # Phase -> share of the training time.
   seed: int = 0
@@ -35,7 +35,7 @@ class Outcome(NamedTuple):
     return float(getattr(self, axis)[reached[0]]) if reached.size else np.nan
 
   def lead(self, other: "Outcome", axis: str) -> float:
-    """How much more accurate than another run, at equal places of an axis.
+    """Returns the lead in accuracy over another run, along an axis.
 
     It is the mean over the other's evaluations but the first, as far as both
     have come; accuracy between two evaluations lies on a line.
@@ -101,7 +101,7 @@ def read_curves(
 
 
 def run_folder(folder: pathlib.Path, variant: str, seed: int) -> pathlib.Path:
-  """Where the run of a variant and a seed lives."""
+  """Returns the folder of the run of a variant and a seed."""
   name = "".join(c if c.isascii() and c.isalnum() else "_" for c in variant)
   return folder / name / f"seed{seed}"
 
@@ -245,7 +245,7 @@ def _mean_lead(results: list[Outcome], base: list[Outcome], axis: str) -> str:
 def _to_target(
   results: list[Outcome], base: list[Outcome], axis: str, target: float
 ) -> tuple[str, str]:
-  """What every seed took to the target, and its ratio to the baseline's."""
+  """Returns the cost to the target per seed, and its ratio to the baseline."""
   own = [r.at_target(axis, target) for r in results]
   theirs = [r.at_target(axis, target) for r in base]
   if not any(own):

@@ -40,7 +40,7 @@ _CONSTANT_LAMBDA = {
   "estimator.lambda_schedule": "constant",
   "estimator.lambda_policy": 0.95,
 }
-# What VAPO is without one of its parts.
+# VAPO without one of its parts.
 _WITHOUT = {
   "value pretraining": {"value.pretrain_steps": 0},
   "decoupled GAE": _CONSTANT_LAMBDA | {"estimator.lambda_value": 0.95},
@@ -91,7 +91,7 @@ _STALE = {
   "optimizer.policy.learning_rate": 2e-4,
 }
 _AREAL = _STALE | {"optimizer.policy.mini_batch": 64}  # Four updates a step.
-# Of REINFORCE at lag 8, one after the other.
+# Variants of REINFORCE at lag 8.
 _PLAIN = _STALE | {
   "schedule.lag": 8,
   "optimizer.policy.mini_batch": 256,  # One update a step.
@@ -118,7 +118,7 @@ STUDIES: Mapping[str, Study] = {
     drawn=("VAPO", "PPO", "GRPO", "DAPO"),
     variants=(
       *_without_parts(_TOKENS_ALONE, 512),
-      # As in the papers, and without what repairs its bias.
+      # With the papers' settings, and without the repair of the bias.
       Variant("from a reward model", "vapo", _TOKENS_ALONE | _REWARD_MODEL),
       Variant(
         "from a reward model, without value pretraining",

@@ -34,7 +34,7 @@ WAYS = {
   "lag 1": {"schedule.lag": 1},
 }
 _WAITS = "wait"  # The phase in which the learner does nothing.
-# Whose a phase is, if not the learner's.
+# Owners of phases other than the learner's.
 _SIDES = {"data": "sampler", "generate": "sampler", "reward": "rewards"}
 
 
@@ -57,7 +57,7 @@ class Recorder(metrics.PhaseTimer):
 
   @contextlib.contextmanager
   def phase(self, name: str) -> Iterator[None]:
-    """As its parent's."""
+    """Times a phase like the parent class."""
     begin_s = time.perf_counter()
     with super().phase(name):
       yield

@@ -1,4 +1,4 @@
-"""What a checkpoint costs: saving, checksums, restoring, steps beside it."""
+"""Benchmarks checkpoints: saving, checksums, restoring, concurrent steps."""
 
 import concurrent.futures
 import pathlib

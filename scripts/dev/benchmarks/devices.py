@@ -26,13 +26,13 @@ from jaxrl_llm.types import Rollout, Status
 
 _REPEATS = 3
 _SLOTS = (1, 16, 64, 256)
-# Of a parameter in training: float32 weight, gradient and two moments, and
+# Bytes per trained parameter: float32 weight, gradient and two moments, and
 # room for what is computed.
 _BYTES_PER_PARAM = 24
 
 
 class Sizes(NamedTuple):
-  """How large the measured programs are."""
+  """Sizes of the measured programs."""
 
   copied: int  # Bytes.
   multiplied: int  # Rows and columns of a matrix.
@@ -41,7 +41,7 @@ class Sizes(NamedTuple):
   prompt_length: int
   new_tokens: int
   updated: dict[str, models.ModelConfig]
-  response_length: int  # Of an update; 8 of them with a prompt fill a row.
+  response_length: int  # For updates; 8 responses with a prompt fill a row.
 
 
 _TINY = dataclasses.replace(
@@ -88,7 +88,7 @@ def seconds_of(call: Callable[[], Any]) -> float:
 
 
 def measure_device(sizes: Sizes) -> dict[str, Any]:
-  """What it is, copies (read and written) and multiplies."""
+  """Measures the device's name, copy bandwidth and matrix products."""
   device = jax.devices()[0]
   x = jnp.zeros(sizes.copied // 4, jnp.float32)
   copy_s = seconds_of(functools.partial(jax.jit(lambda x: x + 1), x))
@@ -105,7 +105,7 @@ def measure_device(sizes: Sizes) -> dict[str, Any]:
 
 
 def _memory_bytes() -> int:
-  """That programs may use; 0 where the device does not say."""
+  """Returns the memory that programs may use; 0 if unknown."""
   return (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0)
 
 

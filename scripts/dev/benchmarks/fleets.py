@@ -46,11 +46,11 @@ ROLES = ("trainer", "sampler", "reward")
 class Kind(NamedTuple):
   """A kind of fault."""
 
-  share: float  # Of all faults (Minder, table 1).
-  metrics: tuple[int, ...]  # Those that it can reach,
+  share: float  # Fraction of all faults (Minder, table 1).
+  metrics: tuple[int, ...]  # Metrics that it can affect,
   reach: float  # with this probability each; at least one.
   down: float  # Probability that a metric falls.
-  spread: float = 0.0  # What the others feel of it, from 10 s later on.
+  spread: float = 0.0  # Effect on other hosts, from 10 s later on.
 
 
 KINDS = {
@@ -75,7 +75,7 @@ class Episode(NamedTuple):
 
   x: np.ndarray  # float32 [H, S, K], NaN where nothing arrived.
   roles: tuple[str, ...]
-  host: int  # That is broken; -1 if none is.
+  host: int  # The broken host; -1 if there is none.
   onset: int  # Second at which it breaks.
   kind: str
   shape: str
@@ -143,7 +143,7 @@ def _healthy(rng, roles, seconds, more, bias) -> np.ndarray:
   x += (day * rng.uniform(0.7, 1.3, (hosts, 1, 1))).astype(np.float32)
   for role in dict.fromkeys(roles):
     mine = np.flatnonzero([name == role for name in roles])
-    # What the job does shows on all: steps, drifts, a pause of everybody.
+    # Effects of the job on all hosts: steps, drifts, a common pause.
     period, phase = rng.uniform(8, 90), rng.uniform(0, 7)
     wave = np.sign(np.sin(2 * np.pi * time / period + phase))
     drift = rng.normal(0, 3, metrics) * (time / seconds)[:, None]
@@ -153,7 +153,7 @@ def _healthy(rng, roles, seconds, more, bias) -> np.ndarray:
       pause = slice(start, start + rng.integers(20, 120))
       common[pause] -= np.abs(rng.normal(0, 8, metrics))
     x[mine] += (20 + rng.normal(0, 5, metrics) + common).astype(np.float32)
-    if role == "sampler":  # Who has written its responses waits for the rest.
+    if role == "sampler":  # Hosts that are done wait for the others.
       for start in range(0, seconds, 180):
         for host in mine[rng.random(mine.size) < 0.7]:
           end = start + 180

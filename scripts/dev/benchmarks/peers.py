@@ -31,9 +31,9 @@ from jaxrl_llm.errors import InputError
 class Shape(NamedTuple):
   """A model that several programs measure; heads have 64 dimensions."""
 
-  names: tuple[str, ...]  # What programs call it.
+  names: tuple[str, ...]  # Names in other programs.
   micro_batch_size: int  # Rows per gradient that suit it.
-  fields: Mapping[str, int]  # Of `models.ModelConfig`.
+  fields: Mapping[str, int]  # Fields of `models.ModelConfig`.
 
 
 SHAPES = {
@@ -63,7 +63,7 @@ SHAPES = {
   ),
 }
 
-# What a part compares. `*_per_s` is better when larger, all else when smaller.
+# Metrics compared by each part. Larger is better for `*_per_s`, else smaller.
 COMPARED = {
   "sampler": ("tokens_per_s", "best_tokens_per_s"),
   "rollouts": ("tokens_per_s", "best_tokens_per_s"),
@@ -117,7 +117,7 @@ def last_json_object(text: str) -> dict[str, Any] | None:
 def read_numbers(
   record: Mapping[str, Any], *, part: str, shape: str
 ) -> Numbers:
-  """What a program measured, under our keys and in our units.
+  """Reads a program's measurements, converted to our keys and units.
 
   Args:
     record: the JSON object it printed.

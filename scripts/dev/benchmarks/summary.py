@@ -1,4 +1,4 @@
-"""What a measurement is told with: medians, spread, ratios, the machine."""
+"""Summaries of measurements: medians, spread, ratios, the machine."""
 
 import importlib.metadata
 import json
@@ -32,7 +32,7 @@ def summarize(samples: Mapping[str, Sequence[float]]) -> dict[str, Any]:
 
 
 def speed_ratios(ours: Numbers, other: Numbers) -> Numbers:
-  """How many times better ours is, for every key that both have.
+  """Returns the speed-up of ours for every common key.
 
   Args:
     ours: rates end in `_per_s`; all others are seconds or memory.

@@ -1,4 +1,4 @@
-"""What is measured: random weights, full lengths, compilation apart.
+"""Workloads with random weights and full lengths; compilation is separate.
 
 `options` of the functions below has the flags of scripts/dev/benchmark.py as
 attributes. A policy step composes jaxrl_llm.learner: see `train_steps`.
