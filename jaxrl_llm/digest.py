@@ -1,10 +1,10 @@
-"""Checksums of trees: 64 bits per array, made where the array lies.
+"""Checksums of trees: 64 bits per array, computed on its devices.
 
-Two parameter trees that should be the same rarely lie on the same devices, so
-they are compared by checksums. Bits count, not values: 0 and −0 differ, and so
-do two NaNs with other payloads. A checksum depends on the path, shape and dtype
-of a leaf and on the place of every element in it, but not on mesh or sharding:
-it is a sum of integers, which is exact in any order.
+Two parameter trees that should be equal are rarely on the same devices, so they
+are compared by checksums. These depend on bits, not values: 0 and −0 differ, as
+do NaNs with different payloads. A checksum depends on path, shape and dtype of
+a leaf and on the index of every element, but not on mesh or sharding: it is a
+sum of integers, which is exact in any order.
 """
 
 import collections
@@ -26,36 +26,36 @@ Checksums = Mapping[str, int]  # Path of a leaf -> 64 bits.
 
 
 def checksum(tree: Any) -> int:
-  """64 bits that stand for all paths, shapes, dtypes and bits of a tree."""
+  """Returns a 64-bit checksum of paths, shapes, dtypes and bits of a tree."""
   return combine(checksums(tree))
 
 
 def checksums(tree: Any) -> dict[str, int]:
-  """The checksum of every leaf by its path.
+  """Returns the checksum of every leaf by its path.
 
   With the bits u_i of element i as an integer, a bijection m of 32-bit
   integers and p_i = m(i + seed of the leaf), its halves are
 
     Σ m(u_i ⊕ p_i)   and   Σ m(u_i ⊕ p_i) · (p_i | 1)   (mod 2³²).
 
-  A change of one element always shows. One of several, unless made on purpose,
-  stays unseen with a probability near 2⁻⁶⁴.
+  A change of one element is always detected; an accidental change of several is
+  missed with a probability near 2⁻⁶⁴.
 
   Args:
     tree: arrays on any devices or in NumPy, of at most 32-bit numbers.
 
   Raises:
-    TypeError: a leaf has wider, complex or no numbers.
+    TypeError: A leaf has wider, complex or no numbers.
     ValueError: two leaves have one path name.
   """
   return leaf_checksums(*named_leaves(tree))
 
 
 def copies_that_differ(tree: Any) -> list[str]:
-  """Copies of the same elements on several devices, of which one is wrong.
+  """Finds copies of the same elements on several devices that differ.
 
   Args:
-    tree: arrays; those of this process's devices are compared.
+    tree: arrays; copies on this process's devices are compared.
 
   Returns:
     'PATH on DEVICE' for each copy unlike the most common one.
@@ -74,7 +74,7 @@ def copies_that_differ(tree: Any) -> list[str]:
 
 
 def combine(parts: Checksums) -> int:
-  """One 64-bit checksum from those of leaves, in whatever order they come."""
+  """Combines checksums of leaves into one, in any order."""
   whole = hashlib.blake2b(digest_size=8)
   for name in sorted(parts):
     whole.update(f"{name}\0{parts[name]}\0".encode())
@@ -82,17 +82,17 @@ def combine(parts: Checksums) -> int:
 
 
 def of_bytes(data: bytes) -> str:
-  """128 bits that stand for a file or a text."""
+  """Returns a 128-bit digest of bytes."""
   return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def path_name(path: Sequence[Any]) -> str:
-  """'layers/mlp/up/kernel' of a JAX key path."""
+  """Returns a JAX key path as text, such as 'layers/mlp/up/kernel'."""
   return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def named_leaves(tree: Any) -> tuple[list[str], list[Any]]:
-  """Path names and leaves of a tree.
+  """Returns path names and leaves of a tree.
 
   Raises:
     ValueError: two leaves have one path name.
@@ -120,7 +120,7 @@ def start_checksums(
 
 
 def finish_checksums(started: Mapping[str, jax.Array]) -> dict[str, int]:
-  """Waits for the checksums that were started."""
+  """Waits for started checksums."""
   return {
     name: int(low) | int(high) << 32
     for name, (low, high) in processes.to_host(dict(started)).items()
@@ -141,7 +141,7 @@ def _start(name: str, leaf: Any) -> jax.Array:
   place = getattr(leaf, "sharding", None)
   if not isinstance(place, NamedSharding):
     return _program(None)(leaf, seed)
-  # Whole on every device, so that no process has to ask for it.
+  # Replicated, so that every process can read it.
   return _program(NamedSharding(place.mesh, PartitionSpec()))(leaf, seed)
 
 
@@ -151,7 +151,7 @@ def _program(place: NamedSharding | None) -> Callable[..., jax.Array]:
 
 
 def _sums(x: chex.Array, seed: chex.Array) -> jax.Array:
-  """Both halves of a leaf's checksum, uint32 [2]."""
+  """Computes both halves of a leaf's checksum, uint32 [2]."""
   places = _mix(_index(x.shape) + seed)
   mixed = _mix(_bits(x) ^ places)
   # Together in one pass: on a CPU five times as fast as two sums.
@@ -162,19 +162,19 @@ def _sums(x: chex.Array, seed: chex.Array) -> jax.Array:
     lambda xs, ys: (xs[0] + ys[0], xs[1] + ys[1]),
     range(x.ndim),
   )
-  # An empty leaf too has a checksum of its own path.
+  # An empty leaf also has a checksum, of its path.
   return _mix(seed + jnp.arange(1, 3, dtype=jnp.uint32)) + jnp.stack(halves)
 
 
 def _bits(x: jax.Array) -> jax.Array:
-  """Stored bits as uint32; integers of one dtype are told apart as they are."""
+  """Returns the stored bits as uint32."""
   if jnp.issubdtype(x.dtype, jnp.floating):
     x = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
   return x.astype(jnp.uint32)
 
 
 def _index(shape: tuple[int, ...]) -> jax.Array:
-  """Row-major number of every element mod 2³², sharded as the array is."""
+  """Returns row-major indices mod 2³², sharded like the array."""
   index, stride = jnp.zeros(shape, jnp.uint32), 1
   for axis in reversed(range(len(shape))):
     step = np.uint32(stride % 2**32)
@@ -184,7 +184,7 @@ def _index(shape: tuple[int, ...]) -> jax.Array:
 
 
 def _mix(x: jax.Array) -> jax.Array:
-  """A bijection of 32-bit integers in which every bit moves half of all.
+  """A bijection of 32-bit integers in which every bit affects all others.
 
   Reference: the finaliser of MurmurHash3 (A. Appleby, public domain).
   """

@@ -1,6 +1,6 @@
-"""Fresh Python processes that answer lines and can be killed.
+"""Worker processes: fresh interpreters that answer lines and can be killed.
 
-They do not import the caller's main module, share no state with it, and their
+They do not import the caller's main module and share no state with it. Their
 death is an ordinary result.
 """
 
@@ -15,20 +15,20 @@ import time
 from collections.abc import Callable
 from typing import Any, BinaryIO, TextIO
 
-LONGEST_ANSWER = 2**24  # Bytes; one that says more is ended.
+LONGEST_ANSWER = 2**24  # Bytes; longer answers end the worker.
 _START_DEADLINE_S = 120.0  # Imports on a busy machine.
 
 
 class Worker:
-  """A process that answers a line with a line; if it dies, another one does."""
+  """A process that answers a line with a line; it is restarted if it dies."""
 
   def __init__(self, serve: Callable[..., None], *arguments: str):
     """Starts the process.
 
     Args:
-      serve: what it runs: a function of an importable module, which takes its
-        lines from `channels` and writes one of its own once it is ready.
-      *arguments: of this function.
+      serve: function of an importable module to run. It reads lines from
+        `channels`, and writes a line when it is ready.
+      *arguments: arguments of the function.
     """
     boot = (
       "import json, sys; sys.path[:] = json.loads(sys.argv[1]);"
@@ -49,9 +49,9 @@ class Worker:
     self._started = False
 
   def started(self) -> bool:
-    """Whether it lives; waits until it has come up."""
+    """Waits for the start and returns whether the process is alive."""
     if not self._started:
-      # It begins by itself.
+      # The first line comes without a request.
       self._started = bool(self._exchange("", _START_DEADLINE_S)[0])
     # Looked at and not reaped, so that its number stays its own.
     how = os.WEXITED | os.WNOHANG | os.WNOWAIT
@@ -59,10 +59,10 @@ class Worker:
     return self._started and ended is None
 
   def ask(self, line: str, deadline_s: float) -> tuple[Any, str | None]:
-    """The pair that it answers with, as JSON; (None, why) if there is none.
+    """Returns its answer, a JSON pair; (None, error) if there is none.
 
     Raises:
-      RuntimeError: it does not start.
+      RuntimeError: The process does not start.
     """
     if not self.started():  # Something killed it while it was idle.
       self.close()
@@ -77,10 +77,10 @@ class Worker:
     with contextlib.suppress(ValueError, TypeError, RecursionError):
       result, why = json.loads(answer)
       return result, why
-    return None, "crash"  # Foreign code wrote it.
+    return None, "crash"  # User code wrote to the channel.
 
   def _exchange(self, text: str, deadline_s: float) -> tuple[bytes, str]:
-    """The line it answers with, and why if there is none: late or dead."""
+    """Returns the answer, or '' with the reason: timeout or crash."""
     end, answer = time.monotonic() + deadline_s, b""
     timer = threading.Timer(deadline_s, self._kill)
     timer.start()
@@ -109,10 +109,10 @@ class Worker:
 
 
 def channels() -> tuple[BinaryIO, TextIO]:
-  """The lines that a worker gets and writes, apart from what others print.
+  """Returns a worker's input and output, separate from what code prints.
 
-  The standard streams of the process are then an empty input and standard
-  error. The input ends when the process that started the worker does.
+  The standard streams of the process become an empty input and standard error.
+  The input ends with the process that started the worker.
   """
   lines, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")
   os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -29,7 +29,7 @@ _FIELDS = (
 
 
 def printable(text: str, *, encoding: str = "utf-8") -> str:
-  """Makes foreign text safe for a terminal: nothing in it moves or colours.
+  """Escapes text that could control a terminal.
 
   Args:
     text: any string, also one with control characters or lone surrogates.
@@ -50,10 +50,10 @@ def printable(text: str, *, encoding: str = "utf-8") -> str:
 
 
 class Bar(rich.progress.Progress):
-  """A bar with text on a terminal that can redraw it; else nothing is drawn.
+  """A progress bar with text, on terminals that can redraw it.
 
   Attributes:
-    disable: there is no such terminal; write lines instead.
+    disable: whether there is no such terminal; write lines instead.
   """
 
   def __init__(self, total: int, stream: TextIO, clock: Callable[[], float]):
@@ -82,7 +82,7 @@ class Bar(rich.progress.Progress):
 
 
 class ConsoleWriter:
-  """Shows a run: live on a terminal, one line a step anywhere else."""
+  """Shows a run: live on a terminal, one line per step elsewhere."""
 
   def __init__(
     self,
@@ -142,7 +142,7 @@ class ConsoleWriter:
     return [part for part in parts if part]
 
   def _left(self) -> str:
-    """From the median step, which forgets compilation and evaluations."""
+    """Returns the time left by the median step, robust to compilation."""
     times = [after - before for before, after in itertools.pairwise(self._ends)]
     steps = max(self._total - self._step, 0)
     return duration(steps * statistics.median(times) if times else None)
@@ -157,14 +157,14 @@ def _headline(metrics: Mapping[str, float]) -> str:
 
 
 def _health(metrics: Mapping[str, float]) -> str:
-  """The rules that hold at this step, also those that are quiet by now."""
+  """Returns the warnings that hold at this step, including quiet ones."""
   names = [name for name in metrics if name.startswith("health/")]
   rules = [name.removeprefix("health/").replace("_", " ") for name in names]
   return f"health: {', '.join(rules)}" if rules else ""
 
 
 def _phases(metrics: Mapping[str, float]) -> str:
-  """Step time first, then its phases in the order in which they ran."""
+  """Returns the step time and the times of its phases, in order."""
   names = [name for name in metrics if name.startswith("time/")]
   names.sort(key=lambda name: name != "time/step_s")
   return "  ".join(
@@ -185,7 +185,7 @@ def _evaluation(metrics: Mapping[str, float]) -> str:
 
 
 def duration(seconds: float | None) -> str:
-  """Hours, minutes and seconds; a question mark where nobody knows."""
+  """Formats hours, minutes and seconds; '?' if unknown."""
   if seconds is None:
     return "?"
   return str(datetime.timedelta(seconds=round(seconds)))

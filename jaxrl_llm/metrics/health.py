@@ -1,4 +1,4 @@
-"""Warnings about a run that is going wrong, each with the setting to turn.
+"""Warnings about a failing run, each with a setting to change.
 
 Every rule is a pure function of the rows of metrics, so the warnings of a run
 depend on its rows alone: replaying them gives the same warnings again.
@@ -44,12 +44,12 @@ FEWEST_USUAL_STEPS = 5
 LENGTH_FELL = 2.0
 # Rows that a rule looks back on, the newest included.
 WINDOW = 60
-# Rows whose median stands for now; one odd batch is no collapse.
+# Number of rows in a median; one odd batch is not a collapse.
 NOW_STEPS = 3
 
-# Steps after which a warning that still holds is said again.
+# Steps after which a warning that still holds is repeated.
 COOLDOWN_STEPS = 50
-# Steps without a finding after which it counts as cleared; a new one is said.
+# Steps after which a warning that no longer holds is cleared.
 CLEARED_STEPS = 10
 
 # Gets, for each metric that a rule needs, the values of the latest rows that
@@ -67,7 +67,7 @@ class Rule(NamedTuple):
 
 
 def above(limit: float, text: str, *, rows: int = 1) -> Find:
-  """The median of the latest rows is above a limit; the text shows it."""
+  """Warns if the median of the latest rows is above a limit."""
 
   def find(values: Sequence[float]) -> str | None:
     value = statistics.median(values[-rows:])
@@ -77,9 +77,9 @@ def above(limit: float, text: str, *, rows: int = 1) -> Find:
 
 
 def same_rewards(accuracy: float, text: str) -> Find:
-  """All responses did alike, in the first row or in several in a row.
+  """Warns if all responses have equal rewards, in the first or several rows.
 
-  Rewards that are numbers may teach where all are right, or all wrong.
+  Numeric rewards may differ even if all responses are correct, or incorrect.
   """
 
   def find(accuracies: Sequence[float], spreads: Sequence[float]) -> str | None:
@@ -97,7 +97,7 @@ def same_rewards(accuracy: float, text: str) -> Find:
 def entropy_collapse(
   entropies: Sequence[float], accuracies: Sequence[float]
 ) -> str | None:
-  """Low, or falling fast without gain, while answers are still wrong."""
+  """Warns of low or quickly falling entropy while answers are still wrong."""
   now, accuracy = _now(entropies), _now(accuracies)
   if accuracy >= ACCURACY_HIGH or len(entropies) < NOW_STEPS:
     return None
@@ -116,7 +116,7 @@ def entropy_collapse(
 
 
 def explained_variance(variances: Sequence[float]) -> str | None:
-  """The critic is worse than a constant, several times in a row."""
+  """Warns if the critic is worse than a constant several times in a row."""
   latest = variances[-EXPLAINED_VARIANCE_STEPS:]
   if len(latest) < EXPLAINED_VARIANCE_STEPS or max(latest) >= 0:
     return None
@@ -124,7 +124,7 @@ def explained_variance(variances: Sequence[float]) -> str | None:
 
 
 def kl_jump(divergences: Sequence[float]) -> str | None:
-  """The policy moved much farther in this step than it usually does."""
+  """Warns if the policy changed much more in this step than usual."""
   now, past = divergences[-1], divergences[-1 - KL_USUAL_STEPS : -1]
   usual = statistics.median(past) if len(past) >= FEWEST_USUAL_STEPS else None
   jumped = usual is not None and now > max(KL_NOT_TINY, KL_TIMES_USUAL * usual)
@@ -137,7 +137,7 @@ def kl_jump(divergences: Sequence[float]) -> str | None:
 def length_collapse(
   lengths: Sequence[float], accuracies: Sequence[float]
 ) -> str | None:
-  """Responses became much shorter and no better."""
+  """Warns if responses became much shorter and no better."""
   if len(lengths) < 2 * NOW_STEPS:
     return None
   now, before = _now(lengths), _now(lengths[:NOW_STEPS])
@@ -236,16 +236,15 @@ RULES = {
 
 
 class Health:
-  """Holds each step's row against the rules; made once a run.
+  """Checks the row of each step against the rules; made once per run.
 
-  A rule speaks when it begins to hold, and again every `COOLDOWN_STEPS` while
-  it holds; in between, its warnings are quiet. It begins anew once it did not
-  hold for `CLEARED_STEPS`. A rule is silent in a row that lacks one of its
-  metrics, and NaN counts as lacking.
+  A rule warns when it starts to hold, and again every `COOLDOWN_STEPS` while it
+  holds. It restarts after not holding for `CLEARED_STEPS`. A rule is skipped in
+  rows that lack one of its metrics; NaN counts as lacking.
   """
 
   def __init__(self, rows: Iterable[Mapping[str, Any]] = ()):
-    """Goes on from earlier rows of `read_rows`, as if it had never stopped."""
+    """Continues from earlier rows of `read_rows`."""
     self._seen = {name: collections.deque(maxlen=WINDOW) for name in RULES}
     self._held = {}  # Step at which a rule held last, by its name.
     self._said = {}  # Step at which its warning was not quiet.
@@ -255,17 +254,17 @@ class Health:
   def check(
     self, step: int, row: Mapping[str, Any]
   ) -> tuple[dict[str, float], list[str]]:
-    """Takes the next step's metrics.
+    """Checks the metrics of the next step.
 
     Args:
-      step: step of the row; later than that of the last call.
+      step: step of the row; must increase.
       row: metrics, as logged or as read back from `metrics.jsonl`.
 
     Returns:
-      (metrics for the row, `health/RULE` 1.0 for every rule that holds; lines
-      to say now: what was seen, why it matters, what to turn).
+      (metrics `health/RULE` = 1.0 for every rule that holds; new warnings: the
+      observation, its importance, and the setting to change).
     """
-    holds, said = {}, []
+    holds, warnings = {}, []
     for name, rule in RULES.items():
       values = tuple(_value(row, metric) for metric in rule.needs)
       if None in values:
@@ -276,11 +275,11 @@ class Health:
         holds[f"health/{name}"] = 1.0
         if not self._is_quiet(name, step):
           text = f"{name.replace('_', ' ')}: {found}; {rule.advice}"
-          said.append(f"warning at step {step}, {text}")
-    return holds, said
+          warnings.append(f"warning at step {step}, {text}")
+    return holds, warnings
 
   def _is_quiet(self, rule: str, step: int) -> bool:
-    """Notes that the rule holds; returns whether that is known already."""
+    """Records that a rule holds; returns whether it was reported recently."""
     known = rule in self._held and step - self._held[rule] <= CLEARED_STEPS
     quiet = known and step - self._said[rule] < COOLDOWN_STEPS
     self._held[rule] = step
@@ -290,7 +289,7 @@ class Health:
 
 
 def _value(row: Mapping[str, Any], name: str) -> float | None:
-  """A metric; None where it is absent or NaN. Infinite ones are kept."""
+  """Returns a metric; None if it is absent or NaN. Infinity is kept."""
   value = row.get(name)
   if value is None:
     # Rows of the file keep values that JSON lacks in a field of their own.

@@ -1,4 +1,4 @@
-"""One row a step, to every place that shows or keeps it."""
+"""Logs one row per step to files, trackers and the console."""
 
 import contextlib
 import os
@@ -24,9 +24,8 @@ class PhaseLogger(contextlib.ExitStack):
     """Watches the phases.
 
     Args:
-      times: a new JSONL file of how long this process takes for them; none if
-        empty.
-      stuck_after_s: seconds of a phase that end the process, see `Watchdog`.
+      times: new JSONL file for the times of this process; '' is none.
+      stuck_after_s: time limit of a phase, see `Watchdog`.
     """
     super().__init__()
     self._watchdog, self._logs = Watchdog(), []
@@ -38,19 +37,19 @@ class PhaseLogger(contextlib.ExitStack):
       self._logs.append(lambda step, row: file.log(step, of_phases(row)))
 
   def log(self, step: int, metrics: Mapping[str, float]) -> None:
-    """Takes the metrics of one step, each of them one number."""
+    """Logs the metrics of a step, each a single number."""
     metrics = {name: number(name, value) for name, value in metrics.items()}
     for log in self._logs:
       log(step, metrics)
 
   def samples(self, step: int, samples: Sequence[Sample]) -> None:
-    """Leaves a few responses of one step to it."""
+    """Does nothing: the first process logs samples."""
 
   def event(self, text: str) -> None:
-    """Leaves a line to it."""
+    """Does nothing: the first process logs events."""
 
   def rows(self, path: str | os.PathLike) -> Any:
-    """A file of rows that takes none."""
+    """Returns a writer that writes nothing."""
     del path
     return NullWriter()
 
@@ -79,16 +78,16 @@ class MetricsLogger(PhaseLogger):
     stuck_after_s: float = 0.0,
     stream: TextIO | None = None,
   ):
-    """Opens them all.
+    """Opens files, trackers and console.
 
     Args:
-      workdir: gets `metrics.jsonl` and `samples.jsonl`.
-      total_steps: the step at which the run is done.
-      last_step: the step of the checkpoint that the run goes on from, -1 for
-        none. Rows of later steps, left by a run that died, are dropped.
+      workdir: directory of `metrics.jsonl` and `samples.jsonl`.
+      total_steps: last step of the run.
+      last_step: step of the checkpoint that is resumed; -1 for none. Rows of
+        later steps are dropped.
       tracked_by: names of `trackers.TRACKERS`.
       settings: settings of the run, for trackers that show them.
-      times, stuck_after_s: as of `PhaseLogger`.
+      times, stuck_after_s: as in `PhaseLogger`.
       stream: where to show progress; standard output if None.
     """
     super().__init__(times, stuck_after_s=stuck_after_s)
@@ -110,16 +109,16 @@ class MetricsLogger(PhaseLogger):
     self._logs += rows.log, *tracked, self._console.log
 
   def samples(self, step: int, samples: Sequence[Sample]) -> None:
-    """Takes a few responses of one step."""
+    """Logs a few responses of a step."""
     self._samples.append([sample.row(step) for sample in samples])
     self._console.samples(step, samples)
 
   def event(self, text: str) -> None:
-    """Shows a line to the person who watches."""
+    """Shows a line on the console."""
     self._console.event(text)
 
   def rows(self, path: str | os.PathLike) -> JsonlWriter:
-    """A further file of rows."""
+    """Opens another file of rows."""
     return JsonlWriter(path)
 
   def phase(self, name: str) -> None:

@@ -16,7 +16,7 @@ _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 def pass_at_k(num_correct: Iterable[int], n: int, k: int) -> np.ndarray:
-  """Unbiased estimate of the chance that one of k samples is correct.
+  """Estimates the chance that one of k samples is correct, without bias.
 
     pass@k = 1 − C(n − c, k) / C(n, k)
 
@@ -35,10 +35,10 @@ def pass_at_k(num_correct: Iterable[int], n: int, k: int) -> np.ndarray:
 
 
 def mean_and_standard_error(values: npt.ArrayLike) -> tuple[float, float]:
-  """Mean of independent values with its standard error, nan for one value.
+  """Returns the mean of independent values and its standard error.
 
-  Of sampled answers the accuracies of problems are such values, and those of
-  samples are not: samples of one problem are correlated.
+  The error is nan for a single value. Use accuracies of problems, not of
+  samples: samples of one problem are correlated.
 
   Reference: Miller 2024, arXiv 2411.00640, section 2.2 (clustered errors).
   """
@@ -50,10 +50,10 @@ def mean_and_standard_error(values: npt.ArrayLike) -> tuple[float, float]:
 
 
 class PhaseTimer:
-  """Collects how long the phases of a step took.
+  """Measures the times of the phases of a step.
 
-  Phases that occur again add up. A phase must wait for its own results
-  (`jax.block_until_ready`), or its time is booked on the next one.
+  Repeated phases add up. A phase must wait for its own results
+  (`jax.block_until_ready`), or their time counts for the next one.
   """
 
   def __init__(
@@ -69,13 +69,13 @@ class PhaseTimer:
 
     Args:
       clock: returns seconds; only differences matter.
-      compiles: books what compiling took, and is counted in every step.
+      compiles: measures compilation, and counts it in every step.
       waited: returns the seconds that the calling thread has waited for devices
         and other processes so far; each phase's `host/<name>_s` is then the
         time in which it did not.
-      spent: seconds by phase that the first step's metrics have too.
-      on_enter: gets the name of each phase as it begins and, as one ends, that
-        of the phase which goes on, or 'between phases'.
+      spent: seconds by phase to add to the first step.
+      on_enter: called with the name of each phase at its start and, at its end,
+        with the enclosing phase or 'between phases'.
     """
     self._clock, self._compiles = clock, compiles
     self._compiled = compiles.seconds if compiles else lambda: 0.0
@@ -87,9 +87,9 @@ class PhaseTimer:
 
   @contextlib.contextmanager
   def phase(self, name: str) -> Iterator[None]:
-    """Books the body's time on `time/<name>_s`, also when it raises.
+    """Adds the body's time to `time/<name>_s`, also if it raises.
 
-    Compiling in it is booked on `time/compile_s`.
+    Compilation in it is added to `time/compile_s`.
     """
     self._entered.append(name)
     self._on_enter(name)
@@ -126,11 +126,10 @@ class PhaseTimer:
 
 
 class CompileCounter:
-  """Counts XLA compilations of this process, so that a recompile is seen.
+  """Counts XLA compilations of this process, to detect recompilation.
 
-  An executable fetched from the persistent cache counts too: a step that is
-  counted 0 ran what was already loaded. It listens as long as the process
-  lives.
+  Executables from the persistent cache count too: a step with 0 used loaded
+  ones only. It listens for the life of the process.
   """
 
   def __init__(self):
@@ -156,7 +155,7 @@ class CompileCounter:
 
 
 def peak_memory_gib() -> float:
-  """The largest resident memory of this process so far, in GiB."""
+  """Returns the peak resident memory of this process, in GiB."""
   peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
   # Linux counts in KiB, macOS in bytes.
   return peak / (2**30 if sys.platform == "darwin" else 2**20)

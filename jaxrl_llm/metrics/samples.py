@@ -1,4 +1,4 @@
-"""Judged responses as a person sees them."""
+"""Judged responses for display."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ _RESPONSE_TAIL = 240
 
 
 class Sample(NamedTuple):
-  """One response, as a person judges it."""
+  """One judged response."""
 
   prompt: str
   response: str
@@ -25,13 +25,13 @@ class Sample(NamedTuple):
   error: str | None = None  # Why the reward failed.
 
   def row(self, step: int) -> dict[str, Any]:
-    """Its row of samples.jsonl; a reward that is not finite is None."""
+    """Returns its row of samples.jsonl; non-finite rewards are None."""
     reward = self.reward if math.isfinite(self.reward) else None
     return {"step": step} | self._asdict() | {"reward": reward}
 
 
 def make_samples(judged: Judged, rows: Sequence[int]) -> list[Sample]:
-  """The given rows for the sample table."""
+  """Returns the samples of the given rows."""
   rollout, rewards = judged.responses.rollout, judged.responses.rewards
   return [
     Sample(
@@ -49,7 +49,7 @@ def make_samples(judged: Judged, rows: Sequence[int]) -> list[Sample]:
 
 
 def sample_lines(samples: Sequence[Sample]) -> Iterator[str]:
-  """Three lines a sample for a console, of which `printable` makes text."""
+  """Returns three lines per sample; pass them through `printable`."""
   for sample in samples:
     found = sample.extracted
     if found is None:

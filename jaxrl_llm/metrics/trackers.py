@@ -1,7 +1,7 @@
-"""Trackers: programs that draw a run's curves beside `metrics.jsonl`.
+"""Experiment trackers, in addition to `metrics.jsonl`.
 
-One is a context manager, made with (workdir, *, last_step, settings), that
-gives a function of (step, metrics) to log with; it stands in `TRACKERS`.
+A tracker in `TRACKERS` is a context manager, made with (workdir, *, last_step,
+settings), that yields a function of (step, metrics).
 """
 
 import contextlib
@@ -21,10 +21,9 @@ Log = Callable[[int, Mapping[str, float]], None]
 
 @contextlib.contextmanager
 def tensorboard(workdir: pathlib.Path, *, last_step: int, **_) -> Iterator[Log]:
-  """Scalars as TensorBoard events in WORKDIR/tensorboard.
+  """Writes scalars as TensorBoard events to WORKDIR/tensorboard.
 
-  A resumed run adds a file, and of older files TensorBoard forgets what comes
-  after the step that is resumed.
+  A resumed run adds a file; TensorBoard then drops later steps of older files.
   """
   # Imported here: it is slow to load and only the main process writes.
   import tensorboardX
@@ -48,10 +47,10 @@ def tensorboard(workdir: pathlib.Path, *, last_step: int, **_) -> Iterator[Log]:
 def tracked_run(
   package: str, workdir: pathlib.Path, *, settings: Mapping[str, Any], **_
 ) -> Iterator[Log]:
-  """A run of Weights & Biases or of trackio, which has the same functions.
+  """Logs to Weights & Biases, or to trackio with the same functions.
 
-  A resume goes on with the run, which takes nothing back: of steps that are
-  logged twice the values may stay that came first.
+  A resume continues the same run. Steps that are logged twice may keep their
+  first values.
   """
   # A folder whose run begins anew is another run, and has a new config.json.
   begun = int((workdir / "config.json").stat().st_mtime)
@@ -79,10 +78,10 @@ TRACKERS = {
 
 
 def check_trackers(names: Sequence[str]) -> None:
-  """Looks for the packages of trackers, before any work.
+  """Checks that the packages of trackers are installed.
 
   Raises:
-    InputError: one is missing.
+    InputError: A package is missing.
   """
   for name in names:  # TensorBoard's is always installed.
     if name != "tensorboard" and importlib.util.find_spec(name) is None:

@@ -1,4 +1,4 @@
-"""Ends a process that stands still, and says where it does."""
+"""Ends a process that hangs, and reports where."""
 
 import contextlib
 import faulthandler
@@ -13,22 +13,22 @@ EXIT_CODE = 1
 
 
 class Watchdog:
-  """Knows what a process does and since when."""
+  """Tracks the current phase of a process and its start."""
 
   def __init__(self):
     self._doing = "starting", time.monotonic()
 
   def enter(self, phase: str) -> None:
-    """A phase begins: the process is alive."""
+    """Records the start of a phase."""
     self._doing = phase, time.monotonic()
 
   @contextlib.contextmanager
   def watching(self, limit_s: float) -> Iterator[None]:
     """Ends the process if a phase takes longer than this; 0 is no limit.
 
-    Nothing else can: the main thread may be in compiled code, in a collective
-    whose other side has died, or in a file system that hangs. Standard error
-    gets the phase, its time, host and process, and the stacks of all threads.
+    Runs in a thread because the main thread may hang in compiled code, in a
+    collective or in a file system. Prints the phase, its time, host and
+    process, and the stacks of all threads to standard error.
     """
     ended = threading.Event()
     watcher = threading.Thread(

@@ -16,7 +16,7 @@ Row = dict[str, Any]
 
 
 def read_rows(path: str | os.PathLike) -> list[Row]:
-  """Reads a JSON lines file of rows with a `step`; a torn last line is left.
+  """Reads JSON lines with a `step`; skips an incomplete last line.
 
   Raises:
     InputError: a line other than the last is not an object with a `step`.
@@ -44,12 +44,11 @@ def _parse(path: str | os.PathLike) -> list[tuple[bytes, Row]]:
 
 
 class JsonlWriter:
-  """Appends one JSON object a step: `step`, `time` (Unix seconds), metrics.
+  """Appends one JSON object per step: `step`, `time` (Unix seconds), metrics.
 
-  Rows are never torn, doubled or lost, whenever the process dies: a row is one
-  durable append, steps must increase, and a resumed run first drops the rows
-  that its checkpoint does not know. For that, log step s before the checkpoint
-  of step s is committed.
+  Rows are never torn, doubled or lost if the process dies: a row is one durable
+  append, steps must increase, and a resumed run first drops rows after its
+  checkpoint. For that, log step s before committing the checkpoint of step s.
 
   JSON has no NaN: a non-finite metric is `null`, and the row then carries
   `nonfinite`, an object from the metric's name to 'nan', 'inf' or '-inf'.
@@ -64,7 +63,7 @@ class JsonlWriter:
     *,
     clock: Callable[[], float] = time.time,
   ):
-    """Opens the file, made if missing; a torn last line is dropped."""
+    """Opens or creates the file; an incomplete last line is dropped."""
     self._path, self._clock = pathlib.Path(path), clock
     self._path.parent.mkdir(parents=True, exist_ok=True)
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
@@ -72,7 +71,7 @@ class JsonlWriter:
     self.truncate_after(math.inf)
 
   def truncate_after(self, step: float) -> None:
-    """Drops, in one call of the system, all from the first later step on."""
+    """Drops all rows after a step, in one system call."""
     self.last_step, size = None, 0
     for line, row in _parse(self._path):
       if row["step"] > step:
@@ -82,7 +81,7 @@ class JsonlWriter:
     os.fsync(self._file)
 
   def append(self, rows: Sequence[Row]) -> None:
-    """Writes all rows, each with its `step`, in one call or none of them."""
+    """Writes all rows, each with its `step`, or none of them."""
     data = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
     data = data.encode()
     size = os.fstat(self._file).st_size
@@ -116,25 +115,25 @@ class JsonlWriter:
     self.append([row])
 
   def close(self) -> None:
-    """Finishes; nothing is written afterwards."""
+    """Closes the file."""
     os.close(self._file)
 
 
 class NullWriter:
-  """In place of a `JsonlWriter` where another process writes the file."""
+  """Replaces `JsonlWriter` if another process writes the file."""
 
   def truncate_after(self, step: float) -> None:
-    """Drops nothing."""
+    """Does nothing."""
 
   def log(self, step: int, metrics: Mapping[str, float]) -> None:
-    """Writes nothing."""
+    """Does nothing."""
 
   def close(self) -> None:
-    """Has nothing to finish."""
+    """Does nothing."""
 
 
 def number(name: str, value: Any) -> int | float:
-  """A metric as Python has it; ValueError if it is not one number."""
+  """Converts a metric to a number; ValueError if it is not one."""
   array = np.asarray(value)
   if array.shape == () and array.dtype.kind in "biu":
     return int(array)

@@ -1,4 +1,4 @@
-"""The sampler of a run: its engine, and how the policy gets there."""
+"""The sampler of a run: its engine, and the transfer of the policy."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -25,14 +25,14 @@ _BEYOND_A_PAGE = 16
 
 
 def groups_in_flight(config: Any) -> int:
-  """Groups that are begun for a batch, or for a round of one."""
+  """Returns the number of groups in flight for a batch or a round."""
   return math.ceil(
     config.data.prompts_per_step * config.schedule.over_provision
   )
 
 
 def default_slots(config: Any) -> int:
-  """Responses that are written at a time unless the config says otherwise."""
+  """Returns the default number of responses decoded concurrently."""
   if config.schedule.stop == "all":
     return config_lib.batch_size(config)
   return groups_in_flight(config) * config.data.group_size
@@ -41,11 +41,11 @@ def default_slots(config: Any) -> int:
 def make_engine(
   config: Any, fns: ModelFns, tokenizer: Tokenizer, mesh: jax.sharding.Mesh
 ) -> Engine:
-  """The engine, its slots dealt to the devices of the sampler's mesh.
+  """Makes the engine, with slots sharded over the sampler's mesh.
 
   Raises:
-    InputError: a stop text of the config is not one token, or the KV cache
-      cannot hold a response.
+    InputError: A stop string is not a single token, or the KV cache cannot hold
+      a response.
   """
   slots = config.sampler.slots or default_slots(config)
   split = sharding.slots_size_of(mesh)
@@ -71,12 +71,12 @@ def make_engine(
 def make_transfer(
   fns: ModelFns, shapes: Any, meshes: Meshes
 ) -> sync.WeightTransfer:
-  """The way of the policy's parameters to the sampler.
+  """Makes the transfer of the policy's parameters to the sampler.
 
   Args:
     fns: the policy.
     shapes: ShapeDtypeStructs of its parameters.
-    meshes: the copy is made on the trainer's; on the same one it stays as made.
+    meshes: meshes of trainer and sampler.
   """
   source, target = (
     sync.layout_shardings(fns.for_sampling, shapes, mesh) for mesh in meshes
@@ -92,7 +92,7 @@ def make_transfer(
 def make_parity_check(
   config: Any, fns: ModelFns, meshes: Meshes
 ) -> Callable[[Any, sync.VersionedWeights], float]:
-  """The check that both meshes give the same tokens the same log-probs."""
+  """Makes the check that both meshes give equal log-probs."""
   longest = config.data.max_prompt_length + config.sampler.max_response_length
   page_size = default_page_size(longest)
   tokens = sync.parity_tokens(

@@ -1,4 +1,4 @@
-"""Value pretraining: the critic learns a fixed policy before it judges one."""
+"""Value pretraining: fits the critic to the fixed initial policy."""
 
 import contextlib
 import dataclasses
@@ -20,7 +20,7 @@ from jaxrl_llm.rollout.worker import RolloutState, RolloutWorker, Weights
 
 FILE = "value_pretrain.jsonl"
 FOLDER = "value_pretrained"  # The critic's parameters.
-CHECKPOINTS = "value_pretrain_checkpoints"  # Until the run has one of its own.
+CHECKPOINTS = "value_pretrain_checkpoints"  # Deleted after the run's first one.
 _EXPLAINED = "value/explained_variance"
 _OUTCOMES = "value/outcome_explained_variance"
 
@@ -33,9 +33,9 @@ class PretrainingState:
   rollout: RolloutState
   critic: TrainState
   best: Any  # Trained parameters of the best critic so far.
-  explained: float = -math.inf  # Explained variance of that one.
-  trained_on: int = 0  # Batches that it had learned from.
-  waited: int = 0  # Batches since one improved on those before.
+  explained: float = -math.inf  # Explained variance of the best critic.
+  trained_on: int = 0  # Batches that the best critic was trained on.
+  waited: int = 0  # Batches since the last improvement.
   number: int = 0  # Batches so far.
 
 
@@ -44,16 +44,16 @@ class ValuePretraining:
   """Regresses V on Monte Carlo returns of the fixed policy (VAPO, 4.1).
 
   Attributes:
-    learner: whose targets are Monte Carlo returns.
-    reward_model: the same, but it sees responses at their last token alone.
-    worker: writes whole responses, from a stream of its own.
-    source: draws prompts, from the first one on.
-    reward_model_steps: first batches, which only the reward model learns from.
-    steps: most batches that are learned from then.
-    patience: batches without improvement after which it stops.
-    min_delta: explained variance that counts as an improvement.
-    save_every: batches between two checkpoints.
-    seed: (of the run, of the stream), for the order of mini-batches.
+    learner: learner with Monte Carlo returns as targets.
+    reward_model: the same, trained on the last token of responses only.
+    worker: samples whole responses, with its own random stream.
+    source: draws prompts from the start.
+    reward_model_steps: number of first batches, for the reward model only.
+    steps: maximum number of batches after these.
+    patience: batches without improvement before it stops.
+    min_delta: minimum increase of the explained variance.
+    save_every: batches between checkpoints.
+    seed: seeds of the run and of the stream, for the order of mini-batches.
   """
 
   learner: Learner
@@ -77,12 +77,12 @@ class ValuePretraining:
   ) -> LearnerState | None:
     """Trains the critic alone, and saves its parameters for later runs.
 
-    Explained variance is measured on every batch before it is trained on, so
-    it is held out. One more batch is only measured, so that the last critic has
-    its measure too. The best one is kept: too much pretraining overfits.
+    Explained variance is measured on every batch before training on it, so that
+    it is held out. A last batch is only measured, to evaluate the last critic.
+    The best critic is kept: too much pretraining overfits.
 
     Args:
-      learner: before the first update.
+      learner: state before the first update.
       weights: weights of the policy.
       workdir: gets a row for each batch, checkpoints and the critic.
       logger: logger of the run.
@@ -134,7 +134,7 @@ class ValuePretraining:
   def _step(
     self, learner: LearnerState, state: PretrainingState, weights: Weights
   ) -> tuple[PretrainingState, dict[str, float], bool]:
-    """One batch: the state after it, its row, and whether it was the last."""
+    """Runs a batch; returns the state, its row, and whether it was the last."""
     state, learner, batch, rng, row = self._measure(
       self.learner, learner, state, weights
     )
@@ -161,7 +161,7 @@ class ValuePretraining:
   def _learn_outcomes(
     self, learner: LearnerState, state: PretrainingState, weights: Weights
   ) -> tuple[PretrainingState, dict[str, float]]:
-    """A batch of the reward model: the state after it, and its row."""
+    """Runs a batch of the reward model; returns the state and its row."""
     state, learner, batch, rng, row = self._measure(
       self.reward_model, learner, state, weights
     )
@@ -176,7 +176,7 @@ class ValuePretraining:
     return state, row | new
 
   def _measure(self, trained, learner, state, weights):
-    """New responses under the critic: states, batch, random numbers, row."""
+    """Samples responses; returns states, scored batch, generator and row."""
     collected = self.worker.collect(
       state.rollout, state.source, weights, metrics.PhaseTimer()
     )
@@ -197,7 +197,7 @@ class ValuePretraining:
   def _resume(
     self, workdir: pathlib.Path, saver: checkpoint.Checkpointer, logger: Any
   ) -> PretrainingState | None:
-    """The state of the newest undamaged checkpoint; None without any."""
+    """Restores the newest undamaged checkpoint; None without any."""
     shapes = self.learner.critic.shapes
     abstract = PretrainingState(
       self.source.init(), self.worker.abstract(), shapes, shapes.trained
