@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import jax
 import orbax.checkpoint as ocp
 
 from jaxrl_llm import digest, processes
@@ -328,6 +329,8 @@ def load(path: str | os.PathLike, targets: Mapping[str, Any]) -> dict[str, Any]:
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
       found = checkpointer.restore(path, ocp.args.Composite(**items))
     trees = {name: found[name] for name in saved}
+    if not all(isinstance(x, jax.Array) for x in jax.tree.leaves(trees)):
+      raise ValueError("an array is missing")
   except Exception as error:  # Orbax raises errors of many kinds.
     raise commit.DamagedError(path, _reason(error)) from error
   commit.check_bits(path, record, trees)

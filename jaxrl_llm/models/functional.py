@@ -187,18 +187,16 @@ def make_policy(
   Raises:
     InputError: this backend cannot serve this model on these devices.
   """
+  bind = functools.partial
   settings, sees_prefixes = _backbone_settings(
     config, numerics, remat_policy, kernels, sharding
   )
-  make_backend = functools.partial(
-    make_kernels, kernels, sharding=sampler_sharding
-  )
+  make_backend = bind(make_kernels, kernels, sharding=sampler_sharding)
   backends = _by_attention(make_backend, config)
   backend = next(iter(backends.values()))  # They have one name, so are alike.
   sampler = sampler or Numerics.all(numerics.activations)
   sampled = {"config": config, "numerics": sampler}
   parts = context.ways(sharding, 1)  # Of a row.
-  bind = functools.partial
   backbone = bind(transformer.hidden, **settings)
 
   def logprobs(params, packed, temperature=1.0):

@@ -50,8 +50,9 @@ def seconds_spent(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     spent["other"] += step - sum(phases.values())
     now = row.get("time")
     if previous is not None and now is not None:
-      # A clock that was set back loses nothing.
-      spent["lost"] += max(0.0, now - previous - start - step)
+      lost = now - previous - start - step
+      # Less than nothing by more than rounding: the clock was set back.
+      spent["lost"] += lost if lost > -1.0 else 0.0
     previous = now
   return spent
 

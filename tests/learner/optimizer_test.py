@@ -201,7 +201,7 @@ class TestApplyGradients:
     for step, rate in ((2, 0.6), (2, 0.6), (0, 0.2)):
       current = optimizer_lib.at_schedule_step(current, jnp.int32(step))
       after = apply(current, gradients, True)
-      change = jax.tree.map(jnp.subtract, current.params, after.params)
+      change = jax.tree.map(jnp.subtract, current.trained, after.trained)
       np.testing.assert_allclose(jax.tree.leaves(change)[0], rate, rtol=1e-5)
       current = after
 

@@ -279,7 +279,7 @@ class TestRegister:
       loss__nll_coefficient=0.0,
       **changes,
     )
-    with pytest.raises(InputError, match="streaming=True with .*'own': it"):
+    with pytest.raises(InputError, match="streaming=True with .*'own': needs"):
       validate(config)
     config.estimator.name = "gae"
     validate(config)
