@@ -228,7 +228,7 @@ class TestRegister:
     def own(mask, *, clip_hihg=0.9):
       return mask
 
-    said = f"config.{group} has no setting 'clip_hihg'; choose one"
+    said = f"config.{group} has no setting 'clip_hihg'; use an"
     with pytest.raises(ValueError, match=said):
       add("own", own)
     add("own", functools.partial(own, clip_hihg=0.5))
@@ -248,7 +248,7 @@ class TestRegister:
     made = make_algorithm(estimator__gamma=0.5, loss__clip_high=0.25)
     got = made.parts["to_come"]({"rewards": jnp.ones(2)})
     np.testing.assert_array_equal(got, [0.75, 0.75])
-    with pytest.raises(ValueError, match="has no setting 'gama'; choose one"):
+    with pytest.raises(ValueError, match="has no setting 'gama'; use an"):
       register.token_input("of_prompt", lambda rewards, *, gama: rewards)
 
   def test_an_input_that_nothing_gives_is_refused(self):
