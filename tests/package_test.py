@@ -83,11 +83,11 @@ class TestInstalled:
 
   def test_every_command_has_its_program(self, installed):
     library, commands = installed
-    assert len(commands) == 9
-    for name, target in commands.items():
-      assert target == "jaxrl_llm.scripts:main"
-      program = name.removeprefix("jaxrl-")
-      assert (library / "jaxrl_llm" / "scripts" / f"{program}.py").exists()
+    scripts = library / "jaxrl_llm" / "scripts"
+    programs = {p.stem for p in scripts.glob("*.py")} - {"__init__"}
+    assert {name.removeprefix("jaxrl-") for name in commands} == programs
+    assert set(commands.values()) == {"jaxrl_llm.scripts:main"}
+    assert not (scripts / "dev").exists()  # Of developers.
 
   @pytest.mark.parametrize(
     "name", ["train", "evaluate", "compile", "report", "study", "detect"]
