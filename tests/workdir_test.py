@@ -129,7 +129,7 @@ def refusal(folder, config):
   assert tiny_run.snapshot(folder) == before
   text = str(error.value)
   assert "\n" not in text and str(folder) in text
-  assert "give the old values or another --workdir" in text
+  assert "use the old values or another --workdir" in text
   return text
 
 
