@@ -1,4 +1,4 @@
-"""The mathematics sets that people quote, read from the Hub's cache on disk."""
+"""Common mathematics benchmarks, read from the Hub's cache on disk."""
 
 import contextlib
 import pathlib
@@ -18,10 +18,10 @@ BENCHMARKS: dict[str, tuple[str, str]] = {
 
 
 def find(name: str) -> tuple[str, str]:
-  """`data.source` and `data.path` of a benchmark, in its newest snapshot.
+  """Returns `data.source` and `data.path` of a benchmark's newest snapshot.
 
   Raises:
-    InputError: it is not in the cache.
+    InputError: It is not in the cache.
   """
   # Heavy, and needed here only.
   from huggingface_hub import constants, errors, snapshot_download

@@ -1,7 +1,7 @@
-"""Chat templates, rendered in a process whose time and memory are bounded.
+"""Renders chat templates in a process with limits on time and memory.
 
-A template comes with a model and is foreign code. Jinja's sandbox keeps it from
-the machine, but not from a filter or a method that does not end.
+A template comes with a model and is untrusted code. Jinja's sandbox protects
+the machine, but not against filters or methods that do not end.
 """
 
 import functools
@@ -19,17 +19,17 @@ from jaxrl_llm.workers import Worker, channels
 
 _MAX_RENDERED_CHARS = 1 << 20
 _MEMORY_BYTES = 2**30  # Address space of the process.
-_CPU_S = 1  # Processor time of a conversation; the machine may be busy.
-_DEADLINE_S = 600.0  # If the process does not even run.
+_CPU_S = 1  # CPU time of a conversation.
+_DEADLINE_S = 600.0  # In case the process does not run.
 
 _one_at_a_time = threading.Lock()
 
 
 def render(template: str, variables: Mapping[str, Any]) -> str:
-  """Returns the text that a template makes of its variables.
+  """Renders a template with its variables.
 
   Raises:
-    ValueError: the template fails or exceeds its time, memory or characters.
+    ValueError: The template fails or exceeds its time, memory or characters.
   """
   job = json.dumps([template, variables], default=dict)
   with _one_at_a_time:
@@ -46,12 +46,12 @@ def _worker() -> Worker:
 
 
 def serve() -> None:
-  """Runs in the process: answers the job in each line."""
+  """Serves jobs in the process, one per line."""
   lines, answers = channels()
   resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
   print("started", file=answers, flush=True)
   for line in lines:
-    # Beyond it the system ends the process, whatever it is doing.
+    # The system kills the process beyond this limit.
     seconds = int(time.process_time()) + _CPU_S + 1
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
     template, variables = json.loads(line)
@@ -59,7 +59,7 @@ def serve() -> None:
       text, error = _compile(template).render(variables), None
       if len(text) > _MAX_RENDERED_CHARS:
         raise ValueError(f"more than {_MAX_RENDERED_CHARS} characters")
-    except Exception as failure:  # The template is foreign code.
+    except Exception as failure:  # Templates are untrusted code.
       text, error = None, str(failure)[:1000] or type(failure).__name__
     print(json.dumps([text, error]), file=answers, flush=True)
 

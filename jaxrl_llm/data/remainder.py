@@ -1,10 +1,10 @@
-"""The task `remainder`: division by taking the divisor away again and again.
+"""The task `remainder`: division by repeated subtraction.
 
   31-9?  ->  31-9=22;22-9=13;13-9=4;#4.
 
-The answer is the first number below the divisor. A line depends on the line
-before it alone, so a small model can write hundreds of tokens without a
-mistake. The number of lines has a long tail, and so has the length of
+The answer is the first number below the divisor. A step depends only on the
+step before it, so that a small model can write hundreds of tokens without a
+mistake. The number of steps has a long tail, and so has the length of
 responses: most are short, a few are very long.
 """
 

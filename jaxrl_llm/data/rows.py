@@ -32,7 +32,7 @@ _HUB = (
 
 
 class Row(NamedTuple):
-  """A row as it was given."""
+  """A row of data as read."""
 
   where: str  # Its file and line, for messages.
   fields: dict[str, Any]
@@ -41,7 +41,7 @@ class Row(NamedTuple):
 def read_examples(
   kind: str, *, path: str, columns: Mapping[str, str] | None = None
 ) -> list[Example]:
-  """The examples of files, in their order.
+  """Reads the examples of files, in order.
 
   Args:
     kind: 'jsonl' or 'parquet'.
@@ -61,21 +61,22 @@ def read_examples(
 
 
 def files(path: str) -> list[pathlib.Path]:
-  """The files of a path, which may be several names or patterns of names."""
+  """Returns the files of a path, which may be several names or patterns."""
   names = [path] if pathlib.Path(path).exists() else path.split(",")
   found = [file for name in names for file in sorted(glob.glob(name)) or [name]]
   return [pathlib.Path(file) for file in found]
 
 
 def read_rows(path: pathlib.Path, kind: str) -> list[Row]:
-  """The rows of a file.
+  """Reads the rows of a file.
 
   Args:
     path: path of the file.
-    kind: 'jsonl' (an object a line), 'parquet' or 'text' (a prompt a line).
+    kind: 'jsonl' (one object per line), 'parquet' or 'text' (one prompt per
+      line).
 
   Raises:
-    InputError: it cannot be read, has no rows, or a line is malformed.
+    InputError: The file cannot be read, has no rows, or a line is malformed.
   """
   advice = "check the path" if path.suffix else _HUB.format(path)
   with as_input_error(f"{path}: cannot be read", advice, OSError):
@@ -84,7 +85,7 @@ def read_rows(path: pathlib.Path, kind: str) -> list[Row]:
 
 
 def parse_rows(data: bytes, name: str, kind: str) -> list[Row]:
-  """The rows in the bytes of a file of this name, see `read_rows`."""
+  """Parses the rows of a file's bytes, see `read_rows`."""
   is_parquet = data.startswith(b"PAR1")
   if is_parquet != (kind == "parquet"):
     is_one, fit = ("a", "parquet") if is_parquet else ("no", "jsonl")
@@ -113,7 +114,7 @@ def _read_parquet(data: bytes, name: str) -> list[dict[str, Any]]:
 
 
 def plain(record: Any) -> Any:
-  """A record as JSON has it; bytes are UTF-8 text."""
+  """Converts a record to JSON values; bytes are UTF-8 text."""
 
   def default(value):
     if isinstance(value, bytes):
@@ -124,10 +125,10 @@ def plain(record: Any) -> Any:
 
 
 def read_lines(data: bytes, name: str) -> Iterator[tuple[str, str]]:
-  """The lines of a UTF-8 file; blank lines are skipped.
+  """Yields the lines of a UTF-8 file; blank lines are skipped.
 
   Args:
-    data: the file; a byte order mark and Windows' ends of lines are no text.
+    data: content of the file; removes a byte order mark and CRs at line ends.
     name: name of the file.
 
   Yields:
@@ -146,36 +147,36 @@ def read_lines(data: bytes, name: str) -> Iterator[tuple[str, str]]:
 
 
 def read_text(path: pathlib.Path, advice: str) -> str:
-  """The text of a small file; InputError, which advises, if it has none."""
+  """Reads a small text file; raises InputError with advice if it cannot."""
   kinds = OSError, UnicodeDecodeError
   with as_input_error(f"{path}: cannot be read", advice, *kinds):
     return _regular(path).read_text(encoding="utf-8")
 
 
 def _regular(path: pathlib.Path) -> pathlib.Path:
-  """A file, as pipes and devices may have no end; OSError for these."""
+  """Refuses pipes and devices, which may have no end, by an OSError."""
   if path.exists() and not (path.is_file() or path.is_dir()):
     raise OSError("it is a pipe or a device")
   return path
 
 
 def read_object(path: pathlib.Path, advice: str) -> dict[str, Any]:
-  """The JSON object in a small file; InputError, which advises, without one."""
+  """Reads a JSON object of a small file; raises InputError with advice."""
   return parse_object(read_text(path, advice), str(path), advice)
 
 
 def parse_object(
   text: str, where: str, advice: str = "write one object a line"
 ) -> dict[str, Any]:
-  """The JSON object in a text.
+  """Parses a JSON object.
 
   Args:
     text: a line or a file.
     where: its name, for messages.
-    advice: what to do where there is none.
+    advice: advice in the error.
 
   Raises:
-    InputError: it is none.
+    InputError: The text is not a JSON object.
   """
   with as_input_error(f"{where}: not JSON", advice, ValueError, RecursionError):
     value = json.loads(text, parse_constant=_refuse)
@@ -196,18 +197,18 @@ def to_example(
   source: str = "",
   solved: bool = True,
 ) -> Example:
-  """The example in a row.
+  """Converts a row to an example.
 
   Args:
     row: a row of the data.
-    columns: one of `COLUMNS` -> the column that it is; dots reach into objects.
+    columns: key of `COLUMNS` -> name of a column; dots reach into objects.
     name: id of the example, unless the row has one.
     source: its source, unless the row has one.
-    solved: whether its answer is asked for. A row that asks by `question` must
-      then have one; a reward may do without.
+    solved: whether an answer is needed. Rows with the column `question` must
+      then have one; for others the reward decides.
 
   Raises:
-    InputError: a column is missing or is no text, and what it could be.
+    InputError: A column is missing or is not a text; names the alternatives.
   """
   columns = columns or {}
   key, asked = _find(row, columns, "question")
@@ -251,7 +252,7 @@ def _is_conversation(value: Any) -> bool:
 
 
 def _find(row: Row, columns: Mapping[str, str], key: str) -> tuple[str, Any]:
-  """The column of a key and what is in it; '' and None if there is none."""
+  """Returns the column of a key and its value; '' and None if missing."""
   for path in [columns[key]] if key in columns else COLUMNS[key]:
     value = row.fields
     for part in path.split("."):
@@ -272,7 +273,7 @@ def _has(row: Row) -> str:
 
 
 def _text(value: Any, row: Row, name: str) -> str | None:
-  """A text or number as text; what is in a list or an object, as JSON."""
+  """Returns a text or number as text; lists and objects as JSON."""
   if value is None:
     return None
   what = f"{row.where}: {name!r}"

@@ -1,12 +1,12 @@
-"""Built-in tasks: arithmetic that a small model can do and check exactly.
+"""Built-in tasks: arithmetic that small models can learn, with exact checks.
 
 `chain_sum` asks for a running sum, one step at a time:
 
   7+5+8-3?  ->  7+5=12;12+8=20;20-3=17;#17.
 
-`sums` asks a real language model for the sum of two numbers: `47+38=` -> `85`.
-Both are random-access sources of `Example`; what lies at an index depends on
-the settings and the index alone.
+`sums` is the addition of two numbers for language models: `47+38=` -> `85`.
+Both are random-access sources of `Example`; the example at an index depends
+only on the settings and the index.
 """
 
 import dataclasses
@@ -19,10 +19,10 @@ import numpy as np
 
 CHARACTERS = "0123456789+-=?;#."  # The alphabet of chain_sum.
 MAX_TOTAL = 99
-_EVAL_SEED = 20250407  # Never a training seed's business: eval is fixed.
+_EVAL_SEED = 20250407  # Independent of training seeds: evaluation is fixed.
 _TRAIN_STREAM, _EVAL_STREAM = 0, 1
-# Evaluation asks problems of at least so many operations, where the task has
-# them: shorter ones are few, and all withheld they would be missed in training.
+# Minimum number of operations of evaluation problems. Shorter problems are few,
+# and holding them out would remove them from training.
 _EVAL_OPS = 3
 _MOST_OPS, _MOST_HELD_OUT = 1000, 100_000
 
@@ -37,26 +37,26 @@ class Example:
   source: str  # Data source; metrics are grouped by it.
   # A conversation whose last message is the question.
   messages: Sequence[Mapping[str, str]] | None = None
-  # All that the row of the data has, for its reward.
+  # All columns of the row, for the reward.
   columns: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prompt(Example):
-  """An example as the sampler reads it."""
+  """An example with its prompt tokens."""
 
   example_id: int  # Row of the data.
   group_id: int  # Unique per draw: a prompt drawn twice is two groups.
   tokens: tuple[int, ...]
-  text: str = ""  # The tokens, decoded, where somebody reads them.
+  text: str = ""  # The decoded tokens, for rewards and display.
 
 
 class Problem:
-  """A running total to be written down step by step; hashable.
+  """A calculation in steps; hashable.
 
   Attributes:
     terms: the first number, then what each step adds.
-    question: what is asked.
+    question: text of the question.
   """
 
   terms: tuple[int, ...]
@@ -139,12 +139,11 @@ def _check_split(split: str) -> None:
 
 
 class DrawnProblems:
-  """Random-access source of drawn problems, some of them held out.
+  """Random-access source of random problems, some of them held out.
 
   The evaluation split is a fixed list of distinct problems, the same for every
-  seed, of at least three operations (of `max_ops`, where that is less). No
-  training index has one of them: an index whose problem is in the list draws
-  again.
+  seed, with at least three operations (or `max_ops`, if lower). It is disjoint
+  from the training split: an index with a problem of the list draws again.
   """
 
   def __init__(

@@ -1,7 +1,7 @@
-"""Text to tokens and back, from a Hugging Face style directory.
+"""Tokenizer of a Hugging Face style directory.
 
-The spelling of a control token inside a text is ordinary text: others wrote it.
-The ids of control tokens enter only through `prefix` and a chat template.
+The spelling of a control token inside a text is ordinary text, because texts
+are untrusted. Control tokens come only from `prefix` and a chat template.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ class Tokenizer:
   """A tokenizer with the ids that sampling needs.
 
   Attributes:
-    path: directory it was read from, for messages.
+    path: directory of the tokenizer, for messages.
     vocab_size: one more than the largest token id.
     eos_id: the first stop token.
     stop_tokens: all tokens that end a response.
@@ -98,10 +98,10 @@ class Tokenizer:
       return self._plain.encode(text, add_special_tokens=False).ids
 
   def single_tokens(self, texts: Iterable[str], name: str) -> list[int]:
-    """Returns the token that each text is.
+    """Returns the single token of each text.
 
     Raises:
-      InputError: a text is several; the setting of this name has it.
+      InputError: A text has several tokens; names the setting.
     """
     tokens = [self.encode(text) for text in texts]
     for text, found in zip(texts, tokens):
@@ -113,7 +113,7 @@ class Tokenizer:
     return [token for (token,) in tokens]
 
   def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-    """Returns the text of `ids`, control tokens left out unless asked for."""
+    """Returns the text of `ids`, by default without control tokens."""
     with _library(f"{self.path}/tokenizer.json cannot decode tokens", _AGAIN):
       return self._plain.decode(
         [int(i) for i in ids], skip_special_tokens=skip_special
@@ -124,7 +124,7 @@ class Tokenizer:
     messages: Sequence[Mapping[str, str]],
     kwargs: Mapping[str, Any] | None = None,
   ) -> list[int]:
-    """Returns the tokens of a conversation, ready for the model's answer.
+    """Returns the tokens of a conversation, up to the model's next turn.
 
     Control tokens that the template writes become control tokens; the same
     spelling inside a message's content stays plain text.
@@ -184,17 +184,17 @@ class Tokenizer:
     with as_input_error(
       f"{self.path}: the chat template failed",
       "check chat_template in tokenizer_config.json",
-      Exception,  # Variables that cannot be sent to another process, too.
+      Exception,  # Also variables that cannot be pickled.
     ):
       return chat_template.render(self.chat_template, {**known, **kwargs})
 
 
 @contextlib.contextmanager
 def _library(what: str, advice: str) -> Iterator[None]:
-  """Turns what the tokenizer library raises into an InputError.
+  """Turns errors of the tokenizer library into an InputError.
 
-  It raises bare Exception and, where it fails an assertion of its own, a
-  PanicException: a BaseException whose class cannot be imported.
+  The library raises Exception and, for failed assertions, PanicException, a
+  BaseException that cannot be imported.
   """
   with as_input_error(what, advice, Exception):
     try:
@@ -209,7 +209,7 @@ def _read_tokenizer(path: pathlib.Path) -> tokenizers.Tokenizer:
   text = read_text(path, "give a model directory that holds tokenizer.json")
   with _library(f"{path}: damaged tokenizer", _AGAIN):
     tokenizer = tokenizers.Tokenizer.from_str(text)
-  # Files are published with both switched on; they would cut long prompts.
+  # Published files may enable both, which would truncate long prompts.
   tokenizer.no_truncation()
   tokenizer.no_padding()
   return tokenizer
@@ -240,7 +240,7 @@ def _control_ids(
 
 
 def _mark_special(tokenizer: tokenizers.Tokenizer, control: set[int]):
-  """Makes every control token special, also where the file forgot to say so."""
+  """Marks all control tokens as special, even if the file does not."""
   for i, token in tokenizer.get_added_tokens_decoder().items():
     if i in control and not token.special:
       token.special = True
@@ -248,7 +248,7 @@ def _mark_special(tokenizer: tokenizers.Tokenizer, control: set[int]):
 
 
 def _prefix(tokenizer: tokenizers.Tokenizer) -> tuple[int, ...]:
-  """Returns the control tokens that the file puts before a text."""
+  """Returns the control tokens that the tokenizer adds before a text."""
   if tokenizer.post_processor is None:
     return ()
   encoding = tokenizer.encode("0")

@@ -24,7 +24,7 @@ FEWEST = 3  # Hosts; with two it is undecidable which one is broken.
 
 
 class Alarm(NamedTuple):
-  """A host that has been unlike the others for long enough."""
+  """A host that has differed from the others for long enough."""
 
   host: int
   metric: int | str  # Its name, or its index where metrics have no names.
@@ -122,7 +122,7 @@ def detect(
 
 
 def _compared(roles: Sequence[str]) -> list[np.ndarray]:
-  """The hosts of each role that has enough of them."""
+  """Returns the hosts of each role with enough hosts."""
   groups = [
     np.flatnonzero([name == role for name in roles])
     for role in dict.fromkeys(roles)
@@ -138,10 +138,10 @@ def slow_hosts(
   ratio: float = 1.5,
   hold_s: float = 20.0,
 ) -> list[Alarm]:
-  """Hosts that take longer than the others for the phases of a step.
+  """Returns hosts that take longer than the others for the phases of a step.
 
-  A phase in which hosts wait for each other is equally long on all of them, and
-  names nobody: give the time without waiting.
+  Phases in which hosts wait for each other are equally long on all of them;
+  pass times without waiting.
 
   Args:
     seconds: float [H, N, P], of hosts, steps and phases; NaN where a step has

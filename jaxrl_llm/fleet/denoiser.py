@@ -1,7 +1,7 @@
-"""Minder's denoiser: one tiny LSTM-VAE a metric, all at once.
+"""Minder's denoiser: one tiny LSTM-VAE per metric.
 
-It learns what eight seconds of a healthy host look like; what it writes again
-of a window is the window without its noise.
+It learns windows of eight seconds of healthy hosts; the reconstruction of a
+window is the window without its noise.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""The one style of pictures, and curves that several runs have in common."""
+"""Style of pictures, and mean curves of several runs."""
 
 import contextlib
 import pathlib
@@ -38,13 +38,13 @@ def figure(
   *,
   title: str = "",
 ) -> Iterator[tuple[Any, Any]]:
-  """A sheet of panels in the project's style, saved when it is left.
+  """Makes a figure of panels in the project's style, saved on exit.
 
   Args:
     path: PNG file to write.
-    lines: lines of panels.
-    columns: columns of panels.
-    title: above them all.
+    lines: number of rows of panels.
+    columns: number of columns of panels.
+    title: title above all panels.
 
   Yields:
     (figure, its axes in reading order).
@@ -71,7 +71,7 @@ def figure(
 
 
 def name_lines(sheet, lines: Sequence[Any], names: Sequence[str]) -> None:
-  """One legend for all panels, for which the sheet grows at its foot."""
+  """Adds one legend for all panels, below them."""
   rows = -(-len(names) // _NAMES)
   sheet.set_figheight(sheet.get_figheight() + 0.1 + 0.2 * rows)
   sheet.legend(lines, names, loc="outside lower left", ncols=_NAMES)

@@ -1,4 +1,4 @@
-"""Writes what runs logged as one HTML page that needs no other file."""
+"""Writes the logs of runs as one self-contained HTML page."""
 
 import base64
 import html
@@ -28,7 +28,7 @@ td {{ font-family: monospace; white-space: pre-wrap; overflow-wrap: anywhere; }}
 def write_page(
   runs: Sequence[Run], picture: pathlib.Path, path: pathlib.Path
 ) -> None:
-  """Writes one HTML page that needs no other file.
+  """Writes one self-contained HTML page.
 
   Everything that a run wrote is escaped: a response is text, never markup.
 
@@ -65,7 +65,7 @@ def write_page(
 
 
 def _union(columns: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-  """Rows of the key and what each column has of it."""
+  """Returns rows of a key and its value in each column."""
   keys = dict.fromkeys(key for column in columns for key in column)
   return [[key, *(column.get(key) for column in columns)] for key in keys]
 
@@ -87,7 +87,7 @@ def _cell(value: Any) -> str:
 
 
 def markdown(rows: Sequence[Mapping[str, str]]) -> str:
-  """A table in Markdown of rows that all have the same keys."""
+  """Formats rows with the same keys as a Markdown table."""
   cells = [list(rows[0]), ["---"] * len(rows[0])]
   cells += [row.values() for row in rows]
   return "\n".join(f"| {' | '.join(row)} |" for row in cells)

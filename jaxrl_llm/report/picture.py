@@ -103,7 +103,7 @@ def _metrics(runs: Sequence[Run], panel: str) -> list[str]:
 
 
 def _draw_metric(axis, runs: Sequence[Run], metric: str, index: int) -> None:
-  """The index-th of a panel: dashes tell metrics apart, or shapes of points."""
+  """Draws a metric of a panel, distinguished by dashes or markers."""
   held_out, several = metric.startswith("eval/"), len(runs) > 1
   style = {"linestyle": "--" if several and index else "-"}
   if held_out:
@@ -141,9 +141,9 @@ def _name_runs(sheet, runs: Sequence[Run]) -> None:
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
-  """Running mean of a curve of 200 points, centred, over a 50th of it.
+  """Returns a centred running mean of a curve, over a 50th of its points.
 
-  At the ends it is over what there is.
+  At the ends it uses the available points.
   """
   width = values.size // 50
   if width < 4:

@@ -1,4 +1,4 @@
-"""Reads the folder of a run, also of one that is under way."""
+"""Reads the folder of a run, also while it is running."""
 
 import os
 import pathlib
@@ -38,7 +38,7 @@ def load_run(path: str | os.PathLike) -> Run:
     path: folder with `metrics.jsonl`.
 
   Returns:
-    The rows, the settings of now and the last samples.
+    The rows, the current settings and the last samples.
 
   Raises:
     InputError: a file is empty or a line of it is damaged.

@@ -1,7 +1,7 @@
 """Cost models of a simulated machine, fitted or computed.
 
-Nothing here is measured: a price comes from rows that somebody measured (`fit`)
-or from what makers and model cards state (`accelerator`).
+Costs come from measured rows (`fit`) or from the stated numbers of makers and
+model cards (`accelerator`); nothing is measured here.
 """
 
 import dataclasses
@@ -88,7 +88,7 @@ def fit(decode_calls: chex.Array) -> CostModel:
     )
   slots, steps, tokens, *prefills, seconds = rows.T
   terms = [steps, steps * slots, steps * tokens, *prefills]
-  if np.ptp(steps):  # Else it cannot be told from the fixed part of a step.
+  if np.ptp(steps):  # Otherwise not identifiable from the fixed part.
     terms.append(np.ones_like(steps))
   table = np.stack(terms, axis=1)
   scale = np.abs(table).max(axis=0, initial=1e-300)
@@ -131,8 +131,8 @@ def accelerator(
   TPU v5p.
 
   Args:
-    devices: that sample, and by turns train.
-    train_devices: that train, where others do.
+    devices: devices that sample, and alternate with training.
+    train_devices: devices that train, if separate.
     parameters: number of parameters of the policy.
     bytes_per_parameter: in the sampler.
     kv_bytes_per_token: bytes per token of the KV cache, all layers.

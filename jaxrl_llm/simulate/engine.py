@@ -29,9 +29,9 @@ _NARROW = sampling.EngineConfig(1, 1, 1, stop_tokens=())
 
 
 class SimulatedRequest(Request):
-  """A response of which nothing but its length is known.
+  """A response with a known length and no tokens.
 
-  Its row is [1, 1]: it has the version of the first token alone.
+  Its row is [1, 1], with the version of the first token only.
   """
 
   def context(self) -> np.ndarray:
@@ -41,7 +41,7 @@ class SimulatedRequest(Request):
     return tokens
 
   def append(self, output: DecodeOutput, slot: int, *, version: int) -> None:
-    """Counts what a slot wrote."""
+    """Counts the tokens of a slot."""
     row = self.row
     if not self.length:
       row.version[0], row.mask[0] = version, True
@@ -50,10 +50,10 @@ class SimulatedRequest(Request):
 
 
 class SimulatedEngine(Scheduler):
-  """The scheduler of an engine that takes the time it is told to.
+  """The scheduler of an engine on a simulated clock.
 
   Attributes:
-    asked: what is asked; a response's number is its place in it.
+    asked: the requests; the number of a response is its index.
     seconds: the clock.
     group_size: responses of a prompt.
   """
@@ -61,7 +61,7 @@ class SimulatedEngine(Scheduler):
   def __init__(
     self, requests: Requests, cost: CostModel, config: sampling.EngineConfig
   ):
-    """Has no requests in the making.
+    """Makes an engine without requests.
 
     Args:
       requests: lengths.
@@ -130,7 +130,7 @@ class SimulatedEngine(Scheduler):
 
 
 class _Cache(PagedCache):
-  """Gives its decode program the requests themselves."""
+  """Passes the requests themselves to the decode program."""
 
   def decode(self, rows: Rows, metadata, min_active: int, draft: int):
     return self.programs.decode(rows, min_active)
@@ -140,7 +140,7 @@ class _Cache(PagedCache):
 class SimulatedWriter:
   """Writer and source of prompts of a `RolloutWorker`.
 
-  Prompts are numbers; they come in order, and from the start again.
+  Prompts are numbers, in order and repeated from the start.
 
   Attributes:
     engine: writes.
@@ -202,7 +202,7 @@ def predict(
 ) -> sampling.EngineStats:
   """Predicts the cost of one call of `Engine.generate` for given lengths.
 
-  Counters are those of the engine, seconds are to be held against its. Stop
+  Counters equal those of the engine, seconds can be compared with it. Stop
   strings, speculation and several shards are not simulated.
 
   Args:
