@@ -90,9 +90,8 @@ class Evaluation:
     """Returns a few responses for display."""
     count = len(self.judged.texts)
     evenly = range(0, count, max(count // _SHOWN, 1))[:_SHOWN]
-    return metrics.make_samples(
-      self.judged, [*self.judged.new_failures, *evenly]
-    )
+    rows = [*self.judged.new_failures, *evenly]
+    return metrics.make_samples(self.judged, rows)
 
 
 @dataclasses.dataclass(frozen=True)

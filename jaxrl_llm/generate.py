@@ -150,15 +150,13 @@ class Generation:
 
   def _turns(self, rollout: Rollout, row: int) -> list[dict[str, str]]:
     """Returns the turns of a response: role and text."""
-    pairs = zip(
-      rollout.origin[row], rollout.tokens[row, : rollout.lengths[row]]
-    )
+    both = zip(rollout.origin[row], rollout.tokens[row, : rollout.lengths[row]])
     return [
       {
         "role": "model" if origin == Origin.POLICY else "environment",
         "text": self.decode([token for _, token in tokens]),
       }
-      for origin, tokens in itertools.groupby(pairs, key=lambda pair: pair[0])
+      for origin, tokens in itertools.groupby(both, key=lambda pair: pair[0])
     ]
 
 
@@ -212,9 +210,7 @@ def write(
 
   for chunk in work:
     records = job.sample(chunk, rule=rule)
-    with as_input_error(
-      "the samples cannot be written", "free disk space", OSError
-    ):
+    with as_input_error("cannot write samples", "free disk space", OSError):
       file.write("".join(json.dumps(record) + "\n" for record in records))
       file.flush()
     reasons.update(record["stop_reason"] for record in records)

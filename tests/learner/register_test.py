@@ -210,10 +210,10 @@ class TestRegister:
     ],
   )
   def test_a_taken_name_is_refused(self, add, name):
-    with pytest.raises(ValueError, match=f"'{name}' is already registered"):
+    with pytest.raises(ValueError, match=f"'{name}' exists; choose"):
       add(name, centered)
     add("new", centered)
-    with pytest.raises(ValueError, match="'new' is already registered"):
+    with pytest.raises(ValueError, match="'new' exists; choose"):
       add("new", centered)
 
   @pytest.mark.parametrize(
