@@ -21,14 +21,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxrl_llm import (
-  base_models,
-  checkpoint,
-  digest,
-  files,
-  metrics,
-  models,
-)
+from jaxrl_llm import base_models, checkpoint, digest, files, metrics, models
 from jaxrl_llm import config as config_lib
 from jaxrl_llm.data import sources
 from jaxrl_llm.data.rows import read_object

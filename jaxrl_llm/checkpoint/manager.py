@@ -72,10 +72,7 @@ class Checkpointer:
     return max(commit.steps(self.directory), default=None)
 
   def save(
-    self,
-    step: int,
-    trees: Mapping[str, Any],
-    metadata: Mapping[str, Any],
+    self, step: int, trees: Mapping[str, Any], metadata: Mapping[str, Any]
   ) -> None:
     """Starts writing a step; the arrays may be donated right afterwards.
 

@@ -69,9 +69,7 @@ def _raise_exception(message: str):
 
 
 _ENVIRONMENT = sandbox.ImmutableSandboxedEnvironment(
-  trim_blocks=True,
-  lstrip_blocks=True,
-  extensions=["jinja2.ext.loopcontrols"],
+  trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
 )
 _ENVIRONMENT.globals["raise_exception"] = _raise_exception
 _compile = functools.lru_cache(maxsize=8)(_ENVIRONMENT.from_string)

@@ -9,11 +9,7 @@ from jaxrl_llm.errors import check_number
 
 
 def soft_overlong_punishment(
-  lengths: chex.Array,
-  *,
-  max_length: int,
-  buffer: int,
-  factor: float = 1.0,
+  lengths: chex.Array, *, max_length: int, buffer: int, factor: float = 1.0
 ) -> jax.Array:
   """DAPO's soft overlong punishment, to be added to the outcome reward.
 

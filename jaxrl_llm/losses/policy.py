@@ -160,9 +160,7 @@ def cispo_loss(
 
 
 def policy_gradient_loss(
-  logprobs: chex.Array,
-  old_logprobs: chex.Array,
-  advantages: chex.Array,
+  logprobs: chex.Array, old_logprobs: chex.Array, advantages: chex.Array
 ) -> ClippedPolicyLoss:
   """The plain policy gradient of REINFORCE and RLOO, L = -A log π.
 

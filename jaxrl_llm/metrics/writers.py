@@ -58,10 +58,7 @@ class JsonlWriter:
   """
 
   def __init__(
-    self,
-    path: str | os.PathLike,
-    *,
-    clock: Callable[[], float] = time.time,
+    self, path: str | os.PathLike, *, clock: Callable[[], float] = time.time
   ):
     """Opens or creates the file; an incomplete last line is dropped."""
     self._path, self._clock = pathlib.Path(path), clock

@@ -32,11 +32,7 @@ Curve = tuple[np.ndarray, np.ndarray]  # x, y.
 
 @contextlib.contextmanager
 def figure(
-  path: pathlib.Path,
-  lines: int,
-  columns: int,
-  *,
-  title: str = "",
+  path: pathlib.Path, lines: int, columns: int, *, title: str = ""
 ) -> Iterator[tuple[Any, Any]]:
   """Makes a figure of panels in the project's style, saved on exit.
 

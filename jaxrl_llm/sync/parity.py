@@ -41,11 +41,7 @@ def parity_tokens(vocab_size: int, *, rows: int, length: int) -> np.ndarray:
 
 
 def make_parity_check(
-  fns: ModelFns,
-  tokens: chex.Array,
-  *,
-  tolerance: float,
-  page_size: int,
+  fns: ModelFns, tokens: chex.Array, *, tolerance: float, page_size: int
 ) -> Callable[[Any, VersionedWeights], float]:
   """Makes a check of the sampler's weights against the trainer's parameters.
 

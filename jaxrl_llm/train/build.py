@@ -144,10 +144,7 @@ def make_learner(
     ),
     mesh=mesh,
     initial_params=functools.partial(
-      read_policy_params,
-      path,
-      models.merge(policy.params),
-      policy_fns.config,
+      read_policy_params, path, models.merge(policy.params), policy_fns.config
     ),
     ema=ema,
     kept=kept,

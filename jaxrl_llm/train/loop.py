@@ -45,12 +45,7 @@ from jaxrl_llm.data.prompt_source import PromptSourceState
 from jaxrl_llm.errors import InputError, TrainingStopped
 from jaxrl_llm.learner.replay import update_twice
 from jaxrl_llm.learner.state import LearnerState
-from jaxrl_llm.rollout.worker import (
-  Batch,
-  Collected,
-  RolloutState,
-  Weights,
-)
+from jaxrl_llm.rollout.worker import Batch, Collected, RolloutState, Weights
 from jaxrl_llm.train import speed
 from jaxrl_llm.train.run import Run, States, restore, save
 from jaxrl_llm.train.value_pretraining import CHECKPOINTS

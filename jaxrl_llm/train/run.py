@@ -54,9 +54,7 @@ class States(NamedTuple):
 
 
 def save(
-  states: States,
-  saver: checkpoint.Checkpointer,
-  facts: Mapping[str, Any],
+  states: States, saver: checkpoint.Checkpointer, facts: Mapping[str, Any]
 ) -> None:
   """Starts a checkpoint of everything the next iteration depends on.
 
