@@ -26,8 +26,7 @@ def embedded(config: Any) -> None:
   # The policy changes within about ten steps. A high learning rate and small
   # mini-batches let the critic follow.
   config.optimizer.policy.learning_rate = 1e-4
-  config.optimizer.value.learning_rate = 1e-3
-  config.optimizer.value.mini_batch = 32
+  config.optimizer.value.update(learning_rate=1e-3, mini_batch=32)
   config.value.reads_logprobs = True  # Late in training, mistakes are slips.
   config.value.pretrain_patience = 12
   config.eval.greedy = True
@@ -36,16 +35,14 @@ def embedded(config: Any) -> None:
 
 def smollm2(config: Any) -> None:
   """Trains SmolLM2-135M on two-digit sums, on a CPU; needs model.path."""
-  config.data.source = "sums"
+  config.data.update(source="sums", template="few_shot")
   config.data.settings = {"digits": 2}
-  config.data.template = "few_shot"
   config.data.template_settings = {
     "shots": 4,
     "shot_format": "Problem: {question} {answer}\n",
     "question_format": "Problem: {question}",
   }
-  config.data.prompts_per_step = 32
-  config.data.max_prompt_length = 80
+  config.data.update(prompts_per_step=32, max_prompt_length=80)
   config.sampler.max_response_length = 8
   config.sampler.stop = ("\n",)
   config.reward.name = "exact_line"
@@ -55,118 +52,98 @@ def smollm2(config: Any) -> None:
   _learning_rates(config, 1e-5)
   _optimizers(config, mini_batch=32, micro_batch_size=4, warmup_steps=4)
   config.eval.problems = 50
-  config.run.steps = 40
-  config.run.samples_every = 10
+  config.run.update(steps=40, samples_every=10)
 
 
 def long_tail(config: Any) -> None:
   """Trains on divisions with a long tail of response lengths, on a CPU."""
   config.data.source = "remainder"
-  config.data.prompts_per_step = 128
-  config.data.max_prompt_length = 8
+  config.data.update(prompts_per_step=128, max_prompt_length=8)
   config.sampler.max_response_length = 288
   config.estimator.alpha = 1.0  # lambda is 0.97 at 30 tokens.
   _optimizers(config, mini_batch=64, micro_batch_size=2)
   config.optimizer.policy.max_grad_norm = 0.3
   # The batch is small, so the critic takes many small steps.
-  config.optimizer.value.learning_rate = 1e-3
-  config.optimizer.value.mini_batch = 16
+  config.optimizer.value.update(learning_rate=1e-3, mini_batch=16)
   config.value.reads_logprobs = True  # A third of the answers are guesses.
   config.value.pretrain_patience = 12
-  config.eval.problems = 100
-  config.eval.every = 10
+  config.eval.update(problems=100, every=10)
 
 
 def gsm8k(config: Any) -> None:
   """Trains a chat model on GSM8K; needs model.path and data.path."""
-  config.data.source = "jsonl"
-  config.data.template = "chat"
+  config.data.update(source="jsonl", template="chat", on_long="drop")
+  config.data.update(prompts_per_step=16, max_prompt_length=256)
   config.data.template_settings = {
     "question_format": (
       "{question}\nReason step by step and end with #### and the number."
     ),
   }
-  config.data.prompts_per_step = 16
-  config.data.max_prompt_length = 256
-  config.data.on_long = "drop"
   config.sampler.max_response_length = 256
   config.reward.name = "numeric"
   config.estimator.alpha = 0.2
   _learning_rates(config, 1e-6)
   _optimizers(config, mini_batch=16, micro_batch_size=2)
-  config.eval.problems = 8
-  config.eval.samples = 1
-  config.eval.every = 100
+  config.eval.update(problems=8, samples=1, every=100)
   config.run.samples_every = 1
 
 
 def qwen1_5b(config: Any) -> None:
   """Trains Qwen2.5-1.5B on 8 TPU v5e chips; needs model.path and data.path."""
-  _mathematics(config)
-  config.data.prompts_per_step = 2048
-  config.data.max_prompt_length = 1024
-  config.sampler.max_response_length = 7168
+  # Pages of 3.5 GiB of keys and values a chip.
+  _mathematics(config, prompts=2048, lengths=(1024, 7168), kv_pages=8192)
   config.sampler.slots = 512
-  config.sampler.kv_pages = 8192  # 3.5 GiB of keys and values a chip.
   _optimizers(config, mini_batch=256, micro_batch_size=4)
-  config.mesh.fsdp = 4
-  config.mesh.tensor = 2
+  config.mesh.update(fsdp=4, tensor=2)
 
 
 def qwen7b(config: Any) -> None:
   """Trains Qwen2.5-7B on 32 TPU v6e chips; needs model.path and data.path."""
-  _mathematics(config)
-  config.data.prompts_per_step = 4096
-  config.data.max_prompt_length = 1024
-  config.sampler.max_response_length = 15_360
+  # Pages of 3.5 GiB of keys and values a chip.
+  _mathematics(config, prompts=4096, lengths=(1024, 15_360), kv_pages=16_384)
   config.sampler.slots = 512
-  config.sampler.kv_pages = 16_384  # 3.5 GiB of keys and values a chip.
   _optimizers(config, mini_batch=256, micro_batch_size=8)
-  config.mesh.fsdp = 8
-  config.mesh.tensor = 4
+  config.mesh.update(fsdp=8, tensor=4)
 
 
 def qwen32b(config: Any) -> None:
   """Trains as the papers do, on a mesh; needs model.path and data.path."""
-  _mathematics(config)
-  config.data.prompts_per_step = 8192
-  config.data.max_prompt_length = 2048
-  config.sampler.max_response_length = 20480
+  # Pages of 32 GiB of keys and values on a v5p chip.
+  _mathematics(config, prompts=8192, lengths=(2048, 20_480), kv_pages=65_536)
   config.sampler.slots = 2048
-  config.sampler.kv_pages = 65_536  # 32 GiB of keys and values on a v5p chip.
   _optimizers(config, mini_batch=512, micro_batch_size=4)
   # With rows sharded over four chips, saved matrix products fit in memory.
   config.model.remat_policy = "dots"
-  config.mesh.fsdp = 4
-  config.mesh.context = 4
-  config.mesh.tensor = 4
+  config.mesh.update(fsdp=4, context=4, tensor=4)
   # The same chips with twice the weights on each: decoding reduces partial
   # products over fsdp, so half its size takes half the time.
-  config.sampler.mesh.data = 2
-  config.sampler.mesh.fsdp = 8
-  config.sampler.mesh.tensor = 4
+  config.sampler.mesh.update(data=2, fsdp=8, tensor=4)
 
 
-def _mathematics(config: Any) -> None:
-  """Sets up long reasoning of a chat model on problems with one answer."""
+def _mathematics(
+  config: Any, *, prompts: int, lengths: tuple[int, int], kv_pages: int
+) -> None:
+  """Sets up long reasoning of a chat model on problems with one answer.
+
+  `lengths` are the maximum lengths of a prompt and of a response.
+  """
   config.model.dtype = "bfloat16"
-  config.data.source = "jsonl"
-  config.data.template = "chat"
+  config.data.update(source="jsonl", template="chat", on_long="drop")
+  config.data.prompts_per_step = prompts
+  config.data.max_prompt_length, config.sampler.max_response_length = lengths
+  config.sampler.kv_pages = kv_pages
   config.data.template_settings = {
     "question_format": (
       "Solve the problem step by step and put the final answer in"
       " \\boxed{}.\n\n{question}"
     ),
   }
-  config.data.on_long = "drop"
-  config.reward.name = "numeric"
-  config.reward.workers = 16
+  config.reward.update(name="numeric", workers=16)
   _learning_rates(config, 1e-6)
   _optimizers(config, weight_decay=0.1, b2=0.999)  # Common for AdamW.
   _warmup(config, rollouts=20)  # DAPO, section 4.1.
   config.value.pretrain_patience = 50
-  config.eval.samples = 32
-  config.eval.top_p = 0.7
+  config.eval.update(samples=32, top_p=0.7)
   config.run.steps = 312  # VAPO's 5,000 updates at 16 a rollout.
   config.checkpoint.every = 10
 
