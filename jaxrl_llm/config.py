@@ -108,15 +108,14 @@ _SHARE, _BELOW_1 = Range(0.0, 1.0), Range(0.0, 0.999999)
 _DTYPES = Choice(("float32", "bfloat16"))
 _DTYPE_OR_NONE = Choice(("", *_DTYPES))
 
-# Each key: default and allowed values on its first line, then the meaning.
+# Each key: default and allowed values first, then the meaning.
 # fmt: off
 
 class Model(Group, path="model"):
   """The policy's model and its numerics."""
 
-  path = Key("", None,
-    "Hugging Face directory of the policy. '' is the base model that the"
-    " package ships for data.source.", FIXED)
+  path = Key("", None, "Hugging Face directory of the policy. '' is the base"
+    " model that the package ships for data.source.", FIXED)
   dtype = Key("float32", _DTYPES,
     "Data type of activations and matrix products.", FIXED)
   sampler_dtype = Key("", _DTYPE_OR_NONE,
@@ -144,12 +143,10 @@ class Value(Group, path="value"):
   reward_model_steps = Key(0, _COUNT,
     "Iterations before value pretraining that train the critic as a reward"
     " model, on last tokens only. The papers start from a reward model.")
-  pretrain_steps = Key(0, _COUNT,
-    "Maximum number of iterations of value pretraining, on a fixed policy"
-    " (VAPO: 50). 0 skips it.")
-  pretrain_patience = Key(6, _SOME,
-    "Ends value pretraining after this many iterations without a better"
-    " explained variance on new responses.")
+  pretrain_steps = Key(0, _COUNT, "Maximum number of iterations of value"
+    " pretraining, on a fixed policy (VAPO: 50). 0 skips it.")
+  pretrain_patience = Key(6, _SOME, "Ends value pretraining after this many"
+    " iterations without a better explained variance on new responses.")
   pretrain_min_delta = Key(0.01, None,
     "Minimum increase of the explained variance that counts as better.")
   init_from = Key("", None,
@@ -162,15 +159,13 @@ class Data(Group, path="data"):
   source = Key("chain_sum", Names("data.sources:SOURCES"),
     "Source of the examples: an embedded task, files ('jsonl', 'parquet') or"
     " TensorFlow Datasets ('tfds').", FIXED)
-  path = Key("", None,
-    "Files of 'jsonl' or 'parquet', separated by commas or as a pattern such as"
-    " data/*.jsonl. With 'tfds', NAME[:VERSION].", FIXED)
+  path = Key("", None, "Files of 'jsonl' or 'parquet', separated by commas or"
+    " as a pattern such as data/*.jsonl. With 'tfds', NAME[:VERSION].", FIXED)
   split = Key("train", None,
     "Split to train on, for sources that have splits.", FIXED)
-  columns = Key({}, None,
-    "Maps question, answer, id and source to columns of the data, such as"
-    " {'question': 'problem', 'answer': 'info.solution'}. The column names of"
-    " verl and TRL need no mapping.", FIXED)
+  columns = Key({}, None, "Maps question, answer, id and source to columns of"
+    " the data, such as {'question': 'problem', 'answer': 'info.solution'}. The"
+    " column names of verl and TRL need no mapping.", FIXED)
   settings = Key({}, None,
     "Keyword arguments of the source, such as max_ops or digits.", FIXED)
   pool = Key(0, _COUNT,
@@ -201,32 +196,28 @@ class Data(Group, path="data"):
 class Reward(Group, path="reward"):
   """The reward of a response."""
 
-  name = Key("chain_sum", Names("rewards:REWARDS"),
-    "Reward function. 'verl' and 'trl' call functions written for these"
-    " libraries, see reward.path.")
+  name = Key("chain_sum", Names("rewards:REWARDS"), "Reward function. 'verl'"
+    " and 'trl' call functions written for these libraries, see reward.path.")
   path = Key("", None, "Python file with the functions of 'verl' and 'trl'.")
   function = Key("compute_score", None,
     "Function in reward.path; several, separated by commas, for 'trl'.")
   weights = Key({}, None,
     "Weights of the named parts of a reward; the others weigh 1.")
-  threshold = Key(0.5, _REWARD,
-    "Responses with a reward above this are correct, for accuracy, dynamic"
-    " sampling and the positive-example loss. A reward with parts is judged by"
-    " its part 'right', else by its first.")
+  threshold = Key(0.5, _REWARD, "Responses with a reward above this are"
+    " correct, for accuracy, dynamic sampling and the positive-example loss. A"
+    " reward with parts is judged by its part 'right', else by its first.")
   correct = Key(1.0, _REWARD, "Reward of a correct response.")
   incorrect = Key(-1.0, _REWARD, "Reward of an incorrect response.")
-  workers = Key(0, Range(0, 256),
-    "Processes that compute rewards. 0 computes them in the main process; use"
-    " it only for rewards that cannot hang.")
+  workers = Key(0, Range(0, 256), "Processes that compute rewards. 0 computes"
+    " them in the main process; use it only for rewards that cannot hang.")
   deadline_s = Key(10.0, Range(1e-3),
     "Time limit of a single reward in a worker, in seconds.")
   batch_deadline_s = Key(0.0, Range(0.0),
     "Time limit of a batch of rewards in workers, in seconds; the responses"
     " left are not trained on. 0 sets no limit.")
-  overlong_buffer = Key(0, _COUNT,
-    "Length in tokens of the soft overlong punishment before"
-    " sampler.max_response_length (DAPO eq. 13); 0 disables it. Tokens of an"
-    " environment do not count towards the length.")
+  overlong_buffer = Key(0, _COUNT, "Length in tokens of the soft overlong"
+    " punishment before sampler.max_response_length (DAPO eq. 13); 0 disables"
+    " it. Tokens of an environment do not count towards the length.")
   overlong_factor = Key(1.0, _NUMBER,
     "Largest penalty of the soft overlong punishment, at the length limit.")
 
@@ -274,13 +265,11 @@ class Environment(Group, path="environment"):
 class Sampler(Group, path="sampler"):
   """Sampling of responses."""
 
-  slots = Key(0, Range(0, 1e6),
-    "Responses decoded concurrently, the rows of a decode batch. 0 is all that"
-    " a step has in flight.")
-  kv_pages = Key(0, Range(0, 1e7),
-    "Pages of the KV cache on all devices of the sampler. The youngest"
-    " responses are preempted when they run out. 0 fits all slots at full"
-    " length.")
+  slots = Key(0, Range(0, 1e6), "Responses decoded concurrently, the rows of a"
+    " decode batch. 0 is all that a step has in flight.")
+  kv_pages = Key(0, Range(0, 1e7), "Pages of the KV cache on all devices of the"
+    " sampler. The youngest responses are preempted when they run out. 0 fits"
+    " all slots at full length.")
   max_response_length = Key(64, _SOME,
     "Maximum number of response tokens, including observations.", FIXED)
   temperature = Key(1.0, Range(1e-3, 100.0),
@@ -296,19 +285,17 @@ class Sampler(Group, path="sampler"):
     " and the completion order vary: 'first_groups' and streaming exclude it.")
   num_draft_tokens = Key(4, _SOME,
     "Draft tokens per decoding step of speculative decoding.")
-  parity_check_every = Key(50, _COUNT,
-    "Steps between checks that sampler and trainer have equal weights and"
-    " log-probs; a difference stops the run. It also runs at every start; 0"
-    " compares only the weights, at a start.")
+  parity_check_every = Key(50, _COUNT, "Steps between checks that sampler and"
+    " trainer have equal weights and log-probs; a difference stops the run. It"
+    " also runs at every start; 0 compares only the weights, at a start.")
 
 
 class SamplerMesh(Group, path="sampler.mesh"):
   """The sampler's device mesh."""
 
-  data = Key(0, Range(-1),
-    "Size of the data axis of a separate mesh for the sampler, on devices that"
-    " `mesh` leaves free, else on the same ones. 0 shares the trainer's mesh,"
-    " -1 uses all remaining devices.")
+  data = Key(0, Range(-1), "Size of the data axis of a separate mesh for the"
+    " sampler, on devices that `mesh` leaves free, else on the same ones. 0"
+    " shares the trainer's mesh, -1 uses all remaining devices.")
   fsdp = Key(1, _SOME, "Size of the fsdp axis, which shards the parameters.")
   tensor = Key(1, _SOME,
     "Size of the tensor axis, which shards each matrix product.")
@@ -321,30 +308,25 @@ class Schedule(Group, path="schedule"):
     "When generation for a batch stops: after 'all' responses, or after the"
     " 'first_groups' that fill the batch (APRIL). Unfinished responses then"
     " continue in the next step.", FIXED)
-  dynamic_sampling = Key(False, None,
-    "Drops groups whose responses are all correct or all incorrect"
-    " (DAPO).", FIXED)
+  dynamic_sampling = Key(False, None, "Drops groups whose responses are all"
+    " correct or all incorrect (DAPO).", FIXED)
   window = Key(0, _COUNT,
     "Maximum number of new tokens per response and step (T-PPO). Unfinished"
     " responses continue in the next step; 0 sets no limit.", SWITCH)
   over_provision = Key(1.0, Range(1.0, 16.0),
     "Groups in flight as a multiple of data.prompts_per_step: at any time with"
     " 'first_groups', per round with dynamic sampling.", IN_FLIGHT)
-  max_staleness = Key(4, _SOME,
-    "Maximum number of updates between the oldest and the newest token of a"
-    " batch, with 'first_groups'. Groups that would exceed it are finished"
-    " before new ones start.", KEPT)
-  lag = Key(0, Range(0, 16),
-    "Updates between the weights that generate a batch and those that it"
-    " trains. Above 0, sampler and learner run concurrently, best on separate"
-    " meshes; 0 is on-policy.", FIXED)
-  overlap = Key(True, None,
-    "Runs sampler and learner concurrently if schedule.lag > 0. False"
-    " alternates them, with the same results.")
-  streaming = Key(False, None,
-    "Accumulates gradients of each group on completion and updates after the"
-    " last (periodic asynchrony). Needs lag=0, one mini-batch and a method"
-    " without statistics of the whole batch.")
+  max_staleness = Key(4, _SOME, "Maximum number of updates between the oldest"
+    " and the newest token of a batch, with 'first_groups'. Groups that would"
+    " exceed it are finished before new ones start.", KEPT)
+  lag = Key(0, Range(0, 16), "Updates between the weights that generate a batch"
+    " and those that it trains. Above 0, sampler and learner run concurrently,"
+    " best on separate meshes; 0 is on-policy.", FIXED)
+  overlap = Key(True, None, "Runs sampler and learner concurrently if"
+    " schedule.lag > 0. False alternates them, with the same results.")
+  streaming = Key(False, None, "Accumulates gradients of each group on"
+    " completion and updates after the last (periodic asynchrony). Needs lag=0,"
+    " one mini-batch and a method without statistics of the whole batch.")
   max_rounds = Key(10, _SOME,
     "Maximum rounds of dynamic sampling per step before the run stops.")
 
@@ -360,9 +342,8 @@ class Estimator(Group, path="estimator"):
   lambda_schedule = Key("constant", Names("learner.choices:LAMBDA_RULES"),
     "The policy's lambda: 'constant' is lambda_policy, 'length_adaptive' is"
     " max(0, 1 - 1/(alpha * length)), where length counts generated tokens.")
-  alpha = Key(0.05, Range(1e-6),
-    "Coefficient of 'length_adaptive'. VAPO's 0.05 suits thousands of tokens;"
-    " raise it for shorter responses.")
+  alpha = Key(0.05, Range(1e-6), "Coefficient of 'length_adaptive'. VAPO's 0.05"
+    " suits thousands of tokens; raise it for shorter responses.")
   lambda_policy = Key(0.95, _SHARE,
     "Lambda of the policy's advantages for 'constant'.")
   lambda_value = Key(0.95, _SHARE,
@@ -378,10 +359,9 @@ class Estimator(Group, path="estimator"):
   scale = Key("std", Names("estimators.group:SCALES"),
     "Spread of a group's rewards that 'group' divides by.")
   epsilon = Key(1e-6, _NUMBER, "Added to the divisor of estimator.scale.")
-  gradient_norms = Key("length", Choice(("length", "exact")),
-    "Squared gradient norm of a response for 'optimal_baseline': its number of"
-    " generated tokens ('length'), or 'exact', which costs a backward pass"
-    " each.")
+  gradient_norms = Key("length", Choice(("length", "exact")), "Squared gradient"
+    " norm of a response for 'optimal_baseline': its number of generated tokens"
+    " ('length'), or 'exact', which costs a backward pass each.")
   drop_pivot = Key(False, None,
     "Leaves each group's median response out of the policy loss (MC-GRPO).")
   normalize = Key("none", Names("learner.choices:NORMALIZATIONS"),
@@ -404,9 +384,8 @@ class Loss(Group, path="loss"):
     "Clip range of the value loss around the old values; None is off.")
   mode = Key("token-mean", Names("masked:MODES"),
     "Reduction of per-token losses to one number, in verl's names.")
-  norm = Key(0, _COUNT,
-    "Constant length in tokens that modes with a norm divide by; 0 is"
-    " sampler.max_response_length.")
+  norm = Key(0, _COUNT, "Constant length in tokens that modes with a norm"
+    " divide by; 0 is sampler.max_response_length.")
   nll_coefficient = Key(0.0, _NUMBER,
     "Coefficient of the language-model loss on correct responses (VAPO's mu).")
   kl_coefficient = Key(0.0, _NUMBER,
@@ -448,9 +427,8 @@ class OffPolicy(Group, path="off_policy"):
     " none. The correction is then writer/behavior (numerical mismatch) times"
     " proximal/writer (staleness), each with its own bound. Costs memory and a"
     " scoring pass per version.", FIXED)
-  mismatch_high = Key(2.0, Range(1.0),
-    "Upper bound of writer/behavior with keep_weights; off_policy.high then"
-    " bounds proximal/writer.")
+  mismatch_high = Key(2.0, Range(1.0), "Upper bound of writer/behavior with"
+    " keep_weights; off_policy.high then bounds proximal/writer.")
   ess_scale = Key(False, None,
     "Scales steps by sqrt(effective sample ratio / ess_reference) (VCPO).")
   ess_reference = Key(1.0, Range(1e-6, 1.0),
@@ -464,9 +442,8 @@ class Optimizer(Group, path="optimizer.policy"):
   epochs = Key(1, _SOME, "Passes over each batch of rollouts.")
   learning_rate = Key(2e-4, _NUMBER, "Peak learning rate of AdamW.")
   # Defined after mini_batch: presets divide by that.
-  warmup_steps = Key(10, _COUNT,
-    "Updates of linear learning-rate warm-up. Presets of Qwen2.5 use the"
-    " updates of 20 steps.")
+  warmup_steps = Key(10, _COUNT, "Updates of linear learning-rate warm-up."
+    " Presets of Qwen2.5 use the updates of 20 steps.")
   learning_rate_schedule = Key("constant", Names("learner.optimizer:SCHEDULES"),
     "Learning rate after the warm-up; the minimum is reached at run.steps.")
   min_learning_rate_ratio = Key(0.0, _SHARE,
@@ -480,12 +457,10 @@ class Optimizer(Group, path="optimizer.policy"):
     "Added to AdamW's denominator for numerical stability.")
   mu_dtype = Key("float32", _DTYPES,
     "Data type of AdamW's first moment; bfloat16 saves memory.", FIXED)
-  micro_batch_size = Key(8, _SOME,
-    "Packed rows per forward and backward pass. Affects memory only:"
-    " accumulation is exact.")
-  frozen = Key((), None,
-    "Parameters that are not trained, as substrings of their paths, such as"
-    " 'embed' or 'layers/mlp'.", FIXED)
+  micro_batch_size = Key(8, _SOME, "Packed rows per forward and backward pass."
+    " Affects memory only: accumulation is exact.")
+  frozen = Key((), None, "Parameters that are not trained, as substrings of"
+    " their paths, such as 'embed' or 'layers/mlp'.", FIXED)
 
 
 class ValueOptimizer(Optimizer, path="optimizer.value"):
@@ -513,9 +488,8 @@ class Eval(Group, path="eval"):
   greedy = Key(False, None,
     "Also decodes one greedy response per problem, reported as 'greedy'.")
   problems = Key(200, _COUNT, "Maximum number of problems; 0 uses all.")
-  source = Key("", Names("data.sources:SOURCES", ""),
-    "Source of the problems; '' is the evaluation split of"
-    " data.source.", HELD_OUT)
+  source = Key("", Names("data.sources:SOURCES", ""), "Source of the problems;"
+    " '' is the evaluation split of data.source.", HELD_OUT)
   path = Key("", None, "Files of the problems, as in data.path.", HELD_OUT)
   split = Key("eval", None,
     "Split of the problems; 'eval' is the test split of 'tfds'.")
@@ -528,9 +502,8 @@ class Checkpoint(Group, path="checkpoint"):
   """Checkpoints of a run."""
 
   every = Key(20, _SOME, "Steps between checkpoints; also after the last step.")
-  keep = Key(2, Range(2),
-    "Number of newest checkpoints to keep. At least 2, so that one damaged"
-    " checkpoint is survived.")
+  keep = Key(2, Range(2), "Number of newest checkpoints to keep. At least 2, so"
+    " that one damaged checkpoint is survived.")
   keep_every = Key(0, _COUNT,
     "Also keeps checkpoints of steps divisible by this number; 0 is off.")
   best = Key("", None,
@@ -551,15 +524,13 @@ class Run(Group, path="run"):
   trackers = Key(("tensorboard",), Names("metrics.trackers:TRACKERS"),
     "Experiment trackers. The project name comes from WANDB_PROJECT ('wandb')"
     " or TRACKIO_PROJECT ('trackio'), else it is 'jaxrl_llm'.")
-  max_skipped = Key(5, _SOME,
-    "Stops the run after this many consecutive non-finite updates, or batches"
-    " without a single verdict.")
+  max_skipped = Key(5, _SOME, "Stops the run after this many consecutive"
+    " non-finite updates, or batches without a single verdict.")
   replay_every = Key(0, _COUNT,
     "Steps between updates that are computed twice; a difference in any bit"
     " stops the run, as it shows faulty hardware. 0 is off.")
-  stuck_after_s = Key(3600.0, Range(0.0),
-    "Ends the run if a phase takes longer than this many seconds, and prints"
-    " the stacks of all threads; 0 is off.")
+  stuck_after_s = Key(3600.0, Range(0.0), "Ends the run if a phase takes longer"
+    " than this many seconds, and prints the stacks of all threads; 0 is off.")
 
 # fmt: on
 
