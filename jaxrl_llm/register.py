@@ -26,17 +26,10 @@ from jaxrl_llm.rollout.tools import Tools
 
 
 def _add(table: dict, key: str, name: str, value: Any) -> None:
-<<<<<<< HEAD
   file = table.get(name)  # The file in `methods`, if it is being imported now.
   adds = isinstance(file, str) and f"jaxrl_llm.methods.{file}" in sys.modules
   if name in table and not adds:
-    raise ValueError(
-      f"config.{key}={name!r} is already registered; choose another name"
-    )
-=======
-  if name in table:
     raise ValueError(f"config.{key}={name!r} exists; choose another name")
->>>>>>> 0ed60b0 (Keep messages to one line where they fit)
   table[name] = value
 
 
