@@ -48,7 +48,7 @@ slowtest: $(VENV)/installed-test
 	$(PYTEST) -m slow $(TESTS)
 
 accelerator: $(VENV)/installed-$(EXTRA)
-	$(BIN)/python scripts/dev/accelerator.py $(ARGS)
+	$(BIN)/python scripts/accelerator.py $(ARGS)
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .

@@ -53,6 +53,7 @@ _FOLDERS = {
   "jaxrl_llm.configs": "configs",
   "jaxrl_llm.docs": "docs",
   "jaxrl_llm.scripts": "scripts",
+  "jaxrl_llm.scripts.benchmarks": "scripts/benchmarks",
   "jaxrl_llm.scripts.parts": "scripts/parts",
   "jaxrl_llm.scripts.scaling": "scripts/scaling",
   "jaxrl_llm.scripts.studies": "scripts/studies",
@@ -61,6 +62,7 @@ _FOLDERS = {
 _COMMANDS = (
   *("train", "evaluate", "generate", "convert"),
   *("report", "study", "simulate", "detect", "compile"),
+  *("benchmark", "accelerator"),
 )
 
 

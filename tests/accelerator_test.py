@@ -1,4 +1,4 @@
-"""Tests of scripts/dev/accelerator.py and of what it runs on a device."""
+"""Tests of scripts/accelerator.py and of what it runs on a device."""
 
 import dataclasses
 import json

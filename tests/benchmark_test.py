@@ -1,4 +1,4 @@
-"""Tests of scripts/dev/benchmark.py and scripts/dev/benchmarks."""
+"""Tests of scripts/benchmark.py and scripts/benchmarks."""
 
 import json
 import math

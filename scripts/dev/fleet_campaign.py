@@ -20,7 +20,8 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from benchmarks import fleet_variants, fleets
+import fleet_variants
+import fleets
 
 from jaxrl_llm import fleet
 from jaxrl_llm.fleet import denoiser

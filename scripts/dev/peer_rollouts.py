@@ -20,7 +20,7 @@ import time
 import numpy as np
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(_ROOT))
+sys.path[:0] = [str(_ROOT), str(_ROOT / "scripts")]
 
 from benchmarks import peers, static_batches, tail  # noqa: E402
 

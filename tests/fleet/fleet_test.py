@@ -7,7 +7,7 @@ import fleet_campaign
 import jax
 import numpy as np
 import pytest
-from benchmarks import fleets
+import fleets
 
 from jaxrl_llm import fleet
 from jaxrl_llm.errors import InputError

@@ -1,4 +1,4 @@
-"""Measures the parts of a run on one device, for scripts/dev/accelerator.py.
+"""Measures the parts of a run on one device, for scripts/accelerator.py.
 
 A value whose name ends in `_bytes_per_s` or `_flops_per_s` has a peak that the
 device was measured or is said to reach.

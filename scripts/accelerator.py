@@ -1,7 +1,7 @@
 """Measures what one accelerator makes of a run, within ten minutes.
 
     make accelerator EXTRA=gpu    # or tpu; without EXTRA small, on the CPU
-    python scripts/dev/accelerator.py [--seconds=600] [--parts=device,decode]
+    python scripts/accelerator.py [--seconds=600] [--parts=device,decode]
 
 Parts, each a program of its own on the first device, so that one which fails or
 takes too long costs no other:
@@ -38,7 +38,7 @@ from benchmarks import devices, peers, summary
 from jaxrl_llm import metrics
 from jaxrl_llm.errors import InputError
 
-_ROOT = pathlib.Path(__file__).resolve().parents[2]
+_ROOT = pathlib.Path(__file__).resolve().parents[1]
 # Peer -> the module that it is.
 _PEERS = {"hf": "transformers", "tunix": "tunix"}
 _PEER_PROGRAM = "scripts/dev/peer_rollouts.py"
@@ -130,7 +130,7 @@ def measure_grpo(sizes: str, limit_s: float) -> Numbers:
 
 def measure_peers(sizes: str, limit_s: float) -> Numbers:
   """Rollouts beside the libraries that are here; empty without any."""
-  del sizes  # Peers know the shapes of scripts/dev/benchmark.py.
+  del sizes  # Peers know the shapes of scripts/benchmark.py.
   work = ["--prompts=8", "--batch=64", "--new_tokens=128", "--p99=128"]
   others = [
     f"{name}={shlex.join([sys.executable, _PEER_PROGRAM, name, *work])}"
@@ -139,7 +139,7 @@ def measure_peers(sizes: str, limit_s: float) -> Numbers:
   ]
   if not others:
     return {}
-  command = [sys.executable, "scripts/dev/benchmark.py", "rollouts", *work]
+  command = [sys.executable, "scripts/benchmark.py", "rollouts", *work]
   command += ["--group_size=8", "--repeats=1", "--rounds=1"]
   command += [f"--peer={other}" for other in others]
   record = peers.run_program(command, timeout_s=limit_s)
@@ -261,7 +261,7 @@ def main(arguments: list[str] | None = None) -> int:
     "device": device["kind"],
     "sizes": sizes,
     "command": shlex.join(
-      ["python", "scripts/dev/accelerator.py", *sys.argv[1:]]
+      ["python", "scripts/accelerator.py", *sys.argv[1:]]
     ),
     "date": datetime.date.today().isoformat(),
     **summary.describe_machine(),

@@ -1,13 +1,13 @@
 """Measures speed and memory, alone or side by side with other programs.
 
-  python scripts/dev/benchmark.py sampler [--shape=smollm2-135m]
-  python scripts/dev/benchmark.py train_step --peer "NAME=COMMAND" --rounds=3
-  python scripts/dev/benchmark.py prefill --prompt_length=512
+  python scripts/benchmark.py sampler [--shape=smollm2-135m]
+  python scripts/benchmark.py train_step --peer "NAME=COMMAND" --rounds=3
+  python scripts/benchmark.py prefill --prompt_length=512
   TAIL="--batch=64 --group_size=8 --new_tokens=768"
-  python scripts/dev/benchmark.py rollouts $TAIL
-  python scripts/dev/benchmark.py simulator $TAIL
-  python scripts/dev/benchmark.py estimators
-  python scripts/dev/benchmark.py checkpoint --megabytes=400
+  python scripts/benchmark.py rollouts $TAIL
+  python scripts/benchmark.py simulator $TAIL
+  python scripts/benchmark.py estimators
+  python scripts/benchmark.py checkpoint --megabytes=400
 
 Prints rows for a person and, as the last line, one JSON object. Weights are
 random, every response has full length (that of a lognormal law with a long tail

@@ -10,7 +10,7 @@ profile doubles noise, drifts, bursts and the differences between hosts.
 
 import numpy as np
 
-from benchmarks.fleets import Episode
+from fleets import Episode
 
 # Name, level, noise as a share of the level, share that follows the load.
 _UNITS = (

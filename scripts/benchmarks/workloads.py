@@ -1,6 +1,6 @@
 """Workloads with random weights and full lengths; compilation is separate.
 
-`options` of the functions below has the flags of scripts/dev/benchmark.py as
+`options` of the functions below has the flags of scripts/benchmark.py as
 attributes. A policy step composes jaxrl_llm.learner: see `train_steps`.
 """
 
