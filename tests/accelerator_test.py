@@ -29,7 +29,7 @@ def test_a_part_that_fails_or_is_late_costs_no_other(monkeypatch):
     return {"tokens_per_s": 2.0}
 
   parts = {"bad": (fails, 60.0), "good": (works, 60.0), "last": (works, 600.0)}
-  monkeypatch.setattr("PARTS", parts)
+  monkeypatch.setattr(accelerator, "PARTS", parts)
   found = accelerator.measure_all(["bad", "good"], "small", 60.0)
   assert found["parts"] == {"good": {"tokens_per_s": 2.0}}
   assert found["errors"] == {"bad": "no memory"}
@@ -85,12 +85,12 @@ def test_windows_and_whole_responses_are_compared_after_the_warm_up(
     ]
     return rows
 
-  monkeypatch.setattr("train", train)
+  monkeypatch.setattr(accelerator, "train", train)
   out = accelerator.measure_tail("small", 10.0)
   assert out["full_steps"] == out["windows_steps"] == 2
   assert (out["full_generate_s"], out["windows_generate_s"]) == (4.0, 1.0)
   assert out["windows_over_full_tokens_per_s"] == 2.0
-  monkeypatch.setattr("train", lambda *_: [{"step": 0}])
+  monkeypatch.setattr(accelerator, "train", lambda *_: [{"step": 0}])
   with pytest.raises(InputError, match="no step after the warm-up"):
     accelerator.measure_tail("small", 10.0)
 
@@ -102,7 +102,7 @@ def test_accuracy_is_that_of_the_first_and_of_the_last_evaluation(monkeypatch):
     {"step": 20, "eval/x/greedy": 0.5, "eval/x/avg@4": 0.4},
     {"step": 40, "eval/x/greedy": 0.9, "eval/x/avg@4": 0.8},
   ]
-  monkeypatch.setattr("train", lambda *_: rows)
+  monkeypatch.setattr(accelerator, "train", lambda *_: rows)
   out = accelerator.measure_grpo("full", 10.0)
   assert out.pop("seconds") >= 0
   assert out == {
