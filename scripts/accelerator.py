@@ -260,9 +260,7 @@ def main(arguments: list[str] | None = None) -> int:
   record = {
     "device": device["kind"],
     "sizes": sizes,
-    "command": shlex.join(
-      ["python", "scripts/accelerator.py", *sys.argv[1:]]
-    ),
+    "command": shlex.join(["python", "scripts/accelerator.py", *sys.argv[1:]]),
     "date": datetime.date.today().isoformat(),
     **summary.describe_machine(),
     **measure_all(parts, sizes, options.seconds),

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-
 from benchmarks import train_steps, workloads
+
 from jaxrl_llm import base_models, models, sync
 from jaxrl_llm.metrics.chips import PEAK_FLOPS
 from jaxrl_llm.models.shapes import MODELS, multiplied_params

@@ -25,6 +25,7 @@ from benchmarks.summary import (
   summarize,
   wait_until_idle,
 )
+
 from jaxrl_llm.errors import InputError
 
 

@@ -1,7 +1,6 @@
 """Prompts and lengths of responses, for programs with and without jax."""
 
 import numpy as np
-
 from benchmarks.peers import SHAPES
 
 _QUANTILE = 2.3263  # Of the standard normal law, at 99 %.

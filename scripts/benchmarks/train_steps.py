@@ -4,8 +4,8 @@ import functools
 
 import jax
 import numpy as np
-
 from benchmarks import tail, workloads
+
 from jaxrl_llm import estimators, masked, metrics
 from jaxrl_llm.learner import packing
 from jaxrl_llm.learner import update as update_lib

@@ -11,9 +11,9 @@ from typing import Any
 
 import jax
 import numpy as np
-
 from benchmarks import tail
 from benchmarks.peers import SHAPES
+
 from jaxrl_llm import estimators, metrics, models, simulate
 from jaxrl_llm.sampling import Engine, EngineConfig, SamplingSettings
 

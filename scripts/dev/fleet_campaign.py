@@ -18,10 +18,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-import jax
-import numpy as np
 import fleet_variants
 import fleets
+import jax
+import numpy as np
 
 from jaxrl_llm import fleet
 from jaxrl_llm.fleet import denoiser

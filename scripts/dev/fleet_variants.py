@@ -9,7 +9,6 @@ profile doubles noise, drifts, bursts and the differences between hosts.
 """
 
 import numpy as np
-
 from fleets import Episode
 
 # Name, level, noise as a share of the level, share that follows the load.

@@ -4,10 +4,10 @@ import functools
 import itertools
 
 import fleet_campaign
+import fleets
 import jax
 import numpy as np
 import pytest
-import fleets
 
 from jaxrl_llm import fleet
 from jaxrl_llm.errors import InputError
