@@ -125,6 +125,7 @@ def token_weights(
   mode: str,
   norm: chex.Numeric | None = None,
   size: chex.Numeric | None = None,
+  xp: Any = jnp,
 ) -> jax.Array:
   """Returns weights w such that Σ w·loss is a reduction of per-token losses.
 
@@ -146,6 +147,8 @@ def token_weights(
       generation budget; it must be absent for the others.
     size: `reduction_size` of the whole batch if `mask` is a part of it; by
       default that of `mask`.
+    xp: array module. `numpy` computes the same bits on the host and does not
+      wait for the device.
 
   Returns:
     float32 [..., T]; 0 in masked slots, and all 0 for an empty mask.
@@ -164,14 +167,14 @@ def token_weights(
       f" {sorted(NORM_MODES)} and by no other mode"
     )
   check_number("norm", norm, "(0, inf]")
-  counts = jnp.asarray(mask, bool).astype(jnp.float32)
-  lengths = masked_count(mask, axis=-1, keepdims=True)
-  size = reduction_size(mask, mode=mode) if size is None else size
-  divisor = size * MODES[mode].length(lengths, norm)
-  return counts / jnp.broadcast_to(divisor, counts.shape)
+  counts = xp.asarray(mask, bool).astype(xp.float32)
+  lengths = counts.sum(axis=-1, keepdims=True)
+  size = reduction_size(mask, mode=mode, xp=xp) if size is None else size
+  divisor = xp.float32(size) * xp.float32(MODES[mode].length(lengths, norm))
+  return counts / xp.broadcast_to(divisor, counts.shape)
 
 
-def reduction_size(mask: chex.Array, *, mode: str) -> jax.Array:
+def reduction_size(mask: chex.Array, *, mode: str, xp: Any = jnp) -> jax.Array:
   """Returns a reduction's divisor over the batch: tokens, sequences or 1.
 
   Losses of parts of a batch, each under weights of size 1, sum up to that of
@@ -180,12 +183,13 @@ def reduction_size(mask: chex.Array, *, mode: str) -> jax.Array:
   Args:
     mask: [..., T], as in `token_weights`.
     mode: likewise.
+    xp: likewise.
 
   Returns:
     float32 scalar, at least 1.
   """
-  lengths = masked_count(mask, axis=-1, keepdims=True)
-  return jnp.maximum(MODES[mode].size(lengths), 1.0)
+  lengths = xp.asarray(mask, bool).sum(axis=-1, dtype=xp.float32)
+  return xp.maximum(xp.float32(MODES[mode].size(lengths)), 1.0)
 
 
 class _Reduction(NamedTuple):
@@ -196,12 +200,13 @@ class _Reduction(NamedTuple):
   length: Callable[[jax.Array, Any], chex.Numeric] = lambda lengths, norm: 1.0
 
 
-_sequences = lambda lengths: jnp.sum(lengths > 0, dtype=jnp.float32)
+# Methods that arrays of NumPy and of JAX have alike.
+_sequences = lambda lengths: (lengths > 0).sum()
 _norm = lambda lengths, norm: norm
 MODES: dict[str, _Reduction] = {
-  "token-mean": _Reduction(jnp.sum),
+  "token-mean": _Reduction(lambda lengths: lengths.sum()),
   "seq-mean-token-mean": _Reduction(
-    _sequences, lambda lengths, norm: jnp.maximum(lengths, 1.0)
+    _sequences, lambda lengths, norm: lengths.clip(1.0)
   ),
   "seq-mean-token-sum": _Reduction(_sequences),
   "seq-mean-token-sum-norm": _Reduction(lambda lengths: 1.0, _norm),

@@ -74,6 +74,15 @@ class TestReadNumbers:
       "peak_rss_gib": 2.5,
     }
 
+  def test_processor_seconds_are_the_median_of_those_after_the_first(self):
+    record = {
+      "sampler": {"cpu_s": [3.0, 1.0, 2.0]},
+      "grpo": {"cpu_s": [9.0, 4.0, 5.0]},
+    }
+    read = lambda part: peers.read_numbers(record, part=part, shape="tiny")
+    assert read("sampler") == {"cpu_s": 2.0}
+    assert read("train_step") == {"step_cpu_s": 5.0}
+
   def test_trl(self):
     step = peers.read_numbers(_TRL, part="train_step", shape="smollm2-135m")
     assert step == {
@@ -105,6 +114,8 @@ class TestReadNumbers:
       ({"tokens_per_s": 0}, "tokens_per_s is 0"),
       ({"tokens_per_s": math.nan}, "not a positive number"),
       ({"tokens_per_s": "1"}, "not a positive number"),
+      ({"cpu_s": []}, "not a positive number"),
+      ({"cpu_s": [1.0, 0.0]}, "not a positive number"),
       ({"shape": "smollm135m", "tokens_per_s": 1}, "measured shape"),
       ({"results": {"smollm2": {}}}, "measured .'smollm2'."),
     ],
@@ -304,6 +315,7 @@ class TestScript:
     medians = json.loads(capsys.readouterr().out.splitlines()[-1])["medians"]
     for part in ("generate_s", "prepare_s", "update_s", "sync_s"):
       assert 0 < medians[part] < medians["step_s"]
+    assert medians["step_cpu_s"] > 0
     assert medians["compilations_after_first_step"] == 0
     assert medians["update_tokens_per_s"] == pytest.approx(
       4 * 8 / medians["update_s"]

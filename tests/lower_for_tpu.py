@@ -13,7 +13,7 @@ from helpers import configs
 from jax.experimental import topologies
 from scaling import hlo
 
-from jaxrl_llm import models, sharding, sync
+from jaxrl_llm import models, sharding
 from jaxrl_llm.learner import build_algorithm
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.lower import lower
@@ -58,7 +58,9 @@ _GATHERED = re.compile(r"128,[48],128\]\S* all-(?:gather|to-all)")
 
 def _sampler(fns, shapes, mesh, **sizes):
   engine = Engine(fns, EngineConfig(stop_tokens=[1], **sizes))
-  placed = sync.layout_shardings(fns.for_sampling, shapes, mesh)
+  placed = sharding.tree_shardings(
+    jax.eval_shape(fns.for_sampling, shapes), mesh
+  )
   params = jax.tree.map(
     lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
     jax.eval_shape(fns.for_sampling, shapes),

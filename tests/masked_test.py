@@ -176,6 +176,21 @@ class TestTokenWeights:
     )
     np.testing.assert_array_equal(split.reshape(6, 4), flat)
 
+  @pytest.mark.parametrize("size", [None, 7.3])
+  @pytest.mark.parametrize("mode, norm", _MODES)
+  def test_numpy_gives_the_same_bits_without_a_device(self, mode, norm, size):
+    _, mask = _holes(11, (37, 53))
+    weigh = functools.partial(
+      masked.token_weights, mode=mode, norm=norm and norm / 3, size=size
+    )
+    host = weigh(mask, xp=np)
+    assert isinstance(host, np.ndarray) and host.dtype == np.float32
+    for device in (weigh(jnp.asarray(mask)), jax.jit(weigh)(mask)):
+      assert isinstance(device, jax.Array)
+      np.testing.assert_array_equal(host, device)
+    sizes = [masked.reduction_size(mask, mode=mode, xp=xp) for xp in (np, jnp)]
+    assert isinstance(sizes[0], np.float32) and sizes[0] == sizes[1]
+
   @pytest.mark.parametrize(
     "settings",
     [

@@ -13,6 +13,7 @@ from scaling import estimate, hlo
 
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import models, sharding
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.metrics.chips import Chip
 from jaxrl_llm.models.shapes import MODELS
 from jaxrl_llm.train import validation
@@ -182,6 +183,27 @@ class TestEstimate:
 
 
 _PRESET = "--config=configs/vapo.py:qwen2.5-32b"
+
+
+class TestCompiled:
+  class Failing:
+    def __init__(self, message):
+      self.message = message
+
+    def compile(self):
+      return self
+
+    def as_text(self):
+      raise jax.errors.JaxRuntimeError(self.message)
+
+  def test_a_compiler_that_fails_is_one_line_with_the_remedy(self):
+    broken = self.Failing("INTERNAL: async-update\nat some line")
+    with pytest.raises(InputError, match=r"update: .*async-.*jax\[tpu\]=="):
+      hlo.compiled("update", broken)
+
+  def test_what_does_not_fit_is_no_such_failure(self):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE"):
+      hlo.compiled("update", self.Failing("RESOURCE_EXHAUSTED: memory"))
 
 
 class TestScript:

@@ -1,5 +1,7 @@
 """Packed mini-batches: the inputs of the losses, and their weights."""
 
+import functools
+
 import numpy as np
 
 from jaxrl_llm import masked
@@ -30,15 +32,15 @@ def policy_batch(
     size: as in `masked.token_weights`, if the rows are a part of a mini-batch.
   """
   mask = read = inputs["policy_mask"]
-  weights = masked.token_weights(
-    mask, mode=algorithm.loss_mode, norm=algorithm.loss_norm, size=size
-  )
+  # On the host: what the device is given would wait behind the last update.
+  weigh = functools.partial(masked.token_weights, size=size, xp=np)
+  weights = weigh(mask, mode=algorithm.loss_mode, norm=algorithm.loss_norm)
   columns = {name: inputs[name] for name in algorithm.policy_inputs}
   if algorithm.correction is not None:
     weights = weights * algorithm.correction(inputs).weights
   for name, term in algorithm.auxiliary.items():
-    columns[f"{name}_weights"] = masked.token_weights(
-      inputs[term.mask], mode=term.mode, norm=term.norm, size=size
+    columns[f"{name}_weights"] = weigh(
+      inputs[term.mask], mode=term.mode, norm=term.norm
     )
     # Auxiliary losses may read tokens of earlier windows.
     read = read | inputs[term.mask]
@@ -61,7 +63,9 @@ def critic_batch(
   """
   mask = inputs["value_mask"]
   columns = {name: inputs[name] for name in algorithm.value_inputs}
-  columns["weights"] = masked.token_weights(mask, mode=VALUE_MODE, size=size)
+  columns["weights"] = masked.token_weights(
+    mask, mode=VALUE_MODE, size=size, xp=np
+  )
   return _packed(batch, mask, mask, columns)
 
 

@@ -17,6 +17,7 @@ from jaxrl_llm.models.kv_cache import (
   BlockTables as BlockTables,
   copy_pages as copy_pages,
   make_block_tables as make_block_tables,
+  page_buckets as page_buckets,
   write_pages as write_pages,
 )
 from jaxrl_llm.models.numerics import Numerics as Numerics

@@ -116,8 +116,7 @@ def _logits(params, tokens, mask, *, backbone, parts):
   packed = PackedRows(tokens=tokens, segments=segments, positions=positions)
   states, _ = backbone(params, context.deal(packed, parts))
   states = context.collect(states, parts, tokens.shape[1])
-  config = backbone.keywords["config"]
-  return transformer.logits(params, states, config=config)
+  return transformer.logits(params, states)
 
 
 def _states(params, packed, layers, *, settings, parts):
@@ -195,24 +194,19 @@ def make_policy(
   backends = _by_attention(make_backend, config)
   backend = next(iter(backends.values()))  # They have one name, so are alike.
   sampler = sampler or Numerics.all(numerics.activations)
-  sampled = {"config": config, "numerics": sampler}
+  sampled = {"config": config, "numerics": sampler, "kernels": backends}
   parts = context.ways(sharding, 1)  # Of a row.
   backbone = bind(transformer.hidden, **settings)
+  in_chunks = {"chunk": head_chunk, "sharding": head_sharding}
 
   def logprobs(params, packed, temperature=1.0):
     length, packed = packed.tokens.shape[1], context.deal(packed, parts)
     states, aux = backbone(params, packed)
     of_tokens = states, packed.targets, packed.mask
     states, targets, mask = (context.as_rows(x, parts) for x in of_tokens)
+    kernel, tied = transformer.head(params)
     scored = heads.chunked_logprobs(
-      states,
-      transformer.head_kernel(params, config),
-      targets,
-      mask,
-      temperature,
-      tied=config.tie_word_embeddings,
-      chunk=head_chunk,
-      sharding=head_sharding,
+      states, kernel, targets, mask, temperature, tied=tied, **in_chunks
     )
     scored = heads.TokenLogprobs(*(context.of_rows(x, parts) for x in scored))
     return _collected((scored, aux), parts, length)
@@ -228,8 +222,8 @@ def make_policy(
     shares_pages=backend.shares_pages,
     shares_prompts=sees_prefixes,
     init_kv_cache=bind(_init_kv_cache, config, backends, sampler.kv),
-    prefill=bind(transformer.prefill, kernels=backends, **sampled),
-    decode=bind(transformer.decode, kernels=backends, **sampled),
+    prefill=bind(transformer.prefill, **sampled),
+    decode=bind(transformer.decode, **sampled),
   )
 
 

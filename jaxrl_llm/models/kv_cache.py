@@ -21,6 +21,9 @@ KVCache = tuple[Any, ...]  # A layer each: a tuple of segments, or contiguous.
 class BlockTables(NamedTuple):
   """Which pages of a KV cache hold which tokens; D shards of P pages, S slots.
 
+  P is one of `page_buckets`: a shard may have more pages, which a program that
+  is given these tables neither reads nor writes.
+
   A sequence is cut into blocks of `page_size` tokens, each in a page. Slots are
   dealt to shards in order, S / D each, and page numbers are local to their
   shard. `page_indices` is what vLLM calls the block table. The others say the
@@ -41,7 +44,7 @@ def make_block_tables(
   Args:
     page_indices: int32 [S, N].
     shards: D.
-    pages: P, of a shard.
+    pages: P, the first ones of a shard.
     page_size: tokens per page.
   """
   slots, width = page_indices.shape
@@ -54,6 +57,12 @@ def make_block_tables(
     owner[shard, page], start[shard, page] = slot, block * page_size
   order = np.argsort(start, axis=1, kind="stable").astype(np.int32)
   return BlockTables(page_indices, owner, start, order)
+
+
+def page_buckets(kv_cache: KVCache) -> list[int]:
+  """Pages that whole segments have in all, from the first segment on."""
+  sizes = [jax.tree.leaves(segment)[0].shape[1] for segment in kv_cache[0]]
+  return np.cumsum(sizes).tolist()
 
 
 def page_and_offset(
@@ -109,7 +118,7 @@ def write_pages(
     write_segment = lambda segment, index: jax.tree.map(
       lambda x, y: write(x, y, index), segment, new
     )
-    return _by_segment(write_segment, layer, pages)
+    return by_segment(write_segment, layer, pages)
 
   return tuple(map(write_layer, kv_cache, prefilled))
 
@@ -124,26 +133,27 @@ def copy_pages(
     sources: int32 [D, n], in [0, P).
     targets: int32 [D, n]; P drops a copy.
   """
-  take = jax.vmap(lambda x, i: x.at[i].get(mode="fill", fill_value=0))
-  put = jax.vmap(lambda x, i, new: x.at[i].set(new, mode="drop"))
+
+  @jax.vmap
+  def take(segment, i):
+    get = lambda x: x.at[i].get(mode="fill", fill_value=0)
+    return jax.tree.map(get, segment)
+
+  @jax.vmap
+  def put(segment, i, new):
+    put = lambda x, new: x.at[i].set(new, mode="drop")
+    return jax.tree.map(put, segment, new)
 
   def copy_layer(layer):
-    parts = _by_segment(
-      lambda segment, index: jax.tree.map(lambda x: take(x, index), segment),
-      layer,
-      sources,
-    )
     # A page is in one segment, and the others have given zeros.
+    parts = by_segment(take, layer, sources)
     pages = jax.tree.map(lambda *x: sum(x[1:], x[0]), *parts)
-    put_segment = lambda segment, index: jax.tree.map(
-      lambda x, new: put(x, index, new), segment, pages
-    )
-    return _by_segment(put_segment, layer, targets)
+    return by_segment(lambda *to: put(*to, pages), layer, targets)
 
   return tuple(map(copy_layer, kv_cache))
 
 
-def _by_segment(function, layer, pages):
+def by_segment(function, layer, pages):
   """The function of each segment and of the pages' numbers within it.
 
   Pages of other segments have its size for a number, which is nowhere.

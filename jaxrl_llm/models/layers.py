@@ -183,7 +183,10 @@ class Embed(nnx.Module):
     self.embedding = nnx.Param(init(rngs.params(), shape))
 
   def __call__(self, tokens: chex.Array, dtype: Any) -> jax.Array:
-    return jnp.take(self.embedding[...], tokens, axis=0).astype(dtype)
+    rows = jnp.take(self.embedding[...], tokens, axis=0)
+    if jnp.issubdtype(rows.dtype, jnp.integer):  # See `for_sampling`.
+      return jax.lax.bitcast_convert_type(rows, dtype)
+    return rows.astype(dtype)
 
 
 def rotary_tables(

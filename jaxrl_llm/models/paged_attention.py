@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm.models import kv_cache
 from jaxrl_llm.models.attention import MASKED, fold_heads
-from jaxrl_llm.models.kv_cache import BlockTables, page_and_offset
+from jaxrl_llm.models.kv_cache import BlockTables
 
-# A layer's pages are in several arrays, so that only the first of them need be
-# read while those hold all pages in use: k / 16 of the pages for each k here.
-_PREFIXES = (1, 2, 3, 4, 6, 8, 12, 16)
+# A layer's pages are in several arrays, so that a call need read only the first
+# of them: those that hold its pages. k / 16 of the pages for each k here.
+_PREFIXES = (1, 2, 4, 8, 12, 16)
 _MIN_SEGMENT = 32  # Pages.
 
 # Keys [D, p, K, d, page_size] and values [D, p, K, page_size, d] of p pages.
@@ -41,18 +42,19 @@ def write_paged(
   """Writes the keys and values of Q new tokens a slot into its pages.
 
   Args:
-    layer: of D shards of P pages.
+    layer: of D shards of P pages or more.
     k: [S, Q, K, d].
     v: [S, Q, K, d].
-    block_tables: the pages of each slot.
+    block_tables: the pages of each slot, among the first P.
     positions: int32 [S, Q].
     writing: bool [S, Q], the others leave no trace.
   """
   shards, pages = block_tables.page_owner.shape
-  page, offset = page_and_offset(
+  page, offset = kv_cache.page_and_offset(
     block_tables.page_indices, positions, writing, pages, layer[0][0].shape[-1]
   )
   by_shard = lambda x: x.reshape(shards, -1, *x.shape[2:])
+  offset, k, v = map(by_shard, (offset, k, v))
 
   @jax.vmap
   def write(keys, values, page, offset, k, v):
@@ -60,17 +62,16 @@ def write_paged(
     keys = keys.at[page, :, :, offset].set(k, mode="drop")
     return keys, values.at[page, :, offset].set(v, mode="drop")
 
-  first, written = 0, []
-  for segment, size in zip(layer, _sizes(layer)):
-    within = (page >= first) & (page < first + size)
-    index = by_shard(jnp.where(within, page - first, size))
-    written.append(write(*segment, index, *map(by_shard, (offset, k, v))))
-    first += size
-  return tuple(written)
+  def write_segment(segment, page):
+    return write(*segment, by_shard(page), offset, k, v)
+
+  written = kv_cache.by_segment(write_segment, _first_pages(layer, pages), page)
+  return (*written, *layer[len(written) :])
 
 
-def _sizes(layer: PagedLayer) -> list[int]:
-  return [keys.shape[1] for keys, _ in layer]
+def _first_pages(layer: PagedLayer, pages: int) -> PagedLayer:
+  """The segments of the first so many pages."""
+  return layer[: 1 + kv_cache.page_buckets((layer,)).index(pages)]
 
 
 def paged_attention(
@@ -84,12 +85,12 @@ def paged_attention(
   Every page is multiplied where it lies, by the queries of its owner, and the
   partial softmax sums of a slot are added in the order of its blocks: so
   nothing is gathered, and the result depends neither on the other slots nor on
-  where pages lie. Segments after the last page in use are not read.
+  where pages lie. Pages that the block tables do not cover are not read.
 
   Args:
     q: [S, Q, H, d].
-    layer: of D shards of P pages, each with one owner.
-    block_tables: the pages of each slot.
+    layer: of D shards of P pages or more, each with one owner.
+    block_tables: the pages of each slot, as in `write_paged`.
     positions: int32 [S, Q]; a query sees its own position and those before.
 
   Returns:
@@ -97,100 +98,54 @@ def paged_attention(
     slot without pages.
   """
   shards, pages = block_tables.page_owner.shape
-  share = len(q) // shards
   q, unfold = fold_heads(q * q.shape[3] ** -0.5, layer[0][0].shape[2])
-  by_shard = lambda x: x.reshape(shards, share, *x.shape[1:])
-  queries = by_shard(q), by_shard(positions)
-  tables = block_tables[1:]  # By page.
-  ends = np.cumsum(_sizes(layer))
-
-  def read(count):
-    """Attention on the pages of the first segments."""
-    first = [x[:, : ends[count - 1]] for x in tables]
-    return lambda: jax.vmap(_attend)(*queries, *first, layer[:count])
-
-  used = jnp.any(block_tables.page_owner < share, axis=0)
-  pages_read = jnp.max(jnp.where(used, 1 + jnp.arange(pages), 0))
-  out = jax.lax.switch(
-    jnp.sum(pages_read > ends[:-1]),
-    [read(count) for count in range(1, 1 + len(layer))],
+  by_shard = lambda x: x.reshape(shards, -1, *x.shape[1:])
+  out = jax.vmap(_attend)(
+    by_shard(q),
+    by_shard(positions),
+    *block_tables[1:],  # By page.
+    _first_pages(layer, pages),
   )
   return unfold(out.reshape(-1, *out.shape[2:]))
 
 
 def _attend(q, positions, owner, start, order, segments):
-  """Attention of the S / D slots of a shard on its first p pages.
+  """Attention of the S / D slots of a shard on its first P pages.
+
+  Only the products go segment by segment: what else there is to compile is
+  compiled once.
 
   Args:
     q: [S / D, K, G·Q, d].
     positions: [S / D, Q].
-    owner: [p], as in `BlockTables`.
-    start: [p].
-    order: [p].
-    segments: keys and values of the p pages.
+    owner: [P], as in `BlockTables`.
+    start: [P].
+    order: [P].
+    segments: keys and values of the P pages.
   """
-  share = len(q)
-  by_segment = lambda x: jnp.split(x, np.cumsum(sizes)[:-1])
-  sizes = [len(keys) for keys, _ in segments]
-  owners, starts = by_segment(owner), by_segment(start)
-  keys, values = zip(*segments)
+  slots, (keys, values) = len(q), zip(*segments)
+  cuts = np.cumsum([len(x) for x in keys])[:-1]
+  einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
-  def of_slots(reduce, parts):
+  def multiply(equation, left, right):
+    parts = zip(jnp.split(left, cuts), right)
+    return jnp.concatenate([einsum(equation, *part) for part in parts])
+
+  def over_pages(reduce, x):
     """Over the pages of each slot, in the order of its blocks."""
-    return reduce(jnp.concatenate(parts)[order], owner[order], share)
+    return reduce(x[order], owner[order], slots)
 
-  score = functools.partial(_score_pages, q, positions)
-  scores, tops = zip(*map(score, owners, starts, keys))
-  top = of_slots(jax.ops.segment_max, tops)
-  mix = functools.partial(_mix_pages, top)
-  totals, outs = zip(*map(mix, owners, scores, values))
-  total = of_slots(jax.ops.segment_sum, totals)
-  out = of_slots(jax.ops.segment_sum, outs)
-  return (out / jnp.where(total > 0, total, 1.0)[..., None]).astype(q.dtype)
-
-
-def _score_pages(q, positions, owner, start, keys):
-  """Scores of p pages of a shard, and the largest of each page and query.
-
-  Args:
-    q: [S / D, K, G·Q, d].
-    positions: [S / D, Q].
-    owner: [p].
-    start: [p].
-    keys: [p, K, d, page_size].
-
-  Returns:
-    [p, K, G·Q, page_size] and [p, K, G·Q].
-  """
-  slots, kv_heads = q.shape[:2]
   held = jnp.minimum(owner, slots - 1)
-  scores = jnp.einsum(
-    "pkqd,pkdl->pkql", q[held], keys, preferred_element_type=jnp.float32
-  )
-  index = start[:, None] + jnp.arange(keys.shape[3])[None]
-  visible = index[:, None] <= positions[held][:, :, None]  # [p, Q, page_size].
+  scores = multiply("pkqd,pkdl->pkql", q[held], keys)
+  index = start[:, None] + jnp.arange(scores.shape[3])[None]
+  visible = index[:, None] <= positions[held][:, :, None]  # [P, Q, page_size].
   visible &= (owner < slots)[:, None, None]
-  shape = scores.shape
-  scores = scores.reshape(shape[0], kv_heads, -1, *visible.shape[1:])
-  scores = jnp.where(visible[:, None, None], scores, MASKED).reshape(shape)
-  return scores, jnp.max(scores, axis=-1)
-
-
-def _mix_pages(top, owner, scores, values):
-  """Softmax sums [p, K, G·Q] of pages, and their values mixed by weight.
-
-  Args:
-    top: [S / D, K, G·Q], the largest score of each query.
-    owner: [p].
-    scores: [p, K, G·Q, page_size].
-    values: [p, K, page_size, d].
-  """
-  held = jnp.minimum(owner, len(top) - 1)
+  by_query = scores.reshape(*scores.shape[:2], -1, *visible.shape[1:])
+  by_query = jnp.where(visible[:, None, None], by_query, MASKED)
+  scores = by_query.reshape(scores.shape)
+  top = over_pages(jax.ops.segment_max, jnp.max(scores, axis=-1))
   weights = jnp.exp(scores - top[held][..., None])
-  mixed = jnp.einsum(
-    "pkql,pkld->pkqd",
-    weights.astype(values.dtype),
-    values,
-    preferred_element_type=jnp.float32,
-  )
-  return jnp.sum(weights, axis=-1), mixed
+  total = over_pages(jax.ops.segment_sum, jnp.sum(weights, axis=-1))
+  mixed = multiply("pkql,pkld->pkqd", weights.astype(values[0].dtype), values)
+  out = over_pages(jax.ops.segment_sum, mixed)
+  return (out / jnp.where(total > 0, total, 1.0)[..., None]).astype(q.dtype)

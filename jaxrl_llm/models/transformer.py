@@ -19,7 +19,7 @@ from jaxrl_llm.errors import check_number
 from jaxrl_llm.models import heads, rope
 from jaxrl_llm.models import layers as layers_lib
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.kernels import Kernels
+from jaxrl_llm.models.kernels import Kernels, platform_of
 from jaxrl_llm.models.kv_cache import BlockTables, KVCache
 from jaxrl_llm.models.layers import AttentionKind
 from jaxrl_llm.models.numerics import FLOAT32, Numerics
@@ -118,19 +118,16 @@ def num_params(config: ModelConfig) -> int:
   return sum(leaf.size for leaf in jax.tree.leaves(param_shapes(config)))
 
 
-def head_kernel(params: Params, config: ModelConfig) -> jax.Array:
-  """Output matrix: the embedding [V, D] if tied, else lm_head [D, V]."""
-  if config.tie_word_embeddings:
-    return params["embed"]["embedding"]
-  return params["lm_head"]["kernel"]
+def head(params: Params) -> tuple[jax.Array, bool]:
+  """Output matrix, and whether it is the embedding [V, D], else [D, V]."""
+  if "lm_head" in params:
+    return params["lm_head"]["kernel"], False
+  return params["embed"]["embedding"], True
 
 
-def logits(
-  params: Params, states: chex.Array, *, config: ModelConfig
-) -> jax.Array:
+def logits(params: Params, states: chex.Array) -> jax.Array:
   """Of final hidden states [..., D], float32 [..., V]."""
-  kernel = head_kernel(params, config)
-  return heads.project(states, kernel, config.tie_word_embeddings)
+  return heads.project(states, *head(params))
 
 
 def hidden(
@@ -223,10 +220,32 @@ def states(
 
 
 def for_sampling(
-  params: Params, *, config: ModelConfig, numerics: Numerics
+  params: Params,
+  *,
+  config: ModelConfig,
+  numerics: Numerics,
+  kernels: KernelsByKind,
 ) -> Params:
-  """Sampler layout: a tuple of per-layer dicts instead of stacked arrays."""
+  """Converts parameters to the sampler's layout: a tuple of per-layer dicts.
+
+  On a CPU an embedding of 16-bit floats is kept as integers: XLA gathers such
+  floats from a float32 copy of the whole table, made anew at every call. A tied
+  head is kept as [D, V] beside it, as XLA would transpose it at every call.
+
+  Args:
+    params: stacked parameters.
+    config: the architecture.
+    numerics: dtype of the result.
+    kernels: attention backends, which know the sampler's devices.
+  """
   params = numerics.store(params)
+  table = params["embed"]["embedding"]
+  place = kernels[config.layers[0].attention].kv_sharding
+  if platform_of(place) == "cpu" and table.dtype.itemsize == 2:
+    bits = jax.lax.bitcast_convert_type(table, jnp.uint16)
+    params |= {"embed": {"embedding": bits}}
+    if config.tie_word_embeddings:
+      params["lm_head"] = {"kernel": table.T}
   stacked = [params.pop(place) for place in places(config)]
   period = len(stacked)
   split = lambda i: jax.tree.map(lambda x: x[i // period], stacked[i % period])
@@ -326,7 +345,7 @@ def decode(
 
   given = tokens, positions, attend
   states, kv_cache = _unrolled(params, config, numerics, *given)
-  return logits(params, states, config=config), kv_cache
+  return logits(params, states), kv_cache
 
 
 def _unrolled(params, config, numerics, tokens, positions, attend):

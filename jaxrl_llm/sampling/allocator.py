@@ -64,6 +64,25 @@ class PageAllocator:
       if not self._readers[shard, page]:
         heapq.heappush(self._free[shard], page)
 
+  def move(self, shard: int, pages: list[int], limit: int) -> list[tuple]:
+    """Exchanges pages of one reader for free ones below `limit`.
+
+    Args:
+      shard: where they are.
+      pages: changed in place, as far as there are free ones.
+      limit: pages from this one on are to be left.
+
+    Returns:
+      (shard, from, to) of each page that moved.
+    """
+    free, moved = self._free[shard], []
+    for i, page in enumerate(pages):
+      if page >= limit and free and free[0] < limit:
+        pages[i] = heapq.heapreplace(free, page)
+        self._readers[shard, [page, pages[i]]] = 0, 1
+        moved.append((shard, page, pages[i]))
+    return moved
+
   def keep(self, context: bytes, shard: int, pages: list[int]) -> None:
     """A reader gives the pages of a context back, in case that it goes on."""
     if context in self._kept:  # Somebody else had the same tokens.

@@ -171,15 +171,33 @@ class PagedCache:
       )
       self._kv_cache = self.programs.insert(self._kv_cache, prefilled, pages)
 
+  def _pages_read(self, rows: Rows) -> int:
+    """The bucket of first pages, of a shard, that those of all rows are among.
+
+    If it can be halved, pages move to the front first: the last responses of a
+    batch are few, and theirs lie between those that others have left.
+    """
+    requests = [r for r in rows if r is not None]
+    if not requests:
+      return self._pages
+    sizes = models.page_buckets(self._kv_cache)
+    last = lambda: max(page for r in requests for page in r.pages)
+    held = np.bincount([r.shard for r in requests for _ in r.pages]).max()
+    limit = buckets.round_up(held, sizes)
+    if last() >= 2 * limit:
+      move = self.allocator.move
+      moved = [x for r in requests for x in move(r.shard, r.pages, limit)]
+      self._copy_pages(moved)
+    return buckets.round_up(last() + 1, sizes)
+
   def _copy_pages(self, copies: Sequence[tuple[int, int, int]]) -> None:
     """Copies pages: (shard, from, to)."""
     mine = [
       [pair for home, *pair in copies if home == shard]
       for shard in range(self.shards)
     ]
-    most, few = max(map(len, mine)), self._config.refill_slots
-    size = few if most <= few else self._config.slots
-    for start in range(0, most, size):
+    size = self._config.refill_slots
+    for start in range(0, max(map(len, mine)), size):
       pages = np.zeros((2, self.shards, size), np.int32)
       pages[1] = self._pages
       for shard, pairs in enumerate(mine):
@@ -215,13 +233,14 @@ class PagedCache:
 
   def _block_tables(self, rows: Rows) -> models.BlockTables:
     shape = len(rows), self._config.pages_of(self._config.max_length)
-    page_indices = np.full(shape, self._pages, np.int32)
+    pages = self._pages_read(rows)
+    page_indices = np.full(shape, pages, np.int32)
     for indices, request in zip(page_indices, rows):
       if request is not None:
         indices[: len(request.pages)] = request.pages
     return models.make_block_tables(
       page_indices,
       shards=self.shards,
-      pages=self._pages,
+      pages=pages,
       page_size=self._config.page_size,
     )

@@ -139,10 +139,10 @@ class Quantized(NamedTuple):
 
 
 def quantize(params: Any) -> Any:
-  """Matrices rounded to the nearest of 255 steps; vectors stay as they are."""
+  """Matrices rounded to the nearest of 255 steps; other arrays stay."""
 
   def leaf(x):
-    if x.ndim < 2:
+    if x.ndim < 2 or not jnp.issubdtype(x.dtype, jnp.floating):
       return x
     largest = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=-2, keepdims=True)
     scales = jnp.where(largest > 0, largest / 127, 1.0)

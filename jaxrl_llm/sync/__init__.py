@@ -10,7 +10,6 @@ from jaxrl_llm.sync.transfer import (
   SyncError as SyncError,
   VersionedWeights as VersionedWeights,
   WeightTransfer as WeightTransfer,
-  layout_shardings as layout_shardings,
 )
 from jaxrl_llm.sync.verify import (
   check_version as check_version,

@@ -11,9 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
-from jaxrl_llm import digest, processes, sharding
+from jaxrl_llm import digest, processes
 from jaxrl_llm.errors import InputError, check_number
 
 MAX_BYTES = 256 << 20
@@ -52,8 +51,8 @@ class WeightTransfer:
     Args:
       layout: trainer parameters -> sampler parameters (`fns.for_sampling`).
       shapes: ShapeDtypeStructs of the trainer's parameters.
-      source: sharding of each sampler leaf on the trainer's mesh
-        (`layout_shardings`); None leaves it to the compiler.
+      source: sharding of each sampler leaf on the trainer's mesh; None leaves
+        it to the compiler.
       target: sharding of each leaf at the sampler; None keeps that of `source`.
       max_bytes: maximum bytes of a group over all devices; larger leaves form a
         group of their own. The transfer needs at most twice as much memory in
@@ -129,25 +128,6 @@ class WeightTransfer:
       return [leaves[i] for i in group]
 
     return jax.jit(make, out_shardings=[self._source[i] for i in group])
-
-
-def layout_shardings(
-  layout: Callable[[Any], Any], shapes: Any, mesh: Mesh
-) -> Any:
-  """Returns shardings of the sampler's leaves by the rules of `sharding`.
-
-  Args:
-    layout: trainer parameters -> sampler parameters.
-    shapes: ShapeDtypeStructs of the trainer's parameters.
-    mesh: the mesh, the trainer's or another.
-
-  Returns:
-    A NamedSharding per leaf of the sampler's parameters.
-
-  Raises:
-    ValueError: a leaf's path matches no rule.
-  """
-  return sharding.tree_shardings(jax.eval_shape(layout, shapes), mesh)
 
 
 def _groups(sizes: Sequence[int], most: int) -> list[list[int]]:

@@ -78,9 +78,8 @@ def make_transfer(
     shapes: ShapeDtypeStructs of its parameters.
     meshes: meshes of trainer and sampler.
   """
-  source, target = (
-    sync.layout_shardings(fns.for_sampling, shapes, mesh) for mesh in meshes
-  )
+  sampled = jax.eval_shape(fns.for_sampling, shapes)
+  source, target = (sharding.tree_shardings(sampled, mesh) for mesh in meshes)
   return sync.WeightTransfer(
     fns.for_sampling,
     shapes,

@@ -66,11 +66,12 @@ SHAPES = {
 
 # Metrics compared by each part. Larger is better for `*_per_s`, else smaller.
 COMPARED = {
-  "sampler": ("tokens_per_s", "best_tokens_per_s"),
+  "sampler": ("tokens_per_s", "best_tokens_per_s", "cpu_s"),
   "rollouts": ("tokens_per_s", "best_tokens_per_s"),
   "train_step": (
     "step_s",
     "best_step_s",
+    "step_cpu_s",
     "generate_s",
     "update_s",
     "update_tokens_per_s",
@@ -86,6 +87,8 @@ _SPELLINGS = {
     "sampler.best_tokens_per_s",
     "generate_best_tokens_per_s",
   ),
+  "cpu_s": ("sampler.cpu_s",),
+  "step_cpu_s": ("grpo.cpu_s",),
   "step_s": ("grpo.step_s", "grpo_step_s"),
   "best_step_s": ("grpo.best_step_s", "grpo_best_step_s"),
   "generate_s": ("grpo.rollout_s", "grpo_generation_s"),
@@ -126,7 +129,8 @@ def read_numbers(
     shape: the shape we measure; a program that names its own must agree.
 
   Returns:
-    The keys of the part that the program has, at least one.
+    The keys of the part that the program has, at least one; the median of
+    those that it has several values of.
 
   Raises:
     InputError: another shape, none of the keys, or not a positive number.
@@ -138,9 +142,10 @@ def read_numbers(
     found = [x for x in names if _at(record, x) is not None]
     if found:
       value = _at(record, found[0])
-      if not _is_positive(value):
+      values = value if isinstance(value, list) else [value]
+      if not (values and all(map(_is_positive, values))):
         raise InputError(f"its {found[0]} is {value!r}, not a positive number")
-      numbers[key] = value * _FACTORS.get(found[0], 1.0)
+      numbers[key] = statistics.median(values) * _FACTORS.get(found[0], 1.0)
   if not numbers:
     raise InputError(f"its JSON object has none of {', '.join(COMPARED[part])}")
   return numbers

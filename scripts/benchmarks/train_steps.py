@@ -1,6 +1,7 @@
 """Policy steps: packed batches of rollouts, and the update on them."""
 
 import functools
+import time
 
 import jax
 import numpy as np
@@ -77,6 +78,7 @@ def measure_train_step(options) -> workloads.Samples:
   for i in range(1 + options.repeats):
     prompts = tail.prompts(len(ids), options, seed=i)
     timer.collect()
+    cpu = time.process_time()
     with timer.phase("generate"):
       rollout = sampler(prompts, i * options.batch + ids)
     with timer.phase("prepare"):
@@ -86,7 +88,7 @@ def measure_train_step(options) -> workloads.Samples:
     with timer.phase("sync"):
       sampler.params = sampler.for_sampling(state.trained)
       jax.block_until_ready(sampler.params)
-    row = timer.collect()
+    row = timer.collect() | {"step_cpu_s": time.process_time() - cpu}
     # One update a batch needs no scoring, so that it is no part of the step.
     with timer.phase("score"):
       params = state.trained

@@ -10,9 +10,12 @@ import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
+
+from jaxrl_llm.errors import InputError
 
 _KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all")
 _KINDS += ("collective-permute",)
@@ -42,6 +45,26 @@ class Sent(NamedTuple):
   kind: str
   axes: tuple[str, ...]
   bytes: float
+
+
+def compiled(name: str, lowered: Any) -> tuple[Any, str]:
+  """A compiled program and its HLO.
+
+  Raises:
+    InputError: the compiler or the reader of its results failed.
+    JaxRuntimeError: the program does not fit.
+  """
+  try:
+    done = lowered.compile()
+    return done, done.as_text()
+  except jax.errors.JaxRuntimeError as error:
+    if "RESOURCE_EXHAUSTED" in str(error):
+      raise
+    raise InputError(
+      f"{name}: the compiler failed ({str(error).splitlines()[0]}); libtpu may"
+      f" not be the one of JAX {jax.__version__}: pip install"
+      f" 'jax[tpu]=={jax.__version__}'"
+    ) from error
 
 
 def collectives(

@@ -36,6 +36,7 @@ def _decode(params, kv_cache, block_tables, tokens, positions, writing):
     kv_cache[0], k, k, block_tables, positions, writing
   )
   keys = jnp.concatenate([keys for keys, _ in layer], axis=1)[:, :, 0, 0]
+  keys = keys[:, : block_tables.page_owner.shape[1]]  # Those that are read.
   share = tokens.shape[0] // keys.shape[0]
 
   def of_shard(keys, owner, start, positions):

@@ -1,5 +1,6 @@
 """Packed mini-batches: what a loss reads, and how much each token weighs."""
 
+import jax
 import numpy as np
 import pytest
 from helpers.tiny_algorithm import make_algorithm
@@ -35,6 +36,18 @@ def shifted():
 
 
 class TestPolicyBatch:
+  def test_packs_without_the_device(self):
+    # An operation on the device would wait behind the update before.
+    made, inputs = make_algorithm(), make()
+    batch = make_batch(np.asarray([1, 0, 2]))
+    inputs = take_rows(inputs, batch.rows)
+
+    def pack_both():
+      policy_batch(inputs, batch, made)
+      critic_batch(inputs, batch, made)
+
+    assert not jax.make_jaxpr(pack_both)().eqns
+
   def test_unjudged_rows_carry_no_weight(self):
     made = make_algorithm()
     got = make(judged=(True, True, False))

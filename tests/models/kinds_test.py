@@ -11,7 +11,7 @@ from flax import nnx
 from helpers import tiny
 from helpers.tiny_update import ALGORITHMS
 
-from jaxrl_llm import models, register, sharding, sync
+from jaxrl_llm import models, register, sharding
 from jaxrl_llm.learner import update
 from jaxrl_llm.models import families, hf, layers
 from jaxrl_llm.models.families import llama
@@ -172,7 +172,9 @@ def test_has_a_place_on_a_mesh():
   mesh = sharding.make_mesh(data=1, fsdp=2, tensor=2)
   shapes = jax.eval_shape(lambda: params)
   trained = sharding.tree_shardings(shapes, mesh)
-  sampled = sync.layout_shardings(fns.for_sampling, shapes, mesh)
+  sampled = sharding.tree_shardings(
+    jax.eval_shape(fns.for_sampling, shapes), mesh
+  )
   up = lambda layer: layer["mlp"]["up"]["kernel"].spec
   assert tuple(up(sampled["layers"][3])) == tuple(up(trained["layers1"]))[1:]
 

@@ -123,17 +123,50 @@ class TestPagedAttention:
     got = _paged(q, _segmented(*moved), other, positions)
     np.testing.assert_array_equal(got, expected)
 
-  def test_segments_without_a_page_in_use_are_left_out(self, monkeypatch):
+  # Products of few queries and of several are compiled in two ways.
+  @pytest.mark.parametrize("kv_heads, group, size", [(4, 1, 24), (2, 2, 64)])
+  def test_any_bucket_that_covers_the_pages_gives_the_same_bits(
+    self, kv_heads, group, size
+  ):
+    slots, page, pages, rng = 5, 32, 1024, np.random.default_rng(0)
+    layer = tuple(
+      tuple(
+        rng.normal(size=(1, n, kv_heads, *shape)).astype(np.float32)
+        for shape in ((size, page), (page, size))
+      )
+      for n in paged_attention.segment_sizes(pages)
+    )
+    q = rng.normal(size=(slots, 1, kv_heads * group, size)).astype(np.float32)
+    positions = rng.integers(0, 4 * page, (slots, 1)).astype(np.int32)
+    buckets = kv_cache_lib.page_buckets([layer])
+    assert buckets[-1] == pages and len(buckets) > 3
+    held = rng.permutation(buckets[0])[: 4 * slots].reshape(slots, 4)
+    outs = []
+    for bucket in buckets:
+      tables = kv_cache_lib.make_block_tables(
+        held.astype(np.int32), shards=1, pages=bucket, page_size=page
+      )
+      outs.append(_paged(q, layer, tables, positions))
+    for out in outs[1:]:
+      np.testing.assert_array_equal(out, outs[0])
+
+  def test_what_is_read_is_chosen_by_the_tables_alone(self, monkeypatch):
     monkeypatch.setattr(paged_attention, "_MIN_SEGMENT", 1)
-    q, *_, kv_cache, tables, positions = self._case(6, 2, 1, 1)
-    sizes = [keys.shape[1] for keys, _ in kv_cache]
-    owner = tables.page_owner.copy()
-    owner[:, sum(sizes[:-1]) :] = self.SLOTS  # What was there is not seen.
-    tables = tables._replace(page_owner=owner)
-    broken = jax.tree.map(lambda x: x * np.nan, kv_cache[-1])
-    expected = _paged(q, kv_cache, tables, positions)
-    got = _paged(q, (*kv_cache[:-1], broken), tables, positions)
+    q, *_, kv_cache, _, positions = self._case(6, 2, 1, 1)
+    first, *others = kv_cache
+    count = first[0].shape[1]
+    pages = np.full((self.SLOTS, 3), count, np.int32)
+    pages[0, :count] = np.arange(count)
+    tables = kv_cache_lib.make_block_tables(
+      pages, shards=1, pages=count, page_size=self.PAGE
+    )
+    broken = jax.tree.map(lambda x: x * np.nan, tuple(others))
+    expected = _paged(q, (first,), tables, positions)
+    got = _paged(q, (first, *broken), tables, positions)
     np.testing.assert_array_equal(got, expected)
+    jaxpr = str(jax.make_jaxpr(_paged)(q, kv_cache, tables, positions))
+    assert "cond[" not in jaxpr and "while[" not in jaxpr
+    assert jaxpr.count("dot_general[") == 2
 
   @pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf])
   def test_free_pages_may_hold_what_is_no_number(self, garbage):
@@ -168,6 +201,12 @@ class TestWritePaged:
     positions = np.array([[4, 8], [0, 2]], np.int32)
     writing = np.array([[True, True], [False, True]])
     written = _write(kv_cache, k, -k, tables, positions, writing)
+    narrow = kv_cache_lib.make_block_tables(
+      np.full_like(tables.page_indices, 1), shards=2, pages=1, page_size=4
+    )
+    part = _write(kv_cache, k, -k, narrow, positions, writing)
+    for old, new in zip(kv_cache[1:], part[1:], strict=True):
+      jax.tree.map(np.testing.assert_array_equal, new, old)
     keys, values = (np.concatenate(x, axis=1) for x in zip(*written))
     expected = np.full((*size, 4), 7.0)
     expected[0, tables.page_indices[0, 1], 0, 0] = 0.0

@@ -1,6 +1,8 @@
 """The decoder agrees with itself: cached, packed, padded, scanned, remat."""
 
+import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -183,12 +185,45 @@ class TestSamplerDtype:
     fns = models.make_policy(CONFIG, sampler=numerics)
     sampler = fns.for_sampling(params)
     kinds = lambda tree: {x.dtype.name for x in jax.tree.leaves(tree)}
-    assert kinds(sampler) == {"bfloat16"}
+    # On a CPU the embedding is kept as the bits of bfloat16 numbers.
+    assert kinds(sampler) == {"bfloat16", "uint16"}
     assert kinds(fns.init_kv_cache(1, 2, 4)) == {"float32"}
     tokens = _tokens()
     logits = jax.jit(fns.logits)(params, tokens, _ones(tokens))
     exact = tiny.tiny_policy()[0].logits(params, tokens, _ones(tokens))
     np.testing.assert_array_equal(logits, exact)  # The trainer's.
+
+  @pytest.mark.parametrize("tied", [True, False])
+  def test_a_call_neither_converts_nor_transposes_the_embedding(
+    self, tied, monkeypatch
+  ):
+    config = dataclasses.replace(
+      CONFIG, vocab_size=5003, tie_word_embeddings=tied
+    )
+    fns = models.make_policy(
+      config, sampler_dtype=jnp.bfloat16, cache_dtype=jnp.float32
+    )
+    params = jax.jit(fns.init)(jax.random.key(0))
+    sampler = fns.for_sampling(params)
+    monkeypatch.setattr(transformer, "platform_of", lambda sharding: "tpu")
+    plain = fns.for_sampling(params)
+    tokens = np.array([[0], [7], [5002]], np.int32)
+    positions, writing = np.zeros_like(tokens), np.ones(tokens.shape, bool)
+    tables = models.make_block_tables(
+      np.arange(3, dtype=np.int32)[:, None], shards=1, pages=3, page_size=4
+    )
+    rest = fns.init_kv_cache(1, 3, 4), tables, tokens, positions, writing
+    decode = jax.jit(lambda params: fns.decode(params, *rest)[0])
+    expected, got = decode(plain), decode(sampler)
+    np.testing.assert_allclose(got, expected, atol=1e-6)
+
+    def whole_tables(params):
+      text = decode.lower(params).compile().as_text()
+      sizes = r"\[(?:5003,24|24,5003)\]\S*"
+      return set(re.findall(rf"= \w+{sizes} ([\w-]+)\(", text))
+
+    assert "convert" in whole_tables(plain)  # The pattern finds it.
+    assert whole_tables(sampler) == {"parameter"}
 
   def test_bfloat16_factors_are_summed_in_float32(self):
     draw = np.random.default_rng(0).normal

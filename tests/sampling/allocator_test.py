@@ -55,6 +55,17 @@ class TestPageAllocator:
           contexts.pop(context, None)
           contexts[context] = pages
 
+  def test_pages_move_to_the_front_as_far_as_those_there_are_free(self):
+    allocator = allocator_lib.PageAllocator(shards=2, pages=8)
+    first, pages = allocator.allocate(1, 4), allocator.allocate(1, 3)
+    allocator.free(1, first[:2])
+    assert allocator.move(1, pages, 4) == [(1, 4, 0), (1, 5, 1)]
+    assert pages == [0, 1, 6]
+    assert allocator.move(1, pages, 4) == []
+    assert allocator.allocate(1, 3) == [4, 5, 7]
+    allocator.free(1, pages)
+    assert allocator.allocate(1, 3) == [0, 1, 6]
+
   def test_too_few_are_none_and_nothing_is_taken(self):
     allocator = allocator_lib.PageAllocator(shards=2, pages=3)
     assert allocator.allocate(1, 4) is None

@@ -336,15 +336,26 @@ class TestCompilation:
     assert buckets.slot_buckets(8, 1) == [8]
     assert own._cache.programs.decode._cache_size() == 1
 
-  def test_a_long_tail_compiles_nothing_after_the_first(self):
+  def test_a_long_tail_compiles_a_program_for_each_pair_of_buckets(self):
     own = scripted.make_engine(slots=64, page_size=8)
-    sizes = buckets.slot_buckets(64, 1)
-    rng = np.random.default_rng(0)
+    sizes, calls, rng = [], [], np.random.default_rng(0)
+    decode = own._cache.programs.decode
+
+    def record(params, kv_cache, tables, slots, *rest, **settings):
+      sizes[:] = models.page_buckets(kv_cache)
+      calls.append((len(slots.position), tables.page_owner.shape[1]))
+      return decode(params, kv_cache, tables, slots, *rest, **settings)
+
+    own._cache.programs = own._cache.programs._replace(decode=record)
     for seed in range(3):  # Most are short, and a few fill the pages.
       totals = np.minimum(2 + rng.geometric(0.15, 200), 50)
-      scripted.generate([scripted.prompt(n, seed) for n in totals], own)
-      assert {call.slots for call in own.trace} == set(sizes)
-      assert own._cache.programs.decode._cache_size() == len(sizes)
+      prompts = [scripted.prompt(n, seed) for n in totals]
+      scripted.check(scripted.generate(prompts, own), prompts)
+    assert {slots for slots, _ in calls} == set(buckets.slot_buckets(64, 1))
+    assert {pages for _, pages in calls} <= set(sizes)
+    # The pages of the last responses have come to the front.
+    assert {pages for slots, pages in calls if slots < 64} == {sizes[0]}
+    assert decode._cache_size() == len(set(calls)) <= 3
 
   def test_the_32b_preset_decodes_by_three_programs(self):
     config = configs.load("vapo", "qwen2.5-32b")

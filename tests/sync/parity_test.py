@@ -52,7 +52,9 @@ def _own_meshes():
   params = jax.device_get(tiny.tiny_policy()[1])
   places = sharding.tree_shardings(params, trainer)
   shapes = jax.eval_shape(lambda: params)
-  place = lambda mesh: sync.layout_shardings(fns.for_sampling, shapes, mesh)
+  place = lambda mesh: sharding.tree_shardings(
+    jax.eval_shape(fns.for_sampling, shapes), mesh
+  )
   transfer = sync.WeightTransfer(
     fns.for_sampling, shapes, source=place(trainer), target=place(sampler)
   )

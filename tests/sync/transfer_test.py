@@ -49,7 +49,9 @@ def _placed():
 def _transfer(target=None, *, dtype="bfloat16", most=5000):
   """From the trainer's mesh to another one; None: it stays there."""
   layout = _layout(dtype)
-  place = lambda mesh: sync.layout_shardings(layout, _shapes(), _mesh(mesh))
+  place = lambda mesh: sharding.tree_shardings(
+    jax.eval_shape(layout, _shapes()), _mesh(mesh)
+  )
   return sync.WeightTransfer(
     layout,
     _shapes(),
@@ -197,7 +199,9 @@ class TestGroups:
 
 class TestLayoutShardings:
   def test_layers_lose_the_axis_of_their_stack(self):
-    places = sync.layout_shardings(_layout(), _shapes(), _mesh("all"))
+    places = sharding.tree_shardings(
+      jax.eval_shape(_layout(), _shapes()), _mesh("all")
+    )
     layer = places["layers"][1]
     for place, spec in [
       (layer["mlp"]["down"]["kernel"], ("tensor", ("fsdp", "context"))),

@@ -28,7 +28,9 @@ def _transfer(reshard):
     mesh = sharding.make_mesh(
       data=1, fsdp=1, tensor=2, devices=jax.devices()[4:6]
     )
-    target = sync.layout_shardings(fns.for_sampling, shapes, mesh)
+    target = sharding.tree_shardings(
+      jax.eval_shape(fns.for_sampling, shapes), mesh
+    )
   return sync.WeightTransfer(
     fns.for_sampling, shapes, target=target, max_bytes=5000
   )
