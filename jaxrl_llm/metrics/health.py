@@ -154,85 +154,61 @@ def _now(values: Sequence[float]) -> float:
   return statistics.median(values[-NOW_STEPS:])
 
 
+# Each rule: its metrics and its condition, then the advice.
+# fmt: off
 RULES = {
-  "entropy_collapse": Rule(
-    ("policy/entropy", "reward/accuracy"),
+  "entropy_collapse": Rule(("policy/entropy", "reward/accuracy"),
     entropy_collapse,
     "the responses to a prompt become one, so nothing new is tried; raise"
-    " loss.clip_high, loss.entropy_coefficient or sampler.temperature, or"
-    " lower optimizer.policy.learning_rate",
-  ),
-  "all_wrong": Rule(
-    ("reward/accuracy", "reward/std"),
+    " loss.clip_high, loss.entropy_coefficient or sampler.temperature, or lower"
+    " optimizer.policy.learning_rate"),
+  "all_wrong": Rule(("reward/accuracy", "reward/std"),
     same_rewards(0.0, "no response was right"),
-    "there is nothing to learn from; see samples.jsonl, check reward.name"
-    " and data.template, choose easier problems by data.settings, or raise"
-    " data.group_size",
-  ),
-  "all_right": Rule(
-    ("reward/accuracy", "reward/std"),
+    "there is nothing to learn from; see samples.jsonl, check reward.name and"
+    " data.template, choose easier problems by data.settings, or raise"
+    " data.group_size"),
+  "all_right": Rule(("reward/accuracy", "reward/std"),
     same_rewards(1.0, "every response was right"),
-    "there is nothing left to learn; choose harder problems by"
-    " data.settings or data.path, or end the run by run.steps; see"
-    " samples.jsonl for a reward that is too easy",
-  ),
-  "reward_errors": Rule(
-    ("reward/errors",),
+    "there is nothing left to learn; choose harder problems by data.settings or"
+    " data.path, or end the run by run.steps; see samples.jsonl for a reward"
+    " that is too easy"),
+  "reward_errors": Rule(("reward/errors",),
     above(0, "the reward failed on {:.0f} responses"),
-    "they are neither right nor wrong, and nothing is learned from them;"
-    " see `error` in samples.jsonl, correct what reward.name or"
-    " environment.name names, or raise reward.deadline_s or"
-    " environment.deadline_s",
-  ),
-  "overlong": Rule(
-    ("rollout/overlong_fraction",),
-    # A third of them without an end teaches to be short, not to be right.
+    "they are neither right nor wrong, and nothing is learned from them; see"
+    " `error` in samples.jsonl, correct what reward.name or environment.name"
+    " names, or raise reward.deadline_s or environment.deadline_s"),
+  # A third of them without an end teaches to be short, not to be right.
+  "overlong": Rule(("rollout/overlong_fraction",),
     above(0.3, "{:.0%} of the responses hit the maximum length", rows=3),
     "they are cut, mostly before an answer that could be judged; raise"
-    " sampler.max_response_length, set sampler.stop if they ramble on after"
-    " the answer, or leave them out by loss.overlong_filter",
-  ),
-  "explained_variance": Rule(
-    ("value/explained_variance",),
-    explained_variance,
+    " sampler.max_response_length, set sampler.stop if they ramble on after the"
+    " answer, or leave them out by loss.overlong_filter"),
+  "explained_variance": Rule(("value/explained_variance",), explained_variance,
     "the critic is worse than a constant and adds noise to the advantages;"
     " raise value.pretrain_steps or optimizer.value.epochs, or lower"
-    " optimizer.value.learning_rate",
-  ),
-  "sampler_mismatch": Rule(
-    ("sampler_trainer/logprob_diff_mean",),
-    # bfloat16 alone gives about 0.01; weights or temperatures that differ give
-    # more than 0.1.
-    above(
-      0.05,
-      "log-probabilities of sampler and trainer differ by {:.3g} nats per"
-      " token",
-    ),
+    " optimizer.value.learning_rate"),
+  # bfloat16 alone gives about 0.01; weights or temperatures that differ give
+  # more than 0.1.
+  "sampler_mismatch": Rule(("sampler_trainer/logprob_diff_mean",),
+    above(0.05, "log-probabilities of sampler and trainer differ by {:.3g} nats"
+      " per token"),
     "the policy is trained on responses that it would not write; set"
-    " model.sampler_dtype, model.cache_dtype or model.dtype to float32",
-  ),
-  "kl_jump": Rule(
-    ("policy/approx_kl",),
-    kl_jump,
+    " model.sampler_dtype, model.cache_dtype or model.dtype to float32"),
+  "kl_jump": Rule(("policy/approx_kl",), kl_jump,
     "one step may undo many; lower optimizer.policy.learning_rate or"
-    " optimizer.policy.max_grad_norm",
-  ),
-  "ratio_explosion": Rule(
-    ("policy/ratio_max",),
-    # Single rare tokens reach 30 in healthy runs.
+    " optimizer.policy.max_grad_norm"),
+  # Single rare tokens reach 30 in healthy runs.
+  "ratio_explosion": Rule(("policy/ratio_max",),
     above(100, "a token's probability ratio reached {:.3g}"),
     "clipping bounds the gain of such tokens, not their loss; lower"
     " optimizer.policy.learning_rate or optimizer.policy.epochs, or set"
-    " loss.dual_clip",
-  ),
-  "length_collapse": Rule(
-    ("rollout/response_length_mean", "reward/accuracy"),
+    " loss.dual_clip"),
+  "length_collapse": Rule(("rollout/response_length_mean", "reward/accuracy"),
     length_collapse,
-    "the policy learns to stop, not to solve; raise value.pretrain_steps,"
-    " set estimator.lambda_value to 1, or lower"
-    " optimizer.policy.learning_rate",
-  ),
+    "the policy learns to stop, not to solve; raise value.pretrain_steps, set"
+    " estimator.lambda_value to 1, or lower optimizer.policy.learning_rate"),
 }
+# fmt: on
 
 
 class Health:
