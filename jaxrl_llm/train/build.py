@@ -61,21 +61,20 @@ def make_run(config: Any) -> Run:
   )
   turn_taking = data.make_conversation_config(config, tokenizer)
   engine = sampler.make_engine(config, policy_fns, tokenizer, both.sampler)
+  worker = make_worker(config, engine, source, judge, turn_taking)
   return Run(
     config=config,
     source=source,
-    worker=make_worker(config, engine, source, judge, turn_taking),
+    worker=worker,
     pipeline=_make_pipeline(config),
     learner=learner,
     transfer=sampler.make_transfer(policy_fns, shapes, both),
     parity_check=sampler.make_parity_check(config, policy_fns, both),
-    pretraining=_make_pretraining(
-      config, engine, source, judge, turn_taking, learner
-    ),
+    pretraining=_make_pretraining(config, worker.writer, source, learner),
     critic_params=functools.partial(
       _critic_params, learner, init_from=config.value.init_from
     ),
-    evaluator=_make_evaluator(config, engine, problems, judge, turn_taking),
+    evaluator=_make_evaluator(config, worker.writer, problems),
     judge=judge,
     inputs=data.digests(config),
   )
@@ -188,7 +187,12 @@ def make_worker(
     )
   except ValueError as error:
     raise InputError(f"config.schedule: {error}") from error
-  writer = _writer(config, engine, judge, turn_taking, ROLLOUTS)
+  sampled = SamplingSettings(
+    temperature=config.sampler.temperature,
+    max_new_tokens=config.sampler.max_response_length,
+  )
+  key, samples = run_key(config.run.seed, ROLLOUTS), config.data.group_size
+  writer = ResponseWriter(engine, sampled, key, samples, judge, turn_taking)
   return RolloutWorker(writer, source, settings)
 
 
@@ -202,24 +206,10 @@ def _make_pipeline(config) -> Pipeline:
   )
 
 
-def _writer(config, engine, judge, turn_taking, stream) -> ResponseWriter:
-  """Makes the writer of training; `stream` selects its random numbers."""
-  return ResponseWriter(
-    engine,
-    SamplingSettings(
-      temperature=config.sampler.temperature,
-      max_new_tokens=config.sampler.max_response_length,
-    ),
-    run_key(config.run.seed, stream),
-    config.data.group_size,
-    judge,
-    turn_taking,
-  )
-
-
 def _make_pretraining(
-  config, engine, source, judge, turn_taking, learner
+  config, writer, source, learner
 ) -> ValuePretraining | None:
+  """Makes the pretraining, with other random numbers than the `writer`'s."""
   value, groups = config.value, config.data.prompts_per_step
   pretrains = value.pretrain_steps or value.reward_model_steps
   if learner.critic is None or value.init_from or not pretrains:
@@ -227,15 +217,14 @@ def _make_pretraining(
   whole = RolloutSettings(
     groups=groups, group_size=config.data.group_size, in_flight=groups
   )
+  key = run_key(config.run.seed, PRETRAINING)
   of = lambda make: dataclasses.replace(
     learner, algorithm=make(learner.algorithm, gamma=config.estimator.gamma)
   )
   return ValuePretraining(
     learner=of(build_algorithm.with_monte_carlo_returns),
     reward_model=of(build_algorithm.as_reward_model),
-    worker=RolloutWorker(
-      _writer(config, engine, judge, turn_taking, PRETRAINING), source, whole
-    ),
+    worker=RolloutWorker(dataclasses.replace(writer, key=key), source, whole),
     source=source,
     reward_model_steps=value.reward_model_steps,
     steps=value.pretrain_steps,
@@ -246,18 +235,16 @@ def _make_pretraining(
   )
 
 
-def _make_evaluator(config, engine, problems, judge, turn_taking) -> Evaluator:
-  writer = ResponseWriter(
-    engine,
-    SamplingSettings(
-      temperature=config.eval.temperature,
-      top_p=config.eval.top_p,
-      max_new_tokens=config.sampler.max_response_length,
+def _make_evaluator(config, writer, problems) -> Evaluator:
+  """Makes the evaluator, whose writer differs from that of training."""
+  temperature, top_p = config.eval.temperature, config.eval.top_p
+  writer = dataclasses.replace(
+    writer,
+    settings=dataclasses.replace(
+      writer.settings, temperature=temperature, top_p=top_p
     ),
-    run_key(config.run.seed, EVALUATION),
-    config.eval.samples,
-    judge,
-    turn_taking,
+    key=run_key(config.run.seed, EVALUATION),
+    group_size=config.eval.samples,
   )
   return Evaluator(**problems._asdict(), writer=writer)
 
