@@ -44,11 +44,8 @@ def load(path: str) -> ModuleType:
 
 def _line(error: BaseException, file: pathlib.Path) -> str:
   """Returns ', line N' with the line of the file that raised."""
-  lines = [
-    frame.lineno
-    for frame in traceback.extract_tb(error.__traceback__)
-    if pathlib.Path(frame.filename) == file
-  ]
+  frames = traceback.extract_tb(error.__traceback__)
+  lines = [f.lineno for f in frames if pathlib.Path(f.filename) == file]
   if isinstance(error, SyntaxError) and error.lineno:  # None: a null byte.
     lines.append(error.lineno)
   return f", line {lines[-1]}" if lines else ""

@@ -78,23 +78,14 @@ class Judge:
     for row, (prompt, status) in enumerate(zip(prompts, rollout.status)):
       talk = conversations.get(str(rollout.sample_id[row]), "{}")
       own = rollout.mask[row, : rollout.lengths[row]]
-      calls.append(
-        known(
-          prompt,
-          texts[row] if own.all() else self._turns(tokens[row], own),
-          tokens=tokens[row][own],
-          finished=bool(status == Status.FINISHED),
-        )
-        | {"conversation": json.loads(talk)}
-      )
+      text = texts[row] if own.all() else self._turns(tokens[row], own)
+      finished = bool(status == Status.FINISHED)
+      call = known(prompt, text, tokens=tokens[row][own], finished=finished)
+      calls.append(call | {"conversation": json.loads(talk)})
     verdicts = processes.in_shares(self.pool.judge, calls)
-    return Judged(
-      self._responses(rollout, verdicts),
-      prompts,
-      texts,
-      verdicts,
-      self._new_failures(verdicts, prompts),
-    )
+    responses = self._responses(rollout, verdicts)
+    failures = self._new_failures(verdicts, prompts)
+    return Judged(responses, prompts, texts, verdicts, failures)
 
   def _turns(self, tokens: np.ndarray, own: np.ndarray) -> str:
     """Decodes the turns of the model, one per line."""

@@ -118,18 +118,16 @@ class RewardPool:
     reward_fn: RewardFn,
     *,
     workers: int = 0,
-    deadline_s: float = 10.0,
-    batch_deadline_s: float = math.inf,
     grading: Grading = PLAIN,
+    **deadlines: float,
   ):
     """Starts the workers.
 
     Args:
       reward_fn: a reward; with workers, a function of an importable module.
       workers: processes, as in `CallPool`.
-      deadline_s: seconds that one response may take in a worker.
-      batch_deadline_s: as in `CallPool`.
       grading: how numbers become verdicts.
+      **deadlines: deadline_s and batch_deadline_s, as in `CallPool`.
 
     Raises:
       ValueError: the reward needs workers or cannot be sent to them.
@@ -141,12 +139,8 @@ class RewardPool:
       )
     self._reward_fn, self._grading = reward_fn, grading
     self._weights_fit = False
-    self._calls = CallPool(
-      functools.partial(_verdict, reward_fn, self._grading),
-      workers=workers,
-      deadline_s=deadline_s,
-      batch_deadline_s=batch_deadline_s,
-    )
+    verdict = functools.partial(_verdict, reward_fn, grading)
+    self._calls = CallPool(verdict, workers=workers, **deadlines)
 
   def judge(self, calls: Sequence[Mapping[str, Any]]) -> list[Verdict]:
     """Judges responses, in order; a failed reward is marked.

@@ -74,17 +74,18 @@ class _Reader:
   def sum(self, depth: int) -> Surd:
     if depth > _DEEPEST:
       raise ValueError("too deep")
-    total, sign = {}, 1
-    if self.peek()[1] in ("-", "+"):
-      sign = -1 if self.peek()[1] == "-" else 1
-      self.at += 1
-    while True:
+    total, sign = {}, self.sign() or 1
+    while sign:
       for root, part in self.product(depth).items():
         total[root] = total.get(root, 0) + sign * part
-      if self.peek()[1] not in ("-", "+"):
-        return {root: part for root, part in total.items() if part}
-      sign = -1 if self.peek()[1] == "-" else 1
-      self.at += 1
+      sign = self.sign()
+    return {root: part for root, part in total.items() if part}
+
+  def sign(self) -> int:
+    """Reads a sign, 1 or -1; returns 0 if there is none."""
+    sign = {"+": 1, "-": -1}.get(self.peek()[1], 0)
+    self.at += abs(sign)
+    return sign
 
   def product(self, depth: int) -> Surd:
     value = self.factor(depth)

@@ -138,11 +138,8 @@ def failure(error: Exception) -> str:
 def _at(error: Exception) -> str:
   """Returns the innermost line of the first file outside this folder."""
   here = pathlib.Path(__file__).parent
-  frames = [
-    frame
-    for frame in traceback.extract_tb(error.__traceback__)
-    if pathlib.Path(frame.filename).parent != here
-  ]
+  frames = traceback.extract_tb(error.__traceback__)
+  frames = [f for f in frames if pathlib.Path(f.filename).parent != here]
   lines = [f.lineno for f in frames if f.filename == frames[0].filename]
   if not lines:
     return ""
