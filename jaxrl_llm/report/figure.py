@@ -53,9 +53,8 @@ def figure(
   import matplotlib
   from matplotlib.figure import Figure
 
-  cycle = matplotlib.cycler(linestyle=_DASHES) * matplotlib.cycler(
-    color=_COLORS
-  )
+  cycler = matplotlib.cycler
+  cycle = cycler(linestyle=_DASHES) * cycler(color=_COLORS)
   with matplotlib.rc_context(_STYLE | {"axes.prop_cycle": cycle}):
     size = (4.3 * columns, 2.9 * lines + 0.3)
     sheet = Figure(figsize=size, layout="constrained")

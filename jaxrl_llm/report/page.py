@@ -38,12 +38,8 @@ def write_page(
     path: HTML file to write.
   """
   names = [run.name for run in runs]
-  last = _union(
-    [
-      {k: x for k, x in sorted(run.rows[-1].items()) if k not in _NO_METRICS}
-      for run in runs
-    ]
-  )
+  shown = lambda row: {k: row[k] for k in sorted(row) if k not in _NO_METRICS}
+  last = _union([shown(run.rows[-1]) for run in runs])
   tables = [_table("Metrics of the last step", ["metric", *names], last)]
   spent = _union([time_spent.seconds_spent(run.rows) for run in runs])
   spent.append(["goodput", *(time_spent.goodput(run.rows) for run in runs)])

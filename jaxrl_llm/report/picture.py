@@ -12,29 +12,23 @@ from jaxrl_llm.report.runs import Run, accuracy_names, have_a_mean, series
 
 _PHASES = 5  # The longest of a step.
 # Name of a panel: its title, and the metrics that share its axis.
+# fmt: off
 PANELS = {
   "reward": ("Reward (mean)", ["reward/mean"]),
   "accuracy": ("Accuracy", ["reward/accuracy"]),  # And all evaluations.
   "entropy": ("Entropy (nats per token)", ["policy/entropy"]),
-  "length": (
-    "Response length (tokens)",
-    ["rollout/response_length_mean", "rollout/response_length_max"],
-  ),
-  "unfinished": (
-    "Unfinished responses (fraction)",
-    ["rollout/truncated_fraction", "rollout/overlong_fraction"],
-  ),
-  "explained_variance": (
-    "Explained variance of the value model",
-    ["value/explained_variance"],
-  ),
-  "clipping": (
-    "Clipped tokens (fraction)",
-    ["policy/clip_fraction_high", "policy/clip_fraction_low"],
-  ),
+  "length": ("Response length (tokens)",
+    ["rollout/response_length_mean", "rollout/response_length_max"]),
+  "unfinished": ("Unfinished responses (fraction)",
+    ["rollout/truncated_fraction", "rollout/overlong_fraction"]),
+  "explained_variance": ("Explained variance of the value model",
+    ["value/explained_variance"]),
+  "clipping": ("Clipped tokens (fraction)",
+    ["policy/clip_fraction_high", "policy/clip_fraction_low"]),
   "kl": ("KL of the update (nats per token)", ["policy/approx_kl"]),
   "time": ("Time of a step (seconds)", ["time/step_s"]),  # And its phases.
 }
+# fmt: on
 
 
 def draw(

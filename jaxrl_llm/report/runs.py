@@ -78,11 +78,8 @@ def have_a_mean(runs: Sequence[Run]) -> bool:
 
 def series(run: Run, metric: str) -> tuple[np.ndarray, np.ndarray]:
   """Steps [K] and values [K] of a metric where it was logged and finite."""
-  points = [
-    (row["step"], row[metric])
-    for row in run.rows
-    if row.get(metric) is not None
-  ]
+  logged = [row for row in run.rows if row.get(metric) is not None]
+  points = [(row["step"], row[metric]) for row in logged]
   steps, values = np.array(points, np.float64).reshape(-1, 2).T
   return steps, values
 

@@ -5,15 +5,9 @@ from typing import Any
 
 # Phases of a sampler that may run concurrently; the learner then has `wait`.
 _SAMPLER = ("data", "generate", "reward")
+_LEARNER = ("score", "update_value", "update_policy")
 # Phases that training needs; everything else is overhead.
-_PRODUCTIVE = (
-  *_SAMPLER,
-  "wait",
-  "score",
-  "update_value",
-  "update_policy",
-  "sync",
-)
+_PRODUCTIVE = (*_SAMPLER, "wait", *_LEARNER, "sync")
 
 MEANING = (
   "start: loading, value pretraining and restoring; other: in a step but in no"
