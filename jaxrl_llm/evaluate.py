@@ -131,11 +131,8 @@ class Evaluator:
     ids = np.arange(len(self.prompts) * samples).reshape(-1, samples)
     start = time.perf_counter()
     conversations = writer.conversations(self.prompts, ids)
-    rollout = writer.write(
-      writer.begin(self.prompts, ids),
-      Weights(params),
-      conversations=conversations,
-    )
+    begun, weights = writer.begin(self.prompts, ids), Weights(params)
+    rollout = writer.write(begun, weights, conversations=conversations)
     seconds = time.perf_counter() - start
     asked = [prompt for prompt in self.prompts for _ in range(samples)]
     judged = writer.judge(rollout, asked, conversations)

@@ -27,17 +27,9 @@ from jaxrl_llm.types import Origin, Rollout, Status, ended
 # given more samples, or more prompts at the end, and keeps those it has.
 MAX_SAMPLES = 1 << 10
 MAX_PROMPTS = (1 << 31) // MAX_SAMPLES
+_AT = ("prompt_index", "sample_index")
 # Fields of a sample, in addition to those of its prompt.
-KEYS = (
-  "prompt_index",
-  "sample_index",
-  "text",
-  "tokens",
-  "logprobs",
-  "stop_reason",
-  "turns",
-  "settings",
-)
+KEYS = (*_AT, "text", "tokens", "logprobs", "stop_reason", "turns", "settings")
 _ROUNDS = 8  # Size of a chunk of samples, in multiples of the slots.
 
 # (prompt index, sample index)
@@ -118,13 +110,9 @@ class Generation:
       numbers[prompt].append(prompt * MAX_SAMPLES + sample)
     asked = [self.prompts[prompt] for prompt in numbers]
     ids = list(numbers.values())
-    talks = self.writer.conversations(asked, ids)
-    rollout = self.writer.write(
-      self.writer.begin(asked, ids),
-      Weights(self.params),
-      rule=rule,
-      conversations=talks,
-    )
+    writer, weights = self.writer, Weights(self.params)
+    begun, talks = writer.begin(asked, ids), writer.conversations(asked, ids)
+    rollout = writer.write(begun, weights, rule=rule, conversations=talks)
     rows = ended(rollout).nonzero()[0]
     return [self._record(rollout, row, talks) for row in rows]
 
@@ -249,7 +237,7 @@ def resume(
 def _identify(line, where, prompts, settings) -> Place:
   """Returns the place of a line's sample, checking that it fits the prompts."""
   record = parse_object(line.decode("utf-8", "replace"), where)
-  prompt, sample = (record.get(key) for key in KEYS[:2])
+  prompt, sample = (record.get(key) for key in _AT)
   if type(prompt) is not int or sample not in range(MAX_SAMPLES):
     raise InputError(f"{where}: no sample of generate.py; choose another file")
   if record.get("settings") != settings:

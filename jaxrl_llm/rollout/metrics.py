@@ -49,16 +49,14 @@ def rollout_metrics(
   if judged is None:
     return row
   rollout, correct = judged.rollout, judged.correct
-  lengths = rollout.lengths
+  lengths, overlong = rollout.lengths, rollout.status == Status.OVERLONG
   row |= _reward_metrics(judged) | {
     "reward/errors": float((~judged.judged).sum()),
     "rollout/response_length_mean": float(lengths.mean()),
     "rollout/response_length_max": float(lengths.max()),
     "rollout/response_length_correct": _mean(lengths[correct]),
     "rollout/response_length_incorrect": _mean(lengths[~correct]),
-    "rollout/overlong_fraction": float(
-      (rollout.status == Status.OVERLONG).mean()
-    ),
+    "rollout/overlong_fraction": float(overlong.mean()),
   }
   return row | (_group_metrics(judged) if ended.all() else {})
 

@@ -270,14 +270,11 @@ class TurnHook(contextlib.ExitStack):
     # The last token of the turn is the model's.
     reward = Grading(config.weights).value(answer["rewards"])
     request.row.turn_rewards[0, request.length - 1] = reward
-    conversation |= {
-      "state": answer.get("state", conversation["state"]),
-      "turns": turns,
-    }
+    conversation["turns"] = turns
+    conversation["state"] = answer.get("state", conversation["state"])
     conversation |= {"failed": failed} if failed else {}
-    self._conversations[str(request.row.sample_id[0])] = json.dumps(
-      conversation
-    )
+    number = str(request.row.sample_id[0])
+    self._conversations[number] = json.dumps(conversation)
     room = request.max_tokens - 1 - request.length
     if answer["done"] or failed:
       request.row.status[0] = int(Status.FINISHED)

@@ -302,10 +302,8 @@ class RolloutWorker:
     surplus = batch.rollout.group >= settings.groups
     row = {}
     if settings.dynamic_sampling:
-      row |= {
-        "rollout/rounds": float(len(kept)),
-        "rollout/mixed_fraction": passed / judged,
-      }
+      row["rollout/rounds"] = float(len(kept))
+      row["rollout/mixed_fraction"] = passed / judged
     rest, batch = take_rows(batch, surplus), take_rows(batch, ~surplus)
     if settings.stop != "all":
       # Surplus groups are kept for the next batch; staleness is allowed here.
@@ -331,12 +329,10 @@ class RolloutWorker:
         )
         arrived(judged[-1])
 
+      talks = state.conversations
       with timer.phase("generate"):
         self.writer.write(
-          state.store,
-          weights,
-          conversations=state.conversations,
-          arrived=hand_over,
+          state.store, weights, conversations=talks, arrived=hand_over
         )
     seen = [future.result() for future in judged]
     responses = join_rows([each.responses for each in seen])
@@ -372,9 +368,8 @@ class RolloutWorker:
       over_rows = take_rows(fresh, over)
       seen = [self._judge(over_rows, state.conversations, timer)]
       parts.append(seen[0].responses)
-    order = np.argsort(
-      np.argsort(over, kind="stable")
-    )  # In the original order.
+    # In the original order.
+    order = np.argsort(np.argsort(over, kind="stable"))
     batch = join_rows([take_rows(join_rows(parts), order)])
     goes_on = take_rows(rollout, rollout.status == Status.TRUNCATED)
     waiting = take_rows(state.store, np.s_[room:])
@@ -390,12 +385,9 @@ class RolloutWorker:
     ids = state.samples + np.arange(len(prompts) * size).reshape(-1, size)
     store = _joined(state.store, self.writer.begin(prompts, ids))
     new = self.writer.conversations(prompts, ids)
-    state = RolloutState(
-      samples=state.samples + ids.size,
-      store=store,
-      # A copy, because it is updated in place.
-      conversations=state.conversations | new,
-    )
+    # A copy, because it is updated in place.
+    talks, samples = state.conversations | new, state.samples + ids.size
+    state = RolloutState(samples=samples, store=store, conversations=talks)
     return state, source_state
 
   def _write_groups(self, state, missing, weights, timer) -> Rollout:

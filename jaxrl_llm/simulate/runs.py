@@ -78,12 +78,10 @@ def pipelined(
     waited_s = max(synced_s[version] - engine.seconds, 0.0)
     engine.seconds += waited_s
     arrivals: list[tuple[float, Rollout]] = []
+    weights, timer = Weights(object(), version), metrics.PhaseTimer()
+    arrived = functools.partial(log.record_arrival, arrivals)
     collected = worker.collect(
-      state,
-      drawn,
-      Weights(object(), version),
-      metrics.PhaseTimer(),
-      functools.partial(log.record_arrival, arrivals) if streaming else None,
+      state, drawn, weights, timer, arrived if streaming else None
     )
     state, drawn = collected.state, collected.source_state
     batch = collected.batch.responses.rollout
