@@ -74,9 +74,8 @@ class MetricsLogger(PhaseLogger):
     last_step: int,
     tracked_by: Sequence[str] = ("tensorboard",),
     settings: Mapping[str, Any] = {},
-    times: str | os.PathLike = "",
-    stuck_after_s: float = 0.0,
     stream: TextIO | None = None,
+    **watched: Any,
   ):
     """Opens files, trackers and console.
 
@@ -87,10 +86,10 @@ class MetricsLogger(PhaseLogger):
         later steps are dropped.
       tracked_by: names of `trackers.TRACKERS`.
       settings: settings of the run, for trackers that show them.
-      times, stuck_after_s: as in `PhaseLogger`.
       stream: where to show progress; standard output if None.
+      **watched: times and stuck_after_s, as in `PhaseLogger`.
     """
-    super().__init__(times, stuck_after_s=stuck_after_s)
+    super().__init__(**watched)
     workdir = pathlib.Path(workdir)
     rows, self._samples = (
       JsonlWriter(workdir / name) for name in ("metrics.jsonl", "samples.jsonl")

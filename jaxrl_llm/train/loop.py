@@ -45,6 +45,7 @@ from jaxrl_llm.data.prompt_source import PromptSourceState
 from jaxrl_llm.errors import InputError, TrainingStopped
 from jaxrl_llm.learner.replay import update_twice
 from jaxrl_llm.learner.state import LearnerState
+from jaxrl_llm.processes import of_first
 from jaxrl_llm.rollout.worker import Batch, Collected, RolloutState, Weights
 from jaxrl_llm.train import speed
 from jaxrl_llm.train.run import Run, States, restore, save
@@ -88,11 +89,11 @@ def train(
     contextlib.closing(run.worker),
     signals.stop_on_signal() as stopped,
   ):
-    processes.of_first(stack.enter_context, workdir_lib.held(workdir))
-    changes = processes.of_first(workdir_lib.prepare, workdir, config)
-    found = processes.of_first(workdir_lib.steps, workdir)
+    of_first(stack.enter_context, workdir_lib.held(workdir))
+    changes = of_first(workdir_lib.prepare, workdir, config)
+    found = of_first(workdir_lib.steps, workdir)
     if step is not None:
-      found = [processes.of_first(workdir_lib.find_step, workdir, step)]
+      found = [of_first(workdir_lib.find_step, workdir, step)]
     if found and found[-1] >= config.run.steps:
       print(
         f"already at its last step {found[-1]}; raise run.steps to continue"
@@ -102,9 +103,7 @@ def train(
       workdir / "checkpoints",
       keep=config.checkpoint.keep,
       keep_every=config.checkpoint.keep_every,
-      best=functools.partial(
-        workdir_lib.best_step, workdir, config.checkpoint.best
-      ),
+      best=functools.partial(workdir_lib.best_step, workdir, best),
     )
     with contextlib.closing(saver), processes.ended_together():
       return _resume_or_start(
@@ -124,14 +123,14 @@ def _resume_or_start(
     states, weights = restored
     last = states.step
     facts = saver.record(last, "facts")["facts"]
-    events += processes.of_first(
+    events += of_first(
       workdir_lib.check_facts, workdir, last, facts, run.inputs
     )
   # Before the logger, which truncates rows after the checkpoint.
-  events.append(processes.of_first(workdir_lib.set_aside, workdir, last))
+  events.append(of_first(workdir_lib.set_aside, workdir, last))
   if found:
-    processes.of_first(workdir_lib.record, workdir, last, changes)
-  elif not processes.of_first(workdir_lib.begin, workdir, config):
+    of_first(workdir_lib.record, workdir, last, changes)
+  elif not of_first(workdir_lib.begin, workdir, config):
     # Left by a run with other settings.
     shutil.rmtree(workdir / CHECKPOINTS, ignore_errors=True)
   with _logger(workdir, config, last) as logger:
@@ -154,7 +153,7 @@ def _resume_or_start(
       for line in workdir_lib.describe(changes):
         logger.event(line)
       timer = _timer(logger, spent={"start": time.perf_counter() - begun})
-    if processes.of_first(saver.latest_step) is not None:
+    if of_first(saver.latest_step) is not None:
       shutil.rmtree(workdir / CHECKPOINTS, ignore_errors=True)
     states = _train_on(
       run, states, weights, workdir, saver, logger, stopped, timer
@@ -172,24 +171,23 @@ def _logger(workdir, config, last_step) -> metrics.PhaseLogger:
   """Returns the run's logger in the first process, else one of times only."""
   times = ""
   if name := processes.name():
-    folder = processes.of_first(workdir_lib.new_times, workdir)
+    folder = of_first(workdir_lib.new_times, workdir)
     times = folder / f"{name}.jsonl"
-  stuck_after_s = config.run.stuck_after_s
+  watched = {"times": times, "stuck_after_s": config.run.stuck_after_s}
   if not processes.is_first():
-    return metrics.PhaseLogger(times, stuck_after_s=stuck_after_s)
+    return metrics.PhaseLogger(**watched)
   return metrics.MetricsLogger(
     workdir,
     total_steps=config.run.steps,
     last_step=last_step,
     tracked_by=config.run.trackers,
     settings=config.to_dict(),
-    times=times,
-    stuck_after_s=stuck_after_s,
+    **watched,
   )
 
 
 def _save(states, saver, workdir, run) -> None:
-  facts = processes.of_first(workdir_lib.facts, workdir, run.config, run.inputs)
+  facts = of_first(workdir_lib.facts, workdir, run.config, run.inputs)
   save(states, saver, facts)
 
 
@@ -208,7 +206,7 @@ def _train_on(
   """Iterates until the last step or a signal, and saves."""
   config = run.config
   # All rows so far, so that a resumed run gives the same warnings.
-  rows = processes.of_first(metrics.read_rows, workdir / "metrics.jsonl")
+  rows = of_first(metrics.read_rows, workdir / "metrics.jsonl")
   health = metrics.Health(rows)
   unjudged = functools.reduce(_unjudged_in_a_row, rows, 0)
   while states.step < config.run.steps and not stopped.agreed():
@@ -234,8 +232,7 @@ def _train_on(
       logger.event(warning)
     best = config.checkpoint.best
     if step % config.checkpoint.every == 0 or (
-      best in row
-      and processes.of_first(workdir_lib.best_step, workdir, best) == step
+      best in row and of_first(workdir_lib.best_step, workdir, best) == step
     ):
       with timer.phase("checkpoint"):
         _save(states, saver, workdir, run)
@@ -244,11 +241,11 @@ def _train_on(
       break
   with timer.phase("checkpoint"):
     saver.wait()
-    if processes.of_first(saver.latest_step) != states.step:
+    if of_first(saver.latest_step) != states.step:
       _save(states, saver, workdir, run)
       saver.wait()
-  if processes.of_first(saver.latest_step) != states.step:
-    errors = processes.of_first(saver.new_errors)
+  if of_first(saver.latest_step) != states.step:
+    errors = of_first(saver.new_errors)
     raise TrainingStopped(f"{errors[-1]}; resume with the same --workdir")
   if unjudged >= config.run.max_skipped:
     raise TrainingStopped(
