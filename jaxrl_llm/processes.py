@@ -49,16 +49,10 @@ def connect(
   """
   global _patience_s
   _patience_s = patience_s
-  given = {}
-  if coordinator:
-    given = {
-      "coordinator_address": coordinator,
-      "num_processes": count,
-      "process_id": index,
-    }
+  given = (coordinator, count, index) if coordinator else ()
   try:
     jax.distributed.initialize(
-      **given,
+      *given,
       heartbeat_timeout_seconds=patience_s,
       shutdown_timeout_seconds=patience_s,
     )

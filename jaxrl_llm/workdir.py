@@ -333,11 +333,8 @@ def read_config(workdir: pathlib.Path) -> Any:
 def _resumes(workdir: pathlib.Path) -> list[Changes]:
   """Returns the changes of each resume."""
   file = workdir / _CHANGES
-  resumes = (
-    [row.get("changes") for row in metrics.read_rows(file)]
-    if (file.exists())
-    else []
-  )
+  rows = metrics.read_rows(file) if file.exists() else []
+  resumes = [row.get("changes") for row in rows]
   for changes in resumes:
     if not isinstance(changes, dict) or not all(
       isinstance(pair, list) and len(pair) == 2 for pair in changes.values()

@@ -146,14 +146,7 @@ def check_bits(
 ) -> None:
   """Raises DamagedError if restored arrays differ from the saved ones."""
   saved, found = record["leaves"], digest.checksums(trees)
-  wrong = [
-    name
-    for name, bits in found.items()
-    if saved[name]["checksum"] != f"{bits:016x}"
-  ]
+  wrong = [n for n, x in found.items() if saved[n]["checksum"] != f"{x:016x}"]
   if wrong:
-    raise DamagedError(
-      folder,
-      f"{len(wrong)} of {len(found)} arrays differ from what was saved, such as"
-      f" {wrong[0]}",
-    )
+    differ = f"{len(wrong)} of {len(found)} arrays differ from what was saved"
+    raise DamagedError(folder, f"{differ}, such as {wrong[0]}")

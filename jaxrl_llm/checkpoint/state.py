@@ -128,13 +128,9 @@ def _map(function: Callable[[str, Any], Any], path: str, state: Any) -> Any:
   whole = isinstance(state, type) or not dataclasses.is_dataclass(state)
   if whole or _is_record(state):
     return function(path, state)
-  parts = {
-    field.name: _map(
-      function, f"{path}.{field.name}", getattr(state, field.name)
-    )
-    for field in dataclasses.fields(state)
-    if not field.metadata.get("constant")
-  }
+  fields = dataclasses.fields(state)
+  names = [x.name for x in fields if not x.metadata.get("constant")]
+  parts = {n: _map(function, f"{path}.{n}", getattr(state, n)) for n in names}
   return dataclasses.replace(state, **parts)
 
 

@@ -240,14 +240,12 @@ def to_example(
 
 
 def _is_conversation(value: Any) -> bool:
-  return (
-    isinstance(value, list)
-    and bool(value)
-    and all(
-      isinstance(message, dict) and isinstance(message.get(key), str)
-      for message in value
-      for key in ("role", "content")
-    )
+  if not isinstance(value, list) or not value:
+    return False
+  return all(
+    isinstance(message, dict) and isinstance(message.get(key), str)
+    for message in value
+    for key in ("role", "content")
   )
 
 

@@ -156,12 +156,9 @@ class Tokenizer:
     unused = (chr(c) for c in _PRIVATE_USE if chr(c) not in taken)
     disguise = dict(zip(self._special, unused))
     reveal = str.maketrans({v: k for k, v in disguise.items()})
+    hide = lambda text: pattern.sub(lambda x: disguise[x[0]], text)
     hidden = [
-      {
-        "role": m["role"],
-        "content": pattern.sub(lambda x: disguise[x[0]], m["content"]),
-      }
-      for m in messages
+      {"role": m["role"], "content": hide(m["content"])} for m in messages
     ]
     tokens = []
     for piece in pattern.split(self._render(hidden, kwargs or {})):

@@ -32,11 +32,8 @@ def experience_metrics(
 
 def explained_variance(experience: Experience) -> float:
   """1 − Var(G − V) / Var(G) of values that have not seen these returns."""
-  return float(
-    masked.explained_variance(
-      experience["old_values"], experience["returns"], experience["value_mask"]
-    )
-  )
+  arrays = (experience[x] for x in ("old_values", "returns", "value_mask"))
+  return float(masked.explained_variance(*arrays))
 
 
 def parity(

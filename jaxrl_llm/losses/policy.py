@@ -187,15 +187,10 @@ def policy_gradient_loss(
   chex.assert_equal_shape([logprobs, old_logprobs, advantages])
   log_ratio = distributions.clamped_log_ratio(logprobs, old_logprobs)
   never = jnp.zeros(log_ratio.shape, bool)
-  return ClippedPolicyLoss(
-    loss=-jnp.asarray(advantages, jnp.float32)
-    * jnp.asarray(logprobs, jnp.float32),
-    ratio=jnp.exp(log_ratio),
-    log_ratio=log_ratio,
-    clipped_high=never,
-    clipped_low=never,
-    dual_clipped=never,
-  )
+  advantages = jnp.asarray(advantages, jnp.float32)
+  loss = -advantages * jnp.asarray(logprobs, jnp.float32)
+  ratio = jnp.exp(log_ratio)
+  return ClippedPolicyLoss(loss, ratio, log_ratio, never, never, never)
 
 
 def gspo_loss(
