@@ -242,7 +242,7 @@ class TestSettings:
     assert done.returncode == 0, done.stderr
     for path in config_lib.KEYS:
       assert f"\n{path} = " in f"\n{done.stdout}"
-    assert "one of 'clip', 'gspo', 'cispo'" in done.stdout
+    assert "one of 'clip', 'cispo', 'gspo'" in done.stdout
 
   def test_the_table_needs_no_source(self, tmp_path):
     """As in a package of compiled files alone."""

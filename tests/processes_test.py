@@ -56,7 +56,7 @@ class TestRefused:
   @pytest.mark.parametrize(
     ("settings", "says"),
     [
-      ({"schedule.lag": 1}, "set overlap to False"),
+      ({"schedule.lag": 1}, "use schedule.overlap=False"),
       (
         {"schedule.streaming": True, "optimizer.policy.mini_batch": 512},
         "config.schedule.streaming=True",
@@ -78,7 +78,7 @@ class TestRefused:
     config.mesh.data = 4
     config.optimizer.policy.micro_batch_size = 4
     config.optimizer.value.micro_batch_size = 4
-    with pytest.raises(InputError, match="takes 4 of 8 devices"):
+    with pytest.raises(InputError, match="uses 4 of 8 devices"):
       meshes.make_meshes(config)
 
 

@@ -21,6 +21,8 @@ FIXED = {
   "model.cache_dtype": "bfloat16",
   "optimizer.policy.mu_dtype": "bfloat16",
   "optimizer.value.mu_dtype": "bfloat16",
+  "optimizer.policy.frozen": ("embed",),
+  "optimizer.value.frozen": ("embed",),
   "data.source": "sums",
   "data.path": "other.jsonl",
   "data.split": "test",

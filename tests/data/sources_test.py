@@ -319,6 +319,6 @@ class TestHoldOut:
     with pytest.raises(InputError, match=said):
       sources.hold_out(asked("a", "a"), 0.5, "mine")
     with pytest.raises(
-      InputError, match="choose eval.source, or let the maker"
+      InputError, match="choose eval.source, or let the source"
     ):
       sources.hold_out(tasks.ChainSum(), 0.5, "endless")

@@ -315,7 +315,7 @@ class TestReplies:
       "chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"
     }
     tokenizer = Tokenizer(byte_level(tmp_path, tokenizer_config__json=settings))
-    with pytest.raises(InputError, match="turns cannot be told apart"):
+    with pytest.raises(InputError, match="turns cannot be separated"):
       prompt_source.chat_reply(tokenizer)
 
   def test_beside_a_completion_they_are_plain_text(self, tmp_path):

@@ -161,7 +161,7 @@ class TestRefusals:
       (("trl", "none.py", "f"), "none.py: no such file"),
       (
         ("trl", "own_score_functions.py", "f"),
-        "has no function 'f'; set reward.function, to one of score, other",
+        "has no function 'f'; set reward.function to one of score, other",
       ),
     ],
   )

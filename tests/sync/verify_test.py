@@ -158,7 +158,7 @@ class TestVerify:
   def test_a_wrong_checksum_is_found(self):
     weights, wanted = self._weights()
     broken = dataclasses.replace(weights, checksum=weights.checksum ^ 1)
-    with pytest.raises(sync.SyncError, match="checksum of .* version 5 is not"):
+    with pytest.raises(sync.SyncError, match="checksum of .* version 5 does not match"):
       sync.verify(broken, wanted, version=5)
 
   def test_a_missing_leaf_is_found(self):

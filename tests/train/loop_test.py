@@ -315,7 +315,7 @@ class TestResume:
 
   def test_another_seed_is_refused(self, run, whole):
     before = tiny_run.snapshot(whole)
-    with pytest.raises(InputError, match="config.run.seed: 0 -> 1; give"):
+    with pytest.raises(InputError, match="config.run.seed: 0 -> 1; use the old"):
       loop.train(with_config(run, run__seed=1, run__steps=9), whole)
     assert tiny_run.snapshot(whole) == before
 
@@ -349,7 +349,7 @@ def test_a_reward_that_fails_from_some_step_on_stops_it(
   # The first evaluation, and step 1.
   monkeypatch.setattr(run.judge, "pool", Failing(run.judge.pool, 2))
   train(3)  # Two batches: it goes on, and a resume counts on.
-  said = "3 batches in a row, the last one of step 4, which is saved: reward .*"
+  said = "3 batches in a row, the last one at step 4, which is saved: reward .*"
   with pytest.raises(TrainingStopped, match=f"{said}down on chain_sum"):
     train(9)
   assert workdir_lib.steps(tmp_path) == [3, 4]
@@ -388,7 +388,7 @@ class TestDamage:
     saved = file.read_text()
     assert '"gamma": 1.0' in saved
     file.write_text(saved.replace('"gamma": 1.0', '"gamma": 0.9'))
-    with pytest.raises(InputError, match="gamma: 1.0 -> 0.9; write the old"):
+    with pytest.raises(InputError, match="gamma: 1.0 -> 0.9; restore the old"):
       loop.train(with_config(run, run__steps=9), folder)
 
   def test_of_rows_is_told(self, run, whole, tmp_path, capsys):
