@@ -21,8 +21,8 @@ FIXED = {
   "model.cache_dtype": "bfloat16",
   "optimizer.policy.mu_dtype": "bfloat16",
   "optimizer.value.mu_dtype": "bfloat16",
-  "optimizer.policy.frozen": ("embed",),
-  "optimizer.value.frozen": ("embed",),
+  "optimizer.policy.frozen": ["embed"],
+  "optimizer.value.frozen": ["embed"],
   "data.source": "sums",
   "data.path": "other.jsonl",
   "data.split": "test",
@@ -147,6 +147,7 @@ class TestRefused:
   def test_a_fixed_setting(self, start, key):
     old = config_lib.get(make(), key)
     old = old.to_dict() if hasattr(old, "to_dict") else old
+    old = list(old) if isinstance(old, tuple) else old  # As JSON has it.
     text = refusal(start(make()), changed({key: FIXED[key]}))
     assert f"config.{key}: {old!r} -> {FIXED[key]!r}" in text
 

@@ -104,10 +104,12 @@ class PagedCache:
     Returns:
       NumPy arrays.
     """
+    # First: they may move pages, which replaces the cache.
+    arguments = self._put(self.decode_arguments(rows))
     self._kv_cache, output = self.programs.decode(
       self.params,
       self._kv_cache,
-      *self._put(self.decode_arguments(rows)),
+      *arguments,
       metadata,
       np.int32(min_active),
       num_draft_tokens=draft,
@@ -225,10 +227,10 @@ class PagedCache:
         for row, part in zip(tokens, new):
           row[: len(part[done:])] = part[done : done + width]
         given = tokens, begin[:, None] + index, index < lengths[:, None]
+        # First: the block tables may move pages, which replaces the cache.
+        arguments = self._put((self._block_tables(rows), *given))
         self._kv_cache = self.programs.extend(
-          self.params,
-          self._kv_cache,
-          *self._put((self._block_tables(rows), *given)),
+          self.params, self._kv_cache, *arguments
         )
 
   def _block_tables(self, rows: Rows) -> models.BlockTables:

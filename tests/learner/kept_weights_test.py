@@ -292,5 +292,7 @@ class TestState:
     config = tiny_run.make_config(model, **KEEP | MIXED)
     workdir.begin(tmp_path, config)
     config.schedule.max_staleness += 1
-    with pytest.raises(InputError, match="on resume: config.schedule.max_staleness"):
+    with pytest.raises(
+      InputError, match="on resume: config.schedule.max_staleness"
+    ):
       workdir.prepare(tmp_path, config)

@@ -201,7 +201,7 @@ class TestSamplerDtype:
       CONFIG, vocab_size=5003, tie_word_embeddings=tied
     )
     fns = models.make_policy(
-      config, sampler_dtype=jnp.bfloat16, cache_dtype=jnp.float32
+      config, sampler=models.Numerics.all(jnp.bfloat16, kv=jnp.float32)
     )
     params = jax.jit(fns.init)(jax.random.key(0))
     sampler = fns.for_sampling(params)

@@ -114,12 +114,12 @@ class TestMutations:
       (_bumped, "\\(every leaf\\) .* at version 2: transfer"),
       (
         _stale_on_the_way,
-        "^layers/1/mlp/up/kernel \\(1 of 26 leaves\\) .* at version 2, and not"
+        "^layers/1/mlp/up/kernel \\(1 of 27 leaves\\) .* at version 2, and not"
         " what was sent: transfer",
       ),
       (
         _stale_at_the_start,
-        "^layers/1/mlp/up/kernel \\(1 of 26 leaves\\) .* at version 2: tra",
+        "^layers/1/mlp/up/kernel \\(1 of 27 leaves\\) .* at version 2: tra",
       ),
     ],
   )
@@ -147,7 +147,7 @@ class TestVerify:
       "final_norm": {"scale": scale.at[3].multiply(-1)}
     }
     broken = dataclasses.replace(weights, params=params)
-    with pytest.raises(sync.SyncError, match="^final_norm/scale .1 of 26"):
+    with pytest.raises(sync.SyncError, match="^final_norm/scale .1 of 27"):
       sync.verify(broken, wanted, version=5)
 
   def test_a_version_from_the_future_is_found(self):
@@ -158,14 +158,16 @@ class TestVerify:
   def test_a_wrong_checksum_is_found(self):
     weights, wanted = self._weights()
     broken = dataclasses.replace(weights, checksum=weights.checksum ^ 1)
-    with pytest.raises(sync.SyncError, match="checksum of .* version 5 does not match"):
+    with pytest.raises(
+      sync.SyncError, match="checksum of .* version 5 does not match"
+    ):
       sync.verify(broken, wanted, version=5)
 
   def test_a_missing_leaf_is_found(self):
     weights, wanted = self._weights()
     params = {k: v for k, v in weights.params.items() if k != "final_norm"}
     broken = dataclasses.replace(weights, params=params)
-    with pytest.raises(sync.SyncError, match="^final_norm/scale .1 of 26"):
+    with pytest.raises(sync.SyncError, match="^final_norm/scale .1 of 27"):
       sync.verify(broken, wanted, version=5)
 
   def test_a_buffer_that_was_given_away_is_found(self):

@@ -315,7 +315,9 @@ class TestResume:
 
   def test_another_seed_is_refused(self, run, whole):
     before = tiny_run.snapshot(whole)
-    with pytest.raises(InputError, match="config.run.seed: 0 -> 1; use the old"):
+    with pytest.raises(
+      InputError, match="config.run.seed: 0 -> 1; use the old"
+    ):
       loop.train(with_config(run, run__seed=1, run__steps=9), whole)
     assert tiny_run.snapshot(whole) == before
 
