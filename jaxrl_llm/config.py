@@ -282,7 +282,8 @@ class Sampler(Group, path="sampler"):
   drafter = Key("", Names("train.sampler:DRAFTERS"),
     "Drafter of speculative decoding, used while it is measured to be faster;"
     " '' disables it. Responses stay the same, but the last bits of log-probs"
-    " and the completion order vary: 'first_groups' and streaming exclude it.")
+    " and the completion order vary: a run repeats up to rounding, and"
+    " 'first_groups' and streaming exclude it.")
   num_draft_tokens = Key(4, _SOME,
     "Draft tokens per decoding step of speculative decoding.")
   parity_check_every = Key(50, _COUNT, "Steps between checks that sampler and"
