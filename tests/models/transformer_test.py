@@ -222,7 +222,8 @@ class TestSamplerDtype:
       sizes = r"\[(?:5003,24|24,5003)\]\S*"
       return set(re.findall(rf"= \w+{sizes} ([\w-]+)\(", text))
 
-    assert "convert" in whole_tables(plain)  # The pattern finds it.
+    if jax.__version_info__ < (0, 12):  # XLA has bfloat16 gathers since.
+      assert "convert" in whole_tables(plain)  # The pattern finds it.
     assert whole_tables(sampler) == {"parameter"}
 
   def test_bfloat16_factors_are_summed_in_float32(self):

@@ -232,7 +232,8 @@ class _Saver:
       for x in jax.tree.leaves(target):
         size = int(np.prod(x.shape)) * x.dtype.itemsize
         part, data = data[:size], data[size:]
-        leaves.append(np.frombuffer(part, x.dtype).reshape(x.shape))
+        values = np.frombuffer(part, x.dtype).reshape(x.shape)
+        leaves.append(jax.device_put(values))
       return jax.tree.unflatten(jax.tree.structure(target), leaves)
 
     return {name: read(name, target) for name, target in items.items()}
@@ -493,8 +494,11 @@ def main(arguments: list[str] | None = None) -> int:
     CompositeCheckpointHandler=lambda: None,
     args=types.SimpleNamespace(
       StandardSave=lambda tree: tree,
-      StandardRestore=lambda tree: tree,
+      PyTreeRestore=lambda tree, **_: tree,
       Composite=dict,
+    ),
+    checkpoint_utils=types.SimpleNamespace(
+      construct_restore_args=lambda tree: None
     ),
   )
   manager.concurrent = types.SimpleNamespace(
