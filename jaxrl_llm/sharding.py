@@ -1,11 +1,10 @@
-"""Meshes, and where every parameter lies on them.
+"""Device meshes, and the sharding of every parameter.
 
 Axes: 'data' replicates parameters and splits the batch, 'fsdp' splits both,
 'context' splits parameters and the tokens of each row, 'tensor' splits the
-width of layers. `PARAMETERS` says by a parameter's path
-what its dimensions are, `MESH_AXES` over which axes such a dimension is split;
-an optimizer's moments follow their parameter because their paths end the same
-way.
+width of layers. `PARAMETERS` names the dimensions of a parameter by its path,
+and `MESH_AXES` the axes over which a dimension is split. An optimizer's moments
+are sharded like their parameter because their paths end the same way.
 """
 
 import math
@@ -24,9 +23,9 @@ AXES = ("data", "fsdp", "context", "tensor")
 BATCH_AXES = ("data", "fsdp")
 SLOT_AXES = ("data", "fsdp", "context")  # The sampler splits no row.
 
-# Path of a parameter -> its dimensions by name; '' is never split. First match
-# wins, no match is an error. Stacked layers have a leading dimension that those
-# of a sampler lack.
+# Path of a parameter -> names of its dimensions; '' is never split. The first
+# match counts, and no match is an error. Stacked layers have a leading
+# dimension, which the layers of a sampler lack.
 PARAMETERS: tuple[tuple[str, tuple[str, ...]], ...] = (
   (r"embed/embedding$", ("vocab", "embed")),
   (r"lm_head/kernel$", ("embed", "vocab")),
@@ -41,7 +40,7 @@ PARAMETERS: tuple[tuple[str, tuple[str, ...]], ...] = (
   # Counters of train states, optimizers and the moving average.
   (r"(^|/)(count|step|skipped|skipped_in_a_row|weight)$", ()),
 )
-# Name of a dimension -> the axes of the mesh that split it.
+# Name of a dimension -> axes of the mesh that split it.
 MESH_AXES: dict[str, tuple[str, ...]] = {
   "": (),
   "layers": (),
@@ -60,7 +59,7 @@ def make_mesh(
   context: int = 1,
   devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-  """A mesh with the axes of `AXES`.
+  """Makes a mesh with the axes of `AXES`.
 
   Args:
     data: size of the axis; -1 takes the devices that remain.
@@ -96,51 +95,50 @@ def make_mesh(
 def remaining_devices(
   mesh: Mesh, devices: Sequence[jax.Device]
 ) -> list[jax.Device]:
-  """The devices that a mesh leaves free; its own where it takes all."""
+  """Returns the devices outside a mesh, or its own if it has them all."""
   own = list(mesh.devices.flat)
   return [device for device in devices if device not in own] or own
 
 
 def batch_size_of(mesh: Mesh) -> int:
-  """Number of ways the batch is split."""
+  """Number of shards of a batch."""
   return math.prod(mesh.shape[a] for a in BATCH_AXES)
 
 
 def slots_size_of(mesh: Mesh) -> int:
-  """Number of ways the sampler's slots are split."""
+  """Number of shards of the sampler's slots."""
   return math.prod(mesh.shape[a] for a in SLOT_AXES)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-  """Every device holds the whole array."""
+  """Sharding of an array that every device holds whole."""
   return NamedSharding(mesh, P())
 
 
 def along_batch(mesh: Mesh, *, axis: int = 0) -> NamedSharding:
-  """Arrays split over data and fsdp on the given axis."""
+  """Sharding of arrays split over data and fsdp along the given axis."""
   return NamedSharding(mesh, P(*[None] * axis, BATCH_AXES))
 
 
-def of_head(mesh: Mesh, vocabulary: int) -> NamedSharding:
-  """Arrays [N, D, V], one for each group of devices with tokens of its own.
+def head_sharding(mesh: Mesh, vocabulary: int) -> NamedSharding:
+  """Sharding of per-group kernels [N, D, V], one for each group of devices.
 
-  Groups are in the order of `models.context.as_rows`. The vocabulary is split
-  where it divides.
+  A group of devices shares its tokens. Groups are in the order of
+  `models.context.shards_to_rows`. The vocabulary is split if it divides.
   """
   groups = ("context", *BATCH_AXES)
   return NamedSharding(mesh, P(groups, None, _split("vocab", vocabulary, mesh)))
 
 
 def with_leading_axis(place: NamedSharding) -> NamedSharding:
-  """The sharding of several such arrays stacked into one, [N, ...]."""
+  """Sharding of such arrays stacked along a new first axis, [N, ...]."""
   return NamedSharding(place.mesh, P(None, *place.spec))
 
 
 def tree_shardings(tree: Any, mesh: Mesh) -> Any:
-  """A NamedSharding per leaf of a tree of parameters or of a train state.
+  """Returns the NamedSharding of each leaf of parameters or of a train state.
 
-  An axis that does not divide its dimension is dropped: that dimension stays
-  whole on every device of the axis.
+  An axis that does not divide a dimension does not split it.
 
   Args:
     tree: arrays or ShapeDtypeStructs in a tree whose paths match `PARAMETERS`.
@@ -161,7 +159,7 @@ def tree_shardings(tree: Any, mesh: Mesh) -> Any:
 
 
 def _split(name: str, size: int, mesh: Mesh) -> tuple[str, ...] | None:
-  """The axes that split a dimension; the last ones are dropped if need be."""
+  """Returns the axes that split a dimension, as many as divide its size."""
   axes = MESH_AXES[name]
   while size % math.prod(mesh.shape[axis] for axis in axes):
     axes = axes[:-1]
@@ -183,16 +181,16 @@ def _dimensions(name: str) -> tuple[str, ...]:
   return dimensions
 
 
-def of_slots(mesh: Mesh, kv_heads: int) -> NamedSharding:
-  """The sampler's slots along the first axis; KV heads, where they divide,
-  along the second.
+def slot_sharding(mesh: Mesh, kv_heads: int) -> NamedSharding:
+  """Sharding of the sampler's arrays [S, K, ...]: slots, and KV heads.
 
-  So the queries of a head stay where its keys and values are.
+  KV heads are split if they divide the axis, so that the queries of a head are
+  on the device of its keys and values.
   """
   return NamedSharding(mesh, P(SLOT_AXES, _split("heads", kv_heads, mesh)))
 
 
-def of_keys(mesh: Mesh, kv_heads: int) -> NamedSharding:
-  """Keys and values [R, C, K, d] in training: rows, their tokens, KV heads."""
+def packed_kv_sharding(mesh: Mesh, kv_heads: int) -> NamedSharding:
+  """Sharding of keys and values [R, C, K, d] in training."""
   heads = _split("heads", kv_heads, mesh)
   return NamedSharding(mesh, P(BATCH_AXES, "context", heads))

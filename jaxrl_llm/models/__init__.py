@@ -1,4 +1,4 @@
-"""Models as pure functions; the only room that knows flax."""
+"""Models as pure functions; the only package that imports flax."""
 
 from typing import Any
 
@@ -33,17 +33,17 @@ from jaxrl_llm.models.transformer import (
 
 
 def load(path: str, *, dtype: Any = jnp.float32) -> tuple[ModelFns, Any]:
-  """Model functions and parameters of a Hugging Face directory.
+  """Loads a Hugging Face directory.
 
   Args:
     path: directory with config.json and *.safetensors.
-    dtype: of the parameters and of all computation.
+    dtype: dtype of parameters and computation.
 
   Returns:
     `(ModelFns, params)`.
 
   Raises:
-    InputError: a file is missing, damaged or not supported.
+    InputError: A file is missing, damaged or not supported.
   """
   config = hf.read_config(path)
   numerics = Numerics.all(dtype)
@@ -58,9 +58,9 @@ def save(
 
   Args:
     path: directory to write.
-    fns: the model whose parameters these are.
-    params: policy parameters in the stacked layout, whole or in two trees.
-    tokenizer_from: directory whose tokenizer files are copied along.
+    fns: functions of the model.
+    params: its parameters, as one nested dict or as `Params`.
+    tokenizer_from: directory whose tokenizer files are copied.
   """
   hf.write_params(
     path, fns.config, merge(params), extra_files_from=tokenizer_from

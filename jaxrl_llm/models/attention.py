@@ -1,9 +1,9 @@
-"""Attention in plain XLA: of packed rows, and of contexts in prefill.
+"""Attention in plain XLA, for packed rows and for prefill.
 
-Heads are brought before time first, and the G query heads of a key head are
-folded into the time axis. The products are then plain batched matrix products
-on contiguous memory: on a CPU forward and backward took a half to two thirds
-of the time of `jax.nn.dot_product_attention`.
+Heads are moved before time, and the G query heads of a key head are folded into
+the time axis, which leaves batched matrix products on contiguous memory: on a
+CPU, forward and backward took half to two thirds of the time of
+`jax.nn.dot_product_attention`.
 """
 
 import functools
@@ -15,8 +15,8 @@ from jax.sharding import NamedSharding
 
 from jaxrl_llm.models import context
 
-MASKED = -1e30  # Finite: a row without any key gives a mean, not NaN.
-_QUERY_BLOCK = 512  # Queries at a time in rows longer than twice this.
+MASKED = -1e30  # Finite: a query without keys gives a mean, not NaN.
+_QUERY_BLOCK = 512  # Queries per block in rows longer than twice this.
 
 
 def packed_attention(
@@ -30,31 +30,33 @@ def packed_attention(
 ) -> jax.Array:
   """softmax(q kᵀ / √d) v, causal, with grouped heads, within segments.
 
-  A query sees the keys not after it of its own segment and of its prefix. In
-  long rows queries go block by block and are recomputed in the backward pass,
-  so that memory is linear in the length.
+  A query attends to earlier keys of its own segment and of its prefix. In long
+  rows, queries are processed in blocks and recomputed in the backward pass, so
+  that memory is linear in the length.
 
   Args:
     q: [B, T, H, d].
     k: [B, T, K, d]; K divides H.
     v: [B, T, K, d].
     segments: int32 [B, T].
-    prefixes: int32 [B, T], a further segment that is seen, 0 for none.
-    sharding: of k, if it splits the tokens of a row; XLA finds by itself what
-      to do about rows and heads.
+    prefixes: int32 [B, T], another segment to attend to; 0: none.
+    sharding: sharding of k if the tokens of a row are split; otherwise XLA
+      partitions rows and heads by itself.
 
   Returns:
     [B, T, H, d] in the dtype of q; scores and softmax are float32.
   """
   chex.assert_rank([q, k, v, segments, prefixes], [4, 4, 4, 2, 2])
   chex.assert_equal_shape_prefix([q, k, v, segments, prefixes], 2)
-  if context.ways(sharding, 1) == 1:
+  if context.num_shards(sharding, 1) == 1:
     index = jnp.arange(q.shape[1])
     return _attend_in_rows(index, q, k, v, segments, prefixes, segments)
 
   def on_device(q, k, v, segments, prefixes):
     k, v, keys = (context.gather(x, sharding) for x in (k, v, segments))
-    places = jnp.asarray(context.order(k.shape[1], k.shape[1] // q.shape[1]))
+    places = jnp.asarray(
+      context.zigzag_order(k.shape[1], k.shape[1] // q.shape[1])
+    )
     index = places[jax.lax.axis_index(sharding.spec[1])]
     return _attend_in_rows(index, q, k, v, segments, prefixes, keys)
 
@@ -63,7 +65,7 @@ def packed_attention(
 
 
 def _attend_in_rows(index, q, k, v, segments, prefixes, key_segments):
-  """Queries at places [Q] of the row, to keys of the whole row."""
+  """Attends with queries at positions [Q] of the row to all of its keys."""
   count, time = q.shape[1], k.shape[1]
   keys, values = k.transpose(0, 2, 3, 1), v.swapaxes(1, 2)
 
@@ -92,7 +94,7 @@ def _attend_in_rows(index, q, k, v, segments, prefixes, key_segments):
 
 @jax.custom_vjp
 def attend(q, keys, values, visible):
-  """q [B, Q, H, d], keys [B, K, d, T], values [B, K, T, d], [B, Q, T]."""
+  """Attends: q [B,Q,H,d], keys [B,K,d,T], values [B,K,T,d], visible [B,Q,T]."""
   return _attend_fwd(q, keys, values, visible)[0]
 
 
@@ -116,10 +118,10 @@ def _attend_fwd(q, keys, values, visible):
 
 
 def _attend_bwd(residuals, cotangent):
-  """The products over queries keep their [Q, T] operand on the right.
+  """Backward pass whose products have their [Q, T] operand on the right.
 
-  There it is read as it lies; automatic differentiation puts it on the left,
-  and transposing it took a quarter of the time of a training step on a CPU.
+  Automatic differentiation puts it on the left, where it must be transposed,
+  which took a quarter of the time of a training step on a CPU.
   """
   q, keys, values, weights, out = residuals
   g, unfold = fold_heads(cotangent, keys.shape[1])
@@ -143,7 +145,7 @@ attend.defvjp(_attend_fwd, _attend_bwd)
 
 
 def fold_heads(x, kv_heads):
-  """[B, Q, H, d] to [B, K, G·Q, d], and the function that undoes it."""
+  """Reshapes [B, Q, H, d] to [B, K, G·Q, d]; also returns the inverse."""
   batch, queries, heads, size = x.shape
   group = heads // kv_heads
 
@@ -162,13 +164,13 @@ def write_contiguous(
   v: chex.Array,
   start: chex.Numeric,
 ) -> tuple[jax.Array, jax.Array]:
-  """Writes the keys and values of Q new tokens a sequence, from a position on.
+  """Writes keys and values of Q new tokens per sequence, from `start` on.
 
   Args:
     layer: keys [N, K, d, T] and values [N, K, T, d].
     k: [N, Q, K, d].
     v: [N, Q, K, d].
-    start: int32 scalar, position of the first.
+    start: int32 scalar, position of the first new token.
   """
   write = jax.lax.dynamic_update_slice_in_dim
   keys, values = layer
@@ -179,10 +181,10 @@ def write_contiguous(
 def prefill_attention(
   q: chex.Array, layer: tuple[jax.Array, jax.Array], start: chex.Numeric
 ) -> jax.Array:
-  """Causal attention of Q queries a sequence on a contiguous cache.
+  """Causal attention of Q queries per sequence to a contiguous cache.
 
   Args:
-    q: [N, Q, H, d], of positions start, start + 1, ...
+    q: [N, Q, H, d], at positions start, start + 1, ...
     layer: keys [N, K, d, T] and values [N, K, T, d].
     start: int32 scalar.
 

@@ -1,9 +1,8 @@
-"""The shape of a decoder, as a Hugging Face `config.json` states it.
+"""Configuration of a decoder, read from a Hugging Face `config.json`.
 
-A `config.json` comes from outside and must not be able to choose code, so a
-fixed list of keys is read and all others are ignored. A key that would change
-the mathematics and is not supported (sliding windows, quantised weights, other
-rope kinds, ...) is refused, never passed over.
+The file is untrusted and cannot choose code: a fixed list of keys is read, and
+others are ignored. Keys that would change the mathematics in an unsupported way
+(sliding windows, quantised weights, other rope kinds, ...) are refused.
 """
 
 import dataclasses
@@ -14,8 +13,8 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import families, rope
 from jaxrl_llm.models.rope import RopeScaling, range_problem, show
 
-# Field -> smallest and largest accepted value. The upper ends are far above
-# any real model: they keep a damaged file from asking for terabytes.
+# Field -> smallest and largest accepted value. The largest ones are far beyond
+# any real model, and keep a damaged file from requesting terabytes.
 _RANGES = {
   "vocab_size": (1, 1 << 24),
   "hidden_size": (1, 1 << 17),
@@ -29,7 +28,7 @@ _RANGES = {
   "rope_theta": (2.0, 1e12),
 }
 _BOOLEANS = ("attention_bias", "mlp_bias", "tie_word_embeddings")
-# Fields whose key in config.json has another name.
+# Fields with another name in config.json.
 _HF_KEYS = {
   "num_layers": "num_hidden_layers",
   "num_heads": "num_attention_heads",
@@ -39,7 +38,7 @@ _HF_KEYS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-  """Everything that fixes a decoder's parameters and mathematics."""
+  """Settings that determine a decoder's parameters and mathematics."""
 
   family: str  # One of `families.names`.
   vocab_size: int
@@ -53,7 +52,7 @@ class ModelConfig:
   rms_norm_eps: float
   rope_theta: float
   rope_scaling: RopeScaling | None = None
-  attention_bias: bool = False  # On q, k, v and, but for Qwen2, o.
+  attention_bias: bool = False  # Bias of q, k, v and, except in Qwen2, o.
   mlp_bias: bool = False
   tie_word_embeddings: bool = False
 
@@ -70,19 +69,18 @@ class ModelConfig:
   def from_hf(
     cls, values: Mapping[str, Any], where: Any = "config.json"
   ) -> "ModelConfig":
-    """Reads the keys of a `config.json` that this library understands.
+    """Reads the supported keys of a `config.json`.
 
     Args:
-      values: the parsed JSON object. Both spellings of rope are read: the older
-        `rope_theta` with `rope_scaling`, and `rope_parameters`.
+      values: the parsed JSON object, with either spelling of rope: `rope_theta`
+        and `rope_scaling`, or the newer `rope_parameters`.
       where: path of the file, for messages.
 
     Returns:
       The validated configuration.
 
     Raises:
-      InputError: a key is missing, has a wrong type or value, or asks for
-        something that is not supported.
+      InputError: A key is missing, invalid or not supported.
     """
     if not isinstance(values, Mapping):
       raise InputError(f"{where}: must hold a JSON object; restore the file")
@@ -97,9 +95,9 @@ class ModelConfig:
   def to_hf(self) -> dict[str, Any]:
     """Returns the `config.json` object that `transformers` loads.
 
-    Rope is written in the older spelling, which every release reads. The
-    special token ids belong to the tokenizer and are written as null here:
-    left out, Llama's loader would make up its own.
+    Rope has the older spelling, which every release reads. Special token ids
+    belong to the tokenizer and are null here; without these keys, Llama's
+    loader would use its own defaults.
     """
     rules = families.get(self.family)
     values = {
@@ -119,17 +117,17 @@ class ModelConfig:
 
   @property
   def period(self) -> tuple[Any, ...]:
-    """Kinds of the first layers, which repeat up to the last one."""
+    """Layer kinds of the first period, which repeats up to the last layer."""
     return families.get(self.family).period(self)
 
   @property
   def layers(self) -> tuple[Any, ...]:
-    """Kind of every layer."""
+    """Layer kind of every layer."""
     return self.period * (self.num_layers // len(self.period))
 
 
 def _problems(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-  """Yields (field, problem) of a configuration; later ones presume earlier."""
+  """Yields (field, problem); later checks assume that earlier ones passed."""
   family, known = values["family"], families.names()
   if family not in known:
     yield "family", f"must be one of {', '.join(known)}, got {show(family)}"
@@ -150,7 +148,7 @@ def _problems(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _fields_from_hf(values: Mapping[str, Any], where: Any) -> dict[str, Any]:
-  """Collects the fields of ModelConfig, unchecked but for their presence."""
+  """Collects the fields of ModelConfig; checks only that they are present."""
   family, known = values.get("model_type"), families.names()
   if family not in known:
     raise InputError(
@@ -171,7 +169,7 @@ def _fields_from_hf(values: Mapping[str, Any], where: Any) -> dict[str, Any]:
       )
   for field in _BOOLEANS:
     fields[field] = rules.fixed.get(field, values.get(field, False))
-  # What is absent means plain multi-head attention.
+  # Absent keys mean plain multi-head attention.
   absent = [field for field in _RANGES if fields[field] is None]
   heads, hidden = fields["num_heads"], fields["hidden_size"]
   defaults = {"num_kv_heads": heads, "rope_theta": rope.LLAMA_THETA}
@@ -194,7 +192,7 @@ def _default_head_dim(hidden: Any, heads: Any, where: Any) -> int:
 def _refuse_unsupported(
   values: Mapping[str, Any], config: ModelConfig, where: Any
 ) -> None:
-  """Refuses what would load but compute something else."""
+  """Refuses settings that would load but compute something else."""
   family = families.get(config.family)
   supported = {"architectures": ([family.architecture], None)}
   for key, allowed in (supported | family.supported(config)).items():

@@ -1,11 +1,11 @@
-"""Rows whose tokens are split over the devices of a mesh, for long contexts.
+"""Context parallelism: the tokens of a row are sharded over devices.
 
-A row is cut into 2 n pieces and dealt to n devices: the first and the last to
-the first device, the second and the last but one to the second, and so on. So
-all attend to as many tokens before their own. A device does for its tokens all
-that a layer does. Only attention needs the others: keys and values of the whole
-row are gathered layer by layer, and their gradients summed back. With grouped
-heads they are a fraction of the queries.
+A row is cut into 2 n pieces. The first device has the first and the last piece,
+the second one the second and the last but one, and so on (zigzag), so that
+causal attention costs all devices the same. Layers act on each token by itself,
+except for attention, which gathers the keys and values of the whole row in
+every layer and sums their gradients back. With grouped heads, keys and values
+are a fraction of the queries.
 
 Reference: Llama Team 2024, arXiv 2407.21783, section 3.3.2.
 """
@@ -21,8 +21,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 
-def ways(sharding: NamedSharding | None, axis: int) -> int:
-  """Into how many parts a sharding cuts an axis of an array."""
+def num_shards(sharding: NamedSharding | None, axis: int) -> int:
+  """Returns the number of shards along an axis; 1 without a sharding."""
   spec = sharding.spec[axis : axis + 1] if sharding else ()
   return math.prod(sharding.mesh.shape[name] for name in jax.tree.leaves(spec))
 
@@ -30,13 +30,13 @@ def ways(sharding: NamedSharding | None, axis: int) -> int:
 def on_devices(
   function: Callable[..., Any], sharding: NamedSharding | None, *specs: Any
 ) -> Callable[..., Any]:
-  """A function of a device's part of arrays, on whole ones.
+  """Makes a function of per-device shards a function of whole arrays.
 
   Args:
-    function: of arguments with the given specs, then arrays [R, C, heads, d] or
-      [R, C]; returns one like the former.
-    sharding: of [R, C, heads, d]; None: all lie on one device.
-    *specs: of its first arguments.
+    function: its first arguments have the given specs, the others are
+      [R, C, heads, d] or [R, C]; returns [R, C, heads, d].
+    sharding: sharding of [R, C, heads, d]; None: one device.
+    *specs: partition specs of the first arguments.
   """
   if sharding is None:
     return function
@@ -54,15 +54,15 @@ def on_devices(
         ),
       ),
       out_specs=sharding.spec,
-      check_vma=False,  # Kernels do not say what varies.
+      check_vma=False,  # Pallas kernels do not declare it.
     )(*arguments)
 
   return run
 
 
 def gather(x: chex.Array, sharding: NamedSharding | None) -> jax.Array:
-  """Of a device's tokens [R, C / n, ...], those of the row [R, C, ...]."""
-  parts = ways(sharding, 1)
+  """Gathers a device's tokens [R, C / n, ...] into whole rows [R, C, ...]."""
+  parts = num_shards(sharding, 1)
   if parts == 1:
     return x
   x = jax.lax.all_gather(x, sharding.spec[1], axis=1)
@@ -71,39 +71,39 @@ def gather(x: chex.Array, sharding: NamedSharding | None) -> jax.Array:
   return x.reshape(len(x), -1, *x.shape[3:])
 
 
-def order(length: int, parts: int) -> np.ndarray:
-  """int32 [n, C / n]: where in the row the tokens of each device lie."""
+def zigzag_order(length: int, parts: int) -> np.ndarray:
+  """Returns the index in the row of each device's tokens, int32 [n, C / n]."""
   if parts == 1:
     return np.arange(length, dtype=np.int32)[None]
   pieces = np.arange(length, dtype=np.int32).reshape(2 * parts, -1)
   return np.concatenate([pieces[:parts], pieces[parts:][::-1]], axis=1)
 
 
-def deal(rows: Any, parts: int) -> Any:
-  """Arrays [R, C, ...], padded to divide, in the order of the devices."""
+def zigzag_shard(rows: Any, parts: int) -> Any:
+  """Pads arrays [R, C, ...] to divide, and reorders them device by device."""
   if parts == 1:
     return rows
 
-  def deal_one(x):
+  def shard_one(x):
     added = -x.shape[1] % (2 * parts)
     x = jnp.pad(x, [(0, 0), (0, added)] + [(0, 0)] * (x.ndim - 2))
-    return x[:, order(x.shape[1], parts).reshape(-1)]
+    return x[:, zigzag_order(x.shape[1], parts).reshape(-1)]
 
-  return jax.tree.map(deal_one, rows)
+  return jax.tree.map(shard_one, rows)
 
 
-def collect(x: chex.Array, parts: int, length: int) -> jax.Array:
-  """Undoes `deal` of rows of some length, of [R, C, ...]."""
+def zigzag_unshard(x: chex.Array, parts: int, length: int) -> jax.Array:
+  """Undoes `zigzag_shard` for [R, C, ...]; `length` is that of the rows."""
   if parts == 1:
     return x
-  back = np.argsort(order(x.shape[1], parts).reshape(-1))
+  back = np.argsort(zigzag_order(x.shape[1], parts).reshape(-1))
   return x[:, back[:length]]
 
 
-def as_rows(x: chex.Array, parts: int) -> jax.Array:
-  """[R, C, ...] to [n R, C / n, ...]: a row's parts as rows of their own.
+def shards_to_rows(x: chex.Array, parts: int) -> jax.Array:
+  """Reshapes [R, C, ...] to [n R, C / n, ...], a row for each shard of a row.
 
-  With the part before the row, so that every device keeps what it has.
+  The shard is the slower index, so that no data move between devices.
   """
   if parts == 1:
     return x
@@ -111,8 +111,8 @@ def as_rows(x: chex.Array, parts: int) -> jax.Array:
   return x.reshape(-1, *x.shape[2:])
 
 
-def of_rows(x: chex.Array, parts: int) -> jax.Array:
-  """Undoes `as_rows`, of [n R, C / n]."""
+def rows_to_shards(x: chex.Array, parts: int) -> jax.Array:
+  """Undoes `shards_to_rows` for [n R, C / n]."""
   if parts == 1:
     return x
   x = x.reshape(parts, -1, x.shape[1]).swapaxes(0, 1)

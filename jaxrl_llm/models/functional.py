@@ -1,4 +1,4 @@
-"""The border of the models: named tuples of pure functions over plain dicts."""
+"""Models as named tuples of pure functions over plain dicts."""
 
 import functools
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from jaxrl_llm.models.numerics import FLOAT32, Numerics
 from jaxrl_llm.models.params import merge
 from jaxrl_llm.models.transformer import PackedRows
 
-_MAX_SURPRISE = 8.0  # Nats: beyond, an embedding would outgrow all others.
+_MAX_SURPRISE = 8.0  # Nats; a larger embedding would outgrow all others.
 
 
 class ModelFns(NamedTuple):
@@ -41,11 +41,11 @@ class ModelFns(NamedTuple):
   states: Callable[..., jax.Array]
   # (params) -> sampler_params, in the sampler's dtype and layout.
   for_sampling: Callable[..., Any]
-  # Of every array of the paged KV cache; None: they lie on one device.
+  # Sharding of the arrays of the paged KV cache; None: one device.
   kv_sharding: NamedSharding | None
-  # Several slots may read a page of it.
+  # Whether several slots may read one page.
   shares_pages: bool
-  # Packed samples may share their prompt, see `PackedAttention`.
+  # Whether packed samples may share a prompt, see `PackedAttention`.
   shares_prompts: bool
   # (shards, pages, page_size) -> a paged KV cache of zeros.
   init_kv_cache: Callable[..., KVCache]
@@ -57,7 +57,7 @@ class ModelFns(NamedTuple):
 
   @property
   def slots_sharding(self) -> NamedSharding | None:
-    """Of arrays [S, ...] of the sampler; None: they lie on one device."""
+    """Sharding of the sampler's arrays [S, ...]; None: one device."""
     return _leading(self.kv_sharding, 1)
 
 
@@ -69,14 +69,14 @@ class ValueFns(NamedTuple):
   init: Callable[..., Any]
   # (policy params) -> params: a copy of its backbone, a fresh head.
   from_policy: Callable[..., Any]
-  # (params, PackedRows) -> (float32 [R, C], auxiliary losses likewise).
+  # (params, PackedRows) -> (float32 [R, C], auxiliary losses [R, C]).
   values: Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
-  # As of the policy.
+  # As in `ModelFns`.
   shares_prompts: bool
 
 
 def _leading(sharding: NamedSharding | None, axes: int) -> NamedSharding | None:
-  """The same along the first axes alone."""
+  """Returns the sharding of the first axes alone."""
   if sharding is None:
     return None
   return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:axes]))
@@ -107,50 +107,51 @@ def _of_whole(function):
 
 
 def _collected(scores, parts, length):
-  return jax.tree.map(lambda x: context.collect(x, parts, length), scores)
+  return jax.tree.map(
+    lambda x: context.zigzag_unshard(x, parts, length), scores
+  )
 
 
 def _logits(params, tokens, mask, *, backbone, parts):
   segments = mask.astype(jnp.int32)
   positions = jnp.maximum(jnp.cumsum(segments, axis=1) - 1, 0)
   packed = PackedRows(tokens=tokens, segments=segments, positions=positions)
-  states, _ = backbone(params, context.deal(packed, parts))
-  states = context.collect(states, parts, tokens.shape[1])
+  states, _ = backbone(params, context.zigzag_shard(packed, parts))
+  states = context.zigzag_unshard(states, parts, tokens.shape[1])
   return transformer.logits(params, states)
 
 
 def _states(params, packed, layers, *, settings, parts):
-  length, packed = packed.tokens.shape[1], context.deal(packed, parts)
+  length, packed = packed.tokens.shape[1], context.zigzag_shard(packed, parts)
   found, _ = transformer.states(params, packed, layers=layers, **settings)
-  return context.collect(found, parts, length)
+  return context.zigzag_unshard(found, parts, length)
 
 
 def _init_surprise(embedding):
-  """The embedding of one nat, float32 [D]: half as long as a token's.
+  """Returns the embedding of one nat, float32 [D], half as long as a token's.
 
-  A direction of its own, the same in every run. From zeros it was learned too,
-  but on the embedded task a dozen training steps late.
+  Its direction is random, but the same in every run. Starting from zeros, it
+  was learned a dozen training steps later on the embedded task.
   """
   direction = jax.random.normal(jax.random.key(0), embedding.shape[1:])
   return 0.5 * jnp.std(embedding) * direction
 
 
 def _embed_surprise(params, logprobs):
-  """Of log-probs [R, C] in nats, [R, C, D]."""
+  """Embeds log-probs [R, C] in nats as [R, C, D]."""
   nats = jnp.minimum(-logprobs, _MAX_SURPRISE)
   return nats[..., None] * params["surprise"]["kernel"][None, None]
 
 
 def _init_kv_cache(config, kernels, dtype, shards, pages, page_size):
-  """A tuple of all layers."""
+  """Makes the cache of every layer."""
   size = shards, pages, page_size
   return tuple(
     kernels[kind.attention].init_paged(*size, dtype) for kind in config.layers
   )
 
 
-# The same functions for equal settings, so that what is compiled of them is
-# found again.
+# Equal settings give the same functions, so that nothing is compiled twice.
 @functools.lru_cache(maxsize=16)
 def make_policy(
   config: ModelConfig,
@@ -164,27 +165,27 @@ def make_policy(
   kernels: str = "auto",
   sampler_sharding: NamedSharding | None = None,
 ) -> ModelFns:
-  """Language model of a config.
+  """Makes the language model of a config.
 
   Args:
     config: the architecture.
-    numerics: of training, whose weights are float32 masters.
-    sampler: numerics of the sampler; None: all in the dtype of the trainer's
-      activations. (Others than the trainer's make the sampler's log-probs
-      differ by their rounding. On a CPU a bfloat16 cache is several times
-      slower than a float32 one.)
-    remat_policy: what the backward pass computes again, one of
+    numerics: numerics of training; its weights are float32 masters.
+    sampler: numerics of the sampler; None: the dtype of the trainer's
+      activations throughout. With other numerics than the trainer's, the
+      sampler's log-probs differ by their rounding. On a CPU a bfloat16 cache is
+      several times slower than a float32 one.
+    remat_policy: activations that the backward pass recomputes, one of
       `transformer.REMAT_POLICIES`.
-    head_chunk: positions of time per application of the vocabulary head.
-    head_sharding: as of `heads.chunked_logprobs`.
-    sharding: of keys in training, see `sharding.of_keys`; None: all lie on
-      one device.
+    head_chunk: time steps per application of the vocabulary head.
+    head_sharding: as in `heads.chunked_logprobs`.
+    sharding: sharding of keys and values in training, see
+      `sharding.packed_kv_sharding`; None: one device.
     kernels: attention backend, one of `kernels.NAMES`.
-    sampler_sharding: of the sampler's slots and KV heads, see
-      `sharding.of_slots`; None: all lie on one device.
+    sampler_sharding: sharding of the sampler's slots and KV heads, see
+      `sharding.slot_sharding`; None: one device.
 
   Raises:
-    InputError: this backend cannot serve this model on these devices.
+    InputError: The backend does not support this model on these devices.
   """
   bind = functools.partial
   settings, sees_prefixes = _backbone_settings(
@@ -192,23 +193,27 @@ def make_policy(
   )
   make_backend = bind(make_kernels, kernels, sharding=sampler_sharding)
   backends = _by_attention(make_backend, config)
-  backend = next(iter(backends.values()))  # They have one name, so are alike.
+  backend = next(iter(backends.values()))  # All have the same layout.
   sampler = sampler or Numerics.all(numerics.activations)
   sampled = {"config": config, "numerics": sampler, "kernels": backends}
-  parts = context.ways(sharding, 1)  # Of a row.
+  parts = context.num_shards(sharding, 1)  # Shards of a row.
   backbone = bind(transformer.hidden, **settings)
   in_chunks = {"chunk": head_chunk, "sharding": head_sharding}
 
   def logprobs(params, packed, temperature=1.0):
-    length, packed = packed.tokens.shape[1], context.deal(packed, parts)
+    length, packed = packed.tokens.shape[1], context.zigzag_shard(packed, parts)
     states, aux = backbone(params, packed)
     of_tokens = states, packed.targets, packed.mask
-    states, targets, mask = (context.as_rows(x, parts) for x in of_tokens)
+    states, targets, mask = (
+      context.shards_to_rows(x, parts) for x in of_tokens
+    )
     kernel, tied = transformer.head(params)
     scored = heads.chunked_logprobs(
       states, kernel, targets, mask, temperature, tied=tied, **in_chunks
     )
-    scored = heads.TokenLogprobs(*(context.of_rows(x, parts) for x in scored))
+    scored = heads.TokenLogprobs(
+      *(context.rows_to_shards(x, parts) for x in scored)
+    )
     return _collected((scored, aux), parts, length)
 
   return ModelFns(
@@ -237,21 +242,21 @@ def make_value(
   sharding: NamedSharding | None = None,
   reads_logprobs: bool = False,
 ) -> ValueFns:
-  """Critic of a config: backbone plus a float32 scalar head that starts at 0.
+  """Makes the critic of a config: its backbone and a float32 scalar head.
 
   Args:
     config, numerics, remat_policy, kernels, sharding: as in `make_policy`.
-    reads_logprobs: it also reads how surprising each token was to the policy
-      that wrote it, `PackedRows.logprobs`. What the policy takes for a slip is
-      known to its last layer alone, which no critic made of its layers sees.
+    reads_logprobs: whether the critic also reads the log-prob of each token
+      under the policy that sampled it, `PackedRows.logprobs`. Only the policy's
+      head knows which tokens it finds unlikely, and a critic lacks that head.
   """
   settings, sees_prefixes = _backbone_settings(
     config, numerics, remat_policy, kernels, sharding
   )
-  parts = context.ways(sharding, 1)
+  parts = context.num_shards(sharding, 1)
 
   def from_policy(params):
-    """A zero head, so that the first values are 0 and unbiased by scale."""
+    """Copies the backbone; the head is zero, and so are the first values."""
     head = {
       "kernel": jnp.zeros((config.hidden_size, 1), jnp.float32),
       "bias": jnp.zeros((1,), jnp.float32),
@@ -266,7 +271,7 @@ def make_value(
     return from_policy(transformer.init(key, config))
 
   def values(params, packed):
-    length, packed = packed.tokens.shape[1], context.deal(packed, parts)
+    length, packed = packed.tokens.shape[1], context.zigzag_shard(packed, parts)
     extra = _embed_surprise(params, packed.logprobs) if reads_logprobs else None
     states, aux = transformer.hidden(params, packed, extra, **settings)
     head, states = params["value_head"], states.astype(jnp.float32)

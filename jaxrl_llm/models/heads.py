@@ -1,9 +1,9 @@
 """The output head: log-probs of given tokens without a [B, T, V] array.
 
-The vocabulary head is the largest activation of a language model. It is applied
-in chunks of time here, forward and (recomputed) backward, and only where a
-token carries loss: within every row the loss positions are sorted to the front,
-and the number of chunks that run follows the longest row of them.
+Logits are the largest activation of a language model. Here they are computed in
+chunks of time, recomputed in the backward pass, and only for tokens with loss:
+each row is sorted with its loss positions first, and chunks beyond the longest
+row of loss positions are skipped.
 """
 
 import functools
@@ -54,20 +54,21 @@ def chunked_logprobs(
     hidden: [B, T, D], final hidden states, any float dtype.
     kernel: [V, D] if `tied` (the embedding) else [D, V].
     targets: int32 [B, T].
-    mask: bool [B, T]; positions outside it are neither computed (up to the
-      rounding of a chunk) nor differentiated, and return 0.
+    mask: bool [B, T]; other positions are neither computed (except to fill a
+      chunk) nor differentiated, and return 0.
     temperature: scalar that divides the logits.
-    tied: which orientation `kernel` has.
-    chunk: positions of time per chunk; memory is B · chunk · V floats.
-    sharding: of [N, D, V], where rows are split among N groups of devices along
-      the first axis. The kernel is then gathered once and not in every chunk,
-      and its gradient summed over the groups once; None: on one device.
+    tied: whether `kernel` is the embedding.
+    chunk: time steps per chunk; memory is B · chunk · V floats.
+    sharding: sharding of [N, D, V], where rows are split among N groups of
+      devices along the first axis. The kernel is then gathered once and not in
+      every chunk, and its gradient is summed over groups once; None: one
+      device.
 
   Returns:
     `TokenLogprobs` of float32 [B, T].
 
   Raises:
-    ValueError: `chunk` is below 1.
+    ValueError: `chunk` is less than 1.
   """
   chex.assert_rank([hidden, kernel, targets, mask], [3, 2, 2, 2])
   chex.assert_equal_shape_prefix([hidden, targets, mask], 2)
@@ -117,14 +118,14 @@ def _backward(tied, chunk, sharding, residuals, cotangents):
   masked = [jnp.where(mask, g, 0.0) for g in cotangents]
   g_logprob, g_entropy = (_permute(g, order, chunk) for g in masked)
   entropy_front = _permute(entropy, order, chunk)
-  # As [D, V] also where the kernel is [V, D]: the other product would have to
-  # transpose the logits, chunk by chunk.
+  # [D, V] even if the kernel is [V, D]: the other product would transpose the
+  # logits of every chunk.
   shape = kernel.shape[::-1] if tied else kernel.shape
-  # Each group of devices has a sum of its own.
+  # Each group of devices has its own sum.
   d_kernel_zero = jnp.zeros((groups, *shape), jnp.float32)
   if groups > 1:
     d_kernel_zero = jax.lax.with_sharding_constraint(d_kernel_zero, sharding)
-  # [B, chunk, ...] to [N, rows and times of a group, ...].
+  # [B, chunk, ...] to [N, tokens of a group, ...].
   grouped = lambda x: x.reshape(groups, -1, *x.shape[2:])
   d_hidden_zero = jnp.zeros(hidden_front.shape, jnp.float32)
   vocabulary = jnp.arange(kernel.shape[0 if tied else 1])[None, None]
@@ -170,7 +171,7 @@ _logprobs.defvjp(_forward, _backward)
 
 
 def _gathered(kernel, dtype, tied, sharding):
-  """The kernel as all chunks read it: whole, but for the vocabulary."""
+  """Gathers the kernel, except along the vocabulary, for all chunks."""
   if sharding is None:
     return kernel
   *_, vocabulary = sharding.spec
@@ -180,14 +181,16 @@ def _gathered(kernel, dtype, tied, sharding):
 
 
 def _groups(rows, sharding):
-  """Groups of devices among which rows are split."""
-  groups = context.ways(sharding, 0)
+  """Returns the number of groups of devices among which rows are split."""
+  groups = context.num_shards(sharding, 0)
   return 1 if rows % groups else groups
 
 
 def _loss_first(hidden, targets, mask, chunk):
-  """Order of each row with loss positions first, how many chunks hold any, and
-  hidden states and targets in that order.
+  """Sorts each row with its loss positions first.
+
+  Returns the order, the number of chunks with a loss position, and the sorted
+  hidden states and targets.
   """
   order = jnp.argsort(~mask, axis=1, stable=True)
   longest = jnp.max(jnp.sum(mask, axis=1, dtype=jnp.int32))

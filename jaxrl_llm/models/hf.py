@@ -1,9 +1,8 @@
-"""Hugging Face model directories in and out.
+"""Reading and writing Hugging Face model directories.
 
-A table of the family turns paths of parameters into names of tensors; shapes
-are those of the model itself. Reading checks everything before a weight is
-used; writing leaves a directory either whole or without weights, never with a
-mixture.
+The family's table maps parameter paths to tensor names, and shapes come from
+the model. Reading checks everything before a weight is used. Writing leaves a
+directory either complete or without weights, never with a mixture.
 """
 
 import json
@@ -40,12 +39,12 @@ Params = dict[str, Any]
 
 
 class _Leaf(NamedTuple):
-  """A parameter, which files hold as one tensor or as one a layer."""
+  """A parameter, stored in files as one tensor or as one per layer."""
 
-  path: tuple[str, ...]  # Place in the parameter tree.
-  shape: tuple[int, ...]  # With the layer axis, if there is one.
-  name: str  # Of its tensors, {} for the layer.
-  layers: range | None  # None: it is of no layer.
+  path: tuple[str, ...]  # Path in the parameter tree.
+  shape: tuple[int, ...]  # Including the layer axis, if any.
+  name: str  # Name of its tensors, with {} for the layer.
+  layers: range | None  # None: outside the layers.
 
   @property
   def stacked(self) -> bool:
@@ -54,17 +53,17 @@ class _Leaf(NamedTuple):
 
   @property
   def transposed(self) -> bool:
-    """Linear weights are [out, in] in files and [in, out] here."""
+    """Whether files have the transpose: [out, in] for [in, out] here."""
     return self.path[-1] == "kernel"
 
   @property
   def tensor_shape(self) -> tuple[int, ...]:
-    """Of each of its tensors in a file."""
+    """Shape of each of its tensors in a file."""
     shape = self.shape[1:] if self.stacked else self.shape
     return shape[::-1] if self.transposed else shape
 
   def names(self) -> list[str]:
-    """Of its tensors, layer by layer."""
+    """Returns the names of its tensors, layer by layer."""
     return [self.name.format(layer) for layer in self.layers or (0,)]
 
 
@@ -73,23 +72,23 @@ class _Entry(NamedTuple):
 
   name: str
   leaf: _Leaf
-  array: Any  # All layers, wherever they are.
+  array: Any  # All layers, on any devices.
   layer: int
 
   @property
   def size(self) -> int:
-    """Bytes in the file."""
+    """Size in the file, in bytes."""
     return math.prod(self.leaf.tensor_shape) * self.array.dtype.itemsize
 
   def to_host(self) -> np.ndarray:
-    """Brings it to the host, as the file has it."""
+    """Copies the tensor to the host, in the layout of the file."""
     value = self.array[self.layer] if self.leaf.stacked else self.array
     value = np.asarray(value)
     return np.ascontiguousarray(value.T if self.leaf.transposed else value)
 
 
 def _leaves(config: ModelConfig) -> list[_Leaf]:
-  """Every parameter of the model."""
+  """Lists the parameters of the model."""
   words, places = families.get(config.family).names, transformer.places(config)
   layers = {
     place: range(first, config.num_layers, len(places))
@@ -123,17 +122,16 @@ def read_params(
 ) -> Params:
   """Reads the weights of a model directory into a nested dict.
 
-  Every device gets its part straight from the files: beyond the result, the
-  part of one device and of one tensor are in memory.
+  Devices get their parts directly from the files: besides the result, one part
+  and one tensor are in host memory at a time.
 
   Args:
     path: directory with `model.safetensors`, or `model.safetensors.index.json`
       and its shards.
-    config: what `read_config` returned for it.
-    dtype: of every parameter returned.
+    config: result of `read_config` for this directory.
+    dtype: dtype of the result.
     places: nested dict like the result with the sharding of each parameter,
-      which may be on devices of other processes too; without it all is on the
-      default device.
+      which may include devices of other processes; None: the default device.
 
   Returns:
     Nested dict shaped as `transformer.param_shapes(config)`.
@@ -159,7 +157,7 @@ def _place(
   dtype: Any,
   place: jax.sharding.Sharding | None,
 ) -> jax.Array:
-  """A parameter on its devices; a part that several hold is read once."""
+  """Reads a parameter onto its devices; shared parts are read once."""
   if place is None:
     return jnp.asarray(
       _read(leaf, tensors, dtype, (slice(None),) * len(leaf.shape))
@@ -181,7 +179,7 @@ def _read(
   dtype: Any,
   part: hf_files.Part,
 ) -> np.ndarray:
-  """Part of a parameter."""
+  """Reads a part of a parameter."""
   bounds = [p.indices(size)[:2] for p, size in zip(part, leaf.shape)]
   array = np.empty([end - begin for begin, end in bounds], dtype)
   names = leaf.names()
@@ -211,29 +209,29 @@ def write_params(
 ) -> None:
   """Writes a model directory that `transformers` loads.
 
-  The tensors of one shard are in host memory at a time (twice, with safetensors
-  before 0.8). Weights that an earlier call wrote there are replaced; the file
-  that makes the new ones loadable is put in place last.
+  The tensors of one shard are in host memory at a time (twice with safetensors
+  before 0.8). Weights of an earlier call are replaced; the file that makes the
+  new ones loadable is written last.
 
   Args:
-    path: directory, made if it does not exist.
-    config: the configuration the parameters belong to.
-    params: nested dict shaped as `transformer.param_shapes(config)`, whose
-      types are those in the file.
-    max_shard_bytes: data of one file, and so of host memory, at most, but for a
-      tensor beyond it.
+    path: directory, created if necessary.
+    config: configuration of the model.
+    params: nested dict shaped as `transformer.param_shapes(config)`, with the
+      dtypes of the file.
+    max_shard_bytes: maximum size of a file in bytes, unless one tensor is
+      larger.
     extra_files_from: a model directory whose tokenizer files, generation
       settings and special token ids are copied.
 
   Raises:
     ValueError: the parameters do not fit the configuration.
-    InputError: the directory cannot be written, or the other not be read.
+    InputError: The directory cannot be written, or the other one not read.
   """
   check_number("max_shard_bytes", max_shard_bytes, "[1, inf)")
   entries = _entries(config, params)
   source = extra_files_from and hf_files.directory(extra_files_from)
   values = config.to_hf() | _token_ids(source)
-  # The key under which every release of transformers finds the weights' type.
+  # The key of the dtype that every release of transformers reads.
   values["torch_dtype"] = entries[0].array.dtype.name
   directory = pathlib.Path(path)
   try:
@@ -274,7 +272,7 @@ def _entries(config: ModelConfig, params: Mapping[str, Any]) -> list[_Entry]:
 
 
 def _token_ids(source: pathlib.Path | None) -> dict[str, Any]:
-  """Returns the special token ids that the other model's config states."""
+  """Returns the special token ids of another model's config."""
   if source is None or not (source / hf_files.CONFIG).exists():
     return {}
   file = hf_files.member(source, hf_files.CONFIG)
@@ -297,7 +295,7 @@ def _copy_extras(source: pathlib.Path | None, stage: pathlib.Path) -> None:
 
 
 def copy_settings(source: str | os.PathLike[str], to: pathlib.Path) -> None:
-  """Copies what a model directory has beside its weights, and no more.
+  """Copies the files of a model directory other than its weights.
 
   Raises:
     InputError: the source cannot be read.
@@ -306,7 +304,7 @@ def copy_settings(source: str | os.PathLike[str], to: pathlib.Path) -> None:
   source = hf_files.directory(source)
   config = hf_files.member(source, hf_files.CONFIG)
   to.mkdir(parents=True, exist_ok=True)
-  for name in _EXTRA_FILES:  # Of another model.
+  for name in _EXTRA_FILES:  # Left by another model.
     (to / name).unlink(missing_ok=True)
   shutil.copyfile(config, to / hf_files.CONFIG)
   _copy_extras(source, to)
@@ -339,13 +337,13 @@ def _json(values: Mapping[str, Any]) -> str:
 
 
 def _publish(stage: pathlib.Path, directory: pathlib.Path) -> None:
-  """Moves the staged files in place; a kill between leaves no mixture.
+  """Moves the staged files into place; a kill leaves no mixture.
 
-  What a reader opens first (index or single file) goes away first and comes
-  back last: in between the directory has no weights, and loading says so.
+  The file that a reader opens first (index or single file) is removed first and
+  written last. In between, loading fails because the directory has no weights.
   """
   for file in stage.iterdir():
-    # Safetensors may give a file to its owner alone.
+    # Safetensors may restrict a file to its owner.
     shutil.copymode(stage / hf_files.CONFIG, file)
     files.to_disk(file)
   first = (hf_files.INDEX, hf_files.SINGLE)

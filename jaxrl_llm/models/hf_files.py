@@ -1,4 +1,4 @@
-"""The files of a Hugging Face model directory, trusting none of them."""
+"""Files of a Hugging Face model directory, all of them untrusted."""
 
 import json
 import os
@@ -17,11 +17,11 @@ CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-# Buffers that old exports carry and every reader recomputes.
+# Buffers in old exports that every reader recomputes.
 _HARMLESS = re.compile(r".*\brotary_emb\.inv_freq")
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 _FILE_NAME = re.compile(r"\w[\w.-]{0,254}", re.ASCII)
-# The types that weights may have, by their names in safetensors files.
+# Supported dtypes of weights by their names in safetensors files.
 DTYPES = {
   "F16": np.dtype(np.float16),
   "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -30,21 +30,21 @@ DTYPES = {
 }
 
 
-Part = tuple[slice, ...]  # Of an array: a slice for each dimension.
+Part = tuple[slice, ...]  # A slice for each dimension of an array.
 
 
 class Tensor(NamedTuple):
-  """A tensor of an open safetensors file, whose data are not read yet."""
+  """A tensor of an open safetensors file, not read yet."""
 
   path: pathlib.Path
   name: str
-  dtype: str  # The file's name of it, such as 'BF16'.
+  dtype: str  # As named in the file, such as 'BF16'.
   shape: tuple[int, ...]
   file: safetensors.safe_open
 
 
 def directory(path: str | os.PathLike[str]) -> pathlib.Path:
-  """Returns the path of a directory that exists."""
+  """Checks that a directory exists and returns its path."""
   directory = pathlib.Path(path)
   if not directory.is_dir():
     raise InputError(
@@ -55,9 +55,9 @@ def directory(path: str | os.PathLike[str]) -> pathlib.Path:
 
 
 def member(directory: pathlib.Path, name: str) -> pathlib.Path:
-  """Returns a regular file of the directory, or a link to one, by a plain name.
+  """Returns a regular file of the directory, or a link to one, by its name.
 
-  Download caches and clusters have directories of links.
+  Links are followed because download caches consist of them.
   """
   if not _FILE_NAME.fullmatch(name):
     raise InputError(
@@ -71,7 +71,7 @@ def member(directory: pathlib.Path, name: str) -> pathlib.Path:
 
 
 def read_json(file: pathlib.Path) -> dict[str, Any]:
-  """Reads a file that must hold one JSON object."""
+  """Reads a file with one JSON object."""
   try:
     values = json.loads(file.read_text(encoding="utf-8"))
   except OSError as error:
@@ -90,7 +90,7 @@ def _read_header(path: pathlib.Path) -> dict[str, Tensor]:
   try:
     file = safetensors.safe_open(path, framework="numpy")
   except (OSError, safetensors.SafetensorError) as error:
-    # The text may quote the file, whence repr: it may hold anything.
+    # repr, because the message may quote arbitrary bytes of the file.
     raise InputError(
       f"{path}: cannot be read as safetensors ({str(error)[:120]!r}); get the"
       " file again"
@@ -118,7 +118,7 @@ def read_tensor(tensor: Tensor, part: Part | None = None) -> np.ndarray:
 def read_headers(
   directory: pathlib.Path,
 ) -> tuple[pathlib.Path, dict[str, Tensor]]:
-  """Returns the file that lists the tensors, and all tensors by name."""
+  """Returns the file that lists the tensors, and the tensors by name."""
   if (directory / INDEX).exists():
     index = member(directory, INDEX)
     return index, _read_shards(index)
@@ -140,7 +140,7 @@ def read_headers(
 
 
 def _read_shards(index: pathlib.Path) -> dict[str, Tensor]:
-  """Tensors of all shards, which must hold what the index says, no more."""
+  """Returns the tensors of all shards, which must match the index."""
   weight_map = read_json(index).get("weight_map")
   if not isinstance(weight_map, dict) or not all(
     isinstance(shard, str) for shard in weight_map.values()

@@ -1,10 +1,9 @@
 """Attention backends: plain XLA, or Pallas kernels on TPUs.
 
-One choice serves trainer and sampler. A backend is made for a kind of attention
-and brings its own functions for
-all that reads or writes the KV cache of a layer, so that the layout of the
-cache is its own choice. Which page belongs to which slot is the caller's
-(`BlockTables`).
+Trainer and sampler use the same backend. A backend is made for a kind of
+attention and has its own functions for everything that reads or writes the KV
+cache of a layer, so that it chooses the layout of the cache. Callers assign
+pages to slots (`BlockTables`).
 """
 
 import functools
@@ -29,33 +28,33 @@ class PackedAttention(NamedTuple):
   # (q [R,C,H,d], k [R,C,K,d], v, segments [R,C], prefixes [R,C])
   #  -> [R,C,H,d]; see `attention.packed_attention`.
   attend: Callable[..., jax.Array]
-  # Whether it looks at prefixes, so that samples may share their prompt; else
-  # each of them has its own.
+  # Whether it supports prefixes, with which samples share one prompt; otherwise
+  # each sample has a copy.
   sees_prefixes: bool
 
 
 class Kernels(NamedTuple):
-  """Attention on the KV cache of a layer, paged to decode, else contiguous.
+  """Attention on the KV cache of a layer: paged for decode, else contiguous.
 
   H query heads of size d share K heads of keys and values.
   """
 
-  # Of the arrays of a paged layer; None: they lie on one device.
+  # Sharding of the arrays of a paged layer; None: one device.
   kv_sharding: NamedSharding | None
-  # Several slots may read a page, as sequences that begin alike do.
+  # Whether several slots may read one page, for sequences with equal prefixes.
   shares_pages: bool
   # (shards, pages, page_size, dtype) -> a paged layer of zeros, see `kv_cache`.
   init_paged: Callable[..., Any]
   # (sequences, length, dtype) -> a contiguous layer of zeros, for prefill.
   init_contiguous: Callable[..., Any]
   # (paged layer, k [S,Q,K,d], v, BlockTables, positions [S,Q], writing [S,Q])
-  #  -> the layer with them; what is not written leaves no trace.
+  #  -> the updated layer; tokens that are not written leave no trace.
   write_paged: Callable[..., Any]
   # (q [S,Q,H,d], paged layer, BlockTables, positions [S,Q]) -> [S,Q,H,d]: a
   #  query sees its own position and those before; 0 for a slot without pages.
   #  Positions of a slot are consecutive.
   paged_attention: Callable[..., jax.Array]
-  # (contiguous layer, k [N,Q,K,d], v, start) -> the layer with them from
+  # (contiguous layer, k [N,Q,K,d], v, start) -> the layer updated from
   #  position start on; start and the sequences' length are multiples of Q.
   write_contiguous: Callable[..., Any]
   # (q [N,Q,H,d], contiguous layer, start) -> [N,Q,H,d], likewise causal.
@@ -68,19 +67,18 @@ def make_kernels(
   *,
   sharding: NamedSharding | None = None,
 ) -> Kernels:
-  """The backend of a name, for a sampler.
+  """Makes the attention backend of a sampler.
 
   Args:
     name: 'xla', which runs everywhere; 'pallas', kernels for TPUs; 'auto',
-      'pallas' where it can serve the model and 'xla' elsewhere. On a GPU this
-      is XLA.
-    kind: of the attention.
-    sharding: of slots along the first axis, and of KV heads along the second if
-      it names one; None: all lie on one device.
+      'pallas' if it supports model and devices, otherwise 'xla', as on GPUs.
+    kind: the kind of attention.
+    sharding: sharding of slots, and of KV heads if it has a second axis; None:
+      one device.
 
   Raises:
-    InputError: 'pallas' cannot serve this model on these devices.
-    ValueError: there is no such name.
+    InputError: 'pallas' does not support this model on these devices.
+    ValueError: The name is unknown.
   """
   tpu = _tpu(name, kind, sharding)
   if tpu is None:
@@ -94,15 +92,15 @@ def make_packed_attention(
   *,
   sharding: NamedSharding | None = None,
 ) -> PackedAttention:
-  """The backend of a name, for training.
+  """Makes the attention backend of training.
 
   Args:
-    name: as of `make_kernels`.
-    kind: of the attention.
-    sharding: of keys [R, C, K, d]; None: they lie on one device.
+    name: as in `make_kernels`.
+    kind: the kind of attention.
+    sharding: sharding of keys [R, C, K, d]; None: one device.
 
   Raises:
-    InputError, ValueError: as of `make_kernels`.
+    InputError, ValueError: As in `make_kernels`.
   """
   tpu = _tpu(name, kind, sharding)
   if tpu is None:
@@ -114,13 +112,13 @@ def make_packed_attention(
 
 
 def _tpu(name: str, kind: AttentionKind, sharding: NamedSharding | None) -> Any:
-  """The module with the kernels for TPUs, None where plain XLA is to be."""
+  """Returns the module with kernels for TPUs, or None for plain XLA."""
   if name not in NAMES:
     raise ValueError(f"kernels must be one of {NAMES}, got {name!r}")
   platform = "" if name == "xla" else platform_of(sharding)
   if name == "xla" or (name == "auto" and platform != "tpu"):
     return None
-  # Pallas takes long to import, and plain XLA does not need it.
+  # Pallas is slow to import, and plain XLA does not need it.
   from jaxrl_llm.models import kernels_tpu
 
   reason = kernels_tpu.refusal(kind, platform)
@@ -133,7 +131,7 @@ def _tpu(name: str, kind: AttentionKind, sharding: NamedSharding | None) -> Any:
 
 
 def platform_of(sharding: NamedSharding | None) -> str:
-  """'cpu', 'gpu' or 'tpu': of the devices that programs are compiled for."""
+  """Returns the platform of the devices: 'cpu', 'gpu' or 'tpu'."""
   if sharding is None:
     return jax.default_backend()
   return next(iter(sharding.device_set)).platform
@@ -142,7 +140,7 @@ def platform_of(sharding: NamedSharding | None) -> str:
 def layer_sharding(
   sharding: NamedSharding | None, *, heads_axis: int
 ) -> NamedSharding | None:
-  """Of arrays [D, ...], with shards like slots, and heads on a later axis."""
+  """Sharding of arrays [D, ...] whose KV heads are on a later axis."""
   if sharding is None:
     return None
   slots, *heads = sharding.spec
@@ -153,10 +151,10 @@ def layer_sharding(
 def make_xla(
   kind: AttentionKind, *, sharding: NamedSharding | None = None
 ) -> Kernels:
-  """Plain XLA: keys [..., K, d, T] and values [..., K, T, d] of a layer.
+  """Makes the XLA backend, with keys [..., K, d, T] and values [..., K, T, d].
 
-  With tokens last, the product of keys with a query runs along memory: on a
-  CPU attention of a decode step took half the time of [..., T, d] keys.
+  With tokens last, the product of a query with its keys reads memory in order:
+  on a CPU, decode attention took half the time of keys [..., T, d].
   """
   heads, size = kind.num_kv_heads, kind.head_dim
 

@@ -1,18 +1,17 @@
-"""Attention by the kernels that JAX has for TPUs.
+"""Attention with JAX's Pallas kernels for TPUs.
 
-Training has splash attention, which skips what causality hides. It compares
-segments and knows no prefixes, so that every sample has a prompt of its own:
-long responses, which TPUs are for, hardly notice.
+Training uses splash attention, which skips masked blocks. It supports segments
+but not prefixes, so that every sample has its own copy of the prompt, which
+costs little for long responses.
 
-The sampler has ragged paged attention.
-The KV cache of a layer is one array, [D, P, page_size, 2K, d] if paged and
-[N, T, 2K, d] if contiguous, with the key and the value of a head side by side.
-Slots read their own pages up to their own length, so time follows the sum of
-lengths. A prefill uses the same kernel, as slots whose pages lie in order: a
-chunk of it sees what is written before it and no more.
+The sampler uses ragged paged attention. The KV cache of a layer is one array,
+[D, P, page_size, 2K, d] if paged and [N, T, 2K, d] if contiguous, in which the
+value of each head follows its key. A slot reads its own pages up to its length,
+so that time is proportional to the sum of lengths. Prefill uses the same kernel
+on consecutive pages: a chunk sees what was written before it.
 
-Sizes that the kernel lacks are padded with zeros: KV heads up to 1, 2, 4 or a
-multiple of 8, d up to a multiple of 128, which is how wide the registers are.
+Unsupported sizes are padded with zeros: KV heads to 1, 2, 4 or a multiple of 8,
+and d to a multiple of 128, the width of a register.
 
 Reference:
   jax.experimental.pallas.ops.tpu: splash_attention, ragged_paged_attention.
@@ -31,39 +30,41 @@ from jaxrl_llm.models import context, kv_cache
 from jaxrl_llm.models.kernels import Kernels, layer_sharding
 from jaxrl_llm.models.layers import AttentionKind
 
-_LANES = 128  # Numbers side by side in a register.
-_SMALLEST = 64  # Of a head: below, more than half of what is read is zeros.
-# Block sizes of the kernel: tokens of the KV cache, and queries when a slot has
-# few (decode) or many (prefill). They fit; on no TPU were others timed.
+_LANES = 128  # Lanes of a vector register.
+_MIN_HEAD_DIM = 64  # Smaller heads would be more than half padding.
+# Block sizes of ragged paged attention: tokens of the KV cache, and queries in
+# decode and prefill. They fit in memory; none have been timed on a TPU.
 _KV_BLOCK = 512
 _DECODE_QUERIES, _PREFILL_QUERIES = 8, 32
 _BLOCKS = ("block_q", "block_kv", "block_kv_compute")
 _BLOCKS += ("block_q_dq", "block_kv_dq")
 _BLOCKS += ("block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute")
-_ROW_BLOCK = 512  # Of splash attention: queries, and keys, at a time.
+_ROW_BLOCK = 512  # Block size of splash attention, of queries and keys.
 
 
 def refusal(kind: AttentionKind, platform: str) -> str:
-  """Why the kernel cannot serve a model; '' if it can."""
+  """Returns why the kernels do not support a model, or '' if they do."""
   if platform != "tpu":
     return f"needs a TPU, and the devices are of {platform!r}"
-  if kind.head_dim < _SMALLEST:
-    return f"needs head_dim >= {_SMALLEST}, and the model has {kind.head_dim}"
+  if kind.head_dim < _MIN_HEAD_DIM:
+    return (
+      f"needs head_dim >= {_MIN_HEAD_DIM}, and the model has {kind.head_dim}"
+    )
   return ""
 
 
 def make_packed_attention(
   kind: AttentionKind, *, sharding: NamedSharding | None
 ) -> Callable[..., jax.Array]:
-  """Splash attention of packed rows: each segment for itself, causal.
+  """Makes causal splash attention within the segments of packed rows.
 
   Args:
-    kind: of the attention.
-    sharding: of keys [R, C, K, d]; None: they lie on one device.
+    kind: the kind of attention.
+    sharding: sharding of keys [R, C, K, d]; None: one device.
   """
   scale = kind.head_dim**-0.5
-  parts = context.ways(sharding, 1)
-  heads = kind.num_heads // context.ways(sharding, 2)
+  parts = context.num_shards(sharding, 1)
+  heads = kind.num_heads // context.num_shards(sharding, 2)
 
   def attention(q, k, v, segments, prefixes):
     del prefixes  # There are none.
@@ -72,7 +73,7 @@ def make_packed_attention(
     size = lambda tokens: -(-tokens // block) * block
 
     def padded(x, tokens):
-      # What is added is a segment of its own.
+      # Padding is its own segment, 0.
       sizes = {1: size(tokens), 3: -(-kind.head_dim // _LANES) * _LANES}
       return _pad(x, sizes)
 
@@ -88,7 +89,7 @@ def make_packed_attention(
       return out.swapaxes(1, 2)[:, :time, :, : kind.head_dim]
 
     mask = splash.CausalMask((parts * size(time), size(length)))
-    places = context.order(length, parts)
+    places = context.zigzag_order(length, parts)
     added = np.full((parts, size(time) - time), size(length) - 1, np.int32)
     mask.q_sequence = np.concatenate([places, added], axis=1).reshape(-1)
     attend = splash.make_splash_mha(
@@ -110,16 +111,16 @@ def make_packed_attention(
 def make_pallas(
   kind: AttentionKind, *, sharding: NamedSharding | None
 ) -> Kernels:
-  """The kernel for a model.
+  """Makes the backend of a sampler.
 
   Args:
-    kind: of the attention.
+    kind: the kind of attention.
     sharding: as in `make_kernels`.
   """
-  parts = context.ways(sharding, 1)
-  heads, size = kind.num_kv_heads // parts, kind.head_dim  # Of a device.
+  parts = context.num_shards(sharding, 1)
+  heads, size = kind.num_kv_heads // parts, kind.head_dim  # On one device.
   padded = (_padded_heads(heads), -(-size // _LANES) * _LANES)
-  # The keys and values of a token, on all devices.
+  # Keys and values of a token, on all devices.
   entry = (parts * 2 * padded[0], padded[1])
 
   def init_paged(shards, pages, page_size, dtype):
@@ -171,7 +172,7 @@ def make_pallas(
 
 
 def _write_paged(layer, new, page_indices, positions, writing):
-  """Tokens [S, Q, 2K, d] into a device's [D, P, page_size, 2K, d]."""
+  """Writes tokens [S, Q, 2K, d] into a device's [D, P, page_size, 2K, d]."""
   shards, pages, page_size = layer.shape[:3]
   page, offset = kv_cache.page_and_offset(
     page_indices, positions, writing, pages, page_size
@@ -185,28 +186,28 @@ def _write_paged(layer, new, page_indices, positions, writing):
 
 
 def _write_contiguous(layer, new, starts):
-  """Tokens [N, Q, 2K, d] into the sequences [N, T, 2K, d] of a device."""
+  """Writes tokens [N, Q, 2K, d] into a device's sequences [N, T, 2K, d]."""
   return jax.lax.dynamic_update_slice_in_dim(
     layer, new.astype(layer.dtype), starts[0], axis=1
   )
 
 
 def _attend_paged(layer, q, page_indices, lengths, *, scale):
-  """Attention of slots on shards of a device.
+  """Attends to the pages of each slot, on one device.
 
   Args:
     layer: [D, P, page_size, 2K, d].
     q: [S, Q, H, d].
     page_indices: int32 [S, N].
-    lengths: int32 [S], up to the last query.
-    scale: of scores.
+    lengths: int32 [S], including the last query.
+    scale: factor of the scores.
   """
   shards, pages = layer.shape[:2]
   slots, queries = q.shape[:2]
   first = jnp.arange(slots, dtype=jnp.int32) // (slots // shards) * pages
   held = page_indices[:, 0] < pages
-  # The kernel hangs on a sequence of length 0: a slot without pages reads some
-  # page of another, and what comes of it is not used.
+  # The kernel hangs on a sequence of length 0: a slot without pages reads a
+  # page of another slot, and its result is discarded.
   out = _ragged(
     q,
     layer.reshape(-1, *layer.shape[2:]),
@@ -218,13 +219,13 @@ def _attend_paged(layer, q, page_indices, lengths, *, scale):
 
 
 def _attend_contiguous(layer, q, lengths, *, scale):
-  """Attention of sequences: their pages are chunks of Q tokens, in order.
+  """Attends to contiguous sequences, as consecutive pages of Q tokens.
 
   Args:
     layer: [N, T, 2K, d]; Q divides T.
     q: [N, Q, H, d].
-    lengths: int32 [N], up to the last query.
-    scale: of scores.
+    lengths: int32 [N], including the last query.
+    scale: factor of the scores.
   """
   count, queries = q.shape[:2]
   pages = layer.reshape(-1, queries, *layer.shape[2:])
@@ -233,7 +234,7 @@ def _attend_contiguous(layer, q, lengths, *, scale):
 
 
 def _ragged(q, pages, page_indices, lengths, *, scale):
-  """q [B, Q, H, d] on [P, page_size, 2K, d]; the last query is the newest."""
+  """Attends with q [B, Q, H, d], the last tokens, to [P, page_size, 2K, d]."""
   count, queries = q.shape[:2]
   out = ragged.ragged_paged_attention(
     q.reshape(-1, *q.shape[2:]),
@@ -255,19 +256,18 @@ def _ragged(q, pages, page_indices, lengths, *, scale):
 
 
 def _on_devices(function, sharding):
-  """The function on each device's part: (like what it returns, arguments).
+  """Maps a function over devices; call with an array like its result first.
 
-  Shards, sequences and slots, along the first axis, stay where they are, and so
-  do heads, the last axis but one of arrays that have them: alone, XLA gathers
-  all pages at every step. What does not divide over devices is computed whole
-  on each.
+  The first axis (shards, sequences or slots) and the heads, the last axis but
+  one, stay on their devices: by itself, XLA would gather all pages in every
+  step. A first axis that the devices do not divide is replicated.
   """
   if sharding is None:
     return lambda like, *arguments: function(*arguments)
   slots, *heads = sharding.spec
 
   def run(like, *arguments):
-    whole = len(arguments[0]) % context.ways(sharding, 0)
+    whole = len(arguments[0]) % context.num_shards(sharding, 0)
 
     def spec(x):
       between = [None] * (x.ndim - 3)
@@ -279,25 +279,25 @@ def _on_devices(function, sharding):
       mesh=sharding.mesh,
       in_specs=tuple(map(spec, arguments)),
       out_specs=spec(like),
-      check_vma=False,  # The kernel does not say what varies.
+      check_vma=False,  # Pallas kernels do not declare it.
     )(*arguments)
 
   return run
 
 
 def _padded_heads(heads):
-  """The next number of heads that fills whole registers."""
+  """Returns the next number of heads that fills whole registers."""
   return next((n for n in (1, 2, 4) if n >= heads), -(-heads // 8) * 8)
 
 
 def _interleave(k, v, padded):
-  """[B, Q, K, d] twice to [B, Q, 2K', d']: the key and value of each head."""
+  """Interleaves keys and values [B, Q, K, d] head by head: [B, Q, 2K', d']."""
   both = _pad(jnp.stack([k, v], axis=3), {2: padded[0], 4: padded[1]})
   return both.reshape(*k.shape[:2], 2 * padded[0], padded[1])
 
 
 def _pad_queries(q, heads, padded):
-  """[B, Q, H, d] to [B, Q, H', d'], with as many query heads a KV head."""
+  """Pads [B, Q, H, d] to [B, Q, H', d'], keeping query heads with KV heads."""
   q = q.reshape(*q.shape[:2], heads, -1, q.shape[3])
   q = _pad(q, {2: padded[0], 4: padded[1]})
   return q.reshape(*q.shape[:2], -1, padded[1])
@@ -310,6 +310,6 @@ def _unpad_queries(out, shape, heads, padded):
 
 
 def _pad(x, sizes):
-  """Zeros at the end of axes, up to their sizes."""
+  """Pads axes with zeros to the given sizes."""
   widths = [(0, sizes.get(i, n) - n) for i, n in enumerate(x.shape)]
   return jnp.pad(x, widths)

@@ -1,11 +1,10 @@
-"""The paged KV cache of the sampler, whatever a layer's arrays look like.
+"""The paged KV cache of the sampler, for any layout of a layer's arrays.
 
-A layer has D shards of P pages of `page_size` tokens. Its pages are in one or
-several segments, one after the other; a segment of p pages is a tree of arrays
-[D, p, ...], whose layout is that of the attention kernels. A contiguous layer,
-as prefill makes it, is a like tree of arrays [N, ...]: N sequences of T tokens.
-A page and a sequence differ in one axis, page_size and T, and are alike in all
-others.
+A layer has D shards of P pages of `page_size` tokens. Its pages are split into
+one or more segments. A segment of p pages is a tree of arrays [D, p, ...],
+whose layout is chosen by the attention backend. A contiguous layer, the result
+of prefill, is a similar tree of arrays [N, ...] with N sequences of T tokens. A
+page and a sequence differ in one axis only, of size page_size or T.
 """
 
 from typing import Any, NamedTuple
@@ -15,36 +14,36 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-KVCache = tuple[Any, ...]  # A layer each: a tuple of segments, or contiguous.
+KVCache = tuple[Any, ...]  # Layers: a tuple of segments, or contiguous.
 
 
 class BlockTables(NamedTuple):
-  """Which pages of a KV cache hold which tokens; D shards of P pages, S slots.
+  """Maps the tokens of S slots to pages of a KV cache with D shards of P pages.
 
-  P is one of `page_buckets`: a shard may have more pages, which a program that
-  is given these tables neither reads nor writes.
+  P is one of `page_buckets`: a shard may have more pages, which programs with
+  these tables neither read nor write.
 
-  A sequence is cut into blocks of `page_size` tokens, each in a page. Slots are
-  dealt to shards in order, S / D each, and page numbers are local to their
-  shard. `page_indices` is what vLLM calls the block table. The others say the
-  same page by page, for attention that goes through pages where they lie.
+  A sequence is cut into blocks of `page_size` tokens, one per page. Each shard
+  has S / D consecutive slots, and page numbers are local to their shard.
+  `page_indices` is the block table of vLLM. The other arrays are its inverse,
+  for attention that visits pages in place.
   """
 
-  page_indices: chex.Array  # int32 [S, N], page of each block; P for none.
-  page_owner: chex.Array  # int32 [D, P], slot within the shard; S / D for none.
+  page_indices: chex.Array  # int32 [S, N], page of each block; P: none.
+  page_owner: chex.Array  # int32 [D, P], slot within the shard; S / D: none.
   page_start: chex.Array  # int32 [D, P], position of the page's first token.
-  page_order: chex.Array  # int32 [D, P], all pages, first blocks first.
+  page_order: chex.Array  # int32 [D, P], pages sorted by page_start.
 
 
 def make_block_tables(
   page_indices: np.ndarray, *, shards: int, pages: int, page_size: int
 ) -> BlockTables:
-  """Block tables on the host; shapes depend on those of the arguments alone.
+  """Makes block tables on the host; their shapes follow from the arguments'.
 
   Args:
     page_indices: int32 [S, N].
-    shards: D.
-    pages: P, the first ones of a shard.
+    shards: number of shards, D.
+    pages: pages of a shard that are used, P.
     page_size: tokens per page.
   """
   slots, width = page_indices.shape
@@ -60,7 +59,7 @@ def make_block_tables(
 
 
 def page_buckets(kv_cache: KVCache) -> list[int]:
-  """Pages that whole segments have in all, from the first segment on."""
+  """Returns the cumulative number of pages after each segment."""
   sizes = [jax.tree.leaves(segment)[0].shape[1] for segment in kv_cache[0]]
   return np.cumsum(sizes).tolist()
 
@@ -72,13 +71,13 @@ def page_and_offset(
   pages: int,
   page_size: int,
 ) -> tuple[jax.Array, jax.Array]:
-  """Where tokens go: (page, index within it); page P is nowhere.
+  """Returns the page of each token, P if it is not written, and its offset.
 
   Args:
     page_indices: int32 [S, N], as in `BlockTables`.
-    positions: int32 [S, Q], of the tokens in their sequences.
-    writing: bool [S, Q], False: the token is not to be written.
-    pages: P, of a shard.
+    positions: int32 [S, Q], positions of the tokens in their sequences.
+    writing: bool [S, Q], whether the token is written.
+    pages: pages of a shard, P.
     page_size: tokens per page.
   """
   block = positions // page_size
@@ -96,8 +95,8 @@ def write_pages(
   Args:
     kv_cache: paged, D shards of P pages.
     prefilled: contiguous, N sequences of T tokens.
-    pages: int32 [N, D, ⌈T / page_size⌉], on each shard the page of each block;
-      P drops a block.
+    pages: int32 [N, D, ⌈T / page_size⌉], the page of each block on each shard;
+      P drops the block.
   """
   pages = pages.swapaxes(0, 1)
   count, blocks = pages.shape[1:]
@@ -131,7 +130,7 @@ def copy_pages(
   Args:
     kv_cache: paged, D shards of P pages.
     sources: int32 [D, n], in [0, P).
-    targets: int32 [D, n]; P drops a copy.
+    targets: int32 [D, n]; P drops the copy.
   """
 
   @jax.vmap
@@ -145,7 +144,7 @@ def copy_pages(
     return jax.tree.map(put, segment, new)
 
   def copy_layer(layer):
-    # A page is in one segment, and the others have given zeros.
+    # Each page is in one segment; the others contribute zeros.
     parts = by_segment(take, layer, sources)
     pages = jax.tree.map(lambda *x: sum(x[1:], x[0]), *parts)
     return by_segment(lambda *to: put(*to, pages), layer, targets)
@@ -154,9 +153,9 @@ def copy_pages(
 
 
 def by_segment(function, layer, pages):
-  """The function of each segment and of the pages' numbers within it.
+  """Calls function(segment, page numbers within it) for each segment.
 
-  Pages of other segments have its size for a number, which is nowhere.
+  Pages of other segments have an out-of-range number, the segment's size.
   """
   first, results = 0, []
   for segment in layer:
@@ -168,10 +167,9 @@ def by_segment(function, layer, pages):
 
 
 def _token_axis(paged, contiguous):
-  """The axis of a contiguous array in which it differs from a page.
+  """Returns the axis of a contiguous array with its tokens.
 
-  With T = page_size a sequence is a page, and cutting it along any axis leaves
-  it whole.
+  If T = page_size, a sequence is one page, and any axis will do.
   """
   sizes = zip(paged.shape[2:], contiguous.shape[1:], strict=True)
   different = [i for i, (page, row) in enumerate(sizes, 1) if page != row]

@@ -1,17 +1,17 @@
 """Layers of the decoder: linear, RMS norm, rotary attention, gated MLP.
 
-Modules hold parameters and arithmetic only. How attention finds its keys
-(packed rows, prefill, a decode cache) is handed in as an `attend` function, so
-that the trainer and the sampler run one and the same layer.
+Modules have parameters and arithmetic only. Attention over packed rows, a
+prefill or a decode cache is passed in as an `attend` function, so that trainer
+and sampler run the same layer.
 
-A kind of layer is a hashable record. Its `attention` is an `AttentionKind`, for
-which attention backends and rotary tables are made. Its method
+A kind of layer is a hashable record. Attention backends and rotary tables are
+made for its `attention`, an `AttentionKind`. Its method
 `make(config, numerics, rngs)` makes the module of a layer:
 
   module(x [B,T,D], (cos, sin), attend) -> (x, KV cache, {name: [B,T]})
 
-The last are auxiliary outputs, a number for every token. Training adds them as
-losses, reduced over tokens like the main loss; a sampler drops them.
+The last result has auxiliary outputs, a number for every token. Training adds
+them as losses, reduced over tokens like the main loss; the sampler drops them.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from jaxrl_llm.models.rope import RopeScaling
 AttendFn = Callable[..., tuple[jax.Array, Any]]
 Rotary = tuple[jax.Array, jax.Array]  # cos and sin, see `rotary_tables`.
 
-_INIT_STDDEV = 0.02  # Of every kernel and embedding, as GPT-2 and after.
+_INIT_STDDEV = 0.02  # Standard deviation of kernels and embeddings (GPT-2).
 
 
 class Linear(nnx.Module):
@@ -79,14 +79,14 @@ class RMSNorm(nnx.Module):
 class AttentionKind:
   """Settings of attention that may differ between the layers of a model."""
 
-  num_heads: int  # Of queries.
+  num_heads: int  # Query heads.
   num_kv_heads: int
   head_dim: int
   rope_theta: float
   rope_scaling: RopeScaling | None
-  bias: bool  # Of the q, k and v projections.
-  output_bias: bool  # Of the o projection.
-  qk_norm: bool = False  # q and k pass an RMSNorm over head_dim before rope.
+  bias: bool  # Bias of the q, k and v projections.
+  output_bias: bool  # Bias of the o projection.
+  qk_norm: bool = False  # RMSNorm of q and k over head_dim, before rope.
 
 
 class Attention(nnx.Module):
@@ -141,13 +141,13 @@ class MLP(nnx.Module):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderKind:
-  """A kind of pre-norm layers: attention, then a gated MLP."""
+  """Kind of a pre-norm layer: attention, then a gated MLP."""
 
   attention: AttentionKind
   mlp_bias: bool
 
   def make(self, *settings: Any) -> "DecoderLayer":
-    """Makes the module of a layer; see the top of this file."""
+    """Makes the module of a layer; see the module docstring."""
     return DecoderLayer(self, *settings)
 
 

@@ -1,4 +1,4 @@
-"""Numerics: what numbers a model computes with, and how it multiplies them."""
+"""Numerics: the dtypes of a model and its matrix product."""
 
 import dataclasses
 from typing import Any
@@ -10,26 +10,26 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class Numerics:
-  """Dtypes and products of a model; its trainer and its sampler have one each.
+  """Dtypes and matrix product of a model, for its trainer or its sampler.
 
-  A subclass may store weights, or multiply by them, in a way of its own.
+  A subclass may store weights or multiply by them differently.
   """
 
-  weights: Any = jnp.float32  # As they are stored.
-  activations: Any = jnp.float32  # And of products, whose sums are float32.
-  kv: Any = jnp.float32  # Keys and values in a cache.
+  weights: Any = jnp.float32  # Stored weights.
+  activations: Any = jnp.float32  # Activations; products sum in float32.
+  kv: Any = jnp.float32  # Keys and values in the cache.
 
   @classmethod
   def all(cls, dtype: Any, *, kv: Any = None) -> "Numerics":
-    """Everything in one dtype; `kv` in another, unless it is None."""
+    """Makes numerics of one dtype, with `kv` in another one if given."""
     return cls(dtype, dtype, kv or dtype)
 
   def store(self, params: Any) -> Any:
-    """Returns parameters as they are stored."""
+    """Converts parameters to their stored form."""
     return jax.tree.map(lambda x: x.astype(self.weights), params)
 
   def product(self, x: chex.Array, kernel: chex.Array) -> jax.Array:
-    """x W in the dtype of x, for a stored W [in, out]."""
+    """Returns x W in the dtype of x, for a stored W [in, out]."""
     return matmul(x, kernel.astype(x.dtype))
 
 
@@ -38,12 +38,12 @@ FLOAT32 = Numerics()
 
 @jax.custom_vjp
 def matmul(x: chex.Array, kernel: chex.Array) -> jax.Array:
-  """x W for x [..., in] and W [in, out].
+  """Returns x W for x [..., in] and W [in, out].
 
-  The gradient of W is xᵀ g or (gᵀ x)ᵀ, whichever transposes the narrower of
-  the two: a product wants its left factor transposed in memory, and automatic
-  differentiation transposes g, fused with all elementwise work behind it. On a
-  CPU that alone took a third of the time of a training step.
+  The gradient of W is computed as xᵀ g or (gᵀ x)ᵀ, whichever transposes the
+  narrower factor. Automatic differentiation always transposes g, together with
+  the elementwise operations that produce it, which took a third of the time of
+  a training step on a CPU.
   """
   return _matmul_fwd(x, kernel)[0]
 
@@ -64,11 +64,11 @@ def _matmul_bwd(residuals, g):
 
 
 def _dot(x, y, contract):
-  """Product of two factors of one dtype, in that dtype.
+  """Multiplies two arrays of one dtype, in that dtype, with float32 sums.
 
-  Sums are float32 anyhow. A CPU that has products of bfloat16 factors uses them
-  only if it is asked for float32: then they take half the time of float32
-  factors, else twice to four times.
+  A CPU with bfloat16 products uses them only if the result is float32: they
+  then take half the time of float32 factors, and otherwise two to four times as
+  long.
   """
   product = jax.lax.dot_general(
     x, y, contract, preferred_element_type=jnp.float32

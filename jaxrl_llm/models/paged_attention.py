@@ -1,4 +1,4 @@
-"""Paged attention in plain XLA: every page is multiplied where it lies."""
+"""Paged attention in plain XLA, which reads every page in place."""
 
 import functools
 
@@ -11,8 +11,8 @@ from jaxrl_llm.models import kv_cache
 from jaxrl_llm.models.attention import MASKED, fold_heads
 from jaxrl_llm.models.kv_cache import BlockTables
 
-# A layer's pages are in several arrays, so that a call need read only the first
-# of them: those that hold its pages. k / 16 of the pages for each k here.
+# A layer's pages are split into several arrays, so that a call reads only the
+# first ones, up to its last page. They end after k / 16 of the pages, each k.
 _PREFIXES = (1, 2, 4, 8, 12, 16)
 _MIN_SEGMENT = 32  # Pages.
 
@@ -22,7 +22,7 @@ PagedLayer = tuple[Segment, ...]  # Its P pages in order.
 
 
 def segment_sizes(pages: int) -> list[int]:
-  """Pages of each segment of a layer, P in all."""
+  """Returns the number of pages of each segment of a layer with P pages."""
   ends = [0]
   for part in _PREFIXES:
     end = pages * part // _PREFIXES[-1]
@@ -39,15 +39,15 @@ def write_paged(
   positions: chex.Array,
   writing: chex.Array,
 ) -> PagedLayer:
-  """Writes the keys and values of Q new tokens a slot into its pages.
+  """Writes keys and values of Q new tokens per slot into its pages.
 
   Args:
-    layer: of D shards of P pages or more.
+    layer: a layer with D shards of at least P pages.
     k: [S, Q, K, d].
     v: [S, Q, K, d].
     block_tables: the pages of each slot, among the first P.
     positions: int32 [S, Q].
-    writing: bool [S, Q], the others leave no trace.
+    writing: bool [S, Q]; other tokens leave no trace.
   """
   shards, pages = block_tables.page_owner.shape
   page, offset = kv_cache.page_and_offset(
@@ -70,7 +70,7 @@ def write_paged(
 
 
 def _first_pages(layer: PagedLayer, pages: int) -> PagedLayer:
-  """The segments of the first so many pages."""
+  """Returns the segments of the first `pages` pages."""
   return layer[: 1 + kv_cache.page_buckets((layer,)).index(pages)]
 
 
@@ -80,22 +80,22 @@ def paged_attention(
   block_tables: BlockTables,
   positions: chex.Array,
 ) -> jax.Array:
-  """Attention of Q queries a slot on the pages of that slot.
+  """Attends with Q queries per slot to the pages of that slot.
 
-  Every page is multiplied where it lies, by the queries of its owner, and the
-  partial softmax sums of a slot are added in the order of its blocks: so
-  nothing is gathered, and the result depends neither on the other slots nor on
-  where pages lie. Pages that the block tables do not cover are not read.
+  Every page is multiplied in place by the queries of its owner, and the partial
+  softmax sums of a slot are added in the order of its blocks. Nothing is
+  gathered, and the result depends neither on other slots nor on the numbers of
+  pages. Pages outside the block tables are not read.
 
   Args:
     q: [S, Q, H, d].
-    layer: of D shards of P pages or more, each with one owner.
+    layer: a layer with D shards of at least P pages, each with one owner.
     block_tables: the pages of each slot, as in `write_paged`.
-    positions: int32 [S, Q]; a query sees its own position and those before.
+    positions: int32 [S, Q]; a query attends to its own and earlier positions.
 
   Returns:
-    [S, Q, H, d] in the dtype of q; scores and softmax are float32. 0 for a
-    slot without pages.
+    [S, Q, H, d] in the dtype of q, 0 for slots without pages; scores and
+    softmax are float32.
   """
   shards, pages = block_tables.page_owner.shape
   q, unfold = fold_heads(q * q.shape[3] ** -0.5, layer[0][0].shape[2])
@@ -110,10 +110,9 @@ def paged_attention(
 
 
 def _attend(q, positions, owner, start, order, segments):
-  """Attention of the S / D slots of a shard on its first P pages.
+  """Attends with the S / D slots of a shard to its first P pages.
 
-  Only the products go segment by segment: what else there is to compile is
-  compiled once.
+  Only the products are made per segment, which keeps the program small.
 
   Args:
     q: [S / D, K, G·Q, d].
@@ -132,7 +131,7 @@ def _attend(q, positions, owner, start, order, segments):
     return jnp.concatenate([einsum(equation, *part) for part in parts])
 
   def over_pages(reduce, x):
-    """Over the pages of each slot, in the order of its blocks."""
+    """Reduces over the pages of each slot, in the order of its blocks."""
     return reduce(x[order], owner[order], slots)
 
   held = jnp.minimum(owner, slots - 1)

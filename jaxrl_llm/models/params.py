@@ -1,4 +1,4 @@
-"""Parameters in two trees: what never changes, and what is trained."""
+"""Parameters as two trees: a frozen base and a trained part."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -7,22 +7,22 @@ from flax import traverse_util
 
 
 class Params(NamedTuple):
-  """The parameters of a model; nested dicts that share no leaf.
+  """The parameters of a model as two nested dicts without a common leaf.
 
-  Functions of models merge them, so that gradients, optimizers and checkpoints
-  of a step see `trained` alone.
+  Functions of models merge them. Gradients, optimizers and the checkpoints of
+  steps contain `trained` only.
   """
 
-  base: Any  # Never changes; {}: everything is trained.
+  base: Any  # Frozen; {} if everything is trained.
   trained: Any
 
 
 def partition(params: Any, frozen: Sequence[str]) -> Params:
-  """Splits parameters, once, when the state of a model is made.
+  """Splits the parameters of a new model state.
 
   Args:
-    params: nested dict, of arrays or of their shapes.
-    frozen: parts of paths 'a/b/c' of the leaves that are not trained.
+    params: nested dict of arrays or of their shapes.
+    frozen: substrings of the paths 'a/b/c' of frozen leaves.
   """
   leaves = traverse_util.flatten_dict(params, sep="/")
   base = {k: x for k, x in leaves.items() if any(part in k for part in frozen)}
@@ -33,7 +33,7 @@ def partition(params: Any, frozen: Sequence[str]) -> Params:
 
 
 def merge(params: Any) -> Any:
-  """Returns the nested dict of all parameters; a nested dict is one already."""
+  """Merges `Params` into one nested dict; returns a nested dict as it is."""
   if not isinstance(params, Params):
     return params
   base, trained = params

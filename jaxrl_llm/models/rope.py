@@ -1,4 +1,4 @@
-"""Rotary position embedding: frequencies, and how `config.json` states them."""
+"""Rotary position embedding: frequencies, and their keys in `config.json`."""
 
 import dataclasses
 import math
@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxrl_llm.errors import InputError
 
-# What each kind of scaling reads. YaRN's other constants are the paper's.
+# Fields of each kind of scaling. YaRN's other constants are the paper's.
 _FIELDS = {
   "linear": ("factor",),
   "llama3": (
@@ -28,15 +28,15 @@ _RANGES = {
   "original_max_position_embeddings": (1, 1 << 30),
 }
 _YARN_FAST, _YARN_SLOW = 32.0, 1.0  # Turns over the original context.
-LLAMA_THETA = 10000.0  # What old Llama files leave out.
+LLAMA_THETA = 10000.0  # Default of Llama files without one.
 
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-  """How rotary frequencies were stretched for a longer context.
+  """Scaling of rotary frequencies for a longer context.
 
-  Every kind has a `factor`; `llama3` and `yarn` also the original context
-  length in tokens, and `llama3` its two bounds. Other fields stay None.
+  Every kind has a `factor`. `llama3` and `yarn` also have the original context
+  length in tokens, and `llama3` two bounds. Other fields are None.
   """
 
   kind: str  # 'linear' | 'llama3' | 'yarn'.
@@ -50,7 +50,7 @@ class RopeScaling:
       raise ValueError(f"RopeScaling.{field} {problem}")
 
   def to_hf(self) -> dict[str, Any]:
-    """Returns the object that stands under `rope_scaling`."""
+    """Returns the object under `rope_scaling` in config.json."""
     values = {name: getattr(self, name) for name in _FIELDS[self.kind]}
     return {"rope_type": self.kind} | values
 
@@ -58,7 +58,7 @@ class RopeScaling:
 def frequencies(
   head_dim: int, rope_theta: float, scaling: RopeScaling | None
 ) -> tuple[np.ndarray, float]:
-  """Angular frequencies of the rotary embedding, scaled for long context.
+  """Returns the angular frequencies of the rotary embedding.
 
   θ_i = rope_theta^(-2i / head_dim), i = 0 .. head_dim/2 - 1, is stretched to
     θ'_i = (1 - s_i) θ_i / factor + s_i θ_i,   s_i = 1 keeps a frequency:
@@ -73,7 +73,7 @@ def frequencies(
   Args:
     head_dim: size of a head, even.
     rope_theta: the base.
-    scaling: how frequencies are stretched, or None.
+    scaling: scaling for a longer context, or None.
 
   Returns:
     `(frequencies, scale)`: float32 [head_dim / 2], the angle of pair i at
@@ -176,7 +176,7 @@ def _scaling_from_hf(
 
 
 def _problems(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-  """Yields (field, problem); later checks presume that earlier ones passed."""
+  """Yields (field, problem); later checks assume that earlier ones passed."""
   kind = values["kind"]
   if not isinstance(kind, str) or kind not in _FIELDS:
     supported = ", ".join(["default", *_FIELDS])
@@ -195,7 +195,7 @@ def _problems(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def range_problem(value: Any, low: float, high: float) -> str | None:
-  """What is wrong with an untrusted number, an integer if the bounds are."""
+  """Returns the error in an untrusted number; it is an integer if `low` is."""
   # `type` and not isinstance: True is an int to Python, not to a model.
   kinds = (int,) if type(low) is int else (int, float)
   # The chained comparison is False for NaN, too.
@@ -206,6 +206,6 @@ def range_problem(value: Any, low: float, high: float) -> str | None:
 
 
 def show(value: Any) -> str:
-  """A short, one-line picture of an untrusted value."""
+  """Returns a short representation of an untrusted value, on one line."""
   text = repr(value)
   return text if len(text) <= 60 else text[:57] + "..."

@@ -1,4 +1,4 @@
-"""Shapes of published models, and how many parameters a token meets."""
+"""Shapes of published models, and the parameters used per token."""
 
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.transformer import num_params
@@ -22,7 +22,7 @@ def _qwen(width, mlp, layers, heads, kv_heads, vocabulary=152_064, tied=False):
   )
 
 
-# Model by the name of the preset that trains it.
+# Models by the name of the preset that trains them.
 MODELS = {
   "qwen2.5-1.5b": _qwen(1536, 8960, 28, 12, 2, vocabulary=151_936, tied=True),
   "qwen2.5-7b": _qwen(3584, 18_944, 28, 28, 4),
@@ -31,9 +31,9 @@ MODELS = {
 
 
 def multiplied_params(config: ModelConfig) -> int:
-  """Returns how many parameters a token is multiplied with, the head included.
+  """Returns the number of parameters in matrix products, including the head.
 
-  Embeddings are looked up: they count only as a tied head.
+  Embeddings are looked up, and count only if they are also the head.
   """
   table = 0 if config.tie_word_embeddings else 1
   return num_params(config) - table * config.vocab_size * config.hidden_size

@@ -1,9 +1,8 @@
-"""The decoder over plain parameter dicts: packed rows, prefill, decode.
+"""The decoder as functions of plain parameter dicts: packed, prefill, decode.
 
-Kinds of layers repeat with a period (one layer, if all are alike). Training
-scans over periods, with the layers of each place of a period stacked. The
-sampler uses the same layers unrolled, each with its own KV cache, updated in
-place.
+Layer kinds repeat with a period, of one layer if all are alike. Training scans
+over periods, and the parameters of each layer of a period are stacked. The
+sampler unrolls the same layers, each with its own KV cache, updated in place.
 """
 
 import functools
@@ -30,26 +29,26 @@ KernelsByKind = Mapping[AttentionKind, Kernels]
 
 @chex.dataclass(frozen=True)
 class PackedRows:
-  """Samples side by side in rows [R, C], which training reads."""
+  """Samples packed into rows [R, C], for training."""
 
   tokens: chex.Array  # int32.
-  segments: chex.Array  # int32; sees earlier tokens of its own; 0 is padding.
-  positions: chex.Array  # int32, rotary: the index within the sample.
-  prefixes: chex.Array | None = None  # int32, a segment seen too; 0 is none.
+  segments: chex.Array  # int32, attention stays within one; 0 is padding.
+  positions: chex.Array  # int32, index within the sample, for rope.
+  prefixes: chex.Array | None = None  # int32, segment also visible; 0: none.
   targets: chex.Array | None = None  # int32, the next token of the same sample.
-  mask: chex.Array | None = None  # bool, targets that are asked about.
-  # float32, of each token when it was sampled; 0 of tokens that were given.
+  mask: chex.Array | None = None  # bool, targets to score.
+  # float32, log-prob of each token when sampled; 0 for other tokens.
   logprobs: chex.Array | None = None
 
 
-# What of a layer is kept for the backward pass.
+# Activations of a layer that are kept for the backward pass.
 REMAT_POLICIES = {
   "full": jax.checkpoint_policies.nothing_saveable,
   "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
   "none": jax.checkpoint_policies.everything_saveable,
 }
-_PREFILL_CHUNK = 512  # Tokens of a context at a time.
-# Name -> (config, numerics, random numbers) -> the module.
+_PREFILL_CHUNK = 512  # Tokens per context and chunk.
+# Name -> function of (config, numerics, rngs) that makes the module.
 _MODULES = {
   "embed": lambda c, _, rngs: layers_lib.Embed(c, rngs),
   "norm": lambda c, *_: layers_lib.RMSNorm(c.hidden_size, c.rms_norm_eps),
@@ -60,21 +59,21 @@ _MODULES = {
 
 
 def places(config: ModelConfig) -> dict[str, Any]:
-  """Maps the name of each place of a period to the kind of its layers.
+  """Maps the parameter name of each layer of a period to its kind.
 
-  Parameters have a stack of layers under each name.
+  Parameters have the stacked layers of all periods under that name.
   """
   return {f"layers{i or ''}": kind for i, kind in enumerate(config.period)}
 
 
 def _maker(kind: Any) -> Callable[..., nnx.Module]:
-  """Returns the constructor of a module, by its name or kind of layer."""
+  """Returns the constructor of a module by its name or layer kind."""
   return _MODULES[kind] if isinstance(kind, str) else kind.make
 
 
 @functools.cache
 def _graphdef(kind: Any, *settings: Any) -> nnx.GraphDef:
-  """Structure of one module, without its arrays."""
+  """Returns the structure of a module without its arrays."""
   make = functools.partial(_maker(kind), *settings)
   return nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))[0]
 
@@ -86,7 +85,7 @@ def _module(kind: Any, *settings: Any) -> nnx.Module:
 
 
 def init(key: chex.PRNGKey, config: ModelConfig) -> Params:
-  """Random parameters: float32 masters, layers stacked on axis 0."""
+  """Draws random parameters: float32, layers stacked along axis 0."""
 
   def make(kind, key):
     module = _maker(kind)(config, FLOAT32, nnx.Rngs(key))
@@ -97,7 +96,7 @@ def init(key: chex.PRNGKey, config: ModelConfig) -> Params:
   kinds = places(config)
   params = {
     "embed": make("embed", key_embed),
-    "final_norm": make("norm", 0),  # Which draws nothing.
+    "final_norm": make("norm", 0),  # Draws nothing.
   }
   for first, (place, kind) in enumerate(kinds.items()):
     every = jax.vmap(functools.partial(make, kind))
@@ -109,24 +108,24 @@ def init(key: chex.PRNGKey, config: ModelConfig) -> Params:
 
 @functools.cache
 def param_shapes(config: ModelConfig) -> Params:
-  """The parameter tree with a `jax.ShapeDtypeStruct` for every leaf."""
+  """Returns the parameter tree with `jax.ShapeDtypeStruct` leaves."""
   return jax.eval_shape(lambda: init(jax.random.key(0), config))
 
 
 def num_params(config: ModelConfig) -> int:
-  """The number of parameters; tied embeddings count once."""
+  """Returns the number of parameters; tied embeddings count once."""
   return sum(leaf.size for leaf in jax.tree.leaves(param_shapes(config)))
 
 
 def head(params: Params) -> tuple[jax.Array, bool]:
-  """Output matrix, and whether it is the embedding [V, D], else [D, V]."""
+  """Returns the output matrix and whether it is the embedding [V, D]."""
   if "lm_head" in params:
     return params["lm_head"]["kernel"], False
   return params["embed"]["embedding"], True
 
 
 def logits(params: Params, states: chex.Array) -> jax.Array:
-  """Of final hidden states [..., D], float32 [..., V]."""
+  """Returns float32 logits [..., V] of final hidden states [..., D]."""
   return heads.project(states, *head(params))
 
 
@@ -154,20 +153,19 @@ def states(
   attention: Mapping[AttentionKind, Callable[..., jax.Array]],
   sharding: jax.sharding.Sharding | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """Returns hidden states [R, C, D] of packed rows, dealt as in `context`.
+  """Returns hidden states [R, C, D] of packed rows.
 
   Args:
     params: stacked parameters.
-    packed: the rows.
-    extra_embeddings: [R, C, D], added to those of the tokens; None: nothing is.
+    packed: the rows, in the order of `context.zigzag_shard`.
+    extra_embeddings: [R, C, D], added to the token embeddings, or None.
     layers: number of layers to run, a multiple of the period; None: all.
     config: the architecture.
     numerics: dtypes and products.
-    remat_policy: what the backward pass computes again, one of
+    remat_policy: activations that the backward pass recomputes, one of
       `REMAT_POLICIES`.
-    attention: as of `PackedAttention`, by kind.
-    sharding: of the hidden states, pinned after every layer; where it splits
-      the tokens of a row, they divide.
+    attention: `PackedAttention.attend` by kind of attention.
+    sharding: sharding of the hidden states, constrained after every layer.
 
   Returns:
     The states, and auxiliary outputs by name, float [R, C], summed over layers.
@@ -228,15 +226,15 @@ def for_sampling(
 ) -> Params:
   """Converts parameters to the sampler's layout: a tuple of per-layer dicts.
 
-  On a CPU an embedding of 16-bit floats is kept as integers: XLA gathers such
-  floats from a float32 copy of the whole table, made anew at every call. A tied
-  head is kept as [D, V] beside it, as XLA would transpose it at every call.
+  On a CPU, an embedding of 16-bit floats is stored as integers, because XLA
+  would convert the whole table to float32 in every call. A tied head is stored
+  beside it as [D, V], because XLA would transpose it in every call.
 
   Args:
     params: stacked parameters.
     config: the architecture.
     numerics: dtype of the result.
-    kernels: attention backends, which know the sampler's devices.
+    kernels: attention backends, with the sampler's devices.
   """
   params = numerics.store(params)
   table = params["embed"]["embedding"]
@@ -261,19 +259,18 @@ def prefill(
   kernels: KernelsByKind,
   chunk: int = _PREFILL_CHUNK,
 ) -> KVCache:
-  """The contiguous KV cache of right-padded contexts [N, C].
+  """Computes the contiguous KV cache of right-padded contexts [N, C].
 
-  Padding is to the right, so causality alone keeps it out of real tokens. Long
-  contexts go chunk by chunk, each seeing the chunks before it, so that
-  activations are those of N · chunk tokens.
+  Padding is on the right, where causal attention ignores it. Long contexts are
+  processed in chunks, so that activations are those of N · chunk tokens.
 
   Args:
     params: sampler parameters (`for_sampling`).
     tokens: int32 [N, C].
     config: the architecture.
     numerics: dtypes and products.
-    kernels: attention backends, whose layouts the result has.
-    chunk: tokens of a context at a time.
+    kernels: attention backends, which choose the layout of the result.
+    chunk: tokens per context and chunk.
   """
   count, length = tokens.shape
   chunk = min(chunk, length)
@@ -319,18 +316,18 @@ def decode(
   numerics: Numerics,
   kernels: KernelsByKind,
 ) -> tuple[jax.Array, KVCache]:
-  """Q tokens a slot: writes their KV, attends to all of the slot up to each.
+  """Decodes Q tokens per slot: writes their KV, then attends causally.
 
   Args:
     params: sampler parameters (`for_sampling`).
-    kv_cache: paged, of all slots.
+    kv_cache: the paged cache of all slots.
     block_tables: the pages of each slot.
     tokens: int32 [S, Q].
     positions: int32 [S, Q], index of each token in its own sequence.
-    writing: bool [S, Q], False: the token leaves no trace.
+    writing: bool [S, Q]; other tokens leave no trace.
     config: the architecture.
     numerics: dtypes and products.
-    kernels: attention backends, whose layouts the cache has.
+    kernels: attention backends, which choose the layout of the cache.
 
   Returns:
     Logits, float32 [S, Q, V], and the cache.
@@ -349,7 +346,7 @@ def decode(
 
 
 def _unrolled(params, config, numerics, tokens, positions, attend):
-  """Layer by layer, attention knowing which; collects their caches."""
+  """Runs the layers one by one and collects their caches."""
   rotary = _rotary(config, positions)
   dtype = numerics.activations
   x = _module("embed", config, numerics, params["embed"])(tokens, dtype)

@@ -90,7 +90,9 @@ def make_fns(
     "numerics": models.Numerics(activations=dtype),
     "remat_policy": config.model.remat_policy,
     "kernels": config.model.kernels,
-    "sharding": sharding.of_keys(both.trainer, model_config.num_kv_heads),
+    "sharding": sharding.packed_kv_sharding(
+      both.trainer, model_config.num_kv_heads
+    ),
   }
   policy = models.make_policy(
     model_config,
@@ -98,8 +100,10 @@ def make_fns(
       sampled, kv=jnp.dtype(config.model.cache_dtype or sampled)
     ),
     head_chunk=config.model.head_chunk,
-    head_sharding=sharding.of_head(both.trainer, model_config.vocab_size),
-    sampler_sharding=sharding.of_slots(both.sampler, model_config.num_kv_heads),
+    head_sharding=sharding.head_sharding(both.trainer, model_config.vocab_size),
+    sampler_sharding=sharding.slot_sharding(
+      both.sampler, model_config.num_kv_heads
+    ),
     **settings,
   )
   value = models.make_value(

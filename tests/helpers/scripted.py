@@ -80,7 +80,7 @@ def _init_kv_cache(shards, pages, page_size):
 
 
 def make_engine(mesh=None, **settings):
-  dealt = mesh and sharding.of_slots(mesh, 1)  # Its KV cache has one head.
+  dealt = mesh and sharding.slot_sharding(mesh, 1)  # Its KV cache has one head.
   fns = models.make_policy(tiny.tiny_config(), sampler_sharding=dealt)
   fns = fns._replace(
     init_kv_cache=_init_kv_cache, prefill=_prefill, decode=_decode

@@ -48,7 +48,7 @@ def tiny_policy(mesh=None):
   fns = models.make_policy(
     config,
     head_chunk=8,
-    sampler_sharding=mesh and sharding.of_slots(mesh, config.num_kv_heads),
+    sampler_sharding=mesh and sharding.slot_sharding(mesh, config.num_kv_heads),
   )
   make = lambda key: widen(fns.init(key), jax.random.fold_in(key, 1))
   jitted = {

@@ -30,11 +30,13 @@ SGD = optax.sgd(1.0, momentum=0.9)
 def make_fns(kind, mesh=None):
   config, settings = tiny_run.model_config(), {}
   if mesh:
-    settings["sharding"] = sharding.of_keys(mesh, config.num_kv_heads)
+    settings["sharding"] = sharding.packed_kv_sharding(
+      mesh, config.num_kv_heads
+    )
   if kind == "value":
     return models.make_value(config, **settings)
   if mesh:
-    settings["head_sharding"] = sharding.of_head(mesh, config.vocab_size)
+    settings["head_sharding"] = sharding.head_sharding(mesh, config.vocab_size)
   return models.make_policy(config, head_chunk=8, **settings)
 
 

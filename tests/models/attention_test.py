@@ -82,13 +82,13 @@ class TestPackedAttention:
     qkv, pull = _inputs()
     qkv, pull = [x[:, :time] for x in qkv], pull[:, :time]
     segments, prefixes = SEGMENTS[:, :time], PREFIXES[:, :time]
-    place = sharding.of_keys(mesh, qkv[1].shape[2])
-    deal = lambda x: context.deal(x, 4)
+    place = sharding.packed_kv_sharding(mesh, qkv[1].shape[2])
+    deal = lambda x: context.zigzag_shard(x, 4)
 
     def ours(q, k, v):
       arrays = map(deal, (q, k, v, segments, prefixes))
       out = attention.packed_attention(*arrays, sharding=place)
-      return context.collect(out, 4, time)
+      return context.zigzag_unshard(out, 4, time)
 
     visible = _visible(SEGMENTS, PREFIXES)[:, :time, :time]
     _assert_close(
@@ -153,20 +153,20 @@ class TestPackedAttention:
 class TestContext:
   def test_the_first_and_the_last_piece_are_one_device_s(self):
     np.testing.assert_array_equal(
-      context.order(12, 3), [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
+      context.zigzag_order(12, 3), [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
     )
-    np.testing.assert_array_equal(context.order(3, 1), [[0, 1, 2]])
+    np.testing.assert_array_equal(context.zigzag_order(3, 1), [[0, 1, 2]])
 
   def test_all_attend_to_as_many_tokens(self):
-    before = context.order(96, 4).sum(axis=1)
+    before = context.zigzag_order(96, 4).sum(axis=1)
     assert set(before) == {sum(range(96)) / 4}
 
   @pytest.mark.parametrize("parts", [1, 2, 4])
   def test_what_is_dealt_is_collected(self, parts):
     x = np.arange(2 * 11).reshape(2, 11)
-    dealt = context.deal(x, parts)
+    dealt = context.zigzag_shard(x, parts)
     assert dealt.shape[1] % (2 * parts) == 0 or parts == 1
-    np.testing.assert_array_equal(context.collect(dealt, parts, 11), x)
-    rows = context.as_rows(dealt, parts)
+    np.testing.assert_array_equal(context.zigzag_unshard(dealt, parts, 11), x)
+    rows = context.shards_to_rows(dealt, parts)
     assert len(rows) == 2 * parts
-    np.testing.assert_array_equal(context.of_rows(rows, parts), dealt)
+    np.testing.assert_array_equal(context.rows_to_shards(rows, parts), dealt)

@@ -235,7 +235,7 @@ class TestMesh:
     arguments = (hidden, kernel, targets, mask, np.float32(0.7))
     arguments += (normal(2, rows, T),)
     mesh = sharding.make_mesh(data=1, fsdp=groups, tensor=2)
-    place = sharding.of_head(mesh, size)
+    place = sharding.head_sharding(mesh, size)
     of = functools.partial(_function, "chunked", tied=tied, chunk=4)
     return arguments, of(sharding=place), of()
 

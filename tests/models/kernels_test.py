@@ -302,12 +302,12 @@ class TestPackedAttention:
     config = _config(4, 2, 64)
     mesh = sharding.make_mesh(data=1, fsdp=fsdp, context=parts, tensor=2)
     rows = self._rows(config, time)
-    place = sharding.of_keys(mesh, config.num_kv_heads)
+    place = sharding.packed_kv_sharding(mesh, config.num_kv_heads)
     attend = kernels_tpu.make_packed_attention(config, sharding=place)
 
     def ours(*arrays):
-      out = attend(*(context.deal(x, parts) for x in arrays))
-      return context.collect(out, parts, time)
+      out = attend(*(context.zigzag_shard(x, parts) for x in arrays))
+      return context.zigzag_unshard(out, parts, time)
 
     for got, expected in zip(
       self._with_gradients(ours, *rows),

@@ -17,9 +17,10 @@ def _fns(dtype, trainer=None, sampler=None):
     config,
     numerics=models.Numerics.all(dtype),
     head_chunk=8,
-    sharding=trainer and sharding.of_keys(trainer, config.num_kv_heads),
+    sharding=trainer
+    and sharding.packed_kv_sharding(trainer, config.num_kv_heads),
     sampler_sharding=sampler
-    and sharding.of_slots(sampler, config.num_kv_heads),
+    and sharding.slot_sharding(sampler, config.num_kv_heads),
   )
 
 

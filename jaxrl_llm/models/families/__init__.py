@@ -1,7 +1,7 @@
-"""Families of models, a file each.
+"""Model families, one file each.
 
-`families/NAME.py` holds `FAMILY`, for models whose `model_type` is NAME. No
-other file names it.
+`families/NAME.py` defines `FAMILY` for models whose `model_type` is NAME. No
+other file refers to it.
 """
 
 import functools
@@ -12,24 +12,26 @@ from typing import Any, NamedTuple
 
 
 class Family(NamedTuple):
-  """Describes what a `config.json` means, and what it leaves out."""
+  """Describes how the `config.json` and the weights of a family are read."""
 
-  architecture: str  # Class of transformers.
-  # (config) -> kinds of the first layers, which repeat up to the last layer;
-  # their number divides that of the layers. See `layers.DecoderKind`.
+  architecture: str  # Class in transformers.
+  # (config) -> layer kinds of a period, which repeats up to the last layer; its
+  # length divides the number of layers. See `layers.DecoderKind`.
   period: Callable[[Any], tuple[Any, ...]]
-  # Word of a parameter's path -> words of its name in files, a period between
-  # them; the layer's index stands for {}. Other words are the same there.
+  # Component of a parameter's path -> components of the tensor name, with {}
+  # for the index of the layer. Components without an entry are the same in
+  # both.
   names: Mapping[str, str]
   # (config) -> allowed values by key of config.json, None for an absent key.
-  # Other values are refused: the model would load but compute something else.
+  # Other values are refused, because the model would compute something else.
   supported: Callable[[Any], Mapping[str, tuple[Any, ...]]]
-  fixed: Mapping[str, bool] = {}  # Fields that are no keys of config.json.
-  # Old Llama files leave these out; what they then mean is part of the format.
+  fixed: Mapping[str, bool] = {}  # Fields without a key in config.json.
+  # Keys that may be missing (as in old Llama files); the format defines
+  # defaults.
   optional: tuple[str, ...] = ()
 
 
-REGISTERED: dict[str, Family] = {}  # By `register.family`.
+REGISTERED: dict[str, Family] = {}  # Added by `register.family`.
 
 
 def names() -> list[str]:
@@ -40,7 +42,7 @@ def names() -> list[str]:
 
 @functools.cache
 def get(name: str) -> Family:
-  """Returns the family of a name, one of `names`."""
+  """Returns a family by its name, one of `names`."""
   if name in REGISTERED:
     return REGISTERED[name]
   return importlib.import_module(f"{__name__}.{name}").FAMILY

@@ -1,4 +1,4 @@
-"""Llama, and the many models in its format."""
+"""Llama, and the many models that use its format."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from jaxrl_llm.models import families
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.layers import AttentionKind, DecoderKind
 
-# The words of a parameter's path that files have other words for.
+# Components of a parameter's path that have another name in files.
 NAMES = {
   "embed": "model.embed_tokens",
   "layers": "model.layers.{}",
@@ -21,11 +21,11 @@ NAMES = {
 
 
 def make_layer(config: ModelConfig, **differences: Any) -> DecoderKind:
-  """The one kind of layer of a dense model with full attention.
+  """Makes the layer kind of a dense model with full attention.
 
   Args:
     config: the architecture.
-    **differences: fields of the attention that are not as Llama's.
+    **differences: fields of `AttentionKind` that differ from Llama's.
   """
   own = {"bias": config.attention_bias, "output_bias": config.attention_bias}
   attention = AttentionKind(
@@ -40,7 +40,7 @@ def make_layer(config: ModelConfig, **differences: Any) -> DecoderKind:
 
 
 def supported(config: ModelConfig) -> dict[str, tuple[Any, ...]]:
-  """Full attention and plain weights; see `Family`."""
+  """Allows full attention and plain weights; see `Family.supported`."""
   return {
     "hidden_act": ("silu",),
     "layer_types": (["full_attention"] * config.num_layers, None),
