@@ -11,6 +11,7 @@ from helpers import tiny_run
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import workdir as workdir_lib
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.train.workdir import Workdir
 
 # A value other than that of `tiny_run.make_config`, for each fixed setting.
 FIXED = {
@@ -115,9 +116,9 @@ def start(tmp_path):
 
   def run(config):
     folder = tmp_path / "run"
-    with workdir_lib.held(folder):
-      assert workdir_lib.prepare(folder, config) == {}
-      workdir_lib.begin(folder, config)
+    with Workdir(folder).held():
+      assert Workdir(folder).changes(config) == {}
+      Workdir(folder).begin(config)
     save(folder, 3)
     return folder
 
@@ -127,7 +128,7 @@ def start(tmp_path):
 def refusal(folder, config):
   before = tiny_run.snapshot(folder)
   with pytest.raises(InputError) as error:
-    workdir_lib.prepare(folder, config)
+    Workdir(folder).changes(config)
   assert tiny_run.snapshot(folder) == before
   text = str(error.value)
   assert "\n" not in text and str(folder) in text
@@ -140,7 +141,7 @@ class TestRefused:
     assert set(FIXED) == set(keys_that(config_lib.FIXED))
     assert set(SWITCHES) == set(keys_that(config_lib.SWITCH))
     # In the form in which they are compared: settings of a source are whole.
-    known = set(workdir_lib._flat(config_lib.default_config().to_dict()))
+    known = set(workdir_lib.flat(config_lib.default_config().to_dict()))
     assert {*FIXED, *SWITCHES, *ALLOWED} <= known
 
   @pytest.mark.parametrize("key", FIXED)
@@ -171,7 +172,7 @@ class TestRefused:
     assert f"config.{key}: {SWITCHES[key]} -> {OFF[key]}" in text
     # Not off, only another strength.
     stronger = 2 * SWITCHES[key]
-    assert workdir_lib.prepare(folder, changed({key: stronger})) == {
+    assert Workdir(folder).changes(changed({key: stronger})) == {
       key: [SWITCHES[key], stronger]
     }
 
@@ -192,29 +193,27 @@ class TestRefused:
     assert f"config.{key}: " in text
 
   def test_a_source_with_splits_holds_nothing_out(self, start):
-    changes = workdir_lib.prepare(
-      start(make()), changed({"eval.path": "y.jsonl"})
-    )
+    changes = Workdir(start(make())).changes(changed({"eval.path": "y.jsonl"}))
     assert list(changes) == ["eval.path"]
 
   def test_a_damaged_record(self, start):
     folder = start(make())
     (folder / "config_changes.jsonl").write_text("{}\n{}\n")
     with pytest.raises(InputError, match="config_changes.jsonl"):
-      workdir_lib.prepare(folder, make())
+      Workdir(folder).changes(make())
 
   def test_a_run_without_its_settings(self, start):
     folder = start(make())
     (folder / "config.json").unlink()
     with pytest.raises(InputError, match="config.json: cannot be read"):
-      workdir_lib.prepare(folder, make())
+      Workdir(folder).changes(make())
 
 
 class TestAllowed:
   def test_nothing_changed(self, start):
     folder = start(make())
     before = tiny_run.snapshot(folder)
-    workdir_lib.record(folder, 3, workdir_lib.prepare(folder, make()))
+    Workdir(folder).record(3, Workdir(folder).changes(make()))
     assert tiny_run.snapshot(folder) == before
 
   @pytest.mark.parametrize("key", ALLOWED)
@@ -222,18 +221,18 @@ class TestAllowed:
     folder = start(make())
     first = (folder / "config.json").read_bytes()
     config = changed({key: ALLOWED[key]})
-    changes = workdir_lib.prepare(folder, config)
+    changes = Workdir(folder).changes(config)
     assert list(changes) == [key]
-    workdir_lib.record(folder, 3, changes)
+    Workdir(folder).record(3, changes)
     assert (folder / "config.json").read_bytes() == first
     assert workdir_lib.read_config(folder).to_dict() == config.to_dict()
-    assert workdir_lib.prepare(folder, config) == {}
+    assert Workdir(folder).changes(config) == {}
 
   def test_one_line_a_resume_and_back(self, start):
     folder = start(make())
     changes = {"run.steps": 9, "loss.clip_high": 0.5}
     for step, config in ((3, changed(changes)), (5, make(run__steps=7))):
-      workdir_lib.record(folder, step, workdir_lib.prepare(folder, config))
+      Workdir(folder).record(step, Workdir(folder).changes(config))
     text = (folder / "config_changes.jsonl").read_text()
     assert [json.loads(line) for line in text.splitlines()] == [
       {
@@ -261,18 +260,18 @@ class TestAllowed:
     saved = json.loads((folder / "config.json").read_text())
     del saved["sampler"]["num_draft_tokens"]
     (folder / "config.json").write_text(json.dumps(saved))
-    assert workdir_lib.prepare(folder, make()) == {}
+    assert Workdir(folder).changes(make()) == {}
 
 
 class TestStart:
   def test_without_a_checkpoint_a_run_starts_anew(self, tmp_path):
     folder = tmp_path / "run"
     (folder / "checkpoints").mkdir(parents=True)
-    workdir_lib.begin(folder, make())
+    Workdir(folder).begin(make())
     (folder / "config_changes.jsonl").write_text("of another run")
     config = make(run__seed=1)
-    assert workdir_lib.prepare(folder, config) == {}
-    workdir_lib.begin(folder, config)
+    assert Workdir(folder).changes(config) == {}
+    Workdir(folder).begin(config)
     assert {path.name for path in folder.iterdir()} == {
       "config.json",
       "checkpoints",
@@ -292,7 +291,7 @@ class TestStart:
     # Of another model that begins in the same folder nothing stays.
     unsave(folder)
     (model / "chat_template.jinja").unlink()
-    workdir_lib.begin(folder, make())
+    Workdir(folder).begin(make())
     assert not (folder / "base_model" / "chat_template.jinja").exists()
     found = workdir_lib.model_path(folder)
     assert found == str(folder / "base_model")
@@ -300,20 +299,20 @@ class TestStart:
   def test_a_folder_that_cannot_be(self, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="file/run: cannot be written"):
-      with workdir_lib.held(tmp_path / "file" / "run"):
+      with Workdir(tmp_path / "file" / "run").held():
         pass
     (tmp_path / "config.json.part").mkdir()
     with pytest.raises(InputError, match="choose another directory"):
-      workdir_lib.begin(tmp_path, make())
+      Workdir(tmp_path).begin(make())
 
 
 class TestHeld:
   def test_by_one_process_at_a_time(self, tmp_path):
-    with workdir_lib.held(tmp_path / "run"):
+    with Workdir(tmp_path / "run").held():
       with pytest.raises(InputError, match="run: another process trains in it"):
-        with workdir_lib.held(tmp_path / "run"):
+        with Workdir(tmp_path / "run").held():
           pass
-    with workdir_lib.held(tmp_path / "run"):  # What is left blocks nobody.
+    with Workdir(tmp_path / "run").held():  # What is left blocks nobody.
       pass
 
   @pytest.mark.parametrize("name", ["checkpoints", "metrics.jsonl"])
@@ -322,7 +321,7 @@ class TestHeld:
     place.parent.mkdir()
     place.touch() if name == "checkpoints" else place.mkdir()
     with pytest.raises(InputError, match=f"{name} in it is of the wrong type"):
-      with workdir_lib.held(tmp_path / "run"):
+      with Workdir(tmp_path / "run").held():
         pass
 
   def test_a_file_system_without_locks(self, tmp_path, monkeypatch, capsys):
@@ -330,7 +329,7 @@ class TestHeld:
       raise OSError("no locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with workdir_lib.held(tmp_path):
+    with Workdir(tmp_path).held():
       pass
     assert "cannot be locked; start no second run" in capsys.readouterr().out
 
@@ -346,7 +345,7 @@ class TestSetAside:
     unsave(folder)
     text = self.rows(folder, 3)
     for number in (1, 2):  # A second time is kept apart.
-      line = workdir_lib.set_aside(folder, -1)
+      line = Workdir(folder).set_aside(-1)
       aside = folder / f"set_aside_{number}"
       assert line == f"the rows of before are set aside in {aside}"
       assert (aside / "metrics.jsonl").read_text() == text
@@ -356,7 +355,7 @@ class TestSetAside:
     folder = start(make())
     save(folder, 5, 10)
     text = self.rows(folder, 11)
-    line = workdir_lib.set_aside(folder, 3)
+    line = Workdir(folder).set_aside(3)
     aside = folder / "set_aside_1"
     assert line.startswith("checkpoints 5, 10 and rows of before are set aside")
     assert (aside / "metrics.jsonl").read_text() == text
@@ -367,7 +366,7 @@ class TestSetAside:
     folder = start(make())
     (folder / "checkpoints" / "4").mkdir()
     assert workdir_lib.steps(folder) == [3]
-    line = workdir_lib.set_aside(folder, 3)
+    line = Workdir(folder).set_aside(3)
     aside = folder / "set_aside_1"
     assert line == f"checkpoints 4 and rows of before are set aside in {aside}"
     assert (aside / "checkpoints" / "4").is_dir()
@@ -376,10 +375,10 @@ class TestSetAside:
     folder = start(make())
     self.rows(folder, 9)  # Those after step 3 are what a kill leaves.
     before = tiny_run.snapshot(folder)
-    assert workdir_lib.set_aside(folder, 3) == ""
+    assert Workdir(folder).set_aside(3) == ""
     (folder / "metrics.jsonl").write_text("")
     unsave(folder)
-    assert workdir_lib.set_aside(folder, -1) == ""
+    assert Workdir(folder).set_aside(-1) == ""
     assert set(before) - {*tiny_run.snapshot(folder)} == {
       pathlib.Path("checkpoints/3"),
       pathlib.Path("checkpoints/3/COMMIT"),

@@ -40,7 +40,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrl_llm import checkpoint, metrics, processes, signals, sync
-from jaxrl_llm import workdir as workdir_lib
 from jaxrl_llm.data.prompt_source import PromptSourceState
 from jaxrl_llm.errors import InputError, TrainingStopped
 from jaxrl_llm.learner.replay import update_twice
@@ -50,6 +49,8 @@ from jaxrl_llm.rollout.worker import Batch, Collected, RolloutState, Weights
 from jaxrl_llm.train import speed
 from jaxrl_llm.train.run import Run, States, restore, save
 from jaxrl_llm.train.value_pretraining import CHECKPOINTS
+from jaxrl_llm.train.workdir import Workdir
+from jaxrl_llm.workdir import best_step, describe
 
 
 def train(
@@ -78,42 +79,36 @@ def train(
     InputError: The checkpoint does not fit the run, or the directory cannot be
       used; its files are unchanged.
   """
-  workdir, config = pathlib.Path(workdir), run.config
+  folder, config = Workdir(pathlib.Path(workdir)), run.config
   begun = time.perf_counter() if begun is None else begun
   metrics.check_trackers(config.run.trackers)
   if best := config.checkpoint.best:
     run.evaluator.check_metric(best, greedy=config.eval.greedy)
   with (
-    contextlib.ExitStack() as stack,
     contextlib.closing(run.judge),
     contextlib.closing(run.worker),
     signals.stop_on_signal() as stopped,
+    folder.held(),
   ):
-    of_first(stack.enter_context, workdir_lib.held(workdir))
-    changes = of_first(workdir_lib.prepare, workdir, config)
-    found = of_first(workdir_lib.steps, workdir)
-    if step is not None:
-      found = [of_first(workdir_lib.find_step, workdir, step)]
+    changes, found = folder.changes(config), folder.steps(step)
     if found and found[-1] >= config.run.steps:
       print(
         f"already at its last step {found[-1]}; raise run.steps to continue"
       )
       return 0
     saver = checkpoint.Checkpointer(
-      workdir / "checkpoints",
+      folder.path / "checkpoints",
       keep=config.checkpoint.keep,
       keep_every=config.checkpoint.keep_every,
-      best=functools.partial(workdir_lib.best_step, workdir, best),
+      best=functools.partial(best_step, folder.path, best),
     )
     with contextlib.closing(saver), processes.ended_together():
       return _resume_or_start(
-        run, workdir, saver, found, changes, stopped, begun
+        run, folder, saver, found, changes, stopped, begun
       )
 
 
-def _resume_or_start(
-  run, workdir, saver, found, changes, stopped, begun
-) -> int:
+def _resume_or_start(run, folder, saver, found, changes, stopped, begun) -> int:
   """Trains from the newest undamaged checkpoint, or from the start."""
   config, last = run.config, -1
   restored, events = checkpoint.newest_undamaged(
@@ -123,40 +118,38 @@ def _resume_or_start(
     states, weights = restored
     last = states.step
     facts = saver.record(last, "facts")["facts"]
-    events += of_first(
-      workdir_lib.check_facts, workdir, last, facts, run.inputs
-    )
+    events += folder.check_facts(last, facts, run.inputs)
   # Before the logger, which truncates rows after the checkpoint.
-  events.append(of_first(workdir_lib.set_aside, workdir, last))
+  events.append(folder.set_aside(last))
   if found:
-    of_first(workdir_lib.record, workdir, last, changes)
-  elif not of_first(workdir_lib.begin, workdir, config):
+    folder.record(last, changes)
+  elif not folder.begin(config):
     # Left by a run with other settings.
-    shutil.rmtree(workdir / CHECKPOINTS, ignore_errors=True)
-  with _logger(workdir, config, last) as logger:
+    shutil.rmtree(folder.path / CHECKPOINTS, ignore_errors=True)
+  with _logger(folder, config, last) as logger:
     run.judge.tell = logger.event
     for line in filter(None, (*events, run.evaluator.origin)):
       logger.event(line)
     if not found:
-      started = start(run, workdir, logger, stopped, begun)
+      started = start(run, folder.path, logger, stopped, begun)
       if started is None:
         return stopped.signal
       states, weights = started
       timer = _timer(logger)
       with timer.phase("checkpoint"):
-        _save(states, saver, workdir, run)
+        _save(states, saver, folder, run)
         saver.wait()
     else:
       # The parity error is already in the row of that step.
       check_sampler(run, states, weights)
       logger.event(f"resumed from step {last}")
-      for line in workdir_lib.describe(changes):
+      for line in describe(changes):
         logger.event(line)
       timer = _timer(logger, spent={"start": time.perf_counter() - begun})
     if of_first(saver.latest_step) is not None:
-      shutil.rmtree(workdir / CHECKPOINTS, ignore_errors=True)
+      shutil.rmtree(folder.path / CHECKPOINTS, ignore_errors=True)
     states = _train_on(
-      run, states, weights, workdir, saver, logger, stopped, timer
+      run, states, weights, folder, saver, logger, stopped, timer
     )
     if states.step >= config.run.steps:
       return 0
@@ -167,17 +160,16 @@ def _resume_or_start(
     return stopped.signal
 
 
-def _logger(workdir, config, last_step) -> metrics.PhaseLogger:
+def _logger(folder, config, last_step) -> metrics.PhaseLogger:
   """Returns the run's logger in the first process, else one of times only."""
   times = ""
   if name := processes.name():
-    folder = of_first(workdir_lib.new_times, workdir)
-    times = folder / f"{name}.jsonl"
+    times = folder.new_times() / f"{name}.jsonl"
   watched = {"times": times, "stuck_after_s": config.run.stuck_after_s}
   if not processes.is_first():
     return metrics.PhaseLogger(**watched)
   return metrics.MetricsLogger(
-    workdir,
+    folder.path,
     total_steps=config.run.steps,
     last_step=last_step,
     tracked_by=config.run.trackers,
@@ -186,9 +178,8 @@ def _logger(workdir, config, last_step) -> metrics.PhaseLogger:
   )
 
 
-def _save(states, saver, workdir, run) -> None:
-  facts = of_first(workdir_lib.facts, workdir, run.config, run.inputs)
-  save(states, saver, facts)
+def _save(states, saver, folder, run) -> None:
+  save(states, saver, folder.facts(run.config, run.inputs))
 
 
 def _timer(logger, **spent) -> metrics.PhaseTimer:
@@ -201,12 +192,12 @@ def _timer(logger, **spent) -> metrics.PhaseTimer:
 
 
 def _train_on(
-  run, states, weights, workdir, saver, logger, stopped, timer
+  run, states, weights, folder, saver, logger, stopped, timer
 ) -> States:
   """Iterates until the last step or a signal, and saves."""
   config = run.config
   # All rows so far, so that a resumed run gives the same warnings.
-  rows = of_first(metrics.read_rows, workdir / "metrics.jsonl")
+  rows = folder.rows()
   health = metrics.Health(rows)
   unjudged = functools.reduce(_unjudged_in_a_row, rows, 0)
   while states.step < config.run.steps and not stopped.agreed():
@@ -232,17 +223,17 @@ def _train_on(
       logger.event(warning)
     best = config.checkpoint.best
     if step % config.checkpoint.every == 0 or (
-      best in row and of_first(workdir_lib.best_step, workdir, best) == step
+      best in row and folder.best_step(best) == step
     ):
       with timer.phase("checkpoint"):
-        _save(states, saver, workdir, run)
+        _save(states, saver, folder, run)
     unjudged = _unjudged_in_a_row(unjudged, row)
     if unjudged >= config.run.max_skipped:
       break
   with timer.phase("checkpoint"):
     saver.wait()
     if of_first(saver.latest_step) != states.step:
-      _save(states, saver, workdir, run)
+      _save(states, saver, folder, run)
       saver.wait()
   if of_first(saver.latest_step) != states.step:
     errors = of_first(saver.new_errors)

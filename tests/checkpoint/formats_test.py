@@ -18,6 +18,7 @@ from jaxrl_llm import checkpoint, digest, workdir
 from jaxrl_llm.checkpoint import commit
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.train import build, loop
+from jaxrl_llm.train.workdir import Workdir
 
 _FORMATS = pathlib.Path(__file__).parent / "formats"
 # 64 bits of the policy, by format.
@@ -59,12 +60,12 @@ def test_is_read_whole(released):
   assert policy.step == 2 and digest.checksum(policy.params) == _POLICY[number]
   tiny_run.write_model(pathlib.Path("model"))
   run = build.make_run(make_config())
-  assert workdir.prepare(folder, run.config) == {}
+  assert Workdir(folder).changes(run.config) == {}
   saver = checkpoint.Checkpointer(folder / "checkpoints", keep=2)
   states, weights = loop.restore(run, saver, 2)
   facts = saver.record(2)["facts"]
   saver.close()
-  assert workdir.check_facts(folder, 2, facts, run.inputs) == []
+  assert Workdir(folder).check_facts(2, facts, run.inputs) == []
   assert states.step == weights.version == 2
   assert states.learner.critic.optimizer.step == 1  # The first full batch.
   # Half-written responses, some of them by the weights before.

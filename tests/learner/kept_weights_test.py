@@ -10,11 +10,12 @@ from helpers.tiny_algorithm import make_algorithm, make_rollout, noise
 from helpers.tiny_run import with_config
 from helpers.tiny_tppo import newest, record, saved
 
-from jaxrl_llm import sharding, workdir
+from jaxrl_llm import sharding
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import models, scoring
 from jaxrl_llm.models import TokenLogprobs
 from jaxrl_llm.train import build, loop
+from jaxrl_llm.train.workdir import Workdir
 
 KEEP = {"off_policy__keep_weights": "float32"}
 LATE = {"estimator__name": "group", "schedule__lag": 2}
@@ -290,9 +291,9 @@ class TestState:
     (tmp_path / "checkpoints" / "1").mkdir(parents=True)
     (tmp_path / "checkpoints" / "1" / "COMMIT").touch()
     config = tiny_run.make_config(model, **KEEP | MIXED)
-    workdir.begin(tmp_path, config)
+    Workdir(tmp_path).begin(config)
     config.schedule.max_staleness += 1
     with pytest.raises(
       InputError, match="on resume: config.schedule.max_staleness"
     ):
-      workdir.prepare(tmp_path, config)
+      Workdir(tmp_path).changes(config)

@@ -25,6 +25,7 @@ from jaxrl_llm.rewards.verdict import Verdict
 from jaxrl_llm.rollout.worker import Weights
 from jaxrl_llm.train import build, loop
 from jaxrl_llm.train.value_pretraining import CHECKPOINTS, FOLDER
+from jaxrl_llm.train.workdir import Workdir
 
 # Estimations of value pretraining: two that it learns from, one at the end.
 PRETRAINED = 3
@@ -468,7 +469,7 @@ class TestEarlierStep:
 class TestFolder:
   def test_of_another_process(self, run, whole):
     before = tiny_run.snapshot(whole)
-    with workdir_lib.held(whole):
+    with Workdir(whole).held():
       with pytest.raises(InputError, match="another process trains in it"):
         loop.train(with_config(run, run__steps=9), whole)
     assert tiny_run.snapshot(whole) == before

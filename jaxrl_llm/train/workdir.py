@@ -1,0 +1,294 @@
+"""The directory of a run, as the run itself uses it.
+
+Methods of `Workdir` run in the first process; all processes must call them and
+get the same result or error. `jaxrl_llm.workdir` reads the directories of other
+runs.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import functools
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from jaxrl_llm import base_models, checkpoint, digest, files, metrics, processes
+from jaxrl_llm import config as config_lib
+from jaxrl_llm import workdir as reading
+from jaxrl_llm.data import sources
+from jaxrl_llm.errors import InputError, as_input_error
+from jaxrl_llm.models import hf
+from jaxrl_llm.workdir import Changes
+
+_FILES = (reading.ROWS, "samples.jsonl")
+
+
+def _of_first(method: Callable[..., Any]) -> Callable[..., Any]:
+  """Runs a method in the first process; see `processes.of_first`.
+
+  Such methods must not call each other, or the first process would wait for the
+  others forever.
+  """
+
+  @functools.wraps(method)
+  def run(self, *args):
+    return processes.of_first(method, self, *args)
+
+  return run
+
+
+@dataclasses.dataclass(frozen=True)
+class Workdir:
+  """The directory of a run that is trained or resumed."""
+
+  path: pathlib.Path
+
+  @contextlib.contextmanager
+  def held(self) -> Iterator[None]:
+    """Creates the directory and locks it against other runs.
+
+    Raises:
+      InputError: It cannot be written, or another process trains in it.
+    """
+    with contextlib.ExitStack() as stack:
+      processes.of_first(stack.enter_context, self._locked())
+      yield
+
+  @contextlib.contextmanager
+  def _locked(self) -> Iterator[None]:
+    with self._writing():
+      self.path.mkdir(parents=True, exist_ok=True)
+      for place in (self.path / name for name in (*_FILES, "checkpoints")):
+        if place.exists() and place.is_file() != (place.name in _FILES):
+          raise OSError(f"{place.name} in it is of the wrong type")
+      file = (self.path / "lock").open("a")
+    with file:
+      try:
+        # The system releases the lock however the process ends. It also works
+        # across machines if the file system supports locks, as NFS 4 does.
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      except BlockingIOError:
+        raise InputError(
+          f"--workdir={self.path}: another process trains in it; stop that one"
+          " or choose another directory"
+        ) from None
+      except OSError:
+        print(f"{self.path}: cannot be locked; start no second run in it")
+      yield
+
+  @_of_first
+  def steps(self, step: int | None = None) -> list[int]:
+    """Returns the steps of the complete checkpoints, or the given one alone.
+
+    Raises:
+      InputError: There is no such checkpoint.
+    """
+    if step is not None:
+      return [reading.find_step(self.path, step)]
+    return reading.steps(self.path)
+
+  @_of_first
+  def best_step(self, metric: str) -> int | None:
+    """Returns the step with the highest value of a metric."""
+    return reading.best_step(self.path, metric)
+
+  @_of_first
+  def rows(self) -> list[dict[str, Any]]:
+    """Returns the rows of the metrics."""
+    return metrics.read_rows(self.path / reading.ROWS)
+
+  @_of_first
+  def changes(self, config: Any) -> Changes:
+    """Compares the settings of the run with the given ones.
+
+    Writes nothing: a refused resume leaves the directory unchanged.
+
+    Args:
+      config: the new settings.
+
+    Returns:
+      The changes; empty without a checkpoint, where a run starts anew.
+
+    Raises:
+      InputError: Its settings cannot be read, or a change does not fit its
+        checkpoints.
+    """
+    if not reading.steps(self.path):
+      return {}
+    changes = reading.differences(reading.read_config(self.path), config)
+    fixed = {config_lib.FIXED}
+    if config.schedule.window or config.schedule.stop != "all":
+      fixed.add(config_lib.IN_FLIGHT)
+    if config.off_policy.keep_weights:
+      fixed.add(config_lib.KEPT)
+    if "split" not in sources.reads(config.data.source):
+      fixed.add(config_lib.HELD_OUT)
+    refused = {}
+    for key, (old, new) in changes.items():
+      resume = config_lib.KEYS[key].resume
+      switched = resume == config_lib.SWITCH and bool(old) != bool(new)
+      if resume in fixed or switched:
+        refused[key] = [old, new]
+    if refused:
+      lines = "; ".join(reading.describe(refused))
+      raise InputError(
+        f"{self.path}: cannot change on resume: {lines}; use the old values or"
+        " another --workdir"
+      )
+    return changes
+
+  @_of_first
+  def begin(self, config: Any) -> bool:
+    """Writes the settings of a new run, and the files of its base model.
+
+    Returns:
+      Whether a run with the same settings had begun in the directory.
+
+    Raises:
+      InputError: The directory cannot be written, or the model cannot be read.
+    """
+    file, model = self.path / reading.CONFIG, self.path / reading.MODEL
+    text = json.dumps(config.to_dict(), indent=2, default=str) + "\n"
+    with self._writing():
+      before = file.read_bytes() if file.exists() else b""
+      # Left by a run whose checkpoints were removed.
+      (self.path / reading.CHANGES).unlink(missing_ok=True)
+      hf.copy_settings(base_models.model_path(config), model)
+      files.tree_to_disk(model)
+      files.write_whole(file, text)
+    return before == text.encode()
+
+  @_of_first
+  def record(self, step: int, changes: Changes) -> None:
+    """Records the changes of a resume, once it has succeeded.
+
+    Args:
+      step: step of the checkpoint that is resumed.
+      changes: result of `changes`.
+
+    Raises:
+      InputError: The directory cannot be written.
+    """
+    if not changes:
+      return
+    file = self.path / reading.CHANGES
+    with self._writing():
+      before = file.read_text(encoding="utf-8") if file.exists() else ""
+      line = json.dumps({"step": step, "changes": changes})
+      files.write_whole(file, f"{before}{line}\n")
+
+  @_of_first
+  def facts(self, config: Any, inputs: Mapping[str, str]) -> dict[str, Any]:
+    """Returns facts about the run's other files, for `check_facts`.
+
+    Args:
+      config: config of the run.
+      inputs: key of the config -> digest of the files that it names.
+    """
+    rows = (self.path / reading.ROWS).read_bytes()
+    return {
+      "config": reading.flat(config.to_dict()),
+      "rows": {"bytes": len(rows), "checksum": digest.of_bytes(rows)},
+      "inputs": dict(inputs),
+    }
+
+  @_of_first
+  def check_facts(
+    self, step: int, saved: Mapping[str, Any], inputs: Mapping[str, str]
+  ) -> list[str]:
+    """Compares the run's files with the facts stored in a checkpoint.
+
+    Args:
+      step: step of the checkpoint.
+      saved: result of `facts` at that step.
+      inputs: current inputs, as in `facts`.
+
+    Returns:
+      A line if rows are missing or changed, and one for each changed input.
+
+    Raises:
+      InputError: config.json has changed.
+    """
+    changed = {key for changes in reading.resumes(self.path) for key in changes}
+    now = reading.flat(reading.read_config(self.path).to_dict())
+    wrong = {
+      key: [value, now[key]]
+      for key, value in saved["config"].items()
+      if key in now and key not in changed and value != now[key]
+    }
+    if wrong:
+      raise InputError(
+        f"{self.path / reading.CONFIG}: it has changed since checkpoint {step}"
+        f" was saved: {'; '.join(reading.describe(wrong))}; restore the old"
+        " values, and change settings by --config.KEY=VALUE"
+      )
+    before = saved.get("inputs", {})  # Earlier versions kept none.
+    lines = [
+      f"config.{key}: the files have changed since checkpoint {step} was saved;"
+      " the run continues with the current ones"
+      for key, value in inputs.items()
+      if before.get(key, value) != value
+    ]
+    file, rows = self.path / reading.ROWS, saved["rows"]
+    data = file.read_bytes() if file.exists() else b""
+    if digest.of_bytes(data[: rows["bytes"]]) != rows["checksum"]:
+      lines.append(
+        f"{file}: rows before checkpoint {step} are missing or changed"
+      )
+    return lines
+
+  @_of_first
+  def set_aside(self, step: int) -> str:
+    """Sets aside files that a resume from an earlier step would overwrite.
+
+    Later checkpoints move to a folder `set_aside_N`; rows and settings are
+    copied there. Rows after the last checkpoint are not kept: a resume repeats
+    them.
+
+    Args:
+      step: step of the checkpoint that is resumed; -1 for a new start.
+
+    Returns:
+      A line about it; empty if nothing was set aside.
+    """
+    rows, saved = self.path / reading.ROWS, self.path / "checkpoints"
+    # Including incomplete ones, left by a kill.
+    names = [place.name for place in saved.glob("*")]
+    late = sorted(
+      int(n) for n in names if checkpoint.is_step(n) and int(n) > step
+    )
+    if not late and (step >= 0 or not rows.exists() or not rows.stat().st_size):
+      return ""
+    number = 1 + len(list(self.path.glob("set_aside_*")))
+    folder = self.path / f"set_aside_{number}"
+    with self._writing():
+      (folder / "checkpoints").mkdir(parents=True)
+      for file in self.path.glob("*.json*"):
+        shutil.copy2(file, folder)
+      for name in map(str, late):
+        os.replace(saved / name, folder / "checkpoints" / name)
+    what = f"checkpoints {', '.join(map(str, late))} and" if late else "the"
+    return f"{what} rows of before are set aside in {folder}"
+
+  @_of_first
+  def new_times(self) -> pathlib.Path:
+    """Creates the folder with each process's times of phases.
+
+    Times of the previous start, perhaps on other hosts, move to `hosts_before`.
+    """
+    folder, before = self.path / "hosts", self.path / "hosts_before"
+    with self._writing():
+      if folder.exists():
+        shutil.rmtree(before, ignore_errors=True)
+        os.replace(folder, before)
+      folder.mkdir()
+    return folder
+
+  def _writing(self) -> contextlib.AbstractContextManager[None]:
+    """Turns errors of the file system into an InputError."""
+    what = f"--workdir={self.path}: cannot be written"
+    return as_input_error(what, "choose another directory", OSError)
