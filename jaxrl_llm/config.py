@@ -9,6 +9,7 @@ method; `--config.group.key=value` overrides both. Unknown keys are errors.
 
 import importlib
 import pathlib
+import runpy
 import textwrap
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict, config_dict
 
 from jaxrl_llm import presets
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, as_input_error
 
 
 class Range(NamedTuple):
@@ -581,6 +582,37 @@ def methods() -> dict[str, pathlib.Path]:
   folders = package / "configs", package.parent / "configs"  # Installed; clone.
   files = next(folder for folder in folders if folder.is_dir()).glob("*.py")
   return {file.stem: file for file in sorted(files) if file.stem != "pretrain"}
+
+
+def method(name: str, preset: str = "", **settings: Any) -> ConfigDict:
+  """Returns the config of a method, as `--config=NAME[:PRESET]` does.
+
+  Args:
+    name: a method file of the package, one of `methods`.
+    preset: scale, '' or a name of `presets.SCALES`.
+    **settings: values of dotted keys, as `**{"data.path": "train.jsonl"}`.
+
+  Raises:
+    InputError: A name, a key or the type of a value is wrong.
+
+  Example:
+    >>> config = method("grpo", "gsm8k", **{"run.steps": 100})
+    >>> config.estimator.name, config.run.steps
+    ('group', 100)
+  """
+  files = methods()
+  if name not in files:
+    raise InputError(f"method {name!r} is unknown; choose {', '.join(files)}")
+  config = runpy.run_path(str(files[name]))["get_config"](preset)
+  config.run.method = name + (preset and f":{preset}")
+  for key, value in settings.items():
+    if key not in KEYS:
+      raise InputError(f"config.{key}: no such key; see docs/config.md")
+    group, _, last = key.rpartition(".")
+    what = f"config.{key}={value!r}"
+    with as_input_error(what, "give a value of its type", TypeError):
+      get(config, group)[last] = value
+  return config
 
 
 def get(config: Any, key: str):

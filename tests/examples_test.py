@@ -1,4 +1,4 @@
-"""Runs the examples in the docstrings of all estimators and losses."""
+"""Runs the examples in the docstrings of public functions."""
 
 import doctest
 import inspect
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from jaxrl_llm import estimators, losses
+from jaxrl_llm import config, estimators, losses
 
 _NUMBER = re.compile(r"-?\d+\.?\d*")
 _FUNCTIONS = [
@@ -15,7 +15,7 @@ _FUNCTIONS = [
   for room in (estimators, losses)
   for name in vars(room)
   if inspect.isfunction(getattr(room, name))
-]
+] + [config.method]
 
 
 class _Checker(doctest.OutputChecker):

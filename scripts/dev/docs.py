@@ -30,7 +30,7 @@ _API = (
     "models",
     ("load", "save", "make_policy", "make_value", "ModelFns", "ValueFns"),
   ),
-  ("Settings", "config", ("default_config", "scaled", "describe")),
+  ("Settings", "config", ("method", "default_config", "scaled", "describe")),
   ("A run from Python", "train.build", ("make_run",)),
   ("", "train.loop", ("train",)),
   ("Parts of your own", "register", None),
