@@ -4,6 +4,8 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.arrays import of_equal_shape
+
 # exp(±20) is about 5e8 and 2e-9: far outside any trust region, far inside
 # float32.
 LOG_RATIO_LIMIT = 20.0
@@ -62,7 +64,9 @@ def clamped_log_ratio(
   Returns:
     float32, same shape.
   """
-  chex.assert_equal_shape([logprobs, reference_logprobs])
+  logprobs, reference_logprobs = of_equal_shape(
+    logprobs=logprobs, reference_logprobs=reference_logprobs
+  )
   difference = jnp.asarray(logprobs, jnp.float32) - jnp.asarray(
     reference_logprobs, jnp.float32
   )

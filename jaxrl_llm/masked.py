@@ -12,6 +12,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.arrays import of_equal_shape
 from jaxrl_llm.errors import check_choice, check_number
 
 # Modes of `token_weights` that divide by a constant length.
@@ -36,7 +37,7 @@ def masked_fill(
   Returns:
     float32, shape of x.
   """
-  chex.assert_equal_shape([x, mask])
+  x, mask = of_equal_shape(x=x, mask=mask)
   x = jnp.asarray(x, jnp.float32)
   return jnp.where(jnp.asarray(mask, bool), x, value)
 

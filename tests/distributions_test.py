@@ -92,5 +92,5 @@ class TestClampedLogRatio:
     np.testing.assert_array_equal(grad, [1.0, 0.0, 0.0])
 
   def test_shapes_must_agree(self):
-    with pytest.raises(AssertionError):
+    with pytest.raises(ValueError):
       distributions.clamped_log_ratio(jnp.zeros((2, 3)), jnp.zeros(3))

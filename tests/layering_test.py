@@ -1,7 +1,7 @@
 """Reads every import of the package and holds it against the house plan.
 
-L0  records, reductions, distributions, checksums, errors, files, signals,
-    base_models, plugin, processes, workers
+L0  records, arrays, reductions, distributions, checksums, errors, files,
+    signals, base_models, plugin, processes, workers
 L1  estimators, losses, models, sharding
 L2  data, rewards, sampling, checkpoint, metrics, sync, report
 L3  rollout, learner                      side by side: they run at one time
@@ -23,7 +23,7 @@ import pytest
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _L0 = {
-  *("types", "masked", "distributions", "digest", "errors"),
+  *("types", "arrays", "masked", "distributions", "digest", "errors"),
   *("files", "signals", "base_models", "plugin", "processes"),
   "workers",
 }

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm import masked
+from jaxrl_llm.arrays import of_equal_shape, of_shape
 from jaxrl_llm.errors import check_choice, check_number
 from jaxrl_llm.estimators.gae import gae
 
@@ -64,8 +65,12 @@ def egae(
     [[0.75 0.5 ]
      [0.25 0.  ]]
   """
-  chex.assert_equal_shape([token_rewards, values, mask])
-  chex.assert_shape(truncated, jnp.shape(values)[:-1])
+  token_rewards, values, mask = of_equal_shape(
+    token_rewards=token_rewards, values=values, mask=mask
+  )
+  (truncated,) = of_shape(
+    values.shape[:-1], "that of values without time", truncated=truncated
+  )
   check_choice("boundary", boundary, BOUNDARIES)
   if boundary == "bootstrap" and next_values is None:
     raise ValueError(
@@ -73,7 +78,9 @@ def egae(
       " each row's last token"
     )
   if next_values is not None:
-    chex.assert_equal_shape([truncated, next_values])
+    truncated, next_values = of_equal_shape(
+      truncated=truncated, next_values=next_values
+    )
   return gae(
     token_rewards,
     values,
@@ -113,8 +120,13 @@ def boundary_error(
     >>> print(boundary_error(values, mask, cut, following))
     0.25
   """
-  chex.assert_equal_shape([values, mask])
-  chex.assert_shape([truncated, next_values], jnp.shape(values)[:-1])
+  values, mask = of_equal_shape(values=values, mask=mask)
+  truncated, next_values = of_shape(
+    values.shape[:-1],
+    "that of values without time",
+    truncated=truncated,
+    next_values=next_values,
+  )
   cut = _cut(mask, truncated)
   step = masked.masked_fill(next_values, cut) - _last(values, mask)
   return masked.masked_mean(jnp.abs(step), cut)
@@ -147,9 +159,11 @@ def drop_tail(
     [[1 1 0]
      [1 1 0]]
   """
-  chex.assert_shape(truncated, jnp.shape(mask)[:-1])
-  check_number("tokens", tokens, "[0, inf)")
   mask = jnp.asarray(mask, bool)
+  (truncated,) = of_shape(
+    mask.shape[:-1], "that of mask without time", truncated=truncated
+  )
+  check_number("tokens", tokens, "[0, inf)")
   remaining = jax.lax.cumsum(
     mask.astype(jnp.int32), axis=mask.ndim - 1, reverse=True
   )

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm import masked
+from jaxrl_llm.arrays import of_equal_shape
 from jaxrl_llm.errors import check_choice, check_number
 
 _LEAST_ENTROPY = 1e-8
@@ -66,7 +67,7 @@ def entropy_statistics(
     >>> print(f"{jnp.exp(statistics.pivot):.2f}")
     0.10
   """
-  chex.assert_equal_shape([entropies, mask])
+  entropies, mask = of_equal_shape(entropies=entropies, mask=mask)
   check_number("quantile", quantile, "[0, 1]")
   mask = jnp.asarray(mask, bool)
   logs = _log_entropy(entropies, mask)
@@ -121,7 +122,7 @@ def entropy_code(
     >>> print(entropy_code(entropies, mask, statistics).round(2))
     [[-1.  0.  1.]]
   """
-  chex.assert_equal_shape([entropies, mask])
+  entropies, mask = of_equal_shape(entropies=entropies, mask=mask)
   check_choice("sign", sign, SIGNS)
   above = _log_entropy(entropies, mask) - statistics.pivot
   highest = statistics.rms * statistics.high
@@ -206,7 +207,9 @@ def redistribute(
     >>> print(redistribute(advantages, code, ratio, **bounds))
     [0. 1. 2.]
   """
-  chex.assert_equal_shape([advantages, code, ratio])
+  advantages, code, ratio = of_equal_shape(
+    advantages=advantages, code=code, ratio=ratio
+  )
   check_number("clip_low", clip_low, "[0, inf]")
   check_number("clip_high", clip_high, "[0, inf]")
   advantages = jnp.asarray(advantages, jnp.float32)

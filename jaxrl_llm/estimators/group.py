@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm import masked
+from jaxrl_llm.arrays import of_equal_shape
 from jaxrl_llm.errors import check_choice, check_number
 
 
@@ -112,11 +113,13 @@ def token_group_relative(
     >>> print(f"{A[0]:.2f} {A[1]:.2f}")  # Those of all tokens sum to 0.
     0.58 -1.73
   """
-  chex.assert_equal_shape([rewards, lengths])
+  rewards, lengths, groups = of_equal_shape(
+    rewards=rewards, lengths=lengths, groups=groups
+  )
   check_number("epsilon", epsilon, "[0, inf]")
   check_number("limit", limit, "(0, inf]")
   # A response without a token is in no group.
-  groups = jnp.where(jnp.asarray(lengths) > 0, groups, num_groups)
+  groups = jnp.where(lengths > 0, groups, num_groups)
   rewards, groups, counts = _members(rewards, groups, num_groups)
   of = _of_group(groups, num_groups)
   total = functools.partial(of, masked.segment_sum)
@@ -223,7 +226,9 @@ def optimal_baseline(
     >>> print(optimal_baseline(rewards, weights, norms, groups, num_groups=1))
     [0.   0.25 0.5 ]
   """
-  chex.assert_equal_shape([rewards, weights, squared_norms])
+  rewards, weights, squared_norms = of_equal_shape(
+    rewards=rewards, weights=weights, squared_norms=squared_norms
+  )
   rewards, groups, member = _members(rewards, groups, num_groups)
   mass = jnp.square(masked.masked_fill(weights, member))
   mass *= masked.masked_fill(squared_norms, member)
@@ -306,8 +311,8 @@ def _members(
   rewards: chex.Array, groups: chex.Array, num_groups: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Rewards, groups and which rows are in one; the others get 0, num_groups."""
-  chex.assert_rank([rewards, groups], 1)
-  chex.assert_equal_shape([rewards, groups])
+  rewards, groups = of_equal_shape(rewards=rewards, groups=groups)
+  chex.assert_rank(rewards, 1)
   chex.assert_type(groups, int)
   check_number("num_groups", num_groups, "[1, inf)")
   member = (groups >= 0) & (groups < num_groups)

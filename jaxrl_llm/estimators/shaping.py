@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm import masked
+from jaxrl_llm.arrays import of_equal_shape
 from jaxrl_llm.errors import check_number
 
 
@@ -82,7 +83,12 @@ def penalize_kl(
     >>> print(penalize_kl(rewards, new, ref, mask, coefficient=0.1))
     [-0.05  1.  ]
   """
-  chex.assert_equal_shape([token_rewards, logprobs, ref_logprobs, mask])
+  token_rewards, logprobs, ref_logprobs, mask = of_equal_shape(
+    token_rewards=token_rewards,
+    logprobs=logprobs,
+    ref_logprobs=ref_logprobs,
+    mask=mask,
+  )
   check_number("coefficient", coefficient, "[0, inf]")
   k1 = masked.masked_fill(logprobs, mask) - masked.masked_fill(
     ref_logprobs, mask
@@ -164,7 +170,7 @@ def whiten(
     [[-1.  0.]
      [ 1.  0.]]
   """
-  chex.assert_equal_shape([advantages, mask])
+  advantages, mask = of_equal_shape(advantages=advantages, mask=mask)
   check_number("epsilon", epsilon, "[0, inf]")
   scale = jnp.sqrt(masked.masked_var(advantages, mask) + epsilon)
   largest = masked.masked_max(advantages, mask)

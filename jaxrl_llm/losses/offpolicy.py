@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm import distributions, masked
+from jaxrl_llm.arrays import of_equal_shape
 from jaxrl_llm.errors import check_choice, check_number
 from jaxrl_llm.losses.policy import ClippedPolicyLoss, clipped_policy_loss
 
@@ -173,7 +174,9 @@ def decoupled_policy_loss(
     >>> print(out.ratio, out.loss)  # The loss is twice -1.2.
     [1.2] [-2.4]
   """
-  chex.assert_equal_shape([logprobs, behavior_logprobs])
+  logprobs, behavior_logprobs = of_equal_shape(
+    logprobs=logprobs, behavior_logprobs=behavior_logprobs
+  )
   check_number("cap", cap, "[1, inf]")
   check_number("floor", floor, "[0, 1]")
   surrogate = clipped_policy_loss(
@@ -249,7 +252,9 @@ def mixed_logprobs(
     >>> print(mixed_logprobs(new, behavior, jnp.array([0.25, 1.0])))
     [-1.75 -1.  ]
   """
-  chex.assert_equal_shape([logprobs, behavior_logprobs, share])
+  logprobs, behavior_logprobs, share = of_equal_shape(
+    logprobs=logprobs, behavior_logprobs=behavior_logprobs, share=share
+  )
   behavior = jnp.asarray(behavior_logprobs, jnp.float32)
   current = jnp.asarray(logprobs, jnp.float32)
   # Exact at both ends, unlike behavior + share * (current - behavior).
@@ -355,7 +360,11 @@ def _importance(
   low: chex.Numeric,
 ) -> tuple[jax.Array, jax.Array]:
   """π_prox / π_behav of each token's unit, [..., T], and the mask as bool."""
-  chex.assert_equal_shape([proximal_logprobs, behavior_logprobs, mask])
+  proximal_logprobs, behavior_logprobs, mask = of_equal_shape(
+    proximal_logprobs=proximal_logprobs,
+    behavior_logprobs=behavior_logprobs,
+    mask=mask,
+  )
   check_choice("level", level, LEVELS)
   check_number("low", low, "[0, 1]")
   check_number("high", high, "[1, inf]")

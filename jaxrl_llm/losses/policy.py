@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm import distributions, masked
+from jaxrl_llm.arrays import of_equal_shape
 from jaxrl_llm.errors import check_number
 from jaxrl_llm.losses.regularizers import with_gradient_of
 
@@ -76,7 +77,9 @@ def clipped_policy_loss(
     >>> print(out.loss, out.clipped_high)
     [-1.   -1.2  -1.28] [False False  True]
   """
-  chex.assert_equal_shape([logprobs, old_logprobs, advantages])
+  logprobs, old_logprobs, advantages = of_equal_shape(
+    logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages
+  )
   check_number("clip_low", clip_low, "[0, inf]")
   check_number("clip_high", clip_high, "[0, inf]")
   advantages = jnp.asarray(advantages, jnp.float32)
@@ -184,7 +187,9 @@ def policy_gradient_loss(
     >>> print(jax.grad(loss)(jnp.array([-0.1, -0.2])))
     [-1.  2.]
   """
-  chex.assert_equal_shape([logprobs, old_logprobs, advantages])
+  logprobs, old_logprobs, advantages = of_equal_shape(
+    logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages
+  )
   log_ratio = distributions.clamped_log_ratio(logprobs, old_logprobs)
   never = jnp.zeros(log_ratio.shape, bool)
   advantages = jnp.asarray(advantages, jnp.float32)
@@ -242,7 +247,12 @@ def gspo_loss(
     >>> print(out.clipped_high)  # Together, as the mean moved by 0.05.
     [[ True  True  True  True]]
   """
-  chex.assert_equal_shape([logprobs, old_logprobs, advantages, mask])
+  logprobs, old_logprobs, advantages, mask = of_equal_shape(
+    logprobs=logprobs,
+    old_logprobs=old_logprobs,
+    advantages=advantages,
+    mask=mask,
+  )
   logprobs = masked.masked_fill(logprobs, mask)
   mean = _mean_over_sequence(
     logprobs - masked.masked_fill(old_logprobs, mask), mask, segments
@@ -265,7 +275,7 @@ def _mean_over_sequence(
   if segments is None:
     mean = masked.masked_mean(x, mask, axis=-1, keepdims=True)
     return jnp.broadcast_to(mean, x.shape)
-  chex.assert_equal_shape([x, segments])
+  x, segments = of_equal_shape(x=x, segments=segments)
   length = x.shape[-1]
 
   def row(x, mask, segments):

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm import distributions
+from jaxrl_llm.arrays import of_equal_shape
 
 
 def nll(logprobs: chex.Array) -> jax.Array:
@@ -47,7 +48,9 @@ def kl_k1(logprobs: chex.Array, ref_logprobs: chex.Array) -> jax.Array:
     >>> print(kl_k1(jnp.array([-1.0, -1.0]), jnp.array([-1.5, -0.5])))
     [ 0.5 -0.5]
   """
-  chex.assert_equal_shape([logprobs, ref_logprobs])
+  logprobs, ref_logprobs = of_equal_shape(
+    logprobs=logprobs, ref_logprobs=ref_logprobs
+  )
   return jnp.asarray(logprobs, jnp.float32) - jnp.asarray(
     ref_logprobs, jnp.float32
   )

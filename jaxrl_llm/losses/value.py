@@ -6,6 +6,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.arrays import of_equal_shape
 from jaxrl_llm.errors import check_number
 
 
@@ -54,7 +55,7 @@ def clipped_value_loss(
     >>> print(out.loss, out.clipped)
     [0.28125 0.125  ] [ True False]
   """
-  chex.assert_equal_shape([values, returns])
+  values, returns = of_equal_shape(values=values, returns=returns)
   if (old_values is None) != (clip_value is None):
     raise ValueError(
       "old_values and clip_value belong together; only"
@@ -65,7 +66,7 @@ def clipped_value_loss(
   squares = jnp.square(values - returns)
   if clip_value is None:
     return ClippedValueLoss(0.5 * squares, jnp.zeros(values.shape, bool))
-  chex.assert_equal_shape([values, old_values])
+  values, old_values = of_equal_shape(values=values, old_values=old_values)
   check_number("clip_value", clip_value, "[0, inf]")
   old_values = jnp.asarray(old_values, jnp.float32)
   room = jnp.broadcast_to(jnp.asarray(clip_value, jnp.float32), values.shape)

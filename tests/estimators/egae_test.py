@@ -299,13 +299,13 @@ class TestBadInput:
 
   def test_shapes(self):
     call = functools.partial(estimators.egae, *self.arrays, **_SETTINGS)
-    with pytest.raises(AssertionError):
+    with pytest.raises(ValueError):
       call(np.ones(3, bool))
-    with pytest.raises(AssertionError):
+    with pytest.raises(ValueError):
       call(self.truncated, next_values=np.ones(3))
-    with pytest.raises(AssertionError):
+    with pytest.raises(ValueError):
       estimators.drop_tail(self.arrays[2], np.ones(3, bool), tokens=1)
-    with pytest.raises(AssertionError):
+    with pytest.raises(ValueError):
       estimators.boundary_error(
         *self.arrays[1:], self.truncated, np.ones((2, 1))
       )

@@ -251,14 +251,14 @@ class TestLimits:
 class TestBadInput:
   def test_shapes(self):
     settings = dict(gamma=1.0, lambda_=1.0)
-    with pytest.raises(AssertionError):
+    with pytest.raises(ValueError):
       estimators.gae(
         np.ones((2, 3)), np.ones((2, 4)), np.ones((2, 3)), **settings
       )
-    with pytest.raises(AssertionError):
+    with pytest.raises(ValueError):
       estimators.gae(np.ones((2, 3)), np.ones((2, 3)), np.ones(3), **settings)
     arrays = (np.ones((2, 3)), np.ones((2, 3)), np.ones((2, 3), bool))
-    with pytest.raises(AssertionError):
+    with pytest.raises(ValueError):
       estimators.gae(*arrays, bootstrap_value=np.ones(3), **settings)
     with pytest.raises(AssertionError):
       estimators.gae(*arrays, gamma=np.ones(2), lambda_=1.0)

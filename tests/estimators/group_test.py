@@ -157,7 +157,7 @@ class TestProperties:
       )
     with pytest.raises(ValueError, match="num_groups=0"):
       estimators.group_relative(self.rewards, self.groups, num_groups=0)
-    with pytest.raises(AssertionError):
+    with pytest.raises(ValueError):
       self._call(self.rewards[:-1])
     with pytest.raises(AssertionError):
       self._call(self.rewards[:, None], self.groups[:, None])

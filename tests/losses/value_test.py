@@ -77,9 +77,9 @@ class TestClippedValueLoss:
       losses.clipped_value_loss(ones, ones, clip_value=0.2)
     with pytest.raises(ValueError, match="clip_value=-0.2"):
       losses.clipped_value_loss(ones, ones, old_values=ones, clip_value=-0.2)
-    with pytest.raises(AssertionError):
+    with pytest.raises(ValueError):
       losses.clipped_value_loss(ones, jnp.ones((2, 1)))
-    with pytest.raises(AssertionError):
+    with pytest.raises(ValueError):
       losses.clipped_value_loss(
         ones, ones, old_values=jnp.ones(1), clip_value=0.2
       )
