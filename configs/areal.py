@@ -1,22 +1,22 @@
-"""AReaL (Fu et al. 2025, arXiv 2505.24298): sampler and learner at once.
+"""AReaL (Fu et al. 2025, arXiv 2505.24298): asynchronous sampler and learner.
 
-Batches are written one update before they are trained on. The clip is about the
-policy at the start of the update, whose log-probs are recomputed; what it is
-away from the policy that wrote a token is corrected by a truncated importance
-weight (decoupled PPO). No critic: every token gets the reward of its response,
+Batches are sampled one update before they are trained on. The clip is around
+the policy at the start of the update, whose log-probs are recomputed. A
+truncated importance weight corrects its distance to the policy that sampled a
+token (decoupled PPO). No critic: every token gets the reward of its response,
 normalised over the batch (discount and lambda 1). Four mini-batches.
 
-What differs from the paper, and why:
-  * The lag is met exactly and not bounded (its eta), so that runs repeat; eta
-    there is up to 8 (`schedule.lag`).
-  * Batches have all their responses. `schedule.stop='first_groups'` lets
-    unfinished ones go on under newer weights, as there.
-  * The paper's importance weights have no bound; here it is 5, the default of
-    its present code as far as we know.
+Differences from the paper:
+  * The lag is exact and not an upper bound (the paper's eta, up to 8), so that
+    runs are reproducible (`schedule.lag`).
+  * Batches contain all their responses. `schedule.stop='first_groups'` lets
+    unfinished ones continue under newer weights, as in the paper.
+  * The paper's importance weights are unbounded; here the bound is 5, the
+    default of the authors' current code as far as we know.
 
     python scripts/train.py --config=configs/areal.py[:PRESET]
 
-Presets are scales, see jaxrl_llm/presets.py: none (embedded, CPU), long_tail,
+Presets (see jaxrl_llm/presets.py): none (embedded, CPU), long_tail,
 smollm2, gsm8k, qwen2.5-1.5b, qwen2.5-7b, qwen2.5-32b.
 """
 
@@ -24,7 +24,7 @@ from jaxrl_llm import config as config_lib
 
 
 def get_config(preset: str = ""):
-  """The settings of the method at the scale of a preset."""
+  """Returns the settings of the method at the scale of a preset."""
   config, scale = config_lib.scaled(preset)
   config.data.group_size = scale.group_size
   config.data.prompts_per_step //= scale.group_size

@@ -1,11 +1,11 @@
-"""CISPO (MiniMax 2025, arXiv 2506.13585): the ratio is clipped, no token is.
+"""CISPO (MiniMax 2025, arXiv 2506.13585): clips weights instead of tokens.
 
 The importance weight is bounded at 1 + clip_high and carries no gradient; every
-token keeps its own. The paper does not state its bound; 0.28 is used.
+token keeps its gradient. The paper does not state its bound; 0.28 is used.
 
     python scripts/train.py --config=configs/cispo.py[:PRESET]
 
-Presets are scales, see jaxrl_llm/presets.py: none (embedded, CPU), long_tail,
+Presets (see jaxrl_llm/presets.py): none (embedded, CPU), long_tail,
 smollm2, gsm8k, qwen2.5-1.5b, qwen2.5-7b, qwen2.5-32b.
 """
 
@@ -13,7 +13,7 @@ from jaxrl_llm import config as config_lib
 
 
 def get_config(preset: str = ""):
-  """The settings of the method at the scale of a preset."""
+  """Returns the settings of the method at the scale of a preset."""
   config, scale = config_lib.scaled(preset)
   config.data.group_size = scale.group_size
   config.data.prompts_per_step //= scale.group_size

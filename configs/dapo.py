@@ -1,16 +1,16 @@
 """DAPO (Yu et al. 2025, arXiv 2503.14476).
 
-Clip-higher, dynamic sampling, the token-level loss and the soft overlong
-punishment on GRPO's advantages, without a KL term. The last quarter of the
-response limit is punished (paper: 4,096 of 20,480). Overlong filtering is off,
-as in the authors' best runs: `loss.overlong_filter`.
+GRPO's advantages with clip-higher, dynamic sampling, the token-level loss and
+the soft overlong punishment, without a KL term. The last quarter of the
+response limit is punished (paper: 4,096 of 20,480). Overlong filtering
+(`loss.overlong_filter`) is off, as in the authors' best runs.
 
-At 32B it has 520 steps where VAPO has 312: VAPO's paper finds it at DAPO's
-level after 60 % of the updates.
+At 32B the run has 520 steps where VAPO's has 312, because VAPO's paper reports
+that it reaches DAPO's level after 60 % of the updates.
 
     python scripts/train.py --config=configs/dapo.py[:PRESET]
 
-Presets are scales, see jaxrl_llm/presets.py: none (embedded, CPU), long_tail,
+Presets (see jaxrl_llm/presets.py): none (embedded, CPU), long_tail,
 smollm2, gsm8k, qwen2.5-1.5b, qwen2.5-7b, qwen2.5-32b.
 """
 
@@ -18,7 +18,7 @@ from jaxrl_llm import config as config_lib
 
 
 def get_config(preset: str = ""):
-  """The settings of the method at the scale of a preset."""
+  """Returns the settings of the method at the scale of a preset."""
   config, scale = config_lib.scaled(preset)
   config.data.group_size = scale.group_size
   config.data.prompts_per_step //= scale.group_size

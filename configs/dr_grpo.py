@@ -1,15 +1,16 @@
 """Dr. GRPO (Liu et al. 2025, arXiv 2503.20783): GRPO without its two biases.
 
-Advantages are not divided by the group's standard deviation, and token losses
-by a constant length (the response limit), not by the response's own.
+Advantages are not divided by the group's standard deviation. Token losses are
+divided by a constant length (the response limit) instead of the length of the
+response.
 
-At 32B the constant is 3,000 and a group has 8 responses, to 1,024 prompts, as
-in the authors' runs. There 3,000 is the response limit as well; here the limit
-is the preset's.
+At 32B the constant is 3,000 and a step has 1,024 prompts with 8 responses each,
+as in the authors' runs. Their response limit is 3,000 too; here it is that of
+the preset.
 
     python scripts/train.py --config=configs/dr_grpo.py[:PRESET]
 
-Presets are scales, see jaxrl_llm/presets.py: none (embedded, CPU), long_tail,
+Presets (see jaxrl_llm/presets.py): none (embedded, CPU), long_tail,
 smollm2, gsm8k, qwen2.5-1.5b, qwen2.5-7b, qwen2.5-32b.
 """
 
@@ -17,7 +18,7 @@ from jaxrl_llm import config as config_lib
 
 
 def get_config(preset: str = ""):
-  """The settings of the method at the scale of a preset."""
+  """Returns the settings of the method at the scale of a preset."""
   config, scale = config_lib.scaled(preset)
   config.data.group_size = scale.group_size
   config.data.prompts_per_step //= scale.group_size

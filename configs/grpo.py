@@ -1,17 +1,17 @@
 """GRPO (Shao et al. 2024, arXiv 2402.03300).
 
-Advantages relative to the group, divided by its standard deviation; the mean
-over responses of their token means; a symmetric clip; the k3 estimate of the KL
-to the initial policy as a loss with coefficient 0.04.
+Group-relative advantages, divided by the group's standard deviation; losses
+averaged over the tokens of a response, then over responses; a symmetric clip; a
+KL loss to the initial policy (k3 estimate) with coefficient 0.04.
 
-At 32B a group has 64 responses, the paper's number, to 128 prompts. A batch has
-the preset's 16 updates where the paper, as far as we know, has one
-(`optimizer.policy.mini_batch=8192`).
-Lengths and rates are the preset's too. The paper does not state its clip range.
+At 32B a step has 128 prompts with 64 responses each, the paper's group size. A
+batch has the preset's 16 updates; the paper, as far as we know, has one
+(`optimizer.policy.mini_batch=8192`). Lengths and learning rates are those of
+the preset too. The paper does not state its clip range.
 
     python scripts/train.py --config=configs/grpo.py[:PRESET]
 
-Presets are scales, see jaxrl_llm/presets.py: none (embedded, CPU), long_tail,
+Presets (see jaxrl_llm/presets.py): none (embedded, CPU), long_tail,
 smollm2, gsm8k, qwen2.5-1.5b, qwen2.5-7b, qwen2.5-32b.
 """
 
@@ -19,7 +19,7 @@ from jaxrl_llm import config as config_lib
 
 
 def get_config(preset: str = ""):
-  """The settings of the method at the scale of a preset."""
+  """Returns the settings of the method at the scale of a preset."""
   config, scale = config_lib.scaled(preset)
   config.data.group_size = scale.group_size
   config.data.prompts_per_step //= scale.group_size

@@ -1,11 +1,11 @@
 """GSPO (Zheng et al. 2025, arXiv 2507.18071): sequence policy optimisation.
 
-One ratio per response, that of its mean log-prob, clipped at 3e-4 below and
-4e-4 above; four updates per batch. Some 15 % of responses clipped is normal.
+One ratio per response, from its mean log-prob, clipped at 3e-4 below and 4e-4
+above; four updates per batch. About 15 % clipped responses is normal.
 
     python scripts/train.py --config=configs/gspo.py[:PRESET]
 
-Presets are scales, see jaxrl_llm/presets.py: none (embedded, CPU), long_tail,
+Presets (see jaxrl_llm/presets.py): none (embedded, CPU), long_tail,
 smollm2, gsm8k, qwen2.5-1.5b, qwen2.5-7b, qwen2.5-32b.
 """
 
@@ -13,7 +13,7 @@ from jaxrl_llm import config as config_lib
 
 
 def get_config(preset: str = ""):
-  """The settings of the method at the scale of a preset."""
+  """Returns the settings of the method at the scale of a preset."""
   config, scale = config_lib.scaled(preset)
   config.data.group_size = scale.group_size
   config.data.prompts_per_step //= scale.group_size

@@ -1,21 +1,21 @@
-"""HAPO (2025, arXiv 2509.16591): tokens are treated by their entropy.
+"""HAPO (2025, arXiv 2509.16591): entropy-dependent token losses.
 
-Group statistics weigh responses by their tokens; clip range and advantage of a
-token follow its entropy within the batch; dual clip at 10; DAPO's dynamic
-sampling and overlong punishment. The sign of low-entropy tokens is the intended
-one; `loss.hapo_sign=released` is the published code's. The sampling
-temperature follows a token's entropy by 5 %; the trainer scores at the plain
+Group statistics weight responses by their tokens. The clip range and advantage
+of a token depend on its entropy within the batch. Dual clip at 10; DAPO's
+dynamic sampling and overlong punishment. Low-entropy tokens have the intended
+sign; `loss.hapo_sign=released` selects that of the published code. The sampling
+temperature varies by 5 % with a token's entropy. The trainer scores at the base
 temperature, as the published code does; `off_policy.correction=truncate`
-corrects for it.
+corrects for the difference.
 
 At 32B responses have at most 12,288 tokens, of which the last 4,096 are
-punished (the authors' runs have 10K to 12K and DAPO's buffer). They evaluate 8
-samples at a temperature of 0.5; here it is the preset's 32 at 1.0 and top-p
-0.7, as for every method.
+punished (the authors' runs have 10K to 12K and DAPO's buffer). The authors
+evaluate 8 samples at a temperature of 0.5; here evaluation uses the preset's 32
+at 1.0 and top-p 0.7, as for every method.
 
     python scripts/train.py --config=configs/hapo.py[:PRESET]
 
-Presets are scales, see jaxrl_llm/presets.py: none (embedded, CPU), long_tail,
+Presets (see jaxrl_llm/presets.py): none (embedded, CPU), long_tail,
 smollm2, gsm8k, qwen2.5-1.5b, qwen2.5-7b, qwen2.5-32b.
 """
 
@@ -23,7 +23,7 @@ from jaxrl_llm import config as config_lib
 
 
 def get_config(preset: str = ""):
-  """The settings of the method at the scale of a preset."""
+  """Returns the settings of the method at the scale of a preset."""
   config, scale = config_lib.scaled(preset)
   config.data.group_size = scale.group_size
   config.data.prompts_per_step //= scale.group_size

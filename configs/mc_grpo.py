@@ -1,17 +1,17 @@
-"""MC-GRPO (2026, arXiv 2601.22582): the group's median as its baseline.
+"""MC-GRPO (2026, arXiv 2601.22582): the group's median as baseline.
 
-One response more than is trained on: an odd group, whose median response has no
-advantage and takes no part in the loss. Advantages are divided by the standard
-deviation; the paper's MAD is 0 for most groups of binary rewards.
+Groups are odd. The median response (pivot) has zero advantage and is excluded
+from the loss. Advantages are divided by the standard deviation, because the
+paper's MAD is 0 for most groups of binary rewards.
 
-The rest is GRPO's, as in the authors' runs: the k3 estimate of the KL to the
-initial policy as a loss with coefficient 0.04, and two updates per batch, each
-on the whole of it (num_iterations 2). Their groups have 2 to 8 responses beside
-the pivot; here the preset's number, made odd.
+The rest is GRPO, as in the authors' runs: a KL loss to the initial policy (k3
+estimate) with coefficient 0.04, and two updates per batch, each on the whole
+batch (num_iterations 2). The authors' groups have 2 to 8 responses besides the
+pivot; here groups have the preset's size, made odd.
 
     python scripts/train.py --config=configs/mc_grpo.py[:PRESET]
 
-Presets are scales, see jaxrl_llm/presets.py: none (embedded, CPU), long_tail,
+Presets (see jaxrl_llm/presets.py): none (embedded, CPU), long_tail,
 smollm2, gsm8k, qwen2.5-1.5b, qwen2.5-7b, qwen2.5-32b.
 """
 
@@ -19,7 +19,7 @@ from jaxrl_llm import config as config_lib
 
 
 def get_config(preset: str = ""):
-  """The settings of the method at the scale of a preset."""
+  """Returns the settings of the method at the scale of a preset."""
   config, scale = config_lib.scaled(preset)
   config.data.group_size = scale.group_size
   config.data.prompts_per_step //= scale.group_size

@@ -1,12 +1,12 @@
-"""PPO with GAE (Schulman et al. 2017, arXiv 1707.06347) as LLMs are trained.
+"""PPO with GAE (Schulman et al. 2017, arXiv 1707.06347) for LLMs.
 
-One lambda of 0.95 for policy and critic, a symmetric clip, whitened
-advantages, the mean over responses of their token means, an untrained critic
-and one response per prompt: what VC-PPO and VAPO start from.
+The starting point of VC-PPO and VAPO: a lambda of 0.95 for policy and critic, a
+symmetric clip, whitened advantages, losses averaged over the tokens of a
+response, then over responses, an untrained critic and one response per prompt.
 
     python scripts/train.py --config=configs/ppo.py[:PRESET]
 
-Presets are scales, see jaxrl_llm/presets.py: none (embedded, CPU), long_tail,
+Presets (see jaxrl_llm/presets.py): none (embedded, CPU), long_tail,
 smollm2, gsm8k, qwen2.5-1.5b, qwen2.5-7b, qwen2.5-32b.
 """
 
@@ -14,7 +14,7 @@ from jaxrl_llm import config as config_lib
 
 
 def get_config(preset: str = ""):
-  """The settings of the method at the scale of a preset."""
+  """Returns the settings of the method at the scale of a preset."""
   config, _ = config_lib.scaled(preset)
   config.estimator.lambda_schedule = "constant"
   config.estimator.lambda_policy = 0.95

@@ -1,4 +1,4 @@
-"""Rebuilds a base model that is shipped in the package.
+"""Rebuilds a base model shipped in the package.
 
     python scripts/dev/pretrain.py --config=configs/pretrain.py[:TASK]
 
@@ -13,7 +13,7 @@ _TASKS = ("chain_sum", "remainder")
 
 
 def get_config(task: str = "chain_sum"):
-  """The settings of a shipped base.
+  """Returns the settings of a shipped base.
 
   Raises:
     ValueError: there is no such task.
@@ -22,7 +22,7 @@ def get_config(task: str = "chain_sum"):
     raise ValueError(f"task {task!r} is unknown; choose {' or '.join(_TASKS)}")
   c = ConfigDict()
   c.task = task
-  # Settings of the task: max_ops; of remainder also tail.
+  # Task settings: max_ops, and tail for remainder.
   c.task_settings = ConfigDict({"max_ops": 6}, convert_dict=False)
   c.out = f"jaxrl_llm/assets/{task}_base"
   c.seed = 0
@@ -41,7 +41,7 @@ def get_config(task: str = "chain_sum"):
   # Tokens.
   c.max_prompt_length = 16
   c.max_response_length = 64
-  if task == "remainder":  # Long solutions: more room, fewer at a time.
+  if task == "remainder":  # Long solutions: more tokens, smaller batches.
     c.task_settings = ConfigDict(
       {"max_ops": 32, "tail": 1.1}, convert_dict=False
     )

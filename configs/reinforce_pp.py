@@ -1,12 +1,12 @@
 """REINFORCE++ (Hu 2025, arXiv 2501.03262).
 
-Rewards to go with the KL to the initial policy in them, normalised over the
-whole batch (token-weighted), PPO's clip, the mean over responses of their token
-means.
+Rewards-to-go that include the KL to the initial policy, normalised over the
+whole batch (token-weighted); PPO's clip; losses averaged over the tokens of a
+response, then over responses.
 
     python scripts/train.py --config=configs/reinforce_pp.py[:PRESET]
 
-Presets are scales, see jaxrl_llm/presets.py: none (embedded, CPU), long_tail,
+Presets (see jaxrl_llm/presets.py): none (embedded, CPU), long_tail,
 smollm2, gsm8k, qwen2.5-1.5b, qwen2.5-7b, qwen2.5-32b.
 """
 
@@ -14,7 +14,7 @@ from jaxrl_llm import config as config_lib
 
 
 def get_config(preset: str = ""):
-  """The settings of the method at the scale of a preset."""
+  """Returns the settings of the method at the scale of a preset."""
   config, scale = config_lib.scaled(preset)
   config.data.group_size = scale.group_size
   config.data.prompts_per_step //= scale.group_size

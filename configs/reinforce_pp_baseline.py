@@ -1,11 +1,11 @@
 """REINFORCE++ with a group baseline (Hu 2025, arXiv 2501.03262).
 
-As reinforce_pp.py, but the group's mean is subtracted before the batch is
+Like reinforce_pp.py, but subtracts the group's mean before the batch is
 normalised.
 
     python scripts/train.py --config=configs/reinforce_pp_baseline.py[:PRESET]
 
-Presets are scales, see jaxrl_llm/presets.py: none (embedded, CPU), long_tail,
+Presets (see jaxrl_llm/presets.py): none (embedded, CPU), long_tail,
 smollm2, gsm8k, qwen2.5-1.5b, qwen2.5-7b, qwen2.5-32b.
 """
 
@@ -13,7 +13,7 @@ from jaxrl_llm import config as config_lib
 
 
 def get_config(preset: str = ""):
-  """The settings of the method at the scale of a preset."""
+  """Returns the settings of the method at the scale of a preset."""
   config, scale = config_lib.scaled(preset)
   config.data.group_size = scale.group_size
   config.data.prompts_per_step //= scale.group_size

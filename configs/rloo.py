@@ -1,12 +1,12 @@
-"""RLOO (Ahmadian et al. 2024, arXiv 2402.14740): REINFORCE, leave one out.
+"""RLOO (Ahmadian et al. 2024, arXiv 2402.14740): REINFORCE leave-one-out.
 
-The baseline of a response is the mean reward of the others; a whole response
-is one action, without ratio or clip; the KL to the initial policy is in the
-reward.
+The baseline of a response is the mean reward of the other responses in its
+group. A whole response is one action, without ratio or clip. The reward
+includes the KL to the initial policy.
 
     python scripts/train.py --config=configs/rloo.py[:PRESET]
 
-Presets are scales, see jaxrl_llm/presets.py: none (embedded, CPU), long_tail,
+Presets (see jaxrl_llm/presets.py): none (embedded, CPU), long_tail,
 smollm2, gsm8k, qwen2.5-1.5b, qwen2.5-7b, qwen2.5-32b.
 """
 
@@ -14,7 +14,7 @@ from jaxrl_llm import config as config_lib
 
 
 def get_config(preset: str = ""):
-  """The settings of the method at the scale of a preset."""
+  """Returns the settings of the method at the scale of a preset."""
   config, scale = config_lib.scaled(preset)
   config.data.group_size = scale.group_size
   config.data.prompts_per_step //= scale.group_size

@@ -1,11 +1,11 @@
-"""VC-PPO (Yuan et al. 2025, arXiv 2503.01491): PPO whose critic is right.
+"""VC-PPO (Yuan et al. 2025, arXiv 2503.01491): value-calibrated PPO.
 
 The critic is pretrained on a fixed policy, and its lambda of 1 is decoupled
 from the policy's 0.95.
 
     python scripts/train.py --config=configs/vc_ppo.py[:PRESET]
 
-Presets are scales, see jaxrl_llm/presets.py: none (embedded, CPU), long_tail,
+Presets (see jaxrl_llm/presets.py): none (embedded, CPU), long_tail,
 smollm2, gsm8k, qwen2.5-1.5b, qwen2.5-7b, qwen2.5-32b.
 """
 
@@ -13,7 +13,7 @@ from jaxrl_llm import config as config_lib
 
 
 def get_config(preset: str = ""):
-  """The settings of the method at the scale of a preset."""
+  """Returns the settings of the method at the scale of a preset."""
   config, scale = config_lib.scaled(preset)
   # Value pretraining, and decoupled GAE: Monte Carlo targets of the critic.
   config.value.pretrain_steps = scale.pretrain_steps
