@@ -139,8 +139,8 @@ class Value(Group, path="value"):
   """The critic; ignored by estimators without one."""
 
   reads_logprobs = Key(False, None,
-    "Gives the critic each token's log-prob at sampling as an input, which sets"
-    " slips apart from choices. The papers' critics lack it.", FIXED)
+    "Gives the critic the log-prob of each token at sampling as an input, which"
+    " separates mistakes from choices. The papers' critics do not have it.", FIXED)
   reward_model_steps = Key(0, _COUNT,
     "Iterations before value pretraining that train the critic as a reward"
     " model, on last tokens only. The papers start from a reward model.")
@@ -266,8 +266,8 @@ class Environment(Group, path="environment"):
 class Sampler(Group, path="sampler"):
   """Sampling of responses."""
 
-  slots = Key(0, Range(0, 1e6), "Responses decoded concurrently, the rows of a"
-    " decode batch. 0 is all that a step has in flight.")
+  slots = Key(0, Range(0, 1e6), "Responses decoded concurrently: the rows of a"
+    " decode batch. 0 is the number of responses in flight.")
   kv_pages = Key(0, Range(0, 1e7), "Pages of the KV cache on all devices of the"
     " sampler. The youngest responses are preempted when they run out. 0 fits"
     " all slots at full length.")
@@ -359,7 +359,7 @@ class Estimator(Group, path="estimator"):
     "Baseline that 'group' subtracts. 'reward_to_go' subtracts the same group"
     " baseline from every token, and nothing with 'none'.")
   scale = Key("std", Names("estimators.group:SCALES"),
-    "Spread of a group's rewards that 'group' divides by.")
+    "Divisor of 'group': a measure of spread of the rewards of a group.")
   epsilon = Key(1e-6, _NUMBER, "Added to the divisor of estimator.scale.")
   gradient_norms = Key("length", Choice(("length", "exact")), "Squared gradient"
     " norm of a response for 'optimal_baseline': its number of generated tokens"
@@ -504,8 +504,8 @@ class Checkpoint(Group, path="checkpoint"):
   """Checkpoints of a run."""
 
   every = Key(20, _SOME, "Steps between checkpoints; also after the last step.")
-  keep = Key(2, Range(2), "Number of newest checkpoints to keep. At least 2, so"
-    " that one damaged checkpoint is survived.")
+  keep = Key(2, Range(2), "Number of newest checkpoints to keep, at least 2 so"
+    " that a run survives a damaged checkpoint.")
   keep_every = Key(0, _COUNT,
     "Also keeps checkpoints of steps divisible by this number; 0 is off.")
   best = Key("", None,

@@ -69,8 +69,8 @@ class Tokenizer:
       plain.decode_batch([[i] for i in ids])  # Fails here, not in a run.
     if not ids.issuperset(self.prefix):
       raise InputError(
-        f"{directory}/tokenizer.json: its texts begin with tokens"
-        f" {self.prefix}, which its vocabulary does not have; {_AGAIN}"
+        f"{directory}/tokenizer.json: it adds the tokens {self.prefix} to"
+        f" texts, but they are not in its vocabulary; {_AGAIN}"
       )
     self.stop_tokens, self.eos_id = eos, eos[0]
     self.bos_id = bos[0] if bos else None

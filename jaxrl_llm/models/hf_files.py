@@ -163,8 +163,8 @@ def _read_shards(index: pathlib.Path) -> dict[str, Tensor]:
   for name, shard in sorted(found ^ set(weight_map.items())):
     if not _HARMLESS.fullmatch(name):
       raise InputError(
-        f"{index}: tensor {name[:80]!r} is either listed or found in {shard},"
-        " and must be both; get the files again"
+        f"{index}: tensor {name[:80]!r} must be both listed and stored in"
+        f" {shard}; get the files again"
       )
   return tensors
 
