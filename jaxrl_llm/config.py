@@ -140,7 +140,7 @@ class Value(Group, path="value"):
 
   reads_logprobs = Key(False, None,
     "Gives the critic the log-prob of each token at sampling as an input, which"
-    " separates mistakes from choices. The papers' critics do not have it.", FIXED)
+    " separates mistakes from choices. The papers' critics lack it.", FIXED)
   reward_model_steps = Key(0, _COUNT,
     "Iterations before value pretraining that train the critic as a reward"
     " model, on last tokens only. The papers start from a reward model.")
