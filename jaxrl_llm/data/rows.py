@@ -1,9 +1,10 @@
 """Reads rows of data and converts them to examples.
 
-A row has a question, as text or as a conversation. The columns of
-this library (`question`, `answer`), of verl (`prompt`, `data_source`,
-`reward_model`) and of TRL (`prompt`, any) are known by their names; others are
-named by a mapping. Every column stays with the example, for its reward.
+A row has a question, as text or as a conversation. The columns of this library
+(`question`, `answer`), of verl (`prompt`, `data_source`, `reward_model`) and of
+TRL (`prompt`, `solution` or `ground_truth`, any) are known by their names;
+others are named by a mapping. Every column stays with the example, for its
+reward.
 """
 
 import glob
@@ -18,7 +19,10 @@ from jaxrl_llm.errors import InputError, as_input_error
 # Keys of data.columns -> default columns; the first one present is used.
 COLUMNS = {
   "question": ("prompt", "messages", "question", "problem"),
-  "answer": ("reward_model.ground_truth", "answer", "final_answer"),
+  "answer": (
+    *("reward_model.ground_truth", "answer", "final_answer"),
+    *("ground_truth", "solution"),
+  ),
   "id": ("id",),
   "source": ("data_source", "source"),
 }

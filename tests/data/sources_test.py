@@ -56,6 +56,12 @@ class TestLayouts:
     assert found.messages == ASKED and found.source == "openai/gsm8k"
     assert found.columns == VERL
 
+  @pytest.mark.parametrize("column", ["ground_truth", "solution"])
+  def test_answers_as_data_sets_for_trl_name_them(self, column):
+    assert example(prompt=ASKED, **{column: "2"}).answer == "2"
+    both = {"problem": "1+1?", "answer": "2", column: "As 1+1 is 2"}
+    assert example(**both).answer == "2"
+
   def test_verl_with_a_structure_as_ground_truth(self):
     found = example(**VERL | {"reward_model": {"ground_truth": {"a": [1]}}})
     assert found.answer == '{"a": [1]}'
