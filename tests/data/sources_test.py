@@ -70,7 +70,7 @@ class TestLayouts:
     text = example(prompt="1+1?", answer=2.5, tests=["x"])
     assert (text.question, text.answer, text.messages) == ("1+1?", "2.5", None)
     assert text.columns["tests"] == ["x"]
-    found = example(prompt=ASKED, solution="2")
+    found = example(prompt=ASKED, tests=["x"])
     assert found.messages == ASKED and found.answer == ""
 
   def test_openai_gsm8k_keeps_its_solution(self):
