@@ -595,6 +595,12 @@ def batch_size(config: Any) -> int:
   return config.data.prompts_per_step * config.data.group_size
 
 
+def max_tokens_per_row(config: Any) -> int:
+  """Returns the tokens per packed row, at least the longest sample."""
+  longest = config.data.max_prompt_length + config.sampler.max_response_length
+  return max(config.optimizer.max_tokens_per_row, longest)
+
+
 def most_staleness(config: Any) -> int:
   """Returns the maximum number of updates between sampling and training."""
   schedule = config.schedule

@@ -3,12 +3,12 @@
 import time
 
 import jax
-from scaling import estimate
 
 from jaxrl_llm import rewards
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.lower import lower
 from jaxrl_llm.rewards.judge import known
+from jaxrl_llm.simulate import account
 from jaxrl_llm.train.loop import Run
 
 _GIB = 2.0**30
@@ -25,10 +25,11 @@ def dry_run(run: Run) -> None:
   _check_rewards(run)
   _show_meshes(run)
   model, mesh = run.learner.policy.fns.config, dict(run.learner.mesh.shape)
-  account = estimate.account(estimate.Sizes(run.config, model, mesh))
+  sizes = account.Sizes(run.config, model, mesh)
+  expected = account.temporaries_by_program(sizes)
   print(f"{'phase':<31} compile s   arguments GiB   temporary GiB   by account")
   for name, lowered in _phases(run).items():
-    known = f"{account[name] / _GIB:.3f}" if name in account else ""
+    known = f"{expected[name] / _GIB:.3f}" if name in expected else ""
     begin = time.perf_counter()
     memory = lowered.compile().memory_analysis()
     seconds = time.perf_counter() - begin
@@ -107,7 +108,7 @@ def _show_meshes(run: Run) -> None:
     numbers = ", ".join(str(device.id) for device in mesh.devices.flat)
     print(
       f"{name}: mesh {sizes}, devices {numbers}; each holds"
-      f" {estimate.held(trees) / _GIB:.3f} GiB between phases"
+      f" {account.held(trees) / _GIB:.3f} GiB between phases"
     )
   if set(meshes[0].devices.flat) & set(meshes[1].devices.flat):
     print("trainer and sampler share devices: what they hold adds up")
