@@ -580,7 +580,7 @@ def methods() -> dict[str, pathlib.Path]:
   package = pathlib.Path(__file__).parent
   folders = package / "configs", package.parent / "configs"  # Installed; clone.
   files = next(folder for folder in folders if folder.is_dir()).glob("*.py")
-  return {file.stem: file for file in sorted(files) if file.stem != "pretrain"}
+  return {file.stem: file for file in sorted(files)}
 
 
 def get(config: Any, key: str):
