@@ -7,11 +7,11 @@ by `transformers`, by `--config.model.path=DIR` and by `models.load(DIR)`. Exit
 code 2 for bad input.
 """
 
-import argparse
 import pathlib
 import sys
 
 import jax
+from parts import program
 
 from jaxrl_llm import base_models, models, workdir
 from jaxrl_llm.errors import InputError
@@ -46,11 +46,10 @@ def convert(options) -> str:
   )
 
 
-def main(arguments: list[str] | None = None) -> int:
-  """Runs the command; returns its exit code."""
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
+@program.one_line
+def main(arguments: list[str] | None = None) -> None:
+  """Runs the command."""
+  parser = program.make_parser(__doc__)
   add = parser.add_argument
   add("--checkpoint", required=True, metavar="WORKDIR", help="of the run")
   add("--out", required=True, metavar="DIR", help="directory to write")
@@ -61,12 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     default="float32",
     help="of the weights in the file; float32 is exact",
   )
-  try:
-    print(convert(parser.parse_args(arguments)))
-  except InputError as error:
-    print(f"error: {error}", file=sys.stderr)
-    return 2
-  return 0
+  print(convert(parser.parse_args(arguments)))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ Exit code 0 if no host is broken, 1 if one is, 2 for bad input and for hosts
 that cannot be compared.
 """
 
-import argparse
 import collections
 import math
 import pathlib
@@ -39,6 +38,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+from parts import program
 
 from jaxrl_llm import fleet
 from jaxrl_llm.data.rows import parse_rows
@@ -228,27 +228,22 @@ def _has_steps(hosts) -> bool:
   return "step" in next(iter(hosts.values()))[0]
 
 
+@program.one_line
 def main(arguments: list[str] | None = None) -> int:
   """Runs the command; returns its exit code."""
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
+  parser = program.make_parser(__doc__)
   parser.add_argument("--metrics", required=True, metavar="DIR")
   parser.add_argument("--hold_s", type=float, default=240.0)
   parser.add_argument("--threshold", type=float, default=fleet.THRESHOLD)
   options = parser.parse_args(arguments)
-  try:
-    hosts = read_fleet(pathlib.Path(options.metrics))
-    lines = report(hosts, threshold=options.threshold, hold_s=options.hold_s)
-    sizes = collections.Counter(_roles(hosts))
-    if not lines and max(sizes.values()) < fleet.FEWEST:
-      raise InputError(
-        f"{options.metrics}: cannot compare {len(hosts)} host(s); give at least"
-        f" {fleet.FEWEST} of a role{suspicion(hosts)}"
-      )
-  except (InputError, OSError) as error:
-    print(f"detect: {error}", file=sys.stderr)
-    return 2
+  hosts = read_fleet(pathlib.Path(options.metrics))
+  lines = report(hosts, threshold=options.threshold, hold_s=options.hold_s)
+  sizes = collections.Counter(_roles(hosts))
+  if not lines and max(sizes.values()) < fleet.FEWEST:
+    raise InputError(
+      f"{options.metrics}: cannot compare {len(hosts)} host(s); give at least"
+      f" {fleet.FEWEST} of a role{suspicion(hosts)}"
+    )
   print("\n".join(lines) or f"none of the {len(hosts)} hosts is broken")
   for role, size in sizes.items():
     if size < fleet.FEWEST:

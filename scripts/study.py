@@ -24,6 +24,7 @@ import signal
 import subprocess
 import sys
 
+from parts import program
 from studies import picture, results
 from studies.tables import STUDIES, Study, Variant
 
@@ -169,11 +170,10 @@ def compare(name: str, options: argparse.Namespace, extra: list[str]) -> None:
   print(f"wrote table.md, curves.csv and curves.png into {folder}")
 
 
-def main(arguments: list[str] | None = None) -> int:
-  """Runs the command; returns its exit code, 2 for bad input."""
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
+@program.one_line
+def main(arguments: list[str] | None = None) -> None:
+  """Runs the command."""
+  parser = program.make_parser(__doc__)
   names = [*STUDIES, *PICTURES]
   parser.add_argument("name", nargs="?", choices=names, metavar="NAME")
   given = sys.argv[1:] if arguments is None else arguments
@@ -186,23 +186,13 @@ def main(arguments: list[str] | None = None) -> int:
   options, extra = parser.parse_known_args(given)
   if options.name is None:
     parser.error(f"give a NAME: {', '.join(names)}")
+  unknown = [x for x in extra if one or not x.startswith("--config.")]
+  if unknown:
+    raise InputError(f"{unknown[0]}: no such flag; see --help")
   try:
-    unknown = [x for x in extra if one or not x.startswith("--config.")]
-    if unknown:
-      raise InputError(f"{unknown[0]}: no such flag; see --help")
-    if one:
-      one.run(options)
-    else:
-      compare(options.name, options, extra)
-  except ImportError:
-    print("matplotlib is missing: pip install -e '.[plot]'", file=sys.stderr)
-    return 2
-  except (InputError, OSError) as error:
-    print(f"study: {error}", file=sys.stderr)
-    return 2
+    one.run(options) if one else compare(options.name, options, extra)
   except KeyboardInterrupt:
     print("stopped; the same command goes on")
-  return 0
 
 
 def _seeds(text: str) -> list[int]:

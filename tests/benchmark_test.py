@@ -205,15 +205,8 @@ class TestGaeLoop:
 @pytest.fixture
 def small_shape(monkeypatch):
   """A shape that compiles quickly."""
-  fields = {
-    "num_layers": 1,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_heads": 1,
-    "num_kv_heads": 1,
-    "vocab_size": 32,
-  }
-  shape = peers.Shape(names=("small",), micro_batch_size=2, fields=fields)
+  small = peers._shape("small", 1, 16, 16, 1, 1, 32)
+  shape = small._replace(micro_batch_size=2)
   monkeypatch.setitem(peers.SHAPES, "small", shape)
 
 

@@ -222,7 +222,7 @@ class TestScript:
 
     def without(name, *arguments, **options):
       if name.split(".")[0] == "matplotlib":
-        raise ImportError(name)
+        raise ImportError(name, name=name)
       return real(name, *arguments, **options)
 
     monkeypatch.setattr(builtins, "__import__", without)

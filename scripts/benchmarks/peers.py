@@ -19,12 +19,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks.summary import (
-  Numbers,
-  speed_ratios,
-  summarize,
-  wait_until_idle,
-)
+from benchmarks.summary import Numbers, speed_ratios, summarize, wait_until_idle
 
 from jaxrl_llm.errors import InputError
 
@@ -37,30 +32,18 @@ class Shape(NamedTuple):
   fields: Mapping[str, int]  # Fields of `models.ModelConfig`.
 
 
+_FIELDS = ("num_layers", "hidden_size", "intermediate_size", "num_heads")
+_FIELDS += ("num_kv_heads", "vocab_size")
+
+
+def _shape(names: str, *sizes: int) -> Shape:
+  return Shape(tuple(names.split()), 4, dict(zip(_FIELDS, sizes, strict=True)))
+
+
 SHAPES = {
-  "tiny": Shape(
-    names=("tiny",),
-    micro_batch_size=4,
-    fields={
-      "num_layers": 4,
-      "hidden_size": 256,
-      "intermediate_size": 1024,
-      "num_heads": 4,
-      "num_kv_heads": 2,
-      "vocab_size": 4096,
-    },
-  ),
-  "smollm2-135m": Shape(
-    names=("smollm2-135m", "smollm2", "smollm135m"),
-    micro_batch_size=4,
-    fields={
-      "num_layers": 30,
-      "hidden_size": 576,
-      "intermediate_size": 1536,
-      "num_heads": 9,
-      "num_kv_heads": 3,
-      "vocab_size": 49152,
-    },
+  "tiny": _shape("tiny", 4, 256, 1024, 4, 2, 4096),
+  "smollm2-135m": _shape(
+    "smollm2-135m smollm2 smollm135m", 30, 576, 1536, 9, 3, 49152
   ),
 }
 
@@ -69,13 +52,8 @@ COMPARED = {
   "sampler": ("tokens_per_s", "best_tokens_per_s", "cpu_s"),
   "rollouts": ("tokens_per_s", "best_tokens_per_s"),
   "train_step": (
-    "step_s",
-    "best_step_s",
-    "step_cpu_s",
-    "generate_s",
-    "update_s",
-    "update_tokens_per_s",
-    "peak_rss_gib",
+    *("step_s", "best_step_s", "step_cpu_s", "generate_s", "update_s"),
+    *("update_tokens_per_s", "peak_rss_gib"),
   ),
   "estimators": ("gae_s", "group_relative_s", "length_adaptive_lambda_s"),
 }
@@ -83,9 +61,8 @@ COMPARED = {
 # a part of its step and for something else.
 _SPELLINGS = {
   "tokens_per_s": ("sampler.tokens_per_s", "generate_tokens_per_s"),
-  "best_tokens_per_s": (
-    "sampler.best_tokens_per_s",
-    "generate_best_tokens_per_s",
+  "best_tokens_per_s": tuple(
+    "sampler.best_tokens_per_s generate_best_tokens_per_s".split()
   ),
   "cpu_s": ("sampler.cpu_s",),
   "step_cpu_s": ("grpo.cpu_s",),

@@ -49,13 +49,11 @@ def random_params(fns) -> Any:
     leaves, tree = jax.tree.flatten_with_path(initial)
     keys = jax.random.split(key, len(leaves))
     normal = lambda k, x: _WEIGHT_SCALE * jax.random.normal(k, x.shape, x.dtype)
-    return jax.tree.unflatten(
-      tree,
-      [
-        leaf if path[-1].key == "scale" else normal(k, leaf)
-        for k, (path, leaf) in zip(keys, leaves)
-      ],
-    )
+    drawn = [
+      leaf if path[-1].key == "scale" else normal(k, leaf)
+      for k, (path, leaf) in zip(keys, leaves)
+    ]
+    return jax.tree.unflatten(tree, drawn)
 
   return jax.block_until_ready(jax.jit(draw)(jax.random.key(0)))
 
@@ -67,25 +65,14 @@ class Sampler:
     """Makes room for so many slots of such lengths."""
     self.fns, self.for_sampling = fns, jax.jit(fns.for_sampling)
     self.params = self.for_sampling(params)
-    self.engine = Engine(
-      fns,
-      EngineConfig(
-        slots=slots,
-        max_prompt_length=prompt_length,
-        max_response_length=new_tokens,
-        stop_tokens=(),
-      ),
-    )
+    room = EngineConfig(slots, prompt_length, new_tokens, stop_tokens=())
+    self.engine = Engine(fns, room)
 
   @classmethod
   def of(cls, options) -> "Sampler":
     """Returns one of the options' shape, with random weights."""
-    return cls(
-      *make_model(options),
-      slots=options.slots,
-      prompt_length=options.prompt_length,
-      new_tokens=options.new_tokens,
-    )
+    names = ("slots", "prompt_length", "new_tokens")
+    return cls(*make_model(options), **{k: getattr(options, k) for k in names})
 
   def __call__(self, prompts, ids, *, seed=0, max_tokens=None, **settings):
     """Writes responses of the given ids; returns the rollout."""
@@ -108,10 +95,8 @@ class Sampler:
 def measure_rollouts(options) -> Samples:
   """Tokens per second of many responses whose lengths have a long tail."""
   sampler, compiles = Sampler.of(options), metrics.CompileCounter()
-  prompts, limits = (
-    tail.prompts(options.prompts, options),
-    tail.lengths(options),
-  )
+  prompts = tail.prompts(options.prompts, options)
+  limits = tail.lengths(options)
   sampler.write(prompts, limits)
   compiled = compiles.collect()
   seeds = range(1, 1 + options.repeats)
@@ -157,12 +142,9 @@ def measure_simulator(options) -> Samples:
   # Least squares predict the mean.
   measured_s = np.mean(measured_s, axis=0).tolist()
   cost = simulate.fit(decode_calls)
-  predicted_s = [
-    simulate.predict(
-      simulate.Requests(prompt_lengths, limits), cost, sampler.engine.config
-    ).wall_s
-    for limits in others
-  ]
+  asked = [simulate.Requests(prompt_lengths, limits) for limits in others]
+  config = sampler.engine.config
+  predicted_s = [simulate.predict(x, cost, config).wall_s for x in asked]
   return {
     "ratio": [p / m for p, m in zip(predicted_s, measured_s)],
     "measured_s": measured_s,
@@ -246,13 +228,10 @@ def measure_estimators(options) -> Samples:
   values = rng.normal(size=(rows, length)).astype(np.float32)
   rewards = rng.normal(size=rows * options.group_size).astype(np.float32)
   groups = np.repeat(np.arange(rows), options.group_size)
-  adaptive = jax.jit(
-    functools.partial(estimators.length_adaptive_lambda, alpha=0.05)
-  )
-  relative = jax.jit(
-    functools.partial(estimators.group_relative, num_groups=rows)
-  )
-  gae = jax.jit(functools.partial(estimators.gae, gamma=1.0))
+  jit = lambda function, **how: jax.jit(functools.partial(function, **how))
+  adaptive = jit(estimators.length_adaptive_lambda, alpha=0.05)
+  relative = jit(estimators.group_relative, num_groups=rows)
+  gae = jit(estimators.gae, gamma=1.0)
   lambda_ = adaptive(lengths)
   arrays = jax.device_put((token_rewards, values, mask))
   rewards, groups, lengths = jax.device_put((rewards, groups, lengths))

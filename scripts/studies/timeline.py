@@ -87,11 +87,10 @@ def measure(way: str, steps: int, warm_up: int) -> tuple[list[Span], float]:
         begin_s = time.perf_counter()
       states, weights, _ = loop.iterate(run, states, weights, recorder, None)
     seconds = time.perf_counter() - begin_s
-  spans = [
+  return [
     span._replace(begin_s=span.begin_s - begin_s, end_s=span.end_s - begin_s)
     for span in recorder.spans
-  ]
-  return spans, seconds / steps
+  ], seconds / steps
 
 
 def busy(spans: list[Span], side: str) -> float:
@@ -134,12 +133,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
   """Declares the flags of the command line."""
   add = parser.add_argument
   add("--steps", type=int, default=6, help="that are measured")
-  add(
-    "--warm_up",
-    type=int,
-    default=8,
-    help="steps before them; longer responses than before may compile",
-  )
+  add("--warm_up", type=int, default=8, help="before them: they may compile")
   add("--out", default="runs/timeline", help="folder")
 
 
