@@ -120,11 +120,9 @@ def measure_peers(sizes: str, limit_s: float) -> Numbers:
   """Rollouts beside the libraries that are here; empty without any."""
   del sizes  # Peers know the shapes of scripts/benchmark.py.
   work = ["--prompts=8", "--batch=64", "--new_tokens=128", "--p99=128"]
-  others = [
-    f"{name}={shlex.join([sys.executable, _PEER_PROGRAM, name, *work])}"
-    for name, module in _PEERS.items()
-    if importlib.util.find_spec(module)
-  ]
+  found = [k for k, v in _PEERS.items() if importlib.util.find_spec(v)]
+  program_of = lambda name: [sys.executable, _PEER_PROGRAM, name, *work]
+  others = [f"{name}={shlex.join(program_of(name))}" for name in found]
   if not others:
     return {}
   command = [sys.executable, "scripts/benchmark.py", "rollouts", *work]

@@ -126,19 +126,21 @@ def check(options) -> None:
   Raises:
     InputError: one of them cannot be used.
   """
-  for name, known in (("part", PARTS), ("shape", peers.SHAPES)):
-    value = getattr(options, name)
-    if value not in known:
-      label = "PART" if name == "part" else f"--{name}"
-      raise InputError(f"{label} {value!r} must be one of {', '.join(known)}")
-  if options.micro_batch_size is None:
-    shape = peers.SHAPES[options.shape]
-    options.micro_batch_size = shape.micro_batch_size
+  if options.part not in PARTS:
+    known = ", ".join(PARTS)
+    raise InputError(f"PART {options.part!r} must be one of {known}")
+  if options.shape not in peers.SHAPES:
+    known = ", ".join(peers.SHAPES)
+    raise InputError(f"--shape {options.shape!r} must be one of {known}")
   longest = options.prompt_length + options.new_tokens
-  if options.slots is None:
-    options.slots = options.batch
-  if options.max_tokens_per_row is None:
-    options.max_tokens_per_row = longest
+  shape = peers.SHAPES[options.shape]
+  for name, default in (
+    ("micro_batch_size", shape.micro_batch_size),
+    ("slots", options.batch),
+    ("max_tokens_per_row", longest),
+  ):
+    if getattr(options, name) is None:
+      setattr(options, name, default)
   for name, value in vars(options).items():
     if type(value) is int and value < 1:
       raise InputError(f"--{name}={value} must be at least 1")
@@ -154,8 +156,8 @@ def check(options) -> None:
     )
   options.peers = {}
   for peer in options.peer:
-    name, equals, command = peer.partition("=")
-    if not (name and equals and command) or name == "ours":
+    name, _, command = peer.partition("=")
+    if not (name and command) or name == "ours":
       raise InputError(
         f"--peer={peer!r} must be NAME=COMMAND, with a name but 'ours'"
       )

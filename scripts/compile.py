@@ -100,16 +100,13 @@ def chip_of(topology: str) -> Chip:
 def devices_of(topology: str) -> list[Any]:
   """Descriptions of its devices."""
   try:
-    described = topologies.get_topology_desc(
-      platform="tpu", topology_name=topology
-    )
+    return list(topologies.get_topology_desc(topology, "tpu").devices)
   except Exception as error:  # libtpu fails or is missing.
     reason = str(error).strip().splitlines()[0][:200]
     raise InputError(
       f"--topology={topology}: {reason}; is it one that exists, and is libtpu"
       " installed (pip install -e '.[tpu]')?"
     ) from error
-  return list(described.devices)
 
 
 class Programs:
@@ -119,9 +116,8 @@ class Programs:
     both = meshes.make_meshes(config, devices)
     fns = build.make_fns(config, model, both)
     self.learner = build.make_learner(config, fns, "", both.trainer)
-    words = types.SimpleNamespace(
-      single_tokens=lambda *_: [], stop_tokens=[0], decode=None
-    )
+    words = types.SimpleNamespace(stop_tokens=[0], decode=None)
+    words.single_tokens = lambda *_: []
     engine = sampler.make_engine(config, fns[0], words, both.sampler)
     policy, critic = self.learner.policy, self.learner.critic
     whole = models.merge(policy.params)
@@ -150,10 +146,8 @@ class Programs:
 def compiled(name: str, lowered: Any, mesh: dict, loops: list[int]) -> dict:
   """Compiles a program, or returns the cached result."""
   reader = pathlib.Path(hlo.__file__).read_text()
-  key = hashlib.blake2b(
-    f"{jax.__version__} {mesh} {loops} {reader} {lowered.as_text()}".encode(),
-    digest_size=12,
-  ).hexdigest()
+  text = f"{jax.__version__} {mesh} {loops} {reader} {lowered.as_text()}"
+  key = hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
   file = pathlib.Path(_CACHE.value) / f"{key}.json"
   if file.exists():
     return json.loads(file.read_text())
@@ -185,7 +179,7 @@ def report(config, model, programs: Programs, chip: Chip) -> bool:
   held = ", ".join(f"{k} {v / _GIB:.2f}" for k, v in kept.items())
   print(f"GiB a device that stays: {held}")
   table = program.Table(
-    *("program", "compile s", "arguments", "temporaries", "by account", "fits")
+    "program | compile s | arguments | temporaries | by account | fits"
   )
   sent, kv_bytes, known = {}, 0.0, account.temporaries_by_program(sizes)
   for name, lowered in programs.lowered.items():
@@ -203,21 +197,16 @@ def report(config, model, programs: Programs, chip: Chip) -> bool:
     # Memory of other programs, in addition to this one's arguments.
     own = {"policy", "value"} & {role} if "sampler" not in name else {"sampler"}
     own |= {"decode"} if name == "sampler decode" else set()
-    others = sum(v for k, v in kept.items() if k not in own)
-    others += 0.0 if name == "sampler decode" else kv_bytes
+    total = sum(v for k, v in kept.items() if k not in own)
+    total += 0.0 if name == "sampler decode" else kv_bytes
     if "score" in name:
-      others += kept[role] - programs.parameters[role]
-    total = sum(found[k] for k in ("arguments", "results", "temporaries"))
-    total += others
+      total += kept[role] - programs.parameters[role]
+    total += sum(found[k] for k in ("arguments", "results", "temporaries"))
     fits &= total < chip.memory
-    table.row(
-      name,
-      f"{found['seconds']:.0f}",
-      f"{found['arguments'] / _GIB:.2f}",
-      f"{found['temporaries'] / _GIB:.2f}",
-      f"{known[name] / _GIB:.2f}" if name in known else "",
-      f"{total / _GIB:.1f} of {chip.memory / _GIB:.0f}",
-    )
+    gib = [found["arguments"], found["temporaries"], known.get(name)]
+    gib = ["" if x is None else f"{x / _GIB:.2f}" for x in gib]
+    most = f"{total / _GIB:.1f} of {chip.memory / _GIB:.0f}"
+    table.row(name, f"{found['seconds']:.0f}", *gib, most)
     sent[name] = [hlo.Sent(*each) for each in found["sent"]]
   print()
   work = _print_times(sizes, written, chip, sent)
@@ -228,16 +217,9 @@ def report(config, model, programs: Programs, chip: Chip) -> bool:
 
 def _print_times(sizes, written, chip, sent) -> dict[str, account.Work]:
   """Prints what the phases do that were compiled, and returns it."""
-  known = {
-    "decode": account.decoding(written),
-    "score policy": account.scoring(sizes, "policy"),
-    "score value": account.scoring(sizes, "value"),
-    "update policy": account.updating(sizes, "policy"),
-    "update value": account.updating(sizes, "value"),
-  }
-  work = {}
+  known, work = account.work_by_phase(sizes, written), {}
   table = program.Table(
-    *("phase", "TFLOP", "sent GB, by axis", "by account", "s", "bound")
+    "phase | TFLOP | sent GB, by axis | by account | s | bound"
   )
   for name, phase in _PHASES.items():
     if name not in sent:
@@ -272,8 +254,7 @@ def _print_step(sizes, chip, work) -> None:
 
 def _print_found(found: list[mesh_search.Fit]) -> None:
   table = program.Table(
-    *("mesh", "sampler.mesh", "micro-batch", "remat"),
-    *("GiB a device", "s a step"),
+    "mesh | sampler.mesh | micro-batch | remat | GiB a device | s a step"
   )
   for fit in found[:10]:
     meshes = (" x ".join(map(str, x)) for x in (fit.mesh, fit.sampler_mesh))

@@ -64,14 +64,16 @@ def read_fleet(folder: pathlib.Path) -> dict[str, list[dict[str, Any]]]:
     # A host may be writing its last line.
     rows = parse_rows(data[: data.rfind(b"\n") + 1], str(file), "jsonl")
     for row in rows:
-      if not math.isfinite(_number(row.fields.get("time"))):
-        raise InputError(f"{row.where}: no number 'time'; give Unix seconds")
-      if "step" not in row.fields:
-        continue
-      if type(row.fields["step"]) is not int:
-        raise InputError(f"{row.where}: 'step' is no integer; correct it")
-      if not math.isfinite(_number(row.fields.get("time/step_s"))):
-        raise InputError(f"{row.where}: no number 'time/step_s'; give seconds")
+      number = lambda key, fields=row.fields: _number(fields.get(key))
+      problem = ""
+      if not math.isfinite(number("time")):
+        problem = "no number 'time'; give Unix seconds"
+      elif type(row.fields.get("step", 0)) is not int:
+        problem = "'step' is no integer; correct it"
+      elif "step" in row.fields and not math.isfinite(number("time/step_s")):
+        problem = "no number 'time/step_s'; give seconds"
+      if problem:
+        raise InputError(f"{row.where}: {problem}")
     fields = [row.fields for row in rows]
     hosts[file.stem] = sorted(fields, key=lambda row: row["time"])
   if not hosts:
@@ -165,9 +167,8 @@ def report(hosts, *, threshold: float, hold_s: float) -> list[str]:
       )
     return lines
   x, metrics = samples(hosts)
-  for alarm in fleet.detect(
-    x, metrics, roles, threshold=threshold, hold_s=hold_s
-  ):
+  how = {"threshold": threshold, "hold_s": hold_s}
+  for alarm in fleet.detect(x, metrics, roles, **how):
     since = end - x.shape[1] + alarm.since
     lines.append(
       f"{names[alarm.host]}: {alarm.metric} unlike the other hosts of its role"

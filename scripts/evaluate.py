@@ -36,19 +36,14 @@ _CHECKPOINT = flags.DEFINE_string(
 _STEP = flags.DEFINE_string(
   "step", None, "Checkpoint of a run, or 'best'; the newest by default."
 )
-_DATASET = flags.DEFINE_list(
-  "dataset",
-  [],
-  "Sets, with commas between: a JSONL or Parquet file, 'tfds:NAME', a source as"
-  " 'chain_sum', or a set in the Hub's cache: gsm8k, math500, aime24, aime25,"
-  " amc23, minerva, olympiadbench; by default that of the settings.",
-)
+_SETS = """Sets, with commas between: a JSONL or Parquet file, 'tfds:NAME', a
+source as 'chain_sum', or a set in the Hub's cache: gsm8k, math500, aime24,
+aime25, amc23, minerva, olympiadbench; by default that of the settings."""
+_DATASET = flags.DEFINE_list("dataset", [], _SETS)
 _OUT = flags.DEFINE_string(
   "out", None, "Folder for SET.jsonl: a problem a line, with its responses."
 )
-_PLUGIN = flags.DEFINE_multi_string(
-  "plugin", [], "Python file of your own parts, see jaxrl_llm/register.py."
-)
+_PLUGIN = command_line.define_plugin()
 _SAMPLES = flags.DEFINE_integer("samples", None, "Responses per problem, k.")
 _PROBLEMS = flags.DEFINE_integer("problems", None, "Most problems; 0 is all.")
 _TEMPERATURE = flags.DEFINE_float("temperature", None, "0 is greedy.")
@@ -235,7 +230,7 @@ def show(title: str, results: dict, samples) -> None:
   from jaxrl_llm import metrics
 
   print(f"{metrics.printable(title)}\n")
-  table = program.Table("metric", "value")
+  table = program.Table("metric | value")
   for name, value in results.items():
     if not name.endswith("_se"):
       error = results.get(f"{name}_se")

@@ -158,13 +158,9 @@ def make_sampling(options, tokenizer: Tokenizer) -> SamplingSettings:
   if "" in options.stop:
     raise InputError("--stop is empty; write a text")
   forbidden = tokenizer.single_tokens(options.forbid, "--forbid")
+  names = ("temperature", "top_k", "top_p", "min_p", "max_new_tokens")
   settings = SamplingSettings(
-    temperature=options.temperature,
-    top_k=options.top_k,
-    top_p=options.top_p,
-    min_p=options.min_p,
-    max_new_tokens=options.max_new_tokens,
-    min_new_tokens=options.min_new_tokens,
+    **{name: getattr(options, name) for name in (*names, "min_new_tokens")},
     logit_bias=dict.fromkeys(forbidden, -np.inf),
     stop_strings=tuple(options.stop),
   )
@@ -209,12 +205,9 @@ def make_job(options) -> generate.Generation:
   tokenizer.check_model(config.vocab_size)
   sampling = make_sampling(options, tokenizer)
   template, turn_taking = make_template(options, tokenizer)
-  prompts = generate.make_prompts(
-    requests,
-    template,
-    context=config.max_position_embeddings,
-    max_new_tokens=options.max_new_tokens,
-  )
+  limits = {"context": config.max_position_embeddings}
+  limits["max_new_tokens"] = options.max_new_tokens
+  prompts = generate.make_prompts(requests, template, **limits)
   stop = tokenizer.single_tokens(source.stop, "config.sampler.stop")
   # Slots are dealt to all devices, each of which has the whole model.
   mesh = sharding.make_mesh(data=-1, fsdp=1, tensor=1)
@@ -225,28 +218,23 @@ def make_job(options) -> generate.Generation:
     sampler_sharding=sharding.along_batch(mesh),
   )
   slots = min(options.slots, len(requests) * options.samples)
-  engine = Engine(
-    fns,
-    EngineConfig(
-      slots=-(-slots // mesh.size) * mesh.size,
-      max_prompt_length=max(len(prompt.tokens) for prompt in prompts),
-      max_response_length=options.max_new_tokens,
-      stop_tokens=[*tokenizer.stop_tokens, *stop],
-    ),
-    detokenize=tokenizer.decode,
+  room = EngineConfig(
+    slots=-(-slots // mesh.size) * mesh.size,
+    max_prompt_length=max(len(prompt.tokens) for prompt in prompts),
+    max_response_length=options.max_new_tokens,
+    stop_tokens=[*tokenizer.stop_tokens, *stop],
   )
   writer = ResponseWriter(
-    engine,
+    Engine(fns, room, detokenize=tokenizer.decode),
     sampling,
     jax.random.key(options.seed),
-    group_size=min(options.samples, engine.config.slots),
+    group_size=min(options.samples, room.slots),
     turn_taking=turn_taking,
   )
+  params = jax.jit(fns.for_sampling)(params)
   return generate.Generation(
     writer=writer,
-    params=jax.device_put(
-      jax.jit(fns.for_sampling)(params), sharding.replicated(mesh)
-    ),
+    params=jax.device_put(params, sharding.replicated(mesh)),
     prompts=prompts,
     decode=tokenizer.decode,
     settings=_digest(options, source),

@@ -205,10 +205,8 @@ def run(options) -> None:
   out.mkdir(parents=True, exist_ok=True)
   text = "\n\n".join(parts) + "\n"
   (out / "table.md").write_text(text, encoding="utf-8")
-  heading = (
-    f"Simulated ({options.cost}): {options.slots} slots, {options.groups} x"
-    f" {options.group_size} responses a step"
-  )
+  batch = f"{options.groups} x {options.group_size} responses a step"
+  heading = f"Simulated ({options.cost}): {options.slots} slots, {batch}"
   draw(heading, drawn, out / "schedules.png")
 
 
@@ -260,22 +258,21 @@ def check(options) -> None:
       raise InputError(f"--{name}={value} must be {low}..{high}")
 
 
-def _number(name, text, kind):
+def _number(name: str, text: str, kind: type) -> float:
   try:
     value = kind(text)
-  except ValueError as error:
-    raise InputError(f"{name}: {text!r} is no number") from error
-  if value != value:
+  except ValueError:
+    value = np.nan
+  if np.isnan(value):
     raise InputError(f"{name}: {text!r} is no number")
   return value
 
 
 def _table(path: str) -> np.ndarray:
   """Numbers of a .npy file, or of text with commas."""
+  read = functools.partial(np.loadtxt, delimiter=",", ndmin=1)
   try:
-    if path.endswith(".npy"):
-      return np.load(path)
-    return np.loadtxt(path, delimiter=",", ndmin=1)
+    return (np.load if path.endswith(".npy") else read)(path)
   except ValueError as error:
     raise InputError(f"{path}: {error}") from error
 

@@ -37,11 +37,7 @@ _ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
 def command(
-  study: Study,
-  variant: Variant,
-  seed: int,
-  folder: pathlib.Path,
-  extra: list[str],
+  study: Study, variant: Variant, seed: int, folder: pathlib.Path, extra: list
 ) -> list[str]:
   """The training command of one run; `extra` are further --config flags."""
   changes = {**variant.changes, "run.seed": seed}
@@ -108,13 +104,9 @@ def run_all(study, seeds, folder, extra) -> None:
 def train(run: list[str], log_file: pathlib.Path) -> int:
   """Runs a training command to its end; returns its exit code."""
   with open(log_file, "a", encoding="utf-8") as log:
-    process = subprocess.Popen(
-      run,
-      cwd=_ROOT,
-      stdout=log,
-      stderr=subprocess.STDOUT,
-      start_new_session=True,  # A signal reaches it once, from here.
-    )
+    how = {"cwd": _ROOT, "stdout": log, "stderr": subprocess.STDOUT}
+    # A signal reaches it once, from here.
+    process = subprocess.Popen(run, **how, start_new_session=True)
     try:
       return process.wait()
     except KeyboardInterrupt:
@@ -148,15 +140,14 @@ def compare(name: str, options: argparse.Namespace, extra: list[str]) -> None:
     names = "; ".join(a.name for a in study.variants)
     raise InputError(f"--variants={options.variants!r}: choose from {names}")
   # Runs have a working directory of their own.
-  extra += [
-    f"--plugin={pathlib.Path(file).resolve()}" for file in options.plugin
-  ]
+  files = [pathlib.Path(file).resolve() for file in options.plugin]
+  extra += [f"--plugin={file}" for file in files]
   seeds = _seeds(options.seeds)
   if options.curves:
     files = [pathlib.Path(file) for file in options.curves.split(",")]
-    outcomes = results.read_curves(study, files)
-    kept = [each.name for each in chosen.variants if each.name in outcomes]
-    outcomes = {name: outcomes[name] for name in kept}
+    read = results.read_curves(study, files)
+    names = (variant.name for variant in chosen.variants)
+    outcomes = {name: read[name] for name in names if name in read}
     folder.mkdir(parents=True, exist_ok=True)
   else:
     if not options.report:

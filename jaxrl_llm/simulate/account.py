@@ -226,6 +226,15 @@ def decoding(sizes: Sizes) -> Work:
   return Work(flops, moved, sent)
 
 
+def work_by_phase(sizes: Sizes, written: Sizes) -> dict[str, Work]:
+  """Work of micro-batches, and of a decoding step on the sampler's mesh."""
+  work = {"decode": decoding(written)}
+  for role in ("policy", "value"):
+    work[f"score {role}"] = scoring(sizes, role)
+    work[f"update {role}"] = updating(sizes, role)
+  return work
+
+
 def step_seconds(
   sizes: Sizes, chip: Chip, work: Mapping[str, Work]
 ) -> dict[str, float]:

@@ -84,14 +84,14 @@ def _meshes(
   ]
 
 
-def _sampler(sizes: account.Sizes) -> tuple[float, account.Sizes, account.Work]:
-  """(bytes, sizes, work) of a sampler."""
+def _sampler(sizes: account.Sizes) -> tuple[float, account.Sizes]:
+  """(bytes, sizes) of a sampler."""
   pages = sizes.config.sampler.kv_pages * sizes.page or (
     sizes.slots * 4 * (sizes.prompt + sizes.response)
   )
   memory = 2 * sizes.parameters / (sizes.shards * sizes.tensor)
   memory += pages * sizes.kv_token / sizes.kv_ways
-  return memory, sizes, account.decoding(sizes)
+  return memory, sizes
 
 
 def _best(sizes: account.Sizes, samplers, chip: Chip, *, apart) -> list[Fit]:
@@ -108,15 +108,13 @@ def _best(sizes: account.Sizes, samplers, chip: Chip, *, apart) -> list[Fit]:
   for policy in REMAT_POLICIES:
     config.model.remat_policy = policy
     parts = account.temporaries(sizes, "policy", update=True)
-    own, work = kept + sum(parts.values()), {}
-    for role in roles:
-      work[f"score {role}"] = account.scoring(sizes, role)
-      work[f"update {role}"] = account.updating(sizes, role)
-    for held, written, decoding in samplers:
+    own = kept + sum(parts.values())
+    for held, written in samplers:
       memory = max(held, own) if apart else held + own
       if memory >= chip.memory:
         continue
-      seconds = account.step_seconds(sizes, chip, work | {"decode": decoding})
+      work = account.work_by_phase(sizes, written)
+      seconds = account.step_seconds(sizes, chip, work)
       train = sum(seconds.values()) - seconds["decode"]
       # Apart and a batch behind, they work at the same time.
       at_once = apart and config.schedule.lag

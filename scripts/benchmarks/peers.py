@@ -142,12 +142,9 @@ def _of_shape(record: Mapping[str, Any], shape: str) -> Mapping[str, Any]:
   found = found.get("trl", found)
   if not isinstance(found, list):
     return found
-  samples = {}
-  for row in found:
-    for key, value in row.items():
-      if _is_positive(value):
-        samples.setdefault(key, []).append(value)
-  return {key: statistics.median(values) for key, values in samples.items()}
+  values = {k: [row[k] for row in found if k in row] for k in found[0]}
+  values = {k: list(filter(_is_positive, v)) for k, v in values.items()}
+  return {k: statistics.median(v) for k, v in values.items() if v}
 
 
 def _at(record: Mapping[str, Any], path: str) -> Any:
@@ -174,15 +171,10 @@ def run_program(
   Raises:
     InputError: it failed, took too long or printed no JSON object.
   """
-  process = subprocess.Popen(
-    command,
-    shell=isinstance(command, str),
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-    errors="replace",
-    start_new_session=True,
-  )
+  pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+  pipes |= {"text": True, "errors": "replace", "start_new_session": True}
+  shell = isinstance(command, str)
+  process = subprocess.Popen(command, shell=shell, **pipes)
   try:
     output, errors = process.communicate(timeout=timeout_s)
   except subprocess.TimeoutExpired:
@@ -263,18 +255,14 @@ def side_by_side(
     return read_numbers(record, part=part, shape=shape)
 
   commands = {_OURS: ours} | dict(peers)
-  numbers, errors = alternate(
-    {k: functools.partial(run, k, v) for k, v in commands.items()},
-    rounds=rounds,
-  )
+  programs = {k: functools.partial(run, k, v) for k, v in commands.items()}
+  numbers, errors = alternate(programs, rounds=rounds)
   if _OURS in errors:
     raise RuntimeError(f"our own measurement failed: {errors[_OURS]}")
   joined = {name: _join(rows) for name, rows in numbers.items()}
   mine = joined.pop(_OURS)
-  ratios = {
-    name: speed_ratios(mine["medians"], other["medians"])
-    for name, other in joined.items()
-  }
+  ratio = lambda other: speed_ratios(mine["medians"], other["medians"])
+  ratios = {name: ratio(other) for name, other in joined.items()}
   return mine | {"ratios": ratios, "peers": joined, "errors": errors}
 
 

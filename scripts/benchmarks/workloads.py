@@ -6,12 +6,11 @@ attributes. A policy step composes jaxrl_llm.learner: see `train_steps`.
 
 import functools
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
-from benchmarks import tail
+from benchmarks import summary, tail
 from benchmarks.peers import SHAPES
 
 from jaxrl_llm import estimators, metrics, models, simulate
@@ -106,14 +105,20 @@ def measure_rollouts(options) -> Samples:
   peaks = [max(call.kv_capacity for call in trace) for _, trace in runs]
   whole = options.batch * (options.prompt_length + options.new_tokens)
   return {
-    "tokens_per_s": rates,
-    "best_tokens_per_s": [max(rates)],
+    **_rates(rates, compiled),
     "wall_s": [run.wall_s for run in stats],
     "host_share": [run.host_s / run.wall_s for run in stats],
     "memory_share": [peak / whole for peak in peaks],
     "slot_use": [run.tokens / run.slot_steps for run in stats],
-    "compilations_of_first_call": [compiled],
     "compilations_after_warmup": [compiles.collect()],
+  }
+
+
+def _rates(tokens_per_s: list[float], compiled: int) -> Samples:
+  return {
+    "tokens_per_s": tokens_per_s,
+    "best_tokens_per_s": [max(tokens_per_s)],
+    "compilations_of_first_call": [compiled],
     "peak_rss_gib": [metrics.peak_memory_gib()],
   }
 
@@ -191,14 +196,11 @@ def measure_sampler(options) -> Samples:
   call(seed=1)
   call(max_new_tokens=max(options.new_tokens // 2, 1))
   return {
-    "tokens_per_s": rates,
-    "best_tokens_per_s": [max(rates)],
+    **_rates(rates, compiled),
     "wall_s": [wall for wall, _, _ in runs],
     "cpu_s": [cpu for _, cpu, _ in runs],
     "first_call_s": [first],
-    "compilations_of_first_call": [compiled],
     "compilations_after_changes": [compiles.collect()],
-    "peak_rss_gib": [metrics.peak_memory_gib()],
   }
 
 
@@ -235,26 +237,17 @@ def measure_estimators(options) -> Samples:
   lambda_ = adaptive(lengths)
   arrays = jax.device_put((token_rewards, values, mask))
   rewards, groups, lengths = jax.device_put((rewards, groups, lengths))
-  samples = {}
-
-  def timed(name: str, function: Callable[..., Any], *arguments, calls=1):
-    start = time.perf_counter()
-    for _ in range(calls):
-      result = jax.block_until_ready(function(*arguments))
-    seconds = (time.perf_counter() - start) / calls
-    samples.setdefault(name, []).append(seconds)
-    return result
-
+  timed = summary.Timed()
+  wait = lambda function: lambda *x: jax.block_until_ready(function(*x))
   ours = gae(*arrays, lambda_=lambda_)
   relative(rewards, groups)
   adaptive(lengths)
-  loop_lambda = np.asarray(lambda_)
+  gae = functools.partial(gae, lambda_=lambda_)
+  by_hand = (token_rewards, values, mask, np.asarray(lambda_))
   for _ in range(options.repeats):
-    timed("gae_s", functools.partial(gae, lambda_=lambda_), *arrays)
-    loop = timed(
-      "numpy_loop_gae_s", gae_loop, token_rewards, values, mask, loop_lambda
-    )
-    timed("group_relative_s", relative, rewards, groups, calls=100)
-    timed("length_adaptive_lambda_s", adaptive, lengths, calls=100)
+    timed("gae_s", wait(gae), *arrays)
+    loop = timed("numpy_loop_gae_s", gae_loop, *by_hand)
+    timed("group_relative_s", wait(relative), rewards, groups, calls=100)
+    timed("length_adaptive_lambda_s", wait(adaptive), lengths, calls=100)
   difference = float(np.abs(np.asarray(ours) - loop).max())
-  return samples | {"gae_difference_max": [difference]}
+  return timed | {"gae_difference_max": [difference]}

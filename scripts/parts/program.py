@@ -47,10 +47,10 @@ def one_line(main: Callable[..., int | None]) -> Callable[..., int]:
 class Table:
   """A Markdown table that is printed row by row, as its numbers come."""
 
-  def __init__(self, *names: str):
-    """Prints the titles of the columns."""
-    self.row(*names)
-    self.row(*["---"] * len(names))
+  def __init__(self, titles: str):
+    """Prints the titles of the columns, given as `one | another`."""
+    self.row(*titles.split(" | "))
+    self.row(*["---"] * len(titles.split(" | ")))
 
   def row(self, *cells: object) -> None:
     """Prints a row."""

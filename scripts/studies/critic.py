@@ -193,9 +193,8 @@ def draw(judgement: Judgement, path: pathlib.Path, title: str) -> None:
     if judgement.ceilings:
       axes[1].plot(column("position"), column("ceiling"), label="at most")
       axes[1].legend()
-    axes[1].set(
-      title="explained variance", xlabel="part of the response", ylim=(0, 1)
-    )
+    axes[1].set(title="explained variance", ylim=(0, 1))
+    axes[1].set(xlabel="part of the response")
     for row in _examples(judgement):
       length = int(judgement.mask[row].sum())
       value = judgement.values[row, :length]

@@ -233,8 +233,7 @@ def _to_target(
   if not any(own):
     return "-", "-"  # These metrics do not have it.
   ratio = np.mean(own) / np.mean(theirs) if any(theirs) else np.nan
-  text = f"{ratio:.2f}" if np.isfinite(ratio) else "-"
-  return mean_and_error(own, ".0f"), text
+  return mean_and_error(own, ".0f"), mean_and_error([ratio], ".2f")
 
 
 def mean_and_error(values: Sequence[float], form: str) -> str:

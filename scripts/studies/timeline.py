@@ -95,11 +95,8 @@ def measure(way: str, steps: int, warm_up: int) -> tuple[list[Span], float]:
 
 def busy(spans: list[Span], side: str) -> float:
   """Seconds in which a side did something."""
-  return sum(
-    span.end_s - span.begin_s
-    for span in spans
-    if span.side == side and span.phase != _WAITS
-  )
+  own = [x for x in spans if x.side == side and x.phase != _WAITS]
+  return sum(span.end_s - span.begin_s for span in own)
 
 
 def draw(ways: dict[str, list[Span]], path: pathlib.Path) -> None:

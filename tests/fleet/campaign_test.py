@@ -157,7 +157,7 @@ def main(*, episodes: int, first: int, simulator: str, only: str) -> None:
     profile = "hard" if hard else "normal"
     print(f"\n{simulator}, {profile}, {episodes} episodes\n")
     rows = {name: summary(found) for name, found in outcomes.items()}
-    table = program.Table("detector", *rows["median"])
+    table = program.Table(" | ".join(["detector", *rows["median"]]))
     for name, row in rows.items():
       table.row(name, *(f"{x:.3f}" for x in row.values()))
     print("\nmedian found:", recalls(outcomes["median"]), flush=True)
