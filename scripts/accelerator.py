@@ -226,9 +226,11 @@ def main(arguments: list[str] | None = None) -> int:
   # A process of its own asks for the device: this one must not hold it.
   found = "import json, jax; d = jax.devices()[0];"
   found += "print(json.dumps({'platform': d.platform, 'kind': d.device_kind}))"
-  device = peers.run_program(
-    [sys.executable, "-c", found], timeout_s=options.seconds
-  )
+  asked = [sys.executable, "-c", found]
+  try:
+    device = peers.run_program(asked, timeout_s=options.seconds)
+  except InputError as error:
+    raise InputError(f"no device: {error}") from error
   sizes = options.sizes or ("small" if device["platform"] == "cpu" else "full")
   record = {
     "device": device["kind"],

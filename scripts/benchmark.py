@@ -75,10 +75,9 @@ def run(options) -> dict[str, Any]:
     result = summary.summarize(PARTS[options.part][0](options))
     result |= {"ratios": {}, "peers": {}, "errors": {}}
   medians = result["medians"]
-  if f"{_LOOP}_gae_s" in medians:
-    result["ratios"][_LOOP] = summary.speed_ratios(
-      medians, {"gae_s": medians[f"{_LOOP}_gae_s"]}
-    )
+  if loop_s := medians.get(f"{_LOOP}_gae_s"):
+    ratios = summary.speed_ratios(medians, {"gae_s": loop_s})
+    result["ratios"][_LOOP] = ratios
   settings = {key: getattr(options, key) for key in PARTS[options.part][1]}
   return (
     {"part": options.part, "settings": settings}

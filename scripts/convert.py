@@ -30,9 +30,8 @@ def convert(options) -> str:
     )
   policy = workdir.load_policy(source, step=options.step)
   base = base_models.model_path(workdir.read_config(source))
-  if out.resolve() in [
-    pathlib.Path(p).resolve() for p in (base, policy.model_path)
-  ]:
+  taken = [pathlib.Path(p).resolve() for p in (base, policy.model_path)]
+  if out.resolve() in taken:
     raise InputError(
       f"--out={out} is the model that the run started from; choose another"
       " directory"

@@ -277,9 +277,8 @@ def run() -> None:
       results, samples = evaluate(evaluator, params)
       count, sampled = len(evaluator.prompts), config.eval.samples
       settings = {"checkpoint": str(path), "step": step, "problems": count}
-      settings |= {"dataset": evaluator.name, "seed": seed}
-      for key in ("samples", "temperature", "top_p"):
-        settings[key] = config.eval[key]
+      settings |= {"dataset": evaluator.name, "seed": seed, "samples": sampled}
+      settings |= {k: config.eval[k] for k in ("temperature", "top_p")}
       at = "" if step is None else f", step {step}"
       what = f"{evaluator.name}, {count} problems x {sampled} samples"
       show(f"{path}{at}: {what}", results, samples)

@@ -283,11 +283,10 @@ def write_samples(job: generate.Generation, options) -> int:
 def show_summary(progress, reasons, total: int, options) -> None:
   """Says on standard error what was written."""
   rate = progress.tokens / progress.seconds
-  parts = [
-    f"{progress.responses:,} responses, {progress.tokens:,} tokens in"
-    f" {progress.seconds:.1f} s with compilation, {rate:,.0f} tokens/s",
-    *(f"{count:,} {reason}" for reason, count in sorted(reasons.items())),
-  ]
+  written = f"{progress.responses:,} responses, {progress.tokens:,} tokens"
+  took = f"{progress.seconds:.1f} s with compilation, {rate:,.0f} tokens/s"
+  parts = [f"{written} in {took}"]
+  parts += (f"{count:,} {reason}" for reason, count in sorted(reasons.items()))
   if progress.responses < total:
     parts.append(f"{total - progress.responses:,} missing")
     if options.out != _STDIO:

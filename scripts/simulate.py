@@ -145,10 +145,9 @@ def describe(cost: simulate.CostModel) -> str:
   """The prices in a line."""
   fields = dataclasses.asdict(cost)
   of_what = "whole programs" if fields.pop("padded") else "what is in use"
-  decode = ", or if larger ".join(
-    "{:.3g} + {:.3g} slots + {:.3g} KV tokens".format(*plane)
-    for plane in fields.pop("decode")
-  )
+  plane = "{:.3g} + {:.3g} slots + {:.3g} KV tokens"
+  planes = (plane.format(*each) for each in fields.pop("decode"))
+  decode = ", or if larger ".join(planes)
   rest = ", ".join(f"{key} {value:.3g}" for key, value in fields.items())
   return f"Prices of {of_what}: seconds of a decoding step {decode}; {rest}."
 

@@ -177,13 +177,9 @@ def test_rollouts_of_an_update_have_groups_with_one_prompt():
 @pytest.mark.slow(minutes=1)
 def test_measures_a_device_and_writes_what_it_saw(tmp_path):
   parts = "device,agreement,decode,update"
+  flags = [f"--parts={parts}", f"--out={tmp_path}"]
   done = subprocess.run(
-    [
-      sys.executable,
-      accelerator.__file__,
-      f"--parts={parts}",
-      f"--out={tmp_path}",
-    ],
+    [sys.executable, accelerator.__file__, *flags],
     env=programs.environment(),
     capture_output=True,
     text=True,

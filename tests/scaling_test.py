@@ -55,9 +55,9 @@ class TestCollectives:
 
   def test_over_both_axes(self):
     text = compiled(whole, ((16, 8), (("fsdp", "tensor"),)))
-    ((kind, axes, sent),) = hlo.collectives(text, MESH, [1])
-    assert (kind, axes) == ("all-gather", ("fsdp", "tensor"))
-    assert sent == 7 / 8 * 16 * 8 * 4
+    assert hlo.collectives(text, MESH, [1]) == [
+      hlo.Sent("all-gather", ("fsdp", "tensor"), 7 / 8 * 16 * 8 * 4)
+    ]
 
   @pytest.mark.parametrize("known", [True, False])
   def test_loops_count_as_often_as_they_run(self, known):
@@ -91,14 +91,11 @@ class TestEstimate:
     mesh = {"data": 1, "fsdp": 16, "tensor": 1} | mesh
     return account.Sizes(config, MODELS[preset], mesh)
 
-  @pytest.mark.parametrize(
-    "preset, billions",
-    [("qwen2.5-1.5b", 1.54), ("qwen2.5-7b", 7.62), ("qwen2.5-32b", 32.8)],
-  )
-  def test_models_have_the_size_of_their_name(self, preset, billions):
+  def test_models_have_the_size_of_their_name(self):
     # As their model cards say.
-    found = models.num_params(MODELS[preset]) / 1e9
-    assert found == pytest.approx(billions, rel=0.005)
+    for name, billions in (("1.5b", 1.54), ("7b", 7.62), ("32b", 32.8)):
+      found = models.num_params(MODELS[f"qwen2.5-{name}"]) / 1e9
+      assert found == pytest.approx(billions, rel=0.005)
 
   def test_a_forward_pass_by_hand(self):
     sizes = self.sizes()
@@ -166,12 +163,7 @@ class TestEstimate:
       old = config_lib.get(config, group)[name]
       config_lib.get(config, group)[name] = type(old)(value)
     validation.validate(config)
-    assert config.mesh.to_dict() == {
-      "data": 1,
-      "fsdp": 2,
-      "context": 4,
-      "tensor": 8,
-    }
+    assert tuple(config.mesh.values()) == (1, 2, 4, 8)
     assert config.sampler.mesh.fsdp == 4 and config.sampler.mesh.tensor == 8
     assert config.optimizer.value.micro_batch_size == 2
 
@@ -231,10 +223,6 @@ class TestScript:
         "no mesh of these chips holds this run",
       ),
       ([], "no --config; give"),
-      (["extra"], "'extra' is not a flag"),
-      (["--toplogy=v5e:2x4"], "Did you mean: topology ?"),
-      ([_PRESET, "--config.mesh.fdsp=4"], "did you mean mesh.fsdp?"),
-      (["--config=vapor"], "'vapor'; give a file or one of"),
     ],
   )
   def test_bad_input_is_one_line(self, flags, says):

@@ -146,9 +146,8 @@ def run(options: argparse.Namespace) -> None:
   ways, table, turns_s = {}, [], None
   for way in WAYS:
     ways[way], step_s = measure(way, options.steps, options.warm_up)
-    turns_s = turns_s or step_s
-    row = {"measured": way, "s/step": f"{step_s:.3g}"}
-    row["x by turns"] = f"{turns_s / step_s:.2f}"
+    turns_s, row = turns_s or step_s, {"measured": way}
+    row |= {"s/step": f"{step_s:.3g}", "x by turns": f"{turns_s / step_s:.2f}"}
     for side in ("learner", "sampler", "rewards"):
       share = busy(ways[way], side) / (step_s * options.steps)
       row[f"{side} busy"] = f"{share:.0%}"
