@@ -42,7 +42,7 @@ from jaxrl_llm.errors import InputError
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 # Peer -> the module that it is.
 _PEERS = {"hf": "transformers", "tunix": "tunix"}
-_PEER_PROGRAM = "scripts/dev/peer_rollouts.py"
+_PEER_PROGRAM = _ROOT / "scripts" / "dev" / "peer_rollouts.py"  # Of a clone.
 _TAIL_STEPS = {"full": 10, "small": 4}
 _WARM_UP = 2  # Steps until windows have something to go on with.
 Numbers = dict[str, Any]
@@ -121,11 +121,12 @@ def measure_peers(sizes: str, limit_s: float) -> Numbers:
   del sizes  # Peers know the shapes of scripts/benchmark.py.
   work = ["--prompts=8", "--batch=64", "--new_tokens=128", "--p99=128"]
   found = [k for k, v in _PEERS.items() if importlib.util.find_spec(v)]
-  program_of = lambda name: [sys.executable, _PEER_PROGRAM, name, *work]
+  program_of = lambda name: [sys.executable, str(_PEER_PROGRAM), name, *work]
   others = [f"{name}={shlex.join(program_of(name))}" for name in found]
-  if not others:
+  if not (others and _PEER_PROGRAM.exists()):
     return {}
-  command = [sys.executable, "scripts/benchmark.py", "rollouts", *work]
+  ours = str(_ROOT / "scripts" / "benchmark.py")
+  command = [sys.executable, ours, "rollouts", *work]
   command += ["--group_size=8", "--repeats=1", "--rounds=1"]
   command += [f"--peer={other}" for other in others]
   record = peers.run_program(command, timeout_s=limit_s)

@@ -127,13 +127,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
   add("--curves", metavar="FILES", help="train nothing either")
 
 
-def compare(name: str, options: argparse.Namespace, extra: list[str]) -> None:
+def compare(options: argparse.Namespace) -> None:
   """Runs a study, draws it and sums it up.
 
   Raises:
     InputError: a flag cannot be used, or a run failed.
   """
-  study, folder = STUDIES[name], pathlib.Path(options.out) / name
+  study = STUDIES[options.name]
+  folder = pathlib.Path(options.out) / options.name
   wanted = options.variants.split(";") if options.variants else None
   chosen = study.only(wanted) if wanted else study
   if wanted and len(chosen.variants) != len(wanted):
@@ -141,7 +142,7 @@ def compare(name: str, options: argparse.Namespace, extra: list[str]) -> None:
     raise InputError(f"--variants={options.variants!r}: choose from {names}")
   # Runs have a working directory of their own.
   files = [pathlib.Path(file).resolve() for file in options.plugin]
-  extra += [f"--plugin={file}" for file in files]
+  extra = [*options.extra, *(f"--plugin={file}" for file in files)]
   seeds = _seeds(options.seeds)
   if options.curves:
     files = [pathlib.Path(file) for file in options.curves.split(",")]
@@ -174,14 +175,14 @@ def main(arguments: list[str] | None = None) -> None:
   if one:
     parser.description = one.__doc__
   (one.add_flags if one else add_flags)(parser)
-  options, extra = parser.parse_known_args(given)
+  options, options.extra = parser.parse_known_args(given)
   if options.name is None:
     parser.error(f"give a NAME: {', '.join(names)}")
-  unknown = [x for x in extra if one or not x.startswith("--config.")]
+  unknown = [x for x in options.extra if one or not x.startswith("--config.")]
   if unknown:
     raise InputError(f"{unknown[0]}: no such flag; see --help")
   try:
-    one.run(options) if one else compare(options.name, options, extra)
+    (one.run if one else compare)(options)
   except KeyboardInterrupt:
     print("stopped; the same command goes on")
 

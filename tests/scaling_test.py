@@ -1,13 +1,10 @@
 """What programs send, read from HLO; the account; scripts/compile.py."""
 
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import configs
+from helpers import configs, programs
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm import config as config_lib
@@ -163,7 +160,7 @@ class TestEstimate:
       old = config_lib.get(config, group)[name]
       config_lib.get(config, group)[name] = type(old)(value)
     validation.validate(config)
-    assert tuple(config.mesh.values()) == (1, 2, 4, 8)
+    assert config.mesh.to_dict() == dict(zip(sharding.AXES, (1, 2, 4, 8)))
     assert config.sampler.mesh.fsdp == 4 and config.sampler.mesh.tensor == 8
     assert config.optimizer.value.micro_batch_size == 2
 
@@ -199,19 +196,12 @@ class TestCompiled:
 
 
 class TestScript:
-  def run(self, *flags):
-    return subprocess.run(
-      [sys.executable, "scripts/compile.py", *flags],
-      capture_output=True,
-      text=True,
-    )
-
   def test_search_ranks_meshes(self):
-    done = self.run(_PRESET, "--topology=v5p:4x4x4", "--search")
-    assert done.returncode == 0, done.stderr
-    rows = [r for r in done.stdout.splitlines() if r.startswith("| ")][2:]
+    flags = [_PRESET, "--topology=v5p:4x4x4", "--search"]
+    code, shown, _ = programs.run("compile", *flags)
+    rows = [row for row in shown.splitlines() if row.startswith("| ")][2:]
     seconds = [float(row.split("|")[-2]) for row in rows]
-    assert len(rows) >= 3 and seconds == sorted(seconds)
+    assert code == 0 and len(rows) >= 3 and seconds == sorted(seconds)
 
   @pytest.mark.parametrize(
     "flags, says",
@@ -226,6 +216,5 @@ class TestScript:
     ],
   )
   def test_bad_input_is_one_line(self, flags, says):
-    done = self.run(*flags)
-    assert done.returncode == 2 and says in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    code, _, error = programs.run("compile", *flags)
+    assert code == 2 and says in error and error.count("\n") == 1

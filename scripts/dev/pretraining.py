@@ -369,13 +369,13 @@ def main() -> None:
     kind = json.loads if name == "task_settings" else kind
     parser.add_argument(f"--{name}", type=kind)
   given = {k: v for k, v in vars(parser.parse_args()).items() if v is not None}
-  assets = base_models.BASE.parent
-  out = given.pop("out", assets / f"{given['task']}_base")
+  out = given.pop("out", base_models.BASE.parent / f"{given['task']}_base")
   try:
     settings = TASKS[given["task"]]._replace(**given)
     rebuild(settings, pathlib.Path(out))
   except InputError as error:
-    sys.exit(f"pretraining: {error}")
+    print(f"pretraining: {error}", file=sys.stderr)
+    sys.exit(2)
 
 
 if __name__ == "__main__":

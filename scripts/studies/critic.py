@@ -240,9 +240,8 @@ def run(options: argparse.Namespace) -> None:
     judgement.values, judgement.returns, judgement.mask
   )
   out.mkdir(parents=True, exist_ok=True)
-  which, step = "pretrained critic", options.step
-  if step is not None:
-    which = f"critic after step {step}"
+  trained = f"critic after step {options.step}"
+  which = "pretrained critic" if options.step is None else trained
   title = f"The {which} of {folder.resolve().name}"
   draw(judgement, out / "critic.png", title)
   rows = binned(judgement)
