@@ -55,7 +55,6 @@ _FOLDERS = {
   "jaxrl_llm.scripts": "scripts",
   "jaxrl_llm.scripts.benchmarks": "scripts/benchmarks",
   "jaxrl_llm.scripts.parts": "scripts/parts",
-  "jaxrl_llm.scripts.scaling": "scripts/scaling",
   "jaxrl_llm.scripts.studies": "scripts/studies",
 }
 # The command jaxrl-NAME is scripts/NAME.py.

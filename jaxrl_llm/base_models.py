@@ -1,4 +1,4 @@
-"""The base models of the package; scripts/dev/pretrain.py makes them."""
+"""The base models of the package; scripts/dev/pretraining.py makes them."""
 
 import pathlib
 from typing import Any

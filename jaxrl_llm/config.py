@@ -581,7 +581,7 @@ def methods() -> dict[str, pathlib.Path]:
   package = pathlib.Path(__file__).parent
   folders = package / "configs", package.parent / "configs"  # Installed; clone.
   files = next(folder for folder in folders if folder.is_dir()).glob("*.py")
-  return {file.stem: file for file in sorted(files) if file.stem != "pretrain"}
+  return {file.stem: file for file in sorted(files)}
 
 
 def method(name: str, preset: str = "", **settings: Any) -> ConfigDict:
@@ -625,6 +625,12 @@ def get(config: Any, key: str):
 def batch_size(config: Any) -> int:
   """Returns the number of responses per step."""
   return config.data.prompts_per_step * config.data.group_size
+
+
+def max_tokens_per_row(config: Any) -> int:
+  """Returns the tokens per packed row, at least the longest sample."""
+  longest = config.data.max_prompt_length + config.sampler.max_response_length
+  return max(config.optimizer.max_tokens_per_row, longest)
 
 
 def most_staleness(config: Any) -> int:

@@ -34,14 +34,15 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks import devices, peers, summary
+from parts import program
 
-from jaxrl_llm import metrics
+from jaxrl_llm import metrics, report
 from jaxrl_llm.errors import InputError
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 # Peer -> the module that it is.
 _PEERS = {"hf": "transformers", "tunix": "tunix"}
-_PEER_PROGRAM = "scripts/dev/peer_rollouts.py"
+_PEER_PROGRAM = _ROOT / "scripts" / "dev" / "peer_rollouts.py"  # Of a clone.
 _TAIL_STEPS = {"full": 10, "small": 4}
 _WARM_UP = 2  # Steps until windows have something to go on with.
 Numbers = dict[str, Any]
@@ -61,15 +62,9 @@ def train(flags: list[str], limit_s: float) -> list[dict[str, Any]]:
   """
   with tempfile.TemporaryDirectory() as workdir:
     command = [sys.executable, "scripts/train.py", f"--workdir={workdir}"]
+    how = {"cwd": _ROOT, "capture_output": True, "text": True, "check": True}
     try:
-      subprocess.run(
-        command + flags,
-        cwd=_ROOT,
-        timeout=limit_s,
-        check=True,
-        capture_output=True,
-        text=True,
-      )
+      subprocess.run(command + flags, timeout=limit_s, **how)
     except subprocess.TimeoutExpired:
       pass
     except subprocess.CalledProcessError as error:
@@ -84,21 +79,16 @@ def train(flags: list[str], limit_s: float) -> list[dict[str, Any]]:
 
 def measure_tail(sizes: str, limit_s: float) -> Numbers:
   """Seconds that generating takes, whole responses or windows of them."""
-  out = {}
-  begin_s = time.monotonic()
+  out, begin_s = {}, time.monotonic()
+  settings = {"run.steps": _TAIL_STEPS[sizes], "value.pretrain_steps": 0}
+  settings |= {"eval.problems": 2, "eval.samples": 1}
+  flags = [f"--config.{key}={value}" for key, value in settings.items()]
   for name, method in (("full", "vapo"), ("windows", "tppo")):
     left = limit_s - (time.monotonic() - begin_s)
-    rows = train(
-      [
-        f"--config=configs/{method}.py:long_tail",
-        f"--config.run.steps={_TAIL_STEPS[sizes]}",
-        "--config.value.pretrain_steps=0",
-        "--config.eval.problems=2",
-        "--config.eval.samples=1",
-      ],
-      left / 2 if name == "full" else left,
-    )[1 + _WARM_UP :]
-    if not rows:
+    if name == "full":
+      left /= 2
+    rows = train([f"--config=configs/{method}.py:long_tail", *flags], left)
+    if not (rows := rows[1 + _WARM_UP :]):
       raise InputError(f"{name}: no step after the warm-up in {limit_s:.0f} s")
     keys = "time/generate_s", "rollout/decode_steps", "rollout/tokens"
     seconds, steps, tokens = (sum(row[k] for row in rows) for k in keys)
@@ -108,10 +98,8 @@ def measure_tail(sizes: str, limit_s: float) -> Numbers:
       f"{name}_decode_steps": steps / len(rows),
       f"{name}_tokens_per_s": tokens / seconds,
     }
-  out["windows_over_full_tokens_per_s"] = (
-    out["windows_tokens_per_s"] / out["full_tokens_per_s"]
-  )
-  return out
+  ratio = out["windows_tokens_per_s"] / out["full_tokens_per_s"]
+  return out | {"windows_over_full_tokens_per_s": ratio}
 
 
 def measure_grpo(sizes: str, limit_s: float) -> Numbers:
@@ -132,22 +120,20 @@ def measure_peers(sizes: str, limit_s: float) -> Numbers:
   """Rollouts beside the libraries that are here; empty without any."""
   del sizes  # Peers know the shapes of scripts/benchmark.py.
   work = ["--prompts=8", "--batch=64", "--new_tokens=128", "--p99=128"]
-  others = [
-    f"{name}={shlex.join([sys.executable, _PEER_PROGRAM, name, *work])}"
-    for name, module in _PEERS.items()
-    if importlib.util.find_spec(module)
-  ]
-  if not others:
+  found = [k for k, v in _PEERS.items() if importlib.util.find_spec(v)]
+  program_of = lambda name: [sys.executable, str(_PEER_PROGRAM), name, *work]
+  others = [f"{name}={shlex.join(program_of(name))}" for name in found]
+  if not (others and _PEER_PROGRAM.exists()):
     return {}
-  command = [sys.executable, "scripts/benchmark.py", "rollouts", *work]
+  ours = str(_ROOT / "scripts" / "benchmark.py")
+  command = [sys.executable, ours, "rollouts", *work]
   command += ["--group_size=8", "--repeats=1", "--rounds=1"]
   command += [f"--peer={other}" for other in others]
   record = peers.run_program(command, timeout_s=limit_s)
-  named = record["peers"] | {"ours": record}
-  out = {
-    f"{k}_tokens_per_s": v["medians"]["tokens_per_s"] for k, v in named.items()
-  }
-  return out | {f"{k}_error": text for k, text in record["errors"].items()}
+  out = {f"{k}_error": text for k, text in record["errors"].items()}
+  for name, one in (record["peers"] | {"ours": record}).items():
+    out[f"{name}_tokens_per_s"] = one["medians"]["tokens_per_s"]
+  return out
 
 
 _Part = Callable[[str, float], Numbers]
@@ -183,43 +169,38 @@ def measure_all(parts: list[str], sizes: str, seconds: float) -> Numbers:
 
 def table(record: Numbers) -> str:
   """The record as Markdown."""
-  machine, versions = record["machine"], record["versions"]
-  device = record["parts"].get("device", {})
+  machine, device = record["machine"], record["parts"].get("device", {})
+  versions = ", ".join(f"{k} {v}" for k, v in record["versions"].items())
+  product = device.get("matmul_flops_per_s")
   peaks = {
     "_bytes_per_s": device.get("copy_bytes_per_s"),
-    "_flops_per_s": device.get(
-      "data_sheet_flops_per_s", device.get("matmul_flops_per_s")
-    ),
+    "_flops_per_s": device.get("data_sheet_flops_per_s", product),
   }
-  lines = [
-    f"# {record['device']}",
-    "",
-    f"`{record['command']}`, {record['date']}, {record['sizes']} sizes, on"
-    f" {machine['processor']}, {machine['cpus']} CPUs;"
-    f" {', '.join(f'{k} {v}' for k, v in versions.items())}.",
-    "",
-    "Shares of bytes are of what the device copies (above 1: they fit a cache),"
-    " those of floating-point operations of its data sheet, or of a large"
-    " product where that is not known.",
-    "",
-    "| part | measured | value | share of the peak |",
-    "|---|---|---|---|",
-  ]
+  rows = []
   for part, numbers in record["parts"].items():
     for key, value in numbers.items():
       peak = next((p for end, p in peaks.items() if key.endswith(end)), None)
       share = f"{value / peak:.2f}" if peak and part != "device" else ""
-      shown = f"{value:.4g}" if isinstance(value, float) else value
-      lines.append(f"| {part} | `{key}` | {shown} | {share} |")
-  lines += [f"| {k} | failed | {v} | |" for k, v in record["errors"].items()]
-  return "\n".join(lines) + "\n"
+      shown = f"{value:.4g}" if isinstance(value, float) else str(value)
+      rows.append((part, f"`{key}`", shown, share))
+  rows += [(part, "failed", why, "") for part, why in record["errors"].items()]
+  titles = ("part", "measured", "value", "share of the peak")
+  return f"""# {record["device"]}
+
+`{record["command"]}`, {record["date"]}, {record["sizes"]} sizes, on \
+{machine["processor"]}, {machine["cpus"]} CPUs; {versions}.
+
+Shares of bytes are of what the device copies (above 1: they fit a cache), those
+of floating-point operations of its data sheet, or of a large product where that
+is not known.
+
+{report.markdown([dict(zip(titles, row)) for row in rows])}
+"""
 
 
 def make_parser() -> argparse.ArgumentParser:
   """The command line."""
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
+  parser = program.make_parser(__doc__)
   add = parser.add_argument
   add("--parts", default=",".join(PARTS), help="of them, all by default")
   add("--seconds", type=float, default=600.0, help="for all parts together")
@@ -229,6 +210,7 @@ def make_parser() -> argparse.ArgumentParser:
   return parser
 
 
+@program.one_line
 def main(arguments: list[str] | None = None) -> int:
   """Runs the command; returns its exit code."""
   options = make_parser().parse_args(arguments)
@@ -237,25 +219,19 @@ def main(arguments: list[str] | None = None) -> int:
     print(json.dumps(numbers), flush=True)
     return 0
   parts = options.parts.split(",")
-  unknown = [name for name in parts if name not in PARTS]
-  if unknown or options.seconds <= 0:
-    problem = (
-      f"--parts: {unknown[0]!r} must be one of {', '.join(PARTS)}"
-      if unknown
-      else f"--seconds={options.seconds:g} must be more than 0"
-    )
-    print(f"accelerator: {problem}", file=sys.stderr)
-    return 2
+  for name in parts:
+    if name not in PARTS:
+      raise InputError(f"--parts: {name!r} must be one of {', '.join(PARTS)}")
+  if options.seconds <= 0:
+    raise InputError(f"--seconds={options.seconds:g} must be more than 0")
   # A process of its own asks for the device: this one must not hold it.
   found = "import json, jax; d = jax.devices()[0];"
   found += "print(json.dumps({'platform': d.platform, 'kind': d.device_kind}))"
+  asked = [sys.executable, "-c", found]
   try:
-    device = peers.run_program(
-      [sys.executable, "-c", found], timeout_s=options.seconds
-    )
+    device = peers.run_program(asked, timeout_s=options.seconds)
   except InputError as error:
-    print(f"accelerator: no device: {error}", file=sys.stderr)
-    return 2
+    raise InputError(f"no device: {error}") from error
   sizes = options.sizes or ("small" if device["platform"] == "cpu" else "full")
   record = {
     "device": device["kind"],

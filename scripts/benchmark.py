@@ -22,6 +22,7 @@ import sys
 from typing import Any
 
 from benchmarks import checkpoints, peers, summary, train_steps, workloads
+from parts import program
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import transformer
@@ -31,6 +32,8 @@ _OF_MODELS = tuple(
 )
 _OF_ROLLOUTS = (*_OF_MODELS, "prompts", "group_size", "median", "p99")
 _OF_STEPS = ("group_size", "micro_batch_size", "max_tokens_per_row")
+_OF_STEPS += ("remat_policy",)
+_OF_ESTIMATORS = ("rows", "length", "group_size", "repeats")
 _LOOP = "numpy_loop"
 # Part -> what measures it, and the options that it depends on.
 PARTS = {
@@ -38,14 +41,8 @@ PARTS = {
   "rollouts": (workloads.measure_rollouts, _OF_ROLLOUTS),
   "prefill": (workloads.measure_prefill, _OF_MODELS),
   "simulator": (workloads.measure_simulator, _OF_ROLLOUTS),
-  "train_step": (
-    train_steps.measure_train_step,
-    (*_OF_MODELS, *_OF_STEPS, "remat_policy"),
-  ),
-  "estimators": (
-    workloads.measure_estimators,
-    ("rows", "length", "group_size", "repeats"),
-  ),
+  "train_step": (train_steps.measure_train_step, (*_OF_MODELS, *_OF_STEPS)),
+  "estimators": (workloads.measure_estimators, _OF_ESTIMATORS),
   "checkpoint": (checkpoints.measure_checkpoint, ("megabytes", "repeats")),
 }
 
@@ -78,10 +75,9 @@ def run(options) -> dict[str, Any]:
     result = summary.summarize(PARTS[options.part][0](options))
     result |= {"ratios": {}, "peers": {}, "errors": {}}
   medians = result["medians"]
-  if f"{_LOOP}_gae_s" in medians:
-    result["ratios"][_LOOP] = summary.speed_ratios(
-      medians, {"gae_s": medians[f"{_LOOP}_gae_s"]}
-    )
+  if loop_s := medians.get(f"{_LOOP}_gae_s"):
+    ratios = summary.speed_ratios(medians, {"gae_s": loop_s})
+    result["ratios"][_LOOP] = ratios
   settings = {key: getattr(options, key) for key in PARTS[options.part][1]}
   return (
     {"part": options.part, "settings": settings}
@@ -92,18 +88,12 @@ def run(options) -> dict[str, Any]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
+  parser = program.make_parser(__doc__)
   parser.add_argument("part", metavar="PART", help=", ".join(PARTS))
   add = parser.add_argument
   add("--shape", default="tiny", help=", ".join(peers.SHAPES))
-  add(
-    "--sampler_dtype",
-    default="float32",
-    choices=("float32", "bfloat16"),
-    help="of the sampler's weights and products; its memory is float32",
-  )
+  dtypes = {"choices": ("float32", "bfloat16"), "default": "float32"}
+  add("--sampler_dtype", **dtypes, help="of its weights and products")
   add("--batch", type=int, default=16, help="responses")
   add("--slots", type=int, help="of the sampler, --batch by default")
   add("--group_size", type=int, default=4, help="responses per prompt")
@@ -113,38 +103,19 @@ def make_parser() -> argparse.ArgumentParser:
   add("--median", type=int, default=64, help="tokens, of rollouts")
   add("--p99", type=int, default=512, help="tokens, of rollouts")
   add("--micro_batch_size", type=int, help="rows per gradient, by shape")
-  add(
-    "--max_tokens_per_row",
-    type=int,
-    help="of a packed row; one response with its prompt by default, and"
-    " responses that fit a row together share their prompt",
-  )
-  add(
-    "--remat_policy",
-    choices=list(transformer.REMAT_POLICIES),
-    default="full",
-    help="what the backward pass computes again",
-  )
+  row = "of a packed row, where responses share their prompt; one by default"
+  add("--max_tokens_per_row", type=int, help=row)
+  remat = {"choices": list(transformer.REMAT_POLICIES), "default": "full"}
+  add("--remat_policy", **remat, help="what the backward pass computes again")
   add("--rows", type=int, default=512, help="of estimators")
   add("--length", type=int, default=24576, help="of estimators, tokens")
   add("--megabytes", type=int, default=400, help="of a checkpoint")
   add("--repeats", type=int, default=3, help="timed after a warm-up")
-  add(
-    "--peer",
-    action="append",
-    default=[],
-    metavar="NAME=COMMAND",
-    help="a program that prints a JSON object; can be repeated",
-  )
+  several = {"action": "append", "default": [], "metavar": "NAME=COMMAND"}
+  add("--peer", **several, help="prints a JSON object; can be repeated")
   add("--rounds", type=int, default=2, help="with peers: A B, B A, ...")
   add("--timeout_s", type=float, default=3600.0, help="of one program")
-  add(
-    "--wait_idle",
-    type=float,
-    default=0.0,
-    metavar="SECONDS",
-    help="wait so long for a low load average before a measurement",
-  )
+  add("--wait_idle", type=float, default=0.0, help="seconds, for a low load")
   return parser
 
 
@@ -154,19 +125,21 @@ def check(options) -> None:
   Raises:
     InputError: one of them cannot be used.
   """
-  for name, known in (("part", PARTS), ("shape", peers.SHAPES)):
-    value = getattr(options, name)
-    if value not in known:
-      label = "PART" if name == "part" else f"--{name}"
-      raise InputError(f"{label} {value!r} must be one of {', '.join(known)}")
-  if options.micro_batch_size is None:
-    shape = peers.SHAPES[options.shape]
-    options.micro_batch_size = shape.micro_batch_size
-  if options.slots is None:
-    options.slots = options.batch
+  if options.part not in PARTS:
+    known = ", ".join(PARTS)
+    raise InputError(f"PART {options.part!r} must be one of {known}")
+  if options.shape not in peers.SHAPES:
+    known = ", ".join(peers.SHAPES)
+    raise InputError(f"--shape {options.shape!r} must be one of {known}")
   longest = options.prompt_length + options.new_tokens
-  if options.max_tokens_per_row is None:
-    options.max_tokens_per_row = longest
+  shape = peers.SHAPES[options.shape]
+  for name, default in (
+    ("micro_batch_size", shape.micro_batch_size),
+    ("slots", options.batch),
+    ("max_tokens_per_row", longest),
+  ):
+    if getattr(options, name) is None:
+      setattr(options, name, default)
   for name, value in vars(options).items():
     if type(value) is int and value < 1:
       raise InputError(f"--{name}={value} must be at least 1")
@@ -182,8 +155,8 @@ def check(options) -> None:
     )
   options.peers = {}
   for peer in options.peer:
-    name, equals, command = peer.partition("=")
-    if not (name and equals and command) or name == "ours":
+    name, _, command = peer.partition("=")
+    if not (name and command) or name == "ours":
       raise InputError(
         f"--peer={peer!r} must be NAME=COMMAND, with a name but 'ours'"
       )
@@ -192,14 +165,11 @@ def check(options) -> None:
     options.peers[name] = command
 
 
+@program.one_line
 def main(arguments: list[str] | None = None) -> int:
   """Runs the command; returns its exit code."""
   options = make_parser().parse_args(arguments)
-  try:
-    check(options)
-  except InputError as error:
-    print(f"benchmark: {error}", file=sys.stderr)
-    return 2
+  check(options)
   record = run(options)
   summary.show(record)
   for name, error in record["errors"].items():

@@ -24,17 +24,15 @@ os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 import hashlib  # noqa: E402
-import itertools  # noqa: E402
 import json  # noqa: E402
 import pathlib  # noqa: E402
 import sys  # noqa: E402
 import time  # noqa: E402
 import types  # noqa: E402
-from collections.abc import Sequence  # noqa: E402
 from typing import Any  # noqa: E402
 
 from absl import flags  # noqa: E402
-from parts import command_line  # noqa: E402
+from parts import command_line, program  # noqa: E402
 
 _CONFIG = command_line.define_config(
   None, "METHOD:PRESET or FILE.py:PRESET, whose model it is."
@@ -51,18 +49,15 @@ if __name__ == "__main__":  # Before JAX, which takes seconds.
   command_line.answer_help(sys.argv)
 
 import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
-from scaling import estimate, hlo  # noqa: E402
 
 from jaxrl_llm import models, sharding  # noqa: E402
 from jaxrl_llm.errors import InputError  # noqa: E402
-from jaxrl_llm.learner.choices import has_critic  # noqa: E402
 from jaxrl_llm.learner.lower import lower  # noqa: E402
 from jaxrl_llm.metrics.chips import CHIPS, Chip  # noqa: E402
 from jaxrl_llm.models import hf  # noqa: E402
 from jaxrl_llm.models.shapes import MODELS  # noqa: E402
-from jaxrl_llm.models.transformer import REMAT_POLICIES  # noqa: E402
+from jaxrl_llm.simulate import account, hlo, mesh_search  # noqa: E402
 from jaxrl_llm.train import build, meshes, sampler, validation  # noqa: E402
 
 _NOTHING_FITS = (
@@ -70,7 +65,6 @@ _NOTHING_FITS = (
   " ones, or lower sampler.kv_pages or the longest response"
 )
 _GIB = 2.0**30
-_TENSOR = (1, 2, 4, 8, 16)  # Sizes that a search tries.
 _PHASES = {
   "sampler decode": "decode",
   "score log-probs": "score policy",
@@ -106,16 +100,13 @@ def chip_of(topology: str) -> Chip:
 def devices_of(topology: str) -> list[Any]:
   """Descriptions of its devices."""
   try:
-    described = topologies.get_topology_desc(
-      platform="tpu", topology_name=topology
-    )
+    return list(topologies.get_topology_desc(topology, "tpu").devices)
   except Exception as error:  # libtpu fails or is missing.
     reason = str(error).strip().splitlines()[0][:200]
     raise InputError(
       f"--topology={topology}: {reason}; is it one that exists, and is libtpu"
       " installed (pip install -e '.[tpu]')?"
     ) from error
-  return list(described.devices)
 
 
 class Programs:
@@ -125,9 +116,8 @@ class Programs:
     both = meshes.make_meshes(config, devices)
     fns = build.make_fns(config, model, both)
     self.learner = build.make_learner(config, fns, "", both.trainer)
-    words = types.SimpleNamespace(
-      single_tokens=lambda *_: [], stop_tokens=[0], decode=None
-    )
+    words = types.SimpleNamespace(stop_tokens=[0], decode=None)
+    words.single_tokens = lambda *_: []
     engine = sampler.make_engine(config, fns[0], words, both.sampler)
     policy, critic = self.learner.policy, self.learner.critic
     whole = models.merge(policy.params)
@@ -140,26 +130,24 @@ class Programs:
       window=config.schedule.window > 0,
     ) | lower(self.learner)
     self.kept = {
-      "policy": estimate.held([policy.shapes, policy.base]),
-      "value": estimate.held(critic and [critic.shapes, critic.base]),
-      "sampler": estimate.held(transfer.shapes),
+      "policy": account.held([policy.shapes, policy.base]),
+      "value": account.held(critic and [critic.shapes, critic.base]),
+      "sampler": account.held(transfer.shapes),
     }
     # The part of it that scoring receives.
     self.parameters = {
-      "policy": estimate.held(whole),
-      "value": estimate.held(critic.params) if critic else 0.0,
+      "policy": account.held(whole),
+      "value": account.held(critic.params) if critic else 0.0,
     }
     if "ref_logprobs" in self.learner.algorithm.leaves:
-      self.kept["reference"] = estimate.held(policy.shapes.trained)
+      self.kept["reference"] = account.held(policy.shapes.trained)
 
 
 def compiled(name: str, lowered: Any, mesh: dict, loops: list[int]) -> dict:
   """Compiles a program, or returns the cached result."""
   reader = pathlib.Path(hlo.__file__).read_text()
-  key = hashlib.blake2b(
-    f"{jax.__version__} {mesh} {loops} {reader} {lowered.as_text()}".encode(),
-    digest_size=12,
-  ).hexdigest()
+  text = f"{jax.__version__} {mesh} {loops} {reader} {lowered.as_text()}"
+  key = hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
   file = pathlib.Path(_CACHE.value) / f"{key}.json"
   if file.exists():
     return json.loads(file.read_text())
@@ -184,22 +172,23 @@ def compiled(name: str, lowered: Any, mesh: dict, loops: list[int]) -> dict:
 def report(config, model, programs: Programs, chip: Chip) -> bool:
   """Compiles and prints; returns whether everything fits."""
   sizes, written = (
-    estimate.Sizes(config, model, mesh, _MEAN.value)
+    account.Sizes(config, model, mesh, _MEAN.value)
     for mesh in (programs.mesh, programs.sampler_mesh)
   )
   kept, fits = programs.kept, True
   held = ", ".join(f"{k} {v / _GIB:.2f}" for k, v in kept.items())
   print(f"GiB a device that stays: {held}")
-  print("| program | compile s | arguments | temporaries | by account | fits |")
-  print("|---|---|---|---|---|---|")
-  sent, kv_bytes, account = {}, 0.0, estimate.account(sizes)
+  table = program.Table(
+    "program | compile s | arguments | temporaries | by account | fits"
+  )
+  sent, kv_bytes, known = {}, 0.0, account.temporaries_by_program(sizes)
   for name, lowered in programs.lowered.items():
     # A micro-batch; the head goes over a row in chunks.
     loops = [1, -(-sizes.row // config.model.head_chunk)]
     mesh = programs.sampler_mesh if "sampler" in name else programs.mesh
     found = compiled(name, lowered, mesh, loops)
     if "refused" in found:
-      print(f"| {name} | | | | | no: {found['refused']} |", flush=True)
+      table.row(name, *[""] * 4, f"no: {found['refused']}")
       fits = False
       continue
     role = "value" if name.endswith(("value", "values")) else "policy"
@@ -208,20 +197,16 @@ def report(config, model, programs: Programs, chip: Chip) -> bool:
     # Memory of other programs, in addition to this one's arguments.
     own = {"policy", "value"} & {role} if "sampler" not in name else {"sampler"}
     own |= {"decode"} if name == "sampler decode" else set()
-    others = sum(v for k, v in kept.items() if k not in own)
-    others += 0.0 if name == "sampler decode" else kv_bytes
+    total = sum(v for k, v in kept.items() if k not in own)
+    total += 0.0 if name == "sampler decode" else kv_bytes
     if "score" in name:
-      others += kept[role] - programs.parameters[role]
-    total = sum(found[k] for k in ("arguments", "results", "temporaries"))
-    total += others
+      total += kept[role] - programs.parameters[role]
+    total += sum(found[k] for k in ("arguments", "results", "temporaries"))
     fits &= total < chip.memory
-    known = f"{account[name] / _GIB:.2f}" if name in account else ""
-    print(
-      f"| {name} | {found['seconds']:.0f} | {found['arguments'] / _GIB:.2f} |"
-      f" {found['temporaries'] / _GIB:.2f} | {known} |"
-      f" {total / _GIB:.1f} of {chip.memory / _GIB:.0f} |",
-      flush=True,
-    )
+    gib = [found["arguments"], found["temporaries"], known.get(name)]
+    gib = ["" if x is None else f"{x / _GIB:.2f}" for x in gib]
+    most = f"{total / _GIB:.1f} of {chip.memory / _GIB:.0f}"
+    table.row(name, f"{found['seconds']:.0f}", *gib, most)
     sent[name] = [hlo.Sent(*each) for each in found["sent"]]
   print()
   work = _print_times(sizes, written, chip, sent)
@@ -230,18 +215,12 @@ def report(config, model, programs: Programs, chip: Chip) -> bool:
   return fits
 
 
-def _print_times(sizes, written, chip, sent) -> dict[str, estimate.Work]:
+def _print_times(sizes, written, chip, sent) -> dict[str, account.Work]:
   """Prints what the phases do that were compiled, and returns it."""
-  known = {
-    "decode": estimate.decoding(written),
-    "score policy": estimate.scoring(sizes, "policy"),
-    "score value": estimate.scoring(sizes, "value"),
-    "update policy": estimate.updating(sizes, "policy"),
-    "update value": estimate.updating(sizes, "value"),
-  }
-  work = {}
-  print("| phase | TFLOP | sent GB, by axis | by account | s | bound |")
-  print("|---|---|---|---|---|---|")
+  known, work = account.work_by_phase(sizes, written), {}
+  table = program.Table(
+    "phase | TFLOP | sent GB, by axis | by account | s | bound"
+  )
   for name, phase in _PHASES.items():
     if name not in sent:
       continue
@@ -251,119 +230,38 @@ def _print_times(sizes, written, chip, sent) -> dict[str, estimate.Work]:
     for each in sent[name]:
       axes = "+".join(each.axes) or "-"
       by_axis[axes] = by_axis.get(axes, 0.0) + each.bytes / calls
-    work[phase] = estimate.Work(own.flops, own.moved, sum(by_axis.values()))
+    work[phase] = account.Work(own.flops, own.moved, sum(by_axis.values()))
     seconds, bound = work[phase].bound(chip)
     axes = ", ".join(f"{k} {v / 1e9:.3g}" for k, v in by_axis.items())
-    print(
-      f"| {phase} | {own.flops / 1e12:.3g} | {axes} | {own.sent / 1e9:.3g} |"
-      f" {seconds:.3g} | {bound} |"
-    )
+    numbers = own.flops / 1e12, own.sent / 1e9, seconds
+    tflop, sent_gb, seconds = (f"{x:.3g}" for x in numbers)
+    table.row(phase, tflop, axes, sent_gb, seconds, bound)
   print("of a micro-batch, of decoding of a step\n")
   return work
 
 
 def _print_step(sizes, chip, work) -> None:
-  total = estimate.step_seconds(sizes, chip, work)
+  total = account.step_seconds(sizes, chip, work)
   parts = ", ".join(f"{k} {v:.0f}" for k, v in total.items())
   print(
     f"predicted: a step of {sizes.responses} responses of {sizes.response:.0f}"
     f" tokens takes {sum(total.values()):.0f} s ({parts}); MFU of the updates"
-    f" {estimate.mfu(sizes, chip, total):.0%}"
+    f" {account.mfu(sizes, chip, total):.0%}"
   )
-  shares = ", ".join(f"{k} {v:.0%}" for k, v in estimate.REACHED.items())
+  shares = ", ".join(f"{k} {v:.0%}" for k, v in account.REACHED.items())
   print(f"assumed shares of what the maker states: {shares}")
 
 
-def search(config, model, topology: str, chip: Chip) -> list[estimate.Fit]:
-  """Meshes of learner and sampler that fit, and what goes with them."""
-  count = 1
-  for side in topology.partition(":")[2].split("x"):
-    count *= int(side)
-  found = []
-  for own in {count, count // 4, count // 2, count - count // 4} - {0}:
-    # The sampler has the same devices, or those that the learner leaves.
-    free = count if own == count else count - own
-    samplers = [_sampler(config, model, mesh) for mesh in _meshes(model, free)]
-    for mesh in _meshes(model, own, contexts=(1, 2, 4, 8)):
-      found += _best(config, model, mesh, samplers, chip, apart=own < count)
-  return sorted(found)
-
-
-def _print_found(found: list[estimate.Fit]) -> None:
-  print(
-    "| mesh | sampler.mesh | micro-batch | remat | GiB a device | s a step |"
+def _print_found(found: list[mesh_search.Fit]) -> None:
+  table = program.Table(
+    "mesh | sampler.mesh | micro-batch | remat | GiB a device | s a step"
   )
-  print("|---|---|---|---|---|---|")
-  name = lambda mesh: " x ".join(map(str, mesh))
   for fit in found[:10]:
-    print(
-      f"| {name(fit.mesh)} | {name(fit.sampler_mesh)} | {fit.micro_batch} |"
-      f" {fit.remat_policy} | {fit.memory / _GIB:.1f} | {fit.seconds:.0f} |"
-    )
+    meshes = (" x ".join(map(str, x)) for x in (fit.mesh, fit.sampler_mesh))
+    costs = f"{fit.memory / _GIB:.1f}", f"{fit.seconds:.0f}"
+    table.row(*meshes, fit.micro_batch, fit.remat_policy, *costs)
   axes = " x ".join(sharding.AXES)
   print(f"{axes}, by the model's account; nothing was compiled")
-
-
-def _meshes(
-  model: models.ModelConfig, count: int, contexts: Sequence[int] = (1,)
-) -> list[dict[str, int]]:
-  """Meshes of so many devices."""
-  factors = itertools.product((1, 2, 4, 8, 16, 32, 64), contexts, _TENSOR)
-  return [
-    dict(zip(sharding.AXES, (data, count // rest, context, tensor)))
-    for data, context, tensor in factors
-    if count % (rest := data * context * tensor) == 0
-    and model.num_heads % tensor == 0
-  ]
-
-
-def _sampler(config, model, mesh) -> tuple[float, estimate.Sizes, Any]:
-  """(bytes, sizes, work) of a sampler."""
-  sizes = estimate.Sizes(config, model, mesh, _MEAN.value)
-  pages = config.sampler.kv_pages * sizes.page or (
-    sizes.slots * 4 * (sizes.prompt + sizes.response)
-  )
-  memory = 2 * sizes.parameters / (sizes.shards * sizes.tensor)
-  memory += pages * sizes.kv_token / sizes.kv_ways
-  return memory, sizes, estimate.decoding(sizes)
-
-
-def _best(config, model, mesh, samplers, chip, *, apart) -> list[estimate.Fit]:
-  """The fastest with a mesh of the learner, if any fits."""
-  config = config.copy_and_resolve_references()
-  ways = mesh["data"] * mesh["fsdp"]
-  roles = ["policy", "value"] if has_critic(config) else ["policy"]
-  for role in roles:
-    config.optimizer[role].micro_batch_size = ways
-  sizes, found = estimate.Sizes(config, model, mesh, _MEAN.value), []
-  each = sizes.parameters / (sizes.shards * sizes.tensor)
-  kept = sum(
-    (8 + jnp.dtype(config.optimizer[role].mu_dtype).itemsize) * each
-    for role in roles
-  )
-  for policy in REMAT_POLICIES:
-    config.model.remat_policy = policy
-    parts = estimate.temporaries(sizes, "policy", update=True)
-    own, work = kept + sum(parts.values()), {}
-    for role in roles:
-      work[f"score {role}"] = estimate.scoring(sizes, role)
-      work[f"update {role}"] = estimate.updating(sizes, role)
-    for held, written, decoding in samplers:
-      memory = max(held, own) if apart else held + own
-      if memory >= chip.memory:
-        continue
-      seconds = estimate.step_seconds(sizes, chip, work | {"decode": decoding})
-      decode = seconds.pop("decode")
-      train = sum(seconds.values())
-      # Apart and a batch behind, they work at the same time.
-      at_once = apart and config.schedule.lag
-      total = max(decode, train) if at_once else decode + train
-      of = lambda mesh: tuple(mesh[axis] for axis in sharding.AXES)
-      fit = estimate.Fit(
-        total, memory, of(mesh), of(written.mesh), ways, policy
-      )
-      found.append(fit)
-  return [min(found)] if found else []
 
 
 def check_flags() -> None:
@@ -372,27 +270,23 @@ def check_flags() -> None:
     raise InputError("no --config; give --config=METHOD:PRESET, see --help")
 
 
+@program.one_line
 def main(_: list[str]) -> int:
   """Runs the command; returns its exit code."""
-  try:
-    config = _CONFIG.value
-    preset = flags.FLAGS["config"].config_filename.partition(":")[2]
-    validation.validate(config)
-    chip = chip_of(_TOPOLOGY.value)
-    model = model_of(config, preset)
-    if _SEARCH.value:
-      found = search(config, model, _TOPOLOGY.value, chip)
-      if not found:
-        raise InputError(f"it does not fit; {_NOTHING_FITS}")
-      _print_found(found)
-      return 0
-    programs = Programs(config, model, devices_of(_TOPOLOGY.value))
+  config, topology = _CONFIG.value, _TOPOLOGY.value
+  preset = flags.FLAGS["config"].config_filename.partition(":")[2]
+  validation.validate(config)
+  chip, model = chip_of(topology), model_of(config, preset)
+  if not _SEARCH.value:
+    programs = Programs(config, model, devices_of(topology))
     if report(config, model, programs, chip):
       return 0
-    found = search(config, model, _TOPOLOGY.value, chip)
-  except InputError as error:
-    print(f"compile: {error}", file=sys.stderr)
-    return 2
+  found = mesh_search.search(config, model, topology, chip, _MEAN.value)
+  if _SEARCH.value:
+    if not found:
+      raise InputError(f"it does not fit; {_NOTHING_FITS}")
+    _print_found(found)
+    return 0
   advice = f"by the account it does with {found[0].flags()}" if found else ""
   print(f"compile: it does not fit; {advice or _NOTHING_FITS}", file=sys.stderr)
   return 1

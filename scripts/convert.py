@@ -7,11 +7,11 @@ by `transformers`, by `--config.model.path=DIR` and by `models.load(DIR)`. Exit
 code 2 for bad input.
 """
 
-import argparse
 import pathlib
 import sys
 
 import jax
+from parts import program
 
 from jaxrl_llm import base_models, models, workdir
 from jaxrl_llm.errors import InputError
@@ -30,9 +30,8 @@ def convert(options) -> str:
     )
   policy = workdir.load_policy(source, step=options.step)
   base = base_models.model_path(workdir.read_config(source))
-  if out.resolve() in [
-    pathlib.Path(p).resolve() for p in (base, policy.model_path)
-  ]:
+  taken = [pathlib.Path(p).resolve() for p in (base, policy.model_path)]
+  if out.resolve() in taken:
     raise InputError(
       f"--out={out} is the model that the run started from; choose another"
       " directory"
@@ -46,11 +45,10 @@ def convert(options) -> str:
   )
 
 
-def main(arguments: list[str] | None = None) -> int:
-  """Runs the command; returns its exit code."""
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
+@program.one_line
+def main(arguments: list[str] | None = None) -> None:
+  """Runs the command."""
+  parser = program.make_parser(__doc__)
   add = parser.add_argument
   add("--checkpoint", required=True, metavar="WORKDIR", help="of the run")
   add("--out", required=True, metavar="DIR", help="directory to write")
@@ -61,12 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     default="float32",
     help="of the weights in the file; float32 is exact",
   )
-  try:
-    print(convert(parser.parse_args(arguments)))
-  except InputError as error:
-    print(f"error: {error}", file=sys.stderr)
-    return 2
-  return 0
+  print(convert(parser.parse_args(arguments)))
 
 
 if __name__ == "__main__":

@@ -29,124 +29,25 @@ Exit code 0 if no host is broken, 1 if one is, 2 for bad input and for hosts
 that cannot be compared.
 """
 
-import argparse
 import collections
-import math
 import pathlib
-import statistics
 import sys
-from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
+from parts import program
 
 from jaxrl_llm import fleet
-from jaxrl_llm.data.rows import parse_rows
 from jaxrl_llm.errors import InputError
 
-_WINDOW_S = 900
 _SILENT_S = 60
-_NOT_METRICS = ("time", "step", "role", "nonfinite")
-# Phases that do not characterize a host: totals, start and waiting.
-_NOT_WORK = {f"time/{x}_s" for x in ("step", "start", "wait", "compile")}
-_NOT_WORK.add("host/wait_s")
 
 
-def read_fleet(folder: pathlib.Path) -> dict[str, list[dict[str, Any]]]:
-  """The rows of every host by its name, in the order of time.
-
-  Raises:
-    InputError: there are no files, or a line cannot be used.
-  """
-  hosts = {}
-  for file in sorted(folder.glob("*.jsonl")):
-    data = file.read_bytes()
-    # A host may be writing its last line.
-    rows = parse_rows(data[: data.rfind(b"\n") + 1], str(file), "jsonl")
-    for row in rows:
-      if not math.isfinite(_number(row.fields.get("time"))):
-        raise InputError(f"{row.where}: no number 'time'; give Unix seconds")
-      if "step" not in row.fields:
-        continue
-      if type(row.fields["step"]) is not int:
-        raise InputError(f"{row.where}: 'step' is no integer; correct it")
-      if not math.isfinite(_number(row.fields.get("time/step_s"))):
-        raise InputError(f"{row.where}: no number 'time/step_s'; give seconds")
-    fields = [row.fields for row in rows]
-    hosts[file.stem] = sorted(fields, key=lambda row: row["time"])
-  if not hosts:
-    raise InputError(f"{folder}: no file HOST.jsonl of a host")
-  kinds = {"step" in row for rows in hosts.values() for row in rows}
-  if len(kinds) > 1:
-    raise InputError(
-      f"{folder}: some rows are of steps and some are samples; give a folder to"
-      " each kind"
-    )
-  return hosts
-
-
-def newest(hosts: dict[str, list[dict[str, Any]]]) -> float:
-  """Returns the present by the median host's clock; the later one of two."""
-  times = [rows[-1]["time"] for rows in hosts.values()]
-  return max(times) if len(times) < 3 else statistics.median_low(times)
-
-
-def samples(
-  hosts: dict[str, list[dict[str, Any]]],
-) -> tuple[np.ndarray, list[str]]:
-  """The last 15 minutes [H, S, K], NaN where nothing arrived, and names [K]."""
-  end = newest(hosts)
-  first = min(rows[0]["time"] for rows in hosts.values())
-  begin = max(first, end - _WINDOW_S + 1)
-  names = _numbers(hosts)
-  if not names:
-    raise InputError("no metrics beside 'time'; write some")
-  x = np.full((len(hosts), int(end - begin) + 1, len(names)), np.nan)
-  for host, rows in enumerate(hosts.values()):
-    for row in rows:
-      if begin <= row["time"] <= end:
-        second = int(row["time"] - begin)
-        x[host, second] = [_number(row.get(name)) for name in names]
-  return x, names
-
-
-def phases(
-  hosts: dict[str, list[dict[str, Any]]],
-) -> tuple[np.ndarray, np.ndarray, list[str]]:
-  """Returns the phases of the steps that all hosts have.
-
-  Returns:
-    Seconds of the phases [H, N, P], of the steps [H, N], and names [P].
-  """
-  by_step = [{row["step"]: row for row in rows} for rows in hosts.values()]
-  steps = sorted(set.intersection(*map(set, by_step)))
-  every = [name for name in _numbers(hosts) if name not in _NOT_WORK]
-  names = [name for name in every if name.startswith("host/")]
-  names = names or [name for name in every if name.startswith("time/")]
-  read = lambda *names: np.reshape(
-    [[[_number(r[s].get(n)) for n in names] for s in steps] for r in by_step],
-    (len(hosts), len(steps), len(names)),
-  )
-  return read(*names), read("time/step_s")[..., 0], names
-
-
-def _numbers(hosts) -> list[str]:
-  every = {key for rows in hosts.values() for row in rows for key in row}
-  return sorted(every - set(_NOT_METRICS))
-
-
-def _number(value: Any) -> float:
-  try:
-    return float(value) if isinstance(value, int | float) else math.nan
-  except OverflowError:
-    return math.nan
-
-
-def report(hosts, *, threshold: float, hold_s: float) -> list[str]:
+def report(
+  reports: fleet.Reports, *, threshold: float, hold_s: float
+) -> list[str]:
   """Returns a line for each broken host."""
+  hosts, roles, end = reports.hosts, reports.roles, reports.now
   names = list(hosts)
-  end = newest(hosts)
-  roles = list(_roles(hosts))
   lines = []
   for name, rows in hosts.items():
     silence = end - rows[-1]["time"]
@@ -155,8 +56,8 @@ def report(hosts, *, threshold: float, hold_s: float) -> list[str]:
       lines.append(f"{name}: silent for {silence:.0f} s{doubt}")
     if silence <= -_SILENT_S:
       lines.append(f"{name}: its clock is {-silence:.0f} s ahead")
-  if _has_steps(hosts):
-    x, took, metrics = phases(hosts)
+  if reports.of_steps:
+    x, took, metrics = reports.phases()
     for alarm in fleet.slow_hosts(x, took, roles=roles) if x.size else ():
       lines.append(
         f"{names[alarm.host]}: {metrics[alarm.metric]} takes"
@@ -164,10 +65,9 @@ def report(hosts, *, threshold: float, hold_s: float) -> list[str]:
         f" {alarm.until - alarm.since:.0f} s"
       )
     return lines
-  x, metrics = samples(hosts)
-  for alarm in fleet.detect(
-    x, metrics, roles, threshold=threshold, hold_s=hold_s
-  ):
+  x, metrics = reports.samples()
+  how = {"threshold": threshold, "hold_s": hold_s}
+  for alarm in fleet.detect(x, metrics, roles, **how):
     since = end - x.shape[1] + alarm.since
     lines.append(
       f"{names[alarm.host]}: {alarm.metric} unlike the other hosts of its role"
@@ -177,17 +77,17 @@ def report(hosts, *, threshold: float, hold_s: float) -> list[str]:
   return lines
 
 
-def suspicion(hosts: dict[str, list[dict[str, Any]]]) -> str:
+def suspicion(reports: fleet.Reports) -> str:
   """Returns which of two hosts is more likely broken; '' if neither stands out.
 
   It is the one that takes longer for a phase, or whose metric has moved farther
   from its own first minutes.
   """
-  names = list(hosts)
-  if len(names) != 2 or len(set(_roles(hosts))) != 1:
+  names = list(reports.hosts)
+  if len(names) != 2 or len(set(reports.roles)) != 1:
     return ""
-  if _has_steps(hosts):
-    x, took, metrics = phases(hosts)
+  if reports.of_steps:
+    x, took, metrics = reports.phases()
     if not x.size:
       return ""
     recent = np.median(np.nan_to_num(x[:, -3:]), axis=1)  # [2, P]
@@ -201,7 +101,7 @@ def suspicion(hosts: dict[str, list[dict[str, Any]]]) -> str:
       f"; more likely {names[host]}: {metrics[phase]} takes"
       f" {ratio[phase]:.1f} times as long as on {names[1 - host]}"
     )
-  x, metrics = samples(hosts)
+  x, metrics = reports.samples()
   x = fleet.fill_gaps(x)
   apart = x[0] - x[1]
   first = apart[:180]
@@ -220,35 +120,22 @@ def suspicion(hosts: dict[str, list[dict[str, Any]]]) -> str:
   )
 
 
-def _roles(hosts) -> Iterable[str]:
-  return (str(rows[-1].get("role", "")) for rows in hosts.values())
-
-
-def _has_steps(hosts) -> bool:
-  return "step" in next(iter(hosts.values()))[0]
-
-
+@program.one_line
 def main(arguments: list[str] | None = None) -> int:
   """Runs the command; returns its exit code."""
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
+  parser = program.make_parser(__doc__)
   parser.add_argument("--metrics", required=True, metavar="DIR")
   parser.add_argument("--hold_s", type=float, default=240.0)
   parser.add_argument("--threshold", type=float, default=fleet.THRESHOLD)
   options = parser.parse_args(arguments)
-  try:
-    hosts = read_fleet(pathlib.Path(options.metrics))
-    lines = report(hosts, threshold=options.threshold, hold_s=options.hold_s)
-    sizes = collections.Counter(_roles(hosts))
-    if not lines and max(sizes.values()) < fleet.FEWEST:
-      raise InputError(
-        f"{options.metrics}: cannot compare {len(hosts)} host(s); give at least"
-        f" {fleet.FEWEST} of a role{suspicion(hosts)}"
-      )
-  except (InputError, OSError) as error:
-    print(f"detect: {error}", file=sys.stderr)
-    return 2
+  reports = fleet.read_reports(pathlib.Path(options.metrics))
+  lines = report(reports, threshold=options.threshold, hold_s=options.hold_s)
+  hosts, sizes = reports.hosts, collections.Counter(reports.roles)
+  if not lines and max(sizes.values()) < fleet.FEWEST:
+    raise InputError(
+      f"{options.metrics}: cannot compare {len(hosts)} host(s); give at least"
+      f" {fleet.FEWEST} of a role{suspicion(reports)}"
+    )
   print("\n".join(lines) or f"none of the {len(hosts)} hosts is broken")
   for role, size in sizes.items():
     if size < fleet.FEWEST:

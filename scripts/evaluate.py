@@ -16,11 +16,10 @@ import dataclasses
 import json
 import math
 import pathlib
-import sys
 
 from absl import flags, logging
 from ml_collections import config_flags
-from parts import command_line
+from parts import command_line, program
 
 from jaxrl_llm import config as config_lib
 from jaxrl_llm.errors import InputError, as_input_error
@@ -37,19 +36,14 @@ _CHECKPOINT = flags.DEFINE_string(
 _STEP = flags.DEFINE_string(
   "step", None, "Checkpoint of a run, or 'best'; the newest by default."
 )
-_DATASET = flags.DEFINE_list(
-  "dataset",
-  [],
-  "Sets, with commas between: a JSONL or Parquet file, 'tfds:NAME', a source as"
-  " 'chain_sum', or a set in the Hub's cache: gsm8k, math500, aime24, aime25,"
-  " amc23, minerva, olympiadbench; by default that of the settings.",
-)
+_SETS = """Sets, with commas between: a JSONL or Parquet file, 'tfds:NAME', a
+source as 'chain_sum', or a set in the Hub's cache: gsm8k, math500, aime24,
+aime25, amc23, minerva, olympiadbench; by default that of the settings."""
+_DATASET = flags.DEFINE_list("dataset", [], _SETS)
 _OUT = flags.DEFINE_string(
   "out", None, "Folder for SET.jsonl: a problem a line, with its responses."
 )
-_PLUGIN = flags.DEFINE_multi_string(
-  "plugin", [], "Python file of your own parts, see jaxrl_llm/register.py."
-)
+_PLUGIN = command_line.define_plugin()
 _SAMPLES = flags.DEFINE_integer("samples", None, "Responses per problem, k.")
 _PROBLEMS = flags.DEFINE_integer("problems", None, "Most problems; 0 is all.")
 _TEMPERATURE = flags.DEFINE_float("temperature", None, "0 is greedy.")
@@ -151,19 +145,16 @@ def load_params(path: pathlib.Path, run):
   import numpy as np
 
   from jaxrl_llm import models, workdir
-  from jaxrl_llm.models import hf
 
   policy = run.learner.policy
+  step = None
   if workdir.is_workdir(path):
     step = workdir.find_step(path, _STEP.value)
     params = workdir.restore_params(path, step, "policy", policy.params)
   else:
-    step = None
-    shapes = models.merge(policy.params)
-    places = jax.tree.map(lambda x: x.sharding, shapes)
-    params = hf.read_params(
-      path, policy.fns.config, dtype=np.float32, places=places
-    )
+    places = jax.tree.map(lambda x: x.sharding, models.merge(policy.params))
+    config, how = policy.fns.config, {"dtype": np.float32, "places": places}
+    params = models.hf.read_params(path, config, **how)
   return run.transfer.send(params, 0).params, step
 
 
@@ -184,8 +175,7 @@ def evaluate(evaluator, params):
   for name, value in results.items():
     if name.endswith("_se") and math.isnan(value):  # A single problem.
       results[name] = None
-  lengths = evaluated.responses.rollout.lengths
-  seconds = evaluated.generate_s
+  lengths, seconds = evaluated.responses.rollout.lengths, evaluated.generate_s
   results |= {
     "response_length_median": float(np.median(lengths)),
     "response_length_max": int(lengths.max()),
@@ -215,21 +205,20 @@ def problem_of(evaluated, first: int) -> dict:
   from jaxrl_llm.types import Status
 
   judged, rollout = evaluated.judged, evaluated.responses.rollout
-  prompt, rows = judged.prompts[first], range(first, first + evaluated.samples)
-  responses = [
-    {
-      "text": judged.texts[row],
-      "extracted": judged.verdicts[row].extracted,
-      "correct": bool(judged.verdicts[row].correct),
-      "length": int(rollout.lengths[row]),
-      "stop": Status(int(rollout.status[row])).name.lower(),
-    }
-    for row in rows
-  ]
+  prompt, responses = judged.prompts[first], []
+  for row in range(first, first + evaluated.samples):
+    verdict = judged.verdicts[row]
+    responses.append(
+      {
+        "text": judged.texts[row],
+        "extracted": verdict.extracted,
+        "correct": bool(verdict.correct),
+        "length": int(rollout.lengths[row]),
+        "stop": Status(int(rollout.status[row])).name.lower(),
+      }
+    )
   return {
-    "id": prompt.id,
-    "question": prompt.question,
-    "answer": prompt.answer,
+    **{name: getattr(prompt, name) for name in ("id", "question", "answer")},
     "correct": sum(response["correct"] for response in responses),
     "samples": evaluated.samples,
     "responses": responses,
@@ -238,32 +227,18 @@ def problem_of(evaluated, first: int) -> dict:
 
 def show(title: str, results: dict, samples) -> None:
   """Prints a table of the numbers, and the responses."""
-  import rich.console
-  import rich.table
-  import rich.text
-
   from jaxrl_llm import metrics
 
-  live = sys.stdout.isatty()
-  # A pipe has no width; rich would squeeze tables into 80 columns.
-  console = rich.console.Console(width=None if live else 120, highlight=False)
-
-  def write(line):
-    console.print(rich.text.Text(metrics.printable(line)), soft_wrap=True)
-
-  write(title)
-  table = rich.table.Table()
-  table.add_column("metric")
-  table.add_column("value", justify="right")
+  print(f"{metrics.printable(title)}\n")
+  table = program.Table("metric | value")
   for name, value in results.items():
     if not name.endswith("_se"):
       error = results.get(f"{name}_se")
       spread = "" if error is None else f" ± {error:.4f}"
       shown = f"{value:,}" if type(value) is int else f"{value:,.4f}"
-      table.add_row(name, f"{shown}{spread}")
-  console.print(table)
+      table.row(name, f"{shown}{spread}")
   for line in ("some responses", *metrics.sample_lines(samples)):
-    write(line)
+    print(metrics.printable(line))
 
 
 def run() -> None:
@@ -273,11 +248,9 @@ def run() -> None:
   from jaxrl_llm.rollout.worker import run_key
   from jaxrl_llm.train import build
 
+  where = "give the --workdir of a run or a model directory"
   if not _CHECKPOINT.value:
-    raise InputError(
-      "--checkpoint is missing; give the --workdir of a run or a model"
-      " directory"
-    )
+    raise InputError(f"--checkpoint is missing; {where}")
   for file in _PLUGIN.value:
     plugin.load(file)
   path = pathlib.Path(_CHECKPOINT.value)
@@ -302,41 +275,24 @@ def run() -> None:
         choose_set(config, name)
         evaluator = build.with_problems(evaluator, config)
       results, samples = evaluate(evaluator, params)
-      settings = describe(path, step, evaluator, config, seed)
+      count, sampled = len(evaluator.prompts), config.eval.samples
+      settings = {"checkpoint": str(path), "step": step, "problems": count}
+      settings |= {"dataset": evaluator.name, "seed": seed, "samples": sampled}
+      settings |= {k: config.eval[k] for k in ("temperature", "top_p")}
       at = "" if step is None else f", step {step}"
-      show(
-        f"{path}{at}: {evaluator.name}, {len(evaluator.prompts)} problems x"
-        f" {config.eval.samples} samples",
-        results,
-        samples,
-      )
+      what = f"{evaluator.name}, {count} problems x {sampled} samples"
+      show(f"{path}{at}: {what}", results, samples)
       found.append(settings | results)
   last = found[0] if len(found) == 1 else {"sets": found}
   print(json.dumps(last, allow_nan=False), flush=True)
 
 
-def describe(path, step, evaluator, config, seed) -> dict:
-  """Describes the evaluation for the JSON object."""
-  return {
-    "checkpoint": str(path),
-    "step": step,
-    "dataset": evaluator.name,
-    "problems": len(evaluator.prompts),
-    "samples": config.eval.samples,
-    "temperature": config.eval.temperature,
-    "top_p": config.eval.top_p,
-    "seed": seed,
-  }
-
-
-def main(argv):
+@program.one_line
+def main(argv) -> None:
+  """Runs the command."""
   del argv
   logging.set_verbosity(logging.ERROR)
-  try:
-    run()
-  except InputError as error:
-    print(f"error: {error}", file=sys.stderr)
-    sys.exit(2)
+  run()
 
 
 if __name__ == "__main__":

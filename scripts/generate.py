@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from parts import program
 
 from jaxrl_llm import (
   base_models,
@@ -49,12 +50,8 @@ from jaxrl_llm.sampling.settings import max_tokens_of
 
 _STDIO = "-"
 # Settings of conversations, see config group `environment`.
-_TURNS = {
-  "workers": 1,
-  "deadline_s": 10.0,
-  "max_turns": 16,
-  "max_observation_tokens": 256,
-}
+_TURNS = {"workers": 1, "deadline_s": 10.0, "max_turns": 16}
+_TURNS["max_observation_tokens"] = 256
 # Options that a sample does not depend on; the prompts are compared themselves.
 _FREE = ("prompts", "prompt", "jsonl", "out", "samples", "slots", "resume")
 
@@ -67,12 +64,21 @@ class Source(NamedTuple):
   step: int | None = None  # Step of the run's policy.
   stop: tuple[str, ...] = ()  # Further stop tokens, as text.
 
+  def load(self, dtype: str) -> tuple[models.ModelConfig, Any]:
+    """Returns the shape of the model and its parameters."""
+    if self.run is None:
+      fns, params = models.load(self.directory, dtype=dtype)
+    else:
+      policy = workdir.load_policy(self.run, step=self.step)
+      fns, params = policy.fns, policy.params
+    return fns.config, params
 
-def check_numbers(options) -> None:
-  """Refuses counts that are out of range.
+
+def check(options) -> None:
+  """Refuses counts out of range, and an --out that must not be written.
 
   Raises:
-    InputError: one is.
+    InputError: there is one.
   """
   for name, least, most in (
     ("samples", 1, generate.MAX_SAMPLES),
@@ -83,22 +89,12 @@ def check_numbers(options) -> None:
     value = getattr(options, name)
     if not least <= value <= most:
       raise InputError(f"--{name} must be {least}..{most}, got {value}")
-
-
-def check_out(options) -> None:
-  """Refuses an --out that has something else in it or cannot be written.
-
-  Raises:
-    InputError: it is so.
-  """
-  if options.out == _STDIO:
-    if options.resume:
-      raise InputError("--resume completes a file; name it with --out")
-    return
-  path = pathlib.Path(options.out)
-  if path.is_dir() or not path.parent.is_dir():
+  path, to_file = pathlib.Path(options.out), options.out != _STDIO
+  if options.resume and not to_file:
+    raise InputError("--resume completes a file; name it with --out")
+  if to_file and (path.is_dir() or not path.parent.is_dir()):
     raise InputError(f"--out={path}: give a file in a directory that exists")
-  if path.exists() and path.stat().st_size and not options.resume:
+  if to_file and not options.resume and path.exists() and path.stat().st_size:
     raise InputError(
       f"--out={path} exists; add --resume to complete it or choose another file"
     )
@@ -110,17 +106,14 @@ def read_requests(options) -> list[rows.Row]:
   Raises:
     InputError: there are none, or they cannot be read.
   """
-  requests = []
-  if options.prompts is not None:
-    name = options.prompts
+  requests, name = [], options.prompts
+  if name is not None:
     suffix = pathlib.Path(name).suffix.removeprefix(".")
-    kind = suffix if suffix in ("jsonl", "parquet") else "text"
-    if options.jsonl:
-      kind = "jsonl"
+    kind = "jsonl" if options.jsonl else suffix
+    kind = kind if kind in ("jsonl", "parquet") else "text"
     if name == _STDIO:
-      requests = rows.parse_rows(
-        sys.stdin.buffer.read(), "standard input", kind
-      )
+      data = sys.stdin.buffer.read()
+      requests = rows.parse_rows(data, "standard input", kind)
     else:
       requests = rows.read_rows(pathlib.Path(name), kind)
   for number, text in enumerate(options.prompt, start=1):
@@ -152,25 +145,8 @@ def find_model(name: str) -> Source:
     )
   if not workdir.is_workdir(path):
     return Source(name)
-  config, step = workdir.read_config(path), workdir.find_step(path)
-  directory = workdir.model_path(path)
-  return Source(directory, path, step, config.sampler.stop)
-
-
-def load_model(
-  source: Source, dtype: str, slots: jax.sharding.NamedSharding
-) -> tuple[models.ModelFns, Any]:
-  """Model functions and sampler parameters, on the default device."""
-  if source.run is None:
-    fns, params = models.load(source.directory, dtype=dtype)
-  else:
-    policy = workdir.load_policy(source.run, step=source.step)
-    fns, params = policy.fns, policy.params
-  numerics = models.Numerics.all(dtype)
-  fns = models.make_policy(
-    fns.config, numerics=numerics, sampler_sharding=slots
-  )
-  return fns, jax.jit(fns.for_sampling)(params)
+  stop, step = workdir.read_config(path).sampler.stop, workdir.find_step(path)
+  return Source(workdir.model_path(path), path, step, stop)
 
 
 def make_sampling(options, tokenizer: Tokenizer) -> SamplingSettings:
@@ -182,13 +158,9 @@ def make_sampling(options, tokenizer: Tokenizer) -> SamplingSettings:
   if "" in options.stop:
     raise InputError("--stop is empty; write a text")
   forbidden = tokenizer.single_tokens(options.forbid, "--forbid")
+  names = ("temperature", "top_k", "top_p", "min_p", "max_new_tokens")
   settings = SamplingSettings(
-    temperature=options.temperature,
-    top_k=options.top_k,
-    top_p=options.top_p,
-    min_p=options.min_p,
-    max_new_tokens=options.max_new_tokens,
-    min_new_tokens=options.min_new_tokens,
+    **{name: getattr(options, name) for name in (*names, "min_new_tokens")},
     logit_bias=dict.fromkeys(forbidden, -np.inf),
     stop_strings=tuple(options.stop),
   )
@@ -210,11 +182,10 @@ def make_template(
   name = "chat" if options.chat else "completion"
   if not options.environment:
     return TEMPLATES[name](tokenizer), None
-  known = [name for name in turns.ENVIRONMENTS if name]
-  if options.environment not in known:
+  if options.environment not in turns.ENVIRONMENTS:
     raise InputError(
       f"--environment={options.environment} is unknown; choose one of"
-      f" {', '.join(known)}"
+      f" {', '.join(filter(None, turns.ENVIRONMENTS))}"
     )
   play = turns.EnvironmentCalls(turns.ENVIRONMENTS[options.environment], {})
   template = TEMPLATES[name](tokenizer, **play.template_settings(name, {}))
@@ -234,35 +205,33 @@ def make_job(options) -> generate.Generation:
   tokenizer.check_model(config.vocab_size)
   sampling = make_sampling(options, tokenizer)
   template, turn_taking = make_template(options, tokenizer)
-  prompts = generate.make_prompts(
-    requests,
-    template,
-    context=config.max_position_embeddings,
-    max_new_tokens=options.max_new_tokens,
-  )
+  limits = {"context": config.max_position_embeddings}
+  limits["max_new_tokens"] = options.max_new_tokens
+  prompts = generate.make_prompts(requests, template, **limits)
   stop = tokenizer.single_tokens(source.stop, "config.sampler.stop")
   # Slots are dealt to all devices, each of which has the whole model.
   mesh = sharding.make_mesh(data=-1, fsdp=1, tensor=1)
-  dealt = sharding.along_batch(mesh)
-  fns, params = load_model(source, options.dtype, dealt)
+  config, params = source.load(options.dtype)
+  fns = models.make_policy(
+    config,
+    numerics=models.Numerics.all(options.dtype),
+    sampler_sharding=sharding.along_batch(mesh),
+  )
   slots = min(options.slots, len(requests) * options.samples)
-  engine = Engine(
-    fns,
-    EngineConfig(
-      slots=-(-slots // mesh.size) * mesh.size,
-      max_prompt_length=max(len(prompt.tokens) for prompt in prompts),
-      max_response_length=options.max_new_tokens,
-      stop_tokens=[*tokenizer.stop_tokens, *stop],
-    ),
-    detokenize=tokenizer.decode,
+  room = EngineConfig(
+    slots=-(-slots // mesh.size) * mesh.size,
+    max_prompt_length=max(len(prompt.tokens) for prompt in prompts),
+    max_response_length=options.max_new_tokens,
+    stop_tokens=[*tokenizer.stop_tokens, *stop],
   )
   writer = ResponseWriter(
-    engine,
+    Engine(fns, room, detokenize=tokenizer.decode),
     sampling,
     jax.random.key(options.seed),
-    group_size=min(options.samples, engine.config.slots),
+    group_size=min(options.samples, room.slots),
     turn_taking=turn_taking,
   )
+  params = jax.jit(fns.for_sampling)(params)
   return generate.Generation(
     writer=writer,
     params=jax.device_put(params, sharding.replicated(mesh)),
@@ -290,18 +259,17 @@ def write_samples(job: generate.Generation, options) -> int:
   Raises:
     InputError: the file has other samples or cannot be written.
   """
-  path = None if options.out == _STDIO else pathlib.Path(options.out)
-  done = set()
-  if path is not None and path.exists():
+  path, to_file = pathlib.Path(options.out), options.out != _STDIO
+  done, count = set(), len(job.prompts)
+  if to_file and path.exists():
     done = generate.resume(path, job.prompts, settings=job.settings)
-  count = len(job.prompts)
   total = count * options.samples
   total -= sum(sample < options.samples for _, sample in done)
   slots = job.writer.engine.config.slots
   work = generate.chunks(count, options.samples, done=done, slots=slots)
   with contextlib.ExitStack() as stack:
     file = sys.stdout
-    if path is not None:
+    if to_file:
       file = stack.enter_context(path.open("a", encoding="utf-8"))
     stopped = stack.enter_context(signals.stop_on_signal())
     progress = stack.enter_context(Progress(total))
@@ -315,11 +283,10 @@ def write_samples(job: generate.Generation, options) -> int:
 def show_summary(progress, reasons, total: int, options) -> None:
   """Says on standard error what was written."""
   rate = progress.tokens / progress.seconds
-  parts = [
-    f"{progress.responses:,} responses, {progress.tokens:,} tokens in"
-    f" {progress.seconds:.1f} s with compilation, {rate:,.0f} tokens/s",
-    *(f"{count:,} {reason}" for reason, count in sorted(reasons.items())),
-  ]
+  written = f"{progress.responses:,} responses, {progress.tokens:,} tokens"
+  took = f"{progress.seconds:.1f} s with compilation, {rate:,.0f} tokens/s"
+  parts = [f"{written} in {took}"]
+  parts += (f"{count:,} {reason}" for reason, count in sorted(reasons.items()))
   if progress.responses < total:
     parts.append(f"{total - progress.responses:,} missing")
     if options.out != _STDIO:
@@ -334,27 +301,14 @@ def escaped(text: str) -> str:
 
 def make_parser() -> argparse.ArgumentParser:
   """The flags."""
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
+  parser = program.make_parser(__doc__)
   add = parser.add_argument
   several = {"action": "append", "default": []}
   text = {"metavar": "TEXT", "type": escaped, **several}
-  add(
-    "--model",
-    default="",
-    metavar="DIR",
-    help="Hugging Face directory, or the --workdir of a run; the shipped"
-    " chain_sum base by default",
-  )
-  add(
-    "--prompts",
-    metavar="FILE",
-    help="text, .jsonl or .parquet; - is standard input",
-  )
-  add(
-    "--jsonl", action="store_true", help="--prompts is JSONL, named so or not"
-  )
+  model = "Hugging Face directory or --workdir of a run; the shipped base"
+  add("--model", default="", metavar="DIR", help=model)
+  add("--prompts", metavar="FILE", help="text, .jsonl, .parquet; - is stdin")
+  add("--jsonl", action="store_true", help="--prompts is JSONL")
   add("--prompt", metavar="TEXT", **several, help="a prompt; repeatable")
   add("--chat", action="store_true", help="apply the model's chat template")
   add("--out", default=_STDIO, metavar="FILE", help="default: standard output")
@@ -372,29 +326,22 @@ def make_parser() -> argparse.ArgumentParser:
   add("--forbid", **text, help="a token that is never drawn; repeatable")
   add("--seed", type=int, default=0)
   add("--slots", type=int, default=64, help="responses written at a time; 64")
-  add(
-    "--dtype",
-    choices=("float32", "bfloat16"),
-    default="float32",
-    help="of the computation",
-  )
+  dtypes = {"choices": ("float32", "bfloat16"), "default": "float32"}
+  add("--dtype", **dtypes, help="of the computation")
   return parser
 
 
+@program.one_line
 def main(arguments: list[str] | None = None) -> int:
   """Runs the command; returns its exit code."""
   options = make_parser().parse_args(arguments)
   try:
-    check_numbers(options)
-    check_out(options)
+    check(options)
     for file in options.plugin:
       plugin.load(file)
     job = make_job(options)
     with contextlib.closing(job.writer):
       return write_samples(job, options)
-  except InputError as error:
-    print(f"error: {error}", file=sys.stderr)
-    return 2
   except KeyboardInterrupt:
     print("interrupted; --resume goes on", file=sys.stderr)
     return 128 + signal.SIGINT

@@ -6,19 +6,18 @@
 Several runs are drawn over each other, with a mean if only their seeds differ.
 """
 
-import argparse
 import pathlib
 import sys
 
+from parts import program
+
 from jaxrl_llm import report
-from jaxrl_llm.errors import InputError
 
 
-def main(arguments: list[str] | None = None) -> int:
-  """Runs the command; returns its exit code, 2 for bad input."""
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
+@program.one_line
+def main(arguments: list[str] | None = None) -> None:
+  """Runs the command."""
+  parser = program.make_parser(__doc__)
   parser.add_argument("dirs", metavar="DIR", nargs="+", help="folder of a run")
   parser.add_argument(
     "--out", help="folder to write to; DIR, that several are in, or this one"
@@ -28,24 +27,16 @@ def main(arguments: list[str] | None = None) -> int:
     help="comma-separated choice of " + ", ".join(report.PANELS),
   )
   options = parser.parse_args(arguments)
-  try:
-    out = pathlib.Path(options.out or _folder(options.dirs))
-    runs = [report.load_run(path) for path in options.dirs]
-    out.mkdir(parents=True, exist_ok=True)
-    picture, page = out / "report.png", out / "report.html"
-    panels = options.panels.split(",") if options.panels else ()
-    report.draw(runs, picture, panels=panels)
-    report.write_page(runs, picture, page)
-  except ImportError:
-    print("matplotlib is missing: pip install -e '.[plot]'", file=sys.stderr)
-    return 2
-  except (InputError, OSError) as error:
-    print(f"report: {error}", file=sys.stderr)
-    return 2
+  out = pathlib.Path(options.out or _folder(options.dirs))
+  runs = [report.load_run(path) for path in options.dirs]
+  out.mkdir(parents=True, exist_ok=True)
+  picture, page = out / "report.png", out / "report.html"
+  panels = options.panels.split(",") if options.panels else ()
+  report.draw(runs, picture, panels=panels)
+  report.write_page(runs, picture, page)
   print(f"wrote {picture} and {page}")
   for run in runs:
     print(f"{run.name}: {_time_spent(run.rows)}")
-  return 0
 
 
 def _folder(dirs: list[str]) -> pathlib.Path:

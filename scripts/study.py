@@ -24,6 +24,7 @@ import signal
 import subprocess
 import sys
 
+from parts import program
 from studies import picture, results
 from studies.tables import STUDIES, Study, Variant
 
@@ -36,11 +37,7 @@ _ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
 def command(
-  study: Study,
-  variant: Variant,
-  seed: int,
-  folder: pathlib.Path,
-  extra: list[str],
+  study: Study, variant: Variant, seed: int, folder: pathlib.Path, extra: list
 ) -> list[str]:
   """The training command of one run; `extra` are further --config flags."""
   changes = {**variant.changes, "run.seed": seed}
@@ -107,13 +104,9 @@ def run_all(study, seeds, folder, extra) -> None:
 def train(run: list[str], log_file: pathlib.Path) -> int:
   """Runs a training command to its end; returns its exit code."""
   with open(log_file, "a", encoding="utf-8") as log:
-    process = subprocess.Popen(
-      run,
-      cwd=_ROOT,
-      stdout=log,
-      stderr=subprocess.STDOUT,
-      start_new_session=True,  # A signal reaches it once, from here.
-    )
+    how = {"cwd": _ROOT, "stdout": log, "stderr": subprocess.STDOUT}
+    # A signal reaches it once, from here.
+    process = subprocess.Popen(run, **how, start_new_session=True)
     try:
       return process.wait()
     except KeyboardInterrupt:
@@ -134,28 +127,28 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
   add("--curves", metavar="FILES", help="train nothing either")
 
 
-def compare(name: str, options: argparse.Namespace, extra: list[str]) -> None:
+def compare(options: argparse.Namespace) -> None:
   """Runs a study, draws it and sums it up.
 
   Raises:
     InputError: a flag cannot be used, or a run failed.
   """
-  study, folder = STUDIES[name], pathlib.Path(options.out) / name
+  study = STUDIES[options.name]
+  folder = pathlib.Path(options.out) / options.name
   wanted = options.variants.split(";") if options.variants else None
   chosen = study.only(wanted) if wanted else study
   if wanted and len(chosen.variants) != len(wanted):
     names = "; ".join(a.name for a in study.variants)
     raise InputError(f"--variants={options.variants!r}: choose from {names}")
   # Runs have a working directory of their own.
-  extra += [
-    f"--plugin={pathlib.Path(file).resolve()}" for file in options.plugin
-  ]
+  files = [pathlib.Path(file).resolve() for file in options.plugin]
+  extra = [*options.extra, *(f"--plugin={file}" for file in files)]
   seeds = _seeds(options.seeds)
   if options.curves:
     files = [pathlib.Path(file) for file in options.curves.split(",")]
-    outcomes = results.read_curves(study, files)
-    kept = [each.name for each in chosen.variants if each.name in outcomes]
-    outcomes = {name: outcomes[name] for name in kept}
+    read = results.read_curves(study, files)
+    names = (variant.name for variant in chosen.variants)
+    outcomes = {name: read[name] for name in names if name in read}
     folder.mkdir(parents=True, exist_ok=True)
   else:
     if not options.report:
@@ -169,11 +162,10 @@ def compare(name: str, options: argparse.Namespace, extra: list[str]) -> None:
   print(f"wrote table.md, curves.csv and curves.png into {folder}")
 
 
-def main(arguments: list[str] | None = None) -> int:
-  """Runs the command; returns its exit code, 2 for bad input."""
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
+@program.one_line
+def main(arguments: list[str] | None = None) -> None:
+  """Runs the command."""
+  parser = program.make_parser(__doc__)
   names = [*STUDIES, *PICTURES]
   parser.add_argument("name", nargs="?", choices=names, metavar="NAME")
   given = sys.argv[1:] if arguments is None else arguments
@@ -183,26 +175,16 @@ def main(arguments: list[str] | None = None) -> int:
   if one:
     parser.description = one.__doc__
   (one.add_flags if one else add_flags)(parser)
-  options, extra = parser.parse_known_args(given)
+  options, options.extra = parser.parse_known_args(given)
   if options.name is None:
     parser.error(f"give a NAME: {', '.join(names)}")
+  unknown = [x for x in options.extra if one or not x.startswith("--config.")]
+  if unknown:
+    raise InputError(f"{unknown[0]}: no such flag; see --help")
   try:
-    unknown = [x for x in extra if one or not x.startswith("--config.")]
-    if unknown:
-      raise InputError(f"{unknown[0]}: no such flag; see --help")
-    if one:
-      one.run(options)
-    else:
-      compare(options.name, options, extra)
-  except ImportError:
-    print("matplotlib is missing: pip install -e '.[plot]'", file=sys.stderr)
-    return 2
-  except (InputError, OSError) as error:
-    print(f"study: {error}", file=sys.stderr)
-    return 2
+    (one.run if one else compare)(options)
   except KeyboardInterrupt:
     print("stopped; the same command goes on")
-  return 0
 
 
 def _seeds(text: str) -> list[int]:

@@ -41,9 +41,7 @@ _WORKDIR = flags.DEFINE_string(
 _STEP = flags.DEFINE_integer(
   "step", None, "Checkpoint to resume; the newest by default."
 )
-_PLUGIN = flags.DEFINE_multi_string(
-  "plugin", [], "Python file of your own parts, see jaxrl_llm/register.py."
-)
+_PLUGIN = command_line.define_plugin()
 _COORDINATOR = flags.DEFINE_string(
   "coordinator", "", "HOST:PORT of the first of several processes."
 )
@@ -54,24 +52,16 @@ _PROCESS_ID = flags.DEFINE_integer(
   "process_id", 0, "Which one this is, from 0.", lower_bound=0
 )
 _DISTRIBUTED = flags.DEFINE_bool(
-  "distributed",
-  False,
-  "One of several processes, as Slurm, GKE or Cloud TPU started them.",
+  "distributed", False, "One of several, as Slurm, GKE or Cloud TPU started it."
 )
 _PATIENCE_S = flags.DEFINE_integer(
-  "patience_s",
-  100,
-  "Seconds until a process that has died is missed.",
-  lower_bound=1,
+  "patience_s", 100, "Seconds until a dead process is missed.", lower_bound=1
 )
 _HELP_CONFIG = flags.DEFINE_bool(
   "help_config", False, "Print every key of a config, and exit."
 )
 _DRY_RUN = flags.DEFINE_bool(
-  "dry_run",
-  False,
-  "Compile every phase at its worst shape, print memory, check data and"
-  " rewards, and exit.",
+  "dry_run", False, "Compile all, print memory, check data and rewards; exit."
 )
 
 
@@ -150,12 +140,8 @@ def run() -> int:
   from jaxrl_llm.train import build, loop
 
   if _COORDINATOR.value or _DISTRIBUTED.value:
-    processes.connect(
-      _COORDINATOR.value,
-      _NUM_PROCESSES.value,
-      _PROCESS_ID.value,
-      patience_s=_PATIENCE_S.value,
-    )
+    all_of_it = _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value
+    processes.connect(*all_of_it, patience_s=_PATIENCE_S.value)
   now = f"runs/{datetime.datetime.now():%Y%m%d-%H%M%S}"
   folder = pathlib.Path(_WORKDIR.value or processes.of_first(lambda: now))
   config = make_config(folder)
@@ -192,16 +178,13 @@ def main(argv):
   except SystemExit as error:  # User code: a loss, a source, a tracker.
     frames = traceback.extract_tb(error.__traceback__)
     at = [f for f in frames if not f.filename.startswith("<frozen")][-1]
-    _fail(
-      f"{at.filename}:{at.lineno} ended the program by exit({error.code!r});"
-      " raise an error there; the same --workdir goes on",
-      code=1,
+    said = (
+      f"{at.filename}:{at.lineno} ended the program by exit({error.code!r})"
     )
+    _fail(f"{said}; raise an error there; the same --workdir goes on", code=1)
   except KeyboardInterrupt:  # The loop handles it; this is before the loop.
-    _fail(
-      "stopped before training began; there is nothing to save",
-      code=128 + signal.SIGINT,
-    )
+    said = "stopped before training began; there is nothing to save"
+    _fail(said, code=128 + signal.SIGINT)
 
 
 if __name__ == "__main__":

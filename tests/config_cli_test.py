@@ -220,7 +220,7 @@ class TestSettings:
   def test_a_row_holds_at_least_the_longest_sample(self, asked, expected):
     config = tiny_run.make_config("none", optimizer__max_tokens_per_row=asked)
     validate(config)
-    assert build.max_tokens_per_row(config) == expected
+    assert config_lib.max_tokens_per_row(config) == expected
 
   def test_every_key_says_what_it_means_and_bears_its_default(self):
     for path, key in config_lib.KEYS.items():

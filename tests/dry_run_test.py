@@ -13,8 +13,10 @@ def test_every_phase_is_compiled_and_accounted_for(tmp_path, capsys):
   dry_run.dry_run(build.make_run(config))
   said = capsys.readouterr().out
   assert "nothing was trained" in said and "devices 0; each holds" in said
-  table = said[said.index("phase   ") :].splitlines()[1:-1]
-  rows = {row[:31].strip(): row[31:].split() for row in table}
+  table = [
+    s.strip("| ").split(" | ") for s in said.splitlines() if s[:2] == "| "
+  ]
+  rows = {name: cells for name, *cells in table[2:]}
   assert set(rows) == {
     *("sampler prefill", "sampler decode", "sampler prefill cut responses"),
     *("score log-probs", "score values", "update policy", "update value"),

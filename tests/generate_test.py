@@ -83,22 +83,11 @@ def job():
   """The shipped base in two slots, fewer than the samples of a prompt."""
   tokenizer = Tokenizer(base_models.BASE)
   fns, params = models.load(str(base_models.BASE))
+  room = EngineConfig(_SLOTS, 6, _ROOM, stop_tokens=tokenizer.stop_tokens)
+  engine = Engine(fns, room, detokenize=tokenizer.decode)
+  key, sampling = jax.random.key(3), SamplingSettings()
   return generate.Generation(
-    writer=ResponseWriter(
-      Engine(
-        fns,
-        EngineConfig(
-          slots=_SLOTS,
-          max_prompt_length=6,
-          max_response_length=_ROOM,
-          stop_tokens=tokenizer.stop_tokens,
-        ),
-        detokenize=tokenizer.decode,
-      ),
-      SamplingSettings(),
-      jax.random.key(3),
-      group_size=_SLOTS,
-    ),
+    writer=ResponseWriter(engine, sampling, key, group_size=_SLOTS),
     params=jax.jit(fns.for_sampling)(params),
     prompts=_prompts(_requests(), context=512, max_new_tokens=_ROOM),
     decode=tokenizer.decode,
@@ -301,18 +290,11 @@ class TestScript:
   def test_with_other_slots_it_writes_the_same(self, whole, tmp_path):
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     prompts.write_text(_lines(_PROMPTS))
-    command = [
-      sys.executable,
-      str(_ROOT / "scripts" / "generate.py"),
-      f"--prompts={prompts}",
-      f"--out={out}",
-      f"--samples={_SAMPLES}",
-      f"--max_new_tokens={_ROOM}",
-      "--seed=3",
-      "--slots=7",
-    ]
+    flags = [f"--prompts={prompts}", f"--out={out}", f"--samples={_SAMPLES}"]
+    flags += [f"--max_new_tokens={_ROOM}", "--seed=3", "--slots=7"]
     done = subprocess.run(
-      command,
+      [sys.executable, "scripts/generate.py", *flags],
+      cwd=_ROOT,
       capture_output=True,
       text=True,
       timeout=300,

@@ -11,7 +11,6 @@ import re
 import jax
 from helpers import configs
 from jax.experimental import topologies
-from scaling import hlo
 
 from jaxrl_llm import models, sharding
 from jaxrl_llm.learner import build_algorithm
@@ -20,6 +19,7 @@ from jaxrl_llm.learner.lower import lower
 from jaxrl_llm.learner.models import make_policy
 from jaxrl_llm.learner.state import LearnerSettings
 from jaxrl_llm.sampling import Engine, EngineConfig
+from jaxrl_llm.simulate import hlo
 from jaxrl_llm.train import build
 from jaxrl_llm.train.meshes import Meshes
 

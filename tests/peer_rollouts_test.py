@@ -10,33 +10,28 @@ import pytest
 from benchmarks import tail
 
 
+def options(**changes):
+  small = {"shape": "tiny", "prompts": 5, "group_size": 2, "batch": 4}
+  small |= {"prompt_length": 3, "new_tokens": 40, "median": 10, "p99": 30}
+  return types.SimpleNamespace(**small | changes)
+
+
 def test_lengths_have_the_quantiles_that_were_asked_for():
-  lengths = tail.long_tail(2000, 8, median=64, p99=512, longest=10_000)
+  law = {"prompts": 2000, "group_size": 8, "median": 64, "p99": 512}
+  lengths = tail.lengths(options(**law, new_tokens=10_000))
   assert lengths.shape == (2000, 8) and lengths.dtype == np.int32
   np.testing.assert_allclose(np.median(lengths), 64, rtol=0.03)
   np.testing.assert_allclose(np.quantile(lengths, 0.99), 512, rtol=0.1)
-  cut = tail.long_tail(2000, 8, median=64, p99=512, longest=100)
-  np.testing.assert_array_equal(cut, np.minimum(lengths, 100))
-  other = tail.long_tail(2000, 8, median=64, p99=512, longest=100, seed=1)
-  assert (other != cut).any()
+  short = options(**law, new_tokens=100)
+  np.testing.assert_array_equal(tail.lengths(short), np.minimum(lengths, 100))
+  assert (tail.lengths(short, seed=1) != tail.lengths(short)).any()
 
 
 @pytest.mark.parametrize("batches, seen", [(None, 3), (2, 2)])
 def test_batches_run_to_their_longest_and_useful_tokens_count(batches, seen):
-  options = types.SimpleNamespace(
-    shape="tiny",
-    prompts=5,
-    group_size=2,
-    batch=4,
-    batches=batches,
-    prompt_length=3,
-    new_tokens=40,
-    median=10,
-    p99=30,
-  )
-  calls = []
-  result = peer_rollouts.measure(lambda p, n: calls.append((p, n)), options)
-  limits = tail.long_tail(5, 2, median=10, p99=30, longest=40).reshape(-1)
+  calls, asked = [], options(batches=batches)
+  result = peer_rollouts.measure(lambda p, n: calls.append((p, n)), asked)
+  limits = tail.lengths(asked).reshape(-1)
   parts = np.split(limits, [4, 8])[:seen]
   # Each batch once to compile, once timed.
   assert [n for _, n in calls] == [x.max() for x in parts for _ in range(2)]

@@ -5,12 +5,12 @@ import signal
 import socket
 import time
 
-import detect
 import jax
 import numpy as np
 import pytest
 from helpers import configs, processes, tiny_run
 
+from jaxrl_llm import fleet
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.train import meshes, validation
 
@@ -165,7 +165,8 @@ def wait_for_step(workdir, step, seconds=240):
 
 def check_times(folder, steps):
   """Each process has written its times of the steps, and of its own work."""
-  hosts = detect.read_fleet(folder)
+  reports = fleet.read_reports(folder)
+  hosts = reports.hosts
   assert list(hosts) == [f"{i}-{socket.gethostname()}" for i in range(2)]
   for rows in hosts.values():
     assert [row["step"] for row in rows] == list(steps)
@@ -174,7 +175,7 @@ def check_times(folder, steps):
       assert row["step"] == 0 or parts >= {"host/reward_s", "host/generate_s"}
       for part in parts:
         assert 0 <= row[part] <= row[part.replace("host/", "time/")]
-  own, took, names = detect.phases(hosts)
+  own, took, names = reports.phases()
   assert own.shape == (2, len(steps), len(names)) and (took > 0).all()
 
 

@@ -8,15 +8,18 @@ imported by its name.
 """
 
 from jaxrl_llm.fleet.alarm import FEWEST, Alarm, detect, slow_hosts, watch
+from jaxrl_llm.fleet.reports import Reports, read_reports
 from jaxrl_llm.fleet.scores import THRESHOLD, fill_gaps, median_scores
 
 __all__ = [
   "FEWEST",
   "THRESHOLD",
   "Alarm",
+  "Reports",
   "detect",
   "fill_gaps",
   "median_scores",
+  "read_reports",
   "slow_hosts",
   "watch",
 ]

@@ -4,12 +4,14 @@ The scheduler of the engine and the worker of real runs, with programs that
 charge a clock. Prices are an argument; times are computed, never measured.
 """
 
+from jaxrl_llm.simulate.comparison import Comparison
 from jaxrl_llm.simulate.cost import CostModel, Plane, accelerator, fit
 from jaxrl_llm.simulate.engine import predict
 from jaxrl_llm.simulate.lengths import Requests, lognormal, resample
 from jaxrl_llm.simulate.runs import asynchronous, pipelined, static_batches
 
 __all__ = [
+  "Comparison",
   "CostModel",
   "Plane",
   "Requests",

@@ -141,7 +141,7 @@ def make_learner(
     critic,
     settings=LearnerSettings(
       seed=config.run.seed,
-      max_tokens_per_row=max_tokens_per_row(config),
+      max_tokens_per_row=config_lib.max_tokens_per_row(config),
       max_skipped=config.run.max_skipped,
       temperature=config.sampler.temperature,
     ),
@@ -161,12 +161,6 @@ def update_settings(config: Any, role: str) -> UpdateSettings:
   steps = config.run.steps
   updates = round(steps * batches * settings.epochs)
   return UpdateSettings(**settings, steps=steps, updates=updates)
-
-
-def max_tokens_per_row(config: Any) -> int:
-  """Returns the tokens per packed row, at least the longest sample."""
-  longest = config.data.max_prompt_length + config.sampler.max_response_length
-  return max(config.optimizer.max_tokens_per_row, longest)
 
 
 def make_worker(

@@ -1,4 +1,4 @@
 """Measures speed and memory, ours and that of other programs in the same run.
 
-`peers`, `summary`, `tail` and `static_batches` run where jax is not installed.
+`peers`, `summary` and `tail` run where jax is not installed.
 """

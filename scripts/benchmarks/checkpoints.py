@@ -3,19 +3,23 @@
 import concurrent.futures
 import pathlib
 import tempfile
-import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from benchmarks import summary
 
 from jaxrl_llm import checkpoint, digest
 
 Samples = dict[str, list[float]]
 _LEAVES = 24  # A model and two moments of eight stacked kernels each.
+
+
+def _save_and_wait(orbax, path: pathlib.Path, trees: Any) -> None:
+  orbax.save(path, trees)
+  orbax.wait_until_finished()
 
 
 def measure_checkpoint(options) -> Samples:
@@ -30,22 +34,8 @@ def measure_checkpoint(options) -> Samples:
   step = jax.jit(lambda x: jnp.sin(x @ x))
   busy = draw(keys[0])[:1024, :1024]
   jax.block_until_ready((step(busy), digest.checksums(trees)))
-  samples: Samples = {}
-
-  def timed(name: str, function: Callable[..., Any], *arguments) -> Any:
-    start = time.perf_counter()
-    result = function(*arguments)
-    samples.setdefault(name, []).append(time.perf_counter() - start)
-    return result
-
-  def steps(until: Callable[[int], bool]) -> list[float]:
-    seconds: list[float] = []
-    while not until(len(seconds)):
-      start = time.perf_counter()
-      jax.block_until_ready(step(busy))
-      seconds.append(time.perf_counter() - start)
-    return seconds
-
+  work = lambda: jax.block_until_ready(step(busy))
+  timed = summary.Timed()
   with tempfile.TemporaryDirectory() as folder:
     place = pathlib.Path(folder)
     saver = checkpoint.Checkpointer(place / "ours", keep=2)
@@ -58,34 +48,27 @@ def measure_checkpoint(options) -> Samples:
       timed("save_waiting_s", saver.wait)
       timed("checksums_s", digest.checksums, trees)
       timed("restore_s", saver.restore, 2 * i, shapes)
-      samples.setdefault("step_s", []).extend(steps(lambda n: n == 100))
+      for _ in range(100):
+        timed("step_s", work)
       saver.save(2 * i + 1, trees, {})
       with concurrent.futures.ThreadPoolExecutor() as thread:
         waiting = thread.submit(saver.wait)
-        beside = steps(lambda n, waiting=waiting: waiting.done())
-      samples.setdefault("step_while_saving_s", []).extend(beside)
+        while not waiting.done():
+          timed("step_while_saving_s", work)
     assert not saver.failures, saver.new_errors()
     saver.close()
-  for name in samples:  # The first of each compiles or warms up.
-    samples[name] = samples[name][len(samples[name]) // (1 + options.repeats) :]
-  return samples | _shares(samples)
-
-
-def _save_and_wait(orbax, path: pathlib.Path, trees: Any) -> None:
-  orbax.save(path, trees)
-  orbax.wait_until_finished()
+  for name, own in timed.items():  # The first of each compiles or warms up.
+    timed[name] = own[len(own) // (1 + options.repeats) :]
+  return timed | _shares(timed)
 
 
 def _shares(samples: Samples) -> Samples:
   median = {name: float(np.median(x)) for name, x in samples.items()}
   total = median["save_blocking_s"] + median["save_waiting_s"]
-  slow, usual = (
-    float(np.percentile(samples[name], 99))
-    for name in ("step_while_saving_s", "step_s")
-  )
+  p99 = {name: float(np.percentile(x, 99)) for name, x in samples.items()}
   return {
     "blocking_share": [median["save_blocking_s"] / median["orbax_save_s"]],
     "checksums_share_of_save": [median["checksums_s"] / total],
     "checksums_share_of_restore": [median["checksums_s"] / median["restore_s"]],
-    "p99_step_ratio": [slow / usual],
+    "p99_step_ratio": [p99["step_while_saving_s"] / p99["step_s"]],
   }

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from benchmarks import train_steps, workloads
+from benchmarks.peers import SHAPES
 
 from jaxrl_llm import base_models, models, sync
 from jaxrl_llm.metrics.chips import PEAK_FLOPS
@@ -46,12 +47,8 @@ class Sizes(NamedTuple):
 
 _TINY = dataclasses.replace(
   MODELS["qwen2.5-1.5b"],
-  vocab_size=4096,
-  hidden_size=256,
-  intermediate_size=1024,
-  num_layers=2,
-  num_heads=2,
-  num_kv_heads=1,
+  **SHAPES["tiny"].fields
+  | {"num_layers": 2, "num_heads": 2, "num_kv_heads": 1},
 )
 SIZES = {
   "full": Sizes(
@@ -119,44 +116,36 @@ def measure_agreement(sizes: Sizes) -> dict[str, float]:
   for dtype in ("float32", "bfloat16"):
     limit = sync.tolerance(dtype, platforms={jax.default_backend()})
     for name, config, params in (("base", base, trained), ("wide", few, None)):
-      fns = models.make_policy(
-        config, numerics=models.Numerics(activations=dtype)
-      )
-      params = params or workloads.random_params(fns)
+      fns = _make_policy(config, dtype)
+      params = jax.device_put(params or workloads.random_params(fns))
+      tokens = sync.parity_tokens(config.vocab_size, rows=8, length=64)
       check = sync.make_parity_check(
-        fns,
-        sync.parity_tokens(config.vocab_size, rows=8, length=64),
-        tolerance=float("inf"),
-        page_size=16,
+        fns, tokens, tolerance=float("inf"), page_size=16
       )
-      params = jax.device_put(params)
-      weights = sync.VersionedWeights(
-        params=jax.jit(fns.for_sampling)(params), version=0, checksum=0
-      )
-      error = check(params, weights)
+      sampled = jax.jit(fns.for_sampling)(params)
+      error = check(params, sync.VersionedWeights(sampled, 0, checksum=0))
       out[f"{name}_{dtype}_error"] = error
       out[f"{name}_{dtype}_error_over_tolerance"] = error / limit
   return out
 
 
+def _make_policy(config: models.ModelConfig, dtype: str) -> models.ModelFns:
+  return models.make_policy(config, numerics=models.Numerics(activations=dtype))
+
+
 def measure_decode(sizes: Sizes) -> dict[str, float]:
   """Tokens per second of decode calls, and bytes that they had to read."""
   config = sizes.decoded
-  numerics = models.Numerics(activations=sizes.dtype)
-  fns = models.make_policy(config, numerics=numerics)
+  fns = _make_policy(config, sizes.dtype)
   params = workloads.random_params(fns)
   itemsize = jnp.dtype(sizes.dtype).itemsize
   weights = multiplied_params(config) * itemsize
   kv_token = config.num_layers * config.num_kv_heads * config.head_dim * 2
+  lengths = {"prompt_length": sizes.prompt_length}
+  lengths["new_tokens"] = sizes.new_tokens
   rng, out = np.random.default_rng(0), {}
   for slots in _SLOTS:
-    sampler = workloads.Sampler(
-      fns,
-      params,
-      slots=slots,
-      prompt_length=sizes.prompt_length,
-      new_tokens=sizes.new_tokens,
-    )
+    sampler = workloads.Sampler(fns, params, slots=slots, **lengths)
     shape = (slots, sizes.prompt_length)
     prompts = rng.integers(2, config.vocab_size, shape).tolist()
     for _ in range(2):  # The first one compiles.
@@ -174,23 +163,16 @@ def measure_decode(sizes: Sizes) -> dict[str, float]:
 
 def measure_update(sizes: Sizes) -> dict[str, float]:
   """Policy updates on two packed rows, as many layers as fit the device."""
-  options = argparse.Namespace(
-    batch=16,
-    group_size=4,
-    micro_batch_size=1,
-    max_tokens_per_row=8 * sizes.response_length,
-  )
-  out = {}
+  options = argparse.Namespace(batch=16, group_size=4, micro_batch_size=1)
+  options.max_tokens_per_row, out = 8 * sizes.response_length, {}
   for name, whole in sizes.updated.items():
     config = _that_fits(whole)
-    numerics = models.Numerics(activations=sizes.dtype)
-    fns = models.make_policy(config, numerics=numerics)
+    fns = _make_policy(config, sizes.dtype)
     batch = train_steps.make_batch(fns, _rollout(config, sizes), options)
     tokens = int(np.sum(np.asarray(batch.packed.segments) > 0))
     update, optimizer = train_steps.make_update(fns)
-    update_s = _update_seconds(
-      update, train_steps.create(optimizer, workloads.random_params(fns)), batch
-    )
+    state = train_steps.create(optimizer, workloads.random_params(fns))
+    update_s = seconds_of(functools.partial(_step, update, batch, [state]))
     out[f"{name}_layers"] = config.num_layers
     out[f"{name}_update_s"] = update_s
     out[f"{name}_tokens_per_s"] = tokens / update_s
@@ -199,15 +181,10 @@ def measure_update(sizes: Sizes) -> dict[str, float]:
   return out
 
 
-def _update_seconds(update, state, batch) -> float:
-  """Median seconds of an update, which takes the buffers of the state."""
-
-  def call():
-    nonlocal state
-    state, _ = update(state, batch, np.float32(1.0))
-    return state
-
-  return seconds_of(call)
+def _step(update, batch, held):
+  """Updates the state in `held`, whose buffers are taken."""
+  held[0], _ = update(held[0], batch, np.float32(1.0))
+  return held[0]
 
 
 def _that_fits(config: models.ModelConfig) -> models.ModelConfig:

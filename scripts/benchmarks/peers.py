@@ -19,12 +19,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks.summary import (
-  Numbers,
-  speed_ratios,
-  summarize,
-  wait_until_idle,
-)
+from benchmarks.summary import Numbers, speed_ratios, summarize, wait_until_idle
 
 from jaxrl_llm.errors import InputError
 
@@ -37,30 +32,18 @@ class Shape(NamedTuple):
   fields: Mapping[str, int]  # Fields of `models.ModelConfig`.
 
 
+_FIELDS = ("num_layers", "hidden_size", "intermediate_size", "num_heads")
+_FIELDS += ("num_kv_heads", "vocab_size")
+
+
+def _shape(names: str, *sizes: int) -> Shape:
+  return Shape(tuple(names.split()), 4, dict(zip(_FIELDS, sizes, strict=True)))
+
+
 SHAPES = {
-  "tiny": Shape(
-    names=("tiny",),
-    micro_batch_size=4,
-    fields={
-      "num_layers": 4,
-      "hidden_size": 256,
-      "intermediate_size": 1024,
-      "num_heads": 4,
-      "num_kv_heads": 2,
-      "vocab_size": 4096,
-    },
-  ),
-  "smollm2-135m": Shape(
-    names=("smollm2-135m", "smollm2", "smollm135m"),
-    micro_batch_size=4,
-    fields={
-      "num_layers": 30,
-      "hidden_size": 576,
-      "intermediate_size": 1536,
-      "num_heads": 9,
-      "num_kv_heads": 3,
-      "vocab_size": 49152,
-    },
+  "tiny": _shape("tiny", 4, 256, 1024, 4, 2, 4096),
+  "smollm2-135m": _shape(
+    "smollm2-135m smollm2 smollm135m", 30, 576, 1536, 9, 3, 49152
   ),
 }
 
@@ -69,13 +52,8 @@ COMPARED = {
   "sampler": ("tokens_per_s", "best_tokens_per_s", "cpu_s"),
   "rollouts": ("tokens_per_s", "best_tokens_per_s"),
   "train_step": (
-    "step_s",
-    "best_step_s",
-    "step_cpu_s",
-    "generate_s",
-    "update_s",
-    "update_tokens_per_s",
-    "peak_rss_gib",
+    *("step_s", "best_step_s", "step_cpu_s", "generate_s", "update_s"),
+    *("update_tokens_per_s", "peak_rss_gib"),
   ),
   "estimators": ("gae_s", "group_relative_s", "length_adaptive_lambda_s"),
 }
@@ -83,9 +61,8 @@ COMPARED = {
 # a part of its step and for something else.
 _SPELLINGS = {
   "tokens_per_s": ("sampler.tokens_per_s", "generate_tokens_per_s"),
-  "best_tokens_per_s": (
-    "sampler.best_tokens_per_s",
-    "generate_best_tokens_per_s",
+  "best_tokens_per_s": tuple(
+    "sampler.best_tokens_per_s generate_best_tokens_per_s".split()
   ),
   "cpu_s": ("sampler.cpu_s",),
   "step_cpu_s": ("grpo.cpu_s",),
@@ -165,12 +142,9 @@ def _of_shape(record: Mapping[str, Any], shape: str) -> Mapping[str, Any]:
   found = found.get("trl", found)
   if not isinstance(found, list):
     return found
-  samples = {}
-  for row in found:
-    for key, value in row.items():
-      if _is_positive(value):
-        samples.setdefault(key, []).append(value)
-  return {key: statistics.median(values) for key, values in samples.items()}
+  values = {k: [row[k] for row in found if k in row] for k in found[0]}
+  values = {k: list(filter(_is_positive, v)) for k, v in values.items()}
+  return {k: statistics.median(v) for k, v in values.items() if v}
 
 
 def _at(record: Mapping[str, Any], path: str) -> Any:
@@ -197,15 +171,10 @@ def run_program(
   Raises:
     InputError: it failed, took too long or printed no JSON object.
   """
-  process = subprocess.Popen(
-    command,
-    shell=isinstance(command, str),
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-    errors="replace",
-    start_new_session=True,
-  )
+  pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+  pipes |= {"text": True, "errors": "replace", "start_new_session": True}
+  shell = isinstance(command, str)
+  process = subprocess.Popen(command, shell=shell, **pipes)
   try:
     output, errors = process.communicate(timeout=timeout_s)
   except subprocess.TimeoutExpired:
@@ -286,18 +255,14 @@ def side_by_side(
     return read_numbers(record, part=part, shape=shape)
 
   commands = {_OURS: ours} | dict(peers)
-  numbers, errors = alternate(
-    {k: functools.partial(run, k, v) for k, v in commands.items()},
-    rounds=rounds,
-  )
+  programs = {k: functools.partial(run, k, v) for k, v in commands.items()}
+  numbers, errors = alternate(programs, rounds=rounds)
   if _OURS in errors:
     raise RuntimeError(f"our own measurement failed: {errors[_OURS]}")
   joined = {name: _join(rows) for name, rows in numbers.items()}
   mine = joined.pop(_OURS)
-  ratios = {
-    name: speed_ratios(mine["medians"], other["medians"])
-    for name, other in joined.items()
-  }
+  ratio = lambda other: speed_ratios(mine["medians"], other["medians"])
+  ratios = {name: ratio(other) for name, other in joined.items()}
   return mine | {"ratios": ratios, "peers": joined, "errors": errors}
 
 

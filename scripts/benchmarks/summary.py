@@ -6,7 +6,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jaxrl_llm
@@ -14,6 +14,21 @@ import jaxrl_llm
 Numbers = dict[str, float]
 
 _PACKAGES = ("jax", "jaxlib", "numpy")
+
+
+class Timed(dict[str, list[float]]):
+  """Seconds of calls, by the names that they are given."""
+
+  def __call__(
+    self, name: str, function: Callable[..., Any], *arguments, calls: int = 1
+  ) -> Any:
+    """Times so many calls, of which one is taken down; returns the last."""
+    start = time.perf_counter()
+    for _ in range(calls):
+      result = function(*arguments)
+    seconds = (time.perf_counter() - start) / calls
+    self.setdefault(name, []).append(seconds)
+    return result
 
 
 def summarize(samples: Mapping[str, Sequence[float]]) -> dict[str, Any]:
@@ -41,13 +56,9 @@ def speed_ratios(ours: Numbers, other: Numbers) -> Numbers:
   Returns:
     ours / other of a rate, other / ours of the rest: over 1, ours is better.
   """
-  return {
-    key: ours[key] / other[key]
-    if key.endswith("_per_s")
-    else other[key] / ours[key]
-    for key in other
-    if key in ours
-  }
+  ratios = {key: ours[key] / other[key] for key in other if key in ours}
+  rate = lambda key: key.endswith("_per_s")
+  return {key: x if rate(key) else 1 / x for key, x in ratios.items()}
 
 
 def show(record: Mapping[str, Any]) -> None:

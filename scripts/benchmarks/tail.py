@@ -6,44 +6,23 @@ from benchmarks.peers import SHAPES
 _QUANTILE = 2.3263  # Of the standard normal law, at 99 %.
 
 
-def long_tail(
-  prompts: int,
-  group_size: int,
-  *,
-  median: int,
-  p99: int,
-  longest: int,
-  seed: int = 0,
-) -> np.ndarray:
+def lengths(options, *, p99: int | None = None, seed: int = 0) -> np.ndarray:
   """Lengths of responses, lognormal, in tokens.
 
   Args:
-    prompts: N.
-    group_size: responses of a prompt, G.
-    median: of the law before it is cut.
-    p99: its 99th percentile.
-    longest: most tokens of a response.
+    options: prompts N, group_size G, the median of the law before it is cut,
+      its 99th percentile p99, and new_tokens, the most of a response.
+    p99: instead of the options'.
     seed: of the draw.
 
   Returns:
-    int32 [N, G] in [1, longest].
+    int32 [N, G] in [1, new_tokens].
   """
-  draw = np.random.default_rng(seed).normal(size=(prompts, group_size))
-  spread = np.log(p99 / median) / _QUANTILE
-  lengths = np.round(median * np.exp(spread * draw))
-  return np.clip(lengths, 1, longest).astype(np.int32)
-
-
-def lengths(options, *, p99: int | None = None, seed: int = 0) -> np.ndarray:
-  """Returns `long_tail` of the options, or of another 99th percentile."""
-  return long_tail(
-    options.prompts,
-    options.group_size,
-    median=options.median,
-    p99=p99 or options.p99,
-    longest=options.new_tokens,
-    seed=seed,
-  )
+  size = (options.prompts, options.group_size)
+  draw = np.random.default_rng(seed).normal(size=size)
+  spread = np.log((p99 or options.p99) / options.median) / _QUANTILE
+  drawn = np.round(options.median * np.exp(spread * draw))
+  return np.clip(drawn, 1, options.new_tokens).astype(np.int32)
 
 
 def prompts(count: int, options, *, seed: int = 0) -> list[list[int]]:

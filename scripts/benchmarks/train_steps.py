@@ -11,10 +11,7 @@ from jaxrl_llm import estimators, masked, metrics
 from jaxrl_llm.learner import packing
 from jaxrl_llm.learner import update as update_lib
 from jaxrl_llm.learner.choices import POLICY_LOSSES
-from jaxrl_llm.learner.optimizer import (
-  create_train_state,
-  make_optimizer,
-)
+from jaxrl_llm.learner.optimizer import create_train_state, make_optimizer
 from jaxrl_llm.learner.scoring import score_logprobs
 
 

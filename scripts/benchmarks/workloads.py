@@ -6,12 +6,11 @@ attributes. A policy step composes jaxrl_llm.learner: see `train_steps`.
 
 import functools
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
-from benchmarks import tail
+from benchmarks import summary, tail
 from benchmarks.peers import SHAPES
 
 from jaxrl_llm import estimators, metrics, models, simulate
@@ -49,13 +48,11 @@ def random_params(fns) -> Any:
     leaves, tree = jax.tree.flatten_with_path(initial)
     keys = jax.random.split(key, len(leaves))
     normal = lambda k, x: _WEIGHT_SCALE * jax.random.normal(k, x.shape, x.dtype)
-    return jax.tree.unflatten(
-      tree,
-      [
-        leaf if path[-1].key == "scale" else normal(k, leaf)
-        for k, (path, leaf) in zip(keys, leaves)
-      ],
-    )
+    drawn = [
+      leaf if path[-1].key == "scale" else normal(k, leaf)
+      for k, (path, leaf) in zip(keys, leaves)
+    ]
+    return jax.tree.unflatten(tree, drawn)
 
   return jax.block_until_ready(jax.jit(draw)(jax.random.key(0)))
 
@@ -67,25 +64,14 @@ class Sampler:
     """Makes room for so many slots of such lengths."""
     self.fns, self.for_sampling = fns, jax.jit(fns.for_sampling)
     self.params = self.for_sampling(params)
-    self.engine = Engine(
-      fns,
-      EngineConfig(
-        slots=slots,
-        max_prompt_length=prompt_length,
-        max_response_length=new_tokens,
-        stop_tokens=(),
-      ),
-    )
+    room = EngineConfig(slots, prompt_length, new_tokens, stop_tokens=())
+    self.engine = Engine(fns, room)
 
   @classmethod
   def of(cls, options) -> "Sampler":
     """Returns one of the options' shape, with random weights."""
-    return cls(
-      *make_model(options),
-      slots=options.slots,
-      prompt_length=options.prompt_length,
-      new_tokens=options.new_tokens,
-    )
+    names = ("slots", "prompt_length", "new_tokens")
+    return cls(*make_model(options), **{k: getattr(options, k) for k in names})
 
   def __call__(self, prompts, ids, *, seed=0, max_tokens=None, **settings):
     """Writes responses of the given ids; returns the rollout."""
@@ -108,10 +94,8 @@ class Sampler:
 def measure_rollouts(options) -> Samples:
   """Tokens per second of many responses whose lengths have a long tail."""
   sampler, compiles = Sampler.of(options), metrics.CompileCounter()
-  prompts, limits = (
-    tail.prompts(options.prompts, options),
-    tail.lengths(options),
-  )
+  prompts = tail.prompts(options.prompts, options)
+  limits = tail.lengths(options)
   sampler.write(prompts, limits)
   compiled = compiles.collect()
   seeds = range(1, 1 + options.repeats)
@@ -121,14 +105,20 @@ def measure_rollouts(options) -> Samples:
   peaks = [max(call.kv_capacity for call in trace) for _, trace in runs]
   whole = options.batch * (options.prompt_length + options.new_tokens)
   return {
-    "tokens_per_s": rates,
-    "best_tokens_per_s": [max(rates)],
+    **_rates(rates, compiled),
     "wall_s": [run.wall_s for run in stats],
     "host_share": [run.host_s / run.wall_s for run in stats],
     "memory_share": [peak / whole for peak in peaks],
     "slot_use": [run.tokens / run.slot_steps for run in stats],
-    "compilations_of_first_call": [compiled],
     "compilations_after_warmup": [compiles.collect()],
+  }
+
+
+def _rates(tokens_per_s: list[float], compiled: int) -> Samples:
+  return {
+    "tokens_per_s": tokens_per_s,
+    "best_tokens_per_s": [max(tokens_per_s)],
+    "compilations_of_first_call": [compiled],
     "peak_rss_gib": [metrics.peak_memory_gib()],
   }
 
@@ -157,12 +147,9 @@ def measure_simulator(options) -> Samples:
   # Least squares predict the mean.
   measured_s = np.mean(measured_s, axis=0).tolist()
   cost = simulate.fit(decode_calls)
-  predicted_s = [
-    simulate.predict(
-      simulate.Requests(prompt_lengths, limits), cost, sampler.engine.config
-    ).wall_s
-    for limits in others
-  ]
+  asked = [simulate.Requests(prompt_lengths, limits) for limits in others]
+  config = sampler.engine.config
+  predicted_s = [simulate.predict(x, cost, config).wall_s for x in asked]
   return {
     "ratio": [p / m for p, m in zip(predicted_s, measured_s)],
     "measured_s": measured_s,
@@ -209,14 +196,11 @@ def measure_sampler(options) -> Samples:
   call(seed=1)
   call(max_new_tokens=max(options.new_tokens // 2, 1))
   return {
-    "tokens_per_s": rates,
-    "best_tokens_per_s": [max(rates)],
+    **_rates(rates, compiled),
     "wall_s": [wall for wall, _, _ in runs],
     "cpu_s": [cpu for _, cpu, _ in runs],
     "first_call_s": [first],
-    "compilations_of_first_call": [compiled],
     "compilations_after_changes": [compiles.collect()],
-    "peak_rss_gib": [metrics.peak_memory_gib()],
   }
 
 
@@ -246,36 +230,24 @@ def measure_estimators(options) -> Samples:
   values = rng.normal(size=(rows, length)).astype(np.float32)
   rewards = rng.normal(size=rows * options.group_size).astype(np.float32)
   groups = np.repeat(np.arange(rows), options.group_size)
-  adaptive = jax.jit(
-    functools.partial(estimators.length_adaptive_lambda, alpha=0.05)
-  )
-  relative = jax.jit(
-    functools.partial(estimators.group_relative, num_groups=rows)
-  )
-  gae = jax.jit(functools.partial(estimators.gae, gamma=1.0))
+  jit = lambda function, **how: jax.jit(functools.partial(function, **how))
+  adaptive = jit(estimators.length_adaptive_lambda, alpha=0.05)
+  relative = jit(estimators.group_relative, num_groups=rows)
+  gae = jit(estimators.gae, gamma=1.0)
   lambda_ = adaptive(lengths)
   arrays = jax.device_put((token_rewards, values, mask))
   rewards, groups, lengths = jax.device_put((rewards, groups, lengths))
-  samples = {}
-
-  def timed(name: str, function: Callable[..., Any], *arguments, calls=1):
-    start = time.perf_counter()
-    for _ in range(calls):
-      result = jax.block_until_ready(function(*arguments))
-    seconds = (time.perf_counter() - start) / calls
-    samples.setdefault(name, []).append(seconds)
-    return result
-
+  timed = summary.Timed()
+  wait = lambda function: lambda *x: jax.block_until_ready(function(*x))
   ours = gae(*arrays, lambda_=lambda_)
   relative(rewards, groups)
   adaptive(lengths)
-  loop_lambda = np.asarray(lambda_)
+  gae = functools.partial(gae, lambda_=lambda_)
+  by_hand = (token_rewards, values, mask, np.asarray(lambda_))
   for _ in range(options.repeats):
-    timed("gae_s", functools.partial(gae, lambda_=lambda_), *arrays)
-    loop = timed(
-      "numpy_loop_gae_s", gae_loop, token_rewards, values, mask, loop_lambda
-    )
-    timed("group_relative_s", relative, rewards, groups, calls=100)
-    timed("length_adaptive_lambda_s", adaptive, lengths, calls=100)
+    timed("gae_s", wait(gae), *arrays)
+    loop = timed("numpy_loop_gae_s", gae_loop, *by_hand)
+    timed("group_relative_s", wait(relative), rewards, groups, calls=100)
+    timed("length_adaptive_lambda_s", wait(adaptive), lengths, calls=100)
   difference = float(np.abs(np.asarray(ours) - loop).max())
-  return samples | {"gae_difference_max": [difference]}
+  return timed | {"gae_difference_max": [difference]}

@@ -16,28 +16,122 @@ import json
 import pathlib
 import sys
 import time
+from collections.abc import Callable
 
 import numpy as np
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(_ROOT), str(_ROOT / "scripts")]
 
-from benchmarks import peers, static_batches, tail  # noqa: E402
+from benchmarks import peers, tail  # noqa: E402
+
+# (prompts int [B, P], new tokens) -> None, once every row has so many.
+Decode = Callable[[np.ndarray, int], None]
 
 
-def measure(decode: static_batches.Decode, options) -> dict[str, float]:
+def hugging_face(fields: dict[str, int], longest: int) -> Decode:
+  """`generate` of transformers, with its default cache."""
+  import torch
+  import transformers
+
+  config = transformers.Qwen2Config(
+    num_hidden_layers=fields["num_layers"],
+    hidden_size=fields["hidden_size"],
+    intermediate_size=fields["intermediate_size"],
+    num_attention_heads=fields["num_heads"],
+    num_key_value_heads=fields["num_kv_heads"],
+    vocab_size=fields["vocab_size"],
+    max_position_embeddings=longest,
+    tie_word_embeddings=True,
+    pad_token_id=0,
+    eos_token_id=1,
+    bos_token_id=1,
+  )
+  torch.manual_seed(0)
+  device = "cuda" if torch.cuda.is_available() else "cpu"
+  make = transformers.AutoModelForCausalLM.from_config
+  model = make(config, dtype=torch.float32).eval().to(device)
+
+  def decode(prompts, count):
+    tokens = torch.as_tensor(prompts, device=device)
+    with torch.no_grad():
+      model.generate(
+        input_ids=tokens,
+        attention_mask=torch.ones_like(tokens),
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=count,
+        min_new_tokens=count,
+        pad_token_id=0,
+      )
+
+  return decode
+
+
+class _Numbers:
+  """A tokenizer whose text is the tokens' numbers."""
+
+  encode = staticmethod(lambda text, **_: [int(word) for word in text.split()])
+  decode = staticmethod(lambda tokens, **_: " ".join(map(str, tokens)))
+  bos_id = staticmethod(lambda: 0)  # 0 is not put in front.
+  eos_id = staticmethod(lambda: 1)
+  pad_id = staticmethod(lambda: 0)
+
+
+def tunix(fields: dict[str, int], longest: int) -> Decode:
+  """Tunix's own sampler, with a cache for the longest response."""
+  import jax
+  from flax import nnx
+  from tunix.generate import sampler
+  from tunix.models.llama3 import model as llama
+
+  config = llama.ModelConfig(
+    num_layers=fields["num_layers"],
+    vocab_size=fields["vocab_size"],
+    embed_dim=fields["hidden_size"],
+    hidden_dim=fields["intermediate_size"],
+    num_heads=fields["num_heads"],
+    head_dim=64,
+    num_kv_heads=fields["num_kv_heads"],
+    rope_theta=10_000,
+    norm_eps=1e-5,
+    weight_tying=True,
+  )
+  model = llama.Llama3(config, rngs=nnx.Rngs(0))
+  state = nnx.state(model, nnx.Param)
+  nnx.update(model, jax.tree.map(lambda x: x.astype("float32"), state))
+  cache = sampler.CacheConfig(
+    cache_size=longest,
+    num_layers=config.num_layers,
+    num_kv_heads=config.num_kv_heads,
+    head_dim=config.head_dim,
+  )
+  engine = sampler.Sampler(model, _Numbers(), cache)
+
+  def decode(prompts, count):
+    engine(
+      [" ".join(map(str, row)) for row in prompts.tolist()],
+      max_generation_steps=count,
+      max_prompt_length=prompts.shape[1],
+      temperature=1.0,
+      top_p=1.0,
+      seed=0,
+      eos_tokens=[-1],
+      return_logprobs=True,
+    )
+
+  return decode
+
+
+DECODERS = {"hf": hugging_face, "tunix": tunix}
+
+
+def measure(decode: Decode, options) -> dict[str, float]:
   """Tokens per second over the batches, each compiled before."""
-  fields = peers.SHAPES[options.shape].fields
-  limits = tail.long_tail(
-    options.prompts,
-    options.group_size,
-    median=options.median,
-    p99=options.p99,
-    longest=options.new_tokens,
-  ).reshape(-1)
-  size = (options.prompts, options.prompt_length)
-  rng = np.random.default_rng(0)
-  prompts = rng.integers(2, fields["vocab_size"], size)
+  limits = tail.lengths(options).reshape(-1)
+  prompts = np.asarray(tail.prompts(options.prompts, options))
   prompts = np.repeat(prompts, options.group_size, axis=0)
   starts = range(0, len(limits), options.batch)[: options.batches]
   tokens, seconds = 0, 0.0
@@ -64,7 +158,7 @@ def main() -> int:
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   add = parser.add_argument
-  add("peer", choices=static_batches.DECODERS)
+  add("peer", choices=DECODERS)
   add("--shape", default="tiny", choices=peers.SHAPES)
   add("--prompts", type=int, default=64)
   add("--group_size", type=int, default=8)
@@ -77,7 +171,7 @@ def main() -> int:
   options = parser.parse_args()
   fields = peers.SHAPES[options.shape].fields
   longest = options.prompt_length + options.new_tokens
-  decode = static_batches.DECODERS[options.peer](fields, longest)
+  decode = DECODERS[options.peer](fields, longest)
   print(json.dumps({"shape": options.shape} | measure(decode, options)))
   return 0
 

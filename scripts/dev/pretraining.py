@@ -1,19 +1,32 @@
-"""Makes the embedded base models: tokenizer, noisy solutions, pretraining."""
+"""Rebuilds a base model of the package, bit for bit on a machine and JAX.
 
+    python scripts/dev/pretraining.py [--task=chain_sum] [--out=DIR]
+
+Tasks: chain_sum (running sums of up to 6 operations, step by step) or remainder
+(divisions by up to 45 subtractions, with long solutions). The model learns from
+noisy solutions, see `noisy_solution`. Every field of `Settings` is a flag too.
+"""
+
+import argparse
 import itertools
+import json
 import math
+import pathlib
+import sys
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import tokenizers
 
-from jaxrl_llm import losses, masked
+from jaxrl_llm import base_models, losses, masked, models
 from jaxrl_llm.data.remainder import RemainderProblem
 from jaxrl_llm.data.sources import make_source
-from jaxrl_llm.data.tasks import MAX_TOTAL, ChainProblem, Problem
+from jaxrl_llm.data.tasks import CHARACTERS, MAX_TOTAL, ChainProblem, Problem
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import choices, optimizer, packing
@@ -23,6 +36,43 @@ from jaxrl_llm.learner.update import make_update, policy_objective
 from jaxrl_llm.models import ModelFns
 from jaxrl_llm.sampling import EngineConfig, new_requests
 from jaxrl_llm.types import Origin, Status
+
+
+class Settings(NamedTuple):
+  """Settings of a shipped base; lengths are tokens."""
+
+  task: str = "chain_sum"
+  task_settings: Mapping[str, Any] = {"max_ops": 6}
+  seed: int = 0
+  steps: int = 1500
+  batch_size: int = 64
+  micro_batch_size: int = 16  # Packed rows.
+  learning_rate: float = 2e-3
+  warmup_steps: int = 50
+  weight_decay: float = 0.0
+  hidden_size: int = 96
+  num_layers: int = 3
+  num_heads: int = 4
+  intermediate_size: int = 256
+  max_position_embeddings: int = 512
+  max_prompt_length: int = 16
+  max_response_length: int = 64
+
+
+TASKS = {
+  "chain_sum": Settings(),
+  # Long solutions: more room, fewer at a time.
+  "remainder": Settings(
+    task="remainder",
+    task_settings={"max_ops": 32, "tail": 1.1},
+    steps=1200,
+    batch_size=48,
+    micro_batch_size=8,
+    max_position_embeddings=320,
+    max_prompt_length=8,
+    max_response_length=288,
+  ),
+}
 
 
 def character_tokenizer_json(characters: str) -> str:
@@ -45,7 +95,7 @@ def character_tokenizer_json(characters: str) -> str:
 def pretrain(
   fns: ModelFns,
   tokenizer: Tokenizer,
-  settings: Any,
+  settings: Settings,
   *,
   log: Callable[[int, float], None],
 ) -> Any:
@@ -57,7 +107,7 @@ def pretrain(
   Args:
     fns: the model.
     tokenizer: its tokenizer.
-    settings: keys of configs/pretrain.py.
+    settings: of the base.
     log: called with (step, loss) now and then.
 
   Returns:
@@ -68,8 +118,8 @@ def pretrain(
   """
   if settings.steps <= settings.warmup_steps:
     raise InputError(
-      f"config.steps={settings.steps} must be over"
-      f" config.warmup_steps={settings.warmup_steps}; change one of them"
+      f"--steps={settings.steps} must be over"
+      f" --warmup_steps={settings.warmup_steps}; change one of them"
     )
   schedule = optax.warmup_cosine_decay_schedule(
     0.0, settings.learning_rate, settings.warmup_steps, settings.steps
@@ -89,9 +139,8 @@ def pretrain(
   surrogate = choices.POLICY_LOSSES["policy_gradient"]({})
   objective = policy_objective(fns, surrogate, {"nll": nll})
   update = make_update(objective, transform, schedule)
-  source = make_source(
-    settings.task, settings.task_settings, seed=settings.seed
-  )
+  own = settings.task_settings
+  source = make_source(settings.task, own, seed=settings.seed)
   for i in range(settings.steps):
     batch = _batch(tokenizer, source, settings, i)
     train_state, metrics = update(train_state, batch, 1.0)
@@ -127,17 +176,10 @@ def _batch(tokenizer, source, settings, i) -> PackedBatch:
   )
   weights = masked.token_weights(rollout.mask, mode="token-mean")
   nothing = np.zeros(layout.shape, np.float32)
-  return PackedBatch(
-    packed=packed,
-    mask=packed.mask,
-    inputs={
-      "proximal_logprobs": nothing,
-      "advantages": nothing,
-      "weights": nothing,
-      "nll_weights": layout.scatter(weights),
-    },
-    schedule_step=np.int32(i),
-  )
+  inputs = {"nll_weights": layout.scatter(weights)}
+  for name in ("proximal_logprobs", "advantages", "weights"):
+    inputs[name] = nothing
+  return PackedBatch(packed, packed.mask, inputs, schedule_step=np.int32(i))
 
 
 class Noise(NamedTuple):
@@ -161,11 +203,8 @@ def _wrong_sum(rng: np.random.Generator, problem: ChainProblem) -> int:
   return total + (offset if 0 <= total + offset <= MAX_TOTAL else -offset)
 
 
-def _wrong_remainder(
-  rng: np.random.Generator, problem: RemainderProblem
-) -> int:
-  offset = int(rng.integers(1, problem.divisor))
-  return (problem.number + offset) % problem.divisor
+def _wrong_remainder(rng: np.random.Generator, x: RemainderProblem) -> int:
+  return (x.number + int(rng.integers(1, x.divisor))) % x.divisor
 
 
 NOISE: dict[type[Problem], Noise] = {
@@ -173,9 +212,7 @@ NOISE: dict[type[Problem], Noise] = {
     shares=dict(misread=0.58, clean=0.27, slip=0.05, direct=0.05, skip=0.05),
     largest=MAX_TOTAL,
     wrong_answer=_wrong_sum,
-    rest=lambda problem, step, total: ChainProblem(
-      (total, *problem.terms[step + 1 :])
-    ),
+    rest=lambda x, step, total: ChainProblem((total, *x.terms[step + 1 :])),
     # Minus is overlooked.
     misread=lambda problem: ChainProblem(tuple(map(abs, problem.terms))),
   ),
@@ -183,7 +220,7 @@ NOISE: dict[type[Problem], Noise] = {
     shares=dict(direct=0.38, clean=0.36, slip=0.14, early=0.09, stuck=0.03),
     largest=math.inf,  # There is always a way down.
     wrong_answer=_wrong_remainder,
-    rest=lambda problem, step, total: RemainderProblem(total, problem.divisor),
+    rest=lambda x, step, total: RemainderProblem(total, x.divisor),
   ),
 }
 
@@ -239,10 +276,7 @@ def noisy_solution(
   noise = NOISE[type(problem)]
   kinds, values = zip(*(noise.shares | shares).items())
   if min(values) < 0 or abs(sum(values) - 1) > 1e-6:
-    raise ValueError(
-      f"{', '.join(kinds)} must be >= 0 and sum to 1, got"
-      f" {', '.join(map(str, values))}"
-    )
+    raise ValueError(f"shares must be >= 0 and sum to 1, got {values}")
   lines, end = problem.lines, f"#{problem.answer}."
   kind = kinds[rng.choice(len(kinds), p=np.divide(values, sum(values)))]
   if kind == "misread":
@@ -279,14 +313,70 @@ def _slip(
   right = problem.totals[step]
   errors = (-10, -2, -1, 1, 2, 10)
   rests = [noise.rest(problem, step, right + x) for x in errors]
-  rests = [
-    rest
-    for rest in rests
-    if min(rest.totals) >= 0
-    and max(rest.totals) <= noise.largest
-    and rest.answer != problem.answer
-  ] or [noise.rest(problem, step, right)]
+  fits = lambda x: min(x.totals) >= 0 and max(x.totals) <= noise.largest
+  rests = [x for x in rests if fits(x) and x.answer != problem.answer]
+  rests = rests or [noise.rest(problem, step, right)]
   rest = rests[int(rng.integers(len(rests)))]
   lines = problem.lines[:step]
   lines[-1] = lines[-1].replace(f"={right};", f"={rest.terms[0]};")
   return lines + rest.lines, f"#{rest.answer}."
+
+
+def rebuild(settings: Settings, out: pathlib.Path) -> None:
+  """Trains a base and writes its directory."""
+  out.mkdir(parents=True, exist_ok=True)
+  text = character_tokenizer_json(CHARACTERS)
+  (out / "tokenizer.json").write_text(text, encoding="utf-8")
+  ids = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+  (out / "generation_config.json").write_text(json.dumps(ids, indent=1))
+  # For transformers, in a policy that is converted.
+  names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
+  (out / "tokenizer_config.json").write_text(json.dumps(names, indent=1))
+  tokenizer = Tokenizer(out)
+  sizes = ("hidden_size", "intermediate_size", "num_layers", "num_heads")
+  sizes = (*sizes, "max_position_embeddings")
+  config = models.ModelConfig(
+    family="llama",
+    vocab_size=tokenizer.vocab_size,
+    num_kv_heads=settings.num_heads,
+    head_dim=settings.hidden_size // settings.num_heads,
+    rms_norm_eps=1e-5,
+    rope_theta=10_000.0,
+    tie_word_embeddings=True,
+    **{name: getattr(settings, name) for name in sizes},
+  )
+  fns, start = models.make_policy(config), time.process_time()
+
+  def log(step, loss):
+    seconds = time.process_time() - start
+    print(f"step {step}: nll {loss:.4f}, {seconds:.0f} CPU-s", flush=True)
+
+  params = pretrain(fns, tokenizer, settings, log=log)
+  # bfloat16 halves the file; the base is defined by what is stored.
+  stored = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+  models.save(str(out), fns, stored, tokenizer_from=str(out))
+  print(f"wrote {models.num_params(config):,} parameters to {out}")
+
+
+def main() -> None:
+  """Runs the command."""
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument("--task", choices=TASKS, default="chain_sum")
+  parser.add_argument("--out", help="folder; that in the package by default")
+  for name, kind in list(Settings.__annotations__.items())[1:]:
+    kind = json.loads if name == "task_settings" else kind
+    parser.add_argument(f"--{name}", type=kind)
+  given = {k: v for k, v in vars(parser.parse_args()).items() if v is not None}
+  out = given.pop("out", base_models.BASE.parent / f"{given['task']}_base")
+  try:
+    settings = TASKS[given["task"]]._replace(**given)
+    rebuild(settings, pathlib.Path(out))
+  except InputError as error:
+    print(f"pretraining: {error}", file=sys.stderr)
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+  main()

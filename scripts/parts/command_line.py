@@ -27,6 +27,12 @@ def define_config(default: str | None, help_text: str) -> flags.FlagHolder:
     sys.exit(2)
 
 
+def define_plugin() -> flags.FlagHolder:
+  """Defines --plugin."""
+  help_text = "Python file of your own parts, see jaxrl_llm/register.py."
+  return flags.DEFINE_multi_string("plugin", [], help_text)
+
+
 def run(
   main: Callable[[list[str]], int | None],
   check: Callable[[], None] = lambda: None,

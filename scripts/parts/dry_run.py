@@ -3,12 +3,13 @@
 import time
 
 import jax
-from scaling import estimate
+from parts import program
 
 from jaxrl_llm import rewards
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.lower import lower
-from jaxrl_llm.rewards.judge import known
+from jaxrl_llm.rewards import judge
+from jaxrl_llm.simulate import account
 from jaxrl_llm.train.loop import Run
 
 _GIB = 2.0**30
@@ -25,19 +26,18 @@ def dry_run(run: Run) -> None:
   _check_rewards(run)
   _show_meshes(run)
   model, mesh = run.learner.policy.fns.config, dict(run.learner.mesh.shape)
-  account = estimate.account(estimate.Sizes(run.config, model, mesh))
-  print(f"{'phase':<31} compile s   arguments GiB   temporary GiB   by account")
+  sizes = account.Sizes(run.config, model, mesh)
+  known = account.temporaries_by_program(sizes)
+  table = program.Table(
+    "phase | compile s | arguments GiB | temporary GiB | by account"
+  )
   for name, lowered in _phases(run).items():
-    known = f"{account[name] / _GIB:.3f}" if name in account else ""
     begin = time.perf_counter()
     memory = lowered.compile().memory_analysis()
     seconds = time.perf_counter() - begin
-    print(
-      f"{name:<31}{seconds:>10.1f}"
-      f"{memory.argument_size_in_bytes / _GIB:>16.3f}"
-      f"{memory.temp_size_in_bytes / _GIB:>16.3f}"
-      f"{known:>13}"
-    )
+    held = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+    gib = (f"{x / _GIB:.3f}" if x else "" for x in (*held, known.get(name)))
+    table.row(name, f"{seconds:.1f}", *gib)
   print(
     "per device; as compiled and, of scoring and updates, by the model's"
     " account for TPUs in bfloat16; nothing was trained",
@@ -73,7 +73,7 @@ def _check_rewards(run: Run) -> None:
   ]
   verdicts = run.judge.pool.judge(
     [
-      known(problem, text, tokens=(), finished=True)
+      judge.known(problem, text, tokens=(), finished=True)
       for problem, text in zip(problems, responses)
     ]
   )
@@ -107,7 +107,7 @@ def _show_meshes(run: Run) -> None:
     numbers = ", ".join(str(device.id) for device in mesh.devices.flat)
     print(
       f"{name}: mesh {sizes}, devices {numbers}; each holds"
-      f" {estimate.held(trees) / _GIB:.3f} GiB between phases"
+      f" {account.held(trees) / _GIB:.3f} GiB between phases"
     )
   if set(meshes[0].devices.flat) & set(meshes[1].devices.flat):
     print("trainer and sampler share devices: what they hold adds up")

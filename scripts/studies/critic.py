@@ -75,11 +75,12 @@ def judge(
     learner, responses, np.random.default_rng(0)
   )
   ceilings = []
-  if continuations:
-    writer = dataclasses.replace(run.evaluator.writer, group_size=continuations)
-    for bin_ in range(_BINS):
-      print(f"continuations, place {bin_ + 1} of {_BINS}", flush=True)
-      ceilings.append(ceiling(writer, Weights(params), judged, bin_))
+  writer = dataclasses.replace(
+    run.evaluator.writer, group_size=continuations or 1
+  )
+  for bin_ in range(_BINS if continuations else 0):
+    print(f"continuations, place {bin_ + 1} of {_BINS}", flush=True)
+    ceilings.append(ceiling(writer, Weights(params), judged, bin_))
   run.judge.close()
   run.worker.close()
   return Judgement(
@@ -130,20 +131,17 @@ def ceiling(writer: ResponseWriter, weights: Weights, judged, bin_) -> float:
   begun = take_rows(rollout, rows)
   at = places(begun.lengths, bin_)
   kept = np.arange(begun.tokens.shape[1]) < at[:, None]
-  written = writer.write(
-    begun.replace(
-      lengths=at,
-      tokens=np.where(kept, begun.tokens, 0),
-      mask=begun.mask & kept,
-      status=np.full_like(begun.status, Status.TRUNCATED),
-      group_id=rows.astype(np.int32),
-      # No number twice, nor one that a first end had: each has its own noise.
-      sample_id=((1 + bin_) * len(rows) + np.arange(len(rows))).astype(
-        np.int32
-      ),
-    ),
-    weights,
+  # No number twice, nor one that a first end had: each has its own noise.
+  numbers = (1 + bin_) * len(rows) + np.arange(len(rows))
+  begun = begun.replace(
+    lengths=at,
+    tokens=np.where(kept, begun.tokens, 0),
+    mask=begun.mask & kept,
+    status=np.full_like(begun.status, Status.TRUNCATED),
+    group_id=rows.astype(np.int32),
+    sample_id=numbers.astype(np.int32),
   )
+  written = writer.write(begun, weights)
   ended = writer.judge(written, [judged.prompts[row] for row in rows])
   returns = ended.responses.rewards.reshape(-1, count)
   if not returns.var():  # The policy is always right, or never.
@@ -158,18 +156,15 @@ def binned(judgement: Judgement) -> list[dict[str, float]]:
   for bin_ in range(_BINS):
     pick = np.arange(len(lengths)), places(lengths, bin_)
     value, outcome = judgement.values[pick], judgement.returns[pick]
-    explained = masked.explained_variance(
-      value, outcome, np.ones(len(value), bool)
-    )
+    every = np.ones(len(value), bool)
+    explained = masked.explained_variance(value, outcome, every)
     row = {"position": (bin_ + 0.5) / _BINS, "explained": float(explained)}
     if judgement.ceilings:
       row["ceiling"] = judgement.ceilings[bin_]
-    for name, rows_of in (
-      ("right", judgement.correct),
-      ("wrong", ~judgement.correct),
-    ):
-      of_them = value[rows_of] if rows_of.any() else np.array([np.nan])
-      row[name], row[f"{name}_sd"] = float(of_them.mean()), float(of_them.std())
+    for name, is_right in (("right", True), ("wrong", False)):
+      own = value[judgement.correct == is_right]
+      own = own if own.size else np.array([np.nan])
+      row[name], row[f"{name}_sd"] = float(own.mean()), float(own.std())
     rows.append(row)
   return rows
 
@@ -198,9 +193,8 @@ def draw(judgement: Judgement, path: pathlib.Path, title: str) -> None:
     if judgement.ceilings:
       axes[1].plot(column("position"), column("ceiling"), label="at most")
       axes[1].legend()
-    axes[1].set(
-      title="explained variance", xlabel="part of the response", ylim=(0, 1)
-    )
+    axes[1].set(title="explained variance", ylim=(0, 1))
+    axes[1].set(xlabel="part of the response")
     for row in _examples(judgement):
       length = int(judgement.mask[row].sum())
       value = judgement.values[row, :length]
@@ -215,33 +209,22 @@ def draw(judgement: Judgement, path: pathlib.Path, title: str) -> None:
 
 
 def _examples(judgement: Judgement) -> list[int]:
-  """Right and wrong responses in turn, to problems that have both."""
-  rows, seen = [], set()
-  for wanted in (True, False) * (_SHOWN // 2):
-    for row in np.flatnonzero(judgement.correct == wanted):
-      question = judgement.questions[row]
-      both = {
-        bool(c)
-        for c, q in zip(judgement.correct, judgement.questions)
-        if q == question
-      }
-      if len(both) == 2 and (question, wanted) not in seen:
-        rows.append(int(row))
-        seen.add((question, wanted))
-        break
-  return rows
+  """A right and a wrong response to each of a few problems that have both."""
+  found = {}
+  for row, question in enumerate(judgement.questions):
+    own = found.setdefault(question, {})
+    own.setdefault(bool(judgement.correct[row]), row)
+  both = [own for own in found.values() if len(own) == 2][: _SHOWN // 2]
+  return [own[is_right] for own in both for is_right in (True, False)]
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
   """Declares the flags of the command line."""
-  parser.add_argument("--workdir", required=True, help="folder of a run")
-  parser.add_argument("--out", help="folder to write to; the run's by default")
-  parser.add_argument(
-    "--step", type=int, help="of a checkpoint; that pretrained by default"
-  )
-  parser.add_argument(
-    "--continuations", type=int, default=0, metavar="K", help="at least 2"
-  )
+  add = parser.add_argument
+  add("--workdir", required=True, help="folder of a run")
+  add("--out", help="folder to write to; the run's by default")
+  add("--step", type=int, help="of a checkpoint; that pretrained by default")
+  add("--continuations", type=int, default=0, metavar="K", help="at least 2")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -253,15 +236,12 @@ def run(options: argparse.Namespace) -> None:
       f"--continuations={options.continuations} must be 0 or at least 2"
     )
   judgement = judge(folder, options.step, options.continuations)
-  explained = float(
-    masked.explained_variance(
-      judgement.values, judgement.returns, judgement.mask
-    )
+  explained = masked.explained_variance(
+    judgement.values, judgement.returns, judgement.mask
   )
   out.mkdir(parents=True, exist_ok=True)
-  which = "pretrained critic"
-  if options.step is not None:
-    which = f"critic after step {options.step}"
+  trained = f"critic after step {options.step}"
+  which = "pretrained critic" if options.step is None else trained
   title = f"The {which} of {folder.resolve().name}"
   draw(judgement, out / "critic.png", title)
   rows = binned(judgement)

@@ -36,11 +36,9 @@ def draw(
   Raises:
     ImportError: matplotlib is missing.
   """
-  kinds = study.axes
   drawn = [name for name in outcomes if name in study.drawn] or outcomes
-  size = len(kinds) + 1
-  with figure(path, 1, size, title=study.title) as (sheet, axes):
-    for axis, kind in zip(axes, kinds):
+  with figure(path, 1, len(study.axes) + 1, title=study.title) as (sheet, axes):
+    for axis, kind in zip(axes, study.axes):
       label, unit = _AXES[kind]
       for name in drawn:
         curves = [(getattr(r, kind) / unit, r.accuracy) for r in outcomes[name]]

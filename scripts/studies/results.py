@@ -90,9 +90,8 @@ def read_curves(
           ) from error
         points.setdefault(key, []).append(point)
   names = [variant.name for variant in study.variants]
-  strangers = sorted({name for name, _ in points} - set(names))
-  if strangers:
-    raise InputError(f"{strangers[0]!r} is no variant of this study")
+  for name in sorted({name for name, _ in points} - set(names)):
+    raise InputError(f"{name!r} is no variant of this study")
   outcomes = {}
   for name, seed in sorted(points, key=lambda k: (names.index(k[0]), k[1])):
     columns = np.array(points[name, seed]).T
@@ -115,24 +114,15 @@ def outcome(rows: Sequence[Mapping[str, Any]]) -> Outcome:
   # The start holds value pretraining, a price that some methods pay.
   seconds = totals("time/start_s") + totals("time/step_s")
   seconds -= sum(totals(name) for name in _NOT_TRAINING)
-  accuracy = [
-    row.get(next(iter(report.accuracy_names([row])), "")) for row in rows
-  ]
+  names = [next(iter(report.accuracy_names([row])), "") for row in rows]
+  accuracy = [row.get(name) for name, row in zip(names, rows)]
   accuracy = np.array(accuracy, np.float64)  # NaN where there is none.
-  columns = (
-    np.array([row["step"] for row in rows], np.float64),
-    seconds,
-    totals("rollout/tokens"),
-    totals("rollout/decode_steps"),
-    accuracy,
-  )
-  evaluated = np.isfinite(accuracy)  # Others are NaN.
-  return Outcome(
-    *(column[evaluated] for column in columns),
-    split={
-      p: totals(f"time/{p}_s")[-1] / max(seconds[-1], 1e-9) for p in _PHASES
-    },
-  )
+  steps = np.array([row["step"] for row in rows], np.float64)
+  costs = totals("rollout/tokens"), totals("rollout/decode_steps")
+  evaluated, whole_s = np.isfinite(accuracy), max(seconds[-1], 1e-9)
+  split = {p: totals(f"time/{p}_s")[-1] / whole_s for p in _PHASES}
+  columns = (steps, seconds, *costs, accuracy)
+  return Outcome(*(x[evaluated] for x in columns), split=split)
 
 
 def write_table(
@@ -148,11 +138,8 @@ def write_table(
   Returns:
     The text.
   """
-  base = outcomes.get(study.baseline, [])
-  rows = [
-    _row(name, results, base, study.target)
-    for name, results in outcomes.items()
-  ]
+  base, target = outcomes.get(study.baseline, []), study.target
+  rows = [_row(name, own, base, target) for name, own in outcomes.items()]
   text = (
     f"# {study.title}\n\n{study.question}\n\n"
     "Mean ± standard error over seeds. Accuracy is that of sampled answers to"
@@ -206,19 +193,18 @@ def _row(
     "steps": str(min((int(r.steps[-1]) for r in done), default=0)),
     "final accuracy": mean_and_error([r.accuracy[-1] for r in done], ".3f"),
     "mean accuracy": mean_and_error(means, ".3f"),
-    "lead by steps": _mean_lead(done, base, "steps"),
-    "by tokens": _mean_lead(done, base, "tokens"),
+    "lead by steps": mean_and_error(leads(done, base, "steps"), "+.3f"),
+    "by tokens": mean_and_error(leads(done, base, "tokens"), "+.3f"),
     "seconds": mean_and_error([r.seconds[-1] for r in done], ".0f"),
     f"s to {target:g}": seconds,
     "ratio": ratio,
     f"decode steps to {target:g}": decoded,
     "their ratio": their_ratio,
     "tokens (M)": mean_and_error([r.tokens[-1] / 1e6 for r in done], ".2f"),
-    **{
-      p: f"{np.mean([r.split[p] for r in results]):.0%}"
-      for p in _PHASES
-      if all(r.split for r in results)
-    },
+  } | {
+    p: f"{np.mean([r.split[p] for r in results]):.0%}"
+    for p in _PHASES
+    if all(r.split for r in results)
   }
 
 
@@ -238,10 +224,6 @@ def leads(
   ]
 
 
-def _mean_lead(results: list[Outcome], base: list[Outcome], axis: str) -> str:
-  return mean_and_error(leads(results, base, axis), "+.3f")
-
-
 def _to_target(
   results: list[Outcome], base: list[Outcome], axis: str, target: float
 ) -> tuple[str, str]:
@@ -251,8 +233,7 @@ def _to_target(
   if not any(own):
     return "-", "-"  # These metrics do not have it.
   ratio = np.mean(own) / np.mean(theirs) if any(theirs) else np.nan
-  text = f"{ratio:.2f}" if np.isfinite(ratio) else "-"
-  return mean_and_error(own, ".0f"), text
+  return mean_and_error(own, ".0f"), mean_and_error([ratio], ".2f")
 
 
 def mean_and_error(values: Sequence[float], form: str) -> str:

@@ -70,11 +70,13 @@ _REWARD_MODEL = {"value.reward_model_steps": 12}
 _NO_KL = _RUN | {"loss.kl_coefficient": 0.0}
 _FILTER = {"loss.overlong_filter": True}
 _CLIP_HIGHER = {"loss.clip_high": 0.28}
-_PUNISHMENT = {"reward.overlong_buffer": 72}
+_PUNISHED = _NO_KL | _CLIP_HIGHER | {"reward.overlong_buffer": 72}
 _ALL_GROUPS = {"schedule.dynamic_sampling": False}
 # A full rollout costs as much as several windows: fewer steps, like seconds.
 _FULL = {"run.steps": 40, "eval.every": 5}
 _WINDOWED = {"run.steps": 80, "eval.every": 10}
+_WINDOWS = {str(n): {"schedule.window": n} for n in (64, 32, 128)}
+_WINDOWS["64, bootstrap"] = _WINDOWS["64"] | {"estimator.boundary": "bootstrap"}
 _EVALUATED_WELL = _RUN | {"eval.greedy": True, "eval.problems": 200}
 # AReaL's objective and what it leaves out: π_prox recomputed and its distance
 # to the sampler weighed; the sampler as π_prox (PPO's ratio corrects); neither.
@@ -83,6 +85,8 @@ _OBJECTIVES = {
   "coupled": {"off_policy.proximal": "stored", "off_policy.correction": "none"},
   "uncorrected": {"off_policy.correction": "none"},
 }
+_LAGS = {str(lag): {"schedule.lag": lag} for lag in (0, 1, 2, 4)}
+_LAGS |= {f"8, {k}": {"schedule.lag": 8} | v for k, v in _OBJECTIVES.items()}
 _STALE = {
   "run.steps": 40,
   "eval.every": 20,
@@ -136,8 +140,7 @@ STUDIES: Mapping[str, Study] = {
     preset="smollm2",  # Needs --config.model.path=DIR.
     target=0.6,
     variants=tuple(
-      Variant(method.upper(), method, _EVALUATED_WELL)
-      for method in ("vapo", "grpo", "dapo")
+      Variant(x.upper(), x, _EVALUATED_WELL) for x in ("vapo", "grpo", "dapo")
     ),
   ),
   "dapo_increments": Study(
@@ -148,11 +151,7 @@ STUDIES: Mapping[str, Study] = {
       Variant("GRPO without KL", "grpo", _NO_KL),
       Variant("+ overlong filtering", "grpo", _NO_KL | _FILTER),
       Variant("+ clip-higher", "grpo", _NO_KL | _FILTER | _CLIP_HIGHER),
-      Variant(
-        "+ soft overlong punishment",
-        "grpo",
-        _NO_KL | _CLIP_HIGHER | _PUNISHMENT,
-      ),
+      Variant("+ soft overlong punishment", "grpo", _PUNISHED),
       Variant("+ token-level loss", "dapo", _RUN | _ALL_GROUPS),
       Variant("+ dynamic sampling (DAPO)", "dapo", _RUN),
     ),
@@ -163,16 +162,9 @@ STUDIES: Mapping[str, Study] = {
     preset="",
     target=0.7,
     variants=(
-      Variant("lag 0", "areal", _AREAL | {"schedule.lag": 0}),
       *(
-        Variant(f"lag {lag}", "areal", _AREAL | {"schedule.lag": lag})
-        for lag in (1, 2, 4)
-      ),
-      *(
-        Variant(
-          f"lag 8, {name}", "areal", _AREAL | {"schedule.lag": 8} | changes
-        )
-        for name, changes in _OBJECTIVES.items()
+        Variant(f"lag {name}", "areal", _AREAL | changes)
+        for name, changes in _LAGS.items()
       ),
       Variant("REINFORCE, lag 8", "vcpo", _PLAIN),
       Variant("+ truncation", "vcpo", _PLAIN | _TRUNCATED),
@@ -193,17 +185,8 @@ STUDIES: Mapping[str, Study] = {
       Variant("VAPO, full rollouts", "vapo", _FULL),
       Variant("PPO, full rollouts", "ppo", _FULL),
       *(
-        Variant(
-          f"T-PPO, window {length}",
-          "tppo",
-          _WINDOWED | {"schedule.window": length},
-        )
-        for length in (64, 32, 128)
-      ),
-      Variant(
-        "T-PPO, window 64, bootstrap",
-        "tppo",
-        _WINDOWED | {"schedule.window": 64, "estimator.boundary": "bootstrap"},
+        Variant(f"T-PPO, window {name}", "tppo", _WINDOWED | changes)
+        for name, changes in _WINDOWS.items()
       ),
     ),
   ),

@@ -87,20 +87,16 @@ def measure(way: str, steps: int, warm_up: int) -> tuple[list[Span], float]:
         begin_s = time.perf_counter()
       states, weights, _ = loop.iterate(run, states, weights, recorder, None)
     seconds = time.perf_counter() - begin_s
-  spans = [
+  return [
     span._replace(begin_s=span.begin_s - begin_s, end_s=span.end_s - begin_s)
     for span in recorder.spans
-  ]
-  return spans, seconds / steps
+  ], seconds / steps
 
 
 def busy(spans: list[Span], side: str) -> float:
   """Seconds in which a side did something."""
-  return sum(
-    span.end_s - span.begin_s
-    for span in spans
-    if span.side == side and span.phase != _WAITS
-  )
+  own = [x for x in spans if x.side == side and x.phase != _WAITS]
+  return sum(span.end_s - span.begin_s for span in own)
 
 
 def draw(ways: dict[str, list[Span]], path: pathlib.Path) -> None:
@@ -134,12 +130,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
   """Declares the flags of the command line."""
   add = parser.add_argument
   add("--steps", type=int, default=6, help="that are measured")
-  add(
-    "--warm_up",
-    type=int,
-    default=8,
-    help="steps before them; longer responses than before may compile",
-  )
+  add("--warm_up", type=int, default=8, help="before them: they may compile")
   add("--out", default="runs/timeline", help="folder")
 
 
@@ -155,9 +146,8 @@ def run(options: argparse.Namespace) -> None:
   ways, table, turns_s = {}, [], None
   for way in WAYS:
     ways[way], step_s = measure(way, options.steps, options.warm_up)
-    turns_s = turns_s or step_s
-    row = {"measured": way, "s/step": f"{step_s:.3g}"}
-    row["x by turns"] = f"{turns_s / step_s:.2f}"
+    turns_s, row = turns_s or step_s, {"measured": way}
+    row |= {"s/step": f"{step_s:.3g}", "x by turns": f"{turns_s / step_s:.2f}"}
     for side in ("learner", "sampler", "rewards"):
       share = busy(ways[way], side) / (step_s * options.steps)
       row[f"{side} busy"] = f"{share:.0%}"

@@ -6,11 +6,7 @@ import pathlib
 from jaxrl_llm import config as config_lib
 
 FOLDER = pathlib.Path(__file__).parents[2] / "configs"
-METHODS = sorted(
-  path.stem
-  for path in FOLDER.glob("*.py")
-  if path.stem != "pretrain"  # Supervised, with keys of its own.
-)
+METHODS = sorted(path.stem for path in FOLDER.glob("*.py"))
 
 
 def load(name, preset=""):

@@ -1,6 +1,5 @@
 """Pretraining: a pure function of its settings, for every task; the assets."""
 
-import functools
 import json
 import os
 import pathlib
@@ -11,7 +10,7 @@ import jax
 import numpy as np
 import pretraining
 import pytest
-from helpers import configs, tiny_run
+from helpers import tiny_run
 
 import jaxrl_llm
 from jaxrl_llm import models
@@ -21,18 +20,16 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import hf
 
 ASSETS = pathlib.Path(jaxrl_llm.__file__).parent / "assets"
-TASKS = ("chain_sum", "remainder")
-pretrain_config = functools.partial(configs.load, "pretrain")
+TASKS = tuple(pretraining.TASKS)
 
 
 def train(task, tokenizer, **changes):
   """(params, losses) of a short training of the tiny model."""
-  settings = pretrain_config(task)
-  settings.task_settings = {"max_ops": 2, "eval_size": 20}
-  settings.max_prompt_length, settings.max_response_length = 6, 24
-  settings.steps, settings.batch_size, settings.micro_batch_size = 60, 16, 4
-  settings.warmup_steps, settings.learning_rate = 2, 1e-2
-  settings.update(changes)
+  small = {"steps": 60, "warmup_steps": 2, "learning_rate": 1e-2}
+  small |= {"batch_size": 16, "micro_batch_size": 4, "max_prompt_length": 6}
+  small |= {"task_settings": {"max_ops": 2, "eval_size": 20}}
+  small |= {"max_response_length": 24}
+  settings = pretraining.TASKS[task]._replace(**small | changes)
   losses = []
   params = pretraining.pretrain(
     models.make_policy(tiny_run.model_config()),
@@ -71,11 +68,11 @@ def test_three_steps_of_the_script_at_full_size(task, tmp_path):
   done = subprocess.run(
     [
       sys.executable,
-      "scripts/dev/pretrain.py",
-      f"--config=configs/pretrain.py:{task}",
-      f"--config.out={tmp_path / 'base'}",
-      "--config.steps=3",
-      "--config.warmup_steps=1",
+      "scripts/dev/pretraining.py",
+      f"--task={task}",
+      f"--out={tmp_path / 'base'}",
+      "--steps=3",
+      "--warmup_steps=1",
     ],
     cwd=root,
     env=os.environ | {"PYTHONPATH": str(root)},
@@ -90,23 +87,9 @@ def test_three_steps_of_the_script_at_full_size(task, tmp_path):
   assert fns.config == hf.read_config(ASSETS / f"{task}_base")
 
 
-def test_tasks_differ_in_room_and_alphabet_holds_both():
-  chain, long = map(pretrain_config, TASKS)
-  assert chain.out.endswith("chain_sum_base")
-  assert long.out.endswith("remainder_base")
-  room = long.max_prompt_length + long.max_response_length
-  assert room <= long.max_position_embeddings
-  assert pretrain_config() == chain
-
-
-def test_unknown_task_is_one_line():
-  with pytest.raises(ValueError, match="'nope' is unknown; choose"):
-    pretrain_config("nope")
-
-
 @pytest.mark.parametrize("task", TASKS)
 def test_shipped_base_is_what_the_settings_say(task):
-  settings = pretrain_config(task)
+  settings = pretraining.TASKS[task]
   directory = ASSETS / f"{task}_base"
   config = hf.read_config(directory)
   assert config.num_layers == settings.num_layers
@@ -125,7 +108,6 @@ def test_shipped_base_is_what_the_settings_say(task):
 
 
 def test_steps_within_the_warm_up_are_one_line():
-  settings = pretrain_config()
-  settings.steps = settings.warmup_steps
-  with pytest.raises(InputError, match="config.steps=50 must be over"):
+  settings = pretraining.Settings(steps=50)
+  with pytest.raises(InputError, match="--steps=50 must be over"):
     pretraining.pretrain(None, None, settings, log=None)

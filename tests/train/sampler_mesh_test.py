@@ -10,10 +10,10 @@ from helpers import tiny_mesh_run, tiny_run
 from helpers.tiny_mesh_run import MESHES, PLAIN, recorded
 from helpers.tiny_run import with_config
 from parts import dry_run
-from scaling import estimate
 
 from jaxrl_llm import metrics, sharding
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.simulate import account
 from jaxrl_llm.train import build, loop, meshes
 
 
@@ -268,8 +268,8 @@ class TestDryRun:
       for device in jax.devices()
     }
     shapes = run.learner.policy.shapes
-    assert held(states.learner.policy) == {estimate.held(shapes)}
-    assert held(weights.params) == {estimate.held(run.transfer.shapes)}
+    assert held(states.learner.policy) == {account.held(shapes)}
+    assert held(weights.params) == {account.held(run.transfer.shapes)}
 
 
 class TestSettings:

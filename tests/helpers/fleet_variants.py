@@ -9,7 +9,7 @@ profile doubles noise, drifts, bursts and the differences between hosts.
 """
 
 import numpy as np
-from fleets import Episode
+from helpers.fleets import Episode
 
 # Name, level, noise as a share of the level, share that follows the load.
 _UNITS = (
@@ -49,9 +49,8 @@ def units(seed: int, *, hosts: int, faulty: bool, hard: bool) -> Episode:
   x = np.empty((hosts, seconds, len(level)), np.float32)
   for role in set(roles):
     mine = [i for i, other in enumerate(roles) if other == role]
-    x[mine] = (level * (1 - follows * (1 - _load(rng, time)[:, None]))).astype(
-      np.float32
-    )
+    idle = 1 - _load(rng, time)[:, None]
+    x[mine] = (level * (1 - follows * idle)).astype(np.float32)
   x *= (1 + bias[:, None]).astype(np.float32)
   x += noise * more * _red(rng, x.shape, rng.uniform(0.0, 0.7))
   # The day's wave and what fills up differ a little from host to host.
@@ -120,14 +119,8 @@ def _unit_fault(rng, x, noise, group, kind) -> None:
 
 
 _UNSEEN_FAULTS = (
-  "two steps",
-  "approach",
-  "sawtooth",
-  "square wave",
-  "frozen",
-  "silent",
-  "factor",
-  "swap of levels",
+  *("two steps", "approach", "sawtooth", "square wave"),
+  *("frozen", "silent", "factor", "swap of levels"),
 )
 
 
@@ -162,10 +155,8 @@ def unseen(seed: int, *, hosts: int, faulty: bool, hard: bool) -> Episode:
     x[host, start : start + length, some] += rng.normal(0, 5)
   host, onset, kind = -1, 0, ""
   if faulty:
-    host, onset = (
-      int(rng.integers(hosts)),
-      int(rng.integers(180, seconds - 360)),
-    )
+    host = int(rng.integers(hosts))
+    onset = int(rng.integers(180, seconds - 360))
     kind = str(rng.choice(_UNSEEN_FAULTS))
     _unseen_fault(rng, x[host, onset:], kind)
   coarse = np.flatnonzero(rng.random(metrics) < 0.25)

@@ -16,31 +16,14 @@ from typing import NamedTuple
 import numpy as np
 
 METRICS = (
-  "pfc_tx_rate",
-  "cpu_usage",
-  "duty_cycle",
-  "power",
-  "engine_activity",
-  "tensor_activity",
-  "nvlink_bandwidth",
-  "memory_usage",
-  "memory_bandwidth",
-  "temperature",
-  "clock",
-  "pcie_bandwidth",
-  "pcie_usage",
-  "hbm_usage",
-  "tcp_throughput",
-  "rdma_throughput",
-  "ecn_rate",
-  "cnp_rate",
-  "disk_usage",
-  "disk_throughput",
-  "fp_activity",
+  *("pfc_tx_rate", "cpu_usage", "duty_cycle", "power", "engine_activity"),
+  *("tensor_activity", "nvlink_bandwidth", "memory_usage", "memory_bandwidth"),
+  *("temperature", "clock", "pcie_bandwidth", "pcie_usage", "hbm_usage"),
+  *("tcp_throughput", "rdma_throughput", "ecn_rate", "cnp_rate"),
+  *("disk_usage", "disk_throughput", "fp_activity"),
 )
 _GPU = (2, 3, 4, 5, 8, 9, 20)
 _NETWORK = (0, 11, 12, 14, 15, 16, 17)
-ROLES = ("trainer", "sampler", "reward")
 
 
 class Kind(NamedTuple):
@@ -66,7 +49,6 @@ KINDS = {
   "machine unreachable": Kind(0.060, tuple(range(21)), 0.9, 1.0),
   "other": Kind(0.102, tuple(range(21)), 0.25, 0.5),
 }
-BIAS = 60.0  # Largest difference that a healthy host may keep.
 SHAPES = ("step", "ramp", "intermittent", "drop")
 
 
@@ -88,9 +70,18 @@ def episode(
   faulty: bool,
   seconds: int = 900,
   hard: bool = False,
-  bias: float = BIAS,
+  bias: float = 60.0,
 ) -> Episode:
-  """Draws an episode; the same seed is the same one."""
+  """Draws an episode; the same seed is the same one.
+
+  Args:
+    seed: of the draw.
+    hosts: how many there are.
+    faulty: whether one of them breaks.
+    seconds: of the record.
+    hard: profile.
+    bias: largest difference that a healthy host may keep.
+  """
   rng = np.random.default_rng((20241102, seed))
   more = 2.0 if hard else 1.0
   roles = _roles(rng, hosts)
@@ -119,9 +110,8 @@ def _roles(rng: np.random.Generator, hosts: int) -> tuple[str, ...]:
   rewards = max(3, hosts // 16)
   samplers = (hosts - rewards) // 2
   trainers = hosts - rewards - samplers
-  return (
-    ("trainer",) * trainers + ("sampler",) * samplers + ("reward",) * (rewards)
-  )
+  counts = {"trainer": trainers, "sampler": samplers, "reward": rewards}
+  return tuple(role for role, n in counts.items() for _ in range(n))
 
 
 def _healthy(rng, roles, seconds, more, bias) -> np.ndarray:
@@ -134,9 +124,8 @@ def _healthy(rng, roles, seconds, more, bias) -> np.ndarray:
   offsets = rng.uniform(-far, far, (hosts, metrics))
   slopes = rng.normal(0, 0.5 * more, (hosts, metrics))
   slopes *= rng.random(metrics) < 0.3
-  x += (offsets[:, None] + slopes[:, None] * (time / seconds)[:, None]).astype(
-    np.float32
-  )
+  drifts = slopes[:, None] * (time / seconds)[:, None]
+  x += (offsets[:, None] + drifts).astype(np.float32)
   # The day shows on all of them, on some by up to a third more.
   day = np.sin(2 * np.pi * (time / 86400 + rng.random())) * 60
   day = (day - day[0])[:, None] * rng.uniform(-1, 1, metrics)

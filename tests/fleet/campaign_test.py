@@ -1,8 +1,7 @@
 """Measures how well the detector finds the broken host of simulated fleets.
 
-    python scripts/dev/fleet_campaign.py --episodes=1000
-    python scripts/dev/fleet_campaign.py --simulator=unseen --only=median
-    python scripts/dev/fleet_campaign.py --cost    # of one call at 1,024 hosts
+    PYTHONPATH=.:tests:scripts python tests/fleet/campaign_test.py \
+        --episodes=1000 [--simulator=unseen] [--only=median]
 
 Half of the episodes are healthy. An alarm is right if it names the broken host
 after it broke; every other alarm counts as wrong. Prints a table of detectors
@@ -10,23 +9,21 @@ and profiles. Settings of the detector were chosen on the simulators `fleets`
 and `units`, on seeds from 2,000,000 on; `unseen` is for reports alone.
 """
 
-import argparse
 import functools
-import resource
-import sys
-import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-import fleet_variants
-import fleets
 import jax
 import numpy as np
+import pytest
+from helpers import fleet_variants, fleets
+from parts import program
 
 from jaxrl_llm import fleet
 from jaxrl_llm.fleet import denoiser
 
 _SIZES = (4, 8, 16, 32, 64, 128)  # Hosts; larger ones are like these.
+_VAE, _JOINT = 2.7, 0.6  # Thresholds of other detectors.
 SIMULATORS = {
   "fleets": fleets.episode,
   "units": fleet_variants.units,
@@ -64,16 +61,13 @@ def detectors(params) -> dict[str, Callable]:
     "LSTM-VAE": functools.partial(
       fleet.detect,
       score=functools.partial(denoiser.denoised_scores, params),
-      threshold=THRESHOLD_VAE,
+      threshold=_VAE,
     ),
     "median, no continuity": functools.partial(median, hold_s=0.0),
     "median, all metrics as one": functools.partial(
-      fleet.detect, score=joint, threshold=THRESHOLD_JOINT
+      fleet.detect, score=joint, threshold=_JOINT
     ),
   }
-
-
-THRESHOLD_VAE, THRESHOLD_JOINT = 2.7, 0.6
 
 
 def judge(detect: Callable, drawn: fleets.Episode) -> Outcome:
@@ -127,66 +121,53 @@ def campaign(
   return found
 
 
-def cost(hosts: int, seconds: int = 900) -> None:
-  """Prints what one call takes."""
-  x = np.random.default_rng(0).standard_normal(
-    (hosts, seconds, len(fleets.METRICS)), np.float32
+@pytest.mark.slow
+def test_the_denoiser_finds_broken_hosts():
+  score = functools.partial(
+    denoiser.denoised_scores, fitted(episodes=1, steps=200)
   )
-  x[np.random.default_rng(1).random(x.shape) < 0.01] = np.nan
-  params = fitted(1)
-  before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-  for name, detect in list(detectors(params).items())[:2]:
-    took = []
-    for _ in range(3):
-      begun = time.perf_counter()
-      detect(x)
-      took.append(time.perf_counter() - begun)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(
-      f"{name}: {hosts} hosts x {seconds} s x {x.shape[2]} metrics"
-      f" ({x.nbytes / 2**20:.0f} MiB): {min(took):.2f} s, memory"
-      f" +{(peak - before) / 2**10:.0f} MiB"
-    )
+  detect = functools.partial(fleet.detect, score=score, threshold=_VAE)
+  outcomes = [
+    judge(detect, fleets.episode(seed, hosts=8, faulty=seed % 2 == 0))
+    for seed in range(12)
+  ]
+  assert sum(outcome.right for outcome in outcomes) >= 5
+  assert sum(outcome.wrong for outcome in outcomes) <= 1
 
 
-def main(arguments: list[str] | None = None) -> int:
-  """Runs the command."""
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+@pytest.mark.slow(minutes=2)
+@pytest.mark.parametrize("simulator", SIMULATORS)
+@pytest.mark.parametrize(("hard", "least"), [(False, 0.95), (True, 0.88)])
+def test_a_campaign(simulator, hard, least):
+  """Finds the faults of seeds that no setting was chosen on."""
+  outcomes = campaign(
+    100, hard=hard, compared={"median": fleet.detect}, simulator=simulator
   )
-  parser.add_argument("--episodes", type=int, default=100, help="per profile")
-  parser.add_argument("--first", type=int, default=0, help="seed of the first")
-  parser.add_argument("--simulator", choices=SIMULATORS, default="fleets")
-  parser.add_argument(
-    "--only", choices=["median"], help="leave the other detectors out"
-  )
-  parser.add_argument("--cost", action="store_true", help="time one call")
-  options = parser.parse_args(arguments)
-  if options.cost:
-    cost(1024)
-    return 0
-  if options.only == "median":
-    compared = {"median": fleet.detect}
-  else:
-    compared = detectors(fitted())
+  row = summary(outcomes["median"])
+  assert row["F1"] >= least and row["silent if healthy"] >= 0.95
+
+
+def main(*, episodes: int, first: int, simulator: str, only: str) -> None:
+  """Prints a table of the detectors on each profile."""
+  compared = {"median": fleet.detect} if only else detectors(fitted())
   for hard in (False, True):
     outcomes = campaign(
-      options.episodes,
-      hard=hard,
-      compared=compared,
-      first=options.first,
-      simulator=options.simulator,
+      episodes, hard=hard, compared=compared, first=first, simulator=simulator
     )
-    table = {name: summary(found) for name, found in outcomes.items()}
     profile = "hard" if hard else "normal"
-    print(f"\n{options.simulator}, {profile}, {options.episodes} episodes\n")
-    print("| detector |", " | ".join(table["median"]), "|")
-    print("|---" * (1 + len(table["median"])) + "|")
-    for name, row in table.items():
-      print(f"| {name} |", " | ".join(f"{x:.3f}" for x in row.values()), "|")
+    print(f"\n{simulator}, {profile}, {episodes} episodes\n")
+    rows = {name: summary(found) for name, found in outcomes.items()}
+    table = program.Table(" | ".join(["detector", *rows["median"]]))
+    for name, row in rows.items():
+      table.row(name, *(f"{x:.3f}" for x in row.values()))
     print("\nmedian found:", recalls(outcomes["median"]), flush=True)
-  return 0
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  parser = program.make_parser(__doc__)
+  add = parser.add_argument
+  add("--episodes", type=int, default=100, help="per profile")
+  add("--first", type=int, default=0, help="seed of the first")
+  add("--simulator", choices=SIMULATORS, default="fleets")
+  add("--only", choices=["median"], help="leave the other detectors out")
+  main(**vars(parser.parse_args()))

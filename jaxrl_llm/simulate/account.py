@@ -7,17 +7,16 @@ of a program may differ; scripts/compile.py prints both side by side.
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from jaxrl_llm import config as config_lib
-from jaxrl_llm import models, sharding
+from jaxrl_llm import models
 from jaxrl_llm.learner.choices import has_critic
 from jaxrl_llm.metrics.chips import Chip
 from jaxrl_llm.models.shapes import multiplied_params
 from jaxrl_llm.sampling.allocator import default_page_size
-from jaxrl_llm.train import build
 
 # Shares of what the maker states that programs are assumed to reach.
 REACHED = {"compute": 0.6, "memory": 0.7, "links": 0.7}
@@ -45,28 +44,6 @@ class Work:
     seconds = self.seconds(chip)
     slowest = max(seconds, key=seconds.get)
     return seconds[slowest], slowest
-
-
-class Fit(NamedTuple):
-  """Settings under which a run fits by the account; the best sorts first."""
-
-  seconds: float  # Seconds per step.
-  memory: float  # Bytes a device.
-  mesh: tuple[int, ...]  # Sizes of the axes.
-  sampler_mesh: tuple[int, ...]
-  micro_batch: int
-  remat_policy: str
-
-  def flags(self) -> str:
-    """Returns the flags as on the command line."""
-    found = {f"mesh.{k}": n for k, n in zip(sharding.AXES, self.mesh)}
-    for axis, size in zip(sharding.AXES, self.sampler_mesh):
-      if axis != "context":
-        found[f"sampler.mesh.{axis}"] = size
-    for role in ("policy", "value"):
-      found[f"optimizer.{role}.micro_batch_size"] = self.micro_batch
-    found["model.remat_policy"] = self.remat_policy
-    return " ".join(f"--config.{key}={value}" for key, value in found.items())
 
 
 class Sizes:
@@ -98,7 +75,7 @@ class Sizes:
     longest = config.sampler.max_response_length
     self.response = mean_response or longest / 4
     self.prompt = config.data.max_prompt_length / 4
-    self.row = build.max_tokens_per_row(config)
+    self.row = config_lib.max_tokens_per_row(config)
     self.responses = config_lib.batch_size(config)
     heads_split = model.num_kv_heads % self.tensor == 0
     self.kv_ways = self.slot_ways * (self.tensor if heads_split else 1)
@@ -184,7 +161,7 @@ def temporaries(sizes: Sizes, role: str, *, update: bool) -> dict[str, float]:
   return parts
 
 
-def account(sizes: Sizes) -> dict[str, float]:
+def temporaries_by_program(sizes: Sizes) -> dict[str, float]:
   """Bytes of temporaries by program, of those that `temporaries` knows."""
   programs = {
     "score log-probs": ("policy", False),
@@ -247,6 +224,15 @@ def decoding(sizes: Sizes) -> Work:
   own = slots / sizes.slot_ways * model.num_layers
   sent += ring * 2 * 2 * own * model.hidden_size
   return Work(flops, moved, sent)
+
+
+def work_by_phase(sizes: Sizes, written: Sizes) -> dict[str, Work]:
+  """Work of micro-batches, and of a decoding step on the sampler's mesh."""
+  work = {"decode": decoding(written)}
+  for role in ("policy", "value"):
+    work[f"score {role}"] = scoring(sizes, role)
+    work[f"update {role}"] = updating(sizes, role)
+  return work
 
 
 def step_seconds(

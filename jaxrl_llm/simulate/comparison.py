@@ -1,0 +1,153 @@
+"""Compares schedules of rollouts on the same requests and devices."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from jaxrl_llm import sampling
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.rollout.worker import RolloutSettings
+from jaxrl_llm.simulate.cost import CostModel
+from jaxrl_llm.simulate.lengths import Requests
+from jaxrl_llm.simulate.runs import asynchronous, pipelined, static_batches
+
+BASELINE = "static"
+_SHARES = (0.25, 0.375, 0.5, 0.625, 0.75)  # Fractions of devices for sampling.
+_TRIAL = 6  # Steps that find the best of them.
+
+Summary = dict[str, float]  # Summary of a run by table column.
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+  """Sizes of a job, the schedules to compare, and a machine.
+
+  Attributes:
+    slots: responses written at a time.
+    groups: prompts of a training step.
+    group_size: responses per prompt.
+    steps: of training; a third warms up.
+    prompt_length: tokens.
+    over_provision: groups begun per group trained, a schedule each.
+    max_staleness: of over-provisioned responses, in steps.
+    lags: of runs that sample and train at once, in steps.
+    at_once: whether there are such runs.
+    price: share of the devices that sample while the others train -> prices;
+      None is all devices in turn.
+  """
+
+  slots: int
+  groups: int
+  group_size: int
+  steps: int
+  prompt_length: int
+  over_provision: Sequence[float]
+  max_staleness: float
+  lags: Sequence[float]
+  at_once: bool
+  price: Callable[[float | None], CostModel]
+
+  def run(self, lengths: np.ndarray, window: int) -> dict[str, Summary]:
+    """Runs every schedule; name -> what came of it.
+
+    The schedules that take turns have all devices for sampling and then for
+    training. Where both work at once they divide the same devices, in the way
+    that gives the most of a few shares.
+
+    Args:
+      lengths: of responses, [N, G].
+      window: of T-PPO, tokens.
+
+    Raises:
+      InputError: a schedule cannot be run.
+    """
+    requests = Requests(np.full(len(lengths), self.prompt_length), lengths)
+    longest = self.prompt_length, int(lengths.max())
+    config = sampling.EngineConfig(self.slots, *longest, stop_tokens=())
+    run = functools.partial(pipelined, requests, config=config)
+    schedules, out = self._schedules(window), {}
+    for name, settings in schedules.items():
+      rule = static_batches if name == BASELINE else None
+      in_turns = functools.partial(run, settings=settings, rule=rule)
+      out[name] = self._summary(in_turns, self.price(None), self.steps)
+    free = functools.partial(
+      asynchronous, requests, config=config, groups=self.groups
+    )
+    kinds = self._side_by_side(run, free, schedules) if self.at_once else []
+    parted = [self.price(share) for share in _SHARES if kinds]
+    for runs in filter(None, kinds):
+      first, steps = next(iter(runs.values())), min(_TRIAL, self.steps)
+      trials = [self._summary(first, cost, steps) for cost in parted]
+      best = parted[np.argmax([trial["responses/s"] for trial in trials])]
+      for name, one in runs.items():
+        out[name] = self._summary(one, best, self.steps)
+    base = out[BASELINE]["responses/s"]
+    return {
+      k: v | {"x static": v["responses/s"] / base} for k, v in out.items()
+    }
+
+  def _schedules(self, window: int) -> dict[str, RolloutSettings]:
+    """Returns the schedules that alternate, by name."""
+    sizes = {"groups": self.groups, "group_size": self.group_size}
+    whole = RolloutSettings(**sizes, in_flight=self.groups)
+    windowed = dataclasses.replace(whole, window=window)
+    schedules = {BASELINE: whole, "refill": whole, "window": windowed}
+    for ratio in self.over_provision:
+      try:
+        schedules[f"over-provisioned {ratio:g}"] = RolloutSettings(
+          **sizes,
+          in_flight=math.ceil(ratio * self.groups),
+          stop="first_groups",
+          max_staleness=self.max_staleness,
+        )
+      except ValueError as error:
+        raise InputError(f"over_provision={ratio:g}: {error}") from error
+    return schedules
+
+  def _side_by_side(self, run, free, schedules) -> list[dict[str, Callable]]:
+    """Returns runs that sample and train at once, by name, in kinds.
+
+    What is free-running hands over a group when it ends and takes new weights
+    when they are there: most of it depends on the clock, so it does not repeat.
+    """
+    partial = functools.partial
+    whole, (name, most) = schedules["refill"], list(schedules.items())[-1]
+    lags = [int(lag) for lag in self.lags if lag < math.inf]
+    fixed = lambda settings, suffix: {
+      f"fixed lag {lag}{suffix}": partial(run, settings=settings, lag=lag)
+      for lag in lags
+    }
+    return [
+      {"periodic": partial(run, settings=whole, streaming=True)},
+      fixed(whole, ""),
+      fixed(most, f", {name}"),
+      {f"free-running, lag {x:g}": partial(free, lag=x) for x in self.lags},
+    ]
+
+  def _summary(self, run: Callable, cost: CostModel, steps: int) -> Summary:
+    """Means over the steps of a run after its warm-up."""
+    rows = run(cost=cost, steps=steps)[steps // 3 :]
+    total = {name: sum(row[name] for row in rows) for name in rows[0]}
+    most = {name: max(row[name] for row in rows) for name in rows[0]}
+    host_s = cost.scheduler_step_s * total["decode_calls"]
+    seconds = {
+      "s/step": total["step_s"],
+      "generate": total["wall_s"] - total["host_s"],
+      "prefill": total["host_s"] - host_s,
+      "train": total["train_s"],
+      "sync": cost.sync_s * len(rows),
+      "idle": host_s + total["waited_s"],
+    }
+    return {
+      "responses/s": total["responses"] / total["step_s"],
+      "x static": 1.0,
+      **{name: value / len(rows) for name, value in seconds.items()},
+      "slots used": total["tokens"] / (self.slots * total["decode_steps"]),
+      "off-policy": total["off_policy"] / total["trained"],
+      "max staleness": most["max_staleness"],
+      "mean length": total["response_tokens"] / max(total["responses"], 1),
+      "peak KV tokens": most["kv_capacity"],
+    }

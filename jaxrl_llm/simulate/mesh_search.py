@@ -1,0 +1,124 @@
+"""Ranks meshes and what goes with them by the account, and compiles nothing."""
+
+import functools
+import itertools
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from jaxrl_llm import models, sharding
+from jaxrl_llm.learner.choices import has_critic
+from jaxrl_llm.metrics.chips import Chip
+from jaxrl_llm.models.transformer import REMAT_POLICIES
+from jaxrl_llm.simulate import account
+
+_TENSOR = (1, 2, 4, 8, 16)  # Sizes that a search tries.
+
+
+class Fit(NamedTuple):
+  """Settings under which a run fits by the account; the best sorts first."""
+
+  seconds: float  # Seconds per step.
+  memory: float  # Bytes a device.
+  mesh: tuple[int, ...]  # Sizes of the axes.
+  sampler_mesh: tuple[int, ...]
+  micro_batch: int
+  remat_policy: str
+
+  def flags(self) -> str:
+    """Returns the flags as on the command line."""
+    found = {f"mesh.{k}": n for k, n in zip(sharding.AXES, self.mesh)}
+    for axis, size in zip(sharding.AXES, self.sampler_mesh):
+      if axis != "context":
+        found[f"sampler.mesh.{axis}"] = size
+    for role in ("policy", "value"):
+      found[f"optimizer.{role}.micro_batch_size"] = self.micro_batch
+    found["model.remat_policy"] = self.remat_policy
+    return " ".join(f"--config.{key}={value}" for key, value in found.items())
+
+
+def search(
+  config: Any,
+  model: models.ModelConfig,
+  topology: str,
+  chip: Chip,
+  mean_response: float = 0.0,
+) -> list[Fit]:
+  """Returns the meshes of learner and sampler that fit, the fastest first.
+
+  Args:
+    config: of the run; its meshes, micro-batches and remat policy are replaced.
+    model: shape of policy and critic.
+    topology: of the devices, such as v5p:4x4x4.
+    chip: of the topology.
+    mean_response: tokens; a quarter of the longest if 0.
+  """
+  count = math.prod(map(int, topology.partition(":")[2].split("x")))
+  sizes = functools.partial(
+    account.Sizes, model=model, mean_response=mean_response
+  )
+  found = []
+  for own in {count, count // 4, count // 2, count - count // 4} - {0}:
+    # The sampler has the same devices, or those that the learner leaves.
+    free = count if own == count else count - own
+    samplers = [_sampler(sizes(config, mesh=m)) for m in _meshes(model, free)]
+    for mesh in _meshes(model, own, contexts=(1, 2, 4, 8)):
+      learner = sizes(config.copy_and_resolve_references(), mesh=mesh)
+      found += _best(learner, samplers, chip, apart=own < count)
+  return sorted(found)
+
+
+def _meshes(
+  model: models.ModelConfig, count: int, contexts: Sequence[int] = (1,)
+) -> list[dict[str, int]]:
+  """Meshes of so many devices."""
+  factors = itertools.product((1, 2, 4, 8, 16, 32, 64), contexts, _TENSOR)
+  return [
+    dict(zip(sharding.AXES, (data, count // rest, context, tensor)))
+    for data, context, tensor in factors
+    if count % (rest := data * context * tensor) == 0
+    and model.num_heads % tensor == 0
+  ]
+
+
+def _sampler(sizes: account.Sizes) -> tuple[float, account.Sizes]:
+  """(bytes, sizes) of a sampler."""
+  pages = sizes.config.sampler.kv_pages * sizes.page or (
+    sizes.slots * 4 * (sizes.prompt + sizes.response)
+  )
+  memory = 2 * sizes.parameters / (sizes.shards * sizes.tensor)
+  memory += pages * sizes.kv_token / sizes.kv_ways
+  return memory, sizes
+
+
+def _best(sizes: account.Sizes, samplers, chip: Chip, *, apart) -> list[Fit]:
+  """The fastest with a mesh of the learner, if any fits; changes its config."""
+  config, found = sizes.config, []
+  roles = ["policy", "value"] if has_critic(config) else ["policy"]
+  each = sizes.parameters / (sizes.shards * sizes.tensor)
+  kept = 0.0
+  for role in roles:
+    config.optimizer[role].micro_batch_size = sizes.batch_ways
+    moments = jnp.dtype(config.optimizer[role].mu_dtype).itemsize
+    kept += (8 + moments) * each
+  axes = lambda mesh: tuple(mesh[axis] for axis in sharding.AXES)
+  for policy in REMAT_POLICIES:
+    config.model.remat_policy = policy
+    parts = account.temporaries(sizes, "policy", update=True)
+    own = kept + sum(parts.values())
+    for held, written in samplers:
+      memory = max(held, own) if apart else held + own
+      if memory >= chip.memory:
+        continue
+      work = account.work_by_phase(sizes, written)
+      seconds = account.step_seconds(sizes, chip, work)
+      train = sum(seconds.values()) - seconds["decode"]
+      # Apart and a batch behind, they work at the same time.
+      at_once = apart and config.schedule.lag
+      meshes = axes(sizes.mesh), axes(written.mesh)
+      total = (max if at_once else operator.add)(seconds["decode"], train)
+      found.append(Fit(total, memory, *meshes, sizes.batch_ways, policy))
+  return [min(found)] if found else []

@@ -1,1 +1,0 @@
-"""Estimates of large runs: chips, memory of programs, time."""
