@@ -1,4 +1,4 @@
-"""Files of a fleet, one a host, as arrays."""
+"""Reads the metrics files of the hosts of a fleet into arrays."""
 
 import dataclasses
 import math
@@ -20,7 +20,7 @@ _NOT_WORK.add("host/wait_s")
 
 @dataclasses.dataclass(frozen=True)
 class Reports:
-  """Rows that hosts wrote of themselves: of steps, or samples of metrics."""
+  """Rows logged by hosts: either training steps or samples of metrics."""
 
   hosts: dict[str, list[dict[str, Any]]]  # By name, in the order of time.
 
@@ -31,12 +31,12 @@ class Reports:
 
   @property
   def of_steps(self) -> bool:
-    """Whether rows are of steps."""
+    """Whether the rows are training steps."""
     return "step" in next(iter(self.hosts.values()))[0]
 
   @property
   def now(self) -> float:
-    """Returns the present by the median host's clock; the later one of two."""
+    """Returns the time by the median host's clock, or the later one of two."""
     times = [rows[-1]["time"] for rows in self.hosts.values()]
     return max(times) if len(times) < 3 else statistics.median_low(times)
 
@@ -83,7 +83,7 @@ class Reports:
 
 
 def read_reports(folder: pathlib.Path) -> Reports:
-  """Reads HOST.jsonl of every host.
+  """Reads the file HOST.jsonl of every host.
 
   Raises:
     InputError: there are no files, or a line cannot be used.

@@ -227,7 +227,7 @@ def decoding(sizes: Sizes) -> Work:
 
 
 def work_by_phase(sizes: Sizes, written: Sizes) -> dict[str, Work]:
-  """Work of micro-batches, and of a decoding step on the sampler's mesh."""
+  """Returns the work of micro-batches, and of a decode step of the sampler."""
   work = {"decode": decoding(written)}
   for role in ("policy", "value"):
     work[f"score {role}"] = scoring(sizes, role)

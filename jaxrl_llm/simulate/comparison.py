@@ -23,7 +23,7 @@ Summary = dict[str, float]  # Summary of a run by table column.
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-  """Sizes of a job, the schedules to compare, and a machine.
+  """Schedules to compare, with the sizes of the job and the machine's prices.
 
   Attributes:
     slots: responses written at a time.
@@ -51,7 +51,7 @@ class Comparison:
   price: Callable[[float | None], CostModel]
 
   def run(self, lengths: np.ndarray, window: int) -> dict[str, Summary]:
-    """Runs every schedule; name -> what came of it.
+    """Simulates every schedule; returns its summary by name.
 
     The schedules that take turns have all devices for sampling and then for
     training. Where both work at once they divide the same devices, in the way

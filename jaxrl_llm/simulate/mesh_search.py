@@ -1,4 +1,4 @@
-"""Ranks meshes and what goes with them by the account, and compiles nothing."""
+"""Ranks meshes by the model's account, without compiling."""
 
 import functools
 import itertools

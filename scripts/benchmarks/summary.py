@@ -17,12 +17,12 @@ _PACKAGES = ("jax", "jaxlib", "numpy")
 
 
 class Timed(dict[str, list[float]]):
-  """Seconds of calls, by the names that they are given."""
+  """Seconds of calls by name."""
 
   def __call__(
     self, name: str, function: Callable[..., Any], *arguments, calls: int = 1
   ) -> Any:
-    """Times so many calls, of which one is taken down; returns the last."""
+    """Records the mean seconds of `calls` calls; returns the last result."""
     start = time.perf_counter()
     for _ in range(calls):
       result = function(*arguments)

@@ -139,8 +139,8 @@ def pretrain(
   surrogate = choices.POLICY_LOSSES["policy_gradient"]({})
   objective = policy_objective(fns, surrogate, {"nll": nll})
   update = make_update(objective, transform, schedule)
-  own = settings.task_settings
-  source = make_source(settings.task, own, seed=settings.seed)
+  task = (settings.task, settings.task_settings)
+  source = make_source(*task, seed=settings.seed)
   for i in range(settings.steps):
     batch = _batch(tokenizer, source, settings, i)
     train_state, metrics = update(train_state, batch, 1.0)
@@ -175,11 +175,11 @@ def _batch(tokenizer, source, settings, i) -> PackedBatch:
     micro_batches=-(-size // settings.micro_batch_size),
   )
   weights = masked.token_weights(rollout.mask, mode="token-mean")
-  nothing = np.zeros(layout.shape, np.float32)
   inputs = {"nll_weights": layout.scatter(weights)}
-  for name in ("proximal_logprobs", "advantages", "weights"):
-    inputs[name] = nothing
-  return PackedBatch(packed, packed.mask, inputs, schedule_step=np.int32(i))
+  unused = ("proximal_logprobs", "advantages", "weights")
+  inputs |= dict.fromkeys(unused, np.zeros(layout.shape, np.float32))
+  batch = {"packed": packed, "mask": packed.mask, "inputs": inputs}
+  return PackedBatch(**batch, schedule_step=np.int32(i))
 
 
 class Noise(NamedTuple):

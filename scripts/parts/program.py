@@ -1,4 +1,4 @@
-"""Helps programs: their flags, one line for bad input, tables as they grow."""
+"""Command lines of programs: flags, errors of one line, Markdown tables."""
 
 import argparse
 import functools
@@ -10,21 +10,21 @@ from jaxrl_llm.errors import InputError
 
 
 def make_parser(text: str) -> argparse.ArgumentParser:
-  """Makes a parser of flags whose help is the docstring of a program."""
+  """Returns a parser whose help is the docstring of the program."""
   return argparse.ArgumentParser(
     description=text, formatter_class=argparse.RawDescriptionHelpFormatter
   )
 
 
 def one_line(main: Callable[..., int | None]) -> Callable[..., int]:
-  """Has the main function of a program refuse bad input in one line.
+  """Wraps the main function of a program to report bad input in one line.
 
   Args:
-    main: gets the arguments, those of the command line if None, and returns
-      the exit code; None is 0.
+    main: takes the arguments (None: those of the command line) and returns the
+      exit code (None: 0).
 
   Returns:
-    The function; it returns 2 if a file or a flag cannot be used.
+    The wrapped function; its exit code is 2 for an InputError or OSError.
   """
 
   @functools.wraps(main)
@@ -45,10 +45,10 @@ def one_line(main: Callable[..., int | None]) -> Callable[..., int]:
 
 
 class Table:
-  """A Markdown table that is printed row by row, as its numbers come."""
+  """A Markdown table, printed row by row while the numbers are computed."""
 
   def __init__(self, titles: str):
-    """Prints the titles of the columns, given as `one | another`."""
+    """Prints the header; titles are separated by ` | `."""
     self.row(*titles.split(" | "))
     self.row(*["---"] * len(titles.split(" | ")))
 

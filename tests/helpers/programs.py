@@ -23,7 +23,7 @@ def environment(path=_ROOT, **more):
 
 
 def run(name, *arguments):
-  """Runs scripts/NAME.py of absl flags in this process, which saves imports.
+  """Runs scripts/NAME.py, a program with absl flags, in this process.
 
   Returns:
     Exit code, output and errors.
@@ -41,6 +41,6 @@ def run(name, *arguments):
       code = error.code
     finally:
       sys.argv = argv
-      for flag in set(flags.FLAGS) - known:  # Other programs have them, too.
+      for flag in set(flags.FLAGS) - known:  # Another program defines them too.
         delattr(flags.FLAGS, flag)
   return code, out.getvalue(), err.getvalue()
