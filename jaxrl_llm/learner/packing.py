@@ -309,32 +309,6 @@ def mini_batches(
   return batches
 
 
-def one_by_one(
-  rollout: Rollout, *, capacity: int, rows: int, micro_batches: int
-) -> PackedTokens:
-  """Packs each of B >= 1 samples alone into a micro-batch, [M, r, C].
-
-  Args:
-    rollout: B samples.
-    capacity: tokens per row, C; at least the longest sample.
-    rows: rows per micro-batch, r; all but the first are empty.
-    micro_batches: static number of micro-batches, M, at least B.
-  """
-  each = [
-    pack(take_rows(rollout, [i]), capacity=capacity, rows=rows, micro_batches=1)
-    for i in range(len(rollout.lengths))
-  ]
-  rest = [(0, micro_batches - len(each)), (0, 0), (0, 0)]
-
-  def joined(name):
-    return np.pad(np.concatenate([packed[name] for packed, _ in each]), rest)
-
-  names = [name for name in each[0][0] if name != "count"]
-  return PackedTokens(
-    **{name: joined(name) for name in names}, count=np.int32(len(each))
-  )
-
-
 def place(batch: Any, mesh: jax.sharding.Mesh) -> Any:
   """Puts [M, r, C] arrays on the mesh, rows split over its batch axes."""
   rows, whole = sharding.along_batch(mesh, axis=1), sharding.replicated(mesh)
