@@ -34,15 +34,14 @@ class _Settings(dict[str, Any]):
   """A config group with the settings of one's own, which notes what is read."""
 
   def __init__(self, group: str, settings: Settings):
-    super().__init__(settings)
-    self.group, self.own = group, dict(self.pop("settings", {}))
+    self.group, self.own = group, settings.get("settings", {})
     self.read: set[str] = set()
-    for name in self.own.keys() & self.keys():
+    for name in {*self.own} & {*settings}:
       raise InputError(
         f"config.{group}.settings: {name!r} is a setting of its own; set"
         f" config.{group}.{name}"
       )
-    self.update(self.own)
+    super().__init__({**settings, **self.own})
 
   def __getitem__(self, name: str) -> Any:
     self.read.add(name)
@@ -50,7 +49,7 @@ class _Settings(dict[str, Any]):
 
   def check_read(self) -> None:
     """Refuses settings of one's own that no part has read."""
-    for name in sorted(self.own.keys() - self.read):
+    for name in sorted({*self.own} - self.read):
       raise InputError(
         f"config.{self.group}.settings: no chosen part has a setting {name!r};"
         " a part reads the names of its keyword-only arguments"
@@ -241,6 +240,11 @@ def _auxiliary(loss: Settings, norm: float | None) -> dict[str, Auxiliary]:
       raise InputError(
         f"config.loss.auxiliary: there is no auxiliary loss {name!r} ({known});"
         " add it with register.auxiliary"
+      )
+    if not isinstance(coefficient, (int, float)):
+      raise InputError(
+        f"config.loss.auxiliary: the coefficient of {name!r} is"
+        f" {coefficient!r}; give a number"
       )
     make, mask, mode = choices.AUXILIARY[name]
     terms[name] = (make(loss), mask, mode)

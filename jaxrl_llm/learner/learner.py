@@ -79,8 +79,9 @@ class Learner:
     models = {"policy": self.policy.create_state(policy.trained)}
     policy = policy._replace(trained=models["policy"].trained)
     base = {"policy": policy.base}
-    for name in self.members.keys() - models:
-      member = self.members[name]
+    for name, member in self.members.items():
+      if name in models:
+        continue
       draw = initial.get(name, functools.partial(self._draw, member))
       base[name], trained = member.split(draw(policy))
       models[name] = member.create_state(trained)
@@ -163,14 +164,12 @@ class Learner:
       TrainingStopped: too many updates in a row were not finite.
     """
     rng = np.random.default_rng((self.settings.seed, state.step))
-    arriving, pack = self._packer.joined(responses), self._packer.part
-    if whole := isinstance(responses, Responses):
-      arriving, pack = (
-        [responses],
-        functools.partial(self._packer.batch, waiting=state.waiting, rng=rng),
-      )
+    whole, packer = isinstance(responses, Responses), self._packer
+    pack = packer.part
+    if whole:
+      pack = functools.partial(packer.batch, waiting=state.waiting, rng=rng)
     seen, sums, row, waiting = [], {}, {}, None
-    for part in arriving:
+    for part in [responses] if whole else packer.joined(responses):
       with timer.phase("score"):
         part, mini_batches, waiting = pack(part)
         seen.append(self._scored(state, part, mini_batches, whole=whole))
@@ -330,7 +329,7 @@ class Learner:
     # waited, and those of the critic for cut ones, whose advantages bootstrap.
     targets = parts.leaves_of(["returns"], self.algorithm.parts)
     packed, complete = dict(mini_batches), providers.needs_of(targets)
-    for name in self.members.keys() & (complete | waits):
+    for name in filter((complete | waits).__contains__, self.members):
       packed[name] = self._packer.completed(name, rollout, packed[name])
     scores = providers.Scoring(self, state, rollout, packed).scores()
     rows = [part.rows for name in waits for part in mini_batches[name]]
@@ -361,7 +360,8 @@ class Learner:
       whole: pads to a multiple of a mini-batch, and else to a power of two, so
         that few numbers of responses compile anew.
     """
-    rows, names = len(responses.rewards), self.algorithm.leaves
+    # In the same order in all processes.
+    rows, names = len(responses.rewards), sorted(self.algorithm.leaves)
     given = providers.of_responses(responses, version, names, self.column)
     given |= {name: x for name, x in scores.items() if name in names}
     size = 1 << (rows - 1).bit_length()

@@ -8,7 +8,8 @@ import numpy as np
 from jaxrl_llm import sharding
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.members import Member
-from jaxrl_llm.learner.packing import PackedBatch, PackedTokens
+from jaxrl_llm.learner.packing import PackedBatch
+from jaxrl_llm.models import PackedRows
 
 # What a member's scores are, in the names of programs.
 _SCORES = {"policy": "log-probs", "value": "values"}
@@ -53,7 +54,7 @@ def _abstract_batch(
   tokens = ("tokens", "targets", "segments", "prefixes", "positions")
   whole = jax.ShapeDtypeStruct((), np.int32, sharding=sharding.replicated(mesh))
   return PackedBatch(
-    packed=PackedTokens(
+    packed=PackedRows(
       **{name: of(np.int32) for name in tokens},
       mask=of(np.bool_),
       logprobs=of(np.float32),

@@ -55,7 +55,7 @@ class Member:
   training: Training
   # (trained, which are given away) -> the state at step 0 around them, jitted.
   create_state: Callable[[Any], TrainState]
-  # (params, PackedTokens, *arguments) -> arrays [M, r, C], jitted.
+  # (params, PackedRows, *arguments) -> arrays [M, r, C], jitted.
   score: Callable[..., Any]
   update: update.Update
   shapes: TrainState  # ShapeDtypeStructs with shardings.
@@ -154,7 +154,7 @@ def make_member(
   Args:
     fns: its functions, as in `Member`.
     training: how it learns.
-    score: (params, PackedTokens, *arguments) -> arrays [M, r, C]; `scoring` has
+    score: (params, PackedRows, *arguments) -> arrays [M, r, C]; `scoring` has
       those of policy and critic.
     settings: of its optimizer.
     mesh: where it lies; parameters are split by the table of `sharding`.

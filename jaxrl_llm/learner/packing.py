@@ -25,21 +25,6 @@ from jaxrl_llm.models import PackedRows
 from jaxrl_llm.types import Rollout, take_rows
 
 
-@chex.dataclass(frozen=True)
-class PackedTokens(PackedRows):
-  """Micro-batches of packed rows [M, r, C], none of their arrays absent.
-
-  A loss at (m, r, c) is about `targets`; segments are 1.. per row.
-  """
-
-  count: chex.Array = 0  # int32 scalar, number of micro-batches with tokens.
-
-  def rows(self, i: chex.Numeric) -> PackedRows:
-    """Micro-batch i, [r, C]."""
-    arrays = {k: v for k, v in self.items() if k != "count"}
-    return PackedRows(**micro_batch(arrays, i))
-
-
 @dataclasses.dataclass(frozen=True)
 class Layout:
   """The positions of the response tokens of B samples in [M, r, C].
@@ -142,7 +127,7 @@ def pack(
   rows: int,
   micro_batches: int,
   share: bool = True,
-) -> tuple[PackedTokens, Layout]:
+) -> tuple[PackedRows, Layout]:
   """Packs the samples of a rollout.
 
   Args:
@@ -185,7 +170,7 @@ def pack(
   sampled = np.where(rollout.mask, rollout.behavior_logprobs, np.float32(0))
   # A token lies right after the position that predicts it.
   behind = np.roll(layout.scatter(sampled).reshape(-1), 1)
-  packed = PackedTokens(
+  packed = PackedRows(
     **{name: x.reshape(layout.shape) for name, x in flat.items()},
     mask=layout.scatter(np.asarray(rollout.mask)),
     logprobs=behind.reshape(layout.shape),
@@ -246,7 +231,7 @@ class PackedBatch:
   of the main loss among them: auxiliary losses may have others.
   """
 
-  packed: PackedTokens
+  packed: PackedRows
   mask: chex.Array  # bool.
   inputs: dict[str, chex.Array]  # Inputs and weights of the losses, by name.
   schedule_step: chex.Array = np.int32(0)  # For the learning rate.
@@ -263,7 +248,7 @@ class MiniBatch:
   """The samples of one update: their rows in the rollout, packed."""
 
   rows: np.ndarray
-  packed: PackedTokens
+  packed: PackedRows
   layout: Layout
 
 

@@ -6,6 +6,7 @@ what a model says of the responses: one line of `PROVIDERS`.
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -54,6 +55,25 @@ class Scoring:
     """Returns scores [B, T] of nothing."""
     return np.zeros(self.rollout.mask.shape, np.float32)
 
+  def tokens(
+    self,
+    member: str,
+    read: Callable[[Any], np.ndarray] = lambda scored: scored,
+    trained: Any = None,
+  ) -> np.ndarray:
+    """Returns scores of a member at all tokens, [B, T]; 0 of absent rows.
+
+    Args:
+      member: its name.
+      read: (what it scores of a mini-batch) -> [M, r, C].
+      trained: as of `Learner.score`.
+    """
+    out = self.zeros()
+    for batch in self.mini_batches[member]:
+      scored = self.packed(member, batch, trained)
+      out[batch.rows] = batch.layout.gather(read(scored))
+    return out
+
   @functools.cached_property
   def policy(self) -> Scores:
     """Log-probs and entropies of the policy before the update.
@@ -77,27 +97,24 @@ class Scoring:
   def scores(self) -> Scores:
     """Scores that the algorithm reads, and those of the policy."""
     leaves = sorted(self.learner.algorithm.leaves & PROVIDERS.keys())
-    used = dict.fromkeys(PROVIDERS[leaf].give for leaf in leaves)
-    return functools.reduce(
-      dict.__or__, (give(self) for give in used), {**self.policy}
-    )
+    out = dict(self.policy)
+    for give in dict.fromkeys(PROVIDERS[leaf].give for leaf in leaves):
+      out |= give(self)
+    return out
 
 
 def _reference(scoring: Scoring) -> Scores:
   """Log-probs of the policy that the run started from."""
-  out, reference = scoring.zeros(), scoring.state.reference
-  for batch in scoring.mini_batches["policy"]:
-    scored = scoring.packed("policy", batch, reference)
-    out[batch.rows] = batch.layout.gather(scored.logprobs)
-  return {"ref_logprobs": out}
+  read = operator.attrgetter("logprobs")
+  return {
+    "ref_logprobs": scoring.tokens("policy", read, scoring.state.reference)
+  }
 
 
 def _values(scoring: Scoring) -> Scores:
   """Values of the critic: before each token, and after the last one."""
-  values, after = (
-    scoring.zeros(),
-    np.zeros(len(scoring.rollout.lengths), np.float32),
-  )
+  values = scoring.zeros()
+  after = np.zeros(len(values), np.float32)
   for batch in scoring.mini_batches["critic"]:
     scored = scoring.packed("critic", batch)
     values[batch.rows] = batch.layout.gather(scored)
@@ -107,14 +124,7 @@ def _values(scoring: Scoring) -> Scores:
 
 def of_member(member: str) -> Callable[[Scoring], np.ndarray]:
   """Makes the function for `register.leaf` of a member's scores, [B, T]."""
-
-  def give(scoring: Scoring) -> np.ndarray:
-    out = scoring.zeros()
-    for batch in scoring.mini_batches[member]:
-      out[batch.rows] = batch.layout.gather(scoring.packed(member, batch))
-    return out
-
-  return give
+  return lambda scoring: scoring.tokens(member)
 
 
 class Provider(NamedTuple):

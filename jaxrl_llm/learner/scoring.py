@@ -6,11 +6,10 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.learner.packing import PackedTokens
-from jaxrl_llm.models import ModelFns, TokenLogprobs, ValueFns
+from jaxrl_llm.models import ModelFns, PackedRows, TokenLogprobs, ValueFns
 
 
-def over_micro_batches(score, packed: PackedTokens) -> Any:
+def over_micro_batches(score, packed: PackedRows) -> Any:
   """Maps score, micro-batch -> tree of [r, C], over nonempty micro-batches."""
 
   def body(i, out):
@@ -27,7 +26,7 @@ def over_micro_batches(score, packed: PackedTokens) -> Any:
 
 
 def score_logprobs(
-  params: Any, packed: PackedTokens, temperature: chex.Numeric, *, fns: ModelFns
+  params: Any, packed: PackedRows, temperature: chex.Numeric, *, fns: ModelFns
 ) -> TokenLogprobs:
   """log π(target) and entropy at every unmasked position, float32 [M, r, C].
 
@@ -42,7 +41,7 @@ def score_logprobs(
 
 
 def score_values(
-  params: Any, packed: PackedTokens, *, fns: ValueFns
+  params: Any, packed: PackedRows, *, fns: ValueFns
 ) -> jax.Array:
   """V(state before target) at every position, float32 [M, r, C].
 

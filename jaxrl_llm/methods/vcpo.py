@@ -88,7 +88,7 @@ def ess_step_scale(
 
 def score_gradient_norms(
   params: models.Params,
-  packed: packing.PackedTokens,
+  packed: models.PackedRows,
   temperature: chex.Numeric,
   *,
   fns: models.ModelFns,
@@ -126,7 +126,7 @@ def _norms(fns: models.ModelFns, mesh: jax.sharding.Mesh):
 
 def one_by_one(
   rollout: Rollout, *, capacity: int, rows: int, micro_batches: int
-) -> packing.PackedTokens:
+) -> models.PackedRows:
   """Packs each of B >= 1 samples alone into a micro-batch, [M, r, C].
 
   Args:
@@ -147,7 +147,7 @@ def one_by_one(
     return np.pad(np.concatenate([packed[name] for packed, _ in each]), rest)
 
   names = [name for name in each[0][0] if name != "count"]
-  return packing.PackedTokens(
+  return models.PackedRows(
     **{name: joined(name) for name in names}, count=np.int32(len(each))
   )
 

@@ -30,7 +30,10 @@ KernelsByKind = Mapping[AttentionKind, Kernels]
 
 @chex.dataclass(frozen=True)
 class PackedRows:
-  """Samples side by side in rows [R, C], which training reads."""
+  """Samples side by side in rows [R, C], which training reads.
+
+  Or micro-batches of such rows, [M, R, C], with a `count`.
+  """
 
   tokens: chex.Array  # int32.
   segments: chex.Array  # int32; sees earlier tokens of its own; 0 is padding.
@@ -40,6 +43,12 @@ class PackedRows:
   mask: chex.Array | None = None  # bool, targets that are asked about.
   # float32, of each token when it was sampled; 0 of tokens that were given.
   logprobs: chex.Array | None = None
+  count: chex.Array | None = None  # int32 scalar, micro-batches with tokens.
+
+  def rows(self, i: chex.Numeric) -> "PackedRows":
+    """Returns micro-batch i, [R, C]."""
+    take = lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
+    return jax.tree.map(take, self.replace(count=None))
 
 
 # What of a layer is kept for the backward pass.

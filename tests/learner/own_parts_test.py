@@ -410,6 +410,17 @@ class TestParts:
       ("loss__settings", {"scale": 1.0, "x": 2}, "no chosen part .* 'x'"),
       ("loss__settings", {}, "surprise needs a value of 'scale'"),
       ("loss__auxiliary", {"surprize": 1.0}, "no auxiliary loss 'surprize'"),
+      (
+        "loss__auxiliary",
+        {"surprise": "1"},
+        "'surprise' is '1'; give a number",
+      ),
+      # Its mask has a number of tokens of its own.
+      (
+        "schedule__streaming",
+        True,
+        "loss.auxiliary={'surprise': 0.5}: needs the whole batch before",
+      ),
     ):
       with pytest.raises(InputError, match=said) as caught:
         build.make_run(make_config(model, **self.OWN | {key: value}))
