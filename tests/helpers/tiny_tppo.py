@@ -98,10 +98,11 @@ def recording(run, log):
   """The run that notes in lists what its owners hand over."""
 
   def noted(model, seen):
-    def update(state, batch, *settings, base):
+    def whole(state, batch, *settings, base):
       seen.append(jax.device_get(batch))
       return model.update(state, batch, *settings, base=base)
 
+    update = model.update._replace(whole=whole)
     return dataclasses.replace(model, update=update)
 
   learner, seen = run.learner, {"policy": log.policy, "critic": log.critic}
