@@ -369,6 +369,8 @@ class Estimator(Group, path="estimator"):
   normalize = Key("none", Names("learner.choices:NORMALIZATIONS"),
     "Normalizes the advantages of a batch: 'whiten' to mean 0 and std 1,"
     " 'scale' to std 1 only.")
+  settings = Key({}, None,
+    "Keyword arguments of a registered estimator, mask or input.")
 
 
 class Loss(Group, path="loss"):
@@ -401,6 +403,10 @@ class Loss(Group, path="loss"):
     "Leaves responses cut at the length limit out of the policy loss.")
   masks = Key((), Names("learner.choices:OWN_MASKS"),
     "Names of registered masks that leave more tokens out of the policy loss.")
+  auxiliary = Key({}, None, "Coefficients of registered auxiliary losses, by"
+    " name.")
+  settings = Key({}, None, "Keyword arguments of a registered loss, auxiliary"
+    " loss or input.")
   hapo_sign = Key("intended", Names("estimators.entropy:SIGNS"),
     "Sign of HAPO's entropy code at low entropy: 'intended' as in the paper,"
     " 'released' as in the authors' code.")
@@ -440,6 +446,8 @@ class OffPolicy(Group, path="off_policy"):
 class Optimizer(Group, path="optimizer.policy"):
   """AdamW on mini-batches."""
 
+  name = Key("adamw", Names("learner.optimizer:OPTIMIZERS"),
+    "Optimizer, 'adamw' or a registered one.", FIXED)
   mini_batch = Key(256, _SOME, "Responses per update (mini-batch size).")
   epochs = Key(1, _SOME, "Passes over each batch of rollouts.")
   learning_rate = Key(2e-4, _NUMBER, "Peak learning rate of AdamW.")

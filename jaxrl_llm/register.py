@@ -7,18 +7,21 @@ settings of their names, and unknown names are refused. The files of `methods/`
 register the package's own methods in the same way.
 """
 
+import difflib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
-from jaxrl_llm import config, losses, rewards
+from jaxrl_llm import config, errors, losses, masked, rewards
 from jaxrl_llm.data import prompt_source as prompts
 from jaxrl_llm.data import sources
-from jaxrl_llm.learner import build_algorithm, choices
+from jaxrl_llm.learner import build_algorithm, choices, members, providers
+from jaxrl_llm.learner import optimizer as optimizers
 from jaxrl_llm.models import families
 from jaxrl_llm.rollout import turns, worker
 from jaxrl_llm.rollout.environments import Environment
@@ -34,19 +37,28 @@ def _add(table: dict, key: str, name: str, value: Any) -> None:
 
 
 def _check_keywords(
-  fn: Callable[..., Any], *groups: str, inputs: Collection[str] = ()
+  fn: Callable[..., Any],
+  *groups: str,
+  inputs: Collection[str] = (),
+  defaults: bool = False,
 ) -> None:
-  """Refuses keyword-only arguments that are not settings of config groups."""
+  """Refuses keyword-only arguments that are misspelt settings of groups.
+
+  Others are settings of one's own, given by `estimator.settings` and
+  `loss.settings`, which may have to have `defaults`.
+  """
   bound = {*getattr(fn, "keywords", ()), *inputs}  # By functools.partial.
+  known = [k.rpartition(".")[2] for k in config.KEYS if k.startswith(groups)]
   for p in inspect.signature(fn).parameters.values():
-    known = p.name in bound or any(
-      f"{g}.{p.name}" in config.KEYS for g in groups
-    )
-    if p.kind is p.KEYWORD_ONLY and not known:
+    if p.kind is not p.KEYWORD_ONLY or p.name in {*bound, *known}:
+      continue
+    if meant := difflib.get_close_matches(p.name, known, 1, 0.8):
       raise ValueError(
         f"config.{' or config.'.join(groups)} has no setting {p.name!r}; use"
-        " an existing setting, or bind the argument with functools.partial"
+        f" {meant[0]!r}, or bind the argument with functools.partial"
       )
+    if defaults and p.default is p.empty:
+      raise ValueError(f"give the setting {p.name!r} of your own a default")
 
 
 def reward(name: str, fn: rewards.RewardFn) -> None:
@@ -189,7 +201,86 @@ def token_input(name: str, fn: Callable[..., jax.Array]) -> None:
   Args:
     name: new name.
     fn: further inputs -> [B, T] or [B], with settings of config groups `loss`
-      and `estimator`.
+      and `estimator`; those of one's own need a default. Inputs are fields of
+      the batch, scores of models, results of parts, `part_NAME` (a part of the
+      reward, [B]) and `column_NAME` (a number of the data, [B]).
   """
-  _check_keywords(fn, "loss", "estimator")
+  _check_keywords(fn, "loss", "estimator", defaults=True)
   build_algorithm.add_token_input(name, fn)
+
+
+def leaf(
+  name: str,
+  fn: Callable[[providers.Scoring], np.ndarray],
+  *,
+  needs: Sequence[str] = (),
+) -> None:
+  """Adds an input that is made of models or of the responses themselves.
+
+  Args:
+    name: new name.
+    fn: (scoring of a batch) -> host array [B, T] or [B]; `providers.of_member`
+      makes it of a member.
+    needs: names of what it reads: a member ('policy', 'critic', or one of
+      `register.member`), 'reference', or an input. A run has them only if its
+      method reads the input.
+  """
+  give = lambda scoring: {name: fn(scoring)}
+  build_algorithm.add_leaf(name, providers.Provider(tuple(needs), give))
+
+
+def member(
+  name: str, make: Callable[..., members.Member], *, reads: Sequence[str]
+) -> None:
+  """Adds a model that is trained beside the policy, such as a probe.
+
+  Args:
+    name: new name, of its state in the checkpoint.
+    make: (policy, algorithm, mesh) -> member, by `members.make_member`.
+    reads: names of the inputs that it learns from.
+  """
+  if name in ("policy", "critic", *choices.COMPANIONS):
+    raise ValueError(f"there is a member {name!r} already; choose another name")
+  _add(choices.MEMBERS, "members", name, choices.OwnMember(make, tuple(reads)))
+
+
+def auxiliary(
+  name: str,
+  fn: Callable[..., jax.Array],
+  *,
+  mask: str = "policy_mask",
+  mode: str = "token-mean",
+  **inputs: str,
+) -> None:
+  """Makes `loss.auxiliary={NAME: coefficient}` add a loss of the policy.
+
+  Args:
+    name: new name; it is logged as `policy/NAME_loss`.
+    fn: inputs -> loss of each token, with settings of config group `loss`; see
+      `Algorithm.policy_loss` for its inputs.
+    mask: name of the bool input [B, T] with the tokens that it is over.
+    mode: reduction over them, a mode without a norm of `masked.MODES`.
+    **inputs: argument of `fn` -> input that it reads, where the names differ.
+  """
+  if name in ("nll", "kl", "entropy"):
+    raise ValueError(
+      f"config.loss.{name}_coefficient exists; choose a new name"
+    )
+  errors.check_choice("mode", mode, masked.MODES.keys() - masked.NORM_MODES)
+  _check_keywords(fn, "loss", inputs=inputs)
+  made = choices.AuxiliaryLoss(choices.maker_of(fn, **inputs), mask, mode)
+  _add(choices.AUXILIARY, "loss.auxiliary", name, made)
+
+
+def optimizer(name: str, make: Callable[..., Any]) -> None:
+  """Makes `optimizer.policy.name=NAME` choose an optimizer, or of the value.
+
+  Args:
+    name: new name.
+    make: (schedule, *, settings) -> optax transformation of gradients, which
+      are clipped already. The schedule gives the learning rate of an update;
+      other arguments receive the settings of config group `optimizer.policy`
+      or `optimizer.value` that they name.
+  """
+  _check_keywords(make, "optimizer.policy")
+  _add(optimizers.OPTIMIZERS, "optimizer.policy.name", name, make)

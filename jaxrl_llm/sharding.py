@@ -36,7 +36,7 @@ PARAMETERS: tuple[tuple[str, tuple[str, ...]], ...] = (
   (r"layers.*/(gate|up)/bias$", ("layers", "mlp")),
   (r"layers.*/down/kernel$", ("layers", "mlp", "embed")),
   (r"layers.*/(o|down)/bias$", ("layers", "")),
-  (r"(norm|value_head|surprise)/(scale|kernel|bias)$", ()),
+  (r"(norm|[a-z]*_head|surprise)/(scale|kernel|bias)$", ()),
   # Counters of train states, optimizers and the moving average.
   (r"(^|/)(count|step|skipped|skipped_in_a_row|weight)$", ()),
 )

@@ -289,7 +289,7 @@ class TestSettings:
 class TestModel:
   def start(self, model):
     run = build.make_run(tiny_run.make_config(model))
-    return run.learner.init(run.critic_params)
+    return run.learner.init(critic=run.critic_params)
 
   def test_missing_directory(self, tmp_path):
     with refused(tmp_path / "none", "no such directory"):

@@ -16,7 +16,7 @@ from jaxrl_llm import models, sharding
 from jaxrl_llm.learner import build_algorithm
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.lower import lower
-from jaxrl_llm.learner.models import make_policy
+from jaxrl_llm.learner.members import make_policy
 from jaxrl_llm.learner.state import LearnerSettings
 from jaxrl_llm.sampling import Engine, EngineConfig
 from jaxrl_llm.simulate import hlo
@@ -74,8 +74,7 @@ def _learner(config, fns, mesh):
   settings = build.update_settings(config, "policy")
   return Learner(
     algorithm,
-    make_policy(fns, settings, algorithm, mesh),
-    None,
+    {"policy": make_policy(fns, settings, algorithm, mesh)},
     settings=LearnerSettings(
       seed=0, max_tokens_per_row=512, max_skipped=1, temperature=1.0
     ),

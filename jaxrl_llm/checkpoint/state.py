@@ -5,7 +5,8 @@ strings, and dicts of them, become metadata. Each tree of arrays becomes an item
 named by its path of fields, so that items can be read separately. A record of
 host arrays (`Rollout`, `Responses`) is an item with its shapes in the metadata.
 A new field of a state is therefore written in one place, its declaration. A
-field with the metadata `constant` is left out of a step.
+field with the metadata `constant` is left out of a step; the entries of a dict
+with the metadata `inline` are saved as if they were fields.
 """
 
 import dataclasses
@@ -128,9 +129,15 @@ def _map(function: Callable[[str, Any], Any], path: str, state: Any) -> Any:
   whole = isinstance(state, type) or not dataclasses.is_dataclass(state)
   if whole or _is_record(state):
     return function(path, state)
-  fields = dataclasses.fields(state)
-  names = [x.name for x in fields if not x.metadata.get("constant")]
-  parts = {n: _map(function, f"{path}.{n}", getattr(state, n)) for n in names}
+  parts = {}
+  for field in dataclasses.fields(state):
+    value = getattr(state, field.name)
+    if field.metadata.get("inline"):
+      parts[field.name] = {
+        name: _map(function, f"{path}.{name}", x) for name, x in value.items()
+      }
+    elif not field.metadata.get("constant"):
+      parts[field.name] = _map(function, f"{path}.{field.name}", value)
   return dataclasses.replace(state, **parts)
 
 
@@ -154,7 +161,7 @@ def _as_dict(record: Any) -> dict[str, Any]:
     field.name: _as_dict(inner) if dataclasses.is_dataclass(inner) else inner
     for field in dataclasses.fields(record)
     for inner in [getattr(record, field.name)]
-    if not isinstance(inner, dict)  # Parts of rewards are already logged.
+    if not isinstance(inner, dict) or inner  # Orbax has no empty trees.
   }
 
 
@@ -162,7 +169,9 @@ def _from_dict(record: type, tree: Mapping[str, Any]) -> Any:
   fields = {f.name: f.type for f in dataclasses.fields(record)}
   return record(
     **{
-      name: _from_dict(fields[name], x) if isinstance(x, Mapping) else x
+      name: _from_dict(fields[name], x)
+      if dataclasses.is_dataclass(fields[name])
+      else x
       for name, x in tree.items()
     }
   )

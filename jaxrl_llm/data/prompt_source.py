@@ -11,7 +11,7 @@ import numpy as np
 from jaxrl_llm.data.sources import Source
 from jaxrl_llm.data.tasks import Example, Prompt
 from jaxrl_llm.data.tokenizer import Tokenizer
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, as_input_error
 from jaxrl_llm.types import Responses
 
 Template = Callable[[Example], list[int]]
@@ -260,6 +260,26 @@ class PromptSource:
       InputError: A prompt is too long or cannot be tokenized.
     """
     return [self._tokens(self._source[i]) is not None for i in example_ids]
+
+  def column(self, name: str, example_ids: np.ndarray) -> np.ndarray:
+    """Returns numbers of a column of the data, float32 [B].
+
+    Args:
+      name: of the column.
+      example_ids: rows of the data, [B].
+
+    Raises:
+      InputError: A row has no number there.
+    """
+    out = []
+    for example in (self._source[int(i)] for i in example_ids):
+      with as_input_error(
+        f"{example.id}: column {name!r}",
+        "a part of the method reads a number there",
+        *(KeyError, TypeError, ValueError),
+      ):
+        out.append(float(example.columns[name]))
+    return np.asarray(out, np.float32)
 
   def _tokens(self, example: Example) -> tuple[int, ...] | None:
     """Returns the tokens of a prompt; None if it is dropped."""

@@ -40,12 +40,12 @@ class Algorithm:
     corrections: name -> `losses.Correction`; all of them multiply the weights
       of a mini-batch.
     step_scale: -> factor of a mini-batch's update, scalar; None is 1.
-    follows_average: whether the proximal policy is the moving average, scored
-      anew for each mini-batch.
     temperature: rule by which the sampler's temperature follows the previous
       batch; None keeps it constant.
     loss_mode: mode of `masked.token_weights` for the policy loss.
     loss_norm: constant length of the mode; None for modes without one.
+    members: name of a model beside policy and critic -> inputs that it learns
+      from.
   """
 
   parts: Mapping[str, Part]
@@ -54,10 +54,12 @@ class Algorithm:
   value_loss: Part | None
   corrections: Mapping[str, Part]
   step_scale: Part | None
-  follows_average: bool
   temperature: AdaptiveTemperature | None
   loss_mode: str
   loss_norm: float | None
+  members: Mapping[str, tuple[str, ...]] = dataclasses.field(
+    default_factory=dict
+  )
 
   @property
   def correction(self) -> Part | None:
@@ -89,6 +91,7 @@ class Algorithm:
       names |= set(chosen.reads if chosen else ())
     if self.value_loss is not None:
       names |= self.value_inputs | {"value_mask", "returns", "old_values"}
+    names = names.union(*self.members.values())
     return frozenset(names)
 
   @property

@@ -1,6 +1,7 @@
 """Packed mini-batches: the inputs of the losses, and their weights."""
 
 import functools
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -61,12 +62,38 @@ def critic_batch(
 
   Arguments as in `policy_batch`.
   """
-  mask = inputs["value_mask"]
-  columns = {name: inputs[name] for name in algorithm.value_inputs}
+  over = {"mask": "value_mask", "mode": VALUE_MODE}
+  reads = algorithm.value_inputs
+  return plain_batch(inputs, batch, algorithm, size, reads=reads, **over)
+
+
+def plain_batch(
+  inputs: Experience,
+  batch: MiniBatch,
+  algorithm: Algorithm,
+  size: float | None = None,
+  *,
+  reads: Iterable[str],
+  mask: str,
+  mode: str,
+) -> PackedBatch:
+  """Packs the inputs that a loss reads, and its weights.
+
+  Args:
+    inputs: as in `policy_batch`, like the next three.
+    batch: likewise.
+    algorithm: likewise.
+    size: likewise.
+    reads: names of the inputs [b, T] of the loss.
+    mask: name of the bool input [b, T] with the tokens of the loss.
+    mode: reduction over them, of `masked.token_weights`.
+  """
+  del algorithm
+  columns = {name: inputs[name] for name in reads}
   columns["weights"] = masked.token_weights(
-    mask, mode=VALUE_MODE, size=size, xp=np
+    inputs[mask], mode=mode, size=size, xp=np
   )
-  return _packed(batch, mask, mask, columns)
+  return _packed(batch, inputs[mask], inputs[mask], columns)
 
 
 def _packed(batch: MiniBatch, read, mask, columns) -> PackedBatch:

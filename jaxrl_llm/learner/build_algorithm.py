@@ -1,5 +1,6 @@
 """From settings to an algorithm."""
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
@@ -9,11 +10,11 @@ import jax
 
 from jaxrl_llm import estimators, losses
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner import choices, estimates
+from jaxrl_llm.learner import choices, estimates, providers
 from jaxrl_llm.learner.algorithm import OF_THE_UPDATE, Algorithm
+from jaxrl_llm.learner.choices import Groups, Settings
 from jaxrl_llm.learner.parts import Auxiliary, Part, part, then
 from jaxrl_llm.masked import NORM_MODES
-from jaxrl_llm.types import Rollout
 
 # Inputs that are made in one way whatever the method.
 _ALWAYS = {
@@ -27,95 +28,148 @@ _ALWAYS = {
   "old_values": part(estimates.same, x="values"),
 }
 _OWN_INPUTS: dict[str, Callable[..., jax.Array]] = {}  # By `add_token_input`.
-# Leaves that a learner gives: of the batch, and of models that score it.
-_GIVEN = {field.name for field in dataclasses.fields(Rollout)}
-_GIVEN |= {"rewards", "correct", "judged", "update_version", "old_logprobs"}
-_GIVEN |= {"entropies", "ref_logprobs", "gradient_norms", "writer_logprobs"}
-_OF_A_CRITIC = {"values", "next_values"}
 
 
-def make_algorithm(config: Any) -> Algorithm:
+class _Settings(dict[str, Any]):
+  """A config group with the settings of one's own, which notes what is read."""
+
+  def __init__(self, group: str, settings: Settings):
+    self.group, self.own = group, settings.get("settings", {})
+    self.read: set[str] = set()
+    for name in {*self.own} & {*settings}:
+      raise InputError(
+        f"config.{group}.settings: {name!r} is a setting of its own; set"
+        f" config.{group}.{name}"
+      )
+    super().__init__({**settings, **self.own})
+
+  def __getitem__(self, name: str) -> Any:
+    self.read.add(name)
+    return super().__getitem__(name)
+
+  def check_read(self) -> None:
+    """Refuses settings of one's own that no part has read."""
+    for name in sorted({*self.own} - self.read):
+      raise InputError(
+        f"config.{self.group}.settings: no chosen part has a setting {name!r};"
+        " a part reads the names of its keyword-only arguments"
+      )
+
+
+def make_algorithm(config: Groups) -> Algorithm:
   """The algorithm of a validated config.
 
   Args:
-    config: groups reward, environment, sampler, estimator, loss and off_policy
-      are read.
+    config: groups reward, environment, sampler, schedule, estimator, loss and
+      off_policy are read.
 
   Raises:
     KeyError: a name is not in its dictionary (the config refuses it before).
-    InputError: a part of one's own reads an input that nothing gives.
+    InputError: a part of one's own reads an input or a setting that nothing
+      gives, or a setting of one's own is read by none.
   """
-  loss, off_policy = config.loss.to_dict(), config.off_policy
-  limit = config.sampler.max_response_length
+  loss = _Settings("loss", config["loss"])
+  estimator = _Settings("estimator", config["estimator"])
+  config = {**config, "loss": loss, "estimator": estimator}
   policy_loss, corrections = _loss_and_corrections(config)
   value_loss = None
   if choices.has_critic(config):
     value_loss = part(losses.clipped_value_loss)
-    if config.loss.clip_value is not None:
+    if loss["clip_value"] is not None:
       value_loss = part(
         losses.clipped_value_loss, loss, old_values="old_values"
       )
-  norm = float(loss["norm"] or limit) if loss["mode"] in NORM_MODES else None
+  norm = None
+  if loss["mode"] in NORM_MODES:
+    norm = float(loss["norm"] or config["sampler"]["max_response_length"])
   parts = _ALWAYS | _chosen_parts(config)
   for name in _OWN_INPUTS:
     _check_free(name, parts)
-  settings = loss | config.estimator.to_dict()
-  own = {name: part(fn, settings) for name, fn in _OWN_INPUTS.items()}
+  both = collections.ChainMap(estimator, loss)
+  own = {name: part(fn, both) for name, fn in _OWN_INPUTS.items()}
   algorithm = Algorithm(
     parts=parts | own,
     policy_loss=policy_loss,
     auxiliary=_auxiliary(loss, norm),
     value_loss=value_loss,
     corrections=corrections,
-    step_scale=choices.STEP_SCALES.switched_on(off_policy.to_dict()),
-    follows_average=off_policy.proximal == "ewma",
-    temperature=choices.TEMPERATURES.switched_on(config.sampler.to_dict()),
+    step_scale=choices.STEP_SCALES.switched_on(config["off_policy"]),
+    temperature=choices.TEMPERATURES.switched_on(config["sampler"]),
     loss_mode=loss["mode"],
     loss_norm=norm,
   )
+  for settings in (estimator, loss):
+    settings.check_read()
+  algorithm = _with_members(algorithm)
   _check_leaves(algorithm)
   return algorithm
 
 
+def _with_members(algorithm: Algorithm) -> Algorithm:
+  """Adds the models that give inputs, and what those learn from, and so on."""
+  needs = providers.needs_of(algorithm.leaves)
+  members = {k: x.reads for k, x in choices.MEMBERS.items() if k in needs}
+  if members.keys() <= algorithm.members.keys():
+    return algorithm
+  return _with_members(dataclasses.replace(algorithm, members=members))
+
+
 def _check_leaves(algorithm: Algorithm) -> None:
   """Refuses a part of one's own that reads what the learner does not have."""
-  given = _GIVEN | (_OF_A_CRITIC if algorithm.value_loss else set())
-  parts = algorithm.parts
-  readers = {f"token input {name!r}": parts[name] for name in _OWN_INPUTS} | {
-    "config.loss.name": algorithm.policy_loss,
-    "config.estimator.name": parts["advantages"],
-    "config.loss.masks": parts["unwindowed_policy_mask"],
+  parts, known = algorithm.parts, {"policy", "reference", *algorithm.members}
+  known |= choices.COMPANIONS.keys() | (
+    {"critic"} if algorithm.value_loss else set()
+  )
+  readers = {
+    **{f"token input {name!r}": parts[name].reads for name in _OWN_INPUTS},
+    "config.loss.name": algorithm.policy_loss.reads,
+    "config.estimator.name": parts["advantages"].reads,
+    "config.loss.masks": parts["unwindowed_policy_mask"].reads,
+    "config.loss.auxiliary": [
+      name
+      for term in algorithm.auxiliary.values()
+      for name in (*term.loss.reads, term.mask)
+    ],
+    **{f"member {name!r}": x for name, x in algorithm.members.items()},
   }
-  for leaf in sorted(algorithm.leaves - given):
-    reader = next(name for name, x in readers.items() if leaf in x.reads)
+  for leaf in sorted(algorithm.leaves):
+    lacks = [
+      x
+      for x in providers.needs_of([leaf])
+      if not (x in known or providers.gives(x))
+    ]
+    if providers.gives(leaf) and not lacks:
+      continue
+    names = [name for name, reads in readers.items() if leaf in reads]
+    why = f" (it needs {lacks[0]!r})" if lacks else ""
     raise InputError(
-      f"{reader}: this part reads {leaf!r}, which the method does not have;"
-      " rename the argument, or add the input with register.token_input"
+      f"{names[0] if names else 'the method'}: this part reads {leaf!r}, which"
+      f" the method does not have{why}; rename the argument, or add the input"
+      " with register.token_input or register.leaf"
     )
 
 
-def _chosen_parts(config: Any) -> dict[str, Part]:
+def _chosen_parts(config: Groups) -> dict[str, Part]:
   """The inputs that a method makes in a way of its own."""
-  estimator, loss = config.estimator.to_dict(), config.loss.to_dict()
+  estimator, loss = config["estimator"], config["loss"]
   advantages = choices.ESTIMATORS[estimator["name"]](estimator)
   lambda_rule = choices.LAMBDA_RULES[estimator["lambda_schedule"]]
   normalize = choices.NORMALIZATIONS[estimator["normalize"]]
   if normalize is not None:
     advantages = then(advantages, normalize, "policy_mask")
   mask = part(estimates.same, x="trainable")
-  settings = loss | estimator
   masks = [choices.OWN_MASKS[name] for name in loss["masks"]]
-  masks += [choices.MASKS[name] for name in choices.MASKS if settings[name]]
+  both = collections.ChainMap(estimator, loss)
+  masks += [choices.MASKS[name] for name in choices.MASKS if both[name]]
   for without in masks:
     step = part(without, estimator)
     mask = then(mask, step.fn, *step.reads[1:])
+  proximal = choices.PROXIMALS[config["off_policy"]["proximal"]]
   chosen = {
     "advantages": advantages,
     "policy_lambda": lambda_rule(estimator),
     "unwindowed_policy_mask": mask,
-    "proximal_logprobs": part(
-      estimates.same, x=choices.PROXIMALS[config.off_policy.proximal]
-    ),
+    "proximal_logprobs": part(estimates.same, x=proximal),
     **_rewards(config),
   }
   if choices.has_critic(config):
@@ -123,18 +177,18 @@ def _chosen_parts(config: Any) -> dict[str, Part]:
   return chosen
 
 
-def _rewards(config: Any) -> dict[str, Part]:
+def _rewards(config: Groups) -> dict[str, Part]:
   """Rewards with their length punishment, and on tokens with their KL."""
-  shaped = part(estimates.same, x="rewards")
-  if config.reward.overlong_buffer:
+  shaped, reward = part(estimates.same, x="rewards"), config["reward"]
+  if reward["overlong_buffer"]:
     settings = {
-      "max_length": config.sampler.max_response_length,
-      "buffer": config.reward.overlong_buffer,
-      "factor": config.reward.overlong_factor,
+      "max_length": config["sampler"]["max_response_length"],
+      "buffer": reward["overlong_buffer"],
+      "factor": reward["overlong_factor"],
     }
     shaped = part(estimates.soft_overlong, settings)
-  on_tokens = part(choices.TOKEN_REWARDS[config.environment.rewards])
-  coefficient = config.loss.kl_reward_coefficient
+  on_tokens = part(choices.TOKEN_REWARDS[config["environment"]["rewards"]])
+  coefficient = config["loss"]["kl_reward_coefficient"]
   if coefficient:
     penalize = functools.partial(
       estimators.penalize_kl, coefficient=coefficient
@@ -144,46 +198,61 @@ def _rewards(config: Any) -> dict[str, Part]:
   return {"shaped_rewards": shaped, "token_rewards": on_tokens}
 
 
-def _loss_and_corrections(config: Any) -> tuple[Part, dict[str, Part]]:
+def _loss_and_corrections(config: Groups) -> tuple[Part, dict[str, Part]]:
   """The policy loss and what corrects it, which may be a part of it."""
-  loss, off_policy = config.loss.to_dict(), config.off_policy
+  loss, off_policy = config["loss"], config["off_policy"]
   name, high = choices.correction_of(config)
-  correction = choices.CORRECTIONS[name]
-  if off_policy.proximal in choices.PROXIMAL_LOSSES:
+  correction, low = choices.CORRECTIONS[name], off_policy["low"]
+  if off_policy["proximal"] in choices.PROXIMAL_LOSSES:
     bounds = {"cap": None, "floor": 0.0}
     if correction is not None:
-      bounds = {"cap": high, "floor": off_policy.low}
-    return choices.PROXIMAL_LOSSES[off_policy.proximal](loss | bounds), {}
+      bounds = {"cap": high, "floor": low}
+    make = choices.PROXIMAL_LOSSES[off_policy["proximal"]]
+    return make(collections.ChainMap(bounds, loss)), {}
   policy_loss = choices.POLICY_LOSSES[loss["name"]](loss)
   if correction is None:
     return policy_loss, {}
-  bounds = {"level": off_policy.level, "high": high, "low": off_policy.low}
+  bounds = {"level": off_policy["level"], "high": high, "low": low}
   weights = functools.partial(part, correction, mask="policy_mask")
-  if not off_policy.keep_weights:
+  if not off_policy["keep_weights"]:
     return policy_loss, {"importance": weights(bounds)}
   return policy_loss, {
     "mismatch": weights(
-      bounds | {"high": off_policy.mismatch_high},
+      bounds | {"high": off_policy["mismatch_high"]},
       proximal_logprobs="writer_logprobs",
     ),
     "staleness": weights(bounds, behavior_logprobs="writer_logprobs"),
   }
 
 
-def _auxiliary(
-  loss: choices.Settings, norm: float | None
-) -> dict[str, Auxiliary]:
+def _auxiliary(loss: Settings, norm: float | None) -> dict[str, Auxiliary]:
   """The losses beside the surrogate whose coefficient is not 0."""
   over_all = "policy_mask", loss["mode"], norm
   terms = {
-    "nll": (losses.nll, "positive_mask", "token-mean"),
-    "kl": (choices.KL_ESTIMATES[loss["kl"]], *over_all),
-    "entropy": (losses.entropy_bonus, *over_all),
+    "nll": (part(losses.nll), "positive_mask", "token-mean"),
+    "kl": (part(choices.KL_ESTIMATES[loss["kl"]]), *over_all),
+    "entropy": (part(losses.entropy_bonus), *over_all),
   }
+  coefficients = {name: loss[f"{name}_coefficient"] for name in terms}
+  for name, coefficient in loss["auxiliary"].items():
+    if name not in choices.AUXILIARY:
+      known = ", ".join(map(repr, choices.AUXILIARY)) or "none is registered"
+      raise InputError(
+        f"config.loss.auxiliary: there is no auxiliary loss {name!r} ({known});"
+        " add it with register.auxiliary"
+      )
+    if not isinstance(coefficient, (int, float)):
+      raise InputError(
+        f"config.loss.auxiliary: the coefficient of {name!r} is"
+        f" {coefficient!r}; give a number"
+      )
+    make, mask, mode = choices.AUXILIARY[name]
+    terms[name] = (make(loss), mask, mode)
+    coefficients[name] = coefficient
   return {
-    name: Auxiliary(part(fn), loss[f"{name}_coefficient"], *reduction)
-    for name, (fn, *reduction) in terms.items()
-    if loss[f"{name}_coefficient"]
+    name: Auxiliary(terms[name][0], coefficient, *terms[name][1:])
+    for name, coefficient in coefficients.items()
+    if coefficient
   }
 
 
@@ -217,6 +286,18 @@ def as_reward_model(algorithm: Algorithm, *, gamma: float) -> Algorithm:
   return dataclasses.replace(algorithm, parts={**algorithm.parts, **last})
 
 
+def add_leaf(name: str, provider: providers.Provider) -> None:
+  """Adds an input that a model gives, see `register`.
+
+  Raises:
+    ValueError: the name is taken.
+  """
+  # A string is the file in methods/ that is being imported.
+  if not isinstance(dict.get(providers.PROVIDERS, name), str):
+    _check_free(name, {*_ALWAYS, *_OWN_INPUTS})
+  providers.PROVIDERS[name] = provider
+
+
 def add_token_input(name: str, fn: Callable[..., jax.Array]) -> None:
   """Adds an input that parts of one's own may read, see `register`.
 
@@ -229,5 +310,5 @@ def add_token_input(name: str, fn: Callable[..., jax.Array]) -> None:
 
 def _check_free(name: str, parts: Iterable[str]) -> None:
   """Refuses the name of an input that there is."""
-  if name in {*parts, *_GIVEN, *_OF_A_CRITIC, *OF_THE_UPDATE}:
+  if name in {*parts, *OF_THE_UPDATE} or providers.gives(name):
     raise ValueError(f"there is an input {name!r} already; choose another name")

@@ -8,7 +8,7 @@ Tables of type `Table` also have the choices of the files in `methods/`.
 import functools
 import importlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -16,7 +16,8 @@ from jaxrl_llm import estimators, losses
 from jaxrl_llm.learner import estimates
 from jaxrl_llm.learner.parts import Part, part
 
-Settings = Mapping[str, Any]
+Settings = Mapping[str, Any]  # A config group, such as `loss`.
+Groups = Mapping[str, Settings]  # A config, or a plain dict of its groups.
 _METHODS = "jaxrl_llm.methods"  # Above this room, imported by name alone.
 
 
@@ -43,6 +44,21 @@ class Table(dict[str, Any]):
     """The part whose setting is on, made with the settings; None without."""
     name = next(filter(settings.get, self), None)
     return self[name](settings) if name else None
+
+
+class OwnMember(NamedTuple):
+  """A model beside policy and critic, and the inputs that it learns from."""
+
+  make: Callable[..., Any]  # (policy, algorithm, mesh) -> `members.Member`.
+  reads: tuple[str, ...]
+
+
+class AuxiliaryLoss(NamedTuple):
+  """A loss beside the surrogate; see `parts.Auxiliary`."""
+
+  make: Callable[[Settings], Part]  # (config group loss) -> its part.
+  mask: str
+  mode: str
 
 
 def maker_of(
@@ -109,8 +125,18 @@ PROXIMAL_LOSSES = Table("proximal")
 # mini-batch's update.
 STEP_SCALES = Table("step_scale")
 
+# Name -> (policy, mesh, config group off_policy and `versions`) ->
+# `members.Companion`. A run has those that a provider of its inputs needs.
+COMPANIONS = Table("companion")
+
+# Likewise of models beside policy and critic: name -> `OwnMember`.
+MEMBERS: dict[str, OwnMember] = {}
+
 # Likewise (config group sampler) -> `AdaptiveTemperature`.
 TEMPERATURES = Table("temperature")
+
+# Name in `loss.auxiliary` -> a further loss of the policy.
+AUXILIARY: dict[str, AuxiliaryLoss] = {}
 
 KL_ESTIMATES = {
   "k1": losses.kl_k1,
@@ -127,26 +153,26 @@ CORRECTIONS: Mapping[str, Callable[..., losses.Correction] | None] = {
 }
 
 
-def has_critic(config: Any) -> bool:
+def has_critic(config: Groups) -> bool:
   """Whether the estimator of a config reads values, so that a critic learns."""
-  settings = config.estimator.to_dict()
-  return "values" in ESTIMATORS[config.estimator.name](settings).reads
+  settings = config["estimator"]
+  settings = {**settings, **settings.get("settings", {})}
+  return "values" in ESTIMATORS[settings["name"]](settings).reads
 
 
-def correction_of(config: Any) -> tuple[str, float]:
+def correction_of(config: Groups) -> tuple[str, float]:
   """The off-policy correction that a config asks for, and its upper bound."""
-  settings = config.off_policy
-  averaged = settings.proximal == "ewma"
-  schedule = config.schedule
+  settings, schedule = config["off_policy"], config["schedule"]
+  averaged = settings["proximal"] == "ewma"
   # Responses go on in later steps, or are trained then.
-  stale = schedule.stop != "all" or schedule.lag > 0
-  name = settings.correction
+  stale = schedule["stop"] != "all" or schedule["lag"] > 0
+  name = settings["correction"]
   if name == "auto":
     # With the sampler's log-probs as proximal ones the ratio corrects already.
-    corrects = averaged or (stale and settings.proximal != "stored")
+    corrects = averaged or (stale and settings["proximal"] != "stored")
     name = "truncate" if corrects else "none"
-  if settings.high is not None:
-    return name, settings.high
+  if settings["high"] is not None:
+    return name, settings["high"]
   return name, 100.0 if averaged else 2.0
 
 
@@ -155,5 +181,5 @@ PROXIMALS: Mapping[str, str] = {
   "recompute": "old_logprobs",
   "stored": "behavior_logprobs",
   "interpolate": "behavior_logprobs",
-  "ewma": "old_logprobs",  # Until the average is scored for a mini-batch.
+  "ewma": "average_logprobs",
 }

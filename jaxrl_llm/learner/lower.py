@@ -7,38 +7,40 @@ import numpy as np
 
 from jaxrl_llm import sharding
 from jaxrl_llm.learner.learner import Learner
-from jaxrl_llm.learner.models import TrainedModel
-from jaxrl_llm.learner.packing import PackedBatch, PackedTokens
+from jaxrl_llm.learner.members import Member
+from jaxrl_llm.learner.packing import PackedBatch
+from jaxrl_llm.models import PackedRows
+
+# What a member's scores are, in the names of programs.
+_SCORES = {"policy": "log-probs", "value": "values"}
 
 
 def lower(learner: Learner) -> dict[str, jax.stages.Lowered]:
   """Lowers scoring and updates, running nothing."""
-  scalar = jax.ShapeDtypeStruct((), np.float32)
-  policy, algorithm = learner.policy, learner.algorithm
-  names = {"weights", *algorithm.policy_inputs}
-  names |= {f"{name}_weights" for name in algorithm.auxiliary}
-  batch = _abstract_batch(learner, policy, names)
-  if algorithm.step_scale is not None:
-    batch = batch.replace(step_scale=scalar)
-  lowered = {
-    "score log-probs": policy.score.lower(policy.params, batch.packed, scalar),
-    "update policy": policy.update.lower(
-      policy.shapes, batch, scalar, base=policy.base
-    ),
+  scalar, algorithm = jax.ShapeDtypeStruct((), np.float32), learner.algorithm
+  auxiliary = {f"{name}_weights" for name in algorithm.auxiliary}
+  inputs = algorithm.members | {
+    "policy": algorithm.policy_inputs | auxiliary,
+    "critic": algorithm.value_inputs,
   }
-  critic = learner.critic
-  if critic is None:
-    return lowered
-  names = {"weights", *algorithm.value_inputs}
-  batch = _abstract_batch(learner, critic, names)
-  return lowered | {
-    "score values": critic.score.lower(critic.params, batch.packed),
-    "update value": critic.update.lower(critic.shapes, batch, base=critic.base),
-  }
+  state, lowered = learner.abstract(), {}
+  for key, member in learner.members.items():
+    batch = _abstract_batch(learner, member, {"weights", *inputs[key]})
+    if key == "policy" and algorithm.step_scale is not None:
+      batch = batch.replace(step_scale=scalar)
+    name = member.training.objective.name
+    given = member.training.arguments(learner.settings, state)
+    lowered[f"score {_SCORES.get(name, name)}"] = member.score.lower(
+      member.params, batch.packed, *given
+    )
+    lowered[f"update {name}"] = member.update.whole.lower(
+      member.shapes, batch, *given, base=member.base
+    )
+  return lowered
 
 
 def _abstract_batch(
-  learner: Learner, model: TrainedModel, names: set[str]
+  learner: Learner, model: Member, names: set[str]
 ) -> PackedBatch:
   """A mini-batch of ShapeDtypeStructs, as `packing.place` would put it."""
   settings, mesh = model.settings, learner.mesh
@@ -52,7 +54,7 @@ def _abstract_batch(
   tokens = ("tokens", "targets", "segments", "prefixes", "positions")
   whole = jax.ShapeDtypeStruct((), np.int32, sharding=sharding.replicated(mesh))
   return PackedBatch(
-    packed=PackedTokens(
+    packed=PackedRows(
       **{name: of(np.int32) for name in tokens},
       mask=of(np.bool_),
       logprobs=of(np.float32),

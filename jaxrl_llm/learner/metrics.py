@@ -1,10 +1,39 @@
 """Metrics of a batch before the update."""
 
+import re
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 
 from jaxrl_llm import estimators, masked
 from jaxrl_llm.learner.algorithm import Algorithm
+from jaxrl_llm.learner.state import TrainingBatch
 from jaxrl_llm.types import Experience, Origin, Rollout, Status
+
+
+def batch_metrics(
+  batch: TrainingBatch, algorithm: Algorithm
+) -> dict[str, float]:
+  """Returns all metrics of a batch and of what it was scored with."""
+  rollout, scores, experience = batch.rollout, batch.scores, batch.experience
+  mask = experience["policy_mask"]
+  row = experience_metrics(experience, rollout.behavior_logprobs, algorithm)
+  row |= staleness(rollout, mask, batch.step)
+  row |= parity(
+    rollout, mask, scores["old_logprobs"], scores["scored"], batch.step
+  )
+  if "next_values" in scores:
+    row |= boundary_error(rollout, scores["values"], scores["next_values"])
+  return row
+
+
+def over_updates(rows: Sequence[Mapping[str, np.ndarray]]) -> dict[str, float]:
+  """Returns means over updates, maxima of maxima and how many were skipped."""
+  out = {}
+  for key in rows[0]:
+    over = {"max": max, "skipped": sum}.get(re.split("[/_]", key)[-1], np.mean)
+    out[key] = float(over([row[key] for row in rows]))
+  return out
 
 
 def experience_metrics(

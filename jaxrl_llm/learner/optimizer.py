@@ -1,6 +1,8 @@
 """Train state and optimizers."""
 
 import dataclasses
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -48,6 +50,7 @@ class UpdateSettings:
   steps: int  # Of the whole run.
   updates: int  # Of the whole run, if each step has a batch of whole responses.
   frozen: tuple[str, ...] = ()  # Parts of paths of what is not trained.
+  name: str = "adamw"  # Of `OPTIMIZERS`.
 
   def schedule_step(self, step: int, number: int, count: int) -> np.int32:
     """Which of `updates` the schedule takes an update for.
@@ -95,28 +98,43 @@ def make_schedule(settings: UpdateSettings) -> optax.Schedule:
   return schedule
 
 
-def make_optimizer(
-  schedule: optax.Schedule, *, max_grad_norm: float, **adamw: float | str
-) -> optax.GradientTransformation:
-  """AdamW behind a clip of the global gradient norm.
+def matrices(params: Any) -> Any:
+  """Tree of bools: which parameters are matrices, not norm scales or biases.
 
-  Weight decay applies to matrices only (norm scales and biases keep theirs);
-  stacked layers add one axis, so a matrix is what is named kernel or embedding.
+  Stacked layers add one axis, so a matrix is named kernel or embedding.
+  """
+  return jax.tree_util.tree_map_with_path(
+    lambda path, _: path[-1].key in ("kernel", "embedding"), params
+  )
+
+
+# Name -> (schedule, settings of `UpdateSettings` by name) -> optimizer. Weight
+# decay applies to matrices only.
+OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
+  "adamw": functools.partial(optax.adamw, mask=matrices)
+}
+
+
+def make_optimizer(
+  schedule: optax.Schedule,
+  *,
+  max_grad_norm: float,
+  name: str = "adamw",
+  **settings: Any,
+) -> optax.GradientTransformation:
+  """An optimizer behind a clip of the global gradient norm.
 
   Args:
     schedule: learning rate of an update.
     max_grad_norm: gradients of a larger norm are scaled down to it.
-    **adamw: weight_decay, b1, b2, eps and mu_dtype.
+    name: of `OPTIMIZERS`.
+    **settings: those of `UpdateSettings`, of which it takes what it names.
   """
-
-  def matrices(params):
-    return jax.tree_util.tree_map_with_path(
-      lambda path, _: path[-1].key in ("kernel", "embedding"), params
-    )
-
+  make = OPTIMIZERS[name]
+  _, *named = inspect.signature(make).parameters  # The first is the schedule.
+  chosen = {key: settings[key] for key in named if key in settings}
   return optax.chain(
-    optax.clip_by_global_norm(max_grad_norm),
-    optax.adamw(schedule, mask=matrices, **adamw),
+    optax.clip_by_global_norm(max_grad_norm), make(schedule, **chosen)
   )
 
 

@@ -25,21 +25,6 @@ from jaxrl_llm.models import PackedRows
 from jaxrl_llm.types import Rollout, take_rows
 
 
-@chex.dataclass(frozen=True)
-class PackedTokens(PackedRows):
-  """Micro-batches of packed rows [M, r, C], none of their arrays absent.
-
-  A loss at (m, r, c) is about `targets`; segments are 1.. per row.
-  """
-
-  count: chex.Array = 0  # int32 scalar, number of micro-batches with tokens.
-
-  def rows(self, i: chex.Numeric) -> PackedRows:
-    """Micro-batch i, [r, C]."""
-    arrays = {k: v for k, v in self.items() if k != "count"}
-    return PackedRows(**micro_batch(arrays, i))
-
-
 @dataclasses.dataclass(frozen=True)
 class Layout:
   """The positions of the response tokens of B samples in [M, r, C].
@@ -142,7 +127,7 @@ def pack(
   rows: int,
   micro_batches: int,
   share: bool = True,
-) -> tuple[PackedTokens, Layout]:
+) -> tuple[PackedRows, Layout]:
   """Packs the samples of a rollout.
 
   Args:
@@ -185,7 +170,7 @@ def pack(
   sampled = np.where(rollout.mask, rollout.behavior_logprobs, np.float32(0))
   # A token lies right after the position that predicts it.
   behind = np.roll(layout.scatter(sampled).reshape(-1), 1)
-  packed = PackedTokens(
+  packed = PackedRows(
     **{name: x.reshape(layout.shape) for name, x in flat.items()},
     mask=layout.scatter(np.asarray(rollout.mask)),
     logprobs=behind.reshape(layout.shape),
@@ -246,7 +231,7 @@ class PackedBatch:
   of the main loss among them: auxiliary losses may have others.
   """
 
-  packed: PackedTokens
+  packed: PackedRows
   mask: chex.Array  # bool.
   inputs: dict[str, chex.Array]  # Inputs and weights of the losses, by name.
   schedule_step: chex.Array = np.int32(0)  # For the learning rate.
@@ -263,7 +248,7 @@ class MiniBatch:
   """The samples of one update: their rows in the rollout, packed."""
 
   rows: np.ndarray
-  packed: PackedTokens
+  packed: PackedRows
   layout: Layout
 
 
@@ -307,32 +292,6 @@ def mini_batches(
     )
     batches.append(MiniBatch(part, packed, layout))
   return batches
-
-
-def one_by_one(
-  rollout: Rollout, *, capacity: int, rows: int, micro_batches: int
-) -> PackedTokens:
-  """Packs each of B >= 1 samples alone into a micro-batch, [M, r, C].
-
-  Args:
-    rollout: B samples.
-    capacity: tokens per row, C; at least the longest sample.
-    rows: rows per micro-batch, r; all but the first are empty.
-    micro_batches: static number of micro-batches, M, at least B.
-  """
-  each = [
-    pack(take_rows(rollout, [i]), capacity=capacity, rows=rows, micro_batches=1)
-    for i in range(len(rollout.lengths))
-  ]
-  rest = [(0, micro_batches - len(each)), (0, 0), (0, 0)]
-
-  def joined(name):
-    return np.pad(np.concatenate([packed[name] for packed, _ in each]), rest)
-
-  names = [name for name in each[0][0] if name != "count"]
-  return PackedTokens(
-    **{name: joined(name) for name in names}, count=np.int32(len(each))
-  )
 
 
 def place(batch: Any, mesh: jax.sharding.Mesh) -> Any:

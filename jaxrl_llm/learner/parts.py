@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxrl_llm.errors import InputError
+
 
 class Part(NamedTuple):
   """A function of arrays, and the names of its inputs in order."""
@@ -48,11 +50,21 @@ def part(
     settings: values of keyword-only arguments by name; others are ignored, and
       arguments without a value keep their default.
     **inputs: argument -> name of the input that it reads instead.
+
+  Raises:
+    InputError: An argument has neither a value nor a default.
   """
-  parameters = inspect.signature(fn).parameters.values()
+  parameters = list(inspect.signature(fn).parameters.values())
   positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
   keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
   chosen = {k: settings[k] for k in keywords if k in (settings or {})}
+  for p in parameters:
+    needed = p.kind is p.KEYWORD_ONLY and p.default is p.empty
+    if needed and p.name not in {*chosen, *inputs}:
+      raise InputError(
+        f"{getattr(fn, '__name__', fn)} needs a value of {p.name!r}; give it in"
+        " config.estimator.settings or config.loss.settings"
+      )
   arguments = {name: name for name in positional} | inputs
   call = lambda *arrays: fn(**chosen | dict(zip(arguments, arrays)))
   return Part(call, tuple(arguments.values()))

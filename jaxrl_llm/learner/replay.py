@@ -59,5 +59,4 @@ def update_twice(
 
 def _arrays(state: LearnerState) -> dict[str, Any]:
   """Returns the trees that an update changes."""
-  names = ("policy", "critic", "ema", "kept")
-  return {name: getattr(state, name) for name in names}
+  return {name: getattr(state, name) for name in ("models", "companions")}

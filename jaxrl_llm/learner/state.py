@@ -16,23 +16,36 @@ class LearnerState:
   """The state of a learner; with the seed it determines everything else."""
 
   step: int  # Batches learned from: the version of the policy.
-  policy: TrainState
-  critic: TrainState | None  # None without a critic.
-  ema: Any  # Moving average of the policy (PPO-EWMA) or None.
-  # Earlier versions of the policy, see `models.KeptWeights`; or None.
-  kept: Any
+  # By name of the member and of the companion, see `members`. The entries have
+  # the names of fields in a checkpoint.
+  models: dict[str, TrainState] = dataclasses.field(metadata={"inline": True})
+  companions: dict[str, Any] = dataclasses.field(metadata={"inline": True})
   # From the last batch, see `AdaptiveTemperature.state`; None without one.
   temperature_state: Any
   waiting: Responses | None  # Ended; not yet seen by the critic.
   # Constants, which the checkpoints of steps leave out. Parameters that are not
-  # trained, by model.
+  # trained, by member.
   base: dict[str, Any] = dataclasses.field(metadata={"constant": True})
   # Trained parameters of a KL's reference policy; None without a KL.
   reference: Any = dataclasses.field(metadata={"constant": True})
 
-  def params(self, model: str) -> Params:
-    """Returns all parameters of 'policy' or 'critic'."""
-    return Params(self.base[model], getattr(self, model).trained)
+  @property
+  def policy(self) -> TrainState:
+    """The model that writes responses."""
+    return self.models["policy"]
+
+  @property
+  def critic(self) -> TrainState | None:
+    """The model that judges states; None without one."""
+    return self.models.get("critic")
+
+  def params(self, member: str) -> Params:
+    """Returns all parameters of a member."""
+    return Params(self.base[member], self.models[member].trained)
+
+  def with_model(self, member: str, model: TrainState) -> "LearnerState":
+    """Returns the state with another state of a member."""
+    return self.replace(models=self.models | {member: model})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +60,10 @@ class LearnerSettings:
 
 @dataclasses.dataclass(frozen=True)
 class TrainingBatch:
-  """The responses, inputs and mini-batches of an update."""
+  """Scored responses: a batch, or a part of one that arrives in parts."""
 
   rollout: Rollout
+  scores: dict[str, Any]  # By name: arrays [B, ...].
   experience: Experience
-  mini_batches: list[MiniBatch]  # For the first epoch.
+  mini_batches: dict[str, list[MiniBatch]]  # By member, for the first epoch.
   step: int  # Step of the run, for the learning rate.

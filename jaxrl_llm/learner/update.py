@@ -25,15 +25,13 @@ from jaxrl_llm.models import ModelFns, Params, ValueFns
 
 _NO_BASE: dict[str, Any] = {}  # Everything is trained.
 Metrics = dict[str, jax.Array]
-# (state, PackedBatch, *settings, base={}) -> (state, metrics), jitted.
-Update = Callable[..., tuple[TrainState, Metrics]]
 
 
 class Objective(NamedTuple):
   """What an update minimises."""
 
   name: str  # Metrics are NAME/...
-  # (params, micro-batch, *settings) -> (loss, what is logged: sums, sums over
+  # (params, micro-batch, *arguments) -> (loss, what is logged: sums, sums over
   #  tokens whose mean is meant, and maxima).
   loss: Callable[..., tuple[jax.Array, tuple[Metrics, Metrics, Metrics]]]
 
@@ -108,6 +106,32 @@ def value_objective(fns: ValueFns, value_loss: Part) -> Objective:
   return Objective("value", loss)
 
 
+class Update(NamedTuple):
+  """The update of a model, in one program or part by part, all of them jitted.
+
+  `whole` and `apply` are given away their state, and `add` its sums.
+  """
+
+  # (state, PackedBatch, *arguments, base={}) -> (state, metrics).
+  whole: Callable[..., tuple[TrainState, Metrics]]
+  # (trained, PackedBatch, *arguments, base={}) -> sums over nothing.
+  begin: Callable[..., Any]
+  # (sums, trained, PackedBatch, *arguments, base={}) -> sums.
+  add: Callable[..., Any]
+  # (state, sums, size of the batch, schedule step) -> (state, metrics).
+  apply: Callable[..., tuple[TrainState, Metrics]]
+
+  def __call__(self, state, batch: PackedBatch, *arguments, base=_NO_BASE):
+    """Updates a state on a batch that is whole; `base` is not trained."""
+    return self.whole(state, batch, *arguments, base=base)
+
+  def accumulate(self, sums, trained, batch, *arguments, base=_NO_BASE):
+    """Adds a part, whose weights have size 1; `sums` of None is nothing."""
+    if sums is None:
+      sums = self.begin(trained, batch, *arguments, base=base)
+    return self.add(sums, trained, batch, *arguments, base=base)
+
+
 def make_update(
   objective: Objective,
   optimizer: optax.GradientTransformation,
@@ -115,9 +139,7 @@ def make_update(
   *,
   out_shardings: Any = None,
 ) -> Update:
-  """update(state, PackedBatch, *settings, base={}) -> (state, metrics), jitted.
-
-  The state is donated; `base` has the parameters that are not trained.
+  """Makes the update that minimises an objective.
 
   Args:
     objective: whose gradient is taken.
@@ -125,60 +147,32 @@ def make_update(
     schedule: learning rate of an update, for the log.
     out_shardings: (those that the state is pinned to, of the metrics).
   """
-  how = functools.partial(_apply, objective.name, optimizer, schedule)
+  finish = functools.partial(_apply, objective.name, optimizer, schedule)
 
-  def update(state: TrainState, batch: PackedBatch, *settings, base=_NO_BASE):
-    given = _gradient_of(objective, base), state.trained
-    zeros = _zeros(*given, batch, *settings)
-    sums = _accumulate(*given, zeros, batch, *settings)
-    return how(state, sums, batch.schedule_step, scale=batch.step_scale)
+  def begin(trained, batch: PackedBatch, *arguments, base=_NO_BASE):
+    return _zeros(_gradient_of(objective, base), trained, batch, *arguments)
 
-  return jax.jit(update, donate_argnums=0, out_shardings=out_shardings)
-
-
-class Accumulation(NamedTuple):
-  """The same update in parts, for a batch that arrives little by little.
-
-  `add` is given away its sums, and `apply` its state. The weights of the losses
-  have size 1, see `masked.reduction_size`.
-  """
-
-  # (trained, PackedBatch, *settings, base={}) -> sums of none.
-  begin: Callable[..., Any]
-  # (sums, trained, PackedBatch, *settings, base={}) -> sums.
-  add: Callable[..., Any]
-  # (state, sums, size of the batch, schedule step) -> (state, metrics).
-  apply: Callable[..., tuple[TrainState, Metrics]]
-
-
-def make_accumulation(
-  objective: Objective,
-  optimizer: optax.GradientTransformation,
-  schedule: optax.Schedule,
-  *,
-  out_shardings: Any = None,
-) -> Accumulation:
-  """The parts of `make_update`, which has the same arguments."""
-  how = functools.partial(_apply, objective.name, optimizer, schedule)
-
-  def begin(trained, batch: PackedBatch, *settings, base=_NO_BASE):
-    return _zeros(_gradient_of(objective, base), trained, batch, *settings)
-
-  def add(sums, trained, batch: PackedBatch, *settings, base=_NO_BASE):
+  def add(sums, trained, batch: PackedBatch, *arguments, base=_NO_BASE):
     gradient = _gradient_of(objective, base)
-    return _accumulate(gradient, trained, sums, batch, *settings)
+    return _accumulate(gradient, trained, sums, batch, *arguments)
 
   def apply(state: TrainState, sums, size, step):
     gradients, (totals, means, maxima) = sums
     over = functools.partial(jax.tree.map, lambda x: x / size)
     totals = over(totals) | {"tokens": totals["tokens"]}
-    return how(state, (over(gradients), (totals, means, maxima)), step)
+    return finish(state, (over(gradients), (totals, means, maxima)), step)
+
+  def whole(state: TrainState, batch: PackedBatch, *arguments, base=_NO_BASE):
+    sums = begin(state.trained, batch, *arguments, base=base)
+    sums = add(sums, state.trained, batch, *arguments, base=base)
+    return finish(state, sums, batch.schedule_step, scale=batch.step_scale)
 
   of_sums = None
   if out_shardings is not None:
-    of_state, whole = out_shardings
-    of_sums = of_state.trained, whole
-  return Accumulation(
+    of_state, of_metrics = out_shardings
+    of_sums = of_state.trained, of_metrics
+  return Update(
+    whole=jax.jit(whole, donate_argnums=0, out_shardings=out_shardings),
     begin=jax.jit(begin, out_shardings=of_sums),
     add=jax.jit(add, donate_argnums=0, out_shardings=of_sums),
     apply=jax.jit(apply, donate_argnums=0, out_shardings=out_shardings),

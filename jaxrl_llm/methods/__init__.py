@@ -6,8 +6,9 @@ itself, so that an unused method costs nothing. This table is the only list of
 what the files register.
 """
 
-# File -> kind of a part -> its name in the config: a value of `estimator.name`,
-# `loss.name` or `off_policy.proximal`, or the setting that switches it on.
+# File -> kind of a part -> its name: a value of `estimator.name`, `loss.name`
+# or `off_policy.proximal`, the setting that switches it on, or the name of an
+# input or of a companion that other parts read.
 FILES: dict[str, dict[str, str]] = {
   "a_3po": {"proximal": "interpolate"},
   "cispo": {"loss": "cispo"},
@@ -17,8 +18,14 @@ FILES: dict[str, dict[str, str]] = {
     "loss": "hapo",
     "temperature": "entropy_tau",
   },
+  "kept_weights": {"companion": "kept", "leaf": "writer_logprobs"},
   "mc_grpo": {"mask": "drop_pivot"},
+  "ppo_ewma": {"companion": "ema", "leaf": "average_logprobs"},
   "reinforce_pp": {"estimator": "reward_to_go"},
   "rloo": {"loss": "policy_gradient"},
-  "vcpo": {"estimator": "optimal_baseline", "step_scale": "ess_scale"},
+  "vcpo": {
+    "estimator": "optimal_baseline",
+    "step_scale": "ess_scale",
+    "leaf": "gradient_norms",
+  },
 }

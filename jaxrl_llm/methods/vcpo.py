@@ -11,11 +11,25 @@ leaves out the response itself, which the authors' code includes.
 Reference: Huang et al. 2026, arXiv:2602.17616.
 """
 
+import functools
+import itertools
+
+import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 
-from jaxrl_llm import estimators, losses, register
-from jaxrl_llm.learner import choices, estimates, parts
+from jaxrl_llm import (
+  estimators,
+  losses,
+  models,
+  processes,
+  register,
+  sharding,
+)
+from jaxrl_llm.learner import choices, estimates, packing, parts, providers
+from jaxrl_llm.types import Rollout, take_rows
 
 # `estimator.gradient_norms` -> input that gives ‖∇ log π‖² of each response up
 # to a constant factor. Tokens with orthogonal gradients of equal norm would
@@ -72,6 +86,102 @@ def ess_step_scale(
   return jnp.minimum(1.0, jnp.sqrt(ratio / ess_reference))
 
 
+def score_gradient_norms(
+  params: models.Params,
+  packed: models.PackedRows,
+  temperature: chex.Numeric,
+  *,
+  fns: models.ModelFns,
+) -> jax.Array:
+  """Gradient norm ‖∇ log π‖ of each micro-batch's response, float32 [M].
+
+  One gradient at a time, at the memory of one and the time of M backward
+  passes. 0 for a micro-batch without a response.
+
+  Args:
+    params: policy parameters; the gradient is that of the trained ones.
+    packed: micro-batches of one response each, see `one_by_one`.
+    temperature: that the responses were sampled at.
+    fns: the policy.
+  """
+
+  def logprob(trained, rows):
+    whole = params._replace(trained=trained)
+    return jnp.sum(fns.logprobs(whole, rows, temperature)[0].logprobs)
+
+  def body(i, norms):
+    gradient = jax.grad(logprob)(params.trained, packed.rows(i))
+    return norms.at[i].set(optax.global_norm(gradient))
+
+  norms = jnp.zeros(len(packed.tokens), jnp.float32)
+  return jax.lax.fori_loop(0, packed.count, body, norms)
+
+
+@functools.cache
+def _norms(fns: models.ModelFns, mesh: jax.sharding.Mesh):
+  """Jits (params, packed one by one, temperature) -> [M]."""
+  score = functools.partial(score_gradient_norms, fns=fns)
+  return jax.jit(score, out_shardings=sharding.replicated(mesh))
+
+
+def one_by_one(
+  rollout: Rollout, *, capacity: int, rows: int, micro_batches: int
+) -> models.PackedRows:
+  """Packs each of B >= 1 samples alone into a micro-batch, [M, r, C].
+
+  Args:
+    rollout: B samples.
+    capacity: tokens per row, C; at least the longest sample.
+    rows: rows per micro-batch, r; all but the first are empty.
+    micro_batches: static number of micro-batches, M, at least B.
+  """
+  each = [
+    packing.pack(
+      take_rows(rollout, [i]), capacity=capacity, rows=rows, micro_batches=1
+    )
+    for i in range(len(rollout.lengths))
+  ]
+  rest = [(0, micro_batches - len(each)), (0, 0), (0, 0)]
+
+  def joined(name):
+    return np.pad(np.concatenate([packed[name] for packed, _ in each]), rest)
+
+  names = [name for name in each[0][0] if name != "count"]
+  return models.PackedRows(
+    **{name: joined(name) for name in names}, count=np.int32(len(each))
+  )
+
+
+def gradient_norms(scoring: providers.Scoring) -> np.ndarray:
+  """Provides ‖∇ log π‖ of the responses of mini-batches, [B]; 0 of others."""
+  rollout, mesh = scoring.rollout, scoring.learner.mesh
+  policy = scoring.learner.policy
+  out = np.zeros(len(rollout.lengths), np.float32)
+  arguments = policy.training.arguments(scoring.learner.settings, scoring.state)
+  lengths = rollout.prompt_lengths + rollout.lengths
+  longest = rollout.prompt_tokens.shape[1] + rollout.tokens.shape[1]
+  # Rows of three lengths: most responses are far from the longest.
+  sizes = itertools.pairwise((0, longest // 4, longest // 2, longest))
+  batches = scoring.mini_batches["policy"]
+  for batch, (shorter, size) in itertools.product(batches, sizes):
+    of_size = (lengths > shorter) & (lengths <= size)
+    rows = batch.rows[of_size[batch.rows]]
+    if not rows.size:
+      continue
+    packed = one_by_one(
+      take_rows(rollout, rows),
+      capacity=size,
+      rows=sharding.batch_size_of(mesh),
+      micro_batches=len(batch.rows),
+    )
+    norms = _norms(policy.fns, mesh)(
+      scoring.state.params("policy"), packing.place(packed, mesh), *arguments
+    )
+    out[rows] = processes.to_host(norms)[: rows.size]
+  return out
+
+
+register.leaf("gradient_norms", gradient_norms, needs=("policy",))
 register.token_input("squared_gradient_norms", squared_gradient_norms)
 choices.ESTIMATORS["optimal_baseline"] = make_estimator
 choices.STEP_SCALES["ess_scale"] = choices.maker_of(ess_step_scale)

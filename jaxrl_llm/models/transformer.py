@@ -29,7 +29,10 @@ KernelsByKind = Mapping[AttentionKind, Kernels]
 
 @chex.dataclass(frozen=True)
 class PackedRows:
-  """Samples packed into rows [R, C], for training."""
+  """Samples packed into rows [R, C], for training.
+
+  With a `count`, micro-batches of such rows, [M, R, C].
+  """
 
   tokens: chex.Array  # int32.
   segments: chex.Array  # int32, attention stays within one; 0 is padding.
@@ -39,6 +42,12 @@ class PackedRows:
   mask: chex.Array | None = None  # bool, targets to score.
   # float32, log-prob of each token when sampled; 0 for other tokens.
   logprobs: chex.Array | None = None
+  count: chex.Array | None = None  # int32 scalar, micro-batches with tokens.
+
+  def rows(self, i: chex.Numeric) -> "PackedRows":
+    """Returns micro-batch i, [R, C]."""
+    take = lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
+    return jax.tree.map(take, self.replace(count=None))
 
 
 # Activations of a layer that are kept for the backward pass.

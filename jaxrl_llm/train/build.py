@@ -15,8 +15,7 @@ from jaxrl_llm.data.prompt_source import PromptSource
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.evaluate import Evaluator
-from jaxrl_llm.learner import build_algorithm
-from jaxrl_llm.learner import models as trained_models
+from jaxrl_llm.learner import build_algorithm, choices, members, providers
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.optimizer import UpdateSettings
 from jaxrl_llm.learner.state import LearnerSettings
@@ -52,6 +51,10 @@ def make_run(config: Any) -> Run:
   policy_fns, shapes = fns[0], models.merge(learner.policy.params)
   source, problems = data.make_prompts(config, tokenizer)
   data.check_prompts(source)
+  learner.column = source.column
+  for leaf in learner.algorithm.leaves:
+    if leaf.startswith(providers.COLUMN):
+      source.column(leaf.removeprefix(providers.COLUMN), [0])
   judge = Judge(
     tokenizer.decode,
     _make_pool(config),
@@ -122,23 +125,17 @@ def make_learner(
   algorithm = build_algorithm.make_algorithm(config)
   policy_fns, critic_fns = fns
   of = functools.partial(update_settings, config)
-  policy = trained_models.make_policy(policy_fns, of("policy"), algorithm, mesh)
-  critic = trained_models.make_critic(critic_fns, of("value"), algorithm, mesh)
-  ema = kept = None
-  if algorithm.follows_average:
-    ema = trained_models.make_ema(
-      policy, mesh, decay=config.off_policy.ewma_decay
-    )
-  if config.off_policy.keep_weights:
-    kept = trained_models.make_kept_weights(
-      policy,
-      versions=config_lib.most_staleness(config),
-      dtype=jnp.dtype(config.off_policy.keep_weights),
-    )
+  policy = members.make_policy(policy_fns, of("policy"), algorithm, mesh)
+  critic = members.make_critic(critic_fns, of("value"), algorithm, mesh)
+  found = {"policy": policy} | ({"critic": critic} if critic else {})
+  for name in algorithm.members:
+    found[name] = choices.MEMBERS[name].make(policy, algorithm, mesh)
+  versions = {"versions": config_lib.most_staleness(config)}
+  follow = config.off_policy.to_dict() | versions
+  needs = providers.needs_of(algorithm.leaves)
   return Learner(
     algorithm,
-    policy,
-    critic,
+    found,
     settings=LearnerSettings(
       seed=config.run.seed,
       max_tokens_per_row=config_lib.max_tokens_per_row(config),
@@ -149,8 +146,11 @@ def make_learner(
     initial_params=functools.partial(
       read_policy_params, path, models.merge(policy.params), policy_fns.config
     ),
-    ema=ema,
-    kept=kept,
+    companions={
+      name: choices.COMPANIONS[name](policy, mesh, follow)
+      for name in choices.COMPANIONS
+      if name in needs
+    },
   )
 
 

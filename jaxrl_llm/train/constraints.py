@@ -113,8 +113,13 @@ def streaming(config: Any) -> Rules:
   settings = {"optimizer.policy": config.optimizer.policy}
   if has_critic(config):
     settings["optimizer.value"] = config.optimizer.value
-  read = leaves_of(["advantages"], make_algorithm(config).parts)
+  made = make_algorithm(config)
+  read = leaves_of(["advantages"], made.parts)
+  own = [made.auxiliary.get(name) for name in config.loss.auxiliary]
+  over = "policy_mask", made.loss_mode
   whole = {
+    # Over other tokens it has another divisor, that of the whole batch.
+    "loss.auxiliary": any(x and (x.mask, x.mode) != over for x in own),
     "estimator.name": "example_id" in read,  # Compares groups of a prompt.
     "estimator.normalize": config.estimator.normalize != "none",
     "loss.name": config.loss.name == "hapo",

@@ -315,7 +315,7 @@ def _learn(run, states, written, timer) -> tuple[LearnerState, dict, Batch]:
   """Trains on the next batch, or on its groups as they arrive."""
   if run.pipeline.streaming:
     groups = run.pipeline.arriving(written, states.step, timer)
-    learner, row = run.learner.update_by_groups(states.learner, groups, timer)
+    learner, row = run.learner.update(states.learner, groups, timer)
     return learner, row, written[0].result().batch
   with timer.phase("wait"):
     batch = states.batches[0] if states.batches else written[0].result().batch
@@ -336,7 +336,7 @@ def _sampled_with(states: States, weights: sync.VersionedWeights) -> Weights:
 
 def begin(run: Run) -> tuple[States, sync.VersionedWeights]:
   """Returns the states before the first iteration, with a fresh critic."""
-  learner = run.learner.init(run.critic_params)
+  learner = run.learner.init(critic=run.critic_params)
   states = States(run.source.init(), run.worker.init(), learner)
   return states, run.transfer.send(learner.params("policy"), 0)
 

@@ -24,8 +24,10 @@ def validate(config: Any) -> None:
       if one not in key.allowed:
         raise InputError(f"config.{path}={value!r} must be {key.allowed}")
   for keys, why in constraints.broken(config).items():
+    values = {key: config_lib.get(config, key) for key in keys.split(", ")}
     named = " with ".join(
-      f"config.{key}={config_lib.get(config, key)!r}"
-      for key in keys.split(", ")
+      # A group's own repr has several lines.
+      f"config.{key}={getattr(x, 'to_dict', lambda x=x: x)()!r}"
+      for key, x in values.items()
     )
     raise InputError(f"{named}: {why}")

@@ -129,7 +129,7 @@ class ValuePretraining:
     checkpoint.save_tree(workdir / FOLDER, models.merge(whole))
     # A reused critic starts with a fresh optimizer; so does this one.
     critic = self.learner.critic.create_state(state.best)
-    return learner.replace(critic=critic)
+    return learner.with_model("critic", critic)
 
   def _step(
     self, learner: LearnerState, state: PretrainingState, weights: Weights
@@ -151,7 +151,7 @@ class ValuePretraining:
     last = self.reward_model_steps + self.steps
     done = state.number == last or waited >= self.patience
     if not done:
-      learner, new = self.learner.update_critic(learner, batch, rng)
+      learner, new = self.learner.update_member(learner, "critic", batch, rng)
       row |= new
     state = dataclasses.replace(
       state, critic=learner.critic, waited=waited, number=state.number + 1
@@ -166,7 +166,9 @@ class ValuePretraining:
       self.reward_model, learner, state, weights
     )
     row = {_OUTCOMES: row.pop(_EXPLAINED), **row}
-    learner, new = self.reward_model.update_critic(learner, batch, rng)
+    learner, new = self.reward_model.update_member(
+      learner, "critic", batch, rng
+    )
     state = dataclasses.replace(
       state,
       critic=learner.critic,
@@ -183,8 +185,9 @@ class ValuePretraining:
     responses = collected.batch.responses
     rng = np.random.default_rng((self.seed[0], state.number, self.seed[1]))
     # Its learning rate follows the batches of the pretraining.
-    learner = learner.replace(critic=state.critic, step=state.number)
-    batch = trained.measure_critic(learner, responses, rng)
+    learner = learner.with_model("critic", state.critic)
+    learner = learner.replace(step=state.number)
+    batch = trained.measure(learner, "critic", responses, rng)
     row = {
       _EXPLAINED: learner_metrics.explained_variance(batch.experience),
       "reward/accuracy": float(responses.correct.mean()),

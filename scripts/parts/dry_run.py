@@ -97,7 +97,7 @@ def _show_meshes(run: Run) -> None:
   """Shows the meshes of trainer and sampler, and the memory per device."""
   learner, sampled = run.learner, run.transfer.shapes
   state = learner.abstract()
-  held = [state.policy, state.critic, state.ema, state.kept, state.base]
+  held = [state.models, state.companions, state.base]
   if "ref_logprobs" in learner.algorithm.leaves:
     held.append(state.policy.trained)
   meshes = [learner.mesh, jax.tree.leaves(sampled)[0].sharding.mesh]

@@ -71,8 +71,8 @@ def judge(
   params = run.transfer.send(learner.params("policy"), 0).params
   judged = run.evaluator(params).judged
   responses = judged.responses
-  batch = run.pretraining.learner.measure_critic(
-    learner, responses, np.random.default_rng(0)
+  batch = run.pretraining.learner.measure(
+    learner, "critic", responses, np.random.default_rng(0)
   )
   ceilings = []
   writer = dataclasses.replace(
@@ -100,15 +100,15 @@ def restore(learner, folder: pathlib.Path, step: int | None):
   if step is None:
     shapes = models.merge(critic.params)
     pretrained = checkpoint.load_tree(folder / FOLDER, shapes)
-    return learner.init(lambda _: pretrained)
+    return learner.init(critic=lambda _: pretrained)
   step = workdir.find_step(folder, step)
   policy, critic = (
     workdir.restore_params(folder, step, name, model.params)
     for name, model in (("policy", learner.policy), ("critic", critic))
   )
-  state = learner.init(lambda _: critic)
+  state = learner.init(critic=lambda _: critic)
   trained = learner.policy.split(policy).trained
-  return state.replace(policy=state.policy.replace(trained=trained))
+  return state.with_model("policy", state.policy.replace(trained=trained))
 
 
 def places(lengths: np.ndarray, bin_: int) -> np.ndarray:

@@ -59,7 +59,9 @@ def make_state():
     moments=Moments(np.float32(1.5), rng.normal(size=4).astype(np.float32)),
     inner=Inner(count=2, params=tree(4)),
     store=rollout,
-    waiting=types.unjudged(tiny_run.random_rollout(rng, rows=2)),
+    waiting=types.unjudged(tiny_run.random_rollout(rng, rows=2)).replace(
+      parts={"right": np.float32([1, np.nan])}
+    ),
     absent=None,
   )
 

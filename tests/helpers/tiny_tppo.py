@@ -5,7 +5,6 @@ losses saw is read from the packed batches of the updates.
 """
 
 import collections
-import copy
 import dataclasses
 import types
 
@@ -23,10 +22,16 @@ STEPS = 10
 MANY = 32  # A mini-batch for which the critic waits several steps.
 
 
-def with_models(run, **roles):
+def with_models(run, **members):
   """The run whose learner has other models: policy=... or critic=..."""
-  learner = copy.copy(run.learner)
-  learner.__dict__ |= roles
+  return with_learner(run, members=run.learner.members | members)
+
+
+def with_learner(run, _estimate=None, **fields):
+  """The run whose learner has other fields; what is compiled may be shared."""
+  learner = dataclasses.replace(run.learner, **fields)
+  if _estimate is not None:
+    learner._estimate = _estimate
   return dataclasses.replace(run, learner=learner)
 
 
@@ -93,17 +98,16 @@ def recording(run, log):
   """The run that notes in lists what its owners hand over."""
 
   def noted(model, seen):
-    def update(state, batch, *settings, base):
+    def whole(state, batch, *settings, base):
       seen.append(jax.device_get(batch))
       return model.update(state, batch, *settings, base=base)
 
-    return model and dataclasses.replace(model, update=update)
+    update = model.update._replace(whole=whole)
+    return dataclasses.replace(model, update=update)
 
-  learner = run.learner
+  learner, seen = run.learner, {"policy": log.policy, "critic": log.critic}
   run = with_models(
-    run,
-    policy=noted(learner.policy, log.policy),
-    critic=noted(learner.critic, log.critic),
+    run, **{k: noted(x, seen[k]) for k, x in learner.members.items()}
   )
 
   def experience(*arguments, **settings):
@@ -147,7 +151,7 @@ def record(run, steps, begun=None):
         critic=list(log.critic),
         row=row,
         after=states._replace(
-          learner=learner.replace(policy=None, critic=None, ema=None, kept=None)
+          learner=learner.replace(models={}, companions={})
         ),
         critic_updates=learner.critic and int(learner.critic.optimizer.step),
       )

@@ -17,6 +17,7 @@ from jaxrl_llm.learner import packing
 from jaxrl_llm.learner.batches import policy_batch
 from jaxrl_llm.learner.choices import PROXIMALS, correction_of
 from jaxrl_llm.learner.learner import Learner
+from jaxrl_llm.learner.packer import Packer
 from jaxrl_llm.rollout.worker import Weights
 from jaxrl_llm.train import build, loop
 from jaxrl_llm.train.validation import validate
@@ -69,7 +70,8 @@ class TestImportanceWeights:
       behavior = old  # Uncorrected, it is for tokens that π_old sampled.
     mask = np.ones((1, 12), bool)
     inputs = {
-      "old_logprobs": average if made.follows_average else old,
+      "old_logprobs": old,
+      "average_logprobs": average,
       "behavior_logprobs": behavior,
       "advantages": advantages,
       "interpolation_share": np.full((1, 12), 0.25, np.float32),
@@ -156,7 +158,7 @@ class TestNothingToTrain:
       groups = lambda batch: [
         join_rows([take_rows(batch, group == i)]) for i in np.unique(group)
       ]
-      update = lambda state, batch, timer: run.learner.update_by_groups(
+      update = lambda state, batch, timer: run.learner.update(
         state, groups(batch), timer
       )
     # Moments that would move the weights.
@@ -173,20 +175,21 @@ class TestAverage:
   def test_a_refused_update_moves_nothing(self, model):
     run = make_run(model, off_policy__proximal="ewma")
     states, _ = loop.begin(run)
-    move = run.learner.ema.step
-    before = jax.device_get(states.learner.ema)
+    move = run.learner.companions["ema"].follow
+    average = states.learner.companions["ema"]
+    before = jax.device_get(average)
     params = states.learner.policy.trained
     moved = jax.tree.map(lambda x: x + 1.0, params)
-    kept = move(states.learner.ema, moved, jnp.float32(1.0))
+    kept = move(average, moved, jnp.float32(1.0))
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(kept), before)
     after = move(kept, moved, jnp.float32(0.0))
     assert after["weight"] > before["weight"]
 
   def test_is_absent_unless_it_is_followed(self, model):
     run = make_run(model)
-    assert run.learner.ema is None and not run.learner.algorithm.follows_average
+    assert not run.learner.companions
     states, _ = loop.begin(run)
-    assert states.learner.ema is None
+    assert states.learner.companions == {}
 
 
 class TestMismatch:
@@ -255,18 +258,19 @@ class TestPretraining:
       )
     )
     seen, learned = [], []
-    measure, learn = Learner.measure_critic, Learner.update_critic
+    measure, learn = Learner.measure, Learner.update_member
 
-    def measure_critic(self, state, responses, rng):
-      seen.append((responses, measure(self, state, responses, rng)))
+    def measured(self, state, name, responses, rng):
+      seen.append((responses, measure(self, state, name, responses, rng)))
       return seen[-1][1]
 
-    def update_critic(self, state, batch, rng):
+    def update_member(self, state, name, batch, rng):
+      assert name == "critic"
       learned.append(batch)
-      return learn(self, state, batch, rng)
+      return learn(self, state, name, batch, rng)
 
-    monkeypatch.setattr(Learner, "measure_critic", measure_critic)
-    monkeypatch.setattr(Learner, "update_critic", update_critic)
+    monkeypatch.setattr(Learner, "measure", measured)
+    monkeypatch.setattr(Learner, "update_member", update_member)
     self.pretrain(run, tmp_path)
     # One more batch is measured alone.
     (responses, batch), _ = seen
@@ -292,13 +296,13 @@ class TestPretraining:
     monkeypatch.setattr(
       learner_metrics, "explained_variance", lambda experience: next(measured)
     )
-    critics, measure = [], Learner.measure_critic
+    critics, measure = [], Learner.measure
 
-    def measure_critic(self, state, responses, rng):
+    def scored(self, state, name, responses, rng):
       critics.append(jax.device_get(state.critic.trained))
-      return measure(self, state, responses, rng)
+      return measure(self, state, name, responses, rng)
 
-    monkeypatch.setattr(Learner, "measure_critic", measure_critic)
+    monkeypatch.setattr(Learner, "measure", scored)
     states = self.pretrain(run, tmp_path)
     assert len(critics) == 4
     same = functools.partial(jax.tree.map, np.testing.assert_array_equal)
@@ -419,11 +423,10 @@ class TestWholeMiniBatches:
   def test_table(self, model, waiting, ended, expected):
     run = make_run(model)
     assert run.learner.critic.settings.mini_batch == 16
-    state = run.learner.abstract().replace(
-      waiting=self.make_responses(waiting) if waiting else None
-    )
-    batch, rows, left = run.learner._with_waiting(
-      state, self.make_responses(ended, cut=3)
+    packer = Packer(run.learner.members, capacity=64)
+    batch, rows, left = packer.with_waiting(
+      self.make_responses(ended, cut=3),
+      self.make_responses(waiting) if waiting else None,
     )
     assert len(rows) == expected
     assert take_rows(batch, rows).ended.all()

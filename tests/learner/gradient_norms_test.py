@@ -19,7 +19,6 @@ from helpers.tiny_update import (
 )
 
 from jaxrl_llm import models
-from jaxrl_llm.learner import packing, scoring
 from jaxrl_llm.methods import vcpo
 from jaxrl_llm.train import build
 from jaxrl_llm.types import take_rows
@@ -68,12 +67,10 @@ class TestNorms:
   def test_are_those_of_the_plain_model(self, rows, frozen):
     rollout, _ = make_data()
     count = len(rollout.lengths)
-    packed = packing.one_by_one(
+    packed = vcpo.one_by_one(
       rollout, capacity=16, rows=rows, micro_batches=count + 2
     )
-    score = functools.partial(
-      scoring.score_gradient_norms, fns=make_fns("policy")
-    )
+    score = functools.partial(vcpo.score_gradient_norms, fns=make_fns("policy"))
     params = models.partition(make_params("policy"), frozen)
     got = jax.jit(score)(params, packed, TEMPERATURE)
     assert got.dtype == jnp.float32
@@ -113,7 +110,7 @@ class TestRun:
 
     lengths = rollout.prompt_lengths + rollout.lengths
     for i in (*np.argsort(lengths)[[0, 5, 16, -1]], 0, 31):
-      alone = packing.one_by_one(
+      alone = vcpo.one_by_one(
         take_rows(rollout, [i]), capacity=24, rows=fsdp, micro_batches=1
       )
       found = jax.tree.leaves(gradient(params, alone.rows(0)))

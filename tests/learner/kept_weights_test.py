@@ -12,7 +12,7 @@ from helpers.tiny_tppo import newest, record, saved
 
 from jaxrl_llm import sharding
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner import models, scoring
+from jaxrl_llm.methods import kept_weights
 from jaxrl_llm.models import TokenLogprobs
 from jaxrl_llm.train import build, loop
 from jaxrl_llm.train.workdir import Workdir
@@ -97,7 +97,7 @@ class TestWriterLogprobs:
       model, **FAST | LATE, off_policy__keep_weights="bfloat16"
     )
     steps, (states, _) = record(rounded, 4)
-    kept = jax.tree.leaves(states.learner.kept)
+    kept = jax.tree.leaves(states.learner.companions["kept"])
     assert {x.dtype for x in kept} == {jnp.dtype("bfloat16")}
     experience, scores, rollout = seen(steps[-1])
     error = scores["writer_logprobs"] - rollout.behavior_logprobs
@@ -129,7 +129,7 @@ class TestWriterLogprobs:
 
     rows = np.arange(len(version))
     old = np.full(version.shape, -0.5, np.float32)
-    got = scoring.writer_logprobs(
+    got = kept_weights.writer_logprobs(
       score,
       lambda version: version,
       old,
@@ -235,7 +235,7 @@ class TestState:
   @pytest.mark.parametrize("fsdp", [1, 2])
   def test_the_last_versions_are_kept_in_every_bit(self, model, fsdp):
     run = make_run(model, **KEEP | LATE, mesh__data=1, mesh__fsdp=fsdp)
-    made = models.make_kept_weights(
+    made = kept_weights.make_kept_weights(
       run.learner.policy, versions=3, dtype=jnp.float32
     )
     params = run.learner.initial_params()
@@ -243,7 +243,7 @@ class TestState:
     kept = made.init(params)
     chex.assert_trees_all_equal(made.read(kept, 2), params)
     for version in range(5):
-      kept = made.write(kept, of(version), version)
+      kept = made.record(kept, of(version), version)
     for version in (2, 3, 4):
       chex.assert_trees_all_equal(made.read(kept, version), of(version))
     places = lambda tree: jax.tree.map(lambda x: x.sharding, tree)
@@ -259,11 +259,11 @@ class TestState:
 
   def test_is_absent_unless_asked_for(self, model):
     made = make_run(model, **LATE)
-    assert loop.begin(made)[0].learner.kept is None
+    assert loop.begin(made)[0].learner.companions == {}
 
   def test_a_resumed_run_is_the_uninterrupted_one(self, run, tmp_path):
     chosen = with_config(run, run__steps=6, eval__every=3, checkpoint__every=9)
-    chosen.learner.kept = run.learner.kept
+    chosen.learner.companions = run.learner.companions
     loop.train(chosen, tmp_path / "whole")
     loop.train(with_config(chosen, run__steps=3), tmp_path / "parts")
     loop.train(chosen, tmp_path / "parts")
@@ -278,14 +278,22 @@ class TestState:
     _, (states, _) = record(one, 3)
     other = make_run(model, **KEEP | LATE, mesh__fsdp=2)
     again, _ = saved(other, loop.begin(other)[0], tmp_path / "shapes")
-    places = jax.tree.map(lambda x: x.sharding, again.learner.kept)
+    places = jax.tree.map(
+      lambda x: x.sharding, again.learner.companions["kept"]
+    )
     folder = tmp_path / "checkpoints"
     saved(one, states, folder)
     again, _ = newest(other, tmp_path)
     chex.assert_trees_all_equal(
-      *map(jax.device_get, (again.learner.kept, states.learner.kept))
+      *map(
+        jax.device_get,
+        (again.learner.companions["kept"], states.learner.companions["kept"]),
+      )
     )
-    assert jax.tree.map(lambda x: x.sharding, again.learner.kept) == places
+    assert (
+      jax.tree.map(lambda x: x.sharding, again.learner.companions["kept"])
+      == places
+    )
 
   def test_how_many_is_fixed(self, model, tmp_path):
     (tmp_path / "checkpoints" / "1").mkdir(parents=True)

@@ -70,7 +70,6 @@ class TestIdentities:
       ("temperature", {"sampler__entropy_tau": 0.05}),
       ("correction", {"off_policy__correction": "truncate"}),
       ("step_scale", {"off_policy__ess_scale": True}),
-      ("follows_average", {"off_policy__proximal": "ewma"}),
     ],
   )
   def test_a_part_that_is_off_is_absent(self, name, on):
@@ -86,6 +85,7 @@ class TestIdentities:
       ("behavior_logprobs", {"off_policy__correction": "truncate"}),
       ("behavior_logprobs", {"off_policy__ess_scale": True}),
       ("version", {"off_policy__proximal": "interpolate"}),
+      ("average_logprobs", {"off_policy__proximal": "ewma"}),
     ],
   )
   def test_what_a_part_that_is_off_rests_on_is_not_asked_for(self, leaf, on):

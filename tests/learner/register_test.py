@@ -1,45 +1,26 @@
 """Parts of one's own: an estimator, a policy loss and an input of it."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import tiny_run
+from helpers.registries import REGISTRIES, registries  # noqa: F401
 from helpers.tiny_algorithm import call, make_algorithm
 
 from jaxrl_llm import losses, metrics, register
 from jaxrl_llm.data import prompt_source
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner import build_algorithm, choices, estimates
+from jaxrl_llm.learner import (
+  estimates,
+)
 from jaxrl_llm.rollout import worker
 from jaxrl_llm.rollout.worker import Weights
 from jaxrl_llm.train import build, loop
 from jaxrl_llm.train.validation import validate
-
-REGISTRIES = (
-  choices.ESTIMATORS,
-  choices.POLICY_LOSSES,
-  choices.OWN_MASKS,
-  build_algorithm._OWN_INPUTS,
-  prompt_source.TEMPLATES,
-  prompt_source.PROMPT_SOURCES,
-  worker.STOPS,
-)
-
-
-@pytest.fixture
-def registries():
-  """What a test registers is gone afterwards."""
-  for table in (choices.ESTIMATORS, choices.POLICY_LOSSES):
-    for name in table:
-      assert table[name]  # What methods/ registers is no test's.
-  before = [dict(r) for r in REGISTRIES]
-  yield
-  for registry, known in zip(REGISTRIES, before):
-    registry.clear()
-    registry.update(known)
 
 
 def centered(token_rewards, mask):
@@ -217,21 +198,26 @@ class TestRegister:
       add("new", centered)
 
   @pytest.mark.parametrize(
-    ("group", "add"),
+    ("group", "add", "own", "meant"),
     [
-      ("estimator", register.estimator),
-      ("loss", register.loss),
-      ("estimator", register.mask),
+      ("estimator", register.estimator, lambda mask, *, gama=1: 0, "gamma"),
+      ("loss", register.loss, lambda mask, *, clip_hihg=1: 0, "clip_high"),
+      (
+        "estimator",
+        register.mask,
+        lambda mask, *, tail_drops=1: 0,
+        "tail_drop",
+      ),
+      ("loss", register.auxiliary, lambda mask, *, norms=1: 0, "norm"),
+      ("optimizer.policy", register.optimizer, lambda x, *, b_1: 0, "b1"),
     ],
   )
-  def test_a_keyword_that_is_no_setting_is_refused(self, group, add):
-    def own(mask, *, clip_hihg=0.9):
-      return mask
-
-    said = f"config.{group} has no setting 'clip_hihg'; use an"
+  def test_a_misspelt_setting_is_refused(self, group, add, own, meant):
+    (wrong,) = inspect.getfullargspec(own).kwonlyargs
+    said = f"config.{group} has no setting '{wrong}'; use '{meant}', or bind"
     with pytest.raises(ValueError, match=said):
       add("own", own)
-    add("own", functools.partial(own, clip_hihg=0.5))
+    add("own", functools.partial(own, **{wrong: 0.5}))
 
   def test_an_argument_reads_an_input_of_another_name(self):
     register.loss("own", losses.gspo_loss, old_logprobs="behavior_logprobs")
@@ -248,7 +234,7 @@ class TestRegister:
     made = make_algorithm(estimator__gamma=0.5, loss__clip_high=0.25)
     got = made.parts["to_come"]({"rewards": jnp.ones(2)})
     np.testing.assert_array_equal(got, [0.75, 0.75])
-    with pytest.raises(ValueError, match="has no setting 'gama'; use an"):
+    with pytest.raises(ValueError, match="has no setting 'gama'; use 'gamma'"):
       register.token_input("of_prompt", lambda rewards, *, gama: rewards)
 
   def test_an_input_that_nothing_gives_is_refused(self):

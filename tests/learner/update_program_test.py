@@ -40,14 +40,14 @@ class TestOneProgram:
   def test_lengths_and_temperature_compile_nothing(self, policy_update):
     batch = make_batch("policy", micro_batch_size=4)
     current, _ = policy_update(make_state("policy"), batch, TEMPERATURE)
-    compiled = policy_update._cache_size()
+    compiled = policy_update.whole._cache_size()
     for rows, temperature in (
       ([1] * 16, 0.5),
       ([*range(8), *range(8)], 1.3),
     ):
       batch = make_batch("policy", micro_batch_size=4, rows=rows)
       current, _ = policy_update(current, batch, np.float32(temperature))
-    assert policy_update._cache_size() == compiled
+    assert policy_update.whole._cache_size() == compiled
     assert current.optimizer.step == 3
 
   def test_the_state_is_donated(self, policy_update):
@@ -103,9 +103,9 @@ class TestStepScale:
 
   def test_a_new_factor_compiles_nothing(self, policy_update):
     self.apply(policy_update, 1.0)
-    compiled = policy_update._cache_size()
+    compiled = policy_update.whole._cache_size()
     self.apply(policy_update, 0.25)
-    assert policy_update._cache_size() == compiled
+    assert policy_update.whole._cache_size() == compiled
 
   def test_lies_whole_on_every_device(self):
     mesh = sharding.make_mesh(data=8, fsdp=1, tensor=1)
@@ -159,15 +159,12 @@ class TestAccumulation:
   @pytest.mark.parametrize("kind", ["gspo", "value"])
   def test_of_parts_is_the_update_on_the_whole(self, kind):
     """SGD moves by the gradient, so this compares gradients."""
-    parts = update.make_accumulation(
-      objective_of(kind, make_fns(kind)), SGD, RATE
-    )
+    parts = update.make_update(objective_of(kind, make_fns(kind)), SGD, RATE)
     state, sums = make_state(kind), None
     for rows in (range(4), range(4, 12), range(12, SAMPLES)):
       batch = make_batch(kind, micro_batch_size=4, rows=rows, size=1)
       given = state.trained, batch, *settings_of(kind)
-      sums = parts.begin(*given) if sums is None else sums
-      sums = parts.add(sums, *given)
+      sums = parts.accumulate(sums, *given)
     mask = make_data()[1][f"{'value' if kind == 'value' else 'policy'}_mask"]
     size = masked.reduction_size(mask, mode=ALGORITHMS["gspo"].loss_mode)
     after, row = parts.apply(state, sums, size, np.int32(0))

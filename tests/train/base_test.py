@@ -45,7 +45,7 @@ def test_sampler_and_trainer_agree_on_every_token(run):
   )
   assert len(batches) == 2
   for batch in batches:
-    out = learner.logprobs(states.learner.params("policy"), batch)
+    out = learner.score(states.learner, "policy", batch)
     trained = batch.layout.gather(out.logprobs)
     sampled = take_rows(rollout, batch.rows)
     ours = trained[sampled.mask]

@@ -52,7 +52,7 @@ loop.train(build.make_run(tiny_run.make_config(model)), workdir)
 """
 _ORBAX = "orbax.checkpoint:AsyncCheckpointer.save"
 _PLACES = [
-  ("jaxrl_llm.learner.learner:Learner.update_critic", "before", 2),
+  ("jaxrl_llm.learner.learner:Learner.update_member", "before", 2),
   ("jaxrl_llm.checkpoint.commit:write", "before", 1),  # Of the critic.
   (_ORBAX, "after", 1),
   ("os:replace", "before", 2),  # COMMIT of step 0, after the critic's.

@@ -9,6 +9,7 @@ uninterrupted one.
 """
 
 import collections
+import dataclasses
 import functools
 import itertools
 import pathlib
@@ -178,20 +179,20 @@ class Recorder:
 
     monkeypatch.setattr(RolloutWorker, "collect", recorded_collect)
     monkeypatch.setattr(learner_lib.Learner, "_experience", recorded_experience)
-    for name in self.losses:
-      self._wrap(f"{name}_batch", self.losses[name], monkeypatch)
+    for name, member in run.learner.members.items():
+      training = self._recorded(member.training, self.losses[name])
+      members = run.learner.members | {
+        name: dataclasses.replace(member, training=training)
+      }
+      monkeypatch.setattr(run.learner, "members", members)
 
-  def _wrap(self, name, found, monkeypatch):
-    make = getattr(learner_lib, name)
-
-    def recorded(inputs, batch, algorithm, size=None):
-      packed = make(inputs, batch, algorithm, size)
-      # Value pretraining has an algorithm of its own.
-      if algorithm is self._run.learner.algorithm:
-        found.append((inputs, packed, size))
+  def _recorded(self, training, found):
+    def prepare(inputs, batch, algorithm, size=None):
+      packed = training.prepare(inputs, batch, algorithm, size)
+      found.append((inputs, packed, size))
       return packed
 
-    monkeypatch.setattr(learner_lib, name, recorded)
+    return training._replace(prepare=prepare)
 
   def counts(self, loss):
     """How often each response entered a loss: {(update, sample id): times}."""

@@ -290,18 +290,18 @@ class _Learner:
     devices=np.array([types.SimpleNamespace(device_kind="none")]), size=1
   )
 
-  def init(self, critic_params=None):
-    return self.abstract().replace(policy=_policy(np.zeros(4), np.zeros(4)))
+  def init(self, **initial):
+    return self.abstract().replace(
+      models={"policy": _policy(np.zeros(4), np.zeros(4))}
+    )
 
   def abstract(self):
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     leaf = jax.ShapeDtypeStruct((4,), np.float32, sharding=here)
     return LearnerState(
       step=0,
-      policy=TrainState(trained={"w": leaf}, optimizer={"m": leaf}),
-      critic=None,
-      ema=None,
-      kept=None,
+      models={"policy": TrainState(trained={"w": leaf}, optimizer={"m": leaf})},
+      companions={},
       temperature_state=None,
       waiting=None,
       base={"policy": {}},
@@ -318,7 +318,7 @@ class _Learner:
       grad += rollout.version[0, 0]
       m = np.float32(0.9) * np.asarray(state.policy.optimizer["m"]) + grad
       w = np.asarray(state.policy.trained["w"]) - np.float32(0.01) * m
-    state = state.replace(step=state.step + 1, policy=_policy(w, m))
+    state = state.replace(step=state.step + 1, models={"policy": _policy(w, m)})
     return state, {"policy/w": float(w.sum())}
 
 

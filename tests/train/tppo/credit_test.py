@@ -15,7 +15,7 @@ from helpers.tiny_tppo import (
   patient_of,
   record,
   trained_tokens,
-  with_models,
+  with_learner,
   written_tokens,
 )
 
@@ -217,7 +217,7 @@ class TestKlInReward:
     config.loss.kl_reward_coefficient = beta
     made = build.make_run(config).learner
     # The losses stay as they are compiled.
-    chosen = with_models(
+    chosen = with_learner(
       run, algorithm=made.algorithm, _estimate=made._estimate
     )
     steps, _ = record(patient_of(chosen), 5)

@@ -9,7 +9,13 @@ import pytest
 from helpers import tiny_run
 from helpers.tiny_mesh_run import with_engine
 from helpers.tiny_run import with_config
-from helpers.tiny_tppo import newest, patient_of, record, saved, with_models
+from helpers.tiny_tppo import (
+  newest,
+  patient_of,
+  record,
+  saved,
+  with_learner,
+)
 
 from jaxrl_llm import estimators
 from jaxrl_llm.methods import hapo
@@ -22,7 +28,7 @@ def tempered_of(run):
     run.learner.algorithm,
     temperature=hapo.make_temperature({"entropy_tau": 0.5}),
   )
-  return with_models(run, algorithm=algorithm)
+  return with_learner(run, algorithm=algorithm)
 
 
 def ewma_of(run, decay):
@@ -31,11 +37,11 @@ def ewma_of(run, decay):
   config.off_policy.proximal = "ewma"
   config.off_policy.ewma_decay = decay
   made = build.make_run(config)
-  chosen = with_models(
+  chosen = with_learner(
     run,
     algorithm=made.learner.algorithm,
     _estimate=made.learner._estimate,
-    ema=made.learner.ema,
+    companions=made.learner.companions,
   )
   return dataclasses.replace(chosen, config=config)
 
@@ -106,7 +112,7 @@ class TestResume:
     # What has no token yet is the rest of one prompt.
     assert (~begun).sum() < 4 and np.unique(store.version).size > 1
     assert kept.learner.waiting is not None
-    assert (kept.learner.ema is not None) == (kind == "ewma")
+    assert ("ema" in kept.learner.companions) == (kind == "ewma")
     loop.train(chosen, tmp_path / "parts")
     assert tiny_run.comparable(tmp_path / "parts") == tiny_run.comparable(
       tmp_path / "whole"
@@ -130,7 +136,7 @@ class TestEwma:
     (step,), (states, _) = record(chosen, 1)
     learner = states.learner
     chex.assert_trees_all_equal(
-      jax.device_get(learner.ema["params"]),
+      jax.device_get(learner.companions["ema"]["params"]),
       jax.device_get(learner.policy.trained),
     )
     (plain,), _ = record(run, 1)

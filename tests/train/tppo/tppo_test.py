@@ -27,6 +27,7 @@ from helpers.tiny_tppo import (
   written_tokens,
 )
 
+from jaxrl_llm.learner.packer import Packer
 from jaxrl_llm.train import build, loop
 from jaxrl_llm.types import Status
 
@@ -113,13 +114,15 @@ class TestEveryTokenOnce:
   def test_a_fault_stops_the_run(self, run, role, fault, said):
     learner = copy.copy(run.learner)
 
-    def mini_batches(model, rollout, rows, rng):
-      batches = run.learner._mini_batches(model, rollout, rows, rng)
-      # Without rng they are only scored.
-      wrong = rng is not None and model.fns is getattr(learner, role).fns
-      return fault(batches) if wrong else batches
+    class Faulty(Packer):
+      def mini_batches(self, name, rollout, rows, rng=None):
+        batches = super().mini_batches(name, rollout, rows, rng)
+        # Without rng they are only scored.
+        wrong = rng is not None and name == role
+        return fault(batches) if wrong else batches
 
-    learner._mini_batches = mini_batches
+    capacity = learner.settings.max_tokens_per_row
+    learner._packer = Faulty(learner.members, capacity)
     # All end at once, so that there are two mini-batches of both.
     chosen = whole_responses(dataclasses.replace(run, learner=learner))
     with pytest.raises(

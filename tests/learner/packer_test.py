@@ -7,19 +7,23 @@ import numpy as np
 import pytest
 from helpers import tiny_run
 
-from jaxrl_llm.learner import learner as learner_lib
-from jaxrl_llm.learner.learner import Learner
+from jaxrl_llm.learner import packer as packer_lib
+from jaxrl_llm.learner.packer import Packer
 from jaxrl_llm.types import Responses, Status, take_rows, unjudged
 
 ROWS = 5
 
 
-def make_learner(mini_batch=3, critic=True):
-  """A learner that is asked whom its critic learns from, and no more."""
-  settings = types.SimpleNamespace(mini_batch=mini_batch)
-  made = Learner.__new__(Learner)
-  made.critic = types.SimpleNamespace(settings=settings) if critic else None
-  return made
+def make_packer(mini_batch=3, critic=True):
+  """A packer that is asked whom a critic learns from, and no more."""
+  member = lambda waits: types.SimpleNamespace(
+    settings=types.SimpleNamespace(mini_batch=mini_batch),
+    training=types.SimpleNamespace(waits=waits),
+  )
+  members = {"policy": member(False), "critic": member(True)}
+  if not critic:
+    del members["critic"]
+  return Packer(members, capacity=64)
 
 
 def make_responses(cut=(), first=0):
@@ -45,26 +49,25 @@ def ids_of(responses: Responses | None):
 
 
 class TestWithWaiting:
-  def take(self, learner, responses, waiting=None):
+  def take(self, packer, responses, waiting=None):
     """(ids of the batch, ids that the critic learns from, who waits)."""
-    state = types.SimpleNamespace(waiting=waiting)
-    batch, rows, waiting = learner._with_waiting(state, responses)
+    batch, rows, waiting = packer.with_waiting(responses, waiting)
     return batch, batch.rollout.sample_id[rows].tolist(), waiting
 
   def test_cut_ones_are_not_the_critics(self):
-    batch, learned, waiting = self.take(make_learner(), make_responses((1, 4)))
+    batch, learned, waiting = self.take(make_packer(), make_responses((1, 4)))
     assert ids_of(batch) == [0, 1, 2, 3, 4]
     assert learned == [0, 2, 3] and waiting is None
 
   def test_what_is_left_of_whole_mini_batches_waits(self):
-    batch, learned, waiting = self.take(make_learner(2), make_responses((1, 4)))
+    batch, learned, waiting = self.take(make_packer(2), make_responses((1, 4)))
     assert ids_of(batch) == [0, 1, 2, 3, 4]
     assert learned == [0, 2] and ids_of(waiting) == [3]
     assert waiting.rewards.tolist() == [3]
 
   def test_fewer_than_a_mini_batch_all_wait(self):
     responses = make_responses((1, 4))
-    batch, learned, waiting = self.take(make_learner(4), responses)
+    batch, learned, waiting = self.take(make_packer(4), responses)
     chex.assert_trees_all_equal(batch, responses)
     assert learned == [] and ids_of(waiting) == [0, 2, 3]
     # The policy finds no new token in them.
@@ -73,10 +76,10 @@ class TestWithWaiting:
     )
 
   def test_the_oldest_go_first(self):
-    learner = make_learner(4)
-    _, _, waiting = self.take(learner, make_responses((1, 4)))
+    packer = make_packer(4)
+    _, _, waiting = self.take(packer, make_responses((1, 4)))
     later = make_responses((0,), first=10)
-    batch, learned, left = self.take(learner, later, waiting)
+    batch, learned, left = self.take(packer, later, waiting)
     # All new ones are the policy's, and those that waited stand behind them.
     assert ids_of(batch) == [10, 11, 12, 13, 14, 0, 2, 3]
     assert learned == [0, 2, 3, 11] and ids_of(left) == [12, 13, 14]
@@ -85,33 +88,33 @@ class TestWithWaiting:
     assert batch.rewards.tolist() == [10, 11, 12, 13, 14, 0, 2, 3]
 
   def test_they_wait_on_until_there_are_enough(self):
-    learner = make_learner(8)
-    _, _, waiting = self.take(learner, make_responses((1, 4)))
+    packer = make_packer(8)
+    _, _, waiting = self.take(packer, make_responses((1, 4)))
     later = make_responses((0,), first=10)
-    batch, learned, left = self.take(learner, later, waiting)
+    batch, learned, left = self.take(packer, later, waiting)
     assert ids_of(batch) == [10, 11, 12, 13, 14] and learned == []
     assert ids_of(left) == [0, 2, 3, 11, 12, 13, 14]
 
   def test_groups_are_numbered_anew(self):
-    learner = make_learner(4)
-    _, _, waiting = self.take(learner, make_responses((1, 4)))
+    packer = make_packer(4)
+    _, _, waiting = self.take(packer, make_responses((1, 4)))
     later = make_responses((0,), first=10)
     rollout = later.rollout
     same = rollout.replace(group_id=np.asarray([0, 0, 2, 2, 9], np.int32))
-    batch, _, _ = self.take(learner, later.replace(rollout=same), waiting)
+    batch, _, _ = self.take(packer, later.replace(rollout=same), waiting)
     assert batch.rollout.group.tolist() == [0, 0, 1, 1, 2, 0, 1, 3]
 
   def test_nobody_waits_without_a_critic(self):
-    learner, responses = make_learner(critic=False), make_responses((1,))
-    batch, learned, waiting = self.take(learner, responses)
+    packer, responses = make_packer(critic=False), make_responses((1,))
+    batch, learned, waiting = self.take(packer, responses)
     assert batch is responses and learned == [] and waiting is None
 
   @pytest.mark.parametrize("size", [1, 3, 7])
   @pytest.mark.parametrize("seed", range(3))
   def test_every_ended_response_is_learned_from_once(self, seed, size):
-    rng, learner, waiting = (
+    rng, packer, waiting = (
       np.random.default_rng(seed),
-      make_learner(size),
+      make_packer(size),
       None,
     )
     ended, order = [], []
@@ -119,7 +122,7 @@ class TestWithWaiting:
       cut = np.flatnonzero(rng.random(ROWS) < 0.6)
       responses = make_responses(cut, first=step * ROWS)
       ended += ids_of(take_rows(responses, responses.ended))
-      _, learned, waiting = self.take(learner, responses, waiting)
+      _, learned, waiting = self.take(packer, responses, waiting)
       assert len(learned) % size == 0
       order += learned
       assert len(ids_of(waiting)) < size
@@ -130,7 +133,7 @@ class TestWithWaiting:
 class TestCheckRows:
   def check(self, parts, rows):
     batches = [types.SimpleNamespace(rows=np.asarray(part)) for part in parts]
-    learner_lib._check_rows(batches, np.asarray(rows, int))
+    packer_lib.check_rows(batches, np.asarray(rows, int))
 
   def test_each_once_is_right(self):
     self.check([[3, 0], [1, 2]], range(4))

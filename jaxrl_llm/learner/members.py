@@ -1,0 +1,204 @@
+"""The members of a learner: models that are trained, and what follows them.
+
+A learner holds its members by name and knows of none but the policy what it is.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxrl_llm import sharding
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner import batches, scoring, update
+from jaxrl_llm.learner import optimizer as optimizer_lib
+from jaxrl_llm.learner.algorithm import Algorithm
+from jaxrl_llm.learner.optimizer import TrainState, UpdateSettings
+from jaxrl_llm.learner.packing import PackedBatch
+from jaxrl_llm.learner.state import LearnerSettings, LearnerState
+from jaxrl_llm.models import ModelFns, Params, ValueFns, partition
+
+Arguments = Callable[[LearnerSettings, LearnerState], tuple[Any, ...]]
+
+
+class Training(NamedTuple):
+  """How a member learns from a batch.
+
+  Attributes:
+    objective: its loss.
+    prepare: (inputs [b, T], mini-batch, algorithm, size) -> PackedBatch; see
+      `batches`.
+    mask: name of the bool input [B, T] with the tokens that it learns from.
+    mode: reduction of the loss over them, of `masked.token_weights`.
+    arguments: (settings, state) -> further arguments of loss and scores.
+    waits: whether it learns from ended responses alone, in whole mini-batches,
+      for which the last ones of a batch wait.
+  """
+
+  objective: update.Objective
+  prepare: Callable[..., PackedBatch]
+  mask: str
+  mode: str
+  arguments: Arguments = lambda settings, state: ()
+  waits: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+  """A model that is trained: functions, training, update and place."""
+
+  # With `init`, (key) -> params, and `shares_prompts`, see `packing.pack`.
+  fns: Any
+  training: Training
+  # (trained, which are given away) -> the state at step 0 around them, jitted.
+  create_state: Callable[[Any], TrainState]
+  # (params, PackedRows, *arguments) -> arrays [M, r, C], jitted.
+  score: Callable[..., Any]
+  update: update.Update
+  shapes: TrainState  # ShapeDtypeStructs with shardings.
+  base: Any  # Likewise, the parameters that are not trained.
+  settings: UpdateSettings
+
+  @property
+  def params(self) -> Params:
+    """ShapeDtypeStructs with shardings of all parameters."""
+    return Params(self.base, self.shapes.trained)
+
+  @property
+  def phase(self) -> str:
+    """Name of the phase that its updates are timed as."""
+    return f"update_{self.training.objective.name}"
+
+  def split(self, params: Any) -> Params:
+    """Splits a nested dict of all parameters."""
+    return partition(params, self.settings.frozen)
+
+
+class Companion(NamedTuple):
+  """Weights that follow the policy's, such as an average of them.
+
+  Functions that are None do nothing.
+  """
+
+  shapes: Any  # ShapeDtypeStructs with shardings.
+  init: Callable[[Any], Any]  # (trained) -> tree.
+  # (tree, which is given away, trained, version) -> tree, when a batch has been
+  # scored by these weights.
+  record: Callable[[Any, Any, int], Any] | None = None
+  # (tree, which is given away, trained, whether the update was skipped) ->
+  # tree, after an update.
+  follow: Callable[[Any, Any, Any], Any] | None = None
+  # (tree, version) -> trained parameters.
+  read: Callable[[Any, int], Any] | None = None
+  # Input of the policy's mini-batches that is scored anew, before each update,
+  # by `tree["params"]`.
+  scores: str | None = None
+
+
+def make_policy(
+  fns: ModelFns,
+  settings: UpdateSettings,
+  algorithm: Algorithm,
+  mesh: jax.sharding.Mesh,
+) -> Member:
+  """The policy with the algorithm's losses."""
+  training = Training(
+    update.policy_objective(fns, algorithm.policy_loss, algorithm.auxiliary),
+    batches.policy_batch,
+    "policy_mask",
+    algorithm.loss_mode,
+    arguments=temperature,
+  )
+  score = functools.partial(scoring.score_logprobs, fns=fns)
+  return make_member(fns, training, score, settings, mesh)
+
+
+def temperature(settings: LearnerSettings, state: LearnerState) -> tuple:
+  """Returns the sampling temperature, an argument of the policy's functions."""
+  del state
+  return (np.float32(settings.temperature),)
+
+
+def make_critic(
+  fns: ValueFns,
+  settings: UpdateSettings,
+  algorithm: Algorithm,
+  mesh: jax.sharding.Mesh,
+) -> Member | None:
+  """The critic; None if the algorithm has none."""
+  if algorithm.value_loss is None:
+    return None
+  training = Training(
+    update.value_objective(fns, algorithm.value_loss),
+    batches.critic_batch,
+    "value_mask",
+    batches.VALUE_MODE,
+    waits=True,
+  )
+  score = functools.partial(scoring.score_values, fns=fns)
+  return make_member(fns, training, score, settings, mesh)
+
+
+def make_member(
+  fns: Any,
+  training: Training,
+  score: Callable[..., Any],
+  settings: UpdateSettings,
+  mesh: jax.sharding.Mesh,
+) -> Member:
+  """Makes a member on a mesh.
+
+  Args:
+    fns: its functions, as in `Member`.
+    training: how it learns.
+    score: (params, PackedRows, *arguments) -> arrays [M, r, C]; `scoring` has
+      those of policy and critic.
+    settings: of its optimizer.
+    mesh: where it lies; parameters are split by the table of `sharding`.
+  """
+  schedule = optimizer_lib.make_schedule(settings)
+  optimizer = optimizer_lib.make_optimizer(
+    schedule, **dataclasses.asdict(settings)
+  )
+  whole = jax.eval_shape(fns.init, jax.random.key(0))
+  _check_frozen(whole, settings.frozen)
+  base, trained = partition(whole, settings.frozen)
+  create = functools.partial(
+    optimizer_lib.create_train_state, optimizer=optimizer
+  )
+  shardings = sharding.tree_shardings(jax.eval_shape(create, trained), mesh)
+  create = jax.jit(create, out_shardings=shardings, donate_argnums=0)
+  place = jax.jit(
+    lambda x: x, out_shardings=sharding.tree_shardings(base, mesh)
+  )
+  everywhere = sharding.replicated(mesh)
+  return Member(
+    fns=fns,
+    training=training,
+    create_state=create,
+    score=jax.jit(score, out_shardings=everywhere),
+    update=update.make_update(
+      training.objective,
+      optimizer,
+      schedule,
+      out_shardings=(shardings, everywhere),
+    ),
+    shapes=create.eval_shape(trained),
+    base=place.eval_shape(base),
+    settings=settings,
+  )
+
+
+def _check_frozen(params: Any, frozen: tuple[str, ...]) -> None:
+  for part in frozen:
+    base, trained = partition(params, (part,))
+    if not (base and trained):
+      whose = "every" if base else "no"
+      raise InputError(
+        f"config.optimizer: frozen={part!r} is a part of {whose} parameter's"
+        f" path; choose among {', '.join(sorted(params))}, or parts such as"
+        " 'layers/mlp'"
+      )

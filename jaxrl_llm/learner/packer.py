@@ -1,0 +1,178 @@
+"""Cuts batches into packed mini-batches of each member's own size."""
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+
+import numpy as np
+
+from jaxrl_llm import types
+from jaxrl_llm.learner import packing
+from jaxrl_llm.learner.members import Member
+from jaxrl_llm.learner.packing import MiniBatch
+from jaxrl_llm.types import Responses, Rollout
+
+MiniBatches = dict[str, list[MiniBatch]]  # By member.
+
+
+@dataclasses.dataclass(frozen=True)
+class Packer:
+  """Cuts batches for the members of a learner.
+
+  Attributes:
+    members: by name, the policy among them.
+    capacity: tokens of a packed row.
+  """
+
+  members: Mapping[str, Member]
+  capacity: int
+
+  @functools.cached_property
+  def waits(self) -> frozenset[str]:
+    """Members for which responses wait, see `members.Training`."""
+    return frozenset(k for k, x in self.members.items() if x.training.waits)
+
+  @functools.cached_property
+  def size(self) -> int:
+    """Least common mini-batch size of the members that wait; 0: none does."""
+    sizes = [self.members[name].settings.mini_batch for name in self.waits]
+    return int(np.lcm.reduce(sizes)) if sizes else 0
+
+  @functools.cached_property
+  def _room(self) -> int:
+    """Tokens of a micro-batch, the largest of all members."""
+    rows = max(x.settings.micro_batch_size for x in self.members.values())
+    return rows * self.capacity
+
+  def batch(
+    self,
+    responses: Responses,
+    waiting: Responses | None,
+    rng: np.random.Generator,
+  ) -> tuple[Responses, MiniBatches, Responses | None]:
+    """Packs a whole batch, shuffled.
+
+    Args:
+      responses: all with new tokens for the policy.
+      waiting: earlier ones, which the members that wait have not seen.
+      rng: shuffles them.
+
+    Returns:
+      The batch, with those that waited and are learned from; its mini-batches;
+      and the responses that wait now.
+    """
+    fresh, found = np.arange(len(responses.rewards)), {}
+    joined, ended, waiting = self.with_waiting(responses, waiting)
+    for name in self.members:
+      rows = ended if name in self.waits else fresh
+      found[name] = self.mini_batches(name, joined.rollout, rows, rng)
+      check_rows(found[name], rows)
+    return joined, found, waiting
+
+  def with_waiting(
+    self, responses: Responses, waiting: Responses | None
+  ) -> tuple[Responses, np.ndarray, Responses | None]:
+    """Returns the batch, rows for the members that wait, and who waits now.
+
+    They take whole mini-batches, oldest responses first: in a smaller one, each
+    response would weigh more.
+    """
+    ended, size = np.flatnonzero(responses.ended), self.size
+    if not size:
+      return responses, ended[:0], None
+    waited = 0 if waiting is None else len(waiting.rewards)
+    learned = (waited + ended.size) // size * size
+    left = types.take_rows(responses, ended[max(learned - waited, 0) :])
+    # The policy has been trained on all of their tokens.
+    left = left.replace(
+      rollout=left.rollout.replace(window_start=left.rollout.lengths)
+    )
+    if not learned:
+      left = types.join_rows([waiting, left])
+      return responses, ended[:0], left if left.rewards.size else None
+    batch, rows = responses, ended[: learned - waited]
+    if waited:
+      batch = types.join_rows([responses, waiting])
+      rows = np.append(len(responses.rewards) + np.arange(waited), rows)
+    return batch, rows, left if left.rewards.size else None
+
+  def mini_batches(
+    self,
+    name: str,
+    rollout: Rollout,
+    rows: np.ndarray,
+    rng: np.random.Generator | None = None,
+  ) -> list[MiniBatch]:
+    """Mini-batches of a member's own size, packed; shuffled by `rng`."""
+    member = self.members[name]
+    return packing.mini_batches(
+      rollout,
+      size=member.settings.mini_batch,
+      rng=rng,
+      capacity=self.capacity,
+      rows=member.settings.micro_batch_size,
+      chosen=rows,
+      share=member.fns.shares_prompts,
+    )
+
+  def completed(
+    self, name: str, rollout: Rollout, mini_batches: list[MiniBatch]
+  ) -> list[MiniBatch]:
+    """Adds mini-batches of the remaining rows."""
+    rows = np.arange(len(rollout.lengths))
+    for batch in mini_batches:
+      rows = np.setdiff1d(rows, batch.rows)
+    return mini_batches + self.mini_batches(name, rollout, rows)
+
+  def joined(self, arriving: Iterable[Responses]) -> Iterator[Responses]:
+    """Groups joined until they fill a micro-batch; the last may not.
+
+    Gradients of less would cost as much. Lengths decide, and no clock, so that
+    the same groups are joined again.
+    """
+    gathered, tokens = [], 0
+    for responses in arriving:
+      rollout = responses.rollout
+      prompts = rollout.prompt_lengths
+      shared = self.members["policy"].fns.shares_prompts
+      tokens += int(prompts.max() if shared else prompts.sum())
+      tokens += int(rollout.lengths.sum())
+      gathered.append(responses)
+      if tokens >= self._room:
+        yield types.join_rows(gathered)
+        gathered, tokens = [], 0
+    if gathered:
+      yield types.join_rows(gathered)
+
+  def part(self, responses: Responses) -> tuple[Responses, MiniBatches, None]:
+    """Packs what `joined` gives: one mini-batch, always of the same shape.
+
+    Returns the same as `batch`; nothing waits.
+    """
+    rollout, found = responses.rollout, {}
+    longest = rollout.prompt_tokens.shape[1] + rollout.tokens.shape[1]
+    most = self._room + longest * np.bincount(rollout.group).max()
+    # First-fit leaves at most one row half empty.
+    most_rows = 1 + 2 * most // self.capacity
+    for name, member in self.members.items():
+      rows = member.settings.micro_batch_size
+      packed, layout = packing.pack(
+        rollout,
+        capacity=self.capacity,
+        rows=rows,
+        micro_batches=-(-most_rows // rows),
+        share=member.fns.shares_prompts,
+      )
+      every = np.arange(len(rollout.lengths))
+      found[name] = [MiniBatch(every, packed, layout)]
+    return responses, found, None
+
+
+def check_rows(batches: list[MiniBatch], rows: np.ndarray) -> None:
+  """Checks that mini-batches hold each row exactly once."""
+  held = np.concatenate([rows[:0], *(batch.rows for batch in batches)])
+  if not np.array_equal(np.sort(held), np.sort(rows)):
+    raise RuntimeError(
+      f"{len(rows)} responses are to be trained on once, but mini-batches hold"
+      f" {len(held)}, {len(np.unique(held))} of them different"
+    )

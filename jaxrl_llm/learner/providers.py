@@ -1,0 +1,185 @@
+"""Providers: who gives the inputs that no part of an algorithm computes.
+
+An input is a field of the rollout or of its verdicts (see `of_responses`), or
+what a model says of the responses: one line of `PROVIDERS`.
+"""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxrl_llm import types
+from jaxrl_llm.learner.choices import Table
+from jaxrl_llm.learner.packing import MiniBatch
+from jaxrl_llm.learner.state import LearnerState
+from jaxrl_llm.types import Responses, Rollout
+
+Scores = dict[str, np.ndarray]
+# (name, rows of the data [B]) -> numbers [B].
+Column = Callable[[str, np.ndarray], np.ndarray]
+# Inputs PART + NAME are parts of the reward, and COLUMN + NAME of the data.
+PART, COLUMN = "part_", "column_"
+VERDICTS = ("rewards", "correct", "judged")
+# Inputs that every learner has.
+OF_THE_BATCH = frozenset(
+  {field.name for field in dataclasses.fields(Rollout)}
+  | {*VERDICTS, "update_version"}
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Scoring:
+  """The scoring of a batch of B responses, which providers are called with.
+
+  Attributes:
+    learner: its models and settings.
+    state: of the learner, before the update.
+    rollout: the responses.
+    mini_batches: packed rows, by member; rows may be absent.
+  """
+
+  learner: Any  # A `Learner`, whose module imports this one.
+  state: LearnerState
+  rollout: Rollout
+  mini_batches: Mapping[str, list[MiniBatch]]
+
+  def packed(self, member: str, batch: MiniBatch, trained: Any = None) -> Any:
+    """Scores of a mini-batch [M, r, C]; arguments as of `Learner.score`."""
+    return self.learner.score(self.state, member, batch, trained)
+
+  def zeros(self) -> np.ndarray:
+    """Returns scores [B, T] of nothing."""
+    return np.zeros(self.rollout.mask.shape, np.float32)
+
+  def tokens(
+    self,
+    member: str,
+    read: Callable[[Any], np.ndarray] = lambda scored: scored,
+    trained: Any = None,
+  ) -> np.ndarray:
+    """Returns scores of a member at all tokens, [B, T]; 0 of absent rows.
+
+    Args:
+      member: its name.
+      read: (what it scores of a mini-batch) -> [M, r, C].
+      trained: as of `Learner.score`.
+    """
+    out = self.zeros()
+    for batch in self.mini_batches[member]:
+      scored = self.packed(member, batch, trained)
+      out[batch.rows] = batch.layout.gather(read(scored))
+    return out
+
+  @functools.cached_property
+  def policy(self) -> Scores:
+    """Log-probs and entropies of the policy before the update.
+
+    `old_logprobs` and `entropies` [B, T], 0 where not scored, and `scored`,
+    bool [B]. Without a reader only the first mini-batch is scored, for the
+    parity of sampler and trainer.
+    """
+    out = {"old_logprobs": self.zeros(), "entropies": self.zeros()}
+    out["scored"] = np.zeros(len(self.rollout.lengths), bool)
+    leaves = self.learner.algorithm.leaves
+    read = {"old_logprobs", "entropies"} & (leaves | needs_of(leaves))
+    batches = self.mini_batches["policy"]
+    for batch in batches if read else batches[:1]:
+      scored, gather = self.packed("policy", batch), batch.layout.gather
+      out["old_logprobs"][batch.rows] = gather(scored.logprobs)
+      out["entropies"][batch.rows] = gather(scored.entropy)
+      out["scored"][batch.rows] = True
+    return out
+
+  def scores(self) -> Scores:
+    """Scores that the algorithm reads, and those of the policy."""
+    leaves = sorted(self.learner.algorithm.leaves & PROVIDERS.keys())
+    out = dict(self.policy)
+    for give in dict.fromkeys(PROVIDERS[leaf].give for leaf in leaves):
+      out |= give(self)
+    return out
+
+
+def _reference(scoring: Scoring) -> Scores:
+  """Log-probs of the policy that the run started from."""
+  read = operator.attrgetter("logprobs")
+  return {
+    "ref_logprobs": scoring.tokens("policy", read, scoring.state.reference)
+  }
+
+
+def _values(scoring: Scoring) -> Scores:
+  """Values of the critic: before each token, and after the last one."""
+  values = scoring.zeros()
+  after = np.zeros(len(values), np.float32)
+  for batch in scoring.mini_batches["critic"]:
+    scored = scoring.packed("critic", batch)
+    values[batch.rows] = batch.layout.gather(scored)
+    after[batch.rows] = batch.layout.gather_last(scored)
+  return {"values": values, "next_values": after}
+
+
+def of_member(member: str) -> Callable[[Scoring], np.ndarray]:
+  """Makes the function for `register.leaf` of a member's scores, [B, T]."""
+  return lambda scoring: scoring.tokens(member)
+
+
+class Provider(NamedTuple):
+  """Gives inputs that are scores of models."""
+
+  # Names of members, companions and inputs; 'reference' is the KL's policy.
+  needs: tuple[str, ...]
+  give: Callable[[Scoring], Scores]  # Inputs by name, each [B, ...].
+
+
+_POLICY = Provider(("policy",), lambda scoring: scoring.policy)
+_CRITIC = Provider(("critic",), _values)
+# Name of an input -> its provider.
+PROVIDERS = Table(
+  "leaf",
+  old_logprobs=_POLICY,
+  entropies=_POLICY,
+  ref_logprobs=Provider(("policy", "reference"), _reference),
+  values=_CRITIC,
+  next_values=_CRITIC,
+)
+
+
+def needs_of(leaves: Collection[str]) -> frozenset[str]:
+  """Returns the names that the providers of inputs need, directly or not."""
+  found = {
+    name for x in PROVIDERS.keys() & leaves for name in PROVIDERS[x].needs
+  }
+  return frozenset(found | needs_of(found) if found else found)
+
+
+def gives(leaf: str) -> bool:
+  """Whether there is a provider of an input."""
+  named = leaf.startswith((PART, COLUMN))
+  return named or leaf in OF_THE_BATCH or leaf in PROVIDERS
+
+
+def of_responses(
+  responses: Responses, version: int, names: Collection[str], column: Column
+) -> Scores:
+  """Returns the named inputs that the responses give, by name.
+
+  Args:
+    responses: B judged responses.
+    version: of the policy that the update starts from.
+    names: inputs; a part of the reward [B] is 0 where it is missing.
+    column: reads the data.
+  """
+  given = {**responses.rollout, "update_version": np.int32(version)}
+  given |= {name: responses[name] for name in VERDICTS}
+  for name in names:
+    if name.startswith(PART):
+      part = name.removeprefix(PART)
+      given[name] = np.nan_to_num(types.named_parts(responses, [part])[part])
+    if name.startswith(COLUMN):
+      ids = responses.rollout.example_id
+      given[name] = column(name.removeprefix(COLUMN), ids)
+  return {name: given[name] for name in names if name in given}

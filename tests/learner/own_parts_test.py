@@ -1,0 +1,440 @@
+"""Models, losses and optimizers of one's own, each from one plugin file."""
+
+import json
+import sys
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import tiny_run
+from helpers.registries import registries  # noqa: F401
+from helpers.tiny_algorithm import make_algorithm
+
+from jaxrl_llm import metrics, plugin, register
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner import providers
+from jaxrl_llm.rollout.worker import Weights
+from jaxrl_llm.train import build, loop
+from jaxrl_llm.types import Responses, join_rows, named_parts, take_rows
+
+PROBE = '''
+"""A linear probe on hidden states, which learns how a response will end."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from jaxrl_llm import register
+from jaxrl_llm.learner import batches, members, providers, scoring
+from jaxrl_llm.learner.update import Objective
+
+
+class Probe(NamedTuple):
+  init: object
+  shares_prompts: bool
+
+
+def make(policy, algorithm, mesh):
+  width = policy.fns.config.hidden_size
+
+  def init(key):
+    del key
+    return {"probe_head": {"kernel": jnp.zeros(width), "bias": jnp.zeros(())}}
+
+  def outcomes(params, rows, policy_params):
+    head = params.trained["probe_head"]
+    states = policy.fns.states(policy_params, rows, 1)
+    return states @ head["kernel"] + head["bias"]
+
+  def loss(params, micro, policy_params):
+    packed, inputs = micro["packed"], micro["inputs"]
+    error = outcomes(params, packed, policy_params) - inputs["outcome_on_all"]
+    total = jnp.sum(inputs["weights"] * error**2)
+    tokens = jnp.sum(packed.mask, dtype=jnp.float32)
+    return total, ({"probe/loss": total, "tokens": tokens}, {}, {})
+
+  def score(params, packed, policy_params):
+    read = lambda rows: outcomes(params, rows, policy_params)
+    return scoring.over_micro_batches(read, packed)
+
+  over = {"mask": "policy_mask", "mode": "token-mean"}
+
+  def prepare(*arguments):
+    return batches.plain_batch(*arguments, reads=["outcome_on_all"], **over)
+
+  training = members.Training(
+    Objective("probe", loss),
+    prepare,
+    **over,
+    arguments=lambda settings, state: (state.params("policy"),),
+  )
+  settings = dataclasses.replace(policy.settings, learning_rate=0.05)
+  probe = Probe(init, policy.fns.shares_prompts)
+  return members.make_member(probe, training, score, settings, mesh)
+
+
+def outcome_on_all(rewards, mask):
+  return jnp.where(mask, rewards[:, None], 0.0)
+
+
+def less_than_probed(outcome_on_all, probed, mask):
+  return jnp.where(mask, outcome_on_all - probed, 0.0)
+
+
+register.token_input("outcome_on_all", outcome_on_all)
+register.member("probe", make, reads=["outcome_on_all"])
+register.leaf("probed", providers.of_member("probe"), needs=["probe"])
+register.estimator("less_than_probed", less_than_probed)
+'''
+
+PARTS = '''
+"""Parts of a reward as inputs, an auxiliary loss, and an optimizer."""
+
+import jax.numpy as jnp
+import optax
+
+from jaxrl_llm import register
+
+
+def reward(response, answer):
+  return {"right": float(answer in response), "digits": len(response) / 10}
+
+
+def by_digits(part_digits, part_absent, mask, *, bonus=1.0):
+  return jnp.where(mask, (bonus * part_digits + part_absent)[:, None], 0.0)
+
+
+def surprise(logprobs, *, scale):
+  return -scale * logprobs
+
+
+def sgd(schedule, *, b1):
+  return optax.sgd(schedule, momentum=b1)
+
+
+register.reward("digits", reward)
+register.estimator("by_digits", by_digits)
+register.auxiliary("surprise", surprise, mask="unwindowed_policy_mask")
+register.optimizer("sgd", sgd)
+'''
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+  return tiny_run.write_model(tmp_path_factory.mktemp("own") / "tiny")
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+  """Imports the text of a plugin file, which is forgotten afterwards."""
+  monkeypatch.syspath_prepend(str(tmp_path))
+
+  def load(text):
+    (tmp_path / "own_plugin.py").write_text(text)
+    plugin.load(str(tmp_path / "own_plugin.py"))
+
+  yield load
+  sys.modules.pop("own_plugin", None)
+
+
+def make_config(model, **changes):
+  """A step takes no critic, and one update of whole batches."""
+  given = {
+    "loss__nll_coefficient": 0.0,
+    "value__pretrain_steps": 0,
+    "run__samples_every": 0,
+    "optimizer__policy__mini_batch": 32,
+  }
+  groups = {
+    k: changes.pop(k) for k in list(changes) if type(changes[k]) is dict
+  }
+  config = tiny_run.make_config(model, **given | changes)
+  for key, value in groups.items():
+    group, name = key.split("__")
+    config[group][name] = value
+  return config
+
+
+def collect(run, states, weights):
+  return run.worker.collect(
+    states.rollout,
+    states.source,
+    Weights(weights.params, weights.version),
+    metrics.PhaseTimer(),
+  ).batch.responses
+
+
+@pytest.mark.usefixtures("registries")
+class TestProbe:
+  def test_is_trained_beside_the_policy(self, model, load):
+    load(PROBE)
+    run = build.make_run(make_config(model, estimator__name="less_than_probed"))
+    assert list(run.learner.members) == ["policy", "probe"]
+    states, weights = loop.begin(run)
+    responses = collect(run, states, weights)
+    learner, timer = states.learner, metrics.PhaseTimer()
+    before = jax.device_get(learner.policy.trained)
+    outcomes = np.broadcast_to(
+      responses.rewards[:, None], responses.rollout.mask.shape
+    )[responses.rollout.mask]
+    seen, rows, estimate = [], [], run.learner._estimate
+    run.learner._estimate = lambda leaves: (
+      seen.append(leaves) or estimate(leaves)
+    )
+    for _ in range(2):
+      learner, row = run.learner.update(learner, responses, timer)
+      rows.append(row)
+    # It begins at zero: its first loss is the mean square of the outcomes, and
+    # its first scores leave the rewards alone.
+    np.testing.assert_allclose(
+      rows[0]["probe/loss"], np.mean(outcomes**2), rtol=1e-5
+    )
+    assert not np.asarray(seen[0]["probed"]).any()
+    np.testing.assert_allclose(
+      rows[0]["advantage/mean"], outcomes.mean(), rtol=1e-5
+    )
+    # The second update reads what the first one has made of it.
+    probed = np.asarray(seen[1]["probed"])[: len(responses.rewards)]
+    probed = probed[responses.rollout.mask]
+    np.testing.assert_allclose(
+      rows[1]["advantage/mean"], (outcomes - probed).mean(), rtol=1e-4
+    )
+    assert np.abs(probed).max() > 0.01
+    assert rows[1]["probe/loss"] < rows[0]["probe/loss"]
+    assert "time/update_probe_s" in timer.collect()
+    moved = jax.tree.map(
+      lambda x, y: np.abs(x - y).max(), before, learner.policy.trained
+    )
+    assert max(jax.tree.leaves(moved)) > 0
+    assert learner.models["probe"].optimizer.step == 2
+
+  def test_in_parts_it_is_the_same(self, model, load):
+    load(PROBE)
+    run = build.make_run(make_config(model, estimator__name="less_than_probed"))
+    found = []
+    for split in (False, True):
+      states, weights = loop.begin(run)
+      batch = collect(run, states, weights)
+      if split:
+        group = batch.rollout.group
+        batch = [
+          join_rows([take_rows(batch, group == i)]) for i in np.unique(group)
+        ]
+      timer = metrics.PhaseTimer()
+      found.append(run.learner.update(states.learner, batch, timer))
+    (whole, row), (parts, same) = found
+    assert row.keys() == same.keys()
+    for name in row:
+      np.testing.assert_allclose(same[name], row[name], rtol=2e-4, atol=2e-6)
+    chex.assert_trees_all_close(
+      parts.models["probe"].optimizer.opt_state,
+      whole.models["probe"].optimizer.opt_state,
+      rtol=1e-4,
+      atol=1e-7,
+    )
+
+  def test_a_resumed_run_is_the_uninterrupted_one(self, model, load, tmp_path):
+    load(PROBE)
+    given = {"estimator__name": "less_than_probed", "run__steps": 4}
+    given["eval__every"] = 2
+    run = build.make_run(make_config(model, **given))
+    loop.train(run, tmp_path / "whole")
+    first = build.make_run(make_config(model, **given | {"run__steps": 2}))
+    loop.train(first, tmp_path / "parts")
+    loop.train(run, tmp_path / "parts")
+    rows = [tiny_run.comparable(tmp_path / x) for x in ("whole", "parts")]
+    assert rows[0] == rows[1] and len(rows[0]) == 5
+    assert rows[0][-1]["probe/loss"] > 0
+    leaves = [
+      json.loads(
+        (tmp_path / x / "checkpoints/4/COMMIT").read_text().rpartition("}")[0]
+        + "}"
+      )["leaves"]
+      for x in ("whole", "parts")
+    ]
+    assert leaves[0] == leaves[1]
+    assert "learner.probe.trained/probe_head/kernel" in leaves[0]
+
+  def test_another_method_does_not_have_it(self, load):
+    load(PROBE)
+    assert not make_algorithm(estimator__name="group").members
+    made = make_algorithm(estimator__name="less_than_probed")
+    assert made.members == {"probe": ("outcome_on_all",)}
+    assert {"probed", "rewards"} <= made.leaves
+    with pytest.raises(ValueError, match="'probe' exists; choose another"):
+      register.member("probe", None, reads=())
+    with pytest.raises(ValueError, match="a member 'critic' already"):
+      register.member("critic", None, reads=())
+
+  def test_what_is_needed_and_not_there_is_refused(self):
+    register.leaf("far", providers.of_member("prob"), needs=("prob",))
+    register.estimator("own", lambda far, mask: far)
+    said = "config.estimator.name: this part reads 'far', .* needs 'prob'"
+    with pytest.raises(InputError, match=said):
+      make_algorithm(estimator__name="own")
+    with pytest.raises(ValueError, match="an input 'far' already"):
+      register.leaf("far", providers.of_member("policy"))
+
+
+@pytest.mark.usefixtures("registries")
+class TestParts:
+  OWN = {
+    "reward__name": "digits",
+    "estimator__name": "by_digits",
+    "loss__auxiliary": {"surprise": 0.5},
+    "loss__settings": {"scale": 3.0},
+    "estimator__settings": {"bonus": 2.0},
+    "optimizer__policy__name": "sgd",
+  }
+
+  def test_all_of_them_train(self, model, load):
+    load(PARTS)
+    run = build.make_run(
+      make_config(model, **self.OWN, optimizer__policy__learning_rate=0.5)
+    )
+    states, weights = loop.begin(run)
+    responses = collect(run, states, weights)
+    learner, before = states.learner, jax.device_get(states.learner.policy)
+    mask = responses.rollout.mask
+    for _ in range(2):
+      learner, row = run.learner.update(
+        learner, responses, metrics.PhaseTimer()
+      )
+      if learner.step == 1:
+        first, after = row, jax.device_get(learner.policy)
+    digits = named_parts(responses, ["digits"])["digits"]
+    assert np.ptp(digits) > 0
+    credit = 2.0 * np.broadcast_to(digits[:, None], mask.shape)[mask]
+    np.testing.assert_allclose(
+      first["advantage/mean"], credit.mean(), rtol=1e-5
+    )
+    said = responses.rollout.behavior_logprobs[mask]
+    np.testing.assert_allclose(
+      first["policy/surprise_loss"], -0.5 * 3.0 * said.mean(), rtol=1e-4
+    )
+    # The length of SGD's first step, whose gradient is clipped.
+    settings = run.learner.policy.settings
+    length = min(first["policy/grad_norm"], settings.max_grad_norm)
+    moved = jax.tree.map(
+      lambda x, y: np.square(np.float64(x) - y).sum(),
+      before.trained,
+      after.trained,
+    )
+    np.testing.assert_allclose(
+      sum(jax.tree.leaves(moved)) ** 0.5,
+      first["policy/lr"] * length,
+      rtol=1e-3,
+    )
+    assert learner.policy.optimizer.step == 2
+    assert row["policy/skipped"] == 0
+
+  def test_a_part_that_is_missing_is_zero(self):
+    rows = tiny_run.random_rollout(np.random.default_rng(0), rows=3)
+    responses = Responses(
+      rollout=rows,
+      rewards=np.ones(3, np.float32),
+      correct=np.ones(3, bool),
+      judged=np.ones(3, bool),
+      parts={"a": np.float32([1, np.nan, 3])},
+    )
+    given = providers.of_responses(
+      responses,
+      4,
+      ["part_a", "part_b", "column_c", "status", "update_version", "values"],
+      lambda name, ids: np.float32([name == "c"]) * ids,
+    )
+    np.testing.assert_array_equal(given["column_c"], rows.example_id)
+    np.testing.assert_array_equal(given["part_a"], [1, 0, 3])
+    np.testing.assert_array_equal(given["part_b"], [0, 0, 0])
+    assert given["status"] is rows.status and given["update_version"] == 4
+    assert "values" not in given
+
+  def test_parts_of_a_batch_that_waits_are_resumed(self, model, load, tmp_path):
+    load(PARTS)
+    given = self.OWN | {"schedule__lag": 1, "eval__every": 2, "run__steps": 4}
+    run = build.make_run(make_config(model, **given))
+    loop.train(run, tmp_path / "whole")
+    first = build.make_run(make_config(model, **given | {"run__steps": 2}))
+    loop.train(first, tmp_path / "parts")
+    loop.train(run, tmp_path / "parts")
+    rows = [tiny_run.comparable(tmp_path / x) for x in ("whole", "parts")]
+    assert rows[0] == rows[1] and rows[0][3]["advantage/mean"] > 0
+
+  def test_a_column_of_the_data_is_an_input(self, model, tmp_path):
+    def by_level(column_level, mask):
+      return jnp.where(mask, column_level[:, None], 0.0)
+
+    register.estimator("by_level", by_level)
+    rows = [
+      {"question": f"{i}+{i}?", "answer": str(2 * i), "level": i**2}
+      for i in range(10)
+    ]
+    file = tmp_path / "own.jsonl"
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    given = {
+      "estimator__name": "by_level",
+      "data__source": "jsonl",
+      "data__path": str(file),
+      "data__settings": {},
+    }
+    run = build.make_run(make_config(model, **given))
+    states, weights = loop.begin(run)
+    responses = collect(run, states, weights)
+    levels = np.asarray(
+      [
+        run.source.prompt(int(i), 0).columns["level"]
+        for i in responses.rollout.example_id
+      ]
+    )
+    assert len(set(levels)) > 3
+    mask = responses.rollout.mask
+    _, row = run.learner.update(states.learner, responses, metrics.PhaseTimer())
+    credit = np.broadcast_to(levels[:, None], mask.shape)[mask]
+    np.testing.assert_allclose(row["advantage/mean"], credit.mean(), rtol=1e-5)
+    np.testing.assert_allclose(row["advantage/std"], credit.std(), rtol=1e-5)
+    register.estimator("by_size", lambda column_size, mask: mask * column_size)
+    with pytest.raises(InputError, match="column 'size'") as caught:
+      build.make_run(
+        make_config(model, **given | {"estimator__name": "by_size"})
+      )
+    assert "\n" not in str(caught.value)
+
+  def test_a_setting_that_no_part_reads_is_refused(self, model, load):
+    load(PARTS)
+    for key, value, said in (
+      ("estimator__settings", {"bonos": 1.0}, "no chosen part .* 'bonos'"),
+      ("estimator__settings", {"gamma": 1.0}, "set config.estimator.gamma"),
+      ("loss__settings", {"scale": 1.0, "x": 2}, "no chosen part .* 'x'"),
+      ("loss__settings", {}, "surprise needs a value of 'scale'"),
+      ("loss__auxiliary", {"surprize": 1.0}, "no auxiliary loss 'surprize'"),
+      (
+        "loss__auxiliary",
+        {"surprise": "1"},
+        "'surprise' is '1'; give a number",
+      ),
+      # Its mask has a number of tokens of its own.
+      (
+        "schedule__streaming",
+        True,
+        "loss.auxiliary={'surprise': 0.5}: needs the whole batch before",
+      ),
+    ):
+      with pytest.raises(InputError, match=said) as caught:
+        build.make_run(make_config(model, **self.OWN | {key: value}))
+      assert "\n" not in str(caught.value)
+
+  def test_names_that_there_are_cannot_be_taken(self):
+    with pytest.raises(ValueError, match="config.loss.kl_coefficient exists"):
+      register.auxiliary("kl", lambda logprobs: logprobs)
+    with pytest.raises(ValueError, match="'adamw' exists; choose another"):
+      register.optimizer("adamw", lambda schedule: None)
+    with pytest.raises(ValueError, match="mode='dr-grpo', expected one of"):
+      register.auxiliary("own", lambda logprobs: logprobs, mode="dr-grpo")
+    with pytest.raises(ValueError, match="setting 'own' of your own a default"):
+      register.token_input("own", lambda mask, *, own: mask)
+    for name in ("values", "writer_logprobs", "part_a", "column_a"):
+      with pytest.raises(ValueError, match=f"an input '{name}' already"):
+        register.token_input(name, lambda mask: mask)
