@@ -305,7 +305,7 @@ class SamplerMesh(Group, path="sampler.mesh"):
 class Schedule(Group, path="schedule"):
   """Collection of a batch of rollouts."""
 
-  stop = Key("all", Names("rollout.worker:STOPS"),
+  stop = Key("all", Names("rollout.schedule:STOPS"),
     "When generation for a batch stops: after 'all' responses, or after the"
     " 'first_groups' that fill the batch (APRIL). Unfinished responses then"
     " continue in the next step.", FIXED)

@@ -20,7 +20,8 @@ from jaxrl_llm.data import prompt_source as prompts
 from jaxrl_llm.data import sources
 from jaxrl_llm.learner import build_algorithm, choices
 from jaxrl_llm.models import families
-from jaxrl_llm.rollout import turns, worker
+from jaxrl_llm.rollout import schedule as schedules
+from jaxrl_llm.rollout import turns
 from jaxrl_llm.rollout.environments import Environment
 from jaxrl_llm.rollout.tools import Tools
 
@@ -116,9 +117,9 @@ def prompt_source(name: str, make: Callable[..., prompts.PromptSource]) -> None:
   _add(prompts.PROMPT_SOURCES, "data.order", name, make)
 
 
-def schedule(name: str, stop: worker.Stop) -> None:
+def schedule(name: str, stop: schedules.Stop) -> None:
   """Makes `schedule.stop=NAME` choose when a call of the sampler stops."""
-  _add(worker.STOPS, "schedule.stop", name, stop)
+  _add(schedules.STOPS, "schedule.stop", name, stop)
 
 
 def environment(name: str, make: Callable[..., Environment]) -> None:

@@ -49,6 +49,7 @@ class Prompt(Example):
   group_id: int  # Unique per draw: a prompt drawn twice is two groups.
   tokens: tuple[int, ...]
   text: str = ""  # The decoded tokens, for rewards and display.
+  tries: int = 0  # Responses in its group; 0 is data.group_size.
 
 
 class Problem:

@@ -16,7 +16,7 @@ from jaxrl_llm import processes
 from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.verdict import Verdict
-from jaxrl_llm.types import Responses, Rollout, Status
+from jaxrl_llm.types import Responses, Rollout, Status, join_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +28,18 @@ class Judged:
   texts: list[str]
   verdicts: list[Verdict]
   new_failures: Sequence[int] = ()  # Rows whose reward failed in a new way.
+
+
+def join_judged(parts: Sequence[Judged]) -> Judged:
+  """Concatenates judged responses; their new failures are left out."""
+  if len(parts) == 1:
+    return parts[0]
+  return Judged(
+    join_rows([part.responses for part in parts]),
+    [prompt for part in parts for prompt in part.prompts],
+    [text for part in parts for text in part.texts],
+    [verdict for part in parts for verdict in part.verdicts],
+  )
 
 
 class Judge:

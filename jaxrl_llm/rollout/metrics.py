@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxrl_llm.rollout.turns import Conversations
 from jaxrl_llm.sampling import EngineStats
-from jaxrl_llm.types import Responses, Status, join_rows, take_rows
+from jaxrl_llm.types import Responses, Rollout, Status, join_rows, take_rows
 
 
 def per_response(
@@ -92,6 +92,18 @@ def decoding_metrics(stats: EngineStats) -> dict[str, float]:
     idle = 1 - stats.tokens / stats.slot_steps
     row["rollout/idle_fraction"] = max(0.0, idle)
   return row
+
+
+def partial_metrics(
+  trained: Rollout, store: Rollout | None, version: int
+) -> dict[str, float]:
+  """Returns metrics of unfinished responses and of off-policy tokens."""
+  begun = 0 if store is None else int((store.lengths > 0).sum())
+  late = (trained.version < version)[trained.mask]
+  return {
+    "rollout/partial": float(begun),
+    "rollout/off_policy_fraction": float(late.mean()),
+  }
 
 
 def conversation_metrics(

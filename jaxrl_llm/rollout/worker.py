@@ -12,9 +12,10 @@ changing the tokens.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from concurrent import futures
-from typing import Any, NamedTuple
+from typing import Any
 
 import chex
 import jax
@@ -24,13 +25,15 @@ from jaxrl_llm import metrics, sampling
 from jaxrl_llm.data.prompt_source import PromptSource, PromptSourceState
 from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.errors import TrainingStopped
-from jaxrl_llm.rewards.judge import Judged
+from jaxrl_llm.rewards.judge import Judged, join_judged
 from jaxrl_llm.rollout.metrics import (
   conversation_metrics,
   decoding_metrics,
+  partial_metrics,
   per_response,
   rollout_metrics,
 )
+from jaxrl_llm.rollout.schedule import STOPS, RolloutSettings
 from jaxrl_llm.rollout.turns import Conversations
 from jaxrl_llm.rollout.writer import ResponseWriter, Weights
 from jaxrl_llm.types import (
@@ -46,31 +49,6 @@ from jaxrl_llm.types import (
 _SHOWN = 4  # Responses of a step that the log may show.
 
 
-class Stop(NamedTuple):
-  """The end of a call of the sampler, as rules of its scheduler."""
-
-  # (groups still missing, rows that must end) -> rule.
-  groups: Callable[[int, np.ndarray], sampling.rules.SchedulingRule]
-  # (responses of a batch) -> rule, for responses sampled in windows.
-  responses: Callable[[int], sampling.rules.SchedulingRule]
-
-
-# Name -> when to stop. All but 'all' leave responses that continue in the next
-# call.
-STOPS: dict[str, Stop] = {
-  "all": Stop(
-    groups=lambda wanted, awaited: sampling.continuous_batching,
-    responses=lambda count: sampling.continuous_batching,
-  ),
-  "first_groups": Stop(
-    groups=lambda wanted, awaited: sampling.stop_after_groups(
-      wanted, awaited=awaited
-    ),
-    responses=sampling.stop_after_responses,
-  ),
-}
-
-
 @chex.dataclass(frozen=True)
 class RolloutState:
   """The state of a worker between batches."""
@@ -79,52 +57,6 @@ class RolloutState:
   store: Rollout | None  # Begun and not handed over, or unfinished.
   # By sample id; with an environment only.
   conversations: Conversations = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True)
-class RolloutSettings:
-  """The schedule of a worker; sizes are in groups of `group_size`.
-
-  Attributes:
-    groups: groups of a batch.
-    group_size: responses per group.
-    in_flight: groups sampled at a time, at least `groups`.
-    stop: when a call of the sampler stops, one of `STOPS`.
-    dynamic_sampling: whether only groups with correct and incorrect responses
-      count.
-    window: maximum number of new tokens per response and step; 0 sets no limit.
-      With a window, a batch is every response with new tokens, ended or not.
-    max_staleness: maximum number of updates between the oldest and the newest
-      token of a batch.
-    max_rounds: maximum number of calls before dynamic sampling stops the run.
-  """
-
-  groups: int
-  group_size: int
-  in_flight: int
-  stop: str = "all"
-  dynamic_sampling: bool = False
-  window: int = 0
-  max_staleness: int = 1
-  max_rounds: int = 1
-
-  def __post_init__(self):
-    if self.stop != "all" and not self.window and self.patience < 1:
-      raise ValueError(
-        f"max_staleness={self.max_staleness} is too small for"
-        f" {self.in_flight} groups in flight and {self.groups} per batch: use"
-        f" {1 + self.max_staleness - self.patience} or more"
-      )
-
-  @property
-  def patience(self) -> int:
-    """Age in updates at which an unfinished response must be finished.
-
-    Below `max_staleness` if so many groups are in flight that the last of them
-    is trained some updates later.
-    """
-    later = -(-self.in_flight // self.groups) - 2 + self.dynamic_sampling
-    return self.max_staleness - max(0, later)
 
 
 @chex.dataclass(frozen=True)
@@ -305,12 +237,38 @@ class RolloutWorker:
       row["rollout/rounds"] = float(len(kept))
       row["rollout/mixed_fraction"] = passed / judged
     rest, batch = take_rows(batch, surplus), take_rows(batch, ~surplus)
+    more, state, source_state = self._second_look(
+      state, source_state, seen, weights, timer
+    )
+    if more is not None:
+      seen.append(more)
+      batch = join_rows([batch, more.responses])
+      row["rollout/again"] = float(len(more.texts))
+      row["rollout/again_tokens"] = float(more.responses.rollout.mask.sum())
     if settings.stop != "all":
       # Surplus groups are kept for the next batch; staleness is allowed here.
       state = state.replace(store=_joined(rest.rollout, state.store))
-      row |= _partial_metrics(batch.rollout, state.store, weights.version)
+      row |= partial_metrics(batch.rollout, state.store, weights.version)
     batch = Batch(responses=batch, version=weights.version, metrics=row)
     return Collected(batch, state, source_state, seen)
+
+  def _second_look(self, state, source_state, seen, weights, timer):
+    """Samples and judges what the prompt source draws for a judged batch."""
+    with timer.phase("data"):
+      prompts, source_state = self._source.again(
+        source_state, join_judged(seen)
+      )
+    if not prompts:
+      return None, state, source_state
+    rows, state = self._new_responses(state, prompts)
+    talks, sizes = state.conversations, self.writer.sizes(prompts)
+    with timer.phase("generate"):
+      rows = self.writer.write(rows, weights, conversations=talks)
+    rows = rows.replace(window_start=np.zeros_like(rows.window_start))
+    # Not looked up: these prompts may differ from those of their examples.
+    prompts = [p for p, size in zip(prompts, sizes) for _ in range(size)]
+    judged = self._judge(rows, talks, timer, prompts)
+    return judged, state, source_state
 
   def _streamed(
     self, arrived, state, source_state, weights, timer
@@ -381,14 +339,20 @@ class RolloutWorker:
     """Draws prompts and adds their empty responses to the store."""
     with timer.phase("data"):
       prompts, source_state = self._source.draw(source_state, max(groups, 0))
-    size = self._settings.group_size
-    ids = state.samples + np.arange(len(prompts) * size).reshape(-1, size)
-    store = _joined(state.store, self.writer.begin(prompts, ids))
+    new, state = self._new_responses(state, prompts)
+    return state.replace(store=_joined(state.store, new)), source_state
+
+  def _new_responses(
+    self, state: RolloutState, prompts: Sequence[Prompt]
+  ) -> tuple[Rollout, RolloutState]:
+    """Returns empty responses to prompts, and the state that counts them."""
+    ends = np.cumsum([state.samples, *self.writer.sizes(prompts)])
+    ids = [np.arange(*pair) for pair in itertools.pairwise(ends)]
     new = self.writer.conversations(prompts, ids)
     # A copy, because it is updated in place.
-    talks, samples = state.conversations | new, state.samples + ids.size
-    state = RolloutState(samples=samples, store=store, conversations=talks)
-    return state, source_state
+    talks, samples = state.conversations | new, int(ends[-1])
+    state = state.replace(samples=samples, conversations=talks)
+    return self.writer.begin(prompts, ids), state
 
   def _write_groups(self, state, missing, weights, timer) -> Rollout:
     """Continues the unfinished responses of the store."""
@@ -408,10 +372,14 @@ class RolloutWorker:
     return join_rows([take_rows(store, over), written])
 
   def _judge(
-    self, rollout: Rollout, conversations: Conversations, timer: Any
+    self,
+    rollout: Rollout,
+    conversations: Conversations,
+    timer: Any,
+    prompts: Sequence[Prompt] | None = None,
   ) -> Judged:
     with timer.phase("reward"):
-      prompts = self._prompts_of(rollout)
+      prompts = prompts or self._prompts_of(rollout)
       return self.writer.judge(rollout, prompts, conversations)
 
   def _prompts_of(self, rollout: Rollout) -> Sequence[Prompt]:
@@ -460,18 +428,6 @@ def sample_ids(rollout: Rollout | None) -> np.ndarray:
 
 def _count_groups(rollout: Rollout | None) -> int:
   return 0 if rollout is None else len(np.unique(rollout.group_id))
-
-
-def _partial_metrics(
-  trained: Rollout, store: Rollout | None, version: int
-) -> dict[str, float]:
-  """Returns metrics of unfinished responses and of off-policy tokens."""
-  begun = 0 if store is None else int((store.lengths > 0).sum())
-  late = (trained.version < version)[trained.mask]
-  return {
-    "rollout/partial": float(begun),
-    "rollout/off_policy_fraction": float(late.mean()),
-  }
 
 
 def _too_few(settings, rounds, judged, passed) -> TrainingStopped:

@@ -7,13 +7,14 @@ responses.
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import chex
 
 from jaxrl_llm import sampling
 from jaxrl_llm.data.tasks import Prompt
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.judge import Judge
 from jaxrl_llm.rollout.turns import ConversationConfig, Conversations, TurnHook
 from jaxrl_llm.sampling.requests import Request
@@ -48,6 +49,20 @@ class ResponseWriter:
   group_size: int
   judge: Judge | None = None
   turn_taking: ConversationConfig | None = None
+
+  def sizes(self, prompts: Sequence[Prompt]) -> list[int]:
+    """Returns the number of responses to each prompt.
+
+    Raises:
+      InputError: It is negative.
+    """
+    for prompt in prompts:
+      if prompt.tries < 0:
+        raise InputError(
+          f"prompt {prompt.id!r} has tries={prompt.tries}; give the number of"
+          " its responses, or 0 for data.group_size"
+        )
+    return [prompt.tries or self.group_size for prompt in prompts]
 
   def begin(
     self, prompts: Sequence[Prompt], sample_ids: Sequence[Sequence[int]]
@@ -88,7 +103,8 @@ class ResponseWriter:
         talk = TurnHook(self.turn_taking, conversations, self.engine.answer)
         hooks.append(stack.enter_context(talk))
       if arrived is not None:
-        hooks.append(Arrivals(self.group_size, arrived))
+        sizes = collections.Counter(rollout.group_id.tolist())
+        hooks.append(Arrivals(sizes, arrived))
       turns = lambda left: any([hook(left) for hook in hooks])
       return self.engine.generate_window(
         weights.params,
@@ -124,14 +140,14 @@ class ResponseWriter:
 class Arrivals:
   """A hook of the scheduler that hands over completed groups."""
 
-  def __init__(self, group_size: int, tell: Callable[[Rollout], None]):
+  def __init__(self, sizes: Mapping[int, int], tell: Callable[[Rollout], None]):
     """Makes the hook.
 
     Args:
-      group_size: responses per group.
+      sizes: number of responses by group id.
       tell: called with the rows of each completed group.
     """
-    self._group_size, self._tell = group_size, tell
+    self._sizes, self._tell = sizes, tell
     # Requests that left their slots, some of them until the reply of the
     # environment; a request with several turns leaves several times.
     self._left: dict[Request, None] = {}
@@ -143,8 +159,9 @@ class Arrivals:
     over = [r for r in self._left if r.row.status[0] != Status.TRUNCATED]
     for request in over:
       del self._left[request]
-      group = self._ended[int(request.row.group_id[0])]
+      group_id = int(request.row.group_id[0])
+      group = self._ended[group_id]
       group.append(request.row)
-      if len(group) == self._group_size:
+      if len(group) == self._sizes[group_id]:
         self._tell(join_rows(sorted(group, key=lambda row: row.sample_id[0])))
     return False

@@ -4,6 +4,7 @@ Queue, slots, pages and rules are those of `jaxrl_llm.sampling`; no token is
 computed, and time is added up instead of spent.
 """
 
+import collections
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -158,6 +159,14 @@ class SimulatedWriter:
     """See `PromptSource.prompt`."""
     return group_id
 
+  def again(self, drawn: int, judged: Judged) -> tuple[Sequence[int], int]:
+    """See `PromptSource.again`."""
+    return (), drawn
+
+  def sizes(self, prompts: Sequence[int]) -> Sequence[int]:
+    """See `ResponseWriter.sizes`."""
+    return [self.engine.group_size] * len(prompts)
+
   def begin(self, prompts: Sequence[int], sample_ids: np.ndarray) -> Rollout:
     """See `ResponseWriter.begin`."""
     tokens, lengths = [[0]] * len(prompts), self.engine.asked.prompt_lengths
@@ -180,7 +189,8 @@ class SimulatedWriter:
     rollout.window_start[:] = rollout.lengths
     self.engine.set_params(weights.params, weights.version)
     requests = self.engine.add(rollout, window=window)
-    hook = arrived and Arrivals(self.engine.group_size, arrived)
+    sizes = collections.Counter(rollout.group_id.tolist())
+    hook = arrived and Arrivals(sizes, arrived)
     self.engine.run(requests, self.rule or rule, hook)
     return rollout
 

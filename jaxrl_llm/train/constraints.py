@@ -8,6 +8,7 @@ import jax
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import rewards
 from jaxrl_llm.data import sources
+from jaxrl_llm.data.prompt_source import PROMPT_SOURCES, PromptSource
 from jaxrl_llm.learner.build_algorithm import make_algorithm
 from jaxrl_llm.learner.choices import correction_of, has_critic
 from jaxrl_llm.learner.parts import leaves_of
@@ -24,8 +25,8 @@ def broken(config: Any) -> dict[str, str]:
 
 def rules(config: Any) -> Rules:
   """Returns all constraints, most important first."""
-  topics = [sizes, files, windows, streaming, drafts, groups, off_policy]
-  topics += [kept_weights, corrections, losses, several_processes]
+  topics = [sizes, files, windows, second_looks, streaming, drafts, groups]
+  topics += [off_policy, kept_weights, corrections, losses, several_processes]
   return [rule for topic in topics for rule in topic(config)]
 
 
@@ -101,6 +102,21 @@ def windows(config: Any) -> Rules:
       "schedule.window, loss.overlong_filter",
       "earlier windows are trained before a response is known to be overlong;"
       " switch one of them off"),
+  ]
+
+
+def second_looks(config: Any) -> Rules:
+  """Checks prompt sources that draw again for a judged batch."""
+  make = PROMPT_SOURCES[config.data.order]
+  make = getattr(make, "func", make)  # Of a functools.partial.
+  again = getattr(make, "again", PromptSource.again)
+  whole = {"stop": "all", "window": 0, "streaming": False}
+  return [
+    (again is not PromptSource.again and config.schedule[key] != value,
+      f"data.order, schedule.{key}",
+      "this prompt source draws again for a judged batch, which must be whole;"
+      f" use schedule.{key}={value!r}")
+    for key, value in whole.items()
   ]
 
 

@@ -73,7 +73,7 @@ def test_a_response_of_several_turns_arrives_once():
   params = SamplingParams(WRITER.settings, None, group_size=3)
   requests = make_requests(begun, params, np.full(3, 6), 6)
   arrived = []
-  hook = Arrivals(3, lambda rows: arrived.append(rows.sample_id.tolist()))
+  hook = Arrivals({11: 3}, lambda rows: arrived.append(rows.sample_id.tolist()))
   first, *others = requests
   for _ in range(3):  # It leaves its slot after each turn.
     hook([first])
