@@ -177,6 +177,8 @@ class Data(Group, path="data"):
   order = Key("shuffled", Names("data.prompt_source:PROMPT_SOURCES"),
     "Order of the prompts: 'shuffled' draws every example once an epoch, in a"
     " new order each time.", FIXED)
+  order_settings = Key({}, None,
+    "Keyword arguments of your own prompt source.", FIXED)
   template = Key("completion", Names("data.prompt_source:TEMPLATES"),
     "Template that turns a question into a prompt: the bare text, worked"
     " examples first ('few_shot'), or the model's chat template.", FIXED)

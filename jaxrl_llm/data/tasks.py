@@ -50,6 +50,7 @@ class Prompt(Example):
   tokens: tuple[int, ...]
   text: str = ""  # The decoded tokens, for rewards and display.
   tries: int = 0  # Responses in its group; 0 is data.group_size.
+  opening: tuple[int, ...] = ()  # Given tokens that its responses begin with.
 
 
 class Problem:

@@ -75,8 +75,9 @@ class Judge:
   ) -> Judged:
     """Judges every response against the answer to its prompt.
 
-    Rewards read the text that the model wrote; the turns of a conversation are
-    joined by newlines, without the observations.
+    Rewards read the text that the model wrote, with the opening that it was
+    given; the turns of a conversation are joined by newlines, without the
+    observations.
 
     Args:
       rollout: B responses.
@@ -90,6 +91,7 @@ class Judge:
     for row, (prompt, status) in enumerate(zip(prompts, rollout.status)):
       talk = conversations.get(str(rollout.sample_id[row]), "{}")
       own = rollout.mask[row, : rollout.lengths[row]]
+      own = own | (np.cumsum(own) == 0)  # And what comes before them.
       text = texts[row] if own.all() else self._turns(tokens[row], own)
       finished = bool(status == Status.FINISHED)
       call = known(prompt, text, tokens=tokens[row][own], finished=finished)

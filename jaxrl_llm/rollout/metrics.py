@@ -98,7 +98,7 @@ def partial_metrics(
   trained: Rollout, store: Rollout | None, version: int
 ) -> dict[str, float]:
   """Returns metrics of unfinished responses and of off-policy tokens."""
-  begun = 0 if store is None else int((store.lengths > 0).sum())
+  begun = 0 if store is None else int(store.mask.any(axis=1).sum())
   late = (trained.version < version)[trained.mask]
   return {
     "rollout/partial": float(begun),
@@ -115,7 +115,8 @@ def conversation_metrics(
   rollout = judged.rollout
   ids = map(str, rollout.sample_id)
   turns = [json.loads(conversations[i])["turns"] for i in ids]
-  heard = rollout.lengths - rollout.mask.sum(axis=1)
+  given = np.argmax(rollout.mask, axis=1)  # Before the first turn.
+  heard = rollout.lengths - rollout.mask.sum(axis=1) - given
   return {
     "rollout/turns_mean": float(np.mean(turns)),
     "rollout/turns_max": float(max(turns)),

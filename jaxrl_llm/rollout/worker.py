@@ -404,9 +404,13 @@ def mixed(responses: Responses) -> np.ndarray:
 
 
 def too_old(rollout: Rollout, version: int, max_staleness: int) -> np.ndarray:
-  """Returns rows of groups with a first token at least that old, int [n]."""
-  age = version - rollout.version[:, 0]
-  old = (rollout.lengths > 0) & (age >= max_staleness)
+  """Returns rows of groups with a first token at least that old, int [n].
+
+  Given tokens, which a response may begin with, have no age.
+  """
+  first = np.argmax(rollout.mask, axis=1)
+  age = version - rollout.version[np.arange(first.size), first]
+  old = rollout.mask.any(axis=1) & (age >= max_staleness)
   return np.flatnonzero(np.isin(rollout.group_id, rollout.group_id[old]))
 
 

@@ -18,7 +18,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.judge import Judge
 from jaxrl_llm.rollout.turns import ConversationConfig, Conversations, TurnHook
 from jaxrl_llm.sampling.requests import Request
-from jaxrl_llm.types import Rollout, Status, join_rows
+from jaxrl_llm.types import Origin, Rollout, Status, join_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,14 +67,31 @@ class ResponseWriter:
   def begin(
     self, prompts: Sequence[Prompt], sample_ids: Sequence[Sequence[int]]
   ) -> Rollout:
-    """Returns empty responses, one per sample id of each prompt."""
-    return sampling.new_requests(
+    """Returns responses to begin, one per sample id of each prompt.
+
+    Raises:
+      InputError: An opening leaves no room for a token.
+    """
+    rows = sampling.new_requests(
       [prompt.tokens for prompt in prompts],
       sample_ids,
       [prompt.group_id for prompt in prompts],
       self.engine.config,
       example_ids=[prompt.example_id for prompt in prompts],
     )
+    room = rows.tokens.shape[1] - 1
+    openings = [p for p, ids in zip(prompts, sample_ids) for _ in ids]
+    for row, prompt in enumerate(openings):
+      if (length := len(prompt.opening)) > room:
+        raise InputError(
+          f"prompt {prompt.id!r} has an opening of {length} tokens, but only"
+          f" {room} leave room for a response; shorten it or raise"
+          " sampler.max_response_length"
+        )
+      rows.tokens[row, :length] = prompt.opening
+      rows.origin[row, :length] = int(Origin.FOREIGN)
+      rows.lengths[row] = length
+    return rows
 
   def write(
     self,

@@ -94,8 +94,10 @@ class Source:
     *,
     tries=lambda example: 0,
     again=lambda source, state, judged: ([], state),
+    opening=(),
   ):
     self._examples, self._tries, self._again = examples, tries, again
+    self._opening = opening
 
   def init(self):
     return PromptSourceState(position=0, drawn=0)
@@ -116,6 +118,7 @@ class Source:
   def prompt(self, example_id, group_id):
     return Prompt(
       tries=self._tries(example_id),
+      opening=self._opening,
       example_id=example_id,
       group_id=group_id,
       tokens=(2 + example_id % 50,),
@@ -253,6 +256,39 @@ class TestTries:
     run = Run(source=Source(tries=lambda example: -2))
     with pytest.raises(InputError, match="prompt 'name 0' has tries=-2; give"):
       run.collect()
+
+
+class TestOpening:
+  def test_is_neither_written_nor_stale(self):
+    # A group in flight has not begun for longer than tokens may be old.
+    run = Run(
+      source=Source(opening=(7, 8)),
+      lengths=lambda i: LIMIT if i % 8 > 3 else 4,
+      stop="first_groups",
+      in_flight=3,
+      max_staleness=2,
+    )
+    written = 0
+    for _ in range(6):
+      collected = run.collect()
+      rollout = collected.batch.responses.rollout
+      written += rollout.mask.sum()
+      assert (rollout.tokens[:, :2] == [7, 8]).all()
+      assert (rollout.mask.sum(axis=1) == rollout.lengths - 2).all()
+      assert not rollout.window_start.any()
+      row = collected.batch.metrics
+      assert row["rollout/response_length_mean"] == rollout.lengths.mean()
+    goes_on = run.state.store.mask.sum()
+    assert goes_on and written + goes_on == run.engine.stats.tokens
+
+  def test_has_no_age(self):
+    rows = Run(source=Source(opening=(7, 8)))
+    rows.collect()
+    begun = rows.worker.writer.begin([rows.source.prompt(1, 5)], [[0, 1]])
+    assert too_old(begun, version=9, max_staleness=1).size == 0
+    begun.mask[1, 2], begun.version[1, 2] = True, 8
+    assert too_old(begun, version=9, max_staleness=1).tolist() == [0, 1]
+    assert too_old(begun, version=9, max_staleness=2).size == 0
 
 
 class TestSecondLook:
@@ -597,6 +633,7 @@ class TestTooOld:
     )
     versions = np.asarray([4, 6, 0, 5, 0], np.int32)
     rollout.version[:, 0] = versions
+    rollout.mask[:] = np.arange(9) < rollout.lengths[:, None]
     return too_old(rollout, version, max_staleness).tolist()
 
   def test_a_group_is_as_old_as_its_oldest_first_token(self):

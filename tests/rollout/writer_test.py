@@ -1,9 +1,13 @@
 """What all who write responses share; no model."""
 
+import dataclasses
+
 import jax
 import numpy as np
+import pytest
 
 from jaxrl_llm.data.tasks import Prompt
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.rollout.writer import Arrivals, ResponseWriter, Weights
 from jaxrl_llm.sampling import (
   EngineConfig,
@@ -11,7 +15,7 @@ from jaxrl_llm.sampling import (
   continuous_batching,
 )
 from jaxrl_llm.sampling.requests import SamplingParams, make_requests
-from jaxrl_llm.types import Status
+from jaxrl_llm.types import Origin, Status
 
 
 class Engine:
@@ -48,6 +52,21 @@ def test_a_prompt_has_as_many_responses_as_it_is_given_numbers():
   np.testing.assert_array_equal(begun.example_id, [3, 1, 1])
   np.testing.assert_array_equal(begun.group_id, [13, 11, 11])
   assert not begun.lengths.any() and begun.tokens.shape == (3, 6)
+
+
+def test_a_response_begins_with_its_opening():
+  opened = dataclasses.replace(prompt(3), opening=(4, 5))
+  begun = WRITER.begin([opened, prompt(1)], [[7, 8], [4]])
+  np.testing.assert_array_equal(begun.lengths, [2, 2, 0])
+  np.testing.assert_array_equal(
+    begun.tokens[:, :3], [[4, 5, 0]] * 2 + [[0] * 3]
+  )
+  assert (begun.origin[:2, :2] == Origin.FOREIGN).all()
+  assert (begun.origin == Origin.FOREIGN).sum() == 4 and not begun.mask.any()
+  assert (begun.status == Status.TRUNCATED).all()
+  long = dataclasses.replace(opened, opening=(4,) * 6)
+  with pytest.raises(InputError, match="'row-3' has an opening of 6 .* only 5"):
+    WRITER.begin([long], [[9]])
 
 
 def test_all_responses_are_written_with_its_settings():
