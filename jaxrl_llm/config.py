@@ -267,6 +267,9 @@ class Environment(Group, path="environment"):
 class Sampler(Group, path="sampler"):
   """Sampling of responses."""
 
+  engine = Key("", Names("rollout.engine:ENGINES"),
+    "Engine that samples: '' is the built-in one, others are your own.", FIXED)
+  engine_settings = Key({}, None, "Keyword arguments of your own engine.")
   slots = Key(0, Range(0, 1e6), "Responses decoded concurrently, the rows of a"
     " decode batch. 0 is all that a step has in flight.")
   kv_pages = Key(0, Range(0, 1e7), "Pages of the KV cache on all devices of the"
@@ -279,6 +282,9 @@ class Sampler(Group, path="sampler"):
   entropy_tau = Key(0.0, Range(0.0, 0.999),
     "HAPO: scales each token's temperature by 1 + entropy_tau * h, where h in"
     " [-1, 1] is the entropy code of the token. 0 disables it.", SWITCH)
+  processors = Key((), Names("learner.choices:LOGITS_PROCESSORS"),
+    "Logits processors of your own. A run whose processors change the"
+    " distribution of training needs an off-policy correction.", FIXED)
   stop = Key((), None,
     "Additional stop strings, each a single token, such as ('\\n',).")
   drafter = Key("", Names("train.sampler:DRAFTERS"),

@@ -19,9 +19,13 @@ from jaxrl_llm import config, losses, rewards
 from jaxrl_llm.data import prompt_source as prompts
 from jaxrl_llm.data import sources
 from jaxrl_llm.learner import build_algorithm, choices
+from jaxrl_llm.learner.algorithm import LogitsProcessor
+from jaxrl_llm.learner.parts import part
 from jaxrl_llm.models import families
+from jaxrl_llm.rollout import engine as engines
 from jaxrl_llm.rollout import schedule as schedules
 from jaxrl_llm.rollout import turns
+from jaxrl_llm.rollout.engine import RolloutEngine
 from jaxrl_llm.rollout.environments import Environment
 from jaxrl_llm.rollout.tools import Tools
 
@@ -122,6 +126,17 @@ def schedule(name: str, stop: schedules.Stop) -> None:
   _add(schedules.STOPS, "schedule.stop", name, stop)
 
 
+def engine(name: str, make: Callable[..., RolloutEngine]) -> None:
+  """Makes `sampler.engine=NAME` choose an engine, such as a server.
+
+  Args:
+    name: new name.
+    make: (fns, config, tokenizer, **sampler.engine_settings) -> engine; the
+      policy's `ModelFns`, an `EngineConfig`, and the model's tokenizer.
+  """
+  _add(engines.ENGINES, "sampler.engine", name, make)
+
+
 def environment(name: str, make: Callable[..., Environment]) -> None:
   """Makes `environment.name=NAME` choose an environment.
 
@@ -182,6 +197,38 @@ def mask(name: str, fn: Callable[..., jax.Array]) -> None:
   """
   _check_keywords(fn, "estimator")
   _add(choices.OWN_MASKS, "loss.masks", name, fn)
+
+
+def logits_processor(
+  name: str,
+  fn: Callable[..., Any],
+  *,
+  state: Callable[..., Any] | None = None,
+  initial: Any = None,
+) -> None:
+  """Adds a logits processor of the sampler, chosen by `sampler.processors`.
+
+  A stateless one applies to all that the engine samples. One whose state
+  follows training applies to training only, and not to evaluation.
+
+  Args:
+    name: new name.
+    fn: (distribution, context, state) -> distribution, pure functions of
+      arrays as in `sampling.processors`, with settings of config group
+      `sampler`.
+    state: inputs -> state for the next batch, a tree of arrays; None: it has
+      no state, and `fn` gets None.
+    initial: state before the first batch.
+  """
+  _check_keywords(fn, "sampler")
+
+  def make(sampler: choices.Settings) -> LogitsProcessor:
+    names = inspect.signature(fn).parameters
+    settings = {name: x for name, x in sampler.items() if name in names}
+    bound = functools.partial(fn, **settings)
+    return LogitsProcessor(bound, state and part(state), initial)
+
+  _add(choices.LOGITS_PROCESSORS, "sampler.processors", name, make)
 
 
 def token_input(name: str, fn: Callable[..., jax.Array]) -> None:

@@ -5,7 +5,8 @@ strings, and dicts of them, become metadata. Each tree of arrays becomes an item
 named by its path of fields, so that items can be read separately. A record of
 host arrays (`Rollout`, `Responses`) is an item with its shapes in the metadata.
 A new field of a state is therefore written in one place, its declaration. A
-field with the metadata `constant` is left out of a step.
+field with the metadata `constant` is left out of a step, and one with `path` is
+stored under that name.
 """
 
 import dataclasses
@@ -129,8 +130,9 @@ def _map(function: Callable[[str, Any], Any], path: str, state: Any) -> Any:
   if whole or _is_record(state):
     return function(path, state)
   fields = dataclasses.fields(state)
-  names = [x.name for x in fields if not x.metadata.get("constant")]
-  parts = {n: _map(function, f"{path}.{n}", getattr(state, n)) for n in names}
+  kept = [x for x in fields if not x.metadata.get("constant")]
+  paths = {x.name: f"{path}.{x.metadata.get('path', x.name)}" for x in kept}
+  parts = {n: _map(function, p, getattr(state, n)) for n, p in paths.items()}
   return dataclasses.replace(state, **parts)
 
 

@@ -48,6 +48,9 @@ def make_algorithm(config: Any) -> Algorithm:
   loss, off_policy = config.loss.to_dict(), config.off_policy
   limit = config.sampler.max_response_length
   policy_loss, corrections = _loss_and_corrections(config)
+  # These may import a file of `methods/`, which may add inputs of its own.
+  step_scale = choices.STEP_SCALES.switched_on(off_policy.to_dict())
+  processors = choices.logits_processors(config.sampler.to_dict())
   value_loss = None
   if choices.has_critic(config):
     value_loss = part(losses.clipped_value_loss)
@@ -67,9 +70,9 @@ def make_algorithm(config: Any) -> Algorithm:
     auxiliary=_auxiliary(loss, norm),
     value_loss=value_loss,
     corrections=corrections,
-    step_scale=choices.STEP_SCALES.switched_on(off_policy.to_dict()),
+    step_scale=step_scale,
     follows_average=off_policy.proximal == "ewma",
-    temperature=choices.TEMPERATURES.switched_on(config.sampler.to_dict()),
+    processors={k: x for k, x in processors.items() if x.state is not None},
     loss_mode=loss["mode"],
     loss_norm=norm,
   )
@@ -86,6 +89,8 @@ def _check_leaves(algorithm: Algorithm) -> None:
     "config.estimator.name": parts["advantages"],
     "config.loss.masks": parts["unwindowed_policy_mask"],
   }
+  for name, processor in algorithm.processors.items():
+    readers[f"logits processor {name!r}"] = processor.state
   for leaf in sorted(algorithm.leaves - given):
     reader = next(name for name, x in readers.items() if leaf in x.reads)
     raise InputError(

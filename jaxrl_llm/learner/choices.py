@@ -109,8 +109,9 @@ PROXIMAL_LOSSES = Table("proximal")
 # mini-batch's update.
 STEP_SCALES = Table("step_scale")
 
-# Likewise (config group sampler) -> `AdaptiveTemperature`.
-TEMPERATURES = Table("temperature")
+# Name, which may be the setting that switches it on -> (config group sampler)
+# -> `LogitsProcessor`.
+LOGITS_PROCESSORS = Table("logits_processor")
 
 KL_ESTIMATES = {
   "k1": losses.kl_k1,
@@ -125,6 +126,16 @@ CORRECTIONS: Mapping[str, Callable[..., losses.Correction] | None] = {
   "truncate": losses.truncated_importance,
   "mask": losses.masked_importance,
 }
+
+
+def logits_processors(sampler: Settings) -> dict[str, Any]:
+  """The logits processors that config group `sampler` asks for, by name."""
+  chosen = [
+    name
+    for name in LOGITS_PROCESSORS
+    if name in sampler["processors"] or sampler.get(name)
+  ]
+  return {name: LOGITS_PROCESSORS[name](sampler) for name in chosen}
 
 
 def has_critic(config: Any) -> bool:

@@ -108,7 +108,7 @@ class Learner:
     ShapeDtypeStructs with shardings on the mesh; a class for a record of host
     arrays that may be absent.
     """
-    temperature = self.algorithm.temperature
+    processors = self.algorithm.processors.items()
     models = {"policy": self.policy, "critic": self.critic}
     return LearnerState(
       step=0,
@@ -116,7 +116,7 @@ class Learner:
       critic=self.critic and self.critic.shapes,
       ema=self.ema and self.ema.shapes,
       kept=self.kept and self.kept.shapes,
-      temperature_state=temperature and temperature.initial,
+      processor_states={k: x.initial for k, x in processors} or None,
       waiting=Responses,
       base={name: model.base for name, model in models.items() if model},
       reference=None,
@@ -566,10 +566,11 @@ class Learner:
     waiting: Responses | None = None,
   ) -> LearnerState:
     """Returns the state after the update of its models."""
-    temperature = self.algorithm.temperature
-    if temperature is not None and experience["policy_mask"].any():
-      following = temperature.state({**scores, **experience})
-      state = state.replace(temperature_state=jax.device_get(following))
+    processors = self.algorithm.processors.items()
+    if processors and experience["policy_mask"].any():
+      inputs = {**scores, **experience}
+      following = {name: x.state(inputs) for name, x in processors}
+      state = state.replace(processor_states=jax.device_get(following))
     return state.replace(step=state.step + 1, waiting=waiting)
 
 

@@ -21,8 +21,10 @@ class LearnerState:
   ema: Any  # Moving average of the policy (PPO-EWMA) or None.
   # Earlier versions of the policy, see `models.KeptWeights`; or None.
   kept: Any
-  # From the last batch, see `AdaptiveTemperature.state`; None without one.
-  temperature_state: Any
+  # States of logits processors by name, from the last batch; None without any.
+  processor_states: Any = dataclasses.field(
+    metadata={"path": "temperature_state"}  # Its name in formats 4 and 5.
+  )
   waiting: Responses | None  # Ended; not yet seen by the critic.
   # Constants, which the checkpoints of steps leave out. Parameters that are not
   # trained, by model.

@@ -15,7 +15,7 @@ FILES: dict[str, dict[str, str]] = {
   "hapo": {
     "estimator": "token_group",
     "loss": "hapo",
-    "temperature": "entropy_tau",
+    "logits_processor": "entropy_tau",
   },
   "mc_grpo": {"mask": "drop_pivot"},
   "reinforce_pp": {"estimator": "reward_to_go"},

@@ -16,6 +16,7 @@ from jaxrl_llm import sampling
 from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.judge import Judge
+from jaxrl_llm.rollout.engine import RolloutEngine
 from jaxrl_llm.rollout.turns import ConversationConfig, Conversations, TurnHook
 from jaxrl_llm.sampling.requests import Request
 from jaxrl_llm.types import Origin, Rollout, Status, join_rows
@@ -23,11 +24,11 @@ from jaxrl_llm.types import Origin, Rollout, Status, join_rows
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-  """The sampler's parameters, their version, and entropy statistics."""
+  """The sampler's parameters, their version, and logits processors' states."""
 
   params: Any
   version: int = 0
-  temperature_state: Any = None  # For the adaptive temperature, if any.
+  processor_states: Mapping[str, Any] | None = None  # By processor.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +44,7 @@ class ResponseWriter:
     turn_taking: conversations with an environment; None without one.
   """
 
-  engine: sampling.Engine
+  engine: RolloutEngine
   settings: sampling.SamplingSettings
   key: chex.PRNGKey
   group_size: int
@@ -132,7 +133,7 @@ class ResponseWriter:
         settings=self.settings,
         version=weights.version,
         rule=rule,
-        temperature_state=weights.temperature_state,
+        processor_states=weights.processor_states,
         turns=turns if hooks else None,
       )
 

@@ -18,7 +18,7 @@ from jaxrl_llm.sampling import requests as requests_lib
 from jaxrl_llm.sampling.paged_cache import PagedCache, Programs
 from jaxrl_llm.sampling.requests import Request, Rows, SamplingParams
 from jaxrl_llm.sampling.rules import SchedulingRule
-from jaxrl_llm.sampling.scheduler import Scheduler
+from jaxrl_llm.sampling.scheduler import Scheduler, TurnHook
 from jaxrl_llm.sampling.slots import DecodeOutput
 from jaxrl_llm.sampling.speculation import AdaptiveSpeculation
 from jaxrl_llm.simulate.cost import CostModel
@@ -95,6 +95,24 @@ class SimulatedEngine(Scheduler):
     requests = [SimulatedRequest(**vars(request)) for request in plain]
     self.enqueue(requests)
     return requests
+
+  def generate_window(
+    self,
+    params: Any,
+    requests: Rollout,
+    *,
+    window: int,
+    version: int,
+    rule: SchedulingRule,
+    turns: TurnHook | None = None,
+    **settings: Any,
+  ) -> Rollout:
+    """See `RolloutEngine`; settings of sampling are ignored."""
+    rollout = join_rows([requests])
+    rollout.window_start[:] = rollout.lengths
+    self.set_params(params, version)
+    self.run(self.add(rollout, window=window), rule, turns)
+    return rollout
 
   def _decode(
     self, begun: float, prefilled: sampling.EngineStats
@@ -185,14 +203,15 @@ class SimulatedWriter:
     arrived: Callable[[Rollout], None] | None = None,
   ) -> Rollout:
     """See `ResponseWriter.write`."""
-    rollout = join_rows([rollout])
-    rollout.window_start[:] = rollout.lengths
-    self.engine.set_params(weights.params, weights.version)
-    requests = self.engine.add(rollout, window=window)
     sizes = collections.Counter(rollout.group_id.tolist())
-    hook = arrived and Arrivals(sizes, arrived)
-    self.engine.run(requests, self.rule or rule, hook)
-    return rollout
+    return self.engine.generate_window(
+      weights.params,
+      rollout,
+      window=window,
+      version=weights.version,
+      rule=self.rule or rule,
+      turns=arrived and Arrivals(sizes, arrived),
+    )
 
   def conversations(self, prompts: Sequence[int], sample_ids: Any) -> dict:
     """Nobody answers."""

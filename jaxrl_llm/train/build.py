@@ -22,11 +22,12 @@ from jaxrl_llm.learner.optimizer import UpdateSettings
 from jaxrl_llm.learner.state import LearnerSettings
 from jaxrl_llm.models import hf
 from jaxrl_llm.rewards.judge import Judge
+from jaxrl_llm.rollout.engine import RolloutEngine
 from jaxrl_llm.rollout.pipeline import Pipeline
 from jaxrl_llm.rollout.turns import ConversationConfig
 from jaxrl_llm.rollout.worker import RolloutSettings, RolloutWorker, run_key
 from jaxrl_llm.rollout.writer import ResponseWriter
-from jaxrl_llm.sampling import Engine, SamplingSettings
+from jaxrl_llm.sampling import SamplingSettings
 from jaxrl_llm.train import data, meshes, sampler, validation
 from jaxrl_llm.train.run import Run
 from jaxrl_llm.train.value_pretraining import FOLDER, ValuePretraining
@@ -167,7 +168,7 @@ def max_tokens_per_row(config: Any) -> int:
 
 def make_worker(
   config: Any,
-  engine: Engine,
+  engine: RolloutEngine,
   source: PromptSource,
   judge: Judge,
   turn_taking: ConversationConfig | None = None,

@@ -10,13 +10,15 @@ from helpers import tiny_run
 from jaxrl_llm import metrics
 from jaxrl_llm.data import prompt_source
 from jaxrl_llm.learner import choices, estimates
-from jaxrl_llm.rollout import schedule
+from jaxrl_llm.rollout import engine, schedule
 from jaxrl_llm.train import build, loop
 
 _TABLES = [
   choices.ESTIMATORS,
+  choices.LOGITS_PROCESSORS,
   choices.OWN_MASKS,
   prompt_source.PROMPT_SOURCES,
+  engine.ENGINES,
   schedule.STOPS,
 ]
 

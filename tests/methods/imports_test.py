@@ -15,7 +15,7 @@ _TABLES = {
   "proximal": choices.PROXIMAL_LOSSES,
   "mask": choices.MASKS,
   "step_scale": choices.STEP_SCALES,
-  "temperature": choices.TEMPERATURES,
+  "logits_processor": choices.LOGITS_PROCESSORS,
 }
 _PROGRAM = """
 import runpy, sys

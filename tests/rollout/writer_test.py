@@ -80,7 +80,7 @@ def test_all_responses_are_written_with_its_settings():
     "settings": SamplingSettings(top_p=0.5),
     "version": 5,
     "rule": continuous_batching,
-    "temperature_state": None,
+    "processor_states": None,
     "turns": None,
   }
   *_, settings = WRITER.write(begun, Weights("weights", 5), window=2)

@@ -302,7 +302,7 @@ class _Learner:
       critic=None,
       ema=None,
       kept=None,
-      temperature_state=None,
+      processor_states=None,
       waiting=None,
       base={"policy": {}},
       reference=None,
