@@ -200,6 +200,9 @@ class Reward(Group, path="reward"):
 
   name = Key("chain_sum", Names("rewards:REWARDS"), "Reward function. 'verl'"
     " and 'trl' call functions written for these libraries, see reward.path.")
+  group = Key("", Names("rewards:GROUP_REWARDS"),
+    "Reward of your own that compares the responses of a group and replaces"
+    " their verdicts in training; '' leaves them.")
   path = Key("", None, "Python file with the functions of 'verl' and 'trl'.")
   function = Key("compute_score", None,
     "Function in reward.path; several, separated by commas, for 'trl'.")

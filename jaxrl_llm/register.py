@@ -10,7 +10,7 @@ register the package's own methods in the same way.
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -66,7 +66,9 @@ def reward(name: str, fn: rewards.RewardFn) -> None:
       conversation (turns, and rewards by name, with an environment), source,
       id, columns (the row of the data), or a column. It returns a bool
       (correct or not), a number, numbers by part (the part 'right', else the
-      first, decides whether it is correct) or a `rewards.Verdict`. With
+      first, decides whether it is correct) or a `rewards.Verdict`. With an
+      attribute `batched = True` it gets lists, with all responses of a group,
+      and returns a list. With
       reward.workers it must be importable, as functions of a plugin are. Every
       call runs in a process of its own, forked after the import and
       `fn.prepare()`, if there is one, so that calls share no state.
@@ -75,6 +77,23 @@ def reward(name: str, fn: rewards.RewardFn) -> None:
     ValueError: The name is taken; applies to all functions of this module.
   """
   _add(rewards.REWARDS, "reward.name", name, fn)
+
+
+def group_reward(
+  name: str,
+  fn: Callable[[list[str], list[rewards.Verdict]], Sequence[Any]],
+) -> None:
+  """Makes `reward.group=NAME` choose a reward that compares a group.
+
+  It replaces the verdicts of training, never those of an evaluation.
+
+  Args:
+    name: new name.
+    fn: (texts, verdicts) of the judged responses to a prompt -> a result for
+      each, as of a reward. It runs where rewards run, in its own process with
+      reward.workers.
+  """
+  _add(rewards.GROUP_REWARDS, "reward.group", name, fn)
 
 
 def family(name: str, family: families.Family) -> None:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxrl_llm import sampling
+from jaxrl_llm.errors import TrainingStopped
 
 
 class Stop(NamedTuple):
@@ -78,3 +79,15 @@ class RolloutSettings:
     """
     later = -(-self.in_flight // self.groups) - 2 + self.dynamic_sampling
     return self.max_staleness - max(0, later)
+
+
+def too_few(
+  settings: RolloutSettings, rounds: int, judged: int, passed: int
+) -> TrainingStopped:
+  """Returns the error of dynamic sampling that found too few groups."""
+  return TrainingStopped(
+    f"{rounds} rounds judged {judged} groups, but only {passed} of the"
+    f" {settings.groups} needed have correct and incorrect responses: the data"
+    " are too easy or too hard; change them, raise schedule.over_provision or"
+    " schedule.max_rounds, or set schedule.dynamic_sampling=False"
+  )

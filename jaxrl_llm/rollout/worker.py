@@ -24,7 +24,7 @@ import numpy as np
 from jaxrl_llm import metrics, sampling
 from jaxrl_llm.data.prompt_source import PromptSource, PromptSourceState
 from jaxrl_llm.data.tasks import Prompt
-from jaxrl_llm.errors import TrainingStopped
+from jaxrl_llm.rewards.groups import GroupReward
 from jaxrl_llm.rewards.judge import Judged, join_judged
 from jaxrl_llm.rollout.metrics import (
   conversation_metrics,
@@ -33,14 +33,14 @@ from jaxrl_llm.rollout.metrics import (
   per_response,
   rollout_metrics,
 )
-from jaxrl_llm.rollout.schedule import STOPS, RolloutSettings
+from jaxrl_llm.rollout.schedule import STOPS, RolloutSettings, too_few
 from jaxrl_llm.rollout.turns import Conversations
 from jaxrl_llm.rollout.writer import ResponseWriter, Weights
 from jaxrl_llm.types import (
   Responses,
   Rollout,
   Status,
-  ended,
+  is_over,
   join_rows,
   take_rows,
   unjudged,
@@ -112,6 +112,7 @@ class RolloutWorker:
     writer: ResponseWriter,
     source: PromptSource,
     settings: RolloutSettings,
+    group_reward: GroupReward | None = None,
   ):
     """Makes the worker.
 
@@ -119,8 +120,10 @@ class RolloutWorker:
       writer: samples and judges responses.
       source: draws prompts, and looks up those of unfinished responses.
       settings: the schedule.
+      group_reward: replaces the verdicts of each group.
     """
     self.writer, self._source, self._settings = writer, source, settings
+    self._group_reward = group_reward
 
   def init(self) -> RolloutState:
     """The state before the first batch."""
@@ -131,8 +134,10 @@ class RolloutWorker:
     return RolloutState(samples=0, store=Rollout, conversations={})
 
   def close(self) -> None:
-    """Ends the processes that environments run in."""
+    """Ends the processes that environments and the group reward run in."""
     self.writer.close()
+    if self._group_reward is not None:
+      self._group_reward.close()
 
   def collect(
     self,
@@ -186,7 +191,7 @@ class RolloutWorker:
     batch, kept = new.batch.responses, sample_ids(new.state.store)
     fresh = np.arange(before.samples, new.state.samples)
     begun = np.append(sample_ids(before.store), fresh)
-    handed, over = batch.rollout.sample_id, batch.ended
+    handed, over = batch.rollout.sample_id, is_over(batch.rollout)
     found = [*handed[over], *kept]
     if self._settings.dynamic_sampling:
       judged = {i for x in new.judged for i in x.responses.rollout.sample_id}
@@ -210,13 +215,13 @@ class RolloutWorker:
     judged = passed = 0
     while (missing := settings.groups - passed) > 0:
       if len(kept) == settings.max_rounds:
-        raise _too_few(settings, len(kept), judged, passed)
+        raise too_few(settings, len(kept), judged, passed)
       begun = _count_groups(state.store)
       state, source_state = self._begin(
         state, source_state, settings.in_flight - begun, timer
       )
       store = self._write_groups(state, missing, weights, timer)
-      done = sampling.complete(ended(store), store.group)[store.group]
+      done = sampling.complete(is_over(store), store.group)[store.group]
       # Dynamic sampling must judge a group to know whether it counts.
       wanted = None if settings.dynamic_sampling else missing
       oldest = np.unique(store.group_id[done])[:wanted]
@@ -255,9 +260,8 @@ class RolloutWorker:
   def _second_look(self, state, source_state, seen, weights, timer):
     """Samples and judges what the prompt source draws for a judged batch."""
     with timer.phase("data"):
-      prompts, source_state = self._source.again(
-        source_state, join_judged(seen)
-      )
+      judged = join_judged(seen)
+      prompts, source_state = self._source.again(source_state, judged)
     if not prompts:
       return None, state, source_state
     rows, state = self._new_responses(state, prompts)
@@ -267,8 +271,7 @@ class RolloutWorker:
     rows = rows.replace(window_start=np.zeros_like(rows.window_start))
     # Not looked up: these prompts may differ from those of their examples.
     prompts = [p for p, size in zip(prompts, sizes) for _ in range(size)]
-    judged = self._judge(rows, talks, timer, prompts)
-    return judged, state, source_state
+    return self._judge(rows, talks, timer, prompts), state, source_state
 
   def _streamed(
     self, arrived, state, source_state, weights, timer
@@ -320,7 +323,7 @@ class RolloutWorker:
         conversations=state.conversations,
       )
     fresh = take_rows(rollout, rollout.lengths > rollout.window_start)
-    over, seen = ended(fresh), []
+    over, seen = is_over(fresh), []
     parts = [unjudged(take_rows(fresh, ~over))]
     if over.any():
       over_rows = take_rows(fresh, over)
@@ -357,7 +360,7 @@ class RolloutWorker:
   def _write_groups(self, state, missing, weights, timer) -> Rollout:
     """Continues the unfinished responses of the store."""
     settings, store = self._settings, state.store
-    over = ended(store)
+    over = is_over(store)
     ready = int(sampling.complete(over, store.group).sum())
     unfinished = take_rows(store, ~over)
     awaited = too_old(unfinished, weights.version, settings.patience)
@@ -380,7 +383,10 @@ class RolloutWorker:
   ) -> Judged:
     with timer.phase("reward"):
       prompts = prompts or self._prompts_of(rollout)
-      return self.writer.judge(rollout, prompts, conversations)
+      judged = self.writer.judge(rollout, prompts, conversations)
+      if self._group_reward is not None:
+        judged = self._group_reward(judged)
+      return judged
 
   def _prompts_of(self, rollout: Rollout) -> Sequence[Prompt]:
     """Looks up the prompt of every row, which may be of an earlier batch."""
@@ -432,12 +438,3 @@ def sample_ids(rollout: Rollout | None) -> np.ndarray:
 
 def _count_groups(rollout: Rollout | None) -> int:
   return 0 if rollout is None else len(np.unique(rollout.group_id))
-
-
-def _too_few(settings, rounds, judged, passed) -> TrainingStopped:
-  return TrainingStopped(
-    f"{rounds} rounds judged {judged} groups, but only {passed} of the"
-    f" {settings.groups} needed have correct and incorrect responses: the data"
-    " are too easy or too hard; change them, raise schedule.over_provision or"
-    " schedule.max_rounds, or set schedule.dynamic_sampling=False"
-  )

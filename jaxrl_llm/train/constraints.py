@@ -91,6 +91,8 @@ def windows(config: Any) -> Rules:
     (schedule.window > config.sampler.max_response_length,
       "schedule.window, sampler.max_response_length",
       "the window must not exceed the maximum response length"),
+    (windowed and config.reward.group, "schedule.window, reward.group",
+      "responses of a group end in different steps; switch one of them off"),
     (windowed and schedule.dynamic_sampling,
       "schedule.window, schedule.dynamic_sampling",
       "unfinished groups have no rewards to filter by; switch one of them off"),

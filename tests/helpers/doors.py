@@ -7,7 +7,7 @@ import shutil
 import jax.numpy as jnp
 from helpers import tiny_run
 
-from jaxrl_llm import metrics
+from jaxrl_llm import metrics, rewards
 from jaxrl_llm.data import prompt_source
 from jaxrl_llm.learner import choices, estimates
 from jaxrl_llm.rollout import engine, schedule
@@ -19,6 +19,7 @@ _TABLES = [
   choices.OWN_MASKS,
   prompt_source.PROMPT_SOURCES,
   engine.ENGINES,
+  rewards.GROUP_REWARDS,
   schedule.STOPS,
 ]
 
