@@ -1,9 +1,9 @@
-"""Adapters for reward functions written for verl and TRL.
+"""Adapters for reward functions: of verl, of TRL, and of whole groups.
 
-They stay in their file, which is imported by its path, also in workers. A verl
-function is called with one response at a time, so that a response that makes it
-hang affects no other. A TRL function is called with all responses of a group,
-which it may compare.
+Functions of verl and TRL stay in their file, which is imported by its path, in
+workers too. A verl function is called with one response at a time, so that a
+response that makes it hang affects no other. A TRL function is called with all
+responses of a group, which it may compare.
 """
 
 import dataclasses
@@ -46,6 +46,19 @@ class _OfFile:
     """Imports the file, once in a worker and not for every response."""
     for name in self.functions:
       load_function(self.path, name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+  """A group reward, as a batched reward."""
+
+  fn: Callable[[list[str], list[Verdict]], Sequence[Any]]
+  batched = True
+
+  def __call__(
+    self, texts: list[str], verdicts: list[Sequence[Any]]
+  ) -> Sequence[Any]:
+    return self.fn(texts, [Verdict(*verdict) for verdict in verdicts])
 
 
 class Verl(_OfFile):

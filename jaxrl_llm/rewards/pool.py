@@ -333,19 +333,3 @@ def _verdicts(
   else:
     results = [reward_fn(**x) for x in given]
   return [dataclasses.astuple(as_verdict(x, grading)) for x in results]
-
-
-def compare(
-  fn: Callable[..., Sequence[Any]],
-  grading: Grading,
-  texts: list[str],
-  verdicts: list[tuple],
-) -> list[tuple]:
-  """Returns the verdicts that a group reward gives, in a worker."""
-  results = fn(texts, [Verdict(*verdict) for verdict in verdicts])
-  if not isinstance(results, Sequence) or len(results) != len(texts):
-    raise TypeError(
-      f"the group reward returned {str(results)[:40]!r}; give a list with a"
-      f" result for each of the {len(texts)} responses"
-    )
-  return [dataclasses.astuple(as_verdict(x, grading)) for x in results]

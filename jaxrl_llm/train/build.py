@@ -307,7 +307,7 @@ def _make_group_reward(config, judge) -> GroupReward | None:
   fn = rewards.GROUP_REWARDS[reward.group]
   if fn is None:
     return None
-  grading = rewards.Grading(dict(reward.weights), reward.threshold)
+  grading = rewards.Grading(threshold=reward.threshold)
   return GroupReward(fn, judge, grading=grading, **_limits(reward))
 
 

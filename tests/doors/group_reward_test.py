@@ -1,14 +1,18 @@
 """Rewards that compare responses: majority labels, and a ranking for TRL."""
 
 import collections
+import contextlib
+import dataclasses
+import sys
 import textwrap
 
 import numpy as np
 import pytest
 from helpers import doors
 
-from jaxrl_llm import metrics, register, rewards
+from jaxrl_llm import metrics, plugin, register, rewards
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.rewards.adapters import Comparison
 from jaxrl_llm.train import build, loop
 
 
@@ -23,6 +27,36 @@ def majority(texts, verdicts):
 def test_majority_by_hand():
   verdicts = [rewards.Verdict(False, x) for x in ("12", "12", "15", None)]
   assert majority([""] * 4, verdicts) == [True, True, False, False]
+
+
+OWN = """
+def longest(texts, verdicts):
+  while "hang" in texts:
+    pass
+  most = max(map(len, texts))
+  return [v.correct and len(t) == most for t, v in zip(texts, verdicts)]
+"""
+
+
+def test_has_the_time_and_the_process_of_a_reward(tmp_path, monkeypatch):
+  monkeypatch.setattr("sys.path", list(sys.path))
+  (tmp_path / "own_longest.py").write_text(OWN)
+  fn = plugin.load(str(tmp_path / "own_longest.py")).longest
+  right = dataclasses.astuple(rewards.Verdict(True))
+  calls = [
+    {"texts": text, "verdicts": right, "group": i % 2, "columns": {}}
+    for i, text in enumerate(["a", "bb", "hang", "b"])
+  ]
+  with contextlib.closing(
+    rewards.RewardPool(Comparison(fn), workers=2, deadline_s=0.5)
+  ) as pool:
+    found = pool.judge(calls)
+  assert [(v.correct, v.error) for v in found] == [
+    (False, "timeout"),
+    (True, None),
+    (False, "timeout"),
+    (False, None),
+  ]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
