@@ -20,6 +20,7 @@ _TABLES = [
   prompt_source.PROMPT_SOURCES,
   engine.ENGINES,
   rewards.GROUP_REWARDS,
+  rewards.REWARDS,
   schedule.STOPS,
 ]
 

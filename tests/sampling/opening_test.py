@@ -1,12 +1,14 @@
 """Responses that begin with given tokens."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 from helpers import tiny_engine
 from helpers.tiny_engine import IDS, PROMPTS, G, N, go_on
 
-from jaxrl_llm.sampling import new_requests
+from jaxrl_llm.sampling import Engine, new_requests, prompt_lookup
 from jaxrl_llm.types import Origin
 
 CONFIG = tiny_engine.engine().config
@@ -22,12 +24,19 @@ def with_openings(tokens, lengths):
 
 
 class TestOpening:
-  @pytest.mark.parametrize("fraction", [0.0, 0.5])
-  def test_the_rest_of_a_response_is_as_it_was(self, fraction):
+  @pytest.mark.parametrize(
+    ("fraction", "drafts"), [(0.0, 0), (0.5, 0), (0.5, 3)]
+  )
+  def test_the_rest_of_a_response_is_as_it_was(self, fraction, drafts):
     # Its randomness is that of its token indices.
     whole = tiny_engine.expected()
     given = (fraction * whole.lengths).astype(int)
-    rest = go_on(with_openings(whole.tokens, given))
+    own = Engine(
+      tiny_engine.engine().fns,
+      dataclasses.replace(CONFIG, num_draft_tokens=drafts),
+      drafter=prompt_lookup() if drafts else None,
+    )
+    rest = go_on(with_openings(whole.tokens, given), own)
     tiny_engine.assert_same_responses(
       rest.replace(mask=whole.mask, behavior_logprobs=whole.behavior_logprobs),
       whole,
