@@ -178,6 +178,8 @@ class Data(Group, path="data"):
   order = Key("shuffled", Names("data.prompt_source:PROMPT_SOURCES"),
     "Order of the prompts: 'shuffled' draws every example once an epoch, in a"
     " new order each time.", FIXED)
+  order_settings = Key({}, None,
+    "Keyword arguments of your own prompt source.", FIXED)
   template = Key("completion", Names("data.prompt_source:TEMPLATES"),
     "Template that turns a question into a prompt: the bare text, worked"
     " examples first ('few_shot'), or the model's chat template.", FIXED)
@@ -199,6 +201,9 @@ class Reward(Group, path="reward"):
 
   name = Key("chain_sum", Names("rewards:REWARDS"), "Reward function. 'verl'"
     " and 'trl' call functions written for these libraries, see reward.path.")
+  group = Key("", Names("rewards:GROUP_REWARDS"),
+    "Reward of your own that compares the responses of a group and replaces"
+    " their verdicts in training; '' leaves them.")
   path = Key("", None, "Python file with the functions of 'verl' and 'trl'.")
   function = Key("compute_score", None,
     "Function in reward.path; several, separated by commas, for 'trl'.")
@@ -266,6 +271,9 @@ class Environment(Group, path="environment"):
 class Sampler(Group, path="sampler"):
   """Sampling of responses."""
 
+  engine = Key("", Names("rollout.engine:ENGINES"),
+    "Engine that samples: '' is the built-in one, others are your own.", FIXED)
+  engine_settings = Key({}, None, "Keyword arguments of your own engine.")
   slots = Key(0, Range(0, 1e6), "Responses decoded concurrently: the rows of a"
     " decode batch. 0 is the number of responses in flight.")
   kv_pages = Key(0, Range(0, 1e7), "Pages of the KV cache on all devices of the"
@@ -278,6 +286,9 @@ class Sampler(Group, path="sampler"):
   entropy_tau = Key(0.0, Range(0.0, 0.999),
     "HAPO: scales each token's temperature by 1 + entropy_tau * h, where h in"
     " [-1, 1] is the entropy code of the token. 0 disables it.", SWITCH)
+  processors = Key((), Names("learner.choices:LOGITS_PROCESSORS"),
+    "Logits processors of your own. A run whose processors change the"
+    " distribution of training needs an off-policy correction.", FIXED)
   stop = Key((), None,
     "Additional stop strings, each a single token, such as ('\\n',).")
   drafter = Key("", Names("train.sampler:DRAFTERS"),
@@ -306,7 +317,7 @@ class SamplerMesh(Group, path="sampler.mesh"):
 class Schedule(Group, path="schedule"):
   """Collection of a batch of rollouts."""
 
-  stop = Key("all", Names("rollout.worker:STOPS"),
+  stop = Key("all", Names("rollout.schedule:STOPS"),
     "When generation for a batch stops: after 'all' responses, or after the"
     " 'first_groups' that fill the batch (APRIL). Unfinished responses then"
     " continue in the next step.", FIXED)

@@ -22,8 +22,13 @@ from jaxrl_llm.data import prompt_source as prompts
 from jaxrl_llm.data import sources
 from jaxrl_llm.learner import build_algorithm, choices, members, providers
 from jaxrl_llm.learner import optimizer as optimizers
+from jaxrl_llm.learner.algorithm import LogitsProcessor
+from jaxrl_llm.learner.parts import part
 from jaxrl_llm.models import families
-from jaxrl_llm.rollout import turns, worker
+from jaxrl_llm.rollout import engine as engines
+from jaxrl_llm.rollout import schedule as schedules
+from jaxrl_llm.rollout import turns
+from jaxrl_llm.rollout.engine import RolloutEngine
 from jaxrl_llm.rollout.environments import Environment
 from jaxrl_llm.rollout.tools import Tools
 
@@ -73,7 +78,9 @@ def reward(name: str, fn: rewards.RewardFn) -> None:
       conversation (turns, and rewards by name, with an environment), source,
       id, columns (the row of the data), or a column. It returns a bool
       (correct or not), a number, numbers by part (the part 'right', else the
-      first, decides whether it is correct) or a `rewards.Verdict`. With
+      first, decides whether it is correct) or a `rewards.Verdict`. With an
+      attribute `batched = True` it gets lists, with all responses of a group,
+      and returns a list. With
       reward.workers it must be importable, as functions of a plugin are. Every
       call runs in a process of its own, forked after the import and
       `fn.prepare()`, if there is one, so that calls share no state.
@@ -82,6 +89,23 @@ def reward(name: str, fn: rewards.RewardFn) -> None:
     ValueError: The name is taken; applies to all functions of this module.
   """
   _add(rewards.REWARDS, "reward.name", name, fn)
+
+
+def group_reward(
+  name: str,
+  fn: Callable[[list[str], list[rewards.Verdict]], Sequence[Any]],
+) -> None:
+  """Makes `reward.group=NAME` choose a reward that compares a group.
+
+  It replaces the verdicts of training, never those of an evaluation.
+
+  Args:
+    name: new name.
+    fn: (texts, verdicts) of the judged responses to a prompt -> a result for
+      each, as of a reward. It runs where rewards run, in its own process with
+      reward.workers.
+  """
+  _add(rewards.GROUP_REWARDS, "reward.group", name, fn)
 
 
 def family(name: str, family: families.Family) -> None:
@@ -128,9 +152,20 @@ def prompt_source(name: str, make: Callable[..., prompts.PromptSource]) -> None:
   _add(prompts.PROMPT_SOURCES, "data.order", name, make)
 
 
-def schedule(name: str, stop: worker.Stop) -> None:
+def schedule(name: str, stop: schedules.Stop) -> None:
   """Makes `schedule.stop=NAME` choose when a call of the sampler stops."""
-  _add(worker.STOPS, "schedule.stop", name, stop)
+  _add(schedules.STOPS, "schedule.stop", name, stop)
+
+
+def engine(name: str, make: Callable[..., RolloutEngine]) -> None:
+  """Makes `sampler.engine=NAME` choose an engine, such as a server.
+
+  Args:
+    name: new name.
+    make: (fns, config, tokenizer, **sampler.engine_settings) -> engine; the
+      policy's `ModelFns`, an `EngineConfig`, and the model's tokenizer.
+  """
+  _add(engines.ENGINES, "sampler.engine", name, make)
 
 
 def environment(name: str, make: Callable[..., Environment]) -> None:
@@ -193,6 +228,38 @@ def mask(name: str, fn: Callable[..., jax.Array]) -> None:
   """
   _check_keywords(fn, "estimator")
   _add(choices.OWN_MASKS, "loss.masks", name, fn)
+
+
+def logits_processor(
+  name: str,
+  fn: Callable[..., Any],
+  *,
+  state: Callable[..., Any] | None = None,
+  initial: Any = None,
+) -> None:
+  """Adds a logits processor of the sampler, chosen by `sampler.processors`.
+
+  A stateless one applies to all that the engine samples. One whose state
+  follows training applies to training only, and not to evaluation.
+
+  Args:
+    name: new name.
+    fn: (distribution, context, state) -> distribution, pure functions of
+      arrays as in `sampling.processors`, with settings of config group
+      `sampler`.
+    state: inputs -> state for the next batch, a tree of arrays; None: it has
+      no state, and `fn` gets None.
+    initial: state before the first batch.
+  """
+  _check_keywords(fn, "sampler")
+
+  def make(sampler: choices.Settings) -> LogitsProcessor:
+    names = inspect.signature(fn).parameters
+    settings = {name: x for name, x in sampler.items() if name in names}
+    bound = functools.partial(fn, **settings)
+    return LogitsProcessor(bound, state and part(state), initial)
+
+  _add(choices.LOGITS_PROCESSORS, "sampler.processors", name, make)
 
 
 def token_input(name: str, fn: Callable[..., jax.Array]) -> None:

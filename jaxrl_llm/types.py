@@ -22,6 +22,7 @@ class Status(enum.IntEnum):
   # The sampler's call ended first: the response continues in a later step.
   # (TRL and verl call OVERLONG responses truncated.)
   TRUNCATED = 2
+  STOPPED = 3  # A schedule gave it up: it neither ended nor continues.
 
 
 class Origin(enum.IntEnum):
@@ -78,6 +79,11 @@ Experience = dict[str, chex.Array]
 def ended(rollout: Rollout) -> np.ndarray:
   """bool [B], the response is finished or overlong."""
   return np.isin(rollout.status, (int(Status.FINISHED), int(Status.OVERLONG)))
+
+
+def is_over(rollout: Rollout) -> np.ndarray:
+  """bool [B], the response has ended or was given up."""
+  return np.asarray(rollout.status) != int(Status.TRUNCATED)
 
 
 def unjudged(rollout: Rollout) -> Responses:

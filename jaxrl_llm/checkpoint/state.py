@@ -5,8 +5,9 @@ strings, and dicts of them, become metadata. Each tree of arrays becomes an item
 named by its path of fields, so that items can be read separately. A record of
 host arrays (`Rollout`, `Responses`) is an item with its shapes in the metadata.
 A new field of a state is therefore written in one place, its declaration. A
-field with the metadata `constant` is left out of a step; the entries of a dict
-with the metadata `inline` are saved as if they were fields.
+field with the metadata `constant` is left out of a step, one with `path` is
+stored under that name, and the entries of a dict with `inline` are stored as if
+they were fields.
 """
 
 import dataclasses
@@ -131,13 +132,14 @@ def _map(function: Callable[[str, Any], Any], path: str, state: Any) -> Any:
     return function(path, state)
   parts = {}
   for field in dataclasses.fields(state):
-    value = getattr(state, field.name)
-    if field.metadata.get("inline"):
+    value, metadata = getattr(state, field.name), field.metadata
+    if metadata.get("inline"):
       parts[field.name] = {
         name: _map(function, f"{path}.{name}", x) for name, x in value.items()
       }
-    elif not field.metadata.get("constant"):
-      parts[field.name] = _map(function, f"{path}.{field.name}", value)
+    elif not metadata.get("constant"):
+      name = metadata.get("path", field.name)
+      parts[field.name] = _map(function, f"{path}.{name}", value)
   return dataclasses.replace(state, **parts)
 
 

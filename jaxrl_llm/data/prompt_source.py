@@ -253,6 +253,22 @@ class PromptSource:
     del responses
     return state
 
+  def again(
+    self, state: PromptSourceState, judged: Any
+  ) -> tuple[list[Prompt], PromptSourceState]:
+    """Draws more prompts for the batch that has just been judged; here none.
+
+    Called once per step. The same weights sample their responses, which join
+    the batch. With the group id of a judged prompt they join its group.
+
+    Args:
+      state: the state after the draws of the step.
+      judged: the step's responses with prompts, texts and verdicts (a
+        `rewards.judge.Judged`), also those that dynamic sampling discards.
+    """
+    del judged
+    return [], state
+
   def check(self, example_ids: Sequence[int]) -> list[bool]:
     """Tokenizes rows of the data; returns False for dropped ones.
 

@@ -49,6 +49,8 @@ class Prompt(Example):
   group_id: int  # Unique per draw: a prompt drawn twice is two groups.
   tokens: tuple[int, ...]
   text: str = ""  # The decoded tokens, for rewards and display.
+  tries: int = 0  # Responses in its group; 0 is data.group_size.
+  opening: tuple[int, ...] = ()  # Given tokens that its responses begin with.
 
 
 class Problem:

@@ -10,19 +10,18 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import jax
-
 from jaxrl_llm import losses
 from jaxrl_llm.learner.parts import Auxiliary, Part, leaves_of
 
 
-class AdaptiveTemperature(NamedTuple):
-  """A sampling temperature per token that follows the batch before."""
+class LogitsProcessor(NamedTuple):
+  """A change of the sampler's distribution, which may follow the last batch."""
 
-  # (logits [S, V], temperature [S], state) -> temperature [S].
-  temperature: Callable[[jax.Array, jax.Array, Any], jax.Array]
-  state: Part  # Scores and inputs of a batch -> state, a tree of arrays.
-  initial: Any  # State before the first batch; leaves the temperature alone.
+  # (distribution, context, state) -> distribution; see `sampling.processors`.
+  fn: Callable[[Any, Any, Any], Any]
+  # Inputs and scores of a batch -> state, a tree of arrays; None: stateless.
+  state: Part | None = None
+  initial: Any = None  # State before the first batch.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +39,7 @@ class Algorithm:
     corrections: name -> `losses.Correction`; all of them multiply the weights
       of a mini-batch.
     step_scale: -> factor of a mini-batch's update, scalar; None is 1.
-    temperature: rule by which the sampler's temperature follows the previous
-      batch; None keeps it constant.
+    processors: stateful logits processors of the sampler by name.
     loss_mode: mode of `masked.token_weights` for the policy loss.
     loss_norm: constant length of the mode; None for modes without one.
     members: name of a model beside policy and critic -> inputs that it learns
@@ -54,7 +52,7 @@ class Algorithm:
   value_loss: Part | None
   corrections: Mapping[str, Part]
   step_scale: Part | None
-  temperature: AdaptiveTemperature | None
+  processors: Mapping[str, LogitsProcessor]
   loss_mode: str
   loss_norm: float | None
   members: Mapping[str, tuple[str, ...]] = dataclasses.field(
@@ -89,6 +87,8 @@ class Algorithm:
     names |= {term.mask for term in self.auxiliary.values()}
     for chosen in (self.correction, self.step_scale):
       names |= set(chosen.reads if chosen else ())
+    for processor in self.processors.values():
+      names |= set(processor.state.reads)
     if self.value_loss is not None:
       names |= self.value_inputs | {"value_mask", "returns", "old_values"}
     names = names.union(*self.members.values())

@@ -72,6 +72,9 @@ def make_algorithm(config: Groups) -> Algorithm:
   estimator = _Settings("estimator", config["estimator"])
   config = {**config, "loss": loss, "estimator": estimator}
   policy_loss, corrections = _loss_and_corrections(config)
+  # These may import a file of `methods/`, which may add inputs of its own.
+  step_scale = choices.STEP_SCALES.switched_on(config["off_policy"])
+  processors = choices.logits_processors(config["sampler"])
   value_loss = None
   if choices.has_critic(config):
     value_loss = part(losses.clipped_value_loss)
@@ -93,8 +96,8 @@ def make_algorithm(config: Groups) -> Algorithm:
     auxiliary=_auxiliary(loss, norm),
     value_loss=value_loss,
     corrections=corrections,
-    step_scale=choices.STEP_SCALES.switched_on(config["off_policy"]),
-    temperature=choices.TEMPERATURES.switched_on(config["sampler"]),
+    step_scale=step_scale,
+    processors={k: x for k, x in processors.items() if x.state is not None},
     loss_mode=loss["mode"],
     loss_norm=norm,
   )
@@ -132,6 +135,8 @@ def _check_leaves(algorithm: Algorithm) -> None:
     ],
     **{f"member {name!r}": x for name, x in algorithm.members.items()},
   }
+  for name, processor in algorithm.processors.items():
+    readers[f"logits processor {name!r}"] = processor.state.reads
   for leaf in sorted(algorithm.leaves):
     lacks = [
       x

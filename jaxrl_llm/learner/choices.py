@@ -132,8 +132,9 @@ COMPANIONS = Table("companion")
 # Likewise of models beside policy and critic: name -> `OwnMember`.
 MEMBERS: dict[str, OwnMember] = {}
 
-# Likewise (config group sampler) -> `AdaptiveTemperature`.
-TEMPERATURES = Table("temperature")
+# Name, which may be the setting that switches it on -> (config group sampler)
+# -> `LogitsProcessor`.
+LOGITS_PROCESSORS = Table("logits_processor")
 
 # Name in `loss.auxiliary` -> a further loss of the policy.
 AUXILIARY: dict[str, AuxiliaryLoss] = {}
@@ -151,6 +152,16 @@ CORRECTIONS: Mapping[str, Callable[..., losses.Correction] | None] = {
   "truncate": losses.truncated_importance,
   "mask": losses.masked_importance,
 }
+
+
+def logits_processors(sampler: Settings) -> dict[str, Any]:
+  """The logits processors that config group `sampler` asks for, by name."""
+  chosen = [
+    name
+    for name in LOGITS_PROCESSORS
+    if name in sampler["processors"] or sampler.get(name)
+  ]
+  return {name: LOGITS_PROCESSORS[name](sampler) for name in chosen}
 
 
 def has_critic(config: Groups) -> bool:

@@ -116,12 +116,12 @@ class Learner:
     ShapeDtypeStructs with shardings on the mesh; a class for a record of host
     arrays that may be absent.
     """
-    temperature = self.algorithm.temperature
+    processors = self.algorithm.processors.items()
     return LearnerState(
       step=0,
       models={k: x.shapes for k, x in self.members.items()},
       companions={k: x.shapes for k, x in self.companions.items()},
-      temperature_state=temperature and temperature.initial,
+      processor_states={k: x.initial for k, x in processors} or None,
       waiting=Responses,
       base={k: x.base for k, x in self.members.items()},
       reference=None,
@@ -406,10 +406,11 @@ class Learner:
     waiting: Responses | None,
   ) -> LearnerState:
     """Returns the state after the update of its models."""
-    temperature = self.algorithm.temperature
-    if temperature is not None and batch.experience["policy_mask"].any():
-      following = temperature.state({**batch.scores, **batch.experience})
-      state = state.replace(temperature_state=jax.device_get(following))
+    processors = self.algorithm.processors.items()
+    if processors and batch.experience["policy_mask"].any():
+      inputs = {**batch.scores, **batch.experience}
+      following = {name: x.state(inputs) for name, x in processors}
+      state = state.replace(processor_states=jax.device_get(following))
     return state.replace(step=state.step + 1, waiting=waiting)
 
 

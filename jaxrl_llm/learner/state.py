@@ -20,8 +20,10 @@ class LearnerState:
   # the names of fields in a checkpoint.
   models: dict[str, TrainState] = dataclasses.field(metadata={"inline": True})
   companions: dict[str, Any] = dataclasses.field(metadata={"inline": True})
-  # From the last batch, see `AdaptiveTemperature.state`; None without one.
-  temperature_state: Any
+  # States of logits processors by name, from the last batch; None without any.
+  processor_states: Any = dataclasses.field(
+    metadata={"path": "temperature_state"}  # Its name in formats 4 and 5.
+  )
   waiting: Responses | None  # Ended; not yet seen by the critic.
   # Constants, which the checkpoints of steps leave out. Parameters that are not
   # trained, by member.

@@ -16,7 +16,7 @@ FILES: dict[str, dict[str, str]] = {
   "hapo": {
     "estimator": "token_group",
     "loss": "hapo",
-    "temperature": "entropy_tau",
+    "logits_processor": "entropy_tau",
   },
   "kept_weights": {"companion": "kept", "leaf": "writer_logprobs"},
   "mc_grpo": {"mask": "drop_pivot"},

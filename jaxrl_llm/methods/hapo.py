@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm import distributions, estimators, losses, register
-from jaxrl_llm.learner import algorithm, choices, estimates, parts
+from jaxrl_llm.learner import estimates
 
 
 def token_group(
@@ -65,31 +65,33 @@ def entropy_clip(
   )
 
 
-def make_temperature(
-  sampler: choices.Settings,
-) -> algorithm.AdaptiveTemperature:
-  """Returns the temperature that follows a token's entropy, T (1 + τ h).
+def adaptive_temperature(distribution, context, statistics, *, entropy_tau):
+  """Lets the temperature follow a token's entropy, T (1 + τ h).
 
   h comes from the statistics of the batch before.
   """
-
-  def adaptive_temperature(logits, temperature, statistics):
-    entropies = distributions.entropy_from_logits(logits / temperature[:, None])
-    code = estimators.entropy_code(
-      entropies, jnp.ones(entropies.shape, bool), statistics
-    )
-    return estimators.adaptive_temperature(
-      code, temperature=temperature, tau=sampler["entropy_tau"]
-    )
-
-  return algorithm.AdaptiveTemperature(
-    adaptive_temperature,
-    parts.part(estimators.entropy_statistics, mask="policy_mask"),
-    initial=estimators.EntropyStatistics(*[np.zeros((), np.float32)] * 4),
+  del context
+  temperature = distribution.temperature
+  entropies = distributions.entropy_from_logits(
+    distribution.logits / temperature[:, None]
   )
+  code = estimators.entropy_code(
+    entropies, jnp.ones(entropies.shape, bool), statistics
+  )
+  temperature = estimators.adaptive_temperature(
+    code, temperature=temperature, tau=entropy_tau
+  )
+  return distribution._replace(temperature=temperature)
 
 
 register.estimator("token_group", token_group)
 register.token_input("entropy_code", entropy_code)
 register.loss("hapo", entropy_clip)
-choices.TEMPERATURES["entropy_tau"] = make_temperature
+register.logits_processor(
+  "entropy_tau",
+  adaptive_temperature,
+  state=lambda entropies, policy_mask: estimators.entropy_statistics(
+    entropies, policy_mask
+  ),
+  initial=estimators.EntropyStatistics(*[np.zeros((), np.float32)] * 4),
+)

@@ -1,6 +1,8 @@
 """Verifiers, and the worker processes that run them."""
 
 import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.adapters import Trl, Verl, load_function
@@ -19,6 +21,10 @@ REWARDS: dict[str, RewardFn] = {
   "verl": Verl,
   "trl": Trl,
 }
+
+# Name -> (texts, verdicts) of a group -> a result for each, as of a reward; ''
+# leaves the verdicts.
+GROUP_REWARDS: dict[str, Callable[..., Sequence[Any]] | None] = {"": None}
 
 # A response that each verifier must call correct, made from a gold answer.
 _GOLD = {
@@ -66,6 +72,7 @@ def get_reward(name: str, path: str = "", function: str = "") -> RewardFn:
 
 
 __all__ = [
+  "GROUP_REWARDS",
   "REWARDS",
   "Grading",
   "RewardFn",

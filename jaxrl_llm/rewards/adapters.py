@@ -1,8 +1,9 @@
-"""Adapters for reward functions written for verl and TRL.
+"""Adapters for reward functions: of verl, of TRL, and of whole groups.
 
-They stay in their file, which is imported by its path, also in workers. A
-function is called with one response at a time, so that a response that makes it
-hang affects no other.
+Functions of verl and TRL stay in their file, which is imported by its path, in
+workers too. A verl function is called with one response at a time, so that a
+response that makes it hang affects no other. A TRL function is called with all
+responses of a group, which it may compare.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ from typing import Any
 
 from jaxrl_llm import plugin
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.rewards.verdict import Verdict, arguments, number
+from jaxrl_llm.rewards.verdict import Verdict, arguments, failure, number
 
 
 @functools.cache
@@ -45,6 +46,19 @@ class _OfFile:
     """Imports the file, once in a worker and not for every response."""
     for name in self.functions:
       load_function(self.path, name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+  """A group reward, as a batched reward."""
+
+  fn: Callable[[list[str], list[Verdict]], Sequence[Any]]
+  batched = True
+
+  def __call__(
+    self, texts: list[str], verdicts: list[Sequence[Any]]
+  ) -> Sequence[Any]:
+    return self.fn(texts, [Verdict(*verdict) for verdict in verdicts])
 
 
 class Verl(_OfFile):
@@ -88,35 +102,39 @@ class Trl(_OfFile):
   """`f(prompts, completions, **columns) -> list` of TRL, one or several.
 
   Each function is a part of the reward by its name; None means that it does not
-  apply to this response. As in TRL, the completion of a conversation is a list
-  of messages, and `completion_ids` are the tokens.
+  apply to a response. As in TRL, the completion of a conversation is a list of
+  messages, and `completion_ids` are the tokens.
   """
+
+  batched = True
 
   def __call__(
     self,
-    question: str,
-    messages: Sequence[Mapping[str, str]] | None,
-    response: str,
-    tokens: Sequence[int],
-    columns: Mapping[str, Any],
-  ) -> Mapping[str, float]:
-    answer = [{"role": "assistant", "content": response}]
-    batch = {name: [x] for name, x in columns.items() if name != "prompt"} | {
-      "prompts": [messages or question],
-      "completions": [answer if messages else response],
-      "completion_ids": [tokens],
+    question: Sequence[str],
+    messages: Sequence[Sequence[Mapping[str, str]] | None],
+    response: Sequence[str],
+    tokens: Sequence[Sequence[int]],
+    columns: Sequence[Mapping[str, Any]],
+  ) -> list[Mapping[str, float] | Verdict]:
+    names = [name for name in columns[0] if name != "prompt"]
+    batch = {name: [row[name] for row in columns] for name in names} | {
+      "prompts": [m or q for m, q in zip(messages, question)],
+      "completions": [
+        [{"role": "assistant", "content": r}] if m else r
+        for m, r in zip(messages, response)
+      ],
+      "completion_ids": tokens,
     }
-    parts = {}
+    parts: list[dict[str, float]] = [{} for _ in response]
     for name in self.functions:
       fn = load_function(self.path, name)
-      result = fn(**arguments(fn, {"columns": batch}))
-      if not isinstance(result, Sequence) or len(result) != 1:
+      results = fn(**arguments(fn, {"columns": batch}))
+      if not isinstance(results, Sequence) or len(results) != len(parts):
         raise TypeError(
-          f"{name} returned {str(result)[:40]!r}; give a list with a number for"
-          " every completion"
+          f"{name} returned {str(results)[:40]!r}; give a list with a number"
+          " for every completion"
         )
-      if result[0] is not None:
-        parts[name] = result[0]
-    if not parts:
-      raise ValueError("no function gave this response a reward")
-    return parts
+      for own, result in zip(parts, results):
+        own |= {} if result is None else {name: result}
+    nothing = failure(ValueError("no function gave this response a reward"))
+    return [own or Verdict(False, error=nothing) for own in parts]

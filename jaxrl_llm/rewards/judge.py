@@ -3,6 +3,7 @@
 Separate from the verifiers, whose workers must start without JAX.
 """
 
+import collections
 import dataclasses
 import json
 import re
@@ -16,7 +17,9 @@ from jaxrl_llm import processes
 from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.verdict import Verdict
-from jaxrl_llm.types import Responses, Rollout, Status
+from jaxrl_llm.types import Responses, Rollout, Status, join_rows
+
+_STOPPED = Verdict(False, error="stopped")  # Of a response that was given up.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +31,18 @@ class Judged:
   texts: list[str]
   verdicts: list[Verdict]
   new_failures: Sequence[int] = ()  # Rows whose reward failed in a new way.
+
+
+def join_judged(parts: Sequence[Judged]) -> Judged:
+  """Concatenates judged responses; their new failures are left out."""
+  if len(parts) == 1:
+    return parts[0]
+  return Judged(
+    join_rows([part.responses for part in parts]),
+    [prompt for part in parts for prompt in part.prompts],
+    [text for part in parts for text in part.texts],
+    [verdict for part in parts for verdict in part.verdicts],
+  )
 
 
 class Judge:
@@ -63,8 +78,9 @@ class Judge:
   ) -> Judged:
     """Judges every response against the answer to its prompt.
 
-    Rewards read the text that the model wrote; the turns of a conversation are
-    joined by newlines, without the observations.
+    Rewards read the text that the model wrote, with the opening that it was
+    given; the turns of a conversation are joined by newlines, without the
+    observations.
 
     Args:
       rollout: B responses.
@@ -78,11 +94,39 @@ class Judge:
     for row, (prompt, status) in enumerate(zip(prompts, rollout.status)):
       talk = conversations.get(str(rollout.sample_id[row]), "{}")
       own = rollout.mask[row, : rollout.lengths[row]]
+      own = own | (np.cumsum(own) == 0)  # And what comes before them.
       text = texts[row] if own.all() else self._turns(tokens[row], own)
       finished = bool(status == Status.FINISHED)
       call = known(prompt, text, tokens=tokens[row][own], finished=finished)
-      calls.append(call | {"conversation": json.loads(talk)})
-    verdicts = processes.in_shares(self.pool.judge, calls)
+      group = int(rollout.group_id[row])
+      calls.append(call | {"conversation": json.loads(talk), "group": group})
+    # A group goes to one process: a batched reward may compare its responses.
+    groups = collections.defaultdict(list)
+    for row in np.flatnonzero(rollout.status != Status.STOPPED).tolist():
+      groups[calls[row]["group"]].append(row)
+    found = processes.in_shares(
+      self._judge_groups, [[calls[i] for i in rows] for rows in groups.values()]
+    )
+    verdicts = [_STOPPED] * len(calls)
+    for rows, new in zip(groups.values(), found):
+      for row, verdict in zip(rows, new):
+        verdicts[row] = verdict
+    return self.judged(rollout, prompts, texts, verdicts)
+
+  def _judge_groups(self, groups: Sequence[list]) -> list[list[Verdict]]:
+    verdicts = iter(
+      self.pool.judge([call for group in groups for call in group])
+    )
+    return [[next(verdicts) for _ in group] for group in groups]
+
+  def judged(
+    self,
+    rollout: Rollout,
+    prompts: Sequence[Prompt],
+    texts: list[str],
+    verdicts: list[Verdict],
+  ) -> Judged:
+    """Turns verdicts into rewards, and reports new kinds of failures."""
     responses = self._responses(rollout, verdicts)
     failures = self._new_failures(verdicts, prompts)
     return Judged(responses, prompts, texts, verdicts, failures)
@@ -115,7 +159,7 @@ class Judge:
     """Returns the rows whose reward failed in a new way, and reports each."""
     rows = []
     for row, (verdict, prompt) in enumerate(zip(verdicts, prompts)):
-      if not verdict.error:
+      if not verdict.error or verdict == _STOPPED:
         continue
       place = re.search(r"\(\S+:\d+\)\Z", verdict.error)
       kind = *verdict.error.split(": ")[:2], place and place[0]

@@ -74,9 +74,16 @@ class CallPool:
     self.start()
 
   def __call__(
-    self, jobs: Sequence[Mapping[str, Any]]
+    self,
+    jobs: Sequence[Mapping[str, Any]],
+    sizes: Sequence[int] | None = None,
   ) -> list[tuple[Any, str | None]]:
-    """Returns (result, None) or (None, error) of each job, in order."""
+    """Returns (result, None) or (None, error) of each job, in order.
+
+    Args:
+      jobs: keyword arguments.
+      sizes: numbers that multiply the time limit of each job; 1 by default.
+    """
     if not self._workers:
       return [_answer(self._fn, job) for job in jobs]
     self.start()  # Some may have been closed since.
@@ -85,7 +92,7 @@ class CallPool:
       self._in_worker, time.monotonic() + self._batch_deadline_s
     )
     with futures.ThreadPoolExecutor(self._workers) as threads:
-      return list(threads.map(in_worker, jobs))
+      return list(threads.map(in_worker, jobs, sizes or [1] * len(jobs)))
 
   def start(self) -> None:
     """Starts missing workers."""
@@ -98,9 +105,9 @@ class CallPool:
       self._idle.get().close()
 
   def _in_worker(
-    self, end: float, job: Mapping[str, Any]
+    self, end: float, job: Mapping[str, Any], size: int
   ) -> tuple[Any, str | None]:
-    deadline_s = min(self._deadline_s, end - time.monotonic())
+    deadline_s = min(size * self._deadline_s, end - time.monotonic())
     if deadline_s <= 0:
       return None, "timeout"
     worker = self._idle.get()
@@ -125,6 +132,8 @@ class RewardPool:
 
     Args:
       reward_fn: a reward; with workers, a function of an importable module.
+        One with `batched = True` gets lists, with all responses of a group at
+        once, and returns a list. They share a process and their time limits.
       workers: processes, as in `CallPool`.
       grading: how numbers become verdicts.
       **deadlines: deadline_s and batch_deadline_s, as in `CallPool`.
@@ -138,41 +147,42 @@ class RewardPool:
         " workers=0"
       )
     self._reward_fn, self._grading = reward_fn, grading
+    self._batched = getattr(reward_fn, "batched", False)
     self._weights_fit = False
-    verdict = functools.partial(_verdict, reward_fn, grading)
-    self._calls = CallPool(verdict, workers=workers, **deadlines)
+    fn = functools.partial(_verdicts, reward_fn, grading)
+    self._calls = CallPool(fn, workers=workers, **deadlines)
 
   def judge(self, calls: Sequence[Mapping[str, Any]]) -> list[Verdict]:
     """Judges responses, in order; a failed reward is marked.
 
     Args:
-      calls: what is known of each response, see `arguments`.
+      calls: what is known of each response, see `arguments`; those of equal
+        `group` are judged together by a batched reward.
 
     Raises:
       InputError: a weight names a part that the first responses do not have.
     """
     verdicts, jobs = [None] * len(calls), {}
+    parts: dict[Any, list[int]] = {}
     for row, call in enumerate(calls):
       if failed := call.get("conversation", {}).get("failed"):
         verdicts[row] = Verdict(False, None, f"environment: {failed}")
         continue
       try:
-        jobs[row] = {"given": arguments(self._reward_fn, call)}
+        jobs[row] = arguments(self._reward_fn, call)
+        part = call.get("group", row) if self._batched else row
+        parts.setdefault(part, []).append(row)
       except Exception as error:
         verdicts[row] = Verdict(False, None, failure(error))
-    if jobs:
-      found = self._calls(list(jobs.values()))
-      for row, (verdict, failed) in zip(jobs, found):
-        verdicts[row] = self._checked(verdict, failed)
+    given = [{"given": [jobs[row] for row in rows]} for rows in parts.values()]
+    sizes = [len(rows) for rows in parts.values()]
+    found = self._calls(given, sizes) if given else []
+    for rows, (results, failed) in zip(parts.values(), found):
+      new = checked(results, failed, len(rows), self._grading)
+      for row, verdict in zip(rows, new):
+        verdicts[row] = verdict
     self._check_weights(verdicts)
     return verdicts
-
-  def _checked(self, verdict: Any, failed: str | None) -> Verdict:
-    """Checks a worker's verdict, as code in a response may forge one."""
-    if not failed:
-      with contextlib.suppress(Exception):
-        return as_verdict(Verdict(*verdict), self._grading)
-    return Verdict(False, None, failed or "crash")
 
   def _check_weights(self, verdicts: Sequence[Verdict]) -> None:
     """Refuses weights of parts that the first verdicts do not have."""
@@ -190,6 +200,18 @@ class RewardPool:
   def close(self) -> None:
     """Ends the workers."""
     self._calls.close()
+
+
+def checked(
+  results: Any, failed: str | None, count: int, grading: Grading
+) -> list[Verdict]:
+  """Checks a worker's verdicts, as code in a response may forge them."""
+  verdicts = [Verdict(False, None, failed or "crash")] * count
+  if not failed and isinstance(results, list) and len(results) == count:
+    for row, result in enumerate(results):
+      with contextlib.suppress(Exception):
+        verdicts[row] = as_verdict(Verdict(*result), grading)
+  return verdicts
 
 
 def _inner(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -296,7 +318,18 @@ def _answer(
     return None, failure(error)
 
 
-def _verdict(
-  reward_fn: RewardFn, grading: Grading, given: Mapping[str, Any]
-) -> tuple:
-  return dataclasses.astuple(as_verdict(reward_fn(**given), grading))
+def _verdicts(
+  reward_fn: RewardFn, grading: Grading, given: Sequence[Mapping[str, Any]]
+) -> list[tuple]:
+  """Judges one response, or several by a batched reward."""
+  if getattr(reward_fn, "batched", False):
+    together = {name: [x[name] for x in given] for name in given[0]}
+    results = reward_fn(**together)
+    if not isinstance(results, Sequence) or len(results) != len(given):
+      raise TypeError(
+        f"it returned {str(results)[:40]!r}; give a list with a result for each"
+        f" of the {len(given)} responses"
+      )
+  else:
+    results = [reward_fn(**x) for x in given]
+  return [dataclasses.astuple(as_verdict(x, grading)) for x in results]

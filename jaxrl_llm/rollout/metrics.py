@@ -8,7 +8,14 @@ import numpy as np
 
 from jaxrl_llm.rollout.turns import Conversations
 from jaxrl_llm.sampling import EngineStats
-from jaxrl_llm.types import Responses, Status, join_rows, take_rows
+from jaxrl_llm.types import (
+  Responses,
+  Rollout,
+  Status,
+  is_over,
+  join_rows,
+  take_rows,
+)
 
 
 def per_response(
@@ -41,12 +48,16 @@ def rollout_metrics(
     judged: all judged responses of the step, including those that dynamic
       sampling discarded, see `per_response`; most metrics are of these.
   """
-  rollout, ended = batch.rollout, batch.ended
+  rollout, over = batch.rollout, is_over(batch.rollout)
   row = {
-    "rollout/truncated_fraction": float((~ended).mean()),
+    "rollout/truncated_fraction": float((~over).mean()),
     "perf/tokens": float((rollout.lengths + rollout.prompt_lengths).sum()),
   }
-  if judged is None:
+  stopped = rollout.status == Status.STOPPED
+  if stopped.any():
+    row["rollout/stopped"] = float(stopped.sum())
+    judged = take_rows(judged, judged.ended) if judged else None
+  if judged is None or not judged.ended.any():
     return row
   rollout, correct = judged.rollout, judged.correct
   lengths, overlong = rollout.lengths, rollout.status == Status.OVERLONG
@@ -58,7 +69,7 @@ def rollout_metrics(
     "rollout/response_length_incorrect": _mean(lengths[~correct]),
     "rollout/overlong_fraction": float(overlong.mean()),
   }
-  return row | (_group_metrics(judged) if ended.all() else {})
+  return row | (_group_metrics(judged) if over.all() else {})
 
 
 def _reward_metrics(responses: Responses) -> dict[str, float]:
@@ -94,6 +105,18 @@ def decoding_metrics(stats: EngineStats) -> dict[str, float]:
   return row
 
 
+def partial_metrics(
+  trained: Rollout, store: Rollout | None, version: int
+) -> dict[str, float]:
+  """Returns metrics of unfinished responses and of off-policy tokens."""
+  begun = 0 if store is None else int(store.mask.any(axis=1).sum())
+  late = (trained.version < version)[trained.mask]
+  return {
+    "rollout/partial": float(begun),
+    "rollout/off_policy_fraction": float(late.mean()),
+  }
+
+
 def conversation_metrics(
   judged: Responses | None, conversations: Conversations
 ) -> dict[str, float]:
@@ -103,7 +126,8 @@ def conversation_metrics(
   rollout = judged.rollout
   ids = map(str, rollout.sample_id)
   turns = [json.loads(conversations[i])["turns"] for i in ids]
-  heard = rollout.lengths - rollout.mask.sum(axis=1)
+  given = np.argmax(rollout.mask, axis=1)  # Before the first turn.
+  heard = rollout.lengths - rollout.mask.sum(axis=1) - given
   return {
     "rollout/turns_mean": float(np.mean(turns)),
     "rollout/turns_max": float(max(turns)),

@@ -246,8 +246,10 @@ class TurnHook(contextlib.ExitStack):
     return json.loads(self._conversations[str(request.row.sample_id[0])])
 
   def _turn(self, request: Request) -> str:
-    """The text since the last observation."""
-    tokens = request.row.tokens[0, request.turn_start : request.length]
+    """The text since the last observation, a given opening included."""
+    start = request.turn_start
+    start *= request.row.mask[0, :start].any()
+    tokens = request.row.tokens[0, start : request.length]
     return self._config.decode(tokens)
 
   def _add(self, request: Request, answer: Any, failed: str | None) -> None:

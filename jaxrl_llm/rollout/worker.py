@@ -12,9 +12,10 @@ changing the tokens.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from concurrent import futures
-from typing import Any, NamedTuple
+from typing import Any
 
 import chex
 import jax
@@ -23,52 +24,29 @@ import numpy as np
 from jaxrl_llm import metrics, sampling
 from jaxrl_llm.data.prompt_source import PromptSource, PromptSourceState
 from jaxrl_llm.data.tasks import Prompt
-from jaxrl_llm.errors import TrainingStopped
-from jaxrl_llm.rewards.judge import Judged
+from jaxrl_llm.rewards.groups import GroupReward
+from jaxrl_llm.rewards.judge import Judged, join_judged
 from jaxrl_llm.rollout.metrics import (
   conversation_metrics,
   decoding_metrics,
+  partial_metrics,
   per_response,
   rollout_metrics,
 )
+from jaxrl_llm.rollout.schedule import STOPS, RolloutSettings, too_few
 from jaxrl_llm.rollout.turns import Conversations
 from jaxrl_llm.rollout.writer import ResponseWriter, Weights
 from jaxrl_llm.types import (
   Responses,
   Rollout,
   Status,
-  ended,
+  is_over,
   join_rows,
   take_rows,
   unjudged,
 )
 
 _SHOWN = 4  # Responses of a step that the log may show.
-
-
-class Stop(NamedTuple):
-  """The end of a call of the sampler, as rules of its scheduler."""
-
-  # (groups still missing, rows that must end) -> rule.
-  groups: Callable[[int, np.ndarray], sampling.rules.SchedulingRule]
-  # (responses of a batch) -> rule, for responses sampled in windows.
-  responses: Callable[[int], sampling.rules.SchedulingRule]
-
-
-# Name -> when to stop. All but 'all' leave responses that continue in the next
-# call.
-STOPS: dict[str, Stop] = {
-  "all": Stop(
-    groups=lambda wanted, awaited: sampling.continuous_batching,
-    responses=lambda count: sampling.continuous_batching,
-  ),
-  "first_groups": Stop(
-    groups=lambda wanted, awaited: sampling.stop_after_groups(
-      wanted, awaited=awaited
-    ),
-    responses=sampling.stop_after_responses,
-  ),
-}
 
 
 @chex.dataclass(frozen=True)
@@ -79,52 +57,6 @@ class RolloutState:
   store: Rollout | None  # Begun and not handed over, or unfinished.
   # By sample id; with an environment only.
   conversations: Conversations = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True)
-class RolloutSettings:
-  """The schedule of a worker; sizes are in groups of `group_size`.
-
-  Attributes:
-    groups: groups of a batch.
-    group_size: responses per group.
-    in_flight: groups sampled at a time, at least `groups`.
-    stop: when a call of the sampler stops, one of `STOPS`.
-    dynamic_sampling: whether only groups with correct and incorrect responses
-      count.
-    window: maximum number of new tokens per response and step; 0 sets no limit.
-      With a window, a batch is every response with new tokens, ended or not.
-    max_staleness: maximum number of updates between the oldest and the newest
-      token of a batch.
-    max_rounds: maximum number of calls before dynamic sampling stops the run.
-  """
-
-  groups: int
-  group_size: int
-  in_flight: int
-  stop: str = "all"
-  dynamic_sampling: bool = False
-  window: int = 0
-  max_staleness: int = 1
-  max_rounds: int = 1
-
-  def __post_init__(self):
-    if self.stop != "all" and not self.window and self.patience < 1:
-      raise ValueError(
-        f"max_staleness={self.max_staleness} is too small for"
-        f" {self.in_flight} groups in flight and {self.groups} per batch: use"
-        f" {1 + self.max_staleness - self.patience} or more"
-      )
-
-  @property
-  def patience(self) -> int:
-    """Age in updates at which an unfinished response must be finished.
-
-    Below `max_staleness` if so many groups are in flight that the last of them
-    is trained some updates later.
-    """
-    later = -(-self.in_flight // self.groups) - 2 + self.dynamic_sampling
-    return self.max_staleness - max(0, later)
 
 
 @chex.dataclass(frozen=True)
@@ -180,6 +112,7 @@ class RolloutWorker:
     writer: ResponseWriter,
     source: PromptSource,
     settings: RolloutSettings,
+    group_reward: GroupReward | None = None,
   ):
     """Makes the worker.
 
@@ -187,8 +120,10 @@ class RolloutWorker:
       writer: samples and judges responses.
       source: draws prompts, and looks up those of unfinished responses.
       settings: the schedule.
+      group_reward: replaces the verdicts of each group.
     """
     self.writer, self._source, self._settings = writer, source, settings
+    self._group_reward = group_reward
 
   def init(self) -> RolloutState:
     """The state before the first batch."""
@@ -199,8 +134,10 @@ class RolloutWorker:
     return RolloutState(samples=0, store=Rollout, conversations={})
 
   def close(self) -> None:
-    """Ends the processes that environments run in."""
+    """Ends the processes that environments and the group reward run in."""
     self.writer.close()
+    if self._group_reward is not None:
+      self._group_reward.close()
 
   def collect(
     self,
@@ -254,7 +191,7 @@ class RolloutWorker:
     batch, kept = new.batch.responses, sample_ids(new.state.store)
     fresh = np.arange(before.samples, new.state.samples)
     begun = np.append(sample_ids(before.store), fresh)
-    handed, over = batch.rollout.sample_id, batch.ended
+    handed, over = batch.rollout.sample_id, is_over(batch.rollout)
     found = [*handed[over], *kept]
     if self._settings.dynamic_sampling:
       judged = {i for x in new.judged for i in x.responses.rollout.sample_id}
@@ -278,13 +215,13 @@ class RolloutWorker:
     judged = passed = 0
     while (missing := settings.groups - passed) > 0:
       if len(kept) == settings.max_rounds:
-        raise _too_few(settings, len(kept), judged, passed)
+        raise too_few(settings, len(kept), judged, passed)
       begun = _count_groups(state.store)
       state, source_state = self._begin(
         state, source_state, settings.in_flight - begun, timer
       )
       store = self._write_groups(state, missing, weights, timer)
-      done = sampling.complete(ended(store), store.group)[store.group]
+      done = sampling.complete(is_over(store), store.group)[store.group]
       # Dynamic sampling must judge a group to know whether it counts.
       wanted = None if settings.dynamic_sampling else missing
       oldest = np.unique(store.group_id[done])[:wanted]
@@ -305,12 +242,36 @@ class RolloutWorker:
       row["rollout/rounds"] = float(len(kept))
       row["rollout/mixed_fraction"] = passed / judged
     rest, batch = take_rows(batch, surplus), take_rows(batch, ~surplus)
+    more, state, source_state = self._second_look(
+      state, source_state, seen, weights, timer
+    )
+    if more is not None:
+      seen.append(more)
+      batch = join_rows([batch, more.responses])
+      row["rollout/again"] = float(len(more.texts))
+      row["rollout/again_tokens"] = float(more.responses.rollout.mask.sum())
     if settings.stop != "all":
       # Surplus groups are kept for the next batch; staleness is allowed here.
       state = state.replace(store=_joined(rest.rollout, state.store))
-      row |= _partial_metrics(batch.rollout, state.store, weights.version)
+      row |= partial_metrics(batch.rollout, state.store, weights.version)
     batch = Batch(responses=batch, version=weights.version, metrics=row)
     return Collected(batch, state, source_state, seen)
+
+  def _second_look(self, state, source_state, seen, weights, timer):
+    """Samples and judges what the prompt source draws for a judged batch."""
+    with timer.phase("data"):
+      judged = join_judged(seen)
+      prompts, source_state = self._source.again(source_state, judged)
+    if not prompts:
+      return None, state, source_state
+    rows, state = self._new_responses(state, prompts)
+    talks, sizes = state.conversations, self.writer.sizes(prompts)
+    with timer.phase("generate"):
+      rows = self.writer.write(rows, weights, conversations=talks)
+    rows = rows.replace(window_start=np.zeros_like(rows.window_start))
+    # Not looked up: these prompts may differ from those of their examples.
+    prompts = [p for p, size in zip(prompts, sizes) for _ in range(size)]
+    return self._judge(rows, talks, timer, prompts), state, source_state
 
   def _streamed(
     self, arrived, state, source_state, weights, timer
@@ -362,7 +323,7 @@ class RolloutWorker:
         conversations=state.conversations,
       )
     fresh = take_rows(rollout, rollout.lengths > rollout.window_start)
-    over, seen = ended(fresh), []
+    over, seen = is_over(fresh), []
     parts = [unjudged(take_rows(fresh, ~over))]
     if over.any():
       over_rows = take_rows(fresh, over)
@@ -381,19 +342,25 @@ class RolloutWorker:
     """Draws prompts and adds their empty responses to the store."""
     with timer.phase("data"):
       prompts, source_state = self._source.draw(source_state, max(groups, 0))
-    size = self._settings.group_size
-    ids = state.samples + np.arange(len(prompts) * size).reshape(-1, size)
-    store = _joined(state.store, self.writer.begin(prompts, ids))
+    new, state = self._new_responses(state, prompts)
+    return state.replace(store=_joined(state.store, new)), source_state
+
+  def _new_responses(
+    self, state: RolloutState, prompts: Sequence[Prompt]
+  ) -> tuple[Rollout, RolloutState]:
+    """Returns empty responses to prompts, and the state that counts them."""
+    ends = np.cumsum([state.samples, *self.writer.sizes(prompts)])
+    ids = [np.arange(*pair) for pair in itertools.pairwise(ends)]
     new = self.writer.conversations(prompts, ids)
     # A copy, because it is updated in place.
-    talks, samples = state.conversations | new, state.samples + ids.size
-    state = RolloutState(samples=samples, store=store, conversations=talks)
-    return state, source_state
+    talks, samples = state.conversations | new, int(ends[-1])
+    state = state.replace(samples=samples, conversations=talks)
+    return self.writer.begin(prompts, ids), state
 
   def _write_groups(self, state, missing, weights, timer) -> Rollout:
     """Continues the unfinished responses of the store."""
     settings, store = self._settings, state.store
-    over = ended(store)
+    over = is_over(store)
     ready = int(sampling.complete(over, store.group).sum())
     unfinished = take_rows(store, ~over)
     awaited = too_old(unfinished, weights.version, settings.patience)
@@ -408,11 +375,18 @@ class RolloutWorker:
     return join_rows([take_rows(store, over), written])
 
   def _judge(
-    self, rollout: Rollout, conversations: Conversations, timer: Any
+    self,
+    rollout: Rollout,
+    conversations: Conversations,
+    timer: Any,
+    prompts: Sequence[Prompt] | None = None,
   ) -> Judged:
     with timer.phase("reward"):
-      prompts = self._prompts_of(rollout)
-      return self.writer.judge(rollout, prompts, conversations)
+      prompts = prompts or self._prompts_of(rollout)
+      judged = self.writer.judge(rollout, prompts, conversations)
+      if self._group_reward is not None:
+        judged = self._group_reward(judged)
+      return judged
 
   def _prompts_of(self, rollout: Rollout) -> Sequence[Prompt]:
     """Looks up the prompt of every row, which may be of an earlier batch."""
@@ -436,9 +410,13 @@ def mixed(responses: Responses) -> np.ndarray:
 
 
 def too_old(rollout: Rollout, version: int, max_staleness: int) -> np.ndarray:
-  """Returns rows of groups with a first token at least that old, int [n]."""
-  age = version - rollout.version[:, 0]
-  old = (rollout.lengths > 0) & (age >= max_staleness)
+  """Returns rows of groups with a first token at least that old, int [n].
+
+  Given tokens, which a response may begin with, have no age.
+  """
+  first = np.argmax(rollout.mask, axis=1)
+  age = version - rollout.version[np.arange(first.size), first]
+  old = rollout.mask.any(axis=1) & (age >= max_staleness)
   return np.flatnonzero(np.isin(rollout.group_id, rollout.group_id[old]))
 
 
@@ -460,24 +438,3 @@ def sample_ids(rollout: Rollout | None) -> np.ndarray:
 
 def _count_groups(rollout: Rollout | None) -> int:
   return 0 if rollout is None else len(np.unique(rollout.group_id))
-
-
-def _partial_metrics(
-  trained: Rollout, store: Rollout | None, version: int
-) -> dict[str, float]:
-  """Returns metrics of unfinished responses and of off-policy tokens."""
-  begun = 0 if store is None else int((store.lengths > 0).sum())
-  late = (trained.version < version)[trained.mask]
-  return {
-    "rollout/partial": float(begun),
-    "rollout/off_policy_fraction": float(late.mean()),
-  }
-
-
-def _too_few(settings, rounds, judged, passed) -> TrainingStopped:
-  return TrainingStopped(
-    f"{rounds} rounds judged {judged} groups, but only {passed} of the"
-    f" {settings.groups} needed have correct and incorrect responses: the data"
-    " are too easy or too hard; change them, raise schedule.over_provision or"
-    " schedule.max_rounds, or set schedule.dynamic_sampling=False"
-  )

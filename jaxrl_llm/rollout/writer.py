@@ -7,26 +7,28 @@ responses.
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import chex
 
 from jaxrl_llm import sampling
 from jaxrl_llm.data.tasks import Prompt
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.judge import Judge
+from jaxrl_llm.rollout.engine import RolloutEngine
 from jaxrl_llm.rollout.turns import ConversationConfig, Conversations, TurnHook
 from jaxrl_llm.sampling.requests import Request
-from jaxrl_llm.types import Rollout, Status, join_rows
+from jaxrl_llm.types import Origin, Rollout, Status, join_rows
 
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-  """The sampler's parameters, their version, and entropy statistics."""
+  """The sampler's parameters, their version, and logits processors' states."""
 
   params: Any
   version: int = 0
-  temperature_state: Any = None  # For the adaptive temperature, if any.
+  processor_states: Mapping[str, Any] | None = None  # By processor.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,24 +44,55 @@ class ResponseWriter:
     turn_taking: conversations with an environment; None without one.
   """
 
-  engine: sampling.Engine
+  engine: RolloutEngine
   settings: sampling.SamplingSettings
   key: chex.PRNGKey
   group_size: int
   judge: Judge | None = None
   turn_taking: ConversationConfig | None = None
 
+  def sizes(self, prompts: Sequence[Prompt]) -> list[int]:
+    """Returns the number of responses to each prompt.
+
+    Raises:
+      InputError: It is negative.
+    """
+    for prompt in prompts:
+      if prompt.tries < 0:
+        raise InputError(
+          f"prompt {prompt.id!r} has tries={prompt.tries}; give the number of"
+          " its responses, or 0 for data.group_size"
+        )
+    return [prompt.tries or self.group_size for prompt in prompts]
+
   def begin(
     self, prompts: Sequence[Prompt], sample_ids: Sequence[Sequence[int]]
   ) -> Rollout:
-    """Returns empty responses, one per sample id of each prompt."""
-    return sampling.new_requests(
+    """Returns responses to begin, one per sample id of each prompt.
+
+    Raises:
+      InputError: An opening leaves no room for a token.
+    """
+    rows = sampling.new_requests(
       [prompt.tokens for prompt in prompts],
       sample_ids,
       [prompt.group_id for prompt in prompts],
       self.engine.config,
       example_ids=[prompt.example_id for prompt in prompts],
     )
+    room = rows.tokens.shape[1] - 1
+    openings = [p for p, ids in zip(prompts, sample_ids) for _ in ids]
+    for row, prompt in enumerate(openings):
+      if (length := len(prompt.opening)) > room:
+        raise InputError(
+          f"prompt {prompt.id!r} has an opening of {length} tokens, but only"
+          f" {room} leave room for a response; shorten it or raise"
+          " sampler.max_response_length"
+        )
+      rows.tokens[row, :length] = prompt.opening
+      rows.origin[row, :length] = int(Origin.FOREIGN)
+      rows.lengths[row] = length
+    return rows
 
   def write(
     self,
@@ -88,7 +121,8 @@ class ResponseWriter:
         talk = TurnHook(self.turn_taking, conversations, self.engine.answer)
         hooks.append(stack.enter_context(talk))
       if arrived is not None:
-        hooks.append(Arrivals(self.group_size, arrived))
+        sizes = collections.Counter(rollout.group_id.tolist())
+        hooks.append(Arrivals(sizes, arrived))
       turns = lambda left: any([hook(left) for hook in hooks])
       return self.engine.generate_window(
         weights.params,
@@ -99,7 +133,7 @@ class ResponseWriter:
         settings=self.settings,
         version=weights.version,
         rule=rule,
-        temperature_state=weights.temperature_state,
+        processor_states=weights.processor_states,
         turns=turns if hooks else None,
       )
 
@@ -124,14 +158,14 @@ class ResponseWriter:
 class Arrivals:
   """A hook of the scheduler that hands over completed groups."""
 
-  def __init__(self, group_size: int, tell: Callable[[Rollout], None]):
+  def __init__(self, sizes: Mapping[int, int], tell: Callable[[Rollout], None]):
     """Makes the hook.
 
     Args:
-      group_size: responses per group.
+      sizes: number of responses by group id.
       tell: called with the rows of each completed group.
     """
-    self._group_size, self._tell = group_size, tell
+    self._sizes, self._tell = sizes, tell
     # Requests that left their slots, some of them until the reply of the
     # environment; a request with several turns leaves several times.
     self._left: dict[Request, None] = {}
@@ -143,8 +177,9 @@ class Arrivals:
     over = [r for r in self._left if r.row.status[0] != Status.TRUNCATED]
     for request in over:
       del self._left[request]
-      group = self._ended[int(request.row.group_id[0])]
+      group_id = int(request.row.group_id[0])
+      group = self._ended[group_id]
       group.append(request.row)
-      if len(group) == self._group_size:
+      if len(group) == self._sizes[group_id]:
         self._tell(join_rows(sorted(group, key=lambda row: row.sample_id[0])))
     return False

@@ -6,7 +6,7 @@ those that have a slot, and hands over those that have ended or paused. What
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import chex
@@ -21,6 +21,7 @@ from jaxrl_llm.sampling import buckets, speculation
 from jaxrl_llm.sampling import requests as requests_lib
 from jaxrl_llm.sampling import slots as slots_lib
 from jaxrl_llm.sampling.paged_cache import PagedCache, Programs
+from jaxrl_llm.sampling.processors import LogitsProcessor
 from jaxrl_llm.sampling.requests import Request, SamplingParams
 from jaxrl_llm.sampling.rules import SchedulingRule, continuous_batching
 from jaxrl_llm.sampling.scheduler import Scheduler, TurnHook
@@ -46,7 +47,7 @@ class Engine(Scheduler):
     fns: ModelFns,
     config: EngineConfig,
     *,
-    adaptive_temperature: slots_lib.AdaptiveTemperature | None = None,
+    processors: Mapping[str, LogitsProcessor] | None = None,
     detokenize: Callable[[Sequence[int]], str] | None = None,
     drafter: speculation.Drafter | None = None,
   ):
@@ -55,8 +56,7 @@ class Engine(Scheduler):
     Args:
       fns: the model.
       config: sizes.
-      adaptive_temperature: (logits [S, V], temperature [S], temperature_state)
-        -> temperature [S] of each token; None keeps that of the settings.
+      processors: further logits processors by name, in order.
       detokenize: tokens to text, which stop strings need.
       drafter: proposes draft tokens, so that a step may write several;
         responses are the same without.
@@ -77,7 +77,9 @@ class Engine(Scheduler):
     shard_slots = sharding.shard_shape(slots) if sharding else slots
     shards = config.slots // shard_slots[0]
     size = shards, config.pages_per_shard(shards), config.page_size
-    programs = _programs(fns, self._drafter, size, adaptive_temperature)
+    programs = _programs(
+      fns, self._drafter, size, tuple((processors or {}).items())
+    )
     super().__init__(
       config,
       lambda: PagedCache(
@@ -107,7 +109,7 @@ class Engine(Scheduler):
     group_size: int,
     max_tokens: chex.Array | None = None,
     window: int | None = None,
-    temperature_state: Any = None,
+    processor_states: Mapping[str, Any] | None = None,
     extendable: bool = False,
   ) -> list[Request]:
     """Responses that begin or go on wait for a slot.
@@ -123,8 +125,8 @@ class Engine(Scheduler):
       max_tokens: int [B], most tokens of each response; that of the settings by
         default.
       window: most new tokens of a response before it pauses; None is no bound.
-      temperature_state: tree of arrays for the engine's adaptive temperature;
-        None turns it off.
+      processor_states: trees of arrays by the name of their logits processor;
+        a stateful one without is off.
       extendable: keep the KV of responses that ended, for `extend`, while
         nobody needs its pages; that of paused ones is kept in any case.
 
@@ -138,7 +140,7 @@ class Engine(Scheduler):
     requests_lib.check_requests(rollout, self.config, limit=limit)
     params = SamplingParams(
       settings,
-      self._metadata(key, settings, temperature_state),
+      self._metadata(key, settings, processor_states),
       group_size,
       extendable,
     )
@@ -161,7 +163,7 @@ class Engine(Scheduler):
     group_ids: Sequence[int] | None = None,
     max_tokens: chex.Array | None = None,
     rule: SchedulingRule = continuous_batching,
-    temperature_state: Any = None,
+    processor_states: Mapping[str, Any] | None = None,
   ) -> Rollout:
     """Writes G responses to each of N prompts.
 
@@ -177,8 +179,8 @@ class Engine(Scheduler):
       max_tokens: int [N, G], most tokens of each response; that of the settings
         by default.
       rule: who gets a slot when, and when the call ends.
-      temperature_state: tree of arrays for the engine's adaptive temperature;
-        None turns it off.
+      processor_states: trees of arrays by the name of their logits processor;
+        a stateful one without is off.
 
     Returns:
       A `Rollout` of NumPy arrays with B = N·G rows, groups consecutive. A row
@@ -200,7 +202,7 @@ class Engine(Scheduler):
       settings=settings,
       group_size=sample_ids.shape[1],
       max_tokens=max_tokens,
-      temperature_state=temperature_state,
+      processor_states=processor_states,
     )
     self.run(requests, rule)
     return rollout
@@ -216,7 +218,7 @@ class Engine(Scheduler):
     settings: SamplingSettings,
     version: int,
     rule: SchedulingRule = continuous_batching,
-    temperature_state: Any = None,
+    processor_states: Mapping[str, Any] | None = None,
     turns: TurnHook | None = None,
   ) -> Rollout:
     """Writes at most `window` tokens to responses that begin or go on.
@@ -234,7 +236,7 @@ class Engine(Scheduler):
       settings: how to sample; `max_new_tokens` is over all windows.
       version: policy version of `params`, recorded with every new token.
       rule: who gets a slot when, and when the call ends.
-      temperature_state: as in `generate`.
+      processor_states: as in `generate`.
       turns: of responses that talk to somebody, see `Scheduler.run`.
 
     Returns:
@@ -260,7 +262,7 @@ class Engine(Scheduler):
       settings=settings,
       group_size=group_size,
       window=window,
-      temperature_state=temperature_state,
+      processor_states=processor_states,
       extendable=turns is not None,
     )
     self.run(requests, rule, turns)
@@ -272,7 +274,7 @@ class Engine(Scheduler):
     *,
     prompts: int,
     window: bool = False,
-    temperature_state: Any = None,
+    processor_states: Mapping[str, Any] | None = None,
   ) -> dict:
     """Lowers the sampler at its largest shapes, running nothing.
 
@@ -280,7 +282,7 @@ class Engine(Scheduler):
       params: ShapeDtypeStructs of sampler parameters.
       prompts: prompts that are prefilled at a time.
       window: lower the prefill of cut responses too.
-      temperature_state: as in `generate`, or its ShapeDtypeStructs.
+      processor_states: as in `generate`, or its ShapeDtypeStructs.
 
     Returns:
       name -> `jax.stages.Lowered`.
@@ -302,7 +304,7 @@ class Engine(Scheduler):
         # With its shardings, so that its buffers are donated.
         programs.init_kv_cache.eval_shape(),
         *jax.tree.map(placed, cache.decode_arguments([None] * config.slots)),
-        self._metadata(key, SamplingSettings(), temperature_state),
+        self._metadata(key, SamplingSettings(), processor_states),
         np.int32(1),
         num_draft_tokens=0,
       ),
@@ -330,15 +332,17 @@ class Engine(Scheduler):
     )
 
   def _metadata(
-    self, key: chex.PRNGKey, settings: SamplingSettings, temperature_state: Any
+    self,
+    key: chex.PRNGKey,
+    settings: SamplingSettings,
+    states: Mapping[str, Any] | None,
   ) -> slots_lib.SamplingMetadata:
     vocab_size = self.fns.config.vocab_size
     stop_tokens = list(self.config.stop_tokens) or [vocab_size]  # Or no token.
     return slots_lib.SamplingMetadata(
       key,
       np.asarray(stop_tokens, np.int32),
-      logit_bias_of(settings, vocab_size),
-      temperature_state,
+      {"logit_bias": logit_bias_of(settings, vocab_size), **(states or {})},
     )
 
 
@@ -347,7 +351,7 @@ def _programs(
   fns: ModelFns,
   drafter: speculation.Drafter,
   size: tuple[int, int, int],
-  temperature: slots_lib.AdaptiveTemperature | None,
+  processors: slots_lib.Processors,
 ) -> Programs:
   """What engines alike share: a second one compiles nothing.
 
@@ -355,7 +359,7 @@ def _programs(
     fns: the model.
     drafter: proposes draft tokens.
     size: shards, pages of each, tokens of a page.
-    temperature: the adaptive one; None without.
+    processors: logits processors by name.
   """
   jit = functools.partial(jax.jit, out_shardings=fns.kv_sharding)
   own = {"fns": fns, "drafter": drafter}
@@ -372,7 +376,7 @@ def _programs(
         slots_lib.decode_steps,
         **own,
         tokens_per_call=size[-1],
-        adaptive_temperature=temperature,
+        processors=processors,
       ),
       out_shardings=(fns.kv_sharding, fns.slots_sharding),
       static_argnames="num_draft_tokens",

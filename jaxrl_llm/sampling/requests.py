@@ -66,8 +66,11 @@ class Request:
 
   @property
   def prefix(self) -> tuple:
-    """Key of a shared prefill, equal for new responses of a group."""
-    if self.length:
+    """Key of a shared prefill, equal for new responses of a group.
+
+    They may begin with given tokens.
+    """
+    if self.row.mask[0, : self.length].any():
       return (id(self),)
     return int(self.row.group_id[0]), self.context().tobytes()
 

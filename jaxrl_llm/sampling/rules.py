@@ -24,7 +24,7 @@ class SchedulerView(NamedTuple):
   waiting: chex.Array  # bool [B], waits for a slot.
   active: chex.Array  # bool [B], has a slot.
   awaiting_environment: chex.Array  # bool [B], left its slot until the reply.
-  ended: chex.Array  # bool [B], finished or overlong.
+  ended: chex.Array  # bool [B], finished, overlong or given up.
   lengths: chex.Array  # int32 [B].
   groups: chex.Array  # int32 [B].
 
@@ -39,6 +39,8 @@ class Decision(NamedTuple):
 
   insert: int = 0  # Number of waiting responses to insert, in order of rows.
   halt: bool = False  # Stops the call: unfinished responses are cut.
+  # Rows to give up before they end; no loss or baseline has them.
+  stop: Sequence[int] = ()
 
 
 SchedulingRule = Callable[[SchedulerView], Decision]

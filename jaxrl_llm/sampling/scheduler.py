@@ -139,12 +139,14 @@ class Scheduler:
     try:
       while True:
         decision = self._decide(rule, requests)
+        stopped = self._stop([requests[row] for row in decision.stop])
         if decision.halt:
           break
         calls = self.stats.decode_calls
         left = self.step(decision.insert)
         talks = turns is not None and turns(left)
-        if self.stats.decode_calls == calls and not talks:
+        # What has just been given up made room: the rule decides once more.
+        if self.stats.decode_calls == calls and not (talks or stopped):
           break
       while turns is not None and turns(()):
         pass  # Cut requests keep the observations that they received.
@@ -153,6 +155,14 @@ class Scheduler:
       raise
     self._remove(requests)
     self.last_stats = self.stats - before
+
+  def _stop(self, requests: Iterable[Request]) -> bool:
+    """Gives up those that wait or are in slots; returns whether any was."""
+    here = [request for request in requests if request in self._requests]
+    for request in here:
+      request.row.status[0] = int(Status.STOPPED)
+    self._remove(here)
+    return bool(here)
 
   def step(self, insert: int | None = None) -> list[Request]:
     """Inserts waiting requests, decodes once, and returns what left.

@@ -6,7 +6,7 @@ assigns pages of the cache (`scheduler`).
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import chex
@@ -15,6 +15,12 @@ import jax.numpy as jnp
 
 from jaxrl_llm.models import BlockTables, ModelFns
 from jaxrl_llm.sampling.choose import choose
+from jaxrl_llm.sampling.processors import (
+  BUILT_IN,
+  Distribution,
+  LogitsProcessor,
+  TokenContext,
+)
 from jaxrl_llm.sampling.speculation import Drafter
 from jaxrl_llm.types import Status
 
@@ -42,8 +48,7 @@ class SamplingMetadata(NamedTuple):
 
   key: chex.PRNGKey  # Key of the run; see `_sample`.
   stop_tokens: chex.Array  # int32 [n].
-  logit_bias: chex.Array  # float32 [V], added to the logits.
-  temperature_state: Any = None  # For `AdaptiveTemperature`; None: it is off.
+  states: Mapping[str, Any]  # Of logits processors; see `LogitsProcessor`.
 
 
 class DecodeOutput(NamedTuple):
@@ -59,8 +64,8 @@ class DecodeOutput(NamedTuple):
 
 _GOES_ON = int(Status.TRUNCATED)
 
-# (logits [S, V], temperature [S], temperature_state) -> temperature [S].
-AdaptiveTemperature = Callable[[jax.Array, jax.Array, Any], jax.Array]
+# Logits processors by name, as they apply; hashable.
+Processors = tuple[tuple[str, LogitsProcessor], ...]
 
 
 def prefill(
@@ -109,7 +114,7 @@ def decode_steps(
   num_draft_tokens: int,
   fns: ModelFns,
   drafter: Drafter,
-  adaptive_temperature: AdaptiveTemperature | None = None,
+  processors: Processors = (),
 ) -> tuple[tuple, DecodeOutput]:
   """Decodes in every active slot until one has `tokens_per_call` new tokens.
 
@@ -133,7 +138,7 @@ def decode_steps(
     num_draft_tokens: draft tokens per step; 0 is plain decoding.
     fns: the model.
     drafter: proposes the draft tokens.
-    adaptive_temperature: temperature of each token; None keeps the slot's.
+    processors: logits processors beside the built-in ones.
 
   Reference:
     Leviathan et al. 2023, Fast inference from transformers via speculative
@@ -145,7 +150,7 @@ def decode_steps(
     most = jnp.max(jnp.where(output.active, output.count, 0))
     return (most < tokens_per_call) & (jnp.sum(output.active) >= min_active)
 
-  model = fns, drafter, adaptive_temperature
+  model = fns, drafter, processors
   step = functools.partial(
     _step, params, block_tables, metadata, num_draft_tokens, model
   )
@@ -169,10 +174,10 @@ def _step(
   params, block_tables, metadata, count, model, kv_cache, slots, output
 ):
   """One decode step: draft `count` tokens, read, draw, record."""
-  fns, drafter, adaptive_temperature = model
+  fns, drafter, processors = model
   layers = fns.config.num_layers
   kv_cache, drafter_cache = kv_cache[:layers], kv_cache[layers:]
-  draw = functools.partial(_sample, slots, metadata, adaptive_temperature)
+  draw = functools.partial(_sample, slots, metadata, processors)
   tokens = slots.last_token[:, None]
   if count:
     draft_tokens, drafter_cache = drafter.propose(
@@ -249,7 +254,7 @@ def _record(slots, output, choice, accepted, metadata):
   )
 
 
-def _sample(slots, metadata, adaptive_temperature, logits, ahead):
+def _sample(slots, metadata, processors, logits, ahead):
   """Tokens [S, Q] of the indices length + ahead [S, Q], from logits [S, Q, V].
 
   The randomness of a token is fold_in(fold_in(key, sample_id), token index): a
@@ -265,32 +270,23 @@ def _sample(slots, metadata, adaptive_temperature, logits, ahead):
     )(index)
 
   uniform = jax.vmap(uniform_of)(slots.sample_id, index).reshape(-1)
-  logits = logits.reshape(-1, logits.shape[-1]) + metadata.logit_bias[None]
 
   def per_token(x):
     return jnp.repeat(x, shape[1])
 
-  early = index.reshape(-1) < per_token(slots.min_tokens)
-  logits = jax.lax.cond(
-    jnp.any(early),
-    lambda x: jnp.where(
-      early[:, None],
-      x.at[:, metadata.stop_tokens].set(-jnp.inf, mode="drop"),
-      x,
-    ),
-    lambda x: x,
-    logits,
-  )
-  temperature = per_token(slots.temperature)
-  statistics = metadata.temperature_state
-  if adaptive_temperature is not None and statistics is not None:
-    temperature = adaptive_temperature(logits, temperature, statistics)
-  choice = choose(
-    uniform,
-    logits,
-    temperature=temperature,
+  distribution = Distribution(
+    logits.reshape(-1, logits.shape[-1]),
+    temperature=per_token(slots.temperature),
     top_k=per_token(slots.top_k),
     top_p=per_token(slots.top_p),
     min_p=per_token(slots.min_p),
   )
+  context = TokenContext(
+    index.reshape(-1), per_token(slots.min_tokens), metadata.stop_tokens
+  )
+  states = metadata.states
+  for name, processor in (*BUILT_IN.items(), *processors):
+    if name in states or not processor.stateful:
+      distribution = processor.fn(distribution, context, states.get(name))
+  choice = choose(uniform, **distribution._asdict())
   return jax.tree.map(lambda x: x.reshape(shape), choice)

@@ -4,6 +4,7 @@ Queue, slots, pages and rules are those of `jaxrl_llm.sampling`; no token is
 computed, and time is added up instead of spent.
 """
 
+import collections
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from jaxrl_llm.sampling import requests as requests_lib
 from jaxrl_llm.sampling.paged_cache import PagedCache, Programs
 from jaxrl_llm.sampling.requests import Request, Rows, SamplingParams
 from jaxrl_llm.sampling.rules import SchedulingRule
-from jaxrl_llm.sampling.scheduler import Scheduler
+from jaxrl_llm.sampling.scheduler import Scheduler, TurnHook
 from jaxrl_llm.sampling.slots import DecodeOutput
 from jaxrl_llm.sampling.speculation import AdaptiveSpeculation
 from jaxrl_llm.simulate.cost import CostModel
@@ -95,6 +96,24 @@ class SimulatedEngine(Scheduler):
     self.enqueue(requests)
     return requests
 
+  def generate_window(
+    self,
+    params: Any,
+    requests: Rollout,
+    *,
+    window: int,
+    version: int,
+    rule: SchedulingRule,
+    turns: TurnHook | None = None,
+    **settings: Any,
+  ) -> Rollout:
+    """See `RolloutEngine`; settings of sampling are ignored."""
+    rollout = join_rows([requests])
+    rollout.window_start[:] = rollout.lengths
+    self.set_params(params, version)
+    self.run(self.add(rollout, window=window), rule, turns)
+    return rollout
+
   def _decode(
     self, begun: float, prefilled: sampling.EngineStats
   ) -> list[Request]:
@@ -158,6 +177,14 @@ class SimulatedWriter:
     """See `PromptSource.prompt`."""
     return group_id
 
+  def again(self, drawn: int, judged: Judged) -> tuple[Sequence[int], int]:
+    """See `PromptSource.again`."""
+    return (), drawn
+
+  def sizes(self, prompts: Sequence[int]) -> Sequence[int]:
+    """See `ResponseWriter.sizes`."""
+    return [self.engine.group_size] * len(prompts)
+
   def begin(self, prompts: Sequence[int], sample_ids: np.ndarray) -> Rollout:
     """See `ResponseWriter.begin`."""
     tokens, lengths = [[0]] * len(prompts), self.engine.asked.prompt_lengths
@@ -176,13 +203,15 @@ class SimulatedWriter:
     arrived: Callable[[Rollout], None] | None = None,
   ) -> Rollout:
     """See `ResponseWriter.write`."""
-    rollout = join_rows([rollout])
-    rollout.window_start[:] = rollout.lengths
-    self.engine.set_params(weights.params, weights.version)
-    requests = self.engine.add(rollout, window=window)
-    hook = arrived and Arrivals(self.engine.group_size, arrived)
-    self.engine.run(requests, self.rule or rule, hook)
-    return rollout
+    sizes = collections.Counter(rollout.group_id.tolist())
+    return self.engine.generate_window(
+      weights.params,
+      rollout,
+      window=window,
+      version=weights.version,
+      rule=self.rule or rule,
+      turns=arrived and Arrivals(sizes, arrived),
+    )
 
   def conversations(self, prompts: Sequence[int], sample_ids: Any) -> dict:
     """Nobody answers."""

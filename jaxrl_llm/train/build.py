@@ -20,12 +20,14 @@ from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.optimizer import UpdateSettings
 from jaxrl_llm.learner.state import LearnerSettings
 from jaxrl_llm.models import hf
+from jaxrl_llm.rewards.groups import GroupReward
 from jaxrl_llm.rewards.judge import Judge
+from jaxrl_llm.rollout.engine import RolloutEngine
 from jaxrl_llm.rollout.pipeline import Pipeline
 from jaxrl_llm.rollout.turns import ConversationConfig
 from jaxrl_llm.rollout.worker import RolloutSettings, RolloutWorker, run_key
 from jaxrl_llm.rollout.writer import ResponseWriter
-from jaxrl_llm.sampling import Engine, SamplingSettings
+from jaxrl_llm.sampling import SamplingSettings
 from jaxrl_llm.train import data, meshes, sampler, validation
 from jaxrl_llm.train.run import Run
 from jaxrl_llm.train.value_pretraining import FOLDER, ValuePretraining
@@ -165,7 +167,7 @@ def update_settings(config: Any, role: str) -> UpdateSettings:
 
 def make_worker(
   config: Any,
-  engine: Engine,
+  engine: RolloutEngine,
   source: PromptSource,
   judge: Judge,
   turn_taking: ConversationConfig | None = None,
@@ -191,7 +193,9 @@ def make_worker(
   )
   key, samples = run_key(config.run.seed, ROLLOUTS), config.data.group_size
   writer = ResponseWriter(engine, sampled, key, samples, judge, turn_taking)
-  return RolloutWorker(writer, source, settings)
+  return RolloutWorker(
+    writer, source, settings, _make_group_reward(config, judge)
+  )
 
 
 def _make_pipeline(config) -> Pipeline:
@@ -222,7 +226,12 @@ def _make_pretraining(
   return ValuePretraining(
     learner=of(build_algorithm.with_monte_carlo_returns),
     reward_model=of(build_algorithm.as_reward_model),
-    worker=RolloutWorker(dataclasses.replace(writer, key=key), source, whole),
+    worker=RolloutWorker(
+      dataclasses.replace(writer, key=key),
+      source,
+      whole,
+      _make_group_reward(config, writer.judge),
+    ),
     source=source,
     reward_model_steps=value.reward_model_steps,
     steps=value.pretrain_steps,
@@ -282,15 +291,31 @@ def _critic_params(learner: Learner, policy_params: Any, *, init_from: str):
   return place(policy_params)
 
 
+def _limits(reward) -> dict[str, Any]:
+  """Returns the processes and time limits of rewards."""
+  return {
+    "workers": reward.workers,
+    "deadline_s": reward.deadline_s,
+    "batch_deadline_s": reward.batch_deadline_s or math.inf,
+  }
+
+
+def _make_group_reward(config, judge) -> GroupReward | None:
+  reward = config.reward
+  fn = rewards.GROUP_REWARDS[reward.group]
+  if fn is None:
+    return None
+  grading = rewards.Grading(threshold=reward.threshold)
+  return GroupReward(fn, judge, grading=grading, **_limits(reward))
+
+
 def _make_pool(config) -> rewards.RewardPool:
   reward = config.reward
   try:
     return rewards.RewardPool(
       rewards.get_reward(reward.name, reward.path, reward.function),
-      workers=reward.workers,
-      deadline_s=reward.deadline_s,
-      batch_deadline_s=reward.batch_deadline_s or math.inf,
       grading=rewards.Grading(dict(reward.weights), reward.threshold),
+      **_limits(reward),
     )
   except ValueError as error:
     raise InputError(f"config.reward: {error}") from error

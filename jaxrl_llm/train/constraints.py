@@ -8,8 +8,13 @@ import jax
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import rewards
 from jaxrl_llm.data import sources
+from jaxrl_llm.data.prompt_source import PROMPT_SOURCES, PromptSource
 from jaxrl_llm.learner.build_algorithm import make_algorithm
-from jaxrl_llm.learner.choices import correction_of, has_critic
+from jaxrl_llm.learner.choices import (
+  correction_of,
+  has_critic,
+  logits_processors,
+)
 from jaxrl_llm.learner.parts import leaves_of
 from jaxrl_llm.masked import NORM_MODES
 
@@ -24,8 +29,15 @@ def broken(config: Any) -> dict[str, str]:
 
 def rules(config: Any) -> Rules:
   """Returns all constraints, most important first."""
-  topics = [sizes, files, windows, streaming, drafts, groups, off_policy]
-  topics += [kept_weights, corrections, losses, several_processes]
+  topics = [sizes, files, windows, second_looks, streaming, engines, drafts]
+  topics += [
+    groups,
+    off_policy,
+    kept_weights,
+    corrections,
+    losses,
+    several_processes,
+  ]
   return [rule for topic in topics for rule in topic(config)]
 
 
@@ -79,6 +91,8 @@ def windows(config: Any) -> Rules:
     (schedule.window > config.sampler.max_response_length,
       "schedule.window, sampler.max_response_length",
       "the window must not exceed the maximum response length"),
+    (windowed and config.reward.group, "schedule.window, reward.group",
+      "responses of a group end in different steps; switch one of them off"),
     (windowed and schedule.dynamic_sampling,
       "schedule.window, schedule.dynamic_sampling",
       "unfinished groups have no rewards to filter by; switch one of them off"),
@@ -101,6 +115,21 @@ def windows(config: Any) -> Rules:
       "schedule.window, loss.overlong_filter",
       "earlier windows are trained before a response is known to be overlong;"
       " switch one of them off"),
+  ]
+
+
+def second_looks(config: Any) -> Rules:
+  """Checks prompt sources that draw again for a judged batch."""
+  make = PROMPT_SOURCES[config.data.order]
+  make = getattr(make, "func", make)  # Of a functools.partial.
+  again = getattr(make, "again", PromptSource.again)
+  whole = {"stop": "all", "window": 0, "streaming": False}
+  return [
+    (again is not PromptSource.again and config.schedule[key] != value,
+      f"data.order, schedule.{key}",
+      "this prompt source draws again for a judged batch, which must be whole;"
+      f" use schedule.{key}={value!r}")
+    for key, value in whole.items()
   ]
 
 
@@ -143,6 +172,27 @@ def streaming(config: Any) -> Rules:
     *((needed, f"schedule.streaming, {key}",
       "needs the whole batch before the first gradient; switch one of them off")
       for key, needed in whole.items()),
+  ]
+
+
+def engines(config: Any) -> Rules:
+  """Checks what an engine of one's own cannot be asked for."""
+  own = config.sampler.engine
+  plain = {
+    "schedule.stop": "all",
+    "schedule.streaming": False,
+    "environment.name": "",
+    "sampler.drafter": "",
+    "sampler.entropy_tau": 0.0,
+    "sampler.processors": (),
+  }
+  return [
+    (config.sampler.engine_settings and not own,
+      "sampler.engine_settings, sampler.engine",
+      "the built-in engine has none; choose your own engine or leave them out"),
+    *((own and config_lib.get(config, key) != value, f"sampler.engine, {key}",
+      f"only the built-in engine does this; use {key}={value!r}")
+      for key, value in plain.items()),
   ]
 
 
@@ -196,15 +246,23 @@ def off_policy(config: Any) -> Rules:
   scored = {
     "off_policy.ess_scale": config.off_policy.ess_scale,
     "estimator.name": config.estimator.name == "optimal_baseline",
-    "sampler.entropy_tau": config.sampler.entropy_tau,
     "loss.name": name == "hapo",
   }
+  processors = logits_processors(config.sampler.to_dict())
+  for processor in [k for k, x in processors.items() if x.state is not None]:
+    key = f"sampler.{processor}"
+    scored[key if key in config_lib.KEYS else "sampler.processors"] = True
+  corrected = proximal != "recompute" or correction_of(config)[0] != "none"
   return [
     (proximal == "ewma" and name not in ("clip", "cispo"),
       "off_policy.proximal, loss.name",
       "'ewma' needs a ratio per token; use loss.name='clip' or 'cispo'"),
     (unscored and name == "policy_gradient", "loss.name, off_policy.proximal",
       "this loss has no ratio and needs no proximal policy; use 'recompute'"),
+    (config.sampler.processors and not corrected,
+      "sampler.processors, off_policy.correction",
+      "they sample from another distribution than the policy's, which the"
+      " trainer scores; use correction='truncate' or 'mask'"),
     *((unscored and needed, f"{key}, off_policy.proximal",
       "needs the log-probs or entropies of the trainer's scoring pass; use"
       " proximal='recompute'")

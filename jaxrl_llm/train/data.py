@@ -52,8 +52,14 @@ def make_prompts(
   count = min(asked, len(problems), EVAL_POSITIONS)
   prompts, _ = problems.draw(problems.init(), count)
   _check_answers(config.reward.name, prompts)
-  make = prompt_source.PROMPT_SOURCES[data.order]
-  stream = make(train, seed=config.run.seed, **settings)
+  make, own = prompt_source.PROMPT_SOURCES[data.order], data.order_settings
+  with as_input_error(
+    f"config.data.order_settings={dict(own)}",
+    f"correct those of {data.order!r}",
+    TypeError,
+    ValueError,
+  ):
+    stream = make(train, seed=config.run.seed, **settings, **own)
   origin = origin or _overlap(train, prompts)
   return stream, Problems(prompts, label, origin)
 

@@ -330,7 +330,7 @@ def _learn(run, states, written, timer) -> tuple[LearnerState, dict, Batch]:
 
 def _sampled_with(states: States, weights: sync.VersionedWeights) -> Weights:
   return Weights(
-    weights.params, weights.version, states.learner.temperature_state
+    weights.params, weights.version, states.learner.processor_states
   )
 
 

@@ -9,10 +9,13 @@ import jax
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import sampling, sharding, sync
 from jaxrl_llm.data.tokenizer import Tokenizer
+from jaxrl_llm.errors import as_input_error
 from jaxrl_llm.learner import choices
 from jaxrl_llm.models import ModelFns
+from jaxrl_llm.rollout.engine import ENGINES, RolloutEngine
 from jaxrl_llm.sampling import Engine, EngineConfig
 from jaxrl_llm.sampling.allocator import default_page_size
+from jaxrl_llm.sampling.processors import LogitsProcessor
 from jaxrl_llm.train.meshes import Meshes
 
 DRAFTERS: Mapping[str, Callable[[Any], Any]] = {
@@ -40,7 +43,7 @@ def default_slots(config: Any) -> int:
 
 def make_engine(
   config: Any, fns: ModelFns, tokenizer: Tokenizer, mesh: jax.sharding.Mesh
-) -> Engine:
+) -> RolloutEngine:
   """Makes the engine, with slots sharded over the sampler's mesh.
 
   Raises:
@@ -50,19 +53,29 @@ def make_engine(
   slots = config.sampler.slots or default_slots(config)
   split = sharding.slots_size_of(mesh)
   stop = tokenizer.single_tokens(config.sampler.stop, "config.sampler.stop")
-  adaptive = choices.TEMPERATURES.switched_on(config.sampler.to_dict())
+  processors = choices.logits_processors(config.sampler.to_dict())
   drafter = DRAFTERS[config.sampler.drafter](fns)
+  sizes = EngineConfig(
+    slots=-(-slots // split) * split,
+    max_prompt_length=config.data.max_prompt_length,
+    max_response_length=config.sampler.max_response_length,
+    stop_tokens=[*tokenizer.stop_tokens, *stop],
+    num_draft_tokens=config.sampler.num_draft_tokens if drafter else 0,
+    kv_pages=config.sampler.kv_pages,
+  )
+  if make := ENGINES[config.sampler.engine]:
+    settings = dict(config.sampler.engine_settings)
+    what = f"config.sampler.engine_settings={settings}"
+    advice = f"correct those of {config.sampler.engine!r}"
+    with as_input_error(what, advice, TypeError, ValueError):
+      return make(fns, sizes, tokenizer, **settings)
   return Engine(
     fns,
-    EngineConfig(
-      slots=-(-slots // split) * split,
-      max_prompt_length=config.data.max_prompt_length,
-      max_response_length=config.sampler.max_response_length,
-      stop_tokens=[*tokenizer.stop_tokens, *stop],
-      num_draft_tokens=config.sampler.num_draft_tokens if drafter else 0,
-      kv_pages=config.sampler.kv_pages,
-    ),
-    adaptive_temperature=adaptive and adaptive.temperature,
+    sizes,
+    processors={
+      name: LogitsProcessor(chosen.fn, stateful=chosen.state is not None)
+      for name, chosen in processors.items()
+    },
     detokenize=tokenizer.decode,
     drafter=drafter,
   )

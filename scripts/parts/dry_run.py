@@ -115,10 +115,12 @@ def _show_meshes(run: Run) -> None:
 
 def _phases(run: Run) -> dict[str, jax.stages.Lowered]:
   config, engine = run.config, run.evaluator.writer.engine
-  temperature = run.learner.algorithm.temperature
+  processors = run.learner.algorithm.processors.items()
+  if config.sampler.engine:  # Its programs are its own.
+    return lower(run.learner)
   return engine.lower(
     run.transfer.shapes,
     prompts=engine.prompts_at_a_time(config.data.group_size),
     window=config.schedule.window > 0,
-    temperature_state=temperature and temperature.initial,
+    processor_states={k: x.initial for k, x in processors},
   ) | lower(run.learner)

@@ -67,7 +67,7 @@ class TestIdentities:
   @pytest.mark.parametrize(
     ("name", "on"),
     [
-      ("temperature", {"sampler__entropy_tau": 0.05}),
+      ("processors", {"sampler__entropy_tau": 0.05}),
       ("correction", {"off_policy__correction": "truncate"}),
       ("step_scale", {"off_policy__ess_scale": True}),
     ],

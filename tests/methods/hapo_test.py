@@ -14,6 +14,7 @@ from helpers.tiny_algorithm import (
 )
 
 from jaxrl_llm import estimators
+from jaxrl_llm.sampling.processors import Distribution
 
 
 class TestHapo:
@@ -76,8 +77,17 @@ class TestHapo:
     )
 
   def make_temperature(self, tau):
-    adaptive = make_algorithm(sampler__entropy_tau=tau).temperature
-    return adaptive and jax.jit(adaptive.temperature)
+    processors = make_algorithm(sampler__entropy_tau=tau).processors
+    if not processors:
+      return None
+
+    @jax.jit
+    def temperature(logits, temperature, statistics):
+      given = Distribution(logits, temperature, *[None] * 3)
+      changed = processors["entropy_tau"].fn(given, None, statistics)
+      return changed.temperature
+
+    return temperature
 
   def test_the_temperature_follows_the_batch_before(self):
     rng = np.random.default_rng(2)

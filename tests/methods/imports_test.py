@@ -15,9 +15,9 @@ _TABLES = {
   "proximal": choices.PROXIMAL_LOSSES,
   "mask": choices.MASKS,
   "step_scale": choices.STEP_SCALES,
-  "temperature": choices.TEMPERATURES,
   "companion": choices.COMPANIONS,
   "leaf": providers.PROVIDERS,
+  "logits_processor": choices.LOGITS_PROCESSORS,
 }
 _PROGRAM = """
 import runpy, sys

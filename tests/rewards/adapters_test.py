@@ -42,17 +42,25 @@ def said(prompts, completions, **kwargs):
   (message,) = completion
   return [1.0 if message == {"role": "assistant", "content": "4"} else None]
 
+def rank(completions, level):
+  if "bad" in completions:
+    raise KeyError("bad")
+  while "hang" in completions:
+    pass
+  order = sorted(completions, key=len)
+  return [order.index(c) + n for c, n in zip(completions, level)]
+
 def scalar(completions, **kwargs):
   return 1.0
 """
 
 
-def verdicts(path, source, *, name, function, workers=0, calls):
+def verdicts(path, source, *, name, function, calls, workers=0, deadline_s=5.0):
   file = path / "own_score_functions.py"
   file.write_text(source)
   reward = rewards.get_reward(name, str(file), function)
   with contextlib.closing(
-    rewards.RewardPool(reward, workers=workers, deadline_s=5.0)
+    rewards.RewardPool(reward, workers=workers, deadline_s=deadline_s)
   ) as pool:
     return pool.judge(calls)
 
@@ -144,6 +152,34 @@ class TestTrl:
     )
     assert right == rewards.Verdict(True, value=1.0, parts={"said": 1.0})
     assert "no function gave this response a reward" in none.error
+
+  @pytest.mark.parametrize("workers", [0, 2])
+  def test_compares_the_responses_of_a_group(self, tmp_path, workers):
+    calls = [
+      call(text, level=1) | {"group": group, "columns": {"level": group}}
+      for text, group in (("aa", 3), ("b", 5), ("aaaa", 3), ("bbb", 5))
+    ]
+    found = verdicts(
+      tmp_path, TRL, name="trl", function="rank", workers=workers, calls=calls
+    )
+    assert [v.value for v in found] == [3, 5, 4, 6]  # Its place, plus `level`.
+
+  def test_one_that_hangs_loses_its_group_alone(self, tmp_path):
+    calls = [
+      call(text) | {"group": i // 2, "columns": {"level": 0}}
+      for i, text in enumerate(["a", "hang", "a", "bb", "bad", "a"])
+    ]
+    found = verdicts(
+      tmp_path,
+      TRL,
+      name="trl",
+      function="rank",
+      workers=2,
+      deadline_s=0.5,
+      calls=calls,
+    )
+    assert [v.error for v in found[:4]] == ["timeout"] * 2 + [None] * 2
+    assert all("KeyError: 'bad'" in v.error for v in found[4:])
 
   def test_a_list_is_wanted(self, tmp_path):
     (found,) = verdicts(

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from helpers import tiny_run
 
-from jaxrl_llm.data.prompt_source import PromptSourceState
+from jaxrl_llm.data.prompt_source import PromptSource, PromptSourceState
 from jaxrl_llm.data.tasks import Prompt
-from jaxrl_llm.errors import TrainingStopped
+from jaxrl_llm.errors import InputError, TrainingStopped
 from jaxrl_llm.metrics import PhaseTimer
 from jaxrl_llm.rewards.exact import Verdict
 from jaxrl_llm.rewards.judge import Judge
@@ -88,8 +88,16 @@ class Engine:
 class Source:
   """Prompts by position; `examples` says what stands there."""
 
-  def __init__(self, examples=lambda position: position):
-    self._examples = examples
+  def __init__(
+    self,
+    examples=lambda position: position,
+    *,
+    tries=lambda example: 0,
+    again=lambda source, state, judged: ([], state),
+    opening=(),
+  ):
+    self._examples, self._tries, self._again = examples, tries, again
+    self._opening = opening
 
   def init(self):
     return PromptSourceState(position=0, drawn=0)
@@ -104,8 +112,13 @@ class Source:
       position += 1
     return prompts, PromptSourceState(position=position, drawn=state.drawn + n)
 
+  def again(self, state, judged):
+    return self._again(self, state, judged)
+
   def prompt(self, example_id, group_id):
     return Prompt(
+      tries=self._tries(example_id),
+      opening=self._opening,
       example_id=example_id,
       group_id=group_id,
       tokens=(2 + example_id % 50,),
@@ -183,6 +196,16 @@ def ids_of(record):
   return [] if rollout is None else rollout.sample_id.tolist()
 
 
+def once_more(source, state, judged):
+  """Each prompt with a wrong response once more, three times; all else."""
+  wrong = judged.responses.rollout.example_id[~judged.responses.correct]
+  prompts = [
+    dataclasses.replace(source.prompt(i, state.drawn + k), tries=3)
+    for k, i in enumerate(np.unique(wrong).tolist())
+  ]
+  return prompts, state.replace(drawn=state.drawn + len(prompts))
+
+
 def waiting_ids(run):
   """Responses without a token yet."""
   store = run.state.store
@@ -198,6 +221,147 @@ class TestWholeGroups:
     assert np.unique(drawn[1].group_id).tolist() == [2, 3]
     assert run.source_state.position == 6 and run.state.store is None
     assert ids_of(drawn[0]) + ids_of(drawn[1]) == list(range(16))
+
+
+class TestTries:
+  @pytest.mark.parametrize("stop", ["all", "first_groups"])
+  def test_a_group_has_its_own_size(self, stop):
+    source = Source(tries=lambda example: (0, 1, 6)[example % 3])
+    run = Run(source=source, stop=stop, groups=3, in_flight=4, max_staleness=4)
+    sizes, ids = {}, []
+    for _ in range(4):
+      batch = run.collect().batch.responses.rollout
+      assert len(np.unique(batch.group)) == 3
+      sizes |= dict(zip(*np.unique(batch.group_id, return_counts=True)))
+      ids += batch.sample_id.tolist()
+    assert len(sizes) == 12 and len(set(ids)) == len(ids)
+    # Group ids are positions here, and so are examples.
+    assert all(size == (4, 1, 6)[i % 3] for i, size in sizes.items())
+    assert sorted(ids + ids_of(run.state.store)) == list(
+      range(run.state.samples)
+    )
+
+  def test_windows_fill_the_slots_with_whatever_has_begun(self):
+    run = Run(window=1, source=Source(tries=lambda example: 1 + example % 5))
+    seen = set()
+    for _ in range(12):
+      batch = run.collect().batch.responses.rollout
+      assert len(batch.lengths) <= 8
+      seen |= set(ids_of(batch))
+    assert sorted(seen | set(waiting_ids(run))) == list(
+      range(run.state.samples)
+    )
+
+  def test_a_negative_number_is_refused(self):
+    run = Run(source=Source(tries=lambda example: -2))
+    with pytest.raises(InputError, match="prompt 'name 0' has tries=-2; give"):
+      run.collect()
+
+
+class TestOpening:
+  def test_is_neither_written_nor_stale(self):
+    # A group in flight has not begun for longer than tokens may be old.
+    run = Run(
+      source=Source(opening=(7, 8)),
+      lengths=lambda i: LIMIT if i % 8 > 3 else 4,
+      stop="first_groups",
+      in_flight=3,
+      max_staleness=2,
+    )
+    written = 0
+    for _ in range(6):
+      collected = run.collect()
+      rollout = collected.batch.responses.rollout
+      written += rollout.mask.sum()
+      assert (rollout.tokens[:, :2] == [7, 8]).all()
+      assert (rollout.mask.sum(axis=1) == rollout.lengths - 2).all()
+      assert not rollout.window_start.any()
+      row = collected.batch.metrics
+      assert row["rollout/response_length_mean"] == rollout.lengths.mean()
+    goes_on = run.state.store.mask.sum()
+    assert goes_on and written + goes_on == run.engine.stats.tokens
+
+  def test_has_no_age(self):
+    rows = Run(source=Source(opening=(7, 8)))
+    rows.collect()
+    begun = rows.worker.writer.begin([rows.source.prompt(1, 5)], [[0, 1]])
+    assert too_old(begun, version=9, max_staleness=1).size == 0
+    begun.mask[1, 2], begun.version[1, 2] = True, 8
+    assert too_old(begun, version=9, max_staleness=1).tolist() == [0, 1]
+    assert too_old(begun, version=9, max_staleness=2).size == 0
+
+
+class TestSecondLook:
+  def test_joins_the_batch(self):
+    # Responses of every other group are right.
+    run = Run(right=lambda i: i % 8 < 4, source=Source(again=once_more))
+    before = np.zeros(0, int)
+    for step in range(3):
+      collected = run.collect()
+      rollout = collected.batch.responses.rollout
+      first, more = rollout.sample_id[:8], rollout.sample_id[8:]
+      assert first.tolist() == [*range(before.size, before.size + 8)]
+      assert more.size % 3 == 0 and more.tolist() == [
+        *range(first[-1] + 1, first[-1] + 1 + more.size)
+      ]
+      asked = rollout.example_id[:8][~collected.batch.responses.correct[:8]]
+      assert (
+        rollout.example_id[8:].tolist()
+        == np.repeat(np.unique(asked), 3).tolist()
+      )
+      # They are groups of their own, and judged with the others.
+      assert not np.isin(rollout.group_id[8:], rollout.group_id[:8]).any()
+      assert run.pool.seen[-1] == (more[-1], f"answer {rollout.example_id[-1]}")
+      assert not rollout.window_start.any() and ended(rollout).all()
+      assert (rollout.version[rollout.mask] == step).all()
+      row = collected.batch.metrics
+      assert row["rollout/again"] == more.size > 0
+      assert row["rollout/again_tokens"] == rollout.mask[8:].sum()
+      assert row["rollout/tokens"] == rollout.mask.sum()
+      before = np.append(before, rollout.sample_id)
+    assert run.state.samples == before.size and run.state.store is None
+
+  def test_may_add_to_a_group(self):
+    def more(source, state, judged):
+      prompt = judged.prompts[0]
+      return [dataclasses.replace(prompt, tries=2)], state
+
+    rollout = Run(source=Source(again=more)).collect().batch.responses.rollout
+    assert np.bincount(rollout.group).tolist() == [6, 4]
+
+  def test_sees_what_dynamic_sampling_discards(self):
+    seen = []
+
+    def look(source, state, judged):
+      seen.append(judged)
+      return once_more(source, state, judged)
+
+    run = Run(
+      right=lambda i: i < 4 or i % 2 == 0,  # The first group teaches nothing.
+      source=Source(again=look),
+      dynamic_sampling=True,
+      max_rounds=3,
+    )
+    collected = run.collect()
+    (judged,) = seen
+    # Two rounds of two groups: three count, two of them are taken.
+    assert judged.responses.rollout.sample_id.tolist() == list(range(16))
+    assert len(judged.prompts) == len(judged.texts) == len(judged.verdicts)
+    assert collected.batch.metrics["rollout/mixed_fraction"] == 3 / 4
+    assert collected.batch.metrics["rollout/again"] == 9
+    batch = collected.batch.responses.rollout
+    assert batch.sample_id.tolist() == [*range(4, 12), *range(16, 25)]
+
+  def test_of_nothing_changes_nothing(self):
+    class Plain(Source):
+      again = PromptSource.again
+
+    runs = [Run(source=source) for source in (Plain(), Source())]
+    for _ in range(2):
+      one, other = (run.collect() for run in runs)
+      chex.assert_trees_all_equal(one.batch.responses, other.batch.responses)
+      assert one.batch.metrics == other.batch.metrics
+      assert "rollout/again" not in one.batch.metrics
 
 
 class TestMembers:
@@ -469,6 +633,7 @@ class TestTooOld:
     )
     versions = np.asarray([4, 6, 0, 5, 0], np.int32)
     rollout.version[:, 0] = versions
+    rollout.mask[:] = np.arange(9) < rollout.lengths[:, None]
     return too_old(rollout, version, max_staleness).tolist()
 
   def test_a_group_is_as_old_as_its_oldest_first_token(self):

@@ -1,9 +1,13 @@
 """What all who write responses share; no model."""
 
+import dataclasses
+
 import jax
 import numpy as np
+import pytest
 
 from jaxrl_llm.data.tasks import Prompt
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.rollout.writer import Arrivals, ResponseWriter, Weights
 from jaxrl_llm.sampling import (
   EngineConfig,
@@ -11,7 +15,7 @@ from jaxrl_llm.sampling import (
   continuous_batching,
 )
 from jaxrl_llm.sampling.requests import SamplingParams, make_requests
-from jaxrl_llm.types import Status
+from jaxrl_llm.types import Origin, Status
 
 
 class Engine:
@@ -50,6 +54,21 @@ def test_a_prompt_has_as_many_responses_as_it_is_given_numbers():
   assert not begun.lengths.any() and begun.tokens.shape == (3, 6)
 
 
+def test_a_response_begins_with_its_opening():
+  opened = dataclasses.replace(prompt(3), opening=(4, 5))
+  begun = WRITER.begin([opened, prompt(1)], [[7, 8], [4]])
+  np.testing.assert_array_equal(begun.lengths, [2, 2, 0])
+  np.testing.assert_array_equal(
+    begun.tokens[:, :3], [[4, 5, 0]] * 2 + [[0] * 3]
+  )
+  assert (begun.origin[:2, :2] == Origin.FOREIGN).all()
+  assert (begun.origin == Origin.FOREIGN).sum() == 4 and not begun.mask.any()
+  assert (begun.status == Status.TRUNCATED).all()
+  long = dataclasses.replace(opened, opening=(4,) * 6)
+  with pytest.raises(InputError, match="'row-3' has an opening of 6 .* only 5"):
+    WRITER.begin([long], [[9]])
+
+
 def test_all_responses_are_written_with_its_settings():
   begun = WRITER.begin([prompt(1)], [[0, 1]])
   params, requests, settings = WRITER.write(begun, Weights("weights", 5))
@@ -61,7 +80,7 @@ def test_all_responses_are_written_with_its_settings():
     "settings": SamplingSettings(top_p=0.5),
     "version": 5,
     "rule": continuous_batching,
-    "temperature_state": None,
+    "processor_states": None,
     "turns": None,
   }
   *_, settings = WRITER.write(begun, Weights("weights", 5), window=2)
@@ -73,7 +92,7 @@ def test_a_response_of_several_turns_arrives_once():
   params = SamplingParams(WRITER.settings, None, group_size=3)
   requests = make_requests(begun, params, np.full(3, 6), 6)
   arrived = []
-  hook = Arrivals(3, lambda rows: arrived.append(rows.sample_id.tolist()))
+  hook = Arrivals({11: 3}, lambda rows: arrived.append(rows.sample_id.tolist()))
   first, *others = requests
   for _ in range(3):  # It leaves its slot after each turn.
     hook([first])

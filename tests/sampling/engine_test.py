@@ -281,21 +281,6 @@ class TestDistribution:
     assert_same_responses(greedy_too, greedy)
 
 
-class TestAdaptiveTemperature:
-  """A temperature of each token's own, chosen from its logits."""
-
-  def test_follows_its_state_and_is_off_without_one(self):
-    def scaled(logits, temperature, factor):
-      assert logits.shape == (*temperature.shape, 67)
-      return temperature * factor
-
-    own = make_engine(adaptive_temperature=scaled)
-    assert_same_responses(generate(own), expected())
-    got = generate(own, temperature_state=np.float32(0.5))
-    halved = dataclasses.replace(SETTINGS, temperature=0.45)
-    assert_same_responses(got, generate(settings=halved))
-
-
 class TestStats:
   def test_say_what_a_call_cost(self):
     own = engine()

@@ -3,7 +3,8 @@
 import numpy as np
 from helpers import scripted
 
-from jaxrl_llm.sampling import buckets
+from jaxrl_llm.sampling import buckets, continuous_batching
+from jaxrl_llm.types import Status
 
 
 def _totals(count, low, high, seed=0):
@@ -35,6 +36,39 @@ class TestNothingLeaks:
     _assert_empty(scripted.engine())
     stats = scripted.engine().last_stats
     assert stats.tokens == out.lengths.sum()
+
+
+class TestGivenUp:
+  def test_the_others_are_written_and_no_page_is_lost(self):
+    prompts = _prompts(_totals(60, 30, 50))
+
+    def every_third(view):
+      """Also of rows that are not here any more, which changes nothing."""
+      old = view.active & (view.lengths >= 8)
+      third = np.arange(old.size) % 3 == 0
+      stop = np.flatnonzero((old | view.ended) & third).tolist()
+      return continuous_batching(view)._replace(stop=stop)
+
+    out = scripted.generate(prompts, rule=every_third)
+    stopped = np.arange(60) % 3 == 0
+    np.testing.assert_array_equal(out.status == Status.STOPPED, stopped)
+    assert (out.lengths[stopped] >= 8).all()
+    for i, prompt in enumerate(prompts):
+      length, (tokens, _) = out.lengths[i], scripted.response(prompt)
+      assert out.tokens[i, :length].tolist() == tokens[:length]
+      assert stopped[i] == (length < len(tokens))
+    _assert_empty(scripted.engine())
+    assert scripted.engine().last_stats.tokens == out.lengths.sum()
+
+  def test_room_that_was_made_is_taken(self):
+    prompts = _prompts([40] * 40)
+    # All that have slots are given up at once, again and again.
+    rule = lambda view: continuous_batching(view)._replace(
+      stop=np.flatnonzero(view.active & (view.lengths > 0)).tolist()
+    )
+    out = scripted.generate(prompts, rule=rule)
+    assert (out.status == Status.STOPPED).all() and (out.lengths > 0).all()
+    _assert_empty(scripted.engine())
 
 
 class TestBusy:

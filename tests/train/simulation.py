@@ -302,7 +302,7 @@ class _Learner:
       step=0,
       models={"policy": TrainState(trained={"w": leaf}, optimizer={"m": leaf})},
       companions={},
-      temperature_state=None,
+      processor_states=None,
       waiting=None,
       base={"policy": {}},
       reference=None,

@@ -18,7 +18,7 @@ from helpers.tiny_tppo import (
 )
 
 from jaxrl_llm import estimators
-from jaxrl_llm.methods import hapo
+from jaxrl_llm.learner import choices
 from jaxrl_llm.train import build, loop
 
 
@@ -26,7 +26,9 @@ def tempered_of(run):
   """The run whose sampler is told the entropies of the batch before."""
   algorithm = dataclasses.replace(
     run.learner.algorithm,
-    temperature=hapo.make_temperature({"entropy_tau": 0.5}),
+    processors=choices.logits_processors(
+      {"entropy_tau": 0.5, "processors": ()}
+    ),
   )
   return with_learner(run, algorithm=algorithm)
 
@@ -56,15 +58,16 @@ class TestTempering:
       def __getattr__(self, name):
         return getattr(engine, name)
 
-      def generate_window(self, *arguments, temperature_state, **settings):
-        told.append(temperature_state)
+      def generate_window(self, *arguments, processor_states, **settings):
+        told.append(processor_states["entropy_tau"])
         return engine.generate_window(*arguments, **settings)
 
     chosen = with_engine(tempered_of(run), Listening())
     steps, (states, _) = record(chosen, 3)
     # Nothing is known before the first step: zeros change no temperature.
     assert all(number == 0 for number in told[0])
-    statistics = [*told[1:], states.learner.temperature_state]
+    last = states.learner.processor_states["entropy_tau"]
+    statistics = [*told[1:], last]
     for step, after in zip(steps, statistics, strict=True):
       (seen,) = step.estimated
       tokens = seen.scores["entropies"][seen.experience["policy_mask"]]
@@ -80,9 +83,13 @@ class TestTempering:
     states, _ = loop.begin(chosen)
     numbers = np.float32([0.1, 0.7, 1.3, -2.1])
     statistics = estimators.EntropyStatistics(*numbers)
-    learner = states.learner.replace(temperature_state=statistics)
+    learner = states.learner.replace(
+      processor_states={"entropy_tau": statistics}
+    )
     again, _ = saved(chosen, states._replace(learner=learner), tmp_path)
-    chex.assert_trees_all_equal(again.learner.temperature_state, statistics)
+    chex.assert_trees_all_equal(
+      again.learner.processor_states, {"entropy_tau": statistics}
+    )
 
 
 class TestResume:

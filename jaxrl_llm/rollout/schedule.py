@@ -1,0 +1,93 @@
+"""Schedules of rollouts: when a call of the sampler stops, and what counts."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxrl_llm import sampling
+from jaxrl_llm.errors import TrainingStopped
+
+
+class Stop(NamedTuple):
+  """The end of a call of the sampler, as rules of its scheduler."""
+
+  # (groups still missing, rows that must end) -> rule.
+  groups: Callable[[int, np.ndarray], sampling.rules.SchedulingRule]
+  # (responses of a batch) -> rule, for responses sampled in windows.
+  responses: Callable[[int], sampling.rules.SchedulingRule]
+
+
+# Name -> when to stop. All but 'all' leave responses that continue in the next
+# call.
+STOPS: dict[str, Stop] = {
+  "all": Stop(
+    groups=lambda wanted, awaited: sampling.continuous_batching,
+    responses=lambda count: sampling.continuous_batching,
+  ),
+  "first_groups": Stop(
+    groups=lambda wanted, awaited: sampling.stop_after_groups(
+      wanted, awaited=awaited
+    ),
+    responses=sampling.stop_after_responses,
+  ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutSettings:
+  """The schedule of a worker; sizes are in groups of `group_size`.
+
+  Attributes:
+    groups: groups of a batch.
+    group_size: responses per group.
+    in_flight: groups sampled at a time, at least `groups`.
+    stop: when a call of the sampler stops, one of `STOPS`.
+    dynamic_sampling: whether only groups with correct and incorrect responses
+      count.
+    window: maximum number of new tokens per response and step; 0 sets no limit.
+      With a window, a batch is every response with new tokens, ended or not.
+    max_staleness: maximum number of updates between the oldest and the newest
+      token of a batch.
+    max_rounds: maximum number of calls before dynamic sampling stops the run.
+  """
+
+  groups: int
+  group_size: int
+  in_flight: int
+  stop: str = "all"
+  dynamic_sampling: bool = False
+  window: int = 0
+  max_staleness: int = 1
+  max_rounds: int = 1
+
+  def __post_init__(self):
+    if self.stop != "all" and not self.window and self.patience < 1:
+      raise ValueError(
+        f"max_staleness={self.max_staleness} is too small for"
+        f" {self.in_flight} groups in flight and {self.groups} per batch: use"
+        f" {1 + self.max_staleness - self.patience} or more"
+      )
+
+  @property
+  def patience(self) -> int:
+    """Age in updates at which an unfinished response must be finished.
+
+    Below `max_staleness` if so many groups are in flight that the last of them
+    is trained some updates later.
+    """
+    later = -(-self.in_flight // self.groups) - 2 + self.dynamic_sampling
+    return self.max_staleness - max(0, later)
+
+
+def too_few(
+  settings: RolloutSettings, rounds: int, judged: int, passed: int
+) -> TrainingStopped:
+  """Returns the error of dynamic sampling that found too few groups."""
+  return TrainingStopped(
+    f"{rounds} rounds judged {judged} groups, but only {passed} of the"
+    f" {settings.groups} needed have correct and incorrect responses: the data"
+    " are too easy or too hard; change them, raise schedule.over_provision or"
+    " schedule.max_rounds, or set schedule.dynamic_sampling=False"
+  )

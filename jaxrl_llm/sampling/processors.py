@@ -1,0 +1,73 @@
+"""Logits processors: changes of the distribution that a token is drawn from.
+
+A processor is a pure function on the device. Its state is a tree of arrays that
+comes with every call, so that a new value never recompiles. The log-probs that
+the engine returns are those of the processed distribution.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Distribution(NamedTuple):
+  """Tempered, filtered softmax of R tokens to draw; see `choose.choose`."""
+
+  logits: jax.Array  # float32 [R, V].
+  temperature: jax.Array  # float32 [R], 0 is greedy.
+  top_k: jax.Array  # int32 [R], 0 is off.
+  top_p: jax.Array  # float32 [R], 1 is off.
+  min_p: jax.Array  # float32 [R], 0 is off.
+
+
+class TokenContext(NamedTuple):
+  """The position of R tokens to draw."""
+
+  index: jax.Array  # int32 [R], response tokens before it.
+  min_tokens: jax.Array  # int32 [R], response tokens before a stop token.
+  stop_tokens: jax.Array  # int32 [n].
+
+
+class LogitsProcessor(NamedTuple):
+  """A function of the distribution.
+
+  Attributes:
+    fn: (distribution, context, state) -> distribution.
+    stateful: whether it applies only in calls that give its state; the others
+      always apply, with None.
+  """
+
+  fn: Callable[[Distribution, TokenContext, Any], Distribution]
+  stateful: bool = False
+
+
+def add_bias(distribution, context, bias) -> Distribution:
+  """Adds a bias [V] to the logits; -inf forbids a token."""
+  del context
+  return distribution._replace(logits=distribution.logits + bias[None])
+
+
+def hold_stop_tokens(distribution, context, state) -> Distribution:
+  """Forbids stop tokens before the minimum length."""
+  del state
+  early = context.index < context.min_tokens
+  logits = jax.lax.cond(
+    jnp.any(early),
+    lambda x: jnp.where(
+      early[:, None],
+      x.at[:, context.stop_tokens].set(-jnp.inf, mode="drop"),
+      x,
+    ),
+    lambda x: x,
+    distribution.logits,
+  )
+  return distribution._replace(logits=logits)
+
+
+# Those of `SamplingSettings`, before any others.
+BUILT_IN: Mapping[str, LogitsProcessor] = {
+  "logit_bias": LogitsProcessor(add_bias, stateful=True),
+  "min_new_tokens": LogitsProcessor(hold_stop_tokens),
+}

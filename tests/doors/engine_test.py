@@ -1,0 +1,144 @@
+"""An engine of one's own: a server that is asked in JSON."""
+
+import json
+
+import pytest
+from helpers import doors, tiny_run
+
+from jaxrl_llm import register
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.sampling import Engine, EngineStats, new_requests
+from jaxrl_llm.train import build
+from jaxrl_llm.types import Origin, Status, join_rows
+
+REASONS = {"stop": Status.FINISHED, "length": Status.OVERLONG}
+
+
+class Server:
+  """Completes requests under its weights; only text goes in and out."""
+
+  def __init__(self, fns, config):
+    self._engine, self._version = Engine(fns, config), None
+    self.loads = 0
+
+  def load(self, params, version):
+    self._params, self._version = params, version
+    self.loads += 1
+
+  def complete(self, text, key, settings):
+    asked = json.loads(text)
+    assert asked["version"] == self._version
+    rows = new_requests(
+      asked["prompts"],
+      [[number] for number in asked["sample_ids"]],
+      range(len(asked["prompts"])),
+      self._engine.config,
+    )
+    out = self._engine.generate_window(
+      self._params,
+      rows,
+      group_size=1,
+      window=settings.max_new_tokens,
+      key=key,
+      settings=settings,
+      version=0,
+    )
+    reasons = {status: name for name, status in REASONS.items()}
+    answers = [
+      {
+        "tokens": tokens[:length].tolist(),
+        "logprobs": logprobs[:length].tolist(),
+        "finish_reason": reasons[Status(int(status))],
+      }
+      for tokens, logprobs, length, status in zip(
+        out.tokens, out.behavior_logprobs, out.lengths, out.status
+      )
+    ]
+    return json.dumps(answers)
+
+
+class Client:
+  """A `RolloutEngine` that writes whole responses."""
+
+  def __init__(self, fns, config, tokenizer, *, batch=8):
+    del tokenizer
+    if batch < 1:
+      raise ValueError(f"batch={batch} must be positive")
+    self.config, self.stats, self._batch = config, EngineStats(), batch
+    self.server, self._params = Server(fns, config), None
+
+  def generate_window(
+    self, params, requests, *, window, key, settings, version, **_
+  ):
+    assert window >= settings.max_new_tokens and not requests.lengths.any()
+    if params is not self._params:
+      self.server.load(params, version)
+      self._params = params
+    rows = join_rows([requests])
+    for start in range(0, len(rows.lengths), self._batch):
+      chosen = range(start, min(start + self._batch, len(rows.lengths)))
+      prompts = [
+        rows.prompt_tokens[i, : rows.prompt_lengths[i]].tolist() for i in chosen
+      ]
+      ids = rows.sample_id[start:][: self._batch].tolist()
+      asked = {"prompts": prompts, "sample_ids": ids, "version": version}
+      answers = self.server.complete(json.dumps(asked), key, settings)
+      for i, answer in zip(chosen, json.loads(answers)):
+        length = len(answer["tokens"])
+        rows.tokens[i, :length] = answer["tokens"]
+        rows.behavior_logprobs[i, :length] = answer["logprobs"]
+        rows.version[i, :length], rows.mask[i, :length] = version, True
+        rows.origin[i, :length], rows.lengths[i] = int(Origin.POLICY), length
+        rows.status[i] = int(REASONS[answer["finish_reason"]])
+    self.stats += EngineStats(tokens=int(rows.lengths.sum()))
+    return rows
+
+
+def test_a_server_trains_as_the_built_in_engine_does(model, tmp_path):
+  register.engine("server", Client)
+  rows = doors.train(
+    model,
+    tmp_path / "server",
+    sampler__engine="server",
+    sampler__engine_settings={"batch": 7},
+  )
+  expected = doors.train(model, tmp_path / "built in")
+  of_the_engine = ("rollout/decode_steps", "rollout/idle_fraction")
+  for got, wanted in zip(
+    tiny_run.comparable(tmp_path / "server"),
+    tiny_run.comparable(tmp_path / "built in"),
+  ):
+    wanted = {k: v for k, v in wanted.items() if k not in of_the_engine}
+    got = {k: v for k, v in got.items() if k not in of_the_engine}
+    assert got.keys() == wanted.keys()
+    for name in got:
+      # Batches of other sizes round otherwise.
+      assert got[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-5), name
+  assert rows[-1]["rollout/tokens"] == expected[-1]["rollout/tokens"]
+
+
+@pytest.mark.parametrize(
+  ("changes", "why"),
+  [
+    ({"schedule__stop": "first_groups"}, "schedule.stop='first_groups': only"),
+    ({"environment__name": "calculator"}, "environment.name='calculator': onl"),
+    (
+      {"sampler__drafter": "prompt_lookup"},
+      "drafter='prompt_lookup': only",
+    ),
+    ({"sampler__entropy_tau": 0.1}, "sampler.entropy_tau=0.1: only the built"),
+    ({"sampler__engine_settings": {"batch": 0}}, "correct those of 'server'"),
+    ({"sampler__engine_settings": {"bach": 1}}, "correct those of 'server'"),
+  ],
+)
+def test_what_it_is_not_asked_for_is_refused(model, changes, why):
+  register.engine("server", Client)
+  config = doors.make_config(model, sampler__engine="server", **changes)
+  with pytest.raises(InputError, match=why):
+    build.make_run(config)
+
+
+def test_the_built_in_engine_has_no_settings(model):
+  config = doors.make_config(model, sampler__engine_settings={"batch": 1})
+  with pytest.raises(InputError, match="the built-in engine has none"):
+    build.make_run(config)

@@ -1,0 +1,161 @@
+"""Rewards that compare responses: majority labels, and a ranking for TRL."""
+
+import collections
+import contextlib
+import dataclasses
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+from helpers import doors
+
+from jaxrl_llm import metrics, plugin, register, rewards
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.rewards.adapters import Comparison
+from jaxrl_llm.train import build, loop
+
+
+def majority(texts, verdicts):
+  """Right is what most responses answer; the reward reads no answer."""
+  assert len(texts) == len(verdicts)
+  votes = collections.Counter(v.extracted for v in verdicts if v.extracted)
+  label = votes.most_common(1)[0][0] if votes else None
+  return [v.extracted is not None and v.extracted == label for v in verdicts]
+
+
+def test_majority_by_hand():
+  verdicts = [rewards.Verdict(False, x) for x in ("12", "12", "15", None)]
+  assert majority([""] * 4, verdicts) == [True, True, False, False]
+
+
+OWN = """
+def longest(texts, verdicts):
+  while "hang" in texts:
+    pass
+  most = max(map(len, texts))
+  return [v.correct and len(t) == most for t, v in zip(texts, verdicts)]
+"""
+
+
+def test_has_the_time_and_the_process_of_a_reward(tmp_path, monkeypatch):
+  monkeypatch.setattr("sys.path", list(sys.path))
+  (tmp_path / "own_longest.py").write_text(OWN)
+  fn = plugin.load(str(tmp_path / "own_longest.py")).longest
+  right = dataclasses.astuple(rewards.Verdict(True))
+  calls = [
+    {"texts": text, "verdicts": right, "group": i % 2, "columns": {}}
+    for i, text in enumerate(["a", "bb", "hang", "b"])
+  ]
+  with contextlib.closing(
+    rewards.RewardPool(Comparison(fn), workers=2, deadline_s=0.5)
+  ) as pool:
+    found = pool.judge(calls)
+  assert [(v.correct, v.error) for v in found] == [
+    (False, "timeout"),
+    (True, None),
+    (False, "timeout"),
+    (False, None),
+  ]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_labels_train_and_never_evaluate(model, tmp_path, streaming):
+  register.group_reward("majority", majority)
+  rows = doors.train(
+    model,
+    tmp_path / "run",
+    reward__group="majority",
+    schedule__streaming=streaming,
+    optimizer__policy__mini_batch=16,
+  )
+  plain = build.make_run(doors.make_config(model))
+  loop.start(plain, tmp_path, _Rows(first := []), None, 0.0)
+  for row in rows[1:]:
+    # Random digits are seldom right, but an answer is the label of its group.
+    assert row["reward/true"] < row["reward/accuracy"]
+    assert row["reward/mean"] == pytest.approx(2 * row["reward/accuracy"] - 1)
+  evaluated = [name for name in rows[0] if name.startswith("eval/")]
+  assert evaluated and all(rows[0][k] == first[0][k] for k in evaluated)
+
+
+class _Rows:
+  """A logger that keeps the rows of metrics."""
+
+  def __init__(self, rows):
+    self._rows = rows
+
+  def log(self, step, row):
+    self._rows.append(row)
+
+  def __getattr__(self, name):
+    return lambda *_: None
+
+
+def test_a_window_is_refused(model):
+  register.group_reward("majority", majority)
+  config = doors.make_config(
+    model,
+    reward__group="majority",
+    schedule__window=4,
+    estimator__name="gae",
+    loss__overlong_filter=False,
+  )
+  with pytest.raises(InputError, match="reward.group=.majority.: responses"):
+    build.make_run(config)
+
+
+def test_one_that_fails_leaves_its_group_unjudged(model, tmp_path):
+  seen = []
+
+  def picky(texts, verdicts):
+    seen.append(texts)
+    if len(seen) == 1:
+      raise KeyError("oops")
+    return [1.0] * (len(texts) + (len(seen) == 2))
+
+  register.group_reward("picky", picky)
+  run = build.make_run(doors.make_config(model, reward__group="picky"))
+  told = []
+  run.judge.tell = told.append
+  states, weights = loop.begin(run)
+  collected = run.worker.collect(
+    states.rollout,
+    states.source,
+    loop._sampled_with(states, weights),
+    metrics.PhaseTimer(),
+  )
+  responses = collected.batch.responses
+  np.testing.assert_array_equal(responses.judged, responses.rollout.group > 1)
+  assert (responses.rewards[responses.judged] == 1).all() and len(seen) == 4
+  assert "KeyError: 'oops' (group_reward_test.py" in told[0]
+  assert "give a list with a result for each of the 4 responses" in told[1]
+
+
+RANKING = """
+  def best_of_its_group(prompts, completions, **columns):
+    assert len(completions) == {size} and len(set(prompts)) == 1
+    assert all(len(x) == {size} for x in columns.values())
+    longest = max(map(len, completions))
+    return [float(len(text) == longest) for text in completions]
+"""
+
+
+def test_a_function_of_trl_ranks_a_group(model, tmp_path):
+  file = tmp_path / "own_ranking.py"
+  file.write_text(textwrap.dedent(RANKING.format(size=4)))
+  changes = {
+    "reward__name": "trl",
+    "reward__path": str(file),
+    "reward__function": "best_of_its_group",
+    "reward__workers": 1,
+    "eval__samples": 4,  # So that evaluated groups are of four, too.
+    "sampler__slots": 16,
+  }
+  rows = doors.train(model, tmp_path / "run", **changes)
+  for row in rows[1:]:
+    assert row["reward/errors"] == 0
+    # At least one of four is the best, and not all are.
+    assert 0.25 <= row["reward/mean"] < 1
+    assert row["reward/mean"] == row["reward/best_of_its_group"]
+  assert np.isfinite(rows[-1]["policy/loss"])

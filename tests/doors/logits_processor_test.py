@@ -1,0 +1,87 @@
+"""Logits processors of one's own in a run."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import doors
+
+from jaxrl_llm import register
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.train import build
+
+
+def cooler(distribution, context, accuracy, *, temperature):
+  """Samples closer to the mode where the batch before was right."""
+  del context
+  factor = 1 - 0.5 * accuracy / temperature
+  return distribution._replace(temperature=distribution.temperature * factor)
+
+
+def accuracy(correct, judged):
+  return jnp.sum(correct & judged) / jnp.maximum(jnp.sum(judged), 1)
+
+
+def no_zeros(distribution, context, state):
+  """Forbids the token of '0'."""
+  del context, state
+  changed = distribution.logits.at[:, 2].set(-jnp.inf)
+  return distribution._replace(logits=changed)
+
+
+def register_both():
+  register.logits_processor("no_zeros", no_zeros)
+  register.logits_processor(
+    "cooler", cooler, state=accuracy, initial=np.float32(0.3)
+  )
+
+
+BOTH = {"sampler__processors": ("no_zeros", "cooler")}
+
+
+def test_trains_with_a_correction(model, tmp_path):
+  register_both()
+  rows = doors.train(
+    model, tmp_path / "run", off_policy__correction="truncate", **BOTH
+  )
+  for row in rows[1:]:
+    # The sampler says what it drew from; the trainer scores the policy.
+    assert row["sampler_trainer/logprob_diff_mean"] > 0.01
+    assert 0 < row["correction/weight_mean"] < 1
+  plain = doors.train(model, tmp_path / "plain")
+  assert plain[1]["sampler_trainer/logprob_diff_max"] < 1e-5
+
+
+@pytest.mark.parametrize(
+  ("changes", "why"),
+  [
+    (
+      {},
+      r"processors=.* with config.off_policy.correction='auto': they sample",
+    ),
+    (
+      {"off_policy__proximal": "stored"},
+      r"processors=.* with config.off_policy.proximal='stored': needs the log",
+    ),
+    ({"sampler__processors": ("nope",)}, "config.sampler.processors=.*nope"),
+  ],
+)
+def test_what_does_not_agree_with_the_trainer_is_refused(model, changes, why):
+  register_both()
+  with pytest.raises(InputError, match=why):
+    build.make_run(doors.make_config(model, **BOTH | changes))
+
+
+def test_a_setting_that_there_is_not_is_refused():
+  with pytest.raises(ValueError, match="config.sampler has no setting 'tau'"):
+    register.logits_processor("tau", lambda d, c, s, *, tau: d)
+
+
+def test_an_input_that_there_is_not_is_refused(model):
+  register.logits_processor(
+    "own", no_zeros, state=lambda foo: foo, initial=np.float32(0)
+  )
+  config = doors.make_config(
+    model, sampler__processors=("own",), off_policy__correction="mask"
+  )
+  with pytest.raises(InputError, match="logits processor 'own': .* 'foo'"):
+    build.make_run(config)

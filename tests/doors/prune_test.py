@@ -1,0 +1,92 @@
+"""Responses that a schedule gives up: ARRoL's door."""
+
+import dataclasses
+
+import numpy as np
+from helpers import doors
+
+from jaxrl_llm import metrics, register
+from jaxrl_llm.rollout.schedule import Stop
+from jaxrl_llm.sampling.rules import continuous_batching
+from jaxrl_llm.train import build, loop
+from jaxrl_llm.types import Status
+
+LIMIT = 8
+# With few slots a decode call ends when one is free, and the rule decides.
+PRUNED = {
+  "schedule__stop": "prune",
+  "sampler__max_response_length": 40,
+  "sampler__slots": 4,
+}
+
+
+def pruning(view):
+  """Gives up every other response that is over the limit."""
+  long = view.active & (view.lengths >= LIMIT)
+  stop = np.flatnonzero(long & (np.arange(long.size) % 2 == 0))
+  return continuous_batching(view)._replace(stop=stop.tolist())
+
+
+def register_prune():
+  rule = Stop(
+    groups=lambda wanted, awaited: pruning, responses=lambda count: pruning
+  )
+  register.schedule("prune", rule)
+
+
+def test_steps_go_on(model, tmp_path):
+  register_prune()
+  rows = doors.train(model, tmp_path / "run", **PRUNED)
+  for row in rows[1:]:
+    assert 0 < row["rollout/stopped"] <= 16 and row["reward/errors"] == 0
+    assert row["rollout/truncated_fraction"] == 0
+    assert row["policy/grad_norm"] >= 0 and np.isfinite(row["policy/loss"])
+
+
+def test_windows_hand_them_over_once(model, tmp_path):
+  register_prune()
+  rows = doors.train(
+    model,
+    tmp_path / "run",
+    **PRUNED,
+    schedule__window=20,
+    estimator__name="gae",
+    optimizer__value__mini_batch=8,
+    loss__overlong_filter=False,
+  )
+  assert rows[-1]["rollout/stopped"] > 0
+
+
+def test_no_loss_and_no_baseline_has_them(model):
+  register_prune()
+  run = build.make_run(doors.make_config(model, **PRUNED))
+  states, weights = loop.begin(run)
+  collected = run.worker.collect(
+    states.rollout,
+    states.source,
+    loop._sampled_with(states, weights),
+    metrics.PhaseTimer(),
+  )
+  responses, (judged,) = collected.batch.responses, collected.judged
+  rollout = responses.rollout
+  stopped = rollout.status == Status.STOPPED
+  assert 0 < stopped.sum() < 16 and len(rollout.lengths) == 16
+  np.testing.assert_array_equal(responses.judged, ~stopped)
+  assert [v.error for v in judged.verdicts] == [
+    "stopped" if given_up else None for given_up in stopped
+  ]
+  # Nothing that they wrote is lost.
+  assert rollout.mask.sum() == run.worker.writer.engine.stats.tokens
+  # An update is the same whatever they were worth.
+  experience = []
+  for rewards in (responses.rewards, np.where(stopped, 9.0, responses.rewards)):
+    given = dataclasses.replace(responses, rewards=rewards.astype(np.float32))
+    zeros = np.zeros(rollout.tokens.shape, np.float32)
+    scores = {"old_logprobs": zeros, "entropies": zeros}
+    experience.append(
+      run.learner._experience(given, scores, 0, np.arange(16), size=16)
+    )
+  for name in ("advantages", "policy_mask"):
+    np.testing.assert_array_equal(*(each[name] for each in experience))
+  assert not experience[0]["policy_mask"][stopped].any()
+  assert experience[0]["policy_mask"][~stopped].any()

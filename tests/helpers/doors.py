@@ -1,0 +1,76 @@
+"""Trains a plugin for two steps, and once more from its first checkpoint."""
+
+import contextlib
+import pathlib
+import shutil
+
+import jax.numpy as jnp
+from helpers import tiny_run
+
+from jaxrl_llm import metrics, rewards
+from jaxrl_llm.data import prompt_source
+from jaxrl_llm.learner import choices, estimates
+from jaxrl_llm.rollout import engine, schedule
+from jaxrl_llm.train import build, loop
+
+_TABLES = [
+  choices.ESTIMATORS,
+  choices.LOGITS_PROCESSORS,
+  choices.OWN_MASKS,
+  prompt_source.PROMPT_SOURCES,
+  engine.ENGINES,
+  rewards.GROUP_REWARDS,
+  rewards.REWARDS,
+  schedule.STOPS,
+]
+
+
+@contextlib.contextmanager
+def registered():
+  """What is registered meanwhile is gone afterwards."""
+  before = [dict(table) for table in _TABLES]
+  try:
+    yield
+  finally:
+    for table, known in zip(_TABLES, before):
+      table.clear()
+      table.update(known)
+
+
+def by_example(token_rewards, mask, example_id, judged):
+  """Rewards less their mean over all judged responses to an example."""
+  rewards = estimates.outcome(token_rewards)
+  same = (example_id[:, None] == example_id[None]) & judged[None]
+  total = jnp.sum(jnp.where(same, rewards[None], 0.0), axis=1)
+  mean = total / jnp.maximum(jnp.sum(same, axis=1), 1)
+  return estimates.per_token(rewards - mean, mask)
+
+
+def make_config(model: pathlib.Path, **changes):
+  """Four groups of four without a critic."""
+  settings = {
+    "estimator__name": "group",
+    "loss__nll_coefficient": 0.0,
+    "value__pretrain_steps": 0,
+    "data__prompts_per_step": 4,
+    "optimizer__policy__mini_batch": 8,
+    "eval__problems": 2,
+    "run__steps": 2,
+  }
+  return tiny_run.make_config(model, **settings | changes)
+
+
+def train(model: pathlib.Path, folder: pathlib.Path, **changes) -> list[dict]:
+  """Trains two steps; returns the rows of metrics.
+
+  The second step, resumed from the first one, must be the same.
+  """
+  run = build.make_run(make_config(model, **changes))
+  assert loop.train(run, folder) == 0
+  resumed = shutil.copytree(folder, folder.with_name(f"{folder.name} resumed"))
+  assert loop.train(run, resumed, step=1) == 0
+  rows = metrics.read_rows(folder / "metrics.jsonl")
+  assert [row["step"] for row in rows] == [0, 1, 2]
+  assert all(row["policy/skipped"] == 0 for row in rows[1:])
+  assert tiny_run.comparable(resumed) == tiny_run.comparable(folder)
+  return rows

@@ -1,0 +1,111 @@
+"""Logits processors of one's own, in the engine."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.tiny_engine import (
+  COMPILED,
+  SETTINGS,
+  STOP,
+  assert_same_responses,
+  engine,
+  expected,
+  generate,
+  make_engine,
+)
+
+from jaxrl_llm.sampling import Engine, SamplingSettings, prompt_lookup
+from jaxrl_llm.sampling.processors import LogitsProcessor
+
+
+def scale(distribution, context, factor):
+  """Scales the temperature of every token."""
+  shape = distribution.temperature.shape
+  assert distribution.logits.shape == (*shape, 67)
+  assert context.index.shape == context.min_tokens.shape == shape
+  return distribution._replace(temperature=distribution.temperature * factor)
+
+
+def forbid(distribution, context, state):
+  """Forbids even tokens at even indices, and a stop before the fourth token."""
+  assert state is None
+  even = (jnp.arange(67) % 2 == 0)[None] & (context.index % 2 == 0)[:, None]
+  early = (context.index < 4)[:, None]
+  stops = jnp.isin(jnp.arange(67), context.stop_tokens)[None]
+  logits = jnp.where(even | (early & stops), -jnp.inf, distribution.logits)
+  return distribution._replace(logits=logits)
+
+
+class TestStateful:
+  def test_follows_its_state_and_is_off_without_one(self):
+    own = make_engine(processors={"scale": LogitsProcessor(scale, True)})
+    assert_same_responses(generate(own), expected())
+    half = {"scale": np.float32(0.5)}
+    got = generate(own, processor_states=half)
+    halved = dataclasses.replace(SETTINGS, temperature=0.45)
+    assert_same_responses(got, generate(settings=halved))
+    compiled = len(COMPILED)
+    generate(own, processor_states={"scale": np.float32(0.7)})
+    assert len(COMPILED) == compiled
+
+
+class TestStateless:
+  @pytest.mark.parametrize("drafts", [False, True])
+  def test_applies_to_every_token(self, drafts):
+    config = dataclasses.replace(
+      engine().config, num_draft_tokens=3 if drafts else 0
+    )
+    own = Engine(
+      engine().fns,
+      config,
+      processors={"forbid": LogitsProcessor(forbid)},
+      drafter=prompt_lookup() if drafts else None,
+    )
+    out = generate(own, settings=SamplingSettings())
+    place = np.arange(out.tokens.shape[1])[None]
+    there = place < out.lengths[:, None]
+    assert (out.tokens[there & (place % 2 == 0)] % 2 == 1).all()
+    assert not np.isin(out.tokens[:, :4], STOP).any()
+    assert (out.tokens[there & (place % 2 == 1)] % 2 == 0).any()
+
+  def test_logprobs_are_those_of_the_changed_distribution(self):
+    def only_two(distribution, context, state):
+      del context, state
+      kept = jnp.isin(jnp.arange(67), jnp.asarray([20, 30]))[None]
+      logits = jnp.where(kept, distribution.logits, -jnp.inf)
+      return distribution._replace(logits=logits)
+
+    own = make_engine(processors={"two": LogitsProcessor(only_two)})
+    got = generate(own, settings=SamplingSettings())
+    bias = dict.fromkeys(set(range(67)) - {20, 30}, -np.inf)
+    assert_same_responses(
+      got, generate(settings=SamplingSettings(logit_bias=bias))
+    )
+
+  def test_the_order_is_that_of_the_mapping(self):
+    def sharpen(distribution, context, state):
+      del context, state
+      return distribution._replace(logits=2 * distribution.logits)
+
+    def shift(distribution, context, state):
+      del context, state
+      changed = distribution.logits.at[:, 5].add(3.0)
+      return distribution._replace(logits=changed)
+
+    processors = [
+      ("sharpen", LogitsProcessor(sharpen)),
+      ("shift", LogitsProcessor(shift)),
+    ]
+    settings = SamplingSettings(temperature=0.5, logit_bias={5: 1.5})
+    first = generate(
+      make_engine(processors=dict(processors)), settings=SamplingSettings()
+    )
+    assert_same_responses(first, generate(settings=settings))
+    settings = dataclasses.replace(settings, logit_bias={5: 3.0})
+    last = generate(
+      make_engine(processors=dict(reversed(processors))),
+      settings=SamplingSettings(),
+    )
+    assert_same_responses(last, generate(settings=settings))
