@@ -166,8 +166,8 @@ class TestRun:
   def test_every_update_is_one_program(self, run, whole):
     del whole
     learner = run.learner
-    assert learner.policy.update._cache_size() == 1
-    assert learner.critic.update._cache_size() == 1
+    assert learner.policy.update.whole._cache_size() == 1
+    assert learner.critic.update.whole._cache_size() == 1
     assert learner.policy.score._cache_size() == 1
     assert learner.critic.score._cache_size() == 1
 

@@ -1,8 +1,6 @@
 """Windowed rollouts as the trainer does them: each token once, by slots."""
 
 import collections
-import copy
-import dataclasses
 
 import chex
 import jax
@@ -111,20 +109,18 @@ class TestEveryTokenOnce:
     [(lambda b: b[:-1], "hold 16, 16 of"), (lambda b: [*b, b[-1]], "hold 48,")],
     ids=["lost", "doubled"],
   )
-  def test_a_fault_stops_the_run(self, run, role, fault, said):
-    learner = copy.copy(run.learner)
+  def test_a_fault_stops_the_run(self, run, role, fault, said, monkeypatch):
+    right = Packer.mini_batches
 
-    class Faulty(Packer):
-      def mini_batches(self, name, rollout, rows, rng=None):
-        batches = super().mini_batches(name, rollout, rows, rng)
-        # Without rng they are only scored.
-        wrong = rng is not None and name == role
-        return fault(batches) if wrong else batches
+    def mini_batches(packer, name, rollout, rows, rng=None):
+      batches = right(packer, name, rollout, rows, rng)
+      # Without rng they are only scored.
+      wrong = rng is not None and name == role
+      return fault(batches) if wrong else batches
 
-    capacity = learner.settings.max_tokens_per_row
-    learner._packer = Faulty(learner.members, capacity)
+    monkeypatch.setattr(Packer, "mini_batches", mini_batches)
     # All end at once, so that there are two mini-batches of both.
-    chosen = whole_responses(dataclasses.replace(run, learner=learner))
+    chosen = whole_responses(run)
     with pytest.raises(
       RuntimeError, match=f"32 responses .* trained on once, .* {said}"
     ):
