@@ -92,14 +92,11 @@ class TestCommandLine:
       (["--config=vappo"], ["give a file or one of areal", "vapo, vc_ppo"]),
       ([VAPO, "--config.run.steps=four"], ["=four: give a whole number"]),
       ([VAPO, "--config.loss.clip_low=low"], ["=low: give a number"]),
+      ([VAPO, "--config.loss.clip_low=2.0"], ["=2.0 must be in [0, 0.9999"]),
     ],
   )
   def test_is_refused_at_once(self, arguments, parts):
     assert_one_line(run_script(*arguments), *parts)
-
-  def test_a_setting_out_of_range(self):
-    text = run_script(VAPO, "--config.loss.clip_low=2.0")
-    assert_one_line(text, "config.loss.clip_low=2.0 must be in [0, 0.999999]")
 
   def test_settings_that_contradict_each_other(self, tmp_path):
     flags = ["--config.schedule.window=99", f"--workdir={tmp_path / 'run'}"]
@@ -147,10 +144,6 @@ class TestSettings:
     ("changes", "parts"),
     [
       (
-        {"optimizer__policy__mini_batch": 10},
-        ["mini_batch=10: must divide the batch of 32"],
-      ),
-      (
         {"optimizer__value__mini_batch": 10},
         ["optimizer.value.mini_batch=10: must divide the batch of 32"],
       ),
@@ -169,12 +162,10 @@ class TestSettings:
           "are 8",
         ],
       ),
-      ({"mesh__fsdp": 3, "mesh__data": 4}, ["needs 12 devices"]),
       (
         {"mesh__data": 4},
         ["optimizer.policy.micro_batch_size=2 must be a multiple of", "= 4"],
       ),
-      ({"mesh__data": 0}, ["mesh data=0"]),
       ({"data__source": "jsonl"}, ["source 'jsonl' needs data.path"]),
       (
         {"data__source": "jsonl", "data__path": "x", "data__split": "test"},
@@ -280,11 +271,6 @@ class TestSettings:
       scaled.data.path = "some.jsonl"
     validate(scaled)
 
-  def test_unknown_keys_are_errors(self):
-    config = config_lib.default_config()
-    with pytest.raises((AttributeError, KeyError)):
-      config.run.stepz = 3
-
 
 class TestModel:
   def start(self, model):
@@ -295,38 +281,32 @@ class TestModel:
     with refused(tmp_path / "none", "no such directory"):
       self.start(tmp_path / "none")
 
-  def test_missing_weights(self, copied):
-    (copied / "model.safetensors").unlink()
-    with refused(copied, "safetensors"):
-      self.start(copied)
-
-  def test_damaged_weights(self, copied):
-    file = copied / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    with refused(file):
+  @pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+      ("model.safetensors", None, "safetensors"),
+      ("model.safetensors", lambda data: data[:-100], "model.safetensors"),
+      ("config.json", lambda data: b"{", "config.json"),
+      (
+        "config.json",
+        lambda data: data.replace(b'"llama"', b'"mamba"'),
+        "config.json: key 'model_type' is 'mamba'",
+      ),
+      ("tokenizer.json", None, "tokenizer.json"),
+    ],
+  )
+  def test_a_file_that_is_missing_or_damaged(self, copied, file, text, said):
+    data = (copied / file).read_bytes()
+    (copied / file).unlink()
+    if text is not None:
+      (copied / file).write_bytes(text(data))
+    with refused(copied, said):
       self.start(copied)
 
   @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "w.pkl"])
   def test_pickled_weights(self, copied, name):
     (copied / "model.safetensors").rename(copied / name)
     with refused(copied, "safetensors"):
-      self.start(copied)
-
-  def test_unknown_architecture(self, copied):
-    file = copied / "config.json"
-    values = json.loads(file.read_text())
-    file.write_text(json.dumps(values | {"model_type": "mamba"}))
-    with refused(file, "mamba"):
-      self.start(copied)
-
-  def test_damaged_config(self, copied):
-    (copied / "config.json").write_text("{")
-    with refused(copied / "config.json"):
-      self.start(copied)
-
-  def test_missing_tokenizer(self, copied):
-    (copied / "tokenizer.json").unlink()
-    with refused(copied, "tokenizer.json"):
       self.start(copied)
 
 

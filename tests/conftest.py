@@ -26,8 +26,13 @@ import pytest  # noqa: E402
 from absl import flags  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# A key is drawn from once. fold_in and split leave theirs for more of them.
-jax.config.update("jax_debug_key_reuse", True)
+
+
+def pytest_configure(config):
+  # A key is drawn from once. fold_in and split leave theirs for more of them.
+  # A checked call takes the slow path through Python, which slow tests, whose
+  # functions are those of the quick ones, are spared.
+  jax.config.update("jax_debug_key_reuse", config.option.markexpr != "slow")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,4 +1,4 @@
-"""Every test runs under JAX's check that no key is drawn from twice."""
+"""Every quick test runs under JAX's check that no key is drawn from twice."""
 
 import jax
 import jax.numpy as jnp

@@ -1,7 +1,7 @@
 """Recipes at the door: what contradicts itself is refused, the rest trains."""
 
+import ast
 import itertools
-import pathlib
 
 import numpy as np
 import pytest
@@ -15,16 +15,116 @@ from jaxrl_llm.learner.choices import has_critic
 from jaxrl_llm.train import build, constraints, loop
 from jaxrl_llm.train.validation import validate
 
-ROOT = pathlib.Path(__file__).parents[1]
-WINDOWED = {"schedule.window": 16}
-GROUPED = {"estimator.name": "group", "value.pretrain_steps": 0}
 BATCH = config_lib.batch_size(load("vapo"))
-STREAMING = {
-  "schedule.streaming": True,
-  "loss.nll_coefficient": 0.0,
-  "optimizer.policy.mini_batch": BATCH,
-  "optimizer.value.mini_batch": BATCH,
+# Words of the table below that stand for several settings.
+SHORT = {
+  "window": "schedule.window=16",
+  "no_critic": "value.pretrain_steps=0",
+  "grouped": "estimator.name=group value.pretrain_steps=0",
+  "single": "data.group_size=1 data.prompts_per_step=512",
+  "streaming": "schedule.streaming=True loss.nll_coefficient=0.0"
+  f" optimizer.policy.mini_batch={BATCH} optimizer.value.mini_batch={BATCH}",
 }
+# Changes of VAPO's config, each fine alone: keys and words of the refusal.
+TABLE = """\
+sampler.mesh.fsdp=2: sampler.mesh.data, sampler.mesh.fsdp
+window grouped: schedule.window, estimator.name
+window estimator.name=reward_to_go no_critic: schedule.window, estimator.name
+schedule.window=65: schedule.window, sampler.max_response_length, exceed
+window schedule.dynamic_sampling=True: \
+  schedule.window, schedule.dynamic_sampling
+reward.name=environment: reward.name, environment.name
+streaming schedule.lag=1: schedule.streaming, schedule.lag
+streaming run.replay_every=5: \
+  schedule.streaming, run.replay_every, second update
+streaming optimizer.value.epochs=2: \
+  schedule.streaming, optimizer.value.epochs, one update
+streaming estimator.normalize=whiten: \
+  schedule.streaming, estimator.normalize, whole batch
+grouped estimator.gamma=0.9: estimator.gamma, estimator.name, has no discount
+estimator.name=token_group estimator.gamma=0.9 no_critic: \
+  estimator.gamma, estimator.name, has no discount
+estimator.name=optimal_baseline estimator.gamma=0.9 no_critic: \
+  estimator.gamma, estimator.name, has no discount
+loss.name=gspo loss.dual_clip=3.0: loss.dual_clip, loss.name, no dual clip
+loss.name=cispo loss.dual_clip=3.0: loss.dual_clip, loss.name, no dual clip
+loss.name=policy_gradient loss.dual_clip=3.0: \
+  loss.dual_clip, loss.name, no dual clip
+streaming sampler.drafter=prompt_lookup: sampler.drafter, schedule.streaming
+sampler.drafter=quantized_copy schedule.stop=first_groups: \
+  sampler.drafter, schedule.stop
+environment.name=calculator environment.rewards=turns: \
+  environment.rewards, reward.name
+schedule.over_provision=1.5: schedule.over_provision, schedule.stop
+window estimator.normalize=whiten: schedule.window, estimator.normalize
+window estimator.boundary=zero: schedule.window, estimator.boundary
+window estimator.gamma=0.99: estimator.boundary, estimator.gamma
+window loss.overlong_filter=True: schedule.window, loss.overlong_filter
+grouped single: data.group_size, estimator.name
+single estimator.name=token_group no_critic: data.group_size, estimator.name
+single estimator.name=reward_to_go no_critic: data.group_size, estimator.name
+single estimator.name=optimal_baseline no_critic: \
+  data.group_size, estimator.name
+single schedule.dynamic_sampling=True: \
+  data.group_size, schedule.dynamic_sampling
+grouped estimator.center=none: estimator.name, estimator.center
+estimator.drop_pivot=True estimator.center=median: \
+  estimator.drop_pivot, estimator.name
+grouped estimator.drop_pivot=True: estimator.drop_pivot, estimator.center
+grouped estimator.drop_pivot=True estimator.center=median: \
+  estimator.drop_pivot, data.group_size
+estimator.name=group: value.pretrain_steps, estimator.name
+grouped value.reward_model_steps=3: value.reward_model_steps, estimator.name
+off_policy.correction=truncate off_policy.proximal=stored: \
+  off_policy.correction, off_policy.proximal
+off_policy.correction=mask off_policy.proximal=stored: \
+  off_policy.correction, off_policy.proximal
+off_policy.proximal=interpolate loss.name=gspo: off_policy.proximal, loss.name
+off_policy.proximal=interpolate off_policy.correction=mask: \
+  off_policy.proximal, off_policy.correction
+off_policy.proximal=interpolate \
+  off_policy.correction=truncate off_policy.level=sequence: \
+  off_policy.proximal, off_policy.level
+off_policy.correction=none off_policy.proximal=ewma: \
+  off_policy.correction, off_policy.proximal
+off_policy.keep_weights=float32 schedule.lag=1 \
+  off_policy.proximal=interpolate: off_policy.keep_weights, off_policy.proximal
+off_policy.keep_weights=float32 schedule.lag=1 off_policy.correction=none: \
+  off_policy.keep_weights, off_policy.correction
+off_policy.keep_weights=float32 schedule.lag=0: \
+  off_policy.keep_weights, schedule.lag
+loss.name=gspo off_policy.proximal=ewma: loss.name, off_policy.proximal
+loss.name=policy_gradient off_policy.proximal=stored: \
+  loss.name, off_policy.proximal
+off_policy.ess_scale=True off_policy.proximal=stored: \
+  off_policy.ess_scale, off_policy.proximal
+off_policy.ess_scale=True off_policy.proximal=interpolate: \
+  off_policy.ess_scale, off_policy.proximal
+estimator.name=optimal_baseline off_policy.proximal=stored no_critic: \
+  estimator.name, off_policy.proximal
+loss.name=hapo off_policy.proximal=stored: loss.name, off_policy.proximal
+sampler.entropy_tau=0.1 off_policy.proximal=stored: \
+  sampler.entropy_tau, off_policy.proximal
+loss.kl_coefficient=0.1 loss.kl_reward_coefficient=0.2: \
+  loss.kl_coefficient, loss.kl_reward_coefficient
+loss.norm=100: loss.norm, loss.mode
+reward.overlong_buffer=65: reward.overlong_buffer, sampler.max_response_length
+"""
+
+
+def read(text):
+  """Settings of a row of the table; the last of a key counts."""
+  words = " ".join(SHORT.get(word, word) for word in text.split()).split()
+  return {
+    key: value(text) for key, _, text in (w.partition("=") for w in words)
+  }
+
+
+def value(text):
+  try:
+    return ast.literal_eval(text)
+  except ValueError:
+    return text
 
 
 def changed(changes, base="vapo"):
@@ -33,193 +133,9 @@ def changed(changes, base="vapo"):
   return config
 
 
-# (changes of VAPO's config, keys and words of the refusal): two settings that
-# are fine alone.
 CONTRADICTIONS = [
-  ({"sampler.mesh.fsdp": 2}, "sampler.mesh.data, sampler.mesh.fsdp"),
-  (WINDOWED | GROUPED, "schedule.window, estimator.name"),
-  (
-    WINDOWED | {"estimator.name": "reward_to_go", "value.pretrain_steps": 0},
-    "schedule.window, estimator.name",
-  ),
-  (
-    {"schedule.window": 65},
-    "schedule.window, sampler.max_response_length, exceed",
-  ),
-  (
-    WINDOWED | {"schedule.dynamic_sampling": True},
-    "schedule.window, schedule.dynamic_sampling",
-  ),
-  ({"reward.name": "environment"}, "reward.name, environment.name"),
-  (STREAMING | {"schedule.lag": 1}, "schedule.streaming, schedule.lag"),
-  (
-    STREAMING | {"run.replay_every": 5},
-    "schedule.streaming, run.replay_every, second update",
-  ),
-  (
-    STREAMING | {"optimizer.value.epochs": 2},
-    "schedule.streaming, optimizer.value.epochs, one update",
-  ),
-  (
-    STREAMING | {"estimator.normalize": "whiten"},
-    "schedule.streaming, estimator.normalize, whole batch",
-  ),
-  *(
-    (
-      GROUPED | {"estimator.name": name, "estimator.gamma": 0.9},
-      "estimator.gamma, estimator.name, has no discount",
-    )
-    for name in ("group", "token_group", "optimal_baseline")
-  ),
-  *(
-    (
-      {"loss.name": name, "loss.dual_clip": 3.0},
-      "loss.dual_clip, loss.name, no dual clip",
-    )
-    for name in ("gspo", "cispo", "policy_gradient")
-  ),
-  (
-    STREAMING | {"sampler.drafter": "prompt_lookup"},
-    "sampler.drafter, schedule.streaming",
-  ),
-  (
-    {"sampler.drafter": "quantized_copy", "schedule.stop": "first_groups"},
-    "sampler.drafter, schedule.stop",
-  ),
-  (
-    {"environment.name": "calculator", "environment.rewards": "turns"},
-    "environment.rewards, reward.name",
-  ),
-  ({"schedule.over_provision": 1.5}, "schedule.over_provision, schedule.stop"),
-  (
-    WINDOWED | {"estimator.normalize": "whiten"},
-    "schedule.window, estimator.normalize",
-  ),
-  (
-    WINDOWED | {"estimator.boundary": "zero"},
-    "schedule.window, estimator.boundary",
-  ),
-  (WINDOWED | {"estimator.gamma": 0.99}, "estimator.boundary, estimator.gamma"),
-  (
-    WINDOWED | {"loss.overlong_filter": True},
-    "schedule.window, loss.overlong_filter",
-  ),
-  *(
-    (
-      {
-        "estimator.name": name,
-        "value.pretrain_steps": 0,
-        "data.group_size": 1,
-        "data.prompts_per_step": 512,
-      },
-      "data.group_size, estimator.name",
-    )
-    for name in ("group", "token_group", "reward_to_go", "optimal_baseline")
-  ),
-  (
-    {
-      "schedule.dynamic_sampling": True,
-      "data.group_size": 1,
-      "data.prompts_per_step": 512,
-    },
-    "data.group_size, schedule.dynamic_sampling",
-  ),
-  (GROUPED | {"estimator.center": "none"}, "estimator.name, estimator.center"),
-  (
-    {"estimator.drop_pivot": True, "estimator.center": "median"},
-    "estimator.drop_pivot, estimator.name",
-  ),
-  (
-    GROUPED | {"estimator.drop_pivot": True},
-    "estimator.drop_pivot, estimator.center",
-  ),
-  (
-    GROUPED | {"estimator.drop_pivot": True, "estimator.center": "median"},
-    "estimator.drop_pivot, data.group_size",
-  ),
-  ({"estimator.name": "group"}, "value.pretrain_steps, estimator.name"),
-  (
-    GROUPED | {"value.reward_model_steps": 3},
-    "value.reward_model_steps, estimator.name",
-  ),
-  *(
-    (
-      {"off_policy.correction": kind, "off_policy.proximal": "stored"},
-      "off_policy.correction, off_policy.proximal",
-    )
-    for kind in ("truncate", "mask")
-  ),
-  (
-    {"off_policy.proximal": "interpolate", "loss.name": "gspo"},
-    "off_policy.proximal, loss.name",
-  ),
-  (
-    {"off_policy.proximal": "interpolate", "off_policy.correction": "mask"},
-    "off_policy.proximal, off_policy.correction",
-  ),
-  (
-    {
-      "off_policy.proximal": "interpolate",
-      "off_policy.correction": "truncate",
-      "off_policy.level": "sequence",
-    },
-    "off_policy.proximal, off_policy.level",
-  ),
-  (
-    {"off_policy.correction": "none", "off_policy.proximal": "ewma"},
-    "off_policy.correction, off_policy.proximal",
-  ),
-  *(
-    (
-      {"off_policy.keep_weights": "float32", "schedule.lag": 1, key: value},
-      f"off_policy.keep_weights, {key}",
-    )
-    for key, value in (
-      ("off_policy.proximal", "interpolate"),
-      ("off_policy.correction", "none"),
-      ("schedule.lag", 0),
-    )
-  ),
-  (
-    {"loss.name": "gspo", "off_policy.proximal": "ewma"},
-    "loss.name, off_policy.proximal",
-  ),
-  (
-    {"loss.name": "policy_gradient", "off_policy.proximal": "stored"},
-    "loss.name, off_policy.proximal",
-  ),
-  *(
-    (
-      {"off_policy.ess_scale": True, "off_policy.proximal": name},
-      "off_policy.ess_scale, off_policy.proximal",
-    )
-    for name in ("stored", "interpolate")
-  ),
-  (
-    {
-      "estimator.name": "optimal_baseline",
-      "value.pretrain_steps": 0,
-      "off_policy.proximal": "stored",
-    },
-    "estimator.name, off_policy.proximal",
-  ),
-  (
-    {"loss.name": "hapo", "off_policy.proximal": "stored"},
-    "loss.name, off_policy.proximal",
-  ),
-  (
-    {"sampler.entropy_tau": 0.1, "off_policy.proximal": "stored"},
-    "sampler.entropy_tau, off_policy.proximal",
-  ),
-  (
-    {"loss.kl_coefficient": 0.1, "loss.kl_reward_coefficient": 0.2},
-    "loss.kl_coefficient, loss.kl_reward_coefficient",
-  ),
-  ({"loss.norm": 100}, "loss.norm, loss.mode"),
-  (
-    {"reward.overlong_buffer": 65},
-    "reward.overlong_buffer, sampler.max_response_length",
-  ),
+  (read(changes), said.strip())
+  for changes, _, said in (row.partition(":") for row in TABLE.splitlines())
 ]
 
 

@@ -1,4 +1,4 @@
-"""remainder: exact countdowns, a long tail, held-out problems, the mixture."""
+"""remainder: exact countdowns, a long tail, the noisy mixture."""
 
 import collections
 import re
@@ -8,9 +8,7 @@ import pretraining
 import pytest
 
 from jaxrl_llm import rewards
-from jaxrl_llm.data import remainder, sources, tasks
-
-QUESTIONS = ["37-6?", "4-4?", "32-5?", "63-6?", "21-4?", "19-4?"]
+from jaxrl_llm.data import remainder, tasks
 
 
 def problems(n, **settings):
@@ -76,21 +74,6 @@ class TestRemainderProblem:
 
 
 class TestRemainder:
-  def test_index_alone_decides(self):
-    forward = problems(50, seed=5)
-    source = remainder.Remainder(seed=5)
-    assert [source.problem(i) for i in reversed(range(50))] == forward[::-1]
-    assert problems(50, seed=6) != forward
-    example = source[np.int64(7)]
-    assert example.question == forward[7].question
-    assert example.id == "remainder-train-7"
-    assert example.source == "remainder/train"
-
-  def test_golden_problems(self):
-    # The shipped base model and published curves depend on these.
-    found = problems(3) + problems(3, split="eval")
-    assert [p.question for p in found] == QUESTIONS
-
   @pytest.mark.parametrize("tail", [0.0, 0.7, 2.0])
   def test_number_of_operations_has_the_tail(self, tail):
     # One problem held out, so that the shares are those that are drawn.
@@ -106,47 +89,6 @@ class TestRemainder:
     assert 15 <= np.median(lengths) <= 32
     assert np.quantile(lengths, 0.99) > 200
     assert max(lengths) <= longest_solution(32)
-
-  def test_evaluation_is_fixed_and_distinct(self):
-    source = remainder.Remainder(split="eval", seed=1)
-    questions = [source[i].question for i in range(len(source))]
-    assert len(set(questions)) == len(questions) == 200
-    other = remainder.Remainder(split="eval", seed=2)
-    assert [other[i].question for i in range(200)] == questions
-
-  @pytest.mark.parametrize("seed", range(3))
-  @pytest.mark.parametrize(
-    "settings", [{}, {"max_ops": 2, "eval_size": 20}, {"tail": 2.0}]
-  )
-  def test_no_training_index_asks_an_evaluation_problem(self, settings, seed):
-    evaluation = remainder.Remainder(split="eval", **settings)
-    held_out = {evaluation[i].question for i in range(len(evaluation))}
-    drawn = {p.question for p in problems(3000, seed=seed, **settings)}
-    assert len(held_out) == len(evaluation) and not held_out & drawn
-    free = {p.question for p in problems(3000, **settings | {"eval_size": 1})}
-    assert len(held_out & free) > len(held_out) / 4
-
-  @pytest.mark.parametrize(
-    "settings, match",
-    [
-      ({"split": "test"}, "split must be"),
-      ({"max_ops": 0}, "max_ops must be in 1..32, got 0"),
-      ({"max_ops": 33}, "max_ops must be in 1..32, got 33"),
-      ({"tail": -1.0}, "tail must be in"),
-      ({"tail": float("nan")}, "tail must be in"),
-      ({"seed": -1}, "seed"),
-      ({"eval_size": 0}, "eval_size"),
-      # 42 divisions end after one line, and training needs one.
-      ({"max_ops": 1, "eval_size": 42}, "eval_size=42 is too large"),
-    ],
-  )
-  def test_settings_out_of_range(self, settings, match):
-    with pytest.raises(ValueError, match=match):
-      remainder.Remainder(**settings)
-
-  def test_is_a_source_by_name(self):
-    source = sources.make_source("remainder", {"max_ops": 30}, split="eval")
-    assert isinstance(source, remainder.Remainder) and len(source) == 200
 
 
 class TestNoisySolution:
@@ -218,7 +160,3 @@ class TestNoisySolution:
     long = [right(s, p) for p, s in drawn if p.operations > 12]
     short = [right(s, p) for p, s in drawn if p.operations <= 12]
     assert abs(np.mean(long) - np.mean(short)) < 0.06
-
-  def test_shares_must_sum_to_one(self):
-    with pytest.raises(ValueError, match="sum to 1"):
-      self.draw(1, direct=0.5)

@@ -137,9 +137,9 @@ def test_killed_at_every_place_in_turn(run, tmp_path):
 def test_killed_at_any_moment(run, tmp_path):
   model, whole, seconds = run
   rng = random.Random(3)
-  each = [((), seconds * rng.uniform(0.3, 0.9)) for _ in range(10)]
+  each = [((), seconds * rng.uniform(0.3, 0.9)) for _ in range(4)]
   kills, left = kill(model, whole, tmp_path / "broken", each)
-  assert kills >= 8 and left == {"5", "6"}
+  assert kills >= 3 and left == {"5", "6"}
 
 
 if __name__ == "__main__":  # kill_test.py KILLS SEED

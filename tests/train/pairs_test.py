@@ -1,6 +1,6 @@
 """Pairs of features, trained for three steps and resumed after the first.
 
-A case is a random method with four features that its config accepts, so six
+A case is a random method with six features that its config accepts, so 15
 pairs of features; cases are drawn such that new pairs come first. Whatever
 the features, each response reaches each loss that it should exactly once,
 losses are over the policy's own tokens, their weights sum as the mode says,
@@ -32,8 +32,8 @@ from jaxrl_llm.train import build, loop, validation
 STEPS = 3
 PROMPTS, GROUP = 4, 4
 BATCH = PROMPTS * GROUP
-SIZE = 4  # Features of a case.
-QUICK, SLOW = 4, 28
+SIZE = 6  # Features of a case.
+QUICK, SLOW = 2, 11
 
 # Name -> settings that switch the feature on.
 FEATURES = {

@@ -329,22 +329,3 @@ class TestSettings:
     assert "\n" not in str(error.value)
     for part in parts:
       assert part in str(error.value)
-
-  @pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-      (
-        {"sampler__mesh__fsdp": 2},
-        "config.sampler.mesh.data=0 with config.sampler.mesh.fsdp=2 with",
-      ),
-      ({"sampler__mesh__data": -2}, "config.sampler.mesh.data=-2 must be in"),
-      ({"sampler__mesh__tensor": 0}, "config.sampler.mesh.tensor=0 must be"),
-      (
-        {"sampler__parity_check_every": -1},
-        "config.sampler.parity_check_every=-1 must be",
-      ),
-    ],
-  )
-  def test_sizes_out_of_range_are_refused(self, model, changes, message):
-    with pytest.raises(InputError, match=message):
-      build.make_run(tiny_run.make_config(model, **changes))

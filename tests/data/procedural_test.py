@@ -1,0 +1,109 @@
+"""What chain_sum and remainder share: seeds, splits, refusals, names."""
+
+import numpy as np
+import pretraining
+import pytest
+
+from jaxrl_llm.data import remainder, sources, tasks
+
+TASKS = {"chain_sum": tasks.ChainSum, "remainder": remainder.Remainder}
+# Of training and evaluation: shipped base models and curves depend on them.
+GOLDEN = {
+  "chain_sum": "6+1-5+6+3+8+1? 5-2+5+2+2-4+9? 6-3-2?"
+  " 5-5+9-6+1+9+1? 7-1+1+5-4+2? 2+2-1-3?",
+  "remainder": "37-6? 4-4? 32-5? 63-6? 21-4? 19-4?",
+}
+# One held-out problem too many: training needs one of 126 sums of two numbers,
+# and of 42 divisions that end after one line.
+FULL = {"chain_sum": 126, "remainder": 42}
+SETTINGS = [
+  *(("chain_sum", x) for x in ({}, {"max_ops": 2}, {"min_ops": 3})),
+  ("chain_sum", {"max_ops": 1, "eval_size": 100}),
+  *(("remainder", x) for x in ({}, {"tail": 2.0})),
+  ("remainder", {"max_ops": 2, "eval_size": 20}),
+]
+either = pytest.mark.parametrize("task", TASKS)
+
+
+def questions(task, n, **settings):
+  source = TASKS[task](**settings)
+  return [source[i].question for i in range(n)]
+
+
+@either
+def test_index_alone_decides(task):
+  forward, source = questions(task, 50, seed=5), TASKS[task](seed=5)
+  assert [source[i].question for i in reversed(range(50))] == forward[::-1]
+  assert questions(task, 50, seed=6) != forward
+  example = source[np.int64(7)]
+  assert example.question == forward[7]
+  assert (example.id, example.source) == (f"{task}-train-7", f"{task}/train")
+
+
+@either
+def test_golden_problems(task):
+  found = questions(task, 3) + questions(task, 3, split="eval")
+  assert found == GOLDEN[task].split()
+
+
+@either
+def test_evaluation_is_fixed_and_distinct(task):
+  held_out = questions(task, 200, split="eval", seed=1)
+  assert len(TASKS[task](split="eval")) == len(set(held_out)) == 200
+  assert questions(task, 200, split="eval", seed=2) == held_out
+  assert questions(task, 200, split="eval", eval_size=210) == held_out
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("task", "settings"), SETTINGS)
+def test_no_training_index_asks_an_evaluation_problem(task, settings, seed):
+  evaluation = TASKS[task](split="eval", **settings)
+  held_out = {example.question for example in evaluation}
+  drawn = questions(task, 3000, seed=seed, **settings)
+  assert len(held_out) == len(evaluation) and not held_out.intersection(drawn)
+
+
+def test_evaluation_problems_would_be_drawn_often():
+  settings = {"max_ops": 2, "eval_size": 20}
+  held_out = set(questions("remainder", 20, split="eval", **settings))
+  free = questions("remainder", 3000, **settings | {"eval_size": 1})
+  assert len(held_out.intersection(free)) > 5
+
+
+@pytest.mark.parametrize(
+  ("task", "settings", "said"),
+  [
+    *((task, {"split": "test"}, "split must be") for task in TASKS),
+    *((task, {"seed": -1}, "seed") for task in TASKS),
+    *((task, {"eval_size": 0}, "eval_size") for task in TASKS),
+    *(
+      (task, {"max_ops": 1, "eval_size": size}, f"={size} is too large")
+      for task, size in FULL.items()
+    ),
+    ("chain_sum", {"min_ops": 0}, "min_ops=0"),
+    ("chain_sum", {"min_ops": 4, "max_ops": 3}, "max_ops=3"),
+    *(
+      ("remainder", {"max_ops": n}, f"max_ops must be in 1..32, got {n}")
+      for n in (0, 33)
+    ),
+    *(("remainder", {"tail": x}, "tail must be in") for x in (-1.0, np.nan)),
+  ],
+)
+def test_settings_out_of_range(task, settings, said):
+  with pytest.raises(ValueError, match=said):
+    TASKS[task](**settings)
+
+
+@either
+def test_is_a_source_by_name(task):
+  source = sources.make_source(task, {"max_ops": 30}, split="eval")
+  assert isinstance(source, TASKS[task]) and len(source) == 200
+
+
+@either
+def test_shares_of_noise_must_sum_to_one(task):
+  problem = TASKS[task]().problem(0)
+  with pytest.raises(ValueError, match="sum to 1"):
+    pretraining.noisy_solution(
+      np.random.default_rng(0), problem, max_length=64, direct=0.5
+    )
