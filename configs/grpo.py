@@ -11,7 +11,7 @@ the preset too. The paper does not state its clip range.
 
     python scripts/train.py --config=configs/grpo.py[:PRESET]
 
-Presets (see jaxrl_llm/presets.py): none (embedded, CPU), long_tail,
+Presets (see jaxrl_llm/config/presets.py): none (embedded, CPU), long_tail,
 smollm2, gsm8k, qwen2.5-1.5b, qwen2.5-7b, qwen2.5-32b.
 """
 

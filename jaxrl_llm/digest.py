@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl_llm import processes
+from jaxrl_llm.system import processes
 
 Checksums = Mapping[str, int]  # Path of a leaf -> 64 bits.
 

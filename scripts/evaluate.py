@@ -244,8 +244,8 @@ def show(title: str, results: dict, samples) -> None:
 def run() -> None:
   """Loads, evaluates and prints."""
   # Heavy imports late: a typing error in a flag answers at once.
-  from jaxrl_llm import plugin
   from jaxrl_llm.rollout.worker import run_key
+  from jaxrl_llm.system import plugin
   from jaxrl_llm.train import build
 
   where = "give the --workdir of a run or a model directory"

@@ -28,15 +28,7 @@ import jax
 import numpy as np
 from parts import program
 
-from jaxrl_llm import (
-  base_models,
-  generate,
-  models,
-  plugin,
-  sharding,
-  signals,
-  workdir,
-)
+from jaxrl_llm import base_models, generate, models, sharding, workdir
 from jaxrl_llm.data import rows
 from jaxrl_llm.data.prompt_source import TEMPLATES, Template
 from jaxrl_llm.data.tokenizer import Tokenizer
@@ -47,6 +39,7 @@ from jaxrl_llm.rollout import turns
 from jaxrl_llm.rollout.writer import ResponseWriter
 from jaxrl_llm.sampling import Engine, EngineConfig, SamplingSettings
 from jaxrl_llm.sampling.settings import max_tokens_of
+from jaxrl_llm.system import plugin, signals
 
 _STDIO = "-"
 # Settings of conversations, see config group `environment`.

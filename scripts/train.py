@@ -136,7 +136,7 @@ def run() -> int:
   # Heavy imports late: a typing error in a flag answers at once.
   from parts import dry_run
 
-  from jaxrl_llm import plugin, processes
+  from jaxrl_llm.system import plugin, processes
   from jaxrl_llm.train import build, loop
 
   if _COORDINATOR.value or _DISTRIBUTED.value:

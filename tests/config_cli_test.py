@@ -15,7 +15,7 @@ import pytest
 from helpers import tiny_run
 
 from jaxrl_llm import config as config_lib
-from jaxrl_llm import presets
+from jaxrl_llm.config import presets
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.train import build
 from jaxrl_llm.train.validation import validate

@@ -1,12 +1,11 @@
 """Reads every import of the package and holds it against the house plan.
 
-L0  records, arrays, reductions, distributions, checksums, errors, files,
-    signals, base_models, plugin, processes, workers
+L0  records, arrays, reductions, distributions, checksums, errors, base_models,
+    system                             processes, signals, files, user code
 L1  estimators, losses, models, sharding
 L2  data, rewards, sampling, checkpoint, metrics, sync, report
 L3  rollout, learner                      side by side: they run at one time
 L4  train, evaluate, workdir, config      composes the others
-    presets                            a part of config
     register                           a user's own parts, by name
     methods                            parts of the package's, a file a method
     generate, simulate, fleet  tools, which no room needs
@@ -24,8 +23,7 @@ import pytest
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _L0 = {
   *("types", "arrays", "masked", "distributions", "digest", "errors"),
-  *("files", "signals", "base_models", "plugin", "processes"),
-  "workers",
+  *("base_models", "system"),
 }
 _ENDS = ("", ".py")  # A room is a folder or a file.
 _MATHEMATICS = {"estimators", "losses"}
@@ -36,12 +34,7 @@ _L2 = {
 }
 _L3 = {"rollout", "learner"}
 _NUMERIC = {"jax", "numpy", "chex"}
-# What the parts of config may import, of any package.
-_PARTS_OF_CONFIG = {"presets": set()}
-_L4 = {
-  *("train", "evaluate", "workdir", "config", "register", "methods"),
-  *_PARTS_OF_CONFIG,
-}
+_L4 = {"train", "evaluate", "workdir", "config", "register", "methods"}
 _TOOLS = {"generate", "simulate", "fleet"}
 _LEVELS = (_L0, _L1, _L2, _L3, _L4)
 # Libraries that a room or a file keeps to itself.
@@ -187,12 +180,10 @@ def test_models_know_no_words_of_reinforcement_learning():
   assert not _faults(files, lambda path: words(path) & _RL_WORDS)
 
 
-def test_the_parts_of_config_know_settings_alone():
-  for room, allowed in _PARTS_OF_CONFIG.items():
-    files = _files(*_in_package({room}))
-    # A config is read before anything is loaded.
-    assert not _faults(files, _libraries)
-    assert not _faults(files, _rooms, allowed)
+def test_presets_and_keys_need_no_library():
+  # A config is read before anything is loaded.
+  files = _files("jaxrl_llm/config/presets.py", "jaxrl_llm/config/keys.py")
+  assert not _faults(files, _libraries) and not _faults(files, _rooms)
 
 
 @pytest.mark.parametrize(

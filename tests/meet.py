@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from absl import app, flags
 
-from jaxrl_llm import processes, signals
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.system import processes, signals
 
 _COORDINATOR = flags.DEFINE_string("coordinator", "", "")
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", 1, "")

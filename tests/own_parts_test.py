@@ -13,8 +13,9 @@ from helpers import chat_model, programs, tiny_run
 from parts import dry_run
 from pyarrow import parquet
 
-from jaxrl_llm import metrics, plugin
+from jaxrl_llm import metrics
 from jaxrl_llm.errors import InputError, TrainingStopped
+from jaxrl_llm.system import plugin
 from jaxrl_llm.train import build, loop
 
 _ROOT = pathlib.Path(__file__).parents[1]

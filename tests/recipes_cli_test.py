@@ -9,7 +9,7 @@ from helpers import tiny_run
 from helpers.configs import METHODS, keys, load
 
 from jaxrl_llm import config as config_lib
-from jaxrl_llm import presets
+from jaxrl_llm.config import presets
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.choices import has_critic
 from jaxrl_llm.train import build, constraints, loop

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from jaxrl_llm import processes, signals
+from jaxrl_llm.system import processes, signals
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _PROGRAM = """

@@ -15,8 +15,9 @@ import jax
 import numpy as np
 
 import jaxrl_llm
-from jaxrl_llm import digest, files
+from jaxrl_llm import digest
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.system import files
 
 FILE = "COMMIT"
 FORMAT = 5  # Format version of a checkpoint; of others only 4 is read.

@@ -18,9 +18,10 @@ from typing import Any, TypeVar
 import jax
 import orbax.checkpoint as ocp
 
-from jaxrl_llm import digest, processes
+from jaxrl_llm import digest
 from jaxrl_llm.checkpoint import commit, state
 from jaxrl_llm.errors import TrainingStopped
+from jaxrl_llm.system import processes
 
 _TEMPORARY = ("*.orbax-checkpoint-tmp*", "*.deleted")
 _TREE = "tree"  # The item of `save_tree`.

@@ -15,7 +15,7 @@ from typing import Any
 import jinja2
 from jinja2 import sandbox
 
-from jaxrl_llm.workers import Worker, channels
+from jaxrl_llm.system.workers import Worker, channels
 
 _MAX_RENDERED_CHARS = 1 << 20
 _MEMORY_BYTES = 2**30  # Address space of the process.

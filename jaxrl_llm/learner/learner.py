@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl_llm import masked, processes, sharding, types
+from jaxrl_llm import masked, sharding, types
 from jaxrl_llm.errors import TrainingStopped
 from jaxrl_llm.learner import metrics, parts, providers
 from jaxrl_llm.learner.algorithm import Algorithm
@@ -30,6 +30,7 @@ from jaxrl_llm.learner.state import (
   TrainingBatch,
 )
 from jaxrl_llm.models import Params, merge
+from jaxrl_llm.system import processes
 from jaxrl_llm.types import Experience, Responses
 
 

@@ -20,8 +20,9 @@ import chex
 import jax
 import numpy as np
 
-from jaxrl_llm import processes, sharding
+from jaxrl_llm import sharding
 from jaxrl_llm.models import PackedRows
+from jaxrl_llm.system import processes
 from jaxrl_llm.types import Rollout, take_rows
 
 

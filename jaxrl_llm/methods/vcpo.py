@@ -20,15 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxrl_llm import (
-  estimators,
-  losses,
-  models,
-  processes,
-  register,
-  sharding,
-)
+from jaxrl_llm import estimators, losses, models, register, sharding
 from jaxrl_llm.learner import choices, estimates, packing, parts, providers
+from jaxrl_llm.system import processes
 from jaxrl_llm.types import Rollout, take_rows
 
 # `estimator.gradient_norms` -> input that gives ‖∇ log π‖² of each response up

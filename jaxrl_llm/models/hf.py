@@ -22,10 +22,10 @@ import safetensors.numpy
 from flax import traverse_util
 from huggingface_hub import split_state_dict_into_shards_factory
 
-from jaxrl_llm import files
 from jaxrl_llm.errors import InputError, check_number
 from jaxrl_llm.models import families, hf_files, transformer
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.system import files
 
 _WRITTEN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _EXTRA_FILES = (

@@ -13,9 +13,9 @@ import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxrl_llm import plugin
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.verdict import Verdict, arguments, failure, number
+from jaxrl_llm.system import plugin
 
 
 @functools.cache

@@ -8,11 +8,11 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxrl_llm import processes
 from jaxrl_llm.rewards.adapters import Comparison
 from jaxrl_llm.rewards.judge import Judge, Judged
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.verdict import Verdict
+from jaxrl_llm.system import processes
 
 
 class GroupReward:

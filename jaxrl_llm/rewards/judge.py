@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm import processes
 from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.verdict import Verdict
+from jaxrl_llm.system import processes
 from jaxrl_llm.types import Responses, Rollout, Status, join_rows
 
 _STOPPED = Verdict(False, error="stopped")  # Of a response that was given up.

@@ -36,7 +36,7 @@ from jaxrl_llm.rewards.verdict import (
   as_verdict,
   failure,
 )
-from jaxrl_llm.workers import LONGEST_ANSWER, Worker, channels
+from jaxrl_llm.system.workers import LONGEST_ANSWER, Worker, channels
 
 _MEMORY_BYTES = 4 * 2**30  # Address space of a call.
 _GRACE_S = 5.0  # For a worker to end a call that is late.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxrl_llm import models, processes
+from jaxrl_llm import models
 from jaxrl_llm.sampling import buckets
 from jaxrl_llm.sampling import requests as requests_lib
 from jaxrl_llm.sampling.allocator import PageAllocator
@@ -19,6 +19,7 @@ from jaxrl_llm.sampling.requests import Request, Rows
 from jaxrl_llm.sampling.settings import EngineConfig
 from jaxrl_llm.sampling.slots import DecodeOutput, SamplingMetadata
 from jaxrl_llm.sampling.stats import EngineStats
+from jaxrl_llm.system import processes
 
 
 class Programs(NamedTuple):

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm import processes
 from jaxrl_llm.models import ModelFns, PackedRows, make_block_tables
 from jaxrl_llm.sync.transfer import SyncError, VersionedWeights
+from jaxrl_llm.system import processes
 
 # Tolerance of rounding by compute dtype, relative to max(|log-prob|, 1 nat).
 # Measured on small models: 2e-7 and 4e-3.

@@ -12,8 +12,9 @@ from typing import Any
 
 import jax
 
-from jaxrl_llm import digest, processes
+from jaxrl_llm import digest
 from jaxrl_llm.errors import InputError, check_number
+from jaxrl_llm.system import processes
 
 MAX_BYTES = 256 << 20
 

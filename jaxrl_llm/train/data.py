@@ -3,7 +3,7 @@
 import pathlib
 from typing import Any, NamedTuple
 
-from jaxrl_llm import digest, processes, rewards
+from jaxrl_llm import digest, rewards
 from jaxrl_llm.data import prompt_source, rows, sources
 from jaxrl_llm.data.prompt_source import PromptSource
 from jaxrl_llm.data.tasks import Prompt
@@ -12,6 +12,7 @@ from jaxrl_llm.errors import InputError, as_input_error
 from jaxrl_llm.models import ModelConfig
 from jaxrl_llm.rollout import turns
 from jaxrl_llm.rollout.turns import ConversationConfig, EnvironmentCalls
+from jaxrl_llm.system import processes
 
 EVAL_POSITIONS = 10_000  # Most problems of an endless source that are read.
 CHECKED = 100_000  # First prompts of a data set, tokenized at the start.

@@ -39,13 +39,14 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrl_llm import checkpoint, metrics, processes, signals, sync
+from jaxrl_llm import checkpoint, metrics, sync
 from jaxrl_llm.data.prompt_source import PromptSourceState
 from jaxrl_llm.errors import InputError, TrainingStopped
 from jaxrl_llm.learner.replay import update_twice
 from jaxrl_llm.learner.state import LearnerState
-from jaxrl_llm.processes import of_first
 from jaxrl_llm.rollout.worker import Batch, Collected, RolloutState, Weights
+from jaxrl_llm.system import processes, signals
+from jaxrl_llm.system.processes import of_first
 from jaxrl_llm.train import speed
 from jaxrl_llm.train.run import Run, States, restore, save
 from jaxrl_llm.train.value_pretraining import CHECKPOINTS

@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm import checkpoint, metrics, models, processes
+from jaxrl_llm import checkpoint, metrics, models
 from jaxrl_llm.data.prompt_source import PromptSource, PromptSourceState
 from jaxrl_llm.learner import metrics as learner_metrics
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.optimizer import TrainState
 from jaxrl_llm.learner.state import LearnerState
 from jaxrl_llm.rollout.worker import RolloutState, RolloutWorker, Weights
+from jaxrl_llm.system import processes
 
 FILE = "value_pretrain.jsonl"
 FOLDER = "value_pretrained"  # The critic's parameters.

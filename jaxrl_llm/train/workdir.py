@@ -16,12 +16,13 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from jaxrl_llm import base_models, checkpoint, digest, files, metrics, processes
+from jaxrl_llm import base_models, checkpoint, digest, metrics
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import workdir as reading
 from jaxrl_llm.data import sources
 from jaxrl_llm.errors import InputError, as_input_error
 from jaxrl_llm.models import hf
+from jaxrl_llm.system import files, processes
 from jaxrl_llm.workdir import Changes
 
 _FILES = (reading.ROWS, "samples.jsonl")

@@ -11,7 +11,7 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from jaxrl_llm import config as config_lib
-from jaxrl_llm import presets
+from jaxrl_llm.config import presets
 from jaxrl_llm.errors import InputError
 
 # Installed, the page lies in the package, beside these programs.

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from helpers import doors
 
-from jaxrl_llm import metrics, plugin, register, rewards
+from jaxrl_llm import metrics, register, rewards
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.adapters import Comparison
+from jaxrl_llm.system import plugin
 from jaxrl_llm.train import build, loop
 
 

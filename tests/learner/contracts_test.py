@@ -10,7 +10,7 @@ import pytest
 from helpers import tiny_run
 from helpers.tiny_algorithm import evaluate, make_algorithm
 
-from jaxrl_llm import metrics, signals
+from jaxrl_llm import metrics
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import metrics as learner_metrics
 from jaxrl_llm.learner import packing
@@ -19,6 +19,7 @@ from jaxrl_llm.learner.choices import PROXIMALS, correction_of
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.packer import Packer
 from jaxrl_llm.rollout.worker import Weights
+from jaxrl_llm.system import signals
 from jaxrl_llm.train import build, loop
 from jaxrl_llm.train.validation import validate
 from jaxrl_llm.types import Status, join_rows, take_rows, unjudged

@@ -12,10 +12,11 @@ from helpers import tiny_run
 from helpers.registries import registries  # noqa: F401
 from helpers.tiny_algorithm import make_algorithm
 
-from jaxrl_llm import metrics, plugin, register
+from jaxrl_llm import metrics, register
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import providers
 from jaxrl_llm.rollout.worker import Weights
+from jaxrl_llm.system import plugin
 from jaxrl_llm.train import build, loop
 from jaxrl_llm.types import Responses, join_rows, named_parts, take_rows
 

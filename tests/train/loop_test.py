@@ -16,13 +16,14 @@ import pytest
 from helpers import tiny_run
 from helpers.tiny_run import with_config
 
-from jaxrl_llm import checkpoint, metrics, models, report, signals
+from jaxrl_llm import checkpoint, metrics, models, report
 from jaxrl_llm import workdir as workdir_lib
 from jaxrl_llm.checkpoint import commit
 from jaxrl_llm.errors import InputError, TrainingStopped
 from jaxrl_llm.learner import metrics as learner_metrics
 from jaxrl_llm.rewards.verdict import Verdict
 from jaxrl_llm.rollout.worker import Weights
+from jaxrl_llm.system import signals
 from jaxrl_llm.train import build, loop
 from jaxrl_llm.train.value_pretraining import CHECKPOINTS, FOLDER
 from jaxrl_llm.train.workdir import Workdir

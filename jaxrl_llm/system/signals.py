@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import Iterator
 
-from jaxrl_llm import processes
+from jaxrl_llm.system import processes
 
 _NAMES = (signal.SIGINT, signal.SIGTERM)
 

@@ -1,0 +1,146 @@
+"""The settings of a run.
+
+`keys` has every setting with its default, allowed values and meaning. A method
+file `configs/METHOD.py` starts from a preset (`scaled`) and sets the choices of
+the method; `--config.group.key=value` overrides both. Unknown keys are errors.
+`train.validation` checks a config; `--help_config` (`describe`) and
+docs/config.md are generated from the keys.
+"""
+
+import pathlib
+import runpy
+import textwrap
+from typing import Any
+
+from ml_collections import ConfigDict, config_dict
+
+from jaxrl_llm.config import presets
+from jaxrl_llm.config.keys import (
+  FIXED as FIXED,
+  HELD_OUT as HELD_OUT,
+  IN_FLIGHT as IN_FLIGHT,
+  KEPT as KEPT,
+  KEYS as KEYS,
+  SWITCH as SWITCH,
+  Choice as Choice,
+  Key as Key,
+  Names as Names,
+  Range as Range,
+)
+from jaxrl_llm.errors import InputError, as_input_error
+
+
+def default_config() -> ConfigDict:
+  """Returns a locked config with the default of every key."""
+  config = ConfigDict()
+  for path, key in KEYS.items():
+    *groups, name = path.split(".")
+    group = config
+    for part in groups:
+      if part not in group:
+        group[part] = ConfigDict()
+      group = group[part]
+    value = key.default
+    if value is None:  # Accepts a number, too.
+      value = config_dict.placeholder(float)
+    if isinstance(value, dict):  # A single value, not a group of keys.
+      value = ConfigDict(value, convert_dict=False)
+    group[name] = value
+  return config.lock()
+
+
+def scaled(preset: str = "") -> tuple[ConfigDict, presets.Scale]:
+  """Returns the defaults with a preset applied, for a method file to override.
+
+  Args:
+    preset: '' (the embedded task on a CPU) or a name of `presets.SCALES`.
+
+  Returns:
+    The config, and the preset, which has sizes that only some methods need.
+
+  Raises:
+    InputError: The preset is unknown.
+  """
+  if preset not in presets.SCALES:
+    names = ", ".join(repr(name) for name in presets.SCALES if name)
+    raise InputError(f"preset {preset!r} is unknown; choose {names} or none")
+  config, scale = default_config(), presets.SCALES[preset]
+  scale.apply(config)
+  return config, scale
+
+
+def methods() -> dict[str, pathlib.Path]:
+  """Returns the method files of the package by name."""
+  package = pathlib.Path(__file__).parents[1]
+  folders = package / "configs", package.parent / "configs"  # Installed; clone.
+  files = next(folder for folder in folders if folder.is_dir()).glob("*.py")
+  return {file.stem: file for file in sorted(files)}
+
+
+def method(name: str, preset: str = "", **settings: Any) -> ConfigDict:
+  """Returns the config of a method, as `--config=NAME[:PRESET]` does.
+
+  Args:
+    name: a method file of the package, one of `methods`.
+    preset: scale, '' or a name of `presets.SCALES`.
+    **settings: values of dotted keys, as `**{"data.path": "train.jsonl"}`.
+
+  Raises:
+    InputError: A name, a key or the type of a value is wrong.
+
+  Example:
+    >>> config = method("grpo", "gsm8k", **{"run.steps": 100})
+    >>> config.estimator.name, config.run.steps
+    ('group', 100)
+  """
+  files = methods()
+  if name not in files:
+    raise InputError(f"method {name!r} is unknown; choose {', '.join(files)}")
+  config = runpy.run_path(str(files[name]))["get_config"](preset)
+  config.run.method = name + (preset and f":{preset}")
+  for key, value in settings.items():
+    if key not in KEYS:
+      raise InputError(f"config.{key}: no such key; see docs/config.md")
+    group, _, last = key.rpartition(".")
+    what = f"config.{key}={value!r}"
+    with as_input_error(what, "give a value of its type", TypeError):
+      get(config, group)[last] = value
+  return config
+
+
+def get(config: Any, key: str):
+  """Returns the value at a dotted key."""
+  for name in key.split("."):
+    config = config[name]
+  return config
+
+
+def batch_size(config: Any) -> int:
+  """Returns the number of responses per step."""
+  return config.data.prompts_per_step * config.data.group_size
+
+
+def max_tokens_per_row(config: Any) -> int:
+  """Returns the tokens per packed row, at least the longest sample."""
+  longest = config.data.max_prompt_length + config.sampler.max_response_length
+  return max(config.optimizer.max_tokens_per_row, longest)
+
+
+def most_staleness(config: Any) -> int:
+  """Returns the maximum number of updates between sampling and training."""
+  schedule = config.schedule
+  partial = schedule.stop != "all" and not schedule.window
+  return schedule.lag + (schedule.max_staleness if partial else 0)
+
+
+def describe(width: int = 80) -> str:
+  """Returns all keys as text: default, allowed values and meaning."""
+  lines = []
+  for path, key in KEYS.items():
+    allowed = f"; {key.allowed}" if key.allowed else ""
+    lines += textwrap.wrap(
+      f"{path} = {key.default!r}{allowed}", width, subsequent_indent="    "
+    )
+    indent = {"initial_indent": "    ", "subsequent_indent": "    "}
+    lines += textwrap.wrap(key.meaning, width, **indent)
+  return "\n".join(lines)
