@@ -6,7 +6,12 @@ import pytest
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _NOTEBOOKS = sorted((_ROOT / "colabs").glob("*.ipynb"))
-_SLOW = ("asynchronous", "loop", "methods", "own_data")  # They sample and train.
+_SLOW = (
+  "asynchronous",
+  "loop",
+  "methods",
+  "own_data",
+)  # They sample and train.
 
 
 def _notebooks(*, run: bool) -> list:

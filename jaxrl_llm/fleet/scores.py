@@ -7,9 +7,9 @@ STRIDE_S = 5  # Seconds between two looks.
 BEGINNING_S = 180  # Seconds that show how hosts differ when all is well.
 SPREAD = 2.5  # Standard deviations between hosts that count as one of noise.
 MISSING = 0.35  # Share of samples that counts as one of noise.
-# Of `median_scores`, chosen on simulated fleets; see docs/reliability.md.
+# For `median_scores`, chosen on simulated fleets; see docs/reliability.md.
 THRESHOLD = 1.6
-_ROBUST = 1.4826  # Of a normal distribution, standard deviation / MAD.
+_ROBUST = 1.4826  # Standard deviation / MAD of a normal distribution.
 
 
 def fill_gaps(x: np.ndarray) -> np.ndarray:
@@ -121,7 +121,7 @@ def _scores(x: np.ndarray) -> np.ndarray:
 def _level(residual: np.ndarray, resolution: float) -> np.ndarray:
   """Scores displaced levels, [H, S] -> [T, H]."""
   size = np.abs(residual)
-  # Where all other hosts stand still, the smallest change counts.
+  # If all other hosts are constant, the smallest change counts.
   noise = max(_ROBUST * np.median(size), resolution, 1e-6 * size.max() + 1e-30)
   means = _centered(_means(residual))
   first = _centered(_means(residual[:, :BEGINNING_S], MEAN_S // 2))

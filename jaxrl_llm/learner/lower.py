@@ -11,7 +11,7 @@ from jaxrl_llm.learner.members import Member
 from jaxrl_llm.learner.packing import PackedBatch
 from jaxrl_llm.models import PackedRows
 
-# What a member's scores are, in the names of programs.
+# Member -> its scores, in the names of programs.
 _SCORES = {"policy": "log-probs", "value": "values"}
 
 

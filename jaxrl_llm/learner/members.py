@@ -1,6 +1,6 @@
-"""The members of a learner: models that are trained, and what follows them.
+"""Members of a learner: trained models, and companions that follow the policy.
 
-A learner holds its members by name and knows of none but the policy what it is.
+A learner holds its members by name; only the policy has a special role.
 """
 
 import dataclasses
@@ -25,17 +25,17 @@ Arguments = Callable[[LearnerSettings, LearnerState], tuple[Any, ...]]
 
 
 class Training(NamedTuple):
-  """How a member learns from a batch.
+  """Training of a member on a batch.
 
   Attributes:
     objective: its loss.
     prepare: (inputs [b, T], mini-batch, algorithm, size) -> PackedBatch; see
       `batches`.
     mask: name of the bool input [B, T] with the tokens that it learns from.
-    mode: reduction of the loss over them, of `masked.token_weights`.
+    mode: reduction of the loss over them, see `masked.token_weights`.
     arguments: (settings, state) -> further arguments of loss and scores.
-    waits: whether it learns from ended responses alone, in whole mini-batches,
-      for which the last ones of a batch wait.
+    waits: whether it learns only from ended responses, in whole mini-batches;
+      the last responses of a batch wait for the next one.
   """
 
   objective: update.Objective
@@ -104,7 +104,7 @@ def make_policy(
   algorithm: Algorithm,
   mesh: jax.sharding.Mesh,
 ) -> Member:
-  """The policy with the algorithm's losses."""
+  """Makes the policy with the algorithm's losses."""
   training = Training(
     update.policy_objective(fns, algorithm.policy_loss, algorithm.auxiliary),
     batches.policy_batch,
@@ -128,7 +128,7 @@ def make_critic(
   algorithm: Algorithm,
   mesh: jax.sharding.Mesh,
 ) -> Member | None:
-  """The critic; None if the algorithm has none."""
+  """Makes the critic; None if the algorithm has none."""
   if algorithm.value_loss is None:
     return None
   training = Training(

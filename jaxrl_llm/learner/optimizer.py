@@ -14,17 +14,19 @@ import optax
 
 
 class OptimizerState(NamedTuple):
-  """Everything of a model's training but its parameters."""
+  """State of a model's training, without its parameters."""
 
-  opt_state: Any  # Of optax.
+  opt_state: Any  # State of the optax transformation.
   step: chex.Array  # int32 scalar, updates applied.
-  skipped: chex.Array  # int32 scalar, updates refused as not finite.
-  skipped_in_a_row: chex.Array  # int32 scalar, since the last applied one.
+  skipped: chex.Array  # int32 scalar, non-finite updates, which are skipped.
+  skipped_in_a_row: (
+    chex.Array
+  )  # int32 scalar, skipped since the last applied one.
 
 
 @chex.dataclass(frozen=True)
 class TrainState:
-  """What training changes of one model."""
+  """Trained parameters and optimizer state of a model."""
 
   trained: Any  # Nested dict of float32 masters, see `models.Params`.
   optimizer: OptimizerState
@@ -32,36 +34,36 @@ class TrainState:
 
 @dataclasses.dataclass(frozen=True)
 class UpdateSettings:
-  """How a model is trained; config group `optimizer.policy` or `.value`."""
+  """Update settings of a model: config group `optimizer.policy` or `.value`."""
 
   learning_rate: float
   warmup_steps: int  # Updates over which the rate rises linearly.
-  learning_rate_schedule: str  # Afterwards; a name of `SCHEDULES`.
-  min_learning_rate_ratio: float  # Of the last rate to the learning rate.
+  learning_rate_schedule: str  # After the warm-up; a name of `SCHEDULES`.
+  min_learning_rate_ratio: float  # Last rate / learning rate.
   max_grad_norm: float
   weight_decay: float
   b1: float
   b2: float
   eps: float
-  mu_dtype: str  # Of the mean of gradients.
+  mu_dtype: str  # Dtype of the mean of gradients.
   mini_batch: int  # Responses per update.
-  micro_batch_size: int  # Packed rows at a time.
+  micro_batch_size: int  # Packed rows per micro-batch.
   epochs: int  # Passes over each batch.
-  steps: int  # Of the whole run.
-  updates: int  # Of the whole run, if each step has a batch of whole responses.
-  frozen: tuple[str, ...] = ()  # Parts of paths of what is not trained.
-  name: str = "adamw"  # Of `OPTIMIZERS`.
+  steps: int  # Steps of the run.
+  updates: int  # Updates of the run, without windows.
+  frozen: tuple[str, ...] = ()  # Substrings of the paths of frozen leaves.
+  name: str = "adamw"  # One of `OPTIMIZERS`.
 
   def schedule_step(self, step: int, number: int, count: int) -> np.int32:
-    """Which of `updates` the schedule takes an update for.
+    """Returns the position of an update in the learning-rate schedule.
 
-    The share of the run that is over decides, so that the rate ends with the
-    run even if windows give its steps other numbers of mini-batches.
+    The schedule follows the completed fraction of the run, so that it ends with
+    the run even if windows change the number of mini-batches per step.
 
     Args:
-      step: of the run, from 0.
-      number: of the update in the step, from 0.
-      count: updates of the step.
+      step: step of the run, from 0.
+      number: index of the update in the step, from 0.
+      count: updates in the step.
     """
     done = step * count + number
     return np.int32(self.updates * done // (self.steps * count))

@@ -28,7 +28,7 @@ Metrics = dict[str, jax.Array]
 
 
 class Objective(NamedTuple):
-  """What an update minimises."""
+  """The loss of an update."""
 
   name: str  # Metrics are NAME/...
   # (params, micro-batch, *arguments) -> (loss, what is logged: sums, sums over

@@ -19,7 +19,7 @@ from jaxrl_llm.rewards.verdict import Verdict
 from jaxrl_llm.system import processes
 from jaxrl_llm.types import Responses, Rollout, Status, join_rows
 
-_STOPPED = Verdict(False, error="stopped")  # Of a response that was given up.
+_STOPPED = Verdict(False, error="stopped")  # A response given up by a schedule.
 
 
 @dataclasses.dataclass(frozen=True)

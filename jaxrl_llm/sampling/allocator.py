@@ -90,7 +90,7 @@ class PageAllocator:
     self._kept[context] = shard, pages
 
   def shard_of(self, context: bytes) -> int | None:
-    """Where a context is kept; None if it is not."""
+    """Returns the shard that caches a context, or None."""
     return self._kept[context][0] if context in self._kept else None
 
   def take(self, context: bytes) -> list[int]:

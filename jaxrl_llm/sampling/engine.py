@@ -94,7 +94,7 @@ class Engine(Scheduler):
     )
 
   def set_params(self, params: Any, version: int) -> None:
-    """As in `Scheduler`, with sampler parameters (`fns.for_sampling`)."""
+    """Sets sampler parameters (`fns.for_sampling`); see `Scheduler`."""
     both = self._cache.params  # And the drafter's.
     if both is None or params is not both[0]:
       both = params, self._drafter_params(params)
@@ -353,7 +353,7 @@ def _programs(
   size: tuple[int, int, int],
   processors: slots_lib.Processors,
 ) -> Programs:
-  """What engines alike share: a second one compiles nothing.
+  """Returns the programs of an engine; equal engines share them.
 
   Args:
     fns: the model.

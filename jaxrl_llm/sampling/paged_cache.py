@@ -61,7 +61,7 @@ class PagedCache:
     self._length_buckets = buckets.length_buckets(config.max_length)
     # Tokens of a sequence that a drafter sees.
     self._history = config.max_length if config.num_draft_tokens else 0
-    self.stats = EngineStats()  # Of prefills.
+    self.stats = EngineStats()  # Counters of prefills.
     self._kv_cache = None
     self.set_params(None)
 

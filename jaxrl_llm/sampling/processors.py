@@ -66,7 +66,7 @@ def hold_stop_tokens(distribution, context, state) -> Distribution:
   return distribution._replace(logits=logits)
 
 
-# Those of `SamplingSettings`, before any others.
+# Processors of `SamplingSettings`, applied before any others.
 BUILT_IN: Mapping[str, LogitsProcessor] = {
   "logit_bias": LogitsProcessor(add_bias, stateful=True),
   "min_new_tokens": LogitsProcessor(hold_stop_tokens),

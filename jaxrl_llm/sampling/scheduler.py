@@ -145,7 +145,7 @@ class Scheduler:
         calls = self.stats.decode_calls
         left = self.step(decision.insert)
         talks = turns is not None and turns(left)
-        # What has just been given up made room: the rule decides once more.
+        # Responses given up have freed slots: apply the rule again.
         if self.stats.decode_calls == calls and not (talks or stopped):
           break
       while turns is not None and turns(()):

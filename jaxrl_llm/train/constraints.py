@@ -121,7 +121,7 @@ def windows(config: Any) -> Rules:
 def second_looks(config: Any) -> Rules:
   """Checks prompt sources that draw again for a judged batch."""
   make = PROMPT_SOURCES[config.data.order]
-  make = getattr(make, "func", make)  # Of a functools.partial.
+  make = getattr(make, "func", make)  # The class in a functools.partial.
   again = getattr(make, "again", PromptSource.again)
   whole = {"stop": "all", "window": 0, "streaming": False}
   return [
