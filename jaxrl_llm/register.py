@@ -32,12 +32,17 @@ from jaxrl_llm.rollout.engine import RolloutEngine
 from jaxrl_llm.rollout.environments import Environment
 from jaxrl_llm.rollout.tools import Tools
 
+_OWN: set[tuple[str, str]] = set()  # Key and name of parts of users.
+
 
 def _add(table: dict, key: str, name: str, value: Any) -> None:
+  """Adds a part; one of a user's own is replaced, as when a cell runs again."""
   file = table.get(name)  # The file in `methods`, if it is being imported now.
   adds = isinstance(file, str) and f"jaxrl_llm.methods.{file}" in sys.modules
-  if name in table and not adds:
+  if name in table and not adds and (key, name) not in _OWN:
     raise ValueError(f"config.{key}={name!r} exists; choose another name")
+  if not adds:
+    _OWN.add((key, name))
   table[name] = value
 
 
@@ -86,7 +91,8 @@ def reward(name: str, fn: rewards.RewardFn) -> None:
       `fn.prepare()`, if there is one, so that calls share no state.
 
   Raises:
-    ValueError: The name is taken; applies to all functions of this module.
+    ValueError: The name is one of the package; a part of your own is replaced.
+      This applies to all functions of this module.
   """
   _add(rewards.REWARDS, "reward.name", name, fn)
 

@@ -265,8 +265,6 @@ class TestProbe:
     made = make_algorithm(estimator__name="less_than_probed")
     assert made.members == {"probe": ("outcome_on_all",)}
     assert {"probed", "rewards"} <= made.leaves
-    with pytest.raises(ValueError, match="'probe' exists; choose another"):
-      register.member("probe", None, reads=())
     with pytest.raises(ValueError, match="a member 'critic' already"):
       register.member("critic", None, reads=())
 

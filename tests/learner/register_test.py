@@ -11,7 +11,7 @@ from helpers import tiny_run
 from helpers.registries import REGISTRIES, registries  # noqa: F401
 from helpers.tiny_algorithm import call, make_algorithm
 
-from jaxrl_llm import losses, metrics, register
+from jaxrl_llm import losses, metrics, register, rewards
 from jaxrl_llm.data import prompt_source
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import (
@@ -193,9 +193,12 @@ class TestRegister:
   def test_a_taken_name_is_refused(self, add, name):
     with pytest.raises(ValueError, match=f"'{name}' exists; choose"):
       add(name, centered)
-    add("new", centered)
-    with pytest.raises(ValueError, match="'new' exists; choose"):
-      add("new", centered)
+
+  def test_a_part_of_ones_own_is_replaced(self):
+    """As when a notebook's cell is edited and run again."""
+    register.reward("mine", lambda response: 0.0)
+    register.reward("mine", lambda response: 1.0)
+    assert rewards.REWARDS["mine"]("") == 1.0
 
   @pytest.mark.parametrize(
     ("group", "add", "own", "meant"),
