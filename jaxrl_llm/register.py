@@ -55,17 +55,19 @@ def _check_keywords(
   """Refuses keyword-only arguments that are misspelt settings of groups.
 
   Others are settings of one's own, given by `estimator.settings` and
-  `loss.settings`, which may have to have `defaults`.
+  `loss.settings`, which may have to have `defaults`; other groups have none.
   """
   bound = {*getattr(fn, "keywords", ()), *inputs}  # By functools.partial.
   known = [k.rpartition(".")[2] for k in config.KEYS if k.startswith(groups)]
   for p in inspect.signature(fn).parameters.values():
     if p.kind is not p.KEYWORD_ONLY or p.name in {*bound, *known}:
       continue
-    if meant := difflib.get_close_matches(p.name, known, 1, 0.8):
+    meant = difflib.get_close_matches(p.name, known, 1, 0.8)
+    if meant or not any(f"{group}.settings" in config.KEYS for group in groups):
+      use = repr(meant[0]) if meant else "an existing setting"
       raise ValueError(
         f"config.{' or config.'.join(groups)} has no setting {p.name!r}; use"
-        f" {meant[0]!r}, or bind the argument with functools.partial"
+        f" {use}, or bind the argument with functools.partial"
       )
     if defaults and p.default is p.empty:
       raise ValueError(f"give the setting {p.name!r} of your own a default")

@@ -83,9 +83,7 @@ def test_no_loss_and_no_baseline_has_them(model):
     given = dataclasses.replace(responses, rewards=rewards.astype(np.float32))
     zeros = np.zeros(rollout.tokens.shape, np.float32)
     scores = {"old_logprobs": zeros, "entropies": zeros}
-    experience.append(
-      run.learner._experience(given, scores, 0, np.arange(16), size=16)
-    )
+    experience.append(run.learner._experience(given, scores, 0, np.arange(16)))
   for name in ("advantages", "policy_mask"):
     np.testing.assert_array_equal(*(each[name] for each in experience))
   assert not experience[0]["policy_mask"][stopped].any()

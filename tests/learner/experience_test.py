@@ -83,7 +83,7 @@ class TestMasks:
     )
 
   def test_shapes_are_checked(self):
-    with pytest.raises(AssertionError):
+    with pytest.raises(ValueError, match="values has shape"):
       make(VALUES[:, :3])
 
 

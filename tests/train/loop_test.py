@@ -83,7 +83,7 @@ def estimating(run, change):
 
   def changed(learner):
     changed = copy.copy(learner)
-    changed._experience = lambda *a: change(learner._experience(*a))
+    changed._experience = lambda *a, **b: change(learner._experience(*a, **b))
     return changed
 
   pretraining = dataclasses.replace(
