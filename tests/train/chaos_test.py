@@ -41,8 +41,8 @@ def start(workdir, *, send=0, after_s=None, blocks="unlimited"):
   Returns:
     The exit code, and what it said.
   """
-  flags = [f"--config.{key}={value}" for key, value in _SETTINGS.items()]
-  flags += ["--config=configs/vapo.py", f"--workdir={workdir}"]
+  flags = ["--config=configs/vapo.py", f"--workdir={workdir}"]
+  flags += [f"--config.{key}={value}" for key, value in _SETTINGS.items()]
   limit = ("sh", "-c", f'ulimit -f {blocks}; exec "$0" "$@"')
   with subprocess.Popen(
     [*limit, sys.executable, "scripts/train.py", *flags],
