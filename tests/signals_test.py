@@ -13,7 +13,7 @@ from jaxrl_llm.system import processes, signals
 _ROOT = pathlib.Path(__file__).parents[1]
 _PROGRAM = """
 import hashlib
-from jaxrl_llm import signals
+from jaxrl_llm.system import signals
 with signals.stop_on_signal() as stopped:
   stopped.doing = "step 7"
   print("ready", flush=True)
