@@ -1,7 +1,7 @@
 """Rewards that compare the responses to a prompt.
 
-They replace verdicts in training only: what a group agrees on must not touch
-the accuracy of an evaluation.
+They replace verdicts in training only, so that pseudo-labels never affect the
+accuracy of an evaluation.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from jaxrl_llm.system import processes
 
 
 class GroupReward:
-  """Replaces the verdicts of each group by what a function makes of them."""
+  """Replaces the verdicts of each group by those of a function."""
 
   def __init__(
     self,
@@ -27,9 +27,10 @@ class GroupReward:
     """Starts the workers.
 
     Args:
-      fn: (texts, verdicts) of a group -> a result for each, as of a reward.
+      fn: (texts, verdicts) of a group -> results, one per response, of any kind
+        that a reward may return.
       judge: turns verdicts into rewards.
-      **settings: workers, grading and time limits, as of a `RewardPool`.
+      **settings: workers, grading and time limits, as in `RewardPool`.
 
     Raises:
       InputError: The function cannot be sent to workers.
@@ -40,8 +41,8 @@ class GroupReward:
   def __call__(self, judged: Judged) -> Judged:
     """Returns the responses with new verdicts.
 
-    Responses without a verdict are left out, and stay without one. The part
-    `true` keeps whether a response with a known answer is correct.
+    Responses without a verdict are not passed to the function and keep none.
+    The part `true` is whether a response with a known answer is correct.
     """
     rollout, verdicts = judged.responses.rollout, list(judged.verdicts)
     rows = [row for row, old in enumerate(verdicts) if old.error is None]
@@ -59,7 +60,9 @@ class GroupReward:
       if judged.prompts[row].answer and not new.error:
         parts["true"] = float(verdicts[row].correct)
       verdicts[row] = dataclasses.replace(new, parts=parts)
-    return self._judge.judged(rollout, judged.prompts, judged.texts, verdicts)
+    new = self._judge.judged(rollout, judged.prompts, judged.texts, verdicts)
+    failures = [*judged.new_failures, *new.new_failures]
+    return dataclasses.replace(new, new_failures=failures)
 
   def close(self) -> None:
     """Ends the workers."""

@@ -93,6 +93,26 @@ class _Rows:
     return lambda *_: None
 
 
+def test_a_failed_reward_is_still_reported(model):
+  def broken(response):
+    raise KeyError(response[:1])
+
+  register.reward("broken", broken)
+  register.group_reward("majority", majority)
+  run = build.make_run(
+    doors.make_config(model, reward__name="broken", reward__group="majority")
+  )
+  states, weights = loop.begin(run)
+  collected = run.worker.collect(
+    states.rollout,
+    states.source,
+    loop._sampled_with(states, weights),
+    metrics.PhaseTimer(),
+  )
+  (sample,) = collected.new_failures
+  assert "KeyError" in sample.error
+
+
 def test_a_window_is_refused(model):
   register.group_reward("majority", majority)
   config = doors.make_config(
