@@ -22,7 +22,7 @@ from jaxrl_llm.data import prompt_source as prompts
 from jaxrl_llm.data import sources
 from jaxrl_llm.learner import build_algorithm, choices, members, providers
 from jaxrl_llm.learner import optimizer as optimizers
-from jaxrl_llm.learner.algorithm import LogitsProcessor
+from jaxrl_llm.learner.algorithm import ProcessorSpec
 from jaxrl_llm.learner.parts import part
 from jaxrl_llm.models import families
 from jaxrl_llm.rollout import engine as engines
@@ -86,11 +86,11 @@ def reward(name: str, fn: rewards.RewardFn) -> None:
       id, columns (the row of the data), or a column. It returns a bool
       (correct or not), a number, numbers by part (the part 'right', else the
       first, decides whether it is correct) or a `rewards.Verdict`. With an
-      attribute `batched = True` it gets lists, with all responses of a group,
-      and returns a list. With
-      reward.workers it must be importable, as functions of a plugin are. Every
-      call runs in a process of its own, forked after the import and
-      `fn.prepare()`, if there is one, so that calls share no state.
+      attribute `batched = True` it receives lists with all responses of a group
+      and returns a list. With reward.workers it must be importable, as
+      functions of a plugin are. Every call then runs in its own process, forked
+      after the import and `fn.prepare()`, if any, so that calls share no
+      state.
 
   Raises:
     ValueError: The name is one of the package; a part of your own is replaced.
@@ -261,11 +261,11 @@ def logits_processor(
   """
   _check_keywords(fn, "sampler")
 
-  def make(sampler: choices.Settings) -> LogitsProcessor:
+  def make(sampler: choices.Settings) -> ProcessorSpec:
     names = inspect.signature(fn).parameters
     settings = {name: x for name, x in sampler.items() if name in names}
     bound = functools.partial(fn, **settings)
-    return LogitsProcessor(bound, state and part(state), initial)
+    return ProcessorSpec(bound, state and part(state), initial)
 
   _add(choices.LOGITS_PROCESSORS, "sampler.processors", name, make)
 

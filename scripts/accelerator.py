@@ -137,8 +137,8 @@ def measure_peers(sizes: str, limit_s: float) -> Numbers:
 
 
 _Part = Callable[[str, float], Numbers]
-# Name -> what measures it, and most seconds of ten minutes that it may take.
-# What others leave is the last one's.
+# Name -> function that measures it, and its limit in seconds. All take ten
+# minutes at most; the last part uses the remaining time.
 PARTS: dict[str, tuple[_Part, float]] = {
   **{
     name: (functools.partial(on_device, name), seconds)

@@ -122,7 +122,7 @@ def make_lines(options) -> list[tuple[str, int, list[float], list]]:
 
 
 def make_comparison(options) -> simulate.Comparison:
-  """What is compared, of the flags of the same names."""
+  """Makes the comparison from the flags named like its fields."""
   names = {field.name for field in dataclasses.fields(simulate.Comparison)}
   given = {k: v for k, v in vars(options).items() if k in names}
   price = functools.partial(make_cost, options)
@@ -131,7 +131,7 @@ def make_comparison(options) -> simulate.Comparison:
 
 
 def make_table(summaries: dict[str, dict[str, float]]) -> str:
-  """A Markdown table, one row a schedule; every number is simulated."""
+  """Returns a Markdown table of simulated numbers, one row per schedule."""
   return report.markdown(
     [
       {"simulated": name}
@@ -142,7 +142,7 @@ def make_table(summaries: dict[str, dict[str, float]]) -> str:
 
 
 def describe(cost: simulate.CostModel) -> str:
-  """The prices in a line."""
+  """Describes the prices in one line."""
   fields = dataclasses.asdict(cost)
   of_what = "whole programs" if fields.pop("padded") else "what is in use"
   plane = "{:.3g} + {:.3g} slots + {:.3g} KV tokens"

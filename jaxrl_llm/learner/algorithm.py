@@ -14,12 +14,13 @@ from jaxrl_llm import losses
 from jaxrl_llm.learner.parts import Auxiliary, Part, leaves_of
 
 
-class LogitsProcessor(NamedTuple):
-  """A change of the sampler's distribution, which may follow the last batch."""
+class ProcessorSpec(NamedTuple):
+  """A logits processor, and how its state follows training."""
 
   # (distribution, context, state) -> distribution; see `sampling.processors`.
   fn: Callable[[Any, Any, Any], Any]
-  # Inputs and scores of a batch -> state, a tree of arrays; None: stateless.
+  # Inputs and scores of a batch -> state for the next one, a tree of arrays;
+  # None: stateless.
   state: Part | None = None
   initial: Any = None  # State before the first batch.
 
@@ -52,7 +53,7 @@ class Algorithm:
   value_loss: Part | None
   corrections: Mapping[str, Part]
   step_scale: Part | None
-  processors: Mapping[str, LogitsProcessor]
+  processors: Mapping[str, ProcessorSpec]
   loss_mode: str
   loss_norm: float | None
   members: Mapping[str, tuple[str, ...]] = dataclasses.field(

@@ -129,11 +129,11 @@ STEP_SCALES = Table("step_scale")
 # `members.Companion`. A run has those that a provider of its inputs needs.
 COMPANIONS = Table("companion")
 
-# Likewise of models beside policy and critic: name -> `OwnMember`.
+# Models other than policy and critic: name -> `OwnMember`.
 MEMBERS: dict[str, OwnMember] = {}
 
 # Name, which may be the setting that switches it on -> (config group sampler)
-# -> `LogitsProcessor`.
+# -> `ProcessorSpec`.
 LOGITS_PROCESSORS = Table("logits_processor")
 
 # Name in `loss.auxiliary` -> a further loss of the policy.
@@ -155,7 +155,7 @@ CORRECTIONS: Mapping[str, Callable[..., losses.Correction] | None] = {
 
 
 def logits_processors(sampler: Settings) -> dict[str, Any]:
-  """The logits processors that config group `sampler` asks for, by name."""
+  """Returns the logits processors that config group `sampler` selects."""
   chosen = [
     name
     for name in LOGITS_PROCESSORS
@@ -165,14 +165,14 @@ def logits_processors(sampler: Settings) -> dict[str, Any]:
 
 
 def has_critic(config: Groups) -> bool:
-  """Whether the estimator of a config reads values, so that a critic learns."""
+  """Returns whether the estimator reads values, which requires a critic."""
   settings = config["estimator"]
   settings = {**settings, **settings.get("settings", {})}
   return "values" in ESTIMATORS[settings["name"]](settings).reads
 
 
 def correction_of(config: Groups) -> tuple[str, float]:
-  """The off-policy correction that a config asks for, and its upper bound."""
+  """Returns the off-policy correction of a config, and its upper bound."""
   settings, schedule = config["off_policy"], config["schedule"]
   averaged = settings["proximal"] == "ewma"
   # Responses go on in later steps, or are trained then.

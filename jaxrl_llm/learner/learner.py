@@ -42,13 +42,14 @@ class Learner:
 
   Attributes:
     algorithm: the mathematics.
-    members: the models that are trained, by name. The first is 'policy', which
-      writes responses; the others are updated before it, the last one first.
+    members: trained models by name. The first is 'policy', which is sampled
+      from; the others are updated before it, the last one first.
     settings: plain settings.
-    mesh: that the models lie on.
-    initial_params: loads the parameters that the policy starts from.
-    companions: what follows the weights of the policy, by name.
-    column: reads numbers of the data, where the algorithm does.
+    mesh: mesh of all models.
+    initial_params: loads the initial parameters of the policy. It is called
+      again for the reference of a KL, and its result is donated.
+    companions: weights that follow those of the policy, by name.
+    column: reads numbers of the data, for algorithms with such inputs.
   """
 
   algorithm: Algorithm
@@ -61,20 +62,21 @@ class Learner:
 
   @property
   def policy(self) -> Member:
-    """The model that writes responses."""
+    """The model that is sampled from."""
     return self.members["policy"]
 
   @property
   def critic(self) -> Member | None:
-    """The model that judges states; None without one."""
+    """The value model; None without one."""
     return self.members.get("critic")
 
   def init(self, **initial: Callable[[Params], Any]) -> LearnerState:
-    """The state before the first update.
+    """Returns the state before the first update.
 
     Args:
-      **initial: (policy's parameters) -> those of the member of this name. By
-        default they are drawn at random by its `init`.
+      **initial: by name of a member, function of the policy's parameters that
+        returns the initial ones of the member. By default, its `init` draws
+        them.
     """
     policy = self.policy.split(self.initial_params())
     models = {"policy": self.policy.create_state(policy.trained)}
@@ -96,26 +98,26 @@ class Learner:
     )
 
   def _draw(self, member: Member, policy: Params) -> Any:
-    """Random parameters of a member, the same in every run of a seed."""
+    """Draws random parameters of a member; they depend on the seed only."""
     del policy
     places = jax.tree.map(lambda x: x.sharding, merge(member.params))
     make = jax.jit(member.fns.init, out_shardings=places)
     return make(jax.random.key(self.settings.seed))
 
   def reference(self) -> Any:
-    """Loads the trained parameters that the policy started from.
+    """Loads the initial trained parameters of the policy, for a KL to them.
 
-    None unless the algorithm takes a KL to them.
+    None if the algorithm has no KL.
     """
     if "reference" not in providers.needs_of(self.algorithm.leaves):
       return None
     return self.policy.split(self.initial_params()).trained
 
   def abstract(self) -> LearnerState:
-    """The state as a checkpoint is read into it.
+    """Returns the structure of the state, into which a checkpoint is restored.
 
-    ShapeDtypeStructs with shardings on the mesh; a class for a record of host
-    arrays that may be absent.
+    Leaves are ShapeDtypeStructs with shardings; a class stands for a record of
+    host arrays that may be absent.
     """
     processors = self.algorithm.processors.items()
     return LearnerState(
@@ -134,7 +136,7 @@ class Learner:
 
   @functools.cached_property
   def _estimate(self) -> Callable[[Experience], Experience]:
-    """(leaves) -> the inputs that the algorithm reads, jitted."""
+    """Jitted function of leaves that computes the algorithm's inputs."""
     names, made = sorted(self.algorithm.experience), self.algorithm.parts
     return jax.jit(functools.partial(parts.evaluate, names, made))
 
@@ -147,22 +149,26 @@ class Learner:
     """Updates the models on a batch.
 
     A batch that arrives in parts makes one update of each model: gradients are
-    summed up as parts come, and applied when all have come. It is that on the
-    whole batch but for the order of float32 sums. Nothing of the method may
-    need the whole batch before.
+    accumulated as parts arrive and applied at the end. The result is that of
+    the complete batch except for the order of float32 sums. The method must not
+    need the complete batch earlier.
 
-    Mini-batches without a token to train on are skipped and have no metrics: no
-    response was judged, or a correction masks all tokens.
+    Mini-batches without a token to train on (no verdicts, or all tokens masked
+    by a correction) are skipped and have no metrics.
 
     Args:
-      state: before; its arrays are given away.
-      responses: all with new tokens for the policy. Ended ones teach the
-        critic, in whole mini-batches: what is left over waits in the state. Or
-        whole groups of ended responses, as they arrive.
+      state: the state before the update; its arrays are donated.
+      responses: a batch, all of it with new tokens for the policy. Members that
+        wait learn from its ended responses in whole mini-batches, and the
+        remaining ones wait in the state. Or an iterable of complete groups of
+        ended responses, in the order of their arrival.
       timer: times the phases.
 
+    Returns:
+      The state after the update, and the metrics of the step.
+
     Raises:
-      TrainingStopped: too many updates in a row were not finite.
+      TrainingStopped: Too many consecutive updates were not finite.
     """
     rng = np.random.default_rng((self.settings.seed, state.step))
     whole, packer = isinstance(responses, Responses), self._packer
@@ -193,13 +199,13 @@ class Learner:
   def score(
     self, state: LearnerState, name: str, batch: MiniBatch, trained: Any = None
   ) -> Any:
-    """Scores packed rows by a member: arrays [M, r, C] on the host.
+    """Scores packed rows with a member; returns arrays [M, r, C] on the host.
 
     Args:
-      state: of the learner.
-      name: of the member.
+      state: state of the learner.
+      name: name of the member.
       batch: packed rows.
-      trained: parameters in place of the trained ones of the state.
+      trained: trained parameters to use instead of those of the state.
     """
     params, member = state.params(name), self.members[name]
     if trained is not None:
@@ -215,7 +221,7 @@ class Learner:
     responses: Responses,
     rng: np.random.Generator,
   ) -> TrainingBatch:
-    """Scores ended responses that a member has not been trained on."""
+    """Scores ended responses that a member was not trained on."""
     rows = np.arange(len(responses.rewards))
     made = self._packer.mini_batches(name, responses.rollout, rows, rng)
     mini_batches = {k: made if k == name else [] for k in self.members}
@@ -228,7 +234,7 @@ class Learner:
     batch: TrainingBatch,
     rng: np.random.Generator,
   ) -> tuple[LearnerState, dict[str, float]]:
-    """Trains one member, by an update on each mini-batch of all epochs.
+    """Trains one member: an update per mini-batch and epoch.
 
     Mini-batches without a token to train on are skipped: momentum and weight
     decay alone would move the weights.
@@ -261,7 +267,7 @@ class Learner:
   def _add(
     self, state: LearnerState, name: str, part: TrainingBatch, sums: Any
   ) -> Any:
-    """Adds a member's gradients on a part of a batch to sums; None is none."""
+    """Adds a member's gradients on a part of a batch to `sums`, if any."""
     member, (mini_batch,) = self.members[name], part.mini_batches[name]
     prepared = self._prepared(state, name, part, mini_batch, size=1)
     sums = member.update.accumulate(
@@ -271,12 +277,12 @@ class Learner:
       *member.training.arguments(self.settings, state),
       base=state.base[name],
     )
-    return processes.ready(sums)  # The phase has its own time.
+    return processes.ready(sums)  # Attributes the time to this phase.
 
   def _apply(
     self, state: LearnerState, name: str, batch: TrainingBatch, sums: Any
   ) -> tuple[LearnerState, dict[str, float]]:
-    """Updates a member by the gradients on all parts of a batch."""
+    """Updates a member with the gradients of all parts of a batch."""
     member = self.members[name]
     mask = batch.experience[member.training.mask]
     if not mask.any():
@@ -309,7 +315,7 @@ class Learner:
   def _followed(
     self, state: LearnerState, event: str, *arguments: Any
   ) -> LearnerState:
-    """Moves the companions that have a function for an event."""
+    """Updates the companions that have a function for an event."""
     trained, after = state.policy.trained, dict(state.companions)
     for name, companion in self.companions.items():
       if move := getattr(companion, event):
@@ -324,7 +330,7 @@ class Learner:
     *,
     whole: bool = True,
   ) -> TrainingBatch:
-    """Scores all rows with the models of now, and estimates the inputs."""
+    """Scores all rows with the current models, and computes the inputs."""
     rollout, waits = responses.rollout, self._packer.waits
     # Targets need scores of all rows: those of the policy for responses that
     # waited, and those of the critic for cut ones, whose advantages bootstrap.
@@ -355,13 +361,13 @@ class Learner:
 
     Args:
       responses: B judged responses.
-      scores: of the models, by name.
-      version: of the policy before the update.
-      learned: rows of the members that wait.
-      whole: pads to a multiple of a mini-batch, and else to a power of two, so
-        that few numbers of responses compile anew.
+      scores: scores of the models by name.
+      version: version of the policy before the update.
+      learned: rows that members that wait learn from.
+      whole: whether to pad to a multiple of a mini-batch, otherwise to a power
+        of two; both limit the number of compilations.
     """
-    # In the same order in all processes.
+    # Sorted: all processes must place arrays in the same order.
     rows, names = len(responses.rewards), sorted(self.algorithm.leaves)
     given = providers.of_responses(responses, version, names, self.column)
     given |= {name: x for name, x in scores.items() if name in names}
@@ -390,7 +396,7 @@ class Learner:
   def _summary(
     self, state: LearnerState, name: str, rows: Sequence[Any]
   ) -> dict[str, float]:
-    """Metrics of the updates of a member in a step, if there are any."""
+    """Returns the metrics of a member's updates in a step, if any."""
     rows = processes.to_host(rows)
     in_a_row = int(state.models[name].optimizer.skipped_in_a_row)
     if in_a_row >= self.settings.max_skipped:
@@ -416,7 +422,7 @@ class Learner:
 
 
 def _joined(parts: Sequence[TrainingBatch]) -> TrainingBatch:
-  """Joins the parts of a batch."""
+  """Concatenates the parts of a batch."""
   if len(parts) == 1:
     return parts[0]
   join = functools.partial(jax.tree.map, lambda *xs: np.concatenate(xs))

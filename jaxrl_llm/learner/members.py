@@ -48,18 +48,18 @@ class Training(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-  """A model that is trained: functions, training, update and place."""
+  """A trained model with its functions, update and shardings."""
 
   # With `init`, (key) -> params, and `shares_prompts`, see `packing.pack`.
   fns: Any
   training: Training
-  # (trained, which are given away) -> the state at step 0 around them, jitted.
+  # (trained, donated) -> the state at step 0 with them, jitted.
   create_state: Callable[[Any], TrainState]
   # (params, PackedRows, *arguments) -> arrays [M, r, C], jitted.
   score: Callable[..., Any]
   update: update.Update
   shapes: TrainState  # ShapeDtypeStructs with shardings.
-  base: Any  # Likewise, the parameters that are not trained.
+  base: Any  # The same for the parameters that are not trained.
   settings: UpdateSettings
 
   @property
@@ -69,7 +69,7 @@ class Member:
 
   @property
   def phase(self) -> str:
-    """Name of the phase that its updates are timed as."""
+    """Name of the phase of its updates."""
     return f"update_{self.training.objective.name}"
 
   def split(self, params: Any) -> Params:
@@ -78,23 +78,22 @@ class Member:
 
 
 class Companion(NamedTuple):
-  """Weights that follow the policy's, such as an average of them.
+  """Weights that follow those of the policy, such as a moving average.
 
-  Functions that are None do nothing.
+  Functions that are None are not called.
   """
 
   shapes: Any  # ShapeDtypeStructs with shardings.
   init: Callable[[Any], Any]  # (trained) -> tree.
-  # (tree, which is given away, trained, version) -> tree, when a batch has been
-  # scored by these weights.
+  # (tree, donated, trained, version) -> tree, after a batch was scored.
   record: Callable[[Any, Any, int], Any] | None = None
-  # (tree, which is given away, trained, whether the update was skipped) ->
-  # tree, after an update.
+  # (tree, donated, trained, whether the update was skipped) -> tree, after an
+  # update.
   follow: Callable[[Any, Any, Any], Any] | None = None
   # (tree, version) -> trained parameters.
   read: Callable[[Any, int], Any] | None = None
-  # Input of the policy's mini-batches that is scored anew, before each update,
-  # by `tree["params"]`.
+  # Input of the policy's mini-batches that `tree["params"]` scores before each
+  # update.
   scores: str | None = None
 
 
@@ -152,12 +151,11 @@ def make_member(
   """Makes a member on a mesh.
 
   Args:
-    fns: its functions, as in `Member`.
-    training: how it learns.
-    score: (params, PackedRows, *arguments) -> arrays [M, r, C]; `scoring` has
-      those of policy and critic.
-    settings: of its optimizer.
-    mesh: where it lies; parameters are split by the table of `sharding`.
+    fns: functions of the model, as in `Member`.
+    training: its training.
+    score: (params, PackedRows, *arguments) -> arrays [M, r, C]; see `scoring`.
+    settings: update settings.
+    mesh: mesh of the model; `sharding.PARAMETERS` splits its parameters.
   """
   schedule = optimizer_lib.make_schedule(settings)
   optimizer = optimizer_lib.make_optimizer(

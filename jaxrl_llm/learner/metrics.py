@@ -1,4 +1,4 @@
-"""Metrics of a batch before the update."""
+"""Metrics of a batch and of its updates."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from jaxrl_llm.types import Experience, Origin, Rollout, Status
 def batch_metrics(
   batch: TrainingBatch, algorithm: Algorithm
 ) -> dict[str, float]:
-  """Returns all metrics of a batch and of what it was scored with."""
+  """Returns all metrics of a scored batch."""
   rollout, scores, experience = batch.rollout, batch.scores, batch.experience
   mask = experience["policy_mask"]
   row = experience_metrics(experience, rollout.behavior_logprobs, algorithm)
@@ -28,7 +28,7 @@ def batch_metrics(
 
 
 def over_updates(rows: Sequence[Mapping[str, np.ndarray]]) -> dict[str, float]:
-  """Returns means over updates, maxima of maxima and how many were skipped."""
+  """Reduces the metrics of updates: means, maxima and counts of skips."""
   out = {}
   for key in rows[0]:
     over = {"max": max, "skipped": sum}.get(re.split("[/_]", key)[-1], np.mean)

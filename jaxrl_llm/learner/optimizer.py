@@ -101,9 +101,9 @@ def make_schedule(settings: UpdateSettings) -> optax.Schedule:
 
 
 def matrices(params: Any) -> Any:
-  """Tree of bools: which parameters are matrices, not norm scales or biases.
+  """Returns a tree of bools: whether a parameter is a matrix.
 
-  Stacked layers add one axis, so a matrix is named kernel or embedding.
+  Matrices are recognised by name, because stacked layers add an axis.
   """
   return jax.tree_util.tree_map_with_path(
     lambda path, _: path[-1].key in ("kernel", "embedding"), params
@@ -124,13 +124,14 @@ def make_optimizer(
   name: str = "adamw",
   **settings: Any,
 ) -> optax.GradientTransformation:
-  """An optimizer behind a clip of the global gradient norm.
+  """Makes an optimizer with clipping of the global gradient norm.
 
   Args:
     schedule: learning rate of an update.
-    max_grad_norm: gradients of a larger norm are scaled down to it.
-    name: of `OPTIMIZERS`.
-    **settings: those of `UpdateSettings`, of which it takes what it names.
+    max_grad_norm: maximum global norm; larger gradients are scaled down.
+    name: name in `OPTIMIZERS`.
+    **settings: fields of `UpdateSettings`; the optimizer receives those that it
+      names.
   """
   make = OPTIMIZERS[name]
   _, *named = inspect.signature(make).parameters  # The first is the schedule.

@@ -20,8 +20,8 @@ class Packer:
   """Cuts batches for the members of a learner.
 
   Attributes:
-    members: by name, the policy among them.
-    capacity: tokens of a packed row.
+    members: members by name, including the policy.
+    capacity: tokens per packed row.
   """
 
   members: Mapping[str, Member]
@@ -29,18 +29,18 @@ class Packer:
 
   @functools.cached_property
   def waits(self) -> frozenset[str]:
-    """Members for which responses wait, see `members.Training`."""
+    """Names of members with `Training.waits`."""
     return frozenset(k for k, x in self.members.items() if x.training.waits)
 
   @functools.cached_property
   def size(self) -> int:
-    """Least common mini-batch size of the members that wait; 0: none does."""
+    """Least common multiple of their mini-batch sizes; 0 without any."""
     sizes = [self.members[name].settings.mini_batch for name in self.waits]
     return int(np.lcm.reduce(sizes)) if sizes else 0
 
   @functools.cached_property
   def _room(self) -> int:
-    """Tokens of a micro-batch, the largest of all members."""
+    """Tokens of the largest micro-batch of all members."""
     rows = max(x.settings.micro_batch_size for x in self.members.values())
     return rows * self.capacity
 
@@ -50,16 +50,16 @@ class Packer:
     waiting: Responses | None,
     rng: np.random.Generator,
   ) -> tuple[Responses, MiniBatches, Responses | None]:
-    """Packs a whole batch, shuffled.
+    """Packs a complete batch, shuffled.
 
     Args:
-      responses: all with new tokens for the policy.
-      waiting: earlier ones, which the members that wait have not seen.
-      rng: shuffles them.
+      responses: the batch, all of it with new tokens for the policy.
+      waiting: earlier responses for the members that wait.
+      rng: random generator of the order.
 
     Returns:
-      The batch, with those that waited and are learned from; its mini-batches;
-      and the responses that wait now.
+      The batch with the earlier responses that are used now, its mini-batches,
+      and the responses that wait for the next batch.
     """
     fresh, found = np.arange(len(responses.rewards)), {}
     joined, ended, waiting = self.with_waiting(responses, waiting)
@@ -72,10 +72,10 @@ class Packer:
   def with_waiting(
     self, responses: Responses, waiting: Responses | None
   ) -> tuple[Responses, np.ndarray, Responses | None]:
-    """Returns the batch, rows for the members that wait, and who waits now.
+    """Returns the batch, rows for members that wait, and the waiting responses.
 
-    They take whole mini-batches, oldest responses first: in a smaller one, each
-    response would weigh more.
+    Mini-batches are whole and take the oldest responses first: in a smaller
+    one, each response would weigh more.
     """
     ended, size = np.flatnonzero(responses.ended), self.size
     if not size:
@@ -103,7 +103,7 @@ class Packer:
     rows: np.ndarray,
     rng: np.random.Generator | None = None,
   ) -> list[MiniBatch]:
-    """Mini-batches of a member's own size, packed; shuffled by `rng`."""
+    """Packs mini-batches of a member's size, shuffled by `rng`."""
     member = self.members[name]
     return packing.mini_batches(
       rollout,
@@ -125,10 +125,10 @@ class Packer:
     return mini_batches + self.mini_batches(name, rollout, rows)
 
   def joined(self, arriving: Iterable[Responses]) -> Iterator[Responses]:
-    """Groups joined until they fill a micro-batch; the last may not.
+    """Joins groups until they fill a micro-batch, except for the last ones.
 
-    Gradients of less would cost as much. Lengths decide, and no clock, so that
-    the same groups are joined again.
+    Gradients of fewer tokens would cost as much. Only lengths decide, so that a
+    repeated run joins the same groups.
     """
     gathered, tokens = [], 0
     for responses in arriving:
@@ -145,9 +145,9 @@ class Packer:
       yield types.join_rows(gathered)
 
   def part(self, responses: Responses) -> tuple[Responses, MiniBatches, None]:
-    """Packs what `joined` gives: one mini-batch, always of the same shape.
+    """Packs a result of `joined` as one mini-batch of a fixed shape.
 
-    Returns the same as `batch`; nothing waits.
+    Returns the same as `batch`; no responses wait.
     """
     rollout, found = responses.rollout, {}
     longest = rollout.prompt_tokens.shape[1] + rollout.tokens.shape[1]
@@ -169,7 +169,7 @@ class Packer:
 
 
 def check_rows(batches: list[MiniBatch], rows: np.ndarray) -> None:
-  """Checks that mini-batches hold each row exactly once."""
+  """Checks that mini-batches contain each row exactly once."""
   held = np.concatenate([rows[:0], *(batch.rows for batch in batches)])
   if not np.array_equal(np.sort(held), np.sort(rows)):
     raise RuntimeError(

@@ -1,7 +1,7 @@
-"""Providers: who gives the inputs that no part of an algorithm computes.
+"""Providers of the inputs that are not computed by a part of the algorithm.
 
-An input is a field of the rollout or of its verdicts (see `of_responses`), or
-what a model says of the responses: one line of `PROVIDERS`.
+An input is a field of the rollout or of its verdicts (`of_responses`), or a
+score by a model: an entry of `PROVIDERS`.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from jaxrl_llm.types import Responses, Rollout
 Scores = dict[str, np.ndarray]
 # (name, rows of the data [B]) -> numbers [B].
 Column = Callable[[str, np.ndarray], np.ndarray]
-# Inputs PART + NAME are parts of the reward, and COLUMN + NAME of the data.
+# Prefixes of the inputs that are parts of the reward or columns of the data.
 PART, COLUMN = "part_", "column_"
 VERDICTS = ("rewards", "correct", "judged")
 # Inputs that every learner has.
@@ -33,13 +33,13 @@ OF_THE_BATCH = frozenset(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scoring:
-  """The scoring of a batch of B responses, which providers are called with.
+  """Scoring of a batch of B responses, the argument of providers.
 
   Attributes:
-    learner: its models and settings.
-    state: of the learner, before the update.
+    learner: the learner, with its models and settings.
+    state: state of the learner before the update.
     rollout: the responses.
-    mini_batches: packed rows, by member; rows may be absent.
+    mini_batches: packed rows by member; some rows may be absent.
   """
 
   learner: Any  # A `Learner`, whose module imports this one.
@@ -48,11 +48,11 @@ class Scoring:
   mini_batches: Mapping[str, list[MiniBatch]]
 
   def packed(self, member: str, batch: MiniBatch, trained: Any = None) -> Any:
-    """Scores of a mini-batch [M, r, C]; arguments as of `Learner.score`."""
+    """Scores a mini-batch, [M, r, C]; arguments as in `Learner.score`."""
     return self.learner.score(self.state, member, batch, trained)
 
   def zeros(self) -> np.ndarray:
-    """Returns scores [B, T] of nothing."""
+    """Returns zero scores, [B, T]."""
     return np.zeros(self.rollout.mask.shape, np.float32)
 
   def tokens(
@@ -64,9 +64,9 @@ class Scoring:
     """Returns scores of a member at all tokens, [B, T]; 0 of absent rows.
 
     Args:
-      member: its name.
-      read: (what it scores of a mini-batch) -> [M, r, C].
-      trained: as of `Learner.score`.
+      member: name of the member.
+      read: function of its scores of a mini-batch that returns [M, r, C].
+      trained: as in `Learner.score`.
     """
     out = self.zeros()
     for batch in self.mini_batches[member]:
@@ -79,8 +79,8 @@ class Scoring:
     """Log-probs and entropies of the policy before the update.
 
     `old_logprobs` and `entropies` [B, T], 0 where not scored, and `scored`,
-    bool [B]. Without a reader only the first mini-batch is scored, for the
-    parity of sampler and trainer.
+    bool [B]. If the algorithm reads neither, only the first mini-batch is
+    scored, to compare sampler and trainer.
     """
     out = {"old_logprobs": self.zeros(), "entropies": self.zeros()}
     out["scored"] = np.zeros(len(self.rollout.lengths), bool)
@@ -95,7 +95,7 @@ class Scoring:
     return out
 
   def scores(self) -> Scores:
-    """Scores that the algorithm reads, and those of the policy."""
+    """Returns the scores that the algorithm reads, and those of the policy."""
     leaves = sorted(self.learner.algorithm.leaves & PROVIDERS.keys())
     out = dict(self.policy)
     for give in dict.fromkeys(PROVIDERS[leaf].give for leaf in leaves):
@@ -104,7 +104,7 @@ class Scoring:
 
 
 def _reference(scoring: Scoring) -> Scores:
-  """Log-probs of the policy that the run started from."""
+  """Provides the log-probs of the initial policy."""
   read = operator.attrgetter("logprobs")
   return {
     "ref_logprobs": scoring.tokens("policy", read, scoring.state.reference)
@@ -112,7 +112,7 @@ def _reference(scoring: Scoring) -> Scores:
 
 
 def _values(scoring: Scoring) -> Scores:
-  """Values of the critic: before each token, and after the last one."""
+  """Provides the critic's values before each token and after the last one."""
   values = scoring.zeros()
   after = np.zeros(len(values), np.float32)
   for batch in scoring.mini_batches["critic"]:
@@ -123,14 +123,14 @@ def _values(scoring: Scoring) -> Scores:
 
 
 def of_member(member: str) -> Callable[[Scoring], np.ndarray]:
-  """Makes the function for `register.leaf` of a member's scores, [B, T]."""
+  """Returns a function for `register.leaf` with a member's scores, [B, T]."""
   return lambda scoring: scoring.tokens(member)
 
 
 class Provider(NamedTuple):
-  """Gives inputs that are scores of models."""
+  """Computes inputs that are scores of models."""
 
-  # Names of members, companions and inputs; 'reference' is the KL's policy.
+  # Names of members, companions and inputs, or 'reference' (of a KL).
   needs: tuple[str, ...]
   give: Callable[[Scoring], Scores]  # Inputs by name, each [B, ...].
 
@@ -149,7 +149,7 @@ PROVIDERS = Table(
 
 
 def needs_of(leaves: Collection[str]) -> frozenset[str]:
-  """Returns the names that the providers of inputs need, directly or not."""
+  """Returns what the providers of inputs need, directly or indirectly."""
   found = {
     name for x in PROVIDERS.keys() & leaves for name in PROVIDERS[x].needs
   }
@@ -157,7 +157,7 @@ def needs_of(leaves: Collection[str]) -> frozenset[str]:
 
 
 def gives(leaf: str) -> bool:
-  """Whether there is a provider of an input."""
+  """Returns whether an input has a provider."""
   named = leaf.startswith((PART, COLUMN))
   return named or leaf in OF_THE_BATCH or leaf in PROVIDERS
 
@@ -165,12 +165,12 @@ def gives(leaf: str) -> bool:
 def of_responses(
   responses: Responses, version: int, names: Collection[str], column: Column
 ) -> Scores:
-  """Returns the named inputs that the responses give, by name.
+  """Returns the inputs among `names` that are fields of the responses.
 
   Args:
     responses: B judged responses.
-    version: of the policy that the update starts from.
-    names: inputs; a part of the reward [B] is 0 where it is missing.
+    version: version of the policy before the update.
+    names: names of inputs; a missing part of the reward [B] is 0.
     column: reads the data.
   """
   given = {**responses.rollout, "update_version": np.int32(version)}

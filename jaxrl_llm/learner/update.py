@@ -107,9 +107,9 @@ def value_objective(fns: ValueFns, value_loss: Part) -> Objective:
 
 
 class Update(NamedTuple):
-  """The update of a model, in one program or part by part, all of them jitted.
+  """Jitted update of a model, in one program or in parts.
 
-  `whole` and `apply` are given away their state, and `add` its sums.
+  `whole` and `apply` donate their state, and `add` its sums.
   """
 
   # (state, PackedBatch, *arguments, base={}) -> (state, metrics).
@@ -122,11 +122,11 @@ class Update(NamedTuple):
   apply: Callable[..., tuple[TrainState, Metrics]]
 
   def __call__(self, state, batch: PackedBatch, *arguments, base=_NO_BASE):
-    """Updates a state on a batch that is whole; `base` is not trained."""
+    """Updates a state on a complete batch; `base` has frozen parameters."""
     return self.whole(state, batch, *arguments, base=base)
 
   def accumulate(self, sums, trained, batch, *arguments, base=_NO_BASE):
-    """Adds a part, whose weights have size 1; `sums` of None is nothing."""
+    """Adds a part with weights of size 1 to `sums`; None starts new ones."""
     if sums is None:
       sums = self.begin(trained, batch, *arguments, base=base)
     return self.add(sums, trained, batch, *arguments, base=base)
@@ -142,10 +142,10 @@ def make_update(
   """Makes the update that minimises an objective.
 
   Args:
-    objective: whose gradient is taken.
+    objective: loss to minimise.
     optimizer: gradient transformation of the state.
-    schedule: learning rate of an update, for the log.
-    out_shardings: (those that the state is pinned to, of the metrics).
+    schedule: learning rate of an update, for its metric.
+    out_shardings: shardings of the state and of the metrics.
   """
   finish = functools.partial(_apply, objective.name, optimizer, schedule)
 

@@ -28,15 +28,15 @@ from jaxrl_llm.types import Rollout
 def make_kept_weights(
   policy: Member, *, versions: int, dtype: Any
 ) -> Companion:
-  """The policy's trained parameters of its last K versions, [K, ...].
+  """Keeps the trained parameters of the last K versions, [K, ...].
 
-  Version v lies in slot v mod K until version v + K takes its place. They are
-  sharded as the policy is.
+  Version v is in slot v mod K until version v + K replaces it. The sharding is
+  that of the policy.
 
   Args:
-    policy: whose parameters are kept.
+    policy: the policy.
     versions: K, at least 1.
-    dtype: that they are kept in; another one than float32 rounds them.
+    dtype: stored dtype; any other than float32 rounds the weights.
   """
 
   def init(params):
@@ -60,7 +60,7 @@ def make_kept_weights(
   stacked = jax.tree.map(sharding.with_leading_axis, places)
   init = jax.jit(init, out_shardings=stacked)
   write = jax.jit(write, out_shardings=stacked, donate_argnums=0)
-  # Placed like the policy's own, so that they are scored by its program.
+  # Sharded like the policy's own, so that the same program scores them.
   read = jax.jit(read, out_shardings=places)
   return Companion(init.eval_shape(params), init, record=write, read=read)
 

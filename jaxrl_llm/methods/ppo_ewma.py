@@ -24,7 +24,7 @@ from jaxrl_llm.learner.members import Companion, Member
 def make(
   policy: Member, mesh: jax.sharding.Mesh, settings: Mapping[str, Any]
 ) -> Companion:
-  """The moving average of the policy, {'params', 'weight'}."""
+  """Makes the moving average of the policy, {'params', 'weight'}."""
   decay = settings["ewma_decay"]
 
   def init(params):
@@ -36,7 +36,7 @@ def make(
       average["params"], average["weight"], params, decay=decay
     )
     moved = {"params": params, "weight": weight}
-    # An update that was refused is none: the average stays with it.
+    # A skipped update leaves the average unchanged.
     return jax.tree.map(
       lambda new, old: jnp.where(skipped, old, new), moved, average
     )
@@ -50,7 +50,7 @@ def make(
 
 
 def provide(scoring: providers.Scoring) -> np.ndarray:
-  """Provides `average_logprobs`, until a mini-batch has them scored anew."""
+  """Provides `average_logprobs` until the average scores a mini-batch."""
   return scoring.policy["old_logprobs"]
 
 

@@ -1,4 +1,4 @@
-"""Schedules of rollouts: when a call of the sampler stops, and what counts."""
+"""Rollout schedules: when a sampler call stops, and which groups count."""
 
 import dataclasses
 from collections.abc import Callable

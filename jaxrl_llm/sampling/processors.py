@@ -1,8 +1,8 @@
-"""Logits processors: changes of the distribution that a token is drawn from.
+"""Logits processors, which change the distribution of the next token.
 
-A processor is a pure function on the device. Its state is a tree of arrays that
-comes with every call, so that a new value never recompiles. The log-probs that
-the engine returns are those of the processed distribution.
+A processor is a pure device function. Its state is a tree of arrays, passed
+with every call, so that new values do not recompile. The engine returns
+log-probs of the processed distribution.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 
 class Distribution(NamedTuple):
-  """Tempered, filtered softmax of R tokens to draw; see `choose.choose`."""
+  """Parameters of the softmax of R tokens to draw; see `choose.choose`."""
 
   logits: jax.Array  # float32 [R, V].
   temperature: jax.Array  # float32 [R], 0 is greedy.
@@ -23,7 +23,7 @@ class Distribution(NamedTuple):
 
 
 class TokenContext(NamedTuple):
-  """The position of R tokens to draw."""
+  """Positions of R tokens to draw."""
 
   index: jax.Array  # int32 [R], response tokens before it.
   min_tokens: jax.Array  # int32 [R], response tokens before a stop token.
@@ -35,7 +35,7 @@ class LogitsProcessor(NamedTuple):
 
   Attributes:
     fn: (distribution, context, state) -> distribution.
-    stateful: whether it applies only in calls that give its state; the others
+    stateful: whether it applies only to calls that pass its state; others
       always apply, with None.
   """
 

@@ -48,7 +48,7 @@ class SamplingMetadata(NamedTuple):
 
   key: chex.PRNGKey  # Key of the run; see `_sample`.
   stop_tokens: chex.Array  # int32 [n].
-  states: Mapping[str, Any]  # Of logits processors; see `LogitsProcessor`.
+  states: Mapping[str, Any]  # States of logits processors by name.
 
 
 class DecodeOutput(NamedTuple):
@@ -64,7 +64,7 @@ class DecodeOutput(NamedTuple):
 
 _GOES_ON = int(Status.TRUNCATED)
 
-# Logits processors by name, as they apply; hashable.
+# Logits processors by name, in order of application; hashable.
 Processors = tuple[tuple[str, LogitsProcessor], ...]
 
 

@@ -1,7 +1,7 @@
-"""The model's account: bytes, operations and seconds, by arithmetic alone.
+"""Analytic cost model: bytes, FLOPs and seconds of a large run.
 
-Everything is of one device unless a name says otherwise. What a compiler makes
-of a program may differ; scripts/compile.py prints both side by side.
+Numbers are per device unless a name says otherwise. Compiled programs may
+differ; scripts/compile.py prints both side by side.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from jaxrl_llm.metrics.chips import Chip
 from jaxrl_llm.models.shapes import multiplied_params
 from jaxrl_llm.sampling.allocator import default_page_size
 
-# Shares of what the maker states that programs are assumed to reach.
+# Assumed fractions of a chip's peak numbers.
 REACHED = {"compute": 0.6, "memory": 0.7, "links": 0.7}
 FILLED = 0.95  # Filled fraction of packed rows.
 
@@ -29,10 +29,10 @@ class Work:
 
   flops: float
   moved: float  # Bytes to and from memory.
-  sent: float  # Bytes received of other devices.
+  sent: float  # Bytes received from other devices.
 
   def seconds(self, chip: Chip) -> dict[str, float]:
-    """By resource, as if it had the program for itself."""
+    """Returns the seconds of each resource if it were the only limit."""
     return {
       "compute": self.flops / (REACHED["compute"] * chip.flops),
       "memory": self.moved / (REACHED["memory"] * chip.bandwidth),
@@ -40,14 +40,14 @@ class Work:
     }
 
   def bound(self, chip: Chip) -> tuple[float, str]:
-    """Seconds of the slowest resource, and which one it is."""
+    """Returns the seconds of the slowest resource, and its name."""
     seconds = self.seconds(chip)
     slowest = max(seconds, key=seconds.get)
     return seconds[slowest], slowest
 
 
 class Sizes:
-  """Numbers of a run on a mesh that all formulas below are made of."""
+  """Sizes of a run on a mesh, the variables of the formulas below."""
 
   def __init__(
     self,
@@ -56,13 +56,14 @@ class Sizes:
     mesh: Mapping[str, int],
     mean_response: float = 0.0,
   ):
-    """Reads them.
+    """Computes the sizes.
 
     Args:
-      config: of the run.
+      config: config of the run.
       model: shape of policy and critic.
       mesh: axis -> size.
-      mean_response: tokens; a quarter of the longest if 0.
+      mean_response: mean response length in tokens; 0: a quarter of the
+        maximum.
     """
     self.config, self.model, self.mesh = config, model, dict(mesh)
     self.tensor, self.context = mesh["tensor"], mesh.get("context", 1)
@@ -84,21 +85,21 @@ class Sizes:
 
   @property
   def rows(self) -> float:
-    """Packed rows of a batch, prompts not shared."""
+    """Packed rows of a batch, without shared prompts."""
     tokens = self.responses * (self.prompt + self.response)
     return tokens / (self.row * FILLED)
 
   def micro_rows(self, role: str) -> float:
-    """Rows of a micro-batch on one device, which may have a part of each."""
+    """Returns the rows of a micro-batch per device, possibly fractional."""
     return self.config.optimizer[role].micro_batch_size / self.batch_ways
 
   def forward(self, rows: float) -> float:
-    """Operations of a forward pass on so many rows: causal, all devices'."""
+    """Returns the FLOPs of a causal forward pass on rows, on all devices."""
     return rows * (2 * self.multiplied * self.row + self.attention)
 
   @property
   def attention(self) -> float:
-    """Returns the part of a row's attention."""
+    """FLOPs of attention per row."""
     heads = self.model.num_heads * self.model.head_dim
     return 4 * self.row**2 / 2 * heads * self.model.num_layers
 
@@ -109,7 +110,7 @@ class Sizes:
 
   @property
   def written(self) -> float:
-    """Responses that are written at a time: slots, or what pages hold."""
+    """Responses decoded concurrently, limited by slots and by pages."""
     if not self.config.sampler.kv_pages:
       return self.slots
     held = self.prompt + self.response / 2
@@ -117,7 +118,7 @@ class Sizes:
 
 
 def held(tree: Any) -> float:
-  """Bytes of arrays on a device, by their shardings."""
+  """Returns the bytes of sharded arrays on a device."""
   return sum(
     math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
     for x in jax.tree.leaves(tree)
@@ -125,7 +126,7 @@ def held(tree: Any) -> float:
 
 
 def temporaries(sizes: Sizes, role: str, *, update: bool) -> dict[str, float]:
-  """Bytes of a scoring or an update beside its arguments, by what they are."""
+  """Returns the bytes of temporaries of scoring or of an update, by kind."""
   model, rows = sizes.model, sizes.micro_rows(role)
   tokens, split = rows * sizes.row, sizes.shards * sizes.tensor
   keys = 2 * 2 * tokens * model.num_kv_heads * model.head_dim / sizes.tensor
@@ -162,7 +163,7 @@ def temporaries(sizes: Sizes, role: str, *, update: bool) -> dict[str, float]:
 
 
 def temporaries_by_program(sizes: Sizes) -> dict[str, float]:
-  """Bytes of temporaries by program, of those that `temporaries` knows."""
+  """Returns the bytes of temporaries by program."""
   programs = {
     "score log-probs": ("policy", False),
     "score values": ("value", False),
@@ -176,13 +177,15 @@ def temporaries_by_program(sizes: Sizes) -> dict[str, float]:
 
 
 def scoring(sizes: Sizes, role: str) -> Work:
-  """A micro-batch is scored."""
+  """Returns the work of scoring a micro-batch."""
   return _passes(sizes, role, forwards=1, gathers=1, reduced=False)
 
 
 def updating(sizes: Sizes, role: str) -> Work:
-  """A micro-batch's gradient: forward, what of it the backward pass does again,
-  and backward twice as much as forward."""
+  """Returns the work of the gradient of a micro-batch.
+
+  The backward pass costs two forward passes, and recomputation is added.
+  """
   again = {"full": 1.0, "none": 0.0}.get(
     sizes.config.model.remat_policy, sizes.attention / sizes.forward(1)
   )
@@ -207,7 +210,7 @@ def _passes(sizes, role, *, forwards, gathers, reduced) -> Work:
 
 
 def decoding(sizes: Sizes) -> Work:
-  """A token for every response that is being written."""
+  """Returns the work of a decode step."""
   slots, model = sizes.slots, sizes.model
   cached = sizes.written * (sizes.prompt + sizes.response / 2) * sizes.kv_token
   weights = 2 * sizes.parameters / (sizes.shards * sizes.tensor)
@@ -238,13 +241,12 @@ def work_by_phase(sizes: Sizes, written: Sizes) -> dict[str, Work]:
 def step_seconds(
   sizes: Sizes, chip: Chip, work: Mapping[str, Work]
 ) -> dict[str, float]:
-  """Seconds of a training step by phase.
+  """Returns the seconds of a training step by phase.
 
   Args:
-    sizes: of the run.
-    chip: that it runs on.
-    work: phase -> work; of scoring and updates of a micro-batch, of decoding
-      of a step.
+    sizes: sizes of the run.
+    chip: the chip.
+    work: phase -> work per micro-batch, or per decode step.
   """
   config, seconds = sizes.config, {}
   steps = sizes.responses * sizes.response / sizes.written
@@ -260,7 +262,7 @@ def step_seconds(
 
 
 def mfu(sizes: Sizes, chip: Chip, seconds: Mapping[str, float]) -> float:
-  """Model FLOPs utilization of updates, without recomputation."""
+  """Returns the model FLOPs utilization of updates."""
   done = spent = 0.0
   for role in ("policy", "value"):
     if f"update {role}" in seconds:

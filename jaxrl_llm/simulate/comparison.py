@@ -26,17 +26,17 @@ class Comparison:
   """Schedules to compare, with the sizes of the job and the machine's prices.
 
   Attributes:
-    slots: responses written at a time.
-    groups: prompts of a training step.
+    slots: responses decoded concurrently.
+    groups: prompts per training step.
     group_size: responses per prompt.
-    steps: of training; a third warms up.
-    prompt_length: tokens.
-    over_provision: groups begun per group trained, a schedule each.
-    max_staleness: of over-provisioned responses, in steps.
-    lags: of runs that sample and train at once, in steps.
-    at_once: whether there are such runs.
-    price: share of the devices that sample while the others train -> prices;
-      None is all devices in turn.
+    steps: training steps; the first third is a warm-up.
+    prompt_length: tokens per prompt.
+    over_provision: groups in flight per trained group, one schedule each.
+    max_staleness: maximum staleness of over-provisioned responses, in steps.
+    lags: lags of runs that sample and train concurrently, in steps.
+    at_once: whether to simulate such runs.
+    price: fraction of the devices that sample while the others train -> prices;
+      None: all devices alternate.
   """
 
   slots: int
@@ -53,16 +53,15 @@ class Comparison:
   def run(self, lengths: np.ndarray, window: int) -> dict[str, Summary]:
     """Simulates every schedule; returns its summary by name.
 
-    The schedules that take turns have all devices for sampling and then for
-    training. Where both work at once they divide the same devices, in the way
-    that gives the most of a few shares.
+    Alternating schedules use all devices for sampling and then for training.
+    Concurrent ones divide the devices, by the best of a few fractions.
 
     Args:
-      lengths: of responses, [N, G].
-      window: of T-PPO, tokens.
+      lengths: lengths of responses in tokens, int [N, G].
+      window: T-PPO's window in tokens.
 
     Raises:
-      InputError: a schedule cannot be run.
+      InputError: A schedule cannot be run.
     """
     requests = Requests(np.full(len(lengths), self.prompt_length), lengths)
     longest = self.prompt_length, int(lengths.max())
@@ -110,8 +109,8 @@ class Comparison:
   def _side_by_side(self, run, free, schedules) -> list[dict[str, Callable]]:
     """Returns runs that sample and train at once, by name, in kinds.
 
-    What is free-running hands over a group when it ends and takes new weights
-    when they are there: most of it depends on the clock, so it does not repeat.
+    Free-running sampling hands over a group when it ends and takes new weights
+    when they arrive. It depends on the clock and is not reproducible.
     """
     partial = functools.partial
     whole, (name, most) = schedules["refill"], list(schedules.items())[-1]
@@ -128,7 +127,7 @@ class Comparison:
     ]
 
   def _summary(self, run: Callable, cost: CostModel, steps: int) -> Summary:
-    """Means over the steps of a run after its warm-up."""
+    """Returns means over the steps of a run after its warm-up."""
     rows = run(cost=cost, steps=steps)[steps // 3 :]
     total = {name: sum(row[name] for row in rows) for name in rows[0]}
     most = {name: max(row[name] for row in rows) for name in rows[0]}

@@ -1,4 +1,4 @@
-"""Ranks meshes by the model's account, without compiling."""
+"""Ranks meshes by the analytic cost model, without compiling."""
 
 import functools
 import itertools
@@ -15,14 +15,14 @@ from jaxrl_llm.metrics.chips import Chip
 from jaxrl_llm.models.transformer import REMAT_POLICIES
 from jaxrl_llm.simulate import account
 
-_TENSOR = (1, 2, 4, 8, 16)  # Sizes that a search tries.
+_TENSOR = (1, 2, 4, 8, 16)  # Sizes to try.
 
 
 class Fit(NamedTuple):
-  """Settings under which a run fits by the account; the best sorts first."""
+  """Settings that fit in memory; the fastest sorts first."""
 
   seconds: float  # Seconds per step.
-  memory: float  # Bytes a device.
+  memory: float  # Bytes per device.
   mesh: tuple[int, ...]  # Sizes of the axes.
   sampler_mesh: tuple[int, ...]
   micro_batch: int
@@ -47,14 +47,15 @@ def search(
   chip: Chip,
   mean_response: float = 0.0,
 ) -> list[Fit]:
-  """Returns the meshes of learner and sampler that fit, the fastest first.
+  """Returns the meshes of learner and sampler that fit, fastest first.
 
   Args:
-    config: of the run; its meshes, micro-batches and remat policy are replaced.
+    config: config of the run, whose meshes, micro-batches and remat policy are
+      replaced.
     model: shape of policy and critic.
-    topology: of the devices, such as v5p:4x4x4.
-    chip: of the topology.
-    mean_response: tokens; a quarter of the longest if 0.
+    topology: topology of the devices, such as v5p:4x4x4.
+    chip: chip of the topology.
+    mean_response: mean response length in tokens; 0: a quarter of the maximum.
   """
   count = math.prod(map(int, topology.partition(":")[2].split("x")))
   sizes = functools.partial(
@@ -74,7 +75,7 @@ def search(
 def _meshes(
   model: models.ModelConfig, count: int, contexts: Sequence[int] = (1,)
 ) -> list[dict[str, int]]:
-  """Meshes of so many devices."""
+  """Returns the meshes with this number of devices."""
   factors = itertools.product((1, 2, 4, 8, 16, 32, 64), contexts, _TENSOR)
   return [
     dict(zip(sharding.AXES, (data, count // rest, context, tensor)))
@@ -85,7 +86,7 @@ def _meshes(
 
 
 def _sampler(sizes: account.Sizes) -> tuple[float, account.Sizes]:
-  """(bytes, sizes) of a sampler."""
+  """Returns the bytes and sizes of a sampler."""
   pages = sizes.config.sampler.kv_pages * sizes.page or (
     sizes.slots * 4 * (sizes.prompt + sizes.response)
   )
@@ -95,7 +96,7 @@ def _sampler(sizes: account.Sizes) -> tuple[float, account.Sizes]:
 
 
 def _best(sizes: account.Sizes, samplers, chip: Chip, *, apart) -> list[Fit]:
-  """The fastest with a mesh of the learner, if any fits; changes its config."""
+  """Returns the fastest fit of a learner mesh, if any; modifies its config."""
   config, found = sizes.config, []
   roles = ["policy", "value"] if has_critic(config) else ["policy"]
   each = sizes.parameters / (sizes.shards * sizes.tensor)

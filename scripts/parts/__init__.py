@@ -1,1 +1,1 @@
-"""What several programs, or one that is long, are made of."""
+"""Parts shared by programs, and parts of long programs."""
