@@ -6,7 +6,7 @@ the checkpoint, "changes": {key: [old, new]}}; together they are the current
 settings. `base_model/` has the configuration and tokenizer of the base model,
 so that the directory is self-contained.
 
-This module reads; the run itself writes (`train.workdir`). It replaces files
+This module reads; the run itself writes (`trainer.workdir`). It replaces files
 atomically, so that the directory of a running run can be read at any time.
 """
 

@@ -58,7 +58,7 @@ from jaxrl_llm.metrics.chips import CHIPS, Chip  # noqa: E402
 from jaxrl_llm.models import hf  # noqa: E402
 from jaxrl_llm.models.shapes import MODELS  # noqa: E402
 from jaxrl_llm.simulate import account, hlo, mesh_search  # noqa: E402
-from jaxrl_llm.train import build, meshes, sampler, validation  # noqa: E402
+from jaxrl_llm.trainer import build, meshes, sampler, validation  # noqa: E402
 
 _NOTHING_FITS = (
   "no mesh of these chips holds this run by the account: take more or larger"

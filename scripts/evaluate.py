@@ -246,7 +246,7 @@ def run() -> None:
   # Heavy imports late: a typing error in a flag answers at once.
   from jaxrl_llm.rollout.worker import run_key
   from jaxrl_llm.system import plugin
-  from jaxrl_llm.train import build
+  from jaxrl_llm.trainer import build
 
   where = "give the --workdir of a run or a model directory"
   if not _CHECKPOINT.value:

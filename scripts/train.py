@@ -137,7 +137,7 @@ def run() -> int:
   from parts import dry_run
 
   from jaxrl_llm.system import plugin, processes
-  from jaxrl_llm.train import build, loop
+  from jaxrl_llm.trainer import build, loop
 
   if _COORDINATOR.value or _DISTRIBUTED.value:
     all_of_it = _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value

@@ -17,8 +17,8 @@ from helpers import tiny_run
 from jaxrl_llm import config as config_lib
 from jaxrl_llm.config import presets
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.train import build
-from jaxrl_llm.train.validation import validate
+from jaxrl_llm.trainer import build
+from jaxrl_llm.trainer.validation import validate
 
 ROOT = pathlib.Path(__file__).parents[1]
 VAPO = "--config=configs/vapo.py"

@@ -9,7 +9,7 @@ import study
 from helpers import tiny_run
 from studies import critic
 
-from jaxrl_llm.train import build, loop
+from jaxrl_llm.trainer import build, loop
 from jaxrl_llm.types import Status
 
 

@@ -3,7 +3,7 @@
 from helpers import tiny_run
 from parts import dry_run
 
-from jaxrl_llm.train import build
+from jaxrl_llm.trainer import build
 
 
 def test_every_phase_is_compiled_and_accounted_for(tmp_path, capsys):

@@ -13,7 +13,7 @@ from helpers import chat_model, programs, tiny_run
 
 from jaxrl_llm import metrics, models, report, workdir
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.train import build, loop
+from jaxrl_llm.trainer import build, loop
 
 
 @pytest.fixture(scope="module")

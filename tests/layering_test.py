@@ -34,7 +34,7 @@ _L2 = {
 }
 _L3 = {"rollout", "learner"}
 _NUMERIC = {"jax", "numpy", "chex"}
-_L4 = {"train", "evaluate", "workdir", "config", "register", "methods"}
+_L4 = {"trainer", "evaluate", "workdir", "config", "register", "methods"}
 _TOOLS = {"generate", "simulate", "fleet"}
 _LEVELS = (_L0, _L1, _L2, _L3, _L4)
 # Libraries that a room or a file keeps to itself.
@@ -94,13 +94,13 @@ def _libraries(path):
 
 
 def _room(path):
-  """The room a file of the package lies in: `train`, `masked`, ..."""
+  """The room a file of the package lies in: `trainer`, `masked`, ..."""
   parts = path.relative_to(_ROOT / "jaxrl_llm").with_suffix("").parts
   return "" if parts[0] == "__init__" else parts[0]
 
 
 def _place(path):
-  """A file of the package with its room: `train/loop`, `masked`, ..."""
+  """A file of the package with its room: `trainer/loop`, `masked`, ..."""
   below = path.relative_to(_ROOT / "jaxrl_llm").with_suffix("")
   return below.as_posix()
 
@@ -147,10 +147,10 @@ def test_rooms_import_nothing_from_above():
 
 
 def test_nothing_imports_train_but_itself():
-  others = [p for p in _files("jaxrl_llm") if _room(p) != "train"]
+  others = [p for p in _files("jaxrl_llm") if _room(p) != "trainer"]
   # What reads a run or samples needs no trainer, either.
   others += _files("scripts/generate.py", "scripts/convert.py")
-  assert not _faults(others, lambda path: _rooms(path) & {"train"})
+  assert not _faults(others, lambda path: _rooms(path) & {"trainer"})
 
 
 def test_a_method_is_imported_by_name_alone():
@@ -220,14 +220,14 @@ def test_the_reader_of_imports_sees_all_forms(tmp_path, monkeypatch):
   path.parent.mkdir(parents=True)
   path.write_text(
     "import optax.tree\n"
-    "from jaxrl_llm import train\n"
+    "from jaxrl_llm import trainer\n"
     "from ..losses import policy\n"
     "def late():\n"
     "  from flax import nnx\n"
   )
   monkeypatch.setitem(globals(), "_ROOT", tmp_path)
-  (tmp_path / "jaxrl_llm" / "train.py").touch()
+  (tmp_path / "jaxrl_llm" / "trainer.py").touch()
   (tmp_path / "jaxrl_llm" / "losses.py").touch()
   assert _room(path) == "models"
   assert _libraries(path) == {"optax", "flax"}
-  assert _rooms(path) == {"train", "losses"}
+  assert _rooms(path) == {"trainer", "losses"}

@@ -20,8 +20,8 @@ from jaxrl_llm.learner.members import make_policy
 from jaxrl_llm.learner.state import LearnerSettings
 from jaxrl_llm.sampling import Engine, EngineConfig
 from jaxrl_llm.simulate import hlo
-from jaxrl_llm.train import build
-from jaxrl_llm.train.meshes import Meshes
+from jaxrl_llm.trainer import build
+from jaxrl_llm.trainer.meshes import Meshes
 
 TOPOLOGY = "v5e:2x4"
 SLOTS = 64

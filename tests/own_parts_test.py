@@ -16,7 +16,7 @@ from pyarrow import parquet
 from jaxrl_llm import metrics
 from jaxrl_llm.errors import InputError, TrainingStopped
 from jaxrl_llm.system import plugin
-from jaxrl_llm.train import build, loop
+from jaxrl_llm.trainer import build, loop
 
 _ROOT = pathlib.Path(__file__).parents[1]
 QUESTIONS = [(f"{i}+{j}?", i + j) for i in range(1, 5) for j in range(1, 6)]

@@ -12,7 +12,7 @@ from helpers import configs, processes, tiny_run
 
 from jaxrl_llm import fleet
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.train import meshes, validation
+from jaxrl_llm.trainer import meshes, validation
 
 _TESTS = pathlib.Path(__file__).parent
 _STEPS = 5

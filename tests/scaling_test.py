@@ -13,7 +13,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.metrics.chips import Chip
 from jaxrl_llm.models.shapes import MODELS
 from jaxrl_llm.simulate import account, hlo, mesh_search
-from jaxrl_llm.train import validation
+from jaxrl_llm.trainer import validation
 
 MESH = {"data": 1, "fsdp": 4, "tensor": 2}
 

@@ -17,7 +17,7 @@ from studies.tables import STUDIES, Study, Variant
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.report.figure import band
-from jaxrl_llm.train.validation import validate
+from jaxrl_llm.trainer.validation import validate
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _CURVES_OF_DOCS = _ROOT / "docs" / "studies"
@@ -281,7 +281,7 @@ class TestStudies:
         assert all(_differing(config, other) for other in arms[:i])
 
   def test_both_studies_remove_the_same_seven_parts(self):
-    # What each removes, tests/train/method_configs_test.py holds.
+    # What each removes, tests/trainer/method_configs_test.py holds.
     one, other = (
       STUDIES[name].variants for name in ("credit", "vapo_ablations")
     )

@@ -11,7 +11,7 @@ from helpers import tiny_run
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import workdir as workdir_lib
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.train.workdir import Workdir
+from jaxrl_llm.trainer.workdir import Workdir
 
 # A value other than that of `tiny_run.make_config`, for each fixed setting.
 FIXED = {

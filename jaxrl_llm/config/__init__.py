@@ -3,7 +3,7 @@
 `keys` has every setting with its default, allowed values and meaning. A method
 file `configs/METHOD.py` starts from a preset (`scaled`) and sets the choices of
 the method; `--config.group.key=value` overrides both. Unknown keys are errors.
-`train.validation` checks a config; `--help_config` (`describe`) and
+`trainer.validation` checks a config; `--help_config` (`describe`) and
 docs/config.md are generated from the keys.
 """
 

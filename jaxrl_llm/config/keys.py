@@ -279,7 +279,7 @@ class Sampler(Group, path="sampler"):
     " distribution of training needs an off-policy correction.", FIXED)
   stop = Key((), None,
     "Additional stop strings, each a single token, such as ('\\n',).")
-  drafter = Key("", Names("train.sampler:DRAFTERS"),
+  drafter = Key("", Names("trainer.sampler:DRAFTERS"),
     "Drafter of speculative decoding, used while it is measured to be faster;"
     " '' disables it. Responses stay the same, but the last bits of log-probs"
     " and the completion order vary: a run repeats up to rounding, and"

@@ -29,8 +29,8 @@ _API = (
   ("Distributions", "distributions", None),
   ("Models", "models", _OF_MODELS),
   ("Settings", "config", ("method", "default_config", "scaled", "describe")),
-  ("A run from Python", "train.build", ("make_run",)),
-  ("", "train.loop", ("train",)),
+  ("A run from Python", "trainer.build", ("make_run",)),
+  ("", "trainer.loop", ("train",)),
   ("Parts of your own", "register", None),
 )
 

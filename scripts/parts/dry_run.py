@@ -10,7 +10,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.lower import lower
 from jaxrl_llm.rewards import judge
 from jaxrl_llm.simulate import account
-from jaxrl_llm.train.loop import Run
+from jaxrl_llm.trainer.loop import Run
 
 _GIB = 2.0**30
 _CHECKED = 200  # Gold answers that the verifier is asked about.

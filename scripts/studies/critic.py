@@ -28,8 +28,8 @@ from jaxrl_llm.data.tasks import ChainProblem
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.report.figure import draw_band, figure
 from jaxrl_llm.rollout.writer import ResponseWriter, Weights
-from jaxrl_llm.train import build
-from jaxrl_llm.train.value_pretraining import FOLDER
+from jaxrl_llm.trainer import build
+from jaxrl_llm.trainer.value_pretraining import FOLDER
 from jaxrl_llm.types import Status, take_rows
 
 _BINS = 10

@@ -26,7 +26,7 @@ from jaxrl_llm import config as config_lib
 from jaxrl_llm import metrics, report
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.report.figure import figure, name_lines
-from jaxrl_llm.train import build, loop
+from jaxrl_llm.trainer import build, loop
 
 WAYS = {
   "by turns": {},

@@ -5,7 +5,7 @@ from helpers import tiny_run
 
 from jaxrl_llm import config as config_lib
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.train import build
+from jaxrl_llm.trainer import build
 
 _INF, _NAN = float("inf"), float("nan")
 _SETTINGS = {

@@ -17,8 +17,8 @@ from helpers import tiny_run
 from jaxrl_llm import checkpoint, digest, workdir
 from jaxrl_llm.checkpoint import commit
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.train import build, loop
-from jaxrl_llm.train.workdir import Workdir
+from jaxrl_llm.trainer import build, loop
+from jaxrl_llm.trainer.workdir import Workdir
 
 _FORMATS = pathlib.Path(__file__).parent / "formats"
 # 64 bits of the policy, by format.

@@ -8,7 +8,7 @@ from helpers import doors, tiny_run
 from jaxrl_llm import register
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.sampling import Engine, EngineStats, new_requests
-from jaxrl_llm.train import build
+from jaxrl_llm.trainer import build
 from jaxrl_llm.types import Origin, Status, join_rows
 
 REASONS = {"stop": Status.FINISHED, "length": Status.OVERLONG}

@@ -14,7 +14,7 @@ from jaxrl_llm import metrics, register, rewards
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.adapters import Comparison
 from jaxrl_llm.system import plugin
-from jaxrl_llm.train import build, loop
+from jaxrl_llm.trainer import build, loop
 
 
 def majority(texts, verdicts):

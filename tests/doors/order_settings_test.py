@@ -6,7 +6,7 @@ from helpers import doors
 from jaxrl_llm import register
 from jaxrl_llm.data.prompt_source import PromptSource
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.train import build
+from jaxrl_llm.trainer import build
 
 
 class Budgets(PromptSource):

@@ -8,7 +8,7 @@ from helpers import doors
 from jaxrl_llm import metrics, register
 from jaxrl_llm.rollout.schedule import Stop
 from jaxrl_llm.sampling.rules import continuous_batching
-from jaxrl_llm.train import build, loop
+from jaxrl_llm.trainer import build, loop
 from jaxrl_llm.types import Status
 
 LIMIT = 8

@@ -11,7 +11,7 @@ from jaxrl_llm import metrics, rewards
 from jaxrl_llm.data import prompt_source
 from jaxrl_llm.learner import choices, estimates
 from jaxrl_llm.rollout import engine, schedule
-from jaxrl_llm.train import build, loop
+from jaxrl_llm.trainer import build, loop
 
 _TABLES = [
   choices.ESTIMATORS,

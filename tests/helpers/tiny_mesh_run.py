@@ -6,7 +6,7 @@ import functools
 
 from helpers import tiny_run
 
-from jaxrl_llm.train import build
+from jaxrl_llm.trainer import build
 
 # A run without a critic: nothing here depends on one.
 PLAIN = {

@@ -12,7 +12,7 @@ from helpers import configs
 
 from jaxrl_llm import models
 from jaxrl_llm.data import tasks
-from jaxrl_llm.train import build
+from jaxrl_llm.trainer import build
 from jaxrl_llm.types import Rollout
 
 

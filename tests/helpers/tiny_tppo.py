@@ -14,7 +14,7 @@ from helpers.tiny_run import with_config
 
 from jaxrl_llm import checkpoint, metrics
 from jaxrl_llm.rollout.worker import Weights
-from jaxrl_llm.train import loop
+from jaxrl_llm.trainer import loop
 from jaxrl_llm.types import Experience, Responses
 
 WINDOW, LIMIT, GROUP, SLOTS = 3, 12, 4, 32

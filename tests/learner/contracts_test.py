@@ -20,8 +20,8 @@ from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.packer import Packer
 from jaxrl_llm.rollout.worker import Weights
 from jaxrl_llm.system import signals
-from jaxrl_llm.train import build, loop
-from jaxrl_llm.train.validation import validate
+from jaxrl_llm.trainer import build, loop
+from jaxrl_llm.trainer.validation import validate
 from jaxrl_llm.types import Status, join_rows, take_rows, unjudged
 
 WIDE = {

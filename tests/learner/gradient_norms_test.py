@@ -20,7 +20,7 @@ from helpers.tiny_update import (
 
 from jaxrl_llm import models
 from jaxrl_llm.methods import vcpo
-from jaxrl_llm.train import build
+from jaxrl_llm.trainer import build
 from jaxrl_llm.types import take_rows
 
 VCPO = {

@@ -14,8 +14,8 @@ from jaxrl_llm import sharding
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.methods import kept_weights
 from jaxrl_llm.models import TokenLogprobs
-from jaxrl_llm.train import build, loop
-from jaxrl_llm.train.workdir import Workdir
+from jaxrl_llm.trainer import build, loop
+from jaxrl_llm.trainer.workdir import Workdir
 
 KEEP = {"off_policy__keep_weights": "float32"}
 LATE = {"estimator__name": "group", "schedule__lag": 2}

@@ -11,7 +11,7 @@ import pytest
 from helpers import tiny_run
 
 from jaxrl_llm.learner import optimizer as optimizer_lib
-from jaxrl_llm.train import build
+from jaxrl_llm.trainer import build
 
 
 def make_params():

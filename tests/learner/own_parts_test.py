@@ -17,7 +17,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import providers
 from jaxrl_llm.rollout.worker import Weights
 from jaxrl_llm.system import plugin
-from jaxrl_llm.train import build, loop
+from jaxrl_llm.trainer import build, loop
 from jaxrl_llm.types import Responses, join_rows, named_parts, take_rows
 
 PROBE = '''

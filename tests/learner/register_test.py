@@ -19,8 +19,8 @@ from jaxrl_llm.learner import (
 )
 from jaxrl_llm.rollout import worker
 from jaxrl_llm.rollout.worker import Weights
-from jaxrl_llm.train import build, loop
-from jaxrl_llm.train.validation import validate
+from jaxrl_llm.trainer import build, loop
+from jaxrl_llm.trainer.validation import validate
 
 
 def centered(token_rewards, mask):

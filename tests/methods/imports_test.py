@@ -23,7 +23,7 @@ _PROGRAM = """
 import runpy, sys
 from jaxrl_llm import config as config_lib
 from jaxrl_llm.learner.build_algorithm import make_algorithm
-from jaxrl_llm.train.validation import validate
+from jaxrl_llm.trainer.validation import validate
 text = config_lib.describe()
 assert all(repr(x) in text for x in ("hapo", "gspo", "optimal_baseline"))
 config = runpy.run_path(f"configs/{sys.argv[1]}.py")["get_config"]()

@@ -11,7 +11,7 @@ from helpers.tiny_run import with_config
 from helpers.tiny_tppo import ended_ids, record, saved
 
 from jaxrl_llm.rollout.worker import mixed
-from jaxrl_llm.train import build
+from jaxrl_llm.trainer import build
 from jaxrl_llm.types import Status, ended
 
 STEPS, WANTED, GROUP, MAX_STALENESS = 8, 4, 4, 2

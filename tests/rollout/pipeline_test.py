@@ -13,7 +13,7 @@ from helpers.tiny_tppo import record, saved
 from jaxrl_llm import metrics
 from jaxrl_llm.rollout.pipeline import Pipeline, admit
 from jaxrl_llm.rollout.writer import Weights
-from jaxrl_llm.train import build, loop
+from jaxrl_llm.trainer import build, loop
 from jaxrl_llm.types import ended, join_rows, take_rows
 
 STEPS = 6

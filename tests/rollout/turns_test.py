@@ -26,7 +26,7 @@ from jaxrl_llm.rollout.turns import (
 )
 from jaxrl_llm.rollout.writer import ResponseWriter, Weights
 from jaxrl_llm.sampling import rules
-from jaxrl_llm.train import build, data, loop
+from jaxrl_llm.trainer import build, data, loop
 from jaxrl_llm.types import Origin, Status, ended, take_rows
 
 STEPS = 4

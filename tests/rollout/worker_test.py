@@ -27,7 +27,7 @@ from jaxrl_llm.rollout.worker import (
 from jaxrl_llm.rollout.writer import ResponseWriter, Weights
 from jaxrl_llm.sampling import EngineConfig, EngineStats, SamplingSettings
 from jaxrl_llm.sampling.rules import SchedulerView
-from jaxrl_llm.train import build
+from jaxrl_llm.trainer import build
 from jaxrl_llm.types import Status, ended, take_rows, unjudged
 
 LIMIT = 6

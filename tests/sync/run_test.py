@@ -9,7 +9,7 @@ from helpers.tiny_mesh_run import Spy, recorded
 from helpers.tiny_run import with_config
 
 from jaxrl_llm import checkpoint, digest, sync
-from jaxrl_llm.train import loop
+from jaxrl_llm.trainer import loop
 
 WRONG = 2  # The version whose transfer goes wrong.
 

@@ -14,7 +14,7 @@ from parts import dry_run
 from jaxrl_llm import metrics, sharding
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.simulate import account
-from jaxrl_llm.train import build, loop, meshes
+from jaxrl_llm.trainer import build, loop, meshes
 
 
 @pytest.fixture(scope="module")

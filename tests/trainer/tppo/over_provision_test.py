@@ -20,7 +20,7 @@ from helpers.tiny_tppo import (
   written_tokens,
 )
 
-from jaxrl_llm.train import build
+from jaxrl_llm.trainer import build
 from jaxrl_llm.types import Status
 
 IN_FLIGHT = 3 * SLOTS // 2

@@ -9,7 +9,7 @@ from studies import tables
 
 from jaxrl_llm import config as config_lib
 from jaxrl_llm.learner import build_algorithm
-from jaxrl_llm.train.validation import validate
+from jaxrl_llm.trainer.validation import validate
 
 
 def differing(one, other):

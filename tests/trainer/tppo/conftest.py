@@ -4,7 +4,7 @@ import pytest
 from helpers import tiny_run
 from helpers.tiny_tppo import STEPS, WINDOW, patient_of, record
 
-from jaxrl_llm.train import build
+from jaxrl_llm.trainer import build
 
 
 @pytest.fixture(scope="session")

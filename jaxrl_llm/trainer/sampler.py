@@ -16,7 +16,7 @@ from jaxrl_llm.rollout.engine import ENGINES, RolloutEngine
 from jaxrl_llm.sampling import Engine, EngineConfig
 from jaxrl_llm.sampling.allocator import default_page_size
 from jaxrl_llm.sampling.processors import LogitsProcessor
-from jaxrl_llm.train.meshes import Meshes
+from jaxrl_llm.trainer.meshes import Meshes
 
 DRAFTERS: Mapping[str, Callable[[Any], Any]] = {
   "": lambda fns: None,

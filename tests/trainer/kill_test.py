@@ -20,7 +20,7 @@ _PATH = os.pathsep.join(str(_ROOT / x) for x in (".", "tests", "scripts/dev"))
 _PROGRAM = """
 import importlib, os, signal, sys
 from helpers import tiny_run
-from jaxrl_llm.train import build, loop
+from jaxrl_llm.trainer import build, loop
 
 model, workdir, place, when, number = sys.argv[1:]
 calls = 0

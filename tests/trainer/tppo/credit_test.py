@@ -20,7 +20,7 @@ from helpers.tiny_tppo import (
 )
 
 from jaxrl_llm.rewards.judge import Judge
-from jaxrl_llm.train import build
+from jaxrl_llm.trainer import build
 from jaxrl_llm.types import Status
 
 

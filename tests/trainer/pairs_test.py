@@ -27,7 +27,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import learner as learner_lib
 from jaxrl_llm.learner.choices import has_critic
 from jaxrl_llm.rollout.worker import RolloutWorker
-from jaxrl_llm.train import build, loop, validation
+from jaxrl_llm.trainer import build, loop, validation
 
 STEPS = 3
 PROMPTS, GROUP = 4, 4

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxrl_llm import config as config_lib
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.train import constraints
+from jaxrl_llm.trainer import constraints
 
 
 def validate(config: Any) -> None:

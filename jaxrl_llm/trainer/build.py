@@ -28,9 +28,9 @@ from jaxrl_llm.rollout.turns import ConversationConfig
 from jaxrl_llm.rollout.worker import RolloutSettings, RolloutWorker, run_key
 from jaxrl_llm.rollout.writer import ResponseWriter
 from jaxrl_llm.sampling import SamplingSettings
-from jaxrl_llm.train import data, meshes, sampler, validation
-from jaxrl_llm.train.run import Run
-from jaxrl_llm.train.value_pretraining import FOLDER, ValuePretraining
+from jaxrl_llm.trainer import data, meshes, sampler, validation
+from jaxrl_llm.trainer.run import Run
+from jaxrl_llm.trainer.value_pretraining import FOLDER, ValuePretraining
 
 # Independent streams of randomness under the run's seed.
 ROLLOUTS, EVALUATION, PRETRAINING = 1, 2, 3

@@ -14,7 +14,7 @@ from helpers import programs, tiny_run, tiny_tppo
 
 from jaxrl_llm import metrics, workdir
 from jaxrl_llm.data.tokenizer import Tokenizer
-from jaxrl_llm.train import build
+from jaxrl_llm.trainer import build
 from jaxrl_llm.types import Origin
 
 _ROOT = pathlib.Path(__file__).parents[2]

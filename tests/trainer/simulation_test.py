@@ -14,7 +14,7 @@ _PATH = os.pathsep.join(str(_ROOT / x) for x in (".", "tests", "scripts/dev"))
 
 def simulate(steps):
   done = subprocess.run(
-    [sys.executable, _ROOT / "tests/train/simulation.py", f"--steps={steps}"],
+    [sys.executable, _ROOT / "tests/trainer/simulation.py", f"--steps={steps}"],
     env=os.environ | {"PYTHONPATH": _PATH},
     capture_output=True,
     text=True,

@@ -24,9 +24,9 @@ from jaxrl_llm.learner import metrics as learner_metrics
 from jaxrl_llm.rewards.verdict import Verdict
 from jaxrl_llm.rollout.worker import Weights
 from jaxrl_llm.system import signals
-from jaxrl_llm.train import build, loop
-from jaxrl_llm.train.value_pretraining import CHECKPOINTS, FOLDER
-from jaxrl_llm.train.workdir import Workdir
+from jaxrl_llm.trainer import build, loop
+from jaxrl_llm.trainer.value_pretraining import CHECKPOINTS, FOLDER
+from jaxrl_llm.trainer.workdir import Workdir
 
 # Estimations of value pretraining: two that it learns from, one at the end.
 PRETRAINED = 3

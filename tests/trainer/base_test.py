@@ -9,7 +9,7 @@ from helpers import configs
 from jaxrl_llm import metrics, sync
 from jaxrl_llm.learner import packing
 from jaxrl_llm.rollout.worker import Weights
-from jaxrl_llm.train import build, loop
+from jaxrl_llm.trainer import build, loop
 from jaxrl_llm.types import take_rows
 
 

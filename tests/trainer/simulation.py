@@ -1,6 +1,6 @@
 """The training loop under a seeded scheduler that fails its file system.
 
-    PYTHONPATH=.:tests:scripts/dev python tests/train/simulation.py --steps=5000
+    PYTHONPATH=.:tests:scripts/dev python tests/trainer/simulation.py --steps=N
 
 The loop, the folder of the run, the logger, the pipeline, the source of prompts
 and the checkpoints are the real ones. In place of the models stands a little
@@ -45,8 +45,8 @@ from jaxrl_llm.learner.optimizer import TrainState
 from jaxrl_llm.learner.state import LearnerState
 from jaxrl_llm.rollout.pipeline import Pipeline
 from jaxrl_llm.rollout.worker import Batch, Collected, RolloutState
-from jaxrl_llm.train import loop
-from jaxrl_llm.train.run import Run
+from jaxrl_llm.trainer import loop
+from jaxrl_llm.trainer.run import Run
 from jaxrl_llm.types import Rollout, take_rows, unjudged
 
 STEPS = 100  # Of a run.

@@ -10,8 +10,8 @@ from helpers import tiny_run
 
 from jaxrl_llm import checkpoint, models, workdir
 from jaxrl_llm.models import hf
-from jaxrl_llm.train import build, loop
-from jaxrl_llm.train.value_pretraining import FOLDER
+from jaxrl_llm.trainer import build, loop
+from jaxrl_llm.trainer.value_pretraining import FOLDER
 
 STEPS = 3
 

@@ -47,10 +47,10 @@ from jaxrl_llm.learner.state import LearnerState
 from jaxrl_llm.rollout.worker import Batch, Collected, RolloutState, Weights
 from jaxrl_llm.system import processes, signals
 from jaxrl_llm.system.processes import of_first
-from jaxrl_llm.train import speed
-from jaxrl_llm.train.run import Run, States, restore, save
-from jaxrl_llm.train.value_pretraining import CHECKPOINTS
-from jaxrl_llm.train.workdir import Workdir
+from jaxrl_llm.trainer import speed
+from jaxrl_llm.trainer.run import Run, States, restore, save
+from jaxrl_llm.trainer.value_pretraining import CHECKPOINTS
+from jaxrl_llm.trainer.workdir import Workdir
 from jaxrl_llm.workdir import best_step, describe
 
 

@@ -1,7 +1,7 @@
 """Breaks a small training run again and again; it must end as if nothing was.
 
     PYTHONPATH=.:tests:scripts:scripts/dev \
-        python tests/train/chaos_test.py --faults=8 --seed=0
+        python tests/trainer/chaos_test.py --faults=8 --seed=0
 
 One run goes through. Another is killed, asked to stop, killed while it resumes,
 has a file of its newest checkpoint damaged, or meets a full disk, in turn, at

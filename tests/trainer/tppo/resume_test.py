@@ -19,7 +19,7 @@ from helpers.tiny_tppo import (
 
 from jaxrl_llm import estimators
 from jaxrl_llm.learner import choices
-from jaxrl_llm.train import build, loop
+from jaxrl_llm.trainer import build, loop
 
 
 def tempered_of(run):

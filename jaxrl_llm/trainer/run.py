@@ -12,7 +12,7 @@ from jaxrl_llm.learner.state import LearnerState
 from jaxrl_llm.rewards.judge import Judge
 from jaxrl_llm.rollout.pipeline import Pipeline
 from jaxrl_llm.rollout.worker import Batch, RolloutState, RolloutWorker
-from jaxrl_llm.train.value_pretraining import ValuePretraining
+from jaxrl_llm.trainer.value_pretraining import ValuePretraining
 
 # Item of a model's parameters that are not trained.
 _BASE = "learner.{}.base"

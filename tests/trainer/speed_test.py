@@ -9,7 +9,7 @@ import pytest
 from helpers import tiny_run
 
 from jaxrl_llm import models
-from jaxrl_llm.train import speed
+from jaxrl_llm.trainer import speed
 
 
 class TestSpeed:

@@ -26,7 +26,7 @@ from helpers.tiny_tppo import (
 )
 
 from jaxrl_llm.learner.packer import Packer
-from jaxrl_llm.train import build, loop
+from jaxrl_llm.trainer import build, loop
 from jaxrl_llm.types import Status
 
 
