@@ -2,17 +2,26 @@
 
 `from jaxrl_llm import estimators, losses` gives pure functions that need only
 JAX and chex; nothing heavier is imported until it is asked for by name.
+`train`, `load` and `Policy` train, load and use a policy from Python.
 """
 
 import importlib
-from types import ModuleType
+from typing import Any
 
 __version__ = "0.1.0"
-_PUBLIC = ("estimators", "losses", "masked", "distributions", "models")
+_MODULES = ("config", "distributions", "estimators", "losses", "masked")
+_MODULES += ("metrics", "models", "register")
+_API = ("Policy", "load", "train")
 
 
-def __getattr__(name: str) -> ModuleType:
-  """`jaxrl_llm.estimators` works as it reads, and is imported when used."""
-  if name not in _PUBLIC:
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-  return importlib.import_module(f"{__name__}.{name}")
+def __getattr__(name: str) -> Any:
+  """Imports a public module, or what `api` defines, when it is used."""
+  if name in _MODULES:
+    return importlib.import_module(f"{__name__}.{name}")
+  if name in _API:
+    return getattr(importlib.import_module(f"{__name__}.api"), name)
+  raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+  return sorted(("__version__", *_MODULES, *_API))

@@ -13,7 +13,7 @@ atomically, so that the directory of a running run can be read at any time.
 import json
 import pathlib
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -30,15 +30,6 @@ Changes = dict[str, list[Any]]  # Key: [old, new], as JSON has them.
 # Removed keys that a checkpoint of today's format may have been saved with, and
 # the value that changes nothing.
 _GONE = {"model.remat": True}
-
-
-class Policy(NamedTuple):
-  """A trained policy."""
-
-  fns: models.ModelFns
-  params: Any  # float32.
-  step: int  # Iterations it was trained for.
-  model_path: str  # Directory with its tokenizer.
 
 
 def is_workdir(path: pathlib.Path) -> bool:
@@ -201,26 +192,16 @@ def restore_params(
   return models.merge(models.Params(found.get(base, {}), found[trained]))
 
 
-def load_policy(
-  workdir: pathlib.Path, *, step: int | str | None = None
-) -> Policy:
-  """Loads the policy of a run onto the default device.
-
-  Args:
-    workdir: directory of the run.
-    step: as in `find_step`.
+def load_params(workdir: pathlib.Path, step: int) -> Any:
+  """Loads the policy's parameters of a checkpoint onto the default device.
 
   Raises:
-    InputError: The run, its checkpoint or its model cannot be read.
+    InputError: The checkpoint or the model's configuration cannot be read.
   """
-  step = find_step(workdir, step)
-  path = model_path(workdir)
-  fns = models.make_policy(hf.read_config(path))
+  fns = models.make_policy(hf.read_config(model_path(workdir)))
   here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
   init = jax.jit(fns.init, out_shardings=here)
   shapes = init.eval_shape(jax.random.key(0))
   frozen = read_config(workdir).optimizer.policy.frozen
-  params = restore_params(
-    workdir, step, "policy", models.partition(shapes, frozen)
-  )
-  return Policy(fns, params, step, path)
+  shapes = models.partition(shapes, frozen)
+  return restore_params(workdir, step, "policy", shapes)

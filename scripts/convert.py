@@ -10,10 +10,9 @@ code 2 for bad input.
 import pathlib
 import sys
 
-import jax
 from parts import program
 
-from jaxrl_llm import base_models, models, workdir
+from jaxrl_llm import api, models, workdir
 from jaxrl_llm.errors import InputError
 
 
@@ -23,25 +22,17 @@ def convert(options) -> str:
   Raises:
     InputError: the run cannot be read or the directory not be written.
   """
-  source, out = pathlib.Path(options.checkpoint), pathlib.Path(options.out)
+  source = pathlib.Path(options.checkpoint)
   if not source.is_dir():
     raise InputError(
       f"--checkpoint={source}: no such directory; give the --workdir of a run"
     )
-  policy = workdir.load_policy(source, step=options.step)
-  base = base_models.model_path(workdir.read_config(source))
-  taken = [pathlib.Path(p).resolve() for p in (base, policy.model_path)]
-  if out.resolve() in taken:
-    raise InputError(
-      f"--out={out} is the model that the run started from; choose another"
-      " directory"
-    )
-  params = jax.tree.map(lambda x: x.astype(options.dtype), policy.params)
-  models.save(out, policy.fns, params, tokenizer_from=policy.model_path)
-  count = models.num_params(policy.fns.config)
+  policy = api.Policy(source, workdir.find_step(source, options.step))
+  policy.save(options.out, dtype=options.dtype)
+  count = models.num_params(policy.model_config)
   return (
-    f"wrote the policy of step {policy.step} to {out}: {count:,} parameters,"
-    f" {options.dtype}"
+    f"wrote the policy of step {policy.step} to {options.out}: {count:,}"
+    f" parameters, {options.dtype}"
   )
 
 

@@ -22,22 +22,18 @@ import pathlib
 import re
 import signal
 import sys
-from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from parts import program
 
-from jaxrl_llm import base_models, generate, models, sharding, workdir
+from jaxrl_llm import api, generate
 from jaxrl_llm.data import rows
 from jaxrl_llm.data.prompt_source import TEMPLATES, Template
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.metrics.progress import Progress
-from jaxrl_llm.models import hf
 from jaxrl_llm.rollout import turns
-from jaxrl_llm.rollout.writer import ResponseWriter
-from jaxrl_llm.sampling import Engine, EngineConfig, SamplingSettings
+from jaxrl_llm.sampling import SamplingSettings
 from jaxrl_llm.sampling.settings import max_tokens_of
 from jaxrl_llm.system import plugin, signals
 
@@ -47,24 +43,6 @@ _TURNS = {"workers": 1, "deadline_s": 10.0, "max_turns": 16}
 _TURNS["max_observation_tokens"] = 256
 # Options that a sample does not depend on; the prompts are compared themselves.
 _FREE = ("prompts", "prompt", "jsonl", "out", "samples", "slots", "resume")
-
-
-class Source(NamedTuple):
-  """The source of a model."""
-
-  directory: str  # Has config, tokenizer and, if there is no run, weights.
-  run: pathlib.Path | None = None
-  step: int | None = None  # Step of the run's policy.
-  stop: tuple[str, ...] = ()  # Further stop tokens, as text.
-
-  def load(self, dtype: str) -> tuple[models.ModelConfig, Any]:
-    """Returns the shape of the model and its parameters."""
-    if self.run is None:
-      fns, params = models.load(self.directory, dtype=dtype)
-    else:
-      policy = workdir.load_policy(self.run, step=self.step)
-      fns, params = policy.fns, policy.params
-    return fns.config, params
 
 
 def check(options) -> None:
@@ -122,26 +100,6 @@ def read_requests(options) -> list[rows.Row]:
   return requests
 
 
-def find_model(name: str) -> Source:
-  """The shipped base model, a run's newest policy or a model directory.
-
-  Raises:
-    InputError: there is no such directory, or no checkpoint in it.
-  """
-  path = pathlib.Path(name)
-  if not name:
-    return Source(str(base_models.BASE))
-  if not path.is_dir():
-    raise InputError(
-      f"--model={name}: no such directory; give a model directory or the"
-      " --workdir of a run"
-    )
-  if not workdir.is_workdir(path):
-    return Source(name)
-  stop, step = workdir.read_config(path).sampler.stop, workdir.find_step(path)
-  return Source(workdir.model_path(path), path, step, stop)
-
-
 def make_sampling(options, tokenizer: Tokenizer) -> SamplingSettings:
   """The sampling settings of the flags.
 
@@ -192,53 +150,26 @@ def make_job(options) -> generate.Generation:
   Raises:
     InputError: flags, prompts and model do not fit together.
   """
-  requests, source = read_requests(options), find_model(options.model)
-  config = hf.read_config(source.directory)
-  tokenizer = Tokenizer(source.directory)
-  tokenizer.check_model(config.vocab_size)
-  sampling = make_sampling(options, tokenizer)
-  template, turn_taking = make_template(options, tokenizer)
-  limits = {"context": config.max_position_embeddings}
-  limits["max_new_tokens"] = options.max_new_tokens
-  prompts = generate.make_prompts(requests, template, **limits)
-  stop = tokenizer.single_tokens(source.stop, "config.sampler.stop")
-  # Slots are dealt to all devices, each of which has the whole model.
-  mesh = sharding.make_mesh(data=-1, fsdp=1, tensor=1)
-  config, params = source.load(options.dtype)
-  fns = models.make_policy(
-    config,
-    numerics=models.Numerics.all(options.dtype),
-    sampler_sharding=sharding.along_batch(mesh),
-  )
-  slots = min(options.slots, len(requests) * options.samples)
-  room = EngineConfig(
-    slots=-(-slots // mesh.size) * mesh.size,
-    max_prompt_length=max(len(prompt.tokens) for prompt in prompts),
-    max_response_length=options.max_new_tokens,
-    stop_tokens=[*tokenizer.stop_tokens, *stop],
-  )
-  writer = ResponseWriter(
-    Engine(fns, room, detokenize=tokenizer.decode),
+  requests = read_requests(options)
+  policy = api.load(options.model, dtype=options.dtype)
+  sampling = make_sampling(options, policy.tokenizer)
+  template, conversations = make_template(options, policy.tokenizer)
+  return policy.generation(
+    requests,
     sampling,
-    jax.random.key(options.seed),
-    group_size=min(options.samples, room.slots),
-    turn_taking=turn_taking,
-  )
-  params = jax.jit(fns.for_sampling)(params)
-  return generate.Generation(
-    writer=writer,
-    params=jax.device_put(params, sharding.replicated(mesh)),
-    prompts=prompts,
-    decode=tokenizer.decode,
-    settings=_digest(options, source),
+    template=template,
+    samples=options.samples,
+    seed=options.seed,
+    slots=options.slots,
+    conversations=conversations,
+    identity=_digest(options, policy),
   )
 
 
-def _digest(options, source: Source) -> str:
+def _digest(options, policy: api.Policy) -> str:
   """Names what samples depend on by eight characters."""
   values = {k: v for k, v in vars(options).items() if k not in _FREE}
-  path = pathlib.Path(source.run or source.directory).resolve()
-  values |= {"model": str(path), "step": source.step}
+  values |= {"model": str(policy.path.resolve()), "step": policy.step}
   text = json.dumps(values, sort_keys=True)
   return hashlib.sha256(text.encode()).hexdigest()[:8]
 

@@ -30,7 +30,8 @@ def test_the_page_of_rooms_has_the_layers_and_names_them_all():
   text = (_ROOT / "docs" / "architecture.md").read_text("utf-8")
   layers, rest = text.split("| layer | modules |")[1].split("\n\n", 1)
   drawn = [set(re.findall(r"`(\w+)`", row)) for row in layers.split("\n")[2:]]
-  *levels, tools = drawn
+  front, *levels, tools = drawn
+  assert front == layering_test._FRONT
   assert levels[::-1] == list(layering_test._LEVELS)
   assert tools == layering_test._TOOLS
   rooms = set().union(*drawn)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from helpers import chat_model, programs, tiny_run
 
-from jaxrl_llm import metrics, models, report, workdir
+from jaxrl_llm import api, metrics, models, report, workdir
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.trainer import build, loop
 
@@ -99,9 +99,7 @@ class TestWorkdir:
     }
     for item in others:
       shutil.rmtree(item)
-    _trees_equal(
-      workdir.load_policy(copy).params, workdir.load_policy(directory).params
-    )
+    _trees_equal(api.load(copy).params, api.load(directory).params)
 
 
 class TestAlone:
@@ -150,7 +148,7 @@ class TestConvert:
     out = tmp_path / "out"
     assert convert.main([f"--checkpoint={directory}", f"--out={out}"]) == 0
     assert "policy of step 2" in capsys.readouterr().out
-    policy = workdir.load_policy(directory)
+    policy = api.load(directory)
     fns, params = models.load(out)
     assert fns.config == policy.fns.config
     _trees_equal(params, policy.params)
@@ -164,7 +162,7 @@ class TestConvert:
     out = tmp_path / "out"
     flags = (f"--checkpoint={directory}", f"--out={out}", "--step=1")
     assert convert.main([*flags, "--dtype=bfloat16"]) == 0
-    policy = workdir.load_policy(directory, step=1)
+    policy = api.load(directory, step=1)
     rounded = jax.tree.map(lambda x: x.astype("bfloat16"), policy.params)
     _trees_equal(models.load(out, dtype="bfloat16")[1], rounded)
 

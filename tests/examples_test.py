@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from jaxrl_llm import config, estimators, losses
+from jaxrl_llm import api, config, estimators, losses
 
 _NUMBER = re.compile(r"-?\d+\.?\d*")
 _FUNCTIONS = [
@@ -15,7 +15,7 @@ _FUNCTIONS = [
   for room in (estimators, losses)
   for name in vars(room)
   if inspect.isfunction(getattr(room, name))
-] + [config.method]
+] + [config.method, api.load]
 
 
 class _Checker(doctest.OutputChecker):

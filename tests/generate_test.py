@@ -343,7 +343,7 @@ class TestScript:
       ((f"--prompts={prompts}",), "p.txt:3: "),
       ((f"--prompts={empty}",), "empty.jsonl:2: 'prompt' is ''"),
       ((f"--prompts={long}",), "long.txt:2: the prompt has 260 tokens"),
-      ((one, "--model=/no/such"), "--model=/no/such: no such directory"),
+      ((one, "--model=/no/such"), "/no/such: no such directory"),
       ((one, "--max_new_tokens=512"), "leaves 0 of the model's context of 512"),
       ((one, "--max_new_tokens=0"), "--max_new_tokens must be 1.."),
       ((one, "--samples=0"), "--samples must be 1..1024"),

@@ -12,6 +12,7 @@ import ast
 import importlib
 import inspect
 import itertools
+import operator
 import pathlib
 import sys
 import textwrap
@@ -20,6 +21,7 @@ from jaxrl_llm import config as config_lib
 
 _OF_MODELS = ("load", "save", "make_policy", "make_value")
 _OF_MODELS += ("ModelFns", "ValueFns")
+_FRONT = ("train", "load", "Policy.generate", "Policy.save")
 # Title of a section, its module, and its names: all that the module makes or
 # hands on unless some are given.
 _API = (
@@ -29,7 +31,8 @@ _API = (
   ("Distributions", "distributions", None),
   ("Models", "models", _OF_MODELS),
   ("Settings", "config", ("method", "default_config", "scaled", "describe")),
-  ("A run from Python", "trainer.build", ("make_run",)),
+  ("Training and using a policy", "", _FRONT),
+  ("The parts of a run", "trainer.build", ("make_run",)),
   ("", "trainer.loop", ("train",)),
   ("Parts of your own", "register", None),
 )
@@ -75,12 +78,13 @@ def api_page() -> str:
   """Signature and docstring of every public name."""
   lines = [_API_PAGE]
   for title, module_name, names in _API:
-    module = importlib.import_module(f"jaxrl_llm.{module_name}")
+    path = [module_name] if module_name else []
+    module = importlib.import_module(".".join(["jaxrl_llm", *path]))
     names = names or _public(module)
     lines += ["", f"## {title}"] if title else []
     for name in names:
-      lines += ["", f"### {module_name}.{name}", ""]
-      lines += _entry(getattr(module, name))
+      lines += ["", f"### {'.'.join([*path, name])}", ""]
+      lines += _entry(operator.attrgetter(name)(module))
   return "\n".join(lines) + "\n"
 
 

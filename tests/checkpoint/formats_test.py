@@ -14,7 +14,7 @@ import shutil
 import pytest
 from helpers import tiny_run
 
-from jaxrl_llm import checkpoint, digest, workdir
+from jaxrl_llm import api, checkpoint, digest
 from jaxrl_llm.checkpoint import commit
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.trainer import build, loop
@@ -56,7 +56,7 @@ def test_every_format_has_its_run():
 
 def test_is_read_whole(released):
   folder, number = released
-  policy = workdir.load_policy(folder)
+  policy = api.load(folder)
   assert policy.step == 2 and digest.checksum(policy.params) == _POLICY[number]
   tiny_run.write_model(pathlib.Path("model"))
   run = build.make_run(make_config())
@@ -83,7 +83,7 @@ def test_a_newer_one_is_refused_in_one_line(released):
   text = json.dumps(json.loads(body) | {"format": newer}) + "\n"
   file.write_text(text + digest.of_bytes(text.encode()) + "\n")
   with pytest.raises(InputError) as caught:
-    workdir.load_policy(folder)
+    api.load(folder)
   assert f"checkpoint format {newer}, but this version" in str(caught.value)
   assert "\n" not in str(caught.value)
 
@@ -94,4 +94,4 @@ if __name__ == "__main__":
   tiny_run.write_model(pathlib.Path("model"))
   loop.train(build.make_run(make_config()), "written")
   shutil.copytree("written", target, ignore=shutil.ignore_patterns("0", "lock"))
-  print(digest.checksum(workdir.load_policy(target).params))
+  print(digest.checksum(api.load(target).params))

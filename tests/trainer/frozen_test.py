@@ -8,7 +8,7 @@ import jax
 import pytest
 from helpers import tiny_run
 
-from jaxrl_llm import checkpoint, models, workdir
+from jaxrl_llm import api, checkpoint, models, workdir
 from jaxrl_llm.models import hf
 from jaxrl_llm.trainer import build, loop
 from jaxrl_llm.trainer.value_pretraining import FOLDER
@@ -84,7 +84,7 @@ def test_a_step_holds_what_is_trained_and_the_rest_is_written_once(whole):
 
 def test_readers_find_all_parameters(run, whole, model):
   folder, _ = whole
-  policy = workdir.load_policy(folder)
+  policy = api.load(folder)
   _, before = models.load(str(model))
   chex.assert_trees_all_equal(policy.params["embed"], before["embed"])
   moved = jax.tree.map(lambda x, y: bool((x != y).any()), policy.params, before)
@@ -106,5 +106,5 @@ def test_resumes_bit_for_bit(model, whole, tmp_path):
   again = os.stat(tmp_path / "checkpoints" / "base" / "COMMIT").st_mtime_ns
   assert again == written
   chex.assert_trees_all_equal(
-    workdir.load_policy(tmp_path).params, workdir.load_policy(folder).params
+    api.load(tmp_path).params, api.load(folder).params
   )

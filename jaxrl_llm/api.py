@@ -1,0 +1,291 @@
+"""The front door from Python: train, load, and what a policy does.
+
+config = jaxrl_llm.config.method("grpo", **{"data.path": "train.jsonl"})
+policy = jaxrl_llm.train(config, "run")
+policy.generate(["3+5?"], samples=4)
+policy.save("model")
+"""
+
+import dataclasses
+import functools
+import os
+import pathlib
+import signal
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxrl_llm import base_models, models, sharding, workdir
+from jaxrl_llm.data.prompt_source import TEMPLATES, Template
+from jaxrl_llm.data.rows import Row
+from jaxrl_llm.data.tokenizer import Tokenizer
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.generate import Generation, make_prompts
+from jaxrl_llm.models import hf
+from jaxrl_llm.rollout.turns import ConversationConfig
+from jaxrl_llm.rollout.writer import ResponseWriter
+from jaxrl_llm.sampling import Engine, EngineConfig, SamplingSettings
+from jaxrl_llm.system import plugin
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+  """A policy of a run or of a Hugging Face directory, made by `load`.
+
+  Weights are read when they are needed first.
+
+  Attributes:
+    path: directory of the run, or of the model.
+    step: iterations of the run; None for a model.
+    dtype: type of the computation and, for a model, of its weights.
+  """
+
+  path: pathlib.Path
+  step: int | None = None
+  dtype: str = "float32"
+
+  @property
+  def directory(self) -> str:
+    """Directory with the model's configuration and tokenizer."""
+    if self.step is None:
+      return str(self.path)
+    return workdir.model_path(self.path)
+
+  @functools.cached_property
+  def model_config(self) -> models.ModelConfig:
+    """The model's architecture."""
+    return hf.read_config(self.directory)
+
+  @functools.cached_property
+  def tokenizer(self) -> Tokenizer:
+    """The model's tokenizer."""
+    tokenizer = Tokenizer(self.directory)
+    tokenizer.check_model(self.model_config.vocab_size)
+    return tokenizer
+
+  @functools.cached_property
+  def fns(self) -> models.ModelFns:
+    """The model's functions, for parameters such as `params`."""
+    numerics = models.Numerics.all(self.dtype)
+    return models.make_policy(self.model_config, numerics=numerics)
+
+  @functools.cached_property
+  def params(self) -> Any:
+    """The parameters, a nested dict; those of a run are float32.
+
+    Raises:
+      InputError: The weights are damaged or of another model.
+    """
+    if self.step is None:
+      return models.load(self.directory, dtype=self.dtype)[1]
+    return workdir.load_params(self.path, self.step)
+
+  def generate(
+    self,
+    prompts: str | Sequence[str | Sequence[Mapping[str, str]]],
+    *,
+    samples: int = 1,
+    seed: int = 0,
+    slots: int = 64,
+    **sampling: Any,
+  ) -> list[list[dict[str, Any]]]:
+    """Samples responses to prompts.
+
+    Equal arguments give equal responses, whatever the slots.
+
+    Args:
+      prompts: one text, or N of them; a text is continued as it is. A list of
+        messages (`role`, `content`) goes through the model's chat template.
+      samples: responses to each prompt.
+      seed: seed of the randomness.
+      slots: maximum number of responses sampled at a time.
+      **sampling: fields of `sampling.SamplingSettings`, such as `temperature`,
+        `top_p`, `stop_strings` and `max_new_tokens` (256 by default).
+
+    Returns:
+      For each prompt its responses: dicts with `text`, `tokens`, `logprobs` and
+      `stop_reason` ('finished', or 'overlong' at max_new_tokens).
+
+    Raises:
+      InputError: There is no prompt, or one does not fit the model's context.
+      ValueError: A setting is out of range.
+    """
+    prompts = [prompts] if isinstance(prompts, str) else prompts
+    if not prompts:
+      raise InputError("prompts is empty; give at least one text")
+    rows = [
+      Row(f"prompt {index}", {"prompt": prompt})
+      for index, prompt in enumerate(prompts, start=1)
+    ]
+    settings = SamplingSettings(**{"max_new_tokens": 256} | sampling)
+    job = self.generation(
+      rows,
+      settings,
+      template=TEMPLATES["completion"](self.tokenizer),
+      samples=samples,
+      seed=seed,
+      slots=slots,
+    )
+    every = [(i, k) for i in range(len(rows)) for k in range(samples)]
+    found = [[] for _ in rows]
+    for record in job.sample(every):
+      names = ("text", "tokens", "logprobs", "stop_reason")
+      found[record["prompt_index"]].append({k: record[k] for k in names})
+    return found
+
+  def generation(
+    self,
+    rows: Sequence[Row],
+    sampling: SamplingSettings,
+    *,
+    template: Template,
+    samples: int,
+    seed: int,
+    slots: int,
+    conversations: ConversationConfig | None = None,
+    identity: str = "",
+  ) -> Generation:
+    """Makes an engine and prompts for the samples of a file; reads the weights.
+
+    Args:
+      rows: rows of data with a prompt or a question.
+      sampling: how tokens are drawn, and how many.
+      template: turns a row into tokens.
+      samples: responses to each prompt.
+      seed: seed of the randomness.
+      slots: maximum number of responses sampled at a time.
+      conversations: the environment and its turns; None without one.
+      identity: names what the samples depend on.
+
+    Raises:
+      InputError: A prompt cannot be used or does not fit the model's context.
+    """
+    prompts = make_prompts(
+      rows,
+      template,
+      context=self.model_config.max_position_embeddings,
+      max_new_tokens=sampling.max_new_tokens,
+    )
+    # Slots are spread over all devices, each of which has the whole model.
+    mesh = sharding.make_mesh(data=-1, fsdp=1, tensor=1)
+    fns = models.make_policy(
+      self.model_config,
+      numerics=models.Numerics.all(self.dtype),
+      sampler_sharding=sharding.along_batch(mesh),
+    )
+    stop = () if self.step is None else self._run_config.sampler.stop
+    stop = self.tokenizer.single_tokens(stop, "config.sampler.stop")
+    slots = min(slots, len(prompts) * samples)
+    sizes = EngineConfig(
+      slots=-(-slots // mesh.size) * mesh.size,
+      max_prompt_length=max(len(prompt.tokens) for prompt in prompts),
+      max_response_length=sampling.max_new_tokens,
+      stop_tokens=[*self.tokenizer.stop_tokens, *stop],
+    )
+    writer = ResponseWriter(
+      Engine(fns, sizes, detokenize=self.tokenizer.decode),
+      sampling,
+      jax.random.key(seed),
+      group_size=min(samples, sizes.slots),
+      turn_taking=conversations,
+    )
+    params = jax.jit(fns.for_sampling)(self.params)
+    return Generation(
+      writer=writer,
+      params=jax.device_put(params, sharding.replicated(mesh)),
+      prompts=prompts,
+      decode=self.tokenizer.decode,
+      settings=identity,
+    )
+
+  def save(self, path: str | os.PathLike, *, dtype: str = "float32") -> None:
+    """Writes a Hugging Face model directory, with the tokenizer's files.
+
+    Args:
+      path: directory to write.
+      dtype: type of the weights in the file; float32 is exact.
+
+    Raises:
+      InputError: The directory cannot be written, or is the model that the
+        policy or its run started from.
+    """
+    own = [self.directory]
+    if self.step is not None:
+      own.append(base_models.model_path(self._run_config))
+    out = pathlib.Path(path)
+    if out.resolve() in [pathlib.Path(p).resolve() for p in own]:
+      raise InputError(
+        f"{out}: is the model that the run started from; choose another"
+        " directory"
+      )
+    params = jax.tree.map(lambda x: x.astype(dtype), self.params)
+    models.save(out, self.fns, params, tokenizer_from=self.directory)
+
+  @functools.cached_property
+  def _run_config(self) -> Any:
+    return workdir.read_config(self.path)
+
+
+def load(
+  path: str | os.PathLike = "",
+  *,
+  step: int | str | None = None,
+  dtype: str = "float32",
+) -> Policy:
+  """Loads a policy.
+
+  Args:
+    path: the workdir of a run or a Hugging Face model directory; '' is the base
+      model of the package.
+    step: checkpoint of the run, 'best' for that of its `checkpoint.best`, or
+      None for the newest.
+    dtype: type of the computation.
+
+  Raises:
+    InputError: There is no such directory or checkpoint.
+
+  Example:
+    >>> policy = load()
+    >>> policy.generate("3+5?", max_new_tokens=9, temperature=0)[0][0]["text"]
+    '3+5=8;#8.'
+  """
+  if not path:
+    return Policy(base_models.BASE, dtype=dtype)
+  path = pathlib.Path(path)
+  if not path.is_dir():
+    raise InputError(
+      f"{path}: no such directory; give a model directory or the --workdir of a"
+      " run"
+    )
+  if not workdir.is_workdir(path):
+    return Policy(path, dtype=dtype)
+  return Policy(path, workdir.find_step(path, step), dtype)
+
+
+def train(
+  config: Any, folder: str | os.PathLike, *, step: int | None = None
+) -> Policy:
+  """Trains, or resumes, a run and returns its policy.
+
+  Args:
+    config: settings, for example of `config.method`.
+    folder: directory of the run, created if necessary. A checkpoint in it is
+      resumed.
+    step: checkpoint to resume; None is the newest.
+
+  Raises:
+    InputError: The config, the model's files or the data cannot be used, or the
+      folder has a run of other settings.
+    TrainingStopped: The run cannot continue.
+    KeyboardInterrupt: The run was interrupted. It is saved and continues when
+      `train` is called again; `load(folder)` is the policy so far.
+  """
+  from jaxrl_llm.trainer import build, loop
+
+  for file in config.run.plugins:
+    plugin.load(file)
+  number = loop.train(build.make_run(config), folder, step=step)
+  if number:
+    raise KeyboardInterrupt(f"{signal.Signals(number).name}, saved in {folder}")
+  return load(folder)

@@ -1,0 +1,170 @@
+"""Tests of the front door: train, load, and what a policy does."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from helpers import tiny_run
+
+import jaxrl_llm
+from jaxrl_llm import base_models, models, register
+from jaxrl_llm import config as config_lib
+from jaxrl_llm.errors import InputError
+
+STEPS = 2
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+  """Settings of a run that takes seconds, from a tiny random model."""
+  model = tiny_run.write_model(tmp_path_factory.mktemp("api") / "model")
+  settings = tiny_run.overrides(model) | {"run.steps": STEPS}
+  settings |= {"checkpoint.every": 1, "value.pretrain_steps": 0}
+  return {"optimizer.policy.mini_batch": 16} | settings
+
+
+@pytest.fixture(scope="module")
+def trained(settings, tmp_path_factory):
+  """The policy of a run, and its folder."""
+  folder = tmp_path_factory.mktemp("run") / "run"
+  config = config_lib.method("grpo", **settings)
+  return jaxrl_llm.train(config, folder), folder
+
+
+def _equal(tree, other):
+  jax.tree.map(np.testing.assert_array_equal, tree, other)
+
+
+def test_the_package_shows_its_names_without_importing_them():
+  code = (
+    "import sys, jaxrl_llm\n"
+    "names = dir(jaxrl_llm)\n"
+    "assert 'jax' not in sys.modules\n"
+    "assert {'train', 'load', 'Policy', 'estimators', 'losses'} <= set(names)\n"
+    "assert all(getattr(jaxrl_llm, name) for name in names)\n"
+  )
+  subprocess.run([sys.executable, "-c", code], check=True)
+  with pytest.raises(AttributeError, match="no attribute 'trian'"):
+    _ = jaxrl_llm.trian
+
+
+def test_a_run_trains_and_gives_its_policy(trained, settings):
+  policy, folder = trained
+  assert policy.step == STEPS and policy.path == folder
+  start = jaxrl_llm.load(settings["model.path"])
+  assert start.step is None
+  changed = jax.tree.map(
+    lambda a, b: (a != b).any(), policy.params, start.params
+  )
+  assert any(jax.tree.leaves(changed))
+  _equal(jaxrl_llm.load(folder).params, policy.params)
+  assert jaxrl_llm.load(folder, step=1).step == 1
+
+
+def test_the_same_call_goes_on(trained, settings, tmp_path, capsys):
+  policy, folder = trained
+  config = config_lib.method("grpo", **settings)
+  again = jaxrl_llm.train(config, folder)
+  assert "already at its last step" in capsys.readouterr().out
+  _equal(again.params, policy.params)
+
+
+def test_an_interrupted_run_raises_and_is_saved(settings, tmp_path):
+  calls = []
+
+  def reward(answer):
+    calls.append(answer)
+    if len(calls) == 20:  # In the first step, after the first evaluation.
+      os.kill(os.getpid(), signal.SIGINT)
+    return 0.0
+
+  register.reward("interrupts", reward)
+  changes = {"reward.name": "interrupts", "reward.workers": 0}
+  config = config_lib.method("grpo", **settings | changes)
+  with pytest.raises(KeyboardInterrupt, match="SIGINT, saved in"):
+    jaxrl_llm.train(config, tmp_path / "run")
+  assert jaxrl_llm.load(tmp_path / "run").step < STEPS
+
+
+class TestGenerate:
+  def test_responses_of_each_prompt(self):
+    policy = jaxrl_llm.load()
+    found = policy.generate(["3+5?", "7+5-1?"], samples=3, max_new_tokens=8)
+    assert [len(responses) for responses in found] == [3, 3]
+    for response in sum(found, []):
+      assert len(response["tokens"]) == len(response["logprobs"]) <= 8
+      assert policy.tokenizer.decode(response["tokens"]) == response["text"]
+      assert response["stop_reason"] in ("finished", "overlong")
+
+  def test_log_probs_are_the_models_own(self):
+    policy = jaxrl_llm.load()
+    ((response,),) = policy.generate("3+5?", max_new_tokens=8, seed=1)
+    prompt = policy.tokenizer.encode("3+5?")
+    tokens = np.array([[*prompt, *response["tokens"]]])
+    logits = policy.fns.logits(
+      policy.params, tokens, np.ones_like(tokens, bool)
+    )
+    logprobs = jax.nn.log_softmax(logits[0, len(prompt) - 1 : -1])
+    own = np.take_along_axis(logprobs, tokens[0, len(prompt) :, None], axis=-1)
+    np.testing.assert_allclose(own[:, 0], response["logprobs"], atol=1e-5)
+
+  def test_slots_change_nothing_and_the_seed_does(self):
+    policy = jaxrl_llm.load()
+    ask = lambda **how: [
+      response["text"]
+      for response in policy.generate(
+        "3+5-2?", samples=8, max_new_tokens=12, **how
+      )[0]
+    ]
+    assert ask(slots=3) == ask(slots=8) != ask(seed=1)
+
+  def test_a_run_has_its_own_stop_tokens(self, settings, tmp_path):
+    config = config_lib.method(
+      "grpo", **settings | {"sampler.stop": ("1", "2"), "run.steps": 1}
+    )
+    policy = jaxrl_llm.train(config, tmp_path / "run")
+    responses = policy.generate("3+5?", samples=32, max_new_tokens=12)[0]
+    texts = [response["text"] for response in responses]
+    assert any(text.endswith(("1", "2")) for text in texts)
+    assert not any(set(text[:-1]) & {"1", "2"} for text in texts)
+
+  @pytest.mark.parametrize(
+    ("prompts", "how", "message"),
+    [
+      ([""], {}, "prompt 1"),
+      (["3+5?"], {"max_new_tokens": 600}, "prompt 1: .* context"),
+      ([[{"role": "user", "content": "3+5?"}]], {}, "prompt 1: .*template"),
+      ([], {}, "prompts"),
+    ],
+  )
+  def test_refusals(self, prompts, how, message):
+    with pytest.raises(InputError, match=message):
+      jaxrl_llm.load().generate(prompts, **how)
+
+
+class TestSave:
+  def test_writes_a_directory_that_loads(self, trained, tmp_path):
+    policy, _ = trained
+    policy.save(tmp_path / "model")
+    _equal(models.load(str(tmp_path / "model"))[1], policy.params)
+    loaded = jaxrl_llm.load(tmp_path / "model")
+    how = {"samples": 2, "max_new_tokens": 6}
+    assert loaded.generate("3+5?", **how) == policy.generate("3+5?", **how)
+
+  def test_leaves_the_base_model_alone(self, trained, settings):
+    policy, folder = trained
+    for taken in (settings["model.path"], folder / "base_model"):
+      with pytest.raises(InputError, match="the run started from"):
+        policy.save(taken)
+
+
+def test_load_refuses_what_is_not_there(trained, tmp_path):
+  with pytest.raises(InputError, match="no such directory"):
+    jaxrl_llm.load(tmp_path / "nothing")
+  with pytest.raises(InputError, match="no step 7"):
+    jaxrl_llm.load(trained[1], step=7)
+  assert jaxrl_llm.load().directory == str(base_models.BASE)
