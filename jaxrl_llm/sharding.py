@@ -194,3 +194,11 @@ def packed_kv_sharding(mesh: Mesh, kv_heads: int) -> NamedSharding:
   """Sharding of keys and values [R, C, K, d] in training."""
   heads = _split("heads", kv_heads, mesh)
   return NamedSharding(mesh, P(BATCH_AXES, "context", heads))
+
+
+def bytes_per_device(tree: Any) -> float:
+  """Returns the bytes of sharded arrays, or of their shapes, on a device."""
+  return sum(
+    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+    for x in jax.tree.leaves(tree)
+  )

@@ -130,17 +130,19 @@ class Programs:
       window=config.schedule.window > 0,
     ) | lower(self.learner)
     self.kept = {
-      "policy": account.held([policy.shapes, policy.base]),
-      "value": account.held(critic and [critic.shapes, critic.base]),
-      "sampler": account.held(transfer.shapes),
+      "policy": sharding.bytes_per_device([policy.shapes, policy.base]),
+      "value": sharding.bytes_per_device(
+        critic and [critic.shapes, critic.base]
+      ),
+      "sampler": sharding.bytes_per_device(transfer.shapes),
     }
     # The part of it that scoring receives.
     self.parameters = {
-      "policy": account.held(whole),
-      "value": account.held(critic.params) if critic else 0.0,
+      "policy": sharding.bytes_per_device(whole),
+      "value": sharding.bytes_per_device(critic.params) if critic else 0.0,
     }
     if "ref_logprobs" in self.learner.algorithm.leaves:
-      self.kept["reference"] = account.held(policy.shapes.trained)
+      self.kept["reference"] = sharding.bytes_per_device(policy.shapes.trained)
 
 
 def compiled(name: str, lowered: Any, mesh: dict, loops: list[int]) -> dict:

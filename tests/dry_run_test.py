@@ -12,7 +12,9 @@ def test_every_phase_is_compiled_and_accounted_for(tmp_path, capsys):
   config.reward.name = "chain_sum"
   dry_run.dry_run(build.make_run(config))
   said = capsys.readouterr().out
-  assert "nothing was trained" in said and "devices 0; each holds" in said
+  assert (
+    "nothing was trained" in said and "1 cpu (no sharding), each holds" in said
+  )
   table = [
     s.strip("| ").split(" | ") for s in said.splitlines() if s[:2] == "| "
   ]

@@ -253,6 +253,36 @@ class TestConsoleWriter:
       "evaluation at step 0: sums/avg@4 0.500 (se 0.020)"
     )
 
+  def test_a_log_says_what_takes_its_time_once(self):
+    stream = io.StringIO()
+    console = ConsoleWriter(total_steps=2, stream=stream)
+    for _ in range(2):
+      for phase in ("data", "generate", "between phases"):
+        console.phase(phase)
+      console.compiling("decode")
+      console.compiled("decode", 61.2)
+      console.compiled("small", 0.1)
+    console.close()
+    compiled = "compiled decode in 61 s"
+    assert stream.getvalue().splitlines() == [
+      "generate ...",
+      *(compiled, compiled),
+    ]
+
+  def test_a_terminal_shows_what_is_compiled(self, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    stream = Terminal()
+    console = ConsoleWriter(total_steps=10, stream=stream)
+    console.phase("generate")
+    console.compiling("decode")
+    console._bar.refresh()  # A thread does it ten times a second.
+    shown = stream.getvalue()
+    console.compiled("decode", 61.2)
+    console.close()
+    assert "generate, compiling decode" in shown
+    assert "compiled" not in stream.getvalue()
+
   def test_live_on_a_terminal(self, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
@@ -592,6 +622,25 @@ class TestCompileCounter:
     function(large).block_until_ready()
     function(small).block_until_ready()
     assert counter.collect() == 1
+
+
+class TestWatchCompilations:
+  def test_names_each_program_while_it_is_open(self):
+    told = []
+    argument = np.zeros(17, np.float32)
+
+    def doubled(x):
+      return 2 * x
+
+    def tripled(x):
+      return 3 * x
+
+    begin = lambda name: told.append(name)
+    end = lambda name, seconds: told.append((name, seconds > 0))
+    with metrics.watch_compilations(begin, end):
+      jax.jit(doubled)(argument)
+    jax.jit(tripled)(argument)
+    assert told == ["doubled", ("doubled", True)]
 
 
 class TestPeakMemory:

@@ -168,7 +168,7 @@ class TestEstimate:
     mesh = sharding.make_mesh(**MESH)
     place = NamedSharding(mesh, PartitionSpec("fsdp", "tensor"))
     shape = jax.ShapeDtypeStruct((8, 6), np.float32, sharding=place)
-    assert account.held({"a": [shape, shape]}) == 2 * 8 * 6 * 4 / 8
+    assert sharding.bytes_per_device({"a": [shape, shape]}) == 2 * 8 * 6 * 4 / 8
 
 
 _PRESET = "--config=configs/vapo.py:qwen2.5-32b"

@@ -13,6 +13,7 @@ from jaxrl_llm.metrics.measure import (
   mean_and_standard_error,
   pass_at_k,
   peak_memory_gib,
+  watch_compilations,
 )
 from jaxrl_llm.metrics.samples import Sample, make_samples, sample_lines
 from jaxrl_llm.metrics.trackers import check_trackers
@@ -34,4 +35,5 @@ __all__ = (
   "printable",
   "read_rows",
   "sample_lines",
+  "watch_compilations",
 )

@@ -17,6 +17,10 @@ import rich.text
 
 from jaxrl_llm.metrics.samples import Sample, sample_lines
 
+# Phases that a log does not announce, as they are short.
+_QUIET = ("", "between phases", "data", "wait", "sync")
+# A compilation of fewer seconds is not mentioned in a log.
+_LONG_COMPILATION_S = 5.0
 # Label, metric, format. A metric that a run does not log is not shown.
 _FIELDS = (
   ("reward", "reward/mean", ".3f"),
@@ -100,6 +104,7 @@ class ConsoleWriter:
     """
     self._total, self._clock = total_steps, clock
     self._step, self._row, self._phase = 0, {}, ""
+    self._begun, self._program = set(), ""
     self._ends = collections.deque(maxlen=52)
     self._bar = Bar(total_steps, stream or sys.stdout, clock)
     self._bar.start()
@@ -123,8 +128,29 @@ class ConsoleWriter:
     self._bar.write(text)
 
   def phase(self, name: str) -> None:
+    """Shows the phase; a log has a line at the first time of each one."""
     self._phase = name
-    self._bar.show(self._step, "\n".join([*self._parts(), name]))
+    if self._bar.disable and name not in {*self._begun, *_QUIET}:
+      self.event(f"{name} ...")
+    self._begun.add(name)
+    self._show()
+
+  def compiling(self, program: str) -> None:
+    """Shows that a program is being compiled."""
+    self._program = program
+    self._show()
+
+  def compiled(self, program: str, seconds: float) -> None:
+    """Learns that it is; a log has a line if it took long."""
+    self._program = ""
+    if self._bar.disable and seconds >= _LONG_COMPILATION_S:
+      self.event(f"compiled {program} in {seconds:.0f} s")
+    self._show()
+
+  def _show(self) -> None:
+    compiling = f", compiling {self._program}" if self._program else ""
+    doing = f"{self._phase}{compiling}"
+    self._bar.show(self._step, "\n".join([*self._parts(), doing]))
 
   def close(self) -> None:
     self.phase("")

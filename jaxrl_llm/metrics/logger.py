@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 from jaxrl_llm.metrics.console import ConsoleWriter
+from jaxrl_llm.metrics.measure import watch_compilations
 from jaxrl_llm.metrics.samples import Sample
 from jaxrl_llm.metrics.trackers import TRACKERS
 from jaxrl_llm.metrics.watchdog import Watchdog
@@ -105,6 +106,9 @@ class MetricsLogger(PhaseLogger):
     ]
     self._console = ConsoleWriter(total_steps=total_steps, stream=stream)
     self.callback(self._console.close)
+    self.enter_context(
+      watch_compilations(self._console.compiling, self._console.compiled)
+    )
     self._logs += rows.log, *tracked, self._console.log
 
   def samples(self, step: int, samples: Sequence[Sample]) -> None:

@@ -133,7 +133,7 @@ class CompileCounter:
   """
 
   def __init__(self):
-    # Imported here: only this class of the room needs jax.
+    # Imported here: little of the room needs jax.
     import jax
 
     self._count, self._seconds = 0, collections.defaultdict(float)
@@ -152,6 +152,41 @@ class CompileCounter:
     """Returns the compilations since the last call."""
     count, self._count = self._count, 0
     return count
+
+
+def _program(name: str) -> str:
+  """Returns `f` of JAX's name `jit(f)`."""
+  return name.removeprefix("jit(").removesuffix(")")
+
+
+@contextlib.contextmanager
+def watch_compilations(
+  begin: Callable[[str], None], end: Callable[[str, float], None]
+) -> Iterator[None]:
+  """Reports the compilations of this process while the context is open.
+
+  Args:
+    begin: called with the name of a program when its compilation begins.
+    end: called with its name and the seconds that it took.
+  """
+  from jax import monitoring
+
+  def on_begin(event: str, value: float, *, fun_name: str = "", **_) -> None:
+    del value
+    if event == _COMPILE_EVENT:
+      begin(_program(fun_name))
+
+  def on_end(event: str, seconds: float, *, fun_name: str = "", **_) -> None:
+    if event == _COMPILE_EVENT:
+      end(_program(fun_name), seconds)
+
+  monitoring.register_scalar_listener(on_begin)
+  monitoring.register_event_duration_secs_listener(on_end)
+  try:
+    yield
+  finally:
+    monitoring.unregister_scalar_listener(on_begin)
+    monitoring.unregister_event_duration_listener(on_end)
 
 
 def peak_memory_gib() -> float:

@@ -9,8 +9,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import models
 from jaxrl_llm.learner.choices import has_critic
@@ -115,14 +113,6 @@ class Sizes:
       return self.slots
     held = self.prompt + self.response / 2
     return min(self.slots, self.config.sampler.kv_pages * self.page / held)
-
-
-def held(tree: Any) -> float:
-  """Returns the bytes of sharded arrays on a device."""
-  return sum(
-    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-    for x in jax.tree.leaves(tree)
-  )
 
 
 def temporaries(sizes: Sizes, role: str, *, update: bool) -> dict[str, float]:

@@ -47,7 +47,7 @@ from jaxrl_llm.learner.state import LearnerState
 from jaxrl_llm.rollout.worker import Batch, Collected, RolloutState, Weights
 from jaxrl_llm.system import processes, signals
 from jaxrl_llm.system.processes import of_first
-from jaxrl_llm.trainer import speed
+from jaxrl_llm.trainer import speed, summary
 from jaxrl_llm.trainer.run import Run, States, restore, save
 from jaxrl_llm.trainer.value_pretraining import CHECKPOINTS
 from jaxrl_llm.trainer.workdir import Workdir
@@ -129,6 +129,8 @@ def _resume_or_start(run, folder, saver, found, changes, stopped, begun) -> int:
     shutil.rmtree(folder.path / CHECKPOINTS, ignore_errors=True)
   with _logger(folder, config, last) as logger:
     run.judge.tell = logger.event
+    for line in summary.describe(run):
+      logger.event(line)
     for line in filter(None, (*events, run.evaluator.origin)):
       logger.event(line)
     if not found:
@@ -153,6 +155,8 @@ def _resume_or_start(run, folder, saver, found, changes, stopped, begun) -> int:
       run, states, weights, folder, saver, logger, stopped, timer
     )
     if states.step >= config.run.steps:
+      for line in summary.reached(folder.rows(), folder.path):
+        logger.event(line)
       return 0
     logger.event(
       f"stopped by {signal.Signals(stopped.signal).name} at step {states.step},"

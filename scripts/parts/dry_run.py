@@ -10,7 +10,8 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.lower import lower
 from jaxrl_llm.rewards import judge
 from jaxrl_llm.simulate import account
-from jaxrl_llm.trainer.loop import Run
+from jaxrl_llm.trainer import summary
+from jaxrl_llm.trainer.run import Run
 
 _GIB = 2.0**30
 _CHECKED = 200  # Gold answers that the verifier is asked about.
@@ -22,9 +23,9 @@ def dry_run(run: Run) -> None:
   Raises:
     InputError: the verifier refuses gold answers.
   """
+  print("\n".join(summary.describe(run)))
   _show_data(run)
   _check_rewards(run)
-  _show_meshes(run)
   model, mesh = run.learner.policy.fns.config, dict(run.learner.mesh.shape)
   sizes = account.Sizes(run.config, model, mesh)
   known = account.temporaries_by_program(sizes)
@@ -91,26 +92,6 @@ def _check_rewards(run: Run) -> None:
       f" gold answers, {why} of {problems[row].id}; choose another reward or"
       " clean the data"
     )
-
-
-def _show_meshes(run: Run) -> None:
-  """Shows the meshes of trainer and sampler, and the memory per device."""
-  learner, sampled = run.learner, run.transfer.shapes
-  state = learner.abstract()
-  held = [state.models, state.companions, state.base]
-  if "ref_logprobs" in learner.algorithm.leaves:
-    held.append(state.policy.trained)
-  meshes = [learner.mesh, jax.tree.leaves(sampled)[0].sharding.mesh]
-  rows = {"trainer": (meshes[0], held), "sampler": (meshes[1], sampled)}
-  for name, (mesh, trees) in rows.items():
-    sizes = " x ".join(f"{axis}={n}" for axis, n in mesh.shape.items())
-    numbers = ", ".join(str(device.id) for device in mesh.devices.flat)
-    print(
-      f"{name}: mesh {sizes}, devices {numbers}; each holds"
-      f" {account.held(trees) / _GIB:.3f} GiB between phases"
-    )
-  if set(meshes[0].devices.flat) & set(meshes[1].devices.flat):
-    print("trainer and sampler share devices: what they hold adds up")
 
 
 def _phases(run: Run) -> dict[str, jax.stages.Lowered]:

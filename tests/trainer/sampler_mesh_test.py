@@ -13,7 +13,6 @@ from parts import dry_run
 
 from jaxrl_llm import metrics, sharding
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.simulate import account
 from jaxrl_llm.trainer import build, loop, meshes
 
 
@@ -268,8 +267,10 @@ class TestDryRun:
       for device in jax.devices()
     }
     shapes = run.learner.policy.shapes
-    assert held(states.learner.policy) == {account.held(shapes)}
-    assert held(weights.params) == {account.held(run.transfer.shapes)}
+    assert held(states.learner.policy) == {sharding.bytes_per_device(shapes)}
+    assert held(weights.params) == {
+      sharding.bytes_per_device(run.transfer.shapes)
+    }
 
 
 class TestSettings:

@@ -1,0 +1,106 @@
+"""Describes a run in a few lines: what it is at its start, what it reached."""
+
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxrl_llm import config as config_lib
+from jaxrl_llm import models, sharding
+from jaxrl_llm.data import sources
+from jaxrl_llm.report import accuracy_names
+from jaxrl_llm.trainer.run import Run
+
+_GIB = 2.0**30
+
+
+def describe(run: Run) -> list[str]:
+  """Returns lines on method, model, data, batch, devices and memory."""
+  config = run.config
+  method = config.run.method or f"{config.estimator.name} advantages"
+  lines = {
+    "method": f"{method}, seed {config.run.seed}, {config.run.steps} steps",
+    "model": _model(run),
+    "data": _data(run),
+    "batch": _batch(config, run.learner.critic is not None),
+    **_devices(run),
+  }
+  return [f"{name:8} {text}" for name, text in lines.items()]
+
+
+def reached(
+  rows: Sequence[Mapping[str, Any]], folder: pathlib.Path
+) -> list[str]:
+  """Returns lines on the evaluations of a finished run, and what to do next."""
+  lines = []
+  for name in accuracy_names(rows):
+    values = {row["step"]: row[name] for row in rows if name in row}
+    steps = min(values), max(values), max(values, key=values.get)
+    first, last, best = (f"{values[k]:.3f} at step {k}" for k in steps)
+    lines.append(f"{name}: {first}, {last}; best {best}")
+  lines.append(
+    f"next: report.py {folder} (curves), evaluate.py --checkpoint={folder},"
+    f" convert.py --checkpoint={folder} --out=MODEL"
+  )
+  return lines
+
+
+def _model(run: Run) -> str:
+  policy, config = run.learner.policy, run.config
+  shape = policy.fns.config
+  parts = [f"{shape.family}, {models.num_params(shape):,} parameters"]
+  if policy.base:
+    trained = sum(x.size for x in jax.tree.leaves(policy.shapes.trained))
+    parts.append(f"{trained:,} of them trained")
+  if run.learner.critic is not None:
+    parts.append("a critic of the same size")
+  parts.append(f"computed in {config.model.dtype}")
+  return ", ".join(parts) + (f"; {config.model.path}" * bool(config.model.path))
+
+
+def _data(run: Run) -> str:
+  count, evaluator = len(run.source), run.evaluator
+  known = count <= sources.MOST_READ
+  name = run.config.data.path or run.config.data.source
+  return (
+    f"{name}, {f'{count:,} examples' if known else 'endless'}; evaluation on"
+    f" {len(evaluator.prompts):,} problems of {evaluator.name} every"
+    f" {run.config.eval.every} steps"
+  )
+
+
+def _batch(config: Any, critic: bool) -> str:
+  prompts, group = config.data.prompts_per_step, config.data.group_size
+  size = config_lib.batch_size(config)
+  parts = [
+    f"{prompts:,} prompts x {group} responses of up to"
+    f" {config.sampler.max_response_length:,} tokens"
+  ]
+  roles = {"policy": "policy"} | ({"critic": "value"} if critic else {})
+  for name, key in roles.items():
+    settings = config.optimizer[key]
+    updates = round(settings.epochs * size / settings.mini_batch)
+    parts.append(f"{updates} {name} updates of {settings.mini_batch:,}")
+  return ", ".join(parts)
+
+
+def _devices(run: Run) -> dict[str, str]:
+  """Returns the meshes of trainer and sampler, and the memory per device."""
+  learner, sampled = run.learner, run.transfer.shapes
+  state = learner.abstract()
+  held = [state.models, state.companions, state.base]
+  if "ref_logprobs" in learner.algorithm.leaves:
+    held.append(state.policy.trained)
+  meshes = learner.mesh, jax.tree.leaves(sampled)[0].sharding.mesh
+  lines = {}
+  for name, mesh, trees in zip(("trainer", "sampler"), meshes, (held, sampled)):
+    device = mesh.devices.flat[0]
+    axes = " x ".join(f"{k}={n}" for k, n in mesh.shape.items() if n > 1)
+    lines[name] = (
+      f"{mesh.size} {device.device_kind} ({axes or 'no sharding'}), each holds"
+      f" {sharding.bytes_per_device(trees) / _GIB:.3f} GiB between phases"
+    )
+  if set(meshes[0].devices.flat) & set(meshes[1].devices.flat):
+    lines["sampler"] += ", on the same devices"
+  return lines
