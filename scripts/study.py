@@ -6,11 +6,14 @@
     python scripts/study.py NAME --curves=docs/studies/NAME.csv --out=DIR
     python scripts/study.py critic --help      # what a critic knows, or
     python scripts/study.py timeline --help    # who works when
+    python scripts/study.py NAME --config=METHOD[:PRESET] \
+        --sweep=optimizer.policy.learning_rate=1e-5,2e-5 [--sweep=...]
 
-NAME is one of the studies of scripts/studies/tables.py. Each run is
-scripts/train.py in a folder of its own, one after the other, so that times
-compare; a run that was stopped is resumed, one that is done is left alone, and
-one of other settings is refused. Ctrl-C saves the run at hand and stops.
+NAME is one of the studies below or, with --sweep, a name of your own: its
+variants are all combinations of the values. Each run is scripts/train.py in a
+folder of its own, one after the other, so that times compare; a run that was
+stopped is resumed, one that is done is left alone, and one of other settings is
+refused. Ctrl-C saves the run at hand and stops.
 Writes OUT/NAME/table.md, curves.csv and curves.png; with --curves from such
 files alone, several with commas between. --variants holds for all of it, and
 the first of them in the study is what the others are compared with.
@@ -23,17 +26,18 @@ import pathlib
 import signal
 import subprocess
 import sys
+from itertools import product
 
 from parts import program
 from studies import picture, results
 from studies.tables import STUDIES, Study, Variant
 
+from jaxrl_llm import config as config_lib
 from jaxrl_llm import metrics
 from jaxrl_llm.errors import InputError
 
 # Studies of one run or machine: modules of studies/ with their own flags.
 PICTURES = ("critic", "timeline")
-_ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
 def command(
@@ -44,9 +48,9 @@ def command(
   workdir = results.run_folder(folder, variant.name, seed).resolve()
   return [
     sys.executable,
-    "scripts/train.py",
+    str(pathlib.Path(__file__).with_name("train.py")),
     f"--workdir={workdir}",
-    f"--config=configs/{variant.method}.py:{study.preset}",
+    f"--config={variant.method}:{study.preset}",
     *(f"--config.{key}={value}" for key, value in changes.items()),
     *extra,
   ]
@@ -104,7 +108,7 @@ def run_all(study, seeds, folder, extra) -> None:
 def train(run: list[str], log_file: pathlib.Path) -> int:
   """Runs a training command to its end; returns its exit code."""
   with open(log_file, "a", encoding="utf-8") as log:
-    how = {"cwd": _ROOT, "stdout": log, "stderr": subprocess.STDOUT}
+    how = {"stdout": log, "stderr": subprocess.STDOUT}
     # A signal reaches it once, from here.
     process = subprocess.Popen(run, **how, start_new_session=True)
     try:
@@ -125,6 +129,42 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
   add("--plugin", action="append", default=[], help="file of your own parts")
   add("--report", action="store_true", help="train nothing")
   add("--curves", metavar="FILES", help="train nothing either")
+  add("--config", metavar="METHOD[:PRESET]", help="of a sweep; a file, too")
+  sweep = {"action": "append", "default": [], "metavar": "KEY=VALUE,VALUE"}
+  add("--sweep", **sweep, help="values of a key; with several, their product")
+
+
+def find_study(options: argparse.Namespace) -> Study:
+  """Returns the study of the flags, or makes that of a sweep.
+
+  Raises:
+    InputError: There is no such study, or the sweep cannot be made.
+  """
+  if not options.sweep and options.name in STUDIES:
+    return STUDIES[options.name]
+  if not options.sweep or not options.config or options.name in STUDIES:
+    raise InputError(
+      f"{options.name}: give one of {', '.join([*STUDIES, *PICTURES])}, or"
+      " another name with --config=METHOD[:PRESET] and --sweep=KEY=VALUE,VALUE"
+    )
+  method, _, preset = options.config.partition(":")
+  values = {}
+  for text in options.sweep:
+    key, _, several = text.partition("=")
+    if key not in config_lib.KEYS or not several:
+      raise InputError(
+        f"--sweep={text}: give a key of docs/config.md and its values, as in"
+        " --sweep=run.seed=1,2"
+      )
+    values[key] = several.split(",")
+  changes = [dict(zip(values, one)) for one in product(*values.values())]
+  name = lambda change: ", ".join(f"{k}={v}" for k, v in change.items())
+  return Study(
+    title=f"{options.name}: {', '.join(values)}",
+    question=f"Which {' and '.join(values)}?",
+    variants=tuple(Variant(name(one), method, one) for one in changes),
+    preset=preset,
+  )
 
 
 def compare(options: argparse.Namespace) -> None:
@@ -133,7 +173,7 @@ def compare(options: argparse.Namespace) -> None:
   Raises:
     InputError: a flag cannot be used, or a run failed.
   """
-  study = STUDIES[options.name]
+  study = find_study(options)
   folder = pathlib.Path(options.out) / options.name
   wanted = options.variants.split(";") if options.variants else None
   chosen = study.only(wanted) if wanted else study
@@ -166,8 +206,9 @@ def compare(options: argparse.Namespace) -> None:
 def main(arguments: list[str] | None = None) -> None:
   """Runs the command."""
   parser = program.make_parser(__doc__)
-  names = [*STUDIES, *PICTURES]
-  parser.add_argument("name", nargs="?", choices=names, metavar="NAME")
+  studies = (f"  {name:16} {x.title}" for name, x in STUDIES.items())
+  parser.epilog = "\n".join(["studies:", *studies])
+  parser.add_argument("name", nargs="?", metavar="NAME")
   given = sys.argv[1:] if arguments is None else arguments
   # Imported when it is drawn: it needs what training needs.
   found = [x for x in given if x in PICTURES]
@@ -177,7 +218,7 @@ def main(arguments: list[str] | None = None) -> None:
   (one.add_flags if one else add_flags)(parser)
   options, options.extra = parser.parse_known_args(given)
   if options.name is None:
-    parser.error(f"give a NAME: {', '.join(names)}")
+    parser.error(f"give a NAME: {', '.join([*STUDIES, *PICTURES])}; see --help")
   unknown = [x for x in options.extra if one or not x.startswith("--config.")]
   if unknown:
     raise InputError(f"{unknown[0]}: no such flag; see --help")

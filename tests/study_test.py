@@ -1,5 +1,6 @@
 """Tests of scripts/study.py and scripts/studies/."""
 
+import argparse
 import csv
 import json
 import pathlib
@@ -240,10 +241,11 @@ class TestStudies:
     for variant in study.variants:
       extra = ["--config.run.x=1"]
       command = script.command(study, variant, 3, tmp_path, extra)
-      assert command[:2] == [sys.executable, "scripts/train.py"]
+      assert command[0] == sys.executable
+      assert pathlib.Path(command[1]).is_file()
       flags = dict(flag.split("=", 1) for flag in command[2:])
-      path, preset = flags["--config"].split(":")
-      assert (_ROOT / path).exists() and preset == study.preset
+      method, preset = flags["--config"].split(":")
+      assert method == variant.method and preset == study.preset
       overrides = {
         name.removeprefix("--config."): value
         for name, value in flags.items()
@@ -452,6 +454,39 @@ _TINY |= {"optimizer.max_tokens_per_row": 0, "value.pretrain_steps": 1}
 _TINY |= {"eval.problems": 4, "eval.every": 1, "run.steps": 2}
 
 
+class TestSweep:
+  def _study(self, *flags):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("name")
+    script.add_flags(parser)
+    return script.find_study(parser.parse_args(["mine", *flags]))
+
+  def test_is_the_product_of_its_values(self, tmp_path):
+    rate = "optimizer.policy.learning_rate"
+    sweep = [f"--sweep={rate}=1e-5,2e-5", "--sweep=run.steps=3,4"]
+    study = self._study("--config=grpo:gsm8k", *sweep)
+    assert [dict(variant.changes) for variant in study.variants] == [
+      {rate: a, "run.steps": b} for a in ("1e-5", "2e-5") for b in ("3", "4")
+    ]
+    assert study.baseline == f"{rate}=1e-5, run.steps=3"
+    run = script.command(study, study.variants[1], 0, tmp_path, [])
+    assert "--config=grpo:gsm8k" in run
+    assert {f"--config.{rate}=1e-5", "--config.run.steps=4"} < set(run)
+
+  @pytest.mark.parametrize(
+    "flags, message",
+    [
+      ((), "mine: give one of vapo_ablations, "),
+      (("--sweep=run.seed=1,2",), "with --config=METHOD"),
+      (("--config=grpo", "--sweep=lr=1"), "--sweep=lr=1: give a key"),
+      (("--config=grpo", "--sweep=run.seed"), "--sweep=run.seed: give a key"),
+    ],
+  )
+  def test_refusals(self, flags, message):
+    with pytest.raises(InputError, match=message):
+      self._study(*flags)
+
+
 @pytest.mark.slow
 class TestRealRun:
   def _arguments(self, out):
@@ -459,22 +494,29 @@ class TestRealRun:
     chosen = ["--variants=VAPO", "--seeds=0", f"--out={out}"]
     return ["vapo_ablations", *chosen, *flags]
 
-  def test_runs_once_and_then_does_nothing(self, tmp_path, capsys, monkeypatch):
+  def test_a_sweep_runs_once_and_then_does_nothing(
+    self, tmp_path, capsys, monkeypatch
+  ):
     pytest.importorskip("matplotlib")
     monkeypatch.setenv("PYTHONPATH", str(_ROOT))
     monkeypatch.setenv("XLA_FLAGS", programs.FLAGS)
     monkeypatch.chdir(tmp_path)  # --out is relative to where one stands.
-    assert script.main(self._arguments("out")) == 0
-    assert "seed 0: VAPO" in capsys.readouterr().out
-    workdir = tmp_path / "out" / "vapo_ablations" / "VAPO" / "seed0"
-    config = json.loads((workdir / "config.json").read_text())
-    assert config["data"]["settings"] == {"max_ops": 2}
-    before = {p: p.stat().st_mtime_ns for p in workdir.rglob("*")}
-    assert script.main(self._arguments("out")) == 0
+    sweep = ["mine", "--config=vapo:long_tail", "--sweep=run.steps=1,2"]
+    sweep += [x for x in self._arguments("out")[2:] if "run.steps=" not in x]
+    assert script.main(sweep) == 0
+    assert "seed 0: run.steps=1" in capsys.readouterr().out
+    folder = tmp_path / "out" / "mine"
+    (first, second) = folder.glob("*/seed0/config.json")
+    steps = {json.loads(f.read_text())["run"]["steps"] for f in (first, second)}
+    assert steps == {1, 2}
+    before = {p: p.stat().st_mtime_ns for p in folder.glob("*/seed0/**/*")}
+    assert script.main(sweep) == 0
     assert "seed 0" not in capsys.readouterr().out
-    assert {p: p.stat().st_mtime_ns for p in workdir.rglob("*")} == before
-    table = (tmp_path / "out" / "vapo_ablations" / "table.md").read_text()
-    assert "| VAPO | 1 | 2 |" in table
+    again = {p: p.stat().st_mtime_ns for p in folder.glob("*/seed0/**/*")}
+    assert again == before
+    table = (folder / "table.md").read_text()
+    assert "| run.steps=1 | 1 | 1 |" in table
+    assert "| run.steps=2 | 1 | 2 |" in table
 
   def test_a_stopped_study_saves_and_goes_on(self, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(_ROOT))
