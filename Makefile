@@ -2,6 +2,7 @@
 #   make train     install, run the main job (configs/vapo.py), draw its curves
 #   make test      install, run the test suite
 #   make slowtest  the tests that take minutes each, which CI runs too
+#   make docs      install, build the documentation site into build/docs
 #   make accelerator EXTRA=gpu    install, measure a GPU (or tpu) in ten minutes
 # Variables: PYTHON (interpreter of a new venv), VENV (its folder), CONFIG,
 # WORKDIR and ARGS (of the program, e.g. ARGS="--config.run.seed=1"), TESTS (e.g.
@@ -29,7 +30,7 @@ export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.5
 # Tests compile thousands of programs, nearly all of them in less.
 test slowtest: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS = 0
 
-.PHONY: help train test slowtest accelerator lint clean
+.PHONY: help train test slowtest docs accelerator lint clean
 .DEFAULT_GOAL := help
 # A failed `python -m venv` must not look like a made one.
 .DELETE_ON_ERROR:
@@ -49,6 +50,10 @@ slowtest: $(VENV)/installed-test
 
 accelerator: $(VENV)/installed-$(EXTRA)
 	$(BIN)/python scripts/accelerator.py $(ARGS)
+
+docs: $(VENV)/installed-docs
+	$(BIN)/sphinx-build -q -W --keep-going docs build/docs
+	@echo "open build/docs/index.html"
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .

@@ -37,14 +37,19 @@ _EXTRAS = {
   "tpu": ["jax[tpu]>=0.10.0,<0.13"],
   "gpu": ["jax[cuda12]>=0.10.0,<0.13"],
 }
-_EXTRAS["test"] = _EXTRAS["plot"] + [
-  "pytest>=8",
-  "pytest-xdist>=3.7",
-  "nbclient>=0.10",
-  "ipykernel>=6.29",
-  "psutil>=5.9",
-  "ruff>=0.8",
-]
+_EXTRAS["docs"] = ["sphinx>=8,<10", "myst-parser>=4,<6", "furo>=2024.8"]
+_EXTRAS["test"] = (
+  _EXTRAS["plot"]
+  + _EXTRAS["docs"]
+  + [
+    "pytest>=8",
+    "pytest-xdist>=3.7",
+    "nbclient>=0.10",
+    "ipykernel>=6.29",
+    "psutil>=5.9",
+    "ruff>=0.8",
+  ]
+)
 
 # Folders beside the package that are installed inside of it: a method file, a
 # program and a page are where a reader of the repository looks first, and an

@@ -2,6 +2,8 @@
 
 import pathlib
 import re
+import subprocess
+import sys
 
 import layering_test
 import pytest
@@ -36,6 +38,22 @@ def test_the_page_of_rooms_has_the_layers_and_names_them_all():
   assert tools == layering_test._TOOLS
   rooms = set().union(*drawn)
   assert [r for r in rooms if not re.search(rf"`{r}/?`", rest)] == []
+
+
+def test_the_site_has_every_page_and_no_broken_link(tmp_path):
+  pytest.importorskip("sphinx")
+  pytest.importorskip("myst_parser")
+  command = [sys.executable, "-m", "sphinx", "-q", "-W", str(_ROOT / "docs")]
+  done = subprocess.run(
+    [*command, str(tmp_path)], capture_output=True, text=True
+  )
+  assert done.returncode == 0, done.stderr
+  pages = {path.stem for path in (_ROOT / "docs").glob("*.md")}
+  assert pages <= {path.stem for path in tmp_path.glob("*.html")}
+  index = (tmp_path / "index.html").read_text("utf-8")
+  assert (
+    "trains reasoning language models" in index and 'href="guide.html"' in index
+  )
 
 
 @pytest.mark.parametrize("path", _PAGES)

@@ -1,4 +1,4 @@
-"""Every command line and snippet of the README, run as it is printed.
+"""Every command line and snippet of README and guide, run as it is printed.
 
 What makes it small (steps, sizes) is appended; the model that it names is a
 random one. Lines run in their order in one folder, as a reader types them.
@@ -15,7 +15,9 @@ import pytest
 from helpers import chat_model, programs
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
-_TEXT = (_ROOT / "README.md").read_text("utf-8")
+_README, _GUIDE = (
+  (_ROOT / name).read_text("utf-8") for name in ("README.md", "docs/guide.md")
+)
 # What installs, or needs the network.
 _NOT_RUN = ("git", "make", "pip", "hf")
 
@@ -68,8 +70,8 @@ _FILES = {
 }
 
 
-def _blocks(language):
-  found = re.findall(r"^```(\w*)\n(.*?)^```$", _TEXT, re.MULTILINE | re.DOTALL)
+def _blocks(language, text=_README + _GUIDE):
+  found = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
   return [text for name, text in found if name == language]
 
 
@@ -78,7 +80,7 @@ def _lines():
   lines = "\n".join(_blocks("")).splitlines()
   programs = (*_NOT_RUN, "python", "jaxrl-")
   lines = [re.split(r"\s{2,}#", line)[0].strip() for line in lines]
-  return [line for line in lines if line.startswith(programs)]
+  return list(dict.fromkeys(x for x in lines if x.startswith(programs)))
 
 
 _RUN = [line for line in _lines() if not line.startswith(_NOT_RUN)]
@@ -155,11 +157,17 @@ def test_no_line_is_forgotten():
   }
 
 
-def test_snippets_run():
-  snippets = [
-    block for block in _blocks("python") if not block.startswith("# my.py")
-  ]
+def test_the_snippet_of_the_readme_runs():
   names = {}
-  for snippet in snippets:
-    exec(snippet, names)
+  (_, snippet) = _blocks("python", _README)  # After that of a reward.
+  exec(snippet, names)
   assert names["loss"].shape == (2, 3)
+
+
+@pytest.mark.slow
+def test_the_snippet_of_the_guide_trains(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  names = {}
+  (snippet,) = _blocks("python", _GUIDE)
+  exec(snippet, names)
+  assert names["policy"].step == 2 and (tmp_path / "grpo").is_dir()
