@@ -174,9 +174,10 @@ def _chosen_parts(config: Groups) -> dict[str, Part]:
     "advantages": advantages,
     "policy_lambda": lambda_rule(estimator),
     "unwindowed_policy_mask": mask,
-    "proximal_logprobs": part(estimates.same, x=proximal),
     **_rewards(config),
   }
+  if proximal:
+    chosen["proximal_logprobs"] = part(estimates.same, x=proximal)
   if choices.has_critic(config):
     chosen["returns"] = _returns(estimator["gamma"], estimator["lambda_value"])
   return chosen

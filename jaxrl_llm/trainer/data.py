@@ -1,5 +1,6 @@
 """The data of a run: training prompts and evaluation problems."""
 
+import inspect
 import pathlib
 from typing import Any, NamedTuple
 
@@ -54,13 +55,16 @@ def make_prompts(
   prompts, _ = problems.draw(problems.init(), count)
   _check_answers(config.reward.name, prompts)
   make, own = prompt_source.PROMPT_SOURCES[data.order], data.order_settings
+  longest = {"max_response_length": config.sampler.max_response_length}
+  if not longest.keys() & inspect.signature(make).parameters:
+    longest = {}
   with as_input_error(
     f"config.data.order_settings={dict(own)}",
     f"correct those of {data.order!r}",
     TypeError,
     ValueError,
   ):
-    stream = make(train, seed=config.run.seed, **settings, **own)
+    stream = make(train, seed=config.run.seed, **settings, **longest, **own)
   origin = origin or _overlap(train, prompts)
   return stream, Problems(prompts, label, origin)
 

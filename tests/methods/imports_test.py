@@ -7,11 +7,13 @@ import sys
 import pytest
 
 from jaxrl_llm import losses, methods, register
+from jaxrl_llm.data import prompt_source
 from jaxrl_llm.learner import choices, providers
 
 _TABLES = {
   "estimator": choices.ESTIMATORS,
   "loss": choices.POLICY_LOSSES,
+  "prompt_source": prompt_source.PROMPT_SOURCES,
   "proximal": choices.PROXIMAL_LOSSES,
   "mask": choices.MASKS,
   "step_scale": choices.STEP_SCALES,
@@ -41,6 +43,7 @@ print(*sorted(m[len(start):] for m in sys.modules if m.startswith(start)))
     ("hapo", "hapo"),
     ("vcpo", "rloo vcpo"),
     ("ppo_ewma", "ppo_ewma"),
+    ("sft", "sft"),
   ],
 )
 def test_an_unused_method_is_not_imported(method, files):
