@@ -342,8 +342,8 @@ class Estimator(Group, path="estimator"):
   name = Key("gae", Names("learner.choices:ESTIMATORS"),
     "Advantage estimator: 'gae' uses a critic (EGAE for unfinished responses),"
     " 'group' compares the responses to a prompt, 'token_group' is HAPO's,"
-    " 'reward_to_go' REINFORCE++'s, 'optimal_baseline' VCPO's, 'given' is 1 for"
-    " SFT.", FIXED)
+    " 'reward_to_go' REINFORCE++'s, 'optimal_baseline' VCPO's, 'given' is 1"
+    " (SFT), 'distillation' asks a teacher.", FIXED)
   gamma = Key(1.0, _SHARE, "Discount per token.")
   lambda_schedule = Key("constant", Names("learner.choices:LAMBDA_RULES"),
     "The policy's lambda: 'constant' is lambda_policy, 'length_adaptive' is"
@@ -374,7 +374,8 @@ class Estimator(Group, path="estimator"):
     "Normalizes the advantages of a batch: 'whiten' to mean 0 and std 1,"
     " 'scale' to std 1 only.")
   settings = Key({}, None,
-    "Keyword arguments of a registered estimator, mask or input.")
+    "Keyword arguments of a registered estimator, mask or input, and"
+    " {'teachers': DIR} of 'distillation'.")
 
 
 class Loss(Group, path="loss"):

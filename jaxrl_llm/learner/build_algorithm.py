@@ -120,9 +120,8 @@ def _with_members(algorithm: Algorithm) -> Algorithm:
 def _check_leaves(algorithm: Algorithm) -> None:
   """Refuses a part of one's own that reads what the learner does not have."""
   parts, known = algorithm.parts, {"policy", "reference", *algorithm.members}
-  known |= choices.COMPANIONS.keys() | (
-    {"critic"} if algorithm.value_loss else set()
-  )
+  known |= choices.COMPANIONS.keys() | choices.FROZEN.keys()
+  known |= {"critic"} if algorithm.value_loss else set()
   readers = {
     **{f"token input {name!r}": parts[name].reads for name in _OWN_INPUTS},
     "config.loss.name": algorithm.policy_loss.reads,

@@ -103,6 +103,10 @@ STEP_SCALES = Table("step_scale")
 # `members.Companion`. A run has those that a provider of its inputs needs.
 COMPANIONS = Table("companion")
 
+# Name -> (config group estimator and its own settings) -> directories of models
+# that only score, by name. A run has those that a provider of its inputs needs.
+FROZEN = Table("frozen")
+
 # Models other than policy and critic: name -> `OwnMember`.
 MEMBERS: dict[str, OwnMember] = {}
 

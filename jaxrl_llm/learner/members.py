@@ -1,6 +1,7 @@
 """Members of a learner: trained models, and companions that follow the policy.
 
-A learner holds its members by name; only the policy has a special role.
+A learner holds its members by name; only the policy has a special role. Models
+that only score are frozen.
 """
 
 import dataclasses
@@ -95,6 +96,22 @@ class Companion(NamedTuple):
   # Input of the policy's mini-batches that `tree["params"]` scores before each
   # update.
   scores: str | None = None
+
+
+class Frozen(NamedTuple):
+  """A model that only scores, such as a teacher; no checkpoint has it."""
+
+  load: Callable[[], Any]  # () -> params.
+  # (params, PackedRows, *arguments of the policy) -> arrays [M, r, C], jitted.
+  score: Callable[..., Any]
+
+
+def make_frozen(
+  fns: ModelFns, load: Callable[[], Any], mesh: jax.sharding.Mesh
+) -> Frozen:
+  """Makes a language model that scores the policy's tokens."""
+  score = functools.partial(scoring.score_logprobs, fns=fns)
+  return Frozen(load, jax.jit(score, out_shardings=sharding.replicated(mesh)))
 
 
 def make_policy(

@@ -8,10 +8,15 @@ what the files register.
 
 # File -> kind of a part -> its name: a value of `estimator.name`, `loss.name`,
 # `data.order` or `off_policy.proximal`, the setting that switches it on, or the
-# name of an input or of a companion that other parts read.
+# name of an input, of a companion or of frozen models that other parts read.
 FILES: dict[str, dict[str, str]] = {
   "a_3po": {"proximal": "interpolate"},
   "cispo": {"loss": "cispo"},
+  "distill": {
+    "estimator": "distillation",
+    "frozen": "teachers",
+    "leaf": "teacher_logprobs",
+  },
   "gspo": {"loss": "gspo"},
   "hapo": {
     "estimator": "token_group",

@@ -74,9 +74,8 @@ def digests(config: Any) -> dict[str, str]:
   plugins, reward = ",".join(config.run.plugins), config.reward.path
   named = {"data.path": config.data.path, "eval.path": config.eval.path}
   named |= {"reward.path": reward, "run.plugins": plugins}
-  read = lambda path: path.read_bytes() if path.is_file() else b""
-  of = lambda paths: digest.of_bytes(b"".join(map(read, rows.files(paths))))
-  return {key: of(paths) for key, paths in named.items()}
+  of = lambda paths: filter(pathlib.Path.is_file, rows.files(paths))
+  return {key: digest.of_files(of(paths)) for key, paths in named.items()}
 
 
 def check_prompts(source: PromptSource) -> None:

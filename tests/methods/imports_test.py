@@ -18,6 +18,7 @@ _TABLES = {
   "mask": choices.MASKS,
   "step_scale": choices.STEP_SCALES,
   "companion": choices.COMPANIONS,
+  "frozen": choices.FROZEN,
   "leaf": providers.PROVIDERS,
   "logits_processor": choices.LOGITS_PROCESSORS,
 }
@@ -44,6 +45,7 @@ print(*sorted(m[len(start):] for m in sys.modules if m.startswith(start)))
     ("vcpo", "rloo vcpo"),
     ("ppo_ewma", "ppo_ewma"),
     ("sft", "sft"),
+    ("distill", "distill"),
   ],
 )
 def test_an_unused_method_is_not_imported(method, files):
