@@ -101,17 +101,28 @@ class Companion(NamedTuple):
 class Frozen(NamedTuple):
   """A model that only scores, such as a teacher; no checkpoint has it."""
 
+  shapes: Any  # ShapeDtypeStructs with shardings of all parameters.
   load: Callable[[], Any]  # () -> params.
   # (params, PackedRows, *arguments of the policy) -> arrays [M, r, C], jitted.
   score: Callable[..., Any]
 
 
 def make_frozen(
-  fns: ModelFns, load: Callable[[], Any], mesh: jax.sharding.Mesh
+  fns: ModelFns, read: Callable[[Any], Any], mesh: jax.sharding.Mesh
 ) -> Frozen:
-  """Makes a language model that scores the policy's tokens."""
+  """Makes a language model that scores the policy's tokens.
+
+  Args:
+    fns: functions of the model.
+    read: (ShapeDtypeStructs with shardings) -> params.
+    mesh: mesh of the model; `sharding.PARAMETERS` splits its parameters.
+  """
+  whole = jax.eval_shape(fns.init, jax.random.key(0))
+  places = sharding.tree_shardings(whole, mesh)
+  shapes = jax.jit(lambda x: x, out_shardings=places).eval_shape(whole)
   score = functools.partial(scoring.score_logprobs, fns=fns)
-  return Frozen(load, jax.jit(score, out_shardings=sharding.replicated(mesh)))
+  score = jax.jit(score, out_shardings=sharding.replicated(mesh))
+  return Frozen(shapes, functools.partial(read, shapes), score)
 
 
 def make_policy(

@@ -182,15 +182,10 @@ def _make_frozen(
       model_config = hf.read_config(path)
       data.check_context(config, model_config, tokenizer)
       fns, _ = make_fns(config, model_config, both)
-      shapes = jax.eval_shape(fns.init, jax.random.key(0))
-      load = functools.partial(
-        hf.read_params,
-        path,
-        model_config,
-        dtype=jnp.float32,
-        places=sharding.tree_shardings(shapes, both.trainer),
+      read_params = functools.partial(
+        read_policy_params, path, model_config=model_config
       )
-      made[key] = members.make_frozen(fns, load, both.trainer)
+      made[key] = members.make_frozen(fns, read_params, both.trainer)
       read += sorted(pathlib.Path(path).glob("*.safetensors"))
   return made, {"estimator.settings": digest.of_files(read)} if made else {}
 
