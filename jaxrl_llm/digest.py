@@ -10,8 +10,9 @@ sum of integers, which is exact in any order.
 import collections
 import functools
 import hashlib
+import pathlib
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import chex
@@ -84,6 +85,16 @@ def combine(parts: Checksums) -> int:
 def of_bytes(data: bytes) -> str:
   """Returns a 128-bit digest of bytes."""
   return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def of_files(paths: Iterable[pathlib.Path]) -> str:
+  """Returns the digest of the bytes of files, one after the other."""
+  whole = hashlib.blake2b(digest_size=16)
+  for path in paths:
+    with path.open("rb") as file:
+      while block := file.read(1 << 20):
+        whole.update(block)
+  return whole.hexdigest()
 
 
 def path_name(path: Sequence[Any]) -> str:

@@ -8,6 +8,7 @@ import pytest
 from helpers import tiny_run
 from helpers.configs import METHODS, keys, load
 
+from jaxrl_llm import base_models
 from jaxrl_llm import config as config_lib
 from jaxrl_llm.config import presets
 from jaxrl_llm.errors import InputError
@@ -105,6 +106,9 @@ estimator.name=optimal_baseline off_policy.proximal=stored no_critic: \
 loss.name=hapo off_policy.proximal=stored: loss.name, off_policy.proximal
 sampler.entropy_tau=0.1 off_policy.proximal=stored: \
   sampler.entropy_tau, off_policy.proximal
+off_policy.proximal=none: loss.name, off_policy.proximal
+off_policy.proximal=none loss.name=likelihood off_policy.correction=truncate: \
+  off_policy.correction, off_policy.proximal
 loss.kl_coefficient=0.1 loss.kl_reward_coefficient=0.2: \
   loss.kl_coefficient, loss.kl_reward_coefficient
 loss.norm=100: loss.norm, loss.mode
@@ -190,6 +194,7 @@ class TestConfigs:
     assert set(METHODS) >= {
       *("vapo", "tppo", "dapo", "grpo", "dr_grpo", "rloo", "ppo", "vc_ppo"),
       *("gspo", "cispo", "hapo", "mc_grpo", "ppo_ewma", "vcpo"),
+      *("sft", "distill"),
       *("reinforce_pp", "reinforce_pp_baseline"),
     }
 
@@ -255,6 +260,9 @@ class TestTrains:
       )
       changes[f"optimizer.{role}.mini_batch"] = batch // updates
     config.update_from_flattened_dict(changes)
+    if method == "distill":  # The base of another task has the same tokens.
+      teacher = base_models.BASE.with_name("remainder_base")
+      config.estimator.settings = {"teachers": str(teacher)}
     run = build.make_run(config)
     loop.train(run, tmp_path)
     rows = tiny_run.comparable(tmp_path)

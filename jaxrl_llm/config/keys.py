@@ -152,9 +152,10 @@ class Data(Group, path="data"):
     " as a pattern such as data/*.jsonl. With 'tfds', NAME[:VERSION].", FIXED)
   split = Key("train", None,
     "Split to train on, for sources that have splits.", FIXED)
-  columns = Key({}, None, "Maps question, answer, id and source to columns of"
-    " the data, such as {'question': 'problem', 'answer': 'info.solution'}. The"
-    " column names of verl and TRL need no mapping.", FIXED)
+  columns = Key({}, None, "Maps question, answer, completion (what SFT learns),"
+    " id and source to columns of the data, such as {'question': 'problem',"
+    " 'answer': 'info.solution'}. The column names of verl and TRL need no"
+    " mapping.", FIXED)
   settings = Key({}, None,
     "Keyword arguments of the source, such as max_ops or digits.", FIXED)
   pool = Key(0, _COUNT,
@@ -165,9 +166,11 @@ class Data(Group, path="data"):
     " set; 0 evaluates on training data.", HELD_OUT)
   order = Key("shuffled", Names("data.prompt_source:PROMPT_SOURCES"),
     "Order of the prompts: 'shuffled' draws every example once an epoch, in a"
-    " new order each time.", FIXED)
+    " new order each time; 'demonstrations' (SFT) does the same and takes the"
+    " responses from the data.", FIXED)
   order_settings = Key({}, None,
-    "Keyword arguments of your own prompt source.", FIXED)
+    "Keyword arguments of the prompt source: response_format and stop of"
+    " 'demonstrations', or those of your own.", FIXED)
   template = Key("completion", Names("data.prompt_source:TEMPLATES"),
     "Template that turns a question into a prompt: the bare text, worked"
     " examples first ('few_shot'), or the model's chat template.", FIXED)
@@ -180,8 +183,9 @@ class Data(Group, path="data"):
   max_prompt_length = Key(16, _SOME,
     "Maximum length of a prompt in tokens; see data.on_long.", FIXED)
   on_long = Key("error", Choice(("error", "drop")),
-    "What happens to prompts over data.max_prompt_length: 'error' refuses the"
-    " data at the start, 'drop' skips them.")
+    "What happens to prompts over data.max_prompt_length, and to demonstrations"
+    " over sampler.max_response_length: 'error' refuses the data at the start,"
+    " 'drop' skips them.")
 
 
 class Reward(Group, path="reward"):
@@ -338,7 +342,8 @@ class Estimator(Group, path="estimator"):
   name = Key("gae", Names("learner.choices:ESTIMATORS"),
     "Advantage estimator: 'gae' uses a critic (EGAE for unfinished responses),"
     " 'group' compares the responses to a prompt, 'token_group' is HAPO's,"
-    " 'reward_to_go' REINFORCE++'s, 'optimal_baseline' VCPO's.", FIXED)
+    " 'reward_to_go' REINFORCE++'s, 'optimal_baseline' VCPO's, 'given' is 1"
+    " (SFT), 'distillation' asks a teacher.", FIXED)
   gamma = Key(1.0, _SHARE, "Discount per token.")
   lambda_schedule = Key("constant", Names("learner.choices:LAMBDA_RULES"),
     "The policy's lambda: 'constant' is lambda_policy, 'length_adaptive' is"
@@ -369,14 +374,15 @@ class Estimator(Group, path="estimator"):
     "Normalizes the advantages of a batch: 'whiten' to mean 0 and std 1,"
     " 'scale' to std 1 only.")
   settings = Key({}, None,
-    "Keyword arguments of a registered estimator, mask or input.")
+    "Keyword arguments of a registered estimator, mask or input, and"
+    " {'teachers': DIR} of 'distillation'.")
 
 
 class Loss(Group, path="loss"):
   """Policy and value losses."""
 
   name = Key("clip", Names("learner.choices:POLICY_LOSSES"),
-    "Policy loss: 'clip' is PPO's.", FIXED)
+    "Policy loss: 'clip' is PPO's, 'likelihood' SFT's.", FIXED)
   clip_low = Key(0.2, _BELOW_1,
     "Clips the probability ratio from below at 1 - clip_low.")
   clip_high = Key(0.2, _NUMBER,
@@ -417,7 +423,8 @@ class OffPolicy(Group, path="off_policy"):
   proximal = Key("recompute", Names("learner.choices:PROXIMALS"),
     "Policy in the denominator of the ratio: the one at the start of the update"
     " ('recompute'), the sampler ('stored'), a mixture (A-3PO, 'interpolate')"
-    " or a moving average (PPO-EWMA, 'ewma').", FIXED)
+    " or a moving average (PPO-EWMA, 'ewma'). 'none' is for losses without a"
+    " ratio.", FIXED)
   ewma_decay = Key(0.889, _BELOW_1,
     "Decay of 'ewma'; the center of mass is 1 / (1 - decay) - 1 updates.")
   correction = Key("auto", Names("learner.choices:CORRECTIONS", "auto"),

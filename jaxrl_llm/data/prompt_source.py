@@ -12,6 +12,7 @@ from jaxrl_llm.data.sources import Source
 from jaxrl_llm.data.tasks import Example, Prompt
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError, as_input_error
+from jaxrl_llm.system.plugin import Table
 from jaxrl_llm.types import Responses
 
 Template = Callable[[Example], list[int]]
@@ -326,6 +327,4 @@ class PromptSource:
 
 
 # Name -> prompt source; see `register.prompt_source`.
-PROMPT_SOURCES: dict[str, Callable[..., PromptSource]] = {
-  "shuffled": PromptSource
-}
+PROMPT_SOURCES = Table("prompt_source", shuffled=PromptSource)

@@ -23,6 +23,7 @@ COLUMNS = {
     *("reward_model.ground_truth", "answer", "final_answer"),
     *("ground_truth", "solution"),
   ),
+  "completion": ("completion", "solution"),
   "id": ("id",),
   "source": ("data_source", "source"),
 }
@@ -216,6 +217,7 @@ def to_example(
   """
   columns = columns or {}
   key, asked = _find(row, columns, "question")
+  _, completion = _find(row, columns, "completion", needed=False)
   two = key == "prompt" and row.fields.get("messages") is not None
   if not key or (two and "question" not in columns):
     raise InputError(
@@ -223,11 +225,19 @@ def to_example(
       f" {_has(row)}"
     )
   is_text = isinstance(asked, str)
-  if not is_text and not _is_conversation(asked):
+  if not is_text and not is_conversation(asked):
     raise InputError(
       f"{row.where}: {key!r} is {repr(asked)[:40]}; give a text, or a list of"
       " messages with the strings 'role' and 'content'"
     )
+  if key == "messages" and not is_text and asked[-1]["role"] == "assistant":
+    turn = [message["role"] for message in asked].index("assistant")
+    asked, completion = asked[:turn], asked[turn:]
+    if not asked:
+      raise InputError(
+        f"{row.where}: 'messages' begins with the assistant; put the question"
+        " first"
+      )
   column, answer = _find(row, columns, "answer") if solved else ("", None)
   if column == "final_answer" and isinstance(answer, list) and answer:
     answer = answer[0]  # OlympiadBench: a list of one.
@@ -239,11 +249,13 @@ def to_example(
     answer=_text(answer, row, "answer") or "",
     source=_text(_find(row, columns, "source")[1], row, "source") or source,
     messages=None if is_text else asked,
+    completion=completion,
     columns=row.fields,
   )
 
 
-def _is_conversation(value: Any) -> bool:
+def is_conversation(value: Any) -> bool:
+  """Whether a value is a list of messages with a role and a text."""
   if not isinstance(value, list) or not value:
     return False
   return all(
@@ -253,7 +265,9 @@ def _is_conversation(value: Any) -> bool:
   )
 
 
-def _find(row: Row, columns: Mapping[str, str], key: str) -> tuple[str, Any]:
+def _find(
+  row: Row, columns: Mapping[str, str], key: str, *, needed: bool = True
+) -> tuple[str, Any]:
   """Returns the column of a key and its value; '' and None if missing."""
   for path in [columns[key]] if key in columns else COLUMNS[key]:
     value = row.fields
@@ -261,7 +275,7 @@ def _find(row: Row, columns: Mapping[str, str], key: str) -> tuple[str, Any]:
       value = value.get(part) if isinstance(value, dict) else None
     if value is not None:
       return path, value
-  if key in columns:
+  if needed and key in columns:
     raise InputError(
       f"{row.where}: no field {columns[key]!r}, which data.columns names;"
       f" {_has(row)}"

@@ -39,6 +39,8 @@ class Example:
   messages: Sequence[Mapping[str, str]] | None = None
   # All columns of the row, for the reward.
   columns: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  # What the data answer, as in the data: a text or messages. None: nothing.
+  completion: Any = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,6 +53,8 @@ class Prompt(Example):
   text: str = ""  # The decoded tokens, for rewards and display.
   tries: int = 0  # Responses in its group; 0 is data.group_size.
   opening: tuple[int, ...] = ()  # Given tokens that its responses begin with.
+  # Which of them carry loss; if set, they are the whole response.
+  demonstrated: tuple[bool, ...] = ()
 
 
 class Problem:
@@ -184,9 +188,10 @@ class DrawnProblems:
 
   def __getitem__(self, index: int) -> Example:
     problem = self.problem(index)
-    return _example(
+    example = _example(
       self._name, self._split, index, problem.question, problem.answer
     )
+    return dataclasses.replace(example, completion=problem.solution)
 
   def problem(self, index: int) -> Problem:
     """Returns the problem at `index`."""

@@ -91,6 +91,15 @@ class Tokenizer:
         f" only {vocab_size}; use the model's own"
       )
 
+  def check_same(self, other: "Tokenizer") -> None:
+    """Raises an InputError if another tokenizer has other tokens."""
+    tokens, others = (x._plain.get_vocab(True) for x in (self, other))
+    if tokens != others:
+      raise InputError(
+        f"{other.path}: its tokens are others than those of {self.path}; use"
+        " a model with the same tokenizer"
+      )
+
   def encode(self, text: str) -> list[int]:
     """Returns the tokens of plain text: no control token is added or read."""
     what = f"{self.path}/tokenizer.json cannot tokenise {text[:40]!r}"

@@ -1,5 +1,8 @@
 """Advantage estimators: pure functions from arrays to arrays."""
 
+from jaxrl_llm.estimators.distillation import (
+  teacher_advantages as teacher_advantages,
+)
 from jaxrl_llm.estimators.egae import (
   boundary_error as boundary_error,
   drop_tail as drop_tail,

@@ -69,7 +69,8 @@ class Algorithm:
   @property
   def policy_inputs(self) -> frozenset[str]:
     """Inputs [B, T] of the policy's update, packed like its tokens."""
-    read = {"proximal_logprobs", *self.policy_loss.reads}
+    # Logged even if the loss does not read them.
+    read = self.parts.keys() & {"proximal_logprobs"} | {*self.policy_loss.reads}
     for term in self.auxiliary.values():
       read |= set(term.loss.reads)
     return frozenset(read - _OF_THE_POLICY)

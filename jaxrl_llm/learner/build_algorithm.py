@@ -120,9 +120,8 @@ def _with_members(algorithm: Algorithm) -> Algorithm:
 def _check_leaves(algorithm: Algorithm) -> None:
   """Refuses a part of one's own that reads what the learner does not have."""
   parts, known = algorithm.parts, {"policy", "reference", *algorithm.members}
-  known |= choices.COMPANIONS.keys() | (
-    {"critic"} if algorithm.value_loss else set()
-  )
+  known |= choices.COMPANIONS.keys() | choices.FROZEN.keys()
+  known |= {"critic"} if algorithm.value_loss else set()
   readers = {
     **{f"token input {name!r}": parts[name].reads for name in _OWN_INPUTS},
     "config.loss.name": algorithm.policy_loss.reads,
@@ -174,9 +173,10 @@ def _chosen_parts(config: Groups) -> dict[str, Part]:
     "advantages": advantages,
     "policy_lambda": lambda_rule(estimator),
     "unwindowed_policy_mask": mask,
-    "proximal_logprobs": part(estimates.same, x=proximal),
     **_rewards(config),
   }
+  if proximal:
+    chosen["proximal_logprobs"] = part(estimates.same, x=proximal)
   if choices.has_critic(config):
     chosen["returns"] = _returns(estimator["gamma"], estimator["lambda_value"])
   return chosen

@@ -6,7 +6,6 @@ Tables of type `Table` also have the choices of the files in `methods/`.
 """
 
 import functools
-import importlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -15,35 +14,10 @@ import jax
 from jaxrl_llm import estimators, losses
 from jaxrl_llm.learner import estimates
 from jaxrl_llm.learner.parts import Part, part
+from jaxrl_llm.system.plugin import Table
 
 Settings = Mapping[str, Any]  # A config group, such as `loss`.
 Groups = Mapping[str, Settings]  # A config, or a plain dict of its groups.
-_METHODS = "jaxrl_llm.methods"  # Above this room, imported by name alone.
-
-
-class Table(dict[str, Any]):
-  """Choices by name, some of which a file of `methods/` adds when first read.
-
-  Until then the value of a name is the name of that file.
-  """
-
-  def __init__(self, kind: str, **choices: Any):
-    """Adds the parts of a kind that `methods.FILES` lists."""
-    super().__init__(choices)
-    for file, names in importlib.import_module(_METHODS).FILES.items():
-      if kind in names:
-        self[names[kind]] = file
-
-  def __getitem__(self, name: str) -> Any:
-    file = super().__getitem__(name)
-    if isinstance(file, str):
-      importlib.import_module(f"{_METHODS}.{file}")
-    return super().__getitem__(name)
-
-  def switched_on(self, settings: Settings) -> Any:
-    """The part whose setting is on, made with the settings; None without."""
-    name = next(filter(settings.get, self), None)
-    return self[name](settings) if name else None
 
 
 class OwnMember(NamedTuple):
@@ -129,6 +103,10 @@ STEP_SCALES = Table("step_scale")
 # `members.Companion`. A run has those that a provider of its inputs needs.
 COMPANIONS = Table("companion")
 
+# Name -> (config group estimator and its own settings) -> directories of models
+# that only score, by name. A run has those that a provider of its inputs needs.
+FROZEN = Table("frozen")
+
 # Models other than policy and critic: name -> `OwnMember`.
 MEMBERS: dict[str, OwnMember] = {}
 
@@ -187,10 +165,12 @@ def correction_of(config: Groups) -> tuple[str, float]:
   return name, 100.0 if averaged else 2.0
 
 
-# Whom the policy loss takes its ratio against: the input it begins with.
+# Whom the policy loss takes its ratio against: the input it begins with; ''
+# takes none.
 PROXIMALS: Mapping[str, str] = {
   "recompute": "old_logprobs",
   "stored": "behavior_logprobs",
   "interpolate": "behavior_logprobs",
   "ewma": "average_logprobs",
+  "none": "",
 }

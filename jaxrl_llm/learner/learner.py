@@ -21,7 +21,7 @@ from jaxrl_llm import masked, sharding, types
 from jaxrl_llm.errors import TrainingStopped
 from jaxrl_llm.learner import metrics, parts, providers
 from jaxrl_llm.learner.algorithm import Algorithm
-from jaxrl_llm.learner.members import Companion, Member
+from jaxrl_llm.learner.members import Companion, Frozen, Member
 from jaxrl_llm.learner.packer import Packer
 from jaxrl_llm.learner.packing import MiniBatch, PackedBatch, place
 from jaxrl_llm.learner.state import (
@@ -50,6 +50,7 @@ class Learner:
       again for the reference of a KL, and its result is donated.
     companions: weights that follow those of the policy, by name.
     column: reads numbers of the data, for algorithms with such inputs.
+    frozen: models that only score, by name.
   """
 
   algorithm: Algorithm
@@ -59,6 +60,7 @@ class Learner:
   initial_params: Callable[[], Any]
   companions: Mapping[str, Companion] = dataclasses.field(default_factory=dict)
   column: providers.Column | None = None
+  frozen: Mapping[str, Frozen] = dataclasses.field(default_factory=dict)
 
   @property
   def policy(self) -> Member:
@@ -94,8 +96,13 @@ class Learner:
       companions=follow,
       waiting=None,
       base=base,
-      reference=self.reference(),
+      **self.constants(),
     )
+
+  def constants(self) -> dict[str, Any]:
+    """Loads the models that no checkpoint has, by field of the state."""
+    frozen = {name: x.load() for name, x in self.frozen.items()}
+    return {"reference": self._reference(), "frozen": frozen}
 
   def _draw(self, member: Member, policy: Params) -> Any:
     """Draws random parameters of a member; they depend on the seed only."""
@@ -104,7 +111,7 @@ class Learner:
     make = jax.jit(member.fns.init, out_shardings=places)
     return make(jax.random.key(self.settings.seed))
 
-  def reference(self) -> Any:
+  def _reference(self) -> Any:
     """Loads the initial trained parameters of the policy, for a KL to them.
 
     None if the algorithm has no KL.
@@ -199,20 +206,24 @@ class Learner:
   def score(
     self, state: LearnerState, name: str, batch: MiniBatch, trained: Any = None
   ) -> Any:
-    """Scores packed rows with a member; returns arrays [M, r, C] on the host.
+    """Scores packed rows with a model; returns arrays [M, r, C] on the host.
 
     Args:
       state: state of the learner.
-      name: name of the member.
+      name: name of a member or of a frozen model.
       batch: packed rows.
       trained: trained parameters to use instead of those of the state.
     """
-    params, member = state.params(name), self.members[name]
+    member = self.members.get(name, self.policy)
+    if name in self.frozen:
+      params, score = state.frozen[name], self.frozen[name].score
+    else:
+      params, score = state.params(name), member.score
     if trained is not None:
       params = params._replace(trained=trained)
     arguments = member.training.arguments(self.settings, state)
     packed = place(batch.packed, self.mesh)
-    return processes.to_host(member.score(params, packed, *arguments))
+    return processes.to_host(score(params, packed, *arguments))
 
   def measure(
     self,

@@ -36,6 +36,12 @@ def lower(learner: Learner) -> dict[str, jax.stages.Lowered]:
     lowered[f"update {name}"] = member.update.whole.lower(
       member.shapes, batch, *given, base=member.base
     )
+  batch = _abstract_batch(learner, learner.policy, set())
+  for name, frozen in learner.frozen.items():
+    given = learner.policy.training.arguments(learner.settings, state)
+    lowered[f"score {name}"] = frozen.score.lower(
+      frozen.shapes, batch.packed, *given
+    )
   return lowered
 
 

@@ -1,6 +1,7 @@
 """Members of a learner: trained models, and companions that follow the policy.
 
-A learner holds its members by name; only the policy has a special role.
+A learner holds its members by name; only the policy has a special role. Models
+that only score are frozen.
 """
 
 import dataclasses
@@ -95,6 +96,33 @@ class Companion(NamedTuple):
   # Input of the policy's mini-batches that `tree["params"]` scores before each
   # update.
   scores: str | None = None
+
+
+class Frozen(NamedTuple):
+  """A model that only scores, such as a teacher; no checkpoint has it."""
+
+  shapes: Any  # ShapeDtypeStructs with shardings of all parameters.
+  load: Callable[[], Any]  # () -> params.
+  # (params, PackedRows, *arguments of the policy) -> arrays [M, r, C], jitted.
+  score: Callable[..., Any]
+
+
+def make_frozen(
+  fns: ModelFns, read: Callable[[Any], Any], mesh: jax.sharding.Mesh
+) -> Frozen:
+  """Makes a language model that scores the policy's tokens.
+
+  Args:
+    fns: functions of the model.
+    read: (ShapeDtypeStructs with shardings) -> params.
+    mesh: mesh of the model; `sharding.PARAMETERS` splits its parameters.
+  """
+  whole = jax.eval_shape(fns.init, jax.random.key(0))
+  places = sharding.tree_shardings(whole, mesh)
+  shapes = jax.jit(lambda x: x, out_shardings=places).eval_shape(whole)
+  score = functools.partial(scoring.score_logprobs, fns=fns)
+  score = jax.jit(score, out_shardings=sharding.replicated(mesh))
+  return Frozen(shapes, functools.partial(read, shapes), score)
 
 
 def make_policy(

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrl_llm import types
-from jaxrl_llm.learner.choices import Table
 from jaxrl_llm.learner.packing import MiniBatch
 from jaxrl_llm.learner.state import LearnerState
-from jaxrl_llm.types import Responses, Rollout
+from jaxrl_llm.system.plugin import Table
+from jaxrl_llm.types import Origin, Responses, Rollout
 
 Scores = dict[str, np.ndarray]
 # (name, rows of the data [B]) -> numbers [B].
@@ -80,14 +80,17 @@ class Scoring:
 
     `old_logprobs` and `entropies` [B, T], 0 where not scored, and `scored`,
     bool [B]. If the algorithm reads neither, only the first mini-batch is
-    scored, to compare sampler and trainer.
+    scored, to compare sampler and trainer, and nothing if none was sampled.
     """
     out = {"old_logprobs": self.zeros(), "entropies": self.zeros()}
     out["scored"] = np.zeros(len(self.rollout.lengths), bool)
     leaves = self.learner.algorithm.leaves
     read = {"old_logprobs", "entropies"} & (leaves | needs_of(leaves))
     batches = self.mini_batches["policy"]
-    for batch in batches if read else batches[:1]:
+    if not read:
+      own = self.rollout.mask & (self.rollout.origin == Origin.POLICY)
+      batches = batches[: int(own.any())]
+    for batch in batches:
       scored, gather = self.packed("policy", batch), batch.layout.gather
       out["old_logprobs"][batch.rows] = gather(scored.logprobs)
       out["entropies"][batch.rows] = gather(scored.entropy)

@@ -30,6 +30,10 @@ class LearnerState:
   base: dict[str, Any] = dataclasses.field(metadata={"constant": True})
   # Trained parameters of a KL's reference policy; None without a KL.
   reference: Any = dataclasses.field(metadata={"constant": True})
+  # Parameters of models that only score, by name.
+  frozen: dict[str, Any] = dataclasses.field(
+    default_factory=dict, metadata={"constant": True}
+  )
 
   @property
   def policy(self) -> TrainState:

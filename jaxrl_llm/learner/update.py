@@ -60,13 +60,14 @@ def policy_objective(
     clipped = policy_loss(inputs)
     loss = surrogate = jnp.sum(inputs["weights"] * clipped.loss)
     total = lambda x: jnp.sum(jnp.where(mask, x, 0.0))
-    kl = losses.kl_k3(inputs["proximal_logprobs"], out.logprobs)
     means = {
       "policy/entropy": total(out.entropy),
-      "policy/approx_kl": total(kl),
       "policy/clip_fraction_high": total(clipped.clipped_high),
       "policy/clip_fraction_low": total(clipped.clipped_low),
     }
+    if "proximal_logprobs" in inputs:
+      kl = losses.kl_k3(inputs["proximal_logprobs"], out.logprobs)
+      means["policy/approx_kl"] = total(kl)
     sums = {"policy/loss": surrogate, "tokens": total(1.0)}
     for name, term in auxiliary.items():
       weights = term.coefficient * inputs[f"{name}_weights"]

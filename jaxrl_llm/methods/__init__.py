@@ -6,12 +6,17 @@ itself, so that an unused method costs nothing. This table is the only list of
 what the files register.
 """
 
-# File -> kind of a part -> its name: a value of `estimator.name`, `loss.name`
-# or `off_policy.proximal`, the setting that switches it on, or the name of an
-# input or of a companion that other parts read.
+# File -> kind of a part -> its name: a value of `estimator.name`, `loss.name`,
+# `data.order` or `off_policy.proximal`, the setting that switches it on, or the
+# name of an input, of a companion or of frozen models that other parts read.
 FILES: dict[str, dict[str, str]] = {
   "a_3po": {"proximal": "interpolate"},
   "cispo": {"loss": "cispo"},
+  "distill": {
+    "estimator": "distillation",
+    "frozen": "teachers",
+    "leaf": "teacher_logprobs",
+  },
   "gspo": {"loss": "gspo"},
   "hapo": {
     "estimator": "token_group",
@@ -23,6 +28,11 @@ FILES: dict[str, dict[str, str]] = {
   "ppo_ewma": {"companion": "ema", "leaf": "average_logprobs"},
   "reinforce_pp": {"estimator": "reward_to_go"},
   "rloo": {"loss": "policy_gradient"},
+  "sft": {
+    "estimator": "given",
+    "loss": "likelihood",
+    "prompt_source": "demonstrations",
+  },
   "vcpo": {
     "estimator": "optimal_baseline",
     "step_scale": "ess_scale",

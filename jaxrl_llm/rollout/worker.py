@@ -37,6 +37,7 @@ from jaxrl_llm.rollout.schedule import STOPS, RolloutSettings, too_few
 from jaxrl_llm.rollout.turns import Conversations
 from jaxrl_llm.rollout.writer import ResponseWriter, Weights
 from jaxrl_llm.types import (
+  Origin,
   Responses,
   Rollout,
   Status,
@@ -226,9 +227,17 @@ class RolloutWorker:
       wanted = None if settings.dynamic_sampling else missing
       oldest = np.unique(store.group_id[done])[:wanted]
       chosen = np.isin(store.group_id, oldest)
-      chosen_rows = join_rows([take_rows(store, chosen)])
-      seen.append(self._judge(chosen_rows, state.conversations, timer))
-      responses = seen[-1].responses
+      rows = join_rows([take_rows(store, chosen)])
+      given, parts = is_demonstrated(rows), []
+      if given.any():  # The data vouch for them.
+        known = take_rows(rows, given)
+        now = np.full_like(known.version, weights.version)
+        parts.append(unjudged(known.replace(version=now)))
+      if not given.all():
+        written = join_rows([take_rows(rows, ~given)])
+        seen.append(self._judge(written, state.conversations, timer))
+        parts.append(seen[-1].responses)
+      responses = join_rows(parts)
       if settings.dynamic_sampling:
         responses = take_rows(responses, mixed(responses))
       kept.append(responses)
@@ -259,6 +268,8 @@ class RolloutWorker:
 
   def _second_look(self, state, source_state, seen, weights, timer):
     """Samples and judges what the prompt source draws for a judged batch."""
+    if not seen:
+      return None, state, source_state
     with timer.phase("data"):
       judged = join_judged(seen)
       prompts, source_state = self._source.again(source_state, judged)
@@ -366,6 +377,8 @@ class RolloutWorker:
     awaited = too_old(unfinished, weights.version, settings.patience)
     rule = STOPS[settings.stop].groups(missing - ready, awaited)
     with timer.phase("generate"):
+      if over.all():
+        return store
       written = self.writer.write(
         unfinished, weights, rule=rule, conversations=state.conversations
       )
@@ -407,6 +420,13 @@ def mixed(responses: Responses) -> np.ndarray:
   right = np.bincount(group, correct & judged)
   wrong = np.bincount(group, ~correct & judged)
   return ((right > 0) & (wrong > 0))[group]
+
+
+def is_demonstrated(rollout: Rollout) -> np.ndarray:
+  """Returns responses that the data give as a whole, bool [B]."""
+  present = np.arange(rollout.tokens.shape[1]) < rollout.lengths[:, None]
+  own = (present & (rollout.origin == Origin.POLICY)).any(axis=1)
+  return (rollout.status == Status.FINISHED) & ~own
 
 
 def too_old(rollout: Rollout, version: int, max_staleness: int) -> np.ndarray:

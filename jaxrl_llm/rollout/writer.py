@@ -70,6 +70,8 @@ class ResponseWriter:
   ) -> Rollout:
     """Returns responses to begin, one per sample id of each prompt.
 
+    A demonstrated response is complete; the others have not ended.
+
     Raises:
       InputError: An opening leaves no room for a token.
     """
@@ -80,9 +82,10 @@ class ResponseWriter:
       self.engine.config,
       example_ids=[prompt.example_id for prompt in prompts],
     )
-    room = rows.tokens.shape[1] - 1
     openings = [p for p, ids in zip(prompts, sample_ids) for _ in ids]
     for row, prompt in enumerate(openings):
+      given = len(prompt.demonstrated)
+      room = rows.tokens.shape[1] - (not given)
       if (length := len(prompt.opening)) > room:
         raise InputError(
           f"prompt {prompt.id!r} has an opening of {length} tokens, but only"
@@ -92,6 +95,9 @@ class ResponseWriter:
       rows.tokens[row, :length] = prompt.opening
       rows.origin[row, :length] = int(Origin.FOREIGN)
       rows.lengths[row] = length
+      if given:
+        rows.mask[row, :length] = prompt.demonstrated
+        rows.status[row] = int(Status.FINISHED)
     return rows
 
   def write(

@@ -1,7 +1,8 @@
-"""Imports plugin files, before a config is validated.
+"""Imports plugin files, and the files of `methods/` on demand.
 
-The file's folder is added to `sys.path` and the file is imported by its name,
-so that worker processes, which are fresh interpreters, can import it too.
+A plugin is imported before a config is validated. Its folder is added to
+`sys.path` and the file is imported by its name, so that worker processes, which
+are fresh interpreters, can import it too.
 """
 
 import importlib
@@ -9,9 +10,38 @@ import importlib.util
 import pathlib
 import sys
 import traceback
+from collections.abc import Mapping
 from types import ModuleType
+from typing import Any
 
 from jaxrl_llm.errors import InputError
+
+_METHODS = "jaxrl_llm.methods"  # Above this room, imported by name alone.
+
+
+class Table(dict[str, Any]):
+  """Choices by name, some of which a file of `methods/` adds when first read.
+
+  Until then the value of a name is the name of that file.
+  """
+
+  def __init__(self, kind: str, **choices: Any):
+    """Adds the parts of a kind that `methods.FILES` lists."""
+    super().__init__(choices)
+    for file, names in importlib.import_module(_METHODS).FILES.items():
+      if kind in names:
+        self[names[kind]] = file
+
+  def __getitem__(self, name: str) -> Any:
+    file = super().__getitem__(name)
+    if isinstance(file, str):
+      importlib.import_module(f"{_METHODS}.{file}")
+    return super().__getitem__(name)
+
+  def switched_on(self, settings: Mapping[str, Any]) -> Any:
+    """The part whose setting is on, made with the settings; None without."""
+    name = next(filter(settings.get, self), None)
+    return self[name](settings) if name else None
 
 
 def load(path: str) -> ModuleType:

@@ -9,7 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm import base_models, checkpoint, models, rewards, sharding
+from jaxrl_llm import (
+  base_models,
+  checkpoint,
+  digest,
+  models,
+  rewards,
+  sharding,
+)
 from jaxrl_llm import config as config_lib
 from jaxrl_llm.data.prompt_source import PromptSource
 from jaxrl_llm.data.tokenizer import Tokenizer
@@ -50,11 +57,13 @@ def make_run(config: Any) -> Run:
   data.check_context(config, model_config, tokenizer)
   fns = make_fns(config, model_config, both)
   learner = make_learner(config, fns, path, both.trainer)
+  learner.frozen, teachers = _make_frozen(config, learner, tokenizer, both)
   policy_fns, shapes = fns[0], models.merge(learner.policy.params)
   source, problems = data.make_prompts(config, tokenizer)
   data.check_prompts(source)
   learner.column = source.column
-  for leaf in learner.algorithm.leaves:
+  leaves = learner.algorithm.leaves
+  for leaf in leaves | providers.needs_of(leaves):
     if leaf.startswith(providers.COLUMN):
       source.column(leaf.removeprefix(providers.COLUMN), [0])
   judge = Judge(
@@ -81,7 +90,7 @@ def make_run(config: Any) -> Run:
     ),
     evaluator=_make_evaluator(config, worker.writer, problems),
     judge=judge,
-    inputs=data.digests(config),
+    inputs=data.digests(config) | teachers,
   )
 
 
@@ -154,6 +163,31 @@ def make_learner(
       if name in needs
     },
   )
+
+
+def _make_frozen(
+  config: Any, learner: Learner, tokenizer: Tokenizer, both: meshes.Meshes
+) -> tuple[dict[str, members.Frozen], dict[str, str]]:
+  """Makes the models that only score, and the digests of their files.
+
+  Raises:
+    InputError: One cannot be read, or has other tokens than the policy.
+  """
+  settings = {**config.estimator.to_dict(), **config.estimator.settings}
+  needs = providers.needs_of(learner.algorithm.leaves)
+  made, read = {}, []
+  for name in filter(needs.__contains__, choices.FROZEN):
+    for key, path in choices.FROZEN[name](settings).items():
+      tokenizer.check_same(Tokenizer(path))
+      model_config = hf.read_config(path)
+      data.check_context(config, model_config, tokenizer)
+      fns, _ = make_fns(config, model_config, both)
+      read_params = functools.partial(
+        read_policy_params, path, model_config=model_config
+      )
+      made[key] = members.make_frozen(fns, read_params, both.trainer)
+      read += sorted(pathlib.Path(path).glob("*.safetensors"))
+  return made, {"estimator.settings": digest.of_files(read)} if made else {}
 
 
 def update_settings(config: Any, role: str) -> UpdateSettings:

@@ -11,6 +11,7 @@ from jaxrl_llm.data import sources
 from jaxrl_llm.data.prompt_source import PROMPT_SOURCES, PromptSource
 from jaxrl_llm.learner.build_algorithm import make_algorithm
 from jaxrl_llm.learner.choices import (
+  POLICY_LOSSES,
   correction_of,
   has_critic,
   logits_processors,
@@ -29,7 +30,8 @@ def broken(config: Any) -> dict[str, str]:
 
 def rules(config: Any) -> Rules:
   """Returns all constraints, most important first."""
-  topics = [sizes, files, windows, second_looks, streaming, engines, drafts]
+  topics = [demonstrations, sizes, files, windows, second_looks, streaming]
+  topics += [engines, drafts]
   topics += [
     groups,
     off_policy,
@@ -65,6 +67,33 @@ def sizes(config: Any) -> Rules:
     (mesh.data == 0 and max(mesh.fsdp, mesh.tensor) > 1,
       "sampler.mesh.data, sampler.mesh.fsdp, sampler.mesh.tensor",
       "data=0 shares the trainer's mesh; set it to -1 or at least 1"),
+  ]
+
+
+def demonstrations(config: Any) -> Rules:
+  """Checks responses of the data, which nothing samples or judges."""
+  if config.data.order != "demonstrations":
+    return []
+  plain = {
+    "data.group_size": 1,
+    "schedule.stop": "all",
+    "schedule.window": 0,
+    "schedule.lag": 0,
+    "schedule.streaming": False,
+    "schedule.dynamic_sampling": False,
+    "environment.name": "",
+    "reward.group": "",
+    "sampler.temperature": 1.0,
+    "loss.kl_coefficient": 0.0,
+    "loss.kl_reward_coefficient": 0.0,
+    "loss.nll_coefficient": 0.0,
+  }
+  return [
+    (has_critic(config), "data.order, estimator.name",
+      "demonstrations give a critic no rewards; use estimator.name='given'"),
+    *((config_lib.get(config, key) != value, f"data.order, {key}",
+      f"demonstrations are not sampled; use {key}={value!r}")
+      for key, value in plain.items()),
   ]
 
 
@@ -243,6 +272,9 @@ def off_policy(config: Any) -> Rules:
   """Checks the proximal policy against the loss and other readers of scores."""
   proximal, name = config.off_policy.proximal, config.loss.name
   unscored = proximal in ("stored", "interpolate")
+  make, loss = POLICY_LOSSES[name], config.loss.to_dict()
+  no_ratio = proximal == "none"
+  reads = no_ratio and make({**loss, **loss["settings"]}).reads
   scored = {
     "off_policy.ess_scale": config.off_policy.ess_scale,
     "estimator.name": config.estimator.name == "optimal_baseline",
@@ -257,6 +289,13 @@ def off_policy(config: Any) -> Rules:
     (proximal == "ewma" and name not in ("clip", "cispo"),
       "off_policy.proximal, loss.name",
       "'ewma' needs a ratio per token; use loss.name='clip' or 'cispo'"),
+    (no_ratio and "proximal_logprobs" in reads,
+      "loss.name, off_policy.proximal",
+      "this loss takes a ratio; use proximal='recompute', or"
+      " loss.name='likelihood'"),
+    (no_ratio and correction_of(config)[0] != "none",
+      "off_policy.correction, off_policy.proximal",
+      "a correction needs a proximal policy; use correction='none'"),
     (unscored and name == "policy_gradient", "loss.name, off_policy.proximal",
       "this loss has no ratio and needs no proximal policy; use 'recompute'"),
     (config.sampler.processors and not corrected,

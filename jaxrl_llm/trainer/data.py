@@ -1,5 +1,6 @@
 """The data of a run: training prompts and evaluation problems."""
 
+import inspect
 import pathlib
 from typing import Any, NamedTuple
 
@@ -54,13 +55,16 @@ def make_prompts(
   prompts, _ = problems.draw(problems.init(), count)
   _check_answers(config.reward.name, prompts)
   make, own = prompt_source.PROMPT_SOURCES[data.order], data.order_settings
+  longest = {"max_response_length": config.sampler.max_response_length}
+  if not longest.keys() & inspect.signature(make).parameters:
+    longest = {}
   with as_input_error(
     f"config.data.order_settings={dict(own)}",
     f"correct those of {data.order!r}",
     TypeError,
     ValueError,
   ):
-    stream = make(train, seed=config.run.seed, **settings, **own)
+    stream = make(train, seed=config.run.seed, **settings, **longest, **own)
   origin = origin or _overlap(train, prompts)
   return stream, Problems(prompts, label, origin)
 
@@ -70,9 +74,8 @@ def digests(config: Any) -> dict[str, str]:
   plugins, reward = ",".join(config.run.plugins), config.reward.path
   named = {"data.path": config.data.path, "eval.path": config.eval.path}
   named |= {"reward.path": reward, "run.plugins": plugins}
-  read = lambda path: path.read_bytes() if path.is_file() else b""
-  of = lambda paths: digest.of_bytes(b"".join(map(read, rows.files(paths))))
-  return {key: of(paths) for key, paths in named.items()}
+  of = lambda paths: filter(pathlib.Path.is_file, rows.files(paths))
+  return {key: digest.of_files(of(paths)) for key, paths in named.items()}
 
 
 def check_prompts(source: PromptSource) -> None:

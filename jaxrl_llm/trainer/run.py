@@ -87,7 +87,7 @@ def restore(
   learner = states.learner
   learner = learner.replace(
     base={k: base.get(_BASE.format(k), {}) for k in learner.base},
-    reference=run.learner.reference(),
+    **run.learner.constants(),
   )
   weights = run.transfer.send(learner.params("policy"), states.step)
   return states._replace(learner=learner), weights

@@ -89,7 +89,8 @@ def _devices(run: Run) -> dict[str, str]:
   """Returns the meshes of trainer and sampler, and the memory per device."""
   learner, sampled = run.learner, run.transfer.shapes
   state = learner.abstract()
-  held = [state.models, state.companions, state.base]
+  frozen = [member.shapes for member in learner.frozen.values()]
+  held = [state.models, state.companions, state.base, frozen]
   if "ref_logprobs" in learner.algorithm.leaves:
     held.append(state.policy.trained)
   meshes = learner.mesh, jax.tree.leaves(sampled)[0].sharding.mesh

@@ -7,15 +7,18 @@ import sys
 import pytest
 
 from jaxrl_llm import losses, methods, register
+from jaxrl_llm.data import prompt_source
 from jaxrl_llm.learner import choices, providers
 
 _TABLES = {
   "estimator": choices.ESTIMATORS,
   "loss": choices.POLICY_LOSSES,
+  "prompt_source": prompt_source.PROMPT_SOURCES,
   "proximal": choices.PROXIMAL_LOSSES,
   "mask": choices.MASKS,
   "step_scale": choices.STEP_SCALES,
   "companion": choices.COMPANIONS,
+  "frozen": choices.FROZEN,
   "leaf": providers.PROVIDERS,
   "logits_processor": choices.LOGITS_PROCESSORS,
 }
@@ -41,6 +44,8 @@ print(*sorted(m[len(start):] for m in sys.modules if m.startswith(start)))
     ("hapo", "hapo"),
     ("vcpo", "rloo vcpo"),
     ("ppo_ewma", "ppo_ewma"),
+    ("sft", "sft"),
+    ("distill", "distill"),
   ],
 )
 def test_an_unused_method_is_not_imported(method, files):

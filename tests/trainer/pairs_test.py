@@ -71,6 +71,7 @@ FEATURES = {
   "frozen": {"optimizer.policy.frozen": ("embed",)},
 }
 OF_CRITICS = {"reads_logprobs", "reward_model_start"}
+METHODS = [name for name in configs.METHODS if name != "sft"]  # Has no rollout.
 
 
 def looks_right(prompt, response):
@@ -115,6 +116,8 @@ def make_config(model, method, *features):
   for feature in features:
     settings |= FEATURES[feature]
   config.update_from_flattened_dict(settings)
+  if method == "distill":
+    config.estimator.settings = {"teachers": str(model)}
   return config
 
 
@@ -141,7 +144,7 @@ def plan():
     return sum(seen[frozenset((name, other))] for other in case)
 
   while len(cases) < QUICK + SLOW:
-    method, case = str(rng.choice(configs.METHODS)), []
+    method, case = str(rng.choice(METHODS)), []
     while len(case) < SIZE:
       names = [str(x) for x in rng.permutation(list(FEATURES))]
       names.sort(key=functools.partial(times_seen, case=case))

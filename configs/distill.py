@@ -1,0 +1,29 @@
+"""On-policy distillation (Thinking Machines Lab 2025; GKD, arXiv 2306.13649).
+
+The policy samples, and a frozen teacher scores its tokens: the advantage of a
+token is log π_teacher - log π_old, an estimate of the reverse KL with the sign
+changed. Rewards are only logged. The loss is PPO's clipped surrogate, averaged
+over the tokens of a mini-batch; every prompt has one response.
+
+    python scripts/train.py --config=configs/distill.py[:PRESET]
+      --config.estimator.settings="{'teachers': 'DIR'}"
+
+DIR is a Hugging Face directory with the tokenizer of the policy;
+scripts/convert.py makes one of a run. With 'DIR,DIR' a column `teacher` of the
+data, 0 or 1, chooses the teacher of a row.
+
+Presets (see jaxrl_llm/config/presets.py): none (embedded, CPU), long_tail,
+smollm2, gsm8k, qwen2.5-1.5b, qwen2.5-7b, qwen2.5-32b.
+"""
+
+from jaxrl_llm import config as config_lib
+
+
+def get_config(preset: str = ""):
+  """Returns the settings of the method at the scale of a preset."""
+  config, _ = config_lib.scaled(preset)
+  config.estimator.name = "distillation"
+  config.loss.mode = "token-mean"
+  config.loss.clip_low = 0.2
+  config.loss.clip_high = 0.28
+  return config

@@ -1,0 +1,154 @@
+"""Supervised fine-tuning: the data write the responses.
+
+    L = -log π(y_t), a mean over the answers' tokens of a mini-batch
+
+Differs from the other methods in that nothing is sampled in training: a prompt
+comes with its whole response, whose answer is trained and whose further
+questions are read. No reward is needed; evaluation generates and judges as
+ever. With `estimator.name` other than 'given' the loss is weighted,
+-A log π(y_t).
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm import losses, register
+from jaxrl_llm.data import rows
+from jaxrl_llm.data.prompt_source import PromptSource
+from jaxrl_llm.data.tasks import Example, Prompt
+from jaxrl_llm.errors import InputError
+
+
+class Demonstrations(PromptSource):
+  """Prompts with the answers of the data as their responses.
+
+  An answer is a text or messages, of which every one of the assistant is
+  trained, the token that ends it included. Questions between them are read as
+  the template writes them.
+  """
+
+  def __init__(
+    self,
+    *args: Any,
+    max_response_length: int,
+    response_format: str = "{completion}",
+    stop: str = "",
+    **settings: Any,
+  ):
+    """Builds the order.
+
+    Args:
+      *args: arguments of `PromptSource`.
+      max_response_length: maximum length of an answer in tokens, as
+        `max_prompt_length` is of a prompt.
+      response_format: format of an answer of text.
+      stop: text of one token that ends such an answer; '' is the end token.
+      **settings: arguments of `PromptSource`.
+    """
+    super().__init__(*args, **settings)
+    self._max_response, self._format = max_response_length, response_format
+    self._stop = None
+    if stop:
+      what = "config.data.order_settings: stop"
+      (self._stop,) = self._tokenizer.single_tokens([stop], what)
+
+  def check(self, example_ids: Sequence[int]) -> list[bool]:
+    """Tokenizes rows with their answers, see `PromptSource.check`."""
+    return [self.prompt(i, 0) is not None for i in example_ids]
+
+  def prompt(self, example_id: int, group_id: int) -> Prompt | None:
+    """Returns the prompt of a row and its response; None if it is dropped.
+
+    Raises:
+      InputError: The row has no answer, or it is too long.
+    """
+    prompt = super().prompt(example_id, group_id)
+    if prompt is None:
+      return None
+    tokens, trained = self._answer(prompt)
+    if len(tokens) <= self._max_response:
+      given = {"opening": tuple(tokens), "demonstrated": tuple(trained)}
+      return dataclasses.replace(prompt, tries=1, **given)
+    if self._drop:
+      return None
+    raise InputError(
+      f"the answer to {prompt.id!r} has {len(tokens)} tokens, the limit is"
+      f" {self._max_response}; raise sampler.max_response_length or set"
+      " data.on_long='drop'"
+    )
+
+  def _answer(self, prompt: Prompt) -> tuple[list[int], list[bool]]:
+    """Returns the tokens of an answer, and which of them are trained."""
+    stops = self._stops(prompt.tokens)
+    # Chat templates end every message alike; plain text has no stop token.
+    end = prompt.tokens[stops[-1]] if stops.size else self._tokenizer.eos_id
+    end = end if self._stop is None else self._stop
+    tokens, trained, said = [], [], prompt.completion
+    if not _is_conversation(said):
+      said = [{"role": "assistant", "content": self._text(prompt)}]
+    asked = prompt.messages or [{"role": "user", "content": prompt.question}]
+    for turn, message in enumerate(said):
+      if message["role"] != "assistant":
+        continue
+      if turn:
+        between = self._before(prompt, [*asked, *said[:turn]], tokens)
+        tokens, trained = tokens + between, trained + [False] * len(between)
+      written = [*self._tokenizer.encode(message["content"]), end]
+      tokens, trained = tokens + written, trained + [True] * len(written)
+    return tokens, trained
+
+  def _before(self, prompt, messages, tokens) -> list[int]:
+    """Returns what a template writes between an answer and the next one."""
+    example = dataclasses.replace(prompt, messages=messages)
+    context = self._template(example)
+    seen = self._stops([*prompt.tokens, *tokens]).size
+    stops = self._stops(context)
+    if stops.size < seen:
+      raise InputError(
+        f"{prompt.id}: the chat template must end every answer with a stop"
+        " token, or turns cannot be separated; give one answer a row"
+      )
+    return list(context[stops[seen - 1] + 1 :])
+
+  def _stops(self, tokens: Sequence[int]) -> np.ndarray:
+    """Returns the places of stop tokens."""
+    return np.flatnonzero(np.isin(tokens, self._tokenizer.stop_tokens))
+
+  def _text(self, example: Example) -> str:
+    """Returns an answer of text."""
+    said, text = example.completion, self._format
+    if "{completion}" in text and not (isinstance(said, str) and said):
+      raise InputError(
+        f"{example.id}: its answer is {repr(said)[:40]}; give a text, or"
+        " messages that begin with the assistant's, and name their column by"
+        " data.columns={'completion': NAME}"
+      )
+    text = text.replace("{answer}", example.answer)
+    return text.replace("{completion}", said or "")
+
+
+def _is_conversation(said: Any) -> bool:
+  """Whether an answer is messages, of which the first is the assistant's."""
+  if not rows.is_conversation(said):
+    return False
+  return said[0]["role"] == "assistant"
+
+
+def given(mask) -> jax.Array:
+  """Advantages of 1, [B, T]: every token is as it should be."""
+  return mask.astype(jnp.float32)
+
+
+def likelihood(logprobs, advantages) -> losses.ClippedPolicyLoss:
+  """-A log π, without a ratio: no policy wrote the tokens."""
+  return losses.policy_gradient_loss(logprobs, logprobs, advantages)
+
+
+register.prompt_source("demonstrations", Demonstrations)
+register.estimator("given", given)
+register.loss("likelihood", likelihood)

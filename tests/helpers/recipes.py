@@ -1,0 +1,119 @@
+"""Runs of recipes beyond the default at the size of a test."""
+
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from helpers import configs, tiny_run
+
+from jaxrl_llm import metrics, models
+from jaxrl_llm.checkpoint import commit
+from jaxrl_llm.trainer import build, loop
+
+
+def make_config(method, model, **changes):
+  """A method's config at the size of a test; `__` stands for a dot."""
+  config = configs.load(method)
+  settings = tiny_run.overrides(model) | {
+    "value.pretrain_steps": 0,
+    "data.prompts_per_step": 8,
+    "data.group_size": 1,
+    "sampler.max_response_length": 24,
+    "optimizer.policy.mini_batch": 8,
+    "checkpoint.keep": 4,
+    "run.steps": 3,
+    "run.trackers": (),
+  }
+  settings |= {key.replace("__", "."): x for key, x in changes.items()}
+  for key in [key for key, x in settings.items() if isinstance(x, dict)]:
+    group, _, name = key.rpartition(".")
+    config[group][name] = settings.pop(key)
+  config.update_from_flattened_dict(settings)
+  return config
+
+
+def train(config, folder):
+  """Trains three steps; the last two, resumed, must be the same bits."""
+  run = build.make_run(config)
+  assert loop.train(run, folder) == 0
+  resumed = shutil.copytree(folder, folder.with_name(f"{folder.name} resumed"))
+  assert loop.train(run, resumed, step=1) == 0
+  assert tiny_run.comparable(resumed) == tiny_run.comparable(folder)
+  once, again = (
+    commit.read(x / "checkpoints" / "3") for x in (folder, resumed)
+  )
+  assert once["leaves"] == again["leaves"]
+  rows = metrics.read_rows(folder / "metrics.jsonl")
+  assert [row["step"] for row in rows] == [0, 1, 2, 3]
+  return rows, once
+
+
+def collect(run):
+  """The states before the first step, and its batch."""
+  states, weights = loop.begin(run)
+  sampled = loop._sampled_with(states, weights)
+  timer = metrics.PhaseTimer()
+  collected = run.worker.collect(states.rollout, states.source, sampled, timer)
+  return states, collected.batch.responses
+
+
+def logprobs(fns, params, rollout):
+  """Log-probs of the responses from whole logits, a response a row; [B, T]."""
+  room, rows = rollout.tokens.shape[1], len(rollout.lengths)
+  width = rollout.prompt_tokens.shape[1] + room
+  tokens, before = np.zeros((rows, width), int), np.zeros((rows, room), int)
+  for row, (asked, said) in enumerate(
+    zip(rollout.prompt_lengths, rollout.lengths)
+  ):
+    tokens[row, :asked] = rollout.prompt_tokens[row, :asked]
+    tokens[row, asked : asked + said] = rollout.tokens[row, :said]
+    before[row] = np.minimum(asked - 1 + np.arange(room), width - 1)
+  total = rollout.prompt_lengths + rollout.lengths
+  present = np.arange(width) < total[:, None]
+  law = jax.nn.log_softmax(fns.logits(params, jnp.asarray(tokens), present))
+  at = jnp.take_along_axis(law, before[..., None], axis=1)
+  return jnp.take_along_axis(at, rollout.tokens[..., None], axis=2)[..., 0]
+
+
+def check_first_update(run, states, responses, loss):
+  """The first update by plain gradient descent is the gradient of a loss.
+
+  Args:
+    run: with the optimizer `sgd` below, at a rate of 1 and no warm-up.
+    states: of `collect`, whose arrays are donated.
+    responses: likewise.
+    loss: (log-probs [B, T]) -> the loss.
+  """
+  fns = run.learner.policy.fns
+  before = jax.device_get(models.merge(states.learner.params("policy")))
+  of_params = lambda p: loss(logprobs(fns, p, responses.rollout))
+  expected, slope = jax.jit(jax.value_and_grad(of_params))(before)
+  timer = metrics.PhaseTimer()
+  after, row = run.learner.update(states.learner, responses, timer)
+  after = jax.device_get(models.merge(after.params("policy")))
+  np.testing.assert_allclose(row["policy/loss"], expected, atol=2e-6)
+  np.testing.assert_allclose(
+    row["policy/grad_norm"], optax.global_norm(slope), rtol=1e-4
+  )
+  jax.tree.map(
+    lambda x, y, g: np.testing.assert_allclose(x - y, g, atol=2e-6),
+    before,
+    after,
+    slope,
+  )
+  return row
+
+
+def sgd(schedule):
+  """Plain gradient descent."""
+  return optax.sgd(schedule)
+
+
+SGD = {
+  "optimizer__policy__name": "sgd",
+  "optimizer__policy__learning_rate": 1.0,
+  "optimizer__policy__warmup_steps": 0,
+  "optimizer__policy__max_grad_norm": 1e6,
+}

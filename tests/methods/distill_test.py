@@ -1,0 +1,175 @@
+"""On-policy distillation: advantages, teachers, and whole runs."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import chat_model, recipes, tiny, tiny_run
+
+from jaxrl_llm import checkpoint, models, register
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner import optimizer
+from jaxrl_llm.trainer import build, loop
+from jaxrl_llm.trainer.run import restore
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+  return tiny_run.write_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def teacher(model, tmp_path_factory):
+  """Other weights over the same tokens."""
+  folder = tmp_path_factory.mktemp("teacher") / "tiny"
+  fns, params = models.load(str(model))
+  wide = tiny.widen(params, jax.random.key(5))
+  models.save(str(folder), fns, wide, tokenizer_from=str(model))
+  return folder
+
+
+def make_run(model, teachers, **changes):
+  settings = {"estimator__settings": {"teachers": str(teachers)}}
+  config = recipes.make_config("distill", model, **settings | changes)
+  return build.make_run(config)
+
+
+def of_columns(folder, model, columns):
+  """Settings of questions with columns of their own."""
+  file = folder / "questions.jsonl"
+  rows = [
+    {"question": f"{i + 1}+2?", "answer": f"{i + 3}", **column}
+    for i, column in enumerate(columns)
+  ]
+  file.write_text("\n".join(map(json.dumps, rows)))
+  data = {"data__settings": {}, "data__source": "jsonl", "data__holdout": 0.0}
+  return data | {"data__path": str(file)}
+
+
+class TestAdvantages:
+  @pytest.fixture
+  def plain_descent(self):
+    register.optimizer("sgd", recipes.sgd)
+    yield
+    del optimizer.OPTIMIZERS["sgd"]
+
+  @pytest.mark.usefixtures("plain_descent")
+  def test_update_is_the_policy_gradient_of_the_reverse_kl(
+    self, model, teacher
+  ):
+    run = make_run(model, teacher, **recipes.SGD)
+    states, responses = recipes.collect(run)
+    mask, rollout = responses.rollout.mask, responses.rollout
+    fns, theirs = models.load(str(teacher))
+    policy = models.merge(states.learner.params("policy"))
+    old, other = (
+      np.asarray(recipes.logprobs(fns, params, rollout))
+      for params in (policy, theirs)
+    )
+    assert np.abs(other - old)[mask].mean() > 0.1
+    mean = lambda x: jnp.sum(jnp.where(mask, x, 0)) / mask.sum()
+    # The ratio is 1 in value, and log π in gradient.
+    ratio = lambda logprobs: jnp.exp(logprobs - old)
+    row = recipes.check_first_update(
+      run, states, responses, lambda x: -mean(ratio(x) * (other - old))
+    )
+    np.testing.assert_allclose(
+      row["advantage/mean"], mean(other - old), atol=1e-6
+    )
+
+  def test_the_policy_itself_teaches_nothing(self, model, tmp_path):
+    run = make_run(model, model)
+    states, responses = recipes.collect(run)
+    rng = np.random.default_rng(0)
+    batch = run.learner.measure(states.learner, "policy", responses, rng)
+    assert batch.experience["policy_mask"].any()
+    np.testing.assert_array_equal(batch.experience["advantages"], 0.0)
+    before = jax.device_get(states.learner.policy.trained)
+    rows, _ = recipes.train(run.config, tmp_path / "run")
+    for row in rows[1:]:
+      assert row["advantage/mean"] == row["advantage/std"] == 0
+      assert row["policy/grad_norm"] == 0
+    resumed = restored(run, tmp_path / "run")
+    after = jax.device_get(resumed.learner.policy.trained)
+    jax.tree.map(np.testing.assert_array_equal, after, before)
+
+  def test_a_column_chooses_the_teacher(self, model, teacher, tmp_path):
+    columns = [{"teacher": i % 2} for i in range(8)]
+    settings = of_columns(tmp_path, model, columns)
+    run = make_run(model, f"{model},{teacher}", **settings)
+    states, responses = recipes.collect(run)
+    rng = np.random.default_rng(0)
+    batch = run.learner.measure(states.learner, "policy", responses, rng)
+    rollout, mask = responses.rollout, responses.rollout.mask
+    second = rollout.example_id % 2 == 1
+    advantages = batch.experience["advantages"]
+    np.testing.assert_array_equal(advantages[~second], 0.0)
+    fns, theirs = models.load(str(teacher))
+    other = recipes.logprobs(fns, theirs, rollout)
+    expected = np.where(mask, other - batch.scores["old_logprobs"], 0)
+    np.testing.assert_allclose(advantages[second], expected[second], atol=2e-5)
+    assert np.abs(expected[second]).max() > 0.1
+
+
+def restored(run, folder):
+  """The states of the last checkpoint."""
+  saver = checkpoint.Checkpointer(folder / "checkpoints", keep=2)
+  states, _ = restore(run, saver, 3)
+  saver.close()
+  return states
+
+
+class TestRun:
+  def test_three_steps_and_a_resume(self, model, teacher, tmp_path, capsys):
+    theirs = shutil.copytree(teacher, tmp_path / "teacher")
+    run = make_run(model, theirs)
+    rows, record = recipes.train(run.config, tmp_path / "run")
+    for row in rows[1:]:
+      assert row["policy/skipped"] == 0 and row["policy/grad_norm"] > 0
+      assert row["advantage/mean"] < 0  # Minus a KL.
+      assert row["sampler_trainer/logprob_diff_max"] < 1e-5
+    assert not [path for path in record["leaves"] if "frozen" in path]
+    # Other files of the teacher are told, as those of the data are.
+    shutil.rmtree(theirs)
+    shutil.copytree(model, theirs)
+    run = make_run(model, theirs, run__steps=4)
+    capsys.readouterr()
+    assert loop.train(run, tmp_path / "run") == 0
+    assert "config.estimator.settings: the files have changed" in (
+      capsys.readouterr().out
+    )
+
+  def test_groups_may_arrive_one_by_one(self, model, teacher, tmp_path):
+    run = make_run(model, teacher, schedule__streaming=True)
+    recipes.train(run.config, tmp_path / "run")
+
+  def test_no_teacher(self, model):
+    with pytest.raises(InputError, match="needs a teacher; give its directory"):
+      make_run(model, "")
+
+  def test_a_teacher_that_is_not_there(self, model, tmp_path):
+    with pytest.raises(InputError, match="nowhere/tokenizer.json: cannot be"):
+      make_run(model, tmp_path / "nowhere")
+
+  def test_other_tokens(self, model, tmp_path):
+    other = chat_model.write(tmp_path / "chat")
+    with pytest.raises(InputError, match="use a model with the same tokenizer"):
+      make_run(model, other)
+
+  def test_a_column_that_is_not_there(self, model, teacher, tmp_path):
+    settings = of_columns(tmp_path, model, [{}] * 8)
+    with pytest.raises(InputError, match="column 'teacher'"):
+      make_run(model, f"{model},{teacher}", **settings)
+
+  def test_a_column_that_names_no_teacher(self, model, teacher, tmp_path):
+    columns = [{"teacher": 0}] * 7 + [{"teacher": 2}]
+    settings = of_columns(tmp_path, model, columns)
+    run = make_run(model, f"{model},{teacher}", **settings)
+    states, responses = recipes.collect(run)
+    with pytest.raises(InputError, match="row 7 of the data: column 'teacher'"):
+      run.learner.measure(
+        states.learner, "policy", responses, np.random.default_rng(0)
+      )

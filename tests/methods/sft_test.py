@@ -1,0 +1,262 @@
+"""Supervised fine-tuning: what is trained, its gradient, and whole runs."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import chat_model, doors, recipes, tiny_run
+
+from jaxrl_llm import register
+from jaxrl_llm.data.prompt_source import TEMPLATES
+from jaxrl_llm.data.rows import Row, to_example
+from jaxrl_llm.data.tokenizer import Tokenizer
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner import optimizer
+from jaxrl_llm.methods.sft import Demonstrations
+from jaxrl_llm.trainer import build
+from jaxrl_llm.types import Origin, Status
+
+ASKED = {"role": "user", "content": "2+2?"}
+SAID = {"role": "assistant", "content": "4"}
+MORE = {"role": "user", "content": "and 1?"}
+LAST = {"role": "assistant", "content": "It is 5."}
+TALK = [{"role": "system", "content": "Add."}, ASKED, SAID, MORE, LAST]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+  return tiny_run.write_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+  return Tokenizer(chat_model.write(tmp_path_factory.mktemp("chat") / "model"))
+
+
+@pytest.fixture
+def plain_descent():
+  register.optimizer("sgd", recipes.sgd)
+  with doors.registered():
+    register.reward("polite", lambda response: "please" in response)
+    yield
+  del optimizer.OPTIMIZERS["sgd"]
+
+
+def make_source(tokenizer, fields, template="chat", columns=None, **settings):
+  example = to_example(Row("data.jsonl:1", fields), columns, name="data-1")
+  limits = {"max_prompt_length": 99, "max_response_length": 99}
+  return Demonstrations(
+    [example],
+    TEMPLATES[template](tokenizer),
+    tokenizer,
+    seed=None,
+    **limits | settings,
+  )
+
+
+def shown(tokenizer, prompt):
+  """Texts of the prompt, of the response, and of what is trained in it."""
+  trained = np.asarray(prompt.demonstrated)
+  opening = np.asarray(prompt.opening)
+  of = lambda tokens: tokenizer.decode(tokens, skip_special=False)
+  return of(prompt.tokens), of(opening), of(opening[trained])
+
+
+class TestTokens:
+  def test_every_turn_of_the_assistant(self, tokenizer):
+    prompt = make_source(tokenizer, {"messages": TALK}).prompt(0, 0)
+    end = tokenizer.decode([tokenizer.eos_id], skip_special=False)
+    asked, said, trained = shown(tokenizer, prompt)
+    assert asked == f"system: Add.{end}\nuser: 2+2?{end}\nassistant: "
+    assert trained == f"4{end}It is 5.{end}"
+    assert said == f"4{end}\nuser: and 1?{end}\nassistant: It is 5.{end}"
+    # As the template writes the whole conversation.
+    whole = tokenizer.apply_chat(TALK, {"add_generation_prompt": False})
+    length = len(prompt.tokens) + len(prompt.opening)
+    assert [*prompt.tokens, *prompt.opening] == whole[:length]
+    assert prompt.tries == 1
+
+  @pytest.mark.parametrize(
+    "fields",
+    [
+      {"prompt": [ASKED], "completion": [SAID]},
+      {"prompt": [ASKED], "completion": "4"},
+      {"messages": [ASKED, SAID]},
+      {"question": "2+2?", "answer": "9", "solution": "4"},
+      {"prompt": "2+2?", "completion": "4"},
+    ],
+  )
+  def test_layouts_of_one_answer(self, tokenizer, fields):
+    prompt = make_source(tokenizer, fields).prompt(0, 0)
+    end = tokenizer.decode([tokenizer.eos_id], skip_special=False)
+    asked, said, trained = shown(tokenizer, prompt)
+    assert asked == f"user: 2+2?{end}\nassistant: "
+    assert said == trained == f"4{end}"
+
+  def test_an_answer_in_the_prompt_is_not_trained(self, tokenizer):
+    fields = {"prompt": [ASKED, SAID, MORE], "completion": [LAST]}
+    prompt = make_source(tokenizer, fields).prompt(0, 0)
+    end = tokenizer.decode([tokenizer.eos_id], skip_special=False)
+    assert shown(tokenizer, prompt)[1:] == (f"It is 5.{end}",) * 2
+    assert prompt.messages == [ASKED, SAID, MORE]
+
+  def test_text_after_text(self, tokenizer):
+    fields = {"question": "2+2?", "answer": "4", "why": "2+2=4"}
+    source = make_source(
+      tokenizer,
+      fields,
+      "completion",
+      {"completion": "why"},
+      response_format=" {completion} #{answer}",
+      stop="\n",
+    )
+    prompt = source.prompt(0, 0)
+    assert shown(tokenizer, prompt) == ("2+2?", *[" 2+2=4 #4\n"] * 2)
+
+  def test_evaluation_asks_the_first_question(self, tokenizer):
+    example = to_example(Row("data.jsonl:1", {"messages": TALK}), name="1")
+    assert example.messages == TALK[:2] and example.question == "2+2?"
+    assert example.completion == TALK[2:]
+
+  @pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+      ({"question": "2+2?", "answer": "4"}, "data-1: its answer is None; give"),
+      ({"prompt": [ASKED], "completion": [MORE]}, r"its answer is \[\{'role'"),
+      ({"prompt": "2+2?", "completion": ""}, "data-1: its answer is ''; give"),
+      ({"messages": [SAID]}, "'messages' begins with the assistant"),
+    ],
+  )
+  def test_no_answer(self, tokenizer, fields, why):
+    with pytest.raises(InputError, match=why) as raised:
+      make_source(tokenizer, fields).check([0])
+    assert "\n" not in str(raised.value)
+
+  def test_long_ones_follow_on_long(self, tokenizer):
+    fields = {"prompt": "2+2?", "completion": "12345"}  # And the end token.
+    assert make_source(tokenizer, fields, max_response_length=6).check([0])
+    settings = {"max_response_length": 5}
+    with pytest.raises(InputError, match="'data-1' has 6 tokens, the limit is"):
+      make_source(tokenizer, fields, **settings).check([0])
+    source = make_source(tokenizer, fields, on_long="drop", **settings)
+    assert source.check([0]) == [False]
+
+  def test_a_template_without_ends_cannot_separate_turns(self, tokenizer):
+    source = make_source(tokenizer, {"messages": TALK})
+    source._template = lambda example: tokenizer.encode("2+2?")
+    with pytest.raises(InputError, match="one answer a row"):
+      source.check([0])
+
+
+class TestUpdate:
+  def test_batch(self, model):
+    run = build.make_run(recipes.make_config("sft", model))
+    _, responses = recipes.collect(run)
+    rollout = responses.rollout
+    decode = Tokenizer(model).decode
+    for row, number in enumerate(rollout.example_id.tolist()):
+      problem = run.source._source.problem(number)
+      said = rollout.tokens[row, : rollout.lengths[row]]
+      assert decode(said) == problem.solution and said[-1] == 1
+    present = np.arange(24) < rollout.lengths[:, None]
+    np.testing.assert_array_equal(rollout.mask, present)
+    assert (rollout.origin[present] == Origin.FOREIGN).all()
+    assert (rollout.status == Status.FINISHED).all()
+    assert responses.judged.all() and not responses.rewards.any()
+    assert len(set(rollout.group_id.tolist())) == 8
+
+  @pytest.mark.usefixtures("plain_descent")
+  @pytest.mark.parametrize("packed", [0, 150], ids=["narrow", "packed"])
+  def test_is_the_gradient_of_the_mean_likelihood(
+    self, model, packed, tmp_path
+  ):
+    # Some tokens of the response are questions.
+    rows = [TALK[1:], [ASKED, SAID], [MORE, LAST], [ASKED, SAID, ASKED, LAST]]
+    chat = chat_model.write(tmp_path / "chat")
+    file = tmp_path / "talks.jsonl"
+    file.write_text("\n".join(json.dumps({"messages": x}) for x in rows * 2))
+    run = build.make_run(
+      recipes.make_config(
+        "sft",
+        chat,
+        data__settings={},
+        data__source="jsonl",
+        data__path=str(file),
+        data__template="chat",
+        data__max_prompt_length=30,
+        data__holdout=0.0,
+        reward__name="polite",
+        sampler__max_response_length=45,
+        optimizer__max_tokens_per_row=packed,
+        **recipes.SGD,
+      )
+    )
+    states, responses = recipes.collect(run)
+    mask = responses.rollout.mask
+    lengths = responses.rollout.lengths
+    assert 0 < mask.sum() < lengths.sum()
+    mean = lambda logprobs: -jnp.sum(jnp.where(mask, logprobs, 0)) / mask.sum()
+    row = recipes.check_first_update(run, states, responses, mean)
+    assert row["policy/ratio_max"] == 1
+
+
+class TestRun:
+  def test_three_steps_and_a_resume(self, model, tmp_path):
+    config = recipes.make_config("sft", model)
+    rows, _ = recipes.train(config, tmp_path / "run")
+    for row in rows[1:]:
+      assert row["rollout/tokens"] == 0 and "reward/mean" not in row
+      assert row["policy/skipped"] == 0 and row["policy/loss"] > 0
+      assert "sampler_trainer/logprob_diff_max" not in row
+    assert rows[3]["policy/loss"] < rows[1]["policy/loss"]
+    assert "eval/chain_sum/avg@2" in rows[0] and rows[3].keys() >= {
+      "eval/chain_sum/avg@2"
+    }
+
+  def test_demonstrations_among_sampled_responses(self, model, tmp_path):
+    """A prompt source of one's own may give some prompts their response."""
+
+    class Half(Demonstrations):
+      def prompt(self, example_id, group_id):
+        base = super() if group_id % 2 else super(Demonstrations, self)
+        return base.prompt(example_id, group_id)
+
+    with doors.registered():
+      register.prompt_source("half", Half)
+      config = recipes.make_config("sft", model, data__order="half")
+      rows, _ = recipes.train(config, tmp_path / "run")
+    for row in rows[1:]:
+      assert row["rollout/tokens"] > 0 and row["reward/errors"] == 0
+      assert row["sampler_trainer/logprob_diff_max"] < 1e-5
+
+  @pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+      ({"estimator__name": "gae"}, "'gae': demonstrations give a critic no"),
+      ({"schedule__lag": 1}, "schedule.lag=1: demonstrations are not sampled"),
+      ({"schedule__window": 5}, "schedule.window=5: demonstrations are not sa"),
+      (
+        {"schedule__streaming": True},
+        "streaming=True: demonstrations are not",
+      ),
+      ({"data__group_size": 2}, "data.group_size=2: demonstrations are not sa"),
+      (
+        {"sampler__temperature": 0.5},
+        "temperature=0.5: demonstrations are not",
+      ),
+      ({"loss__name": "clip"}, "this loss takes a ratio; use proximal="),
+      ({"off_policy__correction": "mask"}, "a correction needs a proximal pol"),
+      ({"data__order_settings": {"stop": "12"}}, "stop has '12', which is"),
+      ({"data__order_settings": {"ends": "="}}, "correct those of 'demonstra"),
+      (
+        {"sampler__max_response_length": 6},
+        "tokens, the limit is 6; raise",
+      ),
+    ],
+  )
+  def test_refusals(self, model, changes, why):
+    config = recipes.make_config("sft", model, **changes)
+    with pytest.raises(InputError, match=why) as raised:
+      recipes.collect(build.make_run(config))
+    assert "\n" not in str(raised.value)
