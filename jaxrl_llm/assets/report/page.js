@@ -170,12 +170,12 @@ function drawSettings() {
     return make("table", { className: "settings" }, make("tr", {}, ...heads), ...chosen.map(line));
   };
   const own = keys.filter(marked);
-  const fold = (title, chosen) =>
-    make("details", {}, make("summary", { textContent: title }), table(chosen));
+  const fold = (title, chosen, open) =>
+    make("details", { open }, make("summary", { textContent: title }), table(chosen));
   document.getElementById("settings").append(
     make("h2", { textContent: "Settings" }),
-    fold(`${own.length} settings that differ from the defaults`, own),
-    fold(`all ${keys.length} settings`, keys),
+    fold(`${own.length} settings that differ from the defaults`, own, true),
+    fold(`all ${keys.length} settings`, keys, false),
   );
 }
 
