@@ -16,7 +16,6 @@ _AXES = {
   "tokens": ("Generated tokens (thousands)", 1e3),
   "decode_steps": ("Decode steps (thousands)", 1e3),
 }
-_COLUMNS = 2  # More would be too small on a page.
 # Colour, marker and height within the line.
 _LEADS = {"steps": ("C0", "o", -0.15), "tokens": ("C1", "s", 0.15)}
 
@@ -38,11 +37,10 @@ def draw(
     ImportError: matplotlib is missing.
   """
   drawn = [name for name in outcomes if name in study.drawn] or outcomes
-  panels, columns = len(study.axes) + 1, min(len(study.axes) + 1, _COLUMNS)
-  lines = -(-panels // columns)
-  with figure(path, lines, columns, title=study.title) as (sheet, axes):
-    for axis in axes[panels:]:
-      axis.axis("off")
+  panels = len(study.axes) + 1
+  columns = min(panels, 2)  # More would be too small on a page.
+  size = panels // columns, columns
+  with figure(path, *size, title=study.title) as (sheet, axes):
     for axis, kind in zip(axes, study.axes):
       label, unit = _AXES[kind]
       for name in drawn:
@@ -51,7 +49,7 @@ def draw(
       axis.set_xlabel(label)
       axis.set_ylabel("Held-out sampled accuracy")
       axis.sharey(axes[0])
-    _draw_leads(axes[panels - 1], study, outcomes)
+    _draw_leads(axes[-1], study, outcomes)
     if study.axes:
       name_lines(sheet, *axes[0].get_legend_handles_labels())
 
