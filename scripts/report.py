@@ -1,4 +1,4 @@
-"""Draws the curves of one or several runs into report.png and report.html.
+"""Draws the curves of runs into report.png and writes the page report.html.
 
   python scripts/report.py runs/vapo
   python scripts/report.py runs/seed0 runs/seed1 runs/seed2 --out=docs/seeds
@@ -11,7 +11,7 @@ import sys
 
 from parts import program
 
-from jaxrl_llm import report
+from jaxrl_llm import config, report
 
 
 @program.one_line
@@ -33,7 +33,8 @@ def main(arguments: list[str] | None = None) -> None:
   picture, page = out / "report.png", out / "report.html"
   panels = options.panels.split(",") if options.panels else ()
   report.draw(runs, picture, panels=panels)
-  report.write_page(runs, picture, page)
+  defaults = config.default_config().to_dict()
+  report.write_page(runs, picture, page, defaults=defaults)
   print(f"wrote {picture} and {page}")
   for run in runs:
     print(f"{run.name}: {_time_spent(run.rows)}")

@@ -37,11 +37,16 @@ _FORMATS = {
   "max staleness": "d",
   "mean length": ".0f",
 }
-# Schedules in the picture.
+# Columns of the table in the picture.
 _PANELS = {
   "x static": "trained responses/s, relative to static",
   "slots used": "share of slots that write",
   "off-policy": "share of off-policy tokens",
+}
+_MEANINGS = {
+  "static": "static: all slots wait for the longest response",
+  "refill": "refill: a free slot takes the next prompt",
+  "window": "window: T-PPO, long responses continue in the next step",
 }
 
 
@@ -157,21 +162,21 @@ def draw(title: str, lines: list, path: pathlib.Path) -> None:
 
   Args:
     title: of the picture.
-    lines: (title, tails, summaries of each tail) of panels, from the top.
+    lines: (title, tails, summaries of each tail) of columns of panels.
     path: PNG to write.
 
   Raises:
     ImportError: matplotlib is missing.
   """
-  with figure(path, len(lines), 3, title=title) as (sheet, axes):
-    for (line, tails, runs), row in zip(lines, axes.reshape(-1, 3)):
-      for axis, (column, label) in zip(row, _PANELS.items()):
+  with figure(path, 3, len(lines), title=title) as (sheet, axes):
+    for (line, tails, runs), column in zip(lines, axes.reshape(3, -1).T):
+      for axis, (value, label) in zip(column, _PANELS.items()):
         for number, name in enumerate(runs[0]):
           # Schedules that agree lie on each other: markers of different size.
           axis.plot(
             tails,
-            [summaries[name][column] for summaries in runs],
-            label=name,
+            [summaries[name][value] for summaries in runs],
+            label=_MEANINGS.get(name, name),
             marker="osD^vPX"[number % 7],
             markersize=7 - 0.6 * number,
           )

@@ -163,13 +163,16 @@ class TestSampleRows:
     assert _read(path)[2]["reward"] is None
     writer.truncate_after(1)
     assert writer.last_step == 1
-    writer.append([_sample().row(2)])
+    writer.append([_sample(per_token={"tokens": ["#", "12"]}).row(2)])
     writer.append([])
     writer.close()
     rows = _read(path)
     assert [row["step"] for row in rows] == [1, 1, 2]
     assert rows[0]["response"] == odd
-    assert rows[1] == {"step": 1} | _sample(extracted=None)._asdict()
+    fields = _sample(extracted=None)._asdict()
+    assert fields.pop("per_token") == {}
+    assert rows[1] == {"step": 1} | fields
+    assert rows[2]["tokens"] == ["#", "12"] and "per_token" not in rows[2]
 
 
 class TestTensorBoard:
@@ -375,6 +378,15 @@ class TestMetricsLogger:
         row.pop("time", None)
       assert rows[0] == rows[1]
     assert len(list((tmp_path / "cut" / "tensorboard").iterdir())) == 2
+
+  def test_the_console_shows_a_few_of_all_samples(self, tmp_path):
+    out = io.StringIO()
+    with metrics.MetricsLogger(
+      tmp_path, total_steps=1, last_step=-1, stream=out
+    ) as logger:
+      logger.samples(1, [_sample(response=f"no {i}") for i in range(9)])
+    assert len(_read(tmp_path / "samples.jsonl")) == 9
+    assert "no 3" in out.getvalue() and "no 4" not in out.getvalue()
 
   def test_closes_every_writer_when_one_fails(self, tmp_path, monkeypatch):
     closed = []

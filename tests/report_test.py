@@ -102,28 +102,30 @@ def _make_run(folder: pathlib.Path, seed: int, steps: int = 6) -> pathlib.Path:
 
 
 class Page(html.parser.HTMLParser):
-  """Collects the tags and cells of a page."""
+  """The tags of a page, its embedded data and its pictures."""
 
   def __init__(self, text: str):
     super().__init__()
-    self.tags, self.cells, self.pictures = [], [], []
-    self._in_cell = False
+    self.tags, self.texts, self.pictures = [], {}, []
+    self._name = None
     self.feed(text)
 
   def handle_starttag(self, tag, attrs):
     self.tags.append(tag)
-    if tag == "td":
-      self.cells.append("")
-      self._in_cell = True
+    self._name = dict(attrs).get("id") if tag == "script" else None
     if tag == "img":
       self.pictures.append(dict(attrs)["src"])
 
   def handle_endtag(self, tag):
-    self._in_cell = self._in_cell and tag != "td"
+    self._name = None
 
   def handle_data(self, data):
-    if self._in_cell:
-      self.cells[-1] += data
+    if self._name:
+      self.texts[self._name] = self.texts.get(self._name, "") + data
+
+  @property
+  def data(self):
+    return json.loads(self.texts["data"])
 
 
 class TestScript:
@@ -139,17 +141,26 @@ class TestScript:
     assert (folder / "report.png").read_bytes().startswith(_PNG)
     text = (folder / "report.html").read_text()
     page = Page(text)
-    assert "script" not in page.tags
     assert page.pictures[0].startswith("data:image/png;base64,")
-    assert not any(tag in page.tags for tag in ("link", "iframe"))
-    # Shown as text: markup escaped, line breaks kept, controls visible.
-    assert _HOSTILE.replace("\x1b", "\\x1b") in page.cells
-    assert "3?" in page.cells and "1?" not in page.cells
-    assert page.cells[page.cells.index("run.seed") + 1] == "0"
+    # Nothing is loaded, and no response can end the element that it is in.
+    assert not any(tag in page.tags for tag in ("link", "iframe", "td"))
+    assert page.tags.count("script") == 3 and "src=" not in text.replace(
+      'src="data:', ""
+    )
+    data = page.data
+    samples = [dict(zip(data["fields"], values)) for values in data["samples"]]
+    assert [data["prompts"][x["prompt"]] for x in samples] == ["1?", "3?"]
+    assert samples[1]["response"] == _HOSTILE
+    (run,) = data["runs"]
+    assert run["settings"]["run.seed"] == 0 and run["seconds"]["other"] > 0
+    assert data["defaults"]["run.seed"] == 0
+    last = dict(zip(run["names"], run["rows"][-1]))
+    assert last["policy/entropy"] == pytest.approx(1 / 6)
     # Of the last row alone; the last evaluation was before it.
-    assert page.cells[page.cells.index("policy/entropy") + 1] == "0.16667"
-    assert "eval/sums/avg@8" not in page.cells
+    assert last["eval/sums/avg@8"] is None
+    assert data["columns"][0] == ["eval/sums/avg@8", "sums avg@8"]
     assert "<h1>run: vapo, tiny, seed 0</h1>" in text
+    assert "sums avg@8 0.400 → 0.400 ± 0.050 (steps 0 and 4)" in text
 
   def test_runs_of_different_folders_are_drawn_here(
     self, tmp_path, monkeypatch
@@ -170,12 +181,11 @@ class TestScript:
     ]
     assert script.main(folders + ["--panels=accuracy,time,length"]) == 0
     assert (tmp_path / "report.png").read_bytes().startswith(_PNG)
-    page = Page((tmp_path / "report.html").read_text())
-    index = page.cells.index("run.seed")
-    assert page.cells[index + 1 : index + 4] == ["0", "1", "2"]
-    assert "start: loading, value pretraining" in (
-      (tmp_path / "report.html").read_text()
-    )
+    text = (tmp_path / "report.html").read_text()
+    runs = Page(text).data["runs"]
+    assert [run["settings"]["run.seed"] for run in runs] == [0, 1, 2]
+    assert "start: loading, value pretraining" in text
+    assert text.count('<p class="reached">seed') == 3
     out = tmp_path / "made" / "here"
     assert script.main(folders + [f"--out={out}"]) == 0
     assert (out / "report.html").exists()
@@ -228,6 +238,29 @@ class TestScript:
     assert ".[plot]" in error and error.count("\n") == 1
 
 
+class TestWritePage:
+  def test_too_many_tokens_are_left_out_from_the_first_on(
+    self, tmp_path, monkeypatch
+  ):
+    folder = _make_run(tmp_path, seed=0)
+    file = metrics.JsonlWriter(folder / "samples.jsonl")
+    sample = metrics.Sample("?", "ab", "1", None, 0.5, 2, "finished")
+    sample = sample._replace(per_token={"tokens": ["a" * 80, "</script>"]})
+    file.append([sample.row(5)] * 3)
+    file.close()
+    # Two samples of the run have no tokens, two of these three have room.
+    monkeypatch.setattr("jaxrl_llm.report.page._MOST_CHARACTERS", 250)
+    picture = tmp_path / "curves.png"
+    picture.write_bytes(_PNG)
+    runs = [report.load_run(folder)]
+    report.write_page(runs, picture, tmp_path / "page.html")
+    page = Page((tmp_path / "page.html").read_text())
+    assert page.data["left_out"] == 3
+    lines = page.texts["tokens0"].split("\n")[1:-1]
+    assert lines[:3] == ["", "", ""]
+    assert [json.loads(x)["tokens"][1] for x in lines[3:]] == ["</script>"] * 2
+
+
 class TestDraw:
   def test_long_run_with_gaps_and_one_point_runs(self, tmp_path):
     pytest.importorskip("matplotlib")
@@ -235,9 +268,8 @@ class TestDraw:
       "long",
       [{"step": s, "reward/mean": s % 7, "time/step_s": 1} for s in range(300)],
       {},
-      [],
     )
-    short = report.Run("short", [{"step": 500, "policy/entropy": 0.0}], {}, [])
+    short = report.Run("short", [{"step": 500, "policy/entropy": 0.0}], {})
     for name, runs in (("a", [long]), ("b", [short]), ("c", [long, short])):
       report.draw(runs, tmp_path / f"{name}.png")
       assert (tmp_path / f"{name}.png").read_bytes().startswith(_PNG)
@@ -287,11 +319,27 @@ class TestDraw:
   def test_phases_have_colours_of_their_own(self, tmp_path, monkeypatch):
     phases = {f"time/phase_{k}_s": 1.0 + k for k in range(9)}
     rows = [{"step": s, "time/step_s": 50.0} | phases for s in range(3)]
-    run = report.Run("run", rows, {"run.seed": 7}, [])
+    run = report.Run("run", rows, {"run.seed": 7})
     sheet, _ = self.drawn([run], tmp_path, monkeypatch)
     assert sheet.get_suptitle() == "run: base model, seed 7"
     (axis,) = [x for x in sheet.axes if x.get_title(loc="left")]
-    lines = [line for line in axis.lines if line.get_label() in rows[0]]
+    names = [text.get_text() for text in axis.get_legend().get_texts()]
+    longest = [f"phase {k}" for k in range(8, 3, -1)]
+    assert names == ["whole step", *longest]
+    lines = [line for line in axis.lines if line.get_label() in names]
     assert [line.get_color() for line in lines] == [f"C{k}" for k in range(6)]
-    longest = [f"time/phase_{k}_s" for k in range(8, 3, -1)]
-    assert [x.get_label() for x in lines] == ["time/step_s", *longest]
+
+  def test_results_stand_above_and_legends_outside(self, tmp_path, monkeypatch):
+    run = report.load_run(_make_run(tmp_path / "run", seed=0))
+    run.rows[:] = [x | {"rollout/truncated_fraction": 0.0} for x in run.rows]
+    sheet, _ = self.drawn([run], tmp_path, monkeypatch)
+    title, results = sheet.get_suptitle().splitlines()
+    assert title == "run: vapo, tiny, seed 0"
+    assert results == "sums avg@8 0.400 → 0.400 ± 0.050 (steps 0 and 4)"
+    titles = [axis.get_title(loc="left") for axis in sheet.axes]
+    assert "Clipped tokens (fraction)" in titles
+    assert "Unfinished responses (fraction)" not in titles  # Always 0.
+    for axis in sheet.axes:
+      if legend := axis.get_legend():
+        label = axis.xaxis.label.get_window_extent()
+        assert legend.get_window_extent().y1 <= label.y0

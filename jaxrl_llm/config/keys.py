@@ -533,7 +533,10 @@ class Run(Group, path="run"):
   steps = Key(100, _SOME,
     "Iterations; the policy is updated once per mini-batch of each.")
   samples_every = Key(20, _COUNT,
-    "Steps between responses shown in the log; 0 shows none.")
+    "Steps between those whose responses are logged in samples.jsonl; 0 logs"
+    " none.")
+  samples = Key(4, _COUNT,
+    "Responses logged at such a step, drawn at random; 0 logs all.")
   method = Key("", None, "METHOD[:PRESET]; train.py sets it by --config.")
   plugins = Key((), None,
     "Python files that register your own parts; train.py sets it by --plugin.")

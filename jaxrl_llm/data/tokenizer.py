@@ -5,6 +5,7 @@ are untrusted. Control tokens come only from `prefix` and a chat template.
 """
 
 import contextlib
+import functools
 import itertools
 import pathlib
 import re
@@ -19,6 +20,7 @@ from jaxrl_llm.errors import InputError, as_input_error
 
 _MAX_TEMPLATE_CHARS = 1 << 16
 _AGAIN = "download it again"
+_MAX_BYTES = 4  # Of a character.
 _PRIVATE_USE = range(0xE000, 0xF900)
 
 
@@ -127,6 +129,26 @@ class Tokenizer:
       return self._plain.decode(
         [int(i) for i in ids], skip_special_tokens=skip_special
       )
+
+  def pieces(self, ids: Sequence[int]) -> list[str]:
+    """Returns the text of each token, control tokens included.
+
+    Joined, they are the decoded text. A character of several tokens belongs to
+    the last of them.
+    """
+    decode = functools.partial(self.decode, skip_special=False)
+    # Tokens before `read` have their text; decoders need the one before.
+    out, before, read = [], 0, 0
+    for end in range(1, len(ids) + 1):
+      known = decode(ids[before:read])
+      text = decode(ids[before:end])[len(known) :]
+      unfinished = end < len(ids) and end - read < _MAX_BYTES
+      if unfinished and (not text or text.endswith("\ufffd")):
+        out.append("")
+        continue
+      out.append(text)
+      before, read = read, end
+    return out
 
   def apply_chat(
     self,

@@ -152,6 +152,7 @@ class Learner:
     state: LearnerState,
     responses: Responses | Iterable[Responses],
     timer: Any,
+    scored: Callable[[TrainingBatch], None] | None = None,
   ) -> tuple[LearnerState, dict[str, float]]:
     """Updates the models on a batch.
 
@@ -170,6 +171,7 @@ class Learner:
         remaining ones wait in the state. Or an iterable of complete groups of
         ended responses, in the order of their arrival.
       timer: times the phases.
+      scored: called with the scored batch, in any order of its rows.
 
     Returns:
       The state after the update, and the metrics of the step.
@@ -201,6 +203,8 @@ class Learner:
         state, new = self._apply(state, name, batch, sums[name])
       row |= new
     row |= metrics.batch_metrics(batch, self.algorithm)
+    if scored is not None:
+      scored(batch)
     return self._after(state, batch, waiting), row
 
   def score(

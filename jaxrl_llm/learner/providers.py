@@ -115,14 +115,18 @@ def _reference(scoring: Scoring) -> Scores:
 
 
 def _values(scoring: Scoring) -> Scores:
-  """Provides the critic's values before each token and after the last one."""
+  """Provides the critic's values before each token and after the last one.
+
+  `valued`, bool [B], is True for the rows that have them.
+  """
   values = scoring.zeros()
-  after = np.zeros(len(values), np.float32)
+  after, valued = np.zeros(len(values), np.float32), np.zeros(len(values), bool)
   for batch in scoring.mini_batches["critic"]:
     scored = scoring.packed("critic", batch)
     values[batch.rows] = batch.layout.gather(scored)
     after[batch.rows] = batch.layout.gather_last(scored)
-  return {"values": values, "next_values": after}
+    valued[batch.rows] = True
+  return {"values": values, "next_values": after, "valued": valued}
 
 
 def of_member(member: str) -> Callable[[Scoring], np.ndarray]:

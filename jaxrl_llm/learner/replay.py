@@ -5,6 +5,7 @@ A faulty processor can calculate wrongly without an error (Hochschild et al.
 """
 
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,14 +13,18 @@ import jax
 from jaxrl_llm import digest, metrics
 from jaxrl_llm.errors import TrainingStopped
 from jaxrl_llm.learner.learner import Learner
-from jaxrl_llm.learner.state import LearnerState
+from jaxrl_llm.learner.state import LearnerState, TrainingBatch
 from jaxrl_llm.types import Responses
 
 _AGAIN = "replace this host; the same --workdir continues from its checkpoint"
 
 
 def update_twice(
-  learner: Learner, state: LearnerState, responses: Responses, timer: Any
+  learner: Learner,
+  state: LearnerState,
+  responses: Responses,
+  timer: Any,
+  scored: Callable[[TrainingBatch], None] | None = None,
 ) -> tuple[LearnerState, dict[str, float]]:
   """Runs `Learner.update` twice and compares; needs memory for two states.
 
@@ -29,6 +34,7 @@ def update_twice(
     state: the state before; its arrays are donated.
     responses: the batch.
     timer: times the second update and the comparison as phase `replay`.
+    scored: as in `Learner.update`.
 
   Raises:
     TrainingStopped: The updates differ, or replicated arrays differ between
@@ -43,7 +49,7 @@ def update_twice(
         f" differ on {socket.gethostname()}; {_AGAIN}"
       )
     before = state.replace(**jax.tree.map(lambda x: x.copy(), _arrays(state)))
-  after, row = learner.update(state, responses, timer)
+  after, row = learner.update(state, responses, timer, scored)
   with timer.phase("replay"):
     again, _ = learner.update(before, responses, metrics.PhaseTimer())
     first, second = (digest.checksums(_arrays(x)) for x in (after, again))

@@ -17,7 +17,7 @@ from jaxrl_llm.metrics.measure import (
 )
 from jaxrl_llm.metrics.samples import Sample, make_samples, sample_lines
 from jaxrl_llm.metrics.trackers import check_trackers
-from jaxrl_llm.metrics.writers import JsonlWriter, read_rows
+from jaxrl_llm.metrics.writers import JsonlWriter, iterate_rows, read_rows
 
 __all__ = (
   "CompileCounter",
@@ -28,6 +28,7 @@ __all__ = (
   "PhaseTimer",
   "Sample",
   "check_trackers",
+  "iterate_rows",
   "make_samples",
   "mean_and_standard_error",
   "pass_at_k",

@@ -14,6 +14,7 @@ from jaxrl_llm.metrics.watchdog import Watchdog
 from jaxrl_llm.metrics.writers import JsonlWriter, NullWriter, number
 
 _PHASES = ("time/", "host/")
+_SHOWN = 4  # Responses of a step on the console.
 
 
 class PhaseLogger(contextlib.ExitStack):
@@ -112,9 +113,9 @@ class MetricsLogger(PhaseLogger):
     self._logs += rows.log, *tracked, self._console.log
 
   def samples(self, step: int, samples: Sequence[Sample]) -> None:
-    """Logs a few responses of a step."""
+    """Logs responses of a step; the console shows the first few."""
     self._samples.append([sample.row(step) for sample in samples])
-    self._console.samples(step, samples)
+    self._console.samples(step, samples[:_SHOWN])
 
   def event(self, text: str) -> None:
     """Shows a line on the console."""

@@ -1,7 +1,7 @@
-"""Judged responses for display."""
+"""Responses for display."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxrl_llm.rewards.judge import Judged
@@ -13,36 +13,52 @@ _RESPONSE_TAIL = 240
 
 
 class Sample(NamedTuple):
-  """One judged response."""
+  """One response."""
 
   prompt: str
   response: str
   gold: str
   extracted: str | None  # None: no answer was found in the response.
-  reward: float
+  reward: float  # NaN without a verdict.
   length: int  # Response tokens.
   stop: str  # Why it ended, e.g. 'finished' or 'overlong'.
   error: str | None = None  # Why the reward failed.
+  correct: bool | None = None  # None without a verdict.
+  parts: Mapping[str, float] = {}  # Parts of the reward.
+  example: str = ""  # Id of the example.
+  group: int | None = None  # Group id: a draw of the prompt.
+  sample: int | None = None  # Sample id, unique in the run.
+  per_token: Mapping[str, list] = {}  # More fields of the row.
 
   def row(self, step: int) -> dict[str, Any]:
     """Returns its row of samples.jsonl; non-finite rewards are None."""
-    reward = self.reward if math.isfinite(self.reward) else None
-    return {"step": step} | self._asdict() | {"reward": reward}
+    row = {"step": step} | self._asdict() | {"reward": _finite(self.reward)}
+    return row | row.pop("per_token")
+
+
+def _finite(number: float) -> float | None:
+  return number if math.isfinite(number) else None
 
 
 def make_samples(judged: Judged, rows: Sequence[int]) -> list[Sample]:
   """Returns the samples of the given rows."""
-  rollout, rewards = judged.responses.rollout, judged.responses.rewards
+  responses, rollout = judged.responses, judged.responses.rollout
+  has_verdict = responses.ended & responses.judged
   return [
     Sample(
       prompt=judged.prompts[i].text,
       response=judged.texts[i],
       gold=judged.prompts[i].answer,
       extracted=judged.verdicts[i].extracted,
-      reward=float(rewards[i]),
+      reward=float(responses.rewards[i]) if has_verdict[i] else math.nan,
       length=int(rollout.lengths[i]),
       stop=Status(int(rollout.status[i])).name.lower(),
       error=judged.verdicts[i].error,
+      correct=bool(responses.correct[i]) if has_verdict[i] else None,
+      parts={k: _finite(float(x[i])) for k, x in responses.parts.items()},
+      example=judged.prompts[i].id,
+      group=int(rollout.group_id[i]),
+      sample=int(rollout.sample_id[i]),
     )
     for i in rows
   ]

@@ -5,7 +5,7 @@ import math
 import os
 import pathlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,25 +22,31 @@ def read_rows(path: str | os.PathLike) -> list[Row]:
     InputError: a line other than the last is not an object with a `step`.
     OSError: the file cannot be read.
   """
-  return [row for _, row in _parse(path)]
+  return list(iterate_rows(path))
 
 
-def _parse(path: str | os.PathLike) -> list[tuple[bytes, Row]]:
-  lines = pathlib.Path(path).read_bytes().splitlines(keepends=True)
-  parsed = []
-  for number, line in enumerate(lines, start=1):
-    try:
-      row = json.loads(line) if line.endswith(b"\n") else None
-    except ValueError:
-      row = None
-    if isinstance(row, dict) and isinstance(row.get("step"), int):
-      parsed.append((line, row))
-    elif number < len(lines):
-      raise InputError(
-        f"{path}, line {number}: not a JSON object with an integer 'step';"
-        " repair or remove the line"
-      )
-  return parsed
+def iterate_rows(path: str | os.PathLike) -> Iterator[Row]:
+  """Yields the rows of `read_rows` without holding all of them."""
+  return (row for _, row in _parse(path))
+
+
+def _parse(path: str | os.PathLike) -> Iterator[tuple[bytes, Row]]:
+  damaged = None
+  with open(path, "rb") as file:
+    for number, line in enumerate(file, start=1):
+      if damaged is not None:
+        raise InputError(
+          f"{path}, line {damaged}: not a JSON object with an integer 'step';"
+          " repair or remove the line"
+        )
+      try:
+        row = json.loads(line) if line.endswith(b"\n") else None
+      except ValueError:
+        row = None
+      if isinstance(row, dict) and isinstance(row.get("step"), int):
+        yield line, row
+      else:
+        damaged = number
 
 
 class JsonlWriter:

@@ -2,6 +2,7 @@
 
 import contextlib
 import pathlib
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -24,8 +25,9 @@ _STYLE = {
   "legend.edgecolor": "none",
   "legend.fontsize": 8,
 }
+_CHARACTERS = 12  # Of a title or legend, per inch.
 _POINTS = 200
-_NAMES = 4  # In a line of the legend.
+_NAMES = 4  # In a line of the legend, at most.
 
 Curve = tuple[np.ndarray, np.ndarray]  # x, y.
 
@@ -56,20 +58,24 @@ def figure(
   cycler = matplotlib.cycler
   cycle = cycler(linestyle=_DASHES) * cycler(color=_COLORS)
   with matplotlib.rc_context(_STYLE | {"axes.prop_cycle": cycle}):
-    size = (4.3 * columns, 2.9 * lines + 0.3)
+    size = (max(4.3 * columns, 6.0), 2.9 * lines + 0.3)
     sheet = Figure(figsize=size, layout="constrained")
     sheet.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
     axes = sheet.subplots(lines, columns, squeeze=False)
     yield sheet, axes.flatten()
+    width = int(_CHARACTERS * size[0])
+    title = "\n".join(textwrap.fill(x, width) for x in title.splitlines())
     sheet.suptitle(title, x=0.01, ha="left", fontweight="bold")
     sheet.savefig(path)
 
 
 def name_lines(sheet, lines: Sequence[Any], names: Sequence[str]) -> None:
   """Adds one legend for all panels, below them."""
-  rows = -(-len(names) // _NAMES)
+  width = sheet.get_figwidth() * _CHARACTERS
+  columns = max(1, min(_NAMES, int(width / max(len(x) + 5 for x in names))))
+  rows = -(-len(names) // columns)
   sheet.set_figheight(sheet.get_figheight() + 0.1 + 0.2 * rows)
-  sheet.legend(lines, names, loc="outside lower left", ncols=_NAMES)
+  sheet.legend(lines, names, loc="outside lower left", ncols=columns)
 
 
 def draw_mean(axis, curves: Sequence[Curve], **style: Any) -> None:

@@ -1,85 +1,132 @@
-"""Writes the logs of runs as one self-contained HTML page."""
+"""Writes the logs of runs as one self-contained HTML page.
+
+The page is `assets/report/page.html` with the logs as JSON; `page.js` beside it
+draws the tables and the viewer of responses in the browser.
+"""
 
 import base64
 import html
+import json
 import pathlib
+import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm import metrics
 from jaxrl_llm.report import time_spent
-from jaxrl_llm.report.runs import Run
+from jaxrl_llm.report.runs import Run, accuracy_names, flatten, reached
 
+_ASSETS = pathlib.Path(__file__).parents[1] / "assets" / "report"
 _NO_METRICS = ("time", "nonfinite")  # Fields of a row.
-_PAGE = """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
-body {{ font: 15px/1.5 sans-serif; max-width: 1200px; margin: 2rem auto; }}
-img {{ width: 100%; }} h2 {{ font-size: 1.15rem; }}
-td, th {{ text-align: left; vertical-align: top; padding-right: 0.8rem; }}
-td {{ font-family: monospace; white-space: pre-wrap; overflow-wrap: anywhere; }}
-</style></head><body>
-<h1>{title}</h1>
-<img alt="Training curves" src="data:image/png;base64,{picture}">
-{tables}
-</body></html>
-"""
+# Metrics of the table of steps, after the evaluations, and their names in it.
+_COLUMNS = {
+  "reward/mean": "reward",
+  "reward/accuracy": "accuracy",
+  "policy/entropy": "entropy",
+  "rollout/response_length_mean": "mean length",
+  "rollout/response_length_max": "longest",
+  "policy/approx_kl": "KL of update",
+  "value/explained_variance": "expl. variance",
+  "time/step_s": "seconds",
+}
+# Fields of a row of samples.jsonl that the viewer shows when it is opened.
+_PER_TOKEN = ("tokens", "origin", "advantage", "value", "logprob_diff")
+_FIELDS = ("step", "prompt", "response", "gold", "extracted", "reward")
+_FIELDS += ("length", "stop", "error", "correct", "parts", "example")
+_FIELDS += ("group", "sample")
+_BLOCK = 500  # Responses in an element of per-token data, as in page.js.
+_MOST_CHARACTERS = 300_000_000  # Of per-token data, which browsers can hold.
 
 
 def write_page(
-  runs: Sequence[Run], picture: pathlib.Path, path: pathlib.Path
+  runs: Sequence[Run],
+  picture: pathlib.Path,
+  path: pathlib.Path,
+  *,
+  defaults: Mapping[str, Any] = {},
 ) -> None:
   """Writes one self-contained HTML page.
 
-  Everything that a run wrote is escaped: a response is text, never markup.
+  Everything that a run wrote is embedded as JSON: a response is text, never
+  markup. If the per-token data are too much for a browser, those of the first
+  responses are left out.
 
   Args:
     runs: one or more runs.
     picture: PNG file of their curves, embedded.
     path: HTML file to write.
+    defaults: default settings, from which those of the runs may differ.
+
+  Raises:
+    InputError: a line of a samples.jsonl is damaged.
   """
-  names = [run.name for run in runs]
-  shown = lambda row: {k: row[k] for k in sorted(row) if k not in _NO_METRICS}
-  last = _union([shown(run.rows[-1]) for run in runs])
-  tables = [_table("Metrics of the last step", ["metric", *names], last)]
-  spent = _union([time_spent.seconds_spent(run.rows) for run in runs])
-  spent.append(["goodput", *(time_spent.goodput(run.rows) for run in runs)])
-  tables.append(_table("Where the seconds went", ["", *names], spent))
-  tables.append(f"<p>{html.escape(time_spent.MEANING)}</p>")
-  for run in runs:
-    if run.samples:
-      head = list(run.samples[0])
-      rows = [[sample.get(name) for name in head] for sample in run.samples]
-      tables.append(_table(f"Samples of {run.name}", head, rows))
-  settings = _union([run.config for run in runs])
-  tables.append(_table("Settings", ["setting", *names], settings))
-  page = _PAGE.format(
+  data, details = _data(runs)
+  data["defaults"] = flatten(defaults)
+  blocks = [
+    _element(f"tokens{i // _BLOCK}", "\n".join(details[i : i + _BLOCK]))
+    for i in range(0, len(details), _BLOCK)
+  ]
+  lines = [(f"{run.name}: " * (len(runs) > 1)) + reached(run) for run in runs]
+  lines = [f'<p class="reached">{html.escape(line)}</p>' for line in lines]
+  page = string.Template((_ASSETS / "page.html").read_text("utf-8")).substitute(
     title=html.escape(", ".join(run.title for run in runs)),
+    reached="\n".join(lines),
     picture=base64.b64encode(picture.read_bytes()).decode(),
-    tables="\n".join(tables),
+    data="\n".join([_element("data", _json(data)), *blocks]),
+    script=(_ASSETS / "page.js").read_text("utf-8"),
   )
   path.write_text(page, "utf-8", errors="backslashreplace")
 
 
-def _union(columns: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-  """Returns rows of a key and its value in each column."""
-  keys = dict.fromkeys(key for column in columns for key in column)
-  return [[key, *(column.get(key) for column in columns)] for key in keys]
+def _data(runs: Sequence[Run]) -> tuple[dict[str, Any], list[str]]:
+  """Returns what page.js draws, and the per-token data of each response."""
+  prompts: dict[str, int] = {}  # A group shares its prompt.
+  samples, details, size, left_out = [], [], 0, 0
+  for index, run in enumerate(runs):
+    for row in metrics.iterate_rows(run.samples) if run.samples else ():
+      prompt = prompts.setdefault(row["prompt"], len(prompts))
+      samples.append([index, *map((row | {"prompt": prompt}).get, _FIELDS)])
+      detail = {name: row[name] for name in _PER_TOKEN if name in row}
+      details.append(_json(detail) if "tokens" in detail else "")
+      size += len(details[-1])
+  for place, detail in enumerate(details):
+    if size <= _MOST_CHARACTERS:
+      break
+    size, left_out, details[place] = size - len(detail), place + 1, ""
+  evaluations = accuracy_names(row for run in runs for row in run.rows)
+  columns = {x: x.removeprefix("eval/").replace("/", " ") for x in evaluations}
+  data = {
+    "runs": [_run(run) for run in runs],
+    "columns": list((columns | _COLUMNS).items()),
+    "meaning": time_spent.MEANING,
+    "prompts": list(prompts),
+    "fields": ["run", *_FIELDS],
+    "samples": samples,
+    "left_out": left_out,
+  }
+  return data, details
 
 
-def _table(title: str, head: Sequence[str], rows: Sequence[Sequence]) -> str:
-  lines = ["".join(f"<th>{html.escape(name)}</th>" for name in head)]
-  lines += ["".join(f"<td>{_cell(cell)}</td>" for cell in row) for row in rows]
-  lines = "".join(f"<tr>{line}</tr>\n" for line in lines)
-  return f"<h2>{html.escape(title)}</h2><table>{lines}</table>"
+def _run(run: Run) -> dict[str, Any]:
+  names = {name: None for row in run.rows for name in row}
+  names = [name for name in names if name not in _NO_METRICS]
+  spent = time_spent.seconds_spent(run.rows)
+  return {
+    "name": run.name,
+    "names": names,
+    "rows": [[row.get(name) for name in names] for row in run.rows],
+    "settings": run.config,
+    "seconds": spent | {"goodput": time_spent.goodput(run.rows)},
+  }
 
 
-def _cell(value: Any) -> str:
-  if value is None:
-    return "&ndash;"
-  text = f"{value:.5g}" if isinstance(value, float) else str(value)
-  # Responses keep their line breaks; other control characters are shown.
-  text = "\n".join(metrics.printable(line) for line in text.split("\n"))
-  return html.escape(text)
+def _json(value: Any) -> str:
+  """Returns JSON that can stand in a script element: it has no markup."""
+  return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _element(name: str, text: str) -> str:
+  return f'<script type="application/json" id="{name}">\n{text}\n</script>'
 
 
 def markdown(rows: Sequence[Mapping[str, str]]) -> str:

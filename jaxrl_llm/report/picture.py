@@ -8,27 +8,53 @@ import numpy as np
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.report.figure import draw_mean, figure, name_lines
-from jaxrl_llm.report.runs import Run, accuracy_names, have_a_mean, series
+from jaxrl_llm.report.runs import (
+  Run,
+  accuracy_names,
+  have_a_mean,
+  reached,
+  series,
+)
 
 _PHASES = 5  # The longest of a step.
-# Name of a panel: its title, and the metrics that share its axis.
-# fmt: off
+# Name of a panel: its title, and the metrics that share its axis with the names
+# of their lines.
 PANELS = {
-  "reward": ("Reward (mean)", ["reward/mean"]),
-  "accuracy": ("Accuracy", ["reward/accuracy"]),  # And all evaluations.
-  "entropy": ("Entropy (nats per token)", ["policy/entropy"]),
-  "length": ("Response length (tokens)",
-    ["rollout/response_length_mean", "rollout/response_length_max"]),
-  "unfinished": ("Unfinished responses (fraction)",
-    ["rollout/truncated_fraction", "rollout/overlong_fraction"]),
-  "explained_variance": ("Explained variance of the value model",
-    ["value/explained_variance"]),
-  "clipping": ("Clipped tokens (fraction)",
-    ["policy/clip_fraction_high", "policy/clip_fraction_low"]),
-  "kl": ("KL of the update (nats per token)", ["policy/approx_kl"]),
-  "time": ("Time of a step (seconds)", ["time/step_s"]),  # And its phases.
+  "reward": ("Reward (mean)", {"reward/mean": "mean"}),
+  # And all evaluations.
+  "accuracy": ("Accuracy", {"reward/accuracy": "of the training batch"}),
+  "entropy": ("Entropy (nats per token)", {"policy/entropy": "entropy"}),
+  "length": (
+    "Response length (tokens)",
+    {
+      "rollout/response_length_mean": "mean",
+      "rollout/response_length_max": "longest",
+    },
+  ),
+  "unfinished": (
+    "Unfinished responses (fraction)",
+    {
+      "rollout/truncated_fraction": "continue in the next step",
+      "rollout/overlong_fraction": "reached the maximum length",
+    },
+  ),
+  "explained_variance": (
+    "Explained variance of the value model",
+    {"value/explained_variance": "explained variance"},
+  ),
+  "clipping": (
+    "Clipped tokens (fraction)",
+    {
+      "policy/clip_fraction_high": "upper bound",
+      "policy/clip_fraction_low": "lower bound",
+    },
+  ),
+  "kl": ("KL of the update (nats per token)", {"policy/approx_kl": "KL"}),
+  # And its phases.
+  "time": ("Time of a step (seconds)", {"time/step_s": "whole step"}),
 }
-# fmt: on
+# Not drawn if they are always 0: they then say that a method lacks a part.
+_OPTIONAL = PANELS["unfinished"][1] | PANELS["clipping"][1]
 
 
 def draw(
@@ -38,7 +64,8 @@ def draw(
 
   A colour is a metric of one run, or one of several runs. Long curves are
   faint under their running mean. Runs that differ in nothing but their seeds
-  get a mean. A panel for which no run logged anything is left out.
+  get a mean. The first and last evaluations stand above the panels. A panel for
+  which no run logged anything is left out, as are fractions that are always 0.
 
   Args:
     runs: one or more runs.
@@ -50,53 +77,66 @@ def draw(
     ImportError: matplotlib is not installed.
   """
   rows = [row for run in runs for row in run.rows]
-  logged = {name for row in rows for name in row if row[name] is not None}
+  logged = {
+    name
+    for row in rows
+    for name, value in row.items()
+    if (value if name in _OPTIONAL else value is not None)
+  }
   shown = {}
   for name in panels or PANELS:
     if name not in PANELS:
       raise InputError(f"panel must be one of {', '.join(PANELS)}, got {name}")
-    metrics = [metric for metric in _metrics(runs, name) if metric in logged]
+    metrics = {k: x for k, x in _metrics(runs, name).items() if k in logged}
     if metrics:
       shown[name] = metrics
   if not shown:
     raise InputError("none of the panels' metrics was logged")
   columns = min(3, len(shown))
   lines = math.ceil(len(shown) / columns)
-  title = runs[0].title if len(runs) == 1 else ""
+  title = f"{runs[0].title}\n{reached(runs[0])}"
+  if len(runs) > 1:
+    title = "\n".join(f"{run.name}: {reached(run)}" for run in runs)
+  title = title.strip()
   with figure(path, lines, columns, title=title) as (sheet, axes):
     for axis, (name, metrics) in zip(axes, shown.items()):
       axis.set_title(PANELS[name][0])
       axis.set_xlabel("step")
-      for index, metric in enumerate(metrics):
-        _draw_metric(axis, runs, metric, index)
+      for index, (metric, label) in enumerate(metrics.items()):
+        _draw_metric(axis, runs, metric, index, label)
       if name == "time":  # The first steps compile, and take far longer.
         axis.set_yscale("log")
       else:  # Down to 0, with air for a line that lies there.
         low, high = axis.get_ylim()
         axis.set_ylim(min(low, -0.03 * high), high)
-      if len(metrics) > 1:
-        axis.legend(ncols=2 if name == "time" else 1)
+      if len(metrics) > 1 or len(PANELS[name][1]) > 1:
+        below = {"loc": "upper left", "bbox_to_anchor": (-0.02, -0.22)}
+        axis.legend(**below, ncols=3 if name == "time" else 2)
     for axis in axes[len(shown) :]:
       axis.axis("off")
     if len(runs) > 1:
       _name_runs(sheet, runs)
 
 
-def _metrics(runs: Sequence[Run], panel: str) -> list[str]:
-  """Returns the metrics of a panel, including those named by the run."""
+def _metrics(runs: Sequence[Run], panel: str) -> dict[str, str]:
+  """Returns the names of the lines of a panel by metric."""
   rows = [row for run in runs for row in run.rows]
-  more = []
+  more = {}
   if panel == "accuracy":
-    more = accuracy_names(rows)
+    names = accuracy_names(rows)
+    more = {x: x.removeprefix("eval/").replace("/", " ") for x in names}
   elif panel == "time" and len(runs) == 1:
     phases = {name for row in rows for name in row if name[:5] == "time/"}
     phases -= {"time/step_s", "time/start_s"}
     seconds = {name: series(runs[0], name)[1].sum() for name in phases}
-    more = sorted(phases, key=lambda name: (-seconds[name], name))[:_PHASES]
-  return PANELS[panel][1] + more
+    longest = sorted(phases, key=lambda name: (-seconds[name], name))[:_PHASES]
+    more = {x: x[5:].removesuffix("_s").replace("_", " ") for x in longest}
+  return PANELS[panel][1] | more
 
 
-def _draw_metric(axis, runs: Sequence[Run], metric: str, index: int) -> None:
+def _draw_metric(
+  axis, runs: Sequence[Run], metric: str, index: int, label: str
+) -> None:
   """Draws a metric of a panel, distinguished by dashes or markers."""
   held_out, several = metric.startswith("eval/"), len(runs) > 1
   style = {"linestyle": "--" if several and index else "-"}
@@ -120,7 +160,7 @@ def _draw_metric(axis, runs: Sequence[Run], metric: str, index: int) -> None:
     curves = [series(run, metric) for run in runs]
     curves = [(steps, _smooth(values)) for steps, values in curves]
     draw_mean(axis, curves, **style)
-  axis.plot([], [], label=metric, **style)
+  axis.plot([], [], label=label, **style)
 
 
 def _name_runs(sheet, runs: Sequence[Run]) -> None:

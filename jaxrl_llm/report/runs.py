@@ -14,12 +14,12 @@ from jaxrl_llm.errors import InputError
 
 
 class Run(NamedTuple):
-  """The logged rows and samples of a run."""
+  """The logged rows of a run, and its files."""
 
   name: str
   rows: list[dict[str, Any]]  # Metrics, one object a step.
   config: dict[str, Any]  # By dotted keys; empty without a config.json.
-  samples: list[dict[str, Any]]  # Samples of the last step with any.
+  samples: pathlib.Path | None = None  # samples.jsonl, which may be large.
 
   @property
   def title(self) -> str:
@@ -38,7 +38,7 @@ def load_run(path: str | os.PathLike) -> Run:
     path: folder with `metrics.jsonl`.
 
   Returns:
-    The rows, the current settings and the last samples.
+    The rows, the current settings and the file of samples.
 
   Raises:
     InputError: a file is empty or a line of it is damaged.
@@ -48,23 +48,22 @@ def load_run(path: str | os.PathLike) -> Run:
   rows = metrics.read_rows(folder / "metrics.jsonl")
   if not rows:
     raise InputError(f"{folder / 'metrics.jsonl'}: no step was logged yet")
-  config, samples = {}, []
+  config, samples = {}, folder / "samples.jsonl"
   if (folder / "config.json").exists():
-    config = _flatten(read_object(folder / "config.json", "restore it"))
+    config = flatten(read_object(folder / "config.json", "restore it"))
   if (folder / "config_changes.jsonl").exists():
     for row in metrics.read_rows(folder / "config_changes.jsonl"):
       config |= {key: new for key, (_, new) in row["changes"].items()}
-  if (folder / "samples.jsonl").exists():
-    samples = metrics.read_rows(folder / "samples.jsonl")
-    samples = [s for s in samples if s["step"] == samples[-1]["step"]]
+  samples = samples if samples.exists() else None
   return Run(folder.resolve().name, rows, config, samples)
 
 
-def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+  """Returns nested settings by dotted keys."""
   flat = {}
   for key, value in config.items():
     if isinstance(value, dict) and value:
-      flat |= _flatten(value, f"{prefix}{key}.")
+      flat |= flatten(value, f"{prefix}{key}.")
     else:
       flat[prefix + key] = value
   return flat
@@ -88,3 +87,21 @@ def accuracy_names(rows: Iterable[Mapping[str, Any]]) -> list[str]:
   """Names of accuracies of evaluations in rows: avg@k, greedy of every set."""
   names = dict.fromkeys(name for row in rows for name in row)
   return [n for n in names if re.fullmatch(r"eval/.*/(avg@\d+|greedy)", n)]
+
+
+def reached(run: Run) -> str:
+  """Returns the first and the last evaluation of a run as one line.
+
+  Accuracies with the standard error of the last one, or the mean reward of a
+  run that was not evaluated.
+  """
+  parts, span = [], ""
+  for name in accuracy_names(run.rows) or ["reward/mean"]:
+    steps, values = series(run, name)
+    if steps.size:
+      errors = dict(zip(*series(run, f"{name}_se")))
+      error = f" ± {errors[steps[-1]]:.3f}" if steps[-1] in errors else ""
+      label = name.removeprefix("eval/").replace("/", " ")
+      parts.append(f"{label} {values[0]:.3f} → {values[-1]:.3f}{error}")
+      span = f" (steps {steps[0]:.0f} and {steps[-1]:.0f})"
+  return ", ".join(parts) + span

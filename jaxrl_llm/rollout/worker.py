@@ -47,8 +47,6 @@ from jaxrl_llm.types import (
   unjudged,
 )
 
-_SHOWN = 4  # Responses of a step that the log may show.
-
 
 @chex.dataclass(frozen=True)
 class RolloutState:
@@ -77,15 +75,6 @@ class Collected:
   state: RolloutState
   source_state: PromptSourceState
   judged: list[Judged]  # Judged responses, one entry per call.
-
-  @property
-  def samples(self) -> list[metrics.Sample]:
-    """A few of the last judged responses, for display."""
-    if not self.judged:
-      return []
-    rng = np.random.default_rng(self.batch.version + 1)
-    rows = rng.permutation(len(self.judged[-1].texts))[:_SHOWN]
-    return metrics.make_samples(self.judged[-1], rows)
 
   @property
   def new_failures(self) -> list[metrics.Sample]:

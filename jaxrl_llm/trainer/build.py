@@ -90,6 +90,7 @@ def make_run(config: Any) -> Run:
     ),
     evaluator=_make_evaluator(config, worker.writer, problems),
     judge=judge,
+    tokenizer=tokenizer,
     inputs=data.digests(config) | teachers,
   )
 

@@ -49,6 +49,7 @@ from jaxrl_llm.system import processes, signals
 from jaxrl_llm.system.processes import of_first
 from jaxrl_llm.trainer import speed, summary
 from jaxrl_llm.trainer.run import Run, States, restore, save
+from jaxrl_llm.trainer.samples import samples_of_step
 from jaxrl_llm.trainer.value_pretraining import CHECKPOINTS
 from jaxrl_llm.trainer.workdir import Workdir
 from jaxrl_llm.workdir import best_step, describe
@@ -270,6 +271,10 @@ def iterate(
   sync.check_version(weights, states.step)
   sampled_with = _sampled_with(states, weights)
 
+  config, scored = run.config.run, []
+  shows = config.samples_every and processes.is_first()
+  shows = shows and (states.step + 1) % config.samples_every == 0
+
   # 1. Draw prompts, 2. generate, 3. reward ended responses: a batch that is
   # trained on now, or `schedule.lag` updates later.
   def collect(rollout: RolloutState, source: PromptSourceState) -> Collected:
@@ -287,7 +292,8 @@ def iterate(
     ready=len(states.batches),
   ) as written:
     # 4. Score, 5. estimate, 6. pack, 7. update.
-    learner, row, batch = _learn(run, states, written, timer)
+    watch = scored.append if shows else None
+    learner, row, batch = _learn(run, states, written, timer, watch)
     with timer.phase("wait"):
       collected = [future.result() for future in written]
   row = batch.metrics | row
@@ -307,20 +313,23 @@ def iterate(
     with timer.phase("sync"):
       row |= check_sampler(run, states, weights)
   # 9. Log.
-  every = run.config.run.samples_every
-  due = every and states.step % every == 0
-  samples = [sample for new in collected for sample in new.new_failures]
-  samples += collected[-1].samples if due else []
-  if samples:
-    logger.samples(states.step, samples)
+  shown = [sample for new in collected for sample in new.new_failures]
+  if shows:
+    more = samples_of_step(run, batch, collected, *scored)
+    here = {sample.sample for sample in more}
+    shown = [each for each in shown if each.sample not in here] + more
+  if shown:
+    logger.samples(states.step, shown)
   return states, weights, row
 
 
-def _learn(run, states, written, timer) -> tuple[LearnerState, dict, Batch]:
+def _learn(
+  run, states, written, timer, scored
+) -> tuple[LearnerState, dict, Batch]:
   """Trains on the next batch, or on its groups as they arrive."""
   if run.pipeline.streaming:
     groups = run.pipeline.arriving(written, states.step, timer)
-    learner, row = run.learner.update(states.learner, groups, timer)
+    learner, row = run.learner.update(states.learner, groups, timer, scored)
     return learner, row, written[0].result().batch
   with timer.phase("wait"):
     batch = states.batches[0] if states.batches else written[0].result().batch
@@ -329,7 +338,7 @@ def _learn(run, states, written, timer) -> tuple[LearnerState, dict, Batch]:
   due = every and (states.step + 1) % every == 0
   update = functools.partial(update_twice, run.learner)
   update = update if due else run.learner.update
-  learner, row = update(states.learner, batch.responses, timer)
+  learner, row = update(states.learner, batch.responses, timer, scored)
   return learner, row, batch
 
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from jaxrl_llm import checkpoint, sync
 from jaxrl_llm.data.prompt_source import PromptSource, PromptSourceState
+from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.evaluate import Evaluator
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.state import LearnerState
@@ -35,6 +36,7 @@ class Run:
   critic_params: Callable[[Any], Any]
   evaluator: Evaluator  # On held-out problems.
   judge: Judge
+  tokenizer: Tokenizer
   # Config key -> digest of the files that it names.
   inputs: Mapping[str, str]
 

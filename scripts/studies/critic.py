@@ -180,21 +180,22 @@ def first_wrong(question: str, text: str) -> int | None:
 
 
 def draw(judgement: Judgement, path: pathlib.Path, title: str) -> None:
-  """Three panels: V by position, EV by position, and V along responses."""
+  """Draws V by position, EV by position, and V along responses."""
   rows = binned(judgement)
   column = lambda name: np.array([row[name] for row in rows])
-  with figure(path, 1, 3, title=title) as (_, axes):
+  with figure(path, 2, 2, title=title) as (_, axes):
     for name in ("right", "wrong"):
       bands = map(column, ("position", name, f"{name}_sd"))
-      draw_band(axes[0], *bands, label=name)
-    axes[0].set(title="V: mean and spread", xlabel="part of the response")
-    axes[0].legend(title="responses that are")
-    axes[1].plot(column("position"), column("explained"), label="critic")
+      draw_band(axes[0], *bands, label=f"{name} responses")
+    axes[0].set(title="Values: mean and standard deviation")
+    axes[1].plot(column("position"), column("explained"), label="the critic")
     if judgement.ceilings:
-      axes[1].plot(column("position"), column("ceiling"), label="at most")
-      axes[1].legend()
-    axes[1].set(title="explained variance", ylim=(0, 1))
-    axes[1].set(xlabel="part of the response")
+      label = "the best possible critic"
+      axes[1].plot(column("position"), column("ceiling"), label=label)
+    axes[1].set(title="Explained variance", ylim=(0, 1))
+    for axis in axes[:2]:
+      axis.set(xlabel="Part of the response that is written")
+      axis.legend(loc="upper left", bbox_to_anchor=(0, -0.2), ncols=2)
     for row in _examples(judgement):
       length = int(judgement.mask[row].sum())
       value = judgement.values[row, :length]
@@ -203,9 +204,11 @@ def draw(judgement: Judgement, path: pathlib.Path, title: str) -> None:
       at = first_wrong(judgement.questions[row], judgement.texts[row])
       if at is not None and at < length:
         axes[2].plot(at, value[at], "x", color=line.get_color(), markersize=9)
-    axes[2].set(title="V along responses; x is the first wrong character")
-    axes[2].set(xlabel="token")
-    axes[2].legend()
+    axes[2].set(title="Values along four responses", xlabel="Token")
+    axes[3].axis("off")
+    lines, names = axes[2].get_legend_handles_labels()
+    title = "Responses; x: the first wrong character"
+    axes[3].legend(lines, names, title=title, loc="center left")
 
 
 def _examples(judgement: Judgement) -> list[int]:
@@ -240,9 +243,8 @@ def run(options: argparse.Namespace) -> None:
     judgement.values, judgement.returns, judgement.mask
   )
   out.mkdir(parents=True, exist_ok=True)
-  trained = f"critic after step {options.step}"
-  which = "pretrained critic" if options.step is None else trained
-  title = f"The {which} of {folder.resolve().name}"
+  when = f"step {options.step}" if options.step else "value pretraining"
+  title = f"After {when} the critic explains {explained:.0%} of the variance"
   draw(judgement, out / "critic.png", title)
   rows = binned(judgement)
   write_csv(out / "critic.csv", rows[0], [row.values() for row in rows])

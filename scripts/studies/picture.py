@@ -13,7 +13,7 @@ from jaxrl_llm.report.figure import draw_mean, figure, name_lines
 _AXES = {
   "steps": ("Steps", 1.0),
   "seconds": ("Training time (minutes)", 60.0),
-  "tokens": ("Generated tokens (millions)", 1e6),
+  "tokens": ("Generated tokens (thousands)", 1e3),
   "decode_steps": ("Decode steps (thousands)", 1e3),
 }
 # Colour, marker and height within the line.
@@ -37,24 +37,29 @@ def draw(
     ImportError: matplotlib is missing.
   """
   drawn = [name for name in outcomes if name in study.drawn] or outcomes
-  with figure(path, 1, len(study.axes) + 1, title=study.title) as (sheet, axes):
+  panels = len(study.axes) + 1
+  columns = min(panels, 2)  # More would be too small on a page.
+  size = panels // columns, columns
+  with figure(path, *size, title=study.title) as (sheet, axes):
     for axis, kind in zip(axes, study.axes):
       label, unit = _AXES[kind]
       for name in drawn:
         curves = [(getattr(r, kind) / unit, r.accuracy) for r in outcomes[name]]
         draw_mean(axis, curves, label=name)
       axis.set_xlabel(label)
+      axis.set_ylabel("Held-out sampled accuracy")
       axis.sharey(axes[0])
-    axes[0].set_ylabel("Held-out sampled accuracy")
     _draw_leads(axes[-1], study, outcomes)
-    name_lines(sheet, *axes[0].get_legend_handles_labels())
+    if study.axes:
+      name_lines(sheet, *axes[0].get_legend_handles_labels())
 
 
 def _draw_leads(axis, study: Study, outcomes) -> None:
   """A line for each variant but the first, from the top."""
   names = [name for name in outcomes if name != study.baseline]
   base = outcomes.get(study.baseline, [])
-  for kind, (color, marker, offset) in _LEADS.items():
+  for kind in study.leads:
+    color, marker, offset = _LEADS[kind]
     found = [leads(outcomes[name], base, kind) for name in names]
     rows = [
       (place + offset, *metrics.mean_and_standard_error(values))

@@ -79,6 +79,37 @@ class TestCharacterTokenizer:
       tokenizer.encode(text)
 
 
+class TestPieces:
+  def test_of_characters(self, tmp_path):
+    tokenizer = Tokenizer(character(tmp_path))
+    ids = [*tokenizer.encode("3+5=8;#8."), tokenizer.eos_id]
+    assert tokenizer.pieces(ids) == [*"3+5=8;#8.", "<eos>"]
+    assert tokenizer.pieces([]) == []
+
+  def test_a_character_of_several_tokens_is_in_the_last_one(self, tmp_path):
+    tokenizer = Tokenizer(byte_level(tmp_path))
+    ids = [i for text in "aπ€😀b" for i in tokenizer.encode(text)]
+    pieces = ["a", "", "π", "", "", "€", "", "", "", "😀", "b"]
+    assert tokenizer.pieces(ids) == pieces
+    # A character that is cut, and bytes that never become one.
+    assert tokenizer.pieces(ids[:5]) == [*pieces[:4], "\ufffd"]
+    cut = [ids[6]] * 9 + tokenizer.encode("ok")
+    assert "".join(tokenizer.pieces(cut)) == tokenizer.decode(cut)
+    assert tokenizer.pieces(cut)[-1] == "k"
+
+  def test_spaces_that_a_decoder_strips_from_the_first_token(self, tmp_path):
+    words = tokenizers.Tokenizer(
+      models.WordLevel({"▁a": 0, "▁b": 1, "<eos>": 2}, unk_token="<eos>")
+    )
+    words.decoder = decoders.Metaspace()
+    path = write(
+      tmp_path, tokenizer__json=words.to_str(), config__json={"eos_token_id": 2}
+    )
+    tokenizer = Tokenizer(path)
+    assert tokenizer.decode([0, 1, 1]) == "a b b"
+    assert tokenizer.pieces([0, 1, 1]) == ["a", " b", " b"]
+
+
 class TestControlTokens:
   def test_text_cannot_write_them(self, tmp_path):
     tokenizer = Tokenizer(byte_level(tmp_path))

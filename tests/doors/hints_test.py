@@ -97,10 +97,13 @@ def test_hints(model, tmp_path):
     assert row["sampler_trainer/logprob_diff_max"] < 1e-5
   samples = metrics.read_rows(tmp_path / "run" / "samples.jsonl")
   shown = [s for s in samples if s["step"] > 0]
-  for sample in shown:  # Of the last responses that were judged.
+  assert len(shown) == 8
+  given = [s for s in shown if s["origin"][0][0] == "given"]
+  assert given
+  for sample in given:
+    assert sample["advantage"][0] is None and sample["tokens"][0]
     solution = "".join(steps(sample["prompt"]))
     assert sample["response"].startswith(solution[: int(0.6 * len(solution))])
-  assert len(shown) == 8
 
 
 def test_repaired_steps(model, tmp_path):

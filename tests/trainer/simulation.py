@@ -311,7 +311,7 @@ class _Learner:
   def reference(self):
     return None
 
-  def update(self, state, responses, timer):
+  def update(self, state, responses, timer, scored=None):
     with timer.phase("update_policy"):
       rollout = responses.rollout
       grad = rollout.behavior_logprobs[:, :4].mean(axis=0)
@@ -410,6 +410,7 @@ def make_run(config) -> Run:
     critic_params=None,
     evaluator=_Evaluator(),
     judge=types.SimpleNamespace(tell=None, failure="", close=lambda: None),
+    tokenizer=None,
     inputs={},
   )
 
