@@ -38,6 +38,5 @@ def get_config(preset: str = ""):
   config.off_policy.correction = "truncate"
   config.off_policy.level = "token"
   config.off_policy.high = 5.0
-  batch = config.data.prompts_per_step * config.data.group_size
-  config.optimizer.policy.mini_batch = max(1, batch // 4)
+  config.optimizer.policy.update(mini_batch=0, updates_per_step=4)
   return config

@@ -22,7 +22,5 @@ def get_config(preset: str = ""):
   config.loss.clip_low = 3e-4
   config.loss.clip_high = 4e-4
   config.loss.mode = "seq-mean-token-mean"
-  config.optimizer.policy.mini_batch = max(
-    1, config.data.prompts_per_step * config.data.group_size // 4
-  )
+  config.optimizer.policy.update(mini_batch=0, updates_per_step=4)
   return config

@@ -33,7 +33,5 @@ def get_config(preset: str = ""):
   config.loss.kl_coefficient = 0.04
   config.loss.kl = "k3"
   config.optimizer.policy.epochs = 2
-  config.optimizer.policy.mini_batch = (
-    config.data.prompts_per_step * config.data.group_size
-  )
+  config.optimizer.policy.update(mini_batch=0, updates_per_step=1)
   return config

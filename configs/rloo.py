@@ -25,7 +25,5 @@ def get_config(preset: str = ""):
   config.loss.mode = "seq-mean-token-sum"
   config.loss.kl_reward_coefficient = 0.03
   # On-policy: one update per batch.
-  config.optimizer.policy.mini_batch = (
-    config.data.prompts_per_step * config.data.group_size
-  )
+  config.optimizer.policy.update(mini_batch=0, updates_per_step=1)
   return config

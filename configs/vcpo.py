@@ -46,7 +46,5 @@ def get_config(preset: str = ""):
   config.off_policy.level = "sequence"
   config.off_policy.high = 8.0
   config.off_policy.ess_scale = True
-  config.optimizer.policy.mini_batch = (
-    config.data.prompts_per_step * config.data.group_size
-  )
+  config.optimizer.policy.update(mini_batch=0, updates_per_step=1)
   return config

@@ -156,6 +156,23 @@ class TestSettings:
         ["optimizer.policy.mini_batch=10: must divide"],
       ),
       (
+        {"optimizer__policy__updates_per_step": 4},
+        [
+          "policy.mini_batch=16 with config.optimizer.policy.updates_per_step=4",
+          "set mini_batch=0 or updates_per_step=1",
+        ],
+      ),
+      (
+        {
+          "optimizer__value__mini_batch": 0,
+          "optimizer__value__updates_per_step": 5,
+        },
+        [
+          "optimizer.value.updates_per_step=5: must divide the batch of 32",
+          "mini_batch=0 and a number of updates_per_step",
+        ],
+      ),
+      (
         {"mesh__data": 16},
         [
           "mesh data=16 x fsdp=1 x context=1 x tensor=1 needs 16 devices",
@@ -190,6 +207,31 @@ class TestSettings:
   def test_are_refused(self, model, changes, parts):
     with refused(*parts):
       build.make_run(tiny_run.make_config(model, **changes))
+
+  def test_updates_per_step_follow_the_batch(self):
+    sizes = {}
+    for prompts in (8, 6):
+      config = tiny_run.make_config(
+        "none",
+        data__prompts_per_step=prompts,
+        optimizer__policy__mini_batch=0,
+        optimizer__policy__updates_per_step=2,
+        optimizer__value__mini_batch=0,
+        optimizer__value__epochs=3,
+      )
+      validate(config)
+      of = {x: build.update_settings(config, x) for x in ("policy", "value")}
+      sizes[prompts] = [(x.mini_batch, x.updates) for x in of.values()]
+    # Of six steps, 2 updates each of the policy and 3 of the critic.
+    assert sizes == {8: [(16, 12), (32, 18)], 6: [(12, 12), (24, 18)]}
+    plain = tiny_run.make_config("none")
+    alike = tiny_run.make_config(
+      "none",
+      optimizer__policy__mini_batch=0,
+      optimizer__policy__updates_per_step=2,
+    )
+    settings = [build.update_settings(x, "policy") for x in (plain, alike)]
+    assert settings[0] == settings[1]
 
   @pytest.mark.parametrize(
     "changes",

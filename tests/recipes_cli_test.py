@@ -212,11 +212,15 @@ class TestConfigs:
       if role == "value" and not has_critic(config):
         continue
       optimizer = config.optimizer[role]
-      batches = config_lib.batch_size(config) // optimizer.mini_batch
-      assert optimizer.warmup_steps == 20 * batches * optimizer.epochs
+      updates = build.update_settings(config, role).updates
+      assert optimizer.warmup_steps * config.run.steps == 20 * updates
       # Whoever changes their number, on the command line too.
-      optimizer.mini_batch //= 2
-      assert optimizer.warmup_steps == 40 * batches * optimizer.epochs
+      optimizer.mini_batch = config_lib.mini_batch(config, role) // 2
+      optimizer.updates_per_step = 1
+      updates = build.update_settings(config, role).updates
+      assert optimizer.warmup_steps * config.run.steps == 20 * updates
+      optimizer.update(mini_batch=0, updates_per_step=6)
+      assert optimizer.warmup_steps == 20 * 6 * optimizer.epochs
       optimizer.warmup_steps = 3
       assert optimizer.warmup_steps == 3
 
@@ -250,10 +254,10 @@ class TestTrains:
       changes["schedule.window"] = 24
     for role in ("policy", "value"):
       # One update or more, as the method has it.
-      updates = (
-        config_lib.batch_size(config) // config.optimizer[role].mini_batch
-      )
-      changes[f"optimizer.{role}.mini_batch"] = batch // updates
+      size = config_lib.mini_batch(config, role)
+      updates = config_lib.batch_size(config) // size
+      changes[f"optimizer.{role}.mini_batch"] = 0
+      changes[f"optimizer.{role}.updates_per_step"] = updates
     config.update_from_flattened_dict(changes)
     run = build.make_run(config)
     loop.train(run, tmp_path)

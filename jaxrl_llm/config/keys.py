@@ -447,10 +447,13 @@ class Optimizer(Group, path="optimizer.policy"):
 
   name = Key("adamw", Names("learner.optimizer:OPTIMIZERS"),
     "Optimizer, 'adamw' or a registered one.", FIXED)
-  mini_batch = Key(256, _SOME, "Responses per update (mini-batch size).")
+  mini_batch = Key(256, _COUNT, "Responses per update (mini-batch size); 0"
+    " divides the batch into updates_per_step.")
+  updates_per_step = Key(1, _SOME, "Mini-batches of a batch if mini_batch is 0:"
+    " updates of a step in each epoch.")
   epochs = Key(1, _SOME, "Passes over each batch of rollouts.")
   learning_rate = Key(2e-4, _NUMBER, "Peak learning rate of AdamW.")
-  # Defined after mini_batch: presets divide by that.
+  # Defined after mini_batch and updates_per_step: presets compute with them.
   warmup_steps = Key(10, _COUNT, "Updates of linear learning-rate warm-up."
     " Presets of Qwen2.5 use the updates of 20 steps.")
   learning_rate_schedule = Key("constant", Names("learner.optimizer:SCHEDULES"),

@@ -157,10 +157,12 @@ def _optimizers(config: Any, **settings: float) -> None:
 def _warmup(config: Any, rollouts: int) -> None:
   """Sets warm-ups to a number of rollouts, following later batch settings."""
   refs = config.data.get_ref
-  responses = rollouts * refs("prompts_per_step") * refs("group_size")
+  batch = refs("prompts_per_step") * refs("group_size")
   for role in (config.optimizer.policy, config.optimizer.value):
-    updates = responses * role.get_ref("epochs") // role.get_ref("mini_batch")
-    role.warmup_steps = updates
+    # A mini_batch of 0 counts as the whole batch.
+    size = (role.get_ref("mini_batch") - 1) % batch + 1
+    passes = role.get_ref("epochs") * role.get_ref("updates_per_step")
+    role.warmup_steps = rollouts * batch * passes // size
 
 
 def _learning_rates(config: Any, policy: float) -> None:

@@ -158,10 +158,11 @@ def make_learner(
 
 def update_settings(config: Any, role: str) -> UpdateSettings:
   """Returns the update settings of the 'policy' or the 'value' model."""
-  settings = config.optimizer[role]
-  batches = config_lib.batch_size(config) / settings.mini_batch
-  steps = config.run.steps
-  updates = round(steps * batches * settings.epochs)
+  settings = config.optimizer[role].to_dict()
+  del settings["updates_per_step"]
+  settings["mini_batch"] = size = config_lib.mini_batch(config, role)
+  steps, batches = config.run.steps, config_lib.batch_size(config) / size
+  updates = round(steps * batches * settings["epochs"])
   return UpdateSettings(**settings, steps=steps, updates=updates)
 
 
