@@ -158,7 +158,7 @@ class TestSettings:
       (
         {"optimizer__policy__updates_per_step": 4},
         [
-          "policy.mini_batch=16 with config.optimizer.policy.updates_per_step=4",
+          "mini_batch=16 with config.optimizer.policy.updates_per_step=4",
           "set mini_batch=0 or updates_per_step=1",
         ],
       ),
@@ -432,11 +432,11 @@ class TestData:
     other = write_lines(tmp_path / "a.jsonl", *map(row, range(5, 15)))
     apart = write_lines(tmp_path / "c.jsonl", *map(row, range(20, 30)))
     origin = lambda path, evaluated: (
-      self.make_run(
-        model, path, eval__path=str(evaluated), eval__problems=0
-      ).evaluator.origin
+      self.make_run(model, path, eval__path=str(evaluated), eval__problems=0)
+      .evaluators[0]
+      .origin
     )
-    told = "of 8 evaluated questions are trained on; remove them from data.path"
+    told = "of 8 evaluated questions of b are trained on; remove them from"
     assert origin(f"{other},{both}", both).startswith(f"8 {told}")
     assert origin(other, both).startswith(f"3 {told}")
     assert origin(apart, both) == ""

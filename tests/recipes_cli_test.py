@@ -239,7 +239,6 @@ class TestTrains:
   def test_three_steps_from_the_embedded_model(self, method, tmp_path):
     config = load(method)
     prompts = 16 if config.data.group_size == 1 else 4
-    batch = prompts * config.data.group_size
     changes = {
       "data.prompts_per_step": prompts,
       "value.pretrain_steps": min(config.value.pretrain_steps, 1),

@@ -71,21 +71,56 @@ def long_tail(config: Any) -> None:
 
 
 def gsm8k(config: Any) -> None:
-  """Trains a chat model on GSM8K; needs model.path and data.path."""
+  """Trains a chat model on GSM8K; needs model.path and data.path.
+
+  The size is that of common scripts of TRL and verl: 128 prompts with 8
+  responses of up to 512 tokens, four updates a step, three epochs.
+  """
+  _word_problems(config, prompts=1024, length=512)
+  config.model.dtype = "bfloat16"
+  config.sampler.slots = 256
+  _optimizers(config, mini_batch=0, updates_per_step=4, b2=0.999)
+  config.eval.update(greedy=True, every=10)
+  config.run.update(steps=175, samples_every=10)
+
+
+def gsm8k_smoke(config: Any) -> None:
+  """Is a small `gsm8k` that tries a model, its data and a reward."""
+  _word_problems(config, prompts=16, length=256)
+  _optimizers(config, mini_batch=16, micro_batch_size=2)
+  config.eval.update(problems=8, samples=1, every=100)
+  config.run.samples_every = 1
+
+
+def one_gpu_24gb(config: Any) -> None:
+  """Trains a model of 0.5B as `gsm8k`, on a GPU of 24 GB (docs/scale.md)."""
+  gsm8k(config)
+  config.sampler.slots = 128
+  _optimizers(config, micro_batch_size=4, mu_dtype="bfloat16")
+
+
+def one_gpu_80gb(config: Any) -> None:
+  """Trains a model of 1.5B as `gsm8k`, on a GPU of 80 GB (docs/scale.md)."""
+  gsm8k(config)
+  _optimizers(config, mu_dtype="bfloat16")
+
+
+def _word_problems(config: Any, *, prompts: int, length: int) -> None:
+  """Sets up questions with a number as the answer, for a chat model.
+
+  `length` is the maximum length of a prompt, and that of a response.
+  """
   config.data.update(source="jsonl", template="chat", on_long="drop")
-  config.data.update(prompts_per_step=16, max_prompt_length=256)
+  config.data.update(prompts_per_step=prompts, max_prompt_length=length)
   config.data.template_settings = {
     "question_format": (
       "{question}\nReason step by step and end with #### and the number."
     ),
   }
-  config.sampler.max_response_length = 256
+  config.sampler.max_response_length = length
   config.reward.name = "numeric"
-  config.estimator.alpha = 0.2
+  config.estimator.alpha = 0.2  # lambda is 0.98 at 200 tokens.
   _learning_rates(config, 1e-6)
-  _optimizers(config, mini_batch=16, micro_batch_size=2)
-  config.eval.update(problems=8, samples=1, every=100)
-  config.run.samples_every = 1
 
 
 def qwen1_5b(config: Any) -> None:
@@ -176,7 +211,10 @@ SCALES: Mapping[str, Scale] = {
   "": Scale(embedded, group_size=8, pretrain_steps=12),
   "long_tail": Scale(long_tail, group_size=8, pretrain_steps=12),
   "smollm2": Scale(smollm2, group_size=8, pretrain_steps=4),
-  "gsm8k": Scale(gsm8k, group_size=4, pretrain_steps=1),
+  "gsm8k": Scale(gsm8k, group_size=8, pretrain_steps=20),
+  "gsm8k-smoke": Scale(gsm8k_smoke, group_size=4, pretrain_steps=1),
+  "one-gpu-0.5b": Scale(one_gpu_24gb, group_size=8, pretrain_steps=20),
+  "one-gpu-1.5b": Scale(one_gpu_80gb, group_size=8, pretrain_steps=20),
   "qwen2.5-1.5b": Scale(qwen1_5b, group_size=16, pretrain_steps=50),
   "qwen2.5-7b": Scale(qwen7b, group_size=16, pretrain_steps=50),
   "qwen2.5-32b": Scale(qwen32b, group_size=16, pretrain_steps=50),

@@ -43,12 +43,11 @@ class Row(NamedTuple):
 
 
 def read_examples(
-  kind: str, *, path: str, columns: Mapping[str, str] | None = None
+  path: str, columns: Mapping[str, str] | None = None
 ) -> list[Example]:
-  """Reads the examples of files, in order.
+  """Reads the examples of JSONL and Parquet files, in order.
 
   Args:
-    kind: 'jsonl' or 'parquet'.
     path: a file, several separated by commas, or patterns of names.
     columns: see `to_example`.
 
@@ -57,7 +56,7 @@ def read_examples(
   """
   examples = []
   for file in files(path):
-    for row in read_rows(file, kind):
+    for row in read_rows(file):
       name = f"{file.stem}-{row.where.rpartition(':')[2]}"
       example = to_example(row, columns, name=name, source=file.stem)
       examples.append(example)
@@ -71,13 +70,12 @@ def files(path: str) -> list[pathlib.Path]:
   return [pathlib.Path(file) for file in found]
 
 
-def read_rows(path: pathlib.Path, kind: str) -> list[Row]:
+def read_rows(path: pathlib.Path, *, text: bool = False) -> list[Row]:
   """Reads the rows of a file.
 
   Args:
-    path: path of the file.
-    kind: 'jsonl' (one object per line), 'parquet' or 'text' (one prompt per
-      line).
+    path: path of the file: Parquet, or JSON lines (one object per line).
+    text: whether the lines are prompts instead.
 
   Raises:
     InputError: The file cannot be read, has no rows, or a line is malformed.
@@ -85,22 +83,16 @@ def read_rows(path: pathlib.Path, kind: str) -> list[Row]:
   advice = "check the path" if path.suffix else _HUB.format(path)
   with as_input_error(f"{path}: cannot be read", advice, OSError):
     data = _regular(path).read_bytes()
-  return parse_rows(data, str(path), kind)
+  return parse_rows(data, str(path), text=text)
 
 
-def parse_rows(data: bytes, name: str, kind: str) -> list[Row]:
+def parse_rows(data: bytes, name: str, *, text: bool = False) -> list[Row]:
   """Parses the rows of a file's bytes, see `read_rows`."""
-  is_parquet = data.startswith(b"PAR1")
-  if is_parquet != (kind == "parquet"):
-    is_one, fit = ("a", "parquet") if is_parquet else ("no", "jsonl")
-    raise InputError(
-      f"{name}: is {is_one} Parquet file; data.source={fit!r} reads it"
-    )
-  if is_parquet:
+  if data.startswith(b"PAR1"):
     records = enumerate(_read_parquet(data, name), start=1)
     rows = [Row(f"{name}:{number}", plain(x)) for number, x in records]
-  elif kind == "text":
-    rows = [Row(at, {"prompt": text}) for at, text in read_lines(data, name)]
+  elif text:
+    rows = [Row(at, {"prompt": line}) for at, line in read_lines(data, name)]
   else:
     rows = [Row(at, parse_object(x, at)) for at, x in read_lines(data, name)]
   if not rows:

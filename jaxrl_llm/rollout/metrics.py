@@ -1,7 +1,7 @@
 """Metrics of a batch of responses."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -70,6 +70,29 @@ def rollout_metrics(
     "rollout/overlong_fraction": float(overlong.mean()),
   }
   return row | (_group_metrics(judged) if over.all() else {})
+
+
+def source_metrics(
+  judged: Responses | None, sources: Mapping[int, str]
+) -> dict[str, float]:
+  """Returns metrics of the rewards and lengths of each data source.
+
+  Args:
+    judged: see `rollout_metrics`.
+    sources: data source of each response, by sample id.
+  """
+  row = {}
+  if judged is None:
+    return row
+  judged = take_rows(judged, judged.ended)
+  named = np.array([sources[i] for i in judged.rollout.sample_id.tolist()])
+  for name in np.unique(named).tolist():
+    one = take_rows(judged, named == name)
+    for metric, value in _reward_metrics(one).items():
+      row[f"reward/{name}/{metric.removeprefix('reward/')}"] = value
+    length = float(one.rollout.lengths.mean())
+    row[f"rollout/{name}/response_length_mean"] = length
+  return row
 
 
 def _reward_metrics(responses: Responses) -> dict[str, float]:

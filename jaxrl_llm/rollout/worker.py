@@ -32,6 +32,7 @@ from jaxrl_llm.rollout.metrics import (
   partial_metrics,
   per_response,
   rollout_metrics,
+  source_metrics,
 )
 from jaxrl_llm.rollout.schedule import STOPS, RolloutSettings, too_few
 from jaxrl_llm.rollout.turns import Conversations
@@ -172,6 +173,8 @@ class RolloutWorker:
     judged = per_response([x.responses for x in collected.judged], kept)
     row = rollout_metrics(batch.responses, judged)
     row |= decoding_metrics(engine.stats - before) | batch.metrics
+    if self._source.has_several_sources:
+      row |= source_metrics(judged, _sources_of(collected.judged))
     if talks := state.conversations:
       row |= conversation_metrics(judged, talks)
       left = map(str, kept)
@@ -423,6 +426,17 @@ def too_old(rollout: Rollout, version: int, max_staleness: int) -> np.ndarray:
 def run_key(seed: int, stream: int) -> jax.Array:
   """Returns the key of an independent random stream under the run's seed."""
   return jax.random.fold_in(jax.random.key(seed), stream)
+
+
+def _sources_of(judged: Sequence[Judged]) -> dict[int, str]:
+  """Returns the data source of each response, by sample id."""
+  return {
+    i: prompt.source
+    for each in judged
+    for i, prompt in zip(
+      each.responses.rollout.sample_id.tolist(), each.prompts
+    )
+  }
 
 
 def _joined(*parts: Rollout | None) -> Rollout | None:

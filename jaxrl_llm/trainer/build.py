@@ -79,7 +79,7 @@ def make_run(config: Any) -> Run:
     critic_params=functools.partial(
       _critic_params, learner, init_from=config.value.init_from
     ),
-    evaluator=_make_evaluator(config, worker.writer, problems),
+    evaluators=_make_evaluators(config, worker.writer, problems),
     judge=judge,
     inputs=data.digests(config),
   )
@@ -243,8 +243,8 @@ def _make_pretraining(
   )
 
 
-def _make_evaluator(config, writer, problems) -> Evaluator:
-  """Makes the evaluator, whose writer differs from that of training."""
+def _make_evaluators(config, writer, problems) -> list[Evaluator]:
+  """Makes an evaluator per set; their writer differs from that of training."""
   temperature, top_p = config.eval.temperature, config.eval.top_p
   writer = dataclasses.replace(
     writer,
@@ -254,18 +254,7 @@ def _make_evaluator(config, writer, problems) -> Evaluator:
     key=run_key(config.run.seed, EVALUATION),
     group_size=config.eval.samples,
   )
-  return Evaluator(**problems._asdict(), writer=writer)
-
-
-def with_problems(evaluator: Evaluator, config: Any) -> Evaluator:
-  """Returns an evaluator with the problems of another config of the same model.
-
-  Raises:
-    InputError: The data cannot be used.
-  """
-  tokenizer = Tokenizer(base_models.model_path(config))
-  _, problems = data.make_prompts(config, tokenizer)
-  return dataclasses.replace(evaluator, **problems._asdict())
+  return [Evaluator(**one._asdict(), writer=writer) for one in problems]
 
 
 def read_policy_params(
