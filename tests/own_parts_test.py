@@ -393,7 +393,7 @@ class TestEnvironment:
     rows = [{"question": f"{k} + {k}?", "answer": str(2 * k)} for k in range(9)]
     row = train_grpo(
       tmp_path / "run",
-      ":gsm8k",
+      ":gsm8k-smoke",
       model__path=chat,
       data__path=write_jsonl(tmp_path / "train.jsonl", rows),
       environment__name="doubling",

@@ -202,8 +202,30 @@ class TestConfigs:
       validate(config)
       assert config.is_locked
       assert sorted(keys(config)) == sorted(config_lib.KEYS)
+      mini_batch = config_lib.mini_batch(config, "policy")
+      assert mini_batch % config.data.group_size == 0
     with pytest.raises(InputError, match="preset 'nope' is unknown"):
       load(method, "nope")
+
+  @pytest.mark.parametrize("method", METHODS)
+  @pytest.mark.parametrize("preset", ["gsm8k", "one-gpu-0.5b", "one-gpu-1.5b"])
+  def test_a_usual_run_of_gsm8k(self, method, preset):
+    config = load(method, preset)
+    groups, size = config.data.prompts_per_step, config.data.group_size
+    alone = method in ("ppo", "vc_ppo")  # One response to a prompt.
+    assert (groups, size) == (
+      (1024, 1) if alone else (128, 9 if method == "mc_grpo" else 8)
+    )
+    updates = build.update_settings(config, "policy").updates
+    once = method in ("rloo", "vcpo"), method == "mc_grpo"
+    assert updates == 175 * (1 if once[0] else 2 if once[1] else 4)
+    assert config_lib.max_tokens_per_row(config) == 512 + 512
+    assert config.schedule.window in (0, 128)
+    assert config.reward.overlong_buffer in (0, 128)
+    # A change of the batch needs no other key.
+    config.data.group_size += 2
+    config.data.path = "questions.jsonl"
+    validate(config)
 
   @pytest.mark.parametrize("method", METHODS)
   def test_warmups_are_twenty_rollouts(self, method):
