@@ -133,12 +133,10 @@ def check_metric(
   name: str, evaluators: Sequence[Evaluator], *, greedy: bool
 ) -> None:
   """Raises InputError for a metric that no evaluation can have."""
-  known = []
-  for evaluator in evaluators:
-    k = evaluator.writer.group_size
-    names = [f"avg@{k}", f"pass@{k}", f"maj@{k}", "reward_mean"]
-    names += ["greedy"] * greedy
-    known += [f"eval/{evaluator.name}/{x}" for x in names]
+  k = evaluators[0].writer.group_size
+  names = [f"avg@{k}", f"pass@{k}", f"maj@{k}", "reward_mean"]
+  names += ["greedy"] * greedy
+  known = [f"eval/{one.name}/{x}" for one in evaluators for x in names]
   if name not in known:
     raise InputError(
       f"config.checkpoint.best={name!r} must be one of {', '.join(known)}"

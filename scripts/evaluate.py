@@ -87,8 +87,11 @@ def make_config(path: pathlib.Path):
     if not _CONFIG.present:
       fit(config, path)
   if _DATASET.value:
-    config.eval.update(source="jsonl", path=",".join(_DATASET.value))
-    if sources.needs_path(config.data.source) and not config.data.path:
+    config.eval.path = ",".join(_DATASET.value)
+    # Its files have the columns of the training data, if that is of files.
+    files = config.data.source in sources.FILES
+    config.eval.source = "" if files else "jsonl"
+    if files and not config.data.path:
       config.data.source = "chain_sum"  # Nothing is trained, so none is drawn.
   for name in ("samples", "problems", "temperature", "top_p"):
     if flags.FLAGS[name].value is not None:

@@ -145,7 +145,10 @@ class TestSettings:
     [
       (
         {"optimizer__value__mini_batch": 10},
-        ["optimizer.value.mini_batch=10: must divide the batch of 32"],
+        [
+          "value.mini_batch=10 with config.optimizer.value.updates_per_step=1",
+          "must divide the batch of 32",
+        ],
       ),
       (
         {
@@ -153,13 +156,13 @@ class TestSettings:
           "estimator__name": "group",
           "value__pretrain_steps": 0,
         },
-        ["optimizer.policy.mini_batch=10: must divide"],
+        ["optimizer.policy.mini_batch=10 with", "=1: must divide the batch"],
       ),
       (
         {"optimizer__policy__updates_per_step": 4},
         [
           "mini_batch=16 with config.optimizer.policy.updates_per_step=4",
-          "set mini_batch=0 or updates_per_step=1",
+          "use mini_batch=0 or updates_per_step=1",
         ],
       ),
       (
@@ -168,8 +171,8 @@ class TestSettings:
           "optimizer__value__updates_per_step": 5,
         },
         [
-          "optimizer.value.updates_per_step=5: must divide the batch of 32",
-          "mini_batch=0 and a number of updates_per_step",
+          "value.mini_batch=0 with config.optimizer.value.updates_per_step=5",
+          "must divide the batch of 32",
         ],
       ),
       (

@@ -258,7 +258,7 @@ class TestEvaluate:
       (("--checkpoint={model}",), "is a model directory; give --dataset"),
       (("--checkpoint={run}", "--config=vapo"), "has its own settings"),
       (
-        ("--checkpoint={model}", "--dataset=sumz"),
+        ("--checkpoint={run}", "--dataset=sumz"),
         "'sumz' is no evaluation set",
       ),
     ],

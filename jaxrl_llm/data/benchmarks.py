@@ -1,6 +1,5 @@
 """Data sets by name: files, sources, and benchmarks of the Hub's cache."""
 
-import collections
 import contextlib
 import pathlib
 from typing import NamedTuple
@@ -45,17 +44,14 @@ def find_sets(names: str, source: str = "jsonl") -> list[Dataset]:
   """
   alone = pathlib.Path(names).is_file()  # Its name may have commas.
   found = [_find(x, source) for x in ([names] if alone else names.split(","))]
-  count = collections.Counter(one.name for one in found)
+  taken = [one.name for one in found]
   for index, one in enumerate(found):
-    if count[one.name] > 1 and one.path and not one.known:
-      parent = pathlib.Path(one.path).absolute().parent.name
-      found[index] = one._replace(name=f"{parent}_{one.name}")
-  count = collections.Counter(one.name for one in found)
-  name, most = count.most_common(1)[0]
-  if most > 1:
-    raise InputError(
-      f"{names}: has {most} sets named {name!r}; rename a file or leave one out"
-    )
+    if taken.count(one.name) > 1 and one.path and not one.known:
+      folder = pathlib.Path(one.path).absolute().parent.name
+      found[index] = one._replace(name=f"{folder}_{one.name}")
+  for name in (taken := [one.name for one in found]):
+    if taken.count(name) > 1:
+      raise InputError(f"{names}: two sets are named {name!r}; rename a file")
   return found
 
 
@@ -63,15 +59,14 @@ def _find(name: str, source: str) -> Dataset:
   kind, _, rest = name.partition(":")
   if source not in sources.FILES:
     return Dataset(label(name, source), source, name)
-  if name in BENCHMARKS and not pathlib.Path(name).is_file():
+  if _is_known(name):
     return Dataset(name, source, _cached_files(name, 1), known=True)
   if kind == "tfds" and rest:
     return Dataset(label(rest, kind), kind, rest)
   without = [x for x in sources.SOURCES if not sources.needs_path(x)]
   if name in without:
     return Dataset(name, name)
-  path = pathlib.Path(name)
-  if path.suffix in _SUFFIXES or "/" in name or path.is_file():
+  if name.endswith(_SUFFIXES) or "/" in name or pathlib.Path(name).is_file():
     return Dataset(label(name, source), source, name)
   raise InputError(
     f"{name!r} is no evaluation set; give a .jsonl or .parquet file, tfds:NAME"
@@ -85,20 +80,20 @@ def label(path: str, source: str) -> str:
   return "+".join(stems).partition(":")[0].replace("*", "") or source
 
 
-def training_files(path: str) -> str:
-  """Returns the files of a list, with benchmarks replaced by theirs.
+def training_files(path: str, source: str) -> str:
+  """Returns `data.path`, with benchmarks replaced by their training files.
 
   Raises:
     InputError: A benchmark has no training split or is not in the cache.
   """
-  if pathlib.Path(path).is_file():
+  if source not in sources.FILES:
     return path
-  return ",".join(
-    _cached_files(x, 2)
-    if x in BENCHMARKS and not pathlib.Path(x).is_file()
-    else x
-    for x in path.split(",")
-  )
+  find = lambda name: _cached_files(name, 2) if _is_known(name) else name
+  return ",".join(map(find, path.split(",")))
+
+
+def _is_known(name: str) -> bool:
+  return name in BENCHMARKS and not pathlib.Path(name).is_file()
 
 
 def _cached_files(name: str, split: int) -> str:
@@ -121,11 +116,7 @@ def _cached_files(name: str, split: int) -> str:
     )
     for kind in ("parquet", "jsonl"):
       files = sorted(folder.rglob(f"*.{kind}"))
-      paths = [
-        str(file)
-        for file in files
-        if part in file.relative_to(folder).as_posix()
-      ]
+      paths = [str(x) for x in files if part in str(x.relative_to(folder))]
       if paths:
         return ",".join(paths)
   raise InputError(

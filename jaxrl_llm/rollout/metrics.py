@@ -73,7 +73,7 @@ def rollout_metrics(
 
 
 def source_metrics(
-  judged: Responses | None, sources: Mapping[int, str]
+  judged: Responses, sources: Mapping[int, str]
 ) -> dict[str, float]:
   """Returns metrics of the rewards and lengths of each data source.
 
@@ -81,17 +81,13 @@ def source_metrics(
     judged: see `rollout_metrics`.
     sources: data source of each response, by sample id.
   """
-  row = {}
-  if judged is None:
-    return row
-  judged = take_rows(judged, judged.ended)
+  row, judged = {}, take_rows(judged, judged.ended)
   named = np.array([sources[i] for i in judged.rollout.sample_id.tolist()])
   for name in np.unique(named).tolist():
     one = take_rows(judged, named == name)
     for metric, value in _reward_metrics(one).items():
       row[f"reward/{name}/{metric.removeprefix('reward/')}"] = value
-    length = float(one.rollout.lengths.mean())
-    row[f"rollout/{name}/response_length_mean"] = length
+    row[f"rollout/{name}/response_length_mean"] = _mean(one.rollout.lengths)
   return row
 
 

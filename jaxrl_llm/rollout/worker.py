@@ -173,8 +173,13 @@ class RolloutWorker:
     judged = per_response([x.responses for x in collected.judged], kept)
     row = rollout_metrics(batch.responses, judged)
     row |= decoding_metrics(engine.stats - before) | batch.metrics
-    if self._source.has_several_sources:
-      row |= source_metrics(judged, _sources_of(collected.judged))
+    if judged is not None and self._source.has_several_sources:
+      sources = {
+        i: prompt.source
+        for each in collected.judged
+        for i, prompt in zip(sample_ids(each.responses.rollout), each.prompts)
+      }
+      row |= source_metrics(judged, sources)
     if talks := state.conversations:
       row |= conversation_metrics(judged, talks)
       left = map(str, kept)
@@ -426,17 +431,6 @@ def too_old(rollout: Rollout, version: int, max_staleness: int) -> np.ndarray:
 def run_key(seed: int, stream: int) -> jax.Array:
   """Returns the key of an independent random stream under the run's seed."""
   return jax.random.fold_in(jax.random.key(seed), stream)
-
-
-def _sources_of(judged: Sequence[Judged]) -> dict[int, str]:
-  """Returns the data source of each response, by sample id."""
-  return {
-    i: prompt.source
-    for each in judged
-    for i, prompt in zip(
-      each.responses.rollout.sample_id.tolist(), each.prompts
-    )
-  }
 
 
 def _joined(*parts: Rollout | None) -> Rollout | None:

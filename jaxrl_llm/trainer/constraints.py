@@ -50,25 +50,20 @@ def sizes(config: Any) -> Rules:
   mesh = config.sampler.mesh
   # With windows the number of ended responses varies, so the critic takes any.
   critic = has_critic(config) and not config.schedule.window
-  updates = [
-    (role, "mini_batch" if config.optimizer[role].mini_batch else
-      "updates_per_step")
-    for role in (("policy", "value") if critic else ("policy",))
-  ]
   return [
     (config.reward.correct <= config.reward.incorrect,
       "reward.correct, reward.incorrect",
       "a correct response must be worth more than an incorrect one"),
-    *((batch % config.optimizer[role][key], f"optimizer.{role}.{key}",
-      f"must divide the batch of {batch} = data.prompts_per_step *"
-      " data.group_size; change it, or set mini_batch=0 and a number of"
-      " updates_per_step that does")
-      for role, key in updates),
-    *((config.optimizer[role].mini_batch and
-        config.optimizer[role].updates_per_step > 1,
+    *((batch % (config.optimizer[role].mini_batch
+          or config.optimizer[role].updates_per_step),
       f"optimizer.{role}.mini_batch, optimizer.{role}.updates_per_step",
-      "both give the size of an update; set mini_batch=0 or"
-      " updates_per_step=1")
+      f"must divide the batch of {batch} = data.prompts_per_step *"
+      " data.group_size")
+      for role in (("policy", "value") if critic else ("policy",))),
+    *((config.optimizer[role].mini_batch
+        and config.optimizer[role].updates_per_step > 1,
+      f"optimizer.{role}.mini_batch, optimizer.{role}.updates_per_step",
+      "both set the size of an update; use mini_batch=0 or updates_per_step=1")
       for role in ("policy", "value")),
     (0 < slots < max(config.data.group_size, config.eval.samples),
       "sampler.slots, data.group_size, eval.samples",
@@ -150,7 +145,6 @@ def streaming(config: Any) -> Rules:
   if not schedule.streaming:
     return []
   plain = {"lag": 0, "window": 0, "stop": "all", "dynamic_sampling": False}
-  roles = ("policy", "value") if has_critic(config) else ("policy",)
   made = make_algorithm(config)
   read = leaves_of(["advantages"], made.parts)
   own = [made.auxiliary.get(name) for name in config.loss.auxiliary]
@@ -176,7 +170,7 @@ def streaming(config: Any) -> Rules:
       f" optimizer.{role}.updates_per_step, optimizer.{role}.epochs",
       "streaming makes one update per batch; use mini_batch=0,"
       " updates_per_step=1 and epochs=1")
-      for role in roles),
+      for role in (("policy", "value") if has_critic(config) else ("policy",))),
     (config.run.replay_every, "schedule.streaming, run.replay_every",
       "a streamed batch is not kept for a second update; switch one of them"
       " off"),

@@ -1,6 +1,5 @@
 """The data of a run: training prompts and evaluation problems."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jaxrl_llm import digest, rewards
@@ -24,14 +23,6 @@ class Problems(NamedTuple):
   prompts: list[Prompt]
   name: str
   origin: str  # Line about the origin of the problems, or ''.
-
-
-class _Examples(NamedTuple):
-  """The examples of an evaluation set."""
-
-  name: str
-  source: sources.Source
-  origin: str = ""  # As in `Problems`.
 
 
 def make_prompts(
@@ -69,21 +60,19 @@ def make_prompts(
   return stream, problems
 
 
-def _problems(
-  config: Any, examples: _Examples, trained: set[str], settings: Any
-) -> Problems:
+def _problems(config, one, trained, settings) -> Problems:
   """Draws the first problems of a set; those trained on are named or left out.
 
   Args:
     config: settings of the run.
-    examples: the set.
+    one: name, source and origin of the set.
     trained: result of `_trained`.
     settings: arguments of the prompt source.
 
   Raises:
     InputError: No problem is left, or one cannot be used.
   """
-  name, source, origin = examples
+  name, source, origin = one
   if config.eval.on_overlap == "drop" and trained:
     read = range(min(len(source), EVAL_POSITIONS))
     kept = [i for i in read if _normal(source[i].question) not in trained]
@@ -108,18 +97,15 @@ def _problems(
   return Problems(prompts, name, origin)
 
 
-def _trained(train: sources.Source, sets: Sequence[_Examples]) -> set[str]:
+def _trained(train, sets) -> set[str]:
   """Returns the normalized questions that are trained and evaluated on."""
-  if len(train) > sources.MOST_READ:
-    return set()
   asked = {
-    _normal(one.source[i].question)
-    for one in sets
-    for i in range(min(len(one.source), EVAL_POSITIONS))
+    _normal(source[i].question)
+    for _, source, _ in sets
+    for i in range(min(len(source), EVAL_POSITIONS))
   }
-  return asked.intersection(
-    _normal(train[i].question) for i in range(len(train))
-  )
+  read = range(len(train) if len(train) <= sources.MOST_READ else 0)
+  return asked.intersection(_normal(train[i].question) for i in read)
 
 
 def _normal(question: str) -> str:
@@ -128,11 +114,11 @@ def _normal(question: str) -> str:
 
 def digests(config: Any) -> dict[str, str]:
   """Digests of the files of data and code, by the key that names them."""
-  plugins, reward = ",".join(config.run.plugins), config.reward.path
+  data, plugins = config.data, ",".join(config.run.plugins)
   evaluated = ",".join(one.path for one in _own_sets(config))
-  named = {"data.path": _training_path(config.data)}
-  named |= {"eval.path": evaluated or config.eval.path}
-  named |= {"reward.path": reward, "run.plugins": plugins}
+  named = {"eval.path": evaluated or config.eval.path}
+  named |= {"data.path": benchmarks.training_files(data.path, data.source)}
+  named |= {"reward.path": config.reward.path, "run.plugins": plugins}
   read = lambda path: path.read_bytes() if path.is_file() else b""
   of = lambda paths: digest.of_bytes(b"".join(map(read, rows.files(paths))))
   return {key: of(paths) for key, paths in named.items()}
@@ -150,58 +136,47 @@ def check_prompts(source: PromptSource) -> None:
     processes.in_shares(source.check, range(min(len(source), CHECKED)))
 
 
-def _examples(config: Any) -> tuple[sources.Source, list[_Examples]]:
-  """Returns the examples to train on, and the evaluation sets."""
+def _examples(config: Any) -> tuple[sources.Source, list[tuple]]:
+  """Returns examples to train on; name, examples and origin of each set."""
   data, evaluation = config.data, config.eval
-  path, label = _training_path(data), benchmarks.label(data.path, data.source)
+  path = benchmarks.training_files(data.path, data.source)
+  label = benchmarks.label(data.path, data.source)
   own = {"settings": dict(data.settings), "columns": dict(data.columns)}
   given = {"seed": config.run.seed, "split": evaluation.split}
   train = sources.make_source(
     data.source, **own, **given | {"path": path, "split": data.split}
   )
   sets = _own_sets(config)
-  if not sets and not _alike(evaluation.source or data.source, data.source):
-    sets = [benchmarks.Dataset(evaluation.source, evaluation.source)]
-  elif not sets and "split" in sources.reads(data.source):
-    sets = [benchmarks.Dataset(label, data.source, path)]
-  elif not sets and (evaluation.path or not data.holdout):
-    origin = f"evaluation asks {label}, which is trained on too"
-    return train, [_Examples(f"{label}_training_data", train, origin)]
-  elif not sets:
-    parts = sources.hold_out(train, data.holdout, label)
+  if not sets and "split" not in sources.reads(data.source):
+    if evaluation.path or not data.holdout:
+      origin = f"evaluation asks {label}, which is trained on too"
+      return train, [(f"{label}_training_data", train, origin)]
+    kept, held_out = sources.hold_out(train, data.holdout, label)
     origin = (
-      f"{len(parts[1])} of {len(train)} examples of {label}, by hash of the"
+      f"{len(held_out)} of {len(train)} examples of {label}, by hash of the"
       " question, are held out for evaluation and never trained on"
     )
-    return parts[0], [_Examples(f"{label}_heldout", parts[1], origin)]
+    return kept, [(f"{label}_heldout", held_out, origin)]
   found = []
-  for one in sets:
+  for one in sets or [benchmarks.Dataset(label, data.source, path)]:
     # A set of its own brings its own layout; the same one keeps its settings.
-    same = _alike(one.source, data.source) and not one.known
-    layout = own if same else {}
+    layout = own if one.source == data.source and not one.known else {}
     source = sources.make_source(one.source, **given, path=one.path, **layout)
-    found.append(_Examples(one.name, source))
+    found.append((one.name, source, ""))
   return train, found
 
 
 def _own_sets(config: Any) -> list[benchmarks.Dataset]:
-  """Returns the sets of eval.path; none if it is '' or the training data."""
-  path, source = config.eval.path, config.eval.source or config.data.source
-  trained = _alike(source, config.data.source) and path == config.data.path
-  if not path or (trained and path == _training_path(config.data)):
+  """Returns the sets that are not of the training data, or an empty list."""
+  data, path = config.data, config.eval.path
+  source = config.eval.source or data.source
+  same = source == data.source
+  if not path:
+    return [] if same else [benchmarks.Dataset(source, source)]
+  if same and path == benchmarks.training_files(data.path, source):
     return []
   reads = source if sources.needs_path(source) else "jsonl"
   return benchmarks.find_sets(path, reads)
-
-
-def _training_path(data: Any) -> str:
-  known = data.source in sources.FILES
-  return benchmarks.training_files(data.path) if known else data.path
-
-
-def _alike(one: str, other: str) -> bool:
-  """Whether two sources read the same layout; all files do."""
-  return one == other or {one, other} <= {*sources.FILES}
 
 
 def _check_answers(reward: str, prompts: list[Prompt]) -> None:

@@ -401,32 +401,26 @@ def evaluate(
 ) -> dict[str, float]:
   """Returns avg@k and pass@k on each evaluation set; logs some responses."""
   sync.check_version(weights, states.step)
-  row = {}
+  row, config = {}, run.config
   for evaluator in run.evaluators:
-    results = _evaluate_set(run, states.step, weights, evaluator, logger)
+    evaluated = evaluator(weights.params)
+    first = config.run.samples_every and states.step == 0
+    if first or evaluated.judged.new_failures:
+      logger.samples(states.step, evaluated.shown())
+    judged = evaluated.responses.judged
+    if states.step == 0 and not judged.any():  # Later it may be temporary.
+      raise TrainingStopped(
+        f"the reward failed on all {judged.size} responses of step 0:"
+        f" {run.judge.failure}"
+      )
+    results = evaluated.results([config.eval.samples])
+    if config.eval.greedy:
+      greedy = evaluator.greedy()(weights.params)
+      results["greedy"] = greedy.results([])["avg@1"]
     row |= {f"eval/{evaluator.name}/{k}": float(x) for k, x in results.items()}
-  best = run.config.checkpoint.best
+  best = config.checkpoint.best
   if best and best not in row:  # No extracted answers, or no verdicts.
     raise InputError(
       f"config.checkpoint.best={best!r}: not in {', '.join(row)}"
     )
   return row
-
-
-def _evaluate_set(run, step, weights, evaluator, logger) -> dict[str, float]:
-  """Returns the results of a set, without its name."""
-  evaluated = evaluator(weights.params)
-  first = run.config.run.samples_every and step == 0
-  if first or evaluated.judged.new_failures:
-    logger.samples(step, evaluated.shown())
-  judged = evaluated.responses.judged
-  if step == 0 and not judged.any():  # Later a failure may be temporary.
-    raise TrainingStopped(
-      f"the reward failed on all {judged.size} responses of step 0:"
-      f" {run.judge.failure}"
-    )
-  results = evaluated.results([run.config.eval.samples])
-  if run.config.eval.greedy:
-    greedy = evaluator.greedy()(weights.params)
-    results["greedy"] = greedy.results([])["avg@1"]
-  return results

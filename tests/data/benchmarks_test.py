@@ -67,7 +67,7 @@ class TestFindSets:
     assert found == ["a_test", "b_test", "other"]
     assert names("gsm8k,own/gsm8k.jsonl") == ["gsm8k", "own_gsm8k"]
     twice = "a/test.jsonl,b/a/test.jsonl"
-    with pytest.raises(InputError, match="has 2 sets named 'a_test'; rename"):
+    with pytest.raises(InputError, match="two sets are named 'a_test'; rename"):
       find_sets(twice)
 
   @pytest.mark.parametrize("name", ["math", "sumz", "", "a.jsonl,"])
@@ -80,14 +80,18 @@ class TestFindSets:
 class TestTrainingFiles:
   def test_names_stand_for_the_training_split(self, gsm8k):
     train = str(gsm8k / "main/train-0.jsonl")
-    assert benchmarks.training_files("gsm8k") == train
-    assert benchmarks.training_files("a.jsonl,gsm8k") == f"a.jsonl,{train}"
+    assert benchmarks.training_files("gsm8k", "tfds") == "gsm8k"
+    assert benchmarks.training_files("gsm8k", "jsonl") == train
+    assert (
+      benchmarks.training_files("a.jsonl,gsm8k", "parquet")
+      == f"a.jsonl,{train}"
+    )
 
   def test_what_is_for_evaluation_only(self):
     with pytest.raises(InputError, match="math500: is for evaluation only"):
-      benchmarks.training_files("math500")
+      benchmarks.training_files("math500", "jsonl")
 
   def test_what_is_not_in_the_cache(self, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(InputError, match="`hf download openai/gsm8k"):
-      benchmarks.training_files("gsm8k")
+      benchmarks.training_files("gsm8k", "jsonl")

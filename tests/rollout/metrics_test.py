@@ -164,4 +164,5 @@ class TestSourceMetrics:
     responses = make_responses([Status.STOPPED, *ENDED[1:]])
     row = source_metrics(responses, dict.fromkeys(range(4), "a"))
     np.testing.assert_allclose(row["rollout/a/response_length_mean"], 16 / 3)
-    assert source_metrics(None, {}) == {}
+    none = make_responses([Status.STOPPED] * 4)
+    assert source_metrics(none, dict.fromkeys(range(4), "a")) == {}
