@@ -96,7 +96,7 @@ def one_gpu_24gb(config: Any) -> None:
   """Trains a model of 0.5B as `gsm8k`, on a GPU of 24 GB (docs/scale.md)."""
   gsm8k(config)
   config.sampler.slots = 128
-  _optimizers(config, micro_batch_size=4, mu_dtype="bfloat16")
+  _optimizers(config, micro_batch_size=2, mu_dtype="bfloat16")
 
 
 def one_gpu_80gb(config: Any) -> None:
