@@ -105,24 +105,6 @@ def one_gpu_80gb(config: Any) -> None:
   _optimizers(config, mu_dtype="bfloat16")
 
 
-def _word_problems(config: Any, *, prompts: int, length: int) -> None:
-  """Sets up questions with a number as the answer, for a chat model.
-
-  `length` is the maximum length of a prompt, and that of a response.
-  """
-  config.data.update(source="jsonl", template="chat", on_long="drop")
-  config.data.update(prompts_per_step=prompts, max_prompt_length=length)
-  config.data.template_settings = {
-    "question_format": (
-      "{question}\nReason step by step and end with #### and the number."
-    ),
-  }
-  config.sampler.max_response_length = length
-  config.reward.name = "numeric"
-  config.estimator.alpha = 0.2  # lambda is 0.98 at 200 tokens.
-  _learning_rates(config, 1e-6)
-
-
 def qwen1_5b(config: Any) -> None:
   """Trains Qwen2.5-1.5B on 8 TPU v5e chips; needs model.path and data.path."""
   # Pages of 3.5 GiB of keys and values a chip.
@@ -155,32 +137,44 @@ def qwen32b(config: Any) -> None:
   config.sampler.mesh.update(data=2, fsdp=8, tensor=4)
 
 
+def _word_problems(config: Any, *, prompts: int, length: int) -> None:
+  """Sets up word problems; prompts and responses have at most `length`."""
+  form = "{question}\nReason step by step and end with #### and the number."
+  _questions(config, prompts, (length, length), form)
+  config.estimator.alpha = 0.2  # lambda is 0.98 at 200 tokens.
+
+
 def _mathematics(
   config: Any, *, prompts: int, lengths: tuple[int, int], kv_pages: int
 ) -> None:
-  """Sets up long reasoning of a chat model on problems with one answer.
-
-  `lengths` are the maximum lengths of a prompt and of a response.
-  """
+  """Sets up long reasoning on problems of mathematics, see `_questions`."""
+  form = (
+    "Solve the problem step by step and put the final answer in"
+    " \\boxed{}.\n\n{question}"
+  )
+  _questions(config, prompts, lengths, form)
   config.model.dtype = "bfloat16"
-  config.data.update(source="jsonl", template="chat", on_long="drop")
-  config.data.prompts_per_step = prompts
-  config.data.max_prompt_length, config.sampler.max_response_length = lengths
   config.sampler.kv_pages = kv_pages
-  config.data.template_settings = {
-    "question_format": (
-      "Solve the problem step by step and put the final answer in"
-      " \\boxed{}.\n\n{question}"
-    ),
-  }
-  config.reward.update(name="numeric", workers=16)
-  _learning_rates(config, 1e-6)
+  config.reward.workers = 16
   _optimizers(config, weight_decay=0.1, b2=0.999)  # Common for AdamW.
   _warmup(config, rollouts=20)  # DAPO, section 4.1.
   config.value.pretrain_patience = 50
   config.eval.update(samples=32, top_p=0.7)
   config.run.steps = 312  # VAPO's 5,000 updates at 16 a rollout.
   config.checkpoint.every = 10
+
+
+def _questions(config: Any, prompts: int, lengths: tuple, form: str) -> None:
+  """Sets up a chat model on questions with one answer.
+
+  `lengths` are the maximum lengths of a prompt and of a response.
+  """
+  config.data.update(source="jsonl", template="chat", on_long="drop")
+  config.data.prompts_per_step = prompts
+  config.data.max_prompt_length, config.sampler.max_response_length = lengths
+  config.data.template_settings = {"question_format": form}
+  config.reward.name = "numeric"
+  _learning_rates(config, 1e-6)
 
 
 def _optimizers(config: Any, **settings: float) -> None:

@@ -4,7 +4,7 @@ import contextlib
 import pathlib
 from typing import NamedTuple
 
-from jaxrl_llm.data import sources
+from jaxrl_llm.data import rows, sources
 from jaxrl_llm.errors import InputError
 
 # Name -> repository on the Hugging Face Hub, parts of the paths of its files
@@ -44,15 +44,12 @@ def find_sets(names: str, source: str = "jsonl") -> list[Dataset]:
   """
   alone = pathlib.Path(names).is_file()  # Its name may have commas.
   found = [_find(x, source) for x in ([names] if alone else names.split(","))]
-  taken = [one.name for one in found]
-  for index, one in enumerate(found):
-    if taken.count(one.name) > 1 and one.path and not one.known:
-      folder = pathlib.Path(one.path).absolute().parent.name
-      found[index] = one._replace(name=f"{folder}_{one.name}")
-  for name in (taken := [one.name for one in found]):
+  paths = ["" if one.known else one.path for one in found]
+  taken = rows.told_apart([one.name for one in found], paths)
+  for name in taken:
     if taken.count(name) > 1:
       raise InputError(f"{names}: two sets are named {name!r}; rename a file")
-  return found
+  return [one._replace(name=name) for one, name in zip(found, taken)]
 
 
 def _find(name: str, source: str) -> Dataset:

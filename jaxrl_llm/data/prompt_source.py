@@ -277,12 +277,8 @@ class PromptSource:
 
     Reads them once; over `sources.MOST_READ` examples are not read.
     """
-    names = set()
-    for i in range(len(self) if len(self) <= MOST_READ else 0):
-      names.add(self._source[i].source)
-      if len(names) > MOST_SOURCES:  # More like ids of rows than sources.
-        break
-    return 1 < len(names) <= MOST_SOURCES
+    rows = range(len(self) if len(self) <= MOST_READ else 0)
+    return 1 < len({self._source[i].source for i in rows}) <= MOST_SOURCES
 
   def check(self, example_ids: Sequence[int]) -> list[bool]:
     """Tokenizes rows of the data; returns False for dropped ones.

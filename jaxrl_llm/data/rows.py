@@ -7,10 +7,11 @@ others are named by a mapping. Every column stays with the example, for its
 reward.
 """
 
+import collections
 import glob
 import json
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxrl_llm.data.tasks import Example
@@ -54,13 +55,24 @@ def read_examples(
   Raises:
     InputError: see `read_rows` and `to_example`.
   """
-  examples = []
-  for file in files(path):
+  examples, paths = [], files(path)
+  for file, stem in zip(paths, told_apart([x.stem for x in paths], paths)):
     for row in read_rows(file):
-      name = f"{file.stem}-{row.where.rpartition(':')[2]}"
-      example = to_example(row, columns, name=name, source=file.stem)
-      examples.append(example)
+      name = f"{stem}-{row.where.rpartition(':')[2]}"
+      examples.append(to_example(row, columns, name=name, source=stem))
   return examples
+
+
+def told_apart(
+  names: Sequence[str], paths: Sequence[str | pathlib.Path]
+) -> list[str]:
+  """Returns the names of paths, with their folders in front of equal names."""
+  count = collections.Counter(names)
+  folder = lambda path: pathlib.Path(path).absolute().parent.name
+  return [
+    f"{folder(path)}_{name}" if path and count[name] > 1 else name
+    for name, path in zip(names, paths)
+  ]
 
 
 def files(path: str) -> list[pathlib.Path]:
