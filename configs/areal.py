@@ -17,7 +17,8 @@ Differences from the paper:
     python scripts/train.py --config=configs/areal.py[:PRESET]
 
 Presets (see jaxrl_llm/config/presets.py): none (embedded, CPU), long_tail,
-smollm2, gsm8k, qwen2.5-1.5b, qwen2.5-7b, qwen2.5-32b.
+smollm2, gsm8k, gsm8k-smoke, one-gpu-0.5b, one-gpu-1.5b, qwen2.5-1.5b,
+qwen2.5-7b, qwen2.5-32b.
 """
 
 from jaxrl_llm import config as config_lib
@@ -38,6 +39,5 @@ def get_config(preset: str = ""):
   config.off_policy.correction = "truncate"
   config.off_policy.level = "token"
   config.off_policy.high = 5.0
-  batch = config.data.prompts_per_step * config.data.group_size
-  config.optimizer.policy.mini_batch = max(1, batch // 4)
+  config.optimizer.policy.update(mini_batch=0, updates_per_step=4)
   return config

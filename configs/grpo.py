@@ -6,13 +6,14 @@ KL loss to the initial policy (k3 estimate) with coefficient 0.04.
 
 At 32B a step has 128 prompts with 64 responses each, the paper's group size. A
 batch has the preset's 16 updates; the paper, as far as we know, has one
-(`optimizer.policy.mini_batch=8192`). Lengths and learning rates are those of
-the preset too. The paper does not state its clip range.
+(`optimizer.policy.mini_batch=0`). Lengths and learning rates are those of the
+preset too. The paper does not state its clip range.
 
     python scripts/train.py --config=configs/grpo.py[:PRESET]
 
 Presets (see jaxrl_llm/config/presets.py): none (embedded, CPU), long_tail,
-smollm2, gsm8k, qwen2.5-1.5b, qwen2.5-7b, qwen2.5-32b.
+smollm2, gsm8k, gsm8k-smoke, one-gpu-0.5b, one-gpu-1.5b, qwen2.5-1.5b,
+qwen2.5-7b, qwen2.5-32b.
 """
 
 from jaxrl_llm import config as config_lib

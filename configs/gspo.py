@@ -6,7 +6,8 @@ above; four updates per batch. About 15 % clipped responses is normal.
     python scripts/train.py --config=configs/gspo.py[:PRESET]
 
 Presets (see jaxrl_llm/config/presets.py): none (embedded, CPU), long_tail,
-smollm2, gsm8k, qwen2.5-1.5b, qwen2.5-7b, qwen2.5-32b.
+smollm2, gsm8k, gsm8k-smoke, one-gpu-0.5b, one-gpu-1.5b, qwen2.5-1.5b,
+qwen2.5-7b, qwen2.5-32b.
 """
 
 from jaxrl_llm import config as config_lib
@@ -22,7 +23,5 @@ def get_config(preset: str = ""):
   config.loss.clip_low = 3e-4
   config.loss.clip_high = 4e-4
   config.loss.mode = "seq-mean-token-mean"
-  config.optimizer.policy.mini_batch = max(
-    1, config.data.prompts_per_step * config.data.group_size // 4
-  )
+  config.optimizer.policy.update(mini_batch=0, updates_per_step=4)
   return config

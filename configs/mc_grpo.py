@@ -12,7 +12,8 @@ pivot; here groups have the preset's size, made odd.
     python scripts/train.py --config=configs/mc_grpo.py[:PRESET]
 
 Presets (see jaxrl_llm/config/presets.py): none (embedded, CPU), long_tail,
-smollm2, gsm8k, qwen2.5-1.5b, qwen2.5-7b, qwen2.5-32b.
+smollm2, gsm8k, gsm8k-smoke, one-gpu-0.5b, one-gpu-1.5b, qwen2.5-1.5b,
+qwen2.5-7b, qwen2.5-32b.
 """
 
 from jaxrl_llm import config as config_lib
@@ -33,7 +34,5 @@ def get_config(preset: str = ""):
   config.loss.kl_coefficient = 0.04
   config.loss.kl = "k3"
   config.optimizer.policy.epochs = 2
-  config.optimizer.policy.mini_batch = (
-    config.data.prompts_per_step * config.data.group_size
-  )
+  config.optimizer.policy.update(mini_batch=0, updates_per_step=1)
   return config

@@ -26,7 +26,8 @@ Differences from the paper:
     python scripts/train.py --config=configs/vcpo.py[:PRESET]
 
 Presets (see jaxrl_llm/config/presets.py): none (embedded, CPU), long_tail,
-smollm2, gsm8k, qwen2.5-1.5b, qwen2.5-7b, qwen2.5-32b.
+smollm2, gsm8k, gsm8k-smoke, one-gpu-0.5b, one-gpu-1.5b, qwen2.5-1.5b,
+qwen2.5-7b, qwen2.5-32b.
 """
 
 from jaxrl_llm import config as config_lib
@@ -46,7 +47,5 @@ def get_config(preset: str = ""):
   config.off_policy.level = "sequence"
   config.off_policy.high = 8.0
   config.off_policy.ess_scale = True
-  config.optimizer.policy.mini_batch = (
-    config.data.prompts_per_step * config.data.group_size
-  )
+  config.optimizer.policy.update(mini_batch=0, updates_per_step=1)
   return config

@@ -109,16 +109,6 @@ class Evaluator:
   writer: ResponseWriter
   origin: str = ""  # Line about the origin of the problems, or ''.
 
-  def check_metric(self, name: str, *, greedy: bool) -> None:
-    """Raises InputError for a metric that no evaluation can have."""
-    k = self.writer.group_size
-    names = [f"avg@{k}", f"pass@{k}", f"maj@{k}", "reward_mean"]
-    known = [f"eval/{self.name}/{x}" for x in names + ["greedy"] * greedy]
-    if name not in known:
-      raise InputError(
-        f"config.checkpoint.best={name!r} must be one of {', '.join(known)}"
-      )
-
   def greedy(self) -> "Evaluator":
     """Returns an evaluator that decodes one greedy response per problem."""
     settings = dataclasses.replace(self.writer.settings, temperature=0.0)
@@ -137,3 +127,17 @@ class Evaluator:
     asked = [prompt for prompt in self.prompts for _ in range(samples)]
     judged = writer.judge(rollout, asked, conversations)
     return Evaluation(self.name, samples, judged, seconds)
+
+
+def check_metric(
+  name: str, evaluators: Sequence[Evaluator], *, greedy: bool
+) -> None:
+  """Raises InputError for a metric that no evaluation can have."""
+  k = evaluators[0].writer.group_size
+  names = [f"avg@{k}", f"pass@{k}", f"maj@{k}", "reward_mean"]
+  names += ["greedy"] * greedy
+  known = [f"eval/{one.name}/{x}" for one in evaluators for x in names]
+  if name not in known:
+    raise InputError(
+      f"config.checkpoint.best={name!r} must be one of {', '.join(known)}"
+    )

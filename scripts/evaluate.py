@@ -28,7 +28,7 @@ _DEFAULT = pathlib.Path(__file__).resolve().parents[1] / "configs" / "vapo.py"
 # Tokens that a model directory gets, where its context has them.
 _PROMPT_LENGTH, _RESPONSE_LENGTH = 1024, 2048
 _CONFIG = command_line.define_config(
-  f"{_DEFAULT}:gsm8k", "Settings of a model directory; a run has its own."
+  f"{_DEFAULT}:gsm8k-smoke", "Settings of a model directory; a run has its own."
 )
 _CHECKPOINT = flags.DEFINE_string(
   "checkpoint", "", "Workdir of a run, or Hugging Face model directory."
@@ -38,7 +38,7 @@ _STEP = flags.DEFINE_string(
 )
 _SETS = """Sets, with commas between: a JSONL or Parquet file, 'tfds:NAME', a
 source as 'chain_sum', or a set in the Hub's cache: gsm8k, math500, aime24,
-aime25, amc23, minerva, olympiadbench; by default that of the settings."""
+aime25, amc23, minerva, olympiadbench; by default those of the settings."""
 _DATASET = flags.DEFINE_list("dataset", [], _SETS)
 _OUT = flags.DEFINE_string(
   "out", None, "Folder for SET.jsonl: a problem a line, with its responses."
@@ -58,6 +58,7 @@ def make_config(path: pathlib.Path):
     InputError: a flag does not fit the directory.
   """
   from jaxrl_llm import workdir
+  from jaxrl_llm.data import sources
 
   if not path.is_dir():
     raise InputError(
@@ -85,6 +86,13 @@ def make_config(path: pathlib.Path):
       )
     if not _CONFIG.present:
       fit(config, path)
+  if _DATASET.value:
+    config.eval.path = ",".join(_DATASET.value)
+    # Its files have the columns of the training data, if that is of files.
+    files = config.data.source in sources.FILES
+    config.eval.source = "" if files else "jsonl"
+    if files and not config.data.path:
+      config.data.source = "chain_sum"  # Nothing is trained, so none is drawn.
   for name in ("samples", "problems", "temperature", "top_p"):
     if flags.FLAGS[name].value is not None:
       config.eval[name] = flags.FLAGS[name].value
@@ -111,32 +119,6 @@ def fit(config, path: pathlib.Path) -> None:
   config.update_from_flattened_dict(
     {key: value for key, value in fitting.items() if key not in given}
   )
-
-
-def choose_set(config, name: str) -> None:
-  """Makes a set of --dataset that of the settings."""
-  config.eval.source, config.eval.path = read_dataset(name)
-  if config.data.source in ("jsonl", "parquet") and not config.data.path:
-    config.data.source = "chain_sum"  # Nothing is trained, so nothing is drawn.
-
-
-def read_dataset(name: str) -> tuple[str, str]:
-  """config.eval.source and config.eval.path of a set.
-
-  Raises:
-    InputError: it is not in the Hub's cache.
-  """
-  from jaxrl_llm.data import benchmarks
-
-  if name in benchmarks.BENCHMARKS:
-    return benchmarks.find(name)
-  if name.startswith("tfds:"):
-    return "tfds", name.removeprefix("tfds:")
-  if name.endswith(".parquet"):
-    return "parquet", name
-  if name.endswith((".jsonl", ".json")) or "/" in name:
-    return "jsonl", name
-  return name, ""
 
 
 def load_params(path: pathlib.Path, run):
@@ -257,23 +239,17 @@ def run() -> None:
   config = make_config(path)
   for file in config.run.plugins:  # Plugins of the run.
     plugin.load(file)
-  sets = _DATASET.value or [None]
-  if sets[0]:
-    choose_set(config, sets[0])
   owners = build.make_run(config)
   # The loop's own stream: without further flags a run's last evaluation is
   # repeated exactly. Another seed leaves the problems as they are.
   seed = config.run.seed if _SEED.value is None else _SEED.value
   key = run_key(seed, build.EVALUATION)
-  writer = dataclasses.replace(owners.evaluator.writer, key=key)
-  evaluator = dataclasses.replace(owners.evaluator, writer=writer)
   found = []
   with contextlib.closing(owners.judge), contextlib.closing(owners.worker):
     params, step = load_params(path, owners)
-    for name in sets:
-      if name is not sets[0]:  # The engine, and what it compiled, stay.
-        choose_set(config, name)
-        evaluator = build.with_problems(evaluator, config)
+    for one in owners.evaluators:  # With one engine, and what it compiled.
+      writer = dataclasses.replace(one.writer, key=key)
+      evaluator = dataclasses.replace(one, writer=writer)
       results, samples = evaluate(evaluator, params)
       count, sampled = len(evaluator.prompts), config.eval.samples
       settings = {"checkpoint": str(path), "step": step, "problems": count}

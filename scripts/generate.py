@@ -79,14 +79,13 @@ def read_requests(options) -> list[rows.Row]:
   """
   requests, name = [], options.prompts
   if name is not None:
-    suffix = pathlib.Path(name).suffix.removeprefix(".")
-    kind = "jsonl" if options.jsonl else suffix
-    kind = kind if kind in ("jsonl", "parquet") else "text"
+    suffix = pathlib.Path(name).suffix
+    text = not options.jsonl and suffix not in (".jsonl", ".parquet")
     if name == _STDIO:
       data = sys.stdin.buffer.read()
-      requests = rows.parse_rows(data, "standard input", kind)
+      requests = rows.parse_rows(data, "standard input", text=text)
     else:
-      requests = rows.read_rows(pathlib.Path(name), kind)
+      requests = rows.read_rows(pathlib.Path(name), text=text)
   for number, text in enumerate(options.prompt, start=1):
     where = f"--prompt number {number}"
     if not text:

@@ -145,7 +145,10 @@ class TestSettings:
     [
       (
         {"optimizer__value__mini_batch": 10},
-        ["optimizer.value.mini_batch=10: must divide the batch of 32"],
+        [
+          "value.mini_batch=10 with config.optimizer.value.updates_per_step=1",
+          "must divide the batch of 32",
+        ],
       ),
       (
         {
@@ -153,7 +156,24 @@ class TestSettings:
           "estimator__name": "group",
           "value__pretrain_steps": 0,
         },
-        ["optimizer.policy.mini_batch=10: must divide"],
+        ["optimizer.policy.mini_batch=10 with", "=1: must divide the batch"],
+      ),
+      (
+        {"optimizer__policy__updates_per_step": 4},
+        [
+          "mini_batch=16 with config.optimizer.policy.updates_per_step=4",
+          "use mini_batch=0 or updates_per_step=1",
+        ],
+      ),
+      (
+        {
+          "optimizer__value__mini_batch": 0,
+          "optimizer__value__updates_per_step": 5,
+        },
+        [
+          "value.mini_batch=0 with config.optimizer.value.updates_per_step=5",
+          "must divide the batch of 32",
+        ],
       ),
       (
         {"mesh__data": 16},
@@ -190,6 +210,31 @@ class TestSettings:
   def test_are_refused(self, model, changes, parts):
     with refused(*parts):
       build.make_run(tiny_run.make_config(model, **changes))
+
+  def test_updates_per_step_follow_the_batch(self):
+    sizes = {}
+    for prompts in (8, 6):
+      config = tiny_run.make_config(
+        "none",
+        data__prompts_per_step=prompts,
+        optimizer__policy__mini_batch=0,
+        optimizer__policy__updates_per_step=2,
+        optimizer__value__mini_batch=0,
+        optimizer__value__epochs=3,
+      )
+      validate(config)
+      of = {x: build.update_settings(config, x) for x in ("policy", "value")}
+      sizes[prompts] = [(x.mini_batch, x.updates) for x in of.values()]
+    # Of six steps, 2 updates each of the policy and 3 of the critic.
+    assert sizes == {8: [(16, 12), (32, 18)], 6: [(12, 12), (24, 18)]}
+    plain = tiny_run.make_config("none")
+    alike = tiny_run.make_config(
+      "none",
+      optimizer__policy__mini_batch=0,
+      optimizer__policy__updates_per_step=2,
+    )
+    settings = [build.update_settings(x, "policy") for x in (plain, alike)]
+    assert settings[0] == settings[1]
 
   @pytest.mark.parametrize(
     "changes",
@@ -390,11 +435,11 @@ class TestData:
     other = write_lines(tmp_path / "a.jsonl", *map(row, range(5, 15)))
     apart = write_lines(tmp_path / "c.jsonl", *map(row, range(20, 30)))
     origin = lambda path, evaluated: (
-      self.make_run(
-        model, path, eval__path=str(evaluated), eval__problems=0
-      ).evaluator.origin
+      self.make_run(model, path, eval__path=str(evaluated), eval__problems=0)
+      .evaluators[0]
+      .origin
     )
-    told = "of 8 evaluated questions are trained on; remove them from data.path"
+    told = "of 8 evaluated questions of b are trained on; remove them from"
     assert origin(f"{other},{both}", both).startswith(f"8 {told}")
     assert origin(other, both).startswith(f"3 {told}")
     assert origin(apart, both) == ""

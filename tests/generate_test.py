@@ -44,7 +44,7 @@ def _read(path):
 
 
 def _requests(records=_PROMPTS):
-  return rows.parse_rows(_lines(records).encode(), "p.jsonl", "jsonl")
+  return rows.parse_rows(_lines(records).encode(), "p.jsonl")
 
 
 def _prompts(requests, tokenizer=None, *, name="completion", **settings):
@@ -204,7 +204,7 @@ class TestChunks:
 class TestRequests:
   def test_text_is_a_prompt_a_line(self):
     data = "\ufeff 3+5?\r\n\n \t\n2\u20283?".encode()
-    found = rows.parse_rows(data, "f.txt", "text")
+    found = rows.parse_rows(data, "f.txt", text=True)
     assert found == [
       ("f.txt:1", {"prompt": " 3+5?"}),
       ("f.txt:4", {"prompt": "2\u20283?"}),
@@ -227,13 +227,13 @@ class TestRequests:
   def test_a_bad_line_is_named(self, line, message):
     data = f'{{"prompt": "1"}}\n{line}'.encode()
     with pytest.raises(InputError, match=message):
-      _prompts(rows.parse_rows(data, "f", "jsonl"))
+      _prompts(rows.parse_rows(data, "f"))
 
   def test_bad_files(self):
     with pytest.raises(InputError, match="f: there are no rows"):
-      rows.parse_rows(b"\n \n", "f", "text")
+      rows.parse_rows(b"\n \n", "f", text=True)
     with pytest.raises(InputError, match="f:2: not UTF-8"):
-      rows.parse_rows(b"1\n\xff", "f", "text")
+      rows.parse_rows(b"1\n\xff", "f", text=True)
 
   def test_chat(self, tmp_path):
     base = Tokenizer(base_models.BASE)

@@ -104,7 +104,7 @@ class TestOthers:
     assert 0 < row["reward/short"] <= row["reward/mean"]
     # A twentieth of twenty questions is evaluated on and not trained on.
     assert row["eval/train_heldout/avg@2"] >= 0
-    asked = {p.question for p in run.evaluator.prompts}
+    asked = {p.question for p in run.evaluators[0].prompts}
     drawn, _ = run.source.draw(run.source.init(), 19)
     assert len(asked) == 1
     assert {p.question for p in drawn} | asked == {q for q, _ in QUESTIONS}
@@ -164,8 +164,8 @@ class TestData:
     changes = self.files(tmp_path, rows)
     for more in ({"eval__path": changes["data__path"]}, {"data__holdout": 0.0}):
       run = build.make_run(make_config(model, **changes | more))
-      assert run.evaluator.name == "own_training_data"
-      assert "which is trained on too" in run.evaluator.origin
+      assert run.evaluators[0].name == "own_training_data"
+      assert "which is trained on too" in run.evaluators[0].origin
 
   def test_answers_that_the_verifier_needs(self, model, tmp_path):
     changes = self.files(tmp_path, [{"prompt": q} for q, _ in QUESTIONS])
@@ -212,7 +212,7 @@ class TestData:
     }
     rows, _, run = train(model, tmp_path / "run", **changes)
     assert rows[-1]["eval/own_sums/avg@2"] >= 0 and len(run.source) == 16
-    assert {p.question for p in run.evaluator.prompts} <= {
+    assert {p.question for p in run.evaluators[0].prompts} <= {
       question for question, _ in QUESTIONS[:4]
     }
     part = build.make_run(
@@ -393,7 +393,7 @@ class TestEnvironment:
     rows = [{"question": f"{k} + {k}?", "answer": str(2 * k)} for k in range(9)]
     row = train_grpo(
       tmp_path / "run",
-      ":gsm8k",
+      ":gsm8k-smoke",
       model__path=chat,
       data__path=write_jsonl(tmp_path / "train.jsonl", rows),
       environment__name="doubling",

@@ -207,8 +207,30 @@ class TestConfigs:
       validate(config)
       assert config.is_locked
       assert sorted(keys(config)) == sorted(config_lib.KEYS)
+      mini_batch = config_lib.mini_batch(config, "policy")
+      assert mini_batch % config.data.group_size == 0
     with pytest.raises(InputError, match="preset 'nope' is unknown"):
       load(method, "nope")
+
+  @pytest.mark.parametrize("method", METHODS)
+  @pytest.mark.parametrize("preset", ["gsm8k", "one-gpu-0.5b", "one-gpu-1.5b"])
+  def test_a_usual_run_of_gsm8k(self, method, preset):
+    config = load(method, preset)
+    groups, size = config.data.prompts_per_step, config.data.group_size
+    alone = method in ("ppo", "vc_ppo")  # One response to a prompt.
+    assert (groups, size) == (
+      (1024, 1) if alone else (128, 9 if method == "mc_grpo" else 8)
+    )
+    updates = build.update_settings(config, "policy").updates
+    once = method in ("rloo", "vcpo"), method == "mc_grpo"
+    assert updates == 175 * (1 if once[0] else 2 if once[1] else 4)
+    assert config_lib.max_tokens_per_row(config) == 512 + 512
+    assert config.schedule.window in (0, 128)
+    assert config.reward.overlong_buffer in (0, 128)
+    # A change of the batch needs no other key.
+    config.data.group_size += 2
+    config.data.path = "questions.jsonl"
+    validate(config)
 
   @pytest.mark.parametrize("method", METHODS)
   def test_warmups_are_twenty_rollouts(self, method):
@@ -217,11 +239,15 @@ class TestConfigs:
       if role == "value" and not has_critic(config):
         continue
       optimizer = config.optimizer[role]
-      batches = config_lib.batch_size(config) // optimizer.mini_batch
-      assert optimizer.warmup_steps == 20 * batches * optimizer.epochs
+      updates = build.update_settings(config, role).updates
+      assert optimizer.warmup_steps * config.run.steps == 20 * updates
       # Whoever changes their number, on the command line too.
-      optimizer.mini_batch //= 2
-      assert optimizer.warmup_steps == 40 * batches * optimizer.epochs
+      optimizer.mini_batch = config_lib.mini_batch(config, role) // 2
+      optimizer.updates_per_step = 1
+      updates = build.update_settings(config, role).updates
+      assert optimizer.warmup_steps * config.run.steps == 20 * updates
+      optimizer.update(mini_batch=0, updates_per_step=6)
+      assert optimizer.warmup_steps == 20 * 6 * optimizer.epochs
       optimizer.warmup_steps = 3
       assert optimizer.warmup_steps == 3
 
@@ -240,7 +266,6 @@ class TestTrains:
   def test_three_steps_from_the_embedded_model(self, method, tmp_path):
     config = load(method)
     prompts = 16 if config.data.group_size == 1 else 4
-    batch = prompts * config.data.group_size
     changes = {
       "data.prompts_per_step": prompts,
       "value.pretrain_steps": min(config.value.pretrain_steps, 1),
@@ -255,10 +280,10 @@ class TestTrains:
       changes["schedule.window"] = 24
     for role in ("policy", "value"):
       # One update or more, as the method has it.
-      updates = (
-        config_lib.batch_size(config) // config.optimizer[role].mini_batch
-      )
-      changes[f"optimizer.{role}.mini_batch"] = batch // updates
+      size = config_lib.mini_batch(config, role)
+      updates = config_lib.batch_size(config) // size
+      changes[f"optimizer.{role}.mini_batch"] = 0
+      changes[f"optimizer.{role}.updates_per_step"] = updates
     config.update_from_flattened_dict(changes)
     if method == "distill":  # The base of another task has the same tokens.
       teacher = base_models.BASE.with_name("remainder_base")

@@ -120,6 +120,12 @@ def batch_size(config: Any) -> int:
   return config.data.prompts_per_step * config.data.group_size
 
 
+def mini_batch(config: Any, role: str) -> int:
+  """Returns the responses per update of the 'policy' or the 'value' model."""
+  settings = config.optimizer[role]
+  return settings.mini_batch or batch_size(config) // settings.updates_per_step
+
+
 def max_tokens_per_row(config: Any) -> int:
   """Returns the tokens per packed row, at least the longest sample."""
   longest = config.data.max_prompt_length + config.sampler.max_response_length

@@ -149,7 +149,8 @@ class Data(Group, path="data"):
     "Source of the examples: an embedded task, files ('jsonl', 'parquet') or"
     " TensorFlow Datasets ('tfds').", FIXED)
   path = Key("", None, "Files of 'jsonl' or 'parquet', separated by commas or"
-    " as a pattern such as data/*.jsonl. With 'tfds', NAME[:VERSION].", FIXED)
+    " as a pattern such as data/*.jsonl; gsm8k is the training set in the"
+    " Hugging Face cache. With 'tfds', NAME[:VERSION].", FIXED)
   split = Key("train", None,
     "Split to train on, for sources that have splits.", FIXED)
   columns = Key({}, None, "Maps question, answer, completion (what SFT learns),"
@@ -454,10 +455,13 @@ class Optimizer(Group, path="optimizer.policy"):
 
   name = Key("adamw", Names("learner.optimizer:OPTIMIZERS"),
     "Optimizer, 'adamw' or a registered one.", FIXED)
-  mini_batch = Key(256, _SOME, "Responses per update (mini-batch size).")
+  mini_batch = Key(256, _COUNT, "Responses per update (mini-batch size); 0"
+    " divides the batch into updates_per_step.")
+  updates_per_step = Key(1, _SOME, "Mini-batches of a batch if mini_batch is 0:"
+    " updates of a step in each epoch.")
   epochs = Key(1, _SOME, "Passes over each batch of rollouts.")
   learning_rate = Key(2e-4, _NUMBER, "Peak learning rate of AdamW.")
-  # Defined after mini_batch: presets divide by that.
+  # Defined after mini_batch and updates_per_step: presets compute with them.
   warmup_steps = Key(10, _COUNT, "Updates of linear learning-rate warm-up."
     " Presets of Qwen2.5 use the updates of 20 steps.")
   learning_rate_schedule = Key("constant", Names("learner.optimizer:SCHEDULES"),
@@ -503,10 +507,18 @@ class Eval(Group, path="eval"):
     "Sampled responses per problem, the k of avg@k and pass@k.")
   greedy = Key(False, None,
     "Also decodes one greedy response per problem, reported as 'greedy'.")
-  problems = Key(200, _COUNT, "Maximum number of problems; 0 uses all.")
+  problems = Key(200, _COUNT,
+    "Maximum number of problems of each set, the first ones; 0 uses all.")
   source = Key("", Names("data.sources:SOURCES", ""), "Source of the problems;"
     " '' is the evaluation split of data.source.", HELD_OUT)
-  path = Key("", None, "Files of the problems, as in data.path.", HELD_OUT)
+  path = Key("", None,
+    "Evaluation sets, separated by commas: files, 'tfds:NAME', a source such as"
+    " chain_sum, or gsm8k, math500, aime24, aime25, amc23, minerva or"
+    " olympiadbench in the Hugging Face cache. Each has metrics of its own,"
+    " eval/NAME/*.", HELD_OUT)
+  on_overlap = Key("warn", Choice(("warn", "drop")), "What happens to problems"
+    " whose question is trained on, up to whitespace: 'warn' counts them at the"
+    " start, 'drop' leaves them out of the evaluation.")
   split = Key("eval", None,
     "Split of the problems; 'eval' is the test split of 'tfds'.")
   temperature = Key(1.0, Range(0.0, 100.0),

@@ -71,21 +71,38 @@ def long_tail(config: Any) -> None:
 
 
 def gsm8k(config: Any) -> None:
-  """Trains a chat model on GSM8K; needs model.path and data.path."""
-  config.data.update(source="jsonl", template="chat", on_long="drop")
-  config.data.update(prompts_per_step=16, max_prompt_length=256)
-  config.data.template_settings = {
-    "question_format": (
-      "{question}\nReason step by step and end with #### and the number."
-    ),
-  }
-  config.sampler.max_response_length = 256
-  config.reward.name = "numeric"
-  config.estimator.alpha = 0.2
-  _learning_rates(config, 1e-6)
+  """Trains a chat model on GSM8K; needs model.path and data.path.
+
+  The size is that of common scripts of TRL and verl: 128 prompts with 8
+  responses of up to 512 tokens, four updates a step, three epochs.
+  """
+  _word_problems(config, prompts=1024, length=512)
+  config.model.dtype = "bfloat16"
+  config.sampler.slots = 256
+  _optimizers(config, mini_batch=0, updates_per_step=4, b2=0.999)
+  config.eval.update(greedy=True, every=10)
+  config.run.update(steps=175, samples_every=10)
+
+
+def gsm8k_smoke(config: Any) -> None:
+  """Is a small `gsm8k` that tries a model, its data and a reward."""
+  _word_problems(config, prompts=16, length=256)
   _optimizers(config, mini_batch=16, micro_batch_size=2)
   config.eval.update(problems=8, samples=1, every=100)
   config.run.samples_every = 1
+
+
+def one_gpu_24gb(config: Any) -> None:
+  """Trains a model of 0.5B as `gsm8k`, on a GPU of 24 GB (docs/scale.md)."""
+  gsm8k(config)
+  config.sampler.slots = 128
+  _optimizers(config, micro_batch_size=2, mu_dtype="bfloat16")
+
+
+def one_gpu_80gb(config: Any) -> None:
+  """Trains a model of 1.5B as `gsm8k`, on a GPU of 80 GB (docs/scale.md)."""
+  gsm8k(config)
+  _optimizers(config, mu_dtype="bfloat16")
 
 
 def qwen1_5b(config: Any) -> None:
@@ -120,32 +137,44 @@ def qwen32b(config: Any) -> None:
   config.sampler.mesh.update(data=2, fsdp=8, tensor=4)
 
 
+def _word_problems(config: Any, *, prompts: int, length: int) -> None:
+  """Sets up word problems; prompts and responses have at most `length`."""
+  form = "{question}\nReason step by step and end with #### and the number."
+  _questions(config, prompts, (length, length), form)
+  config.estimator.alpha = 0.2  # lambda is 0.98 at 200 tokens.
+
+
 def _mathematics(
   config: Any, *, prompts: int, lengths: tuple[int, int], kv_pages: int
 ) -> None:
-  """Sets up long reasoning of a chat model on problems with one answer.
-
-  `lengths` are the maximum lengths of a prompt and of a response.
-  """
+  """Sets up long reasoning on problems of mathematics, see `_questions`."""
+  form = (
+    "Solve the problem step by step and put the final answer in"
+    " \\boxed{}.\n\n{question}"
+  )
+  _questions(config, prompts, lengths, form)
   config.model.dtype = "bfloat16"
-  config.data.update(source="jsonl", template="chat", on_long="drop")
-  config.data.prompts_per_step = prompts
-  config.data.max_prompt_length, config.sampler.max_response_length = lengths
   config.sampler.kv_pages = kv_pages
-  config.data.template_settings = {
-    "question_format": (
-      "Solve the problem step by step and put the final answer in"
-      " \\boxed{}.\n\n{question}"
-    ),
-  }
-  config.reward.update(name="numeric", workers=16)
-  _learning_rates(config, 1e-6)
+  config.reward.workers = 16
   _optimizers(config, weight_decay=0.1, b2=0.999)  # Common for AdamW.
   _warmup(config, rollouts=20)  # DAPO, section 4.1.
   config.value.pretrain_patience = 50
   config.eval.update(samples=32, top_p=0.7)
   config.run.steps = 312  # VAPO's 5,000 updates at 16 a rollout.
   config.checkpoint.every = 10
+
+
+def _questions(config: Any, prompts: int, lengths: tuple, form: str) -> None:
+  """Sets up a chat model on questions with one answer.
+
+  `lengths` are the maximum lengths of a prompt and of a response.
+  """
+  config.data.update(source="jsonl", template="chat", on_long="drop")
+  config.data.prompts_per_step = prompts
+  config.data.max_prompt_length, config.sampler.max_response_length = lengths
+  config.data.template_settings = {"question_format": form}
+  config.reward.name = "numeric"
+  _learning_rates(config, 1e-6)
 
 
 def _optimizers(config: Any, **settings: float) -> None:
@@ -157,10 +186,12 @@ def _optimizers(config: Any, **settings: float) -> None:
 def _warmup(config: Any, rollouts: int) -> None:
   """Sets warm-ups to a number of rollouts, following later batch settings."""
   refs = config.data.get_ref
-  responses = rollouts * refs("prompts_per_step") * refs("group_size")
+  batch = refs("prompts_per_step") * refs("group_size")
   for role in (config.optimizer.policy, config.optimizer.value):
-    updates = responses * role.get_ref("epochs") // role.get_ref("mini_batch")
-    role.warmup_steps = updates
+    # A mini_batch of 0 counts as the whole batch.
+    size = (role.get_ref("mini_batch") - 1) % batch + 1
+    passes = role.get_ref("epochs") * role.get_ref("updates_per_step")
+    role.warmup_steps = rollouts * batch * passes // size
 
 
 def _learning_rates(config: Any, policy: float) -> None:
@@ -174,7 +205,10 @@ SCALES: Mapping[str, Scale] = {
   "": Scale(embedded, group_size=8, pretrain_steps=12),
   "long_tail": Scale(long_tail, group_size=8, pretrain_steps=12),
   "smollm2": Scale(smollm2, group_size=8, pretrain_steps=4),
-  "gsm8k": Scale(gsm8k, group_size=4, pretrain_steps=1),
+  "gsm8k": Scale(gsm8k, group_size=8, pretrain_steps=20),
+  "gsm8k-smoke": Scale(gsm8k_smoke, group_size=4, pretrain_steps=1),
+  "one-gpu-0.5b": Scale(one_gpu_24gb, group_size=8, pretrain_steps=20),
+  "one-gpu-1.5b": Scale(one_gpu_80gb, group_size=8, pretrain_steps=20),
   "qwen2.5-1.5b": Scale(qwen1_5b, group_size=16, pretrain_steps=50),
   "qwen2.5-7b": Scale(qwen7b, group_size=16, pretrain_steps=50),
   "qwen2.5-32b": Scale(qwen32b, group_size=16, pretrain_steps=50),

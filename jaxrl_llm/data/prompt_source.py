@@ -1,5 +1,6 @@
 """Prompts from examples: templates, and the order of prompts."""
 
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -8,13 +9,14 @@ import chex
 import grain
 import numpy as np
 
-from jaxrl_llm.data.sources import Source
+from jaxrl_llm.data.sources import MOST_READ, Source
 from jaxrl_llm.data.tasks import Example, Prompt
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError, as_input_error
 from jaxrl_llm.system.plugin import Table
 from jaxrl_llm.types import Responses
 
+MOST_SOURCES = 50  # Data sources with metrics of their own.
 Template = Callable[[Example], list[int]]
 
 
@@ -269,6 +271,15 @@ class PromptSource:
     """
     del judged
     return [], state
+
+  @functools.cached_property
+  def has_several_sources(self) -> bool:
+    """Whether the examples name 2 to `MOST_SOURCES` data sources.
+
+    Reads them once; over `sources.MOST_READ` examples are not read.
+    """
+    rows = range(len(self) if len(self) <= MOST_READ else 0)
+    return 1 < len({self._source[i].source for i in rows}) <= MOST_SOURCES
 
   def check(self, example_ids: Sequence[int]) -> list[bool]:
     """Tokenizes rows of the data; returns False for dropped ones.

@@ -7,10 +7,11 @@ others are named by a mapping. Every column stays with the example, for its
 reward.
 """
 
+import collections
 import glob
 import json
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxrl_llm.data.tasks import Example
@@ -44,25 +45,35 @@ class Row(NamedTuple):
 
 
 def read_examples(
-  kind: str, *, path: str, columns: Mapping[str, str] | None = None
+  path: str, columns: Mapping[str, str] | None = None
 ) -> list[Example]:
-  """Reads the examples of files, in order.
+  """Reads the examples of JSONL and Parquet files, in order.
 
   Args:
-    kind: 'jsonl' or 'parquet'.
     path: a file, several separated by commas, or patterns of names.
     columns: see `to_example`.
 
   Raises:
     InputError: see `read_rows` and `to_example`.
   """
-  examples = []
-  for file in files(path):
-    for row in read_rows(file, kind):
-      name = f"{file.stem}-{row.where.rpartition(':')[2]}"
-      example = to_example(row, columns, name=name, source=file.stem)
-      examples.append(example)
+  examples, paths = [], files(path)
+  for file, stem in zip(paths, told_apart([x.stem for x in paths], paths)):
+    for row in read_rows(file):
+      name = f"{stem}-{row.where.rpartition(':')[2]}"
+      examples.append(to_example(row, columns, name=name, source=stem))
   return examples
+
+
+def told_apart(
+  names: Sequence[str], paths: Sequence[str | pathlib.Path]
+) -> list[str]:
+  """Returns the names of paths, with their folders in front of equal names."""
+  count = collections.Counter(names)
+  folder = lambda path: pathlib.Path(path).absolute().parent.name
+  return [
+    f"{folder(path)}_{name}" if path and count[name] > 1 else name
+    for name, path in zip(names, paths)
+  ]
 
 
 def files(path: str) -> list[pathlib.Path]:
@@ -72,13 +83,12 @@ def files(path: str) -> list[pathlib.Path]:
   return [pathlib.Path(file) for file in found]
 
 
-def read_rows(path: pathlib.Path, kind: str) -> list[Row]:
+def read_rows(path: pathlib.Path, *, text: bool = False) -> list[Row]:
   """Reads the rows of a file.
 
   Args:
-    path: path of the file.
-    kind: 'jsonl' (one object per line), 'parquet' or 'text' (one prompt per
-      line).
+    path: path of the file: Parquet, or JSON lines (one object per line).
+    text: whether the lines are prompts instead.
 
   Raises:
     InputError: The file cannot be read, has no rows, or a line is malformed.
@@ -86,22 +96,16 @@ def read_rows(path: pathlib.Path, kind: str) -> list[Row]:
   advice = "check the path" if path.suffix else _HUB.format(path)
   with as_input_error(f"{path}: cannot be read", advice, OSError):
     data = _regular(path).read_bytes()
-  return parse_rows(data, str(path), kind)
+  return parse_rows(data, str(path), text=text)
 
 
-def parse_rows(data: bytes, name: str, kind: str) -> list[Row]:
+def parse_rows(data: bytes, name: str, *, text: bool = False) -> list[Row]:
   """Parses the rows of a file's bytes, see `read_rows`."""
-  is_parquet = data.startswith(b"PAR1")
-  if is_parquet != (kind == "parquet"):
-    is_one, fit = ("a", "parquet") if is_parquet else ("no", "jsonl")
-    raise InputError(
-      f"{name}: is {is_one} Parquet file; data.source={fit!r} reads it"
-    )
-  if is_parquet:
+  if data.startswith(b"PAR1"):
     records = enumerate(_read_parquet(data, name), start=1)
     rows = [Row(f"{name}:{number}", plain(x)) for number, x in records]
-  elif kind == "text":
-    rows = [Row(at, {"prompt": text}) for at, text in read_lines(data, name)]
+  elif text:
+    rows = [Row(at, {"prompt": line}) for at, line in read_lines(data, name)]
   else:
     rows = [Row(at, parse_object(x, at)) for at, x in read_lines(data, name)]
   if not rows:

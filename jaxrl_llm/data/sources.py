@@ -1,6 +1,5 @@
 """Random-access sources of `Example`: tasks, files, TFDS datasets."""
 
-import functools
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -97,10 +96,11 @@ SOURCES: dict[str, Callable[..., Source]] = {
   "chain_sum": tasks.ChainSum,
   "remainder": remainder.Remainder,
   "sums": tasks.sums,
-  "jsonl": functools.partial(rows.read_examples, "jsonl"),
-  "parquet": functools.partial(rows.read_examples, "parquet"),
+  "jsonl": rows.read_examples,
+  "parquet": rows.read_examples,
   "tfds": read_tfds,
 }
+FILES = ("jsonl", "parquet")  # Sources that read files.
 
 
 def reads(name: str) -> frozenset[str]:

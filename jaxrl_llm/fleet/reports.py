@@ -92,7 +92,7 @@ def read_reports(folder: pathlib.Path) -> Reports:
   for file in sorted(folder.glob("*.jsonl")):
     data = file.read_bytes()
     # A host may be writing its last line.
-    rows = parse_rows(data[: data.rfind(b"\n") + 1], str(file), "jsonl")
+    rows = parse_rows(data[: data.rfind(b"\n") + 1], str(file))
     for where, fields in rows:
       problem = ""
       if not math.isfinite(_number(fields.get("time"))):

@@ -115,8 +115,7 @@ class ConsoleWriter:
     self.phase(self._phase)
     if self._bar.disable:
       self.event("  ".join(self._parts()))
-    results = _evaluation(metrics)
-    if results:
+    for results in _evaluations(metrics):
       self.event(f"evaluation at step {step}: {results}")
 
   def samples(self, step: int, samples: Sequence[Sample]) -> None:
@@ -199,15 +198,16 @@ def _phases(metrics: Mapping[str, float]) -> str:
   )
 
 
-def _evaluation(metrics: Mapping[str, float]) -> str:
-  results = []
+def _evaluations(metrics: Mapping[str, float]) -> list[str]:
+  """Returns the results of each evaluation set."""
+  sets = collections.defaultdict(list)
   for name, value in metrics.items():
     if name.startswith("eval/") and not name.endswith("_se"):
       result = f"{name.removeprefix('eval/')} {float(value):.3f}"
       if f"{name}_se" in metrics:
         result += f" (se {float(metrics[f'{name}_se']):.3f})"
-      results.append(result)
-  return ", ".join(results)
+      sets[name.rpartition("/")[0]].append(result)
+  return [", ".join(results) for results in sets.values()]
 
 
 def duration(seconds: float | None) -> str:

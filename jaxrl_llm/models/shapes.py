@@ -4,7 +4,9 @@ from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.transformer import num_params
 
 
-def _qwen(width, mlp, layers, heads, kv_heads, vocabulary=152_064, tied=False):
+def _qwen(
+  width, mlp, layers, heads, kv_heads, vocabulary=151_936, tied=False, head=128
+):
   return ModelConfig(
     family="qwen2",
     vocab_size=vocabulary,
@@ -13,7 +15,7 @@ def _qwen(width, mlp, layers, heads, kv_heads, vocabulary=152_064, tied=False):
     num_layers=layers,
     num_heads=heads,
     num_kv_heads=kv_heads,
-    head_dim=128,
+    head_dim=head,
     max_position_embeddings=32_768,
     rms_norm_eps=1e-6,
     rope_theta=1e6,
@@ -24,10 +26,12 @@ def _qwen(width, mlp, layers, heads, kv_heads, vocabulary=152_064, tied=False):
 
 # Models by the name of the preset that trains them.
 MODELS = {
-  "qwen2.5-1.5b": _qwen(1536, 8960, 28, 12, 2, vocabulary=151_936, tied=True),
-  "qwen2.5-7b": _qwen(3584, 18_944, 28, 28, 4),
-  "qwen2.5-32b": _qwen(5120, 27_648, 64, 40, 8),
+  "qwen2.5-1.5b": _qwen(1536, 8960, 28, 12, 2, tied=True),
+  "qwen2.5-7b": _qwen(3584, 18_944, 28, 28, 4, vocabulary=152_064),
+  "qwen2.5-32b": _qwen(5120, 27_648, 64, 40, 8, vocabulary=152_064),
+  "one-gpu-0.5b": _qwen(896, 4864, 24, 14, 2, tied=True, head=64),
 }
+MODELS["one-gpu-1.5b"] = MODELS["qwen2.5-1.5b"]
 
 
 def multiplied_params(config: ModelConfig) -> int:

@@ -1,7 +1,7 @@
 """Metrics of a batch of responses."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -70,6 +70,25 @@ def rollout_metrics(
     "rollout/overlong_fraction": float(overlong.mean()),
   }
   return row | (_group_metrics(judged) if over.all() else {})
+
+
+def source_metrics(
+  judged: Responses, sources: Mapping[int, str]
+) -> dict[str, float]:
+  """Returns metrics of the rewards and lengths of each data source.
+
+  Args:
+    judged: see `rollout_metrics`.
+    sources: data source of each response, by sample id.
+  """
+  row, judged = {}, take_rows(judged, judged.ended)
+  named = np.array([sources[i] for i in judged.rollout.sample_id.tolist()])
+  for name in np.unique(named).tolist():
+    one = take_rows(judged, named == name)
+    for metric, value in _reward_metrics(one).items():
+      row[f"reward/{name}/{metric.removeprefix('reward/')}"] = value
+    row[f"rollout/{name}/response_length_mean"] = _mean(one.rollout.lengths)
+  return row
 
 
 def _reward_metrics(responses: Responses) -> dict[str, float]:

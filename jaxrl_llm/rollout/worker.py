@@ -32,6 +32,7 @@ from jaxrl_llm.rollout.metrics import (
   partial_metrics,
   per_response,
   rollout_metrics,
+  source_metrics,
 )
 from jaxrl_llm.rollout.schedule import STOPS, RolloutSettings, too_few
 from jaxrl_llm.rollout.turns import Conversations
@@ -162,6 +163,13 @@ class RolloutWorker:
     judged = per_response([x.responses for x in collected.judged], kept)
     row = rollout_metrics(batch.responses, judged)
     row |= decoding_metrics(engine.stats - before) | batch.metrics
+    if judged is not None and self._source.has_several_sources:
+      sources = {
+        i: prompt.source
+        for each in collected.judged
+        for i, prompt in zip(sample_ids(each.responses.rollout), each.prompts)
+      }
+      row |= source_metrics(judged, sources)
     if talks := state.conversations:
       row |= conversation_metrics(judged, talks)
       left = map(str, kept)

@@ -168,6 +168,7 @@ class SimulatedWriter:
 
   engine: SimulatedEngine
   rule: SchedulingRule | None = None
+  has_several_sources = False  # See `PromptSource`.
 
   def draw(self, drawn: int, n: int) -> tuple[Sequence[int], int]:
     """The next prompts after so many, see `PromptSource.draw`."""

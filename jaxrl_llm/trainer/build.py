@@ -88,7 +88,7 @@ def make_run(config: Any) -> Run:
     critic_params=functools.partial(
       _critic_params, learner, init_from=config.value.init_from
     ),
-    evaluator=_make_evaluator(config, worker.writer, problems),
+    evaluators=_make_evaluators(config, worker.writer, problems),
     judge=judge,
     tokenizer=tokenizer,
     inputs=data.digests(config) | teachers,
@@ -193,10 +193,11 @@ def _make_frozen(
 
 def update_settings(config: Any, role: str) -> UpdateSettings:
   """Returns the update settings of the 'policy' or the 'value' model."""
-  settings = config.optimizer[role]
-  batches = config_lib.batch_size(config) / settings.mini_batch
-  steps = config.run.steps
-  updates = round(steps * batches * settings.epochs)
+  settings = config.optimizer[role].to_dict()
+  del settings["updates_per_step"]
+  settings["mini_batch"] = size = config_lib.mini_batch(config, role)
+  steps, batches = config.run.steps, config_lib.batch_size(config) / size
+  updates = round(steps * batches * settings["epochs"])
   return UpdateSettings(**settings, steps=steps, updates=updates)
 
 
@@ -277,8 +278,8 @@ def _make_pretraining(
   )
 
 
-def _make_evaluator(config, writer, problems) -> Evaluator:
-  """Makes the evaluator, whose writer differs from that of training."""
+def _make_evaluators(config, writer, problems) -> list[Evaluator]:
+  """Makes an evaluator per set; their writer differs from that of training."""
   temperature, top_p = config.eval.temperature, config.eval.top_p
   writer = dataclasses.replace(
     writer,
@@ -288,18 +289,7 @@ def _make_evaluator(config, writer, problems) -> Evaluator:
     key=run_key(config.run.seed, EVALUATION),
     group_size=config.eval.samples,
   )
-  return Evaluator(**problems._asdict(), writer=writer)
-
-
-def with_problems(evaluator: Evaluator, config: Any) -> Evaluator:
-  """Returns an evaluator with the problems of another config of the same model.
-
-  Raises:
-    InputError: The data cannot be used.
-  """
-  tokenizer = Tokenizer(base_models.model_path(config))
-  _, problems = data.make_prompts(config, tokenizer)
-  return dataclasses.replace(evaluator, **problems._asdict())
+  return [Evaluator(**one._asdict(), writer=writer) for one in problems]
 
 
 def read_policy_params(

@@ -56,11 +56,17 @@ def sizes(config: Any) -> Rules:
     (config.reward.correct <= config.reward.incorrect,
       "reward.correct, reward.incorrect",
       "a correct response must be worth more than an incorrect one"),
-    *((batch % config.optimizer[role].mini_batch,
-      f"optimizer.{role}.mini_batch",
+    *((batch % (config.optimizer[role].mini_batch
+          or config.optimizer[role].updates_per_step),
+      f"optimizer.{role}.mini_batch, optimizer.{role}.updates_per_step",
       f"must divide the batch of {batch} = data.prompts_per_step *"
       " data.group_size")
       for role in (("policy", "value") if critic else ("policy",))),
+    *((config.optimizer[role].mini_batch
+        and config.optimizer[role].updates_per_step > 1,
+      f"optimizer.{role}.mini_batch, optimizer.{role}.updates_per_step",
+      "both set the size of an update; use mini_batch=0 or updates_per_step=1")
+      for role in ("policy", "value")),
     (0 < slots < max(config.data.group_size, config.eval.samples),
       "sampler.slots, data.group_size, eval.samples",
       "raise sampler.slots: they must hold at least one group"),
@@ -168,9 +174,6 @@ def streaming(config: Any) -> Rules:
   if not schedule.streaming:
     return []
   plain = {"lag": 0, "window": 0, "stop": "all", "dynamic_sampling": False}
-  settings = {"optimizer.policy": config.optimizer.policy}
-  if has_critic(config):
-    settings["optimizer.value"] = config.optimizer.value
   made = make_algorithm(config)
   read = leaves_of(["advantages"], made.parts)
   own = [made.auxiliary.get(name) for name in config.loss.auxiliary]
@@ -190,11 +193,13 @@ def streaming(config: Any) -> Rules:
       "streaming needs a whole batch from the newest weights; switch one of"
       " them off")
       for key, value in plain.items()),
-    *((x.mini_batch != batch or x.epochs > 1,
-      f"schedule.streaming, {key}.mini_batch, {key}.epochs",
-      f"streaming makes one update per batch; use mini_batch={batch} and"
-      " epochs=1")
-      for key, x in settings.items()),
+    *((config_lib.mini_batch(config, role) != batch
+        or config.optimizer[role].epochs > 1,
+      f"schedule.streaming, optimizer.{role}.mini_batch,"
+      f" optimizer.{role}.updates_per_step, optimizer.{role}.epochs",
+      "streaming makes one update per batch; use mini_batch=0,"
+      " updates_per_step=1 and epochs=1")
+      for role in (("policy", "value") if has_critic(config) else ("policy",))),
     (config.run.replay_every, "schedule.streaming, run.replay_every",
       "a streamed batch is not kept for a second update; switch one of them"
       " off"),

@@ -5,7 +5,7 @@ import pathlib
 from typing import Any, NamedTuple
 
 from jaxrl_llm import digest, rewards
-from jaxrl_llm.data import prompt_source, rows, sources
+from jaxrl_llm.data import benchmarks, prompt_source, rows, sources
 from jaxrl_llm.data.prompt_source import PromptSource
 from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.data.tokenizer import Tokenizer
@@ -20,7 +20,7 @@ CHECKED = 100_000  # First prompts of a data set, tokenized at the start.
 
 
 class Problems(NamedTuple):
-  """The evaluation problems."""
+  """The problems of an evaluation set."""
 
   prompts: list[Prompt]
   name: str
@@ -29,14 +29,14 @@ class Problems(NamedTuple):
 
 def make_prompts(
   config: Any, tokenizer: Tokenizer
-) -> tuple[PromptSource, Problems]:
-  """Training prompts, and evaluation problems; one template.
+) -> tuple[PromptSource, list[Problems]]:
+  """Training prompts, and the problems of each evaluation set; one template.
 
   Raises:
     InputError: the data cannot be used.
   """
-  data, evaluation = config.data, config.eval
-  train, held_out, label, origin = _sources(config)
+  data = config.data
+  train, sets = _examples(config)
   if data.pool:
     train = sources.LazySource(
       train.__getitem__, range(min(data.pool, len(train)))
@@ -49,11 +49,8 @@ def make_prompts(
     "max_prompt_length": data.max_prompt_length,
     "on_long": data.on_long,
   }
-  problems = PromptSource(held_out, seed=None, **settings)
-  asked = evaluation.problems or EVAL_POSITIONS
-  count = min(asked, len(problems), EVAL_POSITIONS)
-  prompts, _ = problems.draw(problems.init(), count)
-  _check_answers(config.reward.name, prompts)
+  trained = _trained(train, sets)
+  problems = [_problems(config, one, trained, settings) for one in sets]
   make, own = prompt_source.PROMPT_SOURCES[data.order], data.order_settings
   longest = {"max_response_length": config.sampler.max_response_length}
   if not longest.keys() & inspect.signature(make).parameters:
@@ -65,15 +62,68 @@ def make_prompts(
     ValueError,
   ):
     stream = make(train, seed=config.run.seed, **settings, **longest, **own)
-  origin = origin or _overlap(train, prompts)
-  return stream, Problems(prompts, label, origin)
+  return stream, problems
+
+
+def _problems(config, one, trained, settings) -> Problems:
+  """Draws the first problems of a set; those trained on are named or left out.
+
+  Args:
+    config: settings of the run.
+    one: name, source and origin of the set.
+    trained: result of `_trained`.
+    settings: arguments of the prompt source.
+
+  Raises:
+    InputError: No problem is left, or one cannot be used.
+  """
+  name, source, origin = one
+  if config.eval.on_overlap == "drop" and trained:
+    read = range(min(len(source), EVAL_POSITIONS))
+    kept = [i for i in read if _normal(source[i].question) not in trained]
+    if not kept:
+      raise InputError(
+        f"evaluation set {name}: all questions are trained on; choose another"
+        " eval.path, or eval.on_overlap='warn'"
+      )
+    if left_out := len(read) - len(kept):
+      origin = f"{left_out} questions of {name} are trained on and left out"
+    source = sources.LazySource(source.__getitem__, kept)
+  drawn = PromptSource(source, seed=None, **settings)
+  most = config.eval.problems or EVAL_POSITIONS
+  prompts, _ = drawn.draw(drawn.init(), min(most, len(drawn), EVAL_POSITIONS))
+  _check_answers(config.reward.name, prompts)
+  asked = {_normal(prompt.question) for prompt in prompts}
+  if not origin and (shared := asked & trained):
+    origin = (
+      f"{len(shared)} of {len(asked)} evaluated questions of {name} are trained"
+      " on; remove them from data.path, or set eval.on_overlap='drop'"
+    )
+  return Problems(prompts, name, origin)
+
+
+def _trained(train, sets) -> set[str]:
+  """Returns the normalized questions that are trained and evaluated on."""
+  asked = {
+    _normal(source[i].question)
+    for _, source, _ in sets
+    for i in range(min(len(source), EVAL_POSITIONS))
+  }
+  read = range(len(train) if len(train) <= sources.MOST_READ else 0)
+  return asked.intersection(_normal(train[i].question) for i in read)
+
+
+def _normal(question: str) -> str:
+  return " ".join(question.split())
 
 
 def digests(config: Any) -> dict[str, str]:
   """Digests of the files of data and code, by the key that names them."""
-  plugins, reward = ",".join(config.run.plugins), config.reward.path
-  named = {"data.path": config.data.path, "eval.path": config.eval.path}
-  named |= {"reward.path": reward, "run.plugins": plugins}
+  data, plugins = config.data, ",".join(config.run.plugins)
+  evaluated = ",".join(one.path for one in _own_sets(config))
+  named = {"eval.path": evaluated or config.eval.path}
+  named |= {"data.path": benchmarks.training_files(data.path, data.source)}
+  named |= {"reward.path": config.reward.path, "run.plugins": plugins}
   of = lambda paths: filter(pathlib.Path.is_file, rows.files(paths))
   return {key: digest.of_files(of(paths)) for key, paths in named.items()}
 
@@ -90,44 +140,47 @@ def check_prompts(source: PromptSource) -> None:
     processes.in_shares(source.check, range(min(len(source), CHECKED)))
 
 
-def _overlap(train: sources.Source, prompts: list[Prompt]) -> str:
-  """A line if evaluated questions are among those of the training data."""
-  trained = range(len(train) if len(train) <= sources.MOST_READ else 0)
-  evaluated = {prompt.question for prompt in prompts}
-  shared = evaluated.intersection(train[i].question for i in trained)
-  line = (
-    f"{len(shared)} of {len(evaluated)} evaluated questions are trained on;"
-    " remove them from data.path or from eval.path"
-  )
-  return line if shared else ""
-
-
-def _sources(config) -> tuple[sources.Source, sources.Source, str, str]:
-  """Examples to train and to evaluate on, and the latter's name and origin."""
+def _examples(config: Any) -> tuple[sources.Source, list[tuple]]:
+  """Returns examples to train on; name, examples and origin of each set."""
   data, evaluation = config.data, config.eval
-  # A set of its own brings its own layout; the same one keeps its settings.
-  name = evaluation.source or data.source
-  same = name == data.source
-  path = evaluation.path or (data.path if same else "")
+  path = benchmarks.training_files(data.path, data.source)
+  label = benchmarks.label(data.path, data.source)
   own = {"settings": dict(data.settings), "columns": dict(data.columns)}
-  given = {"seed": config.run.seed, "path": path, "split": evaluation.split}
+  given = {"seed": config.run.seed, "split": evaluation.split}
   train = sources.make_source(
-    data.source, **own, **given | {"path": data.path, "split": data.split}
+    data.source, **own, **given | {"path": path, "split": data.split}
   )
-  stems = [pathlib.Path(file).stem for file in path.split(",")]
-  label = "+".join(stems).partition(":")[0].replace("*", "") or name
-  if not same or path != data.path or "split" in sources.reads(name):
-    held_out = sources.make_source(name, **given, **own if same else {})
-    return train, held_out, label, ""
-  if evaluation.path or not data.holdout:
-    origin = f"evaluation asks {label}, which is trained on too"
-    return train, train, f"{label}_training_data", origin
-  parts = sources.hold_out(train, data.holdout, label)
-  origin = (
-    f"{len(parts[1])} of {len(train)} examples of {label}, by hash of the"
-    " question, are held out for evaluation and never trained on"
-  )
-  return *parts, f"{label}_heldout", origin
+  sets = _own_sets(config)
+  if not sets and "split" not in sources.reads(data.source):
+    if evaluation.path or not data.holdout:
+      origin = f"evaluation asks {label}, which is trained on too"
+      return train, [(f"{label}_training_data", train, origin)]
+    kept, held_out = sources.hold_out(train, data.holdout, label)
+    origin = (
+      f"{len(held_out)} of {len(train)} examples of {label}, by hash of the"
+      " question, are held out for evaluation and never trained on"
+    )
+    return kept, [(f"{label}_heldout", held_out, origin)]
+  found = []
+  for one in sets or [benchmarks.Dataset(label, data.source, path)]:
+    # A set of its own brings its own layout; the same one keeps its settings.
+    layout = own if one.source == data.source and not one.known else {}
+    source = sources.make_source(one.source, **given, path=one.path, **layout)
+    found.append((one.name, source, ""))
+  return train, found
+
+
+def _own_sets(config: Any) -> list[benchmarks.Dataset]:
+  """Returns the sets that are not of the training data, or an empty list."""
+  data, path = config.data, config.eval.path
+  source = config.eval.source or data.source
+  same = source == data.source
+  if not path:
+    return [] if same else [benchmarks.Dataset(source, source)]
+  if same and path == benchmarks.training_files(data.path, source):
+    return []
+  reads = source if sources.needs_path(source) else "jsonl"
+  return benchmarks.find_sets(path, reads)
 
 
 def _check_answers(reward: str, prompts: list[Prompt]) -> None:

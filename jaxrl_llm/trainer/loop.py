@@ -42,6 +42,7 @@ from typing import Any
 from jaxrl_llm import checkpoint, metrics, sync
 from jaxrl_llm.data.prompt_source import PromptSourceState
 from jaxrl_llm.errors import InputError, TrainingStopped
+from jaxrl_llm.evaluate import check_metric
 from jaxrl_llm.learner.replay import update_twice
 from jaxrl_llm.learner.state import LearnerState
 from jaxrl_llm.rollout.worker import Batch, Collected, RolloutState, Weights
@@ -85,7 +86,7 @@ def train(
   begun = time.perf_counter() if begun is None else begun
   metrics.check_trackers(config.run.trackers)
   if best := config.checkpoint.best:
-    run.evaluator.check_metric(best, greedy=config.eval.greedy)
+    check_metric(best, run.evaluators, greedy=config.eval.greedy)
   with (
     contextlib.closing(run.judge),
     contextlib.closing(run.worker),
@@ -130,9 +131,8 @@ def _resume_or_start(run, folder, saver, found, changes, stopped, begun) -> int:
     shutil.rmtree(folder.path / CHECKPOINTS, ignore_errors=True)
   with _logger(folder, config, last) as logger:
     run.judge.tell = logger.event
-    for line in summary.describe(run):
-      logger.event(line)
-    for line in filter(None, (*events, run.evaluator.origin)):
+    events += [evaluator.origin for evaluator in run.evaluators]
+    for line in filter(None, (*summary.describe(run), *events)):
       logger.event(line)
     if not found:
       started = start(run, folder.path, logger, stopped, begun)
@@ -410,24 +410,26 @@ def check_sampler(
 def evaluate(
   run: Run, states: States, weights: sync.VersionedWeights, logger: Any
 ) -> dict[str, float]:
-  """Returns avg@k and pass@k on held-out problems; logs some responses."""
+  """Returns avg@k and pass@k on each evaluation set; logs some responses."""
   sync.check_version(weights, states.step)
-  evaluated = run.evaluator(weights.params)
-  first = run.config.run.samples_every and states.step == 0
-  if first or evaluated.judged.new_failures:
-    logger.samples(states.step, evaluated.shown())
-  judged = evaluated.responses.judged
-  if states.step == 0 and not judged.any():  # Later a failure may be temporary.
-    raise TrainingStopped(
-      f"the reward failed on all {judged.size} responses of step 0:"
-      f" {run.judge.failure}"
-    )
-  results = evaluated.results([run.config.eval.samples])
-  if run.config.eval.greedy:
-    greedy = run.evaluator.greedy()(weights.params)
-    results["greedy"] = greedy.results([])["avg@1"]
-  row = {f"eval/{evaluated.name}/{k}": float(x) for k, x in results.items()}
-  best = run.config.checkpoint.best
+  row, config = {}, run.config
+  for evaluator in run.evaluators:
+    evaluated = evaluator(weights.params)
+    first = config.run.samples_every and states.step == 0
+    if first or evaluated.judged.new_failures:
+      logger.samples(states.step, evaluated.shown())
+    judged = evaluated.responses.judged
+    if states.step == 0 and not judged.any():  # Later it may be temporary.
+      raise TrainingStopped(
+        f"the reward failed on all {judged.size} responses of step 0:"
+        f" {run.judge.failure}"
+      )
+    results = evaluated.results([config.eval.samples])
+    if config.eval.greedy:
+      greedy = evaluator.greedy()(weights.params)
+      results["greedy"] = greedy.results([])["avg@1"]
+    row |= {f"eval/{evaluator.name}/{k}": float(x) for k, x in results.items()}
+  best = config.checkpoint.best
   if best and best not in row:  # No extracted answers, or no verdicts.
     raise InputError(
       f"config.checkpoint.best={best!r}: not in {', '.join(row)}"

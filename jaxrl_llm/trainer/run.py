@@ -1,7 +1,7 @@
 """The owners of a run, and the checkpoints of its states."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxrl_llm import checkpoint, sync
@@ -34,7 +34,7 @@ class Run:
   pretraining: ValuePretraining | None  # None without a critic or pretraining.
   # (policy parameters) -> initial parameters of the critic.
   critic_params: Callable[[Any], Any]
-  evaluator: Evaluator  # On held-out problems.
+  evaluators: Sequence[Evaluator]  # One per evaluation set.
   judge: Judge
   tokenizer: Tokenizer
   # Config key -> digest of the files that it names.

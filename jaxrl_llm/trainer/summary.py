@@ -60,13 +60,15 @@ def _model(run: Run) -> str:
 
 
 def _data(run: Run) -> str:
-  count, evaluator = len(run.source), run.evaluator
+  count, config = len(run.source), run.config
   known = count <= sources.MOST_READ
-  name = run.config.data.path or run.config.data.source
+  sets = ", ".join(
+    f"{len(one.prompts):,} problems of {one.name}" for one in run.evaluators
+  )
   return (
-    f"{name}, {f'{count:,} examples' if known else 'endless'}; evaluation on"
-    f" {len(evaluator.prompts):,} problems of {evaluator.name} every"
-    f" {run.config.eval.every} steps"
+    f"{config.data.path or config.data.source},"
+    f" {f'{count:,} examples' if known else 'endless'}; evaluation on {sets}"
+    f" every {config.eval.every} steps"
   )
 
 
@@ -79,9 +81,9 @@ def _batch(config: Any, critic: bool) -> str:
   ]
   roles = {"policy": "policy"} | ({"critic": "value"} if critic else {})
   for name, key in roles.items():
-    settings = config.optimizer[key]
-    updates = round(settings.epochs * size / settings.mini_batch)
-    parts.append(f"{updates} {name} updates of {settings.mini_batch:,}")
+    each = config_lib.mini_batch(config, key)
+    updates = round(config.optimizer[key].epochs * size / each)
+    parts.append(f"{updates} {name} updates of {each:,}")
   return ", ".join(parts)
 
 

@@ -47,18 +47,21 @@ def dry_run(run: Run) -> None:
 
 
 def _show_data(run: Run) -> None:
-  source, evaluator = run.source, run.evaluator
+  source = run.source
   count = min(len(source), run.config.data.prompts_per_step)
   prompts, _ = source.draw(source.init(), count)
   lengths = [len(p.tokens) for p in prompts]
+  problems = ", ".join(
+    f"{len(one.prompts)} evaluation problems ({one.name})"
+    for one in run.evaluators
+  )
   print(
-    f"data: {len(source)} training examples,"
-    f" {len(evaluator.prompts)} evaluation problems ({evaluator.name});"
+    f"data: {len(source)} training examples, {problems};"
     f" the first {count} prompts have {min(lengths)} to {max(lengths)} tokens"
   )
   print(f"first prompt: {prompts[0].text!r}, answer {prompts[0].answer!r}")
-  if evaluator.origin:
-    print(evaluator.origin)
+  for line in filter(None, (one.origin for one in run.evaluators)):
+    print(line)
 
 
 def _check_rewards(run: Run) -> None:
@@ -67,7 +70,7 @@ def _check_rewards(run: Run) -> None:
   Of a reward that nobody knows a right response for, it only must not fail.
   """
   name = run.config.reward.name
-  problems = run.evaluator.prompts[:_CHECKED]
+  problems = [x for one in run.evaluators for x in one.prompts[:_CHECKED]]
   golds = [rewards.gold_response(name, p.answer) for p in problems]
   responses = [
     p.answer if gold is None else gold for p, gold in zip(problems, golds)
@@ -95,7 +98,7 @@ def _check_rewards(run: Run) -> None:
 
 
 def _phases(run: Run) -> dict[str, jax.stages.Lowered]:
-  config, engine = run.config, run.evaluator.writer.engine
+  config, engine = run.config, run.worker.writer.engine
   processors = run.learner.algorithm.processors.items()
   if config.sampler.engine:  # Its programs are its own.
     return lower(run.learner)

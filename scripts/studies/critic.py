@@ -69,14 +69,14 @@ def judge(
     )
   learner = restore(run.learner, folder, step)
   params = run.transfer.send(learner.params("policy"), 0).params
-  judged = run.evaluator(params).judged
+  judged = run.evaluators[0](params).judged
   responses = judged.responses
   batch = run.pretraining.learner.measure(
     learner, "critic", responses, np.random.default_rng(0)
   )
   ceilings = []
   writer = dataclasses.replace(
-    run.evaluator.writer, group_size=continuations or 1
+    run.evaluators[0].writer, group_size=continuations or 1
   )
   for bin_ in range(_BINS if continuations else 0):
     print(f"continuations, place {bin_ + 1} of {_BINS}", flush=True)

@@ -95,11 +95,9 @@ _STALE = {
   "data.group_size": 16,
   "optimizer.policy.learning_rate": 2e-4,
 }
-_AREAL = _STALE | {"optimizer.policy.mini_batch": 64}  # Four updates a step.
 # Variants of REINFORCE at lag 8.
 _PLAIN = _STALE | {
   "schedule.lag": 8,
-  "optimizer.policy.mini_batch": 256,  # One update a step.
   "estimator.name": "group",
   "estimator.scale": "none",
   "off_policy.correction": "none",
@@ -166,7 +164,7 @@ STUDIES: Mapping[str, Study] = {
     target=0.7,
     variants=(
       *(
-        Variant(f"lag {name}", "areal", _AREAL | changes)
+        Variant(f"lag {name}", "areal", _STALE | changes)
         for name, changes in _LAGS.items()
       ),
       Variant("REINFORCE, lag 8", "vcpo", _PLAIN),

@@ -71,7 +71,7 @@ def make_config(way: str) -> Any:
   config = runpy.run_path(str(file))["get_config"]()
   config.mesh.data = config.sampler.mesh.data = 1
   config.sampler.parity_check_every = config.run.samples_every = 0
-  config.optimizer.policy.mini_batch = config_lib.batch_size(config)
+  config.optimizer.policy.mini_batch = 0
   config.update_from_flattened_dict(WAYS[way])
   return config
 

@@ -81,9 +81,7 @@ TARGETS = (
     Target(f"chat/{name}", _read_tokenizer)
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json")
   ),
-  Target(
-    "data.jsonl", lambda f: rows.read_examples("jsonl", path=f"{f}/data.jsonl")
-  ),
+  Target("data.jsonl", lambda f: rows.read_examples(f"{f}/data.jsonl")),
   Target("run/config.json", lambda f: workdir.read_config(f / "run")),
   Target("run/config_changes.jsonl", lambda f: workdir.read_config(f / "run")),
   Target(

@@ -62,7 +62,7 @@ def recorded(run):
 
     return call
 
-  engine = run.evaluator.writer.engine
+  engine = run.worker.writer.engine
   engine = Spy(engine, generate_window=kept(engine.generate_window))
   return with_engine(run, engine), rollouts
 
@@ -84,8 +84,10 @@ def with_engine(run, engine):
     run,
     worker=writing(run.worker),
     pretraining=pretraining,
-    evaluator=dataclasses.replace(
-      run.evaluator,
-      writer=dataclasses.replace(run.evaluator.writer, engine=engine),
-    ),
+    evaluators=[
+      dataclasses.replace(
+        one, writer=dataclasses.replace(one.writer, engine=engine)
+      )
+      for one in run.evaluators
+    ],
   )

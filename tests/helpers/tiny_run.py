@@ -70,6 +70,7 @@ def overrides(model: pathlib.Path) -> dict:
   }
   for role in ("policy", "value"):
     settings[f"optimizer.{role}.mini_batch"] = 16
+    settings[f"optimizer.{role}.updates_per_step"] = 1
     settings[f"optimizer.{role}.micro_batch_size"] = 2
     settings[f"optimizer.{role}.warmup_steps"] = 2
   return settings

@@ -8,6 +8,7 @@ from jaxrl_llm.rollout.metrics import (
   decoding_metrics,
   per_response,
   rollout_metrics,
+  source_metrics,
 )
 from jaxrl_llm.sampling import EngineStats
 from jaxrl_llm.types import Status, take_rows, unjudged
@@ -145,3 +146,23 @@ def test_tokens_of_an_environment_are_told_apart():
     "rollout/turns_max": 2,
     "rollout/observation_tokens_mean": 2,
   }
+
+
+class TestSourceMetrics:
+  def test_of_two_sources_by_hand(self):
+    judged = np.asarray([True, True, True, False])
+    responses = make_responses(ENDED, judged=judged)
+    sources = {0: "a", 1: "openai/b", 2: "openai/b", 3: "openai/b"}
+    row = source_metrics(responses, sources)
+    assert row["reward/a/mean"] == 1 and row["reward/a/accuracy"] == 1
+    # The last one was not judged, but has a length.
+    assert row["reward/openai/b/mean"] == -1
+    assert row["rollout/a/response_length_mean"] == 4
+    assert row["rollout/openai/b/response_length_mean"] == 16 / 3
+
+  def test_of_ended_responses_only(self):
+    responses = make_responses([Status.STOPPED, *ENDED[1:]])
+    row = source_metrics(responses, dict.fromkeys(range(4), "a"))
+    np.testing.assert_allclose(row["rollout/a/response_length_mean"], 16 / 3)
+    none = make_responses([Status.STOPPED] * 4)
+    assert source_metrics(none, dict.fromkeys(range(4), "a")) == {}

@@ -88,6 +88,8 @@ class Engine:
 class Source:
   """Prompts by position; `examples` says what stands there."""
 
+  has_several_sources = False
+
   def __init__(
     self,
     examples=lambda position: position,

@@ -277,13 +277,13 @@ class TestResume:
   def test_a_signal_before_the_first_step(
     self, run, tmp_path, monkeypatch, capsys
   ):
-    evaluate = type(run.evaluator).__call__
+    evaluate = type(run.evaluators[0]).__call__
 
     def interrupted(*args):
       os.kill(os.getpid(), signal.SIGTERM)
       return evaluate(*args)
 
-    monkeypatch.setattr(type(run.evaluator), "__call__", interrupted)
+    monkeypatch.setattr(type(run.evaluators[0]), "__call__", interrupted)
     plain = dataclasses.replace(run, pretraining=None)
     assert loop.train(plain, tmp_path) == signal.SIGTERM
     shown = capsys.readouterr().out

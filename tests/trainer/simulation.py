@@ -363,12 +363,11 @@ class _Worker:
 class _Evaluator:
   """An evaluation that says what it was given."""
 
-  origin = ""
+  name, origin = "none", ""
 
   def __call__(self, params):
     mean = float(np.asarray(params["w"]).mean())
     return types.SimpleNamespace(
-      name="none",
       judged=types.SimpleNamespace(new_failures=[]),
       shown=list,
       responses=types.SimpleNamespace(judged=np.ones(1, bool)),
@@ -408,7 +407,7 @@ def make_run(config) -> Run:
     parity_check=lambda params, weights: 0.0,
     pretraining=None,
     critic_params=None,
-    evaluator=_Evaluator(),
+    evaluators=[_Evaluator()],
     judge=types.SimpleNamespace(tell=None, failure="", close=lambda: None),
     tokenizer=None,
     inputs={},

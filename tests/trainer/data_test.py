@@ -1,0 +1,257 @@
+"""The data of a run: several evaluation sets and several data sources."""
+
+import json
+
+import numpy as np
+import pyarrow
+import pytest
+from helpers import chat_model, programs, tiny_run
+from pyarrow import parquet
+
+from jaxrl_llm import metrics, workdir
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.trainer import build, loop
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+  return tiny_run.write_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def write(path, questions, **columns):
+  """Writes additions as JSON lines or Parquet, each with the columns."""
+  path.parent.mkdir(exist_ok=True)
+  rows = [
+    {"question": q, "answer": str(sum(map(int, q.strip(" ?").split("+"))))}
+    | columns
+    for q in questions
+  ]
+  if path.suffix == ".parquet":
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+  else:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  return str(path)
+
+
+def make_config(model, train, evaluate, **changes):
+  settings = {"value__pretrain_steps": 0, "data__settings": {}}
+  settings |= {"data__source": "jsonl", "eval__problems": 3}
+  settings |= {"data__max_prompt_length": 20}
+  settings |= {"data__path": train, "eval__path": evaluate}
+  return tiny_run.make_config(model, **settings | changes)
+
+
+def sums(first, count=4):
+  return [f"{first}+{i}?" for i in range(count)]
+
+
+class TestSets:
+  def evaluators(self, model, train, evaluate, **changes):
+    run = build.make_run(make_config(model, train, evaluate, **changes))
+    return run.evaluators
+
+  def test_have_problems_of_their_own(self, model, tmp_path):
+    train = write(tmp_path / "train.jsonl", sums(1))
+    two = write(tmp_path / "two.parquet", sums(2, 2))
+    four = write(tmp_path / "four.jsonl", sums(4))
+    found = self.evaluators(model, train, f"{two},{four},chain_sum")
+    asked = {one.name: [p.question for p in one.prompts] for one in found}
+    assert list(asked) == ["two", "four", "chain_sum"]
+    assert asked["two"] == sums(2, 2) and asked["four"] == sums(4, 3)
+    assert len(asked["chain_sum"]) == 3
+    assert not any(one.origin for one in found)
+    writers = [one.writer for one in found]
+    assert writers[0] == writers[1] == writers[2]  # One engine.
+    every = self.evaluators(model, train, four, eval__problems=0)
+    assert [p.question for p in every[0].prompts] == sums(4)
+
+  def test_files_share_the_columns_of_the_training_data(self, model, tmp_path):
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.parquet", tmp_path / "c.jsonl"]
+    for path in paths:
+      row = {"text": "1+2?", "info": {"result": path.stem}}
+      if path.suffix == ".parquet":
+        parquet.write_table(pyarrow.Table.from_pylist([row]), path)
+      else:
+        path.write_text(json.dumps(row) + "\n")
+    found = self.evaluators(
+      model,
+      str(paths[0]),
+      f"{paths[1]},{paths[2]}",
+      data__columns={"question": "text", "answer": "info.result"},
+    )
+    assert [one.prompts[0].answer for one in found] == ["b", "c"]
+
+  def test_benchmarks_have_their_own_columns(
+    self, model, tmp_path, monkeypatch
+  ):
+    cache = tmp_path / "datasets--math-ai--aime25"
+    folder = cache / "snapshots" / "abc"
+    folder.mkdir(parents=True)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("abc")
+    write(folder / "test.jsonl", ["1+1?"])
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    train = tmp_path / "own.jsonl"
+    train.write_text('{"text": "1+2?", "answer": "3"}\n')
+    (one,) = self.evaluators(
+      model, str(train), "aime25", data__columns={"question": "text"}
+    )
+    assert (one.name, one.prompts[0].question) == ("aime25", "1+1?")
+
+  def test_the_best_metric_is_of_one_of_them(self, model, tmp_path):
+    train = write(tmp_path / "train.jsonl", sums(1))
+    sets = ",".join(write(tmp_path / f"{x}.jsonl", sums(2)) for x in "ab")
+    config = make_config(model, train, sets, checkpoint__best="eval/c/avg@2")
+    known = "one of eval/a/avg@2, .*, eval/b/avg@2, .*reward_mean$"
+    with pytest.raises(InputError, match=known):
+      loop.train(build.make_run(config), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+class TestOverlap:
+  @pytest.fixture(scope="class")
+  def model(self, tmp_path_factory):
+    """A model that reads spaces, too."""
+    return chat_model.write(tmp_path_factory.mktemp("model") / "chat")
+
+  def run(self, model, tmp_path, on_overlap):
+    one = write(tmp_path / "one.jsonl", sums(1))
+    other = write(tmp_path / "other.jsonl", [f"{x} " for x in sums(2)])
+    test = write(tmp_path / "test.jsonl", ["1+0?", *sums(3), "2+3?"])
+    apart = write(tmp_path / "apart.jsonl", sums(4))
+    config = make_config(
+      model, f"{one},{other}", f"{test},{apart}", eval__on_overlap=on_overlap
+    )
+    config.eval.problems = 0
+    return build.make_run(config)
+
+  def test_is_counted_by_set(self, model, tmp_path):
+    first, second = self.run(model, tmp_path, "warn").evaluators
+    told = "2 of 6 evaluated questions of test are trained on; remove them"
+    assert first.origin.startswith(told) and len(first.prompts) == 6
+    assert second.origin == ""
+
+  def test_is_left_out(self, model, tmp_path):
+    first, second = self.run(model, tmp_path, "drop").evaluators
+    assert [p.question for p in first.prompts] == sums(3)
+    assert first.origin == "2 questions of test are trained on and left out"
+    assert [p.question for p in second.prompts] == sums(4)
+    assert second.origin == ""
+
+  def test_others_take_their_place(self, model, tmp_path):
+    train = write(tmp_path / "train.jsonl", sums(1))
+    test = write(tmp_path / "test.jsonl", [*sums(1), *sums(3)])
+    config = make_config(model, train, test, eval__on_overlap="drop")
+    (one,) = build.make_run(config).evaluators
+    assert [p.question for p in one.prompts] == sums(3, 3)
+
+  @pytest.mark.parametrize("holdout", [0.0, 0.05])
+  def test_that_is_everything(self, model, tmp_path, holdout):
+    train = write(tmp_path / "train.jsonl", sums(1))
+    path = "" if holdout == 0 else train
+    config = make_config(
+      *(model, train, path),
+      eval__on_overlap="drop",
+      data__holdout=holdout,
+    )
+    with pytest.raises(InputError, match="train_training_data: all questions"):
+      build.make_run(config)
+
+
+class TestRun:
+  """Several sets and sources, with a lag, a greedy response and the best."""
+
+  CHANGES = {
+    "data__prompts_per_step": 2,
+    "optimizer__policy__mini_batch": 8,
+    "optimizer__value__mini_batch": 8,
+    "schedule__lag": 1,
+    "eval__greedy": True,
+    "eval__every": 2,
+    "run__steps": 4,
+    "checkpoint__every": 2,
+    "checkpoint__best": "eval/y_test/greedy",
+  }
+
+  @pytest.fixture(scope="class")
+  def config(self, model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    # One question of each source a step.
+    asked = {"a": sums(1, 1), "b": sums(2, 1)}
+    train = [write(folder / f"{x}.jsonl", asked[x]) for x in asked]
+    sets = [write(folder / f"{x}/test.jsonl", sums(5)) for x in "xy"]
+    paths = ",".join(train), ",".join([*sets, "chain_sum"])
+    return make_config(model, *paths, **self.CHANGES)
+
+  @pytest.fixture(scope="class")
+  def whole(self, config, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    loop.train(build.make_run(config), folder)
+    return folder
+
+  def test_rows_have_every_set(self, whole):
+    rows = metrics.read_rows(whole / "metrics.jsonl")
+    names = "avg@2", "avg@2_se", "pass@2", "greedy", "response_length_mean"
+    for row in rows:
+      for one in ("x_test", "y_test", "chain_sum"):
+        found = {f"eval/{one}/{name}" in row for name in names}
+        assert found == {row["step"] in (0, 2, 4)}
+    # The same questions under the same random numbers.
+    x, y = (rows[-1][f"eval/{one}/avg@2"] for one in ("x_test", "y_test"))
+    assert x == y
+
+  def test_rows_have_every_source(self, whole):
+    rows = metrics.read_rows(whole / "metrics.jsonl")[1:]
+    for name in ("reward/{}mean", "rollout/{}response_length_mean"):
+      for row in rows:
+        # A group of each: their mean is that of the batch.
+        parts = [row[name.format(f"{source}/")] for source in "ab"]
+        np.testing.assert_allclose(np.mean(parts), row[name.format("")], 1e-6)
+
+  def test_resumed_it_is_the_same(self, config, whole, tmp_path):
+    config = config.copy_and_resolve_references()
+    config.run.steps = 2
+    loop.train(build.make_run(config), tmp_path)
+    config.run.steps = 4
+    loop.train(build.make_run(config), tmp_path)
+    assert tiny_run.comparable(tmp_path) == tiny_run.comparable(whole)
+
+  def test_the_best_is_that_of_the_set(self, whole):
+    rows = metrics.read_rows(whole / "metrics.jsonl")
+    values = {x["step"]: x.get("eval/y_test/greedy", -1.0) for x in rows}
+    best = min(k for k, x in values.items() if x == max(values.values()))
+    assert workdir.find_step(whole, "best") == best
+
+  def test_evaluate_repeats_all_of_them(self, whole, tmp_path):
+    code, output, errors = programs.run("evaluate", f"--checkpoint={whole}")
+    assert code == 0, errors
+    found = json.loads(output.splitlines()[-1])["sets"]
+    assert [one["dataset"] for one in found] == [
+      "x_test",
+      "y_test",
+      "chain_sum",
+    ]
+    last = metrics.read_rows(whole / "metrics.jsonl")[-1]
+    for one in found:
+      assert one["avg@2"] == last[f"eval/{one['dataset']}/avg@2"]
+    test = write(tmp_path / "mine.jsonl", sums(6))
+    code, output, errors = programs.run(
+      "evaluate", f"--checkpoint={whole}", f"--dataset={test},remainder"
+    )
+    assert code == 0, errors
+    found = json.loads(output.splitlines()[-1])["sets"]
+    assert [one["dataset"] for one in found] == ["mine", "remainder"]
+
+
+def test_one_source_has_no_metrics_of_its_own(model, tmp_path):
+  train = write(tmp_path / "train.jsonl", sums(1))
+  config = make_config(model, train, train, run__steps=1, eval__problems=1)
+  run = build.make_run(config)
+  assert not run.source.has_several_sources
+  for sources in (2, 50, 51):
+    with open(train, "a") as file:
+      for i in range(sources):
+        row = {"question": f"1+{i}?", "answer": "1", "data_source": f"s{i}"}
+        file.write(json.dumps(row) + "\n")
+    several = build.make_run(config).source.has_several_sources
+    assert several == (sources < 50)
