@@ -6,27 +6,36 @@ policy.generate(["3+5?"], samples=4)
 policy.save("model")
 """
 
+import contextlib
 import dataclasses
 import functools
 import os
 import pathlib
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxrl_llm import base_models, models, sharding, workdir
+from jaxrl_llm import config as config_lib
+from jaxrl_llm.data import sources
 from jaxrl_llm.data.prompt_source import TEMPLATES, Template
 from jaxrl_llm.data.rows import Row
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.evaluate import Evaluation, pass_counts
 from jaxrl_llm.generate import Generation, make_prompts
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout.turns import ConversationConfig
+from jaxrl_llm.rollout.worker import run_key
 from jaxrl_llm.rollout.writer import ResponseWriter
 from jaxrl_llm.sampling import Engine, EngineConfig, SamplingSettings
 from jaxrl_llm.system import plugin
+
+# Tokens that an evaluated model gets, if its context has them.
+_PROMPT_LENGTH, _RESPONSE_LENGTH = 1024, 2048
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,6 +206,121 @@ class Policy:
       prompts=prompts,
       decode=self.tokenizer.decode,
       settings=identity,
+    )
+
+  def evaluate(
+    self,
+    datasets: str = "",
+    *,
+    seed: int | None = None,
+    plugins: Sequence[str] = (),
+    **settings: Any,
+  ) -> dict[str, dict[str, float]]:
+    """Samples and judges k responses to each problem of one or more sets.
+
+    Without arguments it repeats the last evaluation of a run. A model directory
+    is asked in its chat format and judged by the last number of a response,
+    unless settings say otherwise.
+
+    Args:
+      datasets: sets separated by commas as in `eval.path`, such as
+        'gsm8k,mine.jsonl'; '' are those of the run.
+      seed: seed of the sampling; None is that of the run.
+      plugins: files of your own parts.
+      **settings: values of dotted keys, as `**{"eval.samples": 8}`.
+
+    Returns:
+      For each set by name: `avg@k`, `pass@n`, `maj@k` and further numbers, with
+      standard errors `*_se`.
+
+    Raises:
+      InputError: A setting or a set cannot be used.
+    """
+    for file in plugins:
+      plugin.load(file)
+    if not datasets and self.step is None and "data.source" not in settings:
+      raise InputError(f"{self.path}: is no run; give the sets to evaluate on")
+    config = self.evaluation_config(datasets, settings)
+    tries = pass_counts(config.eval.samples)
+    return {
+      one.name: one.results(tries) | one.errors(tries)
+      for one in self.evaluations(config, seed=seed)
+    }
+
+  def evaluation_config(
+    self, datasets: str, changes: Mapping[str, Any], config: Any = None
+  ) -> Any:
+    """Returns the settings of an evaluation.
+
+    Args:
+      datasets: as in `evaluate`.
+      changes: values of dotted keys.
+      config: settings of a model; None chooses lengths and template that fit
+        it. A run has its own.
+    """
+    if self.step is not None:
+      config = workdir.read_config(self.path)
+    elif config is None:
+      config = config_lib.method("vapo", "gsm8k-smoke")
+      changes = self._fitting_settings() | changes
+    config.model.path = self.directory
+    config_lib.update(config, changes)
+    if datasets:
+      config.eval.path = datasets
+      # Its files have the columns of the training data, if that is of files.
+      files = config.data.source in sources.FILES
+      config.eval.source = "" if files else "jsonl"
+      if files and not config.data.path:
+        config.data.source = "chain_sum"  # Nothing is trained or drawn.
+    # Slots do not change a response; they need to hold all of a problem's.
+    slots = config.sampler.slots or config_lib.batch_size(config)
+    config.sampler.slots = max(slots, config.eval.samples)
+    return config
+
+  def _fitting_settings(self) -> dict[str, Any]:
+    """Returns lengths and a template that fit a model, for whole sets."""
+    context = self.model_config.max_position_embeddings
+    prompt = min(_PROMPT_LENGTH, context // 2)
+    fitting = {
+      "eval.problems": 0,
+      "data.max_prompt_length": prompt,
+      "sampler.max_response_length": min(_RESPONSE_LENGTH, context - prompt),
+    }
+    if self.tokenizer.chat_template is None:
+      fitting |= {"data.template": "completion", "data.template_settings": {}}
+    return fitting
+
+  def evaluations(
+    self, config: Any, *, seed: int | None = None
+  ) -> Iterator[Evaluation]:
+    """Yields the evaluation of each set of `evaluation_config`.
+
+    With the seed of a run (None) its last evaluation is repeated exactly;
+    another seed leaves the problems as they are.
+    """
+    from jaxrl_llm.trainer import build
+
+    for file in config.run.plugins:
+      plugin.load(file)
+    run = build.make_run(config)
+    seed = config.run.seed if seed is None else seed
+    key = run_key(seed, build.EVALUATION)
+    with contextlib.closing(run.judge), contextlib.closing(run.worker):
+      params = self._params_of(run.learner.policy)
+      params = run.transfer.send(params, 0).params
+      for one in run.evaluators:  # With one engine, and what it compiled.
+        writer = dataclasses.replace(one.writer, key=key)
+        yield dataclasses.replace(one, writer=writer)(params)
+
+  def _params_of(self, policy: Any) -> Any:
+    """Reads the parameters, with the shardings of a member of the learner."""
+    if self.step is not None:
+      return workdir.restore_params(
+        self.path, self.step, "policy", policy.params
+      )
+    places = jax.tree.map(lambda x: x.sharding, models.merge(policy.params))
+    return hf.read_params(
+      self.directory, policy.fns.config, dtype=np.float32, places=places
     )
 
   def save(self, path: str | os.PathLike, *, dtype: str = "float32") -> None:

@@ -34,6 +34,13 @@ def majority_at_k(verdicts: Sequence[Verdict], k: int) -> float:
   return right / (len(verdicts) // k)
 
 
+def pass_counts(samples: int) -> list[int]:
+  """Returns the n of pass@n that are reported: powers of two, and all."""
+  return [2**i for i in range(samples.bit_length()) if 2**i < samples] + [
+    samples
+  ]
+
+
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
   """k judged responses to each of N problems, problem by problem."""
@@ -47,6 +54,11 @@ class Evaluation:
   def responses(self) -> Responses:
     """The responses with their rewards."""
     return self.judged.responses
+
+  @property
+  def problems(self) -> int:
+    """The number of problems, N."""
+    return len(self.judged.texts) // self.samples
 
   def results(self, tries: Sequence[int]) -> dict[str, float]:
     """Returns avg@k, its standard error over problems, pass@n, maj@k and more.

@@ -11,8 +11,6 @@ last line, one JSON object (of several sets an object {"sets": [...]}). Exit
 code 2 for bad input.
 """
 
-import contextlib
-import dataclasses
 import json
 import math
 import pathlib
@@ -21,12 +19,9 @@ from absl import flags, logging
 from ml_collections import config_flags
 from parts import command_line, program
 
-from jaxrl_llm import config as config_lib
 from jaxrl_llm.errors import InputError, as_input_error
 
 _DEFAULT = pathlib.Path(__file__).resolve().parents[1] / "configs" / "vapo.py"
-# Tokens that a model directory gets, where its context has them.
-_PROMPT_LENGTH, _RESPONSE_LENGTH = 1024, 2048
 _CONFIG = command_line.define_config(
   f"{_DEFAULT}:gsm8k-smoke", "Settings of a model directory; a run has its own."
 )
@@ -51,120 +46,49 @@ _TOP_P = flags.DEFINE_float("top_p", None, "Nucleus probability mass.")
 _SEED = flags.DEFINE_integer("seed", None, "Of the sampling; the run's own.")
 
 
-def make_config(path: pathlib.Path):
+def make_config(policy):
   """Settings of the run or of --config, with all overrides applied.
 
   Raises:
     InputError: a flag does not fit the directory.
   """
-  from jaxrl_llm import workdir
-  from jaxrl_llm.data import sources
-
-  if not path.is_dir():
-    raise InputError(
-      f"--checkpoint={_CHECKPOINT.value}: no such directory; give the --workdir"
-      " of a run or a model directory"
-    )
-  config = _CONFIG.value
-  if workdir.is_workdir(path):
-    if _CONFIG.present:
-      raise InputError(
-        f"--config={flags.FLAGS['config'].config_filename}: the run {path} has"
-        " its own settings; leave --config out or use --config.group.key=value"
-      )
-    config = workdir.read_config(path)
-    config.model.path = workdir.model_path(path)
-    config.update_from_flattened_dict(
-      config_flags.get_override_values(flags.FLAGS["config"])
-    )
-  else:
-    config.model.path = str(path)
-    if not (_DATASET.value or _CONFIG.present):
-      raise InputError(
-        f"--checkpoint={path} is a model directory; give --dataset, or the"
-        " --config whose problems it is to solve"
-      )
-    if not _CONFIG.present:
-      fit(config, path)
-  if _DATASET.value:
-    config.eval.path = ",".join(_DATASET.value)
-    # Its files have the columns of the training data, if that is of files.
-    files = config.data.source in sources.FILES
-    config.eval.source = "" if files else "jsonl"
-    if files and not config.data.path:
-      config.data.source = "chain_sum"  # Nothing is trained, so none is drawn.
+  given = config_flags.get_override_values(flags.FLAGS["config"])
   for name in ("samples", "problems", "temperature", "top_p"):
     if flags.FLAGS[name].value is not None:
-      config.eval[name] = flags.FLAGS[name].value
-  # Slots do not change a response; they need to hold all of a problem's.
-  slots = config.sampler.slots or config_lib.batch_size(config)
-  config.sampler.slots = max(slots, config.eval.samples)
-  return config
+      given[f"eval.{name}"] = flags.FLAGS[name].value
+  if policy.step is not None and _CONFIG.present:
+    raise InputError(
+      f"--config={flags.FLAGS['config'].config_filename}: the run"
+      f" {policy.path} has its own settings; leave --config out or use"
+      " --config.group.key=value"
+    )
+  if policy.step is None and not (_DATASET.value or _CONFIG.present):
+    raise InputError(
+      f"--checkpoint={policy.path} is a model directory; give --dataset, or the"
+      " --config whose problems it is to solve"
+    )
+  config = _CONFIG.value if _CONFIG.present else None
+  return policy.evaluation_config(",".join(_DATASET.value), given, config)
 
 
-def fit(config, path: pathlib.Path) -> None:
-  """Lengths and template that a model directory bears, unless flags say."""
-  from jaxrl_llm.data.tokenizer import Tokenizer
-  from jaxrl_llm.models import hf
-
-  context = hf.read_config(str(path)).max_position_embeddings
-  prompt = min(_PROMPT_LENGTH, context // 2)
-  fitting = {
-    "data.max_prompt_length": prompt,
-    "sampler.max_response_length": min(_RESPONSE_LENGTH, context - prompt),
-  }
-  if Tokenizer(str(path)).chat_template is None:
-    fitting |= {"data.template": "completion", "data.template_settings": {}}
-  given = config_flags.get_override_values(flags.FLAGS["config"])
-  config.update_from_flattened_dict(
-    {key: value for key, value in fitting.items() if key not in given}
-  )
-
-
-def load_params(path: pathlib.Path, run):
-  """The policy as the sampler holds it, and its step (None of a model)."""
-  import jax
+def results_of(evaluated) -> dict[str, float | None]:
+  """Returns the numbers of an evaluation for the JSON object."""
   import numpy as np
 
-  from jaxrl_llm import models, workdir
+  from jaxrl_llm.evaluate import pass_counts
 
-  policy = run.learner.policy
-  step = None
-  if workdir.is_workdir(path):
-    step = workdir.find_step(path, _STEP.value)
-    params = workdir.restore_params(path, step, "policy", policy.params)
-  else:
-    places = jax.tree.map(lambda x: x.sharding, models.merge(policy.params))
-    config, how = policy.fns.config, {"dtype": np.float32, "places": places}
-    params = models.hf.read_params(path, config, **how)
-  return run.transfer.send(params, 0).params, step
-
-
-def evaluate(evaluator, params):
-  """Samples and judges every problem.
-
-  Returns:
-    Numbers for the JSON object, and a few responses.
-  """
-  import numpy as np
-
-  k = evaluator.writer.group_size
-  evaluated = evaluator(params)
-  if _OUT.value is not None:
-    write(pathlib.Path(_OUT.value), evaluated)
-  tries = [2**i for i in range(k.bit_length()) if 2**i < k] + [k]
+  tries = pass_counts(evaluated.samples)
   results = evaluated.results(tries) | evaluated.errors(tries)
   for name, value in results.items():
     if name.endswith("_se") and math.isnan(value):  # A single problem.
       results[name] = None
   lengths, seconds = evaluated.responses.rollout.lengths, evaluated.generate_s
-  results |= {
+  return results | {
     "response_length_median": float(np.median(lengths)),
     "response_length_max": int(lengths.max()),
     "generate_s": seconds,
     "tokens_per_s": float(lengths.sum() / seconds),
   }
-  return results, evaluated.shown()
 
 
 def write(folder: pathlib.Path, evaluated) -> None:
@@ -226,39 +150,30 @@ def show(title: str, results: dict, samples) -> None:
 def run() -> None:
   """Loads, evaluates and prints."""
   # Heavy imports late: a typing error in a flag answers at once.
-  from jaxrl_llm.rollout.worker import run_key
+  from jaxrl_llm import api
   from jaxrl_llm.system import plugin
-  from jaxrl_llm.trainer import build
 
   where = "give the --workdir of a run or a model directory"
   if not _CHECKPOINT.value:
     raise InputError(f"--checkpoint is missing; {where}")
   for file in _PLUGIN.value:
     plugin.load(file)
-  path = pathlib.Path(_CHECKPOINT.value)
-  config = make_config(path)
-  for file in config.run.plugins:  # Plugins of the run.
-    plugin.load(file)
-  owners = build.make_run(config)
-  # The loop's own stream: without further flags a run's last evaluation is
-  # repeated exactly. Another seed leaves the problems as they are.
+  policy = api.load(_CHECKPOINT.value, step=_STEP.value)
+  config = make_config(policy)
   seed = config.run.seed if _SEED.value is None else _SEED.value
-  key = run_key(seed, build.EVALUATION)
   found = []
-  with contextlib.closing(owners.judge), contextlib.closing(owners.worker):
-    params, step = load_params(path, owners)
-    for one in owners.evaluators:  # With one engine, and what it compiled.
-      writer = dataclasses.replace(one.writer, key=key)
-      evaluator = dataclasses.replace(one, writer=writer)
-      results, samples = evaluate(evaluator, params)
-      count, sampled = len(evaluator.prompts), config.eval.samples
-      settings = {"checkpoint": str(path), "step": step, "problems": count}
-      settings |= {"dataset": evaluator.name, "seed": seed, "samples": sampled}
-      settings |= {k: config.eval[k] for k in ("temperature", "top_p")}
-      at = "" if step is None else f", step {step}"
-      what = f"{evaluator.name}, {count} problems x {sampled} samples"
-      show(f"{path}{at}: {what}", results, samples)
-      found.append(settings | results)
+  for evaluated in policy.evaluations(config, seed=seed):
+    if _OUT.value is not None:
+      write(pathlib.Path(_OUT.value), evaluated)
+    results, count = results_of(evaluated), evaluated.problems
+    settings = {"checkpoint": str(policy.path), "step": policy.step}
+    settings |= {"problems": count, "dataset": evaluated.name, "seed": seed}
+    names = ("samples", "temperature", "top_p")
+    settings |= {name: config.eval[name] for name in names}
+    at = "" if policy.step is None else f", step {policy.step}"
+    what = f"{evaluated.name}, {count} problems x {evaluated.samples} samples"
+    show(f"{policy.path}{at}: {what}", results, evaluated.shown())
+    found.append(settings | results)
   last = found[0] if len(found) == 1 else {"sets": found}
   print(json.dumps(last, allow_nan=False), flush=True)
 

@@ -1,6 +1,8 @@
 """Tests of the front door: train, load, and what a policy does."""
 
+import json
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -11,7 +13,7 @@ import pytest
 from helpers import tiny_run
 
 import jaxrl_llm
-from jaxrl_llm import base_models, models, register
+from jaxrl_llm import base_models, metrics, models, register
 from jaxrl_llm import config as config_lib
 from jaxrl_llm.errors import InputError
 
@@ -144,6 +146,43 @@ class TestGenerate:
   def test_refusals(self, prompts, how, message):
     with pytest.raises(InputError, match=message):
       jaxrl_llm.load().generate(prompts, **how)
+
+
+class TestEvaluate:
+  def test_repeats_the_last_evaluation_of_a_run(self, trained):
+    policy, folder = trained
+    row = metrics.read_rows(folder / "metrics.jsonl")[-1]
+    (results,) = policy.evaluate().values()
+    logged = {k.rpartition("/")[2]: v for k, v in row.items() if "eval/" in k}
+    assert logged["avg@2"] == results["avg@2"]
+    assert logged["response_length_mean"] == results["response_length_mean"]
+
+  def test_a_model_on_files_of_its_own(self, tmp_path):
+    files = []
+    for name, sums in (("easy", ((1, 2), (3, 4))), ("wrong", ((5, 1),))):
+      files.append(str(tmp_path / f"{name}.jsonl"))
+      right = 0 if name == "easy" else 1
+      rows = [
+        {"question": f"{a}+{b}?", "answer": str(a + b + right)} for a, b in sums
+      ]
+      pathlib.Path(files[-1]).write_text("\n".join(map(json.dumps, rows)))
+    settings = {
+      "eval.samples": 2,
+      "eval.temperature": 0.0,
+      "sampler.max_response_length": 12,
+      "data.max_prompt_length": 8,
+      "mesh.data": 1,
+    }
+    found = jaxrl_llm.load().evaluate(",".join(files), **settings)
+    assert set(found) == {"easy", "wrong"}
+    assert found["easy"]["avg@2"] == 1.0 and found["easy"]["pass@2"] == 1.0
+    assert found["wrong"]["avg@2"] == 0.0
+
+  def test_refusals(self):
+    with pytest.raises(InputError, match="no run; give the sets"):
+      jaxrl_llm.load().evaluate()
+    with pytest.raises(InputError, match="eval.smaples: no such key"):
+      jaxrl_llm.load().evaluate("chain_sum", **{"eval.smaples": 2})
 
 
 class TestSave:

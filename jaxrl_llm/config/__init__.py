@@ -10,6 +10,7 @@ docs/config.md are generated from the keys.
 import pathlib
 import runpy
 import textwrap
+from collections.abc import Mapping
 from typing import Any
 
 from ml_collections import ConfigDict, config_dict
@@ -98,14 +99,23 @@ def method(name: str, preset: str = "", **settings: Any) -> ConfigDict:
     raise InputError(f"method {name!r} is unknown; choose {', '.join(files)}")
   config = runpy.run_path(str(files[name]))["get_config"](preset)
   config.run.method = name + (preset and f":{preset}")
-  for key, value in settings.items():
+  update(config, settings)
+  return config
+
+
+def update(config: Any, changes: Mapping[str, Any]) -> None:
+  """Sets the values of dotted keys.
+
+  Raises:
+    InputError: There is no such key, or a value has another type.
+  """
+  for key, value in changes.items():
     if key not in KEYS:
       raise InputError(f"config.{key}: no such key; see docs/config.md")
     group, _, last = key.rpartition(".")
     what = f"config.{key}={value!r}"
     with as_input_error(what, "give a value of its type", TypeError):
       get(config, group)[last] = value
-  return config
 
 
 def get(config: Any, key: str):

@@ -21,7 +21,7 @@ from jaxrl_llm import config as config_lib
 
 _OF_MODELS = ("load", "save", "make_policy", "make_value")
 _OF_MODELS += ("ModelFns", "ValueFns")
-_FRONT = ("train", "load", "Policy.generate", "Policy.save")
+_FRONT = ("train", "load", "Policy.generate", "Policy.evaluate", "Policy.save")
 # Title of a section, its module, and its names: all that the module makes or
 # hands on unless some are given.
 _API = (
