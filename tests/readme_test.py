@@ -100,7 +100,7 @@ def _arguments(line):
     goes_on = any(flag.startswith("--config.run.steps") for flag in arguments)
     steps = [f"--config.run.steps={1 + goes_on}"]
     # Prompts of 80 tokens of words; the model reads 512.
-    if ":smollm2" in line or ":qwen" in line:
+    if any(f":{name}" in line for name in ("smollm2", "qwen", "one-gpu")):
       steps.append("--config.data.max_prompt_length=128")
   return name, [*arguments, *_SMALL[name], *steps]
 
