@@ -12,6 +12,10 @@ DIR is a Hugging Face directory with the tokenizer of the policy;
 scripts/convert.py makes one of a run. With 'DIR,DIR' a column `teacher` of the
 data, 0 or 1, chooses the teacher of a row.
 
+Measured on the embedded task (docs/studies.md): 0.69 to 0.87 of GRPO's
+generated tokens to nine tenths of the teacher's accuracy. The other presets
+were not run.
+
 Presets (see jaxrl_llm/config/presets.py): none (embedded, CPU), long_tail,
 smollm2, gsm8k, qwen2.5-1.5b, qwen2.5-7b, qwen2.5-32b.
 """

@@ -234,13 +234,13 @@ def to_example(
       f"{row.where}: {key!r} is {repr(asked)[:40]}; give a text, or a list of"
       " messages with the strings 'role' and 'content'"
     )
-  if key == "messages" and not is_text and asked[-1]["role"] == "assistant":
+  answered = not is_text and asked[-1]["role"] == "assistant"
+  if answered and key != "prompt":  # A whole conversation.
     turn = [message["role"] for message in asked].index("assistant")
     asked, completion = asked[:turn], asked[turn:]
     if not asked:
       raise InputError(
-        f"{row.where}: 'messages' begins with the assistant; put the question"
-        " first"
+        f"{row.where}: {key!r} begins with the assistant; begin with a question"
       )
   column, answer = _find(row, columns, "answer") if solved else ("", None)
   if column == "final_answer" and isinstance(answer, list) and answer:

@@ -11,8 +11,6 @@ Reference: Thinking Machines Lab 2025, "On-Policy Distillation"; Agarwal et al.
 2023 (GKD), arXiv:2306.13649.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from jaxrl_llm import estimators, register
@@ -25,8 +23,7 @@ _COLUMN = "teacher"
 def _directories(settings: choices.Settings) -> list[str]:
   """Returns the directories of the teachers, in order."""
   paths = settings["teachers"] if "teachers" in settings else ""
-  paths = paths.split(",") if isinstance(paths, str) else paths
-  return [str(path) for path in paths if path]
+  return [path for path in str(paths).split(",") if path]
 
 
 def make_teachers(settings: choices.Settings) -> dict[str, str]:
@@ -63,7 +60,8 @@ def chosen_teacher_logprobs(scoring: providers.Scoring) -> np.ndarray:
     InputError: A row names a teacher that there is not.
   """
   ids = scoring.rollout.example_id
-  chosen, count = scoring.learner.column(_COLUMN, ids), len(_names(scoring))
+  chosen = scoring.learner.column(_COLUMN, ids)
+  count = len(_teachers(scoring))
   wrong = np.flatnonzero(~np.isin(chosen, range(count)))
   if wrong.size:
     raise InputError(
@@ -74,15 +72,15 @@ def chosen_teacher_logprobs(scoring: providers.Scoring) -> np.ndarray:
   return _scores(scoring, chosen)
 
 
-def _names(scoring: providers.Scoring) -> Sequence[str]:
-  return [k for k in scoring.learner.frozen if k.startswith("teacher_")]
+def _teachers(scoring: providers.Scoring) -> list[str]:
+  return [x for x in scoring.learner.frozen if x.startswith("teacher_")]
 
 
 def _scores(scoring: providers.Scoring, chosen: np.ndarray) -> np.ndarray:
   """Scores the rows of each teacher in the mini-batches of the policy."""
   out = scoring.zeros()
   for batch in scoring.mini_batches["policy"]:
-    for number, name in enumerate(_names(scoring)):
+    for number, name in enumerate(_teachers(scoring)):
       theirs = chosen[batch.rows] == number
       if theirs.any():
         scored = batch.layout.gather(scoring.packed(name, batch).logprobs)
