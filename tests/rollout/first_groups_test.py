@@ -283,18 +283,3 @@ class TestMixedFirstGroups:
     for step in history:
       groups = np.unique(stored_groups(step), return_counts=True)[1]
       assert (groups == GROUP).all() and len(groups) <= 2 * WANTED
-
-  def test_resumes_in_the_middle_of_responses(self, run, recorded, tmp_path):
-    history, _, whole = recorded
-    half = STEPS // 2
-    chosen, _ = self.judged(run)
-    _, (states, _) = record(chosen, half)
-    assert is_begun(states.rollout.store)
-    # Another worker, which knows no prompt.
-    chosen, _ = self.judged(run)
-    begun = saved(chosen, states, tmp_path)
-    again, (resumed, _) = record(chosen, STEPS - half, begun)
-    assert_same_steps(again, history[half:])
-    assert_same_policy(resumed, whole)
-    assert resumed.source == whole.source
-    assert resumed.rollout.samples == whole.rollout.samples
