@@ -82,7 +82,7 @@ class TestRefused:
       meshes.make_meshes(config)
 
 
-@pytest.mark.slow(minutes=3)
+@pytest.mark.slow(minutes=1)
 class TestTraining:
   @pytest.fixture(scope="class")
   def model(self, tmp_path_factory):

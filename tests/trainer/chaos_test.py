@@ -133,7 +133,7 @@ def campaign(folder, *, kinds, seed):
   print(f"\n{len(kinds)} faults, {again} steps done again; nothing differs")
 
 
-@pytest.mark.slow(minutes=1.2)
+@pytest.mark.slow(minutes=1)
 def test_faults_leave_no_trace(tmp_path, capsys, monkeypatch):
   """Kills are those of kill_test.py, signals those of processes_test.py."""
   monkeypatch.delenv("XLA_FLAGS")  # Of tests: they run slowly, on 8 devices.

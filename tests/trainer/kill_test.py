@@ -110,7 +110,7 @@ def kill(model, whole, broken, places):
   return kills, {path.name for path in (broken / "checkpoints").iterdir()}
 
 
-@pytest.mark.slow(minutes=2)
+@pytest.mark.slow(minutes=1)
 def test_killed_at_every_place_in_turn(tmp_path):
   model, whole = train_whole(tmp_path)
   kills, left = kill(model, whole, tmp_path / "broken", _PLACES)

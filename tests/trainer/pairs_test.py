@@ -127,6 +127,8 @@ def make_config(model, method, *features):
     settings[f"optimizer.{role}.learning_rate_schedule"] = "linear"
   if config.schedule.window:
     settings |= FEATURES["window"]
+  if config.reward.overlong_buffer:
+    settings["reward.overlong_buffer"] = 4
   for feature in features:
     settings |= FEATURES[feature]
   config.update_from_flattened_dict(settings)
