@@ -155,7 +155,7 @@ def logs(folder):
   return [file.read_text() for file in sorted(folder.glob("*.log"))]
 
 
-def wait_for_step(workdir, step, seconds=240):
+def wait_for_step(workdir, step, seconds=600):
   """Until the row of a step is there."""
   end = time.monotonic() + seconds
   rows = workdir / "metrics.jsonl"
