@@ -1,7 +1,7 @@
 # Two commands do everything on a fresh machine with Python 3.11 to 3.13:
 #   make train     install, run the main job (configs/vapo.py), draw its curves
 #   make test      install, run the test suite
-#   make slowtest  the tests that take minutes each, which CI runs too
+#   make slowtest  the tests that take longer (alltest: both, as in CI)
 #   make docs      install, build the documentation site into build/docs
 #   make accelerator EXTRA=gpu    install, measure a GPU (or tpu) in ten minutes
 # Variables: PYTHON (interpreter of a new venv), VENV (its folder), CONFIG,
@@ -28,9 +28,9 @@ PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile \
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.jax_cache
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0.5
 # Tests compile thousands of programs, nearly all of them in less.
-test slowtest: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS = 0
+test slowtest alltest: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS = 0
 
-.PHONY: help train test slowtest docs accelerator lint clean
+.PHONY: help train test slowtest alltest docs accelerator lint clean
 .DEFAULT_GOAL := help
 # A failed `python -m venv` must not look like a made one.
 .DELETE_ON_ERROR:
@@ -47,6 +47,9 @@ test: $(VENV)/installed-test
 
 slowtest: $(VENV)/installed-test
 	$(PYTEST) -m slow $(TESTS)
+
+alltest: $(VENV)/installed-test
+	$(PYTEST) $(TESTS)
 
 accelerator: $(VENV)/installed-$(EXTRA)
 	$(BIN)/python scripts/accelerator.py $(ARGS)

@@ -22,17 +22,13 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("NPROC", "32")
 
 import jax  # noqa: E402
+import psutil  # noqa: E402
 import pytest  # noqa: E402
 from absl import flags  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
-
-
-def pytest_configure(config):
-  # A key is drawn from once. fold_in and split leave theirs for more of them.
-  # A checked call takes the slow path through Python, which slow tests, whose
-  # functions are those of the quick ones, are spared.
-  jax.config.update("jax_debug_key_reuse", config.option.markexpr != "slow")
+# A key is drawn from once. fold_in and split leave theirs for more of them.
+jax.config.update("jax_debug_key_reuse", True)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -40,6 +36,14 @@ def _parsed_flags():
   # grain reads absl flags when it starts workers.
   if not flags.FLAGS.is_parsed():
     flags.FLAGS.mark_as_parsed()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _bounded_memory():
+  """Compiled programs of all files together would take too much of it."""
+  yield
+  if psutil.Process().memory_info().rss > 4 * 2**30:
+    jax.clear_caches()
 
 
 def pytest_collection_modifyitems(items):

@@ -1,4 +1,4 @@
-"""Every quick test runs under JAX's check that no key is drawn from twice."""
+"""Every test runs under JAX's check that no key is drawn from twice."""
 
 import jax
 import jax.numpy as jnp

@@ -123,7 +123,6 @@ class TestInstalled:
     assert done.returncode == 2
     assert "'nope'; give a file or one of areal" in done.stderr
 
-  @pytest.mark.slow
   def test_trains_in_an_empty_folder(self, installed, tmp_path):
     model = tiny_run.write_model(tmp_path / "tiny")
     flags = tiny_run.flags(model, "runs/a", run__steps=1)

@@ -12,10 +12,10 @@ from helpers import configs, processes, tiny_run
 
 from jaxrl_llm import fleet, metrics
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.trainer import meshes, validation
+from jaxrl_llm.trainer import build, loop, meshes, validation
 
 _TESTS = pathlib.Path(__file__).parent
-_STEPS = 5
+_STEPS = 4
 
 
 def test_what_one_knows_all_know(tmp_path):
@@ -82,48 +82,49 @@ class TestRefused:
       meshes.make_meshes(config)
 
 
-@pytest.mark.slow(minutes=3)
+@pytest.mark.slow(minutes=1)
 class TestTraining:
   @pytest.fixture(scope="class")
   def model(self, tmp_path_factory):
     return tiny_run.write_model(tmp_path_factory.mktemp("model") / "tiny")
 
-  @pytest.fixture(scope="class")
-  def train(self, model):
-    """(folder, processes, **changes) -> those that were started."""
-
-    def start(folder, count, **changes):
-      settings = {
-        "mesh__data": 2,
-        "mesh__fsdp": 2,
-        "mesh__tensor": 2,
-        "optimizer__policy__micro_batch_size": 4,
-        "optimizer__value__micro_batch_size": 4,
-        "run__steps": _STEPS,
-        "run__stuck_after_s": 120,
-      }
-      return processes.start(
-        "scripts/train.py",
-        *tiny_run.flags(model, folder / "run", **settings | changes),
-        count=count,
-        devices=8 // count,
-        folder=folder,
-      )
-
-    return start
+  SETTINGS = {
+    "mesh__data": 2,
+    "mesh__fsdp": 2,
+    "mesh__tensor": 2,
+    "optimizer__policy__micro_batch_size": 4,
+    "optimizer__value__micro_batch_size": 4,
+    "run__steps": _STEPS,
+    "run__stuck_after_s": 120,
+  }
 
   @pytest.fixture(scope="class")
-  def alone(self, train, tmp_path_factory):
-    """The run of one process."""
+  def start(self, model):
+    """A function that starts two processes that train in a folder."""
+    return lambda folder: processes.start(
+      "scripts/train.py",
+      *tiny_run.flags(model, folder / "run", **self.SETTINGS),
+      count=2,
+      devices=4,
+      folder=folder,
+    )
+
+  @pytest.fixture(scope="class")
+  def run(self, model):
+    """The run of one process, which is this one."""
+    return build.make_run(tiny_run.make_config(model, **self.SETTINGS))
+
+  @pytest.fixture(scope="class")
+  def alone(self, run, tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone")
-    assert processes.wait(train(folder, 1)) == [0]
-    return folder / "run"
+    loop.train(run, folder)
+    return folder
 
   def test_is_that_of_one_process_though_stopped_by_one_of_two(
-    self, train, alone, tmp_path
+    self, start, alone, tmp_path
   ):
-    started = train(tmp_path, 2)
-    wait_for_step(tmp_path / "run", 2)
+    started = start(tmp_path)
+    wait_for_step(tmp_path / "run", 1)
     started[1].send_signal(signal.SIGTERM)
     texts = logs(tmp_path)
     assert processes.wait(started) == [128 + signal.SIGTERM] * 2, texts
@@ -131,21 +132,21 @@ class TestTraining:
     done = len(tiny_run.comparable(tmp_path / "run"))
     assert done <= _STEPS
     check_times(tmp_path / "run/hosts", range(done))
-    assert processes.wait(train(tmp_path, 2)) == [0, 0], logs(tmp_path)
+    assert processes.wait(start(tmp_path)) == [0, 0], logs(tmp_path)
     check_equal(tmp_path / "run", alone)
     check_times(tmp_path / "run/hosts", range(done, _STEPS + 1))
     check_times(tmp_path / "run/hosts_before", range(done))
 
   def test_goes_on_in_one_process_when_one_of_two_is_killed(
-    self, train, alone, tmp_path
+    self, start, run, alone, tmp_path
   ):
-    started = train(tmp_path, 2)
-    wait_for_step(tmp_path / "run", 2)
+    started = start(tmp_path)
+    wait_for_step(tmp_path / "run", 1)
     started[1].kill()
     assert processes.wait(started[:1], 60) == [1]
     said = logs(tmp_path)[0]
     assert "process 0 of 2" in said and "do not answer: 1; start all" in said
-    assert processes.wait(train(tmp_path, 1)) == [0], logs(tmp_path)
+    loop.train(run, tmp_path / "run")
     check_equal(tmp_path / "run", alone)
 
 
@@ -154,7 +155,7 @@ def logs(folder):
   return [file.read_text() for file in sorted(folder.glob("*.log"))]
 
 
-def wait_for_step(workdir, step, seconds=240):
+def wait_for_step(workdir, step, seconds=600):
   """Until the row of a step is there."""
   end = time.monotonic() + seconds
   rows = workdir / "metrics.jsonl"

@@ -1,4 +1,4 @@
-"""scripts/train.py as a user runs it: killed, interrupted, resumed."""
+"""scripts/train.py as a user runs it: interrupted, resumed, refused."""
 
 import pathlib
 import shutil
@@ -176,25 +176,11 @@ def test_rows_without_a_checkpoint_are_not_overwritten(start, tmp_path):
 
 
 @pytest.mark.slow
-class TestKill:
-  def test_the_next_start_repeats_the_uninterrupted_run(
+class TestSignal:
+  def test_saves_and_exits_with_128_and_its_number(
     self, start, whole, tmp_path
   ):
-    process = start(tmp_path)
-    wait_for_rows(process, tmp_path, 4)
-    process.kill()
-    process.wait()
-    assert len(tiny_run.comparable(tmp_path)) < STEPS
-    assert "resumed from step" in finish(start(tmp_path))
-    assert tiny_run.comparable(tmp_path) == whole
-
-
-@pytest.mark.slow
-class TestSignal:
-  @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-  def test_saves_and_exits_with_128_and_its_number(
-    self, start, whole, tmp_path, number
-  ):
+    number = signal.SIGINT  # SIGTERM: processes_test.py.
     process = start(tmp_path, checkpoint__every=100)
     wait_for_rows(process, tmp_path, 3)
     process.send_signal(number)

@@ -6,40 +6,42 @@ import subprocess
 import sys
 
 import pytest
+import study
 from helpers import programs
+from studies import timeline
+
+from jaxrl_llm import config as config_lib
 
 ROOT = pathlib.Path(__file__).parents[1]
 
 
-def timeline(tmp_path, devices, *flags):
-  force = f"--xla_force_host_platform_device_count={devices}"
-  return subprocess.run(
-    [
-      sys.executable,
-      "scripts/study.py",
-      "timeline",
-      f"--out={tmp_path}",
-      *flags,
-    ],
+def test_one_device_is_refused(tmp_path):
+  done = subprocess.run(
+    [sys.executable, "scripts/study.py", "timeline", f"--out={tmp_path}"],
     cwd=ROOT,
-    env=programs.environment(XLA_FLAGS=f"{force} {programs.FLAGS}"),
+    env=programs.environment(),
     capture_output=True,
     text=True,
     timeout=900,
   )
-
-
-def test_one_device_is_refused(tmp_path):
-  done = timeline(tmp_path, 1)
   assert done.returncode == 2
   assert "at least 2 devices" in done.stderr and not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow(minutes=2)
-def test_shows_who_works_at_the_same_time(tmp_path):
+@pytest.mark.slow
+def test_shows_who_works_at_the_same_time(tmp_path, monkeypatch):
   pytest.importorskip("matplotlib")
-  done = timeline(tmp_path, 2, "--steps=2", "--warm_up=0")
-  assert done.returncode == 0, done.stderr
+  make_config = timeline.make_config
+
+  def make_small(way):
+    config = make_config(way)
+    config.data.prompts_per_step = 16
+    config.optimizer.policy.mini_batch = config_lib.batch_size(config)
+    return config
+
+  monkeypatch.setattr(timeline, "make_config", make_small)
+  flags = [f"--out={tmp_path}", "--steps=2", "--warm_up=0"]
+  assert study.main(["timeline", *flags]) == 0
   assert (tmp_path / "timeline.png").stat().st_size > 10_000
   rows = list(csv.DictReader((tmp_path / "timeline.csv").open()))
   shared = {}

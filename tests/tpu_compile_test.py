@@ -28,7 +28,7 @@ def _report():
   own = {
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",
-    "PYTHONPATH": str(_ROOT / "scripts"),
+    "PYTHONPATH": os.pathsep.join([str(_ROOT), str(_ROOT / "scripts")]),
   }
   # The compiler for TPUs does not bear the flags of the one for CPUs.
   kept = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}

@@ -1,7 +1,7 @@
 """A tiny model, and tables that are as they were after a test."""
 
 import pytest
-from helpers import doors, tiny_run
+from helpers import registries, tiny_run
 
 
 @pytest.fixture(scope="session")
@@ -11,5 +11,5 @@ def model(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _registered():
-  with doors.registered():
+  with registries.registered():
     yield

@@ -34,24 +34,22 @@ class Whole(Everything):
   again = PromptSource.again
 
 
-FEATURES = {
-  "lag": {"schedule__lag": 1},
-  "dynamic sampling": {
+WHOLE = {
+  "a lag, few slots and a critic": {
+    "schedule__lag": 1,
+    "sampler__slots": 4,
+    "estimator__name": "gae",
+    "value__pretrain_steps": 2,
+    "optimizer__value__mini_batch": 8,
+  },
+  "dynamic sampling and an environment": {
     "schedule__dynamic_sampling": True,
     "schedule__over_provision": 2.0,
     "schedule__max_rounds": 8,
     "reward__name": "even",
-  },
-  "environment": {
     "environment__name": "calculator",
     "sampler__stop": ("=",),
     "environment__max_turns": 3,
-  },
-  "few slots": {"sampler__slots": 4},
-  "a critic": {
-    "estimator__name": "gae",
-    "value__pretrain_steps": 2,
-    "optimizer__value__mini_batch": 8,
   },
 }
 PARTIAL = {
@@ -59,11 +57,9 @@ PARTIAL = {
     "schedule__streaming": True,
     "optimizer__policy__mini_batch": 16,
   },
-  "first groups": {
+  "first groups in windows": {
     "schedule__stop": "first_groups",
     "schedule__over_provision": 1.5,
-  },
-  "window": {
     "schedule__window": 5,
     "estimator__name": "gae",
     "optimizer__value__mini_batch": 8,
@@ -80,22 +76,22 @@ def train(model, folder, name, **changes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("feature", FEATURES)
-def test_whole_batches(model, tmp_path, feature):
-  rows = train(model, tmp_path, "everything", **FEATURES[feature])
+@pytest.mark.parametrize("features", WHOLE)
+def test_whole_batches(model, tmp_path, features):
+  rows = train(model, tmp_path, "everything", **WHOLE[features])
   for row in rows[1:]:
     assert 2 <= row["rollout/again"] <= 4 and row["rollout/again_tokens"] > 0
     assert row["reward/errors"] == 0
     # With a lag no token is of the weights that score it.
     assert row.get("sampler_trainer/logprob_diff_max", 0.0) < 1e-5
-  if feature == "environment":
+  if "environment" in features:
     assert rows[-1]["rollout/turns_mean"] > 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("feature", PARTIAL)
-def test_partial_batches(model, tmp_path, feature):
-  rows = train(model, tmp_path, "whole", **PARTIAL[feature])
+@pytest.mark.parametrize("features", PARTIAL)
+def test_partial_batches(model, tmp_path, features):
+  rows = train(model, tmp_path, "whole", **PARTIAL[features])
   for row in rows[1:]:
     assert row["reward/errors"] == 0 and "rollout/again" not in row
     assert row["rollout/tokens"] > 0

@@ -1,40 +1,14 @@
 """Trains a plugin for two steps, and once more from its first checkpoint."""
 
-import contextlib
 import pathlib
 import shutil
 
 import jax.numpy as jnp
 from helpers import tiny_run
 
-from jaxrl_llm import metrics, rewards
-from jaxrl_llm.data import prompt_source
-from jaxrl_llm.learner import choices, estimates
-from jaxrl_llm.rollout import engine, schedule
+from jaxrl_llm import metrics
+from jaxrl_llm.learner import estimates
 from jaxrl_llm.trainer import build, loop
-
-_TABLES = [
-  choices.ESTIMATORS,
-  choices.LOGITS_PROCESSORS,
-  choices.OWN_MASKS,
-  prompt_source.PROMPT_SOURCES,
-  engine.ENGINES,
-  rewards.GROUP_REWARDS,
-  rewards.REWARDS,
-  schedule.STOPS,
-]
-
-
-@contextlib.contextmanager
-def registered():
-  """What is registered meanwhile is gone afterwards."""
-  before = [dict(table) for table in _TABLES]
-  try:
-    yield
-  finally:
-    for table, known in zip(_TABLES, before):
-      table.clear()
-      table.update(known)
 
 
 def by_example(token_rewards, mask, example_id, judged):

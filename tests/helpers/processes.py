@@ -34,7 +34,7 @@ def start(program, *arguments, count, devices, folder):
   return started
 
 
-def wait(started, seconds=300):
+def wait(started, seconds=600):
   """Their exit codes; those that do not end are killed."""
   try:
     return [process.wait(seconds) for process in started]

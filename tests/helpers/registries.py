@@ -1,11 +1,13 @@
 """The tables of parts, which tests register parts of their own in."""
 
+import contextlib
+
 import pytest
 
 from jaxrl_llm import rewards
 from jaxrl_llm.data import prompt_source
 from jaxrl_llm.learner import build_algorithm, choices, optimizer, providers
-from jaxrl_llm.rollout import worker
+from jaxrl_llm.rollout import engine, schedule
 
 REGISTRIES = (
   choices.ESTIMATORS,
@@ -18,19 +20,30 @@ REGISTRIES = (
   build_algorithm._OWN_INPUTS,
   prompt_source.TEMPLATES,
   prompt_source.PROMPT_SOURCES,
-  worker.STOPS,
+  choices.LOGITS_PROCESSORS,
+  engine.ENGINES,
+  schedule.STOPS,
   rewards.REWARDS,
+  rewards.GROUP_REWARDS,
 )
+
+
+@contextlib.contextmanager
+def registered():
+  """What is registered meanwhile is gone afterwards."""
+  for table in (choices.ESTIMATORS, choices.POLICY_LOSSES, providers.PROVIDERS):
+    for name in table:
+      assert table[name]  # What methods/ registers is no test's.
+  before = [dict(table) for table in REGISTRIES]
+  try:
+    yield
+  finally:
+    for table, known in zip(REGISTRIES, before):
+      table.clear()
+      table.update(known)
 
 
 @pytest.fixture
 def registries():
-  """What a test registers is gone afterwards."""
-  for table in (choices.ESTIMATORS, choices.POLICY_LOSSES, providers.PROVIDERS):
-    for name in table:
-      assert table[name]  # What methods/ registers is no test's.
-  before = [dict(r) for r in REGISTRIES]
-  yield
-  for registry, known in zip(REGISTRIES, before):
-    registry.clear()
-    registry.update(known)
+  with registered():
+    yield

@@ -135,16 +135,6 @@ class TestPolicyBatch:
       rtol=1e-6,
     )
 
-  def test_the_step_follows_the_effective_sample_ratio(self):
-    behavior = np.where(MASK, -1.0, 7.0).astype(np.float32)
-    behavior[1, 1] -= np.log(np.float32(3.0))
-    changes = {"off_policy__ess_scale": True}
-    got = make(rollout=make_rollout(behavior_logprobs=behavior), **changes)
-    policy, _ = pack(make_algorithm(**changes), got, rows=(1, 0))
-    assert policy.step_scale.dtype == np.float32
-    # Weights 3 and 1: (3 + 1)² / (9 + 1) / 2.
-    np.testing.assert_allclose(policy.step_scale, np.sqrt(0.8), rtol=1e-6)
-
 
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_the_critic_gets_what_its_loss_reads(clip):

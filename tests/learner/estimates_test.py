@@ -12,7 +12,7 @@ from helpers.tiny_algorithm import (
 )
 
 from jaxrl_llm.learner import choices, estimates, parts
-from jaxrl_llm.methods import a_3po, mc_grpo, vcpo
+from jaxrl_llm.methods import a_3po, vcpo
 from jaxrl_llm.types import Status
 
 ROWS, ROOM = 8, 7
@@ -234,31 +234,6 @@ class TestMasks:
     assert not got[2].any()
     others = np.arange(ROWS) != 2
     np.testing.assert_array_equal(got[others], inputs["mask"][others])
-
-  def test_without_pivot(self):
-    groups = np.asarray([0, 0, 0, 1, 1, 1, 2, 2])
-    rewards = np.asarray([3.0, 1.0, 2.0, 5.0, 5.0, 9.0, 0.0, 1.0])
-    column = np.zeros((ROWS, ROOM), np.float32)
-    column[:, 0] = rewards
-    inputs = make_inputs(groups=groups, token_rewards=column)
-    got = np.asarray(
-      mc_grpo.without_pivot(
-        inputs["mask"], inputs["token_rewards"], inputs["groups"]
-      )
-    )
-    left_out = [2, 3, 6]
-    assert not got[left_out].any()
-    others = np.setdiff1d(np.arange(ROWS), left_out)
-    np.testing.assert_array_equal(got[others], inputs["mask"][others])
-
-  def test_without_tail(self):
-    cut = np.arange(ROWS) < 2
-    lengths = np.asarray([5, 1, 4, 4, 4, 4, 4, 4])
-    mask = np.arange(ROOM)[None] < lengths[:, None]
-    got = np.asarray(estimates.without_tail(mask, cut, tail_drop=2))
-    np.testing.assert_array_equal(got[0], np.arange(ROOM) < 3)
-    assert not got[1].any()
-    np.testing.assert_array_equal(got[2:], mask[2:])
 
 
 class TestOutcomeOnToken:

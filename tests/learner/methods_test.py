@@ -18,7 +18,6 @@ from helpers.tiny_algorithm import (
 )
 
 from jaxrl_llm.learner import choices
-from jaxrl_llm.methods import a_3po
 
 
 class TestIdentities:
@@ -182,15 +181,6 @@ class TestIdentities:
     one, other = outputs(made, batch), outputs(stored, plain)
     assert np.asarray(one[0]).any()
     chex.assert_trees_all_equal(one, other)
-
-  def test_interpolation_moves_with_age(self):
-    version = np.asarray([[2, 2, 1], [0, 2, 2]])
-    mask = np.asarray([[True, True, True], [True, True, False]])
-    np.testing.assert_allclose(
-      a_3po.interpolation_share(version, mask, 2),
-      [[0.0, 0.0, 1 / 2], [2 / 3, 0.0, 0.0]],
-      rtol=1e-6,
-    )
 
 
 class TestPackedRows:

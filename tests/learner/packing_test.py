@@ -1,7 +1,5 @@
 """Packed rows hold every token once, and the shift is where it should be."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 from helpers.tiny_run import random_rollout
@@ -294,13 +292,4 @@ class TestMiniBatches:
     nothing = np.zeros(0, np.int64)
     assert not packing.mini_batches(
       rollout, size=4, rng=None, capacity=16, rows=2, chosen=nothing
-    )
-
-
-def test_take_rows_takes_those_of_every_field():
-  rollout = random_rollout(np.random.default_rng(2), rows=5)
-  chosen = take_rows(rollout, np.asarray([3, 0]))
-  for field in dataclasses.fields(rollout):
-    np.testing.assert_array_equal(
-      chosen[field.name], rollout[field.name][[3, 0]]
     )

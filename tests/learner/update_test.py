@@ -146,11 +146,8 @@ class TestGradient:
     ("kind", "micro_batch_size"),
     [
       ("policy", 1),
-      pytest.param("policy", 2, marks=pytest.mark.slow),
       ("policy", SAMPLES),
-      pytest.param("value", 1, marks=pytest.mark.slow),
-      pytest.param("value", 2, marks=pytest.mark.slow),
-      ("value", SAMPLES),
+      ("value", 1),
     ],
   )
   def test_any_number_of_micro_batches_is_the_same(
@@ -274,8 +271,6 @@ class TestMesh:
       ("policy", (8, 1, 1, 1)),
       ("policy", (2, 2, 1, 2)),
       ("policy", (1, 2, 2, 2)),
-      pytest.param("policy", (1, 1, 8, 1), marks=pytest.mark.slow),
-      pytest.param("value", (8, 1, 1, 1), marks=pytest.mark.slow),
       ("value", (2, 2, 1, 2)),
       pytest.param("value", (2, 1, 4, 1), marks=pytest.mark.slow),
     ],

@@ -1,12 +1,11 @@
-"""Tests of the clipped surrogate."""
+"""Tests of the clipped surrogate; ragged_test.py holds it to a reference."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import reference
 
-from jaxrl_llm import losses, masked
+from jaxrl_llm import losses
 
 _CLIP = dict(clip_low=0.2, clip_high=0.28)
 
@@ -52,22 +51,6 @@ class TestGolden:
 
 
 class TestProperties:
-  @pytest.mark.parametrize("dual_clip", [None, 3.0])
-  def test_equals_reference(self, dual_clip):
-    arrays = _tokens()
-    function = lambda *x: losses.clipped_policy_loss(
-      *x, dual_clip=dual_clip, **_CLIP
-    )
-    expected = np.vectorize(
-      lambda *x: reference.policy_loss(*x, 0.2, 0.28, dual_clip)
-    )(*arrays)
-    plain, jitted = function(*arrays), jax.jit(function)(*arrays)
-    mapped = jax.vmap(function)(*arrays)
-    for result in (plain, jitted, mapped):
-      np.testing.assert_allclose(result.loss, expected, rtol=2e-5, atol=1e-6)
-    assert plain.loss.dtype == jnp.float32
-    np.testing.assert_allclose(plain.ratio, np.exp(plain.log_ratio), rtol=1e-5)
-
   def test_gradient_equals_closed_form_and_vanishes_where_clipped(self):
     """∂L/∂log π = -A ρ, or 0 where the ratio no longer counts."""
     logprobs, old, advantages = _tokens(1)
@@ -83,6 +66,7 @@ class TestProperties:
     high = (advantages > 0) & (ratio > 1.28)
     low = (advantages < 0) & (ratio < 0.8)
     dual = (advantages < 0) & (ratio > 3.0)
+    np.testing.assert_allclose(result.ratio, ratio, rtol=1e-5)
     np.testing.assert_array_equal(result.clipped_high, high)
     np.testing.assert_array_equal(result.clipped_low, low)
     np.testing.assert_array_equal(result.dual_clipped, dual)
@@ -150,44 +134,6 @@ class TestProperties:
     )
     np.testing.assert_allclose(result, np.exp([20.0, -20.0]) * [1, -1])
     np.testing.assert_array_equal(pullback(jnp.ones(2))[0], 0.0)
-
-  def test_padding_filled_and_weighted_is_inert(self):
-    """NaN beyond the responses changes neither the total nor its gradient."""
-    logprobs, old, advantages = _tokens(5)
-    mask = np.arange(50) < np.array([[50], [7], [0], [1]])
-
-    def total(logprobs, old):
-      loss = losses.clipped_policy_loss(
-        masked.masked_fill(logprobs, mask),
-        masked.masked_fill(old, mask),
-        advantages,
-        **_CLIP,
-      ).loss
-      return jnp.sum(masked.token_weights(mask, mode="token-mean") * loss)
-
-    clean = jax.value_and_grad(total)(logprobs, old)
-    dirty = jax.value_and_grad(total)(
-      np.where(mask, logprobs, np.nan), np.where(mask, old, np.nan)
-    )
-    jax.tree.map(np.testing.assert_array_equal, dirty, clean)
-
-  def test_token_mean_adds_up_over_micro_batches(self):
-    logprobs, old, advantages = _tokens(6)
-    mask = np.arange(50) < np.array([[50], [7], [0], [20]])
-    weights = masked.token_weights(mask, mode="token-mean")
-
-    def gradient(rows):
-      return jax.grad(
-        lambda x: jnp.sum(
-          weights[rows]
-          * losses.clipped_policy_loss(
-            x, old[rows], advantages[rows], **_CLIP
-          ).loss
-        )
-      )(logprobs[rows])
-
-    parts = [gradient(slice(0, 1)), gradient(slice(1, 4))]
-    np.testing.assert_array_equal(np.concatenate(parts), gradient(slice(0, 4)))
 
 
 class TestCispo:

@@ -87,26 +87,6 @@ class TestKl:
     assert (estimate >= 0).all()
     assert np.isfinite(estimate).all()
 
-  def test_plus_has_the_value_of_one_and_the_gradient_of_k2(self):
-    logprobs, other = np.random.default_rng(0).normal(size=(2, 40))
-    slope = lambda f: jax.grad(lambda x: f(x, other).sum())(logprobs)
-    for plus, plain in [
-      (losses.kl_k1_plus, losses.kl_k1),
-      (losses.kl_k3_plus, losses.kl_k3),
-    ]:
-      np.testing.assert_array_equal(
-        plus(logprobs, other), plain(logprobs, other)
-      )
-      np.testing.assert_array_equal(slope(plus), slope(losses.kl_k2))
-
-
-class TestEntropyBonus:
-  def test_descending_it_raises_the_entropy(self):
-    entropy = jnp.array([[0.5, 0.0], [2.0, 1.0]])
-    loss, pullback = jax.vjp(losses.entropy_bonus, entropy)
-    np.testing.assert_array_equal(loss, -entropy)
-    np.testing.assert_array_equal(pullback(jnp.ones((2, 2)))[0], -1.0)
-
 
 class TestNll:
   def test_mean_over_positive_tokens(self):
@@ -120,7 +100,3 @@ class TestNll:
     )(logprobs)
     assert float(loss) == pytest.approx(0.35, abs=1e-6)
     np.testing.assert_allclose(gradient, positive / -6.0, rtol=1e-6)
-
-  def test_no_positive_response_is_no_loss(self):
-    weights = masked.token_weights(np.zeros((2, 3), bool), mode="token-mean")
-    assert jnp.sum(weights * losses.nll(jnp.full((2, 3), -1.0))) == 0.0

@@ -1,16 +1,13 @@
 """APRIL in the trainer: nothing is lost, nothing is too old, all is exact."""
 
-import dataclasses
-
 import chex
 import jax
 import numpy as np
 import pytest
 from helpers import tiny_run
 from helpers.tiny_run import with_config
-from helpers.tiny_tppo import ended_ids, record, saved
+from helpers.tiny_tppo import record, saved
 
-from jaxrl_llm.rollout.worker import mixed
 from jaxrl_llm.trainer import build
 from jaxrl_llm.types import Status, ended
 
@@ -53,19 +50,9 @@ def history(run):
   return record(run, STEPS)[0]
 
 
-def trained_ids(history):
-  ids = [step.collected.rollout.sample_id.tolist() for step in history]
-  return sum(ids, [])
-
-
 def is_begun(store):
   """Whether responses are cut in the middle."""
   return bool(((store.lengths > 0) & ~ended(store)).any())
-
-
-def stored_groups(step):
-  """Group id of every response in the store; it may be empty."""
-  return [] if step.store is None else step.store.group_id.tolist()
 
 
 def assert_same_steps(steps, wanted):
@@ -89,14 +76,6 @@ class TestFirstGroups:
       assert np.all(rollout.status != Status.TRUNCATED)
       assert np.all(np.bincount(rollout.group) == GROUP)
       assert len(step.store.lengths) == WANTED * GROUP
-
-  def test_no_response_is_lost_and_none_trained_twice(self, history):
-    trained = trained_ids(history)
-    assert len(set(trained)) == len(trained)
-    last = history[-1]
-    assert sorted(trained + last.store.sample_id.tolist()) == list(
-      range(last.after.rollout.samples)
-    )
 
   def test_tokens_are_conserved(self, history):
     generated = sum(step.row["rollout/tokens"] for step in history)
@@ -179,122 +158,3 @@ class TestFirstGroups:
     assert_same_steps(again, history[half:])
     _, (whole, _) = record(run, STEPS)
     assert_same_policy(resumed, whole)
-
-
-class Verdicts:
-  """A judge that finds a text right as it is told, and notes what it saw."""
-
-  def __init__(self, judge, right):
-    self._judge, self._right = judge, right
-    self.seen = []  # Responses of each call.
-
-  def __call__(self, rollout, prompts, conversations):
-    judged = self._judge(rollout, prompts, conversations)
-    correct = np.asarray([self._right(text) for text in judged.texts])
-    responses = judged.responses.replace(
-      correct=correct, rewards=2 * correct.astype(np.float32) - 1
-    )
-    self.seen.append(responses)
-    return dataclasses.replace(judged, responses=responses)
-
-
-@pytest.mark.slow
-class TestMixedFirstGroups:
-  """APRIL with dynamic sampling: the first groups, of which mixed ones count.
-
-  A group that was judged and is not mixed is thrown away, and nothing else.
-  """
-
-  # About two in three groups are mixed: some rounds are not enough, and some
-  # bring more than are wanted.
-  RIGHT = staticmethod(lambda text: len(text) % 4 == 0)
-
-  @pytest.fixture(scope="class")
-  def run(self, model):
-    return make_run(
-      model, schedule__dynamic_sampling=True, schedule__max_rounds=20
-    )
-
-  def judged(self, run):
-    """The run with verdicts that are told, and its judge."""
-    judge = Verdicts(run.judge, self.RIGHT)
-    return with_config(dataclasses.replace(run, judge=judge)), judge
-
-  @pytest.fixture(scope="class")
-  def recorded(self, run):
-    """(steps, what was judged in each, states at the end)."""
-    run, judge = self.judged(run)
-    history, seen, begun = [], [], None
-    for _ in range(STEPS):
-      steps, begun = record(run, 1, begun)
-      history += steps
-      seen.append(list(judge.seen))
-      judge.seen.clear()
-    return history, seen, begun[0]
-
-  def test_every_batch_has_as_many_groups_and_all_mixed(self, recorded):
-    history, _, _ = recorded
-    for step in history:
-      rollout, correct = step.collected.rollout, step.collected.correct
-      np.testing.assert_array_equal(
-        np.bincount(rollout.group), [GROUP] * WANTED
-      )
-      right = np.bincount(rollout.group, correct)
-      assert ((right > 0) & (right < GROUP)).all()
-      assert step.collected.ended.all()
-      assert ended_ids(step.collected) == rollout.sample_id.tolist()
-
-  def test_both_choices_had_something_to_do(self, recorded):
-    history, seen, _ = recorded
-    rounds = [step.row["rollout/rounds"] for step in history]
-    assert rounds == [len(calls) for calls in seen]
-    assert min(rounds) == 1 and max(rounds) > 1
-    assert max(step.row["rollout/off_policy_fraction"] for step in history) > 0
-    # Mixed groups over the number wanted wait for the next step.
-    surplus = [
-      group in stored_groups(step)
-      for step, calls in zip(history, seen)
-      for responses in calls
-      for group in np.unique(responses.rollout.group_id[mixed(responses)])
-    ]
-    assert any(surplus)
-
-  def test_none_is_trained_twice_and_only_groups_alike_are_lost(self, recorded):
-    history, seen, states = recorded
-    trained = trained_ids(history)
-    assert len(set(trained)) == len(trained)
-    alike = set()
-    for calls in seen:
-      for responses in calls:
-        rollout = responses.rollout
-        for group in np.unique(rollout.group_id):
-          rows = rollout.group_id == group
-          assert rows.sum() == GROUP and responses.ended[rows].all()
-          if len(set(responses.correct[rows].tolist())) == 1:
-            alike |= set(rollout.sample_id[rows].tolist())
-    assert alike
-    kept = states.rollout.store
-    kept = [] if kept is None else kept.sample_id.tolist()
-    parts = [*trained, *alike, *kept]
-    assert sorted(parts) == list(range(states.rollout.samples))
-
-  def test_the_store_never_outgrows_what_is_in_flight(self, recorded):
-    history, _, _ = recorded
-    for step in history:
-      groups = np.unique(stored_groups(step), return_counts=True)[1]
-      assert (groups == GROUP).all() and len(groups) <= 2 * WANTED
-
-  def test_resumes_in_the_middle_of_responses(self, run, recorded, tmp_path):
-    history, _, whole = recorded
-    half = STEPS // 2
-    chosen, _ = self.judged(run)
-    _, (states, _) = record(chosen, half)
-    assert is_begun(states.rollout.store)
-    # Another worker, which knows no prompt.
-    chosen, _ = self.judged(run)
-    begun = saved(chosen, states, tmp_path)
-    again, (resumed, _) = record(chosen, STEPS - half, begun)
-    assert_same_steps(again, history[half:])
-    assert_same_policy(resumed, whole)
-    assert resumed.source == whole.source
-    assert resumed.rollout.samples == whole.rollout.samples

@@ -555,6 +555,25 @@ class TestDrawnTwice:
 
 
 class TestDynamicSampling:
+  @pytest.mark.parametrize("stop", ["all", "first_groups"])
+  def test_a_batch_has_mixed_groups_and_the_others_are_lost(self, stop):
+    right = lambda i: i % 11 == 0
+    how = {"dynamic_sampling": True, "max_rounds": 9, "max_staleness": 4}
+    run = Run(right=right, stop=stop, in_flight=4, **how)
+    trained, rounds = [], set()
+    for _ in range(6):
+      batch = run.collect().batch
+      rounds.add(batch.metrics["rollout/rounds"])
+      assert np.bincount(batch.responses.rollout.group).tolist() == [4, 4]
+      assert mixed(batch.responses).all() and batch.responses.ended.all()
+      trained += ids_of(batch.responses)
+    assert len(rounds) > 1 and len(set(trained)) == len(trained)
+    kept = ids_of(run.state.store)
+    lost = set(range(run.state.samples)) - {*trained, *kept}
+    group = lambda i: {right(i // 4 * 4 + k) for k in range(4)}
+    alike = {i for i in lost if len(group(i)) == 1}
+    assert alike and (stop == "all" or lost == alike)
+
   def test_gives_up_with_the_numbers(self):
     run = Run(right=lambda i: True, dynamic_sampling=True, max_rounds=3)
     with pytest.raises(

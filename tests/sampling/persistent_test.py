@@ -94,9 +94,7 @@ class TestStep:
 
 class TestPreemption:
   # Sixteen slots at full length need 112 pages, a response at most seven.
-  @pytest.mark.parametrize(
-    "pages", [7, pytest.param(12, marks=pytest.mark.slow), 40]
-  )
+  @pytest.mark.parametrize("pages", [7, 40])
   def test_a_small_budget_gives_the_same_responses(self, pages):
     engine = scripted.make_engine(slots=16, page_size=8, kv_pages=pages)
     prompts = _prompts(60)
@@ -104,17 +102,9 @@ class TestPreemption:
     assert engine.stats.preemptions > 0
     assert max(call.kv_capacity for call in engine.trace) <= 8 * pages
 
-  @pytest.mark.parametrize(
-    "seed",
-    [
-      0,
-      pytest.param(1, marks=pytest.mark.slow),
-      pytest.param(2, marks=pytest.mark.slow),
-    ],
-  )
-  def test_at_any_moment_gives_the_same_tokens(self, seed):
+  def test_at_any_moment_gives_the_same_tokens(self):
     own = _small_pages()
-    out = tiny_engine.generate(own, rule=_preempting(own, seed))
+    out = tiny_engine.generate(own, rule=_preempting(own, 0))
     tiny_engine.assert_same_responses(out, tiny_engine.expected())
     assert own.last_stats.preemptions > 0
 

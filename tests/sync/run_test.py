@@ -65,9 +65,6 @@ class TestMutations:
   """Each goes wrong in the transfer after step 2; no step 3 may be sampled."""
 
   @pytest.mark.parametrize(
-    "name", ["shared", pytest.param("apart", marks=pytest.mark.slow)]
-  )
-  @pytest.mark.parametrize(
     ("mutation", "message"),
     [
       (_skipped, "holds version 1, but the trainer is at version 2"),
@@ -85,10 +82,10 @@ class TestMutations:
     ],
   )
   def test_each_is_found_within_a_step(
-    self, make_run, tmp_path, name, mutation, message
+    self, make_run, tmp_path, mutation, message
   ):
     run = with_config(
-      make_run(name), eval__every=4, sampler__parity_check_every=1
+      make_run("shared"), eval__every=4, sampler__parity_check_every=1
     )
     run, rollouts = recorded(run)
     with pytest.raises(sync.SyncError, match=message) as error:

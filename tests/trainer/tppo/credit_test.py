@@ -14,9 +14,7 @@ from helpers.tiny_tppo import (
   named,
   patient_of,
   record,
-  trained_tokens,
   with_learner,
-  written_tokens,
 )
 
 from jaxrl_llm.rewards.judge import Judge
@@ -190,24 +188,6 @@ class TestWholeMiniBatches:
         seen.experience["policy_mask"].sum()
         == (rollout.lengths - rollout.window_start).sum()
       )
-
-  def test_the_oldest_go_first(self, patient):
-    order = []
-    for step in patient:
-      (seen,) = step.estimated
-      rows = np.flatnonzero(seen.experience["value_mask"].any(axis=1))
-      order += [int(seen.rollout.sample_id[i]) for i in rows]
-      assert trained_tokens(step.critic) == written_tokens(seen.rollout, rows)
-    ended_in = {
-      i: number
-      for number, step in enumerate(patient)
-      for i in ended_ids(step.collected)
-    }
-    steps = [
-      sorted(ended_in[i] for i in order[at : at + MANY])
-      for at in range(0, len(order), MANY)
-    ]
-    assert steps and all(a[-1] <= b[0] for a, b in zip(steps, steps[1:]))
 
 
 class TestKlInReward:

@@ -5,7 +5,6 @@ import dataclasses
 import chex
 import jax
 import numpy as np
-import pytest
 from helpers import tiny_run
 from helpers.tiny_mesh_run import with_engine
 from helpers.tiny_run import with_config
@@ -93,23 +92,8 @@ class TestTempering:
 
 
 class TestResume:
-  @pytest.mark.parametrize(
-    "kind",
-    [
-      "plain",
-      pytest.param("waiting", marks=pytest.mark.slow),
-      pytest.param("ewma", marks=pytest.mark.slow),
-    ],
-  )
-  def test_in_the_middle_of_responses_is_exact(self, run, tmp_path, kind):
-    chosen = {
-      "plain": lambda: run,
-      "waiting": lambda: patient_of(run),
-      "ewma": lambda: ewma_of(run, 0.5),
-    }[kind]()
-    chosen = with_config(
-      chosen, run__steps=5, eval__every=2, checkpoint__every=9
-    )
+  def test_in_the_middle_of_responses_is_exact(self, run, tmp_path):
+    chosen = with_config(run, run__steps=5, eval__every=2, checkpoint__every=9)
     loop.train(chosen, tmp_path / "whole")
     loop.train(with_config(chosen, run__steps=2), tmp_path / "parts")
     kept, _ = newest(chosen, tmp_path / "parts")
@@ -119,7 +103,6 @@ class TestResume:
     # What has no token yet is the rest of one prompt.
     assert (~begun).sum() < 4 and np.unique(store.version).size > 1
     assert kept.learner.waiting is not None
-    assert ("ema" in kept.learner.companions) == (kind == "ewma")
     loop.train(chosen, tmp_path / "parts")
     assert tiny_run.comparable(tmp_path / "parts") == tiny_run.comparable(
       tmp_path / "whole"

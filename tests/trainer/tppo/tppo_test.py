@@ -1,7 +1,5 @@
 """Windowed rollouts as the trainer does them: each token once, by slots."""
 
-import collections
-
 import chex
 import jax
 import numpy as np
@@ -9,12 +7,10 @@ import pytest
 from helpers import tiny_run
 from helpers.tiny_run import with_config
 from helpers.tiny_tppo import (
-  GROUP,
   LIMIT,
   MANY,
   SLOTS,
   WINDOW,
-  ended_ids,
   newest,
   record,
   released_in,
@@ -128,13 +124,6 @@ class TestEveryTokenOnce:
 
 
 class TestSlots:
-  def test_their_number_stays(self, history):
-    for step in history:
-      rollout = step.collected.rollout
-      assert rollout.sample_id.shape == (SLOTS,)
-      assert np.unique(rollout.sample_id).size == SLOTS
-      assert (rollout.lengths - rollout.window_start).max() <= WINDOW
-
   def test_a_response_is_of_several_versions(self, history):
     versions = [
       np.unique(rollout.version[i, : rollout.lengths[i]]).size
@@ -162,38 +151,6 @@ class TestSlots:
             same[name][j, :length], cut[name][i, :length]
           )
 
-  def test_ids_never_repeat(self, history):
-    begun, alive = [], set()
-    for step in history:
-      ids = step.collected.rollout.sample_id.tolist()
-      begun += [i for i in ids if i not in alive]
-      alive = set(ids) - set(ended_ids(step.collected))
-    assert begun == list(range(len(begun)))
-    # Those that follow are drawn already, and wait for a slot.
-    last = history[-1]
-    drawn = last.store.sample_id[last.store.lengths == 0].tolist()
-    begun += drawn
-    assert begun == list(range(len(begun))) and len(drawn) < GROUP
-    assert last.after.rollout.samples == len(begun)
-
-  def test_every_prompt_gets_its_group(self, history):
-    members = collections.defaultdict(set)
-    split = False
-    for step in history:
-      rollout = step.collected.rollout
-      new = rollout.window_start == 0
-      for prompt, sample in zip(rollout.group_id[new], rollout.sample_id[new]):
-        members[int(prompt)].add(int(sample))
-      split |= bool((step.store.lengths == 0).any())
-    assert split  # Some prompt had to wait for slots.
-    prompts = sorted(members)
-    assert prompts == list(range(len(prompts)))
-    for prompt in prompts[:-1]:
-      first = prompt * GROUP
-      assert members[prompt] == set(range(first, first + GROUP))
-    drawn = int((history[-1].store.lengths == 0).sum())
-    assert len(members[prompts[-1]]) == GROUP - drawn
-
   def test_what_is_released_is_complete(self, history):
     for step in history:
       rollout = step.collected.rollout
@@ -207,10 +164,3 @@ class TestSlots:
       assert (kept.status == Status.TRUNCATED).all()
       assert kept.lengths.max() < LIMIT
       assert (kept.lengths > 0).sum() == SLOTS - over.size
-
-  def test_groups_share_a_prompt(self, history):
-    for step in history:
-      rollout = step.collected.rollout
-      pairs = set(zip(rollout.group.tolist(), rollout.group_id.tolist()))
-      assert len(pairs) == np.unique(rollout.group).size
-      assert len(pairs) == np.unique(rollout.group_id).size
