@@ -10,7 +10,7 @@ from jaxrl_llm import config as config_lib
 from jaxrl_llm.config import presets
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.choices import has_critic
-from jaxrl_llm.trainer import constraints
+from jaxrl_llm.trainer import build, constraints
 from jaxrl_llm.trainer.validation import validate
 
 BATCH = config_lib.batch_size(load("vapo"))
