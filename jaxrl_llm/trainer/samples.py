@@ -1,5 +1,6 @@
 """Responses of a step for the log, with what the learner saw of each token."""
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from jaxrl_llm import metrics
 from jaxrl_llm.learner.state import TrainingBatch
 from jaxrl_llm.rewards import Verdict
 from jaxrl_llm.rewards.judge import Judged
-from jaxrl_llm.rollout.worker import Batch, Collected
+from jaxrl_llm.rollout.worker import Batch, Collected, is_demonstrated
 from jaxrl_llm.trainer.run import Run
 from jaxrl_llm.types import Origin, Responses, take_rows
 
@@ -37,7 +38,11 @@ def samples_of_step(
   if count:
     rows = np.random.default_rng(scored.step + 1).permutation(rows)
     rows = rows[np.argsort(~responses.ended[rows], kind="stable")][:count]
-  judged = _judged(run, take_rows(responses, rows), collected)
+  responses = take_rows(responses, rows)
+  # The data vouch for their own responses, which no reward has judged.
+  given = is_demonstrated(responses.rollout)
+  responses = dataclasses.replace(responses, judged=responses.judged & ~given)
+  judged = _judged(run, responses, collected)
   samples = metrics.make_samples(judged, range(rows.size))
   # The learner may have its rows in another order.
   place = {number: i for i, number in enumerate(scored.rollout.sample_id)}

@@ -5,7 +5,7 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import chat_model, doors, recipes, tiny_run
+from helpers import chat_model, recipes, registries, tiny_run
 
 from jaxrl_llm import register
 from jaxrl_llm.data.prompt_source import TEMPLATES
@@ -14,6 +14,7 @@ from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import optimizer
 from jaxrl_llm.methods.sft import Demonstrations
+from jaxrl_llm.metrics import read_rows
 from jaxrl_llm.trainer import build
 from jaxrl_llm.types import Origin, Status
 
@@ -37,7 +38,7 @@ def tokenizer(tmp_path_factory):
 @pytest.fixture
 def plain_descent():
   register.optimizer("sgd", recipes.sgd)
-  with doors.registered():
+  with registries.registered():
     register.reward("polite", lambda response: "please" in response)
     yield
   del optimizer.OPTIMIZERS["sgd"]
@@ -222,10 +223,16 @@ class TestRun:
         base = super() if group_id % 2 else super(Demonstrations, self)
         return base.prompt(example_id, group_id)
 
-    with doors.registered():
+    with registries.registered():
       register.prompt_source("half", Half)
-      config = recipes.make_config("sft", model, data__order="half")
+      logged = {"run__samples": 0, "run__samples_every": 1}
+      config = recipes.make_config("sft", model, data__order="half", **logged)
       rows, _ = recipes.train(config, tmp_path / "run")
+    for sample in read_rows(tmp_path / "run" / "samples.jsonl"):
+      if sample["step"]:  # No reward has seen what the data gave.
+        (author, _), *_ = sample["origin"]
+        assert (sample["reward"] is None) == (author == "given")
+        assert (sample["correct"] is None) == (author == "given")
     for row in rows[1:]:
       assert row["rollout/tokens"] > 0 and row["reward/errors"] == 0
       assert row["sampler_trainer/logprob_diff_max"] < 1e-5

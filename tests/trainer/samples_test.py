@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from helpers import doors, tiny_run
+from helpers import registries, tiny_run
 
 from jaxrl_llm import metrics, register
 from jaxrl_llm.rollout import environments, turns
@@ -27,7 +27,7 @@ def odd_length(response):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-  with doors.registered():
+  with registries.registered():
     register.reward("odd_length", odd_length)
     yield tiny_run.write_model(tmp_path_factory.mktemp("model") / "tiny")
 
