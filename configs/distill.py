@@ -17,7 +17,8 @@ generated tokens to nine tenths of the teacher's accuracy. The other presets
 were not run.
 
 Presets (see jaxrl_llm/config/presets.py): none (embedded, CPU), long_tail,
-smollm2, gsm8k, qwen2.5-1.5b, qwen2.5-7b, qwen2.5-32b.
+smollm2, gsm8k, gsm8k-smoke, one-gpu-0.5b, one-gpu-1.5b, qwen2.5-1.5b,
+qwen2.5-7b, qwen2.5-32b.
 """
 
 from jaxrl_llm import config as config_lib
