@@ -286,6 +286,9 @@ class Policy:
       "data.max_prompt_length": prompt,
       "sampler.max_response_length": min(_RESPONSE_LENGTH, context - prompt),
     }
+    # Nothing is trained, but a micro-batch has to divide among all devices.
+    for role in ("policy", "value"):
+      fitting[f"optimizer.{role}.micro_batch_size"] = jax.device_count()
     if self.tokenizer.chat_template is None:
       fitting |= {"data.template": "completion", "data.template_settings": {}}
     return fitting

@@ -171,7 +171,6 @@ class TestEvaluate:
       "eval.temperature": 0.0,
       "sampler.max_response_length": 12,
       "data.max_prompt_length": 8,
-      "mesh.data": 1,
     }
     found = jaxrl_llm.load().evaluate(",".join(files), **settings)
     assert set(found) == {"easy", "wrong"}
