@@ -83,7 +83,8 @@ def _batch(config: Any, critic: bool) -> str:
   for name, key in roles.items():
     each = config_lib.mini_batch(config, key)
     updates = round(config.optimizer[key].epochs * size / each)
-    parts.append(f"{updates} {name} updates of {each:,}")
+    several = "s" * (updates != 1)
+    parts.append(f"{updates} {name} update{several} of {each:,}")
   return ", ".join(parts)
 
 
@@ -98,12 +99,14 @@ def _devices(run: Run) -> dict[str, str]:
   meshes = learner.mesh, jax.tree.leaves(sampled)[0].sharding.mesh
   lines = {}
   for name, mesh, trees in zip(("trainer", "sampler"), meshes, (held, sampled)):
-    device = mesh.devices.flat[0]
+    ids = sorted(device.id for device in mesh.devices.flat)
+    at = f", devices {ids[0]} to {ids[-1]}" if len(ids) > 1 else ""
     axes = " x ".join(f"{k}={n}" for k, n in mesh.shape.items() if n > 1)
     lines[name] = (
-      f"{mesh.size} {device.device_kind} ({axes or 'no sharding'}), each holds"
+      f"{mesh.size} {mesh.devices.flat[0].device_kind}"
+      f" ({axes or 'no sharding'}){at}, each holds"
       f" {sharding.bytes_per_device(trees) / _GIB:.3f} GiB between phases"
     )
   if set(meshes[0].devices.flat) & set(meshes[1].devices.flat):
-    lines["sampler"] += ", on the same devices"
+    lines["sampler"] += "; devices are shared with the trainer"
   return lines

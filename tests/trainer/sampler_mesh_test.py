@@ -226,19 +226,13 @@ class TestDryRun:
   @pytest.mark.parametrize(
     ("name", "lines"),
     [
-      (
-        "shared",
-        ["sampler: mesh data=4 x fsdp=1 x context=1 x tensor=1, devices 0"],
-      ),
-      (
-        "apart",
-        ["sampler: mesh data=4 x fsdp=1 x context=1 x tensor=1, devices 4"],
-      ),
+      ("shared", ["sampler  4 cpu (data=4), devices 0 to 3, each holds"]),
+      ("apart", ["sampler  4 cpu (data=4), devices 4 to 7, each holds"]),
       (
         "rearranged",
         [
-          "trainer: mesh data=1 x fsdp=8 x context=1 x tensor=1, devices 0",
-          "sampler: mesh data=8 x fsdp=1 x context=1 x tensor=1, devices 0",
+          "trainer  8 cpu (fsdp=8), devices 0 to 7, each holds",
+          "sampler  8 cpu (data=8), devices 0 to 7, each holds",
         ],
       ),
     ],
@@ -251,7 +245,7 @@ class TestDryRun:
     out = capsys.readouterr().out
     for line in lines:
       assert line in out
-    assert ("share devices" in out) == (name != "apart")
+    assert ("shared with the trainer" in out) == (name != "apart")
 
   def test_what_is_held_is_what_the_state_holds(self, make_run):
     run = make_run("rearranged")

@@ -35,7 +35,7 @@ class TestDescribe:
     assert "8 prompts x 4 responses of up to 12 tokens" in lines["batch"]
     updates = 32 // config.optimizer.value.mini_batch
     assert f"{updates} critic updates of" in lines["batch"]
-    assert "on the same devices" in lines["sampler"]
+    assert "shared with the trainer" in lines["sampler"]
 
   def test_counts_a_file_and_leaves_the_critic_out(self, model, tmp_path):
     rows = [f'{{"question": "{i}+1?", "answer": "{i + 1}"}}' for i in range(9)]
