@@ -10,7 +10,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from helpers import tiny_run
+from helpers import registries, tiny_run
 
 import jaxrl_llm
 from jaxrl_llm import base_models, metrics, models, register
@@ -84,11 +84,12 @@ def test_an_interrupted_run_raises_and_is_saved(settings, tmp_path):
       os.kill(os.getpid(), signal.SIGINT)
     return 0.0
 
-  register.reward("interrupts", reward)
   changes = {"reward.name": "interrupts", "reward.workers": 0}
   config = config_lib.method("grpo", **settings | changes)
-  with pytest.raises(KeyboardInterrupt, match="SIGINT, saved in"):
-    jaxrl_llm.train(config, tmp_path / "run")
+  with registries.registered():
+    register.reward("interrupts", reward)
+    with pytest.raises(KeyboardInterrupt, match="SIGINT, saved in"):
+      jaxrl_llm.train(config, tmp_path / "run")
   assert jaxrl_llm.load(tmp_path / "run").step < STEPS
 
 

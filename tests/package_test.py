@@ -135,7 +135,7 @@ class TestInstalled:
 def test_estimators_and_losses_need_only_jax_and_chex(tmp_path):
   program = tmp_path / "program.py"
   readme = (_ROOT / "README.md").read_text("utf-8")
-  snippet = readme.split("```python\n")[1].split("```")[0]
+  snippet = readme.split("```python\n")[2].split("```")[0]
   program.write_text(
     f"{_ONLY_JAX_AND_CHEX}\n{snippet}\nassert total < 1e9\n"
     "from jaxrl_llm import distributions, types\n"

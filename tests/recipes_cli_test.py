@@ -214,7 +214,8 @@ class TestConfigs:
   def test_a_usual_run_of_gsm8k(self, method, preset):
     config = load(method, preset)
     groups, size = config.data.prompts_per_step, config.data.group_size
-    alone = method in ("ppo", "vc_ppo")  # One response to a prompt.
+    # One response to a prompt.
+    alone = method in ("ppo", "vc_ppo", "sft", "distill")
     assert (groups, size) == (
       (1024, 1) if alone else (128, 9 if method == "mc_grpo" else 8)
     )
@@ -225,7 +226,7 @@ class TestConfigs:
     assert config.schedule.window in (0, 128)
     assert config.reward.overlong_buffer in (0, 128)
     # A change of the batch needs no other key.
-    config.data.group_size += 2
+    config.data["prompts_per_step" if method == "sft" else "group_size"] += 4
     config.data.path = "questions.jsonl"
     validate(config)
 
