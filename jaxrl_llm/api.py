@@ -239,7 +239,9 @@ class Policy:
     for file in plugins:
       plugin.load(file)
     if not datasets and self.step is None and "data.source" not in settings:
-      raise InputError(f"{self.path}: is no run; give the sets to evaluate on")
+      raise InputError(
+        f"{self.path} is a model directory; give the sets to evaluate on"
+      )
     config = self.evaluation_config(datasets, settings)
     tries = pass_counts(config.eval.samples)
     return {
@@ -343,7 +345,7 @@ class Policy:
     out = pathlib.Path(path)
     if out.resolve() in [pathlib.Path(p).resolve() for p in own]:
       raise InputError(
-        f"{out}: is the model that the run started from; choose another"
+        f"{out} is the model that the policy comes from; choose another"
         " directory"
       )
     params = jax.tree.map(lambda x: x.astype(dtype), self.params)

@@ -179,7 +179,7 @@ class TestEvaluate:
     assert found["wrong"]["avg@2"] == 0.0
 
   def test_refusals(self):
-    with pytest.raises(InputError, match="no run; give the sets"):
+    with pytest.raises(InputError, match="is a model directory; give the sets"):
       jaxrl_llm.load().evaluate()
     with pytest.raises(InputError, match="eval.smaples: no such key"):
       jaxrl_llm.load().evaluate("chain_sum", **{"eval.smaples": 2})
@@ -197,7 +197,7 @@ class TestSave:
   def test_leaves_the_base_model_alone(self, trained, settings):
     policy, folder = trained
     for taken in (settings["model.path"], folder / "base_model"):
-      with pytest.raises(InputError, match="the run started from"):
+      with pytest.raises(InputError, match="the policy comes from"):
         policy.save(taken)
 
 
