@@ -31,6 +31,7 @@ import tempfile
 import time
 import types
 from concurrent import futures
+from unittest import mock
 
 import jax
 import numpy as np
@@ -45,7 +46,7 @@ from jaxrl_llm.learner.optimizer import TrainState
 from jaxrl_llm.learner.state import LearnerState
 from jaxrl_llm.rollout.pipeline import Pipeline
 from jaxrl_llm.rollout.worker import Batch, Collected, RolloutState
-from jaxrl_llm.trainer import loop
+from jaxrl_llm.trainer import loop, summary
 from jaxrl_llm.trainer.run import Run
 from jaxrl_llm.types import Rollout, take_rows, unjudged
 
@@ -308,8 +309,8 @@ class _Learner:
       reference=None,
     )
 
-  def reference(self):
-    return None
+  def constants(self):
+    return {"reference": None, "frozen": {}}
 
   def update(self, state, responses, timer, scored=None):
     with timer.phase("update_policy"):
@@ -446,6 +447,16 @@ def rot(disk: Disk, folder: pathlib.Path, rotten: set[int]):
   disk.faults["flip"] += 1
 
 
+@contextlib.contextmanager
+def _without_models():
+  """Leaves out what the loop tells of models and texts, which are not there."""
+  with (
+    mock.patch.object(summary, "describe", lambda run: []),
+    mock.patch.object(loop, "samples_of_step", lambda *_: []),
+  ):
+    yield
+
+
 def simulate(
   config, folder: pathlib.Path, seed: int, rate: float
 ) -> tuple[Disk, int]:
@@ -458,7 +469,7 @@ def simulate(
     disk.boot()
     _disk = disk
     try:
-      with contextlib.redirect_stdout(said):
+      with contextlib.redirect_stdout(said), _without_models():
         loop.train(make_run(config), folder)
     except Killed:
       pass
