@@ -330,6 +330,8 @@ class TestSampleLines:
     ]
     failed = _sample(extracted=None, error="error: KeyError: 'oops'")
     assert "KeyError" in next(metrics.sample_lines([failed]))
+    unjudged = next(metrics.sample_lines([_sample(reward=math.nan)]))
+    assert unjudged.startswith("reward (none)  length 11")
 
   @pytest.mark.parametrize("terminal", [True, False])
   def test_text_of_a_model_neither_styles_nor_moves(

@@ -70,9 +70,11 @@ def sample_lines(samples: Sequence[Sample]) -> Iterator[str]:
     found = sample.extracted
     if found is None:
       found = sample.error or "(none)"
+    known = _finite(sample.reward) is not None
     yield (
-      f"reward {sample.reward:.2f}  length {sample.length}  stop {sample.stop}"
-      f"  gold {sample.gold}  extracted {found}"
+      f"reward {f'{sample.reward:.2f}' if known else '(none)'}  length"
+      f" {sample.length}  stop {sample.stop}  gold {sample.gold}  extracted"
+      f" {found}"
     )
     yield f"  prompt: {_tail(sample.prompt, _PROMPT_TAIL)}"
     yield f"  response: {_tail(sample.response, _RESPONSE_TAIL)}"
