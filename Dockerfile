@@ -3,11 +3,11 @@
 # toolkit).
 #
 #   docker build -t jaxrl_llm .
-#   docker run --rm -v "$PWD/runs:/work/runs" jaxrl_llm \
+#   docker run --rm -v "$PWD/runs:/train/runs" jaxrl_llm \
 #     jaxrl-train --config=vapo --workdir=runs/first
 #
 #   docker build -t jaxrl_llm:gpu --build-arg EXTRA=gpu .
-#   docker run --rm --gpus=all --shm-size=2g -v "$PWD/runs:/work/runs" \
+#   docker run --rm --gpus=all --shm-size=2g -v "$PWD/runs:/train/runs" \
 #     jaxrl_llm:gpu jaxrl-train --config=grpo:gsm8k ...
 FROM python:3.12-slim
 ARG EXTRA=plot
@@ -16,6 +16,6 @@ RUN pip install --no-cache-dir "/src[plot,$EXTRA]" && rm -r /src
 # A run that is stopped saves first; docker stop sends SIGTERM and waits.
 STOPSIGNAL SIGTERM
 # Compiled programs survive a restart where this folder is a volume.
-ENV JAX_COMPILATION_CACHE_DIR=/work/.jax_cache
-WORKDIR /work
+ENV JAX_COMPILATION_CACHE_DIR=/train/.jax_cache
+WORKDIR /train
 CMD ["jaxrl-train", "--help"]

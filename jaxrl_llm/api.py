@@ -1,9 +1,11 @@
-"""The front door from Python: train, load, and what a policy does.
+"""Training, loading and using a policy from Python.
 
-config = jaxrl_llm.config.method("grpo", **{"data.path": "train.jsonl"})
-policy = jaxrl_llm.train(config, "run")
-policy.generate(["3+5?"], samples=4)
-policy.save("model")
+    config = jaxrl_llm.config.method("grpo", **{"data.path": "train.jsonl"})
+    policy = jaxrl_llm.train(config, "run")
+    policy.generate(["3+5?"], samples=4)
+    policy.save("model")
+
+The programs of scripts/ that read a policy use the same class.
 """
 
 import contextlib
@@ -137,9 +139,9 @@ class Policy:
       slots=slots,
     )
     every = [(i, k) for i in range(len(rows)) for k in range(samples)]
+    names = ("text", "tokens", "logprobs", "stop_reason")
     found = [[] for _ in rows]
     for record in job.sample(every):
-      names = ("text", "tokens", "logprobs", "stop_reason")
       found[record["prompt_index"]].append({k: record[k] for k in names})
     return found
 
@@ -213,7 +215,6 @@ class Policy:
     datasets: str = "",
     *,
     seed: int | None = None,
-    plugins: Sequence[str] = (),
     **settings: Any,
   ) -> dict[str, dict[str, float]]:
     """Samples and judges k responses to each problem of one or more sets.
@@ -226,7 +227,6 @@ class Policy:
       datasets: sets separated by commas as in `eval.path`, such as
         'gsm8k,mine.jsonl'; '' are those of the run.
       seed: seed of the sampling; None is that of the run.
-      plugins: files of your own parts.
       **settings: values of dotted keys, as `**{"eval.samples": 8}`.
 
     Returns:
@@ -236,8 +236,6 @@ class Policy:
     Raises:
       InputError: A setting or a set cannot be used.
     """
-    for file in plugins:
-      plugin.load(file)
     if not datasets and self.step is None and "data.source" not in settings:
       raise InputError(
         f"{self.path} is a model directory; give the sets to evaluate on"

@@ -36,9 +36,8 @@ def majority_at_k(verdicts: Sequence[Verdict], k: int) -> float:
 
 def pass_counts(samples: int) -> list[int]:
   """Returns the n of pass@n that are reported: powers of two, and all."""
-  return [2**i for i in range(samples.bit_length()) if 2**i < samples] + [
-    samples
-  ]
+  powers = (2**i for i in range(samples.bit_length()))
+  return [*(n for n in powers if n < samples), samples]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,7 +39,7 @@ class Example:
   messages: Sequence[Mapping[str, str]] | None = None
   # All columns of the row, for the reward.
   columns: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  # What the data answer, as in the data: a text or messages. None: nothing.
+  # The data's own answer, a text or messages, which SFT trains on; or None.
   completion: Any = None
 
 
