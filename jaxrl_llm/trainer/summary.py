@@ -1,15 +1,13 @@
 """Describes a run in a few lines: what it is at its start, what it reached."""
 
 import pathlib
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
 from jaxrl_llm import config as config_lib
-from jaxrl_llm import models, sharding
+from jaxrl_llm import models, report, sharding
 from jaxrl_llm.data import sources
-from jaxrl_llm.report import accuracy_names
 from jaxrl_llm.trainer.run import Run
 
 _GIB = 2.0**30
@@ -29,21 +27,13 @@ def describe(run: Run) -> list[str]:
   return [f"{name:8} {text}" for name, text in lines.items()]
 
 
-def reached(
-  rows: Sequence[Mapping[str, Any]], folder: pathlib.Path
-) -> list[str]:
-  """Returns lines on the evaluations of a finished run, and what to do next."""
-  lines = []
-  for name in accuracy_names(rows):
-    values = {row["step"]: row[name] for row in rows if name in row}
-    steps = min(values), max(values), max(values, key=values.get)
-    first, last, best = (f"{values[k]:.3f} at step {k}" for k in steps)
-    lines.append(f"{name}: {first}, {last}; best {best}")
-  lines.append(
+def reached(rows: list[dict[str, Any]], folder: pathlib.Path) -> list[str]:
+  """Returns lines on what a finished run reached, and what to do next."""
+  return [
+    report.reached(report.Run(folder.name, rows, {})),
     f"next: report.py {folder} (curves), evaluate.py --checkpoint={folder},"
-    f" convert.py --checkpoint={folder} --out=MODEL"
-  )
-  return lines
+    f" convert.py --checkpoint={folder} --out=MODEL",
+  ]
 
 
 def _model(run: Run) -> str:

@@ -65,7 +65,5 @@ def test_reached():
   rows[1]["eval/x/pass@4"] = 1.0
   rows.insert(1, {"step": 10})
   first, last = summary.reached(rows, pathlib.Path("runs/a"))
-  assert first == (
-    "eval/x/greedy: 0.100 at step 0, 0.800 at step 40; best 0.900 at step 20"
-  )
+  assert first == "x greedy 0.100 → 0.800 (steps 0 and 40)"
   assert "report.py runs/a" in last and "--out=MODEL" in last
