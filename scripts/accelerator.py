@@ -2,35 +2,43 @@
 
     make accelerator EXTRA=gpu    # or tpu; without EXTRA small, on the CPU
     python scripts/accelerator.py [--seconds=600] [--parts=device,decode]
+        [--model=FOLDER --data=gsm8k.jsonl]
 
 Parts, each a program of its own on the first device, so that one which fails or
 takes too long costs no other:
 
   device     bytes that it copies and products that it makes in a second
-  agreement  log-probs of the sampler against the trainer's, in both precisions
   decode     tokens per second at 1, 16, 64 and 256 slots
-  update     policy updates on packed rows of 8,192 tokens
-  peers      rollouts beside other libraries, where they are installed
+  update     policy updates of 0.5B, 1.5B and 7B on packed rows of 8,192 tokens
+  attention  kernels of training and of decoding against plain XLA
+  agreement  log-probs of the sampler against the trainer's, in both precisions
   tail       full rollouts (VAPO) against windows (T-PPO) on a long tail
   grpo       GRPO on the embedded task, its accuracy before and after
+  peers      rollouts beside other libraries, where they are installed
+  gsm8k      GRPO on GSM8K, with --model and --data
 
-Writes OUT/DEVICE.json and OUT/DEVICE.md. Exit code 1 if a part failed, 2 for
-bad input.
+Writes OUT/DEVICE.json and OUT/DEVICE.md after every measurement, and keeps
+compiled programs in .jax_cache: a run that was cut has lost nothing, and the
+next one compiles less. Exit code 1 if a part failed, 2 for bad input.
 """
 
 import argparse
+import contextlib
 import datetime
 import functools
 import importlib.util
 import json
+import os
 import pathlib
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmarks import devices, peers, summary
@@ -48,10 +56,45 @@ _WARM_UP = 2  # Steps until windows have something to go on with.
 Numbers = dict[str, Any]
 
 
-def on_device(part: str, sizes: str, limit_s: float) -> Numbers:
-  """Runs a part of `devices.PARTS` as a program of its own."""
-  command = [sys.executable, __file__, f"--part={part}", f"--sizes={sizes}"]
-  return peers.run_program(command, timeout_s=limit_s)
+def on_device(
+  part: str, options: argparse.Namespace, limit_s: float
+) -> Iterator[Numbers]:
+  """Runs a part of `devices.PARTS` as a program of its own.
+
+  Raises:
+    InputError: it failed, or took too long; what it yielded before holds.
+  """
+  command = [sys.executable, __file__, f"--part={part}"]
+  command.append(f"--sizes={options.sizes}")
+  with tempfile.TemporaryFile("w+") as errors:
+    process = subprocess.Popen(
+      command,
+      stdout=subprocess.PIPE,
+      stderr=errors,
+      text=True,
+      start_new_session=True,
+    )
+
+    def stop():
+      with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+    timer = threading.Timer(limit_s, stop)
+    timer.start()
+    try:
+      lines = (line for line in process.stdout if line.startswith("{"))
+      yield from map(json.loads, lines)
+    finally:
+      late = not timer.is_alive()
+      timer.cancel()
+      stop()
+      code = process.wait()
+    if late:
+      raise InputError(f"took more than {limit_s:.0f} s")
+    if code:
+      errors.seek(0)
+      said = errors.read().strip().splitlines() or ["nothing on stderr"]
+      raise InputError(f"exit code {code}: {said[-1]}")
 
 
 def train(flags: list[str], limit_s: float) -> list[dict[str, Any]]:
@@ -77,10 +120,13 @@ def train(flags: list[str], limit_s: float) -> list[dict[str, Any]]:
   return found
 
 
-def measure_tail(sizes: str, limit_s: float) -> Numbers:
+def measure_tail(
+  options: argparse.Namespace, limit_s: float
+) -> Iterator[Numbers]:
   """Seconds that generating takes, whole responses or windows of them."""
-  out, begin_s = {}, time.monotonic()
-  settings = {"run.steps": _TAIL_STEPS[sizes], "value.pretrain_steps": 0}
+  rates, begin_s = {}, time.monotonic()
+  settings = {"run.steps": _TAIL_STEPS[options.sizes]}
+  settings |= {"value.pretrain_steps": 0}
   settings |= {"eval.problems": 2, "eval.samples": 1}
   flags = [f"--config.{key}={value}" for key, value in settings.items()]
   for name, method in (("full", "vapo"), ("windows", "tppo")):
@@ -92,79 +138,106 @@ def measure_tail(sizes: str, limit_s: float) -> Numbers:
       raise InputError(f"{name}: no step after the warm-up in {limit_s:.0f} s")
     keys = "time/generate_s", "rollout/decode_steps", "rollout/tokens"
     seconds, steps, tokens = (sum(row[k] for row in rows) for k in keys)
-    out |= {
+    rates[name] = tokens / seconds
+    yield {
       f"{name}_steps": len(rows),
       f"{name}_generate_s": seconds / len(rows),
       f"{name}_decode_steps": steps / len(rows),
-      f"{name}_tokens_per_s": tokens / seconds,
+      f"{name}_tokens_per_s": rates[name],
     }
-  ratio = out["windows_tokens_per_s"] / out["full_tokens_per_s"]
-  return out | {"windows_over_full_tokens_per_s": ratio}
+  yield {"windows_over_full_tokens_per_s": rates["windows"] / rates["full"]}
 
 
-def measure_grpo(sizes: str, limit_s: float) -> Numbers:
-  """Held-out accuracy of the embedded job, first and last."""
-  del sizes  # It is small everywhere.
+def measure_training(
+  flags: list[str], options: argparse.Namespace, limit_s: float
+) -> Iterator[Numbers]:
+  """Rewards and held-out accuracy of a run, first and last."""
   begin_s = time.monotonic()
-  rows = train(["--config=configs/grpo.py"], limit_s)
-  tested = [row for row in rows if any("/greedy" in key for key in row)]
-  out = {"seconds": time.monotonic() - begin_s, "steps": rows[-1]["step"]}
-  for row in (tested[0], tested[-1]):
-    for key, value in row.items():
-      if key.startswith("eval/") and key.endswith(("/greedy", "/avg@4")):
-        out[f"{key.rpartition('/')[2]}_at_{row['step']}"] = value
-  return out
+  rows = train([flag.format(**vars(options)) for flag in flags], limit_s)
+  yield {"seconds": time.monotonic() - begin_s, "steps": rows[-1]["step"]}
+  for end in ("/greedy", "/avg@4", "reward/accuracy"):
+    found = [(r["step"], k, r[k]) for r in rows for k in r if k.endswith(end)]
+    for step, key, value in found[:1] + found[-1:]:
+      yield {f"{key.rpartition('/')[2]}_at_{step}": value}
 
 
-def measure_peers(sizes: str, limit_s: float) -> Numbers:
-  """Rollouts beside the libraries that are here; empty without any."""
-  del sizes  # Peers know the shapes of scripts/benchmark.py.
+def measure_peers(
+  options: argparse.Namespace, limit_s: float
+) -> Iterator[Numbers]:
+  """Rollouts beside the libraries that are here; nothing without any."""
+  del options  # Peers know the shapes of scripts/benchmark.py.
   work = ["--prompts=8", "--batch=64", "--new_tokens=128", "--p99=128"]
   found = [k for k, v in _PEERS.items() if importlib.util.find_spec(v)]
   program_of = lambda name: [sys.executable, str(_PEER_PROGRAM), name, *work]
   others = [f"{name}={shlex.join(program_of(name))}" for name in found]
   if not (others and _PEER_PROGRAM.exists()):
-    return {}
+    return
   ours = str(_ROOT / "scripts" / "benchmark.py")
   command = [sys.executable, ours, "rollouts", *work]
   command += ["--group_size=8", "--repeats=1", "--rounds=1"]
   command += [f"--peer={other}" for other in others]
   record = peers.run_program(command, timeout_s=limit_s)
-  out = {f"{k}_error": text for k, text in record["errors"].items()}
+  yield {f"{k}_error": text for k, text in record["errors"].items()}
   for name, one in (record["peers"] | {"ours": record}).items():
-    out[f"{name}_tokens_per_s"] = one["medians"]["tokens_per_s"]
-  return out
+    yield {f"{name}_tokens_per_s": one["medians"]["tokens_per_s"]}
 
 
-_Part = Callable[[str, float], Numbers]
-# Name -> function that measures it, and its limit in seconds. All take ten
-# minutes at most; the last part uses the remaining time.
+_Part = Callable[[argparse.Namespace, float], Iterator[Numbers]]
+# Name -> function that measures it, and its share of the time. What a part
+# leaves of its share goes to those after it.
 PARTS: dict[str, tuple[_Part, float]] = {
   **{
-    name: (functools.partial(on_device, name), seconds)
-    for name, seconds in zip(devices.PARTS, (40, 60, 120, 120))
+    name: (functools.partial(on_device, name), share)
+    for name, share in zip(devices.PARTS, (30, 130, 130, 60, 60))
   },
-  "peers": (measure_peers, 60),
-  "tail": (measure_tail, 120),
-  "grpo": (measure_grpo, 600),
+  "tail": (measure_tail, 80),
+  "grpo": (
+    functools.partial(measure_training, ["--config=configs/grpo.py"]),
+    80,
+  ),
+  "peers": (measure_peers, 30),
+  "gsm8k": (
+    functools.partial(
+      measure_training,
+      [
+        "--config=configs/grpo.py:gsm8k-smoke",
+        "--config.model.path={model}",
+        "--config.data.path={data}",
+        "--config.model.dtype=bfloat16",
+        "--config.run.steps=1000",
+        "--config.eval.problems=64",
+        "--config.eval.greedy=True",
+        "--config.eval.every=25",
+      ],
+    ),
+    200,
+  ),
 }
 
 
-def measure_all(parts: list[str], sizes: str, seconds: float) -> Numbers:
-  """Numbers of the parts, and what went wrong."""
-  begin_s = time.monotonic()
+def measure_all(
+  parts: list[str],
+  options: argparse.Namespace,
+  save: Callable[[Numbers], None],
+) -> None:
+  """Measures the parts; `save` gets all numbers and errors after each."""
+  end_s = time.monotonic() + options.seconds
   found, errors = {}, {}
-  for name in parts:
+  for i, name in enumerate(parts):
     measure, share = PARTS[name]
-    left = seconds - (time.monotonic() - begin_s)
-    started_s = time.monotonic()
+    left = end_s - time.monotonic()
+    limit_s = left * share / sum(PARTS[other][1] for other in parts[i:])
+    started_s, numbers = time.monotonic(), found.setdefault(name, {})
     try:
-      found[name] = measure(sizes, min(share * seconds / 600, left))
+      for more in measure(options, limit_s):
+        numbers |= more
+        print(f"{name}: {json.dumps(more)}", flush=True)
+        save({"parts": found, "errors": errors})
     except InputError as error:
       errors[name] = str(error)
     took = time.monotonic() - started_s
     print(f"{name}: {took:.0f} s {errors.get(name, '')}", flush=True)
-  return {"parts": found, "errors": errors}
+    save({"parts": found, "errors": errors})
 
 
 def table(record: Numbers) -> str:
@@ -202,10 +275,12 @@ def make_parser() -> argparse.ArgumentParser:
   """The command line."""
   parser = program.make_parser(__doc__)
   add = parser.add_argument
-  add("--parts", default=",".join(PARTS), help="of them, all by default")
+  add("--parts", help="of them; all by default")
   add("--seconds", type=float, default=600.0, help="for all parts together")
   add("--sizes", choices=devices.SIZES, help="by default small on a CPU")
   add("--out", default="docs/accelerator", help="folder of the results")
+  add("--model", default="", help="Hugging Face folder, for gsm8k")
+  add("--data", default="", help="JSONL of questions and answers, for gsm8k")
   add("--part", choices=devices.PARTS, help=argparse.SUPPRESS)
   return parser
 
@@ -214,14 +289,19 @@ def make_parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
   """Runs the command; returns its exit code."""
   options = make_parser().parse_args(arguments)
+  os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_ROOT / ".jax_cache"))
   if options.part:
-    numbers = devices.PARTS[options.part](devices.SIZES[options.sizes])
-    print(json.dumps(numbers), flush=True)
+    for numbers in devices.PARTS[options.part](devices.SIZES[options.sizes]):
+      print(json.dumps(numbers), flush=True)
     return 0
-  parts = options.parts.split(",")
+  own = bool(options.model and options.data)
+  every = [name for name in PARTS if own or name != "gsm8k"]
+  parts = options.parts.split(",") if options.parts else every
   for name in parts:
     if name not in PARTS:
       raise InputError(f"--parts: {name!r} must be one of {', '.join(PARTS)}")
+    if name not in every:
+      raise InputError(f"--parts={name} needs --model and --data")
   if options.seconds <= 0:
     raise InputError(f"--seconds={options.seconds:g} must be more than 0")
   # A process of its own asks for the device: this one must not hold it.
@@ -232,20 +312,26 @@ def main(arguments: list[str] | None = None) -> int:
     device = peers.run_program(asked, timeout_s=options.seconds)
   except InputError as error:
     raise InputError(f"no device: {error}") from error
-  sizes = options.sizes or ("small" if device["platform"] == "cpu" else "full")
-  record = {
+  if not options.sizes:
+    options.sizes = "small" if device["platform"] == "cpu" else "full"
+  about = {
     "device": device["kind"],
-    "sizes": sizes,
+    "sizes": options.sizes,
     "command": shlex.join(["python", "scripts/accelerator.py", *sys.argv[1:]]),
     "date": datetime.date.today().isoformat(),
     **summary.describe_machine(),
-    **measure_all(parts, sizes, options.seconds),
   }
   out = pathlib.Path(options.out)
   out.mkdir(parents=True, exist_ok=True)
   name = re.sub(r"[^a-z0-9]+", "-", device["kind"].lower())
-  (out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
-  (out / f"{name}.md").write_text(table(record))
+  record = {}
+
+  def save(found: Numbers) -> None:
+    record.update(about, **found)
+    (out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    (out / f"{name}.md").write_text(table(record))
+
+  measure_all(parts, options, save)
   print(f"wrote {out / name}.json and .md")
   return 1 if record["errors"] else 0
 

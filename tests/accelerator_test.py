@@ -1,5 +1,7 @@
 """Tests of scripts/accelerator.py and of what it runs on a device."""
 
+import argparse
+import copy
 import dataclasses
 import json
 import math
@@ -18,24 +20,66 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.shapes import MODELS, multiplied_params
 
 
+def collect(parts):
+  return {key: value for numbers in parts for key, value in numbers.items()}
+
+
+def options(**given):
+  given = {"sizes": "small", "seconds": 60.0, "model": "", "data": ""} | given
+  return argparse.Namespace(**given)
+
+
 def test_a_part_that_fails_or_is_late_costs_no_other(monkeypatch):
-  def fails(sizes, limit_s):
+  def fails(options, limit_s):
+    yield {"found_before": 1.0}
     raise InputError("no memory")
 
-  given = {}
+  limits, saved = [], []
 
-  def works(sizes, limit_s):
-    given[sizes] = limit_s
-    return {"tokens_per_s": 2.0}
+  def works(options, limit_s):
+    limits.append(limit_s)
+    yield {"tokens_per_s": 2.0}
+    yield {"bytes_per_s": 3.0}
 
-  parts = {"bad": (fails, 60.0), "good": (works, 60.0), "last": (works, 600.0)}
+  def save(found):
+    saved.append(copy.deepcopy(found))
+
+  parts = {"bad": (fails, 10.0), "good": (works, 10.0), "last": (works, 20.0)}
   monkeypatch.setattr(accelerator, "PARTS", parts)
-  found = accelerator.measure_all(["bad", "good"], "small", 60.0)
-  assert found["parts"] == {"good": {"tokens_per_s": 2.0}}
-  assert found["errors"] == {"bad": "no memory"}
-  assert given["small"] == pytest.approx(6.0)  # A tenth of ten minutes.
-  accelerator.measure_all(["last"], "full", 60.0)
-  assert 59.0 < given["full"] <= 60.0
+  accelerator.measure_all(list(parts), options(), save)
+  numbers = {"tokens_per_s": 2.0, "bytes_per_s": 3.0}
+  assert saved[-1] == {
+    "parts": {"bad": {"found_before": 1.0}, "good": numbers, "last": numbers},
+    "errors": {"bad": "no memory"},
+  }
+  # After every measurement all that was found is saved.
+  assert saved[0] == {"parts": {"bad": {"found_before": 1.0}}, "errors": {}}
+  assert saved[2]["parts"]["good"] == {"tokens_per_s": 2.0}
+  # A third of what is left, then all of it.
+  assert limits == pytest.approx([20.0, 60.0], abs=0.5)
+
+
+def test_a_part_that_is_cut_keeps_what_it_measured(monkeypatch, tmp_path):
+  program = tmp_path / "program.py"
+  program.write_text("""
+import sys, time
+print('{"first": 1.0}', flush=True)
+print("a word of a library", flush=True)
+if "--part=slow" in sys.argv:
+  time.sleep(60)
+print('{"second": 2.0}', flush=True)
+sys.exit("what went wrong")
+""")
+  monkeypatch.setattr(accelerator, "__file__", str(program))
+  for part, limit_s, numbers, problem in (
+    ("slow", 1.0, ["first"], "took more than 1 s"),
+    ("fast", 60.0, ["first", "second"], "exit code 1: what went wrong"),
+  ):
+    found = []
+    with pytest.raises(InputError, match=problem):
+      for more in accelerator.on_device(part, options(), limit_s):
+        found.extend(more)
+    assert found == numbers
 
 
 def test_the_table_divides_by_the_peak_of_its_kind():
@@ -86,32 +130,44 @@ def test_windows_and_whole_responses_are_compared_after_the_warm_up(
     return rows
 
   monkeypatch.setattr(accelerator, "train", train)
-  out = accelerator.measure_tail("small", 10.0)
+  out = collect(accelerator.measure_tail(options(), 10.0))
   assert out["full_steps"] == out["windows_steps"] == 2
   assert (out["full_generate_s"], out["windows_generate_s"]) == (4.0, 1.0)
   assert out["windows_over_full_tokens_per_s"] == 2.0
   monkeypatch.setattr(accelerator, "train", lambda *_: [{"step": 0}])
   with pytest.raises(InputError, match="no step after the warm-up"):
-    accelerator.measure_tail("small", 10.0)
+    collect(accelerator.measure_tail(options(), 10.0))
 
 
 def test_accuracy_is_that_of_the_first_and_of_the_last_evaluation(monkeypatch):
   rows = [
     {"step": 0, "eval/x/greedy": 0.1, "eval/x/avg@4": 0.3, "eval/x/pass@4": 1},
-    {"step": 1},
+    {"step": 1, "reward/accuracy": 0.2},
     {"step": 20, "eval/x/greedy": 0.5, "eval/x/avg@4": 0.4},
     {"step": 40, "eval/x/greedy": 0.9, "eval/x/avg@4": 0.8},
+    {"step": 41, "reward/accuracy": 0.7},
   ]
-  monkeypatch.setattr(accelerator, "train", lambda *_: rows)
-  out = accelerator.measure_grpo("full", 10.0)
+  given = []
+
+  def train(flags, limit_s):
+    given.extend(flags)
+    return rows
+
+  monkeypatch.setattr(accelerator, "train", train)
+  own = options(model="/models/small", data="questions.jsonl")
+  out = collect(accelerator.PARTS["gsm8k"][0](own, 10.0))
   assert out.pop("seconds") >= 0
   assert out == {
-    "steps": 40,
+    "steps": 41,
     "greedy_at_0": 0.1,
     "avg@4_at_0": 0.3,
+    "accuracy_at_1": 0.2,
     "greedy_at_40": 0.9,
     "avg@4_at_40": 0.8,
+    "accuracy_at_41": 0.7,
   }
+  assert "--config.model.path=/models/small" in given
+  assert "--config.data.path=questions.jsonl" in given
 
 
 def test_training_that_fails_or_has_no_time_says_so():
@@ -124,7 +180,8 @@ def test_training_that_fails_or_has_no_time_says_so():
 @pytest.mark.parametrize(
   "flags, problem",
   [
-    (["--parts=decode,x"], "--parts: 'x' must be one of device, agreement"),
+    (["--parts=decode,x"], "--parts: 'x' must be one of device, decode"),
+    (["--parts=gsm8k"], "--parts=gsm8k needs --model and --data"),
     (["--seconds=0"], "--seconds=0 must be more than 0"),
   ],
 )
@@ -176,7 +233,7 @@ def test_rollouts_of_an_update_have_groups_with_one_prompt():
 
 @pytest.mark.slow(minutes=1)
 def test_measures_a_device_and_writes_what_it_saw(tmp_path):
-  parts = "device,agreement,decode,update"
+  parts = "device,decode,update,attention,agreement"
   flags = [f"--parts={parts}", f"--out={tmp_path}"]
   done = subprocess.run(
     [sys.executable, accelerator.__file__, *flags],
@@ -190,9 +247,10 @@ def test_measures_a_device_and_writes_what_it_saw(tmp_path):
   assert record["errors"] == {} and record["sizes"] == "small"
   found = record["parts"]
   assert list(found) == parts.split(",")
-  for name in ("base", "wide"):
-    for dtype in ("float32", "bfloat16"):
-      assert found["agreement"][f"{name}_{dtype}_error_over_tolerance"] < 1
+  assert found["agreement"]["float32_tokens"] == 4 * 64
+  assert found["agreement"]["float32_difference_max"] < 1e-5
+  assert found["agreement"]["bfloat16_difference_max"] < 0.1
+  assert found["attention"]["packed_gradient_xla_s"] > 0
   for numbers in found.values():
     assert all(math.isfinite(value) for value in numbers.values())
   table = (tmp_path / "cpu.md").read_text()

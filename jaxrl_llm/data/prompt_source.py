@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import chex
-import grain
 import numpy as np
 
 from jaxrl_llm.data.sources import MOST_READ, Source
@@ -202,6 +201,8 @@ class PromptSource:
     Raises:
       InputError: The source is empty.
     """
+    import grain  # Only training draws prompts.
+
     if len(source) == 0:
       raise InputError("the dataset is empty; check data.source and data.path")
     self._source, self._template = source, template

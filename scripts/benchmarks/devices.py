@@ -1,7 +1,8 @@
 """Measures the parts of a run on one device, for scripts/accelerator.py.
 
-A value whose name ends in `_bytes_per_s` or `_flops_per_s` has a peak that the
-device was measured or is said to reach.
+Every part yields its numbers as soon as it has them, so that one that is cut
+keeps what it measured. A value whose name ends in `_bytes_per_s` or
+`_flops_per_s` has a peak that the device was measured or is said to reach.
 """
 
 import argparse
@@ -10,7 +11,7 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -19,8 +20,11 @@ import numpy as np
 from benchmarks import train_steps, workloads
 from benchmarks.peers import SHAPES
 
-from jaxrl_llm import base_models, models, sync
+from jaxrl_llm import models
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner.scoring import score_logprobs
 from jaxrl_llm.metrics.chips import PEAK_FLOPS
+from jaxrl_llm.models import kernels
 from jaxrl_llm.models.shapes import MODELS, multiplied_params
 from jaxrl_llm.sampling import EngineConfig, new_requests
 from jaxrl_llm.types import Rollout, Status
@@ -41,6 +45,7 @@ class Sizes(NamedTuple):
   decoded: models.ModelConfig
   prompt_length: int
   new_tokens: int
+  agreed_tokens: int  # Tokens of a response whose log-probs are compared.
   updated: dict[str, models.ModelConfig]
   response_length: int  # For updates; 8 responses with a prompt fill a row.
 
@@ -58,7 +63,15 @@ SIZES = {
     decoded=MODELS["qwen2.5-1.5b"],
     prompt_length=128,
     new_tokens=256,
-    updated={k: MODELS[k] for k in ("qwen2.5-1.5b", "qwen2.5-7b")},
+    agreed_tokens=2048,
+    updated={
+      name: MODELS[preset]
+      for name, preset in {
+        "0.5b": "one-gpu-0.5b",
+        "1.5b": "qwen2.5-1.5b",
+        "7b": "qwen2.5-7b",
+      }.items()
+    },
     response_length=1024,
   ),
   "small": Sizes(
@@ -68,10 +81,12 @@ SIZES = {
     decoded=_TINY,
     prompt_length=16,
     new_tokens=64,
+    agreed_tokens=64,
     updated={"tiny": _TINY},
     response_length=128,
   ),
 }
+Numbers = dict[str, float]
 
 
 def seconds_of(call: Callable[[], Any]) -> float:
@@ -84,21 +99,21 @@ def seconds_of(call: Callable[[], Any]) -> float:
   return statistics.median(seconds[1:])
 
 
-def measure_device(sizes: Sizes) -> dict[str, Any]:
-  """Measures the device's name, copy bandwidth and matrix products."""
+def measure_device(sizes: Sizes) -> Iterator[Numbers]:
+  """Measures the device's memory, copy bandwidth and matrix products."""
   device = jax.devices()[0]
+  peak = PEAK_FLOPS.get(device.device_kind)
+  yield {"memory_gib": _memory_bytes() / 2**30} | (
+    {"data_sheet_flops_per_s": peak} if peak else {}
+  )
   x = jnp.zeros(sizes.copied // 4, jnp.float32)
   copy_s = seconds_of(functools.partial(jax.jit(lambda x: x + 1), x))
+  yield {"copy_bytes_per_s": 2 * sizes.copied / copy_s}
   del x
   shape = (sizes.multiplied, sizes.multiplied)
   a = jax.random.normal(jax.random.key(0), shape, sizes.dtype)
   product_s = seconds_of(functools.partial(jax.jit(jnp.matmul), a, a))
-  peak = PEAK_FLOPS.get(device.device_kind)
-  return {
-    "memory_gib": _memory_bytes() / 2**30,
-    "copy_bytes_per_s": 2 * sizes.copied / copy_s,
-    "matmul_flops_per_s": 2 * sizes.multiplied**3 / product_s,
-  } | ({"data_sheet_flops_per_s": peak} if peak else {})
+  yield {"matmul_flops_per_s": 2 * sizes.multiplied**3 / product_s}
 
 
 def _memory_bytes() -> int:
@@ -106,34 +121,79 @@ def _memory_bytes() -> int:
   return (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0)
 
 
-def measure_agreement(sizes: Sizes) -> dict[str, float]:
-  """Difference of log-probs, sampler against trainer, over the tolerance."""
-  path = str(base_models.BASE)
-  base = models.hf.read_config(path)
-  trained = models.hf.read_params(path, base, dtype=jnp.float32)
-  few = dataclasses.replace(sizes.decoded, num_layers=4)
-  out = {}
+def measure_attention(sizes: Sizes) -> Iterator[Numbers]:
+  """Seconds of a layer's attention by every backend that the device has.
+
+  Training attends in one packed row of 8 samples, forward and with gradients;
+  decoding attends from 64 slots to the pages of as many samples.
+  """
+  kind, dtype = sizes.decoded.layers[0].attention, sizes.dtype
+  time, slots, page = 8 * sizes.response_length, 64, 16
+  draw = lambda *shape: jax.random.normal(jax.random.key(0), shape, dtype)
+  heads = kind.num_heads, kind.num_kv_heads, kind.num_kv_heads
+  row = [draw(1, time, n, kind.head_dim) for n in heads]
+  segments = jnp.repeat(jnp.arange(1, 9), sizes.response_length)[None]
+  segments = segments, jnp.zeros_like(segments)  # No prefixes.
+  query = draw(slots, 1, kind.num_heads, kind.head_dim)
+  blocks = sizes.response_length // page
+  pages = np.arange(slots * blocks, dtype=np.int32).reshape(slots, blocks)
+  size = {"shards": 1, "pages": pages.size, "page_size": page}
+  tables = models.make_block_tables(pages, **size)
+  last = jnp.full((slots, 1), sizes.response_length - 1)
+
+  def total(attend, *arrays):
+    return attend(*arrays).astype(jnp.float32).sum()
+
+  for name in ("xla", "pallas"):
+    try:
+      attend = kernels.make_packed_attention(name, kind).attend
+      paged = kernels.make_kernels(name, kind)
+    except InputError:
+      continue  # Not for this device.
+    gradient = jax.grad(functools.partial(total, attend), (0, 1, 2))
+    layer = paged.init_paged(**size, dtype=dtype)
+    for part, function, arrays in (
+      ("packed", attend, (*row, *segments)),
+      ("packed_gradient", gradient, (*row, *segments)),
+      ("paged", paged.paged_attention, (query, layer, tables, last)),
+    ):
+      call = functools.partial(jax.jit(function), *arrays)
+      yield {f"{part}_{name}_s": seconds_of(call)}
+
+
+def measure_agreement(sizes: Sizes) -> Iterator[Numbers]:
+  """Difference of log-probs of long responses, sampler against trainer."""
   for dtype in ("float32", "bfloat16"):
-    limit = sync.tolerance(dtype, platforms={jax.default_backend()})
-    for name, config, params in (("base", base, trained), ("wide", few, None)):
-      fns = _make_policy(config, dtype)
-      params = jax.device_put(params or workloads.random_params(fns))
-      tokens = sync.parity_tokens(config.vocab_size, rows=8, length=64)
-      check = sync.make_parity_check(
-        fns, tokens, tolerance=float("inf"), page_size=16
-      )
-      sampled = jax.jit(fns.for_sampling)(params)
-      error = check(params, sync.VersionedWeights(sampled, 0, checksum=0))
-      out[f"{name}_{dtype}_error"] = error
-      out[f"{name}_{dtype}_error_over_tolerance"] = error / limit
-  return out
+    fns = _make_policy(sizes.decoded, dtype)
+    params, length = workloads.random_params(fns), sizes.agreed_tokens
+    room = {"prompt_length": sizes.prompt_length, "new_tokens": length}
+    sampler = workloads.Sampler(fns, params, slots=4, **room)
+    prompts = _prompts(sizes.decoded, 4, sizes.prompt_length)
+    rollout = sampler(prompts, np.arange(4)[:, None])
+    options = argparse.Namespace(batch=4, group_size=4, micro_batch_size=1)
+    options.max_tokens_per_row = sizes.prompt_length + length
+    batch = train_steps.make_batch(fns, rollout, options)
+    score = jax.jit(functools.partial(score_logprobs, fns=fns))
+    trained = score(params, batch.packed, np.float32(1.0)).logprobs
+    sampled = batch.inputs["proximal_logprobs"]
+    found = np.abs(np.asarray(trained) - sampled)[np.asarray(batch.mask)]
+    yield {
+      f"{dtype}_tokens": found.size,
+      f"{dtype}_difference_mean": float(found.mean()),
+      f"{dtype}_difference_max": float(found.max()),
+    }
 
 
 def _make_policy(config: models.ModelConfig, dtype: str) -> models.ModelFns:
   return models.make_policy(config, numerics=models.Numerics(activations=dtype))
 
 
-def measure_decode(sizes: Sizes) -> dict[str, float]:
+def _prompts(config: models.ModelConfig, count: int, length: int) -> list:
+  rng = np.random.default_rng(0)
+  return rng.integers(2, config.vocab_size, (count, length)).tolist()
+
+
+def measure_decode(sizes: Sizes) -> Iterator[Numbers]:
   """Tokens per second of decode calls, and bytes that they had to read."""
   config = sizes.decoded
   fns = _make_policy(config, sizes.dtype)
@@ -143,11 +203,9 @@ def measure_decode(sizes: Sizes) -> dict[str, float]:
   kv_token = config.num_layers * config.num_kv_heads * config.head_dim * 2
   lengths = {"prompt_length": sizes.prompt_length}
   lengths["new_tokens"] = sizes.new_tokens
-  rng, out = np.random.default_rng(0), {}
   for slots in _SLOTS:
     sampler = workloads.Sampler(fns, params, slots=slots, **lengths)
-    shape = (slots, sizes.prompt_length)
-    prompts = rng.integers(2, config.vocab_size, shape).tolist()
+    prompts = _prompts(config, slots, sizes.prompt_length)
     for _ in range(2):  # The first one compiles.
       sampler(prompts, np.arange(slots)[:, None])
     # Decode calls that waited for no prefill.
@@ -156,15 +214,19 @@ def measure_decode(sizes: Sizes) -> dict[str, float]:
     steps = sum(call.steps for call in calls)
     # The pages of a call are full but for the part that it writes.
     kv = sum(c.steps * c.kv_capacity for c in calls) * kv_token * itemsize
-    out[f"slots_{slots}_tokens_per_s"] = slots * steps / seconds
-    out[f"slots_{slots}_bytes_per_s"] = (steps * weights + kv) / seconds
-  return out
+    yield {
+      f"slots_{slots}_tokens_per_s": slots * steps / seconds,
+      f"slots_{slots}_bytes_per_s": (steps * weights + kv) / seconds,
+    }
 
 
-def measure_update(sizes: Sizes) -> dict[str, float]:
-  """Policy updates on two packed rows, as many layers as fit the device."""
+def measure_update(sizes: Sizes) -> Iterator[Numbers]:
+  """Policy updates on two packed rows, as many layers as fit the device.
+
+  Floating-point operations are 6 for a parameter and token, without attention.
+  """
   options = argparse.Namespace(batch=16, group_size=4, micro_batch_size=1)
-  options.max_tokens_per_row, out = 8 * sizes.response_length, {}
+  options.max_tokens_per_row = 8 * sizes.response_length
   for name, whole in sizes.updated.items():
     config = _that_fits(whole)
     fns = _make_policy(config, sizes.dtype)
@@ -173,12 +235,13 @@ def measure_update(sizes: Sizes) -> dict[str, float]:
     update, optimizer = train_steps.make_update(fns)
     state = train_steps.create(optimizer, workloads.random_params(fns))
     update_s = seconds_of(functools.partial(_step, update, batch, [state]))
-    out[f"{name}_layers"] = config.num_layers
-    out[f"{name}_update_s"] = update_s
-    out[f"{name}_tokens_per_s"] = tokens / update_s
     flops = 6 * multiplied_params(config) * tokens
-    out[f"{name}_flops_per_s"] = flops / update_s
-  return out
+    yield {
+      f"{name}_layers": config.num_layers,
+      f"{name}_update_s": update_s,
+      f"{name}_tokens_per_s": tokens / update_s,
+      f"{name}_flops_per_s": flops / update_s,
+    }
 
 
 def _step(update, batch, held):
@@ -201,7 +264,7 @@ def _rollout(config: models.ModelConfig, sizes: Sizes) -> Rollout:
   length = sizes.response_length - sizes.prompt_length
   draw = functools.partial(np.random.default_rng(0).integers, 2)
   room = EngineConfig(16, sizes.prompt_length, length, stop_tokens=())
-  prompts = draw(config.vocab_size, size=(4, sizes.prompt_length)).tolist()
+  prompts = _prompts(config, 4, sizes.prompt_length)
   begun = new_requests(prompts, np.arange(16).reshape(4, 4), range(4), room)
   return begun.replace(
     tokens=draw(config.vocab_size, size=(16, length), dtype=np.int32),
@@ -215,7 +278,8 @@ def _rollout(config: models.ModelConfig, sizes: Sizes) -> Rollout:
 
 PARTS = {
   "device": measure_device,
-  "agreement": measure_agreement,
   "decode": measure_decode,
   "update": measure_update,
+  "attention": measure_attention,
+  "agreement": measure_agreement,
 }
