@@ -36,6 +36,14 @@ PARAMETERS: tuple[tuple[str, tuple[str, ...]], ...] = (
   (r"layers.*/(gate|up)/bias$", ("layers", "mlp")),
   (r"layers.*/down/kernel$", ("layers", "mlp", "embed")),
   (r"layers.*/(o|down)/bias$", ("layers", "")),
+  # Adapters, and the scales of quantised kernels.
+  (r"layers.*/(q|k|v|gate|up)/lora_a$", ("layers", "embed", "")),
+  (r"layers.*/(q|k|v)/(lora_b|kernel_scale)$", ("layers", "", "heads")),
+  (r"layers.*/(gate|up)/(lora_b|kernel_scale)$", ("layers", "", "mlp")),
+  (r"layers.*/o/lora_a$", ("layers", "heads", "")),
+  (r"layers.*/down/lora_a$", ("layers", "mlp", "")),
+  (r"layers.*/(o|down)/lora_b$", ("layers", "", "embed")),
+  (r"layers.*/(o|down)/kernel_scale$", ("layers", "", "")),
   (r"(norm|[a-z]*_head|surprise)/(scale|kernel|bias)$", ()),
   # Counters of train states, optimizers and the moving average.
   (r"(^|/)(count|step|skipped|skipped_in_a_row|weight)$", ()),

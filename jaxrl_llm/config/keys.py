@@ -118,6 +118,19 @@ class Model(Group, path="model"):
     " saves memory.")
   head_chunk = Key(128, _SOME,
     "Positions per application of the vocabulary head. Lower to save memory.")
+  lora_rank = Key(0, Range(0, 4096), "Rank of the policy's adapters (LoRA),"
+    " which are then trained instead of its weights; 0 trains the weights.",
+    FIXED)
+  lora_alpha = Key(16.0, Range(0.0, open=True),
+    "Adapters are scaled by alpha / rank; see model.lora_scaling.", FIXED)
+  lora_targets = Key(("attention", "mlp"), None, "Linear layers with adapters:"
+    " parts of the paths attention/q, /k, /v, /o, mlp/gate, /up, /down.", FIXED)
+  lora_scaling = Key("lora", Names("models.adapters:SCALINGS"),
+    "Scale of adapters: alpha / rank ('lora') or alpha / sqrt(rank)"
+    " ('rslora').", FIXED)
+  base_dtype = Key("float32", Names("models.adapters:BASE_DTYPES"),
+    "Data type of the weights beside adapters. 'int8' quantises the matrices of"
+    " layers, with a scale for every output (QLoRA).", FIXED)
   kernels = Key("auto", Names("models.kernels:NAMES"),
     "Attention backend of trainer and sampler: plain XLA or TPU kernels"
     " ('pallas'). 'auto' chooses by device.")
@@ -126,6 +139,9 @@ class Model(Group, path="model"):
 class Value(Group, path="value"):
   """The critic; ignored by estimators without one."""
 
+  lora_rank = Key(0, Range(0, 4096), "Rank of the critic's adapters; the other"
+    " settings are those of the policy's. If both have adapters, they share one"
+    " base. 0 trains the weights.", FIXED)
   reads_logprobs = Key(False, None,
     "Gives the critic the log-prob of each token at sampling as an input, which"
     " separates mistakes from choices. The papers' critics lack it.", FIXED)

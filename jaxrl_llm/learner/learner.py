@@ -88,7 +88,9 @@ class Learner:
       if name in models:
         continue
       draw = initial.get(name, functools.partial(self._draw, member))
-      base[name], trained = member.split(draw(policy))
+      own, trained = member.split(draw(policy))
+      if not member.shares_base:
+        base[name] = own
       models[name] = member.create_state(trained)
     follow = {k: x.init(policy.trained) for k, x in self.companions.items()}
     return self.abstract().replace(
@@ -133,7 +135,7 @@ class Learner:
       companions={k: x.shapes for k, x in self.companions.items()},
       processor_states={k: x.initial for k, x in processors} or None,
       waiting=Responses,
-      base={k: x.base for k, x in self.members.items()},
+      base={k: x.base for k, x in self.members.items() if not x.shares_base},
       reference=None,
     )
 
@@ -271,7 +273,7 @@ class Learner:
         state.models[name],
         placed,
         *member.training.arguments(self.settings, state),
-        base=state.base[name],
+        base=state.base_of(name),
       )
       state = state.with_model(name, model)
       if name == "policy":
@@ -290,7 +292,7 @@ class Learner:
       state.models[name].trained,
       place(prepared, self.mesh),
       *member.training.arguments(self.settings, state),
-      base=state.base[name],
+      base=state.base_of(name),
     )
     return processes.ready(sums)  # Attributes the time to this phase.
 

@@ -62,6 +62,7 @@ class Member:
   shapes: TrainState  # ShapeDtypeStructs with shardings.
   base: Any  # The same for the parameters that are not trained.
   settings: UpdateSettings
+  shares_base: bool = False  # Whether they are the policy's.
 
   @property
   def params(self) -> Params:

@@ -26,7 +26,7 @@ class LearnerState:
   )
   waiting: Responses | None  # Ended; not yet seen by the critic.
   # Constants, which the checkpoints of steps leave out. Parameters that are not
-  # trained, by member.
+  # trained, by member; one without an entry shares those of the policy.
   base: dict[str, Any] = dataclasses.field(metadata={"constant": True})
   # Trained parameters of a KL's reference policy; None without a KL.
   reference: Any = dataclasses.field(metadata={"constant": True})
@@ -47,7 +47,11 @@ class LearnerState:
 
   def params(self, member: str) -> Params:
     """Returns all parameters of a member."""
-    return Params(self.base[member], self.models[member].trained)
+    return Params(self.base_of(member), self.models[member].trained)
+
+  def base_of(self, member: str) -> Any:
+    """Returns the parameters of a member that are not trained."""
+    return self.base.get(member, self.base["policy"])
 
   def with_model(self, member: str, model: TrainState) -> "LearnerState":
     """Returns the state with another state of a member."""

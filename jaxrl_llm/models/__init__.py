@@ -5,6 +5,10 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxrl_llm.models import hf
+from jaxrl_llm.models.adapters import (
+  BASE_DTYPES as BASE_DTYPES,
+  Adapters as Adapters,
+)
 from jaxrl_llm.models.config import ModelConfig as ModelConfig
 from jaxrl_llm.models.functional import (
   ModelFns as ModelFns,
@@ -29,6 +33,7 @@ from jaxrl_llm.models.params import (
 from jaxrl_llm.models.transformer import (
   PackedRows as PackedRows,
   num_params as num_params,
+  with_adapters as with_adapters,
 )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import families, rope
+from jaxrl_llm.models.adapters import Adapters
 from jaxrl_llm.models.rope import RopeScaling, range_problem, show
 
 # Field -> smallest and largest accepted value. The largest ones are far beyond
@@ -55,6 +56,7 @@ class ModelConfig:
   attention_bias: bool = False  # Bias of q, k, v and, except in Qwen2, o.
   mlp_bias: bool = False
   tie_word_embeddings: bool = False
+  adapters: Adapters | None = None  # Never in a config.json.
 
   def __post_init__(self):
     for field, problem in _problems(vars(self)):
@@ -114,6 +116,11 @@ class ModelConfig:
       "eos_token_id": None,
       "pad_token_id": None,
     }
+
+  @property
+  def base(self) -> "ModelConfig":
+    """The model without adapters, which files contain."""
+    return dataclasses.replace(self, adapters=None)
 
   @property
   def period(self) -> tuple[Any, ...]:

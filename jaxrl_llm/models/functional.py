@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl_llm.models import context, heads, transformer
+from jaxrl_llm.models import adapters, context, heads, transformer
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.kernels import make_kernels, make_packed_attention
 from jaxrl_llm.models.kv_cache import KVCache
@@ -195,7 +195,7 @@ def make_policy(
   backends = _by_attention(make_backend, config)
   backend = next(iter(backends.values()))  # All have the same layout.
   sampler = sampler or Numerics.all(numerics.activations)
-  sampled = {"config": config, "numerics": sampler, "kernels": backends}
+  sampled = {"numerics": sampler, "kernels": backends}
   parts = context.num_shards(sharding, 1)  # Shards of a row.
   backbone = bind(transformer.hidden, **settings)
   in_chunks = {"chunk": head_chunk, "sharding": head_sharding}
@@ -222,13 +222,15 @@ def make_policy(
     logprobs=_of_whole(logprobs),
     logits=_of_whole(bind(_logits, backbone=backbone, parts=parts)),
     states=_of_whole(bind(_states, settings=settings, parts=parts)),
-    for_sampling=_of_whole(bind(transformer.for_sampling, **sampled)),
+    for_sampling=_of_whole(
+      bind(transformer.for_sampling, config=config, **sampled)
+    ),
     kv_sharding=backend.kv_sharding,
     shares_pages=backend.shares_pages,
     shares_prompts=sees_prefixes,
     init_kv_cache=bind(_init_kv_cache, config, backends, sampler.kv),
-    prefill=bind(transformer.prefill, **sampled),
-    decode=bind(transformer.decode, **sampled),
+    prefill=bind(transformer.prefill, config=config.base, **sampled),
+    decode=bind(transformer.decode, config=config.base, **sampled),
   )
 
 
@@ -256,16 +258,24 @@ def make_value(
   parts = context.num_shards(sharding, 1)
 
   def from_policy(params):
-    """Copies the backbone; the head is zero, and so are the first values."""
+    """Copies the backbone; the head is zero, and so are the first values.
+
+    Of a policy with adapters it copies the base, with which training begins.
+    """
     head = {
       "kernel": jnp.zeros((config.hidden_size, 1), jnp.float32),
       "bias": jnp.zeros((1,), jnp.float32),
     }
     trunk = {k: v for k, v in params.items() if k != "lm_head"}
+    trunk = jax.tree.map(jnp.copy, adapters.base_of(trunk))
+    if config.adapters is None:
+      trunk = jax.tree.map(lambda x: x.astype(jnp.float32), trunk)
+    trunk = transformer.with_adapters(trunk, jax.random.key(0), config)
     own = {"value_head": head}
     if reads_logprobs:
-      own["surprise"] = {"kernel": _init_surprise(params["embed"]["embedding"])}
-    return jax.tree.map(jnp.copy, trunk) | own
+      table = params["embed"]["embedding"].astype(jnp.float32)
+      own["surprise"] = {"kernel": _init_surprise(table)}
+    return trunk | own
 
   def init(key: chex.PRNGKey):
     return from_policy(transformer.init(key, config))

@@ -134,13 +134,13 @@ def read_params(
       which may include devices of other processes; None: the default device.
 
   Returns:
-    Nested dict shaped as `transformer.param_shapes(config)`.
+    Nested dict shaped as `transformer.param_shapes(config.base)`.
 
   Raises:
     InputError: files are missing or damaged, or do not fit the configuration.
   """
   listing, tensors = hf_files.read_headers(hf_files.directory(path))
-  leaves = _leaves(config)
+  leaves = _leaves(config.base)
   shapes = {name: leaf.tensor_shape for leaf in leaves for name in leaf.names()}
   hf_files.check_tensors(listing, tensors, shapes)
   flat_places = traverse_util.flatten_dict(places or {})
@@ -216,7 +216,8 @@ def write_params(
   Args:
     path: directory, created if necessary.
     config: configuration of the model.
-    params: nested dict shaped as `transformer.param_shapes(config)`, with the
+    params: nested dict shaped as `transformer.param_shapes(config.base)`, with
+      the
       dtypes of the file.
     max_shard_bytes: maximum size of a file in bytes, unless one tensor is
       larger.
@@ -252,7 +253,7 @@ def write_params(
 def _entries(config: ModelConfig, params: Mapping[str, Any]) -> list[_Entry]:
   """Lists the tensors to write."""
   arrays = traverse_util.flatten_dict(params)
-  leaves = {leaf.path: leaf for leaf in _leaves(config)}
+  leaves = {leaf.path: leaf for leaf in _leaves(config.base)}
   wanted = {path: leaf.shape for path, leaf in leaves.items()}
   found = {path: tuple(array.shape) for path, array in arrays.items()}
   for path in wanted | found:

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.numerics import Numerics
+from jaxrl_llm.models.numerics import Numerics, matmul
 from jaxrl_llm.models.rope import RopeScaling
 
 # (AttentionKind, query [B,T,H,d], key [B,T,K,d], value [B,T,K,d])
@@ -36,7 +36,7 @@ _INIT_STDDEV = 0.02  # Standard deviation of kernels and embeddings (GPT-2).
 
 
 class Linear(nnx.Module):
-  """y = x W (+ b), kernel [in, out], computed in the dtype of x."""
+  """y = x W (+ adapter) (+ b), W [in, out], computed in the dtype of x."""
 
   def __init__(
     self,
@@ -53,9 +53,29 @@ class Linear(nnx.Module):
       self.bias = nnx.Param(jnp.zeros((out_size,)))
     self.has_bias = bias
     self.numerics = numerics
+    self.has_scale, self.adapter_scale = False, None
+
+  def attach_scale(self) -> None:
+    """Adds the scales of a quantised kernel; see `adapters`."""
+    self.kernel_scale = nnx.Param(jnp.ones((1, self.kernel.shape[1])))
+    self.has_scale = True
+
+  def attach_adapter(self, rank: int, scale: float, rngs: nnx.Rngs) -> None:
+    """Adds a low-rank adapter; see `adapters`."""
+    in_size, out_size = self.kernel.shape
+    init = nnx.initializers.normal(1 / rank)
+    self.lora_a = nnx.Param(init(rngs.params(), (in_size, rank)))
+    self.lora_b = nnx.Param(jnp.zeros((rank, out_size)))
+    self.adapter_scale = scale
 
   def __call__(self, x: chex.Array) -> jax.Array:
     y = self.numerics.product(x, self.kernel[...])
+    if self.has_scale:
+      y = y * self.kernel_scale[...].reshape(-1).astype(x.dtype)
+    if self.adapter_scale is not None:
+      low = matmul(x, self.lora_a[...].astype(x.dtype))
+      low = matmul(low, self.lora_b[...].astype(x.dtype))
+      y = y + self.adapter_scale * low
     if self.has_bias:
       y = y + _align(self.bias[...].astype(x.dtype), y.ndim)
     return y

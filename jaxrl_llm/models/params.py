@@ -1,9 +1,13 @@
 """Parameters as two trees: a frozen base and a trained part."""
 
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from flax import traverse_util
+
+# What a model with adapters trains: these and the heads of a critic.
+_BESIDE_BASE = re.compile(r"/lora_[ab]$|^(value_head|surprise)/")
 
 
 class Params(NamedTuple):
@@ -20,12 +24,21 @@ class Params(NamedTuple):
 def partition(params: Any, frozen: Sequence[str]) -> Params:
   """Splits the parameters of a new model state.
 
+  A model with adapters trains these and its head only.
+
   Args:
     params: nested dict of arrays or of their shapes.
     frozen: substrings of the paths 'a/b/c' of frozen leaves.
   """
   leaves = traverse_util.flatten_dict(params, sep="/")
-  base = {k: x for k, x in leaves.items() if any(part in k for part in frozen)}
+  adapted = any("/lora_" in k for k in leaves)
+
+  def in_base(path):
+    if adapted and not _BESIDE_BASE.search(path):
+      return True
+    return any(part in path for part in frozen)
+
+  base = {k: x for k, x in leaves.items() if in_base(k)}
   trained = {k: x for k, x in leaves.items() if k not in base}
   return Params(
     *(traverse_util.unflatten_dict(x, sep="/") for x in (base, trained))

@@ -12,10 +12,10 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import nnx, traverse_util
 
 from jaxrl_llm.errors import check_number
-from jaxrl_llm.models import heads, rope
+from jaxrl_llm.models import adapters, heads, rope
 from jaxrl_llm.models import layers as layers_lib
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.kernels import Kernels, platform_of
@@ -77,7 +77,16 @@ def places(config: ModelConfig) -> dict[str, Any]:
 
 def _maker(kind: Any) -> Callable[..., nnx.Module]:
   """Returns the constructor of a module by its name or layer kind."""
-  return _MODULES[kind] if isinstance(kind, str) else kind.make
+  if isinstance(kind, str):
+    return _MODULES[kind]
+
+  def make(config, numerics, rngs):
+    layer = kind.make(config, numerics, rngs)
+    if config.adapters is not None:
+      config.adapters.attach(layer, rngs)
+    return layer
+
+  return make
 
 
 @functools.cache
@@ -94,7 +103,10 @@ def _module(kind: Any, *settings: Any) -> nnx.Module:
 
 
 def init(key: chex.PRNGKey, config: ModelConfig) -> Params:
-  """Draws random parameters: float32, layers stacked along axis 0."""
+  """Draws random parameters: float32, layers stacked along axis 0.
+
+  The base of adapters has its own dtype.
+  """
 
   def make(kind, key):
     module = _maker(kind)(config, FLOAT32, nnx.Rngs(key))
@@ -112,7 +124,25 @@ def init(key: chex.PRNGKey, config: ModelConfig) -> Params:
     params[place] = every(keys[first :: len(kinds)])
   if not config.tie_word_embeddings:
     params["lm_head"] = make("head", key_head)
-  return params
+  return config.adapters.store(params) if config.adapters else params
+
+
+def with_adapters(
+  params: Params, key: chex.PRNGKey, config: ModelConfig
+) -> Params:
+  """Returns a model with fresh adapters, from one without.
+
+  Args:
+    params: parameters of `config.base`.
+    key: key of the adapters.
+    config: the architecture.
+  """
+  if config.adapters is None:
+    return params
+  drawn = traverse_util.flatten_dict(init(key, config))
+  leaves = traverse_util.flatten_dict(config.adapters.store(params))
+  leaves |= {k: x for k, x in drawn.items() if k[-1] in adapters.FACTORS}
+  return traverse_util.unflatten_dict(leaves)
 
 
 @functools.cache
@@ -237,7 +267,8 @@ def for_sampling(
 
   On a CPU, an embedding of 16-bit floats is stored as integers, because XLA
   would convert the whole table to float32 in every call. A tied head is stored
-  beside it as [D, V], because XLA would transpose it in every call.
+  beside it as [D, V], because XLA would transpose it in every call. Adapters
+  are merged, a layer at a time.
 
   Args:
     params: stacked parameters.
@@ -245,6 +276,16 @@ def for_sampling(
     numerics: dtype of the result.
     kernels: attention backends, with the sampler's devices.
   """
+  stacked = [params[place] for place in places(config)]
+  period, merge = len(stacked), lambda layer: layer
+  if config.adapters is not None:
+    merge = config.adapters.merge
+
+  def layer(i):
+    taken = jax.tree.map(lambda x: x[i // period], stacked[i % period])
+    return numerics.store(merge(taken))
+
+  params = {k: x for k, x in params.items() if k not in places(config)}
   params = numerics.store(params)
   table = params["embed"]["embedding"]
   place = kernels[config.layers[0].attention].kv_sharding
@@ -253,10 +294,7 @@ def for_sampling(
     params |= {"embed": {"embedding": bits}}
     if config.tie_word_embeddings:
       params["lm_head"] = {"kernel": table.T}
-  stacked = [params.pop(place) for place in places(config)]
-  period = len(stacked)
-  split = lambda i: jax.tree.map(lambda x: x[i // period], stacked[i % period])
-  return params | {"layers": tuple(map(split, range(config.num_layers)))}
+  return params | {"layers": tuple(map(layer, range(config.num_layers)))}
 
 
 def prefill(

@@ -16,6 +16,7 @@ from jaxrl_llm import (
   models,
   rewards,
   sharding,
+  workdir,
 )
 from jaxrl_llm import config as config_lib
 from jaxrl_llm.data.prompt_source import PromptSource
@@ -98,18 +99,31 @@ def make_run(config: Any) -> Run:
 def make_fns(
   config: Any, model_config: models.ModelConfig, both: meshes.Meshes
 ) -> tuple[models.ModelFns, models.ValueFns]:
-  """Makes the functions of policy and critic."""
-  dtype = jnp.dtype(config.model.dtype)
-  sampled = jnp.dtype(config.model.sampler_dtype or dtype)
-  settings = {
-    "numerics": models.Numerics(activations=dtype),
+  """Makes the functions of policy and critic, with their adapters."""
+  adapted = functools.partial(workdir.adapted, config, model_config)
+  policy = _make_policy_fns(config, adapted(), both)
+  value = models.make_value(
+    adapted(group="value"),
+    reads_logprobs=config.value.reads_logprobs,
+    **_trainer_settings(config, model_config, both),
+  )
+  return policy, value
+
+
+def _trainer_settings(config, model_config, both) -> dict[str, Any]:
+  return {
+    "numerics": models.Numerics(activations=jnp.dtype(config.model.dtype)),
     "remat_policy": config.model.remat_policy,
     "kernels": config.model.kernels,
     "sharding": sharding.packed_kv_sharding(
       both.trainer, model_config.num_kv_heads
     ),
   }
-  policy = models.make_policy(
+
+
+def _make_policy_fns(config, model_config, both) -> models.ModelFns:
+  sampled = jnp.dtype(config.model.sampler_dtype or config.model.dtype)
+  return models.make_policy(
     model_config,
     sampler=models.Numerics.all(
       sampled, kv=jnp.dtype(config.model.cache_dtype or sampled)
@@ -119,12 +133,8 @@ def make_fns(
     sampler_sharding=sharding.slot_sharding(
       both.sampler, model_config.num_kv_heads
     ),
-    **settings,
+    **_trainer_settings(config, model_config, both),
   )
-  value = models.make_value(
-    model_config, reads_logprobs=config.value.reads_logprobs, **settings
-  )
-  return policy, value
 
 
 def make_learner(
@@ -139,6 +149,8 @@ def make_learner(
   of = functools.partial(update_settings, config)
   policy = members.make_policy(policy_fns, of("policy"), algorithm, mesh)
   critic = members.make_critic(critic_fns, of("value"), algorithm, mesh)
+  if critic and policy_fns.config.adapters and critic_fns.config.adapters:
+    critic = dataclasses.replace(critic, shares_base=True)
   found = {"policy": policy} | ({"critic": critic} if critic else {})
   for name in algorithm.members:
     found[name] = choices.MEMBERS[name].make(policy, algorithm, mesh)
@@ -182,7 +194,7 @@ def _make_frozen(
       tokenizer.check_same(Tokenizer(path))
       model_config = hf.read_config(path)
       data.check_context(config, model_config, tokenizer)
-      fns, _ = make_fns(config, model_config, both)
+      fns = _make_policy_fns(config, model_config, both)
       read_params = functools.partial(
         read_policy_params, path, model_config=model_config
       )
@@ -295,25 +307,42 @@ def _make_evaluators(config, writer, problems) -> list[Evaluator]:
 def read_policy_params(
   path: str, shapes: Any, model_config: models.ModelConfig
 ) -> Any:
-  """Reads the parameters of a model with the shardings of `shapes`."""
+  """Reads the parameters of a model with the shardings of `shapes`.
+
+  Its adapters, if any, are new.
+  """
+  adapters = model_config.adapters
   places = jax.tree.map(lambda x: x.sharding, shapes)
-  return hf.read_params(path, model_config, dtype=jnp.float32, places=places)
+  dtype = models.BASE_DTYPES[adapters.base_dtype] if adapters else "float32"
+  params = hf.read_params(path, model_config, dtype=dtype, places=places)
+  if adapters is None:
+    return params
+  begin = functools.partial(models.with_adapters, config=model_config)
+  begin = jax.jit(begin, out_shardings=places, donate_argnums=0)
+  return begin(params, jax.random.key(0))
 
 
 def _critic_params(learner: Learner, policy_params: Any, *, init_from: str):
   """Returns a critic from an earlier run, or from the policy with a new head.
 
+  One that shares the policy's base is returned without it.
+
   Raises:
     InputError: The earlier run has no critic, or one of another model.
   """
-  shapes = models.merge(learner.critic.params)
+  critic = learner.critic
+  shapes = models.merge(critic.params)
   if init_from:
     return checkpoint.load_tree(pathlib.Path(init_from) / FOLDER, shapes)
-  place = jax.jit(
-    learner.critic.fns.from_policy,
-    out_shardings=jax.tree.map(lambda x: x.sharding, shapes),
-  )
-  return place(policy_params)
+  if critic.shares_base:
+    shapes = critic.shapes.trained
+
+  def make(params):
+    whole = critic.fns.from_policy(params)
+    return critic.split(whole).trained if critic.shares_base else whole
+
+  places = jax.tree.map(lambda x: x.sharding, shapes)
+  return jax.jit(make, out_shardings=places)(policy_params)
 
 
 def _limits(reward) -> dict[str, Any]:

@@ -36,6 +36,7 @@ def rules(config: Any) -> Rules:
     groups,
     off_policy,
     kept_weights,
+    adapters,
     corrections,
     losses,
     several_processes,
@@ -311,6 +312,31 @@ def off_policy(config: Any) -> Rules:
       "needs the log-probs or entropies of the trainer's scoring pass; use"
       " proximal='recompute'")
       for key, needed in scored.items()),
+  ]
+
+
+def adapters(config: Any) -> Rules:
+  """Checks low-rank adapters."""
+  model, ranks = config.model, {}
+  for role, group in (("policy", "model"), ("value", "value")):
+    ranks[role] = config[group].lora_rank
+  return [
+    (model.base_dtype != "float32" and not all(
+        ranks[k] for k in (("policy", "value") if has_critic(config)
+          else ("policy",))),
+      "model.base_dtype, model.lora_rank, value.lora_rank",
+      "only weights beside adapters are stored in fewer bits; set lora_rank of"
+      " policy and critic, or base_dtype='float32'"),
+    (any(ranks.values()) and not model.lora_targets,
+      "model.lora_targets", "name a target, such as 'attention' or 'mlp/up'"),
+    (ranks["value"] and config.value.init_from,
+      "value.lora_rank, value.init_from",
+      "a critic with adapters is made for the policy's base; use"
+      " value.init_from='' or value.lora_rank=0"),
+    *((ranks[role] and config.optimizer[role].frozen,
+      f"optimizer.{role}.frozen, {group}.lora_rank",
+      "adapters freeze all other weights already; leave frozen empty")
+      for role, group in (("policy", "model"), ("value", "value"))),
   ]
 
 

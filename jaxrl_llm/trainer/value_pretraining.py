@@ -126,7 +126,7 @@ class ValuePretraining:
       f"critic pretrained on {state.trained_on} batches: held-out explained"
       f" variance {state.explained:.3f}"
     )
-    whole = models.Params(learner.base["critic"], state.best)
+    whole = models.Params(learner.base_of("critic"), state.best)
     checkpoint.save_tree(workdir / FOLDER, models.merge(whole))
     # A reused critic starts with a fresh optimizer; so does this one.
     critic = self.learner.critic.create_state(state.best)

@@ -1,0 +1,106 @@
+"""Low-rank adapters (LoRA): small trained factors beside frozen matrices.
+
+A linear layer with an adapter computes y = x W + s (x A) B with A [in, r] and
+B [r, out]. B begins as zero, so that training begins with the base alone.
+
+References:
+  Hu et al. 2021, LoRA, arXiv 2106.09685.
+  Kalajdzievski 2023, rsLoRA, arXiv 2312.03732 (s = α / √r).
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx, traverse_util
+
+# Name -> function of (alpha, rank) that returns s.
+SCALINGS = {
+  "lora": lambda alpha, rank: alpha / rank,
+  "rslora": lambda alpha, rank: alpha / rank**0.5,
+}
+# How the base is stored -> dtype of what is read. int8: the kernels of layers,
+# with a scale for every output; all else is bfloat16.
+BASE_DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "int8": "bfloat16"}
+FACTORS = ("lora_a", "lora_b")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adapters:
+  """Settings of the adapters of a model, and how its base is stored."""
+
+  rank: int
+  alpha: float
+  targets: tuple[str, ...]  # Parts of paths such as 'attention/q' and 'mlp'.
+  scaling: str = "lora"  # One of `SCALINGS`.
+  base_dtype: str = "float32"  # One of `BASE_DTYPES`.
+
+  @property
+  def scale(self) -> float:
+    """Factor s of the adapters' outputs."""
+    return SCALINGS[self.scaling](self.alpha, self.rank)
+
+  @property
+  def quantised(self) -> bool:
+    """Whether kernels of layers are int8."""
+    return self.base_dtype == "int8"
+
+  def attach(self, layer: nnx.Module, rngs: nnx.Rngs) -> None:
+    """Gives adapters to the linear layers of a layer that are targets."""
+    for path, module in list(nnx.iter_modules(layer)):
+      if not hasattr(module, "attach_adapter"):
+        continue
+      if self.quantised:
+        module.attach_scale()
+      name = "/".join(map(str, path))
+      if any(target in name for target in self.targets):
+        module.attach_adapter(self.rank, self.scale, rngs)
+
+  def store(self, params: Any) -> Any:
+    """Converts the base among parameters to its dtype.
+
+    Args:
+      params: nested dict, of a model with these adapters or without any.
+    """
+    plain, leaves = BASE_DTYPES[self.base_dtype], {}
+    for path, x in traverse_util.flatten_dict(params).items():
+      if path[-1] in FACTORS:
+        leaves[path] = x
+      elif self.quantised and _is_layer_kernel(path):
+        scale = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=-2, keepdims=True)
+        scale = jnp.maximum(scale, 1e-30) / 127
+        leaves[path] = jnp.round(x / scale).astype(jnp.int8)
+        leaves[(*path[:-1], "kernel_scale")] = scale
+      elif path[-1] != "kernel_scale":
+        leaves[path] = x.astype(plain)
+    return traverse_util.unflatten_dict(leaves)
+
+  def merge(self, params: Any) -> Any:
+    """Returns the parameters of the equivalent model without adapters.
+
+    Args:
+      params: nested dict. Kernels with an adapter become W + s A B in float32.
+    """
+    return _merged(params, self.scale)
+
+
+def base_of(params: Any) -> Any:
+  """Returns the base of parameters with adapters; others as they are."""
+  return _merged(params, None)
+
+
+def _merged(params, scale):
+  if not isinstance(params, dict):
+    return params
+  params = {name: _merged(x, scale) for name, x in params.items()}
+  if "kernel_scale" in params:
+    params["kernel"] = params["kernel"] * params.pop("kernel_scale")
+  if "lora_a" in params:
+    a, b = (params.pop(name) for name in FACTORS)
+    if scale is not None:
+      params["kernel"] = params["kernel"].astype(a.dtype) + scale * (a @ b)
+  return params
+
+
+def _is_layer_kernel(path: tuple[str, ...]) -> bool:
+  return path[0].startswith("layers") and path[-1] == "kernel"
