@@ -85,12 +85,15 @@ class Policy:
   def params(self) -> Any:
     """The parameters, a nested dict; those of a run are float32.
 
+    Adapters are merged.
+
     Raises:
       InputError: The weights are damaged or of another model.
     """
     if self.step is None:
       return models.load(self.directory, dtype=self.dtype)[1]
-    return workdir.load_params(self.path, self.step)
+    model, params = workdir.load_params(self.path, self.step)
+    return params if model.adapters is None else model.adapters.merge(params)
 
   def generate(
     self,
@@ -348,6 +351,27 @@ class Policy:
       )
     params = jax.tree.map(lambda x: x.astype(dtype), self.params)
     models.save(out, self.fns, params, tokenizer_from=self.directory)
+
+  def save_adapters(self, path: str | os.PathLike) -> None:
+    """Writes the adapters of a run as a directory that PEFT loads.
+
+    Args:
+      path: directory to write.
+
+    Raises:
+      InputError: The policy has no adapters, or the directory cannot be
+        written.
+    """
+    config = self._run_config if self.step is not None else None
+    if config is None or not config.model.lora_rank:
+      raise InputError(
+        f"{self.path}: has no adapters; a run has them with"
+        " --config.model.lora_rank=16"
+      )
+    model, params = workdir.load_params(self.path, self.step)
+    factors = models.partition(params, ()).trained
+    base = base_models.model_path(config)
+    hf.write_adapters(path, model, factors, base=base)
 
   @functools.cached_property
   def _run_config(self) -> Any:

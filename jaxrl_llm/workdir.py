@@ -215,20 +215,22 @@ def adapted(
   return dataclasses.replace(model_config, adapters=adapters)
 
 
-def load_params(workdir: pathlib.Path, step: int) -> Any:
+def load_params(
+  workdir: pathlib.Path, step: int
+) -> tuple[models.ModelConfig, Any]:
   """Loads the policy's parameters of a checkpoint onto the default device.
 
-  Adapters are merged.
+  Returns:
+    Its architecture, with adapters if it has some, and all parameters.
 
   Raises:
     InputError: The checkpoint or the model's configuration cannot be read.
   """
-  config, model = read_config(workdir), hf.read_config(model_path(workdir))
-  model = adapted(config, model)
+  config = read_config(workdir)
+  model = adapted(config, hf.read_config(model_path(workdir)))
   fns = models.make_policy(model)
   here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
   init = jax.jit(fns.init, out_shardings=here)
   shapes = init.eval_shape(jax.random.key(0))
   shapes = models.partition(shapes, config.optimizer.policy.frozen)
-  params = restore_params(workdir, step, "policy", shapes)
-  return model.adapters.merge(params) if model.adapters else params
+  return model, restore_params(workdir, step, "policy", shapes)

@@ -1,10 +1,12 @@
 """Exports the policy of a training run as a Hugging Face model directory.
 
   python scripts/convert.py --checkpoint=WORKDIR --out=DIR [--step=N|best]
+      [--adapters]
 
 DIR gets config.json, model.safetensors and the tokenizer's files, and is read
-by `transformers`, by `--config.model.path=DIR` and by `models.load(DIR)`. Exit
-code 2 for bad input.
+by `transformers`, by `--config.model.path=DIR` and by `models.load(DIR)`. Of a
+run with model.lora_rank, --adapters writes the adapters alone, for PEFT;
+otherwise they are merged. Exit code 2 for bad input.
 """
 
 import pathlib
@@ -28,6 +30,9 @@ def convert(options) -> str:
       f"--checkpoint={source}: no such directory; give the --workdir of a run"
     )
   policy = api.Policy(source, workdir.find_step(source, options.step))
+  if options.adapters:
+    policy.save_adapters(options.out)
+    return f"wrote the adapters of step {policy.step} to {options.out}"
   policy.save(options.out, dtype=options.dtype)
   count = models.num_params(policy.model_config)
   return (
@@ -44,6 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
   add("--checkpoint", required=True, metavar="WORKDIR", help="of the run")
   add("--out", required=True, metavar="DIR", help="directory to write")
   add("--step", help="which checkpoint, or 'best'; the newest by default")
+  add("--adapters", action="store_true", help="write them alone, for PEFT")
   add(
     "--dtype",
     choices=("float32", "bfloat16"),

@@ -12,7 +12,7 @@ import pathlib
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +24,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 
 from jaxrl_llm.errors import InputError, check_number
 from jaxrl_llm.models import families, hf_files, transformer
+from jaxrl_llm.models.adapters import FACTORS
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.system import files
 
@@ -54,7 +55,7 @@ class _Leaf(NamedTuple):
   @property
   def transposed(self) -> bool:
     """Whether files have the transpose: [out, in] for [in, out] here."""
-    return self.path[-1] == "kernel"
+    return self.path[-1] in ("kernel", *FACTORS)
 
   @property
   def tensor_shape(self) -> tuple[int, ...]:
@@ -89,7 +90,9 @@ class _Entry(NamedTuple):
 
 def _leaves(config: ModelConfig) -> list[_Leaf]:
   """Lists the parameters of the model."""
-  words, places = families.get(config.family).names, transformer.places(config)
+  words = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}
+  words |= families.get(config.family).names
+  places = transformer.places(config)
   layers = {
     place: range(first, config.num_layers, len(places))
     for first, place in enumerate(places)
@@ -229,7 +232,7 @@ def write_params(
     InputError: The directory cannot be written, or the other one not read.
   """
   check_number("max_shard_bytes", max_shard_bytes, "[1, inf)")
-  entries = _entries(config, params)
+  entries = _entries(_leaves(config.base), params)
   source = extra_files_from and hf_files.directory(extra_files_from)
   values = config.to_hf() | _token_ids(source)
   # The key of the dtype that every release of transformers reads.
@@ -250,10 +253,56 @@ def write_params(
     ) from None
 
 
-def _entries(config: ModelConfig, params: Mapping[str, Any]) -> list[_Entry]:
+def write_adapters(
+  path: str | os.PathLike[str],
+  config: ModelConfig,
+  params: Mapping[str, Any],
+  *,
+  base: str,
+) -> None:
+  """Writes adapters as a directory that PEFT loads.
+
+  Args:
+    path: directory, created if necessary.
+    config: configuration of the model, with adapters.
+    params: nested dict of the factors alone.
+    base: name or path of the model that they belong to.
+
+  Raises:
+    InputError: The directory cannot be written.
+  """
+  adapters, directory = config.adapters, pathlib.Path(path)
+  leaves = [leaf for leaf in _leaves(config) if leaf.path[-1] in FACTORS]
+  arrays = {
+    f"base_model.model.{entry.name}": entry.to_host()
+    for entry in _entries(leaves, params)
+  }
+  values = {
+    "peft_type": "LORA",
+    "task_type": "CAUSAL_LM",
+    "base_model_name_or_path": base,
+    "r": adapters.rank,
+    "lora_alpha": adapters.alpha,
+    "use_rslora": adapters.scaling == "rslora",
+    "target_modules": sorted({name.split(".")[-3] for name in arrays}),
+    "lora_dropout": 0.0,
+    "bias": "none",
+  }
+  try:
+    directory.mkdir(parents=True, exist_ok=True)
+    file = directory / "adapter_model.safetensors"
+    safetensors.numpy.save_file(arrays, file, metadata={"format": "pt"})
+    (directory / "adapter_config.json").write_text(_json(values), "utf-8")
+  except (OSError, safetensors.SafetensorError) as error:
+    raise InputError(f"{directory}: cannot be written ({error})") from None
+
+
+def _entries(
+  leaves: Sequence[_Leaf], params: Mapping[str, Any]
+) -> list[_Entry]:
   """Lists the tensors to write."""
   arrays = traverse_util.flatten_dict(params)
-  leaves = {leaf.path: leaf for leaf in _leaves(config.base)}
+  leaves = {leaf.path: leaf for leaf in leaves}
   wanted = {path: leaf.shape for path, leaf in leaves.items()}
   found = {path: tuple(array.shape) for path, array in arrays.items()}
   for path in wanted | found:
