@@ -169,7 +169,12 @@ def model_path(workdir: pathlib.Path) -> str:
 
 
 def restore_params(
-  workdir: pathlib.Path, step: int, model: str, shapes: models.Params
+  workdir: pathlib.Path,
+  step: int,
+  model: str,
+  shapes: models.Params,
+  *,
+  base_of: str = "",
 ) -> Any:
   """Reads the parameters of a checkpoint's model, without its optimizer.
 
@@ -178,6 +183,7 @@ def restore_params(
     step: which checkpoint.
     model: 'policy' or 'critic'.
     shapes: ShapeDtypeStructs with shardings.
+    base_of: the model that it shares its base with, if any.
 
   Returns:
     All parameters, a nested dict.
@@ -186,7 +192,8 @@ def restore_params(
     InputError: The checkpoint is damaged or of another model.
   """
   folder = workdir / "checkpoints"
-  base, trained = (f"learner.{model}.{name}" for name in models.Params._fields)
+  base = f"learner.{base_of or model}.base"
+  trained = f"learner.{model}.trained"
   found = checkpoint.load(folder / str(step), {trained: shapes.trained})
   if shapes.base:
     found |= checkpoint.load_base(folder, step, {base: shapes.base})

@@ -32,6 +32,7 @@ from jaxrl_llm.models.params import (
 )
 from jaxrl_llm.models.transformer import (
   PackedRows as PackedRows,
+  linear_layers as linear_layers,
   num_params as num_params,
   with_adapters as with_adapters,
 )

@@ -71,7 +71,7 @@ class Linear(nnx.Module):
   def __call__(self, x: chex.Array) -> jax.Array:
     y = self.numerics.product(x, self.kernel[...])
     if self.has_scale:
-      y = y * self.kernel_scale[...].reshape(-1).astype(x.dtype)
+      y = y * _align(self.kernel_scale[0].astype(x.dtype), y.ndim)
     if self.adapter_scale is not None:
       low = matmul(x, self.lora_a[...].astype(x.dtype))
       low = matmul(low, self.lora_b[...].astype(x.dtype))

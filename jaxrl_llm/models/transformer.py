@@ -151,6 +151,18 @@ def param_shapes(config: ModelConfig) -> Params:
   return jax.eval_shape(lambda: init(jax.random.key(0), config))
 
 
+def linear_layers(config: ModelConfig) -> list[str]:
+  """Returns the paths of the linear layers of a layer, as 'attention/q'."""
+  paths = traverse_util.flatten_dict(param_shapes(config.base))
+  return list(
+    dict.fromkeys(
+      "/".join(path[1:-1])
+      for path in paths
+      if path[0] in places(config) and path[-1] == "kernel"
+    )
+  )
+
+
 def num_params(config: ModelConfig) -> int:
   """Returns the number of parameters; tied embeddings count once."""
   return sum(leaf.size for leaf in jax.tree.leaves(param_shapes(config)))

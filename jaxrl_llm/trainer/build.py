@@ -99,7 +99,18 @@ def make_run(config: Any) -> Run:
 def make_fns(
   config: Any, model_config: models.ModelConfig, both: meshes.Meshes
 ) -> tuple[models.ModelFns, models.ValueFns]:
-  """Makes the functions of policy and critic, with their adapters."""
+  """Makes the functions of policy and critic, with their adapters.
+
+  Raises:
+    InputError: No layer has a target of the adapters.
+  """
+  linear = models.linear_layers(model_config)
+  for target in config.model.lora_targets:
+    if not any(target in path for path in linear):
+      raise InputError(
+        f"config.model.lora_targets: {target!r} is part of no linear layer's"
+        f" path; choose among {', '.join(linear)}, or parts of these"
+      )
   adapted = functools.partial(workdir.adapted, config, model_config)
   policy = _make_policy_fns(config, adapted(), both)
   value = models.make_value(

@@ -103,7 +103,9 @@ def restore(learner, folder: pathlib.Path, step: int | None):
     return learner.init(critic=lambda _: pretrained)
   step = workdir.find_step(folder, step)
   policy, critic = (
-    workdir.restore_params(folder, step, name, model.params)
+    workdir.restore_params(
+      folder, step, name, model.params, base_of="policy" * model.shares_base
+    )
     for name, model in (("policy", learner.policy), ("critic", critic))
   )
   state = learner.init(critic=lambda _: critic)

@@ -66,21 +66,28 @@ FEATURES = {
   "kept_weights": {"off_policy.keep_weights": "float32"},
   "reward_model_start": {"value.reward_model_steps": 1},
   "frozen": {"optimizer.policy.frozen": ("embed",)},
+  "adapters": {
+    "model.lora_rank": 4,
+    "value.lora_rank": 4,
+    "model.base_dtype": "int8",
+  },
 }
 OF_CRITICS = {"reads_logprobs", "reward_model_start"}
 CASES = [
   line.split()
   for line in """\
 cispo epochs drafter dynamic_sampling average mesh frozen environment
-vapo first_groups window epochs mini_batches reads_logprobs average lag
+vapo first_groups window epochs mini_batches reads_logprobs average lag \
+  adapters
 ppo frozen mesh environment mini_batches reward_model_start lag reads_logprobs
 reinforce_pp_baseline dynamic_sampling first_groups kept_weights frozen \
   environment mesh lag
 vc_ppo reward_model_start drafter window reads_logprobs mini_batches \
   environment frozen
 ppo_ewma reward_model_start dynamic_sampling reads_logprobs epochs \
-  mini_batches average first_groups
-tppo mesh window drafter lag kept_weights mini_batches epochs
+  mini_batches average first_groups adapters
+tppo mesh window drafter lag kept_weights mini_batches epochs adapters
+grpo adapters streaming environment
 vc_ppo streaming environment frozen reward_model_start reads_logprobs mesh
 """.splitlines()
 ]

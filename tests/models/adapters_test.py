@@ -1,0 +1,188 @@
+"""Tests of low-rank adapters: their mathematics and their layout."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from flax import traverse_util
+from helpers import tiny
+
+from jaxrl_llm import models
+from jaxrl_llm.models import adapters, hf
+
+EVERYWHERE = ("attention", "mlp")
+
+
+def make(**settings):
+  """`(fns, params)` of the tiny model with adapters, B still zero."""
+  settings = {"rank": 3, "alpha": 6.0, "targets": EVERYWHERE} | settings
+  own = adapters.Adapters(**settings)
+  config = dataclasses.replace(tiny.tiny_config(), adapters=own)
+  _, plain = tiny.tiny_policy()
+  params = models.with_adapters(plain, jax.random.key(1), config)
+  return models.make_policy(config), params
+
+
+def widened(params):
+  """The same with noise on the factors, as if they had been trained."""
+  base, trained = models.partition(params, ())
+  trained = tiny.widen(trained, jax.random.key(2))
+  return models.merge(models.Params(base, trained))
+
+
+def rows():
+  tokens = np.random.default_rng(0).integers(0, 67, (2, 10))
+  tokens = jnp.asarray(tokens, jnp.int32)
+  places = jnp.broadcast_to(jnp.arange(10), (2, 10))
+  return models.PackedRows(
+    tokens=tokens,
+    segments=jnp.ones_like(tokens),
+    positions=places,
+    targets=jnp.roll(tokens, -1, axis=1),
+    mask=places < 9,
+  )
+
+
+def scored(fns, params):
+  return jax.jit(fns.logprobs)(params, rows())[0]
+
+
+def test_the_product_and_the_merged_kernel_of_a_worked_example():
+  layer = {
+    "kernel": jnp.array([[1.0, 2.0], [3.0, 4.0]]),
+    "lora_a": jnp.array([[1.0], [2.0]]),
+    "lora_b": jnp.array([[0.5, -1.0]]),
+  }
+  own = adapters.Adapters(rank=1, alpha=2.0, targets=EVERYWHERE)
+  merged = own.merge(layer)
+  assert merged.keys() == {"kernel"}
+  np.testing.assert_allclose(merged["kernel"], [[2.0, 0.0], [5.0, 0.0]])
+  x = jnp.array([1.0, -1.0])
+  np.testing.assert_allclose(x @ merged["kernel"], [-3.0, 0.0])
+
+
+@pytest.mark.parametrize(
+  "scaling, scale", [("lora", 16 / 4), ("rslora", 16 / 2)]
+)
+def test_scales_follow_their_papers(scaling, scale):
+  own = adapters.Adapters(rank=4, alpha=16, targets=(), scaling=scaling)
+  assert own.scale == scale
+
+
+def test_a_new_adapter_changes_no_bit():
+  fns, params = make()
+  plain_fns, plain = tiny.tiny_policy()
+  ours, theirs = scored(fns, params), scored(plain_fns, plain)
+  np.testing.assert_array_equal(ours.logprobs, theirs.logprobs)
+  np.testing.assert_array_equal(ours.entropy, theirs.entropy)
+
+
+@pytest.mark.parametrize("base_dtype", adapters.BASE_DTYPES)
+def test_trainer_and_sampler_compute_the_merged_model(base_dtype):
+  fns, params = make(base_dtype=base_dtype)
+  params = widened(params)
+  plain_fns, plain = tiny.tiny_policy()
+  merged = fns.config.adapters.merge(params)
+  assert jax.tree.structure(merged) == jax.tree.structure(plain)
+  as_plain = jax.tree.map(lambda x: x.astype(jnp.float32), merged)
+  ours, theirs = scored(fns, params), scored(plain_fns, as_plain)
+  np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=2e-5)
+  assert np.abs(ours.logprobs - scored(*make()).logprobs).max() > 0.1
+  sampled = jax.jit(fns.for_sampling)(params)
+  expected = plain_fns.for_sampling(as_plain)
+  for x, y in zip(
+    jax.tree.leaves(sampled), jax.tree.leaves(expected), strict=True
+  ):
+    np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
+
+
+def test_only_targets_have_adapters():
+  _, params = make(targets=("attention/q", "mlp/up"))
+  found = traverse_util.flatten_dict(models.partition(params, ()).trained)
+  assert {path[1:] for path in found} == {
+    (*place, name)
+    for place in (("attention", "q"), ("mlp", "up"))
+    for name in adapters.FACTORS
+  }
+
+
+def test_an_adapter_of_full_rank_trains_like_its_matrix():
+  """With A = I and s = 1, B learns what the matrix would."""
+  target = ("layers", "attention", "q")
+  fns, params = make(rank=24, alpha=24.0, targets=("attention/q",))
+  plain_fns, plain = tiny.tiny_policy()
+
+  def replaced(params, name, value):
+    leaves = traverse_util.flatten_dict(params)
+    leaves[(*target, name)] = value
+    return traverse_util.unflatten_dict(leaves)
+
+  def trained(fns, params, name):
+    def loss(value):
+      scores, _ = fns.logprobs(replaced(params, name, value), rows())
+      return -jnp.mean(scores.logprobs)
+
+    value = traverse_util.flatten_dict(params)[(*target, name)]
+    for _ in range(3):
+      value -= 0.5 * jax.jit(jax.grad(loss))(value)
+    return value
+
+  identity = jnp.broadcast_to(jnp.eye(24), (2, 24, 24))
+  learned = trained(fns, replaced(params, "lora_a", identity), "lora_b")
+  kernel = plain["layers"]["attention"]["q"]["kernel"]
+  moved = trained(plain_fns, plain, "kernel") - kernel
+  assert np.abs(moved).max() > 1e-2
+  np.testing.assert_allclose(learned[..., : moved.shape[-1]], moved, atol=1e-6)
+
+
+def test_quantised_kernels_are_off_by_half_a_step_at_most():
+  _, params = make(base_dtype="int8")
+  _, plain = tiny.tiny_policy()
+  found = adapters.base_of(params)["layers"]["mlp"]["up"]["kernel"]
+  kernel = plain["layers"]["mlp"]["up"]["kernel"]
+  step = jnp.abs(kernel).max(axis=1, keepdims=True) / 127
+  assert params["layers"]["mlp"]["up"]["kernel"].dtype == jnp.int8
+  assert (jnp.abs(found - kernel) <= 0.501 * step).all()
+  again = models.Adapters(
+    rank=1, alpha=1.0, targets=(), base_dtype="int8"
+  ).store(adapters.base_of(params))
+  np.testing.assert_array_equal(
+    again["layers"]["mlp"]["up"]["kernel"],
+    params["layers"]["mlp"]["up"]["kernel"],
+  )
+
+
+def test_a_critic_begins_with_the_base_and_trains_its_head():
+  fns, params = make()
+  critic = models.make_value(fns.config, reads_logprobs=True)
+  found = critic.from_policy(widened(params))
+  base, trained = models.partition(found, ())
+  assert trained.keys() == {"layers", "value_head", "surprise"}
+  _, plain = tiny.tiny_policy()
+  for name in ("embed", "final_norm"):
+    jax.tree.map(np.testing.assert_array_equal, base[name], plain[name])
+  shapes = jax.eval_shape(critic.init, jax.random.key(0))
+  assert jax.tree.structure(shapes) == jax.tree.structure(found)
+
+
+def test_files_have_the_layout_of_peft(tmp_path):
+  fns, params = make(targets=("attention/q", "mlp"), scaling="rslora")
+  factors = models.partition(widened(params), ()).trained
+  hf.write_adapters(tmp_path, fns.config, factors, base="some/base")
+  values = json.loads((tmp_path / "adapter_config.json").read_text())
+  expected = ["down_proj", "gate_proj", "q_proj", "up_proj"]
+  assert values["target_modules"] == expected
+  assert (values["peft_type"], values["r"]) == ("LORA", 3)
+  assert values["use_rslora"] and values["lora_alpha"] == 6.0
+  assert values["base_model_name_or_path"] == "some/base"
+  file = tmp_path / "adapter_model.safetensors"
+  tensors = safetensors.numpy.load_file(file)
+  assert len(tensors) == 2 * 2 * len(expected)
+  name = "base_model.model.model.layers.1.mlp.up_proj.lora_{}.weight"
+  up = factors["layers"]["mlp"]["up"]
+  np.testing.assert_array_equal(tensors[name.format("A")], up["lora_a"][1].T)
+  np.testing.assert_array_equal(tensors[name.format("B")], up["lora_b"][1].T)

@@ -1,0 +1,137 @@
+"""Runs that train adapters: checkpoints, a shared base, export, meshes."""
+
+import json
+
+import chex
+import jax
+import numpy as np
+import pytest
+from helpers import tiny_run
+
+from jaxrl_llm import api, models, workdir
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.trainer import build, loop
+
+STEPS = 3
+
+
+def make_run(model, **changes):
+  settings = {
+    "model__lora_rank": 4,
+    "value__lora_rank": 2,
+    "loss__kl_reward_coefficient": 0.01,
+    "optimizer__policy__learning_rate": 1e-2,
+    "run__trackers": (),
+    "run__steps": STEPS,
+  }
+  return build.make_run(tiny_run.make_config(model, **settings | changes))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+  return tiny_run.write_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def run(model):
+  return make_run(model)
+
+
+@pytest.fixture(scope="module")
+def whole(run, tmp_path_factory):
+  folder = tmp_path_factory.mktemp("whole")
+  loop.train(run, folder)
+  return folder
+
+
+def saved(folder):
+  record = json.loads((folder / "COMMIT").read_text().rpartition("}")[0] + "}")
+  return {*record["leaves"]}
+
+
+def test_a_step_holds_adapters_and_one_base_is_written_once(whole):
+  folder = whole / "checkpoints"
+  base, step = saved(folder / "base"), saved(folder / str(STEPS))
+  assert base and all(x.startswith("learner.policy.base/") for x in base)
+  weights = [x for x in step if x.endswith(("kernel", "embedding", "scale"))]
+  assert weights and all("value_head" in x or "surprise" in x for x in weights)
+  for name in ("policy", "critic"):
+    assert f"learner.{name}.trained/layers/mlp/up/lora_a" in step
+
+
+def test_policy_critic_and_reference_share_a_base(run):
+  states, _ = loop.begin(run)
+  learner = states.learner
+  policy, critic = learner.params("policy"), learner.params("critic")
+  for x, y in zip(jax.tree.leaves(policy.base), jax.tree.leaves(critic.base)):
+    assert x is y
+  assert models.num_params(run.learner.policy.fns.config.base) == sum(
+    x.size for x in jax.tree.leaves(policy.base)
+  )
+  assert jax.tree.structure(learner.reference) == jax.tree.structure(
+    policy.trained
+  )
+
+
+def test_resumes_bit_for_bit(model, whole, tmp_path):
+  loop.train(make_run(model, run__steps=2), tmp_path)
+  loop.train(make_run(model), tmp_path)
+  assert tiny_run.comparable(tmp_path)[-1] == tiny_run.comparable(whole)[-1]
+  chex.assert_trees_all_equal(api.load(tmp_path).params, api.load(whole).params)
+
+
+def test_readers_get_the_merged_model(run, whole, model, tmp_path):
+  policy = api.load(whole)
+  _, before = models.load(str(model))
+  chex.assert_trees_all_equal(policy.params["embed"], before["embed"])
+  moved = lambda x, y: float(np.abs(x - y).max())
+  moved = jax.tree.map(moved, policy.params["layers"], before["layers"])
+  assert moved["mlp"]["up"]["kernel"] > 1e-3
+  assert moved["input_norm"]["scale"] == 0
+  policy.save(tmp_path / "merged")
+  again = api.load(tmp_path / "merged")
+  chex.assert_trees_all_equal(again.params, policy.params)
+  given = {"temperature": 0, "max_new_tokens": 8}
+  assert again.generate("3+5?", **given) == policy.generate("3+5?", **given)
+  policy.save_adapters(tmp_path / "adapters")
+  assert (tmp_path / "adapters" / "adapter_model.safetensors").exists()
+  with pytest.raises(InputError, match="has no adapters"):
+    again.save_adapters(tmp_path / "none")
+  critic = run.learner.critic
+  found = workdir.restore_params(
+    whole, STEPS, "critic", critic.params, base_of="policy"
+  )
+  assert jax.tree.structure(found) == jax.tree.structure(
+    models.merge(critic.params)
+  )
+
+
+def test_a_mesh_computes_what_one_device_does(model, whole, tmp_path):
+  mesh = {"mesh__data": 2, "mesh__fsdp": 2, "mesh__tensor": 2}
+  sizes = {
+    f"optimizer__{role}__micro_batch_size": 4 for role in ("policy", "value")
+  }
+  loop.train(make_run(model, **mesh, **sizes), tmp_path)
+  one, eight = tiny_run.comparable(whole), tiny_run.comparable(tmp_path)
+  for key in ("policy/loss", "value/loss", "policy/grad_norm"):
+    np.testing.assert_allclose(one[1][key], eight[1][key], rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+  "changes, problem",
+  [
+    ({"model__base_dtype": "int8", "value__lora_rank": 0}, "base_dtype"),
+    ({"optimizer__policy__frozen": ("embed",)}, "leave frozen empty"),
+    ({"model__lora_targets": ()}, "name a target"),
+    ({"value__init_from": "elsewhere"}, "value.init_from=''"),
+  ],
+)
+def test_what_does_not_go_together_is_refused(model, changes, problem):
+  with pytest.raises(InputError, match=problem) as error:
+    make_run(model, **changes)
+  assert "\n" not in str(error.value)
+
+
+def test_targets_that_no_layer_has_are_refused(model):
+  with pytest.raises(InputError, match="lora_targets.*attention/q"):
+    make_run(model, model__lora_targets=("atention",))
