@@ -107,7 +107,9 @@ class ModelConfig:
       for field in (*_RANGES, *_BOOLEANS)
       if field not in rules.fixed
     }
-    return values | {
+    return {
+      **values,
+      **rules.written,
       "architectures": [rules.architecture],
       "model_type": self.family,
       "hidden_act": "silu",

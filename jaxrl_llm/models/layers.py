@@ -107,6 +107,7 @@ class AttentionKind:
   bias: bool  # Bias of the q, k and v projections.
   output_bias: bool  # Bias of the o projection.
   qk_norm: bool = False  # RMSNorm of q and k over head_dim, before rope.
+  rotary: bool = True  # Whether positions are encoded (otherwise NoPE).
 
 
 class Attention(nnx.Module):
@@ -141,7 +142,8 @@ class Attention(nnx.Module):
     v = self.v(x).reshape(batch, time, kind.num_kv_heads, kind.head_dim)
     if kind.qk_norm:
       q, k = self.q_norm(q), self.k_norm(k)
-    q, k = rotate(q, *rotary), rotate(k, *rotary)
+    if kind.rotary:
+      q, k = rotate(q, *rotary), rotate(k, *rotary)
     out, cache = attend(kind, q, k, v)
     return self.o(out.reshape(batch, time, -1)), cache
 

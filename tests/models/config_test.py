@@ -88,7 +88,45 @@ QWEN3 = {
   "use_sliding_window": False,
   "vocab_size": 151936,
 }
+MISTRAL = {
+  "architectures": ["MistralForCausalLM"],
+  "hidden_act": "silu",
+  "hidden_size": 4096,
+  "intermediate_size": 14336,
+  "max_position_embeddings": 32768,
+  "model_type": "mistral",
+  "num_attention_heads": 32,
+  "num_hidden_layers": 32,
+  "num_key_value_heads": 8,
+  "rms_norm_eps": 1e-05,
+  "rope_theta": 1000000.0,
+  "sliding_window": None,
+  "tie_word_embeddings": False,
+  "vocab_size": 32768,
+}
+SMOLLM3 = {
+  "architectures": ["SmolLM3ForCausalLM"],
+  "attention_bias": False,
+  "hidden_act": "silu",
+  "hidden_size": 2048,
+  "intermediate_size": 11008,
+  "max_position_embeddings": 65536,
+  "mlp_bias": False,
+  "model_type": "smollm3",
+  "no_rope_layer_interval": 4,
+  "no_rope_layers": [1, 1, 1, 0] * 9,
+  "num_attention_heads": 16,
+  "num_hidden_layers": 36,
+  "num_key_value_heads": 4,
+  "rms_norm_eps": 1e-06,
+  "rope_theta": 5000000.0,
+  "tie_word_embeddings": True,
+  "use_sliding_window": False,
+  "vocab_size": 128256,
+}
 FAMILIES = {
+  "mistral": MISTRAL,
+  "smollm3": SMOLLM3,
   "smollm2": SMOLLM2,
   "llama": LLAMA_1B,
   "qwen2": QWEN2,
@@ -105,6 +143,8 @@ class TestFromHf:
     ("name", "count"),
     # The published parameter counts of these models.
     [
+      ("mistral", 7_248_023_552),
+      ("smollm3", 3_075_098_624),
       ("smollm2", 134_515_008),
       ("llama", 1_235_814_400),
       ("qwen2", 494_032_768),
@@ -143,6 +183,21 @@ class TestFromHf:
     assert [kind.output_bias for kind in kinds] == [False, False]
     assert [kind.qk_norm for kind in kinds] == [False, True]
     assert (qwen2.head_dim, qwen3.head_dim) == (64, 128)
+
+  def test_every_fourth_layer_of_smollm3_has_no_rope(self):
+    config = ModelConfig.from_hf(SMOLLM3)
+    rotary = [kind.attention.rotary for kind in config.layers]
+    assert rotary == [True, True, True, False] * 9
+    other = SMOLLM3 | {"no_rope_layers": [1, 0] * 18}
+    with pytest.raises(InputError, match="no_rope_layers"):
+      ModelConfig.from_hf(other)
+
+  def test_a_window_of_mistral_is_refused_and_never_written(self):
+    with pytest.raises(InputError, match="sliding_window"):
+      ModelConfig.from_hf(MISTRAL | {"sliding_window": 4096})
+    written = ModelConfig.from_hf(MISTRAL).to_hf()
+    # Readers take 4096 for an absent key.
+    assert written["sliding_window"] is None
 
   def test_what_old_llama_files_leave_out(self):
     config = ModelConfig.from_hf(

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm import models
+from jaxrl_llm.sampling import Engine, EngineConfig, SamplingSettings
 
 _REASON = "parity tests need the `parity` extra: pip install -e .[parity]"
 torch = pytest.importorskip("torch", reason=_REASON)
@@ -61,6 +62,8 @@ CASES = {
     {"tie_word_embeddings": True, "num_key_value_heads": 3},
   ),
   "qwen2 yarn": ("Qwen2", {"rope_scaling": YARN}),
+  "mistral": ("Mistral", {"sliding_window": None, "head_dim": 16}),
+  "smollm3": ("SmolLM3", {"num_hidden_layers": 8, "pad_token_id": None}),
   "qwen3": ("Qwen3", {"head_dim": 16, "rope_theta": 1e6}),
   "qwen3 tied bias": (
     "Qwen3",
@@ -135,3 +138,25 @@ def test_shards_and_bfloat16_of_transformers(batch, tmp_path):
   fns, params = models.load(str(tmp_path), dtype=jnp.float32)
   found = fns.logits(params, jnp.asarray(tokens), jnp.asarray(mask))
   assert np.abs(found - wanted)[mask].max() <= 1e-4
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen2", "qwen3", "smollm3"])
+def test_the_sampler_scores_its_tokens_as_transformers_does(name, tmp_path):
+  reference = make_reference(*CASES[name])
+  reference.save_pretrained(tmp_path)
+  fns, params = models.load(str(tmp_path), dtype=jnp.float32)
+  engine = Engine(fns, EngineConfig(2, 5, 12, page_size=4, stop_tokens=()))
+  rollout = engine.generate(
+    jax.jit(fns.for_sampling)(params),
+    [[3, 5, 7, 9, 11]],
+    sample_ids=[[0, 1]],
+    key=jax.random.key(0),
+    settings=SamplingSettings(),
+  )
+  tokens = np.concatenate([rollout.prompt_tokens, rollout.tokens], axis=1)
+  logits = reference_logits(reference, tokens, np.ones(tokens.shape, bool))
+  wanted = jax.nn.log_softmax(logits[:, 4:-1].astype(np.float64))
+  wanted = np.take_along_axis(wanted, rollout.tokens[..., None], axis=-1)
+  np.testing.assert_allclose(
+    rollout.behavior_logprobs, wanted[..., 0], atol=2e-4
+  )

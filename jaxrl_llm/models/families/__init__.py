@@ -29,6 +29,7 @@ class Family(NamedTuple):
   # Keys that may be missing (as in old Llama files); the format defines
   # defaults.
   optional: tuple[str, ...] = ()
+  written: Mapping[str, Any] = {}  # Further keys of a config.json.
 
 
 REGISTERED: dict[str, Family] = {}  # Added by `register.family`.
