@@ -27,6 +27,7 @@ def packed_attention(
   prefixes: chex.Array,
   *,
   sharding: NamedSharding | None = None,
+  window: int | None = None,
 ) -> jax.Array:
   """softmax(q kᵀ / √d) v, causal, with grouped heads, within segments.
 
@@ -42,6 +43,8 @@ def packed_attention(
     prefixes: int32 [B, T], another segment to attend to; 0: none.
     sharding: sharding of k if the tokens of a row are split; otherwise XLA
       partitions rows and heads by itself.
+    window: positions that a query sees, its own included, in rows without
+      prefixes; None: all.
 
   Returns:
     [B, T, H, d] in the dtype of q; scores and softmax are float32.
@@ -50,7 +53,8 @@ def packed_attention(
   chex.assert_equal_shape_prefix([q, k, v, segments, prefixes], 2)
   if context.num_shards(sharding, 1) == 1:
     index = jnp.arange(q.shape[1])
-    return _attend_in_rows(index, q, k, v, segments, prefixes, segments)
+    arrays = q, k, v, segments, prefixes, segments
+    return _attend_in_rows(index, *arrays, window)
 
   def on_device(q, k, v, segments, prefixes):
     k, v, keys = (context.gather(x, sharding) for x in (k, v, segments))
@@ -58,13 +62,13 @@ def packed_attention(
       context.zigzag_order(k.shape[1], k.shape[1] // q.shape[1])
     )
     index = places[jax.lax.axis_index(sharding.spec[1])]
-    return _attend_in_rows(index, q, k, v, segments, prefixes, keys)
+    return _attend_in_rows(index, q, k, v, segments, prefixes, keys, window)
 
   attend = context.on_devices(on_device, sharding)
   return attend(q, k, v, segments, prefixes)
 
 
-def _attend_in_rows(index, q, k, v, segments, prefixes, key_segments):
+def _attend_in_rows(index, q, k, v, segments, prefixes, key_segments, window):
   """Attends with queries at positions [Q] of the row to all of its keys."""
   count, time = q.shape[1], k.shape[1]
   keys, values = k.transpose(0, 2, 3, 1), v.swapaxes(1, 2)
@@ -73,7 +77,8 @@ def _attend_in_rows(index, q, k, v, segments, prefixes, key_segments):
     visible = own[:, :, None] == key_segments[:, None]
     shared = prefix[:, :, None] == key_segments[:, None]
     visible |= shared & (prefix[:, :, None] > 0)
-    visible &= (index[:, None] >= jnp.arange(time)[None])[None]
+    before = index[:, None] - jnp.arange(time)[None]
+    visible &= in_reach(before, window)[None]
     return attend(q, keys, values, visible)
 
   if time <= 2 * _QUERY_BLOCK:
@@ -178,8 +183,17 @@ def write_contiguous(
   return keys, write(values, v.swapaxes(1, 2), start, axis=2)
 
 
+def in_reach(before, window):
+  """Whether a query sees a key so many positions before it."""
+  return before >= 0 if window is None else (before >= 0) & (before < window)
+
+
 def prefill_attention(
-  q: chex.Array, layer: tuple[jax.Array, jax.Array], start: chex.Numeric
+  q: chex.Array,
+  layer: tuple[jax.Array, jax.Array],
+  start: chex.Numeric,
+  *,
+  window: int | None = None,
 ) -> jax.Array:
   """Causal attention of Q queries per sequence to a contiguous cache.
 
@@ -187,12 +201,13 @@ def prefill_attention(
     q: [N, Q, H, d], at positions start, start + 1, ...
     layer: keys [N, K, d, T] and values [N, K, T, d].
     start: int32 scalar.
+    window: as in `packed_attention`.
 
   Returns:
     [N, Q, H, d] in the dtype of q; scores and softmax are float32.
   """
   time = layer[0].shape[3]
   positions = start + jnp.arange(q.shape[1])
-  visible = jnp.arange(time)[None] <= positions[:, None]
+  visible = in_reach(positions[:, None] - jnp.arange(time)[None], window)
   visible = jnp.broadcast_to(visible, (q.shape[0], *visible.shape))
   return attend(q, *layer, visible)

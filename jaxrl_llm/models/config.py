@@ -56,6 +56,7 @@ class ModelConfig:
   attention_bias: bool = False  # Bias of q, k, v and, except in Qwen2, o.
   mlp_bias: bool = False
   tie_word_embeddings: bool = False
+  own: tuple[tuple[str, float], ...] = ()  # Of the family, see `Family.own`.
   adapters: Adapters | None = None  # Never in a config.json.
 
   def __post_init__(self):
@@ -109,7 +110,7 @@ class ModelConfig:
     }
     return {
       **values,
-      **rules.written,
+      **dict(self.own),
       "architectures": [rules.architecture],
       "model_type": self.family,
       "hidden_act": "silu",
@@ -117,6 +118,7 @@ class ModelConfig:
       "bos_token_id": None,
       "eos_token_id": None,
       "pad_token_id": None,
+      **rules.written,
     }
 
   @property
@@ -149,6 +151,10 @@ def _problems(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
   for field, fixed in families.get(family).fixed.items():
     if values[field] is not fixed:
       yield field, f"must be {fixed} in family {family}"
+  own = dict(values["own"])
+  for key, (low, high) in families.get(family).own.items():
+    if problem := range_problem(own.get(key), low, high):
+      yield key, problem
   heads, kv_heads = values["num_heads"], values["num_kv_heads"]
   if heads % kv_heads:
     yield "num_kv_heads", f"must divide the {heads} query heads, got {kv_heads}"
@@ -165,9 +171,11 @@ def _fields_from_hf(values: Mapping[str, Any], where: Any) -> dict[str, Any]:
       f" use a model of type {', '.join(known)}"
     )
   rules = families.get(family)
+  values = rules.respelled(values)
   theta, scaling = rope.from_hf(values, where)
   values = {**values, "rope_theta": theta}
-  fields = {"family": family, "rope_scaling": scaling}
+  own = tuple((key, values.get(key)) for key in rules.own)
+  fields = {"family": family, "rope_scaling": scaling, "own": own}
   for field in _RANGES:
     key = _HF_KEYS.get(field, field)
     fields[field] = values.get(key)

@@ -84,8 +84,7 @@ def _leading(sharding: NamedSharding | None, axes: int) -> NamedSharding | None:
 
 def _backbone_settings(config, numerics, remat_policy, kernels, sharding):
   """Returns keywords of `transformer.hidden`, and whether it sees prefixes."""
-  make = functools.partial(make_packed_attention, kernels, sharding=sharding)
-  packed = _by_attention(make, config)
+  packed = _by_attention(make_packed_attention, kernels, config, sharding)
   settings = {
     "config": config,
     "numerics": numerics,
@@ -96,9 +95,15 @@ def _backbone_settings(config, numerics, remat_policy, kernels, sharding):
   return settings, all(backend.sees_prefixes for backend in packed.values())
 
 
-def _by_attention(make, config):
-  """Calls make(kind) for every kind of attention of a model."""
-  return {kind.attention: make(kind.attention) for kind in config.period}
+def _by_attention(make, kernels, config, sharding):
+  """Makes a backend for every kind of attention of a model.
+
+  All are of one name, because layers of a KV cache have one layout.
+  """
+  kinds = dict.fromkeys(kind.attention for kind in config.period)
+  if kernels == "auto" and any(kind.window for kind in kinds):
+    kernels = "xla"  # The others have no windows.
+  return {kind: make(kernels, kind, sharding=sharding) for kind in kinds}
 
 
 def _of_whole(function):
@@ -191,8 +196,7 @@ def make_policy(
   settings, sees_prefixes = _backbone_settings(
     config, numerics, remat_policy, kernels, sharding
   )
-  make_backend = bind(make_kernels, kernels, sharding=sampler_sharding)
-  backends = _by_attention(make_backend, config)
+  backends = _by_attention(make_kernels, kernels, config, sampler_sharding)
   backend = next(iter(backends.values()))  # All have the same layout.
   sampler = sampler or Numerics.all(numerics.activations)
   sampled = {"numerics": sampler, "kernels": backends}

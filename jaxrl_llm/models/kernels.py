@@ -104,8 +104,10 @@ def make_packed_attention(
   """
   tpu = _tpu(name, kind, sharding)
   if tpu is None:
-    attend = functools.partial(attention.packed_attention, sharding=sharding)
-    return PackedAttention(attend, sees_prefixes=True)
+    attend = functools.partial(
+      attention.packed_attention, sharding=sharding, window=kind.window
+    )
+    return PackedAttention(attend, sees_prefixes=kind.window is None)
   return PackedAttention(
     tpu.make_packed_attention(kind, sharding=sharding), sees_prefixes=False
   )
@@ -178,7 +180,11 @@ def make_xla(
     init_paged=init_paged,
     init_contiguous=init_contiguous,
     write_paged=paged_attention.write_paged,
-    paged_attention=paged_attention.paged_attention,
+    paged_attention=functools.partial(
+      paged_attention.paged_attention, window=kind.window
+    ),
     write_contiguous=attention.write_contiguous,
-    prefill_attention=attention.prefill_attention,
+    prefill_attention=functools.partial(
+      attention.prefill_attention, window=kind.window
+    ),
   )

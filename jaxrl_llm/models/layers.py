@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxrl_llm.models import families
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.numerics import Numerics, matmul
 from jaxrl_llm.models.rope import RopeScaling
@@ -82,17 +83,32 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-  """x / sqrt(mean(x²) + ε) · scale, statistics in float32."""
+  """x / sqrt(mean(x²) + ε) · scale, statistics in float32.
 
-  def __init__(self, size: int, epsilon: float):
-    self.scale = nnx.Param(jnp.ones((size,)))
+  Zero-centered, it multiplies by 1 + scale, in float32.
+  """
+
+  def __init__(self, size: int, epsilon: float, *, zero_centered: bool = False):
+    self.scale = nnx.Param(jnp.full((size,), 0.0 if zero_centered else 1.0))
     self.epsilon = epsilon
+    self.zero_centered = zero_centered
 
   def __call__(self, x: chex.Array) -> jax.Array:
     x32 = x.astype(jnp.float32)
     variance = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
-    y = (x32 * jax.lax.rsqrt(variance + self.epsilon)).astype(x.dtype)
+    y = x32 * jax.lax.rsqrt(variance + self.epsilon)
+    if self.zero_centered:
+      scale = 1 + self.scale[...].astype(jnp.float32)
+      return (y * _align(scale, x.ndim)).astype(x.dtype)
+    y = y.astype(x.dtype)
     return y * _align(self.scale[...].astype(x.dtype), x.ndim)
+
+
+def make_norm(config: ModelConfig, size: int | None = None) -> RMSNorm:
+  """Makes a norm of a model, over its width unless given."""
+  centered = families.get(config.family).zero_centered_norms
+  size = size or config.hidden_size
+  return RMSNorm(size, config.rms_norm_eps, zero_centered=centered)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,6 +124,8 @@ class AttentionKind:
   output_bias: bool  # Bias of the o projection.
   qk_norm: bool = False  # RMSNorm of q and k over head_dim, before rope.
   rotary: bool = True  # Whether positions are encoded (otherwise NoPE).
+  window: int | None = None  # Positions that a query sees, its own included.
+  query_scale: float = 1.0  # Factor of scores besides 1 / √head_dim.
 
 
 class Attention(nnx.Module):
@@ -128,8 +146,8 @@ class Attention(nnx.Module):
     self.v = Linear(size, kv_size, bias=kind.bias, **linear)
     self.o = Linear(q_size, size, bias=kind.output_bias, **linear)
     if kind.qk_norm:
-      self.q_norm = RMSNorm(kind.head_dim, config.rms_norm_eps)
-      self.k_norm = RMSNorm(kind.head_dim, config.rms_norm_eps)
+      self.q_norm = make_norm(config, kind.head_dim)
+      self.k_norm = make_norm(config, kind.head_dim)
     self.kind = kind
 
   def __call__(
@@ -144,21 +162,29 @@ class Attention(nnx.Module):
       q, k = self.q_norm(q), self.k_norm(k)
     if kind.rotary:
       q, k = rotate(q, *rotary), rotate(k, *rotary)
+    if kind.query_scale != 1:
+      q = q * kind.query_scale
     out, cache = attend(kind, q, k, v)
     return self.o(out.reshape(batch, time, -1)), cache
 
 
 class MLP(nnx.Module):
-  """down(silu(gate(x)) · up(x))."""
+  """down(activation(gate(x)) · up(x))."""
 
-  def __init__(self, config: ModelConfig, **linear: Any):
+  def __init__(
+    self,
+    config: ModelConfig,
+    activation: Callable[[chex.Array], jax.Array] = jax.nn.silu,
+    **linear: Any,
+  ):
+    self.activation = activation
     sizes = (config.hidden_size, config.intermediate_size)
     self.gate = Linear(*sizes, **linear)
     self.up = Linear(*sizes, **linear)
     self.down = Linear(*sizes[::-1], **linear)
 
   def __call__(self, x: chex.Array) -> jax.Array:
-    return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+    return self.down(self.activation(self.gate(x)) * self.up(x))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -183,9 +209,9 @@ class DecoderLayer(nnx.Module):
     numerics: Numerics,
     rngs: nnx.Rngs,
   ):
-    self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+    self.input_norm = make_norm(config)
     self.attention = Attention(kind.attention, config, numerics, rngs)
-    self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+    self.post_norm = make_norm(config)
     self.mlp = MLP(config, bias=kind.mlp_bias, numerics=numerics, rngs=rngs)
 
   def __call__(
@@ -197,18 +223,20 @@ class DecoderLayer(nnx.Module):
 
 
 class Embed(nnx.Module):
-  """Token embedding [V, D]."""
+  """Token embedding [V, D], scaled if the family says so."""
 
   def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
     init = nnx.initializers.normal(_INIT_STDDEV)
     shape = (config.vocab_size, config.hidden_size)
     self.embedding = nnx.Param(init(rngs.params(), shape))
+    self.factor = families.get(config.family).embedding_scale(config)
 
   def __call__(self, tokens: chex.Array, dtype: Any) -> jax.Array:
     rows = jnp.take(self.embedding[...], tokens, axis=0)
     if jnp.issubdtype(rows.dtype, jnp.integer):  # See `for_sampling`.
-      return jax.lax.bitcast_convert_type(rows, dtype)
-    return rows.astype(dtype)
+      rows = jax.lax.bitcast_convert_type(rows, dtype)
+    rows = rows.astype(dtype)
+    return rows if self.factor == 1 else rows * jnp.asarray(self.factor, dtype)
 
 
 def rotary_tables(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.models import kv_cache
-from jaxrl_llm.models.attention import MASKED, fold_heads
+from jaxrl_llm.models.attention import MASKED, fold_heads, in_reach
 from jaxrl_llm.models.kv_cache import BlockTables
 
 # A layer's pages are split into several arrays, so that a call reads only the
@@ -79,6 +79,8 @@ def paged_attention(
   layer: PagedLayer,
   block_tables: BlockTables,
   positions: chex.Array,
+  *,
+  window: int | None = None,
 ) -> jax.Array:
   """Attends with Q queries per slot to the pages of that slot.
 
@@ -92,6 +94,7 @@ def paged_attention(
     layer: a layer with D shards of at least P pages, each with one owner.
     block_tables: the pages of each slot, as in `write_paged`.
     positions: int32 [S, Q]; a query attends to its own and earlier positions.
+    window: to how many of them; None: all.
 
   Returns:
     [S, Q, H, d] in the dtype of q, 0 for slots without pages; scores and
@@ -100,7 +103,7 @@ def paged_attention(
   shards, pages = block_tables.page_owner.shape
   q, unfold = fold_heads(q * q.shape[3] ** -0.5, layer[0][0].shape[2])
   by_shard = lambda x: x.reshape(shards, -1, *x.shape[1:])
-  out = jax.vmap(_attend)(
+  out = jax.vmap(functools.partial(_attend, window=window))(
     by_shard(q),
     by_shard(positions),
     *block_tables[1:],  # By page.
@@ -109,7 +112,7 @@ def paged_attention(
   return unfold(out.reshape(-1, *out.shape[2:]))
 
 
-def _attend(q, positions, owner, start, order, segments):
+def _attend(q, positions, owner, start, order, segments, *, window):
   """Attends with the S / D slots of a shard to its first P pages.
 
   Only the products are made per segment, which keeps the program small.
@@ -121,6 +124,7 @@ def _attend(q, positions, owner, start, order, segments):
     start: [P].
     order: [P].
     segments: keys and values of the P pages.
+    window: as in `paged_attention`.
   """
   slots, (keys, values) = len(q), zip(*segments)
   cuts = np.cumsum([len(x) for x in keys])[:-1]
@@ -137,7 +141,8 @@ def _attend(q, positions, owner, start, order, segments):
   held = jnp.minimum(owner, slots - 1)
   scores = multiply("pkqd,pkdl->pkql", q[held], keys)
   index = start[:, None] + jnp.arange(scores.shape[3])[None]
-  visible = index[:, None] <= positions[held][:, :, None]  # [P, Q, page_size].
+  before = positions[held][:, :, None] - index[:, None]  # [P, Q, page_size].
+  visible = in_reach(before, window)
   visible &= (owner < slots)[:, None, None]
   by_query = scores.reshape(*scores.shape[:2], -1, *visible.shape[1:])
   by_query = jnp.where(visible[:, None, None], by_query, MASKED)

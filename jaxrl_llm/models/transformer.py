@@ -60,7 +60,7 @@ _PREFILL_CHUNK = 512  # Tokens per context and chunk.
 # Name -> function of (config, numerics, rngs) that makes the module.
 _MODULES = {
   "embed": lambda c, _, rngs: layers_lib.Embed(c, rngs),
-  "norm": lambda c, *_: layers_lib.RMSNorm(c.hidden_size, c.rms_norm_eps),
+  "norm": lambda c, *_: layers_lib.make_norm(c),
   "head": lambda c, numerics, rngs: layers_lib.Linear(
     c.hidden_size, c.vocab_size, bias=False, numerics=numerics, rngs=rngs
   ),

@@ -62,6 +62,29 @@ CASES = {
     {"tie_word_embeddings": True, "num_key_value_heads": 3},
   ),
   "qwen2 yarn": ("Qwen2", {"rope_scaling": YARN}),
+  "gemma3": (
+    "Gemma3Text",
+    {
+      "num_hidden_layers": 12,
+      "sliding_window": 5,
+      "head_dim": 16,
+      "query_pre_attn_scalar": 20,
+      "tie_word_embeddings": True,
+    },
+  ),
+  "gemma3 cut period": (
+    "Gemma3Text",
+    {
+      "num_hidden_layers": 8,
+      "sliding_window": 3,
+      "tie_word_embeddings": True,
+      "head_dim": 12,
+      "rope_parameters": {
+        "full_attention": {"rope_theta": 500.0, **LINEAR},
+        "sliding_attention": {"rope_theta": 50.0, "rope_type": "default"},
+      },
+    },
+  ),
   "mistral": ("Mistral", {"sliding_window": None, "head_dim": 16}),
   "smollm3": ("SmolLM3", {"num_hidden_layers": 8, "pad_token_id": None}),
   "qwen3": ("Qwen3", {"head_dim": 16, "rope_theta": 1e6}),
@@ -76,10 +99,12 @@ def make_reference(family, changes):
   """A random model with large weights, so that no logit is small."""
   torch.manual_seed(0)
   config = getattr(transformers, f"{family}Config")(**(SIZES | changes))
-  model = getattr(transformers, f"{family}ForCausalLM")(config)
+  name = family.removesuffix("Text")
+  model = getattr(transformers, f"{name}ForCausalLM")(config)
   with torch.no_grad():
     for name, parameter in model.named_parameters():
-      mean = 1.0 if "norm" in name else 0.0
+      centered = "norm" in name and "Gemma" not in family
+      mean = 1.0 if centered else 0.0
       parameter.normal_(mean, 0.2)
   return model.eval()
 
@@ -140,7 +165,9 @@ def test_shards_and_bfloat16_of_transformers(batch, tmp_path):
   assert np.abs(found - wanted)[mask].max() <= 1e-4
 
 
-@pytest.mark.parametrize("name", ["mistral", "qwen2", "qwen3", "smollm3"])
+@pytest.mark.parametrize(
+  "name", ["gemma3", "mistral", "qwen2", "qwen3", "smollm3"]
+)
 def test_the_sampler_scores_its_tokens_as_transformers_does(name, tmp_path):
   reference = make_reference(*CASES[name])
   reference.save_pretrained(tmp_path)

@@ -30,6 +30,14 @@ class Family(NamedTuple):
   # defaults.
   optional: tuple[str, ...] = ()
   written: Mapping[str, Any] = {}  # Further keys of a config.json.
+  # Numbers that only this family has, `ModelConfig.own`: key of config.json ->
+  # smallest and largest accepted value.
+  own: Mapping[str, tuple[float, float]] = {}
+  # (parsed config.json) -> the same in the spelling of Llama.
+  respelled: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
+  zero_centered_norms: bool = False  # Norms multiply by 1 + scale.
+  # (config) -> factor of the token embeddings.
+  embedding_scale: Callable[[Any], float] = lambda config: 1.0
 
 
 REGISTERED: dict[str, Family] = {}  # Added by `register.family`.
