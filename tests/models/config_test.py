@@ -88,6 +88,29 @@ QWEN3 = {
   "use_sliding_window": False,
   "vocab_size": 151936,
 }
+GEMMA3 = {
+  "architectures": ["Gemma3ForCausalLM"],
+  "attention_bias": False,
+  "attn_logit_softcapping": None,
+  "final_logit_softcapping": None,
+  "head_dim": 256,
+  "hidden_activation": "gelu_pytorch_tanh",
+  "hidden_size": 1152,
+  "intermediate_size": 6912,
+  "max_position_embeddings": 32768,
+  "model_type": "gemma3_text",
+  "num_attention_heads": 4,
+  "num_hidden_layers": 26,
+  "num_key_value_heads": 1,
+  "query_pre_attn_scalar": 256,
+  "rms_norm_eps": 1e-06,
+  "rope_local_base_freq": 10000,
+  "rope_scaling": None,
+  "rope_theta": 1000000,
+  "sliding_window": 512,
+  "sliding_window_pattern": 6,
+  "vocab_size": 262144,
+}
 MISTRAL = {
   "architectures": ["MistralForCausalLM"],
   "hidden_act": "silu",
@@ -125,6 +148,7 @@ SMOLLM3 = {
   "vocab_size": 128256,
 }
 FAMILIES = {
+  "gemma3": GEMMA3,
   "mistral": MISTRAL,
   "smollm3": SMOLLM3,
   "smollm2": SMOLLM2,
@@ -143,6 +167,7 @@ class TestFromHf:
     ("name", "count"),
     # The published parameter counts of these models.
     [
+      ("gemma3", 999_885_952),
       ("mistral", 7_248_023_552),
       ("smollm3", 3_075_098_624),
       ("smollm2", 134_515_008),
@@ -191,6 +216,27 @@ class TestFromHf:
     other = SMOLLM3 | {"no_rope_layers": [1, 0] * 18}
     with pytest.raises(InputError, match="no_rope_layers"):
       ModelConfig.from_hf(other)
+
+  def test_windows_and_ropes_of_gemma3_alternate(self):
+    config = ModelConfig.from_hf(GEMMA3)
+    layers = [kind.attention for kind in config.layers]
+    assert [kind.window for kind in layers[:7]] == [512] * 5 + [None, 512]
+    assert [kind.rope_theta for kind in layers[4:6]] == [1e4, 1e6]
+    assert len(layers) == 26 and layers[-1].window == 512
+    newer = without(GEMMA3, "rope_theta", "rope_local_base_freq") | {
+      "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 1000000},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000},
+      }
+    }
+    assert ModelConfig.from_hf(newer) == config
+    for key, value in (
+      ("final_logit_softcapping", 30.0),
+      ("sliding_window", 0),
+      ("query_pre_attn_scalar", None),
+    ):
+      with pytest.raises(InputError, match=key):
+        ModelConfig.from_hf(GEMMA3 | {key: value})
 
   def test_a_window_of_mistral_is_refused_and_never_written(self):
     with pytest.raises(InputError, match="sliding_window"):
