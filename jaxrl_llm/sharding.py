@@ -29,6 +29,11 @@ SLOT_AXES = ("data", "fsdp", "context")  # The sampler splits no row.
 PARAMETERS: tuple[tuple[str, tuple[str, ...]], ...] = (
   (r"embed/embedding$", ("vocab", "embed")),
   (r"lm_head/kernel$", ("embed", "vocab")),
+  (r"layers.*/router/kernel$", ("layers", "embed", "")),
+  (r"layers.*/experts/(gate|up)/kernel$", ("layers", "", "embed", "mlp")),
+  (r"layers.*/experts/down/kernel$", ("layers", "", "mlp", "embed")),
+  (r"layers.*/experts/.*/kernel_scale$", ("layers", "", "", "")),
+  (r"layers.*/router/(lora_.|kernel_scale)$", ("layers", "", "")),
   (r"layers.*/(q|k|v)/kernel$", ("layers", "embed", "heads")),
   (r"layers.*/(q|k|v)/bias$", ("layers", "heads")),
   (r"layers.*/o/kernel$", ("layers", "heads", "embed")),

@@ -48,12 +48,11 @@ class Adapters:
   def attach(self, layer: nnx.Module, rngs: nnx.Rngs) -> None:
     """Gives adapters to the linear layers of a layer that are targets."""
     for path, module in list(nnx.iter_modules(layer)):
-      if not hasattr(module, "attach_adapter"):
-        continue
-      if self.quantised:
-        module.attach_scale()
       name = "/".join(map(str, path))
-      if any(target in name for target in self.targets):
+      targeted = any(target in name for target in self.targets)
+      if self.quantised and hasattr(module, "attach_scale"):
+        module.attach_scale()
+      if targeted and hasattr(module, "attach_adapter"):
         module.attach_adapter(self.rank, self.scale, rngs)
 
   def store(self, params: Any) -> Any:

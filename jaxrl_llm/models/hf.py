@@ -5,6 +5,7 @@ the model. Reading checks everything before a weight is used. Writing leaves a
 directory either complete or without weights, never with a mixture.
 """
 
+import itertools
 import json
 import math
 import os
@@ -40,17 +41,15 @@ Params = dict[str, Any]
 
 
 class _Leaf(NamedTuple):
-  """A parameter, stored in files as one tensor or as one per layer."""
+  """A parameter, stored in files as one tensor or as one per layer.
+
+  Experts have a tensor for each layer and expert.
+  """
 
   path: tuple[str, ...]  # Path in the parameter tree.
-  shape: tuple[int, ...]  # Including the layer axis, if any.
-  name: str  # Name of its tensors, with {} for the layer.
-  layers: range | None  # None: outside the layers.
-
-  @property
-  def stacked(self) -> bool:
-    """Whether the leaf has a leading layer axis."""
-    return self.layers is not None
+  shape: tuple[int, ...]  # Including the stacked axes, if any.
+  name: str  # Name of its tensors, with {} for each stacked axis.
+  stacks: tuple[range, ...]  # Numbers in names along the stacked axes.
 
   @property
   def transposed(self) -> bool:
@@ -60,21 +59,21 @@ class _Leaf(NamedTuple):
   @property
   def tensor_shape(self) -> tuple[int, ...]:
     """Shape of each of its tensors in a file."""
-    shape = self.shape[1:] if self.stacked else self.shape
+    shape = self.shape[len(self.stacks) :]
     return shape[::-1] if self.transposed else shape
 
   def names(self) -> list[str]:
-    """Returns the names of its tensors, layer by layer."""
-    return [self.name.format(layer) for layer in self.layers or (0,)]
+    """Returns the names of its tensors, in the order of its parts."""
+    return [self.name.format(*at) for at in itertools.product(*self.stacks)]
 
 
 class _Entry(NamedTuple):
-  """A tensor to write: one layer of a leaf."""
+  """A tensor to write: a part of a leaf."""
 
   name: str
   leaf: _Leaf
-  array: Any  # All layers, on any devices.
-  layer: int
+  array: Any  # All parts, on any devices.
+  part: tuple[int, ...]  # Index along the stacked axes.
 
   @property
   def size(self) -> int:
@@ -83,8 +82,7 @@ class _Entry(NamedTuple):
 
   def to_host(self) -> np.ndarray:
     """Copies the tensor to the host, in the layout of the file."""
-    value = self.array[self.layer] if self.leaf.stacked else self.array
-    value = np.asarray(value)
+    value = np.asarray(self.array[self.part])
     return np.ascontiguousarray(value.T if self.leaf.transposed else value)
 
 
@@ -102,7 +100,10 @@ def _leaves(config: ModelConfig) -> list[_Leaf]:
   for path, leaf in shapes.items():
     first = "layers" if path[0] in layers else path[0]
     name = ".".join(words.get(word, word) for word in (first, *path[1:]))
-    leaves.append(_Leaf(path, leaf.shape, name, layers.get(path[0])))
+    stacks = (layers[path[0]],) if path[0] in layers else ()
+    if name.count("{}") > len(stacks):
+      stacks += (range(leaf.shape[len(stacks)]),)
+    leaves.append(_Leaf(path, leaf.shape, name, stacks))
   return leaves
 
 
@@ -185,16 +186,16 @@ def _read(
   """Reads a part of a parameter."""
   bounds = [p.indices(size)[:2] for p, size in zip(part, leaf.shape)]
   array = np.empty([end - begin for begin, end in bounds], dtype)
-  names = leaf.names()
-  if leaf.stacked:
-    names = names[slice(*bounds.pop(0))]
-  of_tensor = [slice(*bound) for bound in bounds]
+  count = len(leaf.stacks)
+  stacks = [x[slice(*bound)] for x, bound in zip(leaf.stacks, bounds)]
+  of_tensor = [slice(*bound) for bound in bounds[count:]]
   of_tensor = tuple(of_tensor[::-1] if leaf.transposed else of_tensor)
-  layers = array if leaf.stacked else array[None]
-  for layer, name in zip(layers, names, strict=True):
+  parts = array.reshape(-1, *array.shape[count:])  # A view.
+  names = leaf._replace(stacks=tuple(stacks)).names()
+  for part_of, name in zip(parts, names, strict=True):
     tensor = hf_files.read_tensor(tensors[name], of_tensor)
-    layer[...] = tensor.T if leaf.transposed else tensor
-    if not np.isfinite(layer).all():
+    part_of[...] = tensor.T if leaf.transposed else tensor
+    if not np.isfinite(part_of).all():
       raise InputError(
         f"{tensors[name].path}: tensor {name!r} has values that are not finite"
         f" as {array.dtype}; get the model again"
@@ -315,9 +316,11 @@ def _entries(
     if array.dtype not in hf_files.DTYPES.values():
       raise ValueError(f"dtype of weights must be floating, got {array.dtype}")
   return [
-    _Entry(name, leaf, arrays[path], layer)
+    _Entry(leaf.name.format(*numbers), leaf, arrays[path], part)
     for path, leaf in leaves.items()
-    for layer, name in enumerate(leaf.names())
+    for part, numbers in zip(
+      np.ndindex(*map(len, leaf.stacks)), itertools.product(*leaf.stacks)
+    )
   ]
 
 

@@ -8,10 +8,11 @@ A kind of layer is a hashable record. Attention backends and rotary tables are
 made for its `attention`, an `AttentionKind`. Its method
 `make(config, numerics, rngs)` makes the module of a layer:
 
-  module(x [B,T,D], (cos, sin), attend) -> (x, KV cache, {name: [B,T]})
+  module(x [B,T,D], (cos, sin), attend, valid) -> (x, KV cache, {name: [B,T]})
 
-The last result has auxiliary outputs, a number for every token. Training adds
-them as losses, reduced over tokens like the main loss; the sampler drops them.
+`valid`, bool [B,T] or None, marks tokens that are not padding. The last result
+has auxiliary outputs, a number for every token. Training adds them as losses,
+reduced over tokens like the main loss; the sampler drops them.
 """
 
 import dataclasses
@@ -33,7 +34,7 @@ from jaxrl_llm.models.rope import RopeScaling
 AttendFn = Callable[..., tuple[jax.Array, Any]]
 Rotary = tuple[jax.Array, jax.Array]  # cos and sin, see `rotary_tables`.
 
-_INIT_STDDEV = 0.02  # Standard deviation of kernels and embeddings (GPT-2).
+INIT_STDDEV = 0.02  # Standard deviation of kernels and embeddings (GPT-2).
 
 
 class Linear(nnx.Module):
@@ -48,7 +49,7 @@ class Linear(nnx.Module):
     numerics: Numerics,
     rngs: nnx.Rngs,
   ):
-    init = nnx.initializers.normal(_INIT_STDDEV)
+    init = nnx.initializers.normal(INIT_STDDEV)
     self.kernel = nnx.Param(init(rngs.params(), (in_size, out_size)))
     if bias:
       self.bias = nnx.Param(jnp.zeros((out_size,)))
@@ -215,8 +216,13 @@ class DecoderLayer(nnx.Module):
     self.mlp = MLP(config, bias=kind.mlp_bias, numerics=numerics, rngs=rngs)
 
   def __call__(
-    self, x: chex.Array, rotary: Rotary, attend: AttendFn
+    self,
+    x: chex.Array,
+    rotary: Rotary,
+    attend: AttendFn,
+    valid: chex.Array | None,
   ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
+    del valid  # Nothing here depends on other tokens but attention.
     out, cache = self.attention(self.input_norm(x), rotary, attend)
     x = x + out
     return x + self.mlp(self.post_norm(x)), cache, {}
@@ -226,7 +232,7 @@ class Embed(nnx.Module):
   """Token embedding [V, D], scaled if the family says so."""
 
   def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-    init = nnx.initializers.normal(_INIT_STDDEV)
+    init = nnx.initializers.normal(INIT_STDDEV)
     shape = (config.vocab_size, config.hidden_size)
     self.embedding = nnx.Param(init(rngs.params(), shape))
     self.factor = families.get(config.family).embedding_scale(config)

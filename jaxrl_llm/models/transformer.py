@@ -244,7 +244,7 @@ def states(
 
   def layer(kind, x, layer_params):
     module = _module(kind, config, numerics, layer_params)
-    x, _, aux = module(x, rotary[kind.attention], attend)
+    x, _, aux = module(x, rotary[kind.attention], attend, segments > 0)
     return pin(x), aux
 
   policy = REMAT_POLICIES[remat_policy]
@@ -413,7 +413,7 @@ def _unrolled(params, config, numerics, tokens, positions, attend):
   for i, kind in enumerate(config.layers):
     module = _module(kind, config, numerics, params["layers"][i])
     x, layer_cache, _ = module(
-      x, rotary[kind.attention], functools.partial(attend, i)
+      x, rotary[kind.attention], functools.partial(attend, i), None
     )
     kv_cache.append(layer_cache)
   norm = _module("norm", config, numerics, params["final_norm"])

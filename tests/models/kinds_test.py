@@ -33,7 +33,8 @@ class _Parallel(nnx.Module):
     self.attention = layers.Attention(kind.attention, config, numerics, rngs)
     self.mlp = layers.MLP(config, bias=False, numerics=numerics, rngs=rngs)
 
-  def __call__(self, x, rotary, attend):
+  def __call__(self, x, rotary, attend, valid):
+    del valid
     normed = self.norm(x)
     out, cache = self.attention(normed, rotary, attend)
     added = self.mlp(normed)

@@ -87,6 +87,16 @@ CASES = {
   ),
   "mistral": ("Mistral", {"sliding_window": None, "head_dim": 16}),
   "smollm3": ("SmolLM3", {"num_hidden_layers": 8, "pad_token_id": None}),
+  "qwen3_moe": (
+    "Qwen3Moe",
+    {
+      "head_dim": 16,
+      "num_experts": 5,
+      "num_experts_per_tok": 2,
+      "moe_intermediate_size": 12,
+      "norm_topk_prob": True,
+    },
+  ),
   "qwen3": ("Qwen3", {"head_dim": 16, "rope_theta": 1e6}),
   "qwen3 tied bias": (
     "Qwen3",
@@ -166,7 +176,7 @@ def test_shards_and_bfloat16_of_transformers(batch, tmp_path):
 
 
 @pytest.mark.parametrize(
-  "name", ["gemma3", "mistral", "qwen2", "qwen3", "smollm3"]
+  "name", ["gemma3", "mistral", "qwen2", "qwen3_moe", "smollm3"]
 )
 def test_the_sampler_scores_its_tokens_as_transformers_does(name, tmp_path):
   reference = make_reference(*CASES[name])

@@ -63,8 +63,13 @@ class GemmaLayer(nnx.Module):
     self.output_norm = make_norm(config)
 
   def __call__(
-    self, x: chex.Array, rotary: Rotary, attend: AttendFn
+    self,
+    x: chex.Array,
+    rotary: Rotary,
+    attend: AttendFn,
+    valid: chex.Array | None,
   ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
+    del valid
     out, cache = self.attention(self.input_norm(x), rotary, attend)
     x = x + self.post_norm(out)
     return x + self.output_norm(self.mlp(self.mlp_norm(x))), cache, {}
