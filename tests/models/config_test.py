@@ -147,7 +147,35 @@ SMOLLM3 = {
   "use_sliding_window": False,
   "vocab_size": 128256,
 }
+QWEN3_MOE = {
+  "architectures": ["Qwen3MoeForCausalLM"],
+  "attention_bias": False,
+  "decoder_sparse_step": 1,
+  "head_dim": 128,
+  "hidden_act": "silu",
+  "hidden_size": 2048,
+  "intermediate_size": 6144,
+  "max_position_embeddings": 40960,
+  "mlp_only_layers": [],
+  "model_type": "qwen3_moe",
+  "moe_intermediate_size": 768,
+  "norm_topk_prob": True,
+  "num_attention_heads": 32,
+  "num_experts": 128,
+  "num_experts_per_tok": 8,
+  "num_hidden_layers": 48,
+  "num_key_value_heads": 4,
+  "rms_norm_eps": 1e-06,
+  "rope_scaling": None,
+  "rope_theta": 1000000.0,
+  "router_aux_loss_coef": 0.001,
+  "sliding_window": None,
+  "tie_word_embeddings": False,
+  "use_sliding_window": False,
+  "vocab_size": 151936,
+}
 FAMILIES = {
+  "qwen3_moe": QWEN3_MOE,
   "gemma3": GEMMA3,
   "mistral": MISTRAL,
   "smollm3": SMOLLM3,
@@ -167,6 +195,7 @@ class TestFromHf:
     ("name", "count"),
     # The published parameter counts of these models.
     [
+      ("qwen3_moe", 30_532_122_624),
       ("gemma3", 999_885_952),
       ("mistral", 7_248_023_552),
       ("smollm3", 3_075_098_624),
@@ -216,6 +245,16 @@ class TestFromHf:
     other = SMOLLM3 | {"no_rope_layers": [1, 0] * 18}
     with pytest.raises(InputError, match="no_rope_layers"):
       ModelConfig.from_hf(other)
+
+  def test_experts_are_read_by_either_name_of_their_number(self):
+    config = ModelConfig.from_hf(QWEN3_MOE)
+    (kind,) = config.period
+    assert (kind.experts.num_experts, kind.experts.per_token) == (128, 8)
+    other = without(QWEN3_MOE, "num_experts") | {"num_local_experts": 128}
+    assert ModelConfig.from_hf(other) == config
+    for key, value in (("norm_topk_prob", False), ("mlp_only_layers", [0])):
+      with pytest.raises(InputError, match=key):
+        ModelConfig.from_hf(QWEN3_MOE | {key: value})
 
   def test_windows_and_ropes_of_gemma3_alternate(self):
     config = ModelConfig.from_hf(GEMMA3)

@@ -1,0 +1,193 @@
+"""Tests of experts: routing, dispatch, load balancing, gradients, adapters."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx, traverse_util
+from helpers import tiny
+
+from jaxrl_llm import models, sharding
+from jaxrl_llm.models import adapters, experts
+from jaxrl_llm.models.numerics import FLOAT32
+
+LOGITS = np.array(
+  [[2.0, 1.0, 0.0, -1.0], [0.0, 0.0, 3.0, 1.0], [1.0, 1.0, 1.0, 1.1]],
+  np.float32,
+)
+OWN = {
+  "num_experts": 4,
+  "num_experts_per_tok": 2,
+  "moe_intermediate_size": 12,
+  "router_aux_loss_coef": 0.5,
+}
+CONFIG = dataclasses.replace(
+  tiny.tiny_config(),
+  family="qwen3_moe",
+  attention_bias=False,
+  own=tuple(OWN.items()),
+)
+
+
+def make(*, logits=None, balance=1.0):
+  """Experts of width 4; with `logits` the router returns its input."""
+  kind = experts.ExpertsKind(
+    num_experts=4, per_token=2, intermediate_size=3, balance=balance
+  )
+  config = dataclasses.replace(CONFIG, hidden_size=4)
+  module = experts.Experts(kind, config, FLOAT32, nnx.Rngs(0))
+  for name in ("gate", "up", "down"):
+    kernel = module.experts[name].kernel
+    noise = jax.random.normal(jax.random.key(1), kernel.shape)
+    module.experts[name].kernel = nnx.Param(noise)
+  if logits is not None:
+    module.router.kernel = nnx.Param(jnp.eye(4))
+  return module
+
+
+def reference(module, x):
+  """The same with a loop over tokens and experts, in float64."""
+  out, kernels = [], {}
+  for name in ("gate", "up", "down"):
+    kernels[name] = np.asarray(module.experts[name].kernel[...], np.float64)
+  for row in np.asarray(x, np.float64).reshape(-1, x.shape[-1]):
+    logits = row @ np.asarray(module.router.kernel[...], np.float64)
+    probs = np.exp(logits - logits.max())
+    probs /= probs.sum()
+    chosen = np.argsort(-probs, kind="stable")[:2]
+    total = 0
+    for e in chosen:
+      gate = row @ kernels["gate"][e]
+      hidden = gate / (1 + np.exp(-gate)) * (row @ kernels["up"][e])
+      share = probs[e] / probs[chosen].sum()
+      total = total + share * (hidden @ kernels["down"][e])
+    out.append(total)
+  return np.reshape(out, x.shape)
+
+
+def test_the_load_of_a_worked_example():
+  module = make(logits=LOGITS)
+  _, aux = jax.jit(lambda x: module(x))(LOGITS[None])
+  # Shares (1/3, 1/6, 1/6, 1/3), mean probabilities (.3093, .1736, .3802,
+  # .1370).
+  assert np.mean(aux["balance"]) == pytest.approx(0.9642, abs=1e-4)
+
+
+def test_padding_does_not_count_in_the_load():
+  module = make(logits=LOGITS)
+  padded = np.concatenate([LOGITS, np.full((5, 4), 7.0, np.float32)])[None]
+  valid = np.arange(8)[None] < 3
+  _, aux = jax.jit(module.__call__)(padded, valid)
+  assert np.mean(aux["balance"][valid]) == pytest.approx(0.9642, abs=1e-4)
+
+
+def test_tokens_go_through_their_experts():
+  module = make()
+  x = np.random.default_rng(0).normal(size=(2, 7, 4)).astype(np.float32)
+  out, _ = jax.jit(lambda x: module(x))(x)
+  np.testing.assert_allclose(out, reference(module, x), rtol=2e-5, atol=1e-5)
+  # A token's output depends on no other token.
+  alone, _ = jax.jit(lambda x: module(x))(x[1:, 3:4])
+  np.testing.assert_allclose(alone[0, 0], out[1, 3], rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_equal_differences():
+  module = make()
+  x = np.random.default_rng(0).normal(size=(1, 5, 4)).astype(np.float32)
+  graph, state = nnx.split(module)
+
+  def loss(state, x):
+    out, aux = nnx.merge(graph, state)(x)
+    return jnp.sum(jnp.sin(out)) + jnp.sum(aux["balance"])
+
+  jax.test_util.check_grads(loss, (state, x), order=1, modes=["rev"], eps=1e-3)
+
+
+def test_experts_nobody_chose_are_allowed():
+  module = make(logits=LOGITS)
+  same = np.tile(LOGITS[:1], (6, 1))[None]
+  out, _ = jax.jit(lambda x: module(x))(same)
+  np.testing.assert_allclose(out, reference(module, same), rtol=2e-5, atol=1e-5)
+
+
+def rows():
+  tokens = np.random.default_rng(0).integers(0, 67, (4, 12)).astype(np.int32)
+  lengths = np.array([[12], [9], [12], [5]])
+  inside = np.arange(12)[None] < lengths
+  return models.PackedRows(
+    tokens=tokens,
+    segments=inside.astype(np.int32),
+    positions=np.tile(np.arange(12, dtype=np.int32), (4, 1)),
+    targets=np.roll(tokens, -1, axis=1),
+    mask=np.arange(12)[None] < lengths - 1,
+  )
+
+
+def make_model(**changes):
+  config = dataclasses.replace(CONFIG, **changes)
+  fns = models.make_policy(config, head_chunk=8)
+  make = lambda key: tiny.widen(fns.init(key), jax.random.fold_in(key, 1))
+  return fns, jax.jit(make)(jax.random.key(0))
+
+
+def test_a_model_gives_the_loss_of_every_token():
+  fns, params = make_model()
+  packed = rows()
+  _, aux = jax.jit(fns.logprobs)(params, packed)
+  assert aux["balance"].shape == packed.tokens.shape
+  # Two layers, each at least balance · E / E.
+  mean = np.mean(aux["balance"][packed.segments > 0])
+  assert mean > 2 * OWN["router_aux_loss_coef"]
+
+
+def test_a_mesh_of_eight_devices_computes_the_same():
+  fns, params = make_model()
+  packed = rows()
+  alone, aux = jax.jit(fns.logprobs)(params, packed)
+  mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
+  placed = jax.device_put(params, sharding.tree_shardings(params, mesh))
+  along = jax.device_put(packed, sharding.along_batch(mesh))
+  found, aux_found = jax.jit(fns.logprobs)(placed, along)
+  np.testing.assert_allclose(found.logprobs, alone.logprobs, atol=2e-5)
+  np.testing.assert_allclose(aux_found["balance"], aux["balance"], atol=1e-5)
+
+
+@pytest.mark.parametrize("base_dtype", adapters.BASE_DTYPES)
+def test_adapters_leave_experts_in_the_base(base_dtype):
+  own = models.Adapters(
+    rank=2,
+    alpha=4.0,
+    targets=("attention", "router"),
+    base_dtype=base_dtype,
+  )
+  _, plain = make_model()
+  config = dataclasses.replace(CONFIG, adapters=own)
+  fns = models.make_policy(config, head_chunk=8)
+  params = models.with_adapters(plain, jax.random.key(1), config)
+  base, trained = models.partition(params, ())
+  names = {path[1:] for path in traverse_util.flatten_dict(trained)}
+  assert ("mlp", "router", "lora_a") in names
+  trained = tiny.widen(trained, jax.random.key(2))
+  params = models.merge(models.Params(base, trained))
+  merged = own.merge(params)
+  merged = jax.tree.map(lambda x: x.astype(jnp.float32), merged)
+  plain_fns = models.make_policy(CONFIG, head_chunk=8)
+  ours, _ = jax.jit(fns.logprobs)(params, rows())
+  theirs, _ = jax.jit(plain_fns.logprobs)(merged, rows())
+  np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-4)
+
+
+def test_files_are_read_by_part(tmp_path):
+  _, params = make_model()
+  models.save(str(tmp_path), models.make_policy(CONFIG), params)
+  mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
+  places = sharding.tree_shardings(params, mesh)
+  config = models.hf.read_config(tmp_path)
+  assert config == CONFIG
+  read = models.hf.read_params(
+    tmp_path, config, dtype=np.float32, places=places
+  )
+  for x, y in zip(jax.tree.leaves(read), jax.tree.leaves(params), strict=True):
+    np.testing.assert_array_equal(x, y)
