@@ -35,9 +35,15 @@ MODELS["one-gpu-1.5b"] = MODELS["qwen2.5-1.5b"]
 
 
 def multiplied_params(config: ModelConfig) -> int:
-  """Returns the number of parameters in matrix products, including the head.
+  """Returns the number of parameters in the products of a token.
 
-  Embeddings are looked up, and count only if they are also the head.
+  Embeddings are looked up, and count only if they are also the head. Of experts
+  those count that a token uses.
   """
-  table = 0 if config.tie_word_embeddings else 1
-  return num_params(config) - table * config.vocab_size * config.hidden_size
+  table = 0 if config.tie_word_embeddings else config.vocab_size
+  used = num_params(config) - table * config.hidden_size
+  for kind in config.layers:
+    if experts := getattr(kind, "experts", None):
+      idle = experts.num_experts - experts.per_token
+      used -= 3 * idle * config.hidden_size * experts.intermediate_size
+  return used

@@ -12,6 +12,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import rope
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.rope import RopeScaling
+from jaxrl_llm.models.shapes import multiplied_params
 
 LLAMA3 = {
   "rope_type": "llama3",
@@ -245,6 +246,11 @@ class TestFromHf:
     other = SMOLLM3 | {"no_rope_layers": [1, 0] * 18}
     with pytest.raises(InputError, match="no_rope_layers"):
       ModelConfig.from_hf(other)
+
+  def test_a_token_is_multiplied_with_its_own_experts(self):
+    config = ModelConfig.from_hf(QWEN3_MOE)
+    idle, table = 48 * 120 * 3 * 2048 * 768, 151_936 * 2048
+    assert multiplied_params(config) == 30_532_122_624 - idle - table
 
   def test_experts_are_read_by_either_name_of_their_number(self):
     config = ModelConfig.from_hf(QWEN3_MOE)
