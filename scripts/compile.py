@@ -186,7 +186,8 @@ def report(config, model, programs: Programs, chip: Chip) -> bool:
   sent, kv_bytes, known = {}, 0.0, account.temporaries_by_program(sizes)
   for name, lowered in programs.lowered.items():
     # A micro-batch; the head goes over a row in chunks.
-    loops = [1, -(-sizes.row // config.model.head_chunk)]
+    chunk = sizes.head_chunk(sizes.micro_rows("policy"))
+    loops = [1, -(-sizes.row // chunk)]
     mesh = programs.sampler_mesh if "sampler" in name else programs.mesh
     found = compiled(name, lowered, mesh, loops)
     if "refused" in found:

@@ -13,6 +13,7 @@ from jaxrl_llm import config as config_lib
 from jaxrl_llm import models
 from jaxrl_llm.learner.choices import has_critic
 from jaxrl_llm.metrics.chips import Chip
+from jaxrl_llm.models import heads
 from jaxrl_llm.models.shapes import multiplied_params
 from jaxrl_llm.sampling.allocator import default_page_size
 
@@ -81,6 +82,12 @@ class Sizes:
     self.kv_token = 4 * model.num_layers * model.num_kv_heads * model.head_dim
     self.page = default_page_size(config.data.max_prompt_length + longest)
 
+  def head_chunk(self, rows: float) -> int:
+    """Returns the positions per chunk of the head on an accelerator."""
+    time, part = self.row // self.context, self.model.vocab_size // self.tensor
+    chosen = self.config.model.head_chunk
+    return chosen or heads.default_chunk("tpu", math.ceil(rows), time, part)
+
   @property
   def rows(self) -> float:
     """Packed rows of a batch, without shared prompts."""
@@ -135,7 +142,7 @@ def temporaries(sizes: Sizes, role: str, *, update: bool) -> dict[str, float]:
   table = model.vocab_size * width / sizes.tensor * (6 if update else 2)
   parts["embedding"] = table
   if role == "policy":
-    chunk = rows * sizes.config.model.head_chunk
+    chunk = rows * sizes.head_chunk(rows)
     parts["logits"] = 3 * 4 * chunk * model.vocab_size / sizes.tensor
     parts["head"] = table
   if update:
