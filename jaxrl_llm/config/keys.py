@@ -119,8 +119,8 @@ class Model(Group, path="model"):
   head_chunk = Key(128, _SOME,
     "Positions per application of the vocabulary head. Lower to save memory.")
   kernels = Key("auto", Names("models.kernels:NAMES"),
-    "Attention backend of trainer and sampler: plain XLA or TPU kernels"
-    " ('pallas'). 'auto' chooses by device.")
+    "Attention backend of trainer and sampler: plain XLA, or kernels for TPUs"
+    " and GPUs ('pallas'). 'auto' chooses by device.")
 
 
 class Value(Group, path="value"):
