@@ -311,8 +311,11 @@ def _flash_forward(
   out_ref, lse_ref,
 ):  # fmt: skip
   index, row, head = (pl.program_id(i) for i in range(3))
-  here, group = pl.ds(index * block, block), q_ref.shape[2] // k_ref.shape[2]
-  key_head = step * _div(head, step * group)
+  here, group = (
+    pl.ds(index * block, block),
+    step * q_ref.shape[2] // k_ref.shape[2],
+  )
+  key_head = step * _div(head, group)
   q, queries = q_ref[row, here, head], _queries(queries_ref, row, here)
 
   def body(i, carry):
@@ -479,8 +482,8 @@ def _decode_partition(
 
   @pl.when(start < length)
   def _():
-    load = functools.partial(triton.load, other=0)
-    position = load(positions_ref.at[slot, query], mask=present)
+    load = functools.partial(triton.load, other=0.0)
+    position = load(positions_ref.at[slot, query], mask=present, other=0)
     q = load(q_ref.at[slot, at[:, None], dims], mask=present[:, None])
     shard = _div(slot, lengths_ref.shape[0] // shards)
     keys = _block(q, partition)

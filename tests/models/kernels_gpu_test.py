@@ -139,6 +139,32 @@ class TestPackedAttention:
     )
 
 
+class TestPrefill:
+  # Chunks and sequences that fill blocks, and that do not.
+  @pytest.mark.parametrize("heads, chunk", [(3, 16), (4, 20)])
+  def test_equals_xla_chunk_by_chunk(self, heads, chunk):
+    kind, time = _kind(heads, heads // 3 or 1, 16), 3 * chunk
+    q, k, v = _random(
+      (2, time, heads, 16), *[(2, time, kind.num_kv_heads, 16)] * 2
+    )
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(backend, q, k, v):
+      layer, outs = backend.init_contiguous(2, time, jnp.float32), []
+      for start in range(0, time, chunk):
+        part = np.s_[:, start : start + chunk]
+        layer = backend.write_contiguous(layer, k[part], v[part], start)
+        outs.append(backend.prefill_attention(q[part], layer, start))
+      return jnp.concatenate(outs, axis=1)
+
+    backends = (
+      kernels_gpu.make_pallas(kind, sharding=None),
+      kernels.make_xla(kind),
+    )
+    got, expected = (run(backend, q, k, v) for backend in backends)
+    np.testing.assert_allclose(got, expected, rtol=1e-6, atol=2e-6)
+
+
 class TestDecode:
   # Some slots fill several partitions; the third is idle.
   LENGTHS, PAGES, WIDTH = np.array([70, 1, 0, 33]), 40, 18
@@ -151,7 +177,7 @@ class TestDecode:
         table[slot, block] = free.pop()
     return table
 
-  def _run(self, backend, table, q, k, v):
+  def _run(self, backend, table, q, k, v, dtype=jnp.float32):
     """Writes all tokens, then attends with the last queries of every slot."""
     tables = models.make_block_tables(
       table, shards=1, pages=self.PAGES, page_size=PAGE
@@ -161,8 +187,8 @@ class TestDecode:
 
     @functools.partial(jax.jit)
     def run(q, k, v):
-      layer = backend.init_paged(1, self.PAGES, PAGE, k.dtype)
-      layer = jax.tree.map(lambda x: x + np.float32(0.5), layer)
+      layer = backend.init_paged(1, self.PAGES, PAGE, dtype)
+      layer = jax.tree.map(lambda x: jnp.full_like(x, 0.5), layer)
       layer = backend.write_paged(
         layer, k, v, tables, index, index < lengths[:, None]
       )
@@ -214,6 +240,13 @@ class TestDecode:
     table = self._tables()
     table[3, :8] = table[0, :8]
     np.testing.assert_array_equal(self._run(backend, table, q, k, v), expected)
+
+  def test_a_cache_of_eight_bits_is_read_as_the_numbers_it_holds(self):
+    backend = kernels_gpu.make_pallas(_kind(), sharding=None)
+    table, (q, k, v) = self._tables(), self._qkv(4, 2, 64, 1)
+    got = self._run(backend, table, q, k, v, dtype=jnp.float8_e4m3fn)
+    k, v = (x.astype(jnp.float8_e4m3fn).astype(np.float32) for x in (k, v))
+    np.testing.assert_array_equal(got, self._run(backend, table, q, k, v))
 
   def test_a_cache_beyond_32_bit_offsets_is_refused(self):
     backend = kernels_gpu.make_pallas(_kind(), sharding=None)
