@@ -33,7 +33,7 @@ import types  # noqa: E402
 from typing import Any  # noqa: E402
 
 from absl import flags  # noqa: E402
-from parts import command_line, program  # noqa: E402
+from parts import command_line, program, topology  # noqa: E402
 
 _CONFIG = command_line.define_config(
   None, "METHOD:PRESET or FILE.py:PRESET, whose model it is."
@@ -59,13 +59,7 @@ from jaxrl_llm.learner.lower import lower  # noqa: E402
 from jaxrl_llm.metrics.chips import Chip  # noqa: E402
 from jaxrl_llm.models import hf  # noqa: E402
 from jaxrl_llm.models.shapes import MODELS  # noqa: E402
-from jaxrl_llm.simulate import (  # noqa: E402
-  account,
-  cost,
-  hlo,
-  mesh_search,
-  topology,
-)
+from jaxrl_llm.simulate import account, cost, hlo, mesh_search  # noqa: E402
 from jaxrl_llm.simulate.cost import Work  # noqa: E402
 from jaxrl_llm.trainer import build, meshes, sampler, validation  # noqa: E402
 
@@ -161,9 +155,8 @@ def compiled(name: str, lowered: Any, mesh: dict, loops: list[int]) -> dict:
 
 def report(config, model, programs: Programs, chip: Chip) -> bool:
   """Compiles and prints; returns whether everything fits."""
-  platform = topology.platform_of(_TOPOLOGY.value)
   sizes, written = (
-    account.Sizes(config, model, mesh, _MEAN.value, platform)
+    account.Sizes(config, model, mesh, _MEAN.value, chip.platform)
     for mesh in (programs.mesh, programs.sampler_mesh)
   )
   kept, fits = programs.kept, True
@@ -271,15 +264,16 @@ def check_flags() -> None:
 @program.one_line
 def main(_: list[str]) -> int:
   """Runs the command; returns its exit code."""
-  config, name = _CONFIG.value, _TOPOLOGY.value
+  config = _CONFIG.value
   preset = flags.FLAGS["config"].config_filename.partition(":")[2]
   validation.validate(config)
-  chip, model = topology.chip_of(name), model_of(config, preset)
+  chip, count = topology.parse(_TOPOLOGY.value)
+  model = model_of(config, preset)
   if not _SEARCH.value:
-    programs = Programs(config, model, topology.devices_of(name))
+    programs = Programs(config, model, topology.devices_of(_TOPOLOGY.value))
     if report(config, model, programs, chip):
       return 0
-  found = mesh_search.search(config, model, name, _MEAN.value)
+  found = mesh_search.search(config, model, count, chip, _MEAN.value)
   if _SEARCH.value:
     if not found:
       raise InputError(f"it does not fit; {_NOTHING_FITS}")

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 from helpers import configs, programs
 from jax.sharding import NamedSharding, PartitionSpec
+from parts import topology
 
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import models, sharding
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.metrics.chips import Chip
+from jaxrl_llm.metrics.chips import CHIPS, Chip
 from jaxrl_llm.models.shapes import MODELS
-from jaxrl_llm.simulate import account, cost, hlo, mesh_search, topology
+from jaxrl_llm.simulate import account, cost, hlo, mesh_search
 from jaxrl_llm.trainer import validation
 
 MESH = {"data": 1, "fsdp": 4, "tensor": 2}
@@ -136,14 +137,15 @@ ENTRY %main (p: f32[8]) -> f32[8] {
 
 class TestTopology:
   def test_gpus_of_a_host_and_chips_of_a_slice(self):
-    assert topology.count("h100:8") == 8 and topology.count("v5p:4x4x8") == 128
-    assert topology.platform_of("h100:8") == "gpu"
-    assert topology.platform_of("v5e:2x4") == "tpu"
+    assert topology.parse("h100:8") == (CHIPS["h100"], 8)
+    assert topology.parse("v5p:4x4x8") == (CHIPS["v5p"], 128)
 
-  @pytest.mark.parametrize("name", ["z9:8", "h100", "h100:eight", "v5p:4x"])
+  @pytest.mark.parametrize(
+    "name", ["z9:8", "h100", "h100:eight", "h100:0", "v5p:4x"]
+  )
   def test_others_are_refused(self, name):
     with pytest.raises(InputError, match="choose a chip of v5e.*h100"):
-      topology.chip_of(name)
+      topology.parse(name)
 
   @pytest.mark.parametrize("name, extra", [("h100:1", "gpu"), ("v5e:1", "tpu")])
   def test_a_missing_compiler_is_one_line(self, name, extra, monkeypatch):

@@ -32,6 +32,11 @@ class Chip(NamedTuple):
   gpu: Gpu | None = None
 
   @property
+  def platform(self) -> str:
+    """JAX's platform, 'gpu' or 'tpu'."""
+    return "gpu" if self.gpu else "tpu"
+
+  @property
   def usable(self) -> float:
     """Bytes for programs; JAX on a GPU leaves CUDA the rest.
 

@@ -4,6 +4,7 @@ Numbers are per device unless a name says otherwise. Compiled programs may
 differ; scripts/compile.py prints both side by side.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping
@@ -138,9 +139,10 @@ class Sizes:
 def _decoding(slots, responses, prompt, mean, longest, window, pages):
   """Simulates a part of the slots with as many responses a slot."""
   part, window = max(1, slots // _SLOTS), window or longest[1]
-  config = sampling.EngineConfig(
-    slots // part, *longest, stop_tokens=(), kv_pages=pages // part
-  )
+  config = sampling.EngineConfig(slots // part, *longest, stop_tokens=())
+  if pages:
+    pages = max(pages // part, config.pages_of(config.max_length))
+    config = dataclasses.replace(config, kv_pages=pages)
   cost, found = CostModel(decode=(Plane(1.0, 0.0, 0.0),)), []
   for seed in _SEEDS:
     size = {"maximum": longest[1], "between": 0.0, "seed": seed}

@@ -14,8 +14,8 @@ from jax.experimental import topologies
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.metrics.chips import CHIPS, Chip
 
-# What XLA asks for of a GPU (GpuTargetConfigProto). The versions of CUDA and
-# cuDNN are the oldest that JAX's plugin for CUDA 12 supports.
+# What XLA's compiler asks for of a GPU (GpuTargetConfigProto), with CUDA 12.9
+# and cuDNN 9.8.
 _TARGET = """
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32
@@ -37,30 +37,20 @@ device_description_str: "{gpu.name}"
 """
 
 
-def chip_of(topology: str) -> Chip:
-  """Returns the chip of a topology.
+def parse(topology: str) -> tuple[Chip, int]:
+  """Returns the chip of a topology, and the number of devices.
 
   Raises:
     InputError: The chip is unknown, or a size is not a number.
   """
   name, _, sizes = topology.partition(":")
   parts = sizes.split("x")
-  if name not in CHIPS or not all(part.isdigit() for part in parts):
+  if name not in CHIPS or not all(x.isdigit() and int(x) for x in parts):
     raise InputError(
       f"--topology={topology}: choose a chip of {', '.join(CHIPS)}, such as"
       " v5p:4x4x4 or h100:8"
     )
-  return CHIPS[name]
-
-
-def count(topology: str) -> int:
-  """Returns the number of devices of a topology."""
-  return math.prod(map(int, topology.partition(":")[2].split("x")))
-
-
-def platform_of(topology: str) -> str:
-  """Returns the platform of a topology's devices: 'gpu' or 'tpu'."""
-  return "gpu" if chip_of(topology).gpu else "tpu"
+  return CHIPS[name], math.prod(map(int, parts))
 
 
 def devices_of(topology: str) -> list[Any]:
@@ -69,15 +59,15 @@ def devices_of(topology: str) -> list[Any]:
   Raises:
     InputError: There is no such topology, or no compiler for it.
   """
-  chip = chip_of(topology)
+  chip, count = parse(topology)
   # This process needs no TPU, and is not the only one that loads the library.
   os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
   os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-  platform, name, settings = "tpu", topology, {}
+  platform, name, extra, settings = "tpu", topology, "tpu", {}
   if gpu := chip.gpu:
-    platform, name = "cuda", topology.partition(":")[0]
+    platform, name, extra = "cuda", topology.partition(":")[0], "gpu"
     shared, (major, minor) = gpu.shared_kib * 2**10, gpu.capability
-    settings["topology"] = f"1x1x{count(topology)}"
+    settings["topology"] = f"1x1x{count}"
     settings["target_config"] = _TARGET.format(
       **{"chip": chip, "gpu": gpu, "major": major, "minor": minor},
       **{"shared": shared, "optin": shared - 2**10, "l2": gpu.l2_mib * 2**20},
@@ -88,7 +78,6 @@ def devices_of(topology: str) -> list[Any]:
     )
   except Exception as error:  # The plugin fails or is missing.
     reason = str(error).strip().splitlines()[0][:200]
-    extra = platform_of(topology)
     raise InputError(
       f"--topology={topology}: {reason}; does it exist, and is the compiler for"
       f" {extra.upper()}s installed (pip install -e '.[{extra}]')?"
@@ -102,9 +91,9 @@ def compiled(name: str, lowered: Any, topology: str) -> tuple[Any, str]:
     InputError: The compiler or the reader of its results failed.
     JaxRuntimeError: The program does not fit.
   """
-  gpu, options = platform_of(topology) == "gpu", None
-  if gpu:  # None is there to time kernels on.
-    options = {"xla_gpu_autotune_level": 0}
+  gpu = parse(topology)[0].gpu
+  # No GPU is there to time kernels on.
+  options = {"xla_gpu_autotune_level": 0} if gpu else None
   try:
     done = lowered.compile(options)
     return done, done.as_text()
