@@ -221,7 +221,9 @@ def _print_times(sizes, written, chip, sent) -> dict[str, tuple[Work, ...]]:
     work[phase] = (*others, last._replace(sent=by_axis.total()))
     seconds, bound = cost.bound(work[phase], chip)
     flops, moved, _ = map(sum, zip(*known[phase]))
-    axes = ", ".join(f"{k} {v / 1e9:.3g}" for k, v in by_axis.items())
+    most = 1e-3 * max(by_axis.values(), default=0.0)
+    named = {k: v for k, v in by_axis.items() if v >= most}
+    axes = ", ".join(f"{k} {v / 1e9:.3g}" for k, v in named.items())
     numbers = flops / 1e12, moved / 1e9, last.sent / 1e9, seconds
     tflop, moved, sent_gb, seconds = (f"{x:.3g}" for x in numbers)
     table.row(phase, tflop, moved, axes, sent_gb, seconds, bound)

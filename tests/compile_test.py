@@ -45,11 +45,17 @@ class TestScript:
     "hidden_act": "silu",
   }
 
-  SHORT = (
+  SMALL = (
     "--config.data.max_prompt_length=128",
     "--config.sampler.max_response_length=1024",
     "--config.schedule.window=256",
     "--config.reward.overlong_buffer=64",
+    "--config.mesh.fsdp=2",
+    "--config.mesh.context=1",
+    "--config.mesh.tensor=2",
+    "--config.sampler.mesh.data=0",
+    "--config.optimizer.policy.micro_batch_size=4",
+    "--config.optimizer.value.micro_batch_size=4",
   )
 
   @pytest.fixture(scope="class", params=[_TPU, _GPU])
@@ -67,7 +73,7 @@ class TestScript:
       [
         *(sys.executable, "scripts/compile.py", f"--topology={topology}"),
         *("--config=configs/tppo.py:qwen2.5-1.5b", f"--cache={folder}/cache"),
-        *(f"--config.model.path={folder}", *self.SHORT, *flags),
+        *(f"--config.model.path={folder}", *self.SMALL, *flags),
       ],
       env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
       capture_output=True,
@@ -75,9 +81,7 @@ class TestScript:
     )
 
   def test_says_what_fits_and_where_the_time_goes(self, folder, topology):
-    done = self.compile(
-      *(folder, topology, "--config.mesh.fsdp=2", "--config.mesh.tensor=2")
-    )
+    done = self.compile(folder, topology)
     assert done.returncode == 0, done.stderr
     programs, phases = done.stdout.split("| phase |")
     for name in ("sampler decode", "sampler prefill cut responses"):
@@ -90,9 +94,6 @@ class TestScript:
     assert len(list((folder / "cache").iterdir())) == 7
 
   def test_says_what_does_not_fit(self, folder, topology):
-    done = self.compile(
-      *(folder, topology, "--config.mesh.fsdp=2", "--config.mesh.tensor=2"),
-      "--config.sampler.kv_pages=4000000",
-    )
+    done = self.compile(folder, topology, "--config.sampler.kv_pages=4000000")
     assert done.returncode == 1 and "it does not fit" in done.stderr
     assert "no mesh of these chips holds this run" in done.stderr

@@ -75,8 +75,9 @@ class Sizes:
     self.prompt = config.data.max_prompt_length / 4
     self.row = config_lib.max_tokens_per_row(config)
     self.responses = config_lib.batch_size(config)
-    heads_split = model.num_kv_heads % self.tensor == 0
-    self.kv_ways = self.slot_ways * (self.tensor if heads_split else 1)
+    # Heads are split with those of keys and values, if these divide evenly.
+    self.head_ways = 1 if model.num_kv_heads % self.tensor else self.tensor
+    self.kv_ways = self.slot_ways * self.head_ways
     self.kv_token = 4 * model.num_layers * model.num_kv_heads * model.head_dim
     self.page = default_page_size(config.data.max_prompt_length + longest)
 
@@ -202,7 +203,8 @@ def temporaries(sizes: Sizes, role: str, *, update: bool) -> dict[str, float]:
     # Norms and activation functions keep theirs in float32: what compiling for
     # v5p at 32B asked for is 4.9 times the products.
     kept["none"] = 5 * kept["dots"]
-    each = kept.get(sizes.config.model.remat_policy, 0)
+    # The compiler for GPUs keeps them in float32 (h100:1 at 1.5B).
+    each = kept.get(sizes.config.model.remat_policy, 0) * (2 if gpu else 1)
     parts["activations within layers"] = 2 * tokens * each * model.num_layers
   return parts
 
@@ -240,8 +242,9 @@ def updating(sizes: Sizes, role: str) -> tuple[Work, ...]:
 def _passes(sizes, role, *, forwards, update) -> tuple[Work, ...]:
   """Returns the work of the head, if any, and of the layers."""
   model, rows = sizes.model, sizes.micro_rows(role)
-  on_device = rows * sizes.batch_ways / sizes.devices
-  flops = forwards * sizes.forward * on_device
+  attended = rows / sizes.context / sizes.head_ways
+  products = 2 * sizes.multiplied * sizes.row * rows / sizes.context
+  flops = forwards * (products / sizes.tensor + sizes.attention * attended)
   tokens, part = rows * sizes.row, sizes.parameters / sizes.tensor
   # Whole rows, gathered in every forward pass and summed back.
   keys = sizes.kv_token * tokens / sizes.tensor
@@ -250,7 +253,7 @@ def _passes(sizes, role, *, forwards, update) -> tuple[Work, ...]:
   moved = forwards * (2 * 2 * part + 2 * tokens * wide * model.num_layers)
   if not sizes.splash:
     heads = model.num_heads * model.num_layers
-    moved += forwards * _SCORE_BYTES * sizes.pairs * heads * on_device
+    moved += forwards * _SCORE_BYTES * sizes.pairs * heads * attended
   gathers, others = 1 + update, (sizes.shards - 1) / sizes.shards
   # On GPUs gradients are reduced into their parts, on TPUs as a whole.
   summed = 4 if sizes.gpu else 2 * 4
