@@ -171,7 +171,7 @@ def report(config, model, programs: Programs, chip: Chip) -> bool:
     # A micro-batch; the head goes over a row in chunks. A call of decoding is
     # as many steps as a page has tokens.
     chunk = sizes.head_chunk(sizes.micro_rows("policy"))
-    loops = [1, -(-sizes.row // chunk)]
+    loops = [1, -(-sizes.row // sizes.context // chunk)]
     loops = [sizes.page] if name == "sampler decode" else loops
     mesh = programs.sampler_mesh if "sampler" in name else programs.mesh
     found = compiled(name, lowered, mesh, loops)

@@ -116,8 +116,9 @@ class Model(Group, path="model"):
     "What the backward pass recomputes of each layer: everything ('full'), all"
     " but matrix products ('dots') or nothing ('none'). More recomputation"
     " saves memory.")
-  head_chunk = Key(128, _SOME,
-    "Positions per application of the vocabulary head. Lower to save memory.")
+  head_chunk = Key(0, _COUNT,
+    "Positions per application of the vocabulary head. Lower to save memory; 0"
+    " chooses by device: 128 on CPUs, else 512 MiB of logits.")
   kernels = Key("auto", Names("models.kernels:NAMES"),
     "Attention backend of trainer and sampler: plain XLA or TPU kernels"
     " ('pallas'). 'auto' chooses by device.")

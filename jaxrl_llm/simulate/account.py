@@ -16,6 +16,7 @@ from jaxrl_llm import config as config_lib
 from jaxrl_llm import models, sampling
 from jaxrl_llm.learner.choices import has_critic
 from jaxrl_llm.metrics.chips import Chip
+from jaxrl_llm.models import heads
 from jaxrl_llm.models.shapes import multiplied_params
 from jaxrl_llm.sampling.allocator import default_page_size
 from jaxrl_llm.simulate import lengths
@@ -82,9 +83,10 @@ class Sizes:
     self.page = default_page_size(config.data.max_prompt_length + longest)
 
   def head_chunk(self, rows: float) -> int:
-    """Returns the positions per chunk of the head, of rows on a device."""
-    del rows
-    return self.config.model.head_chunk
+    """Returns the positions per chunk of the head, with rows on a device."""
+    time, part = self.row // self.context, self.model.vocab_size // self.tensor
+    chosen = self.config.model.head_chunk
+    return chosen or heads.default_chunk("gpu", math.ceil(rows), time, part)
 
   @property
   def rows(self) -> float:
@@ -269,7 +271,7 @@ def _head(sizes, rows, update) -> Work:
   """Returns the work of the vocabulary head, see `models.heads`."""
   table = sizes.table / sizes.tensor
   tokens = rows * sizes.row / sizes.context
-  chunks = sizes.row / sizes.context / sizes.head_chunk(rows)
+  chunks = math.ceil(sizes.row / sizes.context / sizes.head_chunk(rows))
   # Every chunk reads the head in bfloat16, and its backward pass does so twice
   # and reads and writes the float32 gradient.
   moved = chunks * table * (2 + update * (2 * 2 + 2 * 4))

@@ -317,6 +317,49 @@ class TestPackedAttention:
       scale = np.abs(expected).max()
       np.testing.assert_allclose(got, expected, rtol=1e-5, atol=2e-6 * scale)
 
+  def test_blocks_of_other_segments_are_not_read(self, monkeypatch):
+    monkeypatch.setattr(kernels_tpu, "_ROW_BLOCK", 128)
+    config, time = _config(2, 1, 64), 512
+    q, k, v, _, g = self._rows(config, time)
+    # Samples of 1.5 and 1.5 blocks, and padding.
+    segments = np.repeat([1, 2, 0], [192, 192, 128])[None].repeat(2, axis=0)
+    attend = kernels_tpu.make_packed_attention(config, sharding=None)
+    run = lambda *x: self._with_gradients(attend, *x)
+    clean = run(q, k, v, segments, g)
+    # NaN times a weight of 0 is NaN wherever it is read.
+    k[:, :128] = v[:, :128] = np.nan
+    out, d_q, *_ = run(q, k, v, segments, g)
+    for got, expected in zip((out, d_q), clean):
+      np.testing.assert_array_equal(got[:, 256:], expected[:, 256:])
+      assert np.isnan(got[:, :128]).all()
+    _, k, v, _, g = self._rows(config, time)
+    g[:, 256:] = np.nan
+    for got, expected in zip(run(q, k, v, segments, g)[2:], clean[2:]):
+      np.testing.assert_array_equal(got[:, :128], expected[:, :128])
+      assert np.isnan(got[:, 256:]).all()
+
+  @pytest.mark.parametrize("by_keys", [False, True])
+  def test_a_skipped_block_prefetches_the_next_one(self, by_keys):
+    info = splash_attention_kernel.mask_info_lib.MaskInfo(
+      data_next=np.zeros((1, 4, 4), np.int8),
+      mask_next=None,
+      block_mask=np.tri(4, dtype=np.int8)[None],
+      partial_mask_blocks=None,
+      q_sequence=None,
+    )
+    segments = splash_attention_kernel.SegmentIds(
+      *[jnp.array([5, 5, 5, 4, 4, 4, 3, 3])] * 2
+    )
+    got = kernels_tpu._skip_blocks(info, segments, by_keys=by_keys)
+    mask = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1]]
+    np.testing.assert_array_equal(got.block_mask[0], mask)
+    following = (
+      [[0, 1, 2, 3], [1, 1, 2, 3], [0, 2, 2, 3], [0, 1, 2, 3]]
+      if by_keys
+      else [[0, 0, 0, 0], [0, 1, 0, 0], [1, 1, 2, 1], [3, 3, 3, 3]]
+    )
+    np.testing.assert_array_equal(got.data_next[0], following)
+
   @pytest.mark.parametrize("platform, sees", [("cpu", True), ("tpu", False)])
   def test_only_plain_xla_sees_prefixes(self, platform, sees, monkeypatch):
     monkeypatch.setattr(kernels, "platform_of", lambda sharding: platform)
