@@ -86,7 +86,7 @@ class Sizes:
     """Returns the positions per chunk of the head, with rows on a device."""
     time, part = self.row // self.context, self.model.vocab_size // self.tensor
     chosen = self.config.model.head_chunk
-    return chosen or heads.default_chunk("gpu", math.ceil(rows), time, part)
+    return chosen or heads.default_chunk("tpu", math.ceil(rows), time, part)
 
   @property
   def rows(self) -> float:
