@@ -65,8 +65,8 @@ class TestScale:
 
   def test_a_decode_step_needs_little_beside_it(self, report):
     sizes, cache = report["decode at scale"], self.KV_CACHE / 64
-    # The policy, split over 32 of the 64.
-    assert sizes["argument_bytes"] < cache + 2**31
+    # The policy, split over 16 of the 64.
+    assert sizes["argument_bytes"] < cache + 2**32
     assert sizes["temporary_bytes"] < 2**29
 
 

@@ -29,6 +29,7 @@ TAIL = 4.0
 # Bytes that a pass of attention in plain XLA moves per score, and a pass of the
 # head per logit, by programs compiled for an H100.
 _SCORE_BYTES, _LOGIT_BYTES = 21.0, 24.0
+_BLOCKS = 512, 64  # Keys of a block, of kernels for TPUs and for GPUs.
 _SEEDS, _SLOTS = range(4), 64  # Of a simulation of decoding.
 
 
@@ -70,7 +71,7 @@ class Sizes:
     self.table = model.vocab_size * model.hidden_size
     self.multiplied = multiplied_params(model) - self.table  # Of the layers.
     self.gpu = platform == "gpu"
-    self.splash = platform == "tpu" and config.model.kernels != "xla"
+    self.xla = platform == "cpu" or config.model.kernels == "xla"
     longest = config.sampler.max_response_length
     self.response = mean_response or longest / 4
     self.prompt = config.data.max_prompt_length / 4
@@ -107,9 +108,15 @@ class Sizes:
   def pairs(self) -> float:
     """Pairs of a query and a key that attention computes in a row.
 
-    Splash attention skips blocks by causality alone, plain XLA none.
+    Kernels skip blocks of later keys and of other samples, plain XLA nothing.
     """
-    return self.row**2 * (0.5 if self.splash else 1.0)
+    if self.xla:
+      return self.row**2
+    mean, position = self.response, self.decoding.position
+    squares = self.prompt**2 + 2 * mean * (self.prompt + position)
+    # A sample begins anywhere in a block: three halves of one per query.
+    keys = squares / (self.prompt + mean) / 2 + 1.5 * _BLOCKS[self.gpu]
+    return self.row * min(keys, self.row / 2)
 
   @property
   def attention(self) -> float:
@@ -253,7 +260,7 @@ def _passes(sizes, role, *, forwards, update) -> tuple[Work, ...]:
   tokens /= sizes.context
   wide = 8 * model.hidden_size + 6 * model.intermediate_size / sizes.tensor
   moved = forwards * (2 * 2 * part + 2 * tokens * wide * model.num_layers)
-  if not sizes.splash:
+  if sizes.xla:
     heads = model.num_heads * model.num_layers
     moved += forwards * _SCORE_BYTES * sizes.pairs * heads * attended
   gathers, others = 1 + update, (sizes.shards - 1) / sizes.shards
