@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from parts import topology
 
 from jaxrl_llm import config as config_lib
-from jaxrl_llm import models, sharding
+from jaxrl_llm import models, sharding, simulate
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.metrics.chips import CHIPS, Chip
 from jaxrl_llm.models.shapes import MODELS
@@ -161,8 +161,12 @@ class TestTopology:
 
 
 class TestEstimate:
-  def sizes(self, preset="qwen2.5-7b", platform="tpu", **mesh):
+  def sizes(self, preset="qwen2.5-7b", platform="tpu", kernels="auto", **mesh):
     config = configs.load("vapo", preset)
+    config.model.update(kernels=kernels, remat_policy="full")
+    for role in config.optimizer.values():
+      if not isinstance(role, int):
+        role.micro_batch_size = 8
     mesh = {"data": 1, "fsdp": 16, "tensor": 1} | mesh
     return account.Sizes(config, MODELS[preset], mesh, platform=platform)
 
@@ -173,10 +177,10 @@ class TestEstimate:
       assert found == pytest.approx(billions, rel=0.005)
 
   def test_a_forward_pass_by_hand(self):
-    sizes = self.sizes()
+    sizes = self.sizes(kernels="xla")  # Which skips nothing.
     row = 16_384  # Tokens; 28 layers of width 3584, 28 heads of 128.
     layer = 3584 * (28 * 128 * 2 + 2 * 4 * 128) + 3 * 3584 * 18_944
-    attention = 28 * 4 * (row**2 / 2) * 28 * 128
+    attention = 28 * 4 * row**2 * 28 * 128
     by_hand = 2 * row * 28 * layer + attention
     assert sizes.forward == pytest.approx(by_hand, rel=1e-4)
     head, layers = account.scoring(sizes, "policy")  # Half a row on a device.
@@ -185,11 +189,45 @@ class TestEstimate:
     assert account.scoring(sizes, "value") == (layers,)
 
   def test_plain_attention_skips_nothing_and_moves_its_scores(self):
-    sizes = [self.sizes(platform=platform) for platform in ("tpu", "gpu")]
-    splash, plain = (account.scoring(x, "value")[0] for x in sizes)
-    attention = sizes[0].attention / 2
-    assert plain.flops - splash.flops == pytest.approx(attention)
-    assert plain.moved - splash.moved > 20 * 28 * 28 * 16_384**2 / 2
+    kernel, plain = (self.sizes(kernels=name) for name in ("auto", "xla"))
+    heads, rows = 28 * 28, 1 / 2
+    skipped = plain.pairs - kernel.pairs
+    assert plain.pairs == 16_384**2 and skipped > plain.pairs / 2
+    kernel, plain = (account.scoring(x, "value")[0] for x in (kernel, plain))
+    expected = pytest.approx(4 * skipped * heads * 128 * rows)
+    assert plain.flops - kernel.flops == expected
+    assert plain.moved - kernel.moved > 20 * heads * 16_384**2 * rows
+
+  @pytest.mark.parametrize("platform, block", [("tpu", 512), ("gpu", 64)])
+  def test_kernels_compute_blocks_within_samples(self, platform, block):
+    sizes = self.sizes(platform=platform)
+    lengths = simulate.lognormal(
+      4000,
+      1,
+      median=3840 / 1.19,
+      p99=4 * 3840 / 1.19,
+      maximum=15_360,
+      between=0,
+      seed=1,
+    ).ravel()
+    # Samples one after the other, and the pairs of blocks that they touch.
+    ends = np.cumsum(lengths + 256)
+    begins = ends - lengths - 256
+    blocks = (ends - 1) // block - begins // block + 1
+    visited = (blocks * (blocks + 1) / 2).sum() - len(blocks)
+    by_hand = visited * block**2 / ends[-1] * 16_384
+    assert sizes.pairs == pytest.approx(by_hand, rel=0.05)
+
+  def test_heads_that_do_not_divide_are_on_every_device(self):
+    whole, four = self.sizes(fsdp=4), self.sizes(fsdp=4, tensor=4)
+    eight = self.sizes(fsdp=4, tensor=8)  # And 4 heads of keys.
+    products, attention = whole.forward - whole.attention, whole.attention
+    flops = [account.scoring(x, "value")[0].flops for x in (whole, four, eight)]
+    rows = 8 / 4
+    assert flops == pytest.approx(
+      [rows * whole.forward, rows * whole.forward / 4]
+      + [rows * (products / 8 + attention)]
+    )
 
   def test_the_head_reads_and_writes_its_gradient_in_every_chunk(self):
     sizes, table = self.sizes(), 3584 * 152_064
