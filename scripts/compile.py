@@ -68,13 +68,6 @@ _NOTHING_FITS = (
   " ones, or lower sampler.kv_pages or the longest response"
 )
 _GIB = 2.0**30
-_PHASES = {
-  "sampler decode": "decode",
-  "score log-probs": "score policy",
-  "score values": "score value",
-  "update policy": "update policy",
-  "update value": "update value",
-}
 
 
 def model_of(config: Any, preset: str) -> models.ModelConfig:
@@ -205,38 +198,36 @@ def report(config, model, programs: Programs, chip: Chip) -> bool:
 
 
 def _print_times(sizes, written, chip, sent) -> dict[str, tuple[Work, ...]]:
-  """Prints what the phases do that were compiled, and returns it."""
-  known, work = account.work_by_phase(sizes, written), {}
+  """Prints what compiled programs do, and returns it."""
+  work = account.work_by_program(sizes, written)
   table = program.Table(
-    "phase | TFLOP | GB moved | sent GB, by axis | by account | s | bound"
+    "program | TFLOP | GB moved | sent GB, by axis | by account | s | bound"
   )
-  for name, phase in _PHASES.items():
-    if name not in sent:
-      continue
-    calls = sizes.page if phase == "decode" else 1
-    *others, last = known[phase]
+  for name in sorted(sent.keys() & work, key=list(work).index):
+    calls = sizes.page if name == "sampler decode" else 1
     by_axis = collections.Counter()
     for each in sent[name]:
       by_axis["+".join(each.axes) or "-"] += each.bytes / calls
-    work[phase] = (*others, last._replace(sent=by_axis.total()))
-    seconds, bound = cost.bound(work[phase], chip)
-    flops, moved, _ = map(sum, zip(*known[phase]))
+    *others, last = work[name]
+    work[name] = (*others, last._replace(sent=by_axis.total()))
+    seconds, bound = cost.bound(work[name], chip)
+    flops, moved, _ = map(sum, zip(*work[name]))
     most = 1e-3 * max(by_axis.values(), default=0.0)
     named = {k: v for k, v in by_axis.items() if v >= most}
     axes = ", ".join(f"{k} {v / 1e9:.3g}" for k, v in named.items())
     numbers = flops / 1e12, moved / 1e9, last.sent / 1e9, seconds
     tflop, moved, sent_gb, seconds = (f"{x:.3g}" for x in numbers)
-    table.row(phase, tflop, moved, axes, sent_gb, seconds, bound)
+    table.row(name, tflop, moved, axes, sent_gb, seconds, bound)
   print("of a micro-batch, of decoding of a step\n")
   return work
 
 
 def _print_step(sizes, chip, work) -> None:
   total = account.step_seconds(sizes, chip, work)
-  parts = ", ".join(f"{k} {v:.3g}" for k, v in total.items())
+  parts = ", ".join(f"{k} {v:.4g}" for k, v in total.items())
   print(
     f"predicted: a step of {sizes.responses} responses of {sizes.response:.0f}"
-    f" tokens takes {sum(total.values()):.3g} s ({parts}), decoding in"
+    f" tokens takes {sum(total.values()):.4g} s ({parts}), decoding in"
     f" {sizes.decoding.steps:.0f} steps, the longest responses included"
   )
   shares = ", ".join(f"{k} {v:.0%}" for k, v in cost.SHARES._asdict().items())
@@ -250,7 +241,7 @@ def _print_found(found: list[mesh_search.Fit]) -> None:
   )
   for fit in found[:10]:
     meshes = (" x ".join(map(str, x)) for x in (fit.mesh, fit.sampler_mesh))
-    costs = f"{fit.memory / _GIB:.1f}", f"{fit.seconds:.3g}"
+    costs = f"{fit.memory / _GIB:.1f}", f"{fit.seconds:.4g}"
     settings = fit.micro_batch, fit.remat_policy, fit.mu_dtype
     table.row(*meshes, *settings, *costs)
   axes = " x ".join(sharding.AXES)

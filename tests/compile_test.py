@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from jaxrl_llm.simulate import account
+
 pytestmark = pytest.mark.slow
 
 
@@ -83,10 +85,10 @@ class TestScript:
   def test_says_what_fits_and_where_the_time_goes(self, folder, topology):
     done = self.compile(folder, topology)
     assert done.returncode == 0, done.stderr
-    programs, phases = done.stdout.split("| phase |")
+    programs, phases = done.stdout.split("| program | TFLOP |")
     for name in ("sampler decode", "sampler prefill cut responses"):
       assert f"| {name} |" in programs
-    for name in ("decode", "score policy", "update policy", "update value"):
+    for name in ("sampler decode", *account.PROGRAMS):
       (row,) = [s for s in phases.splitlines() if s.startswith(f"| {name} |")]
       assert "fsdp" in row and "tensor" in row
     assert "predicted: a step of 2048 responses" in phases

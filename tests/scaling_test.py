@@ -183,17 +183,21 @@ class TestEstimate:
     attention = 28 * 4 * row**2 * 28 * 128
     by_hand = 2 * row * 28 * layer + attention
     assert sizes.forward == pytest.approx(by_hand, rel=1e-4)
-    head, layers = account.scoring(sizes, "policy")  # Half a row on a device.
+    head, layers = account.passes(
+      sizes, "policy", update=False
+    )  # Half a row on a device.
     assert layers.flops == pytest.approx(by_hand / 2, rel=1e-4)
     assert head.flops == 2 * row * 3584 * 152_064 / 2
-    assert account.scoring(sizes, "value") == (layers,)
+    assert account.passes(sizes, "value", update=False) == (layers,)
 
   def test_plain_attention_skips_nothing_and_moves_its_scores(self):
     kernel, plain = (self.sizes(kernels=name) for name in ("auto", "xla"))
     heads, rows = 28 * 28, 1 / 2
     skipped = plain.pairs - kernel.pairs
     assert plain.pairs == 16_384**2 and skipped > plain.pairs / 2
-    kernel, plain = (account.scoring(x, "value")[0] for x in (kernel, plain))
+    kernel, plain = (
+      account.passes(x, "value", update=False)[0] for x in (kernel, plain)
+    )
     expected = pytest.approx(4 * skipped * heads * 128 * rows)
     assert plain.flops - kernel.flops == expected
     assert plain.moved - kernel.moved > 20 * heads * 16_384**2 * rows
@@ -222,7 +226,10 @@ class TestEstimate:
     whole, four = self.sizes(fsdp=4), self.sizes(fsdp=4, tensor=4)
     eight = self.sizes(fsdp=4, tensor=8)  # And 4 heads of keys.
     products, attention = whole.forward - whole.attention, whole.attention
-    flops = [account.scoring(x, "value")[0].flops for x in (whole, four, eight)]
+    flops = [
+      account.passes(x, "value", update=False)[0].flops
+      for x in (whole, four, eight)
+    ]
     rows = 8 / 4
     assert flops == pytest.approx(
       [rows * whole.forward, rows * whole.forward / 4]
@@ -234,7 +241,7 @@ class TestEstimate:
     moved = []
     for chunk in (128, 1024):
       sizes.config.model.head_chunk = chunk
-      moved.append(account.updating(sizes, "policy")[0].moved)
+      moved.append(account.passes(sizes, "policy", update=True)[0].moved)
     # In bfloat16 three times, and in float32.
     chunks = 16_384 / 128 - 16_384 / 1024
     assert moved[0] - moved[1] == pytest.approx(chunks * table * (6 + 8))
@@ -249,7 +256,9 @@ class TestEstimate:
       # The one has a row of two, the other a half of both.
       assert parts[0][name] == parts[1][name]
     assert "keys and values of whole rows" not in parts[0]
-    one, two = (account.updating(x, "policy")[-1] for x in (whole, half))
+    one, two = (
+      account.passes(x, "policy", update=True)[-1] for x in (whole, half)
+    )
     assert one.flops == two.flops and one.sent < two.sent
 
   def test_what_is_kept_is_not_computed_again(self):
@@ -257,7 +266,7 @@ class TestEstimate:
     for policy in ("full", "dots", "none"):
       sizes = self.sizes()
       sizes.config.model.remat_policy = policy
-      flops[policy] = account.updating(sizes, "value")[0].flops
+      flops[policy] = account.passes(sizes, "value", update=True)[0].flops
       kept[policy] = sum(
         account.temporaries(sizes, "policy", update=True).values()
       )
@@ -266,8 +275,10 @@ class TestEstimate:
     assert kept["full"] < kept["dots"] < kept["none"]
 
   def test_work_is_split_over_devices(self):
-    one = account.updating(self.sizes(fsdp=16), "policy")[-1]
-    two = account.updating(self.sizes(fsdp=16, tensor=2), "policy")[-1]
+    one = account.passes(self.sizes(fsdp=16), "policy", update=True)[-1]
+    two = account.passes(self.sizes(fsdp=16, tensor=2), "policy", update=True)[
+      -1
+    ]
     # Micro-batches are as large, and are split in two more ways.
     assert two.flops == one.flops / 2 and two.sent != one.sent
 

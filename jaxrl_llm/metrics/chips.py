@@ -45,9 +45,12 @@ class Chip(NamedTuple):
     return self.memory * (0.95 if self.gpu else 1.0)
 
 
-_H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 2048, 228, 50, 1.98)
 _A100 = Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 2048, 164, 40, 1.41)
-_RTX_PRO = "NVIDIA RTX PRO 6000 Blackwell Workstation Edition"
+_H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 2048, 228, 50, 1.98)
+_H200 = _H100._replace(name="NVIDIA H200")
+_PRO = "NVIDIA RTX PRO 6000 Blackwell Workstation Edition"
+_PRO = Gpu(_PRO, (12, 0), 188, 128, 1536, 100, 128, 2.6)
+_4090 = Gpu("NVIDIA GeForce RTX 4090", (8, 9), 128, 128, 1536, 100, 72, 2.52)
 # Chip by the name of its topologies before the colon, as in v5p:4x4x4 or
 # h100:8. Links of GPUs are NVLink, of the last two PCIe.
 CHIPS = {
@@ -56,17 +59,9 @@ CHIPS = {
   "v6e": Chip(32 * 2.0**30, 918e12, 1640e9, 448e9),
   "a100": Chip(85.1e9, 312e12, 2039e9, 300e9, _A100),
   "h100": Chip(84.9e9, 989e12, 3352e9, 450e9, _H100),
-  "h200": Chip(
-    151.4e9, 989e12, 4800e9, 450e9, _H100._replace(name="NVIDIA H200")
-  ),
-  "rtx6000pro": Chip(
-    *(102.0e9, 503.8e12, 1792e9, 64e9),
-    Gpu(_RTX_PRO, (12, 0), 188, 128, 1536, 100, 128, 2.6),
-  ),
-  "rtx4090": Chip(
-    *(25.39e9, 165.2e12, 1008e9, 32e9),
-    Gpu("NVIDIA GeForce RTX 4090", (8, 9), 128, 128, 1536, 100, 72, 2.52),
-  ),
+  "h200": Chip(151.4e9, 989e12, 4800e9, 450e9, _H200),
+  "rtx6000pro": Chip(102.0e9, 503.8e12, 1792e9, 64e9, _PRO),
+  "rtx4090": Chip(25.39e9, 165.2e12, 1008e9, 32e9, _4090),
 }
 # Peak floating-point operations per second by JAX's name of the device.
 PEAK_FLOPS = {

@@ -23,6 +23,13 @@ from jaxrl_llm.simulate import lengths
 from jaxrl_llm.simulate.cost import CostModel, Plane, Work, bound
 from jaxrl_llm.simulate.engine import predict
 
+# Program -> the model's role, and whether it is updated.
+PROGRAMS = {
+  "score log-probs": ("policy", False),
+  "score values": ("value", False),
+  "update policy": ("policy", True),
+  "update value": ("value", True),
+}
 FILLED = 0.95  # Filled fraction of packed rows.
 # Lengths of responses are lognormal: 99th percentile by median.
 TAIL = 4.0
@@ -220,36 +227,22 @@ def temporaries(sizes: Sizes, role: str, *, update: bool) -> dict[str, float]:
 
 def temporaries_by_program(sizes: Sizes) -> dict[str, float]:
   """Returns the bytes of temporaries by program."""
-  programs = {
-    "score log-probs": ("policy", False),
-    "score values": ("value", False),
-    "update policy": ("policy", True),
-    "update value": ("value", True),
-  }
   return {
     name: sum(temporaries(sizes, role, update=update).values())
-    for name, (role, update) in programs.items()
+    for name, (role, update) in PROGRAMS.items()
   }
 
 
-def scoring(sizes: Sizes, role: str) -> tuple[Work, ...]:
-  """Returns the work of scoring a micro-batch, one after the other."""
-  return _passes(sizes, role, forwards=1, update=False)
+def passes(sizes: Sizes, role: str, *, update: bool) -> tuple[Work, ...]:
+  """Returns the work of scoring a micro-batch, or of its gradient.
 
-
-def updating(sizes: Sizes, role: str) -> tuple[Work, ...]:
-  """Returns the work of the gradient of a micro-batch, one after the other.
-
-  The backward pass costs two forward passes, and recomputation is added.
+  It is that of the head, if any, and then of the layers. The backward pass
+  costs two forward passes, and recomputation is added.
   """
   again = {"full": 1.0, "none": 0.0}.get(
     sizes.config.model.remat_policy, sizes.attention / sizes.forward
   )
-  return _passes(sizes, role, forwards=3 + again, update=True)
-
-
-def _passes(sizes, role, *, forwards, update) -> tuple[Work, ...]:
-  """Returns the work of the head, if any, and of the layers."""
+  forwards = 3 + again if update else 1
   model, rows = sizes.model, sizes.micro_rows(role)
   attended = rows / sizes.context / sizes.head_ways
   products = 2 * sizes.multiplied * sizes.row * rows / sizes.context
@@ -312,35 +305,33 @@ def decoding(sizes: Sizes) -> tuple[Work, ...]:
   return Work(flops, moved), Work(sent=sent)
 
 
-def work_by_phase(sizes: Sizes, written: Sizes) -> dict[str, tuple[Work, ...]]:
+def work_by_program(
+  sizes: Sizes, written: Sizes
+) -> dict[str, tuple[Work, ...]]:
   """Returns the work of micro-batches, and of a decode step of the sampler.
 
   The last work of each has all that is sent.
   """
-  work = {"decode": decoding(written)}
-  for role in ("policy", "value"):
-    work[f"score {role}"] = scoring(sizes, role)
-    work[f"update {role}"] = updating(sizes, role)
-  return work
+  return {"sampler decode": decoding(written)} | {
+    name: passes(sizes, role, update=update)
+    for name, (role, update) in PROGRAMS.items()
+  }
 
 
 def step_seconds(
   sizes: Sizes, chip: Chip, work: Mapping[str, tuple[Work, ...]]
 ) -> dict[str, float]:
-  """Returns the seconds of a training step by phase.
+  """Returns the seconds of a training step by program.
 
   Args:
     sizes: sizes of the run.
     chip: the chip.
-    work: phase -> work per micro-batch, or per decode step.
+    work: program -> work per micro-batch, or per decode step.
   """
-  config, seconds = sizes.config, {}
-  seconds["decode"] = sizes.decoding.steps * bound(work["decode"], chip)[0]
-  for role in ("policy", "value") if has_critic(config) else ("policy",):
-    settings = config.optimizer[role]
-    times = sizes.rows / settings.micro_batch_size
-    seconds[f"score {role}"] = times * bound(work[f"score {role}"], chip)[0]
-    seconds[f"update {role}"] = (
-      settings.epochs * times * bound(work[f"update {role}"], chip)[0]
-    )
-  return seconds
+  times = {"sampler decode": sizes.decoding.steps}
+  for name, (role, update) in PROGRAMS.items():
+    if role == "policy" or has_critic(sizes.config):
+      settings = sizes.config.optimizer[role]
+      epochs = settings.epochs if update else 1
+      times[name] = epochs * sizes.rows / settings.micro_batch_size
+  return {name: n * bound(work[name], chip)[0] for name, n in times.items()}

@@ -134,12 +134,13 @@ def _best(sizes: account.Sizes, samplers, chip: Chip, *, apart) -> list[Fit]:
       memory = max(held, own) if apart else held + own
       if memory >= chip.usable:
         continue
-      work = account.work_by_phase(sizes, written)
+      work = account.work_by_program(sizes, written)
       seconds = account.step_seconds(sizes, chip, work)
-      train = sum(seconds.values()) - seconds["decode"]
+      decode = seconds.pop("sampler decode")
+      train = sum(seconds.values())
       # Apart and a batch behind, they work at the same time.
       at_once = apart and config.schedule.lag
       meshes = axes(sizes.mesh), axes(written.mesh)
-      total = (max if at_once else operator.add)(seconds["decode"], train)
+      total = (max if at_once else operator.add)(decode, train)
       found.append(Fit(total, memory, *meshes, micro_batch, policy, dtype))
   return [min(found, key=lambda fit: fit.rank)] if found else []
