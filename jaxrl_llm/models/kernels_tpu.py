@@ -27,6 +27,7 @@ from jax.experimental.pallas.ops.tpu import ragged_paged_attention as ragged
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import context, kv_cache
 from jaxrl_llm.models.kernels import (
   Kernels,
@@ -176,6 +177,11 @@ def make_pallas(
   entry = (parts * 2 * padded[0], padded[1])
 
   def init_paged(shards, pages, page_size, dtype):
+    if jnp.dtype(dtype).itemsize == 1 and padded[0] == 1:
+      raise InputError(
+        f"a cache of {dtype} needs two KV heads on a device, and the model has"
+        f" {kind.num_kv_heads} on {parts} devices: lower sampler.mesh.tensor"
+      )
     return (jnp.zeros((shards, pages, page_size, *entry), dtype),)
 
   def init_contiguous(sequences, length, dtype):
@@ -267,6 +273,7 @@ def _attend_contiguous(layer, q, lengths, *, scale):
 def _ragged(q, pages, page_indices, lengths, *, scale):
   """Attends with q [B, Q, H, d], the last tokens, to [P, page_size, 2K, d]."""
   count, queries = q.shape[:2]
+  scale_kv = 1.0 if pages.dtype.itemsize == 1 else None  # Converts them, too.
   out = ragged.ragged_paged_attention(
     q.reshape(-1, *q.shape[2:]),
     pages,
@@ -275,6 +282,8 @@ def _ragged(q, pages, page_indices, lengths, *, scale):
     jnp.arange(count + 1, dtype=jnp.int32) * queries,
     jnp.array([count], jnp.int32),
     sm_scale=scale,
+    k_scale=scale_kv,
+    v_scale=scale_kv,
     num_kv_pages_per_block=min(
       max(_KV_BLOCK // pages.shape[1], 1), page_indices.shape[1]
     ),

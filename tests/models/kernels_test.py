@@ -46,9 +46,10 @@ class _Loaded:
     return _Loaded(self._array.reshape(*shape))
 
   def bitcast(self, dtype):
-    """Two rows of 16 bits to one of 32, the first one in the lower half."""
-    pairs = self._array.reshape(-1, 2, self.shape[1]).swapaxes(1, 2)
-    return _Loaded(jax.lax.bitcast_convert_type(pairs, dtype))
+    """Rows of fewer bits to one of 32, the first one in the lowest bits."""
+    count = jnp.dtype(dtype).itemsize // self.dtype.itemsize
+    groups = self._array.reshape(-1, count, self.shape[1]).swapaxes(1, 2)
+    return _Loaded(jax.lax.bitcast_convert_type(groups, dtype))
 
 
 def _wait(self):
@@ -107,7 +108,9 @@ def _filled(kv_cache, tables, share):
   for slot, pages in enumerate(tables.page_indices):
     fill[slot // share, pages[pages < PAGES]] = 0.5
   put = lambda x: x + fill.reshape(*fill.shape, *[1] * (x.ndim - 2))
-  return jax.tree.map(lambda x: put(x).astype(x.dtype), kv_cache)
+  return jax.tree.map(
+    lambda x: put(x.astype(jnp.float32)).astype(x.dtype), kv_cache
+  )
 
 
 def _qkv(config, queries, time, dtype=jnp.float32, count=4):
@@ -122,13 +125,13 @@ def _qkv(config, queries, time, dtype=jnp.float32, count=4):
   )
 
 
-def _on_pages(backend, tables, q, k, v):
+def _on_pages(backend, tables, q, k, v, dtype=None):
   """Attention of the last queries of slots that wrote all their tokens.
 
   Queries after the only token of a slot read what its page was filled with.
   """
   shards, queries = tables.page_owner.shape[0], q.shape[1]
-  kv_cache = backend.init_paged(shards, PAGES, PAGE, q.dtype)
+  kv_cache = backend.init_paged(shards, PAGES, PAGE, dtype or q.dtype)
   kv_cache = _filled(kv_cache, tables, 4 // shards)
   index = np.arange(k.shape[1], dtype=np.int32)
   index = np.broadcast_to(index, k.shape[:2])
@@ -180,6 +183,24 @@ class TestPallas:
     np.testing.assert_allclose(
       got.astype(np.float32), expected.astype(np.float32), atol=0.02
     )
+
+  def test_eight_bit_pages_equal_those_of_xla(self):
+    config = _config()
+    qkv = _qkv(config, 1, LENGTHS.max())
+    run = functools.partial(_on_pages, tables=_block_tables(1))
+    got, expected = _both(
+      lambda backend, q, k, v: run(
+        backend, q=q, k=k, v=v, dtype=jnp.float8_e4m3fn
+      ),
+      config,
+      *qkv,
+    )
+    _close(got, expected)
+
+  def test_eight_bit_pages_need_two_heads_on_a_device(self):
+    backend = kernels_tpu.make_pallas(_config(2, 1), sharding=None)
+    with pytest.raises(InputError, match="needs two KV heads .* has 1 on 1"):
+      backend.init_paged(1, PAGES, PAGE, jnp.float8_e4m3fn)
 
   def test_a_prefill_in_chunks_and_then_pages_equal_xla(self, module):
     config, time = _config(), 12
