@@ -469,9 +469,9 @@ def _decode_partition(
   group = q_ref.shape[1] // positions_ref.shape[1] // (kv_heads // 2)
   # Rows are the queries of a KV head, those of one token after another.
   row = block * rows + jnp.arange(rows)
-  query, within = _div(row, group), _rem(row, group)
+  query, member = _div(row, group), _rem(row, group)
   present = query < positions_ref.shape[1]
-  at = (query * (kv_heads // 2) + head) * group + within
+  at = (query * (kv_heads // 2) + head) * group + member
   dims, start, length = (
     jnp.arange(size)[None],
     part * partition,
@@ -488,11 +488,14 @@ def _decode_partition(
 
     def body(i, carry):
       place = start + i * keys + jnp.arange(keys)
-      held = place < length
-      page = load(pages_ref.at[slot, _div(place, page_size)], mask=held)
+      page = triton.load(
+        pages_ref.at[slot, _div(place, page_size)],
+        mask=place < length,
+        other=pages,
+      )
       # There may be no page for draft tokens that cannot be accepted.
-      page = jnp.minimum(page, pages - 1)[:, None]
-      token = shard, page, _rem(place, page_size)[:, None]
+      held, within = page < pages, _rem(place, page_size)
+      token = shard, page[:, None], within[:, None]
       k, v = (
         load(layer_ref.at[*token, 2 * head + j, dims], mask=held[:, None])
         for j in range(2)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm import config as config_lib
@@ -88,6 +89,8 @@ class Sizes:
     self.head_ways = 1 if model.num_kv_heads % self.tensor else self.tensor
     self.kv_ways = self.slot_ways * self.head_ways
     self.kv_token = 4 * model.num_layers * model.num_kv_heads * model.head_dim
+    bits = jnp.dtype(config.model.cache_dtype or "bfloat16").itemsize * 8
+    self.cached_token = self.kv_token * bits / 16
     self.page = default_page_size(config.data.max_prompt_length + longest)
 
   def head_chunk(self, rows: float) -> int:
@@ -288,7 +291,7 @@ def decoding(sizes: Sizes) -> tuple[Work, ...]:
   """
   slots, model, simulated = sizes.slots, sizes.model, sizes.decoding
   context = sizes.prompt + simulated.position
-  cached = sizes.active * context * sizes.kv_token
+  cached = sizes.active * context * sizes.cached_token
   weights = 2 * sizes.parameters / (sizes.shards * sizes.tensor)
   moved = weights + cached / sizes.kv_ways
   flops = 2 * (sizes.multiplied + sizes.table) * slots / sizes.devices

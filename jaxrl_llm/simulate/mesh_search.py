@@ -106,7 +106,7 @@ def _sampler(sizes: account.Sizes) -> tuple[float, account.Sizes]:
   longest = config.data.max_prompt_length + config.sampler.max_response_length
   pages = config.sampler.kv_pages * sizes.page or sizes.slots * longest
   memory = 2 * sizes.parameters / (sizes.shards * sizes.tensor)
-  memory += pages * sizes.kv_token / sizes.kv_ways
+  memory += pages * sizes.cached_token / sizes.kv_ways
   return memory, sizes
 
 

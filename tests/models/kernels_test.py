@@ -189,6 +189,7 @@ class TestPallas:
     qkv = _qkv(config, 1, LENGTHS.max())
     run = functools.partial(_on_pages, tables=_block_tables(1))
     got, expected = _both(
+      kernels_tpu,
       lambda backend, q, k, v: run(
         backend, q=q, k=k, v=v, dtype=jnp.float8_e4m3fn
       ),
