@@ -184,12 +184,12 @@ class TestPallas:
       got.astype(np.float32), expected.astype(np.float32), atol=0.02
     )
 
-  def test_eight_bit_pages_equal_those_of_xla(self):
+  def test_eight_bit_pages_equal_those_of_xla(self, module):
     config = _config()
     qkv = _qkv(config, 1, LENGTHS.max())
     run = functools.partial(_on_pages, tables=_block_tables(1))
     got, expected = _both(
-      kernels_tpu,
+      module,
       lambda backend, q, k, v: run(
         backend, q=q, k=k, v=v, dtype=jnp.float8_e4m3fn
       ),
