@@ -121,8 +121,8 @@ class Model(Group, path="model"):
     "Positions per application of the vocabulary head. Lower to save memory; 0"
     " chooses by device: 128 on CPUs, else 512 MiB of logits.")
   kernels = Key("auto", Names("models.kernels:NAMES"),
-    "Attention backend of trainer and sampler: plain XLA or TPU kernels"
-    " ('pallas'). 'auto' chooses by device.")
+    "Attention backend of trainer and sampler: plain XLA, or kernels for TPUs"
+    " and GPUs ('pallas'). 'auto' chooses by device.")
 
 
 class Value(Group, path="value"):

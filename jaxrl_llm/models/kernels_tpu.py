@@ -19,7 +19,6 @@ Reference:
 """
 
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +29,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import context, kv_cache
-from jaxrl_llm.models.kernels import Kernels, layer_sharding
+from jaxrl_llm.models.kernels import (
+  Kernels,
+  PackedAttention,
+  layer_sharding,
+  on_devices,
+)
 from jaxrl_llm.models.layers import AttentionKind
 
 _LANES = 128  # Lanes of a vector register.
@@ -45,10 +49,8 @@ _BLOCKS += ("block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute")
 _ROW_BLOCK = 512  # Block size of splash attention, of queries and keys.
 
 
-def refusal(kind: AttentionKind, platform: str) -> str:
+def refusal(kind: AttentionKind) -> str:
   """Returns why the kernels do not support a model, or '' if they do."""
-  if platform != "tpu":
-    return f"needs a TPU, and the devices are of {platform!r}"
   if kind.head_dim < _MIN_HEAD_DIM:
     return (
       f"needs head_dim >= {_MIN_HEAD_DIM}, and the model has {kind.head_dim}"
@@ -58,7 +60,7 @@ def refusal(kind: AttentionKind, platform: str) -> str:
 
 def make_packed_attention(
   kind: AttentionKind, *, sharding: NamedSharding | None
-) -> Callable[..., jax.Array]:
+) -> PackedAttention:
   """Makes causal splash attention within the segments of packed rows.
 
   Args:
@@ -110,7 +112,7 @@ def make_packed_attention(
     run = context.on_devices(on_device, sharding, spec)
     return run(attend, q, k, v, segments)
 
-  return attention
+  return PackedAttention(attention, sees_prefixes=False)
 
 
 def _attend_row(attend, q, k, v, segments):
@@ -189,7 +191,7 @@ def make_pallas(
     def on_device(layer, k, v, *arguments):
       return function(layer, _interleave(k, v, padded), *arguments)
 
-    return _on_devices(on_device, sharding)(layer, layer, k, v, *arguments)
+    return on_devices(on_device, sharding)(layer, layer, k, v, *arguments)
 
   def attend(function, layer, q, *arguments):
     def on_device(layer, q, *arguments):
@@ -197,11 +199,11 @@ def make_pallas(
       out = function(layer, queries, *arguments, scale=size**-0.5)
       return _unpad_queries(out, q.shape, heads, padded)
 
-    return _on_devices(on_device, sharding)(q, layer, q, *arguments)
+    return on_devices(on_device, sharding)(q, layer, q, *arguments)
 
   def write_paged(layer, k, v, block_tables, positions, writing):
     where = block_tables.page_indices, positions, writing
-    return (write(_write_paged, layer[0], k, v, *where),)
+    return (write(kv_cache.write_tokens, layer[0], k, v, *where),)
 
   def paged_attention(q, layer, block_tables, positions):
     indices, lengths = block_tables.page_indices, positions[:, -1] + 1
@@ -209,7 +211,7 @@ def make_pallas(
 
   def write_contiguous(layer, k, v, start):
     starts = jnp.full(k.shape[:1], start, jnp.int32)
-    return write(_write_contiguous, layer, k, v, starts)
+    return write(kv_cache.write_sequences, layer, k, v, starts)
 
   def prefill_attention(q, layer, start):
     lengths = jnp.full(q.shape[:1], start + q.shape[1], jnp.int32)
@@ -224,27 +226,6 @@ def make_pallas(
     paged_attention=paged_attention,
     write_contiguous=write_contiguous,
     prefill_attention=prefill_attention,
-  )
-
-
-def _write_paged(layer, new, page_indices, positions, writing):
-  """Writes tokens [S, Q, 2K, d] into a device's [D, P, page_size, 2K, d]."""
-  shards, pages, page_size = layer.shape[:3]
-  page, offset = kv_cache.page_and_offset(
-    page_indices, positions, writing, pages, page_size
-  )
-  by_shard = lambda x: x.reshape(shards, -1, *x.shape[2:])
-  write = lambda layer, page, offset, new: layer.at[page, offset].set(
-    new, mode="drop"
-  )
-  new = new.astype(layer.dtype)
-  return jax.vmap(write)(layer, *map(by_shard, (page, offset, new)))
-
-
-def _write_contiguous(layer, new, starts):
-  """Writes tokens [N, Q, 2K, d] into a device's sequences [N, T, 2K, d]."""
-  return jax.lax.dynamic_update_slice_in_dim(
-    layer, new.astype(layer.dtype), starts[0], axis=1
   )
 
 
@@ -312,36 +293,6 @@ def _ragged(q, pages, page_indices, lengths, *, scale):
     ),
   )
   return out.reshape(q.shape)
-
-
-def _on_devices(function, sharding):
-  """Maps a function over devices; call with an array like its result first.
-
-  The first axis (shards, sequences or slots) and the heads, the last axis but
-  one, stay on their devices: by itself, XLA would gather all pages in every
-  step. A first axis that the devices do not divide is replicated.
-  """
-  if sharding is None:
-    return lambda like, *arguments: function(*arguments)
-  slots, *heads = sharding.spec
-
-  def run(like, *arguments):
-    whole = len(arguments[0]) % context.num_shards(sharding, 0)
-
-    def spec(x):
-      between = [None] * (x.ndim - 3)
-      last = (*between, *heads) if x.ndim > 3 else ()
-      return PartitionSpec(None if whole else slots, *last)
-
-    return jax.shard_map(
-      function,
-      mesh=sharding.mesh,
-      in_specs=tuple(map(spec, arguments)),
-      out_specs=spec(like),
-      check_vma=False,  # Pallas kernels do not declare it.
-    )(*arguments)
-
-  return run
 
 
 def _padded_heads(heads):
