@@ -56,7 +56,7 @@ LARGE = dataclasses.replace(
 _GATHERED = re.compile(r"128,[48],128\]\S* all-(?:gather|to-all)")
 
 
-def _sampler(fns, shapes, mesh, **sizes):
+def sampler(fns, shapes, mesh, **sizes):
   engine = Engine(fns, EngineConfig(stop_tokens=[1], **sizes))
   placed = sharding.tree_shardings(
     jax.eval_shape(fns.for_sampling, shapes), mesh
@@ -69,7 +69,7 @@ def _sampler(fns, shapes, mesh, **sizes):
   return engine.lower(params, prompts=5)
 
 
-def _learner(config, fns, mesh):
+def learner(config, fns, mesh):
   algorithm = build_algorithm.make_algorithm(config)
   settings = build.update_settings(config, "policy")
   return Learner(
@@ -92,7 +92,7 @@ def _decode_at_scale():
   mesh = sharding.make_mesh(**config.sampler.mesh, devices=topology.devices)
   fns, _ = build.make_fns(config, LARGE, Meshes(mesh, mesh))
   shapes = jax.eval_shape(fns.init, jax.eval_shape(jax.random.key, 0))
-  lowered = _sampler(
+  lowered = sampler(
     fns,
     shapes,
     mesh,
@@ -121,9 +121,9 @@ def main():
   config.estimator.name = "group"  # Without a critic.
   config.optimizer.policy.mini_batch = 16  # Two micro-batches.
   fns, _ = build.make_fns(config, MODEL, Meshes(mesh, mesh))
-  learner = _learner(config, fns, mesh)
-  shapes = learner.policy.shapes
-  lowered = _sampler(
+  own = learner(config, fns, mesh)
+  shapes = own.policy.shapes
+  lowered = sampler(
     fns,
     shapes.trained,
     mesh,
@@ -131,7 +131,7 @@ def main():
     max_prompt_length=256,
     max_response_length=1792,
   )
-  lowered["update"] = lower(learner)["update policy"]
+  lowered["update"] = lower(own)["update policy"]
   sizes = [x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes)]
   report = {"state_bytes": sum(sizes)}
   for name, program in lowered.items():

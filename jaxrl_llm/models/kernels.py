@@ -1,4 +1,4 @@
-"""Attention backends: plain XLA, or Pallas kernels on TPUs.
+"""Attention backends: plain XLA, or Pallas kernels on TPUs and GPUs.
 
 Trainer and sampler use the same backend. A backend is made for a kind of
 attention and has its own functions for everything that reads or writes the KV
@@ -7,6 +7,7 @@ pages to slots (`BlockTables`).
 """
 
 import functools
+import importlib
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,10 +17,14 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models import attention, paged_attention
+from jaxrl_llm.models import attention, context, paged_attention
 from jaxrl_llm.models.layers import AttentionKind
 
 NAMES = ("auto", "xla", "pallas")
+_MODULES = {  # Kernels by platform.
+  "tpu": "jaxrl_llm.models.kernels_tpu",
+  "gpu": "jaxrl_llm.models.kernels_gpu",
+}
 
 
 class PackedAttention(NamedTuple):
@@ -70,8 +75,8 @@ def make_kernels(
   """Makes the attention backend of a sampler.
 
   Args:
-    name: 'xla', which runs everywhere; 'pallas', kernels for TPUs; 'auto',
-      'pallas' if it supports model and devices, otherwise 'xla', as on GPUs.
+    name: 'xla', which runs everywhere; 'pallas', kernels for TPUs or GPUs;
+      'auto', 'pallas' if it supports model and devices, otherwise 'xla'.
     kind: the kind of attention.
     sharding: sharding of slots, and of KV heads if it has a second axis; None:
       one device.
@@ -80,10 +85,10 @@ def make_kernels(
     InputError: 'pallas' does not support this model on these devices.
     ValueError: The name is unknown.
   """
-  tpu = _tpu(name, kind, sharding)
-  if tpu is None:
+  pallas = _pallas(name, kind, sharding)
+  if pallas is None:
     return make_xla(kind, sharding=sharding)
-  return tpu.make_pallas(kind, sharding=sharding)
+  return pallas.make_pallas(kind, sharding=sharding)
 
 
 def make_packed_attention(
@@ -102,30 +107,31 @@ def make_packed_attention(
   Raises:
     InputError, ValueError: As in `make_kernels`.
   """
-  tpu = _tpu(name, kind, sharding)
-  if tpu is None:
+  pallas = _pallas(name, kind, sharding)
+  if pallas is None:
     attend = functools.partial(
       attention.packed_attention, sharding=sharding, window=kind.window
     )
     return PackedAttention(attend, sees_prefixes=kind.window is None)
-  return PackedAttention(
-    tpu.make_packed_attention(kind, sharding=sharding), sees_prefixes=False
-  )
+  return pallas.make_packed_attention(kind, sharding=sharding)
 
 
-def _tpu(name: str, kind: AttentionKind, sharding: NamedSharding | None) -> Any:
-  """Returns the module with kernels for TPUs, or None for plain XLA."""
+def _pallas(
+  name: str, kind: AttentionKind, sharding: NamedSharding | None
+) -> Any:
+  """Returns the module with kernels for the devices, or None for plain XLA."""
   if name not in NAMES:
     raise ValueError(f"kernels must be one of {NAMES}, got {name!r}")
   platform = "" if name == "xla" else platform_of(sharding)
-  if name == "xla" or (name == "auto" and platform != "tpu"):
+  if name == "xla" or (name == "auto" and platform not in _MODULES):
     return None
-  # Pallas is slow to import, and plain XLA does not need it.
-  from jaxrl_llm.models import kernels_tpu
-
-  reason = kernels_tpu.refusal(kind, platform)
+  module, reason = None, f"needs a TPU or a GPU, and the devices are {platform}"
+  if platform in _MODULES:
+    # Pallas is slow to import, and plain XLA does not need it.
+    module = importlib.import_module(_MODULES[platform])
+    reason = module.refusal(kind)
   if not reason:
-    return kernels_tpu
+    return module
   if name == "pallas":
     raise InputError(f"kernels='pallas' {reason}; use 'auto' or 'xla'")
   warnings.warn(f"kernels are 'xla': 'pallas' {reason}", stacklevel=4)
@@ -148,6 +154,42 @@ def layer_sharding(
   slots, *heads = sharding.spec
   between = [None] * (heads_axis - 1)
   return NamedSharding(sharding.mesh, PartitionSpec(slots, *between, *heads))
+
+
+def on_devices(
+  function: Callable[..., jax.Array], sharding: NamedSharding | None
+) -> Callable[..., jax.Array]:
+  """Maps a function over devices; call with an array like its result first.
+
+  The first axis (shards, sequences or slots) and the heads, the last axis but
+  one, stay on their devices: by itself, XLA would gather all pages in every
+  step. A first axis that the devices do not divide is replicated.
+
+  Args:
+    function: function of the arrays of one device.
+    sharding: as in `make_kernels`.
+  """
+  if sharding is None:
+    return lambda like, *arguments: function(*arguments)
+  slots, *heads = sharding.spec
+
+  def run(like, *arguments):
+    whole = len(arguments[0]) % context.num_shards(sharding, 0)
+
+    def spec(x):
+      between = [None] * (x.ndim - 3)
+      last = (*between, *heads) if x.ndim > 3 else ()
+      return PartitionSpec(None if whole else slots, *last)
+
+    return jax.shard_map(
+      function,
+      mesh=sharding.mesh,
+      in_specs=tuple(map(spec, arguments)),
+      out_specs=spec(like),
+      check_vma=False,  # Pallas kernels do not declare it.
+    )(*arguments)
+
+  return run
 
 
 def make_xla(
@@ -174,15 +216,21 @@ def make_xla(
   def init_contiguous(sequences, length, dtype):
     return zeros(sequences, length, dtype=dtype)
 
+  def attend(q, layer, *arguments):
+    # No product reads floats of eight bits.
+    wide = lambda x: x.astype(q.dtype) if x.dtype.itemsize == 1 else x
+    layer = jax.tree.map(wide, layer)
+    return paged_attention.paged_attention(
+      q, layer, *arguments, window=kind.window
+    )
+
   return Kernels(
     kv_sharding=layer_sharding(sharding, heads_axis=2),
     shares_pages=False,
     init_paged=init_paged,
     init_contiguous=init_contiguous,
     write_paged=paged_attention.write_paged,
-    paged_attention=functools.partial(
-      paged_attention.paged_attention, window=kind.window
-    ),
+    paged_attention=attend,
     write_contiguous=attention.write_contiguous,
     prefill_attention=functools.partial(
       attention.prefill_attention, window=kind.window

@@ -1,8 +1,9 @@
 """Attention with JAX's Pallas kernels for TPUs.
 
-Training uses splash attention, which skips masked blocks. It supports segments
-but not prefixes, so that every sample has its own copy of the prompt, which
-costs little for long responses.
+Training uses splash attention, which skips blocks of scores: those after the
+queries, and those whose queries and keys are of different segments. It supports
+segments but not prefixes, so that every sample has its own copy of the prompt,
+which costs little for long responses.
 
 The sampler uses ragged paged attention. The KV cache of a layer is one array,
 [D, P, page_size, 2K, d] if paged and [N, T, 2K, d] if contiguous, in which the
@@ -17,7 +18,7 @@ Reference:
   jax.experimental.pallas.ops.tpu: splash_attention, ragged_paged_attention.
 """
 
-from collections.abc import Callable
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +27,14 @@ from jax.experimental.pallas.ops.tpu import ragged_paged_attention as ragged
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import context, kv_cache
-from jaxrl_llm.models.kernels import Kernels, layer_sharding
+from jaxrl_llm.models.kernels import (
+  Kernels,
+  PackedAttention,
+  layer_sharding,
+  on_devices,
+)
 from jaxrl_llm.models.layers import AttentionKind
 
 _LANES = 128  # Lanes of a vector register.
@@ -42,10 +49,8 @@ _BLOCKS += ("block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute")
 _ROW_BLOCK = 512  # Block size of splash attention, of queries and keys.
 
 
-def refusal(kind: AttentionKind, platform: str) -> str:
+def refusal(kind: AttentionKind) -> str:
   """Returns why the kernels do not support a model, or '' if they do."""
-  if platform != "tpu":
-    return f"needs a TPU, and the devices are of {platform!r}"
   if kind.head_dim < _MIN_HEAD_DIM:
     return (
       f"needs head_dim >= {_MIN_HEAD_DIM}, and the model has {kind.head_dim}"
@@ -57,7 +62,7 @@ def refusal(kind: AttentionKind, platform: str) -> str:
 
 def make_packed_attention(
   kind: AttentionKind, *, sharding: NamedSharding | None
-) -> Callable[..., jax.Array]:
+) -> PackedAttention:
   """Makes causal splash attention within the segments of packed rows.
 
   Args:
@@ -80,11 +85,13 @@ def make_packed_attention(
       return _pad(x, sizes)
 
     def on_device(attend, q, k, v, segments):
-      segments += 1
+      # Falling from sample to sample and then to padding, so that a block's
+      # segments are those between its first and its last one.
+      segments = jnp.where(segments > 0, length + 2 - segments, 1)
       keys = (context.gather(x, sharding) for x in (k, v, segments))
       k, v, key_segments = (padded(x, length) for x in keys)
       q, segments = padded(q * scale, time), padded(segments, time)
-      out = jax.vmap(attend)(
+      out = jax.vmap(functools.partial(_attend_row, attend))(
         *(x.swapaxes(1, 2) for x in (q, k, v)),
         splash.SegmentIds(q=segments, kv=key_segments),
       )
@@ -107,7 +114,53 @@ def make_packed_attention(
     run = context.on_devices(on_device, sharding, spec)
     return run(attend, q, k, v, segments)
 
-  return attention
+  return PackedAttention(attention, sees_prefixes=False)
+
+
+def _attend_row(attend, q, k, v, segments):
+  """Attends within one row, skipping blocks without a common segment.
+
+  Args:
+    attend: the causal kernel, `splash.SplashAttentionKernel`.
+    q: [H, Q, d].
+    k: [K, T, d].
+    v: [K, T, d].
+    segments: of queries, [Q], and of keys, [T].
+  """
+  own = type(attend)(
+    _skip_blocks(attend.fwd_mask_info, segments),
+    _skip_blocks(attend.dq_mask_info, segments),
+    _skip_blocks(attend.dkv_mask_info, segments, by_keys=True),
+    **attend.kwargs,
+  )
+  return own(q, k, v, segments)
+
+
+def _skip_blocks(info, segments, *, by_keys=False):
+  """Removes the blocks without a common segment from a mask.
+
+  Args:
+    info: the mask; its arrays are [1, blocks of queries, blocks of keys].
+    segments: of queries, [Q], and of keys, [T].
+    by_keys: whether the kernel visits all queries of a block of keys in turn,
+      and not all keys of a block of queries.
+  """
+  q, k = (x.reshape(n, -1) for x, n in zip(segments, info.block_mask.shape[1:]))
+  shared = q.min(axis=1)[:, None] <= k.max(axis=1)[None]
+  shared &= k.min(axis=1)[None] <= q.max(axis=1)[:, None]
+  block_mask = jnp.where(shared[None], info.block_mask, 0)
+  # A skipped block prefetches the next visited one; after the last one, the
+  # first one again, with which the next head or a neighbouring block begins.
+  axis = 1 if by_keys else 2
+  size = block_mask.shape[axis]
+  index = jax.lax.broadcasted_iota(jnp.int32, block_mask.shape, axis)
+  index = jnp.where(block_mask > 0, index, size)
+  following = jax.lax.cummin(index, axis, reverse=True)
+  first = index.min(axis=axis, keepdims=True) % size
+  following = jnp.where(following < size, following, first)
+  return info._replace(
+    block_mask=block_mask, data_next=following.astype(info.data_next.dtype)
+  )
 
 
 def make_pallas(
@@ -126,6 +179,11 @@ def make_pallas(
   entry = (parts * 2 * padded[0], padded[1])
 
   def init_paged(shards, pages, page_size, dtype):
+    if jnp.dtype(dtype).itemsize == 1 and padded[0] == 1:
+      raise InputError(
+        f"a cache of {dtype} needs two KV heads on a device, and the model has"
+        f" {kind.num_kv_heads} on {parts} devices: lower sampler.mesh.tensor"
+      )
     return (jnp.zeros((shards, pages, page_size, *entry), dtype),)
 
   def init_contiguous(sequences, length, dtype):
@@ -135,7 +193,7 @@ def make_pallas(
     def on_device(layer, k, v, *arguments):
       return function(layer, _interleave(k, v, padded), *arguments)
 
-    return _on_devices(on_device, sharding)(layer, layer, k, v, *arguments)
+    return on_devices(on_device, sharding)(layer, layer, k, v, *arguments)
 
   def attend(function, layer, q, *arguments):
     def on_device(layer, q, *arguments):
@@ -143,11 +201,11 @@ def make_pallas(
       out = function(layer, queries, *arguments, scale=size**-0.5)
       return _unpad_queries(out, q.shape, heads, padded)
 
-    return _on_devices(on_device, sharding)(q, layer, q, *arguments)
+    return on_devices(on_device, sharding)(q, layer, q, *arguments)
 
   def write_paged(layer, k, v, block_tables, positions, writing):
     where = block_tables.page_indices, positions, writing
-    return (write(_write_paged, layer[0], k, v, *where),)
+    return (write(kv_cache.write_tokens, layer[0], k, v, *where),)
 
   def paged_attention(q, layer, block_tables, positions):
     indices, lengths = block_tables.page_indices, positions[:, -1] + 1
@@ -155,7 +213,7 @@ def make_pallas(
 
   def write_contiguous(layer, k, v, start):
     starts = jnp.full(k.shape[:1], start, jnp.int32)
-    return write(_write_contiguous, layer, k, v, starts)
+    return write(kv_cache.write_sequences, layer, k, v, starts)
 
   def prefill_attention(q, layer, start):
     lengths = jnp.full(q.shape[:1], start + q.shape[1], jnp.int32)
@@ -170,27 +228,6 @@ def make_pallas(
     paged_attention=paged_attention,
     write_contiguous=write_contiguous,
     prefill_attention=prefill_attention,
-  )
-
-
-def _write_paged(layer, new, page_indices, positions, writing):
-  """Writes tokens [S, Q, 2K, d] into a device's [D, P, page_size, 2K, d]."""
-  shards, pages, page_size = layer.shape[:3]
-  page, offset = kv_cache.page_and_offset(
-    page_indices, positions, writing, pages, page_size
-  )
-  by_shard = lambda x: x.reshape(shards, -1, *x.shape[2:])
-  write = lambda layer, page, offset, new: layer.at[page, offset].set(
-    new, mode="drop"
-  )
-  new = new.astype(layer.dtype)
-  return jax.vmap(write)(layer, *map(by_shard, (page, offset, new)))
-
-
-def _write_contiguous(layer, new, starts):
-  """Writes tokens [N, Q, 2K, d] into a device's sequences [N, T, 2K, d]."""
-  return jax.lax.dynamic_update_slice_in_dim(
-    layer, new.astype(layer.dtype), starts[0], axis=1
   )
 
 
@@ -238,6 +275,7 @@ def _attend_contiguous(layer, q, lengths, *, scale):
 def _ragged(q, pages, page_indices, lengths, *, scale):
   """Attends with q [B, Q, H, d], the last tokens, to [P, page_size, 2K, d]."""
   count, queries = q.shape[:2]
+  scale_kv = 1.0 if pages.dtype.itemsize == 1 else None  # Converts them, too.
   out = ragged.ragged_paged_attention(
     q.reshape(-1, *q.shape[2:]),
     pages,
@@ -246,6 +284,8 @@ def _ragged(q, pages, page_indices, lengths, *, scale):
     jnp.arange(count + 1, dtype=jnp.int32) * queries,
     jnp.array([count], jnp.int32),
     sm_scale=scale,
+    k_scale=scale_kv,
+    v_scale=scale_kv,
     num_kv_pages_per_block=min(
       max(_KV_BLOCK // pages.shape[1], 1), page_indices.shape[1]
     ),
@@ -255,36 +295,6 @@ def _ragged(q, pages, page_indices, lengths, *, scale):
     ),
   )
   return out.reshape(q.shape)
-
-
-def _on_devices(function, sharding):
-  """Maps a function over devices; call with an array like its result first.
-
-  The first axis (shards, sequences or slots) and the heads, the last axis but
-  one, stay on their devices: by itself, XLA would gather all pages in every
-  step. A first axis that the devices do not divide is replicated.
-  """
-  if sharding is None:
-    return lambda like, *arguments: function(*arguments)
-  slots, *heads = sharding.spec
-
-  def run(like, *arguments):
-    whole = len(arguments[0]) % context.num_shards(sharding, 0)
-
-    def spec(x):
-      between = [None] * (x.ndim - 3)
-      last = (*between, *heads) if x.ndim > 3 else ()
-      return PartitionSpec(None if whole else slots, *last)
-
-    return jax.shard_map(
-      function,
-      mesh=sharding.mesh,
-      in_specs=tuple(map(spec, arguments)),
-      out_specs=spec(like),
-      check_vma=False,  # Pallas kernels do not declare it.
-    )(*arguments)
-
-  return run
 
 
 def _padded_heads(heads):

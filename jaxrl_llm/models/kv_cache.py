@@ -87,6 +87,43 @@ def page_and_offset(
   return page, positions % page_size
 
 
+def write_tokens(
+  layer: chex.Array,
+  new: chex.Array,
+  page_indices: chex.Array,
+  positions: chex.Array,
+  writing: chex.Array,
+) -> jax.Array:
+  """Writes Q new tokens per slot into pages that keep a token in one piece.
+
+  Args:
+    layer: [D, P, page_size, ...].
+    new: [S, Q, ...].
+    page_indices: int32 [S, N], as in `BlockTables`.
+    positions: int32 [S, Q].
+    writing: bool [S, Q]; other tokens leave no trace.
+  """
+  shards, pages, page_size = layer.shape[:3]
+  page, offset = page_and_offset(
+    page_indices, positions, writing, pages, page_size
+  )
+  by_shard = lambda x: x.reshape(shards, -1, *x.shape[2:])
+  write = lambda layer, page, offset, new: layer.at[page, offset].set(
+    new, mode="drop"
+  )
+  new = new.astype(layer.dtype)
+  return jax.vmap(write)(layer, *map(by_shard, (page, offset, new)))
+
+
+def write_sequences(
+  layer: chex.Array, new: chex.Array, starts: chex.Array
+) -> jax.Array:
+  """Writes tokens [N, Q, ...] into sequences [N, T, ...], from starts[0] on."""
+  return jax.lax.dynamic_update_slice_in_dim(
+    layer, new.astype(layer.dtype), starts[0], axis=1
+  )
+
+
 def write_pages(
   kv_cache: KVCache, prefilled: KVCache, pages: chex.Array
 ) -> KVCache:

@@ -1,4 +1,4 @@
-"""The TPU kernel, interpreted on a CPU, computes what plain XLA computes."""
+"""The kernels for TPUs and GPUs, interpreted on a CPU, equal plain XLA."""
 
 import contextlib
 import dataclasses
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import tiny
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel
 from jax.experimental.pallas.ops.tpu.splash_attention import (
@@ -18,7 +19,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm import models, sharding
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models import attention, context, kernels, kernels_tpu
+from jaxrl_llm.models import (
+  attention,
+  context,
+  kernels,
+  kernels_gpu,
+  kernels_tpu,
+)
 from jaxrl_llm.sampling import Engine, EngineConfig, SamplingSettings
 
 PAGE, PAGES = 4, 9
@@ -39,9 +46,10 @@ class _Loaded:
     return _Loaded(self._array.reshape(*shape))
 
   def bitcast(self, dtype):
-    """Two rows of 16 bits to one of 32, the first one in the lower half."""
-    pairs = self._array.reshape(-1, 2, self.shape[1]).swapaxes(1, 2)
-    return _Loaded(jax.lax.bitcast_convert_type(pairs, dtype))
+    """Rows of fewer bits to one of 32, the first one in the lowest bits."""
+    count = jnp.dtype(dtype).itemsize // self.dtype.itemsize
+    groups = self._array.reshape(-1, count, self.shape[1]).swapaxes(1, 2)
+    return _Loaded(jax.lax.bitcast_convert_type(groups, dtype))
 
 
 def _wait(self):
@@ -51,18 +59,29 @@ def _wait(self):
   return _Loaded(self._vmem_buf[...])
 
 
-@pytest.fixture(name="interpreted")
-def _interpreted(monkeypatch):
-  """TPU kernels run on a CPU, with two queries at a time.
+def _interpret_gpu(monkeypatch):
+  interpreted = functools.partial(pl.pallas_call, interpret=True)
+  monkeypatch.setattr(kernels_gpu.pl, "pallas_call", interpreted)
 
-  Masked writes are refused by the interpreter where their first axis, queries,
-  is longer than their second, the query heads of a key head.
+
+@pytest.fixture(params=["tpu", "gpu"], name="module")
+def _module(request, monkeypatch):
+  """The module of a platform, whose kernels run on a CPU.
+
+  Those of TPUs with two queries at a time: masked writes are refused by the
+  interpreter where their first axis, queries, is longer than their second, the
+  query heads of a key head.
   """
+  monkeypatch.setattr(kernels, "platform_of", lambda sharding: request.param)
+  if request.param == "gpu":
+    _interpret_gpu(monkeypatch)
+    yield kernels_gpu
+    return
   monkeypatch.setattr(kernel.MultiPageAsyncCopyDescriptor, "wait", _wait)
   monkeypatch.setattr(kernels_tpu, "_DECODE_QUERIES", 2)
   monkeypatch.setattr(kernels_tpu, "_PREFILL_QUERIES", 2)
   with pltpu.force_tpu_interpret_mode():
-    yield
+    yield kernels_tpu
 
 
 def _config(heads=4, kv_heads=2, size=64):
@@ -89,7 +108,9 @@ def _filled(kv_cache, tables, share):
   for slot, pages in enumerate(tables.page_indices):
     fill[slot // share, pages[pages < PAGES]] = 0.5
   put = lambda x: x + fill.reshape(*fill.shape, *[1] * (x.ndim - 2))
-  return jax.tree.map(lambda x: put(x).astype(x.dtype), kv_cache)
+  return jax.tree.map(
+    lambda x: put(x.astype(jnp.float32)).astype(x.dtype), kv_cache
+  )
 
 
 def _qkv(config, queries, time, dtype=jnp.float32, count=4):
@@ -104,13 +125,13 @@ def _qkv(config, queries, time, dtype=jnp.float32, count=4):
   )
 
 
-def _on_pages(backend, tables, q, k, v):
+def _on_pages(backend, tables, q, k, v, dtype=None):
   """Attention of the last queries of slots that wrote all their tokens.
 
   Queries after the only token of a slot read what its page was filled with.
   """
   shards, queries = tables.page_owner.shape[0], q.shape[1]
-  kv_cache = backend.init_paged(shards, PAGES, PAGE, q.dtype)
+  kv_cache = backend.init_paged(shards, PAGES, PAGE, dtype or q.dtype)
   kv_cache = _filled(kv_cache, tables, 4 // shards)
   index = np.arange(k.shape[1], dtype=np.int32)
   index = np.broadcast_to(index, k.shape[:2])
@@ -120,9 +141,9 @@ def _on_pages(backend, tables, q, k, v):
   return backend.paged_attention(q, kv_cache, tables, last.astype(np.int32))
 
 
-def _both(run, config, *arguments, sharding=None):
+def _both(module, run, config, *arguments, sharding=None):
   backends = (
-    kernels_tpu.make_pallas(config, sharding=sharding),
+    module.make_pallas(config, sharding=sharding),
     kernels.make_xla(config),
   )
   run = jax.jit(run, static_argnums=0)
@@ -133,7 +154,6 @@ def _close(got, expected):
   np.testing.assert_allclose(got, expected, rtol=1e-6, atol=2e-6)
 
 
-@pytest.mark.usefixtures("interpreted")
 class TestPallas:
   # Heads of keys that the kernel has, and three, which it has not.
   @pytest.mark.parametrize(
@@ -141,30 +161,49 @@ class TestPallas:
     [(4, 2, 64, 1, 1), (6, 3, 128, 3, 2)],
   )
   def test_attention_on_pages_equals_that_of_xla(
-    self, heads, kv_heads, size, queries, shards
+    self, module, heads, kv_heads, size, queries, shards
   ):
     config = _config(heads, kv_heads, size)
     run = functools.partial(_on_pages, tables=_block_tables(shards))
     qkv = _qkv(config, queries, LENGTHS.max())
     got, expected = _both(
-      lambda backend, q, k, v: run(backend, q=q, k=k, v=v), config, *qkv
+      module, lambda backend, q, k, v: run(backend, q=q, k=k, v=v), config, *qkv
     )
     _close(got, expected)
     assert not np.any(got[2])
 
-  def test_bfloat16_is_as_near_as_its_rounding(self):
+  def test_bfloat16_is_as_near_as_its_rounding(self, module):
     config = _config(2, 1)
     qkv = _qkv(config, 2, LENGTHS.max(), jnp.bfloat16)
     run = functools.partial(_on_pages, tables=_block_tables(1))
     got, expected = _both(
-      lambda backend, q, k, v: run(backend, q=q, k=k, v=v), config, *qkv
+      module, lambda backend, q, k, v: run(backend, q=q, k=k, v=v), config, *qkv
     )
     assert got.dtype == jnp.bfloat16
     np.testing.assert_allclose(
       got.astype(np.float32), expected.astype(np.float32), atol=0.02
     )
 
-  def test_a_prefill_in_chunks_and_then_pages_equal_xla(self):
+  def test_eight_bit_pages_equal_those_of_xla(self, module):
+    config = _config()
+    qkv = _qkv(config, 1, LENGTHS.max())
+    run = functools.partial(_on_pages, tables=_block_tables(1))
+    got, expected = _both(
+      module,
+      lambda backend, q, k, v: run(
+        backend, q=q, k=k, v=v, dtype=jnp.float8_e4m3fn
+      ),
+      config,
+      *qkv,
+    )
+    _close(got, expected)
+
+  def test_eight_bit_pages_need_two_heads_on_a_device(self):
+    backend = kernels_tpu.make_pallas(_config(2, 1), sharding=None)
+    with pytest.raises(InputError, match="needs two KV heads .* has 1 on 1"):
+      backend.init_paged(1, PAGES, PAGE, jnp.float8_e4m3fn)
+
+  def test_a_prefill_in_chunks_and_then_pages_equal_xla(self, module):
     config, time = _config(), 12
     q, k, v = _qkv(config, time, time, count=2)
 
@@ -184,14 +223,16 @@ class TestPallas:
       outs.append(backend.paged_attention(q[:, -1:], kv_cache[0], tables, last))
       return jnp.concatenate(outs, axis=1)
 
-    got, expected = _both(run, config, q, k, v)
+    got, expected = _both(module, run, config, q, k, v)
     _close(got, expected)
     _close(got[:, -1], got[:, -2])
 
   # A count that divides over the devices, and one that does not; heads too.
   @pytest.mark.parametrize("shards", [2, 1])
   @pytest.mark.parametrize("heads_axis", [[], ["tensor"]])
-  def test_shards_and_heads_are_read_where_they_lie(self, shards, heads_axis):
+  def test_shards_and_heads_are_read_where_they_lie(
+    self, module, shards, heads_axis
+  ):
     mesh = Mesh(
       np.array(jax.devices()[:4]).reshape(2, 2),
       ("data", "tensor"),
@@ -202,6 +243,7 @@ class TestPallas:
     qkv = _qkv(config, 1, LENGTHS.max())
     run = functools.partial(_on_pages, tables=_block_tables(shards))
     got, expected = _both(
+      module,
       lambda backend, q, k, v: run(backend, q=q, k=k, v=v),
       config,
       *qkv,
@@ -210,14 +252,13 @@ class TestPallas:
     _close(got, expected)
 
   @pytest.mark.slow
-  def test_an_engine_writes_the_tokens_that_it_writes_with_xla(
-    self, monkeypatch
-  ):
-    monkeypatch.setattr(kernels, "platform_of", lambda sharding: "tpu")
+  def test_an_engine_writes_the_tokens_that_it_writes_with_xla(self, module):
     config = dataclasses.replace(_config(), num_layers=1)
     rollouts = []
     for name in ("pallas", "xla"):
-      fns = models.make_policy(config, kernels=name)
+      # Equal settings would give the functions of another platform.
+      chunk = {kernels_tpu: 8, kernels_gpu: 16}[module]
+      fns = models.make_policy(config, kernels=name, head_chunk=chunk)
       params = tiny.widen(fns.init(jax.random.key(0)), jax.random.key(1))
       engine = Engine(
         fns,
@@ -247,13 +288,19 @@ class TestPallas:
 
 
 class TestPackedAttention:
-  """Splash attention, interpreted, against plain XLA."""
+  """Attention of packed rows, and its gradients, against plain XLA."""
 
-  @pytest.fixture(autouse=True)
-  def _interpreted(self, monkeypatch):
+  @pytest.fixture(params=["tpu", "gpu"])
+  def module(self, request, monkeypatch):
+    if request.param == "gpu":
+      _interpret_gpu(monkeypatch)
+      monkeypatch.setattr(kernels_gpu, "_BLOCK", 16)
+      return kernels_gpu
     made = splash_attention_kernel._make_splash_attention
     interpreted = functools.partial(made, is_mqa=False, interpret=True)
     monkeypatch.setattr(kernels_tpu.splash, "make_splash_mha", interpreted)
+    monkeypatch.setattr(kernels_tpu, "_ROW_BLOCK", 128)
+    return kernels_tpu
 
   def _rows(self, config, time):
     """q, k, v, segments with padding at the end, and a cotangent."""
@@ -278,11 +325,10 @@ class TestPackedAttention:
   @pytest.mark.parametrize(
     "heads, kv_heads, size, time", [(4, 2, 64, 40), (4, 1, 128, 130)]
   )
-  def test_equals_xla(self, heads, kv_heads, size, time, monkeypatch):
-    monkeypatch.setattr(kernels_tpu, "_ROW_BLOCK", 128)
+  def test_equals_xla(self, module, heads, kv_heads, size, time):
     config = _config(heads, kv_heads, size)
     rows = self._rows(config, time)
-    ours = kernels_tpu.make_packed_attention(config, sharding=None)
+    ours = module.make_packed_attention(config, sharding=None).attend
     for got, expected in zip(
       self._with_gradients(ours, *rows),
       self._with_gradients(attention.packed_attention, *rows),
@@ -296,14 +342,13 @@ class TestPackedAttention:
     "fsdp, parts, time", [(2, 1, 40), (2, 2, 40), (1, 4, 1032)]
   )
   def test_rows_tokens_and_heads_stay_on_their_devices(
-    self, fsdp, parts, time, monkeypatch
+    self, module, fsdp, parts, time
   ):
-    monkeypatch.setattr(kernels_tpu, "_ROW_BLOCK", 128)
     config = _config(4, 2, 64)
     mesh = sharding.make_mesh(data=1, fsdp=fsdp, context=parts, tensor=2)
     rows = self._rows(config, time)
     place = sharding.packed_kv_sharding(mesh, config.num_kv_heads)
-    attend = kernels_tpu.make_packed_attention(config, sharding=place)
+    attend = module.make_packed_attention(config, sharding=place).attend
 
     def ours(*arrays):
       out = attend(*(context.zigzag_shard(x, parts) for x in arrays))
@@ -317,13 +362,60 @@ class TestPackedAttention:
       scale = np.abs(expected).max()
       np.testing.assert_allclose(got, expected, rtol=1e-5, atol=2e-6 * scale)
 
-  @pytest.mark.parametrize("platform, sees", [("cpu", True), ("tpu", False)])
-  def test_only_plain_xla_sees_prefixes(self, platform, sees, monkeypatch):
+  def test_blocks_of_other_segments_are_not_read(self, monkeypatch):
+    monkeypatch.setattr(kernels_tpu, "_ROW_BLOCK", 128)
+    config, time = _config(2, 1, 64), 512
+    q, k, v, _, g = self._rows(config, time)
+    # Samples of 1.5 and 1.5 blocks, and padding.
+    segments = np.repeat([1, 2, 0], [192, 192, 128])[None].repeat(2, axis=0)
+    attend = kernels_tpu.make_packed_attention(config, sharding=None).attend
+    run = lambda *x: self._with_gradients(attend, *x)
+    clean = run(q, k, v, segments, g)
+    # NaN times a weight of 0 is NaN wherever it is read.
+    k[:, :128] = v[:, :128] = np.nan
+    out, d_q, *_ = run(q, k, v, segments, g)
+    for got, expected in zip((out, d_q), clean):
+      np.testing.assert_array_equal(got[:, 256:], expected[:, 256:])
+      assert np.isnan(got[:, :128]).all()
+    _, k, v, _, g = self._rows(config, time)
+    g[:, 256:] = np.nan
+    for got, expected in zip(run(q, k, v, segments, g)[2:], clean[2:]):
+      np.testing.assert_array_equal(got[:, :128], expected[:, :128])
+      assert np.isnan(got[:, 256:]).all()
+
+  @pytest.mark.parametrize("by_keys", [False, True])
+  def test_a_skipped_block_prefetches_the_next_one(self, by_keys):
+    info = splash_attention_kernel.mask_info_lib.MaskInfo(
+      data_next=np.zeros((1, 4, 4), np.int8),
+      mask_next=None,
+      block_mask=np.tri(4, dtype=np.int8)[None],
+      partial_mask_blocks=None,
+      q_sequence=None,
+    )
+    segments = splash_attention_kernel.SegmentIds(
+      *[jnp.array([5, 5, 5, 4, 4, 4, 3, 3])] * 2
+    )
+    got = kernels_tpu._skip_blocks(info, segments, by_keys=by_keys)
+    mask = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1]]
+    np.testing.assert_array_equal(got.block_mask[0], mask)
+    following = (
+      [[0, 1, 2, 3], [1, 1, 2, 3], [0, 2, 2, 3], [0, 1, 2, 3]]
+      if by_keys
+      else [[0, 0, 0, 0], [0, 1, 0, 0], [1, 1, 2, 1], [3, 3, 3, 3]]
+    )
+    np.testing.assert_array_equal(got.data_next[0], following)
+
+  @pytest.mark.parametrize(
+    "platform, sees", [("cpu", True), ("gpu", True), ("tpu", False)]
+  )
+  def test_all_but_the_kernel_for_tpus_see_prefixes(
+    self, platform, sees, monkeypatch
+  ):
     monkeypatch.setattr(kernels, "platform_of", lambda sharding: platform)
     made = kernels.make_packed_attention("auto", _config())
     assert made.sees_prefixes == sees
     # The same settings would be found again.
-    fns = models.make_policy(_config(), head_chunk=7 + sees)
+    fns = models.make_policy(_config(), head_chunk=7 + len(platform) * sees)
     assert fns.shares_prompts == sees
 
 
@@ -337,16 +429,18 @@ class TestMakeKernels:
     )
 
   XLA = ((1, 2, 2, 64, PAGE), (1, 2, 2, PAGE, 64))
-  PALLAS = (1, 2, PAGE, 4, 128)
+  TPU = (1, 2, PAGE, 4, 128)
+  GPU = (1, 2, PAGE, 4, 64)
 
   @pytest.mark.parametrize(
     "name, platform, layout",
     [
       ("auto", "cpu", XLA),
-      ("auto", "gpu", XLA),
-      ("auto", "tpu", PALLAS),
-      ("xla", "tpu", XLA),
-      ("pallas", "tpu", PALLAS),
+      ("auto", "gpu", GPU),
+      ("auto", "tpu", TPU),
+      ("xla", "gpu", XLA),
+      ("pallas", "gpu", GPU),
+      ("pallas", "tpu", TPU),
     ],
   )
   def test_a_name_is_a_layout(self, name, platform, layout, monkeypatch):
@@ -354,11 +448,12 @@ class TestMakeKernels:
     assert self._layout(name, _config()) == layout
 
   def test_pallas_is_refused_where_it_cannot_serve(self, monkeypatch):
-    with pytest.raises(InputError, match="'cpu'; use 'auto' or 'xla'"):
+    with pytest.raises(InputError, match="are cpu; use 'auto' or 'xla'"):
       kernels.make_kernels("pallas", _config())
-    monkeypatch.setattr(kernels, "platform_of", lambda sharding: "tpu")
-    with pytest.raises(InputError, match="head_dim >= 64, and the model has 8"):
-      kernels.make_kernels("pallas", _config(size=8))
+    for platform, needed in ("tpu", ">= 64"), ("gpu", r"in \(16, .*, 256\)"):
+      monkeypatch.setattr(kernels, "platform_of", lambda _, p=platform: p)
+      with pytest.raises(InputError, match=f"head_dim {needed}, and .* has 8"):
+        kernels.make_kernels("pallas", _config(size=8))
 
   @pytest.mark.parametrize("name, warns", [("auto", True), ("xla", False)])
   def test_auto_says_that_it_falls_back(self, name, warns, monkeypatch):

@@ -1,0 +1,63 @@
+"""Sampler and update compile for an H100 with their kernels."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+_ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+pytestmark = [
+  pytest.mark.slow,
+  pytest.mark.skipif(
+    not any(
+      importlib.util.find_spec(f"jax_cuda{version}_plugin")
+      for version in (12, 13)
+    ),
+    reason="no CUDA plugin of JAX is installed: pip install -e '.[gpu]'",
+  ),
+]
+
+
+@pytest.fixture(scope="module", name="report")
+def _report():
+  own = {
+    "JAX_PLATFORMS": "cpu",
+    "PYTHONPATH": os.pathsep.join(
+      [str(_ROOT), str(_ROOT / "scripts"), os.environ.get("PYTHONPATH", "")]
+    ),
+  }
+  # The compiler for GPUs does not bear the flags of the one for CPUs.
+  kept = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+  done = subprocess.run(
+    [sys.executable, _ROOT / "tests" / "lower_for_gpu.py"],
+    env=kept | own,
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0, done.stderr
+  return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_attention_of_a_row_holds_no_scores(report):
+  # One kernel forward and two backward. The output has 24 MiB; the scores of
+  # one head would have 256 MiB.
+  assert report["packed"]["attention"] == 3
+  assert report["packed"]["temporary_bytes"] < 25 * 2**20
+
+
+def test_a_decode_step_has_few_kernels_a_layer_and_no_branch(report):
+  two, three = report["decode 2"], report["decode 3"]
+  added = {name: three[name] - count for name, count in two.items()}
+  assert added["attention"] == 2  # Partitions, and their sum.
+  assert added["kernels"] <= 12
+  assert added["branches"] == 0
+
+
+def test_an_update_attends_by_the_kernels_on_a_mesh(report):
+  # Forward, again for the backward pass, and twice in it.
+  assert report["update"]["attention"] == 4

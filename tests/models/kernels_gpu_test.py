@@ -1,0 +1,254 @@
+"""The kernels for GPUs, interpreted on a CPU: what they read, and skip."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+
+from jaxrl_llm import models
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.models import attention, kernels, kernels_gpu
+from jaxrl_llm.models.layers import AttentionKind
+
+BLOCK, PAGE = 16, 4
+
+
+@pytest.fixture(autouse=True)
+def _interpreted(monkeypatch):
+  interpreted = functools.partial(pl.pallas_call, interpret=True)
+  monkeypatch.setattr(kernels_gpu.pl, "pallas_call", interpreted)
+  monkeypatch.setattr(kernels_gpu, "_BLOCK", BLOCK)
+  monkeypatch.setattr(kernels_gpu, "_PARTITION", BLOCK)
+
+
+def _kind(heads=4, kv_heads=2, size=64):
+  return AttentionKind(
+    num_heads=heads,
+    num_kv_heads=kv_heads,
+    head_dim=size,
+    rope_theta=1e4,
+    rope_scaling=None,
+    bias=False,
+    output_bias=False,
+  )
+
+
+def _rows(*rows):
+  """Segments and prefixes of rows, each a list of (tokens, segment, prefix)."""
+  columns = [
+    [np.repeat([part[i] for part in row], [part[0] for part in row])]
+    for i in (1, 2)
+    for row in rows
+  ]
+  return np.stack(columns).reshape(2, len(rows), -1).astype(np.int32)
+
+
+def _random(*shapes, dtype=np.float32):
+  rng = np.random.default_rng(0)
+  return [
+    rng.standard_normal(shape, np.float32).astype(dtype) for shape in shapes
+  ]
+
+
+def _with_gradients(attend, q, k, v, segments, prefixes, g):
+  function = lambda *qkv: attend(*qkv, segments, prefixes)
+  out, pull = jax.vjp(jax.jit(function), q, k, v)
+  return out, *pull(g)
+
+
+class TestPackedAttention:
+  # Neither 92 tokens nor their parts fill blocks of 16.
+  ROWS = _rows(
+    [(92, 1, 0)],
+    [(30, 1, 0), (1, 2, 0), (17, 3, 0), (40, 4, 0), (4, 0, 0)],
+    # A prompt with three responses, a sample, a prompt with one response.
+    [(20, 1, 0), (9, 2, 1), (20, 3, 1), (10, 4, 1)]
+    + [(8, 5, 0), (3, 6, 0), (12, 7, 6), (10, 0, 0)],
+    [(5, 1, 0), (87, 0, 0)],
+    # Segments in no order, in several pieces, before and after their prefix.
+    [(20, 3, 0), (20, 1, 2), (20, 2, 0), (20, 1, 2), (12, 3, 1)],
+  )
+
+  @pytest.mark.parametrize(
+    "heads, kv_heads, size", [(4, 2, 64), (2, 2, 16), (3, 1, 128)]
+  )
+  def test_equals_xla_for_all_layouts_of_rows(self, heads, kv_heads, size):
+    count, time = self.ROWS.shape[1:]
+    shape = lambda heads: (count, time, heads, size)
+    q, k, v, g = _random(*map(shape, (heads, kv_heads, kv_heads, heads)))
+    ours = kernels_gpu.make_packed_attention(_kind(), sharding=None).attend
+    for got, expected in zip(
+      _with_gradients(ours, q, k, v, *self.ROWS, g),
+      _with_gradients(attention.packed_attention, q, k, v, *self.ROWS, g),
+    ):
+      # Sums of products round by their largest terms, also where they cancel.
+      scale = np.abs(expected).max()
+      np.testing.assert_allclose(got, expected, rtol=1e-5, atol=2e-6 * scale)
+
+  def test_bfloat16_is_as_near_as_its_rounding(self):
+    shapes = [(5, 92, heads, 64) for heads in (4, 2, 2, 4)]
+    q, k, v, g = _random(*shapes, dtype=jnp.bfloat16)
+    ours = kernels_gpu.make_packed_attention(_kind(), sharding=None).attend
+    exact = [np.asarray(x, np.float32) for x in (q, k, v, *self.ROWS, g)]
+    exact[3:5] = self.ROWS
+    for got, expected in zip(
+      _with_gradients(ours, q, k, v, *self.ROWS, g),
+      _with_gradients(attention.packed_attention, *exact),
+    ):
+      assert got.dtype == jnp.bfloat16
+      atol = 0.01 * np.abs(expected).max()
+      np.testing.assert_allclose(got.astype(np.float32), expected, atol=atol)
+
+  @pytest.mark.parametrize("broken", [0, 1, 2])
+  def test_blocks_of_other_samples_are_not_read(self, broken):
+    """A product with NaN would be NaN, whatever its weight."""
+    size = 2 * BLOCK
+    rows = _rows([(size, 1, 0), (size, 2, 0), (size, 3, 0)])
+    arrays = _random(*((1, 3 * size, heads, 16) for heads in (2, 1, 1, 2)))
+    ours = kernels_gpu.make_packed_attention(_kind(), sharding=None).attend
+    run = lambda q, k, v, g: _with_gradients(ours, q, k, v, *rows, g)
+    expected = run(*arrays)
+    here = np.s_[:, broken * size : (broken + 1) * size]
+    for x in arrays:
+      x[here] = np.nan
+    for got, whole in zip(run(*arrays), expected):
+      assert np.isnan(got[here]).any()
+      np.testing.assert_array_equal(
+        np.delete(got, np.r_[here[1]], axis=1),
+        np.delete(whole, np.r_[here[1]], axis=1),
+      )
+
+  def test_a_response_reads_its_prompt_and_itself(self):
+    """In blocks: prompt 2, three responses of 2, another sample of 1."""
+    row = [(32, 1, 0), (32, 2, 1), (32, 3, 1), (32, 4, 1), (16, 5, 0)]
+    segments, prefixes = _rows(row)
+    index = np.arange(segments.size, dtype=np.int32)[None]
+    queries = np.stack([index, segments, np.where(prefixes, 1, -1)], axis=1)
+    rows = jax.jit(kernels_gpu._rows, static_argnums=2)(
+      queries.astype(np.int32), segments, BLOCK
+    )
+    far, near = (rows.key_ranges[0, :, i : i + 2].tolist() for i in (0, 2))
+    assert far[:2] == [[0, 0]] * 2 and far[2:8] == [[0, 2]] * 6
+    assert near[:2] == [[0, 1], [0, 2]] and near[6:] == [[6, 1], [6, 2], [8, 1]]
+    assert far[8][1] == 0
+    assert rows.query_range[0, ::2].tolist() == (
+      [[0, 8], [2, 2], [4, 2], [6, 2], [8, 1]]
+    )
+
+
+class TestPrefill:
+  # Chunks and sequences that fill blocks, and that do not.
+  @pytest.mark.parametrize("heads, chunk", [(3, 16), (4, 20)])
+  def test_equals_xla_chunk_by_chunk(self, heads, chunk):
+    kind, time = _kind(heads, heads // 3 or 1, 16), 3 * chunk
+    q, k, v = _random(
+      (2, time, heads, 16), *[(2, time, kind.num_kv_heads, 16)] * 2
+    )
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(backend, q, k, v):
+      layer, outs = backend.init_contiguous(2, time, jnp.float32), []
+      for start in range(0, time, chunk):
+        part = np.s_[:, start : start + chunk]
+        layer = backend.write_contiguous(layer, k[part], v[part], start)
+        outs.append(backend.prefill_attention(q[part], layer, start))
+      return jnp.concatenate(outs, axis=1)
+
+    backends = (
+      kernels_gpu.make_pallas(kind, sharding=None),
+      kernels.make_xla(kind),
+    )
+    got, expected = (run(backend, q, k, v) for backend in backends)
+    np.testing.assert_allclose(got, expected, rtol=1e-6, atol=2e-6)
+
+
+class TestDecode:
+  # Some slots fill several partitions; the third is idle.
+  LENGTHS, PAGES, WIDTH = np.array([70, 1, 0, 33]), 40, 18
+
+  def _tables(self, order=0):
+    table = np.full((4, self.WIDTH), self.PAGES, np.int32)
+    free = list(np.random.default_rng(order).permutation(self.PAGES))
+    for slot, length in enumerate(self.LENGTHS):
+      for block in range(-(-length // PAGE)):
+        table[slot, block] = free.pop()
+    return table
+
+  def _run(self, backend, table, q, k, v, dtype=jnp.float32):
+    """Writes all tokens, then attends with the last queries of every slot."""
+    tables = models.make_block_tables(
+      table, shards=1, pages=self.PAGES, page_size=PAGE
+    )
+    lengths = np.where(table[:, 0] < self.PAGES, self.LENGTHS[: len(table)], 0)
+    index = np.broadcast_to(np.arange(k.shape[1], dtype=np.int32), k.shape[:2])
+
+    @functools.partial(jax.jit)
+    def run(q, k, v):
+      layer = backend.init_paged(1, self.PAGES, PAGE, dtype)
+      layer = jax.tree.map(lambda x: jnp.full_like(x, 0.5), layer)
+      layer = backend.write_paged(
+        layer, k, v, tables, index, index < lengths[:, None]
+      )
+      last = lengths[:, None] - q.shape[1] + np.arange(q.shape[1])
+      last = np.maximum(last, np.arange(q.shape[1])).astype(np.int32)
+      return backend.paged_attention(q, layer, tables, last)
+
+    return np.asarray(run(q, k, v))
+
+  def _qkv(self, heads, kv_heads, size, queries):
+    time = self.LENGTHS.max()
+    return _random((4, queries, heads, size), *[(4, time, kv_heads, size)] * 2)
+
+  # One row of queries per slot, and more than a block of them.
+  @pytest.mark.parametrize(
+    "heads, kv_heads, size, queries",
+    [(4, 2, 64, 1), (4, 4, 128, 1), (6, 2, 16, 7)],
+  )
+  def test_equals_xla_over_several_partitions(
+    self, heads, kv_heads, size, queries
+  ):
+    kind, qkv = (
+      _kind(heads, kv_heads, size),
+      self._qkv(heads, kv_heads, size, queries),
+    )
+    backends = (
+      kernels_gpu.make_pallas(kind, sharding=None),
+      kernels.make_xla(kind),
+    )
+    got, expected = (self._run(x, self._tables(), *qkv) for x in backends)
+    np.testing.assert_allclose(got, expected, rtol=1e-6, atol=2e-6)
+    assert not np.any(got[2])
+
+  def test_other_slots_and_places_of_pages_change_no_bit(self):
+    backend = kernels_gpu.make_pallas(_kind(), sharding=None)
+    qkv = self._qkv(4, 2, 64, 1)
+    expected = self._run(backend, self._tables(), *qkv)
+    moved = self._run(backend, self._tables(1), *qkv)
+    np.testing.assert_array_equal(moved, expected)
+    alone = self._run(backend, self._tables(2)[:1], *(x[:1] for x in qkv))
+    np.testing.assert_array_equal(alone, expected[:1])
+
+  def test_slots_share_the_pages_of_a_prompt(self):
+    backend = kernels_gpu.make_pallas(_kind(), sharding=None)
+    q, k, v = self._qkv(4, 2, 64, 1)
+    for x in (k, v):
+      x[3, :32] = x[0, :32]
+    expected = self._run(backend, self._tables(), q, k, v)
+    table = self._tables()
+    table[3, :8] = table[0, :8]
+    np.testing.assert_array_equal(self._run(backend, table, q, k, v), expected)
+
+  def test_a_cache_of_eight_bits_is_read_as_the_numbers_it_holds(self):
+    backend = kernels_gpu.make_pallas(_kind(), sharding=None)
+    table, (q, k, v) = self._tables(), self._qkv(4, 2, 64, 1)
+    got = self._run(backend, table, q, k, v, dtype=jnp.float8_e4m3fn)
+    k, v = (x.astype(jnp.float8_e4m3fn).astype(np.float32) for x in (k, v))
+    np.testing.assert_array_equal(got, self._run(backend, table, q, k, v))
+
+  def test_a_cache_beyond_32_bit_offsets_is_refused(self):
+    backend = kernels_gpu.make_pallas(_kind(), sharding=None)
+    with pytest.raises(InputError, match="reduce sampler.kv_pages"):
+      jax.eval_shape(lambda: backend.init_paged(1, 2**17, 64, jnp.bfloat16))
