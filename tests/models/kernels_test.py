@@ -90,6 +90,10 @@ def _config(heads=4, kv_heads=2, size=64):
   )
 
 
+def _kind(*sizes, **named):
+  return _config(*sizes, **named).layers[0].attention
+
+
 def _block_tables(shards):
   """Pages of slots, in no order, some left free."""
   table = np.full((4, 4), PAGES, np.int32)
@@ -163,7 +167,7 @@ class TestPallas:
   def test_attention_on_pages_equals_that_of_xla(
     self, module, heads, kv_heads, size, queries, shards
   ):
-    config = _config(heads, kv_heads, size)
+    config = _kind(heads, kv_heads, size)
     run = functools.partial(_on_pages, tables=_block_tables(shards))
     qkv = _qkv(config, queries, LENGTHS.max())
     got, expected = _both(
@@ -173,7 +177,7 @@ class TestPallas:
     assert not np.any(got[2])
 
   def test_bfloat16_is_as_near_as_its_rounding(self, module):
-    config = _config(2, 1)
+    config = _kind(2, 1)
     qkv = _qkv(config, 2, LENGTHS.max(), jnp.bfloat16)
     run = functools.partial(_on_pages, tables=_block_tables(1))
     got, expected = _both(
@@ -185,7 +189,7 @@ class TestPallas:
     )
 
   def test_eight_bit_pages_equal_those_of_xla(self, module):
-    config = _config()
+    config = _kind()
     qkv = _qkv(config, 1, LENGTHS.max())
     run = functools.partial(_on_pages, tables=_block_tables(1))
     got, expected = _both(
@@ -199,12 +203,12 @@ class TestPallas:
     _close(got, expected)
 
   def test_eight_bit_pages_need_two_heads_on_a_device(self):
-    backend = kernels_tpu.make_pallas(_config(2, 1), sharding=None)
+    backend = kernels_tpu.make_pallas(_kind(2, 1), sharding=None)
     with pytest.raises(InputError, match="needs two KV heads .* has 1 on 1"):
       backend.init_paged(1, PAGES, PAGE, jnp.float8_e4m3fn)
 
   def test_a_prefill_in_chunks_and_then_pages_equal_xla(self, module):
-    config, time = _config(), 12
+    config, time = _kind(), 12
     q, k, v = _qkv(config, time, time, count=2)
 
     def run(backend, q, k, v):
@@ -239,7 +243,7 @@ class TestPallas:
       axis_types=(AxisType.Auto,) * 2,
     )
     sharding = NamedSharding(mesh, PartitionSpec("data", *heads_axis))
-    config = _config(6, 2)
+    config = _kind(6, 2)
     qkv = _qkv(config, 1, LENGTHS.max())
     run = functools.partial(_on_pages, tables=_block_tables(shards))
     got, expected = _both(
@@ -326,7 +330,7 @@ class TestPackedAttention:
     "heads, kv_heads, size, time", [(4, 2, 64, 40), (4, 1, 128, 130)]
   )
   def test_equals_xla(self, module, heads, kv_heads, size, time):
-    config = _config(heads, kv_heads, size)
+    config = _kind(heads, kv_heads, size)
     rows = self._rows(config, time)
     ours = module.make_packed_attention(config, sharding=None).attend
     for got, expected in zip(
@@ -344,7 +348,7 @@ class TestPackedAttention:
   def test_rows_tokens_and_heads_stay_on_their_devices(
     self, module, fsdp, parts, time
   ):
-    config = _config(4, 2, 64)
+    config = _kind(4, 2, 64)
     mesh = sharding.make_mesh(data=1, fsdp=fsdp, context=parts, tensor=2)
     rows = self._rows(config, time)
     place = sharding.packed_kv_sharding(mesh, config.num_kv_heads)
@@ -364,7 +368,7 @@ class TestPackedAttention:
 
   def test_blocks_of_other_segments_are_not_read(self, monkeypatch):
     monkeypatch.setattr(kernels_tpu, "_ROW_BLOCK", 128)
-    config, time = _config(2, 1, 64), 512
+    config, time = _kind(2, 1, 64), 512
     q, k, v, _, g = self._rows(config, time)
     # Samples of 1.5 and 1.5 blocks, and padding.
     segments = np.repeat([1, 2, 0], [192, 192, 128])[None].repeat(2, axis=0)
@@ -412,7 +416,7 @@ class TestPackedAttention:
     self, platform, sees, monkeypatch
   ):
     monkeypatch.setattr(kernels, "platform_of", lambda sharding: platform)
-    made = kernels.make_packed_attention("auto", _config())
+    made = kernels.make_packed_attention("auto", _kind())
     assert made.sees_prefixes == sees
     # The same settings would be found again.
     fns = models.make_policy(_config(), head_chunk=7 + len(platform) * sees)
@@ -445,15 +449,15 @@ class TestMakeKernels:
   )
   def test_a_name_is_a_layout(self, name, platform, layout, monkeypatch):
     monkeypatch.setattr(kernels, "platform_of", lambda sharding: platform)
-    assert self._layout(name, _config()) == layout
+    assert self._layout(name, _kind()) == layout
 
   def test_pallas_is_refused_where_it_cannot_serve(self, monkeypatch):
     with pytest.raises(InputError, match="are cpu; use 'auto' or 'xla'"):
-      kernels.make_kernels("pallas", _config())
+      kernels.make_kernels("pallas", _kind())
     for platform, needed in ("tpu", ">= 64"), ("gpu", r"in \(16, .*, 256\)"):
       monkeypatch.setattr(kernels, "platform_of", lambda _, p=platform: p)
       with pytest.raises(InputError, match=f"head_dim {needed}, and .* has 8"):
-        kernels.make_kernels("pallas", _config(size=8))
+        kernels.make_kernels("pallas", _kind(size=8))
 
   @pytest.mark.parametrize("name, warns", [("auto", True), ("xla", False)])
   def test_auto_says_that_it_falls_back(self, name, warns, monkeypatch):
@@ -462,9 +466,9 @@ class TestMakeKernels:
       UserWarning, match="kernels are 'xla': 'pallas' needs head_dim"
     )
     with said if warns else contextlib.nullcontext():
-      layout = self._layout(name, _config(size=8))
+      layout = self._layout(name, _kind(size=8))
     assert layout == ((1, 2, 2, 8, PAGE), (1, 2, 2, PAGE, 8))
 
   def test_an_unknown_name_is_an_error(self):
     with pytest.raises(ValueError, match="one of .*'pallas'.*, got 'triton'"):
-      kernels.make_kernels("triton", _config())
+      kernels.make_kernels("triton", _kind())
