@@ -4,7 +4,6 @@ Numbers are per device unless a name says otherwise. Compiled programs may
 differ; scripts/compile.py prints both side by side.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Mapping
@@ -38,7 +37,8 @@ TAIL = 4.0
 # head per logit, by programs compiled for an H100.
 _SCORE_BYTES, _LOGIT_BYTES = 21.0, 24.0
 _BLOCKS = 512, 64  # Keys of a block, of kernels for TPUs and for GPUs.
-_SEEDS, _SLOTS = range(4), 64  # Of a simulation of decoding.
+# Of a simulation of decoding: slots, and most pages of a response.
+_SEEDS, _SLOTS, _PAGES = range(4), 64, 256
 
 
 class Decoding(NamedTuple):
@@ -159,10 +159,13 @@ class Sizes:
 def _decoding(slots, responses, prompt, mean, longest, window, pages):
   """Simulates a part of the slots with as many responses a slot."""
   part, window = max(1, slots // _SLOTS), window or longest[1]
-  config = sampling.EngineConfig(slots // part, *longest, stop_tokens=())
+  usual = default_page_size(sum(longest))
+  page = max(usual, sum(longest) // _PAGES)
   if pages:
-    pages = max(pages // part, config.pages_of(config.max_length))
-    config = dataclasses.replace(config, kv_pages=pages)
+    pages = max(pages * usual // page // part, -(-sum(longest) // page))
+  config = sampling.EngineConfig(
+    *(slots // part, *longest, ()), page_size=page, kv_pages=pages
+  )
   cost, found = CostModel(decode=(Plane(1.0, 0.0, 0.0),)), []
   for seed in _SEEDS:
     size = {"maximum": longest[1], "between": 0.0, "seed": seed}
