@@ -102,41 +102,48 @@ class TestPackedAttention:
       atol = 0.01 * np.abs(expected).max()
       np.testing.assert_allclose(got.astype(np.float32), expected, atol=atol)
 
-  @pytest.mark.parametrize("broken", [0, 1, 2])
-  def test_blocks_of_other_samples_are_not_read(self, broken):
-    """A product with NaN would be NaN, whatever its weight."""
-    size = 2 * BLOCK
-    rows = _rows([(size, 1, 0), (size, 2, 0), (size, 3, 0)])
-    arrays = _random(*((1, 3 * size, heads, 16) for heads in (2, 1, 1, 2)))
-    ours = kernels_gpu.make_packed_attention(_kind(), sharding=None).attend
-    run = lambda q, k, v, g: _with_gradients(ours, q, k, v, *rows, g)
-    expected = run(*arrays)
-    here = np.s_[:, broken * size : (broken + 1) * size]
-    for x in arrays:
-      x[here] = np.nan
-    for got, whole in zip(run(*arrays), expected):
-      assert np.isnan(got[here]).any()
-      np.testing.assert_array_equal(
-        np.delete(got, np.r_[here[1]], axis=1),
-        np.delete(whole, np.r_[here[1]], axis=1),
-      )
-
   def test_a_response_reads_its_prompt_and_itself(self):
     """In blocks: prompt 2, three responses of 2, another sample of 1."""
     row = [(32, 1, 0), (32, 2, 1), (32, 3, 1), (32, 4, 1), (16, 5, 0)]
     segments, prefixes = _rows(row)
     index = np.arange(segments.size, dtype=np.int32)[None]
     queries = np.stack([index, segments, np.where(prefixes, 1, -1)], axis=1)
-    rows = jax.jit(kernels_gpu._rows, static_argnums=2)(
+    *_, key_ranges, query_range = jax.jit(kernels_gpu._rows, static_argnums=2)(
       queries.astype(np.int32), segments, BLOCK
     )
-    far, near = (rows.key_ranges[0, :, i : i + 2].tolist() for i in (0, 2))
+    far, near = (key_ranges[0, :, i : i + 2].tolist() for i in (0, 2))
     assert far[:2] == [[0, 0]] * 2 and far[2:8] == [[0, 2]] * 6
     assert near[:2] == [[0, 1], [0, 2]] and near[6:] == [[6, 1], [6, 2], [8, 1]]
     assert far[8][1] == 0
-    assert rows.query_range[0, ::2].tolist() == (
+    assert query_range[0, ::2].tolist() == (
       [[0, 8], [2, 2], [4, 2], [6, 2], [8, 1]]
     )
+
+
+class TestPrefill:
+  # Chunks and sequences that fill blocks, and that do not.
+  @pytest.mark.parametrize("heads, chunk", [(3, 16), (4, 20)])
+  def test_equals_xla_chunk_by_chunk(self, heads, chunk):
+    kind, time = _kind(heads, heads // 3 or 1, 16), 3 * chunk
+    q, k, v = _random(
+      (2, time, heads, 16), *[(2, time, kind.num_kv_heads, 16)] * 2
+    )
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(backend, q, k, v):
+      layer, outs = backend.init_contiguous(2, time, jnp.float32), []
+      for start in range(0, time, chunk):
+        part = np.s_[:, start : start + chunk]
+        layer = backend.write_contiguous(layer, k[part], v[part], start)
+        outs.append(backend.prefill_attention(q[part], layer, start))
+      return jnp.concatenate(outs, axis=1)
+
+    backends = (
+      kernels_gpu.make_pallas(kind, sharding=None),
+      kernels.make_xla(kind),
+    )
+    got, expected = (run(backend, q, k, v) for backend in backends)
+    np.testing.assert_allclose(got, expected, rtol=1e-6, atol=2e-6)
 
 
 class TestDecode:
@@ -151,7 +158,7 @@ class TestDecode:
         table[slot, block] = free.pop()
     return table
 
-  def _run(self, backend, table, q, k, v):
+  def _run(self, backend, table, q, k, v, dtype=jnp.float32):
     """Writes all tokens, then attends with the last queries of every slot."""
     tables = models.make_block_tables(
       table, shards=1, pages=self.PAGES, page_size=PAGE
@@ -161,8 +168,8 @@ class TestDecode:
 
     @functools.partial(jax.jit)
     def run(q, k, v):
-      layer = backend.init_paged(1, self.PAGES, PAGE, k.dtype)
-      layer = jax.tree.map(lambda x: x + np.float32(0.5), layer)
+      layer = backend.init_paged(1, self.PAGES, PAGE, dtype)
+      layer = jax.tree.map(lambda x: jnp.full_like(x, 0.5), layer)
       layer = backend.write_paged(
         layer, k, v, tables, index, index < lengths[:, None]
       )
@@ -214,6 +221,13 @@ class TestDecode:
     table = self._tables()
     table[3, :8] = table[0, :8]
     np.testing.assert_array_equal(self._run(backend, table, q, k, v), expected)
+
+  def test_a_cache_of_eight_bits_is_read_as_the_numbers_it_holds(self):
+    backend = kernels_gpu.make_pallas(_kind(), sharding=None)
+    table, (q, k, v) = self._tables(), self._qkv(4, 2, 64, 1)
+    got = self._run(backend, table, q, k, v, dtype=jnp.float8_e4m3fn)
+    k, v = (x.astype(jnp.float8_e4m3fn).astype(np.float32) for x in (k, v))
+    np.testing.assert_array_equal(got, self._run(backend, table, q, k, v))
 
   def test_a_cache_beyond_32_bit_offsets_is_refused(self):
     backend = kernels_gpu.make_pallas(_kind(), sharding=None)
