@@ -312,13 +312,13 @@ def decoding(sizes: Sizes) -> tuple[Work, ...]:
 
 
 def work_by_program(
-  sizes: Sizes, written: Sizes
+  sizes: Sizes, sampler: Sizes
 ) -> dict[str, tuple[Work, ...]]:
   """Returns the work of micro-batches, and of a decode step of the sampler.
 
   The last work of each has all that is sent.
   """
-  return {"sampler decode": decoding(written)} | {
+  return {"sampler decode": decoding(sampler)} | {
     name: passes(sizes, role, update=update)
     for name, (role, update) in PROGRAMS.items()
   }

@@ -127,7 +127,11 @@ def _best(sizes: account.Sizes, samplers, chip: Chip, *, apart) -> list[Fit]:
     config.model.remat_policy = policy
     for role in roles:
       config.optimizer[role].micro_batch_size = micro_batch
-    moments = len(roles) * (8 + jnp.dtype(dtype).itemsize)
+    # Parameters and, of AdamW, second moments have four bytes.
+    fixed = sum(
+      4 if config.optimizer[x].name == "adafactor" else 8 for x in roles
+    )
+    moments = fixed + len(roles) * jnp.dtype(dtype).itemsize
     parts = account.temporaries(sizes, "policy", update=True)
     own = moments * each + reference + _MARGIN * sum(parts.values())
     for held, written in samplers:
