@@ -31,6 +31,7 @@ def choose(
   top_k: chex.Array,
   top_p: chex.Array,
   min_p: chex.Array,
+  given: chex.Array | None = None,
 ) -> Choice:
   """Draws one token per slot from the filtered, tempered softmax.
 
@@ -45,6 +46,7 @@ def choose(
     top_k: int32 [S]; 0 means off.
     top_p: float32 [S] in (0, 1]; 1 means off.
     min_p: float32 [S] in [0, 1); 0 means off.
+    given: int32 [S], tokens to take instead of a draw; -1 means none.
 
   Returns:
     `Choice`. The log-prob of a greedy slot is 0: it has no other token.
@@ -65,6 +67,10 @@ def choose(
     weights,
   )
   tokens, kept = _invert_cdf(uniform, weights)
+  if given is not None:
+    taken = jnp.maximum(given, 0)[:, None]
+    taken = jnp.take_along_axis(weights, taken, axis=-1)[:, 0]
+    kept = jnp.where(given >= 0, taken, kept)
   logprobs = jnp.log(kept) - jnp.log(jnp.sum(weights, axis=-1))
   # An argmax costs as much as all of the above on a CPU: only if asked for.
   best = jax.lax.cond(
@@ -73,8 +79,11 @@ def choose(
     lambda _: tokens,
     logits,
   )
+  tokens = jnp.where(greedy, best, tokens)
+  if given is not None:
+    tokens = jnp.where(given >= 0, given, tokens)
   return Choice(
-    tokens=jnp.where(greedy, best, tokens),
+    tokens=tokens,
     logprobs=jnp.where(greedy, 0.0, logprobs),
   )
 

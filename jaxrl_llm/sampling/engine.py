@@ -5,6 +5,7 @@ those that have a slot, and hands over those that have ended or paused. What
 `generate` and `generate_window` do is add requests and step until none is left.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -31,7 +32,7 @@ from jaxrl_llm.sampling.settings import (
   logit_bias_of,
   max_tokens_of,
 )
-from jaxrl_llm.types import Rollout, join_rows
+from jaxrl_llm.types import Rollout, Status, join_rows, take_rows
 
 
 class Engine(Scheduler):
@@ -77,9 +78,8 @@ class Engine(Scheduler):
     shard_slots = sharding.shard_shape(slots) if sharding else slots
     shards = config.slots // shard_slots[0]
     size = shards, config.pages_per_shard(shards), config.page_size
-    programs = _programs(
-      fns, self._drafter, size, tuple((processors or {}).items())
-    )
+    own = tuple((processors or {}).items())
+    programs = _programs(fns, self._drafter, size, own, config.exact)
     super().__init__(
       config,
       lambda: PagedCache(
@@ -268,6 +268,49 @@ class Engine(Scheduler):
     self.run(requests, rule, turns)
     return rollout
 
+  def score(
+    self,
+    params: Any,
+    rollout: Rollout,
+    *,
+    key: chex.PRNGKey,
+    settings: SamplingSettings,
+  ) -> np.ndarray:
+    """Scores responses by decoding their tokens instead of drawn ones.
+
+    Requires an exact engine. The program is the one that samples: log-probs of
+    tokens that it drew with these parameters and settings are equal to the
+    last bit on a CPU.
+
+    Args:
+      params: sampler parameters (`fns.for_sampling`).
+      rollout: B responses, ended or not; NumPy arrays.
+      key: any key.
+      settings: how the responses were sampled.
+
+    Returns:
+      float32 [B, T], 0 where the mask is False.
+    """
+    logprobs = np.zeros(rollout.mask.shape, np.float32)
+    rows = np.flatnonzero(rollout.mask.any(axis=1))
+    if not rows.size:
+      return logprobs
+    scored = take_rows(rollout, rows)
+    limits, given = scored.lengths.copy(), scored.tokens.copy()
+    scored.lengths[:], scored.mask[:] = 0, False
+    scored.status[:] = int(Status.TRUNCATED)
+    self.set_params(params, 0)
+    settings = dataclasses.replace(settings, stop_strings=())
+    requests = self.add(
+      scored, key=key, settings=settings, group_size=1, max_tokens=limits
+    )
+    for request, tokens in zip(requests, given):
+      request.given = tokens[: request.max_tokens]
+    self.run(requests, continuous_batching)
+    super().set_params(None, 0)  # The KV cache is that of these parameters.
+    logprobs[rows] = scored.behavior_logprobs
+    return np.where(rollout.mask, logprobs, np.float32(0))
+
   def lower(
     self,
     params: Any,
@@ -295,10 +338,11 @@ class Engine(Scheduler):
     placed = lambda x: shape(
       x.shape, x.dtype, sharding=self.fns.slots_sharding if x.ndim else None
     )
-    lowered = {
-      "sampler prefill": prefill(
-        params, shape((prompts, config.max_prompt_length), jnp.int32)
-      ),
+    lowered = {}
+    if not config.exact:
+      tokens = shape((prompts, config.max_prompt_length), jnp.int32)
+      lowered["sampler prefill"] = prefill(params, tokens)
+    lowered |= {
       "sampler decode": programs.decode.lower(
         params,
         # With its shardings, so that its buffers are donated.
@@ -309,7 +353,7 @@ class Engine(Scheduler):
         num_draft_tokens=0,
       ),
     }
-    if window:
+    if window and not config.exact:
       contexts = config.continued_per_prefill(cache.shards)
       size = contexts, buckets.length_buckets(config.max_length)[-1]
       lowered["sampler prefill cut responses"] = prefill(
@@ -352,6 +396,7 @@ def _programs(
   drafter: speculation.Drafter,
   size: tuple[int, int, int],
   processors: slots_lib.Processors,
+  exact: bool,
 ) -> Programs:
   """Returns the programs of an engine; equal engines share them.
 
@@ -360,6 +405,7 @@ def _programs(
     drafter: proposes draft tokens.
     size: shards, pages of each, tokens of a page.
     processors: logits processors by name.
+    exact: see `decode_steps`.
   """
   jit = functools.partial(jax.jit, out_shardings=fns.kv_sharding)
   own = {"fns": fns, "drafter": drafter}
@@ -377,6 +423,7 @@ def _programs(
         **own,
         tokens_per_call=size[-1],
         processors=processors,
+        exact=exact,
       ),
       out_shardings=(fns.kv_sharding, fns.slots_sharding),
       static_argnames="num_draft_tokens",

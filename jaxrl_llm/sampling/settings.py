@@ -24,6 +24,8 @@ class EngineConfig:
     num_draft_tokens: draft tokens per step, where drafting pays.
     kv_pages: pages of the KV cache, on all devices; 0 is what all slots need
       at full length.
+    exact: compute everything by one decode program of one shape, contexts
+      included, so that log-probs of equal tokens are equal to the last bit.
 
   Raises:
     ValueError: a size is out of range.
@@ -36,6 +38,7 @@ class EngineConfig:
   page_size: int | None = None
   num_draft_tokens: int = 0
   kv_pages: int = 0
+  exact: bool = False
 
   def __post_init__(self):
     if self.page_size is None:  # The only way to set a frozen field.
@@ -45,6 +48,10 @@ class EngineConfig:
     check_number("page_size", self.page_size, "[1, inf)")
     check_number("num_draft_tokens", self.num_draft_tokens, "[0, inf)")
     check_number("kv_pages", self.kv_pages, "[0, inf)")
+    if self.exact and self.num_draft_tokens:
+      raise ValueError(
+        "exact=True excludes draft tokens, which are verified in another shape"
+      )
 
   @property
   def max_length(self) -> int:

@@ -31,9 +31,11 @@ class Slots:
 
   last_token: chex.Array  # int32 [S], not yet in the cache.
   position: chex.Array  # int32 [S], index of last_token in its sequence.
-  length: chex.Array  # int32 [S], response tokens so far.
+  known: chex.Array  # int32 [S], tokens of its sequence in `history`.
+  length: chex.Array  # int32 [S], response tokens up to last_token.
   sample_id: chex.Array  # int32 [S], seeds the response.
-  history: chex.Array  # int32 [S, C] tokens for a drafter; C is 0 without one.
+  # int32 [S, C], tokens for a drafter or to read; otherwise C is 0.
+  history: chex.Array
   temperature: chex.Array  # float32 [S], 0 is greedy.
   top_k: chex.Array  # int32 [S], 0 is off.
   top_p: chex.Array  # float32 [S], 1 is off.
@@ -115,6 +117,7 @@ def decode_steps(
   fns: ModelFns,
   drafter: Drafter,
   processors: Processors = (),
+  exact: bool = False,
 ) -> tuple[tuple, DecodeOutput]:
   """Decodes in every active slot until one has `tokens_per_call` new tokens.
 
@@ -139,6 +142,9 @@ def decode_steps(
     fns: the model.
     drafter: proposes the draft tokens.
     processors: logits processors beside the built-in ones.
+    exact: whether slots read the known tokens of their history, one a step,
+      before they draw. The output has these tokens too, with the log-probs at
+      which they would have been drawn.
 
   Reference:
     Leviathan et al. 2023, Fast inference from transformers via speculative
@@ -150,7 +156,7 @@ def decode_steps(
     most = jnp.max(jnp.where(output.active, output.count, 0))
     return (most < tokens_per_call) & (jnp.sum(output.active) >= min_active)
 
-  model = fns, drafter, processors
+  model = fns, drafter, processors, exact
   step = functools.partial(
     _step, params, block_tables, metadata, num_draft_tokens, model
   )
@@ -174,7 +180,7 @@ def _step(
   params, block_tables, metadata, count, model, kv_cache, slots, output
 ):
   """One decode step: draft `count` tokens, read, draw, record."""
-  fns, drafter, processors = model
+  fns, drafter, processors, exact = model
   layers = fns.config.num_layers
   kv_cache, drafter_cache = kv_cache[:layers], kv_cache[layers:]
   draw = functools.partial(_sample, slots, metadata, processors)
@@ -199,17 +205,27 @@ def _step(
     slots.position[:, None] + ahead,
     jnp.broadcast_to(output.active[:, None], tokens.shape),
   )
-  choice = draw(logits, jnp.broadcast_to(ahead, tokens.shape))
+  known = _known_next(slots) if exact else None
+  choice = draw(logits, jnp.broadcast_to(ahead, tokens.shape), known)
   accepted = tokens[:, 1:] == choice.tokens[:, :-1]  # Never a -1.
-  slots, output = _record(slots, output, choice, accepted, metadata)
+  more = slots.position + 2 < slots.known if exact else None
+  slots, output = _record(slots, output, choice, accepted, metadata, more)
   return kv_cache + drafter_cache, slots, output
 
 
-def _record(slots, output, choice, accepted, metadata):
+def _known_next(slots):
+  """Returns the known token after the one that is read, or -1; int32 [S]."""
+  after = slots.position + 1
+  token = jnp.take_along_axis(slots.history, after[:, None], 1, mode="clip")
+  return jnp.where(after < slots.known, token[:, 0], -1)
+
+
+def _record(slots, output, choice, accepted, metadata, more):
   """Records what a step wrote: 1 to Q of the Q tokens drawn for a slot.
 
   A token counts if every draft token before it was accepted, and none of them
-  ended the response or its window.
+  ended the response or its window. `more` is True in slots with known tokens
+  left, which cannot end yet.
   """
   active = output.active
   rows, ahead = jnp.arange(active.shape[0]), jnp.arange(accepted.shape[1] + 1)
@@ -219,6 +235,10 @@ def _record(slots, output, choice, accepted, metadata):
   )
   overlong = length >= slots.max_tokens[:, None]
   paused = length >= slots.pause_at[:, None]  # True if overlong is.
+  if more is not None:
+    stopped, overlong, paused = (
+      x & ~more[:, None] for x in (stopped, overlong, paused)
+    )
   goes_on = ~(stopped | paused)
   counts = jnp.cumprod(accepted & goes_on[:, :-1], axis=1)
   new = jnp.where(active, 1 + jnp.sum(counts, axis=1), 0)
@@ -254,11 +274,12 @@ def _record(slots, output, choice, accepted, metadata):
   )
 
 
-def _sample(slots, metadata, processors, logits, ahead):
+def _sample(slots, metadata, processors, logits, ahead, known=None):
   """Tokens [S, Q] of the indices length + ahead [S, Q], from logits [S, Q, V].
 
   The randomness of a token is fold_in(fold_in(key, sample_id), token index): a
   response depends on weights, prompt and sample_id, and on nothing else.
+  `known` tokens are taken instead of drawn.
   """
   shape = ahead.shape
   index = slots.length[:, None] + ahead
@@ -288,5 +309,5 @@ def _sample(slots, metadata, processors, logits, ahead):
   for name, processor in (*BUILT_IN.items(), *processors):
     if name in states or not processor.stateful:
       distribution = processor.fn(distribution, context, states.get(name))
-  choice = choose(uniform, **distribution._asdict())
+  choice = choose(uniform, given=known, **distribution._asdict())
   return jax.tree.map(lambda x: x.reshape(shape), choice)

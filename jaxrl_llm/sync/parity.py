@@ -16,6 +16,7 @@ import numpy as np
 from jaxrl_llm.models import ModelFns, PackedRows, make_block_tables
 from jaxrl_llm.sync.transfer import SyncError, VersionedWeights
 from jaxrl_llm.system import processes
+from jaxrl_llm.types import Rollout
 
 # Tolerance of rounding by compute dtype, relative to max(|log-prob|, 1 nat).
 # Measured on small models: 2e-7 and 4e-3.
@@ -90,6 +91,36 @@ def make_parity_check(
         " transfer the policy again, or compare the two computations"
       )
     return error
+
+  return check
+
+
+def make_exact_check(
+  sample: Callable[[Any], Rollout],
+  score: Callable[[Any, Rollout], np.ndarray],
+) -> Callable[[Any, VersionedWeights], None]:
+  """Makes a check for exact sampling, which allows no rounding.
+
+  Args:
+    sample: (sampler's parameters) -> responses.
+    score: (trainer's parameters, responses) -> log-probs [B, T].
+
+  Returns:
+    A function of (params, weights) that raises SyncError if any token's
+    log-probs differ.
+  """
+
+  def check(params, weights):
+    rollout = sample(weights.params)
+    errors = np.abs(score(params, rollout) - rollout.behavior_logprobs)
+    error = float(np.max(errors, where=rollout.mask, initial=0))
+    if error != 0:  # NaN too.
+      raise SyncError(
+        f"log-probs of the sampler's version {weights.version} differ from the"
+        f" trainer's by up to {error:.3g} with sampler.exact=True, which must"
+        " be 0: transfer the policy again, or set sampler.exact=False if this"
+        " device does not repeat its sums"
+      )
 
   return check
 

@@ -76,14 +76,21 @@ def make_run(config: Any) -> Run:
   turn_taking = data.make_conversation_config(config, tokenizer)
   engine = sampler.make_engine(config, policy_fns, tokenizer, both.sampler)
   worker = make_worker(config, engine, source, judge, turn_taking)
+  transfer = sampler.make_transfer(policy_fns, shapes, both)
+  exact = None
+  if config.sampler.exact:
+    exact = sampler.make_exact_scoring(worker.writer, transfer)
+    learner.sampler_logprobs = exact
   return Run(
     config=config,
     source=source,
     worker=worker,
     pipeline=_make_pipeline(config),
     learner=learner,
-    transfer=sampler.make_transfer(policy_fns, shapes, both),
-    parity_check=sampler.make_parity_check(config, policy_fns, both),
+    transfer=transfer,
+    parity_check=sampler.make_parity_check(
+      config, policy_fns, both, worker.writer, exact
+    ),
     pretraining=_make_pretraining(config, worker.writer, source, learner),
     critic_params=functools.partial(
       _critic_params, learner, init_from=config.value.init_from

@@ -31,7 +31,7 @@ def broken(config: Any) -> dict[str, str]:
 def rules(config: Any) -> Rules:
   """Returns all constraints, most important first."""
   topics = [demonstrations, sizes, files, windows, second_looks, streaming]
-  topics += [engines, drafts]
+  topics += [engines, drafts, exactness]
   topics += [
     groups,
     off_policy,
@@ -239,6 +239,25 @@ def drafts(config: Any) -> Rules:
       "drafting depends on measured times, which would decide which responses"
       " end first; switch one off to keep the run reproducible")
     for key, value in plain.items()
+  ]
+
+
+def exactness(config: Any) -> Rules:
+  """Checks what cannot have log-probs that are equal to the last bit."""
+  other = "the policy itself is not what the responses are drawn from"
+  plain = {
+    "sampler.engine": ("", "only the built-in engine can be exact"),
+    "sampler.drafter": ("", "draft tokens are verified in another shape"),
+    "sampler.processors": ((), other),
+    "sampler.entropy_tau": (0.0, other),
+    "schedule.lag": (0, "no token is of the newest weights"),
+    "schedule.streaming": (False, "the sampler is busy when groups are scored"),
+    "off_policy.keep_weights": ("", "the trainer scores with kept weights"),
+  }
+  return [
+    (config.sampler.exact and config_lib.get(config, key) != value,
+      f"sampler.exact, {key}", f"{why}; use exact=False or {key}={value!r}")
+    for key, (value, why) in plain.items()
   ]
 
 

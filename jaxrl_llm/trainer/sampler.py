@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import sampling, sharding, sync
@@ -13,10 +14,12 @@ from jaxrl_llm.errors import as_input_error
 from jaxrl_llm.learner import choices
 from jaxrl_llm.models import ModelFns
 from jaxrl_llm.rollout.engine import ENGINES, RolloutEngine
+from jaxrl_llm.rollout.writer import ResponseWriter
 from jaxrl_llm.sampling import Engine, EngineConfig
 from jaxrl_llm.sampling.allocator import default_page_size
 from jaxrl_llm.sampling.processors import LogitsProcessor
 from jaxrl_llm.trainer.meshes import Meshes
+from jaxrl_llm.types import Rollout
 
 DRAFTERS: Mapping[str, Callable[[Any], Any]] = {
   "": lambda fns: None,
@@ -62,6 +65,7 @@ def make_engine(
     stop_tokens=[*tokenizer.stop_tokens, *stop],
     num_draft_tokens=config.sampler.num_draft_tokens if drafter else 0,
     kv_pages=config.sampler.kv_pages,
+    exact=config.sampler.exact,
   )
   if make := ENGINES[config.sampler.engine]:
     settings = dict(config.sampler.engine_settings)
@@ -101,10 +105,38 @@ def make_transfer(
   )
 
 
+def make_exact_scoring(
+  writer: ResponseWriter, transfer: sync.WeightTransfer
+) -> Callable[[Any, Rollout], np.ndarray]:
+  """Makes the scoring of `Learner.sampler_logprobs`.
+
+  It sends the parameters anew, so that wrong weights of the sampler are seen.
+  """
+
+  def score(params, rollout):
+    sent = transfer.send(params, 0).params
+    settings = {"key": writer.key, "settings": writer.settings}
+    return writer.engine.score(sent, rollout, **settings)
+
+  return score
+
+
 def make_parity_check(
-  config: Any, fns: ModelFns, meshes: Meshes
+  config: Any,
+  fns: ModelFns,
+  meshes: Meshes,
+  writer: ResponseWriter,
+  exact: Callable[[Any, Rollout], np.ndarray] | None,
 ) -> Callable[[Any, sync.VersionedWeights], float]:
-  """Makes the check that both meshes give equal log-probs."""
+  """Makes the check that both meshes give equal log-probs.
+
+  Args:
+    config: the config.
+    fns: the policy.
+    meshes: meshes of trainer and sampler.
+    writer: writes the responses of training.
+    exact: `Learner.sampler_logprobs`.
+  """
   longest = config.data.max_prompt_length + config.sampler.max_response_length
   page_size = default_page_size(longest)
   tokens = sync.parity_tokens(
@@ -116,9 +148,29 @@ def make_parity_check(
   model = config.model
   dtypes = filter(None, (model.dtype, model.sampler_dtype, model.cache_dtype))
   platforms = {mesh.devices.flat[0].platform for mesh in meshes}
-  return sync.make_parity_check(
+  check = sync.make_parity_check(
     fns,
     tokens,
     tolerance=sync.tolerance(*dtypes, platforms=platforms),
     page_size=page_size,
   )
+  if exact is None:
+    return check
+  prompts = tokens[:, : config.data.max_prompt_length].tolist()
+  most = min(tokens.shape[1], config.sampler.max_response_length)
+  ids = np.arange(len(prompts))[:, None]
+  sample = lambda params: writer.engine.generate(
+    params,
+    prompts,
+    sample_ids=ids,
+    key=writer.key,
+    settings=writer.settings,
+    max_tokens=np.full(ids.shape, most),
+  )
+  check_exactly = sync.make_exact_check(sample, exact)
+
+  def both(params, weights):
+    check_exactly(params, weights)
+    return check(params, weights)
+
+  return both
