@@ -5,7 +5,6 @@ those that have a slot, and hands over those that have ended or paused. What
 `generate` and `generate_window` do is add requests and step until none is left.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,12 +26,13 @@ from jaxrl_llm.sampling.requests import Request, SamplingParams
 from jaxrl_llm.sampling.rules import SchedulingRule, continuous_batching
 from jaxrl_llm.sampling.scheduler import Scheduler, TurnHook
 from jaxrl_llm.sampling.settings import (
+  EXACT_ROWS,
   EngineConfig,
   SamplingSettings,
   logit_bias_of,
   max_tokens_of,
 )
-from jaxrl_llm.types import Rollout, Status, join_rows, take_rows
+from jaxrl_llm.types import Rollout, join_rows
 
 
 class Engine(Scheduler):
@@ -64,6 +64,7 @@ class Engine(Scheduler):
 
     Raises:
       InputError: the KV cache cannot hold the longest sequence.
+      ValueError: an exact engine has rows left over.
     """
     if (config.num_draft_tokens > 0) != (drafter is not None):
       raise ValueError(
@@ -77,6 +78,11 @@ class Engine(Scheduler):
     sharding = fns.slots_sharding
     shard_slots = sharding.shard_shape(slots) if sharding else slots
     shards = config.slots // shard_slots[0]
+    if config.exact and shard_slots[0] % EXACT_ROWS:
+      raise ValueError(
+        f"an exact engine needs a multiple of {EXACT_ROWS} slots on each of"
+        f" {shards} devices, got slots={config.slots}"
+      )
     size = shards, config.pages_per_shard(shards), config.page_size
     own = tuple((processors or {}).items())
     programs = _programs(fns, self._drafter, size, own, config.exact)
@@ -267,49 +273,6 @@ class Engine(Scheduler):
     )
     self.run(requests, rule, turns)
     return rollout
-
-  def score(
-    self,
-    params: Any,
-    rollout: Rollout,
-    *,
-    key: chex.PRNGKey,
-    settings: SamplingSettings,
-  ) -> np.ndarray:
-    """Scores responses by decoding their tokens instead of drawn ones.
-
-    Requires an exact engine. The program is the one that samples: log-probs of
-    tokens that it drew with these parameters and settings are equal to the
-    last bit on a CPU.
-
-    Args:
-      params: sampler parameters (`fns.for_sampling`).
-      rollout: B responses, ended or not; NumPy arrays.
-      key: any key.
-      settings: how the responses were sampled.
-
-    Returns:
-      float32 [B, T], 0 where the mask is False.
-    """
-    logprobs = np.zeros(rollout.mask.shape, np.float32)
-    rows = np.flatnonzero(rollout.mask.any(axis=1))
-    if not rows.size:
-      return logprobs
-    scored = take_rows(rollout, rows)
-    limits, given = scored.lengths.copy(), scored.tokens.copy()
-    scored.lengths[:], scored.mask[:] = 0, False
-    scored.status[:] = int(Status.TRUNCATED)
-    self.set_params(params, 0)
-    settings = dataclasses.replace(settings, stop_strings=())
-    requests = self.add(
-      scored, key=key, settings=settings, group_size=1, max_tokens=limits
-    )
-    for request, tokens in zip(requests, given):
-      request.given = tokens[: request.max_tokens]
-    self.run(requests, continuous_batching)
-    super().set_params(None, 0)  # The KV cache is that of these parameters.
-    logprobs[rows] = scored.behavior_logprobs
-    return np.where(rollout.mask, logprobs, np.float32(0))
 
   def lower(
     self,

@@ -9,6 +9,10 @@ from jaxrl_llm.errors import InputError, check_number
 from jaxrl_llm.sampling.allocator import default_page_size
 from jaxrl_llm.sampling.rules import MIN_FREE_FRACTION
 
+# With several threads, the last one or two rows of a bfloat16 product are
+# summed in another order than the rest if they are left over from 8.
+EXACT_ROWS = 8
+
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:

@@ -18,6 +18,7 @@ from jaxrl_llm.rollout.writer import ResponseWriter
 from jaxrl_llm.sampling import Engine, EngineConfig
 from jaxrl_llm.sampling.allocator import default_page_size
 from jaxrl_llm.sampling.processors import LogitsProcessor
+from jaxrl_llm.sampling.settings import EXACT_ROWS
 from jaxrl_llm.trainer.meshes import Meshes
 from jaxrl_llm.types import Rollout
 
@@ -55,6 +56,8 @@ def make_engine(
   """
   slots = config.sampler.slots or default_slots(config)
   split = sharding.slots_size_of(mesh)
+  if config.sampler.exact:
+    split *= EXACT_ROWS
   stop = tokenizer.single_tokens(config.sampler.stop, "config.sampler.stop")
   processors = choices.logits_processors(config.sampler.to_dict())
   drafter = DRAFTERS[config.sampler.drafter](fns)
@@ -115,8 +118,9 @@ def make_exact_scoring(
 
   def score(params, rollout):
     sent = transfer.send(params, 0).params
-    settings = {"key": writer.key, "settings": writer.settings}
-    return writer.engine.score(sent, rollout, **settings)
+    return sampling.score(
+      writer.engine, sent, rollout, settings=writer.settings
+    )
 
   return score
 
