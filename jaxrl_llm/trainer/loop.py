@@ -221,6 +221,13 @@ def _train_on(
       "checkpoint/failures": saver.failures,
     }
     holds, warnings = health.check(step, row)
+    off = row.get("sampler_trainer/logprob_diff_max")
+    if config.sampler.exact and off:
+      warnings.append(
+        f"warning at step {step}, sampler.exact: log-probs of sampler and"
+        f" trainer differ by up to {off:.3g}, not 0: a bug, or a device that"
+        " does not repeat its sums"
+      )
     row |= holds
     # Log first: a checkpoint guarantees that its row is on disk. Therefore the
     # time of a save is in the next row.
