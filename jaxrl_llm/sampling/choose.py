@@ -67,11 +67,6 @@ def choose(
     weights,
   )
   tokens, kept = _invert_cdf(uniform, weights)
-  if given is not None:
-    taken = jnp.maximum(given, 0)[:, None]
-    taken = jnp.take_along_axis(weights, taken, axis=-1)[:, 0]
-    kept = jnp.where(given >= 0, taken, kept)
-  logprobs = jnp.log(kept) - jnp.log(jnp.sum(weights, axis=-1))
   # An argmax costs as much as all of the above on a CPU: only if asked for.
   best = jax.lax.cond(
     jnp.any(greedy),
@@ -82,10 +77,9 @@ def choose(
   tokens = jnp.where(greedy, best, tokens)
   if given is not None:
     tokens = jnp.where(given >= 0, given, tokens)
-  return Choice(
-    tokens=tokens,
-    logprobs=jnp.where(greedy, 0.0, logprobs),
-  )
+    kept = jnp.take_along_axis(weights, tokens[:, None], axis=-1)[:, 0]
+  logprobs = jnp.log(kept) - jnp.log(jnp.sum(weights, axis=-1))
+  return Choice(tokens, jnp.where(greedy, 0.0, logprobs))
 
 
 def _invert_cdf(uniform, weights):

@@ -26,7 +26,6 @@ from jaxrl_llm.sampling.requests import Request, SamplingParams
 from jaxrl_llm.sampling.rules import SchedulingRule, continuous_batching
 from jaxrl_llm.sampling.scheduler import Scheduler, TurnHook
 from jaxrl_llm.sampling.settings import (
-  EXACT_ROWS,
   EngineConfig,
   SamplingSettings,
   logit_bias_of,
@@ -64,7 +63,6 @@ class Engine(Scheduler):
 
     Raises:
       InputError: the KV cache cannot hold the longest sequence.
-      ValueError: an exact engine has rows left over.
     """
     if (config.num_draft_tokens > 0) != (drafter is not None):
       raise ValueError(
@@ -78,14 +76,10 @@ class Engine(Scheduler):
     sharding = fns.slots_sharding
     shard_slots = sharding.shard_shape(slots) if sharding else slots
     shards = config.slots // shard_slots[0]
-    if config.exact and shard_slots[0] % EXACT_ROWS:
-      raise ValueError(
-        f"an exact engine needs a multiple of {EXACT_ROWS} slots on each of"
-        f" {shards} devices, got slots={config.slots}"
-      )
     size = shards, config.pages_per_shard(shards), config.page_size
-    own = tuple((processors or {}).items())
-    programs = _programs(fns, self._drafter, size, own, config.exact)
+    programs = _programs(
+      fns, self._drafter, size, tuple((processors or {}).items())
+    )
     super().__init__(
       config,
       lambda: PagedCache(
@@ -359,7 +353,6 @@ def _programs(
   drafter: speculation.Drafter,
   size: tuple[int, int, int],
   processors: slots_lib.Processors,
-  exact: bool,
 ) -> Programs:
   """Returns the programs of an engine; equal engines share them.
 
@@ -368,7 +361,6 @@ def _programs(
     drafter: proposes draft tokens.
     size: shards, pages of each, tokens of a page.
     processors: logits processors by name.
-    exact: see `decode_steps`.
   """
   jit = functools.partial(jax.jit, out_shardings=fns.kv_sharding)
   own = {"fns": fns, "drafter": drafter}
@@ -386,7 +378,6 @@ def _programs(
         **own,
         tokens_per_call=size[-1],
         processors=processors,
-        exact=exact,
       ),
       out_shardings=(fns.kv_sharding, fns.slots_sharding),
       static_argnames="num_draft_tokens",

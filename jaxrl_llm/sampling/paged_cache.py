@@ -121,7 +121,7 @@ class PagedCache:
   def decode_arguments(self, rows: Rows) -> tuple:
     """Block tables, slots and which are active: of a call of `decode`."""
     active = np.asarray([request is not None for request in rows])
-    slots = requests_lib.as_slots(rows, self._history)
+    slots = requests_lib.as_slots(rows, self._history, self._config.exact)
     return self._block_tables(rows), slots, active
 
   def rows(self, requests: Sequence[Request], size: int) -> Rows:

@@ -141,12 +141,13 @@ def make_requests(
   ]
 
 
-def as_slots(rows: Rows, history: int) -> Slots:
+def as_slots(rows: Rows, history: int, exact: bool) -> Slots:
   """Requests as the arrays of a decode call.
 
   Args:
     rows: S requests.
     history: tokens of a sequence that are passed, C.
+    exact: whether those that are not in the cache are read.
   """
 
   def column(value, idle, dtype=np.int32):
@@ -162,7 +163,7 @@ def as_slots(rows: Rows, history: int) -> Slots:
   return Slots(
     last_token=column(lambda r: r.last_token, 0),
     position=column(lambda r: r.position, 0),
-    known=np.asarray([len(tokens) for tokens in known], np.int32),
+    known=np.asarray([*map(len, known)], np.int32) if exact else None,
     length=column(lambda r: r.position + 1 - r.row.prompt_lengths[0], 0),
     sample_id=column(lambda r: r.row.sample_id[0], 0),
     history=contexts,

@@ -30,6 +30,7 @@ class EngineConfig:
       at full length.
     exact: compute everything by one decode program of one shape, contexts
       included, so that log-probs of equal tokens are equal to the last bit.
+      Needs a multiple of EXACT_ROWS slots a device, and no draft tokens.
 
   Raises:
     ValueError: a size is out of range.
@@ -52,10 +53,6 @@ class EngineConfig:
     check_number("page_size", self.page_size, "[1, inf)")
     check_number("num_draft_tokens", self.num_draft_tokens, "[0, inf)")
     check_number("kv_pages", self.kv_pages, "[0, inf)")
-    if self.exact and self.num_draft_tokens:
-      raise ValueError(
-        "exact=True excludes draft tokens, which are verified in another shape"
-      )
 
   @property
   def max_length(self) -> int:

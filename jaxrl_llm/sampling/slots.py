@@ -31,10 +31,9 @@ class Slots:
 
   last_token: chex.Array  # int32 [S], not yet in the cache.
   position: chex.Array  # int32 [S], index of last_token in its sequence.
-  known: chex.Array  # int32 [S], tokens of its sequence in `history`.
   length: chex.Array  # int32 [S], response tokens up to last_token.
   sample_id: chex.Array  # int32 [S], seeds the response.
-  # int32 [S, C], tokens for a drafter or to read; otherwise C is 0.
+  # int32 [S, C], tokens for a drafter or that are known; otherwise C is 0.
   history: chex.Array
   temperature: chex.Array  # float32 [S], 0 is greedy.
   top_k: chex.Array  # int32 [S], 0 is off.
@@ -43,6 +42,9 @@ class Slots:
   min_tokens: chex.Array  # int32 [S], response tokens before a stop token.
   max_tokens: chex.Array  # int32 [S], response tokens that end the episode.
   pause_at: chex.Array  # int32 [S], those that end the window, <= max_tokens.
+  # int32 [S], tokens of `history` that are read before any is drawn; None if
+  # all but the last one are in the cache.
+  known: chex.Array | None = None
 
 
 class SamplingMetadata(NamedTuple):
@@ -117,7 +119,6 @@ def decode_steps(
   fns: ModelFns,
   drafter: Drafter,
   processors: Processors = (),
-  exact: bool = False,
 ) -> tuple[tuple, DecodeOutput]:
   """Decodes in every active slot until one has `tokens_per_call` new tokens.
 
@@ -128,6 +129,9 @@ def decode_steps(
   at once. At each of them the model's own token is drawn as always, with the
   random number of its index; draft tokens are accepted for as long as they are
   what was drawn. So a response is the same with any drafter, or with none.
+
+  Known tokens are read one a step. They are in the output too, with the
+  log-probs at which they would have been drawn.
 
   Args:
     params: sampler parameters, and the drafter's.
@@ -142,9 +146,6 @@ def decode_steps(
     fns: the model.
     drafter: proposes the draft tokens.
     processors: logits processors beside the built-in ones.
-    exact: whether slots read the known tokens of their history, one a step,
-      before they draw. The output has these tokens too, with the log-probs at
-      which they would have been drawn.
 
   Reference:
     Leviathan et al. 2023, Fast inference from transformers via speculative
@@ -156,7 +157,7 @@ def decode_steps(
     most = jnp.max(jnp.where(output.active, output.count, 0))
     return (most < tokens_per_call) & (jnp.sum(output.active) >= min_active)
 
-  model = fns, drafter, processors, exact
+  model = fns, drafter, processors
   step = functools.partial(
     _step, params, block_tables, metadata, num_draft_tokens, model
   )
@@ -180,7 +181,7 @@ def _step(
   params, block_tables, metadata, count, model, kv_cache, slots, output
 ):
   """One decode step: draft `count` tokens, read, draw, record."""
-  fns, drafter, processors, exact = model
+  fns, drafter, processors = model
   layers = fns.config.num_layers
   kv_cache, drafter_cache = kv_cache[:layers], kv_cache[layers:]
   draw = functools.partial(_sample, slots, metadata, processors)
@@ -205,27 +206,27 @@ def _step(
     slots.position[:, None] + ahead,
     jnp.broadcast_to(output.active[:, None], tokens.shape),
   )
-  known = _known_next(slots) if exact else None
-  choice = draw(logits, jnp.broadcast_to(ahead, tokens.shape), known)
+  ahead = jnp.broadcast_to(ahead, tokens.shape)
+  choice = draw(logits, ahead, _known_next(slots))
   accepted = tokens[:, 1:] == choice.tokens[:, :-1]  # Never a -1.
-  more = slots.position + 2 < slots.known if exact else None
-  slots, output = _record(slots, output, choice, accepted, metadata, more)
+  slots, output = _record(slots, output, choice, accepted, metadata)
   return kv_cache + drafter_cache, slots, output
 
 
 def _known_next(slots):
   """Returns the known token after the one that is read, or -1; int32 [S]."""
+  if slots.known is None:
+    return None
   after = slots.position + 1
   token = jnp.take_along_axis(slots.history, after[:, None], 1, mode="clip")
   return jnp.where(after < slots.known, token[:, 0], -1)
 
 
-def _record(slots, output, choice, accepted, metadata, more):
+def _record(slots, output, choice, accepted, metadata):
   """Records what a step wrote: 1 to Q of the Q tokens drawn for a slot.
 
   A token counts if every draft token before it was accepted, and none of them
-  ended the response or its window. `more` is True in slots with known tokens
-  left, which cannot end yet.
+  ended the response or its window, which known tokens do at the last one only.
   """
   active = output.active
   rows, ahead = jnp.arange(active.shape[0]), jnp.arange(accepted.shape[1] + 1)
@@ -235,10 +236,9 @@ def _record(slots, output, choice, accepted, metadata, more):
   )
   overlong = length >= slots.max_tokens[:, None]
   paused = length >= slots.pause_at[:, None]  # True if overlong is.
-  if more is not None:
-    stopped, overlong, paused = (
-      x & ~more[:, None] for x in (stopped, overlong, paused)
-    )
+  if slots.known is not None:
+    last = (slots.position + 2 >= slots.known)[:, None]
+    stopped, overlong, paused = stopped & last, overlong & last, paused & last
   goes_on = ~(stopped | paused)
   counts = jnp.cumprod(accepted & goes_on[:, :-1], axis=1)
   new = jnp.where(active, 1 + jnp.sum(counts, axis=1), 0)

@@ -2,7 +2,7 @@
 
 from jaxrl_llm.sync.parity import (
   TOLERANCES as TOLERANCES,
-  make_exact_check as make_exact_check,
+  inexact as inexact,
   make_parity_check as make_parity_check,
   parity_tokens as parity_tokens,
   tolerance as tolerance,

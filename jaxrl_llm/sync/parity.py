@@ -16,7 +16,6 @@ import numpy as np
 from jaxrl_llm.models import ModelFns, PackedRows, make_block_tables
 from jaxrl_llm.sync.transfer import SyncError, VersionedWeights
 from jaxrl_llm.system import processes
-from jaxrl_llm.types import Rollout
 
 # Tolerance of rounding by compute dtype, relative to max(|log-prob|, 1 nat).
 # Measured on small models: 2e-7 and 4e-3.
@@ -42,7 +41,12 @@ def parity_tokens(vocab_size: int, *, rows: int, length: int) -> np.ndarray:
 
 
 def make_parity_check(
-  fns: ModelFns, tokens: chex.Array, *, tolerance: float, page_size: int
+  fns: ModelFns,
+  tokens: chex.Array,
+  *,
+  tolerance: float,
+  page_size: int,
+  send: Callable[[Any, int], VersionedWeights] | None = None,
 ) -> Callable[[Any, VersionedWeights], float]:
   """Makes a check of the sampler's weights against the trainer's parameters.
 
@@ -54,10 +58,12 @@ def make_parity_check(
       is relative because random tokens are improbable, and rounding grows with
       the logits.
     page_size: tokens per page of the KV cache.
+    send: (params, version) -> weights; with an exact sampler. Those of the
+      trainer, sent again, must give equal log-probs to the last bit.
 
   Returns:
     (params, weights) -> that mean; raises SyncError if it exceeds the tolerance
-    or is NaN.
+    or is NaN, or if `send` is given and a log-prob differs.
   """
   inputs, targets = np.asarray(tokens)[:, :-1], np.asarray(tokens)[:, 1:]
   positions = np.broadcast_to(
@@ -90,39 +96,22 @@ def make_parity_check(
         f" trainer's by {error:.3g} (relative), more than {tolerance:g}:"
         " transfer the policy again, or compare the two computations"
       )
+    if send is not None:
+      again = processes.to_host(sampled(send(params, weights.version).params))
+      if not np.array_equal(again, theirs):
+        raise inexact(np.abs(again - theirs).max())
     return error
 
   return check
 
 
-def make_exact_check(
-  sample: Callable[[Any], Rollout],
-  score: Callable[[Any, Rollout], np.ndarray],
-) -> Callable[[Any, VersionedWeights], None]:
-  """Makes a check for exact sampling, which allows no rounding.
-
-  Args:
-    sample: (sampler's parameters) -> responses.
-    score: (trainer's parameters, responses) -> log-probs [B, T].
-
-  Returns:
-    A function of (params, weights) that raises SyncError if any token's
-    log-probs differ.
-  """
-
-  def check(params, weights):
-    rollout = sample(weights.params)
-    errors = np.abs(score(params, rollout) - rollout.behavior_logprobs)
-    error = float(np.max(errors, where=rollout.mask, initial=0))
-    if error != 0:  # NaN too.
-      raise SyncError(
-        f"log-probs of the sampler's version {weights.version} differ from the"
-        f" trainer's by up to {error:.3g} with sampler.exact=True, which must"
-        " be 0: transfer the policy again, or set sampler.exact=False if this"
-        " device does not repeat its sums"
-      )
-
-  return check
+def inexact(difference: float) -> SyncError:
+  """Returns the error of an exact sampler whose log-probs differ."""
+  return SyncError(
+    "config.sampler.exact=True: log-probs of sampler and trainer differ by up"
+    f" to {difference:.3g}: a bug, or the device does not repeat its sums; use"
+    " sampler.exact=False, and report it"
+  )
 
 
 def _decoded_logprobs(fns, arrays, page_size):

@@ -244,20 +244,21 @@ def drafts(config: Any) -> Rules:
 
 def exactness(config: Any) -> Rules:
   """Checks what cannot have log-probs that are equal to the last bit."""
-  other = "the policy itself is not what the responses are drawn from"
   plain = {
-    "sampler.engine": ("", "only the built-in engine can be exact"),
-    "sampler.drafter": ("", "draft tokens are verified in another shape"),
-    "sampler.processors": ((), other),
-    "sampler.entropy_tau": (0.0, other),
-    "schedule.lag": (0, "no token is of the newest weights"),
-    "schedule.streaming": (False, "the sampler is busy when groups are scored"),
-    "off_policy.keep_weights": ("", "the trainer scores with kept weights"),
+    "sampler.engine": "",
+    "sampler.drafter": "",  # Draft tokens are verified in another shape.
+    "sampler.processors": (),  # They sample from another distribution.
+    "sampler.entropy_tau": 0.0,
+    "schedule.lag": 0,  # No token is of the newest weights.
+    "schedule.streaming": False,  # The engine is busy.
+    "off_policy.keep_weights": "",  # These are scored in packed rows.
   }
   return [
     (config.sampler.exact and config_lib.get(config, key) != value,
-      f"sampler.exact, {key}", f"{why}; use exact=False or {key}={value!r}")
-    for key, (value, why) in plain.items()
+      f"sampler.exact, {key}",
+      "the log-probs of sampler and trainer would not be equal; use"
+      f" sampler.exact=False or {key}={value!r}")
+    for key, value in plain.items()
   ]
 
 

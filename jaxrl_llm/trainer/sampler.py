@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import sampling, sharding, sync
@@ -14,13 +13,11 @@ from jaxrl_llm.errors import as_input_error
 from jaxrl_llm.learner import choices
 from jaxrl_llm.models import ModelFns
 from jaxrl_llm.rollout.engine import ENGINES, RolloutEngine
-from jaxrl_llm.rollout.writer import ResponseWriter
 from jaxrl_llm.sampling import Engine, EngineConfig
 from jaxrl_llm.sampling.allocator import default_page_size
 from jaxrl_llm.sampling.processors import LogitsProcessor
 from jaxrl_llm.sampling.settings import EXACT_ROWS
 from jaxrl_llm.trainer.meshes import Meshes
-from jaxrl_llm.types import Rollout
 
 DRAFTERS: Mapping[str, Callable[[Any], Any]] = {
   "": lambda fns: None,
@@ -55,9 +52,8 @@ def make_engine(
       a response.
   """
   slots = config.sampler.slots or default_slots(config)
-  split = sharding.slots_size_of(mesh)
-  if config.sampler.exact:
-    split *= EXACT_ROWS
+  rows = EXACT_ROWS if config.sampler.exact else 1
+  split = sharding.slots_size_of(mesh) * rows
   stop = tokenizer.single_tokens(config.sampler.stop, "config.sampler.stop")
   processors = choices.logits_processors(config.sampler.to_dict())
   drafter = DRAFTERS[config.sampler.drafter](fns)
@@ -108,39 +104,10 @@ def make_transfer(
   )
 
 
-def make_exact_scoring(
-  writer: ResponseWriter, transfer: sync.WeightTransfer
-) -> Callable[[Any, Rollout], np.ndarray]:
-  """Makes the scoring of `Learner.sampler_logprobs`.
-
-  It sends the parameters anew, so that wrong weights of the sampler are seen.
-  """
-
-  def score(params, rollout):
-    sent = transfer.send(params, 0).params
-    return sampling.score(
-      writer.engine, sent, rollout, settings=writer.settings
-    )
-
-  return score
-
-
 def make_parity_check(
-  config: Any,
-  fns: ModelFns,
-  meshes: Meshes,
-  writer: ResponseWriter,
-  exact: Callable[[Any, Rollout], np.ndarray] | None,
+  config: Any, fns: ModelFns, meshes: Meshes, transfer: sync.WeightTransfer
 ) -> Callable[[Any, sync.VersionedWeights], float]:
-  """Makes the check that both meshes give equal log-probs.
-
-  Args:
-    config: the config.
-    fns: the policy.
-    meshes: meshes of trainer and sampler.
-    writer: writes the responses of training.
-    exact: `Learner.sampler_logprobs`.
-  """
+  """Makes the check that both meshes give equal log-probs."""
   longest = config.data.max_prompt_length + config.sampler.max_response_length
   page_size = default_page_size(longest)
   tokens = sync.parity_tokens(
@@ -152,29 +119,10 @@ def make_parity_check(
   model = config.model
   dtypes = filter(None, (model.dtype, model.sampler_dtype, model.cache_dtype))
   platforms = {mesh.devices.flat[0].platform for mesh in meshes}
-  check = sync.make_parity_check(
+  return sync.make_parity_check(
     fns,
     tokens,
     tolerance=sync.tolerance(*dtypes, platforms=platforms),
     page_size=page_size,
+    send=transfer.send if config.sampler.exact else None,
   )
-  if exact is None:
-    return check
-  prompts = tokens[:, : config.data.max_prompt_length].tolist()
-  most = min(tokens.shape[1], config.sampler.max_response_length)
-  ids = np.arange(len(prompts))[:, None]
-  sample = lambda params: writer.engine.generate(
-    params,
-    prompts,
-    sample_ids=ids,
-    key=writer.key,
-    settings=writer.settings,
-    max_tokens=np.full(ids.shape, most),
-  )
-  check_exactly = sync.make_exact_check(sample, exact)
-
-  def both(params, weights):
-    check_exactly(params, weights)
-    return check(params, weights)
-
-  return both

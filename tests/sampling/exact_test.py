@@ -243,14 +243,3 @@ class TestContinued:
       rest.behavior_logprobs, whole.behavior_logprobs
     )
     assert largest(own, params, rest) == 0
-
-
-class TestRefuses:
-  def test_draft_tokens(self):
-    with pytest.raises(ValueError, match="exact=True excludes draft tokens"):
-      EngineConfig(8, P, T, STOP, num_draft_tokens=2, exact=True)
-
-  def test_rows_left_over(self):
-    sizes = EngineConfig(12, P, T, STOP, exact=True)
-    with pytest.raises(ValueError, match="multiple of 8 slots .* slots=12"):
-      Engine(policy("float32")[0], sizes)

@@ -3,7 +3,6 @@
 import dataclasses
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from helpers import tiny_run
 from helpers.tiny_run import with_config
@@ -108,31 +107,30 @@ def test_no_token_of_a_run_differs(model, tmp_path, name, dtype):
     assert any(row["rollout/turns_mean"] > 1 for row in rows)
 
 
-class TestParityCheck:
-  @pytest.mark.parametrize("dtype", DTYPES)
-  def test_demands_equality(self, model, dtype):
-    run = make_run(model, model__dtype=dtype, estimator__name="group")
-    states, weights = loop.begin(run)
-    error = loop.check_sampler(run, states, weights)
-    assert 0 < error["sampler_trainer/parity_error"] < 2e-2
-    # Far below the tolerance of the usual check.
-    scale = weights.params["final_norm"]["scale"]
-    moved = 1 + 4 * float(jnp.finfo(scale.dtype).eps)
-    moved = weights.params | {"final_norm": {"scale": scale * moved}}
-    wrong = dataclasses.replace(weights, params=moved, version=7)
-    with pytest.raises(sync.SyncError, match="version 7 differ .* must be 0"):
-      run.parity_check(states.learner.params("policy"), wrong)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_parity_check_demands_equality(model, dtype):
+  run = make_run(model, model__dtype=dtype, estimator__name="group")
+  states, weights = loop.begin(run)
+  error = loop.check_sampler(run, states, weights)
+  assert 0 < error["sampler_trainer/parity_error"] < 2e-2
+  # Far below the tolerance of the usual check.
+  scale = weights.params["final_norm"]["scale"]
+  moved = 1 + 4 * float(jnp.finfo(scale.dtype).eps)
+  moved = weights.params | {"final_norm": {"scale": scale * moved}}
+  wrong = dataclasses.replace(weights, params=moved)
+  with pytest.raises(sync.SyncError, match="exact=True: .* differ by up to"):
+    run.parity_check(states.learner.params("policy"), wrong)
 
-  def test_finds_what_is_not_a_number(self):
-    rollout = tiny_run.random_rollout(np.random.default_rng(0), rows=3)
-    rollout.mask[0, 0] = True
-    score = lambda params, rollout: rollout.behavior_logprobs + params
-    check = sync.make_exact_check(lambda params: rollout, score)
-    weights = sync.VersionedWeights(None, 1, 0)
-    check(0.0, weights)
-    for wrong in (1e-7, np.nan):
-      with pytest.raises(sync.SyncError, match="must be 0"):
-        check(np.float32(wrong), weights)
+
+def test_a_run_stops_at_a_difference(model, tmp_path):
+  run = make_run(model, estimator__name="group")
+  score = run.learner.sampler_logprobs
+  run.learner.sampler_logprobs = lambda *given: score(*given) + 0.5
+  with pytest.raises(sync.SyncError, match="differ by up to 0.5:"):
+    loop.train(run, tmp_path)
+  # The step is not in the log, as it is in no checkpoint.
+  rows = metrics.read_rows(tmp_path / "metrics.jsonl")
+  assert [row["step"] for row in rows] == [0]
 
 
 @pytest.mark.parametrize(
