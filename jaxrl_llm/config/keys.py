@@ -309,6 +309,10 @@ class Sampler(Group, path="sampler"):
     " 'first_groups' and streaming exclude it.")
   num_draft_tokens = Key(4, _SOME,
     "Draft tokens per decoding step of speculative decoding.")
+  exact = Key(False, None, "Computes contexts and the learner's old log-probs"
+    " by the program that samples, so that on a CPU the largest difference of"
+    " sampler and trainer is 0 for responses of the current version. Scoring"
+    " then takes about as long as sampling.")
   parity_check_every = Key(50, _COUNT, "Steps between checks that sampler and"
     " trainer have equal weights and log-probs; a difference stops the run. It"
     " also runs at every start; 0 compares only the weights, at a start.")

@@ -31,7 +31,7 @@ from jaxrl_llm.learner.state import (
 )
 from jaxrl_llm.models import Params, merge
 from jaxrl_llm.system import processes
-from jaxrl_llm.types import Experience, Responses
+from jaxrl_llm.types import Experience, Responses, Rollout
 
 
 @dataclasses.dataclass(eq=False)
@@ -51,6 +51,8 @@ class Learner:
     companions: weights that follow those of the policy, by name.
     column: reads numbers of the data, for algorithms with such inputs.
     frozen: models that only score, by name.
+    sampler_logprobs: (policy's parameters, responses) -> log-probs [B, T] by
+      the program that samples, the old ones; None: by the policy's `score`.
   """
 
   algorithm: Algorithm
@@ -61,6 +63,7 @@ class Learner:
   companions: Mapping[str, Companion] = dataclasses.field(default_factory=dict)
   column: providers.Column | None = None
   frozen: Mapping[str, Frozen] = dataclasses.field(default_factory=dict)
+  sampler_logprobs: Callable[[Params, Rollout], np.ndarray] | None = None
 
   @property
   def policy(self) -> Member:

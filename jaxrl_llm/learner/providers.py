@@ -16,7 +16,7 @@ from jaxrl_llm import types
 from jaxrl_llm.learner.packing import MiniBatch
 from jaxrl_llm.learner.state import LearnerState
 from jaxrl_llm.system.plugin import Table
-from jaxrl_llm.types import Origin, Responses, Rollout
+from jaxrl_llm.types import Origin, Responses, Rollout, take_rows
 
 Scores = dict[str, np.ndarray]
 # (name, rows of the data [B]) -> numbers [B].
@@ -90,11 +90,17 @@ class Scoring:
     if not read:
       own = self.rollout.mask & (self.rollout.origin == Origin.POLICY)
       batches = batches[: int(own.any())]
+    exact = self.learner.sampler_logprobs
     for batch in batches:
-      scored, gather = self.packed("policy", batch), batch.layout.gather
-      out["old_logprobs"][batch.rows] = gather(scored.logprobs)
-      out["entropies"][batch.rows] = gather(scored.entropy)
       out["scored"][batch.rows] = True
+      if exact is None or "entropies" in read:
+        scored, gather = self.packed("policy", batch), batch.layout.gather
+        out["old_logprobs"][batch.rows] = gather(scored.logprobs)
+        out["entropies"][batch.rows] = gather(scored.entropy)
+    if exact is not None:
+      rows = out["scored"]
+      found = exact(self.state.params("policy"), take_rows(self.rollout, rows))
+      out["old_logprobs"][rows] = found
     return out
 
   def scores(self) -> Scores:

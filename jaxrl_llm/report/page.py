@@ -27,6 +27,8 @@ _COLUMNS = {
   "rollout/response_length_max": "longest",
   "policy/approx_kl": "KL of update",
   "value/explained_variance": "expl. variance",
+  "sampler_trainer/logprob_diff_mean": "log-prob diff. (mean)",
+  "sampler_trainer/logprob_diff_max": "log-prob diff. (max)",
   "time/step_s": "seconds",
 }
 # Fields of a row of samples.jsonl that the viewer shows when it is opened.

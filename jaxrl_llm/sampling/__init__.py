@@ -8,6 +8,7 @@ from jaxrl_llm.sampling.rules import (
   stop_after_groups as stop_after_groups,
   stop_after_responses as stop_after_responses,
 )
+from jaxrl_llm.sampling.scoring import score as score
 from jaxrl_llm.sampling.settings import (
   EngineConfig as EngineConfig,
   SamplingSettings as SamplingSettings,

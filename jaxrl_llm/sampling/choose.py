@@ -31,6 +31,7 @@ def choose(
   top_k: chex.Array,
   top_p: chex.Array,
   min_p: chex.Array,
+  given: chex.Array | None = None,
 ) -> Choice:
   """Draws one token per slot from the filtered, tempered softmax.
 
@@ -45,6 +46,7 @@ def choose(
     top_k: int32 [S]; 0 means off.
     top_p: float32 [S] in (0, 1]; 1 means off.
     min_p: float32 [S] in [0, 1); 0 means off.
+    given: int32 [S], tokens to take instead of a draw; -1 means none.
 
   Returns:
     `Choice`. The log-prob of a greedy slot is 0: it has no other token.
@@ -65,7 +67,6 @@ def choose(
     weights,
   )
   tokens, kept = _invert_cdf(uniform, weights)
-  logprobs = jnp.log(kept) - jnp.log(jnp.sum(weights, axis=-1))
   # An argmax costs as much as all of the above on a CPU: only if asked for.
   best = jax.lax.cond(
     jnp.any(greedy),
@@ -73,10 +74,12 @@ def choose(
     lambda _: tokens,
     logits,
   )
-  return Choice(
-    tokens=jnp.where(greedy, best, tokens),
-    logprobs=jnp.where(greedy, 0.0, logprobs),
-  )
+  tokens = jnp.where(greedy, best, tokens)
+  if given is not None:
+    tokens = jnp.where(given >= 0, given, tokens)
+    kept = jnp.take_along_axis(weights, tokens[:, None], axis=-1)[:, 0]
+  logprobs = jnp.log(kept) - jnp.log(jnp.sum(weights, axis=-1))
+  return Choice(tokens, jnp.where(greedy, 0.0, logprobs))
 
 
 def _invert_cdf(uniform, weights):

@@ -295,10 +295,11 @@ class Engine(Scheduler):
     placed = lambda x: shape(
       x.shape, x.dtype, sharding=self.fns.slots_sharding if x.ndim else None
     )
-    lowered = {
-      "sampler prefill": prefill(
-        params, shape((prompts, config.max_prompt_length), jnp.int32)
-      ),
+    lowered = {}
+    if not config.exact:
+      tokens = shape((prompts, config.max_prompt_length), jnp.int32)
+      lowered["sampler prefill"] = prefill(params, tokens)
+    lowered |= {
       "sampler decode": programs.decode.lower(
         params,
         # With its shardings, so that its buffers are donated.
@@ -309,7 +310,7 @@ class Engine(Scheduler):
         num_draft_tokens=0,
       ),
     }
-    if window:
+    if window and not config.exact:
       contexts = config.continued_per_prefill(cache.shards)
       size = contexts, buckets.length_buckets(config.max_length)[-1]
       lowered["sampler prefill cut responses"] = prefill(

@@ -59,8 +59,9 @@ class PagedCache:
     self.shards, self._sharding = shards, sharding
     self._pages = config.pages_per_shard(shards)
     self._length_buckets = buckets.length_buckets(config.max_length)
-    # Tokens of a sequence that a drafter sees.
-    self._history = config.max_length if config.num_draft_tokens else 0
+    # Tokens of a sequence that a drafter sees, or that are read.
+    history = config.num_draft_tokens or config.exact
+    self._history = config.max_length if history else 0
     self.stats = EngineStats()  # Counters of prefills.
     self._kv_cache = None
     self.set_params(None)
@@ -120,7 +121,7 @@ class PagedCache:
   def decode_arguments(self, rows: Rows) -> tuple:
     """Block tables, slots and which are active: of a call of `decode`."""
     active = np.asarray([request is not None for request in rows])
-    slots = requests_lib.as_slots(rows, self._history)
+    slots = requests_lib.as_slots(rows, self._history, self._config.exact)
     return self._block_tables(rows), slots, active
 
   def rows(self, requests: Sequence[Request], size: int) -> Rows:
@@ -181,8 +182,8 @@ class PagedCache:
     batch are few, and theirs lie between those that others have left.
     """
     requests = [r for r in rows if r is not None]
-    if not requests:
-      return self._pages
+    if self._config.exact or not requests:
+      return self._pages  # Exact: one shape.
     sizes = models.page_buckets(self._kv_cache)
     last = lambda: max(page for r in requests for page in r.pages)
     held = np.bincount([r.shard for r in requests for _ in r.pages]).max()

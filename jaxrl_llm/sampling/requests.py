@@ -38,6 +38,8 @@ class Request:
   shard: int = 0  # The shard of its pages.
   pages: list[int] = dataclasses.field(default_factory=list)
   cached: int = 0  # Tokens that it had when it last left its slot.
+  position: int = 0  # Index of the token that it reads next.
+  given: Sequence[int] = ()  # Response tokens to score instead of drawing.
   awaiting_environment: bool = False  # Left its slot until the reply.
 
   @property
@@ -52,11 +54,11 @@ class Request:
 
   @property
   def last_token(self) -> int:
-    """The last token of the context."""
-    row, length = self.row, self.length
-    if length:
-      return row.tokens[0, length - 1]
-    return row.prompt_tokens[0, row.prompt_lengths[0] - 1]
+    """The token at `position`."""
+    row, index = self.row, self.position - self.row.prompt_lengths[0]
+    if index >= 0:
+      return row.tokens[0, index]
+    return row.prompt_tokens[0, self.position]
 
   @property
   def turn_start(self) -> int:
@@ -74,8 +76,8 @@ class Request:
       return (id(self),)
     return int(self.row.group_id[0]), self.context().tobytes()
 
-  def append(self, output: DecodeOutput, slot: int, *, version: int) -> None:
-    """Appends the tokens of a slot; NumPy arrays.
+  def append(self, output: DecodeOutput, slot: int, *, version: int) -> int:
+    """Appends the new tokens of a slot, and returns how many; NumPy arrays.
 
     Tokens of the policy may carry loss. Mask and origin of earlier tokens are
     unchanged.
@@ -85,20 +87,28 @@ class Request:
       slot: row of the request in the output.
       version: version of the policy.
     """
-    row, count = self.row, output.count[slot]
+    row, read = self.row, int(output.count[slot])
+    old = min(self.context_length - 1 - self.position, read)
+    self.position, count = self.position + read, read - old
     new = np.s_[0, self.length : self.length + count]
-    row.tokens[new] = output.tokens[slot, :count]
-    row.behavior_logprobs[new] = output.logprobs[slot, :count]
+    row.tokens[new] = output.tokens[slot, old:read]
+    row.behavior_logprobs[new] = output.logprobs[slot, old:read]
     row.version[new] = version
     row.origin[new] = int(Origin.POLICY)
     row.mask[new] = True
     row.lengths[0] += count
     row.status[0] = output.status[slot]
+    return count
 
   def context(self) -> np.ndarray:
     """Prompt and response so far, int32 [context_length]."""
     prompt = self.row.prompt_tokens[0, : self.row.prompt_lengths[0]]
     return np.concatenate([prompt, self.row.tokens[0, : self.length]])
+
+  def known(self) -> np.ndarray:
+    """The context and the given tokens after it, int32."""
+    given = np.asarray(self.given[self.length :], np.int32)
+    return np.concatenate([self.context(), given])
 
 
 # Columns that are 0 where a response has no token.
@@ -131,12 +141,13 @@ def make_requests(
   ]
 
 
-def as_slots(rows: Rows, history: int) -> Slots:
+def as_slots(rows: Rows, history: int, exact: bool) -> Slots:
   """Requests as the arrays of a decode call.
 
   Args:
     rows: S requests.
-    history: tokens of a sequence that a drafter sees, C.
+    history: tokens of a sequence that are passed, C.
+    exact: whether those that are not in the cache are read.
   """
 
   def column(value, idle, dtype=np.int32):
@@ -145,14 +156,15 @@ def as_slots(rows: Rows, history: int) -> Slots:
   def setting(name, idle, dtype=np.int32):
     return column(lambda r: getattr(r.params.settings, name), idle, dtype)
 
+  known = [r.known() if r is not None and history else () for r in rows]
   contexts = np.zeros((len(rows), history), np.int32)
-  for context, request in zip(contexts, rows):
-    if request is not None and history:
-      context[: request.context_length] = request.context()
+  for context, tokens in zip(contexts, known):
+    context[: len(tokens)] = tokens
   return Slots(
     last_token=column(lambda r: r.last_token, 0),
-    position=column(lambda r: r.context_length - 1, 0),
-    length=column(lambda r: r.length, 0),
+    position=column(lambda r: r.position, 0),
+    known=np.asarray([*map(len, known)], np.int32) if exact else None,
+    length=column(lambda r: r.position + 1 - r.row.prompt_lengths[0], 0),
     sample_id=column(lambda r: r.row.sample_id[0], 0),
     history=contexts,
     # Filters are off in idle slots: one slot with a filter makes all pay.

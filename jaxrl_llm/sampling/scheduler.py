@@ -254,11 +254,12 @@ class Scheduler:
       return
     self._slots[request.slot], request.slot = None, None
     pages, request.pages = request.pages, []
-    request.cached = request.context_length
+    # A stop string may have cut tokens, and an exact request not read them all.
+    request.cached = min(request.position + 1, request.context_length)
     held = self.config.pages_of(request.cached) if keep else 0
     self._cache.allocator.free(request.shard, pages[held:])
     if keep:
-      context = request.context().tobytes()
+      context = request.context()[: request.cached].tobytes()
       self._cache.allocator.keep(context, request.shard, pages[:held])
 
   def _insert(self, requests: Sequence[Request]) -> None:
@@ -276,7 +277,8 @@ class Scheduler:
       slot = next((s for s in free if s // share == home), free[0])
       shard, prefix = slot // share, request.prefix
       kept = allocator.take(key) if shard == home else None
-      first = None if kept else new.get(prefix, {}).get(shard)
+      exact = self.config.exact
+      first = None if kept or exact else new.get(prefix, {}).get(shard)
       # The page of the last token is never shared: it is written to.
       shared = (len(context) - 1) // self.config.page_size
       shared *= self._cache.shares_pages
@@ -286,7 +288,11 @@ class Scheduler:
         if kept:
           allocator.keep(key, shard, kept)
         break
-      if first:
+      request.position = len(context) - 1
+      if exact:  # Contexts are read by decoding, unless they are cached.
+        cached = request.cached or len(context)
+        request.position = cached - 1 if kept else 0
+      elif first:
         allocator.share(shard, pages)
         held = self.config.pages_of(len(context))
         others = zip(first.pages[shared:held], own)
@@ -313,7 +319,9 @@ class Scheduler:
     active, slots, shards = len(inserted), self.config.slots, self._cache.shards
     if self._waiting():
       return list(self._slots), max(active - self.config.refill_slots, 0) + 1
-    sizes = buckets.slot_buckets(slots, shards)
+    sizes = [slots]
+    if not self.config.exact:
+      sizes = buckets.slot_buckets(slots, shards)
     fullest = np.bincount([r.shard for r in inserted]).max() * shards
     size = buckets.round_up(fullest, sizes)
     if size < self._batch_size:  # Requests in slots move to the front.
@@ -342,6 +350,7 @@ class Scheduler:
     )
     seconds = self._clock() - start
     tokens, steps = int(output.count.sum()), int(output.steps.max())
+    written = 0
     self._speculation.observe(len(running), num_draft_tokens, tokens, seconds)
     capacity = self.config.page_size * sum(len(r.pages) for r in running)
     left = []
@@ -349,7 +358,7 @@ class Scheduler:
       if request is None:
         continue
       before = request.length
-      request.append(output, row, version=self._version)
+      written += request.append(output, row, version=self._version)
       if self._stopped(request, before) or not output.active[row]:
         self._remove([request])
         left.append(request)
@@ -357,7 +366,7 @@ class Scheduler:
       decode_calls=1,
       decode_steps=steps,
       slot_steps=steps * len(rows),
-      tokens=tokens,
+      tokens=written,
       host_s=-seconds,
     )
     self.trace.append(

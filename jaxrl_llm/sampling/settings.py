@@ -9,6 +9,10 @@ from jaxrl_llm.errors import InputError, check_number
 from jaxrl_llm.sampling.allocator import default_page_size
 from jaxrl_llm.sampling.rules import MIN_FREE_FRACTION
 
+# With several threads, the last one or two rows of a bfloat16 product are
+# summed in another order than the rest if they are left over from 8.
+EXACT_ROWS = 8
+
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
@@ -24,6 +28,9 @@ class EngineConfig:
     num_draft_tokens: draft tokens per step, where drafting pays.
     kv_pages: pages of the KV cache, on all devices; 0 is what all slots need
       at full length.
+    exact: compute everything by one decode program of one shape, contexts
+      included, so that log-probs of equal tokens are equal to the last bit.
+      Needs a multiple of EXACT_ROWS slots a device, and no draft tokens.
 
   Raises:
     ValueError: a size is out of range.
@@ -36,6 +43,7 @@ class EngineConfig:
   page_size: int | None = None
   num_draft_tokens: int = 0
   kv_pages: int = 0
+  exact: bool = False
 
   def __post_init__(self):
     if self.page_size is None:  # The only way to set a frozen field.

@@ -31,9 +31,10 @@ class Slots:
 
   last_token: chex.Array  # int32 [S], not yet in the cache.
   position: chex.Array  # int32 [S], index of last_token in its sequence.
-  length: chex.Array  # int32 [S], response tokens so far.
+  length: chex.Array  # int32 [S], response tokens up to last_token.
   sample_id: chex.Array  # int32 [S], seeds the response.
-  history: chex.Array  # int32 [S, C] tokens for a drafter; C is 0 without one.
+  # int32 [S, C], tokens for a drafter or that are known; otherwise C is 0.
+  history: chex.Array
   temperature: chex.Array  # float32 [S], 0 is greedy.
   top_k: chex.Array  # int32 [S], 0 is off.
   top_p: chex.Array  # float32 [S], 1 is off.
@@ -41,6 +42,9 @@ class Slots:
   min_tokens: chex.Array  # int32 [S], response tokens before a stop token.
   max_tokens: chex.Array  # int32 [S], response tokens that end the episode.
   pause_at: chex.Array  # int32 [S], those that end the window, <= max_tokens.
+  # int32 [S], tokens of `history` that are read before any is drawn; None if
+  # all but the last one are in the cache.
+  known: chex.Array | None = None
 
 
 class SamplingMetadata(NamedTuple):
@@ -126,6 +130,9 @@ def decode_steps(
   random number of its index; draft tokens are accepted for as long as they are
   what was drawn. So a response is the same with any drafter, or with none.
 
+  Known tokens are read one a step. They are in the output too, with the
+  log-probs at which they would have been drawn.
+
   Args:
     params: sampler parameters, and the drafter's.
     kv_cache: KV cache of all responses, in slots or not.
@@ -199,17 +206,27 @@ def _step(
     slots.position[:, None] + ahead,
     jnp.broadcast_to(output.active[:, None], tokens.shape),
   )
-  choice = draw(logits, jnp.broadcast_to(ahead, tokens.shape))
+  ahead = jnp.broadcast_to(ahead, tokens.shape)
+  choice = draw(logits, ahead, _known_next(slots))
   accepted = tokens[:, 1:] == choice.tokens[:, :-1]  # Never a -1.
   slots, output = _record(slots, output, choice, accepted, metadata)
   return kv_cache + drafter_cache, slots, output
+
+
+def _known_next(slots):
+  """Returns the known token after the one that is read, or -1; int32 [S]."""
+  if slots.known is None:
+    return None
+  after = slots.position + 1
+  token = jnp.take_along_axis(slots.history, after[:, None], 1, mode="clip")
+  return jnp.where(after < slots.known, token[:, 0], -1)
 
 
 def _record(slots, output, choice, accepted, metadata):
   """Records what a step wrote: 1 to Q of the Q tokens drawn for a slot.
 
   A token counts if every draft token before it was accepted, and none of them
-  ended the response or its window.
+  ended the response or its window, which known tokens do at the last one only.
   """
   active = output.active
   rows, ahead = jnp.arange(active.shape[0]), jnp.arange(accepted.shape[1] + 1)
@@ -219,6 +236,9 @@ def _record(slots, output, choice, accepted, metadata):
   )
   overlong = length >= slots.max_tokens[:, None]
   paused = length >= slots.pause_at[:, None]  # True if overlong is.
+  if slots.known is not None:
+    last = (slots.position + 2 >= slots.known)[:, None]
+    stopped, overlong, paused = stopped & last, overlong & last, paused & last
   goes_on = ~(stopped | paused)
   counts = jnp.cumprod(accepted & goes_on[:, :-1], axis=1)
   new = jnp.where(active, 1 + jnp.sum(counts, axis=1), 0)
@@ -254,11 +274,12 @@ def _record(slots, output, choice, accepted, metadata):
   )
 
 
-def _sample(slots, metadata, processors, logits, ahead):
+def _sample(slots, metadata, processors, logits, ahead, known=None):
   """Tokens [S, Q] of the indices length + ahead [S, Q], from logits [S, Q, V].
 
   The randomness of a token is fold_in(fold_in(key, sample_id), token index): a
   response depends on weights, prompt and sample_id, and on nothing else.
+  `known` tokens are taken instead of drawn.
   """
   shape = ahead.shape
   index = slots.length[:, None] + ahead
@@ -288,5 +309,5 @@ def _sample(slots, metadata, processors, logits, ahead):
   for name, processor in (*BUILT_IN.items(), *processors):
     if name in states or not processor.stateful:
       distribution = processor.fn(distribution, context, states.get(name))
-  choice = choose(uniform, **distribution._asdict())
+  choice = choose(uniform, given=known, **distribution._asdict())
   return jax.tree.map(lambda x: x.reshape(shape), choice)

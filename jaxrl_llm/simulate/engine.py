@@ -41,13 +41,15 @@ class SimulatedRequest(Request):
     tokens[0] = -1 - row.sample_id[0] if self.length else 1 + row.group_id[0]
     return tokens
 
-  def append(self, output: DecodeOutput, slot: int, *, version: int) -> None:
+  def append(self, output: DecodeOutput, slot: int, *, version: int) -> int:
     """Counts the tokens of a slot."""
-    row = self.row
+    row, count = self.row, int(output.count[slot])
     if not self.length:
       row.version[0], row.mask[0] = version, True
-    row.lengths[0] += output.count[slot]
+    row.lengths[0] += count
     row.status[0] = output.status[slot]
+    self.position += count
+    return count
 
 
 class SimulatedEngine(Scheduler):

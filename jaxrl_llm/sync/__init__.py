@@ -2,6 +2,7 @@
 
 from jaxrl_llm.sync.parity import (
   TOLERANCES as TOLERANCES,
+  inexact as inexact,
   make_parity_check as make_parity_check,
   parity_tokens as parity_tokens,
   tolerance as tolerance,

@@ -45,7 +45,12 @@ def parity_tokens(vocab_size: int, *, rows: int, length: int) -> np.ndarray:
 
 
 def make_parity_check(
-  fns: ModelFns, tokens: chex.Array, *, tolerance: float, page_size: int
+  fns: ModelFns,
+  tokens: chex.Array,
+  *,
+  tolerance: float,
+  page_size: int,
+  send: Callable[[Any, int], VersionedWeights] | None = None,
 ) -> Callable[[Any, VersionedWeights], float]:
   """Makes a check of the sampler's weights against the trainer's parameters.
 
@@ -57,10 +62,12 @@ def make_parity_check(
       is relative because random tokens are improbable, and rounding grows with
       the logits.
     page_size: tokens per page of the KV cache.
+    send: (params, version) -> weights; with an exact sampler. Those of the
+      trainer, sent again, must give equal log-probs to the last bit.
 
   Returns:
     (params, weights) -> that mean; raises SyncError if it exceeds the tolerance
-    or is NaN.
+    or is NaN, or if `send` is given and a log-prob differs.
   """
   inputs, targets = np.asarray(tokens)[:, :-1], np.asarray(tokens)[:, 1:]
   positions = np.broadcast_to(
@@ -93,9 +100,22 @@ def make_parity_check(
         f" trainer's by {error:.3g} (relative), more than {tolerance:g}:"
         " transfer the policy again, or compare the two computations"
       )
+    if send is not None:
+      again = processes.to_host(sampled(send(params, weights.version).params))
+      if not np.array_equal(again, theirs):
+        raise inexact(np.abs(again - theirs).max())
     return error
 
   return check
+
+
+def inexact(difference: float) -> SyncError:
+  """Returns the error of an exact sampler whose log-probs differ."""
+  return SyncError(
+    "config.sampler.exact=True: log-probs of sampler and trainer differ by up"
+    f" to {difference:.3g}: a bug, or the device does not repeat its sums; use"
+    " sampler.exact=False, and report it"
+  )
 
 
 def _decoded_logprobs(fns, arrays, page_size):

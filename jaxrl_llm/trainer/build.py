@@ -35,7 +35,7 @@ from jaxrl_llm.rollout.pipeline import Pipeline
 from jaxrl_llm.rollout.turns import ConversationConfig
 from jaxrl_llm.rollout.worker import RolloutSettings, RolloutWorker, run_key
 from jaxrl_llm.rollout.writer import ResponseWriter
-from jaxrl_llm.sampling import SamplingSettings
+from jaxrl_llm.sampling import SamplingSettings, score
 from jaxrl_llm.trainer import data, meshes, sampler, validation
 from jaxrl_llm.trainer.run import Run
 from jaxrl_llm.trainer.value_pretraining import FOLDER, ValuePretraining
@@ -77,14 +77,21 @@ def make_run(config: Any) -> Run:
   turn_taking = data.make_conversation_config(config, tokenizer)
   engine = sampler.make_engine(config, policy_fns, tokenizer, both.sampler)
   worker = make_worker(config, engine, source, judge, turn_taking)
+  sampled = worker.writer.settings
+  transfer = sampler.make_transfer(policy_fns, shapes, both)
+  if config.sampler.exact:
+    # The parameters are sent again: wrong ones of the sampler are detected.
+    learner.sampler_logprobs = lambda params, rollout: score(
+      engine, transfer.send(params, 0).params, rollout, settings=sampled
+    )
   return Run(
     config=config,
     source=source,
     worker=worker,
     pipeline=_make_pipeline(config),
     learner=learner,
-    transfer=sampler.make_transfer(policy_fns, shapes, both),
-    parity_check=sampler.make_parity_check(config, policy_fns, both),
+    transfer=transfer,
+    parity_check=sampler.make_parity_check(config, policy_fns, both, transfer),
     pretraining=_make_pretraining(config, worker.writer, source, learner),
     critic_params=functools.partial(
       _critic_params, learner, init_from=config.value.init_from

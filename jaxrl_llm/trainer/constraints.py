@@ -31,7 +31,7 @@ def broken(config: Any) -> dict[str, str]:
 def rules(config: Any) -> Rules:
   """Returns all constraints, most important first."""
   topics = [demonstrations, sizes, files, windows, second_looks, streaming]
-  topics += [engines, drafts]
+  topics += [engines, drafts, exactness]
   topics += [
     groups,
     off_policy,
@@ -239,6 +239,26 @@ def drafts(config: Any) -> Rules:
       f"sampler.drafter, schedule.{key}",
       "drafting depends on measured times, which would decide which responses"
       " end first; switch one off to keep the run reproducible")
+    for key, value in plain.items()
+  ]
+
+
+def exactness(config: Any) -> Rules:
+  """Checks what cannot have log-probs that are equal to the last bit."""
+  plain = {
+    "sampler.engine": "",
+    "sampler.drafter": "",  # Draft tokens are verified in another shape.
+    "sampler.processors": (),  # They sample from another distribution.
+    "sampler.entropy_tau": 0.0,
+    "schedule.lag": 0,  # No token is of the newest weights.
+    "schedule.streaming": False,  # The engine is busy.
+    "off_policy.keep_weights": "",  # These are scored in packed rows.
+  }
+  return [
+    (config.sampler.exact and config_lib.get(config, key) != value,
+      f"sampler.exact, {key}",
+      "the log-probs of sampler and trainer would not be equal; use"
+      f" sampler.exact=False or {key}={value!r}")
     for key, value in plain.items()
   ]
 

@@ -209,7 +209,9 @@ def _train_on(
   while states.step < config.run.steps and not stopped.agreed():
     stopped.doing = f"step {states.step + 1}"
     states, weights, row = iterate(run, states, weights, timer, logger)
-    step = states.step
+    step, off = states.step, row.get("sampler_trainer/logprob_diff_max", 0.0)
+    if config.sampler.exact and off != 0:
+      raise sync.inexact(off)
     if step % config.eval.every == 0 or step == config.run.steps:
       with timer.phase("evaluate"):
         row |= evaluate(run, states, weights, logger)

@@ -16,6 +16,7 @@ from jaxrl_llm.rollout.engine import ENGINES, RolloutEngine
 from jaxrl_llm.sampling import Engine, EngineConfig
 from jaxrl_llm.sampling.allocator import default_page_size
 from jaxrl_llm.sampling.processors import LogitsProcessor
+from jaxrl_llm.sampling.settings import EXACT_ROWS
 from jaxrl_llm.trainer.meshes import Meshes
 
 DRAFTERS: Mapping[str, Callable[[Any], Any]] = {
@@ -51,7 +52,8 @@ def make_engine(
       a response.
   """
   slots = config.sampler.slots or default_slots(config)
-  split = sharding.slots_size_of(mesh)
+  rows = EXACT_ROWS if config.sampler.exact else 1
+  split = sharding.slots_size_of(mesh) * rows
   stop = tokenizer.single_tokens(config.sampler.stop, "config.sampler.stop")
   processors = choices.logits_processors(config.sampler.to_dict())
   drafter = DRAFTERS[config.sampler.drafter](fns)
@@ -62,6 +64,7 @@ def make_engine(
     stop_tokens=[*tokenizer.stop_tokens, *stop],
     num_draft_tokens=config.sampler.num_draft_tokens if drafter else 0,
     kv_pages=config.sampler.kv_pages,
+    exact=config.sampler.exact,
   )
   if make := ENGINES[config.sampler.engine]:
     settings = dict(config.sampler.engine_settings)
@@ -102,7 +105,7 @@ def make_transfer(
 
 
 def make_parity_check(
-  config: Any, fns: ModelFns, meshes: Meshes
+  config: Any, fns: ModelFns, meshes: Meshes, transfer: sync.WeightTransfer
 ) -> Callable[[Any, sync.VersionedWeights], float]:
   """Makes the check that both meshes give equal log-probs."""
   longest = config.data.max_prompt_length + config.sampler.max_response_length
@@ -121,4 +124,5 @@ def make_parity_check(
     tokens,
     tolerance=sync.tolerance(*dtypes, platforms=platforms),
     page_size=page_size,
+    send=transfer.send if config.sampler.exact else None,
   )

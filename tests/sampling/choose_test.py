@@ -260,3 +260,33 @@ class TestEdges:
   def test_shapes_that_disagree_raise(self):
     with pytest.raises(AssertionError):
       choose(jnp.zeros(2), jnp.zeros((2, 5)), **_arrays({}, 3))
+
+
+class TestGiven:
+  """Tokens may be given instead of drawn."""
+
+  def test_have_the_log_probs_at_which_they_would_be_drawn(self):
+    logits = np.random.default_rng(0).normal(size=(6, 300)).astype(np.float32)
+    uniform = np.linspace(0, 0.99, 6, dtype=np.float32)
+    settings = {
+      "temperature": np.float32([1, 0.7, 1, 1, 0, 1]),
+      "top_k": np.zeros(6, np.int32),
+      "top_p": np.ones(6, np.float32),
+      "min_p": np.zeros(6, np.float32),
+    }
+    given = np.int32([-1, 299, 0, 255, 7, -1])
+    drawn = choose(uniform, logits, **settings)
+    out = choose(uniform, logits, given=given, **settings)
+    none = given < 0
+    np.testing.assert_array_equal(
+      out.tokens, np.where(none, drawn.tokens, given)
+    )
+    np.testing.assert_array_equal(out.logprobs[none], drawn.logprobs[none])
+    scale = np.where(settings["temperature"] > 0, settings["temperature"], 1)
+    logp = np.asarray(jax.nn.log_softmax(logits / scale[:, None]))
+    wanted = logp[np.arange(6), np.asarray(out.tokens)]
+    wanted[4] = 0  # Greedy.
+    np.testing.assert_allclose(out.logprobs, wanted, rtol=1e-5, atol=1e-5)
+    # Those that were drawn, given: the same bits.
+    again = choose(uniform, logits, given=drawn.tokens, **settings)
+    jax.tree.map(np.testing.assert_array_equal, again, drawn)

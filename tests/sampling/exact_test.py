@@ -1,0 +1,245 @@
+"""An exact engine scores what it sampled without a difference in any bit."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import tiny
+from helpers.tiny_engine import IDS, KEY, PROMPTS, SETTINGS, STOP, G, P, T
+from helpers.tiny_engine import rows as take
+
+from jaxrl_llm import models, sharding
+from jaxrl_llm.sampling import (
+  Engine,
+  EngineConfig,
+  SamplingSettings,
+  new_requests,
+  rules,
+  score,
+)
+from jaxrl_llm.types import Origin, Status
+
+DTYPES = ("float32", "bfloat16")
+PLAIN = SamplingSettings(temperature=0.9)
+# slots, page_size, kv_pages: of whole sequences, or so few that they run out.
+SIZES = [(8, 16, 0), (16, 4, 0), (24, 8, 0), (8, 4, 24), (16, 8, 12)]
+
+
+@functools.cache
+def policy(dtype, mesh=None):
+  """The tiny policy: (fns, sampler's parameters)."""
+  config, numbers = tiny.tiny_config(), jnp.dtype(dtype)
+  fns = models.make_policy(
+    config,
+    numerics=models.Numerics(activations=numbers),
+    sampler_sharding=mesh and sharding.slot_sharding(mesh, config.num_kv_heads),
+  )
+  params = jax.jit(fns.for_sampling)(tiny.tiny_policy()[1])
+  if mesh is not None:
+    params = jax.device_put(params, sharding.tree_shardings(params, mesh))
+  return fns, params
+
+
+@functools.cache
+def engine(dtype, slots=8, page_size=16, kv_pages=0, exact=True, mesh=None):
+  """An engine; equal ones are shared."""
+  sizes = EngineConfig(
+    slots=slots,
+    max_prompt_length=P,
+    max_response_length=T,
+    stop_tokens=STOP,
+    page_size=page_size,
+    kv_pages=kv_pages,
+    exact=exact,
+  )
+  return Engine(policy(dtype, mesh)[0], sizes, detokenize=str)
+
+
+def sample(own, params, settings=PLAIN):
+  return own.generate(
+    params, PROMPTS, sample_ids=IDS, key=KEY, settings=settings
+  )
+
+
+def largest(own, params, rollout, settings=PLAIN):
+  """Largest |difference|, scored in another order and beside others."""
+  order = np.random.default_rng(0).permutation(len(rollout.lengths))
+  shuffled = take(rollout, order)
+  scored = score(own, params, shuffled, settings=settings)
+  assert not scored[~shuffled.mask].any()
+  assert shuffled.mask.sum() > 50
+  return np.abs(scored - shuffled.behavior_logprobs)[shuffled.mask].max()
+
+
+class TestScore:
+  @pytest.mark.parametrize("dtype", DTYPES)
+  @pytest.mark.parametrize(("slots", "page_size", "kv_pages"), SIZES)
+  def test_gives_the_log_probs_of_the_draw(
+    self, dtype, slots, page_size, kv_pages
+  ):
+    own, params = engine(dtype, slots, page_size, kv_pages), policy(dtype)[1]
+    before = own.stats
+    rollout = sample(own, params)
+    preempted = (own.stats - before).preemptions
+    assert bool(preempted) == bool(kv_pages)
+    assert (own.stats - before).tokens == rollout.lengths.sum()
+    assert (own.stats - before).prefill_calls == 0
+    assert largest(own, params, rollout) == 0
+    # One half alone: other rows are idle.
+    assert largest(own, params, take(rollout, slice(0, None, 2))) == 0
+
+  @pytest.mark.parametrize("dtype", DTYPES)
+  def test_does_not_say_it_of_other_responses(self, dtype):
+    params = policy(dtype)[1]
+    own = engine(dtype)
+    prefilled = sample(engine(dtype, exact=False), params)
+    most = 1e-5 if dtype == "float32" else 0.2
+    assert 0 < largest(own, params, prefilled) < most
+    other = jax.tree.map(lambda x: x, params)
+    scale = params["final_norm"]["scale"]
+    other["final_norm"] = {"scale": scale.at[2].multiply(1.01)}
+    assert largest(own, other, sample(own, params)) > 1e-5
+
+  def test_leaves_the_responses_and_other_rows_alone(self):
+    own, params = engine("float32"), policy("float32")[1]
+    rollout = sample(own, params)
+    rollout.mask[3] = False
+    copy = jax.tree.map(np.copy, rollout)
+    scored = score(own, params, rollout, settings=PLAIN)
+    jax.tree.map(np.testing.assert_array_equal, rollout, copy)
+    assert not scored[3].any() and scored[4].any()
+    nothing = rollout.replace(mask=np.zeros_like(rollout.mask))
+    assert not score(own, params, nothing, settings=PLAIN).any()
+
+  @pytest.mark.parametrize("dtype", DTYPES)
+  def test_under_filters_and_a_logit_bias(self, dtype):
+    settings = dataclasses.replace(
+      SETTINGS, min_new_tokens=3, logit_bias={5: 1.0, 6: -np.inf}
+    )
+    own, params = engine(dtype), policy(dtype)[1]
+    rollout = sample(own, params, settings)
+    assert largest(own, params, rollout, settings) == 0
+    greedy = SamplingSettings(temperature=0.0)
+    assert largest(own, params, sample(own, params, greedy), greedy) == 0
+
+  @pytest.mark.parametrize("dtype", DTYPES)
+  @pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2)])
+  def test_on_a_mesh_of_eight_devices(self, dtype, sizes):
+    mesh = sharding.make_mesh(**dict(zip(("data", "fsdp", "tensor"), sizes)))
+    own, params = engine(dtype, 64, mesh=mesh), policy(dtype, mesh)[1]
+    assert largest(own, params, sample(own, params)) == 0
+
+
+class TestTokens:
+  """Exact sampling draws what plain sampling draws, up to rounding."""
+
+  def test_are_those_of_a_prefill(self):
+    own, params = engine("float32"), policy("float32")[1]
+    rollout, plain = (
+      sample(x, params) for x in (own, engine("float32", exact=False))
+    )
+    np.testing.assert_array_equal(rollout.tokens, plain.tokens)
+    np.testing.assert_array_equal(rollout.status, plain.status)
+    np.testing.assert_array_equal(rollout.mask, plain.mask)
+
+  def test_greedy_ones_too(self):
+    settings = SamplingSettings(temperature=0.0, stop_strings=("1",))
+    params = policy("float32")[1]
+    rollout, plain = (
+      sample(engine("float32", exact=exact), params, settings)
+      for exact in (True, False)
+    )
+    np.testing.assert_array_equal(rollout.tokens, plain.tokens)
+    assert (rollout.status == Status.FINISHED).any()
+
+
+class TestContinued:
+  @pytest.mark.parametrize("dtype", DTYPES)
+  @pytest.mark.parametrize("window", [1, 5, 7])
+  def test_windows_under_new_weights(self, dtype, window):
+    own, (fns, params) = engine(dtype, 16, 4), policy(dtype)
+    other = tiny.widen(tiny.tiny_policy()[1], jax.random.key(2))
+    other = jax.jit(fns.for_sampling)(other)
+    begun = new_requests(PROMPTS, IDS, np.arange(len(PROMPTS)), own.config)
+    call = {"group_size": G, "key": KEY, "settings": PLAIN}
+    first = own.generate_window(params, begun, window=9, version=0, **call)
+    rest = take(first, first.status == Status.TRUNCATED)
+    # As of a checkpoint: the KV cache is lost.
+    own.reset()
+    rollout = own.generate_window(other, rest, window=window, version=1, **call)
+    written = rollout.lengths - rollout.window_start
+    assert written.max() == window and (rollout.window_start == 9).all()
+    scored = score(own, other, rollout, settings=PLAIN)
+    new = rollout.mask & (rollout.version == 1)
+    assert new.any() and (rollout.mask & ~new).any()
+    errors = np.abs(scored - rollout.behavior_logprobs)
+    assert errors[new].max() == 0
+    assert errors[rollout.mask & ~new].max() > 0.01
+
+  @pytest.mark.parametrize("dtype", DTYPES)
+  def test_the_same_in_windows_or_at_once(self, dtype):
+    own, params = engine(dtype, 16, 4), policy(dtype)[1]
+    whole = sample(own, params)
+    rollout = new_requests(PROMPTS, IDS, np.arange(len(PROMPTS)), own.config)
+    call = {"group_size": G, "key": KEY, "settings": PLAIN, "version": 0}
+    for window in (3, 1, T):
+      unfinished = rollout.status == Status.TRUNCATED
+      new = own.generate_window(
+        params, take(rollout, unfinished), window=window, **call
+      )
+      for name, column in new.items():
+        rollout[name][unfinished] = column
+      if window == 1:
+        own.reset()  # The third window has no cache.
+    np.testing.assert_array_equal(rollout.tokens, whole.tokens)
+    np.testing.assert_array_equal(
+      rollout.behavior_logprobs, whole.behavior_logprobs
+    )
+
+  @pytest.mark.parametrize("dtype", DTYPES)
+  @pytest.mark.parametrize("kv_pages", [0, 24])
+  def test_after_tokens_of_a_tool(self, dtype, kv_pages):
+    # With few pages, others take those of responses that wait for the tool.
+    own, params = engine(dtype, 8, 4, kv_pages), policy(dtype)[1]
+    rollout = new_requests(PROMPTS, IDS, np.arange(len(PROMPTS)), own.config)
+    own.set_params(params, 0)
+    own.add(
+      rollout, key=KEY, settings=PLAIN, group_size=G, window=6, extendable=True
+    )
+    answered = set()
+    while own.requests():
+      for request in own.step():
+        if request not in answered and request.length <= T - 8:
+          answered.add(request)
+          own.extend(request, [7, 8, 9, STOP[0], 10], Origin.FOREIGN)
+    assert len(answered) > 10
+    foreign = rollout.origin == Origin.FOREIGN
+    assert (foreign & ~rollout.mask).any()
+    assert largest(own, params, rollout) == 0
+
+  @pytest.mark.parametrize("dtype", DTYPES)
+  def test_halted_while_it_reads_its_context(self, dtype):
+    own, params = engine(dtype, 8, 4), policy(dtype)[1]
+    steps = []
+
+    def rule(view):
+      steps.append(view)
+      halt = len(steps) > 2
+      return rules.Decision(insert=0 if halt else view.free, halt=halt)
+
+    rollout = new_requests(PROMPTS, IDS, np.arange(len(PROMPTS)), own.config)
+    call = {"group_size": G, "key": KEY, "settings": PLAIN, "version": 0}
+    # Two calls of four tokens: prompts of up to twelve are read in part.
+    cut = own.generate_window(params, rollout, window=T, rule=rule, **call)
+    assert (cut.lengths == 0).any() and (cut.lengths > 0).any()
+    unfinished = cut.status == Status.TRUNCATED
+    rest = own.generate_window(params, take(cut, unfinished), window=T, **call)
+    whole = take(sample(own, params), unfinished)
+    np.testing.assert_array_equal(rest.tokens, whole.tokens)
+    np.testing.assert_array_equal(
+      rest.behavior_logprobs, whole.behavior_logprobs
+    )
+    assert largest(own, params, rest) == 0

@@ -1,0 +1,154 @@
+"""Runs with sampler.exact: sampler and trainer differ in no bit of any step."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+from helpers import tiny_run
+from helpers.tiny_run import with_config
+
+from jaxrl_llm import metrics, register, sync
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.rollout.environments import Observation
+from jaxrl_llm.rollout.turns import ENVIRONMENTS
+from jaxrl_llm.trainer import build, loop
+
+DTYPES = ("float32", "bfloat16")
+SHORT = {
+  "sampler__exact": True,
+  "value__pretrain_steps": 0,
+  "run__steps": 3,
+  "eval__every": 3,
+}
+ROWS = {f"optimizer__{x}__micro_batch_size": 8 for x in ("policy", "value")}
+RUNS = {
+  # Unfinished responses go on, after a restart too.
+  "windows": {"schedule__window": 3, "sampler__kv_pages": 12},
+  "two updates, tempered": {"sampler__temperature": 0.7},
+  "first groups": {
+    "estimator__name": "group",
+    "schedule__stop": "first_groups",
+    "schedule__over_provision": 1.5,
+  },
+  "turns": {
+    "environment__name": "echo",
+    "reward__name": "environment",
+    "estimator__name": "group",
+    "sampler__max_response_length": 24,
+  },
+  "eight devices": {
+    "estimator__name": "group",
+    "mesh__data": 2,
+    "mesh__fsdp": 2,
+    "mesh__tensor": 2,
+    **ROWS,
+  },
+  "a sampler on four other devices": {
+    "estimator__name": "group",
+    "mesh__data": 4,
+    "sampler__mesh__data": 2,
+    "sampler__mesh__tensor": 2,
+    **ROWS,
+  },
+}
+
+
+class Echo:
+  """Says a digit for every turn, three times."""
+
+  state = None
+
+  def start(self, example):
+    self.state = 0
+
+  def step(self, response):
+    self.state += 1
+    rewards = {"odd": float(len(response) % 2)}
+    return Observation(str(self.state), done=self.state > 3, rewards=rewards)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+  register.environment("echo", Echo)
+  yield
+  del ENVIRONMENTS["echo"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+  return tiny_run.write_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def make_run(model, **changes):
+  return build.make_run(tiny_run.make_config(model, **SHORT | changes))
+
+
+@pytest.mark.slow(minutes=4)
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_token_of_a_run_differs(model, tmp_path, name, dtype):
+  run = make_run(model, model__dtype=dtype, **RUNS[name])
+  engine = run.worker.writer.engine
+  # Stopped after two steps, and resumed.
+  loop.train(with_config(run, run__steps=2), tmp_path)
+  loop.train(run, tmp_path)
+  first, *rows = metrics.read_rows(tmp_path / "metrics.jsonl")
+  assert len(rows) == 3
+  for row in rows:
+    assert row["sampler_trainer/logprob_diff_mean"] == 0
+    assert row["sampler_trainer/logprob_diff_max"] == 0
+  # The packed program, which the updates run, does round differently.
+  assert first["sampler_trainer/parity_error"] > 0
+  assert engine.stats.prefill_calls == 0
+  assert any(row["policy/grad_norm"] > 0 for row in rows)
+  if name == "windows":
+    assert any(row["rollout/truncated_fraction"] > 0 for row in rows)
+  if name == "turns":
+    assert any(row["rollout/turns_mean"] > 1 for row in rows)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_parity_check_demands_equality(model, dtype):
+  run = make_run(model, model__dtype=dtype, estimator__name="group")
+  states, weights = loop.begin(run)
+  error = loop.check_sampler(run, states, weights)
+  assert 0 < error["sampler_trainer/parity_error"] < 2e-2
+  # Far below the tolerance of the usual check.
+  scale = weights.params["final_norm"]["scale"]
+  moved = 1 + 4 * float(jnp.finfo(scale.dtype).eps)
+  moved = weights.params | {"final_norm": {"scale": scale * moved}}
+  wrong = dataclasses.replace(weights, params=moved)
+  with pytest.raises(sync.SyncError, match="exact=True: .* differ by up to"):
+    run.parity_check(states.learner.params("policy"), wrong)
+
+
+def test_a_run_stops_at_a_difference(model, tmp_path):
+  run = make_run(model, estimator__name="group")
+  score = run.learner.sampler_logprobs
+  run.learner.sampler_logprobs = lambda *given: score(*given) + 0.5
+  with pytest.raises(sync.SyncError, match="differ by up to 0.5:"):
+    loop.train(run, tmp_path)
+  # The step is not in the log, as it is in no checkpoint.
+  rows = metrics.read_rows(tmp_path / "metrics.jsonl")
+  assert [row["step"] for row in rows] == [0]
+
+
+@pytest.mark.parametrize(
+  "changes",
+  [
+    {"sampler__drafter": "prompt_lookup"},
+    {"sampler__entropy_tau": 0.5},
+    {"schedule__lag": 1},
+    {
+      "schedule__streaming": True,
+      "estimator__normalize": "none",
+      "loss__nll_coefficient": 0.0,
+      "optimizer__policy__mini_batch": 0,
+      "optimizer__value__mini_batch": 0,
+    },
+  ],
+)
+def test_refuses_what_cannot_be_exact(model, changes):
+  key = next(iter(changes)).replace("__", ".")
+  with pytest.raises(InputError, match=f"sampler.exact=True .*{key}=.*: "):
+    make_run(model, **changes)
