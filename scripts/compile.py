@@ -105,7 +105,7 @@ class Programs:
     self.kept = {
       "policy": sharding.bytes_per_device([policy.shapes, policy.base]),
       "value": sharding.bytes_per_device(
-        critic and [critic.shapes, critic.base]
+        critic and [critic.shapes, () if critic.shares_base else critic.base]
       ),
       "sampler": sharding.bytes_per_device(transfer.shapes),
     }
