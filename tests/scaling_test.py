@@ -1,5 +1,7 @@
 """What programs send, read from HLO; the account; scripts/compile.py."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -382,7 +384,9 @@ class TestScript:
     code, shown, _ = programs.run("compile", *flags)
     rows = [row for row in shown.splitlines() if row.startswith("| ")][2:]
     seconds = [float(row.split("|")[-2]) for row in rows]
-    assert code == 0 and len(rows) >= 3 and seconds == sorted(seconds)
+    assert code == 0 and len(rows) >= 3
+    # To 1 %, within which exact and small ones come first.
+    assert all(a < 1.011 * b for a, b in itertools.pairwise(seconds))
 
   @pytest.mark.parametrize(
     "flags, says",
