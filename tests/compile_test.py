@@ -55,7 +55,7 @@ class TestScript:
     "--config.mesh.fsdp=2",
     "--config.mesh.context=1",
     "--config.mesh.tensor=2",
-    "--config.sampler.mesh.data=0",
+    "--config.sampler.mesh.data=1",
     "--config.optimizer.policy.micro_batch_size=4",
     "--config.optimizer.value.micro_batch_size=4",
   )
