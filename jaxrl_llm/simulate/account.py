@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm import config as config_lib
-from jaxrl_llm import models, sampling
+from jaxrl_llm import models, sampling, workdir
 from jaxrl_llm.learner.choices import has_critic
 from jaxrl_llm.metrics.chips import Chip
 from jaxrl_llm.models import heads
@@ -98,6 +98,13 @@ class Sizes:
     time, part = self.row // self.context, self.model.vocab_size // self.tensor
     chosen = self.config.model.head_chunk
     return chosen or heads.default_chunk("tpu", math.ceil(rows), time, part)
+
+  def trained(self, role: str) -> float:
+    """Returns the share of parameters that are trained: all, or adapters."""
+    group = "value" if role == "value" else "model"
+    adapted = workdir.adapted(self.config, self.model, group=group)
+    added = models.num_params(adapted) - self.parameters
+    return added / self.parameters if added else 1.0
 
   @property
   def rows(self) -> float:
@@ -203,7 +210,9 @@ def temporaries(sizes: Sizes, role: str, *, update: bool) -> dict[str, float]:
   if sizes.context > 1:
     parts["keys and values of whole rows"] = keys
   # In bfloat16 to read, in float32 what its gradient is summed up in.
-  table = sizes.table / sizes.tensor * (6 if update else 2)
+  trained = sizes.trained(role)
+  whole = update and trained == 1
+  table = sizes.table / sizes.tensor * (6 if whole else 2)
   if role == "policy":
     parts["head"] = table
   # Where compilers differ: the one for GPUs casts parameters in the layers, and
@@ -217,7 +226,7 @@ def temporaries(sizes: Sizes, role: str, *, update: bool) -> dict[str, float]:
   if update:
     parts["activations between layers"] = 2 * tokens * width * model.num_layers
     summed = sizes.multiplied if gpu else sizes.parameters
-    parts["gradients"] = 4 * (sizes.parameters + summed) / split
+    parts["gradients"] = 4 * (sizes.parameters + summed) * trained / split
     # And gradients, on TPUs all in float32.
     parts["activations of a layer"] *= 2 if gpu else 4
     kv = 2 * model.num_kv_heads * model.head_dim / sizes.tensor
@@ -248,7 +257,9 @@ def passes(sizes: Sizes, role: str, *, update: bool) -> tuple[Work, ...]:
   again = {"full": 1.0, "none": 0.0}.get(
     sizes.config.model.remat_policy, sizes.attention / sizes.forward
   )
-  forwards = 3 + again if update else 1
+  trained = sizes.trained(role)
+  # Gradients of weights cost one of the two.
+  forwards = 2 + (trained == 1) + again if update else 1
   model, rows = sizes.model, sizes.micro_rows(role)
   attended = rows / sizes.context / sizes.head_ways
   products = 2 * sizes.multiplied * sizes.row * rows / sizes.context
@@ -265,26 +276,28 @@ def passes(sizes: Sizes, role: str, *, update: bool) -> tuple[Work, ...]:
   gathers, others = 1 + update, (sizes.shards - 1) / sizes.shards
   # On GPUs gradients are reduced into their parts, on TPUs as a whole.
   summed = 4 if sizes.gpu else 2 * 4
-  sent = gathers * others * 2 * part + update * others * summed * part
+  sent = gathers * others * 2 * part + update * others * summed * part * trained
   sent += (gathers + update) * (1 - 1 / sizes.context) * keys
   ring = 2 * (sizes.tensor - 1) / sizes.tensor
   each = ring * 2 * tokens * model.hidden_size * model.num_layers
   layers = Work(flops, moved, sent + 2 * (3 if update else 1) * each)
-  return (_head(sizes, rows, update), layers)[role == "value" :]
+  return (_head(sizes, rows, update, trained), layers)[role == "value" :]
 
 
-def _head(sizes, rows, update) -> Work:
+def _head(sizes, rows, update, trained) -> Work:
   """Returns the work of the vocabulary head, see `models.heads`."""
   table = sizes.table / sizes.tensor
   tokens = rows * sizes.row / sizes.context
   chunks = math.ceil(sizes.row / sizes.context / sizes.head_chunk(rows))
   # Every chunk reads the head in bfloat16, and its backward pass does so twice
   # and reads and writes the float32 gradient.
-  moved = chunks * table * (2 + update * (2 * 2 + 2 * 4))
+  whole = trained == 1
+  moved = chunks * table * (2 + update * (2 * 2 + whole * 2 * 4))
   logits = tokens * sizes.model.vocab_size / sizes.tensor
   moved += (1 + update) * _LOGIT_BYTES * logits
   # The backward pass computes the logits again.
-  return Work(flops=(1 + 3 * update) * 2 * table * tokens, moved=moved)
+  products = 1 + update * (2 + whole)
+  return Work(flops=products * 2 * table * tokens, moved=moved)
 
 
 def decoding(sizes: Sizes) -> tuple[Work, ...]:
