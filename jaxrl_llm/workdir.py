@@ -10,7 +10,6 @@ This module reads; the run itself writes (`trainer.workdir`). It replaces files
 atomically, so that the directory of a running run can be read at any time.
 """
 
-import dataclasses
 import json
 import pathlib
 from collections.abc import Collection, Mapping
@@ -200,28 +199,6 @@ def restore_params(
   return models.merge(models.Params(found.get(base, {}), found[trained]))
 
 
-def adapted(
-  config: Any, model_config: models.ModelConfig, *, group: str = "model"
-) -> models.ModelConfig:
-  """Returns the architecture of a run's policy or critic, with its adapters.
-
-  Args:
-    config: the run's settings.
-    model_config: the architecture that its model path describes.
-    group: 'model' for the policy, 'value' for the critic.
-  """
-  if not (rank := config[group].lora_rank):
-    return model_config
-  adapters = models.Adapters(
-    rank=rank,
-    alpha=config.model.lora_alpha,
-    targets=tuple(config.model.lora_targets),
-    scaling=config.model.lora_scaling,
-    base_dtype=config.model.base_dtype,
-  )
-  return dataclasses.replace(model_config, adapters=adapters)
-
-
 def load_params(
   workdir: pathlib.Path, step: int
 ) -> tuple[models.ModelConfig, Any]:
@@ -234,7 +211,7 @@ def load_params(
     InputError: The checkpoint or the model's configuration cannot be read.
   """
   config = read_config(workdir)
-  model = adapted(config, hf.read_config(model_path(workdir)))
+  model = models.adapted(config, hf.read_config(model_path(workdir)))
   fns = models.make_policy(model)
   here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
   init = jax.jit(fns.init, out_shardings=here)

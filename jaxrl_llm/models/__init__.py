@@ -8,6 +8,7 @@ from jaxrl_llm.models import hf
 from jaxrl_llm.models.adapters import (
   BASE_DTYPES as BASE_DTYPES,
   Adapters as Adapters,
+  adapted as adapted,
 )
 from jaxrl_llm.models.config import ModelConfig as ModelConfig
 from jaxrl_llm.models.functional import (

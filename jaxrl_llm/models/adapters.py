@@ -83,6 +83,26 @@ class Adapters:
     return _merged(params, self.scale)
 
 
+def adapted(config: Any, model_config: Any, *, group: str = "model") -> Any:
+  """Returns the architecture of a run's policy or critic, with its adapters.
+
+  Args:
+    config: the run's settings.
+    model_config: `ModelConfig` that the model's path describes.
+    group: 'model' for the policy, 'value' for the critic.
+  """
+  if not (rank := config[group].lora_rank):
+    return model_config
+  adapters = Adapters(
+    rank=rank,
+    alpha=config.model.lora_alpha,
+    targets=tuple(config.model.lora_targets),
+    scaling=config.model.lora_scaling,
+    base_dtype=config.model.base_dtype,
+  )
+  return dataclasses.replace(model_config, adapters=adapters)
+
+
 def base_of(params: Any) -> Any:
   """Returns the base of parameters with adapters; others as they are."""
   return _merged(params, None)

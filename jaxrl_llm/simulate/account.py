@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm import config as config_lib
-from jaxrl_llm import models, sampling, workdir
+from jaxrl_llm import models, sampling
 from jaxrl_llm.learner.choices import has_critic
 from jaxrl_llm.metrics.chips import Chip
 from jaxrl_llm.models import heads
@@ -102,7 +102,7 @@ class Sizes:
   def trained(self, role: str) -> float:
     """Returns the share of parameters that are trained: all, or adapters."""
     group = "value" if role == "value" else "model"
-    adapted = workdir.adapted(self.config, self.model, group=group)
+    adapted = models.adapted(self.config, self.model, group=group)
     added = models.num_params(adapted) - self.parameters
     return added / self.parameters if added else 1.0
 

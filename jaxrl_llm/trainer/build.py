@@ -16,7 +16,6 @@ from jaxrl_llm import (
   models,
   rewards,
   sharding,
-  workdir,
 )
 from jaxrl_llm import config as config_lib
 from jaxrl_llm.data.prompt_source import PromptSource
@@ -118,7 +117,7 @@ def make_fns(
         f"config.model.lora_targets: {target!r} is part of no linear layer's"
         f" path; choose among {', '.join(linear)}, or parts of these"
       )
-  adapted = functools.partial(workdir.adapted, config, model_config)
+  adapted = functools.partial(models.adapted, config, model_config)
   policy = _make_policy_fns(config, adapted(), both)
   value = models.make_value(
     adapted(group="value"),
