@@ -1,15 +1,18 @@
-"""Compiles a run for TPUs that are not there, and says whether it fits.
+"""Compiles a run for TPUs or GPUs that are not there: does it fit?
 
     python scripts/compile.py --config=configs/vapo.py:qwen2.5-32b \
         --topology=v5p:4x4x4 [--config.KEY=VALUE ...] [--search]
+    python scripts/compile.py --config=configs/grpo.py:one-gpu-1.5b \
+        --topology=h100:1
 
-Needs `pip install -e '.[tpu]'` and no TPU. Every program of the run is compiled
-by the compiler for TPUs at its largest shapes, with the meshes of the config on
-the devices of the topology. Prints, a device: bytes of arguments and
-temporaries, as compiled and by the model's account; what each phase sends to
-other devices, by axis of the mesh; and seconds by the roofline, with the bound
-named. Times are predicted, never measured. --search compiles nothing: it ranks
-meshes by those times.
+Needs `pip install -e '.[tpu]'` or `'.[gpu]'`, and no device. Every program of
+the run is compiled by the compiler for TPUs or GPUs at its largest shapes, with
+the meshes of the config on the devices of the topology. Prints, a device: bytes
+of arguments and temporaries, as compiled and by the model's account; kernels
+that are called; what each phase sends to other devices, by axis of the mesh;
+and seconds by the roofline, with the bounds named. Times are predicted, never
+measured. --search compiles nothing: it ranks meshes, micro-batches and what the
+backward pass keeps by those times.
 
 The shape of the model is that of config.model.path or, without one, of the
 preset. Exit code 0 if all fits, 1 if not, 2 for bad input.
@@ -17,12 +20,10 @@ preset. Exit code 0 if all fits, 1 if not, 2 for bad input.
 
 import os
 
-# Before jax: this process needs no TPU, and there is none; nor need it be the
-# only one that has loaded the library.
+# Before jax: this process needs no accelerator.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
+import collections  # noqa: E402
 import hashlib  # noqa: E402
 import json  # noqa: E402
 import pathlib  # noqa: E402
@@ -32,12 +33,14 @@ import types  # noqa: E402
 from typing import Any  # noqa: E402
 
 from absl import flags  # noqa: E402
-from parts import command_line, program  # noqa: E402
+from parts import command_line, program, topology  # noqa: E402
 
 _CONFIG = command_line.define_config(
   None, "METHOD:PRESET or FILE.py:PRESET, whose model it is."
 )
-_TOPOLOGY = flags.DEFINE_string("topology", "v5p:4x4x4", "CHIP:AxB[xC].")
+_TOPOLOGY = flags.DEFINE_string(
+  "topology", "v5p:4x4x4", "TPUs as CHIP:AxB[xC], or GPUs as CHIP:COUNT."
+)
 _SEARCH = flags.DEFINE_bool("search", False, "Rank meshes; compile nothing.")
 _MEAN = flags.DEFINE_float(
   "mean_response", 0.0, "Tokens; a quarter of the longest by default."
@@ -49,15 +52,15 @@ if __name__ == "__main__":  # Before JAX, which takes seconds.
   command_line.answer_help(sys.argv)
 
 import jax  # noqa: E402
-from jax.experimental import topologies  # noqa: E402
 
 from jaxrl_llm import models, sharding  # noqa: E402
 from jaxrl_llm.errors import InputError  # noqa: E402
 from jaxrl_llm.learner.lower import lower  # noqa: E402
-from jaxrl_llm.metrics.chips import CHIPS, Chip  # noqa: E402
+from jaxrl_llm.metrics.chips import Chip  # noqa: E402
 from jaxrl_llm.models import hf  # noqa: E402
 from jaxrl_llm.models.shapes import MODELS  # noqa: E402
-from jaxrl_llm.simulate import account, hlo, mesh_search  # noqa: E402
+from jaxrl_llm.simulate import account, cost, hlo, mesh_search  # noqa: E402
+from jaxrl_llm.simulate.cost import Work  # noqa: E402
 from jaxrl_llm.trainer import build, meshes, sampler, validation  # noqa: E402
 
 _NOTHING_FITS = (
@@ -65,13 +68,6 @@ _NOTHING_FITS = (
   " ones, or lower sampler.kv_pages or the longest response"
 )
 _GIB = 2.0**30
-_PHASES = {
-  "sampler decode": "decode",
-  "score log-probs": "score policy",
-  "score values": "score value",
-  "update policy": "update policy",
-  "update value": "update value",
-}
 
 
 def model_of(config: Any, preset: str) -> models.ModelConfig:
@@ -84,29 +80,6 @@ def model_of(config: Any, preset: str) -> models.ModelConfig:
     f"preset {preset!r} names no model; give --config.model.path, or one of"
     f" {', '.join(MODELS)}"
   )
-
-
-def chip_of(topology: str) -> Chip:
-  """The chip of a topology."""
-  name = topology.partition(":")[0]
-  if name not in CHIPS:
-    raise InputError(
-      f"--topology={topology}: choose a chip of {', '.join(CHIPS)}, such"
-      " as v5p:4x4x4"
-    )
-  return CHIPS[name]
-
-
-def devices_of(topology: str) -> list[Any]:
-  """Descriptions of its devices."""
-  try:
-    return list(topologies.get_topology_desc(topology, "tpu").devices)
-  except Exception as error:  # libtpu fails or is missing.
-    reason = str(error).strip().splitlines()[0][:200]
-    raise InputError(
-      f"--topology={topology}: {reason}; is it one that exists, and is libtpu"
-      " installed (pip install -e '.[tpu]')?"
-    ) from error
 
 
 class Programs:
@@ -148,14 +121,15 @@ class Programs:
 def compiled(name: str, lowered: Any, mesh: dict, loops: list[int]) -> dict:
   """Compiles a program, or returns the cached result."""
   reader = pathlib.Path(hlo.__file__).read_text()
-  text = f"{jax.__version__} {mesh} {loops} {reader} {lowered.as_text()}"
+  settings = f"{jax.__version__} {_TOPOLOGY.value} {mesh} {loops}"
+  text = f"{settings} {reader} {lowered.as_text()}"
   key = hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
   file = pathlib.Path(_CACHE.value) / f"{key}.json"
   if file.exists():
     return json.loads(file.read_text())
   begun = time.perf_counter()
   try:
-    done, text = hlo.compiled(name, lowered)
+    done, text = topology.compiled(name, lowered, _TOPOLOGY.value)
   except jax.errors.JaxRuntimeError as error:
     return {"refused": str(error).splitlines()[0]}
   memory = done.memory_analysis()
@@ -165,6 +139,7 @@ def compiled(name: str, lowered: Any, mesh: dict, loops: list[int]) -> dict:
     "results": memory.output_size_in_bytes - memory.alias_size_in_bytes,
     "temporaries": memory.temp_size_in_bytes,
     "sent": hlo.collectives(text, mesh, loops),
+    "kernels": hlo.kernels(text),
   }
   file.parent.mkdir(parents=True, exist_ok=True)
   file.write_text(json.dumps(found))
@@ -174,7 +149,7 @@ def compiled(name: str, lowered: Any, mesh: dict, loops: list[int]) -> dict:
 def report(config, model, programs: Programs, chip: Chip) -> bool:
   """Compiles and prints; returns whether everything fits."""
   sizes, written = (
-    account.Sizes(config, model, mesh, _MEAN.value)
+    account.Sizes(config, model, mesh, _MEAN.value, chip.platform)
     for mesh in (programs.mesh, programs.sampler_mesh)
   )
   kept, fits = programs.kept, True
@@ -182,15 +157,19 @@ def report(config, model, programs: Programs, chip: Chip) -> bool:
   print(f"GiB a device that stays: {held}")
   table = program.Table(
     "program | compile s | arguments | temporaries | by account | fits"
+    " | kernels"
   )
   sent, kv_bytes, known = {}, 0.0, account.temporaries_by_program(sizes)
   for name, lowered in programs.lowered.items():
-    # A micro-batch; the head goes over a row in chunks.
-    loops = [1, -(-sizes.row // config.model.head_chunk)]
+    # A micro-batch; the head goes over a row in chunks. A call of decoding is
+    # as many steps as a page has tokens.
+    chunk = sizes.head_chunk(sizes.micro_rows("policy"))
+    loops = [1, -(-sizes.row // sizes.context // chunk)]
+    loops = [sizes.page] if name == "sampler decode" else loops
     mesh = programs.sampler_mesh if "sampler" in name else programs.mesh
     found = compiled(name, lowered, mesh, loops)
     if "refused" in found:
-      table.row(name, *[""] * 4, f"no: {found['refused']}")
+      table.row(name, *[""] * 4, f"no: {found['refused']}", "")
       fits = False
       continue
     role = "value" if name.endswith(("value", "values")) else "policy"
@@ -204,11 +183,12 @@ def report(config, model, programs: Programs, chip: Chip) -> bool:
     if "score" in name:
       total += kept[role] - programs.parameters[role]
     total += sum(found[k] for k in ("arguments", "results", "temporaries"))
-    fits &= total < chip.memory
+    fits &= total < chip.usable
     gib = [found["arguments"], found["temporaries"], known.get(name)]
     gib = ["" if x is None else f"{x / _GIB:.2f}" for x in gib]
-    most = f"{total / _GIB:.1f} of {chip.memory / _GIB:.0f}"
-    table.row(name, f"{found['seconds']:.0f}", *gib, most)
+    most = f"{total / _GIB:.1f} of {chip.usable / _GIB:.0f}"
+    kernels = ", ".join(f"{k} x {n}" for k, n in found["kernels"].items())
+    table.row(name, f"{found['seconds']:.0f}", *gib, most, kernels)
     sent[name] = [hlo.Sent(*each) for each in found["sent"]]
   print()
   work = _print_times(sizes, written, chip, sent)
@@ -217,51 +197,53 @@ def report(config, model, programs: Programs, chip: Chip) -> bool:
   return fits
 
 
-def _print_times(sizes, written, chip, sent) -> dict[str, account.Work]:
-  """Prints what the phases do that were compiled, and returns it."""
-  known, work = account.work_by_phase(sizes, written), {}
+def _print_times(sizes, written, chip, sent) -> dict[str, tuple[Work, ...]]:
+  """Prints what compiled programs do, and returns it."""
+  work = account.work_by_program(sizes, written)
   table = program.Table(
-    "phase | TFLOP | sent GB, by axis | by account | s | bound"
+    "program | TFLOP | GB moved | sent GB, by axis | by account | s | bound"
   )
-  for name, phase in _PHASES.items():
-    if name not in sent:
-      continue
-    # A call of decoding is as many steps as a page has tokens.
-    calls = sizes.page if phase == "decode" else 1
-    own, by_axis = known[phase], {}
+  for name in sorted(sent.keys() & work, key=list(work).index):
+    calls = sizes.page if name == "sampler decode" else 1
+    by_axis = collections.Counter()
     for each in sent[name]:
-      axes = "+".join(each.axes) or "-"
-      by_axis[axes] = by_axis.get(axes, 0.0) + each.bytes / calls
-    work[phase] = account.Work(own.flops, own.moved, sum(by_axis.values()))
-    seconds, bound = work[phase].bound(chip)
-    axes = ", ".join(f"{k} {v / 1e9:.3g}" for k, v in by_axis.items())
-    numbers = own.flops / 1e12, own.sent / 1e9, seconds
-    tflop, sent_gb, seconds = (f"{x:.3g}" for x in numbers)
-    table.row(phase, tflop, axes, sent_gb, seconds, bound)
+      by_axis["+".join(each.axes) or "-"] += each.bytes / calls
+    *others, last = work[name]
+    work[name] = (*others, last._replace(sent=by_axis.total()))
+    seconds, bound = cost.bound(work[name], chip)
+    flops, moved, _ = map(sum, zip(*work[name]))
+    most = 1e-3 * max(by_axis.values(), default=0.0)
+    named = {k: v for k, v in by_axis.items() if v >= most}
+    axes = ", ".join(f"{k} {v / 1e9:.3g}" for k, v in named.items())
+    numbers = flops / 1e12, moved / 1e9, last.sent / 1e9, seconds
+    tflop, moved, sent_gb, seconds = (f"{x:.3g}" for x in numbers)
+    table.row(name, tflop, moved, axes, sent_gb, seconds, bound)
   print("of a micro-batch, of decoding of a step\n")
   return work
 
 
 def _print_step(sizes, chip, work) -> None:
   total = account.step_seconds(sizes, chip, work)
-  parts = ", ".join(f"{k} {v:.0f}" for k, v in total.items())
+  parts = ", ".join(f"{k} {v:.4g}" for k, v in total.items())
   print(
     f"predicted: a step of {sizes.responses} responses of {sizes.response:.0f}"
-    f" tokens takes {sum(total.values()):.0f} s ({parts}); MFU of the updates"
-    f" {account.mfu(sizes, chip, total):.0%}"
+    f" tokens takes {sum(total.values()):.4g} s ({parts}), decoding in"
+    f" {sizes.decoding.steps:.0f} steps, the longest responses included"
   )
-  shares = ", ".join(f"{k} {v:.0%}" for k, v in account.REACHED.items())
+  shares = ", ".join(f"{k} {v:.0%}" for k, v in cost.SHARES._asdict().items())
   print(f"assumed shares of what the maker states: {shares}")
 
 
 def _print_found(found: list[mesh_search.Fit]) -> None:
   table = program.Table(
-    "mesh | sampler.mesh | micro-batch | remat | GiB a device | s a step"
+    "mesh | sampler.mesh | micro-batch | remat | mu_dtype | GiB a device"
+    " | s a step"
   )
   for fit in found[:10]:
     meshes = (" x ".join(map(str, x)) for x in (fit.mesh, fit.sampler_mesh))
-    costs = f"{fit.memory / _GIB:.1f}", f"{fit.seconds:.0f}"
-    table.row(*meshes, fit.micro_batch, fit.remat_policy, *costs)
+    costs = f"{fit.memory / _GIB:.1f}", f"{fit.seconds:.4g}"
+    settings = fit.micro_batch, fit.remat_policy, fit.mu_dtype
+    table.row(*meshes, *settings, *costs)
   axes = " x ".join(sharding.AXES)
   print(f"{axes}, by the model's account; nothing was compiled")
 
@@ -275,15 +257,16 @@ def check_flags() -> None:
 @program.one_line
 def main(_: list[str]) -> int:
   """Runs the command; returns its exit code."""
-  config, topology = _CONFIG.value, _TOPOLOGY.value
+  config = _CONFIG.value
   preset = flags.FLAGS["config"].config_filename.partition(":")[2]
   validation.validate(config)
-  chip, model = chip_of(topology), model_of(config, preset)
+  chip, count = topology.parse(_TOPOLOGY.value)
+  model = model_of(config, preset)
   if not _SEARCH.value:
-    programs = Programs(config, model, devices_of(topology))
+    programs = Programs(config, model, topology.devices_of(_TOPOLOGY.value))
     if report(config, model, programs, chip):
       return 0
-  found = mesh_search.search(config, model, topology, chip, _MEAN.value)
+  found = mesh_search.search(config, model, count, chip, _MEAN.value)
   if _SEARCH.value:
     if not found:
       raise InputError(f"it does not fit; {_NOTHING_FITS}")

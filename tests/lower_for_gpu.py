@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import lower_for_tpu
 from helpers import configs
-from jax.experimental import topologies
+from parts import topology
 
 from jaxrl_llm import sharding
 from jaxrl_llm.learner.lower import lower
@@ -19,38 +19,12 @@ from jaxrl_llm.models import kernels
 from jaxrl_llm.trainer import build
 from jaxrl_llm.trainer.meshes import Meshes
 
-# An H100 SXM, as XLA describes a device (GpuTargetConfigProto).
-TARGET = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32
-  shared_memory_per_block: 49152 shared_memory_per_core: 233472
-  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
-  block_dim_limit_z: 65535 memory_bandwidth: 3352320000000
-  l2_cache_size: 52428800 clock_rate_ghz: 1.98
-  device_memory_size: 84978434048 shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 }
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 8 }
-runtime_version { major: 12 minor: 9 patch: 0 }
-device_description_str: "NVIDIA H100 80GB HBM3"
-"""
-# Those that XLA would time on a device.
-OPTIONS = {"xla_gpu_autotune_level": 0}
 _KERNEL = re.compile(r" (?:fusion|custom-call|copy|scatter|sort)\(")
 
 
 def _mesh(gpus, **axes):
-  topology = topologies.get_topology_desc(
-    platform="cuda",
-    topology_name="h100",
-    topology=f"1x1x{gpus}",
-    target_config=TARGET,
-  )
   axes = {"data": 1, "fsdp": 1, "context": 1, "tensor": 1} | axes
-  return sharding.make_mesh(**axes, devices=topology.devices)
+  return sharding.make_mesh(**axes, devices=topology.devices_of(f"h100:{gpus}"))
 
 
 def _fns(mesh, layers):
@@ -63,8 +37,7 @@ def _fns(mesh, layers):
 
 
 def _report(lowered):
-  compiled = lowered.compile(compiler_options=OPTIONS)
-  text = compiled.as_text()
+  compiled, text = topology.compiled("program", lowered, "h100:1")
   fused = set(re.findall(r"calls=%?([\w.\-]+)", text))
   parts = re.findall(r"^(?:ENTRY )?%?([\w.\-]+) \(.*?^\}", text, re.M | re.S)
   bodies = re.findall(r"^(?:ENTRY )?%?[\w.\-]+ \((.*?)^\}", text, re.M | re.S)

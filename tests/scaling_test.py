@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 from helpers import configs, programs
 from jax.sharding import NamedSharding, PartitionSpec
+from parts import topology
 
 from jaxrl_llm import config as config_lib
-from jaxrl_llm import models, sharding
+from jaxrl_llm import models, sharding, simulate
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.metrics.chips import Chip
+from jaxrl_llm.metrics.chips import CHIPS, Chip
 from jaxrl_llm.models.shapes import MODELS
-from jaxrl_llm.simulate import account, hlo, mesh_search
+from jaxrl_llm.simulate import account, cost, hlo, mesh_search
 from jaxrl_llm.trainer import validation
 
 MESH = {"data": 1, "fsdp": 4, "tensor": 2}
@@ -81,12 +82,93 @@ class TestCollectives:
     sent = sum(each.bytes for each in hlo.collectives(text, MESH, [1]))
     assert sent in (12 * 3 / 4 * 8 * 8 * 4, 4 * 3 / 4 * 8 * 8 * 4)
 
+  def test_what_a_gpu_starts_and_waits_for(self):
+    """Results are half of a start's arrays, but all of an all-reduce's."""
+    text = """ENTRY %main (p: f32[8]) -> f32[8] {
+  %a = ((bf16[4]{0}, bf16[2]{0}), (bf16[32]{0}, bf16[16]{0}))\
+ all-gather-start(%p, %q), replica_groups=mesh['x'=8] {'x'}, dimensions={0}
+  %b = ((f32[64]{0}), f32[8]{0}) reduce-scatter-start(%p), replica_groups=[1,8]\
+<=[8], to_apply=%add
+  %c = (f32[8]{0}, f32[2]{0}) all-reduce-start(%p, %q), replica_groups=[1,8]\
+<=[8], to_apply=%add
+  %d = (f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%p),\
+ source_target_pairs={{0,1},{1,0}}
+}
+"""
+    found = hlo.collectives(text, {"fsdp": 8}, [1])
+    assert {each.kind: each.bytes for each in found} == {
+      "all-gather": 7 / 8 * (32 + 16) * 2,
+      "reduce-scatter": 7 * 8 * 4,
+      "all-reduce": 2 * 7 / 8 * (8 + 2) * 4,
+      "collective-permute": 8 * 4,
+    }
+
+  def test_rounds_that_the_compiler_knows(self):
+    text = """%body (p: f32[8]) -> f32[8] {
+  %a = bf16[32]{0} all-gather(%p), replica_groups=[1,8]<=[8], dimensions={0}
+}
+%condition (p: f32[8]) -> pred[] {
+  %n = pred[] fusion(%p), kind=kLoop, calls=%compare
+}
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %w = f32[8]{0} while(%p), condition=%condition, body=%body\
+, backend_config={"known_trip_count":{"n":"28"}}
+}
+"""
+    (found,) = hlo.collectives(text, {"fsdp": 8}, [1])
+    assert found.bytes == 28 * 7 / 8 * 32 * 2
+
+  def test_kernels_by_name(self):
+    call = '%x = f32[8]{0} custom-call(%p), custom_call_target="{}", {}'
+    name = 'op_name="jit(f)/while/body/attend/pallas_call"'
+    pallas = 'kernel_metadata={\n"a":1}\n, metadata={' + name + "}"
+    text = "\n".join(
+      call.replace("{}", target, 1).replace("{}", rest)
+      for target, rest in [
+        ("__cudnn$fmhaSoftmax", ""),
+        ("tpu_custom_call", pallas),
+        ("ConcatBitcast", ""),  # XLA's own.
+        ("__cudnn$fmhaSoftmax", ""),
+        ("__gpu$xla.gpu.triton", pallas),
+      ]
+    )
+    assert hlo.kernels(text) == {"__cudnn$fmhaSoftmax": 2, "attend": 2}
+
+
+class TestTopology:
+  def test_gpus_of_a_host_and_chips_of_a_slice(self):
+    assert topology.parse("h100:8") == (CHIPS["h100"], 8)
+    assert topology.parse("v5p:4x4x8") == (CHIPS["v5p"], 128)
+
+  @pytest.mark.parametrize(
+    "name", ["z9:8", "h100", "h100:eight", "h100:0", "v5p:4x"]
+  )
+  def test_others_are_refused(self, name):
+    with pytest.raises(InputError, match="choose a chip of v5e.*h100"):
+      topology.parse(name)
+
+  @pytest.mark.parametrize("name, extra", [("h100:1", "gpu"), ("v5e:1", "tpu")])
+  def test_a_missing_compiler_is_one_line(self, name, extra, monkeypatch):
+    def fail(*_, **__):
+      raise NotImplementedError("topology not implemented\nat some line")
+
+    monkeypatch.setattr(topology.topologies, "get_topology_desc", fail)
+    with pytest.raises(
+      InputError, match=rf"install -e '.\[{extra}\]'"
+    ) as error:
+      topology.devices_of(name)
+    assert "\n" not in str(error.value)
+
 
 class TestEstimate:
-  def sizes(self, preset="qwen2.5-7b", **mesh):
+  def sizes(self, preset="qwen2.5-7b", platform="tpu", kernels="auto", **mesh):
     config = configs.load("vapo", preset)
+    config.model.update(kernels=kernels, remat_policy="full")
+    for role in config.optimizer.values():
+      if not isinstance(role, int):
+        role.micro_batch_size = 8
     mesh = {"data": 1, "fsdp": 16, "tensor": 1} | mesh
-    return account.Sizes(config, MODELS[preset], mesh)
+    return account.Sizes(config, MODELS[preset], mesh, platform=platform)
 
   def test_models_have_the_size_of_their_name(self):
     # As their model cards say.
@@ -95,12 +177,74 @@ class TestEstimate:
       assert found == pytest.approx(billions, rel=0.005)
 
   def test_a_forward_pass_by_hand(self):
-    sizes = self.sizes()
+    sizes = self.sizes(kernels="xla")  # Which skips nothing.
     row = 16_384  # Tokens; 28 layers of width 3584, 28 heads of 128.
     layer = 3584 * (28 * 128 * 2 + 2 * 4 * 128) + 3 * 3584 * 18_944
-    products = 2 * row * (28 * layer + 3584 * 152_064)
-    attention = 28 * 4 * (row**2 / 2) * 28 * 128
-    assert sizes.forward(1) == pytest.approx(products + attention, rel=1e-4)
+    attention = 28 * 4 * row**2 * 28 * 128
+    by_hand = 2 * row * 28 * layer + attention
+    assert sizes.forward == pytest.approx(by_hand, rel=1e-4)
+    head, layers = account.passes(
+      sizes, "policy", update=False
+    )  # Half a row on a device.
+    assert layers.flops == pytest.approx(by_hand / 2, rel=1e-4)
+    assert head.flops == 2 * row * 3584 * 152_064 / 2
+    assert account.passes(sizes, "value", update=False) == (layers,)
+
+  def test_plain_attention_skips_nothing_and_moves_its_scores(self):
+    kernel, plain = (self.sizes(kernels=name) for name in ("auto", "xla"))
+    heads, rows = 28 * 28, 1 / 2
+    skipped = plain.pairs - kernel.pairs
+    assert plain.pairs == 16_384**2 and skipped > plain.pairs / 2
+    kernel, plain = (
+      account.passes(x, "value", update=False)[0] for x in (kernel, plain)
+    )
+    expected = pytest.approx(4 * skipped * heads * 128 * rows)
+    assert plain.flops - kernel.flops == expected
+    assert plain.moved - kernel.moved > 20 * heads * 16_384**2 * rows
+
+  @pytest.mark.parametrize("platform, block", [("tpu", 512), ("gpu", 64)])
+  def test_kernels_compute_blocks_within_samples(self, platform, block):
+    sizes = self.sizes(platform=platform)
+    lengths = simulate.lognormal(
+      4000,
+      1,
+      median=3840 / 1.19,
+      p99=4 * 3840 / 1.19,
+      maximum=15_360,
+      between=0,
+      seed=1,
+    ).ravel()
+    # Samples one after the other, and the pairs of blocks that they touch.
+    ends = np.cumsum(lengths + 256)
+    begins = ends - lengths - 256
+    blocks = (ends - 1) // block - begins // block + 1
+    visited = (blocks * (blocks + 1) / 2).sum() - len(blocks)
+    by_hand = visited * block**2 / ends[-1] * 16_384
+    assert sizes.pairs == pytest.approx(by_hand, rel=0.05)
+
+  def test_heads_that_do_not_divide_are_on_every_device(self):
+    whole, four = self.sizes(fsdp=4), self.sizes(fsdp=4, tensor=4)
+    eight = self.sizes(fsdp=4, tensor=8)  # And 4 heads of keys.
+    products, attention = whole.forward - whole.attention, whole.attention
+    flops = [
+      account.passes(x, "value", update=False)[0].flops
+      for x in (whole, four, eight)
+    ]
+    rows = 8 / 4
+    assert flops == pytest.approx(
+      [rows * whole.forward, rows * whole.forward / 4]
+      + [rows * (products / 8 + attention)]
+    )
+
+  def test_the_head_reads_and_writes_its_gradient_in_every_chunk(self):
+    sizes, table = self.sizes(), 3584 * 152_064
+    moved = []
+    for chunk in (128, 1024):
+      sizes.config.model.head_chunk = chunk
+      moved.append(account.passes(sizes, "policy", update=True)[0].moved)
+    # In bfloat16 three times, and in float32.
+    chunks = 16_384 / 128 - 16_384 / 1024
+    assert moved[0] - moved[1] == pytest.approx(chunks * table * (6 + 8))
 
   def test_a_row_on_two_devices_is_half_of_it_on_each(self):
     whole, half = self.sizes(fsdp=2), self.sizes(fsdp=1, context=2)
@@ -112,7 +256,9 @@ class TestEstimate:
       # The one has a row of two, the other a half of both.
       assert parts[0][name] == parts[1][name]
     assert "keys and values of whole rows" not in parts[0]
-    one, two = (account.updating(x, "policy") for x in (whole, half))
+    one, two = (
+      account.passes(x, "policy", update=True)[-1] for x in (whole, half)
+    )
     assert one.flops == two.flops and one.sent < two.sent
 
   def test_what_is_kept_is_not_computed_again(self):
@@ -120,7 +266,7 @@ class TestEstimate:
     for policy in ("full", "dots", "none"):
       sizes = self.sizes()
       sizes.config.model.remat_policy = policy
-      flops[policy] = account.updating(sizes, "policy").flops
+      flops[policy] = account.passes(sizes, "value", update=True)[0].flops
       kept[policy] = sum(
         account.temporaries(sizes, "policy", update=True).values()
       )
@@ -129,30 +275,59 @@ class TestEstimate:
     assert kept["full"] < kept["dots"] < kept["none"]
 
   def test_work_is_split_over_devices(self):
-    one = account.updating(self.sizes(fsdp=16), "policy")
-    two = account.updating(self.sizes(fsdp=16, tensor=2), "policy")
+    one = account.passes(self.sizes(fsdp=16), "policy", update=True)[-1]
+    two = account.passes(self.sizes(fsdp=16, tensor=2), "policy", update=True)[
+      -1
+    ]
     # Micro-batches are as large, and are split in two more ways.
     assert two.flops == one.flops / 2 and two.sent != one.sent
 
   def test_the_slowest_resource_is_the_bound(self):
-    chip = Chip(memory=1.0, flops=1.0, bandwidth=1.0, links=1.0)
-    work = account.Work(flops=6.0, moved=1.4, sent=70.0)
-    assert work.bound(chip) == (pytest.approx(100.0), "links")
-    assert work.seconds(chip)["compute"] == pytest.approx(10.0)
-    assert work.seconds(chip)["memory"] == pytest.approx(2.0)
+    chip = Chip(memory=1.0, flops=10.0, bandwidth=1.0, links=1.0)
+    work = cost.Work(flops=8.0, moved=1.2, sent=70.0)
+    assert work.seconds(chip) == pytest.approx((2.0, 2.0, 100.0))
+    assert cost.bound([work], chip) == (pytest.approx(100.0), "links")
 
-  def test_pages_bound_what_is_written_at_a_time(self):
+  def test_works_one_after_the_other_add(self):
+    chip = Chip(memory=1.0, flops=10.0, bandwidth=1.0, links=1.0)
+    parts = cost.Work(flops=4.0, moved=1.8), cost.Work(sent=1.4)
+    found = cost.bound(parts, chip)
+    assert found == (pytest.approx(3.0 + 2.0), "memory + links")
+
+  def test_decoding_waits_for_its_links_and_for_the_longest(self):
+    sizes = self.sizes(fsdp=16)
+    products, links = account.decoding(sizes)
+    assert products.sent == 0 and links.flops == links.moved == 0
+    assert links.sent > 0
+    tokens = sizes.responses * sizes.response
+    fewest = tokens / sizes.slots
+    # At most the longest response begins when all others have ended.
+    assert 1.2 * fewest < sizes.decoding.steps < fewest + 15_360
+    assert sizes.active == pytest.approx(tokens / sizes.decoding.steps)
+    # Long responses are decoded for longer.
+    assert sizes.decoding.position > 1.2 * sizes.response / 2
+
+  def test_windows_bound_the_tail(self):
     sizes = self.sizes()
-    assert sizes.written == sizes.slots == 512
-    sizes.config.sampler.kv_pages = 1024
-    held = sizes.prompt + sizes.response / 2
-    assert sizes.slots == 512
-    assert sizes.written == pytest.approx(1024 * 128 / held)
+    whole = sizes.decoding.steps
+    sizes = self.sizes()
+    sizes.config.schedule.window = 1024
+    fewest = sizes.responses * sizes.response / sizes.slots
+    assert fewest < sizes.decoding.steps < min(whole, 1.2 * fewest)
+
+  def test_pages_bound_what_is_decoded_at_a_time(self):
+    free, few = self.sizes(), self.sizes()
+    few.config.sampler.kv_pages = 4096
+    assert few.slots == free.slots == 512
+    assert few.active * (few.prompt + few.decoding.position) < 4096 * 128
+    assert few.decoding.steps > free.decoding.steps
 
   def test_what_fits_is_said_in_flags(self):
-    slow = mesh_search.Fit(2.0, 1.0, (1, 4, 1, 2), (8, 1, 1, 1), 4, "full")
-    fit = mesh_search.Fit(1.0, 2.0, (1, 2, 4, 8), (2, 4, 1, 8), 2, "dots")
-    assert min(slow, fit) == fit
+    meshes, settings = ((1, 2, 4, 8), (2, 4, 1, 8)), (2, "dots", "float32")
+    fit = mesh_search.Fit(1.0, 2.0, *meshes, *settings)
+    slow, inexact = fit._replace(seconds=2.0), fit._replace(mu_dtype="bfloat16")
+    inexact = inexact._replace(memory=1.0)
+    assert min(slow, inexact, fit, key=lambda x: x.rank) == fit
     config = config_lib.default_config()
     for flag in fit.flags().split():
       key, value = flag.removeprefix("--config.").split("=")
@@ -179,20 +354,26 @@ class TestCompiled:
     def __init__(self, message):
       self.message = message
 
-    def compile(self):
+    def compile(self, options):
+      self.options = options
       return self
 
     def as_text(self):
       raise jax.errors.JaxRuntimeError(self.message)
 
-  def test_a_compiler_that_fails_is_one_line_with_the_remedy(self):
+  @pytest.mark.parametrize(
+    "name, extra", [("v5e:2x4", "tpu"), ("h100:8", "cuda12")]
+  )
+  def test_a_compiler_that_fails_is_one_line_with_the_remedy(self, name, extra):
     broken = self.Failing("INTERNAL: async-update\nat some line")
-    with pytest.raises(InputError, match=r"update: .*async-.*jax\[tpu\]=="):
-      hlo.compiled("update", broken)
+    said = rf"update: .*async-[^\n]*jax\[{extra}\]==[^\n]*$"
+    with pytest.raises(InputError, match=said):
+      topology.compiled("update", broken, name)
 
   def test_what_does_not_fit_is_no_such_failure(self):
+    failing = self.Failing("RESOURCE_EXHAUSTED: memory")
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE"):
-      hlo.compiled("update", self.Failing("RESOURCE_EXHAUSTED: memory"))
+      topology.compiled("update", failing, "v5e:2x4")
 
 
 class TestScript:
@@ -206,7 +387,10 @@ class TestScript:
   @pytest.mark.parametrize(
     "flags, says",
     [
-      ([_PRESET, "--topology=h100:8"], "choose a chip of v5e, v5p, v6e"),
+      (
+        [_PRESET, "--topology=z9:8"],
+        "choose a chip of v5e, v5p, v6e, a100, h100",
+      ),
       (["--config=configs/vapo.py"], "names no model"),
       (
         [_PRESET, "--topology=v5e:2x4", "--search"],

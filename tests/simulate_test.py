@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import pathlib
 
 import numpy as np
 import pytest
@@ -458,6 +459,10 @@ class TestCosts:
     assert cost.prefill_s([10], calls=0) == pytest.approx(prefill)
     assert cost.train_s([10]) == pytest.approx(3 * prefill)
     assert cost.sync_s == 2.0
+
+  def test_prices_by_default_are_those_of_the_documented_tables(self):
+    page = pathlib.Path(script.__file__).parents[1] / "docs" / "simulation.md"
+    assert script.describe(simulate.accelerator()) in page.read_text()
 
   def test_dividing_devices_divides_what_is_spread_over_them(self):
     six, two = (simulate.accelerator(devices=devices) for devices in (6, 2))

@@ -65,8 +65,8 @@ class TestScale:
 
   def test_a_decode_step_needs_little_beside_it(self, report):
     sizes, cache = report["decode at scale"], self.KV_CACHE / 64
-    # The policy, split over 32 of the 64.
-    assert sizes["argument_bytes"] < cache + 2**31
+    # The policy, split over 16 of the 64.
+    assert sizes["argument_bytes"] < cache + 2**32
     assert sizes["temporary_bytes"] < 2**29
 
 
@@ -91,71 +91,3 @@ class TestUpdate:
   def test_every_device_holds_its_part_of_the_state(self, report):
     part = report["state_bytes"] / _DEVICES
     assert part < report["update"]["argument_bytes"] < 1.1 * part
-
-
-class TestScript:
-  """scripts/compile.py on a model of two layers with 4 heads of 128."""
-
-  CONFIG = {
-    "model_type": "qwen2",
-    "architectures": ["Qwen2ForCausalLM"],
-    "vocab_size": 4096,
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32_768,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-  }
-
-  SHORT = (
-    "--config.data.max_prompt_length=128",
-    "--config.sampler.max_response_length=1024",
-    "--config.schedule.window=256",
-    "--config.reward.overlong_buffer=64",
-  )
-
-  @pytest.fixture(scope="class")
-  def folder(self, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(self.CONFIG))
-    return folder
-
-  def compile(self, folder, *flags):
-    return subprocess.run(
-      [
-        *(sys.executable, "scripts/compile.py", "--topology=v5e:2x2"),
-        *("--config=configs/tppo.py:qwen2.5-1.5b", f"--cache={folder}/cache"),
-        *(f"--config.model.path={folder}", *self.SHORT, *flags),
-      ],
-      env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
-      capture_output=True,
-      text=True,
-    )
-
-  def test_says_what_fits_and_where_the_time_goes(self, folder):
-    done = self.compile(
-      folder, "--config.mesh.fsdp=2", "--config.mesh.tensor=2"
-    )
-    assert done.returncode == 0, done.stderr
-    programs, phases = done.stdout.split("| phase |")
-    for name in ("sampler decode", "sampler prefill cut responses"):
-      assert f"| {name} |" in programs
-    for name in ("decode", "score policy", "update policy", "update value"):
-      (row,) = [s for s in phases.splitlines() if s.startswith(f"| {name} |")]
-      assert "fsdp" in row and "tensor" in row
-    assert "predicted: a step of 2048 responses" in phases
-    # Found again, at once.
-    assert len(list((folder / "cache").iterdir())) == 7
-
-  def test_says_what_does_not_fit(self, folder):
-    done = self.compile(
-      *(folder, "--config.mesh.fsdp=2", "--config.mesh.tensor=2"),
-      "--config.sampler.kv_pages=4000000",
-    )
-    assert done.returncode == 1 and "it does not fit" in done.stderr
-    assert "no mesh of these chips holds this run" in done.stderr

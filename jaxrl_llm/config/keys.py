@@ -109,15 +109,17 @@ class Model(Group, path="model"):
     "Data type of activations and matrix products.", FIXED)
   sampler_dtype = Key("", _DTYPE_OR_NONE,
     "Data type of the sampler, parameters included; '' is model.dtype.", FIXED)
-  cache_dtype = Key("", _DTYPE_OR_NONE,
-    "Data type of the sampler's KV cache; '' is the sampler's own. On a CPU,"
-    " bfloat16 is several times slower than float32.", FIXED)
+  cache_dtype = Key("", Choice(("", *_DTYPES, "float8_e4m3fn")),
+    "Data type of the sampler's KV cache; '' is the sampler's own. Eight bits"
+    " hold twice the tokens of bfloat16, and log-probs differ more. On a CPU,"
+    " both are several times slower than float32.", FIXED)
   remat_policy = Key("full", Names("models.transformer:REMAT_POLICIES"),
     "What the backward pass recomputes of each layer: everything ('full'), all"
     " but matrix products ('dots') or nothing ('none'). More recomputation"
     " saves memory.")
-  head_chunk = Key(128, _SOME,
-    "Positions per application of the vocabulary head. Lower to save memory.")
+  head_chunk = Key(0, _COUNT,
+    "Positions per application of the vocabulary head. Lower to save memory; 0"
+    " chooses by device: 128 on CPUs, else 512 MiB of logits.")
   kernels = Key("auto", Names("models.kernels:NAMES"),
     "Attention backend of trainer and sampler: plain XLA, or kernels for TPUs"
     " and GPUs ('pallas'). 'auto' chooses by device.")
@@ -454,13 +456,14 @@ class Optimizer(Group, path="optimizer.policy"):
   """AdamW on mini-batches."""
 
   name = Key("adamw", Names("learner.optimizer:OPTIMIZERS"),
-    "Optimizer, 'adamw' or a registered one.", FIXED)
+    "Optimizer: 'adamw'; 'adafactor', whose state is half as large and which"
+    " reads neither b2 nor eps; or a registered one.", FIXED)
   mini_batch = Key(256, _COUNT, "Responses per update (mini-batch size); 0"
     " divides the batch into updates_per_step.")
   updates_per_step = Key(1, _SOME, "Mini-batches of a batch if mini_batch is 0:"
     " updates of a step in each epoch.")
   epochs = Key(1, _SOME, "Passes over each batch of rollouts.")
-  learning_rate = Key(2e-4, _NUMBER, "Peak learning rate of AdamW.")
+  learning_rate = Key(2e-4, _NUMBER, "Peak learning rate.")
   # Defined after mini_batch and updates_per_step: presets compute with them.
   warmup_steps = Key(10, _COUNT, "Updates of linear learning-rate warm-up."
     " Presets of Qwen2.5 use the updates of 20 steps.")
@@ -470,13 +473,13 @@ class Optimizer(Group, path="optimizer.policy"):
     "Final learning rate as a fraction of learning_rate.")
   max_grad_norm = Key(1.0, Range(1e-9),
     "Clips the global gradient norm to this value.")
-  weight_decay = Key(0.0, _NUMBER, "Weight decay of AdamW, for matrices only.")
-  b1 = Key(0.9, _BELOW_1, "Decay rate of AdamW's first moment.")
+  weight_decay = Key(0.0, _NUMBER, "Weight decay, for matrices only.")
+  b1 = Key(0.9, _BELOW_1, "Decay rate of the first moment.")
   b2 = Key(0.99, _BELOW_1, "Decay rate of AdamW's second moment.")
   eps = Key(1e-8, Range(1e-20),
     "Added to AdamW's denominator for numerical stability.")
   mu_dtype = Key("float32", _DTYPES,
-    "Data type of AdamW's first moment; bfloat16 saves memory.", FIXED)
+    "Data type of the first moment; bfloat16 saves memory.", FIXED)
   micro_batch_size = Key(8, _SOME, "Packed rows per forward and backward pass."
     " Affects memory only: accumulation is exact.")
   frozen = Key((), None, "Parameters that are not trained, as substrings of"

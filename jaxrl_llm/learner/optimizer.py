@@ -110,10 +110,38 @@ def matrices(params: Any) -> Any:
   )
 
 
+def adafactor(
+  schedule: optax.Schedule, *, b1: float, mu_dtype: str, weight_decay: float
+) -> optax.GradientTransformation:
+  """Makes Adafactor with momentum, at the learning rates of AdamW.
+
+  The second moment of a matrix is the outer product of its means over rows and
+  over columns, so that the state is one moment and not two. As in the paper, it
+  decays by 1 - t^-0.8, and the root mean square of an update is at most the
+  learning rate; updates are not scaled by the size of the parameters.
+
+  Args:
+    schedule: learning rate of an update.
+    b1: decay rate of the mean of updates.
+    mu_dtype: dtype of that mean.
+    weight_decay: as in AdamW.
+
+  Reference: Shazeer & Stern 2018, arXiv 1804.04235.
+  """
+  return optax.chain(
+    optax.scale_by_factored_rms(),
+    optax.clip_by_block_rms(1.0),
+    optax.ema(b1, accumulator_dtype=jnp.dtype(mu_dtype)),
+    optax.add_decayed_weights(weight_decay, matrices),
+    optax.scale_by_learning_rate(schedule),
+  )
+
+
 # Name -> (schedule, settings of `UpdateSettings` by name) -> optimizer. Weight
 # decay applies to matrices only.
 OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
-  "adamw": functools.partial(optax.adamw, mask=matrices)
+  "adamw": functools.partial(optax.adamw, mask=matrices),
+  "adafactor": adafactor,
 }
 
 

@@ -159,7 +159,7 @@ def make_policy(
   numerics: Numerics = FLOAT32,
   sampler: Numerics | None = None,
   remat_policy: str = "full",
-  head_chunk: int = 128,
+  head_chunk: int = 0,
   head_sharding: NamedSharding | None = None,
   sharding: NamedSharding | None = None,
   kernels: str = "auto",
@@ -176,7 +176,8 @@ def make_policy(
       several times slower than a float32 one.
     remat_policy: activations that the backward pass recomputes, one of
       `transformer.REMAT_POLICIES`.
-    head_chunk: time steps per application of the vocabulary head.
+    head_chunk: time steps per application of the vocabulary head; 0: see
+      `heads.default_chunk`.
     head_sharding: as in `heads.chunked_logprobs`.
     sharding: sharding of keys and values in training, see
       `sharding.packed_kv_sharding`; None: one device.

@@ -4,9 +4,14 @@ Logits are the largest activation of a language model. Here they are computed in
 chunks of time, recomputed in the backward pass, and only for tokens with loss:
 each row is sorted with its loss positions first, and chunks beyond the longest
 row of loss positions are skipped.
+
+Every chunk reads the kernel, and in the backward pass also reads and writes the
+kernel's whole float32 gradient, 14 bytes per weight in all. With few tokens per
+chunk this takes longer than the products (`default_chunk`).
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import chex
@@ -16,6 +21,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.errors import check_number
 from jaxrl_llm.models import context
+from jaxrl_llm.models.kernels import platform_of
+
+_MIN_CHUNK = 128  # Time steps; on a CPU, larger chunks fit no cache.
+_CHUNK_BYTES = 2**29  # Float32 logits of a chunk on an accelerator.
 
 
 class TokenLogprobs(NamedTuple):
@@ -35,6 +44,23 @@ def project(hidden: chex.Array, kernel: chex.Array, tied: bool) -> jax.Array:
     contract,
     preferred_element_type=jnp.float32,
   )
+
+
+def default_chunk(platform: str, rows: int, time: int, vocabulary: int) -> int:
+  """Returns the time steps per chunk of the head.
+
+  On an accelerator, equal chunks are as long as memory allows, in steps of 128.
+
+  Args:
+    platform: as in `kernels.platform_of`.
+    rows: rows on a device.
+    time: time steps of a row on a device.
+    vocabulary: logits per token on a device.
+  """
+  if platform == "cpu":
+    return _MIN_CHUNK
+  most = max(_CHUNK_BYTES // (4 * rows * vocabulary), _MIN_CHUNK)
+  return math.ceil(time / math.ceil(time / most) / _MIN_CHUNK) * _MIN_CHUNK
 
 
 def chunked_logprobs(
@@ -58,7 +84,8 @@ def chunked_logprobs(
       chunk) nor differentiated, and return 0.
     temperature: scalar that divides the logits.
     tied: whether `kernel` is the embedding.
-    chunk: time steps per chunk; memory is B · chunk · V floats.
+    chunk: time steps per chunk, `default_chunk` if 0; memory is
+      B · chunk · V floats.
     sharding: sharding of [N, D, V], where rows are split among N groups of
       devices along the first axis. The kernel is then gathered once and not in
       every chunk, and its gradient is summed over groups once; None: one
@@ -68,11 +95,18 @@ def chunked_logprobs(
     `TokenLogprobs` of float32 [B, T].
 
   Raises:
-    ValueError: `chunk` is less than 1.
+    ValueError: `chunk` is negative.
   """
   chex.assert_rank([hidden, kernel, targets, mask], [3, 2, 2, 2])
   chex.assert_equal_shape_prefix([hidden, targets, mask], 2)
-  check_number("chunk", chunk, "[1, inf)")
+  check_number("chunk", chunk, "[0, inf)")
+  vocabulary = kernel.shape[0 if tied else 1]
+  chunk = chunk or default_chunk(
+    platform_of(sharding),
+    len(hidden) // _groups(len(hidden), sharding),
+    mask.shape[1],
+    vocabulary // context.num_shards(sharding, 2),
+  )
   chunk = min(chunk, mask.shape[1])
   temperature = jnp.asarray(temperature, jnp.float32)
   arrays = hidden, kernel, targets, mask, temperature
@@ -92,24 +126,29 @@ def _forward(hidden, kernel, targets, mask, temperature, tied, chunk, sharding):
 
   def body(i, carry):
     rows = _slice(hidden_front, i, chunk)
-    logp = jax.nn.log_softmax(project(rows, whole, tied) / temperature)
+    logits = project(rows, whole, tied) / temperature
+    top = jnp.max(logits, axis=-1)
+    log_sum = jnp.log(jnp.sum(jnp.exp(logits - top[..., None]), axis=-1))
+    # Of the logits, not of log-probs, which then are nowhere stored.
     picked = jnp.take_along_axis(
-      logp, _slice(targets_front, i, chunk)[..., None], axis=-1
+      logits, _slice(targets_front, i, chunk)[..., None], axis=-1
     )[..., 0]
+    picked = picked - top - log_sum
+    logp = logits - top[..., None] - log_sum[..., None]
     entropy = -jnp.sum(jnp.exp(logp) * logp, axis=-1)
     return tuple(
       jax.lax.dynamic_update_slice_in_dim(old, new, i * chunk, axis=1)
-      for old, new in zip(carry, (picked, entropy))
+      for old, new in zip(carry, (picked, entropy, top, log_sum))
     )
 
   zeros = jnp.zeros(targets_front.shape, jnp.float32)
-  outputs = jax.lax.fori_loop(0, count, body, (zeros, zeros))
-  outputs = tuple(jnp.where(mask, _unpermute(x, order), 0.0) for x in outputs)
-  return outputs, (hidden, kernel, targets, mask, temperature, outputs[1])
+  found = jax.lax.fori_loop(0, count, body, (zeros,) * 4)
+  outputs = tuple(jnp.where(mask, _unpermute(x, order), 0.0) for x in found[:2])
+  return outputs, (hidden, kernel, targets, mask, temperature, found[1:])
 
 
 def _backward(tied, chunk, sharding, residuals, cotangents):
-  hidden, kernel, targets, mask, temperature, entropy = residuals
+  hidden, kernel, targets, mask, temperature, of_rows = residuals
   whole = _gathered(kernel, hidden.dtype, tied, sharding)
   groups = _groups(len(hidden), sharding)
   order, count, hidden_front, targets_front = _loss_first(
@@ -117,7 +156,6 @@ def _backward(tied, chunk, sharding, residuals, cotangents):
   )
   masked = [jnp.where(mask, g, 0.0) for g in cotangents]
   g_logprob, g_entropy = (_permute(g, order, chunk) for g in masked)
-  entropy_front = _permute(entropy, order, chunk)
   # [D, V] even if the kernel is [V, D]: the other product would transpose the
   # logits of every chunk.
   shape = kernel.shape[::-1] if tied else kernel.shape
@@ -136,12 +174,12 @@ def _backward(tied, chunk, sharding, residuals, cotangents):
     g_lp = _slice(g_logprob, i, chunk)[..., None]
     g_ent = _slice(g_entropy, i, chunk)[..., None]
     target = _slice(targets_front, i, chunk)[..., None]
-    logp = jax.nn.log_softmax(project(rows, whole, tied) / temperature)
+    entropy, top, log_sum = (_slice(x, i, chunk)[..., None] for x in of_rows)
+    logp = project(rows, whole, tied) / temperature - top - log_sum
     p = jnp.exp(logp)
     # ∂logπ(a)/∂z = 1[a] − π;  ∂H/∂z = −π (log π + H).
-    d_logits = g_lp * ((vocabulary == target) - p) - g_ent * p * (
-      logp + _slice(entropy_front, i, chunk)[..., None]
-    )
+    d_logits = g_lp * ((vocabulary == target) - p)
+    d_logits -= g_ent * p * (logp + entropy)
     d_logits = (d_logits / temperature).astype(hidden.dtype)
     dot = functools.partial(
       jax.lax.dot_general, preferred_element_type=jnp.float32

@@ -214,13 +214,19 @@ def make_xla(
   def init_contiguous(sequences, length, dtype):
     return zeros(sequences, length, dtype=dtype)
 
+  def attend(q, layer, *arguments):
+    # No product reads floats of eight bits.
+    wide = lambda x: x.astype(q.dtype) if x.dtype.itemsize == 1 else x
+    layer = jax.tree.map(wide, layer)
+    return paged_attention.paged_attention(q, layer, *arguments)
+
   return Kernels(
     kv_sharding=layer_sharding(sharding, heads_axis=2),
     shares_pages=False,
     init_paged=init_paged,
     init_contiguous=init_contiguous,
     write_paged=paged_attention.write_paged,
-    paged_attention=paged_attention.paged_attention,
+    paged_attention=attend,
     write_contiguous=attention.write_contiguous,
     prefill_attention=attention.prefill_attention,
   )

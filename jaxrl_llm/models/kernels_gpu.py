@@ -257,6 +257,7 @@ def _pallas_call(kernel, grid, out_shape, *arguments):
     kernel,
     grid=grid,
     out_shape=out_shape,
+    name=kernel.func.__name__.strip("_"),  # In profiles and compiled programs.
     compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
   )(*arguments)
 

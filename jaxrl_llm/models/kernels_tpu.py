@@ -1,8 +1,9 @@
 """Attention with JAX's Pallas kernels for TPUs.
 
-Training uses splash attention, which skips masked blocks. It supports segments
-but not prefixes, so that every sample has its own copy of the prompt, which
-costs little for long responses.
+Training uses splash attention, which skips blocks of scores: those after the
+queries, and those whose queries and keys are of different segments. It supports
+segments but not prefixes, so that every sample has its own copy of the prompt,
+which costs little for long responses.
 
 The sampler uses ragged paged attention. The KV cache of a layer is one array,
 [D, P, page_size, 2K, d] if paged and [N, T, 2K, d] if contiguous, in which the
@@ -17,6 +18,8 @@ Reference:
   jax.experimental.pallas.ops.tpu: splash_attention, ragged_paged_attention.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,6 +27,7 @@ from jax.experimental.pallas.ops.tpu import ragged_paged_attention as ragged
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import context, kv_cache
 from jaxrl_llm.models.kernels import (
   Kernels,
@@ -79,11 +83,13 @@ def make_packed_attention(
       return _pad(x, sizes)
 
     def on_device(attend, q, k, v, segments):
-      segments += 1
+      # Falling from sample to sample and then to padding, so that a block's
+      # segments are those between its first and its last one.
+      segments = jnp.where(segments > 0, length + 2 - segments, 1)
       keys = (context.gather(x, sharding) for x in (k, v, segments))
       k, v, key_segments = (padded(x, length) for x in keys)
       q, segments = padded(q * scale, time), padded(segments, time)
-      out = jax.vmap(attend)(
+      out = jax.vmap(functools.partial(_attend_row, attend))(
         *(x.swapaxes(1, 2) for x in (q, k, v)),
         splash.SegmentIds(q=segments, kv=key_segments),
       )
@@ -109,6 +115,52 @@ def make_packed_attention(
   return PackedAttention(attention, sees_prefixes=False)
 
 
+def _attend_row(attend, q, k, v, segments):
+  """Attends within one row, skipping blocks without a common segment.
+
+  Args:
+    attend: the causal kernel, `splash.SplashAttentionKernel`.
+    q: [H, Q, d].
+    k: [K, T, d].
+    v: [K, T, d].
+    segments: of queries, [Q], and of keys, [T].
+  """
+  own = type(attend)(
+    _skip_blocks(attend.fwd_mask_info, segments),
+    _skip_blocks(attend.dq_mask_info, segments),
+    _skip_blocks(attend.dkv_mask_info, segments, by_keys=True),
+    **attend.kwargs,
+  )
+  return own(q, k, v, segments)
+
+
+def _skip_blocks(info, segments, *, by_keys=False):
+  """Removes the blocks without a common segment from a mask.
+
+  Args:
+    info: the mask; its arrays are [1, blocks of queries, blocks of keys].
+    segments: of queries, [Q], and of keys, [T].
+    by_keys: whether the kernel visits all queries of a block of keys in turn,
+      and not all keys of a block of queries.
+  """
+  q, k = (x.reshape(n, -1) for x, n in zip(segments, info.block_mask.shape[1:]))
+  shared = q.min(axis=1)[:, None] <= k.max(axis=1)[None]
+  shared &= k.min(axis=1)[None] <= q.max(axis=1)[:, None]
+  block_mask = jnp.where(shared[None], info.block_mask, 0)
+  # A skipped block prefetches the next visited one; after the last one, the
+  # first one again, with which the next head or a neighbouring block begins.
+  axis = 1 if by_keys else 2
+  size = block_mask.shape[axis]
+  index = jax.lax.broadcasted_iota(jnp.int32, block_mask.shape, axis)
+  index = jnp.where(block_mask > 0, index, size)
+  following = jax.lax.cummin(index, axis, reverse=True)
+  first = index.min(axis=axis, keepdims=True) % size
+  following = jnp.where(following < size, following, first)
+  return info._replace(
+    block_mask=block_mask, data_next=following.astype(info.data_next.dtype)
+  )
+
+
 def make_pallas(
   kind: AttentionKind, *, sharding: NamedSharding | None
 ) -> Kernels:
@@ -125,6 +177,11 @@ def make_pallas(
   entry = (parts * 2 * padded[0], padded[1])
 
   def init_paged(shards, pages, page_size, dtype):
+    if jnp.dtype(dtype).itemsize == 1 and padded[0] == 1:
+      raise InputError(
+        f"a cache of {dtype} needs two KV heads on a device, and the model has"
+        f" {kind.num_kv_heads} on {parts} devices: lower sampler.mesh.tensor"
+      )
     return (jnp.zeros((shards, pages, page_size, *entry), dtype),)
 
   def init_contiguous(sequences, length, dtype):
@@ -216,6 +273,7 @@ def _attend_contiguous(layer, q, lengths, *, scale):
 def _ragged(q, pages, page_indices, lengths, *, scale):
   """Attends with q [B, Q, H, d], the last tokens, to [P, page_size, 2K, d]."""
   count, queries = q.shape[:2]
+  scale_kv = 1.0 if pages.dtype.itemsize == 1 else None  # Converts them, too.
   out = ragged.ragged_paged_attention(
     q.reshape(-1, *q.shape[2:]),
     pages,
@@ -224,6 +282,8 @@ def _ragged(q, pages, page_indices, lengths, *, scale):
     jnp.arange(count + 1, dtype=jnp.int32) * queries,
     jnp.array([count], jnp.int32),
     sm_scale=scale,
+    k_scale=scale_kv,
+    v_scale=scale_kv,
     num_kv_pages_per_block=min(
       max(_KV_BLOCK // pages.shape[1], 1), page_indices.shape[1]
     ),

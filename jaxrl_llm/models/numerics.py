@@ -19,6 +19,13 @@ class Numerics:
   activations: Any = jnp.float32  # Activations; products sum in float32.
   kv: Any = jnp.float32  # Keys and values in the cache.
 
+  def to_cache(self, x: chex.Array) -> jax.Array:
+    """Clips keys or values to the range of the cache, where others are NaN."""
+    if jnp.dtype(self.kv).itemsize > 1:
+      return x
+    limit = float(jnp.finfo(self.kv).max)
+    return jnp.clip(x, -limit, limit)
+
   @classmethod
   def all(cls, dtype: Any, *, kv: Any = None) -> "Numerics":
     """Makes numerics of one dtype, with `kv` in another one if given."""

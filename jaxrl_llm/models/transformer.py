@@ -295,6 +295,7 @@ def prefill(
     positions = start + jnp.arange(chunk)
 
     def attend(i, kind, q, k, v):
+      k, v = map(numerics.to_cache, (k, v))
       layer = kernels[kind].write_contiguous(kv_cache[i], k, v, start)
       return kernels[kind].prefill_attention(q, layer, start), layer
 
@@ -344,6 +345,7 @@ def decode(
 
   def attend(i, kind, q, k, v):
     backend = kernels[kind]
+    k, v = map(numerics.to_cache, (k, v))
     layer = backend.write_paged(
       kv_cache[i], k, v, block_tables, positions, writing
     )

@@ -1,18 +1,60 @@
 """Cost models of a simulated machine, fitted or computed.
 
 Costs come from measured rows (`fit`) or from the stated numbers of makers and
-model cards (`accelerator`); nothing is measured here.
+model cards by a roofline (`Rates`, `accelerator`); nothing is measured here.
 """
 
+import collections
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import chex
 import numpy as np
 import scipy.optimize
 
-from jaxrl_llm.metrics.chips import CHIPS
+from jaxrl_llm.metrics.chips import CHIPS, Chip
 from jaxrl_llm.sampling.stats import DecodeCall
+
+
+class Rates(NamedTuple):
+  """Numbers by resource of a chip: shares of its peaks, or what it reaches."""
+
+  compute: float  # FLOP/s.
+  memory: float  # Bytes per second.
+  links: float  # Bytes per second.
+
+
+# Assumed shares of the numbers that makers state: the only such numbers here.
+SHARES = Rates(compute=0.4, memory=0.6, links=0.7)
+
+
+class Work(NamedTuple):
+  """Work of one device that is done at the same time, by resource."""
+
+  flops: float = 0.0
+  moved: float = 0.0  # Bytes to and from memory.
+  sent: float = 0.0  # Bytes received from other devices.
+
+  def seconds(self, chip: Chip) -> Rates:
+    """Returns the seconds of each resource if it were the only limit."""
+    peaks = chip.flops, chip.bandwidth, chip.links
+    return Rates(*(x / (s * p) for x, s, p in zip(self, SHARES, peaks)))
+
+
+def bound(parts: Sequence[Work], chip: Chip) -> tuple[float, str]:
+  """Returns the seconds of works one after the other, and their limits.
+
+  A work takes as long as its slowest resource (the roofline).
+  """
+  spent = collections.Counter()
+  for part in parts:
+    seconds = part.seconds(chip)._asdict()
+    slowest = max(seconds, key=seconds.get)
+    spent[slowest] += seconds[slowest]
+  total = sum(spent.values())
+  limits = [name for name, s in spent.most_common() if s > 0.1 * total]
+  return total, " + ".join(limits)
 
 
 class Plane(NamedTuple):
@@ -113,8 +155,8 @@ def accelerator(
   flops_per_pair: float = 401_408,
   bandwidth: float = CHIPS["v5p"].bandwidth,
   peak_flops: float = CHIPS["v5p"].flops,
-  bandwidth_use: float = 0.6,
-  flops_use: float = 0.4,
+  bandwidth_use: float = SHARES.memory,
+  flops_use: float = SHARES.compute,
   step_latency_s: float = 2e-3,
   call_latency_s: float = 10e-3,
   scheduler_step_s: float = 2e-3,

@@ -10,12 +10,9 @@ import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
 import numpy as np
-
-from jaxrl_llm.errors import InputError
 
 _KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all")
 _KINDS += ("collective-permute",)
@@ -36,6 +33,9 @@ _OF_MESH = re.compile(
   r"(?:, device_ids=\(\[([\d,]+)\]T\(([\d,]+)\)\))? \{([^}]*)\}"
 )
 _CONSTANT = re.compile(r"= [su]32\[\]\S* constant\((\d+)\)")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_TARGET = re.compile(r'custom_call_target="([^"]+)"')
+_PALLAS = re.compile(r'op_name="[^"]*?(\w+)/pallas_call')
 _CHAIN = re.compile(r'chain_id="(\d+)"')
 
 
@@ -45,26 +45,6 @@ class Sent(NamedTuple):
   kind: str
   axes: tuple[str, ...]
   bytes: float
-
-
-def compiled(name: str, lowered: Any) -> tuple[Any, str]:
-  """A compiled program and its HLO.
-
-  Raises:
-    InputError: the compiler or the reader of its results failed.
-    JaxRuntimeError: the program does not fit.
-  """
-  try:
-    done = lowered.compile()
-    return done, done.as_text()
-  except jax.errors.JaxRuntimeError as error:
-    if "RESOURCE_EXHAUSTED" in str(error):
-      raise
-    raise InputError(
-      f"{name}: the compiler failed ({str(error).splitlines()[0]}); libtpu may"
-      f" not be the one of JAX {jax.__version__}: pip install"
-      f" 'jax[tpu]=={jax.__version__}'"
-    ) from error
 
 
 def collectives(
@@ -87,7 +67,7 @@ def collectives(
     for number, line in enumerate(bodies.get(name, ())):
       if match := _OP.search(line):
         axes, size = _axes(line, mesh)
-        whole = _bytes(match["shape"], match["start"])
+        whole = _bytes(match["shape"], match["kind"], match["start"])
         sent = times * _received(match["kind"], whole, size)
         chain = _CHAIN.search(line)
         key = ("", chain[1]) if chain else (name, str(number))
@@ -110,8 +90,25 @@ def collectives(
   return sorted(sent, key=lambda x: -x.bytes)
 
 
+def kernels(text: str) -> dict[str, int]:
+  """Returns how often a program's text calls each kernel that is not XLA's.
+
+  Pallas kernels have the name of their function, those of NVIDIA's libraries
+  the name of the call's target.
+  """
+  found = collections.Counter()
+  for call in _TARGET.finditer(text):
+    if call[1] in ("tpu_custom_call", "__gpu$xla.gpu.triton"):
+      found[_PALLAS.search(text, call.end())[1]] += 1
+    elif call[1].startswith("__cu"):
+      found[call[1]] += 1
+  return dict(found)
+
+
 def _rounds(bodies: Mapping[str, list[str]], line: str) -> int | None:
   """Returns the iterations of a loop with a constant bound."""
+  if match := _TRIPS.search(line):
+    return int(match[1])
   condition = re.search(r"condition=%?([\w.\-]+)", line)[1]
   found = [m[1] for x in bodies[condition] if (m := _CONSTANT.search(x))]
   return int(found[0]) if len(found) == 1 else None
@@ -129,14 +126,17 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
   return bodies, entry
 
 
-def _bytes(shape: str, started: str | None) -> float:
+def _bytes(shape: str, kind: str, started: str | None) -> float:
   """Returns the size of a result, also of an asynchronous start."""
-  sizes = [
-    math.prod(map(int, filter(None, dims.split(",")))) * _BITS[kind] / 8
-    for kind, dims in _SHAPE.findall(shape)
-    if kind in _BITS
-  ]
-  return max(sizes, default=0.0) if started else sum(sizes)
+  arrays = [x for x in _SHAPE.findall(shape) if x[0] in _BITS]
+  if started and kind != "all-reduce":
+    # Operands, as many results and, of some kinds, numbers of a context.
+    arrays = [x for x in arrays if x[1]]
+    arrays = arrays[len(arrays) // 2 :]
+  return sum(
+    math.prod(map(int, filter(None, dims.split(",")))) * _BITS[each] / 8
+    for each, dims in arrays
+  )
 
 
 def _received(kind: str, result: float, group: int) -> float:

@@ -9,17 +9,22 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from jaxrl_llm import config as config_lib
 from jaxrl_llm import models, sharding
+from jaxrl_llm.learner import build_algorithm
 from jaxrl_llm.learner.choices import has_critic
 from jaxrl_llm.metrics.chips import Chip
 from jaxrl_llm.models.transformer import REMAT_POLICIES
 from jaxrl_llm.simulate import account
 
-_TENSOR = (1, 2, 4, 8, 16)  # Sizes to try.
+# To try: sizes of the tensor axis, rows of a device, dtypes of first moments.
+_TENSOR, _ROWS = (1, 2, 4, 8, 16), (1, 2, 4, 8)
+_MOMENTS = ("float32", "bfloat16")
+_MARGIN = 1.1  # Compilers use up to 9 % more than the account says.
 
 
 class Fit(NamedTuple):
-  """Settings that fit in memory; the fastest sorts first."""
+  """Settings that fit in memory."""
 
   seconds: float  # Seconds per step.
   memory: float  # Bytes per device.
@@ -27,6 +32,13 @@ class Fit(NamedTuple):
   sampler_mesh: tuple[int, ...]
   micro_batch: int
   remat_policy: str
+  mu_dtype: str
+
+  @property
+  def rank(self) -> tuple:
+    """Key that sorts the best first: fast to 1 %, then exact, then small."""
+    speed = round(100 * math.log(self.seconds))
+    return speed, self.mu_dtype != "float32", self.memory
 
   def flags(self) -> str:
     """Returns the flags as on the command line."""
@@ -36,6 +48,7 @@ class Fit(NamedTuple):
         found[f"sampler.mesh.{axis}"] = size
     for role in ("policy", "value"):
       found[f"optimizer.{role}.micro_batch_size"] = self.micro_batch
+      found[f"optimizer.{role}.mu_dtype"] = self.mu_dtype
     found["model.remat_policy"] = self.remat_policy
     return " ".join(f"--config.{key}={value}" for key, value in found.items())
 
@@ -43,23 +56,25 @@ class Fit(NamedTuple):
 def search(
   config: Any,
   model: models.ModelConfig,
-  topology: str,
+  count: int,
   chip: Chip,
   mean_response: float = 0.0,
 ) -> list[Fit]:
   """Returns the meshes of learner and sampler that fit, fastest first.
 
   Args:
-    config: config of the run, whose meshes, micro-batches and remat policy are
-      replaced.
+    config: config of the run, whose meshes, micro-batches, remat policy and
+      dtype of first moments are replaced.
     model: shape of policy and critic.
-    topology: topology of the devices, such as v5p:4x4x4.
-    chip: chip of the topology.
+    count: number of devices.
+    chip: each of them.
     mean_response: mean response length in tokens; 0: a quarter of the maximum.
   """
-  count = math.prod(map(int, topology.partition(":")[2].split("x")))
   sizes = functools.partial(
-    account.Sizes, model=model, mean_response=mean_response
+    account.Sizes,
+    model=model,
+    mean_response=mean_response,
+    platform=chip.platform,
   )
   found = []
   for own in {count, count // 4, count // 2, count - count // 4} - {0}:
@@ -69,7 +84,7 @@ def search(
     for mesh in _meshes(model, own, contexts=(1, 2, 4, 8)):
       learner = sizes(config.copy_and_resolve_references(), mesh=mesh)
       found += _best(learner, samplers, chip, apart=own < count)
-  return sorted(found)
+  return sorted(found, key=lambda fit: fit.rank)
 
 
 def _meshes(
@@ -87,11 +102,11 @@ def _meshes(
 
 def _sampler(sizes: account.Sizes) -> tuple[float, account.Sizes]:
   """Returns the bytes and sizes of a sampler."""
-  pages = sizes.config.sampler.kv_pages * sizes.page or (
-    sizes.slots * 4 * (sizes.prompt + sizes.response)
-  )
+  config = sizes.config
+  longest = config.data.max_prompt_length + config.sampler.max_response_length
+  pages = config.sampler.kv_pages * sizes.page or sizes.slots * longest
   memory = 2 * sizes.parameters / (sizes.shards * sizes.tensor)
-  memory += pages * sizes.kv_token / sizes.kv_ways
+  memory += pages * sizes.cached_token / sizes.kv_ways
   return memory, sizes
 
 
@@ -100,26 +115,32 @@ def _best(sizes: account.Sizes, samplers, chip: Chip, *, apart) -> list[Fit]:
   config, found = sizes.config, []
   roles = ["policy", "value"] if has_critic(config) else ["policy"]
   each = sizes.parameters / (sizes.shards * sizes.tensor)
-  kept = 0.0
-  for role in roles:
-    config.optimizer[role].micro_batch_size = sizes.batch_ways
-    moments = jnp.dtype(config.optimizer[role].mu_dtype).itemsize
-    kept += (8 + moments) * each
+  algorithm = build_algorithm.make_algorithm(config)
+  reference = 4 * each * ("ref_logprobs" in algorithm.leaves)
   axes = lambda mesh: tuple(mesh[axis] for axis in sharding.AXES)
-  for policy in REMAT_POLICIES:
+  most = sizes.rows * config_lib.mini_batch(config, "policy") / sizes.responses
+  choices = itertools.product(REMAT_POLICIES, _ROWS, _MOMENTS)
+  for policy, rows, dtype in choices:
+    micro_batch = rows * sizes.batch_ways
+    if rows > 1 and micro_batch > most:
+      continue
     config.model.remat_policy = policy
+    for role in roles:
+      config.optimizer[role].micro_batch_size = micro_batch
+    moments = len(roles) * (8 + jnp.dtype(dtype).itemsize)
     parts = account.temporaries(sizes, "policy", update=True)
-    own = kept + sum(parts.values())
+    own = moments * each + reference + _MARGIN * sum(parts.values())
     for held, written in samplers:
       memory = max(held, own) if apart else held + own
-      if memory >= chip.memory:
+      if memory >= chip.usable:
         continue
-      work = account.work_by_phase(sizes, written)
+      work = account.work_by_program(sizes, written)
       seconds = account.step_seconds(sizes, chip, work)
-      train = sum(seconds.values()) - seconds["decode"]
+      decode = seconds.pop("sampler decode")
+      train = sum(seconds.values())
       # Apart and a batch behind, they work at the same time.
       at_once = apart and config.schedule.lag
       meshes = axes(sizes.mesh), axes(written.mesh)
-      total = (max if at_once else operator.add)(seconds["decode"], train)
-      found.append(Fit(total, memory, *meshes, sizes.batch_ways, policy))
-  return [min(found)] if found else []
+      total = (max if at_once else operator.add)(decode, train)
+      found.append(Fit(total, memory, *meshes, micro_batch, policy, dtype))
+  return [min(found, key=lambda fit: fit.rank)] if found else []

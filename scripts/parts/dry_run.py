@@ -27,7 +27,8 @@ def dry_run(run: Run) -> None:
   _show_data(run)
   _check_rewards(run)
   model, mesh = run.learner.policy.fns.config, dict(run.learner.mesh.shape)
-  sizes = account.Sizes(run.config, model, mesh)
+  platform = run.learner.mesh.devices.flat[0].platform
+  sizes = account.Sizes(run.config, model, mesh, platform=platform)
   known = account.temporaries_by_program(sizes)
   table = program.Table(
     "phase | compile s | arguments GiB | temporary GiB | by account"
@@ -41,7 +42,7 @@ def dry_run(run: Run) -> None:
     table.row(name, f"{seconds:.1f}", *gib)
   print(
     "per device; as compiled and, of scoring and updates, by the model's"
-    " account for TPUs in bfloat16; nothing was trained",
+    " account in bfloat16; nothing was trained",
     flush=True,
   )
 

@@ -10,6 +10,7 @@ import optax
 import pytest
 from helpers import tiny_run
 
+from jaxrl_llm import sharding
 from jaxrl_llm.learner import optimizer as optimizer_lib
 from jaxrl_llm.trainer import build
 
@@ -188,6 +189,63 @@ class TestOptimizer:
       optax.tree_utils.tree_get(after.optimizer.opt_state, "mu"),
       jax.tree.map(lambda x: 0.1 * x * kept / length, direction),
       rtol=1e-5,
+    )
+
+
+class TestAdafactor:
+  SHAPE = (2, 130, 128)  # Layers of matrices that are large enough to factor.
+
+  def _params(self):
+    kernel = {"kernel": jnp.ones(self.SHAPE), "bias": jnp.ones((2, 128))}
+    return {"layers": {"q": kernel}}
+
+  def test_is_the_formula_of_the_paper(self):
+    optimizer = make_optimizer(
+      rate=0.01, name="adafactor", max_grad_norm=1e9, mu_dtype="float32"
+    )
+    state = optimizer_lib.create_train_state(self._params(), optimizer)
+    apply, rng = make_apply(optimizer), np.random.default_rng(0)
+    kernel, mean, rows, columns = 1.0, 0.0, 0.0, 0.0
+    for step in range(1, 4):
+      g = rng.normal(size=self.SHAPE)
+      bias = jnp.zeros((2, 128))
+      gradients = {"layers": {"q": {"kernel": jnp.float32(g), "bias": bias}}}
+      state = apply(state, gradients, True)
+      decay = 1 - step**-0.8
+      rows = decay * rows + (1 - decay) * (g**2).mean(2, keepdims=True)
+      columns = decay * columns + (1 - decay) * (g**2).mean(1, keepdims=True)
+      update = g / np.sqrt(rows * columns / rows.mean(1, keepdims=True))
+      update /= max(1, np.sqrt((update**2).mean()))
+      mean = 0.9 * mean + 0.1 * update
+      kernel -= 0.01 * mean / (1 - 0.9**step)
+      got = state.trained["layers"]["q"]["kernel"]
+      np.testing.assert_allclose(got, kernel, rtol=1e-5)
+
+  def test_weight_decay_is_for_matrices(self):
+    optimizer = make_optimizer(
+      name="adafactor", weight_decay=0.5, mu_dtype="float32"
+    )
+    params = make_params()
+    state = optimizer_lib.create_train_state(params, optimizer)
+    nothing = jax.tree.map(jnp.zeros_like, params)
+    after = make_apply(optimizer)(state, nothing, True).trained
+    decayed = np.float32(2.0 * (1 - 0.1 * 0.5))
+    np.testing.assert_allclose(after["layers"]["q"]["kernel"], decayed)
+    np.testing.assert_array_equal(after["layers"]["q"]["bias"], 2.0)
+
+  def test_its_state_is_one_moment(self):
+    params = self._params()
+    size = sum(x.size for x in jax.tree.leaves(params))
+    optimizer = make_optimizer(name="adafactor", mu_dtype="bfloat16")
+    state = jax.eval_shape(
+      lambda: optimizer_lib.create_train_state(params, optimizer)
+    )
+    held = jax.tree.leaves(state.optimizer.opt_state)
+    assert 2 * size < sum(x.size * x.dtype.itemsize for x in held) < 2.2 * size
+    # The means over rows and over columns lie on a mesh, too.
+    mesh = sharding.make_mesh(data=1, fsdp=2, tensor=2)
+    assert len(jax.tree.leaves(sharding.tree_shardings(state, mesh))) == len(
+      jax.tree.leaves(state)
     )
 
 

@@ -171,13 +171,48 @@ class TestChunkedLogprobs:
     np.testing.assert_allclose(d_hidden, expected[0], atol=0.1)
     np.testing.assert_allclose(d_kernel, expected[1], atol=0.2)
 
-  @pytest.mark.parametrize("chunk", [0, -3])
-  def test_a_chunk_below_one_is_an_error(self, chunk):
+  def test_a_negative_chunk_is_an_error(self):
     hidden, kernel, targets, _ = _inputs(True)
-    with pytest.raises(ValueError, match=f"chunk={chunk}, expected"):
+    with pytest.raises(ValueError, match="chunk=-3, expected"):
       heads.chunked_logprobs(
-        hidden, kernel, targets, MASKS["full"], tied=True, chunk=chunk
+        hidden, kernel, targets, MASKS["full"], tied=True, chunk=-3
       )
+
+
+class TestDefaultChunk:
+  @pytest.mark.parametrize(
+    "platform, rows, time, vocabulary, chunk",
+    [
+      ("cpu", 8, 8192, 151_936, 128),
+      # 512 MiB are 1,766 logits of 75,968: five chunks, and 128 fill up.
+      ("tpu", 1, 8192, 75_968, 1664),
+      ("gpu", 1, 8192, 151_936, 896),
+      ("tpu", 1, 1024, 32_000, 1024),  # All in one.
+      ("tpu", 64, 8192, 151_936, 128),  # As few as on a CPU.
+    ],
+  )
+  def test_is_by_platform_and_shape(
+    self, platform, rows, time, vocabulary, chunk
+  ):
+    assert heads.default_chunk(platform, rows, time, vocabulary) == chunk
+
+  def test_is_what_a_chunk_of_zero_means(self, monkeypatch):
+    asked = []
+    found = lambda *shape: asked.append(shape) or 4
+    monkeypatch.setattr(heads, "default_chunk", found)
+    hidden, kernel, targets, _ = _inputs(False)
+    mesh = sharding.make_mesh(
+      data=1, fsdp=3, tensor=1, devices=jax.devices()[:3]
+    )
+    run = lambda chunk, place: heads.chunked_logprobs(
+      *(hidden, kernel, targets, MASKS["holes"]),
+      tied=False,
+      chunk=chunk,
+      sharding=place,
+    )
+    for place in (None, sharding.head_sharding(mesh, V)):
+      jax.tree.map(np.testing.assert_array_equal, run(0, place), run(4, place))
+    assert asked == [("cpu", B, T, V), ("cpu", B // 3, T, V)]
 
 
 class TestMemory:

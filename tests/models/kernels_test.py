@@ -46,9 +46,10 @@ class _Loaded:
     return _Loaded(self._array.reshape(*shape))
 
   def bitcast(self, dtype):
-    """Two rows of 16 bits to one of 32, the first one in the lower half."""
-    pairs = self._array.reshape(-1, 2, self.shape[1]).swapaxes(1, 2)
-    return _Loaded(jax.lax.bitcast_convert_type(pairs, dtype))
+    """Rows of fewer bits to one of 32, the first one in the lowest bits."""
+    count = jnp.dtype(dtype).itemsize // self.dtype.itemsize
+    groups = self._array.reshape(-1, count, self.shape[1]).swapaxes(1, 2)
+    return _Loaded(jax.lax.bitcast_convert_type(groups, dtype))
 
 
 def _wait(self):
@@ -107,7 +108,9 @@ def _filled(kv_cache, tables, share):
   for slot, pages in enumerate(tables.page_indices):
     fill[slot // share, pages[pages < PAGES]] = 0.5
   put = lambda x: x + fill.reshape(*fill.shape, *[1] * (x.ndim - 2))
-  return jax.tree.map(lambda x: put(x).astype(x.dtype), kv_cache)
+  return jax.tree.map(
+    lambda x: put(x.astype(jnp.float32)).astype(x.dtype), kv_cache
+  )
 
 
 def _qkv(config, queries, time, dtype=jnp.float32, count=4):
@@ -122,13 +125,13 @@ def _qkv(config, queries, time, dtype=jnp.float32, count=4):
   )
 
 
-def _on_pages(backend, tables, q, k, v):
+def _on_pages(backend, tables, q, k, v, dtype=None):
   """Attention of the last queries of slots that wrote all their tokens.
 
   Queries after the only token of a slot read what its page was filled with.
   """
   shards, queries = tables.page_owner.shape[0], q.shape[1]
-  kv_cache = backend.init_paged(shards, PAGES, PAGE, q.dtype)
+  kv_cache = backend.init_paged(shards, PAGES, PAGE, dtype or q.dtype)
   kv_cache = _filled(kv_cache, tables, 4 // shards)
   index = np.arange(k.shape[1], dtype=np.int32)
   index = np.broadcast_to(index, k.shape[:2])
@@ -180,6 +183,25 @@ class TestPallas:
     np.testing.assert_allclose(
       got.astype(np.float32), expected.astype(np.float32), atol=0.02
     )
+
+  def test_eight_bit_pages_equal_those_of_xla(self, module):
+    config = _config()
+    qkv = _qkv(config, 1, LENGTHS.max())
+    run = functools.partial(_on_pages, tables=_block_tables(1))
+    got, expected = _both(
+      module,
+      lambda backend, q, k, v: run(
+        backend, q=q, k=k, v=v, dtype=jnp.float8_e4m3fn
+      ),
+      config,
+      *qkv,
+    )
+    _close(got, expected)
+
+  def test_eight_bit_pages_need_two_heads_on_a_device(self):
+    backend = kernels_tpu.make_pallas(_config(2, 1), sharding=None)
+    with pytest.raises(InputError, match="needs two KV heads .* has 1 on 1"):
+      backend.init_paged(1, PAGES, PAGE, jnp.float8_e4m3fn)
 
   def test_a_prefill_in_chunks_and_then_pages_equal_xla(self, module):
     config, time = _config(), 12
@@ -339,6 +361,49 @@ class TestPackedAttention:
       # Sums of products round by their largest terms, also where they cancel.
       scale = np.abs(expected).max()
       np.testing.assert_allclose(got, expected, rtol=1e-5, atol=2e-6 * scale)
+
+  def test_blocks_of_other_segments_are_not_read(self, monkeypatch):
+    monkeypatch.setattr(kernels_tpu, "_ROW_BLOCK", 128)
+    config, time = _config(2, 1, 64), 512
+    q, k, v, _, g = self._rows(config, time)
+    # Samples of 1.5 and 1.5 blocks, and padding.
+    segments = np.repeat([1, 2, 0], [192, 192, 128])[None].repeat(2, axis=0)
+    attend = kernels_tpu.make_packed_attention(config, sharding=None).attend
+    run = lambda *x: self._with_gradients(attend, *x)
+    clean = run(q, k, v, segments, g)
+    # NaN times a weight of 0 is NaN wherever it is read.
+    k[:, :128] = v[:, :128] = np.nan
+    out, d_q, *_ = run(q, k, v, segments, g)
+    for got, expected in zip((out, d_q), clean):
+      np.testing.assert_array_equal(got[:, 256:], expected[:, 256:])
+      assert np.isnan(got[:, :128]).all()
+    _, k, v, _, g = self._rows(config, time)
+    g[:, 256:] = np.nan
+    for got, expected in zip(run(q, k, v, segments, g)[2:], clean[2:]):
+      np.testing.assert_array_equal(got[:, :128], expected[:, :128])
+      assert np.isnan(got[:, 256:]).all()
+
+  @pytest.mark.parametrize("by_keys", [False, True])
+  def test_a_skipped_block_prefetches_the_next_one(self, by_keys):
+    info = splash_attention_kernel.mask_info_lib.MaskInfo(
+      data_next=np.zeros((1, 4, 4), np.int8),
+      mask_next=None,
+      block_mask=np.tri(4, dtype=np.int8)[None],
+      partial_mask_blocks=None,
+      q_sequence=None,
+    )
+    segments = splash_attention_kernel.SegmentIds(
+      *[jnp.array([5, 5, 5, 4, 4, 4, 3, 3])] * 2
+    )
+    got = kernels_tpu._skip_blocks(info, segments, by_keys=by_keys)
+    mask = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1]]
+    np.testing.assert_array_equal(got.block_mask[0], mask)
+    following = (
+      [[0, 1, 2, 3], [1, 1, 2, 3], [0, 2, 2, 3], [0, 1, 2, 3]]
+      if by_keys
+      else [[0, 0, 0, 0], [0, 1, 0, 0], [1, 1, 2, 1], [3, 3, 3, 3]]
+    )
+    np.testing.assert_array_equal(got.data_next[0], following)
 
   @pytest.mark.parametrize(
     "platform, sees", [("cpu", True), ("gpu", True), ("tpu", False)]

@@ -11,11 +11,12 @@ from jaxrl_llm import models, sharding, sync
 TOKENS = sync.parity_tokens(67, rows=4, length=10)  # Three pages a row.
 
 
-def _fns(dtype, trainer=None, sampler=None):
+def _fns(dtype, trainer=None, sampler=None, cache=None):
   config = tiny.tiny_config()
   return models.make_policy(
     config,
     numerics=models.Numerics.all(dtype),
+    sampler=models.Numerics.all(dtype, kv=cache),
     head_chunk=8,
     sharding=trainer
     and sharding.packed_kv_sharding(trainer, config.num_kv_heads),
@@ -76,6 +77,15 @@ class TestParityCheck:
     assert 0 < check(params, transfer.send(params, 0)) <= 2e-2
     other = tiny.widen(params, jax.random.key(1))
     with pytest.raises(sync.SyncError, match="version 3 differ .* than 0.02"):
+      check(params, transfer.send(other, 3))
+
+  def test_an_eight_bit_cache_is_within_its_tolerance(self):
+    _, transfer, params = _check(jnp.float32)
+    fns = _fns(jnp.float32, cache=jnp.float8_e4m3fn)
+    check = _make_check(fns, jnp.float8_e4m3fn)
+    assert 2e-3 < check(params, transfer.send(params, 0)) <= 7e-2
+    other = tiny.widen(params, jax.random.key(1))
+    with pytest.raises(sync.SyncError, match="version 3 differ .* than 0.07"):
       check(params, transfer.send(other, 3))
 
   def test_nan_is_found(self):
