@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models import attention, context, paged_attention
+from jaxrl_llm.models import attention, context, kv_cache, paged_attention
 from jaxrl_llm.models.layers import AttentionKind
 
 NAMES = ("auto", "xla", "pallas")
@@ -154,40 +154,103 @@ def layer_sharding(
   return NamedSharding(sharding.mesh, PartitionSpec(slots, *between, *heads))
 
 
-def on_devices(
-  function: Callable[..., jax.Array], sharding: NamedSharding | None
-) -> Callable[..., jax.Array]:
-  """Maps a function over devices; call with an array like its result first.
+def _on_devices(function, sharding, like, *arguments):
+  """Maps a function over devices; `like` is an array with its result's axes.
 
   The first axis (shards, sequences or slots) and the heads, the last axis but
   one, stay on their devices: by itself, XLA would gather all pages in every
   step. A first axis that the devices do not divide is replicated.
-
-  Args:
-    function: function of the arrays of one device.
-    sharding: as in `make_kernels`.
   """
   if sharding is None:
-    return lambda like, *arguments: function(*arguments)
+    return function(*arguments)
   slots, *heads = sharding.spec
+  whole = len(arguments[0]) % context.num_shards(sharding, 0)
 
-  def run(like, *arguments):
-    whole = len(arguments[0]) % context.num_shards(sharding, 0)
+  def spec(x):
+    between = [None] * (x.ndim - 3)
+    last = (*between, *heads) if x.ndim > 3 else ()
+    return PartitionSpec(None if whole else slots, *last)
 
-    def spec(x):
-      between = [None] * (x.ndim - 3)
-      last = (*between, *heads) if x.ndim > 3 else ()
-      return PartitionSpec(None if whole else slots, *last)
+  return jax.shard_map(
+    function,
+    mesh=sharding.mesh,
+    in_specs=tuple(map(spec, arguments)),
+    out_specs=spec(like),
+    check_vma=False,  # Pallas kernels do not declare it.
+  )(*arguments)
 
-    return jax.shard_map(
-      function,
-      mesh=sharding.mesh,
-      in_specs=tuple(map(spec, arguments)),
-      out_specs=spec(like),
-      check_vma=False,  # Pallas kernels do not declare it.
-    )(*arguments)
 
-  return run
+def make_interleaved(
+  heads: int,
+  size: int,
+  attend_paged: Callable[..., jax.Array],
+  attend_contiguous: Callable[..., jax.Array],
+  *,
+  check: Callable[..., None],
+  sharding: NamedSharding | None,
+) -> Kernels:
+  """Makes a backend with a token's keys and values in one place.
+
+  A layer is one array, [D, P, page_size, 2K, d] if paged and [N, T, 2K, d] if
+  contiguous, in which the value of each head follows its key.
+
+  Args:
+    heads: KV heads on a device; missing ones are zero.
+    size: numbers per head; missing ones are zero.
+    attend_paged: (paged layer, q [S,Q,H,d], page_indices [S,N],
+      positions [S,Q]) -> [S,Q,H,d], on one device.
+    attend_contiguous: (contiguous layer, q [N,Q,H,d], position of the first
+      query [N]) -> [N,Q,H,d], on one device.
+    check: raises if it does not support a paged layer of a shape and dtype.
+    sharding: as in `make_kernels`.
+  """
+  entry = (2 * heads * context.num_shards(sharding, 1), size)
+
+  def init_paged(shards, pages, page_size, dtype):
+    check((shards, pages, page_size, *entry), jnp.dtype(dtype))
+    return (jnp.zeros((shards, pages, page_size, *entry), dtype),)
+
+  def init_contiguous(sequences, length, dtype):
+    return jnp.zeros((sequences, length, *entry), dtype)
+
+  def write(function, layer, k, v, *where):
+    def on_device(layer, k, v, *where):
+      missing = (0, heads - k.shape[2]), (0, 0), (0, size - k.shape[3])
+      new = jnp.pad(jnp.stack([k, v], axis=3), ((0, 0), (0, 0), *missing))
+      new = new.reshape(*k.shape[:2], 2 * heads, size).astype(layer.dtype)
+      return function(layer, new, *where)
+
+    return _on_devices(on_device, sharding, layer, layer, k, v, *where)
+
+  def write_paged(layer, k, v, block_tables, positions, writing):
+    where = block_tables.page_indices, positions, writing
+    return (write(kv_cache.write_tokens, layer[0], k, v, *where),)
+
+  def paged_attention(q, layer, block_tables, positions):
+    where = block_tables.page_indices, positions
+    return _on_devices(attend_paged, sharding, q, layer[0], q, *where)
+
+  def write_contiguous(layer, k, v, start):
+    update = lambda layer, new, starts: jax.lax.dynamic_update_slice_in_dim(
+      layer, new, starts[0], axis=1
+    )
+    starts = jnp.full(k.shape[:1], start, jnp.int32)
+    return write(update, layer, k, v, starts)
+
+  def prefill_attention(q, layer, start):
+    starts = jnp.full(q.shape[:1], start, jnp.int32)
+    return _on_devices(attend_contiguous, sharding, q, layer, q, starts)
+
+  return Kernels(
+    kv_sharding=layer_sharding(sharding, heads_axis=3),
+    shares_pages=True,
+    init_paged=init_paged,
+    init_contiguous=init_contiguous,
+    write_paged=write_paged,
+    paged_attention=paged_attention,
+    write_contiguous=write_contiguous,
+    prefill_attention=prefill_attention,
+  )
 
 
 def make_xla(

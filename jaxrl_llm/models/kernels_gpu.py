@@ -32,7 +32,6 @@ Reference:
 
 import functools
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,20 +40,19 @@ from jax.experimental.pallas import triton
 from jax.sharding import NamedSharding
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models import context, kv_cache
+from jaxrl_llm.models import context
 from jaxrl_llm.models.attention import MASKED
 from jaxrl_llm.models.kernels import (
   Kernels,
   PackedAttention,
-  layer_sharding,
-  on_devices,
+  make_interleaved,
 )
 from jaxrl_llm.models.layers import AttentionKind
 
 _HEAD_DIMS = (16, 32, 64, 128, 256)
 # Most rows and bytes of a block of queries, keys or values. With these, the
 # compiler for H100s spills next to no registers, and no kernel needs more than
-# 99 KiB of shared memory, which all GPUs have. None has been timed on a GPU.
+# 99 KiB of shared memory, which GPUs have since Ampere. None has been timed.
 _BLOCK, _BLOCK_BYTES = 64, 2**14
 # Decoding: least tokens of a partition, and most partitions of a sequence.
 _PARTITION, _MAX_PARTITIONS = 512, 32
@@ -103,62 +101,20 @@ def make_pallas(
     kind: the kind of attention.
     sharding: as in `kernels.make_kernels`.
   """
-  entry = 2 * kind.num_kv_heads, kind.head_dim
+  parts = context.num_shards(sharding, 1)
 
-  def init_paged(shards, pages, page_size, dtype):
-    shape = (shards, pages, page_size, *entry)
-    parts = context.num_shards(sharding, 0) * context.num_shards(sharding, 1)
-    if math.prod(shape) >= _MAX_SIZE * parts:
+  def check(shape, dtype):
+    del dtype
+    if math.prod(shape) >= _MAX_SIZE * parts * context.num_shards(sharding, 0):
       raise InputError(
         f"kernels='pallas' supports less than {_MAX_SIZE:,} numbers in the KV"
         " cache of a layer on one GPU; reduce sampler.kv_pages"
       )
-    return (jnp.zeros(shape, dtype),)
 
-  def init_contiguous(sequences, length, dtype):
-    return jnp.zeros((sequences, length, *entry), dtype)
-
-  def run(function, like, *arguments):
-    return on_devices(function, sharding)(like, *arguments)
-
-  def write_paged(layer, k, v, block_tables, positions, writing):
-    where = block_tables.page_indices, positions, writing
-    return (run(_write_paged, layer[0], layer[0], k, v, *where),)
-
-  def paged_attention(q, layer, block_tables, positions):
-    return run(_decode, q, layer[0], q, block_tables.page_indices, positions)
-
-  def write_contiguous(layer, k, v, start):
-    starts = jnp.full(k.shape[:1], start, jnp.int32)
-    return run(_write_contiguous, layer, layer, k, v, starts)
-
-  def prefill_attention(q, layer, start):
-    starts = jnp.full(q.shape[:1], start, jnp.int32)
-    return run(_prefill, q, layer, q, starts)
-
-  return Kernels(
-    kv_sharding=layer_sharding(sharding, heads_axis=3),
-    shares_pages=True,
-    init_paged=init_paged,
-    init_contiguous=init_contiguous,
-    write_paged=write_paged,
-    paged_attention=paged_attention,
-    write_contiguous=write_contiguous,
-    prefill_attention=prefill_attention,
+  sizes = kind.num_kv_heads // parts, kind.head_dim
+  return make_interleaved(
+    *sizes, _decode, _prefill, check=check, sharding=sharding
   )
-
-
-def _write_paged(layer, k, v, *where):
-  return kv_cache.write_tokens(layer, _interleave(k, v), *where)
-
-
-def _write_contiguous(layer, k, v, starts):
-  return kv_cache.write_sequences(layer, _interleave(k, v), starts)
-
-
-def _interleave(k, v):
-  """Interleaves keys and values [B, Q, K, d] head by head: [B, Q, 2K, d]."""
-  return jnp.stack([k, v], axis=3).reshape(*k.shape[:2], -1, k.shape[3])
 
 
 def _flash(q, k, v, queries, keys):
@@ -173,7 +129,7 @@ def _flash(q, k, v, queries, keys):
   """
   count, block = q.shape[1], _block(q, q.shape[1])
   q, k, v = (_pad(x, 1, block) for x in (q, k, v))
-  rows = _rows(_pad(queries, 2, block, -2), _pad(keys, 1, block, -3), block)
+  rows = _rows(queries, keys, block)
   return _attention(q, k, v, rows, block)[:, :count]
 
 
@@ -188,8 +144,7 @@ def _prefill(layer, q, starts):
   count, block = q.shape[1], _block(q, q.shape[1])
   index = starts[:, None] + jnp.arange(count)[None]
   queries = jnp.stack([index, jnp.zeros_like(index), jnp.zeros_like(index)], 1)
-  keys = jnp.zeros(layer.shape[:2], jnp.int32)
-  rows = _rows(_pad(queries, 2, block, -2), _pad(keys, 1, block, -3), block)
+  rows = _rows(queries, jnp.zeros(layer.shape[:2], jnp.int32), block)
   q, layer = (_pad(x, 1, block) for x in (q, layer))
   out, _ = _forward(q, layer, layer, rows, block, interleaved=True)
   return out[:, :count]
@@ -207,24 +162,24 @@ def _pad(x, axis, block, value=0):
   return jnp.pad(x, widths, constant_values=value)
 
 
-class _Rows(NamedTuple):
-  """What the kernels know about queries and keys."""
-
-  queries: jax.Array  # int32 [R, 3, Q], as in `_flash`.
-  keys: jax.Array  # int32 [R, T], segments.
-  # Two ranges of key blocks that each block of queries reads, as first block
-  # and length: int32 [R, Q / block, 4].
-  key_ranges: jax.Array
-  # The range of query blocks that each block of keys reads: likewise.
-  query_range: jax.Array  # int32 [R, T / block, 2].
-
-
 def _rows(queries, keys, block):
   """Finds the blocks of keys that each block of queries may see.
 
   Compares the ranges of their segment numbers: segments need not be in order,
   but if they are, hardly any block is read in vain.
+
+  Args:
+    queries: int32 [R, 3, Q], as in `_flash`.
+    keys: int32 [R, T].
+    block: queries and keys per block.
+
+  Returns:
+    What the kernels read: queries and keys, padded; the two ranges of key
+    blocks that each block of queries reads, int32 [R, Q / block, 4], each as
+    first block and length; and likewise the range of query blocks that each
+    block of keys reads, int32 [R, T / block, 2].
   """
+  queries, keys = _pad(queries, 2, block, -2), _pad(keys, 1, block, -3)
   blocks = lambda x: x.reshape(*x.shape[:-1], -1, block)
   order = lambda x: jnp.where(x > 0, x, jnp.iinfo(jnp.int32).max)  # 0 is last.
   index, own, prefix = (blocks(queries[:, i])[:, :, None] for i in range(3))
@@ -241,7 +196,7 @@ def _rows(queries, keys, block):
   far = _range(prefix & (place < start))
   near = _range(segment | (prefix & (place >= start)))
   query_range = _range((segment | prefix).swapaxes(1, 2))
-  return _Rows(queries, keys, jnp.append(far, near, axis=2), query_range)
+  return queries, keys, jnp.append(far, near, axis=2), query_range
 
 
 def _range(needed):
@@ -273,18 +228,18 @@ def _attention_fwd(q, k, v, rows, block):
 
 
 def _attention_bwd(block, residuals, g):
-  q, k, v, rows, out, lse = residuals
+  q, k, v, (queries, keys, key_ranges, query_range), out, lse = residuals
   delta = jnp.sum(out.astype(jnp.float32) * g, axis=3).swapaxes(1, 2)
-  arguments = q, k, v, g, lse, delta, rows.queries, rows.keys
+  arguments = q, k, v, g, lse, delta, queries, keys
   d_q = _pallas_call(
     functools.partial(_flash_backward_queries, block),
     (q.shape[1] // block, len(q), q.shape[2]),
-    *(q, *arguments, rows.key_ranges),
+    *(q, *arguments, key_ranges),
   )
   d_k, d_v = _pallas_call(
     functools.partial(_flash_backward_keys, block),
     (k.shape[1] // block, len(k), k.shape[2]),
-    *((k, v), *arguments, rows.query_range),
+    *((k, v), *arguments, query_range),
   )
   return d_q, d_k, d_v, None
 
@@ -303,7 +258,7 @@ def _forward(q, k, v, rows, block, *, interleaved=False):
     functools.partial(_flash_forward, block, 1 + interleaved),
     (time // block, count, heads),
     (q, jax.ShapeDtypeStruct((count, heads, time), jnp.float32)),
-    *(q, k, v, rows.queries, rows.keys, rows.key_ranges),
+    *(q, k, v, *rows[:3]),
   )
 
 
@@ -312,11 +267,8 @@ def _flash_forward(
   out_ref, lse_ref,
 ):  # fmt: skip
   index, row, head = (pl.program_id(i) for i in range(3))
-  here, group = (
-    pl.ds(index * block, block),
-    step * q_ref.shape[2] // k_ref.shape[2],
-  )
-  key_head = step * _div(head, group)
+  here = pl.ds(index * block, block)
+  key_head = step * _div(head, step * q_ref.shape[2] // k_ref.shape[2])
   q, queries = q_ref[row, here, head], _queries(queries_ref, row, here)
 
   def body(i, carry):
@@ -475,11 +427,8 @@ def _decode_partition(
   query, member = _div(row, group), _rem(row, group)
   present = query < positions_ref.shape[1]
   at = (query * (kv_heads // 2) + head) * group + member
-  dims, start, length = (
-    jnp.arange(size)[None],
-    part * partition,
-    lengths_ref[slot],
-  )
+  dims, length = jnp.arange(size)[None], lengths_ref[slot]
+  start = part * partition
 
   @pl.when(start < length)
   def _():

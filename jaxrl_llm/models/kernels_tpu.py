@@ -28,12 +28,11 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models import context, kv_cache
+from jaxrl_llm.models import context
 from jaxrl_llm.models.kernels import (
   Kernels,
   PackedAttention,
-  layer_sharding,
-  on_devices,
+  make_interleaved,
 )
 from jaxrl_llm.models.layers import AttentionKind
 
@@ -173,70 +172,34 @@ def make_pallas(
   parts = context.num_shards(sharding, 1)
   heads, size = kind.num_kv_heads // parts, kind.head_dim  # On one device.
   padded = (_padded_heads(heads), -(-size // _LANES) * _LANES)
-  # Keys and values of a token, on all devices.
-  entry = (parts * 2 * padded[0], padded[1])
 
-  def init_paged(shards, pages, page_size, dtype):
-    if jnp.dtype(dtype).itemsize == 1 and padded[0] == 1:
+  def check(shape, dtype):
+    if dtype.itemsize == 1 and padded[0] == 1:
       raise InputError(
         f"a cache of {dtype} needs two KV heads on a device, and the model has"
         f" {kind.num_kv_heads} on {parts} devices: lower sampler.mesh.tensor"
       )
-    return (jnp.zeros((shards, pages, page_size, *entry), dtype),)
 
-  def init_contiguous(sequences, length, dtype):
-    return jnp.zeros((sequences, length, *entry), dtype)
-
-  def write(function, layer, k, v, *arguments):
-    def on_device(layer, k, v, *arguments):
-      return function(layer, _interleave(k, v, padded), *arguments)
-
-    return on_devices(on_device, sharding)(layer, layer, k, v, *arguments)
-
-  def attend(function, layer, q, *arguments):
+  def attend(function):
     def on_device(layer, q, *arguments):
       queries = _pad_queries(q, heads, padded)
       out = function(layer, queries, *arguments, scale=size**-0.5)
       return _unpad_queries(out, q.shape, heads, padded)
 
-    return on_devices(on_device, sharding)(q, layer, q, *arguments)
+    return on_device
 
-  def write_paged(layer, k, v, block_tables, positions, writing):
-    where = block_tables.page_indices, positions, writing
-    return (write(kv_cache.write_tokens, layer[0], k, v, *where),)
-
-  def paged_attention(q, layer, block_tables, positions):
-    indices, lengths = block_tables.page_indices, positions[:, -1] + 1
-    return attend(_attend_paged, layer[0], q, indices, lengths)
-
-  def write_contiguous(layer, k, v, start):
-    starts = jnp.full(k.shape[:1], start, jnp.int32)
-    return write(kv_cache.write_sequences, layer, k, v, starts)
-
-  def prefill_attention(q, layer, start):
-    lengths = jnp.full(q.shape[:1], start + q.shape[1], jnp.int32)
-    return attend(_attend_contiguous, layer, q, lengths)
-
-  return Kernels(
-    kv_sharding=layer_sharding(sharding, heads_axis=3),
-    shares_pages=True,
-    init_paged=init_paged,
-    init_contiguous=init_contiguous,
-    write_paged=write_paged,
-    paged_attention=paged_attention,
-    write_contiguous=write_contiguous,
-    prefill_attention=prefill_attention,
-  )
+  functions = attend(_attend_paged), attend(_attend_contiguous)
+  return make_interleaved(*padded, *functions, check=check, sharding=sharding)
 
 
-def _attend_paged(layer, q, page_indices, lengths, *, scale):
+def _attend_paged(layer, q, page_indices, positions, *, scale):
   """Attends to the pages of each slot, on one device.
 
   Args:
     layer: [D, P, page_size, 2K, d].
     q: [S, Q, H, d].
     page_indices: int32 [S, N].
-    lengths: int32 [S], including the last query.
+    positions: int32 [S, Q].
     scale: factor of the scores.
   """
   shards, pages = layer.shape[:2]
@@ -249,25 +212,25 @@ def _attend_paged(layer, q, page_indices, lengths, *, scale):
     q,
     layer.reshape(-1, *layer.shape[2:]),
     first[:, None] + jnp.minimum(page_indices, pages - 1),
-    jnp.where(held, lengths, queries),
+    jnp.where(held, positions[:, -1] + 1, queries),
     scale=scale,
   )
   return jnp.where(held[:, None, None, None], out, 0)
 
 
-def _attend_contiguous(layer, q, lengths, *, scale):
+def _attend_contiguous(layer, q, starts, *, scale):
   """Attends to contiguous sequences, as consecutive pages of Q tokens.
 
   Args:
     layer: [N, T, 2K, d]; Q divides T.
     q: [N, Q, H, d].
-    lengths: int32 [N], including the last query.
+    starts: int32 [N], position of the first query.
     scale: factor of the scores.
   """
   count, queries = q.shape[:2]
   pages = layer.reshape(-1, queries, *layer.shape[2:])
   page_indices = jnp.arange(len(pages), dtype=jnp.int32).reshape(count, -1)
-  return _ragged(q, pages, page_indices, lengths, scale=scale)
+  return _ragged(q, pages, page_indices, starts + queries, scale=scale)
 
 
 def _ragged(q, pages, page_indices, lengths, *, scale):
@@ -298,12 +261,6 @@ def _ragged(q, pages, page_indices, lengths, *, scale):
 def _padded_heads(heads):
   """Returns the next number of heads that fills whole registers."""
   return next((n for n in (1, 2, 4) if n >= heads), -(-heads // 8) * 8)
-
-
-def _interleave(k, v, padded):
-  """Interleaves keys and values [B, Q, K, d] head by head: [B, Q, 2K', d']."""
-  both = _pad(jnp.stack([k, v], axis=3), {2: padded[0], 4: padded[1]})
-  return both.reshape(*k.shape[:2], 2 * padded[0], padded[1])
 
 
 def _pad_queries(q, heads, padded):

@@ -98,7 +98,7 @@ def write_tokens(
 
   Args:
     layer: [D, P, page_size, ...].
-    new: [S, Q, ...].
+    new: [S, Q, ...], in the dtype of the layer.
     page_indices: int32 [S, N], as in `BlockTables`.
     positions: int32 [S, Q].
     writing: bool [S, Q]; other tokens leave no trace.
@@ -111,17 +111,7 @@ def write_tokens(
   write = lambda layer, page, offset, new: layer.at[page, offset].set(
     new, mode="drop"
   )
-  new = new.astype(layer.dtype)
   return jax.vmap(write)(layer, *map(by_shard, (page, offset, new)))
-
-
-def write_sequences(
-  layer: chex.Array, new: chex.Array, starts: chex.Array
-) -> jax.Array:
-  """Writes tokens [N, Q, ...] into sequences [N, T, ...], from starts[0] on."""
-  return jax.lax.dynamic_update_slice_in_dim(
-    layer, new.astype(layer.dtype), starts[0], axis=1
-  )
 
 
 def write_pages(
