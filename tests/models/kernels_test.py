@@ -362,13 +362,13 @@ class TestPackedAttention:
       scale = np.abs(expected).max()
       np.testing.assert_allclose(got, expected, rtol=1e-5, atol=2e-6 * scale)
 
-  def test_blocks_of_other_segments_are_not_read(self, monkeypatch):
-    monkeypatch.setattr(kernels_tpu, "_ROW_BLOCK", 128)
+  @pytest.mark.parametrize("module", ["tpu"], indirect=True)
+  def test_blocks_of_other_segments_are_not_read(self, module):
     config, time = _config(2, 1, 64), 512
     q, k, v, _, g = self._rows(config, time)
     # Samples of 1.5 and 1.5 blocks, and padding.
     segments = np.repeat([1, 2, 0], [192, 192, 128])[None].repeat(2, axis=0)
-    attend = kernels_tpu.make_packed_attention(config, sharding=None).attend
+    attend = module.make_packed_attention(config, sharding=None).attend
     run = lambda *x: self._with_gradients(attend, *x)
     clean = run(q, k, v, segments, g)
     # NaN times a weight of 0 is NaN wherever it is read.
