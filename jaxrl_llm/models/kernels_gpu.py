@@ -1,11 +1,7 @@
 """Attention with Pallas kernels for GPUs, compiled by Triton.
 
-Training uses flash attention on packed rows. A block of queries reads two
-ranges of key blocks: those of its prefixes, and those from the start of its
-segments to its last position. A block of keys reads one range of query blocks
-for its gradients. Blocks of other samples are skipped. The query heads of a KV
-head read it in place: keys and values are never repeated, and the sum of their
-gradients over these heads stays in registers.
+Training uses flash attention on packed rows, which skips the blocks of other
+samples (`flash_gpu`).
 
 Samples share their prompt. G responses of L tokens to a prompt of P tokens take
 P + G L tokens through all layers, where copies of the prompt take G (P + L):
@@ -25,9 +21,7 @@ query head; its `paged_attention` takes one query per slot.
 
 Products of float32 follow `jax_default_matmul_precision`, as others do.
 
-Reference:
-  Dao 2023, FlashAttention-2, arXiv 2307.08691; for decoding, the partitions of
-  Flash-Decoding (Dao et al. 2023).
+Reference: the partitions are those of Flash-Decoding (Dao et al. 2023).
 """
 
 import functools
@@ -40,7 +34,7 @@ from jax.experimental.pallas import triton
 from jax.sharding import NamedSharding
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models import context
+from jaxrl_llm.models import context, flash_gpu
 from jaxrl_llm.models.attention import MASKED
 from jaxrl_llm.models.kernels import (
   Kernels,
@@ -50,15 +44,9 @@ from jaxrl_llm.models.kernels import (
 from jaxrl_llm.models.layers import AttentionKind
 
 _HEAD_DIMS = (16, 32, 64, 128, 256)
-# Most rows and bytes of a block of queries, keys or values. With these, the
-# compiler for H100s spills next to no registers, and no kernel needs more than
-# 99 KiB of shared memory, which GPUs have since Ampere. None has been timed.
-_BLOCK, _BLOCK_BYTES = 64, 2**14
 # Decoding: least tokens of a partition, and most partitions of a sequence.
 _PARTITION, _MAX_PARTITIONS = 512, 32
 _MAX_SIZE = 2**31  # Numbers of an array: offsets in kernels have 32 bits.
-# Triton divides integers towards zero only.
-_div, _rem = jax.lax.div, jax.lax.rem
 
 
 def refusal(kind: AttentionKind) -> str:
@@ -86,7 +74,9 @@ def make_packed_attention(
     part = jax.lax.axis_index(sharding.spec[1]) if parts > 1 else 0
     index = jnp.broadcast_to(index[part][None], segments.shape)
     prefixes = jnp.where(prefixes > 0, prefixes, -1)
-    return _flash(q, k, v, jnp.stack([index, segments, prefixes], 1), keys)
+    return flash_gpu.attend(
+      q, k, v, jnp.stack([index, segments, prefixes], 1), keys
+    )
 
   attend = context.on_devices(on_device, sharding)
   return PackedAttention(attend, sees_prefixes=True)
@@ -117,22 +107,6 @@ def make_pallas(
   )
 
 
-def _flash(q, k, v, queries, keys):
-  """Attends in rows of any length, padded to whole blocks.
-
-  Args:
-    q: [R, Q, H, d].
-    k: [R, T, K, d].
-    v: [R, T, K, d].
-    queries: int32 [R, 3, Q]: position in the row, segment, prefix (-1: none).
-    keys: int32 [R, T], segments.
-  """
-  count, block = q.shape[1], _block(q, q.shape[1])
-  q, k, v = (_pad(x, 1, block) for x in (q, k, v))
-  rows = _rows(queries, keys, block)
-  return _attention(q, k, v, rows, block)[:, :count]
-
-
 def _prefill(layer, q, starts):
   """Attends causally to contiguous sequences, on one device.
 
@@ -141,241 +115,15 @@ def _prefill(layer, q, starts):
     q: [N, Q, H, d].
     starts: int32 [N], position of the first query.
   """
-  count, block = q.shape[1], _block(q, q.shape[1])
+  count, block = q.shape[1], flash_gpu.block_size(q, q.shape[1])
   index = starts[:, None] + jnp.arange(count)[None]
   queries = jnp.stack([index, jnp.zeros_like(index), jnp.zeros_like(index)], 1)
-  rows = _rows(queries, jnp.zeros(layer.shape[:2], jnp.int32), block)
-  q, layer = (_pad(x, 1, block) for x in (q, layer))
-  out, _ = _forward(q, layer, layer, rows, block, interleaved=True)
+  rows = flash_gpu.find_blocks(
+    queries, jnp.zeros(layer.shape[:2], jnp.int32), block
+  )
+  q, layer = (flash_gpu.pad(x, 1, block) for x in (q, layer))
+  out, _ = flash_gpu.forward(q, layer, layer, rows, block, interleaved=True)
   return out[:, :count]
-
-
-def _block(x, length):
-  """Returns the rows of a block; matrix products need at least 16."""
-  most = _BLOCK_BYTES // (x.shape[-1] * x.dtype.itemsize)
-  return max(16, min(_BLOCK, most, pl.next_power_of_2(length)))
-
-
-def _pad(x, axis, block, value=0):
-  """Pads an axis to whole blocks."""
-  widths = [(0, -n % block * (i == axis)) for i, n in enumerate(x.shape)]
-  return jnp.pad(x, widths, constant_values=value)
-
-
-def _rows(queries, keys, block):
-  """Finds the blocks of keys that each block of queries may see.
-
-  Compares the ranges of their segment numbers: segments need not be in order,
-  but if they are, hardly any block is read in vain.
-
-  Args:
-    queries: int32 [R, 3, Q], as in `_flash`.
-    keys: int32 [R, T].
-    block: queries and keys per block.
-
-  Returns:
-    What the kernels read: queries and keys, padded; the two ranges of key
-    blocks that each block of queries reads, int32 [R, Q / block, 4], each as
-    first block and length; and likewise the range of query blocks that each
-    block of keys reads, int32 [R, T / block, 2].
-  """
-  queries, keys = _pad(queries, 2, block, -2), _pad(keys, 1, block, -3)
-  blocks = lambda x: x.reshape(*x.shape[:-1], -1, block)
-  order = lambda x: jnp.where(x > 0, x, jnp.iinfo(jnp.int32).max)  # 0 is last.
-  index, own, prefix = (blocks(queries[:, i])[:, :, None] for i in range(3))
-  by_key = blocks(order(keys))[:, None]
-  first, last = jnp.min(by_key, axis=3), jnp.max(by_key, axis=3)
-  place = jnp.arange(first.shape[2])[None, None]
-  causal = place * block <= jnp.max(index, axis=3)
-  needed = lambda low, high: (
-    causal & (jnp.min(low, axis=3) <= last) & (jnp.max(high, axis=3) >= first)
-  )
-  segment = needed(order(own), order(own))
-  prefix = needed(order(prefix), prefix)
-  start = _range(segment)[..., :1]
-  far = _range(prefix & (place < start))
-  near = _range(segment | (prefix & (place >= start)))
-  query_range = _range((segment | prefix).swapaxes(1, 2))
-  return queries, keys, jnp.append(far, near, axis=2), query_range
-
-
-def _range(needed):
-  """Returns the first True of [R, N, n], and the length to the last one."""
-  first, after = jnp.argmax(needed, 2), jnp.argmax(needed[..., ::-1], 2)
-  length = jnp.where(jnp.any(needed, 2), needed.shape[2] - after - first, 0)
-  return jnp.stack([first, length], axis=2).astype(jnp.int32)
-
-
-def _pallas_call(kernel, grid, out_shape, *arguments):
-  """Runs a kernel on references to whole arrays."""
-  return pl.pallas_call(
-    kernel,
-    grid=grid,
-    out_shape=out_shape,
-    name=kernel.func.__name__.strip("_"),  # In profiles and compiled programs.
-    compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
-  )(*arguments)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=[4])
-def _attention(q, k, v, rows, block):
-  return _attention_fwd(q, k, v, rows, block)[0]
-
-
-def _attention_fwd(q, k, v, rows, block):
-  out, lse = _forward(q, k, v, rows, block)
-  return out, (q, k, v, rows, out, lse)
-
-
-def _attention_bwd(block, residuals, g):
-  q, k, v, (queries, keys, key_ranges, query_range), out, lse = residuals
-  delta = jnp.sum(out.astype(jnp.float32) * g, axis=3).swapaxes(1, 2)
-  arguments = q, k, v, g, lse, delta, queries, keys
-  d_q = _pallas_call(
-    functools.partial(_flash_backward_queries, block),
-    (q.shape[1] // block, len(q), q.shape[2]),
-    *(q, *arguments, key_ranges),
-  )
-  d_k, d_v = _pallas_call(
-    functools.partial(_flash_backward_keys, block),
-    (k.shape[1] // block, len(k), k.shape[2]),
-    *((k, v), *arguments, query_range),
-  )
-  return d_q, d_k, d_v, None
-
-
-_attention.defvjp(_attention_fwd, _attention_bwd)
-
-
-def _forward(q, k, v, rows, block, *, interleaved=False):
-  """Returns outputs [R, Q, H, d] and log2 of their denominators [R, H, Q].
-
-  If `interleaved`, k and v are one array with the value of each head after its
-  key.
-  """
-  count, time, heads, _ = q.shape
-  return _pallas_call(
-    functools.partial(_flash_forward, block, 1 + interleaved),
-    (time // block, count, heads),
-    (q, jax.ShapeDtypeStruct((count, heads, time), jnp.float32)),
-    *(q, k, v, *rows[:3]),
-  )
-
-
-def _flash_forward(
-  block, step, q_ref, k_ref, v_ref, queries_ref, keys_ref, ranges_ref,
-  out_ref, lse_ref,
-):  # fmt: skip
-  index, row, head = (pl.program_id(i) for i in range(3))
-  here = pl.ds(index * block, block)
-  key_head = step * _div(head, step * q_ref.shape[2] // k_ref.shape[2])
-  q, queries = q_ref[row, here, head], _queries(queries_ref, row, here)
-
-  def body(i, carry):
-    at = _block_at(ranges_ref, row, index, i, block)
-    visible = _visible(queries, at, keys_ref[row, at])
-    scores = jnp.where(visible, _scores(q, k_ref[row, at, key_head]), MASKED)
-    return _softmax_step(scores, v_ref[row, at, key_head + step - 1], carry)
-
-  count = ranges_ref[row, index, 1] + ranges_ref[row, index, 3]
-  out, top, total = jax.lax.fori_loop(0, count, body, _softmax_start(q))
-  total = jnp.where(total > 0, total, 1.0)  # Padding may see no block.
-  out_ref[row, here, head] = (out / total[:, None]).astype(q.dtype)
-  lse_ref[row, head, here] = top + jnp.log2(total)
-
-
-def _flash_backward_queries(
-  block, q_ref, k_ref, v_ref, g_ref, lse_ref, delta_ref, queries_ref, keys_ref,
-  ranges_ref, d_q_ref,
-):  # fmt: skip
-  index, row, head = (pl.program_id(i) for i in range(3))
-  here, group = pl.ds(index * block, block), q_ref.shape[2] // k_ref.shape[2]
-  kv_head, queries = _div(head, group), _queries(queries_ref, row, here)
-  q, g = q_ref[row, here, head], g_ref[row, here, head]
-  lse = lse_ref[row, head, here][:, None]
-  delta = delta_ref[row, head, here][:, None]
-
-  def body(i, d_q):
-    at = _block_at(ranges_ref, row, index, i, block)
-    visible = _visible(queries, at, keys_ref[row, at])
-    k, v = k_ref[row, at, kv_head], v_ref[row, at, kv_head]
-    weights = jnp.exp2(_scores(q, k) - lse)
-    d_weights = pl.dot(g, v, trans_b=True)
-    d_scores = jnp.where(visible, weights * (d_weights - delta), 0.0)
-    return d_q + pl.dot(d_scores.astype(k.dtype), k)
-
-  d_q = jnp.zeros(q.shape, jnp.float32)
-  count = ranges_ref[row, index, 1] + ranges_ref[row, index, 3]
-  d_q = jax.lax.fori_loop(0, count, body, d_q) * q.shape[1] ** -0.5
-  d_q_ref[row, here, head] = d_q.astype(q.dtype)
-
-
-def _flash_backward_keys(
-  block, q_ref, k_ref, v_ref, g_ref, lse_ref, delta_ref, queries_ref, keys_ref,
-  range_ref, d_k_ref, d_v_ref,
-):  # fmt: skip
-  index, row, kv_head = (pl.program_id(i) for i in range(3))
-  here, group = pl.ds(index * block, block), q_ref.shape[2] // k_ref.shape[2]
-  k, v = k_ref[row, here, kv_head], v_ref[row, here, kv_head]
-  keys, first = keys_ref[row, here], range_ref[row, index, 0]
-
-  def body(i, carry):
-    d_k, d_v = carry
-    at = pl.ds((first + _div(i, group)) * block, block)
-    head = kv_head * group + _rem(i, group)
-    queries = _queries(queries_ref, row, at, axis=0)
-    visible = _visible(queries, here, keys, axis=1)
-    q, g = q_ref[row, at, head], g_ref[row, at, head]
-    weights = jnp.exp2(_scores(k, q) - lse_ref[row, head, at][None])
-    weights = jnp.where(visible, weights, 0.0)
-    d_weights = pl.dot(v, g, trans_b=True) - delta_ref[row, head, at][None]
-    d_k += pl.dot((weights * d_weights).astype(q.dtype), q)
-    return d_k, d_v + pl.dot(weights.astype(g.dtype), g)
-
-  zeros, count = jnp.zeros(k.shape, jnp.float32), range_ref[row, index, 1]
-  d_k, d_v = jax.lax.fori_loop(0, count * group, body, (zeros, zeros))
-  d_k_ref[row, here, kv_head] = (d_k * k.shape[1] ** -0.5).astype(k.dtype)
-  d_v_ref[row, here, kv_head] = d_v.astype(v.dtype)
-
-
-def _block_at(ranges_ref, row, index, i, block):
-  """Returns the slice of the i-th block of two ranges."""
-  far, count, near = (ranges_ref[row, index, j] for j in range(3))
-  return pl.ds(jnp.where(i < count, far + i, near + i - count) * block, block)
-
-
-def _queries(queries_ref, row, at, axis=1):
-  """Returns positions, segments and prefixes of queries, [Q, 1] each."""
-  return [jnp.expand_dims(queries_ref[row, i, at], axis) for i in range(3)]
-
-
-def _visible(queries, at, keys, axis=0):
-  """Returns which keys, at a slice of the row, each query sees: [Q, T]."""
-  index, own, prefix = queries
-  place = jnp.expand_dims(at.start + jnp.arange(at.size), axis)
-  keys = jnp.expand_dims(keys, axis)
-  return ((keys == own) | (keys == prefix)) & (place <= index)
-
-
-def _scores(q, k):
-  """Returns scaled scores [Q, T] times log2(e): exp2 gives their weights."""
-  return pl.dot(q, k, trans_b=True) * (math.log2(math.e) * q.shape[1] ** -0.5)
-
-
-def _softmax_start(q):
-  """Returns weighted sum, maximum and denominator over no keys."""
-  empty = jnp.zeros(q.shape[0], jnp.float32)
-  return jnp.zeros(q.shape, jnp.float32), empty + MASKED, empty
-
-
-def _softmax_step(scores, v, carry):
-  """Adds a block of keys."""
-  out, top, total = carry
-  new_top = jnp.maximum(top, jnp.max(scores, axis=1))
-  weights = jnp.exp2(scores - new_top[:, None])
-  rescale = jnp.exp2(top - new_top)
-  out = out * rescale[:, None] + pl.dot(weights.astype(v.dtype), v)
-  return out, new_top, total * rescale + jnp.sum(weights, axis=1)
 
 
 def _decode(layer, q, page_indices, positions):
@@ -391,13 +139,16 @@ def _decode(layer, q, page_indices, positions):
   pages, page_size = layer.shape[1:3]
   length, queries = page_indices.shape[1] * page_size, count * heads
   partition = max(_PARTITION, pl.next_power_of_2(length) // _MAX_PARTITIONS)
-  partitions, rows = -(-length // partition), _block(q, queries // kv_heads)
+  partitions, rows = (
+    -(-length // partition),
+    flash_gpu.block_size(q, queries // kv_heads),
+  )
   # The tokens of a slot: those that its last query sees, 0 without pages. Draft
   # tokens may lie beyond the longest sequence.
   lengths = jnp.minimum(positions[:, -1] + 1, length)
   lengths = jnp.where(page_indices[:, 0] < pages, lengths, 0)
   by_partition = slots, partitions, queries
-  partial = _pallas_call(
+  partial = flash_gpu.pallas_call(
     functools.partial(_decode_partition, partition, rows),
     (-(-queries // kv_heads // rows), partitions, kv_heads, slots),
     [
@@ -406,7 +157,7 @@ def _decode(layer, q, page_indices, positions):
     ],
     *(q.reshape(slots, queries, size), layer, page_indices, positions, lengths),
   )
-  out = _pallas_call(
+  out = flash_gpu.pallas_call(
     functools.partial(_decode_merge, partition),
     (queries, slots),
     jax.ShapeDtypeStruct((slots, queries, size), q.dtype),
@@ -424,7 +175,7 @@ def _decode_partition(
   group = q_ref.shape[1] // positions_ref.shape[1] // (kv_heads // 2)
   # Rows are the queries of a KV head, those of one token after another.
   row = block * rows + jnp.arange(rows)
-  query, member = _div(row, group), _rem(row, group)
+  query, member = flash_gpu.div(row, group), flash_gpu.rem(row, group)
   present = query < positions_ref.shape[1]
   at = (query * (kv_heads // 2) + head) * group + member
   dims, length = jnp.arange(size)[None], lengths_ref[slot]
@@ -435,29 +186,35 @@ def _decode_partition(
     load = functools.partial(triton.load, other=0.0)
     position = load(positions_ref.at[slot, query], mask=present, other=0)
     q = load(q_ref.at[slot, at[:, None], dims], mask=present[:, None])
-    shard = _div(slot, lengths_ref.shape[0] // shards)
-    keys = _block(q, partition)
+    shard = flash_gpu.div(slot, lengths_ref.shape[0] // shards)
+    keys = flash_gpu.block_size(q, partition)
 
     def body(i, carry):
       place = start + i * keys + jnp.arange(keys)
       page = triton.load(
-        pages_ref.at[slot, _div(place, page_size)],
+        pages_ref.at[slot, flash_gpu.div(place, page_size)],
         mask=place < length,
         other=pages,
       )
       # There may be no page for draft tokens that cannot be accepted.
-      held, within = page < pages, _rem(place, page_size)
+      held, within = page < pages, flash_gpu.rem(place, page_size)
       token = shard, page[:, None], within[:, None]
       k, v = (
         load(layer_ref.at[*token, 2 * head + j, dims], mask=held[:, None])
         for j in range(2)
       )
       visible = held[None] & (place[None] <= position[:, None])
-      scores = jnp.where(visible, _scores(q, k.astype(q.dtype)), MASKED)
-      return _softmax_step(scores, v.astype(q.dtype), carry)
+      scores = jnp.where(
+        visible, flash_gpu.scores_of(q, k.astype(q.dtype)), MASKED
+      )
+      return flash_gpu.softmax_step(scores, v.astype(q.dtype), carry)
 
-    count = _div(jnp.minimum(length - start, partition) + keys - 1, keys)
-    out, top, total = jax.lax.fori_loop(0, count, body, _softmax_start(q))
+    count = flash_gpu.div(
+      jnp.minimum(length - start, partition) + keys - 1, keys
+    )
+    out, top, total = jax.lax.fori_loop(
+      0, count, body, flash_gpu.softmax_start(q)
+    )
     triton.store(
       out_ref.at[slot, part, at[:, None], dims],
       out / total[:, None],

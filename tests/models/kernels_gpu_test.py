@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 
 from jaxrl_llm import models
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models import attention, kernels, kernels_gpu
+from jaxrl_llm.models import attention, flash_gpu, kernels, kernels_gpu
 from jaxrl_llm.models.layers import AttentionKind
 
 BLOCK, PAGE = 16, 4
@@ -19,8 +19,8 @@ BLOCK, PAGE = 16, 4
 @pytest.fixture(autouse=True)
 def _interpreted(monkeypatch):
   interpreted = functools.partial(pl.pallas_call, interpret=True)
-  monkeypatch.setattr(kernels_gpu.pl, "pallas_call", interpreted)
-  monkeypatch.setattr(kernels_gpu, "_BLOCK", BLOCK)
+  monkeypatch.setattr(flash_gpu.pl, "pallas_call", interpreted)
+  monkeypatch.setattr(flash_gpu, "_BLOCK", BLOCK)
   monkeypatch.setattr(kernels_gpu, "_PARTITION", BLOCK)
 
 
@@ -108,9 +108,9 @@ class TestPackedAttention:
     segments, prefixes = _rows(row)
     index = np.arange(segments.size, dtype=np.int32)[None]
     queries = np.stack([index, segments, np.where(prefixes, 1, -1)], axis=1)
-    *_, key_ranges, query_range = jax.jit(kernels_gpu._rows, static_argnums=2)(
-      queries.astype(np.int32), segments, BLOCK
-    )
+    *_, key_ranges, query_range = jax.jit(
+      flash_gpu.find_blocks, static_argnums=2
+    )(queries.astype(np.int32), segments, BLOCK)
     far, near = (key_ranges[0, :, i : i + 2].tolist() for i in (0, 2))
     assert far[:2] == [[0, 0]] * 2 and far[2:8] == [[0, 2]] * 6
     assert near[:2] == [[0, 1], [0, 2]] and near[6:] == [[6, 1], [6, 2], [8, 1]]

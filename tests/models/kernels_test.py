@@ -22,6 +22,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import (
   attention,
   context,
+  flash_gpu,
   kernels,
   kernels_gpu,
   kernels_tpu,
@@ -61,7 +62,7 @@ def _wait(self):
 
 def _interpret_gpu(monkeypatch):
   interpreted = functools.partial(pl.pallas_call, interpret=True)
-  monkeypatch.setattr(kernels_gpu.pl, "pallas_call", interpreted)
+  monkeypatch.setattr(flash_gpu.pl, "pallas_call", interpreted)
 
 
 @pytest.fixture(params=["tpu", "gpu"], name="module")
@@ -294,7 +295,7 @@ class TestPackedAttention:
   def module(self, request, monkeypatch):
     if request.param == "gpu":
       _interpret_gpu(monkeypatch)
-      monkeypatch.setattr(kernels_gpu, "_BLOCK", 16)
+      monkeypatch.setattr(flash_gpu, "_BLOCK", 16)
       return kernels_gpu
     made = splash_attention_kernel._make_splash_attention
     interpreted = functools.partial(made, is_mqa=False, interpret=True)
