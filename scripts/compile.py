@@ -109,6 +109,10 @@ class Programs:
       ),
       "sampler": sharding.bytes_per_device(transfer.shapes),
     }
+    # Of the critic's base, which is then held once.
+    self.shared = 0.0
+    if critic and critic.shares_base:
+      self.shared = sharding.bytes_per_device(critic.base)
     # The part of it that scoring receives.
     self.parameters = {
       "policy": sharding.bytes_per_device(whole),
@@ -182,6 +186,8 @@ def report(config, model, programs: Programs, chip: Chip) -> bool:
     total += 0.0 if name == "sampler decode" else kv_bytes
     if "score" in name:
       total += kept[role] - programs.parameters[role]
+    if name == "update value":
+      total -= programs.shared
     total += sum(found[k] for k in ("arguments", "results", "temporaries"))
     fits &= total < chip.usable
     gib = [found["arguments"], found["temporaries"], known.get(name)]
