@@ -126,7 +126,8 @@ class Model(Group, path="model"):
   lora_alpha = Key(16.0, Range(0.0, open=True),
     "Adapters are scaled by alpha / rank; see model.lora_scaling.", FIXED)
   lora_targets = Key(("attention", "mlp"), None, "Linear layers with adapters:"
-    " parts of the paths attention/q, /k, /v, /o, mlp/gate, /up, /down.", FIXED)
+    " parts of the paths attention/q, /k, /v, /o, mlp/gate, /up, /down."
+    " Experts have none.", FIXED)
   lora_scaling = Key("lora", Names("models.adapters:SCALINGS"),
     "Scale of adapters: alpha / rank ('lora') or alpha / sqrt(rank)"
     " ('rslora').", FIXED)

@@ -152,15 +152,17 @@ def param_shapes(config: ModelConfig) -> Params:
 
 
 def linear_layers(config: ModelConfig) -> list[str]:
-  """Returns the paths of the linear layers of a layer, as 'attention/q'."""
-  paths = traverse_util.flatten_dict(param_shapes(config.base))
-  return list(
-    dict.fromkeys(
-      "/".join(path[1:-1])
-      for path in paths
-      if path[0] in places(config) and path[-1] == "kernel"
-    )
-  )
+  """Returns the paths of the linear layers of a layer, as 'attention/q'.
+
+  Experts are none: their kernels have an axis more.
+  """
+  shapes = traverse_util.flatten_dict(param_shapes(config.base))
+  found = {
+    "/".join(path[1:-1]): None
+    for path, x in shapes.items()
+    if path[0] in places(config) and path[-1] == "kernel" and x.ndim == 3
+  }
+  return list(found)
 
 
 def num_params(config: ModelConfig) -> int:

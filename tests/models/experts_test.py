@@ -179,6 +179,11 @@ def test_adapters_leave_experts_in_the_base(base_dtype):
   np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-4)
 
 
+def test_experts_are_no_linear_layers():
+  attention = [f"attention/{name}" for name in "koqv"]
+  assert models.linear_layers(CONFIG) == [*attention, "mlp/router"]
+
+
 def test_files_are_read_by_part(tmp_path):
   _, params = make_model()
   models.save(str(tmp_path), models.make_policy(CONFIG), params)
