@@ -14,7 +14,6 @@ takes too long costs no other:
   agreement  log-probs of the sampler against the trainer's, in both precisions
   tail       full rollouts (VAPO) against windows (T-PPO) on a long tail
   grpo       GRPO on the embedded task, its accuracy before and after
-  peers      rollouts beside other libraries, where they are installed
   gsm8k      GRPO on GSM8K, with --model and --data
 
 Writes OUT/DEVICE.json and OUT/DEVICE.md after every measurement, and keeps
@@ -26,7 +25,6 @@ import argparse
 import contextlib
 import datetime
 import functools
-import importlib.util
 import json
 import os
 import pathlib
@@ -48,9 +46,6 @@ from jaxrl_llm import metrics, report
 from jaxrl_llm.errors import InputError
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
-# Peer -> the module that it is.
-_PEERS = {"hf": "transformers", "tunix": "tunix"}
-_PEER_PROGRAM = _ROOT / "scripts" / "dev" / "peer_rollouts.py"  # Of a clone.
 _TAIL_STEPS = {"full": 10, "small": 4}
 _WARM_UP = 2  # Steps until windows have something to go on with.
 Numbers = dict[str, Any]
@@ -161,27 +156,6 @@ def measure_training(
       yield {f"{key.rpartition('/')[2]}_at_{step}": value}
 
 
-def measure_peers(
-  options: argparse.Namespace, limit_s: float
-) -> Iterator[Numbers]:
-  """Rollouts beside the libraries that are here; nothing without any."""
-  del options  # Peers know the shapes of scripts/benchmark.py.
-  work = ["--prompts=8", "--batch=64", "--new_tokens=128", "--p99=128"]
-  found = [k for k, v in _PEERS.items() if importlib.util.find_spec(v)]
-  program_of = lambda name: [sys.executable, str(_PEER_PROGRAM), name, *work]
-  others = [f"{name}={shlex.join(program_of(name))}" for name in found]
-  if not (others and _PEER_PROGRAM.exists()):
-    return
-  ours = str(_ROOT / "scripts" / "benchmark.py")
-  command = [sys.executable, ours, "rollouts", *work]
-  command += ["--group_size=8", "--repeats=1", "--rounds=1"]
-  command += [f"--peer={other}" for other in others]
-  record = peers.run_program(command, timeout_s=limit_s)
-  yield {f"{k}_error": text for k, text in record["errors"].items()}
-  for name, one in (record["peers"] | {"ours": record}).items():
-    yield {f"{name}_tokens_per_s": one["medians"]["tokens_per_s"]}
-
-
 _Part = Callable[[argparse.Namespace, float], Iterator[Numbers]]
 # Name -> function that measures it, and its share of the time. What a part
 # leaves of its share goes to those after it.
@@ -195,7 +169,6 @@ PARTS: dict[str, tuple[_Part, float]] = {
     functools.partial(measure_training, ["--config=configs/grpo.py"]),
     80,
   ),
-  "peers": (measure_peers, 30),
   "gsm8k": (
     functools.partial(
       measure_training,
