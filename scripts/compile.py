@@ -33,7 +33,7 @@ import types  # noqa: E402
 from typing import Any  # noqa: E402
 
 from absl import flags  # noqa: E402
-from parts import command_line, program, topology  # noqa: E402
+from parts import command_line, program  # noqa: E402
 
 _CONFIG = command_line.define_config(
   None, "METHOD:PRESET or FILE.py:PRESET, whose model it is."
@@ -52,6 +52,7 @@ if __name__ == "__main__":  # Before JAX, which takes seconds.
   command_line.answer_help(sys.argv)
 
 import jax  # noqa: E402
+from parts import topology  # noqa: E402
 
 from jaxrl_llm import models, sharding  # noqa: E402
 from jaxrl_llm.errors import InputError  # noqa: E402

@@ -309,7 +309,7 @@ class TestSettings:
       kept.setdefault(group, {})
       got = scaled[group].to_dict() | kept[group]
       if group == "value":  # How patient and with what eyes, not whether.
-        names = ("pretrain_patience", "reads_logprobs")
+        names = ("pretrain_patience", "reads_logprobs", "lora_rank")
         got |= {name: plain.value[name] for name in names}
       assert got == plain[group].to_dict()
     if scaled.data.source == "jsonl":

@@ -173,6 +173,8 @@ class TestRefused:
       constraints.several_processes,
       constraints.second_looks,
       constraints.engines,
+      constraints.adapters,
+      constraints.exactness,
     )
     streamed = changed({"schedule.streaming": True})
     advice = lambda rules: {text for _, _, text in rules}

@@ -31,6 +31,24 @@ CONFIGS = {
   "tied, q k v biases": tiny.tiny_config(),
   "untied, all biases": _config(),
   "q k norms": _config(family="qwen3", mlp_bias=False, attention_bias=False),
+  "adapters": _config(
+    adapters=models.Adapters(
+      rank=2, alpha=4.0, targets=("attention", "mlp"), base_dtype="int8"
+    )
+  ),
+  "experts": _config(
+    family="qwen3_moe",
+    mlp_bias=False,
+    own=(
+      ("num_experts", 4),
+      ("num_experts_per_tok", 2),
+      ("moe_intermediate_size", 12),
+      ("router_aux_loss_coef", 0.1),
+    ),
+    adapters=models.Adapters(
+      rank=2, alpha=4.0, targets=("router",), base_dtype="int8"
+    ),
+  ),
 }
 
 

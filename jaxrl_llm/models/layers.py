@@ -90,7 +90,8 @@ class RMSNorm(nnx.Module):
   """
 
   def __init__(self, size: int, epsilon: float, *, zero_centered: bool = False):
-    self.scale = nnx.Param(jnp.full((size,), 0.0 if zero_centered else 1.0))
+    make = jnp.zeros if zero_centered else jnp.ones
+    self.scale = nnx.Param(make((size,)))
     self.epsilon = epsilon
     self.zero_centered = zero_centered
 
