@@ -194,9 +194,9 @@ def _flash_backward_queries(
     visible = _visible(queries, at, keys_ref[row, at])
     k, v = k_ref[row, at, kv_head], v_ref[row, at, kv_head]
     weights = jnp.exp2(scores_of(q, k) - lse)
-    d_weights = pl.dot(g, v, trans_b=True)
+    d_weights = _dot(g, v, trans_b=True)
     d_scores = jnp.where(visible, weights * (d_weights - delta), 0.0)
-    return d_q + pl.dot(d_scores.astype(k.dtype), k)
+    return d_q + _dot(d_scores.astype(k.dtype), k)
 
   d_q = jnp.zeros(q.shape, jnp.float32)
   count = ranges_ref[row, index, 1] + ranges_ref[row, index, 3]
@@ -222,9 +222,9 @@ def _flash_backward_keys(
     q, g = q_ref[row, at, head], g_ref[row, at, head]
     weights = jnp.exp2(scores_of(k, q) - lse_ref[row, head, at][None])
     weights = jnp.where(visible, weights, 0.0)
-    d_weights = pl.dot(v, g, trans_b=True) - delta_ref[row, head, at][None]
-    d_k += pl.dot((weights * d_weights).astype(q.dtype), q)
-    return d_k, d_v + pl.dot(weights.astype(g.dtype), g)
+    d_weights = _dot(v, g, trans_b=True) - delta_ref[row, head, at][None]
+    d_k += _dot((weights * d_weights).astype(q.dtype), q)
+    return d_k, d_v + _dot(weights.astype(g.dtype), g)
 
   zeros, count = jnp.zeros(k.shape, jnp.float32), range_ref[row, index, 1]
   d_k, d_v = jax.lax.fori_loop(0, count * group, body, (zeros, zeros))
@@ -253,7 +253,7 @@ def _visible(queries, at, keys, axis=0):
 
 def scores_of(q, k):
   """Returns scaled scores [Q, T] times log2(e): exp2 gives their weights."""
-  return pl.dot(q, k, trans_b=True) * (math.log2(math.e) * q.shape[1] ** -0.5)
+  return _dot(q, k, trans_b=True) * (math.log2(math.e) * q.shape[1] ** -0.5)
 
 
 def softmax_start(q):
@@ -268,5 +268,11 @@ def softmax_step(scores, v, carry):
   new_top = jnp.maximum(top, jnp.max(scores, axis=1))
   weights = jnp.exp2(scores - new_top[:, None])
   rescale = jnp.exp2(top - new_top)
-  out = out * rescale[:, None] + pl.dot(weights.astype(v.dtype), v)
+  out = out * rescale[:, None] + _dot(weights.astype(v.dtype), v)
   return out, new_top, total * rescale + jnp.sum(weights, axis=1)
+
+
+def _dot(a, b, trans_b=False):
+  """Returns a b or a bᵀ in float32."""
+  contract = (((1,), (1 if trans_b else 0,)), ((), ()))
+  return jax.lax.dot_general(a, b, contract, preferred_element_type=jnp.float32)
