@@ -110,7 +110,7 @@ class Programs:
       ),
       "sampler": sharding.bytes_per_device(transfer.shapes),
     }
-    # Of the critic's base, which is then held once.
+    # Bytes of a base that policy and critic share, which is held once.
     self.shared = 0.0
     if critic and critic.shares_base:
       self.shared = sharding.bytes_per_device(critic.base)

@@ -39,7 +39,7 @@ CONFIGS = {
   "experts": _config(
     family="qwen3_moe",
     mlp_bias=False,
-    own=(
+    extra=(
       ("num_experts", 4),
       ("num_experts_per_tok", 2),
       ("moe_intermediate_size", 12),

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Gpu(NamedTuple):
-  """What the compiler for GPUs needs of one, beside the numbers of a `Chip`."""
+  """Properties of a GPU that its compiler needs besides those of `Chip`."""
 
   name: str  # JAX's name of the device.
   capability: tuple[int, int]  # CUDA compute capability.

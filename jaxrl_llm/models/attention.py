@@ -77,8 +77,8 @@ def _attend_in_rows(index, q, k, v, segments, prefixes, key_segments, window):
     visible = own[:, :, None] == key_segments[:, None]
     shared = prefix[:, :, None] == key_segments[:, None]
     visible |= shared & (prefix[:, :, None] > 0)
-    before = index[:, None] - jnp.arange(time)[None]
-    visible &= in_reach(before, window)[None]
+    keys_at = jnp.arange(time)[None]
+    visible &= in_reach(keys_at, index[:, None], window)[None]
     return attend(q, keys, values, visible)
 
   if time <= 2 * _QUERY_BLOCK:
@@ -183,9 +183,13 @@ def write_contiguous(
   return keys, write(values, v.swapaxes(1, 2), start, axis=2)
 
 
-def in_reach(before, window):
-  """Whether a query sees a key so many positions before it."""
-  return before >= 0 if window is None else (before >= 0) & (before < window)
+def in_reach(
+  keys: chex.Array, queries: chex.Array, window: int | None
+) -> jax.Array:
+  """Returns whether queries see keys, by their positions, which broadcast."""
+  if window is None:
+    return keys <= queries
+  return (keys <= queries) & (keys > queries - window)
 
 
 def prefill_attention(
@@ -208,6 +212,6 @@ def prefill_attention(
   """
   time = layer[0].shape[3]
   positions = start + jnp.arange(q.shape[1])
-  visible = in_reach(positions[:, None] - jnp.arange(time)[None], window)
+  visible = in_reach(jnp.arange(time)[None], positions[:, None], window)
   visible = jnp.broadcast_to(visible, (q.shape[0], *visible.shape))
   return attend(q, *layer, visible)

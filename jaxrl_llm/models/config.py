@@ -56,7 +56,7 @@ class ModelConfig:
   attention_bias: bool = False  # Bias of q, k, v and, except in Qwen2, o.
   mlp_bias: bool = False
   tie_word_embeddings: bool = False
-  own: tuple[tuple[str, float], ...] = ()  # Of the family, see `Family.own`.
+  extra: tuple[tuple[str, float], ...] = ()  # See `Family.extra`.
   adapters: Adapters | None = None  # Never in a config.json.
 
   def __post_init__(self):
@@ -110,7 +110,7 @@ class ModelConfig:
     }
     return {
       **values,
-      **dict(self.own),
+      **dict(self.extra),
       "architectures": [rules.architecture],
       "model_type": self.family,
       "hidden_act": "silu",
@@ -151,9 +151,9 @@ def _problems(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
   for field, fixed in families.get(family).fixed.items():
     if values[field] is not fixed:
       yield field, f"must be {fixed} in family {family}"
-  own = dict(values["own"])
-  for key, (low, high) in families.get(family).own.items():
-    if problem := range_problem(own.get(key), low, high):
+  extra = dict(values["extra"])
+  for key, (low, high) in families.get(family).extra.items():
+    if problem := range_problem(extra.get(key), low, high):
       yield key, problem
   heads, kv_heads = values["num_heads"], values["num_kv_heads"]
   if heads % kv_heads:
@@ -174,8 +174,8 @@ def _fields_from_hf(values: Mapping[str, Any], where: Any) -> dict[str, Any]:
   values = rules.respelled(values)
   theta, scaling = rope.from_hf(values, where)
   values = {**values, "rope_theta": theta}
-  own = tuple((key, values.get(key)) for key in rules.own)
-  fields = {"family": family, "rope_scaling": scaling, "own": own}
+  extra = tuple((key, values.get(key)) for key in rules.extra)
+  fields = {"family": family, "rope_scaling": scaling, "extra": extra}
   for field in _RANGES:
     key = _HF_KEYS.get(field, field)
     fields[field] = values.get(key)

@@ -9,6 +9,7 @@ References:
 """
 
 import dataclasses
+from typing import Any
 
 import chex
 import jax
@@ -28,6 +29,10 @@ class ExpertsKind:
   per_token: int  # Experts that a token uses.
   intermediate_size: int
   balance: float  # Coefficient of the load-balancing loss.
+
+  def make(self, *settings: Any) -> "Experts":
+    """Makes the module, from (config, numerics, rngs)."""
+    return Experts(self, *settings)
 
 
 class Grouped(nnx.Module):
@@ -78,7 +83,7 @@ class Experts(nnx.Module):
     self.kind = kind
 
   def __call__(
-    self, x: chex.Array, valid: chex.Array | None = None
+    self, x: chex.Array, valid: chex.Array | None
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Applies the experts.
 

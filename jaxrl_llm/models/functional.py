@@ -11,7 +11,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.models import adapters, context, heads, transformer
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.kernels import make_kernels, make_packed_attention
+from jaxrl_llm.models.kernels import (
+  choose,
+  make_kernels,
+  make_packed_attention,
+)
 from jaxrl_llm.models.kv_cache import KVCache
 from jaxrl_llm.models.numerics import FLOAT32, Numerics
 from jaxrl_llm.models.params import merge
@@ -96,13 +100,9 @@ def _backbone_settings(config, numerics, remat_policy, kernels, sharding):
 
 
 def _by_attention(make, kernels, config, sharding):
-  """Makes a backend for every kind of attention of a model.
-
-  All are of one name, because layers of a KV cache have one layout.
-  """
+  """Makes a backend for every kind of attention of a model."""
   kinds = dict.fromkeys(kind.attention for kind in config.period)
-  if kernels == "auto" and any(kind.window for kind in kinds):
-    kernels = "xla"  # The others have no windows.
+  kernels = choose(kernels, kinds, sharding)
   return {kind: make(kernels, kind, sharding=sharding) for kind in kinds}
 
 

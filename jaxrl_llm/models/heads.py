@@ -129,7 +129,7 @@ def _forward(hidden, kernel, targets, mask, temperature, tied, chunk, sharding):
     logits = project(rows, whole, tied) / temperature
     top = jnp.max(logits, axis=-1)
     log_sum = jnp.log(jnp.sum(jnp.exp(logits - top[..., None]), axis=-1))
-    # Of the logits, not of log-probs, which then are nowhere stored.
+    # Read from the logits: XLA would store the log-probs to read from them.
     picked = jnp.take_along_axis(
       logits, _slice(targets_front, i, chunk)[..., None], axis=-1
     )[..., 0]

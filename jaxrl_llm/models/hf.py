@@ -5,6 +5,7 @@ the model. Reading checks everything before a weight is used. Writing leaves a
 directory either complete or without weights, never with a mixture.
 """
 
+import contextlib
 import itertools
 import json
 import math
@@ -13,7 +14,7 @@ import pathlib
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +31,8 @@ from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.system import files
 
 _WRITTEN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+_ADAPTERS = re.compile(r"adapter_(config\.json|model\.safetensors)")
+_PEFT_CONFIG = "adapter_config.json"
 _EXTRA_FILES = (
   *("tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
   *("special_tokens_map.json", "added_tokens.json", "vocab.json"),
@@ -221,8 +224,7 @@ def write_params(
     path: directory, created if necessary.
     config: configuration of the model.
     params: nested dict shaped as `transformer.param_shapes(config.base)`, with
-      the
-      dtypes of the file.
+      the dtypes of the file.
     max_shard_bytes: maximum size of a file in bytes, unless one tensor is
       larger.
     extra_files_from: a model directory whose tokenizer files, generation
@@ -238,20 +240,12 @@ def write_params(
   values = config.to_hf() | _token_ids(source)
   # The key of the dtype that every release of transformers reads.
   values["torch_dtype"] = entries[0].array.dtype.name
-  directory = pathlib.Path(path)
-  try:
-    directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".export-", dir=directory) as temp:
-      stage = pathlib.Path(temp)
-      (stage / hf_files.CONFIG).write_text(_json(values), encoding="utf-8")
-      _copy_extras(source, stage)
-      _write_weights(stage, entries, max_shard_bytes)
-      _publish(stage, directory)
-  except (OSError, safetensors.SafetensorError) as error:
-    raise InputError(
-      f"{directory}: cannot be written ({error}); choose another directory or"
-      " make room"
-    ) from None
+  with _published(
+    path, _WRITTEN, first=(hf_files.INDEX, hf_files.SINGLE)
+  ) as stage:
+    (stage / hf_files.CONFIG).write_text(_json(values), encoding="utf-8")
+    _copy_extras(source, stage)
+    _write_weights(stage, entries, max_shard_bytes)
 
 
 def write_adapters(
@@ -264,7 +258,8 @@ def write_adapters(
   """Writes adapters as a directory that PEFT loads.
 
   Args:
-    path: directory, created if necessary.
+    path: directory, created if necessary. Adapters of an earlier call are
+      replaced.
     config: configuration of the model, with adapters.
     params: nested dict of the factors alone.
     base: name or path of the model that they belong to.
@@ -272,7 +267,7 @@ def write_adapters(
   Raises:
     InputError: The directory cannot be written.
   """
-  adapters, directory = config.adapters, pathlib.Path(path)
+  adapters = config.adapters
   leaves = [leaf for leaf in _leaves(config) if leaf.path[-1] in FACTORS]
   arrays = {
     f"base_model.model.{entry.name}": entry.to_host()
@@ -289,13 +284,10 @@ def write_adapters(
     "lora_dropout": 0.0,
     "bias": "none",
   }
-  try:
-    directory.mkdir(parents=True, exist_ok=True)
-    file = directory / "adapter_model.safetensors"
+  with _published(path, _ADAPTERS, first=(_PEFT_CONFIG,)) as stage:
+    (stage / _PEFT_CONFIG).write_text(_json(values), encoding="utf-8")
+    file = stage / "adapter_model.safetensors"
     safetensors.numpy.save_file(arrays, file, metadata={"format": "pt"})
-    (directory / "adapter_config.json").write_text(_json(values), "utf-8")
-  except (OSError, safetensors.SafetensorError) as error:
-    raise InputError(f"{directory}: cannot be written ({error})") from None
 
 
 def _entries(
@@ -389,20 +381,42 @@ def _json(values: Mapping[str, Any]) -> str:
   return json.dumps(values, indent=2, sort_keys=True) + "\n"
 
 
-def _publish(stage: pathlib.Path, directory: pathlib.Path) -> None:
-  """Moves the staged files into place; a kill leaves no mixture.
+@contextlib.contextmanager
+def _published(
+  path: str | os.PathLike[str], written: re.Pattern, *, first: Collection[str]
+) -> Iterator[pathlib.Path]:
+  """Yields a folder whose files then move into place; a kill leaves no mixture.
 
-  The file that a reader opens first (index or single file) is removed first and
-  written last. In between, loading fails because the directory has no weights.
+  The file that a reader opens first is removed first and written last. In
+  between, loading fails because it is missing.
+
+  Args:
+    path: directory of the files, created if necessary.
+    written: names of files of earlier calls, which are removed.
+    first: names of the file that a reader opens first.
+
+  Raises:
+    InputError: The directory cannot be written.
   """
-  for file in stage.iterdir():
-    # Safetensors may restrict a file to its owner.
-    shutil.copymode(stage / hf_files.CONFIG, file)
-    files.to_disk(file)
-  first = (hf_files.INDEX, hf_files.SINGLE)
-  old = [file for file in directory.iterdir() if _WRITTEN.fullmatch(file.name)]
-  for file in sorted(old, key=lambda file: file.name not in first):
-    file.unlink()
-  for file in sorted(stage.iterdir(), key=lambda file: file.name in first):
-    os.replace(file, directory / file.name)
-  files.to_disk(directory)
+  directory = pathlib.Path(path)
+  try:
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".export-", dir=directory) as temp:
+      stage = pathlib.Path(temp)
+      yield stage
+      text = next(stage.glob("*.json"))
+      for file in stage.iterdir():
+        # Safetensors may restrict a file to its owner.
+        shutil.copymode(text, file)
+        files.to_disk(file)
+      old = [x for x in directory.iterdir() if written.fullmatch(x.name)]
+      for file in sorted(old, key=lambda file: file.name not in first):
+        file.unlink()
+      for file in sorted(stage.iterdir(), key=lambda file: file.name in first):
+        os.replace(file, directory / file.name)
+      files.to_disk(directory)
+  except (OSError, safetensors.SafetensorError) as error:
+    raise InputError(
+      f"{directory}: cannot be written ({error}); choose another directory or"
+      " make room"
+    ) from None

@@ -9,7 +9,7 @@ pages to slots (`BlockTables`).
 import functools
 import importlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -116,26 +116,53 @@ def make_packed_attention(
   return pallas.make_packed_attention(kind, sharding=sharding)
 
 
-def _pallas(
-  name: str, kind: AttentionKind, sharding: NamedSharding | None
-) -> Any:
-  """Returns the module with kernels for the devices, or None for plain XLA."""
+def choose(
+  name: str, kinds: Iterable[AttentionKind], sharding: NamedSharding | None
+) -> str:
+  """Returns 'xla' or 'pallas', whichever all kinds of a model can have.
+
+  Layers of one KV cache need one layout, and so one backend.
+
+  Args:
+    name: as in `make_kernels`.
+    kinds: the kinds of attention.
+    sharding: as in `make_kernels`.
+
+  Raises:
+    InputError, ValueError: As in `make_kernels`.
+  """
   if name not in NAMES:
     raise ValueError(f"kernels must be one of {NAMES}, got {name!r}")
   platform = "" if name == "xla" else platform_of(sharding)
   if name == "xla" or (name == "auto" and platform not in _MODULES):
-    return None
-  module, reason = None, f"needs a TPU or a GPU, and the devices are {platform}"
+    return "xla"
+  reason = f"needs a TPU or a GPU, and the devices are {platform}"
   if platform in _MODULES:
     # Pallas is slow to import, and plain XLA does not need it.
     module = importlib.import_module(_MODULES[platform])
-    reason = module.refusal(kind)
+    reasons = (_no_windows(kind) or module.refusal(kind) for kind in kinds)
+    reason = next(filter(None, reasons), "")
   if not reason:
-    return module
+    return "pallas"
   if name == "pallas":
     raise InputError(f"kernels='pallas' {reason}; use 'auto' or 'xla'")
-  warnings.warn(f"kernels are 'xla': 'pallas' {reason}", stacklevel=4)
-  return None
+  warnings.warn(f"kernels are 'xla': 'pallas' {reason}", stacklevel=3)
+  return "xla"
+
+
+def _no_windows(kind: AttentionKind) -> str:
+  if kind.window is None:
+    return ""
+  return f"has no sliding windows, and the model has one of {kind.window}"
+
+
+def _pallas(
+  name: str, kind: AttentionKind, sharding: NamedSharding | None
+) -> Any:
+  """Returns the module with kernels for the devices, or None for plain XLA."""
+  if choose(name, [kind], sharding) == "xla":
+    return None
+  return importlib.import_module(_MODULES[platform_of(sharding)])
 
 
 def platform_of(sharding: NamedSharding | None) -> str:

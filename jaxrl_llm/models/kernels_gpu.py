@@ -53,8 +53,6 @@ def refusal(kind: AttentionKind) -> str:
   """Returns why the kernels do not support a model, or '' if they do."""
   if kind.head_dim not in _HEAD_DIMS:
     return f"needs head_dim in {_HEAD_DIMS}, and the model has {kind.head_dim}"
-  if kind.window:
-    return f"has no sliding windows, and the model has some of {kind.window}"
   return ""
 
 

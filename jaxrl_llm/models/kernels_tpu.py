@@ -54,8 +54,6 @@ def refusal(kind: AttentionKind) -> str:
     return (
       f"needs head_dim >= {_MIN_HEAD_DIM}, and the model has {kind.head_dim}"
     )
-  if kind.window:
-    return f"has no sliding windows, and the model has some of {kind.window}"
   return ""
 
 

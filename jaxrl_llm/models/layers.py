@@ -16,6 +16,7 @@ reduced over tokens like the main loss; the sampler drops them.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -170,31 +171,57 @@ class Attention(nnx.Module):
     return self.o(out.reshape(batch, time, -1)), cache
 
 
+ACTIVATIONS = {
+  "silu": jax.nn.silu,
+  "gelu": functools.partial(jax.nn.gelu, approximate=True),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MlpKind:
+  """Settings of a gated MLP."""
+
+  bias: bool
+  activation: str = "silu"  # One of `ACTIVATIONS`.
+
+  def make(self, *settings: Any) -> "MLP":
+    """Makes the module, from (config, numerics, rngs)."""
+    return MLP(self, *settings)
+
+
 class MLP(nnx.Module):
-  """down(activation(gate(x)) · up(x))."""
+  """down(activation(gate(x)) · up(x)), without auxiliary outputs."""
 
   def __init__(
     self,
+    kind: MlpKind,
     config: ModelConfig,
-    activation: Callable[[chex.Array], jax.Array] = jax.nn.silu,
-    **linear: Any,
+    numerics: Numerics,
+    rngs: nnx.Rngs,
   ):
-    self.activation = activation
     sizes = (config.hidden_size, config.intermediate_size)
+    linear = {"bias": kind.bias, "numerics": numerics, "rngs": rngs}
     self.gate = Linear(*sizes, **linear)
     self.up = Linear(*sizes, **linear)
     self.down = Linear(*sizes[::-1], **linear)
+    self.activation = ACTIVATIONS[kind.activation]
 
-  def __call__(self, x: chex.Array) -> jax.Array:
-    return self.down(self.activation(self.gate(x)) * self.up(x))
+  def __call__(
+    self, x: chex.Array, valid: chex.Array | None
+  ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    del valid  # A token depends on no other one.
+    return self.down(self.activation(self.gate(x)) * self.up(x)), {}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderKind:
-  """Kind of a pre-norm layer: attention, then a gated MLP."""
+  """Kind of a pre-norm layer: attention, then an MLP or experts."""
 
   attention: AttentionKind
-  mlp_bias: bool
+  # `MlpKind`, or another record whose `make(config, numerics, rngs)` makes a
+  # module: (x [B,T,D], valid) -> (out [B,T,D], auxiliary outputs).
+  mlp: Any
+  output_norms: bool = False  # Norms of both outputs, before they are added.
 
   def make(self, *settings: Any) -> "DecoderLayer":
     """Makes the module of a layer; see the module docstring."""
@@ -202,7 +229,7 @@ class DecoderKind:
 
 
 class DecoderLayer(nnx.Module):
-  """Pre-norm transformer layer, without auxiliary outputs."""
+  """Pre-norm transformer layer; auxiliary outputs are those of its MLP."""
 
   def __init__(
     self,
@@ -214,7 +241,11 @@ class DecoderLayer(nnx.Module):
     self.input_norm = make_norm(config)
     self.attention = Attention(kind.attention, config, numerics, rngs)
     self.post_norm = make_norm(config)
-    self.mlp = MLP(config, bias=kind.mlp_bias, numerics=numerics, rngs=rngs)
+    self.mlp = kind.mlp.make(config, numerics, rngs)
+    if kind.output_norms:
+      self.attention_norm = make_norm(config)
+      self.mlp_norm = make_norm(config)
+    self.output_norms = kind.output_norms
 
   def __call__(
     self,
@@ -223,14 +254,14 @@ class DecoderLayer(nnx.Module):
     attend: AttendFn,
     valid: chex.Array | None,
   ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
-    del valid  # Nothing here depends on other tokens but attention.
     out, cache = self.attention(self.input_norm(x), rotary, attend)
-    x = x + out
-    return x + self.mlp(self.post_norm(x)), cache, {}
+    x = x + (self.attention_norm(out) if self.output_norms else out)
+    out, aux = self.mlp(self.post_norm(x), valid)
+    return x + (self.mlp_norm(out) if self.output_norms else out), cache, aux
 
 
 class Embed(nnx.Module):
-  """Token embedding [V, D], scaled if the family says so."""
+  """Token embedding [V, D], times the `embedding_scale` of the family."""
 
   def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
     init = nnx.initializers.normal(INIT_STDDEV)

@@ -141,8 +141,8 @@ def _attend(q, positions, owner, start, order, segments, *, window):
   held = jnp.minimum(owner, slots - 1)
   scores = multiply("pkqd,pkdl->pkql", q[held], keys)
   index = start[:, None] + jnp.arange(scores.shape[3])[None]
-  before = positions[held][:, :, None] - index[:, None]  # [P, Q, page_size].
-  visible = in_reach(before, window)
+  # [P, Q, page_size].
+  visible = in_reach(index[:, None], positions[held][:, :, None], window)
   visible &= (owner < slots)[:, None, None]
   by_query = scores.reshape(*scores.shape[:2], -1, *visible.shape[1:])
   by_query = jnp.where(visible[:, None, None], by_query, MASKED)

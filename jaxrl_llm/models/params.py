@@ -1,13 +1,14 @@
 """Parameters as two trees: a frozen base and a trained part."""
 
-import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from flax import traverse_util
 
-# What a model with adapters trains: these and the heads of a critic.
-_BESIDE_BASE = re.compile(r"/lora_[ab]$|^(value_head|surprise)/")
+from jaxrl_llm.models.adapters import FACTORS
+
+# Parameters that a critic has in addition to its backbone.
+_NEW_IN_CRITIC = ("value_head/", "surprise/")
 
 
 class Params(NamedTuple):
@@ -24,18 +25,18 @@ class Params(NamedTuple):
 def partition(params: Any, frozen: Sequence[str]) -> Params:
   """Splits the parameters of a new model state.
 
-  A model with adapters trains these and its head only.
+  A model with adapters trains only these and what a critic adds.
 
   Args:
     params: nested dict of arrays or of their shapes.
     frozen: substrings of the paths 'a/b/c' of frozen leaves.
   """
   leaves = traverse_util.flatten_dict(params, sep="/")
-  adapted = any("/lora_" in k for k in leaves)
+  adapted = any(path.endswith(FACTORS) for path in leaves)
 
   def in_base(path):
-    if adapted and not _BESIDE_BASE.search(path):
-      return True
+    if adapted and not path.endswith(FACTORS):
+      return not path.startswith(_NEW_IN_CRITIC)
     return any(part in path for part in frozen)
 
   base = {k: x for k, x in leaves.items() if in_base(k)}

@@ -1,6 +1,7 @@
 """Shapes of published models, and the parameters used per token."""
 
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.experts import ExpertsKind
 from jaxrl_llm.models.transformer import num_params
 
 
@@ -44,7 +45,8 @@ def multiplied_params(config: ModelConfig) -> int:
   table = 0 if config.tie_word_embeddings else config.vocab_size
   used = num_params(config) - table * config.hidden_size
   for kind in config.layers:
-    if experts := getattr(kind, "experts", None):
+    experts = getattr(kind, "mlp", None)
+    if isinstance(experts, ExpertsKind):
       idle = experts.num_experts - experts.per_token
       used -= 3 * idle * config.hidden_size * experts.intermediate_size
   return used

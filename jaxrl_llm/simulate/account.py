@@ -37,7 +37,7 @@ TAIL = 4.0
 # head per logit, by programs compiled for an H100.
 _SCORE_BYTES, _LOGIT_BYTES = 21.0, 24.0
 _BLOCKS = 512, 64  # Keys of a block, of kernels for TPUs and for GPUs.
-# Of a simulation of decoding: slots, and most pages of a response.
+# Size of a simulation of decoding: its slots, and the pages of a response.
 _SEEDS, _SLOTS, _PAGES = range(4), 64, 256
 
 
@@ -182,7 +182,7 @@ def _decoding(slots, responses, prompt, mean, longest, window, pages):
     for _ in range(9):  # Until the mean is right, with the cap.
       drawn = np.clip(drawn * (mean / drawn.mean()), 1, longest[1])
     total, squares = drawn.sum(), (drawn**2).sum()
-    # Of a response longer than the window, each part is in another batch.
+    # A response longer than the window is written in several batches.
     begun = range(0, longest[1], window)
     parts = np.concatenate([(drawn - x).clip(0, window) for x in begun[::-1]])
     parts = np.ceil(parts[parts > 0]).astype(int)

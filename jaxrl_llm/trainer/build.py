@@ -185,7 +185,11 @@ def make_learner(
     ),
     mesh=mesh,
     initial_params=functools.partial(
-      read_policy_params, path, models.merge(policy.params), policy_fns.config
+      read_policy_params,
+      path,
+      models.merge(policy.params),
+      policy_fns.config,
+      seed=config.run.seed,
     ),
     companions={
       name: choices.COMPANIONS[name](policy, mesh, follow)
@@ -322,11 +326,11 @@ def _make_evaluators(config, writer, problems) -> list[Evaluator]:
 
 
 def read_policy_params(
-  path: str, shapes: Any, model_config: models.ModelConfig
+  path: str, shapes: Any, model_config: models.ModelConfig, *, seed: int = 0
 ) -> Any:
   """Reads the parameters of a model with the shardings of `shapes`.
 
-  Its adapters, if any, are new.
+  Its adapters, if any, are new and drawn with the seed.
   """
   adapters = model_config.adapters
   places = jax.tree.map(lambda x: x.sharding, shapes)
@@ -336,7 +340,7 @@ def read_policy_params(
     return params
   begin = functools.partial(models.with_adapters, config=model_config)
   begin = jax.jit(begin, out_shardings=places, donate_argnums=0)
-  return begin(params, jax.random.key(0))
+  return begin(params, jax.random.key(seed))
 
 
 def _critic_params(learner: Learner, policy_params: Any, *, init_from: str):

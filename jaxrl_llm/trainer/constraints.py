@@ -337,13 +337,11 @@ def off_policy(config: Any) -> Rules:
 
 def adapters(config: Any) -> Rules:
   """Checks low-rank adapters."""
-  model, ranks = config.model, {}
-  for role, group in (("policy", "model"), ("value", "value")):
-    ranks[role] = config[group].lora_rank
+  model, groups = config.model, {"policy": "model", "value": "value"}
+  ranks = {role: config[group].lora_rank for role, group in groups.items()}
+  full = not ranks["policy"] or (has_critic(config) and not ranks["value"])
   return [
-    (model.base_dtype != "float32" and not all(
-        ranks[k] for k in (("policy", "value") if has_critic(config)
-          else ("policy",))),
+    (model.base_dtype != "float32" and full,
       "model.base_dtype, model.lora_rank, value.lora_rank",
       "only weights beside adapters are stored in fewer bits; set lora_rank of"
       " policy and critic, or base_dtype='float32'"),
@@ -356,7 +354,7 @@ def adapters(config: Any) -> Rules:
     *((ranks[role] and config.optimizer[role].frozen,
       f"optimizer.{role}.frozen, {group}.lora_rank",
       "adapters freeze all other weights already; leave frozen empty")
-      for role, group in (("policy", "model"), ("value", "value"))),
+      for role, group in groups.items()),
   ]
 
 

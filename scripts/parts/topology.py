@@ -14,8 +14,8 @@ from jax.experimental import topologies
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.metrics.chips import CHIPS, Chip
 
-# What XLA's compiler asks for of a GPU (GpuTargetConfigProto), with CUDA 12.9
-# and cuDNN 9.8.
+# A GPU as XLA describes it (GpuTargetConfigProto), with CUDA 12.9 and
+# cuDNN 9.8.
 _TARGET = """
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32

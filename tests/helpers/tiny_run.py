@@ -97,6 +97,12 @@ def comparable(workdir: pathlib.Path) -> list[dict]:
   ]
 
 
+def saved_leaves(checkpoint: pathlib.Path) -> set[str]:
+  """Names of the leaves in the folder of a step, or of the base."""
+  body = (checkpoint / "COMMIT").read_text(encoding="utf-8").rpartition("}")[0]
+  return {*json.loads(body + "}")["leaves"]}
+
+
 def snapshot(folder):
   """Every path below a folder with its bytes; None for a folder."""
   return {

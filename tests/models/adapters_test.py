@@ -12,6 +12,7 @@ from flax import traverse_util
 from helpers import tiny
 
 from jaxrl_llm import models
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import adapters, hf
 
 EVERYWHERE = ("attention", "mlp")
@@ -186,3 +187,21 @@ def test_files_have_the_layout_of_peft(tmp_path):
   up = factors["layers"]["mlp"]["up"]
   np.testing.assert_array_equal(tensors[name.format("A")], up["lora_a"][1].T)
   np.testing.assert_array_equal(tensors[name.format("B")], up["lora_b"][1].T)
+
+
+def test_files_replace_those_of_before_and_leave_others_alone(tmp_path):
+  (tmp_path / "model.safetensors").write_text("of the base")
+  for rank in (2, 3):
+    fns, params = make(rank=rank)
+    factors = models.partition(params, ()).trained
+    hf.write_adapters(tmp_path, fns.config, factors, base="some/base")
+  names = {file.name for file in tmp_path.iterdir()}
+  adapters_of = {"adapter_config.json", "adapter_model.safetensors"}
+  assert names == adapters_of | {"model.safetensors"}
+  assert (tmp_path / "model.safetensors").read_text() == "of the base"
+  values = json.loads((tmp_path / "adapter_config.json").read_text())
+  assert values["r"] == 3
+  with pytest.raises(InputError, match="cannot be written") as error:
+    file = tmp_path / "adapter_config.json"
+    hf.write_adapters(file, fns.config, factors, base="some/base")
+  assert "\n" not in str(error.value)

@@ -255,7 +255,7 @@ class TestFromHf:
   def test_experts_are_read_by_either_name_of_their_number(self):
     config = ModelConfig.from_hf(QWEN3_MOE)
     (kind,) = config.period
-    assert (kind.experts.num_experts, kind.experts.per_token) == (128, 8)
+    assert (kind.mlp.num_experts, kind.mlp.per_token) == (128, 8)
     other = without(QWEN3_MOE, "num_experts") | {"num_local_experts": 128}
     assert ModelConfig.from_hf(other) == config
     for key, value in (("norm_topk_prob", False), ("mlp_only_layers", [0])):

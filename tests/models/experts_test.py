@@ -17,7 +17,7 @@ LOGITS = np.array(
   [[2.0, 1.0, 0.0, -1.0], [0.0, 0.0, 3.0, 1.0], [1.0, 1.0, 1.0, 1.1]],
   np.float32,
 )
-OWN = {
+EXTRA = {
   "num_experts": 4,
   "num_experts_per_tok": 2,
   "moe_intermediate_size": 12,
@@ -27,7 +27,7 @@ CONFIG = dataclasses.replace(
   tiny.tiny_config(),
   family="qwen3_moe",
   attention_bias=False,
-  own=tuple(OWN.items()),
+  extra=tuple(EXTRA.items()),
 )
 
 
@@ -69,7 +69,7 @@ def reference(module, x):
 
 def test_the_load_of_a_worked_example():
   module = make(logits=LOGITS)
-  _, aux = jax.jit(lambda x: module(x))(LOGITS[None])
+  _, aux = jax.jit(lambda x: module(x, None))(LOGITS[None])
   # Shares (1/3, 1/6, 1/6, 1/3), mean probabilities (.3093, .1736, .3802,
   # .1370).
   assert np.mean(aux["balance"]) == pytest.approx(0.9642, abs=1e-4)
@@ -86,10 +86,10 @@ def test_padding_does_not_count_in_the_load():
 def test_tokens_go_through_their_experts():
   module = make()
   x = np.random.default_rng(0).normal(size=(2, 7, 4)).astype(np.float32)
-  out, _ = jax.jit(lambda x: module(x))(x)
+  out, _ = jax.jit(lambda x: module(x, None))(x)
   np.testing.assert_allclose(out, reference(module, x), rtol=2e-5, atol=1e-5)
   # A token's output depends on no other token.
-  alone, _ = jax.jit(lambda x: module(x))(x[1:, 3:4])
+  alone, _ = jax.jit(lambda x: module(x, None))(x[1:, 3:4])
   np.testing.assert_allclose(alone[0, 0], out[1, 3], rtol=1e-5, atol=1e-6)
 
 
@@ -99,7 +99,7 @@ def test_gradients_equal_differences():
   graph, state = nnx.split(module)
 
   def loss(state, x):
-    out, aux = nnx.merge(graph, state)(x)
+    out, aux = nnx.merge(graph, state)(x, None)
     return jnp.sum(jnp.sin(out)) + jnp.sum(aux["balance"])
 
   jax.test_util.check_grads(loss, (state, x), order=1, modes=["rev"], eps=1e-3)
@@ -108,7 +108,7 @@ def test_gradients_equal_differences():
 def test_experts_nobody_chose_are_allowed():
   module = make(logits=LOGITS)
   same = np.tile(LOGITS[:1], (6, 1))[None]
-  out, _ = jax.jit(lambda x: module(x))(same)
+  out, _ = jax.jit(lambda x: module(x, None))(same)
   np.testing.assert_allclose(out, reference(module, same), rtol=2e-5, atol=1e-5)
 
 
@@ -139,7 +139,7 @@ def test_a_model_gives_the_loss_of_every_token():
   assert aux["balance"].shape == packed.tokens.shape
   # Two layers, each at least balance · E / E.
   mean = np.mean(aux["balance"][packed.segments > 0])
-  assert mean > 2 * OWN["router_aux_loss_coef"]
+  assert mean > 2 * EXTRA["router_aux_loss_coef"]
 
 
 def test_a_mesh_of_eight_devices_computes_the_same():

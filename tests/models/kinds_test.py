@@ -31,13 +31,12 @@ class _Parallel(nnx.Module):
   def __init__(self, kind, config, numerics, rngs):
     self.norm = layers.RMSNorm(config.hidden_size, config.rms_norm_eps)
     self.attention = layers.Attention(kind.attention, config, numerics, rngs)
-    self.mlp = layers.MLP(config, bias=False, numerics=numerics, rngs=rngs)
+    self.mlp = layers.MlpKind(bias=False).make(config, numerics, rngs)
 
   def __call__(self, x, rotary, attend, valid):
-    del valid
     normed = self.norm(x)
     out, cache = self.attention(normed, rotary, attend)
-    added = self.mlp(normed)
+    added, _ = self.mlp(normed, valid)
     energy = jnp.mean(jnp.square(added.astype(jnp.float32)), axis=-1)
     return x + out + added, cache, {"energy": energy}
 

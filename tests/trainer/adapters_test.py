@@ -1,7 +1,5 @@
 """Runs that train adapters: checkpoints, a shared base, export, meshes."""
 
-import json
-
 import chex
 import jax
 import numpy as np
@@ -44,14 +42,12 @@ def whole(run, tmp_path_factory):
   return folder
 
 
-def saved(folder):
-  record = json.loads((folder / "COMMIT").read_text().rpartition("}")[0] + "}")
-  return {*record["leaves"]}
-
-
 def test_a_step_holds_adapters_and_one_base_is_written_once(whole):
   folder = whole / "checkpoints"
-  base, step = saved(folder / "base"), saved(folder / str(STEPS))
+  base, step = (
+    tiny_run.saved_leaves(folder / "base"),
+    tiny_run.saved_leaves(folder / str(STEPS)),
+  )
   assert base and all(x.startswith("learner.policy.base/") for x in base)
   weights = [x for x in step if x.endswith(("kernel", "embedding", "scale"))]
   assert weights and all("value_head" in x or "surprise" in x for x in weights)

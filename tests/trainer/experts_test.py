@@ -10,7 +10,7 @@ from helpers import tiny_run
 from jaxrl_llm import api, models
 from jaxrl_llm.trainer import build, loop
 
-OWN = {
+EXTRA = {
   "num_experts": 4,
   "num_experts_per_tok": 2,
   "moe_intermediate_size": 16,
@@ -21,7 +21,7 @@ OWN = {
 def test_experts_train_and_resume_bit_for_bit(tmp_path):
   model = tiny_run.write_model(tmp_path / "model")
   config = dataclasses.replace(
-    tiny_run.model_config(), family="qwen3_moe", own=tuple(OWN.items())
+    tiny_run.model_config(), family="qwen3_moe", extra=tuple(EXTRA.items())
   )
   fns = models.make_policy(config)
   params = jax.jit(fns.init)(jax.random.key(0))

@@ -1,6 +1,5 @@
 """A run that trains a part of its parameters."""
 
-import json
 import os
 
 import chex
@@ -54,11 +53,6 @@ def whole(run, tmp_path_factory):
   return folder, len(read)
 
 
-def paths(folder):
-  record = json.loads((folder / "COMMIT").read_text().rpartition("}")[0] + "}")
-  return {*record["leaves"]}
-
-
 def test_the_reference_is_loaded_once_for_all_learners(run, whole):
   # For the policy, and for the three learners that take a KL in the rewards.
   assert whole[1] == 2
@@ -70,7 +64,10 @@ def test_the_reference_is_loaded_once_for_all_learners(run, whole):
 
 def test_a_step_holds_what_is_trained_and_the_rest_is_written_once(whole):
   folder = whole[0] / "checkpoints"
-  base, step = paths(folder / "base"), paths(folder / str(STEPS))
+  base, step = (
+    tiny_run.saved_leaves(folder / "base"),
+    tiny_run.saved_leaves(folder / str(STEPS)),
+  )
   assert {x for x in base if "policy" in x} == {
     "learner.policy.base/embed/embedding"
   }

@@ -30,9 +30,9 @@ class Family(NamedTuple):
   # defaults.
   optional: tuple[str, ...] = ()
   written: Mapping[str, Any] = {}  # Further keys of a config.json.
-  # Numbers that only this family has, `ModelConfig.own`: key of config.json ->
-  # smallest and largest accepted value.
-  own: Mapping[str, tuple[float, float]] = {}
+  # Numbers that only this family has, as `ModelConfig.extra`: key of
+  # config.json -> smallest and largest accepted value.
+  extra: Mapping[str, tuple[float, float]] = {}
   # (parsed config.json) -> the same in the spelling of Llama.
   respelled: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
   zero_centered_norms: bool = False  # Norms multiply by 1 + scale.

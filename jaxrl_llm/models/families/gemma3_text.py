@@ -7,72 +7,16 @@ Reference: Gemma Team 2025, Gemma 3 Technical Report, arXiv 2503.19786.
 """
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any
-
-import chex
-import jax
-from flax import nnx
 
 from jaxrl_llm.models import families
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.families import llama
-from jaxrl_llm.models.layers import (
-  MLP,
-  AttendFn,
-  Attention,
-  AttentionKind,
-  Rotary,
-  make_norm,
-)
-from jaxrl_llm.models.numerics import Numerics
+from jaxrl_llm.models.layers import MlpKind
 
 _PERIOD = 6
 _TYPES = ("sliding_attention",) * (_PERIOD - 1) + ("full_attention",)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GemmaKind:
-  """Kind of a layer with four norms."""
-
-  attention: AttentionKind
-
-  def make(self, *settings: Any) -> "GemmaLayer":
-    """Makes the module of a layer."""
-    return GemmaLayer(self, *settings)
-
-
-class GemmaLayer(nnx.Module):
-  """Attention and a gated MLP, each between two norms."""
-
-  def __init__(
-    self,
-    kind: GemmaKind,
-    config: ModelConfig,
-    numerics: Numerics,
-    rngs: nnx.Rngs,
-  ):
-    gelu = functools.partial(jax.nn.gelu, approximate=True)
-    linear = {"bias": False, "numerics": numerics, "rngs": rngs}
-    self.input_norm = make_norm(config)
-    self.attention = Attention(kind.attention, config, numerics, rngs)
-    self.post_norm = make_norm(config)
-    self.mlp_norm = make_norm(config)
-    self.mlp = MLP(config, gelu, **linear)
-    self.output_norm = make_norm(config)
-
-  def __call__(
-    self,
-    x: chex.Array,
-    rotary: Rotary,
-    attend: AttendFn,
-    valid: chex.Array | None,
-  ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
-    del valid
-    out, cache = self.attention(self.input_norm(x), rotary, attend)
-    x = x + self.post_norm(out)
-    return x + self.output_norm(self.mlp(self.mlp_norm(x))), cache, {}
 
 
 def _layer_types(config: ModelConfig) -> list[str]:
@@ -80,31 +24,24 @@ def _layer_types(config: ModelConfig) -> list[str]:
   return [_TYPES[i % _PERIOD] for i in range(config.num_layers)]
 
 
-def _period(config: ModelConfig) -> tuple[GemmaKind, ...]:
-  own = dict(config.own)
-  shared = {
-    "num_heads": config.num_heads,
-    "num_kv_heads": config.num_kv_heads,
-    "head_dim": config.head_dim,
-    "bias": config.attention_bias,
-    "output_bias": config.attention_bias,
-    "qk_norm": True,
-    "query_scale": (config.head_dim / own["query_pre_attn_scalar"]) ** 0.5,
-  }
-  kinds = {
-    "sliding_attention": AttentionKind(
-      rope_theta=own["rope_local_base_freq"],
-      rope_scaling=None,
-      window=own["sliding_window"],
-      **shared,
-    ),
-    "full_attention": AttentionKind(
-      rope_theta=config.rope_theta, rope_scaling=config.rope_scaling, **shared
-    ),
-  }
+def _period(config: ModelConfig) -> tuple[Any, ...]:
+  numbers = dict(config.extra)
+  scale = (config.head_dim / numbers["query_pre_attn_scalar"]) ** 0.5
+  full = dataclasses.replace(
+    llama.make_layer(config, qk_norm=True, query_scale=scale),
+    mlp=MlpKind(bias=False, activation="gelu"),
+    output_norms=True,
+  )
+  attention = dataclasses.replace(
+    full.attention,
+    window=numbers["sliding_window"],
+    rope_theta=numbers["rope_local_base_freq"],
+    rope_scaling=None,
+  )
+  sliding = dataclasses.replace(full, attention=attention)
+  kinds = {"sliding_attention": sliding, "full_attention": full}
   whole = config.num_layers % _PERIOD == 0
-  types = _TYPES if whole else _layer_types(config)
-  return tuple(GemmaKind(attention=kinds[name]) for name in types)
+  return tuple(kinds[x] for x in (_TYPES if whole else _layer_types(config)))
 
 
 def _respelled(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,8 +71,9 @@ FAMILY = families.Family(
   period=_period,
   names=llama.NAMES
   | {
-    "mlp_norm": "pre_feedforward_layernorm",
-    "output_norm": "post_feedforward_layernorm",
+    "attention_norm": "post_attention_layernorm",
+    "post_norm": "pre_feedforward_layernorm",
+    "mlp_norm": "post_feedforward_layernorm",
   },
   supported=_supported,
   fixed={"tie_word_embeddings": True, "mlp_bias": False},
@@ -144,7 +82,7 @@ FAMILY = families.Family(
     "hidden_activation": "gelu_pytorch_tanh",
     "sliding_window_pattern": _PERIOD,
   },
-  own={
+  extra={
     "sliding_window": (1, 1 << 30),
     "query_pre_attn_scalar": (1, 1 << 20),
     "rope_local_base_freq": (2.0, 1e12),

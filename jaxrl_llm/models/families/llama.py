@@ -4,7 +4,7 @@ from typing import Any
 
 from jaxrl_llm.models import families
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.layers import AttentionKind, DecoderKind
+from jaxrl_llm.models.layers import AttentionKind, DecoderKind, MlpKind
 
 # Components of a parameter's path that have another name in files.
 NAMES = {
@@ -36,7 +36,7 @@ def make_layer(config: ModelConfig, **differences: Any) -> DecoderKind:
     rope_scaling=config.rope_scaling,
     **own | differences,
   )
-  return DecoderKind(attention=attention, mlp_bias=config.mlp_bias)
+  return DecoderKind(attention=attention, mlp=MlpKind(bias=config.mlp_bias))
 
 
 def supported(config: ModelConfig) -> dict[str, tuple[Any, ...]]:
