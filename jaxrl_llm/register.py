@@ -18,8 +18,8 @@ import jax
 import numpy as np
 
 from jaxrl_llm import config, errors, losses, masked, rewards
+from jaxrl_llm.data import oracles, sources
 from jaxrl_llm.data import prompt_source as prompts
-from jaxrl_llm.data import sources
 from jaxrl_llm.learner import build_algorithm, choices, members, providers
 from jaxrl_llm.learner import optimizer as optimizers
 from jaxrl_llm.learner.algorithm import ProcessorSpec
@@ -158,6 +158,17 @@ def prompt_source(name: str, make: Callable[..., prompts.PromptSource]) -> None:
     make: a class with the methods of `PromptSource`.
   """
   _add(prompts.PROMPT_SOURCES, "data.order", name, make)
+
+
+def oracle(name: str, fn: oracles.Oracle) -> None:
+  """Makes SCOPE's `data.order_settings={'oracle': NAME}` choose an oracle.
+
+  Args:
+    name: new name.
+    fn: (example, text of a wrong response) -> the text before its first wrong
+      step, and the right step; None if it finds none.
+  """
+  _add(oracles.ORACLES, "data.order_settings.oracle", name, fn)
 
 
 def schedule(name: str, stop: schedules.Stop) -> None:

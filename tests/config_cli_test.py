@@ -89,7 +89,7 @@ class TestCommandLine:
       (["--config=configs/nope.py"], ["--config", "configs/nope.py"]),
       ([], ["give --config=METHOD[:PRESET], see --help"]),
       (["--config=configs/ppo2.py"], ["configs/ppo2.py", "ppo_ewma, reinf"]),
-      (["--config=vappo"], ["give a file or one of areal", "vapo, vc_ppo"]),
+      (["--config=vappo"], ["give a file or one of adhint", "vapo, vc_ppo"]),
       ([VAPO, "--config.run.steps=four"], ["=four: give a whole number"]),
       ([VAPO, "--config.loss.clip_low=low"], ["=low: give a number"]),
       ([VAPO, "--config.loss.clip_low=2.0"], ["=2.0 must be in [0, 0.9999"]),

@@ -189,8 +189,8 @@ class Data(Group, path="data"):
     " new order each time; 'demonstrations' (SFT) does the same and takes the"
     " responses from the data.", FIXED)
   order_settings = Key({}, None,
-    "Keyword arguments of the prompt source: response_format and stop of"
-    " 'demonstrations', or those of your own.", FIXED)
+    "Keyword arguments of the prompt source, such as explore of 'dps'; the file"
+    " of a method has a docstring about its own.", FIXED)
   template = Key("completion", Names("data.prompt_source:TEMPLATES"),
     "Template that turns a question into a prompt: the bare text, worked"
     " examples first ('few_shot'), or the model's chat template.", FIXED)

@@ -250,9 +250,14 @@ class PromptSource:
   def observe(
     self, state: PromptSourceState, responses: Responses
   ) -> PromptSourceState:
-    """Learns from a batch of judged responses; this source learns nothing.
+    """Learns from the judged responses of a step; this source learns nothing.
 
     A curriculum overrides this and `draw`.
+
+    Args:
+      state: the state after the draws of the step.
+      responses: all that were judged, also those that dynamic sampling
+        discarded and those of `again`; each of them once.
     """
     del responses
     return state
@@ -323,9 +328,14 @@ class PromptSource:
       " data.on_long='drop'"
     )
 
+  def example(self, example_id: int, group_id: int) -> Example:
+    """Returns a row of the data as a draw of it asks for it."""
+    del group_id
+    return self._source[example_id]
+
   def prompt(self, example_id: int, group_id: int) -> Prompt | None:
     """Returns the prompt of a row of the data; None if it is dropped."""
-    example = self._source[example_id]
+    example = self.example(example_id, group_id)
     tokens = self._tokens(example)
     if tokens is None:
       return None

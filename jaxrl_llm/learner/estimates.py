@@ -127,6 +127,15 @@ def per_token(advantages: chex.Array, mask: chex.Array) -> jax.Array:
   return jnp.where(mask, advantages[:, None], 0.0)
 
 
+def mean_of_same(
+  x: chex.Array, key: chex.Array, counted: chex.Array
+) -> jax.Array:
+  """Mean of x over the counted rows with the same key as a row's, [B]."""
+  same = (key[:, None] == key[None]) & counted[None]
+  total = jnp.sum(jnp.where(same, x[None], 0.0), axis=1)
+  return total / jnp.maximum(jnp.sum(same, axis=1), 1)
+
+
 def group_advantages(
   token_rewards, mask, groups, *, center, scale, epsilon
 ) -> jax.Array:

@@ -7,16 +7,22 @@ what the files register.
 """
 
 # File -> kind of a part -> its name: a value of `estimator.name`, `loss.name`,
-# `data.order` or `off_policy.proximal`, the setting that switches it on, or the
-# name of an input, of a companion or of frozen models that other parts read.
+# `data.order`, `reward.group` or `off_policy.proximal`, the setting that
+# switches it on, or the name of an input, of a companion or of frozen models
+# that other parts read.
 FILES: dict[str, dict[str, str]] = {
   "a_3po": {"proximal": "interpolate"},
+  "adhint": {"prompt_source": "hints", "estimator": "hinted"},
   "cispo": {"loss": "cispo"},
+  "dars": {"prompt_source": "dars", "estimator": "example"},
   "distill": {
     "estimator": "distillation",
     "frozen": "teachers",
     "leaf": "teacher_logprobs",
   },
+  "dots": {"prompt_source": "target_rate"},
+  "dps": {"prompt_source": "dps"},
+  "gdro": {"prompt_source": "gdro"},
   "gspo": {"loss": "gspo"},
   "hapo": {
     "estimator": "token_group",
@@ -24,18 +30,23 @@ FILES: dict[str, dict[str, str]] = {
     "logits_processor": "entropy_tau",
   },
   "kept_weights": {"companion": "kept", "leaf": "writer_logprobs"},
+  "majority": {"group_reward": "majority"},
   "mc_grpo": {"mask": "drop_pivot"},
+  "nudge": {"prompt_source": "contexts", "estimator": "inter_intra"},
   "ppo_ewma": {"companion": "ema", "leaf": "average_logprobs"},
   "reinforce_pp": {"estimator": "reward_to_go"},
   "rloo": {"loss": "policy_gradient"},
+  "scope": {"prompt_source": "repairs"},
   "sft": {
     "estimator": "given",
     "loss": "likelihood",
     "prompt_source": "demonstrations",
   },
+  "sgpo": {"prompt_source": "sgpo"},
   "vcpo": {
     "estimator": "optimal_baseline",
     "step_scale": "ess_scale",
     "leaf": "gradient_norms",
   },
+  "xrpo": {"estimator": "sharpened"},
 }

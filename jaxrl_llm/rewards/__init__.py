@@ -1,15 +1,13 @@
 """Verifiers, and the worker processes that run them."""
 
 import importlib.util
-from collections.abc import Callable, Sequence
-from typing import Any
-
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.adapters import Trl, Verl, load_function
 from jaxrl_llm.rewards.exact import chain_sum, environment, exact_line
 from jaxrl_llm.rewards.math import gold_answer, math_verify, numeric
 from jaxrl_llm.rewards.pool import RewardPool
 from jaxrl_llm.rewards.verdict import Grading, RewardFn, Verdict
+from jaxrl_llm.system.plugin import Table
 
 # Name -> reward; 'verl' and 'trl' load reward.function from reward.path.
 REWARDS: dict[str, RewardFn] = {
@@ -24,7 +22,7 @@ REWARDS: dict[str, RewardFn] = {
 
 # Name -> (texts, verdicts) of a group -> a result for each, as of a reward; ''
 # leaves the verdicts.
-GROUP_REWARDS: dict[str, Callable[..., Sequence[Any]] | None] = {"": None}
+GROUP_REWARDS = Table("group_reward", **{"": None})
 
 # A response that each verifier must call correct, made from a gold answer.
 _GOLD = {

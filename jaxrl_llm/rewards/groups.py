@@ -42,7 +42,8 @@ class GroupReward:
     """Returns the responses with new verdicts.
 
     Responses without a verdict are not passed to the function and keep none.
-    The part `true` is whether a response with a known answer is correct.
+    A response with a known answer has the parts `true`, whether it is correct,
+    and `agrees`, whether the new verdict says so.
     """
     rollout, verdicts = judged.responses.rollout, list(judged.verdicts)
     rows = [row for row, old in enumerate(verdicts) if old.error is None]
@@ -58,7 +59,8 @@ class GroupReward:
     for row, new in zip(rows, processes.of_first(self._pool.judge, calls)):
       parts = dict(new.parts)
       if judged.prompts[row].answer and not new.error:
-        parts["true"] = float(verdicts[row].correct)
+        true = verdicts[row].correct
+        parts |= {"true": float(true), "agrees": float(new.correct == true)}
       verdicts[row] = dataclasses.replace(new, parts=parts)
     new = self._judge.judged(rollout, judged.prompts, judged.texts, verdicts)
     failures = [*judged.new_failures, *new.new_failures]

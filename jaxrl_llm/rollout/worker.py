@@ -161,6 +161,12 @@ class RolloutWorker:
     batch, state = collected.batch, collected.state
     kept = sample_ids(state.store)
     judged = per_response([x.responses for x in collected.judged], kept)
+    source_state = collected.source_state
+    if collected.judged:
+      told = join_judged(collected.judged).responses
+      # Those kept are judged again in the step that hands them over.
+      new = ~np.isin(told.rollout.sample_id, kept)
+      source_state = self._source.observe(source_state, take_rows(told, new))
     row = rollout_metrics(batch.responses, judged)
     row |= decoding_metrics(engine.stats - before) | batch.metrics
     if judged is not None and self._source.has_several_sources:
@@ -175,7 +181,9 @@ class RolloutWorker:
       left = map(str, kept)
       state = state.replace(conversations={i: talks[i] for i in left})
     batch = dataclasses.replace(batch, metrics=row)
-    return dataclasses.replace(collected, batch=batch, state=state)
+    return dataclasses.replace(
+      collected, batch=batch, state=state, source_state=source_state
+    )
 
   def _check_each_once(self, before: RolloutState, new: Collected) -> None:
     """Checks that each response begun is handed over or kept, exactly once.

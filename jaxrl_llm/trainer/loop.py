@@ -29,7 +29,6 @@ everything that follows, so that a resumed run repeats the uninterrupted one.
 """
 
 import contextlib
-import dataclasses
 import functools
 import os
 import pathlib
@@ -280,11 +279,9 @@ def iterate(
   # 1. Draw prompts, 2. generate, 3. reward ended responses: a batch that is
   # trained on now, or `schedule.lag` updates later.
   def collect(rollout: RolloutState, source: PromptSourceState) -> Collected:
-    new = run.worker.collect(
+    return run.worker.collect(
       rollout, source, sampled_with, timer, run.pipeline.arrived
     )
-    source = run.source.observe(new.source_state, new.batch.responses)
-    return dataclasses.replace(new, source_state=source)
 
   with run.pipeline.writing(
     collect,

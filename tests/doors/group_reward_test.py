@@ -1,6 +1,5 @@
 """Rewards that compare responses: majority labels, and a ranking for TRL."""
 
-import collections
 import contextlib
 import dataclasses
 import sys
@@ -15,20 +14,6 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.adapters import Comparison
 from jaxrl_llm.system import plugin
 from jaxrl_llm.trainer import build, loop
-
-
-def majority(texts, verdicts):
-  """Right is what most responses answer; the reward reads no answer."""
-  assert len(texts) == len(verdicts)
-  votes = collections.Counter(v.extracted for v in verdicts if v.extracted)
-  label = votes.most_common(1)[0][0] if votes else None
-  return [v.extracted is not None and v.extracted == label for v in verdicts]
-
-
-def test_majority_by_hand():
-  verdicts = [rewards.Verdict(False, x) for x in ("12", "12", "15", None)]
-  assert majority([""] * 4, verdicts) == [True, True, False, False]
-
 
 OWN = """
 def longest(texts, verdicts):
@@ -62,7 +47,6 @@ def test_has_the_time_and_the_process_of_a_reward(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_labels_train_and_never_evaluate(model, tmp_path, streaming):
-  register.group_reward("majority", majority)
   rows = doors.train(
     model,
     tmp_path / "run",
@@ -76,6 +60,7 @@ def test_labels_train_and_never_evaluate(model, tmp_path, streaming):
     # Random digits are seldom right, but an answer is the label of its group.
     assert row["reward/true"] < row["reward/accuracy"]
     assert row["reward/mean"] == pytest.approx(2 * row["reward/accuracy"] - 1)
+    assert 0 <= row["reward/agrees"] < 1
   evaluated = [name for name in rows[0] if name.startswith("eval/")]
   assert evaluated and all(rows[0][k] == first[0][k] for k in evaluated)
 
@@ -98,7 +83,6 @@ def test_a_failed_reward_is_still_reported(model):
     raise KeyError(response[:1])
 
   register.reward("broken", broken)
-  register.group_reward("majority", majority)
   run = build.make_run(
     doors.make_config(model, reward__name="broken", reward__group="majority")
   )
@@ -114,7 +98,6 @@ def test_a_failed_reward_is_still_reported(model):
 
 
 def test_a_window_is_refused(model):
-  register.group_reward("majority", majority)
   config = doors.make_config(
     model,
     reward__group="majority",

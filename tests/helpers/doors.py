@@ -3,21 +3,10 @@
 import pathlib
 import shutil
 
-import jax.numpy as jnp
 from helpers import tiny_run
 
 from jaxrl_llm import metrics
-from jaxrl_llm.learner import estimates
 from jaxrl_llm.trainer import build, loop
-
-
-def by_example(token_rewards, mask, example_id, judged):
-  """Rewards less their mean over all judged responses to an example."""
-  rewards = estimates.outcome(token_rewards)
-  same = (example_id[:, None] == example_id[None]) & judged[None]
-  total = jnp.sum(jnp.where(same, rewards[None], 0.0), axis=1)
-  mean = total / jnp.maximum(jnp.sum(same, axis=1), 1)
-  return estimates.per_token(rewards - mean, mask)
 
 
 def make_config(model: pathlib.Path, **changes):

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from jaxrl_llm import losses, methods, register
+from jaxrl_llm import losses, methods, register, rewards
 from jaxrl_llm.data import prompt_source
 from jaxrl_llm.learner import choices, providers
 
@@ -20,6 +20,7 @@ _TABLES = {
   "companion": choices.COMPANIONS,
   "frozen": choices.FROZEN,
   "leaf": providers.PROVIDERS,
+  "group_reward": rewards.GROUP_REWARDS,
   "logits_processor": choices.LOGITS_PROCESSORS,
 }
 _PROGRAM = """

@@ -1,0 +1,97 @@
+"""ADHint: hard prompts come again with the beginning of a solution.
+
+A prompt whose tries have the accuracy p < 3/4 gets a second group whose
+responses begin with the first w L of the L tokens of its solution,
+
+    w = (most - least) (1 - p) + least
+
+Correct responses without a hint, and wrong ones with it, have their advantages
+multiplied by 1 + max(0, p_hinted - p_plain). Differs from GRPO in that a prompt
+that is never solved still gives a gradient, on the tokens after the hint. The
+hint itself is not trained on: of the authors' loss on it nothing is built.
+
+Reference: Zhang et al. 2025 (ADHint), arXiv:2512.13095. The bounds of w and the
+factor are this library's.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm import register
+from jaxrl_llm.data.curriculum import results_of
+from jaxrl_llm.data.prompt_source import PromptSource
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner import estimates
+from jaxrl_llm.types import Origin
+
+
+class Hints(PromptSource):
+  """Draws hard prompts again, with a part of their solutions."""
+
+  def __init__(
+    self,
+    *args: Any,
+    max_response_length: int,
+    most: float = 0.8,
+    least: float = 0.0,
+    enough: float = 0.75,
+    **settings: Any,
+  ):
+    super().__init__(*args, **settings)
+    self._room = max_response_length - 1
+    self._most, self._least, self._enough = most, least, enough
+
+  def share(self, p: float) -> float:
+    """Returns the share of a solution that a prompt of accuracy p is given."""
+    return (self._most - self._least) * (1 - p) + self._least
+
+  def again(self, state, judged):
+    seen, prompts = results_of(judged.responses), []
+    for i, p in zip(seen.prompts.tolist(), seen.rate.tolist()):
+      if p >= self._enough:
+        continue
+      prompt = self.prompt(i, state.drawn + len(prompts))
+      if not isinstance(prompt.completion, str):
+        raise InputError(
+          f"{prompt.id}: it has no solution to hint at; name its column by"
+          " data.columns={'completion': NAME}"
+        )
+      solution = self._tokenizer.encode(prompt.completion)
+      length = min(int(self.share(p) * len(solution)), self._room)
+      opening = tuple(solution[:length])
+      prompts.append(dataclasses.replace(prompt, opening=opening))
+    return prompts, state.replace(drawn=state.drawn + len(prompts))
+
+
+def hinted(
+  token_rewards,
+  mask,
+  groups,
+  origin,
+  correct,
+  judged,
+  *,
+  center,
+  scale,
+  epsilon,
+) -> jax.Array:
+  """Group advantages, scaled by how much hints helped, [B, T]."""
+  base = estimates.group_advantages(
+    token_rewards, mask, groups, center=center, scale=scale, epsilon=epsilon
+  )
+  given = origin[:, 0] == int(Origin.FOREIGN)
+
+  def accuracy(rows):
+    rows = rows & judged
+    return jnp.sum(correct & rows) / jnp.maximum(jnp.sum(rows), 1)
+
+  factor = 1 + jnp.maximum(accuracy(given) - accuracy(~given), 0)
+  scaled = jnp.where(given[:, None], base < 0, base > 0)
+  return jnp.where(scaled, base * factor, base)
+
+
+register.prompt_source("hints", Hints)
+register.estimator("hinted", hinted)

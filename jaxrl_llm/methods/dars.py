@@ -1,0 +1,71 @@
+"""DARS: hard prompts get more tries in the same step.
+
+A prompt whose n tries have the accuracy p is tried again until its expected
+signal, Σ p (1 - p) over the tries, is that of a prompt with p = 1/2 ('equal'),
+or 2 (1 - p) times as much ('hard'):
+
+    S = 2 p (1 - p),   T = n / 2 · {1, 2 (1 - p)},   more = ⌈(T - n S) / S⌉
+
+with p = 0.5 / n for an unsolved prompt, and none for p >= 1/2. Differs from a
+larger group in that only hard prompts have one.
+
+Reference: Yang et al. 2025 (DARS), arXiv:2508.13755.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+
+from jaxrl_llm import register
+from jaxrl_llm.data.curriculum import results_of
+from jaxrl_llm.data.prompt_source import PromptSource
+from jaxrl_llm.errors import check_choice
+from jaxrl_llm.learner import estimates
+
+# Name -> (factor of the signal by p, most tries as a multiple of n).
+_SIGNALS = {"equal": (lambda p: 1.0, 4), "hard": (lambda p: 2 * (1 - p), 8)}
+
+
+def more_tries(right: int, tries: int, signal: str) -> int:
+  """Returns the further tries of a prompt."""
+  factor, most = _SIGNALS[signal]
+  p = right / tries or 0.5 / tries
+  each = 2 * p * (1 - p)
+  if p >= 0.5:
+    return 0
+  missing = tries / 2 * factor(p) - tries * each
+  # Rounding must not turn a whole number into the next one.
+  return min((most - 1) * tries, math.ceil(missing / each - 1e-9))
+
+
+class Dars(PromptSource):
+  """Draws hard prompts again in the step in which they were asked."""
+
+  def __init__(self, *args: Any, signal: str = "equal", **settings: Any):
+    super().__init__(*args, **settings)
+    check_choice("signal", signal, _SIGNALS)
+    self._signal = signal
+
+  def again(self, state, judged):
+    seen, prompts = results_of(judged.responses), []
+    for i, *counts in zip(*(x.tolist() for x in seen)):
+      if more := more_tries(*counts, self._signal):
+        prompt = self.prompt(i, state.drawn + len(prompts))
+        prompts.append(dataclasses.replace(prompt, tries=more))
+    return prompts, state.replace(drawn=state.drawn + len(prompts))
+
+
+def by_example(token_rewards, mask, example_id, judged) -> jax.Array:
+  """Rewards less their mean over all responses to a prompt, [B, T].
+
+  Differs from a group's in that all draws of the prompt in a step count.
+  """
+  rewards = estimates.outcome(token_rewards)
+  mean = estimates.mean_of_same(rewards, example_id, judged)
+  return estimates.per_token(rewards - mean, mask)
+
+
+register.prompt_source("dars", Dars)
+register.estimator("example", by_example)

@@ -1,0 +1,54 @@
+"""DOTS: prompts that the policy solves about half of the time.
+
+    p_i ∝ exp(-|r_i - 1/2| / τ),   r_i += 1/2 (correct / tries - r_i)
+
+Differs from drawing all prompts alike in that those which are always or never
+solved, whose groups give no gradient, are seldom drawn. The authors predict the
+rate r of prompts that were not asked lately with an attention over embeddings;
+here it is the last that was seen, and 1/2 before. Their τ of 1e-3 nearly takes
+the nearest rates; the default is 0.1.
+
+Reference: Sun et al. 2025 (DOTS), arXiv:2506.05316.
+"""
+
+from typing import Any
+
+import chex
+import numpy as np
+
+from jaxrl_llm import register
+from jaxrl_llm.data.curriculum import Curriculum, results_of
+
+
+@chex.dataclass(frozen=True)
+class Rates:
+  """How often each of P prompts was solved."""
+
+  drawn: int
+  rate: np.ndarray  # float32 [P].
+
+
+class TargetRate(Curriculum):
+  """Draws prompts by the distance of their rate from a target."""
+
+  def __init__(
+    self, *args: Any, target: float = 0.5, tau: float = 0.1, **settings: Any
+  ):
+    super().__init__(*args, **settings)
+    self._target, self._tau = target, tau
+
+  def init(self) -> Rates:
+    return Rates(drawn=0, rate=np.full(len(self), 0.5, np.float32))
+
+  def scores(self, state: Rates, rng: np.random.Generator) -> np.ndarray:
+    # The largest of log p + Gumbel noise are draws without replacement.
+    far = np.abs(state.rate - self._target)
+    return rng.gumbel(size=far.size) - far / self._tau
+
+  def observe(self, state: Rates, responses) -> Rates:
+    seen, rate = results_of(responses), state.rate.copy()
+    rate[seen.prompts] += 0.5 * (seen.rate - rate[seen.prompts])
+    return state.replace(rate=rate)
+
+
+register.prompt_source("target_rate", TargetRate)

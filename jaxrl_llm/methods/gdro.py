@@ -1,0 +1,102 @@
+"""GDRO of rollouts: tries go where rewards vary most.
+
+    n_b = n √v_b / Σ q_b √v_b
+
+v_b is the variance of the rewards of prompts whose rate is in bin b, q_b their
+share of the batch and n the mean number of tries: of all allocations of a
+budget, this one has the least variance of the mean reward. Differs from DARS in
+that the size of a batch is fixed. The authors find n_b by a shadow price, which
+tends to the same; their other game, over prompts, is not built.
+
+Reference: Panaganti et al. 2026 (GDRO), arXiv:2601.19280.
+"""
+
+import dataclasses
+from typing import Any
+
+import chex
+import numpy as np
+
+from jaxrl_llm import register
+from jaxrl_llm.data.curriculum import Curriculum, results_of
+
+_BINS = 10
+_FEWEST = 2  # Tries of a prompt: one alone has no group.
+
+
+@chex.dataclass(frozen=True)
+class Variances:
+  """What is known of P prompts and of the bins of their rates."""
+
+  drawn: int
+  rate: np.ndarray  # float32 [P], share of correct responses; 1/2 if unknown.
+  variance: np.ndarray  # float32 [10], of the rewards within a prompt.
+
+
+def bins_of(rate: np.ndarray) -> np.ndarray:
+  """Returns the bin of each rate, int, shape of `rate`."""
+  return np.minimum((rate * _BINS).astype(int), _BINS - 1)
+
+
+def apportion(
+  weights: np.ndarray, total: int, *, fewest: int, most: int
+) -> np.ndarray:
+  """Splits a total in whole numbers, as near to the weights as bounds allow.
+
+  Args:
+    weights: [n], at least one of them positive.
+    total: from n · fewest to n · most.
+    fewest: lower bound of each.
+    most: upper bound of each.
+
+  Returns:
+    int [n], which sum to the total.
+  """
+  wanted = total * weights / weights.sum()
+  given = np.full(len(weights), fewest)
+  for _ in range(total - given.sum()):
+    given[np.argmax(np.where(given < most, wanted - given, -np.inf))] += 1
+  return given
+
+
+class Gdro(Curriculum):
+  """Draws prompts uniformly, and gives each a number of tries."""
+
+  def __init__(self, *args: Any, mean_tries: int = 8, **settings: Any):
+    super().__init__(*args, **{"explore": 1.0} | settings)
+    self._tries = mean_tries
+
+  def init(self) -> Variances:
+    rate = np.full(len(self), 0.5, np.float32)
+    # As of unknown prompts: the most that a rate allows.
+    return Variances(
+      drawn=0, rate=rate, variance=np.full(_BINS, 0.25, np.float32)
+    )
+
+  def scores(self, state: Variances, rng: np.random.Generator) -> np.ndarray:
+    return np.zeros(len(state.rate))  # All are drawn alike.
+
+  def draw(self, state: Variances, n: int):
+    prompts, after = super().draw(state, n)
+    if not prompts:
+      return prompts, after
+    rate = state.rate[[prompt.example_id for prompt in prompts]]
+    deviations = np.sqrt(state.variance[bins_of(rate)]) + 1e-6
+    bounds = {"fewest": min(_FEWEST, self._tries), "most": 4 * self._tries}
+    tries = apportion(deviations, n * self._tries, **bounds).tolist()
+    return [
+      dataclasses.replace(prompt, tries=count)
+      for prompt, count in zip(prompts, tries)
+    ], after
+
+  def observe(self, state: Variances, responses) -> Variances:
+    seen, rate = results_of(responses), state.rate.copy()
+    variance, place = state.variance.copy(), bins_of(rate[seen.prompts])
+    for one in np.unique(place):
+      mean = np.mean((seen.rate * (1 - seen.rate))[place == one])
+      variance[one] += 0.5 * (mean - variance[one])
+    rate[seen.prompts] += 0.5 * (seen.rate - rate[seen.prompts])
+    return state.replace(rate=rate, variance=variance)
+
+
+register.prompt_source("gdro", Gdro)

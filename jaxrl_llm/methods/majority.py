@@ -1,0 +1,28 @@
+"""Majority labels: training without answers.
+
+The most frequent answer of a group is its label, the first of equals, and
+responses with another answer, or with none, are wrong. Differs from a verifier
+in that the data need no answers, and in that a crowd that errs teaches its
+error.
+
+Reference: Zuo et al. 2025 (TTRL), arXiv:2504.16084.
+"""
+
+import collections
+from collections.abc import Sequence
+
+from jaxrl_llm import rewards
+
+
+def majority(
+  texts: Sequence[str], verdicts: Sequence[rewards.Verdict]
+) -> list[bool]:
+  """Returns whether each response of a group has the group's answer."""
+  del texts
+  answers = [verdict.extracted for verdict in verdicts]
+  votes = collections.Counter(x for x in answers if x is not None)
+  label = max(votes, key=votes.get, default=None)
+  return [answer is not None and answer == label for answer in answers]
+
+
+rewards.GROUP_REWARDS["majority"] = majority

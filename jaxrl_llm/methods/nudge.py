@@ -1,0 +1,63 @@
+"""NudgeRL: groups of a prompt in several contexts.
+
+A prompt is asked once in each of K contexts, short texts before the question.
+
+    A = R - mean_context R + w (mean_context R - mean_prompt R)
+
+Differs from GRPO in that contexts, not the temperature alone, make responses
+differ. The authors also distil what is found under a context into the bare
+prompt, which is not built: give '' as a context to train it too.
+
+Reference: Lee et al. 2026 (NudgeRL), arXiv:2605.15726.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jaxrl_llm import register
+from jaxrl_llm.data.prompt_source import PromptSource
+from jaxrl_llm.data.tasks import Example
+from jaxrl_llm.learner import estimates
+
+
+class Contexts(PromptSource):
+  """Draws every prompt once in each context."""
+
+  def __init__(
+    self, *args: Any, contexts: Sequence[str] = ("",), **settings: Any
+  ):
+    super().__init__(*args, **settings)
+    self._contexts = tuple(contexts)
+
+  def draw(self, state, n):
+    count = len(self._contexts)
+    asked, after = super().draw(state, -(-n // count))
+    ids = [prompt.example_id for prompt in asked for _ in range(count)][:n]
+    prompts = [self.prompt(i, state.drawn + k) for k, i in enumerate(ids)]
+    return prompts, after.replace(drawn=state.drawn + n)
+
+  def example(self, example_id: int, group_id: int) -> Example:
+    example = super().example(example_id, group_id)
+    context = self._contexts[group_id % len(self._contexts)]
+    if example.messages:
+      *before, last = example.messages
+      last = {**last, "content": context + last["content"]}
+      return dataclasses.replace(example, messages=[*before, last])
+    return dataclasses.replace(example, question=context + example.question)
+
+
+def inter_intra(
+  token_rewards, mask, groups, example_id, judged, *, between: float = 1.1
+) -> jax.Array:
+  """Relative to the context's group, and the group to the prompt, [B, T]."""
+  rewards = estimates.outcome(token_rewards)
+  own = estimates.mean_of_same(rewards, groups, judged)
+  prompt = estimates.mean_of_same(rewards, example_id, judged)
+  return estimates.per_token(rewards - own + between * (own - prompt), mask)
+
+
+register.prompt_source("contexts", Contexts)
+register.estimator("inter_intra", inter_intra)

@@ -1,0 +1,75 @@
+"""SCOPE: a wrong response goes on from its first wrong step, put right.
+
+An oracle finds the step, keeps the text before it and writes the right one; the
+policy continues from there in a response of its own. Differs from ADHint in
+that the policy wrote most of what it continues. The authors' oracle is a
+process reward model; here it is a function, exact for the embedded tasks, so
+that its results are an upper bound there. All responses to a prompt, repaired
+ones included, share one baseline ('example').
+
+Reference: Ren et al. 2026 (SCOPE), arXiv:2602.24110.
+"""
+
+import bisect
+import collections
+import dataclasses
+from typing import Any
+
+from jaxrl_llm import register
+from jaxrl_llm.data.oracles import ORACLES
+from jaxrl_llm.data.prompt_source import PromptSource
+from jaxrl_llm.errors import check_choice
+
+
+class Repairs(PromptSource):
+  """Draws a prompt again for each wrong response, with its repaired beginning.
+
+  At most half of a group's responses are repaired.
+  """
+
+  def __init__(
+    self,
+    *args: Any,
+    max_response_length: int,
+    oracle: str = "lines",
+    **settings: Any,
+  ):
+    super().__init__(*args, **settings)
+    check_choice("oracle", oracle, ORACLES)
+    self._find, self._room = ORACLES[oracle], max_response_length - 1
+
+  def again(self, state, judged):
+    prompts, responses = [], judged.responses
+    ids = responses.rollout.group_id.tolist()
+    left = {i: n // 2 for i, n in collections.Counter(ids).items()}
+    wrong = responses.judged & ~responses.correct
+    for row in wrong.nonzero()[0].tolist():
+      prompt, group = judged.prompts[row], ids[row]
+      found = self._find(prompt, judged.texts[row]) if left[group] else None
+      if found is None:
+        continue
+      length = int(responses.rollout.lengths[row])
+      written = responses.rollout.tokens[row, :length].tolist()
+      opening = self._opening(written, *found)
+      if len(opening) <= self._room:
+        left[group] -= 1
+        new = self.prompt(prompt.example_id, state.drawn + len(prompts))
+        prompts.append(dataclasses.replace(new, tries=1, opening=opening))
+    return prompts, state.replace(drawn=state.drawn + len(prompts))
+
+  def _opening(self, tokens: list[int], kept: str, step: str):
+    """Returns the tokens of the kept text as they were written, and the step.
+
+    Encoding all of it anew could split words into other tokens than the
+    policy's. A token across the end of the kept text is encoded anew.
+    """
+    text = lambda count: self._tokenizer.decode(tokens[:count])
+    fits = bisect.bisect_right(
+      range(len(tokens) + 1), len(kept), key=lambda count: len(text(count))
+    )
+    own = fits - 1
+    rest = kept[len(text(own)) :] + step
+    return (*tokens[:own], *self._tokenizer.encode(rest))
+
+
+register.prompt_source("repairs", Repairs)

@@ -1,0 +1,112 @@
+"""sGPO: a profile of the data decides what is asked, when and how often.
+
+The initial policy answers every training question k times beforehand
+(scripts/evaluate.py --out). With the rate p of a question,
+
+  * p > 3/4 is left out, and nine of ten with p = 0;
+  * the others get min(8, max(2, 2^⌈log₂ 1/p⌉)) tries,
+  * and come in thirds, from easy to hard, each shuffled.
+
+Differs from DARS in that hard prompts are known before the run, whose steps
+sample each prompt once.
+
+Reference: Sudalairaj et al. 2026 (sGPO), arXiv:2606.08854.
+"""
+
+import dataclasses
+import math
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm import register
+from jaxrl_llm.data import rows
+from jaxrl_llm.data.prompt_source import PromptSource
+from jaxrl_llm.data.sources import Source
+from jaxrl_llm.errors import InputError, as_input_error
+
+_EASY, _UNSOLVED_SHARE, _MOST, _THIRDS = 0.75, 0.1, 8, 3
+
+
+def tries_of(rate: float) -> int:
+  """Returns the tries of a question that is solved at a rate."""
+  if not rate:
+    return _MOST
+  return min(_MOST, max(2, 2 ** math.ceil(math.log2(1 / rate))))
+
+
+def order_of(rates: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+  """Returns the questions to ask in their order, int [n <= P].
+
+  Args:
+    rates: [P].
+    rng: chooses among the unsolved, and shuffles.
+  """
+  unsolved = rng.permutation(np.flatnonzero(rates == 0))
+  kept = np.flatnonzero((rates > 0) & (rates <= _EASY))
+  kept = np.append(kept, unsolved[: round(_UNSOLVED_SHARE * unsolved.size)])
+  kept = kept[np.argsort(-rates[kept], kind="stable")]
+  return np.concatenate(
+    [rng.permutation(third) for third in np.array_split(kept, _THIRDS)]
+  )
+
+
+class Profiled(PromptSource):
+  """Draws prompts in the order of a profile, and again from its beginning."""
+
+  def __init__(self, *args: Any, profile: str, seed: int, **settings: Any):
+    """Reads the profile.
+
+    Args:
+      *args: arguments of `PromptSource`.
+      profile: file with `question`, `correct` and `samples` in a line.
+      seed: seed of the order.
+      **settings: arguments of `PromptSource`.
+
+    Raises:
+      InputError: The file cannot be read, lacks a question of the data or
+        leaves none to ask.
+    """
+    super().__init__(*args, seed=seed, **settings)
+    self._rates = _read(profile, self._source)
+    order = order_of(self._rates, np.random.default_rng(seed))
+    if not order.size:
+      raise InputError(f"{profile}: every question is easy or never solved")
+    self._order = _Cycle(order)
+
+  def prompt(self, example_id: int, group_id: int):
+    prompt = super().prompt(example_id, group_id)
+    tries = tries_of(self._rates[example_id])
+    return prompt and dataclasses.replace(prompt, tries=tries)
+
+
+class _Cycle:
+  """An endless repetition."""
+
+  def __init__(self, items: np.ndarray):
+    self._items = items
+
+  def __getitem__(self, index: int) -> int:
+    return self._items[index % len(self._items)]
+
+
+def _read(profile: str, source: Source) -> np.ndarray:
+  """Returns the rate of each example, [P]."""
+  rates = {}
+  for where, fields in rows.read_rows(pathlib.Path(profile)):
+    wrong = f"{where}: not a line of a profile"
+    advice = "write it by scripts/evaluate.py --out"
+    with as_input_error(wrong, advice, KeyError, TypeError, ZeroDivisionError):
+      rates[fields["question"]] = fields["correct"] / fields["samples"]
+  asked = [source[i].question for i in range(len(source))]
+  missing = [question for question in asked if question not in rates]
+  if missing:
+    raise InputError(
+      f"{profile}: no line for {missing[0]!r} ({len(missing)} of {len(asked)}"
+      " questions); profile the training data by scripts/evaluate.py --out"
+    )
+  return np.array([rates[question] for question in asked])
+
+
+register.prompt_source("sgpo", Profiled)

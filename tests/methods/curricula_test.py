@@ -1,0 +1,466 @@
+"""Prompt sources of methods: vectors, and the laws that all of them keep."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+from helpers import doors, tiny_run
+from helpers.tiny_algorithm import make_rollout
+
+from jaxrl_llm import metrics, rewards
+from jaxrl_llm.data import oracles, prompt_source, tasks
+from jaxrl_llm.data.sources import LazySource
+from jaxrl_llm.data.tokenizer import Tokenizer
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.methods import (
+  adhint,
+  dars,
+  dps,
+  gdro,
+  majority,
+  nudge,
+  sgpo,
+  xrpo,
+)
+from jaxrl_llm.rewards.judge import Judged
+from jaxrl_llm.trainer import build
+from jaxrl_llm.types import Responses, Status, join_rows, take_rows
+
+POOL, TRIES = 12, 4
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+  return tiny_run.write_model(tmp_path_factory.mktemp("curricula") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory):
+  """A profile of the pool; every rate from 0 to 1."""
+  source, file = pool(), tmp_path_factory.mktemp("profile") / "set.jsonl"
+  lines = [
+    {"question": source[i].question, "correct": i % 9, "samples": 8}
+    for i in range(POOL)
+  ]
+  file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+  return file
+
+
+def pool():
+  task = tasks.ChainSum(max_ops=3)
+  return LazySource(task.__getitem__, range(POOL))
+
+
+def make(name, model, settings=(), **changes):
+  """A prompt source over the pool."""
+  tokenizer = Tokenizer(str(model))
+  arguments = {
+    "seed": 3,
+    "template": prompt_source.completion(tokenizer),
+    "tokenizer": tokenizer,
+    "max_prompt_length": 16,
+  }
+  if name in ("hints", "repairs"):
+    arguments["max_response_length"] = 40
+  made = prompt_source.PROMPT_SOURCES[name]
+  return made(pool(), **arguments | changes | dict(settings))
+
+
+def answers(source, prompts, right, judged=True):
+  """Responses of which each prompt has `right` correct ones."""
+  ids = [p.example_id for p in prompts for _ in range(p.tries or TRIES)]
+  groups = [p.group_id for p in prompts for _ in range(p.tries or TRIES)]
+  place = [k for p in prompts for k in range(p.tries or TRIES)]
+  rows = np.zeros(len(ids), int)
+  rollout = take_rows(make_rollout(), rows).replace(
+    example_id=np.array(ids, np.int32),
+    group_id=np.array(groups, np.int32),
+    sample_id=np.arange(len(ids), dtype=np.int32),
+    status=np.full(len(ids), int(Status.FINISHED), np.int32),
+  )
+  correct = np.array(place) < right
+  return Responses(
+    rollout=rollout,
+    rewards=correct.astype(np.float32),
+    correct=correct,
+    judged=np.full(len(ids), judged),
+  )
+
+
+CURRICULA = ("target_rate", "dps", "gdro", "sgpo", "contexts")
+
+
+class TestLaws:
+  """What every source of this file keeps."""
+
+  @pytest.fixture(params=CURRICULA)
+  def source(self, request, model, profile):
+    settings = {
+      "sgpo": {"profile": str(profile)},
+      "contexts": {"contexts": ("", "0+")},
+      "gdro": {"mean_tries": TRIES},
+    }
+    return make(request.param, model, settings.get(request.param, {}))
+
+  def walk(self, source, state, steps, n=5):
+    drawn = []
+    for step in range(steps):
+      prompts, state = source.draw(state, n)
+      drawn.append(prompts)
+      state = source.observe(state, answers(source, prompts, right=step % 5))
+    return drawn, state
+
+  def test_draws_depend_on_the_state_alone(self, source):
+    first, middle = self.walk(source, source.init(), 4)
+    assert self.walk(source, source.init(), 4)[0] == first
+    # As a checkpoint has it, in the middle of an epoch.
+    copied = jax.tree.map(lambda x: np.asarray(x).copy(), middle)
+    copied = dataclasses.replace(copied, drawn=int(copied.drawn))
+    assert self.walk(source, copied, 3)[0] == self.walk(source, middle, 3)[0]
+
+  def test_groups_are_unique_and_batches_whole(self, source):
+    drawn, state = self.walk(source, source.init(), 6)
+    ids = [prompt.group_id for prompts in drawn for prompt in prompts]
+    assert ids == list(range(30)) and state.drawn == 30
+
+  def test_no_prompt_starves(self, source):
+    drawn, _ = self.walk(source, source.init(), 200)
+    asked = {prompt.example_id for prompts in drawn for prompt in prompts}
+    left_out = getattr(source, "_rates", np.zeros(0))
+    easy = np.flatnonzero((left_out == 0) | (left_out > 0.75))
+    assert asked >= set(range(POOL)) - set(easy.tolist())
+
+  def test_unjudged_responses_teach_nothing(self, source):
+    prompts, state = source.draw(source.init(), 5)
+    given_up = answers(source, prompts, right=2)
+    stopped = np.full(len(given_up.rewards), int(Status.STOPPED), np.int32)
+    given_up = given_up.replace(
+      rollout=given_up.rollout.replace(status=stopped)
+    )
+    failed = answers(source, prompts, right=2, judged=False)
+    for responses in (failed, given_up):
+      after = source.observe(state, responses)
+      belief = lambda x: {k: v for k, v in x.items() if k != "counts"}
+      if source.__class__ is not dps.Dps:
+        jax.tree.map(np.testing.assert_array_equal, after, state)
+      else:
+        jax.tree.map(
+          np.testing.assert_array_equal, belief(after), belief(state)
+        )
+
+
+def test_an_endless_source_needs_a_pool(model):
+  with pytest.raises(InputError, match=r"set config\.data\.pool"):
+    config = doors.make_config(model, data__order="dps")
+    build.make_run(config)
+
+
+@pytest.mark.parametrize(
+  ("key", "value", "needed"),
+  [
+    ("schedule__stop", "first_groups", "'all'"),
+    ("schedule__window", 4, "0"),
+    ("schedule__streaming", True, "False"),
+  ],
+)
+def test_asking_again_needs_whole_batches(model, key, value, needed):
+  changes = {
+    "data__order": "dars",
+    "optimizer__policy__mini_batch": 16,
+    "estimator__name": "gae" if key == "schedule__window" else "group",
+    "estimator__normalize": "none",
+    "loss__overlong_filter": False,
+    key: value,
+  }
+  key = key.replace("__", ".")
+  said = rf"config.data.order='dars' with config.{key}=.* use {key}={needed}"
+  with pytest.raises(InputError, match=said):
+    build.make_run(doors.make_config(model, **changes))
+
+
+def test_a_pool_of_long_prompts_is_refused(model):
+  source = make("dps", model, max_prompt_length=2, on_long="drop")
+  with pytest.raises(InputError, match="all prompts are longer"):
+    source.draw(source.init(), 3)
+
+
+class TestTargetRate:
+  """DOTS."""
+
+  def test_prefers_what_is_solved_half_of_the_time(self, model):
+    source = make("target_rate", model, {"explore": 0.0})
+    rate = np.where(np.arange(POOL) % 2, 0.5, 1.0).astype(np.float32)
+    counts = np.zeros(POOL)
+    for draw in range(400):
+      state = source.init().replace(drawn=draw, rate=rate)
+      prompts, _ = source.draw(state, 1)
+      counts[prompts[0].example_id] += 1
+    # p = exp(-5) / (1 + exp(-5)) for one half of the pool.
+    assert counts[::2].sum() <= 12
+
+  def test_rates_move_halfway(self, model):
+    source = make("target_rate", model)
+    prompts, state = source.draw(source.init(), 2)
+    after = source.observe(state, answers(source, prompts, right=4))
+    seen = [p.example_id for p in prompts]
+    np.testing.assert_allclose(after.rate[seen], 0.75)
+    assert np.sum(after.rate != 0.5) == 2
+
+
+def test_dps_by_hand():
+  belief, counts = np.full((1, 3), 1 / 3), np.ones((3, 3))
+  priors = []
+  for outcome in (1, 1, 2):
+    priors.append(belief @ (counts / counts.sum(0)).T)
+    belief, counts = dps.transition(
+      belief, counts, np.array([0]), np.array([outcome])
+    )
+  priors.append(belief @ (counts / counts.sum(0)).T)
+  np.testing.assert_allclose(
+    np.concatenate(priors),
+    [
+      [0.3333, 0.3333, 0.3333],
+      [0.3, 0.4, 0.3],
+      [0.2362, 0.5276, 0.2362],
+      [0.3161, 0.3678, 0.3161],
+    ],
+    atol=1e-4,
+  )
+  np.testing.assert_allclose(
+    counts[1:], [[1.1633, 1.8633, 1.1633], [1, 2, 1]], atol=1e-4
+  )
+
+
+@pytest.mark.parametrize(
+  ("signal", "n", "expected"),
+  [
+    ("equal", 8, [24, 11, 3, 1, 0, 0]),
+    ("hard", 8, [56, 24, 8, 3, 0, 0]),
+    ("equal", 4, [6, 2, 0, 0]),
+  ],
+)
+def test_dars_tries(signal, n, expected):
+  found = [dars.more_tries(right, n, signal) for right in range(len(expected))]
+  assert found == expected
+
+
+class TestGdro:
+  """Square roots of variances."""
+
+  def test_by_hand(self):
+    deviations = np.sqrt([0.01, 0.05, 0.1, 0.25])
+    wanted = 32 * deviations / deviations.sum()
+    np.testing.assert_allclose(
+      wanted, [2.8074, 6.2776, 8.8779, 14.0371], atol=1e-4
+    )
+    given = gdro.apportion(deviations, 32, fewest=2, most=32)
+    assert given.tolist() == [3, 6, 9, 14]
+    variances = np.array([0.01, 0.05, 0.1, 0.25])
+    assert np.mean(variances / given) == pytest.approx(0.010159, abs=5e-6)
+
+  def test_a_step_has_a_fixed_number_of_tries(self, model):
+    source = make("gdro", model, {"mean_tries": 8})
+    state = source.init()
+    for _ in range(8):
+      prompts, state = source.draw(state, 5)
+      tries = [prompt.tries for prompt in prompts]
+      assert sum(tries) == 40 and min(tries) >= 2 and max(tries) <= 32
+      # Easy for the first of them, as hard as can be for the others.
+      ended = [
+        answers(source, [prompt], 8 if prompt.example_id < 6 else 4)
+        for prompt in prompts
+      ]
+      state = source.observe(state, join_rows(ended))
+    assert len(set(tries)) > 1
+
+
+class TestSgpo:
+  """A profile decides."""
+
+  def test_tries(self):
+    rates = [0, *(k / 8 for k in range(1, 7))]
+    assert [sgpo.tries_of(p) for p in rates] == [8, 8, 4, 4, 2, 2, 2]
+
+  def test_order(self):
+    rates = np.array([0.0] * 20 + [1.0, 0.8, 0.75, 0.5, 0.5, 0.25, 0.125])
+    order = sgpo.order_of(rates, np.random.default_rng(0))
+    kept = rates[order]
+    assert len(order) == 7 and (kept == 0).sum() == 2
+    assert sorted(kept[:3]) == [0.5, 0.5, 0.75] and set(kept[5:]) == {0.0}
+
+  def test_a_question_without_a_line_is_named(self, model, tmp_path):
+    file = tmp_path / "few.jsonl"
+    file.write_text('{"question": "1+1?", "correct": 1, "samples": 2}\n')
+    with pytest.raises(InputError, match=r"no line for .* \(12 of 12"):
+      make("sgpo", model, profile=str(file))
+    file.write_text('{"question": "1+1?", "correct": 1, "samples": 0}\n')
+    with pytest.raises(InputError, match=r"few.jsonl:1: not a line of a"):
+      make("sgpo", model, profile=str(file))
+
+
+def test_majority_by_hand():
+  verdicts = [rewards.Verdict(False, x) for x in ("12", "12", "15", None)]
+  assert majority.majority([""] * 4, verdicts) == [True, True, False, False]
+  none = [rewards.Verdict(False)] * 2
+  assert majority.majority([""] * 2, none) == [False, False]
+  tied = [rewards.Verdict(False, x) for x in ("7", "5", "5", "7")]
+  assert majority.majority([""] * 4, tied) == [True, False, False, True]
+
+
+class TestHints:
+  """ADHint."""
+
+  def test_share(self, model):
+    source = make("hints", model)
+    found = [source.share(p) for p in (0, 0.25, 0.5, 0.75, 1)]
+    np.testing.assert_allclose(found, [0.8, 0.6, 0.4, 0.2, 0])
+
+  def test_hard_prompts_come_again_with_a_part_of_their_solution(self, model):
+    source = make("hints", model)
+    prompts, state = source.draw(source.init(), 3)
+    given = answers(source, prompts, right=1)
+    given.correct[TRIES : 2 * TRIES] = True
+    again, after = source.again(state, Judged(given, [], [], []))
+    hard = sorted([prompts[0].example_id, prompts[2].example_id])
+    assert [prompt.example_id for prompt in again] == hard
+    assert [prompt.group_id for prompt in again] == [3, 4] and after.drawn == 5
+    for prompt in again:
+      text = make("hints", model)._tokenizer.decode(prompt.opening)
+      assert text == prompt.completion[: int(0.6 * len(prompt.completion))]
+
+  def test_factor(self):
+    foreign = np.array([[0], [0], [0], [0], [1], [1], [1], [1]])
+    correct = np.array([1, 0, 0, 0, 1, 1, 1, 0], bool)
+    rewards_ = correct.astype(np.float32)[:, None]
+    settings = {"center": "mean", "scale": "none", "epsilon": 0.0}
+    found = adhint.hinted(
+      rewards_,
+      np.ones((8, 1), bool),
+      np.repeat([0, 1], 4),
+      foreign,
+      correct,
+      np.ones(8, bool),
+      **settings,
+    )
+    # 1 + 0.75 - 0.25 for what a hint explains.
+    expected = [0.75 * 1.5, -0.25, -0.25, -0.25, 0.25, 0.25, 0.25, -0.75 * 1.5]
+    np.testing.assert_allclose(found[:, 0], expected, atol=1e-6)
+
+
+class TestRepairs:
+  """SCOPE."""
+
+  EXAMPLE = tasks.Example(
+    "x", "7+5+8-3?", "17", "", completion="7+5=12;12+8=20;20-3=17;#17."
+  )
+
+  @pytest.mark.parametrize(
+    ("text", "found"),
+    [
+      ("7+5=12;12+8=21;21-3=18;#18.", ("7+5=12;", "12+8=20;")),
+      ("7+5=13;", ("", "7+5=12;")),
+      ("7+5=12;12", ("7+5=12;", "12+8=20;")),
+      ("7+5=12;12+8=20;20-3=17;#18.", None),
+    ],
+  )
+  def test_first_wrong_line(self, text, found):
+    assert oracles.first_wrong_line(self.EXAMPLE, text) == found
+
+  def test_at_most_half_of_a_group_is_repaired(self, model):
+    source = make("repairs", model)
+    prompts, state = source.draw(source.init(), 2)
+    given = answers(source, prompts, right=1)
+    asked = [prompt for prompt in prompts for _ in range(TRIES)]
+    texts = ["1"] * len(asked)
+    judged = Judged(given, asked, texts, [])
+    again, _ = source.again(state, judged)
+    assert len(again) == 4 and all(prompt.tries == 1 for prompt in again)
+    first = again[0].completion.partition(";")[0] + ";"
+    assert source._tokenizer.decode(again[0].opening) == first
+
+  def test_kept_tokens_are_those_of_the_policy(self, model):
+    """The opening of a response is not split into other tokens."""
+    source = make("repairs", model)
+
+    class Pairs:
+      """Writes two characters a token, but reads single ones."""
+
+      def decode(self, tokens):
+        return "".join(tokens)
+
+      def encode(self, text):
+        return list(text)
+
+    source._tokenizer = Pairs()
+    written = ["7+", "5=", "12", ";1", "2+", "8=", "21", ";"]
+    opening = source._opening(written, "7+5=12;", "12+8=20;")
+    assert opening == ("7+", "5=", "12", *";12+8=20;")
+
+
+def test_novelty_by_hand():
+  rewards_ = np.array([1.0, 1.0, 0.0, 0.0], np.float32)[:, None]
+  logprobs = np.array([-1.0, -3.0, -3.0, -1.0], np.float32)[:, None]
+  found = xrpo.sharpened(
+    rewards_,
+    rewards_[:, 0] == 1,
+    np.ones((4, 1), bool),
+    np.zeros(4, int),
+    logprobs,
+    center="mean",
+    scale="none",
+    epsilon=0.0,
+  )
+  # Scores less their mean of -2: 1, -1, -1, 1; 1 - exp(-1) is over A = 0.5.
+  np.testing.assert_allclose(found[:, 0], [0.5, 1.0, -0.5, -0.5], atol=1e-6)
+
+
+def test_inter_intra_by_hand():
+  token_rewards = np.array([1, 0, 1, 1, 0, 0], np.float32)[:, None]
+  found = nudge.inter_intra(
+    token_rewards,
+    np.ones((6, 1), bool),
+    np.array([0, 0, 1, 1, 2, 2]),
+    np.array([5, 5, 5, 5, 9, 9]),
+    np.ones(6, bool),
+    between=2.0,
+  )
+  # Contexts have 0.5 and 1.0, the prompt 0.75.
+  expected = [0.0, -1.0, 0.5, 0.5, 0.0, 0.0]
+  np.testing.assert_allclose(found[:, 0], expected, atol=1e-6)
+
+
+RUNS = {
+  "target_rate": {"data__pool": 12},
+  "dps": {"data__pool": 12},
+  "gdro": {"data__pool": 12, "data__order_settings": {"mean_tries": 4}},
+  "dars": {"estimator__name": "example"},
+  "hints": {"estimator__name": "hinted"},
+  "repairs": {"estimator__name": "example"},
+  "contexts": {
+    "estimator__name": "inter_intra",
+    "data__order_settings": {"contexts": ("", "0+")},
+    "data__max_prompt_length": 16,
+  },
+  "shuffled": {"estimator__name": "sharpened", "reward__group": "majority"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", RUNS)
+def test_trains_and_resumes_bit_for_bit(model, tmp_path, order):
+  changes = {"sampler__max_response_length": 24, "run__samples_every": 1}
+  rows = doors.train(
+    model, tmp_path / "run", data__order=order, **changes | RUNS[order]
+  )
+  again = order in ("dars", "hints", "repairs")
+  for row in rows[1:]:
+    assert ("rollout/again" in row) == again
+    assert row["sampler_trainer/logprob_diff_max"] < 1e-5
+    if order == "shuffled":
+      assert 0 <= row["reward/agrees"] <= 1 and "reward/true" in row
+  if order in ("hints", "repairs"):
+    samples = metrics.read_rows(tmp_path / "run" / "samples.jsonl")
+    given = [s for s in samples if s["step"] and s["origin"][0][0] == "given"]
+    assert given and all(s["advantage"][0] is None for s in given)
