@@ -160,7 +160,8 @@ def make_update(
   def apply(state: TrainState, sums, size, step):
     gradients, (totals, means, maxima) = sums
     over = functools.partial(jax.tree.map, lambda x: x / size)
-    totals = over(totals) | {"tokens": totals["tokens"]}
+    counts = {name: totals[name] for name in ("tokens", "micro_batches")}
+    totals = over(totals) | counts | {"squares": totals["squares"] / size**2}
     return finish(state, (over(gradients), (totals, means, maxima)), step)
 
   def whole(state: TrainState, batch: PackedBatch, *arguments, base=_NO_BASE):
@@ -187,7 +188,34 @@ def _gradient_of(objective: Objective, base):
   def gradient(trained, *inputs):
     return objective.loss(Params(base, trained), *inputs)
 
-  return gradient
+  def with_noise(trained, *inputs):
+    gradients, (totals, *rest) = gradient(trained, *inputs)
+    tokens = jnp.maximum(totals["tokens"], 1.0)
+    squares = jnp.square(optax.global_norm(gradients)) / tokens
+    noise = {"squares": squares, "micro_batches": jnp.float32(1.0)}
+    return gradients, (totals | noise, *rest)
+
+  return with_noise
+
+
+def _noise(norm, tokens, squares, micro_batches) -> Metrics:
+  """The variance of a gradient and the square of its mean, both estimated.
+
+  Micro-batches of t_i of T tokens have gradients g_i, which sum to g:
+
+    noise = (T Σ |g_i|² / t_i - |g|²) / (M - 1),   signal = |g|² - noise
+
+  Their ratio, times the size of the mini-batch, is the gradient noise scale: at
+  1, the mini-batch has the critical size. With one micro-batch both are 0.
+
+  Reference: McCandlish et al. 2018, arXiv:1812.06162, appendix A.
+  """
+  several, square = micro_batches > 1, jnp.square(norm)
+  noise = (tokens * squares - square) / jnp.maximum(micro_batches - 1, 1)
+  return {
+    "gradient_noise": jnp.where(several, noise, 0.0),
+    "gradient_signal": jnp.where(several, square - noise, 0.0),
+  }
 
 
 def _apply(name, optimizer, schedule, state, sums, step, *, scale=None):
@@ -196,6 +224,9 @@ def _apply(name, optimizer, schedule, state, sums, step, *, scale=None):
   norm = optax.global_norm(gradients)
   finite = jnp.isfinite(norm) & jnp.isfinite(totals[f"{name}/loss"])
   tokens = jnp.maximum(totals.pop("tokens"), 1.0)
+  noise = _noise(
+    norm, tokens, totals.pop("squares"), totals.pop("micro_batches")
+  )
   means = {key: value / tokens for key, value in means.items()}
   metrics = (
     totals
@@ -206,6 +237,7 @@ def _apply(name, optimizer, schedule, state, sums, step, *, scale=None):
       f"{name}/lr": schedule(step),
       f"{name}/skipped": 1.0 - finite,
     }
+    | {f"{name}/{key}": value for key, value in noise.items()}
   )
   if scale is not None:
     metrics[f"{name}/step_scale"] = scale

@@ -423,7 +423,8 @@ def evaluate(
         f"the reward failed on all {judged.size} responses of step 0:"
         f" {run.judge.failure}"
       )
-    results = evaluated.results([config.eval.samples])
+    tries = *config.eval.pass_k, config.eval.samples
+    results = evaluated.results(tries)
     if config.eval.greedy:
       greedy = evaluator.greedy()(weights.params)
       results["greedy"] = greedy.results([])["avg@1"]

@@ -177,7 +177,8 @@ class TestAccumulation:
       np.testing.assert_allclose(mine, his, rtol=1e-6, atol=1e-6)
     assert row.keys() == expected.keys()
     for name in row:
-      np.testing.assert_allclose(row[name], expected[name], rtol=2e-6)
+      if "/gradient_" not in name:  # Noise is that of other micro-batches.
+        np.testing.assert_allclose(row[name], expected[name], rtol=2e-6)
 
 
 class TestFrozen:

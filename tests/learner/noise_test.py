@@ -1,0 +1,53 @@
+"""The noise of gradients, of the parts that micro-batches give."""
+
+import chex
+import jax
+import numpy as np
+import pytest
+from helpers import tiny_update
+
+from jaxrl_llm.learner import update
+
+
+def test_by_hand():
+  # Contributions (1.5, 0) and (0.5, 1) of halves: |g|² is 5, Σ |g_i|² / w_i 7.
+  found = update._noise(5**0.5, 10.0, 2.25 / 5 + 1.25 / 5, 2.0)
+  assert float(found["gradient_noise"]) == pytest.approx(2.0)
+  assert float(found["gradient_signal"]) == pytest.approx(3.0)
+  alone = update._noise(5**0.5, 10.0, 0.5, 1.0)
+  assert set(map(float, alone.values())) == {0.0}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_an_update_measures_it(streamed):
+  size = 4
+  batch = tiny_update.make_batch("policy", micro_batch_size=size, share=False)
+  program, _ = tiny_update.make_update("policy")
+  state, temperature = tiny_update.make_state("policy"), tiny_update.TEMPERATURE
+  count = int(batch.packed.count)
+  tokens = np.asarray(batch.mask).sum((1, 2))[:count]
+  # Each micro-batch as the only one of an update without clipping.
+  objective = tiny_update.policy_objective(tiny_update.make_fns("policy"))
+  gradient = jax.jit(update._gradient_of(objective, {}))
+  rows = update._micro_batches(batch)
+  each = [
+    gradient(state.trained, rows(i), temperature)[0] for i in range(count)
+  ]
+  flat = [
+    np.concatenate([np.ravel(x) for x in jax.tree.leaves(one)], dtype=float)
+    for one in each
+  ]
+  square = np.sum(np.sum(flat, axis=0) ** 2)
+  parts = sum(np.sum(g**2) / n for g, n in zip(flat, tokens))
+  noise = (tokens.sum() * parts - square) / (count - 1)
+  if streamed:
+    sums = program.accumulate(None, state.trained, batch, temperature)
+    _, metrics = program.apply(state, sums, 1.0, np.int32(0))
+  else:
+    _, metrics = program(state, batch, temperature)
+  assert count > 1 and noise > 0
+  chex.assert_trees_all_close(
+    [metrics["policy/gradient_noise"], metrics["policy/gradient_signal"]],
+    [np.float32(noise), np.float32(square - noise)],
+    rtol=1e-4,
+  )
