@@ -86,6 +86,20 @@ def is_over(rollout: Rollout) -> np.ndarray:
   return np.asarray(rollout.status) != int(Status.TRUNCATED)
 
 
+def mixed(responses: Responses) -> np.ndarray:
+  """Returns rows whose group has correct and incorrect responses, bool [B].
+
+  Verdicts count, not shaped rewards: groups that differ only in length teach
+  nothing about the task. Responses without a verdict are neither correct nor
+  incorrect.
+  """
+  group, correct = responses.rollout.group, responses.correct
+  judged = responses.judged
+  right = np.bincount(group, correct & judged)
+  wrong = np.bincount(group, ~correct & judged)
+  return ((right > 0) & (wrong > 0))[group]
+
+
 def unjudged(rollout: Rollout) -> Responses:
   """Returns responses without a verdict."""
   rows = len(rollout.lengths)

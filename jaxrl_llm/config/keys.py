@@ -353,6 +353,13 @@ class Schedule(Group, path="schedule"):
     " best on separate meshes; 0 is on-policy.", FIXED)
   overlap = Key(True, None, "Runs sampler and learner concurrently if"
     " schedule.lag > 0. False alternates them, with the same results.")
+  replay = Key(0.0, _BELOW_1,
+    "Fraction of a batch's groups that earlier steps have sampled, drawn from a"
+    " store; their log-probs are corrected by off_policy.correction.", SWITCH)
+  replay_capacity = Key(512, _SOME,
+    "Groups in that store; the oldest ones leave first.")
+  replay_keep = Key("mixed", Names("rollout.replay:KEEP"), "Groups that are"
+    " stored: those with correct and incorrect responses ('mixed'), or 'all'.")
   streaming = Key(False, None, "Accumulates gradients of each group on"
     " completion and updates after the last (periodic asynchrony). Needs lag=0,"
     " one mini-batch and a method without statistics of the whole batch.")

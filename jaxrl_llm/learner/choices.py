@@ -155,6 +155,7 @@ def correction_of(config: Groups) -> tuple[str, float]:
   averaged = settings["proximal"] == "ewma"
   # Responses go on in later steps, or are trained then.
   stale = schedule["stop"] != "all" or schedule["lag"] > 0
+  stale |= schedule["replay"] > 0
   name = settings["correction"]
   if name == "auto":
     # With the sampler's log-probs as proximal ones the ratio corrects already.

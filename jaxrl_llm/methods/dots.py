@@ -22,7 +22,7 @@ from jaxrl_llm.data.curriculum import Curriculum, results_of
 
 @chex.dataclass(frozen=True)
 class Rates:
-  """How often each of P prompts was solved."""
+  """Rates of P prompts."""
 
   drawn: int
   rate: np.ndarray  # float32 [P].

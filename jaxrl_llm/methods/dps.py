@@ -22,7 +22,7 @@ _MIXED = 1  # Of none, mixed, all.
 
 @chex.dataclass(frozen=True)
 class Belief:
-  """What is believed of each of P prompts."""
+  """Beliefs about P prompts."""
 
   drawn: int
   belief: np.ndarray  # float32 [P, 3]: solved by none, some or all of a group.

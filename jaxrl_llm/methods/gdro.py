@@ -26,7 +26,7 @@ _FEWEST = 2  # Tries of a prompt: one alone has no group.
 
 @chex.dataclass(frozen=True)
 class Variances:
-  """What is known of P prompts and of the bins of their rates."""
+  """Rates of P prompts, and variances by bin of the rate."""
 
   drawn: int
   rate: np.ndarray  # float32 [P], share of correct responses; 1/2 if unknown.
@@ -68,7 +68,7 @@ class Gdro(Curriculum):
 
   def init(self) -> Variances:
     rate = np.full(len(self), 0.5, np.float32)
-    # As of unknown prompts: the most that a rate allows.
+    # 1/4, the variance at a rate of 1/2, is the largest.
     return Variances(
       drawn=0, rate=rate, variance=np.full(_BINS, 0.25, np.float32)
     )

@@ -165,6 +165,7 @@ class Pipeline:
     rollout, lag = batch.responses.rollout, min(version, self.lag)
     most = lag + self._max_staleness
     new = np.arange(rollout.mask.shape[1]) >= rollout.window_start[:, None]
+    new &= rollout.sample_id[:, None] >= 0  # Others are replayed.
     age = version - rollout.version[rollout.mask & new]
     oldest, newest = age.max(initial=lag), age.min(initial=most)
     if version - batch.version != lag or newest < lag or oldest > most:

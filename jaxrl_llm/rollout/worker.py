@@ -34,6 +34,7 @@ from jaxrl_llm.rollout.metrics import (
   rollout_metrics,
   source_metrics,
 )
+from jaxrl_llm.rollout.replay import Replay
 from jaxrl_llm.rollout.schedule import STOPS, RolloutSettings, too_few
 from jaxrl_llm.rollout.turns import Conversations
 from jaxrl_llm.rollout.writer import ResponseWriter, Weights
@@ -44,6 +45,7 @@ from jaxrl_llm.types import (
   Status,
   is_over,
   join_rows,
+  mixed,
   take_rows,
   unjudged,
 )
@@ -57,6 +59,7 @@ class RolloutState:
   store: Rollout | None  # Begun and not handed over, or unfinished.
   # By sample id; with an environment only.
   conversations: Conversations = dataclasses.field(default_factory=dict)
+  replay: Responses | None = None  # Groups that may be trained on again.
 
 
 @chex.dataclass(frozen=True)
@@ -104,6 +107,7 @@ class RolloutWorker:
     source: PromptSource,
     settings: RolloutSettings,
     group_reward: GroupReward | None = None,
+    replay: Replay | None = None,
   ):
     """Makes the worker.
 
@@ -112,7 +116,9 @@ class RolloutWorker:
       source: draws prompts, and looks up those of unfinished responses.
       settings: the schedule.
       group_reward: replaces the verdicts of each group.
+      replay: adds earlier groups to each batch.
     """
+    self._replay = replay
     self.writer, self._source, self._settings = writer, source, settings
     self._group_reward = group_reward
 
@@ -122,7 +128,9 @@ class RolloutWorker:
 
   def abstract(self) -> RolloutState:
     """The state as a checkpoint is read into it, see `Learner.abstract`."""
-    return RolloutState(samples=0, store=Rollout, conversations={})
+    return RolloutState(
+      samples=0, store=Rollout, conversations={}, replay=Responses
+    )
 
   def close(self) -> None:
     """Ends the processes that environments and the group reward run in."""
@@ -197,7 +205,8 @@ class RolloutWorker:
     batch, kept = new.batch.responses, sample_ids(new.state.store)
     fresh = np.arange(before.samples, new.state.samples)
     begun = np.append(sample_ids(before.store), fresh)
-    handed, over = batch.rollout.sample_id, is_over(batch.rollout)
+    new_rows = take_rows(batch.rollout, batch.rollout.sample_id >= 0)
+    handed, over = new_rows.sample_id, is_over(new_rows)
     found = [*handed[over], *kept]
     if self._settings.dynamic_sampling:
       judged = {i for x in new.judged for i in x.responses.rollout.sample_id}
@@ -219,12 +228,17 @@ class RolloutWorker:
     kept: list[Responses] = []
     seen: list[Judged] = []
     judged = passed = 0
-    while (missing := settings.groups - passed) > 0:
+    replayed, fewer = None, 0
+    if self._replay is not None:
+      replayed = self._replay.draw(state.replay, state.samples)
+      fewer = self._replay.groups if replayed else 0
+    groups = settings.groups - fewer
+    while (missing := groups - passed) > 0:
       if len(kept) == settings.max_rounds:
         raise too_few(settings, len(kept), judged, passed)
       begun = _count_groups(state.store)
       state, source_state = self._begin(
-        state, source_state, settings.in_flight - begun, timer
+        state, source_state, settings.in_flight - fewer - begun, timer
       )
       store = self._write_groups(state, missing, weights, timer)
       done = sampling.complete(is_over(store), store.group)[store.group]
@@ -250,7 +264,7 @@ class RolloutWorker:
       passed += _count_groups(responses.rollout)
       state = state.replace(store=_joined(take_rows(store, ~chosen)))
     batch = join_rows(kept)
-    surplus = batch.rollout.group >= settings.groups
+    surplus = batch.rollout.group >= groups
     row = {}
     if settings.dynamic_sampling:
       row["rollout/rounds"] = float(len(kept))
@@ -268,6 +282,10 @@ class RolloutWorker:
       # Surplus groups are kept for the next batch; staleness is allowed here.
       state = state.replace(store=_joined(rest.rollout, state.store))
       row |= partial_metrics(batch.rollout, state.store, weights.version)
+    if self._replay is not None:
+      state = state.replace(replay=self._replay.add(state.replay, batch))
+      batch = join_rows([batch, replayed])
+      row["rollout/replayed"] = float(fewer)
     batch = Batch(responses=batch, version=weights.version, metrics=row)
     return Collected(batch, state, source_state, seen)
 
@@ -411,20 +429,6 @@ class RolloutWorker:
     rows = list(zip(rollout.example_id.tolist(), rollout.group_id.tolist()))
     prompts = {row: self._source.prompt(*row) for row in set(rows)}
     return [prompts[row] for row in rows]
-
-
-def mixed(responses: Responses) -> np.ndarray:
-  """Returns rows whose group has correct and incorrect responses, bool [B].
-
-  Verdicts count, not shaped rewards: groups that differ only in length teach
-  nothing about the task. Responses without a verdict are neither correct nor
-  incorrect.
-  """
-  group, correct = responses.rollout.group, responses.correct
-  judged = responses.judged
-  right = np.bincount(group, correct & judged)
-  wrong = np.bincount(group, ~correct & judged)
-  return ((right > 0) & (wrong > 0))[group]
 
 
 def is_demonstrated(rollout: Rollout) -> np.ndarray:

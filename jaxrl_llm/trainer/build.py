@@ -31,6 +31,7 @@ from jaxrl_llm.rewards.groups import GroupReward
 from jaxrl_llm.rewards.judge import Judge
 from jaxrl_llm.rollout.engine import RolloutEngine
 from jaxrl_llm.rollout.pipeline import Pipeline
+from jaxrl_llm.rollout.replay import Replay
 from jaxrl_llm.rollout.turns import ConversationConfig
 from jaxrl_llm.rollout.worker import RolloutSettings, RolloutWorker, run_key
 from jaxrl_llm.rollout.writer import ResponseWriter
@@ -262,9 +263,16 @@ def make_worker(
   )
   key, samples = run_key(config.run.seed, ROLLOUTS), config.data.group_size
   writer = ResponseWriter(engine, sampled, key, samples, judge, turn_taking)
-  return RolloutWorker(
-    writer, source, settings, _make_group_reward(config, judge)
-  )
+  replay = None
+  if schedule.replay:
+    replay = Replay(
+      groups=int(schedule.replay * config.data.prompts_per_step),
+      capacity=schedule.replay_capacity,
+      keep=schedule.replay_keep,
+      seed=config.run.seed,
+    )
+  group_reward = _make_group_reward(config, judge)
+  return RolloutWorker(writer, source, settings, group_reward, replay)
 
 
 def _make_pipeline(config) -> Pipeline:

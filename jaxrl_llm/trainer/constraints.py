@@ -30,8 +30,8 @@ def broken(config: Any) -> dict[str, str]:
 
 def rules(config: Any) -> Rules:
   """Returns all constraints, most important first."""
-  topics = [demonstrations, sizes, files, windows, second_looks, streaming]
-  topics += [engines, drafts, exactness]
+  topics = [demonstrations, sizes, files, windows, second_looks, replay]
+  topics += [streaming, engines, drafts, exactness]
   topics += [
     groups,
     off_policy,
@@ -90,6 +90,7 @@ def demonstrations(config: Any) -> Rules:
     "schedule.window": 0,
     "schedule.lag": 0,
     "schedule.streaming": False,
+    "schedule.replay": 0.0,
     "schedule.dynamic_sampling": False,
     "environment.name": "",
     "reward.group": "",
@@ -169,6 +170,27 @@ def second_looks(config: Any) -> Rules:
       "this prompt source draws again for a judged batch, which must be whole;"
       f" use schedule.{key}={value!r}")
     for key, value in whole.items()
+  ]
+
+
+def replay(config: Any) -> Rules:
+  """Checks the replay of earlier groups."""
+  schedule = config.schedule
+  plain = {"stop": "all", "window": 0, "streaming": False}
+  most = int(schedule.replay * config.data.prompts_per_step)
+  return [
+    *((schedule.replay and schedule[key] != value,
+      f"schedule.replay, schedule.{key}",
+      f"only whole groups of a whole batch are replayed; use {key}={value!r}")
+      for key, value in plain.items()),
+    (schedule.replay and not most, "schedule.replay, data.prompts_per_step",
+      "less than one group of a batch would be replayed; raise one of them"),
+    (schedule.replay and config.off_policy.keep_weights,
+      "schedule.replay, off_policy.keep_weights",
+      "replayed tokens are older than the kept weights; switch one of them off"),
+    (schedule.replay and schedule.replay_capacity < most,
+      "schedule.replay, schedule.replay_capacity",
+      f"the store must hold the {most} groups that a batch replays"),
   ]
 
 

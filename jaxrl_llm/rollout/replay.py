@@ -1,0 +1,67 @@
+"""Groups that are trained on again in later steps.
+
+A batch then has fewer new responses. Replayed rows keep the versions and the
+log-probs that they were sampled with, so that a correction can weigh them; as
+their ids would be in the run twice, they are negative.
+
+Reference: Sun et al. 2025 (DOTS with rollout replay), arXiv:2506.05316.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from jaxrl_llm.types import Responses, join_rows, mixed, take_rows
+
+# Name -> rows of a batch whose groups are stored, bool [B].
+KEEP = {
+  "all": lambda responses: np.ones(len(responses.rewards), bool),
+  "mixed": mixed,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Replay:
+  """Draws groups from a store, which is a value, and adds to it.
+
+  Attributes:
+    groups: groups of a batch that are replayed, once so many are stored.
+    capacity: groups in the store; the oldest ones leave first.
+    keep: which groups are stored, one of `KEEP`.
+    seed: seed of the draws.
+  """
+
+  groups: int
+  capacity: int
+  keep: str
+  seed: int
+
+  def draw(self, store: Responses | None, step: int) -> Responses | None:
+    """Returns replayed groups; None until there are enough.
+
+    Args:
+      store: the stored groups.
+      step: any number that no other draw has.
+    """
+    stored = [] if store is None else np.unique(store.rollout.group_id)
+    if not self.groups or len(stored) < self.groups:
+      return None
+    rng = np.random.default_rng((self.seed, step))
+    chosen = rng.choice(stored, self.groups, replace=False)
+    rows = take_rows(store, np.isin(store.rollout.group_id, chosen))
+    rollout = rows.rollout
+    again = rollout.replace(
+      group_id=-1 - rollout.group_id, sample_id=-1 - rollout.sample_id
+    )
+    return rows.replace(rollout=again)
+
+  def add(
+    self, store: Responses | None, responses: Responses
+  ) -> Responses | None:
+    """Returns the store with a batch of new groups."""
+    kept = take_rows(responses, KEEP[self.keep](responses))
+    if not self.groups or not len(kept.rewards):
+      return store
+    joined = join_rows([store, kept])
+    newest = np.unique(joined.rollout.group_id)[-self.capacity :]
+    return take_rows(joined, np.isin(joined.rollout.group_id, newest))

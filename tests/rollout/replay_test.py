@@ -1,0 +1,123 @@
+"""Groups that are trained on again."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from helpers import doors, tiny_run
+
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.rollout.replay import Replay
+from jaxrl_llm.trainer import build
+from jaxrl_llm.types import unjudged
+
+
+def groups(*ids, size=2, right=()):
+  """Responses of groups; `right` names those with one correct response."""
+  rng = np.random.default_rng(ids[0])
+  rollout = tiny_run.random_rollout(rng, rows=size * len(ids), group_size=size)
+  of = np.repeat(ids, size).astype(np.int32)
+  sample = (of * size + np.tile(np.arange(size), len(ids))).astype(np.int32)
+  correct = np.isin(of, right) & (np.arange(of.size) % size == 0)
+  rollout = rollout.replace(group_id=of, sample_id=sample)
+  return unjudged(rollout).replace(correct=correct)
+
+
+MAKE = {"groups": 2, "capacity": 3, "keep": "all", "seed": 0}
+
+
+def test_the_oldest_groups_leave_first():
+  replay = Replay(**MAKE)
+  store = replay.add(None, groups(0, 1))
+  assert replay.draw(store, 4) is not None
+  store = replay.add(replay.add(store, groups(2)), groups(3, 4))
+  assert set(store.rollout.group_id.tolist()) == {2, 3, 4}
+
+
+def test_nothing_is_replayed_before_there_is_enough():
+  replay = Replay(**MAKE)
+  assert replay.draw(None, 0) is None
+  assert replay.draw(replay.add(None, groups(5)), 0) is None
+
+
+def test_mixed_groups_alone_are_stored():
+  replay = dataclasses.replace(Replay(**MAKE), keep="mixed")
+  store = replay.add(None, groups(0, 1, 2, right=(1,)))
+  assert set(store.rollout.group_id.tolist()) == {1}
+  assert replay.add(store, groups(3)) is store
+
+
+def test_draws_are_whole_groups_under_ids_of_their_own():
+  replay = Replay(**MAKE)
+  store = replay.add(None, groups(0, 1, 2))
+  seen = set()
+  for step in range(20):
+    drawn = replay.draw(store, step)
+    assert replay.draw(store, step).rollout.group_id.tolist() == (
+      drawn.rollout.group_id.tolist()
+    )
+    ids = -1 - drawn.rollout.group_id
+    assert len(ids) == 4 and len(set(ids.tolist())) == 2
+    seen |= set(ids.tolist())
+    for row, sample in enumerate(-1 - drawn.rollout.sample_id):
+      (old,) = np.flatnonzero(store.rollout.sample_id == sample)
+      for name in ("tokens", "version", "behavior_logprobs"):
+        np.testing.assert_array_equal(
+          drawn.rollout[name][row], store.rollout[name][old]
+        )
+  assert seen == {0, 1, 2}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+  return tiny_run.write_model(tmp_path_factory.mktemp("replay") / "tiny")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "changes",
+  [
+    {},
+    {"schedule__lag": 1},
+    {"estimator__name": "gae", "optimizer__value__mini_batch": 8},
+    {
+      "schedule__dynamic_sampling": True,
+      "schedule__over_provision": 2.0,
+      "schedule__max_rounds": 8,
+    },
+    {"data__order": "dars", "estimator__name": "example"},
+  ],
+)
+def test_a_run_replays_and_resumes_bit_for_bit(model, tmp_path, changes):
+  rows = doors.train(
+    model,
+    tmp_path / "run",
+    schedule__replay=0.5,
+    schedule__replay_keep="all",
+    **changes,
+  )
+  lag = changes.get("schedule__lag", 0)
+  assert rows[1]["rollout/replayed"] == 0
+  assert rows[2]["rollout/replayed"] == 2
+  assert rows[2]["staleness/max"] == 1
+  assert rows[2]["correction/weight_mean"] > 0
+  if not lag:  # Other tokens are not compared.
+    assert rows[2]["sampler_trainer/logprob_diff_max"] < 1e-5
+    if "order" not in str(changes) and "dynamic" not in str(changes):
+      assert rows[2]["rollout/tokens"] < 0.8 * rows[1]["rollout/tokens"]
+
+
+@pytest.mark.parametrize(
+  ("changes", "said"),
+  [
+    ({"schedule__window": 4}, "use window=0"),
+    ({"schedule__replay": 0.1}, "less than one group"),
+    ({"schedule__replay_capacity": 1}, "must hold the 2 groups"),
+  ],
+)
+def test_is_refused(model, changes, said):
+  given = {"schedule__replay": 0.5} | changes
+  if "schedule__window" in changes:
+    given |= {"estimator__name": "gae", "loss__overlong_filter": False}
+  with pytest.raises(InputError, match=said):
+    build.make_run(doors.make_config(model, **given))
