@@ -187,7 +187,7 @@ def replay(config: Any) -> Rules:
       "less than one group of a batch would be replayed; raise one of them"),
     (schedule.replay and config.off_policy.keep_weights,
       "schedule.replay, off_policy.keep_weights",
-      "replayed tokens are older than the kept weights; switch one of them off"),
+      "replayed tokens are older than kept weights; switch one of them off"),
     (schedule.replay and schedule.replay_capacity < most,
       "schedule.replay, schedule.replay_capacity",
       f"the store must hold the {most} groups that a batch replays"),
