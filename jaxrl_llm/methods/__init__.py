@@ -33,6 +33,7 @@ FILES: dict[str, dict[str, str]] = {
   "majority": {"group_reward": "majority"},
   "mc_grpo": {"mask": "drop_pivot"},
   "nudge": {"prompt_source": "contexts", "estimator": "inter_intra"},
+  "poise": {"estimator": "cross_probe", "leaf": "poise_values"},
   "ppo_ewma": {"companion": "ema", "leaf": "average_logprobs"},
   "reinforce_pp": {"estimator": "reward_to_go"},
   "rloo": {"loss": "policy_gradient"},

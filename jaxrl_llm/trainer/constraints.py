@@ -294,6 +294,7 @@ def groups(config: Any) -> Rules:
   name, center, pivot = estimator.name, estimator.center, estimator.drop_pivot
   of_wholes = name in ("group", "token_group", "optimal_baseline")
   grouped = of_wholes or (name == "reward_to_go" and center != "none")
+  grouped |= name == "cross_probe"
   has_pivot = (name, center) == ("group", "median")
   return [
     (of_wholes and estimator.gamma < 1, "estimator.gamma, estimator.name",

@@ -1,0 +1,114 @@
+"""POISE: a linear probe of the policy's own hidden states is the baseline.
+
+    A_i = R_i - mean_{j ≠ i} h_j,   h_j = mean_t (w · s_t + c)
+
+w and c regress the rewards on the hidden states s of the middle layer, after
+the policy has used them. Differs from a critic in that it costs half a forward
+pass and no second model, and from GRPO in that groups of two suffice. The
+baseline of a response reads the other responses to its prompt alone: one that
+read the response itself would know the actions, and bias the gradient. The
+authors fit a ridge regression on means of the last states; here one step of the
+optimizer per mini-batch moves the probe on all of them.
+
+Reference: Choi et al. 2026 (POISE), arXiv:2605.07579.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm import masked, register
+from jaxrl_llm.learner import batches, estimates, members, providers, scoring
+from jaxrl_llm.learner.update import Objective
+
+_LEARNING_RATE = 0.01  # The probe is linear and has no one to wait for.
+
+
+class Probe(NamedTuple):
+  """Functions of the probe, as of a model."""
+
+  init: Callable[[Any], Any]
+  shares_prompts: bool
+
+
+def make_probe(policy, algorithm, mesh) -> members.Member:
+  """Makes the member that reads the middle layer of the policy."""
+  del algorithm
+  config = policy.fns.config
+  period = len(config.period)
+  layers = max(config.num_layers // 2 // period, 1) * period
+
+  def init(key):
+    del key
+    zeros = jnp.zeros(config.hidden_size)
+    return {"probe_head": {"kernel": zeros, "bias": jnp.zeros(())}}
+
+  def outcomes(params, rows, policy_params):
+    head = params.trained["probe_head"]
+    states = policy.fns.states(policy_params, rows, layers)
+    return states.astype(jnp.float32) @ head["kernel"] + head["bias"]
+
+  def loss(params, micro, policy_params):
+    packed, inputs = micro["packed"], micro["inputs"]
+    error = outcomes(params, packed, policy_params) - inputs["reward_on_all"]
+    total = jnp.sum(inputs["weights"] * error**2)
+    tokens = jnp.sum(packed.mask, dtype=jnp.float32)
+    return total, ({"poise/loss": total, "tokens": tokens}, {}, {})
+
+  def score(params, packed, policy_params):
+    read = lambda rows: outcomes(params, rows, policy_params)
+    return scoring.over_micro_batches(read, packed)
+
+  over = {"mask": "policy_mask", "mode": "seq-mean-token-mean"}
+
+  def prepare(*arguments):
+    return batches.plain_batch(*arguments, reads=["reward_on_all"], **over)
+
+  training = members.Training(
+    Objective("poise", loss),
+    prepare,
+    **over,
+    arguments=lambda settings, state: (state.params("policy"),),
+  )
+  settings = dataclasses.replace(
+    policy.settings, learning_rate=_LEARNING_RATE, frozen=()
+  )
+  probe = Probe(init, policy.fns.shares_prompts)
+  return members.make_member(probe, training, score, settings, mesh)
+
+
+def reward_on_all(token_rewards, mask) -> jax.Array:
+  """A response's reward on all of its tokens, [B, T]."""
+  return estimates.per_token(estimates.outcome(token_rewards), mask)
+
+
+def cross_probe(token_rewards, poise_values, mask, groups) -> jax.Array:
+  """Rewards less the probe of the other responses to the prompt, [B, T].
+
+  Args:
+    token_rewards: [B, T].
+    poise_values: [B, T], the probe at every token.
+    mask: bool [B, T].
+    groups: int [B]; a response that is alone in its group gets 0.
+  """
+  count = len(groups)
+  own = masked.masked_mean(poise_values, mask, axis=1)
+  sums, sizes = (
+    jnp.append(x, 0.0)[groups]
+    for x in (
+      masked.segment_sum(own, groups, num_segments=count),
+      masked.segment_count(groups, num_segments=count),
+    )
+  )
+  others = (sums - own) / jnp.maximum(sizes - 1, 1)
+  advantages = estimates.outcome(token_rewards) - others
+  return estimates.per_token(jnp.where(sizes > 1, advantages, 0.0), mask)
+
+
+register.token_input("reward_on_all", reward_on_all)
+register.member("poise", make_probe, reads=["reward_on_all"])
+register.leaf("poise_values", providers.of_member("poise"), needs=["poise"])
+register.estimator("cross_probe", cross_probe)
