@@ -105,6 +105,24 @@ _PLAIN = _STALE | {
 }
 _TRUNCATED = {"off_policy.correction": "truncate"}
 _SCALED = _TRUNCATED | {"off_policy.ess_scale": True}
+# Batches are trained on in four updates, with large steps.
+_LARGE_STEPS = _STALE | {
+  "optimizer.policy.mini_batch": 0,
+  "optimizer.policy.updates_per_step": 4,
+  "loss.kl_coefficient": 0.0,
+}
+_DIS = {
+  "loss.name": "dis",
+  "loss.clip_low": 0.3,
+  "loss.clip_high": 5.0,
+  "off_policy.proximal": "stored",
+}
+_HARD_MASKS = {
+  "SAO": ("sao", {"data.prompts_per_step": 256, "data.group_size": 1}),
+  "GRPO + DIS": ("grpo", _DIS),
+  "VAPO": ("vapo", {}),
+  "GRPO": ("grpo", {}),
+}
 
 STUDIES: Mapping[str, Study] = {
   "vapo_ablations": Study(
@@ -175,6 +193,22 @@ STUDIES: Mapping[str, Study] = {
         "vcpo",
         _STALE | _PLAIN | _SCALED | {"estimator.name": "optimal_baseline"},
       ),
+    ),
+  ),
+  "hard_masks": Study(
+    title="What a lag costs with and without a hard token mask",
+    question="Do SAO and its mask bear a lag with large steps?",
+    axes=(),
+    preset="",
+    target=0.7,
+    variants=tuple(
+      Variant(
+        f"{name}, lag {lag}",
+        method,
+        _LARGE_STEPS | changes | {"schedule.lag": lag},
+      )
+      for lag in (0, 8, 4)
+      for name, (method, changes) in _HARD_MASKS.items()
     ),
   ),
   "tppo_speed": Study(
