@@ -51,10 +51,12 @@ def clip_off_policy_mask_loss(
     A `losses.ClippedPolicyLoss`. A dropped token has no gradient, counts in
     the denominator and is clipped_low.
   """
+  logprobs, old_logprobs = (
+    masked.masked_fill(x, mask) for x in (logprobs, old_logprobs)
+  )
   clip = {"clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip}
   out = losses.clipped_policy_loss(logprobs, old_logprobs, advantages, **clip)
-  log_ratio = masked.masked_fill(logprobs - old_logprobs, mask)
-  distance = losses.mean_over_sequence(-log_ratio, mask, segments)
+  distance = losses.mean_over_sequence(-out.log_ratio, mask, segments)
   dropped = (advantages < 0) & (distance > delta)
   return out._replace(
     loss=jnp.where(dropped, 0.0, out.loss),
