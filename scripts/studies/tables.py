@@ -117,11 +117,24 @@ _DIS = {
   "loss.clip_high": 5.0,
   "off_policy.proximal": "stored",
 }
+_SINGLE = {"data.prompts_per_step": 256, "data.group_size": 1}
 _HARD_MASKS = {
-  "SAO": ("sao", {"data.prompts_per_step": 256, "data.group_size": 1}),
+  "SAO": ("sao", _SINGLE),
   "GRPO + DIS": ("grpo", _DIS),
   "VAPO": ("vapo", {}),
   "GRPO": ("grpo", {}),
+}
+# At lag 8: bounds that act on tokens which move the way of their advantage.
+_ONE_SIDED = {
+  "SAO with PPO's clip": (
+    "sao",
+    _SINGLE
+    | {"loss.name": "clip", "loss.clip_low": 0.2, "loss.clip_high": 0.28},
+  ),
+  "GRPO + DPPO": (
+    "grpo",
+    {"loss.name": "dppo_tv", "off_policy.proximal": "stored"},
+  ),
 }
 
 STUDIES: Mapping[str, Study] = {
@@ -207,8 +220,12 @@ STUDIES: Mapping[str, Study] = {
         method,
         _LARGE_STEPS | changes | {"schedule.lag": lag},
       )
-      for lag in (0, 8, 4)
-      for name, (method, changes) in _HARD_MASKS.items()
+      for lag, chosen in (
+        (0, _HARD_MASKS),
+        (8, _HARD_MASKS | _ONE_SIDED),
+        (4, _HARD_MASKS),
+      )
+      for name, (method, changes) in chosen.items()
     ),
   ),
   "tppo_speed": Study(
