@@ -28,6 +28,7 @@ TABLE = """\
 sampler.mesh.fsdp=2: sampler.mesh.data, sampler.mesh.fsdp
 window grouped: schedule.window, estimator.name
 window estimator.name=reward_to_go no_critic: schedule.window, estimator.name
+window estimator.name=evpo: schedule.window, estimator.name, whole groups
 schedule.window=65: schedule.window, sampler.max_response_length, exceed
 window schedule.dynamic_sampling=True: \
   schedule.window, schedule.dynamic_sampling
@@ -37,6 +38,8 @@ streaming run.replay_every=5: \
   schedule.streaming, run.replay_every, second update
 streaming optimizer.value.epochs=2: \
   schedule.streaming, optimizer.value.epochs, one update
+streaming estimator.name=evpo: \
+  schedule.streaming, estimator.name, whole batch
 streaming estimator.normalize=whiten: \
   schedule.streaming, estimator.normalize, whole batch
 grouped estimator.gamma=0.9: estimator.gamma, estimator.name, has no discount
@@ -48,6 +51,10 @@ loss.name=gspo loss.dual_clip=3.0: loss.dual_clip, loss.name, no dual clip
 loss.name=cispo loss.dual_clip=3.0: loss.dual_clip, loss.name, no dual clip
 loss.name=policy_gradient loss.dual_clip=3.0: \
   loss.dual_clip, loss.name, no dual clip
+loss.name=dis loss.dual_clip=3.0: loss.dual_clip, loss.name, no dual clip
+estimator.name=maxrl no_critic: estimator.name, reward.incorrect, mean reward
+estimator.name=turn_gae estimator.lambda_value=0.9: \
+  estimator.name, estimator.lambda_value
 streaming sampler.drafter=prompt_lookup: sampler.drafter, schedule.streaming
 sampler.drafter=quantized_copy schedule.stop=first_groups: \
   sampler.drafter, schedule.stop
@@ -217,7 +224,7 @@ class TestConfigs:
     config = load(method, preset)
     groups, size = config.data.prompts_per_step, config.data.group_size
     # One response to a prompt.
-    alone = method in ("ppo", "vc_ppo", "sft", "distill")
+    alone = method in ("ppo", "vc_ppo", "sao", "sft", "distill")
     assert (groups, size) == (
       (1024, 1) if alone else (128, 9 if method == "mc_grpo" else 8)
     )

@@ -372,13 +372,16 @@ class Estimator(Group, path="estimator"):
 
   name = Key("gae", Names("learner.choices:ESTIMATORS"),
     "Advantage estimator: 'gae' uses a critic (EGAE for unfinished responses),"
-    " 'group' compares the responses to a prompt, 'token_group' is HAPO's,"
-    " 'reward_to_go' REINFORCE++'s, 'optimal_baseline' VCPO's, 'given' is 1"
-    " (SFT), 'distillation' asks a teacher.", FIXED)
+    " 'turn_gae' does so turn by turn, 'evpo' only while the critic explains"
+    " something; 'group' compares the responses to a prompt, 'token_group' is"
+    " HAPO's, 'maxrl' divides by the group's mean, 'gdpo' normalises each part"
+    " of a reward, 'reward_to_go' is REINFORCE++'s, 'optimal_baseline' VCPO's,"
+    " 'given' is 1 (SFT), 'distillation' asks a teacher.", FIXED)
   gamma = Key(1.0, _SHARE, "Discount per token.")
   lambda_schedule = Key("constant", Names("learner.choices:LAMBDA_RULES"),
     "The policy's lambda: 'constant' is lambda_policy, 'length_adaptive' is"
-    " max(0, 1 - 1/(alpha * length)), where length counts generated tokens.")
+    " max(0, 1 - 1/(alpha * length)), where length counts generated tokens,"
+    " 'segments' (SAE) is lambda_policy at unlikely tokens and 1 elsewhere.")
   alpha = Key(0.05, Range(1e-6), "Coefficient of 'length_adaptive'. VAPO's 0.05"
     " suits thousands of tokens; raise it for shorter responses.")
   lambda_policy = Key(0.95, _SHARE,
@@ -404,20 +407,23 @@ class Estimator(Group, path="estimator"):
   normalize = Key("none", Names("learner.choices:NORMALIZATIONS"),
     "Normalizes the advantages of a batch: 'whiten' to mean 0 and std 1,"
     " 'scale' to std 1 only.")
-  settings = Key({}, None,
-    "Keyword arguments of a registered estimator, mask or input, and"
-    " {'teachers': DIR} of 'distillation'.")
+  settings = Key({}, None, "Keyword arguments of a registered estimator, mask"
+    " or input, {'teachers': DIR} of 'distillation', {'parts': {NAME: WEIGHT}}"
+    " of 'gdpo', {'segment_probability': 0.2} of 'segments'.")
 
 
 class Loss(Group, path="loss"):
   """Policy and value losses."""
 
   name = Key("clip", Names("learner.choices:POLICY_LOSSES"),
-    "Policy loss: 'clip' is PPO's, 'likelihood' SFT's.", FIXED)
-  clip_low = Key(0.2, _BELOW_1,
-    "Clips the probability ratio from below at 1 - clip_low.")
-  clip_high = Key(0.2, _NUMBER,
-    "Clips the probability ratio from above at 1 + clip_high.")
+    "Policy loss: 'clip' is PPO's, 'sapo_gate' a soft clip, 'likelihood' SFT's."
+    " 'dis' (SAO, IcePop), 'dppo_tv', 'dppo_kl' and 'kpop' reject single tokens"
+    " that are far from the sampler, 'clip_off_policy_mask' (DeepSeek-V3.2)"
+    " responses; use these with off_policy.proximal='stored'.", FIXED)
+  clip_low = Key(0.2, _BELOW_1, "Clips the probability ratio from below at"
+    " 1 - clip_low; 'dis' rejects such tokens.")
+  clip_high = Key(0.2, _NUMBER, "Clips the probability ratio from above at"
+    " 1 + clip_high; 'dis' rejects such tokens.")
   dual_clip = Key(None, Range(1.0, open=True),
     "Upper bound of the ratio for negative advantages; None is off.")
   clip_value = Key(None, Range(0.0, open=True),
@@ -431,7 +437,8 @@ class Loss(Group, path="loss"):
   kl_coefficient = Key(0.0, _NUMBER,
     "Coefficient of the KL loss to the initial policy.", SWITCH)
   kl = Key("k3", Names("learner.choices:KL_ESTIMATES"),
-    "Estimator of the KL loss. 'k1+' and 'k3+' have the gradient of 'k2'.")
+    "Estimator of the KL loss. 'k1+' and 'k3+' have the gradient of 'k2';"
+    " 'unbiased' (DeepSeek-V3.2) is k3 times the ratio to the sampler.")
   kl_reward_coefficient = Key(0.0, _NUMBER,
     "Coefficient of the KL penalty ('k1') in the token rewards.", SWITCH)
   entropy_coefficient = Key(0.0, _NUMBER, "Coefficient of the entropy bonus.")
@@ -442,7 +449,9 @@ class Loss(Group, path="loss"):
   auxiliary = Key({}, None, "Coefficients of registered auxiliary losses, by"
     " name.")
   settings = Key({}, None, "Keyword arguments of a registered loss, auxiliary"
-    " loss or input.")
+    " loss or input; delta of 'dppo_tv' (0.2), 'dppo_kl', 'kpop' (0.05) and"
+    " 'clip_off_policy_mask' (0.5), cap of 'dppo_tv' and 'dppo_kl' (20),"
+    " tau_pos and tau_neg of 'sapo_gate' (1 and 1.05).")
   hapo_sign = Key("intended", Names("estimators.entropy:SIGNS"),
     "Sign of HAPO's entropy code at low entropy: 'intended' as in the paper,"
     " 'released' as in the authors' code.")

@@ -177,6 +177,8 @@ def _chosen_parts(config: Groups) -> dict[str, Part]:
   }
   if proximal:
     chosen["proximal_logprobs"] = part(estimates.same, x=proximal)
+  if estimator["name"] in choices.VALUE_MASKS:
+    chosen["value_mask"] = part(choices.VALUE_MASKS[estimator["name"]])
   if choices.has_critic(config):
     chosen["returns"] = _returns(estimator["gamma"], estimator["lambda_value"])
   return chosen

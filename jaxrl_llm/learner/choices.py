@@ -52,13 +52,18 @@ ESTIMATORS = Table(
   group=maker_of(estimates.group_advantages),
 )
 
-# Name -> (config group estimator) -> λ of each response [B].
-LAMBDA_RULES: Mapping[str, Callable[[Settings], Part]] = {
-  "constant": maker_of(estimates.policy_lambda),
-  "length_adaptive": maker_of(
+# Estimator -> (inputs) -> tokens of the critic [B, T], where they are not all
+# tokens of ended responses.
+VALUE_MASKS = Table("value_mask")
+
+# Name -> (config group estimator) -> λ of each response [B] or token [B, T].
+LAMBDA_RULES = Table(
+  "lambda_rule",
+  constant=maker_of(estimates.policy_lambda),
+  length_adaptive=maker_of(
     estimators.length_adaptive_lambda, lengths="own_lengths"
   ),
-}
+)
 
 # Name -> where the rewards of an environment lie, [B, T].
 TOKEN_REWARDS: Mapping[str, Callable[..., jax.Array]] = {
@@ -117,13 +122,14 @@ LOGITS_PROCESSORS = Table("logits_processor")
 # Name in `loss.auxiliary` -> a further loss of the policy.
 AUXILIARY: dict[str, AuxiliaryLoss] = {}
 
-KL_ESTIMATES = {
-  "k1": losses.kl_k1,
-  "k2": losses.kl_k2,
-  "k3": losses.kl_k3,
-  "k1+": losses.kl_k1_plus,
-  "k3+": losses.kl_k3_plus,
-}
+# Name -> (logprobs, ref_logprobs, other inputs of the update) -> KL per token.
+KL_ESTIMATES = Table(
+  "kl",
+  k1=losses.kl_k1,
+  k2=losses.kl_k2,
+  k3=losses.kl_k3,
+  **{"k1+": losses.kl_k1_plus, "k3+": losses.kl_k3_plus},
+)
 
 CORRECTIONS: Mapping[str, Callable[..., losses.Correction] | None] = {
   "none": None,

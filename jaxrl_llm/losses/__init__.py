@@ -12,10 +12,13 @@ from jaxrl_llm.losses.offpolicy import (
 )
 from jaxrl_llm.losses.policy import (
   ClippedPolicyLoss as ClippedPolicyLoss,
+  binary_kl as binary_kl,
   cispo_loss as cispo_loss,
   clipped_policy_loss as clipped_policy_loss,
   gspo_loss as gspo_loss,
+  mean_over_sequence as mean_over_sequence,
   policy_gradient_loss as policy_gradient_loss,
+  rejection_policy_loss as rejection_policy_loss,
 )
 from jaxrl_llm.losses.regularizers import (
   entropy_bonus as entropy_bonus,

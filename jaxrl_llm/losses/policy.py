@@ -198,6 +198,85 @@ def policy_gradient_loss(
   return ClippedPolicyLoss(loss, ratio, log_ratio, never, never, never)
 
 
+def rejection_policy_loss(
+  logprobs: chex.Array,
+  old_logprobs: chex.Array,
+  advantages: chex.Array,
+  rejected: chex.Array,
+  *,
+  cap: chex.Numeric = jnp.inf,
+) -> ClippedPolicyLoss:
+  """Importance-weighted policy gradient without the rejected tokens.
+
+    L = -sg[min(ρ, cap)] A log π, and 0 where rejected;  ρ = π / π_old
+
+  The common form of DIS, IcePop, DPPO and KPop, which differ in `rejected`.
+  The weights of the reduction stay those of all tokens, so that a rejected
+  token counts in the denominator.
+
+  Args:
+    logprobs: [...], log-probabilities under the current policy.
+    old_logprobs: [...], log-probabilities under the policy that sampled.
+    advantages: [...], as in `clipped_policy_loss`.
+    rejected: bool [...], tokens without a gradient.
+    cap: largest weight, above 0.
+
+  Returns:
+    A `ClippedPolicyLoss`. Only its gradient is meaningful, not its value.
+    clipped_high and clipped_low mark the rejected tokens that are more and
+    less likely than under the old policy.
+
+  Raises:
+    ValueError: if the cap is not positive.
+
+  Example:
+    >>> old, new = jnp.log(jnp.array([[0.5, 0.5], [0.6, 0.9]]))
+    >>> A, rejected = jnp.ones(2), jnp.array([False, True])
+    >>> loss = lambda x: rejection_policy_loss(x, old, A, rejected).loss.sum()
+    >>> print(jax.grad(loss)(new))
+    [-1.2  0. ]
+  """
+  check_number("cap", cap, "(0, inf]")
+  plain = policy_gradient_loss(logprobs, old_logprobs, advantages)
+  weight = jnp.where(rejected, 0.0, jnp.minimum(plain.ratio, cap))
+  return plain._replace(
+    loss=jax.lax.stop_gradient(weight) * plain.loss,
+    clipped_high=rejected & (plain.log_ratio > 0),
+    clipped_low=rejected & (plain.log_ratio < 0),
+  )
+
+
+def binary_kl(logprobs: chex.Array, other_logprobs: chex.Array) -> jax.Array:
+  """KL(p ‖ q) of "this token or another one", from the token's log-probs.
+
+    KL = p log(p / q) + (1 - p) log((1 - p) / (1 - q))
+
+  A lower bound of the KL of the full distributions that needs no logits.
+
+  Args:
+    logprobs: [...], log p.
+    other_logprobs: [...], log q.
+
+  Returns:
+    float32 [...], at least 0 up to rounding. Probabilities are held below
+    1 - 1e-7.
+
+  Example:
+    >>> p, q = jnp.log(jnp.array([0.5, 0.5])), jnp.log(jnp.array([0.5, 0.9]))
+    >>> print(binary_kl(p, q))
+    [0.        0.5108256]
+  """
+  logprobs, other_logprobs = of_equal_shape(
+    logprobs=logprobs, other_logprobs=other_logprobs
+  )
+  p, q = (
+    jnp.minimum(jnp.asarray(x, jnp.float32), -1e-7)
+    for x in (logprobs, other_logprobs)
+  )
+  others = jnp.log(jnp.expm1(p) / jnp.expm1(q))
+  return jnp.exp(p) * (p - q) - jnp.expm1(p) * others
+
+
 def gspo_loss(
   logprobs: chex.Array,
   old_logprobs: chex.Array,
@@ -254,7 +333,7 @@ def gspo_loss(
     mask=mask,
   )
   logprobs = masked.masked_fill(logprobs, mask)
-  mean = _mean_over_sequence(
+  mean = mean_over_sequence(
     logprobs - masked.masked_fill(old_logprobs, mask), mask, segments
   )
   # The gradient is that of the token, and 0 beyond the limit.
@@ -268,10 +347,21 @@ def gspo_loss(
   )
 
 
-def _mean_over_sequence(
-  x: jax.Array, mask: chex.Array, segments: chex.Array | None
+def mean_over_sequence(
+  x: chex.Array, mask: chex.Array, segments: chex.Array | None = None
 ) -> jax.Array:
-  """Returns the mean over its sequence for every token, [..., T]."""
+  """Returns the mean over the response of every token, [..., T].
+
+  Args:
+    x: [..., T].
+    mask: [..., T], True at response tokens; the mean runs over these.
+    segments: as in `gspo_loss`.
+
+  Example:
+    >>> x, mask = jnp.array([1.0, 3.0, 5.0]), jnp.ones(3, bool)
+    >>> print(mean_over_sequence(x, mask, jnp.array([0, 0, 1])))
+    [2. 2. 5.]
+  """
   if segments is None:
     mean = masked.masked_mean(x, mask, axis=-1, keepdims=True)
     return jnp.broadcast_to(mean, x.shape)

@@ -6,7 +6,8 @@ itself, so that an unused method costs nothing. This table is the only list of
 what the files register.
 """
 
-# File -> kind of a part -> its name: a value of `estimator.name`, `loss.name`,
+# File -> kind of a part -> its name, or several with spaces between: a value of
+# `estimator.name`, `estimator.lambda_schedule`, `loss.name`, `loss.kl`,
 # `data.order`, `reward.group` or `off_policy.proximal`, the setting that
 # switches it on, or the name of an input, of a companion or of frozen models
 # that other parts read.
@@ -15,13 +16,17 @@ FILES: dict[str, dict[str, str]] = {
   "adhint": {"prompt_source": "hints", "estimator": "hinted"},
   "cispo": {"loss": "cispo"},
   "dars": {"prompt_source": "dars", "estimator": "example"},
+  "deepseek_v3_2": {"loss": "clip_off_policy_mask", "kl": "unbiased"},
   "distill": {
     "estimator": "distillation",
     "frozen": "teachers",
     "leaf": "teacher_logprobs",
   },
   "dots": {"prompt_source": "target_rate"},
+  "dppo": {"loss": "dppo_tv dppo_kl"},
   "dps": {"prompt_source": "dps"},
+  "evpo": {"estimator": "evpo"},
+  "gdpo": {"estimator": "gdpo"},
   "gdro": {"prompt_source": "gdro"},
   "gspo": {"loss": "gspo"},
   "hapo": {
@@ -30,13 +35,18 @@ FILES: dict[str, dict[str, str]] = {
     "logits_processor": "entropy_tau",
   },
   "kept_weights": {"companion": "kept", "leaf": "writer_logprobs"},
+  "kpop": {"loss": "kpop"},
   "majority": {"group_reward": "majority"},
+  "maxrl": {"estimator": "maxrl"},
   "mc_grpo": {"mask": "drop_pivot"},
   "nudge": {"prompt_source": "contexts", "estimator": "inter_intra"},
   "poise": {"estimator": "cross_probe", "leaf": "poise_values"},
   "ppo_ewma": {"companion": "ema", "leaf": "average_logprobs"},
   "reinforce_pp": {"estimator": "reward_to_go"},
   "rloo": {"loss": "policy_gradient"},
+  "sae": {"lambda_rule": "segments"},
+  "sao": {"loss": "dis"},
+  "sapo_gate": {"loss": "sapo_gate"},
   "scope": {"prompt_source": "repairs"},
   "sft": {
     "estimator": "given",
@@ -44,6 +54,7 @@ FILES: dict[str, dict[str, str]] = {
     "prompt_source": "demonstrations",
   },
   "sgpo": {"prompt_source": "sgpo"},
+  "turn_gae": {"estimator": "turn_gae", "value_mask": "turn_gae"},
   "vcpo": {
     "estimator": "optimal_baseline",
     "step_scale": "ess_scale",

@@ -29,8 +29,7 @@ class Table(dict[str, Any]):
     """Adds the parts of a kind that `methods.FILES` lists."""
     super().__init__(choices)
     for file, names in importlib.import_module(_METHODS).FILES.items():
-      if kind in names:
-        self[names[kind]] = file
+      self.update(dict.fromkeys(names.get(kind, "").split(), file))
 
   def __getitem__(self, name: str) -> Any:
     file = super().__getitem__(name)

@@ -131,6 +131,9 @@ def windows(config: Any) -> Rules:
     (schedule.window > config.sampler.max_response_length,
       "schedule.window, sampler.max_response_length",
       "the window must not exceed the maximum response length"),
+    (windowed and estimator.name == "evpo", "schedule.window, estimator.name",
+      "the baseline of 'evpo' needs whole groups; use estimator.name='gae' or"
+      " schedule.window=0"),
     (windowed and config.reward.group, "schedule.window, reward.group",
       "responses of a group end in different steps; switch one of them off"),
     (windowed and schedule.dynamic_sampling,
@@ -207,7 +210,8 @@ def streaming(config: Any) -> Rules:
   whole = {
     # Over other tokens it has another divisor, that of the whole batch.
     "loss.auxiliary": any(x and (x.mask, x.mode) != over for x in own),
-    "estimator.name": "example_id" in read,  # Compares groups of a prompt.
+    # Compares groups of a prompt, or the critic with all returns.
+    "estimator.name": "example_id" in read or config.estimator.name == "evpo",
     "estimator.normalize": config.estimator.normalize != "none",
     "loss.name": config.loss.name == "hapo",
     "loss.nll_coefficient": config.loss.nll_coefficient > 0,
@@ -292,7 +296,8 @@ def groups(config: Any) -> Rules:
   """Checks group baselines and the pretraining of a critic."""
   estimator, size = config.estimator, config.data.group_size
   name, center, pivot = estimator.name, estimator.center, estimator.drop_pivot
-  of_wholes = name in ("group", "token_group", "optimal_baseline")
+  of_wholes = name in (
+    "gdpo", "group", "maxrl", "optimal_baseline", "token_group")
   grouped = of_wholes or (name == "reward_to_go" and center != "none")
   grouped |= name == "cross_probe"
   has_pivot = (name, center) == ("group", "median")
@@ -307,6 +312,13 @@ def groups(config: Any) -> Rules:
     ((name, center) == ("group", "none"), "estimator.name, estimator.center",
       "this estimator needs a baseline; use 'mean', 'median' or"
       " 'leave_one_out'"),
+    (name == "maxrl" and config.reward.incorrect < 0,
+      "estimator.name, reward.incorrect",
+      "'maxrl' divides by the mean reward; use reward.incorrect=0"),
+    (name == "turn_gae" and (estimator.gamma, estimator.lambda_value) != (1, 1),
+      "estimator.name, estimator.gamma, estimator.lambda_value",
+      "returns of 'turn_gae' are sums of rewards; use gamma=1 and"
+      " lambda_value=1"),
     (pivot and not has_pivot,
       "estimator.drop_pivot, estimator.name, estimator.center",
       "the pivot is a group's median; use name='group' and center='median'"),
@@ -438,7 +450,9 @@ def losses(config: Any) -> Rules:
     (loss.kl_coefficient and loss.kl_reward_coefficient,
       "loss.kl_coefficient, loss.kl_reward_coefficient",
       "use the KL as a loss or in the reward; set one of them to 0"),
-    (loss.dual_clip and loss.name in ("gspo", "cispo", "policy_gradient"),
+    (loss.dual_clip and loss.name in (
+        "cispo", "dis", "dppo_kl", "dppo_tv", "gspo", "kpop",
+        "policy_gradient", "sapo_gate"),
       "loss.dual_clip, loss.name",
       "this loss has no dual clip; use dual_clip=None, or 'clip' or 'hapo'"),
     (loss.norm and loss.mode not in NORM_MODES, "loss.norm, loss.mode",

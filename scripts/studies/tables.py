@@ -105,6 +105,37 @@ _PLAIN = _STALE | {
 }
 _TRUNCATED = {"off_policy.correction": "truncate"}
 _SCALED = _TRUNCATED | {"off_policy.ess_scale": True}
+# Batches are trained on in four updates, with large steps.
+_LARGE_STEPS = _STALE | {
+  "optimizer.policy.mini_batch": 0,
+  "optimizer.policy.updates_per_step": 4,
+  "loss.kl_coefficient": 0.0,
+}
+_DIS = {
+  "loss.name": "dis",
+  "loss.clip_low": 0.3,
+  "loss.clip_high": 5.0,
+  "off_policy.proximal": "stored",
+}
+_SINGLE = {"data.prompts_per_step": 256, "data.group_size": 1}
+_HARD_MASKS = {
+  "SAO": ("sao", _SINGLE),
+  "GRPO + DIS": ("grpo", _DIS),
+  "VAPO": ("vapo", {}),
+  "GRPO": ("grpo", {}),
+}
+# At lag 8: bounds that act on tokens which move the way of their advantage.
+_ONE_SIDED = {
+  "SAO with PPO's clip": (
+    "sao",
+    _SINGLE
+    | {"loss.name": "clip", "loss.clip_low": 0.2, "loss.clip_high": 0.28},
+  ),
+  "GRPO + DPPO": (
+    "grpo",
+    {"loss.name": "dppo_tv", "off_policy.proximal": "stored"},
+  ),
+}
 
 STUDIES: Mapping[str, Study] = {
   "vapo_ablations": Study(
@@ -175,6 +206,26 @@ STUDIES: Mapping[str, Study] = {
         "vcpo",
         _STALE | _PLAIN | _SCALED | {"estimator.name": "optimal_baseline"},
       ),
+    ),
+  ),
+  "hard_masks": Study(
+    title="What a lag costs with and without a hard token mask",
+    question="Do SAO and its mask bear a lag with large steps?",
+    axes=(),
+    preset="",
+    target=0.7,
+    variants=tuple(
+      Variant(
+        f"{name}, lag {lag}",
+        method,
+        _LARGE_STEPS | changes | {"schedule.lag": lag},
+      )
+      for lag, chosen in (
+        (0, _HARD_MASKS),
+        (8, _HARD_MASKS | _ONE_SIDED),
+        (4, _HARD_MASKS),
+      )
+      for name, (method, changes) in chosen.items()
     ),
   ),
   "tppo_speed": Study(

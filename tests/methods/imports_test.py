@@ -15,6 +15,8 @@ _TABLES = {
   "loss": choices.POLICY_LOSSES,
   "prompt_source": prompt_source.PROMPT_SOURCES,
   "proximal": choices.PROXIMAL_LOSSES,
+  "kl": choices.KL_ESTIMATES,
+  "lambda_rule": choices.LAMBDA_RULES,
   "mask": choices.MASKS,
   "step_scale": choices.STEP_SCALES,
   "companion": choices.COMPANIONS,
@@ -22,6 +24,7 @@ _TABLES = {
   "leaf": providers.PROVIDERS,
   "group_reward": rewards.GROUP_REWARDS,
   "logits_processor": choices.LOGITS_PROCESSORS,
+  "value_mask": choices.VALUE_MASKS,
 }
 _PROGRAM = """
 import runpy, sys
@@ -44,6 +47,9 @@ print(*sorted(m[len(start):] for m in sys.modules if m.startswith(start)))
     ("vapo", ""),
     ("hapo", "hapo"),
     ("vcpo", "rloo vcpo"),
+    ("sao", "sao"),
+    ("dppo", "dppo"),
+    ("evpo", "evpo"),
     ("ppo_ewma", "ppo_ewma"),
     ("sft", "sft"),
     ("distill", "distill"),
@@ -61,9 +67,10 @@ def test_an_unused_method_is_not_imported(method, files):
 
 @pytest.mark.parametrize("file", methods.FILES)
 def test_a_file_registers_what_the_table_says(file):
-  for kind, name in methods.FILES[file].items():
-    assert name in list(_TABLES[kind])  # Before it is imported, too.
-    assert _TABLES[kind][name] != file
+  for kind, names in methods.FILES[file].items():
+    for name in names.split():
+      assert name in list(_TABLES[kind])  # Before it is imported, too.
+      assert _TABLES[kind][name] != file
     assert f"jaxrl_llm.methods.{file}" in sys.modules
 
 

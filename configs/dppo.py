@@ -1,0 +1,31 @@
+"""DPPO (2026, arXiv 2602.04879): a trust region on divergences, not ratios.
+
+Group-relative advantages without the standard deviation, the token-level loss,
+and no KL term. A token loses its gradient where its probability differs by more
+than 0.2 from that at sampling and the update would move it further away
+(`methods/dppo.py`). loss.name=dppo_kl bounds a KL instead of the difference.
+
+The paper's batch sizes and learning rates are not known to us; they are those
+of the preset.
+
+    python scripts/train.py --config=configs/dppo.py[:PRESET]
+
+Presets (see jaxrl_llm/config/presets.py): none (embedded, CPU), long_tail,
+smollm2, gsm8k, gsm8k-smoke, one-gpu-0.5b, one-gpu-1.5b, qwen2.5-1.5b,
+qwen2.5-7b, qwen2.5-32b.
+"""
+
+from jaxrl_llm import config as config_lib
+
+
+def get_config(preset: str = ""):
+  """Returns the settings of the method at the scale of a preset."""
+  config, scale = config_lib.scaled(preset)
+  config.data.group_size = scale.group_size
+  config.data.prompts_per_step //= scale.group_size
+  config.estimator.name = "group"
+  config.estimator.scale = "none"
+  config.loss.name = "dppo_tv"
+  config.loss.mode = "token-mean"
+  config.off_policy.proximal = "stored"
+  return config

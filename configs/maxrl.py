@@ -1,0 +1,27 @@
+"""MaxRL (Tajwar et al. 2026, arXiv 2602.02710): maximum likelihood by RL.
+
+GRPO whose advantages are divided by the group's mean reward instead of its
+standard deviation (`methods/maxrl.py`), so that rare successes count most.
+Wrong responses have a reward of 0, the token-level loss has no KL term.
+
+The paper's clip range is not known to us; it is PPO's.
+
+    python scripts/train.py --config=configs/maxrl.py[:PRESET]
+
+Presets (see jaxrl_llm/config/presets.py): none (embedded, CPU), long_tail,
+smollm2, gsm8k, gsm8k-smoke, one-gpu-0.5b, one-gpu-1.5b, qwen2.5-1.5b,
+qwen2.5-7b, qwen2.5-32b.
+"""
+
+from jaxrl_llm import config as config_lib
+
+
+def get_config(preset: str = ""):
+  """Returns the settings of the method at the scale of a preset."""
+  config, scale = config_lib.scaled(preset)
+  config.data.group_size = scale.group_size
+  config.data.prompts_per_step //= scale.group_size
+  config.reward.incorrect = 0.0
+  config.estimator.name = "maxrl"
+  config.loss.mode = "token-mean"
+  return config

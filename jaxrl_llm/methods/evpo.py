@@ -1,0 +1,64 @@
+"""EVPO: the critic is the baseline as long as it explains the returns.
+
+    A = GAE of the critic where EV > 0, else R - mean
+    EV = 1 - Var(G - V) / Var(G) over the tokens of the batch
+
+Differs from VAPO in batches whose values explain nothing: there the critic
+would add variance, and the baseline is the mean of the group or, without
+groups, of the batch. The critic is trained in any case.
+
+Reference: Pan et al. 2026, arXiv:2604.19485.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm import estimators, masked, register
+from jaxrl_llm.learner import estimates
+
+
+def evpo(
+  token_rewards,
+  values,
+  mask,
+  truncated,
+  policy_lambda,
+  next_values,
+  groups,
+  returns,
+  value_mask,
+  *,
+  gamma,
+  boundary,
+) -> jax.Array:
+  """GAE, or rewards minus their mean if the critic explains nothing, [B, T].
+
+  The explained variance is that of the critic's targets, and the values have
+  not seen these returns.
+  """
+  by_critic = estimators.egae(
+    token_rewards,
+    values,
+    mask,
+    truncated,
+    gamma=gamma,
+    lambda_=policy_lambda,
+    boundary=boundary,
+    next_values=next_values,
+  )
+  size = groups.shape[0]
+  batch = jnp.where(groups < size, 0, size)
+  several = jnp.any(masked.segment_count(groups, num_segments=size) > 1)
+  by_mean = estimates.group_advantages(
+    token_rewards,
+    mask,
+    jnp.where(several, groups, batch),
+    center="mean",
+    scale="none",
+    epsilon=0.0,
+  )
+  explained = masked.explained_variance(values, returns, value_mask)
+  return jnp.where(explained > 0, by_critic, by_mean)
+
+
+register.estimator("evpo", evpo)

@@ -1,0 +1,46 @@
+"""KPop: IcePop's token mask with a KL in place of the bounds of the ratio.
+
+    L = -sg[ρ] A log π, 0 where max(KL(π ‖ π_behav), KL(π_behav ‖ π)) > delta
+
+Differs from IcePop and DIS (`methods/sao.py`) in the mask: each KL is that of
+"this token or another one", so that rare tokens may change by a larger factor
+than frequent ones. Differs from DPPO in that the advantage does not matter.
+
+Known to us from notes only: the larger of the two KLs and delta are our
+reading.
+"""
+
+import chex
+import jax.numpy as jnp
+
+from jaxrl_llm import losses, register
+
+
+def kpop_loss(
+  logprobs: chex.Array,
+  old_logprobs: chex.Array,
+  advantages: chex.Array,
+  *,
+  delta: chex.Numeric = 0.05,
+) -> losses.ClippedPolicyLoss:
+  """Policy gradient of the tokens whose two KLs are at most delta.
+
+  Args:
+    logprobs: [...], log-probabilities under the current policy.
+    old_logprobs: [...], log-probabilities under the policy that sampled.
+    advantages: [...].
+    delta: largest divergence of a token that is trained.
+
+  Returns:
+    As `losses.rejection_policy_loss`.
+  """
+  divergence = jnp.maximum(
+    losses.binary_kl(logprobs, old_logprobs),
+    losses.binary_kl(old_logprobs, logprobs),
+  )
+  return losses.rejection_policy_loss(
+    logprobs, old_logprobs, advantages, divergence > delta
+  )
+
+
+register.loss("kpop", kpop_loss, old_logprobs="proximal_logprobs")

@@ -1,0 +1,55 @@
+"""SAPO's gate: a sigmoid of the ratio in place of PPO's clip.
+
+    L = -(4 / τ) σ(τ (ρ - 1)) A,   τ = tau_pos where A > 0, else tau_neg
+
+Differs from the clip in that a token loses its gradient gradually: 1 at a
+ratio of 1, less on either side, and sooner where A < 0.
+
+This SAPO is Soft Adaptive Policy Optimization; Swarm Sampling Policy
+Optimization (arXiv:2509.08721), a system that shares rollouts between
+machines, has the same initials and is something else.
+
+Reference: Gao et al. 2025, arXiv:2511.20347.
+"""
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm import losses, register
+
+
+def sapo_gate_loss(
+  logprobs: chex.Array,
+  old_logprobs: chex.Array,
+  advantages: chex.Array,
+  *,
+  tau_pos: chex.Numeric = 1.0,
+  tau_neg: chex.Numeric = 1.05,
+) -> losses.ClippedPolicyLoss:
+  """SAPO's soft surrogate.
+
+  Args:
+    logprobs: [...], log-probabilities under the current policy.
+    old_logprobs: [...], log-probabilities at the start of the update.
+    advantages: [...].
+    tau_pos: steepness of the gate where A > 0, above 0.
+    tau_neg: likewise for the other tokens.
+
+  Returns:
+    A `losses.ClippedPolicyLoss`. clipped_high and clipped_low mark tokens that
+    have moved the way that A asks for and keep less than half of PPO's
+    gradient.
+  """
+  plain = losses.policy_gradient_loss(logprobs, old_logprobs, advantages)
+  tau = jnp.where(advantages > 0, tau_pos, tau_neg)
+  gate = jax.nn.sigmoid(tau * (plain.ratio - 1.0))
+  closed = 4.0 * gate * (1.0 - gate) < 0.5
+  return plain._replace(
+    loss=-4.0 / tau * gate * advantages,
+    clipped_high=closed & (advantages > 0) & (plain.log_ratio > 0),
+    clipped_low=closed & (advantages < 0) & (plain.log_ratio < 0),
+  )
+
+
+register.loss("sapo_gate", sapo_gate_loss, old_logprobs="proximal_logprobs")

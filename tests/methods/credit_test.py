@@ -1,0 +1,272 @@
+"""MaxRL, GDPO, EVPO, segments and turns: advantages, slowly and by hand."""
+
+import jax
+import numpy as np
+import pytest
+import reference
+from helpers.tiny_algorithm import (
+  evaluate,
+  make_algorithm,
+  make_experience,
+  make_rollout,
+  noise,
+)
+
+from jaxrl_llm import estimators, masked
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.methods import maxrl, sae, turn_gae
+
+
+def spread(values, mask):
+  return np.where(mask, np.asarray(values)[:, None], 0.0)
+
+
+class TestMaxRL:
+  def advantages(self, rewards, groups):
+    mask = np.ones((len(rewards), 2), bool)
+    paid = np.stack([np.zeros_like(rewards), rewards], axis=1)
+    return np.asarray(jax.jit(maxrl.maxrl)(paid, mask, np.asarray(groups)))
+
+  def test_by_hand(self):
+    rewards = np.float32([1, 0, 0, 0, 1, 1, 0, 0, 9])
+    groups = [0, 0, 0, 0, 1, 1, 2, 2, 9]  # The last one is not judged.
+    got = self.advantages(rewards, groups)
+    expected = [3, -1, -1, -1, 0, 0, 0, 0, 0]
+    np.testing.assert_allclose(got, np.transpose([expected] * 2), atol=1e-6)
+
+  def test_equals_reference(self):
+    rng = np.random.default_rng(0)
+    rewards = rng.uniform(-0.5, 1, 20).astype(np.float32)
+    groups = rng.integers(0, 5, 20)
+    got = self.advantages(rewards, groups)[:, 0]
+    for i, group in enumerate(groups):
+      mean = rewards[groups == group].astype(np.float64).mean()
+      expected = (rewards[i] - mean) / mean if mean > 0 else 0.0
+      np.testing.assert_allclose(got[i], expected, rtol=1e-4, atol=1e-5)
+
+
+class TestGdpo:
+  SETTINGS = {"parts": {"right": 1.0, "short": 0.5}}
+
+  def test_equals_reference(self):
+    made = make_algorithm(
+      estimator__name="gdpo", estimator__settings=self.SETTINGS
+    )
+    assert {"part_right", "part_short"} <= made.leaves
+    rollout = make_rollout()
+    parts = np.random.default_rng(1).integers(0, 3, (2, 12)).astype(np.float32)
+    made = dict(made.parts)["advantages"]
+    read = {
+      "mask": rollout.mask,
+      "groups": rollout.group,
+      "part_right": parts[0],
+      "part_short": parts[1],
+    }
+    got = jax.jit(lambda x: made(x))(read)
+    slow = [
+      reference.group_relative(x, rollout.group, "mean", "std", 1e-6)
+      for x in parts
+    ]
+    expected = spread(slow[0] + 0.5 * slow[1], rollout.mask)
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+  def test_by_hand(self):
+    """Sums of 1 and 1: GRPO sees a tie where one part is rarer."""
+    made = make_algorithm(
+      estimator__name="gdpo",
+      estimator__epsilon=0.0,
+      estimator__settings={"parts": {"a": 1.0, "b": 1.0}},
+    ).parts["advantages"]
+    got = made(
+      {
+        "mask": np.ones((4, 1), bool),
+        "groups": np.zeros(4, int),
+        "part_a": np.float32([1, 0, 0, 0]),
+        "part_b": np.float32([0, 1, 1, 0]),
+      }
+    )
+    std = 3**-0.5  # Of the second part: two of four.
+    expected = [1.5 - 0.5 / std, -0.5 + 0.5 / std, -0.5 + 0.5 / std]
+    np.testing.assert_allclose(
+      got[:, 0], [*expected, -0.5 - 0.5 / std], rtol=1e-5
+    )
+
+  def test_parts_must_be_named(self):
+    with pytest.raises(InputError, match="'gdpo' needs the parts"):
+      make_algorithm(estimator__name="gdpo")
+
+
+class TestEvpo:
+  def advantages(self, name, values, group=None, **changes):
+    """Advantages and masks of a batch, under values of the critic."""
+    made = make_algorithm(
+      estimator__name=name, estimator__lambda_value=1.0, **changes
+    )
+    rollout = make_rollout()
+    if group is not None:
+      rollout = rollout.replace(group=group)
+    correct = np.arange(12) % 3 == 0
+    given = dict(rollout.items()) | {
+      "rewards": np.where(correct, 1.0, -1.0).astype(np.float32),
+      "correct": correct,
+      "judged": np.ones(12, bool),
+      "old_logprobs": rollout.behavior_logprobs,
+      "values": values.astype(np.float32),
+      "next_values": noise(7)[:, 0],
+    }
+    return jax.device_get(evaluate(made, given))
+
+  def critic(self, sign):
+    """Values that explain some of the outcome, or make it worse."""
+    outcome = np.where(np.arange(12) % 3 == 0, 1.0, -1.0)[:, None]
+    return sign * 0.5 * outcome + 0.1 * noise(31)
+
+  def test_a_critic_that_explains_is_vapos_in_every_bit(self):
+    values = self.critic(1)
+    one = self.advantages("evpo", values)
+    other = self.advantages("gae", values)
+    explained = masked.explained_variance(
+      values, one["returns"], one["value_mask"]
+    )
+    assert explained > 0.5
+    np.testing.assert_array_equal(one["advantages"], other["advantages"])
+
+  def test_one_that_does_not_gives_way_to_the_mean_of_the_group(self):
+    one = self.advantages("evpo", self.critic(-1))
+    plain = {
+      "estimator__scale": "none",
+      "value__pretrain_steps": 0,
+    }
+    other = self.advantages("group", self.critic(-1), **plain)
+    np.testing.assert_array_equal(one["advantages"], other["advantages"])
+    assert one["advantages"].any()
+
+  def test_without_groups_it_is_the_mean_of_the_batch(self):
+    one = self.advantages("evpo", self.critic(-1), np.arange(12))
+    mask = make_rollout().mask
+    outcome = np.where(np.arange(12) % 3 == 0, 1.0, -1.0) * mask.any(axis=1)
+    expected = spread(outcome - outcome.mean(), mask)
+    np.testing.assert_allclose(one["advantages"], expected, rtol=1e-5)
+
+  def test_the_critic_is_trained_in_any_case(self):
+    one = self.advantages("evpo", self.critic(-1))
+    other = self.advantages("gae", self.critic(-1))
+    for name in ("returns", "value_mask"):
+      np.testing.assert_array_equal(one[name], other[name])
+
+
+class TestSegments:
+  def test_by_hand(self):
+    """Two segments: the first ends with the unlikely second token."""
+    logprobs = np.log(np.float32([[0.9, 0.1, 0.5, 0.4]]))
+    lambda_ = sae.segment_lambda(logprobs, lambda_policy=0.5)
+    np.testing.assert_allclose(lambda_, [[1, 0.5, 1, 1]])
+    values = np.float32([[0.5, 9.0, 0.4, 9.0]])  # Inside, they cancel.
+    rewards, mask = np.float32([[0, 0, 0, 1]]), np.ones((1, 4), bool)
+    got = estimators.gae(rewards, values, mask, gamma=1.0, lambda_=lambda_)
+    # 0.4 - V + 0.5 (1 - 0.4) in the first segment, 1 - V in the second.
+    expected = [[0.7 - 0.5, 0.7 - 9.0, 1 - 0.4, 1 - 9.0]]
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+  def test_the_config_chooses_them(self):
+    made = make_algorithm(
+      estimator__lambda_schedule="segments",
+      estimator__lambda_policy=0.7,
+      estimator__settings={"segment_probability": 0.1},
+    )
+    got = make_experience(made)["advantages"]
+    rollout = make_rollout()
+    outcome = np.where(np.arange(12) % 3 == 0, 1.0, -1.0)
+    for i, mask in enumerate(rollout.mask):
+      at = np.flatnonzero(mask)
+      following, value_after = 0.0, 0.0
+      for t in at[::-1]:
+        reward = outcome[i] if t == at[-1] else 0.0
+        delta = reward + value_after - noise(6)[i, t]
+        end = np.exp(rollout.behavior_logprobs[i, t]) < 0.1
+        following = delta + (0.7 if end else 1.0) * following
+        value_after = noise(6)[i, t]
+        np.testing.assert_allclose(got[i, t], following, rtol=1e-4, atol=1e-5)
+
+
+class TestTurns:
+  # Two turns of two and three tokens with an observation, and a single one.
+  MASK = np.array([[1, 1, 0, 0, 1, 1, 1, 0], [1, 1, 1, 1, 0, 0, 0, 0]], bool)
+
+  def advantages(self, rewards, values, truncated=(False, False), **changes):
+    settings = {"gamma": 1.0, "boundary": "repeat"} | changes
+    return turn_gae.turn_gae(
+      rewards,
+      values,
+      self.MASK,
+      np.array(truncated),
+      np.float32([0.5, 0.5]),
+      np.float32([0.25, 0.25]),
+      **settings,
+    )
+
+  def inputs(self):
+    rewards, values = np.zeros((2, 8), np.float32), noise(9)[:2, :8]
+    rewards[0, 1], rewards[0, 6], rewards[1, 3] = 0.25, 1.0, -1.0
+    return rewards, values
+
+  def test_by_hand(self):
+    rewards, values = self.inputs()
+    second = 1.0 - values[0, 4]
+    first = 0.25 + values[0, 4] - values[0, 0] + 0.5 * second
+    expected = np.zeros((2, 8))
+    expected[0, [0, 1]], expected[0, [4, 5, 6]] = first, second
+    expected[1, :4] = -1.0 - values[1, 0]
+    got = self.advantages(rewards, values)
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+  def test_values_inside_a_turn_do_not_matter(self):
+    rewards, values = self.inputs()
+    other = np.where(turn_gae.turn_starts(self.MASK), values, np.nan)
+    np.testing.assert_array_equal(
+      self.advantages(rewards, other), self.advantages(rewards, values)
+    )
+
+  def test_turns_of_one_token_are_gae(self):
+    rewards, values = self.inputs()
+    one = turn_gae.turn_gae(
+      rewards,
+      values,
+      mask := np.tile([True, False], (2, 4)),
+      np.zeros(2, bool),
+      np.float32([0.5, 0.9]),
+      np.zeros(2, np.float32),
+      gamma=0.9,
+      boundary="repeat",
+    )
+    other = estimators.gae(
+      rewards + np.pad(rewards[:, 1:], ((0, 0), (0, 1))),  # Of both tokens.
+      values,
+      mask,
+      gamma=0.9,
+      lambda_=np.float32([0.5, 0.9]),
+    )
+    np.testing.assert_allclose(one, other, rtol=1e-6)
+
+  @pytest.mark.parametrize("boundary", ["repeat", "bootstrap"])
+  def test_a_turn_that_goes_on(self, boundary):
+    rewards, values = self.inputs()
+    rewards[:, 3:] = 0.0
+    got = self.advantages(rewards, values, (True, True), boundary=boundary)
+    after = {"repeat": values[1, 0], "bootstrap": 0.25}[boundary]
+    np.testing.assert_allclose(
+      got[1], [after - values[1, 0]] * 4 + [0] * 4, rtol=1e-5
+    )
+
+  def test_the_critic_learns_at_first_tokens(self):
+    made = make_algorithm(
+      estimator__name="turn_gae", estimator__lambda_value=1.0
+    )
+    got = make_experience(made)
+    mask = make_rollout().mask
+    expected = mask & ~np.pad(mask, ((0, 0), (1, 0)))[:, :-1]
+    np.testing.assert_array_equal(got["value_mask"], expected)
+    assert 0 < expected.sum() < mask.sum()
+    # Monte Carlo returns, as of any critic with a lambda of 1.
+    outcome = np.where(np.arange(12) % 3 == 0, 1.0, -1.0)
+    np.testing.assert_allclose(got["returns"], spread(outcome, mask))

@@ -1,0 +1,209 @@
+"""The methods of these files together with features of a run, three steps."""
+
+import zlib
+
+import numpy as np
+import pytest
+from helpers import configs, tiny_run
+
+from jaxrl_llm import register, rewards
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.trainer import build, loop, validation
+
+_CALCULATOR = {
+  "environment.name": "calculator",
+  "environment.max_observation_tokens": 4,
+  "sampler.stop": ("=",),
+}
+_FIRST_GROUPS = {
+  "schedule.stop": "first_groups",
+  "schedule.over_provision": 1.5,
+  "schedule.max_staleness": 2,
+}
+_ADAPTERS = {"model.lora_rank": 4, "value.lora_rank": 4}
+_STREAMING = {"schedule.streaming": True}
+_SINGLE = {"data.prompts_per_step": 16, "data.group_size": 1}
+_V3_2 = {
+  "loss.name": "clip_off_policy_mask",
+  "loss.kl": "unbiased",
+  "loss.kl_coefficient": 0.04,
+  "off_policy.proximal": "stored",
+}
+_ICEPOP = {
+  "loss.name": "dis",
+  "loss.clip_low": 0.5,
+  "loss.clip_high": 4.0,
+  "off_policy.proximal": "stored",
+}
+_KPOP = {"loss.name": "kpop", "off_policy.proximal": "stored"}
+_TURNS = {"estimator.name": "turn_gae"}
+_SEGMENTS = {"estimator.lambda_schedule": "segments"}
+_GDPO = {
+  "estimator.name": "gdpo",
+  "estimator.settings": {"parts": {"right": 1.0, "short": 0.5}},
+  "estimator.normalize": "whiten",
+}
+# Name -> method and settings.
+CASES = {
+  "SAO, single, windows": ("sao", _SINGLE | {"schedule.window": 5}),
+  "SAO, lag 3, calculator": (
+    "sao",
+    _SINGLE | {"schedule.lag": 3} | _CALCULATOR,
+  ),
+  "SAO, adapters": ("sao", _ADAPTERS | {"optimizer.value.frozen": ()}),
+  "IcePop, streaming": ("grpo", _ICEPOP | _STREAMING),
+  "KPop, first groups": ("grpo", _KPOP | _FIRST_GROUPS),
+  "DPPO-KL, lag": ("dppo", {"loss.name": "dppo_kl", "schedule.lag": 1}),
+  "V3.2, adapters, lag": ("grpo", _V3_2 | {"schedule.lag": 1} | _ADAPTERS),
+  "SAPO's gate, streaming": ("sapo_gate", _STREAMING),
+  "MaxRL, streaming": ("maxrl", _STREAMING),
+  "GDPO, lag": ("grpo", _GDPO | {"schedule.lag": 1}),
+  "EVPO, first groups": ("evpo", _FIRST_GROUPS),
+  "EVPO, single": ("evpo", _SINGLE),
+  "turns, calculator, windows": (
+    "vapo",
+    _TURNS | _CALCULATOR | {"schedule.window": 5},
+  ),
+  "turns, streaming": (
+    "vapo",
+    _TURNS | _STREAMING | {"loss.nll_coefficient": 0.0},
+  ),
+  "segments, windows, lag": (
+    "tppo",
+    _SEGMENTS | {"schedule.window": 5, "schedule.lag": 1},
+  ),
+}
+QUICK = ("SAO, single, windows", "turns, calculator, windows")
+
+
+def right_and_short(prompt, response):
+  """Two parts; the first is right for half of all random text, by its hash."""
+  right = zlib.crc32(f"{prompt}{response}".encode()) % 2
+  return {"right": float(right), "short": 0.1 * (len(response) < 12)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+  register.reward("right_and_short", right_and_short)
+  yield
+  del rewards.REWARDS["right_and_short"]
+
+
+def make_config(model, method, changes):
+  config = configs.load(method)
+  settings = tiny_run.overrides(model) | {
+    "reward.name": "right_and_short",
+    "value.pretrain_steps": 0,
+    "data.prompts_per_step": 4,
+    "run.steps": 3,
+    "run.samples_every": 0,
+    "run.trackers": (),
+    **{f"optimizer.{role}.mini_batch": 16 for role in ("policy", "value")},
+  }
+  config.data.settings = settings.pop("data.settings")
+  changes = dict(changes)
+  config.estimator.settings = changes.pop("estimator.settings", {})
+  config.update_from_flattened_dict(settings | changes)
+  return config
+
+
+@pytest.mark.parametrize(
+  "name",
+  [
+    pytest.param(
+      name, marks=[] if name in QUICK else [pytest.mark.slow(minutes=0.2)]
+    )
+    for name in CASES
+  ],
+)
+def test_three_steps(name, tmp_path):
+  model = tiny_run.write_model(tmp_path / "tiny")
+  run = build.make_run(make_config(model, *CASES[name]))
+  loop.train(run, tmp_path / "run")
+  rows = tiny_run.comparable(tmp_path / "run")
+  assert len(rows) == 4
+  for row in rows[1:]:
+    assert all(map(np.isfinite, row.values())), row
+    assert row["policy/skipped"] == row.get("value/skipped", 0) == 0
+  # Not in the first step of windows: a new critic, and no response has ended.
+  assert rows[-1]["policy/grad_norm"] > 0
+
+
+@pytest.mark.parametrize(
+  ("method", "changes", "said"),
+  [
+    ("sao", _SINGLE | _STREAMING, "schedule.streaming.*schedule.lag"),
+    (
+      "sao",
+      _SINGLE | _STREAMING | {"schedule.lag": 0},
+      "schedule.streaming.*optimizer.value.epochs",
+    ),
+    ("sao", _ADAPTERS, "optimizer.value.frozen.*value.lora_rank"),
+    ("evpo", {"schedule.window": 5}, "schedule.window.*estimator.name"),
+    ("grpo", _GDPO | {"schedule.window": 5}, "schedule.window"),
+    ("grpo", _GDPO | _SINGLE, "data.group_size.*estimator.name"),
+  ],
+)
+def test_what_cannot_work_is_refused_in_a_line(method, changes, said):
+  with pytest.raises(InputError, match=said) as error:
+    validation.validate(make_config("unused", method, changes))
+  assert "\n" not in str(error.value)
+
+
+# The rows of the paper's table: what each changes in SAO's config.
+ABLATIONS = {
+  "one critic update": {"optimizer.value.epochs": 1},
+  "attention trained": {"optimizer.value.frozen": ()},
+  "without DIS": {
+    "loss.name": "clip",
+    "loss.clip_low": 0.2,
+    "loss.clip_high": 0.28,
+  },
+}
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_ablations_of_sao_are_settings(name):
+  config = configs.load("sao")
+  before = configs.resolved(config)
+  config.update_from_flattened_dict(ABLATIONS[name])
+  validation.validate(config)
+  after = configs.resolved(config)
+  changed = {key for key in before if before[key] != after[key]}
+  assert changed == set(ABLATIONS[name])
+
+
+def test_the_attention_of_saos_critic_is_frozen(tmp_path):
+  model = tiny_run.write_model(tmp_path / "tiny")
+  run = build.make_run(make_config(model, "sao", _SINGLE))
+  base, trained = run.learner.critic.params
+  assert {*base["layers"]} == {"attention"}
+  assert "attention" not in trained["layers"]
+  assert {"mlp"} < {*trained["layers"]}
+
+
+@pytest.mark.parametrize(
+  ("name", "base", "keys"),
+  [
+    ("evpo", "vapo", {"estimator.name"}),
+    ("sapo_gate", "grpo", {"loss.name", "loss.kl_coefficient"}),
+    (
+      "dppo",
+      "dr_grpo",
+      {"loss.name", "loss.mode", "off_policy.proximal"},
+    ),
+    (
+      "maxrl",
+      "grpo",
+      {
+        "estimator.name",
+        "loss.kl_coefficient",
+        "loss.mode",
+        "reward.incorrect",
+      },
+    ),
+  ],
+)
+def test_configs_differ_in_what_their_papers_say(name, base, keys):
+  one, other = (configs.resolved(configs.load(x)) for x in (name, base))
+  assert {key for key in one if one[key] != other[key]} == keys
