@@ -8,9 +8,15 @@ what the files register.
 
 # File -> kind of a part -> its name: a value of `estimator.name`, `loss.name`,
 # `data.order` or `off_policy.proximal`, the setting that switches it on, or the
-# name of an input, of a companion or of frozen models that other parts read.
+# name of an input, of a companion, of frozen models that other parts read or of
+# a critic of several models.
 FILES: dict[str, dict[str, str]] = {
   "a_3po": {"proximal": "interpolate"},
+  "asyppo": {
+    "ensemble": "halves",
+    "mask": "agree_share",
+    "leaf": "disagreement",
+  },
   "cispo": {"loss": "cispo"},
   "distill": {
     "estimator": "distillation",

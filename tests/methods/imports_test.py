@@ -16,6 +16,7 @@ _TABLES = {
   "prompt_source": prompt_source.PROMPT_SOURCES,
   "proximal": choices.PROXIMAL_LOSSES,
   "mask": choices.MASKS,
+  "ensemble": choices.ENSEMBLES,
   "step_scale": choices.STEP_SCALES,
   "companion": choices.COMPANIONS,
   "frozen": choices.FROZEN,
@@ -46,6 +47,7 @@ print(*sorted(m[len(start):] for m in sys.modules if m.startswith(start)))
     ("ppo_ewma", "ppo_ewma"),
     ("sft", "sft"),
     ("distill", "distill"),
+    ("asyppo", "asyppo"),
   ],
 )
 def test_an_unused_method_is_not_imported(method, files):
