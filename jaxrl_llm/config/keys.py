@@ -160,6 +160,12 @@ class Value(Group, path="value"):
   ensemble = Key("", Names("learner.choices:ENSEMBLES", ""),
     "Critic of several models: 'halves' has two, each trained on half of the"
     " prompts, and V is their mean (AsyPPO).", FIXED)
+  answer_format = Key("", None, "Text with {answer} that the critic reads"
+    " before the prompt, such as '#{answer}.': a privileged critic, whose"
+    " baseline is as unbiased. The policy never reads it. '' is off.", FIXED)
+  answer_tokens = Key(32, _SOME,
+    "Maximum number of tokens of value.answer_format; longer texts are cut.",
+    FIXED)
   reward_model_steps = Key(0, _COUNT,
     "Iterations before value pretraining that train the critic as a reward"
     " model, on last tokens only. The papers start from a reward model.")

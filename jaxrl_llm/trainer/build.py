@@ -58,13 +58,17 @@ def make_run(config: Any) -> Run:
   fns = make_fns(config, model_config, both)
   if hf.is_model(config.value.init_from):
     tokenizer.check_same(Tokenizer(config.value.init_from))
-    data.check_context(config, fns[1].config, tokenizer)
+  before = config_lib.answer_tokens(config)
+  data.check_context(config, fns[1].config, tokenizer, before=before)
   learner = make_learner(config, fns, path, both.trainer)
   learner.frozen, teachers = _make_frozen(config, learner, tokenizer, both)
   policy_fns, shapes = fns[0], models.merge(learner.policy.params)
   source, problems = data.make_prompts(config, tokenizer)
   data.check_prompts(source)
   learner.column = source.column
+  if before:
+    view = data.answer_view(config, source.answer, tokenizer)
+    learner.views = {"critic": view}
   leaves = learner.algorithm.leaves
   for leaf in leaves | providers.needs_of(leaves):
     if leaf.startswith(providers.COLUMN):

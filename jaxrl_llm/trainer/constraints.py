@@ -378,6 +378,8 @@ def critics(config: Any) -> Rules:
       " some to spare"),
     (config.loss.clip_value and several, "value.ensemble, loss.clip_value",
       "the mean of the critics is no old value of one; use clip_value=None"),
+    (value.answer_format and "{answer}" not in value.answer_format,
+      "value.answer_format", "the text has no {answer}; add it, or use ''"),
     (config.estimator.agree_share and not several, f"{agree}, value.ensemble",
       "one critic cannot disagree; set ensemble='halves', or agree_share=0"),
   ]

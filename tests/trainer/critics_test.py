@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from helpers import tiny_run
 
-from jaxrl_llm import api, checkpoint, models, workdir
+from jaxrl_llm import api, checkpoint, models, types, workdir
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.trainer import build, loop
 from jaxrl_llm.trainer.value_pretraining import FOLDER
@@ -15,6 +15,7 @@ from jaxrl_llm.trainer.value_pretraining import FOLDER
 STEPS = 3
 _HALVES = {"value__ensemble": "halves", "estimator__agree_share": 0.25}
 _ADAPTERS = {"model__lora_rank": 4, "value__lora_rank": 2}
+_PRIVILEGED = {"value__answer_format": "#{answer};", "value__answer_tokens": 5}
 KINDS = {
   # T-PPO's windows bootstrap from V of the state after the last token.
   "categorical": {
@@ -25,6 +26,7 @@ KINDS = {
   "categorical adapters": {"value__head": "categorical", **_ADAPTERS},
   "halves": {**_HALVES, "value__head": "categorical", "schedule__window": 5},
   "halves of adapters": {**_HALVES, **_ADAPTERS},
+  "privileged": {**_PRIVILEGED, "schedule__window": 5},
 }
 
 
@@ -144,3 +146,45 @@ def test_a_critic_that_is_not_of_a_directory_is_one_line(
       api.load(trained).save_critic(tmp_path / "critic")
   finally:
     config.write_text(text)
+
+
+def test_a_privileged_critic_reads_the_answer_before_the_prompt(model):
+  run = make_run(model, "privileged")
+  rng = np.random.default_rng(0)
+  rollout = tiny_run.random_rollout(rng, rows=6, vocab=19, group_size=2)
+  learner = loop.begin(run)[0].learner
+  draw = lambda x: jax.numpy.asarray(rng.normal(scale=0.3, size=x.shape))
+  critic = jax.tree.map(draw, learner.critic.trained)
+  learner = learner.with_model("critic", learner.critic.replace(trained=critic))
+  batch = run.pretraining.learner.measure(
+    learner, "critic", types.unjudged(rollout), rng
+  )
+  found = batch.experience["old_values"]
+  score = jax.jit(run.learner.critic.fns.values)
+  for row in range(6):
+    answer = f"#{run.source.answer(int(rollout.example_id[row]))};"
+    prompt = rollout.prompt_tokens[row, : rollout.prompt_lengths[row]]
+    response = rollout.tokens[row, : rollout.lengths[row]]
+    tokens = [*run.tokenizer.encode(answer)[:5], *prompt, *response]
+    padded = np.zeros((1, 64), np.int32)
+    padded[0, : len(tokens)] = tokens
+    sampled = np.zeros((1, 64), np.float32)
+    start = len(tokens) - len(response)
+    own = rollout.mask[row, : len(response)]
+    logprobs = rollout.behavior_logprobs[row, : len(response)]
+    sampled[0, start : len(tokens)] = np.where(own, logprobs, 0.0)
+    rows = models.PackedRows(
+      tokens=padded,
+      segments=(np.arange(64) < len(tokens)).astype(np.int32)[None],
+      positions=np.arange(64)[None],
+      logprobs=sampled,
+    )
+    values = np.asarray(score(critic, rows)[0])[0, start - 1 :][: len(response)]
+    np.testing.assert_allclose(found[row, : len(response)], values, atol=1e-4)
+
+
+def test_an_answer_needs_a_place_and_room(model):
+  with pytest.raises(InputError, match="the text has no {answer}"):
+    make_run(model, "privileged", value__answer_format="answer")
+  with pytest.raises(InputError, match="answer_tokens = 84 is over the model"):
+    make_run(model, "privileged", value__answer_tokens=60)
