@@ -104,9 +104,9 @@ def _shapes(config: ModelConfig, outputs: int | None) -> dict[tuple, Any]:
   if outputs is None:
     return shapes
   shapes = {path: x for path, x in shapes.items() if path[0] != "lm_head"}
-  for name, shape in (("kernel", (config.hidden_size,)), ("bias", ())):
-    head = jax.ShapeDtypeStruct((*shape, outputs), jnp.float32)
-    shapes["value_head", name] = head
+  head = {"kernel": (config.hidden_size, outputs), "bias": (outputs,)}
+  for name, shape in head.items():
+    shapes["value_head", name] = jax.ShapeDtypeStruct(shape, jnp.float32)
   return shapes
 
 
@@ -321,10 +321,8 @@ def write_params(
   source = extra_files_from and hf_files.directory(extra_files_from)
   values = config.to_hf() | _token_ids(source)
   if head is not None:
-    labels = ["value"] if outputs == 1 else [f"bin_{k}" for k in range(outputs)]
     values["architectures"] = [_architecture(values, _POLICY, _CRITIC)]
-    values["id2label"] = dict(enumerate(labels))
-    values["label2id"] = {label: k for k, label in enumerate(labels)}
+    values["id2label"] = {k: f"value_{k}" for k in range(outputs)}
     values["value_support"] = head.support
   # The key of the dtype that every release of transformers reads.
   values["torch_dtype"] = entries[0].array.dtype.name
