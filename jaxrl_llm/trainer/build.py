@@ -293,9 +293,8 @@ def _make_pretraining(
   """Makes the pretraining, with other random numbers than the `writer`'s."""
   value, groups = config.value, config.data.prompts_per_step
   pretrains = value.pretrain_steps or value.reward_model_steps
-  reused = value.init_from and (
-    not hf.is_model(value.init_from) or hf.is_critic(value.init_from)
-  )
+  start = value.init_from
+  reused = start and (not hf.is_model(start) or hf.is_critic(start))
   if learner.critic is None or reused or not pretrains:
     return None
   whole = RolloutSettings(
@@ -367,11 +366,9 @@ def _critic_params(learner: Learner, policy_params: Any, *, init_from: str):
   critic = learner.critic
   shapes = models.merge(critic.params)
   if hf.is_model(init_from):
-    fns, place = (
-      critic.fns,
-      functools.partial(sharding.tree_shardings, mesh=learner.mesh),
-    )
-    policy_params = hf.read_critic(init_from, fns.config, fns.head, place)
+    place = functools.partial(sharding.tree_shardings, mesh=learner.mesh)
+    model = critic.fns.config, critic.fns.head
+    policy_params = hf.read_critic(init_from, *model, place)
   elif init_from:
     return checkpoint.load_tree(pathlib.Path(init_from) / FOLDER, shapes)
   if critic.shares_base:

@@ -362,7 +362,7 @@ def adapters(config: Any) -> Rules:
 
 def critics(config: Any) -> Rules:
   """Checks the bins of a categorical critic, and critics of several models."""
-  value, reward, agree = config.value, config.reward, "estimator.agree_share"
+  value, reward = config.value, config.reward
   worst = reward.incorrect
   worst -= reward.overlong_factor if reward.overlong_buffer else 0.0
   covered = value.low < worst < reward.correct < value.high
@@ -380,7 +380,8 @@ def critics(config: Any) -> Rules:
       "the mean of the critics is no old value of one; use clip_value=None"),
     (value.answer_format and "{answer}" not in value.answer_format,
       "value.answer_format", "the text has no {answer}; add it, or use ''"),
-    (config.estimator.agree_share and not several, f"{agree}, value.ensemble",
+    (config.estimator.agree_share and not several,
+      "estimator.agree_share, value.ensemble",
       "one critic cannot disagree; set ensemble='halves', or agree_share=0"),
   ]
 

@@ -37,8 +37,8 @@ from scipy import stats
 from studies.results import write_csv
 from studies.truth import States, sample_truth
 
+from jaxrl_llm import checkpoint, models, workdir
 from jaxrl_llm import config as config_lib
-from jaxrl_llm import models, workdir
 from jaxrl_llm.data.tasks import ChainProblem
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.build_algorithm import with_monte_carlo_returns
@@ -66,34 +66,29 @@ def values_of(name: str, config: Any, judged: Any) -> np.ndarray:
   if not (path and step.isdecimal()):
     path, step = name, None
   folder = pathlib.Path(path)
-  if workdir.is_workdir(folder):
+  of_run = workdir.is_workdir(folder)
+  if of_run:
     config = workdir.read_config(folder)
-    config.value.init_from = "" if step else path
   else:
     config = config.copy_and_resolve_references()
     config.value.init_from = path
     if not has_critic(config):
       config.estimator.name = "gae"
   run = build.make_run(config)
-  learner, make = run.learner, run.critic_params
-  if learner.critic is None:
+  critic, make = run.learner.critic, run.critic_params
+  if critic is None:
     raise InputError(f"{name}: this run has no critic; choose another")
-  if step is not None:
-    critic = learner.critic
-    found = workdir.restore_params(
-      folder,
-      workdir.find_step(folder, step),
-      "critic",
-      critic.params,
-      base_of="policy" * critic.shares_base,
+  if of_run and step is None:
+    shapes = models.merge(critic.params)
+    make = lambda _: checkpoint.load_tree(folder / FOLDER, shapes)
+  elif of_run:
+    number, base = workdir.find_step(folder, step), critic.shares_base
+    make = lambda _: workdir.restore_params(
+      folder, number, "critic", critic.params, base_of="policy" * base
     )
-    make = lambda _: found
-  learner = dataclasses.replace(
-    learner,
-    algorithm=with_monte_carlo_returns(
-      learner.algorithm, gamma=config.estimator.gamma
-    ),
-  )
+  gamma = config.estimator.gamma
+  algorithm = with_monte_carlo_returns(run.learner.algorithm, gamma=gamma)
+  learner = dataclasses.replace(run.learner, algorithm=algorithm)
   if config_lib.answer_tokens(config):  # Rows are those of other data.
     answers = {prompt.example_id: prompt.answer for prompt in judged.prompts}
     view = data.answer_view(config, answers.__getitem__, run.tokenizer)
@@ -192,11 +187,12 @@ def draw(path, title, rows, states, critics, judged, values) -> None:
   with figure(path, 2, 3, title=title) as (_, axes):
     for axis, by in zip(axes, ("position", "difficulty", "turn")):
       own = [row for row in rows if row["by"] == by]
+      x = [row["group"] for row in own]
       for key, label in lines.items():
-        style = "-" if by == "position" else "o-"
-        x = [row["group"] for row in own]
-        axis.plot(x, [row[key] for row in own], style, label=label)
-      axis.set(title=f"Explained variance by {by}", ylim=(-0.05, 1))
+        axis.plot(x, [row[key] for row in own], "o-", label=label)
+      axis.set(title=f"Explained variance by {by}", ylim=(-0.05, 1.02))
+      if by != "position":
+        axis.set_xticks(x)
     axes[0].legend(loc="upper left")
     truth = states.returns.mean(axis=1)
     for name, x in critics.items():
@@ -315,7 +311,9 @@ def run(options: argparse.Namespace) -> None:
   found = {name: x[at] for name, x in along.items()}
   problems = np.asarray([x.example_id for x in judged.prompts])[at[0]]
   rows = tabulate(states, problems, found, options.positions)
-  write_csv(out / "critic.csv", rows[0], [row.values() for row in rows])
+  short = lambda x: f"{x:.4g}" if isinstance(x, float) else x
+  lines = [[short(x) for x in row.values()] for row in rows]
+  write_csv(out / "critic.csv", rows[0], lines)
   best = f"at most {rows[0]['ceiling']:.3f}"
   reached = [f"{x} explains {rows[0][f'{x} explained']:.3f}" for x in found]
   title = "; ".join([*reached, best])
