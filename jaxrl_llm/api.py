@@ -373,6 +373,27 @@ class Policy:
     base = base_models.model_path(config)
     hf.write_adapters(path, model, factors, base=base)
 
+  def save_critic(
+    self, path: str | os.PathLike, *, dtype: str = "float32"
+  ) -> None:
+    """Writes the critic of a run as a Hugging Face token classifier.
+
+    `value.init_from` starts another critic from it.
+
+    Args:
+      path: directory to write.
+      dtype: type of the weights in the file; float32 is exact.
+
+    Raises:
+      InputError: There is no critic that a directory can hold, or the directory
+        cannot be written.
+    """
+    if self.step is None:
+      raise InputError(f"{self.path}: is a model directory; give a run")
+    fns, params = workdir.load_critic(self.path, self.step)
+    params = jax.tree.map(lambda x: x.astype(dtype), params)
+    models.save_value(path, fns, params, tokenizer_from=self.directory)
+
   @functools.cached_property
   def _run_config(self) -> Any:
     return workdir.read_config(self.path)

@@ -212,9 +212,43 @@ def load_params(
   """
   config = read_config(workdir)
   model = models.adapted(config, hf.read_config(model_path(workdir)))
-  fns = models.make_policy(model)
-  here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-  init = jax.jit(fns.init, out_shardings=here)
-  shapes = init.eval_shape(jax.random.key(0))
+  shapes = _shapes_of(models.make_policy(model))
   shapes = models.partition(shapes, config.optimizer.policy.frozen)
   return model, restore_params(workdir, step, "policy", shapes)
+
+
+def load_critic(
+  workdir: pathlib.Path, step: int
+) -> tuple[models.ValueFns, Any]:
+  """Loads the critic's parameters of a checkpoint onto the default device.
+
+  Returns:
+    Its functions without adapters, and all parameters; adapters are merged.
+
+  Raises:
+    InputError: The checkpoint cannot be read or has no critic, or one that is
+      not a model with a head.
+  """
+  config = read_config(workdir)
+  for key in ("ensemble", "reads_logprobs"):
+    if config.value[key]:
+      raise InputError(
+        f"{workdir}: its critic has value.{key}, which a model directory"
+        " cannot hold; choose a run without"
+      )
+  model = models.critic_config(config, hf.read_config(model_path(workdir)))
+  head = models.VALUE_HEADS[config.value.head](config.value)
+  shapes = _shapes_of(models.make_value(model, head=head))
+  shapes = models.partition(shapes, config.optimizer.value.frozen)
+  base = "policy" * bool(config.model.lora_rank and config.value.lora_rank)
+  params = restore_params(workdir, step, "critic", shapes, base_of=base)
+  if model.adapters is not None:
+    params = model.adapters.merge(params)
+  return models.make_value(model.base, head=head), params
+
+
+def _shapes_of(fns: models.ModelFns | models.ValueFns) -> Any:
+  """Returns ShapeDtypeStructs of all parameters, on the default device."""
+  here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  init = jax.jit(fns.init, out_shardings=here)
+  return init.eval_shape(jax.random.key(0))

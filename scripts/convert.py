@@ -1,12 +1,15 @@
-"""Exports the policy of a training run as a Hugging Face model directory.
+"""Exports a policy or critic of a training run as a Hugging Face directory.
 
   python scripts/convert.py --checkpoint=WORKDIR --out=DIR [--step=N|best]
-      [--adapters]
+      [--adapters | --critic]
 
 DIR gets config.json, model.safetensors and the tokenizer's files, and is read
 by `transformers`, by `--config.model.path=DIR` and by `models.load(DIR)`. Of a
 run with model.lora_rank, --adapters writes the adapters alone, for PEFT;
-otherwise they are merged. Exit code 2 for bad input.
+otherwise they are merged. --critic writes the critic, which `transformers`
+reads as AutoModelForTokenClassification (a logit is V after its token), and
+`--config.value.init_from=DIR` starts another from it. Exit code 2 for bad
+input.
 """
 
 import pathlib
@@ -33,6 +36,9 @@ def convert(options) -> str:
   if options.adapters:
     policy.save_adapters(options.out)
     return f"wrote the adapters of step {policy.step} to {options.out}"
+  if options.critic:
+    policy.save_critic(options.out, dtype=options.dtype)
+    return f"wrote the critic of step {policy.step} to {options.out}"
   policy.save(options.out, dtype=options.dtype)
   count = models.num_params(policy.model_config)
   return (
@@ -49,7 +55,11 @@ def main(arguments: list[str] | None = None) -> None:
   add("--checkpoint", required=True, metavar="WORKDIR", help="of the run")
   add("--out", required=True, metavar="DIR", help="directory to write")
   add("--step", help="which checkpoint, or 'best'; the newest by default")
-  add("--adapters", action="store_true", help="write them alone, for PEFT")
+  what = parser.add_mutually_exclusive_group()
+  help_ = "write them alone, for PEFT"
+  what.add_argument("--adapters", action="store_true", help=help_)
+  help_ = "write the critic instead of the policy"
+  what.add_argument("--critic", action="store_true", help=help_)
   add(
     "--dtype",
     choices=("float32", "bfloat16"),

@@ -103,6 +103,21 @@ def value_loss(value, target, old_value=None, clip=None):
   return 0.5 * error
 
 
+def categorical_value_loss(logits, target, low, high, sigma):
+  """Cross entropy of one token to a Gaussian histogram on [low, high]."""
+  bins = len(logits)
+  width = (high - low) / bins
+  target = min(max(float(target), low), high)
+  below = lambda x: math.erf((x - target) / (sigma * width * math.sqrt(2))) / 2
+  inside = below(high) - below(low)
+  normalizer = math.log(sum(math.exp(z) for z in logits))
+  loss = 0.0
+  for k in range(bins):
+    mass = below(low + (k + 1) * width) - below(low + k * width)
+    loss -= mass / inside * (float(logits[k]) - normalizer)
+  return loss
+
+
 def egae(rewards, values, mask, truncated, gamma, lambda_, next_values=None):
   """GAE whose truncated rows go on at V(s_l): next_values, or V(s_{l-1})."""
   bootstrap = []

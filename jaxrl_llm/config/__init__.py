@@ -139,7 +139,13 @@ def mini_batch(config: Any, role: str) -> int:
 def max_tokens_per_row(config: Any) -> int:
   """Returns the tokens per packed row, at least the longest sample."""
   longest = config.data.max_prompt_length + config.sampler.max_response_length
+  longest += answer_tokens(config)
   return max(config.optimizer.max_tokens_per_row, longest)
+
+
+def answer_tokens(config: Any) -> int:
+  """Returns the most tokens that the critic reads before a prompt."""
+  return config.value.answer_tokens if config.value.answer_format else 0
 
 
 def most_staleness(config: Any) -> int:

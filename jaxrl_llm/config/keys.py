@@ -148,6 +148,24 @@ class Value(Group, path="value"):
   reads_logprobs = Key(False, None,
     "Gives the critic the log-prob of each token at sampling as an input, which"
     " separates mistakes from choices. The papers' critics lack it.", FIXED)
+  head = Key("scalar", Names("models.heads:VALUE_HEADS"),
+    "Head and loss of the critic: 'scalar' regresses a number, 'categorical' a"
+    " distribution over bins (HL-Gauss).", FIXED)
+  low = Key(-2.0, _REWARD, "Lower edge of the bins of 'categorical'.", FIXED)
+  high = Key(2.0, _REWARD, "Upper edge of the bins of 'categorical'. Returns"
+    " should lie some bins inside the edges.", FIXED)
+  bins = Key(51, Range(2, 4096), "Number of bins of 'categorical'.", FIXED)
+  sigma = Key(0.75, Range(0.0, open=True), "Width of the targets of"
+    " 'categorical', as a standard deviation in bins.")
+  ensemble = Key("", Names("learner.choices:ENSEMBLES", ""),
+    "Critic of several models: 'halves' has two, each trained on half of the"
+    " prompts, and V is their mean (AsyPPO).", FIXED)
+  answer_format = Key("", None, "Text with {answer} that the critic reads"
+    " before the prompt, such as '#{answer}.': a privileged critic, whose"
+    " baseline is as unbiased. The policy never reads it. '' is off.", FIXED)
+  answer_tokens = Key(32, _SOME,
+    "Maximum number of tokens of value.answer_format; longer texts are cut.",
+    FIXED)
   reward_model_steps = Key(0, _COUNT,
     "Iterations before value pretraining that train the critic as a reward"
     " model, on last tokens only. The papers start from a reward model.")
@@ -158,7 +176,10 @@ class Value(Group, path="value"):
   pretrain_min_delta = Key(0.01, None,
     "Minimum increase of the explained variance that counts as better.")
   init_from = Key("", None,
-    "Workdir of an earlier run whose pretrained critic is loaded; '' is off.")
+    "What the critic starts from: the workdir of a run (its pretrained critic)"
+    " or a Hugging Face directory, of a critic (scripts/convert.py --critic) or"
+    " of another model with the policy's tokenizer, which gets a new head. ''"
+    " is the policy.")
 
 
 class Data(Group, path="data"):
@@ -402,6 +423,9 @@ class Estimator(Group, path="estimator"):
   gradient_norms = Key("length", Choice(("length", "exact")), "Squared gradient"
     " norm of a response for 'optimal_baseline': its number of generated tokens"
     " ('length'), or 'exact', which costs a backward pass each.")
+  agree_share = Key(0.0, _BELOW_1, "Share of a batch's tokens, those where the"
+    " critics of value.ensemble agree most, that is left out of the policy"
+    " loss (AsyPPO).")
   drop_pivot = Key(False, None,
     "Leaves each group's median response out of the policy loss (MC-GRPO).")
   normalize = Key("none", Names("learner.choices:NORMALIZATIONS"),

@@ -295,6 +295,10 @@ class PromptSource:
     """
     return [self._tokens(self._source[i]) is not None for i in example_ids]
 
+  def answer(self, example_id: int) -> str:
+    """Returns the answer to a row of the data."""
+    return self._source[example_id].answer
+
   def column(self, name: str, example_ids: np.ndarray) -> np.ndarray:
     """Returns numbers of a column of the data, float32 [B].
 

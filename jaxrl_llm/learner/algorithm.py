@@ -35,8 +35,8 @@ class Algorithm:
       `logprobs` and `entropy` of the current policy, `mask` and `segments` of
       the packed rows, and any input of the batch.
     auxiliary: name -> a further loss of the policy.
-    value_loss: -> `losses.ClippedValueLoss`; it reads `values` of the current
-      critic. None: there is no critic.
+    value_loss: -> `losses.ClippedValueLoss`; it reads what the head of the
+      current critic gives, such as `values`. None: there is no critic.
     corrections: name -> `losses.Correction`; all of them multiply the weights
       of a mini-batch.
     step_scale: -> factor of a mini-batch's update, scalar; None is 1.
@@ -104,7 +104,7 @@ class Algorithm:
 
 # Inputs computed within an update, from the current model and packed rows.
 _OF_THE_POLICY = {"logprobs", "entropy", "mask", "segments"}
-_OF_THE_CRITIC = {"values"}
+_OF_THE_CRITIC = {"values", "value_logits", "of_critics"}
 OF_THE_UPDATE = _OF_THE_POLICY | _OF_THE_CRITIC
 
 

@@ -60,8 +60,8 @@ def make_algorithm(config: Groups) -> Algorithm:
   """The algorithm of a validated config.
 
   Args:
-    config: groups reward, environment, sampler, schedule, estimator, loss and
-      off_policy are read.
+    config: groups reward, environment, sampler, schedule, estimator, loss,
+      off_policy and value are read.
 
   Raises:
     KeyError: a name is not in its dictionary (the config refuses it before).
@@ -77,11 +77,10 @@ def make_algorithm(config: Groups) -> Algorithm:
   processors = choices.logits_processors(config["sampler"])
   value_loss = None
   if choices.has_critic(config):
-    value_loss = part(losses.clipped_value_loss)
-    if loss["clip_value"] is not None:
-      value_loss = part(
-        losses.clipped_value_loss, loss, old_values="old_values"
-      )
+    value = config["value"]
+    value_loss = choices.VALUE_LOSSES[value["head"]](config)
+    if value["ensemble"]:
+      value_loss = choices.ENSEMBLES[value["ensemble"]].loss(value_loss)
   norm = None
   if loss["mode"] in NORM_MODES:
     norm = float(loss["norm"] or config["sampler"]["max_response_length"])

@@ -14,6 +14,7 @@ import jax
 from jaxrl_llm import estimators, losses
 from jaxrl_llm.learner import estimates
 from jaxrl_llm.learner.parts import Part, part
+from jaxrl_llm.models import ValueFns
 from jaxrl_llm.system.plugin import Table
 
 Settings = Mapping[str, Any]  # A config group, such as `loss`.
@@ -170,6 +171,34 @@ def correction_of(config: Groups) -> tuple[str, float]:
   if settings["high"] is not None:
     return name, settings["high"]
   return name, 100.0 if averaged else 2.0
+
+
+def _squared_error(config: Groups) -> Part:
+  """Returns the squared error of values, clipped if the config says so."""
+  loss = config["loss"]
+  if loss["clip_value"] is None:
+    return part(losses.clipped_value_loss)
+  return part(losses.clipped_value_loss, loss, old_values="old_values")
+
+
+# Head of the critic -> (config) -> `losses.ClippedValueLoss`.
+VALUE_LOSSES: Mapping[str, Callable[[Groups], Part]] = {
+  "scalar": _squared_error,
+  "categorical": lambda config: part(
+    losses.categorical_value_loss, config["value"]
+  ),
+}
+
+
+class Ensemble(NamedTuple):
+  """A critic of several models."""
+
+  fns: Callable[[ValueFns], ValueFns]  # (one critic) -> all of them.
+  loss: Callable[[Part], Part]  # (`Algorithm.value_loss` of one) -> of all.
+
+
+# Name -> `Ensemble`.
+ENSEMBLES = Table("ensemble")
 
 
 # Whom the policy loss takes its ratio against: the input it begins with; ''

@@ -22,7 +22,7 @@ from jaxrl_llm.errors import TrainingStopped
 from jaxrl_llm.learner import metrics, parts, providers
 from jaxrl_llm.learner.algorithm import Algorithm
 from jaxrl_llm.learner.members import Companion, Frozen, Member
-from jaxrl_llm.learner.packer import Packer
+from jaxrl_llm.learner.packer import Packer, View
 from jaxrl_llm.learner.packing import MiniBatch, PackedBatch, place
 from jaxrl_llm.learner.state import (
   LearnerSettings,
@@ -53,6 +53,7 @@ class Learner:
     frozen: models that only score, by name.
     sampler_logprobs: (policy's parameters, responses) -> log-probs [B, T] by
       the program that samples, the old ones; None: by the policy's `score`.
+    views: functions of the samples that a member reads, by member.
   """
 
   algorithm: Algorithm
@@ -64,6 +65,7 @@ class Learner:
   column: providers.Column | None = None
   frozen: Mapping[str, Frozen] = dataclasses.field(default_factory=dict)
   sampler_logprobs: Callable[[Params, Rollout], np.ndarray] | None = None
+  views: Mapping[str, View] = dataclasses.field(default_factory=dict)
 
   @property
   def policy(self) -> Member:
@@ -144,7 +146,7 @@ class Learner:
 
   @functools.cached_property
   def _packer(self) -> Packer:
-    return Packer(self.members, self.settings.max_tokens_per_row)
+    return Packer(self.members, self.settings.max_tokens_per_row, self.views)
 
   @functools.cached_property
   def _estimate(self) -> Callable[[Experience], Experience]:

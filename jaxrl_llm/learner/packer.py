@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from jaxrl_llm.learner.members import Member
 from jaxrl_llm.learner.packing import MiniBatch
 from jaxrl_llm.types import Responses, Rollout
 
+View = Callable[[Rollout], Rollout]  # With the same responses.
 MiniBatches = dict[str, list[MiniBatch]]  # By member.
 
 
@@ -22,10 +23,13 @@ class Packer:
   Attributes:
     members: members by name, including the policy.
     capacity: tokens per packed row.
+    views: functions of the samples that a member reads, by member; without one
+      it reads what the policy does.
   """
 
   members: Mapping[str, Member]
   capacity: int
+  views: Mapping[str, View] = dataclasses.field(default_factory=dict)
 
   @functools.cached_property
   def waits(self) -> frozenset[str]:
@@ -106,7 +110,7 @@ class Packer:
     """Packs mini-batches of a member's size, shuffled by `rng`."""
     member = self.members[name]
     return packing.mini_batches(
-      rollout,
+      self._seen(name, rollout),
       size=member.settings.mini_batch,
       rng=rng,
       capacity=self.capacity,
@@ -114,6 +118,9 @@ class Packer:
       chosen=rows,
       share=member.fns.shares_prompts,
     )
+
+  def _seen(self, name: str, rollout: Rollout) -> Rollout:
+    return self.views[name](rollout) if name in self.views else rollout
 
   def completed(
     self, name: str, rollout: Rollout, mini_batches: list[MiniBatch]
@@ -149,12 +156,13 @@ class Packer:
 
     Returns the same as `batch`; no responses wait.
     """
-    rollout, found = responses.rollout, {}
-    longest = rollout.prompt_tokens.shape[1] + rollout.tokens.shape[1]
-    most = self._room + longest * np.bincount(rollout.group).max()
-    # First-fit leaves at most one row half empty.
-    most_rows = 1 + 2 * most // self.capacity
+    found = {}
     for name, member in self.members.items():
+      rollout = self._seen(name, responses.rollout)
+      longest = rollout.prompt_tokens.shape[1] + rollout.tokens.shape[1]
+      most = self._room + longest * np.bincount(rollout.group).max()
+      # First-fit leaves at most one row half empty.
+      most_rows = 1 + 2 * most // self.capacity
       rows = member.settings.micro_batch_size
       packed, layout = packing.pack(
         rollout,

@@ -4,6 +4,7 @@ An input is a field of the rollout or of its verdicts (`of_responses`), or a
 score by a model: an entry of `PROVIDERS`.
 """
 
+import collections
 import dataclasses
 import functools
 import operator
@@ -121,18 +122,20 @@ def _reference(scoring: Scoring) -> Scores:
 
 
 def _values(scoring: Scoring) -> Scores:
-  """Provides the critic's values before each token and after the last one.
+  """Provides the critic's scores before each token, and V after the last one.
 
   `valued`, bool [B], is True for the rows that have them.
   """
-  values = scoring.zeros()
-  after, valued = np.zeros(len(values), np.float32), np.zeros(len(values), bool)
+  out = collections.defaultdict(scoring.zeros)
+  rows = len(out["values"])
+  after, valued = np.zeros(rows, np.float32), np.zeros(rows, bool)
   for batch in scoring.mini_batches["critic"]:
     scored = scoring.packed("critic", batch)
-    values[batch.rows] = batch.layout.gather(scored)
-    after[batch.rows] = batch.layout.gather_last(scored)
+    for name, x in scored.items():
+      out[name][batch.rows] = batch.layout.gather(x)
+    after[batch.rows] = batch.layout.gather_last(scored["values"])
     valued[batch.rows] = True
-  return {"values": values, "next_values": after, "valued": valued}
+  return {**out, "next_values": after, "valued": valued}
 
 
 def of_member(member: str) -> Callable[[Scoring], np.ndarray]:

@@ -42,9 +42,19 @@ def score_logprobs(
 
 def score_values(
   params: Any, packed: PackedRows, *, fns: ValueFns
-) -> jax.Array:
-  """V(state before target) at every position, float32 [M, r, C].
+) -> dict[str, jax.Array]:
+  """Outputs of a critic with one number per position, float32 [M, r, C].
 
-  At the last position of a sample this is V(state after its last token).
+  `values` is V(state before target), at the last position of a sample V(state
+  after its last token).
   """
-  return over_micro_batches(lambda rows: fns.values(params, rows)[0], packed)
+
+  def score(rows):
+    outputs, _ = fns.outputs(params, rows)
+    return {k: x for k, x in outputs.items() if _per_token(x, rows)}
+
+  return over_micro_batches(score, packed)
+
+
+def _per_token(output: Any, rows: PackedRows) -> bool:
+  return getattr(output, "shape", None) == rows.tokens.shape

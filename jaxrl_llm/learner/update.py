@@ -95,8 +95,8 @@ def value_objective(fns: ValueFns, value_loss: Part) -> Objective:
 
   def loss(params, micro):
     packed = micro["packed"]
-    values, of_model = fns.values(params, packed)
-    terms = value_loss(micro["inputs"] | {"values": values})
+    outputs, of_model = fns.outputs(params, packed)
+    terms = value_loss(micro["inputs"] | outputs)
     weights = micro["inputs"]["weights"]
     total = jnp.sum(weights * terms.loss)
     tokens = jnp.sum(packed.mask, dtype=jnp.float32)

@@ -17,7 +17,11 @@ from jaxrl_llm.models.functional import (
   make_policy as make_policy,
   make_value as make_value,
 )
-from jaxrl_llm.models.heads import TokenLogprobs as TokenLogprobs
+from jaxrl_llm.models.heads import (
+  VALUE_HEADS as VALUE_HEADS,
+  CategoricalHead as CategoricalHead,
+  TokenLogprobs as TokenLogprobs,
+)
 from jaxrl_llm.models.kv_cache import (
   BlockTables as BlockTables,
   copy_pages as copy_pages,
@@ -72,3 +76,36 @@ def save(
   hf.write_params(
     path, fns.config, merge(params), extra_files_from=tokenizer_from
   )
+
+
+def critic_config(config: Any, model_config: ModelConfig) -> ModelConfig:
+  """Returns the architecture of a run's critic, with its adapters.
+
+  It is that of the model in `value.init_from`, if there is one.
+
+  Args:
+    config: the run's settings.
+    model_config: architecture of the policy without adapters.
+  """
+  if hf.is_model(path := config.value.init_from):
+    model_config = hf.read_config(path)
+  return adapted(config, model_config, group="value")
+
+
+def save_value(
+  path: str, fns: ValueFns, params: Any, *, tokenizer_from: str | None = None
+) -> None:
+  """Writes a critic as a Hugging Face token classifier.
+
+  Logit 0 at a token is V of the state after it; a categorical critic has a
+  logit for each bin, and the interval of the bins is `value_support` in
+  config.json. `transformers` has no such class for Gemma 3 and later families.
+
+  Args:
+    path: directory to write.
+    fns: functions of the critic.
+    params: its parameters, as one nested dict or as `Params`.
+    tokenizer_from: directory whose tokenizer files are copied.
+  """
+  settings = {"extra_files_from": tokenizer_from, "head": fns.head}
+  hf.write_params(path, fns.config, merge(params), **settings)

@@ -66,17 +66,28 @@ class ModelFns(NamedTuple):
 
 
 class ValueFns(NamedTuple):
-  """A critic: the same backbone with a scalar head."""
+  """A critic: the same backbone with a head of its own."""
 
   config: ModelConfig
   # (key) -> params, float32.
   init: Callable[..., Any]
-  # (policy params) -> params: a copy of its backbone, a fresh head.
+  # (policy params) -> params: a copy of its backbone, a fresh head; of the
+  #  parameters of a critic, its head.
   from_policy: Callable[..., Any]
-  # (params, PackedRows) -> (float32 [R, C], auxiliary losses [R, C]).
-  values: Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
+  # (params, PackedRows) -> (what the head reads by name: `values`, float32
+  #  [R, C], and the other inputs of its loss, [R, C, ...]; auxiliary losses
+  #  [R, C]).
+  outputs: Callable[..., tuple[dict[str, jax.Array], dict[str, jax.Array]]]
   # As in `ModelFns`.
   shares_prompts: bool
+  head: heads.ValueHead
+
+  def values(
+    self, params: Any, packed: PackedRows
+  ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Returns values, float32 [R, C], and auxiliary losses [R, C]."""
+    outputs, aux = self.outputs(params, packed)
+    return outputs["values"], aux
 
 
 def _leading(sharding: NamedSharding | None, axes: int) -> NamedSharding | None:
@@ -248,14 +259,16 @@ def make_value(
   kernels: str = "auto",
   sharding: NamedSharding | None = None,
   reads_logprobs: bool = False,
+  head: heads.ValueHead = heads.SCALAR,
 ) -> ValueFns:
-  """Makes the critic of a config: its backbone and a float32 scalar head.
+  """Makes the critic of a config: its backbone and a float32 head.
 
   Args:
     config, numerics, remat_policy, kernels, sharding: as in `make_policy`.
     reads_logprobs: whether the critic also reads the log-prob of each token
       under the policy that sampled it, `PackedRows.logprobs`. Only the policy's
       head knows which tokens it finds unlikely, and a critic lacks that head.
+    head: turns the outputs of a linear layer into values.
   """
   settings, sees_prefixes = _backbone_settings(
     config, numerics, remat_policy, kernels, sharding
@@ -263,20 +276,22 @@ def make_value(
   parts = context.num_shards(sharding, 1)
 
   def from_policy(params):
-    """Copies the backbone; the head is zero, and so are the first values.
+    """Copies the backbone; a head that it does not have is zero.
 
     Of a policy with adapters it copies the base, with which training begins.
     """
-    head = {
-      "kernel": jnp.zeros((config.hidden_size, 1), jnp.float32),
-      "bias": jnp.zeros((1,), jnp.float32),
+    size = head.outputs
+    zeros = {
+      "kernel": jnp.zeros((config.hidden_size, size), jnp.float32),
+      "bias": jnp.zeros((size,), jnp.float32),
     }
-    trunk = {k: v for k, v in params.items() if k != "lm_head"}
+    trunk = {k: v for k, v in params.items() if not k.endswith("_head")}
     trunk = jax.tree.map(jnp.copy, adapters.base_of(trunk))
     if config.adapters is None:
       trunk = jax.tree.map(lambda x: x.astype(jnp.float32), trunk)
     trunk = transformer.with_adapters(trunk, jax.random.key(0), config)
-    own = {"value_head": head}
+    given = params.get("value_head", zeros)
+    own = {"value_head": jax.tree.map(jnp.copy, given)}
     if reads_logprobs:
       table = params["embed"]["embedding"].astype(jnp.float32)
       own["surprise"] = {"kernel": _init_surprise(table)}
@@ -285,14 +300,13 @@ def make_value(
   def init(key: chex.PRNGKey):
     return from_policy(transformer.init(key, config))
 
-  def values(params, packed):
+  def outputs(params, packed):
     length, packed = packed.tokens.shape[1], context.zigzag_shard(packed, parts)
     extra = _embed_surprise(params, packed.logprobs) if reads_logprobs else None
     states, aux = transformer.hidden(params, packed, extra, **settings)
-    head, states = params["value_head"], states.astype(jnp.float32)
-    values = (jnp.dot(states, head["kernel"]) + head["bias"][0])[..., 0]
-    return _collected((values, aux), parts, length)
+    linear, states = params["value_head"], states.astype(jnp.float32)
+    found = jnp.dot(states, linear["kernel"]) + linear["bias"][None, None]
+    return _collected((head.read(found), aux), parts, length)
 
-  return ValueFns(
-    config, init, _of_whole(from_policy), _of_whole(values), sees_prefixes
-  )
+  functions = init, _of_whole(from_policy), _of_whole(outputs)
+  return ValueFns(config, *functions, sees_prefixes, head)

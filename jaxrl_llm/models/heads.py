@@ -1,18 +1,21 @@
-"""The output head: log-probs of given tokens without a [B, T, V] array.
+"""The output heads of policy and critic.
 
-Logits are the largest activation of a language model. Here they are computed in
-chunks of time, recomputed in the backward pass, and only for tokens with loss:
-each row is sorted with its loss positions first, and chunks beyond the longest
-row of loss positions are skipped.
+A policy's gives log-probs of given tokens without a [B, T, V] array. Logits are
+the largest activation of a language model. Here they are computed in chunks of
+time, recomputed in the backward pass, and only for tokens with loss: each row
+is sorted with its loss positions first, and chunks beyond the longest row of
+loss positions are skipped.
 
 Every chunk reads the kernel, and in the backward pass also reads and writes the
 kernel's whole float32 gradient, 14 bytes per weight in all. With few tokens per
 chunk this takes longer than the products (`default_chunk`).
 """
 
+import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -32,6 +35,56 @@ class TokenLogprobs(NamedTuple):
 
   logprobs: jax.Array  # float32 [B, T], log π(target).
   entropy: jax.Array  # float32 [B, T], −Σ π log π in nats.
+
+
+@dataclasses.dataclass(frozen=True)
+class ScalarHead:
+  """A critic's head with one output, the value."""
+
+  outputs: int = 1
+  support: None = None  # Interval of the values: all numbers.
+
+  def read(self, outputs: chex.Array) -> dict[str, jax.Array]:
+    """Returns the `values` [...] of outputs [..., 1]."""
+    return {"values": outputs[..., 0]}
+
+
+@dataclasses.dataclass(frozen=True)
+class CategoricalHead:
+  """A critic's head with a distribution over K bins of equal width.
+
+    V = Σ_k softmax(z)_k c_k,  c_k the centre of bin k
+
+  Logits of 0 are the value in the middle of [low, high].
+  """
+
+  low: float
+  high: float
+  outputs: int  # K.
+
+  @property
+  def support(self) -> list[float]:
+    """Interval of the values."""
+    return [self.low, self.high]
+
+  def read(self, outputs: chex.Array) -> dict[str, jax.Array]:
+    """Returns the `values` [...] of logits [..., K], and `value_logits`."""
+    width = (self.high - self.low) / self.outputs
+    centres = self.low + width * (jnp.arange(self.outputs) + 0.5)
+    centres = jnp.expand_dims(centres, tuple(range(outputs.ndim - 1)))
+    values = jnp.sum(jax.nn.softmax(outputs) * centres, axis=-1)
+    return {"values": values, "value_logits": outputs}
+
+
+ValueHead = ScalarHead | CategoricalHead
+SCALAR = ScalarHead()
+# Name -> (settings of the critic) -> its head.
+VALUE_HEADS: Mapping[str, Callable[[Mapping[str, Any]], ValueHead]] = {
+  "scalar": lambda value: SCALAR,
+  "categorical": lambda value: CategoricalHead(
+    value["low"], value["high"], value["bins"]
+  ),
+}
 
 
 def project(hidden: chex.Array, kernel: chex.Array, tied: bool) -> jax.Array:

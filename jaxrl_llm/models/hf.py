@@ -14,7 +14,13 @@ import pathlib
 import re
 import shutil
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import (
+  Callable,
+  Collection,
+  Iterator,
+  Mapping,
+  Sequence,
+)
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +34,7 @@ from jaxrl_llm.errors import InputError, check_number
 from jaxrl_llm.models import families, hf_files, transformer
 from jaxrl_llm.models.adapters import FACTORS
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.heads import ValueHead
 from jaxrl_llm.system import files
 
 _WRITTEN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
@@ -38,6 +45,8 @@ _EXTRA_FILES = (
   *("special_tokens_map.json", "added_tokens.json", "vocab.json"),
   *("merges.txt", "chat_template.jinja", "generation_config.json"),
 )
+# Ends of the names of classes in transformers.
+_POLICY, _CRITIC = "ForCausalLM", "ForTokenClassification"
 _TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 Params = dict[str, Any]
@@ -89,9 +98,22 @@ class _Entry(NamedTuple):
     return np.ascontiguousarray(value.T if self.leaf.transposed else value)
 
 
-def _leaves(config: ModelConfig) -> list[_Leaf]:
-  """Lists the parameters of the model."""
+def _shapes(config: ModelConfig, outputs: int | None) -> dict[tuple, Any]:
+  """Returns the shapes by path; see `read_params` for `outputs`."""
+  shapes = traverse_util.flatten_dict(transformer.param_shapes(config))
+  if outputs is None:
+    return shapes
+  shapes = {path: x for path, x in shapes.items() if path[0] != "lm_head"}
+  head = {"kernel": (config.hidden_size, outputs), "bias": (outputs,)}
+  for name, shape in head.items():
+    shapes["value_head", name] = jax.ShapeDtypeStruct(shape, jnp.float32)
+  return shapes
+
+
+def _leaves(config: ModelConfig, outputs: int | None = None) -> list[_Leaf]:
+  """Lists the parameters of the model; see `read_params` for `outputs`."""
   words = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}
+  words["value_head"] = "score"
   words |= families.get(config.family).names
   places = transformer.places(config)
   layers = {
@@ -99,8 +121,7 @@ def _leaves(config: ModelConfig) -> list[_Leaf]:
     for first, place in enumerate(places)
   }
   leaves = []
-  shapes = traverse_util.flatten_dict(transformer.param_shapes(config))
-  for path, leaf in shapes.items():
+  for path, leaf in _shapes(config, outputs).items():
     first = "layers" if path[0] in layers else path[0]
     name = ".".join(words.get(word, word) for word in (first, *path[1:]))
     stacks = (layers[path[0]],) if path[0] in layers else ()
@@ -111,13 +132,67 @@ def _leaves(config: ModelConfig) -> list[_Leaf]:
 
 
 def read_config(path: str | os.PathLike[str]) -> ModelConfig:
-  """Reads `config.json` of a model directory.
+  """Reads `config.json` of the directory of a model, which may be a critic.
 
   Raises:
     InputError: the directory or file is missing, damaged or not supported.
   """
   file = hf_files.member(hf_files.directory(path), hf_files.CONFIG)
-  return ModelConfig.from_hf(hf_files.read_json(file), file)
+  values = hf_files.read_json(file)
+  if is_critic(path):
+    values |= {"architectures": [_architecture(values, _CRITIC, _POLICY)]}
+  return ModelConfig.from_hf(values, file)
+
+
+def is_model(path: str | os.PathLike[str]) -> bool:
+  """Returns whether a path is a directory with the weights of a model."""
+  return bool(path) and any(pathlib.Path(path).glob("*.safetensors"))
+
+
+def is_critic(path: str | os.PathLike[str]) -> bool:
+  """Returns whether a model directory has a value head."""
+  file = hf_files.member(hf_files.directory(path), hf_files.CONFIG)
+  return _architecture(hf_files.read_json(file), "", "").endswith(_CRITIC)
+
+
+def _architecture(values: Mapping[str, Any], old: str, new: str) -> str:
+  """Returns the name of the class in config.json, its end replaced."""
+  names = values.get("architectures")
+  name = str(names[0]) if isinstance(names, list) and names else ""
+  return name.removesuffix(old) + new
+
+
+def read_critic(
+  path: str | os.PathLike[str],
+  config: ModelConfig,
+  head: ValueHead,
+  place: Callable[[Params], Params],
+) -> Params:
+  """Reads the weights of a critic, or of a policy for one with a new head.
+
+  Args:
+    path: model directory.
+    config: result of `read_config` for this directory.
+    head: head of the critic.
+    place: shapes of parameters -> their shardings.
+
+  Returns:
+    Nested dict of float32 arrays, with the head of the directory.
+
+  Raises:
+    InputError: files are missing or damaged, or the head is another one.
+  """
+  outputs = head.outputs if is_critic(path) else None
+  file = hf_files.member(hf_files.directory(path), hf_files.CONFIG)
+  support = hf_files.read_json(file).get("value_support")
+  if outputs and support != head.support:
+    raise InputError(
+      f"{file}: the values of this critic are over {support}, and those of"
+      f" config.value over {head.support}; set value.head, low and high to its"
+    )
+  shapes = traverse_util.unflatten_dict(_shapes(config.base, outputs))
+  settings = {"dtype": jnp.float32, "outputs": outputs}
+  return read_params(path, config, places=place(shapes), **settings)
 
 
 def read_params(
@@ -126,6 +201,7 @@ def read_params(
   *,
   dtype: Any,
   places: Params | None = None,
+  outputs: int | None = None,
 ) -> Params:
   """Reads the weights of a model directory into a nested dict.
 
@@ -139,6 +215,8 @@ def read_params(
     dtype: dtype of the result.
     places: nested dict like the result with the sharding of each parameter,
       which may include devices of other processes; None: the default device.
+    outputs: outputs of the value head that takes the place of the policy's;
+      None: the head is the policy's.
 
   Returns:
     Nested dict shaped as `transformer.param_shapes(config.base)`.
@@ -147,7 +225,7 @@ def read_params(
     InputError: files are missing or damaged, or do not fit the configuration.
   """
   listing, tensors = hf_files.read_headers(hf_files.directory(path))
-  leaves = _leaves(config.base)
+  leaves = _leaves(config.base, outputs)
   shapes = {name: leaf.tensor_shape for leaf in leaves for name in leaf.names()}
   hf_files.check_tensors(listing, tensors, shapes)
   flat_places = traverse_util.flatten_dict(places or {})
@@ -213,6 +291,7 @@ def write_params(
   *,
   max_shard_bytes: int = 5_000_000_000,
   extra_files_from: str | os.PathLike[str] | None = None,
+  head: ValueHead | None = None,
 ) -> None:
   """Writes a model directory that `transformers` loads.
 
@@ -229,15 +308,22 @@ def write_params(
       larger.
     extra_files_from: a model directory whose tokenizer files, generation
       settings and special token ids are copied.
+    head: head of a critic, which is written as a token classifier with a label
+      for each output; None: the model is a policy.
 
   Raises:
     ValueError: the parameters do not fit the configuration.
     InputError: The directory cannot be written, or the other one not read.
   """
   check_number("max_shard_bytes", max_shard_bytes, "[1, inf)")
-  entries = _entries(_leaves(config.base), params)
+  outputs = head and head.outputs
+  entries = _entries(_leaves(config.base, outputs), params)
   source = extra_files_from and hf_files.directory(extra_files_from)
   values = config.to_hf() | _token_ids(source)
+  if head is not None:
+    values["architectures"] = [_architecture(values, _POLICY, _CRITIC)]
+    values["id2label"] = {k: f"value_{k}" for k in range(outputs)}
+    values["value_support"] = head.support
   # The key of the dtype that every release of transformers reads.
   values["torch_dtype"] = entries[0].array.dtype.name
   with _published(

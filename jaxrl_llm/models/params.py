@@ -36,7 +36,7 @@ def partition(params: Any, frozen: Sequence[str]) -> Params:
 
   def in_base(path):
     if adapted and not path.endswith(FACTORS):
-      return not path.startswith(_NEW_IN_CRITIC)
+      return not any(part in path for part in _NEW_IN_CRITIC)
     return any(part in path for part in frozen)
 
   base = {k: x for k, x in leaves.items() if in_base(k)}

@@ -57,12 +57,19 @@ def make_run(config: Any) -> Run:
   tokenizer = Tokenizer(path)
   data.check_context(config, model_config, tokenizer)
   fns = make_fns(config, model_config, both)
+  if hf.is_model(config.value.init_from):
+    tokenizer.check_same(Tokenizer(config.value.init_from))
+  before = config_lib.answer_tokens(config)
+  data.check_context(config, fns[1].config, tokenizer, before=before)
   learner = make_learner(config, fns, path, both.trainer)
   learner.frozen, teachers = _make_frozen(config, learner, tokenizer, both)
   policy_fns, shapes = fns[0], models.merge(learner.policy.params)
   source, problems = data.make_prompts(config, tokenizer)
   data.check_prompts(source)
   learner.column = source.column
+  if before:
+    view = data.answer_view(config, source.answer, tokenizer)
+    learner.views = {"critic": view}
   leaves = learner.algorithm.leaves
   for leaf in leaves | providers.needs_of(leaves):
     if leaf.startswith(providers.COLUMN):
@@ -118,13 +125,16 @@ def make_fns(
         f"config.model.lora_targets: {target!r} is part of no linear layer's"
         f" path; choose among {', '.join(linear)}, or parts of these"
       )
-  adapted = functools.partial(models.adapted, config, model_config)
-  policy = _make_policy_fns(config, adapted(), both)
+  policy = _make_policy_fns(config, models.adapted(config, model_config), both)
+  value_config = models.critic_config(config, model_config)
   value = models.make_value(
-    adapted(group="value"),
+    value_config,
     reads_logprobs=config.value.reads_logprobs,
-    **_trainer_settings(config, model_config, both),
+    head=models.VALUE_HEADS[config.value.head](config.value),
+    **_trainer_settings(config, value_config, both),
   )
+  if config.value.ensemble:
+    value = choices.ENSEMBLES[config.value.ensemble].fns(value)
   return policy, value
 
 
@@ -168,7 +178,7 @@ def make_learner(
   policy = members.make_policy(policy_fns, of("policy"), algorithm, mesh)
   critic = members.make_critic(critic_fns, of("value"), algorithm, mesh)
   if critic and policy_fns.config.adapters and critic_fns.config.adapters:
-    critic = dataclasses.replace(critic, shares_base=True)
+    critic = dataclasses.replace(critic, shares_base=True, base=policy.base)
   found = {"policy": policy} | ({"critic": critic} if critic else {})
   for name in algorithm.members:
     found[name] = choices.MEMBERS[name].make(policy, algorithm, mesh)
@@ -291,7 +301,9 @@ def _make_pretraining(
   """Makes the pretraining, with other random numbers than the `writer`'s."""
   value, groups = config.value, config.data.prompts_per_step
   pretrains = value.pretrain_steps or value.reward_model_steps
-  if learner.critic is None or value.init_from or not pretrains:
+  start = value.init_from
+  reused = start and (not hf.is_model(start) or hf.is_critic(start))
+  if learner.critic is None or reused or not pretrains:
     return None
   whole = RolloutSettings(
     groups=groups, group_size=config.data.group_size, in_flight=groups
@@ -352,7 +364,7 @@ def read_policy_params(
 
 
 def _critic_params(learner: Learner, policy_params: Any, *, init_from: str):
-  """Returns a critic from an earlier run, or from the policy with a new head.
+  """Returns a critic of `init_from`, or one from the policy with a new head.
 
   One that shares the policy's base is returned without it.
 
@@ -361,7 +373,11 @@ def _critic_params(learner: Learner, policy_params: Any, *, init_from: str):
   """
   critic = learner.critic
   shapes = models.merge(critic.params)
-  if init_from:
+  if hf.is_model(init_from):
+    place = functools.partial(sharding.tree_shardings, mesh=learner.mesh)
+    model = critic.fns.config, critic.fns.head
+    policy_params = hf.read_critic(init_from, *model, place)
+  elif init_from:
     return checkpoint.load_tree(pathlib.Path(init_from) / FOLDER, shapes)
   if critic.shares_base:
     shapes = critic.shapes.trained

@@ -37,6 +37,7 @@ def rules(config: Any) -> Rules:
     off_policy,
     kept_weights,
     adapters,
+    critics,
     corrections,
     losses,
     several_processes,
@@ -212,6 +213,7 @@ def streaming(config: Any) -> Rules:
     "loss.auxiliary": any(x and (x.mask, x.mode) != over for x in own),
     # Compares groups of a prompt, or the critic with all returns.
     "estimator.name": "example_id" in read or config.estimator.name == "evpo",
+    "estimator.agree_share": config.estimator.agree_share,
     "estimator.normalize": config.estimator.normalize != "none",
     "loss.name": config.loss.name == "hapo",
     "loss.nll_coefficient": config.loss.nll_coefficient > 0,
@@ -393,6 +395,32 @@ def adapters(config: Any) -> Rules:
       f"optimizer.{role}.frozen, {group}.lora_rank",
       "adapters freeze all other weights already; leave frozen empty")
       for role, group in groups.items()),
+  ]
+
+
+def critics(config: Any) -> Rules:
+  """Checks the bins of a categorical critic, and critics of several models."""
+  value, reward = config.value, config.reward
+  worst = reward.incorrect
+  worst -= reward.overlong_factor if reward.overlong_buffer else 0.0
+  covered = value.low < worst < reward.correct < value.high
+  several = value.ensemble and has_critic(config)
+  return [
+    (config.loss.clip_value and value.head == "categorical",
+      "value.head, loss.clip_value",
+      "a distribution over bins has no clip; use clip_value=None or"
+      " head='scalar'"),
+    (value.head == "categorical" and has_critic(config) and not covered,
+      "value.low, value.high",
+      f"the bins must cover the rewards, {worst:g} to {reward.correct:g}, with"
+      " some to spare"),
+    (config.loss.clip_value and several, "value.ensemble, loss.clip_value",
+      "the mean of the critics is no old value of one; use clip_value=None"),
+    (value.answer_format and "{answer}" not in value.answer_format,
+      "value.answer_format", "the text has no {answer}; add it, or use ''"),
+    (config.estimator.agree_share and not several,
+      "estimator.agree_share, value.ensemble",
+      "one critic cannot disagree; set ensemble='halves', or agree_share=0"),
   ]
 
 

@@ -2,6 +2,7 @@
 
 import inspect
 import pathlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxrl_llm import digest, rewards
@@ -10,10 +11,12 @@ from jaxrl_llm.data.prompt_source import PromptSource
 from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError, as_input_error
+from jaxrl_llm.learner import packing
 from jaxrl_llm.models import ModelConfig
 from jaxrl_llm.rollout import turns
 from jaxrl_llm.rollout.turns import ConversationConfig, EnvironmentCalls
 from jaxrl_llm.system import processes
+from jaxrl_llm.types import Rollout
 
 EVAL_POSITIONS = 10_000  # Most problems of an endless source that are read.
 CHECKED = 100_000  # First prompts of a data set, tokenized at the start.
@@ -256,14 +259,49 @@ def make_conversation_config(
 
 
 def check_context(
-  config: Any, model_config: ModelConfig, tokenizer: Tokenizer
+  config: Any,
+  model_config: ModelConfig,
+  tokenizer: Tokenizer,
+  *,
+  before: int = 0,
 ) -> None:
-  """Refuses samples that the model cannot hold, and a foreign tokenizer."""
+  """Refuses samples that the model cannot hold, and a foreign tokenizer.
+
+  Args:
+    config: settings of the run.
+    model_config: architecture of the model.
+    tokenizer: tokenizer of the run.
+    before: most tokens that the model reads before a prompt.
+  """
   total = config.data.max_prompt_length + config.sampler.max_response_length
   context = model_config.max_position_embeddings
-  if total > context:
+  if total + before > context:
+    answers = " + config.value.answer_tokens" if before else ""
     raise InputError(
-      "config.data.max_prompt_length + config.sampler.max_response_length ="
-      f" {total} is over the model's context of {context}"
+      "config.data.max_prompt_length + config.sampler.max_response_length"
+      f"{answers} = {total + before} is over the model's context of {context}"
     )
   tokenizer.check_model(model_config.vocab_size)
+
+
+def answer_view(
+  config: Any, answers: Callable[[int], str], tokenizer: Tokenizer
+) -> Callable[[Rollout], Rollout]:
+  """Returns how a privileged critic sees responses: after their answers.
+
+  Args:
+    config: settings of the run.
+    answers: row of the data -> its answer.
+    tokenizer: tokenizer of the run.
+  """
+  text, most = config.value.answer_format, config.value.answer_tokens
+
+  def view(rollout: Rollout) -> Rollout:
+    before = {
+      row: tokenizer.encode(text.replace("{answer}", answers(row)))[:most]
+      for row in set(rollout.example_id.tolist())
+    }
+    context = [before[row] for row in rollout.example_id.tolist()]
+    return packing.with_context(rollout, context, width=most)
+
+  return view

@@ -367,7 +367,7 @@ def start(
   """
   states, weights = begin(run)
   if run.config.value.init_from and run.learner.critic is not None:
-    logger.event(f"critic reused from {run.config.value.init_from}")
+    logger.event(f"the critic starts from {run.config.value.init_from}")
   if run.pretraining is not None:
     # Otherwise the critic would be fitted to samples from stale weights.
     check_sampler(run, states, weights)

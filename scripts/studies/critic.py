@@ -1,173 +1,163 @@
-"""Draws what a critic thinks of responses that it has not seen.
+"""Scores critics against what becomes of the same states.
 
-    python scripts/study.py critic --workdir=runs/vapo [--out=runs/vapo]
-    python scripts/study.py critic --workdir=DIR --step=20 --continuations=8
+    python scripts/study.py critic --workdir=RUN [--step=N] [--out=DIR]
+        [--critics=RUN,RUN:20,CRITIC_DIR] [--positions=10] [--continuations=8]
+        [--tokens=1e6] [--set KEY=VALUE ...]
+    python scripts/study.py critic --workdir=MODEL_DIR --config=METHOD[:PRESET]
 
-The critic is the one that value pretraining left in the folder of a run, the
-responses are those of the run's first policy to the held-out problems; with
---step both are those of a checkpoint. Writes OUT/critic.png with its numbers in
-critic.csv; prints the explained variance. A response of the task chain_sum has
-its first wrong character marked.
+The policy is that of --workdir: of a checkpoint with --step, a run's first one
+without, or a model directory for the problems of --config. It answers held-out
+problems and continues every response --continuations times from each of
+--positions places; the mean return of these is the truth about the state there.
+Critics are those of runs (RUN: its pretrained one, RUN:STEP: that of a
+checkpoint) and exported ones; by default the run's own.
 
---continuations=K lets the policy write K other ends to every response from ten
-places on. How far the outcome is open there bounds what any critic can explain:
-the column `ceiling`.
+OUT/truth.jsonl has the continuations. The same command goes on where it
+stopped, and --tokens ends it after so many generated tokens; a part of the
+responses, in random order, gives the same table with larger errors.
+
+OUT/critic.csv and critic.png have, by position, difficulty (quarters of the
+problems, 1 is the hardest) and turn, the number of states, the mean truth, and
+the ceiling, 1 - E[Var(R | s)] / Var(R), the most that any critic can explain.
+For every critic they have its explained variance 1 - Var(R - V) / Var(R), the
+rank correlation of V with the truth, and the bias, the mean of V minus the
+truth. A response of chain_sum has its first wrong character marked.
 """
 
 import argparse
+import ast
 import dataclasses
 import pathlib
 import re
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
+from scipy import stats
 from studies.results import write_csv
+from studies.truth import States, sample_truth
 
-from jaxrl_llm import checkpoint, masked, models, workdir
+from jaxrl_llm import checkpoint, models, workdir
+from jaxrl_llm import config as config_lib
 from jaxrl_llm.data.tasks import ChainProblem
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.report.figure import draw_band, figure
-from jaxrl_llm.rollout.writer import ResponseWriter, Weights
-from jaxrl_llm.trainer import build
+from jaxrl_llm.learner.build_algorithm import with_monte_carlo_returns
+from jaxrl_llm.learner.choices import has_critic
+from jaxrl_llm.report.figure import figure
+from jaxrl_llm.rollout.writer import Weights
+from jaxrl_llm.trainer import build, data
 from jaxrl_llm.trainer.value_pretraining import FOLDER
-from jaxrl_llm.types import Status, take_rows
 
-_BINS = 10
 _SHOWN = 4
 
 
-class Judgement(NamedTuple):
-  """Values of responses [B, T], and what became of them."""
-
-  values: np.ndarray
-  returns: np.ndarray  # float [B, T].
-  mask: np.ndarray  # bool [B, T].
-  correct: np.ndarray  # bool [B].
-  questions: list[str]
-  texts: list[str]
-  ceilings: list[float]  # One per bin; empty if not requested.
-
-
-def judge(
-  folder: pathlib.Path, step: int | None, continuations: int
-) -> Judgement:
-  """Has a critic of the run look at held-out responses.
+def values_of(name: str, config: Any, judged: Any) -> np.ndarray:
+  """Returns the values of a critic before every token, [B, T].
 
   Args:
-    folder: of the run.
-    step: of the checkpoint that has critic and policy; None: the pretrained
-      critic, and the policy that it learned from.
-    continuations: other ends of every response and bin; 0 is none.
+    name: RUN, RUN:STEP, or the directory of an exported critic.
+    config: settings of the policy's run, which an exported critic takes.
+    judged: B responses.
 
   Raises:
-    InputError: it is no folder of a run with a pretrained critic.
+    InputError: There is no such critic.
   """
-  run = build.make_run(workdir.read_config(folder))
-  if run.pretraining is None:
-    raise InputError(
-      f"--workdir={folder}: its run had no value pretraining; choose another"
+  path, _, step = name.rpartition(":")
+  if not (path and step.isdecimal()):
+    path, step = name, None
+  folder = pathlib.Path(path)
+  of_run = workdir.is_workdir(folder)
+  if of_run:
+    config = workdir.read_config(folder)
+  else:
+    config = config.copy_and_resolve_references()
+    config.value.init_from = path
+    if not has_critic(config):
+      config.estimator.name = "gae"
+  run = build.make_run(config)
+  critic, make = run.learner.critic, run.critic_params
+  if critic is None:
+    raise InputError(f"{name}: this run has no critic; choose another")
+  if of_run and step is None:
+    shapes = models.merge(critic.params)
+    make = lambda _: checkpoint.load_tree(folder / FOLDER, shapes)
+  elif of_run:
+    number, base = workdir.find_step(folder, step), critic.shares_base
+    make = lambda _: workdir.restore_params(
+      folder, number, "critic", critic.params, base_of="policy" * base
     )
-  learner = restore(run.learner, folder, step)
-  params = run.transfer.send(learner.params("policy"), 0).params
-  judged = run.evaluators[0](params).judged
-  responses = judged.responses
-  batch = run.pretraining.learner.measure(
-    learner, "critic", responses, np.random.default_rng(0)
+  gamma = config.estimator.gamma
+  algorithm = with_monte_carlo_returns(run.learner.algorithm, gamma=gamma)
+  learner = dataclasses.replace(run.learner, algorithm=algorithm)
+  if config_lib.answer_tokens(config):  # Rows are those of other data.
+    answers = {prompt.example_id: prompt.answer for prompt in judged.prompts}
+    view = data.answer_view(config, answers.__getitem__, run.tokenizer)
+    learner.views = {"critic": view}
+  rng = np.random.default_rng(0)
+  batch = learner.measure(
+    learner.init(critic=make), "critic", judged.responses, rng
   )
-  ceilings = []
-  writer = dataclasses.replace(
-    run.evaluators[0].writer, group_size=continuations or 1
-  )
-  for bin_ in range(_BINS if continuations else 0):
-    print(f"continuations, place {bin_ + 1} of {_BINS}", flush=True)
-    ceilings.append(ceiling(writer, Weights(params), judged, bin_))
   run.judge.close()
   run.worker.close()
-  return Judgement(
-    values=np.asarray(batch.experience["old_values"]),
-    returns=np.asarray(batch.experience["returns"]),
-    mask=np.asarray(batch.experience["value_mask"]),
-    correct=np.asarray(responses.correct),
-    questions=[p.question for p in judged.prompts],
-    texts=list(judged.texts),
-    ceilings=ceilings,
-  )
+  return np.asarray(batch.experience["old_values"])
 
 
-def restore(learner, folder: pathlib.Path, step: int | None):
-  """The learner's state, as far as critic and policy go; see `judge`."""
-  critic = learner.critic
-  if step is None:
-    shapes = models.merge(critic.params)
-    pretrained = checkpoint.load_tree(folder / FOLDER, shapes)
-    return learner.init(critic=lambda _: pretrained)
-  step = workdir.find_step(folder, step)
-  policy, critic = (
-    workdir.restore_params(
-      folder, step, name, model.params, base_of="policy" * model.shares_base
-    )
-    for name, model in (("policy", learner.policy), ("critic", critic))
-  )
-  state = learner.init(critic=lambda _: critic)
-  trained = learner.policy.split(policy).trained
-  return state.with_model("policy", state.policy.replace(trained=trained))
-
-
-def places(lengths: np.ndarray, bin_: int) -> np.ndarray:
-  """The token of every response that stands for a bin, int [B]."""
-  at = ((bin_ + 0.5) / _BINS * lengths).astype(np.int32)
-  return np.minimum(at, lengths - 1)
-
-
-def ceiling(writer: ResponseWriter, weights: Weights, judged, bin_) -> float:
-  """Most that a critic can explain in a bin: 1 - E[Var(R | s)] / Var(R).
-
-  Args:
-    writer: of as many continuations as its groups have responses.
-    weights: of the policy.
-    judged: responses that have ended.
-    bin_: index of the bin.
-  """
-  rollout, count = judged.responses.rollout, writer.group_size
-  rows = np.repeat(np.arange(len(rollout.lengths)), count)
-  begun = take_rows(rollout, rows)
-  at = places(begun.lengths, bin_)
-  kept = np.arange(begun.tokens.shape[1]) < at[:, None]
-  # No number twice, nor one that a first end had: each has its own noise.
-  numbers = (1 + bin_) * len(rows) + np.arange(len(rows))
-  begun = begun.replace(
-    lengths=at,
-    tokens=np.where(kept, begun.tokens, 0),
-    mask=begun.mask & kept,
-    status=np.full_like(begun.status, Status.TRUNCATED),
-    group_id=rows.astype(np.int32),
-    sample_id=numbers.astype(np.int32),
-  )
-  written = writer.write(begun, weights)
-  ended = writer.judge(written, [judged.prompts[row] for row in rows])
-  returns = ended.responses.rewards.reshape(-1, count)
+def ceiling(returns: np.ndarray) -> float:
+  """Most that a critic can explain: 1 - E[Var(R | s)] / Var(R); [S, K]."""
   if not returns.var():  # The policy is always right, or never.
     return float("nan")
   return 1.0 - float(returns.var(axis=1, ddof=1).mean() / returns.var())
 
 
-def binned(judgement: Judgement) -> list[dict[str, float]]:
-  """A row for each tenth of a response: V of right and wrong ones, and EV."""
-  lengths = judgement.mask.sum(axis=1)
+def scores(values: np.ndarray, returns: np.ndarray) -> dict[str, float]:
+  """Returns the numbers of a critic's values [S] for returns [S, K]."""
+  truth, spread = returns.mean(axis=1), returns.var()
+  ranks = [stats.rankdata(x) for x in (values, truth)]
+  ranked = all(np.ptp(x) for x in ranks)
+  error = (returns - values[:, None]).var()
+  return {
+    "explained": 1.0 - float(error / spread) if spread else float("nan"),
+    "rank": float(np.corrcoef(*ranks)[0, 1]) if ranked else float("nan"),
+    "bias": float((values - truth).mean()),
+  }
+
+
+def tabulate(
+  states: States,
+  problems: np.ndarray,
+  critics: Mapping[str, np.ndarray],
+  positions: int,
+) -> list[dict[str, Any]]:
+  """Returns the rows of the table: all states, and groups of them.
+
+  Args:
+    states: S states.
+    problems: int [S], the problem of each.
+    critics: values [S] by critic.
+    positions: number of groups by position.
+  """
+  truth = states.returns.mean(axis=1)
+  _, index = np.unique(problems, return_inverse=True)
+  solved = np.bincount(index, truth) / np.bincount(index)
+  quarter = stats.rankdata(solved) / len(solved) * 4
+  bins = np.minimum((states.position * positions).astype(int), positions - 1)
+  groups = {
+    "all": np.zeros(len(truth), int),
+    "position": (bins + 0.5) / positions,
+    "difficulty": np.ceil(quarter).astype(int)[index],
+    "turn": states.turn + 1,
+  }
   rows = []
-  for bin_ in range(_BINS):
-    pick = np.arange(len(lengths)), places(lengths, bin_)
-    value, outcome = judgement.values[pick], judgement.returns[pick]
-    every = np.ones(len(value), bool)
-    explained = masked.explained_variance(value, outcome, every)
-    row = {"position": (bin_ + 0.5) / _BINS, "explained": float(explained)}
-    if judgement.ceilings:
-      row["ceiling"] = judgement.ceilings[bin_]
-    for name, is_right in (("right", True), ("wrong", False)):
-      own = value[judgement.correct == is_right]
-      own = own if own.size else np.array([np.nan])
-      row[name], row[f"{name}_sd"] = float(own.mean()), float(own.std())
-    rows.append(row)
+  for by, keys in groups.items():
+    for key in np.unique(keys):
+      own = keys == key
+      returns = states.returns[own]
+      row = {"by": by, "group": key, "states": int(own.sum())}
+      row |= {"truth": float(truth[own].mean()), "ceiling": ceiling(returns)}
+      for name, values in critics.items():
+        found = scores(values[own], returns)
+        row |= {f"{name} {k}": x for k, x in found.items()}
+      rows.append(row)
   return rows
 
 
@@ -181,44 +171,59 @@ def first_wrong(question: str, text: str) -> int | None:
   return next(differs, None)
 
 
-def draw(judgement: Judgement, path: pathlib.Path, title: str) -> None:
-  """Draws V by position, EV by position, and V along responses."""
-  rows = binned(judgement)
-  column = lambda name: np.array([row[name] for row in rows])
-  with figure(path, 2, 2, title=title) as (_, axes):
-    for name in ("right", "wrong"):
-      bands = map(column, ("position", name, f"{name}_sd"))
-      draw_band(axes[0], *bands, label=f"{name} responses")
-    axes[0].set(title="Values: mean and standard deviation")
-    axes[1].plot(column("position"), column("explained"), label="the critic")
-    if judgement.ceilings:
-      label = "the best possible critic"
-      axes[1].plot(column("position"), column("ceiling"), label=label)
-    axes[1].set(title="Explained variance", ylim=(0, 1))
-    for axis in axes[:2]:
-      axis.set(xlabel="Part of the response that is written")
-      axis.legend(loc="upper left", bbox_to_anchor=(0, -0.2), ncols=2)
-    for row in _examples(judgement):
-      length = int(judgement.mask[row].sum())
-      value = judgement.values[row, :length]
-      name = "right" if judgement.correct[row] else "wrong"
-      (line,) = axes[2].plot(value, label=f"{judgement.questions[row]} {name}")
-      at = first_wrong(judgement.questions[row], judgement.texts[row])
+def draw(path, title, rows, states, critics, judged, values) -> None:
+  """Draws the table, calibration, and values along four responses.
+
+  Args:
+    path: PNG file to write.
+    title: title of the picture.
+    rows: result of `tabulate`.
+    states: S states.
+    critics: values [S] by critic.
+    judged: the responses.
+    values: values of the first critic along them, [B, T]; None without any.
+  """
+  lines = {"ceiling": "ceiling"} | {f"{x} explained": x for x in critics}
+  with figure(path, 2, 3, title=title) as (_, axes):
+    for axis, by in zip(axes, ("position", "difficulty", "turn")):
+      own = [row for row in rows if row["by"] == by]
+      x = [row["group"] for row in own]
+      for key, label in lines.items():
+        axis.plot(x, [row[key] for row in own], "o-", label=label)
+      axis.set(title=f"Explained variance by {by}", ylim=(-0.05, 1.02))
+      if by != "position":
+        axis.set_xticks(x)
+    axes[0].legend(loc="upper left")
+    truth = states.returns.mean(axis=1)
+    for name, x in critics.items():
+      tenths = np.array_split(np.argsort(x, kind="stable"), 10)
+      pairs = [(x[i].mean(), truth[i].mean()) for i in tenths if len(i)]
+      axes[3].plot(*zip(*pairs), "o-", label=name)
+    ends = truth.min(), truth.max()
+    axes[3].plot(ends, ends, "--", color="#999999")
+    axes[3].set(title="Calibration", xlabel="V", ylabel="Mean return")
+    axes[4].set(title="Values along four responses", xlabel="Token")
+    axes[5].axis("off")
+    for row in examples(judged) if values is not None else ():
+      length = judged.responses.rollout.lengths[row]
+      question = judged.prompts[row].question
+      right = "right" if judged.responses.correct[row] else "wrong"
+      along = values[row, :length]
+      (line,) = axes[4].plot(along, label=f"{question[:30]} {right}")
+      at = first_wrong(question, judged.texts[row])
       if at is not None and at < length:
-        axes[2].plot(at, value[at], "x", color=line.get_color(), markersize=9)
-    axes[2].set(title="Values along four responses", xlabel="Token")
-    axes[3].axis("off")
-    lines, names = axes[2].get_legend_handles_labels()
-    title = "Responses; x: the first wrong character"
-    axes[3].legend(lines, names, title=title, loc="center left")
+        axes[4].plot(at, along[at], "x", color=line.get_color(), markersize=9)
+    names = axes[4].get_legend_handles_labels()
+    mark = "Responses; x: the first wrong character"
+    axes[5].legend(*names, title=mark, loc="center left")
 
 
-def _examples(judgement: Judgement) -> list[int]:
-  """A right and a wrong response to each of a few problems that have both."""
+def examples(judged: Any) -> list[int]:
+  """Returns a right and a wrong response to each of two problems, if any."""
   found = {}
-  for row, question in enumerate(judgement.questions):
-    own = found.setdefault(question, {})
-    own.setdefault(bool(judgement.correct[row]), row)
+  for row, prompt in enumerate(judged.prompts):
+    own = found.setdefault(prompt.question, {})
+    own.setdefault(bool(judged.responses.correct[row]), row)
   both = [own for own in found.values() if len(own) == 2][: _SHOWN // 2]
   return [own[is_right] for own in both for is_right in (True, False)]
 
@@ -226,33 +231,93 @@ def _examples(judgement: Judgement) -> list[int]:
 def add_flags(parser: argparse.ArgumentParser) -> None:
   """Declares the flags of the command line."""
   add = parser.add_argument
-  add("--workdir", required=True, help="folder of a run")
+  add("--workdir", required=True, help="folder of a run, or of a model")
+  add("--config", metavar="METHOD[:PRESET]", help="problems for a model")
+  add(
+    "--set", action="append", default=[], metavar="KEY=VALUE", help="a setting"
+  )
   add("--out", help="folder to write to; the run's by default")
-  add("--step", type=int, help="of a checkpoint; that pretrained by default")
-  add("--continuations", type=int, default=0, metavar="K", help="at least 2")
+  add("--step", help="checkpoint of the policy; its first one by default")
+  add("--critics", help="with commas between; the run's own by default")
+  add("--positions", type=int, default=10, help="states of a response")
+  add("--continuations", type=int, default=8, help="of a state, at least 2")
+  add("--tokens", type=float, default=float("inf"), help="most to generate")
+
+
+def make_config(options: argparse.Namespace) -> Any:
+  """Returns the settings of the run, or those for a model.
+
+  Raises:
+    InputError: --config or --set does not fit.
+  """
+  folder = pathlib.Path(options.workdir)
+  if workdir.is_workdir(folder):
+    config = workdir.read_config(folder)
+  elif options.config:
+    config = config_lib.method(*options.config.split(":"))
+    config.model.path = options.workdir
+  else:
+    raise InputError(
+      f"--workdir={folder} is no folder of a run; for a model give --config"
+    )
+  changes = {}
+  for change in options.set:
+    key, _, text = change.partition("=")
+    try:
+      changes[key] = ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+      changes[key] = text
+  config_lib.update(config, changes)
+  return config
+
+
+def own_critic(folder: pathlib.Path, step: str | None) -> str:
+  """Returns the name of a run's own critic, or ''."""
+  if step is not None and has_critic(workdir.read_config(folder)):
+    return f"{folder}:{workdir.find_step(folder, step)}"
+  return str(folder) if (folder / FOLDER).exists() else ""
 
 
 def run(options: argparse.Namespace) -> None:
-  """Judges, draws and prints."""
+  """Samples, scores, draws and prints."""
   folder = pathlib.Path(options.workdir)
-  out = pathlib.Path(options.out or folder)
-  if options.continuations == 1 or options.continuations < 0:
-    raise InputError(
-      f"--continuations={options.continuations} must be 0 or at least 2"
-    )
-  judgement = judge(folder, options.step, options.continuations)
-  explained = masked.explained_variance(
-    judgement.values, judgement.returns, judgement.mask
-  )
+  for name, least in (("positions", 1), ("continuations", 2)):
+    if getattr(options, name) < least:
+      given = f"--{name}={getattr(options, name)}"
+      raise InputError(f"{given} must be at least {least}")
+  config = make_config(options)
+  options.out = out = pathlib.Path(options.out or folder)
+  critics = options.critics
+  if critics is None:
+    critics = own_critic(folder, options.step)
+  owner = build.make_run(config)
+  policy = owner.learner.policy
+  if options.step is None:
+    params = models.Params(*policy.split(owner.learner.initial_params()))
+  else:
+    step = workdir.find_step(folder, options.step)
+    params = workdir.restore_params(folder, step, "policy", policy.params)
+  weights = Weights(owner.transfer.send(params, 0).params)
+  judged = owner.evaluators[0](weights.params).judged
   out.mkdir(parents=True, exist_ok=True)
-  when = f"step {options.step}" if options.step else "value pretraining"
-  title = f"After {when} the critic explains {explained:.0%} of the variance"
-  draw(judgement, out / "critic.png", title)
-  rows = binned(judgement)
-  write_csv(out / "critic.csv", rows[0], [row.values() for row in rows])
-  if judgement.ceilings:
-    print(f"at most {np.mean(judgement.ceilings):.3f}, mean over the places")
-  print(
-    f"explained variance {explained:.3f} on {len(judgement.texts)} held-out"
-    f" responses; wrote critic.png and critic.csv into {out}"
-  )
+  states = sample_truth(owner, weights, judged, options)
+  owner.judge.close()
+  owner.worker.close()
+  along = {
+    name: values_of(name, config, judged)
+    for name in filter(None, critics.split(","))
+  }
+  at = states.row.astype(int), states.at.astype(int)
+  found = {name: x[at] for name, x in along.items()}
+  problems = np.asarray([x.example_id for x in judged.prompts])[at[0]]
+  rows = tabulate(states, problems, found, options.positions)
+  short = lambda x: f"{x:.4g}" if isinstance(x, float) else x
+  lines = [[short(x) for x in row.values()] for row in rows]
+  write_csv(out / "critic.csv", rows[0], lines)
+  best = f"at most {rows[0]['ceiling']:.3f}"
+  reached = [f"{x} explains {rows[0][f'{x} explained']:.3f}" for x in found]
+  title = "; ".join([*reached, best])
+  first = next(iter(along.values()), None)
+  draw(out / "critic.png", title, rows, states, found, judged, first)
+  count = f"{len(states.at)} states, {options.continuations} returns each"
+  print(f"{title}; {count}; wrote critic.png and critic.csv into {out}")

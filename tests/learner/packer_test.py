@@ -8,6 +8,7 @@ import pytest
 from helpers import tiny_run
 
 from jaxrl_llm.learner import packer as packer_lib
+from jaxrl_llm.learner import packing
 from jaxrl_llm.learner.packer import Packer
 from jaxrl_llm.types import Responses, Status, take_rows, unjudged
 
@@ -154,3 +155,32 @@ class TestCheckRows:
   def test_a_fault_is_told(self, parts, said):
     with pytest.raises(RuntimeError, match=said):
       self.check(parts, range(4))
+
+
+def test_a_member_with_a_view_reads_more_and_answers_for_the_same_tokens():
+  rollout = tiny_run.random_rollout(
+    np.random.default_rng(0), rows=8, room=9, vocab=19, group_size=4
+  )
+  context = [[3, 4, 5][: 1 + group] for group in rollout.group]
+  seen = packing.with_context(rollout, context, width=5)
+  for row, tokens in enumerate(context):
+    length = rollout.prompt_lengths[row]
+    expected = [*tokens, *rollout.prompt_tokens[row, :length]]
+    assert seen.prompt_lengths[row] == len(expected)
+    np.testing.assert_array_equal(
+      seen.prompt_tokens[row, : len(expected)], expected
+    )
+  made = {}
+  for name, one in (("without", rollout), ("with", seen)):
+    (made[name],) = packing.mini_batches(
+      one, size=8, rng=None, capacity=40, rows=2
+    )
+  # The tokens of a response are where its layout says, whatever precedes them.
+  present = made["with"].layout.present
+  for batch in made.values():
+    found = batch.layout.gather(batch.packed.targets)
+    np.testing.assert_array_equal(
+      found[present], rollout.tokens[batch.rows][present]
+    )
+  used = [np.count_nonzero(x.packed.segments) for x in made.values()]
+  assert used[1] > used[0]

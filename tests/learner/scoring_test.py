@@ -58,8 +58,9 @@ class TestScore:
     scored = jax.jit(
       functools.partial(scoring.score_values, fns=make_fns("value"))
     )(make_params("value"), packed)
+    assert scored.keys() == {"values"}
     np.testing.assert_allclose(
-      layout.gather(scored)[layout.present],
+      layout.gather(scored["values"])[layout.present],
       expected[layout.present],
       atol=1e-5,
     )

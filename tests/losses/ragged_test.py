@@ -74,6 +74,16 @@ _LOSSES = {
     ),
     lambda x, o, b, z: reference.value_loss(x, z, o, 0.3),
   ),
+  "categorical value": (
+    lambda x, o, b, z: (
+      losses.categorical_value_loss(
+        jnp.stack([x, 0 * x, -x], axis=-1), z, low=-2.0, high=1.0
+      ).loss
+    ),
+    lambda x, o, b, z: reference.categorical_value_loss(
+      [x, 0, -x], z, -2.0, 1.0, 0.75
+    ),
+  ),
 }
 # Slopes of one token where they are not those of the value.
 _SLOPES = {

@@ -18,6 +18,7 @@ _TABLES = {
   "kl": choices.KL_ESTIMATES,
   "lambda_rule": choices.LAMBDA_RULES,
   "mask": choices.MASKS,
+  "ensemble": choices.ENSEMBLES,
   "step_scale": choices.STEP_SCALES,
   "companion": choices.COMPANIONS,
   "frozen": choices.FROZEN,
@@ -53,6 +54,7 @@ print(*sorted(m[len(start):] for m in sys.modules if m.startswith(start)))
     ("ppo_ewma", "ppo_ewma"),
     ("sft", "sft"),
     ("distill", "distill"),
+    ("asyppo", "asyppo"),
   ],
 )
 def test_an_unused_method_is_not_imported(method, files):

@@ -1,0 +1,89 @@
+"""AsyPPO: two critics, each trained on half of the prompts.
+
+    V = (V_1 + V_2) / 2,  disagreement = |V_1 - V_2| / 2
+
+Differs from PPO in that a prompt trains one of the two critics, always the
+same, so that their disagreement is an estimate of the critic's error. Tokens
+where they agree most (`estimator.agree_share` of a batch) carry no policy loss:
+their advantages are small or certain, and teach little. The critics may be
+smaller than the policy (`value.init_from`).
+
+Reference: AsyPPO 2025, arXiv:2510.01656. Not implemented: leaving tokens of
+high disagreement out of the entropy bonus. Both critics compute all rows.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm import register
+from jaxrl_llm.learner import build_algorithm, choices, providers
+from jaxrl_llm.learner.algorithm import OF_THE_UPDATE
+from jaxrl_llm.learner.parts import Part
+from jaxrl_llm.models import PackedRows, Params, ValueFns
+
+NAMES = ("first", "second")
+
+
+def make(fns: ValueFns) -> ValueFns:
+  """Makes a critic of two; parameters are nested under their names."""
+
+  def init(key):
+    return dict(zip(NAMES, map(fns.init, jax.random.split(key))))
+
+  def from_policy(params):
+    return {name: fns.from_policy(params) for name in NAMES}
+
+  def outputs(params, packed: PackedRows):
+    each = [fns.outputs(_one(params, name), packed) for name in NAMES]
+    each, aux = jax.tree.map(lambda *x: jnp.stack(x), *each)
+    spread = {
+      "values": jnp.mean(each["values"], axis=0),
+      "disagreement": jnp.std(each["values"], axis=0),
+    }
+    mean = functools.partial(jnp.mean, axis=0)
+    return spread | {"of_critics": each}, jax.tree.map(mean, aux)
+
+  return fns._replace(init=init, from_policy=from_policy, outputs=outputs)
+
+
+def _one(params: Any, name: str) -> Any:
+  """Returns the parameters of one critic, which may share the policy's base."""
+  if not isinstance(params, Params):
+    return params[name]
+  return Params(params.base.get(name, params.base), params.trained[name])
+
+
+def second_half(example_id: jax.Array, mask: jax.Array) -> jax.Array:
+  """float32 [B, T]: 1 if the prompt trains the second critic, else 0."""
+  return jnp.broadcast_to(example_id[:, None] % 2.0, mask.shape)
+
+
+def on_own_half(loss: Part) -> Part:
+  """Makes the loss of two critics from that of one."""
+  given = [name for name in loss.reads if name not in OF_THE_UPDATE]
+
+  def fn(of_critics, second_half, *arrays):
+    def own(x):
+      axes = tuple(range(second_half.ndim, x.ndim - 1))
+      return jnp.where(jnp.expand_dims(second_half, axes) > 0.5, x[1], x[0])
+
+    return loss(jax.tree.map(own, of_critics) | dict(zip(given, arrays)))
+
+  return Part(fn, ("of_critics", "second_half", *given))
+
+
+def without_agreement(
+  mask: jax.Array, disagreement: jax.Array, *, agree_share: float
+) -> jax.Array:
+  """Drops the tokens with the least disagreement; equal ones stay."""
+  known = jnp.where(mask, disagreement, jnp.nan)
+  return mask & (disagreement >= jnp.nanquantile(known, agree_share))
+
+
+choices.ENSEMBLES["halves"] = choices.Ensemble(make, on_own_half)
+choices.MASKS["agree_share"] = without_agreement
+build_algorithm.add_leaf("disagreement", providers.PROVIDERS["values"])
+register.token_input("second_half", second_half)

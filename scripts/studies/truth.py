@@ -1,0 +1,182 @@
+"""What becomes of states: continuations of responses by their policy."""
+
+import dataclasses
+import json
+import pathlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxrl_llm import digest
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner import parts, providers
+from jaxrl_llm.learner.build_algorithm import with_monte_carlo_returns
+from jaxrl_llm.metrics.writers import JsonlWriter, read_rows
+from jaxrl_llm.rollout.turns import ConversationConfig
+from jaxrl_llm.rollout.writer import ResponseWriter, Weights
+from jaxrl_llm.types import Origin, Rollout, Status, take_rows
+
+_ROUNDS = 8  # Continuations of a chunk, per slot of the engine.
+
+
+class States(NamedTuple):
+  """S states, each before a token of a response, and what became of them."""
+
+  row: np.ndarray  # int [S], the response.
+  at: np.ndarray  # int [S], the token.
+  position: np.ndarray  # float [S], share of the response before it.
+  turn: np.ndarray  # int [S], turns before it.
+  returns: np.ndarray = np.zeros((0, 0))  # float [S, K].
+
+
+def find_states(rollout: Rollout, rows: Sequence[int], positions: int):
+  """Returns evenly spaced states of some responses, before own tokens."""
+  found = []
+  for row in rows:
+    own = rollout.origin[row, : rollout.lengths[row]] == Origin.POLICY
+    tokens = np.flatnonzero(own)
+    even = (np.arange(positions) + 0.5) / positions * len(tokens)
+    turns = np.cumsum(np.diff(own.astype(int), prepend=0) > 0) - 1
+    for place in np.unique(even.astype(int)):
+      at = tokens[place]
+      found.append((row, at, (place + 0.5) / len(tokens), turns[at]))
+  return States(*map(np.asarray, zip(*found)))
+
+
+def continue_from(
+  states: States,
+  writer: ResponseWriter,
+  weights: Weights,
+  judged: Any,
+  returns_of: Callable[[Any, np.ndarray], np.ndarray],
+  first_id: int,
+) -> tuple[np.ndarray, int]:
+  """Continues every state K times, those of a state from one shared prefill.
+
+  Args:
+    states: S states.
+    writer: with K responses to a prompt.
+    weights: of the policy.
+    judged: the responses that the states are of.
+    returns_of: (responses, tokens [B]) -> returns from these tokens on, [B].
+    first_id: the first sample id that nothing else has.
+
+  Returns:
+    Returns, float [S, K], NaN where the reward failed, and generated tokens.
+  """
+  count = writer.group_size
+  index = np.repeat(np.arange(len(states.row)), count)
+  rows, at = states.row[index], states.at[index]
+  begun = take_rows(judged.responses.rollout, rows)
+  kept = np.arange(begun.tokens.shape[1]) < at[:, None]
+  begun = begun.replace(
+    lengths=at.astype(np.int32),
+    tokens=np.where(kept, begun.tokens, 0),
+    mask=begun.mask & kept,
+    turn_rewards=np.where(kept, begun.turn_rewards, 0),
+    status=np.full_like(begun.status, Status.TRUNCATED),
+    group_id=index.astype(np.int32),
+    sample_id=(first_id + np.arange(len(rows))).astype(np.int32),
+  )
+  prompts = [judged.prompts[row] for row in rows]
+  given, talks = begun, {}
+  if writer.turn_taking is None:
+    # As a given text, a prefix is read once for all of its continuations.
+    given = begun.replace(mask=np.zeros_like(begun.mask))
+  else:
+    talks = replay(writer.turn_taking, begun, prompts)
+  written = writer.write(given, weights, conversations=talks)
+  written = written.replace(mask=np.where(kept, begun.mask, written.mask))
+  responses = writer.judge(written, prompts, talks).responses
+  found = np.where(responses.judged, returns_of(responses, at), np.nan)
+  return found.reshape(-1, count), int((written.lengths - at).sum())
+
+
+def replay(
+  config: ConversationConfig, rollout: Rollout, prompts: Sequence[Any]
+) -> dict[str, str]:
+  """Returns the conversations of prefixes, their turns played again."""
+  turns = []
+  for row, length in enumerate(rollout.lengths):
+    own = rollout.origin[row, :length] == Origin.POLICY
+    cuts = np.flatnonzero(np.diff(own)) + 1
+    pieces = np.split(rollout.tokens[row, :length], cuts)[: len(cuts)]
+    turns.append([config.decode(x) for x in pieces[::2]])
+  talks = [json.loads(config.begin(prompt)) for prompt in prompts]
+  for depth in range(max(map(len, turns), default=0)):
+    live = [i for i, said in enumerate(turns) if depth < len(said)]
+    calls = [
+      {"state": talks[i]["state"], "response": turns[i][depth]} for i in live
+    ]
+    for i, (answer, failed) in zip(live, config.call(calls)):
+      if failed:
+        raise InputError(f"the environment failed on a known turn: {failed}")
+      rewards = talks[i]["rewards"]
+      for name, value in answer["rewards"].items():
+        rewards[name] = rewards.get(name, 0.0) + value
+      talks[i] |= {"state": answer["state"], "turns": depth + 1}
+  return {str(k): json.dumps(x) for k, x in zip(rollout.sample_id, talks)}
+
+
+def monte_carlo(learner: Any, gamma: float) -> Callable[..., np.ndarray]:
+  """Returns (responses, tokens [B]) -> returns from these tokens on, [B]."""
+  made = with_monte_carlo_returns(learner.algorithm, gamma=gamma)
+  names = parts.leaves_of(["returns"], made.parts)
+
+  def returns_of(responses, at):
+    given = providers.of_responses(responses, 0, names, learner.column)
+    # Scores of models do not enter a return with a lambda of 1.
+    none = np.zeros(responses.rollout.mask.shape, np.float32)
+    given |= {name: none for name in names - given.keys()}
+    found = parts.evaluate(["returns"], made.parts, given)["returns"]
+    return np.asarray(found)[np.arange(len(at)), at]
+
+  return returns_of
+
+
+def sample_truth(run: Any, weights: Weights, judged: Any, options: Any):
+  """Returns the continued states of all responses, or of those in the budget.
+
+  Raises:
+    InputError: the file has the continuations of another policy or setting.
+  """
+  rollout, path = judged.responses.rollout, pathlib.Path(options.out)
+  path /= "truth.jsonl"
+  count, positions = options.continuations, options.positions
+  writer = dataclasses.replace(run.evaluators[0].writer, group_size=count)
+  drawn_by = {"weights": weights.params, "responses": rollout.tokens}
+  identity = [positions, count, digest.checksum(drawn_by)]
+  done = read_rows(path) if path.exists() else []
+  if any(row["identity"] != identity for row in done):
+    raise InputError(
+      f"{path}: of another policy or setting; give another --out"
+    )
+  order = np.random.default_rng(0).permutation(len(rollout.lengths))
+  size = max(1, _ROUNDS * writer.engine.config.slots // (positions * count))
+  returns_of = monte_carlo(run.learner, run.config.estimator.gamma)
+  file, begun, new = JsonlWriter(path), time.perf_counter(), 0
+  for step, start in enumerate(range(0, len(order), size)):
+    if step < len(done):
+      continue
+    if sum(row["tokens"] for row in done) >= options.tokens:
+      break
+    states = find_states(rollout, order[start : start + size], positions)
+    # Distinct numbers: each continuation has noise of its own.
+    first = len(rollout.lengths) + start * positions * count
+    returns, tokens = continue_from(
+      states, writer, weights, judged, returns_of, first
+    )
+    judged_all = np.isfinite(returns).all(axis=1)
+    states = [x[judged_all].tolist() for x in (*states[:-1], returns)]
+    row = {"step": step, "identity": identity, "tokens": tokens}
+    done.append(row | dict(zip(States._fields, states)))
+    file.append(done[-1:])
+    new, spent = new + tokens, time.perf_counter() - begun
+    rate = f"{new:,} tokens in {spent:.0f} s, {new / spent:.0f}/s"
+    print(f"{start + size} of {len(order)} responses: {rate}", flush=True)
+  file.close()
+  return States(
+    *(np.concatenate([row[name] for row in done]) for name in States._fields)
+  )

@@ -1,0 +1,135 @@
+"""AsyPPO: two critics on halves of the prompts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import tiny_run, tiny_update
+from helpers.tiny_algorithm import make_algorithm
+
+from jaxrl_llm import losses
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner import parts, update
+from jaxrl_llm.methods import asyppo
+from jaxrl_llm.trainer import validation
+
+_ON = {"value__ensemble": "halves", "estimator__agree_share": 0.25}
+
+
+def _make_params(fns):
+  rng = np.random.default_rng(1)
+  draw = lambda x: rng.normal(scale=0.2, size=x.shape).astype(np.float32)
+  return jax.tree.map(draw, jax.eval_shape(fns.init, jax.random.key(0)))
+
+
+def _micro():
+  packed = tiny_update.make_batch("value", micro_batch_size=4).packed
+  return jax.tree.map(jnp.asarray, packed.rows(0))
+
+
+def test_values_are_the_mean_and_the_spread_of_two_critics():
+  fns = tiny_update.make_fns("value")
+  both = asyppo.make(fns)
+  params, rows = _make_params(both), _micro()
+  out, _ = jax.jit(both.outputs)(params, rows)
+  first, second = (
+    np.asarray(jax.jit(fns.values)(params[name], rows)[0])
+    for name in asyppo.NAMES
+  )
+  np.testing.assert_allclose(out["values"], (first + second) / 2, atol=1e-5)
+  expected = np.abs(first - second) / 2
+  np.testing.assert_allclose(out["disagreement"], expected, atol=1e-5)
+  assert expected[np.asarray(rows.segments) > 0].min() > 0
+
+
+@pytest.mark.parametrize("head", ["scalar", "categorical"])
+def test_a_prompt_trains_one_critic(head):
+  made = make_algorithm(value__head=head, **_ON)
+  assert {"second_half", "returns"} <= made.value_inputs
+  rng, shape = np.random.default_rng(0), (3, 5)
+  logits = jnp.asarray(rng.normal(size=(2, *shape, 51)), jnp.float32)
+  each = {"values": logits[..., 0], "value_logits": logits}
+  returns = jnp.asarray(rng.normal(size=shape), jnp.float32)
+  second = jnp.asarray(rng.random(shape) < 0.5, jnp.float32)
+  given = {"second_half": second, "returns": returns}
+  one = make_algorithm(value__head=head).value_loss
+  loss = made.value_loss(given | {"of_critics": each}).loss
+  for index in (0, 1):
+    own = jax.tree.map(lambda x, index=index: x[index], each)
+    mine = np.asarray(second) == index
+    expected = one({"returns": returns} | own).loss
+    np.testing.assert_array_equal(loss[mine], expected[mine])
+  gradient = jax.grad(
+    lambda x: made.value_loss(given | {"of_critics": x}).loss.sum()
+  )(each)
+  name = "values" if head == "scalar" else "value_logits"
+  moved = np.abs(np.asarray(gradient[name])).reshape(2, *shape, -1).max(-1) > 0
+  np.testing.assert_array_equal(moved[0], np.asarray(second) == 0)
+  np.testing.assert_array_equal(moved[1], np.asarray(second) == 1)
+
+
+def test_the_update_of_each_critic_is_that_of_its_half_alone():
+  fns = tiny_update.make_fns("value")
+  both = asyppo.make(fns)
+  params, rows = _make_params(both), _micro()
+  rng = np.random.default_rng(2)
+  draw = lambda: jnp.asarray(rng.normal(size=rows.tokens.shape), jnp.float32)
+  inputs = {"returns": draw(), "weights": jnp.abs(draw()) * rows.mask}
+  second = jnp.asarray(rng.random(rows.tokens.shape) < 0.4, jnp.float32)
+  one = parts.part(losses.clipped_value_loss)
+
+  def gradient(fns, loss, params, inputs):
+    objective = update.value_objective(fns, loss)
+    micro = {"packed": rows, "mask": rows.mask, "inputs": inputs}
+    return jax.jit(jax.grad(lambda p: objective.loss(p, micro)[0]))(params)
+
+  found = gradient(
+    both, asyppo.on_own_half(one), params, inputs | {"second_half": second}
+  )
+  for name, share in (("first", 1 - second), ("second", second)):
+    own = inputs | {"weights": inputs["weights"] * share}
+    expected = gradient(fns, one, params[name], own)
+    jax.tree.map(
+      lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5),
+      found[name],
+      expected,
+    )
+
+
+def test_halves_are_of_prompts():
+  mask = np.ones((4, 3), bool)
+  found = asyppo.second_half(jnp.array([4, 7, 7, 0]), mask)
+  np.testing.assert_array_equal(found[:, 0], [0, 1, 1, 0])
+  assert found.shape == mask.shape
+
+
+def test_tokens_of_agreement_are_dropped_and_ties_kept():
+  mask = jnp.array([[True, True, True, False], [True, True, False, False]])
+  disagreement = jnp.array([[0.1, 0.5, 0.4, 0.0], [0.3, 0.2, 0.0, 0.0]])
+  kept = asyppo.without_agreement(mask, disagreement, agree_share=0.4)
+  # Of five tokens the two with 0.1 and 0.2 go; those masked do not count.
+  expected = [[False, True, True, False], [True, False, False, False]]
+  np.testing.assert_array_equal(kept, expected)
+  equal = asyppo.without_agreement(mask, 0 * disagreement, agree_share=0.4)
+  np.testing.assert_array_equal(equal, mask)
+
+
+@pytest.mark.parametrize(
+  "changes, problem",
+  [
+    (_ON | {"value__ensemble": ""}, "one critic cannot disagree"),
+    (_ON | {"loss__clip_value": 0.2}, "no old value of one"),
+    (
+      {"value__head": "categorical", "loss__clip_value": 0.2},
+      "a distribution over bins has no clip",
+    ),
+    (
+      {"value__head": "categorical", "value__high": 1.0},
+      "must cover the rewards, -1 to 1",
+    ),
+  ],
+)
+def test_what_does_not_go_together_is_one_line(tmp_path, changes, problem):
+  config = tiny_run.make_config(tmp_path, **changes)
+  with pytest.raises(InputError, match=problem):
+    validation.validate(config)

@@ -1,0 +1,124 @@
+"""Critics as token classifiers of `transformers`, in and out."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import tiny_run
+
+from jaxrl_llm import models
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.models import heads, hf
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+CATEGORICAL = models.CategoricalHead(-1.5, 2.0, 7)
+HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+
+def place(shapes):
+  return jax.tree.map(lambda _: HERE, shapes)
+
+
+def make(family="llama", head=heads.SCALAR, **changes):
+  fields = vars(tiny_run.model_config()) | {"family": family} | changes
+  fields["attention_bias"] = family == "qwen2"
+  if family == "smollm3":
+    fields |= {"num_layers": 4}
+  return models.make_value(models.ModelConfig(**fields), head=head)
+
+
+def random_params(fns):
+  rng = np.random.default_rng(0)
+
+  def draw(path, x):
+    mean = float(path[-1].key == "scale")  # Of norms.
+    return jnp.asarray(rng.normal(mean, 0.3, x.shape), x.dtype)
+
+  shapes = jax.eval_shape(fns.init, jax.random.key(0))
+  return jax.tree_util.tree_map_with_path(draw, shapes)
+
+
+def assert_same(found, wanted):
+  assert jax.tree.structure(found) == jax.tree.structure(wanted)
+  jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+@pytest.mark.parametrize("head", [heads.SCALAR, CATEGORICAL])
+@pytest.mark.parametrize("tied", [True, False])
+def test_bit_equal_after_a_round_trip(tmp_path, head, tied):
+  fns = make(head=head, tie_word_embeddings=tied)
+  params = random_params(fns)
+  models.save_value(str(tmp_path), fns, params)
+  assert hf.is_model(tmp_path) and hf.is_critic(tmp_path)
+  config = hf.read_config(tmp_path)
+  assert config == fns.config
+  found = hf.read_critic(tmp_path, config, head, place)
+  assert_same(found, params)
+  assert_same(fns.from_policy(found), params)  # Nothing is made anew.
+
+
+def test_a_policy_becomes_a_critic_with_a_new_head(tmp_path):
+  policy = models.make_policy(make(tie_word_embeddings=False).config)
+  params = jax.jit(policy.init)(jax.random.key(3))
+  models.save(str(tmp_path), policy, params)
+  assert hf.is_model(tmp_path) and not hf.is_critic(tmp_path)
+  fns = make(head=CATEGORICAL, tie_word_embeddings=False)
+  found = hf.read_critic(tmp_path, policy.config, CATEGORICAL, place)
+  critic = fns.from_policy(found)
+  assert "lm_head" not in critic
+  assert_same(critic["layers"], params["layers"])
+  assert not critic["value_head"]["kernel"].any()
+
+
+@pytest.mark.parametrize(
+  "head, problem",
+  [
+    (heads.SCALAR, "over \\[-1.5, 2.0\\], and those of config.value over None"),
+    (models.CategoricalHead(-1.0, 2.0, 7), "over \\[-1.0, 2.0\\]"),
+    (models.CategoricalHead(-1.5, 2.0, 9), "score"),
+  ],
+)
+def test_another_head_is_one_line(tmp_path, head, problem):
+  fns = make(head=CATEGORICAL)
+  models.save_value(str(tmp_path), fns, random_params(fns))
+  with pytest.raises(InputError, match=problem):
+    hf.read_critic(tmp_path, fns.config, head, place)
+  with pytest.raises(InputError, match="has no place by the configuration"):
+    models.load(str(tmp_path))  # As a policy.
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_those_of_transformers(tmp_path, family):
+  reason = "parity tests need the `parity` extra: pip install -e .[parity]"
+  torch = pytest.importorskip("torch", reason=reason)
+  transformers = pytest.importorskip("transformers", reason=reason)
+  head = CATEGORICAL if family == "qwen3" else heads.SCALAR
+  fns = make(family, head)
+  params = random_params(fns)
+  models.save_value(str(tmp_path), fns, params)
+  theirs = transformers.AutoModelForTokenClassification.from_pretrained(
+    tmp_path
+  ).eval()
+  assert theirs.config.num_labels == head.outputs
+  tokens = np.random.default_rng(1).integers(0, 19, (2, 11))
+  with torch.no_grad():
+    logits = theirs(input_ids=torch.tensor(tokens)).logits.numpy()
+  assert np.abs(logits).max() > 1.0
+  rows = models.PackedRows(
+    tokens=tokens,
+    segments=np.ones_like(tokens),
+    positions=np.broadcast_to(np.arange(11), tokens.shape),
+  )
+  ours, _ = jax.jit(fns.outputs)(params, rows)
+  found = ours.get("value_logits", ours["values"][..., None])
+  np.testing.assert_allclose(found, logits, atol=1e-4)
+  saved = json.loads((tmp_path / "config.json").read_text())
+  assert saved["value_support"] == head.support
+  # A directory that they write is read as well.
+  theirs.save_pretrained(tmp_path / "theirs")
+  if head.outputs == 1:
+    assert_same(
+      hf.read_critic(tmp_path / "theirs", fns.config, head, place), params
+    )

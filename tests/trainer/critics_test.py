@@ -1,0 +1,190 @@
+"""Runs with critics of other heads, of two models and with more to read."""
+
+import chex
+import convert
+import jax
+import numpy as np
+import pytest
+from helpers import tiny_run
+
+from jaxrl_llm import api, checkpoint, models, types, workdir
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.trainer import build, loop
+from jaxrl_llm.trainer.value_pretraining import FOLDER
+
+STEPS = 3
+_HALVES = {"value__ensemble": "halves", "estimator__agree_share": 0.25}
+_ADAPTERS = {"model__lora_rank": 4, "value__lora_rank": 2}
+_PRIVILEGED = {"value__answer_format": "#{answer};", "value__answer_tokens": 5}
+KINDS = {
+  # T-PPO's windows bootstrap from V of the state after the last token.
+  "categorical": {
+    "value__head": "categorical",
+    "schedule__window": 5,
+    "estimator__boundary": "bootstrap",
+  },
+  "categorical adapters": {"value__head": "categorical", **_ADAPTERS},
+  "halves": {**_HALVES, "value__head": "categorical", "schedule__window": 5},
+  "halves of adapters": {**_HALVES, **_ADAPTERS},
+  "privileged": {**_PRIVILEGED, "schedule__window": 5},
+}
+
+
+def make_run(model, kind, **changes):
+  settings = {"run__steps": STEPS, "run__trackers": (), **KINDS[kind]}
+  return build.make_run(tiny_run.make_config(model, **settings | changes))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+  return tiny_run.write_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_resumes_bit_for_bit_and_shards(model, kind, tmp_path):
+  whole, cut, mesh = (tmp_path / x for x in ("whole", "cut", "mesh"))
+  run = make_run(model, kind)
+  loop.train(run, whole)
+  rows = tiny_run.comparable(whole)
+  # With windows the critic waits for a mini-batch of ended responses.
+  step = next(i for i, row in enumerate(rows) if "value/loss" in row)
+  assert rows[step]["value/grad_norm"] > 0
+  loop.train(make_run(model, kind, run__steps=2), cut)
+  loop.train(make_run(model, kind), cut)
+  assert tiny_run.comparable(cut)[-1] == rows[-1]
+  critic = run.learner.critic
+  base_of = "policy" * critic.shares_base
+  assert bool(base_of) == ("value__lora_rank" in KINDS[kind])
+  one, other = (
+    workdir.restore_params(x, STEPS, "critic", critic.params, base_of=base_of)
+    for x in (whole, cut)
+  )
+  chex.assert_trees_all_equal(one, other)
+  if not base_of:
+    pretrained = checkpoint.load_tree(whole / FOLDER, one)
+    moved = lambda x, y: float(np.abs(x - y).max())
+    moved = jax.tree.leaves(jax.tree.map(moved, one, pretrained))
+    assert max(moved) > 0
+  sizes = {"mesh__data": 2, "mesh__fsdp": 2, "mesh__tensor": 2}
+  for role in ("policy", "value"):
+    sizes[f"optimizer__{role}__micro_batch_size"] = 4
+  loop.train(make_run(model, kind, **sizes), mesh)
+  sharded = tiny_run.comparable(mesh)[step]
+  for key in ("value/loss", "value/grad_norm"):
+    np.testing.assert_allclose(rows[step][key], sharded[key], rtol=1e-3)
+
+
+@pytest.fixture(scope="module")
+def trained(model, tmp_path_factory):
+  """The folder of a short run with a categorical critic."""
+  folder = tmp_path_factory.mktemp("trained")
+  settings = {"run__steps": 1, "value__reads_logprobs": False}
+  loop.train(make_run(model, "categorical adapters", **settings), folder)
+  return folder
+
+
+def started_from(model, path, **changes):
+  """A run with value.init_from, and its first critic."""
+  settings = {"value__head": "categorical", "value__init_from": str(path)}
+  settings["value__reads_logprobs"] = False
+  config = tiny_run.make_config(model, **settings | changes)
+  run = build.make_run(config)
+  return run, loop.begin(run)[0].learner
+
+
+def test_an_exported_critic_starts_another_run(model, trained, tmp_path):
+  out = tmp_path / "critic"
+  flags = [f"--checkpoint={trained}", f"--out={out}"]
+  assert convert.main([*flags, "--critic"]) == 0
+  fns, params = workdir.load_critic(trained, 1)
+  assert fns.config.adapters is None  # They are merged.
+  run, learner = started_from(model, out)
+  chex.assert_trees_all_equal(learner.critic.trained, params)
+  assert run.pretraining is None
+  # Each of two critics begins with it.
+  _, learner = started_from(model, out, value__ensemble="halves")
+  for name in ("first", "second"):
+    chex.assert_trees_all_equal(learner.critic.trained[name], params)
+
+
+def test_the_critic_may_be_smaller_than_the_policy(model, tmp_path):
+  small = models.ModelConfig(
+    **vars(tiny_run.model_config()) | {"hidden_size": 16, "num_layers": 1}
+  )
+  fns = models.make_policy(small)
+  params = jax.jit(fns.init)(jax.random.key(5))
+  models.save(str(tmp_path / "small"), fns, params, tokenizer_from=str(model))
+  run, learner = started_from(
+    model, tmp_path / "small", run__steps=1, run__trackers=()
+  )
+  critic = learner.critic.trained
+  chex.assert_trees_all_equal(critic["layers"], params["layers"])
+  assert not critic["value_head"]["kernel"].any()
+  assert run.pretraining is not None  # Its head is new.
+  loop.train(run, tmp_path / "run")
+  api.load(tmp_path / "run").save_critic(tmp_path / "critic")
+  assert models.hf.read_config(tmp_path / "critic") == small
+
+
+def test_a_critic_that_is_not_of_a_directory_is_one_line(
+  model, trained, tmp_path
+):
+  other = tmp_path / "other"
+  tiny_run.write_model(other)
+  text = (other / "tokenizer.json").read_text().replace('"+"', '"*"')
+  (other / "tokenizer.json").write_text(text)
+  with pytest.raises(InputError, match="token"):
+    started_from(model, other)
+  with pytest.raises(InputError, match="give a run"):
+    api.load(model).save_critic(tmp_path / "critic")
+  config = trained / "config.json"
+  text = config.read_text()
+  try:
+    config.write_text(text.replace('"ensemble": ""', '"ensemble": "halves"'))
+    with pytest.raises(InputError, match="has value.ensemble, which"):
+      api.load(trained).save_critic(tmp_path / "critic")
+  finally:
+    config.write_text(text)
+
+
+def test_a_privileged_critic_reads_the_answer_before_the_prompt(model):
+  run = make_run(model, "privileged")
+  rng = np.random.default_rng(0)
+  rollout = tiny_run.random_rollout(rng, rows=6, vocab=19, group_size=2)
+  learner = loop.begin(run)[0].learner
+  draw = lambda x: jax.numpy.asarray(rng.normal(scale=0.3, size=x.shape))
+  critic = jax.tree.map(draw, learner.critic.trained)
+  learner = learner.with_model("critic", learner.critic.replace(trained=critic))
+  batch = run.pretraining.learner.measure(
+    learner, "critic", types.unjudged(rollout), rng
+  )
+  found = batch.experience["old_values"]
+  score = jax.jit(run.learner.critic.fns.values)
+  for row in range(6):
+    answer = f"#{run.source.answer(int(rollout.example_id[row]))};"
+    prompt = rollout.prompt_tokens[row, : rollout.prompt_lengths[row]]
+    response = rollout.tokens[row, : rollout.lengths[row]]
+    tokens = [*run.tokenizer.encode(answer)[:5], *prompt, *response]
+    padded = np.zeros((1, 64), np.int32)
+    padded[0, : len(tokens)] = tokens
+    sampled = np.zeros((1, 64), np.float32)
+    start = len(tokens) - len(response)
+    own = rollout.mask[row, : len(response)]
+    logprobs = rollout.behavior_logprobs[row, : len(response)]
+    sampled[0, start : len(tokens)] = np.where(own, logprobs, 0.0)
+    rows = models.PackedRows(
+      tokens=padded,
+      segments=(np.arange(64) < len(tokens)).astype(np.int32)[None],
+      positions=np.arange(64)[None],
+      logprobs=sampled,
+    )
+    values = np.asarray(score(critic, rows)[0])[0, start - 1 :][: len(response)]
+    np.testing.assert_allclose(found[row, : len(response)], values, atol=1e-4)
+
+
+def test_an_answer_needs_a_place_and_room(model):
+  with pytest.raises(InputError, match="the text has no {answer}"):
+    make_run(model, "privileged", value__answer_format="answer")
+  with pytest.raises(InputError, match="answer_tokens = 84 is over the model"):
+    make_run(model, "privileged", value__answer_tokens=60)
