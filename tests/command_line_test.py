@@ -30,6 +30,8 @@ def explain(*arguments):
     ),
     ("data.group_sise", "did you mean data.group_size?"),
     ("schedule.name", "see --help_config"),
+    ("optimiser.policy.lr", "actor.optim.lr is optimizer.policy.learning_rate"),
+    ("loss.cliphigh", "did you mean loss.clip_high?"),
   ],
 )
 def test_a_key_that_no_config_has(key, hint):

@@ -84,10 +84,6 @@ class TestRefused:
 
 @pytest.mark.slow(minutes=1)
 class TestTraining:
-  @pytest.fixture(scope="class")
-  def model(self, tmp_path_factory):
-    return tiny_run.write_model(tmp_path_factory.mktemp("model") / "tiny")
-
   SETTINGS = {
     "mesh__data": 2,
     "mesh__fsdp": 2,

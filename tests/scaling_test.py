@@ -276,14 +276,6 @@ class TestEstimate:
     assert flops["none"] < flops["dots"] < 1.1 * flops["none"]
     assert kept["full"] < kept["dots"] < kept["none"]
 
-  def test_work_is_split_over_devices(self):
-    one = account.passes(self.sizes(fsdp=16), "policy", update=True)[-1]
-    two = account.passes(self.sizes(fsdp=16, tensor=2), "policy", update=True)[
-      -1
-    ]
-    # Micro-batches are as large, and are split in two more ways.
-    assert two.flops == one.flops / 2 and two.sent != one.sent
-
   def test_the_slowest_resource_is_the_bound(self):
     chip = Chip(memory=1.0, flops=10.0, bandwidth=1.0, links=1.0)
     work = cost.Work(flops=8.0, moved=1.2, sent=70.0)

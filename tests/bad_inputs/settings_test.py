@@ -96,11 +96,6 @@ _VALUES = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-  return tiny_run.write_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
 def one_line(config):
   with pytest.raises(InputError) as error:
     build.make_run(config)

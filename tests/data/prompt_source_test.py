@@ -108,9 +108,6 @@ class TestTemplates:
     text = tokenizer.decode(written(example("1")), skip_special=False)
     assert text == "<s>user:1</s><s>x"
 
-  def test_registry(self):
-    assert set(prompt_source.TEMPLATES) == {"completion", "few_shot", "chat"}
-
 
 def make_prompts(
   tokenizer, source, *, seed=0, max_prompt_length=64, **settings

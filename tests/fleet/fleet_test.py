@@ -350,12 +350,3 @@ class TestSimulator:
     )
     np.testing.assert_array_equal(one.x, same.x)
     assert one[1:] == same[1:] and one[1:] != other[1:]
-
-  def test_faults_come_as_often_as_in_the_paper(self):
-    kinds = [
-      fleets.episode(seed, hosts=3, seconds=660, faulty=True).kind
-      for seed in range(200)
-    ]
-    share = kinds.count("ECC error") / len(kinds)
-    assert abs(share - 0.389) < 0.1
-    assert fleets.episode(1, hosts=3, faulty=False).host == -1

@@ -52,10 +52,7 @@ def train(config, folder):
 
 def collect(run):
   """The states before the first step, and its batch."""
-  states, weights = loop.begin(run)
-  sampled = loop._sampled_with(states, weights)
-  timer = metrics.PhaseTimer()
-  collected = run.worker.collect(states.rollout, states.source, sampled, timer)
+  states, _, collected = tiny_run.collect(run)
   return states, collected.batch.responses
 
 

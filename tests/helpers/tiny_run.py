@@ -10,9 +10,9 @@ import numpy as np
 import pretraining
 from helpers import configs
 
-from jaxrl_llm import models
+from jaxrl_llm import metrics, models
 from jaxrl_llm.data import tasks
-from jaxrl_llm.trainer import build
+from jaxrl_llm.trainer import build, loop
 from jaxrl_llm.types import Rollout
 
 
@@ -97,10 +97,29 @@ def comparable(workdir: pathlib.Path) -> list[dict]:
   ]
 
 
-def saved_leaves(checkpoint: pathlib.Path) -> set[str]:
-  """Names of the leaves in the folder of a step, or of the base."""
-  body = (checkpoint / "COMMIT").read_text(encoding="utf-8").rpartition("}")[0]
-  return {*json.loads(body + "}")["leaves"]}
+def check_resumes(run: build.Run, folder: pathlib.Path, after=2) -> list[dict]:
+  """Trains in one go and with a break; returns the rows, the same of both.
+
+  The folders are `whole` and `parts`.
+  """
+  loop.train(run, folder / "whole")
+  loop.train(with_config(run, run__steps=after), folder / "parts")
+  loop.train(run, folder / "parts")
+  rows, again = (comparable(folder / name) for name in ("whole", "parts"))
+  assert rows == again and len(rows) == run.config.run.steps + 1
+  return rows
+
+
+def collect(run: build.Run):
+  """The states and weights before the first step, and what it collects."""
+  states, weights = loop.begin(run)
+  collected = run.worker.collect(
+    states.rollout,
+    states.source,
+    loop._sampled_with(states, weights),
+    metrics.PhaseTimer(),
+  )
+  return states, weights, collected
 
 
 def snapshot(folder):

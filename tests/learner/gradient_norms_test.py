@@ -83,11 +83,6 @@ class TestNorms:
     assert np.ptp(expected(frozen)) > 1.0
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-  return tiny_run.write_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
 def make_run(model, **changes):
   return build.make_run(tiny_run.make_config(model, **VCPO | changes))
 

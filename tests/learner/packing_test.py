@@ -190,16 +190,6 @@ class TestPack:
       assert tokens[i] == whole[-1]
       assert positions[i] == len(whole) - 1
 
-  @pytest.mark.parametrize("seed", range(5))
-  def test_scatter_and_gather_are_inverse(self, seed):
-    rng = np.random.default_rng(seed)
-    rollout = random_rollout(rng, rows=13)
-    _, layout = packing.pack(rollout, capacity=20, rows=4, micro_batches=4)
-    values = rng.normal(size=rollout.tokens.shape).astype(np.float32)
-    back = layout.gather(layout.scatter(values))
-    np.testing.assert_array_equal(back, np.where(layout.present, values, 0))
-    assert back.dtype == np.float32
-
   def test_errors(self):
     rollout = random_rollout(np.random.default_rng(0), rows=4)
     rollout = rollout.replace(lengths=np.asarray([9, 9, 9, 9]))

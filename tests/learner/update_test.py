@@ -14,6 +14,7 @@ from helpers.tiny_update import (
   POLICY_LOSS,
   SAMPLES,
   TEMPERATURE,
+  change_of,
   gradient_of_update,
   largest,
   make_batch,
@@ -127,7 +128,7 @@ class TestGradient:
     assert prefixes.any() and not prefixes.all()
     compute = jax.jit(jax.value_and_grad(PLAIN[kind], has_aux=True))
     (_, parts), expected = compute(make_params(kind))
-    got, metrics = gradient_of_update(kind, 4)
+    got, metrics = gradient_of_update(kind)
     assert largest(expected) > 0.1
     chex.assert_trees_all_close(
       got, expected, rtol=1e-4, atol=1e-6 * largest(expected)
@@ -143,64 +144,27 @@ class TestGradient:
     )
 
   @pytest.mark.parametrize(
-    ("kind", "micro_batch_size"),
+    ("kind", "packing"),
     [
-      ("policy", 1),
-      ("policy", SAMPLES),
-      ("value", 1),
+      *(("policy", {"micro_batch_size": n}) for n in (1, SAMPLES)),
+      ("value", {"micro_batch_size": 1}),
+      # Other neighbours in a row and more padding behind them.
+      ("policy", {"capacity": CAPACITY + 17}),
+      # Every response with a prompt of its own, as on TPUs.
+      *((kind, {"share": False}) for kind in ("policy", "value")),
     ],
   )
-  def test_any_number_of_micro_batches_is_the_same(
-    self, kind, micro_batch_size
-  ):
-    got, metrics = gradient_of_update(kind, micro_batch_size)
-    expected, whole = gradient_of_update(kind, 4)
+  def test_is_the_same_however_rows_are_packed(self, kind, packing):
+    packed = make_batch(kind, **{"micro_batch_size": 4} | packing).packed
+    assert packed.prefixes.any() == packing.get("share", True)
+    got, metrics = gradient_of_update(kind, **packing)
+    expected, whole = gradient_of_update(kind)
     chex.assert_trees_all_close(
       got, expected, rtol=1e-5, atol=1e-6 * largest(expected)
     )
     assert metrics.keys() == whole.keys()
     for name, value in metrics.items():
       np.testing.assert_allclose(value, whole[name], rtol=1e-5, atol=1e-7)
-
-  def test_wider_rows_are_the_same(self):
-    """Other neighbours in a row and more padding behind them."""
-    update, _ = make_update("policy")
-    batch = make_batch("policy", micro_batch_size=4, capacity=CAPACITY + 17)
-    after, metrics = update(make_state("policy"), batch, TEMPERATURE)
-    expected, narrow = gradient_of_update("policy", 4)
-    chex.assert_trees_all_close(
-      jax.tree.map(
-        lambda old, new: old - np.asarray(new),
-        make_params("policy"),
-        after.trained,
-      ),
-      expected,
-      rtol=1e-5,
-      atol=1e-6 * largest(expected),
-    )
-    np.testing.assert_allclose(
-      metrics["policy/loss"], narrow["policy/loss"], rtol=1e-5, atol=1e-7
-    )
-
-  @pytest.mark.parametrize("kind", ["policy", "value"])
-  def test_prompts_of_their_own_give_the_same(self, kind):
-    """As on TPUs, whose attention knows no prefixes."""
-    shared, alone = (
-      make_batch(kind, micro_batch_size=4, share=share)
-      for share in (True, False)
-    )
-    assert shared.packed.prefixes.any() and not alone.packed.prefixes.any()
-    expected, _ = gradient_of_update(kind, 4)
-    apply, _ = make_update(kind)
-    after, _ = apply(make_state(kind), alone, *settings_of(kind))
-    chex.assert_trees_all_close(
-      jax.tree.map(
-        lambda old, new: old - np.asarray(new), make_params(kind), after.trained
-      ),
-      expected,
-      rtol=1e-5,
-      atol=1e-6 * largest(expected),
-    )
 
   def test_metrics_are_means_over_the_tokens_trained_on(self):
     rollout, data = make_data()
@@ -216,7 +180,7 @@ class TestGradient:
       data["proximal_logprobs"],
       data["advantages"],
     )
-    _, metrics = gradient_of_update("policy", 4)
+    _, metrics = gradient_of_update("policy")
     for name in ("clipped_high", "clipped_low"):
       share = np.asarray(getattr(terms, name))[mask].mean()
       assert share > 0.05
@@ -289,11 +253,9 @@ class TestMesh:
       8 // sharding.batch_size_of(mesh)
     )
     after, metrics = update(placed, batch, *settings_of(kind))
-    expected, one = gradient_of_update(kind, 4)
-    change = lambda old, new: old - np.asarray(new)
-    got = jax.tree.map(change, make_params(kind), after.trained)
+    expected, one = gradient_of_update(kind)
     chex.assert_trees_all_close(
-      got, expected, rtol=1e-5, atol=1e-6 * largest(expected)
+      change_of(kind, after), expected, rtol=1e-5, atol=1e-6 * largest(expected)
     )
     for name in metrics:
       np.testing.assert_allclose(metrics[name], one[name], rtol=1e-5, atol=1e-7)

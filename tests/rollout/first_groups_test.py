@@ -9,14 +9,9 @@ from helpers.tiny_run import with_config
 from helpers.tiny_tppo import record, saved
 
 from jaxrl_llm.trainer import build
-from jaxrl_llm.types import Status, ended
+from jaxrl_llm.types import ended
 
 STEPS, WANTED, GROUP, MAX_STALENESS = 8, 4, 4, 2
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-  return tiny_run.write_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 def make_run(model, **changes):
@@ -69,19 +64,6 @@ def assert_same_policy(mine, his):
 
 
 class TestFirstGroups:
-  def test_a_step_has_whole_groups_and_always_as_many(self, history):
-    for step in history:
-      rollout = step.collected.rollout
-      assert len(rollout.lengths) == WANTED * GROUP
-      assert np.all(rollout.status != Status.TRUNCATED)
-      assert np.all(np.bincount(rollout.group) == GROUP)
-      assert len(step.store.lengths) == WANTED * GROUP
-
-  def test_tokens_are_conserved(self, history):
-    generated = sum(step.row["rollout/tokens"] for step in history)
-    trained = sum(step.collected.rollout.lengths.sum() for step in history)
-    assert generated == trained + history[-1].store.lengths.sum()
-
   def test_some_tokens_are_older_than_the_policy_and_all_are_trained(
     self, history
   ):
@@ -98,20 +80,12 @@ class TestFirstGroups:
   def test_versions_of_a_response_never_fall(self, history):
     several = 0
     for step in history:
+      assert len(step.store.lengths) == WANTED * GROUP  # As many are parked.
       for row, length in enumerate(step.collected.rollout.lengths):
         versions = step.collected.rollout.version[row, :length]
         assert np.all(np.diff(versions) >= 0)
         several += len(set(versions.tolist())) > 1
     assert several
-
-  def test_the_oldest_groups_come_first(self, history):
-    """A group that ended but was left over is taken in the next step."""
-    for before, after in zip(history, history[1:]):
-      store = before.store
-      over = ended(store)
-      for group in np.unique(store.group_id):
-        if np.all(over[store.group_id == group]):
-          assert group in after.collected.rollout.group_id
 
   def test_parked_responses_go_on_exactly(self, model):
     """With a policy that stands still, as if they had never been parked."""

@@ -32,11 +32,6 @@ METHODS = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-  return tiny_run.write_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
 @pytest.fixture(scope="module", params=list(METHODS))
 def run(model, request):
   settings = {"value__pretrain_steps": 0, "run__samples_every": 0}
@@ -137,10 +132,7 @@ PLAIN = {
 
 @pytest.fixture(
   scope="module",
-  params=[
-    pytest.param("critic", marks=pytest.mark.slow),
-    "environment",
-  ],
+  params=[pytest.param("critic", marks=pytest.mark.slow), "environment"],
 )
 def plain(model, request):
   settings = PLAIN | METHODS.get(request.param, NO_CRITIC)

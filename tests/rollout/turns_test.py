@@ -13,7 +13,7 @@ from helpers.tiny_algorithm import evaluate, make_algorithm
 from helpers.tiny_run import with_config
 from helpers.tiny_tppo import record, saved
 
-from jaxrl_llm import metrics, register, types
+from jaxrl_llm import register, types
 from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError
@@ -68,11 +68,6 @@ def registered():
   yield
   for name in ("echo", "no_start", "paid"):
     del ENVIRONMENTS[name]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-  return tiny_run.write_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 def make_run(model, **changes):
@@ -143,23 +138,6 @@ class TestTurns:
   def test_with_few_slots_as_with_many(self, model, run):
     few = make_run(model, sampler__slots=4)
     assert_same_talks(talk(few, None), talk(run, None))
-
-  def test_streaming_hands_each_response_over_once(self, run):
-    states, weights = loop.begin(run)
-    arrived = []
-    run.worker.collect(
-      states.rollout,
-      states.source,
-      Weights(weights.params),
-      metrics.PhaseTimer(),
-      arrived.append,
-    )
-    size = run.worker.writer.group_size
-    groups = [x.result().responses.rollout for x in arrived]
-    assert all(set(each.group) == {0} for each in groups)
-    assert all(len(each.lengths) == size for each in groups)
-    ids = np.concatenate([each.sample_id for each in groups])
-    assert sorted(ids) == list(range(8 * size))
 
   def test_an_observation_costs_its_own_tokens(self, run):
     engine = run.worker.writer.engine

@@ -22,9 +22,11 @@ from helpers.tiny_engine import (
   engine,
   expected,
   generate,
+  law,
   make_engine,
   params,
   rows,
+  sequences,
 )
 
 from jaxrl_llm import models, sharding
@@ -174,10 +176,7 @@ class TestIndependence:
 
   def test_other_sample_ids_and_keys_give_other_responses(self):
     base = expected()
-    for other in (
-      generate(ids=IDS + 10_000),
-      generate(key=jax.random.key(6)),
-    ):
+    for other in (generate(ids=IDS + 10_000), generate(key=jax.random.key(6))):
       same = np.all(other.tokens == base.tokens, axis=1)
       assert same.mean() < 0.2
     texts = {tuple(row) for row in base.tokens}
@@ -230,21 +229,11 @@ class TestEnds:
 class TestDistribution:
   """The sampler draws from what the trainer computes."""
 
-  def _sequences(self, out):
-    """Prompt and response without a gap, [B, P + T]; response positions."""
-    tokens = np.zeros((N * G, P + T), np.int32)
-    where = np.zeros((N * G, T), int)
-    for row, length in enumerate(out.prompt_lengths):
-      tokens[row, :length] = out.prompt_tokens[row, :length]
-      tokens[row, length : length + T] = out.tokens[row]
-      where[row] = length + np.arange(T)
-    return tokens, where
-
   @pytest.mark.parametrize("temperature", [1.0, 0.7])
   def test_sampler_equals_trainer(self, temperature):
     settings = SamplingSettings(temperature=temperature)
     out = generate(settings=settings)
-    tokens, where = self._sequences(out)
+    tokens, where = sequences(out)
     index = np.arange(N * G)[:, None]
     total = (out.prompt_lengths + out.lengths)[:, None]
     present = (np.arange(P + T)[None] < total).astype(np.int32)
@@ -266,10 +255,7 @@ class TestDistribution:
 
   def test_greedy_is_the_argmax_of_the_full_forward(self):
     out = generate(settings=SamplingSettings(temperature=0.0))
-    tokens, where = self._sequences(out)
-    fns, trained = tiny.tiny_policy()
-    logits = fns.logits(trained, tokens, np.ones(tokens.shape, bool))
-    best = np.asarray(logits).argmax(-1)[np.arange(N * G)[:, None], where - 1]
+    best = law(out).argmax(-1)
     np.testing.assert_array_equal(best[out.mask], out.tokens[out.mask])
     np.testing.assert_array_equal(out.behavior_logprobs, 0.0)
     # All samples of a prompt are the same then.

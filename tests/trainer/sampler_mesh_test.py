@@ -17,11 +17,6 @@ from jaxrl_llm.trainer import build, loop, meshes
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-  return tiny_run.write_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
 def make_run(model):
   """name of MESHES -> run; each is built and compiled once."""
   return tiny_mesh_run.run_maker(model)
@@ -94,11 +89,6 @@ class TestRuns:
     embedding = lambda params: params["embed"]["embedding"]
     assert share(embedding(states.learner.policy.trained)) == 1 / 8
     assert share(embedding(weights.params)) == 1
-
-  @pytest.mark.parametrize("name", MESHES)
-  def test_both_sides_mean_the_same(self, written, name):
-    first = tiny_run.comparable(written(name)[0])[0]
-    assert 0 <= first["sampler_trainer/parity_error"] <= 1e-6
 
   def test_nothing_is_compiled_after_the_first_steps(
     self, make_run, written, tmp_path

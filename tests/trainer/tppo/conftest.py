@@ -8,11 +8,6 @@ from jaxrl_llm.trainer import build
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory):
-  return tiny_run.write_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="session")
 def run(model):
   """T-PPO with a window of a quarter; other windows compile nothing new."""
   return build.make_run(

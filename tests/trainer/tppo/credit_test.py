@@ -5,6 +5,7 @@ import dataclasses
 
 import chex
 import numpy as np
+from helpers.tiny_mesh_run import Spy
 from helpers.tiny_run import with_config
 from helpers.tiny_tppo import (
   LIMIT,
@@ -118,23 +119,12 @@ class TestCredit:
       )
 
   def test_the_opinion_on_a_prefix_changes_nothing(self, run, history):
-    asked = []
-    real = run.judge.pool
-
-    class Listening:
-      """A pool that notes how many responses it was shown."""
-
-      def __getattr__(self, name):
-        return getattr(real, name)
-
-      def judge(self, calls):
-        asked.append(len(calls))
-        return real.judge(calls)
-
+    asked, pool = [], run.judge.pool
+    noted = lambda calls: asked.append(len(calls)) or pool.judge(calls)
     reward = run.config.reward
     judge = Judge(
       run.judge._decode,
-      Listening(),
+      Spy(pool, judge=noted),
       correct=reward.correct,
       incorrect=reward.incorrect,
     )
