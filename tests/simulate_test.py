@@ -141,12 +141,6 @@ class TestEveryMode:
       parts.append(trace["train_s"])
     np.testing.assert_allclose(trace["step_s"], sum(parts) + 5, rtol=1e-12)
 
-  @_EACH_MODE
-  def test_equal_lengths_keep_all_slots_busy(self, mode):
-    requests = Requests(np.full(60, 9), np.full((60, 4), 32))
-    trace = mode(requests, groups=12, steps=4)
-    assert _utilisation(trace) == pytest.approx(1.0)
-
 
 class TestByHand:
   """Three slots, prompts of 4 tokens, prices of whole and half seconds."""
@@ -246,16 +240,6 @@ class TestOverProvisioned:
     ]
     assert ages[0] == 1 < ages[1]
 
-  def test_parking_does_not_favour_short_responses(self):
-    args = _drawn(prompts=800), _FREE
-    sizes = {"slots": 80, "steps": 40}
-    whole = _mean_length(_in_turns(*args, **sizes))
-    parked = _over_provisioned(*args, **sizes, in_flight=20)
-    # What is still parked at the end is long; on the whole nothing is missing.
-    later = {name: values[10:] for name, values in parked.items()}
-    assert _mean_length(later) == pytest.approx(whole, rel=0.1)
-    assert parked["off_policy"].sum() > 0.1 * parked["trained"].sum()
-
 
 class TestAsynchronous:
   def test_without_lag_it_takes_turns(self):
@@ -285,20 +269,6 @@ class TestPipelined:
     np.testing.assert_array_equal(trace["max_staleness"], expected)
     late = np.where(expected > 0, trace["trained"], 0)
     np.testing.assert_array_equal(trace["off_policy"], late)
-
-  def test_in_the_long_run_the_slower_side_sets_the_pace(self):
-    requests = _drawn()
-    slow = dataclasses.replace(_PRICES, train_step_s=30_000.0)
-    trace = _pipelined(requests, slow, lag=1)
-    np.testing.assert_allclose(
-      trace["step_s"][1:], trace["train_s"][1:] + slow.sync_s
-    )
-    quick = dataclasses.replace(_FREE, scheduler_step_s=1.0)
-    trace, turns = (
-      _pipelined(requests, quick, lag=1),
-      _in_turns(requests, quick),
-    )
-    np.testing.assert_allclose(trace["step_s"].sum(), turns["step_s"].sum())
 
   def test_periodic_takes_turns_but_trains_meanwhile(self):
     turns, trace = _in_turns(_drawn()), _pipelined(_drawn(), streaming=True)

@@ -6,7 +6,6 @@ import pathlib
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -493,10 +492,9 @@ class TestRealRun:
     )
     workdir = tmp_path / "vapo_ablations" / "VAPO" / "seed0"
     rows = workdir / "metrics.jsonl"
-    deadline = time.monotonic() + 240
-    while not rows.exists() or rows.read_text().count("\n") < 3:
-      assert process.poll() is None and time.monotonic() < deadline
-      time.sleep(0.1)
+    programs.wait_until(
+      lambda: rows.exists() and rows.read_text().count("\n") >= 3, "a step"
+    )
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0

@@ -8,6 +8,7 @@ import pathlib
 import runpy
 import subprocess
 import sys
+import time
 
 from absl import flags
 from parts import command_line
@@ -60,6 +61,14 @@ def compiled(program):
   kept = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
   shown, _ = finish(program, env=kept | own)
   return json.loads(shown.splitlines()[-1])
+
+
+def wait_until(true, what="something", seconds=600):
+  """Waits until something holds; `what` says what did not come."""
+  deadline = time.monotonic() + seconds
+  while not true():
+    assert time.monotonic() < deadline, what
+    time.sleep(0.02)
 
 
 def run(name, *arguments):
