@@ -285,14 +285,6 @@ class TestData:
     with refused("openai/gsm8k: cannot be read", how, "to_json("):
       self.make_run(model, "openai/gsm8k")
 
-  def test_a_prompt_over_the_limit(self, model, tmp_path):
-    file = write_lines(
-      tmp_path / "data.jsonl",
-      {"id": "long-one", "question": "1+1+1+1+1+1+1?", "answer": "7"},
-    )
-    with refused("'long-one' has 14 tokens, the limit is 12", "on_long"):
-      self.make_run(model, file, data__holdout=0.0)
-
   @pytest.mark.parametrize(
     ("question", "said"),
     [
@@ -322,31 +314,3 @@ class TestData:
     after = inputs()
     changed = [key for key in before if after[key] != before[key]]
     assert changed == ["data.path", "run.plugins"]
-
-  def test_evaluated_questions_that_are_trained_on(self, model, tmp_path):
-    row = lambda i: {"question": f"1+{i}?", "answer": "1"}
-    both = write_lines(tmp_path / "b.jsonl", *map(row, range(8)))
-    other = write_lines(tmp_path / "a.jsonl", *map(row, range(5, 15)))
-    apart = write_lines(tmp_path / "c.jsonl", *map(row, range(20, 30)))
-    origin = lambda path, evaluated: (
-      self.make_run(model, path, eval__path=str(evaluated), eval__problems=0)
-      .evaluators[0]
-      .origin
-    )
-    told = "of 8 evaluated questions of b are trained on; remove them from"
-    assert origin(f"{other},{both}", both).startswith(f"8 {told}")
-    assert origin(other, both).startswith(f"3 {told}")
-    assert origin(apart, both) == ""
-
-  def test_all_prompts_over_the_limit(self, model, tmp_path):
-    file = write_lines(
-      tmp_path / "data.jsonl", {"question": "1+1+1+1+1+1+1?", "answer": "7"}
-    )
-    with refused("longer than data.max_prompt_length=12"):
-      self.make_run(model, file, data__on_long="drop", data__holdout=0.0)
-
-  def test_too_few_to_hold_one_out(self, model, tmp_path):
-    row = {"question": "1+1?", "answer": "2"}
-    file = write_lines(tmp_path / "data.jsonl", row, row)
-    with refused("data: too few questions (1)", "eval.path", "data.holdout=0"):
-      self.make_run(model, file)

@@ -203,10 +203,3 @@ class TestSums:
       for s in (0, 1)
     ]
     assert questions[0] != questions[1] and questions[2] == questions[3]
-
-  @pytest.mark.parametrize(
-    "settings", [{"digits": 3}, {"eval_size": 8100}, {"split": "x"}]
-  )
-  def test_settings_out_of_range(self, settings):
-    with pytest.raises(ValueError):
-      tasks.sums(**settings)

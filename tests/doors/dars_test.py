@@ -48,10 +48,7 @@ def test_trains(model, tmp_path):
   register.prompt_source("dars", Dars)
   register.estimator("by_example", doors.by_example)
   rows = doors.train(
-    model,
-    tmp_path / "run",
-    data__order="dars",
-    estimator__name="by_example",
+    model, tmp_path / "run", data__order="dars", estimator__name="by_example"
   )
   for row in rows[1:]:
     # Random weights solve little: 6 more for each of 4 prompts at most.

@@ -382,11 +382,7 @@ class TestParts:
       ("loss__settings", {"scale": 1.0, "x": 2}, "no chosen part .* 'x'"),
       ("loss__settings", {}, "surprise needs a value of 'scale'"),
       ("loss__auxiliary", {"surprize": 1.0}, "no auxiliary loss 'surprize'"),
-      (
-        "loss__auxiliary",
-        {"surprise": "1"},
-        "'surprise' is '1'; give a number",
-      ),
+      ("loss__auxiliary", {"surprise": "1"}, "'surprise' is '1'; give a num"),
       # Its mask has a number of tokens of its own.
       (
         "schedule__streaming",

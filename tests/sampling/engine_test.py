@@ -348,14 +348,8 @@ class TestBadInput:
     "settings, message",
     [
       ({"temperature": -0.1}, r"temperature=-0.1, expected .* in \[0, inf\)"),
-      (
-        {"temperature": float("nan")},
-        r"temperature=nan, expected .*\[0, inf\)",
-      ),
-      (
-        {"temperature": float("inf")},
-        r"temperature=inf, expected .*\[0, inf\)",
-      ),
+      ({"temperature": float("nan")}, "temperature=nan, expected"),
+      ({"temperature": float("inf")}, "temperature=inf, expected"),
       ({"top_k": -1}, r"top_k=-1, expected .* in \[0, inf\)"),
       ({"top_p": 0.0}, r"top_p=0.0, expected .* in \(0, 1\]"),
       ({"top_p": 1.5}, r"top_p=1.5, expected .* in \(0, 1\]"),
