@@ -86,6 +86,12 @@ def make_config(model: pathlib.Path, **changes):
   return config
 
 
+def make_run(model: pathlib.Path, **changes) -> build.Run:
+  """A tiny run that trains at once: no value pretraining, no samples."""
+  plain = {"value__pretrain_steps": 0, "run__samples_every": 0}
+  return build.make_run(make_config(model, **plain | changes))
+
+
 def comparable(workdir: pathlib.Path) -> list[dict]:
   """Rows of metrics.jsonl without what a clock or the machine decides."""
   text = (workdir / "metrics.jsonl").read_text(encoding="utf-8")

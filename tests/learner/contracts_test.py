@@ -7,6 +7,7 @@ import pytest
 from helpers import tiny_run
 from helpers.tiny_algorithm import evaluate, make_algorithm
 from helpers.tiny_mesh_run import Spy, with_engine
+from helpers.tiny_run import make_run
 
 from jaxrl_llm import metrics
 from jaxrl_llm.errors import InputError
@@ -15,7 +16,7 @@ from jaxrl_llm.learner.batches import policy_batch
 from jaxrl_llm.learner.choices import PROXIMALS, correction_of
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.system import signals
-from jaxrl_llm.trainer import build, loop
+from jaxrl_llm.trainer import loop
 from jaxrl_llm.trainer.validation import validate
 from jaxrl_llm.types import join_rows, take_rows, unjudged
 
@@ -25,14 +26,6 @@ WIDE = {
   "loss__nll_coefficient": 0.0,
   "off_policy__high": 1e9,
 }
-
-
-def make_run(model, **changes):
-  return build.make_run(
-    tiny_run.make_config(
-      model, value__pretrain_steps=0, run__samples_every=0, **changes
-    )
-  )
 
 
 class TestImportanceWeights:
@@ -217,14 +210,7 @@ class TestPretraining:
     return states
 
   def test_regresses_on_monte_carlo_returns(self, model, tmp_path, monkeypatch):
-    run = build.make_run(
-      tiny_run.make_config(
-        model,
-        value__pretrain_steps=1,
-        estimator__lambda_value=0.5,
-        run__samples_every=0,
-      )
-    )
+    run = make_run(model, value__pretrain_steps=1, estimator__lambda_value=0.5)
     seen, learned = [], []
     measure, learn = Learner.measure, Learner.update_member
 

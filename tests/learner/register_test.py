@@ -16,7 +16,7 @@ from jaxrl_llm.data import prompt_source
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import estimates
 from jaxrl_llm.rollout import worker
-from jaxrl_llm.trainer import build, loop
+from jaxrl_llm.trainer import loop
 from jaxrl_llm.trainer.validation import validate
 
 
@@ -42,25 +42,14 @@ def early(logprobs, proximal_logprobs, advantages, to_come, *, clip_low):
   )
 
 
-def make_run(tmp_path, **changes):
-  return build.make_run(
-    tiny_run.make_config(
-      tiny_run.write_model(tmp_path / "tiny"),
-      loss__nll_coefficient=0.0,
-      value__pretrain_steps=0,
-      run__samples_every=0,
-      **changes,
-    )
-  )
-
-
 @pytest.mark.usefixtures("registries")
 class TestRegister:
-  def test_an_own_loss_reads_an_own_input(self, tmp_path):
+  def test_an_own_loss_reads_an_own_input(self, model):
     register.token_input("to_come", to_come)
     register.loss("early", early)
-    run = make_run(
-      tmp_path,
+    run = tiny_run.make_run(
+      model,
+      loss__nll_coefficient=0.0,
       estimator__name="reward_to_go",
       estimator__center="none",
       estimator__normalize="none",
@@ -87,7 +76,7 @@ class TestRegister:
     assert row["policy/grad_norm"] > 0 and row["policy/skipped"] == 0
 
   @pytest.mark.slow
-  def test_an_own_template_order_schedule_and_mask(self, tmp_path):
+  def test_an_own_template_order_schedule_and_mask(self, model):
     class InOrder(prompt_source.PromptSource):
       """Asks in the source's own order."""
 
@@ -105,8 +94,9 @@ class TestRegister:
     register.prompt_source("in_order", InOrder)
     register.schedule("own", worker.STOPS["all"])
     register.mask("all_but_first", all_but_first)
-    run = make_run(
-      tmp_path,
+    run = tiny_run.make_run(
+      model,
+      loss__nll_coefficient=0.0,
       data__template="twice",
       data__order="in_order",
       schedule__stop="own",

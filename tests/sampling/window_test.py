@@ -5,8 +5,8 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from helpers import tiny, tiny_engine
-from helpers.tiny_engine import COMPILED, SETTINGS, G, T, make_engine
+from helpers import tiny_engine
+from helpers.tiny_engine import SETTINGS, G, T, make_engine
 from helpers.tiny_window import (
   IDS,
   PLAIN,
@@ -19,7 +19,6 @@ from helpers.tiny_window import (
   write_window,
 )
 
-from jaxrl_llm import sharding
 from jaxrl_llm.sampling import requests as requests_lib
 from jaxrl_llm.sampling.rules import Decision
 from jaxrl_llm.types import Origin, Status
@@ -94,27 +93,6 @@ class TestUncut:
       engine=make_engine(slots=slots, page_size=page_size),
     )
     assert_same_rows(out, tiny_engine.rows(expected, order))
-
-  @pytest.mark.slow
-  def test_mesh_of_eight_devices(self):
-    mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
-    fns, params = tiny.tiny_policy(mesh)
-    placed = jax.device_put(params, sharding.tree_shardings(params, mesh))
-    engine = make_engine(fns, slots=16)
-    call = {"engine": engine, "params": fns.for_sampling(placed), "window": 6}
-
-    def run():
-      first = write_window(None, range(3), **call)
-      return first, write_window(cut(first), [3], **call)
-
-    first, second = run()
-    expected = write_window(None, range(3), window=6)
-    assert_same_rows(first, expected)
-    expected = write_window(cut(expected), [3], window=6)
-    assert_same_rows(second, expected)
-    count = len(COMPILED)
-    run()
-    assert len(COMPILED) == count
 
 
 class TestRecord:

@@ -7,7 +7,6 @@ import pytest
 from helpers import tiny_run
 from helpers.tiny_tppo import GROUP, SLOTS, STEPS, WINDOW, record
 
-from jaxrl_llm.trainer import build
 from jaxrl_llm.types import Status
 
 IN_FLIGHT = 3 * SLOTS // 2
@@ -15,16 +14,12 @@ IN_FLIGHT = 3 * SLOTS // 2
 
 @pytest.fixture(scope="module")
 def run(model):
-  return build.make_run(
-    tiny_run.make_config(
-      model,
-      schedule__window=WINDOW,
-      schedule__stop="first_groups",
-      schedule__over_provision=1.5,
-      sampler__slots=SLOTS,
-      value__pretrain_steps=0,
-      run__samples_every=0,
-    )
+  return tiny_run.make_run(
+    model,
+    schedule__window=WINDOW,
+    schedule__stop="first_groups",
+    schedule__over_provision=1.5,
+    sampler__slots=SLOTS,
   )
 
 
