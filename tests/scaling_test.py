@@ -39,24 +39,20 @@ def whole(x):
 
 
 class TestCollectives:
-  def test_a_gather_by_hand(self):
-    text = compiled(whole, ((16, 8), ("fsdp",)))
-    assert hlo.collectives(text, MESH, [1]) == [
-      # Three quarters of 16 x 8 numbers of four bytes.
-      hlo.Sent("all-gather", ("fsdp",), 3 / 4 * 16 * 8 * 4)
-    ]
+  @pytest.mark.parametrize(
+    ("axes", "share"), [(("fsdp",), 3 / 4), (("fsdp", "tensor"), 7 / 8)]
+  )
+  def test_a_gather_by_hand(self, axes, share):
+    text = compiled(whole, ((16, 8), (axes,)))
+    # A share of 16 x 8 numbers of four bytes.
+    sent = hlo.Sent("all-gather", axes, share * 16 * 8 * 4)
+    assert hlo.collectives(text, MESH, [1]) == [sent]
 
   def test_a_sum_over_the_other_axis(self):
     product = lambda x, y: whole(x @ y)
     text = compiled(product, ((16, 8), (None, "tensor")), ((8, 6), ("tensor",)))
     assert hlo.collectives(text, MESH, [1]) == [
       hlo.Sent("all-reduce", ("tensor",), 2 * 1 / 2 * 16 * 6 * 4)
-    ]
-
-  def test_over_both_axes(self):
-    text = compiled(whole, ((16, 8), (("fsdp", "tensor"),)))
-    assert hlo.collectives(text, MESH, [1]) == [
-      hlo.Sent("all-gather", ("fsdp", "tensor"), 7 / 8 * 16 * 8 * 4)
     ]
 
   @pytest.mark.parametrize("known", [True, False])

@@ -177,12 +177,6 @@ class TestNoisySolution:
       for step in solution.text.split(";")[:-1]:
         assert step in problem.solution
 
-  @pytest.mark.parametrize("share, low, high", [(0.0, 0, 0), (1.0, 1, 1)])
-  def test_direct_guesses(self, share, low, high):
-    only = {"direct": 1, "clean": 0, "slip": 0, "skip": 0}
-    drawn = self.draw(200, direct_right=share, **only)
-    assert low <= np.mean([right(s, p) for p, s in drawn]) <= high
-
 
 class TestSums:
   @pytest.mark.parametrize("digits, total, held", [(1, 81, 20), (2, 8100, 200)])

@@ -198,36 +198,6 @@ class TestGradient:
     assert metrics["policy/lr"] == np.float32(1e-2)
 
 
-class TestWeights:
-  def test_token_mean_over_the_whole_mini_batch(self):
-    _, data = make_data()
-    batch = make_batch("policy", micro_batch_size=2)
-    count = data["policy_mask"].sum()
-    weights = np.asarray(batch.inputs["weights"])
-    np.testing.assert_allclose(weights.sum(), 1.0, rtol=1e-6)
-    assert set(np.unique(weights)) == {0.0, np.float32(1 / count)}
-    np.testing.assert_array_equal(weights > 0, batch.packed.mask)
-
-  def test_nll_has_a_normaliser_of_its_own(self):
-    _, data = make_data()
-    batch = make_batch("policy", micro_batch_size=2)
-    count = data["positive_mask"].sum()
-    assert 0 < count < data["policy_mask"].sum()
-    weights = np.asarray(batch.inputs["nll_weights"])
-    np.testing.assert_allclose(weights.sum(), 1.0, rtol=1e-6)
-    np.testing.assert_allclose(np.unique(weights), [0, 1 / count], rtol=1e-6)
-
-  def test_no_correct_response_no_nll(self):
-    batch = make_batch("policy", micro_batch_size=2, rows=[1, 2, 4, 5])
-    assert not batch.inputs["nll_weights"].any()
-    assert batch.inputs["weights"].any()
-
-  def test_nothing_judged_trains_on_nothing(self):
-    batch = make_batch("policy", micro_batch_size=2, rows=[3])
-    assert not batch.inputs["weights"].any()
-    assert not batch.packed.mask.any()
-
-
 class TestMesh:
   @pytest.mark.parametrize(
     ("kind", "shape"),

@@ -263,8 +263,7 @@ class TestHostile:
     tests = pathlib.Path(__file__).parents[1]
     path = os.pathsep.join(map(str, [tests.parent, tests, tests / "rewards"]))
     trainer = subprocess.Popen(
-      [sys.executable, "-c", program],
-      env=os.environ | {"PYTHONPATH": path},
+      [sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": path}
     )
     until(lambda: len(processes(_LONG)) == 20)
     below = psutil.Process(trainer.pid).children

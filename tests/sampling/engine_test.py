@@ -261,11 +261,6 @@ class TestDistribution:
     # All samples of a prompt are the same then.
     assert len(np.unique(out.tokens, axis=0)) <= N
 
-  def test_top_k_one_is_greedy(self):
-    greedy = generate(settings=SamplingSettings(temperature=0.0))
-    greedy_too = generate(settings=SamplingSettings(top_k=1))
-    assert_same_responses(greedy_too, greedy)
-
 
 class TestStats:
   def test_say_what_a_call_cost(self):
@@ -299,13 +294,6 @@ class TestCompilation:
       generate(settings=settings, key=jax.random.key(77), version=8)
     assert len(COMPILED) == count
     assert count > 0  # The listener does hear.
-
-  def test_there_is_a_decode_program_for_each_batch_size(self):
-    own = engine()
-    for ids in (IDS, IDS + 70, IDS + 700):
-      generate(ids=ids)
-    assert buckets.slot_buckets(8, 1) == [8]
-    assert own._cache.programs.decode._cache_size() == 1
 
   def test_a_long_tail_compiles_a_program_for_each_pair_of_buckets(self):
     own = scripted.make_engine(slots=64, page_size=8)
