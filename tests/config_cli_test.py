@@ -1,11 +1,8 @@
 """Bad input of a training run: exit code 2 and one line, before any work."""
 
 import contextlib
-import importlib.machinery
-import importlib.util
 import json
 import pathlib
-import py_compile
 import re
 import shutil
 
@@ -202,18 +199,6 @@ class TestSettings:
     for path in config_lib.KEYS:
       assert f"\n{path} = " in f"\n{shown}"
     assert "one of 'clip', 'cispo', 'gspo'" in shown
-
-  def test_the_table_needs_no_source(self, tmp_path):
-    """As in a package of compiled files alone."""
-    file = str(tmp_path / "settings.pyc")
-    py_compile.compile(config_lib.__file__, file, doraise=True)
-    loader = importlib.machinery.SourcelessFileLoader("settings", file)
-    spec = importlib.util.spec_from_file_location("settings", loader=loader)
-    settings = importlib.util.module_from_spec(spec)
-    loader.exec_module(settings)
-    described = {name: key.meaning for name, key in settings.KEYS.items()}
-    assert described == {k: key.meaning for k, key in config_lib.KEYS.items()}
-    assert all(described.values())
 
   def test_the_defaults_are_valid(self):
     validate(config_lib.scaled()[0])

@@ -267,11 +267,6 @@ class TestDetect:
     assert fleet.detect(x[:2] * [1, 50, 1]) == []
     assert fleet.detect(x, roles=["a", "b", "b", "c", "c"]) == []
 
-  def test_gaps_do_not_hide_it(self):
-    x = broken()
-    x[np.random.default_rng(1).random(x.shape) < 0.3] = np.nan
-    assert fleet.detect(x)[0].host == 2
-
 
 class TestDenoiser:
   @pytest.fixture(scope="class")
