@@ -96,14 +96,6 @@ def _asynchronous(
   return _columns(rows, cost)
 
 
-def _utilisation(trace, slots=16):
-  return trace["tokens"].sum() / (slots * trace["decode_steps"].sum())
-
-
-def _mean_length(trace):
-  return trace["response_tokens"].sum() / trace["responses"].sum()
-
-
 _MODES = {
   "static": _static,
   "refill": _in_turns,

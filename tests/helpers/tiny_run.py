@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import pathlib
+import shutil
 
 import jax
 import numpy as np
@@ -11,6 +12,7 @@ import pretraining
 from helpers import configs
 
 from jaxrl_llm import metrics, models
+from jaxrl_llm.checkpoint import commit
 from jaxrl_llm.data import tasks
 from jaxrl_llm.trainer import build, loop
 from jaxrl_llm.types import Rollout
@@ -114,6 +116,21 @@ def check_resumes(run: build.Run, folder: pathlib.Path, after=2) -> list[dict]:
   rows, again = (comparable(folder / name) for name in ("whole", "parts"))
   assert rows == again and len(rows) == run.config.run.steps + 1
   return rows
+
+
+def train_and_resume(run: build.Run, folder: pathlib.Path) -> list[dict]:
+  """Trains; returns the rows of metrics.
+
+  The same run, resumed after its first step, must end in the same bits.
+  """
+  assert loop.train(run, folder) == 0
+  resumed = shutil.copytree(folder, folder.with_name(f"{folder.name} resumed"))
+  assert loop.train(run, resumed, step=1) == 0
+  assert comparable(resumed) == comparable(folder)
+  last = f"checkpoints/{run.config.run.steps}"
+  once, again = (commit.read(x / last)["leaves"] for x in (folder, resumed))
+  assert once == again
+  return metrics.read_rows(folder / "metrics.jsonl")
 
 
 def collect(run: build.Run):
