@@ -69,15 +69,6 @@ class TestWorkdir:
     with pytest.raises(InputError, match=message):
       workdir.read_config(tmp_path)
 
-  def test_steps(self, run, tmp_path):
-    _, directory = run
-    assert workdir.find_step(directory) == 2
-    assert workdir.find_step(directory, 1) == 1
-    with pytest.raises(InputError, match="no step 7; choose from 1, 2"):
-      workdir.find_step(directory, 7)
-    with pytest.raises(InputError, match="no checkpoint"):
-      workdir.find_step(tmp_path)
-
   def test_policy_needs_no_other_item(self, run, tmp_path):
     _, directory = run
     copy = tmp_path / "copy"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import study as script
 from helpers import configs, programs
-from studies import picture, results
+from studies import results
 from studies.tables import STUDIES, Study, Variant
 
 from jaxrl_llm.errors import InputError
@@ -206,21 +206,6 @@ class TestPicture:
     assert [a.size for a in band(_curves([begun], "tokens"))] == [0, 0, 0]
     both = band(_curves([run, begun], "steps"))
     np.testing.assert_array_equal(both[1], mean)
-
-  def test_draws_more_variants_than_there_are_colours(self, tmp_path):
-    pytest.importorskip("matplotlib")
-    outcomes = {
-      f"variant {i} with a long name": [
-        results.outcome(_rows([0.1, 0.02 * i, 0.1 * i], seconds=i + s))
-        for s in (1, 2)
-      ]
-      for i in range(9)
-    }
-    outcomes["begun"] = [results.outcome([{"step": 1}])]
-    study = Study("A title", "?", (Variant("begun", "vapo"),))
-    picture.draw(study, outcomes, tmp_path / "curves.png")
-    content = (tmp_path / "curves.png").read_bytes()
-    assert content.startswith(b"\x89PNG\r\n\x1a\n")
 
 
 class TestStudies:

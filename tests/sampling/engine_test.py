@@ -148,15 +148,6 @@ class TestIndependence:
 
     assert_same_responses(generate(rule=decide), expected())
 
-  def test_group_that_starts_in_parts(self):
-    steps = []
-
-    def decide(view):
-      steps.append(None)
-      return Decision(insert=3 if len(steps) % 2 else 0)
-
-    assert_same_responses(generate(rule=decide), expected())
-
   def test_mesh_of_eight_devices(self):
     mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
     fns, trained = tiny.tiny_policy(mesh)

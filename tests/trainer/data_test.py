@@ -8,7 +8,7 @@ import pytest
 from helpers import chat_model, programs, tiny_run
 from pyarrow import parquet
 
-from jaxrl_llm import metrics, workdir
+from jaxrl_llm import metrics
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.trainer import build, loop
 
@@ -199,12 +199,6 @@ class TestRun:
     config.run.steps = 4
     loop.train(build.make_run(config), tmp_path)
     assert tiny_run.comparable(tmp_path) == tiny_run.comparable(whole)
-
-  def test_the_best_is_that_of_the_set(self, whole):
-    rows = metrics.read_rows(whole / "metrics.jsonl")
-    values = {x["step"]: x.get("eval/y_test/greedy", -1.0) for x in rows}
-    best = min(k for k, x in values.items() if x == max(values.values()))
-    assert workdir.find_step(whole, "best") == best
 
   def test_evaluate_repeats_all_of_them(self, whole, tmp_path):
     code, output, errors = programs.run("evaluate", f"--checkpoint={whole}")
