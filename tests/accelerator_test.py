@@ -5,12 +5,9 @@ import copy
 import dataclasses
 import json
 import math
-import subprocess
-import sys
 
 import accelerator
 import jax
-import numpy as np
 import pytest
 from benchmarks import devices
 from helpers import programs
@@ -221,28 +218,11 @@ def test_as_many_layers_as_fit_and_at_least_one(monkeypatch):
   assert devices._that_fits(whole).num_layers == 1
 
 
-def test_rollouts_of_an_update_have_groups_with_one_prompt():
-  sizes = devices.SIZES["small"]
-  rollout = devices._rollout(sizes.decoded, sizes)
-  total = rollout.prompt_lengths + rollout.lengths
-  np.testing.assert_array_equal(total, sizes.response_length)
-  for group in range(4):
-    prompts = rollout.prompt_tokens[rollout.group == group]
-    assert len(prompts) == 4 and (prompts == prompts[0]).all()
-
-
 @pytest.mark.slow(minutes=1)
 def test_measures_a_device_and_writes_what_it_saw(tmp_path):
   parts = "device,decode,update,attention,agreement"
   flags = [f"--parts={parts}", f"--out={tmp_path}"]
-  done = subprocess.run(
-    [sys.executable, accelerator.__file__, *flags],
-    env=programs.environment(),
-    capture_output=True,
-    text=True,
-    timeout=900,
-  )
-  assert done.returncode == 0, done.stderr
+  programs.finish("scripts/accelerator.py", *flags)
   record = json.loads((tmp_path / "cpu.json").read_text())
   assert record["errors"] == {} and record["sizes"] == "small"
   found = record["parts"]

@@ -40,25 +40,20 @@ _TRL = {
 }
 
 
-class TestLastJsonObject:
-  def test_one_line_after_other_output(self):
-    text = 'loading\n{"a": 1}\n{\'loss\': 0.1}\n{"b": 2}\n'
-    assert peers.last_json_object(text) == {"b": 2}
-
-  def test_over_many_lines_is_the_outer_object(self):
-    text = "{'loss': 0.1}\n" + json.dumps(_TRL, indent=1) + "\nbye\n"
-    assert peers.last_json_object(text) == _TRL
-
-  def test_a_line_that_goes_on_is_none(self):
-    assert peers.last_json_object('{"a": 1} seconds\n') is None
-
-  def test_torn_object_gives_way_to_the_one_before(self):
-    text = '{"a": 1}\n{\n "b": {\n  "c": 1\n }\n'
-    assert peers.last_json_object(text) == {"a": 1}
-
-  @pytest.mark.parametrize("text", ["", "\n", "[1]\n", "{\n", 'x {"a": 1}'])
-  def test_none(self, text):
-    assert peers.last_json_object(text) is None
+@pytest.mark.parametrize(
+  ("text", "found"),
+  [
+    ('loading\n{"a": 1}\n{\'loss\': 0.1}\n{"b": 2}\n', {"b": 2}),
+    # Over many lines, the outer object.
+    ("{'loss': 0.1}\n" + json.dumps(_TRL, indent=1) + "\nbye\n", _TRL),
+    # A torn object gives way to the one before.
+    ('{"a": 1}\n{\n "b": {\n  "c": 1\n }\n', {"a": 1}),
+    ('{"a": 1} seconds\n', None),  # A line that goes on.
+    *((text, None) for text in ("", "\n", "[1]\n", "{\n", 'x {"a": 1}')),
+  ],
+)
+def test_last_json_object(text, found):
+  assert peers.last_json_object(text) == found
 
 
 class TestReadNumbers:
@@ -217,10 +212,7 @@ class TestScript:
       (["sampler", "--shape=7b"], "--shape '7b' must be one of tiny"),
       (["sampler", "--batch=0"], "--batch=0 must be at least 1"),
       (["train_step", "--batch=6"], "--batch=6 must be a multiple of"),
-      (
-        ["train_step", "--max_tokens_per_row=9"],
-        "--max_tokens_per_row=9 must hold",
-      ),
+      (["train_step", "--max_tokens_per_row=9"], "_per_row=9 must hold"),
       (["sampler", "--peer=x"], "--peer='x' must be NAME=COMMAND"),
       (["sampler", "--peer=ours=x"], "with a name but 'ours'"),
       (["sampler", "--peer=a=x", "--peer=a=y"], "two peers are called 'a'"),

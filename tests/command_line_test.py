@@ -24,12 +24,11 @@ def explain(*arguments):
     ("sampler.top_p", "top_p has no counterpart here: training samples from"),
     ("trainer.total_epochs", "has no counterpart here: give run.steps"),
     ("group_size", "did you mean data.group_size?"),
-    (
-      "mini_batch",
-      "mean optimizer.policy.mini_batch or optimizer.value.mini_batch?",
-    ),
+    ("mini_batch", "optimizer.policy.mini_batch or optimizer.value.mini"),
     ("data.group_sise", "did you mean data.group_size?"),
     ("schedule.name", "see --help_config"),
+    ("optimiser.policy.lr", "actor.optim.lr is optimizer.policy.learning_rate"),
+    ("loss.cliphigh", "did you mean loss.clip_high?"),
   ],
 )
 def test_a_key_that_no_config_has(key, hint):

@@ -38,6 +38,14 @@ def _parsed_flags():
     flags.FLAGS.mark_as_parsed()
 
 
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+  """A tiny random model with a tokenizer, which no test may change."""
+  from helpers import tiny_run
+
+  return tiny_run.write_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _bounded_memory():
   """Compiled programs of all files together would take too much of it."""

@@ -135,12 +135,6 @@ class TestChecksums:
     ]
     assert len({digest.checksum(tree) for tree in trees}) == len(trees)
 
-  def test_swapped_leaves_show(self):
-    x, y = random_bits(np.random.default_rng(0), (2, 4), "bfloat16")
-    assert digest.checksum({"x": x, "y": y}) != digest.checksum(
-      {"x": y, "y": x}
-    )
-
   def test_name_the_leaf_that_differs(self):
     tree, other = random_tree(0), random_tree(0)
     other["layers"][4]["w"] = other["layers"][4]["w"].copy()

@@ -2,12 +2,11 @@
 
 import pathlib
 import re
-import subprocess
-import sys
 
 import layering_test
 import pytest
 import study
+from helpers import programs
 from studies import tables
 
 import docs
@@ -43,11 +42,8 @@ def test_the_page_of_rooms_has_the_layers_and_names_them_all():
 def test_the_site_has_every_page_and_no_broken_link(tmp_path):
   pytest.importorskip("sphinx")
   pytest.importorskip("myst_parser")
-  command = [sys.executable, "-m", "sphinx", "-q", "-W", str(_ROOT / "docs")]
-  done = subprocess.run(
-    [*command, str(tmp_path)], capture_output=True, text=True
-  )
-  assert done.returncode == 0, done.stderr
+  command = ("-m", "sphinx", "-q", "-W", _ROOT / "docs", tmp_path)
+  programs.finish(*command)
   pages = {path.stem for path in (_ROOT / "docs").glob("*.md")}
   assert pages <= {path.stem for path in tmp_path.glob("*.html")}
   index = (tmp_path / "index.html").read_text("utf-8")

@@ -39,13 +39,6 @@ def _trees_equal(a, b):
 
 
 class TestWorkdir:
-  def test_config_is_read_back(self, run):
-    model, directory = run
-    written = tiny_run.make_config(
-      model, run__steps=2, value__pretrain_steps=0, eval__every=1
-    )
-    assert workdir.read_config(directory).to_dict() == written.to_dict()
-
   def test_keys_that_are_missing_have_defaults(self, tmp_path):
     text = '{"sampler": {"stop": ["."]}, "data": {"settings": {"digits": 2}}}'
     (tmp_path / "config.json").write_text(text)
@@ -75,15 +68,6 @@ class TestWorkdir:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(InputError, match=message):
       workdir.read_config(tmp_path)
-
-  def test_steps(self, run, tmp_path):
-    _, directory = run
-    assert workdir.find_step(directory) == 2
-    assert workdir.find_step(directory, 1) == 1
-    with pytest.raises(InputError, match="no step 7; choose from 1, 2"):
-      workdir.find_step(directory, 7)
-    with pytest.raises(InputError, match="no checkpoint"):
-      workdir.find_step(tmp_path)
 
   def test_policy_needs_no_other_item(self, run, tmp_path):
     _, directory = run
@@ -255,10 +239,7 @@ class TestEvaluate:
       (("--checkpoint={run}", "--step=best"), "no step best; choose from 1, 2"),
       (("--checkpoint={model}",), "is a model directory; give --dataset"),
       (("--checkpoint={run}", "--config=vapo"), "has its own settings"),
-      (
-        ("--checkpoint={run}", "--dataset=sumz"),
-        "'sumz' is no evaluation set",
-      ),
+      (("--checkpoint={run}", "--dataset=sumz"), "'sumz' is no evaluation set"),
     ],
   )
   def test_bad_input_is_one_line(self, run, flags, message):

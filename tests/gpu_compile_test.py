@@ -1,13 +1,10 @@
 """Sampler and update compile for an H100 with their kernels."""
 
 import importlib.util
-import json
-import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
+from helpers import programs
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -25,22 +22,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module", name="report")
 def _report():
-  own = {
-    "JAX_PLATFORMS": "cpu",
-    "PYTHONPATH": os.pathsep.join(
-      [str(_ROOT), str(_ROOT / "scripts"), os.environ.get("PYTHONPATH", "")]
-    ),
-  }
-  # The compiler for GPUs does not bear the flags of the one for CPUs.
-  kept = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-  done = subprocess.run(
-    [sys.executable, _ROOT / "tests" / "lower_for_gpu.py"],
-    env=kept | own,
-    capture_output=True,
-    text=True,
-  )
-  assert done.returncode == 0, done.stderr
-  return json.loads(done.stdout.splitlines()[-1])
+  return programs.compiled("tests/lower_for_gpu.py")
 
 
 def test_attention_of_a_row_holds_no_scores(report):

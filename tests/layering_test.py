@@ -46,14 +46,8 @@ _KEPT_BY = {
 }
 # Words of reinforcement learning, which a model must not know.
 _RL_WORDS = {
-  "advantage",
-  "advantages",
-  "behavior",
-  "gae",
-  "reward",
-  "rewards",
-  "rollout",
-  "rollouts",
+  *("advantage", "advantages", "behavior", "gae"),
+  *("reward", "rewards", "rollout", "rollouts"),
 }
 
 

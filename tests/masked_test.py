@@ -231,8 +231,7 @@ class TestSegments:
     )
 
   @pytest.mark.parametrize(
-    "function",
-    [masked.segment_mean, masked.segment_std, masked.segment_median],
+    "function", [masked.segment_mean, masked.segment_std, masked.segment_median]
   )
   def test_nan_leaves_gradients_alone(self, function):
     def total(x):

@@ -130,14 +130,9 @@ class TestRules:
     assert _rules(found) == {rule}
     # At most a few rows after the fault, never before it.
     assert 30 <= found[0][0] <= 34
-
-  @pytest.mark.parametrize("rule", _BAD)
-  def test_one_line_with_number_reason_and_setting(self, rule):
-    _, warning = _run(_with(_healthy(), **_BAD[rule]))[0]
-    assert "\n" not in warning.text
-    assert warning.text.startswith("warning at step 3")
-    assert warning.text.count("; ") >= 2
-    assert _RULES[rule].advice in warning.text
+    text = found[0][1].text  # One line with number, reason and setting.
+    assert "\n" not in text and text.startswith("warning at step 3")
+    assert text.count("; ") >= 2 and _RULES[rule].advice in text
 
   @pytest.mark.parametrize("rule", _RULES)
   def test_settings_exist(self, rule):
@@ -163,26 +158,37 @@ class TestEntropyCollapse:
     assert "0.04 nats per token at accuracy 0.50" in text
     assert health.entropy_collapse([0.06] * 20, [0.5] * 20) is None
 
-  def test_low_entropy_of_a_solved_task_is_fine(self):
-    assert health.entropy_collapse([0.01] * 20, [0.9] * 20) is None
-
   def test_a_fast_fall_without_gain_is_found_above_the_low_mark(self):
     entropies = [1.0] * 12 + [0.15] * 3
     text = health.entropy_collapse(entropies, [0.3] * 15)
     assert "from 1 to 0.15" in text
 
-  def test_a_fast_fall_with_gain_is_learning(self):
-    entropies = [1.0] * 12 + [0.15] * 3
-    accuracies = [0.3] * 12 + [0.4] * 3
-    assert health.entropy_collapse(entropies, accuracies) is None
 
-  def test_the_same_fall_over_more_steps_is_fine(self):
-    entropies = list(np.geomspace(1.0, 0.15, 40))
-    assert health.entropy_collapse(entropies, [0.3] * 40) is None
+@pytest.mark.parametrize(
+  ("rule", "values"),
+  [
+    # A solved task; a fall with a gain; over more steps; one odd row.
+    ("entropy_collapse", ([0.01] * 20, [0.9] * 20)),
+    ("entropy_collapse", ([1.0] * 12 + [0.15] * 3, [0.3] * 12 + [0.4] * 3)),
+    ("entropy_collapse", (list(np.geomspace(1.0, 0.15, 40)), [0.3] * 40)),
+    ("entropy_collapse", ([0.3] * 20 + [0.01], [0.3] * 21)),
+    # Noise around zero; too few rows.
+    ("explained_variance", ([-0.1, -0.2, 0.01, -0.1, -0.3],)),
+    ("explained_variance", ([-1.0] * 4,)),
+    # Without a past; large, but usual; tiny.
+    ("kl_jump", ([0.05],)),
+    ("kl_jump", ([0.05] * 20,)),
+    ("kl_jump", ([1e-6] * 20 + [1e-3],)),
+    # Shorter and better.
+    ("length_collapse", ([200.0] * 20 + [60.0] * 3, [0.1] * 20 + [0.5] * 3)),
+  ],
+)
+def test_what_is_no_fault(rule, values):
+  assert _RULES[rule].find(*values) is None
 
-  def test_one_odd_row_is_no_collapse(self):
-    entropies = [0.3] * 20 + [0.01]
-    assert health.entropy_collapse(entropies, [0.3] * 21) is None
+
+def test_without_a_past_only_the_highest_kl_is_a_jump():
+  assert health.kl_jump([0.2]) is not None
 
 
 class TestRewards:
@@ -206,49 +212,23 @@ class TestRewards:
     assert _run(rows) == []
 
 
-class TestExplainedVariance:
-  def test_noise_around_zero_is_no_fault(self):
-    assert health.explained_variance([-0.1, -0.2, 0.01, -0.1, -0.3]) is None
-
-  def test_four_rows_are_too_few(self):
-    assert health.explained_variance([-1.0] * 4) is None
-
-
-class TestKlJump:
-  def test_without_a_past_only_the_highest_is_a_jump(self):
-    assert health.kl_jump([0.05]) is None
-    assert health.kl_jump([0.2]) is not None
-
-  def test_a_large_but_usual_one_is_no_jump(self):
-    assert health.kl_jump([0.05] * 20) is None
-
-  def test_a_tiny_one_is_no_jump(self):
-    assert health.kl_jump([1e-6] * 20 + [1e-3]) is None
-
-
 class TestLengthCollapse:
-  def test_shorter_and_better_is_learning(self):
-    lengths, accuracies = [200.0] * 20 + [60.0] * 3, [0.1] * 20 + [0.5] * 3
-    assert health.length_collapse(lengths, accuracies) is None
-
-  def test_a_fall_in_the_first_steps_is_found(self):
+  @pytest.mark.parametrize(
+    ("steps", "latest", "length"),
+    [
+      (20, 8, lambda s: max(1.1, 10.0 - 1.2 * s)),  # In the first steps.
+      (200, 200, lambda s: 400 * 0.98**s),
+    ],
+  )
+  def test_a_fast_or_slow_fall_is_found(self, steps, latest, length):
     rows = _with(
-      _healthy(20),
-      rollout__response_length_mean=lambda s: max(1.1, 10.0 - 1.2 * s),
+      _healthy(steps),
+      rollout__response_length_mean=length,
       reward__accuracy=lambda s: 0.3,
       policy__entropy=lambda s: 0.5,
     )
     found = _run(rows)
-    assert _rules(found) == {"length_collapse"} and found[0][0] <= 8
-
-  def test_a_slow_fall_is_found(self):
-    rows = _with(
-      _healthy(200),
-      rollout__response_length_mean=lambda s: 400 * 0.98**s,
-      reward__accuracy=lambda s: 0.3,
-      policy__entropy=lambda s: 0.5,
-    )
-    assert _rules(_run(rows)) == {"length_collapse"}
+    assert _rules(found) == {"length_collapse"} and found[0][0] <= latest
 
 
 class TestMissingMetrics:

@@ -3,10 +3,7 @@
 import json
 import pathlib
 import re
-import subprocess
-import sys
 
-import numpy as np
 import pyarrow
 import pytest
 from helpers import chat_model, programs, tiny_run
@@ -172,56 +169,6 @@ class TestData:
     with pytest.raises(InputError, match="own-.* has no answer, which conf"):
       build.make_run(make_config(model, **changes))
 
-  @pytest.mark.slow
-  def test_tfds_with_the_usual_splits(self, model, tmp_path):
-    tfds = pytest.importorskip("tensorflow_datasets")
-
-    class OwnSums(tfds.core.GeneratorBasedBuilder):
-      VERSION = tfds.core.Version("1.0.0")
-
-      def _info(self):
-        text = tfds.features.Text()
-        return self.dataset_info_from_configs(
-          features=tfds.features.FeaturesDict(
-            {"question": text, "answer": text, "level": np.int64}
-          )
-        )
-
-      def _split_generators(self, dl_manager):
-        del dl_manager
-        parts = {"train": QUESTIONS[4:], "test": QUESTIONS[:4]}
-        return {name: self._rows(part) for name, part in parts.items()}
-
-      def _generate_examples(self):
-        raise NotImplementedError
-
-      def _rows(self, questions):
-        for question, answer in questions:
-          yield (
-            question,
-            {"question": question, "answer": str(answer), "level": 1},
-          )
-
-    OwnSums(
-      data_dir=tmp_path, file_format="array_record"
-    ).download_and_prepare()
-    changes = {
-      "data__source": "tfds",
-      "data__path": "own_sums:1.0.0",
-      "data__settings": {"data_dir": str(tmp_path), "download": False},
-    }
-    rows, _, run = train(model, tmp_path / "run", **changes)
-    assert rows[-1]["eval/own_sums/avg@2"] >= 0 and len(run.source) == 16
-    assert {p.question for p in run.evaluators[0].prompts} <= {
-      question for question, _ in QUESTIONS[:4]
-    }
-    part = build.make_run(
-      make_config(
-        model, data__split="train[:50%]", eval__split="train", **changes
-      )
-    )
-    assert len(part.source) == 8
-
 
 @pytest.mark.parametrize(
   ("name", "text", "said"),
@@ -284,16 +231,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 def script(name, *flags, own="plugin"):
   """Runs a script as a user does; its standard output."""
-  done = subprocess.run(
-    [sys.executable, f"scripts/{name}.py", f"--plugin=docs/{own}.py", *flags],
-    cwd=_ROOT,
-    capture_output=True,
-    text=True,
-    timeout=600,
-    env=programs.environment(),
-  )
-  assert done.returncode == 0, done.stderr
-  return done.stdout
+  flags = [f"--plugin=docs/{own}.py", *flags]
+  return programs.finish(f"scripts/{name}.py", *flags)[0]
 
 
 @pytest.mark.slow

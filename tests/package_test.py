@@ -118,11 +118,6 @@ class TestInstalled:
     assert done.returncode == 2
     assert "did you mean run.steps?" in done.stderr
 
-  def test_a_name_of_no_method(self, installed, tmp_path):
-    done = _run(installed[0], tmp_path, "jaxrl-train", "--config=nope")
-    assert done.returncode == 2
-    assert "'nope'; give a file or one of areal" in done.stderr
-
   def test_trains_in_an_empty_folder(self, installed, tmp_path):
     model = tiny_run.write_model(tmp_path / "tiny")
     flags = tiny_run.flags(model, "runs/a", run__steps=1)
@@ -141,15 +136,8 @@ def test_estimators_and_losses_need_only_jax_and_chex(tmp_path):
     "from jaxrl_llm import distributions, types\n"
     "try:\n  import flax\nexcept ModuleNotFoundError:\n  print('closed')\n"
   )
-  done = subprocess.run(
-    [sys.executable, program],
-    cwd=tmp_path,
-    env=os.environ | {"PYTHONPATH": str(_ROOT)},
-    capture_output=True,
-    text=True,
-  )
-  assert done.returncode == 0, done.stderr
-  assert done.stdout == "closed\n"
+  shown, _ = programs.finish(program, cwd=tmp_path)
+  assert shown == "closed\n"
 
 
 @pytest.mark.parametrize("name", ["train", "evaluate", "compile", "detect"])
@@ -161,10 +149,7 @@ def test_help_does_not_wait_for_jax(name):
     "assert 'jax' not in sys.modules"
   )
   path = os.pathsep.join([str(_ROOT), str(_ROOT / "scripts")])
-  environment = os.environ | {"PYTHONPATH": path}
-  subprocess.run(
-    [sys.executable, "-c", program], env=environment, cwd=_ROOT, check=True
-  )
+  programs.finish("-c", program, env=programs.environment(path))
 
 
 def test_a_room_is_imported_when_it_is_used():
@@ -172,5 +157,4 @@ def test_a_room_is_imported_when_it_is_used():
     "import sys, jaxrl_llm; assert 'jax' not in sys.modules;"
     " jaxrl_llm.estimators.gae; assert 'flax' not in sys.modules"
   )
-  environment = os.environ | {"PYTHONPATH": str(_ROOT)}
-  subprocess.run([sys.executable, "-c", program], env=environment, check=True)
+  programs.finish("-c", program)

@@ -1,13 +1,12 @@
 """Tests of scripts/dev/peer_rollouts.py and of the lengths that it draws."""
 
-import subprocess
-import sys
 import types
 
 import numpy as np
 import peer_rollouts
 import pytest
 from benchmarks import tail
+from helpers import programs
 
 
 def options(**changes):
@@ -42,10 +41,5 @@ def test_batches_run_to_their_longest_and_useful_tokens_count(batches, seen):
 
 
 def test_unknown_library_is_named():
-  run = subprocess.run(
-    [sys.executable, peer_rollouts.__file__, "vllm"],
-    capture_output=True,
-    text=True,
-  )
-  assert run.returncode == 2
-  assert "hf" in run.stderr and "vllm" in run.stderr
+  _, said = programs.finish("scripts/dev/peer_rollouts.py", "vllm", code=2)
+  assert "hf" in said and "vllm" in said

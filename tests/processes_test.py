@@ -3,12 +3,11 @@
 import pathlib
 import signal
 import socket
-import time
 
 import jax
 import numpy as np
 import pytest
-from helpers import configs, processes, tiny_run
+from helpers import configs, processes, programs, tiny_run
 
 from jaxrl_llm import fleet, metrics
 from jaxrl_llm.errors import InputError
@@ -84,10 +83,6 @@ class TestRefused:
 
 @pytest.mark.slow(minutes=1)
 class TestTraining:
-  @pytest.fixture(scope="class")
-  def model(self, tmp_path_factory):
-    return tiny_run.write_model(tmp_path_factory.mktemp("model") / "tiny")
-
   SETTINGS = {
     "mesh__data": 2,
     "mesh__fsdp": 2,
@@ -155,13 +150,11 @@ def logs(folder):
   return [file.read_text() for file in sorted(folder.glob("*.log"))]
 
 
-def wait_for_step(workdir, step, seconds=600):
+def wait_for_step(workdir, step):
   """Until the row of a step is there."""
-  end = time.monotonic() + seconds
   rows = workdir / "metrics.jsonl"
-  while not rows.exists() or len(rows.read_bytes().splitlines()) <= step:
-    assert time.monotonic() < end, logs(workdir.parent)
-    time.sleep(0.1)
+  written = lambda: rows.exists() and rows.read_bytes().count(b"\n") > step
+  programs.wait_until(written, "a step")
 
 
 def check_times(folder, steps):

@@ -8,8 +8,6 @@ import json
 import pathlib
 import re
 import shlex
-import subprocess
-import sys
 
 import pytest
 from helpers import chat_model, programs
@@ -138,16 +136,8 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("line", _RUN)
 def test_a_line_runs_as_it_is_printed(line, folder):
   name, arguments = _arguments(line)
-  done = subprocess.run(
-    [sys.executable, f"scripts/{name}.py", *arguments],
-    cwd=folder,
-    env=programs.environment(),
-    capture_output=True,
-    text=True,
-    timeout=600,
-  )
-  assert done.returncode == 0, done.stdout + done.stderr
-  assert "Traceback" not in done.stderr
+  _, said = programs.finish(f"scripts/{name}.py", *arguments, cwd=folder)
+  assert "Traceback" not in said
 
 
 def test_no_line_is_forgotten():

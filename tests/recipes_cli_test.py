@@ -1,10 +1,9 @@
 """Recipes at the door: what contradicts itself is refused."""
 
-import ast
 import itertools
 
 import pytest
-from helpers.configs import METHODS, keys, load
+from helpers.configs import METHODS, keys, load, value
 
 from jaxrl_llm import config as config_lib
 from jaxrl_llm.config import presets
@@ -128,13 +127,6 @@ def read(text):
   }
 
 
-def value(text):
-  try:
-    return ast.literal_eval(text)
-  except ValueError:
-    return text
-
-
 def changed(changes, base="vapo"):
   config = load(base)
   config.update_from_flattened_dict(changes)
@@ -190,20 +182,8 @@ class TestRefused:
     # One of the mesh is tried too, and two need parts of users: see doors/.
     assert len(tried) == len(known) + 1 - 2
 
-  def test_none_holds_by_default(self):
-    for method in METHODS:
-      assert not constraints.broken(load(method))
-
 
 class TestConfigs:
-  def test_all_methods_are_there(self):
-    assert set(METHODS) >= {
-      *("vapo", "tppo", "dapo", "grpo", "dr_grpo", "rloo", "ppo", "vc_ppo"),
-      *("gspo", "cispo", "hapo", "mc_grpo", "ppo_ewma", "vcpo"),
-      *("sft", "distill"),
-      *("reinforce_pp", "reinforce_pp_baseline"),
-    }
-
   @pytest.mark.parametrize("method", METHODS)
   def test_is_valid_at_every_scale(self, method):
     for preset in presets.SCALES:
@@ -257,11 +237,3 @@ class TestConfigs:
       assert optimizer.warmup_steps == 20 * 6 * optimizer.epochs
       optimizer.warmup_steps = 3
       assert optimizer.warmup_steps == 3
-
-  @pytest.mark.parametrize(
-    ("method", "updates"),
-    [("vapo", 320), ("gspo", 80), ("mc_grpo", 40), ("vcpo", 20)],
-  )
-  def test_warmup_at_32b(self, method, updates):
-    optimizer = load(method, "qwen2.5-32b").optimizer
-    assert optimizer.policy.warmup_steps == updates

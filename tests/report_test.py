@@ -315,31 +315,3 @@ class TestDraw:
     (axis,) = [x for x in sheet.axes if "Time" in x.get_title(loc="left")]
     colors = [line.get_color() for line in axis.lines if len(line.get_xdata())]
     assert set(colors) == {"C0", "C1"}
-
-  def test_phases_have_colours_of_their_own(self, tmp_path, monkeypatch):
-    phases = {f"time/phase_{k}_s": 1.0 + k for k in range(9)}
-    rows = [{"step": s, "time/step_s": 50.0} | phases for s in range(3)]
-    run = report.Run("run", rows, {"run.seed": 7})
-    sheet, _ = self.drawn([run], tmp_path, monkeypatch)
-    assert sheet.get_suptitle() == "run: base model, seed 7"
-    (axis,) = [x for x in sheet.axes if x.get_title(loc="left")]
-    names = [text.get_text() for text in axis.get_legend().get_texts()]
-    longest = [f"phase {k}" for k in range(8, 3, -1)]
-    assert names == ["whole step", *longest]
-    lines = [line for line in axis.lines if line.get_label() in names]
-    assert [line.get_color() for line in lines] == [f"C{k}" for k in range(6)]
-
-  def test_results_stand_above_and_legends_outside(self, tmp_path, monkeypatch):
-    run = report.load_run(_make_run(tmp_path / "run", seed=0))
-    run.rows[:] = [x | {"rollout/truncated_fraction": 0.0} for x in run.rows]
-    sheet, _ = self.drawn([run], tmp_path, monkeypatch)
-    title, results = sheet.get_suptitle().splitlines()
-    assert title == "run: vapo, tiny, seed 0"
-    assert results == "sums avg@8 0.400 → 0.400 ± 0.050 (steps 0 and 4)"
-    titles = [axis.get_title(loc="left") for axis in sheet.axes]
-    assert "Clipped tokens (fraction)" in titles
-    assert "Unfinished responses (fraction)" not in titles  # Always 0.
-    for axis in sheet.axes:
-      if legend := axis.get_legend():
-        label = axis.xaxis.label.get_window_extent()
-        assert legend.get_window_extent().y1 <= label.y0

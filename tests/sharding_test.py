@@ -16,11 +16,7 @@ KEY = jax.random.key(0)
 
 
 def _config(**changes):
-  values = {
-    "family": "llama",
-    "mlp_bias": True,
-    "tie_word_embeddings": False,
-  }
+  values = {"family": "llama", "mlp_bias": True, "tie_word_embeddings": False}
   return tiny.tiny_config().__class__(
     **{**vars(tiny.tiny_config()), **values, **changes}
   )

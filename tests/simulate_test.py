@@ -96,14 +96,6 @@ def _asynchronous(
   return _columns(rows, cost)
 
 
-def _utilisation(trace, slots=16):
-  return trace["tokens"].sum() / (slots * trace["decode_steps"].sum())
-
-
-def _mean_length(trace):
-  return trace["response_tokens"].sum() / trace["responses"].sum()
-
-
 _MODES = {
   "static": _static,
   "refill": _in_turns,
@@ -140,19 +132,6 @@ class TestEveryMode:
     if mode not in (_MODES["one step off"], _MODES["unbounded"]):
       parts.append(trace["train_s"])
     np.testing.assert_allclose(trace["step_s"], sum(parts) + 5, rtol=1e-12)
-
-  @_EACH_MODE
-  def test_equal_lengths_keep_all_slots_busy(self, mode):
-    requests = Requests(np.full(60, 9), np.full((60, 4), 32))
-    trace = mode(requests, groups=12, steps=4)
-    assert _utilisation(trace) == pytest.approx(1.0)
-
-  @_EACH_MODE
-  def test_memory_follows_what_is_in_the_slots(self, mode):
-    capacity = mode(_drawn())["kv_capacity"]
-    assert np.all(capacity >= 16 * 16)
-    # A response is at most 259 long: 17 pages.
-    assert np.all(capacity <= 16 * 17 * 16)
 
 
 class TestByHand:
@@ -229,18 +208,6 @@ class TestByHand:
     )
 
 
-class TestRefill:
-  @pytest.mark.parametrize("slots", [5, 16])
-  @pytest.mark.parametrize("seed", range(2))
-  def test_is_never_slower_than_static(self, slots, seed):
-    cost = simulate.CostModel(decode=(Plane(1.0, 0.1, 0.001),))
-    args, sizes = (_drawn(seed=seed), cost), {"slots": slots, "steps": 4}
-    static = _static(*args, **sizes)["step_s"]
-    refill = _in_turns(*args, **sizes)["step_s"]
-    assert np.all(refill <= static * (1 + 1e-12))
-    assert refill.sum() < static.sum()
-
-
 class TestWindow:
   def test_of_the_longest_response_is_refill(self):
     requests = _drawn()
@@ -248,25 +215,12 @@ class TestWindow:
     for name, value in _in_turns(requests).items():
       np.testing.assert_array_equal(window[name], value, err_msg=name)
 
-  def test_trains_prefixes_again_and_again(self):
-    trace = _in_turns(_drawn(), window=20)
-    contexts = (trace["train_s"] - 3) / 0.25
-    assert contexts.sum() > 1.5 * trace["trained"].sum()
-    assert not trace["off_policy"].any()
-
 
 class TestOverProvisioned:
   def test_none_in_reserve_is_refill(self):
     many = _over_provisioned(_drawn(), in_flight=10)
     for name, value in _in_turns(_drawn()).items():
       np.testing.assert_array_equal(many[name], value, err_msg=name)
-
-  def test_parked_responses_go_first_and_grow_no_older_than_their_length(self):
-    requests, sizes = _drawn(prompts=200), {"slots": 80, "steps": 12}
-    trace = _over_provisioned(requests, _FREE, **sizes, in_flight=20)
-    fewest = trace["decode_steps"].min()
-    oldest = trace["max_staleness"].max()
-    assert 1 <= oldest <= -(-requests.lengths.max() // fewest)
 
   def test_waits_for_what_is_too_old(self):
     args = _drawn(prompts=200, between=0.0), _FREE
@@ -277,16 +231,6 @@ class TestOverProvisioned:
       for age in (1, math.inf)
     ]
     assert ages[0] == 1 < ages[1]
-
-  def test_parking_does_not_favour_short_responses(self):
-    args = _drawn(prompts=800), _FREE
-    sizes = {"slots": 80, "steps": 40}
-    whole = _mean_length(_in_turns(*args, **sizes))
-    parked = _over_provisioned(*args, **sizes, in_flight=20)
-    # What is still parked at the end is long; on the whole nothing is missing.
-    later = {name: values[10:] for name, values in parked.items()}
-    assert _mean_length(later) == pytest.approx(whole, rel=0.1)
-    assert parked["off_policy"].sum() > 0.1 * parked["trained"].sum()
 
 
 class TestAsynchronous:
@@ -303,11 +247,6 @@ class TestAsynchronous:
     trace = _asynchronous(_drawn(prompts=150), cost, steps=12, lag=lag)
     assert 1 <= trace["max_staleness"].max() <= lag
 
-  def test_hides_training_behind_sampling(self):
-    refill, trace = _in_turns(_drawn()), _asynchronous(_drawn(), lag=1)
-    assert trace["step_s"].sum() < refill["step_s"].sum()
-    assert trace["step_s"].sum() >= trace["train_s"].sum()
-
   def test_interrupted_responses_are_prefilled_again(self):
     args = _drawn(), dataclasses.replace(_FREE, prefill_token_s=1e-6)
     once = _in_turns(*args)["prefill_s"].sum()
@@ -322,20 +261,6 @@ class TestPipelined:
     np.testing.assert_array_equal(trace["max_staleness"], expected)
     late = np.where(expected > 0, trace["trained"], 0)
     np.testing.assert_array_equal(trace["off_policy"], late)
-
-  def test_in_the_long_run_the_slower_side_sets_the_pace(self):
-    requests = _drawn()
-    slow = dataclasses.replace(_PRICES, train_step_s=30_000.0)
-    trace = _pipelined(requests, slow, lag=1)
-    np.testing.assert_allclose(
-      trace["step_s"][1:], trace["train_s"][1:] + slow.sync_s
-    )
-    quick = dataclasses.replace(_FREE, scheduler_step_s=1.0)
-    trace, turns = (
-      _pipelined(requests, quick, lag=1),
-      _in_turns(requests, quick),
-    )
-    np.testing.assert_allclose(trace["step_s"].sum(), turns["step_s"].sum())
 
   def test_periodic_takes_turns_but_trains_meanwhile(self):
     turns, trace = _in_turns(_drawn()), _pipelined(_drawn(), streaming=True)

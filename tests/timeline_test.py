@@ -2,8 +2,6 @@
 
 import csv
 import pathlib
-import subprocess
-import sys
 
 import pytest
 import study
@@ -16,16 +14,9 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 def test_one_device_is_refused(tmp_path):
-  done = subprocess.run(
-    [sys.executable, "scripts/study.py", "timeline", f"--out={tmp_path}"],
-    cwd=ROOT,
-    env=programs.environment(),
-    capture_output=True,
-    text=True,
-    timeout=900,
-  )
-  assert done.returncode == 2
-  assert "at least 2 devices" in done.stderr and not list(tmp_path.iterdir())
+  flags = ("timeline", f"--out={tmp_path}")
+  _, said = programs.finish("scripts/study.py", *flags, code=2)
+  assert "at least 2 devices" in said and not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

@@ -1,13 +1,10 @@
 """Sampler and update compile for TPUs, the sampler with its kernels."""
 
 import importlib.util
-import json
-import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
+from helpers import programs
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _PROGRAM = _ROOT / "tests" / "lower_for_tpu.py"
@@ -25,21 +22,7 @@ pytestmark = [
 @pytest.fixture(scope="module", name="report")
 def _report():
   """What the compiler makes of every program, in one process of its own."""
-  own = {
-    "JAX_PLATFORMS": "cpu",
-    "TPU_SKIP_MDS_QUERY": "1",
-    "PYTHONPATH": os.pathsep.join([str(_ROOT), str(_ROOT / "scripts")]),
-  }
-  # The compiler for TPUs does not bear the flags of the one for CPUs.
-  kept = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-  done = subprocess.run(
-    [sys.executable, _PROGRAM],
-    env=kept | own,
-    capture_output=True,
-    text=True,
-  )
-  assert done.returncode == 0, done.stderr
-  return json.loads(done.stdout.splitlines()[-1])
+  return programs.compiled("tests/lower_for_tpu.py")
 
 
 class TestSampler:

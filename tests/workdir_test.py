@@ -259,13 +259,6 @@ class TestAllowed:
       workdir_lib.read_config(folder).to_dict() == make(run__steps=7).to_dict()
     )
 
-  def test_a_line_for_each(self):
-    changes = {"run.steps": [6, 9], "loss.clip_value": [None, 0.5]}
-    assert workdir_lib.describe(changes) == [
-      "config.run.steps: 6 -> 9",
-      "config.loss.clip_value: None -> 0.5",
-    ]
-
   def test_a_key_that_the_run_did_not_know_had_its_default(self, start):
     folder = start(make())
     saved = json.loads((folder / "config.json").read_text())

@@ -8,39 +8,22 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.trainer import build
 
 _INF, _NAN = float("inf"), float("nan")
+_HUGE = 10**9
 _SETTINGS = {
   "chain_sum": [
-    {"min_ops": 3, "max_ops": 10**9},
-    {"min_ops": 10**9, "max_ops": 10**9},
-    {"min_ops": 4, "max_ops": 3},
-    {"min_ops": 0},
-    {"min_ops": None},
-    {"max_ops": 2, "eval_size": 10**9},
-    {"eval_size": 10**7},
-    {"eval_size": 0},
-    {"max_ops": 1e30},
-    {"max_ops": "9"},
-    {"max_ops": 2.5},
-    {"max_ops": True},
-    {"max_ops": _INF},
-    {"max_ops": _NAN},
-    {"nope": 1},
-    {"seed": 5},
-    {"split": "x"},
+    *({"min_ops": 3, "max_ops": _HUGE}, {"min_ops": _HUGE, "max_ops": _HUGE}),
+    *({"min_ops": 4, "max_ops": 3}, {"min_ops": 0}, {"min_ops": None}),
+    *({"max_ops": 2, "eval_size": _HUGE}, {"eval_size": 10**7}),
+    *({"eval_size": 0}, {"nope": 1}, {"seed": 5}, {"split": "x"}),
+    *({"max_ops": x} for x in (1e30, "9", 2.5, True, _INF, _NAN)),
   ],
   "remainder": [
-    {"max_ops": 10**9},
-    {"max_ops": 0},
-    {"tail": 1e9},
-    {"tail": -1},
-    {"tail": _NAN},
-    {"tail": "1"},
+    *({"max_ops": x} for x in (_HUGE, 0)),
+    *({"tail": x} for x in (1e9, -1, _NAN, "1")),
   ],
   "sums": [
-    {"digits": 10**9},
-    {"digits": "2"},
-    {"eval_size": 10**9},
-    {"eval_size": -1},
+    *({"digits": x} for x in (_HUGE, 3, "2")),
+    *({"eval_size": x} for x in (_HUGE, 8100, -1)),
   ],
 }
 # Key -> values that its type allows.
@@ -94,11 +77,6 @@ _VALUES = {
   "eval.top_p": [0.0, 1.1, _NAN],
   "model.dtype": ["int8"],
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-  return tiny_run.write_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 def one_line(config):

@@ -151,21 +151,6 @@ class TestRoundTrip:
     assert reopen(tmp_path / "new").latest_step() is None
 
 
-class TestPartialRestore:
-  def test_policy_without_the_optimizer_on_disk(self, tmp_path):
-    write(tmp_path, make_mesh(2, 2, 1, 2))
-    for item in (tmp_path / "3").glob("*_optimizer"):
-      shutil.rmtree(item)
-    saver = reopen(tmp_path)
-    got = saver.restore(3, targets(make_mesh(1, 1, 1, 1), names=("policy",)))
-    assert list(got) == ["policy"]
-    chex.assert_trees_all_equal(
-      jax.device_get(got["policy"]), make_trees()["policy"]
-    )
-    assert saver.record(3)["states"]["position"] == 12
-    saver.close()
-
-
 def _flip(file: pathlib.Path, bit: int):
   data = bytearray(file.read_bytes())
   data[bit // 8] ^= 1 << bit % 8

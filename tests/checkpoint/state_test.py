@@ -190,25 +190,12 @@ class TestOtherParts:
     (path,) = re.findall(r"this run has (\S+);", str(error.value))
     return path
 
-  def test_a_tree_that_the_checkpoint_lacks(self):
-    state = make_state()
-    saved = state.replace(params=None)
-    assert self.refusal(saved, abstract_of(state)) == "x.params"
-
-  def test_a_tree_that_the_run_lacks(self):
-    state = make_state()
-    abstract = abstract_of(state).replace(params=None)
-    assert self.refusal(state, abstract) == "x.params"
-
-  def test_a_state_that_the_checkpoint_lacks(self):
-    state = make_state()
-    saved = state.replace(inner=None)
-    assert self.refusal(saved, abstract_of(state)) == "x.inner"
-
-  def test_a_state_that_the_run_lacks(self):
-    state = make_state()
-    abstract = abstract_of(state).replace(inner=None)
-    assert self.refusal(state, abstract) == "x.inner"
+  @pytest.mark.parametrize("part", ["params", "inner"])
+  def test_a_part_that_the_checkpoint_or_the_run_lacks(self, part):
+    state, lacking = make_state(), {part: None}
+    abstract = abstract_of(state)
+    assert self.refusal(state.replace(**lacking), abstract) == f"x.{part}"
+    assert self.refusal(state, abstract.replace(**lacking)) == f"x.{part}"
 
   def test_a_number_that_the_checkpoint_does_not_know(self):
     state = make_state()

@@ -8,7 +8,7 @@ import pretraining
 import pytest
 from helpers.tiny_run import random_rollout
 
-from jaxrl_llm.data import prompt_source, sources, tasks
+from jaxrl_llm.data import prompt_source, tasks
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.types import unjudged
@@ -108,9 +108,6 @@ class TestTemplates:
     text = tokenizer.decode(written(example("1")), skip_special=False)
     assert text == "<s>user:1</s><s>x"
 
-  def test_registry(self):
-    assert set(prompt_source.TEMPLATES) == {"completion", "few_shot", "chat"}
-
 
 def make_prompts(
   tokenizer, source, *, seed=0, max_prompt_length=64, **settings
@@ -176,12 +173,6 @@ class TestPromptSource:
       rows += [p.example_id for p in drawn]
     assert ids == list(range(13))
     assert set(rows) == set(range(4))
-
-  def test_an_example_is_a_row_of_the_data(self, tokenizer):
-    source = [example(f"{i}?", str(i)) for i in range(20)]
-    for prompt in draw(make_prompts(tokenizer, source), 45):
-      assert prompt.question == f"{prompt.example_id}?"
-      assert prompt.answer == str(prompt.example_id)
 
   def test_a_drawn_prompt_is_found_again(self, tokenizer):
     settings = {"max_prompt_length": 7, "on_long": "drop"}
@@ -263,11 +254,3 @@ class TestPromptSource:
   def test_empty_source(self, tokenizer):
     with pytest.raises(InputError, match="dataset is empty"):
       make_prompts(tokenizer, [])
-
-  def test_a_file(self, tokenizer, tmp_path):
-    path = tmp_path / "q.jsonl"
-    path.write_text('{"question": "1?", "answer": "1"}\n')
-    source = sources.make_source("jsonl", path=str(path))
-    drawn = draw(make_prompts(tokenizer, source), 2)
-    assert [p.id for p in drawn] == ["q-1", "q-1"]
-    assert [(p.example_id, p.group_id) for p in drawn] == [(0, 0), (0, 1)]

@@ -154,9 +154,3 @@ class TestNoisySolution:
     assert abs(shares["stuck"] - 0.03) < 0.01
     assert all(set(s.text) <= set(tasks.CHARACTERS) for _, s in drawn)
     assert max(len(s.text) for _, s in drawn) == 512
-
-  def test_noise_does_not_grow_with_the_problem(self):
-    drawn = self.draw(5000)
-    long = [right(s, p) for p, s in drawn if p.operations > 12]
-    short = [right(s, p) for p, s in drawn if p.operations <= 12]
-    assert abs(np.mean(long) - np.mean(short)) < 0.06

@@ -265,12 +265,6 @@ class TestTfds:
 
 
 class TestMakeSource:
-  def test_tasks_and_files(self, tmp_path):
-    source = sources.make_source("sums", {"digits": 1}, split="eval")
-    assert len(source) == 20
-    path = str(jsonl(tmp_path, GOOD))
-    assert sources.make_source("jsonl", path=path)[0].id == "a-1"
-
   def test_a_maker_gets_what_it_reads(self, monkeypatch):
     made = []
     makers = {

@@ -177,12 +177,6 @@ class TestNoisySolution:
       for step in solution.text.split(";")[:-1]:
         assert step in problem.solution
 
-  @pytest.mark.parametrize("share, low, high", [(0.0, 0, 0), (1.0, 1, 1)])
-  def test_direct_guesses(self, share, low, high):
-    only = {"direct": 1, "clean": 0, "slip": 0, "skip": 0}
-    drawn = self.draw(200, direct_right=share, **only)
-    assert low <= np.mean([right(s, p) for p, s in drawn]) <= high
-
 
 class TestSums:
   @pytest.mark.parametrize("digits, total, held", [(1, 81, 20), (2, 8100, 200)])
@@ -203,10 +197,3 @@ class TestSums:
       for s in (0, 1)
     ]
     assert questions[0] != questions[1] and questions[2] == questions[3]
-
-  @pytest.mark.parametrize(
-    "settings", [{"digits": 3}, {"eval_size": 8100}, {"split": "x"}]
-  )
-  def test_settings_out_of_range(self, settings):
-    with pytest.raises(ValueError):
-      tasks.sums(**settings)

@@ -1,12 +1,7 @@
 """A tiny model, and tables that are as they were after a test."""
 
 import pytest
-from helpers import registries, tiny_run
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory):
-  return tiny_run.write_model(tmp_path_factory.mktemp("doors") / "tiny")
+from helpers import registries
 
 
 @pytest.fixture(autouse=True)

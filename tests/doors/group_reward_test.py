@@ -7,9 +7,9 @@ import textwrap
 
 import numpy as np
 import pytest
-from helpers import doors
+from helpers import doors, tiny_run
 
-from jaxrl_llm import metrics, register, rewards
+from jaxrl_llm import register, rewards
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.adapters import Comparison
 from jaxrl_llm.system import plugin
@@ -86,13 +86,7 @@ def test_a_failed_reward_is_still_reported(model):
   run = build.make_run(
     doors.make_config(model, reward__name="broken", reward__group="majority")
   )
-  states, weights = loop.begin(run)
-  collected = run.worker.collect(
-    states.rollout,
-    states.source,
-    loop._sampled_with(states, weights),
-    metrics.PhaseTimer(),
-  )
+  *_, collected = tiny_run.collect(run)
   (sample,) = collected.new_failures
   assert "KeyError" in sample.error
 
@@ -122,13 +116,7 @@ def test_one_that_fails_leaves_its_group_unjudged(model, tmp_path):
   run = build.make_run(doors.make_config(model, reward__group="picky"))
   told = []
   run.judge.tell = told.append
-  states, weights = loop.begin(run)
-  collected = run.worker.collect(
-    states.rollout,
-    states.source,
-    loop._sampled_with(states, weights),
-    metrics.PhaseTimer(),
-  )
+  *_, collected = tiny_run.collect(run)
   responses = collected.batch.responses
   np.testing.assert_array_equal(responses.judged, responses.rollout.group > 1)
   assert (responses.rewards[responses.judged] == 1).all() and len(seen) == 4

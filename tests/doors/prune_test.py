@@ -3,12 +3,12 @@
 import dataclasses
 
 import numpy as np
-from helpers import doors
+from helpers import doors, tiny_run
 
-from jaxrl_llm import metrics, register
+from jaxrl_llm import register
 from jaxrl_llm.rollout.schedule import Stop
 from jaxrl_llm.sampling.rules import continuous_batching
-from jaxrl_llm.trainer import build, loop
+from jaxrl_llm.trainer import build
 from jaxrl_llm.types import Status
 
 LIMIT = 8
@@ -60,13 +60,7 @@ def test_windows_hand_them_over_once(model, tmp_path):
 def test_no_loss_and_no_baseline_has_them(model):
   register_prune()
   run = build.make_run(doors.make_config(model, **PRUNED))
-  states, weights = loop.begin(run)
-  collected = run.worker.collect(
-    states.rollout,
-    states.source,
-    loop._sampled_with(states, weights),
-    metrics.PhaseTimer(),
-  )
+  *_, collected = tiny_run.collect(run)
   responses, (judged,) = collected.batch.responses, collected.judged
   rollout = responses.rollout
   stopped = rollout.status == Status.STOPPED

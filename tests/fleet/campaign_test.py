@@ -111,10 +111,7 @@ def campaign(
   found = {name: [] for name in compared}
   for i in range(first, first + episodes):
     drawn = SIMULATORS[simulator](
-      i,
-      hosts=_SIZES[i // 2 % len(_SIZES)],
-      hard=hard,
-      faulty=i % 2 == 0,
+      i, hosts=_SIZES[i // 2 % len(_SIZES)], hard=hard, faulty=i % 2 == 0
     )
     for name, detect in compared.items():
       found[name].append(judge(detect, drawn))

@@ -55,20 +55,6 @@ def test_names_who_is_unlike_the_others(tmp_path, capsys):
   assert _NOW + 295 <= since <= _NOW + 345
 
 
-def test_nobody(tmp_path, capsys):
-  for host in range(4):
-    write(tmp_path, f"worker-{host}", samples(host))
-  assert run(tmp_path, capsys) == (0, "none of the 4 hosts is broken\n", "")
-
-
-def test_hosts_of_another_role_may_differ(tmp_path, capsys):
-  for host in range(6):
-    role = ("sampler", "trainer")[host < 3]
-    rows = samples(host, broken=host < 3, role=role)
-    write(tmp_path, f"worker-{host}", rows)
-  assert run(tmp_path, capsys)[0] == 0
-
-
 def test_who_fell_silent(tmp_path, capsys):
   for host in range(3):
     write(tmp_path, f"worker-{host}", samples(host, 900 - 100 * (host == 1)))

@@ -1,5 +1,6 @@
 """The configs of the project's methods, by their names."""
 
+import ast
 import importlib.util
 import pathlib
 
@@ -16,6 +17,14 @@ def load(name, preset=""):
   module = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(module)
   return module.get_config(*[preset] if preset else [])
+
+
+def value(text):
+  """A setting as it is written: a number, True, a tuple, or a word."""
+  try:
+    return ast.literal_eval(text)
+  except ValueError:
+    return text
 
 
 def resolved(config):

@@ -2,10 +2,13 @@
 
 import contextlib
 import io
+import json
 import os
 import pathlib
 import runpy
+import subprocess
 import sys
+import time
 
 from absl import flags
 from parts import command_line
@@ -20,6 +23,52 @@ FLAGS = " ".join(
 def environment(path=_ROOT, **more):
   """That of a program with one device, as on a laptop."""
   return os.environ | {"PYTHONPATH": str(path), "XLA_FLAGS": FLAGS} | more
+
+
+def finish(program, *arguments, cwd=_ROOT, env=None, code=0):
+  """Runs a Python program in a process of its own, to its end.
+
+  Args:
+    program: its path below the root of the project, or "-c" and "-m".
+    *arguments: of the program.
+    cwd: where it runs.
+    env: its environment; by default it has one device.
+    code: the exit code that it must have.
+
+  Returns:
+    Its output and errors.
+  """
+  if program not in ("-c", "-m"):
+    program = _ROOT / program
+  done = subprocess.run(
+    [sys.executable, program, *map(str, arguments)],
+    cwd=cwd,
+    env=environment() if env is None else env,
+    capture_output=True,
+    text=True,
+    timeout=1800,
+  )
+  assert done.returncode == code, done.stdout[-9999:] + done.stderr
+  return done.stdout, done.stderr
+
+
+def compiled(program):
+  """The report of a program that compiles for devices that are not here."""
+  path = [_ROOT, _ROOT / "scripts", os.environ.get("PYTHONPATH", "")]
+  own = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
+  own["PYTHONPATH"] = os.pathsep.join(map(str, path))
+  # Other compilers do not bear the flags of the one for CPUs.
+  kept = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+  shown, _ = finish(program, env=kept | own)
+  return json.loads(shown.splitlines()[-1])
+
+
+def wait_until(true, what="something", seconds=600):
+  """Waits until something holds; `what` says what did not come."""
+  deadline = time.monotonic() + seconds
+  while not true():
+    assert time.monotonic() < deadline, what
+    time.sleep(0.02)
 
 
 def run(name, *arguments):

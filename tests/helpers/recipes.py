@@ -1,7 +1,5 @@
 """Runs of recipes beyond the default at the size of a test."""
 
-import shutil
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +8,7 @@ from helpers import configs, tiny_run
 
 from jaxrl_llm import metrics, models
 from jaxrl_llm.checkpoint import commit
-from jaxrl_llm.trainer import build, loop
+from jaxrl_llm.trainer import build
 
 
 def make_config(method, model, **changes):
@@ -36,26 +34,14 @@ def make_config(method, model, **changes):
 
 def train(config, folder):
   """Trains three steps; the last two, resumed, must be the same bits."""
-  run = build.make_run(config)
-  assert loop.train(run, folder) == 0
-  resumed = shutil.copytree(folder, folder.with_name(f"{folder.name} resumed"))
-  assert loop.train(run, resumed, step=1) == 0
-  assert tiny_run.comparable(resumed) == tiny_run.comparable(folder)
-  once, again = (
-    commit.read(x / "checkpoints" / "3") for x in (folder, resumed)
-  )
-  assert once["leaves"] == again["leaves"]
-  rows = metrics.read_rows(folder / "metrics.jsonl")
+  rows = tiny_run.train_and_resume(build.make_run(config), folder)
   assert [row["step"] for row in rows] == [0, 1, 2, 3]
-  return rows, once
+  return rows, commit.read(folder / "checkpoints" / "3")
 
 
 def collect(run):
   """The states before the first step, and its batch."""
-  states, weights = loop.begin(run)
-  sampled = loop._sampled_with(states, weights)
-  timer = metrics.PhaseTimer()
-  collected = run.worker.collect(states.rollout, states.source, sampled, timer)
+  states, _, collected = tiny_run.collect(run)
   return states, collected.batch.responses
 
 

@@ -53,10 +53,7 @@ def _decode(params, kv_cache, block_tables, tokens, positions, writing):
   local = lambda x: x.reshape(keys.shape[0], share, *x.shape[1:])
   total, length = (
     jax.vmap(of_shard, out_axes=1)(
-      keys,
-      block_tables.page_owner,
-      block_tables.page_start,
-      local(positions),
+      keys, block_tables.page_owner, block_tables.page_start, local(positions)
     )
     .reshape(2, -1)
     .astype(jnp.int32)

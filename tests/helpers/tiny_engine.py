@@ -35,17 +35,21 @@ def detokenize(tokens):
   return "".join(chr(0x100 + token) for token in tokens)
 
 
-def make_engine(fns=None, *, slots=8, stop=STOP, page_size=None, **settings):
+def make_engine(fns=None, *, stop=STOP, drafter=None, processors=None, **sizes):
   """A new engine, which compiles its own programs."""
   config = EngineConfig(
-    slots=slots,
     max_prompt_length=P,
     max_response_length=T,
     stop_tokens=stop,
-    page_size=page_size,
+    **{"slots": 8} | sizes,
   )
-  fns = fns or tiny.tiny_policy()[0]
-  return Engine(fns, config, detokenize=detokenize, **settings)
+  return Engine(
+    fns or tiny.tiny_policy()[0],
+    config,
+    detokenize=detokenize,
+    drafter=drafter,
+    processors=processors,
+  )
 
 
 @functools.cache
@@ -92,6 +96,29 @@ def go_on(rollout, own=None, settings=SETTINGS, window=10**6, **more):
 
 def rows(rollout, which) -> Rollout:
   return jax.tree.map(lambda x: np.asarray(x)[which], rollout)
+
+
+def sequences(out):
+  """Prompts and responses without a gap, [B, P + T]; response positions."""
+  count = len(out.lengths)
+  tokens = np.zeros((count, P + T), np.int32)
+  where = out.prompt_lengths[:, None] + np.arange(T)
+  for row, length in enumerate(out.prompt_lengths):
+    tokens[row, :length] = out.prompt_tokens[row, :length]
+    tokens[row, length : length + T] = out.tokens[row]
+  return tokens, where
+
+
+def law(out, trained=None):
+  """log π of every token at every place of the responses, [B, T, V]."""
+  fns, first = tiny.tiny_policy()
+  tokens, where = sequences(out)
+  logits = fns.logits(
+    first if trained is None else trained, tokens, np.ones(tokens.shape, bool)
+  )
+  rows = np.arange(len(tokens))[:, None]
+  logits = np.asarray(logits, np.float64)[rows, where - 1]
+  return np.array(jax.nn.log_softmax(logits, axis=-1), np.float64)
 
 
 def assert_same_responses(got, wanted):

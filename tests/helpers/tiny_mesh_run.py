@@ -22,11 +22,7 @@ MESHES = {
   # Four devices train, four others write.
   "apart": {"mesh__data": 4, "sampler__mesh__data": 4},
   # The same eight devices: weights split there, whole here.
-  "rearranged": {
-    "mesh__data": 1,
-    "mesh__fsdp": 8,
-    "sampler__mesh__data": 8,
-  },
+  "rearranged": {"mesh__data": 1, "mesh__fsdp": 8, "sampler__mesh__data": 8},
 }
 
 

@@ -4,15 +4,17 @@ import copy
 import dataclasses
 import json
 import pathlib
+import shutil
 
 import jax
 import numpy as np
 import pretraining
 from helpers import configs
 
-from jaxrl_llm import models
+from jaxrl_llm import metrics, models
+from jaxrl_llm.checkpoint import commit
 from jaxrl_llm.data import tasks
-from jaxrl_llm.trainer import build
+from jaxrl_llm.trainer import build, loop
 from jaxrl_llm.types import Rollout
 
 
@@ -86,6 +88,12 @@ def make_config(model: pathlib.Path, **changes):
   return config
 
 
+def make_run(model: pathlib.Path, **changes) -> build.Run:
+  """A tiny run that trains at once: no value pretraining, no samples."""
+  plain = {"value__pretrain_steps": 0, "run__samples_every": 0}
+  return build.make_run(make_config(model, **plain | changes))
+
+
 def comparable(workdir: pathlib.Path) -> list[dict]:
   """Rows of metrics.jsonl without what a clock or the machine decides."""
   text = (workdir / "metrics.jsonl").read_text(encoding="utf-8")
@@ -97,10 +105,44 @@ def comparable(workdir: pathlib.Path) -> list[dict]:
   ]
 
 
-def saved_leaves(checkpoint: pathlib.Path) -> set[str]:
-  """Names of the leaves in the folder of a step, or of the base."""
-  body = (checkpoint / "COMMIT").read_text(encoding="utf-8").rpartition("}")[0]
-  return {*json.loads(body + "}")["leaves"]}
+def check_resumes(run: build.Run, folder: pathlib.Path, after=2) -> list[dict]:
+  """Trains in one go and with a break; returns the rows, the same of both.
+
+  The folders are `whole` and `parts`.
+  """
+  loop.train(run, folder / "whole")
+  loop.train(with_config(run, run__steps=after), folder / "parts")
+  loop.train(run, folder / "parts")
+  rows, again = (comparable(folder / name) for name in ("whole", "parts"))
+  assert rows == again and len(rows) == run.config.run.steps + 1
+  return rows
+
+
+def train_and_resume(run: build.Run, folder: pathlib.Path) -> list[dict]:
+  """Trains; returns the rows of metrics.
+
+  The same run, resumed after its first step, must end in the same bits.
+  """
+  assert loop.train(run, folder) == 0
+  resumed = shutil.copytree(folder, folder.with_name(f"{folder.name} resumed"))
+  assert loop.train(run, resumed, step=1) == 0
+  assert comparable(resumed) == comparable(folder)
+  last = f"checkpoints/{run.config.run.steps}"
+  once, again = (commit.read(x / last)["leaves"] for x in (folder, resumed))
+  assert once == again
+  return metrics.read_rows(folder / "metrics.jsonl")
+
+
+def collect(run: build.Run):
+  """The states and weights before the first step, and what it collects."""
+  states, weights = loop.begin(run)
+  collected = run.worker.collect(
+    states.rollout,
+    states.source,
+    loop._sampled_with(states, weights),
+    metrics.PhaseTimer(),
+  )
+  return states, weights, collected
 
 
 def snapshot(folder):

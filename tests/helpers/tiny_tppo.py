@@ -13,7 +13,6 @@ import numpy as np
 from helpers.tiny_run import with_config
 
 from jaxrl_llm import checkpoint, metrics
-from jaxrl_llm.rollout.worker import Weights
 from jaxrl_llm.trainer import loop
 from jaxrl_llm.types import Experience, Responses
 
@@ -157,17 +156,6 @@ def record(run, steps, begun=None):
       )
     )
   return history, (states, weights)
-
-
-def collect(run):
-  """What the run's worker collects first."""
-  states, weights = loop.begin(run)
-  return run.worker.collect(
-    states.rollout,
-    states.source,
-    Weights(weights.params, weights.version),
-    metrics.PhaseTimer(),
-  )
 
 
 def trained_tokens(batches):

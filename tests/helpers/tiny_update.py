@@ -162,17 +162,20 @@ def settings_of(kind):
   return () if kind == "value" else (TEMPERATURE,)
 
 
-@functools.cache
-def gradient_of_update(kind, micro_batch_size):
-  """What one update subtracts from the parameters, and its metrics."""
-  apply, _ = make_update(kind)
-  after, metrics = apply(
-    make_state(kind),
-    make_batch(kind, micro_batch_size=micro_batch_size),
-    *settings_of(kind),
-  )
+def change_of(kind, after):
+  """What an update has subtracted from the parameters."""
   change = lambda old, new: old - np.asarray(new)
-  return jax.tree.map(change, make_params(kind), after.trained), metrics
+  return jax.tree.map(change, make_params(kind), after.trained)
+
+
+@functools.cache
+def gradient_of_update(kind, **packing):
+  """What one update subtracts from the parameters, and its metrics."""
+  batch = make_batch(kind, **{"micro_batch_size": 4} | packing)
+  after, metrics = make_update(kind)[0](
+    make_state(kind), batch, *settings_of(kind)
+  )
+  return change_of(kind, after), metrics
 
 
 def padded():

@@ -45,16 +45,6 @@ def of_gae(inputs):
 
 
 class TestAdvantages:
-  def test_length_adaptive_gives_each_row_its_lambda(self):
-    inputs = make_inputs()
-    made = make_algorithm(estimator__alpha=0.5, estimator__gamma=0.9)
-    got = compute(made, "advantages", inputs)
-    for row in range(4):
-      one = tuple(x[row] for x in of_gae(inputs))
-      lambda_ = max(0.0, 1.0 - 1.0 / (0.5 * inputs["lengths"][row]))
-      expected = GAE(*one, gamma=0.9, lambda_=lambda_)
-      np.testing.assert_allclose(got[row], expected, rtol=1e-5, atol=1e-6)
-
   def test_constant(self):
     inputs = make_inputs()
     made = make_algorithm(

@@ -13,10 +13,7 @@ from jaxrl_llm.types import take_rows
 
 def make_batch(rows):
   packed, layout = packing.pack(
-    take_rows(make_rollout(), rows),
-    capacity=14,
-    rows=2,
-    micro_batches=2,
+    take_rows(make_rollout(), rows), capacity=14, rows=2, micro_batches=2
   )
   return packing.MiniBatch(rows, packed, layout)
 
@@ -79,9 +76,7 @@ class TestPolicyBatch:
   )
   def test_reduction_is_the_one_of_the_config(self, mode, expected):
     made = make_algorithm(
-      loss__mode=mode,
-      loss__kl_coefficient=0.1,
-      loss__entropy_coefficient=0.1,
+      loss__mode=mode, loss__kl_coefficient=0.1, loss__entropy_coefficient=0.1
     )
     got = make(loss__kl_coefficient=0.1)
     batch, layout = pack(made, got, rows=(0, 1, 2))

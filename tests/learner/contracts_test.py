@@ -1,25 +1,22 @@
 """Contracts between sampler, estimates and losses that once were broken."""
 
-import dataclasses
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import tiny_run
 from helpers.tiny_algorithm import evaluate, make_algorithm
+from helpers.tiny_mesh_run import Spy, with_engine
+from helpers.tiny_run import make_run
 
 from jaxrl_llm import metrics
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner import metrics as learner_metrics
 from jaxrl_llm.learner import packing
 from jaxrl_llm.learner.batches import policy_batch
 from jaxrl_llm.learner.choices import PROXIMALS, correction_of
 from jaxrl_llm.learner.learner import Learner
-from jaxrl_llm.rollout.worker import Weights
 from jaxrl_llm.system import signals
-from jaxrl_llm.trainer import build, loop
+from jaxrl_llm.trainer import loop
 from jaxrl_llm.trainer.validation import validate
 from jaxrl_llm.types import join_rows, take_rows, unjudged
 
@@ -29,19 +26,6 @@ WIDE = {
   "loss__nll_coefficient": 0.0,
   "off_policy__high": 1e9,
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-  return tiny_run.write_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-def make_run(model, **changes):
-  return build.make_run(
-    tiny_run.make_config(
-      model, value__pretrain_steps=0, run__samples_every=0, **changes
-    )
-  )
 
 
 class TestImportanceWeights:
@@ -145,12 +129,8 @@ class TestNothingToTrain:
       off_policy__correction="truncate",
       **{f"optimizer__{x}__mini_batch": 32 for x in ("policy", "value")},
     )
-    states, weights = loop.begin(run)
-    timer = metrics.PhaseTimer()
-    collected = run.worker.collect(
-      states.rollout, states.source, Weights(weights.params, 0), timer
-    )
-    responses = collected.batch.responses
+    states, _, collected = tiny_run.collect(run)
+    responses, timer = collected.batch.responses, metrics.PhaseTimer()
     unknown = responses.replace(judged=np.zeros(len(responses.rewards), bool))
     update = run.learner.update
     if streaming:
@@ -185,12 +165,6 @@ class TestAverage:
     after = move(kept, moved, jnp.float32(0.0))
     assert after["weight"] > before["weight"]
 
-  def test_is_absent_unless_it_is_followed(self, model):
-    run = make_run(model)
-    assert not run.learner.companions
-    states, _ = loop.begin(run)
-    assert states.learner.companions == {}
-
 
 class TestMismatch:
   @pytest.mark.parametrize("proximal", ["recompute", "stored"])
@@ -198,20 +172,14 @@ class TestMismatch:
     run = make_run(model, off_policy__proximal=proximal)
     engine = run.worker.writer.engine
 
-    class Biased:
-      """An engine that reports log-probs it did not sample from."""
+    def biased(*arguments, **settings):
+      """Reports log-probs that it did not sample from."""
+      rollout = engine.generate_window(*arguments, **settings)
+      wrong = rollout.behavior_logprobs + 0.5 * rollout.mask
+      return rollout.replace(behavior_logprobs=wrong)
 
-      def __getattr__(self, name):
-        return getattr(engine, name)
-
-      def generate_window(self, *arguments, **settings):
-        rollout = engine.generate_window(*arguments, **settings)
-        wrong = rollout.behavior_logprobs + 0.5 * rollout.mask
-        return rollout.replace(behavior_logprobs=wrong)
-
-    worker = build.make_worker(run.config, Biased(), run.source, run.judge)
+    wrong = with_engine(run, Spy(engine, generate_window=biased))
     states, weights = loop.begin(run)
-    wrong = dataclasses.replace(run, worker=worker)
     *_, row = loop.iterate(wrong, states, weights, metrics.PhaseTimer(), None)
     got = row["sampler_trainer/logprob_diff_mean"]
     np.testing.assert_allclose(got, 0.5, atol=1e-4)
@@ -242,14 +210,7 @@ class TestPretraining:
     return states
 
   def test_regresses_on_monte_carlo_returns(self, model, tmp_path, monkeypatch):
-    run = build.make_run(
-      tiny_run.make_config(
-        model,
-        value__pretrain_steps=1,
-        estimator__lambda_value=0.5,
-        run__samples_every=0,
-      )
-    )
+    run = make_run(model, value__pretrain_steps=1, estimator__lambda_value=0.5)
     seen, learned = [], []
     measure, learn = Learner.measure, Learner.update_member
 
@@ -274,34 +235,6 @@ class TestPretraining:
     np.testing.assert_allclose(
       batch.experience["returns"][mask], outcome[mask], atol=1e-6
     )
-
-  @pytest.mark.slow
-  def test_keeps_the_best_critic(self, model, tmp_path, monkeypatch):
-    run = build.make_run(
-      tiny_run.make_config(
-        model,
-        value__pretrain_steps=4,
-        value__pretrain_patience=2,
-        run__samples_every=0,
-      )
-    )
-    measured = iter([0.1, 0.5, 0.3, 0.2])
-    monkeypatch.setattr(
-      learner_metrics, "explained_variance", lambda experience: next(measured)
-    )
-    critics, measure = [], Learner.measure
-
-    def scored(self, state, name, responses, rng):
-      critics.append(jax.device_get(state.critic.trained))
-      return measure(self, state, name, responses, rng)
-
-    monkeypatch.setattr(Learner, "measure", scored)
-    states = self.pretrain(run, tmp_path)
-    assert len(critics) == 4
-    same = functools.partial(jax.tree.map, np.testing.assert_array_equal)
-    same(jax.device_get(states.learner.critic.trained), critics[1])
-    with pytest.raises(AssertionError):
-      same(critics[1], critics[0])
 
 
 def partly_judged():

@@ -131,10 +131,7 @@ class TestGroups:
       outcomes(inputs), weights, squared, inputs["groups"]
     )
     np.testing.assert_allclose(
-      got,
-      spread(outcomes(inputs) - baseline, inputs),
-      rtol=1e-4,
-      atol=1e-5,
+      got, spread(outcomes(inputs) - baseline, inputs), rtol=1e-4, atol=1e-5
     )
 
 
@@ -216,24 +213,6 @@ class TestSequenceWeights:
       old, np.zeros_like(old), np.ones((2, 1), bool)
     )
     np.testing.assert_allclose(weights, np.exp([20.0, -20.0]), rtol=1e-6)
-
-
-class TestMasks:
-  def test_in_window(self):
-    mask = np.asarray([[1, 1, 1, 0], [1, 0, 1, 1]], bool)
-    got = estimates.in_window(mask, np.asarray([0, 2]))
-    np.testing.assert_array_equal(got, [[1, 1, 1, 0], [0, 0, 1, 1]])
-
-  def test_without_overlong(self):
-    status = np.full(ROWS, int(Status.FINISHED))
-    status[2], status[5] = int(Status.OVERLONG), int(Status.TRUNCATED)
-    inputs = make_inputs(status=status)
-    got = np.asarray(
-      estimates.without_overlong(inputs["mask"], inputs["status"])
-    )
-    assert not got[2].any()
-    others = np.arange(ROWS) != 2
-    np.testing.assert_array_equal(got[others], inputs["mask"][others])
 
 
 class TestOutcomeOnToken:

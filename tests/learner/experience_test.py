@@ -97,12 +97,13 @@ class TestUnfinished:
       group_id=np.asarray([0, 1, 2]),
     )
     # Unfinished, it has no verdict: what stands there must not count.
-    return make(rewards=(1.0, 7.0, 1.0), rollout=rollout, **changes)
+    verdicts = {"rewards": (1.0, 7.0, 1.0), "correct": (True, True, True)}
+    return make(**verdicts, rollout=rollout, **changes)
 
   def test_has_no_reward_and_no_target(self):
     got = self.make()
-    np.testing.assert_array_equal(got["value_mask"][1], [0] * 5)
-    np.testing.assert_array_equal(got["returns"][1], [0] * 5)
+    for name in ("value_mask", "returns", "positive_mask"):
+      np.testing.assert_array_equal(got[name][1], [0] * 5)
     for row in (0, 2):
       np.testing.assert_array_equal(got["value_mask"][row], MASK[row])
 

@@ -20,14 +20,12 @@ from helpers.tiny_update import (
 
 from jaxrl_llm import models
 from jaxrl_llm.methods import vcpo
-from jaxrl_llm.trainer import build
 from jaxrl_llm.types import take_rows
 
 VCPO = {
   "estimator__name": "optimal_baseline",
   "value__pretrain_steps": 0,
   "loss__name": "policy_gradient",
-  "run__samples_every": 0,
 }
 EXACT = {"estimator__gradient_norms": "exact"}
 
@@ -83,20 +81,11 @@ class TestNorms:
     assert np.ptp(expected(frozen)) > 1.0
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-  return tiny_run.write_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-def make_run(model, **changes):
-  return build.make_run(tiny_run.make_config(model, **VCPO | changes))
-
-
 class TestRun:
   @pytest.mark.slow
   @pytest.mark.parametrize("fsdp", [1, 2])
   def test_an_update_reads_those_of_its_policy(self, model, fsdp):
-    run = make_run(model, **EXACT, mesh__fsdp=fsdp)
+    run = tiny_run.make_run(model, **VCPO, **EXACT, mesh__fsdp=fsdp)
     (step,), _ = record(run, 1)
     (seen,) = step.estimated
     rollout, norms = seen.rollout, seen.scores["gradient_norms"]

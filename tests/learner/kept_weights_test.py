@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from helpers import tiny_run
 from helpers.tiny_algorithm import make_algorithm, make_rollout, noise
-from helpers.tiny_run import with_config
+from helpers.tiny_run import make_run
 from helpers.tiny_tppo import newest, record, saved
 
 from jaxrl_llm import sharding
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.methods import kept_weights
 from jaxrl_llm.models import TokenLogprobs
-from jaxrl_llm.trainer import build, loop
+from jaxrl_llm.trainer import loop
 from jaxrl_llm.trainer.workdir import Workdir
 
 KEEP = {"off_policy__keep_weights": "float32"}
@@ -30,16 +30,6 @@ MIXED = {
 }
 FAST = {"optimizer__policy__learning_rate": 3e-2}
 STEPS = 6
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-  return tiny_run.write_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-def make_run(model, **changes):
-  settings = {"value__pretrain_steps": 0, "run__samples_every": 0}
-  return build.make_run(tiny_run.make_config(model, **settings | changes))
 
 
 @pytest.fixture(scope="module")
@@ -248,24 +238,9 @@ class TestState:
     assert kept["embed"]["embedding"].sharding == split
     assert kept["embed"]["embedding"].shape[0] == 3
 
-  def test_older_weights_are_scored_by_the_program_of_now(self, run, history):
-    del history
-    assert run.learner.policy.score._cache_size() == 1
-
   def test_is_absent_unless_asked_for(self, model):
     made = make_run(model, **LATE)
     assert loop.begin(made)[0].learner.companions == {}
-
-  def test_a_resumed_run_is_the_uninterrupted_one(self, run, tmp_path):
-    chosen = with_config(run, run__steps=6, eval__every=3, checkpoint__every=9)
-    chosen.learner.companions = run.learner.companions
-    loop.train(chosen, tmp_path / "whole")
-    loop.train(with_config(chosen, run__steps=3), tmp_path / "parts")
-    loop.train(chosen, tmp_path / "parts")
-    rows = [tiny_run.comparable(tmp_path / x) for x in ("whole", "parts")]
-    assert rows[0] == rows[1] and rows[0][-1]["staleness/max"] > 0
-    both = [newest(chosen, tmp_path / x)[0] for x in ("whole", "parts")]
-    chex.assert_trees_all_equal(*map(jax.device_get, both))
 
   @pytest.mark.slow
   def test_another_mesh_goes_on_from_them(self, model, tmp_path):

@@ -88,14 +88,6 @@ class TestWithWaiting:
     assert (new[:5] > 0).all() and not new[5:].any()
     assert batch.rewards.tolist() == [10, 11, 12, 13, 14, 0, 2, 3]
 
-  def test_they_wait_on_until_there_are_enough(self):
-    packer = make_packer(8)
-    _, _, waiting = self.take(packer, make_responses((1, 4)))
-    later = make_responses((0,), first=10)
-    batch, learned, left = self.take(packer, later, waiting)
-    assert ids_of(batch) == [10, 11, 12, 13, 14] and learned == []
-    assert ids_of(left) == [0, 2, 3, 11, 12, 13, 14]
-
   def test_groups_are_numbered_anew(self):
     packer = make_packer(4)
     _, _, waiting = self.take(packer, make_responses((1, 4)))

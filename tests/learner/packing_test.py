@@ -5,7 +5,6 @@ import pytest
 from helpers.tiny_run import random_rollout
 
 from jaxrl_llm.learner import packing
-from jaxrl_llm.types import take_rows
 
 
 class TestFirstFitDecreasing:
@@ -95,27 +94,6 @@ class TestPack:
     assert not packed.prefixes[0, 1].any()
     np.testing.assert_array_equal(layout.gather(packed.targets), rollout.tokens)
 
-  def test_a_prompt_each_by_hand(self):
-    rollout = random_rollout(np.random.default_rng(0), rows=2, group_size=2)
-    rollout = rollout.replace(
-      prompt_tokens=np.asarray([[10, 11, 12]] * 2),
-      prompt_lengths=np.asarray([3, 3]),
-      tokens=np.asarray([[21, 0], [31, 32]]),
-      lengths=np.asarray([1, 2]),
-      mask=np.asarray([[1, 0], [1, 1]], bool),
-      behavior_logprobs=np.asarray([[-1, 9], [-2, -3]], np.float32),
-    )
-    packed, layout = packing.pack(
-      rollout, capacity=10, rows=1, micro_batches=1, share=False
-    )
-    row = lambda name: packed[name][0, 0].tolist()
-    assert row("tokens") == [10, 11, 12, 31, 32, 10, 11, 12, 21, 0]
-    assert row("segments") == [1, 1, 1, 1, 1, 2, 2, 2, 2, 0]
-    assert row("logprobs") == [0, 0, 0, -2, -3, 0, 0, 0, -1, 0]
-    assert row("positions") == [0, 1, 2, 3, 4, 0, 1, 2, 3, 0]
-    assert not packed.prefixes.any()
-    np.testing.assert_array_equal(layout.gather(packed.targets), rollout.tokens)
-
   @pytest.mark.parametrize("group_size", [1, 4])
   @pytest.mark.parametrize("seed", range(10))
   def test_every_response_token_lands_once(self, seed, group_size):
@@ -147,13 +125,16 @@ class TestPack:
     assert not packed.tokens[packed.count :].any()
     assert packed.tokens[: packed.count].any(axis=(1, 2)).all()
 
+  @pytest.mark.parametrize("share", [True, False])
   @pytest.mark.parametrize("seed", range(10))
-  def test_every_sample_sees_its_prompt_and_itself(self, seed):
+  def test_every_sample_sees_its_prompt_and_itself(self, seed, share):
     rng = np.random.default_rng(seed)
     rollout = random_rollout(rng, rows=12, group_size=4)
+    capacity = int(rng.integers(16, 50))
     packed, layout = packing.pack(
-      rollout, capacity=int(rng.integers(16, 50)), rows=3, micro_batches=4
+      rollout, capacity=capacity, rows=3, micro_batches=4, share=share
     )
+    assert share or not packed.prefixes.any()
     names = ("tokens", "segments", "prefixes", "positions")
     grid = {name: packed[name].reshape(12, -1) for name in names}
     samples = range(12)
@@ -190,16 +171,6 @@ class TestPack:
       assert tokens[i] == whole[-1]
       assert positions[i] == len(whole) - 1
 
-  @pytest.mark.parametrize("seed", range(5))
-  def test_scatter_and_gather_are_inverse(self, seed):
-    rng = np.random.default_rng(seed)
-    rollout = random_rollout(rng, rows=13)
-    _, layout = packing.pack(rollout, capacity=20, rows=4, micro_batches=4)
-    values = rng.normal(size=rollout.tokens.shape).astype(np.float32)
-    back = layout.gather(layout.scatter(values))
-    np.testing.assert_array_equal(back, np.where(layout.present, values, 0))
-    assert back.dtype == np.float32
-
   def test_errors(self):
     rollout = random_rollout(np.random.default_rng(0), rows=4)
     rollout = rollout.replace(lengths=np.asarray([9, 9, 9, 9]))
@@ -218,6 +189,13 @@ class TestPack:
 
 
 class TestMiniBatches:
+  def check_targets(self, rollout, batches):
+    for batch in batches:
+      np.testing.assert_array_equal(
+        batch.layout.gather(batch.packed.targets),
+        np.where(batch.layout.present, rollout.tokens[batch.rows], 0),
+      )
+
   def test_every_sample_once_and_fixed_shapes(self):
     rollout = random_rollout(np.random.default_rng(1), rows=12)
     batches = packing.mini_batches(
@@ -226,12 +204,7 @@ class TestMiniBatches:
     rows = np.concatenate([b.rows for b in batches])
     assert sorted(rows) == list(range(12)) and rows.tolist() != list(range(12))
     assert {b.packed.tokens.shape for b in batches} == {(2, 3, 16)}
-    for batch in batches:
-      chosen = take_rows(rollout, batch.rows)
-      np.testing.assert_array_equal(
-        batch.layout.gather(batch.packed.targets),
-        np.where(batch.layout.present, chosen.tokens, 0),
-      )
+    self.check_targets(rollout, batches)
 
   def test_groups_are_shuffled_whole(self):
     rollout = random_rollout(np.random.default_rng(1), rows=24, group_size=4)
@@ -280,12 +253,7 @@ class TestMiniBatches:
     groups = rollout.group[rows]
     changes = np.count_nonzero(np.diff(groups))
     assert changes == len(set(groups.tolist())) - 1
-    for batch in batches:
-      part = take_rows(rollout, batch.rows)
-      np.testing.assert_array_equal(
-        batch.layout.gather(batch.packed.targets),
-        np.where(batch.layout.present, part.tokens, 0),
-      )
+    self.check_targets(rollout, batches)
 
   def test_of_no_sample_there_is_none(self):
     rollout = random_rollout(np.random.default_rng(1), rows=4)

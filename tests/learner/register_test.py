@@ -14,12 +14,9 @@ from helpers.tiny_algorithm import call, make_algorithm
 from jaxrl_llm import losses, metrics, register, rewards
 from jaxrl_llm.data import prompt_source
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner import (
-  estimates,
-)
+from jaxrl_llm.learner import estimates
 from jaxrl_llm.rollout import worker
-from jaxrl_llm.rollout.worker import Weights
-from jaxrl_llm.trainer import build, loop
+from jaxrl_llm.trainer import loop
 from jaxrl_llm.trainer.validation import validate
 
 
@@ -27,14 +24,6 @@ def centered(token_rewards, mask):
   """An estimator of one's own: the reward less the mean of the batch."""
   rewards = estimates.outcome(token_rewards)
   return estimates.per_token(rewards - rewards.mean(), mask)
-
-
-def unclipped(logprobs, proximal_logprobs, advantages):
-  """A loss of one's own: the surrogate without a bound."""
-  inf = float("inf")
-  return losses.clipped_policy_loss(
-    logprobs, proximal_logprobs, advantages, clip_low=inf, clip_high=inf
-  )
 
 
 def to_come(tokens, lengths):
@@ -53,52 +42,14 @@ def early(logprobs, proximal_logprobs, advantages, to_come, *, clip_low):
   )
 
 
-def make_run(tmp_path, **changes):
-  return build.make_run(
-    tiny_run.make_config(
-      tiny_run.write_model(tmp_path / "tiny"),
-      loss__nll_coefficient=0.0,
-      value__pretrain_steps=0,
-      run__samples_every=0,
-      **changes,
-    )
-  )
-
-
 @pytest.mark.usefixtures("registries")
 class TestRegister:
-  def test_own_parts_train(self, tmp_path):
-    register.estimator("centered", centered)
-    register.loss("unclipped", unclipped)
-    run = make_run(tmp_path, estimator__name="centered", loss__name="unclipped")
-    assert run.learner.critic is None
-    estimate, seen = run.learner._estimate, []
-
-    def watched(leaves):
-      seen.append((leaves["rewards"], jax.device_get(estimate(leaves))))
-      return seen[-1][1]
-
-    run.learner._estimate = watched
-    states, weights = loop.begin(run)
-    before = jax.device_get(states.learner.policy.trained)
-    states, _, row = loop.iterate(
-      run, states, weights, metrics.PhaseTimer(), None
-    )
-    ((rewards, experience),) = seen
-    rewards = np.asarray(rewards)
-    assert np.ptp(rewards) > 0
-    np.testing.assert_allclose(
-      experience["advantages"][:, 0], rewards - rewards.mean(), atol=1e-6
-    )
-    assert largest_move(before, states) > 0
-    assert row["policy/clip_fraction_high"] == 0
-    assert row["policy/grad_norm"] > 0 and row["policy/skipped"] == 0
-
-  def test_an_own_loss_reads_an_own_input(self, tmp_path):
+  def test_an_own_loss_reads_an_own_input(self, model):
     register.token_input("to_come", to_come)
     register.loss("early", early)
-    run = make_run(
-      tmp_path,
+    run = tiny_run.make_run(
+      model,
+      loss__nll_coefficient=0.0,
       estimator__name="reward_to_go",
       estimator__center="none",
       estimator__normalize="none",
@@ -107,14 +58,12 @@ class TestRegister:
       optimizer__policy__mini_batch=32,
     )
     assert {"tokens", "lengths"} <= run.learner.algorithm.leaves
-    states, weights = loop.begin(run)
+    states, _, collected = tiny_run.collect(run)
     before = jax.device_get(states.learner.policy.trained)
-    timer = metrics.PhaseTimer()
-    collected = run.worker.collect(
-      states.rollout, states.source, Weights(weights.params, 0), timer
-    )
     responses = collected.batch.responses
-    learner, row = run.learner.update(states.learner, responses, timer)
+    learner, row = run.learner.update(
+      states.learner, responses, metrics.PhaseTimer()
+    )
     # Every token has its response's reward, at a ratio of 1.
     lengths, mask = responses.rollout.lengths, responses.rollout.mask
     share = 1 - np.arange(mask.shape[1]) / lengths[:, None]
@@ -127,7 +76,7 @@ class TestRegister:
     assert row["policy/grad_norm"] > 0 and row["policy/skipped"] == 0
 
   @pytest.mark.slow
-  def test_an_own_template_order_schedule_and_mask(self, tmp_path):
+  def test_an_own_template_order_schedule_and_mask(self, model):
     class InOrder(prompt_source.PromptSource):
       """Asks in the source's own order."""
 
@@ -145,8 +94,9 @@ class TestRegister:
     register.prompt_source("in_order", InOrder)
     register.schedule("own", worker.STOPS["all"])
     register.mask("all_but_first", all_but_first)
-    run = make_run(
-      tmp_path,
+    run = tiny_run.make_run(
+      model,
+      loss__nll_coefficient=0.0,
       data__template="twice",
       data__order="in_order",
       schedule__stop="own",
@@ -184,11 +134,7 @@ class TestRegister:
     validate(tiny_run.make_config("none", **changes))
 
   @pytest.mark.parametrize(
-    ("add", "name"),
-    [
-      (register.estimator, "gae"),
-      (register.loss, "clip"),
-    ],
+    ("add", "name"), [(register.estimator, "gae"), (register.loss, "clip")]
   )
   def test_a_taken_name_is_refused(self, add, name):
     with pytest.raises(ValueError, match=f"'{name}' exists; choose"):

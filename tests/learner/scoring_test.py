@@ -21,10 +21,7 @@ class TestScore:
   def test_equals_the_plain_model(self):
     rollout, _ = make_data()
     packed, layout = packing.pack(
-      rollout,
-      capacity=CAPACITY,
-      rows=4,
-      micro_batches=4,
+      rollout, capacity=CAPACITY, rows=4, micro_batches=4
     )
     tokens, present, before = padded()
     logits = jax.jit(make_fns("policy").logits)(

@@ -41,10 +41,7 @@ class TestOneProgram:
     batch = make_batch("policy", micro_batch_size=4)
     current, _ = policy_update(make_state("policy"), batch, TEMPERATURE)
     compiled = policy_update.whole._cache_size()
-    for rows, temperature in (
-      ([1] * 16, 0.5),
-      ([*range(8), *range(8)], 1.3),
-    ):
+    for rows, temperature in (([1] * 16, 0.5), ([*range(8), *range(8)], 1.3)):
       batch = make_batch("policy", micro_batch_size=4, rows=rows)
       current, _ = policy_update(current, batch, np.float32(temperature))
     assert policy_update.whole._cache_size() == compiled
@@ -169,9 +166,7 @@ class TestAccumulation:
     size = masked.reduction_size(mask, mode=ALGORITHMS["gspo"].loss_mode)
     after, row = parts.apply(state, sums, size, np.int32(0))
     whole, expected = make_update(kind)[0](
-      make_state(kind),
-      make_batch(kind, micro_batch_size=4),
-      *settings_of(kind),
+      make_state(kind), make_batch(kind, micro_batch_size=4), *settings_of(kind)
     )
     for mine, his in zip(*map(jax.tree.leaves, (after.trained, whole.trained))):
       np.testing.assert_allclose(mine, his, rtol=1e-6, atol=1e-6)

@@ -14,6 +14,7 @@ from helpers.tiny_update import (
   POLICY_LOSS,
   SAMPLES,
   TEMPERATURE,
+  change_of,
   gradient_of_update,
   largest,
   make_batch,
@@ -132,7 +133,7 @@ class TestGradient:
     assert prefixes.any() and not prefixes.all()
     compute = jax.jit(jax.value_and_grad(PLAIN[kind], has_aux=True))
     (_, parts), expected = compute(make_params(kind))
-    got, metrics = gradient_of_update(kind, 4)
+    got, metrics = gradient_of_update(kind)
     assert largest(expected) > 0.1
     chex.assert_trees_all_close(
       got, expected, rtol=1e-4, atol=1e-6 * largest(expected)
@@ -148,18 +149,21 @@ class TestGradient:
     )
 
   @pytest.mark.parametrize(
-    ("kind", "micro_batch_size"),
+    ("kind", "packing"),
     [
-      ("policy", 1),
-      ("policy", SAMPLES),
-      ("value", 1),
+      *(("policy", {"micro_batch_size": n}) for n in (1, SAMPLES)),
+      ("value", {"micro_batch_size": 1}),
+      # Other neighbours in a row and more padding behind them.
+      ("policy", {"capacity": CAPACITY + 17}),
+      # Every response with a prompt of its own, as on TPUs.
+      *((kind, {"share": False}) for kind in ("policy", "value")),
     ],
   )
-  def test_any_number_of_micro_batches_is_the_same(
-    self, kind, micro_batch_size
-  ):
-    got, metrics = gradient_of_update(kind, micro_batch_size)
-    expected, whole = gradient_of_update(kind, 4)
+  def test_is_the_same_however_rows_are_packed(self, kind, packing):
+    packed = make_batch(kind, **{"micro_batch_size": 4} | packing).packed
+    assert packed.prefixes.any() == packing.get("share", True)
+    got, metrics = gradient_of_update(kind, **packing)
+    expected, whole = gradient_of_update(kind)
     chex.assert_trees_all_close(
       got, expected, rtol=1e-5, atol=1e-6 * largest(expected)
     )
@@ -168,46 +172,6 @@ class TestGradient:
       np.testing.assert_allclose(
         metrics[name], whole[name], rtol=1e-5, atol=1e-7
       )
-
-  def test_wider_rows_are_the_same(self):
-    """Other neighbours in a row and more padding behind them."""
-    update, _ = make_update("policy")
-    batch = make_batch("policy", micro_batch_size=4, capacity=CAPACITY + 17)
-    after, metrics = update(make_state("policy"), batch, TEMPERATURE)
-    expected, narrow = gradient_of_update("policy", 4)
-    chex.assert_trees_all_close(
-      jax.tree.map(
-        lambda old, new: old - np.asarray(new),
-        make_params("policy"),
-        after.trained,
-      ),
-      expected,
-      rtol=1e-5,
-      atol=1e-6 * largest(expected),
-    )
-    np.testing.assert_allclose(
-      metrics["policy/loss"], narrow["policy/loss"], rtol=1e-5, atol=1e-7
-    )
-
-  @pytest.mark.parametrize("kind", ["policy", "value"])
-  def test_prompts_of_their_own_give_the_same(self, kind):
-    """As on TPUs, whose attention knows no prefixes."""
-    shared, alone = (
-      make_batch(kind, micro_batch_size=4, share=share)
-      for share in (True, False)
-    )
-    assert shared.packed.prefixes.any() and not alone.packed.prefixes.any()
-    expected, _ = gradient_of_update(kind, 4)
-    apply, _ = make_update(kind)
-    after, _ = apply(make_state(kind), alone, *settings_of(kind))
-    chex.assert_trees_all_close(
-      jax.tree.map(
-        lambda old, new: old - np.asarray(new), make_params(kind), after.trained
-      ),
-      expected,
-      rtol=1e-5,
-      atol=1e-6 * largest(expected),
-    )
 
   def test_metrics_are_means_over_the_tokens_trained_on(self):
     rollout, data = make_data()
@@ -223,7 +187,7 @@ class TestGradient:
       data["proximal_logprobs"],
       data["advantages"],
     )
-    _, metrics = gradient_of_update("policy", 4)
+    _, metrics = gradient_of_update("policy")
     for name in ("clipped_high", "clipped_low"):
       share = np.asarray(getattr(terms, name))[mask].mean()
       assert share > 0.05
@@ -239,36 +203,6 @@ class TestGradient:
       metrics["policy/approx_kl"], np.asarray(kl)[mask].mean(), rtol=1e-5
     )
     assert metrics["policy/lr"] == np.float32(1e-2)
-
-
-class TestWeights:
-  def test_token_mean_over_the_whole_mini_batch(self):
-    _, data = make_data()
-    batch = make_batch("policy", micro_batch_size=2)
-    count = data["policy_mask"].sum()
-    weights = np.asarray(batch.inputs["weights"])
-    np.testing.assert_allclose(weights.sum(), 1.0, rtol=1e-6)
-    assert set(np.unique(weights)) == {0.0, np.float32(1 / count)}
-    np.testing.assert_array_equal(weights > 0, batch.packed.mask)
-
-  def test_nll_has_a_normaliser_of_its_own(self):
-    _, data = make_data()
-    batch = make_batch("policy", micro_batch_size=2)
-    count = data["positive_mask"].sum()
-    assert 0 < count < data["policy_mask"].sum()
-    weights = np.asarray(batch.inputs["nll_weights"])
-    np.testing.assert_allclose(weights.sum(), 1.0, rtol=1e-6)
-    np.testing.assert_allclose(np.unique(weights), [0, 1 / count], rtol=1e-6)
-
-  def test_no_correct_response_no_nll(self):
-    batch = make_batch("policy", micro_batch_size=2, rows=[1, 2, 4, 5])
-    assert not batch.inputs["nll_weights"].any()
-    assert batch.inputs["weights"].any()
-
-  def test_nothing_judged_trains_on_nothing(self):
-    batch = make_batch("policy", micro_batch_size=2, rows=[3])
-    assert not batch.inputs["weights"].any()
-    assert not batch.packed.mask.any()
 
 
 class TestMesh:
@@ -296,11 +230,9 @@ class TestMesh:
       8 // sharding.batch_size_of(mesh)
     )
     after, metrics = update(placed, batch, *settings_of(kind))
-    expected, one = gradient_of_update(kind, 4)
-    change = lambda old, new: old - np.asarray(new)
-    got = jax.tree.map(change, make_params(kind), after.trained)
+    expected, one = gradient_of_update(kind)
     chex.assert_trees_all_close(
-      got, expected, rtol=1e-5, atol=1e-6 * largest(expected)
+      change_of(kind, after), expected, rtol=1e-5, atol=1e-6 * largest(expected)
     )
     for name in unsplit(metrics):
       np.testing.assert_allclose(metrics[name], one[name], rtol=1e-5, atol=1e-7)

@@ -51,17 +51,3 @@ class TestExactLine:
   def test_the_first_line_is_the_answer(self, response, finished, correct):
     verdict = rewards.exact_line(response, "85", finished=finished)
     assert verdict.correct is correct
-
-
-class TestGetReward:
-  def test_every_registered_name(self):
-    assert rewards.get_reward("numeric") is rewards.numeric
-    assert set(rewards.REWARDS) == {
-      "chain_sum",
-      "exact_line",
-      "numeric",
-      "math_verify",
-      "environment",
-      "verl",
-      "trl",
-    }

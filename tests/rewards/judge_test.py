@@ -175,10 +175,3 @@ class TestJudge:
     rollout = written(self.TEXTS, [Status.FINISHED] * 4)
     responses = judge(rollout, self.PROBLEMS).responses
     np.testing.assert_array_equal(responses.rewards, [1.0, 0.0, 0.0, 1.0])
-
-  def test_close_ends_the_workers(self):
-    pool = rewards.RewardPool(rewards.chain_sum)
-    closed = []
-    pool.close = lambda: closed.append(True)
-    Judge(decode, pool).close()
-    assert closed

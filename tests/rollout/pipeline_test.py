@@ -13,8 +13,8 @@ from helpers.tiny_tppo import record, saved
 from jaxrl_llm import metrics
 from jaxrl_llm.rollout.pipeline import Pipeline, admit
 from jaxrl_llm.rollout.writer import Weights
-from jaxrl_llm.trainer import build, loop
-from jaxrl_llm.types import ended, join_rows, take_rows
+from jaxrl_llm.trainer import loop
+from jaxrl_llm.types import join_rows, take_rows
 
 STEPS = 6
 NO_CRITIC = {"estimator__name": "group"}
@@ -32,26 +32,15 @@ METHODS = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-  return tiny_run.write_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
 @pytest.fixture(scope="module", params=list(METHODS))
 def run(model, request):
-  settings = {"value__pretrain_steps": 0, "run__samples_every": 0}
-  settings |= METHODS[request.param]
-  return build.make_run(tiny_run.make_config(model, **settings))
+  return tiny_run.make_run(model, **METHODS[request.param])
 
 
 def trained(step):
   """What the policy learned from, without what waited for the critic."""
   rollout = step.estimated[0].rollout
   return take_rows(rollout, rollout.window_start < rollout.lengths)
-
-
-def ended_ids(rollout):
-  return rollout.sample_id[ended(rollout)].tolist()
 
 
 def assert_same(mine, his):
@@ -108,14 +97,6 @@ class TestLag:
       assert min(version, lag) <= age.min()
       assert age.max() <= min(version, lag) + longest
 
-  def test_no_response_is_lost_or_trained_twice(self, whole):
-    steps, states = whole
-    ids = [ended_ids(trained(step)) for step in steps]
-    ids += [ended_ids(batch.responses.rollout) for batch in states.batches]
-    store = states.rollout.store
-    ids.append([] if store is None else store.sample_id.tolist())
-    assert sorted(sum(ids, [])) == list(range(states.rollout.samples))
-
   def test_a_batch_of_other_weights_is_refused(self, late, lag, whole):
     _, states = whole
     batch = states.batches[0]
@@ -126,8 +107,6 @@ class TestLag:
 
 
 PLAIN = {
-  "value__pretrain_steps": 0,
-  "run__samples_every": 0,
   "loss__nll_coefficient": 0.0,
   "optimizer__policy__mini_batch": 32,
   "optimizer__value__mini_batch": 32,
@@ -137,16 +116,13 @@ PLAIN = {
 
 @pytest.fixture(
   scope="module",
-  params=[
-    pytest.param("critic", marks=pytest.mark.slow),
-    "environment",
-  ],
+  params=[pytest.param("critic", marks=pytest.mark.slow), "environment"],
 )
 def plain(model, request):
   settings = PLAIN | METHODS.get(request.param, NO_CRITIC)
   if request.param == "environment":
     settings |= {"environment__name": "calculator"}
-  return build.make_run(tiny_run.make_config(model, **settings))
+  return tiny_run.make_run(model, **settings)
 
 
 @pytest.fixture(scope="module")

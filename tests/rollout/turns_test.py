@@ -10,10 +10,9 @@ import pytest
 import reference
 from helpers import chat_model, hostile, scripted, tiny_run
 from helpers.tiny_algorithm import evaluate, make_algorithm
-from helpers.tiny_run import with_config
 from helpers.tiny_tppo import record, saved
 
-from jaxrl_llm import metrics, register, types
+from jaxrl_llm import register, types
 from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError
@@ -70,21 +69,14 @@ def registered():
     del ENVIRONMENTS[name]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-  return tiny_run.write_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
 def make_run(model, **changes):
   settings = {
     "environment__name": "echo",
     "reward__name": "environment",
     "estimator__name": "group",
-    "value__pretrain_steps": 0,
-    "run__samples_every": 0,
     "sampler__max_response_length": 40,
   }
-  return build.make_run(tiny_run.make_config(model, **settings | changes))
+  return tiny_run.make_run(model, **settings | changes)
 
 
 @pytest.fixture(scope="module")
@@ -143,23 +135,6 @@ class TestTurns:
   def test_with_few_slots_as_with_many(self, model, run):
     few = make_run(model, sampler__slots=4)
     assert_same_talks(talk(few, None), talk(run, None))
-
-  def test_streaming_hands_each_response_over_once(self, run):
-    states, weights = loop.begin(run)
-    arrived = []
-    run.worker.collect(
-      states.rollout,
-      states.source,
-      Weights(weights.params),
-      metrics.PhaseTimer(),
-      arrived.append,
-    )
-    size = run.worker.writer.group_size
-    groups = [x.result().responses.rollout for x in arrived]
-    assert all(set(each.group) == {0} for each in groups)
-    assert all(len(each.lengths) == size for each in groups)
-    ids = np.concatenate([each.sample_id for each in groups])
-    assert sorted(ids) == list(range(8 * size))
 
   def test_an_observation_costs_its_own_tokens(self, run):
     engine = run.worker.writer.engine
@@ -376,36 +351,6 @@ class TestStopAfterResponses:
     assert self.COUNT <= over.sum() < len(over)
     heard = (rollout.origin == Origin.FOREIGN).sum(axis=1)
     np.testing.assert_array_equal(heard[over], 2)
-
-
-class TestResume:
-  @pytest.mark.parametrize(
-    "changes",
-    [
-      {"schedule__lag": 1},
-      pytest.param(
-        {
-          "schedule__stop": "first_groups",
-          "schedule__over_provision": 2.0,
-          "schedule__max_staleness": 2,
-        },
-        marks=pytest.mark.slow,
-      ),
-    ],
-    ids=["lag", "first_groups"],
-  )
-  def test_in_the_middle_of_a_conversation(self, run, changes, tmp_path):
-    chosen = with_config(run, **changes)
-    whole, _ = record(chosen, STEPS)
-    steps, (states, _) = record(chosen, 2)
-    rest, _ = record(chosen, STEPS - 2, saved(chosen, states, tmp_path))
-    for mine, his in zip(steps + rest, whole, strict=True):
-      chex.assert_trees_all_equal(mine.collected, his.collected)
-      assert mine.row == his.row
-    if "schedule__stop" in changes:
-      talks = states.rollout.conversations
-      assert set(talks) == set(map(str, states.rollout.store.sample_id))
-      assert any(json.loads(text)["turns"] for text in talks.values())
 
 
 @pytest.fixture(scope="module")

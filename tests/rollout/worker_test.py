@@ -384,17 +384,6 @@ class TestMembers:
     assert ids_of(run.collect().batch.responses) == [6, 7, *range(8, 14)]
     assert run.state.samples == 16 and waiting_ids(run) == [14, 15]
 
-  def test_a_group_that_waits_is_completed_first(self):
-    ends = [1] * 6 + [2, 2] + [6] * 100
-    run = Run(window=1, lengths=ends.__getitem__)
-    run.collect(), run.collect()
-    # The two that waited take the two slots: nobody is drawn for them.
-    assert waiting_ids(run) == [14, 15]
-    third = run.collect().batch.responses.rollout
-    assert ids_of(third) == list(range(8, 16)) and waiting_ids(run) == []
-    assert run.source_state.drawn == 4
-    assert third.group_id.tolist() == [2] * 4 + [3] * 4
-
   @pytest.mark.parametrize("gap", [None, 3])
   @pytest.mark.parametrize("group_size", [1, 3, 4])
   @pytest.mark.parametrize("window", [1, 4])
@@ -504,24 +493,10 @@ class TestEachOnce:
 class TestDrawnTwice:
   """A prompt that is drawn again while it is in flight is another group."""
 
-  SETTINGS = {
-    "all": {},
-    "windows": {"window": 2},
-    "first groups": {"stop": "first_groups", "in_flight": 4},
-    "mixed": {"dynamic_sampling": True, "max_rounds": 9},
-    "mixed first groups": {
-      "stop": "first_groups",
-      "dynamic_sampling": True,
-      "in_flight": 4,
-      "max_staleness": 2,
-      "max_rounds": 9,
-    },
-  }
-
-  @pytest.mark.parametrize("name", SETTINGS)
-  def test_is_two_groups(self, name):
+  @pytest.mark.parametrize("settings", SCHEDULES, ids=schedule_name)
+  def test_is_two_groups(self, settings):
     source = Source(lambda position: 5)  # The same example again and again.
-    run = Run(source=source, **self.SETTINGS[name])
+    run = Run(source=source, **settings)
     owners, examples = {}, set()
     for _ in range(5):
       rollout = run.collect().batch.responses.rollout
@@ -534,7 +509,7 @@ class TestDrawnTwice:
     assert examples == {5} and len(owners) > 2
     for draw, members in owners.items():
       assert members <= set(range(4 * draw, 4 * draw + 4))
-      if name != "windows":  # Where some members have no slot yet.
+      if "window" not in settings:  # Where some members have no slot yet.
         assert len(members) == 4
     assert {answer for _, answer in run.pool.seen} == {"answer 5"}
 
@@ -661,53 +636,6 @@ class TestTooOld:
     assert self.old(6, 3) == []
     assert self.old(6, 2) == [0, 2]
     assert self.old(6, 1) == [0, 1, 2, 3]
-
-  def test_what_has_not_begun_has_no_age(self):
-    assert 4 not in self.old(100, 1)
-
-
-class TestPrompts:
-  def test_every_row_gets_its_prompt(self):
-    run = Run()
-    rollout = tiny_run.random_rollout(np.random.default_rng(0), rows=4).replace(
-      example_id=np.asarray([7, 2, 7, 5]), group_id=np.asarray([0, 1, 4, 2])
-    )
-    prompts = run.worker._prompts_of(rollout)
-    assert [p.example_id for p in prompts] == [7, 2, 7, 5]
-    assert [p.group_id for p in prompts] == [0, 1, 4, 2]
-
-
-def test_settings_follow_the_config():
-  config = tiny_run.make_config(
-    "none",
-    data__prompts_per_step=3,
-    data__group_size=5,
-    schedule__stop="first_groups",
-    schedule__over_provision=1.5,
-    schedule__max_staleness=4,
-    schedule__max_rounds=7,
-  )
-
-  def settings():
-    made = build.make_worker(config, None, None, None)
-    return dataclasses.asdict(made._settings)
-
-  expected = {
-    "groups": 3,
-    "group_size": 5,
-    "in_flight": 5,
-    "stop": "first_groups",
-    "dynamic_sampling": False,
-    "window": 0,
-    "max_staleness": 4,
-    "max_rounds": 1,
-  }
-  assert settings() == expected
-  config.schedule.dynamic_sampling = True
-  changed = {"dynamic_sampling": True, "max_rounds": 7}
-  assert settings() == expected | changed
-  config.schedule.dynamic_sampling, config.schedule.window = False, 2
-  assert settings() == expected | {"window": 2}
 
 
 def test_streams_of_randomness_differ():

@@ -22,9 +22,11 @@ from helpers.tiny_engine import (
   engine,
   expected,
   generate,
+  law,
   make_engine,
   params,
   rows,
+  sequences,
 )
 
 from jaxrl_llm import models, sharding
@@ -146,15 +148,6 @@ class TestIndependence:
 
     assert_same_responses(generate(rule=decide), expected())
 
-  def test_group_that_starts_in_parts(self):
-    steps = []
-
-    def decide(view):
-      steps.append(None)
-      return Decision(insert=3 if len(steps) % 2 else 0)
-
-    assert_same_responses(generate(rule=decide), expected())
-
   def test_mesh_of_eight_devices(self):
     mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
     fns, trained = tiny.tiny_policy(mesh)
@@ -174,10 +167,7 @@ class TestIndependence:
 
   def test_other_sample_ids_and_keys_give_other_responses(self):
     base = expected()
-    for other in (
-      generate(ids=IDS + 10_000),
-      generate(key=jax.random.key(6)),
-    ):
+    for other in (generate(ids=IDS + 10_000), generate(key=jax.random.key(6))):
       same = np.all(other.tokens == base.tokens, axis=1)
       assert same.mean() < 0.2
     texts = {tuple(row) for row in base.tokens}
@@ -230,21 +220,11 @@ class TestEnds:
 class TestDistribution:
   """The sampler draws from what the trainer computes."""
 
-  def _sequences(self, out):
-    """Prompt and response without a gap, [B, P + T]; response positions."""
-    tokens = np.zeros((N * G, P + T), np.int32)
-    where = np.zeros((N * G, T), int)
-    for row, length in enumerate(out.prompt_lengths):
-      tokens[row, :length] = out.prompt_tokens[row, :length]
-      tokens[row, length : length + T] = out.tokens[row]
-      where[row] = length + np.arange(T)
-    return tokens, where
-
   @pytest.mark.parametrize("temperature", [1.0, 0.7])
   def test_sampler_equals_trainer(self, temperature):
     settings = SamplingSettings(temperature=temperature)
     out = generate(settings=settings)
-    tokens, where = self._sequences(out)
+    tokens, where = sequences(out)
     index = np.arange(N * G)[:, None]
     total = (out.prompt_lengths + out.lengths)[:, None]
     present = (np.arange(P + T)[None] < total).astype(np.int32)
@@ -266,19 +246,11 @@ class TestDistribution:
 
   def test_greedy_is_the_argmax_of_the_full_forward(self):
     out = generate(settings=SamplingSettings(temperature=0.0))
-    tokens, where = self._sequences(out)
-    fns, trained = tiny.tiny_policy()
-    logits = fns.logits(trained, tokens, np.ones(tokens.shape, bool))
-    best = np.asarray(logits).argmax(-1)[np.arange(N * G)[:, None], where - 1]
+    best = law(out).argmax(-1)
     np.testing.assert_array_equal(best[out.mask], out.tokens[out.mask])
     np.testing.assert_array_equal(out.behavior_logprobs, 0.0)
     # All samples of a prompt are the same then.
     assert len(np.unique(out.tokens, axis=0)) <= N
-
-  def test_top_k_one_is_greedy(self):
-    greedy = generate(settings=SamplingSettings(temperature=0.0))
-    greedy_too = generate(settings=SamplingSettings(top_k=1))
-    assert_same_responses(greedy_too, greedy)
 
 
 class TestStats:
@@ -313,13 +285,6 @@ class TestCompilation:
       generate(settings=settings, key=jax.random.key(77), version=8)
     assert len(COMPILED) == count
     assert count > 0  # The listener does hear.
-
-  def test_there_is_a_decode_program_for_each_batch_size(self):
-    own = engine()
-    for ids in (IDS, IDS + 70, IDS + 700):
-      generate(ids=ids)
-    assert buckets.slot_buckets(8, 1) == [8]
-    assert own._cache.programs.decode._cache_size() == 1
 
   def test_a_long_tail_compiles_a_program_for_each_pair_of_buckets(self):
     own = scripted.make_engine(slots=64, page_size=8)
@@ -362,14 +327,8 @@ class TestBadInput:
     "settings, message",
     [
       ({"temperature": -0.1}, r"temperature=-0.1, expected .* in \[0, inf\)"),
-      (
-        {"temperature": float("nan")},
-        r"temperature=nan, expected .*\[0, inf\)",
-      ),
-      (
-        {"temperature": float("inf")},
-        r"temperature=inf, expected .*\[0, inf\)",
-      ),
+      ({"temperature": float("nan")}, "temperature=nan, expected"),
+      ({"temperature": float("inf")}, "temperature=inf, expected"),
       ({"top_k": -1}, r"top_k=-1, expected .* in \[0, inf\)"),
       ({"top_p": 0.0}, r"top_p=0.0, expected .* in \(0, 1\]"),
       ({"top_p": 1.5}, r"top_p=1.5, expected .* in \(0, 1\]"),

@@ -108,11 +108,6 @@ class TestPreemption:
     tiny_engine.assert_same_responses(out, tiny_engine.expected())
     assert own.last_stats.preemptions > 0
 
-  def test_of_the_scripted_model_at_any_moment(self):
-    engine, prompts = scripted.engine(), _prompts(80)
-    out = scripted.generate(prompts, rule=_preempting(engine, 3))
-    scripted.check(out, prompts)
-
   def test_the_youngest_go_first(self):
     engine = scripted.make_engine(slots=4, page_size=8, kv_pages=8)
     engine.set_params((), 0)

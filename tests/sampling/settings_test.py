@@ -20,6 +20,7 @@ from helpers.tiny_engine import (
   expected,
   generate,
   go_on,
+  law,
   make_engine,
 )
 
@@ -29,20 +30,6 @@ from jaxrl_llm.sampling.stops import first_stop
 from jaxrl_llm.types import Status
 
 PLAIN = SamplingSettings()
-
-
-def _law(out):
-  """log π of every token at every place of the responses, [B, T, V]."""
-  fns, params = tiny.tiny_policy()
-  count = len(out.lengths)
-  tokens = np.zeros((count, P + T), np.int32)
-  where = out.prompt_lengths[:, None] + np.arange(T)
-  for row, length in enumerate(out.prompt_lengths):
-    tokens[row, :length] = out.prompt_tokens[row, :length]
-    tokens[row, length : length + T] = out.tokens[row]
-  logits = fns.logits(params, tokens, np.ones(tokens.shape, bool))
-  logits = np.asarray(logits, np.float64)[np.arange(count)[:, None], where - 1]
-  return np.array(jax.nn.log_softmax(logits, axis=-1), np.float64)
 
 
 def _assert_log_probs(out, law):
@@ -61,17 +48,17 @@ class TestLogitBias:
     out = generate(settings=SamplingSettings(logit_bias=bias))
     assert np.isin(plain.tokens[plain.mask], forbidden).any()
     assert not np.isin(out.tokens[out.mask], forbidden).any()
-    law = _law(out)
-    law[..., forbidden] = -np.inf
-    _assert_log_probs(out, law)
+    log_probs = law(out)
+    log_probs[..., forbidden] = -np.inf
+    _assert_log_probs(out, log_probs)
 
   def test_is_added_to_the_logits_before_the_temperature(self):
     bias = {7: 2.5, 9: -1.5, 42: 1.0}
     settings = SamplingSettings(logit_bias=bias, temperature=0.7)
     out = generate(settings=settings)
-    law = _law(out)
-    law[..., list(bias)] += list(bias.values())
-    _assert_log_probs(out, law / 0.7)
+    log_probs = law(out)
+    log_probs[..., list(bias)] += list(bias.values())
+    _assert_log_probs(out, log_probs / 0.7)
     many = np.isin(out.tokens[out.mask], [7]).mean()
     assert many > np.isin(expected().tokens[expected().mask], [7]).mean()
 
@@ -100,9 +87,9 @@ class TestMinNewTokens:
     settings = SamplingSettings(min_new_tokens=5)
     out = generate(settings=settings)
     assert generate(settings=PLAIN).lengths.min() < 5
-    law = _law(out)
-    law[:, :5, list(STOP)] = -np.inf
-    _assert_log_probs(out, law)
+    log_probs = law(out)
+    log_probs[:, :5, list(STOP)] = -np.inf
+    _assert_log_probs(out, log_probs)
     assert out.lengths.min() == 6  # The sixth token may be one.
     assert Status.FINISHED in out.status
 
@@ -134,10 +121,7 @@ class TestMinNewTokens:
     [
       ({"min_new_tokens": -1}, r"=-1, expected .* in \[0, 20\]"),
       ({"min_new_tokens": 21}, r"=21, expected .* in \[0, 20\]"),
-      (
-        {"min_new_tokens": 5, "max_new_tokens": 4},
-        r"=5, expected .* in \[0, 4\]",
-      ),
+      ({"min_new_tokens": 5, "max_new_tokens": 4}, r"=5, .* in \[0, 4\]"),
     ],
   )
   def test_out_of_range_raises(self, settings, message):
@@ -219,10 +203,7 @@ class TestStopStrings:
     own = Engine(
       tiny.tiny_policy()[0],
       EngineConfig(
-        slots=G,
-        max_prompt_length=P,
-        max_response_length=T,
-        stop_tokens=STOP,
+        slots=G, max_prompt_length=P, max_response_length=T, stop_tokens=STOP
       ),
     )
     with pytest.raises(ValueError, match="stop_strings=.*with detokenize"):

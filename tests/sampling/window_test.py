@@ -5,10 +5,9 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from helpers import tiny, tiny_engine
-from helpers.tiny_engine import COMPILED, KEY, SETTINGS, G, T, make_engine
+from helpers import tiny_engine
+from helpers.tiny_engine import SETTINGS, G, T, make_engine
 from helpers.tiny_window import (
-  GROUP_IDS,
   IDS,
   PLAIN,
   PROMPTS,
@@ -17,12 +16,9 @@ from helpers.tiny_window import (
   cut,
   to_the_end,
   uncut,
-  weights,
-  window_engine,
   write_window,
 )
 
-from jaxrl_llm import sharding
 from jaxrl_llm.sampling import requests as requests_lib
 from jaxrl_llm.sampling.rules import Decision
 from jaxrl_llm.types import Origin, Status
@@ -54,19 +50,6 @@ class TestUncut:
     out = write_window(None, range(N), window=window)
     jax.tree.map(np.testing.assert_array_equal, out, uncut())
 
-  def test_a_wide_window_with_a_lower_limit_and_idle_slots(self):
-    settings = dataclasses.replace(SETTINGS, max_new_tokens=6)
-    out = write_window(None, [2, 0], window=6, settings=settings)
-    expected = window_engine().generate(
-      weights()[1],
-      [PROMPTS[2], PROMPTS[0]],
-      sample_ids=IDS[[2, 0]],
-      key=KEY,
-      settings=settings,
-      group_ids=GROUP_IDS[[2, 0]],
-    )
-    jax.tree.map(np.testing.assert_array_equal, out, expected)
-
   def test_cut_and_new_rows_in_one_call_equal_calls_of_their_own(self):
     rest = cut(write_window(None, [0, 3], window=4))
     mixed = write_window(rest, [1, 2], window=7)
@@ -92,10 +75,7 @@ class TestUncut:
     ids = IDS.reshape(-1, 1)
     prompts = [p for p in PROMPTS for _ in range(G)]
     out = write_window(
-      window=T,
-      prompts=prompts,
-      ids=ids,
-      group_ids=np.arange(len(ids)),
+      window=T, prompts=prompts, ids=ids, group_ids=np.arange(len(ids))
     )
     names = ("sample_id", "tokens", "lengths", "status")
     for name in names:
@@ -113,43 +93,6 @@ class TestUncut:
       engine=make_engine(slots=slots, page_size=page_size),
     )
     assert_same_rows(out, tiny_engine.rows(expected, order))
-
-  def test_more_rows_than_slots(self):
-    whole = tiny_engine.expected()
-    out = tiny_engine.generate(prompts=PROMPTS, ids=IDS)
-    tiny_engine.assert_same_responses(
-      out, tiny_engine.rows(whole, slice(N * G))
-    )
-    # Eight slots: two prompts at a time, and then what was cut beside others.
-    call = {"engine": tiny_engine.engine(), "window": 5}
-    first = write_window(None, range(3), **call)
-    second = write_window(cut(first), [3], **call)
-    assert len(second.lengths) > 8
-    ended = tiny_engine.rows(first, first.status != Status.TRUNCATED)
-    rest = to_the_end(second, **call)
-    out = jax.tree.map(lambda *x: np.concatenate(x), ended, rest)
-    assert_same_rows(tiny_engine.rows(out, np.argsort(out.sample_id)), uncut())
-
-  @pytest.mark.slow
-  def test_mesh_of_eight_devices(self):
-    mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
-    fns, params = tiny.tiny_policy(mesh)
-    placed = jax.device_put(params, sharding.tree_shardings(params, mesh))
-    engine = make_engine(fns, slots=16)
-    call = {"engine": engine, "params": fns.for_sampling(placed), "window": 6}
-
-    def run():
-      first = write_window(None, range(3), **call)
-      return first, write_window(cut(first), [3], **call)
-
-    first, second = run()
-    expected = write_window(None, range(3), window=6)
-    assert_same_rows(first, expected)
-    expected = write_window(cut(expected), [3], window=6)
-    assert_same_rows(second, expected)
-    count = len(COMPILED)
-    run()
-    assert len(COMPILED) == count
 
 
 class TestRecord:
@@ -195,23 +138,6 @@ class TestRecord:
       out.group_id, [70, 10, 10, 50, 50, 50, 50, 70, 70, 70, 10]
     )
     np.testing.assert_array_equal(out.group, [0, 1, 1, 2, 2, 2, 2, 0, 0, 0, 1])
-
-  def test_a_prompt_that_is_drawn_twice_is_two_groups(self):
-    new = requests_lib.new_requests(
-      [PROMPTS[0]] * 2,
-      IDS[:2],
-      [70, 50],
-      window_engine().config,
-      example_ids=[4, 4],
-    )
-    first = write_window(new, window=1)
-    out = write_window(cut(first), window=2)
-    assert 0 < len(out.lengths) <= len(first.lengths)
-    for rollout in (first, out):
-      assert set(rollout.example_id) == {4}
-      np.testing.assert_array_equal(
-        rollout.group, np.where(rollout.group_id == 70, 0, 1)
-      )
 
   def test_arrays_of_the_device_may_come_back(self):
     rest = cut(write_window(None, [0, 1], window=4))

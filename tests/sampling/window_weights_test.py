@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from helpers import tiny, tiny_engine
+from helpers import tiny_engine
 from helpers.tiny_engine import COMPILED, SETTINGS, P, T
 from helpers.tiny_window import (
   IDS,
@@ -24,7 +24,6 @@ from jaxrl_llm.types import Status
 
 class TestNewWeights:
   def test_change_later_tokens_alone_and_agree_with_the_trainer(self):
-    fns, _ = tiny.tiny_policy()
     params, sampler_params = weights(1)
     call = {"settings": PLAIN, "window": 6}
     rest = cut(write_window(None, range(N), version=1, **call))
@@ -32,25 +31,15 @@ class TestNewWeights:
     out = write_window(rest, params=sampler_params, version=2, **call)
     np.testing.assert_array_equal(out.tokens[:, :6], same.tokens[:, :6])
     assert np.any(out.tokens[:, 6:] != same.tokens[:, 6:])
-
-    def logprobs(params):
-      """log π of each response token by one forward over all of it."""
-      count = len(out.lengths)
-      tokens, where = np.zeros((count, P + T), np.int32), np.arange(T)[None]
-      where = out.prompt_lengths[:, None] + where
-      for row, length in enumerate(out.prompt_lengths):
-        tokens[row, :length] = out.prompt_tokens[row, :length]
-        tokens[row, length : length + T] = out.tokens[row]
-      logits = fns.logits(params, tokens, np.ones(tokens.shape, bool))
-      rows = np.arange(count)[:, None]
-      full = np.asarray(jax.nn.log_softmax(logits))[rows, where - 1]
-      return np.take_along_axis(full, out.tokens[..., None], axis=-1)[..., 0]
-
+    of = out.tokens[..., None]
+    now, before = (
+      np.take_along_axis(tiny_engine.law(out, trained), of, axis=-1)[..., 0]
+      for trained in (params, weights()[0])
+    )
     new = out.mask & (np.arange(T)[None] >= out.window_start[:, None])
     old = out.mask & ~new
     assert new.any() and old.any()
     got = out.behavior_logprobs
-    now, before = logprobs(params), logprobs(weights()[0])
     np.testing.assert_allclose(got[new], now[new], rtol=0, atol=1e-5)
     np.testing.assert_allclose(got[old], before[old], rtol=0, atol=1e-5)
     assert np.abs(now - before)[out.mask].max() > 0.01

@@ -7,6 +7,7 @@ import pytest
 from helpers import tiny_run
 
 from jaxrl_llm import api, models, workdir
+from jaxrl_llm.checkpoint import commit
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.trainer import build, loop
 
@@ -26,11 +27,6 @@ def make_run(model, **changes):
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-  return tiny_run.write_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
 def run(model):
   return make_run(model)
 
@@ -44,10 +40,7 @@ def whole(run, tmp_path_factory):
 
 def test_a_step_holds_adapters_and_one_base_is_written_once(whole):
   folder = whole / "checkpoints"
-  base, step = (
-    tiny_run.saved_leaves(folder / "base"),
-    tiny_run.saved_leaves(folder / str(STEPS)),
-  )
+  base, step = (commit.read(folder / x)["leaves"] for x in ("base", str(STEPS)))
   assert base and all(x.startswith("learner.policy.base/") for x in base)
   weights = [x for x in step if x.endswith(("kernel", "embedding", "scale"))]
   assert weights and all("value_head" in x or "surprise" in x for x in weights)

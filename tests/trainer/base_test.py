@@ -4,12 +4,11 @@ import contextlib
 
 import numpy as np
 import pytest
-from helpers import configs
+from helpers import configs, tiny_run
 
-from jaxrl_llm import metrics, sync
+from jaxrl_llm import sync
 from jaxrl_llm.learner import packing
-from jaxrl_llm.rollout.worker import Weights
-from jaxrl_llm.trainer import build, loop
+from jaxrl_llm.trainer import build
 from jaxrl_llm.types import take_rows
 
 
@@ -26,14 +25,8 @@ def run():
 
 @pytest.mark.slow
 def test_sampler_and_trainer_agree_on_every_token(run):
-  states, weights = loop.begin(run)
   with contextlib.closing(run.judge):
-    collected = run.worker.collect(
-      states.rollout,
-      states.source,
-      Weights(weights.params, weights.version),
-      metrics.PhaseTimer(),
-    )
+    states, _, collected = tiny_run.collect(run)
   rollout, learner = collected.batch.responses.rollout, run.learner
   assert len(rollout.lengths) == 64
   batches = packing.mini_batches(

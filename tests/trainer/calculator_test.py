@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import psutil
@@ -60,13 +59,6 @@ def finish(process):
 def children(pid):
   """Processes that a process has started, and not waited for."""
   return {child.pid for child in psutil.Process(pid).children()}
-
-
-def wait_until(true, what):
-  deadline = time.monotonic() + 600
-  while not true():
-    assert time.monotonic() < deadline, what
-    time.sleep(0.05)
 
 
 def lives(pid):
@@ -124,11 +116,13 @@ class TestCalculator:
     process = start(tmp_path)
     rows = tmp_path / "metrics.jsonl"
     started = lambda: rows.exists() and rows.read_bytes().count(b"\n") >= 2
-    wait_until(lambda: process.poll() is None and started(), "a step")
+    programs.wait_until(lambda: process.poll() is None and started(), "a step")
     workers = children(process.pid)
     assert len(workers) >= 2
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    wait_until(lambda: not any(map(lives, workers)), "the workers' end")
+    programs.wait_until(
+      lambda: not any(map(lives, workers)), "the workers' end"
+    )
     assert "resumed from step" in finish(start(tmp_path))
     assert tiny_run.comparable(tmp_path) == tiny_run.comparable(whole)

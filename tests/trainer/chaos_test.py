@@ -24,6 +24,8 @@ import pytest
 from helpers import tiny_run
 from parts import program
 
+from jaxrl_llm.checkpoint import commit
+
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 _STEPS = 12
 _KINDS = ("kill", "stop", "kill at start", "damage", "disk")
@@ -105,8 +107,7 @@ def inflict(rng, kind, workdir, whole_s):
 
 def outcome(workdir):
   """Rows without what is measured, and the record of the last checkpoint."""
-  text = (workdir / "checkpoints" / str(_STEPS) / "COMMIT").read_text()
-  record = json.loads(text.rpartition("}")[0] + "}")
+  record = commit.read(workdir / "checkpoints" / str(_STEPS))
   return tiny_run.comparable(workdir), record["leaves"], record["states"]
 
 

@@ -2,36 +2,24 @@
 
 import itertools
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import pytest
+from helpers import programs
 
 
 @pytest.mark.slow(minutes=4)
 def test_greedy_accuracy_rises_and_the_critic_knows(tmp_path):
-  root = pathlib.Path(__file__).parents[2]
-  env = os.environ | {"PYTHONPATH": str(root)}
+  env = programs.environment()
   env.pop("XLA_FLAGS", None)  # Of tests: they compile fast, and run slowly.
-  done = subprocess.run(
-    [
-      sys.executable,
-      "scripts/train.py",
-      "--config=configs/vapo.py",
-      "--config.run.seed=3",  # Which no choice of settings has seen.
-      "--config.run.steps=24",  # Of 40: the mode has turned over by then.
-      "--config.eval.every=24",
-      f"--workdir={tmp_path}",
-    ],
-    cwd=root,
+  programs.finish(
+    "scripts/train.py",
+    "--config=configs/vapo.py",
+    "--config.run.seed=3",  # Which no choice of settings has seen.
+    "--config.run.steps=24",  # Of 40: the mode has turned over by then.
+    "--config.eval.every=24",
+    f"--workdir={tmp_path}",
     env=env,
-    capture_output=True,
-    text=True,
-    timeout=1800,
   )
-  assert done.returncode == 0, done.stderr
   read = lambda name: list(
     map(json.loads, (tmp_path / name).read_text().splitlines())
   )

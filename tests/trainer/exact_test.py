@@ -74,11 +74,6 @@ def registered():
   del ENVIRONMENTS["echo"]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-  return tiny_run.write_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
 def make_run(model, **changes):
   return build.make_run(tiny_run.make_config(model, **SHORT | changes))
 

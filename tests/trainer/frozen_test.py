@@ -8,6 +8,7 @@ import pytest
 from helpers import tiny_run
 
 from jaxrl_llm import api, checkpoint, models, workdir
+from jaxrl_llm.checkpoint import commit
 from jaxrl_llm.models import hf
 from jaxrl_llm.trainer import build, loop
 from jaxrl_llm.trainer.value_pretraining import FOLDER
@@ -25,11 +26,6 @@ def make_run(model, **changes):
     "run__steps": STEPS,
   }
   return build.make_run(tiny_run.make_config(model, **settings | changes))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-  return tiny_run.write_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +60,7 @@ def test_the_reference_is_loaded_once_for_all_learners(run, whole):
 
 def test_a_step_holds_what_is_trained_and_the_rest_is_written_once(whole):
   folder = whole[0] / "checkpoints"
-  base, step = (
-    tiny_run.saved_leaves(folder / "base"),
-    tiny_run.saved_leaves(folder / str(STEPS)),
-  )
+  base, step = (commit.read(folder / x)["leaves"] for x in ("base", str(STEPS)))
   assert {x for x in base if "policy" in x} == {
     "learner.policy.base/embed/embedding"
   }

@@ -1,6 +1,5 @@
 """A run that is killed at one place after another ends as if it never was."""
 
-import json
 import os
 import pathlib
 import random
@@ -12,6 +11,8 @@ import tempfile
 
 import pytest
 from helpers import tiny_run
+
+from jaxrl_llm.checkpoint import commit
 
 _ROOT = pathlib.Path(__file__).parents[2]
 _PATH = os.pathsep.join(str(_ROOT / x) for x in (".", "tests", "scripts/dev"))
@@ -77,13 +78,6 @@ def train(model, workdir, place="nowhere", when="before", number=0):
   )
 
 
-def leaves(workdir):
-  """Checksums of all that the last step has."""
-  text = (workdir / "checkpoints" / "6" / "COMMIT").read_text()
-  record = json.loads(text.rpartition("}")[0] + "}")
-  return record["leaves"], record["states"]
-
-
 def train_whole(folder):
   """A model, and the folder of an uninterrupted run."""
   model = tiny_run.write_model(folder / "model")
@@ -106,7 +100,9 @@ def kill(model, whole, broken, places):
   done = train(model, broken)
   assert done.returncode == 0, done.stderr[-2000:]
   assert tiny_run.comparable(broken) == tiny_run.comparable(whole)
-  assert leaves(broken) == leaves(whole)
+  ends = [commit.read(x / "checkpoints" / "6") for x in (broken, whole)]
+  assert ends[0]["leaves"] == ends[1]["leaves"]
+  assert ends[0]["states"] == ends[1]["states"]
   return kills, {path.name for path in (broken / "checkpoints").iterdir()}
 
 

@@ -21,6 +21,7 @@ from jaxrl_llm import workdir as workdir_lib
 from jaxrl_llm.checkpoint import commit
 from jaxrl_llm.errors import InputError, TrainingStopped
 from jaxrl_llm.learner import metrics as learner_metrics
+from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.rewards.verdict import Verdict
 from jaxrl_llm.rollout.worker import Weights
 from jaxrl_llm.system import signals
@@ -124,14 +125,6 @@ class TestRun:
       assert row["policy/skipped"] == row["value/skipped"] == 0
       assert row["policy/grad_norm"] > 0 and row["value/grad_norm"] > 0
       assert row["policy/ratio_max"] > 1
-
-  def test_learning_rates_warm_up(self, run, whole):
-    rows = tiny_run.comparable(whole)[1:]
-    # Two updates a step, two of warm-up; a step logs the mean of its updates.
-    rates = [row["policy/lr"] for row in rows]
-    highest = run.config.optimizer.policy.learning_rate
-    expected = highest * np.asarray([0.75, 1, 1, 1, 1, 1])
-    np.testing.assert_allclose(rates, expected, rtol=1e-6)
 
   def test_the_time_is_accounted_for(self, run, tmp_path):
     loop.train(with_config(run, run__steps=3), tmp_path)
@@ -424,12 +417,6 @@ class TestEarlierStep:
     assert (aside / "checkpoints" / "6" / "learner.policy.trained").is_dir()
     assert_same_run(run, whole, folder)
 
-  def test_one_that_is_not_there(self, run, whole):
-    before = tiny_run.snapshot(whole)
-    with pytest.raises(InputError, match="no step 4; choose from 5, 6"):
-      loop.train(run, whole, step=4)
-    assert tiny_run.snapshot(whole) == before
-
   def test_rows_whose_checkpoints_are_gone_are_set_aside(
     self, run, whole, tmp_path, capsys
   ):
@@ -609,22 +596,23 @@ class TestValuePretraining:
       )
     )
 
-  @pytest.mark.parametrize("kept", ["last", "first"])
+  @pytest.mark.parametrize("best", range(PRETRAINED))
   def test_the_best_critic_is_kept_and_only_it_changes(
-    self, run, tmp_path, monkeypatch, kept
+    self, run, tmp_path, monkeypatch, best
   ):
-    measured = []
-
-    def explained_variance(experience):
-      measured.append(len(measured) if kept == "last" else -len(measured))
-      return measured[-1]
-
+    measured = [float(i == best) for i in range(PRETRAINED)]
     monkeypatch.setattr(
-      learner_metrics, "explained_variance", explained_variance
+      learner_metrics, "explained_variance", lambda experience: measured.pop(0)
     )
+    critics, measure = [], Learner.measure
+
+    def noted(self, state, *arguments):
+      critics.append(jax.device_get(state.critic.trained))
+      return measure(self, state, *arguments)
+
+    monkeypatch.setattr(Learner, "measure", noted)
     states, weights = loop.begin(run)
     policy = jax.device_get(states.learner.policy)
-    fresh = jax.device_get(states.learner.critic.trained)
     after = run.pretraining.run(
       states.learner,
       Weights(weights.params, weights.version),
@@ -632,13 +620,14 @@ class TestValuePretraining:
       metrics.PhaseLogger(),
       signals.Stopped(),
     )
-    assert len(measured) == PRETRAINED
+    assert not measured and len(critics) == PRETRAINED
     chex.assert_trees_all_equal(jax.device_get(after.policy), policy)
     assert (after.step, after.waiting) == (0, None)
     assert after.critic.optimizer.step == 0  # It starts afresh.
     trained = jax.device_get(after.critic.trained)
-    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), trained, fresh)
-    assert (max(jax.tree.leaves(moved)) > 0) == (kept == "last")
+    for i, critic in enumerate(critics):
+      same = jax.tree.map(np.array_equal, trained, critic)
+      assert all(jax.tree.leaves(same)) == (i == best)
     reused = with_config(run, value__init_from=str(tmp_path)).critic_params
     saved = reused(after.params("policy"))
     chex.assert_trees_all_equal(jax.device_get(saved), trained)

@@ -107,11 +107,6 @@ def registered():
   del rewards.REWARDS["looks_right"]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-  return tiny_run.write_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
 def make_config(model, method, *features):
   """A method's config at the size of a test, with features switched on."""
   config = configs.load(method)

@@ -1,16 +1,13 @@
 """Pretraining: a pure function of its settings, for every task; the assets."""
 
 import json
-import os
 import pathlib
-import subprocess
-import sys
 
 import jax
 import numpy as np
 import pretraining
 import pytest
-from helpers import tiny_run
+from helpers import programs, tiny_run
 
 import jaxrl_llm
 from jaxrl_llm import models
@@ -64,24 +61,11 @@ def test_pretraining_learns_and_repeats_itself(task, tokenizer):
 @pytest.mark.slow
 def test_three_steps_of_the_script_at_full_size(tmp_path):
   task = TASKS[-1]  # All have this size, and the first is the default.
-  root = pathlib.Path(__file__).parents[2]
-  done = subprocess.run(
-    [
-      sys.executable,
-      "scripts/dev/pretraining.py",
-      f"--task={task}",
-      f"--out={tmp_path / 'base'}",
-      "--steps=3",
-      "--warmup_steps=1",
-    ],
-    cwd=root,
-    env=os.environ | {"PYTHONPATH": str(root)},
-    capture_output=True,
-    text=True,
-    timeout=600,
+  flags = [f"--task={task}", f"--out={tmp_path / 'base'}", "--steps=3"]
+  shown, _ = programs.finish(
+    "scripts/dev/pretraining.py", *flags, "--warmup_steps=1"
   )
-  assert done.returncode == 0, done.stderr
-  assert "334,272 parameters" in done.stdout
+  assert "334,272 parameters" in shown
   fns, params = models.load(str(tmp_path / "base"))
   assert all(np.isfinite(x).all() for x in jax.tree.leaves(params))
   assert fns.config == hf.read_config(ASSETS / f"{task}_base")

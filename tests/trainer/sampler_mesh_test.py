@@ -17,11 +17,6 @@ from jaxrl_llm.trainer import build, loop, meshes
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-  return tiny_run.write_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
 def make_run(model):
   """name of MESHES -> run; each is built and compiled once."""
   return tiny_mesh_run.run_maker(model)
@@ -94,11 +89,6 @@ class TestRuns:
     embedding = lambda params: params["embed"]["embedding"]
     assert share(embedding(states.learner.policy.trained)) == 1 / 8
     assert share(embedding(weights.params)) == 1
-
-  @pytest.mark.parametrize("name", MESHES)
-  def test_both_sides_mean_the_same(self, written, name):
-    first = tiny_run.comparable(written(name)[0])[0]
-    assert 0 <= first["sampler_trainer/parity_error"] <= 1e-6
 
   def test_nothing_is_compiled_after_the_first_steps(
     self, make_run, written, tmp_path
@@ -266,6 +256,9 @@ class TestDryRun:
     }
 
 
+ROWS = {f"optimizer__{x}__micro_batch_size": 8 for x in ("policy", "value")}
+
+
 class TestSettings:
   def make(self, **changes):
     return meshes.make_meshes(tiny_run.make_config("none", **changes))
@@ -291,35 +284,20 @@ class TestSettings:
     assert sharding.remaining_devices(mesh, devices[3:5]) == devices[3:5]
 
   @pytest.mark.parametrize(
-    ("changes", "parts"),
+    ("trainers", "samplers", "said"),
     [
-      (
-        {"mesh__data": 2, "sampler__mesh__data": 8},
-        [
-          "config.sampler.mesh: mesh data=8 x fsdp=1 x",
-          "tensor=1 needs 8 dev",
-          "there are 6, which config.mesh leaves free; lower its sizes",
-        ],
-      ),
-      (
-        {
-          "mesh__fsdp": 8,
-          "sampler__mesh__data": -1,
-          "sampler__mesh__fsdp": 16,
-          "optimizer__policy__micro_batch_size": 8,
-          "optimizer__value__micro_batch_size": 8,
-        },
-        [
-          "config.sampler.mesh: mesh data=-1 x fsdp=16 x",
-          "tensor=1 needs 16",
-          "there are 8, which config.mesh shares; lower its sizes",
-        ],
-      ),
+      ((2, 1), (8, 1), "data=8 x fsdp=1 .* needs 8 .* are 6, .* leaves free"),
+      ((1, 8), (-1, 16), "data=-1 x fsdp=16 .* needs 16 .* are 8, .* shares"),
     ],
   )
-  def test_too_many_devices_are_refused(self, changes, parts):
-    with pytest.raises(InputError) as error:
-      self.make(**changes)
+  def test_too_many_devices_are_refused(self, trainers, samplers, said):
+    meshes = {"mesh": trainers, "sampler__mesh": samplers}
+    changes = {
+      f"{mesh}__{axis}": size
+      for mesh, sizes in meshes.items()
+      for axis, size in zip(("data", "fsdp"), sizes)
+    }
+    said = f"config.sampler.mesh: mesh {said}; lower its sizes"
+    with pytest.raises(InputError, match=said) as error:
+      self.make(**changes, **ROWS)
     assert "\n" not in str(error.value)
-    for part in parts:
-      assert part in str(error.value)

@@ -3,24 +3,21 @@
 import json
 import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
+from helpers import programs
 
 _ROOT = pathlib.Path(__file__).parents[2]
 _PATH = os.pathsep.join(str(_ROOT / x) for x in (".", "tests", "scripts/dev"))
 
 
 def simulate(steps):
-  done = subprocess.run(
-    [sys.executable, _ROOT / "tests/trainer/simulation.py", f"--steps={steps}"],
+  shown, _ = programs.finish(
+    "tests/trainer/simulation.py",
+    f"--steps={steps}",
     env=os.environ | {"PYTHONPATH": _PATH},
-    capture_output=True,
-    text=True,
   )
-  assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-  return json.loads(done.stdout)
+  return json.loads(shown)
 
 
 @pytest.mark.slow

@@ -33,9 +33,7 @@ class TestSpeed:
     )
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     return types.SimpleNamespace(
-      mesh=mesh,
-      policy=model(1),
-      critic=model(2) if critic else None,
+      mesh=mesh, policy=model(1), critic=model(2) if critic else None
     )
 
   def test_tokens_per_second(self):

@@ -11,11 +11,6 @@ from jaxrl_llm.trainer import build, summary
 _NO_CRITIC = {"estimator__name": "group", "value__pretrain_steps": 0}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-  return tiny_run.write_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
 def _lines(model, **settings):
   run = build.make_run(tiny_run.make_config(model, **settings))
   lines = dict(line.split(maxsplit=1) for line in summary.describe(run))

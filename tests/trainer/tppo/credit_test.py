@@ -1,11 +1,8 @@
 """What windows teach: advantages of cut responses, targets of ended ones."""
 
 import collections
-import dataclasses
 
-import chex
 import numpy as np
-from helpers.tiny_run import with_config
 from helpers.tiny_tppo import (
   LIMIT,
   MANY,
@@ -17,7 +14,6 @@ from helpers.tiny_tppo import (
   with_learner,
 )
 
-from jaxrl_llm.rewards.judge import Judge
 from jaxrl_llm.trainer import build
 from jaxrl_llm.types import Status
 
@@ -115,45 +111,6 @@ class TestCredit:
       # λ = 1 telescopes: what is left of V is rounding.
       np.testing.assert_allclose(
         other["returns"][mask], outcome[mask], atol=1e-5
-      )
-
-  def test_the_opinion_on_a_prefix_changes_nothing(self, run, history):
-    asked = []
-    real = run.judge.pool
-
-    class Listening:
-      """A pool that notes how many responses it was shown."""
-
-      def __getattr__(self, name):
-        return getattr(real, name)
-
-      def judge(self, calls):
-        asked.append(len(calls))
-        return real.judge(calls)
-
-    reward = run.config.reward
-    judge = Judge(
-      run.judge._decode,
-      Listening(),
-      correct=reward.correct,
-      incorrect=reward.incorrect,
-    )
-    chosen = with_config(dataclasses.replace(run, judge=judge))
-    steps, _ = record(chosen, 4)
-    ended = [len(ended_ids(step.collected)) for step in steps]
-    assert asked == [n for n in ended if n]
-    for step, same in zip(steps, history):
-      (seen,) = step.estimated
-      cut, responses = ~seen.responses.ended, seen.responses
-      assert not responses.correct[cut].any()
-      assert not responses.rewards[cut].any()
-      assert step.row == same.row
-      praised = responses.replace(
-        rewards=np.where(cut, 1.0, responses.rewards).astype(np.float32),
-        correct=responses.correct | cut,
-      )
-      chex.assert_trees_all_equal(
-        seen.again(run, responses=praised), seen.experience
       )
 
 

@@ -6,10 +6,11 @@ import itertools
 import chex
 import numpy as np
 import pytest
+from helpers import tiny_run
+from helpers.tiny_mesh_run import Spy
 from helpers.tiny_tppo import (
   GROUP,
   SLOTS,
-  collect,
   record,
   trained_tokens,
   whole_responses,
@@ -20,28 +21,19 @@ from jaxrl_llm.rewards.judge import Judge
 from jaxrl_llm.rollout.worker import mixed
 
 
-class Verdicts:
-  """A pool that finds a text right as it is told."""
-
-  def __init__(self, pool, right):
-    self._pool, self._right = pool, right
-
-  def __getattr__(self, name):
-    return getattr(self._pool, name)
-
-  def judge(self, calls):
-    verdicts = self._pool.judge(calls)
-    return [
-      dataclasses.replace(verdict, correct=self._right(call["response"]))
-      for verdict, call in zip(verdicts, calls)
-    ]
-
-
 def judged_by(run, right, **changes):
   """The run under settings, whose verdicts are `right(text)`."""
+  pool = run.judge.pool
+
+  def verdicts(calls):
+    return [
+      dataclasses.replace(verdict, correct=right(call["response"]))
+      for verdict, call in zip(pool.judge(calls), calls)
+    ]
+
   judge = Judge(
     run.judge._decode,
-    Verdicts(run.judge.pool, right),
+    Spy(pool, judge=verdicts),
     correct=run.config.reward.correct,
     incorrect=run.config.reward.incorrect,
   )
@@ -55,7 +47,7 @@ class TestMixedGroups:
       chosen = judged_by(
         run, lambda text: next(turn), schedule__dynamic_sampling=dynamic
       )
-      return collect(chosen)
+      return tiny_run.collect(chosen)[-1]
 
     filtered, plain = drawn(True), drawn(False)
     assert plain.batch.responses.correct.sum() == SLOTS // 2

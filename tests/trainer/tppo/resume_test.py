@@ -6,15 +6,9 @@ import chex
 import jax
 import numpy as np
 from helpers import tiny_run
-from helpers.tiny_mesh_run import with_engine
+from helpers.tiny_mesh_run import Spy, with_engine
 from helpers.tiny_run import with_config
-from helpers.tiny_tppo import (
-  newest,
-  patient_of,
-  record,
-  saved,
-  with_learner,
-)
+from helpers.tiny_tppo import newest, patient_of, record, saved, with_learner
 
 from jaxrl_llm import estimators
 from jaxrl_llm.learner import choices
@@ -51,17 +45,12 @@ class TestTempering:
   def test_the_sampler_goes_by_the_batch_before(self, run, history):
     told, engine = [], run.worker.writer.engine
 
-    class Listening:
-      """An engine without tempering that notes what it was to go by."""
+    def untempered(*arguments, processor_states, **settings):
+      told.append(processor_states["entropy_tau"])
+      return engine.generate_window(*arguments, **settings)
 
-      def __getattr__(self, name):
-        return getattr(engine, name)
-
-      def generate_window(self, *arguments, processor_states, **settings):
-        told.append(processor_states["entropy_tau"])
-        return engine.generate_window(*arguments, **settings)
-
-    chosen = with_engine(tempered_of(run), Listening())
+    listening = Spy(engine, generate_window=untempered)
+    chosen = with_engine(tempered_of(run), listening)
     steps, (states, _) = record(chosen, 3)
     # Nothing is known before the first step: zeros change no temperature.
     assert all(number == 0 for number in told[0])
@@ -104,9 +93,8 @@ class TestResume:
     assert (~begun).sum() < 4 and np.unique(store.version).size > 1
     assert kept.learner.waiting is not None
     loop.train(chosen, tmp_path / "parts")
-    assert tiny_run.comparable(tmp_path / "parts") == tiny_run.comparable(
-      tmp_path / "whole"
-    )
+    rows = [tiny_run.comparable(tmp_path / x) for x in ("parts", "whole")]
+    assert rows[0] == rows[1]
     both = [newest(chosen, tmp_path / name)[0] for name in ("whole", "parts")]
     chex.assert_trees_all_equal(*map(jax.device_get, both))
     assert both[0].step == 5

@@ -50,11 +50,6 @@ class TestWholeWindow:
     assert samples[0] == samples[1]
     assert any(row["reward/std"] > 0 for row in rows[0][1:])
 
-  def test_a_small_window_is_another_run(self, run, history):
-    other = record(whole_responses(run), 1)[0][0]
-    assert other.row["rollout/truncated_fraction"] == 0
-    assert history[0].row["rollout/truncated_fraction"] > 0.5
-
 
 class TestFewSlots:
   def test_write_the_same_windows(self, run, history):
