@@ -282,22 +282,20 @@ def for_sampling(
   On a CPU, an embedding of 16-bit floats is stored as integers, because XLA
   would convert the whole table to float32 in every call. A tied head is stored
   beside it as [D, V], because XLA would transpose it in every call. Adapters
-  are merged, a layer at a time.
+  stay beside the base, so that they alone change.
 
   Args:
     params: stacked parameters.
     config: the architecture.
-    numerics: dtype of the result.
+    numerics: how the result is stored.
     kernels: attention backends, with the sampler's devices.
   """
   stacked = [params[place] for place in places(config)]
-  period, merge = len(stacked), lambda layer: layer
-  if config.adapters is not None:
-    merge = config.adapters.merge
+  period = len(stacked)
 
   def layer(i):
     taken = jax.tree.map(lambda x: x[i // period], stacked[i % period])
-    return numerics.store(merge(taken))
+    return numerics.store_layer(taken)
 
   params = {k: x for k, x in params.items() if k not in places(config)}
   params = numerics.store(params)

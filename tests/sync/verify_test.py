@@ -91,8 +91,8 @@ def _stale_on_the_way(transfer, policy, reference, old, version):
 def _stale_at_the_start(transfer, policy, reference, old, version):
   """One leaf was never sent; the checksum fits what is there."""
   stale = _stale_on_the_way(transfer, policy, reference, old, version)
-  checksum = digest.checksum(stale.params)
-  return dataclasses.replace(stale, checksum=checksum)
+  checksums = digest.checksums(stale.params)
+  return dataclasses.replace(stale, checksums=checksums)
 
 
 class TestMutations:
@@ -157,7 +157,7 @@ class TestVerify:
 
   def test_a_wrong_checksum_is_found(self):
     weights, wanted = self._weights()
-    broken = dataclasses.replace(weights, checksum=weights.checksum ^ 1)
+    broken = dataclasses.replace(weights, checksums={})
     with pytest.raises(
       sync.SyncError, match="checksum of .* version 5 does not match"
     ):
