@@ -172,7 +172,7 @@ def _stored(
     return traverse_util.flatten_dict(stored)
 
   shardings = {path: places.get(path) for path in jax.eval_shape(store, params)}
-  return jax.jit(store, out_shardings=shardings, donate_argnums=0)(params)
+  return jax.jit(store, out_shardings=shardings)(params)
 
 
 def _place(
