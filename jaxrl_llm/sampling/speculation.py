@@ -143,7 +143,8 @@ def quantize(params: Any) -> Any:
   """Matrices rounded to the nearest of 255 steps; other arrays stay."""
 
   def leaf(x):
-    if x.ndim < 2 or not jnp.issubdtype(x.dtype, jnp.floating):
+    kept = x.dtype.itemsize == 1 or not jnp.issubdtype(x.dtype, jnp.floating)
+    if x.ndim < 2 or kept:
       return x
     values, scales = FORMATS["int8"].quantise(x)
     return Quantized(values, scales.astype(x.dtype))

@@ -1,5 +1,6 @@
 """Tests of formats in few bits, and of products that round to them."""
 
+import re
 import statistics
 
 import chex
@@ -199,3 +200,16 @@ def test_a_sampler_in_fp8_alone_diverges_with_length():
   grown = of_responses[np.array(lengths) - 1]
   assert (grown[1:] > 1.5 * grown[:-1]).all()
   assert grown[0] > 1e-4
+
+
+@pytest.mark.parametrize(
+  "platform, native", [("cuda", 1), ("tpu", 1), ("cpu", 0)]
+)
+def test_accelerators_multiply_eight_bit_floats(platform, native):
+  product = jax.jit(models.Numerics(matmul="fp8").product)
+  lowered = product.trace(jnp.ones((8, 256)), jnp.ones((256, 128))).lower(
+    lowering_platforms=(platform,)
+  )
+  products = re.findall(r"dot_general.*?: \((.*?)\)", lowered.as_text())
+  eight = [x for x in products if x.count("xf8E4M3FN>") == 2]
+  assert (len(eight), len(products)) == (native, 1)
