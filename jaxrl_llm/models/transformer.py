@@ -5,6 +5,7 @@ over periods, and the parameters of each layer of a period are stacked. The
 sampler unrolls the same layers, each with its own KV cache, updated in place.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -166,7 +167,13 @@ def linear_layers(config: ModelConfig) -> list[str]:
 
 
 def num_params(config: ModelConfig) -> int:
-  """Returns the number of parameters; tied embeddings count once."""
+  """Returns the number of parameters, whatever they are stored in.
+
+  Tied embeddings count once.
+  """
+  if config.adapters:
+    plain = dataclasses.replace(config.adapters, base_dtype="float32")
+    config = dataclasses.replace(config, adapters=plain)
   return sum(leaf.size for leaf in jax.tree.leaves(param_shapes(config)))
 
 

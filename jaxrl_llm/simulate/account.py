@@ -9,7 +9,6 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -19,7 +18,6 @@ from jaxrl_llm.learner.choices import has_critic
 from jaxrl_llm.metrics.chips import Chip
 from jaxrl_llm.models import heads
 from jaxrl_llm.models.shapes import multiplied_params
-from jaxrl_llm.models.transformer import param_shapes
 from jaxrl_llm.sampling.allocator import default_page_size
 from jaxrl_llm.simulate import lengths
 from jaxrl_llm.simulate.cost import CostModel, Plane, Work, bound
@@ -104,9 +102,9 @@ class Sizes:
   def trained(self, role: str) -> float:
     """Returns the share of parameters that are trained: all, or adapters."""
     group = "value" if role == "value" else "model"
-    shapes = param_shapes(models.adapted(self.config, self.model, group=group))
-    added = jax.tree.leaves(models.partition(shapes, ()).trained)
-    return sum(x.size for x in added) / self.parameters
+    adapted = models.adapted(self.config, self.model, group=group)
+    added = models.num_params(adapted) - self.parameters
+    return added / self.parameters if added else 1.0
 
   @property
   def rows(self) -> float:

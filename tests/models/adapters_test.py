@@ -139,6 +139,15 @@ def test_an_adapter_of_full_rank_trains_like_its_matrix():
   np.testing.assert_allclose(learned[..., : moved.shape[-1]], moved, atol=1e-6)
 
 
+@pytest.mark.parametrize("base_dtype", adapters.BASE_DTYPES)
+def test_parameters_count_in_whatever_they_are_stored(base_dtype):
+  config = make(base_dtype=base_dtype)[0].config
+  added = models.num_params(config) - models.num_params(config.base)
+  _, params = make()
+  factors = jax.tree.leaves(models.partition(params, ()).trained)
+  assert added == sum(x.size for x in factors)
+
+
 def test_quantised_kernels_are_off_by_half_a_step_at_most():
   _, params = make(base_dtype="int8")
   _, plain = tiny.tiny_policy()
