@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxrl_llm import base_models, models, sharding, workdir
 from jaxrl_llm import config as config_lib
@@ -320,14 +319,14 @@ class Policy:
 
   def _params_of(self, policy: Any) -> Any:
     """Reads the parameters, with the shardings of a member of the learner."""
+    from jaxrl_llm.trainer import build
+
     if self.step is not None:
       return workdir.restore_params(
         self.path, self.step, "policy", policy.params
       )
-    places = jax.tree.map(lambda x: x.sharding, models.merge(policy.params))
-    return hf.read_params(
-      self.directory, policy.fns.config, dtype=np.float32, places=places
-    )
+    shapes = models.merge(policy.params)
+    return build.read_policy_params(self.directory, shapes, policy.fns.config)
 
   def save(self, path: str | os.PathLike, *, dtype: str = "float32") -> None:
     """Writes a Hugging Face model directory, with the tokenizer's files.

@@ -25,30 +25,29 @@ SLOT_AXES = ("data", "fsdp", "context")  # The sampler splits no row.
 
 # Path of a parameter -> names of its dimensions; '' is never split. The first
 # match counts, and no match is an error. Stacked layers have a leading
-# dimension, which the layers of a sampler lack.
+# dimension, which the layers of a sampler lack. The scales of a quantised
+# kernel have its dimensions, in blocks.
 PARAMETERS: tuple[tuple[str, tuple[str, ...]], ...] = (
   (r"embed/embedding$", ("vocab", "embed")),
   (r"lm_head/kernel$", ("embed", "vocab")),
-  (r"layers.*/router/kernel$", ("layers", "embed", "")),
-  (r"layers.*/experts/(gate|up)/kernel$", ("layers", "", "embed", "mlp")),
-  (r"layers.*/experts/down/kernel$", ("layers", "", "mlp", "embed")),
-  (r"layers.*/experts/.*/kernel_scale$", ("layers", "", "", "")),
-  (r"layers.*/router/(lora_.|kernel_scale)$", ("layers", "", "")),
-  (r"layers.*/(q|k|v)/kernel$", ("layers", "embed", "heads")),
+  (r"layers.*/router/kernel(_scale)?$", ("layers", "embed", "")),
+  (r"experts/(gate|up)/kernel(_scale)?$", ("layers", "", "embed", "mlp")),
+  (r"experts/down/kernel(_scale)?$", ("layers", "", "mlp", "embed")),
+  (r"layers.*/router/lora_.$", ("layers", "", "")),
+  (r"layers.*/(q|k|v)/kernel(_scale)?$", ("layers", "embed", "heads")),
   (r"layers.*/(q|k|v)/bias$", ("layers", "heads")),
-  (r"layers.*/o/kernel$", ("layers", "heads", "embed")),
-  (r"layers.*/(gate|up)/kernel$", ("layers", "embed", "mlp")),
+  (r"layers.*/o/kernel(_scale)?$", ("layers", "heads", "embed")),
+  (r"layers.*/(gate|up)/kernel(_scale)?$", ("layers", "embed", "mlp")),
   (r"layers.*/(gate|up)/bias$", ("layers", "mlp")),
-  (r"layers.*/down/kernel$", ("layers", "mlp", "embed")),
+  (r"layers.*/down/kernel(_scale)?$", ("layers", "mlp", "embed")),
   (r"layers.*/(o|down)/bias$", ("layers", "")),
-  # Adapters, and the scales of quantised kernels.
+  # Adapters.
   (r"layers.*/(q|k|v|gate|up)/lora_a$", ("layers", "embed", "")),
-  (r"layers.*/(q|k|v)/(lora_b|kernel_scale)$", ("layers", "", "heads")),
-  (r"layers.*/(gate|up)/(lora_b|kernel_scale)$", ("layers", "", "mlp")),
+  (r"layers.*/(q|k|v)/lora_b$", ("layers", "", "heads")),
+  (r"layers.*/(gate|up)/lora_b$", ("layers", "", "mlp")),
   (r"layers.*/o/lora_a$", ("layers", "heads", "")),
   (r"layers.*/down/lora_a$", ("layers", "mlp", "")),
   (r"layers.*/(o|down)/lora_b$", ("layers", "", "embed")),
-  (r"layers.*/(o|down)/kernel_scale$", ("layers", "", "")),
   (r"(norm|[a-z]*_head|surprise)/(scale|kernel|bias)$", ()),
   # Counters of train states, optimizers and the moving average.
   (r"(^|/)(count|step|skipped|skipped_in_a_row|weight)$", ()),

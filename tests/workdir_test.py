@@ -25,6 +25,8 @@ FIXED = {
   "model.lora_targets": ["mlp"],
   "model.lora_scaling": "rslora",
   "model.base_dtype": "int8",
+  "model.matmul": "fp8",
+  "model.sampler_matmul": "fp8",
   "value.lora_rank": 4,
   "optimizer.policy.mu_dtype": "bfloat16",
   "optimizer.value.mu_dtype": "bfloat16",

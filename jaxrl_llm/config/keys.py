@@ -132,8 +132,16 @@ class Model(Group, path="model"):
     "Scale of adapters: alpha / rank ('lora') or alpha / sqrt(rank)"
     " ('rslora').", FIXED)
   base_dtype = Key("float32", Names("models.adapters:BASE_DTYPES"),
-    "Data type of the weights beside adapters. 'int8' quantises the matrices of"
-    " layers, with a scale for every output (QLoRA).", FIXED)
+    "Data type of the weights beside adapters. Matrices of layers can have"
+    " 8 bits and a scale for every output ('int8'), or 4 and one for 64 weights"
+    " of an output ('nf4', QLoRA).", FIXED)
+  matmul = Key("", Names("models.numerics:MATMULS"),
+    "Products of linear layers in trainer and sampler: '' is model.dtype, 'fp8'"
+    " rounds weights and activations to 8-bit floats in blocks, 'int8' weights"
+    " alone. CPUs emulate both.", FIXED)
+  sampler_matmul = Key("", Names("models.numerics:MATMULS"),
+    "The same in the sampler alone; '' is model.matmul. Other products than the"
+    " trainer's change log-probs: set off_policy.correction.", FIXED)
   kernels = Key("auto", Names("models.kernels:NAMES"),
     "Attention backend of trainer and sampler: plain XLA, or kernels for TPUs"
     " and GPUs ('pallas'). 'auto' chooses by device.")

@@ -109,8 +109,8 @@ def one_gpu_80gb(config: Any) -> None:
   _optimizers(config, micro_batch_size=4)
 
 
-def one_gpu_80gb_adapters(config: Any) -> None:
-  """Trains adapters of a 7B model as `gsm8k`, on a GPU of 80 GB."""
+def qwen7b_adapters(config: Any) -> None:
+  """Trains adapters of Qwen2.5-7B as `gsm8k`, on a GPU of 80 GB."""
   gsm8k(config)
   config.model.update(lora_rank=32, base_dtype="bfloat16")
   config.value.lora_rank = 32
@@ -227,8 +227,8 @@ SCALES: Mapping[str, Scale] = {
   "gsm8k-smoke": Scale(gsm8k_smoke, group_size=4, pretrain_steps=1),
   "one-gpu-0.5b": Scale(one_gpu_24gb, group_size=8, pretrain_steps=20),
   "one-gpu-1.5b": Scale(one_gpu_80gb, group_size=8, pretrain_steps=20),
-  "one-gpu-7b": Scale(one_gpu_80gb_adapters, group_size=8, pretrain_steps=20),
   "qwen2.5-1.5b": Scale(qwen1_5b, group_size=16, pretrain_steps=50),
+  "qwen2.5-7b-lora": Scale(qwen7b_adapters, group_size=8, pretrain_steps=20),
   "qwen2.5-7b": Scale(qwen7b, group_size=16, pretrain_steps=50),
   "qwen2.5-32b": Scale(qwen32b, group_size=16, pretrain_steps=50),
 }

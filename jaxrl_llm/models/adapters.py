@@ -11,17 +11,23 @@ References:
 import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
 from flax import nnx, traverse_util
+
+from jaxrl_llm.models import numerics
 
 # Name -> function of (alpha, rank) that returns s.
 SCALINGS = {
   "lora": lambda alpha, rank: alpha / rank,
   "rslora": lambda alpha, rank: alpha / rank**0.5,
 }
-# How the base is stored -> dtype of what is read. int8: the kernels of layers,
-# with a scale for every output; all else is bfloat16.
-BASE_DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "int8": "bfloat16"}
+# How the base is stored -> dtype of what is read. In fewer bits than 16 are the
+# kernels of layers, in a format of `numerics`; all else is bfloat16.
+BASE_DTYPES = {
+  "float32": "float32",
+  "bfloat16": "bfloat16",
+  "int8": "bfloat16",
+  "nf4": "bfloat16",
+}
 FACTORS = ("lora_a", "lora_b")
 
 
@@ -42,8 +48,8 @@ class Adapters:
 
   @property
   def quantised(self) -> bool:
-    """Whether kernels of layers are int8."""
-    return self.base_dtype == "int8"
+    """Whether kernels of layers are codes with scales."""
+    return self.base_dtype in numerics.FORMATS
 
   def attach(self, layer: nnx.Module, rngs: nnx.Rngs) -> None:
     """Gives adapters to the linear layers of a layer that are targets."""
@@ -61,17 +67,19 @@ class Adapters:
     Args:
       params: nested dict, of a model with these adapters or without any.
     """
-    plain, leaves = BASE_DTYPES[self.base_dtype], {}
+    if self.quantised:
+      params = {
+        name: numerics.quantise_kernels(x, self.base_dtype)
+        if name.startswith("layers")
+        else x
+        for name, x in params.items()
+      }
+    dtype = BASE_DTYPES[self.base_dtype]
+    stored = numerics.Numerics(weights=dtype).store(params)
+    leaves = traverse_util.flatten_dict(stored)
     for path, x in traverse_util.flatten_dict(params).items():
       if path[-1] in FACTORS:
         leaves[path] = x
-      elif self.quantised and _is_layer_kernel(path):
-        scale = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=-2, keepdims=True)
-        scale = jnp.maximum(scale, 1e-30) / 127
-        leaves[path] = jnp.round(x / scale).astype(jnp.int8)
-        leaves[(*path[:-1], "kernel_scale")] = scale
-      elif path[-1] != "kernel_scale":
-        leaves[path] = x.astype(plain)
     return traverse_util.unflatten_dict(leaves)
 
   def merge(self, params: Any) -> Any:
@@ -112,14 +120,11 @@ def _merged(params, scale):
   if not isinstance(params, dict):
     return params
   params = {name: _merged(x, scale) for name, x in params.items()}
-  if "kernel_scale" in params:
-    params["kernel"] = params["kernel"] * params.pop("kernel_scale")
+  if numerics.SCALE in params:
+    scales = params.pop(numerics.SCALE)
+    params["kernel"] = numerics.dequantise(params["kernel"], scales)
   if "lora_a" in params:
     a, b = (params.pop(name) for name in FACTORS)
     if scale is not None:
       params["kernel"] = params["kernel"].astype(a.dtype) + scale * (a @ b)
   return params
-
-
-def _is_layer_kernel(path: tuple[str, ...]) -> bool:
-  return path[0].startswith("layers") and path[-1] == "kernel"

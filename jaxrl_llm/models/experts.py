@@ -38,25 +38,26 @@ class ExpertsKind:
 class Grouped(nnx.Module):
   """y_i = x_i W of the expert of row i, kernel [E, in, out]."""
 
-  def __init__(self, experts: int, in_size: int, out_size: int, rngs: nnx.Rngs):
+  def __init__(
+    self, shape: tuple[int, int, int], numerics: Numerics, rngs: nnx.Rngs
+  ):
     init = nnx.initializers.normal(INIT_STDDEV)
-    shape = (experts, in_size, out_size)
     self.kernel = nnx.Param(init(rngs.params(), shape))
-    self.has_scale = False
+    self.has_scale, self.numerics = False, numerics
+    if numerics.quantised:
+      self.attach_scale()
 
   def attach_scale(self) -> None:
-    """Adds the scales of a quantised kernel; see `adapters`."""
+    """Adds the scales of a quantised kernel; see `numerics`."""
     experts, _, out_size = self.kernel.shape
     self.kernel_scale = nnx.Param(jnp.ones((experts, 1, out_size)))
     self.has_scale = True
 
   def __call__(self, x: chex.Array, sizes: chex.Array) -> jax.Array:
     """Multiplies rows [N, in], sorted by expert; sizes [E] sum to N."""
-    kernel = self.kernel[...].astype(x.dtype)
+    scales = self.kernel_scale[...] if self.has_scale else None
+    x, kernel = self.numerics.operands(x, self.kernel[...], scales)
     y = jax.lax.ragged_dot(x, kernel, sizes, preferred_element_type=jnp.float32)
-    if self.has_scale:
-      scale = self.kernel_scale[...][:, 0]
-      y *= jnp.repeat(scale, sizes, axis=0, total_repeat_length=len(x))
     return y.astype(x.dtype)
 
 
@@ -76,9 +77,9 @@ class Experts(nnx.Module):
       width, experts, bias=False, numerics=numerics, rngs=rngs
     )
     self.experts = nnx.Dict(
-      gate=Grouped(experts, width, inner, rngs),
-      up=Grouped(experts, width, inner, rngs),
-      down=Grouped(experts, inner, width, rngs),
+      gate=Grouped((experts, width, inner), numerics, rngs),
+      up=Grouped((experts, width, inner), numerics, rngs),
+      down=Grouped((experts, inner, width), numerics, rngs),
     )
     self.kind = kind
 

@@ -187,9 +187,9 @@ def make_policy(
     config: the architecture.
     numerics: numerics of training; its weights are float32 masters.
     sampler: numerics of the sampler; None: the dtype of the trainer's
-      activations throughout. With other numerics than the trainer's, the
-      sampler's log-probs differ by their rounding. On a CPU a bfloat16 cache is
-      several times slower than a float32 one.
+      activations throughout, and its products. With other numerics than the
+      trainer's, the sampler's log-probs differ by their rounding. On a CPU a
+      bfloat16 cache is several times slower than a float32 one.
     remat_policy: activations that the backward pass recomputes, one of
       `transformer.REMAT_POLICIES`.
     head_chunk: time steps per application of the vocabulary head; 0: see
@@ -210,7 +210,9 @@ def make_policy(
   )
   backends = _by_attention(make_kernels, kernels, config, sampler_sharding)
   backend = next(iter(backends.values()))  # All have the same layout.
-  sampler = sampler or Numerics.all(numerics.activations)
+  sampler = sampler or Numerics.all(
+    numerics.activations, matmul=numerics.matmul
+  )
   sampled = {"numerics": sampler, "kernels": backends}
   parts = context.num_shards(sharding, 1)  # Shards of a row.
   backbone = bind(transformer.hidden, **settings)
@@ -245,8 +247,8 @@ def make_policy(
     shares_pages=backend.shares_pages,
     shares_prompts=sees_prefixes,
     init_kv_cache=bind(_init_kv_cache, config, backends, sampler.kv),
-    prefill=bind(transformer.prefill, config=config.base, **sampled),
-    decode=bind(transformer.decode, config=config.base, **sampled),
+    prefill=bind(transformer.prefill, config=config, **sampled),
+    decode=bind(transformer.decode, config=config, **sampled),
   )
 
 

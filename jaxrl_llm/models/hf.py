@@ -32,7 +32,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 
 from jaxrl_llm.errors import InputError, check_number
 from jaxrl_llm.models import families, hf_files, transformer
-from jaxrl_llm.models.adapters import FACTORS
+from jaxrl_llm.models.adapters import FACTORS, Adapters
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.heads import ValueHead
 from jaxrl_llm.system import files
@@ -219,7 +219,8 @@ def read_params(
       None: the head is the policy's.
 
   Returns:
-    Nested dict shaped as `transformer.param_shapes(config.base)`.
+    Nested dict shaped as `transformer.param_shapes(config.base)`, but for what
+    the base of adapters stores in fewer bits.
 
   Raises:
     InputError: files are missing or damaged, or do not fit the configuration.
@@ -229,11 +230,27 @@ def read_params(
   shapes = {name: leaf.tensor_shape for leaf in leaves for name in leaf.names()}
   hf_files.check_tensors(listing, tensors, shapes)
   flat_places = traverse_util.flatten_dict(places or {})
-  params = {
-    leaf.path: _place(leaf, tensors, dtype, flat_places.get(leaf.path))
-    for leaf in leaves
-  }
+  params = {}
+  for leaf in leaves:
+    place = flat_places.get(leaf.path)
+    read = {leaf.path: _place(leaf, tensors, dtype, place)}
+    if config.adapters and config.adapters.quantised:
+      read = _stored(read, config.adapters, flat_places)
+    params |= read
   return traverse_util.unflatten_dict(params)
+
+
+def _stored(
+  params: Params, adapters: Adapters, places: Mapping[str, Any]
+) -> Params:
+  """Quantises a parameter, before the next one needs memory; paths are flat."""
+
+  def store(params):
+    stored = adapters.store(traverse_util.unflatten_dict(params))
+    return traverse_util.flatten_dict(stored)
+
+  shardings = {path: places.get(path) for path in jax.eval_shape(store, params)}
+  return jax.jit(store, out_shardings=shardings)(params)
 
 
 def _place(

@@ -57,9 +57,11 @@ class Linear(nnx.Module):
     self.has_bias = bias
     self.numerics = numerics
     self.has_scale, self.adapter_scale = False, None
+    if numerics.quantised:
+      self.attach_scale()
 
   def attach_scale(self) -> None:
-    """Adds the scales of a quantised kernel; see `adapters`."""
+    """Adds the scales of a quantised kernel; see `numerics`."""
     self.kernel_scale = nnx.Param(jnp.ones((1, self.kernel.shape[1])))
     self.has_scale = True
 
@@ -72,11 +74,12 @@ class Linear(nnx.Module):
     self.adapter_scale = scale
 
   def __call__(self, x: chex.Array) -> jax.Array:
-    y = self.numerics.product(x, self.kernel[...])
-    if self.has_scale:
-      y = y * _align(self.kernel_scale[0].astype(x.dtype), y.ndim)
+    scales = self.kernel_scale[...] if self.has_scale else None
+    y = self.numerics.product(x, self.kernel[...], scales)
     if self.adapter_scale is not None:
-      low = matmul(x, self.lora_a[...].astype(x.dtype))
+      # XLA would multiply W and A at once, by a copy of both side by side.
+      low = jax.lax.optimization_barrier(x)
+      low = matmul(low, self.lora_a[...].astype(x.dtype))
       low = matmul(low, self.lora_b[...].astype(x.dtype))
       y = y + self.adapter_scale * low
     if self.has_bias:

@@ -33,7 +33,7 @@ MODELS = {
   "one-gpu-0.5b": _qwen(896, 4864, 24, 14, 2, tied=True, head=64),
 }
 MODELS["one-gpu-1.5b"] = MODELS["qwen2.5-1.5b"]
-MODELS["one-gpu-7b"] = MODELS["qwen2.5-7b"]
+MODELS["qwen2.5-7b-lora"] = MODELS["qwen2.5-7b"]
 
 
 def multiplied_params(config: ModelConfig) -> int:

@@ -5,6 +5,7 @@ over periods, and the parameters of each layer of a period are stacked. The
 sampler unrolls the same layers, each with its own KV cache, updated in place.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -166,7 +167,13 @@ def linear_layers(config: ModelConfig) -> list[str]:
 
 
 def num_params(config: ModelConfig) -> int:
-  """Returns the number of parameters; tied embeddings count once."""
+  """Returns the number of parameters, whatever they are stored in.
+
+  Tied embeddings count once.
+  """
+  if config.adapters:
+    plain = dataclasses.replace(config.adapters, base_dtype="float32")
+    config = dataclasses.replace(config, adapters=plain)
   return sum(leaf.size for leaf in jax.tree.leaves(param_shapes(config)))
 
 
@@ -282,22 +289,20 @@ def for_sampling(
   On a CPU, an embedding of 16-bit floats is stored as integers, because XLA
   would convert the whole table to float32 in every call. A tied head is stored
   beside it as [D, V], because XLA would transpose it in every call. Adapters
-  are merged, a layer at a time.
+  stay beside the base, so that they alone change.
 
   Args:
     params: stacked parameters.
     config: the architecture.
-    numerics: dtype of the result.
+    numerics: how the result is stored.
     kernels: attention backends, with the sampler's devices.
   """
   stacked = [params[place] for place in places(config)]
-  period, merge = len(stacked), lambda layer: layer
-  if config.adapters is not None:
-    merge = config.adapters.merge
+  period = len(stacked)
 
   def layer(i):
     taken = jax.tree.map(lambda x: x[i // period], stacked[i % period])
-    return numerics.store(merge(taken))
+    return numerics.store_layer(taken)
 
   params = {k: x for k, x in params.items() if k not in places(config)}
   params = numerics.store(params)

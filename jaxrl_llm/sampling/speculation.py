@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm.errors import check_number
 from jaxrl_llm.models import ModelFns
+from jaxrl_llm.models.numerics import FORMATS
 
 # (logits [S, 1, V], ahead [S, 1]) -> tokens [S, 1], as the model would draw.
 Draw = Callable[[jax.Array, jax.Array], jax.Array]
@@ -142,11 +143,10 @@ def quantize(params: Any) -> Any:
   """Matrices rounded to the nearest of 255 steps; other arrays stay."""
 
   def leaf(x):
-    if x.ndim < 2 or not jnp.issubdtype(x.dtype, jnp.floating):
+    kept = x.dtype.itemsize == 1 or not jnp.issubdtype(x.dtype, jnp.floating)
+    if x.ndim < 2 or kept:
       return x
-    largest = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=-2, keepdims=True)
-    scales = jnp.where(largest > 0, largest / 127, 1.0)
-    values = jnp.round(x.astype(jnp.float32) / scales).astype(jnp.int8)
+    values, scales = FORMATS["int8"].quantise(x)
     return Quantized(values, scales.astype(x.dtype))
 
   return jax.tree.map(leaf, params)

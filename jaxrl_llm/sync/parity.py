@@ -17,12 +17,17 @@ from jaxrl_llm.models import ModelFns, PackedRows, make_block_tables
 from jaxrl_llm.sync.transfer import SyncError, VersionedWeights
 from jaxrl_llm.system import processes
 
-# Tolerance of rounding by compute dtype, relative to max(|log-prob|, 1 nat).
-# Measured on small models: 2e-7, 4e-3 and 1.4e-2.
+# Tolerance of rounding by compute dtype, or by the format of products, relative
+# to max(|log-prob|, 1 nat). Measured on small models: 2e-7, 4e-3 and 1.4e-2;
+# 6e-3 and 3e-2 if the sampler alone multiplies in int8 or fp8; 1e-4 (1.5e-2
+# with bfloat16) if both do so in fp8, whose activations near the border of two
+# values are rounded to either.
 TOLERANCES: Mapping[str, float] = {
   "float32": 1e-5,
   "bfloat16": 2e-2,
   "float8_e4m3fn": 7e-2,
+  "int8": 2e-2,
+  "fp8": 7e-2,
 }
 
 
@@ -30,7 +35,8 @@ def tolerance(*dtypes: str, platforms: Collection[str]) -> float:
   """Returns the tolerance of two paths that compute in these dtypes.
 
   Args:
-    dtypes: names of the dtypes of activations and of the KV cache.
+    dtypes: names of the dtypes of activations and of the KV cache, and of the
+      formats of products that differ or that round activations.
     platforms: platforms of the devices. All but 'cpu' multiply float32 in fewer
       bits by default; TPUs use bfloat16.
   """

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from jaxrl_llm import digest
+from jaxrl_llm.digest import Checksums
 from jaxrl_llm.errors import InputError, check_number
 from jaxrl_llm.system import processes
 
@@ -32,7 +33,12 @@ class VersionedWeights:
 
   params: Any  # In the sampler's layout.
   version: int  # Iterations that the policy was trained for.
-  checksum: int  # Checksum of `params` before the transfer.
+  checksums: Checksums  # Checksums of `params` before the transfer.
+
+  @property
+  def checksum(self) -> int:
+    """Checksum of all parameters."""
+    return digest.combine(self.checksums)
 
 
 class WeightTransfer:
@@ -45,6 +51,7 @@ class WeightTransfer:
     *,
     source: Any = None,
     target: Any = None,
+    constant: Callable[[str], bool] = lambda name: False,
     max_bytes: int = MAX_BYTES,
   ):
     """Plans the groups without compiling or allocating anything.
@@ -55,6 +62,8 @@ class WeightTransfer:
       source: sharding of each sampler leaf on the trainer's mesh; None leaves
         it to the compiler.
       target: sharding of each leaf at the sampler; None keeps that of `source`.
+      constant: (path of a sampler leaf) -> whether training never changes it.
+        Such leaves are sent once and then kept.
       max_bytes: maximum bytes of a group over all devices; larger leaves form a
         group of their own. The transfer needs at most twice as much memory in
         addition to the copies, for a group as sent and as received.
@@ -71,9 +80,14 @@ class WeightTransfer:
     anywhere = [None] * len(leaves)
     self._source = self._tree.flatten_up_to(source) if source else anywhere
     self._target = target and self._tree.flatten_up_to(target)
-    sizes = [x.size * x.dtype.itemsize for x in leaves]
-    groups = _groups(sizes, max_bytes)
-    self._programs = [(group, self._program(group)) for group in groups]
+    self._constant = {i for i, x in enumerate(self._names) if constant(x)}
+    self._programs = []
+    for chosen in (self._constant, {*range(len(leaves))} - self._constant):
+      chosen = sorted(chosen)
+      sizes = [leaves[i].size * leaves[i].dtype.itemsize for i in chosen]
+      for group in _groups(sizes, max_bytes):
+        group = [chosen[i] for i in group]
+        self._programs.append((group, self._program(group)))
 
   @property
   def shapes(self) -> Any:
@@ -93,14 +107,21 @@ class WeightTransfer:
       params: the trainer's parameters; the result shares no memory with them,
         so that they may be donated.
       version: version of the policy: iterations trained.
-      replaces: an earlier result, deleted group by group as the new one
-        arrives; without it both copies stay alive.
+      replaces: an earlier result. Its constant leaves are kept, and the others
+        deleted group by group as the new ones arrive; without it both copies
+        stay alive.
     """
     old = replaces and jax.tree.leaves(replaces.params)
     sent, arrived = {}, [None] * len(self._names)
     for group, program in self._programs:
+      names = [self._names[i] for i in group]
+      if old is not None and group[0] in self._constant:
+        sent |= {name: replaces.checksums[name] for name in names}
+        for i in group:
+          arrived[i] = old[i]
+        continue
       leaves = program(params)
-      sent |= digest.leaf_checksums([self._names[i] for i in group], leaves)
+      sent |= digest.leaf_checksums(names, leaves)
       if old is not None:
         for i in group:
           old[i].delete()
@@ -110,7 +131,7 @@ class WeightTransfer:
       for i, leaf in zip(group, processes.ready(leaves)):
         arrived[i] = leaf
     params = jax.tree.unflatten(self._tree, arrived)
-    return VersionedWeights(params, version, digest.combine(sent))
+    return VersionedWeights(params, version, sent)
 
   def checksums(self, params: Any) -> dict[str, int]:
     """Returns checksums of the sampler's parameters, by path."""

@@ -140,7 +140,9 @@ def make_fns(
 
 def _trainer_settings(config, model_config, both) -> dict[str, Any]:
   return {
-    "numerics": models.Numerics(activations=jnp.dtype(config.model.dtype)),
+    "numerics": models.Numerics(
+      activations=jnp.dtype(config.model.dtype), matmul=config.model.matmul
+    ),
     "remat_policy": config.model.remat_policy,
     "kernels": config.model.kernels,
     "sharding": sharding.packed_kv_sharding(
@@ -154,7 +156,9 @@ def _make_policy_fns(config, model_config, both) -> models.ModelFns:
   return models.make_policy(
     model_config,
     sampler=models.Numerics.all(
-      sampled, kv=jnp.dtype(config.model.cache_dtype or sampled)
+      sampled,
+      kv=jnp.dtype(config.model.cache_dtype or sampled),
+      matmul=config.model.sampler_matmul or config.model.matmul,
     ),
     head_chunk=config.model.head_chunk,
     head_sharding=sharding.head_sharding(both.trainer, model_config.vocab_size),

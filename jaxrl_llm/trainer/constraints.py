@@ -18,6 +18,7 @@ from jaxrl_llm.learner.choices import (
 )
 from jaxrl_llm.learner.parts import leaves_of
 from jaxrl_llm.masked import NORM_MODES
+from jaxrl_llm.models.numerics import FORMATS
 
 # (whether a config violates it, keys that do not go together, what to do)
 Rules = list[tuple[Any, str, str]]
@@ -385,6 +386,10 @@ def adapters(config: Any) -> Rules:
       "model.base_dtype, model.lora_rank, value.lora_rank",
       "only weights beside adapters are stored in fewer bits; set lora_rank of"
       " policy and critic, or base_dtype='float32'"),
+    (model.base_dtype in FORMATS and (model.matmul or model.sampler_matmul),
+      "model.matmul, model.sampler_matmul, model.base_dtype",
+      "a quantised base has products of its own; use '', or"
+      " base_dtype='bfloat16'"),
     (any(ranks.values()) and not model.lora_targets,
       "model.lora_targets", "name a target, such as 'attention' or 'mlp/up'"),
     (ranks["value"] and config.value.init_from,

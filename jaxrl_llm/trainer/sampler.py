@@ -12,6 +12,7 @@ from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import as_input_error
 from jaxrl_llm.learner import choices
 from jaxrl_llm.models import ModelFns
+from jaxrl_llm.models.adapters import FACTORS
 from jaxrl_llm.rollout.engine import ENGINES, RolloutEngine
 from jaxrl_llm.sampling import Engine, EngineConfig
 from jaxrl_llm.sampling.allocator import default_page_size
@@ -95,12 +96,14 @@ def make_transfer(
     meshes: meshes of trainer and sampler.
   """
   sampled = jax.eval_shape(fns.for_sampling, shapes)
+  adapters = fns.config.adapters
   source, target = (sharding.tree_shardings(sampled, mesh) for mesh in meshes)
   return sync.WeightTransfer(
     fns.for_sampling,
     shapes,
     source=source,
     target=target if meshes.sampler != meshes.trainer else None,
+    constant=lambda name: not (adapters is None or name.endswith(FACTORS)),
   )
 
 
@@ -117,12 +120,15 @@ def make_parity_check(
     length=min(page_size + _BEYOND_A_PAGE, longest),
   )
   model = config.model
-  dtypes = filter(None, (model.dtype, model.sampler_dtype, model.cache_dtype))
+  dtypes = [model.dtype, model.sampler_dtype, model.cache_dtype]
+  sampled = model.sampler_matmul or model.matmul
+  if sampled != model.matmul or "fp8" in (sampled, model.matmul):
+    dtypes += [sampled, model.matmul]
   platforms = {mesh.devices.flat[0].platform for mesh in meshes}
   return sync.make_parity_check(
     fns,
     tokens,
-    tolerance=sync.tolerance(*dtypes, platforms=platforms),
+    tolerance=sync.tolerance(*filter(None, dtypes), platforms=platforms),
     page_size=page_size,
     send=transfer.send if config.sampler.exact else None,
   )

@@ -11,7 +11,7 @@ import safetensors.numpy
 from flax import traverse_util
 from helpers import tiny
 
-from jaxrl_llm import models
+from jaxrl_llm import models, sync
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import adapters, hf
 
@@ -93,12 +93,11 @@ def test_trainer_and_sampler_compute_the_merged_model(base_dtype):
   ours, theirs = scored(fns, params), scored(plain_fns, as_plain)
   np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=2e-5)
   assert np.abs(ours.logprobs - scored(*make()).logprobs).max() > 0.1
-  sampled = jax.jit(fns.for_sampling)(params)
-  expected = plain_fns.for_sampling(as_plain)
-  for x, y in zip(
-    jax.tree.leaves(sampled), jax.tree.leaves(expected), strict=True
-  ):
-    np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
+  transfer = sync.WeightTransfer(fns.for_sampling, params)
+  check = sync.make_parity_check(
+    fns, sync.parity_tokens(67, rows=2, length=10), tolerance=1e-5, page_size=4
+  )
+  assert check(params, transfer.send(params, 0)) <= 1e-5
 
 
 def test_only_targets_have_adapters():
@@ -138,6 +137,15 @@ def test_an_adapter_of_full_rank_trains_like_its_matrix():
   moved = trained(plain_fns, plain, "kernel") - kernel
   assert np.abs(moved).max() > 1e-2
   np.testing.assert_allclose(learned[..., : moved.shape[-1]], moved, atol=1e-6)
+
+
+@pytest.mark.parametrize("base_dtype", adapters.BASE_DTYPES)
+def test_parameters_count_in_whatever_they_are_stored(base_dtype):
+  config = make(base_dtype=base_dtype)[0].config
+  added = models.num_params(config) - models.num_params(config.base)
+  _, params = make()
+  factors = jax.tree.leaves(models.partition(params, ()).trained)
+  assert added == sum(x.size for x in factors)
 
 
 def test_quantised_kernels_are_off_by_half_a_step_at_most():

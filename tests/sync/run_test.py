@@ -45,8 +45,8 @@ def _stale(transfer, run, params, version, old):
 def _stale_with_its_checksum(transfer, run, params, version, old):
   """One leaf was never sent; the checksum fits what is there."""
   stale = _stale(transfer, run, params, version, old)
-  checksum = digest.checksum(stale.params)
-  return dataclasses.replace(stale, checksum=checksum)
+  checksums = digest.checksums(stale.params)
+  return dataclasses.replace(stale, checksums=checksums)
 
 
 def mutated(run, mutation):

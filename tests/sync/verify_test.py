@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from helpers import tiny
 
-from jaxrl_llm import models, sync
+from jaxrl_llm import digest, models, sync
 from jaxrl_llm.errors import InputError
 
 
@@ -42,6 +42,34 @@ class TestVerify:
     with pytest.raises(sync.SyncError, match="^final_norm/scale .1 of 27"):
       sync.verify(broken, wanted, version=5)
 
+  @pytest.mark.parametrize("on_the_way", [False, True])
+  def test_a_stale_leaf_is_found(self, on_the_way):
+    """It does not arrive; or it was never sent, and the checksum fits."""
+    old, _ = self._weights()
+    transfer, (_, params) = _transfer(), tiny.tiny_policy()
+    params = jax.tree.map(lambda x: x * 1.01 + 0.01, params)
+    new = transfer.send(params, 6)
+    layers = list(new.params["layers"])
+    mlp = layers[1]["mlp"] | {"up": old.params["layers"][1]["mlp"]["up"]}
+    layers[1] = layers[1] | {"mlp": mlp}
+    stale = new.params | {"layers": tuple(layers)}
+    broken = dataclasses.replace(new, params=stale)
+    if not on_the_way:
+      broken = dataclasses.replace(broken, checksums=digest.checksums(stale))
+    where = "^layers/1/mlp/up/kernel .1 of 27 leaves. .* at version 6"
+    how = ", and not what was sent: tra" if on_the_way else ": transfer"
+    with pytest.raises(sync.SyncError, match=where + how):
+      sync.verify(broken, transfer.checksums(params), version=6)
+
+  def test_weights_of_another_model_are_found(self):
+    weights, _ = self._weights()
+    _, params = tiny.tiny_policy()
+    params = jax.tree.map(lambda x: x * 1.01 + 0.01, params)
+    with pytest.raises(
+      sync.SyncError, match="every leaf. .* at version 5: tra"
+    ):
+      sync.verify(weights, _transfer().checksums(params), version=5)
+
   def test_a_version_from_the_future_is_found(self):
     weights, wanted = self._weights()
     with pytest.raises(sync.SyncError, match="holds version 5, .* version 4"):
@@ -49,7 +77,7 @@ class TestVerify:
 
   def test_a_wrong_checksum_is_found(self):
     weights, wanted = self._weights()
-    broken = dataclasses.replace(weights, checksum=weights.checksum ^ 1)
+    broken = dataclasses.replace(weights, checksums={})
     with pytest.raises(
       sync.SyncError, match="checksum of .* version 5 does not match"
     ):

@@ -1,14 +1,18 @@
 """Runs that train adapters: checkpoints, a shared base, export, meshes."""
 
+import dataclasses
+import functools
+
 import chex
 import jax
 import numpy as np
 import pytest
 from helpers import tiny_run
 
-from jaxrl_llm import api, models, workdir
+from jaxrl_llm import api, digest, models, sync, workdir
 from jaxrl_llm.checkpoint import commit
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.models import adapters
 from jaxrl_llm.trainer import build, loop
 
 STEPS = 3
@@ -106,9 +110,54 @@ def test_a_mesh_computes_what_one_device_does(model, whole, tmp_path):
     np.testing.assert_allclose(one[1][key], eight[1][key], rtol=1e-3)
 
 
+@pytest.mark.parametrize("base_dtype", ["float32", "nf4"])
+def test_only_adapters_are_sent_again(model, base_dtype):
+  run = make_run(model, model__base_dtype=base_dtype)
+  states, first = loop.begin(run)
+  params = states.learner.params("policy")
+  trained = jax.tree.map(lambda x: x + 0.1, params.trained)
+  params = params._replace(trained=trained)
+  second = run.transfer.send(params, 1, replaces=first)
+  names, leaves = digest.named_leaves(second.params)
+  old = jax.tree.leaves(first.params)
+  sent = {n for n, x, y in zip(names, leaves, old) if x is not y}
+  assert sent == {n for n in names if n.endswith(adapters.FACTORS)}
+  factors = jax.tree.leaves(trained)
+  assert sum(x.nbytes for n, x in zip(names, leaves) if n in sent) == sum(
+    x.nbytes for x in factors
+  )
+  assert not any(x.is_deleted() for n, x in zip(names, old) if n not in sent)
+  wanted = run.transfer.checksums(params)
+  sync.verify(second, wanted, version=1)
+  assert run.parity_check(params, second) <= 1e-5
+  # A base that changed all the same is found.
+  layer = second.params["layers"][0]
+  norm = {"scale": layer["input_norm"]["scale"] * 2}
+  layers = (layer | {"input_norm": norm}, *second.params["layers"][1:])
+  wrong = dataclasses.replace(second, params=second.params | {"layers": layers})
+  with pytest.raises(sync.SyncError, match="input_norm/scale"):
+    sync.verify(wrong, wanted, version=1)
+
+
+def test_a_four_bit_base_trains_and_resumes(model, tmp_path):
+  half, whole = tmp_path / "half", tmp_path / "whole"
+  run = functools.partial(make_run, model, model__base_dtype="nf4")
+  loop.train(run(run__steps=2), half)
+  loop.train(run(), half)
+  loop.train(run(), whole)
+  assert tiny_run.comparable(half)[-1] == tiny_run.comparable(whole)[-1]
+  base = tiny_run.saved_leaves(half / "checkpoints" / "base")
+  assert "learner.policy.base/layers/mlp/up/kernel_scale" in base
+  chex.assert_trees_all_equal(api.load(half).params, api.load(whole).params)
+
+
 @pytest.mark.parametrize(
   "changes, problem",
   [
+    (
+      {"model__base_dtype": "nf4", "model__matmul": "fp8"},
+      "a quantised base has products of its own",
+    ),
     ({"model__base_dtype": "int8", "value__lora_rank": 0}, "base_dtype"),
     ({"optimizer__policy__frozen": ("embed",)}, "leave frozen empty"),
     ({"model__lora_targets": ()}, "name a target"),

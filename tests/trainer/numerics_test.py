@@ -1,0 +1,51 @@
+"""Runs whose products round to fewer bits, in both programs or in one."""
+
+import json
+
+import pytest
+from helpers import tiny_run
+
+from jaxrl_llm.trainer import build, loop
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+  return tiny_run.write_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def differences(model, folder, **changes):
+  """Mean difference of log-probs in each step of a run."""
+  settings = {"run__trackers": (), "run__steps": 2} | changes
+  loop.train(build.make_run(tiny_run.make_config(model, **settings)), folder)
+  rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+  key = "sampler_trainer/logprob_diff_mean"
+  return [row[key] for row in rows if key in row]
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8"])
+def test_sampler_and_trainer_share_a_format(model, tmp_path, name):
+  found = differences(model, tmp_path, model__matmul=name)
+  assert len(found) == 2 and max(found) <= 1e-5
+
+
+def test_a_format_meets_adapters_windows_and_an_exact_sampler(model, tmp_path):
+  found = differences(
+    model,
+    tmp_path,
+    model__matmul="fp8",
+    model__lora_rank=4,
+    value__lora_rank=4,
+    model__cache_dtype="float8_e4m3fn",
+    sampler__exact=True,
+  )
+  assert found == [0, 0]
+
+
+def test_a_sampler_of_its_own_format_is_corrected(model, tmp_path):
+  found = differences(
+    model,
+    tmp_path,
+    model__sampler_matmul="fp8",
+    off_policy__correction="truncate",
+  )
+  assert len(found) == 2 and min(found) > 1e-4
