@@ -134,6 +134,13 @@ class Model(Group, path="model"):
   base_dtype = Key("float32", Names("models.adapters:BASE_DTYPES"),
     "Data type of the weights beside adapters. 'int8' quantises the matrices of"
     " layers, with a scale for every output (QLoRA).", FIXED)
+  expert_capacity = Key(0.0, _NUMBER, "Tokens of a device that each expert"
+    " takes in training, relative to an even load; more are dropped. 0 drops"
+    " none.")
+  replay_routing = Key(False, None, "Trains the policy with the experts that"
+    " the sampler chose for each token of a response, instead of the trainer's"
+    " own choice. Costs layers * experts per token bytes per response token.",
+    FIXED)
   kernels = Key("auto", Names("models.kernels:NAMES"),
     "Attention backend of trainer and sampler: plain XLA, or kernels for TPUs"
     " and GPUs ('pallas'). 'auto' chooses by device.")
@@ -251,6 +258,9 @@ class Mesh(Group, path="mesh"):
     "Size of the context axis, which shards each packed row and parameters.")
   tensor = Key(1, _SOME,
     "Size of the tensor axis, which shards each matrix product.")
+  expert = Key(1, _SOME, "Devices over which the experts of a layer are"
+    " distributed: all of a tensor group and some along fsdp. 1 shards experts"
+    " like other MLPs.")
 
 
 class Environment(Group, path="environment"):
@@ -328,6 +338,8 @@ class SamplerMesh(Group, path="sampler.mesh"):
   fsdp = Key(1, _SOME, "Size of the fsdp axis, which shards the parameters.")
   tensor = Key(1, _SOME,
     "Size of the tensor axis, which shards each matrix product.")
+  expert = Key(1, _SOME, "Devices over which experts are distributed, as in"
+    " `mesh.expert`.")
 
 
 class Schedule(Group, path="schedule"):

@@ -118,7 +118,8 @@ def make_fns(
         f" path; choose among {', '.join(linear)}, or parts of these"
       )
   adapted = functools.partial(models.adapted, config, model_config)
-  policy = _make_policy_fns(config, adapted(), both)
+  replay = config.model.replay_routing
+  policy = _make_policy_fns(config, adapted(), both, replay_routing=replay)
   value = models.make_value(
     adapted(group="value"),
     reads_logprobs=config.value.reads_logprobs,
@@ -132,13 +133,14 @@ def _trainer_settings(config, model_config, both) -> dict[str, Any]:
     "numerics": models.Numerics(activations=jnp.dtype(config.model.dtype)),
     "remat_policy": config.model.remat_policy,
     "kernels": config.model.kernels,
+    "expert_capacity": config.model.expert_capacity,
     "sharding": sharding.packed_kv_sharding(
       both.trainer, model_config.num_kv_heads
     ),
   }
 
 
-def _make_policy_fns(config, model_config, both) -> models.ModelFns:
+def _make_policy_fns(config, model_config, both, **settings) -> models.ModelFns:
   sampled = jnp.dtype(config.model.sampler_dtype or config.model.dtype)
   return models.make_policy(
     model_config,
@@ -151,6 +153,7 @@ def _make_policy_fns(config, model_config, both) -> models.ModelFns:
       both.sampler, model_config.num_kv_heads
     ),
     **_trainer_settings(config, model_config, both),
+    **settings,
   )
 
 

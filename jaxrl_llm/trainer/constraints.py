@@ -71,8 +71,9 @@ def sizes(config: Any) -> Rules:
     (0 < slots < max(config.data.group_size, config.eval.samples),
       "sampler.slots, data.group_size, eval.samples",
       "raise sampler.slots: they must hold at least one group"),
-    (mesh.data == 0 and max(mesh.fsdp, mesh.tensor) > 1,
-      "sampler.mesh.data, sampler.mesh.fsdp, sampler.mesh.tensor",
+    (mesh.data == 0 and max(mesh.fsdp, mesh.tensor, mesh.expert) > 1,
+      "sampler.mesh.data, sampler.mesh.fsdp, sampler.mesh.tensor,"
+      " sampler.mesh.expert",
       "data=0 shares the trainer's mesh; set it to -1 or at least 1"),
   ]
 
@@ -220,6 +221,7 @@ def engines(config: Any) -> Rules:
     "sampler.drafter": "",
     "sampler.entropy_tau": 0.0,
     "sampler.processors": (),
+    "model.replay_routing": False,
   }
   return [
     (config.sampler.engine_settings and not own,
