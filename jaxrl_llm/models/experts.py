@@ -96,11 +96,18 @@ def check_mesh(config: ModelConfig, sharding: NamedSharding | None) -> None:
       )
 
 
-def choices_shape(config: ModelConfig) -> jax.ShapeDtypeStruct | None:
-  """Returns the shape [layers · k] of a token's choices; None: no experts."""
+def choices_shape(config: ModelConfig) -> jax.ShapeDtypeStruct:
+  """Returns the shape [layers · k] of a token's choices.
+
+  Raises:
+    InputError: The model has no experts.
+  """
   of = kinds(config)
   if not of:
-    return None
+    raise InputError(
+      "config.model.replay_routing=True: this model has no experts; set it to"
+      " False"
+    )
   dtype = jnp.int8 if of[0].num_experts <= 128 else jnp.int16
   return jax.ShapeDtypeStruct((sum(kind.per_token for kind in of),), dtype)
 

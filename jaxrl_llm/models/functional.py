@@ -194,11 +194,12 @@ def make_policy(
     expert_capacity: tokens that an expert takes in training, relative to an
       even load; 0: all.
     replay_routing: whether the sampler records the experts that it chooses, and
-      training uses these; for models with experts.
+      training uses these.
 
   Raises:
-    InputError: The backend does not support this model on these devices, or an
-      expert group does not divide the experts.
+    InputError: The backend does not support this model on these devices, an
+      expert group does not divide the experts, or there are no experts whose
+      routing could be replayed.
   """
   bind = functools.partial
   settings, sees_prefixes = _backbone_settings(

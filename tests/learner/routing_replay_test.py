@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import tiny_experts
+from helpers import tiny, tiny_experts
 
 from jaxrl_llm import models, sampling
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import packing, scoring
 from jaxrl_llm.models.numerics import Numerics
 
@@ -133,3 +134,8 @@ def test_choices_do_not_depend_on_how_tokens_are_sampled(params, how):
   rollout, again = sampled(fns, params), sampled(fns, params, **other)
   np.testing.assert_array_equal(rollout.tokens, again.tokens)
   np.testing.assert_array_equal(rollout.choices, again.choices)
+
+
+def test_a_model_without_experts_is_refused():
+  with pytest.raises(InputError, match="this model has no experts"):
+    models.make_policy(tiny.tiny_config(), replay_routing=True)
