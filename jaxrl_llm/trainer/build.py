@@ -59,6 +59,10 @@ def make_run(config: Any) -> Run:
   learner = make_learner(config, fns, path, both.trainer)
   learner.frozen, teachers = _make_frozen(config, learner, tokenizer, both)
   policy_fns, shapes = fns[0], models.merge(learner.policy.params)
+  # The sampler has no capacity of experts, so parity is compared without one.
+  dropless = _make_policy_fns(
+    config, policy_fns.config, both, expert_capacity=0
+  )
   source, problems = data.make_prompts(config, tokenizer)
   data.check_prompts(source)
   learner.column = source.column
@@ -90,7 +94,7 @@ def make_run(config: Any) -> Run:
     pipeline=_make_pipeline(config),
     learner=learner,
     transfer=transfer,
-    parity_check=sampler.make_parity_check(config, policy_fns, both, transfer),
+    parity_check=sampler.make_parity_check(config, dropless, both, transfer),
     pretraining=_make_pretraining(config, worker.writer, source, learner),
     critic_params=functools.partial(
       _critic_params, learner, init_from=config.value.init_from
@@ -152,8 +156,7 @@ def _make_policy_fns(config, model_config, both, **settings) -> models.ModelFns:
     sampler_sharding=sharding.slot_sharding(
       both.sampler, model_config.num_kv_heads
     ),
-    **_trainer_settings(config, model_config, both),
-    **settings,
+    **(_trainer_settings(config, model_config, both) | settings),
   )
 
 
