@@ -66,7 +66,7 @@ def test_what_tokens_send_is_what_the_program_sends(capacity):
       sent[each.kind] += each.bytes
   # Eight rows of twelve tokens on eight devices, in float32.
   sizes = sizes_of(CONFIG, dict(mesh.shape), capacity)
-  known = 2 * CONFIG.num_layers * sizes.exchanged(12.0)
+  known = 2 * CONFIG.num_layers * 12 * sizes.exchanged
   if capacity:
     # 12 tokens x 2 experts x 24 numbers x 4 bytes, 3/4 of them to others; there
     # and back in two layers.

@@ -121,9 +121,9 @@ def by_place(
     choices: those of all layers in order; None: none.
     places: kinds of the layers of a period by name.
   """
-  of = {k: x.mlp for k, x in places.items() if _has_experts(x)}
-  if choices is None or not of:
+  if choices is None:
     return {}
+  of = {k: x.mlp for k, x in places.items() if _has_experts(x)}
   k = next(iter(of.values())).per_token
   choices = choices.reshape(*choices.shape[:2], -1, len(of), k)
   choices = jnp.moveaxis(choices, (2, 3), (0, 1))

@@ -30,18 +30,13 @@ def temporaries(sizes: Sizes, role: str, *, update: bool) -> dict[str, float]:
   tokens, split = rows * sizes.row, sizes.shards * sizes.tensor
   keys = 2 * 2 * tokens * model.num_kv_heads * model.head_dim / sizes.tensor
   tokens /= sizes.context
-  width, mlp = model.hidden_size, model.intermediate_size / sizes.tensor
+  width, copies = model.hidden_size, sizes.copies / sizes.tensor
   heads = model.num_heads * model.head_dim / sizes.tensor
-  # Of a token: what the MLP of a layer computes, and what `dots` keeps of it.
-  wide, kept_mlp = 3 * mlp, 2 * mlp
-  layer = sizes.dense / sizes.tensor + sizes.experts / sizes.group
-  layer /= model.num_layers
-  if kind := sizes.expert:
-    wide = sizes.copies * 3 * (width + kind.intermediate_size) / sizes.tensor
-    kept_mlp = 0
+  layers = sizes.dense / sizes.tensor + sizes.experts / sizes.group
+  wide = (4 + 3 * copies) * width + 3 * sizes.inner + 4 * heads
   parts = {
-    "layers gathered": 2 * 2 * layer,
-    "activations of a layer": 2 * tokens * (4 * width + wide + 4 * heads),
+    "layers gathered": 2 * 2 * layers / model.num_layers,
+    "activations of a layer": 2 * tokens * wide,
   }
   if sizes.context > 1:
     parts["keys and values of whole rows"] = keys
@@ -66,7 +61,9 @@ def temporaries(sizes: Sizes, role: str, *, update: bool) -> dict[str, float]:
     # And gradients, on TPUs all in float32.
     parts["activations of a layer"] *= 2 if gpu else 4
     kv = 2 * model.num_kv_heads * model.head_dim / sizes.tensor
-    kept = {"dots": heads + kv + width + kept_mlp}
+    # Products of experts are not kept.
+    mlp = 0 if sizes.experts else 2 * sizes.inner
+    kept = {"dots": heads + kv + width + mlp}
     # Norms and activation functions keep theirs in float32: what compiling for
     # v5p at 32B asked for is 4.9 times the products.
     kept["none"] = 5 * kept["dots"]
@@ -98,16 +95,14 @@ def passes(sizes: Sizes, role: str, *, update: bool) -> tuple[Work, ...]:
   forwards = 2 + (trained == 1) + again if update else 1
   model, rows = sizes.model, sizes.micro_rows(role)
   attended = rows / sizes.context / sizes.head_ways
-  products = 2 * sizes.multiplied * sizes.row * rows / sizes.context
+  products = 2 * sizes.padded * sizes.row * rows / sizes.context
   flops = forwards * (products / sizes.tensor + sizes.attention * attended)
   tokens = rows * sizes.row
   # Whole rows, gathered in every forward pass and summed back.
   keys = sizes.kv_token * tokens / sizes.tensor
   tokens /= sizes.context
-  wide = 8 * model.hidden_size + 6 * model.intermediate_size / sizes.tensor
-  if kind := sizes.expert:
-    wide += sizes.copies * (4 * model.hidden_size + 6 * kind.intermediate_size)
-    wide -= 6 * model.intermediate_size / sizes.tensor
+  copies = sizes.copies / sizes.tensor
+  wide = (8 + 4 * copies) * model.hidden_size + 6 * sizes.inner
   read = 2 * 2 * sizes.gathered
   moved = forwards * (read + 2 * tokens * wide * model.num_layers)
   if sizes.xla:
@@ -123,7 +118,7 @@ def passes(sizes: Sizes, role: str, *, update: bool) -> tuple[Work, ...]:
   sent += 2 * (3 if update else 1) * each
   # The backward pass sends gradients the same way.
   exchanges = model.num_layers * (2 + again if update else 1)
-  sent += exchanges * sizes.exchanged(tokens / sizes.tensor)
+  sent += exchanges * sizes.exchanged * tokens / sizes.tensor
   layers = Work(flops, moved, sent)
   return (_head(sizes, rows, update, trained), layers)[role == "value" :]
 
@@ -153,25 +148,25 @@ def decoding(sizes: Sizes) -> tuple[Work, ...]:
   context = sizes.prompt + simulated.position
   cached = sizes.active * context * sizes.cached_token
   weights = 2 * sizes.parameters / (sizes.shards * sizes.tensor)
-  # Matrices of experts are gathered, not parts of their products.
-  others = sizes.experts / sizes.group
-  others -= sizes.experts / (sizes.shards * sizes.tensor)
-  gathered = 2 * others
+  # Matrices of experts are gathered, and not sums of parts.
+  ways = sizes.shards * sizes.tensor / sizes.group
+  gathered = 2 * sizes.experts / sizes.group * (1 - 1 / ways)
   moved = weights + 2 * gathered + cached / sizes.kv_ways
   flops = 2 * (sizes.multiplied + sizes.table) * slots / sizes.devices
   # If an axis splits the width of weights, its devices' rows are gathered
   # before attention and MLP, and their products are sums of parts in float32.
   group = slots * sizes.shards / sizes.slot_ways * model.num_layers
   heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-  inner = 0 if sizes.expert else model.intermediate_size
+  inner = 0 if sizes.experts else model.intermediate_size
   summed = (heads + 2 * inner) / sizes.tensor
   others = (sizes.shards - 1) / sizes.shards
   sent = others * group * (4 * summed + 2 * 2 * model.hidden_size)
   ring = 2 * (sizes.tensor - 1) / sizes.tensor
   own = slots / sizes.slot_ways * model.num_layers
   sent += ring * 2 * 2 * own * model.hidden_size + gathered
+  # The tokens of a group are gathered, and their results summed.
   tokens = slots / sizes.devices * model.num_layers
-  sent += sizes.exchanged(tokens, capacity=False)
+  sent += 2 * 2 * (sizes.group - 1) * tokens * model.hidden_size
   return Work(flops, moved), Work(sent=sent)
 
 

@@ -33,7 +33,7 @@ class Decoding(NamedTuple):
 
 
 class Sizes:
-  """Sizes of a run on a mesh, the variables of the formulas below."""
+  """Sizes of a run on a mesh."""
 
   def __init__(
     self,
@@ -63,18 +63,7 @@ class Sizes:
     self.parameters = models.num_params(model)
     self.table = model.vocab_size * model.hidden_size
     self.multiplied = multiplied_params(model) - self.table  # Of the layers.
-    kinds, self.capacity = experts.kinds(model), config.model.expert_capacity
-    self.expert = kinds[0] if kinds else None
-    self.experts = sum(expert_params(model, kind) for kind in kinds)
-    active = sum(
-      expert_params(model, kind) * kind.per_token / kind.num_experts
-      for kind in kinds
-    )
-    self.dense = self.multiplied - active  # Of the layers, without experts.
-    # Buffers of a capacity are multiplied as a whole.
-    self.multiplied = self.dense + active * max(self.capacity, 1)
-    # Devices with different experts; in a mesh without groups each gathers all.
-    self.group = mesh["expert"] * self.tensor if "expert" in mesh else 1
+    self._set_experts(config.model.expert_capacity)
     self.gpu = platform == "gpu"
     self.xla = platform == "cpu" or config.model.kernels == "xla"
     longest = config.sampler.max_response_length
@@ -90,6 +79,40 @@ class Sizes:
     self.cached_token = self.kv_token * bits / 16
     self.page = default_page_size(config.data.max_prompt_length + longest)
 
+  def _set_experts(self, capacity: float) -> None:
+    """Sets the sizes of experts; `copies` is 0 without any.
+
+    experts: parameters of all experts.
+    dense: parameters in the products of layers, without experts.
+    padded: parameters in the products of a token, free capacity included.
+    group: devices with different experts; without a group, each gathers all.
+    copies: rows of experts on a device per token of the device. Dropless
+      buffers of a group are those of the worst case.
+    inner: hidden units of a layer's MLP on a device per token.
+    exchanged: bytes that a device receives per token and layer when tokens go
+      to their experts and back.
+    """
+    model, mesh, tensor = self.model, self.mesh, self.tensor
+    self.experts, self.dense, self.padded = 0, self.multiplied, self.multiplied
+    self.group, self.copies, self.exchanged = 1, 0.0, 0.0
+    self.inner = model.intermediate_size / tensor
+    if not (kinds := experts.kinds(model)):
+      return
+    kind = kinds[0]
+    k, count = kind.per_token, kind.num_experts
+    self.experts = len(kinds) * expert_params(model, kind)
+    active = self.experts * k / count
+    self.dense -= active
+    self.group = mesh["expert"] * tensor if "expert" in mesh else 1
+    self.copies = self.group * min(k, count // self.group)
+    others = self.group - 1
+    if 0 < capacity * k < count:
+      self.padded += active * (capacity - 1)
+      self.copies = capacity * k
+      others = self.copies * (1 - 1 / self.group)
+    self.inner = self.copies * kind.intermediate_size / tensor
+    self.exchanged = 2 * 2 * others * model.hidden_size
+
   @property
   def gathered(self) -> float:
     """Parameters that a device gathers for its products."""
@@ -99,33 +122,7 @@ class Sizes:
   @property
   def received(self) -> float:
     """Those of `gathered` that come from other devices."""
-    own = self.parameters / (self.shards * self.tensor)
-    return self.gathered - own
-
-  @property
-  def copies(self) -> float:
-    """Rows of experts on a device per token of the device, k on average.
-
-    Without a capacity, a group's buffers are those of the worst case.
-    """
-    kind = self.expert
-    if 0 < self.capacity * kind.per_token < kind.num_experts:
-      return self.capacity * kind.per_token
-    here = kind.num_experts // self.group
-    return self.group * min(kind.per_token, here)
-
-  def exchanged(self, tokens: float, *, capacity: bool = True) -> float:
-    """Returns the bytes received when tokens go to their experts and back.
-
-    Args:
-      tokens: tokens of a device, in all layers.
-      capacity: whether the capacity applies, as in training.
-    """
-    if self.expert is None or self.group == 1:
-      return 0.0
-    limited = capacity and self.capacity
-    share = self.copies * (1 - 1 / self.group) if limited else self.group - 1
-    return 2 * 2 * share * tokens * self.model.hidden_size
+    return self.gathered - self.parameters / (self.shards * self.tensor)
 
   def head_chunk(self, rows: float) -> int:
     """Returns the positions per chunk of the head, with rows on a device."""
