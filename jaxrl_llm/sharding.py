@@ -5,6 +5,10 @@ Axes: 'data' replicates parameters and splits the batch, 'fsdp' splits both,
 width of layers. `PARAMETERS` names the dimensions of a parameter by its path,
 and `MESH_AXES` the axes over which a dimension is split. An optimizer's moments
 are sharded like their parameter because their paths end the same way.
+
+A mesh with an expert group has the axis 'expert' besides, which is a part of
+'fsdp' for all but experts. These are split over 'expert' and 'tensor', so that
+each device of a group has its own (`FOLDED`).
 """
 
 import math
@@ -20,8 +24,9 @@ from jaxrl_llm.digest import path_name
 
 P = PartitionSpec
 AXES = ("data", "fsdp", "context", "tensor")
-BATCH_AXES = ("data", "fsdp")
-SLOT_AXES = ("data", "fsdp", "context")  # The sampler splits no row.
+EXPERT = "expert"  # Present with an expert group only; after 'fsdp'.
+BATCH_AXES = ("data", "fsdp", EXPERT)
+SLOT_AXES = (*BATCH_AXES, "context")  # The sampler splits no row.
 
 # Path of a parameter -> names of its dimensions; '' is never split. The first
 # match counts, and no match is an error. Stacked layers have a leading
@@ -30,10 +35,17 @@ SLOT_AXES = ("data", "fsdp", "context")  # The sampler splits no row.
 PARAMETERS: tuple[tuple[str, tuple[str, ...]], ...] = (
   (r"embed/embedding$", ("vocab", "embed")),
   (r"lm_head/kernel$", ("embed", "vocab")),
-  (r"layers.*/router/kernel(_scale)?$", ("layers", "embed", "")),
-  (r"experts/(gate|up)/kernel(_scale)?$", ("layers", "", "embed", "mlp")),
-  (r"experts/down/kernel(_scale)?$", ("layers", "", "mlp", "embed")),
-  (r"layers.*/router/lora_.$", ("layers", "", "")),
+  (r"layers.*/router/kernel$", ("layers", "embed", "")),
+  (
+    r"layers.*/experts/(gate|up)/kernel$",
+    ("layers", "experts", "expert_embed", "expert_mlp"),
+  ),
+  (
+    r"layers.*/experts/down/kernel$",
+    ("layers", "experts", "expert_mlp", "expert_embed"),
+  ),
+  (r"layers.*/experts/.*/kernel_scale$", ("layers", "experts", "", "")),
+  (r"layers.*/router/(lora_.|kernel_scale)$", ("layers", "", "")),
   (r"layers.*/(q|k|v)/kernel(_scale)?$", ("layers", "embed", "heads")),
   (r"layers.*/(q|k|v)/bias$", ("layers", "heads")),
   (r"layers.*/o/kernel(_scale)?$", ("layers", "heads", "embed")),
@@ -59,8 +71,13 @@ MESH_AXES: dict[str, tuple[str, ...]] = {
   "vocab": ("tensor",),
   "heads": ("tensor",),
   "mlp": ("tensor",),
-  "embed": ("fsdp", "context"),
+  "embed": ("fsdp", EXPERT, "context"),
+  "experts": (),
+  "expert_mlp": ("tensor",),
+  "expert_embed": ("fsdp", "context"),
 }
+# Dimensions that other axes split in a mesh with an expert group.
+FOLDED = {"experts": (EXPERT, "tensor"), "expert_mlp": ()}
 
 
 def make_mesh(
@@ -69,26 +86,34 @@ def make_mesh(
   fsdp: int,
   tensor: int,
   context: int = 1,
+  expert: int = 1,
   devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-  """Makes a mesh with the axes of `AXES`.
+  """Makes a mesh with the axes of `AXES`, and `EXPERT` for an expert group.
 
   Args:
     data: size of the axis; -1 takes the devices that remain.
     fsdp: size of the axis.
     tensor: size of the axis.
     context: size of the axis.
+    expert: devices of an expert group, all of a tensor group and some along
+      fsdp; 1: none.
     devices: devices to use; the first of all by default.
 
   Raises:
-    ValueError: a size is out of range, or the sizes ask for more devices than
-      there are.
+    ValueError: a size is out of range or does not divide, or the sizes ask for
+      more devices than there are.
   """
   asked = f"mesh data={data} x fsdp={fsdp} x context={context}"
   asked += f" x tensor={tensor}"
   if min(fsdp, context, tensor) < 1 or (data < 1 and data != -1):
     raise ValueError(
       f"{asked}: sizes must be >= 1 (data may be -1: the devices that remain)"
+    )
+  if expert > 1 and (expert % tensor or fsdp * tensor % expert):
+    raise ValueError(
+      f"{asked}: expert={expert} must be a multiple of tensor that divides"
+      f" fsdp x tensor = {fsdp * tensor}"
     )
   devices = list(jax.devices() if devices is None else devices)
   rest = fsdp * context * tensor
@@ -99,9 +124,29 @@ def make_mesh(
     raise ValueError(
       f"{asked} needs {needed} devices, but there are {len(devices)}"
     )
-  grid = np.asarray(devices[:needed]).reshape(data, fsdp, context, tensor)
+  part = max(expert // tensor, 1)
+  sizes = {"data": data, "fsdp": fsdp // part, EXPERT: part}
+  sizes |= {"context": context, "tensor": tensor}
+  if expert == 1:
+    del sizes[EXPERT]
+  grid = np.asarray(devices[:needed]).reshape(*sizes.values())
   # Auto: in Explicit mode some products of sharded arrays are type errors.
-  return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+  return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def axes_of(name: str, mesh: Mesh) -> tuple[str, ...]:
+  """Returns the axes of a mesh that split a dimension of parameters."""
+  table = MESH_AXES | (FOLDED if EXPERT in mesh.shape else {})
+  return _present(table[name], mesh)
+
+
+def expert_axes(mesh: Mesh) -> tuple[str, ...]:
+  """Returns the axes along which experts are distributed; (): none."""
+  return axes_of("experts", mesh)
+
+
+def _present(axes: Sequence[str], mesh: Mesh) -> tuple[str, ...]:
+  return tuple(axis for axis in axes if axis in mesh.shape)
 
 
 def remaining_devices(
@@ -114,12 +159,12 @@ def remaining_devices(
 
 def batch_size_of(mesh: Mesh) -> int:
   """Number of shards of a batch."""
-  return math.prod(mesh.shape[a] for a in BATCH_AXES)
+  return math.prod(mesh.shape[a] for a in _present(BATCH_AXES, mesh))
 
 
 def slots_size_of(mesh: Mesh) -> int:
   """Number of shards of the sampler's slots."""
-  return math.prod(mesh.shape[a] for a in SLOT_AXES)
+  return math.prod(mesh.shape[a] for a in _present(SLOT_AXES, mesh))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -129,7 +174,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 def along_batch(mesh: Mesh, *, axis: int = 0) -> NamedSharding:
   """Sharding of arrays split over data and fsdp along the given axis."""
-  return NamedSharding(mesh, P(*[None] * axis, BATCH_AXES))
+  return NamedSharding(mesh, P(*[None] * axis, _present(BATCH_AXES, mesh)))
 
 
 def head_sharding(mesh: Mesh, vocabulary: int) -> NamedSharding:
@@ -138,7 +183,7 @@ def head_sharding(mesh: Mesh, vocabulary: int) -> NamedSharding:
   A group of devices shares its tokens. Groups are in the order of
   `models.context.shards_to_rows`. The vocabulary is split if it divides.
   """
-  groups = ("context", *BATCH_AXES)
+  groups = ("context", *_present(BATCH_AXES, mesh))
   return NamedSharding(mesh, P(groups, None, _split("vocab", vocabulary, mesh)))
 
 
@@ -162,7 +207,7 @@ def tree_shardings(tree: Any, mesh: Mesh) -> Any:
   """
 
   def leaf_sharding(path, leaf):
-    names = _dimensions(path_name(path))
+    names = _dimensions(path_name(path), mesh)
     names = names[max(len(names) - leaf.ndim, 0) :] + ("",) * leaf.ndim
     sizes = zip(names, leaf.shape)
     return NamedSharding(mesh, P(*(_split(*x, mesh) for x in sizes)))
@@ -172,19 +217,19 @@ def tree_shardings(tree: Any, mesh: Mesh) -> Any:
 
 def _split(name: str, size: int, mesh: Mesh) -> tuple[str, ...] | None:
   """Returns the axes that split a dimension, as many as divide its size."""
-  axes = MESH_AXES[name]
+  axes = axes_of(name, mesh)
   while size % math.prod(mesh.shape[axis] for axis in axes):
     axes = axes[:-1]
   return axes or None
 
 
-def _dimensions(name: str) -> tuple[str, ...]:
+def _dimensions(name: str, mesh: Mesh) -> tuple[str, ...]:
   """Returns the dimension names of a parameter by its path."""
   rules = (names for pattern, names in PARAMETERS if re.search(pattern, name))
   dimensions = next(rules, None)
   if dimensions is None:
     raise ValueError(f"no sharding rule matches parameter {name!r}")
-  axes = [axis for each in dimensions for axis in MESH_AXES[each]]
+  axes = [axis for each in dimensions for axis in axes_of(each, mesh)]
   if len(set(axes)) < len(axes):
     raise ValueError(
       f"parameter {name!r} has dimensions {dimensions}, two of which the same"
@@ -199,13 +244,14 @@ def slot_sharding(mesh: Mesh, kv_heads: int) -> NamedSharding:
   KV heads are split if they divide the axis, so that the queries of a head are
   on the device of its keys and values.
   """
-  return NamedSharding(mesh, P(SLOT_AXES, _split("heads", kv_heads, mesh)))
+  heads = _split("heads", kv_heads, mesh)
+  return NamedSharding(mesh, P(_present(SLOT_AXES, mesh), heads))
 
 
 def packed_kv_sharding(mesh: Mesh, kv_heads: int) -> NamedSharding:
   """Sharding of keys and values [R, C, K, d] in training."""
   heads = _split("heads", kv_heads, mesh)
-  return NamedSharding(mesh, P(BATCH_AXES, "context", heads))
+  return NamedSharding(mesh, P(_present(BATCH_AXES, mesh), "context", heads))
 
 
 def bytes_per_device(tree: Any) -> float:

@@ -53,6 +53,9 @@ class Rollout:
   group_id: chex.Array  # int32 [B], draw of the prompt, unique in the run.
   group: chex.Array  # int32 [B], index of the group among these rows.
   sample_id: chex.Array  # int32 [B], unique in the run; seeds the response.
+  # int [B, T, layers · k], experts that the sampler chose where it predicted
+  # the token, -1 where it predicted none; with routing replay only.
+  choices: chex.Array | None = None
 
 
 @chex.dataclass(frozen=True)

@@ -163,7 +163,8 @@ def _as_dict(record: Any) -> dict[str, Any]:
     field.name: _as_dict(inner) if dataclasses.is_dataclass(inner) else inner
     for field in dataclasses.fields(record)
     for inner in [getattr(record, field.name)]
-    if not isinstance(inner, dict) or inner  # Orbax has no empty trees.
+    # Orbax has no empty trees.
+    if not (inner is None or (isinstance(inner, dict) and not inner))
   }
 
 

@@ -142,6 +142,13 @@ class Model(Group, path="model"):
   sampler_matmul = Key("", Names("models.numerics:MATMULS"),
     "The same in the sampler alone; '' is model.matmul. Other products than the"
     " trainer's change log-probs: set off_policy.correction.", FIXED)
+  expert_capacity = Key(0.0, _NUMBER, "Tokens of a device that each expert"
+    " takes in training, relative to an even load; more are dropped. 0 drops"
+    " none.")
+  replay_routing = Key(False, None, "Trains the policy with the experts that"
+    " the sampler chose for each token of a response, instead of the trainer's"
+    " own choice. Costs layers * experts per token bytes per response token.",
+    FIXED)
   kernels = Key("auto", Names("models.kernels:NAMES"),
     "Attention backend of trainer and sampler: plain XLA, or kernels for TPUs"
     " and GPUs ('pallas'). 'auto' chooses by device.")
@@ -280,6 +287,9 @@ class Mesh(Group, path="mesh"):
     "Size of the context axis, which shards each packed row and parameters.")
   tensor = Key(1, _SOME,
     "Size of the tensor axis, which shards each matrix product.")
+  expert = Key(1, _SOME, "Devices over which the experts of a layer are"
+    " distributed: all of a tensor group and some along fsdp. 1 shards experts"
+    " like other MLPs.")
 
 
 class Environment(Group, path="environment"):
@@ -357,6 +367,8 @@ class SamplerMesh(Group, path="sampler.mesh"):
   fsdp = Key(1, _SOME, "Size of the fsdp axis, which shards the parameters.")
   tensor = Key(1, _SOME,
     "Size of the tensor axis, which shards each matrix product.")
+  expert = Key(1, _SOME, "Devices over which experts are distributed, as in"
+    " `mesh.expert`.")
 
 
 class Schedule(Group, path="schedule"):

@@ -155,6 +155,17 @@ def qwen32b(config: Any) -> None:
   config.sampler.mesh.update(data=4, fsdp=2, tensor=8)
 
 
+def qwen30b_a3b(config: Any) -> None:
+  """Trains Qwen3-30B-A3B on 64 TPU chips; needs model.path and data.path."""
+  _mathematics(config, prompts=4096, lengths=(1024, 15_360), kv_pages=32_768)
+  config.sampler.slots = 2048
+  _optimizers(config, mini_batch=256, micro_batch_size=16)
+  # Eight experts on each chip of a group of 16.
+  config.mesh.update(fsdp=16, context=4, expert=16)
+  config.sampler.mesh.update(data=4, fsdp=16, expert=16)
+  config.model.expert_capacity = 1.25
+
+
 def _word_problems(config: Any, *, prompts: int, length: int) -> None:
   """Sets up word problems; prompts and responses have at most `length`."""
   form = "{question}\nReason step by step and end with #### and the number."
@@ -231,4 +242,5 @@ SCALES: Mapping[str, Scale] = {
   "qwen2.5-7b-lora": Scale(qwen7b_adapters, group_size=8, pretrain_steps=20),
   "qwen2.5-7b": Scale(qwen7b, group_size=16, pretrain_steps=50),
   "qwen2.5-32b": Scale(qwen32b, group_size=16, pretrain_steps=50),
+  "qwen3-30b-a3b": Scale(qwen30b_a3b, group_size=16, pretrain_steps=50),
 }

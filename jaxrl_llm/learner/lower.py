@@ -52,11 +52,14 @@ def _abstract_batch(
   settings, mesh = model.settings, learner.mesh
   micro_batches = -(-settings.mini_batch // settings.micro_batch_size)
   row = learner.settings.max_tokens_per_row
-  of = functools.partial(
-    jax.ShapeDtypeStruct,
-    (micro_batches, settings.micro_batch_size, row),
-    sharding=sharding.along_batch(mesh, axis=1),
-  )
+  shape = (micro_batches, settings.micro_batch_size, row)
+  along = sharding.along_batch(mesh, axis=1)
+  of = functools.partial(jax.ShapeDtypeStruct, shape, sharding=along)
+  choices = learner.policy.fns.choices
+  if choices is not None:
+    choices = jax.ShapeDtypeStruct(
+      (*shape, *choices.shape), choices.dtype, sharding=along
+    )
   tokens = ("tokens", "targets", "segments", "prefixes", "positions")
   whole = jax.ShapeDtypeStruct((), np.int32, sharding=sharding.replicated(mesh))
   return PackedBatch(
@@ -64,6 +67,7 @@ def _abstract_batch(
       **{name: of(np.int32) for name in tokens},
       mask=of(np.bool_),
       logprobs=of(np.float32),
+      choices=choices,
       count=whole,
     ),
     mask=of(np.bool_),

@@ -43,12 +43,16 @@ class Layout:
   present: np.ndarray
   last: np.ndarray
 
-  def scatter(self, values: chex.Array) -> np.ndarray:
-    """Response-aligned [B, T] to packed [M, r, C], 0 elsewhere."""
+  def scatter(self, values: chex.Array, fill: int = 0) -> np.ndarray:
+    """Response-aligned [B, T, ...] to packed [M, r, C, ...].
+
+    Positions that predict no token get the `fill`.
+    """
     values = np.asarray(values)
-    packed = np.zeros(int(np.prod(self.shape)), values.dtype)
+    shape = *self.shape, *values.shape[2:]
+    packed = np.full((int(np.prod(self.shape)), *shape[3:]), fill, values.dtype)
     packed[self.index[self.present]] = values[self.present]
-    return packed.reshape(self.shape)
+    return packed.reshape(shape)
 
   def gather(self, packed: chex.Array) -> np.ndarray:
     """Packed [M, r, C] to response-aligned [B, T], 0 elsewhere."""
@@ -190,12 +194,16 @@ def pack(
     last=start + rollout.lengths,
   )
   sampled = np.where(rollout.mask, rollout.behavior_logprobs, np.float32(0))
+  choices = rollout.choices
+  if choices is not None:
+    choices = layout.scatter(choices, fill=-1)
   # A token lies right after the position that predicts it.
   behind = np.roll(layout.scatter(sampled).reshape(-1), 1)
   packed = PackedRows(
     **{name: x.reshape(layout.shape) for name, x in flat.items()},
     mask=layout.scatter(np.asarray(rollout.mask)),
     logprobs=behind.reshape(layout.shape),
+    choices=choices,
     count=np.int32(-(-used // rows)),
   )
   return packed, layout
@@ -317,9 +325,9 @@ def mini_batches(
 
 
 def place(batch: Any, mesh: jax.sharding.Mesh) -> Any:
-  """Puts [M, r, C] arrays on the mesh, rows split over its batch axes."""
+  """Puts [M, r, C, ...] arrays on the mesh, rows split over its batch axes."""
   rows, whole = sharding.along_batch(mesh, axis=1), sharding.replicated(mesh)
-  places = jax.tree.map(lambda x: rows if x.ndim == 3 else whole, batch)
+  places = jax.tree.map(lambda x: rows if x.ndim >= 3 else whole, batch)
   return processes.put(batch, places)
 
 

@@ -73,36 +73,40 @@ def policy_objective(
       weights = term.coefficient * inputs[f"{name}_weights"]
       sums[f"policy/{name}_loss"] = jnp.sum(weights * term.loss(inputs))
       loss += sums[f"policy/{name}_loss"]
-    loss += _add_of_model(sums, "policy", of_model, inputs["weights"])
+    loss += _add_of_model((sums, means), "policy", of_model, inputs, mask)
     maxima = {"policy/ratio_max": jnp.max(jnp.where(mask, clipped.ratio, 0.0))}
     return loss, (sums, means, maxima)
 
   return Objective("policy", loss)
 
 
-def _add_of_model(sums: Metrics, name: str, of_model: Metrics, weights):
-  """The sum of a model's own losses, each of which is logged."""
-  terms = {
-    f"{name}/{key}_loss": jnp.sum(weights * loss)
-    for key, loss in of_model.items()
-  }
-  sums |= terms
-  return sum(terms.values())
+def _add_of_model(logs, name: str, of_model: Metrics, inputs, mask):
+  """The sum of a model's own losses; they and its metrics are logged."""
+  sums, means = logs
+  total = 0
+  for key, x in of_model.items():
+    if key.startswith("metrics/"):
+      key = key.removeprefix("metrics/")
+      means[f"{name}/{key}"] = jnp.sum(jnp.where(mask, x, 0.0))
+    else:
+      sums[f"{name}/{key}_loss"] = jnp.sum(inputs["weights"] * x)
+      total += sums[f"{name}/{key}_loss"]
+  return total
 
 
 def value_objective(fns: ValueFns, value_loss: Part) -> Objective:
   """Σ w · L_value of a critic; value_loss as in `Algorithm`."""
 
   def loss(params, micro):
-    packed = micro["packed"]
+    packed, inputs = micro["packed"], micro["inputs"]
     outputs, of_model = fns.outputs(params, packed)
-    terms = value_loss(micro["inputs"] | outputs)
-    weights = micro["inputs"]["weights"]
-    total = jnp.sum(weights * terms.loss)
+    terms = value_loss(inputs | outputs)
+    total = jnp.sum(inputs["weights"] * terms.loss)
     tokens = jnp.sum(packed.mask, dtype=jnp.float32)
-    sums = {"value/loss": total, "tokens": tokens}
-    total += _add_of_model(sums, "value", of_model, weights)
-    return total, (sums, {}, {})
+    sums, means = {"value/loss": total, "tokens": tokens}, {}
+    logs = sums, means
+    total += _add_of_model(logs, "value", of_model, inputs, packed.mask)
+    return total, (sums, means, {})
 
   return Objective("value", loss)
 

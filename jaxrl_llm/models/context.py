@@ -27,6 +27,13 @@ def num_shards(sharding: NamedSharding | None, axis: int) -> int:
   return math.prod(sharding.mesh.shape[name] for name in jax.tree.leaves(spec))
 
 
+def leading(sharding: NamedSharding | None, axes: int) -> NamedSharding | None:
+  """Returns the sharding of the first axes alone."""
+  if sharding is None:
+    return None
+  return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:axes]))
+
+
 def on_devices(
   function: Callable[..., Any], sharding: NamedSharding | None, *specs: Any
 ) -> Callable[..., Any]:

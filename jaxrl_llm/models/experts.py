@@ -1,24 +1,47 @@
 """Mixture of experts: a router, and gated MLPs of which a token uses k.
 
-Dispatch is dropless: the copies of tokens are sorted by expert and multiplied
-in groups, whatever their sizes, so that no token depends on others.
+Dispatch is dropless by default: the copies of tokens are sorted by expert and
+multiplied in groups, whatever their sizes, so that no token depends on others.
+With a capacity, an expert takes at most so many tokens of a device and drops
+the rest.
+
+On a mesh each device dispatches its own part of the tokens. With an expert
+group (`sharding.make_mesh`), its devices hold different experts, whatever
+attention does with them. Without a capacity, tokens are gathered in the group,
+each device applies its own experts to all of them, and the results are summed
+and scattered: exact, since a buffer for the worst case is sent, and no more
+bytes than an all-to-all of k copies as long as the group has at most k devices.
+With a capacity, an all-to-all sends k copies of a token at most, in buffers of
+the capacity.
 
 References:
-  Fedus et al. 2022, Switch Transformers, arXiv 2101.03961 (load balancing).
+  Fedus et al. 2022, Switch Transformers, arXiv 2101.03961 (load balancing,
+    capacity).
   Gale et al. 2023, MegaBlocks, arXiv 2211.15841 (dropless experts).
+  Liu et al. 2025, MoE Parallel Folding, arXiv 2504.14960.
+  Ma et al. 2025, arXiv 2510.11370 (routing replay).
 """
 
 import dataclasses
-from typing import Any
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.layers import INIT_STDDEV, Linear
 from jaxrl_llm.models.numerics import Numerics
+from jaxrl_llm.sharding import expert_axes
+
+# Auxiliary output of experts, int [B, T, k]: the experts of each token.
+CHOICES = "choices"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +56,104 @@ class ExpertsKind:
   def make(self, *settings: Any) -> "Experts":
     """Makes the module, from (config, numerics, rngs)."""
     return Experts(self, *settings)
+
+
+class Routing(NamedTuple):
+  """Facts about the tokens [B, T] of a call that experts depend on."""
+
+  valid: chex.Array | None = None  # bool [B, T], not padding; None: all.
+  # int [B, T, k], experts to use; a negative one leaves the token to the
+  # router. None: the router chooses all.
+  choices: chex.Array | None = None
+  # Sharding of the leading axes of the tokens; None: one device.
+  sharding: NamedSharding | None = None
+  # Tokens that an expert takes, relative to an even load; 0: all.
+  capacity: float = 0.0
+
+
+def kinds(config: ModelConfig) -> list[ExpertsKind]:
+  """Returns the experts of every layer that has some."""
+  return [kind.mlp for kind in config.layers if _has_experts(kind)]
+
+
+def _has_experts(kind: Any) -> bool:
+  return isinstance(getattr(kind, "mlp", None), ExpertsKind)
+
+
+def check_mesh(config: ModelConfig, sharding: NamedSharding | None) -> None:
+  """Checks that an expert group divides the experts.
+
+  Raises:
+    InputError: It does not.
+  """
+  axes = expert_axes(sharding.mesh) if sharding else ()
+  for kind in kinds(config):
+    size = math.prod(sharding.mesh.shape[axis] for axis in axes)
+    if kind.num_experts % size:
+      raise InputError(
+        f"config.mesh.expert={size} must divide the {kind.num_experts} experts"
+        " of a layer; choose another group, also for the sampler's mesh"
+      )
+
+
+def choices_shape(config: ModelConfig) -> jax.ShapeDtypeStruct:
+  """Returns the shape [layers · k] of a token's choices.
+
+  Raises:
+    InputError: The model has no experts.
+  """
+  of = kinds(config)
+  if not of:
+    raise InputError(
+      "config.model.replay_routing=True: this model has no experts; set it to"
+      " False"
+    )
+  dtype = jnp.int8 if of[0].num_experts <= 128 else jnp.int16
+  return jax.ShapeDtypeStruct((sum(kind.per_token for kind in of),), dtype)
+
+
+def by_place(
+  choices: chex.Array | None, places: Mapping[str, Any]
+) -> dict[str, jax.Array]:
+  """Returns choices [R, C, layers · k] as [periods, R, C, k] for each place.
+
+  Args:
+    choices: those of all layers in order; None: none.
+    places: kinds of the layers of a period by name.
+  """
+  if choices is None:
+    return {}
+  of = {k: x.mlp for k, x in places.items() if _has_experts(x)}
+  k = next(iter(of.values())).per_token
+  choices = choices.reshape(*choices.shape[:2], -1, len(of), k)
+  choices = jnp.moveaxis(choices, (2, 3), (0, 1))
+  return {name: choices[:, i] for i, name in enumerate(of)}
+
+
+@functools.partial(
+  jax.tree_util.register_dataclass,
+  data_fields=["kernel", "scale"],
+  meta_fields=["numerics"],
+)
+@dataclasses.dataclass(frozen=True)
+class Weights:
+  """Matrices of experts [E, in, out], or their codes, and how they multiply."""
+
+  kernel: jax.Array
+  scale: jax.Array | None  # [E, ...], of the codes.
+  numerics: Numerics
+
+  def grouped(self, x: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Multiplies rows [N, in], sorted by expert; `sizes` [E] of each."""
+    x, kernel = self.numerics.operands(x, self.kernel, self.scale)
+    y = jax.lax.ragged_dot(x, kernel, sizes, preferred_element_type=jnp.float32)
+    return y.astype(x.dtype)
+
+  def batched(self, x: jax.Array) -> jax.Array:
+    """Multiplies equally many rows of each expert, [E, n, in]."""
+    x, kernel = self.numerics.operands(x, self.kernel, self.scale)
+    y = jnp.matmul(x, kernel, preferred_element_type=jnp.float32)
+    return y.astype(x.dtype)
 
 
 class Grouped(nnx.Module):
@@ -53,12 +174,10 @@ class Grouped(nnx.Module):
     self.kernel_scale = nnx.Param(jnp.ones((experts, 1, out_size)))
     self.has_scale = True
 
-  def __call__(self, x: chex.Array, sizes: chex.Array) -> jax.Array:
-    """Multiplies rows [N, in], sorted by expert; sizes [E] sum to N."""
-    scales = self.kernel_scale[...] if self.has_scale else None
-    x, kernel = self.numerics.operands(x, self.kernel[...], scales)
-    y = jax.lax.ragged_dot(x, kernel, sizes, preferred_element_type=jnp.float32)
-    return y.astype(x.dtype)
+  def weights(self) -> Weights:
+    """Returns the matrices, with how they are multiplied."""
+    scale = self.kernel_scale[...] if self.has_scale else None
+    return Weights(self.kernel[...], scale, self.numerics)
 
 
 class Experts(nnx.Module):
@@ -81,37 +200,199 @@ class Experts(nnx.Module):
       up=Grouped((experts, width, inner), numerics, rngs),
       down=Grouped((experts, inner, width), numerics, rngs),
     )
-    self.kind = kind
+    self.kind, self.layers = kind, max(len(kinds(config)), 1)
 
   def __call__(
-    self, x: chex.Array, valid: chex.Array | None
+    self, x: chex.Array, routing: Routing
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Applies the experts.
 
     Args:
       x: [B, T, D].
-      valid: bool [B, T], tokens that count for the load; None: all.
+      routing: facts about the tokens.
 
     Returns:
-      [B, T, D], and the load-balancing loss of each token, float32 [B, T]:
-      balance · E Σ_e f_e p_e, where p is the token's distribution over experts
-      and f_e the share of all choices that fell on expert e.
+      [B, T, D], and auxiliary outputs, float32 [B, T]:
+
+      balance: the load-balancing loss of each token, balance · E Σ_e f_e p_e,
+        where p is the token's distribution over experts and f_e the share of
+        all choices of valid tokens that fell on expert e.
+      metrics/expert_load: E max_e f_e, the load of the fullest expert relative
+        to the mean, divided by the number of layers.
+      metrics/expert_dropped: share of the token's choices that exceeded the
+        capacity, likewise; only with a capacity that some may exceed.
+
+      And `CHOICES`.
     """
-    kind, tokens = self.kind, x.reshape(-1, x.shape[-1])
-    count, experts = len(tokens), kind.num_experts
+    kind, shape, experts = self.kind, x.shape[:2], self.kind.num_experts
+    tokens = x.reshape(-1, x.shape[-1])
     probs = jax.nn.softmax(self.router(tokens).astype(jnp.float32))
-    weights, chosen = jax.lax.top_k(probs, kind.per_token)
+    _, chosen = jax.lax.top_k(probs, kind.per_token)
+    if routing.choices is not None:
+      given = routing.choices.reshape(chosen.shape).astype(chosen.dtype)
+      chosen = jnp.where(given < 0, chosen, given)
+    weights = jnp.take_along_axis(probs, chosen, axis=-1)
     weights /= jnp.sum(weights, axis=-1, keepdims=True)
-    order = jnp.argsort(chosen.reshape(-1), stable=True)
-    sizes = jnp.bincount(chosen.reshape(-1), length=experts)
-    rows = tokens[order // kind.per_token]
-    gate = jax.nn.silu(self.experts["gate"](rows, sizes))
-    out = self.experts["down"](gate * self.experts["up"](rows, sizes), sizes)
-    out = out[jnp.argsort(order)].reshape(count, kind.per_token, -1)
-    out = jnp.sum(out * weights[..., None].astype(out.dtype), axis=1)
-    counted = jnp.ones((count,), bool) if valid is None else valid.reshape(-1)
-    counted = jnp.repeat(counted, kind.per_token).astype(jnp.float32)
-    load = jnp.bincount(chosen.reshape(-1), weights=counted, length=experts)
+    counted = jnp.ones(shape, bool) if routing.valid is None else routing.valid
+    repeated = jnp.repeat(counted.reshape(-1), kind.per_token)
+    load = jnp.bincount(
+      chosen.reshape(-1),
+      weights=repeated.astype(jnp.float32),
+      length=experts,
+    )
     load /= jnp.maximum(jnp.sum(load), 1)
     balance = kind.balance * experts * jnp.sum(load[None] * probs, axis=-1)
-    return out.reshape(x.shape), {"balance": balance.reshape(x.shape[:2])}
+    fullest = jnp.full(shape, experts * jnp.max(load) / self.layers)
+    aux = {
+      "balance": balance.reshape(shape),
+      "metrics/expert_load": fullest,
+      CHOICES: chosen.reshape(*shape, -1),
+    }
+    out, kept = _dispatch(
+      {name: x.weights() for name, x in self.experts.items()},
+      (tokens, chosen, weights, counted.reshape(-1)),
+      shape,
+      routing,
+      kind,
+    )
+    if kept is not None:
+      dropped = jnp.where(counted, 1 - kept.reshape(shape), 0)
+      aux["metrics/expert_dropped"] = dropped / self.layers
+    return out.reshape(x.shape), aux
+
+
+def _dispatch(experts, tokens, shape, routing: Routing, kind: ExpertsKind):
+  """Applies experts to tokens on all devices.
+
+  Args:
+    experts: `Weights` by name.
+    tokens: arrays [B · T, ...]: tokens, chosen experts, their weights, valid.
+    shape: (B, T).
+    routing: facts about the tokens.
+    kind: kind of the experts.
+
+  Returns:
+    [B · T, D], and the kept share of each token's choices, float32 [B · T];
+    None if none can be dropped.
+  """
+  sharding = routing.sharding
+  if sharding is None:
+    return _local(experts, *tokens, (), routing.capacity, kind)
+  mesh, axes = sharding.mesh, expert_axes(sharding.mesh)
+  # Devices that attention gives the same tokens take a part of them each.
+  *leading, last = (_names(axis) for axis in sharding.spec)
+  split = (*leading, (*last, "tensor"))
+  if len(split) == 2:
+    tokens = [x.reshape(*shape, *x.shape[1:]) for x in tokens]
+  sizes = tokens[0].shape[: len(split)]
+  ways = [math.prod(mesh.shape[axis] for axis in names) for names in split]
+  pads = [(0, -size % way) for size, way in zip(sizes, ways)]
+  tokens = [jnp.pad(x, pads + [(0, 0)] * (x.ndim - len(pads))) for x in tokens]
+
+  def on_device(experts, *tokens):
+    flat = (x.reshape(-1, *x.shape[len(split) :]) for x in tokens)
+    found = _local(experts, *flat, axes, routing.capacity, kind)
+    lead = tokens[0].shape[: len(split)]
+    return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), found)
+
+  found = jax.shard_map(
+    on_device,
+    mesh=mesh,
+    in_specs=(PartitionSpec(axes), *[PartitionSpec(*split)] * len(tokens)),
+    out_specs=PartitionSpec(*split),
+    check_vma=False,  # Pallas kernels do not declare it.
+  )(experts, *tokens)
+  return jax.tree.map(lambda x: x[tuple(map(slice, sizes))], found)
+
+
+def _names(axis) -> tuple[str, ...]:
+  return axis if isinstance(axis, tuple) else (axis,) if axis else ()
+
+
+def _local(experts, x, chosen, weights, valid, axes, capacity, kind):
+  """Applies experts to the tokens of a device; see `_dispatch`.
+
+  Args:
+    experts: `Weights` by name, of the experts on this device.
+    x: [N, D].
+    chosen: int [N, k].
+    weights: float32 [N, k].
+    valid: bool [N].
+    axes: axes of the mesh along which experts are distributed.
+    capacity: as in `Routing`.
+    kind: kind of all experts.
+  """
+  even = len(x) * kind.per_token / kind.num_experts
+  limit = math.ceil(capacity * even)
+  if 0 < limit < len(x):  # Otherwise none can be dropped.
+    slot, out = _limited(experts, x, chosen, valid, axes, limit, kind)
+    kept = jnp.mean(slot < len(out), axis=1, dtype=jnp.float32)
+    return _combined(out, slot, weights), kept
+  group = functools.partial(jax.lax.all_gather, axis_name=axes, tiled=True)
+  if axes:
+    x, chosen, weights = map(group, (x, chosen, weights))
+  slot, out = _dropless(experts, x, chosen, axes, kind)
+  out = _combined(out, slot, weights)
+  if axes:
+    out = jax.lax.psum_scatter(out, axes, scatter_dimension=0, tiled=True)
+  return out, None
+
+
+def _dropless(experts, x, chosen, axes, kind):
+  """Returns the row of each choice [N, k], and rows [n, D] of the experts.
+
+  Rows of experts on other devices do not exist.
+  """
+  here = len(experts["down"].kernel)
+  if axes:
+    chosen = chosen - here * jax.lax.axis_index(axes)
+    chosen = jnp.where((chosen >= 0) & (chosen < here), chosen, here)
+  order = jnp.argsort(chosen.reshape(-1), stable=True)
+  sizes = jnp.bincount(chosen.reshape(-1), length=here + 1)[:here]
+  # A token has at most k different experts on a device.
+  rows = len(x) * min(kind.per_token, here)
+  grouped = functools.partial(functools.partial, sizes=sizes)
+  products = {name: grouped(w.grouped) for name, w in experts.items()}
+  taken, slot = x[order[:rows] // kind.per_token], jnp.argsort(order)
+  if axes:
+    # Products of rows after the last group are not defined.
+    mine = jnp.arange(rows)[:, None] < jnp.sum(sizes)
+    taken = jnp.where(mine, taken, 0)
+    slot = jnp.where(slot < jnp.sum(sizes), slot, rows)
+  return slot.reshape(chosen.shape), _mlp(products, taken)
+
+
+def _limited(experts, x, chosen, valid, axes, limit, kind):
+  """Like `_dropless`, with at most `limit` tokens of a device per expert.
+
+  The first tokens are taken, and padding is not.
+  """
+  ids = jnp.where(valid[:, None], chosen, kind.num_experts).reshape(-1)
+  order = jnp.argsort(ids, stable=True)
+  sizes = jnp.bincount(ids, length=kind.num_experts + 1)
+  starts = jnp.cumsum(sizes) - sizes
+  rank = jnp.argsort(order) - starts[ids]
+  taken = starts[:-1, None] + jnp.arange(limit)[None]
+  present = jnp.arange(limit)[None] < sizes[:-1, None]
+  rows = x[order.at[taken].get(mode="clip") // kind.per_token]
+  rows = jnp.where(present[..., None], rows, 0)
+  swap = functools.partial(jax.lax.all_to_all, axis_name=axes, tiled=True)
+  if axes:
+    rows = swap(rows, split_axis=0, concat_axis=1)
+  out = _mlp({name: w.batched for name, w in experts.items()}, rows)
+  if axes:
+    out = swap(out, split_axis=1, concat_axis=0)
+  kept = (rank < limit) & (ids < kind.num_experts)
+  slot = jnp.where(kept, ids * limit + rank, kind.num_experts * limit)
+  return slot.reshape(chosen.shape), out.reshape(-1, x.shape[1])
+
+
+def _mlp(products, rows):
+  gate = jax.nn.silu(products["gate"](rows))
+  return products["down"](gate * products["up"](rows))
+
+
+def _combined(out, slot, weights):
+  """Returns the weighted sum over the rows of each token; others count 0."""
+  out = out.at[slot].get(mode="fill", fill_value=0)
+  return jnp.sum(out * weights[..., None].astype(out.dtype), axis=1)

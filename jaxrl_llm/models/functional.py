@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
-from jaxrl_llm.models import adapters, context, heads, transformer
+from jaxrl_llm.models import adapters, context, experts, heads, transformer
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.kernels import (
   choose,
@@ -56,13 +56,16 @@ class ModelFns(NamedTuple):
   # (sampler_params, tokens [N,C]) -> the contiguous KV cache of N contexts.
   prefill: Callable[..., KVCache]
   # (sampler_params, kv_cache, BlockTables, tokens [S,Q], positions [S,Q],
-  #  writing [S,Q]) -> (logits [S,Q,V], kv_cache).
-  decode: Callable[..., tuple[jax.Array, KVCache]]
+  #  writing [S,Q]) -> (logits [S,Q,V], kv_cache), and if there are `choices`
+  #  the experts of each token, [S,Q,layers · k].
+  decode: Callable[..., tuple]
+  # Shape of what the sampler records for routing replay, of a token.
+  choices: jax.ShapeDtypeStruct | None = None
 
   @property
   def slots_sharding(self) -> NamedSharding | None:
     """Sharding of the sampler's arrays [S, ...]; None: one device."""
-    return _leading(self.kv_sharding, 1)
+    return context.leading(self.kv_sharding, 1)
 
 
 class ValueFns(NamedTuple):
@@ -90,22 +93,19 @@ class ValueFns(NamedTuple):
     return outputs["values"], aux
 
 
-def _leading(sharding: NamedSharding | None, axes: int) -> NamedSharding | None:
-  """Returns the sharding of the first axes alone."""
-  if sharding is None:
-    return None
-  return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:axes]))
-
-
-def _backbone_settings(config, numerics, remat_policy, kernels, sharding):
+def _backbone_settings(
+  config, numerics, remat_policy, kernels, sharding, expert_capacity
+):
   """Returns keywords of `transformer.hidden`, and whether it sees prefixes."""
+  experts.check_mesh(config, sharding)
   packed = _by_attention(make_packed_attention, kernels, config, sharding)
   settings = {
     "config": config,
     "numerics": numerics,
     "remat_policy": remat_policy,
     "attention": {kind: backend.attend for kind, backend in packed.items()},
-    "sharding": _leading(sharding, 2),
+    "sharding": context.leading(sharding, 2),
+    "expert_capacity": expert_capacity,
   }
   return settings, all(backend.sees_prefixes for backend in packed.values())
 
@@ -180,6 +180,8 @@ def make_policy(
   sharding: NamedSharding | None = None,
   kernels: str = "auto",
   sampler_sharding: NamedSharding | None = None,
+  expert_capacity: float = 0.0,
+  replay_routing: bool = False,
 ) -> ModelFns:
   """Makes the language model of a config.
 
@@ -200,14 +202,23 @@ def make_policy(
     kernels: attention backend, one of `kernels.NAMES`.
     sampler_sharding: sharding of the sampler's slots and KV heads, see
       `sharding.slot_sharding`; None: one device.
+    expert_capacity: tokens that an expert takes in training, relative to an
+      even load; 0: all.
+    replay_routing: whether the sampler records the experts that it chooses, and
+      training uses these.
 
   Raises:
-    InputError: The backend does not support this model on these devices.
+    InputError: The backend does not support this model on these devices, an
+      expert group does not divide the experts, or there are no experts whose
+      routing could be replayed.
   """
   bind = functools.partial
   settings, sees_prefixes = _backbone_settings(
-    config, numerics, remat_policy, kernels, sharding
+    config, numerics, remat_policy, kernels, sharding, expert_capacity
   )
+  choices = experts.choices_shape(config) if replay_routing else None
+  settings["replay"] = choices is not None
+  experts.check_mesh(config, sampler_sharding)
   backends = _by_attention(make_kernels, kernels, config, sampler_sharding)
   backend = next(iter(backends.values()))  # All have the same layout.
   sampler = sampler or Numerics.all(
@@ -248,7 +259,13 @@ def make_policy(
     shares_prompts=sees_prefixes,
     init_kv_cache=bind(_init_kv_cache, config, backends, sampler.kv),
     prefill=bind(transformer.prefill, config=config, **sampled),
-    decode=bind(transformer.decode, config=config, **sampled),
+    decode=bind(
+      transformer.decode,
+      config=config,
+      choices=choices is not None,
+      **sampled,
+    ),
+    choices=choices,
   )
 
 
@@ -262,18 +279,20 @@ def make_value(
   sharding: NamedSharding | None = None,
   reads_logprobs: bool = False,
   head: heads.ValueHead = heads.SCALAR,
+  expert_capacity: float = 0.0,
 ) -> ValueFns:
   """Makes the critic of a config: its backbone and a float32 head.
 
   Args:
-    config, numerics, remat_policy, kernels, sharding: as in `make_policy`.
+    config, numerics, remat_policy, kernels, sharding, expert_capacity: as in
+      `make_policy`.
     reads_logprobs: whether the critic also reads the log-prob of each token
       under the policy that sampled it, `PackedRows.logprobs`. Only the policy's
       head knows which tokens it finds unlikely, and a critic lacks that head.
     head: turns the outputs of a linear layer into values.
   """
   settings, sees_prefixes = _backbone_settings(
-    config, numerics, remat_policy, kernels, sharding
+    config, numerics, remat_policy, kernels, sharding, expert_capacity
   )
   parts = context.num_shards(sharding, 1)
 

@@ -8,11 +8,13 @@ A kind of layer is a hashable record. Attention backends and rotary tables are
 made for its `attention`, an `AttentionKind`. Its method
 `make(config, numerics, rngs)` makes the module of a layer:
 
-  module(x [B,T,D], (cos, sin), attend, valid) -> (x, KV cache, {name: [B,T]})
+  module(x [B,T,D], (cos, sin), attend, routing) -> (x, KV cache, {name: [B,T]})
 
-`valid`, bool [B,T] or None, marks tokens that are not padding. The last result
-has auxiliary outputs, a number for every token. Training adds them as losses,
-reduced over tokens like the main loss; the sampler drops them.
+`routing`, an `experts.Routing`, has facts about the tokens, such as which are
+padding. The last result has auxiliary outputs, a number for every token.
+Training adds them as losses, reduced over tokens like the main loss; of those
+whose names begin with 'metrics/' it logs the mean over tokens. The sampler
+drops them.
 """
 
 import dataclasses
@@ -210,9 +212,9 @@ class MLP(nnx.Module):
     self.activation = ACTIVATIONS[kind.activation]
 
   def __call__(
-    self, x: chex.Array, valid: chex.Array | None
+    self, x: chex.Array, routing: Any
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    del valid  # A token depends on no other one.
+    del routing  # A token depends on no other one.
     return self.down(self.activation(self.gate(x)) * self.up(x)), {}
 
 
@@ -222,7 +224,7 @@ class DecoderKind:
 
   attention: AttentionKind
   # `MlpKind`, or another record whose `make(config, numerics, rngs)` makes a
-  # module: (x [B,T,D], valid) -> (out [B,T,D], auxiliary outputs).
+  # module: (x [B,T,D], routing) -> (out [B,T,D], auxiliary outputs).
   mlp: Any
   output_norms: bool = False  # Norms of both outputs, before they are added.
 
@@ -255,11 +257,11 @@ class DecoderLayer(nnx.Module):
     x: chex.Array,
     rotary: Rotary,
     attend: AttendFn,
-    valid: chex.Array | None,
+    routing: Any,
   ) -> tuple[jax.Array, Any, dict[str, jax.Array]]:
     out, cache = self.attention(self.input_norm(x), rotary, attend)
     x = x + (self.attention_norm(out) if self.output_norms else out)
-    out, aux = self.mlp(self.post_norm(x), valid)
+    out, aux = self.mlp(self.post_norm(x), routing)
     return x + (self.mlp_norm(out) if self.output_norms else out), cache, aux
 
 

@@ -1,7 +1,9 @@
 """Shapes of published models, and the parameters used per token."""
 
+import dataclasses
+
+from jaxrl_llm.models import experts
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.experts import ExpertsKind
 from jaxrl_llm.models.transformer import num_params
 
 
@@ -31,6 +33,18 @@ MODELS = {
   "qwen2.5-7b": _qwen(3584, 18_944, 28, 28, 4, vocabulary=152_064),
   "qwen2.5-32b": _qwen(5120, 27_648, 64, 40, 8, vocabulary=152_064),
   "one-gpu-0.5b": _qwen(896, 4864, 24, 14, 2, tied=True, head=64),
+  "qwen3-30b-a3b": dataclasses.replace(
+    _qwen(2048, 6144, 48, 32, 4),
+    family="qwen3_moe",
+    attention_bias=False,
+    max_position_embeddings=40_960,
+    extra=(
+      ("num_experts", 128),
+      ("num_experts_per_tok", 8),
+      ("moe_intermediate_size", 768),
+      ("router_aux_loss_coef", 0.001),
+    ),
+  ),
 }
 MODELS["one-gpu-1.5b"] = MODELS["qwen2.5-1.5b"]
 MODELS["qwen2.5-7b-lora"] = MODELS["qwen2.5-7b"]
@@ -44,9 +58,13 @@ def multiplied_params(config: ModelConfig) -> int:
   """
   table = 0 if config.tie_word_embeddings else config.vocab_size
   used = num_params(config) - table * config.hidden_size
-  for kind in config.layers:
-    experts = getattr(kind, "mlp", None)
-    if isinstance(experts, ExpertsKind):
-      idle = experts.num_experts - experts.per_token
-      used -= 3 * idle * config.hidden_size * experts.intermediate_size
+  for kind in experts.kinds(config):
+    idle = 1 - kind.per_token / kind.num_experts
+    used -= round(idle * expert_params(config, kind))
   return used
+
+
+def expert_params(config: ModelConfig, kind: experts.ExpertsKind) -> int:
+  """Returns the number of parameters of the experts of a layer."""
+  width = config.hidden_size * kind.intermediate_size
+  return 3 * kind.num_experts * width

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx, traverse_util
 
 from jaxrl_llm.errors import check_number
-from jaxrl_llm.models import adapters, heads, rope
+from jaxrl_llm.models import adapters, context, experts, heads, rope
 from jaxrl_llm.models import layers as layers_lib
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.kernels import Kernels, platform_of
@@ -43,6 +43,9 @@ class PackedRows:
   mask: chex.Array | None = None  # bool, targets to score.
   # float32, log-prob of each token when sampled; 0 for other tokens.
   logprobs: chex.Array | None = None
+  # Experts that the sampler chose at each token, int [R, C, layers · k], -1
+  # where it chose none.
+  choices: chex.Array | None = None
   count: chex.Array | None = None  # int32 scalar, micro-batches with tokens.
 
   def rows(self, i: chex.Numeric) -> "PackedRows":
@@ -211,7 +214,9 @@ def states(
   numerics: Numerics,
   remat_policy: str,
   attention: Mapping[AttentionKind, Callable[..., jax.Array]],
-  sharding: jax.sharding.Sharding | None = None,
+  sharding: jax.sharding.NamedSharding | None = None,
+  expert_capacity: float = 0.0,
+  replay: bool = False,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """Returns hidden states [R, C, D] of packed rows.
 
@@ -226,6 +231,8 @@ def states(
       `REMAT_POLICIES`.
     attention: `PackedAttention.attend` by kind of attention.
     sharding: sharding of the hidden states, constrained after every layer.
+    expert_capacity: `Routing.capacity` of experts.
+    replay: use `packed.choices` where the sampler chose experts.
 
   Returns:
     The states, and auxiliary outputs by name, float [R, C], summed over layers.
@@ -235,13 +242,16 @@ def states(
     prefixes = jnp.zeros_like(segments)
   kinds, rotary = places(config), _rotary(config, packed.positions)
   stacked = {place: params[place] for place in kinds}
+  choices = experts.by_place(packed.choices if replay else None, kinds)
   if layers is not None:
     check_number("layers", layers, f"[0, {config.num_layers}]")
     if layers % len(kinds):
       raise ValueError(
         f"layers must be a multiple of the period {len(kinds)}, got {layers}"
       )
-    stacked = jax.tree.map(lambda x: x[: layers // len(kinds)], stacked)
+    stacked, choices = jax.tree.map(
+      lambda x: x[: layers // len(kinds)], (stacked, choices)
+    )
 
   def pin(x):
     if sharding is None:
@@ -251,9 +261,11 @@ def states(
   def attend(kind, q, k, v):
     return attention[kind](q, k, v, segments, prefixes), None
 
-  def layer(kind, x, layer_params):
+  def layer(kind, x, layer_params, choices):
     module = _module(kind, config, numerics, layer_params)
-    x, _, aux = module(x, rotary[kind.attention], attend, segments > 0)
+    routing = experts.Routing(segments > 0, choices, sharding, expert_capacity)
+    x, _, aux = module(x, rotary[kind.attention], attend, routing)
+    aux.pop(experts.CHOICES, None)
     return pin(x), aux
 
   policy = REMAT_POLICIES[remat_policy]
@@ -262,10 +274,11 @@ def states(
       layer, prevent_cse=False, policy=policy, static_argnums=0
     )
 
-  def period(x, params):
+  def period(x, given):
+    params, choices = given
     sums = {}
     for place, kind in kinds.items():
-      x, aux = layer(kind, x, params[place])
+      x, aux = layer(kind, x, params[place], choices.get(place))
       sums |= {name: sums.get(name, 0) + term for name, term in aux.items()}
     return x, sums
 
@@ -273,7 +286,7 @@ def states(
   x = _module("embed", config, numerics, params["embed"])(packed.tokens, dtype)
   if extra_embeddings is not None:
     x += extra_embeddings.astype(dtype)
-  x, aux = jax.lax.scan(period, pin(x), stacked)
+  x, aux = jax.lax.scan(period, pin(x), (stacked, choices))
   return x, {name: jnp.sum(terms, axis=0) for name, terms in aux.items()}
 
 
@@ -358,7 +371,7 @@ def prefill(
 
     part = jax.lax.dynamic_slice_in_dim(tokens, start, chunk, axis=1)
     positions = jnp.broadcast_to(positions, (count, chunk))
-    given = part, positions, attend
+    given = part, positions, attend, kernels
     return _unrolled(params, config, numerics, *given)[1], None
 
   padded = empty(chunks * chunk, numerics.activations)
@@ -382,7 +395,8 @@ def decode(
   config: ModelConfig,
   numerics: Numerics,
   kernels: KernelsByKind,
-) -> tuple[jax.Array, KVCache]:
+  choices: bool = False,
+) -> tuple:
   """Decodes Q tokens per slot: writes their KV, then attends causally.
 
   Args:
@@ -395,9 +409,11 @@ def decode(
     config: the architecture.
     numerics: dtypes and products.
     kernels: attention backends, which choose the layout of the cache.
+    choices: also return the experts of each token.
 
   Returns:
-    Logits, float32 [S, Q, V], and the cache.
+    Logits, float32 [S, Q, V], the cache, and with `choices` those of all
+    layers, int [S, Q, layers · k].
   """
 
   def attend(i, kind, q, k, v):
@@ -408,25 +424,35 @@ def decode(
     )
     return backend.paged_attention(q, layer, block_tables, positions), layer
 
-  given = tokens, positions, attend
-  states, kv_cache = _unrolled(params, config, numerics, *given)
-  return logits(params, states), kv_cache
+  given = tokens, positions, attend, kernels
+  states, kv_cache, chosen = _unrolled(params, config, numerics, *given)
+  found = logits(params, states), kv_cache
+  if not choices:
+    return found
+  dtype = experts.choices_shape(config).dtype
+  return *found, jnp.concatenate(chosen, axis=-1).astype(dtype)
 
 
-def _unrolled(params, config, numerics, tokens, positions, attend):
-  """Runs the layers one by one and collects their caches."""
+def _unrolled(params, config, numerics, tokens, positions, attend, kernels):
+  """Runs the layers one by one; collects their caches and choices of experts.
+
+  No expert has a capacity: a response must not depend on others.
+  """
+  place = kernels[config.layers[0].attention].kv_sharding
+  routing = experts.Routing(sharding=context.leading(place, 1))
   rotary = _rotary(config, positions)
   dtype = numerics.activations
   x = _module("embed", config, numerics, params["embed"])(tokens, dtype)
-  kv_cache = []
+  kv_cache, choices = [], []
   for i, kind in enumerate(config.layers):
     module = _module(kind, config, numerics, params["layers"][i])
-    x, layer_cache, _ = module(
-      x, rotary[kind.attention], functools.partial(attend, i), None
+    x, layer_cache, aux = module(
+      x, rotary[kind.attention], functools.partial(attend, i), routing
     )
     kv_cache.append(layer_cache)
+    choices += [aux[experts.CHOICES]] if experts.CHOICES in aux else []
   norm = _module("norm", config, numerics, params["final_norm"])
-  return norm(x), tuple(kv_cache)
+  return norm(x), tuple(kv_cache), choices
 
 
 def _rotary(config, positions):

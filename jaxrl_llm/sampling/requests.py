@@ -96,6 +96,8 @@ class Request:
     row.version[new] = version
     row.origin[new] = int(Origin.POLICY)
     row.mask[new] = True
+    if row.choices is not None:
+      row.choices[new] = output.choices[slot, old:read]
     row.lengths[0] += count
     row.status[0] = output.status[slot]
     return count
@@ -212,8 +214,12 @@ def new_requests(
     row[: len(prompt)] = prompt
   rows, room = int(counts.sum()), config.max_response_length
 
-  def full(value, *shape):
-    return np.full((rows, *shape), value, np.int32)
+  def full(value, *shape, dtype=np.int32):
+    return np.full((rows, *shape), value, dtype)
+
+  choices = config.choices
+  if choices is not None:
+    choices = full(-1, room, *choices.shape, dtype=choices.dtype)
 
   return Rollout(
     prompt_tokens=repeat(tokens),
@@ -231,6 +237,7 @@ def new_requests(
     group_id=repeat(group_ids),
     group=repeat(np.arange(len(prompts))),
     sample_id=np.concatenate([full(0)[:0], *sample_ids]).astype(np.int32),
+    choices=choices,
   )
 
 
@@ -272,6 +279,8 @@ def cut(rollout: Rollout, row: int, length: int, *, status: Status) -> None:
   for name in _PER_TOKEN:
     rollout[name][row, length:] = 0
   rollout.origin[row, length:] = int(Origin.POLICY)
+  if rollout.choices is not None:
+    rollout.choices[row, length:] = -1
   rollout.lengths[row] = length
   rollout.status[row] = int(status)
 

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+import jax
 import numpy as np
 
 from jaxrl_llm.errors import InputError, check_number
@@ -31,6 +32,8 @@ class EngineConfig:
     exact: compute everything by one decode program of one shape, contexts
       included, so that log-probs of equal tokens are equal to the last bit.
       Needs a multiple of EXACT_ROWS slots a device, and no draft tokens.
+    choices: shape and dtype of the experts that are recorded with every token
+      (`ModelFns.choices`); None: none.
 
   Raises:
     ValueError: a size is out of range.
@@ -44,6 +47,7 @@ class EngineConfig:
   num_draft_tokens: int = 0
   kv_pages: int = 0
   exact: bool = False
+  choices: jax.ShapeDtypeStruct | None = None
 
   def __post_init__(self):
     if self.page_size is None:  # The only way to set a frozen field.

@@ -64,6 +64,8 @@ class DecodeOutput(NamedTuple):
   steps: jax.Array  # int32 [S], decode steps that wrote them.
   active: jax.Array  # bool [S], may continue.
   status: jax.Array  # int32 [S], a `Status`; TRUNCATED if it has not ended.
+  # int [S, W, layers · k], experts of the positions that predicted the tokens.
+  choices: jax.Array | None = None
 
 
 _GOES_ON = int(Status.TRUNCATED)
@@ -99,7 +101,7 @@ def extend(
   """
   layers = fns.config.num_layers
   kv_cache, drafter_cache = kv_cache[:layers], kv_cache[layers:]
-  _, kv_cache = fns.decode(
+  _, kv_cache, *_ = fns.decode(
     params[0], kv_cache, block_tables, tokens, positions, writing
   )
   return kv_cache + drafter_cache
@@ -161,19 +163,23 @@ def decode_steps(
   step = functools.partial(
     _step, params, block_tables, metadata, num_draft_tokens, model
   )
-  output = _empty_output(active, tokens_per_call + num_draft_tokens)
+  columns = tokens_per_call + num_draft_tokens
+  output = _empty_output(active, columns, fns.choices)
   kv_cache, _, output = jax.lax.while_loop(
     unfinished, lambda carry: step(*carry), (kv_cache, slots, output)
   )
   return kv_cache, output
 
 
-def _empty_output(active, columns):
+def _empty_output(active, columns, choices):
   """`DecodeOutput` of S slots before the first step."""
   tokens = jnp.zeros((active.shape[0], columns), jnp.int32)
   zero = jnp.zeros(active.shape, jnp.int32)
+  if choices is not None:
+    choices = jnp.zeros((*tokens.shape, *choices.shape), choices.dtype)
   return DecodeOutput(
-    tokens, tokens.astype(jnp.float32), zero, zero, active, zero + _GOES_ON
+    *(tokens, tokens.astype(jnp.float32), zero, zero, active),
+    *(zero + _GOES_ON, choices),
   )
 
 
@@ -198,7 +204,7 @@ def _step(
     )
     tokens = jnp.append(tokens, draft_tokens, axis=1)
   ahead = jnp.arange(count + 1)[None]
-  logits, kv_cache = fns.decode(
+  logits, kv_cache, *experts = fns.decode(
     params[0],
     kv_cache,
     block_tables,
@@ -209,7 +215,7 @@ def _step(
   ahead = jnp.broadcast_to(ahead, tokens.shape)
   choice = draw(logits, ahead, _known_next(slots))
   accepted = tokens[:, 1:] == choice.tokens[:, :-1]  # Never a -1.
-  slots, output = _record(slots, output, choice, accepted, metadata)
+  slots, output = _record(slots, output, choice, accepted, experts, metadata)
   return kv_cache + drafter_cache, slots, output
 
 
@@ -222,7 +228,7 @@ def _known_next(slots):
   return jnp.where(after < slots.known, token[:, 0], -1)
 
 
-def _record(slots, output, choice, accepted, metadata):
+def _record(slots, output, choice, accepted, experts, metadata):
   """Records what a step wrote: 1 to Q of the Q tokens drawn for a slot.
 
   A token counts if every draft token before it was accepted, and none of them
@@ -271,6 +277,7 @@ def _record(slots, output, choice, accepted, metadata):
     steps=output.steps + active,
     active=active & at_last(goes_on),
     status=jnp.where(ended, status, output.status),
+    choices=write(output.choices, output.count, *experts) if experts else None,
   )
 
 

@@ -107,7 +107,7 @@ def quantized_copy(fns: ModelFns) -> Drafter:
 
     def step(carry, ahead):
       token, kv_cache = carry
-      logits, kv_cache = fns.decode(
+      logits, kv_cache, *_ = fns.decode(
         params,
         kv_cache,
         block_tables,

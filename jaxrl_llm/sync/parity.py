@@ -148,7 +148,7 @@ def _decoded_logprobs(fns, arrays, page_size):
 
     def step(kv_cache, column):
       tokens, targets, positions = (x[:, None] for x in column)
-      logits, kv_cache = fns.decode(
+      logits, kv_cache, *_ = fns.decode(
         params, kv_cache, pages, tokens, positions, np.ones((rows, 1), bool)
       )
       logprobs = jax.nn.log_softmax(logits.astype(jnp.float32))

@@ -64,6 +64,10 @@ def make_run(config: Any) -> Run:
   learner = make_learner(config, fns, path, both.trainer)
   learner.frozen, teachers = _make_frozen(config, learner, tokenizer, both)
   policy_fns, shapes = fns[0], models.merge(learner.policy.params)
+  # The sampler has no capacity of experts, so parity is compared without one.
+  dropless = _make_policy_fns(
+    config, policy_fns.config, both, expert_capacity=0
+  )
   source, problems = data.make_prompts(config, tokenizer)
   data.check_prompts(source)
   learner.column = source.column
@@ -98,7 +102,7 @@ def make_run(config: Any) -> Run:
     pipeline=_make_pipeline(config),
     learner=learner,
     transfer=transfer,
-    parity_check=sampler.make_parity_check(config, policy_fns, both, transfer),
+    parity_check=sampler.make_parity_check(config, dropless, both, transfer),
     pretraining=_make_pretraining(config, worker.writer, source, learner),
     critic_params=functools.partial(
       _critic_params, learner, init_from=config.value.init_from
@@ -125,7 +129,9 @@ def make_fns(
         f"config.model.lora_targets: {target!r} is part of no linear layer's"
         f" path; choose among {', '.join(linear)}, or parts of these"
       )
-  policy = _make_policy_fns(config, models.adapted(config, model_config), both)
+  adapted = models.adapted(config, model_config)
+  replay = config.model.replay_routing
+  policy = _make_policy_fns(config, adapted, both, replay_routing=replay)
   value_config = models.critic_config(config, model_config)
   value = models.make_value(
     value_config,
@@ -145,13 +151,14 @@ def _trainer_settings(config, model_config, both) -> dict[str, Any]:
     ),
     "remat_policy": config.model.remat_policy,
     "kernels": config.model.kernels,
+    "expert_capacity": config.model.expert_capacity,
     "sharding": sharding.packed_kv_sharding(
       both.trainer, model_config.num_kv_heads
     ),
   }
 
 
-def _make_policy_fns(config, model_config, both) -> models.ModelFns:
+def _make_policy_fns(config, model_config, both, **settings) -> models.ModelFns:
   sampled = jnp.dtype(config.model.sampler_dtype or config.model.dtype)
   return models.make_policy(
     model_config,
@@ -165,7 +172,7 @@ def _make_policy_fns(config, model_config, both) -> models.ModelFns:
     sampler_sharding=sharding.slot_sharding(
       both.sampler, model_config.num_kv_heads
     ),
-    **_trainer_settings(config, model_config, both),
+    **(_trainer_settings(config, model_config, both) | settings),
   )
 
 

@@ -76,8 +76,9 @@ def sizes(config: Any) -> Rules:
     (not all(1 <= n <= config.eval.samples for n in config.eval.pass_k),
       "eval.pass_k, eval.samples",
       "each n of pass@n must be 1 to eval.samples"),
-    (mesh.data == 0 and max(mesh.fsdp, mesh.tensor) > 1,
-      "sampler.mesh.data, sampler.mesh.fsdp, sampler.mesh.tensor",
+    (mesh.data == 0 and max(mesh.fsdp, mesh.tensor, mesh.expert) > 1,
+      "sampler.mesh.data, sampler.mesh.fsdp, sampler.mesh.tensor,"
+      " sampler.mesh.expert",
       "data=0 shares the trainer's mesh; set it to -1 or at least 1"),
   ]
 
@@ -252,6 +253,7 @@ def engines(config: Any) -> Rules:
     "sampler.drafter": "",
     "sampler.entropy_tau": 0.0,
     "sampler.processors": (),
+    "model.replay_routing": False,
   }
   return [
     (config.sampler.engine_settings and not own,

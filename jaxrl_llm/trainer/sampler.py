@@ -66,6 +66,7 @@ def make_engine(
     num_draft_tokens=config.sampler.num_draft_tokens if drafter else 0,
     kv_pages=config.sampler.kv_pages,
     exact=config.sampler.exact,
+    choices=fns.choices,
   )
   if make := ENGINES[config.sampler.engine]:
     settings = dict(config.sampler.engine_settings)

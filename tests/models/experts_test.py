@@ -8,43 +8,11 @@ import numpy as np
 import pytest
 from flax import nnx, traverse_util
 from helpers import tiny
+from helpers.tiny_experts import CONFIG, EXTRA, LOGITS, make, make_model, rows
 
 from jaxrl_llm import models, sharding
-from jaxrl_llm.models import adapters, experts
-from jaxrl_llm.models.numerics import FLOAT32
-
-LOGITS = np.array(
-  [[2.0, 1.0, 0.0, -1.0], [0.0, 0.0, 3.0, 1.0], [1.0, 1.0, 1.0, 1.1]],
-  np.float32,
-)
-EXTRA = {
-  "num_experts": 4,
-  "num_experts_per_tok": 2,
-  "moe_intermediate_size": 12,
-  "router_aux_loss_coef": 0.5,
-}
-CONFIG = dataclasses.replace(
-  tiny.tiny_config(),
-  family="qwen3_moe",
-  attention_bias=False,
-  extra=tuple(EXTRA.items()),
-)
-
-
-def make(*, logits=None, balance=1.0):
-  """Experts of width 4; with `logits` the router returns its input."""
-  kind = experts.ExpertsKind(
-    num_experts=4, per_token=2, intermediate_size=3, balance=balance
-  )
-  config = dataclasses.replace(CONFIG, hidden_size=4)
-  module = experts.Experts(kind, config, FLOAT32, nnx.Rngs(0))
-  for name in ("gate", "up", "down"):
-    kernel = module.experts[name].kernel
-    noise = jax.random.normal(jax.random.key(1), kernel.shape)
-    module.experts[name].kernel = nnx.Param(noise)
-  if logits is not None:
-    module.router.kernel = nnx.Param(jnp.eye(4))
-  return module
+from jaxrl_llm.models import adapters
+from jaxrl_llm.models.experts import Routing
 
 
 def reference(module, x):
@@ -69,7 +37,7 @@ def reference(module, x):
 
 def test_the_load_of_a_worked_example():
   module = make(logits=LOGITS)
-  _, aux = jax.jit(lambda x: module(x, None))(LOGITS[None])
+  _, aux = jax.jit(lambda x: module(x, Routing()))(LOGITS[None])
   # Shares (1/3, 1/6, 1/6, 1/3), mean probabilities (.3093, .1736, .3802,
   # .1370).
   assert np.mean(aux["balance"]) == pytest.approx(0.9642, abs=1e-4)
@@ -79,17 +47,17 @@ def test_padding_does_not_count_in_the_load():
   module = make(logits=LOGITS)
   padded = np.concatenate([LOGITS, np.full((5, 4), 7.0, np.float32)])[None]
   valid = np.arange(8)[None] < 3
-  _, aux = jax.jit(module.__call__)(padded, valid)
+  _, aux = jax.jit(lambda x, valid: module(x, Routing(valid)))(padded, valid)
   assert np.mean(aux["balance"][valid]) == pytest.approx(0.9642, abs=1e-4)
 
 
 def test_tokens_go_through_their_experts():
   module = make()
   x = np.random.default_rng(0).normal(size=(2, 7, 4)).astype(np.float32)
-  out, _ = jax.jit(lambda x: module(x, None))(x)
+  out, _ = jax.jit(lambda x: module(x, Routing()))(x)
   np.testing.assert_allclose(out, reference(module, x), rtol=2e-5, atol=1e-5)
   # A token's output depends on no other token.
-  alone, _ = jax.jit(lambda x: module(x, None))(x[1:, 3:4])
+  alone, _ = jax.jit(lambda x: module(x, Routing()))(x[1:, 3:4])
   np.testing.assert_allclose(alone[0, 0], out[1, 3], rtol=1e-5, atol=1e-6)
 
 
@@ -99,7 +67,7 @@ def test_gradients_equal_differences():
   graph, state = nnx.split(module)
 
   def loss(state, x):
-    out, aux = nnx.merge(graph, state)(x, None)
+    out, aux = nnx.merge(graph, state)(x, Routing())
     return jnp.sum(jnp.sin(out)) + jnp.sum(aux["balance"])
 
   jax.test_util.check_grads(loss, (state, x), order=1, modes=["rev"], eps=1e-3)
@@ -108,28 +76,8 @@ def test_gradients_equal_differences():
 def test_experts_nobody_chose_are_allowed():
   module = make(logits=LOGITS)
   same = np.tile(LOGITS[:1], (6, 1))[None]
-  out, _ = jax.jit(lambda x: module(x, None))(same)
+  out, _ = jax.jit(lambda x: module(x, Routing()))(same)
   np.testing.assert_allclose(out, reference(module, same), rtol=2e-5, atol=1e-5)
-
-
-def rows():
-  tokens = np.random.default_rng(0).integers(0, 67, (4, 12)).astype(np.int32)
-  lengths = np.array([[12], [9], [12], [5]])
-  inside = np.arange(12)[None] < lengths
-  return models.PackedRows(
-    tokens=tokens,
-    segments=inside.astype(np.int32),
-    positions=np.tile(np.arange(12, dtype=np.int32), (4, 1)),
-    targets=np.roll(tokens, -1, axis=1),
-    mask=np.arange(12)[None] < lengths - 1,
-  )
-
-
-def make_model(**changes):
-  config = dataclasses.replace(CONFIG, **changes)
-  fns = models.make_policy(config, head_chunk=8)
-  make = lambda key: tiny.widen(fns.init(key), jax.random.fold_in(key, 1))
-  return fns, jax.jit(make)(jax.random.key(0))
 
 
 def test_a_model_gives_the_loss_of_every_token():

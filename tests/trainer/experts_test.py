@@ -5,10 +5,11 @@ import math
 
 import chex
 import jax
+import pytest
 from helpers import tiny_run
 
 from jaxrl_llm import api, models
-from jaxrl_llm.trainer import build
+from jaxrl_llm.trainer import build, loop
 
 EXTRA = {
   "num_experts": 4,
@@ -18,16 +19,28 @@ EXTRA = {
 }
 
 
-def test_experts_train_and_resume_bit_for_bit(tmp_path):
-  model = tiny_run.write_model(tmp_path / "model")
+def write_model(path):
+  """Writes a model; returns its path and parameters."""
+  model = tiny_run.write_model(path)
   config = dataclasses.replace(
     tiny_run.model_config(), family="qwen3_moe", extra=tuple(EXTRA.items())
   )
   fns = models.make_policy(config)
   params = jax.jit(fns.init)(jax.random.key(0))
   models.save(str(model), fns, params, tokenizer_from=str(model))
-  changes = {"run__steps": 3, "eval__every": 2, "run__trackers": ()}
-  config = tiny_run.make_config(model, **changes)
+  return model, params
+
+
+@pytest.mark.parametrize("replay", [False, True], ids=["own", "replayed"])
+def test_experts_train_and_resume_bit_for_bit(tmp_path, replay):
+  model, params = write_model(tmp_path / "model")
+  config = tiny_run.make_config(
+    model,
+    run__steps=3,
+    eval__every=2,
+    run__trackers=(),
+    model__replay_routing=replay,
+  )
   rows = tiny_run.check_resumes(build.make_run(config), tmp_path)
   for role in ("policy", "value"):
     # Two layers, each at least the coefficient.
@@ -40,3 +53,24 @@ def test_experts_train_and_resume_bit_for_bit(tmp_path):
   )
   assert all(x > 0 for x in jax.tree.leaves(moved))
   chex.assert_tree_all_finite(found)
+
+
+def test_folded_experts_with_a_capacity_and_replay_train(tmp_path):
+  model = write_model(tmp_path / "model")[0]
+  config = tiny_run.make_config(
+    model,
+    run__steps=2,
+    run__trackers=(),
+    mesh__data=1,
+    mesh__fsdp=2,
+    mesh__tensor=2,
+    mesh__expert=4,
+    model__expert_capacity=1.0,
+    model__replay_routing=True,
+  )
+  loop.train(build.make_run(config), tmp_path / "run")
+  row = tiny_run.comparable(tmp_path / "run")[-1]
+  for role in ("policy", "value"):
+    assert 1 <= row[f"{role}/expert_load"] <= 4 / 2
+    assert 0 < row[f"{role}/expert_dropped"] < 1
+  assert math.isfinite(row["policy/loss"])

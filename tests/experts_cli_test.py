@@ -1,0 +1,32 @@
+"""A tiny policy with experts learns the embedded task by scripts/train.py."""
+
+import numpy as np
+import pytest
+from helpers import programs, upcycled
+
+from jaxrl_llm import metrics
+
+
+@pytest.mark.slow
+def test_a_policy_with_experts_learns_the_embedded_task(tmp_path):
+  upcycled.write(tmp_path / "model")
+  code, _, errors = programs.run(
+    "train",
+    "--config=configs/grpo.py",
+    f"--plugin={upcycled.__file__}",
+    f"--workdir={tmp_path / 'run'}",
+    f"--config.model.path={tmp_path / 'model'}",
+    "--config.mesh.data=1",
+    "--config.run.steps=8",
+    "--config.run.trackers=()",
+    "--config.eval.problems=8",
+    "--config.eval.every=8",
+  )
+  assert code in (0, None), errors
+  rows = metrics.read_rows(tmp_path / "run" / "metrics.jsonl")[1:]
+  of = lambda name: np.asarray([row[name] for row in rows])
+  accuracy = of("reward/accuracy")
+  assert accuracy[-2:].mean() > accuracy[:2].mean() + 0.05
+  # Two of four experts at most twice the mean load; 1.0 is balanced.
+  assert of("policy/expert_load").max() < 1.8
+  assert of("sampler_trainer/logprob_diff_max").max() < 1e-3
