@@ -140,20 +140,13 @@ def choose(
   if platform in _MODULES:
     # Pallas is slow to import, and plain XLA does not need it.
     module = importlib.import_module(_MODULES[platform])
-    reasons = (_no_windows(kind) or module.refusal(kind) for kind in kinds)
-    reason = next(filter(None, reasons), "")
+    reason = next(filter(None, map(module.refusal, kinds)), "")
   if not reason:
     return "pallas"
   if name == "pallas":
     raise InputError(f"kernels='pallas' {reason}; use 'auto' or 'xla'")
   warnings.warn(f"kernels are 'xla': 'pallas' {reason}", stacklevel=3)
   return "xla"
-
-
-def _no_windows(kind: AttentionKind) -> str:
-  if kind.window is None:
-    return ""
-  return f"has no sliding windows, and the model has one of {kind.window}"
 
 
 def _pallas(
