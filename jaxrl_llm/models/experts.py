@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.grouped import grouped_matmul
 from jaxrl_llm.models.layers import INIT_STDDEV, Linear
 from jaxrl_llm.models.numerics import Numerics
 
@@ -53,7 +54,8 @@ class Grouped(nnx.Module):
   def __call__(self, x: chex.Array, sizes: chex.Array) -> jax.Array:
     """Multiplies rows [N, in], sorted by expert; sizes [E] sum to N."""
     kernel = self.kernel[...].astype(x.dtype)
-    y = jax.lax.ragged_dot(x, kernel, sizes, preferred_element_type=jnp.float32)
+    dtype = jnp.float32 if self.has_scale else x.dtype
+    y = grouped_matmul(x, kernel, sizes, dtype)
     if self.has_scale:
       scale = self.kernel_scale[...][:, 0]
       y *= jnp.repeat(scale, sizes, axis=0, total_repeat_length=len(x))

@@ -107,11 +107,12 @@ def _range(needed):
 
 def pallas_call(kernel, grid, out_shape, *arguments):
   """Runs a kernel on references to whole arrays."""
+  function = getattr(kernel, "func", kernel)
   return pl.pallas_call(
     kernel,
     grid=grid,
     out_shape=out_shape,
-    name=kernel.func.__name__.strip("_"),  # In profiles and compiled programs.
+    name=function.__name__.strip("_"),  # In profiles and compiled programs.
     compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
   )(*arguments)
 
@@ -199,9 +200,9 @@ def _flash_backward_queries(
     visible = _visible(queries, at, keys_ref[row, at], window)
     k, v = k_ref[row, at, kv_head], v_ref[row, at, kv_head]
     weights = jnp.exp2(scores_of(q, k) - lse)
-    d_weights = _dot(g, v, trans_b=True)
+    d_weights = dot(g, v, of_b=1)
     d_scores = jnp.where(visible, weights * (d_weights - delta), 0.0)
-    return d_q + _dot(d_scores.astype(k.dtype), k)
+    return d_q + dot(d_scores.astype(k.dtype), k)
 
   d_q = jnp.zeros(q.shape, jnp.float32)
   count = ranges_ref[row, index, 1] + ranges_ref[row, index, 3]
@@ -227,9 +228,9 @@ def _flash_backward_keys(
     q, g = q_ref[row, at, head], g_ref[row, at, head]
     weights = jnp.exp2(scores_of(k, q) - lse_ref[row, head, at][None])
     weights = jnp.where(visible, weights, 0.0)
-    d_weights = _dot(v, g, trans_b=True) - delta_ref[row, head, at][None]
-    d_k += _dot((weights * d_weights).astype(q.dtype), q)
-    return d_k, d_v + _dot(weights.astype(g.dtype), g)
+    d_weights = dot(v, g, of_b=1) - delta_ref[row, head, at][None]
+    d_k += dot((weights * d_weights).astype(q.dtype), q)
+    return d_k, d_v + dot(weights.astype(g.dtype), g)
 
   zeros, count = jnp.zeros(k.shape, jnp.float32), range_ref[row, index, 1]
   d_k, d_v = jax.lax.fori_loop(0, count * group, body, (zeros, zeros))
@@ -258,7 +259,7 @@ def _visible(queries, at, keys, window, axis=0):
 
 def scores_of(q, k):
   """Returns scaled scores [Q, T] times log2(e): exp2 gives their weights."""
-  return _dot(q, k, trans_b=True) * (math.log2(math.e) * q.shape[1] ** -0.5)
+  return dot(q, k, of_b=1) * (math.log2(math.e) * q.shape[1] ** -0.5)
 
 
 def softmax_start(q):
@@ -273,11 +274,11 @@ def softmax_step(scores, v, carry):
   new_top = jnp.maximum(top, jnp.max(scores, axis=1))
   weights = jnp.exp2(scores - new_top[:, None])
   rescale = jnp.exp2(top - new_top)
-  out = out * rescale[:, None] + _dot(weights.astype(v.dtype), v)
+  out = out * rescale[:, None] + dot(weights.astype(v.dtype), v)
   return out, new_top, total * rescale + jnp.sum(weights, axis=1)
 
 
-def _dot(a, b, trans_b=False):
-  """Returns a b or a bᵀ in float32."""
-  contract = (((1,), (1 if trans_b else 0,)), ((), ()))
+def dot(a, b, axis=1, of_b=0):
+  """Returns the product over an axis of a and one of b, in float32."""
+  contract = (((axis,), (of_b,)), ((), ()))
   return jax.lax.dot_general(a, b, contract, preferred_element_type=jnp.float32)
