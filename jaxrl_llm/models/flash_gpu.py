@@ -82,12 +82,12 @@ def find_blocks(queries, keys, block, window):
   by_key = blocks(order(keys))[:, None]
   first, last = jnp.min(by_key, axis=3), jnp.max(by_key, axis=3)
   place = jnp.arange(first.shape[2])[None, None]
-  near = place * block <= jnp.max(index, axis=3)
+  reach = place * block <= jnp.max(index, axis=3)
   if window is not None:
     earliest = jnp.where(index < 0, keys.shape[1], index)  # Without padding.
-    near &= (place + 1) * block > jnp.min(earliest, axis=3) + 1 - window
+    reach &= (place + 1) * block > jnp.min(earliest, axis=3) + 1 - window
   needed = lambda low, high: (
-    near & (jnp.min(low, axis=3) <= last) & (jnp.max(high, axis=3) >= first)
+    reach & (jnp.min(low, axis=3) <= last) & (jnp.max(high, axis=3) >= first)
   )
   segment = needed(order(own), order(own))
   prefix = needed(order(prefix), prefix)

@@ -32,32 +32,29 @@ def grouped_matmul(
 
 
 def _forward(x, kernel, sizes, dtype):
-  def on_gpu(x, kernel, sizes):
-    from jaxrl_llm.models import grouped_gpu
-
-    return grouped_gpu.multiply(x, kernel, sizes, dtype)
-
   residuals = x, kernel, sizes
   by_xla = functools.partial(_ragged_dot, dtype=dtype)
+  on_gpu = lambda *arguments: _kernels().multiply(*arguments, dtype)
   return _by_platform(on_gpu, by_xla, *residuals), residuals
 
 
 def _backward(dtype, residuals, g):
-  def on_gpu(x, kernel, sizes, g):
-    from jaxrl_llm.models import grouped_gpu
-
-    g = g.astype(x.dtype)
-    d_x = grouped_gpu.multiply(g, kernel, sizes, x.dtype, transposed=True)
-    return d_x, grouped_gpu.multiply_weights(x, g, sizes, kernel.dtype)
-
   def by_xla(x, kernel, sizes, g):
     multiply = functools.partial(_ragged_dot, sizes=sizes, dtype=dtype)
     return jax.vjp(multiply, x, kernel)[1](g)
 
+  on_gpu = lambda *arguments: _kernels().gradients(*arguments)
   return *_by_platform(on_gpu, by_xla, *residuals, g), None
 
 
 grouped_matmul.defvjp(_forward, _backward)
+
+
+def _kernels():
+  # Pallas is slow to import, and other platforms do not need it.
+  from jaxrl_llm.models import grouped_gpu
+
+  return grouped_gpu
 
 
 def _by_platform(on_gpu, by_xla, *arguments):

@@ -53,25 +53,25 @@ def multiply(
   )
 
 
-def multiply_weights(
-  x: jax.Array, g: jax.Array, sizes: jax.Array, dtype: jnp.dtype
-) -> jax.Array:
-  """Returns xᵀ g of each group, [E, in, out].
+def gradients(
+  x: jax.Array, kernel: jax.Array, sizes: jax.Array, g: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the gradients of x and kernel, in their dtypes.
 
   Args:
-    x: [N, in], sorted by group.
-    g: [N, out].
-    sizes: int32 [E], rows of each group.
-    dtype: of the result.
+    x, kernel, sizes: as in `multiply`.
+    g: [N, out], gradient of the products.
   """
-  ends = jnp.cumsum(sizes)
-  shape = len(sizes), x.shape[1], g.shape[1]
-  return pallas_call(
+  g, ends = g.astype(x.dtype), jnp.cumsum(sizes)
+  d_x = multiply(g, kernel, sizes, x.dtype, transposed=True)
+  groups, inner, columns = kernel.shape
+  d_kernel = pallas_call(
     _grouped_outer_product,
-    (pl.cdiv(shape[2], _COLUMNS), pl.cdiv(shape[1], _ROWS), shape[0]),
-    jax.ShapeDtypeStruct(shape, dtype),
+    (pl.cdiv(columns, _COLUMNS), pl.cdiv(inner, _ROWS), groups),
+    kernel,
     *(x, g, jnp.stack([ends - sizes, ends], axis=1)),
   )
+  return d_x, d_kernel
 
 
 def _find_tiles(sizes, count, rows):
@@ -107,15 +107,13 @@ def _grouped_product(rows, transposed, x_ref, kernel_ref, tiles_ref, out_ref):
   terms = used.astype(jnp.int32) * pl.cdiv(x_ref.shape[1], _TERMS)
   out = jnp.zeros((rows, _COLUMNS), jnp.float32)
   out = jax.lax.fori_loop(0, terms, add, out)
-  _store(out_ref, (), row, column, out, ends=(end, out_ref.shape[1]))
+  ends = end, out_ref.shape[1]
+  _store(out_ref, (), row, column, value=out, ends=ends)
 
 
 def _grouped_outer_product(x_ref, g_ref, spans_ref, out_ref):
-  column, inner = (
-    _block(pl.program_id(0), _COLUMNS),
-    _block(pl.program_id(1), _ROWS),
-  )
-  group = pl.program_id(2)
+  column, inner, group = (pl.program_id(i) for i in range(3))
+  column, inner = _block(column, _COLUMNS), _block(inner, _ROWS)
   first, end = spans_ref[group, 0], spans_ref[group, 1]
 
   def add(i, sum_):
@@ -127,20 +125,25 @@ def _grouped_outer_product(x_ref, g_ref, spans_ref, out_ref):
   out = jnp.zeros((_ROWS, _COLUMNS), jnp.float32)
   blocks = jax.lax.div(end - first + _TERMS - 1, _TERMS)
   out = jax.lax.fori_loop(0, blocks, add, out)
-  _store(out_ref, (group,), inner, column, out, ends=out_ref.shape[1:])
+  ends = out_ref.shape[1:]
+  _store(out_ref, (group,), inner, column, value=out, ends=ends)
 
 
 def _block(i, size):
   return i * size + jnp.arange(size)
 
 
-def _load(ref, group, row, column, ends):
+def _part(ref, group, row, column, ends):
+  """Returns a block of a matrix, and which of it is before the ends."""
   mask = (row < ends[0])[:, None] & (column < ends[1])[None]
-  at = ref.at[*group, row[:, None], column[None]]
-  return triton.load(at, mask=mask, other=0.0)
+  return ref.at[*group, row[:, None], column[None]], mask
 
 
-def _store(ref, group, row, column, value, ends):
-  mask = (row < ends[0])[:, None] & (column < ends[1])[None]
-  at = ref.at[*group, row[:, None], column[None]]
-  triton.store(at, value.astype(ref.dtype), mask=mask)
+def _load(*where, **ends):
+  part, mask = _part(*where, **ends)
+  return triton.load(part, mask=mask, other=0.0)
+
+
+def _store(ref, *where, value, ends):
+  part, mask = _part(ref, *where, ends)
+  triton.store(part, value.astype(ref.dtype), mask=mask)
