@@ -36,6 +36,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.grouped import grouped_matmul
 from jaxrl_llm.models.layers import INIT_STDDEV, Linear
 from jaxrl_llm.models.numerics import Numerics
 from jaxrl_llm.sharding import expert_axes
@@ -146,8 +147,7 @@ class Weights:
   def grouped(self, x: jax.Array, sizes: jax.Array) -> jax.Array:
     """Multiplies rows [N, in], sorted by expert; `sizes` [E] of each."""
     x, kernel = self.numerics.operands(x, self.kernel, self.scale)
-    y = jax.lax.ragged_dot(x, kernel, sizes, preferred_element_type=jnp.float32)
-    return y.astype(x.dtype)
+    return grouped_matmul(x, kernel, sizes, x.dtype)
 
   def batched(self, x: jax.Array) -> jax.Array:
     """Multiplies equally many rows of each expert, [E, n, in]."""

@@ -1,11 +1,11 @@
 """Flash attention on packed rows by Pallas kernels for GPUs.
 
 A block of queries reads two ranges of key blocks: those of its prefixes, and
-those from the start of its segments to its last position. A block of keys reads
-one range of query blocks for its gradients. Blocks of other samples are
-skipped. The query heads of a KV head read it in place: keys and values are
-never repeated, and the sum of their gradients over these heads stays in
-registers.
+those from the start of its segments, or of its window, to its last position. A
+block of keys reads one range of query blocks for its gradients. Blocks of other
+samples are skipped. The query heads of a KV head read it in place: keys and
+values are never repeated, and the sum of their gradients over these heads stays
+in registers.
 
 Reference: Dao 2023, FlashAttention-2, arXiv 2307.08691.
 """
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from jaxrl_llm.models.attention import MASKED
+from jaxrl_llm.models.attention import MASKED, in_reach
 
 # Most rows and bytes of a block of queries, keys or values. With these, the
 # compiler for H100s spills next to no registers, and no kernel needs more than
@@ -28,7 +28,7 @@ _BLOCK, _BLOCK_BYTES = 64, 2**14
 div, rem = jax.lax.div, jax.lax.rem
 
 
-def attend(q, k, v, queries, keys):
+def attend(q, k, v, queries, keys, window):
   """Attends in rows of any length, padded to whole blocks.
 
   Args:
@@ -37,11 +37,12 @@ def attend(q, k, v, queries, keys):
     v: [R, T, K, d].
     queries: int32 [R, 3, Q]: position in the row, segment, prefix (-1: none).
     keys: int32 [R, T], segments.
+    window: as in `attention.packed_attention`.
   """
   count, block = q.shape[1], block_size(q, q.shape[1])
   q, k, v = (pad(x, 1, block) for x in (q, k, v))
-  rows = find_blocks(queries, keys, block)
-  return _attention(q, k, v, rows, block)[:, :count]
+  rows = find_blocks(queries, keys, block, window)
+  return _attention(q, k, v, rows, block, window)[:, :count]
 
 
 def block_size(x, length):
@@ -56,7 +57,7 @@ def pad(x, axis, block, value=0):
   return jnp.pad(x, widths, constant_values=value)
 
 
-def find_blocks(queries, keys, block):
+def find_blocks(queries, keys, block, window):
   """Finds the blocks of keys that each block of queries may see.
 
   Compares the ranges of their segment numbers: segments need not be in order,
@@ -66,6 +67,7 @@ def find_blocks(queries, keys, block):
     queries: int32 [R, 3, Q], as in `attend`.
     keys: int32 [R, T].
     block: queries and keys per block.
+    window: as in `attention.packed_attention`.
 
   Returns:
     What the kernels read: queries and keys, padded; the two ranges of key
@@ -80,9 +82,12 @@ def find_blocks(queries, keys, block):
   by_key = blocks(order(keys))[:, None]
   first, last = jnp.min(by_key, axis=3), jnp.max(by_key, axis=3)
   place = jnp.arange(first.shape[2])[None, None]
-  causal = place * block <= jnp.max(index, axis=3)
+  reach = place * block <= jnp.max(index, axis=3)
+  if window is not None:
+    earliest = jnp.where(index < 0, keys.shape[1], index)  # Without padding.
+    reach &= (place + 1) * block > jnp.min(earliest, axis=3) + 1 - window
   needed = lambda low, high: (
-    causal & (jnp.min(low, axis=3) <= last) & (jnp.max(high, axis=3) >= first)
+    reach & (jnp.min(low, axis=3) <= last) & (jnp.max(high, axis=3) >= first)
   )
   segment = needed(order(own), order(own))
   prefix = needed(order(prefix), prefix)
@@ -102,36 +107,37 @@ def _range(needed):
 
 def pallas_call(kernel, grid, out_shape, *arguments):
   """Runs a kernel on references to whole arrays."""
+  function = getattr(kernel, "func", kernel)
   return pl.pallas_call(
     kernel,
     grid=grid,
     out_shape=out_shape,
-    name=kernel.func.__name__.strip("_"),  # In profiles and compiled programs.
+    name=function.__name__.strip("_"),  # In profiles and compiled programs.
     compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
   )(*arguments)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=[4])
-def _attention(q, k, v, rows, block):
-  return _attention_fwd(q, k, v, rows, block)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=[4, 5])
+def _attention(q, k, v, rows, block, window):
+  return _attention_fwd(q, k, v, rows, block, window)[0]
 
 
-def _attention_fwd(q, k, v, rows, block):
-  out, lse = forward(q, k, v, rows, block)
+def _attention_fwd(q, k, v, rows, block, window):
+  out, lse = forward(q, k, v, rows, block, window)
   return out, (q, k, v, rows, out, lse)
 
 
-def _attention_bwd(block, residuals, g):
+def _attention_bwd(block, window, residuals, g):
   q, k, v, (queries, keys, key_ranges, query_range), out, lse = residuals
   delta = jnp.sum(out.astype(jnp.float32) * g, axis=3).swapaxes(1, 2)
   arguments = q, k, v, g, lse, delta, queries, keys
   d_q = pallas_call(
-    functools.partial(_flash_backward_queries, block),
+    functools.partial(_flash_backward_queries, block, window),
     (q.shape[1] // block, len(q), q.shape[2]),
     *(q, *arguments, key_ranges),
   )
   d_k, d_v = pallas_call(
-    functools.partial(_flash_backward_keys, block),
+    functools.partial(_flash_backward_keys, block, window),
     (k.shape[1] // block, len(k), k.shape[2]),
     *((k, v), *arguments, query_range),
   )
@@ -141,7 +147,7 @@ def _attention_bwd(block, residuals, g):
 _attention.defvjp(_attention_fwd, _attention_bwd)
 
 
-def forward(q, k, v, rows, block, *, interleaved=False):
+def forward(q, k, v, rows, block, window, *, interleaved=False):
   """Returns outputs [R, Q, H, d] and log2 of their denominators [R, H, Q].
 
   If `interleaved`, k and v are one array with the value of each head after its
@@ -149,7 +155,7 @@ def forward(q, k, v, rows, block, *, interleaved=False):
   """
   count, time, heads, _ = q.shape
   return pallas_call(
-    functools.partial(_flash_forward, block, 1 + interleaved),
+    functools.partial(_flash_forward, block, window, 1 + interleaved),
     (time // block, count, heads),
     (q, jax.ShapeDtypeStruct((count, heads, time), jnp.float32)),
     *(q, k, v, *rows[:3]),
@@ -157,7 +163,7 @@ def forward(q, k, v, rows, block, *, interleaved=False):
 
 
 def _flash_forward(
-  block, step, q_ref, k_ref, v_ref, queries_ref, keys_ref, ranges_ref,
+  block, window, step, q_ref, k_ref, v_ref, queries_ref, keys_ref, ranges_ref,
   out_ref, lse_ref,
 ):  # fmt: skip
   index, row, head = (pl.program_id(i) for i in range(3))
@@ -167,7 +173,7 @@ def _flash_forward(
 
   def body(i, carry):
     at = _block_at(ranges_ref, row, index, i, block)
-    visible = _visible(queries, at, keys_ref[row, at])
+    visible = _visible(queries, at, keys_ref[row, at], window)
     scores = jnp.where(visible, scores_of(q, k_ref[row, at, key_head]), MASKED)
     return softmax_step(scores, v_ref[row, at, key_head + step - 1], carry)
 
@@ -179,8 +185,8 @@ def _flash_forward(
 
 
 def _flash_backward_queries(
-  block, q_ref, k_ref, v_ref, g_ref, lse_ref, delta_ref, queries_ref, keys_ref,
-  ranges_ref, d_q_ref,
+  block, window, q_ref, k_ref, v_ref, g_ref, lse_ref, delta_ref, queries_ref,
+  keys_ref, ranges_ref, d_q_ref,
 ):  # fmt: skip
   index, row, head = (pl.program_id(i) for i in range(3))
   here, group = pl.ds(index * block, block), q_ref.shape[2] // k_ref.shape[2]
@@ -191,12 +197,12 @@ def _flash_backward_queries(
 
   def body(i, d_q):
     at = _block_at(ranges_ref, row, index, i, block)
-    visible = _visible(queries, at, keys_ref[row, at])
+    visible = _visible(queries, at, keys_ref[row, at], window)
     k, v = k_ref[row, at, kv_head], v_ref[row, at, kv_head]
     weights = jnp.exp2(scores_of(q, k) - lse)
-    d_weights = _dot(g, v, trans_b=True)
+    d_weights = dot(g, v, of_b=1)
     d_scores = jnp.where(visible, weights * (d_weights - delta), 0.0)
-    return d_q + _dot(d_scores.astype(k.dtype), k)
+    return d_q + dot(d_scores.astype(k.dtype), k)
 
   d_q = jnp.zeros(q.shape, jnp.float32)
   count = ranges_ref[row, index, 1] + ranges_ref[row, index, 3]
@@ -205,8 +211,8 @@ def _flash_backward_queries(
 
 
 def _flash_backward_keys(
-  block, q_ref, k_ref, v_ref, g_ref, lse_ref, delta_ref, queries_ref, keys_ref,
-  range_ref, d_k_ref, d_v_ref,
+  block, window, q_ref, k_ref, v_ref, g_ref, lse_ref, delta_ref, queries_ref,
+  keys_ref, range_ref, d_k_ref, d_v_ref,
 ):  # fmt: skip
   index, row, kv_head = (pl.program_id(i) for i in range(3))
   here, group = pl.ds(index * block, block), q_ref.shape[2] // k_ref.shape[2]
@@ -218,13 +224,13 @@ def _flash_backward_keys(
     at = pl.ds((first + div(i, group)) * block, block)
     head = kv_head * group + rem(i, group)
     queries = _queries(queries_ref, row, at, axis=0)
-    visible = _visible(queries, here, keys, axis=1)
+    visible = _visible(queries, here, keys, window, axis=1)
     q, g = q_ref[row, at, head], g_ref[row, at, head]
     weights = jnp.exp2(scores_of(k, q) - lse_ref[row, head, at][None])
     weights = jnp.where(visible, weights, 0.0)
-    d_weights = _dot(v, g, trans_b=True) - delta_ref[row, head, at][None]
-    d_k += _dot((weights * d_weights).astype(q.dtype), q)
-    return d_k, d_v + _dot(weights.astype(g.dtype), g)
+    d_weights = dot(v, g, of_b=1) - delta_ref[row, head, at][None]
+    d_k += dot((weights * d_weights).astype(q.dtype), q)
+    return d_k, d_v + dot(weights.astype(g.dtype), g)
 
   zeros, count = jnp.zeros(k.shape, jnp.float32), range_ref[row, index, 1]
   d_k, d_v = jax.lax.fori_loop(0, count * group, body, (zeros, zeros))
@@ -243,17 +249,17 @@ def _queries(queries_ref, row, at, axis=1):
   return [jnp.expand_dims(queries_ref[row, i, at], axis) for i in range(3)]
 
 
-def _visible(queries, at, keys, axis=0):
+def _visible(queries, at, keys, window, axis=0):
   """Returns which keys, at a slice of the row, each query sees: [Q, T]."""
   index, own, prefix = queries
   place = jnp.expand_dims(at.start + jnp.arange(at.size), axis)
   keys = jnp.expand_dims(keys, axis)
-  return ((keys == own) | (keys == prefix)) & (place <= index)
+  return ((keys == own) | (keys == prefix)) & in_reach(place, index, window)
 
 
 def scores_of(q, k):
   """Returns scaled scores [Q, T] times log2(e): exp2 gives their weights."""
-  return _dot(q, k, trans_b=True) * (math.log2(math.e) * q.shape[1] ** -0.5)
+  return dot(q, k, of_b=1) * (math.log2(math.e) * q.shape[1] ** -0.5)
 
 
 def softmax_start(q):
@@ -268,11 +274,11 @@ def softmax_step(scores, v, carry):
   new_top = jnp.maximum(top, jnp.max(scores, axis=1))
   weights = jnp.exp2(scores - new_top[:, None])
   rescale = jnp.exp2(top - new_top)
-  out = out * rescale[:, None] + _dot(weights.astype(v.dtype), v)
+  out = out * rescale[:, None] + dot(weights.astype(v.dtype), v)
   return out, new_top, total * rescale + jnp.sum(weights, axis=1)
 
 
-def _dot(a, b, trans_b=False):
-  """Returns a b or a bᵀ in float32."""
-  contract = (((1,), (1 if trans_b else 0,)), ((), ()))
+def dot(a, b, axis=1, of_b=0):
+  """Returns the product over an axis of a and one of b, in float32."""
+  contract = (((axis,), (of_b,)), ((), ()))
   return jax.lax.dot_general(a, b, contract, preferred_element_type=jnp.float32)

@@ -140,20 +140,13 @@ def choose(
   if platform in _MODULES:
     # Pallas is slow to import, and plain XLA does not need it.
     module = importlib.import_module(_MODULES[platform])
-    reasons = (_no_windows(kind) or module.refusal(kind) for kind in kinds)
-    reason = next(filter(None, reasons), "")
+    reason = next(filter(None, map(module.refusal, kinds)), "")
   if not reason:
     return "pallas"
   if name == "pallas":
     raise InputError(f"kernels='pallas' {reason}; use 'auto' or 'xla'")
   warnings.warn(f"kernels are 'xla': 'pallas' {reason}", stacklevel=3)
   return "xla"
-
-
-def _no_windows(kind: AttentionKind) -> str:
-  if kind.window is None:
-    return ""
-  return f"has no sliding windows, and the model has one of {kind.window}"
 
 
 def _pallas(
@@ -183,7 +176,7 @@ def layer_sharding(
   return NamedSharding(sharding.mesh, PartitionSpec(slots, *between, *heads))
 
 
-def _on_devices(function, sharding, like, *arguments):
+def on_devices(function, sharding, like, *arguments):
   """Maps a function over devices; `like` is an array with its result's axes.
 
   The first axis (shards, sequences or slots) and the heads, the last axis but
@@ -249,7 +242,7 @@ def make_interleaved(
       new = new.reshape(*k.shape[:2], 2 * heads, size).astype(layer.dtype)
       return function(layer, new, *where)
 
-    return _on_devices(on_device, sharding, layer, layer, k, v, *where)
+    return on_devices(on_device, sharding, layer, layer, k, v, *where)
 
   def write_paged(layer, k, v, block_tables, positions, writing):
     where = block_tables.page_indices, positions, writing
@@ -257,7 +250,7 @@ def make_interleaved(
 
   def paged_attention(q, layer, block_tables, positions):
     where = block_tables.page_indices, positions
-    return _on_devices(attend_paged, sharding, q, layer[0], q, *where)
+    return on_devices(attend_paged, sharding, q, layer[0], q, *where)
 
   def write_contiguous(layer, k, v, start):
     update = lambda layer, new, starts: jax.lax.dynamic_update_slice_in_dim(
@@ -268,7 +261,7 @@ def make_interleaved(
 
   def prefill_attention(q, layer, start):
     starts = jnp.full(q.shape[:1], start, jnp.int32)
-    return _on_devices(attend_contiguous, sharding, q, layer, q, starts)
+    return on_devices(attend_contiguous, sharding, q, layer, q, starts)
 
   return Kernels(
     kv_sharding=layer_sharding(sharding, heads_axis=3),

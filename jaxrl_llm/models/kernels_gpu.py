@@ -3,17 +3,18 @@
 Training uses flash attention on packed rows, which skips the blocks of other
 samples (`flash_gpu`).
 
-Samples share their prompt. G responses of L tokens to a prompt of P tokens take
-P + G L tokens through all layers, where copies of the prompt take G (P + L):
-31 % less for P = 100, L = 200, G = 16, and 6 % less for P = 512, L = 8,192, in
-FLOPs and in bytes. Prefixes cost a comparison per score.
+Samples share their prompt, except in models with sliding windows. G responses
+of L tokens to a prompt of P tokens take P + G L tokens through all layers,
+where copies of the prompt take G (P + L): 31 % less for P = 100, L = 200,
+G = 16, and 6 % less for P = 512, L = 8,192, in FLOPs and in bytes. Prefixes
+cost a comparison per score.
 
 The sampler has keys and values in one array, [D, P, page_size, 2K, d] if paged
 and [N, T, 2K, d] if contiguous, in which the value of each head follows its
-key. Decoding reads the pages of a slot through its block table, in partitions
-of a fixed number of tokens, which a second kernel merges in order: the result
-of a slot depends neither on other slots nor on where its pages lie. Prefill
-uses the forward kernel of training.
+key. Decoding reads the pages of a slot through its block table, from the first
+one in its window on, in partitions of a fixed number of tokens, which a second
+kernel merges in order: the result of a slot depends neither on other slots nor
+on where its pages lie. Prefill uses the forward kernel of training.
 
 JAX has kernels for the same purpose, in `jax.experimental.pallas.ops.gpu`. Its
 `mha` skips key blocks by causality alone and needs a copy of the keys for every
@@ -35,7 +36,7 @@ from jax.sharding import NamedSharding
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import context, flash_gpu
-from jaxrl_llm.models.attention import MASKED
+from jaxrl_llm.models.attention import MASKED, in_reach
 from jaxrl_llm.models.kernels import (
   Kernels,
   PackedAttention,
@@ -65,7 +66,6 @@ def make_packed_attention(
     kind: the kind of attention.
     sharding: sharding of keys [R, C, K, d]; None: one device.
   """
-  del kind  # Its sizes are those of the arrays.
 
   def on_device(q, k, v, segments, prefixes):
     k, v, keys = (context.gather(x, sharding) for x in (k, v, segments))
@@ -74,12 +74,11 @@ def make_packed_attention(
     part = jax.lax.axis_index(sharding.spec[1]) if parts > 1 else 0
     index = jnp.broadcast_to(index[part][None], segments.shape)
     prefixes = jnp.where(prefixes > 0, prefixes, -1)
-    return flash_gpu.attend(
-      q, k, v, jnp.stack([index, segments, prefixes], 1), keys
-    )
+    queries = jnp.stack([index, segments, prefixes], 1)
+    return flash_gpu.attend(q, k, v, queries, keys, kind.window)
 
   attend = context.on_devices(on_device, sharding)
-  return PackedAttention(attend, sees_prefixes=True)
+  return PackedAttention(attend, sees_prefixes=kind.window is None)
 
 
 def make_pallas(
@@ -101,32 +100,37 @@ def make_pallas(
         " cache of a layer on one GPU; reduce sampler.kv_pages"
       )
 
-  sizes = kind.num_kv_heads // parts, kind.head_dim
-  return make_interleaved(
-    *sizes, _decode, _prefill, check=check, sharding=sharding
+  attend = (
+    functools.partial(function, window=kind.window)
+    for function in (_decode, _prefill)
   )
+  sizes = kind.num_kv_heads // parts, kind.head_dim
+  return make_interleaved(*sizes, *attend, check=check, sharding=sharding)
 
 
-def _prefill(layer, q, starts):
+def _prefill(layer, q, starts, *, window):
   """Attends causally to contiguous sequences, on one device.
 
   Args:
     layer: [N, T, 2K, d].
     q: [N, Q, H, d].
     starts: int32 [N], position of the first query.
+    window: as in `attention.packed_attention`.
   """
   count, block = q.shape[1], flash_gpu.block_size(q, q.shape[1])
   index = starts[:, None] + jnp.arange(count)[None]
   queries = jnp.stack([index, jnp.zeros_like(index), jnp.zeros_like(index)], 1)
   rows = flash_gpu.find_blocks(
-    queries, jnp.zeros(layer.shape[:2], jnp.int32), block
+    queries, jnp.zeros(layer.shape[:2], jnp.int32), block, window
   )
   q, layer = (flash_gpu.pad(x, 1, block) for x in (q, layer))
-  out, _ = flash_gpu.forward(q, layer, layer, rows, block, interleaved=True)
+  out, _ = flash_gpu.forward(
+    q, layer, layer, rows, block, window, interleaved=True
+  )
   return out[:, :count]
 
 
-def _decode(layer, q, page_indices, positions):
+def _decode(layer, q, page_indices, positions, *, window):
   """Attends to the pages of each slot, on one device.
 
   Args:
@@ -134,6 +138,7 @@ def _decode(layer, q, page_indices, positions):
     q: [S, Q, H, d].
     page_indices: int32 [S, N].
     positions: int32 [S, Q], consecutive.
+    window: as in `attention.packed_attention`.
   """
   (slots, count, heads, size), kv_heads = q.shape, layer.shape[3] // 2
   pages, page_size = layer.shape[1:3]
@@ -143,32 +148,38 @@ def _decode(layer, q, page_indices, positions):
     -(-length // partition),
     flash_gpu.block_size(q, queries // kv_heads),
   )
-  # The tokens of a slot: those that its last query sees, 0 without pages. Draft
-  # tokens may lie beyond the longest sequence.
-  lengths = jnp.minimum(positions[:, -1] + 1, length)
-  lengths = jnp.where(page_indices[:, 0] < pages, lengths, 0)
+  # The tokens of a slot that its queries see, none without pages. Draft tokens
+  # may lie beyond the longest sequence.
+  ends = jnp.minimum(positions[:, -1] + 1, length)
+  ends = jnp.where(page_indices[:, 0] < pages, ends, 0)
+  starts = jnp.zeros_like(ends)
+  if window is not None:
+    starts = jnp.maximum(positions[:, 0] + 1 - window, 0)
+    most = -(-(window + count - 2) // partition) + 1
+    partitions = min(partitions, most)
+  spans = jnp.stack([starts, ends], axis=1)
   by_partition = slots, partitions, queries
   partial = flash_gpu.pallas_call(
-    functools.partial(_decode_partition, partition, rows),
+    functools.partial(_decode_partition, partition, rows, window),
     (-(-queries // kv_heads // rows), partitions, kv_heads, slots),
     [
       jax.ShapeDtypeStruct(shape, jnp.float32)
       for shape in ((*by_partition, size), by_partition)
     ],
-    *(q.reshape(slots, queries, size), layer, page_indices, positions, lengths),
+    *(q.reshape(slots, queries, size), layer, page_indices, positions, spans),
   )
   out = flash_gpu.pallas_call(
     functools.partial(_decode_merge, partition),
     (queries, slots),
     jax.ShapeDtypeStruct((slots, queries, size), q.dtype),
-    *(*partial, lengths),
+    *(*partial, spans),
   )
   return out.reshape(q.shape)
 
 
 def _decode_partition(
-  partition, rows, q_ref, layer_ref, pages_ref, positions_ref, lengths_ref,
-  out_ref, lse_ref,
+  partition, rows, window, q_ref, layer_ref, pages_ref, positions_ref,
+  spans_ref, out_ref, lse_ref,
 ):  # fmt: skip
   block, part, head, slot = (pl.program_id(i) for i in range(4))
   shards, pages, page_size, kv_heads, size = layer_ref.shape
@@ -178,22 +189,24 @@ def _decode_partition(
   query, member = flash_gpu.div(row, group), flash_gpu.rem(row, group)
   present = query < positions_ref.shape[1]
   at = (query * (kv_heads // 2) + head) * group + member
-  dims, length = jnp.arange(size)[None], lengths_ref[slot]
-  start = part * partition
+  dims = jnp.arange(size)[None]
+  first, end = spans_ref[slot, 0], spans_ref[slot, 1]
+  start = (flash_gpu.div(first, partition) + part) * partition
 
-  @pl.when(start < length)
+  @pl.when(start < end)
   def _():
     load = functools.partial(triton.load, other=0.0)
     position = load(positions_ref.at[slot, query], mask=present, other=0)
     q = load(q_ref.at[slot, at[:, None], dims], mask=present[:, None])
-    shard = flash_gpu.div(slot, lengths_ref.shape[0] // shards)
+    shard = flash_gpu.div(slot, spans_ref.shape[0] // shards)
     keys = flash_gpu.block_size(q, partition)
+    begin = jnp.maximum(start, flash_gpu.div(first, keys) * keys)
 
     def body(i, carry):
-      place = start + i * keys + jnp.arange(keys)
+      place = begin + i * keys + jnp.arange(keys)
       page = triton.load(
         pages_ref.at[slot, flash_gpu.div(place, page_size)],
-        mask=place < length,
+        mask=place < end,
         other=pages,
       )
       # There may be no page for draft tokens that cannot be accepted.
@@ -203,14 +216,14 @@ def _decode_partition(
         load(layer_ref.at[*token, 2 * head + j, dims], mask=held[:, None])
         for j in range(2)
       )
-      visible = held[None] & (place[None] <= position[:, None])
+      visible = in_reach(place[None], position[:, None], window) & held[None]
       scores = jnp.where(
         visible, flash_gpu.scores_of(q, k.astype(q.dtype)), MASKED
       )
       return flash_gpu.softmax_step(scores, v.astype(q.dtype), carry)
 
     count = flash_gpu.div(
-      jnp.minimum(length - start, partition) + keys - 1, keys
+      jnp.minimum(end, start + partition) - begin + keys - 1, keys
     )
     out, top, total = jax.lax.fori_loop(
       0, count, body, flash_gpu.softmax_start(q)
@@ -225,10 +238,11 @@ def _decode_partition(
     )
 
 
-def _decode_merge(partition, partial_ref, lse_ref, lengths_ref, out_ref):
+def _decode_merge(partition, partial_ref, lse_ref, spans_ref, out_ref):
   query, slot = pl.program_id(0), pl.program_id(1)
   part = jnp.arange(pl.next_power_of_2(lse_ref.shape[1]))
-  written = part * partition < lengths_ref[slot]
+  first = flash_gpu.div(spans_ref[slot, 0], partition)
+  written = (first + part) * partition < spans_ref[slot, 1]
   dims = jnp.arange(out_ref.shape[2])[None]
   lse = triton.load(lse_ref.at[slot, part, query], mask=written, other=MASKED)
   partial = triton.load(

@@ -1,14 +1,15 @@
 """Attention with JAX's Pallas kernels for TPUs.
 
 Training uses splash attention, which skips blocks of scores: those after the
-queries, and those whose queries and keys are of different segments. It supports
-segments but not prefixes, so that every sample has its own copy of the prompt,
-which costs little for long responses.
+queries, those before their windows, and those whose queries and keys are of
+different segments. It supports segments but not prefixes, so that every sample
+has its own copy of the prompt, which costs little for long responses.
 
 The sampler uses ragged paged attention. The KV cache of a layer is one array,
 [D, P, page_size, 2K, d] if paged and [N, T, 2K, d] if contiguous, in which the
-value of each head follows its key. A slot reads its own pages up to its length,
-so that time is proportional to the sum of lengths. Prefill uses the same kernel
+value of each head follows its key. A slot reads its own pages, from the first
+one in its window up to its length, so that time is proportional to the sum of
+lengths. Prefill uses the same kernel
 on consecutive pages: a chunk sees what was written before it.
 
 Unsupported sizes are padded with zeros: KV heads to 1, 2, 4 or a multiple of 8,
@@ -94,7 +95,10 @@ def make_packed_attention(
       )
       return out.swapaxes(1, 2)[:, :time, :, : kind.head_dim]
 
-    mask = splash.CausalMask((parts * size(time), size(length)))
+    shape = parts * size(time), size(length)
+    mask = splash.CausalMask(shape)
+    if kind.window is not None:
+      mask = splash.LocalMask(shape, (kind.window - 1, 0), 0)
     places = context.zigzag_order(length, parts)
     added = np.full((parts, size(time) - time), size(length) - 1, np.int32)
     mask.q_sequence = np.concatenate([places, added], axis=1).reshape(-1)
@@ -118,43 +122,53 @@ def _attend_row(attend, q, k, v, segments):
   """Attends within one row, skipping blocks without a common segment.
 
   Args:
-    attend: the causal kernel, `splash.SplashAttentionKernel`.
+    attend: the kernel, `splash.SplashAttentionKernel`.
     q: [H, Q, d].
     k: [K, T, d].
     v: [K, T, d].
     segments: of queries, [Q], and of keys, [T].
   """
+  where = segments, attend.kwargs["block_sizes"].block_q
   own = type(attend)(
-    _skip_blocks(attend.fwd_mask_info, segments),
-    _skip_blocks(attend.dq_mask_info, segments),
-    _skip_blocks(attend.dkv_mask_info, segments, by_keys=True),
+    _skip_blocks(attend.fwd_mask_info, *where),
+    _skip_blocks(attend.dq_mask_info, *where),
+    _skip_blocks(attend.dkv_mask_info, *where, by_keys=True),
     **attend.kwargs,
   )
   return own(q, k, v, segments)
 
 
-def _skip_blocks(info, segments, *, by_keys=False):
+def _skip_blocks(info, segments, block, *, by_keys=False):
   """Removes the blocks without a common segment from a mask.
 
   Args:
-    info: the mask; its arrays are [1, blocks of queries, blocks of keys].
+    info: the mask; its arrays are [1, blocks of queries, visits] or, if
+      `by_keys`, [1, visits, blocks of keys].
     segments: of queries, [Q], and of keys, [T].
-    by_keys: whether the kernel visits all queries of a block of keys in turn,
-      and not all keys of a block of queries.
+    block: queries and keys per block.
+    by_keys: whether the kernel visits queries for a block of keys, and not keys
+      for a block of queries.
   """
-  q, k = (x.reshape(n, -1) for x, n in zip(segments, info.block_mask.shape[1:]))
-  shared = q.min(axis=1)[:, None] <= k.max(axis=1)[None]
-  shared &= k.min(axis=1)[None] <= q.max(axis=1)[:, None]
-  block_mask = jnp.where(shared[None], info.block_mask, 0)
+  axis = 1 if by_keys else 2
+  q, k = (x.reshape(-1, block) for x in segments)
+  own, visited = (k, q) if by_keys else (q, k)
+  # Of the blocks that a mask with a window leaves out, there is no visit.
+  number = info.data_next.astype(jnp.int32)
+  low, high = (
+    jnp.expand_dims(bound, (0, axis)) for bound in (own.min(1), own.max(1))
+  )
+  shared = low <= visited.max(axis=1)[number]
+  shared &= visited.min(axis=1)[number] <= high
+  block_mask = jnp.where(shared, info.block_mask, 0)
   # A skipped block prefetches the next visited one; after the last one, the
   # first one again, with which the next head or a neighbouring block begins.
-  axis = 1 if by_keys else 2
   size = block_mask.shape[axis]
   index = jax.lax.broadcasted_iota(jnp.int32, block_mask.shape, axis)
   index = jnp.where(block_mask > 0, index, size)
   following = jax.lax.cummin(index, axis, reverse=True)
   first = index.min(axis=axis, keepdims=True) % size
   following = jnp.where(following < size, following, first)
+  following = jnp.take_along_axis(number, following, axis)
   return info._replace(
     block_mask=block_mask, data_next=following.astype(info.data_next.dtype)
   )
@@ -183,7 +197,8 @@ def make_pallas(
   def attend(function):
     def on_device(layer, q, *arguments):
       queries = _pad_queries(q, heads, padded)
-      out = function(layer, queries, *arguments, scale=size**-0.5)
+      settings = {"scale": size**-0.5, "window": kind.window}
+      out = function(layer, queries, *arguments, **settings)
       return _unpad_queries(out, q.shape, heads, padded)
 
     return on_device
@@ -192,7 +207,7 @@ def make_pallas(
   return make_interleaved(*padded, *functions, check=check, sharding=sharding)
 
 
-def _attend_paged(layer, q, page_indices, positions, *, scale):
+def _attend_paged(layer, q, page_indices, positions, **settings):
   """Attends to the pages of each slot, on one device.
 
   Args:
@@ -200,7 +215,7 @@ def _attend_paged(layer, q, page_indices, positions, *, scale):
     q: [S, Q, H, d].
     page_indices: int32 [S, N].
     positions: int32 [S, Q].
-    scale: factor of the scores.
+    **settings: of `_ragged`.
   """
   shards, pages = layer.shape[:2]
   slots, queries = q.shape[:2]
@@ -213,29 +228,37 @@ def _attend_paged(layer, q, page_indices, positions, *, scale):
     layer.reshape(-1, *layer.shape[2:]),
     first[:, None] + jnp.minimum(page_indices, pages - 1),
     jnp.where(held, positions[:, -1] + 1, queries),
-    scale=scale,
+    **settings,
   )
   return jnp.where(held[:, None, None, None], out, 0)
 
 
-def _attend_contiguous(layer, q, starts, *, scale):
+def _attend_contiguous(layer, q, starts, **settings):
   """Attends to contiguous sequences, as consecutive pages of Q tokens.
 
   Args:
     layer: [N, T, 2K, d]; Q divides T.
     q: [N, Q, H, d].
     starts: int32 [N], position of the first query.
-    scale: factor of the scores.
+    **settings: of `_ragged`.
   """
   count, queries = q.shape[:2]
   pages = layer.reshape(-1, queries, *layer.shape[2:])
   page_indices = jnp.arange(len(pages), dtype=jnp.int32).reshape(count, -1)
-  return _ragged(q, pages, page_indices, starts + queries, scale=scale)
+  return _ragged(q, pages, page_indices, starts + queries, **settings)
 
 
-def _ragged(q, pages, page_indices, lengths, *, scale):
+def _ragged(q, pages, page_indices, lengths, *, scale, window):
   """Attends with q [B, Q, H, d], the last tokens, to [P, page_size, 2K, d]."""
-  count, queries = q.shape[:2]
+  (count, queries), page_size = q.shape[:2], pages.shape[1]
+  if window is not None:
+    # The kernel masks what lies before the window, but would read it.
+    first = jnp.maximum(lengths - queries + 1 - window, 0) // page_size
+    most = -(-(window + queries - 2) // page_size) + 1
+    seen = jnp.arange(min(most, page_indices.shape[1]))[None]
+    index = first[:, None] + seen
+    page_indices = jnp.take_along_axis(page_indices, index, 1, mode="clip")
+    lengths -= first * page_size
   scale_kv = 1.0 if pages.dtype.itemsize == 1 else None  # Converts them, too.
   out = ragged.ragged_paged_attention(
     q.reshape(-1, *q.shape[2:]),
@@ -245,10 +268,11 @@ def _ragged(q, pages, page_indices, lengths, *, scale):
     jnp.arange(count + 1, dtype=jnp.int32) * queries,
     jnp.array([count], jnp.int32),
     sm_scale=scale,
+    sliding_window=window,
     k_scale=scale_kv,
     v_scale=scale_kv,
     num_kv_pages_per_block=min(
-      max(_KV_BLOCK // pages.shape[1], 1), page_indices.shape[1]
+      max(_KV_BLOCK // page_size, 1), page_indices.shape[1]
     ),
     num_queries_per_block=min(
       _PREFILL_QUERIES if queries >= _PREFILL_QUERIES else _DECODE_QUERIES,

@@ -7,13 +7,17 @@ the bit pattern of a float, so that nothing is ever sorted.
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 _BLOCK = 256  # Entries of the vocabulary per block of the two-level draw.
+_BITS_OF_ONE = 0x3F800000  # As a float32.
+_COLD = 1e-30  # Temperature at which all but the most probable have no weight.
 
 
 class Choice(NamedTuple):
@@ -32,6 +36,7 @@ def choose(
   top_p: chex.Array,
   min_p: chex.Array,
   given: chex.Array | None = None,
+  sharding: NamedSharding | None = None,
 ) -> Choice:
   """Draws one token per slot from the filtered, tempered softmax.
 
@@ -47,6 +52,7 @@ def choose(
     top_p: float32 [S] in (0, 1]; 1 means off.
     min_p: float32 [S] in [0, 1); 0 means off.
     given: int32 [S], tokens to take instead of a draw; -1 means none.
+    sharding: sharding of slots; None: one device.
 
   Returns:
     `Choice`. The log-prob of a greedy slot is 0: it has no other token.
@@ -54,27 +60,18 @@ def choose(
   chex.assert_rank([uniform, logits], [1, 2])
   chex.assert_equal_shape([uniform, temperature, top_k, top_p, min_p])
   greedy = temperature <= 0
-  scale = jnp.where(greedy, 1.0, temperature)[:, None]
+  scale = jnp.where(greedy, _COLD, temperature)[:, None]
+  uniform = jnp.where(greedy, 0.0, uniform)  # The first of equal ones.
   logits = logits.astype(jnp.float32)
   # The maximum goes first: a tiny temperature must not divide it to infinity.
   below = logits - jnp.max(logits, axis=-1, keepdims=True)
   weights = jnp.exp(below / scale)
-  filtered = jnp.any((top_k > 0) | (top_p < 1) | (min_p > 0))
-  weights = jax.lax.cond(
-    filtered,
-    lambda w: _filter(w, top_k, top_p, min_p),
-    lambda w: w,
-    weights,
+  weights = jax.lax.platform_dependent(
+    *(weights, top_k, top_p, min_p),
+    cuda=functools.partial(_filter_on_gpu, sharding),
+    default=_filter,
   )
   tokens, kept = _invert_cdf(uniform, weights)
-  # An argmax costs as much as all of the above on a CPU: only if asked for.
-  best = jax.lax.cond(
-    jnp.any(greedy),
-    lambda x: jnp.argmax(x, axis=-1).astype(jnp.int32),
-    lambda _: tokens,
-    logits,
-  )
-  tokens = jnp.where(greedy, best, tokens)
   if given is not None:
     tokens = jnp.where(given >= 0, given, tokens)
     kept = jnp.take_along_axis(weights, tokens[:, None], axis=-1)[:, 0]
@@ -118,32 +115,64 @@ def _first_above(ends, weights, target):
 
 def _filter(weights, top_k, top_p, min_p):
   size = weights.shape[-1]
-  total = functools.partial(jnp.sum, axis=-1, keepdims=True)
-  k = jnp.where(top_k > 0, jnp.minimum(top_k, size), size)[:, None]
-  enough = lambda t: total(weights >= t) >= k
-  weights = jnp.where(weights >= _threshold(weights, enough), weights, 0.0)
-  mass = top_p[:, None] * total(weights)
-  enough = lambda t: total(jnp.where(weights >= t, weights, 0.0)) >= mass
+  total = lambda of: jnp.sum(of(weights), axis=-1, keepdims=True)
+  keep = lambda: _keep(
+    weights, bound(total, size, top_k[:, None], top_p[:, None]), min_p
+  )
+  filtered = jnp.any((top_k > 0) | (top_p < 1) | (min_p > 0))
+  return jax.lax.cond(filtered, keep, lambda: weights)
+
+
+def _filter_on_gpu(sharding, weights, top_k, top_p, min_p):
+  # Pallas is slow to import, and other platforms do not need it.
+  from jaxrl_llm.sampling import filter_gpu
+
+  least = filter_gpu.bounds(weights, top_k, top_p, sharding)
+  return _keep(weights, least, min_p)
+
+
+def _keep(weights, least, min_p):
+  least = jnp.maximum(least, min_p[:, None])  # The maximum is 1.
+  return jnp.where(weights >= least, weights, 0.0)
+
+
+def bound(
+  total: Callable[[Callable[[jax.Array], jax.Array]], jax.Array],
+  size: int,
+  top_k: jax.Array,
+  top_p: jax.Array,
+) -> jax.Array:
+  """Returns the least weight that top-k, and then top-p, keep.
+
+  Args:
+    total: sums a function of the weights, 1 at most, over the vocabulary.
+    size: of the vocabulary.
+    top_k: as in `choose`; of the shape of a sum.
+    top_p: likewise.
+  """
+  k = jnp.where(top_k > 0, jnp.minimum(top_k, size), size)
+  count = lambda t: total(lambda w: jnp.where(w >= t, 1.0, 0.0))
+  by_k = _threshold(top_k.shape, lambda t: count(t) >= k)
+  above = lambda t: total(lambda w: jnp.where(w >= t, w, 0.0))
+  mass = top_p * above(by_k)
+  by_p = _threshold(top_p.shape, lambda t: above(jnp.maximum(t, by_k)) >= mass)
   # top_p 1 keeps all: rounding of the mass must not drop the smallest ones.
-  bound = jnp.where(top_p[:, None] < 1, _threshold(weights, enough), 0.0)
-  weights = jnp.where(weights >= bound, weights, 0.0)
-  return jnp.where(weights >= min_p[:, None], weights, 0.0)  # The maximum is 1.
+  return jnp.where(top_p < 1, jnp.maximum(by_k, by_p), by_k)
 
 
-def _threshold(weights, enough):
+def _threshold(shape, enough):
   """Largest float t in [0, 1] with enough(t), by bisection over its bits.
 
   Non-negative floats are ordered like their bit patterns, so 30 halvings find
   the exact value; `enough` is monotone, true at 0.
   """
   as_float = lambda bits: jax.lax.bitcast_convert_type(bits, jnp.float32)
-  one = jax.lax.bitcast_convert_type(jnp.float32(1.0), jnp.int32)
-  low = jnp.zeros((weights.shape[0], 1), jnp.int32)
-  high = jnp.full_like(low, one + 1)  # enough(low) and not enough(high).
+  low = jnp.zeros(shape, jnp.int32)
+  high = low + (_BITS_OF_ONE + 1)  # enough(low) and not enough(high).
 
   def body(_, bounds):
     low, high = bounds
-    middle = (low + high) // 2
+    middle = (low + high) >> 1
     good = enough(as_float(middle))
     return jnp.where(good, middle, low), jnp.where(good, high, middle)
 

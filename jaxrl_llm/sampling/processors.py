@@ -53,17 +53,13 @@ def hold_stop_tokens(distribution, context, state) -> Distribution:
   """Forbids stop tokens before the minimum length."""
   del state
   early = context.index < context.min_tokens
-  logits = jax.lax.cond(
-    jnp.any(early),
-    lambda x: jnp.where(
-      early[:, None],
-      x.at[:, context.stop_tokens].set(-jnp.inf, mode="drop"),
-      x,
-    ),
-    lambda x: x,
-    distribution.logits,
-  )
-  return distribution._replace(logits=logits)
+
+  @jax.vmap
+  def hold(logits, early):
+    tokens = jnp.where(early, context.stop_tokens, len(logits))
+    return logits.at[tokens].set(-jnp.inf, mode="drop")
+
+  return distribution._replace(logits=hold(distribution.logits, early))
 
 
 # Processors of `SamplingSettings`, applied before any others.

@@ -190,7 +190,9 @@ def _step(
   fns, drafter, processors = model
   layers = fns.config.num_layers
   kv_cache, drafter_cache = kv_cache[:layers], kv_cache[layers:]
-  draw = functools.partial(_sample, slots, metadata, processors)
+  draw = functools.partial(
+    _sample, slots, metadata, processors, fns.slots_sharding
+  )
   tokens = slots.last_token[:, None]
   if count:
     draft_tokens, drafter_cache = drafter.propose(
@@ -281,7 +283,7 @@ def _record(slots, output, choice, accepted, experts, metadata):
   )
 
 
-def _sample(slots, metadata, processors, logits, ahead, known=None):
+def _sample(slots, metadata, processors, sharding, logits, ahead, known=None):
   """Tokens [S, Q] of the indices length + ahead [S, Q], from logits [S, Q, V].
 
   The randomness of a token is fold_in(fold_in(key, sample_id), token index): a
@@ -316,5 +318,7 @@ def _sample(slots, metadata, processors, logits, ahead, known=None):
   for name, processor in (*BUILT_IN.items(), *processors):
     if name in states or not processor.stateful:
       distribution = processor.fn(distribution, context, states.get(name))
-  choice = choose(uniform, given=known, **distribution._asdict())
+  choice = choose(
+    uniform, given=known, sharding=sharding, **distribution._asdict()
+  )
   return jax.tree.map(lambda x: x.reshape(shape), choice)

@@ -24,7 +24,7 @@ def _interpreted(monkeypatch):
   monkeypatch.setattr(kernels_gpu, "_PARTITION", BLOCK)
 
 
-def _kind(heads=4, kv_heads=2, size=64):
+def _kind(heads=4, kv_heads=2, size=64, window=None):
   return AttentionKind(
     num_heads=heads,
     num_kv_heads=kv_heads,
@@ -33,6 +33,7 @@ def _kind(heads=4, kv_heads=2, size=64):
     rope_scaling=None,
     bias=False,
     output_bias=False,
+    window=window,
   )
 
 
@@ -109,14 +110,48 @@ class TestPackedAttention:
     index = np.arange(segments.size, dtype=np.int32)[None]
     queries = np.stack([index, segments, np.where(prefixes, 1, -1)], axis=1)
     *_, key_ranges, query_range = jax.jit(
-      flash_gpu.find_blocks, static_argnums=2
-    )(queries.astype(np.int32), segments, BLOCK)
+      flash_gpu.find_blocks, static_argnums=(2, 3)
+    )(queries.astype(np.int32), segments, BLOCK, None)
     far, near = (key_ranges[0, :, i : i + 2].tolist() for i in (0, 2))
     assert far[:2] == [[0, 0]] * 2 and far[2:8] == [[0, 2]] * 6
     assert near[:2] == [[0, 1], [0, 2]] and near[6:] == [[6, 1], [6, 2], [8, 1]]
     assert far[8][1] == 0
     assert query_range[0, ::2].tolist() == (
       [[0, 8], [2, 2], [4, 2], [6, 2], [8, 1]]
+    )
+
+  @pytest.mark.parametrize("window", [2, 20, 40])
+  def test_windows_equal_xla_within_segments(self, window):
+    # Without prefixes, and with padding of keys and queries.
+    segments, _ = self.ROWS[:, 1:4]
+    prefixes = np.zeros_like(segments)
+    shapes = [(*segments.shape, heads, 64) for heads in (4, 2, 2, 4)]
+    q, k, v, g = _random(*shapes)
+    ours = kernels_gpu.make_packed_attention(
+      _kind(window=window), sharding=None
+    ).attend
+    xla = functools.partial(attention.packed_attention, window=window)
+    for got, expected in zip(
+      _with_gradients(ours, q, k, v, segments, prefixes, g),
+      _with_gradients(xla, q, k, v, segments, prefixes, g),
+    ):
+      scale = np.abs(expected).max()
+      np.testing.assert_allclose(got, expected, rtol=1e-5, atol=2e-6 * scale)
+
+  def test_a_block_reads_the_blocks_in_its_window(self):
+    """In blocks: a sample of 4.5, another one, which fills no block."""
+    segments, _ = _rows([(72, 1, 0), (33, 2, 0)])
+    index = np.arange(segments.size, dtype=np.int32)[None]
+    queries = np.stack([index, segments, np.full_like(index, -1)], axis=1)
+    *_, key_ranges, query_range = jax.jit(
+      flash_gpu.find_blocks, static_argnums=(2, 3)
+    )(queries, segments, BLOCK, 2 + BLOCK)
+    assert not np.any(key_ranges[0, :, 1])
+    assert key_ranges[0, :, 2:].tolist() == (
+      [[0, 1], [0, 2], [0, 3], [1, 3], [2, 3], [4, 2], [4, 3]]
+    )
+    assert query_range[0].tolist() == (
+      [[0, 3], [1, 3], [2, 3], [3, 2], [4, 3], [5, 2], [6, 1]]
     )
 
 
@@ -185,14 +220,21 @@ class TestDecode:
 
   # One row of queries per slot, and more than a block of them.
   @pytest.mark.parametrize(
-    "heads, kv_heads, size, queries",
-    [(4, 2, 64, 1), (4, 4, 128, 1), (6, 2, 16, 7)],
+    "heads, kv_heads, size, queries, window",
+    [
+      (4, 2, 64, 1, None),
+      (4, 4, 128, 1, None),
+      (6, 2, 16, 7, None),
+      (4, 2, 256, 1, 20),
+      (6, 2, 16, 7, 4),
+      (6, 2, 16, 7, 34),
+    ],
   )
   def test_equals_xla_over_several_partitions(
-    self, heads, kv_heads, size, queries
+    self, heads, kv_heads, size, queries, window
   ):
     kind, qkv = (
-      _kind(heads, kv_heads, size),
+      _kind(heads, kv_heads, size, window),
       self._qkv(heads, kv_heads, size, queries),
     )
     backends = (
@@ -212,8 +254,17 @@ class TestDecode:
     alone = self._run(backend, self._tables(2)[:1], *(x[:1] for x in qkv))
     np.testing.assert_array_equal(alone, expected[:1])
 
-  def test_slots_share_the_pages_of_a_prompt(self):
-    backend = kernels_gpu.make_pallas(_kind(), sharding=None)
+  def test_blocks_before_the_window_are_not_read(self):
+    backend = kernels_gpu.make_pallas(_kind(window=20), sharding=None)
+    q, k, v = self._qkv(4, 2, 64, 1)
+    expected = self._run(backend, self._tables(), q, k, v)
+    k[0, :48] = v[0, :48] = np.nan
+    got = self._run(backend, self._tables(), q, k, v)
+    np.testing.assert_array_equal(got, expected)
+
+  @pytest.mark.parametrize("window", [None, 20])
+  def test_slots_share_the_pages_of_a_prompt(self, window):
+    backend = kernels_gpu.make_pallas(_kind(window=window), sharding=None)
     q, k, v = self._qkv(4, 2, 64, 1)
     for x in (k, v):
       x[3, :32] = x[0, :32]

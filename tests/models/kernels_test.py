@@ -91,8 +91,9 @@ def _config(heads=4, kv_heads=2, size=64):
   )
 
 
-def _kind(*sizes, **named):
-  return _config(*sizes, **named).layers[0].attention
+def _kind(*sizes, window=None, **named):
+  kind = _config(*sizes, **named).layers[0].attention
+  return dataclasses.replace(kind, window=window)
 
 
 def _block_tables(shards):
@@ -161,14 +162,15 @@ def _close(got, expected):
 
 class TestPallas:
   # Heads of keys that the kernel has, and three, which it has not.
+  @pytest.mark.parametrize("window", [None, 1, 6])
   @pytest.mark.parametrize(
     "heads, kv_heads, size, queries, shards",
     [(4, 2, 64, 1, 1), (6, 3, 128, 3, 2)],
   )
   def test_attention_on_pages_equals_that_of_xla(
-    self, module, heads, kv_heads, size, queries, shards
+    self, module, heads, kv_heads, size, queries, shards, window
   ):
-    config = _kind(heads, kv_heads, size)
+    config = _kind(heads, kv_heads, size, window=window)
     run = functools.partial(_on_pages, tables=_block_tables(shards))
     qkv = _qkv(config, queries, LENGTHS.max())
     got, expected = _both(
@@ -176,6 +178,17 @@ class TestPallas:
     )
     _close(got, expected)
     assert not np.any(got[2])
+
+  @pytest.mark.parametrize("module", ["tpu"], indirect=True)
+  def test_pages_before_the_window_are_not_read(self, module):
+    backend = module.make_pallas(_kind(window=4), sharding=None)
+    q, k, v = map(np.array, _qkv(_kind(), 1, LENGTHS.max()))
+    tables = _block_tables(1)
+    run = jax.jit(lambda *qkv: _on_pages(backend, tables, *qkv))
+    expected = run(q, k, v)
+    assert np.isfinite(expected).all()
+    k[LENGTHS > 8, :4] = v[LENGTHS > 8, :4] = np.nan
+    np.testing.assert_array_equal(run(q, k, v), expected)
 
   def test_bfloat16_is_as_near_as_its_rounding(self, module):
     config = _kind(2, 1)
@@ -208,8 +221,9 @@ class TestPallas:
     with pytest.raises(InputError, match="needs two KV heads .* has 1 on 1"):
       backend.init_paged(1, PAGES, PAGE, jnp.float8_e4m3fn)
 
-  def test_a_prefill_in_chunks_and_then_pages_equal_xla(self, module):
-    config, time = _kind(), 12
+  @pytest.mark.parametrize("window", [None, 5])
+  def test_a_prefill_in_chunks_and_then_pages_equal_xla(self, module, window):
+    config, time = _kind(window=window), 12
     q, k, v = _qkv(config, time, time, count=2)
 
     def run(backend, q, k, v):
@@ -326,17 +340,24 @@ class TestPackedAttention:
     out, pull = jax.vjp(jax.jit(function), q, k, v)
     return out, *pull(g)
 
-  # Sizes that fill no block, and more than one block of 128.
+  # Sizes that fill no block, and more than one block of 128. A window within a
+  # block, and one that leaves out whole blocks.
   @pytest.mark.parametrize(
-    "heads, kv_heads, size, time", [(4, 2, 64, 40), (4, 1, 128, 130)]
+    "heads, kv_heads, size, time, window",
+    [
+      (4, 2, 64, 40, None),
+      (4, 1, 128, 130, None),
+      (4, 2, 64, 40, 7),
+      (4, 1, 256, 520, 50),
+    ],
   )
-  def test_equals_xla(self, module, heads, kv_heads, size, time):
-    config = _kind(heads, kv_heads, size)
+  def test_equals_xla(self, module, heads, kv_heads, size, time, window):
+    config = _kind(heads, kv_heads, size, window=window)
     rows = self._rows(config, time)
     ours = module.make_packed_attention(config, sharding=None).attend
+    xla = functools.partial(attention.packed_attention, window=window)
     for got, expected in zip(
-      self._with_gradients(ours, *rows),
-      self._with_gradients(attention.packed_attention, *rows),
+      self._with_gradients(ours, *rows), self._with_gradients(xla, *rows)
     ):
       # Sums of products round by their largest terms, also where they cancel.
       scale = np.abs(expected).max()
@@ -344,12 +365,13 @@ class TestPackedAttention:
 
   # On a device: all of a row, a part that fills no block, or several blocks.
   @pytest.mark.parametrize(
-    "fsdp, parts, time", [(2, 1, 40), (2, 2, 40), (1, 4, 1032)]
+    "fsdp, parts, time, window",
+    [(2, 1, 40, None), (2, 2, 40, 9), (1, 4, 1032, None), (1, 4, 1032, 150)],
   )
   def test_rows_tokens_and_heads_stay_on_their_devices(
-    self, module, fsdp, parts, time
+    self, module, fsdp, parts, time, window
   ):
-    config = _kind(4, 2, 64)
+    config = _kind(4, 2, 64, window=window)
     mesh = sharding.make_mesh(data=1, fsdp=fsdp, context=parts, tensor=2)
     rows = self._rows(config, time)
     place = sharding.packed_kv_sharding(mesh, config.num_kv_heads)
@@ -359,13 +381,32 @@ class TestPackedAttention:
       out = attend(*(context.zigzag_shard(x, parts) for x in arrays))
       return context.zigzag_unshard(out, parts, time)
 
+    xla = functools.partial(attention.packed_attention, window=window)
     for got, expected in zip(
-      self._with_gradients(ours, *rows),
-      self._with_gradients(attention.packed_attention, *rows),
+      self._with_gradients(ours, *rows), self._with_gradients(xla, *rows)
     ):
       # Sums of products round by their largest terms, also where they cancel.
       scale = np.abs(expected).max()
       np.testing.assert_allclose(got, expected, rtol=1e-5, atol=2e-6 * scale)
+
+  def test_blocks_outside_the_window_are_not_read(self, module):
+    config, time = _kind(2, 1, 64, window=64), 512
+    q, k, v, _, g = self._rows(config, time)
+    segments = np.ones((2, time), np.int32)
+    attend = module.make_packed_attention(config, sharding=None).attend
+    run = lambda *x: self._with_gradients(attend, *x, segments, g)
+    clean = run(q, k, v)
+    # NaN times a weight of 0 is NaN wherever it is read.
+    k[:, :128] = v[:, :128] = np.nan
+    out, d_q, *_ = run(q, k, v)
+    for got, expected in zip((out, d_q), clean):
+      np.testing.assert_array_equal(got[:, 256:], expected[:, 256:])
+      assert np.isnan(got[:, :128]).all()
+    q, k, v, _, g = self._rows(config, time)
+    g[:, 256:] = np.nan
+    for got, expected in zip(run(q, k, v)[2:], clean[2:]):
+      np.testing.assert_array_equal(got[:, :128], expected[:, :128])
+      assert np.isnan(got[:, 256:]).all()
 
   @pytest.mark.parametrize("module", ["tpu"], indirect=True)
   def test_blocks_of_other_segments_are_not_read(self, module):
@@ -391,7 +432,7 @@ class TestPackedAttention:
   @pytest.mark.parametrize("by_keys", [False, True])
   def test_a_skipped_block_prefetches_the_next_one(self, by_keys):
     info = splash_attention_kernel.mask_info_lib.MaskInfo(
-      data_next=np.zeros((1, 4, 4), np.int8),
+      data_next=np.indices((1, 4, 4), np.int8)[1 if by_keys else 2],
       mask_next=None,
       block_mask=np.tri(4, dtype=np.int8)[None],
       partial_mask_blocks=None,
@@ -400,7 +441,7 @@ class TestPackedAttention:
     segments = splash_attention_kernel.SegmentIds(
       *[jnp.array([5, 5, 5, 4, 4, 4, 3, 3])] * 2
     )
-    got = kernels_tpu._skip_blocks(info, segments, by_keys=by_keys)
+    got = kernels_tpu._skip_blocks(info, segments, 2, by_keys=by_keys)
     mask = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1]]
     np.testing.assert_array_equal(got.block_mask[0], mask)
     following = (

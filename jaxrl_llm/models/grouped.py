@@ -1,0 +1,68 @@
+"""Products of rows with the matrix of their group, by platform."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+
+_MAX_SIZE = 2**31  # Numbers of an array: offsets in kernels have 32 bits.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=[3])
+def grouped_matmul(
+  x: chex.Array, kernel: chex.Array, sizes: chex.Array, dtype: jnp.dtype
+) -> jax.Array:
+  """Multiplies each row with the matrix of its group; sums are float32.
+
+  A Pallas kernel on GPUs, where `jax.lax.ragged_dot` has a copy of the rows for
+  every group; XLA elsewhere. The arrays are those of one device.
+
+  Args:
+    x: [N, in], sorted by group.
+    kernel: [E, in, out], in the dtype of x.
+    sizes: int32 [E], rows of each group; the product of the rows after them is
+      not defined.
+    dtype: of the result.
+
+  Returns:
+    [N, out].
+  """
+  return _forward(x, kernel, sizes, dtype)[0]
+
+
+def _forward(x, kernel, sizes, dtype):
+  residuals = x, kernel, sizes
+  by_xla = functools.partial(_ragged_dot, dtype=dtype)
+  on_gpu = lambda *arguments: _kernels().multiply(*arguments, dtype)
+  return _by_platform(on_gpu, by_xla, *residuals), residuals
+
+
+def _backward(dtype, residuals, g):
+  def by_xla(x, kernel, sizes, g):
+    multiply = functools.partial(_ragged_dot, sizes=sizes, dtype=dtype)
+    return jax.vjp(multiply, x, kernel)[1](g)
+
+  on_gpu = lambda *arguments: _kernels().gradients(*arguments)
+  return *_by_platform(on_gpu, by_xla, *residuals, g), None
+
+
+grouped_matmul.defvjp(_forward, _backward)
+
+
+def _kernels():
+  # Pallas is slow to import, and other platforms do not need it.
+  from jaxrl_llm.models import grouped_gpu
+
+  return grouped_gpu
+
+
+def _by_platform(on_gpu, by_xla, *arguments):
+  if any(x.size >= _MAX_SIZE for x in arguments):
+    return by_xla(*arguments)
+  return jax.lax.platform_dependent(*arguments, cuda=on_gpu, default=by_xla)
+
+
+def _ragged_dot(x, kernel, sizes, dtype):
+  y = jax.lax.ragged_dot(x, kernel, sizes, preferred_element_type=jnp.float32)
+  return y.astype(dtype)

@@ -1,0 +1,149 @@
+"""Products of rows with the matrix of their group, by Pallas on GPUs.
+
+Rows are sorted by group. A tile has rows of one group only, as many as a block
+or fewer at its end, so that no product is made in vain but for the masked rows
+of a group's last tile; groups of any size, also empty ones, cost what they
+have. `jax.lax.ragged_dot` copies all rows for every group on a GPU. JAX's own
+kernels (`jax.experimental.pallas.ops.gpu.ragged_dot_mgpu`) are for Hopper and
+16 bits alone, and have no gradients.
+
+Reference: Gale et al. 2023, MegaBlocks, arXiv 2211.15841.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from jaxrl_llm.models.flash_gpu import dot, pallas_call
+
+# Most rows of a tile, and its columns and terms of a sum at a time: with these,
+# no kernel needs more than 99 KiB of shared memory. None has been timed.
+_ROWS, _COLUMNS, _TERMS = 64, 128, 64
+
+
+def multiply(
+  x: jax.Array,
+  kernel: jax.Array,
+  sizes: jax.Array,
+  dtype: jnp.dtype,
+  *,
+  transposed: bool = False,
+) -> jax.Array:
+  """Returns the products of rows [N, in] with kernel [E, in, out], [N, out].
+
+  Args:
+    x: [N, in], sorted by group.
+    kernel: [E, in, out]; [E, out, in] if transposed.
+    sizes: int32 [E], rows of each group; the product of others is 0.
+    dtype: of the result.
+    transposed: whether to multiply with the transposed matrices.
+  """
+  count, groups = len(x), len(sizes)
+  columns = kernel.shape[1 if transposed else 2]
+  rows = max(16, min(_ROWS, pl.next_power_of_2(-(-count // groups))))
+  tiles = _find_tiles(sizes, count, rows)
+  return pallas_call(
+    functools.partial(_grouped_product, rows, transposed),
+    (pl.cdiv(columns, _COLUMNS), len(tiles)),
+    jax.ShapeDtypeStruct((count, columns), dtype),
+    *(x, kernel, tiles),
+  )
+
+
+def gradients(
+  x: jax.Array, kernel: jax.Array, sizes: jax.Array, g: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the gradients of x and kernel, in their dtypes.
+
+  Args:
+    x, kernel, sizes: as in `multiply`.
+    g: [N, out], gradient of the products.
+  """
+  g, ends = g.astype(x.dtype), jnp.cumsum(sizes)
+  d_x = multiply(g, kernel, sizes, x.dtype, transposed=True)
+  groups, inner, columns = kernel.shape
+  d_kernel = pallas_call(
+    _grouped_outer_product,
+    (pl.cdiv(columns, _COLUMNS), pl.cdiv(inner, _ROWS), groups),
+    kernel,
+    *(x, g, jnp.stack([ends - sizes, ends], axis=1)),
+  )
+  return d_x, d_kernel
+
+
+def _find_tiles(sizes, count, rows):
+  """Returns the group, first row and end of every tile, int32 [T, 3].
+
+  Rows after those of all groups are group E.
+  """
+  sizes = jnp.append(sizes, count - jnp.sum(sizes)).astype(jnp.int32)
+  ends, tiles = jnp.cumsum(sizes), -(-sizes // rows)
+  last = jnp.cumsum(tiles)
+  tile = jnp.arange(-(-count // rows) + len(sizes), dtype=jnp.int32)
+  group = jnp.sum(last[None] <= tile[:, None], axis=1)
+  group = jnp.minimum(group, len(sizes) - 1)
+  first = (ends - sizes)[group] + (tile - (last - tiles)[group]) * rows
+  return jnp.stack([group, first, ends[group]], axis=1)
+
+
+def _grouped_product(rows, transposed, x_ref, kernel_ref, tiles_ref, out_ref):
+  column, tile = _block(pl.program_id(0), _COLUMNS), pl.program_id(1)
+  group, first, end = (tiles_ref[tile, i] for i in range(3))
+  row = first + jnp.arange(rows)
+  axis = 1 if transposed else 0  # Of the terms, in a block of the matrix.
+
+  def add(i, sum_):
+    term = _block(i, _TERMS)
+    a = _load(x_ref, (), row, term, ends=(end, x_ref.shape[1]))
+    at = (column, term) if transposed else (term, column)
+    b = _load(kernel_ref, (group,), *at, ends=kernel_ref.shape[1:])
+    return sum_ + dot(a, b, of_b=axis)
+
+  # There is no matrix for rows without a group, and no row after them.
+  used = (group < kernel_ref.shape[0]) & (first < end)
+  terms = used.astype(jnp.int32) * pl.cdiv(x_ref.shape[1], _TERMS)
+  out = jnp.zeros((rows, _COLUMNS), jnp.float32)
+  out = jax.lax.fori_loop(0, terms, add, out)
+  ends = end, out_ref.shape[1]
+  _store(out_ref, (), row, column, value=out, ends=ends)
+
+
+def _grouped_outer_product(x_ref, g_ref, spans_ref, out_ref):
+  column, inner, group = (pl.program_id(i) for i in range(3))
+  column, inner = _block(column, _COLUMNS), _block(inner, _ROWS)
+  first, end = spans_ref[group, 0], spans_ref[group, 1]
+
+  def add(i, sum_):
+    row = first + _block(i, _TERMS)
+    a = _load(x_ref, (), row, inner, ends=(end, x_ref.shape[1]))
+    b = _load(g_ref, (), row, column, ends=(end, g_ref.shape[1]))
+    return sum_ + dot(a, b, axis=0)
+
+  out = jnp.zeros((_ROWS, _COLUMNS), jnp.float32)
+  blocks = jax.lax.div(end - first + _TERMS - 1, _TERMS)
+  out = jax.lax.fori_loop(0, blocks, add, out)
+  ends = out_ref.shape[1:]
+  _store(out_ref, (group,), inner, column, value=out, ends=ends)
+
+
+def _block(i, size):
+  return i * size + jnp.arange(size)
+
+
+def _part(ref, group, row, column, ends):
+  """Returns a block of a matrix, and which of it is before the ends."""
+  mask = (row < ends[0])[:, None] & (column < ends[1])[None]
+  return ref.at[*group, row[:, None], column[None]], mask
+
+
+def _load(*where, **ends):
+  part, mask = _part(*where, **ends)
+  return triton.load(part, mask=mask, other=0.0)
+
+
+def _store(ref, *where, value, ends):
+  part, mask = _part(ref, *where, ends)
+  triton.store(part, value.astype(ref.dtype), mask=mask)

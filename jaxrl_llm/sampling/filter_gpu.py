@@ -1,0 +1,67 @@
+"""Bounds of top-k and top-p by a Pallas kernel for GPUs.
+
+On a GPU, a branch of a program waits for the host to read its predicate. Here
+each slot decides by itself, inside of a kernel, whether it searches for its
+bound.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jax.sharding import NamedSharding
+
+from jaxrl_llm.models import kernels
+from jaxrl_llm.sampling import choose
+
+_CHUNK, _WARPS = 4096, 8  # Entries of the vocabulary at a time, by 256 threads.
+
+
+def bounds(
+  weights: jax.Array,
+  top_k: jax.Array,
+  top_p: jax.Array,
+  sharding: NamedSharding | None,
+) -> jax.Array:
+  """Returns the least weight that is kept, float32 [S, 1]; 0 if all are.
+
+  Args:
+    weights: float32 [S, V], 1 at most.
+    top_k: int32 [S], as in `choose.choose`.
+    top_p: float32 [S].
+    sharding: sharding of slots; None: one device.
+  """
+
+  def on_device(weights, top_k, top_p):
+    return pl.pallas_call(
+      _find_bound,
+      grid=top_k.shape,
+      out_shape=jax.ShapeDtypeStruct(top_k.shape, jnp.float32),
+      name="find_bound",
+      compiler_params=triton.CompilerParams(num_warps=_WARPS),
+    )(weights, top_k, top_p)
+
+  arrays = weights, top_k, top_p
+  return kernels.on_devices(on_device, sharding, top_p, *arrays)[:, None]
+
+
+def _find_bound(weights_ref, top_k_ref, top_p_ref, out_ref):
+  slot, size = pl.program_id(0), weights_ref.shape[1]
+  top_k, top_p = top_k_ref[slot], top_p_ref[slot]
+
+  def total(of):
+    def add(i, sum_):
+      at = i * _CHUNK + jnp.arange(_CHUNK)
+      # What is no entry is less than any threshold.
+      weights = triton.load(
+        weights_ref.at[slot, at], mask=at < size, other=-1.0
+      )
+      return sum_ + jnp.sum(of(weights))
+
+    return jax.lax.fori_loop(0, pl.cdiv(size, _CHUNK), add, jnp.float32(0))
+
+  out_ref[slot] = 0.0
+
+  @pl.when((top_k > 0) | (top_p < 1))
+  def _():
+    out_ref[slot] = choose.bound(total, size, top_k, top_p)

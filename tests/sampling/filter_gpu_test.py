@@ -1,0 +1,36 @@
+"""The kernel for GPUs that finds bounds, interpreted on a CPU."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxrl_llm.sampling import choose, filter_gpu
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_keeps_what_the_filter_of_other_platforms_keeps(sharded, monkeypatch):
+  interpreted = functools.partial(pl.pallas_call, interpret=True)
+  monkeypatch.setattr(filter_gpu.pl, "pallas_call", interpreted)
+  # A vocabulary of several chunks, and not a multiple of them.
+  monkeypatch.setattr(filter_gpu, "_CHUNK", 256)
+  rng = np.random.default_rng(0)
+  weights = rng.random((8, 700), np.float32) ** 8
+  weights[:, 600] = 1.0
+  weights[2, :300] = weights[2, 5]  # Ties.
+  top_k = np.int32([0, 5, 20, 0, 700, 0, 9, 0])
+  top_p = np.float32([1, 1, 1, 0.7, 1, 1e-6, 0.5, 1])
+  min_p = np.float32([0, 0, 0.1, 0, 0, 0, 0, 0.3])
+  sharding = None
+  if sharded:
+    mesh = Mesh(np.array(jax.devices()[:4]), "data", axis_types=AxisType.Auto)
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+  arrays = weights, top_k, top_p, min_p
+  expected = jax.jit(choose._filter)(*arrays)
+  got = jax.jit(functools.partial(choose._filter_on_gpu, sharding))(*arrays)
+  np.testing.assert_array_equal(got, expected)
+  kept = np.count_nonzero(got, axis=1)
+  assert kept[0] == 700 and kept[1] == 5 and kept[5] == 1 < kept[3] < 300
