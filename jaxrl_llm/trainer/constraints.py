@@ -302,9 +302,9 @@ def groups(config: Any) -> Rules:
   estimator, size = config.estimator, config.data.group_size
   name, center, pivot = estimator.name, estimator.center, estimator.drop_pivot
   of_wholes = name in (
-    "gdpo", "group", "maxrl", "optimal_baseline", "token_group")
+    "cross_probe", "example", "gdpo", "group", "hinted", "inter_intra", "maxrl",
+    "optimal_baseline", "sharpened", "token_group")
   grouped = of_wholes or (name == "reward_to_go" and center != "none")
-  grouped |= name == "cross_probe"
   has_pivot = (name, center) == ("group", "median")
   return [
     (of_wholes and estimator.gamma < 1, "estimator.gamma, estimator.name",
