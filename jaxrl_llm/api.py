@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxrl_llm import base_models, models, sharding, workdir
 from jaxrl_llm import config as config_lib
@@ -34,6 +35,7 @@ from jaxrl_llm.rollout.worker import run_key
 from jaxrl_llm.rollout.writer import ResponseWriter
 from jaxrl_llm.sampling import Engine, EngineConfig, SamplingSettings
 from jaxrl_llm.system import plugin
+from jaxrl_llm.types import Responses
 
 # Tokens that an evaluated model gets, if its context has them.
 _PROMPT_LENGTH, _RESPONSE_LENGTH = 1024, 2048
@@ -296,12 +298,20 @@ class Policy:
     return fitting
 
   def evaluations(
-    self, config: Any, *, seed: int | None = None
+    self, config: Any, *, seed: int | None = None, critic: bool = False
   ) -> Iterator[Evaluation]:
     """Yields the evaluation of each set of `evaluation_config`.
 
     With the seed of a run (None) its last evaluation is repeated exactly;
     another seed leaves the problems as they are.
+
+    Args:
+      config: the settings.
+      seed: seed of the sampling.
+      critic: whether the critic of the run's checkpoint values the responses.
+
+    Raises:
+      InputError: A setting cannot be used, or there is no critic.
     """
     from jaxrl_llm.trainer import build
 
@@ -315,7 +325,32 @@ class Policy:
       params = run.transfer.send(params, 0).params
       for one in run.evaluators:  # With one engine, and what it compiled.
         writer = dataclasses.replace(one.writer, key=key)
-        yield dataclasses.replace(one, writer=writer)(params)
+        found = dataclasses.replace(one, writer=writer)(params)
+        if critic:
+          values = self._last_values(run, found.responses)
+          found = dataclasses.replace(found, values=values)
+        yield found
+
+  def _last_values(self, run: Any, responses: Responses) -> np.ndarray:
+    """Returns the critic's value before the last token of each response."""
+    member = run.learner.critic
+    if self.step is None or member is None:
+      raise InputError(f"{self.path}: there is no critic; give a run with one")
+    if run.config.value.answer_format:
+      raise InputError(
+        f"{self.path}: its critic reads the answers (value.answer_format), but"
+        " the choice of a response must not"
+      )
+    params = workdir.restore_params(
+      self.path,
+      self.step,
+      "critic",
+      member.params,
+      base_of="policy" * member.shares_base,
+    )
+    values = run.values(lambda _: params, responses)
+    last = np.maximum(responses.rollout.lengths - 1, 0)
+    return values[np.arange(len(last)), last]
 
   def _params_of(self, policy: Any) -> Any:
     """Reads the parameters, with the shardings of a member of the learner."""

@@ -19,18 +19,27 @@ from jaxrl_llm.types import Responses, Status
 _SHOWN = 4  # Responses of an evaluation that a table shows.
 
 
-def majority_at_k(verdicts: Sequence[Verdict], k: int) -> float:
-  """Accuracy of the most frequent extracted answer of every k responses.
+def majority_at_k(
+  verdicts: Sequence[Verdict], k: int, weights: Sequence[float] | None = None
+) -> float:
+  """Accuracy of the extracted answer with most votes of every k responses.
 
-  The first of equally frequent answers counts; a response without an answer
-  has no vote.
+  The first of equal answers counts; a response without an answer has no vote.
+
+  Args:
+    verdicts: problem by problem.
+    k: responses per problem.
+    weights: vote of each response, at least 0; one each by default.
   """
-  right = 0
+  right, weights = 0, weights if weights is not None else [1.0] * len(verdicts)
   for start in range(0, len(verdicts), k):
-    voters = [v for v in verdicts[start : start + k] if v.extracted is not None]
-    votes = collections.Counter(v.extracted for v in voters)
-    winners = [answer for answer, _ in votes.most_common(1)]
-    right += any(v.correct and v.extracted in winners for v in voters)
+    rows = slice(start, start + k)
+    votes = collections.defaultdict(float)
+    for verdict, weight in zip(verdicts[rows], weights[rows]):
+      if verdict.extracted is not None:
+        votes[verdict.extracted] += float(weight)
+    winner = max(votes, key=votes.get, default=None)
+    right += any(v.correct and v.extracted == winner for v in verdicts[rows])
   return right / (len(verdicts) // k)
 
 
@@ -48,6 +57,8 @@ class Evaluation:
   samples: int  # k.
   judged: Judged
   generate_s: float  # Seconds that the sampler took.
+  # float32 [N k], what a critic says of each response; None without one.
+  values: np.ndarray | None = None
 
   @property
   def responses(self) -> Responses:
@@ -62,7 +73,9 @@ class Evaluation:
   def results(self, tries: Sequence[int]) -> dict[str, float]:
     """Returns avg@k, its standard error over problems, pass@n, maj@k and more.
 
-    maj@k is left out if the verifier extracts no answers.
+    maj@k is left out if the verifier extracts no answers. With a critic, best@k
+    is the accuracy of the response that it values most, and weighted_maj@k is
+    maj@k with votes that grow linearly with the value, from 0 for the least.
 
     Args:
       tries: every n of pass@n, each 1 to k.
@@ -75,8 +88,16 @@ class Evaluation:
     if responses.judged.any():
       rewards = responses.rewards[responses.judged]
       results["reward_mean"] = float(rewards.mean())
-    if any(v.extracted is not None for v in verdicts):
+    answered = any(v.extracted is not None for v in verdicts)
+    if answered:
       results[f"maj@{k}"] = majority_at_k(verdicts, k)
+    if (values := self.values) is not None:
+      chosen = values.reshape(-1, k).argmax(axis=1)[:, None]
+      correct = np.take_along_axis(responses.correct.reshape(-1, k), chosen, 1)
+      results[f"best@{k}"] = float(correct.mean())
+      if answered:
+        votes = values - values.min()
+        results[f"weighted_maj@{k}"] = majority_at_k(verdicts, k, votes)
     overlong = responses.rollout.status == Status.OVERLONG
     return results | {
       "response_length_mean": float(responses.rollout.lengths.mean()),

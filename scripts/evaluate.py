@@ -44,6 +44,9 @@ _PROBLEMS = flags.DEFINE_integer("problems", None, "Most problems; 0 is all.")
 _TEMPERATURE = flags.DEFINE_float("temperature", None, "0 is greedy.")
 _TOP_P = flags.DEFINE_float("top_p", None, "Nucleus probability mass.")
 _SEED = flags.DEFINE_integer("seed", None, "Of the sampling; the run's own.")
+_CRITIC = flags.DEFINE_bool(
+  "critic", False, "Adds best@k and weighted_maj@k by the run's own critic."
+)
 
 
 def make_config(policy):
@@ -162,7 +165,7 @@ def run() -> None:
   config = make_config(policy)
   seed = config.run.seed if _SEED.value is None else _SEED.value
   found = []
-  for evaluated in policy.evaluations(config, seed=seed):
+  for evaluated in policy.evaluations(config, seed=seed, critic=_CRITIC.value):
     if _OUT.value is not None:
       write(pathlib.Path(_OUT.value), evaluated)
     results, count = results_of(evaluated), evaluated.problems

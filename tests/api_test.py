@@ -166,7 +166,23 @@ class TestEvaluate:
     assert found["easy"]["avg@2"] == 1.0 and found["easy"]["pass@2"] == 1.0
     assert found["wrong"]["avg@2"] == 0.0
 
-  def test_refusals(self):
+  @pytest.mark.slow
+  def test_the_critic_of_a_run_values_responses(self, settings, tmp_path):
+    config = config_lib.method("vapo", **settings)
+    policy = jaxrl_llm.train(config, tmp_path / "run")
+    config = policy.evaluation_config("", {"eval.samples": 4})
+    (found,) = policy.evaluations(config, critic=True)
+    assert found.values.shape == (4 * found.problems,)
+    assert np.unique(found.values).size > found.problems
+    results = found.results([])
+    assert 0 <= results["best@4"] <= found.results([4])["pass@4"]
+    (again,) = policy.evaluations(config, critic=True)
+    np.testing.assert_array_equal(found.values, again.values)
+
+  def test_refusals(self, trained):
+    policy, _ = trained
+    with pytest.raises(InputError, match="there is no critic; give a run with"):
+      list(policy.evaluations(policy.evaluation_config("", {}), critic=True))
     with pytest.raises(InputError, match="is a model directory; give the sets"):
       jaxrl_llm.load().evaluate()
     with pytest.raises(InputError, match="eval.smaples: no such key"):

@@ -1,5 +1,7 @@
 """avg@k and pass@k of a sampler whose answers are known."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -117,6 +119,26 @@ class TestEvaluate:
       + vote((None, False), (None, False), (None, False))
     )
     assert evaluate.majority_at_k(verdicts, 3) == 0.5
+
+  def test_weighted_votes_by_hand(self):
+    verdicts = [
+      rewards.Verdict(correct=c, extracted=e)
+      for e, c in (("7", True), ("8", False), ("8", False), (None, False))
+    ]
+    assert evaluate.majority_at_k(verdicts, 4) == 0.0
+    assert evaluate.majority_at_k(verdicts, 4, [3, 1, 1, 9]) == 1.0
+    assert evaluate.majority_at_k(verdicts, 4, [3, 1, 2.5, 9]) == 0.0
+
+  def test_a_critic_chooses(self):
+    evaluated = make_evaluator(Scripted())("weights")
+    right = evaluated.responses.correct.astype(np.float32)
+    best = dataclasses.replace(evaluated, values=right).results([])
+    worst = dataclasses.replace(evaluated, values=-right).results([])
+    # Of two responses to each of three problems three are right: 2, 1 and 0.
+    assert best["best@2"] == pytest.approx(2 / 3)
+    assert worst["best@2"] == pytest.approx(1 / 3)
+    assert best["weighted_maj@2"] == pytest.approx(2 / 3)
+    assert not {"best@2", "weighted_maj@2"} & evaluated.results([]).keys()
 
   def test_a_reward_that_extracts_nothing_has_no_majority(self):
     verdict = rewards.Verdict(correct=True, extracted=None)

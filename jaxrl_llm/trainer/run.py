@@ -4,16 +4,20 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from jaxrl_llm import checkpoint, sync
 from jaxrl_llm.data.prompt_source import PromptSource, PromptSourceState
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.evaluate import Evaluator
+from jaxrl_llm.learner.build_algorithm import with_monte_carlo_returns
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.state import LearnerState
 from jaxrl_llm.rewards.judge import Judge
 from jaxrl_llm.rollout.pipeline import Pipeline
 from jaxrl_llm.rollout.worker import Batch, RolloutState, RolloutWorker
 from jaxrl_llm.trainer.value_pretraining import ValuePretraining
+from jaxrl_llm.types import Responses
 
 # Item of a model's parameters that are not trained.
 _BASE = "learner.{}.base"
@@ -39,6 +43,28 @@ class Run:
   tokenizer: Tokenizer
   # Config key -> digest of the files that it names.
   inputs: Mapping[str, str]
+
+  def values(
+    self,
+    make: Callable[[Any], Any],
+    responses: Responses,
+    views: Mapping[str, Any] | None = None,
+  ) -> np.ndarray:
+    """Returns a critic's values before every token of responses, [B, T].
+
+    Args:
+      make: (policy parameters) -> parameters of the critic.
+      responses: B responses that have ended.
+      views: of the learner, where it reads more than the responses.
+    """
+    learner, gamma = self.learner, self.config.estimator.gamma
+    # λ = 1: targets, which nothing reads here, need no second pass.
+    algorithm = with_monte_carlo_returns(learner.algorithm, gamma=gamma)
+    learner = dataclasses.replace(learner, algorithm=algorithm)
+    learner.views = views or {}
+    state, order = learner.init(critic=make), np.random.default_rng(0)
+    batch = learner.measure(state, "critic", responses, order)
+    return np.asarray(batch.experience["old_values"])
 
 
 class States(NamedTuple):
