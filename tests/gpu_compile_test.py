@@ -32,6 +32,12 @@ def test_attention_of_a_row_holds_no_scores(report):
   assert report["packed"]["temporary_bytes"] < 25 * 2**20
 
 
+def test_products_of_experts_copy_no_rows(report):
+  # XLA's would have temporaries of 88 GiB.
+  assert report["experts"]["attention"] == 3
+  assert report["experts"]["temporary_bytes"] < 2**20
+
+
 def test_a_decode_step_has_few_kernels_a_layer_and_no_branch(report):
   two, three = report["decode 2"], report["decode 3"]
   added = {name: three[name] - count for name, count in two.items()}

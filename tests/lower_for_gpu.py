@@ -16,6 +16,7 @@ from parts import topology
 from jaxrl_llm import sharding
 from jaxrl_llm.learner.lower import lower
 from jaxrl_llm.models import kernels
+from jaxrl_llm.models.grouped import grouped_matmul
 from jaxrl_llm.trainer import build
 from jaxrl_llm.trainer.meshes import Meshes
 
@@ -84,12 +85,30 @@ def _packed():
   return _report(jax.jit(run).lower(*arguments))
 
 
+def _experts():
+  """Products of 65,536 rows with their experts, with gradients."""
+  place = jax.sharding.SingleDeviceSharding(topology.devices_of("h100:1")[0])
+
+  def run(x, kernel, sizes, g):
+    multiply = lambda x, kernel: grouped_matmul(x, kernel, sizes, x.dtype)
+    out, pull = jax.vjp(multiply, x, kernel)
+    return out, pull(g)
+
+  shape = lambda dtype, *sizes: jax.ShapeDtypeStruct(
+    sizes, dtype, sharding=place
+  )
+  sizes = (65_536, 2048), (128, 2048, 768), (65_536, 768)
+  x, kernel, g = (shape(jnp.bfloat16, *each) for each in sizes)
+  return _report(jax.jit(run).lower(x, kernel, shape(jnp.int32, 128), g))
+
+
 def main():
   mesh = _mesh(4, context=2, tensor=2)
   config, fns = _fns(mesh, 2)
   learner = lower_for_tpu.learner(config, fns, mesh)
   report = {
     "packed": _packed(),
+    "experts": _experts(),
     "decode 2": _decode(2),
     "decode 3": _decode(3),
     "update": _report(lower(learner)["update policy"]),

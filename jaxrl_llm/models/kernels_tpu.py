@@ -9,8 +9,8 @@ The sampler uses ragged paged attention. The KV cache of a layer is one array,
 [D, P, page_size, 2K, d] if paged and [N, T, 2K, d] if contiguous, in which the
 value of each head follows its key. A slot reads its own pages, from the first
 one in its window up to its length, so that time is proportional to the sum of
-lengths. Prefill uses the same kernel
-on consecutive pages: a chunk sees what was written before it.
+lengths. Prefill uses the same kernel on consecutive pages: a chunk sees what
+was written before it.
 
 Unsupported sizes are padded with zeros: KV heads to 1, 2, 4 or a multiple of 8,
 and d to a multiple of 128, the width of a register.
@@ -255,8 +255,7 @@ def _ragged(q, pages, page_indices, lengths, *, scale, window):
     # The kernel masks what lies before the window, but would read it.
     first = jnp.maximum(lengths - queries + 1 - window, 0) // page_size
     most = -(-(window + queries - 2) // page_size) + 1
-    seen = jnp.arange(min(most, page_indices.shape[1]))[None]
-    index = first[:, None] + seen
+    index = jnp.arange(min(most, page_indices.shape[1]))[None] + first[:, None]
     page_indices = jnp.take_along_axis(page_indices, index, 1, mode="clip")
     lengths -= first * page_size
   scale_kv = 1.0 if pages.dtype.itemsize == 1 else None  # Converts them, too.

@@ -493,6 +493,15 @@ class TestMakeKernels:
     monkeypatch.setattr(kernels, "platform_of", lambda sharding: platform)
     assert self._layout(name, _kind()) == layout
 
+  @pytest.mark.parametrize("platform", ["tpu", "gpu"])
+  def test_pallas_serves_layers_with_and_without_windows(
+    self, platform, monkeypatch
+  ):
+    monkeypatch.setattr(kernels, "platform_of", lambda sharding: platform)
+    kinds = [_kind(size=256), _kind(size=256, window=512)]
+    assert kernels.choose("auto", kinds, None) == "pallas"
+    assert not kernels.make_packed_attention("auto", kinds[1]).sees_prefixes
+
   def test_pallas_is_refused_where_it_cannot_serve(self, monkeypatch):
     with pytest.raises(InputError, match="are cpu; use 'auto' or 'xla'"):
       kernels.make_kernels("pallas", _kind())
