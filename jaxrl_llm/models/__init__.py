@@ -99,7 +99,7 @@ def save_value(
 
   Logit 0 at a token is V of the state after it; a categorical critic has a
   logit for each bin, and the interval of the bins is `value_support` in
-  config.json. `transformers` has no such class for Gemma 3 and later families.
+  config.json. `transformers` has no such class for Gemma 3.
 
   Args:
     path: directory to write.

@@ -154,28 +154,30 @@ def sample_truth(run: Any, weights: Weights, judged: Any, options: Any):
       f"{path}: of another policy or setting; give another --out"
     )
   order = np.random.default_rng(0).permutation(len(rollout.lengths))
-  size = max(1, _ROUNDS * writer.engine.config.slots // (positions * count))
+  states = find_states(rollout, order, positions)
+  size = max(1, _ROUNDS * writer.engine.config.slots // count)
   returns_of = monte_carlo(run.learner, run.config.estimator.gamma)
   file, begun, new = JsonlWriter(path), time.perf_counter(), 0
-  for step, start in enumerate(range(0, len(order), size)):
+  file.truncate_after(len(done) - 1)  # Drops a line that was cut.
+  for step, start in enumerate(range(0, len(states.at), size)):
     if step < len(done):
       continue
     if sum(row["tokens"] for row in done) >= options.tokens:
       break
-    states = find_states(rollout, order[start : start + size], positions)
+    chunk = States(*(x[start : start + size] for x in states[:-1]))
     # Distinct numbers: each continuation has noise of its own.
-    first = len(rollout.lengths) + start * positions * count
+    first = len(rollout.lengths) + start * count
     returns, tokens = continue_from(
-      states, writer, weights, judged, returns_of, first
+      chunk, writer, weights, judged, returns_of, first
     )
-    judged_all = np.isfinite(returns).all(axis=1)
-    states = [x[judged_all].tolist() for x in (*states[:-1], returns)]
+    known = np.isfinite(returns).all(axis=1)
+    found = [x[known].tolist() for x in (*chunk[:-1], returns)]
     row = {"step": step, "identity": identity, "tokens": tokens}
-    done.append(row | dict(zip(States._fields, states)))
+    done.append(row | dict(zip(States._fields, found)))
     file.append(done[-1:])
     new, spent = new + tokens, time.perf_counter() - begun
     rate = f"{new:,} tokens in {spent:.0f} s, {new / spent:.0f}/s"
-    print(f"{start + size} of {len(order)} responses: {rate}", flush=True)
+    print(f"{start + size} of {len(states.at)} states: {rate}", flush=True)
   file.close()
   return States(
     *(np.concatenate([row[name] for row in done]) for name in States._fields)
