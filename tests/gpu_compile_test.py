@@ -1,12 +1,9 @@
 """Sampler and update compile for an H100 with their kernels."""
 
 import importlib.util
-import pathlib
 
 import pytest
 from helpers import programs
-
-_ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 pytestmark = [
   pytest.mark.slow,

@@ -3,22 +3,18 @@
 JAX_PLATFORMS=cpu PYTHONPATH=scripts python tests/lower_for_gpu.py
 """
 
-import dataclasses
 import json
 import re
 
 import jax
 import jax.numpy as jnp
 import lower_for_tpu
-from helpers import configs
 from parts import topology
 
 from jaxrl_llm import sharding
 from jaxrl_llm.learner.lower import lower
 from jaxrl_llm.models import kernels
 from jaxrl_llm.models.grouped import grouped_matmul
-from jaxrl_llm.trainer import build
-from jaxrl_llm.trainer.meshes import Meshes
 
 _KERNEL = re.compile(r" (?:fusion|custom-call|copy|scatter|sort)\(")
 
@@ -26,15 +22,6 @@ _KERNEL = re.compile(r" (?:fusion|custom-call|copy|scatter|sort)\(")
 def _mesh(gpus, **axes):
   axes = {"data": 1, "fsdp": 1, "context": 1, "tensor": 1} | axes
   return sharding.make_mesh(**axes, devices=topology.devices_of(f"h100:{gpus}"))
-
-
-def _fns(mesh, layers):
-  config = configs.load("vapo")
-  config.model.dtype = "bfloat16"
-  config.estimator.name = "group"  # Without a critic.
-  config.optimizer.policy.mini_batch = 16  # Two micro-batches.
-  model = dataclasses.replace(lower_for_tpu.MODEL, num_layers=layers)
-  return config, build.make_fns(config, model, Meshes(mesh, mesh))[0]
 
 
 def _report(lowered):
@@ -53,7 +40,7 @@ def _report(lowered):
 
 def _decode(layers):
   mesh = _mesh(1)
-  _, fns = _fns(mesh, layers)
+  _, fns = lower_for_tpu.make_fns(mesh, layers)
   lowered = lower_for_tpu.sampler(
     fns,
     jax.eval_shape(fns.init, jax.eval_shape(jax.random.key, 0)),
@@ -104,7 +91,7 @@ def _experts():
 
 def main():
   mesh = _mesh(4, context=2, tensor=2)
-  config, fns = _fns(mesh, 2)
+  config, fns = lower_for_tpu.make_fns(mesh)
   learner = lower_for_tpu.learner(config, fns, mesh)
   report = {
     "packed": _packed(),

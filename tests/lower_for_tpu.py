@@ -56,6 +56,16 @@ LARGE = dataclasses.replace(
 _GATHERED = re.compile(r"128,[48],128\]\S* all-(?:gather|to-all)")
 
 
+def make_fns(mesh, layers=2):
+  """The settings of a policy without a critic, and its functions."""
+  config = configs.load("vapo")
+  config.model.dtype = "bfloat16"
+  config.estimator.name = "group"
+  config.optimizer.policy.mini_batch = 16  # Two micro-batches.
+  model = dataclasses.replace(MODEL, num_layers=layers)
+  return config, build.make_fns(config, model, Meshes(mesh, mesh))[0]
+
+
 def sampler(fns, shapes, mesh, **sizes):
   engine = Engine(fns, EngineConfig(stop_tokens=[1], **sizes))
   placed = sharding.tree_shardings(
@@ -116,11 +126,7 @@ def main():
   mesh = sharding.make_mesh(
     data=1, fsdp=2, context=2, tensor=2, devices=topology.devices
   )
-  config = configs.load("vapo")
-  config.model.dtype = "bfloat16"
-  config.estimator.name = "group"  # Without a critic.
-  config.optimizer.policy.mini_batch = 16  # Two micro-batches.
-  fns, _ = build.make_fns(config, MODEL, Meshes(mesh, mesh))
+  config, fns = make_fns(mesh)
   own = learner(config, fns, mesh)
   shapes = own.policy.shapes
   lowered = sampler(

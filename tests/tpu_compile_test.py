@@ -1,13 +1,10 @@
 """Sampler and update compile for TPUs, the sampler with its kernels."""
 
 import importlib.util
-import pathlib
 
 import pytest
 from helpers import programs
 
-_ROOT = pathlib.Path(__file__).resolve().parents[1]
-_PROGRAM = _ROOT / "tests" / "lower_for_tpu.py"
 _LAYERS, _DEVICES = 2, 8
 
 pytestmark = [
