@@ -348,7 +348,7 @@ class Policy:
       member.params,
       base_of="policy" * member.shares_base,
     )
-    values = run.values(lambda _: params, responses)
+    values = run.values(run.learner.alone("critic", params), responses)
     last = np.maximum(responses.rollout.lengths - 1, 0)
     return values[np.arange(len(last)), last]
 

@@ -106,6 +106,22 @@ class Learner:
       **self.constants(),
     )
 
+  def alone(self, name: str, params: Any) -> LearnerState:
+    """Returns a state with one member, by which it can be measured.
+
+    Args:
+      name: name of the member.
+      params: nested dict of all its parameters.
+    """
+    member = self.members[name]
+    own, trained = member.split(params)
+    return self.abstract().replace(
+      models={name: member.create_state(trained)},
+      companions={},
+      waiting=None,
+      base={"policy": own} if member.shares_base else {"policy": {}, name: own},
+    )
+
   def constants(self) -> dict[str, Any]:
     """Loads the models that no checkpoint has, by field of the state."""
     frozen = {name: x.load() for name, x in self.frozen.items()}

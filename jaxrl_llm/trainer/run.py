@@ -46,14 +46,14 @@ class Run:
 
   def values(
     self,
-    make: Callable[[Any], Any],
+    state: LearnerState,
     responses: Responses,
     views: Mapping[str, Any] | None = None,
   ) -> np.ndarray:
     """Returns a critic's values before every token of responses, [B, T].
 
     Args:
-      make: (policy parameters) -> parameters of the critic.
+      state: has the critic's parameters; see `Learner.alone`.
       responses: B responses that have ended.
       views: of the learner, where it reads more than the responses.
     """
@@ -62,7 +62,7 @@ class Run:
     algorithm = with_monte_carlo_returns(learner.algorithm, gamma=gamma)
     learner = dataclasses.replace(learner, algorithm=algorithm)
     learner.views = views or {}
-    state, order = learner.init(critic=make), np.random.default_rng(0)
+    order = np.random.default_rng(0)
     batch = learner.measure(state, "critic", responses, order)
     return np.asarray(batch.experience["old_values"])
 
