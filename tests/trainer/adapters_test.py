@@ -146,7 +146,7 @@ def test_a_four_bit_base_trains_and_resumes(model, tmp_path):
   loop.train(run(), half)
   loop.train(run(), whole)
   assert tiny_run.comparable(half)[-1] == tiny_run.comparable(whole)[-1]
-  base = tiny_run.saved_leaves(half / "checkpoints" / "base")
+  base = commit.read(half / "checkpoints" / "base")["leaves"]
   assert "learner.policy.base/layers/mlp/up/kernel_scale" in base
   chex.assert_trees_all_equal(api.load(half).params, api.load(whole).params)
 
