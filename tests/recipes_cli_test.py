@@ -221,7 +221,9 @@ class TestConfigs:
 
   @pytest.mark.parametrize("method", METHODS)
   def test_warmups_are_twenty_rollouts(self, method):
-    found = [load(method, name) for name in presets.SCALES if "qwen" in name]
+    # Adapters train as the preset gsm8k does, which has no warm-up.
+    long = {x for x in presets.SCALES if "qwen" in x and "lora" not in x}
+    found = [load(method, name) for name in sorted(long)]
     for config, role in itertools.product(found, ("policy", "value")):
       if role == "value" and not has_critic(config):
         continue

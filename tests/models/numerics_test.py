@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from helpers import tiny
 
-from jaxrl_llm import models, sync
+from jaxrl_llm import models, sharding, sync
 from jaxrl_llm.models import numerics
 
 FORMATS = sorted(numerics.FORMATS)
@@ -213,3 +213,25 @@ def test_accelerators_multiply_eight_bit_floats(platform, native):
   products = re.findall(r"dot_general.*?: \((.*?)\)", lowered.as_text())
   eight = [x for x in products if x.count("xf8E4M3FN>") == 2]
   assert (len(eight), len(products)) == (native, 1)
+
+
+@pytest.mark.parametrize("name", ["fp8", "native fp8", "int8", "nf4"])
+def test_a_mesh_of_eight_devices_computes_the_same(name):
+  x, w = matrix(8, 512), matrix(512, 512, seed=1)
+  form = name.removeprefix("native ")
+  own = models.Numerics.all(jnp.float32, matmul=form)
+  layer = own.store_layer({"layers": {"up": {"kernel": w}}})
+  product = own.product if form == name else numerics._fp8_product
+
+  def run(x, layer):
+    up = layer["layers"]["up"]
+    return product(x, up["kernel"], up["kernel_scale"])
+
+  mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
+  placed = jax.device_put(layer, sharding.tree_shardings(layer, mesh))
+  scales = placed["layers"]["up"]["kernel_scale"]
+  assert not scales.sharding.is_fully_replicated
+  along = jax.device_put(x, sharding.along_batch(mesh))
+  np.testing.assert_allclose(
+    jax.jit(run)(along, placed), jax.jit(run)(x, layer), atol=1e-4
+  )
