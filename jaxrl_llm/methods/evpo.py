@@ -5,7 +5,8 @@
 
 Differs from VAPO in batches whose values explain nothing: there the critic
 would add variance, and the baseline is the mean of the group or, without
-groups, of the batch. The critic is trained in any case.
+groups, of the batch. The critic is trained in any case. Where all returns are
+equal, EV is 0.
 
 Reference: Pan et al. 2026, arXiv:2604.19485.
 """
