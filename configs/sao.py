@@ -21,7 +21,7 @@ Differences from the paper, which we know from notes:
     value.pretrain_patience).
   * The lag is exact and not an upper bound (`schedule.lag`). With the large
     steps of small models DIS does not tolerate long ones; loss.name=clip with
-    bounds of 0.2 and 0.28 does (docs/studies.md, section 10).
+    bounds of 0.2 and 0.28 does (docs/studies.md, section 12).
   * Batches and learning rates are those of the preset, except at 32B: 128
     prompts and learning rates of 1e-6 and 5e-6.
   * A critic with adapters (value.lora_rank) trains those of its attention:

@@ -26,7 +26,6 @@ truth. A response of chain_sum has its first wrong character marked.
 
 import argparse
 import ast
-import dataclasses
 import pathlib
 import re
 from collections.abc import Mapping
@@ -41,7 +40,6 @@ from jaxrl_llm import checkpoint, models, workdir
 from jaxrl_llm import config as config_lib
 from jaxrl_llm.data.tasks import ChainProblem
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner.build_algorithm import with_monte_carlo_returns
 from jaxrl_llm.learner.choices import has_critic
 from jaxrl_llm.report.figure import figure
 from jaxrl_llm.rollout.writer import Weights
@@ -86,20 +84,15 @@ def values_of(name: str, config: Any, judged: Any) -> np.ndarray:
     make = lambda _: workdir.restore_params(
       folder, number, "critic", critic.params, base_of="policy" * base
     )
-  gamma = config.estimator.gamma
-  algorithm = with_monte_carlo_returns(run.learner.algorithm, gamma=gamma)
-  learner = dataclasses.replace(run.learner, algorithm=algorithm)
+  views = {}
   if config_lib.answer_tokens(config):  # Rows are those of other data.
     answers = {prompt.example_id: prompt.answer for prompt in judged.prompts}
     view = data.answer_view(config, answers.__getitem__, run.tokenizer)
-    learner.views = {"critic": view}
-  rng = np.random.default_rng(0)
-  batch = learner.measure(
-    learner.init(critic=make), "critic", judged.responses, rng
-  )
+    views = {"critic": view}
+  values = run.values(run.learner.init(critic=make), judged.responses, views)
   run.judge.close()
   run.worker.close()
-  return np.asarray(batch.experience["old_values"])
+  return values
 
 
 def ceiling(returns: np.ndarray) -> float:
