@@ -9,7 +9,7 @@ from jaxrl_llm import config as config_lib
 from jaxrl_llm.config import presets
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner.choices import has_critic
-from jaxrl_llm.trainer import build, constraints
+from jaxrl_llm.trainer import build, constraints, learner_constraints
 from jaxrl_llm.trainer.validation import validate
 
 BATCH = config_lib.batch_size(load("vapo"))
@@ -172,7 +172,7 @@ class TestRefused:
       constraints.several_processes,
       constraints.second_looks,
       constraints.engines,
-      constraints.adapters,
+      learner_constraints.adapters,
       constraints.exactness,
     )
     streamed = changed({"schedule.streaming": True})

@@ -1,101 +1,28 @@
-"""Every setting of a training run: default, allowed values and meaning.
+"""Settings of models, data and rollouts, with their defaults.
 
-The defaults are plain PPO on the embedded task.
+The defaults are plain PPO on the embedded task; `training_keys` has the rest.
 """
 
-import importlib
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from jaxrl_llm.config.schema import (
+  BELOW_1,
+  COUNT,
+  DTYPE_OR_NONE,
+  DTYPES,
+  FIXED,
+  HELD_OUT,
+  IN_FLIGHT,
+  KEPT,
+  NUMBER,
+  SOME,
+  SWITCH,
+  Choice,
+  Group,
+  Key,
+  Names,
+  Range,
+)
 
-
-class Range(NamedTuple):
-  """Finite numbers in the closed interval [low, high]."""
-
-  low: float
-  high: float = float("inf")
-  open: bool = False  # Excludes low.
-
-  def __contains__(self, value: Any) -> bool:
-    # NaN fails every comparison.
-    above = value > self.low or (value == self.low and not self.open)
-    return above and value <= self.high and value < float("inf")
-
-  def __str__(self) -> str:
-    start = "(" if self.open else "["
-    end = ")" if self.high == float("inf") else "]"
-    return f"in {start}{self.low:g}, {self.high:g}{end}"
-
-
-class Choice(tuple):
-  """A tuple of the allowed values."""
-
-  def __str__(self) -> str:
-    names = ", ".join(map(repr, self))
-    return f"one of {names}" if self else "a name that a plugin registers"
-
-
-class Names:
-  """Names of a table of functions, read when they are needed."""
-
-  def __init__(self, table: str, *more: str):
-    """Takes 'module:NAME' of a table in jaxrl_llm, and more allowed names."""
-    self.table, self._more = table, more
-
-  def __iter__(self) -> Iterator[str]:
-    # Imports on demand: reading a config file must not import JAX.
-    module, _, name = self.table.partition(":")
-    table = getattr(importlib.import_module(f"jaxrl_llm.{module}"), name)
-    return iter((*self._more, *table))
-
-  def __contains__(self, value: Any) -> bool:
-    return value in tuple(self)
-
-  def __str__(self) -> str:
-    return str(Choice(self))
-
-
-# Settings that cannot change on resume, because the checkpoint depends on them.
-# Never: they determine random numbers, prompts, tokens, the precision of stored
-# log-probs or the method.
-FIXED = "fixed"
-# Not from or to 0, which would switch a part of the method on or off. Other
-# values may change.
-SWITCH = "switch"
-# Not while the checkpoint has unfinished responses, which need their slots.
-IN_FLIGHT = "in flight"
-# Not while the checkpoint has that many versions of the weights.
-KEPT = "kept"
-# Not if the source has no splits, because other rows would be held out.
-HELD_OUT = "held out"
-
-
-class Key(NamedTuple):
-  """A setting of the table."""
-
-  default: Any  # None: off; a number switches it on.
-  allowed: Range | Names | Choice | None  # None: any value of its type.
-  meaning: str
-  resume: str = ""  # Restriction on resume, see above; '' is none.
-
-
-KEYS: dict[str, Key] = {}  # By dotted path.
-
-
-class Group:
-  """Settings under one path; a subclass registers its keys in `KEYS`."""
-
-  def __init_subclass__(cls, path: str):
-    for kind in reversed(cls.__mro__):
-      for name, key in vars(kind).items():
-        if isinstance(key, Key):
-          KEYS[f"{path}.{name}"] = getattr(cls, name)
-
-
-_COUNT, _SOME, _NUMBER = Range(0), Range(1), Range(0.0)
 _REWARD = Range(-1e6, 1e6)
-_SHARE, _BELOW_1 = Range(0.0, 1.0), Range(0.0, 0.999999)
-_DTYPES = Choice(("float32", "bfloat16"))
-_DTYPE_OR_NONE = Choice(("", *_DTYPES))
 
 # Each key: default and allowed values first, then the meaning.
 # fmt: off
@@ -105,11 +32,11 @@ class Model(Group, path="model"):
 
   path = Key("", None, "Hugging Face directory of the policy. '' is the base"
     " model that the package ships for data.source.", FIXED)
-  dtype = Key("float32", _DTYPES,
+  dtype = Key("float32", DTYPES,
     "Data type of activations and matrix products.", FIXED)
-  sampler_dtype = Key("", _DTYPE_OR_NONE,
+  sampler_dtype = Key("", DTYPE_OR_NONE,
     "Data type of the sampler, parameters included; '' is model.dtype.", FIXED)
-  cache_dtype = Key("", Choice(("", *_DTYPES, "float8_e4m3fn")),
+  cache_dtype = Key("", Choice(("", *DTYPES, "float8_e4m3fn")),
     "Data type of the sampler's KV cache; '' is the sampler's own. Eight bits"
     " hold twice the tokens of bfloat16, and log-probs differ more. On a CPU,"
     " both are several times slower than float32.", FIXED)
@@ -117,7 +44,7 @@ class Model(Group, path="model"):
     "What the backward pass recomputes of each layer: everything ('full'), all"
     " but matrix products ('dots') or nothing ('none'). More recomputation"
     " saves memory.")
-  head_chunk = Key(0, _COUNT,
+  head_chunk = Key(0, COUNT,
     "Positions per application of the vocabulary head. Lower to save memory; 0"
     " chooses by device: 128 on CPUs, else 512 MiB of logits.")
   lora_rank = Key(0, Range(0, 4096), "Rank of the policy's adapters (LoRA),"
@@ -142,7 +69,7 @@ class Model(Group, path="model"):
   sampler_matmul = Key("", Names("models.numerics:MATMULS"),
     "The same in the sampler alone; '' is model.matmul. Other products than the"
     " trainer's change log-probs: set off_policy.correction.", FIXED)
-  expert_capacity = Key(0.0, _NUMBER, "Tokens of a device that each expert"
+  expert_capacity = Key(0.0, NUMBER, "Tokens of a device that each expert"
     " takes in training, relative to an even load; more are dropped. 0 drops"
     " none.")
   replay_routing = Key(False, None, "Trains the policy with the experts that"
@@ -178,15 +105,15 @@ class Value(Group, path="value"):
   answer_format = Key("", None, "Text with {answer} that the critic reads"
     " before the prompt, such as '#{answer}.': a privileged critic, whose"
     " baseline is as unbiased. The policy never reads it. '' is off.", FIXED)
-  answer_tokens = Key(32, _SOME,
+  answer_tokens = Key(32, SOME,
     "Maximum number of tokens of value.answer_format; longer texts are cut.",
     FIXED)
-  reward_model_steps = Key(0, _COUNT,
+  reward_model_steps = Key(0, COUNT,
     "Iterations before value pretraining that train the critic as a reward"
     " model, on last tokens only. The papers start from a reward model.")
-  pretrain_steps = Key(0, _COUNT, "Maximum number of iterations of value"
+  pretrain_steps = Key(0, COUNT, "Maximum number of iterations of value"
     " pretraining, on a fixed policy (VAPO: 50). 0 skips it.")
-  pretrain_patience = Key(6, _SOME, "Ends value pretraining after this many"
+  pretrain_patience = Key(6, SOME, "Ends value pretraining after this many"
     " iterations without a better explained variance on new responses.")
   pretrain_min_delta = Key(0.01, None,
     "Minimum increase of the explained variance that counts as better.")
@@ -214,9 +141,9 @@ class Data(Group, path="data"):
     " mapping.", FIXED)
   settings = Key({}, None,
     "Keyword arguments of the source, such as max_ops or digits.", FIXED)
-  pool = Key(0, _COUNT,
+  pool = Key(0, COUNT,
     "Number of examples to train on, the first ones; 0 uses all.", FIXED)
-  holdout = Key(0.05, _BELOW_1,
+  holdout = Key(0.05, BELOW_1,
     "Fraction of the questions held out for evaluation, at least 1 and at most"
     " 1,000 questions. Applies to sources without splits if eval.path is not"
     " set; 0 evaluates on training data.", HELD_OUT)
@@ -236,7 +163,7 @@ class Data(Group, path="data"):
   prompts_per_step = Key(512, Range(1, 1e6),
     "Prompts, and so groups of responses, in a batch of rollouts.", IN_FLIGHT)
   group_size = Key(1, Range(1, 1e5), "Responses per prompt (VAPO: 16).", FIXED)
-  max_prompt_length = Key(16, _SOME,
+  max_prompt_length = Key(16, SOME,
     "Maximum length of a prompt in tokens; see data.on_long.", FIXED)
   on_long = Key("error", Choice(("error", "drop")),
     "What happens to prompts over data.max_prompt_length, and to demonstrations"
@@ -269,10 +196,10 @@ class Reward(Group, path="reward"):
   batch_deadline_s = Key(0.0, Range(0.0),
     "Time limit of a batch of rewards in workers, in seconds; the responses"
     " left are not trained on. 0 sets no limit.")
-  overlong_buffer = Key(0, _COUNT, "Length in tokens of the soft overlong"
+  overlong_buffer = Key(0, COUNT, "Length in tokens of the soft overlong"
     " punishment before sampler.max_response_length (DAPO eq. 13); 0 disables"
     " it. Tokens of an environment do not count towards the length.")
-  overlong_factor = Key(1.0, _NUMBER,
+  overlong_factor = Key(1.0, NUMBER,
     "Largest penalty of the soft overlong punishment, at the length limit.")
 
 
@@ -281,13 +208,13 @@ class Mesh(Group, path="mesh"):
 
   data = Key(-1, Range(-1),
     "Size of the data axis (replicas); -1 uses all remaining devices.")
-  fsdp = Key(1, _SOME,
+  fsdp = Key(1, SOME,
     "Size of the fsdp axis, which shards parameters and batches.")
-  context = Key(1, _SOME,
+  context = Key(1, SOME,
     "Size of the context axis, which shards each packed row and parameters.")
-  tensor = Key(1, _SOME,
+  tensor = Key(1, SOME,
     "Size of the tensor axis, which shards each matrix product.")
-  expert = Key(1, _SOME, "Devices over which the experts of a layer are"
+  expert = Key(1, SOME, "Devices over which the experts of a layer are"
     " distributed: all of a tensor group and some along fsdp. 1 shards experts"
     " like other MLPs.")
 
@@ -307,9 +234,9 @@ class Environment(Group, path="environment"):
   rewards = Key("end", Names("learner.choices:TOKEN_REWARDS"),
     "Token that receives the environment's rewards: the last of the response"
     " ('end') or of each turn ('turns').", FIXED)
-  max_turns = Key(16, _SOME,
+  max_turns = Key(16, SOME,
     "Maximum number of model turns. Responses that need more are overlong.")
-  max_observation_tokens = Key(512, _SOME,
+  max_observation_tokens = Key(512, SOME,
     "Maximum number of text tokens in an observation. Longer texts are cut and"
     " marked; tokens that the chat template adds do not count.")
   workers = Key(0, Range(0, 256),
@@ -330,7 +257,7 @@ class Sampler(Group, path="sampler"):
   kv_pages = Key(0, Range(0, 1e7), "Pages of the KV cache on all devices of the"
     " sampler. The youngest responses are preempted when they run out. 0 fits"
     " all slots at full length.")
-  max_response_length = Key(64, _SOME,
+  max_response_length = Key(64, SOME,
     "Maximum number of response tokens, including observations.", FIXED)
   temperature = Key(1.0, Range(1e-3, 100.0),
     "Sampling temperature, which divides the logits.")
@@ -347,13 +274,13 @@ class Sampler(Group, path="sampler"):
     " '' disables it. Responses stay the same, but the last bits of log-probs"
     " and the completion order vary: a run repeats up to rounding, and"
     " 'first_groups' and streaming exclude it.")
-  num_draft_tokens = Key(4, _SOME,
+  num_draft_tokens = Key(4, SOME,
     "Draft tokens per decoding step of speculative decoding.")
   exact = Key(False, None, "Computes contexts and the learner's old log-probs"
     " by the program that samples, so that on a CPU the largest difference of"
     " sampler and trainer is 0 for responses of the current version. Scoring"
     " then takes about as long as sampling.")
-  parity_check_every = Key(50, _COUNT, "Steps between checks that sampler and"
+  parity_check_every = Key(50, COUNT, "Steps between checks that sampler and"
     " trainer have equal weights and log-probs; a difference stops the run. It"
     " also runs at every start; 0 compares only the weights, at a start.")
 
@@ -364,10 +291,10 @@ class SamplerMesh(Group, path="sampler.mesh"):
   data = Key(0, Range(-1), "Size of the data axis of a separate mesh for the"
     " sampler, on devices that `mesh` leaves free, else on the same ones. 0"
     " shares the trainer's mesh, -1 uses all remaining devices.")
-  fsdp = Key(1, _SOME, "Size of the fsdp axis, which shards the parameters.")
-  tensor = Key(1, _SOME,
+  fsdp = Key(1, SOME, "Size of the fsdp axis, which shards the parameters.")
+  tensor = Key(1, SOME,
     "Size of the tensor axis, which shards each matrix product.")
-  expert = Key(1, _SOME, "Devices over which experts are distributed, as in"
+  expert = Key(1, SOME, "Devices over which experts are distributed, as in"
     " `mesh.expert`.")
 
 
@@ -380,13 +307,13 @@ class Schedule(Group, path="schedule"):
     " continue in the next step.", FIXED)
   dynamic_sampling = Key(False, None, "Drops groups whose responses are all"
     " correct or all incorrect (DAPO).", FIXED)
-  window = Key(0, _COUNT,
+  window = Key(0, COUNT,
     "Maximum number of new tokens per response and step (T-PPO). Unfinished"
     " responses continue in the next step; 0 sets no limit.", SWITCH)
   over_provision = Key(1.0, Range(1.0, 16.0),
     "Groups in flight as a multiple of data.prompts_per_step: at any time with"
     " 'first_groups', per round with dynamic sampling.", IN_FLIGHT)
-  max_staleness = Key(4, _SOME, "Maximum number of updates between the oldest"
+  max_staleness = Key(4, SOME, "Maximum number of updates between the oldest"
     " and the newest token of a batch, with 'first_groups'. Groups that would"
     " exceed it are finished before new ones start.", KEPT)
   lag = Key(0, Range(0, 16), "Updates between the weights that generate a batch"
@@ -394,259 +321,17 @@ class Schedule(Group, path="schedule"):
     " best on separate meshes; 0 is on-policy.", FIXED)
   overlap = Key(True, None, "Runs sampler and learner concurrently if"
     " schedule.lag > 0. False alternates them, with the same results.")
-  replay = Key(0.0, _BELOW_1,
+  replay = Key(0.0, BELOW_1,
     "Fraction of a batch's groups that earlier steps have sampled, drawn from a"
     " store; their log-probs are corrected by off_policy.correction.", SWITCH)
-  replay_capacity = Key(512, _SOME,
+  replay_capacity = Key(512, SOME,
     "Groups in that store; the oldest ones leave first.")
   replay_keep = Key("mixed", Names("rollout.replay:KEEP"), "Groups that are"
     " stored: those with correct and incorrect responses ('mixed'), or 'all'.")
   streaming = Key(False, None, "Accumulates gradients of each group on"
     " completion and updates after the last (periodic asynchrony). Needs lag=0,"
     " one mini-batch and a method without statistics of the whole batch.")
-  max_rounds = Key(10, _SOME,
+  max_rounds = Key(10, SOME,
     "Maximum rounds of dynamic sampling per step before the run stops.")
-
-
-class Estimator(Group, path="estimator"):
-  """Advantages and value targets."""
-
-  name = Key("gae", Names("learner.choices:ESTIMATORS"),
-    "Advantage estimator: 'gae' uses a critic (EGAE for unfinished responses),"
-    " 'turn_gae' does so turn by turn, 'evpo' only while the critic explains"
-    " something; 'group' compares the responses to a prompt, 'token_group' is"
-    " HAPO's, 'maxrl' divides by the group's mean, 'gdpo' normalises each part"
-    " of a reward, 'reward_to_go' is REINFORCE++'s, 'optimal_baseline' VCPO's,"
-    " 'given' is 1 (SFT), 'distillation' asks a teacher.", FIXED)
-  gamma = Key(1.0, _SHARE, "Discount per token.")
-  lambda_schedule = Key("constant", Names("learner.choices:LAMBDA_RULES"),
-    "The policy's lambda: 'constant' is lambda_policy, 'length_adaptive' is"
-    " max(0, 1 - 1/(alpha * length)), where length counts generated tokens,"
-    " 'segments' (SAE) is lambda_policy at unlikely tokens and 1 elsewhere.")
-  alpha = Key(0.05, Range(1e-6), "Coefficient of 'length_adaptive'. VAPO's 0.05"
-    " suits thousands of tokens; raise it for shorter responses.")
-  lambda_policy = Key(0.95, _SHARE,
-    "Lambda of the policy's advantages for 'constant'.")
-  lambda_value = Key(0.95, _SHARE,
-    "Lambda of the critic's targets; 1 gives Monte Carlo returns.")
-  boundary = Key("repeat", Names("estimators.egae:BOUNDARIES"),
-    "Value of the state at a window's cut: 'repeat' takes the last one (T-PPO's"
-    " EGAE), 'bootstrap' the next state's, 'zero' 0.")
-  tail_drop = Key(0, _COUNT,
-    "Tokens before a window's cut that are not trained in that window.")
-  center = Key("mean", Names("estimators.group:CENTERS", "none"),
-    "Baseline that 'group' subtracts. 'reward_to_go' subtracts the same group"
-    " baseline from every token, and nothing with 'none'.")
-  scale = Key("std", Names("estimators.group:SCALES"),
-    "Divisor of 'group': a measure of spread of the rewards of a group.")
-  epsilon = Key(1e-6, _NUMBER, "Added to the divisor of estimator.scale.")
-  gradient_norms = Key("length", Choice(("length", "exact")), "Squared gradient"
-    " norm of a response for 'optimal_baseline': its number of generated tokens"
-    " ('length'), or 'exact', which costs a backward pass each.")
-  agree_share = Key(0.0, _BELOW_1, "Share of a batch's tokens, those where the"
-    " critics of value.ensemble agree most, that is left out of the policy"
-    " loss (AsyPPO).")
-  drop_pivot = Key(False, None,
-    "Leaves each group's median response out of the policy loss (MC-GRPO).")
-  normalize = Key("none", Names("learner.choices:NORMALIZATIONS"),
-    "Normalizes the advantages of a batch: 'whiten' to mean 0 and std 1,"
-    " 'scale' to std 1 only.")
-  settings = Key({}, None, "Keyword arguments of a registered estimator, mask"
-    " or input, {'teachers': DIR} of 'distillation', {'parts': {NAME: WEIGHT}}"
-    " of 'gdpo', {'segment_probability': 0.2} of 'segments'.")
-
-
-class Loss(Group, path="loss"):
-  """Policy and value losses."""
-
-  name = Key("clip", Names("learner.choices:POLICY_LOSSES"),
-    "Policy loss: 'clip' is PPO's, 'sapo_gate' a soft clip, 'likelihood' SFT's."
-    " 'dis' (SAO, IcePop), 'dppo_tv', 'dppo_kl' and 'kpop' reject single tokens"
-    " that are far from the sampler, 'clip_off_policy_mask' (DeepSeek-V3.2)"
-    " responses; use these with off_policy.proximal='stored'.", FIXED)
-  clip_low = Key(0.2, _BELOW_1, "Clips the probability ratio from below at"
-    " 1 - clip_low; 'dis' rejects such tokens.")
-  clip_high = Key(0.2, _NUMBER, "Clips the probability ratio from above at"
-    " 1 + clip_high; 'dis' rejects such tokens.")
-  dual_clip = Key(None, Range(1.0, open=True),
-    "Upper bound of the ratio for negative advantages; None is off.")
-  clip_value = Key(None, Range(0.0, open=True),
-    "Clip range of the value loss around the old values; None is off.")
-  mode = Key("token-mean", Names("masked:MODES"),
-    "Reduction of per-token losses to one number, in verl's names.")
-  norm = Key(0, _COUNT, "Constant length in tokens that modes with a norm"
-    " divide by; 0 is sampler.max_response_length.")
-  nll_coefficient = Key(0.0, _NUMBER,
-    "Coefficient of the language-model loss on correct responses (VAPO's mu).")
-  kl_coefficient = Key(0.0, _NUMBER,
-    "Coefficient of the KL loss to the initial policy.", SWITCH)
-  kl = Key("k3", Names("learner.choices:KL_ESTIMATES"),
-    "Estimator of the KL loss. 'k1+' and 'k3+' have the gradient of 'k2';"
-    " 'unbiased' (DeepSeek-V3.2) is k3 times the ratio to the sampler.")
-  kl_reward_coefficient = Key(0.0, _NUMBER,
-    "Coefficient of the KL penalty ('k1') in the token rewards.", SWITCH)
-  entropy_coefficient = Key(0.0, _NUMBER, "Coefficient of the entropy bonus.")
-  overlong_filter = Key(False, None,
-    "Leaves responses cut at the length limit out of the policy loss.")
-  masks = Key((), Names("learner.choices:OWN_MASKS"),
-    "Names of registered masks that leave more tokens out of the policy loss.")
-  auxiliary = Key({}, None, "Coefficients of registered auxiliary losses, by"
-    " name.")
-  settings = Key({}, None, "Keyword arguments of a registered loss, auxiliary"
-    " loss or input; delta of 'dppo_tv' (0.2), 'dppo_kl', 'kpop' (0.05) and"
-    " 'clip_off_policy_mask' (0.5), cap of 'dppo_tv' and 'dppo_kl' (20),"
-    " tau_pos and tau_neg of 'sapo_gate' (1 and 1.05).")
-  hapo_sign = Key("intended", Names("estimators.entropy:SIGNS"),
-    "Sign of HAPO's entropy code at low entropy: 'intended' as in the paper,"
-    " 'released' as in the authors' code.")
-
-
-class OffPolicy(Group, path="off_policy"):
-  """Correction for tokens sampled from other weights."""
-
-  proximal = Key("recompute", Names("learner.choices:PROXIMALS"),
-    "Policy in the denominator of the ratio: the one at the start of the update"
-    " ('recompute'), the sampler ('stored'), a mixture (A-3PO, 'interpolate')"
-    " or a moving average (PPO-EWMA, 'ewma'). 'none' is for losses without a"
-    " ratio.", FIXED)
-  ewma_decay = Key(0.889, _BELOW_1,
-    "Decay of 'ewma'; the center of mass is 1 / (1 - decay) - 1 updates.")
-  correction = Key("auto", Names("learner.choices:CORRECTIONS", "auto"),
-    "Bounds of the weight proximal/behavior: 'truncate' (TIS) or 'mask'"
-    " (IcePop, MIS). 'auto' truncates if tokens may be stale ('first_groups', a"
-    " lag) or with 'ewma', and is 'none' otherwise.")
-  level = Key("token", Names("losses.offpolicy:LEVELS"),
-    "Level of the weight: per token, sequence, or its geometric mean.")
-  high = Key(None, Range(1.0),
-    "Upper bound of the weight. None is 2, or 100 with 'ewma'.")
-  low = Key(0.0, _SHARE, "Lower bound of the weight.")
-  keep_weights = Key("", _DTYPE_OR_NONE,
-    "Keeps the weights of all versions in a batch in this data type; '' keeps"
-    " none. The correction is then writer/behavior (numerical mismatch) times"
-    " proximal/writer (staleness), each with its own bound. Costs memory and a"
-    " scoring pass per version.", FIXED)
-  mismatch_high = Key(2.0, Range(1.0), "Upper bound of writer/behavior with"
-    " keep_weights; off_policy.high then bounds proximal/writer.")
-  ess_scale = Key(False, None,
-    "Scales steps by sqrt(effective sample ratio / ess_reference) (VCPO).")
-  ess_reference = Key(1.0, Range(1e-6, 1.0),
-    "Reference effective sample ratio (1 is on-policy).")
-
-
-class Optimizer(Group, path="optimizer.policy"):
-  """AdamW on mini-batches."""
-
-  name = Key("adamw", Names("learner.optimizer:OPTIMIZERS"),
-    "Optimizer: 'adamw'; 'adafactor', whose state is half as large and which"
-    " reads neither b2 nor eps; or a registered one.", FIXED)
-  mini_batch = Key(256, _COUNT, "Responses per update (mini-batch size); 0"
-    " divides the batch into updates_per_step.")
-  updates_per_step = Key(1, _SOME, "Mini-batches of a batch if mini_batch is 0:"
-    " updates of a step in each epoch.")
-  epochs = Key(1, _SOME, "Passes over each batch of rollouts.")
-  learning_rate = Key(2e-4, _NUMBER, "Peak learning rate.")
-  # Defined after mini_batch and updates_per_step: presets compute with them.
-  warmup_steps = Key(10, _COUNT, "Updates of linear learning-rate warm-up."
-    " Presets of Qwen2.5 use the updates of 20 steps.")
-  learning_rate_schedule = Key("constant", Names("learner.optimizer:SCHEDULES"),
-    "Learning rate after the warm-up; the minimum is reached at run.steps.")
-  min_learning_rate_ratio = Key(0.0, _SHARE,
-    "Final learning rate as a fraction of learning_rate.")
-  max_grad_norm = Key(1.0, Range(1e-9),
-    "Clips the global gradient norm to this value.")
-  weight_decay = Key(0.0, _NUMBER, "Weight decay, for matrices only.")
-  b1 = Key(0.9, _BELOW_1, "Decay rate of the first moment.")
-  b2 = Key(0.99, _BELOW_1, "Decay rate of AdamW's second moment.")
-  eps = Key(1e-8, Range(1e-20),
-    "Added to AdamW's denominator for numerical stability.")
-  mu_dtype = Key("float32", _DTYPES,
-    "Data type of the first moment; bfloat16 saves memory.", FIXED)
-  micro_batch_size = Key(8, _SOME, "Packed rows per forward and backward pass."
-    " Affects memory only: accumulation is exact.")
-  frozen = Key((), None, "Parameters that are not trained, as substrings of"
-    " their paths, such as 'embed' or 'layers/mlp'.", FIXED)
-
-
-class ValueOptimizer(Optimizer, path="optimizer.value"):
-  """AdamW on mini-batches of the critic, faster by default."""
-
-  learning_rate = Optimizer.learning_rate._replace(default=5e-4)
-  mini_batch = Optimizer.mini_batch._replace(default=128)
-
-
-class Rows(Group, path="optimizer"):
-  """Packed rows of both models."""
-
-  max_tokens_per_row = Key(128, _COUNT,
-    "Tokens per packed row, raised to the longest possible sample if lower."
-    " Responses of a group in one row share their prompt.")
-
-
-class Eval(Group, path="eval"):
-  """Evaluation on held-out problems."""
-
-  every = Key(20, _SOME,
-    "Steps between evaluations; also before the first and after the last step.")
-  samples = Key(4, _SOME,
-    "Sampled responses per problem, the k of avg@k and pass@k.")
-  pass_k = Key((), None,
-    "Further n of pass@n, each 1 to eval.samples, e.g. (1, 8).")
-  greedy = Key(False, None,
-    "Also decodes one greedy response per problem, reported as 'greedy'.")
-  problems = Key(200, _COUNT,
-    "Maximum number of problems of each set, the first ones; 0 uses all.")
-  source = Key("", Names("data.sources:SOURCES", ""), "Source of the problems;"
-    " '' is the evaluation split of data.source.", HELD_OUT)
-  path = Key("", None,
-    "Evaluation sets, separated by commas: files, 'tfds:NAME', a source such as"
-    " chain_sum, or gsm8k, math500, aime24, aime25, amc23, minerva or"
-    " olympiadbench in the Hugging Face cache. Each has metrics of its own,"
-    " eval/NAME/*.", HELD_OUT)
-  on_overlap = Key("warn", Choice(("warn", "drop")), "What happens to problems"
-    " whose question is trained on, up to whitespace: 'warn' counts them at the"
-    " start, 'drop' leaves them out of the evaluation.")
-  split = Key("eval", None,
-    "Split of the problems; 'eval' is the test split of 'tfds'.")
-  temperature = Key(1.0, Range(0.0, 100.0),
-    "Sampling temperature, which divides the logits; 0 is greedy.")
-  top_p = Key(1.0, Range(1e-6, 1.0), "Nucleus (top-p) probability mass.")
-
-
-class Checkpoint(Group, path="checkpoint"):
-  """Checkpoints of a run."""
-
-  every = Key(20, _SOME, "Steps between checkpoints; also after the last step.")
-  keep = Key(2, Range(2), "Number of newest checkpoints to keep, at least 2 so"
-    " that a run survives a damaged checkpoint.")
-  keep_every = Key(0, _COUNT,
-    "Also keeps checkpoints of steps divisible by this number; 0 is off.")
-  best = Key("", None,
-    "Metric whose best checkpoint is also kept, e.g. eval/chain_sum/avg@4.")
-
-
-class Run(Group, path="run"):
-  """Run length, logging and supervision."""
-
-  seed = Key(0, Range(0, 2**31 - 1), "Seed of all random numbers.", FIXED)
-  steps = Key(100, _SOME,
-    "Iterations; the policy is updated once per mini-batch of each.")
-  samples_every = Key(20, _COUNT,
-    "Steps between those whose responses are logged in samples.jsonl; 0 logs"
-    " none.")
-  samples = Key(4, _COUNT,
-    "Responses logged at such a step, drawn at random; 0 logs all.")
-  method = Key("", None, "METHOD[:PRESET]; train.py sets it by --config.")
-  plugins = Key((), None,
-    "Python files that register your own parts; train.py sets it by --plugin.")
-  trackers = Key(("tensorboard",), Names("metrics.trackers:TRACKERS"),
-    "Experiment trackers. The project name comes from WANDB_PROJECT ('wandb')"
-    " or TRACKIO_PROJECT ('trackio'), else it is 'jaxrl_llm'.")
-  max_skipped = Key(5, _SOME, "Stops the run after this many consecutive"
-    " non-finite updates, or batches without a single verdict.")
-  replay_every = Key(0, _COUNT,
-    "Steps between updates that are computed twice; a difference in any bit"
-    " stops the run, as it shows faulty hardware. 0 is off.")
-  stuck_after_s = Key(3600.0, Range(0.0), "Ends the run if a phase takes longer"
-    " than this many seconds, and prints the stacks of all threads; 0 is off.")
 
 # fmt: on

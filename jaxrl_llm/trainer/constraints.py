@@ -1,27 +1,21 @@
-"""Constraints between settings that are valid on their own, by topic."""
+"""Constraints between settings that are valid on their own, by topic.
 
-import inspect
+Here are those of data, rollouts and processes; `learner_constraints` has those
+of models, estimators, losses and updates.
+"""
+
 from typing import Any
 
 import jax
 
 from jaxrl_llm import config as config_lib
-from jaxrl_llm import rewards
 from jaxrl_llm.data import sources
 from jaxrl_llm.data.prompt_source import PROMPT_SOURCES, PromptSource
 from jaxrl_llm.learner.build_algorithm import make_algorithm
-from jaxrl_llm.learner.choices import (
-  POLICY_LOSSES,
-  correction_of,
-  has_critic,
-  logits_processors,
-)
+from jaxrl_llm.learner.choices import has_critic
 from jaxrl_llm.learner.parts import leaves_of
-from jaxrl_llm.masked import NORM_MODES
-from jaxrl_llm.models.numerics import FORMATS
-
-# (whether a config violates it, keys that do not go together, what to do)
-Rules = list[tuple[Any, str, str]]
+from jaxrl_llm.trainer import learner_constraints as of_learner
+from jaxrl_llm.trainer.learner_constraints import Rules
 
 
 def broken(config: Any) -> dict[str, str]:
@@ -34,19 +28,18 @@ def rules(config: Any) -> Rules:
   topics = [demonstrations, sizes, files, windows, second_looks, replay]
   topics += [streaming, engines, drafts, exactness]
   topics += [
-    groups,
-    off_policy,
-    kept_weights,
-    adapters,
-    critics,
-    corrections,
-    losses,
+    of_learner.groups,
+    of_learner.off_policy,
+    of_learner.kept_weights,
+    of_learner.adapters,
+    of_learner.critics,
+    of_learner.corrections,
+    of_learner.losses,
     several_processes,
   ]
   return [rule for topic in topics for rule in topic(config)]
 
 
-# Each rule: its condition and keys on the first lines, then the advice.
 # fmt: off
 
 def sizes(config: Any) -> Rules:
@@ -297,215 +290,6 @@ def exactness(config: Any) -> Rules:
   ]
 
 
-def groups(config: Any) -> Rules:
-  """Checks group baselines and the pretraining of a critic."""
-  estimator, size = config.estimator, config.data.group_size
-  name, center, pivot = estimator.name, estimator.center, estimator.drop_pivot
-  of_wholes = name in (
-    "cross_probe", "example", "gdpo", "group", "hinted", "inter_intra", "maxrl",
-    "optimal_baseline", "sharpened", "token_group")
-  grouped = of_wholes or (name == "reward_to_go" and center != "none")
-  has_pivot = (name, center) == ("group", "median")
-  return [
-    (of_wholes and estimator.gamma < 1, "estimator.gamma, estimator.name",
-      "this estimator has no discount; use gamma=1 or 'reward_to_go'"),
-    (grouped and size < 2, "data.group_size, estimator.name",
-      "a group baseline needs data.group_size=2 or more"),
-    (config.schedule.dynamic_sampling and size < 2,
-      "data.group_size, schedule.dynamic_sampling",
-      "dynamic sampling needs data.group_size=2 or more"),
-    ((name, center) == ("group", "none"), "estimator.name, estimator.center",
-      "this estimator needs a baseline; use 'mean', 'median' or"
-      " 'leave_one_out'"),
-    (name == "maxrl" and config.reward.incorrect < 0,
-      "estimator.name, reward.incorrect",
-      "'maxrl' divides by the mean reward; use reward.incorrect=0"),
-    (name == "turn_gae" and (estimator.gamma, estimator.lambda_value) != (1, 1),
-      "estimator.name, estimator.gamma, estimator.lambda_value",
-      "returns of 'turn_gae' are sums of rewards; use gamma=1 and"
-      " lambda_value=1"),
-    (pivot and not has_pivot,
-      "estimator.drop_pivot, estimator.name, estimator.center",
-      "the pivot is a group's median; use name='group' and center='median'"),
-    (pivot and has_pivot and size % 2 == 0,
-      "estimator.drop_pivot, data.group_size",
-      "only groups of odd size have a median response; change data.group_size"),
-    *((config.value[key] and not has_critic(config),
-      f"value.{key}, estimator.name",
-      "this estimator has no critic to pretrain; set the steps to 0")
-      for key in ("pretrain_steps", "reward_model_steps")),
-  ]
-
-
-def off_policy(config: Any) -> Rules:
-  """Checks the proximal policy against the loss and other readers of scores."""
-  proximal, name = config.off_policy.proximal, config.loss.name
-  unscored = proximal in ("stored", "interpolate")
-  make, loss = POLICY_LOSSES[name], config.loss.to_dict()
-  no_ratio = proximal == "none"
-  reads = no_ratio and make({**loss, **loss["settings"]}).reads
-  scored = {
-    "off_policy.ess_scale": config.off_policy.ess_scale,
-    "estimator.name": config.estimator.name == "optimal_baseline",
-    "loss.name": name == "hapo",
-  }
-  processors = logits_processors(config.sampler.to_dict())
-  for processor in [k for k, x in processors.items() if x.state is not None]:
-    key = f"sampler.{processor}"
-    scored[key if key in config_lib.KEYS else "sampler.processors"] = True
-  corrected = proximal != "recompute" or correction_of(config)[0] != "none"
-  return [
-    (proximal == "ewma" and name not in ("clip", "cispo"),
-      "off_policy.proximal, loss.name",
-      "'ewma' needs a ratio per token; use loss.name='clip' or 'cispo'"),
-    (no_ratio and "proximal_logprobs" in reads,
-      "loss.name, off_policy.proximal",
-      "this loss takes a ratio; use proximal='recompute', or"
-      " loss.name='likelihood'"),
-    (no_ratio and correction_of(config)[0] != "none",
-      "off_policy.correction, off_policy.proximal",
-      "a correction needs a proximal policy; use correction='none'"),
-    (unscored and name == "policy_gradient", "loss.name, off_policy.proximal",
-      "this loss has no ratio and needs no proximal policy; use 'recompute'"),
-    (config.sampler.processors and not corrected,
-      "sampler.processors, off_policy.correction",
-      "they sample from another distribution than the policy's, which the"
-      " trainer scores; use correction='truncate' or 'mask'"),
-    *((unscored and needed, f"{key}, off_policy.proximal",
-      "needs the log-probs or entropies of the trainer's scoring pass; use"
-      " proximal='recompute'")
-      for key, needed in scored.items()),
-  ]
-
-
-def adapters(config: Any) -> Rules:
-  """Checks low-rank adapters."""
-  model, groups = config.model, {"policy": "model", "value": "value"}
-  ranks = {role: config[group].lora_rank for role, group in groups.items()}
-  full = not ranks["policy"] or (has_critic(config) and not ranks["value"])
-  return [
-    (model.base_dtype != "float32" and full,
-      "model.base_dtype, model.lora_rank, value.lora_rank",
-      "only weights beside adapters are stored in fewer bits; set lora_rank of"
-      " policy and critic, or base_dtype='float32'"),
-    (model.base_dtype in FORMATS and (model.matmul or model.sampler_matmul),
-      "model.matmul, model.sampler_matmul, model.base_dtype",
-      "a quantised base has products of its own; use '', or"
-      " base_dtype='bfloat16'"),
-    (any(ranks.values()) and not model.lora_targets,
-      "model.lora_targets", "name a target, such as 'attention' or 'mlp/up'"),
-    (ranks["value"] and config.value.init_from,
-      "value.lora_rank, value.init_from",
-      "a critic with adapters is made for the policy's base; use"
-      " value.init_from='' or value.lora_rank=0"),
-    *((ranks[role] and config.optimizer[role].frozen,
-      f"optimizer.{role}.frozen, {group}.lora_rank",
-      "adapters freeze all other weights already; leave frozen empty")
-      for role, group in groups.items()),
-  ]
-
-
-def critics(config: Any) -> Rules:
-  """Checks the bins of a categorical critic, and critics of several models."""
-  value, reward = config.value, config.reward
-  worst = reward.incorrect
-  worst -= reward.overlong_factor if reward.overlong_buffer else 0.0
-  covered = value.low < worst < reward.correct < value.high
-  several = value.ensemble and has_critic(config)
-  return [
-    (config.loss.clip_value and value.head == "categorical",
-      "value.head, loss.clip_value",
-      "a distribution over bins has no clip; use clip_value=None or"
-      " head='scalar'"),
-    (value.head == "categorical" and has_critic(config) and not covered,
-      "value.low, value.high",
-      f"the bins must cover the rewards, {worst:g} to {reward.correct:g}, with"
-      " some to spare"),
-    (config.loss.clip_value and several, "value.ensemble, loss.clip_value",
-      "the mean of the critics is no old value of one; use clip_value=None"),
-    (value.answer_format and "{answer}" not in value.answer_format,
-      "value.answer_format", "the text has no {answer}; add it, or use ''"),
-    (config.estimator.agree_share and not several,
-      "estimator.agree_share, value.ensemble",
-      "one critic cannot disagree; set ensemble='halves', or agree_share=0"),
-  ]
-
-
-def kept_weights(config: Any) -> Rules:
-  """Checks the weights that are kept to separate mismatch from staleness."""
-  settings = config.off_policy
-  kept = settings.keep_weights
-  return [
-    (kept and settings.proximal != "recompute",
-      "off_policy.keep_weights, off_policy.proximal",
-      "staleness is measured from the policy at the start of the update; use"
-      " proximal='recompute' or keep_weights=''"),
-    (kept and settings.correction == "none",
-      "off_policy.keep_weights, off_policy.correction",
-      "only a correction uses kept weights; use correction='auto' or"
-      " keep_weights=''"),
-    (kept and not config_lib.most_staleness(config),
-      "off_policy.keep_weights, schedule.lag, schedule.stop",
-      "all tokens are from the newest weights; set a lag, stop='first_groups'"
-      " or keep_weights=''"),
-  ]
-
-
-def corrections(config: Any) -> Rules:
-  """Checks the importance weights of off-policy tokens."""
-  proximal, level = config.off_policy.proximal, config.off_policy.level
-  correction, _ = correction_of(config)
-  mixed, clips = proximal == "interpolate", config.loss.name == "clip"
-  mixes_with = correction == "none" or (correction, level) == (
-    "truncate", "token")
-  return [
-    (proximal == "ewma" and correction == "none",
-      "off_policy.proximal, off_policy.correction",
-      "'ewma' needs the weight proximal/behavior for a correct policy gradient;"
-      " use correction='auto'"),
-    (proximal == "stored" and correction != "none",
-      "off_policy.correction, off_policy.proximal",
-      "the ratio to the sampler's log-probs is the correction; use"
-      " correction='none' or proximal='recompute'"),
-    (mixed and not clips, "off_policy.proximal, loss.name",
-      "'interpolate' is defined for loss.name='clip' only"),
-    (mixed and clips and not mixes_with,
-      "off_policy.proximal, off_policy.correction, off_policy.level",
-      "'interpolate' supports correction='none', or 'truncate' with"
-      " level='token'"),
-  ]
-
-
-def losses(config: Any) -> Rules:
-  """Checks the terms of the loss and of the reward."""
-  loss, environment = config.loss, config.environment
-  reward = rewards.REWARDS[config.reward.name]
-  counts_turns = "conversation" in inspect.signature(reward).parameters
-  return [
-    (loss.kl_coefficient and loss.kl_reward_coefficient,
-      "loss.kl_coefficient, loss.kl_reward_coefficient",
-      "use the KL as a loss or in the reward; set one of them to 0"),
-    (loss.dual_clip and loss.name in (
-        "cispo", "dis", "dppo_kl", "dppo_tv", "gspo", "kpop",
-        "policy_gradient", "sapo_gate"),
-      "loss.dual_clip, loss.name",
-      "this loss has no dual clip; use dual_clip=None, or 'clip' or 'hapo'"),
-    (loss.norm and loss.mode not in NORM_MODES, "loss.norm, loss.mode",
-      f"only {' and '.join(map(repr, NORM_MODES))} read loss.norm; set it to"
-      " 0"),
-    (config.reward.overlong_buffer > config.sampler.max_response_length,
-      "reward.overlong_buffer, sampler.max_response_length",
-      "the buffer must not be longer than the response"),
-    (config.reward.name == "environment" and not environment.name,
-      "reward.name, environment.name",
-      "this reward comes from an environment; choose one or another reward"),
-    (environment.rewards != "end" and not counts_turns,
-      "environment.rewards, reward.name",
-      "this reward ignores the rewards of turns; use reward.name='environment'"
-      " or your own with an argument `conversation`"),
-  ]
-
-
 def several_processes(config: Any) -> Rules:
   """Checks settings whose results depend on timing, with several processes."""
   several = jax.process_count() > 1
@@ -523,3 +307,5 @@ def several_processes(config: Any) -> Rules:
       f"not supported with several processes; set it to {value!r}")
       for key, value in plain.items()),
   ]
+
+# fmt: on

@@ -1,0 +1,95 @@
+"""What a setting is: its default, allowed values and meaning."""
+
+import importlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+
+class Range(NamedTuple):
+  """Finite numbers in the closed interval [low, high]."""
+
+  low: float
+  high: float = float("inf")
+  open: bool = False  # Excludes low.
+
+  def __contains__(self, value: Any) -> bool:
+    # NaN fails every comparison.
+    above = value > self.low or (value == self.low and not self.open)
+    return above and value <= self.high and value < float("inf")
+
+  def __str__(self) -> str:
+    start = "(" if self.open else "["
+    end = ")" if self.high == float("inf") else "]"
+    return f"in {start}{self.low:g}, {self.high:g}{end}"
+
+
+class Choice(tuple):
+  """A tuple of the allowed values."""
+
+  def __str__(self) -> str:
+    names = ", ".join(map(repr, self))
+    return f"one of {names}" if self else "a name that a plugin registers"
+
+
+class Names:
+  """Names of a table of functions, read when they are needed."""
+
+  def __init__(self, table: str, *more: str):
+    """Takes 'module:NAME' of a table in jaxrl_llm, and more allowed names."""
+    self.table, self._more = table, more
+
+  def __iter__(self) -> Iterator[str]:
+    # Imports on demand: reading a config file must not import JAX.
+    module, _, name = self.table.partition(":")
+    table = getattr(importlib.import_module(f"jaxrl_llm.{module}"), name)
+    return iter((*self._more, *table))
+
+  def __contains__(self, value: Any) -> bool:
+    return value in tuple(self)
+
+  def __str__(self) -> str:
+    return str(Choice(self))
+
+
+# Settings that cannot change on resume, because the checkpoint depends on them.
+# Never: they determine random numbers, prompts, tokens, the precision of stored
+# log-probs or the method.
+FIXED = "fixed"
+# Not from or to 0, which would switch a part of the method on or off. Other
+# values may change.
+SWITCH = "switch"
+# Not while the checkpoint has unfinished responses, which need their slots.
+IN_FLIGHT = "in flight"
+# Not while the checkpoint has that many versions of the weights.
+KEPT = "kept"
+# Not if the source has no splits, because other rows would be held out.
+HELD_OUT = "held out"
+
+
+class Key(NamedTuple):
+  """A setting of the table."""
+
+  default: Any  # None: off; a number switches it on.
+  allowed: Range | Names | Choice | None  # None: any value of its type.
+  meaning: str
+  resume: str = ""  # Restriction on resume, see above; '' is none.
+
+
+KEYS: dict[str, Key] = {}  # By dotted path.
+
+
+class Group:
+  """Settings under one path; a subclass registers its keys in `KEYS`."""
+
+  def __init_subclass__(cls, path: str):
+    for kind in reversed(cls.__mro__):
+      for name, key in vars(kind).items():
+        if isinstance(key, Key):
+          KEYS[f"{path}.{name}"] = getattr(cls, name)
+
+
+# Allowed values of many settings.
+COUNT, SOME, NUMBER = Range(0), Range(1), Range(0.0)
+SHARE, BELOW_1 = Range(0.0, 1.0), Range(0.0, 0.999999)
+DTYPES = Choice(("float32", "bfloat16"))
+DTYPE_OR_NONE = Choice(("", *DTYPES))
