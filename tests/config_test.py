@@ -38,7 +38,7 @@ class TestMethod:
   @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-      (("gropo", "", {}), "method 'gropo' is unknown; choose areal, asyppo"),
+      (("gropo", "", {}), "method 'gropo' is unknown; choose adhint, areal"),
       (("grpo", "gsm9k", {}), "preset 'gsm9k' is unknown; choose"),
       (("grpo", "", {"run.stepz": 1}), "config.run.stepz: no such key"),
       (("grpo", "", {"run.steps": "1"}), "config.run.steps='1'.*of its type"),

@@ -164,8 +164,8 @@ class TestRefused:
       ((keys, why),) = constraints.broken(changed(changes)).items()
       assert set(keys.split(", ")) <= known and "\n" not in why
       tried.add(why)
-    # Sizes, files, several processes, and parts of users have tests of their
-    # own.
+    # Sizes, files, several processes, critics, replay and parts of users have
+    # tests of their own.
     apart = (
       constraints.sizes,
       constraints.files,
@@ -173,6 +173,8 @@ class TestRefused:
       constraints.second_looks,
       constraints.engines,
       learner_constraints.adapters,
+      learner_constraints.critics,
+      constraints.replay,
       constraints.exactness,
     )
     streamed = changed({"schedule.streaming": True})
@@ -203,11 +205,9 @@ class TestConfigs:
   def test_a_usual_run_of_gsm8k(self, method, preset):
     config = load(method, preset)
     groups, size = config.data.prompts_per_step, config.data.group_size
-    # One response to a prompt.
-    alone = method in ("ppo", "vc_ppo", "sao", "sft", "distill")
-    assert (groups, size) == (
-      (1024, 1) if alone else (128, 9 if method == "mc_grpo" else 8)
-    )
+    alone = dict.fromkeys(("ppo", "vc_ppo", "sao", "sft", "distill"), (1024, 1))
+    own = {"mc_grpo": (128, 9), "poise": (512, 2)} | alone
+    assert (groups, size) == own.get(method, (128, 8))
     updates = build.update_settings(config, "policy").updates
     once = method in ("rloo", "vcpo"), method == "mc_grpo"
     assert updates == 175 * (1 if once[0] else 2 if once[1] else 4)
