@@ -27,7 +27,15 @@ FIXED = {
   "model.base_dtype": "int8",
   "model.matmul": "fp8",
   "model.sampler_matmul": "fp8",
+  "model.replay_routing": True,
   "value.lora_rank": 4,
+  "value.head": "categorical",
+  "value.low": -3.0,
+  "value.high": 3.0,
+  "value.bins": 9,
+  "value.ensemble": "halves",
+  "value.answer_format": "{answer}",
+  "value.answer_tokens": 4,
   "optimizer.policy.mu_dtype": "bfloat16",
   "optimizer.value.mu_dtype": "bfloat16",
   "optimizer.policy.frozen": ["embed"],
@@ -63,6 +71,7 @@ FIXED = {
 }
 SWITCHES = {
   "schedule.window": 3,
+  "schedule.replay": 0.5,
   "sampler.entropy_tau": 0.1,
   "loss.kl_coefficient": 0.2,
   "loss.kl_reward_coefficient": 0.3,

@@ -137,6 +137,21 @@ def _logits(params, tokens, mask, *, backbone, parts):
   return transformer.logits(params, states)
 
 
+def _logprobs(params, packed, temperature=1.0, *, backbone, parts, **in_chunks):
+  length, packed = packed.tokens.shape[1], context.zigzag_shard(packed, parts)
+  states, aux = backbone(params, packed)
+  of_tokens = states, packed.targets, packed.mask
+  states, targets, mask = (context.shards_to_rows(x, parts) for x in of_tokens)
+  kernel, tied = transformer.head(params)
+  scored = heads.chunked_logprobs(
+    states, kernel, targets, mask, temperature, tied=tied, **in_chunks
+  )
+  scored = heads.TokenLogprobs(
+    *(context.rows_to_shards(x, parts) for x in scored)
+  )
+  return _collected((scored, aux), parts, length)
+
+
 def _states(params, packed, layers, *, settings, parts):
   length, packed = packed.tokens.shape[1], context.zigzag_shard(packed, parts)
   found, _ = transformer.states(params, packed, layers=layers, **settings)
@@ -228,23 +243,7 @@ def make_policy(
   parts = context.num_shards(sharding, 1)  # Shards of a row.
   backbone = bind(transformer.hidden, **settings)
   in_chunks = {"chunk": head_chunk, "sharding": head_sharding}
-
-  def logprobs(params, packed, temperature=1.0):
-    length, packed = packed.tokens.shape[1], context.zigzag_shard(packed, parts)
-    states, aux = backbone(params, packed)
-    of_tokens = states, packed.targets, packed.mask
-    states, targets, mask = (
-      context.shards_to_rows(x, parts) for x in of_tokens
-    )
-    kernel, tied = transformer.head(params)
-    scored = heads.chunked_logprobs(
-      states, kernel, targets, mask, temperature, tied=tied, **in_chunks
-    )
-    scored = heads.TokenLogprobs(
-      *(context.rows_to_shards(x, parts) for x in scored)
-    )
-    return _collected((scored, aux), parts, length)
-
+  logprobs = bind(_logprobs, backbone=backbone, parts=parts, **in_chunks)
   return ModelFns(
     config=config,
     init=bind(transformer.init, config=config),

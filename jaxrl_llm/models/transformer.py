@@ -244,14 +244,7 @@ def states(
   stacked = {place: params[place] for place in kinds}
   choices = experts.by_place(packed.choices if replay else None, kinds)
   if layers is not None:
-    check_number("layers", layers, f"[0, {config.num_layers}]")
-    if layers % len(kinds):
-      raise ValueError(
-        f"layers must be a multiple of the period {len(kinds)}, got {layers}"
-      )
-    stacked, choices = jax.tree.map(
-      lambda x: x[: layers // len(kinds)], (stacked, choices)
-    )
+    stacked, choices = _first(layers, (stacked, choices), config)
 
   def pin(x):
     if sharding is None:
@@ -288,6 +281,17 @@ def states(
     x += extra_embeddings.astype(dtype)
   x, aux = jax.lax.scan(period, pin(x), (stacked, choices))
   return x, {name: jnp.sum(terms, axis=0) for name, terms in aux.items()}
+
+
+def _first(layers: int, stacked: Any, config: ModelConfig) -> Any:
+  """Returns the first layers of arrays that are stacked by period."""
+  check_number("layers", layers, f"[0, {config.num_layers}]")
+  period = len(config.period)
+  if layers % period:
+    raise ValueError(
+      f"layers must be a multiple of the period {period}, got {layers}"
+    )
+  return jax.tree.map(lambda x: x[: layers // period], stacked)
 
 
 def for_sampling(

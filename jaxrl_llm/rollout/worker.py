@@ -247,16 +247,8 @@ class RolloutWorker:
       oldest = np.unique(store.group_id[done])[:wanted]
       chosen = np.isin(store.group_id, oldest)
       rows = join_rows([take_rows(store, chosen)])
-      given, parts = is_demonstrated(rows), []
-      if given.any():  # The data vouch for them.
-        known = take_rows(rows, given)
-        now = np.full_like(known.version, weights.version)
-        parts.append(unjudged(known.replace(version=now)))
-      if not given.all():
-        written = join_rows([take_rows(rows, ~given)])
-        seen.append(self._judge(written, state.conversations, timer))
-        parts.append(seen[-1].responses)
-      responses = join_rows(parts)
+      responses, found = self._judged_rows(rows, state, weights, timer)
+      seen += found
       if settings.dynamic_sampling:
         responses = take_rows(responses, mixed(responses))
       kept.append(responses)
@@ -288,6 +280,19 @@ class RolloutWorker:
       row["rollout/replayed"] = float(fewer)
     batch = Batch(responses=batch, version=weights.version, metrics=row)
     return Collected(batch, state, source_state, seen)
+
+  def _judged_rows(self, rows, state, weights, timer):
+    """Returns responses with verdicts, and those that were judged."""
+    given, parts, seen = is_demonstrated(rows), [], []
+    if given.any():  # The data vouch for them.
+      known = take_rows(rows, given)
+      now = np.full_like(known.version, weights.version)
+      parts.append(unjudged(known.replace(version=now)))
+    if not given.all():
+      written = join_rows([take_rows(rows, ~given)])
+      seen.append(self._judge(written, state.conversations, timer))
+      parts.append(seen[0].responses)
+    return join_rows(parts), seen
 
   def _second_look(self, state, source_state, seen, weights, timer):
     """Samples and judges what the prompt source draws for a judged batch."""

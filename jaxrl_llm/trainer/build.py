@@ -74,10 +74,7 @@ def make_run(config: Any) -> Run:
   if before:
     view = data.answer_view(config, source.answer, tokenizer)
     learner.views = {"critic": view}
-  leaves = learner.algorithm.leaves
-  for leaf in leaves | providers.needs_of(leaves):
-    if leaf.startswith(providers.COLUMN):
-      source.column(leaf.removeprefix(providers.COLUMN), [0])
+  _check_columns(learner, source)
   judge = Judge(
     tokenizer.decode,
     _make_pool(config),
@@ -112,6 +109,14 @@ def make_run(config: Any) -> Run:
     tokenizer=tokenizer,
     inputs=data.digests(config) | teachers,
   )
+
+
+def _check_columns(learner: Learner, source: PromptSource) -> None:
+  """Reads the columns that the method reads, of the first row."""
+  leaves = learner.algorithm.leaves
+  for leaf in leaves | providers.needs_of(leaves):
+    if leaf.startswith(providers.COLUMN):
+      source.column(leaf.removeprefix(providers.COLUMN), [0])
 
 
 def make_fns(
