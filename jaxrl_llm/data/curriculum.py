@@ -37,6 +37,15 @@ def results_of(responses: Responses) -> Results:
   return Results(prompts, right.astype(int), np.bincount(place))
 
 
+def check_pool(source: PromptSource) -> None:
+  """Refuses data without an end, by an InputError."""
+  if len(source) > _LARGEST:
+    raise InputError(
+      "config.data.order keeps a record of every prompt, at most"
+      f" {_LARGEST:,}; set config.data.pool to their number"
+    )
+
+
 class Curriculum(PromptSource):
   """Draws the prompts of a pool that have the highest scores.
 
@@ -61,11 +70,7 @@ class Curriculum(PromptSource):
     """
     super().__init__(*args, seed=seed, **settings)
     check_number("explore", explore, "[0, 1]")
-    if len(self) > _LARGEST:
-      raise InputError(
-        f"config.data.order keeps a record of every prompt, at most"
-        f" {_LARGEST:,}; set config.data.pool to their number"
-      )
+    check_pool(self)
     self._seed, self._explore = seed, explore
 
   def scores(self, state: Any, rng: np.random.Generator) -> np.ndarray:

@@ -22,6 +22,7 @@ import numpy as np
 
 from jaxrl_llm import register
 from jaxrl_llm.data import rows
+from jaxrl_llm.data.curriculum import check_pool
 from jaxrl_llm.data.prompt_source import PromptSource
 from jaxrl_llm.data.sources import Source
 from jaxrl_llm.errors import InputError, as_input_error
@@ -69,6 +70,7 @@ class Profiled(PromptSource):
         leaves none to ask.
     """
     super().__init__(*args, seed=seed, **settings)
+    check_pool(self)
     self._rates = _read(profile, self._source)
     order = order_of(self._rates, np.random.default_rng(seed))
     if not order.size:

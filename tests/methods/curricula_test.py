@@ -448,6 +448,22 @@ RUNS = {
 
 
 @pytest.mark.slow
+def test_a_profile_trains(model, tmp_path):
+  task, file = tasks.ChainSum(max_ops=2), tmp_path / "profile.jsonl"
+  lines = [
+    {"question": task[i].question, "correct": 4 * (i % 2), "samples": 8}
+    for i in range(POOL)
+  ]
+  file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+  settings = {"data__order": "sgpo", "estimator__name": "group"}
+  settings |= {"data__order_settings": {"profile": str(file)}}
+  with pytest.raises(InputError, match=r"set config\.data\.pool"):
+    build.make_run(doors.make_config(model, **settings))
+  rows = doors.train(model, tmp_path / "run", data__pool=POOL, **settings)
+  assert rows[1]["rollout/tokens"] > 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("order", RUNS)
 def test_trains_and_resumes_bit_for_bit(model, tmp_path, order):
   changes = {"sampler__max_response_length": 24, "run__samples_every": 1}

@@ -91,8 +91,10 @@ grpo adapters streaming environment
 vc_ppo streaming environment frozen reward_model_start reads_logprobs mesh
 """.splitlines()
 ]
-# Methods that are trained without any feature; 'sft' samples no rollout.
-PLAIN = sorted({*configs.METHODS} - {"sft", *(case[0] for case in CASES)})
+# Methods that are trained without any feature; 'sft' samples no rollout, 'sgpo'
+# needs a profile, and 'replay' trains on tokens in several steps.
+OTHERS = {"sft", "sgpo", "replay"}
+PLAIN = sorted({*configs.METHODS} - OTHERS - {case[0] for case in CASES})
 
 
 def looks_right(prompt, response):
