@@ -38,8 +38,8 @@ def majority_at_k(
     for verdict, weight in zip(verdicts[rows], weights[rows]):
       if verdict.extracted is not None:
         votes[verdict.extracted] += float(weight)
-    winner = max(votes, key=votes.get, default=None)
-    right += any(v.correct and v.extracted == winner for v in verdicts[rows])
+    winners = [max(votes, key=votes.get)] if votes else []
+    right += any(v.correct and v.extracted in winners for v in verdicts[rows])
   return right / (len(verdicts) // k)
 
 

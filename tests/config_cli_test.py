@@ -198,7 +198,9 @@ class TestSettings:
     assert code == 0, errors
     for path in config_lib.KEYS:
       assert f"\n{path} = " in f"\n{shown}"
-    assert "one of 'clip', 'cispo', 'gspo'" in shown
+    assert "one of 'clip', 'cispo', 'clip_off_policy_mask'" in " ".join(
+      shown.split()
+    )
 
   def test_the_defaults_are_valid(self):
     validate(config_lib.scaled()[0])

@@ -325,7 +325,8 @@ class TestEstimate:
       old = config_lib.get(config, group)[name]
       config_lib.get(config, group)[name] = type(old)(value)
     validation.validate(config)
-    assert config.mesh.to_dict() == dict(zip(sharding.AXES, (1, 2, 4, 8)))
+    sizes = dict(zip(sharding.AXES, (1, 2, 4, 8)))
+    assert config.mesh.to_dict() == sizes | {"expert": 1}
     assert config.sampler.mesh.fsdp == 4 and config.sampler.mesh.tensor == 8
     assert config.optimizer.value.micro_batch_size == 2
 

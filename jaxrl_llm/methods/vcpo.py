@@ -140,7 +140,8 @@ def one_by_one(
   def joined(name):
     return np.pad(np.concatenate([packed[name] for packed, _ in each]), rest)
 
-  names = [name for name in each[0][0] if name != "count"]
+  first = each[0][0]
+  names = [k for k, x in first.items() if x is not None and k != "count"]
   return models.PackedRows(
     **{name: joined(name) for name in names}, count=np.int32(len(each))
   )

@@ -23,7 +23,7 @@ from jaxrl_llm.sampling.slots import DecodeOutput
 from jaxrl_llm.sampling.speculation import AdaptiveSpeculation
 from jaxrl_llm.simulate.cost import CostModel
 from jaxrl_llm.simulate.lengths import Requests
-from jaxrl_llm.types import Rollout, Status, join_rows, unjudged
+from jaxrl_llm.types import Responses, Rollout, Status, join_rows, unjudged
 
 # A placeholder for every engine: only the lengths of simulated rows are real.
 _NARROW = sampling.EngineConfig(1, 1, 1, stop_tokens=())
@@ -183,6 +183,10 @@ class SimulatedWriter:
   def again(self, drawn: int, judged: Judged) -> tuple[Sequence[int], int]:
     """See `PromptSource.again`."""
     return (), drawn
+
+  def observe(self, drawn: int, responses: Responses) -> int:
+    """See `PromptSource.observe`."""
+    return drawn
 
   def sizes(self, prompts: Sequence[int]) -> Sequence[int]:
     """See `ResponseWriter.sizes`."""

@@ -30,6 +30,7 @@ def make_inputs(seed=0, rows=4, room=6):
     "mask": mask,
     "lengths": lengths,
     "truncated": np.zeros(rows, bool),
+    "behavior_logprobs": -np.abs(draw()),
   }
 
 
@@ -55,10 +56,12 @@ class TestAdvantages:
       compute(made, "advantages", inputs), expected, rtol=1e-5, atol=1e-6
     )
 
-  def test_every_rule_of_the_config_gives_each_row_one(self):
+  def test_every_rule_of_the_config_gives_each_row_or_token_one(self):
+    inputs = make_inputs()
     for name in choices.LAMBDA_RULES:
       made = make_algorithm(estimator__lambda_schedule=name)
-      assert compute(made, "policy_lambda", make_inputs()).shape == (4,)
+      shape = inputs["mask"].shape[: 2 if name == "segments" else 1]
+      assert compute(made, "policy_lambda", inputs).shape == shape
 
 
 class TestReturns:

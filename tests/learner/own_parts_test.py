@@ -218,7 +218,8 @@ class TestProbe:
     (whole, row), (parts, same) = found
     assert row.keys() == same.keys()
     for name in row:
-      np.testing.assert_allclose(same[name], row[name], rtol=2e-4, atol=2e-6)
+      if "/gradient_" not in name:  # Noise is that of other micro-batches.
+        np.testing.assert_allclose(same[name], row[name], rtol=2e-4, atol=2e-6)
     chex.assert_trees_all_close(
       parts.models["probe"].optimizer.opt_state,
       whole.models["probe"].optimizer.opt_state,

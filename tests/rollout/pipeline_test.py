@@ -154,7 +154,8 @@ class TestStreaming:
     mine, his = streamed[0][0].row, whole.row
     assert {*mine} - {*his} <= {"sampler_trainer/logprob_diff_max"}
     for name in his:
-      assert mine[name] == pytest.approx(his[name], rel=2e-6, abs=1e-7), name
+      if "/gradient_" not in name:  # Noise is that of other micro-batches.
+        assert mine[name] == pytest.approx(his[name], rel=2e-6, abs=1e-7), name
 
   def test_groups_arrive_while_others_are_written(self, streaming):
     engine, arrived = streaming.worker.writer.engine, []

@@ -162,7 +162,8 @@ def talk(run, window):
       take_rows(rollout, rows), weights, window=window, conversations=table
     )
     for name, column in part.replace(group=rollout.group[rows]).items():
-      rollout[name][rows] = column
+      if column is not None:
+        rollout[name][rows] = column
   rollout = rollout.replace(window_start=np.zeros_like(rollout.window_start))
   return rollout, {key: json.loads(value) for key, value in table.items()}
 
