@@ -192,14 +192,7 @@ def _gradient_of(objective: Objective, base):
   def gradient(trained, *inputs):
     return objective.loss(Params(base, trained), *inputs)
 
-  def with_noise(trained, *inputs):
-    gradients, (totals, *rest) = gradient(trained, *inputs)
-    tokens = jnp.maximum(totals["tokens"], 1.0)
-    squares = jnp.square(optax.global_norm(gradients)) / tokens
-    noise = {"squares": squares, "micro_batches": jnp.float32(1.0)}
-    return gradients, (totals | noise, *rest)
-
-  return with_noise
+  return gradient
 
 
 def _noise(norm, tokens, squares, micro_batches) -> Metrics:
@@ -256,7 +249,10 @@ def _zeros(gradient, params, batch: PackedBatch, *settings):
   """The sums over no micro-batch."""
   micro = _micro_batches(batch)(0)
   shapes = jax.eval_shape(gradient, params, micro, *settings)
-  return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+  zeros = lambda x: jnp.zeros(x.shape, x.dtype)
+  gradients, (totals, *rest) = jax.tree.map(zeros, shapes)
+  of_noise = dict.fromkeys(("squares", "micro_batches"), jnp.float32(0.0))
+  return gradients, (totals | of_noise, *rest)
 
 
 def _accumulate(gradient, params, sums, batch: PackedBatch, *settings):
@@ -265,10 +261,21 @@ def _accumulate(gradient, params, sums, batch: PackedBatch, *settings):
 
   def body(i, carry):
     before, (*sums_before, maxima_before) = carry
-    gradients, (*sums, maxima) = gradient(params, slice_of(i), *settings)
+    gradients, (totals, means, maxima) = gradient(
+      params, slice_of(i), *settings
+    )
     add = functools.partial(jax.tree.map, jnp.add)
-    return add(before, gradients), (
-      *add(sums_before, sums),
+    after = add(before, gradients)
+    # A norm of the gradients themselves would change how they are computed, and
+    # with it their last bits.
+    apart = jax.lax.optimization_barrier((after, before))
+    norm = optax.global_norm(jax.tree.map(jnp.subtract, *apart))
+    totals |= {
+      "squares": jnp.square(norm) / jnp.maximum(totals["tokens"], 1.0),
+      "micro_batches": jnp.float32(1.0),
+    }
+    return after, (
+      *add(sums_before, [totals, means]),
       jax.tree.map(jnp.maximum, maxima_before, maxima),
     )
 
