@@ -123,7 +123,7 @@ def family(name: str, family: families.Family) -> None:
     name: new name.
     family: as a file of `jaxrl_llm/models/families/` defines it.
   """
-  if name in families.names():
+  if name in families.names() and name not in families.REGISTERED:
     raise ValueError(f"there is a family {name!r} already")
   families.REGISTERED[name] = family
 

@@ -158,7 +158,7 @@ class Recorder:
   """Records what a run collects, and every mini-batch that a loss sees."""
 
   def __init__(self, run, monkeypatch):
-    self.batches, self.losses = [], {"policy": [], "critic": []}
+    self.batches, self.losses = [], collections.defaultdict(list)
     self._run = run
     collect, experience = RolloutWorker.collect, learner_lib.Learner._experience
 
@@ -236,7 +236,9 @@ def check_masks(run, recorder):
     for step, responses in enumerate(recorder.batches)
     for row, number in enumerate(responses.rollout.sample_id.tolist())
   }
-  filtered = run.config.loss.overlong_filter or run.config.estimator.drop_pivot
+  estimator = run.config.estimator
+  filtered = run.config.loss.overlong_filter or estimator.drop_pivot
+  filtered = filtered or estimator.agree_share
   new = collections.Counter()
   for inputs, _, _ in recorder.losses["policy"]:
     for row, mask in enumerate(inputs["policy_mask"]):
