@@ -128,9 +128,11 @@ ENTRY %main (p: f32[8]) -> f32[8] {
         ("ConcatBitcast", ""),  # XLA's own.
         ("__cudnn$fmhaSoftmax", ""),
         ("__gpu$xla.gpu.triton", pallas),
+        ("tpu_custom_call", 'metadata={op_name="jit(f)/ragged_dot"}'),
       ]
     )
-    assert hlo.kernels(text) == {"__cudnn$fmhaSoftmax": 2, "attend": 2}
+    found = {"__cudnn$fmhaSoftmax": 2, "attend": 2, "ragged_dot": 1}
+    assert hlo.kernels(text) == found
 
 
 class TestTopology:

@@ -35,7 +35,8 @@ _OF_MESH = re.compile(
 _CONSTANT = re.compile(r"= [su]32\[\]\S* constant\((\d+)\)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _TARGET = re.compile(r'custom_call_target="([^"]+)"')
-_PALLAS = re.compile(r'op_name="[^"]*?(\w+)/pallas_call')
+# Of a Pallas kernel the function, else the operation that XLA has one for.
+_NAME = re.compile(r'op_name="[^"]*?(\w+)(?:/pallas_call[^"]*)?"')
 _CHAIN = re.compile(r'chain_id="(\d+)"')
 
 
@@ -93,13 +94,15 @@ def collectives(
 def kernels(text: str) -> dict[str, int]:
   """Returns how often a program's text calls each kernel that is not XLA's.
 
-  Pallas kernels have the name of their function, those of NVIDIA's libraries
-  the name of the call's target.
+  Pallas kernels have the name of their function, others that of the operation
+  or, in NVIDIA's libraries, of the call's target.
   """
   found = collections.Counter()
   for call in _TARGET.finditer(text):
     if call[1] in ("tpu_custom_call", "__gpu$xla.gpu.triton"):
-      found[_PALLAS.search(text, call.end())[1]] += 1
+      # Its name follows, some lines later if the kernel has metadata.
+      name = _NAME.search(text, call.end())
+      found[name[1] if name else call[1]] += 1
     elif call[1].startswith("__cu"):
       found[call[1]] += 1
   return dict(found)
