@@ -16,9 +16,8 @@ Differences from the paper:
 
     python scripts/train.py --config=configs/areal.py[:PRESET]
 
-Presets (see jaxrl_llm/config/presets.py): none (embedded, CPU), long_tail,
-smollm2, gsm8k, gsm8k-smoke, one-gpu-0.5b, one-gpu-1.5b, qwen2.5-1.5b,
-qwen2.5-7b, qwen2.5-32b.
+PRESET is a scale of jaxrl_llm/config/presets.py; without one, the run is the
+embedded task on a CPU.
 """
 
 from jaxrl_llm import config as config_lib

@@ -14,9 +14,8 @@ embedded task.
 
     python scripts/train.py --config=configs/ppo_ewma.py[:PRESET]
 
-Presets (see jaxrl_llm/config/presets.py): none (embedded, CPU), long_tail,
-smollm2, gsm8k, gsm8k-smoke, one-gpu-0.5b, one-gpu-1.5b, qwen2.5-1.5b,
-qwen2.5-7b, qwen2.5-32b.
+PRESET is a scale of jaxrl_llm/config/presets.py; without one, the run is the
+embedded task on a CPU.
 """
 
 from jaxrl_llm import config as config_lib
@@ -24,18 +23,7 @@ from jaxrl_llm import config as config_lib
 
 def get_config(preset: str = ""):
   """Returns the settings of the method at the scale of a preset."""
-  config, scale = config_lib.scaled(preset)
-  # The seven parts of VAPO, see configs/vapo.py.
-  config.value.pretrain_steps = scale.pretrain_steps
-  config.estimator.lambda_value = 1.0
-  config.estimator.lambda_schedule = "length_adaptive"
-  config.loss.mode = "token-mean"
-  config.loss.clip_low = 0.2
-  config.loss.clip_high = 0.28
-  config.loss.nll_coefficient = 0.1
-  config.data.group_size = scale.group_size
-  config.data.prompts_per_step //= scale.group_size
-  # Specific to PPO-EWMA.
+  config = config_lib.based_on("vapo", preset)
   config.off_policy.proximal = "ewma"
   config.off_policy.ewma_decay = 0.889
   if preset == "qwen2.5-32b":

@@ -8,9 +8,8 @@ data.order_settings={'oracle': NAME} chooses it.
 
     python scripts/train.py --config=configs/scope.py[:PRESET]
 
-Presets (see jaxrl_llm/config/presets.py): none (embedded, CPU), long_tail,
-smollm2, gsm8k, gsm8k-smoke, one-gpu-0.5b, one-gpu-1.5b, qwen2.5-1.5b,
-qwen2.5-7b, qwen2.5-32b.
+PRESET is a scale of jaxrl_llm/config/presets.py; without one, the run is the
+embedded task on a CPU.
 """
 
 from jaxrl_llm import config as config_lib
@@ -18,12 +17,7 @@ from jaxrl_llm import config as config_lib
 
 def get_config(preset: str = ""):
   """Returns the settings of the method at the scale of a preset."""
-  config, scale = config_lib.scaled(preset)
-  config.data.group_size = scale.group_size
-  config.data.prompts_per_step //= scale.group_size
+  config = config_lib.grouped(preset)
   config.estimator.name = "example"
-  config.loss.mode = "token-mean"
-  config.loss.clip_low = 0.2
-  config.loss.clip_high = 0.28
   config.data.order = "repairs"
   return config

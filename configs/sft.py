@@ -12,10 +12,9 @@ eval.every steps. An answer is
 
     python scripts/train.py --config=configs/sft.py[:PRESET]
 
-Presets (see jaxrl_llm/config/presets.py): none (embedded, CPU), long_tail,
-smollm2 (the sums themselves), gsm8k, gsm8k-smoke, one-gpu-0.5b, one-gpu-1.5b,
-qwen2.5-1.5b, qwen2.5-7b, qwen2.5-32b. A batch and a learning rate are those of
-reinforcement learning at that scale.
+PRESET is a scale of jaxrl_llm/config/presets.py; without one, the run is the
+embedded task on a CPU, and smollm2 trains on the sums themselves. A batch and a
+learning rate are those of reinforcement learning at that scale.
 """
 
 from jaxrl_llm import config as config_lib

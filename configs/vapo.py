@@ -15,6 +15,9 @@ Presets:
   qwen2.5-32b   the paper's setting, on a TPU mesh; needs --config.model.path,
                 --config.data.path and many devices.
   qwen2.5-1.5b, qwen2.5-7b   the same with smaller models, on 8 and 32 chips.
+  qwen2.5-7b-lora   gsm8k with adapters of a 7B model, on one GPU of 80 GB.
+  qwen3-30b-a3b   a model with experts, on 64 chips.
+  long_tail     divisions with a long tail of response lengths; CPU.
 
 Measured (docs/studies.md): in 40 steps the embedded preset improves on held-out
 problems from 0.09 to 0.98 greedily and from 0.28 to 0.90 sampled (seeds 0, 1,

@@ -76,6 +76,34 @@ def scaled(preset: str = "") -> tuple[ConfigDict, presets.Scale]:
   return config, scale
 
 
+def grouped(preset: str = "") -> ConfigDict:
+  """Returns a preset with groups and DAPO's token-level loss and clip-higher.
+
+  A start for method files that change which prompts are asked, or advantages
+  relative to a group. Arguments and errors are those of `scaled`.
+  """
+  config, scale = scaled(preset)
+  config.data.group_size = scale.group_size
+  config.data.prompts_per_step //= scale.group_size
+  config.estimator.name = "group"
+  config.loss.mode = "token-mean"
+  config.loss.clip_low = 0.2
+  config.loss.clip_high = 0.28
+  return config
+
+
+def based_on(name: str, preset: str = "") -> ConfigDict:
+  """Returns the settings of a method, for a method file that changes some.
+
+  Raises:
+    InputError: There is no such method or preset.
+  """
+  files = methods()
+  if name not in files:
+    raise InputError(f"method {name!r} is unknown; choose {', '.join(files)}")
+  return runpy.run_path(str(files[name]))["get_config"](preset)
+
+
 def methods() -> dict[str, pathlib.Path]:
   """Returns the method files of the package by name."""
   package = pathlib.Path(__file__).parents[1]
@@ -100,10 +128,7 @@ def method(name: str, preset: str = "", **settings: Any) -> ConfigDict:
     >>> config.estimator.name, config.run.steps
     ('group', 100)
   """
-  files = methods()
-  if name not in files:
-    raise InputError(f"method {name!r} is unknown; choose {', '.join(files)}")
-  config = runpy.run_path(str(files[name]))["get_config"](preset)
+  config = based_on(name, preset)
   config.run.method = name + (preset and f":{preset}")
   update(config, settings)
   return config
