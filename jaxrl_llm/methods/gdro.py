@@ -3,9 +3,9 @@
     n_b = n √v_b / Σ q_b √v_b
 
 v_b is the variance of the rewards of prompts whose rate is in bin b, q_b their
-share of the batch and n the mean number of tries: of all allocations of a
-budget, this one has the least variance of the mean reward. Differs from DARS in
-that the size of a batch is fixed. The authors find n_b by a shadow price, which
+share of the batch and n is data.group_size: of all allocations of a budget,
+this one has the least variance of the mean reward. Differs from DARS in that
+the size of a batch is fixed. The authors find n_b by a shadow price, which
 tends to the same; their other game, over prompts, is not built.
 
 Reference: Panaganti et al. 2026 (GDRO), arXiv:2601.19280.
@@ -62,9 +62,9 @@ def apportion(
 class Gdro(Curriculum):
   """Draws prompts uniformly, and gives each a number of tries."""
 
-  def __init__(self, *args: Any, mean_tries: int = 8, **settings: Any):
-    super().__init__(*args, **{"explore": 1.0} | settings)
-    self._tries = mean_tries
+  def __init__(self, *args: Any, group_size: int, **settings: Any):
+    super().__init__(*args, explore=1.0, **settings)
+    self._tries = group_size
 
   def init(self) -> Variances:
     rate = np.full(len(self), 0.5, np.float32)

@@ -69,28 +69,20 @@ class Profiled(PromptSource):
       InputError: The file cannot be read, lacks a question of the data or
         leaves none to ask.
     """
+    import grain  # Only training draws prompts.
+
     super().__init__(*args, seed=seed, **settings)
     check_pool(self)
     self._rates = _read(profile, self._source)
     order = order_of(self._rates, np.random.default_rng(seed))
     if not order.size:
       raise InputError(f"{profile}: every question is easy or never solved")
-    self._order = _Cycle(order)
+    self._order = grain.MapDataset.source(order.tolist()).repeat()
 
   def prompt(self, example_id: int, group_id: int):
     prompt = super().prompt(example_id, group_id)
     tries = tries_of(self._rates[example_id])
     return prompt and dataclasses.replace(prompt, tries=tries)
-
-
-class _Cycle:
-  """An endless repetition."""
-
-  def __init__(self, items: np.ndarray):
-    self._items = items
-
-  def __getitem__(self, index: int) -> int:
-    return self._items[index % len(self._items)]
 
 
 def _read(profile: str, source: Source) -> np.ndarray:

@@ -55,16 +55,17 @@ def make_prompts(
   trained = _trained(train, sets)
   problems = [_problems(config, one, trained, settings) for one in sets]
   make, own = prompt_source.PROMPT_SOURCES[data.order], data.order_settings
-  longest = {"max_response_length": config.sampler.max_response_length}
-  if not longest.keys() & inspect.signature(make).parameters:
-    longest = {}
+  sizes = {"max_response_length": config.sampler.max_response_length}
+  sizes["group_size"] = data.group_size
+  read = sizes.keys() & inspect.signature(make).parameters
+  sizes = {name: sizes[name] for name in read}
   with as_input_error(
     f"config.data.order_settings={dict(own)}",
     f"correct those of {data.order!r}",
     TypeError,
     ValueError,
   ):
-    stream = make(train, seed=config.run.seed, **settings, **longest, **own)
+    stream = make(train, seed=config.run.seed, **settings, **sizes, **own)
   return stream, problems
 
 

@@ -100,7 +100,7 @@ class TestLaws:
     settings = {
       "sgpo": {"profile": str(profile)},
       "contexts": {"contexts": ("", "0+")},
-      "gdro": {"mean_tries": TRIES},
+      "gdro": {"group_size": TRIES},
     }
     return make(request.param, model, settings.get(request.param, {}))
 
@@ -261,7 +261,7 @@ class TestGdro:
     assert np.mean(variances / given) == pytest.approx(0.010159, abs=5e-6)
 
   def test_a_step_has_a_fixed_number_of_tries(self, model):
-    source = make("gdro", model, {"mean_tries": 8})
+    source = make("gdro", model, {"group_size": 8})
     state = source.init()
     for _ in range(8):
       prompts, state = source.draw(state, 5)
@@ -434,7 +434,7 @@ def test_inter_intra_by_hand():
 RUNS = {
   "target_rate": {"data__pool": 12},
   "dps": {"data__pool": 12},
-  "gdro": {"data__pool": 12, "data__order_settings": {"mean_tries": 4}},
+  "gdro": {"data__pool": 12},
   "dars": {"estimator__name": "example"},
   "hints": {"estimator__name": "hinted"},
   "repairs": {"estimator__name": "example"},
