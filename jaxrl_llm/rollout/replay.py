@@ -1,8 +1,8 @@
 """Groups that are trained on again in later steps.
 
 A batch then has fewer new responses. Replayed rows keep the versions and the
-log-probs that they were sampled with, so that a correction can weigh them; as
-their ids would be in the run twice, they are negative.
+log-probs that they were sampled with, so that a correction can weigh them.
+Their sample ids are negative, since each response is handed over once.
 
 Reference: Sun et al. 2025 (DOTS with rollout replay), arXiv:2506.05316.
 """
@@ -25,7 +25,8 @@ class Replay:
   """Draws groups from a store, which is a value, and adds to it.
 
   Attributes:
-    groups: groups of a batch that are replayed, once so many are stored.
+    groups: groups of a batch that are replayed, once so many are stored; at
+      least 1.
     capacity: groups in the store; the oldest ones leave first.
     keep: which groups are stored, one of `KEEP`.
     seed: seed of the draws.
@@ -44,23 +45,20 @@ class Replay:
       step: any number that no other draw has.
     """
     stored = [] if store is None else np.unique(store.rollout.group_id)
-    if not self.groups or len(stored) < self.groups:
+    if len(stored) < self.groups:
       return None
     rng = np.random.default_rng((self.seed, step))
     chosen = rng.choice(stored, self.groups, replace=False)
     rows = take_rows(store, np.isin(store.rollout.group_id, chosen))
-    rollout = rows.rollout
-    again = rollout.replace(
-      group_id=-1 - rollout.group_id, sample_id=-1 - rollout.sample_id
-    )
-    return rows.replace(rollout=again)
+    ids = -1 - rows.rollout.sample_id
+    return rows.replace(rollout=rows.rollout.replace(sample_id=ids))
 
   def add(
     self, store: Responses | None, responses: Responses
   ) -> Responses | None:
     """Returns the store with a batch of new groups."""
     kept = take_rows(responses, KEEP[self.keep](responses))
-    if not self.groups or not len(kept.rewards):
+    if not len(kept.rewards):
       return store
     joined = join_rows([store, kept])
     newest = np.unique(joined.rollout.group_id)[-self.capacity :]

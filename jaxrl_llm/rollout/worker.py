@@ -172,7 +172,7 @@ class RolloutWorker:
     source_state = collected.source_state
     if collected.judged:
       told = join_judged(collected.judged).responses
-      # Those kept are judged again in the step that hands them over.
+      # Surplus groups are judged again in the step that trains on them.
       new = ~np.isin(told.rollout.sample_id, kept)
       source_state = self._source.observe(source_state, take_rows(told, new))
     row = rollout_metrics(batch.responses, judged)

@@ -56,7 +56,7 @@ def test_draws_are_whole_groups_under_ids_of_their_own():
     assert replay.draw(store, step).rollout.group_id.tolist() == (
       drawn.rollout.group_id.tolist()
     )
-    ids = -1 - drawn.rollout.group_id
+    ids = drawn.rollout.group_id
     assert len(ids) == 4 and len(set(ids.tolist())) == 2
     seen |= set(ids.tolist())
     for row, sample in enumerate(-1 - drawn.rollout.sample_id):
@@ -94,6 +94,8 @@ def test_a_run_replays_and_resumes_bit_for_bit(model, tmp_path, changes):
     tmp_path / "run",
     schedule__replay=0.5,
     schedule__replay_keep="all",
+    run__samples=0,  # All responses are shown, those of earlier steps too.
+    run__samples_every=1,
     **changes,
   )
   lag = changes.get("schedule__lag", 0)
