@@ -219,6 +219,7 @@ class Policy:
     datasets: str = "",
     *,
     seed: int | None = None,
+    critic: bool = False,
     **settings: Any,
   ) -> dict[str, dict[str, float]]:
     """Samples and judges k responses to each problem of one or more sets.
@@ -231,6 +232,7 @@ class Policy:
       datasets: sets separated by commas as in `eval.path`, such as
         'gsm8k,mine.jsonl'; '' are those of the run.
       seed: seed of the sampling; None is that of the run.
+      critic: adds `best@k` and `weighted_maj@k` by the run's critic.
       **settings: values of dotted keys, as `**{"eval.samples": 8}`.
 
     Returns:
@@ -248,7 +250,7 @@ class Policy:
     tries = pass_counts(config.eval.samples)
     return {
       one.name: one.results(tries) | one.errors(tries)
-      for one in self.evaluations(config, seed=seed)
+      for one in self.evaluations(config, seed=seed, critic=critic)
     }
 
   def evaluation_config(

@@ -1,4 +1,4 @@
-"""What a setting is: its default, allowed values and meaning."""
+"""Types of settings: a default, allowed values and a meaning."""
 
 import importlib
 from collections.abc import Iterator

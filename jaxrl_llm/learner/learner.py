@@ -107,19 +107,22 @@ class Learner:
     )
 
   def alone(self, name: str, params: Any) -> LearnerState:
-    """Returns a state with one member, by which it can be measured.
+    """Returns a state that one member can score with, and not be trained.
 
     Args:
       name: name of the member.
       params: nested dict of all its parameters.
+
+    Returns:
+      The state; nothing is allocated for the member's optimizer.
     """
     member = self.members[name]
     own, trained = member.split(params)
     return self.abstract().replace(
-      models={name: member.create_state(trained)},
+      models={name: member.shapes.replace(trained=trained)},
       companions={},
       waiting=None,
-      base={"policy": own} if member.shares_base else {"policy": {}, name: own},
+      base={"policy" if member.shares_base else name: own},
     )
 
   def constants(self) -> dict[str, Any]:

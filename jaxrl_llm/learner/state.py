@@ -51,7 +51,7 @@ class LearnerState:
 
   def base_of(self, member: str) -> Any:
     """Returns the parameters of a member that are not trained."""
-    return self.base.get(member, self.base["policy"])
+    return self.base[member if member in self.base else "policy"]
 
   def with_model(self, member: str, model: TrainState) -> "LearnerState":
     """Returns the state with another state of a member."""

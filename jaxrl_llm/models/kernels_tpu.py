@@ -152,7 +152,7 @@ def _skip_blocks(info, segments, block, *, by_keys=False):
   axis = 1 if by_keys else 2
   q, k = (x.reshape(-1, block) for x in segments)
   own, visited = (k, q) if by_keys else (q, k)
-  # Of the blocks that a mask with a window leaves out, there is no visit.
+  # Visits are counted in the mask's own grid, which a window makes smaller.
   number = info.data_next.astype(jnp.int32)
   low, high = (
     jnp.expand_dims(bound, (0, axis)) for bound in (own.min(1), own.max(1))

@@ -41,7 +41,7 @@ _NF4 = np.array(
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-  """How a matrix [..., in, out] is stored in few bits.
+  """A storage format of matrices [..., in, out] in few bits.
 
   Attributes:
     block: rows and columns of a block; 0: all. Blocks at the end may be

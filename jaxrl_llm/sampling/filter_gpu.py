@@ -52,7 +52,7 @@ def _find_bound(weights_ref, top_k_ref, top_p_ref, out_ref):
   def total(of):
     def add(i, sum_):
       at = i * _CHUNK + jnp.arange(_CHUNK)
-      # What is no entry is less than any threshold.
+      # Padding is below every threshold.
       weights = triton.load(
         weights_ref.at[slot, at], mask=at < size, other=-1.0
       )

@@ -121,7 +121,7 @@ class Sizes:
 
   @property
   def received(self) -> float:
-    """Those of `gathered` that come from other devices."""
+    """Gathered parameters that come from other devices."""
     return self.gathered - self.parameters / (self.shards * self.tensor)
 
   def head_chunk(self, rows: float) -> int:

@@ -1,4 +1,4 @@
-"""What becomes of states: continuations of responses by their policy."""
+"""Monte Carlo values of states, by continuations of responses."""
 
 import dataclasses
 import json
