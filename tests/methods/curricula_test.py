@@ -9,7 +9,7 @@ import pytest
 from helpers import doors, tiny_run
 from helpers.tiny_algorithm import make_rollout
 
-from jaxrl_llm import metrics, rewards
+from jaxrl_llm import metrics, register, rewards
 from jaxrl_llm.data import oracles, prompt_source, tasks
 from jaxrl_llm.data.sources import LazySource
 from jaxrl_llm.data.tokenizer import Tokenizer
@@ -445,6 +445,34 @@ RUNS = {
   },
   "shuffled": {"estimator__name": "sharpened", "reward__group": "majority"},
 }
+
+
+FEATURES = {
+  "an environment and dynamic sampling": {
+    "schedule__dynamic_sampling": True,
+    "schedule__over_provision": 2.0,
+    "schedule__max_rounds": 8,
+    "reward__name": "even",
+    "reward__group": "",
+    "environment__name": "calculator",
+    "sampler__stop": ("=",),
+    "environment__max_turns": 3,
+  },
+  "majority labels and replay": {
+    "schedule__replay": 0.5,
+    "schedule__replay_keep": "all",
+    "reward__group": "majority",
+  },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("order", RUNS)
+def test_meets_other_features(model, tmp_path, order, features):
+  register.reward("even", lambda tokens: sum(tokens) % 2 == 0)
+  changes = RUNS[order] | FEATURES[features]
+  doors.train(model, tmp_path / "run", data__order=order, **changes)
 
 
 @pytest.mark.slow
