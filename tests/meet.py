@@ -4,12 +4,16 @@ import os
 import signal
 import sys
 import threading
+import time
+from concurrent import futures
 
 import jax
 import numpy as np
 from absl import app, flags
+from jax._src import distributed
 
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.sync import across
 from jaxrl_llm.system import processes, signals
 
 _COORDINATOR = flags.DEFINE_string("coordinator", "", "")
@@ -54,6 +58,59 @@ def check(index):
   assert processes.to_host(total) == rows.sum()
 
 
+def check_apart(index):
+  """Each process has a mesh; all know the results, and arrays move."""
+  devices = np.array(jax.devices()).reshape(2, 2)
+  spec = jax.sharding.PartitionSpec
+  halves = [
+    jax.sharding.NamedSharding(jax.sharding.Mesh(x, ("x",)), spec("x"))
+    for x in devices
+  ]
+  rows = np.arange(6, dtype=np.float32).reshape(2, 3) - 3
+  double = jax.jit(lambda x: (2 * x, x.sum().astype("bfloat16")))
+  both = [double(processes.put(rows + i, halves[i])) for i in range(2)]
+  assert bool(both[0][0].addressable_shards) == (index == 0)
+  for i, (twice, total) in enumerate(processes.to_host(both)):
+    np.testing.assert_array_equal(twice, 2 * (rows + i))
+    assert total == (rows + i).sum() and total.dtype == "bfloat16"
+  # To fewer devices, to more, and to one that has a part; zeros keep a sign.
+  whole = jax.sharding.Mesh(devices.flatten(), ("x",))
+  places = [*halves, jax.sharding.NamedSharding(whole, spec(None, "x"))]
+  values = [
+    np.array([[0.0, -0.0, np.nan, 1.5], [2, -3, 4, 5]], np.float32),
+    np.arange(12, dtype=np.int8).reshape(2, 6)[:, :4],
+    np.linspace(-1, 1, 8).reshape(2, 4).astype("bfloat16"),
+  ]
+  for source in places:
+    for target in places:
+      arrays = [processes.put(x, source) for x in values]
+      shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in values]
+      moved = across.make_move(shapes, [target] * 3)(arrays)
+      for x, value in zip(moved, values):
+        assert x.sharding == target
+        assert processes.to_host(x).tobytes() == value.tobytes()
+
+
+def check_threads(index):
+  """Threads exchange at their own pace, in another order in each process."""
+
+  def exchange(name, delays):
+    for number in range(20):
+      time.sleep(delays[index])
+      assert processes.gather((name, number, index)) == [
+        (name, number, i) for i in range(2)
+      ]
+
+  with futures.ThreadPoolExecutor(1, "slow") as thread:
+    slow = thread.submit(exchange, "slow", (0.02, 0.0))
+    exchange("fast", (0.0, 0.01))
+    slow.result()
+  store = distributed.global_state.client
+  # Only messages of the last exchange are kept.
+  held = {key for key, _ in store.key_value_dir_get_bytes("messages/slow_0")}
+  assert {key.split("/")[-2] for key in held} <= {"20"}, held
+
+
 def check_signals(index, rounds=20):
   """A signal at a random moment ends the steps of both processes, together."""
   rng = np.random.default_rng(index)
@@ -94,6 +151,8 @@ def main(_):
     check_death(_PROCESS_ID.value)
     return
   check(_PROCESS_ID.value)
+  check_apart(_PROCESS_ID.value)
+  check_threads(_PROCESS_ID.value)
   check_signals(_PROCESS_ID.value)
   sys.stdout.write("met\n")
 

@@ -16,7 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
+from jax.sharding import NamedSharding
 
 from jaxrl_llm import digest
 from jaxrl_llm.checkpoint import commit, state
@@ -62,7 +64,7 @@ class Checkpointer:
     self.failures = 0
     self.directory = pathlib.Path(directory).absolute()
     self._keep, self._keep_every, self._best = keep, keep_every, best
-    self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+    self._orbax: ocp.AsyncCheckpointer | None = None  # Made by the first save.
     self._thread = concurrent.futures.ThreadPoolExecutor(1, "commit")
     self._saving: tuple[int, concurrent.futures.Future] | None = None
     self._errors: list[str] = []
@@ -100,17 +102,22 @@ class Checkpointer:
       raise OSError(f"it needs {size:,} bytes, and {free:,} are free")
     # Both are started before the arrays can be donated.
     checksums = digest.start_checksums(*digest.named_leaves(trees))
-    items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
-    self._orbax.save(folder, ocp.args.Composite(**items), force=True)
+    members = _members(trees)
+    if jax.process_index() in members:
+      self._orbax = self._orbax or _make(ocp.AsyncCheckpointer, members)
+      self._orbax.save(folder, _to_save(trees, members), force=True)
     leaves = commit.describe(trees)
     record = {"step": step, "bytes": size, **metadata}
     return self._thread.submit(self._finish, folder, leaves, checksums, record)
 
   def _finish(self, folder, leaves, checksums, record) -> None:
-    self._orbax.wait_until_finished()
+    if self._orbax is not None:
+      self._orbax.wait_until_finished()
     if not processes.is_first():
       return
-    commit.write(folder, leaves, digest.finish_checksums(checksums), **record)
+    # Read here: other processes do not come this far.
+    checksums = digest.finish_checksums(jax.device_get(checksums))
+    commit.write(folder, leaves, checksums, **record)
     # Only now: old checkpoints must stay until this one is complete.
     steps = commit.steps(self.directory)
     kept = {*steps[-self._keep :], self._best(steps)}
@@ -209,7 +216,8 @@ class Checkpointer:
     """Waits and releases the directory."""
     self.wait()
     self._thread.shutdown()
-    self._orbax.close()
+    if self._orbax is not None:
+      self._orbax.close()
 
   def _prepare(self) -> None:
     """Makes the directory and removes leftovers of killed saves."""
@@ -265,15 +273,18 @@ def save_tree(path: str | os.PathLike, tree: Any) -> None:
 
 
 def _save(path: pathlib.Path, trees: Mapping[str, Any]) -> None:
-  items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
-  with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
-    try:
-      checkpointer.save(path, ocp.args.Composite(**items), force=True)
-    except Exception as error:  # Orbax raises errors of many kinds.
-      raise TrainingStopped(
-        f"{path}: cannot write a checkpoint ({_reason(error)}); free disk"
-        " space and resume with the same --workdir"
-      ) from error
+  members, failed = _members(trees), None
+  if jax.process_index() in members:
+    with _make(ocp.Checkpointer, members) as checkpointer:
+      try:
+        checkpointer.save(path, _to_save(trees, members), force=True)
+      except Exception as error:  # Orbax raises errors of many kinds.
+        failed = _reason(error)
+  if failures := list(filter(None, processes.gather(failed))):
+    raise TrainingStopped(
+      f"{path}: cannot write a checkpoint ({failures[0]}); free disk space and"
+      " resume with the same --workdir"
+    )
   leaves, checksums = commit.describe(trees), digest.checksums(trees)
   write = functools.partial(commit.write, bytes=commit.num_bytes(trees))
   processes.of_first(write, path, leaves, checksums)
@@ -323,16 +334,76 @@ def load(path: str | os.PathLike, targets: Mapping[str, Any]) -> dict[str, Any]:
     )
     for name, tree in saved.items()
   }
+  members = _members(saved)
   try:
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
-      found = checkpointer.restore(path, ocp.args.Composite(**items))
-    trees = {name: found[name] for name in saved}
-    if not all(isinstance(x, jax.Array) for x in jax.tree.leaves(trees)):
-      raise ValueError("an array is missing")
+    trees = saved
+    if jax.process_index() in members:
+      with _make(ocp.Checkpointer, members) as checkpointer:
+        found = checkpointer.restore(path, ocp.args.Composite(**items))
+      trees = {name: found[name] for name in saved}
+      if not all(isinstance(x, jax.Array) for x in jax.tree.leaves(trees)):
+        raise ValueError("an array is missing")
+    failed = None
   except Exception as error:  # Orbax raises errors of many kinds.
-    raise commit.DamagedError(path, _reason(error)) from error
+    failed = _reason(error)
+  if failures := list(filter(None, processes.gather(failed))):
+    raise commit.DamagedError(path, failures[0])
+  if len(members) < jax.process_count():
+    trees = _told(trees)
   commit.check_bits(path, record, trees)
   return dict(zip(targets, trees.values()))
+
+
+def _members(trees: Mapping[str, Any]) -> set[int]:
+  """The processes with devices of the arrays; all, if they are on no mesh."""
+  inside = {
+    device.process_index
+    for leaf in jax.tree.leaves(trees)
+    if isinstance(getattr(leaf, "sharding", None), NamedSharding)
+    for device in leaf.sharding.device_set
+  }
+  return inside or {*range(jax.process_count())}
+
+
+def _make(kind: Callable[..., T], members: set[int]) -> T:
+  """Makes a checkpointer of Orbax that only some processes use."""
+  everyone = len(members) == jax.process_count()
+  options = ocp.options.MultiprocessingOptions(
+    active_processes=None if everyone else members
+  )
+  handler = ocp.CompositeCheckpointHandler(
+    composite_options=ocp.CompositeOptions(multiprocessing_options=options)
+  )
+  return kind(handler, multiprocessing_options=options)
+
+
+def _to_save(trees: Mapping[str, Any], members: set[int]) -> Any:
+  """Returns the arguments of a save."""
+  if len(members) == 1 < jax.process_count():
+    # Orbax refuses arrays of one of several processes, unless in NumPy.
+    trees = jax.device_get(trees)
+  items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
+  return ocp.args.Composite(**items)
+
+
+def _told(trees: Mapping[str, Any]) -> dict[str, Any]:
+  """Completes restored trees in processes that cannot read them.
+
+  Host arrays come from the first process, and arrays of a mesh without a device
+  of this process have no data here.
+  """
+  leaves, structure = jax.tree.flatten(dict(trees))
+  on_mesh = [isinstance(x.sharding, NamedSharding) for x in leaves]
+  read = lambda: [None if y else np.asarray(x) for x, y in zip(leaves, on_mesh)]
+  for i, value in enumerate(processes.of_first(read)):
+    if value is not None:
+      leaves[i] = value
+    elif isinstance(leaves[i], jax.ShapeDtypeStruct):
+      shape, place, dtype = leaves[i].shape, leaves[i].sharding, leaves[i].dtype
+      leaves[i] = jax.make_array_from_single_device_arrays(
+        shape, place, [], dtype=dtype
+      )
+  return jax.tree.unflatten(structure, leaves)
 
 
 def _reason(error: BaseException) -> str:

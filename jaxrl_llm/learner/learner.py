@@ -438,8 +438,8 @@ class Learner:
     self, state: LearnerState, name: str, rows: Sequence[Any]
   ) -> dict[str, float]:
     """Returns the metrics of a member's updates in a step, if any."""
-    rows = processes.to_host(rows)
-    in_a_row = int(state.models[name].optimizer.skipped_in_a_row)
+    in_a_row = state.models[name].optimizer.skipped_in_a_row
+    rows, in_a_row = processes.to_host((rows, in_a_row))
     if in_a_row >= self.settings.max_skipped:
       raise TrainingStopped(
         f"the last {in_a_row} updates of the {name} were not finite and were"

@@ -14,6 +14,7 @@ from jaxrl_llm import digest, metrics
 from jaxrl_llm.errors import TrainingStopped
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.state import LearnerState, TrainingBatch
+from jaxrl_llm.system import processes
 from jaxrl_llm.types import Responses
 
 _AGAIN = "replace this host; the same --workdir continues from its checkpoint"
@@ -42,12 +43,13 @@ def update_twice(
   """
   with timer.phase("replay"):
     step = state.step + 1
-    copies = digest.copies_that_differ(_arrays(state))
-    if copies:
-      raise TrainingStopped(
-        f"before step {step} the copies of {copies[0]} ({len(copies)} in all)"
-        f" differ on {socket.gethostname()}; {_AGAIN}"
-      )
+    differ = digest.copies_that_differ(_arrays(state))
+    for host, copies in processes.gather((socket.gethostname(), differ)):
+      if copies:
+        raise TrainingStopped(
+          f"before step {step} the copies of {copies[0]} ({len(copies)} in all)"
+          f" differ on {host}; {_AGAIN}"
+        )
     before = state.replace(**jax.tree.map(lambda x: x.copy(), _arrays(state)))
   after, row = learner.update(state, responses, timer, scored)
   with timer.phase("replay"):
@@ -55,10 +57,10 @@ def update_twice(
     first, second = (digest.checksums(_arrays(x)) for x in (after, again))
     wrong = [name for name in first if first[name] != second[name]]
   if wrong:
+    hosts = ", ".join(processes.gather(socket.gethostname()))
     raise TrainingStopped(
       f"step {step}, computed twice, differs in {wrong[0]} ({len(wrong)} of"
-      f" {len(first)} arrays): {socket.gethostname()} calculates wrongly;"
-      f" {_AGAIN}"
+      f" {len(first)} arrays): one of {hosts} calculates wrongly; {_AGAIN}"
     )
   return after, row
 

@@ -272,7 +272,9 @@ def _place(
       part = _read(leaf, tensors, dtype, before)
     arrays[device] = jax.block_until_ready(jax.device_put(part, device))
   arrays = [arrays[device] for device in parts]
-  return jax.make_array_from_single_device_arrays(leaf.shape, place, arrays)
+  return jax.make_array_from_single_device_arrays(
+    leaf.shape, place, arrays, dtype=dtype
+  )
 
 
 def _read(

@@ -28,6 +28,7 @@ from jaxrl_llm.rollout.environments import (
 )
 from jaxrl_llm.rollout.tools import Tools
 from jaxrl_llm.sampling.requests import Request
+from jaxrl_llm.system import processes
 from jaxrl_llm.types import Origin, Status
 
 _CHARS_PER_TOKEN = 32  # Longer texts are cut before they are tokenised.
@@ -215,7 +216,9 @@ class TurnHook(contextlib.ExitStack):
     self._answer = answer
     self._pending: list[Request] = []
     self._answers: concurrent.futures.Future | None = None
-    self._thread = self.enter_context(concurrent.futures.ThreadPoolExecutor(1))
+    self._thread = self.enter_context(
+      concurrent.futures.ThreadPoolExecutor(1, "environment")
+    )
 
   def __call__(self, left: Sequence[Request]) -> bool:
     """Adds the replies requested before, and requests those of new turns.
@@ -236,7 +239,9 @@ class TurnHook(contextlib.ExitStack):
         {"state": self._of(request)["state"], "response": self._turn(request)}
         for request in self._pending
       ]
-      self._answers = self._thread.submit(self._config.call, jobs)
+      self._answers = self._thread.submit(
+        processes.in_shares, self._config.call, jobs
+      )
       for request in self._pending:
         request.row.status[0] = int(Status.TRUNCATED)  # It may continue.
         request.awaiting_environment = True

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jaxrl_llm.errors import check_number
 from jaxrl_llm.models import ModelFns
 from jaxrl_llm.models.numerics import FORMATS
+from jaxrl_llm.system import processes
 
 # (logits [S, 1, V], ahead [S, 1]) -> tokens [S, 1], as the model would draw.
 Draw = Callable[[jax.Array, jax.Array], jax.Array]
@@ -179,9 +180,12 @@ class AdaptiveSpeculation:
     self._rates = {}  # (bucket, num_draft_tokens) -> newest rates.
 
   def choose(self, active: int) -> int:
-    """Draft tokens per step for so many active slots."""
+    """Draft tokens per step for so many active slots, in all processes."""
     if not self._num_draft_tokens:
       return 0
+    return processes.of_first(self._choose, active)
+
+  def _choose(self, active: int) -> int:
     options = (self._num_draft_tokens, 0)
     for option in options:
       if self.rate(active, option) is None:

@@ -1,9 +1,9 @@
 """Weight transfer from trainer to sampler, in groups of leaves.
 
 The sampler's copy has its own dtype and layout and may be on another mesh. It
-is made on the trainer's mesh and moved by a resharding `device_put`, one group
-of leaves at a time, so that little memory is used besides the two copies. It
-carries the policy's version and a checksum.
+is made on the trainer's mesh and moved to the sampler's, one group of leaves at
+a time, so that little memory is used besides the two copies. It carries the
+policy's version and a checksum.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ import jax
 from jaxrl_llm import digest
 from jaxrl_llm.digest import Checksums
 from jaxrl_llm.errors import InputError, check_number
+from jaxrl_llm.sync import across
 from jaxrl_llm.system import processes
 
 MAX_BYTES = 256 << 20
@@ -87,7 +88,7 @@ class WeightTransfer:
       sizes = [leaves[i].size * leaves[i].dtype.itemsize for i in chosen]
       for group in _groups(sizes, max_bytes):
         group = [chosen[i] for i in group]
-        self._programs.append((group, self._program(group)))
+        self._programs.append((group, self._program(group), self._move(group)))
 
   @property
   def shapes(self) -> Any:
@@ -113,7 +114,7 @@ class WeightTransfer:
     """
     old = replaces and jax.tree.leaves(replaces.params)
     sent, arrived = {}, [None] * len(self._names)
-    for group, program in self._programs:
+    for group, program, move in self._programs:
       names = [self._names[i] for i in group]
       if old is not None and group[0] in self._constant:
         sent |= {name: replaces.checksums[name] for name in names}
@@ -125,10 +126,8 @@ class WeightTransfer:
       if old is not None:
         for i in group:
           old[i].delete()
-      if self._target is not None:
-        leaves = jax.device_put(leaves, [self._target[i] for i in group])
       # Wait for each group, or all would be in memory at once.
-      for i, leaf in zip(group, processes.ready(leaves)):
+      for i, leaf in zip(group, processes.ready(move(leaves))):
         arrived[i] = leaf
     params = jax.tree.unflatten(self._tree, arrived)
     return VersionedWeights(params, version, sent)
@@ -136,7 +135,7 @@ class WeightTransfer:
   def checksums(self, params: Any) -> dict[str, int]:
     """Returns checksums of the sampler's parameters, by path."""
     out = {}
-    for group, program in self._programs:
+    for group, program, _ in self._programs:
       names = [self._names[i] for i in group]
       out |= digest.leaf_checksums(names, program(params))
     return out
@@ -150,6 +149,13 @@ class WeightTransfer:
       return [leaves[i] for i in group]
 
     return jax.jit(make, out_shardings=[self._source[i] for i in group])
+
+  def _move(self, group: Sequence[int]) -> Callable[..., list[jax.Array]]:
+    """Makes the function that moves a group to the sampler's mesh."""
+    if self._target is None:
+      return list
+    places = [self._target[i] for i in group]
+    return across.make_move([self._shapes[i] for i in group], places)
 
 
 def _groups(sizes: Sequence[int], most: int) -> list[list[int]]:

@@ -6,30 +6,42 @@ devices meet in every collective. Work whose result could differ (files of the
 run, rewards under deadlines, signals) is done by the first process or split
 among all, and its result is shared. With a single process, every function here
 runs locally.
+
+Arrays travel by collectives among the devices of their mesh. Results of host
+work, and arrays of a mesh that leaves out some processes, travel through the
+key-value store of the first process: each thread has messages of its own, so
+that sampler and learner can run concurrently.
 """
 
 import collections
+import concurrent.futures
 import contextlib
+import itertools
 import os
 import pickle
 import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import jax
 import numpy as np
 from jax._src import distributed  # There is no public way to its client.
-from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.errors import InputError, TrainingStopped
 
 T = TypeVar("T")
 _patience_s = 0  # Set by `connect`.
 _waited_s = collections.defaultdict(float)  # By thread.
-_ERRORS = {e.__name__: e for e in (InputError, TrainingStopped, OSError)}
+_cleared = collections.defaultdict(int)  # Messages deleted, by channel.
+_sent = collections.defaultdict(int)  # Messages so far, by name of the thread.
+_YEAR_MS = 365 * 24 * 3600 * 1000
+_TOGETHER = InputError, TrainingStopped
+_ERRORS = {e.__name__: e for e in (*_TOGETHER, OSError)}
 
 
 def connect(
@@ -42,7 +54,8 @@ def connect(
       `count` and `index` from the cluster (Slurm, GKE, Cloud TPU, Open MPI).
     count: number of processes.
     index: number of this process.
-    patience_s: seconds until a dead process is noticed.
+    patience_s: seconds until a process that is dead or frozen is missed. The
+      others then end with exit code 1 and name it.
 
   Raises:
     InputError: The processes cannot connect.
@@ -53,8 +66,9 @@ def connect(
   try:
     jax.distributed.initialize(
       *given,
-      heartbeat_timeout_seconds=patience_s,
-      shutdown_timeout_seconds=patience_s,
+      # Later than `_watch`: JAX aborts with the stacks of all threads.
+      heartbeat_timeout_seconds=3 * patience_s,
+      shutdown_timeout_seconds=2 * patience_s,
     )
   except (ValueError, RuntimeError) as error:
     reason = str(error).strip().splitlines()[0]
@@ -63,6 +77,55 @@ def connect(
       " --coordinator=HOST:PORT of the first one, --num_processes and"
       " --process_id"
     ) from error
+  if jax.process_count() > 1:
+    threading.Thread(target=_watch, name="watch", daemon=True).start()
+
+
+def _watch() -> None:
+  """Ends this process when another one has not been alive for some time.
+
+  Counts looks and not seconds: a process that was frozen itself must not blame
+  the others.
+  """
+  index, count = jax.process_index(), jax.process_count()
+  client = distributed.global_state.client
+  last, missed = {}, collections.Counter()
+  thread = concurrent.futures.ThreadPoolExecutor(1, "alive")
+
+  def look(number: int) -> dict[int, str]:
+    client.key_value_set(f"alive/{index}", str(number), allow_overwrite=True)
+    beats = client.key_value_dir_get("alive")
+    return {int(key.rpartition("/")[2]): beat for key, beat in beats}
+
+  for number in itertools.count():
+    try:
+      beats = thread.submit(look, number).result(_patience_s)
+    except TimeoutError:
+      _end("the first process answers no more", [0])
+    except RuntimeError:  # Of the store, too.
+      return  # The process ends.
+    for other in {*range(count)} - {index}:
+      same = beats.get(other) == last.get(other)
+      missed[other] = missed[other] + 1 if same else 0
+    silent = [i for i, n in missed.items() if n * _look_s() > _patience_s]
+    if silent:
+      _end(f"no sign of life for {_patience_s} s", sorted(silent))
+    last = beats
+    time.sleep(_look_s())
+
+
+def _end(reason: str, silent: Sequence[int]) -> NoReturn:
+  """Exits with code 1 and one line that names processes that do not answer."""
+  names = ", ".join(map(str, silent)) or "none"
+  print(
+    f"\nprocess {jax.process_index()} of {jax.process_count()} on"
+    f" {socket.gethostname()}: {reason}; processes that do not answer:"
+    f" {names}; start all of them again with the same --workdir",
+    file=sys.stderr,
+    flush=True,
+  )
+  time.sleep(is_first())  # Others still read what the first one serves.
+  os._exit(1)
 
 
 @contextlib.contextmanager
@@ -72,39 +135,40 @@ def ended_together() -> Iterator[None]:
   Its line names the processes that do not answer. It comes before JAX, whose
   heartbeats take longer, aborts the process with the stacks of all threads. If
   the first process dies, which JAX's clients notice at once, JAX may be faster.
+
+  Errors that all processes raise together pass. After any other one this
+  process exits at once, so that the others miss it.
   """
   try:
     yield
-  except (jax.errors.JaxRuntimeError, ValueError) as error:
-    # From `multihost_utils` the same error comes as a ValueError.
-    foreign = isinstance(error, ValueError) and "Gloo" not in str(error)
-    if jax.process_count() == 1 or foreign:
+  except Exception as error:
+    if jax.process_count() == 1 or isinstance(error, _TOGETHER):
       raise
-    reason = str(error).strip().splitlines()[0][:200]
-    silent = ", ".join(map(str, _silent())) or "none"
-    print(
-      f"\nprocess {jax.process_index()} of {jax.process_count()} on"
-      f" {socket.gethostname()}: a collective failed ({reason}); processes that"
-      f" do not answer: {silent}; start all of them again with the same"
-      " --workdir",
-      file=sys.stderr,
-      flush=True,
-    )
-    time.sleep(is_first())  # Others still read what the first one serves.
-    os._exit(1)
+    reason = (str(error).strip().splitlines() or [""])[0][:200]
+    # From a jitted function the same error may come as a ValueError.
+    if isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in reason:
+      _end(f"a collective failed ({reason})", _silent())
+    if not isinstance(error, OSError):
+      traceback.print_exc()
+    _end(f"{type(error).__name__}: {reason}", [])
 
 
 def _silent() -> list[int]:
-  """Returns the processes that do not report the failed collective."""
+  """Returns the processes that have stopped to say that they are alive."""
   client = distributed.global_state.client
   try:
-    client.key_value_set(f"failed/{jax.process_index()}", "")
-    time.sleep(min(5, _patience_s / 4))
-    reports = client.key_value_dir_get("failed")
+    before = client.key_value_dir_get("alive")
+    time.sleep(2.5 * _look_s())
+    after = dict(client.key_value_dir_get("alive"))
   except jax.errors.JaxRuntimeError:
     return [0]
-  reported = {int(key.rpartition("/")[2]) for key, _ in reports}
-  return sorted({*range(jax.process_count())} - reported)
+  same = [key for key, beat in before if after[key] == beat]
+  return sorted(int(key.rpartition("/")[2]) for key in same)
+
+
+def _look_s() -> float:
+  """Seconds between two looks at the other processes."""
+  return min(2, _patience_s / 8)
 
 
 def is_first() -> bool:
@@ -138,12 +202,35 @@ def gather(value: T) -> list[T]:
   """Returns the values of all processes in order; all must call it."""
   if jax.process_count() == 1:
     return [value]
-  data = np.frombuffer(pickle.dumps(value), np.uint8)
+  channel, number = _next_message()
+  client, index = distributed.global_state.client, jax.process_index()
+  parts, joined = f"{channel}/{number}/parts", f"{channel}/{number}/joined"
   with waiting():
-    sizes = multihost_utils.process_allgather(np.int32(data.size))
-    padded = np.pad(data, (0, int(sizes.max()) - data.size))
-    rows = multihost_utils.process_allgather(padded)
-  return [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes)]
+    client.key_value_set_bytes(f"{parts}/{index}", pickle.dumps(value))
+    if is_first():
+      count = range(jax.process_count())
+      data = pickle.dumps([_receive(f"{parts}/{i}") for i in count])
+      # All processes have come here, so that nothing earlier is read any more.
+      for old in range(_cleared[channel], number):
+        client.key_value_delete(f"{channel}/{old}")
+      client.key_value_delete(parts)
+      _cleared[channel] = number
+      client.key_value_set_bytes(joined, data)
+      return [pickle.loads(part) for part in pickle.loads(data)]
+    return [pickle.loads(part) for part in pickle.loads(_receive(joined))]
+
+
+def _next_message() -> tuple[str, int]:
+  """Returns the channel of this thread, and the number of its next message."""
+  channel = threading.current_thread().name
+  _sent[channel] += 1
+  return f"messages/{channel}", _sent[channel]
+
+
+def _receive(key: str) -> bytes:
+  """Waits for a message; `_watch` ends the process if the sender has died."""
+  client = distributed.global_state.client
+  return client.blocking_key_value_get_bytes(key, _YEAR_MS)
 
 
 def of_first(function: Callable[..., T], *args: Any) -> T:
@@ -206,7 +293,8 @@ def put(tree: Any, places: Any) -> Any:
 
   def put_one(x, place):
     x = np.asarray(x)
-    return jax.make_array_from_callback(x.shape, place, lambda part: x[part])
+    part = lambda index: x[index]
+    return jax.make_array_from_callback(x.shape, place, part, dtype=x.dtype)
 
   if places is None:
     return tree
@@ -218,12 +306,20 @@ def put(tree: Any, places: Any) -> Any:
 def to_host(tree: Any) -> Any:
   """Returns arrays as NumPy, gathered from all processes.
 
-  All processes must call it, unless every device holds all of the arrays.
+  All processes must call it, also those without a device of the arrays.
   """
   with waiting():
     if jax.process_count() == 1:
       return jax.device_get(tree)
-    return jax.tree.map(_whole, tree)
+    leaves, structure = jax.tree.flatten(tree)
+    found = [_whole(x) for x in leaves]
+    senders = [_sender(x) for x in leaves]
+    for sender in sorted({*senders} - {-1}):
+      chosen = [i for i, x in enumerate(senders) if x == sender]
+      values = _from(sender, [found[i] for i in chosen])
+      for i, value in zip(chosen, values):
+        found[i] = value
+    return jax.tree.unflatten(structure, found)
 
 
 def ready(tree: T) -> T:
@@ -232,9 +328,34 @@ def ready(tree: T) -> T:
     return jax.block_until_ready(tree)
 
 
-def _whole(x: Any) -> np.ndarray:
+def _whole(x: Any) -> np.ndarray | None:
+  """Returns a whole array; None if no device of this process has a part."""
   if not isinstance(x, jax.Array) or x.is_fully_addressable:
     return jax.device_get(x)
-  if x.is_fully_replicated:
-    return np.asarray(x.addressable_data(0))
-  return multihost_utils.process_allgather(x, tiled=True)
+  if not x.is_fully_replicated:
+    whole = NamedSharding(x.sharding.mesh, PartitionSpec())
+    x = jax.jit(_identity, out_shardings=whole)(x)
+  return np.asarray(x.addressable_data(0)) if x.addressable_shards else None
+
+
+def _identity(x: T) -> T:
+  return x
+
+
+def _sender(x: Any) -> int:
+  """The first process of an array's mesh; -1 if all processes are in it."""
+  if not isinstance(x, jax.Array) or not x.committed:
+    return -1
+  inside = {device.process_index for device in x.sharding.device_set}
+  return -1 if len(inside) == jax.process_count() else min(inside)
+
+
+def _from(sender: int, values: list[np.ndarray | None]) -> list[np.ndarray]:
+  """Returns the values of one process; those who have them do not read."""
+  channel, number = _next_message()
+  if jax.process_index() == sender:
+    client = distributed.global_state.client
+    client.key_value_set_bytes(f"{channel}/{number}", pickle.dumps(values))
+  elif any(value is None for value in values):
+    return pickle.loads(_receive(f"{channel}/{number}"))
+  return values

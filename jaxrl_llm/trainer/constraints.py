@@ -1,12 +1,10 @@
 """Constraints between settings that are valid on their own, by topic.
 
-Here are those of data, rollouts and processes; `learner_constraints` has those
+Here are those of data and rollouts; `learner_constraints` has those
 of models, estimators, losses and updates.
 """
 
 from typing import Any
-
-import jax
 
 from jaxrl_llm import config as config_lib
 from jaxrl_llm.data import sources
@@ -35,7 +33,6 @@ def rules(config: Any) -> Rules:
     of_learner.critics,
     of_learner.corrections,
     of_learner.losses,
-    several_processes,
   ]
   return [rule for topic in topics for rule in topic(config)]
 
@@ -289,23 +286,5 @@ def exactness(config: Any) -> Rules:
     for key, value in plain.items()
   ]
 
-
-def several_processes(config: Any) -> Rules:
-  """Checks settings whose results depend on timing, with several processes."""
-  several = jax.process_count() > 1
-  plain = {
-    "schedule.streaming": False,
-    "sampler.drafter": "",
-    "environment.name": "",
-    "run.replay_every": 0,
-  }
-  return [
-    (several and config.schedule.lag and config.schedule.overlap,
-      "schedule.lag, schedule.overlap",
-      "several processes must alternate; use schedule.overlap=False"),
-    *((several and config_lib.get(config, key) != value, key,
-      f"not supported with several processes; set it to {value!r}")
-      for key, value in plain.items()),
-  ]
 
 # fmt: on

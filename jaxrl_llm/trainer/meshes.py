@@ -33,22 +33,41 @@ def make_meshes(
 
   Raises:
     InputError: A mesh needs more devices than are available, or micro-batches
-      are not divisible over the trainer's.
+      are not divisible over the trainer's. Several processes use only some of
+      the devices, or run sampler and learner concurrently on the same ones.
   """
   devices = list(jax.devices() if devices is None else devices)
   trainer = _mesh(config, "mesh", devices)
   _check_micro_batch_size(config, trainer)
-  if jax.process_count() > 1 and trainer.size < len(devices):
-    raise InputError(
-      f"config.mesh uses {trainer.size} of {len(devices)} devices, but several"
-      " processes must use all; raise its sizes, or set config.mesh.data=-1"
-    )
   if not config.sampler.mesh.data:
-    return Meshes(trainer, trainer)
-  free = sharding.remaining_devices(trainer, devices)
-  shared = set(free) <= set(trainer.devices.flat)
-  why = ", which config.mesh " + ("shares" if shared else "leaves free")
-  return Meshes(trainer, _mesh(config, "sampler.mesh", free, why))
+    both = Meshes(trainer, trainer)
+  else:
+    free = sharding.remaining_devices(trainer, devices)
+    shared = set(free) <= set(trainer.devices.flat)
+    why = ", which config.mesh " + ("shares" if shared else "leaves free")
+    both = Meshes(trainer, _mesh(config, "sampler.mesh", free, why))
+  if jax.process_count() > 1:
+    _check_processes(config, both, devices)
+  return both
+
+
+def _check_processes(config: Any, both: Meshes, devices: list) -> None:
+  trainer, sampler = (set(mesh.devices.flat) for mesh in both)
+  if len(trainer | sampler) < len(devices):
+    raise InputError(
+      f"config.mesh and config.sampler.mesh use {len(trainer | sampler)} of"
+      f" {len(devices)} devices, but several processes must use all; raise"
+      " their sizes, or set config.mesh.data=-1"
+    )
+  schedule = config.schedule
+  concurrent = schedule.overlap and (schedule.lag or schedule.streaming)
+  if concurrent and (trainer & sampler or config.sampler.exact):
+    # Both would start programs on them, in another order in each process.
+    raise InputError(
+      "config.schedule.overlap=True: with several processes, sampler and"
+      " learner cannot share devices; set schedule.overlap=False, or give the"
+      " sampler devices of its own by sampler.mesh, without sampler.exact"
+    )
 
 
 def _mesh(config: Any, key: str, devices: list, why: str = "") -> Mesh:
