@@ -44,7 +44,7 @@ class Rollout:
   # float32 [B, T], under the distribution that was sampled from.
   behavior_logprobs: chex.Array
   version: chex.Array  # int32 [B, T], policy version that wrote the token.
-  origin: chex.Array  # int32 [B, T], an `Origin` per token.
+  origin: chex.Array  # int8 [B, T], an `Origin` per token.
   # float32 [B, T], environment reward of the turn that ends here.
   turn_rewards: chex.Array
   status: chex.Array  # int32 [B], a `Status` per response.

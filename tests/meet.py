@@ -20,6 +20,7 @@ _COORDINATOR = flags.DEFINE_string("coordinator", "", "")
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", 1, "")
 _PROCESS_ID = flags.DEFINE_integer("process_id", 0, "")
 _DYING = flags.DEFINE_integer("dying", -1, "")
+_FROZEN = flags.DEFINE_integer("frozen", -1, "")
 _PATIENCE_S = flags.DEFINE_integer("patience_s", 10, "")
 
 
@@ -132,11 +133,13 @@ def check_signals(index, rounds=20):
 
 
 def check_death(index):
-  """One process dies while the other waits for it."""
+  """One process dies or stops while the other waits for it."""
   with processes.ended_together():
     processes.gather(0)
     if index == _DYING.value:
       os.kill(os.getpid(), signal.SIGKILL)
+    if index == _FROZEN.value:
+      os.kill(os.getpid(), signal.SIGSTOP)
     processes.gather(1)
 
 
@@ -147,7 +150,7 @@ def main(_):
     _PROCESS_ID.value,
     patience_s=_PATIENCE_S.value,
   )
-  if _DYING.value >= 0:
+  if max(_DYING.value, _FROZEN.value) >= 0:
     check_death(_PROCESS_ID.value)
     return
   check(_PROCESS_ID.value)

@@ -11,10 +11,17 @@ from helpers import configs, processes, programs, tiny_run
 
 from jaxrl_llm import fleet, metrics
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.trainer import build, loop, meshes, validation
+from jaxrl_llm.trainer import build, loop, meshes
 
 _TESTS = pathlib.Path(__file__).parent
 _STEPS = 4
+# The learner has the first half of the devices, the sampler the other one.
+_APART = {
+  "mesh.data": 2,
+  "mesh.fsdp": 2,
+  "sampler.mesh.data": 2,
+  "sampler.mesh.tensor": 2,
+}
 
 
 def test_what_one_knows_all_know(tmp_path):
@@ -45,8 +52,26 @@ def test_a_process_that_dies_is_named(tmp_path, dying):
   assert codes[other] == 1 and "Fatal" not in text
 
 
+@pytest.mark.parametrize("frozen", range(2))
+def test_a_process_that_is_frozen_is_missed(tmp_path, frozen):
+  flags = f"--frozen={frozen}", "--patience_s=5"
+  started = processes.start(
+    _TESTS / "meet.py", *flags, count=2, devices=1, folder=tmp_path
+  )
+  other = 1 - frozen
+  try:
+    code = started[other].wait(60)
+  finally:
+    started[frozen].kill()
+    started[other].kill()
+  lines = (tmp_path / f"{other}.log").read_text().splitlines()
+  (line,) = [line for line in lines if line.startswith("process ")]
+  assert code == 1 and f"do not answer: {frozen}; start all" in line
+  assert not any("Fatal" in line or "stack" in line for line in lines)
+
+
 class TestRefused:
-  """What would come in another order in every process."""
+  """Programs of two threads would start in another order in every process."""
 
   @pytest.fixture(autouse=True)
   def two(self, monkeypatch):
@@ -55,30 +80,35 @@ class TestRefused:
   @pytest.mark.parametrize(
     ("settings", "says"),
     [
-      ({"schedule.lag": 1}, "use schedule.overlap=False"),
+      ({"schedule.lag": 1}, "sampler and learner cannot share devices"),
+      ({"schedule.lag": 1, "sampler.mesh.data": -1}, "cannot share devices"),
       (
-        {"schedule.streaming": True, "optimizer.policy.mini_batch": 512},
-        "config.schedule.streaming=True",
+        {**_APART, "schedule.streaming": True, "sampler.exact": True},
+        "without sampler.exact",
       ),
-      ({"sampler.drafter": "prompt_lookup"}, "set it to ''"),
-      ({"run.replay_every": 3}, "set it to 0"),
+      ({**_APART, "sampler.mesh.data": 1}, "use 6 of 8 devices"),
+      ({"mesh.data": 4}, "use 4 of 8 devices"),
     ],
   )
   def test_in_one_line(self, settings, says):
     config = configs.load("grpo")
-    validation.validate(config)
+    config.optimizer.policy.micro_batch_size = 8
+    config.optimizer.value.micro_batch_size = 8
+    meshes.make_meshes(config)
     config.update_from_flattened_dict(settings)
     with pytest.raises(InputError, match="several processes") as refused:
-      validation.validate(config)
+      meshes.make_meshes(config)
     assert says in str(refused.value)
 
-  def test_devices_that_do_nothing(self):
+  def test_not_if_they_alternate_or_lie_apart(self):
     config = configs.load("grpo")
-    config.mesh.data = 4
-    config.optimizer.policy.micro_batch_size = 4
-    config.optimizer.value.micro_batch_size = 4
-    with pytest.raises(InputError, match="uses 4 of 8 devices"):
-      meshes.make_meshes(config)
+    config.optimizer.policy.micro_batch_size = 8
+    config.optimizer.value.micro_batch_size = 8
+    config.schedule.lag, config.schedule.overlap = 1, False
+    meshes.make_meshes(config)
+    config.schedule.overlap = True
+    config.update_from_flattened_dict(_APART)
+    meshes.make_meshes(config)
 
 
 @pytest.mark.slow(minutes=1)
@@ -143,6 +173,58 @@ class TestTraining:
     assert "process 0 of 2" in said and "do not answer: 1; start all" in said
     loop.train(run, tmp_path / "run")
     check_equal(tmp_path / "run", alone)
+
+
+RUNS = {
+  "a lag, a calculator and a repeated step": {
+    "schedule__lag": 1,
+    "environment__name": "calculator",
+    "environment__max_turns": 3,
+    "sampler__stop": ("=",),
+    "run__replay_every": 2,
+  },
+  "streaming and a drafter": {
+    "schedule__streaming": True,
+    "optimizer__policy__mini_batch": 32,
+    "optimizer__value__mini_batch": 32,
+    "sampler__drafter": "prompt_lookup",
+    "sampler__num_draft_tokens": 2,
+  },
+  "windows and groups that end first": {
+    "schedule__window": 5,
+    "schedule__stop": "fraction",
+  },
+}
+
+
+@pytest.mark.slow(minutes=1)
+@pytest.mark.parametrize("features", RUNS)
+def test_learner_and_sampler_in_processes_of_their_own(
+  model, tmp_path, features
+):
+  settings = {
+    **{key.replace(".", "__"): value for key, value in _APART.items()},
+    "optimizer__policy__micro_batch_size": 4,
+    "optimizer__value__micro_batch_size": 4,
+    "value__pretrain_steps": 0,
+    "run__steps": _STEPS,
+    **RUNS[features],
+  }
+  alone = build.make_run(tiny_run.make_config(model, **settings))
+  loop.train(alone, tmp_path / "alone")
+  start = lambda count: processes.start(
+    "scripts/train.py",
+    *tiny_run.flags(model, tmp_path / "run", **settings),
+    count=count,
+    devices=8 // count,
+    folder=tmp_path,
+  )
+  started = start(2)
+  wait_for_step(tmp_path / "run", 2)
+  started[1].kill()
+  assert processes.wait(started, 60) == [1, -signal.SIGKILL], logs(tmp_path)
+  assert processes.wait(start(4)) == [0] * 4, logs(tmp_path)
+  check_equal(tmp_path / "run", tmp_path / "alone")
 
 
 def logs(folder):

@@ -128,10 +128,10 @@ ENTRY %main (p: f32[8]) -> f32[8] {
         ("ConcatBitcast", ""),  # XLA's own.
         ("__cudnn$fmhaSoftmax", ""),
         ("__gpu$xla.gpu.triton", pallas),
-        ("tpu_custom_call", 'metadata={op_name="jit(f)/ragged_dot"}'),
+        ("tpu_custom_call", 'metadata={op_name="jit(f)/ragged-dot-none"}'),
       ]
     )
-    found = {"__cudnn$fmhaSoftmax": 2, "attend": 2, "ragged_dot": 1}
+    found = {"__cudnn$fmhaSoftmax": 2, "attend": 2, "ragged-dot-none": 1}
     assert hlo.kernels(text) == found
 
 

@@ -3,13 +3,11 @@
 from jaxrl_llm.checkpoint.commit import DamagedError, is_step, steps
 from jaxrl_llm.checkpoint.manager import (
   Checkpointer,
-  load,
   load_base,
-  load_tree,
   newest_undamaged,
-  save_tree,
 )
 from jaxrl_llm.checkpoint.state import from_items, targets, to_items
+from jaxrl_llm.checkpoint.trees import load, load_tree, save_tree
 
 __all__ = [
   "Checkpointer",

@@ -8,7 +8,6 @@ the COMMIT, see `checkpoint.commit`.
 """
 
 import concurrent.futures
-import functools
 import os
 import pathlib
 import shutil
@@ -16,17 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
-from jax.sharding import NamedSharding
 
 from jaxrl_llm import digest
 from jaxrl_llm.checkpoint import commit, state
-from jaxrl_llm.errors import TrainingStopped
+from jaxrl_llm.checkpoint import trees as trees_lib
 from jaxrl_llm.system import processes
 
 _TEMPORARY = ("*.orbax-checkpoint-tmp*", "*.deleted")
-_TREE = "tree"  # The item of `save_tree`.
 _BASE = "base"  # Folder beside the steps.
 T = TypeVar("T")
 
@@ -102,10 +98,12 @@ class Checkpointer:
       raise OSError(f"it needs {size:,} bytes, and {free:,} are free")
     # Both are started before the arrays can be donated.
     checksums = digest.start_checksums(*digest.named_leaves(trees))
-    members = _members(trees)
+    members = trees_lib.members_of(trees)
     if jax.process_index() in members:
-      self._orbax = self._orbax or _make(ocp.AsyncCheckpointer, members)
-      self._orbax.save(folder, _to_save(trees, members), force=True)
+      self._orbax = self._orbax or trees_lib.make(
+        ocp.AsyncCheckpointer, members
+      )
+      self._orbax.save(folder, trees_lib.to_save(trees, members), force=True)
     leaves = commit.describe(trees)
     record = {"step": step, "bytes": size, **metadata}
     return self._thread.submit(self._finish, folder, leaves, checksums, record)
@@ -142,7 +140,7 @@ class Checkpointer:
       DamagedError: The data differ from what was saved.
       InputError: The step does not exist or has other shapes.
     """
-    return load(self.directory / str(step), targets)
+    return trees_lib.load(self.directory / str(step), targets)
 
   def save_states(
     self, step: int, states: Mapping[str, Any], **metadata: Any
@@ -178,7 +176,7 @@ class Checkpointer:
     """
     folder = self.directory / _BASE
     if trees and not processes.of_first((folder / commit.FILE).exists):
-      _save(folder, trees)
+      trees_lib.save(folder, trees)
 
   def record(self, step: int, *parts: str) -> dict[str, Any]:
     """Reads the COMMIT of a step, with these parts of the metadata.
@@ -206,7 +204,7 @@ class Checkpointer:
     self.failures += 1
     self._errors.append(
       f"{self.directory / str(step)}: cannot write a checkpoint"
-      f" ({_reason(error)}); free disk space. The last checkpoint"
+      f" ({trees_lib.reason(error)}); free disk space. The last checkpoint"
       " is kept, and the next save is tried when it is due"
     )
     if processes.is_first():
@@ -263,46 +261,6 @@ def newest_undamaged(
   return None, []
 
 
-def save_tree(path: str | os.PathLike, tree: Any) -> None:
-  """Writes one tree of arrays to a directory, replacing its content.
-
-  Raises:
-    TrainingStopped: it cannot be written.
-  """
-  _save(pathlib.Path(path).absolute(), {_TREE: tree})
-
-
-def _save(path: pathlib.Path, trees: Mapping[str, Any]) -> None:
-  members, failed = _members(trees), None
-  if jax.process_index() in members:
-    with _make(ocp.Checkpointer, members) as checkpointer:
-      try:
-        checkpointer.save(path, _to_save(trees, members), force=True)
-      except Exception as error:  # Orbax raises errors of many kinds.
-        failed = _reason(error)
-  if failures := list(filter(None, processes.gather(failed))):
-    raise TrainingStopped(
-      f"{path}: cannot write a checkpoint ({failures[0]}); free disk space and"
-      " resume with the same --workdir"
-    )
-  leaves, checksums = commit.describe(trees), digest.checksums(trees)
-  write = functools.partial(commit.write, bytes=commit.num_bytes(trees))
-  processes.of_first(write, path, leaves, checksums)
-
-
-def load_tree(path: str | os.PathLike, target: Any) -> Any:
-  """Reads a tree written by `save_tree`.
-
-  Args:
-    path: its directory.
-    target: tree of ShapeDtypeStructs with shardings.
-
-  Raises:
-    InputError: missing, damaged or of other shapes.
-  """
-  return load(path, {_TREE: target})[_TREE]
-
-
 def load_base(
   directory: pathlib.Path, step: int, targets: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -316,99 +274,4 @@ def load_base(
   base = directory / _BASE
   if not (base / commit.FILE).exists():
     base = directory / str(step)
-  return load(base, targets)
-
-
-def load(path: str | os.PathLike, targets: Mapping[str, Any]) -> dict[str, Any]:
-  """Reads some items of a checkpoint; see `Checkpointer.restore`."""
-  path = pathlib.Path(path).absolute()
-  record = commit.read(path)
-  names = [commit.saved_name(record, name) for name in targets]
-  saved = dict(zip(names, targets.values()))
-  commit.check_shapes(path, record, saved)
-  items = {
-    name: ocp.args.PyTreeRestore(
-      tree,
-      restore_args=ocp.checkpoint_utils.construct_restore_args(tree),
-      partial_restore=True,  # An item may have more than is asked for.
-    )
-    for name, tree in saved.items()
-  }
-  members = _members(saved)
-  try:
-    trees = saved
-    if jax.process_index() in members:
-      with _make(ocp.Checkpointer, members) as checkpointer:
-        found = checkpointer.restore(path, ocp.args.Composite(**items))
-      trees = {name: found[name] for name in saved}
-      if not all(isinstance(x, jax.Array) for x in jax.tree.leaves(trees)):
-        raise ValueError("an array is missing")
-    failed = None
-  except Exception as error:  # Orbax raises errors of many kinds.
-    failed = _reason(error)
-  if failures := list(filter(None, processes.gather(failed))):
-    raise commit.DamagedError(path, failures[0])
-  if len(members) < jax.process_count():
-    trees = _told(trees)
-  commit.check_bits(path, record, trees)
-  return dict(zip(targets, trees.values()))
-
-
-def _members(trees: Mapping[str, Any]) -> set[int]:
-  """The processes with devices of the arrays; all, if they are on no mesh."""
-  inside = {
-    device.process_index
-    for leaf in jax.tree.leaves(trees)
-    if isinstance(getattr(leaf, "sharding", None), NamedSharding)
-    for device in leaf.sharding.device_set
-  }
-  return inside or {*range(jax.process_count())}
-
-
-def _make(kind: Callable[..., T], members: set[int]) -> T:
-  """Makes a checkpointer of Orbax that only some processes use."""
-  everyone = len(members) == jax.process_count()
-  options = ocp.options.MultiprocessingOptions(
-    active_processes=None if everyone else members
-  )
-  handler = ocp.CompositeCheckpointHandler(
-    composite_options=ocp.CompositeOptions(multiprocessing_options=options)
-  )
-  return kind(handler, multiprocessing_options=options)
-
-
-def _to_save(trees: Mapping[str, Any], members: set[int]) -> Any:
-  """Returns the arguments of a save."""
-  if len(members) == 1 < jax.process_count():
-    # Orbax refuses arrays of one of several processes, unless in NumPy.
-    trees = jax.device_get(trees)
-  items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
-  return ocp.args.Composite(**items)
-
-
-def _told(trees: Mapping[str, Any]) -> dict[str, Any]:
-  """Completes restored trees in processes that cannot read them.
-
-  Host arrays come from the first process, and arrays of a mesh without a device
-  of this process have no data here.
-  """
-  leaves, structure = jax.tree.flatten(dict(trees))
-  on_mesh = [isinstance(x.sharding, NamedSharding) for x in leaves]
-  read = lambda: [None if y else np.asarray(x) for x, y in zip(leaves, on_mesh)]
-  for i, value in enumerate(processes.of_first(read)):
-    if value is not None:
-      leaves[i] = value
-    elif isinstance(leaves[i], jax.ShapeDtypeStruct):
-      shape, place, dtype = leaves[i].shape, leaves[i].sharding, leaves[i].dtype
-      leaves[i] = jax.make_array_from_single_device_arrays(
-        shape, place, [], dtype=dtype
-      )
-  return jax.tree.unflatten(structure, leaves)
-
-
-def _reason(error: BaseException) -> str:
-  """Returns the first line of an error, shortened in the middle."""
-  reason = next(iter(str(error).strip().splitlines()), "")
-  if len(reason) > 200:
-    reason = f"{reason[:100]} ... {reason[-100:]}"
-  return f"{type(error).__name__}: {reason}"
+  return trees_lib.load(base, targets)

@@ -229,7 +229,7 @@ def new_requests(
     mask=np.zeros((rows, room), bool),
     behavior_logprobs=np.zeros((rows, room), np.float32),
     version=full(0, room),
-    origin=full(int(Origin.POLICY), room),
+    origin=np.full((rows, room), Origin.POLICY, np.int8),
     turn_rewards=np.zeros((rows, room), np.float32),
     status=full(int(Status.TRUNCATED)),
     window_start=full(0),

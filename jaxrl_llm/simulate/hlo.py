@@ -36,7 +36,7 @@ _CONSTANT = re.compile(r"= [su]32\[\]\S* constant\((\d+)\)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _TARGET = re.compile(r'custom_call_target="([^"]+)"')
 # The function of a Pallas kernel, or the operation of another one.
-_NAME = re.compile(r'op_name="[^"]*?(\w+)(?:/pallas_call[^"]*)?"')
+_NAME = re.compile(r'op_name="[^"]*?([\w-]+)(?:/pallas_call[^"]*)?"')
 _CHAIN = re.compile(r'chain_id="(\d+)"')
 
 

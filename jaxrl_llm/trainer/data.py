@@ -128,6 +128,8 @@ def digests(config: Any) -> dict[str, str]:
   named = {"eval.path": evaluated or config.eval.path}
   named |= {"data.path": benchmarks.training_files(data.path, data.source)}
   named |= {"reward.path": config.reward.path, "run.plugins": plugins}
+  texts = [x for x in data.order_settings.values() if isinstance(x, str)]
+  named["data.order_settings"] = ",".join(texts)
   of = lambda paths: filter(pathlib.Path.is_file, rows.files(paths))
   return {key: digest.of_files(of(paths)) for key, paths in named.items()}
 

@@ -372,7 +372,7 @@ class TestUnwritable:
       raise ValueError(long)
 
     with monkeypatch.context() as broken:
-      broken.setattr(saver._orbax, "save", full)
+      broken.setattr(ocp.AsyncCheckpointer, "save", full)
       saver.save(3, {"policy": {"x": np.float32([3])}}, TOLD)
     saver.wait()
     self.assert_failed(saver, tmp_path, "ValueError: Error writing xxx")

@@ -25,7 +25,7 @@ from jaxrl_llm.methods import (
   xrpo,
 )
 from jaxrl_llm.rewards.judge import Judged
-from jaxrl_llm.trainer import build
+from jaxrl_llm.trainer import build, data
 from jaxrl_llm.types import Responses, Status, join_rows, take_rows
 
 POOL, TRIES = 12, 4
@@ -487,8 +487,15 @@ def test_a_profile_trains(model, tmp_path):
   settings |= {"data__order_settings": {"profile": str(file)}}
   with pytest.raises(InputError, match=r"set config\.data\.pool"):
     build.make_run(doors.make_config(model, **settings))
-  rows = doors.train(model, tmp_path / "run", data__pool=POOL, **settings)
+  settings["data__pool"] = POOL
+  rows = doors.train(model, tmp_path / "run", **settings)
   assert rows[1]["rollout/tokens"] > 0
+  # A resume says if the profile is another one.
+  config = doors.make_config(model, **settings)
+  before = data.digests(config)
+  file.write_text(2 * file.read_text())
+  changed = {k for k, x in data.digests(config).items() if x != before[k]}
+  assert changed == {"data.order_settings"}
 
 
 @pytest.mark.slow

@@ -1,0 +1,164 @@
+"""Trees of arrays in a folder, written and read with Orbax.
+
+With several processes, those that have devices of the arrays' mesh write and
+read; host arrays are the same in all processes.
+"""
+
+import functools
+import os
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.sharding import NamedSharding
+
+from jaxrl_llm import digest
+from jaxrl_llm.checkpoint import commit
+from jaxrl_llm.errors import TrainingStopped
+from jaxrl_llm.system import processes
+
+_TREE = "tree"  # The item of `save_tree`.
+T = TypeVar("T")
+
+
+def save_tree(path: str | os.PathLike, tree: Any) -> None:
+  """Writes one tree of arrays to a directory, replacing its content.
+
+  Raises:
+    TrainingStopped: it cannot be written.
+  """
+  save(pathlib.Path(path).absolute(), {_TREE: tree})
+
+
+def save(path: pathlib.Path, trees: Mapping[str, Any]) -> None:
+  """Writes trees by name to a directory, replacing its content.
+
+  Raises:
+    TrainingStopped: it cannot be written.
+  """
+  members, failed = members_of(trees), None
+  if jax.process_index() in members:
+    with make(ocp.Checkpointer, members) as checkpointer:
+      try:
+        checkpointer.save(path, to_save(trees, members), force=True)
+      except Exception as error:  # Orbax raises errors of many kinds.
+        failed = reason(error)
+  if failures := list(filter(None, processes.gather(failed))):
+    raise TrainingStopped(
+      f"{path}: cannot write a checkpoint ({failures[0]}); free disk space and"
+      " resume with the same --workdir"
+    )
+  leaves, checksums = commit.describe(trees), digest.checksums(trees)
+  write = functools.partial(commit.write, bytes=commit.num_bytes(trees))
+  processes.of_first(write, path, leaves, checksums)
+
+
+def load_tree(path: str | os.PathLike, target: Any) -> Any:
+  """Reads a tree written by `save_tree`.
+
+  Args:
+    path: its directory.
+    target: tree of ShapeDtypeStructs with shardings.
+
+  Raises:
+    InputError: missing, damaged or of other shapes.
+  """
+  return load(path, {_TREE: target})[_TREE]
+
+
+def load(path: str | os.PathLike, targets: Mapping[str, Any]) -> dict[str, Any]:
+  """Reads some items of a checkpoint; see `Checkpointer.restore`."""
+  path = pathlib.Path(path).absolute()
+  record = commit.read(path)
+  names = [commit.saved_name(record, name) for name in targets]
+  saved = dict(zip(names, targets.values()))
+  commit.check_shapes(path, record, saved)
+  items = {
+    name: ocp.args.PyTreeRestore(
+      tree,
+      restore_args=ocp.checkpoint_utils.construct_restore_args(tree),
+      partial_restore=True,  # An item may have more than is asked for.
+    )
+    for name, tree in saved.items()
+  }
+  members = members_of(saved)
+  try:
+    trees = saved
+    if jax.process_index() in members:
+      with make(ocp.Checkpointer, members) as checkpointer:
+        found = checkpointer.restore(path, ocp.args.Composite(**items))
+      trees = {name: found[name] for name in saved}
+      if not all(isinstance(x, jax.Array) for x in jax.tree.leaves(trees)):
+        raise ValueError("an array is missing")
+    failed = None
+  except Exception as error:  # Orbax raises errors of many kinds.
+    failed = reason(error)
+  if failures := list(filter(None, processes.gather(failed))):
+    raise commit.DamagedError(path, failures[0])
+  if len(members) < jax.process_count():
+    trees = _completed(trees)
+  commit.check_bits(path, record, trees)
+  return dict(zip(targets, trees.values()))
+
+
+def members_of(trees: Mapping[str, Any]) -> set[int]:
+  """The processes with devices of the arrays; all, if they are on no mesh."""
+  inside = {
+    device.process_index
+    for leaf in jax.tree.leaves(trees)
+    if isinstance(getattr(leaf, "sharding", None), NamedSharding)
+    for device in leaf.sharding.device_set
+  }
+  return inside or {*range(jax.process_count())}
+
+
+def make(kind: Callable[..., T], members: set[int]) -> T:
+  """Makes a checkpointer of Orbax that only some processes use."""
+  everyone = len(members) == jax.process_count()
+  options = ocp.options.MultiprocessingOptions(
+    active_processes=None if everyone else members
+  )
+  handler = ocp.CompositeCheckpointHandler(
+    composite_options=ocp.CompositeOptions(multiprocessing_options=options)
+  )
+  return kind(handler, multiprocessing_options=options)
+
+
+def to_save(trees: Mapping[str, Any], members: set[int]) -> Any:
+  """Returns the arguments of a save."""
+  if len(members) == 1 < jax.process_count():
+    # Orbax refuses arrays of one of several processes, unless in NumPy.
+    trees = jax.device_get(trees)
+  items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
+  return ocp.args.Composite(**items)
+
+
+def _completed(trees: Mapping[str, Any]) -> dict[str, Any]:
+  """Completes restored trees in processes that cannot read them.
+
+  Host arrays come from the first process, and arrays of a mesh without a device
+  of this process have no data here.
+  """
+  leaves, structure = jax.tree.flatten(dict(trees))
+  on_mesh = [isinstance(x.sharding, NamedSharding) for x in leaves]
+  read = lambda: [None if y else np.asarray(x) for x, y in zip(leaves, on_mesh)]
+  for i, value in enumerate(processes.of_first(read)):
+    if value is not None:
+      leaves[i] = value
+    elif isinstance(leaves[i], jax.ShapeDtypeStruct):
+      shape, place, dtype = leaves[i].shape, leaves[i].sharding, leaves[i].dtype
+      leaves[i] = jax.make_array_from_single_device_arrays(
+        shape, place, [], dtype=dtype
+      )
+  return jax.tree.unflatten(structure, leaves)
+
+
+def reason(error: BaseException) -> str:
+  """Returns the first line of an error, shortened in the middle."""
+  reason = next(iter(str(error).strip().splitlines()), "")
+  if len(reason) > 200:
+    reason = f"{reason[:100]} ... {reason[-100:]}"
+  return f"{type(error).__name__}: {reason}"
