@@ -192,7 +192,7 @@ RUNS = {
   },
   "windows and groups that end first": {
     "schedule__window": 5,
-    "schedule__stop": "fraction",
+    "schedule__stop": "first_groups",
   },
 }
 

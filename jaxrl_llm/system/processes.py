@@ -14,7 +14,6 @@ that sampler and learner can run concurrently.
 """
 
 import collections
-import concurrent.futures
 import contextlib
 import itertools
 import os
@@ -87,31 +86,31 @@ def _watch() -> None:
   Counts looks and not seconds: a process that was frozen itself must not blame
   the others.
   """
-  index, count = jax.process_index(), jax.process_count()
-  client = distributed.global_state.client
-  last, missed = {}, collections.Counter()
-  thread = concurrent.futures.ThreadPoolExecutor(1, "alive")
+  client, index = distributed.global_state.client, jax.process_index()
+  beats, last, missed = {}, {}, collections.Counter()
 
-  def look(number: int) -> dict[int, str]:
-    client.key_value_set(f"alive/{index}", str(number), allow_overwrite=True)
-    beats = client.key_value_dir_get("alive")
-    return {int(key.rpartition("/")[2]): beat for key, beat in beats}
+  def beat() -> None:
+    with contextlib.suppress(RuntimeError):  # The process ends.
+      for number in itertools.count():
+        mine = f"alive/{index}", str(number)
+        client.key_value_set(*mine, allow_overwrite=True)
+        beats.update(client.key_value_dir_get("alive"))
+        time.sleep(_look_s())
 
-  for number in itertools.count():
-    try:
-      beats = thread.submit(look, number).result(_patience_s)
-    except TimeoutError:
-      _end("the first process answers no more", [0])
-    except RuntimeError:  # Of the store, too.
-      return  # The process ends.
-    for other in {*range(count)} - {index}:
-      same = beats.get(other) == last.get(other)
-      missed[other] = missed[other] + 1 if same else 0
-    silent = [i for i, n in missed.items() if n * _look_s() > _patience_s]
-    if silent:
-      _end(f"no sign of life for {_patience_s} s", sorted(silent))
-    last = beats
+  # Apart, for a store whose process is frozen does not return.
+  threading.Thread(target=beat, name="alive", daemon=True).start()
+  while True:
     time.sleep(_look_s())
+    for other in range(jax.process_count()):
+      key = f"alive/{other}"
+      same = beats.get(key) == last.get(key)
+      missed[other] = missed[other] + 1 if same else 0
+    last = dict(beats)
+    silent = [i for i, n in missed.items() if n * _look_s() > _patience_s]
+    if index in silent:  # Not even its own arrive.
+      silent = [0]
+    if silent:
+      _end(f"no sign of life for {_patience_s} s", silent)
 
 
 def _end(reason: str, silent: Sequence[int]) -> NoReturn:
@@ -163,7 +162,7 @@ def _silent() -> list[int]:
   except jax.errors.JaxRuntimeError:
     return [0]
   same = [key for key, beat in before if after[key] == beat]
-  return sorted(int(key.rpartition("/")[2]) for key in same)
+  return sorted(int(key.removeprefix("alive/")) for key in same)
 
 
 def _look_s() -> float:
