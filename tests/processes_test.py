@@ -222,7 +222,7 @@ def test_learner_and_sampler_in_processes_of_their_own(
   started = start(2)
   wait_for_step(tmp_path / "run", 2)
   started[1].kill()
-  assert processes.wait(started, 60) == [1, -signal.SIGKILL], logs(tmp_path)
+  assert processes.wait(started, 90) == [1, -signal.SIGKILL], logs(tmp_path)
   assert processes.wait(start(4)) == [0] * 4, logs(tmp_path)
   check_equal(tmp_path / "run", tmp_path / "alone")
 

@@ -101,7 +101,7 @@ def load(path: str | os.PathLike, targets: Mapping[str, Any]) -> dict[str, Any]:
   if len(members) < jax.process_count():
     trees = _completed(trees)
   commit.check_bits(path, record, trees)
-  return dict(zip(targets, trees.values()))
+  return {new: trees[old] for new, old in zip(targets, names)}
 
 
 def members_of(trees: Mapping[str, Any]) -> set[int]:

@@ -21,7 +21,7 @@ def start(program, *arguments, count, devices, folder):
   started = []
   for index in range(count):
     meet = [f"--coordinator={address}", f"--num_processes={count}"]
-    meet += [f"--process_id={index}", "--patience_s=10"]
+    meet += [f"--process_id={index}", "--patience_s=20"]
     with (folder / f"{index}.log").open("w") as log:
       started.append(
         subprocess.Popen(
