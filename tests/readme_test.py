@@ -34,6 +34,7 @@ _SIZES = {
   "eval.samples": 2,
   "eval.problems": 2,
   "checkpoint.every": 1,
+  "run.trackers": (),
 }
 _CONFIG = [f"--config.{key}={value}" for key, value in _SIZES.items()]
 # What makes a program small, beside its printed flags.

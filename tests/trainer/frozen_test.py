@@ -22,7 +22,6 @@ def make_run(model, **changes):
     "optimizer__value__frozen": ("layers/mlp",),
     "loss__kl_reward_coefficient": 0.01,
     "value__reward_model_steps": 1,
-    "run__trackers": (),
     "run__steps": STEPS,
   }
   return build.make_run(tiny_run.make_config(model, **settings | changes))

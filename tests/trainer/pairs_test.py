@@ -121,7 +121,6 @@ def make_config(model, method, *features):
     "run.steps": STEPS,
     "run.samples_every": 0,
     "checkpoint.keep": STEPS + 1,
-    "run.trackers": (),
   }
   config.data.settings = settings.pop("data.settings")
   batch = PROMPTS * settings["data.group_size"]
