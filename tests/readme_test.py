@@ -10,9 +10,11 @@ import json
 import pathlib
 import re
 import shlex
+import sys
 
 import pytest
 from helpers import chat_model, programs
+from helpers.registries import registered
 
 import jaxrl_llm
 
@@ -135,7 +137,10 @@ def folder(tmp_path_factory):
     )
   for name in ("train.jsonl", "test.jsonl"):
     (folder / name).write_text(rows + "\n".join(more) + "\n")
-  return folder
+  with registered():
+    yield folder
+  for plugin in ("my", "plugin_environment", "score", "rewards"):
+    sys.modules.pop(plugin, None)
 
 
 @pytest.mark.slow
