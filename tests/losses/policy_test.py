@@ -74,16 +74,6 @@ class TestProperties:
     expected = np.where(high | low | dual, 0.0, -advantages * ratio)
     np.testing.assert_allclose(gradient, expected, rtol=1e-5)
 
-  def test_at_the_old_policy_it_is_the_policy_gradient(self):
-    _, old, advantages = _tokens(2)
-    value, gradient = jax.value_and_grad(
-      lambda x: losses.clipped_policy_loss(
-        x, old, advantages, dual_clip=3.0, **_CLIP
-      ).loss.sum()
-    )(old)
-    np.testing.assert_allclose(value, -advantages.sum(), rtol=1e-5)
-    np.testing.assert_array_equal(gradient, -advantages)
-
   def test_dual_clip_leaves_positive_advantages_alone(self):
     logprobs, old, advantages = _tokens(3)
     plain = losses.clipped_policy_loss(logprobs, old, advantages, **_CLIP)
