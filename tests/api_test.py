@@ -21,9 +21,8 @@ STEPS = 2
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory):
+def settings(model):
   """Settings of a run that takes seconds, from a tiny random model."""
-  model = tiny_run.write_model(tmp_path_factory.mktemp("api") / "model")
   settings = tiny_run.overrides(model) | {"run.steps": STEPS}
   settings |= {"checkpoint.every": 1, "value.pretrain_steps": 0}
   return {"optimizer.policy.mini_batch": 16} | settings

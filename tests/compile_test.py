@@ -49,8 +49,8 @@ class TestScript:
 
   SMALL = (
     "--config.data.max_prompt_length=128",
-    "--config.sampler.max_response_length=1024",
-    "--config.schedule.window=256",
+    "--config.sampler.max_response_length=256",
+    "--config.schedule.window=128",
     "--config.reward.overlong_buffer=64",
     "--config.mesh.fsdp=2",
     "--config.mesh.context=1",

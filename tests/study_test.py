@@ -399,6 +399,7 @@ _TINY |= {"data.max_prompt_length": 12, "sampler.max_response_length": 24}
 _TINY |= {f"optimizer.{x}.mini_batch": 8 for x in ("policy", "value")}
 _TINY |= {"optimizer.max_tokens_per_row": 0, "value.pretrain_steps": 1}
 _TINY |= {"eval.problems": 4, "eval.every": 1, "run.steps": 2}
+_TINY |= {"run.trackers": "()"}
 
 
 class TestSweep:

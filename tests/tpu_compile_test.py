@@ -35,10 +35,10 @@ class TestSampler:
 
 
 class TestScale:
-  """2,048 slots of Qwen2.5-32B on 64 chips of v5p, of 95 GiB each."""
+  """2,048 slots of 4 layers of Qwen2.5-32B on 64 chips of v5p."""
 
-  # 65,536 pages of 128 tokens: 2 x 8 heads x 128 x 2 bytes in 64 layers.
-  KV_CACHE = 65_536 * 128 * 2 * 8 * 128 * 2 * 64
+  # 65,536 pages of 128 tokens: 2 x 8 heads x 128 x 2 bytes in 4 layers.
+  KV_CACHE = 65_536 * 128 * 2 * 8 * 128 * 2 * 4
 
   def test_every_chip_holds_its_part_of_the_kv_cache(self, report):
     assert report["decode at scale"]["in_place_bytes"] == self.KV_CACHE / 64
@@ -46,8 +46,9 @@ class TestScale:
   def test_a_decode_step_needs_little_beside_it(self, report):
     sizes, cache = report["decode at scale"], self.KV_CACHE / 64
     # The policy, split over 16 of the 64.
-    assert sizes["argument_bytes"] < cache + 2**32
-    assert sizes["temporary_bytes"] < 2**29
+    assert sizes["argument_bytes"] < cache + 2**29
+    # Half of the pages that a chip holds of one layer.
+    assert sizes["temporary_bytes"] < cache / 4 / 2
 
 
 class TestUpdate:

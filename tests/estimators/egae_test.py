@@ -138,18 +138,6 @@ class TestEgae:
     for row, kept in zip(actual, mask):
       assert not kept.any() or row[np.flatnonzero(kept)[-1]] == 0.0
 
-  def test_a_constant_critic_has_nothing_to_say_about_a_cut_row(self):
-    mask = _batch(seed=4)[2]
-    actual = _egae(
-      np.zeros(mask.shape),
-      np.full(mask.shape, 0.7),
-      mask,
-      np.ones(8, bool),
-      gamma=1.0,
-      lambda_=0.95,
-    )
-    np.testing.assert_array_equal(actual, 0.0)
-
   def test_what_follows_the_window_has_no_effect(self):
     """Neither later rewards and values nor a verdict on the unfinished."""
     rewards, values, mask, truncated, _ = _batch(seed=5)

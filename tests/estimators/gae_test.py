@@ -57,34 +57,6 @@ class TestGolden:
       atol=1e-6,
     )
 
-  @pytest.mark.parametrize(
-    "bootstrap, expected",
-    [
-      (0.9, [0.3567375, 0.27025, 0.495, 0.1]),
-      (0.8, [0.271, 0.18, 0.4, 0.0]),
-      (None, [-0.4149, -0.542, -0.36, -0.8]),
-    ],
-  )
-  def test_bootstrap(self, bootstrap, expected):
-    advantages = _gae(
-      np.zeros(4),
-      _VALUES,
-      _VALID,
-      gamma=1.0,
-      lambda_=0.95,
-      bootstrap_value=None if bootstrap is None else jnp.array(bootstrap),
-    )
-    np.testing.assert_allclose(advantages, expected, atol=1e-6)
-
-  def test_two_windows_seen_as_one_response(self):
-    values = np.array([0.5, 0.6, 0.4, 0.8, 0.7, 0.2])
-    rewards = np.array([0.0, 0.0, 0.0, 0.0, 0.0, -1.0])
-    advantages = _gae(
-      rewards, values, np.ones(6, bool), gamma=1.0, lambda_=0.95
-    )
-    expected = [-1.150528, -1.316345, -1.1751, -1.658, -1.64, -1.2]
-    np.testing.assert_allclose(advantages, expected, atol=1e-6)
-
 
 class TestAgainstReference:
   # One token, less than a block, exactly blocks, blocks and a rest.
@@ -229,23 +201,6 @@ class TestLimits:
       np.where(last, -1.0, 0.0), values, mask, gamma=1.0, lambda_=1.0
     )
     np.testing.assert_array_equal(returns, np.where(mask, -1.0, 0.0))
-
-  def test_chunk_identity(self):
-    """A_full(t) = A_window(t) + (γλ)^(l-t) A_full(l), bootstrapped at l."""
-    values = np.array([0.5, 0.6, 0.4, 0.8, 0.7, 0.2])
-    rewards = np.array([0.0, 0.0, 0.0, 0.0, 0.0, -1.0])
-    settings = dict(gamma=1.0, lambda_=0.95)
-    full = _gae(rewards, values, np.ones(6, bool), **settings)
-    window = _gae(
-      rewards[:4],
-      values[:4],
-      np.ones(4, bool),
-      bootstrap_value=jnp.array(values[4]),
-      **settings,
-    )
-    assert float(window[0]) == pytest.approx(0.1852625, abs=1e-6)
-    joined = window + 0.95 ** (4 - np.arange(4)) * full[4]
-    np.testing.assert_allclose(full[:4], joined, atol=1e-6)
 
 
 class TestBadInput:

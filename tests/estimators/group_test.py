@@ -123,29 +123,6 @@ class TestProperties:
     grad = jax.jit(jax.grad(total))(jnp.asarray(rewards))
     assert np.isfinite(grad).all()
 
-  def test_shift_scale_and_order_invariance(self):
-    plain = self._call(epsilon=0.0)
-    for changed in (self.rewards + 3.0, self.rewards * 5.0):
-      np.testing.assert_allclose(
-        self._call(changed, epsilon=0.0), plain, atol=1e-5
-      )
-    order = np.random.default_rng(1).permutation(23)
-    np.testing.assert_allclose(
-      self._call(self.rewards[order], self.groups[order], epsilon=0.0),
-      plain[order],
-      atol=1e-6,
-    )
-
-  def test_leave_one_out_is_a_multiple_of_the_mean(self):
-    """RLOO = G/(G-1) · Dr. GRPO, and both sum to 0 in a group."""
-    rloo = self._call(center="leave_one_out", scale="none")
-    dr_grpo = self._call(center="mean", scale="none")
-    sizes = np.bincount(self.groups)[self.groups]
-    factor = sizes / np.maximum(sizes - 1, 1)
-    np.testing.assert_allclose(rloo, factor * dr_grpo, atol=1e-6)
-    sums = np.bincount(self.groups, weights=np.asarray(dr_grpo))
-    np.testing.assert_allclose(sums, 0.0, atol=1e-5)
-
   def test_bad_input_raises(self):
     with pytest.raises(ValueError, match="center='max', expected one of"):
       self._call(center="max")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 
+import grain.python  # noqa: F401 (It defines flags, which must stay.)
 from absl import flags
 from parts import command_line
 

@@ -7,7 +7,7 @@ import pytest
 from jaxrl_llm import rewards
 from jaxrl_llm.data import prompt_source
 from jaxrl_llm.learner import build_algorithm, choices, optimizer, providers
-from jaxrl_llm.rollout import engine, schedule
+from jaxrl_llm.rollout import engine, schedule, turns
 
 REGISTRIES = (
   choices.ESTIMATORS,
@@ -23,6 +23,7 @@ REGISTRIES = (
   choices.LOGITS_PROCESSORS,
   engine.ENGINES,
   schedule.STOPS,
+  turns.ENVIRONMENTS,
   rewards.REWARDS,
   rewards.GROUP_REWARDS,
 )

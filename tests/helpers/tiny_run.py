@@ -69,6 +69,7 @@ def overrides(model: pathlib.Path) -> dict:
     "optimizer.max_tokens_per_row": 0,
     "run.steps": 6,
     "run.samples_every": 2,
+    "run.trackers": (),  # TensorBoard's imports torch where it is installed.
   }
   for role in ("policy", "value"):
     settings[f"optimizer.{role}.mini_batch"] = 16

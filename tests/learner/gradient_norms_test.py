@@ -1,7 +1,6 @@
 """Gradient norms of single responses, and the baseline that they give."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -112,46 +111,3 @@ class TestRun:
     assert exact.leaves - proxy.leaves == {"gradient_norms"}
     others = make_algorithm(estimator__name="group", **EXACT)
     assert "gradient_norms" not in others.leaves
-
-
-class TestVariance:
-  """A policy over three responses of equal length, all groups enumerated."""
-
-  SHARES = np.asarray([0.7, 0.15, 0.15])
-  REWARDS = np.asarray([0.0, 1.0, 0.8], np.float32)
-  SIZE = 6
-
-  def moments(self, name):
-    """Mean and total variance of the gradient of a group."""
-    gradients = np.eye(3) - self.SHARES  # ∇ log softmax(θ)[a] of each a.
-    drawn = np.asarray(list(itertools.product(range(3), repeat=self.SIZE)))
-    norms = np.linalg.norm(gradients, axis=1).astype(np.float32)
-    one = np.ones((self.SIZE, 1))
-
-    def advantages(rewards, norms):
-      squared = {
-        "own_lengths": jnp.asarray(one[:, 0]),
-        "squared_gradient_norms": vcpo.squared_gradient_norms(norms),
-      }
-      return vcpo.optimal_baseline(
-        rewards[:, None],
-        one > 0,
-        squared[vcpo.SQUARED_NORMS[name]],
-        jnp.zeros(self.SIZE, int),
-        0.0 * one,
-        0.0 * one,
-      )[:, 0]
-
-    weights = jax.jit(jax.vmap(advantages))(self.REWARDS[drawn], norms[drawn])
-    estimate = np.einsum("ng,ngk->nk", weights, gradients[drawn]) / self.SIZE
-    chance = np.prod(self.SHARES[drawn], axis=1)
-    mean = chance @ estimate
-    return mean, chance @ np.sum((estimate - mean) ** 2, axis=1)
-
-  def test_is_less_than_with_lengths_and_nothing_is_biased(self):
-    truth = self.SHARES * (self.REWARDS - self.SHARES @ self.REWARDS)
-    variances = {}
-    for name in vcpo.SQUARED_NORMS:
-      mean, variances[name] = self.moments(name)
-      np.testing.assert_allclose(mean, truth, atol=1e-6)
-    assert variances["exact"] < 0.8 * variances["length"]

@@ -48,22 +48,6 @@ class TestIdentities:
     assert not weights
 
   @pytest.mark.parametrize(
-    ("name", "read", "on"),
-    [
-      ("shaped_rewards", "own_lengths", {"reward__overlong_buffer": 4}),
-      ("advantages", "policy_mask", {"estimator__normalize": "whiten"}),
-      ("advantages", "policy_mask", {"estimator__normalize": "scale"}),
-      ("token_rewards", "ref_logprobs", {"loss__kl_reward_coefficient": 0.1}),
-      ("unwindowed_policy_mask", "status", {"loss__overlong_filter": True}),
-      ("unwindowed_policy_mask", "truncated", {"estimator__tail_drop": 2}),
-      ("unwindowed_policy_mask", "groups", {"estimator__drop_pivot": True}),
-    ],
-  )
-  def test_what_a_part_that_is_off_reads_is_not_read(self, name, read, on):
-    assert read in make_algorithm(**on).parts[name].reads
-    assert read not in make_algorithm().parts[name].reads
-
-  @pytest.mark.parametrize(
     ("name", "on"),
     [
       ("processors", {"sampler__entropy_tau": 0.05}),

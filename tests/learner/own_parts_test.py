@@ -13,7 +13,6 @@ from helpers.registries import registries  # noqa: F401
 from helpers.tiny_algorithm import make_algorithm
 
 from jaxrl_llm import metrics, register
-from jaxrl_llm.checkpoint import commit
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import providers
 from jaxrl_llm.system import plugin
@@ -226,20 +225,6 @@ class TestProbe:
       rtol=1e-4,
       atol=1e-7,
     )
-
-  def test_a_resumed_run_is_the_uninterrupted_one(self, model, load, tmp_path):
-    load(PROBE)
-    given = {"run__steps": 4, "eval__every": 2}
-    given["estimator__name"] = "less_than_probed"
-    run = build.make_run(make_config(model, **given))
-    rows = tiny_run.check_resumes(run, tmp_path)
-    assert rows[-1]["probe/loss"] > 0
-    leaves = [
-      commit.read(tmp_path / x / "checkpoints/4")["leaves"]
-      for x in ("whole", "parts")
-    ]
-    assert leaves[0] == leaves[1]
-    assert "learner.probe.trained/probe_head/kernel" in leaves[0]
 
   def test_another_method_does_not_have_it(self, load):
     load(PROBE)

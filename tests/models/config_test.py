@@ -14,177 +14,86 @@ from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.rope import RopeScaling
 from jaxrl_llm.models.shapes import multiplied_params
 
-LLAMA3 = {
-  "rope_type": "llama3",
-  "factor": 32.0,
-  "low_freq_factor": 1.0,
-  "high_freq_factor": 4.0,
-  "original_max_position_embeddings": 8192,
-}
-SMOLLM2 = {
-  "architectures": ["LlamaForCausalLM"],
-  "attention_bias": False,
-  "hidden_act": "silu",
-  "hidden_size": 576,
-  "intermediate_size": 1536,
-  "max_position_embeddings": 8192,
-  "model_type": "llama",
-  "num_attention_heads": 9,
-  "num_hidden_layers": 30,
-  "num_key_value_heads": 3,
-  "rms_norm_eps": 1e-05,
-  "rope_scaling": None,
-  "rope_theta": 100000,
-  "tie_word_embeddings": True,
-  "vocab_size": 49152,
-}
-LLAMA_1B = SMOLLM2 | {
-  "head_dim": 64,
-  "hidden_size": 2048,
-  "intermediate_size": 8192,
-  "max_position_embeddings": 131072,
-  "mlp_bias": False,
-  "num_attention_heads": 32,
-  "num_hidden_layers": 16,
-  "num_key_value_heads": 8,
-  "rope_scaling": LLAMA3,
-  "rope_theta": 500000.0,
-  "vocab_size": 128256,
-}
-QWEN2 = {
-  "architectures": ["Qwen2ForCausalLM"],
-  "hidden_act": "silu",
-  "hidden_size": 896,
-  "intermediate_size": 4864,
-  "max_position_embeddings": 32768,
-  "max_window_layers": 21,
-  "model_type": "qwen2",
-  "num_attention_heads": 14,
-  "num_hidden_layers": 24,
-  "num_key_value_heads": 2,
-  "rms_norm_eps": 1e-06,
-  "rope_theta": 1000000.0,
-  "sliding_window": 32768,
-  "tie_word_embeddings": True,
-  "use_sliding_window": False,
-  "vocab_size": 151936,
-}
-QWEN3 = {
-  "architectures": ["Qwen3ForCausalLM"],
-  "attention_bias": False,
-  "head_dim": 128,
-  "hidden_act": "silu",
-  "hidden_size": 1024,
-  "intermediate_size": 3072,
-  "max_position_embeddings": 40960,
-  "model_type": "qwen3",
-  "num_attention_heads": 16,
-  "num_hidden_layers": 28,
-  "num_key_value_heads": 8,
-  "rms_norm_eps": 1e-06,
-  "rope_scaling": None,
-  "rope_theta": 1000000,
-  "sliding_window": None,
-  "tie_word_embeddings": True,
-  "use_sliding_window": False,
-  "vocab_size": 151936,
-}
-GEMMA3 = {
-  "architectures": ["Gemma3ForCausalLM"],
-  "attention_bias": False,
-  "attn_logit_softcapping": None,
-  "final_logit_softcapping": None,
-  "head_dim": 256,
-  "hidden_activation": "gelu_pytorch_tanh",
-  "hidden_size": 1152,
-  "intermediate_size": 6912,
-  "max_position_embeddings": 32768,
-  "model_type": "gemma3_text",
-  "num_attention_heads": 4,
-  "num_hidden_layers": 26,
-  "num_key_value_heads": 1,
-  "query_pre_attn_scalar": 256,
-  "rms_norm_eps": 1e-06,
-  "rope_local_base_freq": 10000,
-  "rope_scaling": None,
-  "rope_theta": 1000000,
-  "sliding_window": 512,
-  "sliding_window_pattern": 6,
-  "vocab_size": 262144,
-}
-MISTRAL = {
-  "architectures": ["MistralForCausalLM"],
-  "hidden_act": "silu",
-  "hidden_size": 4096,
-  "intermediate_size": 14336,
-  "max_position_embeddings": 32768,
-  "model_type": "mistral",
-  "num_attention_heads": 32,
-  "num_hidden_layers": 32,
-  "num_key_value_heads": 8,
-  "rms_norm_eps": 1e-05,
-  "rope_theta": 1000000.0,
-  "sliding_window": None,
-  "tie_word_embeddings": False,
-  "vocab_size": 32768,
-}
-SMOLLM3 = {
-  "architectures": ["SmolLM3ForCausalLM"],
-  "attention_bias": False,
-  "hidden_act": "silu",
-  "hidden_size": 2048,
-  "intermediate_size": 11008,
-  "max_position_embeddings": 65536,
-  "mlp_bias": False,
-  "model_type": "smollm3",
-  "no_rope_layer_interval": 4,
-  "no_rope_layers": [1, 1, 1, 0] * 9,
-  "num_attention_heads": 16,
-  "num_hidden_layers": 36,
-  "num_key_value_heads": 4,
-  "rms_norm_eps": 1e-06,
-  "rope_theta": 5000000.0,
-  "tie_word_embeddings": True,
-  "use_sliding_window": False,
-  "vocab_size": 128256,
-}
-QWEN3_MOE = {
-  "architectures": ["Qwen3MoeForCausalLM"],
-  "attention_bias": False,
-  "decoder_sparse_step": 1,
-  "head_dim": 128,
-  "hidden_act": "silu",
-  "hidden_size": 2048,
-  "intermediate_size": 6144,
-  "max_position_embeddings": 40960,
-  "mlp_only_layers": [],
-  "model_type": "qwen3_moe",
-  "moe_intermediate_size": 768,
-  "norm_topk_prob": True,
-  "num_attention_heads": 32,
-  "num_experts": 128,
-  "num_experts_per_tok": 8,
-  "num_hidden_layers": 48,
-  "num_key_value_heads": 4,
-  "rms_norm_eps": 1e-06,
-  "rope_scaling": None,
-  "rope_theta": 1000000.0,
-  "router_aux_loss_coef": 0.001,
-  "sliding_window": None,
-  "tie_word_embeddings": False,
-  "use_sliding_window": False,
-  "vocab_size": 151936,
-}
-FAMILIES = {
-  "qwen3_moe": QWEN3_MOE,
-  "gemma3": GEMMA3,
-  "mistral": MISTRAL,
-  "smollm3": SMOLLM3,
-  "smollm2": SMOLLM2,
-  "llama": LLAMA_1B,
-  "qwen2": QWEN2,
-  "qwen3": QWEN3,
-}
+# What config.json of published models holds, a paragraph each.
+FILES = [
+  json.loads(f"{{{text}}}")
+  for text in """
+"architectures": ["LlamaForCausalLM"], "attention_bias": false,
+"hidden_act": "silu", "hidden_size": 576, "intermediate_size": 1536,
+"max_position_embeddings": 8192, "model_type": "llama",
+"num_attention_heads": 9, "num_hidden_layers": 30, "num_key_value_heads": 3,
+"rms_norm_eps": 1e-05, "rope_scaling": null, "rope_theta": 100000,
+"tie_word_embeddings": true, "vocab_size": 49152
+
+"architectures": ["LlamaForCausalLM"], "attention_bias": false,
+"hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 8192,
+"max_position_embeddings": 131072, "model_type": "llama",
+"num_attention_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8,
+"rms_norm_eps": 1e-05,
+"rope_scaling": {"rope_type": "llama3", "factor": 32.0, "low_freq_factor":
+1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+"rope_theta": 500000.0, "tie_word_embeddings": true, "vocab_size": 128256,
+"head_dim": 64, "mlp_bias": false
+
+"architectures": ["Qwen2ForCausalLM"], "hidden_act": "silu",
+"hidden_size": 896, "intermediate_size": 4864,
+"max_position_embeddings": 32768, "max_window_layers": 21,
+"model_type": "qwen2", "num_attention_heads": 14, "num_hidden_layers": 24,
+"num_key_value_heads": 2, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+"sliding_window": 32768, "tie_word_embeddings": true,
+"use_sliding_window": false, "vocab_size": 151936
+
+"architectures": ["Qwen3ForCausalLM"], "attention_bias": false,
+"head_dim": 128, "hidden_act": "silu", "hidden_size": 1024,
+"intermediate_size": 3072, "max_position_embeddings": 40960,
+"model_type": "qwen3", "num_attention_heads": 16, "num_hidden_layers": 28,
+"num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": null,
+"rope_theta": 1000000, "sliding_window": null, "tie_word_embeddings": true,
+"use_sliding_window": false, "vocab_size": 151936
+
+"architectures": ["Gemma3ForCausalLM"], "attention_bias": false,
+"attn_logit_softcapping": null, "final_logit_softcapping": null,
+"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
+"hidden_size": 1152, "intermediate_size": 6912,
+"max_position_embeddings": 32768, "model_type": "gemma3_text",
+"num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1,
+"query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06,
+"rope_local_base_freq": 10000, "rope_scaling": null, "rope_theta": 1000000,
+"sliding_window": 512, "sliding_window_pattern": 6, "vocab_size": 262144
+
+"architectures": ["MistralForCausalLM"], "hidden_act": "silu",
+"hidden_size": 4096, "intermediate_size": 14336,
+"max_position_embeddings": 32768, "model_type": "mistral",
+"num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+"rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "sliding_window": null,
+"tie_word_embeddings": false, "vocab_size": 32768
+
+"architectures": ["SmolLM3ForCausalLM"], "attention_bias": false,
+"hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 11008,
+"max_position_embeddings": 65536, "mlp_bias": false, "model_type": "smollm3",
+"no_rope_layer_interval": 4, "num_attention_heads": 16,
+"num_hidden_layers": 36, "num_key_value_heads": 4, "rms_norm_eps": 1e-06,
+"rope_theta": 5000000.0, "tie_word_embeddings": true,
+"use_sliding_window": false, "vocab_size": 128256
+
+"architectures": ["Qwen3MoeForCausalLM"], "attention_bias": false,
+"decoder_sparse_step": 1, "head_dim": 128, "hidden_act": "silu",
+"hidden_size": 2048, "intermediate_size": 6144,
+"max_position_embeddings": 40960, "mlp_only_layers": [],
+"model_type": "qwen3_moe", "moe_intermediate_size": 768,
+"norm_topk_prob": true, "num_attention_heads": 32, "num_experts": 128,
+"num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4,
+"rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 1000000.0,
+"router_aux_loss_coef": 0.001, "sliding_window": null,
+"tie_word_embeddings": false, "use_sliding_window": false,
+"vocab_size": 151936
+""".split("\n\n")
+]
+SMOLLM2, LLAMA_1B, QWEN2, QWEN3, GEMMA3, MISTRAL, SMOLLM3, QWEN3_MOE = FILES
+SMOLLM3["no_rope_layers"] = [1, 1, 1, 0] * 9
+LLAMA3 = LLAMA_1B["rope_scaling"]
+NAMES = "smollm2 llama qwen2 qwen3 gemma3 mistral smollm3 qwen3_moe"
+FAMILIES = dict(zip(NAMES.split(), FILES))
 
 
 def without(values, *keys):

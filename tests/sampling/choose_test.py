@@ -174,14 +174,6 @@ class TestFilters:
     kept = [600, 1, 400][: np.searchsorted([0.5, 0.8, 1.0], top_p - 1e-6) + 1]
     assert set(self._draw(logits, {"top_p": top_p})[0]) == set(kept)
 
-  def test_top_p_counts_the_mass_that_top_k_left(self):
-    # 0.4 is 2/3 of what top-k 2 leaves, but less than half of all.
-    logits = np.full(700, -np.inf, np.float32)
-    logits[:5] = np.log([0.4, 0.2, 0.14, 0.13, 0.13])
-    both = {"top_k": 2, "top_p": 0.6}
-    assert set(self._draw(logits, both)[0]) == {0}
-    assert set(self._draw(logits, {"top_p": 0.6 - 1e-5})[0]) == {0, 1}
-
 
 class TestGreedy:
   def test_is_the_argmax_with_log_prob_zero(self):

@@ -24,7 +24,6 @@ def make_run(model, **changes):
     "value__lora_rank": 2,
     "loss__kl_reward_coefficient": 0.01,
     "optimizer__policy__learning_rate": 1e-2,
-    "run__trackers": (),
     "run__steps": STEPS,
   }
   return build.make_run(tiny_run.make_config(model, **settings | changes))

@@ -35,6 +35,7 @@ _FLAGS = [
   "--config.eval.problems=8",
   "--config.eval.samples=2",
   "--config.checkpoint.every=1",
+  "--config.run.trackers=()",
   f"--config.run.steps={STEPS}",
 ]
 

@@ -38,7 +38,6 @@ def test_experts_train_and_resume_bit_for_bit(tmp_path, replay):
     model,
     run__steps=3,
     eval__every=2,
-    run__trackers=(),
     model__replay_routing=replay,
   )
   rows = tiny_run.check_resumes(build.make_run(config), tmp_path)
@@ -60,7 +59,6 @@ def test_folded_experts_with_a_capacity_and_replay_train(tmp_path):
   config = tiny_run.make_config(
     model,
     run__steps=2,
-    run__trackers=(),
     mesh__data=1,
     mesh__fsdp=2,
     mesh__tensor=2,

@@ -6,6 +6,7 @@ import chex
 import jax
 import pytest
 from helpers import tiny_run
+from helpers.tiny_run import with_config
 
 from jaxrl_llm import api, checkpoint, models, workdir
 from jaxrl_llm.checkpoint import commit
@@ -16,21 +17,16 @@ from jaxrl_llm.trainer.value_pretraining import FOLDER
 STEPS = 3
 
 
-def make_run(model, **changes):
+@pytest.fixture(scope="module")
+def run(model):
   settings = {
     "optimizer__policy__frozen": ("embed",),
     "optimizer__value__frozen": ("layers/mlp",),
     "loss__kl_reward_coefficient": 0.01,
     "value__reward_model_steps": 1,
-    "run__trackers": (),
     "run__steps": STEPS,
   }
-  return build.make_run(tiny_run.make_config(model, **settings | changes))
-
-
-@pytest.fixture(scope="module")
-def run(model):
-  return make_run(model)
+  return build.make_run(tiny_run.make_config(model, **settings))
 
 
 @pytest.fixture(scope="module")
@@ -87,11 +83,11 @@ def test_readers_find_all_parameters(run, whole, model):
   )
 
 
-def test_resumes_bit_for_bit(model, whole, tmp_path):
+def test_resumes_bit_for_bit(run, whole, tmp_path):
   folder, _ = whole
-  loop.train(make_run(model, run__steps=2), tmp_path)
+  loop.train(with_config(run, run__steps=2), tmp_path)
   written = os.stat(tmp_path / "checkpoints" / "base" / "COMMIT").st_mtime_ns
-  loop.train(make_run(model), tmp_path)
+  loop.train(run, tmp_path)
   assert tiny_run.comparable(tmp_path)[-1] == tiny_run.comparable(folder)[-1]
   again = os.stat(tmp_path / "checkpoints" / "base" / "COMMIT").st_mtime_ns
   assert again == written

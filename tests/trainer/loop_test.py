@@ -37,7 +37,8 @@ PRETRAINED = 3
 def run(tmp_path_factory):
   """One run for all tests: what it compiled is compiled."""
   model = tiny_run.write_model(tmp_path_factory.mktemp("model") / "tiny")
-  return build.make_run(tiny_run.make_config(model))
+  config = tiny_run.make_config(model, run__trackers=("tensorboard",))
+  return build.make_run(config)
 
 
 def newest(run, workdir):

@@ -92,8 +92,13 @@ vc_ppo streaming environment frozen reward_model_start reads_logprobs mesh
 """.splitlines()
 ]
 # Methods that are trained without any feature; 'sft' samples no rollout, 'sgpo'
-# needs a profile, and 'replay' trains on tokens in several steps.
+# needs a profile, and 'replay' trains on tokens in several steps. What others
+# add is trained and resumed in tests/methods: orders of prompts in
+# curricula_test.py, teachers and probes in files of their own, and losses of
+# tokens in features_test.py.
 OTHERS = {"sft", "sgpo", "replay"}
+OTHERS |= {"dots", "dps", "gdro", "majority", "nudge", "xrpo", "distill"}
+OTHERS |= {"poise", "dppo", "maxrl", "sapo_gate"}
 PLAIN = sorted({*configs.METHODS} - OTHERS - {case[0] for case in CASES})
 
 
@@ -121,7 +126,6 @@ def make_config(model, method, *features):
     "run.steps": STEPS,
     "run.samples_every": 0,
     "checkpoint.keep": STEPS + 1,
-    "run.trackers": (),
   }
   config.data.settings = settings.pop("data.settings")
   batch = PROMPTS * settings["data.group_size"]

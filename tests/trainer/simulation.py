@@ -527,7 +527,6 @@ def main(arguments: list[str] | None = None) -> int:
       config = tiny_run.make_config(
         model,
         run__steps=STEPS,
-        run__trackers=(),
         run__stuck_after_s=0.0,
         checkpoint__every=3,
         eval__every=50,
