@@ -551,7 +551,7 @@ def wait_for_a_host_that_died():
 
 with metrics.MetricsLogger(
   sys.argv[1], total_steps=1, last_step=-1, tracked_by=(),
-  stuck_after_s=1.0, stream=io.StringIO(),
+  stuck_after_s=1.0, suspects=lambda: ["suspect host 1-a"], stream=io.StringIO(),
 ) as logger:
   for _ in range(10):  # Longer than the limit, but every phase is short.
     logger.phase("score")
@@ -582,7 +582,8 @@ class TestWatchdog:
     assert done.returncode == 1
     assert "stuck: 'generate' has taken" in done.stderr
     assert f"on {socket.gethostname()} (process 0 of 1)" in done.stderr
-    assert "in wait_for_a_host_that_died" in done.stderr
+    named, _, stacks = done.stderr.partition("suspect host 1-a\n")
+    assert named and "in wait_for_a_host_that_died" in stacks
 
 
 class TestCompileCounter:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 import pathlib
 import statistics
 from typing import Any
@@ -15,7 +16,8 @@ _WINDOW_S = 900
 _NOT_METRICS = ("time", "step", "role", "nonfinite")
 # Phases that do not characterize a host: totals, start and waiting.
 _NOT_WORK = {f"time/{x}_s" for x in ("step", "start", "wait", "compile")}
-_NOT_WORK.add("host/wait_s")
+# The first process does more than the others for a checkpoint.
+_NOT_WORK |= {f"host/{x}" for x in ("wait_s", "checkpoint_s", "suspect")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,17 +84,28 @@ class Reports:
     return sorted(every - set(_NOT_METRICS))
 
 
-def read_reports(folder: pathlib.Path) -> Reports:
+def read_reports(folder: pathlib.Path, *, tail: int = 0) -> Reports:
   """Reads the file HOST.jsonl of every host.
+
+  Args:
+    folder: folder of the files.
+    tail: reads the last whole lines within this many bytes of each file, and
+      leaves out hosts without any; 0 reads all.
 
   Raises:
     InputError: there are no files, or a line cannot be used.
   """
   hosts = {}
   for file in sorted(folder.glob("*.jsonl")):
-    data = file.read_bytes()
+    with file.open("rb") as opened:
+      cut = tail and opened.seek(0, os.SEEK_END) > tail
+      opened.seek(-tail if cut else 0, os.SEEK_END if cut else os.SEEK_SET)
+      data = opened.read()
     # A host may be writing its last line.
-    rows = parse_rows(data[: data.rfind(b"\n") + 1], str(file))
+    data = data[data.find(b"\n") + 1 if cut else 0 : data.rfind(b"\n") + 1]
+    if tail and not data:
+      continue
+    rows = parse_rows(data, str(file))
     for where, fields in rows:
       problem = ""
       if not math.isfinite(_number(fields.get("time"))):

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
 from jaxrl_llm.metrics.console import ConsoleWriter
@@ -18,19 +18,30 @@ _SHOWN = 4  # Responses of a step on the console.
 
 
 class PhaseLogger(contextlib.ExitStack):
-  """The logger of processes other than the first: times of phases only."""
+  """The logger of processes other than the first: times of phases only.
+
+  Attributes:
+    more: returns further metrics of a step; none unless it is set.
+  """
+
+  more: Callable[[], dict[str, float]] = dict
 
   def __init__(
-    self, times: str | os.PathLike = "", *, stuck_after_s: float = 0.0
+    self,
+    times: str | os.PathLike = "",
+    *,
+    stuck_after_s: float = 0.0,
+    suspects: Callable[[], Iterable[str]] = tuple,
   ):
     """Watches the phases.
 
     Args:
       times: new JSONL file for the times of this process; '' is none.
       stuck_after_s: time limit of a phase, see `Watchdog`.
+      suspects: see `Watchdog`.
     """
     super().__init__()
-    self._watchdog, self._logs = Watchdog(), []
+    self._watchdog, self._logs = Watchdog(suspects), []
     self.enter_context(self._watchdog.watching(stuck_after_s))
     if times:
       file = JsonlWriter(times)
@@ -89,7 +100,7 @@ class MetricsLogger(PhaseLogger):
       tracked_by: names of `trackers.TRACKERS`.
       settings: settings of the run, for trackers that show them.
       stream: where to show progress; standard output if None.
-      **watched: times and stuck_after_s, as in `PhaseLogger`.
+      **watched: arguments of `PhaseLogger`.
     """
     super().__init__(**watched)
     workdir = pathlib.Path(workdir)

@@ -33,12 +33,11 @@ import functools
 import os
 import pathlib
 import shutil
-import signal
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrl_llm import checkpoint, metrics, sync
+from jaxrl_llm import checkpoint, fleet, metrics, sync
 from jaxrl_llm.data.prompt_source import PromptSourceState
 from jaxrl_llm.errors import InputError, TrainingStopped
 from jaxrl_llm.evaluate import check_metric
@@ -72,7 +71,8 @@ def train(
     begun: `time.perf_counter()` at the start of the program; now if None.
 
   Returns:
-    The signal that ended the run before its last step, 0 if it is done.
+    The signal that ended the run before its last step, or `signals.SUSPECT`; 0
+    if it is done.
 
   Raises:
     TrainingStopped: The run cannot continue, for example after several
@@ -128,7 +128,7 @@ def _resume_or_start(run, folder, saver, found, changes, stopped, begun) -> int:
   elif not folder.begin(config):
     # Left by a run with other settings.
     shutil.rmtree(folder.path / CHECKPOINTS, ignore_errors=True)
-  with _logger(folder, config, last) as logger:
+  with _logger(folder, config, last, saver, stopped) as logger:
     run.judge.tell = logger.event
     events += [evaluator.origin for evaluator in run.evaluators]
     for line in filter(None, (*summary.describe(run), *events)):
@@ -159,28 +159,50 @@ def _resume_or_start(run, folder, saver, found, changes, stopped, begun) -> int:
         logger.event(line)
       return 0
     logger.event(
-      f"stopped by {signal.Signals(stopped.signal).name} at step {states.step},"
+      f"stopped by {signals.name(stopped.signal)} at step {states.step},"
       " saved; the same --workdir goes on"
     )
     return stopped.signal
 
 
-def _logger(folder, config, last_step) -> metrics.PhaseLogger:
-  """Returns the run's logger in the first process, else one of times only."""
-  times = ""
-  if name := processes.name():
-    times = folder.new_times() / f"{name}.jsonl"
-  watched = {"times": times, "stuck_after_s": config.run.stuck_after_s}
+def _logger(folder, config, last_step, saver, stopped) -> metrics.PhaseLogger:
+  """Returns the run's logger in the first process, else one of times only.
+
+  With several processes it also watches the hosts.
+  """
+  watched = {"stuck_after_s": config.run.stuck_after_s}
+  name, every_s = processes.name(), config.run.watch_hosts_s
+  if name:
+    hosts = folder.new_times()
+    watched["times"] = hosts / f"{name}.jsonl"
+  if name and every_s:
+    found = lambda: fleet.describe(fleet.suspects(hosts, every_s))
+    watched["suspects"] = found
   if not processes.is_first():
-    return metrics.PhaseLogger(**watched)
-  return metrics.MetricsLogger(
-    folder.path,
-    total_steps=config.run.steps,
-    last_step=last_step,
-    tracked_by=config.run.trackers,
-    settings=config.to_dict(),
-    **watched,
-  )
+    logger = metrics.PhaseLogger(**watched)
+  else:
+    logger = metrics.MetricsLogger(
+      folder.path,
+      total_steps=config.run.steps,
+      last_step=last_step,
+      tracked_by=config.run.trackers,
+      settings=config.to_dict(),
+      **watched,
+    )
+  if name and every_s:
+
+    def tell(line: str) -> None:
+      logger.event(line)
+      if config.run.on_suspect == "stop":
+        stopped.signal = stopped.signal or signals.SUSPECT
+
+    tell = tell if processes.is_first() else None
+    watch = fleet.HostWatch(
+      hosts, name, every_s, tell=tell, saving=saver.saving
+    )
+    logger.enter_context(watch.running())
+    logger.more = watch.metrics
+  return logger
 
 
 def _save(states, saver, folder, run) -> None:
@@ -221,6 +243,7 @@ def _train_on(
       "memory/peak_gib": metrics.peak_memory_gib(),
       "checkpoint/failures": saver.failures,
     }
+    row |= logger.more()
     holds, warnings = health.check(step, row)
     row |= holds
     # Log first: a checkpoint guarantees that its row is on disk. Therefore the

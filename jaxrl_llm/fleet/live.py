@@ -1,0 +1,201 @@
+"""Names the suspects of a run while it runs.
+
+Each of several processes writes two files below `hosts` in the directory of the
+run: a row per step (`metrics.PhaseLogger`), and a sample of itself every few
+seconds (`HostWatch`), by which a frozen process is noticed. Any process can
+read them.
+"""
+
+import contextlib
+import datetime
+import json
+import os
+import pathlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.fleet.alarm import Alarm, slow_hosts
+from jaxrl_llm.fleet.reports import Reports, read_reports
+
+_SAMPLES = "samples"  # Subfolder of `hosts`.
+_HOLD = 4  # Samples in a row that make a suspect.
+_LOOKED_AT = 12  # Samples, for the time since when.
+_TAIL = 2**15  # Bytes of a file that are read.
+_TICK_S = 0.02
+_REPEAT_S = 600.0  # Until a host that is suspected again is reported again.
+_SILENT, _MEMORY = "silent", "memory_usage"
+# Metrics of samples that are compared -> shares below which they do not matter.
+_SHARES = {"stalled": 0.2, _MEMORY: 0.05}
+
+
+def suspects(folder: pathlib.Path, every_s: float) -> dict[str, Alarm]:
+  """Returns the suspects of a run, as host -> alarm in Unix seconds.
+
+  A host is suspected if it has written no sample for the time of four, if it
+  stalls or has more resident memory than the others in four samples in a row,
+  or if it works longer than they do in a phase of at least four steps in a row
+  that take as long. Of two hosts only a silent one can be named.
+
+  Args:
+    folder: `hosts` in the directory of a run. Files that are missing or cannot
+      be read count as empty.
+    every_s: seconds between samples.
+  """
+  found, hold_s = [], _HOLD * every_s
+  with contextlib.suppress(InputError, OSError):
+    samples = read_reports(folder / _SAMPLES, tail=_TAIL)
+    x, took = _shares(samples)
+    found += _silent(samples, hold_s)
+    found += _slow(samples, x * every_s, took * every_s, [*_SHARES], hold_s)
+  with contextlib.suppress(InputError, OSError):
+    steps = read_reports(folder, tail=_TAIL)
+    found += _slow(steps, *steps.phases(), hold_s)
+  return dict(reversed(found))
+
+
+def _shares(samples: Reports) -> tuple[np.ndarray, np.ndarray]:
+  """Returns the latest compared metrics [H, N, K] over their unit, and ones."""
+  number = min(_LOOKED_AT, *map(len, samples.hosts.values()))
+  recent = [rows[-number:] for rows in samples.hosts.values()]
+  x = [[[row[k] for k in _SHARES] for row in rows] for rows in recent]
+  # `slow_hosts` passes over what is below a twentieth.
+  unit = 20 * np.array([*_SHARES.values()])
+  return np.array(x) / unit, np.ones((len(x), number))
+
+
+def _silent(samples: Reports, limit_s: float) -> list[tuple[str, Alarm]]:
+  """Returns hosts that have written nothing for a time, while others have."""
+  now = samples.now
+  lasts = {name: rows[-1]["time"] for name, rows in samples.hosts.items()}
+  return [
+    (name, Alarm(host, _SILENT, last, now, now - last))
+    for host, (name, last) in enumerate(lasts.items())
+    if now - last >= limit_s
+  ]
+
+
+def _slow(reports, x, took, metrics, hold_s) -> list[tuple[str, Alarm]]:
+  """Returns `slow_hosts` by name, with the names of their metrics."""
+  found = []
+  alarms = slow_hosts(x, took, roles=reports.roles, hold_s=hold_s)
+  for alarm in alarms if x.size else ():
+    name, rows = list(reports.hosts.items())[alarm.host]
+    end, metric = rows[-1]["time"], metrics[alarm.metric]
+    since = end - (alarm.until - alarm.since)
+    found.append((name, alarm._replace(metric=metric, since=since, until=end)))
+  return found
+
+
+def describe(found: dict[str, Alarm]) -> list[str]:
+  """Returns a line for each of `suspects`."""
+  lines = []
+  for name, alarm in found.items():
+    since = datetime.datetime.fromtimestamp(alarm.since).astimezone()
+    what = f"{alarm.metric} is {alarm.score:.1f} times that of the other hosts"
+    if alarm.metric == _SILENT:
+      what = "silent"
+    lines.append(f"suspect host {name}: {what} since {since:%F %T %Z}")
+  return lines
+
+
+class HostWatch:
+  """Samples a process in a thread; that of the first process names suspects."""
+
+  def __init__(
+    self,
+    folder: pathlib.Path,
+    name: str,
+    every_s: float,
+    *,
+    tell: Callable[[str], None] | None = None,
+    saving: Callable[[], bool] = bool,
+  ):
+    """Prepares to write HOST.jsonl.
+
+    Args:
+      folder: `hosts` in the directory of the run.
+      name: number and host of this process, such as 3-worker.
+      every_s: seconds between samples.
+      tell: gets a line for each new suspect; None: look for none.
+      saving: whether a checkpoint is being written, when the first processes
+        may hold more memory than the others.
+    """
+    self._folder, self._name, self._every_s = folder, name, every_s
+    self._tell, self._saving = tell, saving
+    self._told = {}  # Time of the last line, by host.
+    self._suspects, self._of_step = {}, {}
+    self._ended = threading.Event()
+
+  @contextlib.contextmanager
+  def running(self) -> Iterator[None]:
+    """Samples while the context is open."""
+    thread = threading.Thread(target=self._run, daemon=True)
+    thread.start()
+    try:
+      yield
+    finally:
+      self._ended.set()
+      thread.join(self._every_s)
+
+  def metrics(self) -> dict[str, int]:
+    """Returns `host/suspect`, the first suspect process since the last call."""
+    found, self._of_step = self._of_step, dict(self._suspects)
+    numbers = [int(name.split("-")[0]) for name in found]
+    return {"host/suspect": min(numbers)} if numbers else {}
+
+  def _run(self) -> None:
+    begun, stalled, used = -self._every_s, 0.0, time.process_time()
+    while True:
+      asleep = time.monotonic()
+      if self._ended.wait(_TICK_S):
+        return
+      now = time.monotonic()
+      stalled += max(now - asleep - 2 * _TICK_S, 0.0)
+      if now - begun < self._every_s:
+        continue
+      seconds, cpu = now - begun, time.process_time()
+      with contextlib.suppress(OSError):  # Otherwise it counts as silent.
+        self._write(stalled / seconds, (cpu - used) / seconds / os.cpu_count())
+      begun, stalled, used = now, 0.0, cpu
+      if self._tell:
+        self._look()
+
+  def _write(self, stalled: float, cpu: float) -> None:
+    row = {"time": time.time(), "stalled": stalled, "cpu_usage": cpu}
+    row |= {_MEMORY: _resident()} | _device_memory()
+    file = self._folder / _SAMPLES / f"{self._name}.jsonl"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a") as out:
+      out.write(json.dumps(row) + "\n")
+
+  def _look(self) -> None:
+    found = suspects(self._folder, self._every_s)
+    if self._saving():
+      found = {k: v for k, v in found.items() if v.metric != _MEMORY}
+    self._suspects, now = found, time.monotonic()
+    self._of_step |= found
+    new = {k for k in found if now - self._told.get(k, -_REPEAT_S) >= _REPEAT_S}
+    self._told |= dict.fromkeys(new, now)
+    for line in describe({name: found[name] for name in new}):
+      self._tell(line)
+
+
+def _resident() -> float:
+  """Returns the share of the machine's memory that this process has."""
+  pages = pathlib.Path("/proc/self/statm").read_text().split()[1]
+  return int(pages) / os.sysconf("SC_PHYS_PAGES")
+
+
+def _device_memory() -> dict[str, float]:
+  """Returns the share in use of the fullest device, if devices report it."""
+  import jax
+
+  every = [device.memory_stats() or {} for device in jax.local_devices()]
+  used = [
+    x["bytes_in_use"] / x["bytes_limit"] for x in every if "bytes_limit" in x
+  ]
+  return {"device_memory_usage": max(used)} if used else {}
