@@ -26,10 +26,10 @@ _HOLD = 4  # Samples in a row that make a suspect.
 _LOOKED_AT = 12  # Samples, for the time since when.
 _TAIL = 2**15  # Bytes of a file that are read.
 _TICK_S = 0.02
-_REPEAT_S = 600.0  # Until a host that is suspected again is reported again.
+_QUIET_S = 60.0  # After this time a host that is suspected again is new.
 _SILENT, _MEMORY = "silent", "memory_usage"
 # Metrics of samples that are compared -> shares below which they do not matter.
-_SHARES = {"stalled": 0.2, _MEMORY: 0.05}
+_SHARES = {"stalled": 0.25, _MEMORY: 0.05}
 
 
 def suspects(folder: pathlib.Path, every_s: float) -> dict[str, Alarm]:
@@ -126,7 +126,7 @@ class HostWatch:
     """
     self._folder, self._name, self._every_s = folder, name, every_s
     self._tell, self._saving = tell, saving
-    self._told = {}  # Time of the last line, by host.
+    self._seen = {}  # When a host was suspected last.
     self._suspects, self._of_step = {}, {}
     self._ended = threading.Event()
 
@@ -148,6 +148,7 @@ class HostWatch:
     return {"host/suspect": min(numbers)} if numbers else {}
 
   def _run(self) -> None:
+    # The first sample is written at once.
     begun, stalled, used = -self._every_s, 0.0, time.process_time()
     while True:
       asleep = time.monotonic()
@@ -178,8 +179,8 @@ class HostWatch:
       found = {k: v for k, v in found.items() if v.metric != _MEMORY}
     self._suspects, now = found, time.monotonic()
     self._of_step |= found
-    new = {k for k in found if now - self._told.get(k, -_REPEAT_S) >= _REPEAT_S}
-    self._told |= dict.fromkeys(new, now)
+    new = {k for k in found if now - self._seen.get(k, -_QUIET_S) >= _QUIET_S}
+    self._seen |= dict.fromkeys(found, now)
     for line in describe({name: found[name] for name in new}):
       self._tell(line)
 
