@@ -552,8 +552,8 @@ def wait_for_a_host_that_died():
 with metrics.MetricsLogger(
   sys.argv[1], total_steps=1, last_step=-1, tracked_by=(),
   stuck_after_s=1.0, stream=io.StringIO(),
-  suspects=lambda: ["suspect host 1-a"],
 ) as logger:
+  logger.watchdog.suspects = lambda: ["suspect host 1-a"]
   for _ in range(10):  # Longer than the limit, but every phase is short.
     logger.phase("score")
     now += 0.9

@@ -7,6 +7,7 @@ read them.
 """
 
 import contextlib
+import dataclasses
 import datetime
 import json
 import os
@@ -19,12 +20,11 @@ import numpy as np
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.fleet.alarm import Alarm, slow_hosts
-from jaxrl_llm.fleet.reports import Reports, read_reports
+from jaxrl_llm.fleet.reports import read_reports
 
 _SAMPLES = "samples"  # Subfolder of `hosts`.
 _HOLD = 4  # Samples in a row that make a suspect.
-_LOOKED_AT = 12  # Samples, for the time since when.
-_TAIL = 2**15  # Bytes of a file that are read.
+_TAIL = 2**15  # Bytes of a file of steps that are read.
 _TICK_S = 0.02
 _QUIET_S = 60.0  # After this time a host that is suspected again is new.
 _SILENT, _MEMORY = "silent", "memory_usage"
@@ -47,42 +47,30 @@ def suspects(folder: pathlib.Path, every_s: float) -> dict[str, Alarm]:
   """
   found, hold_s = [], _HOLD * every_s
   with contextlib.suppress(InputError, OSError):
-    samples = read_reports(folder / _SAMPLES, tail=_TAIL)
-    x, took = _shares(samples)
-    found += _silent(samples, hold_s)
-    found += _slow(samples, x * every_s, took * every_s, [*_SHARES], hold_s)
+    samples = read_reports(folder / _SAMPLES, tail=_TAIL // 8)
+    for host, (name, rows) in enumerate(samples.hosts.items()):
+      last, now = rows[-1]["time"], samples.now
+      if now - last >= hold_s:
+        found.append((name, Alarm(host, _SILENT, last, now, now - last)))
+    number = min(map(len, samples.hosts.values()))
+    recent = [rows[-number:] for rows in samples.hosts.values()]
+    x = [[[row[k] for k in _SHARES] for row in rows] for rows in recent]
+    # `slow_hosts` passes over what is below a twentieth.
+    x = every_s / 20 * np.array(x) / [*_SHARES.values()]
+    took = np.full(x.shape[:2], every_s)
+    found += _slow(samples, x, took, [*_SHARES], hold_s)
   with contextlib.suppress(InputError, OSError):
     steps = read_reports(folder, tail=_TAIL)
     found += _slow(steps, *steps.phases(), hold_s)
   return dict(reversed(found))
 
 
-def _shares(samples: Reports) -> tuple[np.ndarray, np.ndarray]:
-  """Returns the latest compared metrics [H, N, K] over their unit, and ones."""
-  number = min(_LOOKED_AT, *map(len, samples.hosts.values()))
-  recent = [rows[-number:] for rows in samples.hosts.values()]
-  x = [[[row[k] for k in _SHARES] for row in rows] for rows in recent]
-  # `slow_hosts` passes over what is below a twentieth.
-  unit = 20 * np.array([*_SHARES.values()])
-  return np.array(x) / unit, np.ones((len(x), number))
-
-
-def _silent(samples: Reports, limit_s: float) -> list[tuple[str, Alarm]]:
-  """Returns hosts that have written nothing for a time, while others have."""
-  now = samples.now
-  lasts = {name: rows[-1]["time"] for name, rows in samples.hosts.items()}
-  return [
-    (name, Alarm(host, _SILENT, last, now, now - last))
-    for host, (name, last) in enumerate(lasts.items())
-    if now - last >= limit_s
-  ]
-
-
 def _slow(reports, x, took, metrics, hold_s) -> list[tuple[str, Alarm]]:
   """Returns `slow_hosts` by name, with the names of their metrics."""
   found = []
-  alarms = slow_hosts(x, took, roles=reports.roles, hold_s=hold_s)
-  for alarm in alarms if x.size else ():
+  if not x.size:
+    return found
+  for alarm in slow_hosts(x, took, roles=reports.roles, hold_s=hold_s):
     name, rows = list(reports.hosts.items())[alarm.host]
     end, metric = rows[-1]["time"], metrics[alarm.metric]
     since = end - (alarm.until - alarm.since)
@@ -96,36 +84,25 @@ def describe(found: dict[str, Alarm]) -> list[str]:
   for name, alarm in found.items():
     since = datetime.datetime.fromtimestamp(alarm.since).astimezone()
     what = f"{alarm.metric} is {alarm.score:.1f} times that of the other hosts"
-    if alarm.metric == _SILENT:
-      what = "silent"
+    what = _SILENT if alarm.metric == _SILENT else what
     lines.append(f"suspect host {name}: {what} since {since:%F %T %Z}")
   return lines
 
 
+@dataclasses.dataclass
 class HostWatch:
-  """Samples a process in a thread; that of the first process names suspects."""
+  """Samples a process in a thread, and in the first process names suspects."""
 
-  def __init__(
-    self,
-    folder: pathlib.Path,
-    name: str,
-    every_s: float,
-    *,
-    tell: Callable[[str], None] | None = None,
-    saving: Callable[[], bool] = bool,
-  ):
-    """Prepares to write HOST.jsonl.
+  folder: pathlib.Path  # `hosts` in the directory of the run.
+  name: str  # Number and host of this process, such as 3-worker.
+  every_s: float  # Seconds between samples.
+  # Gets a line for each new suspect; None: does not look for any.
+  tell: Callable[[str], None] | None = None
+  # Whether a checkpoint is being written, for which some processes may hold
+  # more memory than others.
+  saving: Callable[[], bool] = bool
 
-    Args:
-      folder: `hosts` in the directory of the run.
-      name: number and host of this process, such as 3-worker.
-      every_s: seconds between samples.
-      tell: gets a line for each new suspect; None: look for none.
-      saving: whether a checkpoint is being written, when the first processes
-        may hold more memory than the others.
-    """
-    self._folder, self._name, self._every_s = folder, name, every_s
-    self._tell, self._saving = tell, saving
+  def __post_init__(self):
     self._seen = {}  # When a host was suspected last.
     self._suspects, self._of_step = {}, {}
     self._ended = threading.Event()
@@ -139,7 +116,7 @@ class HostWatch:
       yield
     finally:
       self._ended.set()
-      thread.join(self._every_s)
+      thread.join(self.every_s)
 
   def metrics(self) -> dict[str, int]:
     """Returns `host/suspect`, the first suspect process since the last call."""
@@ -147,42 +124,46 @@ class HostWatch:
     numbers = [int(name.split("-")[0]) for name in found]
     return {"host/suspect": min(numbers)} if numbers else {}
 
+  def describe(self) -> list[str]:
+    """Returns a line for each host that is suspected now, in any process."""
+    return describe(suspects(self.folder, self.every_s))
+
   def _run(self) -> None:
     # The first sample is written at once.
-    begun, stalled, used = -self._every_s, 0.0, time.process_time()
+    begun, stalled, used = -self.every_s, 0.0, time.process_time()
     while True:
       asleep = time.monotonic()
       if self._ended.wait(_TICK_S):
         return
       now = time.monotonic()
       stalled += max(now - asleep - 2 * _TICK_S, 0.0)
-      if now - begun < self._every_s:
+      if now - begun < self.every_s:
         continue
       seconds, cpu = now - begun, time.process_time()
       with contextlib.suppress(OSError):  # Otherwise it counts as silent.
         self._write(stalled / seconds, (cpu - used) / seconds / os.cpu_count())
       begun, stalled, used = now, 0.0, cpu
-      if self._tell:
+      if self.tell:
         self._look()
 
   def _write(self, stalled: float, cpu: float) -> None:
     row = {"time": time.time(), "stalled": stalled, "cpu_usage": cpu}
     row |= {_MEMORY: _resident()} | _device_memory()
-    file = self._folder / _SAMPLES / f"{self._name}.jsonl"
+    file = self.folder / _SAMPLES / f"{self.name}.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a") as out:
       out.write(json.dumps(row) + "\n")
 
   def _look(self) -> None:
-    found = suspects(self._folder, self._every_s)
-    if self._saving():
+    found = suspects(self.folder, self.every_s)
+    if self.saving():
       found = {k: v for k, v in found.items() if v.metric != _MEMORY}
     self._suspects, now = found, time.monotonic()
     self._of_step |= found
     new = {k for k in found if now - self._seen.get(k, -_QUIET_S) >= _QUIET_S}
     self._seen |= dict.fromkeys(found, now)
     for line in describe({name: found[name] for name in new}):
-      self._tell(line)
+      self.tell(line)
 
 
 def _resident() -> float:

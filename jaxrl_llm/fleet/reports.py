@@ -84,13 +84,13 @@ class Reports:
     return sorted(every - set(_NOT_METRICS))
 
 
-def read_reports(folder: pathlib.Path, *, tail: int = 0) -> Reports:
+def read_reports(folder: pathlib.Path, *, tail: float = math.inf) -> Reports:
   """Reads the file HOST.jsonl of every host.
 
   Args:
     folder: folder of the files.
-    tail: reads the last whole lines within this many bytes of each file, and
-      leaves out hosts without any; 0 reads all.
+    tail: reads the whole lines in so many last bytes of each file, and leaves
+      out hosts without any.
 
   Raises:
     InputError: there are no files, or a line cannot be used.
@@ -98,12 +98,13 @@ def read_reports(folder: pathlib.Path, *, tail: int = 0) -> Reports:
   hosts = {}
   for file in sorted(folder.glob("*.jsonl")):
     with file.open("rb") as opened:
-      cut = tail and opened.seek(0, os.SEEK_END) > tail
-      opened.seek(-tail if cut else 0, os.SEEK_END if cut else os.SEEK_SET)
+      size = opened.seek(0, os.SEEK_END)
+      opened.seek(max(size - tail, 0))
       data = opened.read()
+    begin = data.find(b"\n") + 1 if size > tail else 0
     # A host may be writing its last line.
-    data = data[data.find(b"\n") + 1 if cut else 0 : data.rfind(b"\n") + 1]
-    if tail and not data:
+    data = data[begin : data.rfind(b"\n") + 1]
+    if not data and tail < math.inf:
       continue
     rows = parse_rows(data, str(file))
     for where, fields in rows:

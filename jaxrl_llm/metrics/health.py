@@ -150,11 +150,6 @@ def length_collapse(
   )
 
 
-def suspect_host(processes: Sequence[float]) -> str:
-  """Warns of a host that differs from the others."""
-  return f"process {processes[-1]:.0f} is slow, silent or short of memory"
-
-
 def _now(values: Sequence[float]) -> float:
   return statistics.median(values[-NOW_STEPS:])
 
@@ -212,9 +207,10 @@ RULES = {
     length_collapse,
     "the policy learns to stop, not to solve; raise value.pretrain_steps, set"
     " estimator.lambda_value to 1, or lower optimizer.policy.learning_rate"),
-  "suspect_host": Rule(("host/suspect",), suspect_host,
-    "all others wait for it; the line of this host says in what and since when;"
-    " replace it, or set run.on_suspect='stop' and let a scheduler do so"),
+  "suspect_host": Rule(("host/suspect",),
+    above(-1, "process {:.0f} is slow, silent or much larger than the others"),
+    "the others wait for it; its own line says in what it differs and since"
+    " when; replace it, or let a scheduler do so by run.on_suspect='stop'"),
 }
 # fmt: on
 

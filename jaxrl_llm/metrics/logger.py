@@ -3,7 +3,7 @@
 import contextlib
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
 from jaxrl_llm.metrics.console import ConsoleWriter
@@ -22,27 +22,23 @@ class PhaseLogger(contextlib.ExitStack):
 
   Attributes:
     more: returns further metrics of a step; none unless it is set.
+    watchdog: watches the phases.
   """
 
   more: Callable[[], dict[str, float]] = dict
 
   def __init__(
-    self,
-    times: str | os.PathLike = "",
-    *,
-    stuck_after_s: float = 0.0,
-    suspects: Callable[[], Iterable[str]] = tuple,
+    self, times: str | os.PathLike = "", *, stuck_after_s: float = 0.0
   ):
     """Watches the phases.
 
     Args:
       times: new JSONL file for the times of this process; '' is none.
       stuck_after_s: time limit of a phase, see `Watchdog`.
-      suspects: see `Watchdog`.
     """
     super().__init__()
-    self._watchdog, self._logs = Watchdog(suspects), []
-    self.enter_context(self._watchdog.watching(stuck_after_s))
+    self.watchdog, self._logs = Watchdog(), []
+    self.enter_context(self.watchdog.watching(stuck_after_s))
     if times:
       file = JsonlWriter(times)
       self.callback(file.close)
@@ -68,7 +64,7 @@ class PhaseLogger(contextlib.ExitStack):
 
   def phase(self, name: str) -> None:
     """Learns that a phase of the step begins."""
-    self._watchdog.enter(name)
+    self.watchdog.enter(name)
 
 
 class MetricsLogger(PhaseLogger):
@@ -100,7 +96,7 @@ class MetricsLogger(PhaseLogger):
       tracked_by: names of `trackers.TRACKERS`.
       settings: settings of the run, for trackers that show them.
       stream: where to show progress; standard output if None.
-      **watched: arguments of `PhaseLogger`.
+      **watched: times and stuck_after_s, as in `PhaseLogger`.
     """
     super().__init__(**watched)
     workdir = pathlib.Path(workdir)

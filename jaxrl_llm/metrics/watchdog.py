@@ -13,15 +13,15 @@ EXIT_CODE = 1
 
 
 class Watchdog:
-  """Tracks the current phase of a process and its start."""
+  """Tracks the current phase of a process and its start.
 
-  def __init__(self, suspects: Callable[[], Iterable[str]] = tuple):
-    """Watches nothing yet.
+  Attributes:
+    suspects: returns lines that name the hosts that may be to blame; none
+      unless it is set.
+  """
 
-    Args:
-      suspects: returns lines that name the hosts that may be to blame.
-    """
-    self._suspects = suspects
+  def __init__(self):
+    self.suspects: Callable[[], Iterable[str]] = tuple
     self._doing = "starting", time.monotonic()
 
   def enter(self, phase: str) -> None:
@@ -72,4 +72,4 @@ class Watchdog:
       os._exit(EXIT_CODE)
 
   def _name_suspects(self) -> None:
-    print(*self._suspects(), sep="\n", file=sys.stderr, flush=True)
+    print(*self.suspects(), sep="\n", file=sys.stderr, flush=True)

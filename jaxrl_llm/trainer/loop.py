@@ -128,7 +128,8 @@ def _resume_or_start(run, folder, saver, found, changes, stopped, begun) -> int:
   elif not folder.begin(config):
     # Left by a run with other settings.
     shutil.rmtree(folder.path / CHECKPOINTS, ignore_errors=True)
-  with _logger(folder, config, last, saver, stopped) as logger:
+  with _logger(folder, config, last) as logger:
+    _watch_hosts(folder, config, logger, saver, stopped)
     run.judge.tell = logger.event
     events += [evaluator.origin for evaluator in run.evaluators]
     for line in filter(None, (*summary.describe(run), *events)):
@@ -165,44 +166,40 @@ def _resume_or_start(run, folder, saver, found, changes, stopped, begun) -> int:
     return stopped.signal
 
 
-def _logger(folder, config, last_step, saver, stopped) -> metrics.PhaseLogger:
-  """Returns the run's logger in the first process, else one of times only.
-
-  With several processes it also watches the hosts.
-  """
-  watched = {"stuck_after_s": config.run.stuck_after_s}
-  name, every_s = processes.name(), config.run.watch_hosts_s
-  if name:
-    hosts = folder.new_times()
-    watched["times"] = hosts / f"{name}.jsonl"
-  if name and every_s:
-    found = lambda: fleet.describe(fleet.suspects(hosts, every_s))
-    watched["suspects"] = found
+def _logger(folder, config, last_step) -> metrics.PhaseLogger:
+  """Returns the run's logger in the first process, else one of times only."""
+  times = ""
+  if name := processes.name():
+    times = folder.new_times() / f"{name}.jsonl"
+  watched = {"times": times, "stuck_after_s": config.run.stuck_after_s}
   if not processes.is_first():
-    logger = metrics.PhaseLogger(**watched)
-  else:
-    logger = metrics.MetricsLogger(
-      folder.path,
-      total_steps=config.run.steps,
-      last_step=last_step,
-      tracked_by=config.run.trackers,
-      settings=config.to_dict(),
-      **watched,
-    )
-  if name and every_s:
+    return metrics.PhaseLogger(**watched)
+  return metrics.MetricsLogger(
+    folder.path,
+    total_steps=config.run.steps,
+    last_step=last_step,
+    tracked_by=config.run.trackers,
+    settings=config.to_dict(),
+    **watched,
+  )
 
-    def tell(line: str) -> None:
-      logger.event(line)
-      if config.run.on_suspect == "stop":
-        stopped.signal = stopped.signal or signals.SUSPECT
 
-    tell = tell if processes.is_first() else None
-    watch = fleet.HostWatch(
-      hosts, name, every_s, tell=tell, saving=saver.saving
-    )
-    logger.enter_context(watch.running())
-    logger.more = watch.metrics
-  return logger
+def _watch_hosts(folder, config, logger, saver, stopped) -> None:
+  """Watches several processes as long as the logger is open."""
+  name, every_s = processes.name(), config.run.watch_hosts_s
+  if not (name and every_s):
+    return
+
+  def tell(line: str) -> None:
+    logger.event(line)
+    if config.run.on_suspect == "stop":
+      stopped.signal = stopped.signal or signals.SUSPECT
+
+  tell = tell if processes.is_first() else None
+  hosts = folder.path / "hosts"
+  watch = fleet.HostWatch(hosts, name, every_s, tell, saver.saving)
+  logger.enter_context(watch.running())
+  logger.more, logger.watchdog.suspects = watch.metrics, watch.describe
 
 
 def _save(states, saver, folder, run) -> None:

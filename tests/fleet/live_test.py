@@ -194,7 +194,7 @@ class TestHostWatch:
 
   def test_names_a_suspect_once(self, tmp_path):
     told = []
-    watch = fleet.HostWatch(tmp_path, "0-vm", _EVERY_S, tell=told.append)
+    watch = fleet.HostWatch(tmp_path, "0-vm", _EVERY_S, told.append)
     ends = np.array([_NOW, _NOW, _NOW - 60])
     for silent in (60, 60, 0, 60):
       ends[2] = _NOW - silent
@@ -204,7 +204,7 @@ class TestHostWatch:
     assert line.startswith("suspect host 2-vm: silent since 20")
 
   def test_a_metric_of_the_step_in_which_one_was_suspected(self, tmp_path):
-    watch = fleet.HostWatch(tmp_path, "0-vm", _EVERY_S, tell=lambda line: None)
+    watch = fleet.HostWatch(tmp_path, "0-vm", _EVERY_S, lambda line: None)
     found = []
     for silent in (0, 60, 0, 0):
       write_samples(tmp_path, np.zeros((3, 4)), [_NOW, _NOW, _NOW - silent])
@@ -225,7 +225,6 @@ class TestHostWatch:
       write(tmp_path / "samples" / f"{host}-vm.jsonl", rows)
     for saving in (True, False):
       saves = functools.partial(bool, saving)
-      hosts = tmp_path, "0-vm", _EVERY_S
-      fleet.HostWatch(*hosts, tell=told.append, saving=saves)._look()
+      fleet.HostWatch(tmp_path, "0-vm", _EVERY_S, told.append, saves)._look()
       assert bool(told) is not saving
     assert "2-vm: memory_usage is 3.0 times" in told[0]
