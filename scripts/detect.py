@@ -58,7 +58,7 @@ def report(
       lines.append(f"{name}: its clock is {-silence:.0f} s ahead")
   if reports.of_steps:
     x, took, metrics = reports.phases()
-    for alarm in fleet.slow_hosts(x, took, roles=roles) if x.size else ():
+    for alarm in fleet.slow_hosts(x, took, roles=roles):
       lines.append(
         f"{names[alarm.host]}: {metrics[alarm.metric]} takes"
         f" {alarm.score:.1f} times as long as elsewhere, for"

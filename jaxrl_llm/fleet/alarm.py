@@ -158,7 +158,7 @@ def slow_hosts(
   """
   seconds = np.nan_to_num(np.asarray(seconds, np.float64))
   alarms = []
-  for hosts in _compared(roles):
+  for hosts in _compared(roles) if seconds.size else ():
     matters = 0.05 * np.median(steps[hosts], axis=0)[:, None]
     usual = np.maximum(np.median(seconds[hosts], axis=0), matters)  # [N, P]
     for host in hosts:

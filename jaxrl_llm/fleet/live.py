@@ -68,8 +68,6 @@ def suspects(folder: pathlib.Path, every_s: float) -> dict[str, Alarm]:
 def _slow(reports, x, took, metrics, hold_s) -> list[tuple[str, Alarm]]:
   """Returns `slow_hosts` by name, with the names of their metrics."""
   found = []
-  if not x.size:
-    return found
   for alarm in slow_hosts(x, took, roles=reports.roles, hold_s=hold_s):
     name, rows = list(reports.hosts.items())[alarm.host]
     end, metric = rows[-1]["time"], metrics[alarm.metric]
@@ -148,7 +146,8 @@ class HostWatch:
 
   def _write(self, stalled: float, cpu: float) -> None:
     row = {"time": time.time(), "stalled": stalled, "cpu_usage": cpu}
-    row |= {_MEMORY: _resident()} | _device_memory()
+    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+    row |= {_MEMORY: pages / os.sysconf("SC_PHYS_PAGES")} | _device_memory()
     file = self.folder / _SAMPLES / f"{self.name}.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a") as out:
@@ -164,12 +163,6 @@ class HostWatch:
     self._seen |= dict.fromkeys(found, now)
     for line in describe({name: found[name] for name in new}):
       self.tell(line)
-
-
-def _resident() -> float:
-  """Returns the share of the machine's memory that this process has."""
-  pages = pathlib.Path("/proc/self/statm").read_text().split()[1]
-  return int(pages) / os.sysconf("SC_PHYS_PAGES")
 
 
 def _device_memory() -> dict[str, float]:

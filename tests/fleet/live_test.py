@@ -125,7 +125,10 @@ class TestSuspects:
   def test_files_that_are_not_there_or_being_written(self, tmp_path):
     assert find(tmp_path) == {}
     write_samples(tmp_path, np.zeros((3, 4)))
-    (tmp_path / "0-vm.jsonl").touch()
+    write_steps(tmp_path, np.ones((3, 1)))
+    (tmp_path / "0-vm.jsonl").write_text("")
+    first = {"step": 7, "time": _NOW, "time/step_s": 1.0}
+    write(tmp_path / "1-vm.jsonl", [first])  # No step that both have.
     (tmp_path / "samples" / "3-vm.jsonl").write_text('{"time": 18')
     assert find(tmp_path) == {}
     with (tmp_path / "samples" / "1-vm.jsonl").open("ab") as file:
