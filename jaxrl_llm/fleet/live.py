@@ -35,10 +35,10 @@ _SHARES = {"stalled": 0.25, _MEMORY: 0.05}
 def suspects(folder: pathlib.Path, every_s: float) -> dict[str, Alarm]:
   """Returns the suspects of a run, as host -> alarm in Unix seconds.
 
-  A host is suspected if it has written no sample for the time of four, if it
-  stalls or has more resident memory than the others in four samples in a row,
-  or if it works longer than they do in a phase of at least four steps in a row
-  that take as long. Of two hosts only a silent one can be named.
+  A host is suspected if it has written nothing for the time of four samples, if
+  it stalls or uses more memory than the others in four samples in a row, or if
+  it works longer than the others in a phase, in at least four steps in a row
+  that take as long as four samples. Of two hosts, only a silent one is named.
 
   Args:
     folder: `hosts` in the directory of a run. Files that are missing or cannot
