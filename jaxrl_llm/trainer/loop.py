@@ -129,7 +129,7 @@ def _resume_or_start(run, folder, saver, found, changes, stopped, begun) -> int:
     # Left by a run with other settings.
     shutil.rmtree(folder.path / CHECKPOINTS, ignore_errors=True)
   with _logger(folder, config, last) as logger:
-    _watch_hosts(folder, config, logger, saver, stopped)
+    _watch_hosts(folder, config.run.watch_hosts_s, logger, saver)
     run.judge.tell = logger.event
     events += [evaluator.origin for evaluator in run.evaluators]
     for line in filter(None, (*summary.describe(run), *events)):
@@ -184,19 +184,12 @@ def _logger(folder, config, last_step) -> metrics.PhaseLogger:
   )
 
 
-def _watch_hosts(folder, config, logger, saver, stopped) -> None:
+def _watch_hosts(folder, every_s, logger, saver) -> None:
   """Watches several processes as long as the logger is open."""
-  name, every_s = processes.name(), config.run.watch_hosts_s
+  name, hosts = processes.name(), folder.path / "hosts"
   if not (name and every_s):
     return
-
-  def tell(line: str) -> None:
-    logger.event(line)
-    if config.run.on_suspect == "stop":
-      stopped.signal = stopped.signal or signals.SUSPECT
-
-  tell = tell if processes.is_first() else None
-  hosts = folder.path / "hosts"
+  tell = logger.event if processes.is_first() else None
   watch = fleet.HostWatch(hosts, name, every_s, tell, saver.saving)
   logger.enter_context(watch.running())
   logger.more, logger.watchdog.suspects = watch.metrics, watch.describe
@@ -248,6 +241,8 @@ def _train_on(
     logger.log(step, row)
     for warning in warnings:
       logger.event(warning)
+    if "host/suspect" in row and config.run.on_suspect == "stop":
+      stopped.signal = stopped.signal or signals.SUSPECT
     best = config.checkpoint.best
     if step % config.checkpoint.every == 0 or (
       best in row and folder.best_step(best) == step
