@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import os
 import pathlib
-import signal
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -34,7 +33,7 @@ from jaxrl_llm.rollout.turns import ConversationConfig
 from jaxrl_llm.rollout.worker import run_key
 from jaxrl_llm.rollout.writer import ResponseWriter
 from jaxrl_llm.sampling import Engine, EngineConfig, SamplingSettings
-from jaxrl_llm.system import plugin
+from jaxrl_llm.system import plugin, signals
 from jaxrl_llm.types import Responses
 
 # Tokens that an evaluated model gets, if its context has them.
@@ -495,5 +494,5 @@ def train(
     plugin.load(file)
   number = loop.train(build.make_run(config), folder, step=step)
   if number:
-    raise KeyboardInterrupt(f"{signal.Signals(number).name}, saved in {folder}")
+    raise KeyboardInterrupt(f"{signals.name(number)}, saved in {folder}")
   return load(folder)

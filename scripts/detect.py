@@ -16,7 +16,7 @@ DIR/hosts of its --workdir,
 whose phases are compared, without what they wait for (host/*) if that is known.
 A host is named if it departs from the others of its role and from its own norm
 for --hold_s seconds without a break, if it takes 1.5 times as long as they do
-for 20 seconds and three steps, or if it has been silent for a minute by the
+for 20 seconds and four steps, or if it has been silent for a minute by the
 median host's clock. The norm of a host is its level in the first three of the
 15 minutes, so call the command every five minutes: a host that broke before
 them looks normal.
@@ -58,7 +58,7 @@ def report(
       lines.append(f"{name}: its clock is {-silence:.0f} s ahead")
   if reports.of_steps:
     x, took, metrics = reports.phases()
-    for alarm in fleet.slow_hosts(x, took, roles=roles) if x.size else ():
+    for alarm in fleet.slow_hosts(x, took, roles=roles):
       lines.append(
         f"{names[alarm.host]}: {metrics[alarm.metric]} takes"
         f" {alarm.score:.1f} times as long as elsewhere, for"

@@ -11,7 +11,8 @@ the run's method. --step=N goes on from an earlier checkpoint.
 
 Exit code 0 at the last step, 2 for bad input, 1 for a run that could not go on.
 Ctrl-C and SIGTERM save first and exit with 130 and 143 (128 + signal): the same
---workdir goes on.
+--workdir goes on. With --config.run.on_suspect=stop, 75 if a host of several is
+slow: the run is saved, and the same --workdir goes on without that host.
 """
 
 import datetime
@@ -136,7 +137,7 @@ def run() -> int:
   # Heavy imports late: a typing error in a flag answers at once.
   from parts import dry_run
 
-  from jaxrl_llm.system import plugin, processes
+  from jaxrl_llm.system import plugin, processes, signals
   from jaxrl_llm.trainer import build, loop
 
   if _COORDINATOR.value or _DISTRIBUTED.value:
@@ -153,7 +154,7 @@ def run() -> int:
     return 0
   print(f"workdir {folder}", flush=True)
   number = loop.train(owners, folder, step=_STEP.value, begun=_BEGUN)
-  return 128 + number if number else 0
+  return number if number in (0, signals.SUSPECT) else 128 + number
 
 
 def _unraisable(fault) -> None:

@@ -3,12 +3,12 @@
 L0  records, arrays, reductions, distributions, checksums, errors, base_models,
     system                             processes, signals, files, user code
 L1  estimators, losses, models, sharding
-L2  data, rewards, sampling, checkpoint, metrics, sync, report
+L2  data, rewards, sampling, checkpoint, metrics, sync, report, fleet
 L3  rollout, learner                      side by side: they run at one time
 L4  train, evaluate, workdir, config      composes the others
     register                           a user's own parts, by name
     methods                            parts of the package's, a file a method
-    generate, simulate, fleet  tools, which no room needs
+    generate, simulate         tools, which no room needs
 """
 
 import ast
@@ -30,12 +30,12 @@ _MATHEMATICS = {"estimators", "losses"}
 _L1 = {*_MATHEMATICS, "models", "sharding"}
 _L2 = {
   *("data", "rewards", "sampling", "checkpoint"),
-  *("metrics", "sync", "report"),
+  *("metrics", "sync", "report", "fleet"),
 }
 _L3 = {"rollout", "learner"}
 _NUMERIC = {"jax", "numpy", "chex"}
 _L4 = {"trainer", "evaluate", "workdir", "config", "register", "methods"}
-_TOOLS = {"generate", "simulate", "fleet"}
+_TOOLS = {"generate", "simulate"}
 _LEVELS = (_L0, _L1, _L2, _L3, _L4)
 _FRONT = {"api"}  # Joins everything, for the package's own names.
 # Libraries that a room or a file keeps to itself.

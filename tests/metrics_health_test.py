@@ -113,6 +113,7 @@ _BAD = {
     reward__accuracy=lambda s: 0.3,
     policy__entropy=lambda s: 0.5,
   ),
+  "suspect_host": dict(host__suspect=lambda s: math.nan if s < 30 else 2),
 }
 
 

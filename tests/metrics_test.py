@@ -553,6 +553,7 @@ with metrics.MetricsLogger(
   sys.argv[1], total_steps=1, last_step=-1, tracked_by=(),
   stuck_after_s=1.0, stream=io.StringIO(),
 ) as logger:
+  logger.watchdog.suspects = lambda: ["suspect host 1-a"]
   for _ in range(10):  # Longer than the limit, but every phase is short.
     logger.phase("score")
     now += 0.9
@@ -582,7 +583,8 @@ class TestWatchdog:
     assert done.returncode == 1
     assert "stuck: 'generate' has taken" in done.stderr
     assert f"on {socket.gethostname()} (process 0 of 1)" in done.stderr
-    assert "in wait_for_a_host_that_died" in done.stderr
+    named, _, stacks = done.stderr.partition("suspect host 1-a\n")
+    assert named and "in wait_for_a_host_that_died" in stacks
 
 
 class TestCompileCounter:

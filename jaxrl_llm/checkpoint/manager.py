@@ -186,6 +186,10 @@ class Checkpointer:
     """
     return commit.read(self.directory / str(step), *parts)
 
+  def saving(self) -> bool:
+    """Returns whether a save has begun that was not waited for."""
+    return self._saving is not None
+
   def new_errors(self) -> list[str]:
     """Returns a line for every new failure, without waiting."""
     if self._saving and self._saving[1].done():
@@ -197,8 +201,9 @@ class Checkpointer:
     """Waits until the save in progress is on disk or has failed."""
     if not self._saving:
       return
-    (step, saving), self._saving = self._saving, None
+    step, saving = self._saving
     error = saving.exception()
+    self._saving = None
     if error is None:
       return
     self.failures += 1

@@ -260,5 +260,11 @@ class Run(Group, path="run"):
     " stops the run, as it shows faulty hardware. 0 is off.")
   stuck_after_s = Key(3600.0, Range(0.0), "Ends the run if a phase takes longer"
     " than this many seconds, and prints the stacks of all threads; 0 is off.")
+  watch_hosts_s = Key(4.0, Range(0.0), "Seconds between samples of each of"
+    " several processes. One that is slow, silent or uses far more memory than"
+    " the others for four samples is named; 0 is off.")
+  on_suspect = Key("warn", Choice(("warn", "stop")), "What happens when a"
+    " process is named: 'warn' writes a line, 'stop' also saves after the step"
+    " and exits with 75.")
 
 # fmt: on

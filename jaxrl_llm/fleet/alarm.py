@@ -149,7 +149,7 @@ def slow_hosts(
     steps: float [H, N], seconds of the whole steps.
     roles: roles of the hosts [H], as of `detect`.
     ratio: times the median host's from which on a host is slow.
-    hold_s: seconds of such steps, at least three and one after the other, that
+    hold_s: seconds of such steps, at least four and one after the other, that
       make an alarm.
 
   Returns:
@@ -158,7 +158,7 @@ def slow_hosts(
   """
   seconds = np.nan_to_num(np.asarray(seconds, np.float64))
   alarms = []
-  for hosts in _compared(roles):
+  for hosts in _compared(roles) if seconds.size else ():
     matters = 0.05 * np.median(steps[hosts], axis=0)[:, None]
     usual = np.maximum(np.median(seconds[hosts], axis=0), matters)  # [N, P]
     for host in hosts:
@@ -168,7 +168,7 @@ def slow_hosts(
       first = int(fine[-1]) + 1 if fine.size else 0
       ends = np.cumsum(steps[host])
       since = float(ends[first - 1]) if first else 0.0
-      if len(slower) >= first + 3 and ends[-1] - since >= hold_s:
+      if len(slower) >= first + 4 and ends[-1] - since >= hold_s:
         found = float(np.median(slower[-3:, phase]))
         alarms.append(Alarm(int(host), phase, since, float(ends[-1]), found))
   return alarms

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 import pathlib
 import statistics
 from typing import Any
@@ -15,7 +16,8 @@ _WINDOW_S = 900
 _NOT_METRICS = ("time", "step", "role", "nonfinite")
 # Phases that do not characterize a host: totals, start and waiting.
 _NOT_WORK = {f"time/{x}_s" for x in ("step", "start", "wait", "compile")}
-_NOT_WORK.add("host/wait_s")
+# The first process does more than the others for a checkpoint.
+_NOT_WORK |= {f"host/{x}" for x in ("wait_s", "checkpoint_s", "suspect")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,17 +84,29 @@ class Reports:
     return sorted(every - set(_NOT_METRICS))
 
 
-def read_reports(folder: pathlib.Path) -> Reports:
+def read_reports(folder: pathlib.Path, *, tail: float = math.inf) -> Reports:
   """Reads the file HOST.jsonl of every host.
+
+  Args:
+    folder: folder of the files.
+    tail: reads the whole lines in so many last bytes of each file, and leaves
+      out hosts without any.
 
   Raises:
     InputError: there are no files, or a line cannot be used.
   """
   hosts = {}
   for file in sorted(folder.glob("*.jsonl")):
-    data = file.read_bytes()
+    with file.open("rb") as opened:
+      size = opened.seek(0, os.SEEK_END)
+      opened.seek(max(size - tail, 0))
+      data = opened.read()
+    begin = data.find(b"\n") + 1 if size > tail else 0
     # A host may be writing its last line.
-    rows = parse_rows(data[: data.rfind(b"\n") + 1], str(file))
+    data = data[begin : data.rfind(b"\n") + 1]
+    if not data and tail < math.inf:
+      continue
+    rows = parse_rows(data, str(file))
     for where, fields in rows:
       problem = ""
       if not math.isfinite(_number(fields.get("time"))):

@@ -207,6 +207,10 @@ RULES = {
     length_collapse,
     "the policy learns to stop, not to solve; raise value.pretrain_steps, set"
     " estimator.lambda_value to 1, or lower optimizer.policy.learning_rate"),
+  "suspect_host": Rule(("host/suspect",),
+    above(-1, "process {:.0f} is slow, silent or uses far more memory"),
+    "the others wait for it; its own line says in what it differs and since"
+    " when; replace it, or let a scheduler do so by run.on_suspect='stop'"),
 }
 # fmt: on
 

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
 from jaxrl_llm.metrics.console import ConsoleWriter
@@ -18,7 +18,14 @@ _SHOWN = 4  # Responses of a step on the console.
 
 
 class PhaseLogger(contextlib.ExitStack):
-  """The logger of processes other than the first: times of phases only."""
+  """The logger of processes other than the first: times of phases only.
+
+  Attributes:
+    more: returns further metrics of a step; none unless it is set.
+    watchdog: watches the phases.
+  """
+
+  more: Callable[[], dict[str, float]] = dict
 
   def __init__(
     self, times: str | os.PathLike = "", *, stuck_after_s: float = 0.0
@@ -30,8 +37,8 @@ class PhaseLogger(contextlib.ExitStack):
       stuck_after_s: time limit of a phase, see `Watchdog`.
     """
     super().__init__()
-    self._watchdog, self._logs = Watchdog(), []
-    self.enter_context(self._watchdog.watching(stuck_after_s))
+    self.watchdog, self._logs = Watchdog(), []
+    self.enter_context(self.watchdog.watching(stuck_after_s))
     if times:
       file = JsonlWriter(times)
       self.callback(file.close)
@@ -57,7 +64,7 @@ class PhaseLogger(contextlib.ExitStack):
 
   def phase(self, name: str) -> None:
     """Learns that a phase of the step begins."""
-    self._watchdog.enter(name)
+    self.watchdog.enter(name)
 
 
 class MetricsLogger(PhaseLogger):

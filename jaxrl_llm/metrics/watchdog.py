@@ -7,15 +7,21 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 EXIT_CODE = 1
 
 
 class Watchdog:
-  """Tracks the current phase of a process and its start."""
+  """Tracks the current phase of a process and its start.
+
+  Attributes:
+    suspects: returns lines that name the hosts that may be to blame; none
+      unless it is set.
+  """
 
   def __init__(self):
+    self.suspects: Callable[[], Iterable[str]] = tuple
     self._doing = "starting", time.monotonic()
 
   def enter(self, phase: str) -> None:
@@ -28,7 +34,7 @@ class Watchdog:
 
     Runs in a thread because the main thread may hang in compiled code, in a
     collective or in a file system. Prints the phase, its time, host and
-    process, and the stacks of all threads to standard error.
+    process, the suspects and the stacks of all threads to standard error.
     """
     ended = threading.Event()
     watcher = threading.Thread(
@@ -58,5 +64,12 @@ class Watchdog:
         file=sys.stderr,
         flush=True,
       )
+      # In a thread: a file system that hangs must not keep the process alive.
+      naming = threading.Thread(target=self._name_suspects, daemon=True)
+      naming.start()
+      naming.join(10)
       faulthandler.dump_traceback(file=2, all_threads=True)
       os._exit(EXIT_CODE)
+
+  def _name_suspects(self) -> None:
+    print(*self.suspects(), sep="\n", file=sys.stderr, flush=True)

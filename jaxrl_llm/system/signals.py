@@ -11,6 +11,14 @@ from collections.abc import Iterator
 from jaxrl_llm.system import processes
 
 _NAMES = (signal.SIGINT, signal.SIGTERM)
+# Stops a run like a signal, but is the exit code itself (EX_TEMPFAIL: "try
+# again"). No signal has this number.
+SUSPECT = 75
+
+
+def name(number: int) -> str:
+  """Returns the name of a signal, or of `SUSPECT`."""
+  return "a suspect host" if number == SUSPECT else signal.Signals(number).name
 
 
 @dataclasses.dataclass

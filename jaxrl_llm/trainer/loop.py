@@ -33,12 +33,11 @@ import functools
 import os
 import pathlib
 import shutil
-import signal
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrl_llm import checkpoint, metrics, sync
+from jaxrl_llm import checkpoint, fleet, metrics, sync
 from jaxrl_llm.data.prompt_source import PromptSourceState
 from jaxrl_llm.errors import InputError, TrainingStopped
 from jaxrl_llm.evaluate import check_metric
@@ -72,7 +71,8 @@ def train(
     begun: `time.perf_counter()` at the start of the program; now if None.
 
   Returns:
-    The signal that ended the run before its last step, 0 if it is done.
+    The signal that ended the run before its last step, or `signals.SUSPECT`; 0
+    if it is done.
 
   Raises:
     TrainingStopped: The run cannot continue, for example after several
@@ -129,6 +129,7 @@ def _resume_or_start(run, folder, saver, found, changes, stopped, begun) -> int:
     # Left by a run with other settings.
     shutil.rmtree(folder.path / CHECKPOINTS, ignore_errors=True)
   with _logger(folder, config, last) as logger:
+    _watch_hosts(folder, config.run.watch_hosts_s, logger, saver)
     run.judge.tell = logger.event
     events += [evaluator.origin for evaluator in run.evaluators]
     for line in filter(None, (*summary.describe(run), *events)):
@@ -159,7 +160,7 @@ def _resume_or_start(run, folder, saver, found, changes, stopped, begun) -> int:
         logger.event(line)
       return 0
     logger.event(
-      f"stopped by {signal.Signals(stopped.signal).name} at step {states.step},"
+      f"stopped by {signals.name(stopped.signal)} at step {states.step},"
       " saved; the same --workdir goes on"
     )
     return stopped.signal
@@ -181,6 +182,17 @@ def _logger(folder, config, last_step) -> metrics.PhaseLogger:
     settings=config.to_dict(),
     **watched,
   )
+
+
+def _watch_hosts(folder, every_s, logger, saver) -> None:
+  """Watches several processes as long as the logger is open."""
+  name, hosts = processes.name(), folder.path / "hosts"
+  if not (name and every_s):
+    return
+  tell = logger.event if processes.is_first() else None
+  watch = fleet.HostWatch(hosts, name, every_s, tell, saver.saving)
+  logger.enter_context(watch.running())
+  logger.more, logger.watchdog.suspects = watch.metrics, watch.describe
 
 
 def _save(states, saver, folder, run) -> None:
@@ -221,6 +233,7 @@ def _train_on(
       "memory/peak_gib": metrics.peak_memory_gib(),
       "checkpoint/failures": saver.failures,
     }
+    row |= logger.more()
     holds, warnings = health.check(step, row)
     row |= holds
     # Log first: a checkpoint guarantees that its row is on disk. Therefore the
@@ -228,6 +241,8 @@ def _train_on(
     logger.log(step, row)
     for warning in warnings:
       logger.event(warning)
+    if "host/suspect" in row and config.run.on_suspect == "stop":
+      stopped.signal = stopped.signal or signals.SUSPECT
     best = config.checkpoint.best
     if step % config.checkpoint.every == 0 or (
       best in row and folder.best_step(best) == step

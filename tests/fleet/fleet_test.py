@@ -309,10 +309,10 @@ class TestSlowHosts:
     assert alarm.score == pytest.approx(2, rel=0.15)
     assert 20 <= alarm.until - alarm.since <= 30
 
-  def test_two_long_steps_are_not_enough(self):
-    x = 20 * self.seconds(slow=[(3, 18, 0)])
+  def test_three_long_steps_are_not_enough(self):
+    x = 20 * self.seconds(slow=[(3, 17, 0)])
     assert self.slow(x) == []
-    assert self.slow(20 * self.seconds(slow=[(3, 17, 0)]))[0].host == 3
+    assert self.slow(20 * self.seconds(slow=[(3, 16, 0)]))[0].host == 3
 
   def test_roles_are_compared_apart(self):
     x = self.seconds(hosts=6)

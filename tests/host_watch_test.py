@@ -1,0 +1,108 @@
+"""Four processes that train together name the one that is slow or frozen."""
+
+import signal
+
+import pytest
+from helpers import processes, programs, tiny_run
+
+from jaxrl_llm import metrics
+
+pytestmark = pytest.mark.slow(minutes=3)
+
+_REWARD = """
+import pathlib
+import time
+
+import jax
+from jaxrl_llm import register
+
+
+def sleepy(response):
+  slow = pathlib.Path(__file__).with_name(f"slow{jax.process_index()}").exists()
+  time.sleep(0.1 if slow else 0.05)
+  return float(len(response) % 2)
+
+
+register.reward("sleepy", sleepy)
+"""
+_SETTINGS = {
+  "mesh__data": 4,
+  "optimizer__policy__micro_batch_size": 4,
+  "optimizer__value__micro_batch_size": 4,
+  "value__pretrain_steps": 0,
+  "reward__name": "sleepy",
+  "eval__every": 1000,
+  "run__steps": 1000,
+}
+
+
+def start(model, folder, **settings):
+  (folder / "reward.py").write_text(_REWARD)
+  flags = tiny_run.flags(model, folder / "run", **_SETTINGS | settings)
+  return processes.start(
+    "scripts/train.py",
+    *(*flags, f"--plugin={folder / 'reward.py'}"),
+    count=4,
+    devices=1,
+    folder=folder,
+  )
+
+
+def rows(folder):
+  file = folder / "run/metrics.jsonl"
+  return metrics.read_rows(file) if file.exists() else []
+
+
+def said(folder):
+  return (folder / "0.log").read_text()
+
+
+def wait_for_steps(started, folder):
+  """Until three rows are there; the run must not end before."""
+  ended = lambda: any(process.poll() is not None for process in started)
+  programs.wait_until(lambda: len(rows(folder)) > 2 or ended(), "steps")
+  assert not ended(), said(folder)
+
+
+def test_a_run_ends_without_the_slow_one(model, tmp_path):
+  started = start(model, tmp_path, run__on_suspect="stop")
+  wait_for_steps(started, tmp_path)
+  assert "suspect host" not in said(tmp_path)
+  (tmp_path / "slow3").touch()
+  assert processes.wait(started) == [75] * 4
+  (line,) = [s for s in said(tmp_path).splitlines() if "suspect host 3" in s]
+  assert "host/reward_s is " in line and " since 20" in line
+  *_, last = rows(tmp_path)
+  assert last["host/suspect"] == 3 and last["health/suspect_host"] == 1
+  assert "warning at step" in said(tmp_path)
+  assert f"by a suspect host at step {last['step']}, saved" in said(tmp_path)
+  # One process, with all four devices, has nobody to compare with.
+  samples = list((tmp_path / "run/hosts/samples").iterdir())
+  assert len(samples) == 4
+  before = [file.read_bytes() for file in samples]
+  (again,) = processes.start(
+    "scripts/train.py",
+    f"--workdir={tmp_path / 'run'}",
+    f"--config.run.steps={last['step'] + 1}",
+    count=1,
+    devices=4,
+    folder=tmp_path,
+  )
+  assert processes.wait([again]) == [0], said(tmp_path)
+  assert "host/suspect" not in rows(tmp_path)[-1]
+  assert [file.read_bytes() for file in samples] == before
+
+
+def test_one_that_is_frozen_is_named_and_goes_on(model, tmp_path):
+  started = start(model, tmp_path, run__watch_hosts_s=0.5)
+  wait_for_steps(started, tmp_path)
+  started[2].send_signal(signal.SIGSTOP)
+  named = lambda: "suspect host 2-" in said(tmp_path)
+  programs.wait_until(named, "the frozen one")
+  assert "silent since 20" in said(tmp_path)
+  started[2].send_signal(signal.SIGCONT)
+  suspected = lambda: any("host/suspect" in row for row in rows(tmp_path))
+  programs.wait_until(suspected, "its row")
+  started[1].send_signal(signal.SIGINT)
+  assert processes.wait(started) == [130] * 4, said(tmp_path)
+  assert "saved; the same --workdir goes on" in said(tmp_path)
