@@ -4,6 +4,7 @@ from jaxrl_llm.checkpoint.commit import DamagedError, is_step, steps
 from jaxrl_llm.checkpoint.manager import (
   Checkpointer,
   load,
+  load_all,
   load_base,
   load_tree,
   newest_undamaged,
@@ -17,6 +18,7 @@ __all__ = [
   "from_items",
   "is_step",
   "load",
+  "load_all",
   "load_base",
   "load_tree",
   "newest_undamaged",

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxrl_llm import digest
@@ -171,7 +172,7 @@ class Checkpointer:
     """
     folder = self.directory / _BASE
     if trees and not processes.of_first((folder / commit.FILE).exists):
-      _save(folder, trees)
+      save_items(folder, trees)
 
   def record(self, step: int, *parts: str) -> dict[str, Any]:
     """Reads the COMMIT of a step, with these parts of the metadata.
@@ -261,10 +262,16 @@ def save_tree(path: str | os.PathLike, tree: Any) -> None:
   Raises:
     TrainingStopped: it cannot be written.
   """
-  _save(pathlib.Path(path).absolute(), {_TREE: tree})
+  save_items(path, {_TREE: tree})
 
 
-def _save(path: pathlib.Path, trees: Mapping[str, Any]) -> None:
+def save_items(path: str | os.PathLike, trees: Mapping[str, Any]) -> None:
+  """Writes trees of arrays by name as a complete checkpoint.
+
+  Raises:
+    TrainingStopped: it cannot be written.
+  """
+  path = pathlib.Path(path).absolute()
   items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
   with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
     try:
@@ -333,6 +340,35 @@ def load(path: str | os.PathLike, targets: Mapping[str, Any]) -> dict[str, Any]:
     raise commit.DamagedError(path, _reason(error)) from error
   commit.check_bits(path, record, trees)
   return dict(zip(targets, trees.values()))
+
+
+def load_all(path: str | os.PathLike) -> dict[str, Any]:
+  """Reads all items of a checkpoint, whatever their structure.
+
+  Args:
+    path: folder of the checkpoint.
+
+  Returns:
+    name -> tree of NumPy arrays, of dicts and lists.
+
+  Raises:
+    InputError: It is missing or damaged.
+  """
+  path = pathlib.Path(path).absolute()
+  record = commit.read(path)
+  items = sorted({name.split("/")[0] for name in record["leaves"]})
+  trees = {item: load_item(path / item) for item in items}
+  commit.check_bits(path, record, trees)
+  return trees
+
+
+def load_item(path: pathlib.Path) -> Any:
+  """Reads an item that Orbax has written, of this package or another."""
+  path = path.absolute()
+  tree = ocp.PyTreeCheckpointHandler().metadata(path).tree
+  to_host = lambda _: ocp.RestoreArgs(restore_type=np.ndarray)
+  with ocp.PyTreeCheckpointer() as checkpointer:
+    return checkpointer.restore(path, restore_args=jax.tree.map(to_host, tree))
 
 
 def _reason(error: BaseException) -> str:
