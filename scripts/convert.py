@@ -23,6 +23,7 @@ of these forms, into a run that `--config.run.steps=0` has begun: the same
 WORKDIR trains on from it. See docs/foreign.md.
 """
 
+import fcntl
 import functools
 import pathlib
 import re
@@ -34,7 +35,7 @@ from parts import program
 
 from jaxrl_llm import api, checkpoint, models, workdir
 from jaxrl_llm.checkpoint import foreign
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, as_input_error
 
 
 def convert(options) -> str:
@@ -72,7 +73,7 @@ def convert(options) -> str:
 class _Part:
   """A model in a checkpoint of a run, and what `foreign` needs of it."""
 
-  def __init__(self, run: pathlib.Path, step: int, name: str):
+  def __init__(self, run: pathlib.Path, step: int, name: str, items: str):
     config = workdir.read_config(run)
     group = "value" if name == "critic" else "policy"
     adapters = config["value" if name == "critic" else "model"].lora_rank
@@ -88,7 +89,8 @@ class _Part:
     else:
       model, self.params = workdir.load_params(run, step)
       self.model = (model,)
-    self.items = checkpoint.load_all(run / "checkpoints" / str(step))
+    folder = run / "checkpoints" / str(step)
+    self.items = checkpoint.load_whole(folder, items)
     self.trained = f"learner.{name}.trained"
     self.optimizer = self.items[f"learner.{name}.optimizer"]
     self.adam = self.optimizer["opt_state"][1][0]  # After the clipping.
@@ -96,7 +98,8 @@ class _Part:
 
 def _export(run: pathlib.Path, step: int, name: str, options) -> str:
   """Writes a model of a run with its moments, in a form of `foreign`."""
-  out, part = pathlib.Path(options.out), _Part(run, step, name)
+  out = pathlib.Path(options.out)
+  part = _Part(run, step, name, f"learner.{name}.")
   if out.exists() and any(out.iterdir()):
     raise InputError(f"{out}: has files; choose another directory")
   if options.form == "trl":
@@ -115,11 +118,9 @@ def _take(run: pathlib.Path, name: str, source: str) -> str:
   """Puts a state in a form of `foreign` into a run without steps."""
   if workdir.steps(run) != [0]:
     raise InputError(f"{run}: has steps; begin one with --config.run.steps=0")
-  part = _Part(run, 0, name)
+  part = _Part(run, 0, name, "")
   for item in part.items:
-    if re.fullmatch(
-      r"learner\.(?!(policy|critic)\.(trained|optimizer)$).*", item
-    ):
+    if re.fullmatch(r"learner\.(?!temperature_state)\w+", item):
       raise InputError(
         f"{run}: has {item}, which follows the policy; choose a method without"
       )
@@ -130,10 +131,13 @@ def _take(run: pathlib.Path, name: str, source: str) -> str:
   part.adam["mu"] = put(state.mu, part.adam["mu"])
   part.adam["nu"] = put(state.nu, part.adam["nu"])
   part.adam["count"] = part.optimizer["step"] = np.int32(state.step)
-  saver = checkpoint.Checkpointer(run / "checkpoints", keep=1)
-  record = saver.record(0, "states", "facts")
-  saver.save(0, part.items, {k: record[k] for k in ("states", "facts")})
-  saver.close()
+  busy = as_input_error(f"{run}: is trained in", "stop that", BlockingIOError)
+  with busy, (run / "lock").open("a") as lock:
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    saver = checkpoint.Checkpointer(run / "checkpoints", keep=1)
+    record = saver.record(0, "states", "facts")
+    saver.save(0, part.items, {k: record[k] for k in ("states", "facts")})
+    saver.close()
   for line in saver.new_errors():
     raise InputError(line)
   return f"{run} goes on from {source}: its {name}, after {state.step} updates"

@@ -1,5 +1,6 @@
 """The jobs of docs/clusters.md, with processes of this machine as hosts."""
 
+import contextlib
 import os
 import pathlib
 import re
@@ -33,6 +34,7 @@ def _blocks(language):
 _SLURM, _GPUS = _blocks("bash")
 _JOBSET, _SKYPILOT = map(yaml.safe_load, _blocks("yaml"))
 (_RAY,) = _blocks("python")
+_FIRST = 2**16 - 2**12  # JAX takes the port of this and Slurm's job number.
 # Stands for Slurm: each task is a process here, with the variables of a task.
 _SRUN = """#!{python}
 import os, subprocess, sys
@@ -53,12 +55,13 @@ sys.exit(max(128 - code if code < 0 else code for code in codes))
 """
 
 
-def _free_port(low=1024, high=65536):
-  while True:
-    with socket.socket() as free:
-      free.bind(("localhost", 0))
-      if low <= free.getsockname()[1] < high:
-        return free.getsockname()[1]
+def _free_port(candidates=(0,)):
+  """A port that is free; of 0 the system chooses one."""
+  for port in candidates:
+    with contextlib.suppress(OSError), socket.socket() as free:
+      free.bind(("localhost", port))
+      return free.getsockname()[1]
+  raise AssertionError("no free port")
 
 
 def _small(text, flags):
@@ -124,9 +127,9 @@ class TestSlurm:
       (tmp_path / name).chmod(0o755)
 
     def start(flags, tasks, restarts=0):
-      port = _free_port(65535 - 2**12 + 1)  # JAX finds it by the number.
+      port = _free_port(range(_FIRST, 2**16))
       environment = _environment(
-        SLURM_JOB_ID=str(2**12 * 7 + port - (65535 - 2**12 + 1)),
+        SLURM_JOB_ID=str(port - _FIRST),
         SLURM_RESTART_COUNT=str(restarts),
         TASKS=str(tasks),
       )

@@ -1,9 +1,11 @@
 """scripts/convert.py with training states of torch, TRL and Tunix."""
 
+import fcntl
 import os
 import pathlib
 import pickle
 import shutil
+import sys
 
 import convert
 import jax
@@ -63,7 +65,7 @@ def begun(_begun, tmp_path):
 
 def items(folder, step, name="policy"):
   """Weights and AdamW state of a model of a run."""
-  trees = checkpoint.load_all(folder / "checkpoints" / str(step))
+  trees = checkpoint.load_whole(folder / "checkpoints" / str(step))
   adam = trees[f"learner.{name}.optimizer"]["opt_state"][1][0]
   return {"params": trees[f"learner.{name}.trained"], **adam}
 
@@ -448,6 +450,67 @@ class TestRefusals:
     assert "has steps; begin one with --config.run.steps=0" in refused(
       capsys, *flags
     )
+
+  def test_a_run_that_trains_now(self, trained, begun, tmp_path, capsys):
+    assert export(trained, tmp_path / "dcp", "dcp") == 0
+    flags = f"--checkpoint={begun}", f"--take={tmp_path / 'dcp'}"
+    with (begun / "lock").open("a") as lock:
+      fcntl.flock(lock, fcntl.LOCK_EX)
+      assert "is trained in" in refused(capsys, *flags)
+    assert items(begun, 0)["count"] == 0
+
+  def test_missing_torch(self, trained, begun, tmp_path, capsys, monkeypatch):
+    assert export(trained, tmp_path / "dcp", "dcp") == 0
+    monkeypatch.setitem(sys.modules, "torch", None)
+    for flags in (
+      (f"--checkpoint={begun}", f"--take={tmp_path / 'dcp'}"),
+      (f"--checkpoint={trained}", f"--out={tmp_path / 'x'}", "--form=dcp"),
+    ):
+      line = refused(capsys, *flags)
+      assert "torch" in line and "pip install -e '.[parity]'" in line
+
+  @pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+      (lambda made: made.pop("exp_avg_sq"), "out/exp_avg_sq: tensor"),
+      (
+        lambda made: made.update(state1=made.pop("exp_avg")),
+        ".state1' has no place",
+      ),
+      (
+        lambda made: made.update(max_exp_avg_sq=made["exp_avg"]),
+        "max_exp_avg_sq' has no place",
+      ),
+      (lambda made: made["step"].add_(1), "has updates [4, 5], not one number"),
+      (lambda made: made["exp_avg"].fill_(torch.nan), "are not finite"),
+      (lambda made: made.update(exp_avg=torch.zeros(3)), "has shape [3]"),
+    ],
+  )
+  def test_other_states(self, trained, begun, tmp_path, damage, said, capsys):
+    out = tmp_path / "out"
+    assert export(trained, out, "trl") == 0
+    saved = torch.load(out / "optimizer.pt")
+    damage(saved["state"][1])
+    torch.save(saved, out / "optimizer.pt")
+    flags = f"--checkpoint={begun}", f"--take={out}"
+    assert said in refused(capsys, *flags)
+    assert items(begun, 0)["count"] == 0
+
+  def test_another_model(self, model, trained, begun, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert export(trained, out, "trl") == 0
+    text = (out / "config.json").read_text()
+    (out / "config.json").write_text(text.replace("10000.0", "20000.0"))
+    flags = f"--checkpoint={begun}", f"--take={out}"
+    assert "has a model of another configuration" in refused(capsys, *flags)
+    (out / "optimizer.pt").unlink()
+    (out / "config.json").write_text(text)
+    assert "has no optimizer.pt; weights alone" in refused(capsys, *flags)
+
+  def test_a_directory_with_files(self, trained, tmp_path, capsys):
+    (tmp_path / "note").touch()
+    flags = f"--checkpoint={trained}", f"--out={tmp_path}", "--form=dcp"
+    assert "has files; choose another directory" in refused(capsys, *flags)
 
   def test_what_follows_the_weights(self, model, trained, tmp_path, capsys):
     run, settings = tmp_path / "ewma", {"off_policy__proximal": "ewma"}

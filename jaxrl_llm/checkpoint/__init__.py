@@ -4,9 +4,9 @@ from jaxrl_llm.checkpoint.commit import DamagedError, is_step, steps
 from jaxrl_llm.checkpoint.manager import (
   Checkpointer,
   load,
-  load_all,
   load_base,
   load_tree,
+  load_whole,
   newest_undamaged,
   save_tree,
 )
@@ -18,9 +18,9 @@ __all__ = [
   "from_items",
   "is_step",
   "load",
-  "load_all",
   "load_base",
   "load_tree",
+  "load_whole",
   "newest_undamaged",
   "save_tree",
   "steps",

@@ -83,8 +83,8 @@ def read(
       state.get(kind, weights)[name if kind in state else key] = array
     steps = {int(count) for count in state.pop("step").values()}
     trees = [
-      hf.from_arrays(folder, arrays, config, outputs)
-      for arrays in (weights, *state.values())
+      hf.from_arrays(folder / kind, arrays, config, outputs)
+      for kind, arrays in (("", weights), *state.items())
     ]
     if len(steps) != 1:
       raise InputError(f"{folder}: has updates {sorted(steps)}, not one number")

@@ -342,11 +342,12 @@ def load(path: str | os.PathLike, targets: Mapping[str, Any]) -> dict[str, Any]:
   return dict(zip(targets, trees.values()))
 
 
-def load_all(path: str | os.PathLike) -> dict[str, Any]:
-  """Reads all items of a checkpoint, whatever their structure.
+def load_whole(path: pathlib.Path, prefix: str = "") -> dict[str, Any]:
+  """Reads items of a checkpoint, whatever their structure.
 
   Args:
     path: folder of the checkpoint.
+    prefix: beginning of their names.
 
   Returns:
     name -> tree of NumPy arrays, of dicts and lists.
@@ -354,10 +355,9 @@ def load_all(path: str | os.PathLike) -> dict[str, Any]:
   Raises:
     InputError: It is missing or damaged.
   """
-  path = pathlib.Path(path).absolute()
   record = commit.read(path)
-  items = sorted({name.split("/")[0] for name in record["leaves"]})
-  trees = {item: load_item(path / item) for item in items}
+  names = sorted({name.split("/")[0] for name in record["leaves"]})
+  trees = {n: load_item(path / n) for n in names if n.startswith(prefix)}
   commit.check_bits(path, record, trees)
   return trees
 
