@@ -33,7 +33,7 @@ _EXTRAS = {
   "wandb": ["wandb>=0.19,<1"],
   "trackio": ["trackio>=0.5,<1"],
   "math": ["math-verify>=0.9,<0.10"],
-  "parity": ["torch>=2.4", "transformers>=4.51"],
+  "parity": ["torch>=2.6", "transformers>=4.51"],
   "tpu": ["jax[tpu]>=0.10.0,<0.13"],
   "gpu": ["jax[cuda12]>=0.10.0,<0.13"],
 }

@@ -10,15 +10,32 @@ otherwise they are merged. --critic writes the critic, which `transformers`
 reads as AutoModelForTokenClassification (a logit is V after its token), and
 `--config.value.init_from=DIR` starts another from it. Exit code 2 for bad
 input.
+
+With AdamW's moments, training goes on in another framework, or here:
+
+  python scripts/convert.py --checkpoint=WORKDIR --out=DIR --form=FORM
+      [--step=N|best] [--critic]
+  python scripts/convert.py --checkpoint=WORKDIR --take=DIR [--critic]
+
+FORM is dcp (a torch distributed checkpoint), trl (a checkpoint of TRL and
+other Trainers of transformers) or tunix. --take puts the state in DIR, in any
+of these forms, into a run that `--config.run.steps=0` has begun: the same
+WORKDIR trains on from it. See docs/foreign.md.
 """
 
+import fcntl
+import functools
 import pathlib
+import re
 import sys
 
+import jax
+import numpy as np
 from parts import program
 
-from jaxrl_llm import api, models, workdir
-from jaxrl_llm.errors import InputError
+from jaxrl_llm import api, checkpoint, models, workdir
+from jaxrl_llm.checkpoint import foreign
+from jaxrl_llm.errors import InputError, as_input_error
 
 
 def convert(options) -> str:
@@ -32,7 +49,13 @@ def convert(options) -> str:
     raise InputError(
       f"--checkpoint={source}: no such directory; give the --workdir of a run"
     )
-  policy = api.Policy(source, workdir.find_step(source, options.step))
+  step = workdir.find_step(source, options.step)
+  name = "critic" if options.critic else "policy"
+  if options.take:
+    return _take(source, name, options.take)
+  if options.form:
+    return _export(source, step, name, options)
+  policy = api.Policy(source, step)
   if options.adapters:
     policy.save_adapters(options.out)
     return f"wrote the adapters of step {policy.step} to {options.out}"
@@ -47,19 +70,96 @@ def convert(options) -> str:
   )
 
 
+class _Part:
+  """A model in a checkpoint of a run, and what `foreign` needs of it."""
+
+  def __init__(self, run: pathlib.Path, step: int, name: str, items: str):
+    config = workdir.read_config(run)
+    group = "value" if name == "critic" else "policy"
+    adapters = config["value" if name == "critic" else "model"].lora_rank
+    self.settings = config.optimizer[group]
+    if adapters or self.settings.frozen or self.settings.name != "adamw":
+      raise InputError(
+        f"{run}: does not train the whole {name} by AdamW, so that other"
+        " frameworks have no such state"
+      )
+    if name == "critic":
+      fns, self.params = workdir.load_critic(run, step)
+      self.model = fns.config, fns.head.outputs
+    else:
+      model, self.params = workdir.load_params(run, step)
+      self.model = (model,)
+    folder = run / "checkpoints" / str(step)
+    self.items = checkpoint.load_whole(folder, items)
+    self.trained = f"learner.{name}.trained"
+    self.optimizer = self.items[f"learner.{name}.optimizer"]
+    self.adam = self.optimizer["opt_state"][1][0]  # After the clipping.
+
+
+def _export(run: pathlib.Path, step: int, name: str, options) -> str:
+  """Writes a model of a run with its moments, in a form of `foreign`."""
+  out = pathlib.Path(options.out)
+  part = _Part(run, step, name, f"learner.{name}.")
+  if out.exists() and any(out.iterdir()):
+    raise InputError(f"{out}: has files; choose another directory")
+  if options.form == "trl":
+    policy = api.Policy(run, step)
+    (policy.save_critic if name == "critic" else policy.save)(out)
+  adam, settings = part.adam, part.settings
+  mu = jax.tree.map(np.float32, adam["mu"])
+  state = foreign.ModelState(part.params, mu, adam["nu"], int(adam["count"]))
+  adamw = {key: settings[key] for key in ("eps", "weight_decay")}
+  adamw |= {"lr": settings.learning_rate, "betas": (settings.b1, settings.b2)}
+  foreign.write(out, options.form, state, *part.model, **adamw)
+  return f"wrote the {name} of step {step} with its moments to {out}"
+
+
+def _take(run: pathlib.Path, name: str, source: str) -> str:
+  """Puts a state in a form of `foreign` into a run without steps."""
+  if workdir.steps(run) != [0]:
+    raise InputError(f"{run}: has steps; begin one with --config.run.steps=0")
+  part = _Part(run, 0, name, "")
+  for item in part.items:
+    if re.fullmatch(r"learner\.(?!temperature_state)\w+", item):
+      raise InputError(
+        f"{run}: has {item}, which follows the policy; choose a method without"
+      )
+  state = foreign.read(source, *part.model)
+  cast = lambda new, old: np.asarray(new, old.dtype)
+  put = functools.partial(jax.tree.map, cast)
+  part.items[part.trained] = put(state.params, part.items[part.trained])
+  part.adam["mu"] = put(state.mu, part.adam["mu"])
+  part.adam["nu"] = put(state.nu, part.adam["nu"])
+  part.adam["count"] = part.optimizer["step"] = np.int32(state.step)
+  busy = as_input_error(f"{run}: is trained in", "stop that", BlockingIOError)
+  with busy, (run / "lock").open("a") as lock:
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    saver = checkpoint.Checkpointer(run / "checkpoints", keep=1)
+    record = saver.record(0, "states", "facts")
+    saver.save(0, part.items, {k: record[k] for k in ("states", "facts")})
+    saver.close()
+  for line in saver.new_errors():
+    raise InputError(line)
+  return f"{run} goes on from {source}: its {name}, after {state.step} updates"
+
+
 @program.one_line
 def main(arguments: list[str] | None = None) -> None:
   """Runs the command."""
   parser = program.make_parser(__doc__)
   add = parser.add_argument
   add("--checkpoint", required=True, metavar="WORKDIR", help="of the run")
-  add("--out", required=True, metavar="DIR", help="directory to write")
+  where = parser.add_mutually_exclusive_group(required=True)
+  where.add_argument("--out", metavar="DIR", help="directory to write")
+  where.add_argument("--take", metavar="DIR", help="state that the run takes")
   add("--step", help="which checkpoint, or 'best'; the newest by default")
   what = parser.add_mutually_exclusive_group()
   help_ = "write them alone, for PEFT"
   what.add_argument("--adapters", action="store_true", help=help_)
-  help_ = "write the critic instead of the policy"
+  help_ = "write or take the critic instead of the policy"
   what.add_argument("--critic", action="store_true", help=help_)
+  help_ = "write the moments, too; the form of the directory"
+  add("--form", choices=foreign.FORMS, help=help_)
   add(
     "--dtype",
     choices=("float32", "bfloat16"),

@@ -7,7 +7,7 @@ from jaxrl_llm.checkpoint.manager import (
   newest_undamaged,
 )
 from jaxrl_llm.checkpoint.state import from_items, targets, to_items
-from jaxrl_llm.checkpoint.trees import load, load_tree, save_tree
+from jaxrl_llm.checkpoint.trees import load, load_tree, load_whole, save_tree
 
 __all__ = [
   "Checkpointer",
@@ -17,6 +17,7 @@ __all__ = [
   "load",
   "load_base",
   "load_tree",
+  "load_whole",
   "newest_undamaged",
   "save_tree",
   "steps",

@@ -176,7 +176,7 @@ class Checkpointer:
     """
     folder = self.directory / _BASE
     if trees and not processes.of_first((folder / commit.FILE).exists):
-      trees_lib.save(folder, trees)
+      trees_lib.save_items(folder, trees)
 
   def record(self, step: int, *parts: str) -> dict[str, Any]:
     """Reads the COMMIT of a step, with these parts of the metadata.

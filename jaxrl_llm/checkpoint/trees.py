@@ -30,15 +30,16 @@ def save_tree(path: str | os.PathLike, tree: Any) -> None:
   Raises:
     TrainingStopped: it cannot be written.
   """
-  save(pathlib.Path(path).absolute(), {_TREE: tree})
+  save_items(path, {_TREE: tree})
 
 
-def save(path: pathlib.Path, trees: Mapping[str, Any]) -> None:
-  """Writes trees by name to a directory, replacing its content.
+def save_items(path: str | os.PathLike, trees: Mapping[str, Any]) -> None:
+  """Writes trees of arrays by name as a complete checkpoint.
 
   Raises:
     TrainingStopped: it cannot be written.
   """
+  path = pathlib.Path(path).absolute()
   members, failed = members_of(trees), None
   if jax.process_index() in members:
     with make(ocp.Checkpointer, members) as checkpointer:
@@ -102,6 +103,35 @@ def load(path: str | os.PathLike, targets: Mapping[str, Any]) -> dict[str, Any]:
     trees = _completed(trees)
   commit.check_bits(path, record, trees)
   return {new: trees[old] for new, old in zip(targets, names)}
+
+
+def load_whole(path: pathlib.Path, prefix: str = "") -> dict[str, Any]:
+  """Reads items of a checkpoint, whatever their structure.
+
+  Args:
+    path: folder of the checkpoint.
+    prefix: beginning of their names.
+
+  Returns:
+    name -> tree of NumPy arrays, of dicts and lists.
+
+  Raises:
+    InputError: It is missing or damaged.
+  """
+  record = commit.read(path)
+  names = sorted({name.split("/")[0] for name in record["leaves"]})
+  trees = {n: load_item(path / n) for n in names if n.startswith(prefix)}
+  commit.check_bits(path, record, trees)
+  return trees
+
+
+def load_item(path: pathlib.Path) -> Any:
+  """Reads an item that Orbax has written, of this package or another."""
+  path = path.absolute()
+  tree = ocp.PyTreeCheckpointHandler().metadata(path).tree
+  to_host = lambda _: ocp.RestoreArgs(restore_type=np.ndarray)
+  with ocp.PyTreeCheckpointer() as checkpointer:
+    return checkpointer.restore(path, restore_args=jax.tree.map(to_host, tree))
 
 
 def members_of(trees: Mapping[str, Any]) -> set[int]:

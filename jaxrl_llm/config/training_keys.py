@@ -240,8 +240,9 @@ class Run(Group, path="run"):
   """Run length, logging and supervision."""
 
   seed = Key(0, Range(0, 2**31 - 1), "Seed of all random numbers.", FIXED)
-  steps = Key(100, SOME,
-    "Iterations; the policy is updated once per mini-batch of each.")
+  steps = Key(100, COUNT,
+    "Iterations; the policy is updated once per mini-batch of each. 0 saves the"
+    " states before the first one.")
   samples_every = Key(20, COUNT,
     "Steps between those whose responses are logged in samples.jsonl; 0 logs"
     " none.")

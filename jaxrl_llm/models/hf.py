@@ -14,6 +14,7 @@ import pathlib
 import re
 import shutil
 import tempfile
+import types
 from collections.abc import (
   Callable,
   Collection,
@@ -226,12 +227,59 @@ def read_params(
     InputError: files are missing or damaged, or do not fit the configuration.
   """
   listing, tensors = hf_files.read_headers(hf_files.directory(path))
+  return _from_tensors(listing, tensors, config, dtype, places, outputs)
+
+
+def from_arrays(
+  listing: pathlib.Path,
+  arrays: Mapping[str, np.ndarray],
+  config: ModelConfig,
+  outputs: int | None = None,
+) -> Params:
+  """Builds parameters, or what has their shapes, from arrays by tensor name.
+
+  Args:
+    listing: where the arrays are from, for messages.
+    arrays: floating-point arrays in the layout of a model's files.
+    config: configuration of the model.
+    outputs: as in `read_params`.
+
+  Returns:
+    Nested dict of float32 arrays on the default device, as of `read_params`.
+
+  Raises:
+    InputError: the arrays do not fit the configuration, or are not finite.
+  """
+  file = types.SimpleNamespace(get_slice=arrays.get, get_tensor=arrays.get)
+  tensors = {
+    name: hf_files.Tensor(listing, name, "F32", array.shape, file)
+    for name, array in arrays.items()
+  }
+  return _from_tensors(listing, tensors, config, jnp.float32, None, outputs)
+
+
+def to_arrays(
+  params: Mapping[str, Any], config: ModelConfig, outputs: int | None = None
+) -> dict[str, np.ndarray]:
+  """Copies parameters to arrays by tensor name: inverts `from_arrays`."""
+  entries = _entries(_leaves(config.base, outputs), params)
+  return {entry.name: entry.to_host() for entry in entries}
+
+
+def tensor_shapes(
+  config: ModelConfig, outputs: int | None = None
+) -> dict[str, tuple[int, ...]]:
+  """Returns the shapes of a model's tensors by name; see `read_params`."""
   leaves = _leaves(config.base, outputs)
-  shapes = {name: leaf.tensor_shape for leaf in leaves for name in leaf.names()}
-  hf_files.check_tensors(listing, tensors, shapes)
+  return {name: leaf.tensor_shape for leaf in leaves for name in leaf.names()}
+
+
+def _from_tensors(listing, tensors, config, dtype, places, outputs) -> Params:
+  """Builds parameters of opened tensors; arguments as of `read_params`."""
+  hf_files.check_tensors(listing, tensors, tensor_shapes(config, outputs))
   flat_places = traverse_util.flatten_dict(places or {})
   params = {}
-  for leaf in leaves:
+  for leaf in _leaves(config.base, outputs):
     place = flat_places.get(leaf.path)
     read = {leaf.path: _place(leaf, tensors, dtype, place)}
     if config.adapters and config.adapters.quantised:

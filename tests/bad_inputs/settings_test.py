@@ -70,7 +70,7 @@ _VALUES = {
   "schedule.window": [-1],
   "schedule.stop": ["some", "window"],
   "run.seed": [-1, 2**31],
-  "run.steps": [0, -1],
+  "run.steps": [-1],
   "run.trackers": [("tensorboard", "mlflow")],
   "run.stuck_after_s": [-1.0, _NAN, _INF],
   "checkpoint.keep": [0, 1],

@@ -1,0 +1,540 @@
+"""scripts/convert.py with training states of torch, TRL and Tunix."""
+
+import fcntl
+import os
+import pathlib
+import pickle
+import shutil
+import sys
+
+import convert
+import jax
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from helpers import tiny_run
+
+from jaxrl_llm import checkpoint, models, workdir
+from jaxrl_llm.checkpoint import foreign
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner import optimizer as optimizer_lib
+from jaxrl_llm.models import hf
+from jaxrl_llm.trainer import loop
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+dcp = pytest.importorskip("torch.distributed.checkpoint")
+state_dict = pytest.importorskip("torch.distributed.checkpoint.state_dict")
+
+_EMBEDDING = "model.embed_tokens.weight"
+_ADAMW = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+  return tiny_run.write_model(tmp_path_factory.mktemp("convert") / "tiny")
+
+
+def make_run(model, **changes):
+  settings = {"value__reads_logprobs": False, "eval__problems": 2}
+  return tiny_run.make_run(model, **settings | changes)
+
+
+@pytest.fixture(scope="module")
+def trained(model, tmp_path_factory):
+  """A run of two steps."""
+  folder = tmp_path_factory.mktemp("convert") / "trained"
+  loop.train(make_run(model, run__steps=2), folder)
+  return folder
+
+
+@pytest.fixture(scope="module")
+def _begun(model, tmp_path_factory):
+  folder = tmp_path_factory.mktemp("convert") / "begun"
+  assert loop.train(make_run(model, run__steps=0, run__seed=1), folder) == 0
+  assert workdir.steps(folder) == [0]
+  return folder
+
+
+@pytest.fixture
+def begun(_begun, tmp_path):
+  """A copy of a run without steps."""
+  return pathlib.Path(shutil.copytree(_begun, tmp_path / "begun"))
+
+
+def items(folder, step, name="policy"):
+  """Weights and AdamW state of a model of a run."""
+  trees = checkpoint.load_whole(folder / "checkpoints" / str(step))
+  adam = trees[f"learner.{name}.optimizer"]["opt_state"][1][0]
+  return {"params": trees[f"learner.{name}.trained"], **adam}
+
+
+def refused(capsys, *flags):
+  """The one line with which convert.py refuses."""
+  assert convert.main([str(flag) for flag in flags]) == 2
+  error = capsys.readouterr().err
+  assert error.count("\n") == 1
+  return error
+
+
+def take(begun, folder, *more):
+  return convert.main([f"--checkpoint={begun}", f"--take={folder}", *more])
+
+
+def export(run, out, form, *more):
+  flags = (f"--checkpoint={run}", f"--out={out}", f"--form={form}")
+  return convert.main([*flags, *more])
+
+
+def torch_model(directory, seed=0):
+  """A model of transformers and its AdamW, as the Trainer makes them."""
+  torch.manual_seed(seed)
+  config = transformers.AutoConfig.from_pretrained(directory)
+  made = transformers.AutoModelForCausalLM.from_config(config)
+  params = list(made.parameters())
+  groups = [
+    {"params": [x for x in params if x.ndim > 1]},
+    {"params": [x for x in params if x.ndim < 2], "weight_decay": 0.0},
+  ]
+  return made, torch.optim.AdamW(groups, **_ADAMW)
+
+
+def torch_step(made, optimizer, seed=0):
+  """One update with random gradients; returns these by name."""
+  torch.manual_seed(seed)
+  for param in made.parameters():
+    param.grad = torch.randn(param.shape)
+  optimizer.step()
+  return {name: x.grad.numpy() for name, x in made.named_parameters()}
+
+
+def torch_arrays(made, optimizer):
+  """Name -> weight, and both moments, of a model of torch."""
+  return {
+    name: (
+      param.detach().numpy(),
+      optimizer.state[param]["exp_avg"].numpy(),
+      optimizer.state[param]["exp_avg_sq"].numpy(),
+    )
+    for name, param in made.named_parameters()
+  }
+
+
+def assert_is_state(run, step, arrays, count):
+  """Compares the policy of a run with arrays of torch, bit for bit."""
+  found = items(run, step)
+  assert found["count"] == count
+  for kind, tree in enumerate((found["params"], found["mu"], found["nu"])):
+    layers = tree["layers"]
+    for name, own in (
+      (_EMBEDDING, tree["embed"]["embedding"]),
+      ("model.norm.weight", tree["final_norm"]["scale"]),
+      *(
+        (f"model.layers.{i}.self_attn.{x}_proj.weight", y.T)
+        for x in "qkvo"
+        for i, y in enumerate(layers["attention"][x]["kernel"])
+      ),
+      *(
+        (f"model.layers.{i}.mlp.{x}_proj.weight", y.T)
+        for x in ("gate", "up", "down")
+        for i, y in enumerate(layers["mlp"][x]["kernel"])
+      ),
+      *(
+        (f"model.layers.{i}.post_attention_layernorm.weight", y)
+        for i, y in enumerate(layers["post_norm"]["scale"])
+      ),
+    ):
+      np.testing.assert_array_equal(own, arrays[name][kind], err_msg=name)
+
+
+class TestRoundTrip:
+  @pytest.mark.parametrize("form", foreign.FORMS)
+  def test_the_policy(self, trained, begun, tmp_path, form, capsys):
+    out = tmp_path / "out"
+    assert export(trained, out, form) == 0
+    place = out / "4" if form == "tunix" else out
+    assert take(begun, place) == 0
+    assert "after 4 updates" in capsys.readouterr().out
+    found, wanted = items(begun, 0), items(trained, 2)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    critic = items(begun, 0, "critic")  # It was left as it is.
+    assert critic["count"] == 0
+
+  @pytest.mark.parametrize("form", ["dcp", "trl"])
+  def test_the_critic(self, trained, begun, tmp_path, form):
+    out = tmp_path / "out"
+    assert export(trained, out, form, "--critic") == 0
+    assert take(begun, out, "--critic") == 0
+    found, wanted = items(begun, 0, "critic"), items(trained, 2, "critic")
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    assert wanted["count"] > 0 and np.any(wanted["nu"]["value_head"]["kernel"])
+
+  def test_a_run_trains_on_from_it(self, model, trained, begun, tmp_path):
+    assert export(trained, tmp_path / "out", "dcp") == 0
+    assert take(begun, tmp_path / "out") == 0
+    run = make_run(model, run__steps=1, run__seed=1)
+    assert loop.train(run, begun) == 0
+    assert items(begun, 1)["count"] == items(trained, 2)["count"] + 2
+    rows = tiny_run.comparable(begun)
+    assert [row["step"] for row in rows] == [0, 1]
+
+
+class TestTorch:
+  def test_one_more_step_is_ours(self, trained, tmp_path):
+    out = tmp_path / "out"
+    assert export(trained, out, "trl") == 0
+    made, optimizer = torch_model(out)
+    made.load_state_dict(
+      transformers.AutoModelForCausalLM.from_pretrained(out).state_dict()
+    )
+    optimizer.load_state_dict(torch.load(out / "optimizer.pt"))
+    for group in optimizer.param_groups:
+      group["lr"] = _ADAMW["lr"]
+    gradients = torch_step(made, optimizer)
+
+    state, config = items(trained, 2), tiny_run.model_config()
+    ours = optimizer_lib.OPTIMIZERS["adamw"](
+      _ADAMW["lr"],
+      b1=optimizer.param_groups[0]["betas"][0],
+      b2=optimizer.param_groups[0]["betas"][1],
+      eps=optimizer.param_groups[0]["eps"],
+      weight_decay=optimizer.param_groups[0]["weight_decay"],
+    )
+    adam = optax.ScaleByAdamState(state["count"], state["mu"], state["nu"])
+    opt_state = (adam, *ours.init(state["params"])[1:])
+    gradients = hf.from_arrays(out, gradients, config)
+    updates, opt_state = ours.update(gradients, opt_state, state["params"])
+    params = optax.apply_updates(state["params"], updates)
+    wanted = [hf.to_arrays(x, config) for x in (params, *opt_state[0][1:])]
+    for name, arrays in torch_arrays(made, optimizer).items():
+      for found, tree in zip(arrays, wanted, strict=True):
+        np.testing.assert_allclose(found, tree[name], rtol=2e-5, atol=2e-8)
+
+  def test_a_torch_program_loads_a_dcp(self, model, trained, tmp_path):
+    out = tmp_path / "out"
+    assert export(trained, out, "dcp") == 0
+    made, optimizer = torch_model(model)
+    weights, state = state_dict.get_state_dict(made, optimizer)
+    dcp.load({"model": weights, "optim": state}, checkpoint_id=out)
+    state_dict.set_state_dict(
+      made, optimizer, model_state_dict=weights, optim_state_dict=state
+    )
+    count = optimizer.state[made.model.norm.weight]["step"]
+    assert_is_state(trained, 2, torch_arrays(made, optimizer), count)
+
+  def test_reads_a_dcp_of_a_torch_program(self, model, begun, tmp_path):
+    made, optimizer = torch_model(model)
+    for seed in range(3):
+      torch_step(made, optimizer, seed)
+    weights, state = state_dict.get_state_dict(made, optimizer)
+    out = tmp_path / "dcp"
+    dcp.save({"model": weights, "optim": state}, checkpoint_id=out)
+    assert take(begun, out) == 0
+    assert_is_state(begun, 0, torch_arrays(made, optimizer), 3)
+
+  @pytest.mark.parametrize("groups", [1, 2])
+  def test_reads_a_checkpoint_of_a_trainer(
+    self, model, begun, tmp_path, groups
+  ):
+    made, optimizer = torch_model(model)
+    if groups == 1:
+      optimizer = torch.optim.AdamW(made.parameters())
+    for seed in range(3):
+      torch_step(made, optimizer, seed)
+    made.save_pretrained(tmp_path / "trl")
+    torch.save(optimizer.state_dict(), tmp_path / "trl" / "optimizer.pt")
+    assert take(begun, tmp_path / "trl") == 0
+    assert_is_state(begun, 0, torch_arrays(made, optimizer), 3)
+
+
+# Paths and shapes of Tunix 0.1.7 (Qwen3 of these sizes) in its checkpoints.
+_QWEN3 = models.ModelConfig(
+  **vars(tiny_run.model_config())
+  | {"family": "qwen3", "tie_word_embeddings": False}
+)
+_TUNIX = {
+  "embedder/input_embedding": (19, 32),
+  "final_norm/w": (32,),
+  "lm_head/w": (32, 19),
+} | {
+  f"layers/{i}/{path}": shape
+  for i in range(2)
+  for path, shape in {
+    "attn/k_norm/w": (8,),
+    "attn/k_proj/w": (32, 2, 8),
+    "attn/o_proj/w": (4, 8, 32),
+    "attn/q_norm/w": (8,),
+    "attn/q_proj/w": (32, 4, 8),
+    "attn/v_proj/w": (32, 2, 8),
+    "input_layernorm/w": (32,),
+    "mlp/down_proj/kernel": (48, 32),
+    "mlp/gate_proj/kernel": (32, 48),
+    "mlp/up_proj/kernel": (32, 48),
+    "post_attention_layernorm/w": (32,),
+  }.items()
+}
+
+
+def write_tunix(folder, chain="opt_state/1/0", **changes):
+  """Writes random arrays as Tunix does; returns them by item and path."""
+  rng = np.random.default_rng(0)
+  shapes = {k: x for k, x in (_TUNIX | changes).items() if x is not None}
+  draw = lambda start: {
+    f"{start}{path}/value": rng.normal(size=shape).astype(np.float32)
+    for path, shape in shapes.items()
+  }
+  params = draw("")
+  state = draw(f"{chain}/mu/") | draw(f"{chain}/nu/")
+  state[f"{chain}/count/value"] = np.int32(5)
+  state["step/value"] = np.uint32(5)
+  nest = lambda flat: ocp.tree.from_flat_dict(flat, sep="/")
+  for item, flat in (("model_params", params), ("optimizer_state", state)):
+    with ocp.PyTreeCheckpointer() as checkpointer:
+      checkpointer.save(folder.absolute() / item, nest(flat))
+  return params, state
+
+
+class TestTunix:
+  @pytest.mark.parametrize("chain", ["opt_state/1/0", "opt_state/0"])
+  def test_reads_its_layout(self, tmp_path, chain):
+    params, state = write_tunix(tmp_path / "5", chain)
+    found = foreign.read(tmp_path / "5", _QWEN3)
+    assert found.step == 5
+    for tree, arrays, start in (
+      (found.params, params, ""),
+      (found.mu, state, f"{chain}/mu/"),
+      (found.nu, state, f"{chain}/nu/"),
+    ):
+      own = lambda path, a=arrays, s=start: a[f"{s}{path}/value"]
+      layer = jax.tree.map(lambda x: np.asarray(x[1]), tree["layers"])
+      q = own("layers/1/attn/q_proj/w")  # [D, heads, head_dim]
+      o = own("layers/1/attn/o_proj/w")  # [heads, head_dim, D]
+      for head in range(4):
+        columns = slice(8 * head, 8 * head + 8)
+        ours = layer["attention"]
+        np.testing.assert_array_equal(
+          ours["q"]["kernel"][:, columns], q[:, head]
+        )
+        np.testing.assert_array_equal(ours["o"]["kernel"][columns], o[head])
+      np.testing.assert_array_equal(
+        layer["mlp"]["down"]["kernel"], own("layers/1/mlp/down_proj/kernel")
+      )
+      np.testing.assert_array_equal(
+        layer["post_norm"]["scale"],
+        own("layers/1/post_attention_layernorm/w"),
+      )
+      np.testing.assert_array_equal(tree["lm_head"]["kernel"], own("lm_head/w"))
+      np.testing.assert_array_equal(
+        tree["embed"]["embedding"], own("embedder/input_embedding")
+      )
+
+  def test_writes_what_it_reads(self, tmp_path):
+    params, state = write_tunix(tmp_path / "5")
+    found = foreign.read(tmp_path / "5", _QWEN3)
+    foreign.write(tmp_path / "out", "tunix", found, _QWEN3)
+    load = checkpoint.trees.load_item
+    for item, wanted in (("model_params", params), ("optimizer_state", state)):
+      tree = load(tmp_path / "out" / "5" / item)
+      flat = ocp.tree.to_flat_dict(tree, sep="/")
+      schedule = flat.pop("opt_state/1/2/count/value", None)
+      assert (schedule is None) == (item == "model_params")
+      assert flat.keys() == wanted.keys()
+      for key, array in wanted.items():
+        np.testing.assert_array_equal(flat[key], array, err_msg=key)
+        assert flat[key].dtype == array.dtype
+
+  @pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+      ({"layers/0/attn/q_proj/w": (32, 8, 4)}, "q_proj.w has shape (32, 8, 4)"),
+      ({"layers/1/mlp/up_proj/kernel": None}, "up_proj.kernel has shape (0,)"),
+      ({"layers/0/attn/q_proj/w_lora_a": (32, 2)}, "w_lora_a' has no place"),
+    ],
+  )
+  def test_another_model_is_refused(self, tmp_path, changes, said):
+    write_tunix(tmp_path / "5", **changes)
+    with pytest.raises(InputError) as error:
+      foreign.read(tmp_path / "5", _QWEN3)
+    assert said in str(error.value)
+
+  @pytest.mark.parametrize(
+    ("config", "outputs"),
+    [
+      (_QWEN3, 1),
+      (models.ModelConfig(**vars(_QWEN3) | {"family": "mistral"}), None),
+    ],
+  )
+  def test_other_families_and_critics_are_refused(
+    self, tmp_path, config, outputs
+  ):
+    write_tunix(tmp_path / "5")
+    with pytest.raises(
+      InputError, match="Tunix has policies of Llama and Qwen"
+    ):
+      foreign.read(tmp_path / "5", config, outputs)
+
+
+class _Evil:
+  """Its pickle executes a command when it is read."""
+
+  def __init__(self, canary):
+    self.canary = canary
+
+  def __reduce__(self):
+    return os.system, (f"touch {self.canary}",)
+
+
+class TestNothingIsExecuted:
+  @pytest.fixture
+  def folders(self, trained, tmp_path):
+    for form in ("dcp", "trl"):
+      assert export(trained, tmp_path / form, form) == 0
+    return tmp_path
+
+  def test_the_canary_sings(self, tmp_path):
+    pickle.loads(pickle.dumps(_Evil(tmp_path / "canary")))
+    assert (tmp_path / "canary").exists()
+
+  @pytest.mark.parametrize("file", ["trl/optimizer.pt", "dcp/__0_0.distcp"])
+  def test_a_file_of_torch(self, folders, begun, file, capsys):
+    canary = folders / "canary"
+    torch.save({"state": _Evil(canary)}, folders / file)
+    line = refused(
+      capsys,
+      f"--checkpoint={begun}",
+      f"--take={(folders / file).parent}",
+    )
+    assert "cannot be read as a training state" in line
+    assert not canary.exists()
+
+  def test_metadata(self, folders, begun, capsys):
+    canary, file = folders / "canary", folders / "dcp" / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    metadata.planner_data = _Evil(canary)
+    file.write_bytes(pickle.dumps(metadata))
+    flags = f"--checkpoint={begun}", f"--take={file.parent}"
+    assert "names posix.system: do not trust it" in refused(capsys, *flags)
+    assert not canary.exists()
+
+  def test_functions_of_torch_in_metadata_are_not_called(
+    self, folders, begun, monkeypatch
+  ):
+    called = []
+    monkeypatch.setattr(torch, "tripwire", called.append, raising=False)
+    file = folders / "dcp" / ".metadata"
+    # GLOBAL, BININT1, TUPLE1, REDUCE and POP, before the old pickle.
+    call = b"ctorch\ntripwire\nK\x01\x85R0"
+    file.write_bytes(call + file.read_bytes())
+    pickle.loads(file.read_bytes())
+    assert called == [1]  # Of a plain reader, and no more below.
+    assert take(begun, file.parent) == 0
+    assert called == [1]
+
+  def test_pickles_in_a_dcp_are_not_read(self, model, begun, tmp_path):
+    """Torch itself would execute what stands for a number of an optimizer."""
+    canary, out = tmp_path / "canary", tmp_path / "dcp"
+    made, optimizer = torch_model(model)
+    torch_step(made, optimizer)
+    weights, state = state_dict.get_state_dict(made, optimizer)
+    state["param_groups"][0]["note"] = _Evil(canary)
+    dcp.save({"model": weights, "optim": state}, checkpoint_id=out)
+    canary.unlink(missing_ok=True)
+    assert take(begun, out) == 0
+    assert not canary.exists()
+
+
+class TestRefusals:
+  def test_a_run_that_has_trained(self, trained, tmp_path, capsys):
+    flags = f"--checkpoint={trained}", f"--take={tmp_path}"
+    assert "has steps; begin one with --config.run.steps=0" in refused(
+      capsys, *flags
+    )
+
+  def test_a_run_that_trains_now(self, trained, begun, tmp_path, capsys):
+    assert export(trained, tmp_path / "dcp", "dcp") == 0
+    flags = f"--checkpoint={begun}", f"--take={tmp_path / 'dcp'}"
+    with (begun / "lock").open("a") as lock:
+      fcntl.flock(lock, fcntl.LOCK_EX)
+      assert "is trained in" in refused(capsys, *flags)
+    assert items(begun, 0)["count"] == 0
+
+  def test_missing_torch(self, trained, begun, tmp_path, capsys, monkeypatch):
+    assert export(trained, tmp_path / "dcp", "dcp") == 0
+    monkeypatch.setitem(sys.modules, "torch", None)
+    for flags in (
+      (f"--checkpoint={begun}", f"--take={tmp_path / 'dcp'}"),
+      (f"--checkpoint={trained}", f"--out={tmp_path / 'x'}", "--form=dcp"),
+    ):
+      line = refused(capsys, *flags)
+      assert "torch" in line and "pip install -e '.[parity]'" in line
+
+  @pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+      (lambda made: made.pop("exp_avg_sq"), "out/exp_avg_sq: tensor"),
+      (
+        lambda made: made.update(state1=made.pop("exp_avg")),
+        ".state1' has no place",
+      ),
+      (
+        lambda made: made.update(max_exp_avg_sq=made["exp_avg"]),
+        "max_exp_avg_sq' has no place",
+      ),
+      (lambda made: made["step"].add_(1), "has updates [4, 5], not one number"),
+      (lambda made: made["exp_avg"].fill_(torch.nan), "are not finite"),
+      (lambda made: made.update(exp_avg=torch.zeros(3)), "has shape [3]"),
+    ],
+  )
+  def test_other_states(self, trained, begun, tmp_path, damage, said, capsys):
+    out = tmp_path / "out"
+    assert export(trained, out, "trl") == 0
+    saved = torch.load(out / "optimizer.pt")
+    damage(saved["state"][1])
+    torch.save(saved, out / "optimizer.pt")
+    flags = f"--checkpoint={begun}", f"--take={out}"
+    assert said in refused(capsys, *flags)
+    assert items(begun, 0)["count"] == 0
+
+  def test_another_model(self, model, trained, begun, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert export(trained, out, "trl") == 0
+    text = (out / "config.json").read_text()
+    (out / "config.json").write_text(text.replace("10000.0", "20000.0"))
+    flags = f"--checkpoint={begun}", f"--take={out}"
+    assert "has a model of another configuration" in refused(capsys, *flags)
+    (out / "optimizer.pt").unlink()
+    (out / "config.json").write_text(text)
+    assert "has no optimizer.pt; weights alone" in refused(capsys, *flags)
+
+  def test_a_directory_with_files(self, trained, tmp_path, capsys):
+    (tmp_path / "note").touch()
+    flags = f"--checkpoint={trained}", f"--out={tmp_path}", "--form=dcp"
+    assert "has files; choose another directory" in refused(capsys, *flags)
+
+  def test_what_follows_the_weights(self, model, trained, tmp_path, capsys):
+    run, settings = tmp_path / "ewma", {"off_policy__proximal": "ewma"}
+    loop.train(make_run(model, run__steps=0, **settings), run)
+    assert export(trained, tmp_path / "dcp", "dcp") == 0
+    flags = f"--checkpoint={run}", f"--take={tmp_path / 'dcp'}"
+    line = refused(capsys, *flags)
+    assert "has learner.ema, which follows the policy" in line
+
+  def test_adapters(self, model, tmp_path, capsys):
+    run = tmp_path / "lora"
+    loop.train(make_run(model, run__steps=0, model__lora_rank=2), run)
+    for flag in ("--form=dcp", "--form=trl"):
+      line = refused(
+        capsys, f"--checkpoint={run}", f"--out={tmp_path / 'x'}", flag
+      )
+      assert "does not train the whole policy by AdamW" in line
+
+  def test_another_optimizer(self, model, tmp_path, capsys):
+    run, settings = (
+      tmp_path / "adafactor",
+      {"optimizer__policy__name": "adafactor"},
+    )
+    loop.train(make_run(model, run__steps=0, **settings), run)
+    flags = f"--checkpoint={run}", f"--out={tmp_path / 'x'}", "--form=dcp"
+    assert "does not train the whole policy by AdamW" in refused(capsys, *flags)
+    assert not (tmp_path / "x").exists()
