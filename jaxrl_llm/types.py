@@ -7,7 +7,8 @@ response token, and `values[:, t]` is V(state before token t).
 
 import dataclasses
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import chex
 import jax
@@ -73,6 +74,15 @@ class Responses:
   def ended(self) -> np.ndarray:
     """bool [B], the response is finished or overlong."""
     return ended(self.rollout)
+
+
+class Pruning(NamedTuple):
+  """Gives up unfinished responses by what a model says of their beginnings."""
+
+  at: int  # New tokens of a response after which it may be given up.
+  reads: str  # Input [B, T] that a model of the learner gives.
+  # (B unfinished responses, the input) -> those to give up, bool [B].
+  drop: Callable[[Rollout, np.ndarray], np.ndarray]
 
 
 # The inputs of an algorithm by name: arrays [B, T] or [B].

@@ -310,6 +310,13 @@ class Schedule(Group, path="schedule"):
   window = Key(0, COUNT,
     "Maximum number of new tokens per response and step (T-PPO). Unfinished"
     " responses continue in the next step; 0 sets no limit.", SWITCH)
+  prune = Key("", Names("learner.choices:PRUNINGS"), "Rule by which"
+    " unfinished responses are given up early: 'arrol' asks a probe on hidden"
+    " states of the policy. '' gives none up.", FIXED)
+  prune_at = Key(16, SOME,
+    "New tokens of a response after which schedule.prune decides.")
+  prune_keep = Key(0.5, Range(0.0, 1.0, open=True),
+    "Fraction of a group's unfinished responses that go on.")
   over_provision = Key(1.0, Range(1.0, 16.0),
     "Groups in flight as a multiple of data.prompts_per_step: at any time with"
     " 'first_groups', per round with dynamic sampling.", IN_FLIGHT)

@@ -14,6 +14,7 @@ what the files register.
 FILES: dict[str, dict[str, str]] = {
   "a_3po": {"proximal": "interpolate"},
   "adhint": {"prompt_source": "hints", "estimator": "hinted"},
+  "arrol": {"pruning": "arrol"},
   "asyppo": {
     "ensemble": "halves",
     "mask": "agree_share",

@@ -363,14 +363,11 @@ class RolloutWorker:
       )
     fresh = take_rows(rollout, rollout.lengths > rollout.window_start)
     over, seen = is_over(fresh), []
-    parts = [unjudged(take_rows(fresh, ~over))]
+    batch = unjudged(take_rows(fresh, ~over))
     if over.any():
       over_rows = take_rows(fresh, over)
       seen = [self._judge(over_rows, state.conversations, timer)]
-      parts.append(seen[0].responses)
-    # In the original order.
-    order = np.argsort(np.argsort(over, kind="stable"))
-    batch = join_rows([take_rows(join_rows(parts), order)])
+      batch = _merged(batch, seen[0].responses, over)
     goes_on = take_rows(rollout, rollout.status == Status.TRUNCATED)
     waiting = take_rows(state.store, np.s_[room:])
     state = state.replace(store=_joined(goes_on, waiting))
@@ -404,16 +401,35 @@ class RolloutWorker:
     unfinished = take_rows(store, ~over)
     awaited = too_old(unfinished, weights.version, settings.patience)
     rule = STOPS[settings.stop].groups(missing - ready, awaited)
+    if over.all():
+      return store
+    talks = {"conversations": state.conversations}
+    pruning, written = settings.pruning, unfinished
+    if pruning is not None:
+      with timer.phase("generate"):
+        written = self.writer.write(
+          unfinished, weights, window=pruning.at, **talks
+        )
+      with timer.phase("score"):
+        self._prune(written, weights)
+    over_now = is_over(written)
     with timer.phase("generate"):
-      if over.all():
-        return store
-      written = self.writer.write(
-        unfinished, weights, rule=rule, conversations=state.conversations
-      )
+      if not over_now.all():
+        goes_on = take_rows(written, ~over_now)
+        goes_on = self.writer.write(goes_on, weights, rule=rule, **talks)
+        written = _merged(goes_on, take_rows(written, over_now), over_now)
     # Train on all tokens of a response, including earlier ones.
     start = np.zeros_like(written.window_start)
     written = written.replace(window_start=start)
     return join_rows([take_rows(store, over), written])
+
+  def _prune(self, rollout: Rollout, weights: Weights) -> None:
+    """Gives up unfinished responses, in place."""
+    rows = np.flatnonzero(~is_over(rollout))
+    if rows.size:
+      begun, pruning = take_rows(rollout, rows), self._settings.pruning
+      drop = pruning.drop(begun, weights.read(pruning.reads, begun))
+      rollout.status[rows[drop]] = int(Status.STOPPED)
 
   def _judge(
     self,
@@ -457,6 +473,12 @@ def too_old(rollout: Rollout, version: int, max_staleness: int) -> np.ndarray:
 def run_key(seed: int, stream: int) -> jax.Array:
   """Returns the key of an independent random stream under the run's seed."""
   return jax.random.fold_in(jax.random.key(seed), stream)
+
+
+def _merged(first: Any, second: Any, in_second: np.ndarray) -> Any:
+  """Merges two records of rows; `in_second`, bool [B], tells their places."""
+  order = np.argsort(np.argsort(in_second, kind="stable"))
+  return join_rows([take_rows(join_rows([first, second]), order)])
 
 
 def _joined(*parts: Rollout | None) -> Rollout | None:

@@ -280,6 +280,7 @@ def make_worker(
       window=schedule.window,
       max_staleness=schedule.max_staleness,
       max_rounds=schedule.max_rounds if schedule.dynamic_sampling else 1,
+      pruning=choices.PRUNINGS[schedule.prune](schedule),
     )
   except ValueError as error:
     raise InputError(f"config.schedule: {error}") from error

@@ -26,7 +26,7 @@ def broken(config: Any) -> dict[str, str]:
 def rules(config: Any) -> Rules:
   """Returns all constraints, most important first."""
   topics = [demonstrations, sizes, files, windows, second_looks, replay]
-  topics += [streaming, engines, drafts, exactness]
+  topics += [pruning, streaming, engines, drafts, exactness]
   topics += [
     of_learner.groups,
     of_learner.off_policy,
@@ -87,6 +87,7 @@ def demonstrations(config: Any) -> Rules:
     "schedule.lag": 0,
     "schedule.streaming": False,
     "schedule.replay": 0.0,
+    "schedule.prune": "",
     "schedule.dynamic_sampling": False,
     "environment.name": "",
     "reward.group": "",
@@ -190,6 +191,25 @@ def replay(config: Any) -> Rules:
     (schedule.replay and schedule.replay_capacity < most,
       "schedule.replay, schedule.replay_capacity",
       f"the store must hold the {most} groups that a batch replays"),
+  ]
+
+
+def pruning(config: Any) -> Rules:
+  """Checks responses that are given up while they are written."""
+  schedule = config.schedule
+  plain = {"stop": "all", "window": 0, "streaming": False}
+  return [
+    *((schedule.prune and schedule[key] != value,
+      f"schedule.prune, schedule.{key}",
+      f"responses of whole groups are compared; use {key}={value!r}")
+      for key, value in plain.items()),
+    (schedule.prune and schedule.lag and schedule.overlap,
+      "schedule.prune, schedule.lag, schedule.overlap",
+      "the learner's models cannot be read during an update; use"
+      " overlap=False"),
+    (schedule.prune and schedule.prune_at >= config.sampler.max_response_length,
+      "schedule.prune_at, sampler.max_response_length",
+      "responses would end before they are pruned; lower schedule.prune_at"),
   ]
 
 

@@ -26,6 +26,7 @@ _TABLES = {
   "group_reward": rewards.GROUP_REWARDS,
   "logits_processor": choices.LOGITS_PROCESSORS,
   "value_mask": choices.VALUE_MASKS,
+  "pruning": choices.PRUNINGS,
 }
 _PROGRAM = """
 import runpy, sys
