@@ -27,10 +27,11 @@ class Status(enum.IntEnum):
 
 
 class Origin(enum.IntEnum):
-  """The author of a response token; only POLICY tokens have log-probs."""
+  """The author of a response token; FOREIGN tokens have no log-probs."""
 
   POLICY = 0
   FOREIGN = 1  # A tool, a hint, a data set.
+  OTHER = 2  # Another policy, whose log-probs are known.
 
 
 @chex.dataclass(frozen=True)
@@ -111,6 +112,11 @@ def mixed(responses: Responses) -> np.ndarray:
   right = np.bincount(group, correct & judged)
   wrong = np.bincount(group, ~correct & judged)
   return ((right > 0) & (wrong > 0))[group]
+
+
+def is_foreign(rollout: Rollout) -> np.ndarray:
+  """Returns responses that another policy wrote, bool [B]."""
+  return rollout.origin[:, 0] == int(Origin.OTHER)
 
 
 def unjudged(rollout: Rollout) -> Responses:

@@ -334,7 +334,14 @@ class Schedule(Group, path="schedule"):
   replay_capacity = Key(512, SOME,
     "Groups in that store; the oldest ones leave first.")
   replay_keep = Key("mixed", Names("rollout.replay:KEEP"), "Groups that are"
-    " stored: those with correct and incorrect responses ('mixed'), or 'all'.")
+    " stored: those with correct and incorrect responses ('mixed'), of other"
+    " policies alone ('foreign'), or 'all'.")
+  replay_from = Key((), None, "Sources of responses of other policies for that"
+    " store, read when they appear: JSONL files of generate.py for questions of"
+    " the training data, and schedule.share_in of other runs.")
+  share_in = Key("", None, "Folder of this run alone for its judged responses,"
+    " which others may name in schedule.replay_from, and for a record of what"
+    " it has read. '' neither shares nor reads.", FIXED)
   streaming = Key(False, None, "Accumulates gradients of each group on"
     " completion and updates after the last (periodic asynchrony). Needs lag=0,"
     " one mini-batch and a method without statistics of the whole batch.")

@@ -170,7 +170,7 @@ def _chosen_parts(config: Groups) -> dict[str, Part]:
   both = collections.ChainMap(estimator, loss)
   masks += [choices.MASKS[name] for name in choices.MASKS if both[name]]
   for without in masks:
-    step = part(without, estimator)
+    step = part(without, both)
     mask = then(mask, step.fn, *step.reads[1:])
   proximal = choices.PROXIMALS[config["off_policy"]["proximal"]]
   chosen = {

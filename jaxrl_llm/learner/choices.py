@@ -126,6 +126,9 @@ AUXILIARY: dict[str, AuxiliaryLoss] = {}
 # Name -> (config group schedule) -> `types.Pruning`, or None.
 PRUNINGS = Table("pruning", **{"": lambda schedule: None})
 
+# Name -> search of an evaluation by a critic; see `methods.search.search`.
+SEARCHES = Table("search")
+
 # Name -> (logprobs, ref_logprobs, other inputs of the update) -> KL per token.
 KL_ESTIMATES = Table(
   "kl",

@@ -228,8 +228,9 @@ class RolloutWorker:
     kept: list[Responses] = []
     seen: list[Judged] = []
     judged = passed = 0
-    replayed, fewer = None, 0
+    replayed, fewer, number = None, 0, state.samples
     if self._replay is not None:
+      state = state.replace(replay=self._fed(state, weights, timer))
       replayed = self._replay.draw(state.replay, state.samples)
       fewer = self._replay.groups if replayed else 0
     groups = settings.groups - fewer
@@ -278,8 +279,24 @@ class RolloutWorker:
       state = state.replace(replay=self._replay.add(state.replay, batch))
       batch = join_rows([batch, replayed])
       row["rollout/replayed"] = float(fewer)
+    if self._replay is not None and self._replay.feed is not None:
+      self._replay.feed.write(number, seen)
     batch = Batch(responses=batch, version=weights.version, metrics=row)
     return Collected(batch, state, source_state, seen)
+
+  def _fed(self, state, weights, timer) -> Responses | None:
+    """Returns the replay store with new responses of other policies."""
+    replay, store = self._replay, state.replay
+    if replay.feed is None:
+      return store
+    read = replay.feed.read(state.samples, store, self._source, self.writer)
+    if read is None:
+      return store
+    rollout, prompts = read
+    now = np.full_like(rollout.version, weights.version)
+    rollout = rollout.replace(version=now)
+    judged = self._judge(rollout, {}, timer, prompts)
+    return replay.add(store, judged.responses)
 
   def _judged_rows(self, rows, state, weights, timer):
     """Returns responses with verdicts, and those that were judged."""
@@ -455,7 +472,7 @@ class RolloutWorker:
 def is_demonstrated(rollout: Rollout) -> np.ndarray:
   """Returns responses that the data give as a whole, bool [B]."""
   present = np.arange(rollout.tokens.shape[1]) < rollout.lengths[:, None]
-  own = (present & (rollout.origin == Origin.POLICY)).any(axis=1)
+  own = (present & (rollout.origin != Origin.FOREIGN)).any(axis=1)
   return (rollout.status == Status.FINISHED) & ~own
 
 

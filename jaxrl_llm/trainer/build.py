@@ -18,7 +18,7 @@ from jaxrl_llm import (
   sharding,
 )
 from jaxrl_llm import config as config_lib
-from jaxrl_llm.data.prompt_source import PromptSource
+from jaxrl_llm.data.prompt_source import FEEDS, PromptSource
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.evaluate import Evaluator
@@ -297,6 +297,7 @@ def make_worker(
       capacity=schedule.replay_capacity,
       keep=schedule.replay_keep,
       seed=config.run.seed,
+      feed=FEEDS.switched_on(schedule),
     )
   group_reward = _make_group_reward(config, judge)
   return RolloutWorker(writer, source, settings, group_reward, replay)

@@ -27,6 +27,8 @@ _TABLES = {
   "logits_processor": choices.LOGITS_PROCESSORS,
   "value_mask": choices.VALUE_MASKS,
   "pruning": choices.PRUNINGS,
+  "feed": prompt_source.FEEDS,
+  "search": choices.SEARCHES,
 }
 _PROGRAM = """
 import runpy, sys
