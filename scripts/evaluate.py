@@ -6,9 +6,9 @@
 
 A run brings its own settings, a model directory takes those of --config: by
 default a chat prompt and numeric answers. --config.group.key=value overrides
-either. --critic and --search use the critic of a run. --out=DIR gets a line a problem of each set. Prints tables and, as the
-last line, one JSON object (of several sets an object {"sets": [...]}). Exit
-code 2 for bad input.
+either. --critic and --search use the critic of a run. --out=DIR gets a line a
+problem of each set. Prints tables and, as the last line, one JSON object (of
+several sets an object {"sets": [...]}). Exit code 2 for bad input.
 """
 
 import json

@@ -178,8 +178,8 @@ class TestEvaluate:
     assert 0 <= results["best@4"] <= found.results([4])["pass@4"]
     (again,) = policy.evaluations(config, critic=True)
     np.testing.assert_array_equal(found.values, again.values)
-    (searched,) = policy.evaluations(config, search="particles")
-    (again,) = policy.evaluations(config, search="particles")
+    (searched,) = policy.evaluations(config, search="beam")
+    (again,) = policy.evaluations(config, search="beam")
     assert searched.judged.texts == again.judged.texts != found.judged.texts
     assert 0 < searched.generated <= searched.values.size * 12
     with pytest.raises(ValueError, match="search='breadth', expected one of"):

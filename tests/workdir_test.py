@@ -60,6 +60,7 @@ FIXED = {
   "value.reads_logprobs": False,
   "estimator.name": "group",
   "loss.name": "gspo",
+  "schedule.prune": "arrol",
   "schedule.stop": "first_groups",
   "schedule.dynamic_sampling": True,
   "schedule.lag": 2,

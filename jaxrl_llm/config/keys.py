@@ -341,7 +341,7 @@ class Schedule(Group, path="schedule"):
     " the training data, and schedule.share_in of other runs.")
   share_in = Key("", None, "Folder of this run alone for its judged responses,"
     " which others may name in schedule.replay_from, and for a record of what"
-    " it has read. '' neither shares nor reads.", FIXED)
+    " it has read. '' neither shares nor reads.")
   streaming = Key(False, None, "Accumulates gradients of each group on"
     " completion and updates after the last (periodic asynchrony). Needs lag=0,"
     " one mini-batch and a method without statistics of the whole batch.")

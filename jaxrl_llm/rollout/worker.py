@@ -279,24 +279,22 @@ class RolloutWorker:
       state = state.replace(replay=self._replay.add(state.replay, batch))
       batch = join_rows([batch, replayed])
       row["rollout/replayed"] = float(fewer)
-    if self._replay is not None and self._replay.feed is not None:
-      self._replay.feed.write(number, seen)
+      if self._replay.feed is not None:
+        self._replay.feed.write(number, seen)
     batch = Batch(responses=batch, version=weights.version, metrics=row)
     return Collected(batch, state, source_state, seen)
 
   def _fed(self, state, weights, timer) -> Responses | None:
     """Returns the replay store with new responses of other policies."""
-    replay, store = self._replay, state.replay
-    if replay.feed is None:
+    feed, store, found = self._replay.feed, state.replay, None
+    if feed is not None:
+      found = feed.read(state.samples, store, self._source, self.writer)
+    if found is None:
       return store
-    read = replay.feed.read(state.samples, store, self._source, self.writer)
-    if read is None:
-      return store
-    rollout, prompts = read
+    rollout, prompts = found
     now = np.full_like(rollout.version, weights.version)
-    rollout = rollout.replace(version=now)
-    judged = self._judge(rollout, {}, timer, prompts)
-    return replay.add(store, judged.responses)
+    judged = self._judge(rollout.replace(version=now), {}, timer, prompts)
+    return self._replay.add(store, judged.responses)
 
   def _judged_rows(self, rows, state, weights, timer):
     """Returns responses with verdicts, and those that were judged."""
@@ -380,7 +378,7 @@ class RolloutWorker:
       )
     fresh = take_rows(rollout, rollout.lengths > rollout.window_start)
     over, seen = is_over(fresh), []
-    batch = unjudged(take_rows(fresh, ~over))
+    batch = join_rows([unjudged(take_rows(fresh, ~over))])
     if over.any():
       over_rows = take_rows(fresh, over)
       seen = [self._judge(over_rows, state.conversations, timer)]
@@ -420,21 +418,20 @@ class RolloutWorker:
     rule = STOPS[settings.stop].groups(missing - ready, awaited)
     if over.all():
       return store
-    talks = {"conversations": state.conversations}
-    pruning, written = settings.pruning, unfinished
-    if pruning is not None:
+    write = functools.partial(
+      self.writer.write, weights=weights, conversations=state.conversations
+    )
+    written = unfinished
+    if settings.pruning is not None:
       with timer.phase("generate"):
-        written = self.writer.write(
-          unfinished, weights, window=pruning.at, **talks
-        )
+        written = write(unfinished, window=settings.pruning.at)
       with timer.phase("score"):
         self._prune(written, weights)
-    over_now = is_over(written)
+    done = is_over(written)
     with timer.phase("generate"):
-      if not over_now.all():
-        goes_on = take_rows(written, ~over_now)
-        goes_on = self.writer.write(goes_on, weights, rule=rule, **talks)
-        written = _merged(goes_on, take_rows(written, over_now), over_now)
+      if not done.all():
+        goes_on = write(take_rows(written, ~done), rule=rule)
+        written = _merged(goes_on, take_rows(written, done), done)
     # Train on all tokens of a response, including earlier ones.
     start = np.zeros_like(written.window_start)
     written = written.replace(window_start=start)
