@@ -136,7 +136,7 @@ class Judge:
     """Decodes the turns of the model, one per line."""
     cuts = np.flatnonzero(np.diff(own)) + 1
     turns = zip(np.split(tokens, cuts), np.split(own, cuts))
-    return "\n".join(self._decode(x) for x, written in turns if written.all())
+    return "\n".join(self.decode(x) for x, written in turns if written.all())
 
   def _responses(self, rollout, verdicts) -> Responses:
     """Converts verdicts to arrays; missing parts are NaN."""
