@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import os
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,16 +25,17 @@ from jaxrl_llm.data import sources
 from jaxrl_llm.data.prompt_source import TEMPLATES, Template
 from jaxrl_llm.data.rows import Row
 from jaxrl_llm.data.tokenizer import Tokenizer
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, check_choice
 from jaxrl_llm.evaluate import Evaluation, pass_counts
 from jaxrl_llm.generate import Generation, make_prompts
+from jaxrl_llm.learner import choices
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout.turns import ConversationConfig
 from jaxrl_llm.rollout.worker import run_key
 from jaxrl_llm.rollout.writer import ResponseWriter
 from jaxrl_llm.sampling import Engine, EngineConfig, SamplingSettings
 from jaxrl_llm.system import plugin, signals
-from jaxrl_llm.types import Responses
+from jaxrl_llm.types import Rollout
 
 # Tokens that an evaluated model gets, if its context has them.
 _PROMPT_LENGTH, _RESPONSE_LENGTH = 1024, 2048
@@ -219,6 +220,7 @@ class Policy:
     *,
     seed: int | None = None,
     critic: bool = False,
+    search: str = "",
     **settings: Any,
   ) -> dict[str, dict[str, float]]:
     """Samples and judges k responses to each problem of one or more sets.
@@ -232,6 +234,8 @@ class Policy:
         'gsm8k,mine.jsonl'; '' are those of the run.
       seed: seed of the sampling; None is that of the run.
       critic: adds `best@k` and `weighted_maj@k` by the run's critic.
+      search: search by that critic: 'particles', 'dora' or 'beam'; '' samples
+        each response by itself.
       **settings: values of dotted keys, as `**{"eval.samples": 8}`.
 
     Returns:
@@ -249,7 +253,9 @@ class Policy:
     tries = pass_counts(config.eval.samples)
     return {
       one.name: one.results(tries) | one.errors(tries)
-      for one in self.evaluations(config, seed=seed, critic=critic)
+      for one in self.evaluations(
+        config, seed=seed, critic=critic, search=search
+      )
     }
 
   def evaluation_config(
@@ -299,7 +305,12 @@ class Policy:
     return fitting
 
   def evaluations(
-    self, config: Any, *, seed: int | None = None, critic: bool = False
+    self,
+    config: Any,
+    *,
+    seed: int | None = None,
+    critic: bool = False,
+    search: str = "",
   ) -> Iterator[Evaluation]:
     """Yields the evaluation of each set of `evaluation_config`.
 
@@ -310,6 +321,7 @@ class Policy:
       config: the settings.
       seed: seed of the sampling.
       critic: whether the critic of the run's checkpoint values the responses.
+      search: as in `evaluate`.
 
     Raises:
       InputError: A setting cannot be used, or there is no critic.
@@ -324,16 +336,32 @@ class Policy:
     with contextlib.closing(run.judge), contextlib.closing(run.worker):
       params = self._params_of(run.learner.policy)
       params = run.transfer.send(params, 0).params
+      values = self._last_values(run) if critic or search else None
+      how = self._search(run, search, values) if search else None
       for one in run.evaluators:  # With one engine, and what it compiled.
         writer = dataclasses.replace(one.writer, key=key)
-        found = dataclasses.replace(one, writer=writer)(params)
-        if critic:
-          values = self._last_values(run, found.responses)
-          found = dataclasses.replace(found, values=values)
+        found = dataclasses.replace(one, writer=writer, search=how)(params)
+        if values is not None:
+          rollout = found.responses.rollout
+          found = dataclasses.replace(found, values=values(rollout))
         yield found
 
-  def _last_values(self, run: Any, responses: Responses) -> np.ndarray:
-    """Returns the critic's value before the last token of each response."""
+  def _search(
+    self, run: Any, name: str, values: Callable[[Rollout], np.ndarray]
+  ) -> Callable[..., Rollout]:
+    """Returns the search of an evaluation, see `Evaluator.search`."""
+    check_choice("search", name, choices.SEARCHES)
+    if run.config.environment.name:
+      raise InputError("search does not copy conversations; leave it out")
+    low, high = run.config.reward.incorrect, run.config.reward.correct
+
+    def chance(rollout: Rollout) -> np.ndarray:
+      return np.clip((values(rollout) - low) / (high - low), 0.01, 0.99)
+
+    return lambda write, begun: choices.SEARCHES[name](write, chance, begun)
+
+  def _last_values(self, run: Any) -> Callable[[Rollout], np.ndarray]:
+    """Returns responses -> the critic's value before their last tokens."""
     member = run.learner.critic
     if self.step is None or member is None:
       raise InputError(f"{self.path}: there is no critic; give a run with one")
@@ -349,9 +377,13 @@ class Policy:
       member.params,
       base_of="policy" * member.shares_base,
     )
-    values = run.values(run.learner.alone("critic", params), responses)
-    last = np.maximum(responses.rollout.lengths - 1, 0)
-    return values[np.arange(len(last)), last]
+    state = run.learner.alone("critic", params)
+
+    def values(rollout: Rollout) -> np.ndarray:
+      last = np.maximum(rollout.lengths - 1, 0)
+      return run.values(state, rollout)[np.arange(last.size), last]
+
+    return values
 
   def _params_of(self, policy: Any) -> Any:
     """Reads the parameters, with the shardings of a member of the learner."""

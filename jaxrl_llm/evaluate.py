@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards import Verdict
 from jaxrl_llm.rewards.judge import Judged
 from jaxrl_llm.rollout.writer import ResponseWriter, Weights
-from jaxrl_llm.types import Responses, Status
+from jaxrl_llm.types import Responses, Rollout, Status
 
 _SHOWN = 4  # Responses of an evaluation that a table shows.
 
@@ -57,6 +57,7 @@ class Evaluation:
   samples: int  # k.
   judged: Judged
   generate_s: float  # Seconds that the sampler took.
+  generated: int  # Tokens that it generated, also of responses cut off.
   # float32 [N k], what a critic says of each response; None without one.
   values: np.ndarray | None = None
 
@@ -140,6 +141,9 @@ class Evaluator:
   prompts: Sequence[Prompt]
   writer: ResponseWriter
   origin: str = ""  # Line about the origin of the problems, or ''.
+  # (writer.write with weights, new responses) -> ended ones, see
+  # `methods.search`; None writes each by itself.
+  search: Callable[[Callable[..., Rollout], Rollout], Rollout] | None = None
 
   def greedy(self) -> "Evaluator":
     """Returns an evaluator that decodes one greedy response per problem."""
@@ -151,14 +155,23 @@ class Evaluator:
     """Samples with parameters in the sampler's layout, and judges."""
     writer, samples = self.writer, self.writer.group_size
     ids = np.arange(len(self.prompts) * samples).reshape(-1, samples)
-    start = time.perf_counter()
+    start, generated = time.perf_counter(), []
     conversations = writer.conversations(self.prompts, ids)
-    begun, weights = writer.begin(self.prompts, ids), Weights(params)
-    rollout = writer.write(begun, weights, conversations=conversations)
+    weights = Weights(params)
+
+    def write(rows: Rollout, window: int | None = None) -> Rollout:
+      longer = writer.write(
+        rows, weights, window=window, conversations=conversations
+      )
+      generated.append(int(longer.mask.sum() - rows.mask.sum()))
+      return longer
+
+    begun = writer.begin(self.prompts, ids)
+    rollout = self.search(write, begun) if self.search else write(begun)
     seconds = time.perf_counter() - start
     asked = [prompt for prompt in self.prompts for _ in range(samples)]
     judged = writer.judge(rollout, asked, conversations)
-    return Evaluation(self.name, samples, judged, seconds)
+    return Evaluation(self.name, samples, judged, seconds, sum(generated))
 
 
 def check_metric(

@@ -7,7 +7,8 @@ response token, and `values[:, t]` is V(state before token t).
 
 import dataclasses
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import chex
 import jax
@@ -26,10 +27,11 @@ class Status(enum.IntEnum):
 
 
 class Origin(enum.IntEnum):
-  """The author of a response token; only POLICY tokens have log-probs."""
+  """The author of a response token; FOREIGN tokens have no log-probs."""
 
   POLICY = 0
   FOREIGN = 1  # A tool, a hint, a data set.
+  OTHER = 2  # Another policy, whose log-probs are known.
 
 
 @chex.dataclass(frozen=True)
@@ -75,6 +77,15 @@ class Responses:
     return ended(self.rollout)
 
 
+class Pruning(NamedTuple):
+  """Gives up unfinished responses by what a model says of their beginnings."""
+
+  at: int  # New tokens of a response after which it may be given up.
+  reads: str  # Input [B, T] that a model of the learner gives.
+  # (B unfinished responses, the input) -> those to give up, bool [B].
+  drop: Callable[[Rollout, np.ndarray], np.ndarray]
+
+
 # The inputs of an algorithm by name: arrays [B, T] or [B].
 Experience = dict[str, chex.Array]
 
@@ -101,6 +112,11 @@ def mixed(responses: Responses) -> np.ndarray:
   right = np.bincount(group, correct & judged)
   wrong = np.bincount(group, ~correct & judged)
   return ((right > 0) & (wrong > 0))[group]
+
+
+def is_foreign(rollout: Rollout) -> np.ndarray:
+  """Returns responses that another policy wrote, bool [B]."""
+  return rollout.origin[:, 0] == int(Origin.OTHER)
 
 
 def unjudged(rollout: Rollout) -> Responses:

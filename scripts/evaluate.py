@@ -6,9 +6,9 @@
 
 A run brings its own settings, a model directory takes those of --config: by
 default a chat prompt and numeric answers. --config.group.key=value overrides
-either. --out=DIR gets a line a problem of each set. Prints tables and, as the
-last line, one JSON object (of several sets an object {"sets": [...]}). Exit
-code 2 for bad input.
+either. --critic and --search use the critic of a run. --out=DIR gets a line a
+problem of each set. Prints tables and, as the last line, one JSON object (of
+several sets an object {"sets": [...]}). Exit code 2 for bad input.
 """
 
 import json
@@ -19,6 +19,7 @@ from absl import flags, logging
 from ml_collections import config_flags
 from parts import command_line, program
 
+from jaxrl_llm import methods
 from jaxrl_llm.errors import InputError, as_input_error
 
 _DEFAULT = pathlib.Path(__file__).resolve().parents[1] / "configs" / "vapo.py"
@@ -44,6 +45,12 @@ _PROBLEMS = flags.DEFINE_integer("problems", None, "Most problems; 0 is all.")
 _TEMPERATURE = flags.DEFINE_float("temperature", None, "0 is greedy.")
 _TOP_P = flags.DEFINE_float("top_p", None, "Nucleus probability mass.")
 _SEED = flags.DEFINE_integer("seed", None, "Of the sampling; the run's own.")
+_SEARCH = flags.DEFINE_enum(
+  "search",
+  None,
+  methods.FILES["search"]["search"].split(),
+  "Search by the run's own critic, which implies --critic.",
+)
 _CRITIC = flags.DEFINE_bool(
   "critic", False, "Adds best@k and weighted_maj@k by the run's own critic."
 )
@@ -90,7 +97,8 @@ def results_of(evaluated) -> dict[str, float | None]:
     "response_length_median": float(np.median(lengths)),
     "response_length_max": int(lengths.max()),
     "generate_s": seconds,
-    "tokens_per_s": float(lengths.sum() / seconds),
+    "generated_tokens": evaluated.generated,
+    "tokens_per_s": float(evaluated.generated / seconds),
   }
 
 
@@ -165,7 +173,8 @@ def run() -> None:
   config = make_config(policy)
   seed = config.run.seed if _SEED.value is None else _SEED.value
   found = []
-  for evaluated in policy.evaluations(config, seed=seed, critic=_CRITIC.value):
+  how = {"critic": _CRITIC.value, "search": _SEARCH.value or ""}
+  for evaluated in policy.evaluations(config, seed=seed, **how):
     if _OUT.value is not None:
       write(pathlib.Path(_OUT.value), evaluated)
     results, count = results_of(evaluated), evaluated.problems

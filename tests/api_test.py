@@ -177,6 +177,15 @@ class TestEvaluate:
     assert 0 <= results["best@4"] <= found.results([4])["pass@4"]
     (again,) = policy.evaluations(config, critic=True)
     np.testing.assert_array_equal(found.values, again.values)
+    (searched,) = policy.evaluations(config, search="beam")
+    (again,) = policy.evaluations(config, search="beam")
+    assert searched.judged.texts == again.judged.texts != found.judged.texts
+    assert 0 < searched.generated <= searched.values.size * 12
+    with pytest.raises(ValueError, match="search='breadth', expected one of"):
+      next(policy.evaluations(config, search="breadth"))
+    config.environment.name, config.sampler.stop = "calculator", ("=",)
+    with pytest.raises(InputError, match="search does not copy conversations"):
+      next(policy.evaluations(config, search="beam"))
 
   def test_refusals(self, trained):
     policy, _ = trained

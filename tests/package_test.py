@@ -97,7 +97,7 @@ class TestInstalled:
     assert done.returncode == 0 and not done.stderr
     assert f"python scripts/{name}.py" in done.stdout
     if name in ("train", "evaluate", "compile"):
-      assert "METHOD: adhint, areal, asyppo," in done.stdout
+      assert "METHOD: adhint, areal, arrol, asyppo," in done.stdout
       assert "PRESET: long_tail, smollm2, gsm8k," in done.stdout
 
   def test_a_key_of_another_library(self, installed, tmp_path):

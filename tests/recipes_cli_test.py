@@ -164,8 +164,8 @@ class TestRefused:
       ((keys, why),) = constraints.broken(changed(changes)).items()
       assert set(keys.split(", ")) <= known and "\n" not in why
       tried.add(why)
-    # Sizes, files, several processes, critics, replay and parts of users have
-    # tests of their own.
+    # Sizes, files, several processes, critics, replay, pruning and parts of
+    # users have tests of their own.
     apart = (
       constraints.sizes,
       constraints.files,
@@ -175,6 +175,7 @@ class TestRefused:
       learner_constraints.adapters,
       learner_constraints.critics,
       constraints.replay,
+      constraints.pruning,
       constraints.exactness,
     )
     streamed = changed({"schedule.streaming": True})

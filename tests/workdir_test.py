@@ -24,9 +24,10 @@ FIXED = """
   data.columns data.settings data.order data.order_settings data.pool
   data.template data.template_settings data.max_prompt_length data.group_size
   sampler.max_response_length sampler.engine sampler.processors
-  value.reads_logprobs estimator.name loss.name schedule.stop
-  schedule.dynamic_sampling schedule.lag environment.name environment.settings
-  environment.rewards off_policy.keep_weights off_policy.proximal
+  value.reads_logprobs estimator.name loss.name schedule.prune
+  schedule.stop schedule.dynamic_sampling schedule.lag environment.name
+  environment.settings environment.rewards off_policy.keep_weights
+  off_policy.proximal
 """.split()
 SWITCHES = {
   "schedule.window": 3,

@@ -310,6 +310,13 @@ class Schedule(Group, path="schedule"):
   window = Key(0, COUNT,
     "Maximum number of new tokens per response and step (T-PPO). Unfinished"
     " responses continue in the next step; 0 sets no limit.", SWITCH)
+  prune = Key("", Names("learner.choices:PRUNINGS"), "Rule by which"
+    " unfinished responses are given up early: 'arrol' asks a probe on hidden"
+    " states of the policy. '' gives none up.", FIXED)
+  prune_at = Key(16, SOME,
+    "New tokens of a response after which schedule.prune decides.")
+  prune_keep = Key(0.5, Range(0.0, 1.0, open=True),
+    "Fraction of a group's unfinished responses that go on.")
   over_provision = Key(1.0, Range(1.0, 16.0),
     "Groups in flight as a multiple of data.prompts_per_step: at any time with"
     " 'first_groups', per round with dynamic sampling.", IN_FLIGHT)
@@ -327,7 +334,14 @@ class Schedule(Group, path="schedule"):
   replay_capacity = Key(512, SOME,
     "Groups in that store; the oldest ones leave first.")
   replay_keep = Key("mixed", Names("rollout.replay:KEEP"), "Groups that are"
-    " stored: those with correct and incorrect responses ('mixed'), or 'all'.")
+    " stored: those with correct and incorrect responses ('mixed'), of other"
+    " policies alone ('foreign'), or 'all'.")
+  replay_from = Key((), None, "Sources of responses of other policies for that"
+    " store, read when they appear: JSONL files of generate.py for questions of"
+    " the training data, and schedule.share_in of other runs.")
+  share_in = Key("", None, "Folder of this run alone for its judged responses,"
+    " which others may name in schedule.replay_from, and for a record of what"
+    " it has read. '' neither shares nor reads.")
   streaming = Key(False, None, "Accumulates gradients of each group on"
     " completion and updates after the last (periodic asynchrony). Needs lag=0,"
     " one mini-batch and a method without statistics of the whole batch.")

@@ -100,6 +100,9 @@ class Loss(Group, path="loss"):
   entropy_coefficient = Key(0.0, NUMBER, "Coefficient of the entropy bonus.")
   overlong_filter = Key(False, None,
     "Leaves responses cut at the length limit out of the policy loss.")
+  max_distance = Key(0.0, NUMBER, "Distance from the policy, summed over its"
+    " tokens, above which a response of another policy loses its tokens with"
+    " negative advantages (F-TIS). 0 disables it.")
   masks = Key((), Names("learner.choices:OWN_MASKS"),
     "Names of registered masks that leave more tokens out of the policy loss.")
   auxiliary = Key({}, None, "Coefficients of registered auxiliary losses, by"

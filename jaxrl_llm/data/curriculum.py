@@ -41,8 +41,8 @@ def check_pool(source: PromptSource) -> None:
   """Refuses data without an end, by an InputError."""
   if len(source) > _LARGEST:
     raise InputError(
-      "config.data.order keeps a record of every prompt, at most"
-      f" {_LARGEST:,}; set config.data.pool to their number"
+      f"a record is kept of every prompt, at most {_LARGEST:,}; set"
+      " config.data.pool to their number"
     )
 
 

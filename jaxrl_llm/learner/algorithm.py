@@ -45,6 +45,8 @@ class Algorithm:
     loss_norm: constant length of the mode; None for modes without one.
     members: name of a model beside policy and critic -> inputs that it learns
       from.
+    rollout_reads: inputs, given by models, that are read while responses are
+      written.
   """
 
   parts: Mapping[str, Part]
@@ -59,6 +61,7 @@ class Algorithm:
   members: Mapping[str, tuple[str, ...]] = dataclasses.field(
     default_factory=dict
   )
+  rollout_reads: frozenset[str] = frozenset()
 
   @property
   def correction(self) -> Part | None:

@@ -75,6 +75,9 @@ def make_algorithm(config: Groups) -> Algorithm:
   # These may import a file of `methods/`, which may add inputs of its own.
   step_scale = choices.STEP_SCALES.switched_on(config["off_policy"])
   processors = choices.logits_processors(config["sampler"])
+  pruning = choices.PRUNINGS[config["schedule"]["prune"]](config["schedule"])
+  rollout_reads = frozenset([pruning.reads] if pruning else [])
+  providers.needs_of(rollout_reads)
   value_loss = None
   if choices.has_critic(config):
     value = config["value"]
@@ -99,6 +102,7 @@ def make_algorithm(config: Groups) -> Algorithm:
     processors={k: x for k, x in processors.items() if x.state is not None},
     loss_mode=loss["mode"],
     loss_norm=norm,
+    rollout_reads=rollout_reads,
   )
   for settings in (estimator, loss):
     settings.check_read()
@@ -109,7 +113,7 @@ def make_algorithm(config: Groups) -> Algorithm:
 
 def _with_members(algorithm: Algorithm) -> Algorithm:
   """Adds the models that give inputs, and what those learn from, and so on."""
-  needs = providers.needs_of(algorithm.leaves)
+  needs = providers.needs_of(algorithm.leaves | algorithm.rollout_reads)
   members = {k: x.reads for k, x in choices.MEMBERS.items() if k in needs}
   if members.keys() <= algorithm.members.keys():
     return algorithm
@@ -132,10 +136,11 @@ def _check_leaves(algorithm: Algorithm) -> None:
       for name in (*term.loss.reads, term.mask)
     ],
     **{f"member {name!r}": x for name, x in algorithm.members.items()},
+    "config.schedule.prune": algorithm.rollout_reads,
   }
   for name, processor in algorithm.processors.items():
     readers[f"logits processor {name!r}"] = processor.state.reads
-  for leaf in sorted(algorithm.leaves):
+  for leaf in sorted(algorithm.leaves | algorithm.rollout_reads):
     lacks = [
       x
       for x in providers.needs_of([leaf])
@@ -165,7 +170,7 @@ def _chosen_parts(config: Groups) -> dict[str, Part]:
   both = collections.ChainMap(estimator, loss)
   masks += [choices.MASKS[name] for name in choices.MASKS if both[name]]
   for without in masks:
-    step = part(without, estimator)
+    step = part(without, both)
     mask = then(mask, step.fn, *step.reads[1:])
   proximal = choices.PROXIMALS[config["off_policy"]["proximal"]]
   chosen = {

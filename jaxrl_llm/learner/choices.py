@@ -123,6 +123,12 @@ LOGITS_PROCESSORS = Table("logits_processor")
 # Name in `loss.auxiliary` -> a further loss of the policy.
 AUXILIARY: dict[str, AuxiliaryLoss] = {}
 
+# Name -> (config group schedule) -> `types.Pruning`, or None.
+PRUNINGS = Table("pruning", **{"": lambda schedule: None})
+
+# Name -> search of an evaluation by a critic; see `methods.search.search`.
+SEARCHES = Table("search")
+
 # Name -> (logprobs, ref_logprobs, other inputs of the update) -> KL per token.
 KL_ESTIMATES = Table(
   "kl",

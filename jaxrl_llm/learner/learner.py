@@ -255,6 +255,27 @@ class Learner:
     packed = place(batch.packed, self.mesh)
     return processes.to_host(score(params, packed, *arguments))
 
+  def read(
+    self, state: LearnerState, name: str, rollout: Rollout
+  ) -> np.ndarray:
+    """Returns an input that a model gives, of responses that may go on.
+
+    Args:
+      state: state of the learner.
+      name: name of the input, an entry of `providers.PROVIDERS`.
+      rollout: B responses.
+
+    Returns:
+      [B, T] or [B].
+    """
+    provider, rows = providers.PROVIDERS[name], np.arange(len(rollout.lengths))
+    packed = {
+      member: self._packer.mini_batches(member, rollout, rows)
+      for member in providers.needs_of([name]) & self.members.keys()
+    }
+    scoring = providers.Scoring(self, state, rollout, packed)
+    return provider.give(scoring)[name]
+
   def measure(
     self,
     state: LearnerState,

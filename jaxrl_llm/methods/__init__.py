@@ -14,6 +14,7 @@ what the files register.
 FILES: dict[str, dict[str, str]] = {
   "a_3po": {"proximal": "interpolate"},
   "adhint": {"prompt_source": "hints", "estimator": "hinted"},
+  "arrol": {"pruning": "arrol"},
   "asyppo": {
     "ensemble": "halves",
     "mask": "agree_share",
@@ -31,6 +32,7 @@ FILES: dict[str, dict[str, str]] = {
   "dppo": {"loss": "dppo_tv dppo_kl"},
   "dps": {"prompt_source": "dps"},
   "evpo": {"estimator": "evpo"},
+  "f_tis": {"mask": "max_distance"},
   "gdpo": {"estimator": "gdpo"},
   "gdro": {"prompt_source": "gdro"},
   "gspo": {"loss": "gspo"},
@@ -51,8 +53,10 @@ FILES: dict[str, dict[str, str]] = {
   "rloo": {"loss": "policy_gradient"},
   "sae": {"lambda_rule": "segments"},
   "sao": {"loss": "dis"},
+  "sapo": {"feed": "share_in"},
   "sapo_gate": {"loss": "sapo_gate"},
   "scope": {"prompt_source": "repairs"},
+  "search": {"search": "particles dora beam"},
   "sft": {
     "estimator": "given",
     "loss": "likelihood",

@@ -49,6 +49,7 @@ class Judge:
   """Decodes responses, judges them and turns verdicts into rewards.
 
   Attributes:
+    decode: tokens -> text.
     pool: computes the verdicts.
     tell: called with a line when the reward fails in a way not seen before.
     failure: the latest such line.
@@ -64,7 +65,7 @@ class Judge:
     incorrect: float = 0.0,
   ):
     """Args as in config group `reward`; decode is tokens -> text."""
-    self._decode, self.pool, self._name = decode, pool, name
+    self.decode, self.pool, self._name = decode, pool, name
     self._by_correct = incorrect, correct
     self.tell: Callable[[str], None] = lambda line: print(line, file=sys.stderr)
     self.failure = ""
@@ -89,7 +90,7 @@ class Judge:
     """
     conversations = conversations or {}
     tokens = [x[:n] for x, n in zip(rollout.tokens, rollout.lengths)]
-    texts = [self._decode(x) for x in tokens]
+    texts = [self.decode(x) for x in tokens]
     calls = []
     for row, (prompt, status) in enumerate(zip(prompts, rollout.status)):
       talk = conversations.get(str(rollout.sample_id[row]), "{}")
@@ -135,7 +136,7 @@ class Judge:
     """Decodes the turns of the model, one per line."""
     cuts = np.flatnonzero(np.diff(own)) + 1
     turns = zip(np.split(tokens, cuts), np.split(own, cuts))
-    return "\n".join(self._decode(x) for x, written in turns if written.all())
+    return "\n".join(self.decode(x) for x, written in turns if written.all())
 
   def _responses(self, rollout, verdicts) -> Responses:
     """Converts verdicts to arrays; missing parts are NaN."""

@@ -8,15 +8,17 @@ Reference: Sun et al. 2025 (DOTS with rollout replay), arXiv:2506.05316.
 """
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.types import Responses, join_rows, mixed, take_rows
+from jaxrl_llm.types import Responses, is_foreign, join_rows, mixed, take_rows
 
 # Name -> rows of a batch whose groups are stored, bool [B].
 KEEP = {
   "all": lambda responses: np.ones(len(responses.rewards), bool),
   "mixed": mixed,
+  "foreign": lambda responses: mixed(responses) & is_foreign(responses.rollout),
 }
 
 
@@ -30,12 +32,14 @@ class Replay:
     capacity: groups in the store; the oldest ones leave first.
     keep: which groups are stored, one of `KEEP`.
     seed: seed of the draws.
+    feed: exchanges responses with other policies, one of `prompt_source.FEEDS`.
   """
 
   groups: int
   capacity: int
   keep: str
   seed: int
+  feed: Any = None
 
   def draw(self, store: Responses | None, step: int) -> Responses | None:
     """Returns replayed groups; None until there are enough.
@@ -61,5 +65,5 @@ class Replay:
     if not len(kept.rewards):
       return store
     joined = join_rows([store, kept])
-    newest = np.unique(joined.rollout.group_id)[-self.capacity :]
-    return take_rows(joined, np.isin(joined.rollout.group_id, newest))
+    group = joined.rollout.group  # In the order in which they were added.
+    return take_rows(joined, group >= group.max() + 1 - self.capacity)

@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxrl_llm import sampling
 from jaxrl_llm.errors import TrainingStopped
+from jaxrl_llm.types import Pruning
 
 
 class Stop(NamedTuple):
@@ -51,6 +52,7 @@ class RolloutSettings:
     max_staleness: maximum number of updates between the oldest and the newest
       token of a batch.
     max_rounds: maximum number of calls before dynamic sampling stops the run.
+    pruning: gives up unfinished responses; None gives none up.
   """
 
   groups: int
@@ -61,6 +63,7 @@ class RolloutSettings:
   window: int = 0
   max_staleness: int = 1
   max_rounds: int = 1
+  pruning: Pruning | None = None
 
   def __post_init__(self):
     if self.stop != "all" and not self.window and self.patience < 1:

@@ -228,8 +228,9 @@ class RolloutWorker:
     kept: list[Responses] = []
     seen: list[Judged] = []
     judged = passed = 0
-    replayed, fewer = None, 0
+    replayed, fewer, number = None, 0, state.samples
     if self._replay is not None:
+      state = state.replace(replay=self._fed(state, weights, timer))
       replayed = self._replay.draw(state.replay, state.samples)
       fewer = self._replay.groups if replayed else 0
     groups = settings.groups - fewer
@@ -278,8 +279,22 @@ class RolloutWorker:
       state = state.replace(replay=self._replay.add(state.replay, batch))
       batch = join_rows([batch, replayed])
       row["rollout/replayed"] = float(fewer)
+      if self._replay.feed is not None:
+        self._replay.feed.write(number, seen)
     batch = Batch(responses=batch, version=weights.version, metrics=row)
     return Collected(batch, state, source_state, seen)
+
+  def _fed(self, state, weights, timer) -> Responses | None:
+    """Returns the replay store with new responses of other policies."""
+    feed, store, found = self._replay.feed, state.replay, None
+    if feed is not None:
+      found = feed.read(state.samples, store, self._source, self.writer)
+    if found is None:
+      return store
+    rollout, prompts = found
+    now = np.full_like(rollout.version, weights.version)
+    judged = self._judge(rollout.replace(version=now), {}, timer, prompts)
+    return self._replay.add(store, judged.responses)
 
   def _judged_rows(self, rows, state, weights, timer):
     """Returns responses with verdicts, and those that were judged."""
@@ -363,14 +378,11 @@ class RolloutWorker:
       )
     fresh = take_rows(rollout, rollout.lengths > rollout.window_start)
     over, seen = is_over(fresh), []
-    parts = [unjudged(take_rows(fresh, ~over))]
+    batch = join_rows([unjudged(take_rows(fresh, ~over))])
     if over.any():
       over_rows = take_rows(fresh, over)
       seen = [self._judge(over_rows, state.conversations, timer)]
-      parts.append(seen[0].responses)
-    # In the original order.
-    order = np.argsort(np.argsort(over, kind="stable"))
-    batch = join_rows([take_rows(join_rows(parts), order)])
+      batch = _merged(batch, seen[0].responses, over)
     goes_on = take_rows(rollout, rollout.status == Status.TRUNCATED)
     waiting = take_rows(state.store, np.s_[room:])
     state = state.replace(store=_joined(goes_on, waiting))
@@ -404,16 +416,34 @@ class RolloutWorker:
     unfinished = take_rows(store, ~over)
     awaited = too_old(unfinished, weights.version, settings.patience)
     rule = STOPS[settings.stop].groups(missing - ready, awaited)
+    if over.all():
+      return store
+    write = functools.partial(
+      self.writer.write, weights=weights, conversations=state.conversations
+    )
+    written = unfinished
+    if settings.pruning is not None:
+      with timer.phase("generate"):
+        written = write(unfinished, window=settings.pruning.at)
+      with timer.phase("score"):
+        self._prune(written, weights)
+    done = is_over(written)
     with timer.phase("generate"):
-      if over.all():
-        return store
-      written = self.writer.write(
-        unfinished, weights, rule=rule, conversations=state.conversations
-      )
+      if not done.all():
+        goes_on = write(take_rows(written, ~done), rule=rule)
+        written = _merged(goes_on, take_rows(written, done), done)
     # Train on all tokens of a response, including earlier ones.
     start = np.zeros_like(written.window_start)
     written = written.replace(window_start=start)
     return join_rows([take_rows(store, over), written])
+
+  def _prune(self, rollout: Rollout, weights: Weights) -> None:
+    """Gives up unfinished responses, in place."""
+    rows = np.flatnonzero(~is_over(rollout))
+    if rows.size:
+      begun, pruning = take_rows(rollout, rows), self._settings.pruning
+      drop = pruning.drop(begun, weights.read(pruning.reads, begun))
+      rollout.status[rows[drop]] = int(Status.STOPPED)
 
   def _judge(
     self,
@@ -439,7 +469,7 @@ class RolloutWorker:
 def is_demonstrated(rollout: Rollout) -> np.ndarray:
   """Returns responses that the data give as a whole, bool [B]."""
   present = np.arange(rollout.tokens.shape[1]) < rollout.lengths[:, None]
-  own = (present & (rollout.origin == Origin.POLICY)).any(axis=1)
+  own = (present & (rollout.origin != Origin.FOREIGN)).any(axis=1)
   return (rollout.status == Status.FINISHED) & ~own
 
 
@@ -457,6 +487,12 @@ def too_old(rollout: Rollout, version: int, max_staleness: int) -> np.ndarray:
 def run_key(seed: int, stream: int) -> jax.Array:
   """Returns the key of an independent random stream under the run's seed."""
   return jax.random.fold_in(jax.random.key(seed), stream)
+
+
+def _merged(first: Any, second: Any, in_second: np.ndarray) -> Any:
+  """Merges two records of rows; `in_second`, bool [B], tells their places."""
+  order = np.argsort(np.argsort(in_second, kind="stable"))
+  return join_rows([take_rows(join_rows([first, second]), order)])
 
 
 def _joined(*parts: Rollout | None) -> Rollout | None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import chex
+import numpy as np
 
 from jaxrl_llm import sampling
 from jaxrl_llm.data.tasks import Prompt
@@ -24,11 +25,13 @@ from jaxrl_llm.types import Origin, Rollout, Status, join_rows
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-  """The sampler's parameters, their version, and logits processors' states."""
+  """The sampler's parameters, and what depends on the state of the learner."""
 
   params: Any
   version: int = 0
   processor_states: Mapping[str, Any] | None = None  # By processor.
+  # (name of an input, responses) -> [B, T], by the models of the learner.
+  read: Callable[[str, Rollout], np.ndarray] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ from jaxrl_llm import (
   sharding,
 )
 from jaxrl_llm import config as config_lib
-from jaxrl_llm.data.prompt_source import PromptSource
+from jaxrl_llm.data.prompt_source import FEEDS, PromptSource
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.evaluate import Evaluator
@@ -280,6 +280,7 @@ def make_worker(
       window=schedule.window,
       max_staleness=schedule.max_staleness,
       max_rounds=schedule.max_rounds if schedule.dynamic_sampling else 1,
+      pruning=choices.PRUNINGS[schedule.prune](schedule),
     )
   except ValueError as error:
     raise InputError(f"config.schedule: {error}") from error
@@ -296,6 +297,7 @@ def make_worker(
       capacity=schedule.replay_capacity,
       keep=schedule.replay_keep,
       seed=config.run.seed,
+      feed=FEEDS.switched_on(schedule),
     )
   group_reward = _make_group_reward(config, judge)
   return RolloutWorker(writer, source, settings, group_reward, replay)

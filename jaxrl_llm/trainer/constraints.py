@@ -24,7 +24,7 @@ def broken(config: Any) -> dict[str, str]:
 def rules(config: Any) -> Rules:
   """Returns all constraints, most important first."""
   topics = [demonstrations, sizes, files, windows, second_looks, replay]
-  topics += [streaming, engines, drafts, exactness]
+  topics += [pruning, streaming, engines, drafts, exactness]
   topics += [
     of_learner.groups,
     of_learner.off_policy,
@@ -84,6 +84,7 @@ def demonstrations(config: Any) -> Rules:
     "schedule.lag": 0,
     "schedule.streaming": False,
     "schedule.replay": 0.0,
+    "schedule.prune": "",
     "schedule.dynamic_sampling": False,
     "environment.name": "",
     "reward.group": "",
@@ -181,12 +182,44 @@ def replay(config: Any) -> Rules:
       for key, value in plain.items()),
     (schedule.replay and not most, "schedule.replay, data.prompts_per_step",
       "less than one group of a batch would be replayed; raise one of them"),
+    (schedule.replay_from and not schedule.share_in,
+      "schedule.replay_from, schedule.share_in",
+      "what a batch reads is recorded in schedule.share_in; name a folder"),
+    (schedule.share_in and not schedule.replay,
+      "schedule.share_in, schedule.replay",
+      "shared responses are in the replay store; set schedule.replay above 0"),
+    (schedule.share_in and config.environment.name,
+      "schedule.share_in, environment.name",
+      "shared responses have no turns; switch one of them off"),
+    (config.loss.max_distance and config.estimator.normalize != "none",
+      "loss.max_distance, estimator.normalize",
+      "the normalized advantages would depend on a mask that depends on them;"
+      " use normalize='none'"),
     (schedule.replay and config.off_policy.keep_weights,
       "schedule.replay, off_policy.keep_weights",
       "replayed tokens are older than kept weights; switch one of them off"),
     (schedule.replay and schedule.replay_capacity < most,
       "schedule.replay, schedule.replay_capacity",
       f"the store must hold the {most} groups that a batch replays"),
+  ]
+
+
+def pruning(config: Any) -> Rules:
+  """Checks responses that are given up while they are written."""
+  schedule = config.schedule
+  plain = {"stop": "all", "window": 0, "streaming": False}
+  return [
+    *((schedule.prune and schedule[key] != value,
+      f"schedule.prune, schedule.{key}",
+      f"responses of whole groups are compared; use {key}={value!r}")
+      for key, value in plain.items()),
+    (schedule.prune and schedule.lag and schedule.overlap,
+      "schedule.prune, schedule.lag, schedule.overlap",
+      "the learner's models cannot be read during an update; use"
+      " overlap=False"),
+    (schedule.prune and schedule.prune_at >= config.sampler.max_response_length,
+      "schedule.prune_at, sampler.max_response_length",
+      "responses would end before they are pruned; lower schedule.prune_at"),
   ]
 
 

@@ -285,7 +285,7 @@ def iterate(
 ) -> tuple[States, sync.VersionedWeights, dict[str, float]]:
   """Runs an iteration: returns new states, new weights and metrics."""
   sync.check_version(weights, states.step)
-  sampled_with = _sampled_with(states, weights)
+  sampled_with = _sampled_with(run, states, weights)
 
   config, scored = run.config.run, []
   shows = config.samples_every and processes.is_first()
@@ -356,9 +356,14 @@ def _learn(
   return learner, row, batch
 
 
-def _sampled_with(states: States, weights: sync.VersionedWeights) -> Weights:
+def _sampled_with(
+  run: Run, states: States, weights: sync.VersionedWeights
+) -> Weights:
   return Weights(
-    weights.params, weights.version, states.learner.processor_states
+    weights.params,
+    weights.version,
+    states.learner.processor_states,
+    functools.partial(run.learner.read, states.learner),
   )
 
 
@@ -386,8 +391,9 @@ def start(
   if run.pretraining is not None:
     # Otherwise the critic would be fitted to samples from stale weights.
     check_sampler(run, states, weights)
+    sampled_with = _sampled_with(run, states, weights)
     learner = run.pretraining.run(
-      states.learner, _sampled_with(states, weights), workdir, logger, stopped
+      states.learner, sampled_with, workdir, logger, stopped
     )
     if learner is None:
       return None

@@ -10,14 +10,13 @@ from jaxrl_llm import checkpoint, sync
 from jaxrl_llm.data.prompt_source import PromptSource, PromptSourceState
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.evaluate import Evaluator
-from jaxrl_llm.learner.build_algorithm import with_monte_carlo_returns
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.state import LearnerState
 from jaxrl_llm.rewards.judge import Judge
 from jaxrl_llm.rollout.pipeline import Pipeline
 from jaxrl_llm.rollout.worker import Batch, RolloutState, RolloutWorker
 from jaxrl_llm.trainer.value_pretraining import ValuePretraining
-from jaxrl_llm.types import Responses
+from jaxrl_llm.types import Rollout
 
 # Item of a model's parameters that are not trained.
 _BASE = "learner.{}.base"
@@ -47,24 +46,18 @@ class Run:
   def values(
     self,
     state: LearnerState,
-    responses: Responses,
+    rollout: Rollout,
     views: Mapping[str, Any] | None = None,
   ) -> np.ndarray:
     """Returns a critic's values before every token of responses, [B, T].
 
     Args:
       state: has the critic's parameters; see `Learner.alone`.
-      responses: B responses that have ended.
+      rollout: B responses.
       views: of the learner, where it reads more than the responses.
     """
-    learner, gamma = self.learner, self.config.estimator.gamma
-    # λ = 1: targets, which nothing reads here, need no second pass.
-    algorithm = with_monte_carlo_returns(learner.algorithm, gamma=gamma)
-    learner = dataclasses.replace(learner, algorithm=algorithm)
-    learner.views = views or {}
-    order = np.random.default_rng(0)
-    batch = learner.measure(state, "critic", responses, order)
-    return np.asarray(batch.experience["old_values"])
+    learner = dataclasses.replace(self.learner, views=views or {})
+    return learner.read(state, "values", rollout)
 
 
 class States(NamedTuple):

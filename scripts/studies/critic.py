@@ -89,7 +89,8 @@ def values_of(name: str, config: Any, judged: Any) -> np.ndarray:
     answers = {prompt.example_id: prompt.answer for prompt in judged.prompts}
     view = data.answer_view(config, answers.__getitem__, run.tokenizer)
     views = {"critic": view}
-  values = run.values(run.learner.init(critic=make), judged.responses, views)
+  rollout = judged.responses.rollout
+  values = run.values(run.learner.init(critic=make), rollout, views)
   run.judge.close()
   run.worker.close()
   return values

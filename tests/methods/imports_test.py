@@ -26,6 +26,9 @@ _TABLES = {
   "group_reward": rewards.GROUP_REWARDS,
   "logits_processor": choices.LOGITS_PROCESSORS,
   "value_mask": choices.VALUE_MASKS,
+  "pruning": choices.PRUNINGS,
+  "feed": prompt_source.FEEDS,
+  "search": choices.SEARCHES,
 }
 _PROGRAM = """
 import runpy, sys

@@ -1,0 +1,21 @@
+"""ARRoL (2026): responses are pruned while they are written.
+
+After a quarter of the response limit, a probe on the policy's hidden states
+chooses which half of a group's unfinished responses goes on: those that it is
+surest about. The rest is GRPO with clip-higher and the token-level loss.
+
+    python scripts/train.py --config=configs/arrol.py[:PRESET]
+
+PRESET is a scale of jaxrl_llm/config/presets.py; without one, the run is the
+embedded task on a CPU.
+"""
+
+from jaxrl_llm import config as config_lib
+
+
+def get_config(preset: str = ""):
+  """Returns the settings of the method at the scale of a preset."""
+  config = config_lib.grouped(preset)
+  config.schedule.prune = "arrol"
+  config.schedule.prune_at = config.sampler.max_response_length // 4
+  return config

@@ -1,0 +1,29 @@
+"""SAPO (Amico et al. 2025, arXiv 2509.08721): runs share their responses.
+
+Half of the groups of a step are of other runs, with importance weights and
+F-TIS's mask; clip-higher and the token-level loss are DAPO's. Each of two runs
+names a folder of its own and that of the other:
+
+    python scripts/train.py --config=configs/sapo.py[:PRESET] --workdir=runs/a \
+        --config.schedule.share_in=runs/a-shared \
+        --config.schedule.replay_from="('runs/b-shared',)"
+
+Responses that `generate.py` wrote for the training questions are shared in the
+same way: replay_from names the file.
+
+PRESET is a scale of jaxrl_llm/config/presets.py; without one, the run is the
+embedded task on a CPU.
+"""
+
+from jaxrl_llm import config as config_lib
+
+
+def get_config(preset: str = ""):
+  """Returns the settings of the method at the scale of a preset."""
+  config = config_lib.grouped(preset)
+  config.schedule.replay = 0.5
+  config.schedule.replay_keep = "foreign"
+  config.loss.max_distance = 5.0
+  if not config.data.path:  # Questions of others are found in a pool alone.
+    config.data.pool = 1024
+  return config

@@ -1,0 +1,155 @@
+"""SAPO: runs train on the responses of others.
+
+A run writes the judged responses of every batch into a folder that others read.
+Responses of other policies, also those of `generate.py`, enter the replay store
+with the log-probs that they were sampled with, so that the weights
+
+    w_t = π_old(a_t) / π_other(a_t)
+
+of `off_policy.correction` are exact within their bounds. Every run judges them
+itself, and finds the prompt of a response by its question. A file is read once,
+by the first batch after it has appeared, which is recorded in the run's own
+folder: a run that is killed and goes on reads the same again.
+
+Reference: Amico et al. 2025 (SAPO, swarm sampling policy optimization),
+arXiv:2509.08721. Differs in that groups are shared whole, and stored.
+"""
+
+import itertools
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.data import curriculum, prompt_source, rows
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.rewards.judge import Judged
+from jaxrl_llm.system import files, processes
+from jaxrl_llm.types import Origin, Responses, Rollout, Status
+
+_FIRST_SAMPLE = 1 << 30  # Above every sample id of the run itself.
+_EMPTY = {"group_id": (), "sample_id": ()}
+_ENDS = {x.name.lower(): x for x in (Status.FINISHED, Status.OVERLONG)}
+
+
+class Swarm:
+  """Exchanges responses through files with the lines of `generate.py`."""
+
+  def __init__(self, schedule: Any):
+    """Takes the config group `schedule`."""
+    self._own = pathlib.Path(schedule["share_in"])
+    self._others = [pathlib.Path(path) for path in schedule["replay_from"]]
+    self._rows: dict[str, int] = {}  # Of the data, by question.
+
+  def read(
+    self, number: int, store: Responses | None, source: Any, writer: Any
+  ) -> tuple[Rollout, list] | None:
+    """Returns new responses of other policies and their prompts, or None.
+
+    Args:
+      number: of the batch; a repeated one reads the same.
+      store: the replay store, whose ids are taken.
+      source: the `PromptSource` of the run.
+      writer: the `ResponseWriter` of the run.
+
+    Raises:
+      InputError: A file cannot be used.
+    """
+    lines, found = processes.of_first(self._lines, number), {}
+    for line in lines:
+      question = rows.to_example(rows.Row(*line), solved=False).question
+      if line[1].get("stop_reason") in _ENDS:
+        found.setdefault(self._row(question, source), []).append(line)
+    found.pop(None, None)  # Questions that this run does not train on.
+    taken = _EMPTY if store is None else store.rollout
+    ids = itertools.count(min([0, *taken["group_id"]]) - 1, -1)
+    asked = [(source.prompt(row, next(ids)), x) for row, x in found.items()]
+    asked = [(prompt, x) for prompt, x in asked if prompt is not None]
+    if lines and not asked:
+      raise InputError(
+        f"{lines[0][0]}: no response from there ended and has a question of the"
+        " training data; generate from these"
+      )
+    ids = itertools.count(max([_FIRST_SAMPLE, *taken["sample_id"]]) + 1)
+    numbers = [[next(ids) for _ in group] for _, group in asked]
+    begun = writer.begin([prompt for prompt, _ in asked], numbers)
+    for row, line in enumerate(itertools.chain(*(x for _, x in asked))):
+      _fill(begun, row, *line, writer.judge.decode)
+    prompts = [prompt for prompt, group in asked for _ in group]
+    return (begun, prompts) if prompts else None
+
+  def write(self, number: int, judged: list[Judged]) -> None:
+    """Shares the responses of a batch that have ended and have a verdict."""
+    lines = []
+    for each in judged if processes.is_first() else ():
+      rollout = each.responses.rollout
+      shared = each.responses.ended & each.responses.judged
+      shared &= rollout.mask.sum(axis=1) == rollout.lengths  # Nothing is given.
+      lines += [_record(each, row) for row in np.flatnonzero(shared).tolist()]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    if text:
+      files.write_whole(self._own / f"{number:012d}.jsonl", text)
+
+  def _row(self, question: str, source: Any) -> int | None:
+    """Returns the row of the data with a question; None without one."""
+    if not self._rows:
+      curriculum.check_pool(source)
+      every = range(len(source))
+      self._rows = {source.example(i, 0).question: i for i in every}
+    return self._rows.get(question)
+
+  def _lines(self, number: int) -> list[rows.Row]:
+    """Reads the files of a batch, and records which they are."""
+    journal = self._own / f"{number:012d}.read"
+    if not journal.exists():
+      self._own.mkdir(parents=True, exist_ok=True)
+      read = [json.loads(x.read_text()) for x in self._own.glob("*.read")]
+      read = set(itertools.chain(*read))
+      found = [[p] if p.is_file() else p.glob("*.jsonl") for p in self._others]
+      names = sorted(map(str, itertools.chain(*found)))
+      names = [name for name in names if name not in read]
+      files.write_whole(journal, json.dumps(names))
+    names = json.loads(journal.read_text())
+    read = [rows.read_rows(pathlib.Path(name)) for name in names]
+    return list(itertools.chain(*read))
+
+
+def _record(judged: Judged, row: int) -> dict[str, Any]:
+  """Returns a response as a line of `generate.py` has it."""
+  rollout = judged.responses.rollout
+  own = np.s_[row, : rollout.lengths[row]]
+  return {
+    "question": judged.prompts[row].question,
+    "text": judged.texts[row],
+    "tokens": rollout.tokens[own].tolist(),
+    "logprobs": rollout.behavior_logprobs[own].tolist(),
+    "stop_reason": Status(int(rollout.status[row])).name.lower(),
+  }
+
+
+def _fill(
+  rollout: Rollout, row: int, where: str, record: dict, decode: Any
+) -> None:
+  """Writes a response into a new row of a rollout.
+
+  Raises:
+    InputError: It lacks something, or does not fit.
+  """
+  tokens, logprobs = (record.get(x) or [] for x in ("tokens", "logprobs"))
+  length = len(tokens)
+  fits = 0 < length == len(logprobs) <= rollout.tokens.shape[1]
+  if not fits or "turns" in record or decode(tokens) != record.get("text"):
+    raise InputError(
+      f"{where}: give up to sampler.max_response_length tokens of the run's own"
+      f" tokenizer with a log-prob each, and no turns; there are {length} with"
+      f" {len(logprobs)} log-probs"
+    )
+  new = np.s_[row, :length]
+  rollout.tokens[new], rollout.behavior_logprobs[new] = tokens, logprobs
+  rollout.mask[new], rollout.origin[new] = True, int(Origin.OTHER)
+  rollout.lengths[row] = length
+  rollout.status[row] = int(_ENDS[record["stop_reason"]])
+
+
+prompt_source.FEEDS["share_in"] = Swarm

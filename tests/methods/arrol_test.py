@@ -1,0 +1,145 @@
+"""ARRoL: which responses are given up, and pruning in a run."""
+
+import numpy as np
+import pytest
+from helpers import doors, registries, tiny_run
+
+from jaxrl_llm import register
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner import choices
+from jaxrl_llm.methods import arrol
+from jaxrl_llm.trainer import build
+from jaxrl_llm.types import Pruning, Status
+
+
+def kept(values, keep, group_size=None):
+  """Values of the responses that go on; of groups one after the other."""
+  size = group_size or len(values)
+  rng = np.random.default_rng(0)
+  rollout = tiny_run.random_rollout(rng, rows=len(values), group_size=size)
+  at_tokens = rng.normal(size=rollout.tokens.shape)
+  at_tokens[np.arange(len(values)), rollout.lengths - 1] = values
+  return np.asarray(values)[~arrol.surplus(rollout, at_tokens, keep=keep)]
+
+
+def test_the_surest_go_on():
+  assert kept([0.5, 0.9, 0.1, 0.6, 0.4, 0.8], 0.5).tolist() == [0.9, 0.1, 0.8]
+  assert kept([0.5, 0.9, 0.1, 0.6], 0.25).tolist() == [0.9]
+  values = [0.3, 0.2, 0.1, 0.9, 0.4, 0.6]
+  assert kept(values, 0.5, 3).tolist() == [0.3, 0.1, 0.9, 0.4]
+  assert kept(values, 1.0, 3).tolist() == values
+
+
+@pytest.mark.parametrize("size", [4, 7, 8, 16])
+@pytest.mark.parametrize("keep", [0.25, 0.5, 0.75])
+def test_an_oracle_keeps_half_positives(size, keep):
+  """Where there are enough of both."""
+  for right in range(size + 1):
+    values = np.arange(size) < right
+    found = kept(values.astype(float), keep)
+    count, half = len(found), (len(found) + 1) // 2
+    assert count == int(np.ceil(keep * size))
+    wrong = size - right
+    if right >= half and wrong >= count - half:
+      assert found.sum() == half
+    else:  # All that there are of the rarer kind.
+      assert found.sum() == (right if right < half else count - wrong)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+  return tiny_run.write_model(tmp_path_factory.mktemp("arrol") / "tiny")
+
+
+PRUNED = {"schedule__prune": "arrol", "schedule__prune_at": 3}
+
+
+def test_that_nothing_is_given_up_changes_no_response(model, monkeypatch):
+  nothing = Pruning(3, "poise_values", lambda rows, x: np.zeros(len(x), bool))
+  monkeypatch.setitem(choices.PRUNINGS, "arrol", lambda schedule: nothing)
+  rows = []
+  for changes in ({}, PRUNED):
+    run = build.make_run(doors.make_config(model, **changes))
+    rows.append(tiny_run.collect(run)[-1].batch.responses.rollout)
+  for name, x in rows[0].items():
+    if name == "behavior_logprobs":
+      np.testing.assert_allclose(x, rows[1][name], atol=1e-6)
+    else:
+      np.testing.assert_array_equal(x, rows[1][name], err_msg=name)
+
+
+def test_the_input_is_that_of_the_responses_so_far(model, monkeypatch):
+  seen = []
+
+  def drop(rollout, logprobs):
+    seen.append((rollout, logprobs))
+    return rollout.sample_id % 2 == 0
+
+  pruning = Pruning(6, "old_logprobs", drop)
+  monkeypatch.setitem(choices.PRUNINGS, "arrol", lambda schedule: pruning)
+  run = build.make_run(doors.make_config(model, **PRUNED))
+  rollout = tiny_run.collect(run)[-1].batch.responses.rollout
+  ((begun, logprobs),) = seen
+  assert (begun.lengths == 6).all() and 0 < len(begun.lengths) < 16
+  np.testing.assert_allclose(logprobs, begun.behavior_logprobs, atol=1e-5)
+  stopped = rollout.status == Status.STOPPED
+  even = begun.sample_id[begun.sample_id % 2 == 0]
+  assert set(rollout.sample_id[stopped]) == set(even)
+  assert (rollout.lengths[stopped] == 6).all()
+  # Nothing that was written is lost.
+  assert rollout.mask.sum() == run.worker.writer.engine.stats.tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "changes",
+  [
+    {},
+    {"schedule__lag": 1, "schedule__overlap": False, "sampler__slots": 4},
+    {
+      "model__lora_rank": 2,
+      "data__order": "dars",
+      "estimator__name": "example",
+    },
+    {
+      "schedule__dynamic_sampling": True,
+      "schedule__max_rounds": 8,
+      "schedule__replay": 0.5,
+      "reward__name": "even",
+      "environment__name": "calculator",
+      "sampler__stop": ("=",),
+    },
+  ],
+)
+def test_trains_and_resumes_bit_for_bit(model, tmp_path, changes):
+  with registries.registered():
+    register.reward("even", lambda tokens: len(tokens) % 2 == 0)
+    rows = doors.train(model, tmp_path / "run", **PRUNED, **changes)
+  for row in rows[1:]:
+    assert row["rollout/stopped"] > 0 and row["reward/errors"] == 0
+    assert row["poise/loss"] > 0
+
+
+@pytest.mark.parametrize(
+  ("changes", "said"),
+  [
+    ({"schedule__stop": "first_groups"}, "use stop='all'"),
+    (
+      {"schedule__streaming": True, "optimizer__policy__mini_batch": 16},
+      "use streaming=False",
+    ),
+    ({"schedule__lag": 1}, "use overlap=False"),
+    ({"schedule__prune_at": 12}, "end before they are pruned"),
+  ],
+)
+def test_is_refused(model, changes, said):
+  with pytest.raises(InputError, match=said):
+    build.make_run(doors.make_config(model, **PRUNED | changes))
+
+
+def test_a_critic_that_there_is_not_is_refused(model, monkeypatch):
+  monkeypatch.setitem(
+    choices.PRUNINGS, "arrol", lambda schedule: Pruning(3, "values", None)
+  )
+  with pytest.raises(InputError, match=r"schedule.prune: this part reads"):
+    build.make_run(doors.make_config(model, **PRUNED))

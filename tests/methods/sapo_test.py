@@ -1,0 +1,278 @@
+"""Responses of other policies: SAPO's sharing, exact weights, F-TIS's mask."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import doors, programs, registries, tiny_run
+
+from jaxrl_llm import estimators, losses, metrics, register
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.methods import f_tis
+from jaxrl_llm.rollout.replay import KEEP
+from jaxrl_llm.trainer import build, loop
+from jaxrl_llm.types import Origin, take_rows
+
+
+def masked(behavior, old, advantages, *, other=True, bound=3.1):
+  """The mask of one response whose tokens all carry loss."""
+  rows = [np.asarray([x], np.float32) for x in (old, behavior, advantages)]
+  mask = np.ones_like(rows[0], bool)
+  origin = np.full(mask.shape, int(Origin.OTHER if other else Origin.POLICY))
+  found = f_tis.without_far(mask, *rows, origin, max_distance=bound)
+  return np.asarray(found)[0].tolist()
+
+
+def test_negative_advantages_far_from_the_policy_are_masked():
+  behavior, old = (-1, -1), (-3, -4)  # D = 1.1353 + 2.0498.
+  assert masked(behavior, old, (-1, -1)) == [False, False]
+  assert masked(behavior, old, (-1, 1)) == [False, True]
+  assert masked(behavior, old, (1, 1)) == [True, True]
+  assert masked(behavior, old, (-1, -1), bound=3.2) == [True, True]
+  assert masked(behavior, old, (-1, -1), other=False) == [True, True]
+
+
+@pytest.mark.parametrize(("high", "exact"), [(100.0, True), (1.5, False)])
+def test_the_weighted_gradient_is_that_of_the_policy(high, exact):
+  """A bandit with three arms, and pairs that another policy drew."""
+  logits, other = jnp.array([0.3, -0.5, 0.1]), jnp.array([-1.0, 0.8, 0.4])
+  rewards = jnp.array([1.0, 0.0, 2.0])
+  true = jax.grad(lambda x: jax.nn.softmax(x) @ rewards)(logits)
+  old, behavior = jax.nn.log_softmax(logits), jax.nn.log_softmax(other)
+
+  def loss(logits, arms):
+    """The loss of two responses, as a learner makes it."""
+    advantages = estimators.group_relative(
+      rewards[arms],
+      np.zeros(2, int),
+      num_groups=1,
+      center="leave_one_out",
+      scale="none",
+      epsilon=0.0,
+    )
+    given = old[arms][:, None], behavior[arms][:, None], np.ones((2, 1), bool)
+    found = losses.truncated_importance(*given, level="sequence", high=high)
+    now = jax.nn.log_softmax(logits)[arms]
+    surrogate = losses.clipped_policy_loss(
+      now, old[arms], advantages, clip_low=0.2, clip_high=0.2
+    )
+    return (found.weights[:, 0] * surrogate.loss).mean()
+
+  total = jnp.zeros(3)
+  for pair in np.ndindex(3, 3):
+    arms = np.asarray(pair)
+    total -= jnp.exp(behavior[arms].sum()) * jax.grad(loss)(logits, arms)
+  assert bool(jnp.allclose(total, true, atol=1e-6)) == exact
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+  return tiny_run.write_model(tmp_path_factory.mktemp("sapo") / "tiny")
+
+
+@pytest.fixture
+def own_parts():
+  with registries.registered():
+    yield
+
+
+SHARED = {
+  "schedule__replay": 0.5,
+  "schedule__replay_keep": "foreign",
+  "loss__max_distance": 5.0,
+  "data__pool": 8,
+}
+
+
+def sharing(folder, *others, **changes):
+  paths = tuple(str(folder / name) for name in others)
+  own = {
+    "schedule__share_in": str(folder / "own"),
+    "schedule__replay_keep": "all",
+  }
+  return SHARED | own | {"schedule__replay_from": paths} | changes
+
+
+def lines_of(run, questions, *, samples=4, seed=0):
+  """Lines as of generate.py; random digits."""
+  rng, lines = np.random.default_rng(seed), []
+  for question in questions:
+    for _ in range(samples):
+      tokens = [*rng.integers(2, 12, size=rng.integers(1, 8)).tolist(), 1]
+      lines.append(
+        {
+          "question": question,
+          "text": run.tokenizer.decode(tokens),
+          "tokens": tokens,
+          "logprobs": (-rng.random(len(tokens))).tolist(),
+          "stop_reason": "finished",
+        }
+      )
+  return lines
+
+
+def write(path, lines):
+  path.parent.mkdir(exist_ok=True)
+  path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def questions(run, count):
+  return [run.source.example(i, 0).question for i in range(count)]
+
+
+def test_responses_enter_the_store_as_they_are(model, tmp_path):
+  config = doors.make_config(model, **sharing(tmp_path, "given.jsonl"))
+  run = build.make_run(config)
+  lines = lines_of(run, ["1+1+1+1?", *questions(run, 3)])
+  lines[-1]["stop_reason"] = "failed"
+  write(tmp_path / "given.jsonl", lines)
+  collected = tiny_run.collect(run)[-1]
+  batch, known = collected.batch.responses, lines[4:-1]
+  foreign = batch.rollout.origin[:, 0] == Origin.OTHER
+  assert collected.batch.metrics["rollout/replayed"] == 2
+  assert (
+    len(foreign) == 8 + foreign.sum()
+    and (batch.rollout.sample_id[foreign] < 0).all()
+  )
+  assert len(np.unique(batch.rollout.group_id)) == 4
+  store = collected.state.replay
+  given = store.rollout.origin[:, 0] == Origin.OTHER
+  assert given.sum() == len(known) and batch.judged[foreign].all()
+  np.testing.assert_array_equal(
+    KEEP["foreign"](store), given & KEEP["mixed"](store)
+  )
+  for row, line in zip(np.flatnonzero(given), known):
+    length = store.rollout.lengths[row]
+    assert store.rollout.tokens[row, :length].tolist() == line["tokens"]
+    np.testing.assert_array_equal(
+      store.rollout.behavior_logprobs[row, :length],
+      np.asarray(line["logprobs"], np.float32),
+    )
+    asked = run.source.prompt(int(store.rollout.example_id[row]), 0)
+    assert asked.question == line["question"]
+    count = store.rollout.prompt_lengths[row]
+    assert tuple(store.rollout.prompt_tokens[row, :count]) == asked.tokens
+
+
+def test_a_run_shares_what_it_has_judged(model, tmp_path):
+  run = build.make_run(doors.make_config(model, **sharing(tmp_path)))
+  rollout = tiny_run.collect(run)[-1].batch.responses.rollout
+  (file,) = (tmp_path / "own").glob("*.jsonl")
+  lines = [json.loads(line) for line in file.read_text().splitlines()]
+  assert len(lines) == 16
+  for row, line in enumerate(lines):
+    length = rollout.lengths[row]
+    assert line["tokens"] == rollout.tokens[row, :length].tolist()
+    np.testing.assert_array_equal(
+      np.asarray(line["logprobs"], np.float32),
+      rollout.behavior_logprobs[row, :length],
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "changes",
+  [
+    {"model__lora_rank": 2},
+    {"schedule__lag": 1, "sampler__slots": 4},
+    {"estimator__name": "gae", "optimizer__value__mini_batch": 8},
+    {
+      "schedule__dynamic_sampling": True,
+      "schedule__max_rounds": 8,
+      "schedule__over_provision": 2.0,
+      "reward__name": "even",
+      "data__order": "dars",
+      "estimator__name": "example",
+    },
+  ],
+)
+def test_trains_and_resumes_bit_for_bit(model, tmp_path, changes, own_parts):
+  register.reward("even", lambda tokens: len(tokens) % 2 == 0)
+  given = sharing(tmp_path, "other", **changes)
+  run = build.make_run(doors.make_config(model, **given))
+  for number in range(2):
+    lines = lines_of(run, questions(run, 4), seed=number)
+    write(tmp_path / "other" / f"{number}.jsonl", lines)
+  assert loop.train(run, tmp_path / "run") == 0
+  rows = metrics.read_rows(tmp_path / "run" / "metrics.jsonl")
+  assert rows[-1]["rollout/replayed"] == 2 and rows[-1]["policy/skipped"] == 0
+  assert rows[-1]["correction/weight_mean"] > 0
+  # A step that is repeated does not read what has appeared since.
+  lines = lines_of(run, questions(run, 4), seed=9)
+  write(tmp_path / "other" / "late.jsonl", lines)
+  again = shutil.copytree(tmp_path / "run", tmp_path / "again")
+  assert loop.train(run, again, step=1) == 0
+  assert tiny_run.comparable(again) == tiny_run.comparable(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_responses_of_generate_py(model, tmp_path):
+  config = doors.make_config(model, **sharing(tmp_path, "given.jsonl"))
+  run = build.make_run(config)
+  write(tmp_path / "q.jsonl", [{"question": q} for q in questions(run, 8)])
+  programs.finish(
+    "scripts/generate.py",
+    f"--model={model}",
+    f"--prompts={tmp_path / 'q.jsonl'}",
+    f"--out={tmp_path / 'given.jsonl'}",
+    "--max_new_tokens=12",
+    "--samples=4",
+  )
+  states, _, collected = tiny_run.collect(run)
+  store = collected.state.replay.rollout
+  rollout = take_rows(store, store.origin[:, 0] == Origin.OTHER)
+  assert len(rollout.lengths) == 32
+  # The same policy wrote them: the weights are 1.
+  old = run.learner.read(states.learner, "old_logprobs", rollout)
+  np.testing.assert_allclose(
+    old[rollout.mask], rollout.behavior_logprobs[rollout.mask], atol=1e-5
+  )
+
+
+@pytest.mark.parametrize(
+  ("changes", "said"),
+  [
+    ({"schedule__share_in": ""}, "name a folder"),
+    ({"schedule__replay": 0.0}, "set schedule.replay above 0"),
+    (
+      {"environment__name": "calculator", "sampler__stop": ("=",)},
+      "shared responses have no turns",
+    ),
+    ({"estimator__normalize": "whiten"}, "use normalize='none'"),
+  ],
+)
+def test_is_refused(model, tmp_path, changes, said):
+  given = sharing(tmp_path, "given.jsonl") | changes
+  with pytest.raises(InputError, match=said):
+    build.make_run(doors.make_config(model, **given))
+
+
+@pytest.mark.parametrize(
+  ("change", "said"),
+  [
+    ({"question": "1+1+1+1?"}, "no response from there"),
+    ({"logprobs": [-1.0]}, "with 1 log-probs"),
+    ({"logprobs": None}, "with 0 log-probs"),
+    ({"text": "12"}, "own tokenizer"),
+    ({"turns": []}, "no turns"),
+    ({"tokens": [3] * 99, "logprobs": [-1.0] * 99}, "there are 99"),
+  ],
+)
+def test_files_that_do_not_fit_are_refused(model, tmp_path, change, said):
+  given = sharing(tmp_path, "given.jsonl")
+  run = build.make_run(doors.make_config(model, **given))
+  (line,) = lines_of(run, questions(run, 1), samples=1)
+  write(tmp_path / "given.jsonl", [line | change])
+  with pytest.raises(InputError, match=r"given.jsonl:1.*" + said):
+    tiny_run.collect(run)
+
+
+def test_data_without_an_end_are_refused(model, tmp_path):
+  given = sharing(tmp_path, "given.jsonl", data__pool=0)
+  run = build.make_run(doors.make_config(model, **given))
+  write(tmp_path / "given.jsonl", lines_of(run, questions(run, 1)))
+  with pytest.raises(InputError, match=r"config.data.pool"):
+    tiny_run.collect(run)
