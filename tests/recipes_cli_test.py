@@ -164,12 +164,11 @@ class TestRefused:
       ((keys, why),) = constraints.broken(changed(changes)).items()
       assert set(keys.split(", ")) <= known and "\n" not in why
       tried.add(why)
-    # Sizes, files, several processes, critics, replay, pruning and parts of
-    # users have tests of their own.
+    # Sizes, files, critics, replay, pruning and parts of users have tests of
+    # their own.
     apart = (
       constraints.sizes,
       constraints.files,
-      constraints.several_processes,
       constraints.second_looks,
       constraints.engines,
       learner_constraints.adapters,
