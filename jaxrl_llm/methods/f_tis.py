@@ -4,8 +4,8 @@
 
 over the tokens of a response. Where D is above `loss.max_distance`, tokens with
 A < 0 carry no loss: a policy is not pushed away from what it would hardly
-write. Such responses stay in the baselines, those of the run itself in the
-loss.
+write. Such responses stay in the baselines. Responses of the run itself are
+never masked.
 
 Reference: F-TIS 2026.
 """

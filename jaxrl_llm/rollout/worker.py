@@ -430,8 +430,9 @@ class RolloutWorker:
     done = is_over(written)
     with timer.phase("generate"):
       if not done.all():
-        goes_on = write(take_rows(written, ~done), rule=rule)
-        written = _merged(goes_on, take_rows(written, done), done)
+        ended = take_rows(written, done)
+        written = write(take_rows(written, ~done), rule=rule)
+        written = _merged(written, ended, done) if done.any() else written
     # Train on all tokens of a response, including earlier ones.
     start = np.zeros_like(written.window_start)
     written = written.replace(window_start=start)

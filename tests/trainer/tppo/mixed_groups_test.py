@@ -32,7 +32,7 @@ def judged_by(run, right, **changes):
     ]
 
   judge = Judge(
-    run.judge._decode,
+    run.judge.decode,
     Spy(pool, judge=verdicts),
     correct=run.config.reward.correct,
     incorrect=run.config.reward.incorrect,
