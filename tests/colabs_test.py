@@ -6,8 +6,7 @@ import pytest
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _NOTEBOOKS = sorted((_ROOT / "colabs").glob("*.ipynb"))
-# Those that sample and train, made small: what they print of sizes, and what
-# stands there instead.
+# Notebooks that sample and train, and the sizes that are replaced in cells.
 _SMALL = {
   "asynchronous": {
     "(**changes), 4)": "(**changes), 1, 1)",
@@ -34,9 +33,7 @@ def _notebooks(*, run: bool) -> list:
     pytest.param(
       path,
       id=path.stem,
-      marks=[pytest.mark.slow(minutes=1)]
-      if run and path.stem in _SMALL
-      else [],
+      marks=[pytest.mark.slow] if run and path.stem in _SMALL else [],
     )
     for path in _NOTEBOOKS
   ]
@@ -50,9 +47,9 @@ class TestNotebooks:
     pytest.importorskip("ipykernel")
     pytest.importorskip("matplotlib")
     notebook = nbformat.read(path, as_version=4)
-    for printed, small in _SMALL.get(path.stem, {}).items():
-      (cell,) = [cell for cell in notebook.cells if printed in cell.source]
-      cell.source = cell.source.replace(printed, small)
+    for size, small in _SMALL.get(path.stem, {}).items():
+      (cell,) = [cell for cell in notebook.cells if size in cell.source]
+      cell.source = cell.source.replace(size, small)
     # The kernel starts in an empty folder: only an import can reach us.
     monkeypatch.setenv("PYTHONPATH", str(_ROOT))
     client = nbclient.NotebookClient(

@@ -6,8 +6,7 @@ from parts import dry_run
 from jaxrl_llm.trainer import build
 
 
-def test_every_phase_is_compiled_and_accounted_for(tmp_path, capsys):
-  model = tiny_run.write_model(tmp_path / "tiny")
+def test_every_phase_is_compiled_and_accounted_for(model, capsys):
   config = tiny_run.make_config(model, schedule__window=4)
   config.reward.name = "chain_sum"
   dry_run.dry_run(build.make_run(config))

@@ -17,14 +17,12 @@ from jaxrl_llm.trainer import build, loop
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(model, tmp_path_factory):
   """A run of two steps: its model directory and its workdir."""
-  folder = tmp_path_factory.mktemp("run")
-  model = tiny_run.write_model(folder / "model")
   config = tiny_run.make_config(
     model, run__steps=2, value__pretrain_steps=0, eval__every=1
   )
-  directory = folder / "workdir"
+  directory = tmp_path_factory.mktemp("run") / "workdir"
   loop.train(build.make_run(config), directory)
   return model, directory
 

@@ -147,7 +147,7 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("line", _RUN)
 def test_a_line_runs_as_it_is_printed(line, folder, monkeypatch):
   monkeypatch.chdir(folder)
-  monkeypatch.setenv("XLA_FLAGS", programs.FLAGS)  # Of what a study starts.
+  monkeypatch.setenv("XLA_FLAGS", programs.FLAGS)  # For the runs of a study.
   name, arguments = _arguments(line)
   if name in ("train", "evaluate"):
     code, _, errors = programs.run(name, *arguments)

@@ -19,10 +19,9 @@ _NO_LARGE_FILE = ("sh", "-c", 'ulimit -f 64; exec "$0" "$@"')
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory):
+def start(model, tmp_path_factory):
   """start(workdir, **changes) -> a running scripts/train.py."""
   folder = tmp_path_factory.mktemp("scripts")
-  model = tiny_run.write_model(folder / "tiny")
   environment = programs.environment(
     JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0"
   )

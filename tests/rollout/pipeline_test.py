@@ -143,11 +143,6 @@ class TestStreaming:
     assert_same(steps, streamed[0])
     chex.assert_trees_all_equal(*map(jax.device_get, (states, streamed[1])))
 
-  def test_after_a_resume_it_is_the_same(self, streaming, streamed, tmp_path):
-    _, (states, _) = record(streaming, 1)
-    rest, _ = record(streaming, 2, saved(streaming, states, tmp_path))
-    assert_same(rest, streamed[0][1:])
-
   def test_it_is_the_update_on_the_whole_batch(self, plain, streamed):
     """The metrics of the first, and so its gradients, but for the sums."""
     (whole,), _ = record(plain, 1)

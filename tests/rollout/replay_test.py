@@ -68,11 +68,6 @@ def test_draws_are_whole_groups_under_ids_of_their_own():
   assert seen == {0, 1, 2}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-  return tiny_run.write_model(tmp_path_factory.mktemp("replay") / "tiny")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
   "changes",

@@ -15,9 +15,8 @@ WRONG = 2  # The version whose transfer goes wrong.
 
 
 @pytest.fixture(scope="module")
-def make_run(tmp_path_factory):
+def make_run(model):
   """name of MESHES -> run; each is built and compiled once."""
-  model = tiny_run.write_model(tmp_path_factory.mktemp("model") / "tiny")
   return tiny_mesh_run.run_maker(model)
 
 

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from helpers import tiny_run
+from helpers.tiny_run import with_config
 
 from jaxrl_llm import api, checkpoint, models, types, workdir
 from jaxrl_llm.errors import InputError
@@ -31,13 +32,8 @@ KINDS = {
 
 
 def make_run(model, kind, **changes):
-  settings = {"run__steps": STEPS, "run__trackers": (), **KINDS[kind]}
+  settings = {"run__steps": STEPS, **KINDS[kind]}
   return build.make_run(tiny_run.make_config(model, **settings | changes))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-  return tiny_run.write_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.mark.slow
@@ -50,8 +46,8 @@ def test_resumes_bit_for_bit_and_shards(model, kind, tmp_path):
   # With windows the critic waits for a mini-batch of ended responses.
   step = next(i for i, row in enumerate(rows) if "value/loss" in row)
   assert rows[step]["value/grad_norm"] > 0
-  loop.train(make_run(model, kind, run__steps=2), cut)
-  loop.train(make_run(model, kind), cut)
+  loop.train(with_config(run, run__steps=2), cut)
+  loop.train(run, cut)
   assert tiny_run.comparable(cut)[-1] == rows[-1]
   critic = run.learner.critic
   base_of = "policy" * critic.shares_base
@@ -115,9 +111,7 @@ def test_the_critic_may_be_smaller_than_the_policy(model, tmp_path):
   fns = models.make_policy(small)
   params = jax.jit(fns.init)(jax.random.key(5))
   models.save(str(tmp_path / "small"), fns, params, tokenizer_from=str(model))
-  run, learner = started_from(
-    model, tmp_path / "small", run__steps=1, run__trackers=()
-  )
+  run, learner = started_from(model, tmp_path / "small", run__steps=1)
   critic = learner.critic.trained
   chex.assert_trees_all_equal(critic["layers"], params["layers"])
   assert not critic["value_head"]["kernel"].any()

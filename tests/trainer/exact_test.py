@@ -80,7 +80,7 @@ def make_run(model, **changes):
 
 
 # Each kind of run once, windows with each format.
-@pytest.mark.slow(minutes=2)
+@pytest.mark.slow(minutes=0.2)
 @pytest.mark.parametrize(
   ("name", "dtype"),
   [*zip(RUNS, itertools.cycle(DTYPES)), ("windows", "bfloat16")],

@@ -34,9 +34,8 @@ PRETRAINED = 3
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(model):
   """One run for all tests: what it compiled is compiled."""
-  model = tiny_run.write_model(tmp_path_factory.mktemp("model") / "tiny")
   config = tiny_run.make_config(model, run__trackers=("tensorboard",))
   return build.make_run(config)
 

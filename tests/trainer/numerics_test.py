@@ -8,14 +8,9 @@ from helpers import tiny_run
 from jaxrl_llm.trainer import build, loop
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-  return tiny_run.write_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
 def differences(model, folder, **changes):
   """Mean difference of log-probs in each step of a run."""
-  settings = {"run__trackers": (), "run__steps": 2} | changes
+  settings = {"run__steps": 2} | changes
   loop.train(build.make_run(tiny_run.make_config(model, **settings)), folder)
   rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
   key = "sampler_trainer/logprob_diff_mean"

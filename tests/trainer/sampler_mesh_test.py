@@ -115,16 +115,14 @@ class TestRuns:
 
 
 # Whatever else the sampler keeps, makes or is told between steps.
+WINDOWS = {
+  "estimator__name": "gae",
+  "schedule__window": 5,
+  "value__pretrain_steps": 2,
+}
 KINDS = {
-  "windows": {
-    "estimator__name": "gae",
-    "schedule__window": 5,
-    "value__pretrain_steps": 2,
-  },
-  "first groups, temperature by entropy": {
-    "schedule__stop": "first_groups",
-    "sampler__entropy_tau": 0.5,
-  },
+  "windows of first groups, temperature by entropy": WINDOWS
+  | {"schedule__stop": "first_groups", "sampler__entropy_tau": 0.5},
   "drafts, reference and average": {
     "sampler__drafter": "quantized_copy",
     "loss__kl_coefficient": 0.1,
@@ -170,7 +168,7 @@ def test_a_windowed_run_goes_on_with_other_devices(model, tmp_path):
       for i in range(prompts)
     )
   )
-  changes = PLAIN | KINDS["windows"] | {"run__steps": 6, "eval__every": 6}
+  changes = PLAIN | WINDOWS | {"run__steps": 6, "eval__every": 6}
   changes |= {
     "data__source": "jsonl",
     "data__path": str(data),
