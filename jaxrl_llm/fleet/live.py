@@ -33,7 +33,7 @@ _SHARES = {"stalled": 0.25, _MEMORY: 0.05}
 
 
 def suspects(folder: pathlib.Path, every_s: float) -> dict[str, Alarm]:
-  """Returns the suspects of a run, as host -> alarm in Unix seconds.
+  """Returns the suspects of a run by host; times are in Unix seconds.
 
   A host is suspected if it has written nothing for the time of four samples, if
   it stalls or uses more memory than the others in four samples in a row, or if
@@ -66,7 +66,7 @@ def suspects(folder: pathlib.Path, every_s: float) -> dict[str, Alarm]:
 
 
 def _slow(reports, x, took, metrics, hold_s) -> list[tuple[str, Alarm]]:
-  """Returns `slow_hosts` by name, with the names of their metrics."""
+  """Returns `slow_hosts` with names of hosts and metrics, in Unix seconds."""
   found = []
   for alarm in slow_hosts(x, took, roles=reports.roles, hold_s=hold_s):
     name, rows = list(reports.hosts.items())[alarm.host]

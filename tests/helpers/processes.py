@@ -7,7 +7,7 @@ import sys
 from helpers import programs
 
 
-def start(program, *arguments, count, devices, folder):
+def start(program, *arguments, count, devices, folder, patience_s=20):
   """Starts `count` processes, or one that meets nobody; [Popen].
 
   Each writes what it says to `folder`/INDEX.log.
@@ -21,7 +21,7 @@ def start(program, *arguments, count, devices, folder):
   started = []
   for index in range(count):
     meet = [f"--coordinator={address}", f"--num_processes={count}"]
-    meet += [f"--process_id={index}", "--patience_s=20"]
+    meet += [f"--process_id={index}", f"--patience_s={patience_s}"]
     with (folder / f"{index}.log").open("w") as log:
       started.append(
         subprocess.Popen(

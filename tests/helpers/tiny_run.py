@@ -99,7 +99,7 @@ def comparable(workdir: pathlib.Path) -> list[dict]:
   """Rows of metrics.jsonl without what a clock or the machine decides."""
   text = (workdir / "metrics.jsonl").read_text(encoding="utf-8")
   measured = ("time", "host/", "perf/", "memory/", "compile/", "checkpoint/")
-  measured += ("rollout/tokens_per_",)
+  measured += ("rollout/tokens_per_", "health/suspect_host")
   return [
     {k: v for k, v in json.loads(line).items() if not k.startswith(measured)}
     for line in text.splitlines()
