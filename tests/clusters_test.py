@@ -268,7 +268,7 @@ def test_ray_starts_again_on_the_host_that_is_left(flags, tmp_path):
     text,
   )
   text = text.replace("/shared/runs/vapo", str(run)).replace("1234", str(port))
-  text = text.replace("patience_s=100", "patience_s=10")
+  text = text.replace("8, 20, 100", "8, 20, 10")
   settings = f"""
 def TINY(config):
   from helpers import tiny_run
