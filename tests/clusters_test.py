@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 
 import pytest
 from helpers import programs, tiny_run
@@ -72,9 +71,13 @@ def _small(text, flags):
 
 
 @pytest.fixture(scope="module")
-def flags(tmp_path_factory):
+def model(tmp_path_factory):
+  return tiny_run.write_model(tmp_path_factory.mktemp("clusters") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def flags(model):
   """(folder, steps) -> flags of a tiny run on all devices."""
-  model = tiny_run.write_model(tmp_path_factory.mktemp("clusters") / "tiny")
   settings = {"mesh__data": -1, "value__pretrain_steps": 0, "eval__problems": 2}
   return lambda folder, steps: tiny_run.flags(
     model, folder, run__steps=steps, **settings
@@ -86,6 +89,12 @@ def _environment(**more):
     [str(pathlib.Path(sys.executable).parent), *os.get_exec_path()]
   )
   return programs.environment(PATH=path, **more)
+
+
+def _wait_for_a_step(run):
+  rows = run / "metrics.jsonl"
+  written = lambda: rows.exists() and rows.read_bytes().count(b"\n") > 1
+  programs.wait_until(written, "a step")
 
 
 @pytest.mark.parametrize("script", [_SLURM, _GPUS, _SKYPILOT["run"]])
@@ -147,9 +156,7 @@ class TestSlurm:
   ):
     run, requeued = tmp_path / "run", tmp_path / "requeued"
     job = sbatch(flags(run, 4), 2)
-    rows = run / "metrics.jsonl"
-    written = lambda: rows.exists() and rows.read_bytes().count(b"\n") > 1
-    programs.wait_until(written, "a step")
+    _wait_for_a_step(run)
     pids = (tmp_path / "pids").read_text().split()
     os.kill(int(pids[1]), signal.SIGKILL)
     assert job.wait(120) == 128 + signal.SIGKILL
@@ -254,26 +261,24 @@ def get(calls):
 
 
 @pytest.mark.slow(minutes=2)
-def test_ray_starts_again_on_the_host_that_is_left(flags, tmp_path):
+def test_ray_starts_again_on_the_host_that_is_left(model, tmp_path):
   run, port = tmp_path / "run", _free_port()
   (tmp_path / "ray.py").write_text(_FAKE_RAY)
-  tiny = {}
-  for flag in flags(run, 4)[2:]:
-    key, _, value = flag.removeprefix("--config.").partition("=")
-    tiny[key] = value
   text = _RAY.replace('method("vapo", "qwen2.5-7b", **data)', 'method("vapo")')
   text = re.sub(
     r"    data = .*\n( *config = .*)\n",
     r"\1\n    TINY(config)\n",
     text,
   )
-  text = text.replace("/shared/runs/vapo", str(run)).replace("1234", str(port))
-  text = text.replace("patience_s=100", "patience_s=10")
+  text = text.replace("/shared/runs/vapo", str(run)).replace(
+    ":1234", f":{port}"
+  )
+  text = text.replace("8, 20, 100", "8, 20, 10")
   settings = f"""
 def TINY(config):
   from helpers import tiny_run
 
-  settings = tiny_run.overrides({tiny["model.path"]!r})
+  settings = tiny_run.overrides({str(model)!r})
   config.data.settings = settings.pop("data.settings")
   more = {{"mesh.data": -1, "value.pretrain_steps": 0, "run.steps": 4}}
   config.update_from_flattened_dict(settings | more | {{"eval.problems": 2}})
@@ -289,17 +294,10 @@ def TINY(config):
     [sys.executable, "job.py"], cwd=tmp_path, env=environment
   )
 
-  def kill_one():
-    rows = run / "metrics.jsonl"
-    written = lambda: rows.exists() and rows.read_bytes().count(b"\n") > 1
-    programs.wait_until(written, "a step")
-    (tmp_path / "killed").touch()
-    pids = (tmp_path / "pids").read_text().split()
-    os.kill(int(pids[1]), signal.SIGKILL)
-
-  killer = threading.Thread(target=kill_one)
-  killer.start()
+  _wait_for_a_step(run)
+  (tmp_path / "killed").touch()
+  pids = (tmp_path / "pids").read_text().split()
+  os.kill(int(pids[1]), signal.SIGKILL)
   assert job.wait(900) == 0
-  killer.join()
   assert len((tmp_path / "pids").read_text().split()) == 3
   assert [r["step"] for r in tiny_run.comparable(run)] == [0, 1, 2, 3, 4]

@@ -347,8 +347,14 @@ class TestTunix:
   @pytest.mark.parametrize(
     ("changes", "said"),
     [
-      ({"layers/0/attn/q_proj/w": (32, 8, 4)}, "q_proj.w has shape (32, 8, 4)"),
-      ({"layers/1/mlp/up_proj/kernel": None}, "up_proj.kernel has shape (0,)"),
+      (
+        {"layers/0/attn/q_proj/w": (32, 8, 4)},
+        "q_proj.w has (32, 8, 4), not (32, 4, 8)",
+      ),
+      (
+        {"layers/1/mlp/up_proj/kernel": None},
+        "up_proj.kernel has (0,), not (32, 48)",
+      ),
       ({"layers/0/attn/q_proj/w_lora_a": (32, 2)}, "w_lora_a' has no place"),
     ],
   )

@@ -146,9 +146,7 @@ def _load(file: Any) -> Any:
   import torch
 
   if torch.__version__ < (2, 6):
-    raise InputError(
-      f"torch {torch.__version__} is unsafe; install 2.6 or later"
-    )
+    raise InputError(f"torch {torch.__version__} is unsafe; install 2.6")
   return torch.load(file, map_location="cpu", weights_only=True)
 
 
@@ -189,36 +187,35 @@ def _read_trl(folder, config, outputs) -> Arrays:
   }
 
 
-def _make(config, outputs, groups=2, **adamw) -> tuple[Any, dict, Any]:
-  """Makes an empty model of transformers and its AdamW of torch.
+def _make(config, outputs, num_groups=2, **adamw) -> tuple[Any, dict, Any]:
+  """Makes a model of transformers, its parameters by name, and AdamW of torch.
 
-  The optimizer numbers parameters in their order in the model. The Trainer has
-  two groups: first the matrices, which decay.
+  Values are not initialised. An optimizer numbers parameters in their order in
+  the model; the Trainer's has two groups, of which the first one, the matrices,
+  decays.
   """
   import torch
   import transformers as hub
 
   values = hub.AutoConfig.for_model(**config.to_hf(), num_labels=outputs or 1)
-  kind = (
-    hub.AutoModelForTokenClassification if outputs else hub.AutoModelForCausalLM
-  )
+  kinds = hub.AutoModelForCausalLM, hub.AutoModelForTokenClassification
   with torch.device("meta"):
-    model = kind.from_config(values)
+    model = kinds[bool(outputs)].from_config(values)
   model.to_empty(device="cpu").tie_weights()
   params = dict(model.named_parameters())
   if params.keys() != hf.tensor_shapes(config, outputs).keys():
     raise InputError(
-      f"transformers {hub.__version__} has parameters of {config.family} in"
-      " memory that are others than in files"
+      f"transformers {hub.__version__} names parameters of {config.family} in"
+      " memory otherwise than in files, so that moments cannot be assigned"
     )
-  matrices = [x for x in params.values() if groups == 1 or x.ndim > 1]
-  vectors = [x for x in params.values() if groups != 1 and x.ndim < 2]
-  several = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-  return model, params, torch.optim.AdamW(several[:groups], **adamw)
+  decayed = [x for x in params.values() if num_groups == 1 or x.ndim > 1]
+  others = [x for x in params.values() if num_groups != 1 and x.ndim < 2]
+  groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+  return model, params, torch.optim.AdamW(groups[:num_groups], **adamw)
 
 
-def _filled(config, outputs, arrays, step, adamw) -> tuple[Any, Any]:
-  """Returns a model of transformers and its optimizer with a state."""
+def _make_trained(config, outputs, arrays, step, adamw) -> tuple[Any, Any]:
+  """Makes a model of transformers and its optimizer, with a state."""
   import torch
 
   model, params, optimizer = _make(config, outputs, **adamw)
@@ -234,7 +231,7 @@ def _write_dcp(out: pathlib.Path, *state: Any) -> None:
   from torch.distributed.checkpoint import save, state_dict
 
   warnings.filterwarnings("ignore", "torch.distributed is disabled")
-  model, optim = state_dict.get_state_dict(*_filled(*state))
+  model, optim = state_dict.get_state_dict(*_make_trained(*state))
   save({"model": model, "optim": optim}, checkpoint_id=out, no_dist=True)
 
 
@@ -242,7 +239,7 @@ def _write_trl(out: pathlib.Path, *state: Any) -> None:
   import torch
   import transformers
 
-  (_, optimizer), step = _filled(*state), state[-2]
+  (_, optimizer), step = _make_trained(*state), state[-2]
   torch.save(optimizer.state_dict(), out / _OPTIMIZER)
   # Without these two the Trainer does not resume.
   schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
@@ -253,10 +250,11 @@ def _write_trl(out: pathlib.Path, *state: Any) -> None:
 
 
 def _tunix_keys(config, outputs, adam) -> Iterator[tuple[Any, ...]]:
-  """Yields of each array key, key in Tunix, shapes, and whether it is turned.
+  """Yields how Tunix stores each array, and AdamW's arrays below a prefix.
 
-  Projections from and to heads have an axis for these in Tunix, and matrices
-  are [in, out]. `adam` is the prefix of AdamW's state.
+  Each item has the key, the path in Tunix, the shapes here and there, and
+  whether it is transposed. In Tunix a projection from or to heads has an axis
+  for these, and matrices are [in, out].
   """
   shapes, size = hf.tensor_shapes(config, outputs), config.head_dim
   biases = any(not name.endswith(".weight") for name in shapes)
@@ -267,15 +265,15 @@ def _tunix_keys(config, outputs, adam) -> Iterator[tuple[Any, ...]]:
     path = path.replace("embed_tokens.weight", "embedder.input_embedding")
     path = path.replace("weight", "kernel" if ".mlp." in name else "w")
     path = path.replace("self_attn", "attn")
-    turned = len(own) == 2 and name != _EMBEDDING
-    shape = own[::-1] if turned else own
+    transposed = len(own) == 2 and name != _EMBEDDING
+    shape = own[::-1] if transposed else own
     if re.search(r"\.[qkv]_proj", name):
       shape = shape[0], shape[1] // size, size
     elif ".o_proj" in name:
       shape = shape[0] // size, size, shape[1]
-    yield name, path, own, shape, turned
-    yield f"{name}.exp_avg", f"{adam}mu.{path}", own, shape, turned
-    yield f"{name}.exp_avg_sq", f"{adam}nu.{path}", own, shape, turned
+    yield name, path, own, shape, transposed
+    yield f"{name}.exp_avg", f"{adam}mu.{path}", own, shape, transposed
+    yield f"{name}.exp_avg_sq", f"{adam}nu.{path}", own, shape, transposed
 
 
 def _read_tunix(folder, config, outputs) -> Arrays:
@@ -286,13 +284,11 @@ def _read_tunix(folder, config, outputs) -> Arrays:
   flat = {key.removesuffix(".value"): array for key, array in flat.items()}
   adam = next((k.removesuffix(end) for k in flat if k.endswith(end)), "")
   found = {f"{_EMBEDDING}.step": flat.pop(f"{adam}count")}
-  for key, place, own, shape, turned in _tunix_keys(config, outputs, adam):
-    array = flat.pop(place, np.empty(0))
+  for key, path, own, shape, transposed in _tunix_keys(config, outputs, adam):
+    array = flat.pop(path, np.empty(0))
     if array.shape != shape:
-      raise InputError(
-        f"{folder}: {place} has shape {array.shape}, not {shape}"
-      )
-    found[key] = array.reshape(own[::-1]).T if turned else array
+      raise InputError(f"{folder}: {path} has {array.shape}, not {shape}")
+    found[key] = array.reshape(own[::-1]).T if transposed else array
   # Scalars are the trainer's step and the count of a schedule.
   return found | {key: array for key, array in flat.items() if array.shape}
 
@@ -306,10 +302,10 @@ def _write_tunix(out, config, outputs, arrays, step, adamw) -> None:
     "opt_state.1.2.count.value": count,
     "step.value": np.uint32(step),
   }
-  for key, place, _, shape, turned in _tunix_keys(config, outputs, adam):
-    array = arrays[key].T if turned else arrays[key]
-    item = state if place.startswith(adam) else params
-    item[f"{place}.value"] = array.reshape(shape)
+  for key, path, _, shape, transposed in _tunix_keys(config, outputs, adam):
+    array = arrays[key].T if transposed else arrays[key]
+    item = state if path.startswith(adam) else params
+    item[f"{path}.value"] = array.reshape(shape)
   nested = [ocp.tree.from_flat_dict(x, sep=".") for x in (params, state)]
   trees_lib.save_items(out / str(step), dict(zip(_ITEMS, nested)))
 
