@@ -183,16 +183,16 @@ RUNS = {
     "sampler__stop": ("=",),
     "run__replay_every": 2,
   },
-  "streaming and a drafter": {
+  "streaming": {
     "schedule__streaming": True,
+    "loss__nll_coefficient": 0.0,
     "optimizer__policy__mini_batch": 32,
     "optimizer__value__mini_batch": 32,
+  },
+  "windows and a drafter": {
+    "schedule__window": 5,
     "sampler__drafter": "prompt_lookup",
     "sampler__num_draft_tokens": 2,
-  },
-  "windows and groups that end first": {
-    "schedule__window": 5,
-    "schedule__stop": "first_groups",
   },
 }
 
