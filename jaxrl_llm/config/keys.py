@@ -275,7 +275,8 @@ class Sampler(Group, path="sampler"):
     " and the completion order vary: a run repeats up to rounding, and"
     " 'first_groups' and streaming exclude it.")
   num_draft_tokens = Key(4, SOME,
-    "Draft tokens per decoding step of speculative decoding.")
+    "Most draft tokens per step of speculative decoding; half of them, or none,"
+    " are drafted where that is measured to be faster.")
   exact = Key(False, None, "Computes contexts and the learner's old log-probs"
     " by the program that samples, so that on a CPU the largest difference of"
     " sampler and trainer is 0 for responses of the current version. Scoring"
