@@ -99,6 +99,7 @@ class HostWatch:
   # Whether a checkpoint is being written, for which some processes may hold
   # more memory than others.
   saving: Callable[[], bool] = bool
+  role: str = ""  # Only processes of one role are compared.
 
   def __post_init__(self):
     self._seen = {}  # When a host was suspected last.
@@ -145,7 +146,8 @@ class HostWatch:
         self._look()
 
   def _write(self, stalled: float, cpu: float) -> None:
-    row = {"time": time.time(), "stalled": stalled, "cpu_usage": cpu}
+    row = {"time": time.time(), "role": self.role}
+    row |= {"stalled": stalled, "cpu_usage": cpu}
     pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
     row |= {_MEMORY: pages / os.sysconf("SC_PHYS_PAGES")} | _device_memory()
     file = self.folder / _SAMPLES / f"{self.name}.jsonl"

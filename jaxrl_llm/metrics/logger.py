@@ -28,12 +28,17 @@ class PhaseLogger(contextlib.ExitStack):
   more: Callable[[], dict[str, float]] = dict
 
   def __init__(
-    self, times: str | os.PathLike = "", *, stuck_after_s: float = 0.0
+    self,
+    times: str | os.PathLike = "",
+    *,
+    role: str = "",
+    stuck_after_s: float = 0.0,
   ):
     """Watches the phases.
 
     Args:
       times: new JSONL file for the times of this process; '' is none.
+      role: role of this process, in each line of that file.
       stuck_after_s: time limit of a phase, see `Watchdog`.
     """
     super().__init__()
@@ -43,7 +48,8 @@ class PhaseLogger(contextlib.ExitStack):
       file = JsonlWriter(times)
       self.callback(file.close)
       of_phases = lambda row: {k: row[k] for k in row if k.startswith(_PHASES)}
-      self._logs.append(lambda step, row: file.log(step, of_phases(row)))
+      own = {"role": role}
+      self._logs.append(lambda step, row: file.log(step, own | of_phases(row)))
 
   def log(self, step: int, metrics: Mapping[str, float]) -> None:
     """Logs the metrics of a step, each a single number."""

@@ -197,6 +197,12 @@ def name() -> str:
   return f"{jax.process_index()}-{socket.gethostname()}"
 
 
+def role(mesh: jax.sharding.Mesh) -> str:
+  """Returns 'learner', or 'sampler' without a device of the learner's mesh."""
+  inside = {device.process_index for device in mesh.devices.flat}
+  return "learner" if jax.process_index() in inside else "sampler"
+
+
 def gather(value: T) -> list[T]:
   """Returns the values of all processes in order; all must call it."""
   if jax.process_count() == 1:

@@ -128,8 +128,8 @@ def _resume_or_start(run, folder, saver, found, changes, stopped, begun) -> int:
   elif not folder.begin(config):
     # Left by a run with other settings.
     shutil.rmtree(folder.path / CHECKPOINTS, ignore_errors=True)
-  with _logger(folder, config, last) as logger:
-    _watch_hosts(folder, config.run.watch_hosts_s, logger, saver)
+  with _logger(run, folder, last) as logger:
+    _watch_hosts(run, folder, logger, saver)
     run.judge.tell = logger.event
     events += [evaluator.origin for evaluator in run.evaluators]
     for line in filter(None, (*summary.describe(run), *events)):
@@ -166,12 +166,13 @@ def _resume_or_start(run, folder, saver, found, changes, stopped, begun) -> int:
     return stopped.signal
 
 
-def _logger(folder, config, last_step) -> metrics.PhaseLogger:
+def _logger(run, folder, last_step) -> metrics.PhaseLogger:
   """Returns the run's logger in the first process, else one of times only."""
-  times = ""
+  config, times = run.config, ""
   if name := processes.name():
     times = folder.new_times() / f"{name}.jsonl"
   watched = {"times": times, "stuck_after_s": config.run.stuck_after_s}
+  watched["role"] = processes.role(run.learner.mesh)
   if not processes.is_first():
     return metrics.PhaseLogger(**watched)
   return metrics.MetricsLogger(
@@ -184,13 +185,19 @@ def _logger(folder, config, last_step) -> metrics.PhaseLogger:
   )
 
 
-def _watch_hosts(folder, every_s, logger, saver) -> None:
+def _watch_hosts(run, folder, logger, saver) -> None:
   """Watches several processes as long as the logger is open."""
-  name, hosts = processes.name(), folder.path / "hosts"
+  name, every_s = processes.name(), run.config.run.watch_hosts_s
   if not (name and every_s):
     return
-  tell = logger.event if processes.is_first() else None
-  watch = fleet.HostWatch(hosts, name, every_s, tell, saver.saving)
+  watch = fleet.HostWatch(
+    folder.path / "hosts",
+    name,
+    every_s,
+    logger.event if processes.is_first() else None,
+    saver.saving,
+    processes.role(run.learner.mesh),
+  )
   logger.enter_context(watch.running())
   logger.more, logger.watchdog.suspects = watch.metrics, watch.describe
 

@@ -94,6 +94,18 @@ class TestSuspects:
     write_samples(tmp_path, shares)
     assert find(tmp_path) == {}
 
+  def test_who_does_other_work_than_the_others_of_its_role(self, tmp_path):
+    shares = np.full((6, 8), 0.1)
+    shares[3:] = 0.6
+    for role in ("learner", "sampler"):
+      hosts = of_samples(shares).hosts
+      for host, (name, rows) in enumerate(hosts.items()):
+        rows = [
+          {**row, "role": role if host < 3 else "sampler"} for row in rows
+        ]
+        write(tmp_path / "samples" / f"{name}.jsonl", rows)
+      assert bool(find(tmp_path)) == (role == "sampler")
+
   def test_all_that_stall_are_alike(self, tmp_path):
     write_samples(tmp_path, np.full((4, 8), 0.6))
     assert find(tmp_path) == {}
@@ -183,12 +195,14 @@ class TestHostWatch:
   def test_samples_by_the_clock(self, tmp_path):
     file = tmp_path / "samples" / "1-vm.jsonl"
     begun = time.time()
-    with fleet.HostWatch(tmp_path, "1-vm", 0.05).running():
+    watch = fleet.HostWatch(tmp_path, "1-vm", 0.05, role="sampler")
+    with watch.running():
       enough = lambda: file.exists() and file.read_bytes().count(b"\n") > 3
       programs.wait_until(enough, "samples")
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     for row in rows:
       assert begun <= row["time"] <= time.time()
+      assert row["role"] == "sampler"
       assert 0 <= row["stalled"] <= 1 and 0 <= row["cpu_usage"] <= 1.1
       assert 0 < row["memory_usage"] < 1  # A CPU device reports no memory.
       assert "device_memory_usage" not in row
