@@ -34,6 +34,7 @@ def test_what_one_knows_all_know(tmp_path):
   assert all("met" in text for text in texts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dying", range(2))
 def test_a_process_that_dies_is_named(tmp_path, dying):
   started = processes.start(
@@ -52,6 +53,7 @@ def test_a_process_that_dies_is_named(tmp_path, dying):
   assert codes[other] == 1 and "Fatal" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", range(2))
 def test_a_process_that_is_frozen_is_missed(tmp_path, frozen):
   flags = f"--frozen={frozen}", "--patience_s=5"

@@ -417,7 +417,8 @@ class RolloutWorker:
     awaited = too_old(unfinished, weights.version, settings.patience)
     rule = STOPS[settings.stop].groups(missing - ready, awaited)
     if over.all():
-      return store
+      with timer.phase("generate"):  # Every step has this phase.
+        return store
     write = functools.partial(
       self.writer.write, weights=weights, conversations=state.conversations
     )

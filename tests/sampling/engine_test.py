@@ -50,7 +50,7 @@ class TestRollout:
       assert out.prompt_tokens[row, :length].tolist() == PROMPTS[prompt]
       assert not out.prompt_tokens[row, length:].any()
     assert {x.dtype for x in jax.tree.leaves(out)} == {
-      np.dtype(t) for t in ("int32", "float32", "bool")
+      np.dtype(t) for t in ("int8", "int32", "float32", "bool")
     }
 
   def test_present_tokens_have_versions_log_probs_and_a_mask(self):

@@ -121,7 +121,7 @@ class TestRecord:
         getattr(out, name)[:count], getattr(rest, name)
       )
     assert {x.dtype for x in jax.tree.leaves(out)} == {
-      np.dtype(t) for t in ("int32", "float32", "bool")
+      np.dtype(t) for t in ("int8", "int32", "float32", "bool")
     }
 
   def test_rows_of_a_prompt_share_a_group(self):

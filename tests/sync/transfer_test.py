@@ -134,7 +134,7 @@ class TestSend:
     transfer.send(params, 1, replaces=weights)
     transfer.checksums(params)
     assert len(transfer._programs) > 3
-    assert {p._cache_size() for _, p in transfer._programs} == {1}
+    assert {p._cache_size() for _, p, _ in transfer._programs} == {1}
 
   @pytest.mark.parametrize("value", [0, -1])
   def test_refuses_groups_of_no_bytes(self, value):
