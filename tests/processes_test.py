@@ -32,6 +32,7 @@ def test_what_one_knows_all_know(tmp_path):
   texts = [(tmp_path / f"{i}.log").read_text() for i in range(2)]
   assert codes == [0, 0], texts
   assert all("met" in text for text in texts)
+  assert not any("Traceback" in text for text in texts)
 
 
 @pytest.mark.slow

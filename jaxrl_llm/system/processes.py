@@ -86,7 +86,9 @@ def _watch() -> None:
   Counts looks and not seconds: a process that was frozen itself must not blame
   the others.
   """
-  client, index = distributed.global_state.client, jax.process_index()
+  client = distributed.global_state.client
+  # Once: at the end of the program JAX would start its backends again.
+  index, count = jax.process_index(), jax.process_count()
   beats, last, missed = {}, {}, collections.Counter()
 
   def beat() -> None:
@@ -101,7 +103,7 @@ def _watch() -> None:
   threading.Thread(target=beat, name="alive", daemon=True).start()
   while True:
     time.sleep(_look_s())
-    for other in range(jax.process_count()):
+    for other in range(count):
       key = f"alive/{other}"
       same = beats.get(key) == last.get(key)
       missed[other] = missed[other] + 1 if same else 0
