@@ -227,6 +227,8 @@ def test_learner_and_sampler_in_processes_of_their_own(
   started[1].kill()
   assert processes.wait(started, 90) == [1, -signal.SIGKILL], logs(tmp_path)
   assert processes.wait(start(4)) == [0] * 4, logs(tmp_path)
+  roles = fleet.read_reports(tmp_path / "run/hosts").roles
+  assert roles == ["learner"] * 2 + ["sampler"] * 2
   check_equal(tmp_path / "run", tmp_path / "alone")
 
 

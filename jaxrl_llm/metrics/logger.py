@@ -48,8 +48,9 @@ class PhaseLogger(contextlib.ExitStack):
       file = JsonlWriter(times)
       self.callback(file.close)
       of_phases = lambda row: {k: row[k] for k in row if k.startswith(_PHASES)}
-      own = {"role": role}
-      self._logs.append(lambda step, row: file.log(step, own | of_phases(row)))
+      self._logs.append(
+        lambda step, row: file.log(step, of_phases(row), role=role)
+      )
 
   def log(self, step: int, metrics: Mapping[str, float]) -> None:
     """Logs the metrics of a step, each a single number."""

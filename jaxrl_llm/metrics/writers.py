@@ -95,8 +95,8 @@ class JsonlWriter:
     if rows:
       self.last_step = rows[-1]["step"]
 
-  def log(self, step: int, metrics: Mapping[str, float]) -> None:
-    """Appends the row of a step.
+  def log(self, step: int, metrics: Mapping[str, float], **labels: str) -> None:
+    """Appends the row of a step, with texts by name.
 
     Raises:
       ValueError: the step is not later than the last one, or a metric is not
@@ -106,7 +106,7 @@ class JsonlWriter:
       raise ValueError(
         f"{self._path}: step must be > {self.last_step}, got {step}"
       )
-    row = {"step": int(step), "time": self._clock()}
+    row = {"step": int(step), "time": self._clock(), **labels}
     nonfinite = {}
     for name, value in metrics.items():
       row[name] = number(name, value)
