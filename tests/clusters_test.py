@@ -202,7 +202,7 @@ def test_a_host_finds_the_others(kind, flags, tmp_path):
     for i in range(2)
   ]
   assert [host.wait(600) for host in hosts] == [0, 0]
-  assert len(list((tmp_path / "run" / "hosts").iterdir())) == 2
+  assert len(list((tmp_path / "run" / "hosts").glob("*.jsonl"))) == 2
 
 
 # Stands for Ray: an actor is a process, which calls a method at a time.

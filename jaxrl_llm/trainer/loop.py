@@ -168,11 +168,11 @@ def _resume_or_start(run, folder, saver, found, changes, stopped, begun) -> int:
 
 def _logger(run, folder, last_step) -> metrics.PhaseLogger:
   """Returns the run's logger in the first process, else one of times only."""
-  config, times = run.config, ""
+  config = run.config
+  watched = {"stuck_after_s": config.run.stuck_after_s}
   if name := processes.name():
-    times = folder.new_times() / f"{name}.jsonl"
-  watched = {"times": times, "stuck_after_s": config.run.stuck_after_s}
-  watched["role"] = processes.role(run.learner.mesh)
+    watched["times"] = folder.new_times() / f"{name}.jsonl"
+    watched["role"] = processes.role(run.learner.mesh)
   if not processes.is_first():
     return metrics.PhaseLogger(**watched)
   return metrics.MetricsLogger(
@@ -370,7 +370,7 @@ def _sampled_with(
     weights.params,
     weights.version,
     states.learner.processor_states,
-    functools.partial(run.learner.read, states.learner),
+    lambda name, rollout: run.learner.read(states.learner, name, rollout),
   )
 
 

@@ -98,7 +98,7 @@ vc_ppo streaming environment frozen reward_model_start reads_logprobs mesh
 # tokens in features_test.py.
 OTHERS = {"sft", "sgpo", "replay"}
 OTHERS |= {"dots", "dps", "gdro", "majority", "nudge", "xrpo", "distill"}
-OTHERS |= {"poise", "dppo", "maxrl", "sapo_gate"}
+OTHERS |= {"arrol", "poise", "dppo", "maxrl", "sapo_gate"}
 PLAIN = sorted({*configs.METHODS} - OTHERS - {case[0] for case in CASES})
 
 
