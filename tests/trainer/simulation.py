@@ -38,7 +38,7 @@ import numpy as np
 from helpers import tiny_run
 
 from jaxrl_llm import sync
-from jaxrl_llm.checkpoint import commit, manager
+from jaxrl_llm.checkpoint import commit, manager, trees
 from jaxrl_llm.data.prompt_source import PromptSource
 from jaxrl_llm.data.tasks import Example
 from jaxrl_llm.errors import InputError, TrainingStopped
@@ -499,10 +499,10 @@ def main(arguments: list[str] | None = None) -> int:
   options = parser.parse_args(arguments)
   sys.addaudithook(_audit)
   os.write, os.fsync, os.ftruncate = _write, _fsync, _ftruncate
-  manager.ocp = types.SimpleNamespace(
+  trees.make = lambda kind, members: kind(None)
+  manager.ocp = trees.ocp = types.SimpleNamespace(
     AsyncCheckpointer=_Saver,
     Checkpointer=_Saver,
-    CompositeCheckpointHandler=lambda: None,
     args=types.SimpleNamespace(
       StandardSave=lambda tree: tree,
       PyTreeRestore=lambda tree, **_: tree,
