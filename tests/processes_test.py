@@ -222,13 +222,17 @@ def test_learner_and_sampler_in_processes_of_their_own(
     devices=8 // count,
     folder=tmp_path,
   )
-  started = start(2)
-  wait_for_step(tmp_path / "run", 2)
-  started[1].kill()
-  assert processes.wait(started, 90) == [1, -signal.SIGKILL], logs(tmp_path)
-  assert processes.wait(start(4)) == [0] * 4, logs(tmp_path)
+  half = 1
+  if "schedule__lag" in settings:  # Killed, it goes on in twice as many.
+    started = start(2)
+    wait_for_step(tmp_path / "run", 2)
+    started[1].kill()
+    assert processes.wait(started, 90) == [1, -signal.SIGKILL], logs(tmp_path)
+    half = 2
+  codes = processes.wait(start(2 * half))
+  assert codes == [0] * 2 * half, logs(tmp_path)
   roles = fleet.read_reports(tmp_path / "run/hosts").roles
-  assert roles == ["learner"] * 2 + ["sampler"] * 2
+  assert roles == ["learner"] * half + ["sampler"] * half
   check_equal(tmp_path / "run", tmp_path / "alone")
 
 
