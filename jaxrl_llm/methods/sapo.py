@@ -41,6 +41,7 @@ class Swarm:
     self._own = pathlib.Path(schedule["share_in"])
     self._others = [pathlib.Path(path) for path in schedule["replay_from"]]
     self._rows: dict[str, int] = {}  # Of the data, by question.
+    self._seen: set[str] | None = None  # Files that a batch has read.
 
   def read(
     self, number: int, store: Responses | None, source: Any, writer: Any
@@ -102,14 +103,16 @@ class Swarm:
   def _lines(self, number: int) -> list[rows.Row]:
     """Reads the files of a batch, and records which they are."""
     journal = self._own / f"{number:012d}.read"
-    if not journal.exists():
+    if self._seen is None:  # Later ones are this run's own.
       self._own.mkdir(parents=True, exist_ok=True)
       read = [json.loads(x.read_text()) for x in self._own.glob("*.read")]
-      read = set(itertools.chain(*read))
+      self._seen = set(itertools.chain(*read))
+    if not journal.exists():
       found = [[p] if p.is_file() else p.glob("*.jsonl") for p in self._others]
       names = sorted(map(str, itertools.chain(*found)))
-      names = [name for name in names if name not in read]
+      names = [name for name in names if name not in self._seen]
       files.write_whole(journal, json.dumps(names))
+      self._seen |= {*names}
     names = json.loads(journal.read_text())
     read = [rows.read_rows(pathlib.Path(name)) for name in names]
     return list(itertools.chain(*read))

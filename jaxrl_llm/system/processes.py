@@ -199,10 +199,10 @@ def name() -> str:
   return f"{jax.process_index()}-{socket.gethostname()}"
 
 
-def role(mesh: jax.sharding.Mesh) -> str:
-  """Returns 'learner', or 'sampler' without a device of the learner's mesh."""
+def has_device(mesh: jax.sharding.Mesh) -> bool:
+  """Returns whether a device of the mesh belongs to this process."""
   inside = {device.process_index for device in mesh.devices.flat}
-  return "learner" if jax.process_index() in inside else "sampler"
+  return jax.process_index() in inside
 
 
 def gather(value: T) -> list[T]:

@@ -172,7 +172,7 @@ def _logger(run, folder, last_step) -> metrics.PhaseLogger:
   watched = {"stuck_after_s": config.run.stuck_after_s}
   if name := processes.name():
     watched["times"] = folder.new_times() / f"{name}.jsonl"
-    watched["role"] = processes.role(run.learner.mesh)
+    watched["role"] = _role(run)
   if not processes.is_first():
     return metrics.PhaseLogger(**watched)
   return metrics.MetricsLogger(
@@ -196,10 +196,15 @@ def _watch_hosts(run, folder, logger, saver) -> None:
     every_s,
     logger.event if processes.is_first() else None,
     saver.saving,
-    processes.role(run.learner.mesh),
+    _role(run),
   )
   logger.enter_context(watch.running())
   logger.more, logger.watchdog.suspects = watch.metrics, watch.describe
+
+
+def _role(run) -> str:
+  """Returns what a process works for; hosts are compared within a role."""
+  return "learner" if processes.has_device(run.learner.mesh) else "sampler"
 
 
 def _save(states, saver, folder, run) -> None:
