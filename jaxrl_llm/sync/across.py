@@ -26,7 +26,8 @@ def make_move(
   """Makes a function that moves arrays to the mesh of `places`.
 
   All processes must call it. Besides both copies, a device needs the memory of
-  its pieces of all arrays, once more on each side.
+  its pieces, and the compiler may hold an array whole while it cuts or joins it
+  (on CPUs it warns of a full rematerialization). Small groups bound both.
 
   Args:
     shapes: of the arrays.
