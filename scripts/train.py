@@ -21,6 +21,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from typing import NoReturn
 
 from absl import flags, logging
@@ -158,7 +159,7 @@ def run() -> int:
 
 
 def _unraisable(fault) -> None:
-  """Passes over what the threads of a save that failed leave behind."""
+  """Passes over an error that the threads of a failed save leave behind."""
   if "Event loop is closed" not in str(fault.exc_value):
     sys.__unraisablehook__(fault)
 
@@ -170,6 +171,7 @@ def main(argv):
   # Orbax logs hundreds of lines for a failed save, and raises it, too.
   logging.set_verbosity(logging.FATAL)
   sys.unraisablehook = _unraisable
+  warnings.filterwarnings("ignore", "coroutine .* was never awaited")
   try:
     return run()
   except InputError as error:
