@@ -229,7 +229,11 @@ class TestStudies:
       assert overrides.pop("run.x") == "1"
       assert overrides.pop("run.seed") == "3"
       resolved = _resolved(study, variant)
-      assert overrides == {key: str(resolved[key]) for key in variant.changes}
+      kept = {key: resolved[key] for key in variant.changes}
+      assert overrides == {
+        key: str(x.to_dict() if hasattr(x, "to_dict") else x)
+        for key, x in kept.items()
+      }
 
   def test_a_plugin_goes_to_every_run(self, monkeypatch, tmp_path, capsys):
     given = []

@@ -334,9 +334,13 @@ class Schedule(Group, path="schedule"):
     " store; their log-probs are corrected by off_policy.correction.", SWITCH)
   replay_capacity = Key(512, SOME,
     "Groups in that store; the oldest ones leave first.")
-  replay_keep = Key("mixed", Names("rollout.replay:KEEP"), "Groups that are"
+  replay_keep = Key("mixed", Names("data.replay:KEEP"), "Groups that are"
     " stored: those with correct and incorrect responses ('mixed'), of other"
     " policies alone ('foreign'), or 'all'.")
+  replay_for = Key("any", Names("data.replay:REPLAYS"), "Groups to replay"
+    " for: 'any' draws whole groups in place of new ones; 'unsolved' (DART)"
+    " stores correct responses, and adds one to each group without any, to at"
+    " most the fraction schedule.replay of the groups.")
   replay_from = Key((), None, "Sources of responses of other policies for that"
     " store, read when they appear: JSONL files of generate.py for questions of"
     " the training data, and schedule.share_in of other runs.")

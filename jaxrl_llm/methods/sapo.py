@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.data import curriculum, prompt_source, rows
+from jaxrl_llm.data import curriculum, replay, rows
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.judge import Judged
 from jaxrl_llm.system import files, processes
@@ -155,4 +155,4 @@ def _fill(
   rollout.status[row] = int(_ENDS[record["stop_reason"]])
 
 
-prompt_source.FEEDS["share_in"] = Swarm
+replay.FEEDS["share_in"] = Swarm

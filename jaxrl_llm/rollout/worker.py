@@ -23,6 +23,7 @@ import numpy as np
 
 from jaxrl_llm import metrics, sampling
 from jaxrl_llm.data.prompt_source import PromptSource, PromptSourceState
+from jaxrl_llm.data.replay import Replay
 from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.rewards.groups import GroupReward
 from jaxrl_llm.rewards.judge import Judged, join_judged
@@ -34,7 +35,6 @@ from jaxrl_llm.rollout.metrics import (
   rollout_metrics,
   source_metrics,
 )
-from jaxrl_llm.rollout.replay import Replay
 from jaxrl_llm.rollout.schedule import STOPS, RolloutSettings, too_few
 from jaxrl_llm.rollout.turns import Conversations
 from jaxrl_llm.rollout.writer import ResponseWriter, Weights
@@ -276,9 +276,12 @@ class RolloutWorker:
       state = state.replace(store=_joined(rest.rollout, state.store))
       row |= partial_metrics(batch.rollout, state.store, weights.version)
     if self._replay is not None:
+      replayed = replayed or self._replay.complete(state.replay, batch)
       state = state.replace(replay=self._replay.add(state.replay, batch))
       batch = join_rows([batch, replayed])
-      row["rollout/replayed"] = float(fewer)
+      row["rollout/replayed"] = float(
+        _count_groups(replayed and replayed.rollout)
+      )
       if self._replay.feed is not None:
         self._replay.feed.write(number, seen)
     batch = Batch(responses=batch, version=weights.version, metrics=row)

@@ -10,9 +10,9 @@ import pytest
 from helpers import doors, programs, registries, tiny_run
 
 from jaxrl_llm import estimators, losses, metrics, register
+from jaxrl_llm.data.replay import KEEP
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.methods import f_tis
-from jaxrl_llm.rollout.replay import KEEP
 from jaxrl_llm.trainer import build, loop
 from jaxrl_llm.types import Origin, take_rows
 
