@@ -11,7 +11,7 @@ import pytest
 from helpers import tiny
 
 from jaxrl_llm import models
-from jaxrl_llm.models import attention, kernels, numerics, transformer
+from jaxrl_llm.models import attention, decoding, kernels, numerics, transformer
 
 T = 11
 CONFIG = tiny.tiny_config()
@@ -42,7 +42,7 @@ def _close(got, expected, atol=2e-5):
 def _prefilled(params, tokens, *, chunk=512):
   """The cache of contexts, by a prefill that is compiled."""
   run = functools.partial(
-    transformer.prefill,
+    decoding.prefill,
     config=CONFIG,
     numerics=models.Numerics(),
     kernels={KIND: kernels.make_xla(KIND)},
