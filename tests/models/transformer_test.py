@@ -220,7 +220,7 @@ class TestSamplerDtype:
     )
     params = jax.jit(fns.init)(jax.random.key(0))
     sampler = fns.for_sampling(params)
-    monkeypatch.setattr(transformer, "platform_of", lambda sharding: "tpu")
+    monkeypatch.setattr(decoding, "platform_of", lambda sharding: "tpu")
     plain = fns.for_sampling(params)
     tokens = np.array([[0], [7], [5002]], np.int32)
     positions, writing = np.zeros_like(tokens), np.ones(tokens.shape, bool)
