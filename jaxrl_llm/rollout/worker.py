@@ -13,15 +13,14 @@ changing the tokens.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent import futures
 from typing import Any
 
-import chex
 import jax
 import numpy as np
 
-from jaxrl_llm import metrics, sampling
+from jaxrl_llm import sampling
 from jaxrl_llm.data.prompt_source import PromptSource, PromptSourceState
 from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.rewards.groups import GroupReward
@@ -34,64 +33,23 @@ from jaxrl_llm.rollout.metrics import (
   rollout_metrics,
   source_metrics,
 )
+from jaxrl_llm.rollout.records import Arrived, Batch, Collected, RolloutState
 from jaxrl_llm.rollout.replay import Replay
 from jaxrl_llm.rollout.schedule import STOPS, RolloutSettings, too_few
 from jaxrl_llm.rollout.turns import Conversations
 from jaxrl_llm.rollout.writer import ResponseWriter, Weights
 from jaxrl_llm.types import (
-  Origin,
   Responses,
   Rollout,
   Status,
+  is_demonstrated,
   is_over,
   join_rows,
   mixed,
   take_rows,
+  too_old,
   unjudged,
 )
-
-
-@chex.dataclass(frozen=True)
-class RolloutState:
-  """The state of a worker between batches."""
-
-  samples: int  # Responses begun so far; the id of the next one.
-  store: Rollout | None  # Begun and not handed over, or unfinished.
-  # By sample id; with an environment only.
-  conversations: Conversations = dataclasses.field(default_factory=dict)
-  replay: Responses | None = None  # Groups that may be trained on again.
-
-
-@chex.dataclass(frozen=True)
-class Batch:
-  """Judged responses for the learner."""
-
-  responses: Responses
-  version: int  # Version of the weights of its newest tokens.
-  metrics: dict[str, float]
-
-
-@dataclasses.dataclass(frozen=True)
-class Collected:
-  """A batch, and the states after it."""
-
-  batch: Batch
-  state: RolloutState
-  source_state: PromptSourceState
-  judged: list[Judged]  # Judged responses, one entry per call.
-
-  @property
-  def new_failures(self) -> list[metrics.Sample]:
-    """Samples whose reward raised an error not seen before in this run."""
-    return [
-      sample
-      for judged in self.judged
-      for sample in metrics.make_samples(judged, judged.new_failures)
-    ]
-
-
-# Takes a group that will be judged.
-Arrived = Callable[[futures.Future[Judged]], None]
 
 
 class RolloutWorker:
@@ -466,24 +424,6 @@ class RolloutWorker:
     rows = list(zip(rollout.example_id.tolist(), rollout.group_id.tolist()))
     prompts = {row: self._source.prompt(*row) for row in set(rows)}
     return [prompts[row] for row in rows]
-
-
-def is_demonstrated(rollout: Rollout) -> np.ndarray:
-  """Returns responses that the data give as a whole, bool [B]."""
-  present = np.arange(rollout.tokens.shape[1]) < rollout.lengths[:, None]
-  own = (present & (rollout.origin != Origin.FOREIGN)).any(axis=1)
-  return (rollout.status == Status.FINISHED) & ~own
-
-
-def too_old(rollout: Rollout, version: int, max_staleness: int) -> np.ndarray:
-  """Returns rows of groups with a first token at least that old, int [n].
-
-  Given tokens, which a response may begin with, have no age.
-  """
-  first = np.argmax(rollout.mask, axis=1)
-  age = version - rollout.version[np.arange(first.size), first]
-  old = rollout.mask.any(axis=1) & (age >= max_staleness)
-  return np.flatnonzero(np.isin(rollout.group_id, rollout.group_id[old]))
 
 
 def run_key(seed: int, stream: int) -> jax.Array:

@@ -32,8 +32,9 @@ from jaxrl_llm.rewards.judge import Judge
 from jaxrl_llm.rollout.engine import RolloutEngine
 from jaxrl_llm.rollout.pipeline import Pipeline
 from jaxrl_llm.rollout.replay import Replay
+from jaxrl_llm.rollout.schedule import RolloutSettings
 from jaxrl_llm.rollout.turns import ConversationConfig
-from jaxrl_llm.rollout.worker import RolloutSettings, RolloutWorker, run_key
+from jaxrl_llm.rollout.worker import RolloutWorker, run_key
 from jaxrl_llm.rollout.writer import ResponseWriter
 from jaxrl_llm.sampling import SamplingSettings, score
 from jaxrl_llm.trainer import data, meshes, sampler, validation

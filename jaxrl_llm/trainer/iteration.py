@@ -7,7 +7,8 @@ from jaxrl_llm import metrics, sync
 from jaxrl_llm.data.prompt_source import PromptSourceState
 from jaxrl_llm.learner.replay import update_twice
 from jaxrl_llm.learner.state import LearnerState
-from jaxrl_llm.rollout.worker import Batch, Collected, RolloutState, Weights
+from jaxrl_llm.rollout.records import Batch, Collected, RolloutState
+from jaxrl_llm.rollout.writer import Weights
 from jaxrl_llm.system import processes
 from jaxrl_llm.trainer.run import Run, States
 from jaxrl_llm.trainer.samples import samples_of_step

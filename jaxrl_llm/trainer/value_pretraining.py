@@ -16,7 +16,9 @@ from jaxrl_llm.learner import metrics as learner_metrics
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.optimizer import TrainState
 from jaxrl_llm.learner.state import LearnerState
-from jaxrl_llm.rollout.worker import RolloutState, RolloutWorker, Weights
+from jaxrl_llm.rollout.records import RolloutState
+from jaxrl_llm.rollout.worker import RolloutWorker
+from jaxrl_llm.rollout.writer import Weights
 from jaxrl_llm.system import processes
 
 FILE = "value_pretrain.jsonl"

@@ -45,7 +45,7 @@ from jaxrl_llm.errors import InputError, TrainingStopped
 from jaxrl_llm.learner.optimizer import TrainState
 from jaxrl_llm.learner.state import LearnerState
 from jaxrl_llm.rollout.pipeline import Pipeline
-from jaxrl_llm.rollout.worker import Batch, Collected, RolloutState
+from jaxrl_llm.rollout.records import Batch, Collected, RolloutState
 from jaxrl_llm.trainer import loop, summary
 from jaxrl_llm.trainer.run import Run
 from jaxrl_llm.types import Rollout, take_rows, unjudged
