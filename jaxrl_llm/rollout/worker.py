@@ -52,33 +52,23 @@ from jaxrl_llm.types import (
 )
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class RolloutWorker:
   """Samples and judges responses.
 
   Attributes:
-    writer: samples and judges the responses.
+    writer: samples and judges responses.
+    source: draws prompts, and looks up those of unfinished responses.
+    settings: the schedule.
+    group_reward: replaces the verdicts of each group.
+    replay: adds earlier groups to each batch.
   """
 
-  def __init__(
-    self,
-    writer: ResponseWriter,
-    source: PromptSource,
-    settings: RolloutSettings,
-    group_reward: GroupReward | None = None,
-    replay: Replay | None = None,
-  ):
-    """Makes the worker.
-
-    Args:
-      writer: samples and judges responses.
-      source: draws prompts, and looks up those of unfinished responses.
-      settings: the schedule.
-      group_reward: replaces the verdicts of each group.
-      replay: adds earlier groups to each batch.
-    """
-    self._replay = replay
-    self.writer, self._source, self._settings = writer, source, settings
-    self._group_reward = group_reward
+  writer: ResponseWriter
+  source: PromptSource
+  settings: RolloutSettings
+  group_reward: GroupReward | None = None
+  replay: Replay | None = None
 
   def init(self) -> RolloutState:
     """The state before the first batch."""
@@ -93,8 +83,8 @@ class RolloutWorker:
   def close(self) -> None:
     """Ends the processes that environments and the group reward run in."""
     self.writer.close()
-    if self._group_reward is not None:
-      self._group_reward.close()
+    if self.group_reward is not None:
+      self.group_reward.close()
 
   def collect(
     self,
@@ -119,7 +109,7 @@ class RolloutWorker:
     """
     engine = self.writer.engine
     before = engine.stats
-    collect = self._windows if self._settings.window else self._groups
+    collect = self._windows if self.settings.window else self._groups
     if arrived is not None:
       collect = functools.partial(self._streamed, arrived)
     collected = collect(state, source_state, weights, timer)
@@ -132,10 +122,10 @@ class RolloutWorker:
       told = join_judged(collected.judged).responses
       # Surplus groups are judged again in the step that trains on them.
       new = ~np.isin(told.rollout.sample_id, kept)
-      source_state = self._source.observe(source_state, take_rows(told, new))
+      source_state = self.source.observe(source_state, take_rows(told, new))
     row = rollout_metrics(batch.responses, judged)
     row |= decoding_metrics(engine.stats - before) | batch.metrics
-    if judged is not None and self._source.has_several_sources:
+    if judged is not None and self.source.has_several_sources:
       sources = {
         i: prompt.source
         for each in collected.judged
@@ -166,7 +156,7 @@ class RolloutWorker:
     new_rows = take_rows(batch.rollout, batch.rollout.sample_id >= 0)
     handed, over = new_rows.sample_id, is_over(new_rows)
     found = [*handed[over], *kept]
-    if self._settings.dynamic_sampling:
+    if self.settings.dynamic_sampling:
       judged = {i for x in new.judged for i in x.responses.rollout.sample_id}
       found += judged.difference(handed, kept)
     unfinished = set(handed[~over])
@@ -182,15 +172,15 @@ class RolloutWorker:
 
   def _groups(self, state, source_state, weights, timer) -> Collected:
     """Collects whole groups, oldest first."""
-    settings = self._settings
+    settings = self.settings
     kept: list[Responses] = []
     seen: list[Judged] = []
     judged = passed = 0
     replayed, fewer, number = None, 0, state.samples
-    if self._replay is not None:
+    if self.replay is not None:
       state = state.replace(replay=self._fed(state, weights, timer))
-      replayed = self._replay.draw(state.replay, state.samples)
-      fewer = self._replay.groups if replayed else 0
+      replayed = self.replay.draw(state.replay, state.samples)
+      fewer = self.replay.groups if replayed else 0
     groups = settings.groups - fewer
     while (missing := groups - passed) > 0:
       if len(kept) == settings.max_rounds:
@@ -233,26 +223,26 @@ class RolloutWorker:
       # Surplus groups are kept for the next batch; staleness is allowed here.
       state = state.replace(store=_joined(rest.rollout, state.store))
       row |= partial_metrics(batch.rollout, state.store, weights.version)
-    if self._replay is not None:
-      state = state.replace(replay=self._replay.add(state.replay, batch))
+    if self.replay is not None:
+      state = state.replace(replay=self.replay.add(state.replay, batch))
       batch = join_rows([batch, replayed])
       row["rollout/replayed"] = float(fewer)
-      if self._replay.feed is not None:
-        self._replay.feed.write(number, seen)
+      if self.replay.feed is not None:
+        self.replay.feed.write(number, seen)
     batch = Batch(responses=batch, version=weights.version, metrics=row)
     return Collected(batch, state, source_state, seen)
 
   def _fed(self, state, weights, timer) -> Responses | None:
     """Returns the replay store with new responses of other policies."""
-    feed, store, found = self._replay.feed, state.replay, None
+    feed, store, found = self.replay.feed, state.replay, None
     if feed is not None:
-      found = feed.read(state.samples, store, self._source, self.writer)
+      found = feed.read(state.samples, store, self.source, self.writer)
     if found is None:
       return store
     rollout, prompts = found
     now = np.full_like(rollout.version, weights.version)
     judged = self._judge(rollout.replace(version=now), {}, timer, prompts)
-    return self._replay.add(store, judged.responses)
+    return self.replay.add(store, judged.responses)
 
   def _judged_rows(self, rows, state, weights, timer):
     """Returns responses with verdicts, and those that were judged."""
@@ -273,7 +263,7 @@ class RolloutWorker:
       return None, state, source_state
     with timer.phase("data"):
       judged = join_judged(seen)
-      prompts, source_state = self._source.again(source_state, judged)
+      prompts, source_state = self.source.again(source_state, judged)
     if not prompts:
       return None, state, source_state
     rows, state = self._new_responses(state, prompts)
@@ -290,7 +280,7 @@ class RolloutWorker:
   ) -> Collected:
     """Collects whole groups, and hands over each when it is complete."""
     state, source_state = self._begin(
-      state, source_state, self._settings.groups, timer
+      state, source_state, self.settings.groups, timer
     )
     judged: list[futures.Future[Judged]] = []
     # Judges while the engine continues.
@@ -319,7 +309,7 @@ class RolloutWorker:
     ones. If only some responses of a prompt fit, the others start in the
     next step.
     """
-    settings = self._settings
+    settings = self.settings
     room = settings.in_flight * settings.group_size
     free = room - (0 if state.store is None else len(state.store.lengths))
     state, source_state = self._begin(
@@ -350,7 +340,7 @@ class RolloutWorker:
   def _begin(self, state, source_state, groups, timer):
     """Draws prompts and adds their empty responses to the store."""
     with timer.phase("data"):
-      prompts, source_state = self._source.draw(source_state, max(groups, 0))
+      prompts, source_state = self.source.draw(source_state, max(groups, 0))
     new, state = self._new_responses(state, prompts)
     return state.replace(store=_joined(state.store, new)), source_state
 
@@ -368,7 +358,7 @@ class RolloutWorker:
 
   def _write_groups(self, state, missing, weights, timer) -> Rollout:
     """Continues the unfinished responses of the store."""
-    settings, store = self._settings, state.store
+    settings, store = self.settings, state.store
     over = is_over(store)
     ready = int(sampling.complete(over, store.group).sum())
     unfinished = take_rows(store, ~over)
@@ -401,7 +391,7 @@ class RolloutWorker:
     """Gives up unfinished responses, in place."""
     rows = np.flatnonzero(~is_over(rollout))
     if rows.size:
-      begun, pruning = take_rows(rollout, rows), self._settings.pruning
+      begun, pruning = take_rows(rollout, rows), self.settings.pruning
       drop = pruning.drop(begun, weights.read(pruning.reads, begun))
       rollout.status[rows[drop]] = int(Status.STOPPED)
 
@@ -415,14 +405,14 @@ class RolloutWorker:
     with timer.phase("reward"):
       prompts = prompts or self._prompts_of(rollout)
       judged = self.writer.judge(rollout, prompts, conversations)
-      if self._group_reward is not None:
-        judged = self._group_reward(judged)
+      if self.group_reward is not None:
+        judged = self.group_reward(judged)
       return judged
 
   def _prompts_of(self, rollout: Rollout) -> Sequence[Prompt]:
     """Looks up the prompt of every row, which may be of an earlier batch."""
     rows = list(zip(rollout.example_id.tolist(), rollout.group_id.tolist()))
-    prompts = {row: self._source.prompt(*row) for row in set(rows)}
+    prompts = {row: self.source.prompt(*row) for row in set(rows)}
     return [prompts[row] for row in rows]
 
 
