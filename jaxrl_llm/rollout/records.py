@@ -5,6 +5,7 @@ from collections.abc import Callable
 from concurrent import futures
 
 import chex
+import numpy as np
 
 from jaxrl_llm import metrics
 from jaxrl_llm.data.prompt_source import PromptSourceState
@@ -54,3 +55,13 @@ class Collected:
 
 # Takes a group that will be judged.
 Arrived = Callable[[futures.Future[Judged]], None]
+
+
+def sample_ids(rollout: Rollout | None) -> np.ndarray:
+  """Returns the sample ids of the rows, int [B]; empty for None."""
+  return np.zeros(0, int) if rollout is None else rollout.sample_id
+
+
+def count_groups(rollout: Rollout | None) -> int:
+  """Returns the number of groups of the rows; 0 for None."""
+  return 0 if rollout is None else len(np.unique(rollout.group_id))
