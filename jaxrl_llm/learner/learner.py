@@ -128,7 +128,12 @@ class Learner(Scorer):
     row |= metrics.batch_metrics(batch, self.algorithm)
     if scored is not None:
       scored(batch)
-    return self._after(state, batch, waiting), row
+    processors = self.algorithm.processors.items()
+    if processors and batch.experience["policy_mask"].any():
+      inputs = {**batch.scores, **batch.experience}
+      following = {name: x.state(inputs) for name, x in processors}
+      state = state.replace(processor_states=jax.device_get(following))
+    return state.replace(step=state.step + 1, waiting=waiting), row
 
   def update_member(
     self,
@@ -237,20 +242,6 @@ class Learner(Scorer):
         " skipped; lower the learning rate or look at the last samples"
       )
     return metrics.over_updates(rows) if rows else {}
-
-  def _after(
-    self,
-    state: LearnerState,
-    batch: TrainingBatch,
-    waiting: Responses | None,
-  ) -> LearnerState:
-    """Returns the state after the update of its models."""
-    processors = self.algorithm.processors.items()
-    if processors and batch.experience["policy_mask"].any():
-      inputs = {**batch.scores, **batch.experience}
-      following = {name: x.state(inputs) for name, x in processors}
-      state = state.replace(processor_states=jax.device_get(following))
-    return state.replace(step=state.step + 1, waiting=waiting)
 
 
 def _joined(parts: Sequence[TrainingBatch]) -> TrainingBatch:
