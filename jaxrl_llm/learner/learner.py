@@ -49,8 +49,8 @@ class Learner(Scorer):
     for name, member in self.members.items():
       if name in models:
         continue
-      draw = initial.get(name, functools.partial(self._draw, member))
-      own, trained = member.split(draw(policy))
+      given = initial[name](policy) if name in initial else self._draw(member)
+      own, trained = member.split(given)
       if not member.shares_base:
         base[name] = own
       models[name] = member.create_state(trained)
@@ -63,9 +63,8 @@ class Learner(Scorer):
       **self.constants(),
     )
 
-  def _draw(self, member: Member, policy: Params) -> Any:
+  def _draw(self, member: Member) -> Any:
     """Draws random parameters of a member; they depend on the seed only."""
-    del policy
     places = jax.tree.map(lambda x: x.sharding, merge(member.params))
     make = jax.jit(member.fns.init, out_shardings=places)
     return make(jax.random.key(self.settings.seed))
