@@ -8,37 +8,27 @@
 The programs of scripts/ that read a policy use the same class.
 """
 
-import contextlib
 import dataclasses
 import functools
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxrl_llm import base_models, models, sharding, workdir
-from jaxrl_llm import config as config_lib
-from jaxrl_llm.data import sources
 from jaxrl_llm.data.prompt_source import TEMPLATES, Template
 from jaxrl_llm.data.rows import Row
 from jaxrl_llm.data.tokenizer import Tokenizer
-from jaxrl_llm.errors import InputError, check_choice
-from jaxrl_llm.evaluate import Evaluation, pass_counts
+from jaxrl_llm.errors import InputError
+from jaxrl_llm.evaluate import pass_counts
 from jaxrl_llm.generate import Generation, make_prompts
-from jaxrl_llm.learner import choices
 from jaxrl_llm.models import hf
 from jaxrl_llm.rollout.turns import ConversationConfig
-from jaxrl_llm.rollout.worker import run_key
 from jaxrl_llm.rollout.writer import ResponseWriter
 from jaxrl_llm.sampling import Engine, EngineConfig, SamplingSettings
 from jaxrl_llm.system import plugin, signals
-from jaxrl_llm.types import Rollout
-
-# Tokens that an evaluated model gets, if its context has them.
-_PROMPT_LENGTH, _RESPONSE_LENGTH = 1024, 2048
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,152 +239,16 @@ class Policy:
       raise InputError(
         f"{self.path} is a model directory; give the sets to evaluate on"
       )
-    config = self.evaluation_config(datasets, settings)
+    from jaxrl_llm.trainer import policy_evaluation
+
+    config = policy_evaluation.make_config(self, datasets, settings)
     tries = pass_counts(config.eval.samples)
     return {
       one.name: one.results(tries) | one.errors(tries)
-      for one in self.evaluations(
-        config, seed=seed, critic=critic, search=search
+      for one in policy_evaluation.evaluations(
+        self, config, seed=seed, critic=critic, search=search
       )
     }
-
-  def evaluation_config(
-    self, datasets: str, changes: Mapping[str, Any], config: Any = None
-  ) -> Any:
-    """Returns the settings of an evaluation.
-
-    Args:
-      datasets: as in `evaluate`.
-      changes: values of dotted keys.
-      config: settings of a model; None chooses lengths and template that fit
-        it. A run has its own.
-    """
-    if self.step is not None:
-      config = workdir.read_config(self.path)
-    elif config is None:
-      config = config_lib.method("vapo", "gsm8k-smoke")
-      changes = self._fitting_settings() | changes
-    config.model.path = self.directory
-    config_lib.update(config, changes)
-    if datasets:
-      config.eval.path = datasets
-      # Its files have the columns of the training data, if that is of files.
-      files = config.data.source in sources.FILES
-      config.eval.source = "" if files else "jsonl"
-      if files and not config.data.path:
-        config.data.source = "chain_sum"  # Nothing is trained or drawn.
-    # Slots do not change a response; they need to hold all of a problem's.
-    slots = config.sampler.slots or config_lib.batch_size(config)
-    config.sampler.slots = max(slots, config.eval.samples)
-    return config
-
-  def _fitting_settings(self) -> dict[str, Any]:
-    """Returns lengths and a template that fit a model, for whole sets."""
-    context = self.model_config.max_position_embeddings
-    prompt = min(_PROMPT_LENGTH, context // 2)
-    fitting = {
-      "eval.problems": 0,
-      "data.max_prompt_length": prompt,
-      "sampler.max_response_length": min(_RESPONSE_LENGTH, context - prompt),
-    }
-    # Nothing is trained, but a micro-batch has to divide among all devices.
-    for role in ("policy", "value"):
-      fitting[f"optimizer.{role}.micro_batch_size"] = jax.device_count()
-    if self.tokenizer.chat_template is None:
-      fitting |= {"data.template": "completion", "data.template_settings": {}}
-    return fitting
-
-  def evaluations(
-    self,
-    config: Any,
-    *,
-    seed: int | None = None,
-    critic: bool = False,
-    search: str = "",
-  ) -> Iterator[Evaluation]:
-    """Yields the evaluation of each set of `evaluation_config`.
-
-    With the seed of a run (None) its last evaluation is repeated exactly;
-    another seed leaves the problems as they are.
-
-    Args:
-      config: the settings.
-      seed: seed of the sampling.
-      critic: whether the critic of the run's checkpoint values the responses.
-      search: as in `evaluate`.
-
-    Raises:
-      InputError: A setting cannot be used, or there is no critic.
-    """
-    from jaxrl_llm.trainer import build
-
-    for file in config.run.plugins:
-      plugin.load(file)
-    run = build.make_run(config)
-    seed = config.run.seed if seed is None else seed
-    key = run_key(seed, build.EVALUATION)
-    with contextlib.closing(run.judge), contextlib.closing(run.worker):
-      params = self._params_of(run.learner.policy)
-      params = run.transfer.send(params, 0).params
-      values = self._last_values(run) if critic or search else None
-      how = self._search(run, search, values) if search else None
-      for one in run.evaluators:  # With one engine, and what it compiled.
-        writer = dataclasses.replace(one.writer, key=key)
-        found = dataclasses.replace(one, writer=writer, search=how)(params)
-        if values is not None:
-          rollout = found.responses.rollout
-          found = dataclasses.replace(found, values=values(rollout))
-        yield found
-
-  def _search(
-    self, run: Any, name: str, values: Callable[[Rollout], np.ndarray]
-  ) -> Callable[..., Rollout]:
-    """Returns the search of an evaluation, see `Evaluator.search`."""
-    check_choice("search", name, choices.SEARCHES)
-    if run.config.environment.name:
-      raise InputError("search does not copy conversations; leave it out")
-    low, high = run.config.reward.incorrect, run.config.reward.correct
-
-    def chance(rollout: Rollout) -> np.ndarray:
-      return np.clip((values(rollout) - low) / (high - low), 0.01, 0.99)
-
-    return lambda write, begun: choices.SEARCHES[name](write, chance, begun)
-
-  def _last_values(self, run: Any) -> Callable[[Rollout], np.ndarray]:
-    """Returns responses -> the critic's value before their last tokens."""
-    member = run.learner.critic
-    if self.step is None or member is None:
-      raise InputError(f"{self.path}: there is no critic; give a run with one")
-    if run.config.value.answer_format:
-      raise InputError(
-        f"{self.path}: its critic reads the answers (value.answer_format), but"
-        " the choice of a response must not"
-      )
-    params = workdir.restore_params(
-      self.path,
-      self.step,
-      "critic",
-      member.params,
-      base_of="policy" * member.shares_base,
-    )
-    state = run.learner.alone("critic", params)
-
-    def values(rollout: Rollout) -> np.ndarray:
-      last = np.maximum(rollout.lengths - 1, 0)
-      return run.values(state, rollout)[np.arange(last.size), last]
-
-    return values
-
-  def _params_of(self, policy: Any) -> Any:
-    """Reads the parameters, with the shardings of a member of the learner."""
-    from jaxrl_llm.trainer import build
-
-    if self.step is not None:
-      return workdir.restore_params(
-        self.path, self.step, "policy", policy.params
-      )
-    shapes = models.merge(policy.params)
-    return build.read_policy_params(self.directory, shapes, policy.fns.config)
 
   def save(self, path: str | os.PathLike, *, dtype: str = "float32") -> None:
     """Writes a Hugging Face model directory, with the tokenizer's files.

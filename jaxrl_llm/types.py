@@ -119,6 +119,24 @@ def is_foreign(rollout: Rollout) -> np.ndarray:
   return rollout.origin[:, 0] == int(Origin.OTHER)
 
 
+def is_demonstrated(rollout: Rollout) -> np.ndarray:
+  """Returns responses that the data give as a whole, bool [B]."""
+  present = np.arange(rollout.tokens.shape[1]) < rollout.lengths[:, None]
+  own = (present & (rollout.origin != Origin.FOREIGN)).any(axis=1)
+  return (rollout.status == Status.FINISHED) & ~own
+
+
+def too_old(rollout: Rollout, version: int, max_staleness: int) -> np.ndarray:
+  """Returns rows of groups with a first token at least that old, int [n].
+
+  Given tokens, which a response may begin with, have no age.
+  """
+  first = np.argmax(rollout.mask, axis=1)
+  age = version - rollout.version[np.arange(first.size), first]
+  old = rollout.mask.any(axis=1) & (age >= max_staleness)
+  return np.flatnonzero(np.isin(rollout.group_id, rollout.group_id[old]))
+
+
 def unjudged(rollout: Rollout) -> Responses:
   """Returns responses without a verdict."""
   rows = len(rollout.lengths)

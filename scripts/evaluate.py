@@ -62,6 +62,8 @@ def make_config(policy):
   Raises:
     InputError: a flag does not fit the directory.
   """
+  from jaxrl_llm.trainer import policy_evaluation
+
   given = config_flags.get_override_values(flags.FLAGS["config"])
   for name in ("samples", "problems", "temperature", "top_p"):
     if flags.FLAGS[name].value is not None:
@@ -78,7 +80,8 @@ def make_config(policy):
       " --config whose problems it is to solve"
     )
   config = _CONFIG.value if _CONFIG.present else None
-  return policy.evaluation_config(",".join(_DATASET.value), given, config)
+  datasets = ",".join(_DATASET.value)
+  return policy_evaluation.make_config(policy, datasets, given, config)
 
 
 def results_of(evaluated) -> dict[str, float | None]:
@@ -163,6 +166,7 @@ def run() -> None:
   # Heavy imports late: a typing error in a flag answers at once.
   from jaxrl_llm import api
   from jaxrl_llm.system import plugin
+  from jaxrl_llm.trainer import policy_evaluation
 
   where = "give the --workdir of a run or a model directory"
   if not _CHECKPOINT.value:
@@ -174,7 +178,8 @@ def run() -> None:
   seed = config.run.seed if _SEED.value is None else _SEED.value
   found = []
   how = {"critic": _CRITIC.value, "search": _SEARCH.value or ""}
-  for evaluated in policy.evaluations(config, seed=seed, **how):
+  evaluations = policy_evaluation.evaluations(policy, config, seed=seed, **how)
+  for evaluated in evaluations:
     if _OUT.value is not None:
       write(pathlib.Path(_OUT.value), evaluated)
     results, count = results_of(evaluated), evaluated.problems

@@ -16,6 +16,7 @@ import jaxrl_llm
 from jaxrl_llm import base_models, metrics, models, register
 from jaxrl_llm import config as config_lib
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.trainer import policy_evaluation
 
 STEPS = 2
 
@@ -169,28 +170,29 @@ class TestEvaluate:
   def test_the_critic_of_a_run_values_responses(self, settings, tmp_path):
     config = config_lib.method("vapo", **settings)
     policy = jaxrl_llm.train(config, tmp_path / "run")
-    config = policy.evaluation_config("", {"eval.samples": 4})
-    (found,) = policy.evaluations(config, critic=True)
+    config = policy_evaluation.make_config(policy, "", {"eval.samples": 4})
+    (found,) = policy_evaluation.evaluations(policy, config, critic=True)
     assert found.values.shape == (4 * found.problems,)
     assert np.unique(found.values).size > found.problems
     results = found.results([])
     assert 0 <= results["best@4"] <= found.results([4])["pass@4"]
-    (again,) = policy.evaluations(config, critic=True)
+    (again,) = policy_evaluation.evaluations(policy, config, critic=True)
     np.testing.assert_array_equal(found.values, again.values)
-    (searched,) = policy.evaluations(config, search="beam")
-    (again,) = policy.evaluations(config, search="beam")
+    (searched,) = policy_evaluation.evaluations(policy, config, search="beam")
+    (again,) = policy_evaluation.evaluations(policy, config, search="beam")
     assert searched.judged.texts == again.judged.texts != found.judged.texts
     assert 0 < searched.generated <= searched.values.size * 12
     with pytest.raises(ValueError, match="search='breadth', expected one of"):
-      next(policy.evaluations(config, search="breadth"))
+      next(policy_evaluation.evaluations(policy, config, search="breadth"))
     config.environment.name, config.sampler.stop = "calculator", ("=",)
     with pytest.raises(InputError, match="search does not copy conversations"):
-      next(policy.evaluations(config, search="beam"))
+      next(policy_evaluation.evaluations(policy, config, search="beam"))
 
   def test_refusals(self, trained):
     policy, _ = trained
     with pytest.raises(InputError, match="there is no critic; give a run with"):
-      list(policy.evaluations(policy.evaluation_config("", {}), critic=True))
+      config = policy_evaluation.make_config(policy, "", {})
+      list(policy_evaluation.evaluations(policy, config, critic=True))
     with pytest.raises(InputError, match="is a model directory; give the sets"):
       jaxrl_llm.load().evaluate()
     with pytest.raises(InputError, match="eval.smaples: no such key"):

@@ -10,7 +10,7 @@ import simulate as script
 from helpers import scripted
 
 from jaxrl_llm import simulate
-from jaxrl_llm.rollout.worker import RolloutSettings
+from jaxrl_llm.rollout.schedule import RolloutSettings
 from jaxrl_llm.rollout.writer import Weights
 from jaxrl_llm.sampling import EngineConfig, rules
 from jaxrl_llm.simulate import Plane, Requests

@@ -6,76 +6,33 @@ Phases of an update:
   estimate  advantages, targets and masks: the inputs of the algorithm
   update    each member on its own mini-batches, the policy last
 
-The state is a value and holds everything that changes between updates.
+The state is a value and holds everything that changes between updates. The
+first two phases are those of `Scorer`.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxrl_llm import masked, sharding, types
+from jaxrl_llm import masked, types
 from jaxrl_llm.errors import TrainingStopped
-from jaxrl_llm.learner import metrics, parts, providers
-from jaxrl_llm.learner.algorithm import Algorithm
-from jaxrl_llm.learner.members import Companion, Frozen, Member
-from jaxrl_llm.learner.packer import Packer, View
+from jaxrl_llm.learner import metrics
+from jaxrl_llm.learner.members import Member
 from jaxrl_llm.learner.packing import MiniBatch, PackedBatch, place
-from jaxrl_llm.learner.state import (
-  LearnerSettings,
-  LearnerState,
-  TrainingBatch,
-)
+from jaxrl_llm.learner.scorer import Scorer
+from jaxrl_llm.learner.state import LearnerState, TrainingBatch
 from jaxrl_llm.models import Params, merge
 from jaxrl_llm.system import processes
-from jaxrl_llm.types import Experience, Responses, Rollout
+from jaxrl_llm.types import Responses
 
 
 @dataclasses.dataclass(eq=False)
-class Learner:
-  """Trains the models of a run by an algorithm.
-
-  Construction loads no weights and compiles nothing.
-
-  Attributes:
-    algorithm: the mathematics.
-    members: trained models by name. The first is 'policy', which is sampled
-      from; the others are updated before it, the last one first.
-    settings: plain settings.
-    mesh: mesh of all models.
-    initial_params: loads the initial parameters of the policy. It is called
-      again for the reference of a KL, and its result is donated.
-    companions: weights that follow those of the policy, by name.
-    column: reads numbers of the data, for algorithms with such inputs.
-    frozen: models that only score, by name.
-    sampler_logprobs: (policy's parameters, responses) -> log-probs [B, T] by
-      the program that samples, the old ones; None: by the policy's `score`.
-    views: functions of the samples that a member reads, by member.
-  """
-
-  algorithm: Algorithm
-  members: Mapping[str, Member]
-  settings: LearnerSettings
-  mesh: jax.sharding.Mesh
-  initial_params: Callable[[], Any]
-  companions: Mapping[str, Companion] = dataclasses.field(default_factory=dict)
-  column: providers.Column | None = None
-  frozen: Mapping[str, Frozen] = dataclasses.field(default_factory=dict)
-  sampler_logprobs: Callable[[Params, Rollout], np.ndarray] | None = None
-  views: Mapping[str, View] = dataclasses.field(default_factory=dict)
-
-  @property
-  def policy(self) -> Member:
-    """The model that is sampled from."""
-    return self.members["policy"]
-
-  @property
-  def critic(self) -> Member | None:
-    """The value model; None without one."""
-    return self.members.get("critic")
+class Learner(Scorer):
+  """Trains the models of a run by an algorithm; see `Scorer` for attributes."""
 
   def init(self, **initial: Callable[[Params], Any]) -> LearnerState:
     """Returns the state before the first update.
@@ -92,8 +49,8 @@ class Learner:
     for name, member in self.members.items():
       if name in models:
         continue
-      draw = initial.get(name, functools.partial(self._draw, member))
-      own, trained = member.split(draw(policy))
+      given = initial[name](policy) if name in initial else self._draw(member)
+      own, trained = member.split(given)
       if not member.shares_base:
         base[name] = own
       models[name] = member.create_state(trained)
@@ -106,72 +63,11 @@ class Learner:
       **self.constants(),
     )
 
-  def alone(self, name: str, params: Any) -> LearnerState:
-    """Returns a state that one member can score with, and not be trained.
-
-    Args:
-      name: name of the member.
-      params: nested dict of all its parameters.
-
-    Returns:
-      The state; nothing is allocated for the member's optimizer.
-    """
-    member = self.members[name]
-    own, trained = member.split(params)
-    return self.abstract().replace(
-      models={name: member.shapes.replace(trained=trained)},
-      companions={},
-      waiting=None,
-      base={"policy" if member.shares_base else name: own},
-    )
-
-  def constants(self) -> dict[str, Any]:
-    """Loads the models that no checkpoint has, by field of the state."""
-    frozen = {name: x.load() for name, x in self.frozen.items()}
-    return {"reference": self._reference(), "frozen": frozen}
-
-  def _draw(self, member: Member, policy: Params) -> Any:
+  def _draw(self, member: Member) -> Any:
     """Draws random parameters of a member; they depend on the seed only."""
-    del policy
     places = jax.tree.map(lambda x: x.sharding, merge(member.params))
     make = jax.jit(member.fns.init, out_shardings=places)
     return make(jax.random.key(self.settings.seed))
-
-  def _reference(self) -> Any:
-    """Loads the initial trained parameters of the policy, for a KL to them.
-
-    None if the algorithm has no KL.
-    """
-    if "reference" not in providers.needs_of(self.algorithm.leaves):
-      return None
-    return self.policy.split(self.initial_params()).trained
-
-  def abstract(self) -> LearnerState:
-    """Returns the structure of the state, into which a checkpoint is restored.
-
-    Leaves are ShapeDtypeStructs with shardings; a class stands for a record of
-    host arrays that may be absent.
-    """
-    processors = self.algorithm.processors.items()
-    return LearnerState(
-      step=0,
-      models={k: x.shapes for k, x in self.members.items()},
-      companions={k: x.shapes for k, x in self.companions.items()},
-      processor_states={k: x.initial for k, x in processors} or None,
-      waiting=Responses,
-      base={k: x.base for k, x in self.members.items() if not x.shares_base},
-      reference=None,
-    )
-
-  @functools.cached_property
-  def _packer(self) -> Packer:
-    return Packer(self.members, self.settings.max_tokens_per_row, self.views)
-
-  @functools.cached_property
-  def _estimate(self) -> Callable[[Experience], Experience]:
-    """Jitted function of leaves that computes the algorithm's inputs."""
-    names, made = sorted(self.algorithm.experience), self.algorithm.parts
-    return jax.jit(functools.partial(parts.evaluate, names, made))
 
   def update(
     self,
@@ -231,63 +127,12 @@ class Learner:
     row |= metrics.batch_metrics(batch, self.algorithm)
     if scored is not None:
       scored(batch)
-    return self._after(state, batch, waiting), row
-
-  def score(
-    self, state: LearnerState, name: str, batch: MiniBatch, trained: Any = None
-  ) -> Any:
-    """Scores packed rows with a model; returns arrays [M, r, C] on the host.
-
-    Args:
-      state: state of the learner.
-      name: name of a member or of a frozen model.
-      batch: packed rows.
-      trained: trained parameters to use instead of those of the state.
-    """
-    member = self.members.get(name, self.policy)
-    if name in self.frozen:
-      params, score = state.frozen[name], self.frozen[name].score
-    else:
-      params, score = state.params(name), member.score
-    if trained is not None:
-      params = params._replace(trained=trained)
-    arguments = member.training.arguments(self.settings, state)
-    packed = place(batch.packed, self.mesh)
-    return processes.to_host(score(params, packed, *arguments))
-
-  def read(
-    self, state: LearnerState, name: str, rollout: Rollout
-  ) -> np.ndarray:
-    """Returns an input that a model gives, of responses that may go on.
-
-    Args:
-      state: state of the learner.
-      name: name of the input, an entry of `providers.PROVIDERS`.
-      rollout: B responses.
-
-    Returns:
-      [B, T] or [B].
-    """
-    provider, rows = providers.PROVIDERS[name], np.arange(len(rollout.lengths))
-    packed = {
-      member: self._packer.mini_batches(member, rollout, rows)
-      for member in providers.needs_of([name]) & self.members.keys()
-    }
-    scoring = providers.Scoring(self, state, rollout, packed)
-    return provider.give(scoring)[name]
-
-  def measure(
-    self,
-    state: LearnerState,
-    name: str,
-    responses: Responses,
-    rng: np.random.Generator,
-  ) -> TrainingBatch:
-    """Scores ended responses that a member was not trained on."""
-    rows = np.arange(len(responses.rewards))
-    made = self._packer.mini_batches(name, responses.rollout, rows, rng)
-    mini_batches = {k: made if k == name else [] for k in self.members}
-    return self._scored(state, responses, mini_batches)
+    processors = self.algorithm.processors.items()
+    if processors and batch.experience["policy_mask"].any():
+      inputs = {**batch.scores, **batch.experience}
+      following = {name: x.state(inputs) for name, x in processors}
+      state = state.replace(processor_states=jax.device_get(following))
+    return state.replace(step=state.step + 1, waiting=waiting), row
 
   def update_member(
     self,
@@ -384,77 +229,6 @@ class Learner:
         after[name] = move(after[name], trained, *arguments)
     return state.replace(companions=after)
 
-  def _scored(
-    self,
-    state: LearnerState,
-    responses: Responses,
-    mini_batches: Mapping[str, list[MiniBatch]],
-    *,
-    whole: bool = True,
-  ) -> TrainingBatch:
-    """Scores all rows with the current models, and computes the inputs."""
-    rollout, waits = responses.rollout, self._packer.waits
-    # Targets need scores of all rows: those of the policy for responses that
-    # waited, and those of the critic for cut ones, whose advantages bootstrap.
-    targets = parts.leaves_of(["returns"], self.algorithm.parts)
-    packed, complete = dict(mini_batches), providers.needs_of(targets)
-    for name in filter((complete | waits).__contains__, self.members):
-      packed[name] = self._packer.completed(name, rollout, packed[name])
-    scores = providers.Scoring(self, state, rollout, packed).scores()
-    rows = [part.rows for name in waits for part in mini_batches[name]]
-    learned = np.concatenate([np.arange(0), *rows])
-    experience = self._experience(
-      responses, scores, state.step, learned, whole=whole
-    )
-    return TrainingBatch(
-      rollout, scores, experience, dict(mini_batches), state.step
-    )
-
-  def _experience(
-    self,
-    responses: Responses,
-    scores: Mapping[str, np.ndarray],
-    version: int,
-    learned: np.ndarray,
-    *,
-    whole: bool = True,
-  ) -> Experience:
-    """Computes the inputs of the algorithm, with rows sharded over the mesh.
-
-    Args:
-      responses: B judged responses.
-      scores: scores of the models by name.
-      version: version of the policy before the update.
-      learned: rows that members that wait learn from.
-      whole: whether to pad to a multiple of a mini-batch, otherwise to a power
-        of two; both limit the number of compilations.
-    """
-    # Sorted: all processes must place arrays in the same order.
-    rows, names = len(responses.rewards), sorted(self.algorithm.leaves)
-    given = providers.of_responses(responses, version, names, self.column)
-    given |= {name: x for name, x in scores.items() if name in names}
-    size = 1 << (rows - 1).bit_length()
-    if whole:
-      size = self._packer.size or self.policy.settings.mini_batch
-    size = np.lcm(sharding.batch_size_of(self.mesh), size)
-    place_rows = sharding.along_batch(self.mesh)
-    # Pad with empty rows: other sizes would recompile or not divide the mesh.
-    leaves = {
-      name: processes.put(
-        np.pad(x, [(0, -rows % size)] + [(0, 0)] * (x.ndim - 1)), place_rows
-      )
-      if np.ndim(x)
-      else x
-      for name, x in given.items()
-    }
-    made = processes.to_host(self._estimate(leaves))
-    experience = {k: x[:rows] for k, x in made.items()}
-    # Ended responses that wait for a full mini-batch have no value loss yet.
-    held = np.isin(np.arange(rows), learned)[:, None]
-    for mask in {self.members[x].training.mask for x in self._packer.waits}:
-      experience[mask] = experience[mask] & held
-    return experience
-
   def _summary(
     self, state: LearnerState, name: str, rows: Sequence[Any]
   ) -> dict[str, float]:
@@ -467,20 +241,6 @@ class Learner:
         " skipped; lower the learning rate or look at the last samples"
       )
     return metrics.over_updates(rows) if rows else {}
-
-  def _after(
-    self,
-    state: LearnerState,
-    batch: TrainingBatch,
-    waiting: Responses | None,
-  ) -> LearnerState:
-    """Returns the state after the update of its models."""
-    processors = self.algorithm.processors.items()
-    if processors and batch.experience["policy_mask"].any():
-      inputs = {**batch.scores, **batch.experience}
-      following = {name: x.state(inputs) for name, x in processors}
-      state = state.replace(processor_states=jax.device_get(following))
-    return state.replace(step=state.step + 1, waiting=waiting)
 
 
 def _joined(parts: Sequence[TrainingBatch]) -> TrainingBatch:

@@ -272,6 +272,12 @@ class PackedBatch:
     """Whether any token has a weight in any loss; reads host arrays."""
     return any(x.any() for k, x in self.inputs.items() if k.endswith("weights"))
 
+  def micro_batch(self, i: chex.Numeric) -> dict[str, Any]:
+    """Returns `packed`, `mask` and `inputs` of micro-batch i, [r, C]."""
+    take = lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
+    arrays = jax.tree.map(take, {"mask": self.mask, "inputs": self.inputs})
+    return arrays | {"packed": self.packed.rows(i)}
+
 
 @dataclasses.dataclass(frozen=True)
 class MiniBatch:
@@ -329,10 +335,3 @@ def place(batch: Any, mesh: jax.sharding.Mesh) -> Any:
   rows, whole = sharding.along_batch(mesh, axis=1), sharding.replicated(mesh)
   places = jax.tree.map(lambda x: rows if x.ndim >= 3 else whole, batch)
   return processes.put(batch, places)
-
-
-def micro_batch(tree: Any, i: chex.Array) -> Any:
-  """Slice i of every [M, ...] array."""
-  return jax.tree.map(
-    lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), tree
-  )

@@ -51,10 +51,8 @@ def score_values(
 
   def score(rows):
     outputs, _ = fns.outputs(params, rows)
-    return {k: x for k, x in outputs.items() if _per_token(x, rows)}
+    # An output may be a tree, such as those of several critics.
+    has_one = lambda x: getattr(x, "shape", None) == rows.tokens.shape
+    return {name: x for name, x in outputs.items() if has_one(x)}
 
   return over_micro_batches(score, packed)
-
-
-def _per_token(output: Any, rows: PackedRows) -> bool:
-  return getattr(output, "shape", None) == rows.tokens.shape

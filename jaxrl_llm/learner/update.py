@@ -19,7 +19,7 @@ from jaxrl_llm.learner.optimizer import (
   apply_gradients,
   at_schedule_step,
 )
-from jaxrl_llm.learner.packing import PackedBatch, micro_batch
+from jaxrl_llm.learner.packing import PackedBatch
 from jaxrl_llm.learner.parts import Auxiliary, Part
 from jaxrl_llm.models import ModelFns, Params, ValueFns
 
@@ -247,8 +247,7 @@ def _apply(name, optimizer, schedule, state, sums, step, *, scale=None):
 
 def _zeros(gradient, params, batch: PackedBatch, *settings):
   """The sums over no micro-batch."""
-  micro = _micro_batches(batch)(0)
-  shapes = jax.eval_shape(gradient, params, micro, *settings)
+  shapes = jax.eval_shape(gradient, params, batch.micro_batch(0), *settings)
   zeros = lambda x: jnp.zeros(x.shape, x.dtype)
   gradients, (totals, *rest) = jax.tree.map(zeros, shapes)
   of_noise = dict.fromkeys(("squares", "micro_batches"), jnp.float32(0.0))
@@ -257,12 +256,11 @@ def _zeros(gradient, params, batch: PackedBatch, *settings):
 
 def _accumulate(gradient, params, sums, batch: PackedBatch, *settings):
   """Adds gradients and metrics of the micro-batches that hold anything."""
-  slice_of = _micro_batches(batch)
 
   def body(i, carry):
     before, (*sums_before, maxima_before) = carry
     gradients, (totals, means, maxima) = gradient(
-      params, slice_of(i), *settings
+      params, batch.micro_batch(i), *settings
     )
     add = functools.partial(jax.tree.map, jnp.add)
     after = add(before, gradients)
@@ -280,10 +278,3 @@ def _accumulate(gradient, params, sums, batch: PackedBatch, *settings):
     )
 
   return jax.lax.fori_loop(0, batch.packed.count, body, sums)
-
-
-def _micro_batches(batch: PackedBatch):
-  """(i) -> micro-batch i."""
-  arrays = {name: batch[name] for name in ("mask", "inputs")}
-  packed = batch.packed
-  return lambda i: micro_batch(arrays, i) | {"packed": packed.rows(i)}

@@ -9,7 +9,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from jaxrl_llm.models import adapters, context, experts, heads, transformer
+from jaxrl_llm.models import (
+  adapters,
+  context,
+  decoding,
+  experts,
+  heads,
+  transformer,
+)
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.kernels import (
   choose,
@@ -251,15 +258,15 @@ def make_policy(
     logits=_of_whole(bind(_logits, backbone=backbone, parts=parts)),
     states=_of_whole(bind(_states, settings=settings, parts=parts)),
     for_sampling=_of_whole(
-      bind(transformer.for_sampling, config=config, **sampled)
+      bind(decoding.for_sampling, config=config, **sampled)
     ),
     kv_sharding=backend.kv_sharding,
     shares_pages=backend.shares_pages,
     shares_prompts=sees_prefixes,
     init_kv_cache=bind(_init_kv_cache, config, backends, sampler.kv),
-    prefill=bind(transformer.prefill, config=config, **sampled),
+    prefill=bind(decoding.prefill, config=config, **sampled),
     decode=bind(
-      transformer.decode,
+      decoding.decode,
       config=config,
       choices=choices is not None,
       **sampled,

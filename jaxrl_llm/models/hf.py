@@ -1,28 +1,16 @@
 """Reading and writing Hugging Face model directories.
 
-The family's table maps parameter paths to tensor names, and shapes come from
-the model. Reading checks everything before a weight is used. Writing leaves a
-directory either complete or without weights, never with a mixture.
+Reading checks everything before a weight is used. Writing leaves a directory
+either complete or without weights, never with a mixture.
 """
 
-import contextlib
-import itertools
-import json
-import math
 import os
 import pathlib
 import re
 import shutil
-import tempfile
 import types
-from collections.abc import (
-  Callable,
-  Collection,
-  Iterator,
-  Mapping,
-  Sequence,
-)
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,11 +20,18 @@ from flax import traverse_util
 from huggingface_hub import split_state_dict_into_shards_factory
 
 from jaxrl_llm.errors import InputError, check_number
-from jaxrl_llm.models import families, hf_files, transformer
+from jaxrl_llm.models import hf_files
 from jaxrl_llm.models.adapters import FACTORS, Adapters
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.heads import ValueHead
-from jaxrl_llm.system import files
+from jaxrl_llm.models.hf_layout import (
+  Entry,
+  Leaf,
+  entries_of,
+  leaves_of,
+  shapes_of,
+  tensor_shapes,
+)
 
 _WRITTEN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _ADAPTERS = re.compile(r"adapter_(config\.json|model\.safetensors)")
@@ -53,95 +48,16 @@ _TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 Params = dict[str, Any]
 
 
-class _Leaf(NamedTuple):
-  """A parameter, stored in files as one tensor or as one per layer.
-
-  Experts have a tensor for each layer and expert.
-  """
-
-  path: tuple[str, ...]  # Path in the parameter tree.
-  shape: tuple[int, ...]  # Including the stacked axes, if any.
-  name: str  # Name of its tensors, with {} for each stacked axis.
-  stacks: tuple[range, ...]  # Numbers in names along the stacked axes.
-
-  @property
-  def transposed(self) -> bool:
-    """Whether files have the transpose: [out, in] for [in, out] here."""
-    return self.path[-1] in ("kernel", *FACTORS)
-
-  @property
-  def tensor_shape(self) -> tuple[int, ...]:
-    """Shape of each of its tensors in a file."""
-    shape = self.shape[len(self.stacks) :]
-    return shape[::-1] if self.transposed else shape
-
-  def names(self) -> list[str]:
-    """Returns the names of its tensors, in the order of its parts."""
-    return [self.name.format(*at) for at in itertools.product(*self.stacks)]
-
-
-class _Entry(NamedTuple):
-  """A tensor to write: a part of a leaf."""
-
-  name: str
-  leaf: _Leaf
-  array: Any  # All parts, on any devices.
-  part: tuple[int, ...]  # Index along the stacked axes.
-
-  @property
-  def size(self) -> int:
-    """Size in the file, in bytes."""
-    return math.prod(self.leaf.tensor_shape) * self.array.dtype.itemsize
-
-  def to_host(self) -> np.ndarray:
-    """Copies the tensor to the host, in the layout of the file."""
-    value = np.asarray(self.array[self.part])
-    return np.ascontiguousarray(value.T if self.leaf.transposed else value)
-
-
-def _shapes(config: ModelConfig, outputs: int | None) -> dict[tuple, Any]:
-  """Returns the shapes by path; see `read_params` for `outputs`."""
-  shapes = traverse_util.flatten_dict(transformer.param_shapes(config))
-  if outputs is None:
-    return shapes
-  shapes = {path: x for path, x in shapes.items() if path[0] != "lm_head"}
-  head = {"kernel": (config.hidden_size, outputs), "bias": (outputs,)}
-  for name, shape in head.items():
-    shapes["value_head", name] = jax.ShapeDtypeStruct(shape, jnp.float32)
-  return shapes
-
-
-def _leaves(config: ModelConfig, outputs: int | None = None) -> list[_Leaf]:
-  """Lists the parameters of the model; see `read_params` for `outputs`."""
-  words = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}
-  words["value_head"] = "score"
-  words |= families.get(config.family).names
-  places = transformer.places(config)
-  layers = {
-    place: range(first, config.num_layers, len(places))
-    for first, place in enumerate(places)
-  }
-  leaves = []
-  for path, leaf in _shapes(config, outputs).items():
-    first = "layers" if path[0] in layers else path[0]
-    name = ".".join(words.get(word, word) for word in (first, *path[1:]))
-    stacks = (layers[path[0]],) if path[0] in layers else ()
-    if name.count("{}") > len(stacks):
-      stacks += (range(leaf.shape[len(stacks)]),)
-    leaves.append(_Leaf(path, leaf.shape, name, stacks))
-  return leaves
-
-
 def read_config(path: str | os.PathLike[str]) -> ModelConfig:
   """Reads `config.json` of the directory of a model, which may be a critic.
 
   Raises:
     InputError: the directory or file is missing, damaged or not supported.
   """
-  file = hf_files.member(hf_files.directory(path), hf_files.CONFIG)
-  values = hf_files.read_json(file)
-  if is_critic(path):
-    values |= {"architectures": [_architecture(values, _CRITIC, _POLICY)]}
+  file, values = _read_json_config(path)
+  name = _architecture(values)
+  if name.endswith(_CRITIC):
+    values["architectures"] = [name.removesuffix(_CRITIC) + _POLICY]
   return ModelConfig.from_hf(values, file)
 
 
@@ -152,15 +68,21 @@ def is_model(path: str | os.PathLike[str]) -> bool:
 
 def is_critic(path: str | os.PathLike[str]) -> bool:
   """Returns whether a model directory has a value head."""
+  return _architecture(_read_json_config(path)[1]).endswith(_CRITIC)
+
+
+def _read_json_config(
+  path: str | os.PathLike[str],
+) -> tuple[pathlib.Path, dict[str, Any]]:
+  """Returns the path of a directory's config.json and its values."""
   file = hf_files.member(hf_files.directory(path), hf_files.CONFIG)
-  return _architecture(hf_files.read_json(file), "", "").endswith(_CRITIC)
+  return file, hf_files.read_json(file)
 
 
-def _architecture(values: Mapping[str, Any], old: str, new: str) -> str:
-  """Returns the name of the class in config.json, its end replaced."""
+def _architecture(values: Mapping[str, Any]) -> str:
+  """Returns the name of the class in config.json; '' if there is none."""
   names = values.get("architectures")
-  name = str(names[0]) if isinstance(names, list) and names else ""
-  return name.removesuffix(old) + new
+  return str(names[0]) if isinstance(names, list) and names else ""
 
 
 def read_critic(
@@ -184,14 +106,14 @@ def read_critic(
     InputError: files are missing or damaged, or the head is another one.
   """
   outputs = head.outputs if is_critic(path) else None
-  file = hf_files.member(hf_files.directory(path), hf_files.CONFIG)
-  support = hf_files.read_json(file).get("value_support")
+  file, values = _read_json_config(path)
+  support = values.get("value_support")
   if outputs and support != head.support:
     raise InputError(
       f"{file}: the values of this critic are over {support}, and those of"
       f" config.value over {head.support}; set value.head, low and high to its"
     )
-  shapes = traverse_util.unflatten_dict(_shapes(config.base, outputs))
+  shapes = traverse_util.unflatten_dict(shapes_of(config.base, outputs))
   settings = {"dtype": jnp.float32, "outputs": outputs}
   return read_params(path, config, places=place(shapes), **settings)
 
@@ -262,16 +184,8 @@ def to_arrays(
   params: Mapping[str, Any], config: ModelConfig, outputs: int | None = None
 ) -> dict[str, np.ndarray]:
   """Copies parameters to arrays by tensor name: inverts `from_arrays`."""
-  entries = _entries(_leaves(config.base, outputs), params)
+  entries = entries_of(leaves_of(config.base, outputs), params)
   return {entry.name: entry.to_host() for entry in entries}
-
-
-def tensor_shapes(
-  config: ModelConfig, outputs: int | None = None
-) -> dict[str, tuple[int, ...]]:
-  """Returns the shapes of a model's tensors by name; see `read_params`."""
-  leaves = _leaves(config.base, outputs)
-  return {name: leaf.tensor_shape for leaf in leaves for name in leaf.names()}
 
 
 def _from_tensors(listing, tensors, config, dtype, places, outputs) -> Params:
@@ -279,7 +193,7 @@ def _from_tensors(listing, tensors, config, dtype, places, outputs) -> Params:
   hf_files.check_tensors(listing, tensors, tensor_shapes(config, outputs))
   flat_places = traverse_util.flatten_dict(places or {})
   params = {}
-  for leaf in _leaves(config.base, outputs):
+  for leaf in leaves_of(config.base, outputs):
     place = flat_places.get(leaf.path)
     read = {leaf.path: _place(leaf, tensors, dtype, place)}
     if config.adapters and config.adapters.quantised:
@@ -302,7 +216,7 @@ def _stored(
 
 
 def _place(
-  leaf: _Leaf,
+  leaf: Leaf,
   tensors: Mapping[str, hf_files.Tensor],
   dtype: Any,
   place: jax.sharding.Sharding | None,
@@ -326,7 +240,7 @@ def _place(
 
 
 def _read(
-  leaf: _Leaf,
+  leaf: Leaf,
   tensors: Mapping[str, hf_files.Tensor],
   dtype: Any,
   part: hf_files.Part,
@@ -384,19 +298,19 @@ def write_params(
   """
   check_number("max_shard_bytes", max_shard_bytes, "[1, inf)")
   outputs = head and head.outputs
-  entries = _entries(_leaves(config.base, outputs), params)
+  entries = entries_of(leaves_of(config.base, outputs), params)
   source = extra_files_from and hf_files.directory(extra_files_from)
   values = config.to_hf() | _token_ids(source)
   if head is not None:
-    values["architectures"] = [_architecture(values, _POLICY, _CRITIC)]
+    name = _architecture(values).removesuffix(_POLICY)
+    values["architectures"] = [name + _CRITIC]
     values["id2label"] = {k: f"value_{k}" for k in range(outputs)}
     values["value_support"] = head.support
   # The key of the dtype that every release of transformers reads.
   values["torch_dtype"] = entries[0].array.dtype.name
-  with _published(
-    path, _WRITTEN, first=(hf_files.INDEX, hf_files.SINGLE)
-  ) as stage:
-    (stage / hf_files.CONFIG).write_text(_json(values), encoding="utf-8")
+  first = hf_files.INDEX, hf_files.SINGLE
+  with hf_files.published(path, _WRITTEN, first=first) as stage:
+    hf_files.write_json(stage / hf_files.CONFIG, values)
     _copy_extras(source, stage)
     _write_weights(stage, entries, max_shard_bytes)
 
@@ -421,10 +335,10 @@ def write_adapters(
     InputError: The directory cannot be written.
   """
   adapters = config.adapters
-  leaves = [leaf for leaf in _leaves(config) if leaf.path[-1] in FACTORS]
+  leaves = [leaf for leaf in leaves_of(config) if leaf.path[-1] in FACTORS]
   arrays = {
     f"base_model.model.{entry.name}": entry.to_host()
-    for entry in _entries(leaves, params)
+    for entry in entries_of(leaves, params)
   }
   values = {
     "peft_type": "LORA",
@@ -437,44 +351,17 @@ def write_adapters(
     "lora_dropout": 0.0,
     "bias": "none",
   }
-  with _published(path, _ADAPTERS, first=(_PEFT_CONFIG,)) as stage:
-    (stage / _PEFT_CONFIG).write_text(_json(values), encoding="utf-8")
+  with hf_files.published(path, _ADAPTERS, first=(_PEFT_CONFIG,)) as stage:
+    hf_files.write_json(stage / _PEFT_CONFIG, values)
     file = stage / "adapter_model.safetensors"
     safetensors.numpy.save_file(arrays, file, metadata={"format": "pt"})
-
-
-def _entries(
-  leaves: Sequence[_Leaf], params: Mapping[str, Any]
-) -> list[_Entry]:
-  """Lists the tensors to write."""
-  arrays = traverse_util.flatten_dict(params)
-  leaves = {leaf.path: leaf for leaf in leaves}
-  wanted = {path: leaf.shape for path, leaf in leaves.items()}
-  found = {path: tuple(array.shape) for path, array in arrays.items()}
-  for path in wanted | found:
-    if wanted.get(path) != found.get(path):
-      raise ValueError(
-        f"params at {'/'.join(path)}: shape must be {wanted.get(path)} by the"
-        f" policy's configuration, got {found.get(path)}"
-      )
-  for array in arrays.values():
-    if array.dtype not in hf_files.DTYPES.values():
-      raise ValueError(f"dtype of weights must be floating, got {array.dtype}")
-  return [
-    _Entry(leaf.name.format(*numbers), leaf, arrays[path], part)
-    for path, leaf in leaves.items()
-    for part, numbers in zip(
-      np.ndindex(*map(len, leaf.stacks)), itertools.product(*leaf.stacks)
-    )
-  ]
 
 
 def _token_ids(source: pathlib.Path | None) -> dict[str, Any]:
   """Returns the special token ids of another model's config."""
   if source is None or not (source / hf_files.CONFIG).exists():
     return {}
-  file = hf_files.member(source, hf_files.CONFIG)
-  values = hf_files.read_json(file)
+  file, values = _read_json_config(source)
   ids = {key: values[key] for key in _TOKEN_KEYS if values.get(key) is not None}
   for key, value in ids.items():
     several = value if isinstance(value, list) else [value]
@@ -509,7 +396,7 @@ def copy_settings(source: str | os.PathLike[str], to: pathlib.Path) -> None:
 
 
 def _write_weights(
-  stage: pathlib.Path, entries: list[_Entry], limit: int
+  stage: pathlib.Path, entries: list[Entry], limit: int
 ) -> None:
   """Writes one file, or several and the index that names them."""
   tensors = {entry.name: entry for entry in entries}
@@ -523,53 +410,5 @@ def _write_weights(
     arrays = {name: tensors[name].to_host() for name in names}
     safetensors.numpy.save_file(arrays, stage / file, metadata={"format": "pt"})
   if split.is_sharded:
-    index = {
-      "metadata": split.metadata,
-      "weight_map": split.tensor_to_filename,
-    }
-    (stage / hf_files.INDEX).write_text(_json(index), encoding="utf-8")
-
-
-def _json(values: Mapping[str, Any]) -> str:
-  return json.dumps(values, indent=2, sort_keys=True) + "\n"
-
-
-@contextlib.contextmanager
-def _published(
-  path: str | os.PathLike[str], written: re.Pattern, *, first: Collection[str]
-) -> Iterator[pathlib.Path]:
-  """Yields a folder whose files then move into place; a kill leaves no mixture.
-
-  The file that a reader opens first is removed first and written last. In
-  between, loading fails because it is missing.
-
-  Args:
-    path: directory of the files, created if necessary.
-    written: names of files of earlier calls, which are removed.
-    first: names of the file that a reader opens first.
-
-  Raises:
-    InputError: The directory cannot be written.
-  """
-  directory = pathlib.Path(path)
-  try:
-    directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".export-", dir=directory) as temp:
-      stage = pathlib.Path(temp)
-      yield stage
-      text = next(stage.glob("*.json"))
-      for file in stage.iterdir():
-        # Safetensors may restrict a file to its owner.
-        shutil.copymode(text, file)
-        files.to_disk(file)
-      old = [x for x in directory.iterdir() if written.fullmatch(x.name)]
-      for file in sorted(old, key=lambda file: file.name not in first):
-        file.unlink()
-      for file in sorted(stage.iterdir(), key=lambda file: file.name in first):
-        os.replace(file, directory / file.name)
-      files.to_disk(directory)
-  except (OSError, safetensors.SafetensorError) as error:
-    raise InputError(
-      f"{directory}: cannot be written ({error}); choose another directory or"
-      " make room"
-    ) from None
+    index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+    hf_files.write_json(stage / hf_files.INDEX, index)

@@ -1,10 +1,13 @@
 """Files of a Hugging Face model directory, all of them untrusted."""
 
+import contextlib
 import json
 import os
 import pathlib
 import re
-from collections.abc import Mapping
+import shutil
+import tempfile
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -12,6 +15,7 @@ import numpy as np
 import safetensors
 
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.system import files
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -212,3 +216,50 @@ def check_tensors(
       f"{tensors[_HEAD].path}: tensor {_HEAD!r} differs from the embedding it"
       f" is tied to; set 'tie_word_embeddings' to false in {CONFIG}"
     )
+
+
+def write_json(file: pathlib.Path, values: Mapping[str, Any]) -> None:
+  """Writes a file with one JSON object, its keys sorted."""
+  text = json.dumps(values, indent=2, sort_keys=True) + "\n"
+  file.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def published(
+  path: str | os.PathLike[str], written: re.Pattern, *, first: Collection[str]
+) -> Iterator[pathlib.Path]:
+  """Yields a folder whose files then move into place; a kill leaves no mixture.
+
+  The file that a reader opens first is removed first and written last. In
+  between, loading fails because it is missing.
+
+  Args:
+    path: directory of the files, created if necessary.
+    written: names of files of earlier calls, which are removed.
+    first: names of the file that a reader opens first.
+
+  Raises:
+    InputError: The directory cannot be written.
+  """
+  directory = pathlib.Path(path)
+  try:
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".export-", dir=directory) as temp:
+      stage = pathlib.Path(temp)
+      yield stage
+      text = next(stage.glob("*.json"))
+      for file in stage.iterdir():
+        # Safetensors may restrict a file to its owner.
+        shutil.copymode(text, file)
+        files.to_disk(file)
+      old = [x for x in directory.iterdir() if written.fullmatch(x.name)]
+      for file in sorted(old, key=lambda file: file.name not in first):
+        file.unlink()
+      for file in sorted(stage.iterdir(), key=lambda file: file.name in first):
+        os.replace(file, directory / file.name)
+      files.to_disk(directory)
+  except (OSError, safetensors.SafetensorError) as error:
+    raise InputError(
+      f"{directory}: cannot be written ({error}); choose another directory or"
+      " make room"
+    ) from None

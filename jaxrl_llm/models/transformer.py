@@ -1,8 +1,8 @@
-"""The decoder as functions of plain parameter dicts: packed, prefill, decode.
+"""The decoder as functions of plain parameter dicts, over packed rows.
 
 Layer kinds repeat with a period, of one layer if all are alike. Training scans
 over periods, and the parameters of each layer of a period are stacked. The
-sampler unrolls the same layers, each with its own KV cache, updated in place.
+sampler unrolls the same layers, see `decoding`.
 """
 
 import dataclasses
@@ -16,16 +16,13 @@ import jax.numpy as jnp
 from flax import nnx, traverse_util
 
 from jaxrl_llm.errors import check_number
-from jaxrl_llm.models import adapters, context, experts, heads, rope
+from jaxrl_llm.models import adapters, experts, heads, rope
 from jaxrl_llm.models import layers as layers_lib
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.kernels import Kernels, platform_of
-from jaxrl_llm.models.kv_cache import BlockTables, KVCache
 from jaxrl_llm.models.layers import AttentionKind
 from jaxrl_llm.models.numerics import FLOAT32, Numerics
 
 Params = dict[str, Any]
-KernelsByKind = Mapping[AttentionKind, Kernels]
 
 
 @chex.dataclass(frozen=True)
@@ -60,7 +57,6 @@ REMAT_POLICIES = {
   "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
   "none": jax.checkpoint_policies.everything_saveable,
 }
-_PREFILL_CHUNK = 512  # Tokens per context and chunk.
 # Name -> function of (config, numerics, rngs) that makes the module.
 _MODULES = {
   "embed": lambda c, _, rngs: layers_lib.Embed(c, rngs),
@@ -100,10 +96,26 @@ def _graphdef(kind: Any, *settings: Any) -> nnx.GraphDef:
   return nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))[0]
 
 
-def _module(kind: Any, *settings: Any) -> nnx.Module:
-  """Builds a module from a config, numerics and its parameters."""
-  *settings, params = settings
-  return nnx.merge(_graphdef(kind, *settings), params)
+def make_module(
+  kind: Any, config: ModelConfig, numerics: Numerics, params: Params
+) -> nnx.Module:
+  """Builds a module, by its name or layer kind, from its parameters."""
+  return nnx.merge(_graphdef(kind, config, numerics), params)
+
+
+def embed(
+  params: Params, tokens: chex.Array, config: ModelConfig, numerics: Numerics
+) -> jax.Array:
+  """Returns the embeddings [..., D] of tokens."""
+  module = make_module("embed", config, numerics, params["embed"])
+  return module(tokens, numerics.activations)
+
+
+def final_norm(
+  params: Params, x: chex.Array, config: ModelConfig, numerics: Numerics
+) -> jax.Array:
+  """Applies the norm after the last layer to states [..., D]."""
+  return make_module("norm", config, numerics, params["final_norm"])(x)
 
 
 def init(key: chex.PRNGKey, config: ModelConfig) -> Params:
@@ -200,8 +212,7 @@ def hidden(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """Returns final hidden states, after the last norm; see `states`."""
   x, aux = states(params, packed, extra_embeddings, **settings)
-  norm = settings["config"], settings["numerics"], params["final_norm"]
-  return _module("norm", *norm)(x), aux
+  return final_norm(params, x, settings["config"], settings["numerics"]), aux
 
 
 def states(
@@ -240,7 +251,7 @@ def states(
   segments, prefixes = packed.segments, packed.prefixes
   if prefixes is None:
     prefixes = jnp.zeros_like(segments)
-  kinds, rotary = places(config), _rotary(config, packed.positions)
+  kinds, rotary = places(config), rotary_tables(config, packed.positions)
   stacked = {place: params[place] for place in kinds}
   choices = experts.by_place(packed.choices if replay else None, kinds)
   if layers is not None:
@@ -255,7 +266,7 @@ def states(
     return attention[kind](q, k, v, segments, prefixes), None
 
   def layer(kind, x, layer_params, choices):
-    module = _module(kind, config, numerics, layer_params)
+    module = make_module(kind, config, numerics, layer_params)
     routing = experts.Routing(segments > 0, choices, sharding, expert_capacity)
     x, _, aux = module(x, rotary[kind.attention], attend, routing)
     aux.pop(experts.CHOICES, None)
@@ -275,10 +286,9 @@ def states(
       sums |= {name: sums.get(name, 0) + term for name, term in aux.items()}
     return x, sums
 
-  dtype = numerics.activations
-  x = _module("embed", config, numerics, params["embed"])(packed.tokens, dtype)
+  x = embed(params, packed.tokens, config, numerics)
   if extra_embeddings is not None:
-    x += extra_embeddings.astype(dtype)
+    x += extra_embeddings.astype(x.dtype)
   x, aux = jax.lax.scan(period, pin(x), (stacked, choices))
   return x, {name: jnp.sum(terms, axis=0) for name, terms in aux.items()}
 
@@ -294,172 +304,7 @@ def _first(layers: int, stacked: Any, config: ModelConfig) -> Any:
   return jax.tree.map(lambda x: x[: layers // period], stacked)
 
 
-def for_sampling(
-  params: Params,
-  *,
-  config: ModelConfig,
-  numerics: Numerics,
-  kernels: KernelsByKind,
-) -> Params:
-  """Converts parameters to the sampler's layout: a tuple of per-layer dicts.
-
-  On a CPU, an embedding of 16-bit floats is stored as integers, because XLA
-  would convert the whole table to float32 in every call. A tied head is stored
-  beside it as [D, V], because XLA would transpose it in every call. Adapters
-  stay beside the base, so that they alone change.
-
-  Args:
-    params: stacked parameters.
-    config: the architecture.
-    numerics: how the result is stored.
-    kernels: attention backends, with the sampler's devices.
-  """
-  stacked = [params[place] for place in places(config)]
-  period = len(stacked)
-
-  def layer(i):
-    taken = jax.tree.map(lambda x: x[i // period], stacked[i % period])
-    return numerics.store_layer(taken)
-
-  params = {k: x for k, x in params.items() if k not in places(config)}
-  params = numerics.store(params)
-  table = params["embed"]["embedding"]
-  place = kernels[config.layers[0].attention].kv_sharding
-  if platform_of(place) == "cpu" and table.dtype.itemsize == 2:
-    bits = jax.lax.bitcast_convert_type(table, jnp.uint16)
-    params |= {"embed": {"embedding": bits}}
-    if config.tie_word_embeddings:
-      params["lm_head"] = {"kernel": table.T}
-  return params | {"layers": tuple(map(layer, range(config.num_layers)))}
-
-
-def prefill(
-  params: Params,
-  tokens: chex.Array,
-  *,
-  config: ModelConfig,
-  numerics: Numerics,
-  kernels: KernelsByKind,
-  chunk: int = _PREFILL_CHUNK,
-) -> KVCache:
-  """Computes the contiguous KV cache of right-padded contexts [N, C].
-
-  Padding is on the right, where causal attention ignores it. Long contexts are
-  processed in chunks, so that activations are those of N · chunk tokens.
-
-  Args:
-    params: sampler parameters (`for_sampling`).
-    tokens: int32 [N, C].
-    config: the architecture.
-    numerics: dtypes and products.
-    kernels: attention backends, which choose the layout of the result.
-    chunk: tokens per context and chunk.
-  """
-  count, length = tokens.shape
-  chunk = min(chunk, length)
-  chunks = -(-length // chunk)
-  tokens = jnp.pad(tokens, ((0, 0), (0, chunks * chunk - length)))
-  empty = lambda time, dtype: tuple(
-    kernels[kind.attention].init_contiguous(count, time, dtype)
-    for kind in config.layers
-  )
-
-  def write(kv_cache, index):
-    start = index * chunk
-    positions = start + jnp.arange(chunk)
-
-    def attend(i, kind, q, k, v):
-      k, v = map(numerics.to_cache, (k, v))
-      layer = kernels[kind].write_contiguous(kv_cache[i], k, v, start)
-      return kernels[kind].prefill_attention(q, layer, start), layer
-
-    part = jax.lax.dynamic_slice_in_dim(tokens, start, chunk, axis=1)
-    positions = jnp.broadcast_to(positions, (count, chunk))
-    given = part, positions, attend, kernels
-    return _unrolled(params, config, numerics, *given)[1], None
-
-  padded = empty(chunks * chunk, numerics.activations)
-  kv_cache, _ = jax.lax.scan(write, padded, jnp.arange(chunks))
-  # Without the padding of the last chunk.
-  return jax.tree.map(
-    lambda x, kept: x[tuple(map(slice, kept.shape))].astype(kept.dtype),
-    kv_cache,
-    jax.eval_shape(lambda: empty(length, numerics.kv)),
-  )
-
-
-def decode(
-  params: Params,
-  kv_cache: KVCache,
-  block_tables: BlockTables,
-  tokens: chex.Array,
-  positions: chex.Array,
-  writing: chex.Array,
-  *,
-  config: ModelConfig,
-  numerics: Numerics,
-  kernels: KernelsByKind,
-  choices: bool = False,
-) -> tuple:
-  """Decodes Q tokens per slot: writes their KV, then attends causally.
-
-  Args:
-    params: sampler parameters (`for_sampling`).
-    kv_cache: the paged cache of all slots.
-    block_tables: the pages of each slot.
-    tokens: int32 [S, Q].
-    positions: int32 [S, Q], index of each token in its own sequence.
-    writing: bool [S, Q]; other tokens leave no trace.
-    config: the architecture.
-    numerics: dtypes and products.
-    kernels: attention backends, which choose the layout of the cache.
-    choices: also return the experts of each token.
-
-  Returns:
-    Logits, float32 [S, Q, V], the cache, and with `choices` those of all
-    layers, int [S, Q, layers · k].
-  """
-
-  def attend(i, kind, q, k, v):
-    backend = kernels[kind]
-    k, v = map(numerics.to_cache, (k, v))
-    layer = backend.write_paged(
-      kv_cache[i], k, v, block_tables, positions, writing
-    )
-    return backend.paged_attention(q, layer, block_tables, positions), layer
-
-  given = tokens, positions, attend, kernels
-  states, kv_cache, chosen = _unrolled(params, config, numerics, *given)
-  found = logits(params, states), kv_cache
-  if not choices:
-    return found
-  dtype = experts.choices_shape(config).dtype
-  return *found, jnp.concatenate(chosen, axis=-1).astype(dtype)
-
-
-def _unrolled(params, config, numerics, tokens, positions, attend, kernels):
-  """Runs the layers one by one; collects their caches and choices of experts.
-
-  No expert has a capacity: a response must not depend on others.
-  """
-  place = kernels[config.layers[0].attention].kv_sharding
-  routing = experts.Routing(sharding=context.leading(place, 1))
-  rotary = _rotary(config, positions)
-  dtype = numerics.activations
-  x = _module("embed", config, numerics, params["embed"])(tokens, dtype)
-  kv_cache, choices = [], []
-  for i, kind in enumerate(config.layers):
-    module = _module(kind, config, numerics, params["layers"][i])
-    x, layer_cache, aux = module(
-      x, rotary[kind.attention], functools.partial(attend, i), routing
-    )
-    kv_cache.append(layer_cache)
-    choices += [aux[experts.CHOICES]] if experts.CHOICES in aux else []
-  norm = _module("norm", config, numerics, params["final_norm"])
-  return norm(x), tuple(kv_cache), choices
-
-
-def _rotary(config, positions):
+def rotary_tables(config, positions):
   """Returns rotary tables by kind of attention."""
   return {
     kind: layers_lib.rotary_tables(

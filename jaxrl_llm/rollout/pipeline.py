@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.data.prompt_source import PromptSourceState
-from jaxrl_llm.rollout.worker import Arrived, Batch, Collected, RolloutState
+from jaxrl_llm.rollout.records import Arrived, Batch, Collected, RolloutState
 from jaxrl_llm.types import Responses
 
 

@@ -207,7 +207,7 @@ class TurnHook(contextlib.ExitStack):
     """Starts the thread that calls environments.
 
     Args:
-      taking: how they are held.
+      config: how they are held.
       conversations: conversations of all requests, updated in place.
       answer: `Scheduler.answer`, which extends a request that left its slot.
     """

@@ -11,17 +11,15 @@ changing the tokens.
 """
 
 import dataclasses
-import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent import futures
 from typing import Any
 
-import chex
 import jax
 import numpy as np
 
-from jaxrl_llm import metrics, sampling
+from jaxrl_llm import sampling
 from jaxrl_llm.data.prompt_source import PromptSource, PromptSourceState
 from jaxrl_llm.data.replay import Replay
 from jaxrl_llm.data.tasks import Prompt
@@ -35,92 +33,47 @@ from jaxrl_llm.rollout.metrics import (
   rollout_metrics,
   source_metrics,
 )
+from jaxrl_llm.rollout.records import (
+  Arrived,
+  Batch,
+  Collected,
+  RolloutState,
+  count_groups,
+  sample_ids,
+)
 from jaxrl_llm.rollout.schedule import STOPS, RolloutSettings, too_few
-from jaxrl_llm.rollout.turns import Conversations
 from jaxrl_llm.rollout.writer import ResponseWriter, Weights
 from jaxrl_llm.types import (
-  Origin,
   Responses,
   Rollout,
   Status,
+  is_demonstrated,
   is_over,
   join_rows,
   mixed,
   take_rows,
+  too_old,
   unjudged,
 )
 
 
-@chex.dataclass(frozen=True)
-class RolloutState:
-  """The state of a worker between batches."""
-
-  samples: int  # Responses begun so far; the id of the next one.
-  store: Rollout | None  # Begun and not handed over, or unfinished.
-  # By sample id; with an environment only.
-  conversations: Conversations = dataclasses.field(default_factory=dict)
-  replay: Responses | None = None  # Groups that may be trained on again.
-
-
-@chex.dataclass(frozen=True)
-class Batch:
-  """Judged responses for the learner."""
-
-  responses: Responses
-  version: int  # Version of the weights of its newest tokens.
-  metrics: dict[str, float]
-
-
-@dataclasses.dataclass(frozen=True)
-class Collected:
-  """A batch, and the states after it."""
-
-  batch: Batch
-  state: RolloutState
-  source_state: PromptSourceState
-  judged: list[Judged]  # Judged responses, one entry per call.
-
-  @property
-  def new_failures(self) -> list[metrics.Sample]:
-    """Samples whose reward raised an error not seen before in this run."""
-    return [
-      sample
-      for judged in self.judged
-      for sample in metrics.make_samples(judged, judged.new_failures)
-    ]
-
-
-# Takes a group that will be judged.
-Arrived = Callable[[futures.Future[Judged]], None]
-
-
+@dataclasses.dataclass(frozen=True, eq=False)
 class RolloutWorker:
   """Samples and judges responses.
 
   Attributes:
-    writer: samples and judges the responses.
+    writer: samples and judges responses.
+    source: draws prompts, and looks up those of unfinished responses.
+    settings: the schedule.
+    group_reward: replaces the verdicts of each group.
+    replay: adds earlier groups to each batch.
   """
 
-  def __init__(
-    self,
-    writer: ResponseWriter,
-    source: PromptSource,
-    settings: RolloutSettings,
-    group_reward: GroupReward | None = None,
-    replay: Replay | None = None,
-  ):
-    """Makes the worker.
-
-    Args:
-      writer: samples and judges responses.
-      source: draws prompts, and looks up those of unfinished responses.
-      settings: the schedule.
-      group_reward: replaces the verdicts of each group.
-      replay: adds earlier groups to each batch.
-    """
-    self._replay = replay
-    self.writer, self._source, self._settings = writer, source, settings
-    self._group_reward = group_reward
+  writer: ResponseWriter
+  source: PromptSource
+  settings: RolloutSettings
+  group_reward: GroupReward | None = None
+  replay: Replay | None = None
 
   def init(self) -> RolloutState:
     """The state before the first batch."""
@@ -135,8 +88,8 @@ class RolloutWorker:
   def close(self) -> None:
     """Ends the processes that environments and the group reward run in."""
     self.writer.close()
-    if self._group_reward is not None:
-      self._group_reward.close()
+    if self.group_reward is not None:
+      self.group_reward.close()
 
   def collect(
     self,
@@ -159,28 +112,27 @@ class RolloutWorker:
     Raises:
       TrainingStopped: Dynamic sampling found too few groups.
     """
-    engine = self.writer.engine
-    before = engine.stats
-    collect = self._windows if self._settings.window else self._groups
+    before = self.writer.engine.stats
+    new = _Collection(self, state, source_state, weights, timer)
     if arrived is not None:
-      collect = functools.partial(self._streamed, arrived)
-    collected = collect(state, source_state, weights, timer)
-    self._check_each_once(state, collected)
-    batch, state = collected.batch, collected.state
-    kept = sample_ids(state.store)
-    judged = per_response([x.responses for x in collected.judged], kept)
-    source_state = collected.source_state
-    if collected.judged:
-      told = join_judged(collected.judged).responses
+      batch = new.streamed(arrived)
+    else:
+      batch = new.windows() if self.settings.window else new.groups()
+    self._check_each_once(state, new, batch)
+    state, kept = new.state, sample_ids(new.state.store)
+    judged = per_response([x.responses for x in new.judged], kept)
+    source_state = new.source_state
+    if new.judged:
+      told = join_judged(new.judged).responses
       # Surplus groups are judged again in the step that trains on them.
-      new = ~np.isin(told.rollout.sample_id, kept)
-      source_state = self._source.observe(source_state, take_rows(told, new))
-    row = rollout_metrics(batch.responses, judged)
-    row |= decoding_metrics(engine.stats - before) | batch.metrics
-    if judged is not None and self._source.has_several_sources:
+      told = take_rows(told, ~np.isin(told.rollout.sample_id, kept))
+      source_state = self.source.observe(source_state, told)
+    row = rollout_metrics(batch, judged)
+    row |= decoding_metrics(self.writer.engine.stats - before) | new.metrics
+    if judged is not None and self.source.has_several_sources:
       sources = {
         i: prompt.source
-        for each in collected.judged
+        for each in new.judged
         for i, prompt in zip(sample_ids(each.responses.rollout), each.prompts)
       }
       row |= source_metrics(judged, sources)
@@ -188,12 +140,12 @@ class RolloutWorker:
       row |= conversation_metrics(judged, talks)
       left = map(str, kept)
       state = state.replace(conversations={i: talks[i] for i in left})
-    batch = dataclasses.replace(batch, metrics=row)
-    return dataclasses.replace(
-      collected, batch=batch, state=state, source_state=source_state
-    )
+    batch = Batch(responses=batch, version=weights.version, metrics=row)
+    return Collected(batch, state, source_state, new.judged)
 
-  def _check_each_once(self, before: RolloutState, new: Collected) -> None:
+  def _check_each_once(
+    self, before: RolloutState, new: "_Collection", batch: Responses
+  ) -> None:
     """Checks that each response begun is handed over or kept, exactly once.
 
     Unfinished responses of the batch are kept as well, and dynamic sampling
@@ -202,13 +154,13 @@ class RolloutWorker:
     Raises:
       RuntimeError: Some are missing or doubled, which is a bug.
     """
-    batch, kept = new.batch.responses, sample_ids(new.state.store)
+    kept = sample_ids(new.state.store)
     fresh = np.arange(before.samples, new.state.samples)
     begun = np.append(sample_ids(before.store), fresh)
     new_rows = take_rows(batch.rollout, batch.rollout.sample_id >= 0)
     handed, over = new_rows.sample_id, is_over(new_rows)
     found = [*handed[over], *kept]
-    if self._settings.dynamic_sampling:
+    if self.settings.dynamic_sampling:
       judged = {i for x in new.judged for i in x.responses.rollout.sample_id}
       found += judged.difference(handed, kept)
     unfinished = set(handed[~over])
@@ -222,271 +174,264 @@ class RolloutWorker:
         f" kept or discarded, {len(set(found))} of them different"
       )
 
-  def _groups(self, state, source_state, weights, timer) -> Collected:
+  def prompts_of(self, rollout: Rollout) -> Sequence[Prompt]:
+    """Looks up the prompt of every row, which may be of an earlier batch."""
+    rows = list(zip(rollout.example_id.tolist(), rollout.group_id.tolist()))
+    prompts = {row: self.source.prompt(*row) for row in set(rows)}
+    return [prompts[row] for row in rows]
+
+
+@dataclasses.dataclass
+class _Collection:
+  """A batch in the making; `groups`, `streamed` and `windows` return it.
+
+  Attributes:
+    worker: the worker.
+    state: its state so far.
+    source_state: state of the prompt source so far.
+    weights: weights for all new tokens.
+    timer: times the phases.
+    judged: responses judged so far, one entry per call.
+    metrics: metrics of the batch.
+  """
+
+  worker: RolloutWorker
+  state: RolloutState
+  source_state: PromptSourceState
+  weights: Weights
+  timer: Any
+  judged: list[Judged] = dataclasses.field(default_factory=list)
+  metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+
+  def groups(self) -> Responses:
     """Collects whole groups, oldest first."""
-    settings = self._settings
+    settings, replay = self.worker.settings, self.worker.replay
     kept: list[Responses] = []
-    seen: list[Judged] = []
-    judged = passed = 0
-    replayed, fewer, number = None, 0, state.samples
-    if self._replay is not None:
-      state = state.replace(replay=self._fed(state, weights, timer))
-      replayed = self._replay.draw(state.replay, state.samples)
-      fewer = self._replay.groups if replayed else 0
+    judged = passed = fewer = 0
+    replayed, number = None, self.state.samples
+    if replay is not None:
+      self.state = self.state.replace(replay=self._fed())
+      replayed = replay.draw(self.state.replay, number)
+      fewer = replay.groups if replayed else 0
     groups = settings.groups - fewer
     while (missing := groups - passed) > 0:
       if len(kept) == settings.max_rounds:
         raise too_few(settings, len(kept), judged, passed)
-      begun = _count_groups(state.store)
-      state, source_state = self._begin(
-        state, source_state, settings.in_flight - fewer - begun, timer
-      )
-      store = self._write_groups(state, missing, weights, timer)
+      begun = count_groups(self.state.store)
+      self._begin(settings.in_flight - fewer - begun)
+      store = self._write_groups(missing)
       done = sampling.complete(is_over(store), store.group)[store.group]
       # Dynamic sampling must judge a group to know whether it counts.
       wanted = None if settings.dynamic_sampling else missing
       oldest = np.unique(store.group_id[done])[:wanted]
       chosen = np.isin(store.group_id, oldest)
-      rows = join_rows([take_rows(store, chosen)])
-      responses, found = self._judged_rows(rows, state, weights, timer)
-      seen += found
+      responses = self._judged_rows(join_rows([take_rows(store, chosen)]))
       if settings.dynamic_sampling:
         responses = take_rows(responses, mixed(responses))
       kept.append(responses)
       judged += oldest.size
-      passed += _count_groups(responses.rollout)
-      state = state.replace(store=_joined(take_rows(store, ~chosen)))
+      passed += count_groups(responses.rollout)
+      self._keep(take_rows(store, ~chosen))
     batch = join_rows(kept)
     surplus = batch.rollout.group >= groups
-    row = {}
     if settings.dynamic_sampling:
-      row["rollout/rounds"] = float(len(kept))
-      row["rollout/mixed_fraction"] = passed / judged
+      self.metrics["rollout/rounds"] = float(len(kept))
+      self.metrics["rollout/mixed_fraction"] = passed / judged
     rest, batch = take_rows(batch, surplus), take_rows(batch, ~surplus)
-    more, state, source_state = self._second_look(
-      state, source_state, seen, weights, timer
-    )
-    if more is not None:
-      seen.append(more)
+    if (more := self._second_look()) is not None:
+      self.judged.append(more)
       batch = join_rows([batch, more.responses])
-      row["rollout/again"] = float(len(more.texts))
-      row["rollout/again_tokens"] = float(more.responses.rollout.mask.sum())
+      tokens = more.responses.rollout.mask.sum()
+      self.metrics["rollout/again"] = float(len(more.texts))
+      self.metrics["rollout/again_tokens"] = float(tokens)
     if settings.stop != "all":
       # Surplus groups are kept for the next batch; staleness is allowed here.
-      state = state.replace(store=_joined(rest.rollout, state.store))
-      row |= partial_metrics(batch.rollout, state.store, weights.version)
-    if self._replay is not None:
-      replayed = replayed or self._replay.complete(state.replay, batch)
-      state = state.replace(replay=self._replay.add(state.replay, batch))
-      batch = join_rows([batch, replayed])
-      row["rollout/replayed"] = float(
-        _count_groups(replayed and replayed.rollout)
+      self._keep(rest.rollout, self.state.store)
+      self.metrics |= partial_metrics(
+        batch.rollout, self.state.store, self.weights.version
       )
-      if self._replay.feed is not None:
-        self._replay.feed.write(number, seen)
-    batch = Batch(responses=batch, version=weights.version, metrics=row)
-    return Collected(batch, state, source_state, seen)
+    if replay is not None:
+      store = self.state.replay
+      replayed = replayed or replay.complete(store, batch)
+      self.state = self.state.replace(replay=replay.add(store, batch))
+      batch = join_rows([batch, replayed])
+      count = count_groups(replayed and replayed.rollout)
+      self.metrics["rollout/replayed"] = float(count)
+      if replay.feed is not None:
+        replay.feed.write(number, self.judged)
+    return batch
 
-  def _fed(self, state, weights, timer) -> Responses | None:
-    """Returns the replay store with new responses of other policies."""
-    feed, store, found = self._replay.feed, state.replay, None
-    if feed is not None:
-      found = feed.read(state.samples, store, self._source, self.writer)
-    if found is None:
-      return store
-    rollout, prompts = found
-    now = np.full_like(rollout.version, weights.version)
-    judged = self._judge(rollout.replace(version=now), {}, timer, prompts)
-    return self._replay.add(store, judged.responses)
-
-  def _judged_rows(self, rows, state, weights, timer):
-    """Returns responses with verdicts, and those that were judged."""
-    given, parts, seen = is_demonstrated(rows), [], []
-    if given.any():  # The data vouch for them.
-      known = take_rows(rows, given)
-      now = np.full_like(known.version, weights.version)
-      parts.append(unjudged(known.replace(version=now)))
-    if not given.all():
-      written = join_rows([take_rows(rows, ~given)])
-      seen.append(self._judge(written, state.conversations, timer))
-      parts.append(seen[0].responses)
-    return join_rows(parts), seen
-
-  def _second_look(self, state, source_state, seen, weights, timer):
-    """Samples and judges what the prompt source draws for a judged batch."""
-    if not seen:
-      return None, state, source_state
-    with timer.phase("data"):
-      judged = join_judged(seen)
-      prompts, source_state = self._source.again(source_state, judged)
-    if not prompts:
-      return None, state, source_state
-    rows, state = self._new_responses(state, prompts)
-    talks, sizes = state.conversations, self.writer.sizes(prompts)
-    with timer.phase("generate"):
-      rows = self.writer.write(rows, weights, conversations=talks)
-    rows = rows.replace(window_start=np.zeros_like(rows.window_start))
-    # Not looked up: these prompts may differ from those of their examples.
-    prompts = [p for p, size in zip(prompts, sizes) for _ in range(size)]
-    return self._judge(rows, talks, timer, prompts), state, source_state
-
-  def _streamed(
-    self, arrived, state, source_state, weights, timer
-  ) -> Collected:
+  def streamed(self, arrived: Arrived) -> Responses:
     """Collects whole groups, and hands over each when it is complete."""
-    state, source_state = self._begin(
-      state, source_state, self._settings.groups, timer
-    )
+    self._begin(self.worker.settings.groups)
     judged: list[futures.Future[Judged]] = []
     # Judges while the engine continues.
     with futures.ThreadPoolExecutor(1, "rewards") as thread:
 
       def hand_over(group: Rollout) -> None:
-        judged.append(
-          thread.submit(self._judge, group, state.conversations, timer)
-        )
+        judged.append(thread.submit(self._judge, group))
         arrived(judged[-1])
 
-      talks = state.conversations
-      with timer.phase("generate"):
-        self.writer.write(
-          state.store, weights, conversations=talks, arrived=hand_over
-        )
-    seen = [future.result() for future in judged]
-    responses = join_rows([each.responses for each in seen])
-    batch = Batch(responses=responses, version=weights.version, metrics={})
-    return Collected(batch, state.replace(store=None), source_state, seen)
+      with self.timer.phase("generate"):
+        self._write(self.state.store, arrived=hand_over)
+    self.judged = [future.result() for future in judged]
+    self.state = self.state.replace(store=None)
+    return join_rows([each.responses for each in self.judged])
 
-  def _windows(self, state, source_state, weights, timer) -> Collected:
+  def windows(self) -> Responses:
     """T-PPO's successive batching: up to W more tokens of every response.
 
     Cut responses continue under the new weights, and new ones replace ended
     ones. If only some responses of a prompt fit, the others start in the
     next step.
     """
-    settings = self._settings
+    settings = self.worker.settings
     room = settings.in_flight * settings.group_size
-    free = room - (0 if state.store is None else len(state.store.lengths))
-    state, source_state = self._begin(
-      state, source_state, -(-max(free, 0) // settings.group_size), timer
-    )
+    free = room - len(sample_ids(self.state.store))
+    self._begin(-(-max(free, 0) // settings.group_size))
+    store = self.state.store
     rule = STOPS[settings.stop].responses(settings.groups * settings.group_size)
-    with timer.phase("generate"):
-      rollout = self.writer.write(
-        take_rows(state.store, np.s_[:room]),
-        weights,
-        window=settings.window,
-        rule=rule,
-        conversations=state.conversations,
+    with self.timer.phase("generate"):
+      rollout = self._write(
+        take_rows(store, np.s_[:room]), window=settings.window, rule=rule
       )
     fresh = take_rows(rollout, rollout.lengths > rollout.window_start)
-    over, seen = is_over(fresh), []
+    over = is_over(fresh)
     batch = join_rows([unjudged(take_rows(fresh, ~over))])
     if over.any():
-      over_rows = take_rows(fresh, over)
-      seen = [self._judge(over_rows, state.conversations, timer)]
-      batch = _merged(batch, seen[0].responses, over)
+      self.judged.append(self._judge(take_rows(fresh, over)))
+      batch = _merged(batch, self.judged[0].responses, over)
     goes_on = take_rows(rollout, rollout.status == Status.TRUNCATED)
-    waiting = take_rows(state.store, np.s_[room:])
-    state = state.replace(store=_joined(goes_on, waiting))
-    batch = Batch(responses=batch, version=weights.version, metrics={})
-    return Collected(batch, state, source_state, seen)
+    self._keep(goes_on, take_rows(store, np.s_[room:]))
+    return batch
 
-  def _begin(self, state, source_state, groups, timer):
+  def _keep(self, *parts: Rollout | None) -> None:
+    """Sets the store to the rows of some parts."""
+    present = [part for part in parts if len(sample_ids(part))]
+    store = join_rows(present) if present else None
+    self.state = self.state.replace(store=store)
+
+  def _begin(self, groups: int) -> None:
     """Draws prompts and adds their empty responses to the store."""
-    with timer.phase("data"):
-      prompts, source_state = self._source.draw(source_state, max(groups, 0))
-    new, state = self._new_responses(state, prompts)
-    return state.replace(store=_joined(state.store, new)), source_state
+    with self.timer.phase("data"):
+      prompts, self.source_state = self.worker.source.draw(
+        self.source_state, max(groups, 0)
+      )
+    new = self._new_responses(prompts)
+    self._keep(self.state.store, new)
 
-  def _new_responses(
-    self, state: RolloutState, prompts: Sequence[Prompt]
-  ) -> tuple[Rollout, RolloutState]:
-    """Returns empty responses to prompts, and the state that counts them."""
-    ends = np.cumsum([state.samples, *self.writer.sizes(prompts)])
+  def _new_responses(self, prompts: Sequence[Prompt]) -> Rollout:
+    """Returns empty responses to prompts, which the state then counts."""
+    state, writer = self.state, self.worker.writer
+    ends = np.cumsum([state.samples, *writer.sizes(prompts)])
     ids = [np.arange(*pair) for pair in itertools.pairwise(ends)]
-    new = self.writer.conversations(prompts, ids)
     # A copy, because it is updated in place.
-    talks, samples = state.conversations | new, int(ends[-1])
-    state = state.replace(samples=samples, conversations=talks)
-    return self.writer.begin(prompts, ids), state
+    talks = state.conversations | writer.conversations(prompts, ids)
+    self.state = state.replace(samples=int(ends[-1]), conversations=talks)
+    return writer.begin(prompts, ids)
 
-  def _write_groups(self, state, missing, weights, timer) -> Rollout:
+  def _write(self, rows: Rollout, **settings: Any) -> Rollout:
+    """Continues responses; settings of `ResponseWriter.write`."""
+    talks = self.state.conversations
+    return self.worker.writer.write(
+      rows, self.weights, conversations=talks, **settings
+    )
+
+  def _write_groups(self, missing: int) -> Rollout:
     """Continues the unfinished responses of the store."""
-    settings, store = self._settings, state.store
+    settings, store, timer = self.worker.settings, self.state.store, self.timer
     over = is_over(store)
     ready = int(sampling.complete(over, store.group).sum())
     unfinished = take_rows(store, ~over)
-    awaited = too_old(unfinished, weights.version, settings.patience)
+    awaited = too_old(unfinished, self.weights.version, settings.patience)
     rule = STOPS[settings.stop].groups(missing - ready, awaited)
     if over.all():
       with timer.phase("generate"):  # Every step has this phase.
         return store
-    write = functools.partial(
-      self.writer.write, weights=weights, conversations=state.conversations
-    )
     written = unfinished
     if settings.pruning is not None:
       with timer.phase("generate"):
-        written = write(unfinished, window=settings.pruning.at)
+        written = self._write(unfinished, window=settings.pruning.at)
       with timer.phase("score"):
-        self._prune(written, weights)
+        self._prune(written)
     done = is_over(written)
     with timer.phase("generate"):
       if not done.all():
         ended = take_rows(written, done)
-        written = write(take_rows(written, ~done), rule=rule)
+        written = self._write(take_rows(written, ~done), rule=rule)
         written = _merged(written, ended, done) if done.any() else written
     # Train on all tokens of a response, including earlier ones.
     start = np.zeros_like(written.window_start)
     written = written.replace(window_start=start)
     return join_rows([take_rows(store, over), written])
 
-  def _prune(self, rollout: Rollout, weights: Weights) -> None:
+  def _prune(self, rollout: Rollout) -> None:
     """Gives up unfinished responses, in place."""
+    pruning = self.worker.settings.pruning
     rows = np.flatnonzero(~is_over(rollout))
     if rows.size:
-      begun, pruning = take_rows(rollout, rows), self._settings.pruning
-      drop = pruning.drop(begun, weights.read(pruning.reads, begun))
+      begun = take_rows(rollout, rows)
+      drop = pruning.drop(begun, self.weights.read(pruning.reads, begun))
       rollout.status[rows[drop]] = int(Status.STOPPED)
 
+  def _fed(self) -> Responses | None:
+    """Returns the replay store with new responses of other policies."""
+    replay, store, found = self.worker.replay, self.state.replay, None
+    if replay.feed is not None:
+      found = replay.feed.read(
+        self.state.samples, store, self.worker.source, self.worker.writer
+      )
+    if found is None:
+      return store
+    rollout, prompts = found
+    judged = self._judge(self._of_now(rollout), prompts)
+    return replay.add(store, judged.responses)
+
+  def _of_now(self, rollout: Rollout) -> Rollout:
+    """Returns responses of others, whose tokens count as the newest."""
+    now = np.full_like(rollout.version, self.weights.version)
+    return rollout.replace(version=now)
+
+  def _judged_rows(self, rows: Rollout) -> Responses:
+    """Returns responses with verdicts; the data vouch for their own."""
+    given, parts = is_demonstrated(rows), []
+    if given.any():
+      parts.append(unjudged(self._of_now(take_rows(rows, given))))
+    if not given.all():
+      self.judged.append(self._judge(join_rows([take_rows(rows, ~given)])))
+      parts.append(self.judged[-1].responses)
+    return join_rows(parts)
+
+  def _second_look(self) -> Judged | None:
+    """Samples and judges what the prompt source draws for a judged batch."""
+    if not self.judged:
+      return None
+    with self.timer.phase("data"):
+      prompts, self.source_state = self.worker.source.again(
+        self.source_state, join_judged(self.judged)
+      )
+    if not prompts:
+      return None
+    rows = self._new_responses(prompts)
+    with self.timer.phase("generate"):
+      rows = self._write(rows)
+    rows = rows.replace(window_start=np.zeros_like(rows.window_start))
+    # Not looked up: these prompts may differ from those of their examples.
+    sizes = self.worker.writer.sizes(prompts)
+    every = [p for p, size in zip(prompts, sizes) for _ in range(size)]
+    return self._judge(rows, every)
+
   def _judge(
-    self,
-    rollout: Rollout,
-    conversations: Conversations,
-    timer: Any,
-    prompts: Sequence[Prompt] | None = None,
+    self, rollout: Rollout, prompts: Sequence[Prompt] | None = None
   ) -> Judged:
-    with timer.phase("reward"):
-      prompts = prompts or self._prompts_of(rollout)
-      judged = self.writer.judge(rollout, prompts, conversations)
-      if self._group_reward is not None:
-        judged = self._group_reward(judged)
+    """Judges responses; their prompts are looked up if none are given."""
+    worker, talks = self.worker, self.state.conversations
+    with self.timer.phase("reward"):
+      prompts = prompts or worker.prompts_of(rollout)
+      judged = worker.writer.judge(rollout, prompts, talks)
+      if worker.group_reward is not None:
+        judged = worker.group_reward(judged)
       return judged
-
-  def _prompts_of(self, rollout: Rollout) -> Sequence[Prompt]:
-    """Looks up the prompt of every row, which may be of an earlier batch."""
-    rows = list(zip(rollout.example_id.tolist(), rollout.group_id.tolist()))
-    prompts = {row: self._source.prompt(*row) for row in set(rows)}
-    return [prompts[row] for row in rows]
-
-
-def is_demonstrated(rollout: Rollout) -> np.ndarray:
-  """Returns responses that the data give as a whole, bool [B]."""
-  present = np.arange(rollout.tokens.shape[1]) < rollout.lengths[:, None]
-  own = (present & (rollout.origin != Origin.FOREIGN)).any(axis=1)
-  return (rollout.status == Status.FINISHED) & ~own
-
-
-def too_old(rollout: Rollout, version: int, max_staleness: int) -> np.ndarray:
-  """Returns rows of groups with a first token at least that old, int [n].
-
-  Given tokens, which a response may begin with, have no age.
-  """
-  first = np.argmax(rollout.mask, axis=1)
-  age = version - rollout.version[np.arange(first.size), first]
-  old = rollout.mask.any(axis=1) & (age >= max_staleness)
-  return np.flatnonzero(np.isin(rollout.group_id, rollout.group_id[old]))
 
 
 def run_key(seed: int, stream: int) -> jax.Array:
@@ -498,18 +443,3 @@ def _merged(first: Any, second: Any, in_second: np.ndarray) -> Any:
   """Merges two records of rows; `in_second`, bool [B], tells their places."""
   order = np.argsort(np.argsort(in_second, kind="stable"))
   return join_rows([take_rows(join_rows([first, second]), order)])
-
-
-def _joined(*parts: Rollout | None) -> Rollout | None:
-  """Concatenates rows; None if there are none."""
-  present = [part for part in parts if part is not None and len(part.lengths)]
-  return join_rows(present) if present else None
-
-
-def sample_ids(rollout: Rollout | None) -> np.ndarray:
-  """Returns the sample ids of the rows, int [B]; empty for None."""
-  return np.zeros(0, int) if rollout is None else rollout.sample_id
-
-
-def _count_groups(rollout: Rollout | None) -> int:
-  return 0 if rollout is None else len(np.unique(rollout.group_id))

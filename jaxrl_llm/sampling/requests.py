@@ -200,7 +200,11 @@ def new_requests(
   Raises:
     ValueError: a prompt is empty or too long, or ids do not belong to prompts.
   """
-  _check_prompts(prompts, config.max_prompt_length)
+  lengths, limit = [len(p) for p in prompts], config.max_prompt_length
+  if lengths and not 1 <= min(lengths) <= max(lengths) <= limit:
+    raise ValueError(
+      f"prompt lengths must be 1..{limit}, got {min(lengths)}..{max(lengths)}"
+    )
   if not len(prompts) == len(sample_ids) == len(group_ids):
     raise ValueError(
       "sample_ids and group_ids must have one entry for each of the"
@@ -209,7 +213,7 @@ def new_requests(
   _check_unique("group_ids of new prompts", group_ids)
   counts = np.asarray([len(ids) for ids in sample_ids], np.int32)
   repeat = lambda x: np.repeat(np.asarray(x, np.int32), counts, axis=0)
-  tokens = np.zeros((len(prompts), config.max_prompt_length), np.int32)
+  tokens = np.zeros((len(prompts), limit), np.int32)
   for row, prompt in zip(tokens, prompts):
     row[: len(prompt)] = prompt
   rows, room = int(counts.sum()), config.max_response_length
@@ -223,7 +227,7 @@ def new_requests(
 
   return Rollout(
     prompt_tokens=repeat(tokens),
-    prompt_lengths=repeat([len(p) for p in prompts]),
+    prompt_lengths=repeat(lengths),
     tokens=full(0, room),
     lengths=full(0),
     mask=np.zeros((rows, room), bool),
@@ -349,12 +353,4 @@ def _check_unique(name, values):
   if np.any(counts > 1):
     raise ValueError(
       f"{name} must differ, got {values[counts > 1].tolist()} more than once"
-    )
-
-
-def _check_prompts(prompts, limit):
-  lengths = [len(p) for p in prompts]
-  if lengths and (min(lengths) < 1 or max(lengths) > limit):
-    raise ValueError(
-      f"prompt lengths must be 1..{limit}, got {min(lengths)}..{max(lengths)}"
     )

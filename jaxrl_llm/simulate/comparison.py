@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxrl_llm import sampling
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.rollout.worker import RolloutSettings
+from jaxrl_llm.rollout.schedule import RolloutSettings
 from jaxrl_llm.simulate.cost import CostModel
 from jaxrl_llm.simulate.lengths import Requests
 from jaxrl_llm.simulate.runs import asynchronous, pipelined, static_batches

@@ -13,13 +13,14 @@ import numpy as np
 
 from jaxrl_llm import metrics, sampling
 from jaxrl_llm.rollout.pipeline import admit
-from jaxrl_llm.rollout.worker import RolloutSettings, RolloutWorker, too_old
+from jaxrl_llm.rollout.schedule import RolloutSettings
+from jaxrl_llm.rollout.worker import RolloutWorker
 from jaxrl_llm.rollout.writer import Weights
 from jaxrl_llm.sampling.rules import Decision, SchedulerView, SchedulingRule
 from jaxrl_llm.simulate.cost import CostModel
 from jaxrl_llm.simulate.engine import SimulatedEngine, SimulatedWriter
 from jaxrl_llm.simulate.lengths import Requests
-from jaxrl_llm.types import Rollout, ended, join_rows
+from jaxrl_llm.types import Rollout, ended, join_rows, too_old
 
 
 def static_batches(view: SchedulerView) -> Decision:

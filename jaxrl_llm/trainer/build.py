@@ -32,8 +32,9 @@ from jaxrl_llm.rewards.groups import GroupReward
 from jaxrl_llm.rewards.judge import Judge
 from jaxrl_llm.rollout.engine import RolloutEngine
 from jaxrl_llm.rollout.pipeline import Pipeline
+from jaxrl_llm.rollout.schedule import RolloutSettings
 from jaxrl_llm.rollout.turns import ConversationConfig
-from jaxrl_llm.rollout.worker import RolloutSettings, RolloutWorker, run_key
+from jaxrl_llm.rollout.worker import RolloutWorker, run_key
 from jaxrl_llm.rollout.writer import ResponseWriter
 from jaxrl_llm.sampling import SamplingSettings, score
 from jaxrl_llm.trainer import data, meshes, sampler, validation
@@ -96,7 +97,12 @@ def make_run(config: Any) -> Run:
     config=config,
     source=source,
     worker=worker,
-    pipeline=_make_pipeline(config),
+    pipeline=Pipeline(
+      lag=config.schedule.lag,
+      overlap=config.schedule.overlap,
+      max_staleness=config_lib.most_staleness(config) - config.schedule.lag,
+      streaming=config.schedule.streaming,
+    ),
     learner=learner,
     transfer=transfer,
     parity_check=sampler.make_parity_check(config, dropless, both, transfer),
@@ -301,16 +307,6 @@ def make_worker(
     )
   group_reward = _make_group_reward(config, judge)
   return RolloutWorker(writer, source, settings, group_reward, replay)
-
-
-def _make_pipeline(config) -> Pipeline:
-  schedule = config.schedule
-  return Pipeline(
-    lag=schedule.lag,
-    overlap=schedule.overlap,
-    max_staleness=config_lib.most_staleness(config) - schedule.lag,
-    streaming=schedule.streaming,
-  )
 
 
 def _make_pretraining(

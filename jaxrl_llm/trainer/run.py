@@ -14,7 +14,8 @@ from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.state import LearnerState
 from jaxrl_llm.rewards.judge import Judge
 from jaxrl_llm.rollout.pipeline import Pipeline
-from jaxrl_llm.rollout.worker import Batch, RolloutState, RolloutWorker
+from jaxrl_llm.rollout.records import Batch, RolloutState
+from jaxrl_llm.rollout.worker import RolloutWorker
 from jaxrl_llm.trainer.value_pretraining import ValuePretraining
 from jaxrl_llm.types import Rollout
 

@@ -36,13 +36,6 @@ def groups_in_flight(config: Any) -> int:
   )
 
 
-def default_slots(config: Any) -> int:
-  """Returns the default number of responses decoded concurrently."""
-  if config.schedule.stop == "all":
-    return config_lib.batch_size(config)
-  return groups_in_flight(config) * config.data.group_size
-
-
 def make_engine(
   config: Any, fns: ModelFns, tokenizer: Tokenizer, mesh: jax.sharding.Mesh
 ) -> RolloutEngine:
@@ -52,7 +45,9 @@ def make_engine(
     InputError: A stop string is not a single token, or the KV cache cannot hold
       a response.
   """
-  slots = config.sampler.slots or default_slots(config)
+  slots = config.sampler.slots or config_lib.batch_size(config)
+  if not config.sampler.slots and config.schedule.stop != "all":
+    slots = groups_in_flight(config) * config.data.group_size
   rows = EXACT_ROWS if config.sampler.exact else 1
   split = sharding.slots_size_of(mesh) * rows
   stop = tokenizer.single_tokens(config.sampler.stop, "config.sampler.stop")

@@ -11,9 +11,9 @@ from jaxrl_llm import metrics
 from jaxrl_llm.learner.state import TrainingBatch
 from jaxrl_llm.rewards import Verdict
 from jaxrl_llm.rewards.judge import Judged
-from jaxrl_llm.rollout.worker import Batch, Collected, is_demonstrated
+from jaxrl_llm.rollout.records import Batch, Collected
 from jaxrl_llm.trainer.run import Run
-from jaxrl_llm.types import Origin, Responses, take_rows
+from jaxrl_llm.types import Origin, Responses, is_demonstrated, take_rows
 
 _DECIMALS = 5
 

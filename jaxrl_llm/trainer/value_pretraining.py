@@ -16,7 +16,9 @@ from jaxrl_llm.learner import metrics as learner_metrics
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.optimizer import TrainState
 from jaxrl_llm.learner.state import LearnerState
-from jaxrl_llm.rollout.worker import RolloutState, RolloutWorker, Weights
+from jaxrl_llm.rollout.records import RolloutState
+from jaxrl_llm.rollout.worker import RolloutWorker
+from jaxrl_llm.rollout.writer import Weights
 from jaxrl_llm.system import processes
 
 FILE = "value_pretrain.jsonl"
@@ -106,10 +108,7 @@ class ValuePretraining:
       while not (done or stop):
         last = self.reward_model_steps + self.steps
         logger.phase(f"value pretraining {state.number}/{last}")
-        if state.number < self.reward_model_steps:
-          state, row = self._learn_outcomes(learner, state, weights)
-        else:
-          state, row, done = self._step(learner, state, weights)
+        state, row, done = self._step(learner, state, weights)
         rows.log(state.number - 1, row)
         stop = stopped.agreed()
         due = stop or state.number % self.save_every == 0
@@ -135,51 +134,12 @@ class ValuePretraining:
   def _step(
     self, learner: LearnerState, state: PretrainingState, weights: Weights
   ) -> tuple[PretrainingState, dict[str, float], bool]:
-    """Runs a batch; returns the state, its row, and whether it was the last."""
-    state, learner, batch, rng, row = self._measure(
-      self.learner, learner, state, weights
-    )
-    explained = row[_EXPLAINED]
-    improved = explained > state.explained + self.min_delta
-    waited = 0 if improved else state.waited + 1
-    if explained > state.explained:
-      state = dataclasses.replace(
-        state,
-        best=jax.tree.map(jnp.copy, state.critic.trained),
-        explained=float(explained),
-        trained_on=state.number,
-      )
-    last = self.reward_model_steps + self.steps
-    done = state.number == last or waited >= self.patience
-    if not done:
-      learner, new = self.learner.update_member(learner, "critic", batch, rng)
-      row |= new
-    state = dataclasses.replace(
-      state, critic=learner.critic, waited=waited, number=state.number + 1
-    )
-    return state, row, done
+    """Runs a batch; returns the state, its row, and whether it was the last.
 
-  def _learn_outcomes(
-    self, learner: LearnerState, state: PretrainingState, weights: Weights
-  ) -> tuple[PretrainingState, dict[str, float]]:
-    """Runs a batch of the reward model; returns the state and its row."""
-    state, learner, batch, rng, row = self._measure(
-      self.reward_model, learner, state, weights
-    )
-    row = {_OUTCOMES: row.pop(_EXPLAINED), **row}
-    learner, new = self.reward_model.update_member(
-      learner, "critic", batch, rng
-    )
-    state = dataclasses.replace(
-      state,
-      critic=learner.critic,
-      best=jax.tree.map(jnp.copy, learner.critic.trained),
-      number=state.number + 1,
-    )
-    return state, row | new
-
-  def _measure(self, trained, learner, state, weights):
-    """Samples responses; returns states, scored batch, generator and row."""
+    The first batches train a reward model; the newest one is the best.
+    """
+    outcomes = state.number < self.reward_model_steps
+    trained = self.reward_model if outcomes else self.learner
     collected = self.worker.collect(
       state.rollout, state.source, weights, metrics.PhaseTimer()
     )
@@ -189,14 +149,35 @@ class ValuePretraining:
     learner = learner.with_model("critic", state.critic)
     learner = learner.replace(step=state.number)
     batch = trained.measure(learner, "critic", responses, rng)
+    explained = learner_metrics.explained_variance(batch.experience)
     row = {
-      _EXPLAINED: learner_metrics.explained_variance(batch.experience),
+      _OUTCOMES if outcomes else _EXPLAINED: explained,
       "reward/accuracy": float(responses.correct.mean()),
     }
+    best, waited, done = {}, state.waited, False
+    if not outcomes:
+      improved = explained > state.explained + self.min_delta
+      waited = 0 if improved else waited + 1
+      last = self.reward_model_steps + self.steps
+      done = state.number == last or waited >= self.patience
+      if explained > state.explained:
+        best = {"explained": explained, "trained_on": state.number}
+        best["best"] = jax.tree.map(jnp.copy, state.critic.trained)
+    if not done:
+      learner, new = trained.update_member(learner, "critic", batch, rng)
+      row |= new
+    if outcomes:
+      best["best"] = jax.tree.map(jnp.copy, learner.critic.trained)
     state = dataclasses.replace(
-      state, source=collected.source_state, rollout=collected.state
+      state,
+      source=collected.source_state,
+      rollout=collected.state,
+      critic=learner.critic,
+      waited=waited,
+      number=state.number + 1,
+      **best,
     )
-    return state, learner, batch, rng, row
+    return state, row, done
 
   def _resume(
     self, workdir: pathlib.Path, saver: checkpoint.Checkpointer, logger: Any

@@ -140,7 +140,7 @@ def collect(run: build.Run):
   collected = run.worker.collect(
     states.rollout,
     states.source,
-    loop._sampled_with(run, states, weights),
+    loop.sampled_with(run, states, weights),
     metrics.PhaseTimer(),
   )
   return states, weights, collected

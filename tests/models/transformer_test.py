@@ -11,7 +11,7 @@ import pytest
 from helpers import tiny
 
 from jaxrl_llm import models
-from jaxrl_llm.models import attention, kernels, numerics, transformer
+from jaxrl_llm.models import attention, decoding, kernels, numerics, transformer
 
 T = 11
 CONFIG = tiny.tiny_config()
@@ -42,7 +42,7 @@ def _close(got, expected, atol=2e-5):
 def _prefilled(params, tokens, *, chunk=512):
   """The cache of contexts, by a prefill that is compiled."""
   run = functools.partial(
-    transformer.prefill,
+    decoding.prefill,
     config=CONFIG,
     numerics=models.Numerics(),
     kernels={KIND: kernels.make_xla(KIND)},
@@ -220,7 +220,7 @@ class TestSamplerDtype:
     )
     params = jax.jit(fns.init)(jax.random.key(0))
     sampler = fns.for_sampling(params)
-    monkeypatch.setattr(transformer, "platform_of", lambda sharding: "tpu")
+    monkeypatch.setattr(decoding, "platform_of", lambda sharding: "tpu")
     plain = fns.for_sampling(params)
     tokens = np.array([[0], [7], [5002]], np.int32)
     positions, writing = np.zeros_like(tokens), np.ones(tokens.shape, bool)

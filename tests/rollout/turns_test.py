@@ -408,7 +408,7 @@ def test_a_hostile_environment_loses_nothing(alone, how):
     assert said["rewards"] == ({"kept": 1.0} if kept else {})
   # Nothing is learned from them.
   texts = {key: json.dumps(said) for key, said in table.items()}
-  prompts = worker._prompts_of(rollout)
+  prompts = worker.prompts_of(rollout)
   judged = worker.writer.judge(rollout, prompts, texts)
   np.testing.assert_array_equal(judged.responses.judged, ~failed)
 

@@ -17,18 +17,13 @@ from jaxrl_llm.errors import InputError, TrainingStopped
 from jaxrl_llm.metrics import PhaseTimer
 from jaxrl_llm.rewards.exact import Verdict
 from jaxrl_llm.rewards.judge import Judge
-from jaxrl_llm.rollout.worker import (
-  RolloutSettings,
-  RolloutWorker,
-  mixed,
-  run_key,
-  too_old,
-)
+from jaxrl_llm.rollout.schedule import RolloutSettings
+from jaxrl_llm.rollout.worker import RolloutWorker, run_key
 from jaxrl_llm.rollout.writer import ResponseWriter, Weights
 from jaxrl_llm.sampling import EngineConfig, EngineStats, SamplingSettings
 from jaxrl_llm.sampling.rules import SchedulerView
 from jaxrl_llm.trainer import build
-from jaxrl_llm.types import Status, ended, take_rows, unjudged
+from jaxrl_llm.types import Status, ended, mixed, take_rows, too_old, unjudged
 
 LIMIT = 6
 

@@ -23,7 +23,7 @@ from jaxrl_llm.errors import InputError, TrainingStopped
 from jaxrl_llm.learner import metrics as learner_metrics
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.rewards.verdict import Verdict
-from jaxrl_llm.rollout.worker import Weights
+from jaxrl_llm.rollout.writer import Weights
 from jaxrl_llm.system import signals
 from jaxrl_llm.trainer import build, loop
 from jaxrl_llm.trainer.value_pretraining import CHECKPOINTS, FOLDER

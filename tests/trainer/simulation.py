@@ -45,8 +45,8 @@ from jaxrl_llm.errors import InputError, TrainingStopped
 from jaxrl_llm.learner.optimizer import TrainState
 from jaxrl_llm.learner.state import LearnerState
 from jaxrl_llm.rollout.pipeline import Pipeline
-from jaxrl_llm.rollout.worker import Batch, Collected, RolloutState
-from jaxrl_llm.trainer import loop, summary
+from jaxrl_llm.rollout.records import Batch, Collected, RolloutState
+from jaxrl_llm.trainer import iteration, loop, summary
 from jaxrl_llm.trainer.run import Run
 from jaxrl_llm.types import Rollout, take_rows, unjudged
 
@@ -452,7 +452,7 @@ def _without_models():
   """Leaves out what the loop tells of models and texts, which are not there."""
   with (
     mock.patch.object(summary, "describe", lambda run: []),
-    mock.patch.object(loop, "samples_of_step", lambda *_: []),
+    mock.patch.object(iteration, "samples_of_step", lambda *_: []),
   ):
     yield
 

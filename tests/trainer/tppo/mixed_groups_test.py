@@ -18,7 +18,7 @@ from helpers.tiny_tppo import (
 )
 
 from jaxrl_llm.rewards.judge import Judge
-from jaxrl_llm.rollout.worker import mixed
+from jaxrl_llm.types import mixed
 
 
 def judged_by(run, right, **changes):

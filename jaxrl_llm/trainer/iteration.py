@@ -1,0 +1,126 @@
+"""One iteration of training: the steps 1 to 9 that `loop` describes."""
+
+import functools
+from typing import Any
+
+from jaxrl_llm import metrics, sync
+from jaxrl_llm.data.prompt_source import PromptSourceState
+from jaxrl_llm.learner.replay import update_twice
+from jaxrl_llm.learner.state import LearnerState
+from jaxrl_llm.rollout.records import Batch, Collected, RolloutState
+from jaxrl_llm.rollout.writer import Weights
+from jaxrl_llm.system import processes
+from jaxrl_llm.trainer.run import Run, States
+from jaxrl_llm.trainer.samples import samples_of_step
+
+
+def iterate(
+  run: Run,
+  states: States,
+  weights: sync.VersionedWeights,
+  timer: metrics.PhaseTimer,
+  logger: Any,
+) -> tuple[States, sync.VersionedWeights, dict[str, float]]:
+  """Runs an iteration: returns new states, new weights and metrics."""
+  sync.check_version(weights, states.step)
+  given = sampled_with(run, states, weights)
+
+  config, scored = run.config.run, []
+  shows = config.samples_every and processes.is_first()
+  shows = shows and (states.step + 1) % config.samples_every == 0
+
+  # 1. Draw prompts, 2. generate, 3. reward ended responses: a batch that is
+  # trained on now, or `schedule.lag` updates later.
+  def collect(rollout: RolloutState, source: PromptSourceState) -> Collected:
+    return run.worker.collect(
+      rollout, source, given, timer, run.pipeline.arrived
+    )
+
+  with run.pipeline.writing(
+    collect,
+    states.rollout,
+    states.source,
+    version=states.step,
+    ready=len(states.batches),
+  ) as written:
+    # 4. Score, 5. estimate, 6. pack, 7. update.
+    watch = scored.append if shows else None
+    learner, row, batch = _learn(run, states, written, timer, watch)
+    with timer.phase("wait"):
+      collected = [future.result() for future in written]
+  row = batch.metrics | row
+  states = States(
+    source=collected[-1].source_state,
+    rollout=collected[-1].state,
+    learner=learner,
+    batches=(*states.batches, *(new.batch for new in collected))[1:],
+  )
+  # 8. Sync the new weights to the sampler.
+  with timer.phase("sync"):
+    weights = run.transfer.send(
+      learner.params("policy"), learner.step, replaces=weights
+    )
+  every = run.config.sampler.parity_check_every
+  if every and states.step % every == 0:
+    with timer.phase("sync"):
+      row |= check_sampler(run, states, weights)
+  # 9. Log.
+  shown = [sample for new in collected for sample in new.new_failures]
+  if shows:
+    more = samples_of_step(run, batch, collected, *scored)
+    here = {sample.sample for sample in more}
+    shown = [each for each in shown if each.sample not in here] + more
+  if shown:
+    logger.samples(states.step, shown)
+  return states, weights, row
+
+
+def _learn(
+  run, states, written, timer, scored
+) -> tuple[LearnerState, dict, Batch]:
+  """Trains on the next batch, or on its groups as they arrive."""
+  if run.pipeline.streaming:
+    groups = run.pipeline.arriving(written, states.step, timer)
+    learner, row = run.learner.update(states.learner, groups, timer, scored)
+    return learner, row, written[0].result().batch
+  with timer.phase("wait"):
+    batch = states.batches[0] if states.batches else written[0].result().batch
+  run.pipeline.check(batch, states.step)
+  every = run.config.run.replay_every
+  due = every and (states.step + 1) % every == 0
+  update = functools.partial(update_twice, run.learner)
+  update = update if due else run.learner.update
+  learner, row = update(states.learner, batch.responses, timer, scored)
+  return learner, row, batch
+
+
+def sampled_with(
+  run: Run, states: States, weights: sync.VersionedWeights
+) -> Weights:
+  """Returns the weights of the sampler, with what it reads of the learner."""
+  return Weights(
+    weights.params,
+    weights.version,
+    states.learner.processor_states,
+    lambda name, rollout: run.learner.read(states.learner, name, rollout),
+  )
+
+
+def check_sampler(
+  run: Run, states: States, weights: sync.VersionedWeights
+) -> dict[str, float]:
+  """Checks that sampler and trainer have equal weights and log-probs.
+
+  Weights must have the same checksums and, unless `sampler.parity_check_every`
+  is 0, give fixed tokens the same log-probs. Checked at every start and every
+  few steps only: within a process, only a bug can make them differ.
+
+  Raises:
+    SyncError: They differ, so that samples would not be the policy's.
+  """
+  params = states.learner.params("policy")
+  sync.verify(weights, run.transfer.checksums(params), version=states.step)
+  if not run.config.sampler.parity_check_every:
+    return {}
+  error = run.parity_check(params, weights)
+  return {"sampler_trainer/parity_error": error}

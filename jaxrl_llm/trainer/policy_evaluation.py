@@ -1,0 +1,167 @@
+"""Evaluates an `api.Policy` with the evaluators of a run."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl_llm import config as config_lib
+from jaxrl_llm import models, workdir
+from jaxrl_llm.data import sources
+from jaxrl_llm.errors import InputError, check_choice
+from jaxrl_llm.evaluate import Evaluation
+from jaxrl_llm.learner import choices
+from jaxrl_llm.rollout.worker import run_key
+from jaxrl_llm.system import plugin
+from jaxrl_llm.trainer import build
+from jaxrl_llm.trainer.run import Run
+from jaxrl_llm.types import Rollout
+
+# Tokens that an evaluated model gets, if its context has them.
+_PROMPT_LENGTH, _RESPONSE_LENGTH = 1024, 2048
+
+
+def make_config(
+  policy: Any,
+  datasets: str,
+  changes: Mapping[str, Any],
+  config: Any = None,
+) -> Any:
+  """Returns the settings of an evaluation.
+
+  Args:
+    policy: the policy; a run has settings of its own.
+    datasets: as in `Policy.evaluate`.
+    changes: values of dotted keys.
+    config: settings of a model; None chooses lengths and template that fit it.
+  """
+  if policy.step is not None:
+    config = workdir.read_config(policy.path)
+  elif config is None:
+    config = config_lib.method("vapo", "gsm8k-smoke")
+    changes = _fitting_settings(policy) | changes
+  config.model.path = policy.directory
+  config_lib.update(config, changes)
+  if datasets:
+    config.eval.path = datasets
+    # Its files have the columns of the training data, if that is of files.
+    files = config.data.source in sources.FILES
+    config.eval.source = "" if files else "jsonl"
+    if files and not config.data.path:
+      config.data.source = "chain_sum"  # Nothing is trained or drawn.
+  # Slots do not change a response; they need to hold all of a problem's.
+  slots = config.sampler.slots or config_lib.batch_size(config)
+  config.sampler.slots = max(slots, config.eval.samples)
+  return config
+
+
+def _fitting_settings(policy: Any) -> dict[str, Any]:
+  """Returns lengths and a template that fit a model, for whole sets."""
+  context = policy.model_config.max_position_embeddings
+  prompt = min(_PROMPT_LENGTH, context // 2)
+  fitting = {
+    "eval.problems": 0,
+    "data.max_prompt_length": prompt,
+    "sampler.max_response_length": min(_RESPONSE_LENGTH, context - prompt),
+  }
+  # Nothing is trained, but a micro-batch has to divide among all devices.
+  for role in ("policy", "value"):
+    fitting[f"optimizer.{role}.micro_batch_size"] = jax.device_count()
+  if policy.tokenizer.chat_template is None:
+    fitting |= {"data.template": "completion", "data.template_settings": {}}
+  return fitting
+
+
+def evaluations(
+  policy: Any,
+  config: Any,
+  *,
+  seed: int | None = None,
+  critic: bool = False,
+  search: str = "",
+) -> Iterator[Evaluation]:
+  """Yields the evaluation of each set of the settings.
+
+  With the seed of a run (None) its last evaluation is repeated exactly; another
+  seed leaves the problems as they are.
+
+  Args:
+    policy: the policy.
+    config: result of `make_config`.
+    seed: seed of the sampling.
+    critic: whether the critic of the run's checkpoint values the responses.
+    search: as in `Policy.evaluate`.
+
+  Raises:
+    InputError: A setting cannot be used, or there is no critic.
+  """
+  for file in config.run.plugins:
+    plugin.load(file)
+  run = build.make_run(config)
+  key = run_key(config.run.seed if seed is None else seed, build.EVALUATION)
+  with contextlib.closing(run.judge), contextlib.closing(run.worker):
+    params = run.transfer.send(_read_params(policy, run), 0).params
+    values = _critic_values(policy, run) if critic or search else None
+    how = _make_search(run, search, values) if search else None
+    for one in run.evaluators:  # With one engine, and what it compiled.
+      writer = dataclasses.replace(one.writer, key=key)
+      found = dataclasses.replace(one, writer=writer, search=how)(params)
+      if values is not None:
+        rollout = found.responses.rollout
+        found = dataclasses.replace(found, values=values(rollout))
+      yield found
+
+
+def _read_params(policy: Any, run: Run) -> Any:
+  """Reads the policy's parameters, with the shardings of the learner."""
+  member = run.learner.policy
+  if policy.step is not None:
+    return workdir.restore_params(
+      policy.path, policy.step, "policy", member.params
+    )
+  shapes = models.merge(member.params)
+  return build.read_policy_params(policy.directory, shapes, member.fns.config)
+
+
+def _critic_values(policy: Any, run: Run) -> Callable[[Rollout], np.ndarray]:
+  """Returns responses -> the critic's value before their last tokens."""
+  member = run.learner.critic
+  if policy.step is None or member is None:
+    raise InputError(f"{policy.path}: there is no critic; give a run with one")
+  if run.config.value.answer_format:
+    raise InputError(
+      f"{policy.path}: its critic reads the answers (value.answer_format), but"
+      " the choice of a response must not"
+    )
+  params = workdir.restore_params(
+    policy.path,
+    policy.step,
+    "critic",
+    member.params,
+    base_of="policy" * member.shares_base,
+  )
+  state = run.learner.alone("critic", params)
+
+  def values(rollout: Rollout) -> np.ndarray:
+    last = np.maximum(rollout.lengths - 1, 0)
+    return run.values(state, rollout)[np.arange(last.size), last]
+
+  return values
+
+
+def _make_search(
+  run: Run, name: str, values: Callable[[Rollout], np.ndarray]
+) -> Callable[..., Rollout]:
+  """Returns the search of an evaluation, see `Evaluator.search`."""
+  check_choice("search", name, choices.SEARCHES)
+  if run.config.environment.name:
+    raise InputError("search does not copy conversations; leave it out")
+  low, high = run.config.reward.incorrect, run.config.reward.correct
+
+  def chance(rollout: Rollout) -> np.ndarray:
+    return np.clip((values(rollout) - low) / (high - low), 0.01, 0.99)
+
+  return lambda write, begun: choices.SEARCHES[name](write, chance, begun)
