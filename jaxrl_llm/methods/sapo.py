@@ -39,7 +39,7 @@ class Swarm:
     """Takes the config group `schedule`."""
     self._own = pathlib.Path(schedule["share_in"])
     self._others = [pathlib.Path(path) for path in schedule["replay_from"]]
-    self._rows: dict[str, int] = {}  # Of the data, by question.
+    self._rows: dict[str, int] = {}  # Rows of the data by question.
     self._seen: set[str] | None = None  # Files that a batch has read.
 
   def read(
