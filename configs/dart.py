@@ -3,9 +3,8 @@
 A prompt whose responses are all wrong gets the last correct response that an
 earlier step sampled for it, as another row of its group. The clip is around the
 policy that sampled a response; clip-higher and the token-level loss are DAPO's.
-The embedded tasks have no end and get a pool of 1,024 prompts. Responses that
-were collected beforehand enter the store by schedule.replay_from, see
-configs/sapo.py.
+Responses that were collected beforehand enter the store by
+schedule.replay_from, see configs/sapo.py.
 
     python scripts/train.py --config=configs/dart.py[:PRESET]
 
@@ -22,6 +21,4 @@ def get_config(preset: str = ""):
   config.schedule.replay = 0.5
   config.schedule.replay_for = "unsolved"
   config.off_policy.proximal = "stored"
-  if not config.data.path:  # A task has no end.
-    config.data.pool = 1024
   return config

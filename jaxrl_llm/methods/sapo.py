@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.data import curriculum, replay, rows
+from jaxrl_llm.data import replay, rows
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.judge import Judged
 from jaxrl_llm.system import files, processes
@@ -94,7 +94,6 @@ class Swarm:
   def _row(self, question: str, source: Any) -> int | None:
     """Returns the row of the data with a question; None without one."""
     if not self._rows:
-      curriculum.check_pool(source)
       every = range(len(source))
       self._rows = {source.example(i, 0).question: i for i in every}
     return self._rows.get(question)

@@ -139,6 +139,7 @@ _ONE_SIDED = {
 
 # Responses to prompts of a pool that is passed through twice.
 _POOL = {"run.steps": 60, "eval.every": 10, "data.prompts_per_step": 32}
+_POOL |= {"data.pool": 1024}
 _SHUFFLED = _POOL | {"data.order": "shuffled"}
 
 
