@@ -149,7 +149,8 @@ def _of(prompts: int, tries: int, **changes: Any) -> dict[str, Any]:
   return _RUN | shape | {"optimizer.policy.mini_batch": 0} | changes
 
 
-_PLAIN_GROUPS = {"data.order": "shuffled", "estimator.name": "group"}
+_ALONE = {"data.order": "shuffled"}  # Without a second look at a prompt.
+_PLAIN_GROUPS = _ALONE | {"estimator.name": "group"}
 
 STUDIES: Mapping[str, Study] = {
   "vapo_ablations": Study(
@@ -268,6 +269,8 @@ STUDIES: Mapping[str, Study] = {
     variants=(
       Variant("4 tries of 60 prompts", "dars", _of(60, 4, **_PLAIN_GROUPS)),
       Variant("10 tries of 24", "dars", _of(24, 10, **_PLAIN_GROUPS)),
+      Variant("4 tries of 36", "dars", _of(36, 4, **_PLAIN_GROUPS)),
+      Variant("4 tries of 36, DARS's baseline", "dars", _of(36, 4, **_ALONE)),
       Variant("DARS, equal", "dars", _of(36, 4)),
       Variant(
         "DARS, hard",
@@ -285,6 +288,7 @@ STUDIES: Mapping[str, Study] = {
       Variant("8 tries", "adhint", _of(16, 8, **_PLAIN_GROUPS)),
       Variant("16 tries", "adhint", _of(16, 16, **_PLAIN_GROUPS)),
       Variant("ADHint", "adhint", _of(16, 8)),
+      Variant("8 tries, SCOPE's baseline", "scope", _of(16, 8, **_ALONE)),
       Variant("SCOPE", "scope", _of(16, 8)),
       Variant("half is replayed", "replay", _of(16, 16)),
       Variant("DART", "dart", _of(16, 8)),
