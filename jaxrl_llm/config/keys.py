@@ -141,8 +141,9 @@ class Data(Group, path="data"):
   settings = Key({}, None,
     "Keyword arguments of the source, such as max_ops or digits.", FIXED)
   pool = Key(0, COUNT,
-    "Number of examples to train on, the first ones. 0 uses all or, of a task"
-    " without an end, 1,024 if the method keeps a record of each.", FIXED)
+    "Number of examples to train on, the first ones; those of a task then do"
+    " not depend on run.seed. 0 uses all or, of a task without an end, 1,024 if"
+    " the method keeps a record of each.", FIXED)
   holdout = Key(0.05, BELOW_1,
     "Fraction of the questions held out for evaluation, at least 1 and at most"
     " 1,000 questions. Applies to sources without splits if eval.path is not"

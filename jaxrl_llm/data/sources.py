@@ -158,7 +158,8 @@ def make_source(
     )
   given = {"path": path, "split": split, "seed": seed, "columns": columns}
   for key in given.keys() & settings:
-    raise InputError(f"data.settings has {key!r}; set data.{key} instead")
+    place = "run.seed" if key == "seed" else f"data.{key}"
+    raise InputError(f"data.settings has {key!r}; set {place} instead")
   taken = {key: value for key, value in given.items() if key in known}
   own = ", ".join(sorted(known - given.keys())) or "none"
   with as_input_error(

@@ -66,7 +66,7 @@ class Swarm:
     ids = itertools.count(min([0, *taken.get("group_id", ())]) - 1, -1)
     asked = [(source.prompt(row, next(ids)), x) for row, x in found.items()]
     asked = [(prompt, x) for prompt, x in asked if prompt is not None]
-    if lines and not asked:
+    if lines and not asked and store is None:
       raise InputError(
         f"{lines[0][0]}: no response from there ended and has a question of the"
         " training data; generate from these"

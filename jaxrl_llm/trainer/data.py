@@ -46,10 +46,12 @@ def make_prompts(
     InputError: the data cannot be used.
   """
   data = config.data
-  train, sets = _examples(config)
   make, own = prompt_source.PROMPT_SOURCES[data.order], data.order_settings
+  pooled = data.pool or _records_prompts(config, make)
+  # Runs of different seeds that share a pool know the same questions.
+  train, sets = _examples(config, seed=0 if pooled else config.run.seed)
   size = data.pool or len(train)
-  if size > curriculum.LARGEST and _records_prompts(config, make):
+  if pooled and size > curriculum.LARGEST:
     size = _POOL
   if size < len(train):
     train = sources.LazySource(train.__getitem__, range(size))
@@ -77,7 +79,7 @@ def make_prompts(
   return stream, problems
 
 
-def _records_prompts(config, make: Callable[..., PromptSource]) -> bool:
+def _records_prompts(config: Any, make: Callable[..., PromptSource]) -> bool:
   """Whether the run keeps a record of each prompt that may be asked again."""
   schedule = config.schedule
   asked_again = schedule.share_in or schedule.replay_for != "any"
@@ -162,13 +164,18 @@ def check_prompts(source: PromptSource) -> None:
     processes.in_shares(source.check, range(min(len(source), CHECKED)))
 
 
-def _examples(config: Any) -> tuple[sources.Source, list[tuple]]:
-  """Returns examples to train on; name, examples and origin of each set."""
+def _examples(config: Any, seed: int) -> tuple[sources.Source, list[tuple]]:
+  """Returns examples to train on; name, examples and origin of each set.
+
+  Args:
+    config: settings of the run.
+    seed: seed of the problems of a task.
+  """
   data, evaluation = config.data, config.eval
   path = benchmarks.training_files(data.path, data.source)
   label = benchmarks.label(data.path, data.source)
   own = {"settings": dict(data.settings), "columns": dict(data.columns)}
-  given = {"seed": config.run.seed, "split": evaluation.split}
+  given = {"seed": seed, "split": evaluation.split}
   train = sources.make_source(
     data.source, **own, **given | {"path": path, "split": data.split}
   )

@@ -292,6 +292,7 @@ class TestMakeSource:
       ("jsonl", {}, "'jsonl' needs data.path"),
       ("sums", {"max_ops": 2}, "max_ops.*the settings of 'sums' are digits, e"),
       ("sums", {"split": "eval"}, "data.settings has 'split'; set data.split"),
+      ("sums", {"seed": 1}, "data.settings has 'seed'; set run.seed"),
       ("sums", {"digits": 9}, "digits must be 1 or 2"),
     ],
   )

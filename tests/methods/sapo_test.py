@@ -1,5 +1,6 @@
 """Responses of other policies: SAPO's sharing, exact weights, F-TIS's mask."""
 
+import functools
 import json
 import shutil
 
@@ -268,6 +269,23 @@ def test_files_that_do_not_fit_are_refused(model, tmp_path, change, said):
   write(tmp_path / "given.jsonl", [line | change])
   with pytest.raises(InputError, match=r"given.jsonl:1.*" + said):
     tiny_run.collect(run)
+
+
+def test_later_files_of_other_questions_are_passed_over(model, tmp_path):
+  names = "first.jsonl", "second.jsonl"
+  run = build.make_run(doors.make_config(model, **sharing(tmp_path, *names)))
+  write(tmp_path / names[0], lines_of(run, questions(run, 3)))
+  store = tiny_run.collect(run)[-1].state.replay
+  write(tmp_path / names[1], lines_of(run, ["1+1+1+1?"]))
+  read = functools.partial(
+    run.worker.replay.feed.read, source=run.source, writer=run.worker.writer
+  )
+  assert read(100, store) is None
+  (tmp_path / "own" / f"{101:012d}.read").write_text(
+    json.dumps([str(tmp_path / names[1])])
+  )
+  with pytest.raises(InputError, match="no response from there"):
+    read(101, None)
 
 
 def test_data_without_an_end_get_a_pool(model, tmp_path):
