@@ -1,8 +1,8 @@
 """DOTS (Sun et al. 2025, arXiv 2506.05316): prompts solved half of the time.
 
-The rest is GRPO with clip-higher and the token-level loss. The embedded tasks
-have no end and get a pool of 1,024 prompts. data.order_settings has target
-(0.5), tau (0.1) and explore, the fraction that is drawn uniformly (0.1).
+The rest is GRPO with clip-higher and the token-level loss. data.order_settings
+has target (0.5), tau (0.1) and explore, the fraction that is drawn uniformly
+(0.1).
 
     python scripts/train.py --config=configs/dots.py[:PRESET]
 
@@ -17,6 +17,4 @@ def get_config(preset: str = ""):
   """Returns the settings of the method at the scale of a preset."""
   config = config_lib.grouped(preset)
   config.data.order = "target_rate"
-  if not config.data.path:  # A task has no end.
-    config.data.pool = 1024
   return config

@@ -1,9 +1,8 @@
 """DPS (2026, arXiv 2603.10887): groups that are predicted to be mixed.
 
 The rest is GRPO with clip-higher and the token-level loss; DAPO's dynamic
-sampling, which it replaces, is off. The embedded tasks have no end and get a
-pool of 1,024 prompts. data.order_settings has explore, the fraction that is
-drawn uniformly (0.1).
+sampling, which it replaces, is off. data.order_settings has explore, the
+fraction that is drawn uniformly (0.1).
 
     python scripts/train.py --config=configs/dps.py[:PRESET]
 
@@ -18,6 +17,4 @@ def get_config(preset: str = ""):
   """Returns the settings of the method at the scale of a preset."""
   config = config_lib.grouped(preset)
   config.data.order = "dps"
-  if not config.data.path:  # A task has no end.
-    config.data.pool = 1024
   return config

@@ -2,7 +2,7 @@
 
 The tries of a step are distributed over its prompts by how much their rewards
 vary; their sum is fixed. The rest is GRPO with clip-higher and the token-level
-loss. The embedded tasks have no end and get a pool of 1,024 prompts.
+loss.
 
     python scripts/train.py --config=configs/gdro.py[:PRESET]
 
@@ -17,6 +17,4 @@ def get_config(preset: str = ""):
   """Returns the settings of the method at the scale of a preset."""
   config = config_lib.grouped(preset)
   config.data.order = "gdro"
-  if not config.data.path:  # A task has no end.
-    config.data.pool = 1024
   return config

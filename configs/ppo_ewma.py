@@ -27,5 +27,5 @@ def get_config(preset: str = ""):
   config.off_policy.proximal = "ewma"
   config.off_policy.ewma_decay = 0.889
   if preset == "qwen2.5-32b":
-    config.sampler.max_response_length = 24576  # As in T-PPO.
+    config.sampler.max_response_length = 24576  # T-PPO has the same.
   return config

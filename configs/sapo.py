@@ -24,6 +24,4 @@ def get_config(preset: str = ""):
   config.schedule.replay = 0.5
   config.schedule.replay_keep = "foreign"
   config.loss.max_distance = 5.0
-  if not config.data.path:  # Questions of others are found in a pool alone.
-    config.data.pool = 1024
   return config

@@ -118,6 +118,14 @@ class TestAlone:
     row = metrics.read_rows(moved / "metrics.jsonl")[1]
     assert result["avg@2"] == row[f"eval/{result['dataset']}/avg@2"]
 
+  def test_search_by_the_critic(self, moved):
+    code, output, errors = _evaluate(f"--checkpoint={moved}", "--search=dora")
+    assert code == 0, errors
+    result = json.loads(output.splitlines()[-1])
+    assert 0 <= result["best@2"] <= result["pass@2"]
+    code, _, errors = _evaluate(f"--checkpoint={moved}", "--search=broad")
+    assert code == 2 and "--search=broad" in errors and "beam" in errors
+
   def test_a_report(self, moved):
     pytest.importorskip("matplotlib")
     report_run = report.load_run(moved)

@@ -30,11 +30,6 @@ def _resolved(study, variant) -> dict:
   return configs.resolved(config)
 
 
-def _differing(left: dict, right: dict) -> set[str]:
-  assert left.keys() == right.keys()
-  return {key for key in left if left[key] != right[key]}
-
-
 def _rows(accuracies, *, seconds=2.0, tokens=100.0, decode_steps=20.0):
   """A run evaluated at step 0 and at every second step."""
   rows = [{"step": 0, "eval/test_set/avg@2": accuracies[0]}]
@@ -229,7 +224,11 @@ class TestStudies:
       assert overrides.pop("run.x") == "1"
       assert overrides.pop("run.seed") == "3"
       resolved = _resolved(study, variant)
-      assert overrides == {key: str(resolved[key]) for key in variant.changes}
+      kept = {key: resolved[key] for key in variant.changes}
+      assert overrides == {
+        key: str(x.to_dict() if hasattr(x, "to_dict") else x)
+        for key, x in kept.items()
+      }
 
   def test_a_plugin_goes_to_every_run(self, monkeypatch, tmp_path, capsys):
     given = []
@@ -255,12 +254,12 @@ class TestStudies:
     for study in STUDIES.values():
       arms = [_resolved(study, variant) for variant in study.variants]
       for i, config in enumerate(arms):
-        assert all(_differing(config, other) for other in arms[:i])
+        assert all(configs.differing(config, other) for other in arms[:i])
 
   def test_dapo_is_reached_one_part_at_a_time(self):
     study = STUDIES["dapo_increments"]
     arms = [_resolved(study, variant) for variant in study.variants]
-    steps = [_differing(a, b) for a, b in zip(arms, arms[1:])]
+    steps = [configs.differing(a, b) for a, b in zip(arms, arms[1:])]
     assert steps == [
       {"loss.overlong_filter"},
       {"loss.clip_high"},
@@ -276,7 +275,7 @@ class TestStudies:
     vapo = _resolved(study, variants["VAPO, full rollouts"])
     for variant in study.variants:
       if variant.method == "tppo":
-        changed = _differing(_resolved(study, variant), vapo)
+        changed = configs.differing(_resolved(study, variant), vapo)
         # Steps of a window are shorter, so there are more of them.
         length = {"run.steps", "eval.every"}
         assert changed - length - {"estimator.boundary"} == {"schedule.window"}

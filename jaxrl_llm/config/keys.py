@@ -41,9 +41,8 @@ class Model(Group, path="model"):
     " hold twice the tokens of bfloat16, and log-probs differ more. On a CPU,"
     " both are several times slower than float32.", FIXED)
   remat_policy = Key("full", Names("models.transformer:REMAT_POLICIES"),
-    "What the backward pass recomputes of each layer: everything ('full'), all"
-    " but matrix products ('dots') or nothing ('none'). More recomputation"
-    " saves memory.")
+    "Recomputation in the backward pass: everything in a layer ('full'), all"
+    " but matrix products ('dots') or nothing ('none'). More saves memory.")
   head_chunk = Key(0, COUNT,
     "Positions per application of the vocabulary head. Lower to save memory; 0"
     " chooses by device: 128 on CPUs, else 512 MiB of logits.")
@@ -118,10 +117,10 @@ class Value(Group, path="value"):
   pretrain_min_delta = Key(0.01, None,
     "Minimum increase of the explained variance that counts as better.")
   init_from = Key("", None,
-    "What the critic starts from: the workdir of a run (its pretrained critic)"
-    " or a Hugging Face directory, of a critic (scripts/convert.py --critic) or"
-    " of another model with the policy's tokenizer, which gets a new head. ''"
-    " is the policy.")
+    "Initial critic: the pretrained critic of a run (its workdir) or a Hugging"
+    " Face directory, of a critic (scripts/convert.py --critic) or of another"
+    " model with the policy's tokenizer, which gets a new head. '' is the"
+    " policy.")
 
 
 class Data(Group, path="data"):
@@ -142,7 +141,8 @@ class Data(Group, path="data"):
   settings = Key({}, None,
     "Keyword arguments of the source, such as max_ops or digits.", FIXED)
   pool = Key(0, COUNT,
-    "Number of examples to train on, the first ones; 0 uses all.", FIXED)
+    "Number of examples to train on, the first ones. 0 uses all or, of a task"
+    " without an end, 1,024 if the method keeps a record of each.", FIXED)
   holdout = Key(0.05, BELOW_1,
     "Fraction of the questions held out for evaluation, at least 1 and at most"
     " 1,000 questions. Applies to sources without splits if eval.path is not"
@@ -166,7 +166,7 @@ class Data(Group, path="data"):
   max_prompt_length = Key(16, SOME,
     "Maximum length of a prompt in tokens; see data.on_long.", FIXED)
   on_long = Key("error", Choice(("error", "drop")),
-    "What happens to prompts over data.max_prompt_length, and to demonstrations"
+    "Treatment of prompts over data.max_prompt_length, and of demonstrations"
     " over sampler.max_response_length: 'error' refuses the data at the start,"
     " 'drop' skips them.")
 
@@ -334,9 +334,13 @@ class Schedule(Group, path="schedule"):
     " store; their log-probs are corrected by off_policy.correction.", SWITCH)
   replay_capacity = Key(512, SOME,
     "Groups in that store; the oldest ones leave first.")
-  replay_keep = Key("mixed", Names("rollout.replay:KEEP"), "Groups that are"
+  replay_keep = Key("mixed", Names("data.replay:KEEP"), "Groups that are"
     " stored: those with correct and incorrect responses ('mixed'), of other"
     " policies alone ('foreign'), or 'all'.")
+  replay_for = Key("any", Names("data.replay:REPLAYS"), "Groups to replay"
+    " for: 'any' draws whole groups in place of new ones; 'unsolved' (DART)"
+    " stores correct responses, and adds one to each group without any, to at"
+    " most the fraction schedule.replay of the groups.")
   replay_from = Key((), None, "Sources of responses of other policies for that"
     " store, read when they appear: JSONL files of generate.py for questions of"
     " the training data, and schedule.share_in of other runs.")

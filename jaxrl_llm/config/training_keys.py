@@ -217,7 +217,7 @@ class Eval(Group, path="eval"):
     " chain_sum, or gsm8k, math500, aime24, aime25, amc23, minerva or"
     " olympiadbench in the Hugging Face cache. Each has metrics of its own,"
     " eval/NAME/*.", HELD_OUT)
-  on_overlap = Key("warn", Choice(("warn", "drop")), "What happens to problems"
+  on_overlap = Key("warn", Choice(("warn", "drop")), "Treatment of problems"
     " whose question is trained on, up to whitespace: 'warn' counts them at the"
     " start, 'drop' leaves them out of the evaluation.")
   split = Key("eval", None,
@@ -267,8 +267,8 @@ class Run(Group, path="run"):
   watch_hosts_s = Key(4.0, Range(0.0), "Seconds between samples of each of"
     " several processes. One that is slow, silent or uses far more memory than"
     " the others for four samples is named; 0 is off.")
-  on_suspect = Key("warn", Choice(("warn", "stop")), "What happens when a"
-    " process is named: 'warn' writes a line, 'stop' also saves after the step"
+  on_suspect = Key("warn", Choice(("warn", "stop")), "Reaction to a suspect"
+    " process: 'warn' writes a line, 'stop' also saves after the step"
     " and exits with 75.")
 
 # fmt: on

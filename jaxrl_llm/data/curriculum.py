@@ -10,9 +10,8 @@ from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.errors import InputError, check_number
 from jaxrl_llm.types import Responses
 
-_LARGEST = (
-  10_000_000  # Prompts in a pool; a curriculum has arrays of that size.
-)
+# Prompts in a pool at most; a curriculum has arrays of that size.
+LARGEST = 10_000_000
 
 
 class Results(NamedTuple):
@@ -39,9 +38,9 @@ def results_of(responses: Responses) -> Results:
 
 def check_pool(source: PromptSource) -> None:
   """Refuses data without an end, by an InputError."""
-  if len(source) > _LARGEST:
+  if len(source) > LARGEST:
     raise InputError(
-      f"a record is kept of every prompt, at most {_LARGEST:,}; set"
+      f"a record is kept of every prompt, at most {LARGEST:,}; set"
       " config.data.pool to their number"
     )
 

@@ -354,7 +354,3 @@ class PromptSource:
 
 # Name -> prompt source; see `register.prompt_source`.
 PROMPT_SOURCES = Table("prompt_source", shuffled=PromptSource)
-
-# Setting that switches it on -> (config group schedule) -> what exchanges
-# responses with other policies, see `methods.sapo.Swarm`.
-FEEDS = Table("feed")

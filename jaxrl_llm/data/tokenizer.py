@@ -20,7 +20,7 @@ from jaxrl_llm.errors import InputError, as_input_error
 
 _MAX_TEMPLATE_CHARS = 1 << 16
 _AGAIN = "download it again"
-_MAX_BYTES = 4  # Of a character.
+_MAX_BYTES = 4  # UTF-8 bytes of a character.
 _PRIVATE_USE = range(0xE000, 0xF900)
 
 

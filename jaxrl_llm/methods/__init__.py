@@ -8,9 +8,9 @@ what the files register.
 
 # File -> kind of a part -> its name, or several with spaces between: a value of
 # `estimator.name`, `estimator.lambda_schedule`, `loss.name`, `loss.kl`,
-# `data.order`, `reward.group` or `off_policy.proximal`, the setting that
-# switches it on, or the name of an input, of a companion, of frozen models that
-# other parts read or of a critic of several models.
+# `data.order`, `reward.group`, `off_policy.proximal` or `schedule.replay_for`,
+# the setting that switches it on, or the name of an input, of a companion, of
+# frozen models that other parts read or of a critic of several models.
 FILES: dict[str, dict[str, str]] = {
   "a_3po": {"proximal": "interpolate"},
   "adhint": {"prompt_source": "hints", "estimator": "hinted"},
@@ -22,6 +22,7 @@ FILES: dict[str, dict[str, str]] = {
   },
   "cispo": {"loss": "cispo"},
   "dars": {"prompt_source": "dars", "estimator": "example"},
+  "dart": {"replay": "unsolved"},
   "deepseek_v3_2": {"loss": "clip_off_policy_mask", "kl": "unbiased"},
   "distill": {
     "estimator": "distillation",

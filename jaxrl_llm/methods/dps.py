@@ -17,7 +17,7 @@ import numpy as np
 from jaxrl_llm import register
 from jaxrl_llm.data.curriculum import Curriculum, results_of
 
-_MIXED = 1  # Of none, mixed, all.
+_MIXED = 1  # The outcomes of a group are none, mixed and all.
 
 
 @chex.dataclass(frozen=True)

@@ -22,14 +22,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.data import curriculum, prompt_source, rows
+from jaxrl_llm.data import replay, rows
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.rewards.judge import Judged
 from jaxrl_llm.system import files, processes
 from jaxrl_llm.types import Origin, Responses, Rollout, Status
 
 _FIRST_SAMPLE = 1 << 30  # Above every sample id of the run itself.
-_EMPTY = {"group_id": (), "sample_id": ()}
 _ENDS = {x.name.lower(): x for x in (Status.FINISHED, Status.OVERLONG)}
 
 
@@ -40,7 +39,7 @@ class Swarm:
     """Takes the config group `schedule`."""
     self._own = pathlib.Path(schedule["share_in"])
     self._others = [pathlib.Path(path) for path in schedule["replay_from"]]
-    self._rows: dict[str, int] = {}  # Of the data, by question.
+    self._rows: dict[str, int] = {}  # Rows of the data by question.
     self._seen: set[str] | None = None  # Files that a batch has read.
 
   def read(
@@ -63,8 +62,8 @@ class Swarm:
       if line[1].get("stop_reason") in _ENDS:
         found.setdefault(self._row(question, source), []).append(line)
     found.pop(None, None)  # Questions that this run does not train on.
-    taken = _EMPTY if store is None else store.rollout
-    ids = itertools.count(min([0, *taken["group_id"]]) - 1, -1)
+    taken = {} if store is None else store.rollout
+    ids = itertools.count(min([0, *taken.get("group_id", ())]) - 1, -1)
     asked = [(source.prompt(row, next(ids)), x) for row, x in found.items()]
     asked = [(prompt, x) for prompt, x in asked if prompt is not None]
     if lines and not asked:
@@ -72,7 +71,7 @@ class Swarm:
         f"{lines[0][0]}: no response from there ended and has a question of the"
         " training data; generate from these"
       )
-    ids = itertools.count(max([_FIRST_SAMPLE, *taken["sample_id"]]) + 1)
+    ids = itertools.count(max([_FIRST_SAMPLE, *taken.get("sample_id", ())]) + 1)
     numbers = [[next(ids) for _ in group] for _, group in asked]
     begun = writer.begin([prompt for prompt, _ in asked], numbers)
     for row, line in enumerate(itertools.chain(*(x for _, x in asked))):
@@ -87,15 +86,14 @@ class Swarm:
       rollout = each.responses.rollout
       shared = each.responses.ended & each.responses.judged
       shared &= rollout.mask.sum(axis=1) == rollout.lengths  # Nothing is given.
-      lines += [_record(each, row) for row in np.flatnonzero(shared).tolist()]
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    if text:
-      files.write_whole(self._own / f"{number:012d}.jsonl", text)
+      records = [_record(each, row) for row in np.flatnonzero(shared).tolist()]
+      lines += [json.dumps(record) + "\n" for record in records]
+    if lines:
+      files.write_whole(self._own / f"{number:012d}.jsonl", "".join(lines))
 
   def _row(self, question: str, source: Any) -> int | None:
     """Returns the row of the data with a question; None without one."""
     if not self._rows:
-      curriculum.check_pool(source)
       every = range(len(source))
       self._rows = {source.example(i, 0).question: i for i in every}
     return self._rows.get(question)
@@ -114,8 +112,7 @@ class Swarm:
       files.write_whole(journal, json.dumps(names))
       self._seen |= {*names}
     names = json.loads(journal.read_text())
-    read = [rows.read_rows(pathlib.Path(name)) for name in names]
-    return list(itertools.chain(*read))
+    return [row for name in names for row in rows.read_rows(pathlib.Path(name))]
 
 
 def _record(judged: Judged, row: int) -> dict[str, Any]:
@@ -140,19 +137,18 @@ def _fill(
     InputError: It lacks something, or does not fit.
   """
   tokens, logprobs = (record.get(x) or [] for x in ("tokens", "logprobs"))
-  length = len(tokens)
-  fits = 0 < length == len(logprobs) <= rollout.tokens.shape[1]
+  fits = 0 < len(tokens) == len(logprobs) <= rollout.tokens.shape[1]
   if not fits or "turns" in record or decode(tokens) != record.get("text"):
     raise InputError(
       f"{where}: give up to sampler.max_response_length tokens of the run's own"
-      f" tokenizer with a log-prob each, and no turns; there are {length} with"
-      f" {len(logprobs)} log-probs"
+      " tokenizer with a log-prob each, and no turns; there are"
+      f" {len(tokens)} with {len(logprobs)} log-probs"
     )
-  new = np.s_[row, :length]
+  new = np.s_[row, : len(tokens)]
   rollout.tokens[new], rollout.behavior_logprobs[new] = tokens, logprobs
   rollout.mask[new], rollout.origin[new] = True, int(Origin.OTHER)
-  rollout.lengths[row] = length
+  rollout.lengths[row] = len(tokens)
   rollout.status[row] = int(_ENDS[record["stop_reason"]])
 
 
-prompt_source.FEEDS["share_in"] = Swarm
+replay.FEEDS["share_in"] = Swarm

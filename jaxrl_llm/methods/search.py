@@ -25,7 +25,7 @@ from jaxrl_llm.learner import choices
 from jaxrl_llm.types import Rollout, ended, join_rows, take_rows
 
 _STEPS = 8  # Times that a response of the greatest length is judged.
-_COPIES = 4  # Of a response in a beam.
+_COPIES = 4  # A beam copies a response that often.
 
 # (chances [n], tokens of the responses as counts [n, V]) -> weights [n].
 Weigh = Callable[[np.ndarray, np.ndarray], np.ndarray]

@@ -27,7 +27,7 @@ class Chip(NamedTuple):
 
   memory: float  # Bytes; of a GPU as CUDA reports it.
   flops: float  # Dense bfloat16 floating-point operations per second.
-  bandwidth: float  # Of its memory, bytes per second.
+  bandwidth: float  # Memory bandwidth in bytes per second.
   links: float  # From other chips, all links together, bytes per second.
   gpu: Gpu | None = None
 

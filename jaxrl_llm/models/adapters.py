@@ -20,8 +20,9 @@ SCALINGS = {
   "lora": lambda alpha, rank: alpha / rank,
   "rslora": lambda alpha, rank: alpha / rank**0.5,
 }
-# How the base is stored -> dtype of what is read. In fewer bits than 16 are the
-# kernels of layers, in a format of `numerics`; all else is bfloat16.
+# `model.base_dtype` -> dtype of the parameters as read from files. Formats with
+# fewer than 16 bits (see `numerics`) hold the kernels of layers alone; all else
+# is bfloat16.
 BASE_DTYPES = {
   "float32": "float32",
   "bfloat16": "bfloat16",

@@ -88,7 +88,7 @@ class ValueFns(NamedTuple):
   #  [R, C], and the other inputs of its loss, [R, C, ...]; auxiliary losses
   #  [R, C]).
   outputs: Callable[..., tuple[dict[str, jax.Array], dict[str, jax.Array]]]
-  # As in `ModelFns`.
+  # See `ModelFns`.
   shares_prompts: bool
   head: heads.ValueHead
 

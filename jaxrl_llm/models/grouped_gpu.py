@@ -93,7 +93,7 @@ def _grouped_product(rows, transposed, x_ref, kernel_ref, tiles_ref, out_ref):
   column, tile = _block(pl.program_id(0), _COLUMNS), pl.program_id(1)
   group, first, end = (tiles_ref[tile, i] for i in range(3))
   row = first + jnp.arange(rows)
-  axis = 1 if transposed else 0  # Of the terms, in a block of the matrix.
+  axis = 1 if transposed else 0  # The terms' axis in a block of the matrix.
 
   def add(i, sum_):
     term = _block(i, _TERMS)

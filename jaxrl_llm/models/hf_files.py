@@ -42,7 +42,7 @@ class Tensor(NamedTuple):
 
   path: pathlib.Path
   name: str
-  dtype: str  # As named in the file, such as 'BF16'.
+  dtype: str  # Its name in the file, such as 'BF16'.
   shape: tuple[int, ...]
   file: safetensors.safe_open
 

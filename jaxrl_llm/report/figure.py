@@ -25,7 +25,7 @@ _STYLE = {
   "legend.edgecolor": "none",
   "legend.fontsize": 8,
 }
-_CHARACTERS = 12  # Of a title or legend, per inch.
+_CHARACTERS = 12  # Characters of a title or legend per inch.
 _POINTS = 200
 _NAMES = 4  # In a line of the legend, at most.
 

@@ -37,7 +37,7 @@ _FIELDS = ("step", "prompt", "response", "gold", "extracted", "reward")
 _FIELDS += ("length", "stop", "error", "correct", "parts", "example")
 _FIELDS += ("group", "sample")
 _BLOCK = 500  # Responses in an element of per-token data, as in page.js.
-_MOST_CHARACTERS = 300_000_000  # Of per-token data, which browsers can hold.
+_MOST_CHARACTERS = 300_000_000  # Per-token data that browsers can hold.
 
 
 def write_page(

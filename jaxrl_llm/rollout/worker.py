@@ -21,6 +21,7 @@ import numpy as np
 
 from jaxrl_llm import sampling
 from jaxrl_llm.data.prompt_source import PromptSource, PromptSourceState
+from jaxrl_llm.data.replay import Replay
 from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.rewards.groups import GroupReward
 from jaxrl_llm.rewards.judge import Judged, join_judged
@@ -40,7 +41,6 @@ from jaxrl_llm.rollout.records import (
   count_groups,
   sample_ids,
 )
-from jaxrl_llm.rollout.replay import Replay
 from jaxrl_llm.rollout.schedule import STOPS, RolloutSettings, too_few
 from jaxrl_llm.rollout.writer import ResponseWriter, Weights
 from jaxrl_llm.types import (
@@ -251,11 +251,12 @@ class _Collection:
         batch.rollout, self.state.store, self.weights.version
       )
     if replay is not None:
-      self.state = self.state.replace(
-        replay=replay.add(self.state.replay, batch)
-      )
+      store = self.state.replay
+      replayed = replayed or replay.complete(store, batch)
+      self.state = self.state.replace(replay=replay.add(store, batch))
       batch = join_rows([batch, replayed])
-      self.metrics["rollout/replayed"] = float(fewer)
+      count = count_groups(replayed and replayed.rollout)
+      self.metrics["rollout/replayed"] = float(count)
       if replay.feed is not None:
         replay.feed.write(number, self.judged)
     return batch

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 _BLOCK = 256  # Entries of the vocabulary per block of the two-level draw.
-_BITS_OF_ONE = 0x3F800000  # As a float32.
+_BITS_OF_ONE = 0x3F800000  # The bits of 1.0 in float32.
 _COLD = 1e-30  # Temperature at which all but the most probable have no weight.
 
 

@@ -46,7 +46,7 @@ def temporaries(sizes: Sizes, role: str, *, update: bool) -> dict[str, float]:
   table = sizes.table / sizes.tensor * (6 if whole else 2)
   if role == "policy":
     parts["head"] = table
-  # Where compilers differ: the one for GPUs casts parameters in the layers, and
+  # Compilers differ: the one for GPUs casts parameters in the layers, and
   # its head and embedding have left memory where most of it is in use.
   if not gpu:
     parts["parameters in bfloat16"] = 2 * sizes.parameters / split

@@ -62,7 +62,7 @@ class Sizes:
     self.devices = math.prod(mesh.values())
     self.parameters = models.num_params(model)
     self.table = model.vocab_size * model.hidden_size
-    self.multiplied = multiplied_params(model) - self.table  # Of the layers.
+    self.multiplied = multiplied_params(model) - self.table  # In layers.
     self._set_experts(config.model.expert_capacity)
     self.gpu = platform == "gpu"
     self.xla = platform == "cpu" or config.model.kernels == "xla"

@@ -18,7 +18,8 @@ from jaxrl_llm import (
   sharding,
 )
 from jaxrl_llm import config as config_lib
-from jaxrl_llm.data.prompt_source import FEEDS, PromptSource
+from jaxrl_llm.data.prompt_source import PromptSource
+from jaxrl_llm.data.replay import FEEDS, REPLAYS
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.evaluate import Evaluator
@@ -31,7 +32,6 @@ from jaxrl_llm.rewards.groups import GroupReward
 from jaxrl_llm.rewards.judge import Judge
 from jaxrl_llm.rollout.engine import RolloutEngine
 from jaxrl_llm.rollout.pipeline import Pipeline
-from jaxrl_llm.rollout.replay import Replay
 from jaxrl_llm.rollout.schedule import RolloutSettings
 from jaxrl_llm.rollout.turns import ConversationConfig
 from jaxrl_llm.rollout.worker import RolloutWorker, run_key
@@ -298,7 +298,7 @@ def make_worker(
   writer = ResponseWriter(engine, sampled, key, samples, judge, turn_taking)
   replay = None
   if schedule.replay:
-    replay = Replay(
+    replay = REPLAYS[schedule.replay_for](
       groups=int(schedule.replay * config.data.prompts_per_step),
       capacity=schedule.replay_capacity,
       keep=schedule.replay_keep,

@@ -6,7 +6,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxrl_llm import digest, rewards
-from jaxrl_llm.data import benchmarks, prompt_source, rows, sources
+from jaxrl_llm.data import (
+  benchmarks,
+  curriculum,
+  prompt_source,
+  rows,
+  sources,
+)
 from jaxrl_llm.data.prompt_source import PromptSource
 from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.data.tokenizer import Tokenizer
@@ -19,6 +25,7 @@ from jaxrl_llm.system import processes
 from jaxrl_llm.types import Rollout
 
 EVAL_POSITIONS = 10_000  # Most problems of an endless source that are read.
+_POOL = 1024  # Prompts of an endless source, where each has a record.
 CHECKED = 100_000  # First prompts of a data set, tokenized at the start.
 
 
@@ -40,10 +47,12 @@ def make_prompts(
   """
   data = config.data
   train, sets = _examples(config)
-  if data.pool:
-    train = sources.LazySource(
-      train.__getitem__, range(min(data.pool, len(train)))
-    )
+  make, own = prompt_source.PROMPT_SOURCES[data.order], data.order_settings
+  size = data.pool or len(train)
+  if size > curriculum.LARGEST and _records_prompts(config, make):
+    size = _POOL
+  if size < len(train):
+    train = sources.LazySource(train.__getitem__, range(size))
   play = make_play(config)
   template = _template(config, tokenizer, train, play)
   settings = {
@@ -54,7 +63,6 @@ def make_prompts(
   }
   trained = _trained(train, sets)
   problems = [_problems(config, one, trained, settings) for one in sets]
-  make, own = prompt_source.PROMPT_SOURCES[data.order], data.order_settings
   sizes = {"max_response_length": config.sampler.max_response_length}
   sizes["group_size"] = data.group_size
   read = sizes.keys() & inspect.signature(make).parameters
@@ -67,6 +75,14 @@ def make_prompts(
   ):
     stream = make(train, seed=config.run.seed, **settings, **sizes, **own)
   return stream, problems
+
+
+def _records_prompts(config, make: Callable[..., PromptSource]) -> bool:
+  """Whether the run keeps a record of each prompt that may be asked again."""
+  schedule = config.schedule
+  asked_again = schedule.share_in or schedule.replay_for != "any"
+  ranked = isinstance(make, type) and issubclass(make, curriculum.Curriculum)
+  return bool(asked_again or ranked)
 
 
 def _problems(config, one, trained, settings) -> Problems:

@@ -3,7 +3,7 @@
 import numpy as np
 from benchmarks.peers import SHAPES
 
-_QUANTILE = 2.3263  # Of the standard normal law, at 99 %.
+_QUANTILE = 2.3263  # The standard normal distribution at 99 %.
 
 
 def lengths(options, *, p99: int | None = None, seed: int = 0) -> np.ndarray:

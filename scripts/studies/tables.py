@@ -137,6 +137,21 @@ _ONE_SIDED = {
   ),
 }
 
+# Responses to prompts of a pool that is passed through twice.
+_POOL = {"run.steps": 60, "eval.every": 10, "data.prompts_per_step": 32}
+_POOL |= {"data.pool": 1024}
+_SHUFFLED = _POOL | {"data.order": "shuffled"}
+
+
+def _of(prompts: int, tries: int, **changes: Any) -> dict[str, Any]:
+  """A run whose steps have so many prompts and responses to each."""
+  shape = {"data.prompts_per_step": prompts, "data.group_size": tries}
+  return _RUN | shape | {"optimizer.policy.mini_batch": 0} | changes
+
+
+_ALONE = {"data.order": "shuffled"}  # Without a second look at a prompt.
+_PLAIN_GROUPS = _ALONE | {"estimator.name": "group"}
+
 STUDIES: Mapping[str, Study] = {
   "vapo_ablations": Study(
     title="The token-level and the positive LM loss help, groups do not",
@@ -226,6 +241,57 @@ STUDIES: Mapping[str, Study] = {
         (4, _HARD_MASKS),
       )
       for name, (method, changes) in chosen.items()
+    ),
+  ),
+  "budgets": Study(
+    title="Which prompts are asked",
+    question="Does a prediction of mixed groups replace dynamic sampling?",
+    preset="",
+    target=0.8,
+    variants=(
+      Variant("shuffled", "dots", _SHUFFLED),
+      Variant(
+        "dynamic sampling",
+        "dots",
+        _SHUFFLED | {"schedule.dynamic_sampling": True},
+      ),
+      Variant("target rate (DOTS)", "dots", _POOL),
+      Variant("DPS", "dps", _POOL),
+      Variant("GDRO", "gdro", _POOL),
+    ),
+  ),
+  "tries": Study(
+    title="How often a prompt is tried",
+    question="Are many tries of hard prompts worth more than many prompts?",
+    preset="",
+    target=0.8,
+    # About 240 responses a step in all of them.
+    variants=(
+      Variant("4 tries of 60 prompts", "dars", _of(60, 4, **_PLAIN_GROUPS)),
+      Variant("10 tries of 24", "dars", _of(24, 10, **_PLAIN_GROUPS)),
+      Variant("4 tries of 36", "dars", _of(36, 4, **_PLAIN_GROUPS)),
+      Variant("4 tries of 36, DARS's baseline", "dars", _of(36, 4, **_ALONE)),
+      Variant("DARS, equal", "dars", _of(36, 4)),
+      Variant(
+        "DARS, hard",
+        "dars",
+        _of(28, 4) | {"data.order_settings": {"signal": "hard"}},
+      ),
+    ),
+  ),
+  "hints": Study(
+    title="Hints, repairs and replay",
+    question="Do tokens help that the policy did not write?",
+    preset="",
+    target=0.8,
+    variants=(
+      Variant("8 tries", "adhint", _of(16, 8, **_PLAIN_GROUPS)),
+      Variant("16 tries", "adhint", _of(16, 16, **_PLAIN_GROUPS)),
+      Variant("ADHint", "adhint", _of(16, 8)),
+      Variant("8 tries, SCOPE's baseline", "scope", _of(16, 8, **_ALONE)),
+      Variant("SCOPE", "scope", _of(16, 8)),
+      Variant("half is replayed", "replay", _of(16, 16)),
+      Variant("DART", "dart", _of(16, 8)),
     ),
   ),
   "tppo_speed": Study(

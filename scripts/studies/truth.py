@@ -83,7 +83,7 @@ def continue_from(
   prompts = [judged.prompts[row] for row in rows]
   given, talks = begun, {}
   if writer.turn_taking is None:
-    # As a given text, a prefix is read once for all of its continuations.
+    # A prefix that is given text is read once for all continuations.
     given = begun.replace(mask=np.zeros_like(begun.mask))
   else:
     talks = replay(writer.turn_taking, begun, prompts)

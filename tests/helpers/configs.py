@@ -41,3 +41,9 @@ def keys(config, prefix=""):
     group = any(key.startswith(f"{path}.") for key in config_lib.KEYS)
     found += keys(value, f"{path}.") if group else [path]
   return found
+
+
+def differing(one: dict, other: dict) -> set[str]:
+  """The keys whose values differ; both must have the same keys."""
+  assert one.keys() == other.keys()
+  return {key for key in one if one[key] != other[key]}

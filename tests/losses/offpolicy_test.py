@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from helpers import ragged
 
 from jaxrl_llm import losses
 
@@ -17,10 +18,7 @@ _LEVELS = ["token", "sequence", "geometric"]
 def _batch(seed=0, rows=6, length=12):
   """Ragged rows with holes, an empty and a one-token row; NaN where masked."""
   rng = np.random.default_rng(seed)
-  mask = np.arange(length) < rng.integers(2, length + 1, rows)[:, None]
-  mask &= rng.random((rows, length)) < 0.8
-  mask[1] = False
-  mask[2] = np.arange(length) == 3
+  mask = ragged.mask(rng, rows, length)
   behavior = -rng.exponential(size=mask.shape)
   proximal = behavior + 0.4 * rng.normal(size=mask.shape)
   behavior, proximal = (

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from helpers import ragged
 
 from jaxrl_llm import losses, masked
 
@@ -96,10 +97,7 @@ _SLOPES = {
 def _batch(seed, rows=7, length=12):
   """Ragged rows with holes, an empty and a one-token row; NaN where masked."""
   rng = np.random.default_rng(seed)
-  mask = np.arange(length) < rng.integers(2, length + 1, rows)[:, None]
-  mask &= rng.random((rows, length)) < 0.8
-  mask[1] = False
-  mask[2] = np.arange(length) == 3
+  mask = ragged.mask(rng, rows, length)
   behavior = -rng.exponential(size=mask.shape)
   old = behavior + 0.3 * rng.normal(size=mask.shape)
   logprobs = old + 0.5 * rng.normal(size=mask.shape)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from helpers import ragged
 
 from jaxrl_llm import losses, masked
 
@@ -16,10 +17,7 @@ _CLIP = dict(clip_low=0.2, clip_high=0.28)
 def _batch(seed=0, rows=6, length=24, spread=1.0):
   """Ragged rows with holes, an empty and a one-token row; NaN where masked."""
   rng = np.random.default_rng(seed)
-  mask = np.arange(length) < rng.integers(2, length + 1, rows)[:, None]
-  mask &= rng.random((rows, length)) < 0.8
-  mask[1] = False
-  mask[2] = np.arange(length) == 3
+  mask = ragged.mask(rng, rows, length)
   old = -rng.exponential(size=mask.shape)
   logprobs = old + spread * rng.normal(size=mask.shape)
   advantages = rng.normal(size=mask.shape)

@@ -46,11 +46,6 @@ def test_an_oracle_keeps_half_positives(size, keep):
       assert found.sum() == (right if right < half else count - wrong)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-  return tiny_run.write_model(tmp_path_factory.mktemp("arrol") / "tiny")
-
-
 PRUNED = {"schedule__prune": "arrol", "schedule__prune_at": 3}
 
 
@@ -94,9 +89,10 @@ def test_the_input_is_that_of_the_responses_so_far(model, monkeypatch):
 @pytest.mark.parametrize(
   "changes",
   [
-    {},
-    {"schedule__lag": 1, "schedule__overlap": False, "sampler__slots": 4},
     {
+      "schedule__lag": 1,
+      "schedule__overlap": False,
+      "sampler__slots": 4,
       "model__lora_rank": 2,
       "data__order": "dars",
       "estimator__name": "example",

@@ -1,6 +1,7 @@
 """Prompt sources of methods: vectors, and the laws that all of them keep."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -151,10 +152,31 @@ class TestLaws:
         )
 
 
-def test_an_endless_source_needs_a_pool(model):
+def test_an_endless_source_gets_a_pool(model):
+  make = functools.partial(doors.make_config, model, data__order="dps")
+  assert len(build.make_run(make()).source) == 1024
+  assert len(build.make_run(make(data__pool=2000)).source) == 2000
+
+
+def test_a_file_is_read_whole(tmp_path, model):
+  rows = [{"question": f"{i}+1?", "answer": str(i + 1)} for i in range(1100)]
+  (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, rows)))
+  config = doors.make_config(
+    model,
+    data__order="dps",
+    data__source="jsonl",
+    data__path=str(tmp_path / "sums.jsonl"),
+    data__settings={},
+    data__holdout=0.0,
+    data__on_long="drop",
+  )
+  assert len(build.make_run(config).source) == 1100
+
+
+def test_a_curriculum_alone_refuses_data_without_an_end(model):
+  register.prompt_source("made", lambda *a, **k: dps.Dps(*a, **k))
   with pytest.raises(InputError, match=r"set config\.data\.pool"):
-    config = doors.make_config(model, data__order="dps")
-    build.make_run(config)
+    build.make_run(doors.make_config(model, data__order="made"))
 
 
 @pytest.mark.parametrize(

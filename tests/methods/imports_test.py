@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from jaxrl_llm import losses, methods, register, rewards
-from jaxrl_llm.data import prompt_source
+from jaxrl_llm.data import prompt_source, replay
 from jaxrl_llm.learner import choices, providers
 
 _TABLES = {
@@ -27,7 +27,8 @@ _TABLES = {
   "logits_processor": choices.LOGITS_PROCESSORS,
   "value_mask": choices.VALUE_MASKS,
   "pruning": choices.PRUNINGS,
-  "feed": prompt_source.FEEDS,
+  "feed": replay.FEEDS,
+  "replay": replay.REPLAYS,
   "search": choices.SEARCHES,
 }
 _PROGRAM = """

@@ -10,9 +10,9 @@ import pytest
 from helpers import doors, programs, registries, tiny_run
 
 from jaxrl_llm import estimators, losses, metrics, register
+from jaxrl_llm.data.replay import KEEP
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.methods import f_tis
-from jaxrl_llm.rollout.replay import KEEP
 from jaxrl_llm.trainer import build, loop
 from jaxrl_llm.types import Origin, take_rows
 
@@ -270,9 +270,6 @@ def test_files_that_do_not_fit_are_refused(model, tmp_path, change, said):
     tiny_run.collect(run)
 
 
-def test_data_without_an_end_are_refused(model, tmp_path):
+def test_data_without_an_end_get_a_pool(model, tmp_path):
   given = sharing(tmp_path, "given.jsonl", data__pool=0)
-  run = build.make_run(doors.make_config(model, **given))
-  write(tmp_path / "given.jsonl", lines_of(run, questions(run, 1)))
-  with pytest.raises(InputError, match=r"config.data.pool"):
-    tiny_run.collect(run)
+  assert len(build.make_run(doors.make_config(model, **given)).source) == 1024

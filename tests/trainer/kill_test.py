@@ -1,5 +1,7 @@
 """A run that is killed at one place after another ends as if it never was."""
 
+import contextlib
+import json
 import os
 import pathlib
 import random
@@ -16,13 +18,25 @@ from jaxrl_llm.checkpoint import commit
 
 _ROOT = pathlib.Path(__file__).parents[2]
 _PATH = os.pathsep.join(str(_ROOT / x) for x in (".", "tests", "scripts/dev"))
-# Kills itself before or after the call of a function whose number is given.
+# Each line of its input is a run in a process of its own, which is forked from
+# this one: it has imported all, and started nothing. The run kills itself
+# before or after the call of a function whose number is given. Its exit code is
+# printed.
 _PROGRAM = """
-import importlib, os, signal, sys
+import importlib, json, os, signal, sys
 from helpers import tiny_run
 from jaxrl_llm.trainer import build, loop
 
-model, workdir, place, when, number = sys.argv[1:]
+for line in sys.stdin:
+  child = os.fork()
+  if not child:
+    break
+  _, status = os.waitpid(child, 0)
+  print(os.waitstatus_to_exitcode(status), flush=True)
+else:
+  sys.exit()
+os.dup2(2, 1)
+model, workdir, place, when, number = json.loads(line)
 calls = 0
 
 def killed(function):
@@ -32,7 +46,7 @@ def killed(function):
     named = place.split(":")[0] in ("os", "shutil")
     mine = not named or str(args[0]).endswith(("COMMIT.part", ".deleted"))
     calls += mine
-    due = mine and calls == int(number)
+    due = mine and calls == number
     if due and when == "before":
       os.kill(os.getpid(), signal.SIGKILL)
     out = function(*args, **kwargs)
@@ -66,39 +80,51 @@ _PLACES = [
 ]
 
 
-def train(model, workdir, place="nowhere", when="before", number=0):
-  """Trains; kills itself at a place."""
-  command = [model, workdir, place, when, number]
-  return subprocess.run(
-    [sys.executable, "-c", _PROGRAM, *map(str, command)],
-    env=os.environ | {"PYTHONPATH": _PATH},
-    capture_output=True,
-    text=True,
-    timeout=600,
-  )
+@contextlib.contextmanager
+def trainer(log):
+  """A function that trains and returns how the process of the run ended.
+
+  It takes the model, the folder of the run, and a place at which the run kills
+  itself: a function, before or after its call, and the number of the call.
+  """
+  with log.open("w") as errors:
+    program = subprocess.Popen(
+      [sys.executable, "-c", _PROGRAM],
+      env=os.environ | {"PYTHONPATH": _PATH},
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      stderr=errors,
+      text=True,
+    )
+
+  def train(model, workdir, place="nowhere", when="before", number=0):
+    run = str(model), str(workdir), place, when, number
+    print(json.dumps(run), file=program.stdin, flush=True)
+    return int(program.stdout.readline())
+
+  with program:
+    yield train
 
 
-def train_whole(folder):
-  """A model, and the folder of an uninterrupted run."""
-  model = tiny_run.write_model(folder / "model")
-  done = train(model, folder / "whole")
-  assert done.returncode == 0, done.stderr[-2000:]
-  return model, folder / "whole"
+def kill_in_turn(folder, places):
+  """How often a run was killed in turn; then it must go through.
 
-
-def kill(model, whole, broken, places):
-  """How often a run was killed in turn; then it must go through."""
-  kills = 0
-  for place in places:
-    done = train(model, broken, *place)
-    assert done.returncode in (0, -signal.SIGKILL), (place, done.stderr[-2000:])
-    kills += done.returncode != 0
-    if (broken / "checkpoints" / "6" / "COMMIT").exists():
-      # Through, or nearly: so that there is something to kill.
-      for step in ("4", "5", "6"):
-        shutil.rmtree(broken / "checkpoints" / step, ignore_errors=True)
-  done = train(model, broken)
-  assert done.returncode == 0, done.stderr[-2000:]
+  Returns:
+    The number of kills, and what the folder of checkpoints has at the end.
+  """
+  model, log = tiny_run.write_model(folder / "model"), folder / "log"
+  whole, broken, kills = folder / "whole", folder / "broken", 0
+  with trainer(log) as train:
+    assert train(model, whole) == 0, log.read_text()
+    for place in places:
+      code = train(model, broken, *place)
+      assert code in (0, -signal.SIGKILL), (place, log.read_text())
+      kills += code != 0
+      if (broken / "checkpoints" / "6" / "COMMIT").exists():
+        # Through, or nearly: so that there is something to kill.
+        for step in ("4", "5", "6"):
+          shutil.rmtree(broken / "checkpoints" / step, ignore_errors=True)
+    assert train(model, broken) == 0, log.read_text()
   assert tiny_run.comparable(broken) == tiny_run.comparable(whole)
   ends = [commit.read(x / "checkpoints" / "6") for x in (broken, whole)]
   assert ends[0]["leaves"] == ends[1]["leaves"]
@@ -106,10 +132,9 @@ def kill(model, whole, broken, places):
   return kills, {path.name for path in (broken / "checkpoints").iterdir()}
 
 
-@pytest.mark.slow(minutes=1)
+@pytest.mark.slow(minutes=0.7)
 def test_killed_at_every_place_in_turn(tmp_path):
-  model, whole = train_whole(tmp_path)
-  kills, left = kill(model, whole, tmp_path / "broken", _PLACES)
+  kills, left = kill_in_turn(tmp_path, _PLACES)
   assert kills == len(_PLACES) and left == {"5", "6"}
 
 
@@ -120,7 +145,4 @@ if __name__ == "__main__":  # kill_test.py KILLS SEED
     for place, _, _ in (rng.choice(_PLACES) for _ in range(int(sys.argv[1])))
   ]
   with tempfile.TemporaryDirectory() as scratch:
-    scratch = pathlib.Path(scratch)
-    model, whole = train_whole(scratch)
-    kills, left = kill(model, whole, scratch / "broken", drawn)
-    print(kills, left)
+    print(*kill_in_turn(pathlib.Path(scratch), drawn))

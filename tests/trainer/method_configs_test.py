@@ -4,17 +4,12 @@ import dataclasses
 import functools
 
 import pytest
-from helpers.configs import load, resolved
+from helpers.configs import differing, load, resolved
 from studies import tables
 
 from jaxrl_llm import config as config_lib
 from jaxrl_llm.learner import build_algorithm
 from jaxrl_llm.trainer.validation import validate
-
-
-def differing(one, other):
-  assert one.keys() == other.keys()
-  return {key for key in one if one[key] != other[key]}
 
 
 def described(made):
@@ -54,11 +49,15 @@ ABLATIONS = {
 # A method, the one that it comes from, and the settings that differ.
 RELATIVES = """\
 cispo dapo loss.name schedule.dynamic_sampling reward.overlong_buffer
+dppo dr_grpo loss.name loss.mode off_policy.proximal
 dr_grpo grpo estimator.scale loss.mode loss.kl_coefficient
+evpo vapo estimator.name
+maxrl grpo estimator.name loss.kl_coefficient loss.mode reward.incorrect
 mc_grpo grpo data.group_size estimator.center estimator.drop_pivot \
   estimator.epsilon optimizer.policy.epochs optimizer.policy.mini_batch
 ppo_ewma vapo off_policy.proximal
 reinforce_pp_baseline reinforce_pp estimator.center
+sapo_gate grpo loss.name loss.kl_coefficient
 tppo vapo schedule.window
 vc_ppo ppo value.pretrain_steps estimator.lambda_value estimator.normalize \
   loss.clip_value

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_llm.system.plugin import Table
 from jaxrl_llm.types import Responses, is_foreign, join_rows, mixed, take_rows
 
 # Name -> rows of a batch whose groups are stored, bool [B].
@@ -32,7 +33,7 @@ class Replay:
     capacity: groups in the store; the oldest ones leave first.
     keep: which groups are stored, one of `KEEP`.
     seed: seed of the draws.
-    feed: exchanges responses with other policies, one of `prompt_source.FEEDS`.
+    feed: exchanges responses with other policies, one of `FEEDS`.
   """
 
   groups: int
@@ -67,3 +68,17 @@ class Replay:
     joined = join_rows([store, kept])
     group = joined.rollout.group  # In the order in which they were added.
     return take_rows(joined, group >= group.max() + 1 - self.capacity)
+
+  def complete(
+    self, store: Responses | None, batch: Responses
+  ) -> Responses | None:
+    """Returns rows that a batch of new groups needs besides; none here."""
+    del store, batch
+
+
+# Name -> which groups of a batch the store provides for.
+REPLAYS = Table("replay", any=Replay)
+
+# Setting that switches it on -> (config group schedule) -> what exchanges
+# responses with other policies, see `methods.sapo.Swarm`.
+FEEDS = Table("feed")

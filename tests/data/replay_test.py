@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from helpers import doors, tiny_run
 
+from jaxrl_llm import register
+from jaxrl_llm.data.replay import REPLAYS, Replay
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.rollout.replay import Replay
 from jaxrl_llm.trainer import build
-from jaxrl_llm.types import unjudged
+from jaxrl_llm.types import join_rows, unjudged
 
 
 def groups(*ids, size=2, right=()):
@@ -68,19 +69,101 @@ def test_draws_are_whole_groups_under_ids_of_their_own():
   assert seen == {0, 1, 2}
 
 
+def solved(example_ids, right, **ids):
+  """Groups of two responses to examples, the first of each right or not."""
+  made = groups(*range(len(example_ids)), **ids)
+  correct = np.zeros(len(made.correct), bool)
+  correct[::2] = right
+  every = np.repeat(example_ids, 2).astype(np.int32)
+  return made.replace(
+    rollout=made.rollout.replace(example_id=every), correct=correct
+  )
+
+
+class TestSuccesses:
+  @pytest.fixture
+  def dart(self):
+    return REPLAYS["unsolved"](**MAKE)
+
+  def test_the_newest_correct_response_to_a_prompt_is_stored(self, dart):
+    store = dart.add(None, solved([7, 8, 9], [True, False, True]))
+    assert store.rollout.example_id.tolist() == [7, 9]
+    newer = solved([9, 5], [True, False])
+    newer.rollout.tokens[0] += 1
+    store = dart.add(store, newer)
+    assert store.rollout.example_id.tolist() == [7, 9]
+    np.testing.assert_array_equal(
+      store.rollout.tokens[1], newer.rollout.tokens[0]
+    )
+    assert dart.add(store, solved([3], [False])) is store
+    # The oldest one leaves a full store.
+    store = dart.add(store, solved([1, 2], [True, True]))
+    assert store.rollout.example_id.tolist() == [9, 1, 2]
+
+  def test_it_joins_the_group_that_has_none(self, dart):
+    assert dart.draw(None, 0) is None
+    assert dart.complete(None, solved([7], [False])) is None
+    store = dart.add(None, solved([7, 8], [True, True]))
+    batch = solved([8, 7, 6], [True, False, False])
+    added = dart.complete(store, batch)
+    assert added.rollout.example_id.tolist() == [7]
+    assert added.correct.tolist() == [True]
+    assert (added.rollout.sample_id < 0).all()
+    joined = join_rows([batch, added])
+    assert joined.rollout.group.tolist() == [0, 0, 1, 1, 2, 2, 1]
+    np.testing.assert_array_equal(
+      added.rollout.behavior_logprobs[0], store.rollout.behavior_logprobs[0]
+    )
+
+  def test_no_more_groups_than_the_limit(self, dart):
+    every = [4, 5, 6]
+    store = dart.add(None, solved(every, [True] * 3))
+    added = dart.complete(store, solved(every, [False] * 3))
+    assert added.rollout.example_id.tolist() == [4, 5]
+
+  def test_a_group_without_a_verdict_is_not_unsolved(self, dart):
+    store = dart.add(None, solved([4], [True]))
+    failed = solved([4], [False])
+    failed = failed.replace(judged=np.zeros_like(failed.judged))
+    assert dart.complete(store, failed) is None
+
+  @pytest.mark.slow
+  @pytest.mark.parametrize(
+    "changes",
+    [{}, {"schedule__lag": 1}, {"data__order": "dars"}],
+    ids=["plain", "lag", "second look"],
+  )
+  def test_a_run_adds_and_resumes_bit_for_bit(self, model, tmp_path, changes):
+    register.reward("rare", lambda tokens: sum(tokens) % 7 == 0)
+    rows = doors.train(
+      model,
+      tmp_path / "run",
+      schedule__replay=0.9,
+      schedule__replay_for="unsolved",
+      reward__name="rare",
+      estimator__name="example",
+      data__pool=4,
+      **changes,
+    )
+    assert [row["rollout/replayed"] > 0 for row in rows[1:]] == [False, True]
+    assert rows[2]["correction/weight_mean"] > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
   "changes",
   [
-    {},
-    {"schedule__lag": 1},
     {"estimator__name": "gae", "optimizer__value__mini_batch": 8},
+    {
+      "schedule__lag": 1,
+      "data__order": "dars",
+      "estimator__name": "example",
+    },
     {
       "schedule__dynamic_sampling": True,
       "schedule__over_provision": 2.0,
       "schedule__max_rounds": 8,
     },
-    {"data__order": "dars", "estimator__name": "example"},
   ],
 )
 def test_a_run_replays_and_resumes_bit_for_bit(model, tmp_path, changes):
@@ -100,7 +183,7 @@ def test_a_run_replays_and_resumes_bit_for_bit(model, tmp_path, changes):
   assert rows[2]["correction/weight_mean"] > 0
   if not lag:  # Other tokens are not compared.
     assert rows[2]["sampler_trainer/logprob_diff_max"] < 1e-5
-    if "order" not in str(changes) and "dynamic" not in str(changes):
+    if "dynamic" not in str(changes):
       assert rows[2]["rollout/tokens"] < 0.8 * rows[1]["rollout/tokens"]
 
 
@@ -115,6 +198,14 @@ def test_a_run_replays_and_resumes_bit_for_bit(model, tmp_path, changes):
     ),
     ({"schedule__lag": 1, "off_policy__keep_weights": "float32"}, "older than"),
     ({"schedule__replay": 0.1}, "less than one group"),
+    (
+      {"schedule__replay": 0.0, "schedule__replay_for": "unsolved"},
+      "there is no store",
+    ),
+    (
+      {"schedule__dynamic_sampling": True, "schedule__replay_for": "unsolved"},
+      "drops unsolved groups",
+    ),
     ({"schedule__replay_capacity": 1}, "must hold the 2 groups"),
   ],
 )

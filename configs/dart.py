@@ -1,0 +1,24 @@
+"""GRPO with DART's store of successes (Li et al. 2025, arXiv 2509.23866).
+
+A prompt whose responses are all wrong gets the last correct response that an
+earlier step sampled for it, as another row of its group. The clip is around the
+policy that sampled a response; clip-higher and the token-level loss are DAPO's.
+Responses that were collected beforehand enter the store by
+schedule.replay_from, see configs/sapo.py.
+
+    python scripts/train.py --config=configs/dart.py[:PRESET]
+
+PRESET is a scale of jaxrl_llm/config/presets.py; without one, the run is the
+embedded task on a CPU.
+"""
+
+from jaxrl_llm import config as config_lib
+
+
+def get_config(preset: str = ""):
+  """Returns the settings of the method at the scale of a preset."""
+  config = config_lib.grouped(preset)
+  config.schedule.replay = 0.5
+  config.schedule.replay_for = "unsolved"
+  config.off_policy.proximal = "stored"
+  return config

@@ -1,0 +1,64 @@
+"""DART: an unsolved prompt gets a correct response of an earlier step.
+
+The store holds the newest correct response to each prompt. Where all responses
+of a step to a prompt are wrong, the stored one joins the first group of them,
+which then has a gradient where GRPO has none. Its log-probs are those of the
+policy that sampled it, for `off_policy.correction` to weigh. Differs from the
+replay of groups in that a step samples as many responses as without it.
+
+Reference: Li et al. 2025 (DART), arXiv:2509.23866. Differs in that the run
+collects the responses itself, and adds one instead of exchanging it.
+"""
+
+import numpy as np
+
+from jaxrl_llm.data import replay
+from jaxrl_llm.types import Responses, ended, join_rows, take_rows
+
+
+class Successes(replay.Replay):
+  """Stores correct responses, for prompts that a step does not solve."""
+
+  def draw(self, store: Responses | None, step: int) -> None:
+    """Leaves a batch all of its new groups."""
+
+  def add(
+    self, store: Responses | None, responses: Responses
+  ) -> Responses | None:
+    """Returns the store with the correct responses of a batch."""
+    right = responses.correct & responses.judged & ended(responses.rollout)
+    if not right.any():
+      return store
+    joined = join_rows([store, take_rows(responses, right)])
+    newest_first = joined.rollout.example_id[::-1]
+    _, last = np.unique(newest_first, return_index=True)
+    rows = len(newest_first) - 1 - np.sort(last)[: self.capacity]
+    return take_rows(joined, rows[::-1])
+
+  def complete(
+    self, store: Responses | None, batch: Responses
+  ) -> Responses | None:
+    """Returns stored responses to prompts that a batch did not solve."""
+    if store is None:
+      return None
+    rollout, judged = batch.rollout, batch.judged
+    # A prompt may have several groups.
+    examples, first, of = np.unique(
+      rollout.example_id, return_index=True, return_inverse=True
+    )
+    right = np.bincount(of, batch.correct & judged)
+    wrong = np.bincount(of, ~batch.correct & judged)
+    unsolved = (right == 0) & (wrong > 0)
+    _, which, rows = np.intersect1d(
+      examples[unsolved], store.rollout.example_id, return_indices=True
+    )
+    if not rows.size:
+      return None
+    which, rows = which[: self.groups], rows[: self.groups]
+    added = take_rows(store, rows)
+    group_id = rollout.group_id[first[unsolved][which]]
+    ids = {"group_id": group_id, "sample_id": -1 - added.rollout.sample_id}
+    return added.replace(rollout=added.rollout.replace(**ids))
+
+
+replay.REPLAYS["unsolved"] = Successes
