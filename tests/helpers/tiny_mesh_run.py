@@ -1,6 +1,5 @@
 """Tiny runs whose sampler shares the trainer's mesh, or has its own."""
 
-import copy
 import dataclasses
 import functools
 
@@ -67,9 +66,8 @@ def with_engine(run, engine):
   """The run, everything of which is written by the given engine."""
 
   def writing(worker):
-    worker = copy.copy(worker)
-    worker.writer = dataclasses.replace(worker.writer, engine=engine)
-    return worker
+    writer = dataclasses.replace(worker.writer, engine=engine)
+    return dataclasses.replace(worker, writer=writer)
 
   pretraining = run.pretraining
   if pretraining is not None:

@@ -29,9 +29,9 @@ def test_an_update_measures_it(streamed):
   # Each micro-batch as the only one of an update without clipping.
   objective = tiny_update.policy_objective(tiny_update.make_fns("policy"))
   gradient = jax.jit(update._gradient_of(objective, {}))
-  rows = update._micro_batches(batch)
   each = [
-    gradient(state.trained, rows(i), temperature)[0] for i in range(count)
+    gradient(state.trained, batch.micro_batch(i), temperature)[0]
+    for i in range(count)
   ]
   flat = [
     np.concatenate([np.ravel(x) for x in jax.tree.leaves(one)], dtype=float)
