@@ -7,7 +7,7 @@ from helpers import programs, upcycled
 from jaxrl_llm import metrics
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=1.5)
 def test_a_policy_with_experts_learns_the_embedded_task(tmp_path):
   upcycled.write(tmp_path / "model")
   code, _, errors = programs.run(

@@ -31,8 +31,14 @@ def start(model, tmp_path_factory):
 
   def run(workdir, *flags, prefix=(), **changes):
     """With the flags of a whole run, or with these alone."""
-    settings = {"run__steps": STEPS, "run__samples_every": 0, "eval__every": 5}
-    settings |= changes
+    settings = {
+      "run__steps": STEPS,
+      "run__samples_every": 0,
+      "eval__every": 5,
+      "estimator__name": "group",  # kill_test.py has a critic.
+      "value__pretrain_steps": 0,
+      **changes,
+    }
     if flags:
       flags = [f"--workdir={workdir}", *flags]
     process = subprocess.Popen(

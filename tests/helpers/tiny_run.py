@@ -9,7 +9,7 @@ import shutil
 import jax
 import numpy as np
 import pretraining
-from helpers import configs
+from helpers import configs, tiny
 
 from jaxrl_llm import metrics, models
 from jaxrl_llm.checkpoint import commit
@@ -20,19 +20,16 @@ from jaxrl_llm.types import Rollout
 
 def model_config() -> models.ModelConfig:
   """2 layers of width 32 over the alphabet of chain_sum."""
-  return models.ModelConfig(
+  return dataclasses.replace(
+    tiny.tiny_config(),
     family="llama",
     vocab_size=len(tasks.CHARACTERS) + 2,
     hidden_size=32,
     intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
     max_position_embeddings=64,
     rms_norm_eps=1e-5,
     rope_theta=10_000.0,
-    tie_word_embeddings=True,
+    attention_bias=False,
   )
 
 

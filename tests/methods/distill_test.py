@@ -7,18 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import chat_model, recipes, tiny, tiny_run
+from helpers import chat_model, recipes, tiny
 
 from jaxrl_llm import checkpoint, models, register
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import optimizer
 from jaxrl_llm.trainer import build, loop
 from jaxrl_llm.trainer.run import restore
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-  return tiny_run.write_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")

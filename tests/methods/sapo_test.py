@@ -69,11 +69,6 @@ def test_the_weighted_gradient_is_that_of_the_policy(high, exact):
   assert bool(jnp.allclose(total, true, atol=1e-6)) == exact
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-  return tiny_run.write_model(tmp_path_factory.mktemp("sapo") / "tiny")
-
-
 @pytest.fixture
 def own_parts():
   with registries.registered():

@@ -5,7 +5,7 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import chat_model, recipes, registries, tiny_run
+from helpers import chat_model, recipes, registries
 
 from jaxrl_llm import register
 from jaxrl_llm.data.prompt_source import TEMPLATES
@@ -23,11 +23,6 @@ SAID = {"role": "assistant", "content": "4"}
 MORE = {"role": "user", "content": "and 1?"}
 LAST = {"role": "assistant", "content": "It is 5."}
 TALK = [{"role": "system", "content": "Add."}, ASKED, SAID, MORE, LAST]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-  return tiny_run.write_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,6 @@ STEPS = 6
 NO_CRITIC = {"estimator__name": "group"}
 METHODS = {
   "critic": {},
-  "group": NO_CRITIC,
   "windows": {"schedule__window": 3},
   "first_groups": NO_CRITIC
   | {

@@ -18,14 +18,14 @@ _HALVES = {"value__ensemble": "halves", "estimator__agree_share": 0.25}
 _ADAPTERS = {"model__lora_rank": 4, "value__lora_rank": 2}
 _PRIVILEGED = {"value__answer_format": "#{answer};", "value__answer_tokens": 5}
 KINDS = {
+  "categorical adapters": {"value__head": "categorical", **_ADAPTERS},
   # T-PPO's windows bootstrap from V of the state after the last token.
-  "categorical": {
+  "categorical halves": {
+    **_HALVES,
     "value__head": "categorical",
     "schedule__window": 5,
     "estimator__boundary": "bootstrap",
   },
-  "categorical adapters": {"value__head": "categorical", **_ADAPTERS},
-  "halves": {**_HALVES, "value__head": "categorical", "schedule__window": 5},
   "halves of adapters": {**_HALVES, **_ADAPTERS},
   "privileged": {**_PRIVILEGED, "schedule__window": 5},
 }

@@ -7,7 +7,7 @@ import pytest
 from helpers import programs
 
 
-@pytest.mark.slow(minutes=4)
+@pytest.mark.slow(minutes=3)
 def test_greedy_accuracy_rises_and_the_critic_knows(tmp_path):
   env = programs.environment()
   env.pop("XLA_FLAGS", None)  # Of tests: they compile fast, and run slowly.

@@ -24,12 +24,10 @@ SHORT = {
 ROWS = {f"optimizer__{x}__micro_batch_size": 8 for x in ("policy", "value")}
 RUNS = {
   # Unfinished responses go on, after a restart too.
-  "windows": {"schedule__window": 3, "sampler__kv_pages": 12},
-  "two updates, tempered": {"sampler__temperature": 0.7},
-  "first groups": {
-    "estimator__name": "group",
-    "schedule__stop": "first_groups",
-    "schedule__over_provision": 1.5,
+  "windows": {
+    "schedule__window": 3,
+    "sampler__kv_pages": 12,
+    "sampler__temperature": 0.7,
   },
   "turns": {
     "environment__name": "echo",
@@ -37,8 +35,10 @@ RUNS = {
     "estimator__name": "group",
     "sampler__max_response_length": 24,
   },
-  "eight devices": {
+  "first groups on eight devices": {
     "estimator__name": "group",
+    "schedule__stop": "first_groups",
+    "schedule__over_provision": 1.5,
     "mesh__data": 2,
     "mesh__fsdp": 2,
     "mesh__tensor": 2,

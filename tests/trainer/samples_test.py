@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from helpers import registries, tiny_run
+from helpers.tiny_run import with_config
 
 from jaxrl_llm import metrics, register
 from jaxrl_llm.rollout import environments, turns
@@ -34,7 +35,11 @@ def model(tmp_path_factory):
 
 def train(model, folder, **changes):
   """Rows of metrics by step, and samples by step."""
-  run = build.make_run(tiny_run.make_config(model, **ALL | changes))
+  made = build.make_run(tiny_run.make_config(model, **ALL | changes))
+  return train_run(made, folder)
+
+
+def train_run(run, folder):
   loop.train(run, folder)
   samples = metrics.read_rows(folder / "samples.jsonl")
   steps = range(1, run.config.run.steps + 1)
@@ -66,8 +71,12 @@ def check_rows(samples):
 
 class TestCritic:
   @pytest.fixture(scope="class")
-  def trained(self, model, tmp_path_factory):
-    return train(model, tmp_path_factory.mktemp("critic"))
+  def run(self, model):
+    return build.make_run(tiny_run.make_config(model, **ALL))
+
+  @pytest.fixture(scope="class")
+  def trained(self, run, tmp_path_factory):
+    return train_run(run, tmp_path_factory.mktemp("critic"))
 
   def test_all_responses_of_a_step(self, trained):
     rows, samples = trained
@@ -99,14 +108,13 @@ class TestCritic:
       wanted = row["sampler_trainer/logprob_diff_max"]
       assert largest == pytest.approx(wanted, abs=1e-5)
 
-  def test_some_are_drawn_and_the_run_is_the_same(
-    self, model, trained, tmp_path
-  ):
+  def test_some_are_drawn_and_the_run_is_the_same(self, run, trained, tmp_path):
     rows, whole = trained
-    _, some = train(model, tmp_path / "some", run__samples=3)
+    other = with_config(run, run__samples=3)
+    _, some = train_run(other, tmp_path / "some")
     for step, shown in some.items():
       assert len(shown) == 3 and all(sample in whole[step] for sample in shown)
-    train(model, tmp_path / "none", run__samples_every=0)
+    train_run(with_config(run, run__samples_every=0), tmp_path / "none")
     assert (tmp_path / "none" / "samples.jsonl").read_bytes() == b""
     first, other = (
       tiny_run.comparable(tmp_path / name) for name in ("some", "none")
