@@ -244,7 +244,7 @@ STUDIES: Mapping[str, Study] = {
     ),
   ),
   "budgets": Study(
-    title="Which prompts are asked",
+    title="Shuffled prompts are ahead of all others at equal tokens",
     question="Does a prediction of mixed groups replace dynamic sampling?",
     preset="",
     target=0.8,
@@ -261,15 +261,16 @@ STUDIES: Mapping[str, Study] = {
     ),
   ),
   "tries": Study(
-    title="How often a prompt is tried",
+    title="DARS's further tries of hard prompts pay, also at equal tokens",
     question="Are many tries of hard prompts worth more than many prompts?",
     preset="",
     target=0.8,
-    # About 240 responses a step in all of them.
+    drawn=("4 tries of 36", "4 tries of 60 prompts", "DARS, equal"),
+    # DARS asks 36 prompts and begins with 240 responses a step.
     variants=(
+      Variant("4 tries of 36", "dars", _of(36, 4, **_PLAIN_GROUPS)),
       Variant("4 tries of 60 prompts", "dars", _of(60, 4, **_PLAIN_GROUPS)),
       Variant("10 tries of 24", "dars", _of(24, 10, **_PLAIN_GROUPS)),
-      Variant("4 tries of 36", "dars", _of(36, 4, **_PLAIN_GROUPS)),
       Variant("4 tries of 36, DARS's baseline", "dars", _of(36, 4, **_ALONE)),
       Variant("DARS, equal", "dars", _of(36, 4)),
       Variant(
@@ -280,10 +281,11 @@ STUDIES: Mapping[str, Study] = {
     ),
   ),
   "hints": Study(
-    title="Hints, repairs and replay",
+    title="Hints and repairs pay at equal steps, repairs at equal tokens too",
     question="Do tokens help that the policy did not write?",
     preset="",
     target=0.8,
+    drawn=("8 tries", "16 tries", "ADHint", "SCOPE", "half is replayed"),
     variants=(
       Variant("8 tries", "adhint", _of(16, 8, **_PLAIN_GROUPS)),
       Variant("16 tries", "adhint", _of(16, 16, **_PLAIN_GROUPS)),
