@@ -31,11 +31,6 @@ _EMBEDDING = "model.embed_tokens.weight"
 _ADAMW = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-  return tiny_run.write_model(tmp_path_factory.mktemp("convert") / "tiny")
-
-
 def make_run(model, **changes):
   settings = {"value__reads_logprobs": False, "eval__problems": 2}
   return tiny_run.make_run(model, **settings | changes)

@@ -181,8 +181,7 @@ def test_turns_of_a_prefix_are_played_again():
 
 
 @pytest.mark.slow
-def test_scores_the_critics_of_runs_and_folders(tmp_path, capsys):
-  model = tiny_run.write_model(tmp_path / "model")
+def test_scores_the_critics_of_runs_and_folders(model, tmp_path, capsys):
   settings = {"run__steps": 1, "value__reads_logprobs": False}
   config = tiny_run.make_config(model, **settings)
   folder = tmp_path / "run"

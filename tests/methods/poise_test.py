@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from helpers import doors, tiny_run
+from helpers import doors
 
 from jaxrl_llm.methods import poise
 
@@ -39,8 +39,7 @@ def test_its_gradient_is_unbiased_and_that_of_own_features_is_not():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"schedule__lag": 1}])
-def test_trains_and_resumes_bit_for_bit(tmp_path, changes):
-  model = tiny_run.write_model(tmp_path / "tiny")
+def test_trains_and_resumes_bit_for_bit(model, tmp_path, changes):
   rows = doors.train(
     model, tmp_path / "run", estimator__name="cross_probe", **changes
   )
