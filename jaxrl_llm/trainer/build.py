@@ -76,13 +76,7 @@ def make_run(config: Any) -> Run:
     view = data.answer_view(config, source.answer, tokenizer)
     learner.views = {"critic": view}
   _check_columns(learner, source)
-  judge = Judge(
-    tokenizer.decode,
-    _make_pool(config),
-    name=config.reward.name,
-    correct=config.reward.correct,
-    incorrect=config.reward.incorrect,
-  )
+  judge = _make_judge(config, tokenizer)
   turn_taking = data.make_conversation_config(config, tokenizer)
   engine = sampler.make_engine(config, policy_fns, tokenizer, both.sampler)
   worker = make_worker(config, engine, source, judge, turn_taking)
@@ -114,6 +108,17 @@ def make_run(config: Any) -> Run:
     judge=judge,
     tokenizer=tokenizer,
     inputs=data.digests(config) | teachers,
+  )
+
+
+def _make_judge(config: Any, tokenizer: Tokenizer) -> Judge:
+  reward = config.reward
+  return Judge(
+    tokenizer.decode,
+    _make_pool(config),
+    name=reward.name,
+    correct=reward.correct,
+    incorrect=reward.incorrect,
   )
 
 

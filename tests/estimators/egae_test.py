@@ -114,10 +114,12 @@ class TestEgae:
   def test_rows_that_ended_equal_gae_in_every_bit(self, boundary):
     rewards, values, mask, truncated, next_values = _batch(seed=1)
     kwargs = dict(boundary=boundary, next_values=next_values, **_SETTINGS)
-    plain = _gae(rewards, values, mask, **_SETTINGS)
-    mixed = _egae(rewards, values, mask, truncated, **kwargs)
+    # Compilers may round the sums of two programs in different ways.
+    with jax.disable_jit():
+      plain = _gae(rewards, values, mask, **_SETTINGS)
+      mixed = _egae(rewards, values, mask, truncated, **kwargs)
+      none = _egae(rewards, values, mask, np.zeros(8, bool), **kwargs)
     np.testing.assert_array_equal(mixed[~truncated], plain[~truncated])
-    none = _egae(rewards, values, mask, np.zeros(8, bool), **kwargs)
     np.testing.assert_array_equal(none, plain)
 
   def test_zero_boundary_is_gae_everywhere(self):
