@@ -3,7 +3,8 @@
     python docs/test_time.py --model=MODEL_OR_RUN --question='3+5-2?'
       [--drafts=8,8,4] [--max_new_tokens=256]
 
-Both need `Policy.generate` alone, so that they also take a model of your own.
+Both need `generate` and `tokenizer` of a `Policy` alone, so that they also take
+a model of your own.
 """
 
 import argparse
@@ -126,19 +127,27 @@ def tournament(
   return left[0]
 
 
+def _counts(text: str) -> list[int]:
+  counts = [int(x) for x in text.split(",")]
+  if min(counts) < 1:
+    raise ValueError("a round has at least one draft")
+  return counts
+
+
 def main() -> None:
   """Refines drafts, and prints those of the last round and the best of them."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--model", required=True, help="model directory or run")
   parser.add_argument("--question", required=True)
-  parser.add_argument("--drafts", default="8,8,4", help="of each round")
+  parser.add_argument(
+    "--drafts", type=_counts, default="8,8,4", help="of each round"
+  )
   parser.add_argument("--max_new_tokens", type=int, default=256)
   given = parser.parse_args()
-  drafts = [int(x) for x in given.drafts.split(",")]
   length = {"max_new_tokens": given.max_new_tokens}
   try:
     policy = api.load(given.model)
-    answers = refine(policy, given.question, drafts=drafts, **length)
+    answers = refine(policy, given.question, drafts=given.drafts, **length)
     best = tournament(policy, given.question, answers, **length)
   except InputError as error:
     print(f"error: {error}", file=sys.stderr)

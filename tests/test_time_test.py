@@ -91,3 +91,5 @@ def test_the_program_runs(tmp_path):
   assert re.search("^best: ", said, re.M)
   _, wrong = programs.finish(_FILE, f"--model={tmp_path}", *given[1:], code=2)
   assert wrong.startswith("error: ") and wrong.count("\n") == 1
+  _, wrong = programs.finish(_FILE, *given, "--drafts=2,0", code=2)
+  assert "--drafts: invalid" in wrong and "Traceback" not in wrong

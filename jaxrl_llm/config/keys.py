@@ -334,10 +334,11 @@ class Schedule(Group, path="schedule"):
     "Fraction of a batch's groups that earlier steps have sampled, drawn from a"
     " store; their log-probs are corrected by off_policy.correction.", SWITCH)
   replay_capacity = Key(512, SOME,
-    "Groups in that store; the oldest ones leave first.")
+    "Groups in that store, or responses with replay_for='unsolved'; the oldest"
+    " ones leave first.")
   replay_keep = Key("mixed", Names("data.replay:KEEP"), "Groups that are"
     " stored: those with correct and incorrect responses ('mixed'), of other"
-    " policies alone ('foreign'), or 'all'.")
+    " policies alone ('foreign'), or 'all'. With replay_for='any'.")
   replay_for = Key("any", Names("data.replay:REPLAYS"), "Groups to replay"
     " for: 'any' draws whole groups in place of new ones; 'unsolved' (DART)"
     " stores correct responses, and adds one to each group without any, to at"

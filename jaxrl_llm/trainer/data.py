@@ -47,14 +47,15 @@ def make_prompts(
   """
   data = config.data
   make, own = prompt_source.PROMPT_SOURCES[data.order], data.order_settings
-  pooled = data.pool or _records_prompts(config, make)
+  records = _records_prompts(config, make)
   # Runs of different seeds that share a pool know the same questions.
-  train, sets = _examples(config, seed=0 if pooled else config.run.seed)
-  size = data.pool or len(train)
-  if pooled and size > curriculum.LARGEST:
+  seed = 0 if data.pool or records else config.run.seed
+  train, sets = _examples(config, seed)
+  size = data.pool
+  if not size and records and len(train) > curriculum.LARGEST:
     size = _POOL
-  if size < len(train):
-    train = sources.LazySource(train.__getitem__, range(size))
+  if size:
+    train = sources.LazySource(train.__getitem__, range(min(size, len(train))))
   play = make_play(config)
   template = _template(config, tokenizer, train, play)
   settings = {

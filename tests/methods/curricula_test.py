@@ -153,6 +153,8 @@ def test_an_endless_source_gets_a_pool(model):
   assert len(one) == len(other) == 1024
   assert all(one.example(i, 0) == other.example(i, 0) for i in range(9))
   assert len(build.make_run(make(data__pool=2000)).source) == 2000
+  with pytest.raises(InputError, match=r"at most 10,000,000; set"):
+    build.make_run(make(data__pool=20_000_000))
 
 
 def test_a_file_is_read_whole(tmp_path, model):

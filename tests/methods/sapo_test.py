@@ -283,6 +283,29 @@ def test_later_files_of_other_questions_are_passed_over(model, tmp_path):
     read(101, None)
 
 
+def test_given_responses_solve_unsolved_prompts(model, tmp_path, own_parts):
+  texts = set()
+  register.reward("known", lambda response: response in texts)
+  given = {"reward__name": "known", "schedule__replay_for": "unsolved"}
+  given |= {"data__pool": 4, "schedule__replay": 0.9}
+  config = doors.make_config(model, **sharing(tmp_path, "a.jsonl", **given))
+  run = build.make_run(config)
+  lines = lines_of(run, questions(run, 4))
+  texts.update(line["text"] for line in lines if len(line["tokens"]) > 4)
+  write(tmp_path / "a.jsonl", lines)
+  collected = tiny_run.collect(run)[-1]
+  store, batch = collected.state.replay, collected.batch.responses
+  assert store.correct.all() and set(store.rollout.example_id) == {*range(4)}
+  added = batch.rollout.sample_id < 0
+  # Correct responses of the other policy, in three of four groups.
+  assert added.sum() == 3 and batch.correct[added].all()
+  assert (batch.rollout.origin[added, 0] == Origin.OTHER).all()
+  own = take_rows(batch, ~added)
+  for row in np.flatnonzero(added):
+    same = own.rollout.example_id == batch.rollout.example_id[row]
+    assert same.any() and not own.correct[same].any()
+
+
 def test_data_without_an_end_get_a_pool(model, tmp_path):
   given = sharing(tmp_path, "given.jsonl", data__pool=0)
   assert len(build.make_run(doors.make_config(model, **given)).source) == 1024
