@@ -72,7 +72,14 @@ class Replay:
   def complete(
     self, store: Responses | None, batch: Responses
   ) -> Responses | None:
-    """Returns rows that a batch of new groups needs besides; none here."""
+    """Returns stored rows that a batch of new groups lacks, or None.
+
+    Groups that are drawn whole leave nothing to complete.
+
+    Args:
+      store: the stored responses.
+      batch: judged responses of whole groups.
+    """
     del store, batch
 
 

@@ -25,7 +25,10 @@ class Successes(replay.Replay):
   def add(
     self, store: Responses | None, responses: Responses
   ) -> Responses | None:
-    """Returns the store with the correct responses of a batch."""
+    """Returns the store with the correct responses of a batch.
+
+    It has one response to a prompt, the newest, of at most `capacity` prompts.
+    """
     right = responses.correct & responses.judged & ended(responses.rollout)
     if not right.any():
       return store
@@ -38,7 +41,10 @@ class Successes(replay.Replay):
   def complete(
     self, store: Responses | None, batch: Responses
   ) -> Responses | None:
-    """Returns stored responses to prompts that a batch did not solve."""
+    """Returns a stored response to each prompt that a batch did not solve.
+
+    They have the group ids of the batch, and at most `groups` are returned.
+    """
     if store is None:
       return None
     rollout, judged = batch.rollout, batch.judged
