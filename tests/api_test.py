@@ -208,11 +208,12 @@ class TestSave:
     how = {"samples": 2, "max_new_tokens": 6}
     assert loaded.generate("3+5?", **how) == policy.generate("3+5?", **how)
 
-  def test_leaves_the_base_model_alone(self, trained, settings):
+  @pytest.mark.parametrize("save", ["save", "save_adapters", "save_critic"])
+  def test_leaves_runs_and_the_base_model_alone(self, trained, settings, save):
     policy, folder = trained
-    for taken in (settings["model.path"], folder / "base_model"):
+    for taken in (settings["model.path"], folder / "base_model", folder):
       with pytest.raises(InputError, match="the policy comes from"):
-        policy.save(taken)
+        getattr(policy, save)(taken)
 
 
 def test_load_refuses_what_is_not_there(trained, tmp_path):
