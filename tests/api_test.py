@@ -17,6 +17,7 @@ from jaxrl_llm import base_models, metrics, models, register
 from jaxrl_llm import config as config_lib
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.trainer import policy_evaluation
+from jaxrl_llm.trainer.validation import validate
 
 STEPS = 2
 
@@ -145,6 +146,10 @@ class TestEvaluate:
     logged = {k.rpartition("/")[2]: v for k, v in row.items() if "eval/" in k}
     assert logged["avg@2"] == results["avg@2"]
     assert logged["response_length_mean"] == results["response_length_mean"]
+
+  def test_fewer_samples_than_the_run_had(self, trained):
+    more = {"eval.pass_k": (2,), "eval.samples": 1}
+    validate(policy_evaluation.make_config(trained[0], "", more))
 
   def test_a_model_on_files_of_its_own(self, tmp_path):
     files = []
