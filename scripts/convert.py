@@ -45,6 +45,7 @@ def convert(options) -> str:
   Raises:
     InputError: the run cannot be read or the directory not be written.
   """
+  _check(options)
   for file in options.plugin:
     plugin.load(file)
   source = pathlib.Path(options.checkpoint)
@@ -71,6 +72,27 @@ def convert(options) -> str:
     f"wrote the policy of step {policy.step} to {options.out}: {count:,}"
     f" parameters, {options.dtype}"
   )
+
+
+def _check(options) -> None:
+  """Refuses flags that do not go together.
+
+  Raises:
+    InputError: there are some.
+  """
+  if options.out == "":
+    raise InputError("--out is empty; give a directory")
+  given = {
+    "--adapters": options.adapters,
+    "--dtype": options.dtype != "float32",
+    "--form": options.form and options.take,
+    "--step": options.step and options.take,
+  }
+  if (options.take or options.form) and any(given.values()):
+    raise InputError(
+      f"{next(filter(given.get, given))} does not go with"
+      f" {'--take' if options.take else '--form'}; leave one of them out"
+    )
 
 
 class _Part:
