@@ -407,6 +407,7 @@ class TestFindStep:
       with pytest.raises(InputError, match=f"no step {step}; choose from 3, 5"):
         find(step)
 
-  def test_no_best(self, start):
+  @pytest.mark.parametrize("best", ["", "eval/s/avg@2"])
+  def test_no_best(self, start, best):  # There are no rows, either.
     with pytest.raises(InputError, match="no step best; choose from 3"):
-      workdir_lib.find_step(start(make()), "best")
+      workdir_lib.find_step(start(make(checkpoint__best=best)), "best")
