@@ -258,20 +258,12 @@ class Policy:
       dtype: type of the weights in the file; float32 is exact.
 
     Raises:
-      InputError: The directory cannot be written, or is the model that the
-        policy or its run started from.
+      InputError: The directory cannot be written, or is that of a run or the
+        model that the policy or its run started from.
     """
-    own = [self.directory]
-    if self.step is not None:
-      own.append(base_models.model_path(self._run_config))
-    out = pathlib.Path(path)
-    if out.resolve() in [pathlib.Path(p).resolve() for p in own]:
-      raise InputError(
-        f"{out} is the model that the policy comes from; choose another"
-        " directory"
-      )
+    self._check_out(path)
     params = jax.tree.map(lambda x: x.astype(dtype), self.params)
-    models.save(out, self.fns, params, tokenizer_from=self.directory)
+    models.save(path, self.fns, params, tokenizer_from=self.directory)
 
   def save_adapters(self, path: str | os.PathLike) -> None:
     """Writes the adapters of a run as a directory that PEFT loads.
@@ -280,9 +272,10 @@ class Policy:
       path: directory to write.
 
     Raises:
-      InputError: The policy has no adapters, or the directory cannot be
-        written.
+      InputError: The policy has no adapters, or the directory is one that
+        `save` refuses.
     """
+    self._check_out(path)
     config = self._run_config if self.step is not None else None
     if config is None or not config.model.lora_rank:
       raise InputError(
@@ -307,13 +300,26 @@ class Policy:
 
     Raises:
       InputError: There is no critic that a directory can hold, or the directory
-        cannot be written.
+        is one that `save` refuses.
     """
+    self._check_out(path)
     if self.step is None:
       raise InputError(f"{self.path}: is a model directory; give a run")
     fns, params = workdir.load_critic(self.path, self.step)
     params = jax.tree.map(lambda x: x.astype(dtype), params)
     models.save_value(path, fns, params, tokenizer_from=self.directory)
+
+  def _check_out(self, path: str | os.PathLike) -> None:
+    """Refuses a directory whose files would be lost."""
+    own = [self.directory]
+    if self.step is not None:
+      own.append(base_models.model_path(self._run_config))
+    own, out = [pathlib.Path(p).resolve() for p in own], pathlib.Path(path)
+    if workdir.is_workdir(out) or out.resolve() in own:
+      raise InputError(
+        f"{path} is the folder of a run, or the model that the policy comes"
+        " from; choose another directory"
+      )
 
   @functools.cached_property
   def _run_config(self) -> Any:

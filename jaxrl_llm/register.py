@@ -94,7 +94,8 @@ def reward(name: str, fn: rewards.RewardFn) -> None:
 
   Raises:
     ValueError: The name is one of the package; a part of your own is replaced.
-      This applies to all functions of this module.
+      This applies to all functions of this module, except that the inputs of
+      `token_input` and `leaf` are never replaced.
   """
   _add(rewards.REWARDS, "reward.name", name, fn)
 

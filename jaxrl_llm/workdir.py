@@ -154,9 +154,10 @@ def best_step(
     metric: name of the metric; '' is none.
     among: steps to choose from; None is all.
   """
+  file = workdir / ROWS
   values = {
     row["step"]: row[metric]
-    for row in (metrics.read_rows(workdir / ROWS) if metric else ())
+    for row in (metrics.read_rows(file) if metric and file.exists() else ())
     if row.get(metric) is not None and (among is None or row["step"] in among)
   }
   return max(values, key=values.get, default=None)

@@ -1,15 +1,15 @@
 """Exports a policy or critic of a training run as a Hugging Face directory.
 
   python scripts/convert.py --checkpoint=WORKDIR --out=DIR [--step=N|best]
-      [--adapters | --critic]
+      [--adapters | --critic] [--plugin=FILE.py]
 
 DIR gets config.json, model.safetensors and the tokenizer's files, and is read
 by `transformers`, by `--config.model.path=DIR` and by `models.load(DIR)`. Of a
 run with model.lora_rank, --adapters writes the adapters alone, for PEFT;
 otherwise they are merged. --critic writes the critic, which `transformers`
 reads as AutoModelForTokenClassification (a logit is V after its token), and
-`--config.value.init_from=DIR` starts another from it. Exit code 2 for bad
-input.
+`--config.value.init_from=DIR` starts another from it. A model of a family of
+your own needs its --plugin. Exit code 2 for bad input.
 
 With AdamW's moments, training goes on in another framework, or here:
 
@@ -36,6 +36,7 @@ from parts import program
 from jaxrl_llm import api, checkpoint, models, workdir
 from jaxrl_llm.checkpoint import foreign
 from jaxrl_llm.errors import InputError, as_input_error
+from jaxrl_llm.system import plugin
 
 
 def convert(options) -> str:
@@ -44,6 +45,9 @@ def convert(options) -> str:
   Raises:
     InputError: the run cannot be read or the directory not be written.
   """
+  _check(options)
+  for file in options.plugin:
+    plugin.load(file)
   source = pathlib.Path(options.checkpoint)
   if not source.is_dir():
     raise InputError(
@@ -68,6 +72,27 @@ def convert(options) -> str:
     f"wrote the policy of step {policy.step} to {options.out}: {count:,}"
     f" parameters, {options.dtype}"
   )
+
+
+def _check(options) -> None:
+  """Refuses flags that do not go together.
+
+  Raises:
+    InputError: there are some.
+  """
+  if options.out == "":
+    raise InputError("--out is empty; give a directory")
+  given = {
+    "--adapters": options.adapters,
+    "--dtype": options.dtype != "float32",
+    "--form": options.form and options.take,
+    "--step": options.step and options.take,
+  }
+  if (options.take or options.form) and any(given.values()):
+    raise InputError(
+      f"{next(filter(given.get, given))} does not go with"
+      f" {'--take' if options.take else '--form'}; leave one of them out"
+    )
 
 
 class _Part:
@@ -166,6 +191,8 @@ def main(arguments: list[str] | None = None) -> None:
     default="float32",
     help="of the weights in the file; float32 is exact",
   )
+  several = {"action": "append", "default": [], "metavar": "FILE"}
+  add("--plugin", **several, help="file of your own parts; repeatable")
   print(convert(parser.parse_args(arguments)))
 
 

@@ -175,6 +175,7 @@ def run() -> None:
     plugin.load(file)
   policy = api.load(_CHECKPOINT.value, step=_STEP.value)
   config = make_config(policy)
+  config.run.plugins = plugin.merged(config.run.plugins, _PLUGIN.value)
   seed = config.run.seed if _SEED.value is None else _SEED.value
   found = []
   how = {"critic": _CRITIC.value, "search": _SEARCH.value or ""}

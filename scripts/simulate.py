@@ -253,7 +253,7 @@ def check(options) -> None:
     if min(values) < least or (name != "lags" and max(values) == np.inf):
       raise InputError(f"--{name}: numbers must be at least {least} and finite")
     setattr(options, name, values)
-  limits = {"between": (0, 1), "window": (0, 1)}
+  limits = {"between": (0, 1), "window": (0, 1), "seed": (0, np.inf)}
   for name in ("prompt_length", "slots", "groups", "group_size", "steps"):
     limits[name] = limits["max_staleness"] = (1, np.inf)
   for name, (low, high) in limits.items():

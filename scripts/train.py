@@ -97,6 +97,7 @@ def make_config(folder: pathlib.Path):
     InputError: --config is not the run's method, or its settings are damaged.
   """
   from jaxrl_llm import workdir
+  from jaxrl_llm.system import plugin
 
   given, flag = _CONFIG.value, flags.FLAGS["config"]
   given.run.plugins += tuple(
@@ -115,8 +116,8 @@ def make_config(folder: pathlib.Path):
       f" {folder}/checkpoints if it has one, or give --config to start anew"
     )
   config.update_from_flattened_dict(config_flags.get_override_values(flag))
-  plugins = dict.fromkeys([*config.run.plugins, *given.run.plugins])
-  config.run.plugins = given.run.plugins = tuple(plugins)
+  plugins = plugin.merged(config.run.plugins, given.run.plugins)
+  config.run.plugins = given.run.plugins = plugins
   if not _CONFIG.present:
     return config
   if config.run.method not in ("", given.run.method):

@@ -17,6 +17,7 @@ from jaxrl_llm import base_models, metrics, models, register
 from jaxrl_llm import config as config_lib
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.trainer import policy_evaluation
+from jaxrl_llm.trainer.validation import validate
 
 STEPS = 2
 
@@ -146,6 +147,10 @@ class TestEvaluate:
     assert logged["avg@2"] == results["avg@2"]
     assert logged["response_length_mean"] == results["response_length_mean"]
 
+  def test_fewer_samples_than_the_run_had(self, trained):
+    more = {"eval.pass_k": (2,), "eval.samples": 1}
+    validate(policy_evaluation.make_config(trained[0], "", more))
+
   def test_a_model_on_files_of_its_own(self, tmp_path):
     files = []
     for name, sums in (("easy", ((1, 2), (3, 4))), ("wrong", ((5, 1),))):
@@ -208,11 +213,12 @@ class TestSave:
     how = {"samples": 2, "max_new_tokens": 6}
     assert loaded.generate("3+5?", **how) == policy.generate("3+5?", **how)
 
-  def test_leaves_the_base_model_alone(self, trained, settings):
+  @pytest.mark.parametrize("save", ["save", "save_adapters", "save_critic"])
+  def test_leaves_runs_and_the_base_model_alone(self, trained, settings, save):
     policy, folder = trained
-    for taken in (settings["model.path"], folder / "base_model"):
+    for taken in (settings["model.path"], folder / "base_model", folder):
       with pytest.raises(InputError, match="the policy comes from"):
-        policy.save(taken)
+        getattr(policy, save)(taken)
 
 
 def test_load_refuses_what_is_not_there(trained, tmp_path):

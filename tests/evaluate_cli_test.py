@@ -162,6 +162,10 @@ class TestConvert:
       (("--checkpoint=/no/such", "--out=x"), "/no/such: no such directory"),
       ((f"--checkpoint={model}", "--out=x"), "no checkpoint"),
       ((f"--checkpoint={directory}", f"--out={model}"), "choose another"),
+      ((f"--checkpoint={directory}", "--out="), "--out is empty"),
+      (("--checkpoint=x", "--out=x", "--form=dcp", "--adapters"), "--adapters"),
+      (("--checkpoint=x", "--take=x", "--dtype=bfloat16"), "with --take;"),
+      (("--checkpoint=x", "--take=x", "--step=0"), "--step does not go"),
     ):
       assert convert.main(flags) == 2
       error = capsys.readouterr().err

@@ -1,10 +1,11 @@
 """A tiny policy with experts learns the embedded task by scripts/train.py."""
 
+import jax
 import numpy as np
 import pytest
 from helpers import programs, upcycled
 
-from jaxrl_llm import metrics
+from jaxrl_llm import api, metrics
 
 
 @pytest.mark.slow(minutes=1)
@@ -32,3 +33,14 @@ def test_a_policy_with_experts_learns_the_embedded_task(tmp_path):
   # Two of four experts at most twice the mean load; 1.0 is balanced.
   assert of("policy/expert_load").max() < 1.8
   assert of("sampler_trainer/logprob_diff_max").max() < 1e-3
+  programs.finish(
+    "scripts/convert.py",
+    f"--plugin={upcycled.__file__}",
+    f"--checkpoint={tmp_path / 'run'}",
+    f"--out={tmp_path / 'out'}",
+    env=env,
+  )
+  written, trained = (
+    api.load(tmp_path / name).params for name in ("out", "run")
+  )
+  jax.tree.map(np.testing.assert_array_equal, written, trained)

@@ -255,6 +255,12 @@ def test_a_plugin_trains_and_is_evaluated(model, tmp_path):
   expected = row["reward/right"] + 0.1 * row["reward/length"]
   assert row["reward/mean"] == pytest.approx(expected, rel=1e-5)
   assert row["policy/skipped"] == 0 and row["policy/grad_norm"] > 0
+  # A run of another machine, where the file was in another folder.
+  recorded = json.dumps(str(pathlib.Path("docs/plugin.py").resolve()))
+  text = (folder / "config.json").read_text()
+  assert recorded in text
+  text = text.replace(recorded, '"/elsewhere/plugin.py"')
+  (folder / "config.json").write_text(text)
   shown = script("evaluate", f"--checkpoint={folder}")
   last = json.loads(shown.splitlines()[-1])
   assert last["dataset"] == "doubles_heldout" and last["unjudged_fraction"] == 0

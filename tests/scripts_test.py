@@ -124,14 +124,18 @@ class TestResume:
     assert tiny_run.comparable(folder) == whole
     assert tiny_run.comparable(folder / "set_aside_1") == whole
     before = tiny_run.snapshot(folder)
-    output = finish(start(folder, "--nodry_run"))  # None but --workdir.
+    (tmp_path / "moved").mkdir()
+    moved = own.rename(tmp_path / "moved" / own.name)
+    line = fail(start(folder, "--nodry_run"), 2)  # None but --workdir.
+    assert f"{own}: no such file" in line
+    output = finish(start(folder, f"--plugin={moved}"))
     assert (
       "already at its last step 10; raise run.steps to continue\n" in output
     )
     assert "own parts\n" in output
     line = fail(start(folder, "--config=configs/grpo.py"), 2)
     assert "has a run of vapo; leave --config out or give another" in line
-    line = fail(start(folder, "--step=7"), 2)
+    line = fail(start(folder, "--step=7", f"--plugin={moved}"), 2)
     assert "no step 7; choose from 9, 10" in line
     assert tiny_run.snapshot(folder) == before
 

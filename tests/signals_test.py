@@ -5,6 +5,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -60,6 +61,19 @@ def test_handlers_come_back(capfd):
     assert [signal.getsignal(name) for name in names] == before
     # The thread that answers has ended.
     assert "press Ctrl-C again" in capfd.readouterr().err
+
+
+def test_another_thread_changes_no_handler():
+  before, seen = signal.getsignal(signal.SIGINT), []
+
+  def run():
+    with signals.stop_on_signal() as stopped:
+      seen.append((stopped.signal, signal.getsignal(signal.SIGINT)))
+
+  thread = threading.Thread(target=run)
+  thread.start()
+  thread.join()
+  assert seen == [(0, before)]
 
 
 def test_one_that_comes_while_the_processes_meet_is_kept(monkeypatch):

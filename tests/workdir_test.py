@@ -311,6 +311,13 @@ class TestHeld:
       with Workdir(tmp_path / "run").held():
         pass
 
+  def test_the_folder_of_a_model(self, model):
+    before = tiny_run.snapshot(model)
+    with pytest.raises(InputError, match="has the weights of a model"):
+      with Workdir(model).held():
+        pass
+    assert tiny_run.snapshot(model) == before
+
   def test_a_file_system_without_locks(self, tmp_path, monkeypatch, capsys):
     def refuse(file, operation):
       raise OSError("no locks available")
@@ -337,6 +344,16 @@ class TestSetAside:
       assert line == f"the rows of before are set aside in {aside}"
       assert (aside / "metrics.jsonl").read_text() == text
       assert (aside / "config.json").is_file()
+
+  def test_one_of_several_may_be_removed(self, start):
+    folder = start(make())
+    unsave(folder)
+    self.rows(folder, 3)
+    for _ in range(2):
+      Workdir(folder).set_aside(-1)
+    shutil.rmtree(folder / "set_aside_1")
+    assert Workdir(folder).set_aside(-1).endswith("set_aside_1")
+    assert Workdir(folder).set_aside(-1).endswith("set_aside_3")
 
   def test_what_is_later_than_a_step(self, start):
     folder = start(make())
@@ -390,6 +407,7 @@ class TestFindStep:
       with pytest.raises(InputError, match=f"no step {step}; choose from 3, 5"):
         find(step)
 
-  def test_no_best(self, start):
+  @pytest.mark.parametrize("best", ["", "eval/s/avg@2"])
+  def test_no_best(self, start, best):  # There are no rows, either.
     with pytest.raises(InputError, match="no step best; choose from 3"):
-      workdir_lib.find_step(start(make()), "best")
+      workdir_lib.find_step(start(make(checkpoint__best=best)), "best")

@@ -1,6 +1,7 @@
 """Types of settings: a default, allowed values and a meaning."""
 
 import importlib
+import numbers
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -13,6 +14,8 @@ class Range(NamedTuple):
   open: bool = False  # Excludes low.
 
   def __contains__(self, value: Any) -> bool:
+    if not isinstance(value, numbers.Real):
+      return False
     # NaN fails every comparison.
     above = value > self.low or (value == self.low and not self.open)
     return above and value <= self.high and value < float("inf")

@@ -204,7 +204,7 @@ class Eval(Group, path="eval"):
     "Steps between evaluations; also before the first and after the last step.")
   samples = Key(4, SOME,
     "Sampled responses per problem, the k of avg@k and pass@k.")
-  pass_k = Key((), None,
+  pass_k = Key((), SOME,
     "Further n of pass@n, each 1 to eval.samples, e.g. (1, 8).")
   greedy = Key(False, None,
     "Also decodes one greedy response per problem, reported as 'greedy'.")

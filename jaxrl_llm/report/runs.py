@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxrl_llm import metrics
 from jaxrl_llm.data.rows import read_object
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, as_input_error
 
 
 class Run(NamedTuple):
@@ -49,10 +49,13 @@ def load_run(path: str | os.PathLike) -> Run:
   if not rows:
     raise InputError(f"{folder / 'metrics.jsonl'}: no step was logged yet")
   config, samples = {}, folder / "samples.jsonl"
+  changes = folder / "config_changes.jsonl"
   if (folder / "config.json").exists():
     config = flatten(read_object(folder / "config.json", "restore it"))
-  if (folder / "config_changes.jsonl").exists():
-    for row in metrics.read_rows(folder / "config_changes.jsonl"):
+  what = f"{changes}: 'changes' must map keys to [old, new]"
+  kinds = KeyError, TypeError, ValueError, AttributeError
+  with as_input_error(what, "restore it", *kinds):
+    for row in metrics.read_rows(changes) if changes.exists() else ():
       config |= {key: new for key, (_, new) in row["changes"].items()}
   samples = samples if samples.exists() else None
   return Run(folder.resolve().name, rows, config, samples)

@@ -10,7 +10,7 @@ import importlib.util
 import pathlib
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -69,6 +69,16 @@ def load(path: str) -> ModuleType:
     raise InputError(
       f"{path}{_line(error, file)}: {type(error).__name__}: {text}"
     ) from error
+
+
+def merged(recorded: Iterable[str], given: Iterable[str]) -> tuple[str, ...]:
+  """Joins the files of a run and given ones.
+
+  A given file replaces the one of its name, which may have moved: two files of
+  one name could not be imported.
+  """
+  files = (*recorded, *given)
+  return tuple({pathlib.Path(file).name: file for file in files}.values())
 
 
 def _line(error: BaseException, file: pathlib.Path) -> str:

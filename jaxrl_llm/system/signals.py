@@ -40,9 +40,13 @@ class Stopped:
 def stop_on_signal() -> Iterator[Stopped]:
   """SIGINT and SIGTERM end the run after the step; a second one at once.
 
-  The first one is answered at once on standard error.
+  The first one is answered at once on standard error. In another than the main
+  thread, which receives no signals, they do what they did before.
   """
   stopped = Stopped()
+  if threading.current_thread() is not threading.main_thread():
+    yield stopped
+    return
 
   def handle(number, frame):
     del frame

@@ -348,7 +348,8 @@ def evaluate(
       results["greedy"] = greedy.results([])["avg@1"]
     row |= {f"eval/{evaluator.name}/{k}": float(x) for k, x in results.items()}
   best = config.checkpoint.best
-  if best and best not in row:  # No extracted answers, or no verdicts.
+  # Without extracted answers, or verdicts, which later may be temporary.
+  if best and best not in row and states.step == 0:
     raise InputError(
       f"config.checkpoint.best={best!r}: not in {', '.join(row)}"
     )

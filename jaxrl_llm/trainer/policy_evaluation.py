@@ -45,6 +45,7 @@ def make_config(
     changes = _fitting_settings(policy) | changes
   config.model.path = policy.directory
   config_lib.update(config, changes)
+  config.eval.pass_k = ()  # Other numbers of samples may be too few for them.
   if datasets:
     config.eval.path = datasets
     # Its files have the columns of the training data, if that is of files.

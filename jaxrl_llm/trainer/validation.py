@@ -18,7 +18,11 @@ def validate(config: Any) -> None:
   """
   for path, key in config_lib.KEYS.items():
     value = config_lib.get(config, path)
-    if key.allowed is None or (key.default is None and value is None):
+    if key.default is None and value is None:
+      continue
+    if key.allowed is None:
+      if value is None and key.default != "":
+        raise InputError(f"config.{path}=None: give a value of its type")
       continue
     for one in value if isinstance(value, tuple) else (value,):
       if one not in key.allowed:

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import fcntl
 import functools
+import itertools
 import json
 import os
 import pathlib
@@ -53,7 +54,8 @@ class Workdir:
     """Creates the directory and locks it against other runs.
 
     Raises:
-      InputError: It cannot be written, or another process trains in it.
+      InputError: It cannot be written, has a model, or another process trains
+        in it.
     """
     with contextlib.ExitStack() as stack:
       processes.of_first(stack.enter_context, self._locked())
@@ -61,6 +63,11 @@ class Workdir:
 
   @contextlib.contextmanager
   def _locked(self) -> Iterator[None]:
+    if hf.is_model(self.path) and not reading.is_workdir(self.path):
+      raise InputError(
+        f"--workdir={self.path}: has the weights of a model, whose config.json"
+        " a run would replace; choose another directory"
+      )
     with self._writing():
       self.path.mkdir(parents=True, exist_ok=True)
       for place in (self.path / name for name in (*_FILES, "checkpoints")):
@@ -264,8 +271,8 @@ class Workdir:
     )
     if not late and (step >= 0 or not rows.exists() or not rows.stat().st_size):
       return ""
-    number = 1 + len(list(self.path.glob("set_aside_*")))
-    folder = self.path / f"set_aside_{number}"
+    places = (self.path / f"set_aside_{i}" for i in itertools.count(1))
+    folder = next(place for place in places if not place.exists())
     with self._writing():
       (folder / "checkpoints").mkdir(parents=True)
       for file in self.path.glob("*.json*"):

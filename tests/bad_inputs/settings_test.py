@@ -70,11 +70,13 @@ _VALUES = {
   "schedule.window": [-1],
   "schedule.stop": ["some", "window"],
   "run.seed": [-1, 2**31],
-  "run.steps": [-1],
+  "run.steps": [-1, None],
   "run.trackers": [("tensorboard", "mlflow")],
   "run.stuck_after_s": [-1.0, _NAN, _INF],
   "checkpoint.keep": [0, 1],
   "eval.top_p": [0.0, 1.1, _NAN],
+  "eval.pass_k": [(0,), ("1",), None],
+  "estimator.settings": [None],
   "model.dtype": ["int8"],
 }
 

@@ -84,6 +84,9 @@ def test_names_are_known_and_taken_once():
     register.family("llama", FAMILY)
   config = models.ModelConfig.from_hf(CONFIG.to_hf())
   assert config == CONFIG
+  for own in (FAMILY._replace(written={"a": 1}), FAMILY):  # A cell runs again.
+    register.family("pair", own)
+    assert families.get("pair") is own
   with pytest.raises(ValueError, match="multiple of the 2 layers"):
     dataclasses.replace(CONFIG, num_layers=3)
 

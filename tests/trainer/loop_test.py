@@ -20,6 +20,7 @@ from jaxrl_llm import checkpoint, metrics, models, report
 from jaxrl_llm import workdir as workdir_lib
 from jaxrl_llm.checkpoint import commit
 from jaxrl_llm.errors import InputError, TrainingStopped
+from jaxrl_llm.evaluate import Evaluation
 from jaxrl_llm.learner import metrics as learner_metrics
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.rewards.verdict import Verdict
@@ -470,6 +471,25 @@ class TestBest:
     self.train(run, tmp_path, metric, checkpoint__keep=2)
     assert workdir_lib.steps(tmp_path) == [3, 6]
     assert workdir_lib.find_step(tmp_path, "best") == 3
+
+  def test_an_evaluation_without_it_ends_no_run(
+    self, run, tmp_path, monkeypatch
+  ):
+    calls, results = [], Evaluation.results
+
+    def failing(evaluated, tries):  # As if no response had a verdict.
+      calls.append(results(evaluated, tries))
+      if len(calls) == missing:
+        del calls[-1]["reward_mean"]
+      return calls[-1]
+
+    monkeypatch.setattr(Evaluation, "results", failing)
+    missing, best = 3, "eval/chain_sum/reward_mean"
+    self.train(run, tmp_path / "late", best, run__steps=3)
+    assert len(calls) == 4
+    missing = 5
+    with pytest.raises(InputError, match="checkpoint.best=.* not in eval/"):
+      self.train(run, tmp_path / "first", best)
 
   @pytest.mark.parametrize(
     "name", ["eval/avg", "avg@2", "eval/chain_sum/greedy", "policy/loss"]

@@ -4,7 +4,6 @@
 other file refers to it.
 """
 
-import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
@@ -49,7 +48,6 @@ def names() -> list[str]:
   return sorted({*files, *REGISTERED})
 
 
-@functools.cache
 def get(name: str) -> Family:
   """Returns a family by its name, one of `names`."""
   if name in REGISTERED:
