@@ -73,8 +73,7 @@ FILES = [
 "max_position_embeddings": 65536, "mlp_bias": false, "model_type": "smollm3",
 "no_rope_layer_interval": 4, "num_attention_heads": 16,
 "num_hidden_layers": 36, "num_key_value_heads": 4, "rms_norm_eps": 1e-06,
-"rope_theta": 5000000.0, "tie_word_embeddings": true,
-"use_sliding_window": false, "vocab_size": 128256
+"rope_theta": 5000000.0, "use_sliding_window": false, "vocab_size": 128256
 
 "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": false,
 "decoder_sparse_step": 1, "head_dim": 128, "hidden_act": "silu",
@@ -155,6 +154,19 @@ class TestFromHf:
     other = SMOLLM3 | {"no_rope_layers": [1, 0] * 18}
     with pytest.raises(InputError, match="no_rope_layers"):
       ModelConfig.from_hf(other)
+    cut = {"num_hidden_layers": 6, "no_rope_layers": [1, 1, 1, 0, 1, 1]}
+    layers = ModelConfig.from_hf(SMOLLM3 | cut).layers
+    rotary = [kind.attention.rotary for kind in layers]
+    assert rotary == [True, True, True, False, True, True]
+
+  def test_absent_keys_have_the_defaults_of_their_family(self):
+    assert ModelConfig.from_hf(SMOLLM3).tie_word_embeddings
+    other = ModelConfig.from_hf(SMOLLM3 | {"tie_word_embeddings": False})
+    assert not other.tie_word_embeddings
+    assert not other.to_hf()["tie_word_embeddings"]
+    # A window of 4096.
+    with pytest.raises(InputError, match="'sliding_window' is 4096"):
+      ModelConfig.from_hf(without(MISTRAL, "sliding_window"))
 
   def test_a_token_is_multiplied_with_its_own_experts(self):
     config = ModelConfig.from_hf(QWEN3_MOE)
