@@ -179,7 +179,11 @@ class TestFromHf:
     assert (kind.mlp.num_experts, kind.mlp.per_token) == (128, 8)
     other = without(QWEN3_MOE, "num_experts") | {"num_local_experts": 128}
     assert ModelConfig.from_hf(other) == config
-    for key, value in (("norm_topk_prob", False), ("mlp_only_layers", [0])):
+    for key, value in (
+      ("norm_topk_prob", False),
+      ("mlp_only_layers", [0]),
+      ("num_experts_per_tok", 129),
+    ):
       with pytest.raises(InputError, match=key):
         ModelConfig.from_hf(QWEN3_MOE | {key: value})
 
@@ -200,9 +204,18 @@ class TestFromHf:
       ("final_logit_softcapping", 30.0),
       ("sliding_window", 0),
       ("query_pre_attn_scalar", None),
+      ("tie_word_embeddings", False),
     ):
       with pytest.raises(InputError, match=key):
         ModelConfig.from_hf(GEMMA3 | {key: value})
+
+  @pytest.mark.parametrize(
+    "local", [{"rope_type": "linear", "factor": 8.0}, 3, {"rope_type": 1}]
+  )
+  def test_only_full_layers_of_gemma3_scale_their_rope(self, local):
+    ropes = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": local}
+    with pytest.raises(InputError, match="sliding_attention"):
+      ModelConfig.from_hf(GEMMA3 | {"rope_parameters": ropes})
 
   def test_a_window_of_mistral_is_refused_and_never_written(self):
     with pytest.raises(InputError, match="sliding_window"):
