@@ -379,6 +379,22 @@ class TestScript:
     # To 1 %, within which exact and small ones come first.
     assert all(a < 1.011 * b for a, b in itertools.pairwise(seconds))
 
+  def test_search_counts_the_shared_base_of_adapters_once(self):
+    preset = "--config=configs/vapo.py:qwen2.5-7b-lora"
+    flags = [preset, "--topology=h100:1", "--search"]
+    bits = {"bfloat16": 16, "nf4": 4.5}
+    held = {}
+    for name in bits:
+      given = [*flags, f"--config.model.base_dtype={name}"]
+      code, shown, _ = programs.run("compile", *given)
+      rows = [row for row in shown.splitlines() if row.startswith("| 1 x ")]
+      assert code == 0 and len(rows) == 1
+      held[name] = float(rows[0].split("|")[-3])
+    # Learner and sampler have one each; embedding and head are bfloat16.
+    layers = 7.62e9 - 2 * 3584 * 152_064
+    saved = 2 * layers * (bits["bfloat16"] - bits["nf4"]) / 8 / 2**30
+    assert held["bfloat16"] - held["nf4"] == pytest.approx(saved, rel=0.01)
+
   @pytest.mark.parametrize(
     "flags, says",
     [

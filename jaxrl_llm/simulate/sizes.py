@@ -2,15 +2,16 @@
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import models, sampling
-from jaxrl_llm.models import experts, heads
+from jaxrl_llm.models import experts, heads, transformer
 from jaxrl_llm.models.shapes import expert_params, multiplied_params
 from jaxrl_llm.sampling.allocator import default_page_size
 from jaxrl_llm.simulate import lengths
@@ -132,10 +133,23 @@ class Sizes:
 
   def trained(self, role: str) -> float:
     """Returns the share of parameters that are trained: all, or adapters."""
-    group = "value" if role == "value" else "model"
-    adapted = models.adapted(self.config, self.model, group=group)
-    added = models.num_params(adapted) - self.parameters
+    added = models.num_params(self._adapted(role)) - self.parameters
     return added / self.parameters if added else 1.0
+
+  def base_bytes(self, roles: Sequence[str]) -> float:
+    """Returns the bytes of the base of adapters, on all devices; 0: none.
+
+    Models with adapters share it.
+    """
+    adapted = [x for x in map(self._adapted, roles) if x.adapters]
+    if not adapted:
+      return 0.0
+    params = models.partition(transformer.param_shapes(adapted[0]), ())
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params.base))
+
+  def _adapted(self, role: str) -> models.ModelConfig:
+    group = "value" if role == "value" else "model"
+    return models.adapted(self.config, self.model, group=group)
 
   @property
   def rows(self) -> float:
