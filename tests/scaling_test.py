@@ -404,6 +404,10 @@ class TestScript:
         [_PRESET, "--topology=v5e:2x4", "--search"],
         "no mesh of these chips holds this run",
       ),
+      (
+        [_PRESET, "--mean_response=-5"],
+        "--mean_response=-5: must be in [1, ",
+      ),
       ([], "no --config; give"),
     ],
   )

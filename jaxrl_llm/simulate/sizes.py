@@ -68,7 +68,7 @@ class Sizes:
     self.gpu = platform == "gpu"
     self.xla = platform == "cpu" or config.model.kernels == "xla"
     longest = config.sampler.max_response_length
-    self.response = mean_response or longest / 4
+    self.response = mean_response or max(longest / 4, 1)
     self.prompt = config.data.max_prompt_length / 4
     self.row = config_lib.max_tokens_per_row(config)
     self.responses = config_lib.batch_size(config)
