@@ -261,17 +261,9 @@ class Policy:
       InputError: The directory cannot be written, or is the model that the
         policy or its run started from.
     """
-    own = [self.directory]
-    if self.step is not None:
-      own.append(base_models.model_path(self._run_config))
-    out = pathlib.Path(path)
-    if out.resolve() in [pathlib.Path(p).resolve() for p in own]:
-      raise InputError(
-        f"{out} is the model that the policy comes from; choose another"
-        " directory"
-      )
+    self._check_is_other(path)
     params = jax.tree.map(lambda x: x.astype(dtype), self.params)
-    models.save(out, self.fns, params, tokenizer_from=self.directory)
+    models.save(path, self.fns, params, tokenizer_from=self.directory)
 
   def save_adapters(self, path: str | os.PathLike) -> None:
     """Writes the adapters of a run as a directory that PEFT loads.
@@ -307,13 +299,25 @@ class Policy:
 
     Raises:
       InputError: There is no critic that a directory can hold, or the directory
-        cannot be written.
+        cannot be written, or is the model that the run started from.
     """
     if self.step is None:
       raise InputError(f"{self.path}: is a model directory; give a run")
+    self._check_is_other(path)
     fns, params = workdir.load_critic(self.path, self.step)
     params = jax.tree.map(lambda x: x.astype(dtype), params)
     models.save_value(path, fns, params, tokenizer_from=self.directory)
+
+  def _check_is_other(self, path: str | os.PathLike) -> None:
+    """Raises an InputError if `path` is the model that the policy is from."""
+    own = [self.directory]
+    if self.step is not None:
+      own.append(base_models.model_path(self._run_config))
+    if pathlib.Path(path).resolve() in [pathlib.Path(p).resolve() for p in own]:
+      raise InputError(
+        f"{path} is the model that the policy comes from; choose another"
+        " directory"
+      )
 
   @functools.cached_property
   def _run_config(self) -> Any:
