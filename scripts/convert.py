@@ -49,6 +49,12 @@ def convert(options) -> str:
     raise InputError(
       f"--checkpoint={source}: no such directory; give the --workdir of a run"
     )
+  forms = bool(options.form), bool(options.take), options.adapters
+  if sum(forms) > 1 or (any(forms) and options.dtype != "float32"):
+    raise InputError(
+      "--form, --take and --adapters exclude each other, and keep float32; omit"
+      " the other flags"
+    )
   step = workdir.find_step(source, options.step)
   name = "critic" if options.critic else "policy"
   if options.take:

@@ -162,6 +162,14 @@ class TestConvert:
       (("--checkpoint=/no/such", "--out=x"), "/no/such: no such directory"),
       ((f"--checkpoint={model}", "--out=x"), "no checkpoint"),
       ((f"--checkpoint={directory}", f"--out={model}"), "choose another"),
+      (
+        (f"--checkpoint={model}", "--out=x", "--form=dcp", "--dtype=bfloat16"),
+        "keep float32",
+      ),
+      (
+        (f"--checkpoint={model}", "--out=x", "--form=dcp", "--adapters"),
+        "exclude each other",
+      ),
     ):
       assert convert.main(flags) == 2
       error = capsys.readouterr().err
