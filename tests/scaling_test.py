@@ -176,6 +176,18 @@ class TestEstimate:
       found = models.num_params(MODELS[f"qwen2.5-{name}"]) / 1e9
       assert found == pytest.approx(billions, rel=0.005)
 
+  def test_a_model_may_have_its_adapters(self):
+    plain = self.sizes("qwen2.5-7b-lora")
+    model = models.adapted(plain.config, plain.model)
+    sizes = account.Sizes(plain.config, model, plain.mesh)
+    assert sizes.parameters == plain.parameters
+    assert sizes.trained("policy") == plain.trained("policy") < 0.02
+    assert sizes.trained("value") == plain.trained("value") < 0.02
+
+  def test_chunks_of_the_head_are_those_of_the_platform(self):
+    assert self.sizes(platform="cpu").head_chunk(1) == 128
+    assert self.sizes(platform="gpu").head_chunk(1) > 128
+
   def test_a_forward_pass_by_hand(self):
     sizes = self.sizes(kernels="xla")  # Which skips nothing.
     row = 16_384  # Tokens; 28 layers of width 3584, 28 heads of 128.

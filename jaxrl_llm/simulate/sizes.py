@@ -54,6 +54,7 @@ class Sizes:
         maximum.
       platform: platform of the devices: 'tpu', 'gpu' or 'cpu'.
     """
+    model = model.base  # Adapters are those of the config.
     self.config, self.model, self.mesh = config, model, dict(mesh)
     self.tensor, self.context = mesh["tensor"], mesh.get("context", 1)
     fsdp = mesh["fsdp"] * mesh.get("expert", 1)
@@ -65,7 +66,7 @@ class Sizes:
     self.table = model.vocab_size * model.hidden_size
     self.multiplied = multiplied_params(model) - self.table  # In layers.
     self._set_experts(config.model.expert_capacity)
-    self.gpu = platform == "gpu"
+    self.platform, self.gpu = platform, platform == "gpu"
     self.xla = platform == "cpu" or config.model.kernels == "xla"
     longest = config.sampler.max_response_length
     self.response = mean_response or max(longest / 4, 1)
@@ -129,7 +130,8 @@ class Sizes:
     """Returns the positions per chunk of the head, with rows on a device."""
     time, part = self.row // self.context, self.model.vocab_size // self.tensor
     chosen = self.config.model.head_chunk
-    return chosen or heads.default_chunk("tpu", math.ceil(rows), time, part)
+    rows = math.ceil(rows)
+    return chosen or heads.default_chunk(self.platform, rows, time, part)
 
   def trained(self, role: str) -> float:
     """Returns the share of parameters that are trained: all, or adapters."""
