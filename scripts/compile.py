@@ -267,6 +267,12 @@ def main(_: list[str]) -> int:
   config = _CONFIG.value
   preset = flags.FLAGS["config"].config_filename.partition(":")[2]
   validation.validate(config)
+  longest = config.sampler.max_response_length
+  if _MEAN.value and not 1 <= _MEAN.value <= longest:
+    raise InputError(
+      f"--mean_response={_MEAN.value:g}: must be in [1, {longest}], up to"
+      " config.sampler.max_response_length"
+    )
   chip, count = topology.parse(_TOPOLOGY.value)
   model = model_of(config, preset)
   if not _SEARCH.value:

@@ -82,16 +82,17 @@ def _check(options) -> None:
   """
   if options.out == "":
     raise InputError("--out is empty; give a directory")
+  chosen = [k for k in ("take", "form", "adapters") if getattr(options, k)]
   given = {
-    "--adapters": options.adapters,
+    "--adapters": options.adapters and chosen[0] != "adapters",
     "--dtype": options.dtype != "float32",
     "--form": options.form and options.take,
     "--step": options.step and options.take,
   }
-  if (options.take or options.form) and any(given.values()):
+  if chosen and any(given.values()):
     raise InputError(
-      f"{next(filter(given.get, given))} does not go with"
-      f" {'--take' if options.take else '--form'}; leave one of them out"
+      f"{next(filter(given.get, given))} does not go with --{chosen[0]}; leave"
+      " one of them out"
     )
 
 

@@ -508,6 +508,13 @@ class TestRefusals:
     (out / "config.json").write_text(text)
     assert "has no optimizer.pt; weights alone" in refused(capsys, *flags)
 
+  def test_the_model_of_the_run(self, model, trained, capsys):
+    before = (model / "config.json").read_bytes()
+    flags = [f"--checkpoint={trained}", f"--out={model}", "--critic"]
+    assert convert.main(flags) == 2
+    assert "choose another" in capsys.readouterr().err
+    assert (model / "config.json").read_bytes() == before
+
   def test_a_directory_with_files(self, trained, tmp_path, capsys):
     (tmp_path / "note").touch()
     flags = f"--checkpoint={trained}", f"--out={tmp_path}", "--form=dcp"

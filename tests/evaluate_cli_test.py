@@ -165,6 +165,10 @@ class TestConvert:
       ((f"--checkpoint={directory}", "--out="), "--out is empty"),
       (("--checkpoint=x", "--out=x", "--form=dcp", "--adapters"), "--adapters"),
       (("--checkpoint=x", "--take=x", "--dtype=bfloat16"), "with --take;"),
+      (
+        ("--checkpoint=x", "--out=x", "--adapters", "--dtype=bfloat16"),
+        "--dtype does not go with --adapters",
+      ),
       (("--checkpoint=x", "--take=x", "--step=0"), "--step does not go"),
     ):
       assert convert.main(flags) == 2

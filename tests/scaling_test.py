@@ -176,6 +176,18 @@ class TestEstimate:
       found = models.num_params(MODELS[f"qwen2.5-{name}"]) / 1e9
       assert found == pytest.approx(billions, rel=0.005)
 
+  def test_a_model_may_have_its_adapters(self):
+    plain = self.sizes("qwen2.5-7b-lora")
+    model = models.adapted(plain.config, plain.model)
+    sizes = account.Sizes(plain.config, model, plain.mesh)
+    assert sizes.parameters == plain.parameters
+    assert sizes.trained("policy") == plain.trained("policy") < 0.02
+    assert sizes.trained("value") == plain.trained("value") < 0.02
+
+  def test_chunks_of_the_head_are_those_of_the_platform(self):
+    assert self.sizes(platform="cpu").head_chunk(1) == 128
+    assert self.sizes(platform="gpu").head_chunk(1) > 128
+
   def test_a_forward_pass_by_hand(self):
     sizes = self.sizes(kernels="xla")  # Which skips nothing.
     row = 16_384  # Tokens; 28 layers of width 3584, 28 heads of 128.
@@ -379,6 +391,22 @@ class TestScript:
     # To 1 %, within which exact and small ones come first.
     assert all(a < 1.011 * b for a, b in itertools.pairwise(seconds))
 
+  def test_search_counts_the_shared_base_of_adapters_once(self):
+    preset = "--config=configs/vapo.py:qwen2.5-7b-lora"
+    flags = [preset, "--topology=h100:1", "--search"]
+    bits = {"bfloat16": 16, "nf4": 4.5}
+    held = {}
+    for name in bits:
+      given = [*flags, f"--config.model.base_dtype={name}"]
+      code, shown, _ = programs.run("compile", *given)
+      rows = [row for row in shown.splitlines() if row.startswith("| 1 x ")]
+      assert code == 0 and len(rows) == 1
+      held[name] = float(rows[0].split("|")[-3])
+    # Learner and sampler have one each; embedding and head are bfloat16.
+    layers = 7.62e9 - 2 * 3584 * 152_064
+    saved = 2 * layers * (bits["bfloat16"] - bits["nf4"]) / 8 / 2**30
+    assert held["bfloat16"] - held["nf4"] == pytest.approx(saved, rel=0.01)
+
   @pytest.mark.parametrize(
     "flags, says",
     [
@@ -387,6 +415,10 @@ class TestScript:
       (
         [_PRESET, "--topology=v5e:2x4", "--search"],
         "no mesh of these chips holds this run",
+      ),
+      (
+        [_PRESET, "--mean_response=-5"],
+        "--mean_response=-5: must be in [1, ",
       ),
       ([], "no --config; give"),
     ],

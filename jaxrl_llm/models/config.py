@@ -211,6 +211,7 @@ def _refuse_unsupported(
 ) -> None:
   """Refuses settings that would load but compute something else."""
   family = families.get(config.family)
+  values = family.respelled(values)
   supported = {"architectures": ([family.architecture], None)}
   for key, allowed in (supported | family.supported(config)).items():
     if values.get(key) not in allowed:

@@ -41,6 +41,9 @@ _EXTRA_FILES = (
   *("special_tokens_map.json", "added_tokens.json", "vocab.json"),
   *("merges.txt", "chat_template.jinja", "generation_config.json"),
 )
+_WITH_EXTRAS = re.compile(
+  "|".join([_WRITTEN.pattern, *map(re.escape, _EXTRA_FILES)])
+)
 # Ends of the names of classes in transformers.
 _POLICY, _CRITIC = "ForCausalLM", "ForTokenClassification"
 _TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -288,7 +291,7 @@ def write_params(
     max_shard_bytes: maximum size of a file in bytes, unless one tensor is
       larger.
     extra_files_from: a model directory whose tokenizer files, generation
-      settings and special token ids are copied.
+      settings and special token ids replace those of the directory.
     head: head of a critic, which is written as a token classifier with a label
       for each output; None: the model is a policy.
 
@@ -309,7 +312,8 @@ def write_params(
   # The key of the dtype that every release of transformers reads.
   values["torch_dtype"] = entries[0].array.dtype.name
   first = hf_files.INDEX, hf_files.SINGLE
-  with hf_files.published(path, _WRITTEN, first=first) as stage:
+  written = _WITH_EXTRAS if source else _WRITTEN
+  with hf_files.published(path, written, first=first) as stage:
     hf_files.write_json(stage / hf_files.CONFIG, values)
     _copy_extras(source, stage)
     _write_weights(stage, entries, max_shard_bytes)

@@ -26,6 +26,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm.errors import InputError
+
 SCALE = "kernel_scale"  # Name of the scales beside a `kernel` of codes.
 _NF4 = np.array(
   [
@@ -96,6 +98,11 @@ def _rounded_jvp(form, primals, tangents):
 
 
 def _encode_nf4(x):
+  if x.shape[-2] % 2:
+    raise InputError(
+      f"nf4 stores pairs of rows, and a matrix of the model has {x.shape[-2]};"
+      " use model.base_dtype='int8'"
+    )
   middles = (_NF4[1:] + _NF4[:-1]) / 2
   codes = sum((x > middle).astype(jnp.uint8) for middle in middles)
   # Neighbouring rows share a byte, so that a sharded axis stays divisible.

@@ -105,7 +105,10 @@ def _sampler(sizes: account.Sizes) -> tuple[float, account.Sizes]:
   config = sizes.config
   longest = config.data.max_prompt_length + config.sampler.max_response_length
   pages = config.sampler.kv_pages * sizes.page or sizes.slots * longest
-  memory = 2 * sizes.parameters / (sizes.shards * sizes.tensor)
+  # In bfloat16, or as the base of adapters if that has fewer bits.
+  stored = 2.0 * sizes.parameters
+  stored = min(stored, sizes.base_bytes(["policy"]) or stored)
+  memory = stored / (sizes.shards * sizes.tensor)
   memory += pages * sizes.cached_token / sizes.kv_ways
   return memory, sizes
 
@@ -115,8 +118,10 @@ def _best(sizes: account.Sizes, samplers, chip: Chip, *, apart) -> list[Fit]:
   config, found = sizes.config, []
   roles = ["policy", "value"] if has_critic(config) else ["policy"]
   each = sizes.parameters / (sizes.shards * sizes.tensor)
+  trained = {role: each * sizes.trained(role) for role in roles}
   algorithm = build_algorithm.make_algorithm(config)
-  reference = 4 * each * ("ref_logprobs" in algorithm.leaves)
+  held = 4 * trained["policy"] * ("ref_logprobs" in algorithm.leaves)
+  held += sizes.base_bytes(roles) / (sizes.shards * sizes.tensor)
   axes = lambda mesh: tuple(mesh[axis] for axis in sharding.AXES)
   most = sizes.rows * config_lib.mini_batch(config, "policy") / sizes.responses
   choices = itertools.product(REMAT_POLICIES, _ROWS, _MOMENTS)
@@ -128,14 +133,15 @@ def _best(sizes: account.Sizes, samplers, chip: Chip, *, apart) -> list[Fit]:
     for role in roles:
       config.optimizer[role].micro_batch_size = micro_batch
     # Parameters and, of AdamW, second moments have four bytes.
-    fixed = sum(
-      4 if config.optimizer[x].name == "adafactor" else 8 for x in roles
+    moment = jnp.dtype(dtype).itemsize
+    states = sum(
+      count * (moment + (4 if config.optimizer[x].name == "adafactor" else 8))
+      for x, count in trained.items()
     )
-    moments = fixed + len(roles) * jnp.dtype(dtype).itemsize
     parts = account.temporaries(sizes, "policy", update=True)
-    own = moments * each + reference + _MARGIN * sum(parts.values())
-    for held, written in samplers:
-      memory = max(held, own) if apart else held + own
+    own = states + held + _MARGIN * sum(parts.values())
+    for of_sampler, written in samplers:
+      memory = max(of_sampler, own) if apart else of_sampler + own
       if memory >= chip.usable:
         continue
       work = account.work_by_program(sizes, written)

@@ -2,15 +2,16 @@
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import models, sampling
-from jaxrl_llm.models import experts, heads
+from jaxrl_llm.models import experts, heads, transformer
 from jaxrl_llm.models.shapes import expert_params, multiplied_params
 from jaxrl_llm.sampling.allocator import default_page_size
 from jaxrl_llm.simulate import lengths
@@ -53,6 +54,7 @@ class Sizes:
         maximum.
       platform: platform of the devices: 'tpu', 'gpu' or 'cpu'.
     """
+    model = model.base  # Adapters are those of the config.
     self.config, self.model, self.mesh = config, model, dict(mesh)
     self.tensor, self.context = mesh["tensor"], mesh.get("context", 1)
     fsdp = mesh["fsdp"] * mesh.get("expert", 1)
@@ -64,10 +66,10 @@ class Sizes:
     self.table = model.vocab_size * model.hidden_size
     self.multiplied = multiplied_params(model) - self.table  # In layers.
     self._set_experts(config.model.expert_capacity)
-    self.gpu = platform == "gpu"
+    self.platform, self.gpu = platform, platform == "gpu"
     self.xla = platform == "cpu" or config.model.kernels == "xla"
     longest = config.sampler.max_response_length
-    self.response = mean_response or longest / 4
+    self.response = mean_response or max(longest / 4, 1)
     self.prompt = config.data.max_prompt_length / 4
     self.row = config_lib.max_tokens_per_row(config)
     self.responses = config_lib.batch_size(config)
@@ -128,14 +130,28 @@ class Sizes:
     """Returns the positions per chunk of the head, with rows on a device."""
     time, part = self.row // self.context, self.model.vocab_size // self.tensor
     chosen = self.config.model.head_chunk
-    return chosen or heads.default_chunk("tpu", math.ceil(rows), time, part)
+    rows = math.ceil(rows)
+    return chosen or heads.default_chunk(self.platform, rows, time, part)
 
   def trained(self, role: str) -> float:
     """Returns the share of parameters that are trained: all, or adapters."""
-    group = "value" if role == "value" else "model"
-    adapted = models.adapted(self.config, self.model, group=group)
-    added = models.num_params(adapted) - self.parameters
+    added = models.num_params(self._adapted(role)) - self.parameters
     return added / self.parameters if added else 1.0
+
+  def base_bytes(self, roles: Sequence[str]) -> float:
+    """Returns the bytes of the base of adapters, on all devices; 0: none.
+
+    Models with adapters share it.
+    """
+    adapted = [x for x in map(self._adapted, roles) if x.adapters]
+    if not adapted:
+      return 0.0
+    params = models.partition(transformer.param_shapes(adapted[0]), ())
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params.base))
+
+  def _adapted(self, role: str) -> models.ModelConfig:
+    group = "value" if role == "value" else "model"
+    return models.adapted(self.config, self.model, group=group)
 
   @property
   def rows(self) -> float:

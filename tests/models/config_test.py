@@ -73,8 +73,7 @@ FILES = [
 "max_position_embeddings": 65536, "mlp_bias": false, "model_type": "smollm3",
 "no_rope_layer_interval": 4, "num_attention_heads": 16,
 "num_hidden_layers": 36, "num_key_value_heads": 4, "rms_norm_eps": 1e-06,
-"rope_theta": 5000000.0, "tie_word_embeddings": true,
-"use_sliding_window": false, "vocab_size": 128256
+"rope_theta": 5000000.0, "use_sliding_window": false, "vocab_size": 128256
 
 "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": false,
 "decoder_sparse_step": 1, "head_dim": 128, "hidden_act": "silu",
@@ -155,6 +154,19 @@ class TestFromHf:
     other = SMOLLM3 | {"no_rope_layers": [1, 0] * 18}
     with pytest.raises(InputError, match="no_rope_layers"):
       ModelConfig.from_hf(other)
+    cut = {"num_hidden_layers": 6, "no_rope_layers": [1, 1, 1, 0, 1, 1]}
+    layers = ModelConfig.from_hf(SMOLLM3 | cut).layers
+    rotary = [kind.attention.rotary for kind in layers]
+    assert rotary == [True, True, True, False, True, True]
+
+  def test_absent_keys_have_the_defaults_of_their_family(self):
+    assert ModelConfig.from_hf(SMOLLM3).tie_word_embeddings
+    other = ModelConfig.from_hf(SMOLLM3 | {"tie_word_embeddings": False})
+    assert not other.tie_word_embeddings
+    assert not other.to_hf()["tie_word_embeddings"]
+    # A window of 4096.
+    with pytest.raises(InputError, match="'sliding_window' is 4096"):
+      ModelConfig.from_hf(without(MISTRAL, "sliding_window"))
 
   def test_a_token_is_multiplied_with_its_own_experts(self):
     config = ModelConfig.from_hf(QWEN3_MOE)
@@ -167,7 +179,11 @@ class TestFromHf:
     assert (kind.mlp.num_experts, kind.mlp.per_token) == (128, 8)
     other = without(QWEN3_MOE, "num_experts") | {"num_local_experts": 128}
     assert ModelConfig.from_hf(other) == config
-    for key, value in (("norm_topk_prob", False), ("mlp_only_layers", [0])):
+    for key, value in (
+      ("norm_topk_prob", False),
+      ("mlp_only_layers", [0]),
+      ("num_experts_per_tok", 129),
+    ):
       with pytest.raises(InputError, match=key):
         ModelConfig.from_hf(QWEN3_MOE | {key: value})
 
@@ -188,9 +204,18 @@ class TestFromHf:
       ("final_logit_softcapping", 30.0),
       ("sliding_window", 0),
       ("query_pre_attn_scalar", None),
+      ("tie_word_embeddings", False),
     ):
       with pytest.raises(InputError, match=key):
         ModelConfig.from_hf(GEMMA3 | {key: value})
+
+  @pytest.mark.parametrize(
+    "local", [{"rope_type": "linear", "factor": 8.0}, 3, {"rope_type": 1}]
+  )
+  def test_only_full_layers_of_gemma3_scale_their_rope(self, local):
+    ropes = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": local}
+    with pytest.raises(InputError, match="sliding_attention"):
+      ModelConfig.from_hf(GEMMA3 | {"rope_parameters": ropes})
 
   def test_a_window_of_mistral_is_refused_and_never_written(self):
     with pytest.raises(InputError, match="sliding_window"):

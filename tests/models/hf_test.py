@@ -233,6 +233,16 @@ class TestWrite:
     }
     values = json.loads((target / "config.json").read_text())
     assert values["eos_token_id"] == [7, 8] and values["bos_token_id"] is None
+    # A chat template of another model would be mixed with this tokenizer.
+    (target / "chat_template.jinja").write_text("{{ other }}")
+    (target / "notes.txt").touch()
+    for extra in (None, source):
+      assert (target / "chat_template.jinja").exists()
+      hf.write_params(
+        target, config, random_params(config), extra_files_from=extra
+      )
+    assert not (target / "chat_template.jinja").exists()
+    assert (target / "notes.txt").exists()
 
   def test_token_ids_are_checked(self, tmp_path):
     (tmp_path / "config.json").write_text('{"eos_token_id": "</s>"}')

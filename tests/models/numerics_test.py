@@ -12,6 +12,7 @@ import pytest
 from helpers import tiny
 
 from jaxrl_llm import models, sharding, sync
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import numerics
 
 FORMATS = sorted(numerics.FORMATS)
@@ -91,6 +92,11 @@ def test_formats_equal_a_reference(name, shape):
     assert error <= 1.01 * bound * np.abs(w[at]).max()
   assert codes.size == w.size // (2 if name == "nf4" else 1)
   assert codes.dtype.itemsize == 1
+
+
+def test_nf4_refuses_an_odd_number_of_rows():
+  with pytest.raises(InputError, match="pairs of rows.* has 65"):
+    jax.eval_shape(numerics.FORMATS["nf4"].quantise, matrix(65, 4))
 
 
 @pytest.mark.parametrize("name", FORMATS)

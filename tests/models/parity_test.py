@@ -87,6 +87,10 @@ CASES = {
   ),
   "mistral": ("Mistral", {"sliding_window": None, "head_dim": 16}),
   "smollm3": ("SmolLM3", {"num_hidden_layers": 8, "pad_token_id": None}),
+  "smollm3 cut period": (
+    "SmolLM3",
+    {"num_hidden_layers": 5, "pad_token_id": None, "tie_word_embeddings": True},
+  ),
   "qwen3_moe": (
     "Qwen3Moe",
     {

@@ -6,7 +6,7 @@ other file refers to it.
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 
@@ -23,7 +23,7 @@ class Family(NamedTuple):
   names: Mapping[str, str]
   # (config) -> allowed values by key of config.json, None for an absent key.
   # Other values are refused, because the model would compute something else.
-  supported: Callable[[Any], Mapping[str, tuple[Any, ...]]]
+  supported: Callable[[Any], Mapping[str, Sequence[Any]]]
   fixed: Mapping[str, bool] = {}  # Fields without a key in config.json.
   # Keys that may be missing (as in old Llama files); the format defines
   # defaults.

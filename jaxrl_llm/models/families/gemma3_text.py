@@ -16,6 +16,7 @@ from jaxrl_llm.models.families import llama
 from jaxrl_llm.models.layers import MlpKind
 
 _PERIOD = 6
+_LOCAL = "rope_parameters.sliding_attention"  # Its rope, except for theta.
 _TYPES = ("sliding_attention",) * (_PERIOD - 1) + ("full_attention",)
 
 
@@ -49,8 +50,11 @@ def _respelled(values: Mapping[str, Any]) -> dict[str, Any]:
   values, ropes = dict(values), values.get("rope_parameters")
   if isinstance(ropes, Mapping) and "full_attention" in ropes:
     values["rope_parameters"] = ropes["full_attention"]
-    sliding = ropes.get("sliding_attention") or {}
-    values["rope_local_base_freq"] = sliding.get("rope_theta", 10_000.0)
+    local = ropes.get("sliding_attention") or {}
+    local = dict(local) if isinstance(local, Mapping) else {"rope_type": local}
+    theta = values.get("rope_local_base_freq", 10_000.0)
+    values["rope_local_base_freq"] = local.pop("rope_theta", theta)
+    values[_LOCAL] = local
   return values
 
 
@@ -62,6 +66,8 @@ def _supported(config: ModelConfig) -> dict[str, tuple[Any, ...]]:
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
     "use_bidirectional_attention": (False, None),
+    "tie_word_embeddings": (True, None),
+    _LOCAL: ({"rope_type": "default"}, {}, None),
     "quantization_config": (None,),
   }
 

@@ -9,5 +9,7 @@ FAMILY = llama.FAMILY._replace(
   ),
   fixed={"attention_bias": False, "mlp_bias": False},
   optional=("head_dim",),
-  written={"sliding_window": None},  # The default is a window.
+  written={"sliding_window": None},
+  # Readers take an absent key for a window of 4096.
+  respelled=lambda values: {"sliding_window": 4096, **values},
 )

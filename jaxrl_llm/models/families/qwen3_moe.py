@@ -36,6 +36,7 @@ FAMILY = qwen3.FAMILY._replace(
       "norm_topk_prob": (True,),
       "decoder_sparse_step": (1, None),
       "mlp_only_layers": ([], None),
+      "num_experts_per_tok": range(dict(config.extra)["num_experts"], 0, -1),
     }
   ),
   written={"norm_topk_prob": True, "decoder_sparse_step": 1},

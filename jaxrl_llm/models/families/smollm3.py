@@ -12,14 +12,20 @@ _PERIOD = 4
 
 
 def _period(config: ModelConfig) -> tuple[Any, ...]:
-  with_rope = llama.make_layer(config)
-  return (with_rope,) * 3 + (llama.make_layer(config, rotary=False),)
+  count = config.num_layers if config.num_layers % _PERIOD else _PERIOD
+  return tuple(
+    llama.make_layer(config, rotary=bool(x)) for x in _have_rope(count)
+  )
+
+
+def _have_rope(count: int) -> list[int]:
+  """Returns 1 for each of the first layers that encodes positions, else 0."""
+  return [int((i + 1) % _PERIOD > 0) for i in range(count)]
 
 
 def _supported(config: ModelConfig) -> dict[str, tuple[Any, ...]]:
-  layers = [1, 1, 1, 0] * (config.num_layers // _PERIOD)
   return llama.supported(config) | {
-    "no_rope_layers": (layers, None),
+    "no_rope_layers": (_have_rope(config.num_layers), None),
     "no_rope_layer_interval": (_PERIOD, None),
   }
 
@@ -30,4 +36,6 @@ FAMILY = llama.FAMILY._replace(
   supported=_supported,
   optional=("head_dim",),
   written={"no_rope_layer_interval": _PERIOD},
+  # Unlike Llama's, its files may omit the key if embeddings are tied.
+  respelled=lambda values: {"tie_word_embeddings": True, **values},
 )
