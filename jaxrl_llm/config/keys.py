@@ -53,7 +53,7 @@ class Model(Group, path="model"):
     "Adapters are scaled by alpha / rank; see model.lora_scaling.", FIXED)
   lora_targets = Key(("attention", "mlp"), None, "Linear layers with adapters:"
     " parts of the paths attention/q, /k, /v, /o, mlp/gate, /up, /down."
-    " Experts have none.", FIXED)
+    " Experts have none, and a router only as 'router'.", FIXED)
   lora_scaling = Key("lora", Names("models.adapters:SCALINGS"),
     "Scale of adapters: alpha / rank ('lora') or alpha / sqrt(rank)"
     " ('rslora').", FIXED)

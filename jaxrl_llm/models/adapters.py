@@ -56,7 +56,9 @@ class Adapters:
     """Gives adapters to the linear layers of a layer that are targets."""
     for path, module in list(nnx.iter_modules(layer)):
       name = "/".join(map(str, path))
-      targeted = any(target in name for target in self.targets)
+      # 'mlp' means gate, up and down: a router only has one by its own name.
+      known = name.removeprefix("mlp/") if name.endswith("router") else name
+      targeted = any(target in known for target in self.targets)
       if self.quantised and hasattr(module, "attach_scale"):
         module.attach_scale()
       if targeted and hasattr(module, "attach_adapter"):

@@ -127,6 +127,17 @@ def test_adapters_leave_experts_in_the_base(base_dtype):
   np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-4)
 
 
+def test_adapters_of_the_mlp_leave_its_router_alone():
+  # As in PEFT, whose adapters know gate, up and down.
+  own = models.Adapters(rank=2, alpha=4.0, targets=("attention", "mlp"))
+  config = dataclasses.replace(CONFIG, adapters=own)
+  _, plain = make_model()
+  params = models.with_adapters(plain, jax.random.key(1), config)
+  _, trained = models.partition(params, ())
+  paths = traverse_util.flatten_dict(trained)
+  assert paths and not any("router" in path for path in paths)
+
+
 def test_experts_are_no_linear_layers():
   attention = [f"attention/{name}" for name in "koqv"]
   assert models.linear_layers(CONFIG) == [*attention, "mlp/router"]
