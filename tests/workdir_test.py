@@ -146,6 +146,15 @@ class TestRefused:
     text = refusal(start(make()), changed({key: new}))
     assert f"config.{key}: {old!r} -> {new!r}" in text
 
+  def test_the_model_may_be_moved_but_not_replaced(self, start, model):
+    folder = start(make())
+    moved = model.rename(model.with_name("moved"))
+    config = changed({"model.path": str(moved)})
+    found = Workdir(folder).changes(config)
+    assert found == {"model.path": ["model", str(moved)]}
+    (moved / "chat_template.jinja").unlink()
+    assert "config.model.path" in refusal(folder, config)
+
   def test_all_of_them_are_named_in_one_line(self, start):
     changes = {"run.seed": 1, "loss.name": "gspo", "run.steps": 9}
     text = refusal(start(make()), changed(changes))

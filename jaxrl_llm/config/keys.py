@@ -31,7 +31,8 @@ class Model(Group, path="model"):
   """The policy's model and its numerics."""
 
   path = Key("", None, "Hugging Face directory of the policy. '' is the base"
-    " model that the package ships for data.source.", FIXED)
+    " model that the package ships for data.source. A run may resume with"
+    " another copy of its model.", FIXED)
   dtype = Key("float32", DTYPES,
     "Data type of activations and matrix products.", FIXED)
   sampler_dtype = Key("", DTYPE_OR_NONE,

@@ -399,6 +399,14 @@ def copy_settings(source: str | os.PathLike[str], to: pathlib.Path) -> None:
   _copy_extras(source, to)
 
 
+def has_settings(path: str | os.PathLike[str], copy: pathlib.Path) -> bool:
+  """Returns whether a directory has the files that `copy_settings` copied."""
+  names = (hf_files.CONFIG, *_EXTRA_FILES)
+  read = lambda file: file.read_bytes() if file.is_file() else None
+  found = [read(pathlib.Path(path) / name) for name in names]
+  return found == [read(copy / name) for name in names] and found[0] is not None
+
+
 def _write_weights(
   stage: pathlib.Path, entries: list[Entry], limit: int
 ) -> None:

@@ -135,8 +135,11 @@ class Workdir:
       fixed.add(config_lib.KEPT)
     if "split" not in sources.reads(config.data.source):
       fixed.add(config_lib.HELD_OUT)
-    refused = {}
+    refused, base = {}, base_models.model_path(config)
+    moved = hf.has_settings(base, self.path / reading.MODEL)
     for key, (old, new) in changes.items():
+      if key == "model.path" and moved:
+        continue
       resume = config_lib.KEYS[key].resume
       switched = resume == config_lib.SWITCH and bool(old) != bool(new)
       if resume in fixed or switched:
