@@ -81,24 +81,20 @@ class Packer:
     Mini-batches are whole and take the oldest responses first: in a smaller
     one, each response would weigh more.
     """
-    ended, size = np.flatnonzero(responses.ended), self.size
-    if not size:
-      return responses, ended[:0], None
-    waited = 0 if waiting is None else len(waiting.rewards)
-    learned = (waited + ended.size) // size * size
-    left = types.take_rows(responses, ended[max(learned - waited, 0) :])
-    # The policy has been trained on all of their tokens.
-    left = left.replace(
-      rollout=left.rollout.replace(window_start=left.rollout.lengths)
-    )
-    if not learned:
-      left = types.join_rows([waiting, left])
-      return responses, ended[:0], left if left.rewards.size else None
-    batch, rows = responses, ended[: learned - waited]
-    if waited:
+    batch, rows = responses, np.flatnonzero(responses.ended)
+    if not self.size:
+      return batch, rows[:0], None
+    if waiting is not None:
       batch = types.join_rows([responses, waiting])
-      rows = np.append(len(responses.rewards) + np.arange(waited), rows)
-    return batch, rows, left if left.rewards.size else None
+      waited = np.arange(len(responses.rewards), len(batch.rewards))
+      rows = np.append(waited, rows)
+    learned, left = np.split(rows, [len(rows) // self.size * self.size])
+    waiting = types.take_rows(batch, left)
+    # The policy has been trained on all of their tokens.
+    rollout = waiting.rollout
+    rollout = rollout.replace(window_start=rollout.lengths)
+    waiting = waiting.replace(rollout=rollout) if left.size else None
+    return batch if learned.size else responses, learned, waiting
 
   def mini_batches(
     self,

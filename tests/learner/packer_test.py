@@ -88,6 +88,18 @@ class TestWithWaiting:
     assert (new[:5] > 0).all() and not new[5:].any()
     assert batch.rewards.tolist() == [10, 11, 12, 13, 14, 0, 2, 3]
 
+  def test_a_run_may_go_on_with_smaller_mini_batches(self):
+    packer = make_packer(16)
+    _, _, waiting = self.take(packer, make_responses())
+    _, _, waiting = self.take(packer, make_responses((1,), first=10), waiting)
+    assert len(ids_of(waiting)) == 9
+    # Some of those that waited fill a mini-batch of the new size, and wait on.
+    later = make_responses((0, 1), first=20)
+    _, learned, left = self.take(make_packer(8), later, waiting)
+    assert learned == [0, 1, 2, 3, 4, 10, 12, 13]
+    assert ids_of(left) == [14, 22, 23, 24]
+    assert left.rewards.tolist() == [14, 22, 23, 24]
+
   def test_groups_are_numbered_anew(self):
     packer = make_packer(4)
     _, _, waiting = self.take(packer, make_responses((1, 4)))
