@@ -209,13 +209,16 @@ class Learner(Scorer):
     size: float | None = None,
   ) -> PackedBatch:
     """Packs a mini-batch for a member; `size` as in `masked.token_weights`."""
-    inputs = {k: x[part.rows] for k, x in batch.experience.items()}
     if name == "policy":
       for key, companion in self.companions.items():
         if companion.scores:
           trained = state.companions[key]["params"]
           scored = self.score(state, name, part, trained)
-          inputs[companion.scores] = part.layout.gather(scored.logprobs)
+          # Kept in the batch, whose metrics are those of the update.
+          logprobs = batch.experience[companion.scores].copy()
+          logprobs[part.rows] = part.layout.gather(scored.logprobs)
+          batch.experience[companion.scores] = logprobs
+    inputs = {k: x[part.rows] for k, x in batch.experience.items()}
     prepare = self.members[name].training.prepare
     return prepare(inputs, part, self.algorithm, size)
 

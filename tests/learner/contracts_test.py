@@ -11,7 +11,7 @@ from helpers.tiny_run import make_run
 
 from jaxrl_llm import metrics
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner import packing
+from jaxrl_llm.learner import packing, providers
 from jaxrl_llm.learner.batches import policy_batch
 from jaxrl_llm.learner.choices import PROXIMALS, correction_of
 from jaxrl_llm.learner.learner import Learner
@@ -164,6 +164,29 @@ class TestAverage:
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(kept), before)
     after = move(kept, moved, jnp.float32(0.0))
     assert after["weight"] > before["weight"]
+
+  def test_the_weight_that_is_logged_is_that_of_the_loss(self, model):
+    run = make_run(
+      model,
+      off_policy__proximal="ewma",
+      optimizer__policy__mini_batch=32,
+      optimizer__policy__learning_rate=0.05,
+    )
+    states, _, collected = tiny_run.collect(run)
+    learner, responses = run.learner, collected.batch.responses
+    timer, rollout = metrics.PhaseTimer(), responses.rollout
+    state, _ = learner.update(states.learner, responses, timer)
+    rows = np.arange(len(rollout.lengths))
+    packed = {"policy": learner._packer.mini_batches("policy", rollout, rows)}
+    average = providers.Scoring(learner, state, rollout, packed).tokens(
+      "policy", lambda x: x.logprobs, state.companions["ema"]["params"]
+    )
+    _, row = learner.update(state, responses, timer)
+    weights = np.exp(average - rollout.behavior_logprobs)[rollout.mask]
+    expected = np.minimum(weights, 100).mean()
+    np.testing.assert_allclose(
+      row["correction/weight_mean"], expected, rtol=1e-5
+    )
 
 
 class TestMismatch:
