@@ -118,20 +118,27 @@ class TestImportanceWeights:
 
 
 class TestNothingToTrain:
-  """A batch without a verdict moves no weight, no moment and no count."""
+  """A batch without a trained token moves no weight, no moment and no count."""
 
+  @pytest.mark.parametrize("rejected", [False, True])
   @pytest.mark.parametrize("streaming", [False, True])
-  def test_leaves_the_models_as_they_were(self, model, streaming):
+  def test_leaves_the_models_as_they_were(self, model, streaming, rejected):
     run = make_run(
       model,
       optimizer__policy__weight_decay=0.1,
       loss__nll_coefficient=0.0,
-      off_policy__correction="truncate",
+      off_policy__correction="mask" if rejected else "truncate",
       **{f"optimizer__{x}__mini_batch": 32 for x in ("policy", "value")},
     )
     states, _, collected = tiny_run.collect(run)
     responses, timer = collected.batch.responses, metrics.PhaseTimer()
     unknown = responses.replace(judged=np.zeros(len(responses.rewards), bool))
+    if rejected:  # By the correction, all of them.
+      rollout = responses.rollout
+      far = rollout.behavior_logprobs - 9.0
+      unknown = responses.replace(
+        rollout=rollout.replace(behavior_logprobs=far)
+      )
     update = run.learner.update
     if streaming:
       group = responses.rollout.group
@@ -147,8 +154,10 @@ class TestNothingToTrain:
     before = jax.device_get((learner.policy, learner.critic))
     learner, row = update(learner, unknown, timer)
     after = jax.device_get((learner.policy, learner.critic))
-    jax.tree.map(np.testing.assert_array_equal, after, before)
-    assert learner.step == 2 and row == {}
+    whose = slice(1 if rejected else 2)  # The critic learns from rejected ones.
+    jax.tree.map(np.testing.assert_array_equal, after[whose], before[whose])
+    assert learner.step == 2 and "policy/loss" not in row
+    assert rejected or row == {}
 
 
 class TestAverage:
