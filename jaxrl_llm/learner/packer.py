@@ -135,17 +135,21 @@ class Packer:
     """
     gathered, tokens = [], 0
     for responses in arriving:
-      rollout = responses.rollout
-      prompts = rollout.prompt_lengths
-      shared = self.members["policy"].fns.shares_prompts
-      tokens += int(prompts.max() if shared else prompts.sum())
-      tokens += int(rollout.lengths.sum())
+      tokens += max(self._tokens(x, responses.rollout) for x in self.members)
       gathered.append(responses)
       if tokens >= self._room:
         yield types.join_rows(gathered)
         gathered, tokens = [], 0
     if gathered:
       yield types.join_rows(gathered)
+
+  def _tokens(self, name: str, rollout: Rollout) -> int:
+    """Returns the tokens of a group that a member reads."""
+    prompts = self._seen(name, rollout).prompt_lengths
+    shared = self.members[name].fns.shares_prompts
+    return int(
+      (prompts.max() if shared else prompts.sum()) + rollout.lengths.sum()
+    )
 
   def part(self, responses: Responses) -> tuple[Responses, MiniBatches, None]:
     """Packs a result of `joined` as one mini-batch of a fixed shape.

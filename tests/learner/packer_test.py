@@ -10,7 +10,7 @@ from helpers import tiny_run
 from jaxrl_llm.learner import packer as packer_lib
 from jaxrl_llm.learner import packing
 from jaxrl_llm.learner.packer import Packer
-from jaxrl_llm.types import Responses, Status, take_rows, unjudged
+from jaxrl_llm.types import Responses, Status, join_rows, take_rows, unjudged
 
 ROWS = 5
 
@@ -188,3 +188,37 @@ def test_a_member_with_a_view_reads_more_and_answers_for_the_same_tokens():
     )
   used = [np.count_nonzero(x.packed.segments) for x in made.values()]
   assert used[1] > used[0]
+
+
+@pytest.mark.parametrize(
+  ("reads", "group_size"), [("more", 2), ("each prompt", 8)]
+)
+def test_parts_of_a_stream_fit_what_every_member_reads(reads, group_size):
+  """Such as a critic with a context, or one that shares no prompts."""
+  rollout = tiny_run.random_rollout(
+    np.random.default_rng(0),
+    rows=160,
+    prompt=20,
+    room=2,
+    group_size=group_size,
+  )
+  alone = reads == "each prompt"
+  member = lambda shares: types.SimpleNamespace(
+    settings=types.SimpleNamespace(micro_batch_size=2),
+    fns=types.SimpleNamespace(shares_prompts=shares),
+  )
+  context = lambda rollout: packing.with_context(
+    rollout, [range(2, 42)] * len(rollout.lengths), width=40
+  )
+  packer = Packer(
+    {"policy": member(True), "critic": member(not alone)},
+    capacity=64,
+    views={} if alone else {"critic": context},
+  )
+  responses = unjudged(rollout)
+  groups = [
+    take_rows(responses, rollout.group == i) for i in np.unique(rollout.group)
+  ]
+  for part in packer.joined(join_rows([group]) for group in groups):
+    _, found, _ = packer.part(part)
+    assert found["critic"][0].layout.present.sum() == part.rollout.lengths.sum()
