@@ -116,6 +116,9 @@ class TestScheduleStep:
       *(0, 0, 1, 1, 2, 2)
     ]
 
+  def test_value_pretraining_before_a_run_without_steps_warms_up(self):
+    assert self.walk(self.make(steps=0), [4] * 2) == list(range(8))
+
   def test_a_longer_run_goes_on_where_it_was(self):
     short, long = self.make(), self.make(steps=9)
     assert short.schedule_step(3, 1, 4) == long.schedule_step(3, 1, 4) == 13
