@@ -129,7 +129,8 @@ class OffPolicy(Group, path="off_policy"):
   correction = Key("auto", Names("learner.choices:CORRECTIONS", "auto"),
     "Bounds of the weight proximal/behavior: 'truncate' (TIS) or 'mask'"
     " (IcePop, MIS). 'auto' truncates if tokens may be stale ('first_groups', a"
-    " lag) or with 'ewma', and is 'none' otherwise.")
+    " lag, replay) and proximal is not 'stored', or with 'ewma', and is 'none'"
+    " otherwise.")
   level = Key("token", Names("losses.offpolicy:LEVELS"),
     "Level of the weight: per token, sequence, or its geometric mean.")
   high = Key(None, Range(1.0),
