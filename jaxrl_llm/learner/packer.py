@@ -144,12 +144,11 @@ class Packer:
       yield types.join_rows(gathered)
 
   def _tokens(self, name: str, rollout: Rollout) -> int:
-    """Returns the tokens of a group that a member reads."""
-    prompts = self._seen(name, rollout).prompt_lengths
+    """Returns the tokens of a group in packed rows of a member."""
     shared = self.members[name].fns.shares_prompts
-    return int(
-      (prompts.max() if shared else prompts.sum()) + rollout.lengths.sum()
-    )
+    units = packing.share_prompts if shared else packing.alone
+    _, lengths = units(self._seen(name, rollout), self.capacity)
+    return sum(lengths)
 
   def part(self, responses: Responses) -> tuple[Responses, MiniBatches, None]:
     """Packs a result of `joined` as one mini-batch of a fixed shape.

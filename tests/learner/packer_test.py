@@ -222,3 +222,25 @@ def test_parts_of_a_stream_fit_what_every_member_reads(reads, group_size):
   for part in packer.joined(join_rows([group]) for group in groups):
     _, found, _ = packer.part(part)
     assert found["critic"][0].layout.present.sum() == part.rollout.lengths.sum()
+
+
+def test_parts_of_a_stream_fit_prompts_of_nearly_a_row():
+  """A row of 64 then holds one response of eight, each with its prompt."""
+  rollout = tiny_run.random_rollout(
+    np.random.default_rng(0), rows=160, prompt=60, room=2, group_size=8
+  )
+  full = lambda x, value: np.full_like(x, value)
+  rollout = rollout.replace(
+    prompt_lengths=full(rollout.prompt_lengths, 60),
+    lengths=full(rollout.lengths, 2),
+  )
+  member = types.SimpleNamespace(
+    settings=types.SimpleNamespace(micro_batch_size=8),
+    fns=types.SimpleNamespace(shares_prompts=True),
+  )
+  packer, responses = Packer({"policy": member}, capacity=64), unjudged(rollout)
+  groups = [take_rows(responses, rollout.group == i) for i in range(20)]
+  parts = list(packer.joined(join_rows([group]) for group in groups))
+  for part in parts:
+    packer.part(part)
+  assert sum(len(part.rewards) for part in parts) == 160
