@@ -1,7 +1,8 @@
 """CISPO (MiniMax 2025, arXiv 2506.13585): clips weights instead of tokens.
 
-The importance weight is bounded at 1 + clip_high and carries no gradient; every
-token keeps its gradient. The paper does not state its bound; 0.28 is used.
+The importance weight is at most 1 + clip_high and carries no gradient; every
+token keeps its gradient. The paper does not state its bound; 0.28 is used. It
+sets no lower bound, which is a clip_low of 1.
 
     python scripts/train.py --config=configs/cispo.py[:PRESET]
 
@@ -19,6 +20,7 @@ def get_config(preset: str = ""):
   config.data.prompts_per_step //= scale.group_size
   config.estimator.name = "group"
   config.loss.name = "cispo"
+  config.loss.clip_low = 1.0
   config.loss.clip_high = 0.28
   config.loss.mode = "token-mean"
   return config

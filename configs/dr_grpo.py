@@ -4,9 +4,9 @@ Advantages are not divided by the group's standard deviation. Token losses are
 divided by a constant length (the response limit) instead of the length of the
 response.
 
-At 32B the constant is 3,000 and a step has 1,024 prompts with 8 responses each,
-as in the authors' runs. Their response limit is 3,000 too; here it is that of
-the preset.
+At 32B the constant is 3,000 and a prompt has 8 responses, as in the authors'
+runs. Their response limit is 3,000 too and a step has 128 prompts; here the
+limit is that of the preset, and 1,024 prompts make its batch.
 
     python scripts/train.py --config=configs/dr_grpo.py[:PRESET]
 

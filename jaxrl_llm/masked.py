@@ -114,7 +114,8 @@ def explained_variance(
   """
   returns = masked_fill(returns, mask)
   unexplained = masked_var(returns - masked_fill(values, mask), mask)
-  total = masked_var(returns, mask)
+  # Equal returns then vary by exactly 0, where their mean would round.
+  total = masked_var(returns - masked_max(returns, mask), mask)
   varies = total > 0.0
   share = 1.0 - unexplained / jnp.where(varies, total, 1.0)
   return jnp.where(varies, share, 0.0)

@@ -104,6 +104,14 @@ class TestExplainedVariance:
     empty = np.zeros(5, bool)
     assert masked.explained_variance(ones, self.returns, empty) == 0.0
 
+  @pytest.mark.parametrize("value", [0.1, 1.2, 1.1])
+  def test_equal_returns_have_nothing_to_explain_if_their_mean_rounds(
+    self, value
+  ):
+    returns, mask = np.full(100, value, np.float32), np.ones(100, bool)
+    values = np.linspace(0, 1, 100, dtype=np.float32)
+    assert masked.explained_variance(values, returns, mask) == 0.0
+
 
 _MODES = [
   ("token-mean", None),

@@ -52,6 +52,10 @@ loss.name=policy_gradient loss.dual_clip=3.0: \
   loss.dual_clip, loss.name, no dual clip
 loss.name=dis loss.dual_clip=3.0: loss.dual_clip, loss.name, no dual clip
 estimator.name=maxrl no_critic: estimator.name, reward.incorrect, mean reward
+estimator.name=distillation no_critic reward.overlong_buffer=9: \
+  estimator.name, reward.overlong_buffer, does not read the reward
+estimator.name=distillation no_critic loss.kl_reward_coefficient=0.1: \
+  estimator.name, loss.kl_reward_coefficient, does not read the reward
 estimator.name=turn_gae estimator.lambda_value=0.9: \
   estimator.name, estimator.lambda_value
 streaming sampler.drafter=prompt_lookup: sampler.drafter, schedule.streaming

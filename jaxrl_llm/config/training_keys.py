@@ -76,8 +76,8 @@ class Loss(Group, path="loss"):
     " 'dis' (SAO, IcePop), 'dppo_tv', 'dppo_kl' and 'kpop' reject single tokens"
     " that are far from the sampler, 'clip_off_policy_mask' (DeepSeek-V3.2)"
     " responses; use these with off_policy.proximal='stored'.", FIXED)
-  clip_low = Key(0.2, BELOW_1, "Clips the probability ratio from below at"
-    " 1 - clip_low; 'dis' rejects such tokens.")
+  clip_low = Key(0.2, SHARE, "Clips the probability ratio from below at"
+    " 1 - clip_low; 'dis' rejects such tokens. 1 is off.")
   clip_high = Key(0.2, NUMBER, "Clips the probability ratio from above at"
     " 1 + clip_high; 'dis' rejects such tokens.")
   dual_clip = Key(None, Range(1.0, open=True),
@@ -129,7 +129,8 @@ class OffPolicy(Group, path="off_policy"):
   correction = Key("auto", Names("learner.choices:CORRECTIONS", "auto"),
     "Bounds of the weight proximal/behavior: 'truncate' (TIS) or 'mask'"
     " (IcePop, MIS). 'auto' truncates if tokens may be stale ('first_groups', a"
-    " lag) or with 'ewma', and is 'none' otherwise.")
+    " lag, replay) and proximal is not 'stored', or with 'ewma', and is 'none'"
+    " otherwise.")
   level = Key("token", Names("losses.offpolicy:LEVELS"),
     "Level of the weight: per token, sequence, or its geometric mean.")
   high = Key(None, Range(1.0),

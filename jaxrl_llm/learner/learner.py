@@ -118,11 +118,12 @@ class Learner(Scorer):
             state, new = self.update_member(state, name, seen[-1], rng)
             row |= new
           else:
-            sums[name] = self._add(state, name, seen[-1], sums.get(name))
+            before = sums.get(name, (None, False))
+            sums[name] = self._add(state, name, seen[-1], *before)
     batch = _joined(seen)
-    for name in sums:
+    for name in (name for name, (_, trains) in sums.items() if trains):
       with timer.phase(self.members[name].phase):
-        state, new = self._apply(state, name, batch, sums[name])
+        state, new = self._apply(state, name, batch, sums[name][0])
       row |= new
     row |= metrics.batch_metrics(batch, self.algorithm)
     if scored is not None:
@@ -172,9 +173,14 @@ class Learner(Scorer):
     return state, self._summary(state, name, rows)
 
   def _add(
-    self, state: LearnerState, name: str, part: TrainingBatch, sums: Any
-  ) -> Any:
-    """Adds a member's gradients on a part of a batch to `sums`, if any."""
+    self,
+    state: LearnerState,
+    name: str,
+    part: TrainingBatch,
+    sums: Any,
+    trains: bool,
+  ) -> tuple[Any, bool]:
+    """Adds gradients on a part to `sums`, if any, and whether it trains."""
     member, (mini_batch,) = self.members[name], part.mini_batches[name]
     prepared = self._prepared(state, name, part, mini_batch, size=1)
     sums = member.update.accumulate(
@@ -184,7 +190,8 @@ class Learner(Scorer):
       *member.training.arguments(self.settings, state),
       base=state.base_of(name),
     )
-    return processes.ready(sums)  # Attributes the time to this phase.
+    # Attributes the time to this phase.
+    return processes.ready(sums), trains or prepared.trains
 
   def _apply(
     self, state: LearnerState, name: str, batch: TrainingBatch, sums: Any
@@ -192,8 +199,6 @@ class Learner(Scorer):
     """Updates a member with the gradients of all parts of a batch."""
     member = self.members[name]
     mask = batch.experience[member.training.mask]
-    if not mask.any():
-      return state, {}
     size = masked.reduction_size(mask, mode=member.training.mode)
     at = member.settings.schedule_step(batch.step, 0, 1)
     model, row = member.update.apply(state.models[name], sums, size, at)
@@ -209,13 +214,16 @@ class Learner(Scorer):
     size: float | None = None,
   ) -> PackedBatch:
     """Packs a mini-batch for a member; `size` as in `masked.token_weights`."""
-    inputs = {k: x[part.rows] for k, x in batch.experience.items()}
     if name == "policy":
       for key, companion in self.companions.items():
         if companion.scores:
           trained = state.companions[key]["params"]
           scored = self.score(state, name, part, trained)
-          inputs[companion.scores] = part.layout.gather(scored.logprobs)
+          # Kept in the batch, whose metrics are those of the update.
+          logprobs = batch.experience[companion.scores].copy()
+          logprobs[part.rows] = part.layout.gather(scored.logprobs)
+          batch.experience[companion.scores] = logprobs
+    inputs = {k: x[part.rows] for k, x in batch.experience.items()}
     prepare = self.members[name].training.prepare
     return prepare(inputs, part, self.algorithm, size)
 

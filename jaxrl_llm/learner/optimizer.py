@@ -105,8 +105,9 @@ def matrices(params: Any) -> Any:
 
   Matrices are recognised by name, because stacked layers add an axis.
   """
+  names = ("kernel", "embedding", "lora_a", "lora_b")
   return jax.tree_util.tree_map_with_path(
-    lambda path, _: path[-1].key in ("kernel", "embedding"), params
+    lambda path, _: path[-1].key in names, params
   )
 
 

@@ -81,24 +81,20 @@ class Packer:
     Mini-batches are whole and take the oldest responses first: in a smaller
     one, each response would weigh more.
     """
-    ended, size = np.flatnonzero(responses.ended), self.size
-    if not size:
-      return responses, ended[:0], None
-    waited = 0 if waiting is None else len(waiting.rewards)
-    learned = (waited + ended.size) // size * size
-    left = types.take_rows(responses, ended[max(learned - waited, 0) :])
-    # The policy has been trained on all of their tokens.
-    left = left.replace(
-      rollout=left.rollout.replace(window_start=left.rollout.lengths)
-    )
-    if not learned:
-      left = types.join_rows([waiting, left])
-      return responses, ended[:0], left if left.rewards.size else None
-    batch, rows = responses, ended[: learned - waited]
-    if waited:
+    batch, rows = responses, np.flatnonzero(responses.ended)
+    if not self.size:
+      return batch, rows[:0], None
+    if waiting is not None:
       batch = types.join_rows([responses, waiting])
-      rows = np.append(len(responses.rewards) + np.arange(waited), rows)
-    return batch, rows, left if left.rewards.size else None
+      waited = np.arange(len(responses.rewards), len(batch.rewards))
+      rows = np.append(waited, rows)
+    learned, left = np.split(rows, [len(rows) // self.size * self.size])
+    waiting = types.take_rows(batch, left)
+    # The policy has been trained on all of their tokens.
+    rollout = waiting.rollout
+    rollout = rollout.replace(window_start=rollout.lengths)
+    waiting = waiting.replace(rollout=rollout) if left.size else None
+    return batch if learned.size else responses, learned, waiting
 
   def mini_batches(
     self,
@@ -139,17 +135,20 @@ class Packer:
     """
     gathered, tokens = [], 0
     for responses in arriving:
-      rollout = responses.rollout
-      prompts = rollout.prompt_lengths
-      shared = self.members["policy"].fns.shares_prompts
-      tokens += int(prompts.max() if shared else prompts.sum())
-      tokens += int(rollout.lengths.sum())
+      tokens += max(self._tokens(x, responses.rollout) for x in self.members)
       gathered.append(responses)
       if tokens >= self._room:
         yield types.join_rows(gathered)
         gathered, tokens = [], 0
     if gathered:
       yield types.join_rows(gathered)
+
+  def _tokens(self, name: str, rollout: Rollout) -> int:
+    """Returns the tokens of a group in packed rows of a member."""
+    shared = self.members[name].fns.shares_prompts
+    units = packing.share_prompts if shared else packing.alone
+    _, lengths = units(self._seen(name, rollout), self.capacity)
+    return sum(lengths)
 
   def part(self, responses: Responses) -> tuple[Responses, MiniBatches, None]:
     """Packs a result of `joined` as one mini-batch of a fixed shape.

@@ -80,12 +80,29 @@ def then(first: Part, fn: Callable[..., Any], *reads: str) -> Part:
   return Part(both, first.reads + reads)
 
 
-def leaves_of(names: Iterable[str], parts: Mapping[str, Part]) -> set[str]:
-  """Returns the inputs that the named ones need and that no part computes."""
+def leaves_of(
+  names: Iterable[str], parts: Mapping[str, Part], by: tuple[str, ...] = ()
+) -> set[str]:
+  """Returns the inputs that the named ones need and that no part computes.
+
+  Args:
+    names: names of inputs.
+    parts: parts by the name of the input that they compute.
+    by: inputs that need the named ones.
+
+  Raises:
+    InputError: An input needs itself.
+  """
   found = set()
   for name in names:
+    if name in by:
+      circle = " needs ".join((*by[by.index(name) :], name))
+      raise InputError(
+        f"{circle}: no part may need its own result; leave one out, such as"
+        " estimator.normalize or a mask that reads advantages"
+      )
     made = parts.get(name)
-    found |= leaves_of(made.reads, parts) if made else {name}
+    found |= leaves_of(made.reads, parts, (*by, name)) if made else {name}
   return found
 
 

@@ -198,7 +198,7 @@ def _gradient_of(objective: Objective, base):
 def _noise(norm, tokens, squares, micro_batches) -> Metrics:
   """The variance of a gradient and the square of its mean, both estimated.
 
-  Micro-batches of t_i of T tokens have gradients g_i, which sum to g:
+  M micro-batches of t_i > 0 of T tokens have gradients g_i, which sum to g:
 
     noise = (T Σ |g_i|² / t_i - |g|²) / (M - 1),   signal = |g|² - noise
 
@@ -270,7 +270,7 @@ def _accumulate(gradient, params, sums, batch: PackedBatch, *settings):
     norm = optax.global_norm(jax.tree.map(jnp.subtract, *apart))
     totals |= {
       "squares": jnp.square(norm) / jnp.maximum(totals["tokens"], 1.0),
-      "micro_batches": jnp.float32(1.0),
+      "micro_batches": jnp.float32(totals["tokens"] > 0),
     }
     return after, (
       *add(sums_before, [totals, means]),

@@ -39,6 +39,12 @@ class Contexts(PromptSource):
     prompts = [self.prompt(i, state.drawn + k) for k, i in enumerate(ids)]
     return prompts, after.replace(drawn=state.drawn + n)
 
+  def prompt(self, example_id: int, group_id: int):
+    # A question that is too long in one context is dropped in all of them.
+    count = len(self._contexts)
+    every = [self._tokens(self.example(example_id, i)) for i in range(count)]
+    return None if None in every else super().prompt(example_id, group_id)
+
   def example(self, example_id: int, group_id: int) -> Example:
     example = super().example(example_id, group_id)
     context = self._contexts[group_id % len(self._contexts)]

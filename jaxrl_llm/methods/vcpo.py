@@ -135,10 +135,11 @@ def one_by_one(
     )
     for i in range(len(rollout.lengths))
   ]
-  rest = [(0, micro_batches - len(each)), (0, 0), (0, 0)]
+  rest = (0, micro_batches - len(each))
 
   def joined(name):
-    return np.pad(np.concatenate([packed[name] for packed, _ in each]), rest)
+    parts = np.concatenate([packed[name] for packed, _ in each])
+    return np.pad(parts, [rest] + [(0, 0)] * (parts.ndim - 1))
 
   first = each[0][0]
   names = [k for k, x in first.items() if x is not None and k != "count"]

@@ -267,7 +267,9 @@ def update_settings(config: Any, role: str) -> UpdateSettings:
   settings = config.optimizer[role].to_dict()
   del settings["updates_per_step"]
   settings["mini_batch"] = size = config_lib.mini_batch(config, role)
-  steps, batches = config.run.steps, config_lib.batch_size(config) / size
+  # At least one: value pretraining updates even where the run does not.
+  steps = max(config.run.steps, 1)
+  batches = config_lib.batch_size(config) / size
   updates = round(steps * batches * settings["epochs"])
   return UpdateSettings(**settings, steps=steps, updates=updates)
 

@@ -204,7 +204,16 @@ def losses(config: Any) -> Rules:
   loss, environment = config.loss, config.environment
   reward = rewards.REWARDS[config.reward.name]
   counts_turns = "conversation" in inspect.signature(reward).parameters
+  shaped = {
+    "reward.overlong_buffer": config.reward.overlong_buffer,
+    "loss.kl_reward_coefficient": loss.kl_reward_coefficient,
+  }
   return [
+    *((used and config.estimator.name in ("distillation", "gdpo"),
+      f"estimator.name, {key}",
+      f"this estimator does not read the reward that {key} changes; set it"
+      " to 0")
+      for key, used in shaped.items()),
     (loss.kl_coefficient and loss.kl_reward_coefficient,
       "loss.kl_coefficient, loss.kl_reward_coefficient",
       "use the KL as a loss or in the reward; set one of them to 0"),

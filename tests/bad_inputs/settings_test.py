@@ -46,7 +46,7 @@ _VALUES = {
   "estimator.lambda_value": [-0.1, 1.1, _NAN],
   "estimator.name": ["nope"],
   "estimator.alpha": [0.0, -1.0, _NAN],
-  "loss.clip_low": [-0.1, 1.0, 1.1, _NAN],
+  "loss.clip_low": [-0.1, 1.1, _NAN],
   "loss.clip_value": [0.0],
   "loss.dual_clip": [0.5],
   "loss.kl": ["k4"],

@@ -11,7 +11,7 @@ from helpers.tiny_run import make_run
 
 from jaxrl_llm import metrics
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner import packing
+from jaxrl_llm.learner import packing, providers
 from jaxrl_llm.learner.batches import policy_batch
 from jaxrl_llm.learner.choices import PROXIMALS, correction_of
 from jaxrl_llm.learner.learner import Learner
@@ -118,20 +118,27 @@ class TestImportanceWeights:
 
 
 class TestNothingToTrain:
-  """A batch without a verdict moves no weight, no moment and no count."""
+  """A batch without a trained token moves no weight, no moment and no count."""
 
+  @pytest.mark.parametrize("rejected", [False, True])
   @pytest.mark.parametrize("streaming", [False, True])
-  def test_leaves_the_models_as_they_were(self, model, streaming):
+  def test_leaves_the_models_as_they_were(self, model, streaming, rejected):
     run = make_run(
       model,
       optimizer__policy__weight_decay=0.1,
       loss__nll_coefficient=0.0,
-      off_policy__correction="truncate",
+      off_policy__correction="mask" if rejected else "truncate",
       **{f"optimizer__{x}__mini_batch": 32 for x in ("policy", "value")},
     )
     states, _, collected = tiny_run.collect(run)
     responses, timer = collected.batch.responses, metrics.PhaseTimer()
     unknown = responses.replace(judged=np.zeros(len(responses.rewards), bool))
+    if rejected:  # By the correction, all of them.
+      rollout = responses.rollout
+      far = rollout.behavior_logprobs - 9.0
+      unknown = responses.replace(
+        rollout=rollout.replace(behavior_logprobs=far)
+      )
     update = run.learner.update
     if streaming:
       group = responses.rollout.group
@@ -147,8 +154,10 @@ class TestNothingToTrain:
     before = jax.device_get((learner.policy, learner.critic))
     learner, row = update(learner, unknown, timer)
     after = jax.device_get((learner.policy, learner.critic))
-    jax.tree.map(np.testing.assert_array_equal, after, before)
-    assert learner.step == 2 and row == {}
+    whose = slice(1 if rejected else 2)  # The critic learns from rejected ones.
+    jax.tree.map(np.testing.assert_array_equal, after[whose], before[whose])
+    assert learner.step == 2 and "policy/loss" not in row
+    assert rejected or row == {}
 
 
 class TestAverage:
@@ -164,6 +173,29 @@ class TestAverage:
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(kept), before)
     after = move(kept, moved, jnp.float32(0.0))
     assert after["weight"] > before["weight"]
+
+  def test_the_weight_that_is_logged_is_that_of_the_loss(self, model):
+    run = make_run(
+      model,
+      off_policy__proximal="ewma",
+      optimizer__policy__mini_batch=32,
+      optimizer__policy__learning_rate=0.05,
+    )
+    states, _, collected = tiny_run.collect(run)
+    learner, responses = run.learner, collected.batch.responses
+    timer, rollout = metrics.PhaseTimer(), responses.rollout
+    state, _ = learner.update(states.learner, responses, timer)
+    rows = np.arange(len(rollout.lengths))
+    packed = {"policy": learner._packer.mini_batches("policy", rollout, rows)}
+    average = providers.Scoring(learner, state, rollout, packed).tokens(
+      "policy", lambda x: x.logprobs, state.companions["ema"]["params"]
+    )
+    _, row = learner.update(state, responses, timer)
+    weights = np.exp(average - rollout.behavior_logprobs)[rollout.mask]
+    expected = np.minimum(weights, 100).mean()
+    np.testing.assert_allclose(
+      row["correction/weight_mean"], expected, rtol=1e-5
+    )
 
 
 class TestMismatch:

@@ -79,6 +79,19 @@ class TestNorms:
     assert empty.any() and not got[empty].any()
     assert np.ptp(expected(frozen)) > 1.0
 
+  def test_carry_the_experts_that_the_sampler_chose(self):
+    rollout, _ = make_data()
+    choices = np.arange(rollout.tokens.size * 3).reshape(
+      *rollout.tokens.shape, 3
+    )
+    sizes = {"capacity": 16, "rows": 2, "micro_batches": len(choices) + 1}
+    packed = vcpo.one_by_one(rollout.replace(choices=choices), **sizes)
+    assert packed.choices.shape == (*packed.tokens.shape, 3)
+    for row, written in enumerate(choices):
+      found = packed.choices[row][packed.choices[row] >= 0]
+      expected = written[: rollout.lengths[row]]
+      np.testing.assert_array_equal(np.sort(found), np.sort(expected, None))
+
 
 class TestRun:
   @pytest.mark.slow

@@ -19,9 +19,15 @@ def test_by_hand():
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_an_update_measures_it(streamed):
-  size = 4
-  batch = tiny_update.make_batch("policy", micro_batch_size=size, share=False)
+@pytest.mark.parametrize("masked", [(), (1,)])
+def test_an_update_measures_it(masked, streamed):
+  batch = tiny_update.make_batch("policy", micro_batch_size=2, share=False)
+  # Such as of responses without a verdict: they tell nothing.
+  without = lambda x: np.where(
+    np.isin(range(len(x)), masked)[:, None, None], 0, x
+  )
+  inputs = {k: without(x) for k, x in batch.inputs.items()}
+  batch = batch.replace(mask=without(batch.mask).astype(bool), inputs=inputs)
   program, _ = tiny_update.make_update("policy")
   state, temperature = tiny_update.make_state("policy"), tiny_update.TEMPERATURE
   count = int(batch.packed.count)
@@ -31,21 +37,21 @@ def test_an_update_measures_it(streamed):
   gradient = jax.jit(update._gradient_of(objective, {}))
   each = [
     gradient(state.trained, batch.micro_batch(i), temperature)[0]
-    for i in range(count)
+    for i in np.flatnonzero(tokens)
   ]
   flat = [
     np.concatenate([np.ravel(x) for x in jax.tree.leaves(one)], dtype=float)
     for one in each
   ]
   square = np.sum(np.sum(flat, axis=0) ** 2)
-  parts = sum(np.sum(g**2) / n for g, n in zip(flat, tokens))
-  noise = (tokens.sum() * parts - square) / (count - 1)
+  parts = sum(np.sum(g**2) / n for g, n in zip(flat, tokens[tokens > 0]))
+  noise = (tokens.sum() * parts - square) / (len(each) - 1)
   if streamed:
     sums = program.accumulate(None, state.trained, batch, temperature)
     _, metrics = program.apply(state, sums, 1.0, np.int32(0))
   else:
     _, metrics = program(state, batch, temperature)
-  assert count > 1 and noise > 0
+  assert len(each) > 1 and noise > 0
   chex.assert_trees_all_close(
     [metrics["policy/gradient_noise"], metrics["policy/gradient_signal"]],
     [np.float32(noise), np.float32(square - noise)],

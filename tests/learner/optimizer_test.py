@@ -12,6 +12,7 @@ from helpers import tiny_run
 
 from jaxrl_llm import sharding
 from jaxrl_llm.learner import optimizer as optimizer_lib
+from jaxrl_llm.models import adapters
 from jaxrl_llm.trainer import build
 
 
@@ -116,6 +117,9 @@ class TestScheduleStep:
       *(0, 0, 1, 1, 2, 2)
     ]
 
+  def test_value_pretraining_before_a_run_without_steps_warms_up(self):
+    assert self.walk(self.make(steps=0), [4] * 2) == list(range(8))
+
   def test_a_longer_run_goes_on_where_it_was(self):
     short, long = self.make(), self.make(steps=9)
     assert short.schedule_step(3, 1, 4) == long.schedule_step(3, 1, 4) == 13
@@ -152,6 +156,10 @@ class TestOptimizer:
     np.testing.assert_allclose(after["layers"]["q"]["kernel"], decayed)
     np.testing.assert_array_equal(after["layers"]["q"]["bias"], 2.0)
     np.testing.assert_array_equal(after["layers"]["norm"]["scale"], 2.0)
+
+  def test_weight_decay_is_for_the_factors_of_adapters(self):
+    params = {"q": dict.fromkeys(adapters.FACTORS, jnp.ones((2, 2)))}
+    assert all(jax.tree.leaves(optimizer_lib.matrices(params)))
 
   @pytest.mark.parametrize(("norm", "kept"), [(0.25, 0.25), (40.0, 0.5)])
   def test_the_global_norm_is_clipped(self, norm, kept):

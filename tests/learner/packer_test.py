@@ -10,7 +10,7 @@ from helpers import tiny_run
 from jaxrl_llm.learner import packer as packer_lib
 from jaxrl_llm.learner import packing
 from jaxrl_llm.learner.packer import Packer
-from jaxrl_llm.types import Responses, Status, take_rows, unjudged
+from jaxrl_llm.types import Responses, Status, join_rows, take_rows, unjudged
 
 ROWS = 5
 
@@ -87,6 +87,18 @@ class TestWithWaiting:
     new = batch.rollout.lengths - batch.rollout.window_start
     assert (new[:5] > 0).all() and not new[5:].any()
     assert batch.rewards.tolist() == [10, 11, 12, 13, 14, 0, 2, 3]
+
+  def test_a_run_may_go_on_with_smaller_mini_batches(self):
+    packer = make_packer(16)
+    _, _, waiting = self.take(packer, make_responses())
+    _, _, waiting = self.take(packer, make_responses((1,), first=10), waiting)
+    assert len(ids_of(waiting)) == 9
+    # Some of those that waited fill a mini-batch of the new size, and wait on.
+    later = make_responses((0, 1), first=20)
+    _, learned, left = self.take(make_packer(8), later, waiting)
+    assert learned == [0, 1, 2, 3, 4, 10, 12, 13]
+    assert ids_of(left) == [14, 22, 23, 24]
+    assert left.rewards.tolist() == [14, 22, 23, 24]
 
   def test_groups_are_numbered_anew(self):
     packer = make_packer(4)
@@ -176,3 +188,59 @@ def test_a_member_with_a_view_reads_more_and_answers_for_the_same_tokens():
     )
   used = [np.count_nonzero(x.packed.segments) for x in made.values()]
   assert used[1] > used[0]
+
+
+@pytest.mark.parametrize(
+  ("reads", "group_size"), [("more", 2), ("each prompt", 8)]
+)
+def test_parts_of_a_stream_fit_what_every_member_reads(reads, group_size):
+  """Such as a critic with a context, or one that shares no prompts."""
+  rollout = tiny_run.random_rollout(
+    np.random.default_rng(0),
+    rows=160,
+    prompt=20,
+    room=2,
+    group_size=group_size,
+  )
+  alone = reads == "each prompt"
+  member = lambda shares: types.SimpleNamespace(
+    settings=types.SimpleNamespace(micro_batch_size=2),
+    fns=types.SimpleNamespace(shares_prompts=shares),
+  )
+  context = lambda rollout: packing.with_context(
+    rollout, [range(2, 42)] * len(rollout.lengths), width=40
+  )
+  packer = Packer(
+    {"policy": member(True), "critic": member(not alone)},
+    capacity=64,
+    views={} if alone else {"critic": context},
+  )
+  responses = unjudged(rollout)
+  groups = [
+    take_rows(responses, rollout.group == i) for i in np.unique(rollout.group)
+  ]
+  for part in packer.joined(join_rows([group]) for group in groups):
+    _, found, _ = packer.part(part)
+    assert found["critic"][0].layout.present.sum() == part.rollout.lengths.sum()
+
+
+def test_parts_of_a_stream_fit_prompts_of_nearly_a_row():
+  """A row of 64 then holds one response of eight, each with its prompt."""
+  rollout = tiny_run.random_rollout(
+    np.random.default_rng(0), rows=160, prompt=60, room=2, group_size=8
+  )
+  full = lambda x, value: np.full_like(x, value)
+  rollout = rollout.replace(
+    prompt_lengths=full(rollout.prompt_lengths, 60),
+    lengths=full(rollout.lengths, 2),
+  )
+  member = types.SimpleNamespace(
+    settings=types.SimpleNamespace(micro_batch_size=8),
+    fns=types.SimpleNamespace(shares_prompts=True),
+  )
+  packer, responses = Packer({"policy": member}, capacity=64), unjudged(rollout)
+  groups = [take_rows(responses, rollout.group == i) for i in range(20)]
+  parts = list(packer.joined(join_rows([group]) for group in groups))
+  for part in parts:
+    packer.part(part)
+  assert sum(len(part.rewards) for part in parts) == 160

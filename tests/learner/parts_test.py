@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import parts
 from jaxrl_llm.learner.parts import part, then
 
@@ -67,6 +68,15 @@ class TestEvaluate:
     assert parts.leaves_of(["c", "d"], made) == {"x", "y"}
     with pytest.raises(KeyError, match="y"):
       parts.evaluate(["c", "d"], made, {"x": np.float32(3.0)})
+
+  def test_an_input_that_needs_itself(self):
+    made = {
+      "a": part(lambda x, b: x + b),
+      "b": part(lambda y, c: y + c),
+      "c": part(lambda b: b),
+    }
+    with pytest.raises(InputError, match="^b needs c needs b: "):
+      parts.leaves_of(["a"], made)
 
   def test_is_a_constant_of_a_loss(self):
     made, _ = self.make()

@@ -437,6 +437,19 @@ def test_novelty_by_hand():
   np.testing.assert_allclose(found[:, 0], [0.5, 1.0, -0.5, -0.5], atol=1e-6)
 
 
+def test_questions_too_long_in_one_context_are_dropped_in_all(model):
+  settings = {"contexts": ("", "0+0+"), "on_long": "drop"}
+  source = make("contexts", model, settings, max_prompt_length=8)
+  prompts, _ = source.draw(source.init(), 2 * POOL)
+  lengths = [len(prompt.tokens) for prompt in prompts]
+  assert len(prompts) == 2 * POOL and max(lengths) <= 8
+  # As many of each context, and questions that fit without one are missing.
+  assert lengths[1::2] == [length + 4 for length in lengths[::2]]
+  without = make("contexts", model, settings | {"contexts": ("",)})
+  shorter, _ = without.draw(without.init(), POOL)
+  assert max(len(prompt.tokens) for prompt in shorter) > max(lengths[::2])
+
+
 def test_inter_intra_by_hand():
   token_rewards = np.array([1, 0, 1, 1, 0, 0], np.float32)[:, None]
   found = nudge.inter_intra(

@@ -3,6 +3,9 @@
 import dataclasses
 import functools
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from helpers.configs import differing, load, resolved
 from studies import tables
@@ -48,7 +51,8 @@ ABLATIONS = {
 
 # A method, the one that it comes from, and the settings that differ.
 RELATIVES = """\
-cispo dapo loss.name schedule.dynamic_sampling reward.overlong_buffer
+cispo dapo loss.name loss.clip_low schedule.dynamic_sampling \
+  reward.overlong_buffer
 dppo dr_grpo loss.name loss.mode off_policy.proximal
 dr_grpo grpo estimator.scale loss.mode loss.kl_coefficient
 evpo vapo estimator.name
@@ -116,3 +120,15 @@ class TestAblations:
     name, base, *keys = row.split()
     one, other = (resolved(load(n)) for n in (name, base))
     assert differing(one, other) == set(keys)
+
+
+def test_cispo_bounds_its_weight_from_above_alone():
+  loss = build_algorithm.make_algorithm(load("cispo")).policy_loss
+  old, ratio = jnp.zeros(3), jnp.array([0.01, 1.0, 100.0])
+
+  def total(logprobs):
+    inputs = {"logprobs": logprobs, "proximal_logprobs": old}
+    return jnp.sum(loss(inputs | {"advantages": jnp.ones(3)}).loss)
+
+  weights = -jax.grad(total)(jnp.log(ratio))
+  np.testing.assert_allclose(weights, [0.01, 1.0, 1.28], rtol=1e-5)
