@@ -21,7 +21,7 @@ _BOX = re.compile(r"\\f?box(?:ed)?[ ]{0,4}\Z")
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 _UNSIGNED = rf"(?:{_DIGITS}(?:\.[0-9]+)?|\.[0-9]+)"
 _IN_TEXT = re.compile(
-  rf"(?:(?<![\w)}}.])[-+])?(?:\$|\\\$)?{_UNSIGNED}(?:/[0-9]+)?"
+  rf"(?:(?<![\w)}}.])[-+\u2212])?(?:\$|\\\$)?{_UNSIGNED}(?:/[0-9]+)?"
 )
 _SIGNED = rf"([-+]?{_UNSIGNED})"
 _PLAIN = re.compile(rf"{_SIGNED}\.?\Z")
