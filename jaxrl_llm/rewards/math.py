@@ -110,9 +110,10 @@ def gold_answer(answer: str) -> str:
 def normalize_answer(answer: str) -> str:
   r"""Strips what does not change an answer: `$`, `%`, units, LaTeX spacing.
 
-  `\frac{a}{b}` becomes `a/b` where both are plain, thousands commas go, and a
-  unit goes only where a number stands before it. The parts of a point, an
-  interval or a set are stripped each, and square roots have one spelling.
+  `\frac{a}{b}` becomes `a/b` where a is plain and b one number or letter,
+  thousands commas go, and a unit goes only where a number stands before it. The
+  parts of a point, an interval or a set are stripped each, and square roots
+  have one spelling.
   """
   text = answer[:_MAX_ANSWER].replace("\u2212", "-").replace("{,}", ",")
   text = _SPACE.sub(" ", _DROP.sub("", text)).strip()
@@ -139,8 +140,11 @@ def _as_ratio(match: re.Match) -> str:
   top, bottom = match[1] or match[2] or "", match[3] or match[4] or ""
   before = match.string[: match.start()].rstrip()
   gap = " " if before[-1:].isdigit() else ""  # 1\frac{1}{2} is one and a half.
-  plain = all(re.fullmatch(r"[-+]?[0-9.,a-z]+", x) for x in (top, bottom))
-  return f"{gap}{top}/{bottom}" if plain else match[0]
+  # 1/2x would also be the spelling of half of x.
+  plain = re.fullmatch(r"[-+]?[0-9.,a-z]+", top) and re.fullmatch(
+    r"[-+]?(?:[0-9.,]+|[a-z])", bottom
+  )
+  return f"{gap}{top}/{bottom}" if plain else rf"\frac{{{top}}}{{{bottom}}}"
 
 
 def parse_number(text: str) -> fractions.Fraction | None:

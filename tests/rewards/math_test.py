@@ -132,6 +132,7 @@ class TestNumeric:
       *(("x = 5", "5"), ("x=5", "x = 5"), ("\u22125", "-5"), (".5", "0.5")),
       *(("0.10", "0.1"), ("-0", "0"), (r"2\sqrt{3}", r"2\sqrt{3}")),
       *((r"x^2 + 1", "x^2+1"), ("18", "$18$")),
+      *((r"\frac{2x}{3}", "2x/3"), (r"\dfrac3{2x}", r"\frac{3}{2x}")),
       *(("18", "She makes 9*2=18. #### 18"), ("18", r"\boxed{18}")),
       (r"\frac{1}{\sqrt{2}}", r"\frac{\sqrt{2}}{2}"),
       *((r"\sqrt{12}", r"2\sqrt{3}"), (r"2\sqrt3", r"2 \cdot \sqrt{3}")),
@@ -161,6 +162,8 @@ class TestNumeric:
       *(("5 million", "5"), ("5 thousand dollars", "5"), (r"\text{A}", "B")),
       *(("", "0"), ("None", "0"), (r"2\sqrt{3}", r"3\sqrt{2}")),
       *((r"\sqrt[3]{2}", r"\sqrt{2}"), (r"\sqrt{-4}", r"\sqrt{4}")),
+      (r"\frac{1}{2x}", r"\frac{1}{2}x"),
+      (r"\frac{1}{2n}(n+1)", r"\frac{1}{2}n(n+1)"),
       (r"\sqrt{4}", "2"),  # Not worked out.
       (r"\sqrt{2}\sqrt{2}", "2"),
       ("1.41421356", r"\sqrt{2}"),
