@@ -138,7 +138,7 @@ def normalize_answer(answer: str) -> str:
 
 def _as_ratio(match: re.Match) -> str:
   top, bottom = match[1] or match[2] or "", match[3] or match[4] or ""
-  before = match.string[: match.start()].rstrip()
+  before = match.string[: match.start()]
   gap = " " if before[-1:].isdigit() else ""  # 1\frac{1}{2} is one and a half.
   # 1/2x would also be the spelling of half of x.
   plain = re.fullmatch(r"[-+]?[0-9.,a-z]+", top) and re.fullmatch(
