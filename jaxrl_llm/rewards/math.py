@@ -31,15 +31,19 @@ _FRAC = re.compile(r"\\[dtc]?frac")
 _FRAC_ARGS = re.compile(
   r"\\frac[ ]?(?:\{([^{}]*)\}|([0-9]))[ ]?(?:\{([^{}]*)\}|([0-9]))"
 )
+_TEXT_OF = r"\\(?:text|textbf|mathrm|mathbf|mbox)[ ]?\{"
 _TEXT = re.compile(
-  r"\\(?:text|textbf|mathrm|mathbf|mbox)[ ]?\{([^{}]*)\}"
+  _TEXT_OF + r"([^{}]*)\}"
   r"(?:[ ]?\^\{?[0-9]\}?)?"  # The square of `cm^2`.
 )
+# Words after a number that are no unit: they change it, or join another.
+_WORDS = r"(?:pi|or|and|dozen|hundred|thousand|[a-z]{1,4}illion)\b"
+_WORDS_IN_TEXT = re.compile(rf"{_TEXT_OF}( ?{_WORDS}[^{{}}]*)\}}")
 _NAMED = re.compile(r"[A-Za-z](?:_[0-9a-z])?[ ]?=(?P<value>[^=]*)\Z")
 # Words of two letters or more after a space: `2x` and `2 x` are not 2.
 _UNIT = re.compile(
   rf"(?P<number>[-+]?{_UNSIGNED}(?:/[0-9]+)?)"
-  r"(?! (?:pi|or|and|dozen|hundred|thousand|[a-z]{1,4}illion)\b)"
+  rf"(?! {_WORDS})"
   r"(?: [A-Za-z]{2,20}(?:\^\{?[0-9]\}?)?){1,4}\.?\Z"
 )
 _DROP = re.compile(
@@ -120,6 +124,7 @@ def normalize_answer(answer: str) -> str:
   text = _BRACED.sub(r"\1", text)
   text = _FRAC.sub(r"\\frac", text)
   text = _FRAC_ARGS.sub(_as_ratio, text)
+  text = _WORDS_IN_TEXT.sub(r"\1", text)
   bare = _TEXT.sub("", text).strip()
   # `18\text{ cm}` is 18, but `\text{Evelyn}` is Evelyn.
   text = bare if bare else _TEXT.sub(r"\1", text).strip()
