@@ -10,6 +10,7 @@ reward.
 import collections
 import glob
 import json
+import os
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -78,8 +79,12 @@ def told_apart(
 
 def files(path: str) -> list[pathlib.Path]:
   """Returns the files of a path, which may be several names or patterns."""
-  names = [path] if pathlib.Path(path).exists() else path.split(",")
-  found = [file for name in names for file in sorted(glob.glob(name)) or [name]]
+  # Not pathlib, which raises if a list of names is too long to be one name.
+  names = [path] if os.path.exists(path) else path.split(",")
+  found = []
+  for name in names:
+    matches = [] if os.path.exists(name) else sorted(glob.glob(name))
+    found += matches or [name]
   return [pathlib.Path(file) for file in found]
 
 

@@ -97,6 +97,14 @@ class TestFiles:
     both = f"{tmp_path}/b.jsonl,{tmp_path}/a.jsonl"
     assert [x.id for x in read(both)] == ["b-1", "a-1"]
     assert [x.id for x in read(f"{tmp_path}/*.jsonl")] == ["a-1", "b-1"]
+    many = ",".join([both] * 100)  # Longer than a path may be.
+    assert len(many) > 4096 and len(read(many)) == 200
+
+  def test_the_name_of_a_file_is_no_pattern(self, tmp_path):
+    for name in ("a[1]", "a1"):
+      line = json.dumps({"question": name, "answer": "1"})
+      (tmp_path / f"{name}.jsonl").write_text(line)
+    assert [x.question for x in read(tmp_path / "a[1].jsonl")] == ["a[1]"]
 
   def test_equal_stems_are_told_apart_by_their_folders(self, tmp_path):
     row = {"question": "1+1?", "answer": "2"}
