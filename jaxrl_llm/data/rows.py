@@ -8,6 +8,7 @@ reward.
 """
 
 import collections
+import decimal
 import glob
 import json
 import os
@@ -304,6 +305,8 @@ def _text(value: Any, row: Row, name: str) -> str | None:
   what = f"{row.where}: {name!r}"
   if isinstance(value, bool):
     raise InputError(f"{what} is a bool; give a text or a number")
+  if isinstance(value, float):  # Verifiers read 0.00001, but not 1e-05.
+    value = f"{decimal.Decimal(repr(value)):f}"
   is_json = isinstance(value, (list, dict))
   text = json.dumps(value, ensure_ascii=False) if is_json else str(value)
   if not text.strip():

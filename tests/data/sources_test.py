@@ -50,6 +50,16 @@ class TestLayouts:
       tasks.Example("data-3", "\u00e9?", "4", "data", None, bare),
     ]
 
+  @pytest.mark.parametrize(
+    "number, answer",
+    [
+      *((3, "3"), (3.0, "3.0"), (0.00001, "0.00001"), (-2.5e-7, "-0.00000025")),
+      *((1e16, "1" + "0" * 16), (10**30, "1" + "0" * 30)),
+    ],
+  )
+  def test_an_answer_may_be_a_number(self, number, answer):
+    assert example(question="1?", answer=number).answer == answer
+
   def test_verl(self):
     found = example(**VERL)
     assert (found.question, found.answer) == ("1+1?", "2")
