@@ -253,9 +253,10 @@ def to_example(
     answer = answer[0]  # OlympiadBench: a list of one.
   if solved and answer is None and key in ("question", "problem"):
     raise InputError(f"{row.where}: no field 'answer'; {_has(row)}")
+  text = _text(asked, row, key)  # Checks a conversation too.
   return Example(
     id=_text(_find(row, columns, "id")[1], row, "id") or name,
-    question=_text(asked, row, key) if is_text else asked[-1]["content"],
+    question=text if is_text else asked[-1]["content"],
     answer=_text(answer, row, "answer") or "",
     source=_text(_find(row, columns, "source")[1], row, "source") or source,
     messages=None if is_text else asked,

@@ -156,6 +156,10 @@ class TestFiles:
       ({"prompt": [{"role": "user"}]}, "'prompt' is .*; give a text, or a l"),
       ({"prompt": []}, r"'prompt' is \[\]; give a text, or a list"),
       (b'{"question": "\\ud800", "answer": "1"}', "surrogate"),
+      (
+        b'{"prompt": [{"role": "user", "content": "\\ud800"}], "answer": "1"}',
+        "'prompt' holds half a surrogate pair",
+      ),
     ],
   )
   def test_a_malformed_line_is_named(self, tmp_path, line, match):
