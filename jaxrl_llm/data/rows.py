@@ -129,14 +129,15 @@ def _read_parquet(data: bytes, name: str) -> list[dict[str, Any]]:
 
 
 def plain(record: Any) -> Any:
-  """Converts a record to JSON values; bytes are UTF-8 text."""
+  """Converts a record to JSON values: bytes to text, NaN and inf to None."""
 
   def default(value):
     if isinstance(value, bytes):
       return value.decode("utf-8", errors="replace")
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
-  return json.loads(json.dumps(record, default=default))
+  text = json.dumps(record, default=default)
+  return json.loads(text, parse_constant=lambda constant: None)
 
 
 def read_lines(data: bytes, name: str) -> Iterator[tuple[str, str]]:

@@ -138,6 +138,14 @@ class TestFiles:
     assert (first.id, second.id) == ("v-1", "v-2")
     assert first.columns == VERL | {"raw": "\u00e9", "day": "2025-01-02"}
 
+  def test_a_number_of_parquet_that_json_lacks_is_missing(self, tmp_path):
+    path = tmp_path / "n.parquet"
+    row = {"prompt": "1?", "answer": float("nan"), "level": float("inf")}
+    parquet.write_table(pyarrow.Table.from_pylist([row]), path)
+    (found,) = read(path, "parquet")
+    assert found.answer == ""
+    assert found.columns == {"prompt": "1?", "answer": None, "level": None}
+
   @pytest.mark.parametrize(
     "line, match",
     [
