@@ -32,6 +32,13 @@ def silent(x: int):
   return x
 
 
+def failing(lines: bool):
+  """Raises an error of several lines, or returns what JSON lacks."""
+  if lines:
+    raise ValueError("a\nb")
+  return {(1, 2): 3}
+
+
 TOOLS = {"area": area, "python": tools.python}
 
 
@@ -86,6 +93,19 @@ class TestCall:
   )
   def test_answers_or_says_what_is_wrong(self, text, answer):
     assert tools.call(TOOLS, text).startswith(answer)
+
+  @pytest.mark.parametrize(
+    "text, answer",
+    [
+      ("[" * 100_000, "error: the tool call is no JSON: maximum recursion"),
+      ('{"name": ' + "1" * 5000 + "}", "error: the tool call is no JSON: Exc"),
+      (ask("failing", lines=True), "error: ValueError: a b"),
+      (ask("failing", lines=False), "error: TypeError: keys must be"),
+    ],
+  )
+  def test_every_error_is_a_line_for_the_model(self, text, answer):
+    said = tools.call({"failing": failing}, text)
+    assert said.startswith(answer) and "\n" not in said
 
 
 def test_a_program_without_an_end_is_told_to_the_model(monkeypatch):
