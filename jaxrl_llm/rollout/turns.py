@@ -97,7 +97,8 @@ class EnvironmentCalls:
     environment = self._make(**self._settings)
     environment.state = state
     seen = environment.step(response)
-    if not isinstance(seen, Observation) or not (seen.done or seen.text):
+    fits = isinstance(seen, Observation) and isinstance(seen.text, str)
+    if not fits or not (seen.done or seen.text):
       raise TypeError(
         f"step returned {repr(seen)[:60]}; give an Observation that is done or"
         " has a text"

@@ -378,6 +378,7 @@ def alone(model):
     "fail",
     "silence",
     "numbers",
+    "number_as_text",
     "no_json",
     "flood",
     "broken_text",
