@@ -310,6 +310,15 @@ class TestChat:
     assert expected.startswith("12False")
     assert tokenizer.decode(tokenizer.apply_chat(messages)) == expected
 
+  def test_tools_are_json_as_transformers_writes_it(self, tmp_path):
+    template = "{% for t in tools %}{{ '<tool>' + (t | tojson) }}{% endfor %}"
+    config = {"chat_template": template}
+    tokenizer = Tokenizer(byte_level(tmp_path, tokenizer_config__json=config))
+    tool = {"type": "function", "name": "less", "about": "a < b, it's \u00e9"}
+    tokens = tokenizer.apply_chat([], {"tools": [tool]})
+    expected = f"<tool>{json.dumps(tool, ensure_ascii=False)}"
+    assert tokenizer.decode(tokens) == expected
+
   def test_no_template(self, tmp_path):
     tokenizer = Tokenizer(character(tmp_path))
     with pytest.raises(InputError, match="has no chat template"):
