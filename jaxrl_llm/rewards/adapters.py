@@ -108,6 +108,11 @@ class Trl(_OfFile):
 
   batched = True
 
+  @property
+  def parts(self) -> tuple[str, ...]:
+    """Names of the parts that a reward may have."""
+    return self.functions
+
   def __call__(
     self,
     question: Sequence[str],

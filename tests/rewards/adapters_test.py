@@ -50,6 +50,12 @@ def rank(completions, level):
   order = sorted(completions, key=len)
   return [order.index(c) + n for c, n in zip(completions, level)]
 
+def code(completions, kind):
+  return [1.0 if k == "code" else None for k in kind]
+
+def tidy(completions, **kwargs):
+  return [0.5] * len(completions)
+
 def scalar(completions, **kwargs):
   return 1.0
 """
@@ -216,3 +222,15 @@ class TestRefusals:
     )
     with pytest.raises(InputError, match=said):
       pool.judge([call("4")])
+
+  def test_a_weighted_function_may_not_apply_to_the_first_responses(
+    self, tmp_path
+  ):
+    file = tmp_path / "own_score_functions.py"
+    file.write_text(TRL)
+    reward = rewards.get_reward("trl", str(file), "tidy, code")
+    grading = rewards.Grading({"code": 2.0})
+    pool = rewards.RewardPool(reward, grading=grading)
+    (math,) = pool.judge([call("4", kind="math")])
+    (code,) = pool.judge([call("4", kind="code")])
+    assert (math.value, code.value) == (0.5, 2.5)
