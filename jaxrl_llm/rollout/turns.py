@@ -286,7 +286,7 @@ class TurnHook(contextlib.ExitStack):
     room = request.max_tokens - 1 - request.length
     if answer["done"] or failed:
       request.row.status[0] = int(Status.FINISHED)
-    elif turns == config.max_turns or len(tokens) > room:
+    elif turns >= config.max_turns or len(tokens) > room:
       request.row.status[0] = int(Status.OVERLONG)
     else:
       self._answer(request, tokens, Origin.FOREIGN)
