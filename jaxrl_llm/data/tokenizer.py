@@ -225,6 +225,9 @@ class Tokenizer:
     known = {
       "messages": messages,
       "add_generation_prompt": True,
+      # None and not undefined, as in transformers: templates ask for either.
+      "tools": None,
+      "documents": None,
       "bos_token": spelling.get(self.bos_id, ""),
       "eos_token": spelling.get(self.eos_id, ""),
     }

@@ -351,6 +351,12 @@ class TestChat:
     expected = f"<tool>{json.dumps(tool, ensure_ascii=False)}"
     assert tokenizer.decode(tokens) == expected
 
+  def test_without_tools_they_are_none(self, tmp_path):
+    template = "{% if tools is not none %}[TOOLS]{% endif %}{{ documents }}"
+    config = {"chat_template": template}
+    tokenizer = Tokenizer(byte_level(tmp_path, tokenizer_config__json=config))
+    assert tokenizer.decode(tokenizer.apply_chat([])) == "None"
+
   def test_no_template(self, tmp_path):
     tokenizer = Tokenizer(character(tmp_path))
     with pytest.raises(InputError, match="has no chat template"):
