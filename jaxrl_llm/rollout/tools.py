@@ -146,7 +146,8 @@ class Tools:
 
   def step(self, response: str) -> Observation:
     """Returns the results of the calls, one per line."""
-    calls = _CALL.findall(response)
+    # Drops the text after the last end, where every start would search for one.
+    calls = _CALL.findall("".join(response.rpartition("</tool_call>")[:2]))
     if not calls:
       return Observation(done=True)
     answers = [call(self._tools, text) for text in calls]

@@ -1,6 +1,7 @@
 """Tools: what a chat model is told, and what its calls come to."""
 
 import json
+import time
 
 import pytest
 
@@ -126,6 +127,11 @@ class TestTools:
     assert own.step("It is 2.").done
     (told,) = own.template_settings["tools"]
     assert told["function"]["parameters"]["required"] == ["code"]
+
+  def test_starts_without_an_end_are_no_calls(self):
+    start = time.process_time()
+    assert tools.Tools().step("<tool_call>" * 50_000).done
+    assert time.process_time() - start < 1.0
 
   def test_of_ones_own(self):
     register.tools("areas", area)
