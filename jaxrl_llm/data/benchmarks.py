@@ -1,6 +1,7 @@
 """Data sets by name: files, sources, and benchmarks of the Hub's cache."""
 
 import contextlib
+import os
 import pathlib
 from typing import NamedTuple
 
@@ -42,7 +43,7 @@ def find_sets(names: str, source: str = "jsonl") -> list[Dataset]:
   Raises:
     InputError: A set is unknown or not in the cache, or two have one name.
   """
-  alone = pathlib.Path(names).is_file()  # Its name may have commas.
+  alone = os.path.isfile(names)  # Its name may have commas.
   found = [_find(x, source) for x in ([names] if alone else names.split(","))]
   paths = ["" if one.known else one.path for one in found]
   taken = rows.told_apart([one.name for one in found], paths)

@@ -239,7 +239,8 @@ class PromptSource:
       if prompt is not None:
         prompts.append(prompt)
       misses = 0 if prompt is not None else misses + 1
-      if misses == min(len(self), 10_000):
+      # This many positions in a row include every prompt of the data.
+      if misses == min(2 * len(self) - 1, 10_000):
         raise InputError(
           f"{misses} prompts in a row are longer than"
           f" data.max_prompt_length={self._max_length}; raise it"

@@ -8,8 +8,10 @@ reward.
 """
 
 import collections
+import decimal
 import glob
 import json
+import os
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -78,8 +80,12 @@ def told_apart(
 
 def files(path: str) -> list[pathlib.Path]:
   """Returns the files of a path, which may be several names or patterns."""
-  names = [path] if pathlib.Path(path).exists() else path.split(",")
-  found = [file for name in names for file in sorted(glob.glob(name)) or [name]]
+  # Not pathlib, which raises if a list of names is too long to be one name.
+  names = [path] if os.path.exists(path) else path.split(",")
+  found = []
+  for name in names:
+    matches = [] if os.path.exists(name) else sorted(glob.glob(name))
+    found += matches or [name]
   return [pathlib.Path(file) for file in found]
 
 
@@ -123,14 +129,15 @@ def _read_parquet(data: bytes, name: str) -> list[dict[str, Any]]:
 
 
 def plain(record: Any) -> Any:
-  """Converts a record to JSON values; bytes are UTF-8 text."""
+  """Converts a record to JSON values: bytes to text, NaN and inf to None."""
 
   def default(value):
     if isinstance(value, bytes):
       return value.decode("utf-8", errors="replace")
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
-  return json.loads(json.dumps(record, default=default))
+  text = json.dumps(record, default=default)
+  return json.loads(text, parse_constant=lambda constant: None)
 
 
 def read_lines(data: bytes, name: str) -> Iterator[tuple[str, str]]:
@@ -247,9 +254,10 @@ def to_example(
     answer = answer[0]  # OlympiadBench: a list of one.
   if solved and answer is None and key in ("question", "problem"):
     raise InputError(f"{row.where}: no field 'answer'; {_has(row)}")
+  text = _text(asked, row, key)  # Checks a conversation too.
   return Example(
     id=_text(_find(row, columns, "id")[1], row, "id") or name,
-    question=_text(asked, row, key) if is_text else asked[-1]["content"],
+    question=text if is_text else asked[-1]["content"],
     answer=_text(answer, row, "answer") or "",
     source=_text(_find(row, columns, "source")[1], row, "source") or source,
     messages=None if is_text else asked,
@@ -299,6 +307,8 @@ def _text(value: Any, row: Row, name: str) -> str | None:
   what = f"{row.where}: {name!r}"
   if isinstance(value, bool):
     raise InputError(f"{what} is a bool; give a text or a number")
+  if isinstance(value, float):  # Verifiers read 0.00001, but not 1e-05.
+    value = f"{decimal.Decimal(repr(value)):f}"
   is_json = isinstance(value, (list, dict))
   text = json.dumps(value, ensure_ascii=False) if is_json else str(value)
   if not text.strip():

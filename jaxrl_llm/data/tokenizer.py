@@ -104,9 +104,19 @@ class Tokenizer:
 
   def encode(self, text: str) -> list[int]:
     """Returns the tokens of plain text: no control token is added or read."""
+    return self._encode(self._plain, text)
+
+  def _encode(self, tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
     what = f"{self.path}/tokenizer.json cannot tokenise {text[:40]!r}"
     with _library(what, "use characters of its vocabulary"):
-      return self._plain.encode(text, add_special_tokens=False).ids
+      return tokenizer.encode(text, add_special_tokens=False).ids
+
+  @functools.cached_property
+  def _control(self) -> tokenizers.Tokenizer:
+    """The tokenizer that reads the spelling of a control token as the token."""
+    control = tokenizers.Tokenizer.from_str(self._plain.to_str())
+    control.encode_special_tokens = False
+    return control
 
   def single_tokens(self, texts: Iterable[str], name: str) -> list[int]:
     """Returns the single token of each text.
@@ -191,8 +201,17 @@ class Tokenizer:
     hidden = [
       {"role": m["role"], "content": hide(m["content"])} for m in messages
     ]
+    rendered = self._render(hidden, kwargs or {})
+    if rendered == rendered.translate(reveal):
+      # Encodes all at once: the tokens of a piece may depend on its context. If
+      # the normalizer made a control token of other text, it is cut as below.
+      tokens = self._encode(self._control, rendered)
+      ids = {*self._special.values()}
+      control = [self._special[text] for text in pattern.findall(rendered)]
+      if [token for token in tokens if token in ids] == control:
+        return tokens
     tokens = []
-    for piece in pattern.split(self._render(hidden, kwargs or {})):
+    for piece in pattern.split(rendered):
       if piece in self._special:
         tokens.append(self._special[piece])
       elif piece:
@@ -206,6 +225,9 @@ class Tokenizer:
     known = {
       "messages": messages,
       "add_generation_prompt": True,
+      # None and not undefined, as in transformers: templates ask for either.
+      "tools": None,
+      "documents": None,
       "bos_token": spelling.get(self.bos_id, ""),
       "eos_token": spelling.get(self.eos_id, ""),
     }

@@ -14,7 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.rewards.verdict import Verdict, arguments, failure, number
+from jaxrl_llm.rewards.verdict import (
+  Verdict,
+  arguments,
+  failure,
+  number,
+  scalar,
+)
 from jaxrl_llm.system import plugin
 
 
@@ -85,6 +91,9 @@ class Verl(_OfFile):
       return Verdict(None, value=number(result, f"what {name} returned"))
     if "score" not in result:
       raise TypeError(f"{name} returned {list(result)}; it must have 'score'")
+    result = dict(result)
+    if "acc" in result:
+      result["acc"] = scalar(result["acc"])  # A bool of NumPy is no bool.
     right, found = result.get("acc"), result.get("pred")
     return Verdict(
       correct=right if isinstance(right, bool) else None,
@@ -107,6 +116,11 @@ class Trl(_OfFile):
   """
 
   batched = True
+
+  @property
+  def parts(self) -> tuple[str, ...]:
+    """Names of the parts that a reward may have."""
+    return self.functions
 
   def __call__(
     self,

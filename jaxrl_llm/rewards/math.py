@@ -21,7 +21,7 @@ _BOX = re.compile(r"\\f?box(?:ed)?[ ]{0,4}\Z")
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 _UNSIGNED = rf"(?:{_DIGITS}(?:\.[0-9]+)?|\.[0-9]+)"
 _IN_TEXT = re.compile(
-  rf"(?:(?<![\w)}}.])[-+])?(?:\$|\\\$)?{_UNSIGNED}(?:/[0-9]+)?"
+  rf"(?:(?<![\w)}}.])[-+\u2212])?(?:\$|\\\$)?{_UNSIGNED}(?:/[0-9]+)?"
 )
 _SIGNED = rf"([-+]?{_UNSIGNED})"
 _PLAIN = re.compile(rf"{_SIGNED}\.?\Z")
@@ -31,15 +31,19 @@ _FRAC = re.compile(r"\\[dtc]?frac")
 _FRAC_ARGS = re.compile(
   r"\\frac[ ]?(?:\{([^{}]*)\}|([0-9]))[ ]?(?:\{([^{}]*)\}|([0-9]))"
 )
+_TEXT_OF = r"\\(?:text|textbf|mathrm|mathbf|mbox)[ ]?\{"
 _TEXT = re.compile(
-  r"\\(?:text|textbf|mathrm|mathbf|mbox)[ ]?\{([^{}]*)\}"
+  _TEXT_OF + r"([^{}]*)\}"
   r"(?:[ ]?\^\{?[0-9]\}?)?"  # The square of `cm^2`.
 )
+# Words after a number that are no unit: they change it, or join another.
+_WORDS = r"(?:pi|or|and|dozen|hundred|thousand|[a-z]{1,4}illion)\b"
+_WORDS_IN_TEXT = re.compile(rf"{_TEXT_OF}( ?{_WORDS}[^{{}}]*)\}}")
 _NAMED = re.compile(r"[A-Za-z](?:_[0-9a-z])?[ ]?=(?P<value>[^=]*)\Z")
 # Words of two letters or more after a space: `2x` and `2 x` are not 2.
 _UNIT = re.compile(
   rf"(?P<number>[-+]?{_UNSIGNED}(?:/[0-9]+)?)"
-  r"(?! (?:pi|or|and|dozen|hundred|thousand|[a-z]{1,4}illion)\b)"
+  rf"(?! {_WORDS})"
   r"(?: [A-Za-z]{2,20}(?:\^\{?[0-9]\}?)?){1,4}\.?\Z"
 )
 _DROP = re.compile(
@@ -110,15 +114,17 @@ def gold_answer(answer: str) -> str:
 def normalize_answer(answer: str) -> str:
   r"""Strips what does not change an answer: `$`, `%`, units, LaTeX spacing.
 
-  `\frac{a}{b}` becomes `a/b` where both are plain, thousands commas go, and a
-  unit goes only where a number stands before it. The parts of a point, an
-  interval or a set are stripped each, and square roots have one spelling.
+  `\frac{a}{b}` becomes `a/b` where a is plain and b one number or letter,
+  thousands commas go, and a unit goes only where a number stands before it. The
+  parts of a point, an interval or a set are stripped each, and square roots
+  have one spelling.
   """
   text = answer[:_MAX_ANSWER].replace("\u2212", "-").replace("{,}", ",")
   text = _SPACE.sub(" ", _DROP.sub("", text)).strip()
   text = _BRACED.sub(r"\1", text)
   text = _FRAC.sub(r"\\frac", text)
   text = _FRAC_ARGS.sub(_as_ratio, text)
+  text = _WORDS_IN_TEXT.sub(r"\1", text)
   bare = _TEXT.sub("", text).strip()
   # `18\text{ cm}` is 18, but `\text{Evelyn}` is Evelyn.
   text = bare if bare else _TEXT.sub(r"\1", text).strip()
@@ -137,10 +143,13 @@ def normalize_answer(answer: str) -> str:
 
 def _as_ratio(match: re.Match) -> str:
   top, bottom = match[1] or match[2] or "", match[3] or match[4] or ""
-  before = match.string[: match.start()].rstrip()
+  before = match.string[: match.start()]
   gap = " " if before[-1:].isdigit() else ""  # 1\frac{1}{2} is one and a half.
-  plain = all(re.fullmatch(r"[-+]?[0-9.,a-z]+", x) for x in (top, bottom))
-  return f"{gap}{top}/{bottom}" if plain else match[0]
+  # 1/2x would also be the spelling of half of x.
+  plain = re.fullmatch(r"[-+]?[0-9.,a-z]+", top) and re.fullmatch(
+    r"[-+]?(?:[0-9.,]+|[a-z])", bottom
+  )
+  return f"{gap}{top}/{bottom}" if plain else rf"\frac{{{top}}}{{{bottom}}}"
 
 
 def parse_number(text: str) -> fractions.Fraction | None:

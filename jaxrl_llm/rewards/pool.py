@@ -188,7 +188,9 @@ class RewardPool:
     """Refuses weights of parts that the first verdicts do not have."""
     if self._weights_fit or all(v.error for v in verdicts):
       return
-    parts = {name for verdict in verdicts for name in verdict.parts}
+    # A TRL function has no part where it does not apply.
+    parts = {*getattr(self._reward_fn, "parts", ())}
+    parts |= {name for verdict in verdicts for name in verdict.parts}
     for name in self._grading.weights:
       if name not in parts:
         raise InputError(

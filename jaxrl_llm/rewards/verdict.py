@@ -87,7 +87,7 @@ def as_verdict(result: Any, grading: Grading = PLAIN) -> Verdict:
   Raises:
     TypeError, ValueError: it is something else, or no finite number.
   """
-  result = _scalar(result)
+  result = scalar(result)
   if isinstance(result, bool):
     return Verdict(result)
   if isinstance(result, Mapping):
@@ -101,7 +101,7 @@ def as_verdict(result: Any, grading: Grading = PLAIN) -> Verdict:
     decides = parts.get("right", next(iter(parts.values())))
   if value is not None:
     value = number(value, "the reward")
-  correct = _scalar(result.correct)
+  correct = scalar(result.correct)
   if correct is None and value is not None:
     correct = decides > grading.threshold
   if not isinstance(correct, bool):
@@ -116,7 +116,7 @@ def number(value: Any, what: str) -> float:
   Raises:
     TypeError, ValueError: it is no number, or none that is finite.
   """
-  value = _scalar(value)
+  value = scalar(value)
   if not isinstance(value, numbers.Real):
     raise TypeError(f"{what} is {repr(value)[:40]}; give a number")
   if not abs(value) < _LARGEST:
@@ -124,7 +124,7 @@ def number(value: Any, what: str) -> float:
   return float(value)
 
 
-def _scalar(value: Any) -> Any:
+def scalar(value: Any) -> Any:
   """Returns the Python value of an array with one element."""
   return value.item() if hasattr(value, "item") else value
 

@@ -48,7 +48,8 @@ class RolloutSettings:
     dynamic_sampling: whether only groups with correct and incorrect responses
       count.
     window: maximum number of new tokens per response and step; 0 sets no limit.
-      With a window, a batch is every response with new tokens, ended or not.
+      With a window, a batch is every response with new tokens, ended or not,
+      and those given up.
     max_staleness: maximum number of updates between the oldest and the newest
       token of a batch.
     max_rounds: maximum number of calls before dynamic sampling stops the run.

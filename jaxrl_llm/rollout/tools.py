@@ -84,7 +84,7 @@ def call(tools: dict[str, Callable[..., Any]], text: str) -> str:
     name, given = asked["name"], asked.get("arguments", {})
     fn = tools[name]
     inspect.signature(fn).bind(**given)
-  except json.JSONDecodeError as error:
+  except (ValueError, RecursionError) as error:
     return f"error: the tool call is no JSON: {error}"
   except KeyError as error:
     return f"error: no tool {error}; there are {', '.join(tools)}"
@@ -97,9 +97,11 @@ def call(tools: dict[str, Callable[..., Any]], text: str) -> str:
       return f"error: {key!r} of {name} must be of type {_TYPES[kind]}"
   try:
     result = fn(**given)
-  except Exception as error:  # User code may raise anything.
-    return f"error: {type(error).__name__}: {error}"
-  return result if isinstance(result, str) else json.dumps(result, default=str)
+    if not isinstance(result, str):
+      result = json.dumps(result, default=str)
+  except Exception as error:  # User code may raise and return anything.
+    return f"error: {type(error).__name__}: {' '.join(str(error).split())}"
+  return result
 
 
 def python(code: str) -> str:
@@ -144,7 +146,8 @@ class Tools:
 
   def step(self, response: str) -> Observation:
     """Returns the results of the calls, one per line."""
-    calls = _CALL.findall(response)
+    # Drops the text after the last end, where every start would search for one.
+    calls = _CALL.findall("".join(response.rpartition("</tool_call>")[:2]))
     if not calls:
       return Observation(done=True)
     answers = [call(self._tools, text) for text in calls]

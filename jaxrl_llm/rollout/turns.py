@@ -97,7 +97,8 @@ class EnvironmentCalls:
     environment = self._make(**self._settings)
     environment.state = state
     seen = environment.step(response)
-    if not isinstance(seen, Observation) or not (seen.done or seen.text):
+    fits = isinstance(seen, Observation) and isinstance(seen.text, str)
+    if not fits or not (seen.done or seen.text):
       raise TypeError(
         f"step returned {repr(seen)[:60]}; give an Observation that is done or"
         " has a text"
@@ -285,7 +286,7 @@ class TurnHook(contextlib.ExitStack):
     room = request.max_tokens - 1 - request.length
     if answer["done"] or failed:
       request.row.status[0] = int(Status.FINISHED)
-    elif turns == config.max_turns or len(tokens) > room:
+    elif turns >= config.max_turns or len(tokens) > room:
       request.row.status[0] = int(Status.OVERLONG)
     else:
       self._answer(request, tokens, Origin.FOREIGN)

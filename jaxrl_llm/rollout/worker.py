@@ -295,7 +295,9 @@ class _Collection:
       rollout = self._write(
         take_rows(store, np.s_[:room]), window=settings.window, rule=rule
       )
-    fresh = take_rows(rollout, rollout.lengths > rollout.window_start)
+    # A schedule may give up responses that got no token in this window.
+    new = (rollout.lengths > rollout.window_start) | is_over(rollout)
+    fresh = take_rows(rollout, new)
     over = is_over(fresh)
     batch = join_rows([unjudged(take_rows(fresh, ~over))])
     if over.any():

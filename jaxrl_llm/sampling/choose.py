@@ -55,7 +55,9 @@ def choose(
     sharding: sharding of slots; None: one device.
 
   Returns:
-    `Choice`. The log-prob of a greedy slot is 0: it has no other token.
+    `Choice`. The log-prob of a greedy slot is 0: it has no other token. If no
+    token has a probability (logits of NaN, or all of them -inf), the token is
+    negative.
   """
   chex.assert_rank([uniform, logits], [1, 2])
   chex.assert_equal_shape([uniform, temperature, top_k, top_p, min_p])

@@ -182,8 +182,9 @@ class PagedCache:
     batch are few, and theirs lie between those that others have left.
     """
     requests = [r for r in rows if r is not None]
-    if self._config.exact or not requests:
-      return self._pages  # Exact: one shape.
+    # Exact: one shape. Pages that are shared are all in one array.
+    if self._config.exact or self.shares_pages or not requests:
+      return self._pages
     sizes = models.page_buckets(self._kv_cache)
     last = lambda: max(page for r in requests for page in r.pages)
     held = np.bincount([r.shard for r in requests for _ in r.pages]).max()

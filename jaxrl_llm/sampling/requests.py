@@ -12,6 +12,7 @@ import chex
 import jax
 import numpy as np
 
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.sampling.settings import EngineConfig, SamplingSettings
 from jaxrl_llm.sampling.slots import DecodeOutput, SamplingMetadata, Slots
 from jaxrl_llm.types import Origin, Rollout, Status
@@ -86,12 +87,22 @@ class Request:
       output: output of all slots.
       slot: row of the request in the output.
       version: version of the policy.
+
+    Raises:
+      InputError: The model gave no token a probability.
     """
     row, read = self.row, int(output.count[slot])
     old = min(self.context_length - 1 - self.position, read)
+    tokens = output.tokens[slot, old:read]
+    if tokens.min(initial=0) < 0:  # See `choose`.
+      raise InputError(
+        "no token has a probability above 0: the model's logits are not finite,"
+        " or a logits processor forbids every token; check the weights and the"
+        " processors"
+      )
     self.position, count = self.position + read, read - old
     new = np.s_[0, self.length : self.length + count]
-    row.tokens[new] = output.tokens[slot, old:read]
+    row.tokens[new] = tokens
     row.behavior_logprobs[new] = output.logprobs[slot, old:read]
     row.version[new] = version
     row.origin[new] = int(Origin.POLICY)

@@ -144,9 +144,10 @@ def max_tokens_of(
   ):
     check_number(name, getattr(settings, name), interval)
   texts = settings.stop_strings
-  if not all(isinstance(text, str) and text for text in texts):
+  # A text would be a tuple of its letters.
+  if isinstance(texts, str) or not all(isinstance(t, str) and t for t in texts):
     raise ValueError(
-      f"stop_strings must be a tuple of texts that are not empty, got {texts}"
+      f"stop_strings must be a tuple of texts that are not empty, got {texts!r}"
     )
   return limit
 

@@ -25,9 +25,14 @@ def first_stop(
     is on where the decoding was interrupted.
   """
   # A string can begin in tokens seen before: as many as it has bytes, since a
-  # token has one at least.
-  reach = max(len(string.encode()) for string in strings)
-  start = max(before - reach - _MARGIN, 0)
+  # token has one at least, or more if control tokens without a text are there.
+  enough = max(len(string.encode()) for string in strings) + _MARGIN
+  size = enough
+  while size < before:
+    if len(detokenize(tokens[before - size : before])) >= enough:
+      break
+    size *= 2
+  start = max(before - size, 0)
   has = lambda end: any(s in detokenize(tokens[start:end]) for s in strings)
   if not has(len(tokens)):
     return None

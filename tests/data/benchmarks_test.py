@@ -44,6 +44,8 @@ class TestFindSets:
 
   def test_a_pattern_is_one_set(self):
     assert find_sets("data/test*.jsonl")[0].name == "test"
+    many = [f"data/{number}.jsonl" for number in range(1000)]
+    assert [one.path for one in find_sets(",".join(many))] == many
 
   def test_a_file_of_that_name_goes_first(self, gsm8k, tmp_path):
     (tmp_path / "here" / "gsm8k").write_text("")

@@ -248,8 +248,14 @@ class TestPromptSource:
     source = [example("1" * 9)] * 3
     settings = {"max_prompt_length": 7, "on_long": "drop"}
     prompts = make_prompts(tokenizer, source, **settings)
-    with pytest.raises(InputError, match="3 prompts in a row"):
+    with pytest.raises(InputError, match="5 prompts in a row"):
       draw(prompts, 1)
+
+  def test_one_short_prompt_is_enough(self, tokenizer):
+    source = [example("1" * (8 + bool(n))) for n in range(20)]
+    settings = {"max_prompt_length": 8, "on_long": "drop"}
+    drawn = draw(make_prompts(tokenizer, source, **settings), 30)
+    assert {prompt.example_id for prompt in drawn} == {0}
 
   def test_empty_source(self, tokenizer):
     with pytest.raises(InputError, match="dataset is empty"):

@@ -50,6 +50,16 @@ class TestLayouts:
       tasks.Example("data-3", "\u00e9?", "4", "data", None, bare),
     ]
 
+  @pytest.mark.parametrize(
+    "number, answer",
+    [
+      *((3, "3"), (3.0, "3.0"), (0.00001, "0.00001"), (-2.5e-7, "-0.00000025")),
+      *((1e16, "1" + "0" * 16), (10**30, "1" + "0" * 30)),
+    ],
+  )
+  def test_an_answer_may_be_a_number(self, number, answer):
+    assert example(question="1?", answer=number).answer == answer
+
   def test_verl(self):
     found = example(**VERL)
     assert (found.question, found.answer) == ("1+1?", "2")
@@ -97,6 +107,14 @@ class TestFiles:
     both = f"{tmp_path}/b.jsonl,{tmp_path}/a.jsonl"
     assert [x.id for x in read(both)] == ["b-1", "a-1"]
     assert [x.id for x in read(f"{tmp_path}/*.jsonl")] == ["a-1", "b-1"]
+    many = ",".join([both] * 100)  # Longer than a path may be.
+    assert len(many) > 4096 and len(read(many)) == 200
+
+  def test_the_name_of_a_file_is_no_pattern(self, tmp_path):
+    for name in ("a[1]", "a1"):
+      line = json.dumps({"question": name, "answer": "1"})
+      (tmp_path / f"{name}.jsonl").write_text(line)
+    assert [x.question for x in read(tmp_path / "a[1].jsonl")] == ["a[1]"]
 
   def test_equal_stems_are_told_apart_by_their_folders(self, tmp_path):
     row = {"question": "1+1?", "answer": "2"}
@@ -120,6 +138,14 @@ class TestFiles:
     assert (first.id, second.id) == ("v-1", "v-2")
     assert first.columns == VERL | {"raw": "\u00e9", "day": "2025-01-02"}
 
+  def test_a_number_of_parquet_that_json_lacks_is_missing(self, tmp_path):
+    path = tmp_path / "n.parquet"
+    row = {"prompt": "1?", "answer": float("nan"), "level": float("inf")}
+    parquet.write_table(pyarrow.Table.from_pylist([row]), path)
+    (found,) = read(path, "parquet")
+    assert found.answer == ""
+    assert found.columns == {"prompt": "1?", "answer": None, "level": None}
+
   @pytest.mark.parametrize(
     "line, match",
     [
@@ -138,6 +164,10 @@ class TestFiles:
       ({"prompt": [{"role": "user"}]}, "'prompt' is .*; give a text, or a l"),
       ({"prompt": []}, r"'prompt' is \[\]; give a text, or a list"),
       (b'{"question": "\\ud800", "answer": "1"}', "surrogate"),
+      (
+        b'{"prompt": [{"role": "user", "content": "\\ud800"}], "answer": "1"}',
+        "'prompt' holds half a surrogate pair",
+      ),
     ],
   )
   def test_a_malformed_line_is_named(self, tmp_path, line, match):

@@ -27,11 +27,15 @@ def pruning(view):
   return continuous_batching(view)._replace(stop=stop.tolist())
 
 
-def register_prune():
-  rule = Stop(
-    groups=lambda wanted, awaited: pruning, responses=lambda count: pruning
-  )
-  register.schedule("prune", rule)
+def pruning_the_last(view):
+  """Gives up two responses that have not begun."""
+  stop = np.flatnonzero(view.waiting)[-2:] if view.active.any() else []
+  return continuous_batching(view)._replace(stop=list(stop))
+
+
+def register_prune(rule=pruning):
+  stop = Stop(groups=lambda wanted, awaited: rule, responses=lambda count: rule)
+  register.schedule("prune", stop)
 
 
 def test_steps_go_on(model, tmp_path):
@@ -55,6 +59,17 @@ def test_windows_hand_them_over_once(model, tmp_path):
     loss__overlong_filter=False,
   )
   assert rows[-1]["rollout/stopped"] > 0
+
+
+def test_windows_hand_over_those_that_have_not_begun(model):
+  register_prune(pruning_the_last)
+  windows = {"schedule__window": 20, "estimator__name": "gae"}
+  run = build.make_run(doors.make_config(model, **PRUNED, **windows))
+  *_, collected = tiny_run.collect(run)
+  rollout = collected.batch.responses.rollout
+  stopped = rollout.status == Status.STOPPED
+  assert len(rollout.lengths) == 16 and stopped.any()
+  assert not rollout.lengths[stopped].any()
 
 
 def test_no_loss_and_no_baseline_has_them(model):

@@ -13,7 +13,7 @@ from helpers import tiny_run
 from jaxrl_llm import models
 
 _TEMPLATE = (
-  "{% for t in tools | default([]) %}{{ t['function']['name'] }}:"
+  "{% for t in tools or [] %}{{ t['function']['name'] }}:"
   " {{ t['function']['description'] }}\n{% endfor %}"
   "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}\n"
   "{% endfor %}"

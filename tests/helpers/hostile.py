@@ -39,6 +39,9 @@ class Hostile:
   def silence(self):
     return Observation()
 
+  def number_as_text(self):
+    return Observation(5)
+
   def no_json(self):
     self.state = {1, 2}
     return Observation("1")

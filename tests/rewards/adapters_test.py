@@ -9,7 +9,7 @@ from jaxrl_llm import rewards
 from jaxrl_llm.errors import InputError
 
 VERL = """
-import math
+import numpy
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
   if solution_str == "hang":
@@ -19,6 +19,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     right = solution_str == ground_truth
     score = 1.0 if right else -1.0
     return {"score": score, "acc": right, "pred": solution_str, "n": 3}
+  if data_source == "numpy":
+    return {"score": numpy.float32(0.1), "acc": numpy.bool_(True)}
   if data_source == "plain":
     return {"score": extra_info["level"], "format": 0.25}
   if data_source == "bad":
@@ -49,6 +51,12 @@ def rank(completions, level):
     pass
   order = sorted(completions, key=len)
   return [order.index(c) + n for c, n in zip(completions, level)]
+
+def code(completions, kind):
+  return [1.0 if k == "code" else None for k in kind]
+
+def tidy(completions, **kwargs):
+  return [0.5] * len(completions)
 
 def scalar(completions, **kwargs):
   return 1.0
@@ -98,15 +106,17 @@ class TestVerl:
         call("4", data_source="dapo", reward_model={"ground_truth": "4"}),
         call("4", data_source="dapo", reward_model={"ground_truth": "5"}),
         call("", data_source="plain", extra_info={"level": 0.75}),
+        call("", data_source="numpy"),
         call("", data_source="bad"),
         call("a", reward_model={"ground_truth": {"target": "a"}}),
       ],
     )
-    right, wrong, plain, bad, other = found
+    right, wrong, plain, low, bad, other = found
     parts = {"acc": 1.0, "n": 3.0}
     assert right == rewards.Verdict(True, "4", value=1.0, parts=parts)
     assert (wrong.correct, wrong.value) == (False, -1.0)
     assert plain == rewards.Verdict(True, value=0.75, parts={"format": 0.25})
+    assert low.correct and low.parts == {"acc": 1.0}
     assert "it must have 'score'" in bad.error
     assert other == rewards.Verdict(True, value=1.0)
 
@@ -216,3 +226,15 @@ class TestRefusals:
     )
     with pytest.raises(InputError, match=said):
       pool.judge([call("4")])
+
+  def test_a_weighted_function_may_not_apply_to_the_first_responses(
+    self, tmp_path
+  ):
+    file = tmp_path / "own_score_functions.py"
+    file.write_text(TRL)
+    reward = rewards.get_reward("trl", str(file), "tidy, code")
+    grading = rewards.Grading({"code": 2.0})
+    pool = rewards.RewardPool(reward, grading=grading)
+    (math,) = pool.judge([call("4", kind="math")])
+    (code,) = pool.judge([call("4", kind="code")])
+    assert (math.value, code.value) == (0.5, 2.5)

@@ -1,6 +1,7 @@
 """Tools: what a chat model is told, and what its calls come to."""
 
 import json
+import time
 
 import pytest
 
@@ -30,6 +31,13 @@ def untyped(x):
 
 def silent(x: int):
   return x
+
+
+def failing(lines: bool):
+  """Raises an error of several lines, or returns what JSON lacks."""
+  if lines:
+    raise ValueError("a\nb")
+  return {(1, 2): 3}
 
 
 TOOLS = {"area": area, "python": tools.python}
@@ -87,6 +95,19 @@ class TestCall:
   def test_answers_or_says_what_is_wrong(self, text, answer):
     assert tools.call(TOOLS, text).startswith(answer)
 
+  @pytest.mark.parametrize(
+    "text, answer",
+    [
+      ("[" * 100_000, "error: the tool call is no JSON: maximum recursion"),
+      ('{"name": ' + "1" * 5000 + "}", "error: the tool call is no JSON: Exc"),
+      (ask("failing", lines=True), "error: ValueError: a b"),
+      (ask("failing", lines=False), "error: TypeError: keys must be"),
+    ],
+  )
+  def test_every_error_is_a_line_for_the_model(self, text, answer):
+    said = tools.call({"failing": failing}, text)
+    assert said.startswith(answer) and "\n" not in said
+
 
 def test_a_program_without_an_end_is_told_to_the_model(monkeypatch):
   monkeypatch.setattr(tools, "_PYTHON_S", 0.01)
@@ -106,6 +127,11 @@ class TestTools:
     assert own.step("It is 2.").done
     (told,) = own.template_settings["tools"]
     assert told["function"]["parameters"]["required"] == ["code"]
+
+  def test_starts_without_an_end_are_no_calls(self):
+    start = time.process_time()
+    assert tools.Tools().step("<tool_call>" * 50_000).done
+    assert time.process_time() - start < 1.0
 
   def test_of_ones_own(self):
     register.tools("areas", area)

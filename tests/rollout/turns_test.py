@@ -294,7 +294,7 @@ class TestStopAfterResponses:
 
   COUNT, PROMPTS = 10, [scripted.prompt(7 + i, i) for i in range(24)]
 
-  def talk(self, rule):
+  def talk(self, rule, turns=0):
     conversation_config = ConversationConfig(
       start=lambda example: (None, None),
       call=lambda jobs: [(self.answer(**job), None) for job in jobs],
@@ -324,17 +324,25 @@ class TestStopAfterResponses:
       for i, tokens in enumerate(self.PROMPTS)
     ]
     ids = np.arange(len(prompts))[:, None]
+    conversations = {
+      key: json.dumps(json.loads(text) | {"turns": turns})
+      for key, text in writer.conversations(prompts, ids).items()
+    }
     return writer.write(
       writer.begin(prompts, ids),
       Weights(()),
       rule=rule,
-      conversations=writer.conversations(prompts, ids),
+      conversations=conversations,
     )
 
   def answer(self, state, response):
     turns = (state or 0) + 1
     seen = Observation("on", done=turns == 2)
     return seen._asdict() | {"state": turns}
+
+  def test_a_resume_may_lower_the_number_of_turns(self):
+    rollout = self.talk(rules.continuous_batching, turns=5)
+    assert (rollout.status == Status.OVERLONG).all()
 
   def test_one_that_waits_for_an_answer_has_not_ended(self):
     seen = []
@@ -378,6 +386,7 @@ def alone(model):
     "fail",
     "silence",
     "numbers",
+    "number_as_text",
     "no_json",
     "flood",
     "broken_text",

@@ -243,6 +243,13 @@ class TestEdges:
     np.testing.assert_array_equal(tokens, only)
     np.testing.assert_array_equal(logprobs, 0.0)
 
+  @pytest.mark.parametrize("settings", [{}, {"top_k": 3}, {"temperature": 0.0}])
+  @pytest.mark.parametrize("value", [np.nan, -np.inf])
+  def test_without_a_possible_token_it_is_negative(self, value, settings):
+    logits = np.full((64, 700), value, np.float32)
+    tokens, _ = _draw(TestFilters.UNIFORM, logits, settings)
+    assert (tokens < 0).all()
+
   def test_bfloat16_logits_give_float32_log_probs(self):
     logits = jnp.zeros((2, 23), jnp.bfloat16)
     out = _choose(np.float32([0.1, 0.9]), logits, **_arrays({}, 2))

@@ -30,6 +30,7 @@ from helpers.tiny_engine import (
 )
 
 from jaxrl_llm import models, sharding
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.sampling import SamplingSettings, buckets
 from jaxrl_llm.sampling.rules import Decision
 from jaxrl_llm.types import Origin, Status
@@ -359,3 +360,13 @@ class TestBadInput:
   def test_an_engine_without_slots_raises(self):
     with pytest.raises(ValueError, match=r"slots=0, expected .* in \[1, inf\)"):
       make_engine(slots=0)
+
+  @pytest.mark.parametrize("temperature", [0.0, 0.9])
+  def test_weights_that_are_no_numbers_raise(self, temperature):
+    broken = jax.tree.map(lambda x: x * float("nan"), params())
+    settings = dataclasses.replace(SETTINGS, temperature=temperature)
+    with pytest.raises(InputError, match="logits are not finite"):
+      engine().generate(
+        broken, PROMPTS, sample_ids=IDS, key=KEY, settings=settings
+      )
+    assert engine().requests() == []

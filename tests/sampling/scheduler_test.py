@@ -3,7 +3,21 @@
 import numpy as np
 from helpers import scripted
 
-from jaxrl_llm.sampling import buckets, continuous_batching
+from jaxrl_llm.sampling import (
+  EngineConfig,
+  SamplingSettings,
+  buckets,
+  continuous_batching,
+)
+from jaxrl_llm.sampling.paged_cache import PagedCache, Programs
+from jaxrl_llm.sampling.requests import (
+  SamplingParams,
+  make_requests,
+  new_requests,
+)
+from jaxrl_llm.sampling.scheduler import Scheduler
+from jaxrl_llm.sampling.slots import DecodeOutput
+from jaxrl_llm.sampling.speculation import AdaptiveSpeculation
 from jaxrl_llm.types import Status
 
 
@@ -36,6 +50,48 @@ class TestNothingLeaks:
     _assert_empty(scripted.engine())
     stats = scripted.engine().last_stats
     assert stats.tokens == out.lengths.sum()
+
+
+class TestSharedPages:
+  """A device that only counts: kernels that share pages need another."""
+
+  def test_count_once(self):
+    config = EngineConfig(
+      slots=4,
+      max_prompt_length=8,
+      max_response_length=2,
+      stop_tokens=(),
+      page_size=2,
+      kv_pages=12,  # Each of the responses reads 5 pages, 3 of them shared.
+    )
+
+    def decode(params, kv_cache, tables, slots, active, *_, **__):
+      active = np.asarray(active)
+      zeros = np.zeros((len(active), 2), np.int32)
+      count, over = active.astype(np.int32), np.zeros(len(active), np.int32)
+      running.append(int(count.sum()))
+      return kv_cache, DecodeOutput(
+        zeros, zeros * 1.0, count, count, over > 0, over
+      )
+
+    running, programs = [], Programs(*[lambda kv_cache, *_: kv_cache] * 6)
+    programs = programs._replace(
+      init_kv_cache=lambda: [[np.zeros((1, 12))]], decode=decode
+    )
+    places = {"shards": 1, "sharding": None, "shares_pages": True}
+    scheduler = Scheduler(
+      config,
+      lambda: PagedCache(programs, config, **places),
+      speculation=AdaptiveSpeculation(0),
+      detokenize=None,
+    )
+    rollout = new_requests([[1] * 8], np.arange(4)[None], [0], config)
+    params = SamplingParams(SamplingSettings(), None, group_size=4)
+    requests = make_requests(rollout, params, np.full(4, 2), window=2)
+    scheduler.enqueue(requests)
+    scheduler.run(requests, continuous_batching)
+    assert running == [4] and (rollout.status == Status.FINISHED).all()
+    _assert_empty(scheduler)
 
 
 class TestGivenUp:

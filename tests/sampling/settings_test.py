@@ -209,7 +209,7 @@ class TestStopStrings:
     with pytest.raises(ValueError, match="stop_strings=.*with detokenize"):
       generate(own, settings=SamplingSettings(stop_strings=("a",)))
 
-  @pytest.mark.parametrize("strings", [("a", ""), (3,)])
+  @pytest.mark.parametrize("strings", [("a", ""), (3,), "END"])
   def test_that_are_no_texts_raise(self, strings):
     with pytest.raises(ValueError, match="stop_strings must be a tuple of"):
       generate(engine(), settings=SamplingSettings(stop_strings=strings))

@@ -56,6 +56,12 @@ class TestFirstStop:
         got = first_stop(range(9), strings, detokenize, before=before)
         assert got == expected, (strings, before)
 
+  def test_any_number_of_control_tokens_may_be_inside(self):
+    tokens = [*b"so", *[0] * 40, *b"up"]
+    detokenize = lambda tokens: _letters(filter(None, tokens))
+    for before in range(43):
+      assert first_stop(tokens, ["ou"], detokenize, before=before) == 43, before
+
   @pytest.mark.parametrize("string", ["é", "∎", "🙂", "∎ 🙂", "x∎"])
   def test_a_character_may_have_many_tokens(self, string):
     tokens = list("ab ∎é🙂 x∎ 🙂é".encode())
