@@ -1,6 +1,7 @@
 """Two processes of four devices train as one of eight."""
 
 import pathlib
+import shutil
 import signal
 import socket
 
@@ -175,6 +176,7 @@ RUNS = {
     "environment__max_turns": 3,
     "sampler__stop": ("=",),
     "run__replay_every": 2,
+    "checkpoint__keep": _STEPS + 1,
   },
   "streaming": {
     "schedule__streaming": True,
@@ -198,8 +200,8 @@ def test_learner_and_sampler_in_processes_of_their_own(
     "run__steps": _STEPS,
     **RUNS[features],
   }
-  alone = build.make_run(tiny_run.make_config(model, **settings))
-  loop.train(alone, tmp_path / "alone")
+  alone = lambda: build.make_run(tiny_run.make_config(model, **settings))
+  loop.train(alone(), tmp_path / "alone")
   start = lambda count: processes.start(
     "scripts/train.py",
     *tiny_run.flags(model, tmp_path / "run", **settings),
@@ -207,15 +209,24 @@ def test_learner_and_sampler_in_processes_of_their_own(
     devices=8 // count,
     folder=tmp_path,
   )
-  half = 1
-  if "schedule__lag" in settings:  # Killed, it goes on in twice as many.
-    started = start(2)
-    wait_for_step(tmp_path / "run", 2)
-    started[1].kill()
-    assert processes.wait(started, 90) == [1, -signal.SIGKILL], logs(tmp_path)
+  if "schedule__lag" in settings:
+    # Begun in one process, it goes on in four, and without them in one.
+    later = shutil.ignore_patterns(*map(str, range(2, _STEPS + 1)))
+    shutil.copytree(tmp_path / "alone", tmp_path / "run", ignore=later)
+    rows = tmp_path / "run" / "metrics.jsonl"
+    rows.write_text("".join(rows.read_text().splitlines(True)[:2]))
+    started = start(4)
+    wait_for_step(tmp_path / "run", 2, 4)
+    started[-1].kill()
+    codes = processes.wait(started, 90)
+    assert codes[0] == 1 and codes[-1] == -signal.SIGKILL, logs(tmp_path)
+    assert all(codes) and "resumed from step 1" in logs(tmp_path)[0]
+    assert len(metrics.read_rows(rows)) <= _STEPS
     half = 2
-  codes = processes.wait(start(2 * half))
-  assert codes == [0] * 2 * half, logs(tmp_path)
+    loop.train(alone(), tmp_path / "run")
+  else:
+    half = 1
+    assert processes.wait(start(2)) == [0, 0], logs(tmp_path)
   roles = fleet.read_reports(tmp_path / "run/hosts").roles
   assert roles == ["learner"] * half + ["sampler"] * half
   check_equal(tmp_path / "run", tmp_path / "alone")
