@@ -25,6 +25,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("NPROC", "32")
 
 import jax  # noqa: E402
+import orbax.checkpoint as ocp  # noqa: E402
 import psutil  # noqa: E402
 import pytest  # noqa: E402
 from absl import flags  # noqa: E402
@@ -35,6 +36,13 @@ jax.config.update("jax_debug_key_reuse", True)
 # Traced programs are graphs of many small objects, which live on in caches: to
 # look through all of them again and again would take a tenth of the time.
 gc.set_threshold(50_000, 20, 20)
+# Of an array with copies on several devices a checkpoint has one. To have each
+# device write a share, as by default, compiles programs for every shape.
+ocp.type_handlers.register_type_handler(
+  jax.Array,
+  ocp.type_handlers.ArrayHandler(use_replica_parallel=False),
+  override=True,
+)
 
 
 @pytest.fixture(autouse=True, scope="session")

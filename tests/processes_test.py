@@ -1,6 +1,7 @@
 """Two processes of four devices train as one of eight."""
 
 import pathlib
+import shutil
 import signal
 import socket
 
@@ -114,68 +115,55 @@ class TestRefused:
 
 
 @pytest.mark.slow(minutes=1)
-class TestTraining:
-  SETTINGS = {
+def test_two_train_as_one_though_stopped_and_killed(model, tmp_path):
+  """One of two gets a signal, one of the next two dies, and one goes on."""
+  steps = 2 * _STEPS
+  settings = {
     "mesh__data": 2,
     "mesh__fsdp": 2,
     "mesh__tensor": 2,
     "optimizer__policy__micro_batch_size": 4,
     "optimizer__value__micro_batch_size": 4,
-    "run__steps": _STEPS,
+    "eval__every": 2,
+    "run__steps": steps,
     "run__stuck_after_s": 120,
   }
-
-  @pytest.fixture(scope="class")
-  def start(self, model):
-    """A function that starts two processes that train in a folder."""
-    return lambda folder: processes.start(
-      "scripts/train.py",
-      *tiny_run.flags(model, folder / "run", **self.SETTINGS),
-      count=2,
-      devices=4,
-      folder=folder,
-      patience_s=10,
-    )
-
-  @pytest.fixture(scope="class")
-  def run(self, model):
-    """The run of one process, which is this one."""
-    return build.make_run(tiny_run.make_config(model, **self.SETTINGS))
-
-  @pytest.fixture(scope="class")
-  def alone(self, run, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("alone")
-    loop.train(run, folder)
-    return folder
-
-  def test_is_that_of_one_process_though_stopped_by_one_of_two(
-    self, start, alone, tmp_path
-  ):
-    started = start(tmp_path)
-    wait_for_step(tmp_path / "run", 1)
-    started[1].send_signal(signal.SIGTERM)
-    texts = logs(tmp_path)
-    assert processes.wait(started) == [128 + signal.SIGTERM] * 2, texts
-    assert "saved; the same --workdir goes on" in logs(tmp_path)[0]
-    done = len(tiny_run.comparable(tmp_path / "run"))
-    assert done <= _STEPS
-    check_times(tmp_path / "run/hosts", range(done))
-    assert processes.wait(start(tmp_path)) == [0, 0], logs(tmp_path)
-    check_equal(tmp_path / "run", alone)
-    check_times(tmp_path / "run/hosts", range(done, _STEPS + 1))
-    check_times(tmp_path / "run/hosts_before", range(done))
-
-  def test_goes_on_in_one_process_when_one_of_two_is_killed(
-    self, start, run, alone, tmp_path
-  ):
-    started = start(tmp_path)
-    wait_for_step(tmp_path / "run", 1)
-    started[1].kill()
-    assert processes.wait(started[:1], 60) == [1]
-    said = logs(tmp_path)[0]
-    assert "process 0 of 2" in said and "do not answer: 1; start all" in said
-    loop.train(run, tmp_path / "run")
-    check_equal(tmp_path / "run", alone)
+  run = build.make_run(tiny_run.make_config(model, **settings))
+  loop.train(run, tmp_path / "alone")
+  folder = tmp_path / "two"
+  start = lambda: processes.start(
+    "scripts/train.py",
+    *tiny_run.flags(model, folder, **settings),
+    count=2,
+    devices=4,
+    folder=tmp_path,
+    patience_s=10,
+  )
+  started = start()
+  wait_for_step(folder, 1)
+  started[1].send_signal(signal.SIGTERM)
+  texts = logs(tmp_path)
+  assert processes.wait(started) == [128 + signal.SIGTERM] * 2, texts
+  assert "saved; the same --workdir goes on" in logs(tmp_path)[0]
+  done = len(tiny_run.comparable(folder))
+  assert done < steps
+  check_times(folder / "hosts", range(done))
+  started = start()
+  wait_for_step(folder, done, 2)
+  started[1].kill()
+  assert processes.wait(started[:1], 60) == [1]
+  said = logs(tmp_path)[0]
+  assert "process 0 of 2" in said and "do not answer: 1; start all" in said
+  check_times(folder / "hosts_before", range(done))
+  hosts = fleet.read_reports(folder / "hosts").hosts.values()
+  assert [rows[0]["step"] for rows in hosts] == [done] * 2
+  assert metrics.read_rows(folder / "metrics.jsonl")[-1]["step"] < steps
+  # One process has nobody to compare with.
+  times = tiny_run.snapshot(folder / "hosts")
+  loop.train(run, folder)
+  assert tiny_run.snapshot(folder / "hosts") == times
+  assert "host/suspect" not in metrics.read_rows(folder / "metrics.jsonl")[-1]
+  check_equal(folder, tmp_path / "alone", steps)
 
 
 RUNS = {
@@ -188,6 +176,7 @@ RUNS = {
     "environment__max_turns": 3,
     "sampler__stop": ("=",),
     "run__replay_every": 2,
+    "checkpoint__keep": _STEPS + 1,
   },
   "streaming": {
     "schedule__streaming": True,
@@ -211,8 +200,8 @@ def test_learner_and_sampler_in_processes_of_their_own(
     "run__steps": _STEPS,
     **RUNS[features],
   }
-  alone = build.make_run(tiny_run.make_config(model, **settings))
-  loop.train(alone, tmp_path / "alone")
+  alone = lambda: build.make_run(tiny_run.make_config(model, **settings))
+  loop.train(alone(), tmp_path / "alone")
   start = lambda count: processes.start(
     "scripts/train.py",
     *tiny_run.flags(model, tmp_path / "run", **settings),
@@ -220,15 +209,24 @@ def test_learner_and_sampler_in_processes_of_their_own(
     devices=8 // count,
     folder=tmp_path,
   )
-  half = 1
-  if "schedule__lag" in settings:  # Killed, it goes on in twice as many.
-    started = start(2)
-    wait_for_step(tmp_path / "run", 2)
-    started[1].kill()
-    assert processes.wait(started, 90) == [1, -signal.SIGKILL], logs(tmp_path)
+  if "schedule__lag" in settings:
+    # Begun in one process, it goes on in four, and without them in one.
+    later = shutil.ignore_patterns(*map(str, range(2, _STEPS + 1)))
+    shutil.copytree(tmp_path / "alone", tmp_path / "run", ignore=later)
+    rows = tmp_path / "run" / "metrics.jsonl"
+    rows.write_text("".join(rows.read_text().splitlines(True)[:2]))
+    started = start(4)
+    wait_for_step(tmp_path / "run", 2, 4)
+    started[-1].kill()
+    codes = processes.wait(started, 90)
+    assert codes[0] == 1 and codes[-1] == -signal.SIGKILL, logs(tmp_path)
+    assert all(codes) and "resumed from step 1" in logs(tmp_path)[0]
+    assert len(metrics.read_rows(rows)) <= _STEPS
     half = 2
-  codes = processes.wait(start(2 * half))
-  assert codes == [0] * 2 * half, logs(tmp_path)
+    loop.train(alone(), tmp_path / "run")
+  else:
+    half = 1
+    assert processes.wait(start(2)) == [0, 0], logs(tmp_path)
   roles = fleet.read_reports(tmp_path / "run/hosts").roles
   assert roles == ["learner"] * half + ["sampler"] * half
   check_equal(tmp_path / "run", tmp_path / "alone")
@@ -239,10 +237,16 @@ def logs(folder):
   return [file.read_text() for file in sorted(folder.glob("*.log"))]
 
 
-def wait_for_step(workdir, step):
-  """Until the row of a step is there."""
-  rows = workdir / "metrics.jsonl"
-  written = lambda: rows.exists() and rows.read_bytes().count(b"\n") > step
+def wait_for_step(workdir, step, count=0):
+  """Until the row of a step is there, and times of `count` processes."""
+  rows, hosts = workdir / "metrics.jsonl", workdir / "hosts"
+
+  def written():
+    if not rows.exists() or rows.read_bytes().count(b"\n") <= step:
+      return False
+    times = [file.read_bytes() for file in hosts.glob("*.jsonl")]
+    return sum(b"\n" in text for text in times) >= count
+
   programs.wait_until(written, "a step")
 
 
@@ -262,7 +266,7 @@ def check_times(folder, steps):
   assert own.shape == (2, len(steps), len(names)) and (took > 0).all()
 
 
-def check_equal(workdir, other):
+def check_equal(workdir, other, steps=_STEPS):
   """The same tokens, and the same losses but for the order of sums."""
   shown, same = (
     metrics.read_rows(folder / "samples.jsonl") for folder in (workdir, other)
@@ -276,7 +280,7 @@ def check_equal(workdir, other):
     )
   assert shown == same and "tokens" in shown[-1]
   rows, expected = map(tiny_run.comparable, (workdir, other))
-  assert len(rows) == len(expected) == _STEPS + 1
+  assert len(rows) == len(expected) == steps + 1
   for row, same in zip(rows, expected):
     assert row.keys() == same.keys()
     for name, value in row.items():

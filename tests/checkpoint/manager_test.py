@@ -80,6 +80,16 @@ LAYOUTS = [
 ]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _shares():
+  """Each device writes its share of what it has a copy of, as by default."""
+  of_tests = ocp.type_handlers.get_type_handler(jax.Array)
+  register = ocp.type_handlers.register_type_handler
+  register(jax.Array, ocp.type_handlers.ArrayHandler(), override=True)
+  yield
+  register(jax.Array, of_tests, override=True)
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
   """Folder of the same arrays, saved from each of the layouts."""
