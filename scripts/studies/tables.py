@@ -239,6 +239,7 @@ STUDIES: Mapping[str, Study] = {
         (0, _HARD_MASKS),
         (8, _HARD_MASKS | _ONE_SIDED),
         (4, _HARD_MASKS),
+        (1, _HARD_MASKS),
       )
       for name, (method, changes) in chosen.items()
     ),
