@@ -62,6 +62,7 @@ from jaxrl_llm.models import hf  # noqa: E402
 from jaxrl_llm.models.shapes import MODELS  # noqa: E402
 from jaxrl_llm.simulate import account, cost, hlo, mesh_search  # noqa: E402
 from jaxrl_llm.simulate.cost import Work  # noqa: E402
+from jaxrl_llm.system import files  # noqa: E402
 from jaxrl_llm.trainer import build, meshes, sampler, validation  # noqa: E402
 
 _NOTHING_FITS = (
@@ -147,7 +148,7 @@ def compiled(name: str, lowered: Any, mesh: dict, loops: list[int]) -> dict:
     "kernels": hlo.kernels(text),
   }
   file.parent.mkdir(parents=True, exist_ok=True)
-  file.write_text(json.dumps(found))
+  files.write_whole(file, json.dumps(found))
   return found
 
 

@@ -35,6 +35,7 @@ from studies.tables import STUDIES, Study, Variant
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import metrics
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.system.files import write_whole
 
 # Studies of one run or machine: modules of studies/ with their own flags.
 PICTURES = ("critic", "timeline")
@@ -95,7 +96,7 @@ def run_all(study, seeds, folder, extra) -> None:
         continue
       workdir.mkdir(parents=True, exist_ok=True)
       text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
-      (workdir / "settings.json").write_text(text, encoding="utf-8")
+      write_whole(workdir / "settings.json", text)
       print(f"seed {seed}: {variant.name} -> {workdir}", flush=True)
       code = train(run, workdir / "log.txt")
       if code or not is_done(workdir, settings):
