@@ -137,6 +137,40 @@ _ONE_SIDED = {
   ),
 }
 
+_CALCULATOR = {
+  "run.steps": 24,
+  "eval.every": 8,
+  "eval.problems": 100,
+  "eval.greedy": False,
+  "data.prompts_per_step": 16,
+  "data.group_size": 8,
+  "environment.name": "calculator",
+  "sampler.stop": ("=",),
+  "optimizer.policy.mini_batch": 0,
+  "optimizer.value.mini_batch": 16,
+  "value.pretrain_steps": 6,
+}
+# Two to four calls of the calculator, and up to thirty.
+_TURNS = {
+  "sums": _CALCULATOR,
+  "divisions": _CALCULATOR
+  | {
+    "data.source": "remainder",
+    "data.max_prompt_length": 8,
+    "sampler.max_response_length": 288,
+    "environment.max_turns": 34,
+    "estimator.alpha": 1.0,
+  },
+}
+_UNITS = {
+  "token": {},
+  "segment": {"estimator.lambda_schedule": "segments"},
+  "turn": {
+    "estimator.name": "turn_gae",
+    "estimator.lambda_schedule": "constant",
+  },
+}
+
 # Responses to prompts of a pool that is passed through twice.
 _POOL = {"run.steps": 60, "eval.every": 10, "data.prompts_per_step": 32}
 _POOL |= {"data.pool": 1024}
@@ -244,6 +278,19 @@ STUDIES: Mapping[str, Study] = {
       for name, (method, changes) in chosen.items()
     ),
   ),
+  **{
+    f"units_{task}": Study(
+      title="Credit by token, segment and turn is level",
+      question="Which unit of credit do responses of several turns need?",
+      preset="",
+      axes=(),
+      target=0.8,
+      variants=tuple(
+        Variant(unit, "vapo", run | changes) for unit, changes in _UNITS.items()
+      ),
+    )
+    for task, run in _TURNS.items()
+  },
   "budgets": Study(
     title="Shuffled prompts are ahead of all others at equal tokens",
     question="Does a prediction of mixed groups replace dynamic sampling?",
