@@ -196,9 +196,13 @@ def draw(path, title, rows, states, critics, judged, values) -> None:
     ends = truth.min(), truth.max()
     axes[3].plot(ends, ends, "--", color="#999999")
     axes[3].set(title="Calibration", xlabel="V", ylabel="Mean return")
-    axes[4].set(title="Values along four responses", xlabel="Token")
     axes[5].axis("off")
-    for row in examples(judged) if values is not None else ():
+    shown = examples(judged) if values is not None else []
+    if not shown:  # One response to each problem, say.
+      axes[4].axis("off")
+      return
+    axes[4].set(title="Values along four responses", xlabel="Token")
+    for row in shown:
       length = judged.responses.rollout.lengths[row]
       question = judged.prompts[row].question
       right = "right" if judged.responses.correct[row] else "wrong"

@@ -150,7 +150,7 @@ _CALCULATOR = {
   "optimizer.value.mini_batch": 16,
   "value.pretrain_steps": 6,
 }
-# Two to four calls of the calculator, and up to thirty.
+# Four turns of the calculator on average, or six and up to 34.
 _TURNS = {
   "sums": _CALCULATOR,
   "divisions": _CALCULATOR
