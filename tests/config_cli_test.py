@@ -67,7 +67,7 @@ class TestCommandLine:
       (["--config=vappo"], ["give a file or one of adhint", "vapo, vc_ppo"]),
       ([VAPO, "--config.run.steps=four"], ["=four: give a whole number"]),
       ([VAPO, "--config.loss.clip_low=low"], ["=low: give a number"]),
-      ([VAPO, "--config.loss.clip_low=2.0"], ["=2.0 must be in [0, 0.9999"]),
+      ([VAPO, "--config.loss.clip_low=2.0"], ["=2.0 must be in [0, 1]"]),
     ],
   )
   def test_is_refused_at_once(self, arguments, parts):
