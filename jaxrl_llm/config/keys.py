@@ -32,7 +32,7 @@ class Model(Group, path="model"):
 
   path = Key("", None, "Hugging Face directory of the policy. '' is the base"
     " model that the package ships for data.source. A run may resume with"
-    " another copy of its model.", FIXED)
+    " another copy of its model, whose weights are not compared.", FIXED)
   dtype = Key("float32", DTYPES,
     "Data type of activations and matrix products.", FIXED)
   sampler_dtype = Key("", DTYPE_OR_NONE,

@@ -400,7 +400,10 @@ def copy_settings(source: str | os.PathLike[str], to: pathlib.Path) -> None:
 
 
 def has_settings(path: str | os.PathLike[str], copy: pathlib.Path) -> bool:
-  """Returns whether a directory has the files that `copy_settings` copied."""
+  """Returns whether a directory has the files that `copy_settings` copied.
+
+  Weights are not compared: of large models this would take minutes.
+  """
   names = (hf_files.CONFIG, *_EXTRA_FILES)
   read = lambda file: file.read_bytes() if file.is_file() else None
   found = [read(pathlib.Path(path) / name) for name in names]
