@@ -15,7 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-_BLOCK = 256  # Entries of the vocabulary per block of the two-level draw.
+# Entries of the vocabulary per block of the two-level draw.
+_MIN_BLOCK, _BLOCK = 64, 256
+_LANES = 128  # Lanes of a vector register of a TPU.
 _BITS_OF_ONE = 0x3F800000  # The bits of 1.0 in float32.
 _COLD = 1e-30  # Temperature at which all but the most probable have no weight.
 
@@ -84,9 +86,10 @@ def choose(
 def _invert_cdf(uniform, weights):
   """First entry whose cumulative weight exceeds uniform · total."""
   slots, size = weights.shape
-  block = min(_BLOCK, size)
-  blocks = jnp.pad(weights, ((0, 0), (0, -size % block)))
-  blocks = blocks.reshape(slots, -1, block)
+  block = _block_size(size)
+  if size % block:
+    weights = jnp.pad(weights, ((0, 0), (0, -size % block)))
+  blocks = weights.reshape(slots, -1, block)
   sums = jnp.sum(blocks, axis=-1)
   ends = jnp.cumsum(sums, axis=-1)
   target = uniform * ends[:, -1]
@@ -97,6 +100,18 @@ def _invert_cdf(uniform, weights):
   within = _first_above(jnp.cumsum(inside, axis=-1), inside, rest)
   kept = jnp.take_along_axis(inside, within[:, None], axis=-1)[:, 0]
   return (which * block + within).astype(jnp.int32), kept
+
+
+def _block_size(size):
+  """Returns a divisor of the vocabulary if it has one of a suitable size.
+
+  Otherwise the weights of the vocabulary are copied, to pad the last block.
+  """
+  if size <= _BLOCK:
+    return size
+  divisors = [n for n in range(_MIN_BLOCK, _BLOCK + 1) if size % n == 0]
+  whole_registers_first = lambda n: (n % _LANES == 0, n)
+  return max(divisors, key=whole_registers_first, default=_BLOCK)
 
 
 def _first_above(ends, weights, target):
