@@ -1,8 +1,8 @@
 """The engine: prompts and cut responses in, responses out.
 
 It lives as long as the run. Requests are added, each step writes some tokens to
-those that have a slot, and hands over those that have ended or paused. What
-`generate` and `generate_window` do is add requests and step until none is left.
+those that have a slot, and hands over those that have ended or paused.
+`generate_window` adds requests and steps until none is left.
 """
 
 import functools
@@ -107,7 +107,6 @@ class Engine(Scheduler):
     key: chex.PRNGKey,
     settings: SamplingSettings,
     group_size: int,
-    max_tokens: chex.Array | None = None,
     window: int | None = None,
     processor_states: Mapping[str, Any] | None = None,
     extendable: bool = False,
@@ -122,8 +121,6 @@ class Engine(Scheduler):
       settings: how to sample.
       group_size: new responses of a prompt: slots // group_size prompts are
         prefilled at a time. The same in every call compiles least.
-      max_tokens: int [B], most tokens of each response; that of the settings by
-        default.
       window: most new tokens of a response before it pauses; None is no bound.
       processor_states: trees of arrays by the name of their logits processor;
         a stateful one without is off.
@@ -144,68 +141,12 @@ class Engine(Scheduler):
       group_size,
       extendable,
     )
-    limits = requests_lib.limits_of(max_tokens, limit, len(rollout.lengths))
+    limits = np.full(len(rollout.lengths), limit)
     requests = requests_lib.make_requests(
       rollout, params, limits, limit if window is None else window
     )
     self.enqueue(requests)
     return requests
-
-  def generate(
-    self,
-    params: Any,
-    prompts: Sequence[Sequence[int]],
-    *,
-    sample_ids: chex.Array,
-    key: chex.PRNGKey,
-    settings: SamplingSettings,
-    version: int = 0,
-    group_ids: Sequence[int] | None = None,
-    max_tokens: chex.Array | None = None,
-    rule: SchedulingRule = continuous_batching,
-    processor_states: Mapping[str, Any] | None = None,
-  ) -> Rollout:
-    """Writes G responses to each of N prompts.
-
-    Args:
-      params: sampler parameters (`fns.for_sampling`).
-      prompts: N token sequences, none empty or over `max_prompt_length`.
-      sample_ids: int [N, G], unique per response; with `key` they fix its
-        randomness.
-      key: a key that stays the same for the whole run.
-      settings: how to sample.
-      version: policy version of `params`, recorded with every token.
-      group_ids: N numbers recorded in the rollout; positions by default.
-      max_tokens: int [N, G], most tokens of each response; that of the settings
-        by default.
-      rule: who gets a slot when, and when the call ends.
-      processor_states: trees of arrays by the name of their logits processor;
-        a stateful one without is off.
-
-    Returns:
-      A `Rollout` of NumPy arrays with B = N·G rows, groups consecutive. A row
-      is TRUNCATED only if the rule halted before its end.
-
-    Raises:
-      ValueError: a prompt or setting is out of range.
-    """
-    sample_ids = np.asarray(sample_ids, np.int32)
-    requests_lib.check_grid(prompts, sample_ids)
-    group_ids = np.arange(len(prompts)) if group_ids is None else group_ids
-    rollout = requests_lib.new_requests(
-      prompts, sample_ids, group_ids, self.config
-    )
-    self.set_params(params, version)
-    requests = self.add(
-      rollout,
-      key=key,
-      settings=settings,
-      group_size=sample_ids.shape[1],
-      max_tokens=max_tokens,
-      processor_states=processor_states,
-    )
-    self.run(requests, rule)
-    return rollout
 
   def generate_window(
     self,
@@ -236,7 +177,7 @@ class Engine(Scheduler):
       settings: how to sample; `max_new_tokens` is over all windows.
       version: policy version of `params`, recorded with every new token.
       rule: who gets a slot when, and when the call ends.
-      processor_states: as in `generate`.
+      processor_states: as in `add`.
       turns: of responses that talk to somebody, see `Scheduler.run`.
 
     Returns:
@@ -282,7 +223,7 @@ class Engine(Scheduler):
       params: ShapeDtypeStructs of sampler parameters.
       prompts: prompts that are prefilled at a time.
       window: lower the prefill of cut responses too.
-      processor_states: as in `generate`, or its ShapeDtypeStructs.
+      processor_states: as in `add`, or its ShapeDtypeStructs.
 
     Returns:
       name -> `jax.stages.Lowered`.

@@ -236,7 +236,7 @@ def predict(
   *,
   rule: SchedulingRule = sampling.continuous_batching,
 ) -> sampling.EngineStats:
-  """Predicts the cost of one call of `Engine.generate` for given lengths.
+  """Predicts the cost of writing responses of given lengths.
 
   Counters equal those of the engine, seconds can be compared with it. Stop
   strings, speculation and several shards are not simulated.

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import tiny
+from helpers import tiny, tiny_engine
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel
@@ -290,10 +290,11 @@ class TestPallas:
         ),
       )
       rollouts.append(
-        engine.generate(
+        tiny_engine.write(
+          engine,
           fns.for_sampling(params),
           [[5, 4, 8], [7], [9, 9, 1, 2, 60]],
-          sample_ids=np.arange(6).reshape(3, 2),
+          np.arange(6).reshape(3, 2),
           key=jax.random.key(2),
           settings=SamplingSettings(),
         )

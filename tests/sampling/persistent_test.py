@@ -160,14 +160,9 @@ class TestPrefill:
       return rules.continuous_batching(view)
 
     seen = []
-    out = engine.generate(
-      (),
-      prompts,
-      sample_ids=np.arange(9).reshape(3, 3),
-      key=KEY,
-      settings=scripted.GREEDY,
-      rule=rule,
-    )
+    ids = np.arange(9).reshape(3, 3)
+    call = {"key": KEY, "settings": scripted.GREEDY, "rule": rule}
+    out = tiny_engine.write(engine, (), prompts, ids, **call)
     scripted.check(out, [p for p in prompts for _ in range(3)])
     # Of the third prompt, one response found no slot at first.
     assert engine.last_stats.prefill_tokens == 5 + 2 + 1 + 1
@@ -176,13 +171,7 @@ class TestPrefill:
   def test_has_as_much_padding_as_prompts_at_most(self, count, calls):
     engine = scripted.make_engine(slots=16)
     prompts = _prompts(count)
-    out = engine.generate(
-      (),
-      prompts,
-      sample_ids=np.arange(count)[:, None],
-      key=KEY,
-      settings=scripted.GREEDY,
-    )
+    out = scripted.generate(prompts, own=engine)
     scripted.check(out, prompts)
     assert engine.last_stats.prefill_calls == calls  # Of 2 prompts, or of 16.
 
