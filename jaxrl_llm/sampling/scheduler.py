@@ -92,23 +92,17 @@ class Scheduler:
     """Appends requests to the queue for slots."""
     self._requests |= dict.fromkeys(requests)
 
-  def extend(
+  def answer(
     self, request: Request, tokens: Sequence[int], origin: Origin
   ) -> None:
     """Continues an ended or paused response after tokens of other origin.
 
-    If its KV is still cached, only these tokens are prefilled.
+    If its KV is still cached, only these tokens are prefilled. A response
+    without window budget waits for the next call.
 
     Raises:
       ValueError: The response is running, or the tokens do not fit.
     """
-    self.answer(request, tokens, origin)
-    self._requests[request] = None
-
-  def answer(
-    self, request: Request, tokens: Sequence[int], origin: Origin
-  ) -> None:
-    """Extends a request; one without window budget waits for the next call."""
     if request in self._requests:
       raise ValueError("only a response that has ended or paused is extended")
     requests_lib.extend(request, tokens, origin, version=self._version)

@@ -223,7 +223,8 @@ class TestContinued:
       for request in own.step():
         if request not in answered and request.length <= T - 8:
           answered.add(request)
-          own.extend(request, [7, 8, 9, STOP[0], 10], Origin.FOREIGN)
+          request.pause_at += 1  # For one token after them.
+          own.answer(request, [7, 8, 9, STOP[0], 10], Origin.FOREIGN)
     assert len(answered) > 10
     foreign = rollout.origin == Origin.FOREIGN
     assert (foreign & ~rollout.mask).any()
