@@ -181,14 +181,6 @@ def _embed_surprise(params, logprobs):
   return nats[..., None] * params["surprise"]["kernel"][None, None]
 
 
-def _init_kv_cache(config, kernels, dtype, shards, pages, page_size):
-  """Makes the cache of every layer."""
-  size = shards, pages, page_size
-  return tuple(
-    kernels[kind.attention].init_paged(*size, dtype) for kind in config.layers
-  )
-
-
 # Equal settings give the same functions, so that nothing is compiled twice.
 @functools.lru_cache(maxsize=16)
 def make_policy(
@@ -242,11 +234,12 @@ def make_policy(
   settings["replay"] = choices is not None
   experts.check_mesh(config, sampler_sharding)
   backends = _by_attention(make_kernels, kernels, config, sampler_sharding)
-  backend = next(iter(backends.values()))  # All have the same layout.
   sampler = sampler or Numerics.all(
     numerics.activations, matmul=numerics.matmul
   )
-  sampled = {"numerics": sampler, "kernels": backends}
+  sampled = decoding.SamplerModel(
+    config, sampler, backends, records_choices=choices is not None
+  )
   parts = context.num_shards(sharding, 1)  # Shards of a row.
   backbone = bind(transformer.hidden, **settings)
   in_chunks = {"chunk": head_chunk, "sharding": head_sharding}
@@ -257,20 +250,13 @@ def make_policy(
     logprobs=_of_whole(logprobs),
     logits=_of_whole(bind(_logits, backbone=backbone, parts=parts)),
     states=_of_whole(bind(_states, settings=settings, parts=parts)),
-    for_sampling=_of_whole(
-      bind(decoding.for_sampling, config=config, **sampled)
-    ),
-    kv_sharding=backend.kv_sharding,
-    shares_pages=backend.shares_pages,
+    for_sampling=_of_whole(sampled.for_sampling),
+    kv_sharding=sampled.backend.kv_sharding,
+    shares_pages=sampled.backend.shares_pages,
     shares_prompts=sees_prefixes,
-    init_kv_cache=bind(_init_kv_cache, config, backends, sampler.kv),
-    prefill=bind(decoding.prefill, config=config, **sampled),
-    decode=bind(
-      decoding.decode,
-      config=config,
-      choices=choices is not None,
-      **sampled,
-    ),
+    init_kv_cache=sampled.init_kv_cache,
+    prefill=sampled.prefill,
+    decode=sampled.decode,
     choices=choices,
   )
 
