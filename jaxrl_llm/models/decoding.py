@@ -18,6 +18,7 @@ from jaxrl_llm.models.kernels import Kernels, platform_of
 from jaxrl_llm.models.kv_cache import BlockTables, KVCache
 from jaxrl_llm.models.layers import AttentionKind
 from jaxrl_llm.models.numerics import Numerics
+from jaxrl_llm.models.params import merge
 from jaxrl_llm.models.transformer import Params
 
 
@@ -61,8 +62,9 @@ class SamplerModel:
     Adapters stay beside the base, so that they alone change.
 
     Args:
-      params: stacked parameters.
+      params: stacked parameters, whole or in two trees.
     """
+    params = merge(params)
     layers = transformer.places(self.config)
     stacked, period = [params[place] for place in layers], len(layers)
 

@@ -124,28 +124,33 @@ def _by_attention(make, kernels, config, sharding):
   return {kind: make(kernels, kind, sharding=sharding) for kind in kinds}
 
 
-def _of_whole(function):
-  """Makes a function of whole parameters accept `Params` as well."""
-  return lambda params, *arguments: function(merge(params), *arguments)
+def _on_rows(function, parts):
+  """Wraps a function of parameters and of rows in the order of the layers.
+
+  Layers have rows in the order of `context.zigzag_shard`. The wrapper takes and
+  returns rows in their own order, and its parameters may be in two trees.
+  """
+
+  def run(params, packed, *arguments):
+    rows = context.zigzag_shard(packed, parts)
+    found = function(merge(params), rows, *arguments)
+    length = packed.tokens.shape[1]
+    return jax.tree.map(
+      lambda x: context.zigzag_unshard(x, parts, length), found
+    )
+
+  return run
 
 
-def _collected(scores, parts, length):
-  return jax.tree.map(
-    lambda x: context.zigzag_unshard(x, parts, length), scores
-  )
-
-
-def _logits(params, tokens, mask, *, backbone, parts):
+def _logits(params, tokens, mask, *, backbone):
   segments = mask.astype(jnp.int32)
   positions = jnp.maximum(jnp.cumsum(segments, axis=1) - 1, 0)
   packed = PackedRows(tokens=tokens, segments=segments, positions=positions)
-  states, _ = backbone(params, context.zigzag_shard(packed, parts))
-  states = context.zigzag_unshard(states, parts, tokens.shape[1])
-  return transformer.logits(params, states)
+  states, _ = backbone(params, packed)
+  return transformer.logits(merge(params), states)
 
 
 def _logprobs(params, packed, temperature=1.0, *, backbone, parts, **in_chunks):
-  length, packed = packed.tokens.shape[1], context.zigzag_shard(packed, parts)
   states, aux = backbone(params, packed)
   of_tokens = states, packed.targets, packed.mask
   states, targets, mask = (context.shards_to_rows(x, parts) for x in of_tokens)
@@ -156,13 +161,11 @@ def _logprobs(params, packed, temperature=1.0, *, backbone, parts, **in_chunks):
   scored = heads.TokenLogprobs(
     *(context.rows_to_shards(x, parts) for x in scored)
   )
-  return _collected((scored, aux), parts, length)
+  return scored, aux
 
 
-def _states(params, packed, layers, *, settings, parts):
-  length, packed = packed.tokens.shape[1], context.zigzag_shard(packed, parts)
-  found, _ = transformer.states(params, packed, layers=layers, **settings)
-  return context.zigzag_unshard(found, parts, length)
+def _states(params, packed, layers, *, settings):
+  return transformer.states(params, packed, layers=layers, **settings)[0]
 
 
 def _init_surprise(embedding):
@@ -247,10 +250,10 @@ def make_policy(
   return ModelFns(
     config=config,
     init=bind(transformer.init, config=config),
-    logprobs=_of_whole(logprobs),
-    logits=_of_whole(bind(_logits, backbone=backbone, parts=parts)),
-    states=_of_whole(bind(_states, settings=settings, parts=parts)),
-    for_sampling=_of_whole(sampled.for_sampling),
+    logprobs=_on_rows(logprobs, parts),
+    logits=bind(_logits, backbone=_on_rows(backbone, parts)),
+    states=_on_rows(bind(_states, settings=settings), parts),
+    for_sampling=sampled.for_sampling,
     kv_sharding=sampled.backend.kv_sharding,
     shares_pages=sampled.backend.shares_pages,
     shares_prompts=sees_prefixes,
@@ -298,6 +301,7 @@ def make_value(
       "kernel": jnp.zeros((config.hidden_size, size), jnp.float32),
       "bias": jnp.zeros((size,), jnp.float32),
     }
+    params = merge(params)
     trunk = {k: v for k, v in params.items() if not k.endswith("_head")}
     trunk = jax.tree.map(jnp.copy, adapters.base_of(trunk))
     if config.adapters is None:
@@ -314,12 +318,11 @@ def make_value(
     return from_policy(transformer.init(key, config))
 
   def outputs(params, packed):
-    length, packed = packed.tokens.shape[1], context.zigzag_shard(packed, parts)
     extra = _embed_surprise(params, packed.logprobs) if reads_logprobs else None
     states, aux = transformer.hidden(params, packed, extra, **settings)
     linear, states = params["value_head"], states.astype(jnp.float32)
     found = jnp.dot(states, linear["kernel"]) + linear["bias"][None, None]
-    return _collected((head.read(found), aux), parts, length)
+    return head.read(found), aux
 
-  functions = init, _of_whole(from_policy), _of_whole(outputs)
+  functions = init, from_policy, _on_rows(outputs, parts)
   return ValueFns(config, *functions, sees_prefixes, head)
