@@ -18,11 +18,7 @@ from jaxrl_llm.models import (
   transformer,
 )
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.kernels import (
-  choose,
-  make_kernels,
-  make_packed_attention,
-)
+from jaxrl_llm.models.kernels import choose
 from jaxrl_llm.models.kv_cache import KVCache
 from jaxrl_llm.models.numerics import FLOAT32, Numerics
 from jaxrl_llm.models.params import merge
@@ -105,7 +101,7 @@ def _backbone_settings(
 ):
   """Returns keywords of `transformer.hidden`, and whether it sees prefixes."""
   experts.check_mesh(config, sharding)
-  packed = _by_attention(make_packed_attention, kernels, config, sharding)
+  packed = _by_attention("make_packed_attention", kernels, config, sharding)
   settings = {
     "config": config,
     "numerics": numerics,
@@ -118,10 +114,10 @@ def _backbone_settings(
 
 
 def _by_attention(make, kernels, config, sharding):
-  """Makes a backend for every kind of attention of a model."""
+  """Calls a function of `Backend` for every kind of attention of a model."""
   kinds = dict.fromkeys(kind.attention for kind in config.period)
-  kernels = choose(kernels, kinds, sharding)
-  return {kind: make(kernels, kind, sharding=sharding) for kind in kinds}
+  make = getattr(choose(kernels, kinds, sharding), make)
+  return {kind: make(kind, sharding=sharding) for kind in kinds}
 
 
 def _on_rows(function, parts):
@@ -236,7 +232,7 @@ def make_policy(
   choices = experts.choices_shape(config) if replay_routing else None
   settings["replay"] = choices is not None
   experts.check_mesh(config, sampler_sharding)
-  backends = _by_attention(make_kernels, kernels, config, sampler_sharding)
+  backends = _by_attention("make_kernels", kernels, config, sampler_sharding)
   sampler = sampler or Numerics.all(
     numerics.activations, matmul=numerics.matmul
   )
