@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from jaxrl_llm.sampling.processors import Distribution
+
 # Entries of the vocabulary per block of the two-level draw.
 _MIN_BLOCK, _BLOCK = 64, 256
 _LANES = 128  # Lanes of a vector register of a TPU.
@@ -31,12 +33,8 @@ class Choice(NamedTuple):
 
 def choose(
   uniform: chex.Array,
-  logits: chex.Array,
+  distribution: Distribution,
   *,
-  temperature: chex.Array,
-  top_k: chex.Array,
-  top_p: chex.Array,
-  min_p: chex.Array,
   given: chex.Array | None = None,
   sharding: NamedSharding | None = None,
 ) -> Choice:
@@ -48,11 +46,7 @@ def choose(
 
   Args:
     uniform: float32 [S] in [0, 1), one number per slot.
-    logits: float32 [S, V].
-    temperature: float32 [S]; 0 means greedy.
-    top_k: int32 [S]; 0 means off.
-    top_p: float32 [S] in (0, 1]; 1 means off.
-    min_p: float32 [S] in [0, 1); 0 means off.
+    distribution: logits and settings of the slots.
     given: int32 [S], tokens to take instead of a draw; -1 means none.
     sharding: sharding of slots; None: one device.
 
@@ -61,6 +55,7 @@ def choose(
     token has a probability (logits of NaN, or all of them -inf), the token is
     negative.
   """
+  logits, temperature, top_k, top_p, min_p = distribution
   chex.assert_rank([uniform, logits], [1, 2])
   chex.assert_equal_shape([uniform, temperature, top_k, top_p, min_p])
   greedy = temperature <= 0
@@ -164,7 +159,7 @@ def bound(
   Args:
     total: sums a function of the weights, 1 at most, over the vocabulary.
     size: of the vocabulary.
-    top_k: as in `choose`; of the shape of a sum.
+    top_k: as in `Distribution`; of the shape of a sum.
     top_p: likewise.
   """
   k = jnp.where(top_k > 0, jnp.minimum(top_k, size), size)

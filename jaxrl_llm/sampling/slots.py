@@ -304,13 +304,8 @@ def _sample(slots, metadata, processors, sharding, logits, ahead, known=None):
   def per_token(x):
     return jnp.repeat(x, shape[1])
 
-  distribution = Distribution(
-    logits.reshape(-1, logits.shape[-1]),
-    temperature=per_token(slots.temperature),
-    top_k=per_token(slots.top_k),
-    top_p=per_token(slots.top_p),
-    min_p=per_token(slots.min_p),
-  )
+  settings = (per_token(slots[name]) for name in Distribution._fields[1:])
+  distribution = Distribution(logits.reshape(-1, logits.shape[-1]), *settings)
   context = TokenContext(
     index.reshape(-1), per_token(slots.min_tokens), metadata.stop_tokens
   )
@@ -318,7 +313,5 @@ def _sample(slots, metadata, processors, sharding, logits, ahead, known=None):
   for name, processor in (*BUILT_IN.items(), *processors):
     if name in states or not processor.stateful:
       distribution = processor.fn(distribution, context, states.get(name))
-  choice = choose(
-    uniform, given=known, sharding=sharding, **distribution._asdict()
-  )
+  choice = choose(uniform, distribution, given=known, sharding=sharding)
   return jax.tree.map(lambda x: x.reshape(shape), choice)

@@ -9,6 +9,7 @@ import pytest
 from scipy import stats
 
 from jaxrl_llm.sampling.choose import choose
+from jaxrl_llm.sampling.processors import Distribution
 
 DRAWS = 10_000
 FEW = 2_000  # Where no law is tested.
@@ -33,13 +34,14 @@ def _logits(size):
   return np.random.default_rng(size).normal(0, 1.5, size).astype(np.float32)
 
 
-def _arrays(settings, slots):
-  """Settings [S] from numbers, or from lists of one number per slot."""
-  types = {"top_k": np.int32}
-  return {
+def _distribution(logits, settings, slots=None):
+  """Settings are numbers, or lists of one number per slot."""
+  types, slots = {"top_k": np.int32}, slots or len(logits)
+  arrays = {
     name: np.broadcast_to(np.asarray(value, types.get(name, np.float32)), slots)
     for name, value in (OFF | settings).items()
   }
+  return Distribution(logits, **arrays)
 
 
 _choose = jax.jit(choose)
@@ -48,7 +50,7 @@ _choose = jax.jit(choose)
 def _draw(uniform, logits, settings):
   uniform = np.asarray(uniform, np.float32)
   logits = np.broadcast_to(logits, (len(uniform), np.shape(logits)[-1]))
-  out = _choose(uniform, logits, **_arrays(settings, len(uniform)))
+  out = _choose(uniform, _distribution(logits, settings))
   return np.asarray(out.tokens), np.asarray(out.logprobs)
 
 
@@ -255,13 +257,13 @@ class TestEdges:
 
   def test_bfloat16_logits_give_float32_log_probs(self):
     logits = jnp.zeros((2, 23), jnp.bfloat16)
-    out = _choose(np.float32([0.1, 0.9]), logits, **_arrays({}, 2))
+    out = _choose(np.float32([0.1, 0.9]), _distribution(logits, {}))
     assert out.logprobs.dtype == jnp.float32
     assert out.tokens.dtype == jnp.int32
 
   def test_shapes_that_disagree_raise(self):
     with pytest.raises(AssertionError):
-      choose(jnp.zeros(2), jnp.zeros((2, 5)), **_arrays({}, 3))
+      choose(jnp.zeros(2), _distribution(jnp.zeros((2, 5)), {}, slots=3))
 
 
 class TestBlocks:
@@ -270,14 +272,13 @@ class TestBlocks:
   @pytest.mark.parametrize("size", [23, 256, 640, 1024, QWEN])
   def test_divide_the_vocabulary_without_a_padded_copy(self, size):
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=np.float32)
-    program = jax.make_jaxpr(choose)(
-      shape((2,)), shape((2, size)), **_arrays({}, 2)
-    )
+    distribution = _distribution(shape((2, size)), {}, slots=2)
+    program = jax.make_jaxpr(choose)(shape((2,)), distribution)
     assert "pad[" not in str(program)
 
   def test_of_a_prime_vocabulary_are_padded(self):
-    arrays = np.zeros(2, np.float32), np.zeros((2, 701), np.float32)
-    program = jax.make_jaxpr(choose)(*arrays, **_arrays({}, 2))
+    distribution = _distribution(np.zeros((2, 701)), {})
+    program = jax.make_jaxpr(choose)(np.zeros(2), distribution)
     assert "f32[2,768] = pad[" in str(program)
 
   def test_of_a_large_vocabulary_follow_the_exact_law(self):
@@ -311,8 +312,9 @@ class TestGiven:
       "min_p": np.zeros(6, np.float32),
     }
     given = np.int32([-1, 299, 0, 255, 7, -1])
-    drawn = choose(uniform, logits, **settings)
-    out = choose(uniform, logits, given=given, **settings)
+    distribution = Distribution(logits, **settings)
+    drawn = choose(uniform, distribution)
+    out = choose(uniform, distribution, given=given)
     none = given < 0
     np.testing.assert_array_equal(
       out.tokens, np.where(none, drawn.tokens, given)
@@ -324,5 +326,5 @@ class TestGiven:
     wanted[4] = 0  # Greedy.
     np.testing.assert_allclose(out.logprobs, wanted, rtol=1e-5, atol=1e-5)
     # Those that were drawn, given: the same bits.
-    again = choose(uniform, logits, given=drawn.tokens, **settings)
+    again = choose(uniform, distribution, given=drawn.tokens)
     jax.tree.map(np.testing.assert_array_equal, again, drawn)
