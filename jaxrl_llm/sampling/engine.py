@@ -133,7 +133,14 @@ class Engine(Scheduler):
     Raises:
       ValueError: a row or setting is out of range.
     """
-    limit = self._max_tokens(settings)
+    if settings.stop_strings and self._detokenize is None:
+      raise ValueError(
+        f"stop_strings={settings.stop_strings!r} need an engine that was made"
+        " with detokenize"
+      )
+    limit = max_tokens_of(
+      settings, max_response_length=self.config.max_response_length
+    )
     requests_lib.check_requests(rollout, self.config, limit=limit)
     params = SamplingParams(
       settings,
@@ -240,17 +247,15 @@ class Engine(Scheduler):
     if not config.exact:
       tokens = shape((prompts, config.max_prompt_length), jnp.int32)
       lowered["sampler prefill"] = prefill(params, tokens)
-    lowered |= {
-      "sampler decode": programs.decode.lower(
-        params,
-        # With its shardings, so that its buffers are donated.
-        programs.init_kv_cache.eval_shape(),
-        *jax.tree.map(placed, cache.decode_arguments([None] * config.slots)),
-        self._metadata(key, SamplingSettings(), processor_states),
-        np.int32(1),
-        num_draft_tokens=0,
-      ),
-    }
+    lowered["sampler decode"] = programs.decode.lower(
+      params,
+      # With its shardings, so that its buffers are donated.
+      programs.init_kv_cache.eval_shape(),
+      *jax.tree.map(placed, cache.decode_arguments([None] * config.slots)),
+      self._metadata(key, SamplingSettings(), processor_states),
+      np.int32(1),
+      num_draft_tokens=0,
+    )
     if window and not config.exact:
       contexts = config.continued_per_prefill(cache.shards)
       size = contexts, buckets.length_buckets(config.max_length)[-1]
@@ -262,16 +267,6 @@ class Engine(Scheduler):
   def prompts_at_a_time(self, group_size: int) -> int:
     """Prompts whose responses fill the slots."""
     return max(1, self.config.slots // group_size)
-
-  def _max_tokens(self, settings: SamplingSettings) -> int:
-    if settings.stop_strings and self._detokenize is None:
-      raise ValueError(
-        f"stop_strings={settings.stop_strings!r} need an engine that was made"
-        " with detokenize"
-      )
-    return max_tokens_of(
-      settings, max_response_length=self.config.max_response_length
-    )
 
   def _metadata(
     self,
