@@ -299,22 +299,17 @@ def _programs(
     processors: logits processors by name.
   """
   jit = functools.partial(jax.jit, out_shardings=fns.kv_sharding)
-  own = {"fns": fns, "drafter": drafter}
+  runner = slots_lib.ModelRunner(fns, drafter, processors, size[-1])
   return Programs(
     init_kv_cache=jit(
       lambda: fns.init_kv_cache(*size) + drafter.init_kv_cache(*size)
     ),
-    prefill=jax.jit(functools.partial(slots_lib.prefill, **own)),
+    prefill=jax.jit(runner.prefill),
     insert=jit(models.write_pages, donate_argnums=0),
     copy_pages=jit(models.copy_pages, donate_argnums=0),
-    extend=jit(functools.partial(slots_lib.extend, fns=fns), donate_argnums=1),
+    extend=jit(runner.extend, donate_argnums=1),
     decode=jax.jit(
-      functools.partial(
-        slots_lib.decode_steps,
-        **own,
-        tokens_per_call=size[-1],
-        processors=processors,
-      ),
+      runner.decode,
       out_shardings=(fns.kv_sharding, fns.slots_sharding),
       static_argnames="num_draft_tokens",
       donate_argnums=1,
