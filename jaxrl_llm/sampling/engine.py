@@ -23,15 +23,14 @@ from jaxrl_llm.sampling import slots as slots_lib
 from jaxrl_llm.sampling.paged_cache import PagedCache, Programs
 from jaxrl_llm.sampling.processors import LogitsProcessor
 from jaxrl_llm.sampling.requests import Request, SamplingParams
-from jaxrl_llm.sampling.rules import SchedulingRule, continuous_batching
-from jaxrl_llm.sampling.scheduler import Scheduler, TurnHook
+from jaxrl_llm.sampling.scheduler import Scheduler
 from jaxrl_llm.sampling.settings import (
   EngineConfig,
   SamplingSettings,
   logit_bias_of,
   max_tokens_of,
 )
-from jaxrl_llm.types import Rollout, join_rows
+from jaxrl_llm.types import Rollout
 
 
 class Engine(Scheduler):
@@ -122,9 +121,10 @@ class Engine(Scheduler):
       group_size: new responses of a prompt: slots // group_size prompts are
         prefilled at a time. The same in every call compiles least.
       window: most new tokens of a response before it pauses; None is no bound.
+        `max_new_tokens` of the settings is over all windows.
       processor_states: trees of arrays by the name of their logits processor;
         a stateful one without is off.
-      extendable: keep the KV of responses that ended, for `extend`, while
+      extendable: keep the KV of responses that ended, for `answer`, while
         nobody needs its pages; that of paused ones is kept in any case.
 
     Returns:
@@ -133,6 +133,8 @@ class Engine(Scheduler):
     Raises:
       ValueError: a row or setting is out of range.
     """
+    check_number("window", window, "[1, inf)")
+    check_number("group_size", group_size, "[1, inf)")
     if settings.stop_strings and self._detokenize is None:
       raise ValueError(
         f"stop_strings={settings.stop_strings!r} need an engine that was made"
@@ -154,67 +156,6 @@ class Engine(Scheduler):
     )
     self.enqueue(requests)
     return requests
-
-  def generate_window(
-    self,
-    params: Any,
-    requests: Rollout,
-    *,
-    group_size: int,
-    window: int,
-    key: chex.PRNGKey,
-    settings: SamplingSettings,
-    version: int,
-    rule: SchedulingRule = continuous_batching,
-    processor_states: Mapping[str, Any] | None = None,
-    turns: TurnHook | None = None,
-  ) -> Rollout:
-    """Writes at most `window` tokens to responses that begin or go on.
-
-    The KV cache of a response that goes on is rebuilt with `params`, so its new
-    tokens are on-policy given the old ones. With unchanged parameters it equals
-    the response that was never cut.
-
-    Args:
-      params: sampler parameters (`fns.for_sampling`).
-      requests: rows of `new_requests`, or that an earlier call cut.
-      group_size: as in `add`.
-      window: most new tokens of a response in this call.
-      key: a key that stays the same for the whole run.
-      settings: how to sample; `max_new_tokens` is over all windows.
-      version: policy version of `params`, recorded with every new token.
-      rule: who gets a slot when, and when the call ends.
-      processor_states: as in `add`.
-      turns: of responses that talk to somebody, see `Scheduler.run`.
-
-    Returns:
-      The rows in their order. `window_start` is the length before the call,
-      what was written before it is as it was, and a row that goes on is
-      TRUNCATED. Rows of equal `group_id` have equal `group`.
-
-    Raises:
-      ValueError: a row or setting is out of range.
-
-    Reference:
-      Fan et al. 2025, Truncated PPO, arXiv 2506.15050 (windowed rollouts).
-    """
-    check_number("window", window, "[1, inf)")
-    check_number("group_size", group_size, "[1, inf)")
-    requests = jax.device_get(requests)
-    rollout = join_rows([requests])
-    rollout.window_start[:] = rollout.lengths
-    self.set_params(params, version)
-    requests = self.add(
-      rollout,
-      key=key,
-      settings=settings,
-      group_size=group_size,
-      window=window,
-      processor_states=processor_states,
-      extendable=turns is not None,
-    )
-    self.run(requests, rule, turns)
-    return rollout
 
   def lower(
     self,
