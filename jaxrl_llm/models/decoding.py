@@ -31,13 +31,14 @@ class SamplerModel:
     numerics: how weights and cache are stored, and how products are computed.
     kernels: attention backends, which choose the layout of the cache; all have
       the same one.
-    records_choices: whether `decode` also returns the experts of each token.
+    choices: shape and dtype of the experts of a token, which `decode` returns
+      too; None: it does not.
   """
 
   config: ModelConfig
   numerics: Numerics
   kernels: Mapping[AttentionKind, Kernels]
-  records_choices: bool = False
+  choices: jax.ShapeDtypeStruct | None = None
 
   @property
   def backend(self) -> Kernels:
@@ -148,8 +149,8 @@ class SamplerModel:
       writing: bool [S, Q]; other tokens leave no trace.
 
     Returns:
-      Logits, float32 [S, Q, V], the cache, and if they are recorded the
-      experts of all layers, int [S, Q, layers · k].
+      Logits, float32 [S, Q, V], the cache, and with `choices` those of all
+      layers, int [S, Q, layers · k].
     """
 
     def attend(i, kind, q, k, v):
@@ -162,10 +163,9 @@ class SamplerModel:
 
     states, kv_cache, chosen = self._unrolled(params, tokens, positions, attend)
     found = transformer.logits(params, states), kv_cache
-    if not self.records_choices:
+    if self.choices is None:
       return found
-    dtype = experts.choices_shape(self.config).dtype
-    return *found, jnp.concatenate(chosen, axis=-1).astype(dtype)
+    return *found, jnp.concatenate(chosen, axis=-1).astype(self.choices.dtype)
 
   def _unrolled(self, params, tokens, positions, attend):
     """Runs the layers one by one; collects their caches and choices of experts.

@@ -236,9 +236,7 @@ def make_policy(
   sampler = sampler or Numerics.all(
     numerics.activations, matmul=numerics.matmul
   )
-  sampled = decoding.SamplerModel(
-    config, sampler, backends, records_choices=choices is not None
-  )
+  sampled = decoding.SamplerModel(config, sampler, backends, choices)
   parts = context.num_shards(sharding, 1)  # Shards of a row.
   backbone = bind(transformer.hidden, **settings)
   in_chunks = {"chunk": head_chunk, "sharding": head_sharding}
