@@ -56,9 +56,8 @@ def _packed():
   """Attention of a row of 8,192 tokens, with its gradients."""
   place = sharding.packed_kv_sharding(_mesh(1), 2)
   (kind,) = lower_for_tpu.MODEL.period
-  attend = kernels.make_packed_attention(
-    "pallas", kind.attention, sharding=place
-  ).attend
+  backend = kernels.choose("pallas", [kind.attention], place)
+  attend = backend.make_packed_attention(kind.attention, sharding=place).attend
 
   def run(q, k, v, segments, prefixes):
     out, pull = jax.vjp(lambda *qkv: attend(*qkv, segments, prefixes), q, k, v)

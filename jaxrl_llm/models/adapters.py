@@ -11,7 +11,7 @@ References:
 import dataclasses
 from typing import Any
 
-from flax import nnx, traverse_util
+from flax import nnx
 
 from jaxrl_llm.models import numerics
 
@@ -77,13 +77,8 @@ class Adapters:
         else x
         for name, x in params.items()
       }
-    dtype = BASE_DTYPES[self.base_dtype]
-    stored = numerics.Numerics(weights=dtype).store(params)
-    leaves = traverse_util.flatten_dict(stored)
-    for path, x in traverse_util.flatten_dict(params).items():
-      if path[-1] in FACTORS:
-        leaves[path] = x
-    return traverse_util.unflatten_dict(leaves)
+    base = numerics.Numerics(weights=BASE_DTYPES[self.base_dtype])
+    return base.store(params, kept=FACTORS)
 
   def merge(self, params: Any) -> Any:
     """Returns the parameters of the equivalent model without adapters.

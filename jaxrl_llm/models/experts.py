@@ -37,7 +37,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.grouped import grouped_matmul
-from jaxrl_llm.models.layers import INIT_STDDEV, Linear
+from jaxrl_llm.models.layers import Linear, Matrix
 from jaxrl_llm.models.numerics import Numerics
 from jaxrl_llm.sharding import expert_axes
 
@@ -156,30 +156,6 @@ class Weights:
     return y.astype(x.dtype)
 
 
-class Grouped(nnx.Module):
-  """y_i = x_i W of the expert of row i, kernel [E, in, out]."""
-
-  def __init__(
-    self, shape: tuple[int, int, int], numerics: Numerics, rngs: nnx.Rngs
-  ):
-    init = nnx.initializers.normal(INIT_STDDEV)
-    self.kernel = nnx.Param(init(rngs.params(), shape))
-    self.has_scale, self.numerics = False, numerics
-    if numerics.quantised:
-      self.attach_scale()
-
-  def attach_scale(self) -> None:
-    """Adds the scales of a quantised kernel; see `numerics`."""
-    experts, _, out_size = self.kernel.shape
-    self.kernel_scale = nnx.Param(jnp.ones((experts, 1, out_size)))
-    self.has_scale = True
-
-  def weights(self) -> Weights:
-    """Returns the matrices, with how they are multiplied."""
-    scale = self.kernel_scale[...] if self.has_scale else None
-    return Weights(self.kernel[...], scale, self.numerics)
-
-
 class Experts(nnx.Module):
   """Σ w_e MLP_e(x) over the k most probable experts, with Σ w_e = 1."""
 
@@ -196,9 +172,9 @@ class Experts(nnx.Module):
       width, experts, bias=False, numerics=numerics, rngs=rngs
     )
     self.experts = nnx.Dict(
-      gate=Grouped((experts, width, inner), numerics, rngs),
-      up=Grouped((experts, width, inner), numerics, rngs),
-      down=Grouped((experts, inner, width), numerics, rngs),
+      gate=Matrix((experts, width, inner), numerics, rngs),
+      up=Matrix((experts, width, inner), numerics, rngs),
+      down=Matrix((experts, inner, width), numerics, rngs),
     )
     self.kind, self.layers = kind, max(len(kinds(config)), 1)
 
@@ -249,7 +225,7 @@ class Experts(nnx.Module):
       CHOICES: chosen.reshape(*shape, -1),
     }
     out, kept = _dispatch(
-      {name: x.weights() for name, x in self.experts.items()},
+      {k: Weights(*x.stored(), x.numerics) for k, x in self.experts.items()},
       (tokens, chosen, weights, counted.reshape(-1)),
       shape,
       routing,

@@ -18,11 +18,7 @@ from jaxrl_llm.models import (
   transformer,
 )
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.kernels import (
-  choose,
-  make_kernels,
-  make_packed_attention,
-)
+from jaxrl_llm.models.kernels import choose
 from jaxrl_llm.models.kv_cache import KVCache
 from jaxrl_llm.models.numerics import FLOAT32, Numerics
 from jaxrl_llm.models.params import merge
@@ -105,7 +101,7 @@ def _backbone_settings(
 ):
   """Returns keywords of `transformer.hidden`, and whether it sees prefixes."""
   experts.check_mesh(config, sharding)
-  packed = _by_attention(make_packed_attention, kernels, config, sharding)
+  packed = _by_attention("make_packed_attention", kernels, config, sharding)
   settings = {
     "config": config,
     "numerics": numerics,
@@ -118,34 +114,39 @@ def _backbone_settings(
 
 
 def _by_attention(make, kernels, config, sharding):
-  """Makes a backend for every kind of attention of a model."""
+  """Calls a function of `Backend` for every kind of attention of a model."""
   kinds = dict.fromkeys(kind.attention for kind in config.period)
-  kernels = choose(kernels, kinds, sharding)
-  return {kind: make(kernels, kind, sharding=sharding) for kind in kinds}
+  make = getattr(choose(kernels, kinds, sharding), make)
+  return {kind: make(kind, sharding=sharding) for kind in kinds}
 
 
-def _of_whole(function):
-  """Makes a function of whole parameters accept `Params` as well."""
-  return lambda params, *arguments: function(merge(params), *arguments)
+def _on_rows(function, parts):
+  """Wraps a function of parameters and of rows in the order of the layers.
+
+  Layers have rows in the order of `context.zigzag_shard`. The wrapper takes and
+  returns rows in their own order, and its parameters may be in two trees.
+  """
+
+  def run(params, packed, *arguments):
+    rows = context.zigzag_shard(packed, parts)
+    found = function(merge(params), rows, *arguments)
+    length = packed.tokens.shape[1]
+    return jax.tree.map(
+      lambda x: context.zigzag_unshard(x, parts, length), found
+    )
+
+  return run
 
 
-def _collected(scores, parts, length):
-  return jax.tree.map(
-    lambda x: context.zigzag_unshard(x, parts, length), scores
-  )
-
-
-def _logits(params, tokens, mask, *, backbone, parts):
+def _logits(params, tokens, mask, *, backbone):
   segments = mask.astype(jnp.int32)
   positions = jnp.maximum(jnp.cumsum(segments, axis=1) - 1, 0)
   packed = PackedRows(tokens=tokens, segments=segments, positions=positions)
-  states, _ = backbone(params, context.zigzag_shard(packed, parts))
-  states = context.zigzag_unshard(states, parts, tokens.shape[1])
-  return transformer.logits(params, states)
+  states, _ = backbone(params, packed)
+  return transformer.logits(merge(params), states)
 
 
 def _logprobs(params, packed, temperature=1.0, *, backbone, parts, **in_chunks):
-  length, packed = packed.tokens.shape[1], context.zigzag_shard(packed, parts)
   states, aux = backbone(params, packed)
   of_tokens = states, packed.targets, packed.mask
   states, targets, mask = (context.shards_to_rows(x, parts) for x in of_tokens)
@@ -156,13 +157,11 @@ def _logprobs(params, packed, temperature=1.0, *, backbone, parts, **in_chunks):
   scored = heads.TokenLogprobs(
     *(context.rows_to_shards(x, parts) for x in scored)
   )
-  return _collected((scored, aux), parts, length)
+  return scored, aux
 
 
-def _states(params, packed, layers, *, settings, parts):
-  length, packed = packed.tokens.shape[1], context.zigzag_shard(packed, parts)
-  found, _ = transformer.states(params, packed, layers=layers, **settings)
-  return context.zigzag_unshard(found, parts, length)
+def _states(params, packed, layers, *, settings):
+  return transformer.states(params, packed, layers=layers, **settings)[0]
 
 
 def _init_surprise(embedding):
@@ -179,14 +178,6 @@ def _embed_surprise(params, logprobs):
   """Embeds log-probs [R, C] in nats as [R, C, D]."""
   nats = jnp.minimum(-logprobs, _MAX_SURPRISE)
   return nats[..., None] * params["surprise"]["kernel"][None, None]
-
-
-def _init_kv_cache(config, kernels, dtype, shards, pages, page_size):
-  """Makes the cache of every layer."""
-  size = shards, pages, page_size
-  return tuple(
-    kernels[kind.attention].init_paged(*size, dtype) for kind in config.layers
-  )
 
 
 # Equal settings give the same functions, so that nothing is compiled twice.
@@ -241,12 +232,11 @@ def make_policy(
   choices = experts.choices_shape(config) if replay_routing else None
   settings["replay"] = choices is not None
   experts.check_mesh(config, sampler_sharding)
-  backends = _by_attention(make_kernels, kernels, config, sampler_sharding)
-  backend = next(iter(backends.values()))  # All have the same layout.
+  backends = _by_attention("make_kernels", kernels, config, sampler_sharding)
   sampler = sampler or Numerics.all(
     numerics.activations, matmul=numerics.matmul
   )
-  sampled = {"numerics": sampler, "kernels": backends}
+  sampled = decoding.SamplerModel(config, sampler, backends, choices)
   parts = context.num_shards(sharding, 1)  # Shards of a row.
   backbone = bind(transformer.hidden, **settings)
   in_chunks = {"chunk": head_chunk, "sharding": head_sharding}
@@ -254,23 +244,16 @@ def make_policy(
   return ModelFns(
     config=config,
     init=bind(transformer.init, config=config),
-    logprobs=_of_whole(logprobs),
-    logits=_of_whole(bind(_logits, backbone=backbone, parts=parts)),
-    states=_of_whole(bind(_states, settings=settings, parts=parts)),
-    for_sampling=_of_whole(
-      bind(decoding.for_sampling, config=config, **sampled)
-    ),
-    kv_sharding=backend.kv_sharding,
-    shares_pages=backend.shares_pages,
+    logprobs=_on_rows(logprobs, parts),
+    logits=bind(_logits, backbone=_on_rows(backbone, parts)),
+    states=_on_rows(bind(_states, settings=settings), parts),
+    for_sampling=sampled.for_sampling,
+    kv_sharding=sampled.backend.kv_sharding,
+    shares_pages=sampled.backend.shares_pages,
     shares_prompts=sees_prefixes,
-    init_kv_cache=bind(_init_kv_cache, config, backends, sampler.kv),
-    prefill=bind(decoding.prefill, config=config, **sampled),
-    decode=bind(
-      decoding.decode,
-      config=config,
-      choices=choices is not None,
-      **sampled,
-    ),
+    init_kv_cache=sampled.init_kv_cache,
+    prefill=sampled.prefill,
+    decode=sampled.decode,
     choices=choices,
   )
 
@@ -312,6 +295,7 @@ def make_value(
       "kernel": jnp.zeros((config.hidden_size, size), jnp.float32),
       "bias": jnp.zeros((size,), jnp.float32),
     }
+    params = merge(params)
     trunk = {k: v for k, v in params.items() if not k.endswith("_head")}
     trunk = jax.tree.map(jnp.copy, adapters.base_of(trunk))
     if config.adapters is None:
@@ -328,12 +312,11 @@ def make_value(
     return from_policy(transformer.init(key, config))
 
   def outputs(params, packed):
-    length, packed = packed.tokens.shape[1], context.zigzag_shard(packed, parts)
     extra = _embed_surprise(params, packed.logprobs) if reads_logprobs else None
     states, aux = transformer.hidden(params, packed, extra, **settings)
     linear, states = params["value_head"], states.astype(jnp.float32)
     found = jnp.dot(states, linear["kernel"]) + linear["bias"][None, None]
-    return _collected((head.read(found), aux), parts, length)
+    return head.read(found), aux
 
-  functions = init, _of_whole(from_policy), _of_whole(outputs)
+  functions = init, from_policy, _on_rows(outputs, parts)
   return ValueFns(config, *functions, sees_prefixes, head)

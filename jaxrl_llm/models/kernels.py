@@ -66,96 +66,53 @@ class Kernels(NamedTuple):
   prefill_attention: Callable[..., jax.Array]
 
 
-def make_kernels(
+class Backend(NamedTuple):
+  """Makes the attention of a model, for each of its kinds."""
+
+  # (kind) -> why it is not supported, or ''.
+  refusal: Callable[[AttentionKind], str]
+  # (kind, sharding=sharding of keys [R, C, K, d]) -> attention of training.
+  make_packed_attention: Callable[..., PackedAttention]
+  # (kind, sharding=sharding of slots, and of KV heads if it has a second axis)
+  #  -> attention of a sampler. Without a sharding there is one device.
+  make_kernels: Callable[..., Kernels]
+
+
+def choose(
   name: str,
-  kind: AttentionKind,
-  *,
+  kinds: Iterable[AttentionKind],
   sharding: NamedSharding | None = None,
-) -> Kernels:
-  """Makes the attention backend of a sampler.
+) -> Backend:
+  """Returns the backend that all kinds of a model can have.
+
+  Layers of one KV cache need one layout, and so one backend.
 
   Args:
     name: 'xla', which runs everywhere; 'pallas', kernels for TPUs or GPUs;
       'auto', 'pallas' if it supports model and devices, otherwise 'xla'.
-    kind: the kind of attention.
-    sharding: sharding of slots, and of KV heads if it has a second axis; None:
-      one device.
+    kinds: the kinds of attention.
+    sharding: a sharding over the devices; None: one device.
 
   Raises:
     InputError: 'pallas' does not support this model on these devices.
     ValueError: The name is unknown.
   """
-  pallas = _pallas(name, kind, sharding)
-  if pallas is None:
-    return make_xla(kind, sharding=sharding)
-  return pallas.make_pallas(kind, sharding=sharding)
-
-
-def make_packed_attention(
-  name: str,
-  kind: AttentionKind,
-  *,
-  sharding: NamedSharding | None = None,
-) -> PackedAttention:
-  """Makes the attention backend of training.
-
-  Args:
-    name: as in `make_kernels`.
-    kind: the kind of attention.
-    sharding: sharding of keys [R, C, K, d]; None: one device.
-
-  Raises:
-    InputError, ValueError: As in `make_kernels`.
-  """
-  pallas = _pallas(name, kind, sharding)
-  if pallas is None:
-    attend = functools.partial(
-      attention.packed_attention, sharding=sharding, window=kind.window
-    )
-    return PackedAttention(attend, sees_prefixes=kind.window is None)
-  return pallas.make_packed_attention(kind, sharding=sharding)
-
-
-def choose(
-  name: str, kinds: Iterable[AttentionKind], sharding: NamedSharding | None
-) -> str:
-  """Returns 'xla' or 'pallas', whichever all kinds of a model can have.
-
-  Layers of one KV cache need one layout, and so one backend.
-
-  Args:
-    name: as in `make_kernels`.
-    kinds: the kinds of attention.
-    sharding: as in `make_kernels`.
-
-  Raises:
-    InputError, ValueError: As in `make_kernels`.
-  """
   if name not in NAMES:
     raise ValueError(f"kernels must be one of {NAMES}, got {name!r}")
   platform = "" if name == "xla" else platform_of(sharding)
   if name == "xla" or (name == "auto" and platform not in _MODULES):
-    return "xla"
+    return XLA
   reason = f"needs a TPU or a GPU, and the devices are {platform}"
   if platform in _MODULES:
     # Pallas is slow to import, and plain XLA does not need it.
-    module = importlib.import_module(_MODULES[platform])
-    reason = next(filter(None, map(module.refusal, kinds)), "")
-  if not reason:
-    return "pallas"
+    pallas = importlib.import_module(_MODULES[platform]).PALLAS
+    reason = next(filter(None, map(pallas.refusal, kinds)), "")
+    if not reason:
+      return pallas
   if name == "pallas":
     raise InputError(f"kernels='pallas' {reason}; use 'auto' or 'xla'")
   warnings.warn(f"kernels are 'xla': 'pallas' {reason}", stacklevel=3)
-  return "xla"
-
-
-def _pallas(
-  name: str, kind: AttentionKind, sharding: NamedSharding | None
-) -> Any:
-  """Returns the module with kernels for the devices, or None for plain XLA."""
-  if choose(name, [kind], sharding) == "xla":
-    return None
-  return importlib.import_module(_MODULES[platform_of(sharding)])
+  return XLA
 
 
 def platform_of(sharding: NamedSharding | None) -> str:
@@ -224,7 +181,7 @@ def make_interleaved(
     attend_contiguous: (contiguous layer, q [N,Q,H,d], position of the first
       query [N]) -> [N,Q,H,d], on one device.
     check: raises if it does not support a paged layer of a shape and dtype.
-    sharding: as in `make_kernels`.
+    sharding: as in `Backend`.
   """
   entry = (2 * heads * context.num_shards(sharding, 1), size)
 
@@ -275,6 +232,16 @@ def make_interleaved(
   )
 
 
+def make_packed_xla(
+  kind: AttentionKind, *, sharding: NamedSharding | None
+) -> PackedAttention:
+  """Makes attention of packed rows in plain XLA."""
+  attend = functools.partial(
+    attention.packed_attention, sharding=sharding, window=kind.window
+  )
+  return PackedAttention(attend, sees_prefixes=kind.window is None)
+
+
 def make_xla(
   kind: AttentionKind, *, sharding: NamedSharding | None = None
 ) -> Kernels:
@@ -319,3 +286,6 @@ def make_xla(
       attention.prefill_attention, window=kind.window
     ),
   )
+
+
+XLA = Backend(lambda kind: "", make_packed_xla, make_xla)

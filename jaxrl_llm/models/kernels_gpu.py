@@ -38,6 +38,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import context, flash_gpu
 from jaxrl_llm.models.attention import MASKED, in_reach
 from jaxrl_llm.models.kernels import (
+  Backend,
   Kernels,
   PackedAttention,
   make_interleaved,
@@ -88,7 +89,7 @@ def make_pallas(
 
   Args:
     kind: the kind of attention.
-    sharding: as in `kernels.make_kernels`.
+    sharding: as in `Backend`.
   """
   parts = context.num_shards(sharding, 1)
 
@@ -253,3 +254,6 @@ def _decode_merge(partition, partial_ref, lse_ref, spans_ref, out_ref):
   weights = jnp.exp2(lse - jnp.max(lse))[:, None]
   out = jnp.sum(partial * weights, axis=0) / jnp.sum(weights)
   out_ref[slot, query] = out.astype(out_ref.dtype)
+
+
+PALLAS = Backend(refusal, make_packed_attention, make_pallas)

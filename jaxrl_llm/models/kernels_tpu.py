@@ -31,6 +31,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import context
 from jaxrl_llm.models.kernels import (
+  Backend,
   Kernels,
   PackedAttention,
   make_interleaved,
@@ -181,7 +182,7 @@ def make_pallas(
 
   Args:
     kind: the kind of attention.
-    sharding: as in `make_kernels`.
+    sharding: as in `Backend`.
   """
   parts = context.num_shards(sharding, 1)
   heads, size = kind.num_kv_heads // parts, kind.head_dim  # On one device.
@@ -303,3 +304,6 @@ def _pad(x, sizes):
   """Pads axes with zeros to the given sizes."""
   widths = [(0, sizes.get(i, n) - n) for i, n in enumerate(x.shape)]
   return jnp.pad(x, widths)
+
+
+PALLAS = Backend(refusal, make_packed_attention, make_pallas)

@@ -40,7 +40,30 @@ Rotary = tuple[jax.Array, jax.Array]  # cos and sin, see `rotary_tables`.
 INIT_STDDEV = 0.02  # Standard deviation of kernels and embeddings (GPT-2).
 
 
-class Linear(nnx.Module):
+class Matrix(nnx.Module):
+  """A kernel [..., in, out], or its codes with their scales."""
+
+  def __init__(
+    self, shape: tuple[int, ...], numerics: Numerics, rngs: nnx.Rngs
+  ):
+    init = nnx.initializers.normal(INIT_STDDEV)
+    self.kernel = nnx.Param(init(rngs.params(), shape))
+    self.has_scale, self.numerics = False, numerics
+    if numerics.quantised:
+      self.attach_scale()
+
+  def attach_scale(self) -> None:
+    """Adds the scales of a quantised kernel; see `numerics`."""
+    *stacks, _, out_size = self.kernel.shape
+    self.kernel_scale = nnx.Param(jnp.ones((*stacks, 1, out_size)))
+    self.has_scale = True
+
+  def stored(self) -> tuple[jax.Array, jax.Array | None]:
+    """Returns the kernel, or its codes and their scales."""
+    return self.kernel[...], self.kernel_scale[...] if self.has_scale else None
+
+
+class Linear(Matrix):
   """y = x W (+ adapter) (+ b), W [in, out], computed in the dtype of x."""
 
   def __init__(
@@ -52,20 +75,10 @@ class Linear(nnx.Module):
     numerics: Numerics,
     rngs: nnx.Rngs,
   ):
-    init = nnx.initializers.normal(INIT_STDDEV)
-    self.kernel = nnx.Param(init(rngs.params(), (in_size, out_size)))
+    super().__init__((in_size, out_size), numerics, rngs)
     if bias:
       self.bias = nnx.Param(jnp.zeros((out_size,)))
-    self.has_bias = bias
-    self.numerics = numerics
-    self.has_scale, self.adapter_scale = False, None
-    if numerics.quantised:
-      self.attach_scale()
-
-  def attach_scale(self) -> None:
-    """Adds the scales of a quantised kernel; see `numerics`."""
-    self.kernel_scale = nnx.Param(jnp.ones((1, self.kernel.shape[1])))
-    self.has_scale = True
+    self.has_bias, self.adapter_scale = bias, None
 
   def attach_adapter(self, rank: int, scale: float, rngs: nnx.Rngs) -> None:
     """Adds a low-rank adapter; see `adapters`."""
@@ -76,8 +89,7 @@ class Linear(nnx.Module):
     self.adapter_scale = scale
 
   def __call__(self, x: chex.Array) -> jax.Array:
-    scales = self.kernel_scale[...] if self.has_scale else None
-    y = self.numerics.product(x, self.kernel[...], scales)
+    y = self.numerics.product(x, *self.stored())
     if self.adapter_scale is not None:
       # XLA would multiply W and A at once, by a copy of both side by side.
       low = jax.lax.optimization_barrier(x)

@@ -18,7 +18,7 @@ References:
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import chex
@@ -181,11 +181,16 @@ class Numerics:
     """
     return cls(dtype, dtype, kv or dtype, matmul, bool(matmul))
 
-  def store(self, params: Any) -> Any:
-    """Converts parameters to their stored form, but for those in few bits."""
+  def store(self, params: Any, *, kept: Sequence[str] = ()) -> Any:
+    """Converts parameters to their stored form, but for those in few bits.
+
+    Args:
+      params: tree of arrays.
+      kept: names of further leaves that stay as they are.
+    """
 
     def leaf(path, x):
-      keep = x.dtype.itemsize == 1 or path[-1].key == SCALE
+      keep = x.dtype.itemsize == 1 or path[-1].key in (SCALE, *kept)
       return x if keep else x.astype(self.weights)
 
     return jax.tree_util.tree_map_with_path(leaf, params)

@@ -15,7 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-_BLOCK = 256  # Entries of the vocabulary per block of the two-level draw.
+from jaxrl_llm.sampling.processors import Distribution
+
+# Entries of the vocabulary per block of the two-level draw.
+_MIN_BLOCK, _BLOCK = 64, 256
+_LANES = 128  # Lanes of a vector register of a TPU.
 _BITS_OF_ONE = 0x3F800000  # The bits of 1.0 in float32.
 _COLD = 1e-30  # Temperature at which all but the most probable have no weight.
 
@@ -29,12 +33,8 @@ class Choice(NamedTuple):
 
 def choose(
   uniform: chex.Array,
-  logits: chex.Array,
+  distribution: Distribution,
   *,
-  temperature: chex.Array,
-  top_k: chex.Array,
-  top_p: chex.Array,
-  min_p: chex.Array,
   given: chex.Array | None = None,
   sharding: NamedSharding | None = None,
 ) -> Choice:
@@ -46,11 +46,7 @@ def choose(
 
   Args:
     uniform: float32 [S] in [0, 1), one number per slot.
-    logits: float32 [S, V].
-    temperature: float32 [S]; 0 means greedy.
-    top_k: int32 [S]; 0 means off.
-    top_p: float32 [S] in (0, 1]; 1 means off.
-    min_p: float32 [S] in [0, 1); 0 means off.
+    distribution: logits and settings of the slots.
     given: int32 [S], tokens to take instead of a draw; -1 means none.
     sharding: sharding of slots; None: one device.
 
@@ -59,6 +55,7 @@ def choose(
     token has a probability (logits of NaN, or all of them -inf), the token is
     negative.
   """
+  logits, temperature, top_k, top_p, min_p = distribution
   chex.assert_rank([uniform, logits], [1, 2])
   chex.assert_equal_shape([uniform, temperature, top_k, top_p, min_p])
   greedy = temperature <= 0
@@ -84,9 +81,10 @@ def choose(
 def _invert_cdf(uniform, weights):
   """First entry whose cumulative weight exceeds uniform · total."""
   slots, size = weights.shape
-  block = min(_BLOCK, size)
-  blocks = jnp.pad(weights, ((0, 0), (0, -size % block)))
-  blocks = blocks.reshape(slots, -1, block)
+  block = _block_size(size)
+  if size % block:
+    weights = jnp.pad(weights, ((0, 0), (0, -size % block)))
+  blocks = weights.reshape(slots, -1, block)
   sums = jnp.sum(blocks, axis=-1)
   ends = jnp.cumsum(sums, axis=-1)
   target = uniform * ends[:, -1]
@@ -97,6 +95,18 @@ def _invert_cdf(uniform, weights):
   within = _first_above(jnp.cumsum(inside, axis=-1), inside, rest)
   kept = jnp.take_along_axis(inside, within[:, None], axis=-1)[:, 0]
   return (which * block + within).astype(jnp.int32), kept
+
+
+def _block_size(size):
+  """Returns a divisor of the vocabulary if it has one of a suitable size.
+
+  Otherwise the weights of the vocabulary are copied, to pad the last block.
+  """
+  if size <= _BLOCK:
+    return size
+  divisors = [n for n in range(_MIN_BLOCK, _BLOCK + 1) if size % n == 0]
+  whole_registers_first = lambda n: (n % _LANES == 0, n)
+  return max(divisors, key=whole_registers_first, default=_BLOCK)
 
 
 def _first_above(ends, weights, target):
@@ -149,7 +159,7 @@ def bound(
   Args:
     total: sums a function of the weights, 1 at most, over the vocabulary.
     size: of the vocabulary.
-    top_k: as in `choose`; of the shape of a sum.
+    top_k: as in `Distribution`; of the shape of a sum.
     top_p: likewise.
   """
   k = jnp.where(top_k > 0, jnp.minimum(top_k, size), size)

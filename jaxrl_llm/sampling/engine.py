@@ -1,8 +1,8 @@
 """The engine: prompts and cut responses in, responses out.
 
 It lives as long as the run. Requests are added, each step writes some tokens to
-those that have a slot, and hands over those that have ended or paused. What
-`generate` and `generate_window` do is add requests and step until none is left.
+those that have a slot, and hands over those that have ended or paused.
+`generate_window` adds requests and steps until none is left.
 """
 
 import functools
@@ -23,15 +23,14 @@ from jaxrl_llm.sampling import slots as slots_lib
 from jaxrl_llm.sampling.paged_cache import PagedCache, Programs
 from jaxrl_llm.sampling.processors import LogitsProcessor
 from jaxrl_llm.sampling.requests import Request, SamplingParams
-from jaxrl_llm.sampling.rules import SchedulingRule, continuous_batching
-from jaxrl_llm.sampling.scheduler import Scheduler, TurnHook
+from jaxrl_llm.sampling.scheduler import Scheduler
 from jaxrl_llm.sampling.settings import (
   EngineConfig,
   SamplingSettings,
   logit_bias_of,
   max_tokens_of,
 )
-from jaxrl_llm.types import Rollout, join_rows
+from jaxrl_llm.types import Rollout
 
 
 class Engine(Scheduler):
@@ -107,7 +106,6 @@ class Engine(Scheduler):
     key: chex.PRNGKey,
     settings: SamplingSettings,
     group_size: int,
-    max_tokens: chex.Array | None = None,
     window: int | None = None,
     processor_states: Mapping[str, Any] | None = None,
     extendable: bool = False,
@@ -122,12 +120,11 @@ class Engine(Scheduler):
       settings: how to sample.
       group_size: new responses of a prompt: slots // group_size prompts are
         prefilled at a time. The same in every call compiles least.
-      max_tokens: int [B], most tokens of each response; that of the settings by
-        default.
       window: most new tokens of a response before it pauses; None is no bound.
+        `max_new_tokens` of the settings is over all windows.
       processor_states: trees of arrays by the name of their logits processor;
         a stateful one without is off.
-      extendable: keep the KV of responses that ended, for `extend`, while
+      extendable: keep the KV of responses that ended, for `answer`, while
         nobody needs its pages; that of paused ones is kept in any case.
 
     Returns:
@@ -136,7 +133,16 @@ class Engine(Scheduler):
     Raises:
       ValueError: a row or setting is out of range.
     """
-    limit = self._max_tokens(settings)
+    check_number("window", window, "[1, inf)")
+    check_number("group_size", group_size, "[1, inf)")
+    if settings.stop_strings and self._detokenize is None:
+      raise ValueError(
+        f"stop_strings={settings.stop_strings!r} need an engine that was made"
+        " with detokenize"
+      )
+    limit = max_tokens_of(
+      settings, max_response_length=self.config.max_response_length
+    )
     requests_lib.check_requests(rollout, self.config, limit=limit)
     params = SamplingParams(
       settings,
@@ -144,129 +150,12 @@ class Engine(Scheduler):
       group_size,
       extendable,
     )
-    limits = requests_lib.limits_of(max_tokens, limit, len(rollout.lengths))
+    limits = np.full(len(rollout.lengths), limit)
     requests = requests_lib.make_requests(
       rollout, params, limits, limit if window is None else window
     )
     self.enqueue(requests)
     return requests
-
-  def generate(
-    self,
-    params: Any,
-    prompts: Sequence[Sequence[int]],
-    *,
-    sample_ids: chex.Array,
-    key: chex.PRNGKey,
-    settings: SamplingSettings,
-    version: int = 0,
-    group_ids: Sequence[int] | None = None,
-    max_tokens: chex.Array | None = None,
-    rule: SchedulingRule = continuous_batching,
-    processor_states: Mapping[str, Any] | None = None,
-  ) -> Rollout:
-    """Writes G responses to each of N prompts.
-
-    Args:
-      params: sampler parameters (`fns.for_sampling`).
-      prompts: N token sequences, none empty or over `max_prompt_length`.
-      sample_ids: int [N, G], unique per response; with `key` they fix its
-        randomness.
-      key: a key that stays the same for the whole run.
-      settings: how to sample.
-      version: policy version of `params`, recorded with every token.
-      group_ids: N numbers recorded in the rollout; positions by default.
-      max_tokens: int [N, G], most tokens of each response; that of the settings
-        by default.
-      rule: who gets a slot when, and when the call ends.
-      processor_states: trees of arrays by the name of their logits processor;
-        a stateful one without is off.
-
-    Returns:
-      A `Rollout` of NumPy arrays with B = N·G rows, groups consecutive. A row
-      is TRUNCATED only if the rule halted before its end.
-
-    Raises:
-      ValueError: a prompt or setting is out of range.
-    """
-    sample_ids = np.asarray(sample_ids, np.int32)
-    requests_lib.check_grid(prompts, sample_ids)
-    group_ids = np.arange(len(prompts)) if group_ids is None else group_ids
-    rollout = requests_lib.new_requests(
-      prompts, sample_ids, group_ids, self.config
-    )
-    self.set_params(params, version)
-    requests = self.add(
-      rollout,
-      key=key,
-      settings=settings,
-      group_size=sample_ids.shape[1],
-      max_tokens=max_tokens,
-      processor_states=processor_states,
-    )
-    self.run(requests, rule)
-    return rollout
-
-  def generate_window(
-    self,
-    params: Any,
-    requests: Rollout,
-    *,
-    group_size: int,
-    window: int,
-    key: chex.PRNGKey,
-    settings: SamplingSettings,
-    version: int,
-    rule: SchedulingRule = continuous_batching,
-    processor_states: Mapping[str, Any] | None = None,
-    turns: TurnHook | None = None,
-  ) -> Rollout:
-    """Writes at most `window` tokens to responses that begin or go on.
-
-    The KV cache of a response that goes on is rebuilt with `params`, so its new
-    tokens are on-policy given the old ones. With unchanged parameters it equals
-    the response that was never cut.
-
-    Args:
-      params: sampler parameters (`fns.for_sampling`).
-      requests: rows of `new_requests`, or that an earlier call cut.
-      group_size: as in `add`.
-      window: most new tokens of a response in this call.
-      key: a key that stays the same for the whole run.
-      settings: how to sample; `max_new_tokens` is over all windows.
-      version: policy version of `params`, recorded with every new token.
-      rule: who gets a slot when, and when the call ends.
-      processor_states: as in `generate`.
-      turns: of responses that talk to somebody, see `Scheduler.run`.
-
-    Returns:
-      The rows in their order. `window_start` is the length before the call,
-      what was written before it is as it was, and a row that goes on is
-      TRUNCATED. Rows of equal `group_id` have equal `group`.
-
-    Raises:
-      ValueError: a row or setting is out of range.
-
-    Reference:
-      Fan et al. 2025, Truncated PPO, arXiv 2506.15050 (windowed rollouts).
-    """
-    check_number("window", window, "[1, inf)")
-    check_number("group_size", group_size, "[1, inf)")
-    requests = jax.device_get(requests)
-    rollout = join_rows([requests])
-    rollout.window_start[:] = rollout.lengths
-    self.set_params(params, version)
-    requests = self.add(
-      rollout,
-      key=key,
-      settings=settings,
-      group_size=group_size,
-      window=window,
-      processor_states=processor_states,
-      extendable=turns is not None,
-    )
-    self.run(requests, rule, turns)
-    return rollout
 
   def lower(
     self,
@@ -282,7 +171,7 @@ class Engine(Scheduler):
       params: ShapeDtypeStructs of sampler parameters.
       prompts: prompts that are prefilled at a time.
       window: lower the prefill of cut responses too.
-      processor_states: as in `generate`, or its ShapeDtypeStructs.
+      processor_states: as in `add`, or its ShapeDtypeStructs.
 
     Returns:
       name -> `jax.stages.Lowered`.
@@ -299,17 +188,15 @@ class Engine(Scheduler):
     if not config.exact:
       tokens = shape((prompts, config.max_prompt_length), jnp.int32)
       lowered["sampler prefill"] = prefill(params, tokens)
-    lowered |= {
-      "sampler decode": programs.decode.lower(
-        params,
-        # With its shardings, so that its buffers are donated.
-        programs.init_kv_cache.eval_shape(),
-        *jax.tree.map(placed, cache.decode_arguments([None] * config.slots)),
-        self._metadata(key, SamplingSettings(), processor_states),
-        np.int32(1),
-        num_draft_tokens=0,
-      ),
-    }
+    lowered["sampler decode"] = programs.decode.lower(
+      params,
+      # With its shardings, so that its buffers are donated.
+      programs.init_kv_cache.eval_shape(),
+      *jax.tree.map(placed, cache.decode_arguments([None] * config.slots)),
+      self._metadata(key, SamplingSettings(), processor_states),
+      np.int32(1),
+      num_draft_tokens=0,
+    )
     if window and not config.exact:
       contexts = config.continued_per_prefill(cache.shards)
       size = contexts, buckets.length_buckets(config.max_length)[-1]
@@ -321,16 +208,6 @@ class Engine(Scheduler):
   def prompts_at_a_time(self, group_size: int) -> int:
     """Prompts whose responses fill the slots."""
     return max(1, self.config.slots // group_size)
-
-  def _max_tokens(self, settings: SamplingSettings) -> int:
-    if settings.stop_strings and self._detokenize is None:
-      raise ValueError(
-        f"stop_strings={settings.stop_strings!r} need an engine that was made"
-        " with detokenize"
-      )
-    return max_tokens_of(
-      settings, max_response_length=self.config.max_response_length
-    )
 
   def _metadata(
     self,
@@ -363,22 +240,17 @@ def _programs(
     processors: logits processors by name.
   """
   jit = functools.partial(jax.jit, out_shardings=fns.kv_sharding)
-  own = {"fns": fns, "drafter": drafter}
+  runner = slots_lib.ModelRunner(fns, drafter, processors, size[-1])
   return Programs(
     init_kv_cache=jit(
       lambda: fns.init_kv_cache(*size) + drafter.init_kv_cache(*size)
     ),
-    prefill=jax.jit(functools.partial(slots_lib.prefill, **own)),
+    prefill=jax.jit(runner.prefill),
     insert=jit(models.write_pages, donate_argnums=0),
     copy_pages=jit(models.copy_pages, donate_argnums=0),
-    extend=jit(functools.partial(slots_lib.extend, fns=fns), donate_argnums=1),
+    extend=jit(runner.extend, donate_argnums=1),
     decode=jax.jit(
-      functools.partial(
-        slots_lib.decode_steps,
-        **own,
-        tokens_per_call=size[-1],
-        processors=processors,
-      ),
+      runner.decode,
       out_shardings=(fns.kv_sharding, fns.slots_sharding),
       static_argnames="num_draft_tokens",
       donate_argnums=1,

@@ -27,7 +27,7 @@ def bounds(
 
   Args:
     weights: float32 [S, V], 1 at most.
-    top_k: int32 [S], as in `choose.choose`.
+    top_k: int32 [S], as in `Distribution`.
     top_p: float32 [S].
     sharding: sharding of slots; None: one device.
   """

@@ -18,8 +18,8 @@ class Distribution(NamedTuple):
   logits: jax.Array  # float32 [R, V].
   temperature: jax.Array  # float32 [R], 0 is greedy.
   top_k: jax.Array  # int32 [R], 0 is off.
-  top_p: jax.Array  # float32 [R], 1 is off.
-  min_p: jax.Array  # float32 [R], 0 is off.
+  top_p: jax.Array  # float32 [R] in (0, 1], 1 is off.
+  min_p: jax.Array  # float32 [R] in [0, 1), 0 is off.
 
 
 class TokenContext(NamedTuple):

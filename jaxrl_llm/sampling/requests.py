@@ -300,34 +300,6 @@ def cut(rollout: Rollout, row: int, length: int, *, status: Status) -> None:
   rollout.status[row] = int(status)
 
 
-def limits_of(
-  max_tokens: chex.Array | None, limit: int, count: int
-) -> np.ndarray:
-  """Most tokens of each response, int [B]; the limit if there is no number.
-
-  Raises:
-    ValueError: it is not B numbers in 1..limit.
-  """
-  values = np.reshape([limit] * count if max_tokens is None else max_tokens, -1)
-  if len(values) != count or not 1 <= values.min() <= values.max() <= limit:
-    raise ValueError(
-      f"max_tokens must be {count} numbers in 1..{limit}, got {values.tolist()}"
-    )
-  return values
-
-
-def check_grid(
-  prompts: Sequence[Sequence[int]], sample_ids: np.ndarray
-) -> None:
-  """Refuses sample ids that are not [N, G] for N prompts."""
-  grid = sample_ids.ndim == 2 and len(sample_ids) == len(prompts)
-  if not grid or not sample_ids.size:
-    raise ValueError(
-      f"sample_ids must be [N, G] for N = {len(prompts)} prompts, with one or"
-      f" more of each, got shape {sample_ids.shape}"
-    )
-
-
 def check_requests(
   rollout: Rollout, config: EngineConfig, *, limit: int
 ) -> None:

@@ -24,7 +24,7 @@ from jaxrl_llm.sampling.rules import Decision, SchedulerView, SchedulingRule
 from jaxrl_llm.sampling.settings import EngineConfig
 from jaxrl_llm.sampling.speculation import AdaptiveSpeculation
 from jaxrl_llm.sampling.stats import DecodeCall, EngineStats
-from jaxrl_llm.types import Origin, Status
+from jaxrl_llm.types import Origin, Rollout, Status, join_rows
 
 _TRACED = 1 << 16  # Decode calls.
 
@@ -92,28 +92,67 @@ class Scheduler:
     """Appends requests to the queue for slots."""
     self._requests |= dict.fromkeys(requests)
 
-  def extend(
+  def answer(
     self, request: Request, tokens: Sequence[int], origin: Origin
   ) -> None:
     """Continues an ended or paused response after tokens of other origin.
 
-    If its KV is still cached, only these tokens are prefilled.
+    If its KV is still cached, only these tokens are prefilled. A response
+    without window budget waits for the next call.
 
     Raises:
       ValueError: The response is running, or the tokens do not fit.
     """
-    self.answer(request, tokens, origin)
-    self._requests[request] = None
-
-  def answer(
-    self, request: Request, tokens: Sequence[int], origin: Origin
-  ) -> None:
-    """Extends a request; one without window budget waits for the next call."""
     if request in self._requests:
       raise ValueError("only a response that has ended or paused is extended")
     requests_lib.extend(request, tokens, origin, version=self._version)
     if request.length < request.pause_at:
       self.enqueue([request])
+
+  def add(self, rollout: Rollout, **options: Any) -> list[Request]:
+    """Enqueues a request for each row of a rollout; a subclass defines it."""
+    raise NotImplementedError
+
+  def generate_window(
+    self,
+    params: Any,
+    requests: Rollout,
+    *,
+    version: int,
+    rule: SchedulingRule = rules.continuous_batching,
+    turns: TurnHook | None = None,
+    **options: Any,
+  ) -> Rollout:
+    """Continues responses, by at most `window` tokens if `add` is given one.
+
+    New tokens are on-policy given the old ones. With unchanged weights, a
+    response that was cut and continued equals the uncut one.
+
+    Args:
+      params: as in `set_params`; responses are continued under these weights.
+      requests: rows of `new_requests`, or that an earlier call cut.
+      version: as in `set_params`.
+      rule: as in `run`.
+      turns: as in `run`.
+      **options: keywords of `add`.
+
+    Returns:
+      The rows in their order. `window_start` is the length before the call,
+      what was written before it is as it was, and a row that goes on is
+      TRUNCATED. Rows of equal `group_id` have equal `group`.
+
+    Raises:
+      ValueError: A row or setting is out of range.
+
+    Reference:
+      Fan et al. 2025, Truncated PPO, arXiv 2506.15050 (windowed rollouts).
+    """
+    rollout = join_rows([requests])
+    rollout.window_start[:] = rollout.lengths
+    self.set_params(params, version)
+    added = self.add(rollout, extendable=turns is not None, **options)
+    self.run(added, rule, turns)
+    return rollout
 
   def abort(self, requests: Sequence[Request]) -> None:
     """Removes requests; their rows stay as they are and may be added again."""

@@ -44,10 +44,10 @@ def score(
     key=jax.random.key(0),  # Nothing is drawn.
     settings=dataclasses.replace(settings, stop_strings=()),
     group_size=1,
-    max_tokens=limits,
   )
-  for request, tokens in zip(requests, given):
-    request.given = tokens[: request.max_tokens]
+  for request, tokens, limit in zip(requests, given, limits.tolist()):
+    request.given = tokens[:limit]
+    request.max_tokens = request.pause_at = limit
   engine.run(requests, continuous_batching)
   engine.reset()
   logprobs[rows] = scored.behavior_logprobs

@@ -5,6 +5,7 @@ decode batch; its per-request state is passed in with every call. The host
 assigns pages of the cache (`scheduler`).
 """
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -50,7 +51,7 @@ class Slots:
 class SamplingMetadata(NamedTuple):
   """Sampling parameters shared by all tokens of a call; arrays."""
 
-  key: chex.PRNGKey  # Key of the run; see `_sample`.
+  key: chex.PRNGKey  # Key of the run; see `ModelRunner._sample`.
   stop_tokens: chex.Array  # int32 [n].
   states: Mapping[str, Any]  # States of logits processors by name.
 
@@ -74,101 +75,175 @@ _GOES_ON = int(Status.TRUNCATED)
 Processors = tuple[tuple[str, LogitsProcessor], ...]
 
 
-def prefill(
-  params: tuple, tokens: chex.Array, *, fns: ModelFns, drafter: Drafter
-) -> tuple:
-  """The contiguous KV cache of contexts [N, C], a drafter's layers last.
+@dataclasses.dataclass(frozen=True, eq=False)
+class ModelRunner:
+  """The functions of a model and its drafter that an engine compiles.
 
-  `models.write_pages` inserts it into pages; the last token of a context is
-  read by the first decode step.
-  """
-  return fns.prefill(params[0], tokens) + drafter.prefill(params[1], tokens)
-
-
-def extend(
-  params: tuple[Any, Any],
-  kv_cache: tuple,
-  block_tables: BlockTables,
-  tokens: chex.Array,
-  positions: chex.Array,
-  writing: chex.Array,
-  *,
-  fns: ModelFns,
-) -> tuple:
-  """The KV cache with Q given tokens more of R responses; arrays [R, Q].
-
-  A drafter does not see them: its drafts are worse, and responses the same.
-  """
-  layers = fns.config.num_layers
-  kv_cache, drafter_cache = kv_cache[:layers], kv_cache[layers:]
-  _, kv_cache, *_ = fns.decode(
-    params[0], kv_cache, block_tables, tokens, positions, writing
-  )
-  return kv_cache + drafter_cache
-
-
-def decode_steps(
-  params: tuple[Any, Any],
-  kv_cache: tuple,
-  block_tables: BlockTables,
-  slots: Slots,
-  active: chex.Array,
-  metadata: SamplingMetadata,
-  min_active: chex.Array,
-  *,
-  tokens_per_call: int,
-  num_draft_tokens: int,
-  fns: ModelFns,
-  drafter: Drafter,
-  processors: Processors = (),
-) -> tuple[tuple, DecodeOutput]:
-  """Decodes in every active slot until one has `tokens_per_call` new tokens.
-
-  One `while_loop` on the device, which returns early when fewer than
-  `min_active` slots are active.
-
-  With speculation, a step reads the last token of a slot and its draft tokens
-  at once. At each of them the model's own token is drawn as always, with the
-  random number of its index; draft tokens are accepted for as long as they are
-  what was drawn. So a response is the same with any drafter, or with none.
-
-  Known tokens are read one a step. They are in the output too, with the
-  log-probs at which they would have been drawn.
-
-  Args:
-    params: sampler parameters, and the drafter's.
-    kv_cache: KV cache of all responses, in slots or not.
-    block_tables: active slots have pages for W more tokens.
-    slots: S slots.
-    active: bool [S].
-    metadata: sampling parameters of every token of the call.
-    min_active: int32 scalar, >= 1.
-    tokens_per_call: the output has W, tokens_per_call + num_draft_tokens.
-    num_draft_tokens: draft tokens per step; 0 is plain decoding.
+  Attributes:
     fns: the model.
-    drafter: proposes the draft tokens.
+    drafter: proposes draft tokens.
     processors: logits processors beside the built-in ones.
-
-  Reference:
-    Leviathan et al. 2023, Fast inference from transformers via speculative
-    decoding, arXiv 2211.17192; here a shared random number replaces the ratio.
+    tokens_per_call: new tokens of a slot that end a decode call.
   """
 
-  def unfinished(carry):
-    *_, output = carry
-    most = jnp.max(jnp.where(output.active, output.count, 0))
-    return (most < tokens_per_call) & (jnp.sum(output.active) >= min_active)
+  fns: ModelFns
+  drafter: Drafter
+  processors: Processors
+  tokens_per_call: int
 
-  model = fns, drafter, processors
-  step = functools.partial(
-    _step, params, block_tables, metadata, num_draft_tokens, model
-  )
-  columns = tokens_per_call + num_draft_tokens
-  output = _empty_output(active, columns, fns.choices)
-  kv_cache, _, output = jax.lax.while_loop(
-    unfinished, lambda carry: step(*carry), (kv_cache, slots, output)
-  )
-  return kv_cache, output
+  def prefill(self, params: tuple[Any, Any], tokens: chex.Array) -> tuple:
+    """The contiguous KV cache of contexts [N, C], a drafter's layers last.
+
+    `models.write_pages` inserts it into pages; the last token of a context is
+    read by the first decode step.
+    """
+    kv_cache = self.fns.prefill(params[0], tokens)
+    return kv_cache + self.drafter.prefill(params[1], tokens)
+
+  def extend(
+    self,
+    params: tuple[Any, Any],
+    kv_cache: tuple,
+    block_tables: BlockTables,
+    tokens: chex.Array,
+    positions: chex.Array,
+    writing: chex.Array,
+  ) -> tuple:
+    """The KV cache with Q given tokens more of R responses; arrays [R, Q].
+
+    A drafter does not see them: its drafts are worse, and responses the same.
+    """
+    layers = self.fns.config.num_layers
+    kv_cache, drafter_cache = kv_cache[:layers], kv_cache[layers:]
+    _, kv_cache, *_ = self.fns.decode(
+      params[0], kv_cache, block_tables, tokens, positions, writing
+    )
+    return kv_cache + drafter_cache
+
+  def decode(
+    self,
+    params: tuple[Any, Any],
+    kv_cache: tuple,
+    block_tables: BlockTables,
+    slots: Slots,
+    active: chex.Array,
+    metadata: SamplingMetadata,
+    min_active: chex.Array,
+    *,
+    num_draft_tokens: int,
+  ) -> tuple[tuple, DecodeOutput]:
+    """Decodes in every active slot until one has `tokens_per_call` new tokens.
+
+    One `while_loop` on the device, which returns early when fewer than
+    `min_active` slots are active.
+
+    With speculation, a step reads the last token of a slot and its draft tokens
+    at once. At each of them the model's own token is drawn as always, with the
+    random number of its index; draft tokens are accepted for as long as they
+    are what was drawn. So a response is the same with any drafter, or with
+    none.
+
+    Known tokens are read one a step. They are in the output too, with the
+    log-probs at which they would have been drawn.
+
+    Args:
+      params: sampler parameters, and the drafter's.
+      kv_cache: KV cache of all responses, in slots or not.
+      block_tables: active slots have pages for W more tokens.
+      slots: S slots.
+      active: bool [S].
+      metadata: sampling parameters of every token of the call.
+      min_active: int32 scalar, >= 1.
+      num_draft_tokens: draft tokens per step; 0 is plain decoding. The output
+        has W, tokens_per_call + num_draft_tokens.
+
+    Reference:
+      Leviathan et al. 2023, Fast inference from transformers via speculative
+      decoding, arXiv 2211.17192; here a shared random number replaces the
+      ratio.
+    """
+    fns, most, count = self.fns, self.tokens_per_call, num_draft_tokens
+    layers = fns.config.num_layers
+
+    def unfinished(carry):
+      *_, output = carry
+      longest = jnp.max(jnp.where(output.active, output.count, 0))
+      return (longest < most) & (jnp.sum(output.active) >= min_active)
+
+    def step(carry):
+      """Drafts, reads, draws and records."""
+      kv_cache, slots, output = carry
+      kv_cache, drafter_cache = kv_cache[:layers], kv_cache[layers:]
+      draw = functools.partial(self._sample, slots, metadata)
+      tokens = slots.last_token[:, None]
+      if count:
+        draft_tokens, drafter_cache = self.drafter.propose(
+          params[1],
+          drafter_cache,
+          block_tables,
+          slots,
+          output.active,
+          lambda logits, ahead: draw(logits, ahead).tokens,
+          count=count,
+        )
+        tokens = jnp.append(tokens, draft_tokens, axis=1)
+      ahead = jnp.arange(count + 1)[None]
+      logits, kv_cache, *experts = fns.decode(
+        params[0],
+        kv_cache,
+        block_tables,
+        jnp.maximum(tokens, 0),  # -1, no draft token, is read as some token.
+        slots.position[:, None] + ahead,
+        jnp.broadcast_to(output.active[:, None], tokens.shape),
+      )
+      ahead = jnp.broadcast_to(ahead, tokens.shape)
+      choice = draw(logits, ahead, _known_next(slots))
+      accepted = tokens[:, 1:] == choice.tokens[:, :-1]  # Never a -1.
+      slots, output = _record(
+        slots, output, choice, accepted, experts, metadata
+      )
+      return kv_cache + drafter_cache, slots, output
+
+    output = _empty_output(active, most + count, fns.choices)
+    kv_cache, _, output = jax.lax.while_loop(
+      unfinished, step, (kv_cache, slots, output)
+    )
+    return kv_cache, output
+
+  def _sample(self, slots, metadata, logits, ahead, known=None):
+    """Tokens [S, Q] at indices length + ahead [S, Q], from logits [S, Q, V].
+
+    The randomness of a token is fold_in(fold_in(key, sample_id), token index):
+    a response depends on weights, prompt and sample_id, and on nothing else.
+    `known` tokens are taken instead of drawn.
+    """
+    shape = ahead.shape
+    index = slots.length[:, None] + ahead
+
+    def uniform_of(sample_id, index):
+      sample_key = jax.random.fold_in(metadata.key, sample_id)
+      return jax.vmap(
+        lambda i: jax.random.uniform(jax.random.fold_in(sample_key, i))
+      )(index)
+
+    uniform = jax.vmap(uniform_of)(slots.sample_id, index).reshape(-1)
+
+    def per_token(x):
+      return jnp.repeat(x, shape[1])
+
+    settings = (per_token(slots[name]) for name in Distribution._fields[1:])
+    distribution = Distribution(logits.reshape(-1, logits.shape[-1]), *settings)
+    context = TokenContext(
+      index.reshape(-1), per_token(slots.min_tokens), metadata.stop_tokens
+    )
+    states = metadata.states
+    for name, processor in (*BUILT_IN.items(), *self.processors):
+      if name in states or not processor.stateful:
+        distribution = processor.fn(distribution, context, states.get(name))
+    choice = choose(
+      uniform, distribution, given=known, sharding=self.fns.slots_sharding
+    )
+    return jax.tree.map(lambda x: x.reshape(shape), choice)
 
 
 def _empty_output(active, columns, choices):
@@ -181,44 +256,6 @@ def _empty_output(active, columns, choices):
     *(tokens, tokens.astype(jnp.float32), zero, zero, active),
     *(zero + _GOES_ON, choices),
   )
-
-
-def _step(
-  params, block_tables, metadata, count, model, kv_cache, slots, output
-):
-  """One decode step: draft `count` tokens, read, draw, record."""
-  fns, drafter, processors = model
-  layers = fns.config.num_layers
-  kv_cache, drafter_cache = kv_cache[:layers], kv_cache[layers:]
-  draw = functools.partial(
-    _sample, slots, metadata, processors, fns.slots_sharding
-  )
-  tokens = slots.last_token[:, None]
-  if count:
-    draft_tokens, drafter_cache = drafter.propose(
-      params[1],
-      drafter_cache,
-      block_tables,
-      slots,
-      output.active,
-      lambda logits, ahead: draw(logits, ahead).tokens,
-      count=count,
-    )
-    tokens = jnp.append(tokens, draft_tokens, axis=1)
-  ahead = jnp.arange(count + 1)[None]
-  logits, kv_cache, *experts = fns.decode(
-    params[0],
-    kv_cache,
-    block_tables,
-    jnp.maximum(tokens, 0),  # -1, no draft token, is read as some token.
-    slots.position[:, None] + ahead,
-    jnp.broadcast_to(output.active[:, None], tokens.shape),
-  )
-  ahead = jnp.broadcast_to(ahead, tokens.shape)
-  choice = draw(logits, ahead, _known_next(slots))
-  accepted = tokens[:, 1:] == choice.tokens[:, :-1]  # Never a -1.
-  slots, output = _record(slots, output, choice, accepted, experts, metadata)
-  return kv_cache + drafter_cache, slots, output
 
 
 def _known_next(slots):
@@ -281,44 +318,3 @@ def _record(slots, output, choice, accepted, experts, metadata):
     status=jnp.where(ended, status, output.status),
     choices=write(output.choices, output.count, *experts) if experts else None,
   )
-
-
-def _sample(slots, metadata, processors, sharding, logits, ahead, known=None):
-  """Tokens [S, Q] of the indices length + ahead [S, Q], from logits [S, Q, V].
-
-  The randomness of a token is fold_in(fold_in(key, sample_id), token index): a
-  response depends on weights, prompt and sample_id, and on nothing else.
-  `known` tokens are taken instead of drawn.
-  """
-  shape = ahead.shape
-  index = slots.length[:, None] + ahead
-
-  def uniform_of(sample_id, index):
-    sample_key = jax.random.fold_in(metadata.key, sample_id)
-    return jax.vmap(
-      lambda i: jax.random.uniform(jax.random.fold_in(sample_key, i))
-    )(index)
-
-  uniform = jax.vmap(uniform_of)(slots.sample_id, index).reshape(-1)
-
-  def per_token(x):
-    return jnp.repeat(x, shape[1])
-
-  distribution = Distribution(
-    logits.reshape(-1, logits.shape[-1]),
-    temperature=per_token(slots.temperature),
-    top_k=per_token(slots.top_k),
-    top_p=per_token(slots.top_p),
-    min_p=per_token(slots.min_p),
-  )
-  context = TokenContext(
-    index.reshape(-1), per_token(slots.min_tokens), metadata.stop_tokens
-  )
-  states = metadata.states
-  for name, processor in (*BUILT_IN.items(), *processors):
-    if name in states or not processor.stateful:
-      distribution = processor.fn(distribution, context, states.get(name))
-  choice = choose(
-    uniform, given=known, sharding=sharding, **distribution._asdict()
-  )
-  return jax.tree.map(lambda x: x.reshape(shape), choice)

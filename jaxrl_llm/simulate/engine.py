@@ -18,12 +18,12 @@ from jaxrl_llm.sampling import requests as requests_lib
 from jaxrl_llm.sampling.paged_cache import PagedCache, Programs
 from jaxrl_llm.sampling.requests import Request, Rows, SamplingParams
 from jaxrl_llm.sampling.rules import SchedulingRule
-from jaxrl_llm.sampling.scheduler import Scheduler, TurnHook
+from jaxrl_llm.sampling.scheduler import Scheduler
 from jaxrl_llm.sampling.slots import DecodeOutput
 from jaxrl_llm.sampling.speculation import AdaptiveSpeculation
 from jaxrl_llm.simulate.cost import CostModel
 from jaxrl_llm.simulate.lengths import Requests
-from jaxrl_llm.types import Responses, Rollout, Status, join_rows, unjudged
+from jaxrl_llm.types import Responses, Rollout, Status, unjudged
 
 # A placeholder for every engine: only the lengths of simulated rows are real.
 _NARROW = sampling.EngineConfig(1, 1, 1, stop_tokens=())
@@ -88,8 +88,10 @@ class SimulatedEngine(Scheduler):
       clock=lambda: self.seconds,
     )
 
-  def add(self, rollout: Rollout, *, window: int = 0) -> list[Request]:
-    """See `Engine.add`; a window of 0 is no bound."""
+  def add(
+    self, rollout: Rollout, *, window: int = 0, **options: Any
+  ) -> list[Request]:
+    """See `Engine.add`; a window of 0 is no bound, and options are ignored."""
     lengths = self.asked.lengths.reshape(-1)
     limits = lengths[rollout.sample_id % lengths.size]
     window = window or int(lengths.max())
@@ -97,24 +99,6 @@ class SimulatedEngine(Scheduler):
     requests = [SimulatedRequest(**vars(request)) for request in plain]
     self.enqueue(requests)
     return requests
-
-  def generate_window(
-    self,
-    params: Any,
-    requests: Rollout,
-    *,
-    window: int,
-    version: int,
-    rule: SchedulingRule,
-    turns: TurnHook | None = None,
-    **settings: Any,
-  ) -> Rollout:
-    """See `RolloutEngine`; settings of sampling are ignored."""
-    rollout = join_rows([requests])
-    rollout.window_start[:] = rollout.lengths
-    self.set_params(params, version)
-    self.run(self.add(rollout, window=window), rule, turns)
-    return rollout
 
   def _decode(
     self, begun: float, prefilled: sampling.EngineStats
@@ -236,7 +220,7 @@ def predict(
   *,
   rule: SchedulingRule = sampling.continuous_batching,
 ) -> sampling.EngineStats:
-  """Predicts the cost of one call of `Engine.generate` for given lengths.
+  """Predicts the cost of writing responses of given lengths.
 
   Counters equal those of the engine, seconds can be compared with it. Stop
   strings, speculation and several shards are not simulated.

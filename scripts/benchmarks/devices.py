@@ -146,10 +146,11 @@ def measure_attention(sizes: Sizes) -> Iterator[Numbers]:
 
   for name in ("xla", "pallas"):
     try:
-      attend = kernels.make_packed_attention(name, kind).attend
-      paged = kernels.make_kernels(name, kind)
+      backend = kernels.choose(name, [kind])
     except InputError:
       continue  # Not for this device.
+    attend = backend.make_packed_attention(kind, sharding=None).attend
+    paged = backend.make_kernels(kind, sharding=None)
     gradient = jax.grad(functools.partial(total, attend), (0, 1, 2))
     layer = paged.init_paged(**size, dtype=dtype)
     for part, function, arrays in (

@@ -14,7 +14,13 @@ from benchmarks import summary, tail
 from benchmarks.peers import SHAPES
 
 from jaxrl_llm import estimators, metrics, models, simulate
-from jaxrl_llm.sampling import Engine, EngineConfig, SamplingSettings
+from jaxrl_llm.sampling import (
+  Engine,
+  EngineConfig,
+  SamplingSettings,
+  continuous_batching,
+  new_requests,
+)
 
 Samples = dict[str, list[float]]
 
@@ -73,21 +79,27 @@ class Sampler:
     names = ("slots", "prompt_length", "new_tokens")
     return cls(*make_model(options), **{k: getattr(options, k) for k in names})
 
-  def __call__(self, prompts, ids, *, seed=0, max_tokens=None, **settings):
+  def __call__(self, prompts, ids, *, seed=0, limits=None, **settings):
     """Writes responses of the given ids; returns the rollout."""
-    return self.engine.generate(
-      self.params,
-      prompts,
-      sample_ids=ids,
+    engine, groups = self.engine, range(len(prompts))
+    rollout = new_requests(prompts, ids, groups, engine.config)
+    engine.set_params(self.params, version=0)
+    requests = engine.add(
+      rollout,
       key=jax.random.key(seed),
       settings=SamplingSettings(**settings),
-      max_tokens=max_tokens,
+      group_size=ids.shape[1],
     )
+    if limits is not None:
+      for request, limit in zip(requests, limits.flat):
+        request.max_tokens = request.pause_at = int(limit)
+    engine.run(requests, continuous_batching)
+    return rollout
 
   def write(self, prompts, limits, *, seed=0):
     """Writes responses of the given lengths; returns statistics and trace."""
     ids = np.arange(limits.size).reshape(limits.shape)
-    self(prompts, ids, seed=seed, max_tokens=limits)
+    self(prompts, ids, seed=seed, limits=limits)
     return self.engine.last_stats, self.engine.trace
 
 

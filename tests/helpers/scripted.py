@@ -11,7 +11,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from helpers import tiny
+from helpers import tiny, tiny_engine
 
 from jaxrl_llm import models, sharding
 from jaxrl_llm.models import paged_attention
@@ -105,9 +105,8 @@ def prompt(total, seed):
 def generate(prompts, own=None, **more):
   """One response to each prompt."""
   call = {"settings": GREEDY, "key": jax.random.key(0)} | more
-  return (own or engine()).generate(
-    (), prompts, sample_ids=np.arange(len(prompts))[:, None], **call
-  )
+  ids = np.arange(len(prompts))[:, None]
+  return tiny_engine.write(own or engine(), (), prompts, ids, **call)
 
 
 def response(prompt):

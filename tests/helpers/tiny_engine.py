@@ -6,7 +6,12 @@ import jax
 import numpy as np
 from helpers import tiny
 
-from jaxrl_llm.sampling import Engine, EngineConfig, SamplingSettings
+from jaxrl_llm.sampling import (
+  Engine,
+  EngineConfig,
+  SamplingSettings,
+  new_requests,
+)
 from jaxrl_llm.types import Rollout, Status
 
 P, T = 12, 20  # Two pages of 16 for the longest sequence.
@@ -65,13 +70,22 @@ def params():
   return fns.for_sampling(trained)
 
 
+def write(engine, params, prompts, ids, *, group_ids=None, **call) -> Rollout:
+  """Whole responses to N prompts; sample ids [N, G]."""
+  groups = np.arange(len(prompts)) if group_ids is None else group_ids
+  rollout = new_requests(prompts, ids, groups, engine.config)
+  call = {"version": 0, "window": engine.config.max_response_length} | call
+  return engine.generate_window(
+    params, rollout, group_size=np.shape(ids)[1], **call
+  )
+
+
 def generate(
   own=None, prompts=PROMPTS, ids=IDS, settings=SETTINGS, key=KEY, **more
 ) -> Rollout:
   """Whole responses, by the shared engine if there is no own one."""
-  return (own or engine()).generate(
-    params(), prompts, sample_ids=ids, key=key, settings=settings, **more
-  )
+  call = {"key": key, "settings": settings} | more
+  return write(own or engine(), params(), prompts, ids, **call)
 
 
 @functools.cache

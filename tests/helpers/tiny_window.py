@@ -70,13 +70,8 @@ def write_window(
 
 @functools.cache
 def uncut():
-  return window_engine().generate(
-    weights()[1],
-    PROMPTS,
-    sample_ids=IDS,
-    key=KEY,
-    settings=SETTINGS,
-    group_ids=GROUP_IDS,
+  return tiny_engine.generate(
+    window_engine(), PROMPTS, IDS, group_ids=GROUP_IDS
   )
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import tiny
+from helpers import tiny, tiny_engine
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel
@@ -290,10 +290,11 @@ class TestPallas:
         ),
       )
       rollouts.append(
-        engine.generate(
+        tiny_engine.write(
+          engine,
           fns.for_sampling(params),
           [[5, 4, 8], [7], [9, 9, 1, 2, 60]],
-          sample_ids=np.arange(6).reshape(3, 2),
+          np.arange(6).reshape(3, 2),
           key=jax.random.key(2),
           settings=SamplingSettings(),
         )
@@ -458,7 +459,8 @@ class TestPackedAttention:
     self, platform, sees, monkeypatch
   ):
     monkeypatch.setattr(kernels, "platform_of", lambda sharding: platform)
-    made = kernels.make_packed_attention("auto", _kind())
+    backend = kernels.choose("auto", [_kind()])
+    made = backend.make_packed_attention(_kind(), sharding=None)
     assert made.sees_prefixes == sees
     # The same settings would be found again.
     fns = models.make_policy(_config(), head_chunk=7 + len(platform) * sees)
@@ -467,7 +469,7 @@ class TestPackedAttention:
 
 class TestMakeKernels:
   def _layout(self, name, config):
-    backend = kernels.make_kernels(name, config)
+    backend = kernels.choose(name, [config]).make_kernels(config, sharding=None)
     return jax.tree.map(
       lambda x: x.shape,
       jax.eval_shape(lambda: backend.init_paged(1, 2, PAGE, jnp.float32)[0]),
@@ -499,16 +501,18 @@ class TestMakeKernels:
   ):
     monkeypatch.setattr(kernels, "platform_of", lambda sharding: platform)
     kinds = [_kind(size=256), _kind(size=256, window=512)]
-    assert kernels.choose("auto", kinds, None) == "pallas"
-    assert not kernels.make_packed_attention("auto", kinds[1]).sees_prefixes
+    backend = kernels.choose("auto", kinds)
+    assert backend is not kernels.XLA
+    made = backend.make_packed_attention(kinds[1], sharding=None)
+    assert not made.sees_prefixes
 
   def test_pallas_is_refused_where_it_cannot_serve(self, monkeypatch):
     with pytest.raises(InputError, match="are cpu; use 'auto' or 'xla'"):
-      kernels.make_kernels("pallas", _kind())
+      kernels.choose("pallas", [_kind()])
     for platform, needed in ("tpu", ">= 64"), ("gpu", r"in \(16, .*, 256\)"):
       monkeypatch.setattr(kernels, "platform_of", lambda _, p=platform: p)
       with pytest.raises(InputError, match=f"head_dim {needed}, and .* has 8"):
-        kernels.make_kernels("pallas", _kind(size=8))
+        kernels.choose("pallas", [_kind(size=8)])
 
   @pytest.mark.parametrize("name, warns", [("auto", True), ("xla", False)])
   def test_auto_says_that_it_falls_back(self, name, warns, monkeypatch):
@@ -522,4 +526,4 @@ class TestMakeKernels:
 
   def test_an_unknown_name_is_an_error(self):
     with pytest.raises(ValueError, match="one of .*'pallas'.*, got 'triton'"):
-      kernels.make_kernels("triton", _kind())
+      kernels.choose("triton", [_kind()])

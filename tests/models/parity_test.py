@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import tiny_engine
 
 from jaxrl_llm import models
 from jaxrl_llm.sampling import Engine, EngineConfig, SamplingSettings
@@ -187,10 +188,11 @@ def test_the_sampler_scores_its_tokens_as_transformers_does(name, tmp_path):
   reference.save_pretrained(tmp_path)
   fns, params = models.load(str(tmp_path), dtype=jnp.float32)
   engine = Engine(fns, EngineConfig(2, 5, 12, page_size=4, stop_tokens=()))
-  rollout = engine.generate(
+  rollout = tiny_engine.write(
+    engine,
     jax.jit(fns.for_sampling)(params),
     [[3, 5, 7, 9, 11]],
-    sample_ids=[[0, 1]],
+    [[0, 1]],
     key=jax.random.key(0),
     settings=SamplingSettings(),
   )

@@ -41,14 +41,10 @@ def _close(got, expected, atol=2e-5):
 
 def _prefilled(params, tokens, *, chunk=512):
   """The cache of contexts, by a prefill that is compiled."""
-  run = functools.partial(
-    decoding.prefill,
-    config=CONFIG,
-    numerics=models.Numerics(),
-    kernels={KIND: kernels.make_xla(KIND)},
-    chunk=chunk,
+  model = decoding.SamplerModel(
+    CONFIG, models.Numerics(), {KIND: kernels.make_xla(KIND)}
   )
-  return jax.jit(run)(params, tokens=tokens)
+  return jax.jit(functools.partial(model.prefill, chunk=chunk))(params, tokens)
 
 
 class TestPages:

@@ -65,13 +65,9 @@ class TestFirstGroups:
     source, worker = frozen.source, frozen.worker
     samples = states.rollout.samples
     prompts, _ = source.draw(source.init(), samples // GROUP)
-    whole = worker.writer.engine.generate(
-      weights.params,
-      [prompt.tokens for prompt in prompts],
-      sample_ids=np.arange(samples).reshape(-1, GROUP),
-      key=worker.writer.key,
-      settings=worker.writer.settings,
-    )
+    ids = np.arange(samples).reshape(-1, GROUP)
+    begun = worker.writer.begin(prompts, ids)
+    whole = worker.writer.write(begun, weights)
     for step in steps:
       rollout = step.collected.rollout
       for name in ("tokens", "lengths", "status"):

@@ -9,11 +9,14 @@ import pytest
 from scipy import stats
 
 from jaxrl_llm.sampling.choose import choose
+from jaxrl_llm.sampling.processors import Distribution
 
 DRAWS = 10_000
 FEW = 2_000  # Where no law is tested.
-# Less than a block of 256, one block, more than one and not a multiple of it.
-SIZES = (23, 256, 700)
+# One block; blocks of 128, which divide the vocabulary; and blocks of 256, the
+# last of which is padded, since no block divides a prime.
+SIZES = (23, 256, 640, 701)
+QWEN = 151_936  # 128 · 1,187.
 LAWS = {
   "plain": {},
   "cold": {"temperature": 0.5},
@@ -31,13 +34,14 @@ def _logits(size):
   return np.random.default_rng(size).normal(0, 1.5, size).astype(np.float32)
 
 
-def _arrays(settings, slots):
-  """Settings [S] from numbers, or from lists of one number per slot."""
-  types = {"top_k": np.int32}
-  return {
+def _distribution(logits, settings, slots=None):
+  """Settings are numbers, or lists of one number per slot."""
+  types, slots = {"top_k": np.int32}, slots or len(logits)
+  arrays = {
     name: np.broadcast_to(np.asarray(value, types.get(name, np.float32)), slots)
     for name, value in (OFF | settings).items()
   }
+  return Distribution(logits, **arrays)
 
 
 _choose = jax.jit(choose)
@@ -46,7 +50,7 @@ _choose = jax.jit(choose)
 def _draw(uniform, logits, settings):
   uniform = np.asarray(uniform, np.float32)
   logits = np.broadcast_to(logits, (len(uniform), np.shape(logits)[-1]))
-  out = _choose(uniform, logits, **_arrays(settings, len(uniform)))
+  out = _choose(uniform, _distribution(logits, settings))
   return np.asarray(out.tokens), np.asarray(out.logprobs)
 
 
@@ -136,10 +140,10 @@ class TestFilters:
 
   @pytest.mark.parametrize(
     "settings",
-    [{"top_k": 700}, {"top_k": 10_000}, {"top_p": 1.0}, {"min_p": 0.0}],
+    [{"top_k": 701}, {"top_k": 10_000}, {"top_p": 1.0}, {"min_p": 0.0}],
   )
   def test_settings_that_keep_all_are_bit_identical_to_none(self, settings):
-    logits = _logits(700)
+    logits = _logits(701)
     # Slot 0 filters, so that the others do pass through the filter.
     mixed = {
       k: [5 if k == "top_k" else OFF[k]] + [settings.get(k, OFF[k])] * 63
@@ -152,15 +156,15 @@ class TestFilters:
     "settings", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 0.999}]
   )
   def test_the_narrowest_filter_keeps_the_best_alone(self, settings):
-    tokens, logprobs = self._draw(_logits(700), settings)
-    assert set(tokens) == {_logits(700).argmax()}
+    tokens, logprobs = self._draw(_logits(701), settings)
+    assert set(tokens) == {_logits(701).argmax()}
     np.testing.assert_array_equal(logprobs, 0.0)
 
   @pytest.mark.parametrize(
     "settings", [{"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.9}]
   )
   def test_ties_with_the_last_kept_are_kept(self, settings):
-    logits = np.full(700, -9.0, np.float32)
+    logits = np.full(701, -9.0, np.float32)
     tied = [3, 255, 256, 699]
     logits[tied] = 2.0
     tokens, logprobs = self._draw(logits, settings)
@@ -169,7 +173,7 @@ class TestFilters:
 
   @pytest.mark.parametrize("top_p", [0.3, 0.5, 0.50001, 0.8])
   def test_top_p_keeps_the_smallest_set_with_its_mass(self, top_p):
-    logits = np.full(700, -np.inf, np.float32)
+    logits = np.full(701, -np.inf, np.float32)
     logits[[600, 1, 400]] = np.log([0.5, 0.3, 0.2])
     kept = [600, 1, 400][: np.searchsorted([0.5, 0.8, 1.0], top_p - 1e-6) + 1]
     assert set(self._draw(logits, {"top_p": top_p})[0]) == set(kept)
@@ -177,21 +181,21 @@ class TestFilters:
 
 class TestGreedy:
   def test_is_the_argmax_with_log_prob_zero(self):
-    logits = np.random.default_rng(0).normal(size=(64, 700)).astype(np.float32)
+    logits = np.random.default_rng(0).normal(size=(64, 701)).astype(np.float32)
     settings = {"temperature": 0.0, "top_k": 3, "top_p": 0.5}
     tokens, logprobs = _draw(TestFilters.UNIFORM, logits, settings)
     np.testing.assert_array_equal(tokens, logits.argmax(-1))
     np.testing.assert_array_equal(logprobs, 0.0)
 
   def test_takes_the_first_of_equals(self):
-    logits = np.zeros((64, 700), np.float32)
+    logits = np.zeros((64, 701), np.float32)
     logits[:, [300, 500]] = 1.0
     tokens, _ = _draw(TestFilters.UNIFORM, logits, {"temperature": 0.0})
     assert set(tokens) == {300}
 
   @pytest.mark.parametrize("temperature", [1e-7, 1.2e-38])
   def test_is_the_limit_of_small_temperatures(self, temperature):
-    logits = 50 * np.random.default_rng(0).normal(size=(64, 700))
+    logits = 50 * np.random.default_rng(0).normal(size=(64, 701))
     tokens, logprobs = _draw(
       TestFilters.UNIFORM,
       logits.astype(np.float32),
@@ -202,7 +206,7 @@ class TestGreedy:
 
 
 class TestEdges:
-  @pytest.mark.parametrize("size", [23, 700])
+  @pytest.mark.parametrize("size", SIZES)
   def test_extreme_numbers_give_the_first_and_last_possible_token(self, size):
     logits = np.full(size, -np.inf, np.float32)
     # No weight at both ends, in whole blocks and between.
@@ -217,7 +221,7 @@ class TestEdges:
   def test_impossible_tokens_are_never_chosen(self, settings):
     rng = np.random.default_rng(1)
     # Every slot has its own sparse law, with weights of all magnitudes.
-    logits = rng.normal(0, 12, (FEW, 700)).astype(np.float32)
+    logits = rng.normal(0, 12, (FEW, 701)).astype(np.float32)
     logits[rng.random(logits.shape) < rng.random((FEW, 1))] = -np.inf
     logits[:, 350] = 0.0  # At least one token is possible.
     uniform = _uniform()[:FEW].copy()
@@ -227,16 +231,17 @@ class TestEdges:
     assert np.all(np.isfinite(logits[rows, tokens]))
     assert np.all(np.isfinite(logprobs)) and np.all(logprobs <= 1e-6)
 
-  def test_a_number_on_a_boundary_belongs_to_the_next_token(self):
-    logits = np.full(700, -np.inf, np.float32)
-    equal = np.array([2, 255, 256, 600])
+  @pytest.mark.parametrize("size, block", [(640, 128), (701, 256)])
+  def test_a_number_on_a_boundary_belongs_to_the_next_token(self, size, block):
+    logits = np.full(size, -np.inf, np.float32)
+    equal = np.array([2, block - 1, block, 600])
     logits[equal] = 1.5
     uniform = np.resize(np.float32([0.0, 0.25, 0.5, 0.75]), 64)
     tokens, _ = _draw(uniform, logits, {})
     np.testing.assert_array_equal(tokens, np.resize(equal, 64))
 
   def test_one_possible_token(self):
-    logits = np.full((64, 700), -np.inf, np.float32)
+    logits = np.full((64, 701), -np.inf, np.float32)
     only = np.arange(64) * 11
     logits[np.arange(64), only] = -7.0
     tokens, logprobs = _draw(TestFilters.UNIFORM, logits, {})
@@ -246,19 +251,52 @@ class TestEdges:
   @pytest.mark.parametrize("settings", [{}, {"top_k": 3}, {"temperature": 0.0}])
   @pytest.mark.parametrize("value", [np.nan, -np.inf])
   def test_without_a_possible_token_it_is_negative(self, value, settings):
-    logits = np.full((64, 700), value, np.float32)
+    logits = np.full((64, 701), value, np.float32)
     tokens, _ = _draw(TestFilters.UNIFORM, logits, settings)
     assert (tokens < 0).all()
 
   def test_bfloat16_logits_give_float32_log_probs(self):
     logits = jnp.zeros((2, 23), jnp.bfloat16)
-    out = _choose(np.float32([0.1, 0.9]), logits, **_arrays({}, 2))
+    out = _choose(np.float32([0.1, 0.9]), _distribution(logits, {}))
     assert out.logprobs.dtype == jnp.float32
     assert out.tokens.dtype == jnp.int32
 
   def test_shapes_that_disagree_raise(self):
     with pytest.raises(AssertionError):
-      choose(jnp.zeros(2), jnp.zeros((2, 5)), **_arrays({}, 3))
+      choose(jnp.zeros(2), _distribution(jnp.zeros((2, 5)), {}, slots=3))
+
+
+class TestBlocks:
+  """The vocabulary is drawn from in blocks, of equal size where possible."""
+
+  @pytest.mark.parametrize("size", [23, 256, 640, 1024, QWEN])
+  def test_divide_the_vocabulary_without_a_padded_copy(self, size):
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype=np.float32)
+    distribution = _distribution(shape((2, size)), {}, slots=2)
+    program = jax.make_jaxpr(choose)(shape((2,)), distribution)
+    assert "pad[" not in str(program)
+
+  def test_of_a_prime_vocabulary_are_padded(self):
+    distribution = _distribution(np.zeros((2, 701)), {})
+    program = jax.make_jaxpr(choose)(np.zeros(2), distribution)
+    assert "f32[2,768] = pad[" in str(program)
+
+  def test_of_a_large_vocabulary_follow_the_exact_law(self):
+    uniform = (np.arange(64, dtype=np.float32) + 0.5) / 64
+    tokens, logprobs = _draw(uniform, _logits(QWEN), {})
+    p = _exact(_logits(QWEN))
+    ends = np.cumsum(p)
+    assert np.all(uniform <= ends[tokens] + 1e-6)
+    assert np.all(uniform >= ends[tokens] - p[tokens] - 1e-6)
+    np.testing.assert_allclose(logprobs, np.log(p[tokens]), atol=1e-4)
+
+  def test_of_256_tokens_draw_the_tokens_of_earlier_releases(self):
+    uniform = (np.arange(16, dtype=np.float32) + 0.5) / 16
+    tokens, _ = _draw(uniform, _logits(1024), {})
+    assert tokens.tolist() == [
+      *(17, 84, 154, 256, 307, 340, 404, 465),
+      *(554, 622, 682, 760, 810, 849, 922, 994),
+    ]
 
 
 class TestGiven:
@@ -274,8 +312,9 @@ class TestGiven:
       "min_p": np.zeros(6, np.float32),
     }
     given = np.int32([-1, 299, 0, 255, 7, -1])
-    drawn = choose(uniform, logits, **settings)
-    out = choose(uniform, logits, given=given, **settings)
+    distribution = Distribution(logits, **settings)
+    drawn = choose(uniform, distribution)
+    out = choose(uniform, distribution, given=given)
     none = given < 0
     np.testing.assert_array_equal(
       out.tokens, np.where(none, drawn.tokens, given)
@@ -287,5 +326,5 @@ class TestGiven:
     wanted[4] = 0  # Greedy.
     np.testing.assert_allclose(out.logprobs, wanted, rtol=1e-5, atol=1e-5)
     # Those that were drawn, given: the same bits.
-    again = choose(uniform, logits, given=drawn.tokens, **settings)
+    again = choose(uniform, distribution, given=drawn.tokens)
     jax.tree.map(np.testing.assert_array_equal, again, drawn)

@@ -27,6 +27,7 @@ from helpers.tiny_engine import (
   params,
   rows,
   sequences,
+  write,
 )
 
 from jaxrl_llm import models, sharding
@@ -154,12 +155,8 @@ class TestIndependence:
     fns, trained = tiny.tiny_policy(mesh)
     placed = jax.device_put(trained, sharding.tree_shardings(trained, mesh))
     own = make_engine(fns)
-    run = lambda: own.generate(
-      fns.for_sampling(placed),
-      PROMPTS,
-      sample_ids=IDS,
-      key=KEY,
-      settings=SETTINGS,
+    run = lambda: write(
+      own, fns.for_sampling(placed), PROMPTS, IDS, key=KEY, settings=SETTINGS
     )
     assert_same_responses(run(), expected())
     count = len(COMPILED)
@@ -345,10 +342,8 @@ class TestBadInput:
   @pytest.mark.parametrize(
     "prompts, ids, message",
     [
-      ([[1]], IDS[:2], r"N = 1 prompts, .*got shape \(2, 4\)"),
-      ([[1]], IDS[0], r"N = 1 prompts, .*got shape \(4,\)"),
-      ([], IDS[:0], r"one or more of each, got shape \(0, 4\)"),
-      ([[1]], IDS[:1, :0], r"one or more of each, got shape \(1, 0\)"),
+      ([[1]], IDS[:2], r"each of the 1 prompts, got 2 and 1"),
+      ([], IDS[:0], r"there must be requests, got none"),
       ([[1], []], IDS[:2], r"1..12, got 0..1"),
       ([[1] * 13], IDS[:1], r"1..12, got 13..13"),
     ],
@@ -366,7 +361,5 @@ class TestBadInput:
     broken = jax.tree.map(lambda x: x * float("nan"), params())
     settings = dataclasses.replace(SETTINGS, temperature=temperature)
     with pytest.raises(InputError, match="logits are not finite"):
-      engine().generate(
-        broken, PROMPTS, sample_ids=IDS, key=KEY, settings=settings
-      )
+      write(engine(), broken, PROMPTS, IDS, key=KEY, settings=settings)
     assert engine().requests() == []

@@ -8,7 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import tiny
-from helpers.tiny_engine import IDS, KEY, PROMPTS, SETTINGS, STOP, G, P, T
+from helpers.tiny_engine import (
+  IDS,
+  KEY,
+  PROMPTS,
+  SETTINGS,
+  STOP,
+  G,
+  P,
+  T,
+  write,
+)
 from helpers.tiny_engine import rows as take
 
 from jaxrl_llm import models, sharding
@@ -59,9 +69,7 @@ def engine(dtype, slots=8, page_size=16, kv_pages=0, exact=True, mesh=None):
 
 
 def sample(own, params, settings=PLAIN):
-  return own.generate(
-    params, PROMPTS, sample_ids=IDS, key=KEY, settings=settings
-  )
+  return write(own, params, PROMPTS, IDS, key=KEY, settings=settings)
 
 
 def largest(own, params, rollout, settings=PLAIN):
@@ -215,7 +223,8 @@ class TestContinued:
       for request in own.step():
         if request not in answered and request.length <= T - 8:
           answered.add(request)
-          own.extend(request, [7, 8, 9, STOP[0], 10], Origin.FOREIGN)
+          request.pause_at += 1  # For one token after them.
+          own.answer(request, [7, 8, 9, STOP[0], 10], Origin.FOREIGN)
     assert len(answered) > 10
     foreign = rollout.origin == Origin.FOREIGN
     assert (foreign & ~rollout.mask).any()

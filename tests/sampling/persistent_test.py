@@ -135,8 +135,8 @@ class TestShards:
     finish(engine)
     before = engine.stats
     for request in requests:
-      engine.extend(request, [7, 8, 9], Origin.FOREIGN)
       request.pause_at = request.max_tokens
+      engine.answer(request, [7, 8, 9], Origin.FOREIGN)
     sequences = [request.context().tolist() for request in requests]
     finish(engine)
     assert (engine.stats - before).prefill_tokens >= 3 * 6
@@ -160,14 +160,9 @@ class TestPrefill:
       return rules.continuous_batching(view)
 
     seen = []
-    out = engine.generate(
-      (),
-      prompts,
-      sample_ids=np.arange(9).reshape(3, 3),
-      key=KEY,
-      settings=scripted.GREEDY,
-      rule=rule,
-    )
+    ids = np.arange(9).reshape(3, 3)
+    call = {"key": KEY, "settings": scripted.GREEDY, "rule": rule}
+    out = tiny_engine.write(engine, (), prompts, ids, **call)
     scripted.check(out, [p for p in prompts for _ in range(3)])
     # Of the third prompt, one response found no slot at first.
     assert engine.last_stats.prefill_tokens == 5 + 2 + 1 + 1
@@ -176,13 +171,7 @@ class TestPrefill:
   def test_has_as_much_padding_as_prompts_at_most(self, count, calls):
     engine = scripted.make_engine(slots=16)
     prompts = _prompts(count)
-    out = engine.generate(
-      (),
-      prompts,
-      sample_ids=np.arange(count)[:, None],
-      key=KEY,
-      settings=scripted.GREEDY,
-    )
+    out = scripted.generate(prompts, own=engine)
     scripted.check(out, prompts)
     assert engine.last_stats.prefill_calls == calls  # Of 2 prompts, or of 16.
 
@@ -233,8 +222,8 @@ class TestExtend:
     before = engine.stats
     given = [[7, 8, 9], [5] * 11, [6]]  # More than a page, too.
     for request, tokens in zip(requests, given):
-      engine.extend(request, tokens, Origin.FOREIGN)
       request.pause_at = request.max_tokens
+      engine.answer(request, tokens, Origin.FOREIGN)
     sequences = [[*r.context().tolist()] for r in requests]
     finish(engine)
     assert (engine.stats - before).prefill_tokens == sum(map(len, given))
@@ -259,8 +248,8 @@ class TestExtend:
     finish(engine)
     assert request.row.status[0] == Status.FINISHED
     before, length = engine.stats, request.context_length
-    engine.extend(request, [40, 8], Origin.FOREIGN)
     request.pause_at = request.max_tokens
+    engine.answer(request, [40, 8], Origin.FOREIGN)
     finish(engine)
     prefilled = (engine.stats - before).prefill_tokens
     assert prefilled == (2 if extendable else length + 2)
@@ -277,8 +266,8 @@ class TestExtend:
       finish(engine)
       open_ = [r for r in requests if r.row.status[0] == Status.TRUNCATED]
       for request in open_:
-        engine.extend(request, [17, 23, 5], Origin.FOREIGN)
         request.pause_at = request.max_tokens
+        engine.answer(request, [17, 23, 5], Origin.FOREIGN)
       if new_weights:
         engine.set_params(dict(tiny_engine.params()), 0)
       before = engine.stats
@@ -294,12 +283,12 @@ class TestExtend:
     engine.set_params((), 0)
     _, (request,) = add(engine, [[50]], window=12)
     with pytest.raises(ValueError, match="ended or paused"):
-      engine.extend(request, [5], Origin.FOREIGN)
+      engine.answer(request, [5], Origin.FOREIGN)
     finish(engine)
     with pytest.raises(ValueError, match="1..37 tokens, got 38"):
-      engine.extend(request, [5] * 38, Origin.FOREIGN)
+      engine.answer(request, [5] * 38, Origin.FOREIGN)
     with pytest.raises(ValueError, match="1..37 tokens, got 0"):
-      engine.extend(request, [], Origin.FOREIGN)
+      engine.answer(request, [], Origin.FOREIGN)
 
 
 class TestAbort:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import tiny, tiny_engine
-from helpers.tiny_engine import KEY, STOP, T
+from helpers.tiny_engine import STOP, T
 
 from jaxrl_llm.sampling import (
   Drafter,
@@ -142,12 +142,11 @@ class TestResponses:
     drawn = {}
     for token in (None, 2, -1):
       drafter = () if token is None else (constant(token), 1)
-      drawn[token] = make_engine(*drafter, slots=512).generate(
-        tiny_engine.params(),
+      drawn[token] = tiny_engine.generate(
+        make_engine(*drafter, slots=512),
         [PROMPTS[2]],
-        sample_ids=np.arange(512).reshape(1, 512),
-        key=KEY,
-        settings=SamplingSettings(logit_bias=bias, max_new_tokens=2),
+        np.arange(512).reshape(1, 512),
+        SamplingSettings(logit_bias=bias, max_new_tokens=2),
       )
     for rollout in drawn.values():
       np.testing.assert_array_equal(rollout.tokens, drawn[None].tokens)
