@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm import masked, register
-from jaxrl_llm.learner import batches, estimates, members, providers, scoring
+from jaxrl_llm.learner import estimates, members, providers, scoring
 from jaxrl_llm.learner.update import Objective
 
 _LEARNING_RATE = 0.01  # The probe is linear and has no one to wait for.
@@ -62,15 +62,11 @@ def make_probe(policy, algorithm, mesh) -> members.Member:
     read = lambda rows: outcomes(params, rows, policy_params)
     return scoring.over_micro_batches(read, packed)
 
-  over = {"mask": "policy_mask", "mode": "seq-mean-token-mean"}
-
-  def prepare(*arguments):
-    return batches.plain_batch(*arguments, reads=["reward_on_all"], **over)
-
   training = members.Training(
     Objective("poise", loss),
-    prepare,
-    **over,
+    reads=["reward_on_all"],
+    mask="policy_mask",
+    mode="seq-mean-token-mean",
     arguments=lambda settings, state: (state.params("policy"),),
   )
   settings = dataclasses.replace(
