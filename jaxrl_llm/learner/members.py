@@ -32,6 +32,7 @@ class Training(NamedTuple):
 
   Attributes:
     objective: its loss.
+    score: (params, PackedRows, *arguments) -> arrays [M, r, C]; see `scoring`.
     reads: names of the inputs [B, T] of the loss; it also reads `weights`.
     mask: name of the bool input [B, T] with the tokens that it learns from.
     mode: reduction of the loss over them, see `masked.token_weights`.
@@ -39,12 +40,13 @@ class Training(NamedTuple):
     auxiliary: further losses by name, see `update.policy_objective`.
     correction: factor of the weights, see `Algorithm.correction`.
     step_scale: factor of an update, see `Algorithm`.
-    arguments: (settings, state) -> further arguments of loss and scores.
+    arguments: (settings, state) -> further arguments of loss and score.
     waits: whether it learns only from ended responses, in whole mini-batches;
       the last responses of a batch wait for the next one.
   """
 
   objective: update.Objective
+  score: Callable[..., Any]
   reads: Collection[str]
   mask: str
   mode: str
@@ -176,53 +178,21 @@ def make_frozen(
   return Frozen(shapes, functools.partial(read, shapes), score)
 
 
-def make_policy(
-  fns: ModelFns,
-  settings: UpdateSettings,
-  algorithm: Algorithm,
-  mesh: jax.sharding.Mesh,
-) -> Member:
-  """Makes the policy with the algorithm's losses."""
-  score = functools.partial(scoring.score_logprobs, fns=fns)
-  return make_member(
-    fns, policy_training(fns, algorithm), score, settings, mesh
-  )
-
-
 def policy_training(fns: ModelFns, algorithm: Algorithm) -> Training:
   """Returns the training of the policy with the algorithm's losses."""
   auxiliary = algorithm.auxiliary
   return Training(
     update.policy_objective(fns, algorithm.policy_loss, auxiliary),
-    algorithm.policy_inputs,
-    "policy_mask",
-    algorithm.loss_mode,
-    algorithm.loss_norm,
-    auxiliary,
-    algorithm.correction,
-    algorithm.step_scale,
-    arguments=temperature,
-  )
-
-
-def temperature(settings: LearnerSettings, state: LearnerState) -> tuple:
-  """Returns the sampling temperature, an argument of the policy's functions."""
-  del state
-  return (np.float32(settings.temperature),)
-
-
-def make_critic(
-  fns: ValueFns,
-  settings: UpdateSettings,
-  algorithm: Algorithm,
-  mesh: jax.sharding.Mesh,
-) -> Member | None:
-  """Makes the critic; None if the algorithm has none."""
-  if algorithm.value_loss is None:
-    return None
-  score = functools.partial(scoring.score_values, fns=fns)
-  return make_member(
-    fns, critic_training(fns, algorithm), score, settings, mesh
+    functools.partial(scoring.score_logprobs, fns=fns),
+    reads=algorithm.policy_inputs,
+    mask="policy_mask",
+    mode=algorithm.loss_mode,
+    norm=algorithm.loss_norm,
+    auxiliary=auxiliary,
+    correction=algorithm.correction,
+    step_scale=algorithm.step_scale,
+    # An argument of the policy's functions.
+    arguments=lambda settings, state: (np.float32(settings.temperature),),
   )
 
 
@@ -230,9 +200,10 @@ def critic_training(fns: ValueFns, algorithm: Algorithm) -> Training:
   """Returns the training of the critic, with a token mean of its loss."""
   return Training(
     update.value_objective(fns, algorithm.value_loss),
-    algorithm.value_inputs,
-    "value_mask",
-    "token-mean",
+    functools.partial(scoring.score_values, fns=fns),
+    reads=algorithm.value_inputs,
+    mask="value_mask",
+    mode="token-mean",
     waits=True,
   )
 
@@ -240,7 +211,6 @@ def critic_training(fns: ValueFns, algorithm: Algorithm) -> Training:
 def make_member(
   fns: Any,
   training: Training,
-  score: Callable[..., Any],
   settings: UpdateSettings,
   mesh: jax.sharding.Mesh,
 ) -> Member:
@@ -249,7 +219,6 @@ def make_member(
   Args:
     fns: functions of the model, as in `Member`.
     training: its training.
-    score: (params, PackedRows, *arguments) -> arrays [M, r, C]; see `scoring`.
     settings: update settings.
     mesh: mesh of the model; `sharding.PARAMETERS` splits its parameters.
   """
@@ -273,7 +242,7 @@ def make_member(
     fns=fns,
     training=training,
     create_state=create,
-    score=jax.jit(score, out_shardings=everywhere),
+    score=jax.jit(training.score, out_shardings=everywhere),
     update=update.make_update(
       training.objective,
       optimizer,

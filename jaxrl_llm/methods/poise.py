@@ -64,6 +64,7 @@ def make_probe(policy, algorithm, mesh) -> members.Member:
 
   training = members.Training(
     Objective("poise", loss),
+    score,
     reads=["reward_on_all"],
     mask="policy_mask",
     mode="seq-mean-token-mean",
@@ -73,7 +74,7 @@ def make_probe(policy, algorithm, mesh) -> members.Member:
     policy.settings, learning_rate=_LEARNING_RATE, frozen=()
   )
   probe = Probe(init, policy.fns.shares_prompts)
-  return members.make_member(probe, training, score, settings, mesh)
+  return members.make_member(probe, training, settings, mesh)
 
 
 def reward_on_all(token_rewards, mask) -> jax.Array:

@@ -202,11 +202,15 @@ def make_learner(
   algorithm = build_algorithm.make_algorithm(config)
   policy_fns, critic_fns = fns
   of = functools.partial(update_settings, config)
-  policy = members.make_policy(policy_fns, of("policy"), algorithm, mesh)
-  critic = members.make_critic(critic_fns, of("value"), algorithm, mesh)
-  if critic and policy_fns.config.adapters and critic_fns.config.adapters:
-    critic = dataclasses.replace(critic, shares_base=True, base=policy.base)
-  found = {"policy": policy} | ({"critic": critic} if critic else {})
+  training = members.policy_training(policy_fns, algorithm)
+  policy = members.make_member(policy_fns, training, of("policy"), mesh)
+  found = {"policy": policy}
+  if algorithm.value_loss is not None:
+    training = members.critic_training(critic_fns, algorithm)
+    critic = members.make_member(critic_fns, training, of("value"), mesh)
+    if policy_fns.config.adapters and critic_fns.config.adapters:
+      critic = dataclasses.replace(critic, shares_base=True, base=policy.base)
+    found["critic"] = critic
   for name in algorithm.members:
     found[name] = choices.MEMBERS[name].make(policy, algorithm, mesh)
   versions = {"versions": config_lib.most_staleness(config)}

@@ -62,6 +62,7 @@ def make(policy, algorithm, mesh):
 
   training = members.Training(
     Objective("probe", loss),
+    score,
     reads=["outcome_on_all"],
     mask="policy_mask",
     mode="token-mean",
@@ -69,7 +70,7 @@ def make(policy, algorithm, mesh):
   )
   settings = dataclasses.replace(policy.settings, learning_rate=0.05)
   probe = Probe(init, policy.fns.shares_prompts)
-  return members.make_member(probe, training, score, settings, mesh)
+  return members.make_member(probe, training, settings, mesh)
 
 
 def outcome_on_all(rewards, mask):
