@@ -338,6 +338,7 @@ def _make_pretraining(
     learner, algorithm=make(learner.algorithm, gamma=config.estimator.gamma)
   )
   return ValuePretraining(
+    config,
     learner=of(build_algorithm.with_monte_carlo_returns),
     reward_model=of(build_algorithm.as_reward_model),
     worker=RolloutWorker(
@@ -347,12 +348,7 @@ def _make_pretraining(
       _make_group_reward(config, writer.judge),
     ),
     source=source,
-    reward_model_steps=value.reward_model_steps,
-    steps=value.pretrain_steps,
-    patience=value.pretrain_patience,
-    min_delta=value.pretrain_min_delta,
-    save_every=config.checkpoint.every,
-    seed=(config.run.seed, PRETRAINING),
+    stream=PRETRAINING,
   )
 
 
