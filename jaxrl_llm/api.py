@@ -307,7 +307,7 @@ class Policy:
       raise InputError(f"{self.path}: is a model directory; give a run")
     fns, params = workdir.load_critic(self.path, self.step)
     params = jax.tree.map(lambda x: x.astype(dtype), params)
-    models.save_value(path, fns, params, tokenizer_from=self.directory)
+    models.save(path, fns, params, tokenizer_from=self.directory)
 
   def _check_out(self, path: str | os.PathLike) -> None:
     """Refuses a directory whose files would be lost."""

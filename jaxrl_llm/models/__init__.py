@@ -63,9 +63,18 @@ def load(path: str, *, dtype: Any = jnp.float32) -> tuple[ModelFns, Any]:
 
 
 def save(
-  path: str, fns: ModelFns, params: Any, *, tokenizer_from: str | None = None
+  path: str,
+  fns: ModelFns | ValueFns,
+  params: Any,
+  *,
+  tokenizer_from: str | None = None,
 ) -> None:
   """Writes a Hugging Face directory that `transformers` loads.
+
+  A critic is written as a token classifier; `transformers` has no such class
+  for Gemma 3. Logit 0 at a token is V of the state after it; a categorical
+  critic has a logit for each bin, and the interval of the bins is
+  `value_support` in config.json.
 
   Args:
     path: directory to write.
@@ -73,9 +82,9 @@ def save(
     params: its parameters, as one nested dict or as `Params`.
     tokenizer_from: directory whose tokenizer files are copied.
   """
-  hf.write_params(
-    path, fns.config, merge(params), extra_files_from=tokenizer_from
-  )
+  head = fns.head if isinstance(fns, ValueFns) else None
+  settings = {"extra_files_from": tokenizer_from, "head": head}
+  hf.write_params(path, fns.config, merge(params), **settings)
 
 
 def critic_config(config: Any, model_config: ModelConfig) -> ModelConfig:
@@ -90,22 +99,3 @@ def critic_config(config: Any, model_config: ModelConfig) -> ModelConfig:
   if hf.is_model(path := config.value.init_from):
     model_config = hf.read_config(path)
   return adapted(config, model_config, group="value")
-
-
-def save_value(
-  path: str, fns: ValueFns, params: Any, *, tokenizer_from: str | None = None
-) -> None:
-  """Writes a critic as a Hugging Face token classifier.
-
-  Logit 0 at a token is V of the state after it; a categorical critic has a
-  logit for each bin, and the interval of the bins is `value_support` in
-  config.json. `transformers` has no such class for Gemma 3.
-
-  Args:
-    path: directory to write.
-    fns: functions of the critic.
-    params: its parameters, as one nested dict or as `Params`.
-    tokenizer_from: directory whose tokenizer files are copied.
-  """
-  settings = {"extra_files_from": tokenizer_from, "head": fns.head}
-  hf.write_params(path, fns.config, merge(params), **settings)

@@ -50,7 +50,7 @@ def assert_same(found, wanted):
 def test_bit_equal_after_a_round_trip(tmp_path, head, tied):
   fns = make(head=head, tie_word_embeddings=tied)
   params = random_params(fns)
-  models.save_value(str(tmp_path), fns, params)
+  models.save(str(tmp_path), fns, params)
   assert hf.is_model(tmp_path) and hf.is_critic(tmp_path)
   config = hf.read_config(tmp_path)
   assert config == fns.config
@@ -82,7 +82,7 @@ def test_a_policy_becomes_a_critic_with_a_new_head(tmp_path):
 )
 def test_another_head_is_one_line(tmp_path, head, problem):
   fns = make(head=CATEGORICAL)
-  models.save_value(str(tmp_path), fns, random_params(fns))
+  models.save(str(tmp_path), fns, random_params(fns))
   with pytest.raises(InputError, match=problem):
     hf.read_critic(tmp_path, fns.config, head, place)
   with pytest.raises(InputError, match="has no place by the configuration"):
@@ -97,7 +97,7 @@ def test_logits_equal_those_of_transformers(tmp_path, family):
   head = CATEGORICAL if family == "qwen3" else heads.SCALAR
   fns = make(family, head)
   params = random_params(fns)
-  models.save_value(str(tmp_path), fns, params)
+  models.save(str(tmp_path), fns, params)
   theirs = transformers.AutoModelForTokenClassification.from_pretrained(
     tmp_path
   ).eval()
