@@ -50,6 +50,7 @@ def entropy_from_logits(logits: chex.Array) -> jax.Array:
   return -jnp.sum(terms, axis=-1)
 
 
+@of_equal_shape("logprobs", "reference_logprobs")
 def clamped_log_ratio(
   logprobs: chex.Array, reference_logprobs: chex.Array
 ) -> jax.Array:
@@ -64,9 +65,6 @@ def clamped_log_ratio(
   Returns:
     float32, same shape.
   """
-  logprobs, reference_logprobs = of_equal_shape(
-    logprobs=logprobs, reference_logprobs=reference_logprobs
-  )
   difference = jnp.asarray(logprobs, jnp.float32) - jnp.asarray(
     reference_logprobs, jnp.float32
   )

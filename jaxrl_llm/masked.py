@@ -21,6 +21,7 @@ NORM_MODES = ("seq-mean-token-sum-norm", "dr-grpo")
 Axis = int | Sequence[int] | None
 
 
+@of_equal_shape("x", "mask")
 def masked_fill(
   x: chex.Array, mask: chex.Array, *, value: float = 0.0
 ) -> jax.Array:
@@ -37,7 +38,6 @@ def masked_fill(
   Returns:
     float32, shape of x.
   """
-  x, mask = of_equal_shape(x=x, mask=mask)
   x = jnp.asarray(x, jnp.float32)
   return jnp.where(jnp.asarray(mask, bool), x, value)
 

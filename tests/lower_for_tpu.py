@@ -16,7 +16,7 @@ from jaxrl_llm import models, sharding
 from jaxrl_llm.learner import build_algorithm
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.lower import lower
-from jaxrl_llm.learner.members import make_policy
+from jaxrl_llm.learner.members import make_member, policy_training
 from jaxrl_llm.learner.state import LearnerSettings
 from jaxrl_llm.sampling import Engine, EngineConfig
 from jaxrl_llm.simulate import hlo
@@ -83,9 +83,10 @@ def sampler(fns, shapes, mesh, **sizes):
 def learner(config, fns, mesh):
   algorithm = build_algorithm.make_algorithm(config)
   settings = build.update_settings(config, "policy")
+  training = policy_training(fns, algorithm)
   return Learner(
     algorithm,
-    {"policy": make_policy(fns, settings, algorithm, mesh)},
+    {"policy": make_member(fns, training, settings, mesh)},
     settings=LearnerSettings(
       seed=0, max_tokens_per_row=512, max_skipped=1, temperature=1.0
     ),

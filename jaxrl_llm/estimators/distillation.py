@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxrl_llm.arrays import of_equal_shape
 
 
+@of_equal_shape("old_logprobs", "teacher_logprobs", "mask")
 def teacher_advantages(
   old_logprobs: chex.Array, teacher_logprobs: chex.Array, mask: chex.Array
 ) -> jax.Array:
@@ -33,9 +34,6 @@ def teacher_advantages(
     >>> print(teacher_advantages(old, teacher, jnp.ones(2, bool)))
     [ 0.        -0.6931472]
   """
-  old_logprobs, teacher_logprobs, mask = of_equal_shape(
-    old_logprobs=old_logprobs, teacher_logprobs=teacher_logprobs, mask=mask
-  )
   difference = jnp.asarray(teacher_logprobs, jnp.float32) - jnp.asarray(
     old_logprobs, jnp.float32
   )

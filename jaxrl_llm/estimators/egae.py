@@ -7,11 +7,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm import masked
-from jaxrl_llm.arrays import of_equal_shape, of_shape
+from jaxrl_llm.arrays import of_equal_shape
 from jaxrl_llm.errors import check_choice, check_number
 from jaxrl_llm.estimators.gae import gae
 
 
+@of_equal_shape(
+  "token_rewards", "values", "mask", rows=["truncated", "next_values"]
+)
 def egae(
   token_rewards: chex.Array,
   values: chex.Array,
@@ -65,21 +68,11 @@ def egae(
     [[0.75 0.5 ]
      [0.25 0.  ]]
   """
-  token_rewards, values, mask = of_equal_shape(
-    token_rewards=token_rewards, values=values, mask=mask
-  )
-  (truncated,) = of_shape(
-    values.shape[:-1], "that of values without time", truncated=truncated
-  )
   check_choice("boundary", boundary, BOUNDARIES)
   if boundary == "bootstrap" and next_values is None:
     raise ValueError(
       "boundary='bootstrap' needs next_values, the value of the state after"
       " each row's last token"
-    )
-  if next_values is not None:
-    truncated, next_values = of_equal_shape(
-      truncated=truncated, next_values=next_values
     )
   return gae(
     token_rewards,
@@ -93,6 +86,7 @@ def egae(
   )
 
 
+@of_equal_shape("values", "mask", rows=["truncated", "next_values"])
 def boundary_error(
   values: chex.Array,
   mask: chex.Array,
@@ -120,18 +114,12 @@ def boundary_error(
     >>> print(boundary_error(values, mask, cut, following))
     0.25
   """
-  values, mask = of_equal_shape(values=values, mask=mask)
-  truncated, next_values = of_shape(
-    values.shape[:-1],
-    "that of values without time",
-    truncated=truncated,
-    next_values=next_values,
-  )
   cut = _cut(mask, truncated)
   step = masked.masked_fill(next_values, cut) - _last(values, mask)
   return masked.masked_mean(jnp.abs(step), cut)
 
 
+@of_equal_shape("mask", rows=["truncated"])
 def drop_tail(
   mask: chex.Array, truncated: chex.Array, *, tokens: int
 ) -> jax.Array:
@@ -160,9 +148,6 @@ def drop_tail(
      [1 1 0]]
   """
   mask = jnp.asarray(mask, bool)
-  (truncated,) = of_shape(
-    mask.shape[:-1], "that of mask without time", truncated=truncated
-  )
   check_number("tokens", tokens, "[0, inf)")
   remaining = jax.lax.cumsum(
     mask.astype(jnp.int32), axis=mask.ndim - 1, reverse=True

@@ -39,6 +39,7 @@ class ClipBounds(NamedTuple):
   high: jax.Array
 
 
+@of_equal_shape("entropies", "mask")
 def entropy_statistics(
   entropies: chex.Array, mask: chex.Array, *, quantile: float = 0.8
 ) -> EntropyStatistics:
@@ -67,7 +68,6 @@ def entropy_statistics(
     >>> print(f"{jnp.exp(statistics.pivot):.2f}")
     0.10
   """
-  entropies, mask = of_equal_shape(entropies=entropies, mask=mask)
   check_number("quantile", quantile, "[0, 1]")
   mask = jnp.asarray(mask, bool)
   logs = _log_entropy(entropies, mask)
@@ -87,6 +87,7 @@ def entropy_statistics(
   )
 
 
+@of_equal_shape("entropies", "mask")
 def entropy_code(
   entropies: chex.Array,
   mask: chex.Array,
@@ -122,7 +123,6 @@ def entropy_code(
     >>> print(entropy_code(entropies, mask, statistics).round(2))
     [[-1.  0.  1.]]
   """
-  entropies, mask = of_equal_shape(entropies=entropies, mask=mask)
   check_choice("sign", sign, SIGNS)
   above = _log_entropy(entropies, mask) - statistics.pivot
   highest = statistics.rms * statistics.high
@@ -171,6 +171,7 @@ def adaptive_clip(
   )
 
 
+@of_equal_shape("advantages", "code", "ratio")
 def redistribute(
   advantages: chex.Array,
   code: chex.Array,
@@ -207,9 +208,6 @@ def redistribute(
     >>> print(redistribute(advantages, code, ratio, **bounds))
     [0. 1. 2.]
   """
-  advantages, code, ratio = of_equal_shape(
-    advantages=advantages, code=code, ratio=ratio
-  )
   check_number("clip_low", clip_low, "[0, inf]")
   check_number("clip_high", clip_high, "[0, inf]")
   advantages = jnp.asarray(advantages, jnp.float32)

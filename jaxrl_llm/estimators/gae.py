@@ -7,7 +7,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.arrays import of_equal_shape, of_shape
+from jaxrl_llm.arrays import of_equal_shape
 from jaxrl_llm.errors import check_number
 
 # Tokens per block of the scan below. Measured for a float32 [512, 24576] batch
@@ -119,6 +119,7 @@ def lambda_returns(
   )
 
 
+@of_equal_shape("token_rewards", "values", "mask", rows=["bootstrap_value"])
 def _scan_returns(
   token_rewards: chex.Array,
   values: chex.Array,
@@ -135,9 +136,6 @@ def _scan_returns(
   U_{t+1}, and at a masked position it is U_{t+1} itself, so that holes need
   no separate search for the next value.
   """
-  token_rewards, values, mask = of_equal_shape(
-    token_rewards=token_rewards, values=values, mask=mask
-  )
   if not values.ndim:
     raise ValueError("values has no axis of time")
   chex.assert_rank(gamma, 0)
@@ -148,9 +146,6 @@ def _scan_returns(
     # Opaque to the compiler: it would fold a constant into the last block and
     # round it differently from a bootstrap value that happens to be 0.
     bootstrap_value = jax.lax.optimization_barrier(jnp.zeros(lead))
-  (bootstrap_value,) = of_shape(
-    lead, "that of values without time", bootstrap_value=bootstrap_value
-  )
   mask = jnp.asarray(mask, bool)
   rewards = jnp.asarray(token_rewards, jnp.float32)
   values = jnp.asarray(values, jnp.float32)

@@ -68,6 +68,7 @@ def group_relative(
   return jnp.where(usable, centered / jnp.where(usable, divisor, 1.0), 0.0)
 
 
+@of_equal_shape("rewards", "lengths", "groups")
 def token_group_relative(
   rewards: chex.Array,
   lengths: chex.Array,
@@ -113,9 +114,6 @@ def token_group_relative(
     >>> print(f"{A[0]:.2f} {A[1]:.2f}")  # Those of all tokens sum to 0.
     0.58 -1.73
   """
-  rewards, lengths, groups = of_equal_shape(
-    rewards=rewards, lengths=lengths, groups=groups
-  )
   check_number("epsilon", epsilon, "[0, inf]")
   check_number("limit", limit, "(0, inf]")
   # A response without a token is in no group.
@@ -181,6 +179,7 @@ def median_pivot(
   return tied & (row == first[groups])
 
 
+@of_equal_shape("rewards", "weights", "squared_norms")
 def optimal_baseline(
   rewards: chex.Array,
   weights: chex.Array,
@@ -226,9 +225,6 @@ def optimal_baseline(
     >>> print(optimal_baseline(rewards, weights, norms, groups, num_groups=1))
     [0.   0.25 0.5 ]
   """
-  rewards, weights, squared_norms = of_equal_shape(
-    rewards=rewards, weights=weights, squared_norms=squared_norms
-  )
   rewards, groups, member = _members(rewards, groups, num_groups)
   mass = jnp.square(masked.masked_fill(weights, member))
   mass *= masked.masked_fill(squared_norms, member)
@@ -307,11 +303,11 @@ SCALES: dict[str, Callable[..., jax.Array]] = {
 }
 
 
+@of_equal_shape("rewards", "groups")
 def _members(
   rewards: chex.Array, groups: chex.Array, num_groups: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Rewards, groups and which rows are in one; the others get 0, num_groups."""
-  rewards, groups = of_equal_shape(rewards=rewards, groups=groups)
   chex.assert_rank(rewards, 1)
   chex.assert_type(groups, int)
   check_number("num_groups", num_groups, "[1, inf)")

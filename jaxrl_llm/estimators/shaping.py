@@ -47,6 +47,7 @@ def soft_overlong_punishment(
   return -factor * jnp.clip(above / buffer, 0.0, 1.0)
 
 
+@of_equal_shape("token_rewards", "logprobs", "ref_logprobs", "mask")
 def penalize_kl(
   token_rewards: chex.Array,
   logprobs: chex.Array,
@@ -83,12 +84,6 @@ def penalize_kl(
     >>> print(penalize_kl(rewards, new, ref, mask, coefficient=0.1))
     [-0.05  1.  ]
   """
-  token_rewards, logprobs, ref_logprobs, mask = of_equal_shape(
-    token_rewards=token_rewards,
-    logprobs=logprobs,
-    ref_logprobs=ref_logprobs,
-    mask=mask,
-  )
   check_number("coefficient", coefficient, "[0, inf]")
   k1 = masked.masked_fill(logprobs, mask) - masked.masked_fill(
     ref_logprobs, mask
@@ -129,6 +124,7 @@ def length_adaptive_lambda(
   return 1.0 - 1.0 / jnp.maximum(horizon, 1.0)
 
 
+@of_equal_shape("advantages", "mask")
 def whiten(
   advantages: chex.Array,
   mask: chex.Array,
@@ -170,7 +166,6 @@ def whiten(
     [[-1.  0.]
      [ 1.  0.]]
   """
-  advantages, mask = of_equal_shape(advantages=advantages, mask=mask)
   check_number("epsilon", epsilon, "[0, inf]")
   scale = jnp.sqrt(masked.masked_var(advantages, mask) + epsilon)
   largest = masked.masked_max(advantages, mask)

@@ -164,14 +164,13 @@ def _chosen_parts(config: Groups) -> dict[str, Part]:
   lambda_rule = choices.LAMBDA_RULES[estimator["lambda_schedule"]]
   normalize = choices.NORMALIZATIONS[estimator["normalize"]]
   if normalize is not None:
-    advantages = then(advantages, normalize, "policy_mask")
+    advantages = then(advantages, part(normalize, mask="policy_mask"))
   mask = part(estimates.same, x="trainable")
   masks = [choices.OWN_MASKS[name] for name in loss["masks"]]
   both = collections.ChainMap(estimator, loss)
   masks += [choices.MASKS[name] for name in choices.MASKS if both[name]]
   for without in masks:
-    step = part(without, both)
-    mask = then(mask, step.fn, *step.reads[1:])
+    mask = then(mask, part(without, both))
   proximal = choices.PROXIMALS[config["off_policy"]["proximal"]]
   chosen = {
     "advantages": advantages,
@@ -201,11 +200,9 @@ def _rewards(config: Groups) -> dict[str, Part]:
   on_tokens = part(choices.TOKEN_REWARDS[config["environment"]["rewards"]])
   coefficient = config["loss"]["kl_reward_coefficient"]
   if coefficient:
-    penalize = functools.partial(
-      estimators.penalize_kl, coefficient=coefficient
-    )
-    reads = ("old_logprobs", "ref_logprobs", "mask")
-    on_tokens = then(on_tokens, penalize, *reads)
+    settings = {"coefficient": coefficient}
+    penalize = part(estimators.penalize_kl, settings, logprobs="old_logprobs")
+    on_tokens = then(on_tokens, penalize)
   return {"shaped_rewards": shaped, "token_rewards": on_tokens}
 
 

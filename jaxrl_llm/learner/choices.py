@@ -13,7 +13,7 @@ import jax
 
 from jaxrl_llm import estimators, losses
 from jaxrl_llm.learner import estimates
-from jaxrl_llm.learner.parts import Part, part
+from jaxrl_llm.learner.parts import Part, part, then
 from jaxrl_llm.models import ValueFns
 from jaxrl_llm.system.plugin import Table
 
@@ -52,6 +52,19 @@ ESTIMATORS = Table(
   ),
   group=maker_of(estimates.group_advantages),
 )
+
+
+def after(
+  name: str, fn: Callable[..., jax.Array]
+) -> Callable[[Settings], Part]:
+  """Makes an estimator that changes the advantages of another one.
+
+  Args:
+    name: name of the other one.
+    fn: (advantages, further inputs) -> advantages.
+  """
+  return lambda settings: then(ESTIMATORS[name](settings), part(fn, settings))
+
 
 # Estimator -> (inputs) -> tokens of the critic [B, T], where they are not all
 # tokens of ended responses.

@@ -224,8 +224,7 @@ class Learner(Scorer):
           logprobs[part.rows] = part.layout.gather(scored.logprobs)
           batch.experience[companion.scores] = logprobs
     inputs = {k: x[part.rows] for k, x in batch.experience.items()}
-    prepare = self.members[name].training.prepare
-    return prepare(inputs, part, self.algorithm, size)
+    return self.members[name].training.prepare(inputs, part, size)
 
   def _followed(
     self, state: LearnerState, event: str, *arguments: Any

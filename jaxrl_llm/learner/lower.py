@@ -17,19 +17,16 @@ _SCORES = {"policy": "log-probs", "value": "values"}
 
 def lower(learner: Learner) -> dict[str, jax.stages.Lowered]:
   """Lowers scoring and updates, running nothing."""
-  scalar, algorithm = jax.ShapeDtypeStruct((), np.float32), learner.algorithm
-  auxiliary = {f"{name}_weights" for name in algorithm.auxiliary}
-  inputs = algorithm.members | {
-    "policy": algorithm.policy_inputs | auxiliary,
-    "critic": algorithm.value_inputs,
-  }
   state, lowered = learner.abstract(), {}
-  for key, member in learner.members.items():
-    batch = _abstract_batch(learner, member, {"weights", *inputs[key]})
-    if key == "policy" and algorithm.step_scale is not None:
+  for member in learner.members.values():
+    training = member.training
+    weights = ["weights", *(f"{name}_weights" for name in training.auxiliary)]
+    batch = _abstract_batch(learner, member, {*weights, *training.reads})
+    if training.step_scale is not None:
+      scalar = jax.ShapeDtypeStruct((), np.float32)
       batch = batch.replace(step_scale=scalar)
-    name = member.training.objective.name
-    given = member.training.arguments(learner.settings, state)
+    name = training.objective.name
+    given = training.arguments(learner.settings, state)
     lowered[f"score {_SCORES.get(name, name)}"] = member.score.lower(
       member.params, batch.packed, *given
     )

@@ -6,21 +6,23 @@ that only score are frozen.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jaxrl_llm import sharding
+from jaxrl_llm import masked, sharding
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner import batches, scoring, update
 from jaxrl_llm.learner import optimizer as optimizer_lib
+from jaxrl_llm.learner import scoring, update
 from jaxrl_llm.learner.algorithm import Algorithm
 from jaxrl_llm.learner.optimizer import TrainState, UpdateSettings
-from jaxrl_llm.learner.packing import PackedBatch
+from jaxrl_llm.learner.packing import MiniBatch, PackedBatch
+from jaxrl_llm.learner.parts import Auxiliary, Part
 from jaxrl_llm.learner.state import LearnerSettings, LearnerState
 from jaxrl_llm.models import ModelFns, Params, ValueFns, partition
+from jaxrl_llm.types import Experience
 
 Arguments = Callable[[LearnerSettings, LearnerState], tuple[Any, ...]]
 
@@ -30,21 +32,71 @@ class Training(NamedTuple):
 
   Attributes:
     objective: its loss.
-    prepare: (inputs [b, T], mini-batch, algorithm, size) -> PackedBatch; see
-      `batches`.
+    score: (params, PackedRows, *arguments) -> arrays [M, r, C]; see `scoring`.
+    reads: names of the inputs [B, T] of the loss; it also reads `weights`.
     mask: name of the bool input [B, T] with the tokens that it learns from.
     mode: reduction of the loss over them, see `masked.token_weights`.
-    arguments: (settings, state) -> further arguments of loss and scores.
+    norm: constant length of the mode; None for modes without one.
+    auxiliary: further losses by name, see `update.policy_objective`.
+    correction: factor of the weights, see `Algorithm.correction`.
+    step_scale: factor of an update, see `Algorithm`.
+    arguments: (settings, state) -> further arguments of loss and score.
     waits: whether it learns only from ended responses, in whole mini-batches;
       the last responses of a batch wait for the next one.
   """
 
   objective: update.Objective
-  prepare: Callable[..., PackedBatch]
+  score: Callable[..., Any]
+  reads: Collection[str]
   mask: str
   mode: str
+  norm: float | None = None
+  auxiliary: Mapping[str, Auxiliary] = {}
+  correction: Part | None = None
+  step_scale: Part | None = None
   arguments: Arguments = lambda settings, state: ()
   waits: bool = False
+
+  def prepare(
+    self, inputs: Experience, batch: MiniBatch, size: float | None = None
+  ) -> PackedBatch:
+    """Packs the inputs of a mini-batch's rows; weights are over these rows.
+
+    The reduction over the mini-batch (VAPO eq. 7-8: its token mean) and that of
+    every auxiliary loss (eq. 9-10: over its correct responses) are fixed before
+    any micro-batching. An off-policy correction multiplies the weights; the
+    denominator stays that of all tokens.
+
+    Args:
+      inputs: the algorithm's `experience` for the b rows.
+      batch: the rows and their layout.
+      size: as in `masked.token_weights`, if the rows are a part of a
+        mini-batch.
+    """
+    # On the host: what the device is given would wait behind the last update.
+    weigh = functools.partial(masked.token_weights, size=size, xp=np)
+    mask = read = inputs[self.mask]
+    weights = weigh(mask, mode=self.mode, norm=self.norm)
+    if self.correction is not None:
+      weights = weights * self.correction(inputs).weights
+    columns = {name: inputs[name] for name in self.reads}
+    for name, term in self.auxiliary.items():
+      columns[f"{name}_weights"] = weigh(
+        inputs[term.mask], mode=term.mode, norm=term.norm
+      )
+      # Auxiliary losses may read tokens of earlier windows.
+      read = read | inputs[term.mask]
+    columns["weights"] = weights
+    scale = None
+    if self.step_scale is not None:
+      scale = np.float32(self.step_scale(inputs))
+    scatter = batch.layout.scatter
+    return PackedBatch(
+      packed=batch.packed.replace(mask=scatter(read)),
+      mask=scatter(mask),
+      inputs={name: scatter(x) for name, x in columns.items()},
+      step_scale=scale,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,54 +178,39 @@ def make_frozen(
   return Frozen(shapes, functools.partial(read, shapes), score)
 
 
-def make_policy(
-  fns: ModelFns,
-  settings: UpdateSettings,
-  algorithm: Algorithm,
-  mesh: jax.sharding.Mesh,
-) -> Member:
-  """Makes the policy with the algorithm's losses."""
-  training = Training(
-    update.policy_objective(fns, algorithm.policy_loss, algorithm.auxiliary),
-    batches.policy_batch,
-    "policy_mask",
-    algorithm.loss_mode,
-    arguments=temperature,
+def policy_training(fns: ModelFns, algorithm: Algorithm) -> Training:
+  """Returns the training of the policy with the algorithm's losses."""
+  auxiliary = algorithm.auxiliary
+  return Training(
+    update.policy_objective(fns, algorithm.policy_loss, auxiliary),
+    functools.partial(scoring.score_logprobs, fns=fns),
+    reads=algorithm.policy_inputs,
+    mask="policy_mask",
+    mode=algorithm.loss_mode,
+    norm=algorithm.loss_norm,
+    auxiliary=auxiliary,
+    correction=algorithm.correction,
+    step_scale=algorithm.step_scale,
+    # An argument of the policy's functions.
+    arguments=lambda settings, state: (np.float32(settings.temperature),),
   )
-  score = functools.partial(scoring.score_logprobs, fns=fns)
-  return make_member(fns, training, score, settings, mesh)
 
 
-def temperature(settings: LearnerSettings, state: LearnerState) -> tuple:
-  """Returns the sampling temperature, an argument of the policy's functions."""
-  del state
-  return (np.float32(settings.temperature),)
-
-
-def make_critic(
-  fns: ValueFns,
-  settings: UpdateSettings,
-  algorithm: Algorithm,
-  mesh: jax.sharding.Mesh,
-) -> Member | None:
-  """Makes the critic; None if the algorithm has none."""
-  if algorithm.value_loss is None:
-    return None
-  training = Training(
+def critic_training(fns: ValueFns, algorithm: Algorithm) -> Training:
+  """Returns the training of the critic, with a token mean of its loss."""
+  return Training(
     update.value_objective(fns, algorithm.value_loss),
-    batches.critic_batch,
-    "value_mask",
-    batches.VALUE_MODE,
+    functools.partial(scoring.score_values, fns=fns),
+    reads=algorithm.value_inputs,
+    mask="value_mask",
+    mode="token-mean",
     waits=True,
   )
-  score = functools.partial(scoring.score_values, fns=fns)
-  return make_member(fns, training, score, settings, mesh)
 
 
 def make_member(
   fns: Any,
   training: Training,
-  score: Callable[..., Any],
   settings: UpdateSettings,
   mesh: jax.sharding.Mesh,
 ) -> Member:
@@ -182,7 +219,6 @@ def make_member(
   Args:
     fns: functions of the model, as in `Member`.
     training: its training.
-    score: (params, PackedRows, *arguments) -> arrays [M, r, C]; see `scoring`.
     settings: update settings.
     mesh: mesh of the model; `sharding.PARAMETERS` splits its parameters.
   """
@@ -206,7 +242,7 @@ def make_member(
     fns=fns,
     training=training,
     create_state=create,
-    score=jax.jit(score, out_shardings=everywhere),
+    score=jax.jit(training.score, out_shardings=everywhere),
     update=update.make_update(
       training.objective,
       optimizer,

@@ -19,9 +19,7 @@ class OptimizerState(NamedTuple):
   opt_state: Any  # State of the optax transformation.
   step: chex.Array  # int32 scalar, updates applied.
   skipped: chex.Array  # int32 scalar, non-finite updates, which are skipped.
-  skipped_in_a_row: (
-    chex.Array
-  )  # int32 scalar, skipped since the last applied one.
+  skipped_in_a_row: chex.Array  # int32 scalar, since the last applied one.
 
 
 @chex.dataclass(frozen=True)

@@ -145,9 +145,9 @@ class Packer:
 
   def _tokens(self, name: str, rollout: Rollout) -> int:
     """Returns the tokens of a group in packed rows of a member."""
-    shared = self.members[name].fns.shares_prompts
-    units = packing.share_prompts if shared else packing.alone
-    _, lengths = units(self._seen(name, rollout), self.capacity)
+    share = self.members[name].fns.shares_prompts
+    seen = self._seen(name, rollout)
+    _, lengths = packing.make_units(seen, self.capacity, share=share)
     return sum(lengths)
 
   def part(self, responses: Responses) -> tuple[Responses, MiniBatches, None]:

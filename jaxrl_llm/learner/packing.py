@@ -89,8 +89,8 @@ def first_fit_decreasing(
   return row, offset, free.size
 
 
-def share_prompts(
-  rollout: Rollout, capacity: int
+def make_units(
+  rollout: Rollout, capacity: int, *, share: bool
 ) -> tuple[list[list[int]], list[int]]:
   """Groups samples of one prompt into units that fit a row and share it.
 
@@ -100,6 +100,7 @@ def share_prompts(
   Args:
     rollout: B samples.
     capacity: tokens per row.
+    share: False makes a unit of every sample.
 
   Returns:
     Lists of sample indices, together every index once, and the length of each.
@@ -107,8 +108,9 @@ def share_prompts(
   units: list[list[int]] = []
   lengths: list[int] = []
   last: dict[int, int] = {}  # Group: number of its last unit.
-  for i in np.lexsort((-rollout.lengths, rollout.group)).tolist():
-    group, branch = int(rollout.group[i]), 1 + int(rollout.lengths[i])
+  groups = rollout.group if share else np.arange(len(rollout.lengths))
+  for i in np.lexsort((-rollout.lengths, groups)).tolist():
+    group, branch = int(groups[i]), 1 + int(rollout.lengths[i])
     unit = last.get(group)
     if unit is None or lengths[unit] + branch > capacity:
       unit = last[group] = len(units)
@@ -117,13 +119,6 @@ def share_prompts(
     units[unit].append(i)
     lengths[unit] += branch
   return units, lengths
-
-
-def alone(rollout: Rollout, capacity: int) -> tuple[list[list[int]], list[int]]:
-  """Like `share_prompts`, but every sample keeps its own prompt."""
-  del capacity
-  units = [[i] for i in range(len(rollout.lengths))]
-  return units, (rollout.prompt_lengths + rollout.lengths).tolist()
 
 
 def with_context(
@@ -171,7 +166,7 @@ def pack(
       group has different prompts.
   """
   _check_samples(rollout, capacity)
-  units, lengths = (share_prompts if share else alone)(rollout, capacity)
+  units, lengths = make_units(rollout, capacity, share=share)
   row, offset, used = first_fit_decreasing(np.asarray(lengths), capacity)
   if used > rows * micro_batches:
     raise ValueError(

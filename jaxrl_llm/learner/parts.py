@@ -70,14 +70,14 @@ def part(
   return Part(call, tuple(arguments.values()))
 
 
-def then(first: Part, fn: Callable[..., Any], *reads: str) -> Part:
-  """Applies a function to the result of a part and more inputs."""
+def then(first: Part, second: Part) -> Part:
+  """Gives the result of a part to another one, in place of its first input."""
 
   def both(*arrays):
     count = len(first.reads)
-    return fn(first.fn(*arrays[:count]), *arrays[count:])
+    return second.fn(first.fn(*arrays[:count]), *arrays[count:])
 
-  return Part(both, first.reads + reads)
+  return Part(both, first.reads + second.reads[1:])
 
 
 def leaves_of(

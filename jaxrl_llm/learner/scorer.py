@@ -100,12 +100,8 @@ class Scorer:
     """
     member = self.members[name]
     own, trained = member.split(params)
-    return self.abstract().replace(
-      models={name: member.shapes.replace(trained=trained)},
-      companions={},
-      waiting=None,
-      base={"policy" if member.shares_base else name: own},
-    )
+    model = member.shapes.replace(trained=trained)
+    return self.abstract().replace(models={name: model}, base={name: own})
 
   def constants(self) -> dict[str, Any]:
     """Loads the models that no checkpoint has, by field of the state."""

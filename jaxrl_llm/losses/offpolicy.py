@@ -124,6 +124,7 @@ def masked_importance(
   return Correction(weights=jnp.where(keep, ratio, 0.0), keep=keep)
 
 
+@of_equal_shape("logprobs", "behavior_logprobs")
 def decoupled_policy_loss(
   logprobs: chex.Array,
   proximal_logprobs: chex.Array,
@@ -174,9 +175,6 @@ def decoupled_policy_loss(
     >>> print(out.ratio, out.loss)  # The loss is twice -1.2.
     [1.2] [-2.4]
   """
-  logprobs, behavior_logprobs = of_equal_shape(
-    logprobs=logprobs, behavior_logprobs=behavior_logprobs
-  )
   check_number("cap", cap, "[1, inf]")
   check_number("floor", floor, "[0, 1]")
   surrogate = clipped_policy_loss(
@@ -234,6 +232,7 @@ def interpolation_share(
   return jnp.clip(share, 0.0, 1.0)
 
 
+@of_equal_shape("logprobs", "behavior_logprobs", "share")
 def mixed_logprobs(
   logprobs: chex.Array, behavior_logprobs: chex.Array, share: chex.Array
 ) -> jax.Array:
@@ -252,9 +251,6 @@ def mixed_logprobs(
     >>> print(mixed_logprobs(new, behavior, jnp.array([0.25, 1.0])))
     [-1.75 -1.  ]
   """
-  logprobs, behavior_logprobs, share = of_equal_shape(
-    logprobs=logprobs, behavior_logprobs=behavior_logprobs, share=share
-  )
   behavior = jnp.asarray(behavior_logprobs, jnp.float32)
   current = jnp.asarray(logprobs, jnp.float32)
   # Exact at both ends, unlike behavior + share * (current - behavior).
@@ -351,6 +347,7 @@ LEVELS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 }
 
 
+@of_equal_shape("proximal_logprobs", "behavior_logprobs", "mask")
 def _importance(
   proximal_logprobs: chex.Array,
   behavior_logprobs: chex.Array,
@@ -360,11 +357,6 @@ def _importance(
   low: chex.Numeric,
 ) -> tuple[jax.Array, jax.Array]:
   """π_prox / π_behav of each token's unit, [..., T], and the mask as bool."""
-  proximal_logprobs, behavior_logprobs, mask = of_equal_shape(
-    proximal_logprobs=proximal_logprobs,
-    behavior_logprobs=behavior_logprobs,
-    mask=mask,
-  )
   check_choice("level", level, LEVELS)
   check_number("low", low, "[0, 1]")
   check_number("high", high, "[1, inf]")

@@ -30,6 +30,7 @@ class ClippedPolicyLoss(NamedTuple):
   dual_clipped: jax.Array  # bool, A < 0 and ρ > dual_clip: no gradient.
 
 
+@of_equal_shape("logprobs", "old_logprobs", "advantages")
 def clipped_policy_loss(
   logprobs: chex.Array,
   old_logprobs: chex.Array,
@@ -77,9 +78,6 @@ def clipped_policy_loss(
     >>> print(out.loss, out.clipped_high)
     [-1.   -1.2  -1.28] [False False  True]
   """
-  logprobs, old_logprobs, advantages = of_equal_shape(
-    logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages
-  )
   check_number("clip_low", clip_low, "[0, inf]")
   check_number("clip_high", clip_high, "[0, inf]")
   advantages = jnp.asarray(advantages, jnp.float32)
@@ -162,6 +160,7 @@ def cispo_loss(
   )
 
 
+@of_equal_shape("logprobs", "old_logprobs", "advantages")
 def policy_gradient_loss(
   logprobs: chex.Array, old_logprobs: chex.Array, advantages: chex.Array
 ) -> ClippedPolicyLoss:
@@ -187,9 +186,6 @@ def policy_gradient_loss(
     >>> print(jax.grad(loss)(jnp.array([-0.1, -0.2])))
     [-1.  2.]
   """
-  logprobs, old_logprobs, advantages = of_equal_shape(
-    logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages
-  )
   log_ratio = distributions.clamped_log_ratio(logprobs, old_logprobs)
   never = jnp.zeros(log_ratio.shape, bool)
   advantages = jnp.asarray(advantages, jnp.float32)
@@ -246,6 +242,7 @@ def rejection_policy_loss(
   )
 
 
+@of_equal_shape("logprobs", "other_logprobs")
 def binary_kl(logprobs: chex.Array, other_logprobs: chex.Array) -> jax.Array:
   """KL(p ‖ q) of "this token or another one", from the token's log-probs.
 
@@ -266,9 +263,6 @@ def binary_kl(logprobs: chex.Array, other_logprobs: chex.Array) -> jax.Array:
     >>> print(binary_kl(p, q))
     [0.        0.5108256]
   """
-  logprobs, other_logprobs = of_equal_shape(
-    logprobs=logprobs, other_logprobs=other_logprobs
-  )
   p, q = (
     jnp.minimum(jnp.asarray(x, jnp.float32), -1e-7)
     for x in (logprobs, other_logprobs)
@@ -277,6 +271,7 @@ def binary_kl(logprobs: chex.Array, other_logprobs: chex.Array) -> jax.Array:
   return jnp.exp(p) * (p - q) - jnp.expm1(p) * others
 
 
+@of_equal_shape("logprobs", "old_logprobs", "advantages", "mask")
 def gspo_loss(
   logprobs: chex.Array,
   old_logprobs: chex.Array,
@@ -326,12 +321,6 @@ def gspo_loss(
     >>> print(out.clipped_high)  # Together, as the mean moved by 0.05.
     [[ True  True  True  True]]
   """
-  logprobs, old_logprobs, advantages, mask = of_equal_shape(
-    logprobs=logprobs,
-    old_logprobs=old_logprobs,
-    advantages=advantages,
-    mask=mask,
-  )
   logprobs = masked.masked_fill(logprobs, mask)
   mean = mean_over_sequence(
     logprobs - masked.masked_fill(old_logprobs, mask), mask, segments
@@ -347,6 +336,7 @@ def gspo_loss(
   )
 
 
+@of_equal_shape("x", "segments")
 def mean_over_sequence(
   x: chex.Array, mask: chex.Array, segments: chex.Array | None = None
 ) -> jax.Array:
@@ -365,7 +355,6 @@ def mean_over_sequence(
   if segments is None:
     mean = masked.masked_mean(x, mask, axis=-1, keepdims=True)
     return jnp.broadcast_to(mean, x.shape)
-  x, segments = of_equal_shape(x=x, segments=segments)
   length = x.shape[-1]
 
   def row(x, mask, segments):

@@ -29,6 +29,7 @@ def nll(logprobs: chex.Array) -> jax.Array:
   return -jnp.asarray(logprobs, jnp.float32)
 
 
+@of_equal_shape("logprobs", "ref_logprobs")
 def kl_k1(logprobs: chex.Array, ref_logprobs: chex.Array) -> jax.Array:
   """Schulman's k1 estimate of KL(π ‖ π_ref): d = log π - log π_ref.
 
@@ -48,9 +49,6 @@ def kl_k1(logprobs: chex.Array, ref_logprobs: chex.Array) -> jax.Array:
     >>> print(kl_k1(jnp.array([-1.0, -1.0]), jnp.array([-1.5, -0.5])))
     [ 0.5 -0.5]
   """
-  logprobs, ref_logprobs = of_equal_shape(
-    logprobs=logprobs, ref_logprobs=ref_logprobs
-  )
   return jnp.asarray(logprobs, jnp.float32) - jnp.asarray(
     ref_logprobs, jnp.float32
   )

@@ -18,6 +18,7 @@ class ClippedValueLoss(NamedTuple):
   clipped: jax.Array  # bool, the clipped error was the larger one.
 
 
+@of_equal_shape("values", "returns", "old_values")
 def clipped_value_loss(
   values: chex.Array,
   returns: chex.Array,
@@ -56,7 +57,6 @@ def clipped_value_loss(
     >>> print(out.loss, out.clipped)
     [0.28125 0.125  ] [ True False]
   """
-  values, returns = of_equal_shape(values=values, returns=returns)
   if (old_values is None) != (clip_value is None):
     raise ValueError(
       "old_values and clip_value belong together; only"
@@ -67,7 +67,6 @@ def clipped_value_loss(
   squares = jnp.square(values - returns)
   if clip_value is None:
     return ClippedValueLoss(0.5 * squares, jnp.zeros(values.shape, bool))
-  values, old_values = of_equal_shape(values=values, old_values=old_values)
   check_number("clip_value", clip_value, "[0, inf]")
   old_values = jnp.asarray(old_values, jnp.float32)
   room = jnp.broadcast_to(jnp.asarray(clip_value, jnp.float32), values.shape)

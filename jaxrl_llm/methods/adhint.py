@@ -24,7 +24,7 @@ from jaxrl_llm import register
 from jaxrl_llm.data.curriculum import results_of
 from jaxrl_llm.data.prompt_source import PromptSource
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner import estimates
+from jaxrl_llm.learner import choices
 from jaxrl_llm.types import Origin
 
 
@@ -66,22 +66,8 @@ class Hints(PromptSource):
     return prompts, state.replace(drawn=state.drawn + len(prompts))
 
 
-def hinted(
-  token_rewards,
-  mask,
-  groups,
-  origin,
-  correct,
-  judged,
-  *,
-  center,
-  scale,
-  epsilon,
-) -> jax.Array:
+def hinted(advantages, origin, correct, judged) -> jax.Array:
   """Group advantages, scaled by how much hints helped, [B, T]."""
-  base = estimates.group_advantages(
-    token_rewards, mask, groups, center=center, scale=scale, epsilon=epsilon
-  )
   given = origin[:, 0] == int(Origin.FOREIGN)
 
   def accuracy(rows):
@@ -89,9 +75,9 @@ def hinted(
     return jnp.sum(correct & rows) / jnp.maximum(jnp.sum(rows), 1)
 
   factor = 1 + jnp.maximum(accuracy(given) - accuracy(~given), 0)
-  scaled = jnp.where(given[:, None], base < 0, base > 0)
-  return jnp.where(scaled, base * factor, base)
+  scaled = jnp.where(given[:, None], advantages < 0, advantages > 0)
+  return jnp.where(scaled, advantages * factor, advantages)
 
 
 register.prompt_source("hints", Hints)
-register.estimator("hinted", hinted)
+choices.ESTIMATORS["hinted"] = choices.after("group", hinted)

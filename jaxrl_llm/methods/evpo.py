@@ -14,39 +14,18 @@ Reference: Pan et al. 2026, arXiv:2604.19485.
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm import estimators, masked, register
-from jaxrl_llm.learner import estimates
+from jaxrl_llm import masked
+from jaxrl_llm.learner import choices, estimates
 
 
 def evpo(
-  token_rewards,
-  values,
-  mask,
-  truncated,
-  policy_lambda,
-  next_values,
-  groups,
-  returns,
-  value_mask,
-  *,
-  gamma,
-  boundary,
+  advantages, token_rewards, mask, groups, values, returns, value_mask
 ) -> jax.Array:
   """GAE, or rewards minus their mean if the critic explains nothing, [B, T].
 
   The explained variance is that of the critic's targets, and the values have
   not seen these returns.
   """
-  by_critic = estimators.egae(
-    token_rewards,
-    values,
-    mask,
-    truncated,
-    gamma=gamma,
-    lambda_=policy_lambda,
-    boundary=boundary,
-    next_values=next_values,
-  )
   size = groups.shape[0]
   batch = jnp.where(groups < size, 0, size)
   several = jnp.any(masked.segment_count(groups, num_segments=size) > 1)
@@ -59,7 +38,7 @@ def evpo(
     epsilon=0.0,
   )
   explained = masked.explained_variance(values, returns, value_mask)
-  return jnp.where(explained > 0, by_critic, by_mean)
+  return jnp.where(explained > 0, advantages, by_mean)
 
 
-register.estimator("evpo", evpo)
+choices.ESTIMATORS["evpo"] = choices.after("gae", evpo)

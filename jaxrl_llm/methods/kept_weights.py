@@ -10,7 +10,7 @@ new tokens by them.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -20,13 +20,10 @@ import numpy as np
 from jaxrl_llm import register, sharding
 from jaxrl_llm.learner import choices, providers
 from jaxrl_llm.learner.members import Companion, Member
-from jaxrl_llm.learner.packing import MiniBatch
-from jaxrl_llm.models import TokenLogprobs
-from jaxrl_llm.types import Rollout
 
 
-def make_kept_weights(
-  policy: Member, *, versions: int, dtype: Any
+def make(
+  policy: Member, mesh: jax.sharding.Mesh, settings: Mapping[str, Any]
 ) -> Companion:
   """Keeps the trained parameters of the last K versions, [K, ...].
 
@@ -35,9 +32,12 @@ def make_kept_weights(
 
   Args:
     policy: the policy.
-    versions: K, at least 1.
-    dtype: stored dtype; any other than float32 rounds the weights.
+    mesh: mesh of the policy.
+    settings: `keep_weights`, the stored dtype, of which any other than float32
+      rounds the weights, and `versions`, K >= 1.
   """
+  del mesh
+  versions, dtype = settings["versions"], jnp.dtype(settings["keep_weights"])
 
   def init(params):
     copies = lambda x: jnp.broadcast_to(x.astype(dtype), (versions, *x.shape))
@@ -65,65 +65,33 @@ def make_kept_weights(
   return Companion(init.eval_shape(params), init, record=write, read=read)
 
 
-def make(policy: Member, mesh: jax.sharding.Mesh, settings: Mapping[str, Any]):
-  """Makes the companion of config group off_policy and `versions`."""
-  del mesh
-  dtype = jnp.dtype(settings["keep_weights"])
-  return make_kept_weights(policy, versions=settings["versions"], dtype=dtype)
-
-
-def writer_logprobs(
-  score: Callable[[Any, MiniBatch], TokenLogprobs],
-  params_of: Callable[[int], Any],
-  old_logprobs: np.ndarray,
-  rollout: Rollout,
-  batches: Sequence[MiniBatch],
-  *,
-  version: int,
-) -> np.ndarray:
+def writer_logprobs(scoring: providers.Scoring) -> np.ndarray:
   """Scores new tokens in the trainer by the weights that sampled them.
 
   Every version scores whole mini-batches, as the policy does, so that equal
-  weights give bitwise equal log-probs.
-
-  Args:
-    score: (params, mini-batch) -> packed log-probs and entropies, on the host.
-    params_of: (version) -> parameters.
-    old_logprobs: [B, T], scores of `version`, which are reused.
-    rollout: B responses.
-    batches: mini-batches of the rows with new tokens.
-    version: version of the policy.
+  weights give bitwise equal log-probs. The scores of the current version are
+  reused.
 
   Returns:
     float32 [B, T]; `old_logprobs` for tokens that are not new.
   """
+  rollout, version = scoring.rollout, scoring.state.step
+  read = scoring.learner.companions["kept"].read
   new = np.arange(rollout.mask.shape[1]) >= rollout.window_start[:, None]
   wrote = np.where(rollout.mask & new, rollout.version, version)
-  out = old_logprobs.copy()
+  out = scoring.policy["old_logprobs"].copy()
   for earlier in np.setdiff1d(wrote, version):
-    params = params_of(earlier)
-    for batch in batches:
+    trained = read(scoring.state.companions["kept"], earlier)
+    for batch in scoring.mini_batches["policy"]:
       theirs = wrote[batch.rows] == earlier
       if theirs.any():
-        scored = batch.layout.gather(score(params, batch).logprobs)
+        scored = scoring.packed("policy", batch, trained).logprobs
+        scored = batch.layout.gather(scored)
         out[batch.rows] = np.where(theirs, scored, out[batch.rows])
   return out
 
 
-def provide(scoring: providers.Scoring) -> np.ndarray:
-  """Provides `writer_logprobs`."""
-  read = scoring.learner.companions["kept"].read
-  return writer_logprobs(
-    lambda trained, batch: scoring.packed("policy", batch, trained),
-    lambda version: read(scoring.state.companions["kept"], version),
-    scoring.policy["old_logprobs"],
-    scoring.rollout,
-    scoring.mini_batches["policy"],
-    version=scoring.state.step,
-  )
-
-
 choices.COMPANIONS["kept"] = make
 register.leaf(
-  "writer_logprobs", provide, needs=("policy", "kept", "old_logprobs")
+  "writer_logprobs", writer_logprobs, needs=("policy", "kept", "old_logprobs")
 )

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm import masked, register
-from jaxrl_llm.learner import batches, estimates, members, providers, scoring
+from jaxrl_llm.learner import estimates, members, providers, scoring
 from jaxrl_llm.learner.update import Objective
 
 _LEARNING_RATE = 0.01  # The probe is linear and has no one to wait for.
@@ -62,22 +62,19 @@ def make_probe(policy, algorithm, mesh) -> members.Member:
     read = lambda rows: outcomes(params, rows, policy_params)
     return scoring.over_micro_batches(read, packed)
 
-  over = {"mask": "policy_mask", "mode": "seq-mean-token-mean"}
-
-  def prepare(*arguments):
-    return batches.plain_batch(*arguments, reads=["reward_on_all"], **over)
-
   training = members.Training(
     Objective("poise", loss),
-    prepare,
-    **over,
+    score,
+    reads=["reward_on_all"],
+    mask="policy_mask",
+    mode="seq-mean-token-mean",
     arguments=lambda settings, state: (state.params("policy"),),
   )
   settings = dataclasses.replace(
     policy.settings, learning_rate=_LEARNING_RATE, frozen=()
   )
   probe = Probe(init, policy.fns.shares_prompts)
-  return members.make_member(probe, training, score, settings, mesh)
+  return members.make_member(probe, training, settings, mesh)
 
 
 def reward_on_all(token_rewards, mask) -> jax.Array:

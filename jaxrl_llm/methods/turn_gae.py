@@ -14,8 +14,8 @@ Known to us from public code, without a paper.
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm import estimators, register
 from jaxrl_llm.learner import choices
+from jaxrl_llm.learner.parts import Part
 
 
 def turn_starts(mask) -> jax.Array:
@@ -23,36 +23,23 @@ def turn_starts(mask) -> jax.Array:
   return mask & ~jnp.pad(mask, ((0, 0), (1, 0)))[:, :-1]
 
 
-def turn_gae(
-  token_rewards,
-  values,
-  mask,
-  truncated,
-  policy_lambda,
-  next_values,
-  *,
-  gamma,
-  boundary,
-) -> jax.Array:
-  """Advantage of its turn for every token, [B, T]."""
-  starts = turn_starts(mask)
-  turns = jnp.cumsum(starts, axis=1)
+def make_estimator(settings: choices.Settings) -> Part:
+  """Returns GAE over turns, advantages [B, T], with the inputs of GAE."""
+  gae = choices.ESTIMATORS["gae"](settings)
 
-  @jax.vmap
-  def of_turn(x, turns):
-    return jax.ops.segment_sum(x, turns, x.shape[0] + 1)[turns]
+  def turn_gae(token_rewards, values, mask, *others) -> jax.Array:
+    starts = turn_starts(mask)
+    turns = jnp.cumsum(starts, axis=1)
 
-  advantages = estimators.egae(
-    of_turn(token_rewards, turns),
-    values,
-    starts,
-    truncated,
-    gamma=gamma,
-    lambda_=policy_lambda,
-    boundary=boundary,
-    next_values=next_values,
-  )
-  return jnp.where(mask, of_turn(advantages, turns), 0.0)
+    @jax.vmap
+    def of_turn(x, turns):
+      return jax.ops.segment_sum(x, turns, x.shape[0] + 1)[turns]
+
+    rewards = of_turn(token_rewards, turns)
+    advantages = gae.fn(rewards, values, starts, *others)
+    return jnp.where(mask, of_turn(advantages, turns), 0.0)
+
+  return gae._replace(fn=turn_gae)
 
 
 def turn_value_mask(trainable, truncated) -> jax.Array:
@@ -60,5 +47,5 @@ def turn_value_mask(trainable, truncated) -> jax.Array:
   return turn_starts(trainable) & ~truncated[:, None]
 
 
-register.estimator("turn_gae", turn_gae)
+choices.ESTIMATORS["turn_gae"] = make_estimator
 choices.VALUE_MASKS["turn_gae"] = turn_value_mask

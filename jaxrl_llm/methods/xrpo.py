@@ -12,23 +12,18 @@ Reference: Bamba et al. 2025 (XRPO), arXiv:2510.06672.
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm import masked, register
-from jaxrl_llm.learner import estimates
+from jaxrl_llm import masked
+from jaxrl_llm.learner import choices, estimates
 
 
-def sharpened(
-  token_rewards, correct, mask, groups, old_logprobs, *, center, scale, epsilon
-) -> jax.Array:
+def sharpened(advantages, correct, mask, groups, old_logprobs) -> jax.Array:
   """Group advantages with a bonus for novelty, [B, T]."""
-  base = estimates.group_advantages(
-    token_rewards, mask, groups, center=center, scale=scale, epsilon=epsilon
-  )
   score = masked.masked_mean(old_logprobs, mask, axis=1)
   mean = masked.segment_mean(score, groups, num_segments=len(groups))
   novelty = 1 - jnp.exp(score - jnp.append(mean, 0.0)[groups])
-  advantage = jnp.maximum(jnp.max(base, axis=1), 0)
-  bonus = jnp.where(correct, jnp.clip(novelty, 0, advantage), 0)
-  return base + estimates.per_token(bonus, mask)
+  most = jnp.maximum(jnp.max(advantages, axis=1), 0)
+  bonus = jnp.where(correct, jnp.clip(novelty, 0, most), 0)
+  return advantages + estimates.per_token(bonus, mask)
 
 
-register.estimator("sharpened", sharpened)
+choices.ESTIMATORS["sharpened"] = choices.after("group", sharpened)

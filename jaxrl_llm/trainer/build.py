@@ -202,11 +202,15 @@ def make_learner(
   algorithm = build_algorithm.make_algorithm(config)
   policy_fns, critic_fns = fns
   of = functools.partial(update_settings, config)
-  policy = members.make_policy(policy_fns, of("policy"), algorithm, mesh)
-  critic = members.make_critic(critic_fns, of("value"), algorithm, mesh)
-  if critic and policy_fns.config.adapters and critic_fns.config.adapters:
-    critic = dataclasses.replace(critic, shares_base=True, base=policy.base)
-  found = {"policy": policy} | ({"critic": critic} if critic else {})
+  training = members.policy_training(policy_fns, algorithm)
+  policy = members.make_member(policy_fns, training, of("policy"), mesh)
+  found = {"policy": policy}
+  if algorithm.value_loss is not None:
+    training = members.critic_training(critic_fns, algorithm)
+    critic = members.make_member(critic_fns, training, of("value"), mesh)
+    if policy_fns.config.adapters and critic_fns.config.adapters:
+      critic = dataclasses.replace(critic, shares_base=True, base=policy.base)
+    found["critic"] = critic
   for name in algorithm.members:
     found[name] = choices.MEMBERS[name].make(policy, algorithm, mesh)
   versions = {"versions": config_lib.most_staleness(config)}
@@ -334,6 +338,7 @@ def _make_pretraining(
     learner, algorithm=make(learner.algorithm, gamma=config.estimator.gamma)
   )
   return ValuePretraining(
+    config,
     learner=of(build_algorithm.with_monte_carlo_returns),
     reward_model=of(build_algorithm.as_reward_model),
     worker=RolloutWorker(
@@ -343,12 +348,7 @@ def _make_pretraining(
       _make_group_reward(config, writer.judge),
     ),
     source=source,
-    reward_model_steps=value.reward_model_steps,
-    steps=value.pretrain_steps,
-    patience=value.pretrain_patience,
-    min_delta=value.pretrain_min_delta,
-    save_every=config.checkpoint.every,
-    seed=(config.run.seed, PRETRAINING),
+    stream=PRETRAINING,
   )
 
 

@@ -148,7 +148,8 @@ def _critic_values(policy: Any, run: Run) -> Callable[[Rollout], np.ndarray]:
 
   def values(rollout: Rollout) -> np.ndarray:
     last = np.maximum(rollout.lengths - 1, 0)
-    return run.values(state, rollout)[np.arange(last.size), last]
+    every = run.learner.read(state, "values", rollout)
+    return every[np.arange(last.size), last]
 
   return values
 

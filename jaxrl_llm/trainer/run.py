@@ -4,8 +4,6 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from jaxrl_llm import checkpoint, sync
 from jaxrl_llm.data.prompt_source import PromptSource, PromptSourceState
 from jaxrl_llm.data.tokenizer import Tokenizer
@@ -17,7 +15,6 @@ from jaxrl_llm.rollout.pipeline import Pipeline
 from jaxrl_llm.rollout.records import Batch, RolloutState
 from jaxrl_llm.rollout.worker import RolloutWorker
 from jaxrl_llm.trainer.value_pretraining import ValuePretraining
-from jaxrl_llm.types import Rollout
 
 # Item of a model's parameters that are not trained.
 _BASE = "learner.{}.base"
@@ -43,22 +40,6 @@ class Run:
   tokenizer: Tokenizer
   # Config key -> digest of the files that it names.
   inputs: Mapping[str, str]
-
-  def values(
-    self,
-    state: LearnerState,
-    rollout: Rollout,
-    views: Mapping[str, Any] | None = None,
-  ) -> np.ndarray:
-    """Returns a critic's values before every token of responses, [B, T].
-
-    Args:
-      state: has the critic's parameters; see `Learner.alone`.
-      rollout: B responses.
-      views: of the learner, where it reads more than the responses.
-    """
-    learner = dataclasses.replace(self.learner, views=views or {})
-    return learner.read(state, "values", rollout)
 
 
 class States(NamedTuple):

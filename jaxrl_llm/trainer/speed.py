@@ -19,12 +19,13 @@ def speed(learner: Learner, row: dict[str, float]) -> dict[str, float]:
   mesh = learner.mesh
   peak = PEAK_FLOPS.get(mesh.devices.flat[0].device_kind)
   if peak:
-    config = learner.policy.fns.config
-    head = config.vocab_size * config.hidden_size
-    multiplied = multiplied_params(config)
+    multiplied = multiplied_params(learner.policy.fns.config)
     done = (2 + 6 * learner.policy.settings.epochs) * multiplied
     if learner.critic is not None:
-      done += (2 + 6 * learner.critic.settings.epochs) * (multiplied - head)
+      config = learner.critic.fns.config
+      head = config.vocab_size * config.hidden_size
+      multiplied = multiplied_params(config) - head
+      done += (2 + 6 * learner.critic.settings.epochs) * multiplied
     names = ("score", "update_value", "update_policy")
     seconds = sum(row.get(f"time/{name}_s", 0.0) for name in names)
     flops = done * row["perf/tokens"]

@@ -39,12 +39,16 @@ def reached(rows: list[dict[str, Any]], folder: pathlib.Path) -> list[str]:
 def _model(run: Run) -> str:
   policy, config = run.learner.policy, run.config
   shape = policy.fns.config
-  parts = [f"{shape.family}, {models.num_params(shape):,} parameters"]
+  size = models.num_params(shape)
+  parts = [f"{shape.family}, {size:,} parameters"]
   if policy.base:
     trained = sum(x.size for x in jax.tree.leaves(policy.shapes.trained))
     parts.append(f"{trained:,} of them trained")
-  if run.learner.critic is not None:
-    parts.append("a critic of the same size")
+  if (critic := run.learner.critic) is not None:
+    own = models.num_params(critic.fns.config)
+    parts.append(
+      f"a critic of {'the same size' if own == size else f'{own:,}'}"
+    )
   parts.append(f"computed in {config.model.dtype}")
   return ", ".join(parts) + (f"; {config.model.path}" * bool(config.model.path))
 

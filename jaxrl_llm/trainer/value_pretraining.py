@@ -47,28 +47,26 @@ class ValuePretraining:
   """Regresses V on Monte Carlo returns of the fixed policy (VAPO, 4.1).
 
   Attributes:
+    config: settings of the run.
     learner: learner with Monte Carlo returns as targets.
     reward_model: the same, trained on the last token of responses only.
     worker: samples whole responses, with its own random stream.
     source: draws prompts from the start.
-    reward_model_steps: number of first batches, for the reward model only.
-    steps: maximum number of batches after these.
-    patience: batches without improvement before it stops.
-    min_delta: minimum increase of the explained variance.
-    save_every: batches between checkpoints.
-    seed: seeds of the run and of the stream, for the order of mini-batches.
+    stream: number of the random stream, for the order of mini-batches.
   """
 
+  config: Any
   learner: Learner
   reward_model: Learner
   worker: RolloutWorker
   source: PromptSource
-  reward_model_steps: int
-  steps: int
-  patience: int
-  min_delta: float
-  save_every: int
-  seed: tuple[int, int]
+  stream: int
+
+  @property
+  def _last(self) -> int:
+    """The batch that is only measured, unless patience ends earlier."""
+    value = self.config.value
+    return value.reward_model_steps + value.pretrain_steps
 
   def run(
     self,
@@ -106,12 +104,11 @@ class ValuePretraining:
       rows.truncate_after(state.number - 1)
       done, stop = False, stopped.agreed()
       while not (done or stop):
-        last = self.reward_model_steps + self.steps
-        logger.phase(f"value pretraining {state.number}/{last}")
+        logger.phase(f"value pretraining {state.number}/{self._last}")
         state, row, done = self._step(learner, state, weights)
         rows.log(state.number - 1, row)
         stop = stopped.agreed()
-        due = stop or state.number % self.save_every == 0
+        due = stop or state.number % self.config.checkpoint.every == 0
         if due and not done:
           saver.save_states(state.number, {"pretraining": state})
         if stop:
@@ -138,13 +135,16 @@ class ValuePretraining:
 
     The first batches train a reward model; the newest one is the best.
     """
-    outcomes = state.number < self.reward_model_steps
+    value = self.config.value
+    outcomes = state.number < value.reward_model_steps
     trained = self.reward_model if outcomes else self.learner
     collected = self.worker.collect(
       state.rollout, state.source, weights, metrics.PhaseTimer()
     )
     responses = collected.batch.responses
-    rng = np.random.default_rng((self.seed[0], state.number, self.seed[1]))
+    rng = np.random.default_rng(
+      (self.config.run.seed, state.number, self.stream)
+    )
     # Its learning rate follows the batches of the pretraining.
     learner = learner.with_model("critic", state.critic)
     learner = learner.replace(step=state.number)
@@ -156,10 +156,10 @@ class ValuePretraining:
     }
     best, waited, done = {}, state.waited, False
     if not outcomes:
-      improved = explained > state.explained + self.min_delta
+      improved = explained > state.explained + value.pretrain_min_delta
       waited = 0 if improved else waited + 1
-      last = self.reward_model_steps + self.steps
-      done = state.number == last or waited >= self.patience
+      patient = waited < value.pretrain_patience
+      done = state.number == self._last or not patient
       if explained > state.explained:
         best = {"explained": explained, "trained_on": state.number}
         best["best"] = jax.tree.map(jnp.copy, state.critic.trained)

@@ -105,8 +105,10 @@ def _entry(thing) -> list[str]:
   source = textwrap.dedent(inspect.getsource(thing)).rstrip()
   if inspect.isclass(thing):  # Its fields say the rest, one a line.
     return ["```python", source, "```"]
-  body = ast.parse(source).body[0].body[0]
-  signature = source.split("\n")[: body.lineno - 1]
+  (function,) = ast.parse(source).body
+  # Without its decorators.
+  begin, end = function.lineno - 1, function.body[0].lineno - 1
+  signature = source.split("\n")[begin:end]
   summary, _, rest = inspect.getdoc(thing).partition("\n")
   lines = ["```python", *signature, "```", "", summary]
   return lines + (["", "```text", rest.strip("\n"), "```"] if rest else [])

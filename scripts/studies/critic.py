@@ -84,13 +84,12 @@ def values_of(name: str, config: Any, judged: Any) -> np.ndarray:
     make = lambda _: workdir.restore_params(
       folder, number, "critic", critic.params, base_of="policy" * base
     )
-  views = {}
   if config_lib.answer_tokens(config):  # Rows are those of other data.
     answers = {prompt.example_id: prompt.answer for prompt in judged.prompts}
     view = data.answer_view(config, answers.__getitem__, run.tokenizer)
-    views = {"critic": view}
-  rollout = judged.responses.rollout
-  values = run.values(run.learner.init(critic=make), rollout, views)
+    run.learner.views = {"critic": view}
+  rollout, state = judged.responses.rollout, run.learner.init(critic=make)
+  values = run.learner.read(state, "values", rollout)
   run.judge.close()
   run.worker.close()
   return values

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from helpers import tiny_run
 
-from jaxrl_llm.learner import batches, build_algorithm, packing, parts
+from jaxrl_llm.learner import build_algorithm, members, packing, parts
 from jaxrl_llm.types import take_rows
 
 ROWS, ROOM, GROUP = 12, 9, 4
@@ -84,7 +84,17 @@ def flat(packed):
 def policy_batch(made, **settings):
   batch = make_batch()
   inputs = take_rows(make_experience(made, **settings), batch.rows)
-  return batches.policy_batch(inputs, batch, made)
+  return pack_policy(inputs, batch, made)
+
+
+def pack_policy(inputs, batch, made, size=None):
+  """Packs a mini-batch as an update of the policy does."""
+  return members.policy_training(None, made).prepare(inputs, batch, size)
+
+
+def pack_critic(inputs, batch, made, size=None):
+  """Likewise of the critic."""
+  return members.critic_training(None, made).prepare(inputs, batch, size)
 
 
 def inputs_of_loss(batch):

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from helpers import tiny_run
+from helpers.tiny_algorithm import pack_critic, pack_policy
 
 from jaxrl_llm import losses, models, sharding
 from jaxrl_llm.learner import packing, update
-from jaxrl_llm.learner.batches import critic_batch, policy_batch
 from jaxrl_llm.learner.build_algorithm import make_algorithm
 from jaxrl_llm.learner.optimizer import create_train_state
 from jaxrl_llm.types import take_rows
@@ -120,8 +120,8 @@ def make_batch(
   batch = packing.MiniBatch(rows, packed, layout)
   inputs = take_rows(data, rows)
   if kind == "value":
-    return critic_batch(inputs, batch, ALGORITHMS["policy"], size)
-  return policy_batch(inputs, batch, ALGORITHMS[kind], size)
+    return pack_critic(inputs, batch, ALGORITHMS["policy"], size)
+  return pack_policy(inputs, batch, ALGORITHMS[kind], size)
 
 
 def with_input(batch, name, values):

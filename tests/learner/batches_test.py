@@ -3,11 +3,10 @@
 import jax
 import numpy as np
 import pytest
-from helpers.tiny_algorithm import make_algorithm
+from helpers.tiny_algorithm import make_algorithm, pack_critic, pack_policy
 from helpers.tiny_experience import MASK, make, make_rollout
 
 from jaxrl_llm.learner import packing
-from jaxrl_llm.learner.batches import critic_batch, policy_batch
 from jaxrl_llm.types import take_rows
 
 
@@ -22,7 +21,7 @@ def pack(made, experience, rows=(1, 0, 2)):
   """Packed rows of the policy and where they lie."""
   batch = make_batch(np.asarray(rows))
   inputs = take_rows(experience, batch.rows)
-  return policy_batch(inputs, batch, made), batch.layout
+  return pack_policy(inputs, batch, made), batch.layout
 
 
 def shifted():
@@ -40,8 +39,8 @@ class TestPolicyBatch:
     inputs = take_rows(inputs, batch.rows)
 
     def pack_both():
-      policy_batch(inputs, batch, made)
-      critic_batch(inputs, batch, made)
+      pack_policy(inputs, batch, made)
+      pack_critic(inputs, batch, made)
 
     assert not jax.make_jaxpr(pack_both)().eqns
 
@@ -51,8 +50,8 @@ class TestPolicyBatch:
     batch = make_batch(np.asarray([2, 0, 1]))
     gather = batch.layout.gather
     inputs = take_rows(got, batch.rows)
-    policy = policy_batch(inputs, batch, made)
-    for packed in (policy, critic_batch(inputs, batch, made)):
+    policy = pack_policy(inputs, batch, made)
+    for packed in (policy, pack_critic(inputs, batch, made)):
       weights = gather(packed.inputs["weights"])
       assert not weights[0].any()
       np.testing.assert_allclose(weights[1:].sum(), 1.0, rtol=1e-6)
@@ -114,7 +113,7 @@ class TestPolicyBatch:
     batch = make_batch(np.asarray([1, 0, 2]))
     other = np.where(MASK[batch.rows], -3.0, 0.0).astype(np.float32)
     inputs = take_rows(make(), batch.rows) | {"proximal_logprobs": other}
-    policy = policy_batch(inputs, batch, make_algorithm())
+    policy = pack_policy(inputs, batch, make_algorithm())
     np.testing.assert_array_equal(
       batch.layout.gather(policy.inputs["proximal_logprobs"]), other
     )
@@ -135,7 +134,7 @@ class TestPolicyBatch:
 def test_the_critic_gets_what_its_loss_reads(clip):
   made, got = make_algorithm(loss__clip_value=clip), make(loss__clip_value=clip)
   batch = make_batch(np.asarray([1, 0, 2]))
-  value = critic_batch(take_rows(got, batch.rows), batch, made)
+  value = pack_critic(take_rows(got, batch.rows), batch, made)
   expected = {"returns"} if clip is None else {"returns", "old_values"}
   assert value.inputs.keys() == {"weights", *expected}
   for name in expected:

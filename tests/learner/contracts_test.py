@@ -5,14 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import tiny_run
-from helpers.tiny_algorithm import evaluate, make_algorithm
+from helpers.tiny_algorithm import evaluate, make_algorithm, pack_policy
 from helpers.tiny_mesh_run import Spy, with_engine
 from helpers.tiny_run import make_run
 
 from jaxrl_llm import metrics
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import packing, providers
-from jaxrl_llm.learner.batches import policy_batch
 from jaxrl_llm.learner.choices import PROXIMALS, correction_of
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.system import signals
@@ -328,7 +327,7 @@ class TestPositiveExamples:
   def test_reach_the_update_beside_the_policys_tokens(self):
     made, rollout, got = self.make()
     packed, layout = packing.pack(rollout, capacity=20, rows=1, micro_batches=3)
-    batch = policy_batch(
+    batch = pack_policy(
       got, packing.MiniBatch(np.arange(3), packed, layout), made
     )
     np.testing.assert_array_equal(layout.gather(batch.mask), got["policy_mask"])

@@ -1,5 +1,7 @@
 """Kept weights: the sampler's mismatch apart from the updates since."""
 
+from types import SimpleNamespace
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -107,20 +109,23 @@ class TestWriterLogprobs:
       def gather(self, scored):
         return scored
 
-    def score(params, batch):
-      asked.append((params, batch.rows[0]))
-      said = np.full((len(batch.rows), 9), -float(params), np.float32)
+    def score(member, batch, trained):
+      asked.append((trained, batch.rows[0]))
+      said = np.full((len(batch.rows), 9), -float(trained), np.float32)
       return TokenLogprobs(said, said)
 
     rows = np.arange(len(version))
     old = np.full(version.shape, -0.5, np.float32)
+    reader = SimpleNamespace(read=lambda kept, version: version)
     got = kept_weights.writer_logprobs(
-      score,
-      lambda version: version,
-      old,
-      rollout,
-      [Batch(rows[:6]), Batch(rows[6:])],
-      version=5,
+      SimpleNamespace(
+        learner=SimpleNamespace(companions={"kept": reader}),
+        state=SimpleNamespace(step=5, companions={"kept": None}),
+        rollout=rollout,
+        mini_batches={"policy": [Batch(rows[:6]), Batch(rows[6:])]},
+        policy={"old_logprobs": old},
+        packed=score,
+      )
     )
     new = rollout.mask & (np.arange(9) >= 1)
     np.testing.assert_array_equal(
@@ -220,9 +225,8 @@ class TestState:
   @pytest.mark.parametrize("fsdp", [1, 2])
   def test_the_last_versions_are_kept_in_every_bit(self, model, fsdp):
     run = make_run(model, **KEEP | LATE, mesh__data=1, mesh__fsdp=fsdp)
-    made = kept_weights.make_kept_weights(
-      run.learner.policy, versions=3, dtype=jnp.float32
-    )
+    settings = {"keep_weights": "float32", "versions": 3}
+    made = kept_weights.make(run.learner.policy, run.learner.mesh, settings)
     params = run.learner.initial_params()
     of = lambda version: jax.tree.map(lambda x: x + 0.1 * version, params)
     kept = made.init(params)

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jaxrl_llm import register
-from jaxrl_llm.learner import batches, members, providers, scoring
+from jaxrl_llm.learner import members, providers, scoring
 from jaxrl_llm.learner.update import Objective
 
 
@@ -60,20 +60,17 @@ def make(policy, algorithm, mesh):
     read = lambda rows: outcomes(params, rows, policy_params)
     return scoring.over_micro_batches(read, packed)
 
-  over = {"mask": "policy_mask", "mode": "token-mean"}
-
-  def prepare(*arguments):
-    return batches.plain_batch(*arguments, reads=["outcome_on_all"], **over)
-
   training = members.Training(
     Objective("probe", loss),
-    prepare,
-    **over,
+    score,
+    reads=["outcome_on_all"],
+    mask="policy_mask",
+    mode="token-mean",
     arguments=lambda settings, state: (state.params("policy"),),
   )
   settings = dataclasses.replace(policy.settings, learning_rate=0.05)
   probe = Probe(init, policy.fns.shares_prompts)
-  return members.make_member(probe, training, score, settings, mesh)
+  return members.make_member(probe, training, settings, mesh)
 
 
 def outcome_on_all(rewards, mask):

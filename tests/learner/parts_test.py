@@ -33,7 +33,7 @@ class TestPart:
 
   def test_then_reads_on(self):
     first = part(scaled, {"factor": 3.0})
-    made = then(first, lambda result, y, z: (result - y) * z, "y", "z")
+    made = then(first, part(lambda result, y, z: (result - y) * z))
     assert made.reads == ("x", "y", "z")
     assert made({"x": 2.0, "y": 5.0, "z": 10.0}) == 20.0
 

@@ -195,14 +195,13 @@ class TestTurns:
 
   def advantages(self, rewards, values, truncated=(False, False), **changes):
     settings = {"gamma": 1.0, "boundary": "repeat"} | changes
-    return turn_gae.turn_gae(
+    return turn_gae.make_estimator(settings).fn(
       rewards,
       values,
       self.MASK,
       np.array(truncated),
       np.float32([0.5, 0.5]),
       np.float32([0.25, 0.25]),
-      **settings,
     )
 
   def inputs(self):
@@ -229,15 +228,14 @@ class TestTurns:
 
   def test_turns_of_one_token_are_gae(self):
     rewards, values = self.inputs()
-    one = turn_gae.turn_gae(
+    settings = {"gamma": 0.9, "boundary": "repeat"}
+    one = turn_gae.make_estimator(settings).fn(
       rewards,
       values,
       mask := np.tile([True, False], (2, 4)),
       np.zeros(2, bool),
       np.float32([0.5, 0.9]),
       np.zeros(2, np.float32),
-      gamma=0.9,
-      boundary="repeat",
     )
     other = estimators.gae(
       rewards + np.pad(rewards[:, 1:], ((0, 0), (0, 1))),  # Of both tokens.

@@ -354,17 +354,10 @@ class TestHints:
   def test_factor(self):
     foreign = np.array([[0], [0], [0], [0], [1], [1], [1], [1]])
     correct = np.array([1, 0, 0, 0, 1, 1, 1, 0], bool)
-    rewards_ = correct.astype(np.float32)[:, None]
-    settings = {"center": "mean", "scale": "none", "epsilon": 0.0}
-    found = adhint.hinted(
-      rewards_,
-      np.ones((8, 1), bool),
-      np.repeat([0, 1], 4),
-      foreign,
-      correct,
-      np.ones(8, bool),
-      **settings,
-    )
+    rewards_ = correct.astype(np.float32)
+    means = np.repeat(rewards_.reshape(2, 4).mean(1), 4)
+    advantages = (rewards_ - means)[:, None]
+    found = adhint.hinted(advantages, foreign, correct, np.ones(8, bool))
     # 1 + 0.75 - 0.25 for what a hint explains.
     expected = [0.75 * 1.5, -0.25, -0.25, -0.25, 0.25, 0.25, 0.25, -0.75 * 1.5]
     np.testing.assert_allclose(found[:, 0], expected, atol=1e-6)
@@ -424,14 +417,11 @@ def test_novelty_by_hand():
   rewards_ = np.array([1.0, 1.0, 0.0, 0.0], np.float32)[:, None]
   logprobs = np.array([-1.0, -3.0, -3.0, -1.0], np.float32)[:, None]
   found = xrpo.sharpened(
-    rewards_,
+    rewards_ - 0.5,
     rewards_[:, 0] == 1,
     np.ones((4, 1), bool),
     np.zeros(4, int),
     logprobs,
-    center="mean",
-    scale="none",
-    epsilon=0.0,
   )
   # Scores less their mean of -2: 1, -1, -1, 1; 1 - exp(-1) is over A = 0.5.
   np.testing.assert_allclose(found[:, 0], [0.5, 1.0, -0.5, -0.5], atol=1e-6)

@@ -10,7 +10,7 @@ from helpers.tiny_run import with_config
 
 from jaxrl_llm import api, checkpoint, models, types, workdir
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.trainer import build, loop
+from jaxrl_llm.trainer import build, loop, summary
 from jaxrl_llm.trainer.value_pretraining import FOLDER
 
 STEPS = 3
@@ -116,6 +116,8 @@ def test_the_critic_may_be_smaller_than_the_policy(model, tmp_path):
   chex.assert_trees_all_equal(critic["layers"], params["layers"])
   assert not critic["value_head"]["kernel"].any()
   assert run.pretraining is not None  # Its head is new.
+  size = models.num_params(small)
+  assert f", a critic of {size:,}, computed" in summary.describe(run)[1]
   loop.train(run, tmp_path / "run")
   api.load(tmp_path / "run").save_critic(tmp_path / "critic")
   assert models.hf.read_config(tmp_path / "critic") == small

@@ -23,17 +23,20 @@ class TestSpeed:
     "time/update_value_s": 3.0,
   }
 
-  def make_learner(self, critic=True, tied=True):
+  def make_learner(self, critic=True, tied=True, layers=2):
     config = dataclasses.replace(
       tiny_run.model_config(), tie_word_embeddings=tied
     )
-    model = lambda epochs: types.SimpleNamespace(
+    smaller = dataclasses.replace(config, num_layers=layers)
+    model = lambda epochs, config=config: types.SimpleNamespace(
       settings=types.SimpleNamespace(epochs=epochs),
       fns=types.SimpleNamespace(config=config),
     )
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
     return types.SimpleNamespace(
-      mesh=mesh, policy=model(1), critic=model(2) if critic else None
+      mesh=mesh,
+      policy=model(1),
+      critic=model(2, smaller) if critic else None,
     )
 
   def test_tokens_per_second(self):
@@ -61,3 +64,16 @@ class TestSpeed:
     seconds = 6.0 if critic else 3.0
     flops = done * 300.0
     np.testing.assert_allclose(got, flops / seconds / (1e6 * 2))
+
+  def test_a_smaller_critic_does_less(self, monkeypatch):
+    monkeypatch.setitem(speed.PEAK_FLOPS, "cpu", 1e6)
+    whole, none, one = (
+      speed.speed(learner, self.ROW)["perf/mfu"]
+      for learner in (
+        self.make_learner(),
+        self.make_learner(critic=False),
+        self.make_learner(layers=1),
+      )
+    )
+    # Half of the layers, which are all that a critic multiplies with.
+    np.testing.assert_allclose(one, (whole + none) / 2, rtol=5e-3)
