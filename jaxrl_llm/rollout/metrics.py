@@ -156,10 +156,11 @@ def conversation_metrics(
 
 def _group_metrics(responses: Responses) -> dict[str, float]:
   """Returns metrics of groups of whole responses: how many are solved."""
-  group = responses.rollout.group
+  _, first, group = np.unique(
+    responses.rollout.group_id, return_index=True, return_inverse=True
+  )
   size = np.bincount(group)
   solved = np.bincount(group, responses.correct) / size
-  first = np.unique(group, return_index=True)[1]
   others = responses.rewards != responses.rewards[first[group]]
   spread = np.bincount(group, others)
   return {

@@ -76,6 +76,16 @@ class TestRolloutMetrics:
     assert row["rollout/truncated_fraction"] == 0
     assert row["perf/tokens"] == 20 + 10
 
+  def test_a_group_that_was_given_up_is_none(self):
+    status = [Status.STOPPED, Status.STOPPED, Status.FINISHED, Status.FINISHED]
+    batch = make_responses(status)
+    row = rollout_metrics(batch, batch)
+    assert row["rollout/stopped"] == 2
+    assert row["rollout/solved_none"] == 1
+    batch = batch.replace(rewards=np.arange(4, dtype=np.float32))
+    row = rollout_metrics(batch, batch)
+    assert row["rollout/zero_variance_groups"] == 0
+
   def test_parts_by_name(self):
     judged = np.asarray([True, True, True, False])
     nan, arrays = np.nan, np.asarray
