@@ -1,9 +1,8 @@
 """Metrics of a batch of responses."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-import jax
 import numpy as np
 
 from jaxrl_llm.rollout.turns import Conversations
@@ -13,29 +12,8 @@ from jaxrl_llm.types import (
   Rollout,
   Status,
   is_over,
-  join_rows,
   take_rows,
 )
-
-
-def per_response(
-  judged: Sequence[Responses], kept: np.ndarray
-) -> Responses | None:
-  """Concatenates judged responses, with masks as their only per-token arrays.
-
-  Args:
-    judged: judged responses of each call.
-    kept: sample ids of responses to leave out; they are judged again in the
-      step that hands them over.
-
-  Returns:
-    The other responses; None if there are none.
-  """
-  small = lambda x: x if x.ndim == 1 or x.dtype == bool else x[:, :0]
-  parts = []
-  for part in jax.tree.map(small, list(judged)):
-    parts.append(take_rows(part, ~np.isin(part.rollout.sample_id, kept)))
-  return join_rows(parts) if parts else None
 
 
 def rollout_metrics(
@@ -46,7 +24,8 @@ def rollout_metrics(
   Args:
     batch: responses that are trained on.
     judged: all judged responses of the step, including those that dynamic
-      sampling discarded, see `per_response`; most metrics are of these.
+      sampling discarded, without those that are judged again in the step that
+      hands them over; most metrics are of these.
   """
   rollout, over = batch.rollout, is_over(batch.rollout)
   row = {
