@@ -70,7 +70,6 @@ def make_run(config: Any) -> Run:
     config, policy_fns.config, both, expert_capacity=0
   )
   source, problems = data.make_prompts(config, tokenizer)
-  data.check_prompts(source)
   learner.column = source.column
   if before:
     view = data.answer_view(config, source.answer, tokenizer)
