@@ -99,7 +99,7 @@ def make_run(config: Any) -> Run:
     learner=learner,
     transfer=transfer,
     parity_check=sampler.make_parity_check(config, dropless, both, transfer),
-    pretraining=_make_pretraining(config, worker.writer, source, learner),
+    pretraining=_make_pretraining(config, worker, learner),
     critic_params=functools.partial(
       _critic_params, learner, init_from=config.value.init_from
     ),
@@ -112,9 +112,17 @@ def make_run(config: Any) -> Run:
 
 def _make_judge(config: Any, tokenizer: Tokenizer) -> Judge:
   reward = config.reward
+  try:
+    pool = rewards.RewardPool(
+      rewards.get_reward(reward.name, reward.path, reward.function),
+      grading=rewards.Grading(dict(reward.weights), reward.threshold),
+      **_limits(reward),
+    )
+  except ValueError as error:
+    raise InputError(f"config.reward: {error}") from error
   return Judge(
     tokenizer.decode,
-    _make_pool(config),
+    pool,
     name=reward.name,
     correct=reward.correct,
     incorrect=reward.incorrect,
@@ -315,10 +323,8 @@ def make_worker(
   return RolloutWorker(writer, source, settings, group_reward, replay)
 
 
-def _make_pretraining(
-  config, writer, source, learner
-) -> ValuePretraining | None:
-  """Makes the pretraining, with other random numbers than the `writer`'s."""
+def _make_pretraining(config, worker, learner) -> ValuePretraining | None:
+  """Makes the pretraining, with other random numbers than the worker's."""
   value, groups = config.value, config.data.prompts_per_step
   pretrains = value.pretrain_steps or value.reward_model_steps
   start = value.init_from
@@ -329,19 +335,16 @@ def _make_pretraining(
     groups=groups, group_size=config.data.group_size, in_flight=groups
   )
   key = run_key(config.run.seed, PRETRAINING)
+  writer = dataclasses.replace(worker.writer, key=key)
   of = lambda make: dataclasses.replace(
     learner, algorithm=make(learner.algorithm, gamma=config.estimator.gamma)
   )
   return ValuePretraining(
     learner=of(build_algorithm.with_monte_carlo_returns),
     reward_model=of(build_algorithm.as_reward_model),
-    worker=RolloutWorker(
-      dataclasses.replace(writer, key=key),
-      source,
-      whole,
-      _make_group_reward(config, writer.judge),
+    worker=dataclasses.replace(
+      worker, writer=writer, settings=whole, replay=None
     ),
-    source=source,
     reward_model_steps=value.reward_model_steps,
     steps=value.pretrain_steps,
     patience=value.pretrain_patience,
@@ -426,15 +429,3 @@ def _make_group_reward(config, judge) -> GroupReward | None:
     return None
   grading = rewards.Grading(threshold=reward.threshold)
   return GroupReward(fn, judge, grading=grading, **_limits(reward))
-
-
-def _make_pool(config) -> rewards.RewardPool:
-  reward = config.reward
-  try:
-    return rewards.RewardPool(
-      rewards.get_reward(reward.name, reward.path, reward.function),
-      grading=rewards.Grading(dict(reward.weights), reward.threshold),
-      **_limits(reward),
-    )
-  except ValueError as error:
-    raise InputError(f"config.reward: {error}") from error

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm import checkpoint, metrics, models
-from jaxrl_llm.data.prompt_source import PromptSource, PromptSourceState
+from jaxrl_llm.data.prompt_source import PromptSourceState
 from jaxrl_llm.learner import metrics as learner_metrics
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.optimizer import TrainState
@@ -49,8 +49,8 @@ class ValuePretraining:
   Attributes:
     learner: learner with Monte Carlo returns as targets.
     reward_model: the same, trained on the last token of responses only.
-    worker: samples whole responses, with its own random stream.
-    source: draws prompts from the start.
+    worker: samples whole responses to prompts from the start, with its own
+      random stream.
     reward_model_steps: number of first batches, for the reward model only.
     steps: maximum number of batches after these.
     patience: batches without improvement before it stops.
@@ -62,7 +62,6 @@ class ValuePretraining:
   learner: Learner
   reward_model: Learner
   worker: RolloutWorker
-  source: PromptSource
   reward_model_steps: int
   steps: int
   patience: int
@@ -98,7 +97,7 @@ class ValuePretraining:
     rows = logger.rows(workdir / FILE)
     with contextlib.closing(saver), contextlib.closing(rows):
       state = self._resume(workdir, saver, logger) or PretrainingState(
-        source=self.source.init(),
+        source=self.worker.source.init(),
         rollout=self.worker.init(),
         critic=learner.critic,
         best=jax.tree.map(jnp.copy, learner.critic.trained),
@@ -185,7 +184,7 @@ class ValuePretraining:
     """Restores the newest undamaged checkpoint; None without any."""
     shapes = self.learner.critic.shapes
     abstract = PretrainingState(
-      self.source.init(), self.worker.abstract(), shapes, shapes.trained
+      self.worker.source.init(), self.worker.abstract(), shapes, shapes.trained
     )
     try:
       states, damaged = checkpoint.newest_undamaged(
