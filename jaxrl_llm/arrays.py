@@ -19,11 +19,11 @@ def of_equal_shape(**arguments: Any) -> list[jax.Array]:
   """
   first = next(iter(arguments))
   shape = jnp.shape(arguments[first])
-  return _of_shape(shape, f"that of {first}", arguments)
+  return of_shape(shape, f"that of {first}", **arguments)
 
 
 def of_shape(
-  shape: Sequence[int], of: str, **arguments: chex.Array
+  shape: Sequence[int], of: str, /, **arguments: chex.Array
 ) -> list[jax.Array]:
   """Returns arguments as arrays, which must have a given shape.
 
@@ -35,10 +35,7 @@ def of_shape(
   Raises:
     ValueError: An argument has another shape.
   """
-  return _of_shape(tuple(shape), of, arguments)
-
-
-def _of_shape(shape, of, arguments) -> list[jax.Array]:
+  shape = tuple(shape)
   arrays = {name: jnp.asarray(x) for name, x in arguments.items()}
   for name, x in arrays.items():
     if x.shape != shape:
