@@ -21,7 +21,7 @@ from jaxrl_llm import config as config_lib
 from jaxrl_llm.data.prompt_source import PromptSource
 from jaxrl_llm.data.replay import FEEDS, REPLAYS
 from jaxrl_llm.data.tokenizer import Tokenizer
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, located
 from jaxrl_llm.evaluate import Evaluator
 from jaxrl_llm.learner import build_algorithm, choices, members, providers
 from jaxrl_llm.learner.learner import Learner
@@ -112,14 +112,12 @@ def make_run(config: Any) -> Run:
 
 def _make_judge(config: Any, tokenizer: Tokenizer) -> Judge:
   reward = config.reward
-  try:
+  with located("config.reward"):
     pool = rewards.RewardPool(
       rewards.get_reward(reward.name, reward.path, reward.function),
       grading=rewards.Grading(dict(reward.weights), reward.threshold),
       **_limits(reward),
     )
-  except ValueError as error:
-    raise InputError(f"config.reward: {error}") from error
   return Judge(
     tokenizer.decode,
     pool,
@@ -290,7 +288,7 @@ def make_worker(
 ) -> RolloutWorker:
   """Makes the worker that samples the batches of training."""
   schedule = config.schedule
-  try:
+  with located("config.schedule"):
     settings = RolloutSettings(
       groups=config.data.prompts_per_step,
       group_size=config.data.group_size,
@@ -302,8 +300,6 @@ def make_worker(
       max_rounds=schedule.max_rounds if schedule.dynamic_sampling else 1,
       pruning=choices.PRUNINGS[schedule.prune](schedule),
     )
-  except ValueError as error:
-    raise InputError(f"config.schedule: {error}") from error
   sampled = SamplingSettings(
     temperature=config.sampler.temperature,
     max_new_tokens=config.sampler.max_response_length,

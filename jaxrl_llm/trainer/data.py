@@ -16,7 +16,7 @@ from jaxrl_llm.data import (
 from jaxrl_llm.data.prompt_source import PromptSource
 from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.data.tokenizer import Tokenizer
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, located
 from jaxrl_llm.learner import packing
 from jaxrl_llm.models import ModelConfig
 from jaxrl_llm.rollout import turns
@@ -249,7 +249,7 @@ def make_conversation_config(
   play, chosen, data = make_play(config), config.environment, config.data
   if play is None:
     return None
-  try:
+  with located("config.environment"):
     return turns.make_conversation_config(
       play,
       tokenizer,
@@ -261,8 +261,6 @@ def make_conversation_config(
       max_observation_tokens=chosen.max_observation_tokens,
       weights=dict(config.reward.weights),
     )
-  except ValueError as error:
-    raise InputError(f"config.environment: {error}") from error
 
 
 def check_context(
