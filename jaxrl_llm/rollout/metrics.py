@@ -7,13 +7,7 @@ import numpy as np
 
 from jaxrl_llm.rollout.turns import Conversations
 from jaxrl_llm.sampling import EngineStats
-from jaxrl_llm.types import (
-  Responses,
-  Rollout,
-  Status,
-  is_over,
-  take_rows,
-)
+from jaxrl_llm.types import Responses, Rollout, Status, is_over, take_rows
 
 
 def rollout_metrics(

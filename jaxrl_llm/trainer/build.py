@@ -9,14 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm import (
-  base_models,
-  checkpoint,
-  digest,
-  models,
-  rewards,
-  sharding,
-)
+from jaxrl_llm import base_models, checkpoint, digest, models, rewards, sharding
 from jaxrl_llm import config as config_lib
 from jaxrl_llm.data.prompt_source import PromptSource
 from jaxrl_llm.data.replay import FEEDS, REPLAYS

@@ -6,13 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxrl_llm import digest, rewards
-from jaxrl_llm.data import (
-  benchmarks,
-  curriculum,
-  prompt_source,
-  rows,
-  sources,
-)
+from jaxrl_llm.data import benchmarks, curriculum, prompt_source, rows, sources
 from jaxrl_llm.data.prompt_source import PromptSource
 from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.data.tokenizer import Tokenizer
