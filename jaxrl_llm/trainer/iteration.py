@@ -59,12 +59,7 @@ def iterate(
     with timer.phase("sync"):
       row |= check_sampler(run, states, weights)
   # 9. Log.
-  shown = [sample for new in collected for sample in new.new_failures]
-  if shows:
-    more = samples_of_step(run, batch, collected, *scored)
-    here = {sample.sample for sample in more}
-    shown = [each for each in shown if each.sample not in here] + more
-  if shown:
+  if shown := samples_of_step(run, batch, collected, scored):
     logger.samples(states.step, shown)
   return states, weights, row
 
