@@ -45,6 +45,15 @@ def as_input_error(
     ) from error
 
 
+@contextlib.contextmanager
+def located(where: str) -> Iterator[None]:
+  """Turns a ValueError into an InputError that begins with its place."""
+  try:
+    yield
+  except ValueError as error:
+    raise InputError(f"{where}: {error}") from error
+
+
 class TrainingStopped(RuntimeError):
   """Raised if a run cannot continue; the message says why."""
 

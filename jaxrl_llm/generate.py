@@ -16,7 +16,7 @@ from typing import Any, TextIO
 from jaxrl_llm.data.prompt_source import Template
 from jaxrl_llm.data.rows import Row, parse_object, to_example
 from jaxrl_llm.data.tasks import Prompt
-from jaxrl_llm.errors import InputError, as_input_error
+from jaxrl_llm.errors import InputError, as_input_error, located
 from jaxrl_llm.metrics.progress import Progress
 from jaxrl_llm.rollout.turns import Conversations
 from jaxrl_llm.rollout.writer import ResponseWriter, Weights
@@ -64,10 +64,8 @@ def make_prompts(
           f"{where}: the field {name!r} is reserved for samples; rename it"
         )
     example = to_example(Row(where, fields), solved=False)
-    try:
+    with located(where):
       tokens = tuple(template(example))
-    except InputError as error:
-      raise InputError(f"{where}: {error}") from error
     if len(tokens) > room:
       raise InputError(
         f"{where}: the prompt has {len(tokens)} tokens, but"

@@ -20,7 +20,7 @@ import jax
 from jaxrl_llm import checkpoint, metrics, models
 from jaxrl_llm import config as config_lib
 from jaxrl_llm.data.rows import read_object
-from jaxrl_llm.errors import InputError, as_input_error
+from jaxrl_llm.errors import InputError, located
 from jaxrl_llm.models import hf
 
 CONFIG, CHANGES = "config.json", "config_changes.jsonl"
@@ -103,17 +103,14 @@ def resumes(workdir: pathlib.Path) -> list[Changes]:
 
 
 def _update(config: Any, saved: Mapping[str, Any], file: pathlib.Path) -> None:
-  """Sets dotted keys."""
-  for key, value in saved.items():
-    if _GONE.get(key, ...) == value:
-      continue
-    if key not in config_lib.KEYS:
-      raise InputError(f"{file}: key {key!r} is unknown; remove it")
-    group, _, name = key.rpartition(".")
-    value = tuple(value) if isinstance(value, list) else value
-    what = f"{file}: key {key!r} cannot be {value!r}"
-    with as_input_error(what, "correct it", TypeError, AttributeError):
-      config_lib.get(config, group)[name] = value
+  """Sets dotted keys, whose values are as in JSON."""
+  changes = {
+    key: tuple(value) if isinstance(value, list) else value
+    for key, value in saved.items()
+    if _GONE.get(key, ...) != value
+  }
+  with located(str(file)):
+    config_lib.update(config, changes)
 
 
 def find_step(workdir: pathlib.Path, step: int | str | None = None) -> int:

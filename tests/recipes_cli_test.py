@@ -168,20 +168,19 @@ class TestRefused:
       ((keys, why),) = constraints.broken(changed(changes)).items()
       assert set(keys.split(", ")) <= known and "\n" not in why
       tried.add(why)
-    # Sizes, files, critics, replay, pruning and parts of users have tests of
-    # their own.
+    # Sizes, critics, replay, pruning and parts of users have tests of their
+    # own.
     apart = (
       constraints.sizes,
-      constraints.files,
-      constraints.second_looks,
-      constraints.engines,
+      constraints.unread,
       learner_constraints.adapters,
       learner_constraints.critics,
       constraints.replay,
       constraints.pruning,
-      constraints.exactness,
     )
-    streamed = changed({"schedule.streaming": True})
+    # Rules of a setting are there while it is on.
+    streamed = {"schedule.streaming": True, "sampler.drafter": "prompt_lookup"}
+    streamed = changed(streamed)
     advice = lambda rules: {text for _, _, text in rules}
     known = advice(constraints.rules(streamed))
     known -= advice(rule for topic in apart for rule in topic(streamed))

@@ -1,41 +1,13 @@
 """Metrics of a batch of responses."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-import jax
 import numpy as np
 
 from jaxrl_llm.rollout.turns import Conversations
 from jaxrl_llm.sampling import EngineStats
-from jaxrl_llm.types import (
-  Responses,
-  Rollout,
-  Status,
-  is_over,
-  join_rows,
-  take_rows,
-)
-
-
-def per_response(
-  judged: Sequence[Responses], kept: np.ndarray
-) -> Responses | None:
-  """Concatenates judged responses, with masks as their only per-token arrays.
-
-  Args:
-    judged: judged responses of each call.
-    kept: sample ids of responses to leave out; they are judged again in the
-      step that hands them over.
-
-  Returns:
-    The other responses; None if there are none.
-  """
-  small = lambda x: x if x.ndim == 1 or x.dtype == bool else x[:, :0]
-  parts = []
-  for part in jax.tree.map(small, list(judged)):
-    parts.append(take_rows(part, ~np.isin(part.rollout.sample_id, kept)))
-  return join_rows(parts) if parts else None
+from jaxrl_llm.types import Responses, Rollout, Status, is_over, take_rows
 
 
 def rollout_metrics(
@@ -46,7 +18,8 @@ def rollout_metrics(
   Args:
     batch: responses that are trained on.
     judged: all judged responses of the step, including those that dynamic
-      sampling discarded, see `per_response`; most metrics are of these.
+      sampling discarded, without those that are judged again in the step that
+      hands them over; most metrics are of these.
   """
   rollout, over = batch.rollout, is_over(batch.rollout)
   row = {
@@ -156,10 +129,11 @@ def conversation_metrics(
 
 def _group_metrics(responses: Responses) -> dict[str, float]:
   """Returns metrics of groups of whole responses: how many are solved."""
-  group = responses.rollout.group
+  _, first, group = np.unique(
+    responses.rollout.group_id, return_index=True, return_inverse=True
+  )
   size = np.bincount(group)
   solved = np.bincount(group, responses.correct) / size
-  first = np.unique(group, return_index=True)[1]
   others = responses.rewards != responses.rewards[first[group]]
   spread = np.bincount(group, others)
   return {

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.data.prompt_source import PromptSourceState
-from jaxrl_llm.rollout.records import Arrived, Batch, Collected, RolloutState
+from jaxrl_llm.rollout.records import Batch, Collected, RolloutState
 from jaxrl_llm.types import Responses
 
 
@@ -39,8 +39,9 @@ def admit(
   return max(0, batch * (version + lag + 1) - accepted - running)
 
 
-# (worker's state, source's state) -> a batch, and the states after it.
-Collect = Callable[[RolloutState, PromptSourceState], Collected]
+# (worker's state, source's state, arrived=None or a callback that receives
+# completed groups) -> a batch, and the states after it.
+Collect = Callable[..., Collected]
 
 
 class Pipeline:
@@ -97,11 +98,12 @@ class Pipeline:
     """
     states = state, source_state
     self._arrivals = queue.SimpleQueue()
+    arrived = self._arrivals.put if self.streaming else None
 
     def write() -> Collected:
       nonlocal states
       try:
-        collected = collect(*states)
+        collected = collect(*states, arrived=arrived)
       finally:
         self._arrivals.put(None)  # No more will come.
       states = collected.state, collected.source_state
@@ -116,11 +118,6 @@ class Pipeline:
       for future in futures:
         future.cancel()
       concurrent.futures.wait(futures)
-
-  @property
-  def arrived(self) -> Arrived | None:
-    """The callback that receives completed groups; None without streaming."""
-    return self._arrivals.put if self.streaming else None
 
   def arriving(
     self,

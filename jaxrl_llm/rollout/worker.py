@@ -29,7 +29,6 @@ from jaxrl_llm.rollout.metrics import (
   conversation_metrics,
   decoding_metrics,
   partial_metrics,
-  per_response,
   rollout_metrics,
   source_metrics,
 )
@@ -119,23 +118,19 @@ class RolloutWorker:
     else:
       batch = new.windows() if self.settings.window else new.groups()
     self._check_each_once(state, new, batch)
-    state, kept = new.state, sample_ids(new.state.store)
-    judged = per_response([x.responses for x in new.judged], kept)
-    source_state = new.source_state
+    state, source_state = new.state, new.source_state
+    kept, judged = sample_ids(state.store), None
     if new.judged:
-      told = join_judged(new.judged).responses
+      every = join_judged(new.judged)
+      ids = every.responses.rollout.sample_id
       # Surplus groups are judged again in the step that trains on them.
-      told = take_rows(told, ~np.isin(told.rollout.sample_id, kept))
-      source_state = self.source.observe(source_state, told)
+      judged = take_rows(every.responses, ~np.isin(ids, kept))
+      source_state = self.source.observe(source_state, judged)
     row = rollout_metrics(batch, judged)
     row |= decoding_metrics(self.writer.engine.stats - before) | new.metrics
     if judged is not None and self.source.has_several_sources:
-      sources = {
-        i: prompt.source
-        for each in new.judged
-        for i, prompt in zip(sample_ids(each.responses.rollout), each.prompts)
-      }
-      row |= source_metrics(judged, sources)
+      sources = (prompt.source for prompt in every.prompts)
+      row |= source_metrics(judged, dict(zip(ids.tolist(), sources)))
     if talks := state.conversations:
       row |= conversation_metrics(judged, talks)
       left = map(str, kept)

@@ -5,7 +5,7 @@ Whatever it proposes, responses are the same as without: a token is always drawn
 from the model's own distribution, with the random number of its index, and a
 draft token saves a step only if it is that token. Only the order in which
 responses end differs. So the decision to draft may follow the clock, but not in
-a run whose batches depend on that order (`constraints.drafts`).
+a run whose batches depend on that order (`constraints.exclusions`).
 """
 
 import collections

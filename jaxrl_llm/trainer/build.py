@@ -9,19 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm import (
-  base_models,
-  checkpoint,
-  digest,
-  models,
-  rewards,
-  sharding,
-)
+from jaxrl_llm import base_models, checkpoint, digest, models, rewards, sharding
 from jaxrl_llm import config as config_lib
 from jaxrl_llm.data.prompt_source import PromptSource
 from jaxrl_llm.data.replay import FEEDS, REPLAYS
 from jaxrl_llm.data.tokenizer import Tokenizer
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, located
 from jaxrl_llm.evaluate import Evaluator
 from jaxrl_llm.learner import build_algorithm, choices, members, providers
 from jaxrl_llm.learner.learner import Learner
@@ -70,7 +63,6 @@ def make_run(config: Any) -> Run:
     config, policy_fns.config, both, expert_capacity=0
   )
   source, problems = data.make_prompts(config, tokenizer)
-  data.check_prompts(source)
   learner.column = source.column
   if before:
     view = data.answer_view(config, source.answer, tokenizer)
@@ -100,7 +92,7 @@ def make_run(config: Any) -> Run:
     learner=learner,
     transfer=transfer,
     parity_check=sampler.make_parity_check(config, dropless, both, transfer),
-    pretraining=_make_pretraining(config, worker.writer, source, learner),
+    pretraining=_make_pretraining(config, worker, learner),
     critic_params=functools.partial(
       _critic_params, learner, init_from=config.value.init_from
     ),
@@ -113,9 +105,15 @@ def make_run(config: Any) -> Run:
 
 def _make_judge(config: Any, tokenizer: Tokenizer) -> Judge:
   reward = config.reward
+  with located("config.reward"):
+    pool = rewards.RewardPool(
+      rewards.get_reward(reward.name, reward.path, reward.function),
+      grading=rewards.Grading(dict(reward.weights), reward.threshold),
+      **_limits(reward),
+    )
   return Judge(
     tokenizer.decode,
-    _make_pool(config),
+    pool,
     name=reward.name,
     correct=reward.correct,
     incorrect=reward.incorrect,
@@ -287,7 +285,7 @@ def make_worker(
 ) -> RolloutWorker:
   """Makes the worker that samples the batches of training."""
   schedule = config.schedule
-  try:
+  with located("config.schedule"):
     settings = RolloutSettings(
       groups=config.data.prompts_per_step,
       group_size=config.data.group_size,
@@ -299,8 +297,6 @@ def make_worker(
       max_rounds=schedule.max_rounds if schedule.dynamic_sampling else 1,
       pruning=choices.PRUNINGS[schedule.prune](schedule),
     )
-  except ValueError as error:
-    raise InputError(f"config.schedule: {error}") from error
   sampled = SamplingSettings(
     temperature=config.sampler.temperature,
     max_new_tokens=config.sampler.max_response_length,
@@ -320,10 +316,8 @@ def make_worker(
   return RolloutWorker(writer, source, settings, group_reward, replay)
 
 
-def _make_pretraining(
-  config, writer, source, learner
-) -> ValuePretraining | None:
-  """Makes the pretraining, with other random numbers than the `writer`'s."""
+def _make_pretraining(config, worker, learner) -> ValuePretraining | None:
+  """Makes the pretraining, with other random numbers than the worker's."""
   value, groups = config.value, config.data.prompts_per_step
   pretrains = value.pretrain_steps or value.reward_model_steps
   start = value.init_from
@@ -334,21 +328,22 @@ def _make_pretraining(
     groups=groups, group_size=config.data.group_size, in_flight=groups
   )
   key = run_key(config.run.seed, PRETRAINING)
+  writer = dataclasses.replace(worker.writer, key=key)
   of = lambda make: dataclasses.replace(
     learner, algorithm=make(learner.algorithm, gamma=config.estimator.gamma)
   )
   return ValuePretraining(
-    config,
     learner=of(build_algorithm.with_monte_carlo_returns),
     reward_model=of(build_algorithm.as_reward_model),
-    worker=RolloutWorker(
-      dataclasses.replace(writer, key=key),
-      source,
-      whole,
-      _make_group_reward(config, writer.judge),
+    worker=dataclasses.replace(
+      worker, writer=writer, settings=whole, replay=None
     ),
-    source=source,
-    stream=PRETRAINING,
+    reward_model_steps=value.reward_model_steps,
+    steps=value.pretrain_steps,
+    patience=value.pretrain_patience,
+    min_delta=value.pretrain_min_delta,
+    save_every=config.checkpoint.every,
+    seed=(config.run.seed, PRETRAINING),
   )
 
 
@@ -427,15 +422,3 @@ def _make_group_reward(config, judge) -> GroupReward | None:
     return None
   grading = rewards.Grading(threshold=reward.threshold)
   return GroupReward(fn, judge, grading=grading, **_limits(reward))
-
-
-def _make_pool(config) -> rewards.RewardPool:
-  reward = config.reward
-  try:
-    return rewards.RewardPool(
-      rewards.get_reward(reward.name, reward.path, reward.function),
-      grading=rewards.Grading(dict(reward.weights), reward.threshold),
-      **_limits(reward),
-    )
-  except ValueError as error:
-    raise InputError(f"config.reward: {error}") from error

@@ -23,9 +23,15 @@ def broken(config: Any) -> dict[str, str]:
 
 def rules(config: Any) -> Rules:
   """Returns all constraints, most important first."""
-  topics = [demonstrations, sizes, files, windows, second_looks, replay]
-  topics += [pruning, streaming, engines, drafts, exactness]
-  topics += [
+  topics = [
+    orders,
+    exclusions,
+    sizes,
+    unread,
+    windows,
+    replay,
+    pruning,
+    streaming,
     of_learner.groups,
     of_learner.off_policy,
     of_learner.kept_weights,
@@ -38,6 +44,90 @@ def rules(config: Any) -> Rules:
 
 
 # fmt: off
+
+_NEEDS_WHOLE = (
+  "needs the whole batch before the first gradient; switch one of them off")
+_WHOLE_BATCH = ("schedule.stop", "schedule.window", "schedule.streaming")
+# A setting, others that must have their defaults while it is on, and why.
+_EXCLUDED = (
+  ("schedule.replay", _WHOLE_BATCH,
+    "only whole groups of a whole batch are replayed; use {key}={value!r}"),
+  ("schedule.prune", _WHOLE_BATCH,
+    "responses of whole groups are compared; use {key}={value!r}"),
+  ("schedule.streaming",
+    ("schedule.lag", "schedule.window", "schedule.stop",
+     "schedule.dynamic_sampling"),
+    "streaming needs a whole batch from the newest weights; switch one of"
+    " them off"),
+  ("schedule.streaming", ("run.replay_every",),
+    "a streamed batch is not kept for a second update; switch one of them"
+    " off"),
+  ("schedule.streaming",
+    ("estimator.agree_share", "estimator.normalize", "loss.nll_coefficient",
+     "off_policy.ess_scale"), _NEEDS_WHOLE),
+  ("sampler.engine",
+    ("schedule.stop", "schedule.streaming", "environment.name",
+     "sampler.drafter", "sampler.entropy_tau", "sampler.processors",
+     "model.replay_routing"),
+    "only the built-in engine does this; use {key}={value!r}"),
+  ("sampler.drafter", ("schedule.stop", "schedule.streaming"),
+    "drafting depends on measured times, which would decide which responses"
+    " end first; switch one off to keep the run reproducible"),
+  ("sampler.exact",
+    ("sampler.engine",
+     "sampler.drafter",  # Draft tokens are verified in another shape.
+     "sampler.processors",  # They sample from another distribution.
+     "sampler.entropy_tau",
+     "schedule.lag",  # No token is of the newest weights.
+     "schedule.streaming",  # The engine is busy.
+     "off_policy.keep_weights"),  # These are scored in packed rows.
+    "the log-probs of sampler and trainer would not be equal; use"
+    " sampler.exact=False or {key}={value!r}"),
+)
+_SAMPLED = (
+  *_WHOLE_BATCH, "data.group_size", "schedule.lag", "schedule.replay",
+  "schedule.prune", "schedule.dynamic_sampling", "environment.name",
+  "reward.group", "sampler.temperature", "loss.kl_coefficient",
+  "loss.kl_reward_coefficient", "loss.nll_coefficient")
+
+
+def orders(config: Any) -> Rules:
+  """Checks prompt sources that give responses, or draw again for a batch."""
+  order = config.data.order
+  if order == "demonstrations":
+    advice = "demonstrations are not sampled; use {key}={value!r}"
+    return [
+      (has_critic(config), "data.order, estimator.name",
+        "demonstrations give a critic no rewards; use estimator.name='given'"),
+      *_excluded(config, "data.order", _SAMPLED, advice),
+    ]
+  make = PROMPT_SOURCES[order]
+  make = getattr(make, "func", make)  # The class in a functools.partial.
+  if getattr(make, "again", PromptSource.again) is PromptSource.again:
+    return []
+  return _excluded(config, "data.order", _WHOLE_BATCH,
+    "this prompt source draws again for a judged batch, which must be whole;"
+    " use {key}={value!r}")
+
+
+def exclusions(config: Any) -> Rules:
+  """Checks settings that exclude others."""
+  return [
+    rule
+    for feature, keys, advice in _EXCLUDED if config_lib.get(config, feature)
+    for rule in _excluded(config, feature, keys, advice)
+  ]
+
+
+def _excluded(config, feature, keys, advice) -> Rules:
+  """Returns a rule for each key, which must have its default."""
+  usual = {key: config_lib.KEYS[key].default for key in keys}
+  return [
+    (config_lib.get(config, key) != value, f"{feature}, {key}",
+      advice.format(key=key, value=value))
+    for key, value in usual.items()
+  ]
+
 
 def sizes(config: Any) -> Rules:
   """Checks the sizes of batches and meshes, and the order of the rewards."""
@@ -73,43 +163,17 @@ def sizes(config: Any) -> Rules:
   ]
 
 
-def demonstrations(config: Any) -> Rules:
-  """Checks responses of the data, which nothing samples or judges."""
-  if config.data.order != "demonstrations":
-    return []
-  plain = {
-    "data.group_size": 1,
-    "schedule.stop": "all",
-    "schedule.window": 0,
-    "schedule.lag": 0,
-    "schedule.streaming": False,
-    "schedule.replay": 0.0,
-    "schedule.prune": "",
-    "schedule.dynamic_sampling": False,
-    "environment.name": "",
-    "reward.group": "",
-    "sampler.temperature": 1.0,
-    "loss.kl_coefficient": 0.0,
-    "loss.kl_reward_coefficient": 0.0,
-    "loss.nll_coefficient": 0.0,
-  }
-  return [
-    (has_critic(config), "data.order, estimator.name",
-      "demonstrations give a critic no rewards; use estimator.name='given'"),
-    *((config_lib.get(config, key) != value, f"data.order, {key}",
-      f"demonstrations are not sampled; use {key}={value!r}")
-      for key, value in plain.items()),
-  ]
-
-
-def files(config: Any) -> Rules:
-  """Checks settings that the data source may not have."""
+def unread(config: Any) -> Rules:
+  """Checks settings that a data source or an engine does not have."""
   given = config.data.split != config_lib.KEYS["data.split"].default
   return [
     (given and "split" not in sources.reads(config.data.source),
       "data.split, data.source",
       "this source has no splits; set data.path to the training files and"
       " eval.path to the evaluation files"),
+    (config.sampler.engine_settings and not config.sampler.engine,
+      "sampler.engine_settings, sampler.engine",
+      "the built-in engine has none; choose your own engine or leave them out"),
   ]
 
 
@@ -155,31 +219,11 @@ def windows(config: Any) -> Rules:
   ]
 
 
-def second_looks(config: Any) -> Rules:
-  """Checks prompt sources that draw again for a judged batch."""
-  make = PROMPT_SOURCES[config.data.order]
-  make = getattr(make, "func", make)  # The class in a functools.partial.
-  again = getattr(make, "again", PromptSource.again)
-  whole = {"stop": "all", "window": 0, "streaming": False}
-  return [
-    (again is not PromptSource.again and config.schedule[key] != value,
-      f"data.order, schedule.{key}",
-      "this prompt source draws again for a judged batch, which must be whole;"
-      f" use schedule.{key}={value!r}")
-    for key, value in whole.items()
-  ]
-
-
 def replay(config: Any) -> Rules:
   """Checks the replay of earlier groups."""
   schedule = config.schedule
-  plain = {"stop": "all", "window": 0, "streaming": False}
   most = int(schedule.replay * config.data.prompts_per_step)
   return [
-    *((schedule.replay and schedule[key] != value,
-      f"schedule.replay, schedule.{key}",
-      f"only whole groups of a whole batch are replayed; use {key}={value!r}")
-      for key, value in plain.items()),
     (schedule.replay and not most, "schedule.replay, data.prompts_per_step",
       "less than one group of a batch would be replayed; raise one of them"),
     (schedule.replay_for != "any" and not schedule.replay,
@@ -216,12 +260,7 @@ def replay(config: Any) -> Rules:
 def pruning(config: Any) -> Rules:
   """Checks responses that are given up while they are written."""
   schedule = config.schedule
-  plain = {"stop": "all", "window": 0, "streaming": False}
   return [
-    *((schedule.prune and schedule[key] != value,
-      f"schedule.prune, schedule.{key}",
-      f"responses of whole groups are compared; use {key}={value!r}")
-      for key, value in plain.items()),
     (schedule.prune and schedule.lag and schedule.overlap,
       "schedule.prune, schedule.lag, schedule.overlap",
       "the learner's models cannot be read during an update; use"
@@ -234,11 +273,9 @@ def pruning(config: Any) -> Rules:
 
 def streaming(config: Any) -> Rules:
   """Checks streaming: gradients accumulated while other groups are sampled."""
-  schedule, batch = config.schedule, config_lib.batch_size(config)
-  if not schedule.streaming:
+  if not config.schedule.streaming:
     return []
-  plain = {"lag": 0, "window": 0, "stop": "all", "dynamic_sampling": False}
-  made = make_algorithm(config)
+  batch, made = config_lib.batch_size(config), make_algorithm(config)
   read = leaves_of(["advantages"], made.parts)
   own = [made.auxiliary.get(name) for name in config.loss.auxiliary]
   over = "policy_mask", made.loss_mode
@@ -247,18 +284,10 @@ def streaming(config: Any) -> Rules:
     "loss.auxiliary": any(x and (x.mask, x.mode) != over for x in own),
     # Compares groups of a prompt, or the critic with all returns.
     "estimator.name": "example_id" in read or config.estimator.name == "evpo",
-    "estimator.agree_share": config.estimator.agree_share,
-    "estimator.normalize": config.estimator.normalize != "none",
     "loss.name": config.loss.name == "hapo",
-    "loss.nll_coefficient": config.loss.nll_coefficient > 0,
-    "off_policy.ess_scale": config.off_policy.ess_scale,
     "off_policy.proximal": config.off_policy.proximal == "ewma",
   }
   return [
-    *((schedule[key] != value, f"schedule.streaming, schedule.{key}",
-      "streaming needs a whole batch from the newest weights; switch one of"
-      " them off")
-      for key, value in plain.items()),
     *((config_lib.mini_batch(config, role) != batch
         or config.optimizer[role].epochs > 1,
       f"schedule.streaming, optimizer.{role}.mini_batch,"
@@ -266,66 +295,8 @@ def streaming(config: Any) -> Rules:
       "streaming makes one update per batch; use mini_batch=0,"
       " updates_per_step=1 and epochs=1")
       for role in (("policy", "value") if has_critic(config) else ("policy",))),
-    (config.run.replay_every, "schedule.streaming, run.replay_every",
-      "a streamed batch is not kept for a second update; switch one of them"
-      " off"),
-    *((needed, f"schedule.streaming, {key}",
-      "needs the whole batch before the first gradient; switch one of them off")
+    *((needed, f"schedule.streaming, {key}", _NEEDS_WHOLE)
       for key, needed in whole.items()),
-  ]
-
-
-def engines(config: Any) -> Rules:
-  """Checks what an engine of one's own cannot be asked for."""
-  own = config.sampler.engine
-  plain = {
-    "schedule.stop": "all",
-    "schedule.streaming": False,
-    "environment.name": "",
-    "sampler.drafter": "",
-    "sampler.entropy_tau": 0.0,
-    "sampler.processors": (),
-    "model.replay_routing": False,
-  }
-  return [
-    (config.sampler.engine_settings and not own,
-      "sampler.engine_settings, sampler.engine",
-      "the built-in engine has none; choose your own engine or leave them out"),
-    *((own and config_lib.get(config, key) != value, f"sampler.engine, {key}",
-      f"only the built-in engine does this; use {key}={value!r}")
-      for key, value in plain.items()),
-  ]
-
-
-def drafts(config: Any) -> Rules:
-  """Checks drafting against batches that depend on the order of completion."""
-  plain = {"stop": "all", "streaming": False}
-  return [
-    (config.sampler.drafter and config.schedule[key] != value,
-      f"sampler.drafter, schedule.{key}",
-      "drafting depends on measured times, which would decide which responses"
-      " end first; switch one off to keep the run reproducible")
-    for key, value in plain.items()
-  ]
-
-
-def exactness(config: Any) -> Rules:
-  """Checks what cannot have log-probs that are equal to the last bit."""
-  plain = {
-    "sampler.engine": "",
-    "sampler.drafter": "",  # Draft tokens are verified in another shape.
-    "sampler.processors": (),  # They sample from another distribution.
-    "sampler.entropy_tau": 0.0,
-    "schedule.lag": 0,  # No token is of the newest weights.
-    "schedule.streaming": False,  # The engine is busy.
-    "off_policy.keep_weights": "",  # These are scored in packed rows.
-  }
-  return [
-    (config.sampler.exact and config_lib.get(config, key) != value,
-      f"sampler.exact, {key}",
-      "the log-probs of sampler and trainer would not be equal; use"
-      f" sampler.exact=False or {key}={value!r}")
-    for key, value in plain.items()
   ]
 
 

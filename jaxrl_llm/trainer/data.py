@@ -6,22 +6,17 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxrl_llm import digest, rewards
-from jaxrl_llm.data import (
-  benchmarks,
-  curriculum,
-  prompt_source,
-  rows,
-  sources,
-)
+from jaxrl_llm.data import benchmarks, curriculum, prompt_source, rows, sources
 from jaxrl_llm.data.prompt_source import PromptSource
 from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.data.tokenizer import Tokenizer
-from jaxrl_llm.errors import InputError, as_input_error
+from jaxrl_llm.errors import InputError, located
 from jaxrl_llm.learner import packing
 from jaxrl_llm.models import ModelConfig
 from jaxrl_llm.rollout import turns
 from jaxrl_llm.rollout.turns import ConversationConfig, EnvironmentCalls
 from jaxrl_llm.system import processes
+from jaxrl_llm.trainer.validation import own_settings
 from jaxrl_llm.types import Rollout
 
 EVAL_POSITIONS = 10_000  # Most problems of an endless source that are read.
@@ -41,6 +36,9 @@ def make_prompts(
   config: Any, tokenizer: Tokenizer
 ) -> tuple[PromptSource, list[Problems]]:
   """Training prompts, and the problems of each evaluation set; one template.
+
+  Prompts are tokenized at the start, so that none of them ends a run later;
+  problems that a task generates are not.
 
   Raises:
     InputError: the data cannot be used.
@@ -70,13 +68,10 @@ def make_prompts(
   sizes["group_size"] = data.group_size
   read = sizes.keys() & inspect.signature(make).parameters
   sizes = {name: sizes[name] for name in read}
-  with as_input_error(
-    f"config.data.order_settings={dict(own)}",
-    f"correct those of {data.order!r}",
-    TypeError,
-    ValueError,
-  ):
+  with own_settings(config, "data.order_settings", data.order):
     stream = make(train, seed=config.run.seed, **settings, **sizes, **own)
+  if len(stream) <= sources.MOST_READ:
+    processes.in_shares(stream.check, range(min(len(stream), CHECKED)))
   return stream, problems
 
 
@@ -153,18 +148,6 @@ def digests(config: Any) -> dict[str, str]:
   return {key: digest.of_files(of(paths)) for key, paths in named.items()}
 
 
-def check_prompts(source: PromptSource) -> None:
-  """Tokenizes prompts at the start, so that none of them ends a run later.
-
-  Problems that a task generates are not checked.
-
-  Raises:
-    InputError: a prompt is too long or cannot be tokenized.
-  """
-  if len(source) <= sources.MOST_READ:
-    processes.in_shares(source.check, range(min(len(source), CHECKED)))
-
-
 def _examples(config: Any, seed: int) -> tuple[sources.Source, list[tuple]]:
   """Returns examples to train on; name, examples and origin of each set.
 
@@ -225,18 +208,13 @@ def _check_answers(reward: str, prompts: list[Prompt]) -> None:
 
 
 def _template(config, tokenizer, pool, play):
-  settings = dict(config.data.template_settings)
+  name, settings = config.data.template, dict(config.data.template_settings)
   if play is not None:
-    settings = play.template_settings(config.data.template, settings)
-  if config.data.template == "few_shot":
+    settings = play.template_settings(name, settings)
+  if name == "few_shot":
     settings["pool"] = pool
-  with as_input_error(
-    f"config.data.template_settings={dict(config.data.template_settings)}",
-    f"correct those of {config.data.template!r}",
-    TypeError,
-    ValueError,
-  ):
-    return prompt_source.TEMPLATES[config.data.template](tokenizer, **settings)
+  with own_settings(config, "data.template_settings", name):
+    return prompt_source.TEMPLATES[name](tokenizer, **settings)
 
 
 def make_play(config: Any) -> EnvironmentCalls | None:
@@ -249,12 +227,8 @@ def make_play(config: Any) -> EnvironmentCalls | None:
   make = turns.ENVIRONMENTS[chosen.name]
   if make is None:
     return None
-  try:
+  with own_settings(config, "environment.settings", chosen.name):
     make(**chosen.settings)
-  except (TypeError, ValueError) as error:
-    raise InputError(
-      f"config.environment.settings={dict(chosen.settings)}: {error}"
-    ) from error
   return EnvironmentCalls(make, chosen.settings)
 
 
@@ -269,7 +243,7 @@ def make_conversation_config(
   play, chosen, data = make_play(config), config.environment, config.data
   if play is None:
     return None
-  try:
+  with located("config.environment"):
     return turns.make_conversation_config(
       play,
       tokenizer,
@@ -281,8 +255,6 @@ def make_conversation_config(
       max_observation_tokens=chosen.max_observation_tokens,
       weights=dict(config.reward.weights),
     )
-  except ValueError as error:
-    raise InputError(f"config.environment: {error}") from error
 
 
 def check_context(

@@ -4,10 +4,9 @@ import functools
 from typing import Any
 
 from jaxrl_llm import metrics, sync
-from jaxrl_llm.data.prompt_source import PromptSourceState
 from jaxrl_llm.learner.replay import update_twice
 from jaxrl_llm.learner.state import LearnerState
-from jaxrl_llm.rollout.records import Batch, Collected, RolloutState
+from jaxrl_llm.rollout.records import Batch
 from jaxrl_llm.rollout.writer import Weights
 from jaxrl_llm.system import processes
 from jaxrl_llm.trainer.run import Run, States
@@ -31,13 +30,8 @@ def iterate(
 
   # 1. Draw prompts, 2. generate, 3. reward ended responses: a batch that is
   # trained on now, or `schedule.lag` updates later.
-  def collect(rollout: RolloutState, source: PromptSourceState) -> Collected:
-    return run.worker.collect(
-      rollout, source, given, timer, run.pipeline.arrived
-    )
-
   with run.pipeline.writing(
-    collect,
+    functools.partial(run.worker.collect, weights=given, timer=timer),
     states.rollout,
     states.source,
     version=states.step,
@@ -65,12 +59,7 @@ def iterate(
     with timer.phase("sync"):
       row |= check_sampler(run, states, weights)
   # 9. Log.
-  shown = [sample for new in collected for sample in new.new_failures]
-  if shows:
-    more = samples_of_step(run, batch, collected, *scored)
-    here = {sample.sample for sample in more}
-    shown = [each for each in shown if each.sample not in here] + more
-  if shown:
+  if shown := samples_of_step(run, batch, collected, scored):
     logger.samples(states.step, shown)
   return states, weights, row
 

@@ -124,8 +124,7 @@ def _resume_or_start(run, folder, saver, found, changes, stopped, begun) -> int:
   elif not folder.begin(config):
     # Left by a run with other settings.
     shutil.rmtree(folder.path / CHECKPOINTS, ignore_errors=True)
-  with _logger(run, folder, last) as logger:
-    _watch_hosts(run, folder, logger, saver)
+  with _make_logger(run, folder, saver, last) as logger:
     run.judge.tell = logger.event
     events += [evaluator.origin for evaluator in run.evaluators]
     for line in filter(None, (*summary.describe(run), *events)):
@@ -162,45 +161,39 @@ def _resume_or_start(run, folder, saver, found, changes, stopped, begun) -> int:
     return stopped.signal
 
 
-def _logger(run, folder, last_step) -> metrics.PhaseLogger:
-  """Returns the run's logger in the first process, else one of times only."""
-  config = run.config
+def _make_logger(run, folder, saver, last_step) -> metrics.PhaseLogger:
+  """Returns the run's logger in the first process, else one of times only.
+
+  It watches several processes as long as it is open.
+  """
+  config, name, role = run.config, processes.name(), ""
   watched = {"stuck_after_s": config.run.stuck_after_s}
-  if name := processes.name():
-    watched["times"] = folder.new_times() / f"{name}.jsonl"
-    watched["role"] = _role(run)
-  if not processes.is_first():
-    return metrics.PhaseLogger(**watched)
-  return metrics.MetricsLogger(
-    folder.path,
-    total_steps=config.run.steps,
-    last_step=last_step,
-    tracked_by=config.run.trackers,
-    settings=config.to_dict(),
-    **watched,
-  )
-
-
-def _watch_hosts(run, folder, logger, saver) -> None:
-  """Watches several processes as long as the logger is open."""
-  name, every_s = processes.name(), run.config.run.watch_hosts_s
-  if not (name and every_s):
-    return
-  watch = fleet.HostWatch(
-    folder.path / "hosts",
-    name,
-    every_s,
-    logger.event if processes.is_first() else None,
-    saver.saving,
-    _role(run),
-  )
-  logger.enter_context(watch.running())
-  logger.more, logger.watchdog.suspects = watch.metrics, watch.describe
-
-
-def _role(run) -> str:
-  """Returns what a process works for; hosts are compared within a role."""
-  return "learner" if processes.has_device(run.learner.mesh) else "sampler"
+  if name:  # Hosts are compared within a role.
+    role = "learner" if processes.has_device(run.learner.mesh) else "sampler"
+    watched |= {"times": folder.new_times() / f"{name}.jsonl", "role": role}
+  if processes.is_first():
+    logger = metrics.MetricsLogger(
+      folder.path,
+      total_steps=config.run.steps,
+      last_step=last_step,
+      tracked_by=config.run.trackers,
+      settings=config.to_dict(),
+      **watched,
+    )
+  else:
+    logger = metrics.PhaseLogger(**watched)
+  if name and config.run.watch_hosts_s:
+    watch = fleet.HostWatch(
+      folder.path / "hosts",
+      name,
+      config.run.watch_hosts_s,
+      logger.event if processes.is_first() else None,
+      saver.saving,
+      role,
+    )
+    logger.enter_context(watch.running())
+    logger.more, logger.watchdog.suspects = watch.metrics, watch.describe
+  return logger
 
 
 def _save(states, saver, folder, run) -> None:

@@ -9,7 +9,6 @@ import jax
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import sampling, sharding, sync
 from jaxrl_llm.data.tokenizer import Tokenizer
-from jaxrl_llm.errors import as_input_error
 from jaxrl_llm.learner import choices
 from jaxrl_llm.models import ModelFns
 from jaxrl_llm.models.adapters import FACTORS
@@ -19,6 +18,7 @@ from jaxrl_llm.sampling.allocator import default_page_size
 from jaxrl_llm.sampling.processors import LogitsProcessor
 from jaxrl_llm.sampling.settings import EXACT_ROWS
 from jaxrl_llm.trainer.meshes import Meshes
+from jaxrl_llm.trainer.validation import own_settings
 
 DRAFTERS: Mapping[str, Callable[[Any], Any]] = {
   "": lambda fns: None,
@@ -64,10 +64,8 @@ def make_engine(
     choices=fns.choices,
   )
   if make := ENGINES[config.sampler.engine]:
-    settings = dict(config.sampler.engine_settings)
-    what = f"config.sampler.engine_settings={settings}"
-    advice = f"correct those of {config.sampler.engine!r}"
-    with as_input_error(what, advice, TypeError, ValueError):
+    settings = config.sampler.engine_settings
+    with own_settings(config, "sampler.engine_settings", config.sampler.engine):
       return make(fns, sizes, tokenizer, **settings)
   return Engine(
     fns,

@@ -22,17 +22,24 @@ def samples_of_step(
   run: Run,
   batch: Batch,
   collected: Sequence[Collected],
-  scored: TrainingBatch,
+  scored: Sequence[TrainingBatch],
 ) -> list[metrics.Sample]:
-  """Returns `run.samples` responses that a step trained on, ended ones first.
+  """Returns new failures of the reward, and responses that a step trained on.
+
+  The latter are `run.samples` of them, ended ones first.
 
   Args:
     run: the owners.
     batch: the batch of the step.
     collected: what was collected in the step. With a lag it is not the batch,
       whose extracted answers and errors are then unknown.
-    scored: the batch as the learner scored it.
+    scored: the batch as the learner scored it; without it no response that was
+      trained on is returned.
   """
+  failures = [sample for new in collected for sample in new.new_failures]
+  if not scored:
+    return failures
+  (scored,) = scored
   responses, count = batch.responses, run.config.run.samples
   rows = np.arange(len(responses.rewards))
   if count:
@@ -46,7 +53,8 @@ def samples_of_step(
   samples = metrics.make_samples(judged, range(rows.size))
   # The learner may have its rows in another order.
   place = {number: i for i, number in enumerate(scored.rollout.sample_id)}
-  return [
+  shown = {sample.sample for sample in samples}
+  return [sample for sample in failures if sample.sample not in shown] + [
     sample._replace(per_token=_per_token(run, scored, place[sample.sample]))
     for sample in samples
   ]

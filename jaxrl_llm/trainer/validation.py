@@ -3,10 +3,11 @@
 Each error is one line with the settings, their values and what is allowed.
 """
 
+import contextlib
 from typing import Any
 
 from jaxrl_llm import config as config_lib
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, as_input_error
 from jaxrl_llm.trainer import constraints
 
 
@@ -35,3 +36,18 @@ def validate(config: Any) -> None:
       for key, x in values.items()
     )
     raise InputError(f"{named}: {why}")
+
+
+def own_settings(
+  config: Any, key: str, name: str
+) -> contextlib.AbstractContextManager[None]:
+  """Turns errors of a part that takes the settings at a key into InputErrors.
+
+  Args:
+    config: settings of the run.
+    key: key of the part's own settings.
+    name: name of the part.
+  """
+  what = f"config.{key}={dict(config_lib.get(config, key))}"
+  advice = f"correct those of {name!r}"
+  return as_input_error(what, advice, TypeError, ValueError)

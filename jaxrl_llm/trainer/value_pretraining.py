@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm import checkpoint, metrics, models
-from jaxrl_llm.data.prompt_source import PromptSource, PromptSourceState
+from jaxrl_llm.data.prompt_source import PromptSourceState
 from jaxrl_llm.learner import metrics as learner_metrics
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.optimizer import TrainState
@@ -47,26 +47,27 @@ class ValuePretraining:
   """Regresses V on Monte Carlo returns of the fixed policy (VAPO, 4.1).
 
   Attributes:
-    config: settings of the run.
     learner: learner with Monte Carlo returns as targets.
     reward_model: the same, trained on the last token of responses only.
-    worker: samples whole responses, with its own random stream.
-    source: draws prompts from the start.
-    stream: number of the random stream, for the order of mini-batches.
+    worker: samples whole responses to prompts from the start, with its own
+      random stream.
+    reward_model_steps: number of first batches, for the reward model only.
+    steps: maximum number of batches after these.
+    patience: batches without improvement before it stops.
+    min_delta: minimum increase of the explained variance.
+    save_every: batches between checkpoints.
+    seed: seeds of the run and of the stream, for the order of mini-batches.
   """
 
-  config: Any
   learner: Learner
   reward_model: Learner
   worker: RolloutWorker
-  source: PromptSource
-  stream: int
-
-  @property
-  def _last(self) -> int:
-    """The batch that is only measured, unless patience ends earlier."""
-    value = self.config.value
-    return value.reward_model_steps + value.pretrain_steps
+  reward_model_steps: int
+  steps: int
+  patience: int
+  min_delta: float
+  save_every: int
+  seed: tuple[int, int]
 
   def run(
     self,
@@ -96,7 +97,7 @@ class ValuePretraining:
     rows = logger.rows(workdir / FILE)
     with contextlib.closing(saver), contextlib.closing(rows):
       state = self._resume(workdir, saver, logger) or PretrainingState(
-        source=self.source.init(),
+        source=self.worker.source.init(),
         rollout=self.worker.init(),
         critic=learner.critic,
         best=jax.tree.map(jnp.copy, learner.critic.trained),
@@ -104,11 +105,12 @@ class ValuePretraining:
       rows.truncate_after(state.number - 1)
       done, stop = False, stopped.agreed()
       while not (done or stop):
-        logger.phase(f"value pretraining {state.number}/{self._last}")
+        last = self.reward_model_steps + self.steps
+        logger.phase(f"value pretraining {state.number}/{last}")
         state, row, done = self._step(learner, state, weights)
         rows.log(state.number - 1, row)
         stop = stopped.agreed()
-        due = stop or state.number % self.config.checkpoint.every == 0
+        due = stop or state.number % self.save_every == 0
         if due and not done:
           saver.save_states(state.number, {"pretraining": state})
         if stop:
@@ -135,16 +137,13 @@ class ValuePretraining:
 
     The first batches train a reward model; the newest one is the best.
     """
-    value = self.config.value
-    outcomes = state.number < value.reward_model_steps
+    outcomes = state.number < self.reward_model_steps
     trained = self.reward_model if outcomes else self.learner
     collected = self.worker.collect(
       state.rollout, state.source, weights, metrics.PhaseTimer()
     )
     responses = collected.batch.responses
-    rng = np.random.default_rng(
-      (self.config.run.seed, state.number, self.stream)
-    )
+    rng = np.random.default_rng((self.seed[0], state.number, self.seed[1]))
     # Its learning rate follows the batches of the pretraining.
     learner = learner.with_model("critic", state.critic)
     learner = learner.replace(step=state.number)
@@ -156,10 +155,10 @@ class ValuePretraining:
     }
     best, waited, done = {}, state.waited, False
     if not outcomes:
-      improved = explained > state.explained + value.pretrain_min_delta
+      improved = explained > state.explained + self.min_delta
       waited = 0 if improved else waited + 1
-      patient = waited < value.pretrain_patience
-      done = state.number == self._last or not patient
+      last = self.reward_model_steps + self.steps
+      done = state.number == last or waited >= self.patience
       if explained > state.explained:
         best = {"explained": explained, "trained_on": state.number}
         best["best"] = jax.tree.map(jnp.copy, state.critic.trained)
@@ -185,7 +184,7 @@ class ValuePretraining:
     """Restores the newest undamaged checkpoint; None without any."""
     shapes = self.learner.critic.shapes
     abstract = PretrainingState(
-      self.source.init(), self.worker.abstract(), shapes, shapes.trained
+      self.worker.source.init(), self.worker.abstract(), shapes, shapes.trained
     )
     try:
       states, damaged = checkpoint.newest_undamaged(

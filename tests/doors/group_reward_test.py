@@ -65,6 +65,12 @@ def test_labels_train_and_never_evaluate(model, tmp_path, streaming):
   assert evaluated and all(rows[0][k] == first[0][k] for k in evaluated)
 
 
+def test_pretraining_and_training_share_its_processes(model):
+  run = build.make_run(tiny_run.make_config(model, reward__group="majority"))
+  shared = run.worker.group_reward
+  assert shared is not None and run.pretraining.worker.group_reward is shared
+
+
 class _Rows:
   """A logger that keeps the rows of metrics."""
 

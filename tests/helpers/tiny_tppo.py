@@ -114,8 +114,8 @@ def recording(run, log):
     log.estimated.append(Seen(*arguments, made))
     return made
 
-  def collect(*arguments):
-    collected = run.worker.collect(*arguments)
+  def collect(*arguments, **settings):
+    collected = run.worker.collect(*arguments, **settings)
     log.collected.append(jax.tree.map(np.array, collected.batch.responses))
     return collected
 

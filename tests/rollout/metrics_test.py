@@ -6,7 +6,6 @@ from helpers import tiny_run
 from jaxrl_llm.rollout.metrics import (
   conversation_metrics,
   decoding_metrics,
-  per_response,
   rollout_metrics,
   source_metrics,
 )
@@ -76,6 +75,16 @@ class TestRolloutMetrics:
     assert row["rollout/truncated_fraction"] == 0
     assert row["perf/tokens"] == 20 + 10
 
+  def test_a_group_that_was_given_up_is_none(self):
+    status = [Status.STOPPED, Status.STOPPED, Status.FINISHED, Status.FINISHED]
+    batch = make_responses(status)
+    row = rollout_metrics(batch, batch)
+    assert row["rollout/stopped"] == 2
+    assert row["rollout/solved_none"] == 1
+    batch = batch.replace(rewards=np.arange(4, dtype=np.float32))
+    row = rollout_metrics(batch, batch)
+    assert row["rollout/zero_variance_groups"] == 0
+
   def test_parts_by_name(self):
     judged = np.asarray([True, True, True, False])
     nan, arrays = np.nan, np.asarray
@@ -119,19 +128,14 @@ class TestRolloutMetrics:
     assert row["rollout/response_length_correct"] == 0
     assert row["rollout/solved_none"] == 1
 
-  def test_discarded_groups_count_and_kept_ones_wait(self):
+  def test_discarded_groups_count(self):
     whole = make_responses(ENDED)
-    parts = [take_rows(whole, [0, 1]), take_rows(whole, [2, 3])]
     # The first group is trained on, the second one is discarded.
-    row = rollout_metrics(parts[0], per_response(parts, np.asarray([], int)))
+    row = rollout_metrics(take_rows(whole, [0, 1]), whole)
     assert row["reward/accuracy"] == 0.25 and row["rollout/solved_none"] == 0.5
     assert row["rollout/zero_variance_groups"] == 0.5
     assert row["rollout/response_length_mean"] == 5
     assert row["perf/tokens"] == 4 + 9 + 3 + 3
-    # Or it waits for the next step.
-    row = rollout_metrics(parts[0], per_response(parts, np.asarray([2, 3])))
-    assert row["reward/accuracy"] == 0.5 and row["rollout/solved_none"] == 0
-    assert per_response([], np.asarray([2])) is None
 
 
 def test_tokens_of_an_environment_are_told_apart():
@@ -140,7 +144,7 @@ def test_tokens_of_an_environment_are_told_apart():
   mask[1, 3:7] = False
   batch = batch.replace(rollout=batch.rollout.replace(mask=mask))
   talks = {str(i): f'{{"turns": {1 + i % 2}}}' for i in range(4)}
-  got = conversation_metrics(per_response([batch], np.asarray([2, 3])), talks)
+  got = conversation_metrics(take_rows(batch, [0, 1]), talks)
   assert got == {
     "rollout/turns_mean": 1.5,
     "rollout/turns_max": 2,

@@ -173,7 +173,7 @@ class TestFailure:
     pipeline = Pipeline(lag=0, overlap=True, max_staleness=0, streaming=True)
     timer = metrics.PhaseTimer()
 
-    def collect(state, source_state):
+    def collect(state, source_state, arrived):
       raise OSError("no space left")
 
     with pytest.raises(OSError, match="no space left"):
@@ -184,7 +184,7 @@ class TestFailure:
   def test_of_the_worker_comes_out_of_the_loop(self, overlap):
     pipeline = Pipeline(lag=1, overlap=overlap, max_staleness=0)
 
-    def collect(state, source_state):
+    def collect(state, source_state, arrived):
       raise OSError("no space left")
 
     with pytest.raises(OSError, match="no space left"):
@@ -195,7 +195,7 @@ class TestFailure:
     pipeline = Pipeline(lag=2, overlap=True, max_staleness=0)
     begun, go_on, done = threading.Event(), threading.Event(), []
 
-    def collect(state, source_state):
+    def collect(state, source_state, arrived):
       begun.set()
       go_on.wait()
       done.append(state)

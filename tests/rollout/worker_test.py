@@ -579,11 +579,12 @@ class TestDynamicSampling:
         max_rounds=3,
         max_staleness=2,
         lengths=lambda i: 2,
+        right=lambda i: i % 4 < 1 + (i >= 8),
       )
       row = run.collect().batch.metrics
       # All four groups, or those two that are handed over.
       assert row["rollout/mixed_fraction"] == 1 and row["rollout/tokens"] == 32
-      assert row["reward/accuracy"] == 0.5
+      assert row["reward/accuracy"] == (0.375 if stop == "all" else 0.25)
       batches[stop] = ids_of(run.state.store)
       judged = len(run.pool.seen)
       second = run.collect()
