@@ -29,10 +29,6 @@ from jaxrl_llm.config.schema import (
   KEPT as KEPT,
   KEYS as KEYS,
   SWITCH as SWITCH,
-  Choice as Choice,
-  Key as Key,
-  Names as Names,
-  Range as Range,
 )
 from jaxrl_llm.errors import InputError, as_input_error
 

@@ -168,8 +168,8 @@ class _StepLog:
   def __init__(self, requests, cost, config, groups, steps, rule=None):
     if min(groups, steps) < 1:
       raise ValueError(f"groups and steps must be >= 1, got {groups}, {steps}")
-    self.engine = SimulatedEngine(requests, cost, config)
-    self.writer = SimulatedWriter(self.engine, rule)
+    self.engine = SimulatedEngine(requests, cost, config, rule)
+    self.writer = SimulatedWriter(self.engine)
     self.rows, self._cost = [], cost
     # When the weights became those of now: lengths of responses by number.
     self._start_s, self._stats, self._older = 0.0, self.engine.stats, {}
