@@ -43,12 +43,12 @@ def parse_surd(text: str) -> Surd | None:
     reader = _Reader(text)
     value = reader.sum(0)
     return value if reader.at == len(reader.tokens) else None
-  except (ValueError, IndexError):
+  except (ValueError, LookupError):
     return None
 
 
 class _Reader:
-  """Recursive descent over the tokens of a text; errors are ValueErrors."""
+  """Recursive descent; raises ValueError or LookupError for other texts."""
 
   def __init__(self, text: str):
     self.tokens, self.at, end = [], 0, 0
@@ -127,7 +127,7 @@ class _Reader:
     if kind == "number":
       self.at += 1
       return _rational(token)
-    close = {"{": "}", "(": ")"}.get(token, "{")
+    close = {"{": "}", "(": ")"}[token]
     self.at += 1
     value = self.sum(depth + 1)
     self.take(close)
