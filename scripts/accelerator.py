@@ -132,10 +132,7 @@ PARTS: dict[str, tuple[_Part, float]] = {
     for name, share in zip(devices.PARTS, (30, 130, 130, 60, 60))
   },
   "tail": (measure_tail, 80),
-  "grpo": (
-    functools.partial(measure_training, ["--config=grpo"]),
-    80,
-  ),
+  "grpo": (functools.partial(measure_training, ["--config=grpo"]), 80),
   "gsm8k": (
     functools.partial(
       measure_training,

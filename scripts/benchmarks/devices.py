@@ -65,12 +65,9 @@ SIZES = {
     new_tokens=256,
     agreed_tokens=2048,
     updated={
-      name: MODELS[preset]
-      for name, preset in {
-        "0.5b": "one-gpu-0.5b",
-        "1.5b": "qwen2.5-1.5b",
-        "7b": "qwen2.5-7b",
-      }.items()
+      "0.5b": MODELS["one-gpu-0.5b"],
+      "1.5b": MODELS["qwen2.5-1.5b"],
+      "7b": MODELS["qwen2.5-7b"],
     },
     response_length=1024,
   ),
