@@ -182,9 +182,8 @@ def report(config, model, programs: Programs, chip: Chip) -> bool:
     if name == "sampler decode":
       kv_bytes = found["arguments"] - kept["sampler"]
     # Memory of other programs, in addition to this one's arguments.
-    own = {"policy", "value"} & {role} if "sampler" not in name else {"sampler"}
-    own |= {"decode"} if name == "sampler decode" else set()
-    total = sum(v for k, v in kept.items() if k not in own)
+    own = "sampler" if "sampler" in name else role
+    total = sum(v for k, v in kept.items() if k != own)
     total += 0.0 if name == "sampler decode" else kv_bytes
     if "score" in name:
       total += kept[role] - programs.parameters[role]

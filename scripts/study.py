@@ -34,7 +34,7 @@ from studies.tables import STUDIES, Study, Variant
 
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import metrics
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, as_input_error
 from jaxrl_llm.system.files import write_whole
 
 # Studies of one run or machine: modules of studies/ with their own flags.
@@ -230,10 +230,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _seeds(text: str) -> list[int]:
-  try:
+  advice = "give numbers, as in 0,1,2"
+  with as_input_error(f"--seeds={text!r}", advice, ValueError):
     return list(dict.fromkeys(int(seed) for seed in text.split(",")))
-  except ValueError as error:
-    raise InputError(f"--seeds={text!r}: give numbers, as in 0,1,2") from error
 
 
 if __name__ == "__main__":

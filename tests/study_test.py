@@ -338,6 +338,7 @@ class TestScript:
     [
       ("a,b\n1,2\n", "curves.csv"),
       (None, "x.csv"),
+      ("variant,seed\n\udcff,1\n", "curves.csv"),  # Not UTF-8.
       (
         (_CURVES_OF_DOCS / "staleness.csv").read_text("utf-8"),
         "no variant of this study",
@@ -349,7 +350,7 @@ class TestScript:
   ):
     file = tmp_path / "x.csv"
     if text:
-      file.write_text(text, "utf-8")
+      file.write_text(text, "utf-8", errors="surrogateescape")
     flags = [f"--curves={file}", f"--out={tmp_path}"]
     assert script.main(["credit", *flags]) == 2
     error = capsys.readouterr().err
