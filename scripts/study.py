@@ -152,10 +152,11 @@ def find_study(options: argparse.Namespace) -> Study:
   values = {}
   for text in options.sweep:
     key, _, several = text.partition("=")
-    if key not in config_lib.KEYS or not several:
+    # Every variant runs with all --seeds.
+    if key not in config_lib.KEYS or not several or key == "run.seed":
       raise InputError(
-        f"--sweep={text}: give a key of docs/config.md and its values, as in"
-        " --sweep=run.seed=1,2"
+        f"--sweep={text}: give a key of docs/config.md but run.seed and its"
+        " values, as in --sweep=loss.clip_high=0.2,0.28"
       )
     values[key] = several.split(",")
   changes = [dict(zip(values, one)) for one in product(*values.values())]

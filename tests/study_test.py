@@ -427,7 +427,8 @@ class TestSweep:
       ((), "mine: give one of vapo_ablations, "),
       (("--sweep=run.seed=1,2",), "with --config=METHOD"),
       (("--config=grpo", "--sweep=lr=1"), "--sweep=lr=1: give a key"),
-      (("--config=grpo", "--sweep=run.seed"), "--sweep=run.seed: give a key"),
+      (("--config=grpo", "--sweep=run.steps"), "--sweep=run.steps: give a key"),
+      (("--config=grpo", "--sweep=run.seed=1,2"), "a key .* but run.seed and"),
     ],
   )
   def test_refusals(self, flags, message):
