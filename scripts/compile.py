@@ -166,7 +166,9 @@ def report(config, model, programs: Programs, chip: Chip) -> bool:
     " | kernels"
   )
   sent, kv_bytes, known = {}, 0.0, account.temporaries_by_program(sizes)
-  for name, lowered in programs.lowered.items():
+  # Decoding first: its KV cache lies beside all other programs.
+  first = lambda item: item[0] != "sampler decode"
+  for name, lowered in sorted(programs.lowered.items(), key=first):
     # A micro-batch; the head goes over a row in chunks. A call of decoding is
     # as many steps as a page has tokens.
     chunk = sizes.head_chunk(sizes.micro_rows("policy"))
