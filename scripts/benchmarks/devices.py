@@ -229,8 +229,7 @@ def measure_update(sizes: Sizes) -> Iterator[Numbers]:
     fns = _make_policy(config, sizes.dtype)
     batch = train_steps.make_batch(fns, _rollout(config, sizes), options)
     tokens = int(np.sum(np.asarray(batch.packed.segments) > 0))
-    update, optimizer = train_steps.make_update(fns)
-    state = train_steps.create(optimizer, workloads.random_params(fns))
+    update, state = train_steps.make_update(fns)
     update_s = seconds_of(functools.partial(_step, update, batch, [state]))
     flops = 6 * multiplied_params(config) * tokens
     yield {
