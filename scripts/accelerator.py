@@ -30,11 +30,8 @@ import os
 import pathlib
 import re
 import shlex
-import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -61,35 +58,9 @@ def on_device(
   """
   command = [sys.executable, __file__, f"--part={part}"]
   command.append(f"--sizes={options.sizes}")
-  with tempfile.TemporaryFile("w+") as errors:
-    process = subprocess.Popen(
-      command,
-      stdout=subprocess.PIPE,
-      stderr=errors,
-      text=True,
-      start_new_session=True,
-    )
-
-    def stop():
-      with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-    timer = threading.Timer(limit_s, stop)
-    timer.start()
-    try:
-      lines = (line for line in process.stdout if line.startswith("{"))
-      yield from map(json.loads, lines)
-    finally:
-      late = not timer.is_alive()
-      timer.cancel()
-      stop()
-      code = process.wait()
-    if late:
-      raise InputError(f"took more than {limit_s:.0f} s")
-    if code:
-      errors.seek(0)
-      said = errors.read().strip().splitlines() or ["nothing on stderr"]
-      raise InputError(f"exit code {code}: {said[-1]}")
+  for line in peers.run_lines(command, timeout_s=limit_s):
+    if line.startswith("{"):
+      yield json.loads(line)
 
 
 def train(flags: list[str], limit_s: float) -> list[dict[str, Any]]:
@@ -99,15 +70,11 @@ def train(flags: list[str], limit_s: float) -> list[dict[str, Any]]:
     InputError: it failed, or had time for none.
   """
   with tempfile.TemporaryDirectory() as workdir:
-    command = [sys.executable, "scripts/train.py", f"--workdir={workdir}"]
-    how = {"cwd": _ROOT, "capture_output": True, "text": True, "check": True}
-    try:
-      subprocess.run(command + flags, timeout=limit_s, **how)
-    except subprocess.TimeoutExpired:
-      pass
-    except subprocess.CalledProcessError as error:
-      said = error.stderr.strip().splitlines() or ["nothing on stderr"]
-      raise InputError(f"train.py: {said[-1]}") from None
+    script = str(_ROOT / "scripts" / "train.py")
+    command = [sys.executable, script, f"--workdir={workdir}", *flags]
+    with contextlib.suppress(peers.OutOfTimeError):
+      for _ in peers.run_lines(command, timeout_s=limit_s):
+        pass
     rows = pathlib.Path(workdir, "metrics.jsonl")
     found = metrics.read_rows(rows) if rows.exists() else []
   if not found:
@@ -128,7 +95,7 @@ def measure_tail(
     left = limit_s - (time.monotonic() - begin_s)
     if name == "full":
       left /= 2
-    rows = train([f"--config=configs/{method}.py:long_tail", *flags], left)
+    rows = train([f"--config={method}:long_tail", *flags], left)
     if not (rows := rows[1 + _WARM_UP :]):
       raise InputError(f"{name}: no step after the warm-up in {limit_s:.0f} s")
     keys = "time/generate_s", "rollout/decode_steps", "rollout/tokens"
@@ -165,15 +132,12 @@ PARTS: dict[str, tuple[_Part, float]] = {
     for name, share in zip(devices.PARTS, (30, 130, 130, 60, 60))
   },
   "tail": (measure_tail, 80),
-  "grpo": (
-    functools.partial(measure_training, ["--config=configs/grpo.py"]),
-    80,
-  ),
+  "grpo": (functools.partial(measure_training, ["--config=grpo"]), 80),
   "gsm8k": (
     functools.partial(
       measure_training,
       [
-        "--config=configs/grpo.py:gsm8k-smoke",
+        "--config=grpo:gsm8k-smoke",
         "--config.model.path={model}",
         "--config.data.path={data}",
         "--config.model.dtype=bfloat16",

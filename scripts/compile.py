@@ -166,7 +166,9 @@ def report(config, model, programs: Programs, chip: Chip) -> bool:
     " | kernels"
   )
   sent, kv_bytes, known = {}, 0.0, account.temporaries_by_program(sizes)
-  for name, lowered in programs.lowered.items():
+  # Decoding first: its KV cache lies beside all other programs.
+  first = lambda item: item[0] != "sampler decode"
+  for name, lowered in sorted(programs.lowered.items(), key=first):
     # A micro-batch; the head goes over a row in chunks. A call of decoding is
     # as many steps as a page has tokens.
     chunk = sizes.head_chunk(sizes.micro_rows("policy"))
@@ -182,9 +184,8 @@ def report(config, model, programs: Programs, chip: Chip) -> bool:
     if name == "sampler decode":
       kv_bytes = found["arguments"] - kept["sampler"]
     # Memory of other programs, in addition to this one's arguments.
-    own = {"policy", "value"} & {role} if "sampler" not in name else {"sampler"}
-    own |= {"decode"} if name == "sampler decode" else set()
-    total = sum(v for k, v in kept.items() if k not in own)
+    own = "sampler" if "sampler" in name else role
+    total = sum(v for k, v in kept.items() if k != own)
     total += 0.0 if name == "sampler decode" else kv_bytes
     if "score" in name:
       total += kept[role] - programs.parameters[role]

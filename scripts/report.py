@@ -18,14 +18,11 @@ from jaxrl_llm import config, report
 def main(arguments: list[str] | None = None) -> None:
   """Runs the command."""
   parser = program.make_parser(__doc__)
-  parser.add_argument("dirs", metavar="DIR", nargs="+", help="folder of a run")
-  parser.add_argument(
-    "--out", help="folder to write to; DIR, that several are in, or this one"
-  )
-  parser.add_argument(
-    "--panels",
-    help="comma-separated choice of " + ", ".join(report.PANELS),
-  )
+  add, names = parser.add_argument, ", ".join(report.PANELS)
+  add("dirs", metavar="DIR", nargs="+", help="folder of a run")
+  out = "folder to write to; DIR, that several are in, or this one"
+  add("--out", help=out)
+  add("--panels", help=f"comma-separated choice of {names}")
   options = parser.parse_args(arguments)
   out = pathlib.Path(options.out or _folder(options.dirs))
   runs = [report.load_run(path) for path in options.dirs]

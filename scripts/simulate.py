@@ -14,6 +14,7 @@ table for every tail of the lengths; writes OUT/table.md and OUT/schedules.png.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -24,7 +25,7 @@ import numpy as np
 from parts import program
 
 from jaxrl_llm import report, simulate
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, as_input_error
 from jaxrl_llm.report.figure import figure, name_lines
 
 # Columns of a decode call, see sampling.stats.DecodeCall.
@@ -84,23 +85,19 @@ def make_cost(options, share: float | None = None) -> simulate.CostModel:
       "--cost=cpu needs --measured=FILE with a line"
       f" {_MEASURED} for each decode call"
     )
-  try:
+  with _numbers_of("--measured", options.measured):
     fitted = simulate.fit(_table(options.measured))
-    return dataclasses.replace(fitted, **assumed)
-  except ValueError as error:
-    raise InputError(f"--measured={options.measured}: {error}") from error
+  return dataclasses.replace(fitted, **assumed)
 
 
 def make_lines(options) -> list[tuple[str, int, list[float], list]]:
   """(title, longest, tails, lengths of each), a line of panels each."""
   size = options.groups * options.steps, options.group_size
   if options.lengths is not None:
-    trace = _table(options.lengths)
-    try:
+    with _numbers_of("--lengths", options.lengths):
+      trace = _table(options.lengths)
       whole = trace.reshape(-1).astype(np.int64)
       lengths = simulate.resample(whole, *size, seed=options.seed)
-    except ValueError as error:
-      raise InputError(f"--lengths={options.lengths}: {error}") from error
     tail = float(np.quantile(trace, 0.99) / np.median(trace))
     name = pathlib.Path(options.lengths).name
     return [(name, int(trace.max()), [round(tail, 2)], [lengths])]
@@ -275,10 +272,13 @@ def _number(name: str, text: str, kind: type) -> float:
 def _table(path: str) -> np.ndarray:
   """Numbers of a .npy file, or of text with commas."""
   read = functools.partial(np.loadtxt, delimiter=",", ndmin=1)
-  try:
-    return (np.load if path.endswith(".npy") else read)(path)
-  except ValueError as error:
-    raise InputError(f"{path}: {error}") from error
+  return (np.load if path.endswith(".npy") else read)(path)
+
+
+def _numbers_of(flag: str, path: str) -> contextlib.AbstractContextManager:
+  """Turns errors of numbers that were read from a file into an InputError."""
+  advice = "give a .npy file, or text with commas"
+  return as_input_error(f"{flag}={path}", advice, ValueError, EOFError)
 
 
 @program.one_line

@@ -34,7 +34,7 @@ from studies.tables import STUDIES, Study, Variant
 
 from jaxrl_llm import config as config_lib
 from jaxrl_llm import metrics
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, as_input_error
 from jaxrl_llm.system.files import write_whole
 
 # Studies of one run or machine: modules of studies/ with their own flags.
@@ -152,10 +152,11 @@ def find_study(options: argparse.Namespace) -> Study:
   values = {}
   for text in options.sweep:
     key, _, several = text.partition("=")
-    if key not in config_lib.KEYS or not several:
+    # Every variant runs with all --seeds.
+    if key not in config_lib.KEYS or not several or key == "run.seed":
       raise InputError(
-        f"--sweep={text}: give a key of docs/config.md and its values, as in"
-        " --sweep=run.seed=1,2"
+        f"--sweep={text}: give a key of docs/config.md but run.seed and its"
+        " values, as in --sweep=loss.clip_high=0.2,0.28"
       )
     values[key] = several.split(",")
   changes = [dict(zip(values, one)) for one in product(*values.values())]
@@ -230,10 +231,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _seeds(text: str) -> list[int]:
-  try:
+  advice = "give numbers, as in 0,1,2"
+  with as_input_error(f"--seeds={text!r}", advice, ValueError):
     return list(dict.fromkeys(int(seed) for seed in text.split(",")))
-  except ValueError as error:
-    raise InputError(f"--seeds={text!r}: give numbers, as in 0,1,2") from error
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -83,11 +84,15 @@ class TestScript:
     )
 
   def test_says_what_fits_and_where_the_time_goes(self, folder, topology):
-    done = self.compile(folder, topology)
+    done = self.compile(folder, topology, "--config.sampler.kv_pages=40000")
     assert done.returncode == 0, done.stderr
     programs, phases = done.stdout.split("| program | TFLOP |")
-    for name in ("sampler decode", "sampler prefill cut responses"):
-      assert f"| {name} |" in programs
+    held = dict(re.findall(r"\| (sampler [\w ]+) \|.* ([\d.]+) of ", programs))
+    assert list(held) == [
+      *("sampler decode", "sampler prefill", "sampler prefill cut responses")
+    ]
+    # Each lies beside the KV cache.
+    assert all(float(gib) >= 0.6 for gib in held.values())
     for name in ("sampler decode", *account.PROGRAMS):
       (row,) = [s for s in phases.splitlines() if s.startswith(f"| {name} |")]
       assert "fsdp" in row and "tensor" in row

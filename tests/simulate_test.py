@@ -447,6 +447,14 @@ class TestScript:
     assert "lengths.npy" in printed and "lag" not in printed
     assert "train_token_s 0.5" in (tmp_path / "table.md").read_text()
 
+  def test_an_empty_file_is_one_line(self, tmp_path, capsys):
+    for name in ("empty.npy", "empty.csv"):
+      (tmp_path / name).write_bytes(b"")
+      flag = f"--lengths={tmp_path / name}"
+      assert script.main([*self.small, flag, f"--out={tmp_path}"]) == 2
+      error = capsys.readouterr().err
+      assert name in error and error.count("\n") == 1
+
   @pytest.mark.parametrize(
     "flags, said",
     [

@@ -338,6 +338,7 @@ class TestScript:
     [
       ("a,b\n1,2\n", "curves.csv"),
       (None, "x.csv"),
+      ("variant,seed\n\udcff,1\n", "curves.csv"),  # Not UTF-8.
       (
         (_CURVES_OF_DOCS / "staleness.csv").read_text("utf-8"),
         "no variant of this study",
@@ -349,7 +350,7 @@ class TestScript:
   ):
     file = tmp_path / "x.csv"
     if text:
-      file.write_text(text, "utf-8")
+      file.write_text(text, "utf-8", errors="surrogateescape")
     flags = [f"--curves={file}", f"--out={tmp_path}"]
     assert script.main(["credit", *flags]) == 2
     error = capsys.readouterr().err
@@ -426,7 +427,8 @@ class TestSweep:
       ((), "mine: give one of vapo_ablations, "),
       (("--sweep=run.seed=1,2",), "with --config=METHOD"),
       (("--config=grpo", "--sweep=lr=1"), "--sweep=lr=1: give a key"),
-      (("--config=grpo", "--sweep=run.seed"), "--sweep=run.seed: give a key"),
+      (("--config=grpo", "--sweep=run.steps"), "--sweep=run.steps: give a key"),
+      (("--config=grpo", "--sweep=run.seed=1,2"), "a key .* but run.seed and"),
     ],
   )
   def test_refusals(self, flags, message):

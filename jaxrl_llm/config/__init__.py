@@ -1,9 +1,8 @@
 """The settings of a run.
 
-`keys` and `training_keys` have every setting with its default, allowed values
-and meaning. A method file `configs/METHOD.py` starts from a preset (`scaled`)
-and sets the choices of the method; `--config.group.key=value` overrides both.
-Unknown keys are errors.
+`keys` has every setting with its default, allowed values and meaning. A method
+file `configs/METHOD.py` starts from a preset (`scaled`) and sets the choices of
+the method; `--config.group.key=value` overrides both. Unknown keys are errors.
 `trainer.validation` checks a config; `--help_config` (`describe`) and
 docs/config.md are generated from the keys.
 """
@@ -16,12 +15,7 @@ from typing import Any
 
 from ml_collections import ConfigDict, config_dict
 
-# Importing keys and training_keys registers their settings, in this order.
-from jaxrl_llm.config import (
-  keys as keys,
-  presets,
-  training_keys as training_keys,
-)
+from jaxrl_llm.config import keys as keys, presets  # `keys` fills KEYS.
 from jaxrl_llm.config.schema import (
   FIXED as FIXED,
   HELD_OUT as HELD_OUT,
@@ -29,10 +23,6 @@ from jaxrl_llm.config.schema import (
   KEPT as KEPT,
   KEYS as KEYS,
   SWITCH as SWITCH,
-  Choice as Choice,
-  Key as Key,
-  Names as Names,
-  Range as Range,
 )
 from jaxrl_llm.errors import InputError, as_input_error
 

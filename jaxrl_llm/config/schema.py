@@ -1,7 +1,7 @@
 """Types of settings: a default, allowed values and a meaning."""
 
-import importlib
 import numbers
+import pkgutil
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -43,9 +43,7 @@ class Names:
 
   def __iter__(self) -> Iterator[str]:
     # Imports on demand: reading a config file must not import JAX.
-    module, _, name = self.table.partition(":")
-    table = getattr(importlib.import_module(f"jaxrl_llm.{module}"), name)
-    return iter((*self._more, *table))
+    return iter((*self._more, *pkgutil.resolve_name(f"jaxrl_llm.{self.table}")))
 
   def __contains__(self, value: Any) -> bool:
     return value in tuple(self)

@@ -155,12 +155,8 @@ def _fill(text: str, example: Example) -> str:
 
 
 TEMPLATES = {"completion": completion, "few_shot": few_shot, "chat": chat}
-# Name -> replies of an environment; other templates use plain text.
-REPLIES = {
-  "completion": completion_reply,
-  "few_shot": completion_reply,
-  "chat": chat_reply,
-}
+# Name -> replies of an environment; others are `completion_reply`.
+REPLIES = {"chat": chat_reply}
 
 
 @chex.dataclass(frozen=True)

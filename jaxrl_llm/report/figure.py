@@ -80,14 +80,10 @@ def name_lines(sheet, lines: Sequence[Any], names: Sequence[str]) -> None:
 
 def draw_mean(axis, curves: Sequence[Curve], **style: Any) -> None:
   """Draws the mean of curves, shaded by its standard error."""
-  draw_band(axis, *band(curves), **style)
-
-
-def draw_band(axis, x, mean, spread, **style: Any) -> None:
-  """Draws a line, shaded by a spread to both sides."""
+  x, mean, error = band(curves)
   (line,) = axis.plot(x, mean, **style)
   shade = {"color": line.get_color(), "alpha": 0.15, "linewidth": 0}
-  axis.fill_between(x, mean - spread, mean + spread, **shade)
+  axis.fill_between(x, mean - error, mean + error, **shade)
 
 
 def band(curves: Sequence[Curve]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

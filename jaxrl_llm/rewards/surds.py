@@ -9,9 +9,11 @@ import fractions
 import re
 
 _TOKEN = re.compile(
-  r"\s*(?:(?P<number>[0-9]+(?:\.[0-9]+)?)|(?P<root>\\sqrt|√)|(?P<frac>\\frac)|"
-  r"(?P<times>\\cdot|\\times|\*)|(?P<sign>[-+/(){}]))"
+  r"[0-9]+(?:\.[0-9]+)?|\\sqrt|√|\\frac|\\cdot|\\times|[-+*/(){}]"
 )
+_ROOTS, _FRAC, _TIMES = (r"\sqrt", "√"), r"\frac", (r"\cdot", r"\times", "*")
+_BRACKETS = {"(": ")"}
+_ARGUMENT = _BRACKETS | {"{": "}"}  # Of a root or fraction.
 _LARGEST_ROOT = 10**6  # Its factors are looked for one by one.
 _MOST_DIGITS, _MOST_TOKENS, _MOST_TERMS, _DEEPEST = 30, 64, 8, 8
 Surd = dict[int, fractions.Fraction]  # Square-free n -> c.
@@ -39,104 +41,74 @@ def parse_surd(text: str) -> Surd | None:
   Returns:
     The value, or None where it is no such number, too large or too deep.
   """
-  try:
-    reader = _Reader(text)
-    value = reader.sum(0)
-    return value if reader.at == len(reader.tokens) else None
-  except (ValueError, IndexError):
+  tokens = _TOKEN.findall(text)
+  if "".join(tokens) != re.sub(r"\s", "", text) or len(tokens) > _MOST_TOKENS:
     return None
+  if max(map(len, tokens), default=0) > _MOST_DIGITS:
+    return None
+  tokens.reverse()
+  try:
+    value = _sum(tokens, 0)
+  except (ValueError, LookupError):
+    return None
+  return None if tokens else value
 
 
-class _Reader:
-  """Recursive descent over the tokens of a text; errors are ValueErrors."""
+# Recursive descent: each function pops the tokens that it reads off the end of
+# a list, and raises ValueError or LookupError if they are something else.
 
-  def __init__(self, text: str):
-    self.tokens, self.at, end = [], 0, 0
-    text = text.rstrip()
-    while end < len(text):
-      match = _TOKEN.match(text, end)
-      if match is None or len(self.tokens) == _MOST_TOKENS:
-        raise ValueError("no token, or too many")
-      token = match[match.lastgroup]
-      if len(token) > _MOST_DIGITS:
-        raise ValueError("too many digits")
-      self.tokens.append((match.lastgroup, token))
-      end = match.end()
 
-  def peek(self) -> tuple[str, str]:
-    return self.tokens[self.at] if self.at < len(self.tokens) else ("end", "")
+def _read(tokens: list[str], *wanted: str) -> str:
+  """Reads the next token if it is one of some; returns '' if it is not."""
+  return tokens.pop() if tokens and tokens[-1] in wanted else ""
 
-  def take(self, wanted: str) -> None:
-    if self.peek()[1] != wanted:
-      raise ValueError(f"no {wanted}")
-    self.at += 1
 
-  def sum(self, depth: int) -> Surd:
-    if depth > _DEEPEST:
-      raise ValueError("too deep")
-    total, sign = {}, self.sign() or 1
-    while sign:
-      for root, part in self.product(depth).items():
-        total[root] = total.get(root, 0) + sign * part
-      sign = self.sign()
-    return {root: part for root, part in total.items() if part}
+def _sum(tokens: list[str], depth: int) -> Surd:
+  if depth > _DEEPEST:
+    raise ValueError("too deep")
+  total, sign = {}, _read(tokens, "+", "-") or "+"
+  while sign:
+    for root, part in _product(tokens, depth).items():
+      total[root] = total.get(root, 0) + (part if sign == "+" else -part)
+    sign = _read(tokens, "+", "-")
+  return {root: part for root, part in total.items() if part}
 
-  def sign(self) -> int:
-    """Reads a sign, 1 or -1; returns 0 if there is none."""
-    sign = {"+": 1, "-": -1}.get(self.peek()[1], 0)
-    self.at += abs(sign)
-    return sign
 
-  def product(self, depth: int) -> Surd:
-    value = self.factor(depth)
-    while True:
-      kind, token = self.peek()
-      if kind == "times":
-        self.at += 1
-        value = _times(value, self.factor(depth))
-      elif token == "/":
-        self.at += 1
-        value = _over(value, self.factor(depth))
-      elif kind in ("root", "frac") or token == "(":
-        value = _times(value, self.factor(depth))
-      else:
-        return value
-
-  def factor(self, depth: int) -> Surd:
-    kind, token = self.tokens[self.at]
-    self.at += 1
-    if kind == "number":
-      return _rational(token)
-    if kind == "root":
-      inner = self.argument(depth)
-      if inner.keys() - {1}:
-        raise ValueError("a root of a root")
-      return _root(inner.get(1, fractions.Fraction(0)))
-    if kind == "frac":
-      top = self.argument(depth)
-      return _over(top, self.argument(depth))
-    if token == "(":
-      value = self.sum(depth + 1)
-      self.take(")")
+def _product(tokens: list[str], depth: int) -> Surd:
+  value = _factor(tokens, depth)
+  while True:
+    if _read(tokens, "/"):
+      value = _over(value, _factor(tokens, depth))
+    elif _read(tokens, *_TIMES) or (
+      tokens and tokens[-1] in (*_ROOTS, _FRAC, "(")
+    ):
+      value = _times(value, _factor(tokens, depth))
+    else:
       return value
-    raise ValueError(f"{token} begins no number")
-
-  def argument(self, depth: int) -> Surd:
-    r"""Parses an argument of \sqrt or \frac: braces or a number."""
-    kind, token = self.peek()
-    if kind == "number":
-      self.at += 1
-      return _rational(token)
-    close = {"{": "}", "(": ")"}.get(token, "{")
-    self.at += 1
-    value = self.sum(depth + 1)
-    self.take(close)
-    return value
 
 
-def _rational(digits: str) -> Surd:
-  value = fractions.Fraction(digits)
-  return {1: value} if value else {}
+def _factor(tokens: list[str], depth: int) -> Surd:
+  if _read(tokens, *_ROOTS):
+    inner = _number(tokens, depth, _ARGUMENT)
+    if inner.keys() - {1}:
+      raise ValueError("a root of a root")
+    return _root(inner.get(1, fractions.Fraction(0)))
+  if _read(tokens, _FRAC):
+    top = _number(tokens, depth, _ARGUMENT)
+    return _over(top, _number(tokens, depth, _ARGUMENT))
+  return _number(tokens, depth, _BRACKETS)
+
+
+def _number(tokens: list[str], depth: int, brackets: dict[str, str]) -> Surd:
+  """Reads digits, or a sum in brackets."""
+  token = tokens.pop()
+  if token[0].isdigit():
+    value = fractions.Fraction(token)
+    return {1: value} if value else {}
+  close, value = brackets[token], _sum(tokens, depth + 1)
+  if tokens.pop() != close:
+    raise ValueError(f"no {close}")
+  return value
 
 
 def _times(a: Surd, b: Surd) -> Surd:

@@ -4,21 +4,19 @@ Queue, slots, pages and rules are those of `jaxrl_llm.sampling`; no token is
 computed, and time is added up instead of spent.
 """
 
-import collections
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxrl_llm import sampling
 from jaxrl_llm.rewards.judge import Judged
-from jaxrl_llm.rollout.writer import Arrivals, Weights
+from jaxrl_llm.rollout.writer import ResponseWriter, Weights
 from jaxrl_llm.sampling import requests as requests_lib
 from jaxrl_llm.sampling.paged_cache import PagedCache, Programs
 from jaxrl_llm.sampling.requests import Request, Rows, SamplingParams
 from jaxrl_llm.sampling.rules import SchedulingRule
-from jaxrl_llm.sampling.scheduler import Scheduler
+from jaxrl_llm.sampling.scheduler import Scheduler, TurnHook
 from jaxrl_llm.sampling.slots import DecodeOutput
 from jaxrl_llm.sampling.speculation import AdaptiveSpeculation
 from jaxrl_llm.simulate.cost import CostModel
@@ -58,11 +56,14 @@ class SimulatedEngine(Scheduler):
   Attributes:
     asked: the requests; the number of a response is its index.
     seconds: the clock.
-    group_size: responses of a prompt.
   """
 
   def __init__(
-    self, requests: Requests, cost: CostModel, config: sampling.EngineConfig
+    self,
+    requests: Requests,
+    cost: CostModel,
+    config: sampling.EngineConfig,
+    rule: SchedulingRule | None = None,
   ):
     """Makes an engine without requests.
 
@@ -70,11 +71,12 @@ class SimulatedEngine(Scheduler):
       requests: lengths.
       cost: prices.
       config: sizes.
+      rule: in place of those that calls ask for.
     """
-    self.asked, self._cost, self.seconds = requests, cost, 0.0
-    settings = sampling.SamplingSettings()
-    self.group_size = requests.lengths.shape[1]
-    self._params = SamplingParams(settings, None, self.group_size)
+    self.asked, self._cost, self._rule = requests, cost, rule
+    self.seconds = 0.0
+    group_size = requests.lengths.shape[1]
+    self._params = SamplingParams(sampling.SamplingSettings(), None, group_size)
     nothing = lambda *_: ()
     programs = Programs(*[nothing] * len(Programs._fields))._replace(
       prefill=self._charge_prefill, decode=self._charge_decode
@@ -99,6 +101,15 @@ class SimulatedEngine(Scheduler):
     requests = [SimulatedRequest(**vars(request)) for request in plain]
     self.enqueue(requests)
     return requests
+
+  def run(
+    self,
+    requests: Iterable[Request],
+    rule: SchedulingRule,
+    turns: TurnHook | None = None,
+  ) -> None:
+    """See `Scheduler.run`; the engine's own rule comes first."""
+    super().run(requests, self._rule or rule, turns)
 
   def _decode(
     self, begun: float, prefilled: sampling.EngineStats
@@ -141,20 +152,25 @@ class _Cache(PagedCache):
     return self.programs.decode(rows, min_active)
 
 
-@dataclasses.dataclass(frozen=True)
-class SimulatedWriter:
-  """Writer and source of prompts of a `RolloutWorker`.
+class SimulatedWriter(ResponseWriter):
+  """Writer and source of prompts of a `RolloutWorker`; gives no verdicts.
 
   Prompts are numbers, in order and repeated from the start.
-
-  Attributes:
-    engine: writes.
-    rule: in place of those that calls ask for.
   """
 
-  engine: SimulatedEngine
-  rule: SchedulingRule | None = None
   has_several_sources = False  # See `PromptSource`.
+
+  def __init__(self, engine: SimulatedEngine):
+    """Takes the engine, whose requests have lengths."""
+    super().__init__(
+      engine,
+      sampling.SamplingSettings(),
+      key=None,
+      group_size=engine.asked.lengths.shape[1],
+      judge=lambda rollout, prompts, _: Judged(
+        unjudged(rollout), prompts, texts=[], verdicts=[]
+      ),
+    )
 
   def draw(self, drawn: int, n: int) -> tuple[Sequence[int], int]:
     """The next prompts after so many, see `PromptSource.draw`."""
@@ -174,7 +190,7 @@ class SimulatedWriter:
 
   def sizes(self, prompts: Sequence[int]) -> Sequence[int]:
     """See `ResponseWriter.sizes`."""
-    return [self.engine.group_size] * len(prompts)
+    return [self.group_size] * len(prompts)
 
   def begin(self, prompts: Sequence[int], sample_ids: np.ndarray) -> Rollout:
     """See `ResponseWriter.begin`."""
@@ -182,35 +198,6 @@ class SimulatedWriter:
     rollout = sampling.new_requests(tokens, sample_ids, prompts, _NARROW)
     rollout.prompt_lengths[:] = lengths[rollout.group_id % len(lengths)]
     return rollout
-
-  def write(
-    self,
-    rollout: Rollout,
-    weights: Weights,
-    *,
-    rule: SchedulingRule = sampling.continuous_batching,
-    conversations: Any = None,
-    window: int = 0,
-    arrived: Callable[[Rollout], None] | None = None,
-  ) -> Rollout:
-    """See `ResponseWriter.write`."""
-    sizes = collections.Counter(rollout.group_id.tolist())
-    return self.engine.generate_window(
-      weights.params,
-      rollout,
-      window=window,
-      version=weights.version,
-      rule=self.rule or rule,
-      turns=arrived and Arrivals(sizes, arrived),
-    )
-
-  def conversations(self, prompts: Sequence[int], sample_ids: Any) -> dict:
-    """Nobody answers."""
-    return {}
-
-  def judge(self, rollout: Rollout, prompts: Sequence[int], _: Any) -> Judged:
-    """No verdicts."""
-    return Judged(unjudged(rollout), prompts, texts=[], verdicts=[])
 
 
 def predict(

@@ -4,10 +4,8 @@
 scheduler of the engine, whose responses never wait for the end of a batch.
 """
 
-import functools
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 
@@ -80,7 +78,9 @@ def pipelined(
     engine.seconds += waited_s
     arrivals: list[tuple[float, Rollout]] = []
     weights, timer = Weights(object(), version), metrics.PhaseTimer()
-    arrived = functools.partial(log.record_arrival, arrivals)
+    arrived = lambda judged, arrivals=arrivals: arrivals.append(
+      (engine.seconds, judged.result().responses.rollout)
+    )
     collected = worker.collect(
       state, drawn, weights, timer, arrived if streaming else None
     )
@@ -168,16 +168,11 @@ class _StepLog:
   def __init__(self, requests, cost, config, groups, steps, rule=None):
     if min(groups, steps) < 1:
       raise ValueError(f"groups and steps must be >= 1, got {groups}, {steps}")
-    self.engine = SimulatedEngine(requests, cost, config)
-    self.writer = SimulatedWriter(self.engine, rule)
+    self.engine = SimulatedEngine(requests, cost, config, rule)
+    self.writer = SimulatedWriter(self.engine)
     self.rows, self._cost = [], cost
     # When the weights became those of now: lengths of responses by number.
     self._start_s, self._stats, self._older = 0.0, self.engine.stats, {}
-
-  def record_arrival(self, arrivals: list, judged: Any) -> None:
-    """Records when a group is complete."""
-    rollout = judged.result().responses.rollout
-    arrivals.append((self.engine.seconds, rollout))
 
   def train_s(self, batch: Rollout, steps: int = 1) -> float:
     """Returns the training time of part of a batch and of optimizer steps."""

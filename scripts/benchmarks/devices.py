@@ -65,12 +65,9 @@ SIZES = {
     new_tokens=256,
     agreed_tokens=2048,
     updated={
-      name: MODELS[preset]
-      for name, preset in {
-        "0.5b": "one-gpu-0.5b",
-        "1.5b": "qwen2.5-1.5b",
-        "7b": "qwen2.5-7b",
-      }.items()
+      "0.5b": MODELS["one-gpu-0.5b"],
+      "1.5b": MODELS["qwen2.5-1.5b"],
+      "7b": MODELS["qwen2.5-7b"],
     },
     response_length=1024,
   ),
@@ -233,8 +230,7 @@ def measure_update(sizes: Sizes) -> Iterator[Numbers]:
     fns = _make_policy(config, sizes.dtype)
     batch = train_steps.make_batch(fns, _rollout(config, sizes), options)
     tokens = int(np.sum(np.asarray(batch.packed.segments) > 0))
-    update, optimizer = train_steps.make_update(fns)
-    state = train_steps.create(optimizer, workloads.random_params(fns))
+    update, state = train_steps.make_update(fns)
     update_s = seconds_of(functools.partial(_step, update, batch, [state]))
     flops = 6 * multiplied_params(config) * tokens
     yield {

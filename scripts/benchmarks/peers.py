@@ -7,6 +7,7 @@ programs of Tunix and TRL print is understood, and so are flat objects with our
 own keys (`tokens_per_s`, `step_s`, `update_s`, ...).
 """
 
+import contextlib
 import functools
 import json
 import math
@@ -16,7 +17,9 @@ import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.summary import Numbers, speed_ratios, summarize, wait_until_idle
@@ -159,34 +162,60 @@ def _is_positive(value: Any) -> bool:
   return type(value) in (int, float) and math.isfinite(value) and value > 0
 
 
-def run_program(
+class OutOfTimeError(InputError):
+  """Raised if a program took too long."""
+
+
+def run_lines(
   command: str | Sequence[str], *, timeout_s: float
-) -> dict[str, Any]:
-  """Runs a program and returns the last JSON object of its output.
+) -> Iterator[str]:
+  """Runs a program and yields the lines of its output as they come.
 
   Args:
     command: a shell command, or the arguments of one.
     timeout_s: seconds after which it is killed, children included.
 
   Raises:
-    InputError: it failed, took too long or printed no JSON object.
+    InputError: it failed or, an OutOfTimeError, took too long; the lines that
+      were yielded hold.
   """
-  pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-  pipes |= {"text": True, "errors": "replace", "start_new_session": True}
-  shell = isinstance(command, str)
-  process = subprocess.Popen(command, shell=shell, **pipes)
-  try:
-    output, errors = process.communicate(timeout=timeout_s)
-  except subprocess.TimeoutExpired:
-    raise InputError(f"took more than {timeout_s:g} s") from None
-  finally:
-    if process.poll() is None:
-      os.killpg(process.pid, signal.SIGKILL)
+  with tempfile.TemporaryFile("w+", errors="replace") as errors:
+    pipes = {"stdout": subprocess.PIPE, "stderr": errors, "text": True}
+    pipes |= {"errors": "replace", "start_new_session": True}
+    shell = isinstance(command, str)
+    process = subprocess.Popen(command, shell=shell, **pipes)
+
+    def kill():
+      with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+    timer = threading.Timer(timeout_s, kill)
+    timer.start()
+    try:
+      yield from process.stdout
       process.wait()
-  if process.returncode:
-    last = next(iter(errors.strip().splitlines()[-1:]), "no error output")
-    raise InputError(f"exit code {process.returncode}: {last}")
-  record = last_json_object(output)
+    finally:
+      late = not timer.is_alive()
+      timer.cancel()
+      kill()
+      process.wait()
+    if late:
+      raise OutOfTimeError(f"took more than {timeout_s:g} s")
+    if process.returncode:
+      errors.seek(0)
+      said = errors.read().strip().splitlines() or ["no error output"]
+      raise InputError(f"exit code {process.returncode}: {said[-1]}")
+
+
+def run_program(
+  command: str | Sequence[str], *, timeout_s: float
+) -> dict[str, Any]:
+  """Returns the last JSON object of the output of `run_lines`.
+
+  Raises:
+    InputError: as `run_lines`, or there is no JSON object.
+  """
+  record = last_json_object("".join(run_lines(command, timeout_s=timeout_s)))
   if record is None:
     raise InputError("printed no JSON object at the end of its output")
   return record

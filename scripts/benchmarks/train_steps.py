@@ -46,29 +46,24 @@ def make_batch(fns, rollout, options):
 
 
 def make_update(fns):
-  """The policy step of the clipped loss with AdamW, and its optimizer."""
+  """Returns the policy step of the clipped loss with AdamW, and a new state."""
   schedule = lambda step: 1e-5
   optimizer = make_optimizer(
     schedule, max_grad_norm=1.0, weight_decay=1e-4, b1=0.9, b2=0.999, eps=1e-8
   )
   loss = POLICY_LOSSES["clip"]({"clip_low": 0.2, "clip_high": 0.28})
   objective = update_lib.policy_objective(fns, loss, {})
-  return update_lib.make_update(objective, optimizer, schedule), optimizer
-
-
-def create(optimizer, params):
-  """Returns the state of a policy; the weights are given away."""
-  make = functools.partial(create_train_state, optimizer=optimizer)
-  return jax.jit(make, donate_argnums=0)(params)
+  create = lambda key: create_train_state(fns.init(key), optimizer)
+  state = jax.block_until_ready(jax.jit(create)(jax.random.key(0)))
+  return update_lib.make_update(objective, optimizer, schedule), state
 
 
 def measure_train_step(options) -> workloads.Samples:
   """Whole policy steps: generate, prepare, update, sync; scoring apart."""
   sampler = workloads.Sampler.of(options)
   fns = sampler.fns
-  update, optimizer = make_update(fns)
+  update, state = make_update(fns)
   score = jax.jit(functools.partial(score_logprobs, fns=fns))
-  state = create(optimizer, workloads.random_params(fns))
   ids = np.arange(options.batch).reshape(-1, options.group_size)
   compiles, timer = metrics.CompileCounter(), metrics.PhaseTimer()
   rows = []

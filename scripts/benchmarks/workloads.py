@@ -24,12 +24,10 @@ from jaxrl_llm.sampling import (
 
 Samples = dict[str, list[float]]
 
-_WEIGHT_SCALE = 0.02
 
-
-def make_model(options) -> tuple[Any, Any]:
-  """Model functions and float32 weights of the options' shape."""
-  fns = models.make_policy(
+def make_model(options) -> models.ModelFns:
+  """Model functions of the options' shape."""
+  return models.make_policy(
     models.ModelConfig(
       family="llama",
       head_dim=64,
@@ -42,25 +40,11 @@ def make_model(options) -> tuple[Any, Any]:
     remat_policy=options.remat_policy,
     sampler=models.Numerics.all(options.sampler_dtype, kv="float32"),
   )
-  return fns, random_params(fns)
 
 
 def random_params(fns) -> Any:
-  """Float32 weights of normal(0, 0.02)."""
-
-  def draw(key):
-    # Its scales, which are constants, are all that is taken from it.
-    initial = fns.init(jax.random.fold_in(key, 0))
-    leaves, tree = jax.tree.flatten_with_path(initial)
-    keys = jax.random.split(key, len(leaves))
-    normal = lambda k, x: _WEIGHT_SCALE * jax.random.normal(k, x.shape, x.dtype)
-    drawn = [
-      leaf if path[-1].key == "scale" else normal(k, leaf)
-      for k, (path, leaf) in zip(keys, leaves)
-    ]
-    return jax.tree.unflatten(tree, drawn)
-
-  return jax.block_until_ready(jax.jit(draw)(jax.random.key(0)))
+  """Returns the weights that a model begins with: normal(0, 0.02), float32."""
+  return jax.block_until_ready(jax.jit(fns.init)(jax.random.key(0)))
 
 
 class Sampler:
@@ -76,8 +60,9 @@ class Sampler:
   @classmethod
   def of(cls, options) -> "Sampler":
     """Returns one of the options' shape, with random weights."""
-    names = ("slots", "prompt_length", "new_tokens")
-    return cls(*make_model(options), **{k: getattr(options, k) for k in names})
+    names, fns = ("slots", "prompt_length", "new_tokens"), make_model(options)
+    sizes = {name: getattr(options, name) for name in names}
+    return cls(fns, random_params(fns), **sizes)
 
   def __call__(self, prompts, ids, *, seed=0, limits=None, **settings):
     """Writes responses of the given ids; returns the rollout."""

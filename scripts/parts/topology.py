@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, as_input_error
 from jaxrl_llm.metrics.chips import CHIPS, Chip
 
 # A GPU as XLA describes it (GpuTargetConfigProto), with CUDA 12.9 and
@@ -72,16 +72,14 @@ def devices_of(topology: str) -> list[Any]:
       **{"chip": chip, "gpu": gpu, "major": major, "minor": minor},
       **{"shared": shared, "optin": shared - 2**10, "l2": gpu.l2_mib * 2**20},
     )
-  try:
-    return list(
-      topologies.get_topology_desc(name, platform, **settings).devices
-    )
-  except Exception as error:  # The plugin fails or is missing.
-    reason = str(error).strip().splitlines()[0][:200]
-    raise InputError(
-      f"--topology={topology}: {reason}; does it exist, and is the compiler for"
-      f" {extra.upper()}s installed (pip install -e '.[{extra}]')?"
-    ) from error
+  with as_input_error(
+    f"--topology={topology}",
+    f"does it exist, and is the compiler for {extra.upper()}s installed"
+    f" (pip install -e '.[{extra}]')?",
+    Exception,  # The plugin fails or is missing.
+  ):
+    found = topologies.get_topology_desc(name, platform, **settings)
+    return list(found.devices)
 
 
 def compiled(name: str, lowered: Any, topology: str) -> tuple[Any, str]:

@@ -9,7 +9,7 @@ import numpy as np
 from studies.tables import Study
 
 from jaxrl_llm import metrics, report
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, as_input_error
 
 # Phases outside of training: evaluation and saving.
 _NOT_TRAINING = {"time/evaluate_s", "time/checkpoint_s"}
@@ -78,16 +78,14 @@ def read_curves(
     InputError: a file is no table of curves, or one of another study.
   """
   points = {}
+  kinds = KeyError, TypeError, ValueError, csv.Error
   for path in paths:
-    with open(path, encoding="utf-8", newline="") as file:
-      for row in csv.DictReader(file):
-        try:
-          key = row["variant"], int(row["seed"])
-          point = [float(row[name]) for name in _CURVES]
-        except (KeyError, TypeError, ValueError) as error:
-          raise InputError(
-            f"{path}: not a curves.csv of this program ({error!r})"
-          ) from error
+    what, advice = f"{path}: not a curves.csv of this program", "name another"
+    with as_input_error(what, advice, *kinds):
+      text = path.read_text(encoding="utf-8")
+      for row in csv.DictReader(text.splitlines()):
+        key = row["variant"], int(row["seed"])
+        point = [float(row[name]) for name in _CURVES]
         points.setdefault(key, []).append(point)
   names = [variant.name for variant in study.variants]
   for name in sorted({name for name, _ in points} - set(names)):

@@ -105,6 +105,7 @@ _PLAIN = _STALE | {
 }
 _TRUNCATED = {"off_policy.correction": "truncate"}
 _SCALED = _TRUNCATED | {"off_policy.ess_scale": True}
+_VCPO = {"estimator.name": "optimal_baseline"}
 # Batches are trained on in four updates, with large steps.
 _LARGE_STEPS = _STALE | {
   "optimizer.policy.mini_batch": 0,
@@ -175,6 +176,7 @@ _UNITS = {
 _POOL = {"run.steps": 60, "eval.every": 10, "data.prompts_per_step": 32}
 _POOL |= {"data.pool": 1024}
 _SHUFFLED = _POOL | {"data.order": "shuffled"}
+_MIXED_GROUPS = {"schedule.dynamic_sampling": True}
 
 
 def _of(prompts: int, tries: int, **changes: Any) -> dict[str, Any]:
@@ -185,6 +187,7 @@ def _of(prompts: int, tries: int, **changes: Any) -> dict[str, Any]:
 
 _ALONE = {"data.order": "shuffled"}  # Without a second look at a prompt.
 _PLAIN_GROUPS = _ALONE | {"estimator.name": "group"}
+_HARD = {"data.order_settings": {"signal": "hard"}}
 
 STUDIES: Mapping[str, Study] = {
   "vapo_ablations": Study(
@@ -250,11 +253,7 @@ STUDIES: Mapping[str, Study] = {
       Variant("REINFORCE, lag 8", "vcpo", _PLAIN),
       Variant("+ truncation", "vcpo", _PLAIN | _TRUNCATED),
       Variant("+ step scale", "vcpo", _PLAIN | _SCALED),
-      Variant(
-        "+ optimal baseline (VCPO)",
-        "vcpo",
-        _STALE | _PLAIN | _SCALED | {"estimator.name": "optimal_baseline"},
-      ),
+      Variant("+ optimal baseline (VCPO)", "vcpo", _PLAIN | _SCALED | _VCPO),
     ),
   ),
   "hard_masks": Study(
@@ -298,11 +297,7 @@ STUDIES: Mapping[str, Study] = {
     target=0.8,
     variants=(
       Variant("shuffled", "dots", _SHUFFLED),
-      Variant(
-        "dynamic sampling",
-        "dots",
-        _SHUFFLED | {"schedule.dynamic_sampling": True},
-      ),
+      Variant("dynamic sampling", "dots", _SHUFFLED | _MIXED_GROUPS),
       Variant("target rate (DOTS)", "dots", _POOL),
       Variant("DPS", "dps", _POOL),
       Variant("GDRO", "gdro", _POOL),
@@ -321,11 +316,7 @@ STUDIES: Mapping[str, Study] = {
       Variant("10 tries of 24", "dars", _of(24, 10, **_PLAIN_GROUPS)),
       Variant("4 tries of 36, DARS's baseline", "dars", _of(36, 4, **_ALONE)),
       Variant("DARS, equal", "dars", _of(36, 4)),
-      Variant(
-        "DARS, hard",
-        "dars",
-        _of(28, 4) | {"data.order_settings": {"signal": "hard"}},
-      ),
+      Variant("DARS, hard", "dars", _of(28, 4) | _HARD),
     ),
   ),
   "hints": Study(

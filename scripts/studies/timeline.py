@@ -14,7 +14,6 @@ compiles is in them: each way is warmed up before.
 import argparse
 import contextlib
 import pathlib
-import runpy
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -67,12 +66,10 @@ class Recorder(metrics.PhaseTimer):
 
 def make_config(way: str) -> Any:
   """GRPO with an update a step, sampler and learner on devices of their own."""
-  file = config_lib.methods()["grpo"]
-  config = runpy.run_path(str(file))["get_config"]()
+  config = config_lib.method("grpo", **WAYS[way])
   config.mesh.data = config.sampler.mesh.data = 1
   config.sampler.parity_check_every = config.run.samples_every = 0
   config.optimizer.policy.mini_batch = 0
-  config.update_from_flattened_dict(WAYS[way])
   return config
 
 

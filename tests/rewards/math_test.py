@@ -184,6 +184,14 @@ class TestNumeric:
     ).correct
 
   @pytest.mark.parametrize(
+    "text", [r"\sqrt+2{", r"\sqrt)2{", "√√2{", r"\frac+\sqrt2{*1{"]
+  )
+  def test_roots_and_fractions_need_brackets_or_a_number(self, text):
+    gold = r"\sqrt{2}"
+    assert math.numeric("#### √2", gold, finished=True).correct
+    assert not math.numeric(f"#### {text}", gold, finished=True).correct
+
+  @pytest.mark.parametrize(
     "response",
     [
       "{" * 3000,
