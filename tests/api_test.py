@@ -81,7 +81,7 @@ def test_an_interrupted_run_raises_and_is_saved(settings, tmp_path):
 
   def reward(answer):
     calls.append(answer)
-    if len(calls) == 20:  # In the first step, after the first evaluation.
+    if len(calls) == 40:  # In the first step, after the first evaluation.
       os.kill(os.getpid(), signal.SIGINT)
     return 0.0
 

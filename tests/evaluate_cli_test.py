@@ -184,7 +184,7 @@ class TestEvaluate:
     assert code == 0, errors
     result = json.loads(output.splitlines()[-1])
     assert result["step"] == 2
-    assert (result["problems"], result["samples"]) == (4, 2)
+    assert (result["problems"], result["samples"]) == (16, 2)
     last = metrics.read_rows(directory / "metrics.jsonl")[-1]
     prefix = f"eval/{result['dataset']}/"
     keys = [k for k in last if k.startswith(prefix)]
