@@ -220,32 +220,6 @@ class TestEvaluate:
     assert result["pass@1"] == pytest.approx(result["avg@6"])
     assert result["response_length_max"] <= 8
 
-  def test_several_sets_of_the_cache(self, run, tmp_path, monkeypatch):
-    _, directory = run
-    cache = "huggingface_hub.constants.HF_HUB_CACHE"
-    monkeypatch.setattr(cache, str(tmp_path))
-    for name, row in (
-      ("math-ai--aime25", {"problem": "1+1?", "answer": 2}),
-      ("math-ai--olympiadbench", {"question": "2?", "final_answer": ["2"]}),
-    ):
-      cached = tmp_path / f"datasets--{name}"
-      folder = cached / "snapshots" / "abc" / "data"
-      folder.mkdir(parents=True)
-      (cached / "refs").mkdir()
-      (cached / "refs" / "main").write_text("abc")
-      (folder / "train.jsonl").write_text("not this one")
-      (folder / "test.jsonl").write_text(json.dumps(row) + "\n")
-    code, output, errors = _evaluate(
-      f"--checkpoint={directory}", "--dataset=aime25,olympiadbench"
-    )
-    assert code == 0, errors
-    found = json.loads(output.splitlines()[-1])["sets"]
-    assert [one["problems"] for one in found] == [1, 1]
-    assert all(one["pass@2_se"] is None for one in found)  # Of one problem.
-    code, _, errors = _evaluate(f"--checkpoint={directory}", "--dataset=gsm8k")
-    assert code == 2 and "hf download openai/gsm8k" in errors
-    assert errors.count("\n") == 1
-
   @pytest.mark.parametrize(
     ("flags", "message"),
     [
