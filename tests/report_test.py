@@ -190,12 +190,6 @@ class TestScript:
     assert script.main(folders + [f"--out={out}"]) == 0
     assert (out / "report.html").exists()
 
-  def test_a_run_under_way_can_be_read(self, tmp_path):
-    pytest.importorskip("matplotlib")
-    with open(tmp_path / "metrics.jsonl", "w") as file:
-      file.write('{"step": 1, "reward/mean": 0.5}\n{"step": 2, "rew')
-    assert script.main([str(tmp_path)]) == 0
-
   @pytest.mark.parametrize(
     "content, words",
     [
@@ -213,18 +207,6 @@ class TestScript:
     assert not (tmp_path / "out").exists()
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
-
-  @pytest.mark.parametrize(
-    "changes", ["", ', "changes": {"a": 3}', ', "changes": [1]']
-  )
-  def test_damaged_changes_of_settings(self, tmp_path, capsys, changes):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    text = f'{{"step": 1{changes}}}\n'
-    (tmp_path / "config_changes.jsonl").write_text(text)
-    assert script.main([str(tmp_path)]) == 2
-    error = capsys.readouterr().err
-    assert "config_changes.jsonl: 'changes' must map keys" in error
-    assert error.count("\n") == 1
 
   def test_nothing_to_draw_and_unknown_panels(self, tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "other": 1.0}\n')
