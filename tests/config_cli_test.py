@@ -202,9 +202,6 @@ class TestSettings:
       shown.split()
     )
 
-  def test_the_defaults_are_valid(self):
-    validate(config_lib.scaled()[0])
-
   @pytest.mark.parametrize("preset", presets.SCALES)
   def test_presets_are_valid_and_leave_the_method_alone(self, preset):
     plain, (scaled, _) = config_lib.default_config(), config_lib.scaled(preset)

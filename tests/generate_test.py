@@ -223,12 +223,6 @@ class TestRequests:
     with pytest.raises(InputError, match=message):
       _prompts(rows.parse_rows(data, "f"))
 
-  def test_bad_files(self):
-    with pytest.raises(InputError, match="f: there are no rows"):
-      rows.parse_rows(b"\n \n", "f", text=True)
-    with pytest.raises(InputError, match="f:2: not UTF-8"):
-      rows.parse_rows(b"1\n\xff", "f", text=True)
-
   def test_chat(self, tmp_path):
     base = Tokenizer(base_models.BASE)
     for file in base_models.BASE.iterdir():
