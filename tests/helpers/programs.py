@@ -72,6 +72,14 @@ def wait_until(true, what="something", seconds=600):
     time.sleep(0.02)
 
 
+def refused(main, *flags):
+  """The one line with which a program, in this process, refuses its flags."""
+  with contextlib.redirect_stderr(io.StringIO()) as error:
+    assert main([*map(str, flags)]) == 2
+  assert error.getvalue().count("\n") == 1
+  return error.getvalue()
+
+
 def run(name, *arguments):
   """Runs scripts/NAME.py, a program with absl flags, in this process.
 
