@@ -73,11 +73,20 @@ def wait_until(true, what="something", seconds=600):
 
 
 def refused(main, *flags):
-  """The one line with which a program, in this process, refuses its flags."""
-  with contextlib.redirect_stderr(io.StringIO()) as error:
-    assert main([*map(str, flags)]) == 2
-  assert error.getvalue().count("\n") == 1
-  return error.getvalue()
+  """The one line with which a program, in this process, refuses its flags.
+
+  Args:
+    main: function of the program, or NAME of scripts/NAME.py with absl flags.
+    *flags: its arguments.
+  """
+  if isinstance(main, str):
+    code, _, said = run(main, *flags)
+  else:
+    with contextlib.redirect_stderr(io.StringIO()) as error:
+      code = main([*map(str, flags)])
+    said = error.getvalue()
+  assert code == 2 and said.count("\n") == 1, said
+  return said
 
 
 def run(name, *arguments):
