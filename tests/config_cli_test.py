@@ -25,18 +25,12 @@ def copied(model, tmp_path):
   return pathlib.Path(shutil.copytree(model, tmp_path / "copy"))
 
 
-def run_script(*arguments):
-  """Standard error of scripts/train.py, which must refuse its arguments."""
-  code, _, errors = programs.run("train", *arguments)
-  assert code == 2, errors
-  return errors
-
-
-def assert_one_line(text, *parts):
-  assert text.startswith("error: ") and text.endswith("\n")
-  assert text.count("\n") == 1 and "Traceback" not in text
+def assert_refused(arguments, *parts):
+  """Checks the line with which scripts/train.py refuses its arguments."""
+  line = programs.refused("train", *arguments)
+  assert line.startswith("error: ") and line.endswith("\n")
   for part in parts:
-    assert str(part) in text
+    assert part in line
 
 
 class TestCommandLine:
@@ -71,15 +65,15 @@ class TestCommandLine:
     ],
   )
   def test_is_refused_at_once(self, arguments, parts):
-    assert_one_line(run_script(*arguments), *parts)
+    assert_refused(arguments, *parts)
 
   def test_a_jsonl_line(self, model, tmp_path):
     file = tmp_path / "data.jsonl"
     file.write_text('{"question": "1+1?", "answer": "2"}\n{"question": \n')
     changes = {"data__source": "jsonl", "data__path": file}
     flags = tiny_run.flags(model, tmp_path / "run", **changes)
-    text = run_script(*flags, "--config.data.settings={}")
-    assert_one_line(text, f"{file}:2: not JSON")
+    flags += ["--config.data.settings={}"]
+    assert_refused(flags, f"{file}:2: not JSON")
     assert not (tmp_path / "run").exists()
 
 
@@ -201,9 +195,6 @@ class TestSettings:
     assert "one of 'clip', 'cispo', 'clip_off_policy_mask'" in " ".join(
       shown.split()
     )
-
-  def test_the_defaults_are_valid(self):
-    validate(config_lib.scaled()[0])
 
   @pytest.mark.parametrize("preset", presets.SCALES)
   def test_presets_are_valid_and_leave_the_method_alone(self, preset):

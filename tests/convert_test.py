@@ -1,6 +1,7 @@
 """scripts/convert.py with training states of torch, TRL and Tunix."""
 
 import fcntl
+import functools
 import os
 import pathlib
 import pickle
@@ -13,7 +14,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from helpers import tiny_run
+from helpers import programs, tiny_run
 
 from jaxrl_llm import checkpoint, models, workdir
 from jaxrl_llm.checkpoint import foreign
@@ -32,8 +33,7 @@ _ADAMW = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 
 
 def make_run(model, **changes):
-  settings = {"value__reads_logprobs": False, "eval__problems": 2}
-  return tiny_run.make_run(model, **settings | changes)
+  return tiny_run.make_run(model, value__reads_logprobs=False, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -65,12 +65,7 @@ def items(folder, step, name="policy"):
   return {"params": trees[f"learner.{name}.trained"], **adam}
 
 
-def refused(capsys, *flags):
-  """The one line with which convert.py refuses."""
-  assert convert.main([str(flag) for flag in flags]) == 2
-  error = capsys.readouterr().err
-  assert error.count("\n") == 1
-  return error
+refused = functools.partial(programs.refused, convert.main)
 
 
 def take(begun, folder, *more):
@@ -398,24 +393,23 @@ class TestNothingIsExecuted:
     assert (tmp_path / "canary").exists()
 
   @pytest.mark.parametrize("file", ["trl/optimizer.pt", "dcp/__0_0.distcp"])
-  def test_a_file_of_torch(self, folders, begun, file, capsys):
+  def test_a_file_of_torch(self, folders, begun, file):
     canary = folders / "canary"
     torch.save({"state": _Evil(canary)}, folders / file)
     line = refused(
-      capsys,
       f"--checkpoint={begun}",
       f"--take={(folders / file).parent}",
     )
     assert "cannot be read as a training state" in line
     assert not canary.exists()
 
-  def test_metadata(self, folders, begun, capsys):
+  def test_metadata(self, folders, begun):
     canary, file = folders / "canary", folders / "dcp" / ".metadata"
     metadata = pickle.loads(file.read_bytes())
     metadata.planner_data = _Evil(canary)
     file.write_bytes(pickle.dumps(metadata))
     flags = f"--checkpoint={begun}", f"--take={file.parent}"
-    assert "names posix.system: do not trust it" in refused(capsys, *flags)
+    assert "names posix.system: do not trust it" in refused(*flags)
     assert not canary.exists()
 
   def test_functions_of_torch_in_metadata_are_not_called(
@@ -446,28 +440,26 @@ class TestNothingIsExecuted:
 
 
 class TestRefusals:
-  def test_a_run_that_has_trained(self, trained, tmp_path, capsys):
+  def test_a_run_that_has_trained(self, trained, tmp_path):
     flags = f"--checkpoint={trained}", f"--take={tmp_path}"
-    assert "has steps; begin one with --config.run.steps=0" in refused(
-      capsys, *flags
-    )
+    assert "has steps; begin one with --config.run.steps=0" in refused(*flags)
 
-  def test_a_run_that_trains_now(self, trained, begun, tmp_path, capsys):
+  def test_a_run_that_trains_now(self, trained, begun, tmp_path):
     assert export(trained, tmp_path / "dcp", "dcp") == 0
     flags = f"--checkpoint={begun}", f"--take={tmp_path / 'dcp'}"
     with (begun / "lock").open("a") as lock:
       fcntl.flock(lock, fcntl.LOCK_EX)
-      assert "is trained in" in refused(capsys, *flags)
+      assert "is trained in" in refused(*flags)
     assert items(begun, 0)["count"] == 0
 
-  def test_missing_torch(self, trained, begun, tmp_path, capsys, monkeypatch):
+  def test_missing_torch(self, trained, begun, tmp_path, monkeypatch):
     assert export(trained, tmp_path / "dcp", "dcp") == 0
     monkeypatch.setitem(sys.modules, "torch", None)
     for flags in (
       (f"--checkpoint={begun}", f"--take={tmp_path / 'dcp'}"),
       (f"--checkpoint={trained}", f"--out={tmp_path / 'x'}", "--form=dcp"),
     ):
-      line = refused(capsys, *flags)
+      line = refused(*flags)
       assert "torch" in line and "pip install -e '.[parity]'" in line
 
   @pytest.mark.parametrize(
@@ -487,26 +479,26 @@ class TestRefusals:
       (lambda made: made.update(exp_avg=torch.zeros(3)), "has shape [3]"),
     ],
   )
-  def test_other_states(self, trained, begun, tmp_path, damage, said, capsys):
+  def test_other_states(self, trained, begun, tmp_path, damage, said):
     out = tmp_path / "out"
     assert export(trained, out, "trl") == 0
     saved = torch.load(out / "optimizer.pt")
     damage(saved["state"][1])
     torch.save(saved, out / "optimizer.pt")
     flags = f"--checkpoint={begun}", f"--take={out}"
-    assert said in refused(capsys, *flags)
+    assert said in refused(*flags)
     assert items(begun, 0)["count"] == 0
 
-  def test_another_model(self, model, trained, begun, tmp_path, capsys):
+  def test_another_model(self, model, trained, begun, tmp_path):
     out = tmp_path / "out"
     assert export(trained, out, "trl") == 0
     text = (out / "config.json").read_text()
     (out / "config.json").write_text(text.replace("10000.0", "20000.0"))
     flags = f"--checkpoint={begun}", f"--take={out}"
-    assert "has a model of another configuration" in refused(capsys, *flags)
+    assert "has a model of another configuration" in refused(*flags)
     (out / "optimizer.pt").unlink()
     (out / "config.json").write_text(text)
-    assert "has no optimizer.pt; weights alone" in refused(capsys, *flags)
+    assert "has no optimizer.pt; weights alone" in refused(*flags)
 
   def test_the_model_of_the_run(self, model, trained, capsys):
     before = (model / "config.json").read_bytes()
@@ -515,34 +507,30 @@ class TestRefusals:
     assert "choose another" in capsys.readouterr().err
     assert (model / "config.json").read_bytes() == before
 
-  def test_a_directory_with_files(self, trained, tmp_path, capsys):
+  def test_a_directory_with_files(self, trained, tmp_path):
     (tmp_path / "note").touch()
     flags = f"--checkpoint={trained}", f"--out={tmp_path}", "--form=dcp"
-    assert "has files; choose another directory" in refused(capsys, *flags)
+    assert "has files; choose another directory" in refused(*flags)
 
-  def test_what_follows_the_weights(self, model, trained, tmp_path, capsys):
+  def test_what_follows_the_weights(self, model, trained, tmp_path):
     run, settings = tmp_path / "ewma", {"off_policy__proximal": "ewma"}
     loop.train(make_run(model, run__steps=0, **settings), run)
     assert export(trained, tmp_path / "dcp", "dcp") == 0
     flags = f"--checkpoint={run}", f"--take={tmp_path / 'dcp'}"
-    line = refused(capsys, *flags)
+    line = refused(*flags)
     assert "has learner.ema, which follows the policy" in line
 
-  def test_adapters(self, model, tmp_path, capsys):
-    run = tmp_path / "lora"
-    loop.train(make_run(model, run__steps=0, model__lora_rank=2), run)
-    for flag in ("--form=dcp", "--form=trl"):
-      line = refused(
-        capsys, f"--checkpoint={run}", f"--out={tmp_path / 'x'}", flag
-      )
+  @pytest.mark.parametrize(
+    "changes",
+    [{"model__lora_rank": 2}, {"optimizer__policy__name": "adafactor"}],
+  )
+  def test_a_run_of_adapters_or_of_another_optimizer(
+    self, model, tmp_path, changes
+  ):
+    run, out = tmp_path / "run", tmp_path / "x"
+    loop.train(make_run(model, run__steps=0, **changes), run)
+    for form in ("dcp", "trl"):
+      flags = f"--checkpoint={run}", f"--out={out}", f"--form={form}"
+      line = refused(*flags)
       assert "does not train the whole policy by AdamW" in line
-
-  def test_another_optimizer(self, model, tmp_path, capsys):
-    run, settings = (
-      tmp_path / "adafactor",
-      {"optimizer__policy__name": "adafactor"},
-    )
-    loop.train(make_run(model, run__steps=0, **settings), run)
-    flags = f"--checkpoint={run}", f"--out={tmp_path / 'x'}", "--form=dcp"
-    assert "does not train the whole policy by AdamW" in refused(capsys, *flags)
-    assert not (tmp_path / "x").exists()
+    assert not out.exists()

@@ -156,7 +156,7 @@ class TestConvert:
     rounded = jax.tree.map(lambda x: x.astype("bfloat16"), policy.params)
     _trees_equal(models.load(out, dtype="bfloat16")[1], rounded)
 
-  def test_bad_input_is_one_line(self, run, capsys):
+  def test_bad_input_is_one_line(self, run):
     model, directory = run
     for flags, message in (
       (("--checkpoint=/no/such", "--out=x"), "/no/such: no such directory"),
@@ -171,10 +171,7 @@ class TestConvert:
       ),
       (("--checkpoint=x", "--take=x", "--step=0"), "--step does not go"),
     ):
-      assert convert.main(flags) == 2
-      error = capsys.readouterr().err
-      assert message in error
-      assert error.count("\n") == 1
+      assert message in programs.refused(convert.main, *flags)
 
 
 class TestEvaluate:
@@ -184,7 +181,7 @@ class TestEvaluate:
     assert code == 0, errors
     result = json.loads(output.splitlines()[-1])
     assert result["step"] == 2
-    assert (result["problems"], result["samples"]) == (4, 2)
+    assert (result["problems"], result["samples"]) == (16, 2)
     last = metrics.read_rows(directory / "metrics.jsonl")[-1]
     prefix = f"eval/{result['dataset']}/"
     keys = [k for k in last if k.startswith(prefix)]
@@ -220,32 +217,6 @@ class TestEvaluate:
     assert result["pass@1"] == pytest.approx(result["avg@6"])
     assert result["response_length_max"] <= 8
 
-  def test_several_sets_of_the_cache(self, run, tmp_path, monkeypatch):
-    _, directory = run
-    cache = "huggingface_hub.constants.HF_HUB_CACHE"
-    monkeypatch.setattr(cache, str(tmp_path))
-    for name, row in (
-      ("math-ai--aime25", {"problem": "1+1?", "answer": 2}),
-      ("math-ai--olympiadbench", {"question": "2?", "final_answer": ["2"]}),
-    ):
-      cached = tmp_path / f"datasets--{name}"
-      folder = cached / "snapshots" / "abc" / "data"
-      folder.mkdir(parents=True)
-      (cached / "refs").mkdir()
-      (cached / "refs" / "main").write_text("abc")
-      (folder / "train.jsonl").write_text("not this one")
-      (folder / "test.jsonl").write_text(json.dumps(row) + "\n")
-    code, output, errors = _evaluate(
-      f"--checkpoint={directory}", "--dataset=aime25,olympiadbench"
-    )
-    assert code == 0, errors
-    found = json.loads(output.splitlines()[-1])["sets"]
-    assert [one["problems"] for one in found] == [1, 1]
-    assert all(one["pass@2_se"] is None for one in found)  # Of one problem.
-    code, _, errors = _evaluate(f"--checkpoint={directory}", "--dataset=gsm8k")
-    assert code == 2 and "hf download openai/gsm8k" in errors
-    assert errors.count("\n") == 1
-
   @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -259,7 +230,4 @@ class TestEvaluate:
   def test_bad_input_is_one_line(self, run, flags, message):
     model, directory = run
     flags = [flag.format(model=model, run=directory) for flag in flags]
-    code, _, errors = _evaluate(*flags)
-    assert code == 2, errors
-    assert message in errors
-    assert errors.count("\n") == 1
+    assert message in programs.refused("evaluate", *flags)

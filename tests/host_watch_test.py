@@ -7,8 +7,8 @@ import pytest
 from helpers import processes, programs, tiny_run
 
 from jaxrl_llm import metrics
-
-pytestmark = pytest.mark.slow(minutes=1)
+from jaxrl_llm.system import signals
+from jaxrl_llm.trainer import loop
 
 _REWARD = """
 import pathlib
@@ -39,9 +39,9 @@ _SETTINGS = {
 }
 
 
-def start(model, folder, **settings):
+def start(model, folder):
   (folder / "reward.py").write_text(_REWARD)
-  flags = tiny_run.flags(model, folder / "run", **_SETTINGS | settings)
+  flags = tiny_run.flags(model, folder / "run", **_SETTINGS)
   return processes.start(
     "scripts/train.py",
     *(*flags, f"--plugin={folder / 'reward.py'}"),
@@ -68,21 +68,8 @@ def wait_for_steps(started, folder):
   assert not ended(), said(folder)
 
 
-def test_a_run_ends_without_the_slow_one(model, tmp_path):
-  started = start(model, tmp_path, run__on_suspect="stop")
-  wait_for_steps(started, tmp_path)
-  assert "suspect host" not in said(tmp_path)
-  (tmp_path / "slow3").touch()
-  assert processes.wait(started) == [75] * 4
-  (line,) = [s for s in said(tmp_path).splitlines() if "suspect host 3" in s]
-  assert "host/reward_s is " in line and " since 20" in line
-  *_, last = rows(tmp_path)
-  assert last["host/suspect"] == 3 and last["health/suspect_host"] == 1
-  assert "warning at step" in said(tmp_path)
-  assert f"by a suspect host at step {last['step']}, saved" in said(tmp_path)
-
-
-def test_one_that_is_frozen_is_named_and_goes_on(model, tmp_path):
+@pytest.mark.slow(minutes=0.7)
+def test_one_that_is_frozen_and_one_that_is_slow_are_named(model, tmp_path):
   started = start(model, tmp_path)
   wait_for_steps(started, tmp_path)
   assert "suspect host" not in said(tmp_path)
@@ -91,8 +78,19 @@ def test_one_that_is_frozen_is_named_and_goes_on(model, tmp_path):
   named = lambda: f"suspect host {frozen}: silent since 20" in said(tmp_path)
   programs.wait_until(named, "the frozen one", seconds=90)
   started[2].send_signal(signal.SIGCONT)
-  suspected = lambda: rows(tmp_path)[-1].get("host/suspect") == 2
-  programs.wait_until(suspected, "its row")
+  suspected = lambda host: rows(tmp_path)[-1].get("host/suspect") == host
+  programs.wait_until(lambda: suspected(2), "its row")
+  (tmp_path / "slow3").touch()
+  programs.wait_until(lambda: suspected(3), "the row of the slow one")
+  (line,) = [s for s in said(tmp_path).splitlines() if "suspect host 3" in s]
+  assert "host/reward_s is " in line and " since 20" in line
+  assert rows(tmp_path)[-1]["health/suspect_host"] == 1
+  assert "warning at step" in said(tmp_path)
   started[1].send_signal(signal.SIGINT)
   assert processes.wait(started) == [130] * 4, said(tmp_path)
   assert "saved; the same --workdir goes on" in said(tmp_path)
+
+
+def test_a_run_that_a_suspect_ended_exits_with_75(model, tmp_path, monkeypatch):
+  monkeypatch.setattr(loop, "train", lambda *_, **__: signals.SUSPECT)
+  assert programs.run("train", *tiny_run.flags(model, tmp_path))[0] == 75

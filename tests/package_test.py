@@ -1,7 +1,6 @@
 """The package as it is installed, and the part that needs little."""
 
 import configparser
-import os
 import pathlib
 import subprocess
 import sys
@@ -10,10 +9,16 @@ import pytest
 from helpers import programs, tiny_run
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
-_COMMAND = (
-  "import sys; from jaxrl_llm.scripts import main; sys.argv = sys.argv[1:];"
-  " main()"
-)
+# Says in the end whether it has imported jax.
+_COMMAND = """
+import sys
+from jaxrl_llm.scripts import main
+sys.argv = sys.argv[1:]
+try:
+  main()
+finally:
+  sys.stderr.write("with jax" * ("jax" in sys.modules))
+"""
 # Lets a program import jax and chex with what they require, and ours.
 _ONLY_JAX_AND_CHEX = """
 import importlib.metadata, re, sys
@@ -94,7 +99,8 @@ class TestInstalled:
   )
   def test_a_command_shows_its_help(self, installed, tmp_path, name):
     done = _run(installed[0], tmp_path, f"jaxrl-{name}", "--help")
-    assert done.returncode == 0 and not done.stderr
+    assert done.returncode == 0
+    assert done.stderr == "with jax" * (name in ("report", "study"))
     assert f"python scripts/{name}.py" in done.stdout
     if name in ("train", "evaluate", "compile"):
       assert "METHOD: adhint, areal, arrol, asyppo," in done.stdout
@@ -138,23 +144,3 @@ def test_estimators_and_losses_need_only_jax_and_chex(tmp_path):
   )
   shown, _ = programs.finish(program, cwd=tmp_path)
   assert shown == "closed\n"
-
-
-@pytest.mark.parametrize("name", ["train", "evaluate", "compile", "detect"])
-def test_help_does_not_wait_for_jax(name):
-  program = (
-    f"import runpy, sys; sys.argv = ['scripts/{name}.py', '--help']\n"
-    "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
-    "except SystemExit as exit: assert not exit.code\n"
-    "assert 'jax' not in sys.modules"
-  )
-  path = os.pathsep.join([str(_ROOT), str(_ROOT / "scripts")])
-  programs.finish("-c", program, env=programs.environment(path))
-
-
-def test_a_room_is_imported_when_it_is_used():
-  program = (
-    "import sys, jaxrl_llm; assert 'jax' not in sys.modules;"
-    " jaxrl_llm.estimators.gae; assert 'flax' not in sys.modules"
-  )
-  programs.finish("-c", program)

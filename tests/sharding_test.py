@@ -216,8 +216,3 @@ class TestPlacements:
     shards = jax.device_put(x, sharding.replicated(_mesh())).addressable_shards
     assert len(shards) == 8
     assert {s.data.shape for s in shards} == {(6,)}
-
-  def test_a_batch_that_does_not_divide_raises(self):
-    place = sharding.along_batch(_mesh())
-    with pytest.raises(ValueError, match="evenly divide"):
-      jax.device_put(jnp.zeros(6), place)

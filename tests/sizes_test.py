@@ -50,21 +50,3 @@ def test_a_function_fits_one_screen():
 def test_a_constructor_takes_few_arguments():
   over = _over(_arguments, _ARGUMENTS + 1, "__init__")
   assert not over, f"constructors of over {_ARGUMENTS} arguments: {over}"
-
-
-def test_what_is_counted():
-  text = (
-    "class A:\n"
-    "  def __init__(self, a, /, b, *c, d=1, **e):\n"
-    '    """Two lines\n'
-    '    of text."""\n'
-    "    def inner():\n"
-    "      return 1\n"
-    "    self.a = inner\n"
-  )
-  functions = {f.name: f for f in _functions(text)}
-  assert {name: _lines(f) for name, f in functions.items()} == {
-    "__init__": 4,
-    "inner": 2,
-  }
-  assert _arguments(functions["__init__"]) == 6

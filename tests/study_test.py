@@ -230,7 +230,7 @@ class TestStudies:
         for key, x in kept.items()
       }
 
-  def test_a_plugin_goes_to_every_run(self, monkeypatch, tmp_path, capsys):
+  def test_a_plugin_goes_to_every_run(self, monkeypatch, tmp_path):
     given = []
     monkeypatch.setattr(script, "run_all", lambda *a: given.append(a[-1]))
     name = next(iter(STUDIES))
@@ -345,16 +345,12 @@ class TestScript:
       ),
     ],
   )
-  def test_curves_of_nothing_or_another_study(
-    self, tmp_path, capsys, text, words
-  ):
+  def test_curves_of_nothing_or_another_study(self, tmp_path, text, words):
     file = tmp_path / "x.csv"
     if text:
       file.write_text(text, "utf-8", errors="surrogateescape")
-    flags = [f"--curves={file}", f"--out={tmp_path}"]
-    assert script.main(["credit", *flags]) == 2
-    error = capsys.readouterr().err
-    assert words in error and error.count("\n") == 1
+    flags = f"--curves={file}", f"--out={tmp_path}"
+    assert words in programs.refused(script.main, "credit", *flags)
 
   def test_the_first_of_some_variants_is_the_baseline(self, tmp_path):
     pytest.importorskip("matplotlib")
@@ -376,19 +372,16 @@ class TestScript:
       (["--report"], "no runs yet"),
     ],
   )
-  def test_bad_input_is_one_line(self, tmp_path, capsys, arguments, words):
+  def test_bad_input_is_one_line(self, tmp_path, arguments, words):
     arguments = ["vapo_ablations", f"--out={tmp_path / 'out'}", *arguments]
-    assert script.main(arguments) == 2
-    error = capsys.readouterr().err
-    assert words in error and error.count("\n") == 1
+    assert words in programs.refused(script.main, *arguments)
     assert not (tmp_path / "out").exists()
 
-  def test_a_run_that_fails_says_where_to_look(self, tmp_path, capsys):
+  def test_a_run_that_fails_says_where_to_look(self, tmp_path):
     arguments = ["vapo_ablations", "--variants=VAPO", "--seeds=0"]
     arguments += [f"--out={tmp_path}", "--config.run.stesp=3"]
-    assert script.main(arguments) == 2
-    error = capsys.readouterr().err
-    assert "exit code 2" in error and error.count("\n") == 1
+    error = programs.refused(script.main, *arguments)
+    assert "exit code 2" in error
     log = pathlib.Path(error.strip().rpartition("see ")[2])
     assert "run.steps" in log.read_text("utf-8")
 

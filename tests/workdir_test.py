@@ -199,10 +199,15 @@ class TestRefused:
     changes = Workdir(start(make())).changes(changed({"eval.path": "y.jsonl"}))
     assert list(changes) == ["eval.path"]
 
-  def test_a_damaged_record(self, start):
+  @pytest.mark.parametrize(
+    "changes", ["", ', "changes": {"a": 3}', ', "changes": [1]']
+  )
+  def test_a_damaged_record(self, start, changes):
     folder = start(make())
-    (folder / "config_changes.jsonl").write_text("{}\n{}\n")
-    with pytest.raises(InputError, match="config_changes.jsonl"):
+    text = f'{{"step": 1{changes}}}\n'
+    (folder / "config_changes.jsonl").write_text(text)
+    said = "config_changes.jsonl: 'changes' must map keys"
+    with pytest.raises(InputError, match=said):
       Workdir(folder).changes(make())
 
   def test_a_run_without_its_settings(self, start):

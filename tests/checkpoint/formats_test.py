@@ -34,6 +34,7 @@ def make_config():
     optimizer__value__mini_batch=8,
     checkpoint__keep=2,
     checkpoint__every=2,
+    eval__problems=4,
     value__reads_logprobs=False,  # Format 4 is older than the key.
     environment__max_observation_tokens=64,  # As the default was.
   )

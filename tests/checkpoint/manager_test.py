@@ -75,7 +75,7 @@ def one_line(error):
 # data x fsdp x context x tensor: one device, each axis that arrays are split
 # or copied along, and several of them.
 LAYOUTS = [
-  *((1, 1, 1, 1), (2, 1, 1, 1), (1, 8, 1, 1), (1, 1, 1, 4)),
+  *((1, 1, 1, 1), (2, 1, 1, 1), (1, 8, 1, 1)),
   *((1, 2, 2, 2), (2, 2, 1, 2)),
 ]
 
@@ -127,15 +127,6 @@ class TestRoundTrip:
     chex.assert_trees_all_equal(jax.device_get(got), make_trees())
     saver.close()
 
-  def test_keeps_the_newest(self, tmp_path):
-    saver = checkpoint.Checkpointer(tmp_path, keep=2)
-    for step in (1, 2, 5):
-      saver.save(step, {"policy": {"x": np.float32([step])}}, TOLD)
-    saver.close()
-    found = sorted(p.name for p in tmp_path.iterdir() if p.is_dir())
-    assert found == ["2", "5"]
-    assert reopen(tmp_path).latest_step() == 5
-
   def test_keeps_the_best_beside_them(self, tmp_path):
     saver = checkpoint.Checkpointer(tmp_path, keep=1, best=lambda steps: 2)
     for step in (1, 2, 5, 7):
@@ -172,7 +163,6 @@ _DAMAGE = {
   "empty": lambda file: file.write_bytes(b""),
   "halve": lambda f: f.write_bytes(f.read_bytes()[: f.stat().st_size // 2]),
   "append": lambda file: file.write_bytes(file.read_bytes() + b"x\n"),
-  "flip": lambda file: _flip(file, file.stat().st_size * 8 // 3),
 }
 
 
@@ -273,24 +263,22 @@ class TestUnreadable:
       with pytest.raises(InputError, match="9: no such checkpoint; check"):
         read(9)
 
-  def test_of_another_model(self, tmp_path):
+  def test_of_another_model_or_with_another_leaf(self, tmp_path):
     write(tmp_path, make_mesh(1, 1, 1, 1))
     wanted = targets(make_mesh(1, 1, 1, 1))
-    leaf = wanted["policy"]["embed"]["embedding"]
-    wanted["policy"]["embed"]["embedding"] = leaf.update(shape=(128, 65))
-    with pytest.raises(InputError) as error:
-      reopen(tmp_path).restore(3, wanted)
-    text = one_line(error)
-    assert "policy/embed/embedding has shape (128, 64)" in text
-    assert "(128, 65)" in text
-
-  def test_with_another_leaf(self, tmp_path):
-    write(tmp_path, make_mesh(1, 1, 1, 1))
-    wanted = targets(make_mesh(1, 1, 1, 1))
-    wanted["policy"]["head"] = wanted["policy"]["final_norm"]
-    with pytest.raises(InputError) as error:
-      reopen(tmp_path).restore(3, wanted)
-    assert "head/scale has shape None" in one_line(error)
+    policy = wanted["policy"]
+    leaf = policy["embed"]["embedding"].update(shape=(128, 65))
+    for changes, *parts in (
+      (
+        {"embed": {"embedding": leaf}},
+        "embed/embedding has shape (128, 64)",
+        "(128, 65)",
+      ),
+      ({"head": policy["final_norm"]}, "head/scale has shape None"),
+    ):
+      with pytest.raises(InputError) as error:
+        reopen(tmp_path).restore(3, wanted | {"policy": policy | changes})
+      assert all(part in one_line(error) for part in parts)
 
   @pytest.mark.parametrize("away", [-2, 1])
   def test_of_another_format(self, tmp_path, monkeypatch, away):

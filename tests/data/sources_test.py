@@ -72,6 +72,9 @@ class TestLayouts:
     both = {"problem": "1+1?", "answer": "2", column: "As 1+1 is 2"}
     assert example(**both).answer == "2"
 
+  def test_olympiadbench_has_a_list_of_answers(self):
+    assert example(question="1+1?", final_answer=["2"]).answer == "2"
+
   def test_verl_with_a_structure_as_ground_truth(self):
     found = example(**VERL | {"reward_model": {"ground_truth": {"a": [1]}}})
     assert found.answer == '{"a": [1]}'

@@ -72,6 +72,23 @@ def wait_until(true, what="something", seconds=600):
     time.sleep(0.02)
 
 
+def refused(main, *flags):
+  """The one line with which a program, in this process, refuses its flags.
+
+  Args:
+    main: function of the program, or NAME of scripts/NAME.py with absl flags.
+    *flags: its arguments.
+  """
+  if isinstance(main, str):
+    code, _, said = run(main, *flags)
+  else:
+    with contextlib.redirect_stderr(io.StringIO()) as error:
+      code = main([*map(str, flags)])
+    said = error.getvalue()
+  assert code == 2 and said.count("\n") == 1, said
+  return said
+
+
 def run(name, *arguments):
   """Runs scripts/NAME.py, a program with absl flags, in this process.
 

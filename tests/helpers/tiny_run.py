@@ -60,7 +60,8 @@ def overrides(model: pathlib.Path) -> dict:
     "eval.greedy": False,
     "eval.every": 3,
     "eval.samples": 2,
-    "eval.problems": 4,
+    # As many responses as in a step, so that one program decodes both.
+    "eval.problems": 16,
     "checkpoint.every": 1,
     "mesh.data": 1,
     "optimizer.max_tokens_per_row": 0,

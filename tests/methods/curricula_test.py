@@ -471,8 +471,11 @@ RUNS = {
 }
 
 
+# The other curricula draw as `target_rate` does, and are trained below.
 @pytest.mark.slow
-@pytest.mark.parametrize("order", RUNS)
+@pytest.mark.parametrize(
+  "order", ["target_rate", "dars", "hints", "repairs", "contexts"]
+)
 def test_meets_an_environment_and_dynamic_sampling(model, tmp_path, order):
   register.reward("even", lambda tokens: sum(tokens) % 2 == 0)
   features = {
@@ -513,7 +516,7 @@ def test_a_profile_trains(model, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("order", RUNS)
+@pytest.mark.parametrize("order", [x for x in RUNS if x != "target_rate"])
 def test_trains_and_resumes_with_majority_labels_and_replay(
   model, tmp_path, order
 ):

@@ -79,17 +79,6 @@ class TestJudge:
       responses.correct, [False, False, False, True]
     )
 
-  def test_a_verifier_that_fails_has_no_verdict(self):
-    def failing(response, answer, *, finished):
-      if response == "#12.":
-        raise KeyError("no")
-      return rewards.chain_sum(response, answer, finished=finished)
-
-    _, responses, judged = self.judge(failing)
-    np.testing.assert_array_equal(responses.judged, [True, True, False, True])
-    assert judged.verdicts[2].error.startswith("error: KeyError")
-    assert not responses.correct[2] and responses.rewards[2] == -3.0
-
   def test_a_failure_is_told_once_of_its_kind(self):
     def failing(response, answer):
       if answer == "1":

@@ -119,18 +119,6 @@ def judge(pool, responses, answers, finished):
 
 
 class TestInline:
-  def test_judges_in_order(self):
-    pool = rewards.RewardPool(rewards.chain_sum)
-    texts, finished = ["#1.", "#2.", "#1."], [True, True, False]
-    verdicts = judge(pool, texts, ["1"] * 3, finished)
-    assert [v.correct for v in verdicts] == [True, False, False]
-
-  def test_an_exception_is_no_verdict(self):
-    pool = rewards.RewardPool(moody)
-    verdicts = judge(pool, ["raise", "a"], ["a", "a"], [True, True])
-    assert verdicts[0].error.startswith("error: KeyError")
-    assert verdicts[1] == Verdict(True, "a")
-
   def test_an_exit_is_no_verdict(self):
     def leaving(response):
       sys.exit(0)

@@ -243,6 +243,15 @@ class TestResume:
     assert loop.train(with_config(run, **rare), tmp_path) == 0
     assert_same_run(run, whole, tmp_path)
 
+  def test_a_suspect_host_saves_and_returns(self, run, tmp_path, monkeypatch):
+    # Of several processes: tests/host_watch_test.py.
+    suspect = lambda logger: {"host/suspect": 3}
+    monkeypatch.setattr(metrics.MetricsLogger, "more", suspect)
+    stopping = with_config(run, run__on_suspect="stop")
+    stopping = dataclasses.replace(stopping, pretraining=None)
+    assert loop.train(stopping, tmp_path) == signals.SUSPECT
+    assert workdir_lib.steps(tmp_path) == [0, 1]
+
   def test_a_signal_before_the_first_step(
     self, run, tmp_path, monkeypatch, capsys
   ):

@@ -94,11 +94,13 @@ vc_ppo streaming environment frozen reward_model_start reads_logprobs mesh
 # Methods that are trained without any feature; 'sft' samples no rollout, 'sgpo'
 # needs a profile, and 'replay' and 'dart' train on tokens in several steps.
 # What others add is trained and resumed in tests/methods: orders of prompts in
-# curricula_test.py, teachers and probes in files of their own, and losses of
-# tokens in features_test.py.
+# curricula_test.py (adhint's hints and scope's repairs among them), teachers,
+# probes and shared responses in files of their own, and losses of tokens and
+# mixed advantages in features_test.py.
 OTHERS = {"sft", "sgpo", "replay", "dart"}
 OTHERS |= {"dots", "dps", "gdro", "majority", "nudge", "xrpo", "distill"}
-OTHERS |= {"arrol", "poise", "dppo", "maxrl", "sapo_gate"}
+OTHERS |= {"adhint", "dars", "scope", "arrol", "poise", "sapo"}
+OTHERS |= {"dppo", "evpo", "maxrl", "sao", "sapo_gate"}
 PLAIN = sorted({*configs.METHODS} - OTHERS - {case[0] for case in CASES})
 
 
