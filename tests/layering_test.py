@@ -41,7 +41,7 @@ _FRONT = {"api"}  # Joins everything, for the package's own names.
 # Libraries that a room or a file keeps to itself.
 _KEPT_BY = {
   "flax": {"models"},
-  "optax": {"learner", "methods"},
+  "optax": {"learner", "fleet", "methods"},
   "ml_collections": {"config"},
 }
 # Words of reinforcement learning, which a model must not know.

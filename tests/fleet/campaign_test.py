@@ -16,10 +16,11 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import pytest
-from helpers import denoiser, fleet_variants, fleets
+from helpers import fleet_variants, fleets
 from parts import program
 
 from jaxrl_llm import fleet
+from jaxrl_llm.fleet import denoiser
 
 _SIZES = (4, 8, 16, 32, 64, 128)  # Hosts; larger ones are like these.
 _VAE, _JOINT = 2.7, 0.6  # Thresholds of other detectors.

@@ -4,10 +4,10 @@ import itertools
 
 import numpy as np
 import pytest
-from helpers import denoiser
 
 from jaxrl_llm import fleet
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.fleet import scores
 
 _NAN = np.nan
 
@@ -49,7 +49,7 @@ class TestDistances:
       points = rng.standard_normal((40, 8))
       points[rng.integers(40)] += 4 * rng.standard_normal(8)
       pairs = np.linalg.norm(points[:, None] - points[None], axis=-1).sum(1)
-      assert denoiser.distances(points).argmax() == pairs.argmax()
+      assert scores.distances(points).argmax() == pairs.argmax()
 
   def test_of_two_groups_at_once(self):
     points = np.random.default_rng(0).standard_normal((5, 3, 2))
@@ -57,7 +57,7 @@ class TestDistances:
       [np.hypot(*(p - np.median(points[:, t], axis=0))) for p in points[:, t]]
       for t in range(3)
     ]
-    np.testing.assert_allclose(denoiser.distances(points).T, by_hand)
+    np.testing.assert_allclose(scores.distances(points).T, by_hand)
 
 
 class TestMedianScores:

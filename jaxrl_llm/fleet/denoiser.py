@@ -1,7 +1,7 @@
-"""Minder's denoiser, which the detector is compared with: a tiny LSTM-VAE.
+"""Minder's denoiser: one tiny LSTM-VAE per metric.
 
-There is one per metric. It learns windows of eight seconds of healthy hosts;
-the reconstruction of a window is the window without its noise.
+It learns windows of eight seconds of healthy hosts; the reconstruction of a
+window is the window without its noise.
 """
 
 from typing import Any
@@ -100,26 +100,13 @@ def denoised_scores(params: _Params, x: np.ndarray) -> np.ndarray:
   windows = cut(standardized(x)).transpose(2, 0, 1)  # [K, H·T, 8]
   clean = np.asarray(_reconstruct(params, windows))
   clean = clean.reshape(metrics, hosts, number, WINDOW_S)
-  far = distances(clean.transpose(1, 2, 0, 3))  # [H, T, K]
+  far = scores.distances(clean.transpose(1, 2, 0, 3))  # [H, T, K]
   span = min(scores.MEAN_S // WINDOW_S, number)
   sums = np.cumsum(far, axis=1, dtype=np.float64)
   sums = np.concatenate([np.zeros_like(sums[:, :1]), sums], axis=1)
   means = (sums[:, span:] - sums[:, :-span]) / span
   scale = np.maximum(np.median(far, axis=(0, 1)), 1e-6)
   return np.moveaxis(means / scale, 1, 0).astype(np.float32)
-
-
-def distances(points: np.ndarray) -> np.ndarray:
-  """Distance of each host to all others at a cost of O(H): to their median.
-
-  Args:
-    points: float [H, ..., D].
-
-  Returns:
-    [H, ...]. The host that is farthest from all others, summed over all pairs,
-    is the farthest from the median (tested).
-  """
-  return np.linalg.norm(points - np.median(points, axis=0), axis=-1)
 
 
 @jax.jit
