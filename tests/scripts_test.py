@@ -175,11 +175,11 @@ def test_foreign_code_does_not_end_it_with_0(
   assert said in fail(process, code)
 
 
-def test_rows_without_a_checkpoint_are_not_overwritten(start, tmp_path):
+def test_rows_without_a_checkpoint_are_not_overwritten(tmp_path):
   (tmp_path / "config.json").write_text("{}")
   (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
   before = tiny_run.snapshot(tmp_path)
-  line = fail(start(tmp_path, "--nodry_run"), 2)
+  line = programs.refused("train", f"--workdir={tmp_path}")
   assert "but no checkpoint; mount the disk of" in line and "--config" in line
   assert tiny_run.snapshot(tmp_path) == before
 

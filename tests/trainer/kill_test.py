@@ -67,12 +67,10 @@ loop.train(build.make_run(tiny_run.make_config(model)), workdir)
 _ORBAX = "orbax.checkpoint:AsyncCheckpointer.save"
 _PLACES = [
   ("jaxrl_llm.learner.learner:Learner.update_member", "before", 2),
-  ("jaxrl_llm.checkpoint.commit:write", "before", 1),  # Of the critic.
   (_ORBAX, "after", 1),
   ("os:replace", "before", 2),  # COMMIT of step 0, after the critic's.
   # From here to the next row nothing is written: update and sync are the same.
   ("jaxrl_llm.rollout.worker:RolloutWorker.collect", "after", 2),
-  ("os:replace", "after", 1),  # A COMMIT, before the older ones go.
   ("shutil:rmtree", "before", 1),  # A step that has made room.
   ("jaxrl_llm.checkpoint.commit:check_bits", "before", 1),  # In a restore.
   ("jaxrl_llm.metrics:MetricsLogger.log", "after", 1),
