@@ -48,18 +48,6 @@ class TestIdentities:
     assert not weights
 
   @pytest.mark.parametrize(
-    ("name", "on"),
-    [
-      ("processors", {"sampler__entropy_tau": 0.05}),
-      ("correction", {"off_policy__correction": "truncate"}),
-      ("step_scale", {"off_policy__ess_scale": True}),
-    ],
-  )
-  def test_a_part_that_is_off_is_absent(self, name, on):
-    assert getattr(make_algorithm(**on), name)
-    assert not getattr(make_algorithm(), name)
-
-  @pytest.mark.parametrize(
     ("leaf", "on"),
     [
       ("ref_logprobs", {"loss__kl_coefficient": 0.1}),
@@ -99,13 +87,6 @@ class TestIdentities:
       make_algorithm(estimator__lambda_policy=0.9, **constant)
     )
     assert not np.array_equal(other["advantages"], expected["advantages"])
-
-  @pytest.mark.parametrize("boundary", ["bootstrap", "zero"])
-  def test_a_boundary_where_nothing_is_cut(self, boundary):
-    chex.assert_trees_all_equal(
-      make_experience(make_algorithm(estimator__boundary=boundary)),
-      make_experience(make_algorithm()),
-    )
 
   def test_infinite_bounds_are_none(self):
     rng = np.random.default_rng(13)
@@ -236,13 +217,3 @@ class TestPackedRows:
     assert np.asarray(expected.clipped_high)[mask].any() == (
       name not in ("policy_gradient", "likelihood")
     )
-
-  def test_gspo_would_differ_without_segments(self):
-    made = make_algorithm(loss__name="gspo")
-    inputs = inputs_of_loss(policy_batch(made))
-    inputs["logprobs"] = (
-      inputs["proximal_logprobs"] + 0.3 * np.sin(np.arange(40.0))[None]
-    )
-    mixed = call(made.policy_loss, inputs | {"segments": None}).ratio
-    own = call(made.policy_loss, inputs).ratio
-    assert np.abs(own - mixed)[inputs["mask"]].max() > 0.01

@@ -239,10 +239,3 @@ def largest_move(before, states):
     jax.device_get(states.learner.policy.trained),
   )
   return max(jax.tree.leaves(moved))
-
-
-def test_the_registries_are_as_they_were():
-  own = {"new", "centered", "less_value", "unclipped", "early", "to_come"}
-  own |= {"own", "of_prompt"}
-  for registry in REGISTRIES:
-    assert not own & set(registry)
