@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from flax import traverse_util
-from helpers import tiny
+from helpers import packed, tiny
 
 from jaxrl_llm import models, sync
 from jaxrl_llm.errors import InputError
@@ -37,15 +37,7 @@ def widened(params):
 
 def rows():
   tokens = np.random.default_rng(0).integers(0, 67, (2, 10))
-  tokens = jnp.asarray(tokens, jnp.int32)
-  places = jnp.broadcast_to(jnp.arange(10), (2, 10))
-  return models.PackedRows(
-    tokens=tokens,
-    segments=jnp.ones_like(tokens),
-    positions=places,
-    targets=jnp.roll(tokens, -1, axis=1),
-    mask=places < 9,
-  )
+  return packed.rows(tokens, np.arange(20).reshape(2, 10) % 10 < 9)
 
 
 def scored(fns, params):

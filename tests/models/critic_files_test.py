@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import tiny_run
+from helpers import packed, tiny_run
 
 from jaxrl_llm import models
 from jaxrl_llm.errors import InputError
@@ -106,12 +106,7 @@ def test_logits_equal_those_of_transformers(tmp_path, family):
   with torch.no_grad():
     logits = theirs(input_ids=torch.tensor(tokens)).logits.numpy()
   assert np.abs(logits).max() > 1.0
-  rows = models.PackedRows(
-    tokens=tokens,
-    segments=np.ones_like(tokens),
-    positions=np.broadcast_to(np.arange(11), tokens.shape),
-  )
-  ours, _ = jax.jit(fns.outputs)(params, rows)
+  ours, _ = jax.jit(fns.outputs)(params, packed.rows(tokens))
   found = ours.get("value_logits", ours["values"][..., None])
   np.testing.assert_allclose(found, logits, atol=1e-4)
   saved = json.loads((tmp_path / "config.json").read_text())

@@ -90,18 +90,6 @@ def test_a_model_gives_the_loss_of_every_token():
   assert mean > 2 * EXTRA["router_aux_loss_coef"]
 
 
-def test_a_mesh_of_eight_devices_computes_the_same():
-  fns, params = make_model()
-  packed = rows()
-  alone, aux = jax.jit(fns.logprobs)(params, packed)
-  mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
-  placed = jax.device_put(params, sharding.tree_shardings(params, mesh))
-  along = jax.device_put(packed, sharding.along_batch(mesh))
-  found, aux_found = jax.jit(fns.logprobs)(placed, along)
-  np.testing.assert_allclose(found.logprobs, alone.logprobs, atol=2e-5)
-  np.testing.assert_allclose(aux_found["balance"], aux["balance"], atol=1e-5)
-
-
 @pytest.mark.parametrize("base_dtype", adapters.BASE_DTYPES)
 def test_adapters_leave_experts_in_the_base(base_dtype):
   own = models.Adapters(
