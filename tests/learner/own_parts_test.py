@@ -3,7 +3,6 @@
 import json
 import sys
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +16,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import providers
 from jaxrl_llm.system import plugin
 from jaxrl_llm.trainer import build
-from jaxrl_llm.types import Responses, join_rows, named_parts, take_rows
+from jaxrl_llm.types import Responses, named_parts
 
 PROBE = '''
 """A linear probe on hidden states, which learns how a response will end."""
@@ -200,31 +199,6 @@ class TestProbe:
     )
     assert max(jax.tree.leaves(moved)) > 0
     assert learner.models["probe"].optimizer.step == 2
-
-  def test_in_parts_it_is_the_same(self, model, load):
-    load(PROBE)
-    run = build.make_run(make_config(model, estimator__name="less_than_probed"))
-    found = []
-    for split in (False, True):
-      states, batch = collect(run)
-      if split:
-        group = batch.rollout.group
-        batch = [
-          join_rows([take_rows(batch, group == i)]) for i in np.unique(group)
-        ]
-      timer = metrics.PhaseTimer()
-      found.append(run.learner.update(states.learner, batch, timer))
-    (whole, row), (parts, same) = found
-    assert row.keys() == same.keys()
-    for name in row:
-      if "/gradient_" not in name:  # Noise is that of other micro-batches.
-        np.testing.assert_allclose(same[name], row[name], rtol=2e-4, atol=2e-6)
-    chex.assert_trees_all_close(
-      parts.models["probe"].optimizer.opt_state,
-      whole.models["probe"].optimizer.opt_state,
-      rtol=1e-4,
-      atol=1e-7,
-    )
 
   def test_another_method_does_not_have_it(self, load):
     load(PROBE)

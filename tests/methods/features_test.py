@@ -152,29 +152,6 @@ def test_what_cannot_work_is_refused_in_a_line(method, changes, said):
   assert "\n" not in str(error.value)
 
 
-# The rows of the paper's table: what each changes in SAO's config.
-ABLATIONS = {
-  "one critic update": {"optimizer.value.epochs": 1},
-  "attention trained": {"optimizer.value.frozen": ()},
-  "without DIS": {
-    "loss.name": "clip",
-    "loss.clip_low": 0.2,
-    "loss.clip_high": 0.28,
-  },
-}
-
-
-@pytest.mark.parametrize("name", ABLATIONS)
-def test_ablations_of_sao_are_settings(name):
-  config = configs.load("sao")
-  before = configs.resolved(config)
-  config.update_from_flattened_dict(ABLATIONS[name])
-  validation.validate(config)
-  after = configs.resolved(config)
-  changed = {key for key in before if before[key] != after[key]}
-  assert changed == set(ABLATIONS[name])
-
-
 def test_the_attention_of_saos_critic_is_frozen(model):
   run = build.make_run(make_config(model, "sao", _SINGLE))
   base, trained = run.learner.critic.params

@@ -48,16 +48,6 @@ class TestFirstGroups:
       assert step.row["staleness/max"] <= MAX_STALENESS
       assert step.row["rollout/partial"] == (step.store.lengths > 0).sum()
 
-  def test_versions_of_a_response_never_fall(self, history):
-    several = 0
-    for step in history:
-      assert len(step.store.lengths) == WANTED * GROUP  # As many are parked.
-      for row, length in enumerate(step.collected.rollout.lengths):
-        versions = step.collected.rollout.version[row, :length]
-        assert np.all(np.diff(versions) >= 0)
-        several += len(set(versions.tolist())) > 1
-    assert several
-
   def test_parked_responses_go_on_exactly(self, model):
     """With a policy that stands still, as if they had never been parked."""
     frozen = make_run(model, optimizer__policy__learning_rate=0.0)

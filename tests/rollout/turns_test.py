@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import reference
 from helpers import chat_model, hostile, scripted, tiny_run
-from helpers.tiny_algorithm import evaluate, make_algorithm
 from helpers.tiny_tppo import record, saved
 
-from jaxrl_llm import register, types
+from jaxrl_llm import register
 from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError
@@ -265,20 +264,6 @@ class TestTurnRewards:
       np.testing.assert_allclose(
         made["advantages"][mask], expected[mask], atol=1e-4
       )
-
-  def test_a_group_sees_their_sum(self, paid_history):
-    whole = types.join_rows(
-      [types.take_rows(s.collected, s.collected.ended) for s in paid_history]
-    )
-    assert np.unique(whole.rewards).size > 2
-    given = dict(whole.rollout.items()) | dict(whole.items())
-    given |= {"old_logprobs": given["behavior_logprobs"]}
-    # Numbers that add up exactly.
-    at_end, on_turns = (
-      evaluate(make_algorithm(estimator__name="group", **changes), given)
-      for changes in ({}, {"environment__rewards": "turns"})
-    )
-    chex.assert_trees_all_equal(at_end, on_turns)
 
   def test_resume_in_the_middle(self, paid, paid_history, tmp_path):
     _, (states, _) = record(paid, 2)

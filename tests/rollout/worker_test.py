@@ -547,6 +547,14 @@ class TestDynamicSampling:
     alike = {i for i in lost if len(group(i)) == 1}
     assert alike and (stop == "all" or lost == alike)
 
+  def test_mixed_groups_alone_are_as_without_it(self):
+    one, other = (
+      Run(dynamic_sampling=on, max_rounds=2).collect() for on in (True, False)
+    )
+    chex.assert_trees_all_equal(one.batch.responses, other.batch.responses)
+    assert one.source_state == other.source_state
+    assert one.state == other.state and one.state.store is None
+
   def test_gives_up_with_the_numbers(self):
     run = Run(right=lambda i: True, dynamic_sampling=True, max_rounds=3)
     with pytest.raises(

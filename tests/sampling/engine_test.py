@@ -63,21 +63,6 @@ class TestRollout:
     assert not np.any(out.behavior_logprobs[~present])
     assert not np.any(out.tokens[~present])
 
-  def test_a_finished_response_ends_with_its_only_stop_token(self):
-    out = expected()
-    finished = out.status == Status.FINISHED
-    assert finished.any() and not finished.all()
-    is_stop = np.isin(out.tokens, STOP) & out.mask
-    last = np.arange(T)[None] == out.lengths[:, None] - 1
-    np.testing.assert_array_equal(is_stop, last & finished[:, None])
-
-  def test_a_response_of_maximum_length_is_overlong(self):
-    out = expected()
-    overlong = out.status == Status.OVERLONG
-    assert overlong.any()
-    np.testing.assert_array_equal(out.lengths[overlong], T)
-    assert set(out.status) <= {Status.FINISHED, Status.OVERLONG}
-
   def test_a_lower_limit_cuts_the_same_responses(self):
     full = expected()
     limited = dataclasses.replace(SETTINGS, max_new_tokens=5)
@@ -90,20 +75,6 @@ class TestRollout:
     np.testing.assert_array_equal(
       out.status, np.where(cut, Status.OVERLONG, full.status)
     )
-
-  def test_a_stop_token_may_come_first(self, monkeypatch):
-    full, own = expected(), engine()
-    stop = full.tokens[[0, 5, 9, 14], 0]
-    config = dataclasses.replace(own.config, stop_tokens=stop)
-    monkeypatch.setattr(own, "config", config)
-    out = generate()
-    first = np.isin(full.tokens[:, 0], stop)
-    assert first.sum() >= 4
-    np.testing.assert_array_equal(out.lengths == 1, first)
-    assert set(out.status[first]) == {Status.FINISHED}
-    np.testing.assert_array_equal(out.tokens[first, 0], full.tokens[first, 0])
-    np.testing.assert_array_equal(out.mask[first].sum(axis=1), 1)
-    assert not out.tokens[first, 1:].any()
 
 
 class TestIndependence:
@@ -209,13 +180,6 @@ class TestEnds:
     full = out.lengths == scripted.T  # The last one may be a stop token.
     assert set(out.status[full]) == {Status.FINISHED, Status.OVERLONG}
     assert (out.prompt_lengths + out.lengths).max() == longest
-
-  def test_no_response_is_empty(self):
-    prompts = [[2], [2, 5, 6], [1, 7], [3, 9, 9, 9, 9, 9]]
-    out = scripted.generate(prompts)
-    np.testing.assert_array_equal(out.lengths, 1)
-    np.testing.assert_array_equal(out.tokens[:, 0], scripted.STOP)
-    assert set(out.status) == {Status.FINISHED}
 
 
 class TestDistribution:

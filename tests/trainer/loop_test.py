@@ -166,14 +166,6 @@ class TestRun:
     assert learner.policy.score._cache_size() == 1
     assert learner.critic.score._cache_size() == 1
 
-  def test_the_policy_moves_and_the_file_does_not(self, run, whole):
-    _, before = models.load(run.config.model.path)
-    policy, _ = final_trees(run, whole)
-    moved = jax.tree.map(
-      lambda a, b: np.abs(a - b).max(), policy.trained, before
-    )
-    assert min(jax.tree.leaves(moved)) > 0
-
   def test_a_finished_run_has_nothing_to_do(self, run, whole, capsys):
     before = tiny_run.snapshot(whole)
     for steps in (6, 4):
@@ -207,26 +199,6 @@ class TestResume:
     assert "config.run.steps: 1 -> 2\n" in shown
     assert shown.count("the files have changed since checkpoint 1 was") == 1
     assert "config.data.path: the files have changed" in shown
-
-  @pytest.mark.slow
-  def test_rows_after_the_checkpoint_are_written_anew(
-    self, run, whole, tmp_path
-  ):
-    class Crash(Exception):
-      pass
-
-    def crash(_):
-      raise Crash
-
-    # This is step 5's.
-    crashing = with_config(
-      interrupting(run, PRETRAINED + 5, crash), checkpoint__every=3
-    )
-    with pytest.raises(Crash):
-      loop.train(crashing, tmp_path)
-    assert len(tiny_run.comparable(tmp_path)) == 5
-    loop.train(run, tmp_path)
-    assert_same_run(run, whole, tmp_path)
 
   def test_a_signal_saves_and_returns(self, run, whole, tmp_path):
     number = signal.SIGTERM
@@ -355,15 +327,6 @@ class TestDamage:
     rows = tiny_run.comparable(folder)
     assert rows[:6] == tiny_run.comparable(whole)[:6] and len(rows) == 10
 
-  def test_of_config(self, run, whole, tmp_path):
-    folder = pathlib.Path(shutil.copytree(whole, tmp_path / "copy"))
-    file = folder / "config.json"
-    saved = file.read_text()
-    assert '"gamma": 1.0' in saved
-    file.write_text(saved.replace('"gamma": 1.0', '"gamma": 0.9'))
-    with pytest.raises(InputError, match="gamma: 1.0 -> 0.9; restore the old"):
-      loop.train(with_config(run, run__steps=9), folder)
-
   def test_of_rows_is_told(self, run, whole, tmp_path, capsys):
     folder = pathlib.Path(shutil.copytree(whole, tmp_path / "copy"))
     file = folder / "metrics.jsonl"
@@ -418,17 +381,6 @@ class TestEarlierStep:
     assert (aside / "checkpoints" / "6" / "learner.policy.trained").is_dir()
     assert_same_run(run, whole, folder)
 
-  def test_rows_whose_checkpoints_are_gone_are_set_aside(
-    self, run, whole, tmp_path, capsys
-  ):
-    folder = pathlib.Path(shutil.copytree(whole, tmp_path / "copy"))
-    shutil.rmtree(folder / "checkpoints")
-    rows = (folder / "metrics.jsonl").read_bytes()
-    loop.train(with_config(run, run__steps=1), folder)
-    assert "the rows of before are set aside in" in capsys.readouterr().out
-    assert (folder / "set_aside_1" / "metrics.jsonl").read_bytes() == rows
-    assert len(tiny_run.comparable(folder)) == 2
-
 
 class TestFolder:
   def test_of_another_process(self, run, whole):
@@ -443,14 +395,6 @@ class TestFolder:
     with pytest.raises(InputError, match=r"pip install 'jaxrl_llm\[wandb\]'"):
       loop.train(with_config(run, run__trackers=("wandb",)), tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-def test_greedy_accuracy_stands_beside_the_sampled_one(run, tmp_path):
-  changes = {"run__steps": 1, "value__pretrain_steps": 0}
-  loop.train(with_config(run, eval__greedy=True, **changes), tmp_path)
-  rows = tiny_run.comparable(tmp_path)
-  names = "eval/chain_sum/avg@2", "eval/chain_sum/greedy"
-  assert [[name in row for name in names] for row in rows] == [[True] * 2] * 2
 
 
 class TestBest:
@@ -514,14 +458,6 @@ class TestNotFinite:
     assert states.step == 1 and policy.optimizer.skipped_in_a_row == 2
     _, before = models.load(run.config.model.path)
     chex.assert_trees_all_equal(jax.device_get(policy.trained), before)
-
-  def test_a_single_one_is_passed_over(self, run, tmp_path):
-    loop.train(
-      with_config(interrupting(run, PRETRAINED + 2, poison), run__steps=3),
-      tmp_path,
-    )
-    skipped = [r["policy/skipped"] for r in tiny_run.comparable(tmp_path)[1:]]
-    assert skipped == [0, 2, 0]
 
 
 class TestReplay:

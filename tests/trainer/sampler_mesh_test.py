@@ -98,21 +98,6 @@ class TestRuns:
     rows = metrics.read_rows(tmp_path / "metrics.jsonl")
     assert [row["compile/count"] for row in rows[2:]] == [0] * 3
 
-  def test_a_resumed_run_is_the_uninterrupted_one(
-    self, make_run, written, tmp_path
-  ):
-    run, workdir = make_run("rearranged"), written("rearranged")[0]
-    loop.train(with_config(run, run__steps=2), tmp_path)
-    loop.train(run, tmp_path)
-    assert tiny_run.comparable(tmp_path) == tiny_run.comparable(workdir)
-
-  def test_a_run_goes_on_under_other_meshes(self, make_run, written, tmp_path):
-    loop.train(with_config(make_run("shared"), run__steps=2), tmp_path)
-    run, rollouts = recorded(make_run("rearranged"))
-    loop.train(run, tmp_path)
-    for mine, his in zip(rollouts, written("shared")[1][4:]):
-      np.testing.assert_array_equal(mine.tokens, his.tokens)
-
 
 # Whatever else the sampler keeps, makes or is told between steps.
 WINDOWS = {
