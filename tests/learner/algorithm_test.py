@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from helpers.tiny_algorithm import call, make_algorithm
 
-from jaxrl_llm import config as config_lib
-from jaxrl_llm import estimators, losses, masked
+from jaxrl_llm import estimators, losses
 from jaxrl_llm.learner import build_algorithm, choices, parts
 from jaxrl_llm.methods import vcpo
 
@@ -137,26 +136,6 @@ class TestLosses:
     made = make_algorithm(loss__mode="dr-grpo", loss__norm=norm)
     assert made.loss_norm == expected
     assert make_algorithm().loss_norm is None
-
-
-class TestNames:
-  @pytest.mark.parametrize(
-    ("key", "known"),
-    [
-      ("estimator.name", choices.ESTIMATORS),
-      ("estimator.lambda_schedule", choices.LAMBDA_RULES),
-      ("estimator.normalize", choices.NORMALIZATIONS),
-      ("estimator.gradient_norms", vcpo.SQUARED_NORMS),
-      ("loss.name", choices.POLICY_LOSSES),
-      ("loss.kl", choices.KL_ESTIMATES),
-      ("loss.mode", masked.MODES),
-      ("off_policy.correction", choices.CORRECTIONS),
-      ("off_policy.proximal", choices.PROXIMALS),
-    ],
-  )
-  def test_the_config_allows_what_exists(self, key, known):
-    allowed = config_lib.KEYS[key].allowed
-    assert set(allowed) - {"auto"} == set(known)  # One of the others.
 
 
 class TestEssStepScale:

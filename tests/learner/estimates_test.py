@@ -226,35 +226,6 @@ class TestOutcomeOnToken:
 
 
 class TestTurnRewards:
-  def make(self, seed):
-    """Responses whose odd pairs of tokens are an environment's."""
-    rng = np.random.default_rng(seed)
-    inputs = make_inputs(seed)
-    place = np.arange(ROOM)[None]
-    mask = inputs["mask"] & ((place // 2 % 2 == 0) | (place == 0))
-    ends = mask & ~np.roll(mask, -1, axis=1)  # A turn's last token.
-    turns = np.where(ends, rng.integers(-8, 9, ends.shape) / 4, 0)
-    return ends, {
-      "shaped_rewards": rng.integers(-8, 9, ROWS) / 4,
-      "turn_rewards": turns.astype(np.float32),
-      "judged": rng.random(ROWS) < 0.8,
-      "truncated": rng.random(ROWS) < 0.4,
-      "mask": mask,
-      "lengths": inputs["lengths"],
-    }
-
-  @pytest.mark.parametrize("seed", range(5))
-  def test_each_on_its_turn_and_the_rest_at_the_end(self, seed):
-    ends, given = self.make(seed)
-    got = np.asarray(estimates.turn_rewards_on_tokens(**given))
-    assert not got[~ends].any() and not got[~given["judged"]].any()
-    goes_on = given["judged"] & given["truncated"]
-    np.testing.assert_array_equal(got[goes_on], given["turn_rewards"][goes_on])
-    del given["turn_rewards"]
-    whole = np.asarray(estimates.token_rewards(**given))
-    over = given["judged"] & ~given["truncated"]
-    np.testing.assert_array_equal(got[over].sum(1), whole[over].sum(1))
-
   def test_what_turns_had_is_not_given_again(self):
     got = estimates.turn_rewards_on_tokens(
       shaped_rewards=np.float32([3.0, 3.0]),

@@ -8,7 +8,6 @@ from helpers.tiny_experience import (
   VALUES,
   make,
   make_rollout,
-  make_scores,
 )
 
 from jaxrl_llm.types import Status
@@ -100,16 +99,6 @@ class TestUnfinished:
 
 
 class TestOptions:
-  def test_soft_overlong_punishment(self):
-    got = make(
-      reward__overlong_buffer=2,
-      reward__overlong_factor=0.5,
-      sampler__max_response_length=4,
-    )
-    # The buffer is 3 and 4: length 3 costs half of 0.5, length 4 all of it.
-    expected = np.asarray([[1.0 - 0.5], [-1.0], [1.0 - 0.25]])
-    np.testing.assert_array_equal(got["returns"], np.where(MASK, expected, 0))
-
   def test_overlong_filter(self):
     rollout = make_rollout(
       status=np.asarray([0, 0, int(Status.OVERLONG)], np.int32)
@@ -147,18 +136,6 @@ class TestOptions:
     # Its reward was the baseline of the others, and still is.
     np.testing.assert_array_equal(got["advantages"], whole["advantages"])
     assert not got["advantages"][0].any() and got["advantages"][1:, 0].all()
-
-  def test_kl_in_the_rewards(self):
-    scores = make_scores(
-      ref_logprobs=np.where(MASK, -1.5, 3.0).astype(np.float32)
-    )
-    got = make(scores=scores, loss__kl_reward_coefficient=0.25)
-    # Each token costs 0.25 (-1 + 1.5); a return sums what is to come.
-    to_come = np.asarray([[4, 3, 2, 1, 0], [2, 1, 0, 0, 0], [3, 2, 1, 0, 0]])
-    outcome = np.asarray([[1.0], [-1.0], [1.0]])
-    np.testing.assert_array_equal(
-      got["returns"], np.where(MASK, outcome - 0.125 * to_come, 0)
-    )
 
   def test_whitening_is_over_the_tokens_of_the_loss(self):
     got = make(judged=(True, True, False), estimator__normalize="whiten")

@@ -1,10 +1,8 @@
 """Models, losses and optimizers of one's own, each from one plugin file."""
 
-import json
 import sys
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import tiny_run
@@ -295,44 +293,6 @@ class TestParts:
     run = build.make_run(make_config(model, **given))
     rows = tiny_run.check_resumes(run, tmp_path)
     assert rows[3]["advantage/mean"] > 0
-
-  def test_a_column_of_the_data_is_an_input(self, model, tmp_path):
-    def by_level(column_level, mask):
-      return jnp.where(mask, column_level[:, None], 0.0)
-
-    register.estimator("by_level", by_level)
-    rows = [
-      {"question": f"{i}+{i}?", "answer": str(2 * i), "level": i**2}
-      for i in range(10)
-    ]
-    file = tmp_path / "own.jsonl"
-    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    given = {
-      "estimator__name": "by_level",
-      "data__source": "jsonl",
-      "data__path": str(file),
-      "data__settings": {},
-    }
-    run = build.make_run(make_config(model, **given))
-    states, responses = collect(run)
-    levels = np.asarray(
-      [
-        run.source.prompt(int(i), 0).columns["level"]
-        for i in responses.rollout.example_id
-      ]
-    )
-    assert len(set(levels)) > 3
-    mask = responses.rollout.mask
-    _, row = run.learner.update(states.learner, responses, metrics.PhaseTimer())
-    credit = np.broadcast_to(levels[:, None], mask.shape)[mask]
-    np.testing.assert_allclose(row["advantage/mean"], credit.mean(), rtol=1e-5)
-    np.testing.assert_allclose(row["advantage/std"], credit.std(), rtol=1e-5)
-    register.estimator("by_size", lambda column_size, mask: mask * column_size)
-    with pytest.raises(InputError, match="column 'size'") as caught:
-      build.make_run(
-        make_config(model, **given | {"estimator__name": "by_size"})
-      )
-    assert "\n" not in str(caught.value)
 
   def test_a_setting_that_no_part_reads_is_refused(self, model, load):
     load(PARTS)

@@ -59,19 +59,6 @@ def test_bit_equal_after_a_round_trip(tmp_path, head, tied):
   assert_same(fns.from_policy(found), params)  # Nothing is made anew.
 
 
-def test_a_policy_becomes_a_critic_with_a_new_head(tmp_path):
-  policy = models.make_policy(make(tie_word_embeddings=False).config)
-  params = jax.jit(policy.init)(jax.random.key(3))
-  models.save(str(tmp_path), policy, params)
-  assert hf.is_model(tmp_path) and not hf.is_critic(tmp_path)
-  fns = make(head=CATEGORICAL, tie_word_embeddings=False)
-  found = hf.read_critic(tmp_path, policy.config, CATEGORICAL, place)
-  critic = fns.from_policy(found)
-  assert "lm_head" not in critic
-  assert_same(critic["layers"], params["layers"])
-  assert not critic["value_head"]["kernel"].any()
-
-
 @pytest.mark.parametrize(
   "head, problem",
   [

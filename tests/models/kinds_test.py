@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers import packed, tiny
-from helpers.tiny_update import ALGORITHMS
 
 from jaxrl_llm import models, register, sharding
-from jaxrl_llm.learner import update
 from jaxrl_llm.models import families, hf, layers
 from jaxrl_llm.models.families import llama
 
@@ -171,30 +169,3 @@ def test_has_a_place_on_a_mesh():
   )
   up = lambda layer: layer["mlp"]["up"]["kernel"].spec
   assert tuple(up(sampled["layers"][3])) == tuple(up(trained["layers1"]))[1:]
-
-
-def test_its_loss_is_a_mean_over_tokens():
-  """In two micro-batches as in one."""
-  fns, params = _model()
-  algorithm = ALGORITHMS["policy"]
-  objective = update.policy_objective(fns, algorithm.policy_loss, {})
-  weights = np.zeros(TOKENS.shape, np.float32)
-  weights[0, 2:5], weights[1, 1] = 0.25, 0.25
-  zeros = np.zeros(TOKENS.shape, np.float32)
-  names = {"proximal_logprobs", *algorithm.policy_inputs}
-
-  def loss(rows):
-    inputs = dict.fromkeys(names, zeros[rows]) | {"weights": weights[rows]}
-    micro = {
-      "packed": jax.tree.map(lambda x: x[rows], ROWS),
-      "mask": ONES[rows],
-      "inputs": inputs,
-    }
-    _, (sums, _, _) = jax.jit(objective.loss)(params, micro, 1.0)
-    return float(sums["policy/energy_loss"])
-
-  _, aux = jax.jit(fns.logprobs)(params, ROWS)
-  expected = float(jnp.sum(weights * aux["energy"]))
-  np.testing.assert_allclose(loss(slice(0, 2)), expected, rtol=1e-6)
-  parts = loss(slice(0, 1)) + loss(slice(1, 2))
-  np.testing.assert_allclose(parts, expected, rtol=1e-6)

@@ -1,11 +1,8 @@
 """APRIL in the trainer: nothing is too old, and all is exact."""
 
-import chex
-import jax
 import numpy as np
 import pytest
 from helpers import tiny_run
-from helpers.tiny_run import with_config
 from helpers.tiny_tppo import record
 
 STEPS, WANTED, GROUP, MAX_STALENESS = 8, 4, 4, 2
@@ -73,11 +70,3 @@ class TestFirstGroups:
         whole.behavior_logprobs[rollout.sample_id],
         atol=1e-5,
       )
-
-  def test_without_surplus_it_is_the_full_schedule(self, run):
-    alone = with_config(run, schedule__over_provision=1.0)
-    ours, wanted = (
-      jax.device_get(record(chosen, 2)[1][0].learner.policy)
-      for chosen in (alone, with_config(alone, schedule__stop="all"))
-    )
-    chex.assert_trees_all_equal(ours, wanted)

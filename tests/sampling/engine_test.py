@@ -13,7 +13,6 @@ from helpers.tiny_engine import (
   KEY,
   PROMPTS,
   SETTINGS,
-  STOP,
   G,
   N,
   P,
@@ -146,24 +145,6 @@ class TestIndependence:
     assert len(texts) > 0.9 * len(base.tokens)
 
 
-class TestPrefill:
-  def test_is_done_once_a_prompt_and_no_stop_tokens_stop_nothing(self):
-    fns, _ = tiny.tiny_policy()
-    shapes = []
-
-    def prefill(params, tokens):
-      shapes.append(tokens.shape)
-      return fns.prefill(params, tokens)
-
-    own = make_engine(fns._replace(prefill=prefill), stop=())
-    limited = dataclasses.replace(SETTINGS, max_new_tokens=3)
-    out = generate(own, PROMPTS[:2], IDS[:2], limited)
-    assert shapes == [(2, P)]
-    np.testing.assert_array_equal(out.lengths, 3)
-    assert set(out.status) == {Status.OVERLONG}
-    assert np.isin(out.tokens, STOP).any()
-
-
 class TestEnds:
   """Sequences of every length, by a model whose responses are known."""
 
@@ -278,13 +259,6 @@ class TestCompilation:
     assert mesh.data * mesh.fsdp == 8 and not config.sampler.drafter
     sizes = buckets.slot_buckets(config.sampler.slots, mesh.data * mesh.fsdp)
     assert sizes == [2048, 512, 128]
-
-  def test_lowers_at_the_largest_shapes_without_running(self):
-    shapes = jax.eval_shape(params)
-    lowered = make_engine().lower(shapes, prompts=2)
-    assert set(lowered) == {"sampler prefill", "sampler decode"}
-    text = lowered["sampler decode"].as_text()
-    assert "tensor<1x8x2x8x32xf32>" in text  # All pages there may be.
 
 
 class TestBadInput:

@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 from helpers import tiny
 from helpers.tiny_engine import (
-  IDS,
-  PROMPTS,
   SETTINGS,
   STOP,
   G,
@@ -21,7 +19,6 @@ from helpers.tiny_engine import (
   generate,
   go_on,
   law,
-  make_engine,
 )
 
 from jaxrl_llm.sampling import Engine, EngineConfig, SamplingSettings
@@ -109,13 +106,6 @@ class TestMinNewTokens:
     assert set(out.status) == {Status.OVERLONG}
     assert not np.isin(out.tokens, STOP).any()
 
-  def test_without_stop_tokens_changes_nothing(self):
-    free = make_engine(stop=())
-    call = {"prompts": PROMPTS[:2], "ids": IDS[:2]}
-    plain = generate(free, settings=PLAIN, **call)
-    out = generate(free, settings=SamplingSettings(min_new_tokens=T), **call)
-    jax.tree.map(np.testing.assert_array_equal, out, plain)
-
   @pytest.mark.parametrize(
     "settings, message",
     [
@@ -177,27 +167,6 @@ class TestStopStrings:
       rtol=0,
       atol=1e-5,
     )
-
-  @pytest.mark.parametrize("window", [1, 5])
-  def test_do_not_depend_on_windows(self, window):
-    full = expected()
-    strings = self._strings(full, 4)
-    settings = dataclasses.replace(SETTINGS, stop_strings=strings)
-    whole = generate(settings=settings, prompts=PROMPTS[:2], ids=IDS[:2])
-    out = generate(
-      settings=settings,
-      prompts=PROMPTS[:2],
-      ids=IDS[:2],
-      rule=lambda view: Decision(halt=True),
-    )
-    ended = []
-    while Status.TRUNCATED in out.status:
-      out = go_on(out, settings=settings, window=window)
-      done = out.status != Status.TRUNCATED
-      ended.append(jax.tree.map(lambda x, done=done: x[done], out))
-    out = jax.tree.map(lambda *x: np.concatenate(x), *ended)
-    order = np.argsort(out.sample_id)
-    assert_same_responses(jax.tree.map(lambda x: x[order], out), whole)
 
   def test_need_a_text(self):
     own = Engine(

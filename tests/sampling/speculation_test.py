@@ -86,7 +86,6 @@ def oracle():
 DRAFTERS = {
   "never drafts": constant(-1),
   "stops too early": constant(STOP[0]),
-  "one token": constant(7),
   "noise": fixed(noise),
   "prompt lookup": prompt_lookup(ngram=1),
   "quantized copy": quantized_copy(tiny.tiny_policy()[0]),

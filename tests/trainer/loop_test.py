@@ -188,18 +188,6 @@ class TestResume:
     (line,) = (tmp_path / "config_changes.jsonl").read_text().splitlines()
     assert json.loads(line) == {"step": 3, "changes": {"run.steps": [3, 6]}}
 
-  def test_a_change_is_told(self, run, tmp_path, capsys):
-    now = {"data.path": "1", "eval.path": "2"}
-    run = dataclasses.replace(run, inputs=now)
-    loop.train(with_config(run, run__steps=1, eval__every=9), tmp_path)
-    capsys.readouterr()
-    run = dataclasses.replace(run, inputs=now | {"data.path": "3"})
-    loop.train(with_config(run, run__steps=2, eval__every=9), tmp_path)
-    shown = capsys.readouterr().out
-    assert "config.run.steps: 1 -> 2\n" in shown
-    assert shown.count("the files have changed since checkpoint 1 was") == 1
-    assert "config.data.path: the files have changed" in shown
-
   def test_a_signal_saves_and_returns(self, run, whole, tmp_path):
     number = signal.SIGTERM
     before = signal.getsignal(number)

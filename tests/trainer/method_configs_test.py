@@ -94,14 +94,6 @@ class TestAblations:
   def test_constant_lambda_is_of_the_paper(self):
     assert resolved(load("vapo"))["estimator.lambda_policy"] == 0.95
 
-  def test_together_they_leave_ppo(self):
-    """Without its parts VAPO is PPO, up to PPO's own two habits."""
-    config = load("vapo")
-    for part in ABLATIONS:
-      config.update_from_flattened_dict(without(part))
-    rest = differing(resolved(config), resolved(load("ppo")))
-    assert rest == {"estimator.normalize", "loss.clip_value"}
-
   def test_vapo_is_ppo_and_its_parts(self):
     """The defaults are neutral: VAPO's file shows all that it changes."""
     neutral = config_lib.scaled()[0]

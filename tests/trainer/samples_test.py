@@ -210,25 +210,3 @@ def test_turns_of_an_environment(model, tmp_path, monkeypatch):
         replies += 1
       start = end
   assert replies > 0
-
-
-class Calls:
-  """Counts the calls of a function."""
-
-  def __init__(self, function):
-    self.function, self.count = function, 0
-
-  def __call__(self, *arguments):
-    self.count += 1
-    return self.function(*arguments)
-
-
-def test_nothing_is_computed_for_other_steps(model, tmp_path, monkeypatch):
-  config = tiny_run.make_config(
-    model, **ALL | NO_CRITIC | {"run__samples_every": 3}
-  )
-  run = build.make_run(config)
-  pieces = Calls(run.tokenizer.pieces)
-  monkeypatch.setattr(run.tokenizer, "pieces", pieces)
-  loop.train(run, tmp_path)
-  assert pieces.count == 32
