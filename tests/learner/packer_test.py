@@ -55,17 +55,6 @@ class TestWithWaiting:
     batch, rows, waiting = packer.with_waiting(responses, waiting)
     return batch, batch.rollout.sample_id[rows].tolist(), waiting
 
-  def test_cut_ones_are_not_the_critics(self):
-    batch, learned, waiting = self.take(make_packer(), make_responses((1, 4)))
-    assert ids_of(batch) == [0, 1, 2, 3, 4]
-    assert learned == [0, 2, 3] and waiting is None
-
-  def test_what_is_left_of_whole_mini_batches_waits(self):
-    batch, learned, waiting = self.take(make_packer(2), make_responses((1, 4)))
-    assert ids_of(batch) == [0, 1, 2, 3, 4]
-    assert learned == [0, 2] and ids_of(waiting) == [3]
-    assert waiting.rewards.tolist() == [3]
-
   def test_fewer_than_a_mini_batch_all_wait(self):
     responses = make_responses((1, 4))
     batch, learned, waiting = self.take(make_packer(4), responses)

@@ -177,16 +177,13 @@ class TestSegments:
     got = make_experience(made)["advantages"]
     rollout = make_rollout()
     outcome = np.where(np.arange(12) % 3 == 0, 1.0, -1.0)
-    for i, mask in enumerate(rollout.mask):
-      at = np.flatnonzero(mask)
-      following, value_after = 0.0, 0.0
-      for t in at[::-1]:
-        reward = outcome[i] if t == at[-1] else 0.0
-        delta = reward + value_after - noise(6)[i, t]
-        end = np.exp(rollout.behavior_logprobs[i, t]) < 0.1
-        following = delta + (0.7 if end else 1.0) * following
-        value_after = noise(6)[i, t]
-        np.testing.assert_allclose(got[i, t], following, rtol=1e-4, atol=1e-5)
+    place = np.where(rollout.mask, np.arange(9), -1)
+    last = rollout.mask & (place == place.max(axis=1, keepdims=True))
+    lambdas = np.where(np.exp(rollout.behavior_logprobs) < 0.1, 0.7, 1.0)
+    expected = reference.gae(
+      spread(outcome, last), noise(6), rollout.mask, 1.0, lambdas
+    )
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
 class TestTurns:

@@ -99,32 +99,6 @@ class TestPages:
     for part, expected in zip(jax.tree.leaves(parts), jax.tree.leaves(whole)):
       np.testing.assert_allclose(part, expected, rtol=0, atol=1e-5)
 
-  @pytest.mark.parametrize(
-    "dtype, near", [("bfloat16", 0.05), ("float8_e4m3fn", 0.5)]
-  )
-  def test_the_cache_may_have_another_dtype(self, dtype, near):
-    _, params = tiny.tiny_policy()
-    sampler = models.Numerics(kv=jnp.dtype(dtype))
-    fns = models.make_policy(CONFIG, sampler=sampler)
-    fns = fns._replace(prefill=jax.jit(fns.prefill))
-    tokens = _tokens()
-    sampler = fns.for_sampling(params)
-    kv_cache = self._cache(fns, sampler, tokens[:, :6])
-    # The first page of the last slot, elsewhere.
-    kv_cache = models.copy_pages(kv_cache, np.array([[1]]), np.array([[5]]))
-    table = self.TABLE.copy()
-    table[3, 0] = 5
-    step = np.zeros((4, 1), np.int32)
-    step[self.SLOTS, 0] = tokens[:, 6]
-    logits, kv_cache = jax.jit(fns.decode)(
-      *(sampler, kv_cache, self._tables(table)),
-      *(step, np.full_like(step, 6), step >= 0),
-    )
-    assert {x.dtype for x in jax.tree.leaves(kv_cache)} == {jnp.dtype(dtype)}
-    full = tiny.tiny_policy()[0].logits(params, tokens, _ones(tokens))
-    error = np.abs(logits[self.SLOTS, 0] - full[:, 6]).max()
-    assert 0 < error < near
-
   def test_eight_bit_keys_out_of_range_are_clipped(self):
     numerics = models.Numerics(kv=jnp.float8_e4m3fn)
     keys = jnp.array([1e4, -449.0, 1.5])
