@@ -133,28 +133,6 @@ class TestEgae:
     split = function(*(x.reshape(2, 4, *x.shape[1:]) for x in arrays))
     np.testing.assert_allclose(split.reshape(8, 70), plain, atol=1e-6)
 
-  def test_nan_in_padding_reaches_neither_value_nor_gradient(self):
-    rewards, values, mask, truncated, next_values = _batch(seed=7)
-
-    @functools.partial(jax.value_and_grad, argnums=(0, 1, 2))
-    def total(rewards, values, next_values):
-      repeated = _egae(rewards, values, mask, truncated, **_SETTINGS)
-      known = _egae(
-        rewards,
-        values,
-        mask,
-        truncated,
-        boundary="bootstrap",
-        next_values=next_values,
-        **_SETTINGS,
-      )
-      return jnp.sum(jnp.square(repeated) + jnp.square(known))
-
-    dirty = total(rewards, values, next_values)
-    clean = total(*map(np.nan_to_num, (rewards, values, next_values)))
-    jax.tree.map(np.testing.assert_array_equal, dirty, clean)
-    assert np.isfinite(dirty[0])
-
 
 class TestBoundaryError:
   def test_mean_over_cut_rows_with_tokens(self):

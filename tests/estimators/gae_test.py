@@ -129,16 +129,6 @@ class TestTransformations:
     for gradient in dirty[1]:
       np.testing.assert_array_equal(gradient[~mask], 0.0)
 
-  def test_gradient_is_the_discounted_sum(self):
-    """∂A_0/∂r_k = (γλ)^k and ∂A_0/∂V_0 = -1."""
-    length = 70
-    head = lambda r, v: _gae(r, v, np.ones(length, bool), **self.settings)[0]
-    zeros = jnp.zeros(length)
-    by_reward, by_value = jax.grad(head, argnums=(0, 1))(zeros, zeros)
-    expected = (0.99 * 0.9) ** np.arange(length)
-    np.testing.assert_allclose(by_reward, expected, atol=1e-6)
-    assert by_value[0] == -1.0
-
 
 class TestLimits:
   def test_monte_carlo_targets_ignore_the_values_in_every_bit(self):

@@ -62,7 +62,6 @@ CASES = {
   ),
   "V3.2, adapters, lag": ("grpo", _V3_2 | {"schedule.lag": 1} | _ADAPTERS),
   "SAPO's gate, streaming": ("sapo_gate", _STREAMING),
-  "EVPO, single": ("evpo", _SINGLE),
   "turns, calculator, windows": (
     "vapo",
     _TURNS | _CALCULATOR | {"schedule.window": 5},

@@ -386,36 +386,3 @@ class TestRopeFrequencies:
     found, scale = _frequencies(scaling, head_dim=4, rope_theta=10000.0)
     np.testing.assert_array_equal(found, np.float32([0.25, 0.0025]))
     assert scale == 1.0
-
-  def test_llama3_piece_by_piece(self):
-    found, scale = _frequencies(LLAMA3)
-    plain, _ = _frequencies(None)
-    kinds = set()
-    for frequency, base in zip(found, plain.astype(np.float64)):
-      wavelength = 2 * math.pi / base
-      if wavelength < 8192 / 4.0:
-        kind, wanted = "kept", base
-      elif wavelength > 8192 / 1.0:
-        kind, wanted = "stretched", base / 32.0
-      else:
-        smooth = (8192 / wavelength - 1.0) / (4.0 - 1.0)
-        kind, wanted = "blend", (1 - smooth) * base / 32 + smooth * base
-      kinds.add(kind)
-      np.testing.assert_allclose(frequency, wanted, rtol=1e-6)
-    assert kinds == {"kept", "stretched", "blend"} and scale == 1.0
-
-  def test_yarn(self):
-    scaling = {
-      "type": "yarn",
-      "factor": 4.0,
-      "original_max_position_embeddings": 32768,
-    }
-    plain, _ = _frequencies(None)
-    found, scale = _frequencies(scaling)
-    turns = 32768 * plain / (2 * math.pi)
-    ratio = plain / found
-    # Pairs well beyond 32 turns stay, those below 1 turn stretch by 4.
-    np.testing.assert_allclose(ratio[turns > 64], 1.0, rtol=1e-6)
-    np.testing.assert_allclose(ratio[turns < 0.5], 4.0, rtol=1e-6)
-    assert (np.diff(ratio) >= -1e-6).all()
-    assert scale == pytest.approx(1.1386294)

@@ -128,10 +128,6 @@ class TestTurns:
     for window in (1, 5):
       assert_same_talks(talk(run, window), whole)
 
-  def test_with_few_slots_as_with_many(self, model, run):
-    few = make_run(model, sampler__slots=4)
-    assert_same_talks(talk(few, None), talk(run, None))
-
   def test_an_observation_costs_its_own_tokens(self, run):
     engine = run.worker.writer.engine
     before, (rollout, _) = engine.stats, talk(run, None)

@@ -274,6 +274,17 @@ class TestBadInput:
       ({"min_p": 1.0}, r"min_p=1.0, expected .* in \[0, 1\)"),
       ({"max_new_tokens": 0}, r"max_new_tokens=0, .* in \[1, 20\]"),
       ({"max_new_tokens": 21}, r"max_new_tokens=21, .* in \[1, 20\]"),
+      ({"min_new_tokens": -1}, r"min_new_tokens=-1, .* in \[0, 20\]"),
+      ({"min_new_tokens": 21}, r"min_new_tokens=21, .* in \[0, 20\]"),
+      ({"min_new_tokens": 5, "max_new_tokens": 4}, r"tokens=5, .* in \[0, 4\]"),
+      ({"logit_bias": {67: 1.0}}, "tokens 0..66 .*got 67: 1.0"),
+      ({"logit_bias": {-1: 1.0}}, "tokens 0..66 .*got -1: 1.0"),
+      ({"logit_bias": {3: np.inf}}, "below infinity, got 3: inf"),
+      ({"logit_bias": {3: np.nan}}, "below infinity, got 3: nan"),
+      *(
+        ({"stop_strings": x}, "stop_strings must be a tuple of")
+        for x in (("a", ""), (3,), "END")
+      ),
     ],
   )
   def test_a_setting_out_of_range_raises(self, settings, message):

@@ -111,12 +111,6 @@ class TestResponses:
     engine._speculation.choose = lambda active: next(numbers)
     same(generate(engine), expected())
 
-  @pytest.mark.slow
-  def test_greedy_ones_too(self):
-    greedy = SamplingSettings(temperature=0.0)
-    wanted = generate(make_engine(), greedy)
-    same(generate(make_engine(oracle(), 3), greedy), wanted)
-
   def test_cut_by_windows(self):
     engine = make_engine(oracle(), 3)
     cut = new_requests(PROMPTS, list(IDS), [0, 1, 2], engine.config)
