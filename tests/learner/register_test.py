@@ -115,14 +115,6 @@ class TestRegister:
     _, _, row = loop.iterate(run, states, weights, metrics.PhaseTimer(), None)
     assert row["policy/grad_norm"] > 0 and row["rollout/partial"] == 0
 
-  def test_nobody_else_pays_for_an_own_input(self):
-    before = make_algorithm()
-    register.token_input("to_come", to_come)
-    made = make_algorithm()
-    assert "to_come" in made.parts
-    assert made.experience == before.experience
-    assert made.leaves == before.leaves
-
   def test_with_a_critic(self):
     register.estimator(
       "less_value", lambda token_rewards, values: token_rewards - values

@@ -27,7 +27,6 @@ from helpers.tiny_update import (
 
 from jaxrl_llm import masked, models, sharding
 from jaxrl_llm.learner import update
-from jaxrl_llm.learner.optimizer import create_train_state
 from jaxrl_llm.learner.packing import place
 
 
@@ -166,41 +165,6 @@ class TestAccumulation:
         np.testing.assert_allclose(row[name], expected[name], rtol=2e-6)
 
 
-class TestFrozen:
-  def test_what_is_frozen_keeps_its_value_and_has_no_moments(self):
-    frozen = ("embed", "layers/mlp")
-    objective = policy_objective(make_fns("policy"))
-    apply = update.make_update(objective, SGD, RATE)
-    params = jax.tree.map(jnp.array, make_params("policy"))
-    base, trained = models.partition(params, frozen)
-    state = create_train_state(trained, SGD)
-    kept = [name for name in paths(params) if any(f in name for f in frozen)]
-    assert sorted(paths(base)) == sorted(kept) and kept
-    assert {*paths(trained)} == {*paths(params)} - {*kept}
-    moments = len(jax.tree.leaves(state.optimizer.opt_state))
-    assert moments == len(jax.tree.leaves(trained))
-    batch = make_batch("policy", micro_batch_size=4)
-    after, _ = apply(state, batch, TEMPERATURE, base=base)
-    # The base is given, and not given away.
-    assert not any(x.is_deleted() for x in jax.tree.leaves(base))
-    whole, _ = make_update("policy")[0](
-      make_state("policy"), batch, TEMPERATURE
-    )
-    before, new, expected = map(
-      paths,
-      (
-        make_params("policy"),
-        models.merge(models.Params(base, after.trained)),
-        whole.trained,
-      ),
-    )
-    for name in before:
-      # What is trained moves as if all were.
-      wanted = before[name] if name in kept else expected[name]
-      np.testing.assert_allclose(new[name], wanted, rtol=1e-6, atol=1e-7)
-      assert name in kept or not np.array_equal(new[name], before[name])
-
-
 class TestAuxiliaryLossOfTheModel:
   @pytest.mark.parametrize("micro_batch_size", [2, 16])
   def test_is_trained_and_logged(self, micro_batch_size):
@@ -236,9 +200,3 @@ class TestAuxiliaryLossOfTheModel:
       rtol=1e-6,
       atol=2e-8,  # Two roundings of the largest.
     )
-
-
-def paths(tree):
-  """Arrays by their paths 'a/b/c'."""
-  leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-  return {"/".join(k.key for k in path): np.asarray(x) for path, x in leaves}

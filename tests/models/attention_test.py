@@ -11,7 +11,6 @@ from jaxrl_llm import sharding
 from jaxrl_llm.models import attention, context
 
 B, T, D = 2, 11, 6
-HEADS = [(6, 2), (3, 1), (4, 4)]  # (query heads, key heads).
 # One row with padding inside; one where 2 and 3 see 1 before them.
 SEGMENTS = np.array(
   [[1, 1, 1, 2, 2, 0, 0, 3, 3, 3, 3], [1, 1, 1, 2, 2, 3, 3, 3, 4, 4, 4]],
@@ -160,13 +159,3 @@ class TestContext:
   def test_all_attend_to_as_many_tokens(self):
     before = context.zigzag_order(96, 4).sum(axis=1)
     assert set(before) == {sum(range(96)) / 4}
-
-  @pytest.mark.parametrize("parts", [1, 2, 4])
-  def test_what_is_dealt_is_collected(self, parts):
-    x = np.arange(2 * 11).reshape(2, 11)
-    dealt = context.zigzag_shard(x, parts)
-    assert dealt.shape[1] % (2 * parts) == 0 or parts == 1
-    np.testing.assert_array_equal(context.zigzag_unshard(dealt, parts, 11), x)
-    rows = context.shards_to_rows(dealt, parts)
-    assert len(rows) == 2 * parts
-    np.testing.assert_array_equal(context.rows_to_shards(rows, parts), dealt)

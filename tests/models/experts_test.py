@@ -10,7 +10,7 @@ from flax import nnx, traverse_util
 from helpers import tiny
 from helpers.tiny_experts import CONFIG, EXTRA, LOGITS, make, make_model, rows
 
-from jaxrl_llm import models, sharding
+from jaxrl_llm import models
 from jaxrl_llm.models import adapters
 from jaxrl_llm.models.experts import Routing
 
@@ -129,17 +129,3 @@ def test_adapters_of_the_mlp_leave_its_router_alone():
 def test_experts_are_no_linear_layers():
   attention = [f"attention/{name}" for name in "koqv"]
   assert models.linear_layers(CONFIG) == [*attention, "mlp/router"]
-
-
-def test_files_are_read_by_part(tmp_path):
-  _, params = make_model()
-  models.save(str(tmp_path), models.make_policy(CONFIG), params)
-  mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
-  places = sharding.tree_shardings(params, mesh)
-  config = models.hf.read_config(tmp_path)
-  assert config == CONFIG
-  read = models.hf.read_params(
-    tmp_path, config, dtype=np.float32, places=places
-  )
-  for x, y in zip(jax.tree.leaves(read), jax.tree.leaves(params), strict=True):
-    np.testing.assert_array_equal(x, y)

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import reference
 from helpers import chat_model, hostile, tiny_run
+from helpers.echo import Echo
 from helpers.tiny_tppo import record, saved
 
 from jaxrl_llm import register
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.rollout.environments import Observation
 from jaxrl_llm.rollout.turns import (
   ENVIRONMENTS,
   EnvironmentCalls,
@@ -25,20 +25,6 @@ from jaxrl_llm.trainer import build, data, loop
 from jaxrl_llm.types import Origin, Status, ended, take_rows
 
 STEPS = 4
-
-
-class Echo:
-  """Says a digit for every turn, three times, and counts."""
-
-  state = None
-
-  def start(self, example):
-    self.state = {"said": 0, "question": example.question}
-
-  def step(self, response):
-    self.state["said"] += 1
-    said = self.state["said"]
-    return Observation(str(said), done=said > 3, rewards={"turns": 1.0})
 
 
 class Paid(Echo):

@@ -511,21 +511,6 @@ class TestDrawnTwice:
         assert len(members) == 4
     assert {answer for _, answer in run.pool.seen} == {"answer 5"}
 
-  def test_verdicts_of_one_draw_do_not_mix_the_other(self):
-    # The first draw is all right, the second all wrong, the others are mixed.
-    right = lambda i: i < 4 or (i >= 8 and i % 2 == 0)
-    run = Run(
-      right=right,
-      source=Source(lambda position: 5),
-      dynamic_sampling=True,
-      max_rounds=9,
-    )
-    collected = run.collect()
-    group_ids = collected.batch.responses.rollout.group_id
-    assert np.unique(group_ids).tolist() == [2, 3]
-    assert collected.batch.metrics["rollout/rounds"] == 2
-    assert collected.batch.metrics["rollout/mixed_fraction"] == 0.5
-
 
 class TestDynamicSampling:
   @pytest.mark.parametrize("stop", ["all", "first_groups"])
