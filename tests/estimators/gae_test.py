@@ -131,13 +131,6 @@ class TestTransformations:
 
 
 class TestLimits:
-  def test_monte_carlo_targets_ignore_the_values_in_every_bit(self):
-    rewards, values, mask, _ = _batch(150, seed=9)
-    settings = dict(gamma=1.0, lambda_=1.0)
-    first = _lambda_returns(rewards, values, mask, **settings)
-    second = _lambda_returns(rewards, 1e3 * values + 17.0, mask, **settings)
-    np.testing.assert_array_equal(first, second)
-
   def test_an_outcome_reward_is_the_target_of_every_token(self):
     mask = np.arange(200) < np.array([[200], [3], [0]])
     last = mask & ~np.append(mask[:, 1:], np.zeros((3, 1), bool), axis=1)

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import reference
-from helpers import tiny_run
 from helpers.tiny_algorithm import (
   call,
   make_algorithm,
@@ -11,7 +10,7 @@ from helpers.tiny_algorithm import (
   make_rollout,
 )
 
-from jaxrl_llm.learner import choices, estimates, parts
+from jaxrl_llm.learner import estimates, parts
 from jaxrl_llm.methods import a_3po, vcpo
 from jaxrl_llm.types import Status
 
@@ -44,17 +43,9 @@ def make_inputs(seed=0, **changes):
 
 
 def compute(inputs, **changes):
-  settings = tiny_run.make_config(
-    "none", **{f"estimator__{k}": v for k, v in changes.items()}
-  ).estimator.to_dict()
-  estimator = choices.ESTIMATORS[settings["name"]](settings)
-  rule = choices.LAMBDA_RULES[settings["lambda_schedule"]](settings)
-  known = inputs | {"own_lengths": estimates.own_lengths(inputs["mask"])}
-  known["policy_lambda"] = rule(known)
-  if "gradient_norms" in inputs:
-    squared = vcpo.squared_gradient_norms(inputs["gradient_norms"])
-    known["squared_gradient_norms"] = squared
-  return np.asarray(call(estimator, known))
+  made = make_algorithm(**{f"estimator__{k}": v for k, v in changes.items()})
+  evaluate = lambda known: parts.evaluate(["advantages"], made.parts, known)
+  return np.asarray(call(evaluate, inputs)["advantages"])
 
 
 def outcomes(inputs):

@@ -8,7 +8,7 @@ import pytest
 from helpers import tiny_run
 from helpers.tiny_algorithm import make_algorithm, make_rollout, noise
 from helpers.tiny_run import make_run
-from helpers.tiny_tppo import newest, record, saved
+from helpers.tiny_tppo import record
 
 from jaxrl_llm import sharding
 from jaxrl_llm.errors import InputError
@@ -234,29 +234,6 @@ class TestState:
   def test_is_absent_unless_asked_for(self, model):
     made = make_run(model, **LATE)
     assert loop.begin(made)[0].learner.companions == {}
-
-  @pytest.mark.slow
-  def test_another_mesh_goes_on_from_them(self, model, tmp_path):
-    one = make_run(model, **KEEP | LATE)
-    _, (states, _) = record(one, 3)
-    other = make_run(model, **KEEP | LATE, mesh__fsdp=2)
-    again, _ = saved(other, loop.begin(other)[0], tmp_path / "shapes")
-    places = jax.tree.map(
-      lambda x: x.sharding, again.learner.companions["kept"]
-    )
-    folder = tmp_path / "checkpoints"
-    saved(one, states, folder)
-    again, _ = newest(other, tmp_path)
-    chex.assert_trees_all_equal(
-      *map(
-        jax.device_get,
-        (again.learner.companions["kept"], states.learner.companions["kept"]),
-      )
-    )
-    assert (
-      jax.tree.map(lambda x: x.sharding, again.learner.companions["kept"])
-      == places
-    )
 
   def test_how_many_is_fixed(self, model, tmp_path):
     (tmp_path / "checkpoints" / "1").mkdir(parents=True)

@@ -5,7 +5,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from helpers import tiny_run
+from helpers import recipes, tiny_run
 from helpers.registries import registries  # noqa: F401
 from helpers.tiny_algorithm import make_algorithm
 
@@ -150,18 +150,13 @@ def make_config(model, **changes):
   return config
 
 
-def collect(run):
-  states, _, collected = tiny_run.collect(run)
-  return states, collected.batch.responses
-
-
 @pytest.mark.usefixtures("registries")
 class TestProbe:
   def test_is_trained_beside_the_policy(self, model, load):
     load(PROBE)
     run = build.make_run(make_config(model, estimator__name="less_than_probed"))
     assert list(run.learner.members) == ["policy", "probe"]
-    states, responses = collect(run)
+    states, responses = recipes.collect(run)
     learner, timer = states.learner, metrics.PhaseTimer()
     before = jax.device_get(learner.policy.trained)
     outcomes = np.broadcast_to(
@@ -233,7 +228,7 @@ class TestParts:
     run = build.make_run(
       make_config(model, **self.OWN, optimizer__policy__learning_rate=0.5)
     )
-    states, responses = collect(run)
+    states, responses = recipes.collect(run)
     learner, before = states.learner, jax.device_get(states.learner.policy)
     mask = responses.rollout.mask
     for _ in range(2):

@@ -2,7 +2,6 @@
 
 import types
 
-import chex
 import numpy as np
 import pytest
 from helpers import tiny_run
@@ -54,16 +53,6 @@ class TestWithWaiting:
     """(ids of the batch, ids that the critic learns from, who waits)."""
     batch, rows, waiting = packer.with_waiting(responses, waiting)
     return batch, batch.rollout.sample_id[rows].tolist(), waiting
-
-  def test_fewer_than_a_mini_batch_all_wait(self):
-    responses = make_responses((1, 4))
-    batch, learned, waiting = self.take(make_packer(4), responses)
-    chex.assert_trees_all_equal(batch, responses)
-    assert learned == [] and ids_of(waiting) == [0, 2, 3]
-    # The policy finds no new token in them.
-    np.testing.assert_array_equal(
-      waiting.rollout.window_start, waiting.rollout.lengths
-    )
 
   def test_the_oldest_go_first(self):
     packer = make_packer(4)

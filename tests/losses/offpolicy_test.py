@@ -190,18 +190,6 @@ class TestEwmaUpdate:
       assert float(weight) == pytest.approx(expected_weight, abs=1e-6)
       np.testing.assert_allclose(average["w"], expected, atol=1e-6)
 
-  def test_is_the_weighted_mean_of_all_parameters(self):
-    """Σ β^(n-i) θ_i / Σ β^(n-i), the first one included."""
-    params = np.random.default_rng(1).normal(size=(12, 3)).astype(np.float32)
-    average, weight = jnp.asarray(params[0]), 1.0
-    for new in params[1:]:
-      average, weight = losses.ewma_update(average, weight, new, decay=0.8)
-    shares = 0.8 ** np.arange(12)[::-1]
-    assert float(weight) == pytest.approx(shares.sum(), rel=1e-6)
-    np.testing.assert_allclose(
-      average, shares @ params / shares.sum(), rtol=1e-5, atol=1e-6
-    )
-
   def test_no_decay_gives_the_parameters_in_every_bit(self):
     rng = np.random.default_rng(0)
     old, new = ({"a": {"b": rng.normal(size=(3, 2))}} for _ in range(2))

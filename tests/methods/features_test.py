@@ -4,7 +4,7 @@ import zlib
 
 import numpy as np
 import pytest
-from helpers import configs, tiny_run
+from helpers import recipes, tiny_run
 
 from jaxrl_llm import register, rewards
 from jaxrl_llm.errors import InputError
@@ -92,21 +92,15 @@ def registered():
 
 
 def make_config(model, method, changes):
-  config = configs.load(method)
-  settings = tiny_run.overrides(model) | {
+  settings = {
     "reward.name": "right_and_short",
-    "value.pretrain_steps": 0,
     "data.prompts_per_step": 4,
-    "run.steps": 3,
+    "data.group_size": 4,
+    "sampler.max_response_length": 12,
     "run.samples_every": 0,
-    "run.trackers": (),
     **{f"optimizer.{role}.mini_batch": 16 for role in ("policy", "value")},
   }
-  config.data.settings = settings.pop("data.settings")
-  changes = dict(changes)
-  config.estimator.settings = changes.pop("estimator.settings", {})
-  config.update_from_flattened_dict(settings | changes)
-  return config
+  return recipes.make_config(method, model, **settings | changes)
 
 
 @pytest.mark.parametrize(

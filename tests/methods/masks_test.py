@@ -134,12 +134,6 @@ class TestOneToken:
       for pair in ((0.0, other), (other, 0.0)):
         assert np.isfinite(losses.binary_kl(*map(jnp.float32, pair)))
 
-  def test_the_gate_is_that_of_ppo_at_the_old_policy(self):
-    _, old, advantages = probabilities(1)
-    old, advantages = jnp.float32(np.log(old)), jnp.float32(advantages)
-    got = pull(sapo_gate.sapo_gate_loss, old, old, advantages)
-    np.testing.assert_allclose(got, advantages, rtol=1e-6)
-
 
 class TestDis:
   def test_rejected_tokens_stay_in_the_denominator(self):

@@ -136,22 +136,6 @@ class TestPackedAttention:
     xla = functools.partial(attention.packed_attention, window=window)
     _assert_equal(ours, xla, q, k, v, segments, prefixes, g)
 
-  def test_a_block_reads_the_blocks_in_its_window(self):
-    """In blocks: a sample of 4.5, another one, which fills no block."""
-    segments, _ = _rows([(72, 1, 0), (33, 2, 0)])
-    index = np.arange(segments.size, dtype=np.int32)[None]
-    queries = np.stack([index, segments, np.full_like(index, -1)], axis=1)
-    *_, key_ranges, query_range = jax.jit(
-      flash_gpu.find_blocks, static_argnums=(2, 3)
-    )(queries, segments, BLOCK, 2 + BLOCK)
-    assert not np.any(key_ranges[0, :, 1])
-    assert key_ranges[0, :, 2:].tolist() == (
-      [[0, 1], [0, 2], [0, 3], [1, 3], [2, 3], [4, 2], [4, 3]]
-    )
-    assert query_range[0].tolist() == (
-      [[0, 3], [1, 3], [2, 3], [3, 2], [4, 3], [5, 2], [6, 1]]
-    )
-
 
 class TestPrefill:
   # Chunks and sequences that fill blocks, and that do not.

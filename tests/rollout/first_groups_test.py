@@ -21,20 +21,11 @@ def make_run(model, **changes):
   return tiny_run.make_run(model, **settings | changes)
 
 
-@pytest.fixture(scope="module")
-def run(model):
-  return make_run(model)
-
-
-@pytest.fixture(scope="module")
-def history(run):
-  return record(run, STEPS)[0]
-
-
 class TestFirstGroups:
   def test_some_tokens_are_older_than_the_policy_and_all_are_trained(
-    self, history
+    self, model
   ):
+    history = record(make_run(model), STEPS)[0]
     shares = [step.row["rollout/off_policy_fraction"] for step in history]
     assert shares[0] == 0 and max(shares) > 0.05
     for number, step in enumerate(history):

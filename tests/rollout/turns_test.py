@@ -9,7 +9,7 @@ import pytest
 import reference
 from helpers import chat_model, hostile, tiny_run
 from helpers.echo import Echo
-from helpers.tiny_tppo import record, saved
+from helpers.tiny_tppo import record
 
 from jaxrl_llm import register
 from jaxrl_llm.data.tokenizer import Tokenizer
@@ -247,14 +247,6 @@ class TestTurnRewards:
       np.testing.assert_allclose(
         made["advantages"][mask], expected[mask], atol=1e-4
       )
-
-  def test_resume_in_the_middle(self, paid, paid_history, tmp_path):
-    _, (states, _) = record(paid, 2)
-    rest, _ = record(paid, 2, saved(paid, states, tmp_path))
-    assert states.rollout.store.turn_rewards.any()
-    for mine, his in zip(rest, paid_history[2:]):
-      chex.assert_trees_all_equal(mine.collected, his.collected)
-      assert mine.row == his.row
 
 
 class TestStopAfterResponses:

@@ -612,23 +612,6 @@ class TestMixed:
     assert not mixed(responses).any()
 
 
-class TestTooOld:
-  def old(self, version, max_staleness):
-    rollout = tiny_run.random_rollout(np.random.default_rng(0), rows=5).replace(
-      group_id=np.asarray([7, 3, 7, 3, 9], np.int32),
-      lengths=np.asarray([2, 1, 0, 4, 0], np.int32),
-    )
-    versions = np.asarray([4, 6, 0, 5, 0], np.int32)
-    rollout.version[:, 0] = versions
-    rollout.mask[:] = np.arange(9) < rollout.lengths[:, None]
-    return too_old(rollout, version, max_staleness).tolist()
-
-  def test_a_group_is_as_old_as_its_oldest_first_token(self):
-    assert self.old(6, 3) == []
-    assert self.old(6, 2) == [0, 2]
-    assert self.old(6, 1) == [0, 1, 2, 3]
-
-
 def test_streams_of_randomness_differ():
   streams = (build.ROLLOUTS, build.EVALUATION, build.PRETRAINING)
   keys = [run_key(0, stream) for stream in streams]

@@ -130,8 +130,9 @@ class TestScore:
     greedy = SamplingSettings(temperature=0.0)
     assert largest(own, params, sample(own, params, greedy), greedy) == 0
 
-  @pytest.mark.parametrize("dtype", DTYPES)
-  @pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2)])
+  @pytest.mark.parametrize(
+    ("dtype", "sizes"), [("float32", (2, 2, 2)), ("bfloat16", (8, 1, 1))]
+  )
   def test_on_a_mesh_of_eight_devices(self, dtype, sizes):
     mesh = sharding.make_mesh(**dict(zip(("data", "fsdp", "tensor"), sizes)))
     own, params = engine(dtype, 64, mesh=mesh), policy(dtype, mesh)[1]

@@ -204,16 +204,6 @@ class TestPrefill:
       tiny_window.write_window(rest, params=same, **call)
       assert engine.last_stats.prefill_tokens == 0
 
-  def test_kept_contexts_give_way_to_responses(self):
-    engine = scripted.make_engine(slots=4, page_size=8, kv_pages=14)
-    engine.set_params((), 0)
-    for seed in range(4):
-      prompts = _prompts(12, seed=seed)
-      rollout, _ = add(engine, prompts, extendable=True)
-      finish(engine)
-      scripted.check(rollout, prompts)
-    assert engine._cache.allocator._kept
-
 
 class TestExtend:
   def test_goes_on_after_given_tokens_and_prefills_these_alone(self):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import tiny, tiny_engine
-from helpers.tiny_engine import KEY, STOP, T
+from helpers.tiny_engine import STOP, T
 
 from jaxrl_llm.sampling import (
   Drafter,
@@ -128,28 +128,6 @@ class TestResponses:
     np.testing.assert_array_equal(rows.tokens[order], wanted.tokens)
     np.testing.assert_array_equal(rows.lengths[order], wanted.lengths)
 
-  @pytest.mark.slow
-  def test_every_random_number_gives_the_same_token(self):
-    """Four tokens, drawn often: drafting cannot bend the distribution."""
-    bias = {t: -np.inf for t in range(67) if t > 3}
-    drawn = {}
-    for token in (None, 2, -1):
-      drafter = () if token is None else (constant(token), 1)
-      drawn[token] = make_engine(*drafter, slots=512).generate(
-        tiny_engine.params(),
-        [PROMPTS[2]],
-        sample_ids=np.arange(512).reshape(1, 512),
-        key=KEY,
-        settings=SamplingSettings(logit_bias=bias, max_new_tokens=2),
-      )
-    for rollout in drawn.values():
-      np.testing.assert_array_equal(rollout.tokens, drawn[None].tokens)
-      token, logprob = rollout.tokens[:, 0], rollout.behavior_logprobs[:, 0]
-      for t in np.unique(token):
-        share = np.exp(logprob[token == t][0])
-        error = np.sqrt(share * (1 - share) / 512)
-        assert abs((token == t).mean() - share) < 4 * error
-
 
 class TestSteps:
   def test_an_oracle_saves_all_it_can(self):
@@ -201,19 +179,13 @@ class TestPromptLookup:
 
 class TestQuantize:
   def test_error_is_at_most_half_a_step_of_the_column(self):
-    x = jax.random.normal(jax.random.key(0), (3, 16, 5))
-    out = speculation.dequantize(speculation.quantize({"a": x, "b": x[0, 0]}))
+    x = jax.random.normal(jax.random.key(0), (3, 16, 5)).at[..., 2].set(0.0)
+    quantized = speculation.quantize({"a": x, "b": x[0, 0]})
+    assert quantized["a"].values.dtype == jnp.int8
+    out = speculation.dequantize(quantized)
     step = jnp.max(jnp.abs(x), axis=1, keepdims=True) / 127
     assert jnp.all(jnp.abs(out["a"] - x) <= 0.5001 * step)
     np.testing.assert_array_equal(out["b"], x[0, 0])
-
-  def test_zero_columns_stay(self):
-    out = speculation.dequantize(speculation.quantize({"a": jnp.zeros((4, 2))}))
-    np.testing.assert_array_equal(out["a"], 0)
-
-  def test_is_in_eight_bits(self):
-    q = speculation.quantize({"a": jnp.ones((4, 2))})["a"]
-    assert q.values.dtype == jnp.int8
 
 
 class TestAdaptiveSpeculation:

@@ -32,18 +32,6 @@ class TestUncut:
     assert_same_rows(out, uncut())
     assert {Status.FINISHED, Status.OVERLONG} == set(out.status)
 
-  def test_a_first_window_is_the_start_of_the_uncut(self):
-    out, full = write_window(None, range(N), window=5), uncut()
-    lengths = np.minimum(full.lengths, 5)
-    mask = np.arange(T)[None] < lengths[:, None]
-    np.testing.assert_array_equal(out.lengths, lengths)
-    np.testing.assert_array_equal(out.mask, mask)
-    np.testing.assert_array_equal(out.tokens, np.where(mask, full.tokens, 0))
-    # A stop token as the last one of the window is an end.
-    status = np.where(full.lengths > 5, Status.TRUNCATED, full.status)
-    np.testing.assert_array_equal(out.status, status)
-    assert {Status.FINISHED, Status.TRUNCATED} == set(out.status)
-
   @pytest.mark.parametrize("window", [T, T + 1, 10**6])
   def test_a_window_that_never_closes_equals_generate_to_the_bit(self, window):
     out = write_window(None, range(N), window=window)
@@ -178,20 +166,6 @@ class TestMaskAndOrigin:
 
 
 class TestEnds:
-  def test_a_stop_token_first_in_a_window_finishes(self):
-    full = uncut()
-    row = np.flatnonzero((full.status == Status.FINISHED) & (full.lengths > 1))[
-      0
-    ]
-    length = full.lengths[row]
-    ids = [full.sample_id[row : row + 1]]
-    rest = write_window(None, [row // G], ids=ids, window=length - 1)
-    assert rest.status.tolist() == [Status.TRUNCATED]
-    out = write_window(rest, window=5)
-    assert out.lengths.tolist() == [length]
-    assert out.window_start.tolist() == [length - 1]
-    assert out.status.tolist() == [Status.FINISHED]
-
   def test_the_limit_wins_over_the_window(self):
     settings = dataclasses.replace(SETTINGS, max_new_tokens=6)
     call = {"settings": settings, "window": 3}

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from helpers import tiny_run
 from helpers.tiny_run import with_config
+from helpers.tiny_tppo import newest
 
 from jaxrl_llm import checkpoint, metrics, models, report
 from jaxrl_llm import workdir as workdir_lib
@@ -41,17 +42,9 @@ def run(model):
   return build.make_run(config)
 
 
-def newest(run, workdir):
-  """The states of the newest checkpoint."""
-  saver = checkpoint.Checkpointer(workdir / "checkpoints", keep=2)
-  states, _ = loop.restore(run, saver, saver.latest_step())
-  saver.close()
-  return states
-
-
 def final_trees(run, workdir):
   """Every array of the newest checkpoint, on the host."""
-  states = newest(run, workdir)
+  states, _ = newest(run, workdir)
   assert states.step == 6
   assert (states.source.position, states.source.drawn) == (48, 48)
   assert states.rollout.samples == 6 * 32
@@ -441,7 +434,7 @@ class TestNotFinite:
     rows = tiny_run.comparable(tmp_path)
     assert [row["step"] for row in rows] == [0, 1]
     assert rows[1]["policy/skipped"] == 2 and rows[1]["value/skipped"] == 0
-    states = newest(run, tmp_path)
+    states, _ = newest(run, tmp_path)
     policy = states.learner.policy
     assert states.step == 1 and policy.optimizer.skipped_in_a_row == 2
     _, before = models.load(run.config.model.path)
@@ -467,9 +460,9 @@ class TestReplay:
     ):
       loop.train(with_config(wrong, run__replay_every=2), tmp_path)
     # Only the policy learns from advantages.
-    assert newest(run, tmp_path).step == 1
+    assert newest(run, tmp_path)[0].step == 1
     loop.train(with_config(run, run__steps=2), tmp_path)
-    assert newest(run, tmp_path).step == 2
+    assert newest(run, tmp_path)[0].step == 2
 
 
 class TestValuePretraining:

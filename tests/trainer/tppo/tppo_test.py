@@ -37,10 +37,12 @@ class TestWholeWindow:
 
 
 class TestEveryTokenOnce:
-  @pytest.mark.parametrize("role", ["policy", "critic"])
   @pytest.mark.parametrize(
-    ("fault", "said"),
-    [(lambda b: b[:-1], "hold 16, 16 of"), (lambda b: [*b, b[-1]], "hold 48,")],
+    ("role", "fault", "said"),
+    [
+      ("policy", lambda batches: batches[:-1], "hold 16, 16 of"),
+      ("critic", lambda batches: [*batches, batches[-1]], "hold 48,"),
+    ],
     ids=["lost", "doubled"],
   )
   def test_a_fault_stops_the_run(self, run, role, fault, said, monkeypatch):

@@ -1,4 +1,4 @@
-"""What windowed runs carry from step to step, also through a checkpoint."""
+"""The sampler is told the entropies of the batch before."""
 
 import dataclasses
 
@@ -10,17 +10,6 @@ from jaxrl_llm import estimators
 from jaxrl_llm.learner import choices
 
 
-def tempered_of(run):
-  """The run whose sampler is told the entropies of the batch before."""
-  algorithm = dataclasses.replace(
-    run.learner.algorithm,
-    processors=choices.logits_processors(
-      {"entropy_tau": 0.5, "processors": ()}
-    ),
-  )
-  return with_learner(run, algorithm=algorithm)
-
-
 class TestTempering:
   def test_the_sampler_goes_by_the_batch_before(self, run, history):
     told, engine = [], run.worker.writer.engine
@@ -30,7 +19,13 @@ class TestTempering:
       return engine.generate_window(*arguments, **settings)
 
     listening = Spy(engine, generate_window=untempered)
-    chosen = with_engine(tempered_of(run), listening)
+    processors = choices.logits_processors(
+      {"entropy_tau": 0.5, "processors": ()}
+    )
+    algorithm = dataclasses.replace(
+      run.learner.algorithm, processors=processors
+    )
+    chosen = with_engine(with_learner(run, algorithm=algorithm), listening)
     steps, (states, _) = record(chosen, 3)
     # Nothing is known before the first step: zeros change no temperature.
     assert all(number == 0 for number in told[0])
