@@ -1,4 +1,4 @@
-"""What windows teach: advantages of cut responses, targets of ended ones."""
+"""Advantages of cut responses, and a KL in the targets of those that waited."""
 
 import numpy as np
 import reference

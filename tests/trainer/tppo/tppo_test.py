@@ -1,4 +1,4 @@
-"""Windowed rollouts as the trainer does them: each token once, by slots."""
+"""Windows of whole responses are no windows, and lost mini-batches are found."""
 
 import chex
 import jax
