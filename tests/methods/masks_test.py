@@ -159,9 +159,9 @@ class TestDeepSeek:
     mask = np.arange(40)[None] < np.array([40, 9, 30, 31, 1, 0])[:, None]
     return new, old, advantages, mask
 
-  def loss(self, new, old, advantages, mask, segments=None):
+  def loss(self, new, old, advantages, mask):
     out = deepseek_v3_2.clip_off_policy_mask_loss(
-      new, old, advantages, mask, segments, clip_low=0.2, clip_high=0.28
+      new, old, advantages, mask, None, clip_low=0.2, clip_high=0.28
     )
     return jnp.where(mask, out.loss, 0.0)
 

@@ -47,8 +47,8 @@ def _value_and_grad(function, qkv, pull):
   return out, grads
 
 
-def _packed(segments=SEGMENTS, prefixes=PREFIXES):
-  return lambda q, k, v: attention.packed_attention(q, k, v, segments, prefixes)
+def _packed(q, k, v):
+  return attention.packed_attention(q, k, v, SEGMENTS, PREFIXES)
 
 
 def _library(visible):
@@ -105,7 +105,7 @@ class TestPackedAttention:
   ):
     monkeypatch.setattr(attention, "_QUERY_BLOCK", block)
     qkv, pull = _inputs(heads, kv_heads)
-    got = _value_and_grad(_packed(), qkv, pull)
+    got = _value_and_grad(_packed, qkv, pull)
     _assert_close(got, _expected(heads, kv_heads))
 
   def test_blocks_keep_memory_linear(self, monkeypatch):
@@ -126,10 +126,8 @@ class TestPackedAttention:
     pull = pull * (SEGMENTS == 2)[..., None, None]
     own = (SEGMENTS == 2) | (SEGMENTS == 1) & np.array([[False], [True]])
     change = lambda x: jnp.where(own[..., None, None], x, 100.0)
-    out, grads = _value_and_grad(_packed(), (q, k, v), pull)
-    other_out, other = _value_and_grad(
-      _packed(), (q, change(k), change(v)), pull
-    )
+    out, grads = _value_and_grad(_packed, (q, k, v), pull)
+    other_out, other = _value_and_grad(_packed, (q, change(k), change(v)), pull)
     two = SEGMENTS == 2
     np.testing.assert_array_equal(out[two], other_out[two])
     jax.tree.map(np.testing.assert_array_equal, grads, other)
@@ -138,15 +136,15 @@ class TestPackedAttention:
 
   def test_huge_scores_stay_finite(self):
     (q, k, v), pull = _inputs()
-    out = _value_and_grad(_packed(), (q * 1e4, k * 1e4, v), pull)
+    out = _value_and_grad(_packed, (q * 1e4, k * 1e4, v), pull)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(out))
 
   def test_bfloat16_stays_near_and_keeps_its_dtype(self):
     qkv, _ = _inputs()
     half = [x.astype(jnp.bfloat16) for x in qkv]
-    out = _packed()(*half)
+    out = _packed(*half)
     assert out.dtype == jnp.bfloat16
-    np.testing.assert_allclose(out, _packed()(*qkv), atol=0.05)
+    np.testing.assert_allclose(out, _packed(*qkv), atol=0.05)
 
 
 class TestContext:

@@ -20,9 +20,9 @@ KIND = CONFIG.period[0].attention
 PROMPTS = np.array([1, 4, 6])
 
 
-def _tokens(batch=3, time=T, seed=0):
-  draw = np.random.default_rng(seed).integers
-  return draw(0, CONFIG.vocab_size, (batch, time)).astype(np.int32)
+def _tokens():
+  draw = np.random.default_rng(0).integers
+  return draw(0, CONFIG.vocab_size, (3, T)).astype(np.int32)
 
 
 def _ones(tokens):
@@ -51,18 +51,6 @@ class TestPages:
   SLOTS = np.array([3, 0, 2])
   TABLE = np.array([[6, 0, 3], [12, 12, 12], [11, 4, 9], [1, 8, 2]], np.int32)
 
-  def _tables(self, table=None):
-    """Of twelve pages on one shard."""
-    table = self.TABLE if table is None else table
-    return models.make_block_tables(table, shards=1, pages=12, page_size=4)
-
-  def _cache(self, fns, sampler, tokens, fill=7.0):
-    """Prefilled prompts of 6, among old values."""
-    prefilled = fns.prefill(sampler, tokens)
-    kv_cache = jax.tree.map(lambda x: x + fill, fns.init_kv_cache(1, 12, 4))
-    pages = self.TABLE[self.SLOTS, None, :2]
-    return models.write_pages(kv_cache, prefilled, pages)
-
   @pytest.mark.parametrize("queries", [1, 2])
   def test_prefill_then_decode_equal_the_full_forward(self, queries):
     fns, params = tiny.tiny_policy()
@@ -72,7 +60,15 @@ class TestPages:
     # Anything may stand in the padding of a prompt.
     padded = tokens[:, : PROMPTS.max()].copy()
     padded[np.arange(PROMPTS.max())[None] >= PROMPTS[:, None]] = 5
-    kv_cache = self._cache(fns, sampler, padded)
+    # They are written among old values, to twelve pages on one shard.
+    kv_cache = models.write_pages(
+      jax.tree.map(lambda x: x + 7.0, fns.init_kv_cache(1, 12, 4)),
+      fns.prefill(sampler, padded),
+      self.TABLE[self.SLOTS, None, :2],
+    )
+    tables = models.make_block_tables(
+      self.TABLE, shards=1, pages=12, page_size=4
+    )
     position = np.zeros(4, np.int32)
     position[self.SLOTS] = PROMPTS - 1  # The last token is read again.
     for _ in range(-(-(T - PROMPTS.min() + 1) // queries)):
@@ -83,7 +79,7 @@ class TestPages:
       step = np.full((4, queries), 9, np.int32)  # In slot 1, anything.
       step[self.SLOTS] = np.take_along_axis(tokens, at[self.SLOTS], axis=1)
       logits, kv_cache = fns.decode(
-        sampler, kv_cache, self._tables(), step, at, writing
+        sampler, kv_cache, tables, step, at, writing
       )
       assert logits.shape == (4, queries, CONFIG.vocab_size)
       expected = np.take_along_axis(full, at[self.SLOTS][..., None], axis=1)

@@ -1,4 +1,4 @@
-"""Windows of whole responses are no windows, and lost mini-batches are found."""
+"""Windows of whole responses are no windows; lost mini-batches are found."""
 
 import chex
 import jax
