@@ -5,12 +5,17 @@ import math
 
 import chex
 import jax
-from helpers import tiny_experts, tiny_run
+from helpers import tiny_run
 
 from jaxrl_llm import api, models
 from jaxrl_llm.trainer import build, loop
 
-EXTRA = tiny_experts.EXTRA | {"router_aux_loss_coef": 0.01}
+EXTRA = {
+  "num_experts": 4,
+  "num_experts_per_tok": 2,
+  "moe_intermediate_size": 16,
+  "router_aux_loss_coef": 0.01,
+}
 
 
 def write_model(path):
