@@ -122,34 +122,6 @@ class TestEgae:
     np.testing.assert_array_equal(mixed[~truncated], plain[~truncated])
     np.testing.assert_array_equal(none, plain)
 
-  def test_zero_boundary_is_gae_everywhere(self):
-    rewards, values, mask, truncated, _ = _batch(seed=2)
-    actual = _egae(
-      rewards, values, mask, truncated, boundary="zero", **_SETTINGS
-    )
-    np.testing.assert_array_equal(
-      actual, _gae(rewards, values, mask, **_SETTINGS)
-    )
-
-  def test_the_last_token_of_a_window_gets_exactly_zero(self):
-    _, values, mask, _, _ = _batch(seed=3)
-    everywhere = np.ones(8, bool)
-    actual = _egae(
-      np.zeros_like(values), values, mask, everywhere, gamma=1.0, lambda_=0.95
-    )
-    for row, kept in zip(actual, mask):
-      assert not kept.any() or row[np.flatnonzero(kept)[-1]] == 0.0
-
-  def test_what_follows_the_window_has_no_effect(self):
-    """Neither later rewards and values nor a verdict on the unfinished."""
-    rewards, values, mask, truncated, _ = _batch(seed=5)
-    window = mask & (np.arange(70) < 30)
-    call = lambda r, v: _egae(r, v, window, truncated, **_SETTINGS)
-    clean = call(rewards, values)
-    later = np.arange(70) >= 30
-    dirty = call(np.where(later, 1e6, rewards), np.where(later, np.nan, values))
-    np.testing.assert_array_equal(clean, dirty)
-
   def test_jit_and_leading_axes_agree(self):
     arrays = _batch(seed=6)
     call = functools.partial(estimators.egae, boundary="bootstrap", **_SETTINGS)
@@ -160,70 +132,6 @@ class TestEgae:
     np.testing.assert_allclose(mapped, plain, atol=1e-6)
     split = function(*(x.reshape(2, 4, *x.shape[1:]) for x in arrays))
     np.testing.assert_allclose(split.reshape(8, 70), plain, atol=1e-6)
-
-  def test_nan_in_padding_reaches_neither_value_nor_gradient(self):
-    rewards, values, mask, truncated, next_values = _batch(seed=7)
-
-    @functools.partial(jax.value_and_grad, argnums=(0, 1, 2))
-    def total(rewards, values, next_values):
-      repeated = _egae(rewards, values, mask, truncated, **_SETTINGS)
-      known = _egae(
-        rewards,
-        values,
-        mask,
-        truncated,
-        boundary="bootstrap",
-        next_values=next_values,
-        **_SETTINGS,
-      )
-      return jnp.sum(jnp.square(repeated) + jnp.square(known))
-
-    dirty = total(rewards, values, next_values)
-    clean = total(*map(np.nan_to_num, (rewards, values, next_values)))
-    jax.tree.map(np.testing.assert_array_equal, dirty, clean)
-    assert np.isfinite(dirty[0])
-
-
-class TestChunkIdentity:
-  """A response seen in two windows against the same one seen whole."""
-
-  cut = 37
-  values = np.random.default_rng(8).normal(size=70).astype(np.float32)
-  rewards = np.where(np.arange(70) == 69, -1.0, 0.0).astype(np.float32)
-
-  def _first_window(self, **kwargs):
-    return _egae(
-      self.rewards,
-      self.values,
-      np.arange(70) < self.cut,
-      np.array(True),
-      next_values=self.values[self.cut],
-      **kwargs,
-    )[: self.cut]
-
-  def test_bootstrap_joins_exactly(self):
-    """A_full(t) = A_window(t) + (γλ)^(l-t) A_full(l)."""
-    full = _gae(self.rewards, self.values, np.ones(70, bool), **_SETTINGS)
-    window = self._first_window(boundary="bootstrap", **_SETTINGS)
-    decay = (0.97 * 0.9) ** (self.cut - np.arange(self.cut))
-    np.testing.assert_allclose(
-      full[: self.cut], window + decay * full[self.cut], atol=1e-5
-    )
-
-  def test_repeat_errs_by_the_step_of_the_values(self):
-    """By (γλ)^(l-1-t) γ (V(s_l) - V(s_{l-1}))."""
-    known = self._first_window(boundary="bootstrap", **_SETTINGS)
-    repeated = self._first_window(boundary="repeat", **_SETTINGS)
-    step = self.values[self.cut] - self.values[self.cut - 1]
-    decay = (0.97 * 0.9) ** (self.cut - 1 - np.arange(self.cut))
-    np.testing.assert_allclose(known - repeated, decay * 0.97 * step, atol=1e-5)
-    error = estimators.boundary_error(
-      self.values,
-      np.arange(70) < self.cut,
-      np.array(True),
-      self.values[self.cut],
-    )
-    assert float(error) == pytest.approx(abs(step), rel=1e-6)
 
 
 class TestBoundaryError:
@@ -259,43 +167,3 @@ class TestDropTail:
     np.testing.assert_array_equal(actual, expected)
     if tokens == 0:
       np.testing.assert_array_equal(actual, mask)
-
-  def test_one_token_carried_no_gradient_anyway(self):
-    rewards, values, mask, truncated, _ = _batch(seed=12)
-    rewards = np.zeros_like(rewards)
-    advantages = _egae(
-      rewards, values, mask, truncated, gamma=1.0, lambda_=0.95
-    )
-    kept = estimators.drop_tail(mask, truncated, tokens=1)
-    np.testing.assert_array_equal(advantages * kept, advantages)
-
-
-class TestBadInput:
-  arrays = np.ones((2, 3)), np.ones((2, 3)), np.ones((2, 3), bool)
-  truncated = np.ones(2, bool)
-
-  def test_settings(self):
-    call = functools.partial(
-      estimators.egae, *self.arrays, self.truncated, **_SETTINGS
-    )
-    with pytest.raises(ValueError, match="boundary='last', expected one of"):
-      call(boundary="last")
-    with pytest.raises(ValueError, match="'bootstrap' needs next_values"):
-      call(boundary="bootstrap")
-    with pytest.raises(ValueError, match=r"gamma=1.5, expected"):
-      estimators.egae(*self.arrays, self.truncated, gamma=1.5, lambda_=1.0)
-    with pytest.raises(ValueError, match="tokens=-1"):
-      estimators.drop_tail(self.arrays[2], self.truncated, tokens=-1)
-
-  def test_shapes(self):
-    call = functools.partial(estimators.egae, *self.arrays, **_SETTINGS)
-    with pytest.raises(ValueError):
-      call(np.ones(3, bool))
-    with pytest.raises(ValueError):
-      call(self.truncated, next_values=np.ones(3))
-    with pytest.raises(ValueError):
-      estimators.drop_tail(self.arrays[2], np.ones(3, bool), tokens=1)
-    with pytest.raises(ValueError):
-      estimators.boundary_error(
-        *self.arrays[1:], self.truncated, np.ones((2, 1))
-      )

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm import estimators, masked
+from jaxrl_llm import estimators
 
 
 def one_response(length, reward=1.0):
@@ -54,9 +54,3 @@ def test_a_constant_lambda_forgets_with_length():
     values = jnp.zeros((1, length))
     found = estimators.gae(rewards, values, mask, gamma=1.0, lambda_=0.95)
     assert found[0, 0] == pytest.approx(expected, rel=2e-3)
-
-
-def test_a_token_mean_gives_every_token_the_same_weight():
-  mask = jnp.arange(6)[None] < jnp.array([[2], [6]])
-  weights = masked.token_weights(mask, mode="token-mean")
-  assert set(np.asarray(weights)[np.asarray(mask)].tolist()) == {1 / 8}

@@ -42,18 +42,6 @@ class TestSoftOverlongPunishment:
       np.testing.assert_array_equal(actual[lengths >= 37], -2.0)
       assert (np.diff(actual.ravel()) <= 0).all()
 
-  @pytest.mark.parametrize(
-    "settings, message",
-    [
-      (dict(max_length=10, buffer=0), "buffer=0"),
-      (dict(max_length=10, buffer=11), "buffer=11"),
-      (dict(max_length=10, buffer=5, factor=-1.0), "factor=-1.0"),
-    ],
-  )
-  def test_bad_settings_raise(self, settings, message):
-    with pytest.raises(ValueError, match=message):
-      estimators.soft_overlong_punishment(np.ones(2), **settings)
-
 
 class TestPenalizeKl:
   def test_subtracts_k1_at_unmasked_tokens(self):
@@ -66,13 +54,6 @@ class TestPenalizeKl:
     expected = np.where(mask, rewards - 0.1 * (logprobs - ref), 0.0)
     for actual in (function(*dirty, mask), jax.jit(function)(*dirty, mask)):
       np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
-
-  def test_bad_input_raises(self):
-    ones = np.ones((2, 3))
-    with pytest.raises(ValueError, match="coefficient=-0.1"):
-      estimators.penalize_kl(ones, ones, ones, ones, coefficient=-0.1)
-    with pytest.raises(ValueError):
-      estimators.penalize_kl(ones, ones, ones[0], ones, coefficient=0.1)
 
 
 class TestLengthAdaptiveLambda:
@@ -107,11 +88,6 @@ class TestLengthAdaptiveLambda:
     expected = np.vectorize(reference.length_adaptive_lambda)(lengths, 0.1)
     np.testing.assert_allclose(function(lengths), expected, atol=1e-6)
     np.testing.assert_allclose(jax.jit(function)(lengths), expected, atol=1e-6)
-
-  @pytest.mark.parametrize("alpha", [0.0, -0.05, float("nan")])
-  def test_bad_alpha_raises(self, alpha):
-    with pytest.raises(ValueError, match="expected a number in"):
-      estimators.length_adaptive_lambda(np.array([3]), alpha=alpha)
 
 
 # Compiled, as one would use it; one test holds jit against plain.
@@ -150,14 +126,6 @@ class TestWhiten:
     np.testing.assert_array_equal(gradient[~mask], 0.0)
     assert np.isfinite(gradient).all()
 
-  def test_without_center_zeros_and_signs_stay(self):
-    advantages, mask = _batch(1)
-    advantages = np.where(np.arange(9) % 3 == 0, 0.0, advantages - 3.0)
-    actual = _whiten(advantages, mask, center=False)
-    np.testing.assert_array_equal(
-      np.sign(actual), np.where(mask, np.sign(np.nan_to_num(advantages)), 0.0)
-    )
-
   @pytest.mark.parametrize("center", [True, False])
   def test_empty_and_constant_batches_stay_finite(self, center):
     advantages, mask = _batch(2)
@@ -172,9 +140,3 @@ class TestWhiten:
     advantages = jnp.where(mask, value, jnp.nan)
     got = estimators.whiten(advantages, mask, center=False)
     np.testing.assert_array_equal(got, jnp.where(mask, value, 0.0))
-
-  def test_bad_input_raises(self):
-    with pytest.raises(ValueError, match="epsilon=-1.0"):
-      estimators.whiten(np.ones(3), np.ones(3, bool), epsilon=-1.0)
-    with pytest.raises(ValueError):
-      estimators.whiten(np.ones((2, 3)), np.ones(3, bool), center=False)

@@ -45,8 +45,14 @@ def noise(seed):
   return rng.normal(size=(ROWS, ROOM)).astype(np.float32)
 
 
-def make_experience(made, *, old_logprobs=None):
-  """Experience of one batch of ended responses, on the host."""
+def make_experience(made, *, old_logprobs=None, **others):
+  """Experience of one batch of ended responses, on the host.
+
+  Args:
+    made: the algorithm.
+    old_logprobs: of the policy; by default those of the sampler.
+    **others: leaves that are others than by default.
+  """
   rollout = make_rollout()
   correct = np.arange(ROWS) % 3 == 0
   if old_logprobs is None:
@@ -62,7 +68,7 @@ def make_experience(made, *, old_logprobs=None):
     "values": noise(6),
     "next_values": noise(7)[:, 0],
   }
-  return jax.device_get(evaluate(made, given))
+  return jax.device_get(evaluate(made, given | others))
 
 
 @functools.cache

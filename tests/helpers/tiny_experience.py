@@ -35,16 +35,15 @@ def make_rollout(**changes):
   )
 
 
-def make_scores(values=VALUES, **changes):
+def make_scores(values=VALUES):
   zeros = np.zeros(MASK.shape, np.float32)
-  scores = {
+  return {
     "old_logprobs": np.where(MASK, -1.0, 0.0).astype(np.float32),
     "entropies": zeros,
     "ref_logprobs": zeros,
     "values": values,
     "next_values": zeros[:, 0],
   }
-  return scores | changes
 
 
 def make(
@@ -53,14 +52,12 @@ def make(
   correct=(True, False, True),
   judged=(True, True, True),
   rollout=None,
-  scores=None,
   version=0,
   **changes,
 ):
   """The experience of an algorithm with the given settings."""
   rollout = make_rollout() if rollout is None else rollout
-  scores = make_scores(values) if scores is None else scores
-  given = dict(rollout.items()) | scores
+  given = dict(rollout.items()) | make_scores(values)
   return make_estimate(**changes)(
     given
     | {

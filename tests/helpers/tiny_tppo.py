@@ -1,10 +1,9 @@
 """Windowed runs whose steps are recorded, shared by the tests of T-PPO.
 
-A small window cuts most responses: they go on under newer weights. What the
-losses saw is read from the packed batches of the updates.
+A small window cuts most responses: they go on under newer weights. The packed
+batches of the critic are kept.
 """
 
-import collections
 import dataclasses
 import types
 
@@ -76,8 +75,7 @@ class Step:
 
   collected: Responses
   estimated: list[Seen]
-  policy: list  # PackedBatches in the order of the updates.
-  critic: list
+  critic: list  # PackedBatches in the order of the updates.
   row: dict
   after: loop.States  # Without the models, whose arrays are given away.
   critic_updates: int
@@ -104,10 +102,10 @@ def recording(run, log):
     update = model.update._replace(whole=whole)
     return dataclasses.replace(model, update=update)
 
-  learner, seen = run.learner, {"policy": log.policy, "critic": log.critic}
-  run = with_models(
-    run, **{k: noted(x, seen[k]) for k, x in learner.members.items()}
-  )
+  learner, members = run.learner, {}
+  if learner.critic is not None:
+    members["critic"] = noted(learner.critic, log.critic)
+  run = with_models(run, **members)
 
   def experience(*arguments, **settings):
     made = learner._experience(*arguments, **settings)
@@ -131,7 +129,7 @@ def record(run, steps, begun=None):
     steps: how many.
     begun: (states, weights) to go on from; the start by default.
   """
-  log = types.SimpleNamespace(policy=[], critic=[], estimated=[], collected=[])
+  log = types.SimpleNamespace(critic=[], estimated=[], collected=[])
   spied = recording(run, log)
   states, weights = begun or loop.begin(run)
   history = []
@@ -146,7 +144,6 @@ def record(run, steps, begun=None):
       Step(
         collected=log.collected[0],
         estimated=list(log.estimated),
-        policy=list(log.policy),
         critic=list(log.critic),
         row=row,
         after=states._replace(
@@ -156,64 +153,6 @@ def record(run, steps, begun=None):
       )
     )
   return history, (states, weights)
-
-
-def trained_tokens(batches):
-  """(context with the token itself) -> how often a loss counted it.
-
-  Read from the packed rows: a token is named by all tokens up to it.
-  """
-  count = collections.Counter()
-  for batch in batches:
-    packed = batch.packed
-    # The packed rows' own mask has tokens that other losses read, too.
-    for place in np.argwhere(batch.mask):
-      count[named(packed, *place)] += 1
-  return count
-
-
-def named(packed, m, r, c):
-  """All tokens of the sample up to the target of a packed position."""
-  row = {k: packed[k][m, r] for k in ("tokens", "segments", "prefixes")}
-  segment, prefix = row["segments"][c], row["prefixes"][c]
-  here = np.arange(row["tokens"].size) <= c
-  own = (row["segments"] == segment) & here
-  shared = (row["segments"] == prefix) & (prefix > 0)
-  context = [*row["tokens"][shared], *row["tokens"][own]]
-  return (*map(int, context), int(packed.targets[m, r, c]))
-
-
-def written_tokens(rollout, rows, begins=None):
-  """The same names for the tokens of a rollout, from `begins` on."""
-  count = collections.Counter()
-  for i in rows:
-    prompt = rollout.prompt_tokens[i, : rollout.prompt_lengths[i]]
-    whole = (*map(int, prompt), *map(int, rollout.tokens[i]))
-    for t in range(0 if begins is None else begins[i], rollout.lengths[i]):
-      count[whole[: len(prompt) + t + 1]] += 1
-  return count
-
-
-def total(counters):
-  return sum(counters, collections.Counter())
-
-
-def ended_ids(responses):
-  """Sample ids of the responses that ended."""
-  return responses.rollout.sample_id[responses.ended].tolist()
-
-
-def written_in(step):
-  """Names of the tokens that a step wrote."""
-  rollout = step.collected.rollout
-  rows = range(len(rollout.lengths))
-  return written_tokens(rollout, rows, rollout.window_start)
-
-
-def released_in(step):
-  """Names of all tokens of the responses that ended in a step."""
-  rows = np.flatnonzero(step.collected.ended)
-  return written_tokens(step.collected.rollout, rows)
 
 
 def newest(run, workdir):

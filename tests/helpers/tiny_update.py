@@ -195,5 +195,30 @@ def padded():
   )
 
 
+def plain_logprobs(params):
+  """Log-probs and entropies of the responses, [B, T], one sample a row."""
+  rollout, _ = make_data()
+  tokens, present, before = padded()
+  logits = make_fns("policy").logits(params, tokens, present) / TEMPERATURE
+  everything = jax.nn.log_softmax(logits)
+  at = jnp.take_along_axis(everything, before[..., None], axis=1)
+  logprobs = jnp.take_along_axis(
+    at, rollout.tokens[..., None].astype(np.int32), axis=2
+  )[..., 0]
+  return logprobs, -jnp.sum(jnp.exp(at) * at, axis=2)
+
+
+def plain_values(params):
+  """Values of the states before the tokens of responses, likewise."""
+  tokens, present, before = padded()
+  rows = models.PackedRows(
+    tokens=tokens,
+    segments=present.astype(np.int32),
+    positions=np.maximum(present.cumsum(axis=1) - 1, 0),
+  )
+  values, _ = make_fns("value").values(params, rows)
+  return jnp.take_along_axis(values, before, axis=1)
+
+
 def largest(tree):
   return max(float(np.abs(x).max()) for x in jax.tree.leaves(tree))

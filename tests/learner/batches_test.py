@@ -85,6 +85,10 @@ class TestPolicyBatch:
         np.where(MASK, np.asarray(expected)[:, None], 0),
         rtol=1e-6,
       )
+    # Always a mean over the tokens of right responses (VAPO, eq. 9-10).
+    right = MASK & np.asarray([[True], [False], [True]])
+    nll = layout.gather(batch.inputs["nll_weights"])
+    np.testing.assert_allclose(nll, right / 7, rtol=1e-6)
 
   @pytest.mark.parametrize(
     ("changes", "weights"),
@@ -108,15 +112,6 @@ class TestPolicyBatch:
         layout.gather(policy.inputs[name]),
         np.where(MASK, got[name], 0)[[1, 0, 2]],
       )
-
-  def test_the_proximal_policy_can_be_a_later_one(self):
-    batch = make_batch(np.asarray([1, 0, 2]))
-    other = np.where(MASK[batch.rows], -3.0, 0.0).astype(np.float32)
-    inputs = take_rows(make(), batch.rows) | {"proximal_logprobs": other}
-    policy = pack_policy(inputs, batch, make_algorithm())
-    np.testing.assert_array_equal(
-      batch.layout.gather(policy.inputs["proximal_logprobs"]), other
-    )
 
   def test_a_correction_weighs_tokens_and_not_the_denominator(self):
     changes = {"off_policy__correction": "truncate"}

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import tiny_run
-from helpers.tiny_algorithm import evaluate, make_algorithm, pack_policy
+from helpers import tiny_experience, tiny_run
+from helpers.tiny_algorithm import make_algorithm, pack_policy
 from helpers.tiny_mesh_run import Spy, with_engine
 from helpers.tiny_run import make_run
 
@@ -17,7 +17,7 @@ from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.system import signals
 from jaxrl_llm.trainer import loop
 from jaxrl_llm.trainer.validation import validate
-from jaxrl_llm.types import join_rows, take_rows, unjudged
+from jaxrl_llm.types import join_rows, take_rows
 
 WIDE = {
   "loss__clip_low": 0.999999,
@@ -215,24 +215,6 @@ class TestMismatch:
     got = row["sampler_trainer/logprob_diff_mean"]
     np.testing.assert_allclose(got, 0.5, atol=1e-4)
 
-  def test_is_about_tokens_of_the_version_of_now(self, model):
-    run = make_run(
-      model,
-      estimator__name="group",
-      schedule__stop="first_groups",
-      schedule__over_provision=2.0,
-      sampler__slots=4,
-    )
-    states, weights = loop.begin(run)
-    rows, timer = [], metrics.PhaseTimer()
-    for _ in range(4):
-      states, weights, row = loop.iterate(run, states, weights, timer, None)
-      rows.append(row)
-    assert max(row["staleness/max"] for row in rows) > 0
-    for row in rows:
-      # Where a batch has tokens of now, they agree; older ones do not count.
-      assert row.get("sampler_trainer/logprob_diff_max", 0.0) < 1e-4
-
 
 class TestPretraining:
   def pretrain(self, run, folder):
@@ -268,73 +250,26 @@ class TestPretraining:
     )
 
 
-def partly_judged():
-  """Three responses to one prompt, the second one without a verdict."""
-  rollout = tiny_run.random_rollout(
-    np.random.default_rng(1), rows=3, room=5, group_size=3
+def test_positive_examples_are_whole_responses():
+  """A right response of which the window wrote the end alone."""
+  rollout = tiny_experience.make_rollout(window_start=np.asarray([2, 0, 0]))
+  mask = rollout.mask
+  got = jax.device_get(
+    tiny_experience.make(
+      rollout=rollout, rewards=(1.0, -1.0, -1.0), correct=(True, False, False)
+    )
   )
-  lengths = np.asarray([4, 2, 3], np.int32)
-  mask = np.arange(5)[None] < lengths[:, None]
-  rollout = rollout.replace(
-    lengths=lengths, mask=mask, status=np.zeros(3, np.int32)
+  np.testing.assert_array_equal(got["positive_mask"][0], mask[0])
+  np.testing.assert_array_equal(got["policy_mask"][0], [0, 0, 1, 1, 0])
+  assert not got["positive_mask"][1:].any()
+  # They reach the update beside the policy's tokens.
+  packed, layout = packing.pack(rollout, capacity=20, rows=1, micro_batches=3)
+  batch = packing.MiniBatch(np.arange(3), packed, layout)
+  batch = pack_policy(got, batch, make_algorithm())
+  np.testing.assert_array_equal(layout.gather(batch.mask), got["policy_mask"])
+  np.testing.assert_array_equal(
+    layout.gather(batch.packed.mask), got["policy_mask"] | got["positive_mask"]
   )
-  return unjudged(rollout).replace(
-    rewards=np.float32([1.0, 9.0, -0.5]),
-    correct=np.ones(3, bool),
-    judged=np.asarray([True, False, True]),
-  )
-
-
-def estimate(made, responses):
-  """The experience of responses of which the models know nothing."""
-  zeros = np.zeros(responses.rollout.mask.shape, np.float32)
-  given = dict(responses.rollout.items()) | {
-    "rewards": responses.rewards,
-    "correct": responses.correct,
-    "judged": responses.judged,
-    "behavior_logprobs": zeros,
-    "old_logprobs": zeros,
-    "values": zeros,
-    "next_values": zeros[:, 0],
-  }
-  return jax.device_get(evaluate(made, given))
-
-
-class TestPositiveExamples:
-  def make(self):
-    """A right response of which the window wrote the end alone."""
-    responses = partly_judged()
-    rollout = responses.rollout.replace(
-      status=np.zeros(3, np.int32), window_start=np.asarray([2, 0, 0])
-    )
-    made = make_algorithm()
-    got = estimate(
-      made,
-      responses.replace(
-        rollout=rollout,
-        rewards=np.float32([1.0, -1.0, -1.0]),
-        correct=np.asarray([True, False, False]),
-      ),
-    )
-    return made, rollout, got
-
-  def test_are_whole_responses(self):
-    _, rollout, got = self.make()
-    np.testing.assert_array_equal(got["positive_mask"][0], rollout.mask[0])
-    np.testing.assert_array_equal(got["policy_mask"][0], [0, 0, 1, 1, 0])
-    assert not got["positive_mask"][1:].any()
-
-  def test_reach_the_update_beside_the_policys_tokens(self):
-    made, rollout, got = self.make()
-    packed, layout = packing.pack(rollout, capacity=20, rows=1, micro_batches=3)
-    batch = pack_policy(
-      got, packing.MiniBatch(np.arange(3), packed, layout), made
-    )
-    np.testing.assert_array_equal(layout.gather(batch.mask), got["policy_mask"])
-    np.testing.assert_array_equal(
-      layout.gather(batch.packed.mask),
-      got["policy_mask"] | got["positive_mask"],
-    )
-    nll = layout.gather(batch.inputs["nll_weights"])
-    np.testing.assert_allclose(nll[0], [0.25, 0.25, 0.25, 0.25, 0])
-    assert not layout.gather(batch.inputs["weights"])[0, :2].any()
+  nll = layout.gather(batch.inputs["nll_weights"])
+  np.testing.assert_allclose(nll[0], [0.25, 0.25, 0.25, 0.25, 0])
+  assert not layout.gather(batch.inputs["weights"])[0, :2].any()

@@ -8,7 +8,6 @@ import pytest
 from helpers.tiny_algorithm import (
   call,
   flat,
-  inputs_of_loss,
   make_algorithm,
   make_batch,
   make_experience,
@@ -32,32 +31,6 @@ class TestIdentities:
     other = make_rollout().behavior_logprobs + 0.5
     changed = policy_batch(made, old_logprobs=other).inputs["weights"]
     assert not np.array_equal(changed, plain.inputs["weights"])
-
-  @pytest.mark.parametrize("name", ["nll", "kl", "entropy"])
-  def test_a_term_without_weight_is_absent(self, name):
-    key = f"loss__{name}_coefficient"
-    off = {"loss__nll_coefficient": 0.0}
-    on = make_algorithm(**off | {key: 0.25})
-    assert list(on.auxiliary) == [name]
-    made = make_algorithm(**off | {key: 0.0})
-    assert made.auxiliary == {}
-    assert made.policy_inputs == {"proximal_logprobs", "advantages"}
-    assert "positive_mask" not in made.experience
-    assert "ref_logprobs" not in made.leaves
-    weights = {f"{name}_weights"} & policy_batch(made).inputs.keys()
-    assert not weights
-
-  @pytest.mark.parametrize(
-    ("name", "on"),
-    [
-      ("processors", {"sampler__entropy_tau": 0.05}),
-      ("correction", {"off_policy__correction": "truncate"}),
-      ("step_scale", {"off_policy__ess_scale": True}),
-    ],
-  )
-  def test_a_part_that_is_off_is_absent(self, name, on):
-    assert getattr(make_algorithm(**on), name)
-    assert not getattr(make_algorithm(), name)
 
   @pytest.mark.parametrize(
     ("leaf", "on"),
@@ -100,13 +73,6 @@ class TestIdentities:
     )
     assert not np.array_equal(other["advantages"], expected["advantages"])
 
-  @pytest.mark.parametrize("boundary", ["bootstrap", "zero"])
-  def test_a_boundary_where_nothing_is_cut(self, boundary):
-    chex.assert_trees_all_equal(
-      make_experience(make_algorithm(estimator__boundary=boundary)),
-      make_experience(make_algorithm()),
-    )
-
   def test_infinite_bounds_are_none(self):
     rng = np.random.default_rng(13)
     logprobs, old, advantages = rng.normal(size=(3, 2, 40)).astype(np.float32)
@@ -138,33 +104,6 @@ class TestIdentities:
     other = make_rollout().behavior_logprobs + noise(8)
     assert 0 < policy_batch(made, old_logprobs=other).step_scale < 1
     assert policy_batch(make_algorithm()).step_scale is None
-
-  @pytest.mark.parametrize("correction", ["none", "truncate"])
-  def test_interpolation_of_fresh_tokens_is_stored(self, correction):
-    made = make_algorithm(
-      off_policy__proximal="interpolate", off_policy__correction=correction
-    )
-    stored = make_algorithm(off_policy__proximal="stored")
-    batch, plain = policy_batch(made), policy_batch(stored)
-    assert not batch.inputs["interpolation_share"].any()
-    for name, x in plain.inputs.items():
-      np.testing.assert_array_equal(batch.inputs[name], x)
-    logprobs = flat(batch.inputs["proximal_logprobs"])
-    logprobs = jnp.asarray(logprobs + 0.3 * np.sin(np.arange(40.0))[None])
-
-    def outputs(chosen, batch):
-      inputs = inputs_of_loss(batch)
-
-      def loss(x):
-        out = chosen.policy_loss(inputs | {"logprobs": x})
-        return jnp.sum(inputs["weights"] * out.loss), out
-
-      return jax.jit(jax.grad(loss, has_aux=True))(logprobs)
-
-    # Per token: the sum for the log may be formed in another order.
-    one, other = outputs(made, batch), outputs(stored, plain)
-    assert np.asarray(one[0]).any()
-    chex.assert_trees_all_equal(one, other)
 
 
 # Settings that clip some of the random tokens below.
@@ -236,13 +175,3 @@ class TestPackedRows:
     assert np.asarray(expected.clipped_high)[mask].any() == (
       name not in ("policy_gradient", "likelihood")
     )
-
-  def test_gspo_would_differ_without_segments(self):
-    made = make_algorithm(loss__name="gspo")
-    inputs = inputs_of_loss(policy_batch(made))
-    inputs["logprobs"] = (
-      inputs["proximal_logprobs"] + 0.3 * np.sin(np.arange(40.0))[None]
-    )
-    mixed = call(made.policy_loss, inputs | {"segments": None}).ratio
-    own = call(made.policy_loss, inputs).ratio
-    assert np.abs(own - mixed)[inputs["mask"]].max() > 0.01

@@ -1,6 +1,7 @@
 """What a learner reports of a batch, by hand."""
 
 import numpy as np
+import pytest
 from helpers import tiny_run
 from helpers.tiny_algorithm import make_algorithm
 from helpers.tiny_experience import (
@@ -90,11 +91,16 @@ class TestParity:
     row = self.parity()
     assert row["sampler_trainer/logprob_diff_max"] == 7.25
 
-  def test_is_about_tokens_that_the_policy_wrote(self):
+  @pytest.mark.parametrize(
+    ("field", "other"),
+    # Of a data set, with log-probs; of weights that are gone.
+    [("origin", int(Origin.FOREIGN)), ("version", 3)],
+  )
+  def test_is_about_tokens_that_this_policy_wrote(self, field, other):
     rollout = make_rollout()
-    origin = rollout.origin.copy()
-    origin[2] = int(Origin.FOREIGN)  # Of a data set, with log-probs.
-    row = self.parity(rollout=rollout.replace(origin=origin))
+    changed = rollout[field].copy()
+    changed[2] = other
+    row = self.parity(rollout=rollout.replace(**{field: changed}))
     assert row["sampler_trainer/logprob_diff_max"] == 0.25
 
   def test_where_nothing_can_be_compared(self):

@@ -1,14 +1,11 @@
 """Models, losses and optimizers of one's own, each from one plugin file."""
 
-import json
 import sys
 
-import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import tiny_run
+from helpers import recipes, tiny_run
 from helpers.registries import registries  # noqa: F401
 from helpers.tiny_algorithm import make_algorithm
 
@@ -17,7 +14,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import providers
 from jaxrl_llm.system import plugin
 from jaxrl_llm.trainer import build
-from jaxrl_llm.types import Responses, join_rows, named_parts, take_rows
+from jaxrl_llm.types import Responses, named_parts
 
 PROBE = '''
 """A linear probe on hidden states, which learns how a response will end."""
@@ -150,18 +147,13 @@ def make_config(model, **changes):
   return config
 
 
-def collect(run):
-  states, _, collected = tiny_run.collect(run)
-  return states, collected.batch.responses
-
-
 @pytest.mark.usefixtures("registries")
 class TestProbe:
   def test_is_trained_beside_the_policy(self, model, load):
     load(PROBE)
     run = build.make_run(make_config(model, estimator__name="less_than_probed"))
     assert list(run.learner.members) == ["policy", "probe"]
-    states, responses = collect(run)
+    states, responses = recipes.collect(run)
     learner, timer = states.learner, metrics.PhaseTimer()
     before = jax.device_get(learner.policy.trained)
     outcomes = np.broadcast_to(
@@ -198,31 +190,6 @@ class TestProbe:
     assert max(jax.tree.leaves(moved)) > 0
     assert learner.models["probe"].optimizer.step == 2
 
-  def test_in_parts_it_is_the_same(self, model, load):
-    load(PROBE)
-    run = build.make_run(make_config(model, estimator__name="less_than_probed"))
-    found = []
-    for split in (False, True):
-      states, batch = collect(run)
-      if split:
-        group = batch.rollout.group
-        batch = [
-          join_rows([take_rows(batch, group == i)]) for i in np.unique(group)
-        ]
-      timer = metrics.PhaseTimer()
-      found.append(run.learner.update(states.learner, batch, timer))
-    (whole, row), (parts, same) = found
-    assert row.keys() == same.keys()
-    for name in row:
-      if "/gradient_" not in name:  # Noise is that of other micro-batches.
-        np.testing.assert_allclose(same[name], row[name], rtol=2e-4, atol=2e-6)
-    chex.assert_trees_all_close(
-      parts.models["probe"].optimizer.opt_state,
-      whole.models["probe"].optimizer.opt_state,
-      rtol=1e-4,
-      atol=1e-7,
-    )
-
   def test_another_method_does_not_have_it(self, load):
     load(PROBE)
     assert not make_algorithm(estimator__name="group").members
@@ -258,7 +225,7 @@ class TestParts:
     run = build.make_run(
       make_config(model, **self.OWN, optimizer__policy__learning_rate=0.5)
     )
-    states, responses = collect(run)
+    states, responses = recipes.collect(run)
     learner, before = states.learner, jax.device_get(states.learner.policy)
     mask = responses.rollout.mask
     for _ in range(2):
@@ -318,44 +285,6 @@ class TestParts:
     run = build.make_run(make_config(model, **given))
     rows = tiny_run.check_resumes(run, tmp_path)
     assert rows[3]["advantage/mean"] > 0
-
-  def test_a_column_of_the_data_is_an_input(self, model, tmp_path):
-    def by_level(column_level, mask):
-      return jnp.where(mask, column_level[:, None], 0.0)
-
-    register.estimator("by_level", by_level)
-    rows = [
-      {"question": f"{i}+{i}?", "answer": str(2 * i), "level": i**2}
-      for i in range(10)
-    ]
-    file = tmp_path / "own.jsonl"
-    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    given = {
-      "estimator__name": "by_level",
-      "data__source": "jsonl",
-      "data__path": str(file),
-      "data__settings": {},
-    }
-    run = build.make_run(make_config(model, **given))
-    states, responses = collect(run)
-    levels = np.asarray(
-      [
-        run.source.prompt(int(i), 0).columns["level"]
-        for i in responses.rollout.example_id
-      ]
-    )
-    assert len(set(levels)) > 3
-    mask = responses.rollout.mask
-    _, row = run.learner.update(states.learner, responses, metrics.PhaseTimer())
-    credit = np.broadcast_to(levels[:, None], mask.shape)[mask]
-    np.testing.assert_allclose(row["advantage/mean"], credit.mean(), rtol=1e-5)
-    np.testing.assert_allclose(row["advantage/std"], credit.std(), rtol=1e-5)
-    register.estimator("by_size", lambda column_size, mask: mask * column_size)
-    with pytest.raises(InputError, match="column 'size'") as caught:
-      build.make_run(
-        make_config(model, **given | {"estimator__name": "by_size"})
-      )
-    assert "\n" not in str(caught.value)
 
   def test_a_setting_that_no_part_reads_is_refused(self, model, load):
     load(PARTS)

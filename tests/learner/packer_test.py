@@ -2,7 +2,6 @@
 
 import types
 
-import chex
 import numpy as np
 import pytest
 from helpers import tiny_run
@@ -54,27 +53,6 @@ class TestWithWaiting:
     """(ids of the batch, ids that the critic learns from, who waits)."""
     batch, rows, waiting = packer.with_waiting(responses, waiting)
     return batch, batch.rollout.sample_id[rows].tolist(), waiting
-
-  def test_cut_ones_are_not_the_critics(self):
-    batch, learned, waiting = self.take(make_packer(), make_responses((1, 4)))
-    assert ids_of(batch) == [0, 1, 2, 3, 4]
-    assert learned == [0, 2, 3] and waiting is None
-
-  def test_what_is_left_of_whole_mini_batches_waits(self):
-    batch, learned, waiting = self.take(make_packer(2), make_responses((1, 4)))
-    assert ids_of(batch) == [0, 1, 2, 3, 4]
-    assert learned == [0, 2] and ids_of(waiting) == [3]
-    assert waiting.rewards.tolist() == [3]
-
-  def test_fewer_than_a_mini_batch_all_wait(self):
-    responses = make_responses((1, 4))
-    batch, learned, waiting = self.take(make_packer(4), responses)
-    chex.assert_trees_all_equal(batch, responses)
-    assert learned == [] and ids_of(waiting) == [0, 2, 3]
-    # The policy finds no new token in them.
-    np.testing.assert_array_equal(
-      waiting.rollout.window_start, waiting.rollout.lengths
-    )
 
   def test_the_oldest_go_first(self):
     packer = make_packer(4)
@@ -190,6 +168,24 @@ def test_a_member_with_a_view_reads_more_and_answers_for_the_same_tokens():
   assert used[1] > used[0]
 
 
+def member(micro_batch_size=2, shares=True):
+  """What a packer reads of a member when it packs."""
+  return types.SimpleNamespace(
+    settings=types.SimpleNamespace(micro_batch_size=micro_batch_size),
+    fns=types.SimpleNamespace(shares_prompts=shares),
+  )
+
+
+def streamed(packer, rollout):
+  """The parts that groups are joined to, and what each is packed to."""
+  responses = unjudged(rollout)
+  groups = [
+    take_rows(responses, rollout.group == i) for i in np.unique(rollout.group)
+  ]
+  parts = list(packer.joined(join_rows([group]) for group in groups))
+  return [(part, packer.part(part)[1]) for part in parts]
+
+
 @pytest.mark.parametrize(
   ("reads", "group_size"), [("more", 2), ("each prompt", 8)]
 )
@@ -203,24 +199,15 @@ def test_parts_of_a_stream_fit_what_every_member_reads(reads, group_size):
     group_size=group_size,
   )
   alone = reads == "each prompt"
-  member = lambda shares: types.SimpleNamespace(
-    settings=types.SimpleNamespace(micro_batch_size=2),
-    fns=types.SimpleNamespace(shares_prompts=shares),
-  )
   context = lambda rollout: packing.with_context(
     rollout, [range(2, 42)] * len(rollout.lengths), width=40
   )
   packer = Packer(
-    {"policy": member(True), "critic": member(not alone)},
+    {"policy": member(), "critic": member(shares=not alone)},
     capacity=64,
     views={} if alone else {"critic": context},
   )
-  responses = unjudged(rollout)
-  groups = [
-    take_rows(responses, rollout.group == i) for i in np.unique(rollout.group)
-  ]
-  for part in packer.joined(join_rows([group]) for group in groups):
-    _, found, _ = packer.part(part)
+  for part, found in streamed(packer, rollout):
     assert found["critic"][0].layout.present.sum() == part.rollout.lengths.sum()
 
 
@@ -234,13 +221,6 @@ def test_parts_of_a_stream_fit_prompts_of_nearly_a_row():
     prompt_lengths=full(rollout.prompt_lengths, 60),
     lengths=full(rollout.lengths, 2),
   )
-  member = types.SimpleNamespace(
-    settings=types.SimpleNamespace(micro_batch_size=8),
-    fns=types.SimpleNamespace(shares_prompts=True),
-  )
-  packer, responses = Packer({"policy": member}, capacity=64), unjudged(rollout)
-  groups = [take_rows(responses, rollout.group == i) for i in range(20)]
-  parts = list(packer.joined(join_rows([group]) for group in groups))
-  for part in parts:
-    packer.part(part)
-  assert sum(len(part.rewards) for part in parts) == 160
+  packer = Packer({"policy": member(micro_batch_size=8)}, capacity=64)
+  parts = streamed(packer, rollout)
+  assert sum(len(part.rewards) for part, _ in parts) == 160

@@ -218,13 +218,6 @@ class TestMiniBatches:
       orders.append(groups[::4].tolist())
     assert sorted(orders[0]) == list(range(6)) and orders[0] != orders[1]
 
-  def test_no_generator_keeps_the_order(self):
-    rollout = random_rollout(np.random.default_rng(1), rows=6)
-    batches = packing.mini_batches(
-      rollout, size=3, rng=None, capacity=16, rows=3
-    )
-    assert [b.rows.tolist() for b in batches] == [[0, 1, 2], [3, 4, 5]]
-
   def test_a_remainder_is_spread_over_all(self):
     rollout = random_rollout(np.random.default_rng(1), rows=7)
     batches = packing.mini_batches(

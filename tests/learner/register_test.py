@@ -12,11 +12,8 @@ from helpers.registries import REGISTRIES, registries  # noqa: F401
 from helpers.tiny_algorithm import call, make_algorithm
 
 from jaxrl_llm import losses, metrics, register, rewards
-from jaxrl_llm.data import prompt_source
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import estimates
-from jaxrl_llm.rollout import worker
-from jaxrl_llm.trainer import loop
 from jaxrl_llm.trainer.validation import validate
 
 
@@ -75,15 +72,7 @@ class TestRegister:
     assert largest_move(before, states._replace(learner=learner)) > 0
     assert row["policy/grad_norm"] > 0 and row["policy/skipped"] == 0
 
-  @pytest.mark.slow
-  def test_an_own_template_order_schedule_and_mask(self, model):
-    class InOrder(prompt_source.PromptSource):
-      """Asks in the source's own order."""
-
-      def __init__(self, *arguments, seed, **settings):
-        del seed
-        super().__init__(*arguments, seed=None, **settings)
-
+  def test_an_own_template_and_mask(self, model):
     def twice(tokenizer):
       return lambda example: tokenizer.encode(example.question) * 2
 
@@ -91,37 +80,18 @@ class TestRegister:
       return mask.at[:, 0].set(False)
 
     register.template("twice", twice)
-    register.prompt_source("in_order", InOrder)
-    register.schedule("own", worker.STOPS["all"])
     register.mask("all_but_first", all_but_first)
+    masks = {"loss__masks": ("all_but_first",)}
     run = tiny_run.make_run(
-      model,
-      loss__nll_coefficient=0.0,
-      data__template="twice",
-      data__order="in_order",
-      schedule__stop="own",
-      loss__masks=("all_but_first",),
-      data__max_prompt_length=24,
+      model, data__template="twice", data__max_prompt_length=24, **masks
     )
     prompts, _ = run.source.draw(run.source.init(), 3)
-    assert [prompt.example_id for prompt in prompts] == [0, 1, 2]
     assert all(p.text == 2 * p.question for p in prompts)
-    given = make_algorithm(loss__masks=("all_but_first",)).parts
     mask = call(
-      given["unwindowed_policy_mask"], {"trainable": jnp.ones((2, 3), bool)}
+      run.learner.algorithm.parts["unwindowed_policy_mask"],
+      {"trainable": jnp.ones((2, 3), bool)},
     )
     np.testing.assert_array_equal(mask, [[0, 1, 1]] * 2)
-    states, weights = loop.begin(run)
-    _, _, row = loop.iterate(run, states, weights, metrics.PhaseTimer(), None)
-    assert row["policy/grad_norm"] > 0 and row["rollout/partial"] == 0
-
-  def test_nobody_else_pays_for_an_own_input(self):
-    before = make_algorithm()
-    register.token_input("to_come", to_come)
-    made = make_algorithm()
-    assert "to_come" in made.parts
-    assert made.experience == before.experience
-    assert made.leaves == before.leaves
 
   def test_with_a_critic(self):
     register.estimator(
@@ -239,10 +209,3 @@ def largest_move(before, states):
     jax.device_get(states.learner.policy.trained),
   )
   return max(jax.tree.leaves(moved))
-
-
-def test_the_registries_are_as_they_were():
-  own = {"new", "centered", "less_value", "unclipped", "early", "to_come"}
-  own |= {"own", "of_prompt"}
-  for registry in REGISTRIES:
-    assert not own & set(registry)

@@ -37,16 +37,6 @@ def policy_update():
 
 
 class TestOneProgram:
-  def test_lengths_and_temperature_compile_nothing(self, policy_update):
-    batch = make_batch("policy", micro_batch_size=4)
-    current, _ = policy_update(make_state("policy"), batch, TEMPERATURE)
-    compiled = policy_update.whole._cache_size()
-    for rows, temperature in (([1] * 16, 0.5), ([*range(8), *range(8)], 1.3)):
-      batch = make_batch("policy", micro_batch_size=4, rows=rows)
-      current, _ = policy_update(current, batch, np.float32(temperature))
-    assert policy_update.whole._cache_size() == compiled
-    assert current.optimizer.step == 3
-
   def test_the_state_is_donated(self, policy_update):
     before = make_state("policy")
     policy_update(before, make_batch("policy", micro_batch_size=4), TEMPERATURE)
@@ -142,14 +132,6 @@ class TestNotFinite:
     good, metrics = policy_update(bad, batch, TEMPERATURE)
     assert good.optimizer[1:] == (2, 2, 0)
     assert metrics["policy/skipped"] == 0.0
-
-  def test_a_weight_that_is_not_finite(self, policy_update):
-    broken = make_state("policy")
-    scale = broken.trained["final_norm"]["scale"].at[0].set(jnp.nan)
-    broken.trained["final_norm"]["scale"] = scale
-    batch = make_batch("policy", micro_batch_size=4)
-    after, _ = policy_update(broken, batch, TEMPERATURE)
-    assert after.optimizer[1:3] == (0, 1)
 
 
 class TestAccumulation:

@@ -24,31 +24,18 @@ from helpers.tiny_update import (
   make_reference,
   make_state,
   make_update,
-  padded,
+  plain_logprobs,
+  plain_values,
   settings_of,
 )
 
 from jaxrl_llm import losses, sharding
 from jaxrl_llm.learner import packing, scoring
-from jaxrl_llm.models import PackedRows
 
 
 def unsplit(metrics):
   """Names of metrics that micro-batches do not change, unlike noise."""
   return [name for name in metrics if "/gradient_" not in name]
-
-
-def plain_logprobs(params):
-  """Log-probs and entropies of the responses, [B, T], one sample a row."""
-  rollout, _ = make_data()
-  tokens, present, before = padded()
-  logits = make_fns("policy").logits(params, tokens, present) / TEMPERATURE
-  everything = jax.nn.log_softmax(logits)
-  at = jnp.take_along_axis(everything, before[..., None], axis=1)
-  logprobs = jnp.take_along_axis(
-    at, rollout.tokens[..., None].astype(np.int32), axis=2
-  )[..., 0]
-  return logprobs, -jnp.sum(jnp.exp(at) * at, axis=2)
 
 
 def plain_policy_loss(params):
@@ -95,13 +82,7 @@ def plain_gspo_loss(params):
 def plain_value_loss(params):
   """½ (V − return)² on [B, T] arrays, its total and summands."""
   _, data = make_data()
-  tokens, present, before = padded()
-  positions = np.maximum(present.cumsum(axis=1) - 1, 0)
-  rows = PackedRows(
-    tokens=tokens, segments=present.astype(np.int32), positions=positions
-  )
-  values, _ = make_fns("value").values(params, rows)
-  values = jnp.take_along_axis(values, before, axis=1)
+  values = plain_values(params)
   mask = data["value_mask"]
   errors = 0.5 * jnp.square(values - data["returns"])
   loss = jnp.where(mask, errors, 0.0) / mask.sum()

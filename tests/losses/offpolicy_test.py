@@ -41,29 +41,18 @@ def _tokens(seed=0, shape=(4, 50)):
 
 class TestImportance:
   @pytest.mark.parametrize(
-    "difference, expected",
-    [(0.5, 1.648721), (1.0, 2.0), (-0.5, 0.606531), (-2.5, 0.082085)],
+    "differences, level, expected",
+    [
+      ([0.5, 1.0, -0.5, -2.5], "token", [1.6487213, 2.0, 0.6065307, 0.0820850]),
+      ([0.1, -0.05, 0.2, 0.03], "sequence", 1.3231298),
+      ([0.1, -0.05, 0.2, 0.03], "geometric", 1.0725082),
+    ],
   )
-  def test_golden(self, difference, expected):
-    weights, keep = losses.truncated_importance(
-      np.array([difference]),
-      np.zeros(1),
-      np.ones(1, bool),
-      level="token",
-      high=2.0,
-    )
-    assert float(weights[0]) == pytest.approx(expected, abs=1e-6)
-    assert keep.all()
-
-  @pytest.mark.parametrize(
-    "level, expected", [("sequence", 1.3231298), ("geometric", 1.0725082)]
-  )
-  def test_golden_of_a_response(self, level, expected):
-    differences = np.array([0.1, -0.05, 0.2, 0.03])
-    weights, _ = losses.truncated_importance(
-      differences, np.zeros(4), np.ones(4, bool), level=level, high=np.inf
-    )
+  def test_golden(self, differences, level, expected):
+    arrays = np.array(differences), np.zeros(4), np.ones(4, bool)
+    weights, keep = losses.truncated_importance(*arrays, level=level, high=2.0)
     np.testing.assert_allclose(weights, expected, rtol=1e-6)
+    assert keep.all()
 
   @pytest.mark.parametrize("level", _LEVELS)
   def test_ragged_batches_equal_reference(self, level):
@@ -88,23 +77,6 @@ class TestImportance:
         np.testing.assert_array_equal(actual.keep, keep)
 
   @pytest.mark.parametrize("level", _LEVELS)
-  def test_equal_policies_weigh_exactly_one(self, level):
-    _, behavior, mask = _batch(1)
-    for function in (losses.truncated_importance, losses.masked_importance):
-      actual = function(behavior, behavior, mask, level=level, high=1.0)
-      np.testing.assert_array_equal(actual.weights, mask.astype(np.float32))
-      np.testing.assert_array_equal(actual.keep, mask)
-
-  def test_a_sequence_is_rejected_as_a_whole_and_no_other(self):
-    proximal = np.array([[0.3, 0.3, 0.3], [0.3, 0.0, 0.0]])
-    arrays = proximal, np.zeros((2, 3)), np.ones((2, 3), bool)
-    weights, keep = losses.masked_importance(
-      *arrays, level="sequence", high=2.0
-    )
-    np.testing.assert_array_equal(keep, [[False] * 3, [True] * 3])
-    np.testing.assert_allclose(weights[1], np.exp(0.3), rtol=1e-6)
-
-  @pytest.mark.parametrize("level", _LEVELS)
   def test_far_apart_policies_stay_finite(self, level):
     arrays = np.float32([[400.0] * 2, [-400.0] * 2]), np.zeros((2, 2))
     weights, _ = losses.truncated_importance(
@@ -113,27 +85,6 @@ class TestImportance:
     np.testing.assert_allclose(
       weights, np.exp([[20.0] * 2, [-20.0] * 2]), rtol=1e-5
     )
-
-  @pytest.mark.parametrize(
-    "settings, message",
-    [
-      (dict(level="row", high=2.0), "level='row', expected one of"),
-      (dict(level="token", high=0.5), "high=0.5, expected a number in"),
-      (dict(level="token", high=2.0, low=1.5), "low=1.5"),
-      (dict(level="token", high=2.0, low=-0.1), "low=-0.1"),
-    ],
-  )
-  def test_bad_settings_raise(self, settings, message):
-    for function in (losses.truncated_importance, losses.masked_importance):
-      with pytest.raises(ValueError, match=message):
-        function(*_batch(), **settings)
-
-  def test_bad_shapes_raise(self):
-    proximal, behavior, mask = _batch()
-    with pytest.raises(ValueError):
-      losses.masked_importance(
-        proximal, behavior, mask[0], level="token", high=2.0
-      )
 
 
 class TestDecoupledPolicyLoss:
@@ -166,17 +117,6 @@ class TestDecoupledPolicyLoss:
       logprobs, proximal, b, advantages, **_CLIP
     ).loss.sum()
     np.testing.assert_array_equal(jax.grad(total)(behavior), 0.0)
-
-  def test_bad_input_raises(self):
-    arrays = _tokens()
-    with pytest.raises(ValueError, match="cap=0.5, expected a number in"):
-      losses.decoupled_policy_loss(*arrays, cap=0.5, **_CLIP)
-    with pytest.raises(ValueError, match="clip_high=-1"):
-      losses.decoupled_policy_loss(*arrays, clip_low=0.2, clip_high=-1)
-    with pytest.raises(ValueError):
-      losses.decoupled_policy_loss(
-        arrays[0], arrays[1], arrays[2][0], arrays[3], **_CLIP
-      )
 
 
 def interpolated(
@@ -211,26 +151,6 @@ class TestInterpolatedLogprobs:
       own = np.array(share) == 0
       np.testing.assert_array_equal(actual[own], behavior[own])
 
-  def test_ends_and_gradient(self):
-    logprobs, _, behavior, _ = _tokens(6)
-    call = lambda x, at: interpolated(
-      x, behavior, 3, proximal_version=at, current_version=7
-    )
-    np.testing.assert_array_equal(call(logprobs, 3), behavior)
-    np.testing.assert_array_equal(call(logprobs, 7), logprobs)
-    gradient = jax.grad(lambda x: call(x, 5).sum())(logprobs)
-    np.testing.assert_array_equal(gradient, 0.0)
-
-  def test_bad_shapes_raise(self):
-    with pytest.raises(ValueError):
-      interpolated(
-        np.ones((2, 3)),
-        np.ones(3),
-        0,
-        proximal_version=1,
-        current_version=2,
-      )
-
 
 class TestEffectiveSampleRatio:
   def test_equal_weights_one_hot_and_formula(self):
@@ -243,15 +163,6 @@ class TestEffectiveSampleRatio:
     # Scale has no say, not even where squares overflow.
     for scale in (1.0, 1e-12, 1e25):
       actual = ratio((scale * weights).astype(np.float32), every)
-      assert float(actual) == pytest.approx(expected, rel=1e-5)
-
-  def test_ragged_batches_equal_a_loop(self):
-    for seed in range(3):
-      weights, _, mask = _batch(seed)
-      weights = np.exp(3.0 * weights)
-      kept = [float(weights[i, t]) for i, t in np.argwhere(mask)]
-      expected = sum(kept) ** 2 / len(kept) / sum(w**2 for w in kept)
-      actual = losses.effective_sample_ratio(weights, mask)
       assert float(actual) == pytest.approx(expected, rel=1e-5)
 
   def test_masked_entries_do_not_exist(self):
@@ -279,18 +190,6 @@ class TestEwmaUpdate:
       assert float(weight) == pytest.approx(expected_weight, abs=1e-6)
       np.testing.assert_allclose(average["w"], expected, atol=1e-6)
 
-  def test_is_the_weighted_mean_of_all_parameters(self):
-    """Σ β^(n-i) θ_i / Σ β^(n-i), the first one included."""
-    params = np.random.default_rng(1).normal(size=(12, 3)).astype(np.float32)
-    average, weight = jnp.asarray(params[0]), 1.0
-    for new in params[1:]:
-      average, weight = losses.ewma_update(average, weight, new, decay=0.8)
-    shares = 0.8 ** np.arange(12)[::-1]
-    assert float(weight) == pytest.approx(shares.sum(), rel=1e-6)
-    np.testing.assert_allclose(
-      average, shares @ params / shares.sum(), rtol=1e-5, atol=1e-6
-    )
-
   def test_no_decay_gives_the_parameters_in_every_bit(self):
     rng = np.random.default_rng(0)
     old, new = ({"a": {"b": rng.normal(size=(3, 2))}} for _ in range(2))
@@ -298,9 +197,3 @@ class TestEwmaUpdate:
     average, weight = losses.ewma_update(old, 1.7, new, decay=0.0)
     np.testing.assert_array_equal(average["a"]["b"], new["a"]["b"])
     assert float(weight) == 1.0
-
-  def test_bad_input_raises(self):
-    with pytest.raises(ValueError, match="decay=1.5"):
-      losses.ewma_update(jnp.ones(2), 1.0, jnp.ones(2), decay=1.5)
-    with pytest.raises(AssertionError):
-      losses.ewma_update(jnp.ones(2), 1.0, jnp.ones(3), decay=0.5)

@@ -74,37 +74,8 @@ class TestProperties:
     expected = np.where(high | low | dual, 0.0, -advantages * ratio)
     np.testing.assert_allclose(gradient, expected, rtol=1e-5)
 
-  def test_dual_clip_leaves_positive_advantages_alone(self):
-    logprobs, old, advantages = _tokens(3)
-    plain = losses.clipped_policy_loss(logprobs, old, advantages, **_CLIP)
-    dual = losses.clipped_policy_loss(
-      logprobs, old, advantages, dual_clip=1.5, **_CLIP
-    )
-    keep = advantages >= 0
-    np.testing.assert_array_equal(plain.loss[keep], dual.loss[keep])
-    assert (dual.loss <= plain.loss).all()
-
-  def test_bounds_may_be_arrays_or_infinite(self):
+  def test_bounds_may_be_infinite(self):
     logprobs, old, advantages = _tokens(4)
-    rows = np.linspace(0.1, 0.4, 4, dtype=np.float32)[:, None]
-    actual = losses.clipped_policy_loss(
-      logprobs,
-      old,
-      advantages,
-      clip_low=rows,
-      clip_high=rows + 0.1,
-      dual_clip=rows + 2.0,
-    )
-    for i, bound in enumerate(rows[:, 0]):
-      row = losses.clipped_policy_loss(
-        logprobs[i],
-        old[i],
-        advantages[i],
-        clip_low=float(bound),
-        clip_high=float(bound + np.float32(0.1)),
-        dual_clip=float(bound + 2.0),
-      )
-      np.testing.assert_allclose(actual.loss[i], row.loss, rtol=1e-6)
     free = losses.clipped_policy_loss(
       logprobs, old, advantages, clip_low=np.inf, clip_high=np.inf
     )
@@ -127,55 +98,9 @@ class TestProperties:
 
 
 class TestCispo:
-  def test_equals_the_closed_form_with_a_bounded_weight(self):
-    """∂L/∂log π = -min(ρ, 1 + clip_high) A: every token keeps a gradient."""
+  def test_flags_a_bounded_weight_from_above(self):
     logprobs, old, advantages = _tokens(7)
-    function = lambda x: losses.cispo_loss(x, old, advantages, clip_high=0.28)
-    result = function(logprobs)
-    ratio = np.exp(logprobs - old)
-    weight = np.minimum(ratio, 1.28)
-    np.testing.assert_allclose(
-      result.loss, -weight * advantages * logprobs, rtol=1e-5
-    )
-    gradient = jax.grad(lambda x: function(x).loss.sum())
-    for run in (gradient, jax.jit(gradient)):
-      np.testing.assert_allclose(run(logprobs), -weight * advantages, rtol=1e-5)
-    np.testing.assert_array_equal(result.clipped_high, ratio > 1.28)
+    result = losses.cispo_loss(logprobs, old, advantages, clip_high=0.28)
+    high = np.exp(logprobs - old) > 1.28
+    np.testing.assert_array_equal(result.clipped_high, high)
     assert not result.clipped_low.any() and not result.dual_clipped.any()
-
-  def test_bad_settings_raise(self):
-    zero = jnp.zeros(1)
-    with pytest.raises(ValueError, match="clip_high=-0.1"):
-      losses.cispo_loss(zero, zero, zero, clip_high=-0.1)
-    with pytest.raises(ValueError, match="clip_low=-0.1"):
-      losses.cispo_loss(zero, zero, zero, clip_high=0.1, clip_low=-0.1)
-
-
-class TestPolicyGradient:
-  def test_shapes(self):
-    with pytest.raises(ValueError):
-      losses.policy_gradient_loss(
-        jnp.zeros((2, 3)), jnp.zeros((2, 3)), jnp.zeros(3)
-      )
-
-
-class TestBadInput:
-  def test_shapes(self):
-    with pytest.raises(ValueError):
-      losses.clipped_policy_loss(
-        jnp.zeros((2, 3)), jnp.zeros((2, 3)), jnp.zeros((2, 1)), **_CLIP
-      )
-
-  @pytest.mark.parametrize(
-    "settings",
-    [
-      dict(clip_low=-0.1, clip_high=0.2),
-      dict(clip_low=0.1, clip_high=-0.2),
-      dict(clip_low=0.1, clip_high=float("nan")),
-      dict(clip_low=0.2, clip_high=0.2, dual_clip=1.0),
-    ],
-  )
-  def test_ranges(self, settings):
-    zero = jnp.zeros(1)
-    with pytest.raises(ValueError, match="expected a number in"):
-      losses.clipped_policy_loss(zero, zero, zero, **settings)

@@ -3,6 +3,7 @@
 The caller's way of using one: fill what is masked, weigh and sum.
 """
 
+import functools
 import math
 
 import jax
@@ -105,17 +106,25 @@ def _batch(seed, rows=7, length=12):
   return [np.where(mask, x, np.nan).astype(np.float32) for x in arrays], mask
 
 
-def _reduced(function, mode):
-  """(arrays, mask) -> the reduced loss and its gradient by the first array."""
+@functools.cache
+def _program(name):
+  """(arrays, weights, mask) -> the weighted sum and its gradient by the first.
 
+  Compiled once for all reductions, which are weights.
+  """
+
+  @jax.jit
   @jax.value_and_grad
-  def total(logprobs, others, mask):
+  def total(logprobs, others, weights, mask):
     filled = [masked.masked_fill(x, mask) for x in (logprobs, *others)]
-    weights = masked.token_weights(mask, mode=mode)
-    return jnp.sum(weights * function(*filled))
+    return jnp.sum(weights * _LOSSES[name][0](*filled))
 
-  compute = jax.jit(total)
-  return lambda arrays, mask: compute(arrays[0], arrays[1:], mask)
+  return total
+
+
+def _reduced(name, arrays, mask, mode="token-mean"):
+  weights = masked.token_weights(mask, mode=mode)
+  return _program(name)(arrays[0], arrays[1:], weights, mask)
 
 
 def _by_token(slow, arrays, mask):
@@ -137,17 +146,16 @@ def _slope(name):
 class TestRagged:
   @pytest.mark.parametrize("mode", _MODES)
   def test_equals_reference(self, name, mode):
-    function, slow = _LOSSES[name]
-    reduced = _reduced(function, mode)
     for seed in range(3):
       arrays, mask = _batch(seed)
-      loss, _ = reduced(arrays, mask)
-      expected = reference.aggregate(_by_token(slow, arrays, mask), mask, mode)
+      loss, _ = _reduced(name, arrays, mask, mode)
+      expected = _by_token(_LOSSES[name][1], arrays, mask)
+      expected = reference.aggregate(expected, mask, mode)
       np.testing.assert_allclose(loss, expected, rtol=2e-5, atol=1e-6)
 
   def test_gradient_equals_that_of_the_reference(self, name):
     arrays, mask = _batch(3)
-    _, gradient = _reduced(_LOSSES[name][0], "token-mean")(arrays, mask)
+    _, gradient = _reduced(name, arrays, mask)
     expected = _by_token(_slope(name), arrays, mask) / mask.sum()
     np.testing.assert_allclose(gradient, expected, rtol=2e-5, atol=1e-6)
     np.testing.assert_array_equal(gradient[~mask], 0.0)
@@ -156,9 +164,8 @@ class TestRagged:
     arrays, mask = _batch(4)
     room = ((0, 2), (0, 9))
     wide = [np.pad(x, room, constant_values=np.nan) for x in arrays]
-    reduced = _reduced(_LOSSES[name][0], "token-mean")
-    loss, gradient = reduced(arrays, mask)
-    wide_loss, wide_gradient = reduced(wide, np.pad(mask, room))
+    loss, gradient = _reduced(name, arrays, mask)
+    wide_loss, wide_gradient = _reduced(name, wide, np.pad(mask, room))
     np.testing.assert_allclose(wide_loss, loss, rtol=1e-6, atol=1e-7)
     np.testing.assert_allclose(
       wide_gradient, np.pad(gradient, room), rtol=1e-6, atol=1e-8

@@ -140,32 +140,3 @@ class TestSegments:
     np.testing.assert_allclose(
       np.where(mask, result.ratio, 1.0), ratio, rtol=2e-5
     )
-
-  def test_a_packed_row_equals_its_responses_apart(self):
-    logprobs, old, advantages, mask = _batch(5)
-    segments = np.broadcast_to(np.arange(1, 7)[:, None], mask.shape)
-
-    def gradient(arrays, mask, segments):
-      total = lambda x: losses.gspo_loss(
-        x, *arrays[1:], mask, segments=segments, **_CLIP
-      ).loss.sum()
-      return jax.jit(jax.grad(total))(arrays[0])
-
-    apart = [logprobs, old, advantages]
-    packed = [x.reshape(1, -1) for x in apart]
-    np.testing.assert_allclose(
-      gradient(packed, mask.reshape(1, -1), segments.reshape(1, -1)),
-      gradient(apart, mask, None).reshape(1, -1),
-      rtol=1e-5,
-    )
-
-
-class TestBadInput:
-  def test_settings_and_shapes(self):
-    arrays = _batch()
-    with pytest.raises(ValueError, match="clip_low=-0.1"):
-      losses.gspo_loss(*arrays, clip_low=-0.1, clip_high=0.1)
-    with pytest.raises(ValueError):
-      losses.gspo_loss(*arrays[:3], arrays[3][0], **_CLIP)
-    with pytest.raises(ValueError):
-      losses.gspo_loss(*arrays, segments=np.zeros(24, int), **_CLIP)

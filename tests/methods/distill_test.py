@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import chat_model, recipes, tiny
+from helpers.tiny_tppo import newest
 
-from jaxrl_llm import checkpoint, models, register
+from jaxrl_llm import models, register
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import optimizer
 from jaxrl_llm.trainer import build, loop
-from jaxrl_llm.trainer.run import restore
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ class TestAdvantages:
     for row in rows[1:]:
       assert row["advantage/mean"] == row["advantage/std"] == 0
       assert row["policy/grad_norm"] == 0
-    resumed = restored(run, tmp_path / "run")
+    resumed, _ = newest(run, tmp_path / "run")
     after = jax.device_get(resumed.learner.policy.trained)
     jax.tree.map(np.testing.assert_array_equal, after, before)
 
@@ -107,14 +107,6 @@ class TestAdvantages:
     expected = np.where(mask, other - batch.scores["old_logprobs"], 0)
     np.testing.assert_allclose(advantages[second], expected[second], atol=2e-5)
     assert np.abs(expected[second]).max() > 0.1
-
-
-def restored(run, folder):
-  """The states of the last checkpoint."""
-  saver = checkpoint.Checkpointer(folder / "checkpoints", keep=2)
-  states, _ = restore(run, saver, 3)
-  saver.close()
-  return states
 
 
 class TestRun:

@@ -11,7 +11,6 @@ from jaxrl_llm import sharding
 from jaxrl_llm.models import attention, context
 
 B, T, D = 2, 11, 6
-HEADS = [(6, 2), (3, 1), (4, 4)]  # (query heads, key heads).
 # One row with padding inside; one where 2 and 3 see 1 before them.
 SEGMENTS = np.array(
   [[1, 1, 1, 2, 2, 0, 0, 3, 3, 3, 3], [1, 1, 1, 2, 2, 3, 3, 3, 4, 4, 4]],
@@ -48,8 +47,8 @@ def _value_and_grad(function, qkv, pull):
   return out, grads
 
 
-def _packed(segments=SEGMENTS, prefixes=PREFIXES):
-  return lambda q, k, v: attention.packed_attention(q, k, v, segments, prefixes)
+def _packed(q, k, v):
+  return attention.packed_attention(q, k, v, SEGMENTS, PREFIXES)
 
 
 def _library(visible):
@@ -106,7 +105,7 @@ class TestPackedAttention:
   ):
     monkeypatch.setattr(attention, "_QUERY_BLOCK", block)
     qkv, pull = _inputs(heads, kv_heads)
-    got = _value_and_grad(_packed(), qkv, pull)
+    got = _value_and_grad(_packed, qkv, pull)
     _assert_close(got, _expected(heads, kv_heads))
 
   def test_blocks_keep_memory_linear(self, monkeypatch):
@@ -127,10 +126,8 @@ class TestPackedAttention:
     pull = pull * (SEGMENTS == 2)[..., None, None]
     own = (SEGMENTS == 2) | (SEGMENTS == 1) & np.array([[False], [True]])
     change = lambda x: jnp.where(own[..., None, None], x, 100.0)
-    out, grads = _value_and_grad(_packed(), (q, k, v), pull)
-    other_out, other = _value_and_grad(
-      _packed(), (q, change(k), change(v)), pull
-    )
+    out, grads = _value_and_grad(_packed, (q, k, v), pull)
+    other_out, other = _value_and_grad(_packed, (q, change(k), change(v)), pull)
     two = SEGMENTS == 2
     np.testing.assert_array_equal(out[two], other_out[two])
     jax.tree.map(np.testing.assert_array_equal, grads, other)
@@ -139,15 +136,15 @@ class TestPackedAttention:
 
   def test_huge_scores_stay_finite(self):
     (q, k, v), pull = _inputs()
-    out = _value_and_grad(_packed(), (q * 1e4, k * 1e4, v), pull)
+    out = _value_and_grad(_packed, (q * 1e4, k * 1e4, v), pull)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(out))
 
   def test_bfloat16_stays_near_and_keeps_its_dtype(self):
     qkv, _ = _inputs()
     half = [x.astype(jnp.bfloat16) for x in qkv]
-    out = _packed()(*half)
+    out = _packed(*half)
     assert out.dtype == jnp.bfloat16
-    np.testing.assert_allclose(out, _packed()(*qkv), atol=0.05)
+    np.testing.assert_allclose(out, _packed(*qkv), atol=0.05)
 
 
 class TestContext:
@@ -160,13 +157,3 @@ class TestContext:
   def test_all_attend_to_as_many_tokens(self):
     before = context.zigzag_order(96, 4).sum(axis=1)
     assert set(before) == {sum(range(96)) / 4}
-
-  @pytest.mark.parametrize("parts", [1, 2, 4])
-  def test_what_is_dealt_is_collected(self, parts):
-    x = np.arange(2 * 11).reshape(2, 11)
-    dealt = context.zigzag_shard(x, parts)
-    assert dealt.shape[1] % (2 * parts) == 0 or parts == 1
-    np.testing.assert_array_equal(context.zigzag_unshard(dealt, parts, 11), x)
-    rows = context.shards_to_rows(dealt, parts)
-    assert len(rows) == 2 * parts
-    np.testing.assert_array_equal(context.rows_to_shards(rows, parts), dealt)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import tiny_run
+from helpers import packed, tiny_run
 
 from jaxrl_llm import models
 from jaxrl_llm.errors import InputError
@@ -59,19 +59,6 @@ def test_bit_equal_after_a_round_trip(tmp_path, head, tied):
   assert_same(fns.from_policy(found), params)  # Nothing is made anew.
 
 
-def test_a_policy_becomes_a_critic_with_a_new_head(tmp_path):
-  policy = models.make_policy(make(tie_word_embeddings=False).config)
-  params = jax.jit(policy.init)(jax.random.key(3))
-  models.save(str(tmp_path), policy, params)
-  assert hf.is_model(tmp_path) and not hf.is_critic(tmp_path)
-  fns = make(head=CATEGORICAL, tie_word_embeddings=False)
-  found = hf.read_critic(tmp_path, policy.config, CATEGORICAL, place)
-  critic = fns.from_policy(found)
-  assert "lm_head" not in critic
-  assert_same(critic["layers"], params["layers"])
-  assert not critic["value_head"]["kernel"].any()
-
-
 @pytest.mark.parametrize(
   "head, problem",
   [
@@ -106,12 +93,7 @@ def test_logits_equal_those_of_transformers(tmp_path, family):
   with torch.no_grad():
     logits = theirs(input_ids=torch.tensor(tokens)).logits.numpy()
   assert np.abs(logits).max() > 1.0
-  rows = models.PackedRows(
-    tokens=tokens,
-    segments=np.ones_like(tokens),
-    positions=np.broadcast_to(np.arange(11), tokens.shape),
-  )
-  ours, _ = jax.jit(fns.outputs)(params, rows)
+  ours, _ = jax.jit(fns.outputs)(params, packed.rows(tokens))
   found = ours.get("value_logits", ours["values"][..., None])
   np.testing.assert_allclose(found, logits, atol=1e-4)
   saved = json.loads((tmp_path / "config.json").read_text())

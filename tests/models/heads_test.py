@@ -72,6 +72,14 @@ def _both(tied, chunk, mask, temperature, hidden=None):
   return got, _value_and_grad(*clean, function=_function("plain", tied=tied))
 
 
+def _chunked(tied, hidden, targets, mask):
+  """(outputs, gradients) at a temperature of 1, in chunks of 4."""
+  _, kernel, _, pulls = _inputs(tied)
+  arguments = hidden, kernel, targets, mask, jnp.float32(1), pulls
+  function = _function("chunked", tied=tied, chunk=4)
+  return _value_and_grad(*arguments, function=function)
+
+
 def _assert_close(got, expected):
   jax.tree.map(
     lambda g, e: np.testing.assert_allclose(g, e, rtol=2e-5, atol=2e-6),
@@ -108,16 +116,12 @@ class TestChunkedLogprobs:
     _assert_close(got, expected)
 
   def test_targets_out_of_range_where_masked_change_nothing(self):
-    hidden, kernel, targets, pulls = _inputs(True)
-    mask = MASKS["holes"]
-    function = _function("chunked", tied=True, chunk=4)
-    run = lambda targets: _value_and_grad(
-      hidden, kernel, targets, mask, jnp.float32(1), pulls, function=function
-    )
+    hidden, _, targets, _ = _inputs(True)
+    run = lambda targets: _chunked(True, hidden, targets, MASKS["holes"])
     jax.tree.map(
       np.testing.assert_array_equal,
       run(targets),
-      run(jnp.where(mask, targets, -1)),
+      run(jnp.where(MASKS["holes"], targets, -1)),
     )
 
   def test_entropy_of_a_flat_law_is_log_v(self):
@@ -129,16 +133,8 @@ class TestChunkedLogprobs:
     np.testing.assert_allclose(out.logprobs, -np.log(V), rtol=1e-6)
 
   def test_huge_logits_stay_finite(self):
-    hidden, kernel, targets, pulls = _inputs(True)
-    out = _value_and_grad(
-      hidden * 1e4,
-      kernel,
-      targets,
-      MASKS["full"],
-      jnp.float32(1),
-      pulls,
-      function=_function("chunked", tied=True, chunk=4),
-    )
+    hidden, _, targets, _ = _inputs(True)
+    out = _chunked(True, hidden * 1e4, targets, MASKS["full"])
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(out))
 
   def test_bfloat16_stays_near_and_returns_float32(self):
@@ -152,20 +148,10 @@ class TestChunkedLogprobs:
       np.testing.assert_allclose(g, e, atol=0.1)
 
   def test_bfloat16_gradient_has_the_dtypes_of_its_inputs(self):
-    hidden, kernel, targets, pulls = _inputs(False)
-    run = lambda hidden: _value_and_grad(
-      hidden,
-      kernel,
-      targets,
-      MASKS["holes"],
-      jnp.float32(1),
-      pulls,
-      function=_function("chunked", tied=False, chunk=4),
-    )[1]
-    (d_hidden, d_kernel), expected = (
-      run(hidden.astype(jnp.bfloat16)),
-      run(hidden),
-    )
+    hidden, _, targets, _ = _inputs(False)
+    run = lambda x: _chunked(False, x, targets, MASKS["holes"])[1]
+    d_hidden, d_kernel = run(hidden.astype(jnp.bfloat16))
+    expected = run(hidden)
     assert d_hidden.dtype == jnp.bfloat16
     assert d_kernel.dtype == jnp.float32
     np.testing.assert_allclose(d_hidden, expected[0], atol=0.1)

@@ -125,18 +125,6 @@ class TestRoundTrip:
       if x.ndim > 1
     )
 
-  def test_a_device_can_be_named(self, model):
-    one = jax.sharding.SingleDeviceSharding(jax.devices()[1])
-    shapes = transformer.param_shapes(CONFIGS["llama"])
-    params = hf.read_params(
-      model,
-      CONFIGS["llama"],
-      dtype=np.float32,
-      places=jax.tree.map(lambda x: one, shapes),
-    )
-    for leaf in jax.tree.leaves(params):
-      assert leaf.devices() == {jax.devices()[1]}
-
   def test_sharded_arrays_are_written(self, tmp_path):
     config = CONFIGS["qwen2"]
     params = random_params(config)
@@ -311,14 +299,6 @@ class TestLenience:
     path = repo / "snapshots" / "abc"
     hf.read_params(path, hf.read_config(path), dtype=np.float32)
 
-  def test_links_to_anywhere(self, model, tmp_path_factory):
-    elsewhere = tmp_path_factory.mktemp("shared")
-    links = tmp_path_factory.mktemp("links")
-    for name in ("config.json", SINGLE):
-      os.rename(model / name, elsewhere / name)
-      (links / name).symlink_to(elsewhere / name)
-    hf.read_params(links, hf.read_config(links), dtype=np.float32)
-
 
 def write_raw(file, header, data=b""):
   """A safetensors file with any header, bytes or object."""
@@ -332,18 +312,6 @@ def split(file):
   content = file.read_bytes()
   length = struct.unpack("<Q", content[:8])[0]
   return json.loads(content[8 : 8 + length]), content[8 + length :]
-
-
-def entry(**changes):
-  """A change of one tensor's entry; the head comes first in the file."""
-
-  def damage(file):
-    header, data = split(file)
-    assert header["lm_head.weight"]["data_offsets"] == [0, HEAD_BYTES]
-    header["lm_head.weight"].update(changes)
-    write_raw(file, header, data)
-
-  return damage
 
 
 def rename(old, new):
@@ -367,14 +335,6 @@ def cut(count):
 
 def raw(header, data=b""):
   return lambda file: write_raw(file, header, data)
-
-
-def hole(file):
-  header, data = split(file)
-  for name, tensor in header.items():
-    if name not in ("__metadata__", "lm_head.weight"):
-      tensor["data_offsets"] = [x + 4 for x in tensor["data_offsets"]]
-  write_raw(file, header, data + bytes(4))
 
 
 def norm_as(dtype, value=1):
@@ -405,46 +365,15 @@ def to_directory(file):
   file.mkdir()
 
 
-HEAD_BYTES = 13 * 6 * 4
+# The library checks headers and layouts, and all that it says goes one way:
+# test_cut_anywhere and test_flipped_header_bytes_never_crash have more of it.
 DAMAGE = {
-  "empty": cut(0),
-  "cut in the length": cut(5),
-  "cut after the length": cut(8),
-  "cut in the header": cut(200),
-  "cut at the data": lambda f: f.write_bytes(
-    f.read_bytes()[: 8 + struct.unpack("<Q", f.read_bytes()[:8])[0]]
-  ),
-  "cut in the data": lambda f: f.write_bytes(f.read_bytes()[:-1]),
-  "trailing bytes": lambda f: f.write_bytes(f.read_bytes() + b"x"),
+  "a pickle": lambda f: f.write_bytes(b"\x80\x04\x95" + bytes(100)),
   "a header of a tebibyte": lambda f: f.write_bytes(
     struct.pack("<Q", 1 << 40) + b"{}"
   ),
-  "the largest length": lambda f: f.write_bytes(b"\xff" * 8 + b"{}"),
   "not UTF-8": raw(b'{"\xff": 1}'),
-  "not JSON": raw(b"{no}"),
-  "a pickle": lambda f: f.write_bytes(b"\x80\x04\x95" + bytes(100)),
-  "a list": raw(b"[]"),
   "no tensors": raw({}),
-  "NaN": raw(b'{"x": NaN}'),
-  "nesting": raw(b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
-  "metadata": raw({"__metadata__": {"format": 1}}),
-  "hole": hole,
-  "overlap": entry(data_offsets=[4, HEAD_BYTES + 4]),
-  "negative offset": entry(data_offsets=[-4, HEAD_BYTES - 4]),
-  "swapped offsets": entry(data_offsets=[HEAD_BYTES, 0]),
-  "float offsets": entry(data_offsets=[0.0, float(HEAD_BYTES)]),
-  "offset as bool": entry(data_offsets=[False, HEAD_BYTES]),
-  "three offsets": entry(data_offsets=[0, 0, HEAD_BYTES]),
-  "offset beyond the file": entry(data_offsets=[0, 1 << 60]),
-  "unknown dtype": entry(dtype="F33"),
-  "dtype of other size": entry(dtype="F64"),
-  "dtype not a name": entry(dtype=["F32"]),
-  "shape and bytes": entry(shape=[13, 7]),
-  "shape overflow": entry(shape=[1 << 61, 1 << 61]),
-  "negative shape": entry(shape=[-13, -6]),
-  "shape as text": entry(shape="13x6"),
-  "long shape": entry(shape=[1] * 1000),
-  "entry not an object": raw({"model.embed_tokens.weight": [1]}),
   "missing tensor": rename("model.norm.weight", None),
   "renamed tensor": rename("model.norm.weight", "model.norm.bias"),
   "lines in a name": rename("model.norm.weight", "a\nb\x1b[2J"),
@@ -583,12 +512,8 @@ INDEX_DAMAGE = {
   "tensor listed twice": index_text(b'{"weight_map": {"a": "b", "a": "c"}}'),
   "absolute": to_shard("/etc/passwd"),
   "parent": to_shard("../outside.safetensors"),
-  "subfolder": to_shard("sub/model.safetensors"),
-  "dots": to_shard(".."),
-  "empty name": to_shard(""),
   "NUL": to_shard("model\0.safetensors"),
   "two lines": to_shard("model\n.safetensors"),
-  "long name": to_shard("m" * 5000),
   "missing shard": to_shard("model-9.safetensors"),
   "other shard": to_shard("model-00001-of-00099.safetensors"),
   "config as shard": to_shard("config.json"),

@@ -60,6 +60,15 @@ def _with_gradients(attend, q, k, v, segments, prefixes, g):
   return out, *pull(g)
 
 
+def _assert_equal(ours, xla, *rows):
+  for got, expected in zip(
+    _with_gradients(ours, *rows), _with_gradients(xla, *rows)
+  ):
+    # Sums of products round by their largest terms, also where they cancel.
+    scale = np.abs(expected).max()
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=2e-6 * scale)
+
+
 class TestPackedAttention:
   # Neither 92 tokens nor their parts fill blocks of 16.
   ROWS = _rows(
@@ -81,13 +90,7 @@ class TestPackedAttention:
     shape = lambda heads: (count, time, heads, size)
     q, k, v, g = _random(*map(shape, (heads, kv_heads, kv_heads, heads)))
     ours = kernels_gpu.make_packed_attention(_kind(), sharding=None).attend
-    for got, expected in zip(
-      _with_gradients(ours, q, k, v, *self.ROWS, g),
-      _with_gradients(attention.packed_attention, q, k, v, *self.ROWS, g),
-    ):
-      # Sums of products round by their largest terms, also where they cancel.
-      scale = np.abs(expected).max()
-      np.testing.assert_allclose(got, expected, rtol=1e-5, atol=2e-6 * scale)
+    _assert_equal(ours, attention.packed_attention, q, k, v, *self.ROWS, g)
 
   def test_bfloat16_is_as_near_as_its_rounding(self):
     shapes = [(5, 92, heads, 64) for heads in (4, 2, 2, 4)]
@@ -131,28 +134,7 @@ class TestPackedAttention:
       _kind(window=window), sharding=None
     ).attend
     xla = functools.partial(attention.packed_attention, window=window)
-    for got, expected in zip(
-      _with_gradients(ours, q, k, v, segments, prefixes, g),
-      _with_gradients(xla, q, k, v, segments, prefixes, g),
-    ):
-      scale = np.abs(expected).max()
-      np.testing.assert_allclose(got, expected, rtol=1e-5, atol=2e-6 * scale)
-
-  def test_a_block_reads_the_blocks_in_its_window(self):
-    """In blocks: a sample of 4.5, another one, which fills no block."""
-    segments, _ = _rows([(72, 1, 0), (33, 2, 0)])
-    index = np.arange(segments.size, dtype=np.int32)[None]
-    queries = np.stack([index, segments, np.full_like(index, -1)], axis=1)
-    *_, key_ranges, query_range = jax.jit(
-      flash_gpu.find_blocks, static_argnums=(2, 3)
-    )(queries, segments, BLOCK, 2 + BLOCK)
-    assert not np.any(key_ranges[0, :, 1])
-    assert key_ranges[0, :, 2:].tolist() == (
-      [[0, 1], [0, 2], [0, 3], [1, 3], [2, 3], [4, 2], [4, 3]]
-    )
-    assert query_range[0].tolist() == (
-      [[0, 3], [1, 3], [2, 3], [3, 2], [4, 3], [5, 2], [6, 1]]
-    )
+    _assert_equal(ours, xla, q, k, v, segments, prefixes, g)
 
 
 class TestPrefill:

@@ -160,8 +160,20 @@ def _close(got, expected):
   np.testing.assert_allclose(got, expected, rtol=1e-6, atol=2e-6)
 
 
+def _on_pages_of_both(module, kind, qkv, shards=1, dtype=None, sharding=None):
+  run = functools.partial(_on_pages, tables=_block_tables(shards), dtype=dtype)
+  attend = lambda backend, q, k, v: run(backend, q=q, k=k, v=v)
+  return _both(module, attend, kind, *qkv, sharding=sharding)
+
+
+ON_TPU = pytest.mark.parametrize("module", ["tpu"], indirect=True)
+
+
 class TestPallas:
+  """Pages and prefills of GPUs alone are in kernels_gpu_test.py."""
+
   # Heads of keys that the kernel has, and three, which it has not.
+  @ON_TPU
   @pytest.mark.parametrize("window", [None, 1, 6])
   @pytest.mark.parametrize(
     "heads, kv_heads, size, queries, shards",
@@ -170,16 +182,13 @@ class TestPallas:
   def test_attention_on_pages_equals_that_of_xla(
     self, module, heads, kv_heads, size, queries, shards, window
   ):
-    config = _kind(heads, kv_heads, size, window=window)
-    run = functools.partial(_on_pages, tables=_block_tables(shards))
-    qkv = _qkv(config, queries, LENGTHS.max())
-    got, expected = _both(
-      module, lambda backend, q, k, v: run(backend, q=q, k=k, v=v), config, *qkv
-    )
+    kind = _kind(heads, kv_heads, size, window=window)
+    qkv = _qkv(kind, queries, LENGTHS.max())
+    got, expected = _on_pages_of_both(module, kind, qkv, shards)
     _close(got, expected)
     assert not np.any(got[2])
 
-  @pytest.mark.parametrize("module", ["tpu"], indirect=True)
+  @ON_TPU
   def test_pages_before_the_window_are_not_read(self, module):
     backend = module.make_pallas(_kind(window=4), sharding=None)
     q, k, v = map(np.array, _qkv(_kind(), 1, LENGTHS.max()))
@@ -191,36 +200,25 @@ class TestPallas:
     np.testing.assert_array_equal(run(q, k, v), expected)
 
   def test_bfloat16_is_as_near_as_its_rounding(self, module):
-    config = _kind(2, 1)
-    qkv = _qkv(config, 2, LENGTHS.max(), jnp.bfloat16)
-    run = functools.partial(_on_pages, tables=_block_tables(1))
-    got, expected = _both(
-      module, lambda backend, q, k, v: run(backend, q=q, k=k, v=v), config, *qkv
-    )
+    kind = _kind(2, 1)
+    qkv = _qkv(kind, 2, LENGTHS.max(), jnp.bfloat16)
+    got, expected = _on_pages_of_both(module, kind, qkv)
     assert got.dtype == jnp.bfloat16
     np.testing.assert_allclose(
       got.astype(np.float32), expected.astype(np.float32), atol=0.02
     )
 
+  @ON_TPU
   def test_eight_bit_pages_equal_those_of_xla(self, module):
-    config = _kind()
-    qkv = _qkv(config, 1, LENGTHS.max())
-    run = functools.partial(_on_pages, tables=_block_tables(1))
-    got, expected = _both(
-      module,
-      lambda backend, q, k, v: run(
-        backend, q=q, k=k, v=v, dtype=jnp.float8_e4m3fn
-      ),
-      config,
-      *qkv,
-    )
-    _close(got, expected)
+    qkv = _qkv(_kind(), 1, LENGTHS.max())
+    _close(*_on_pages_of_both(module, _kind(), qkv, dtype=jnp.float8_e4m3fn))
 
   def test_eight_bit_pages_need_two_heads_on_a_device(self):
     backend = kernels_tpu.make_pallas(_kind(2, 1), sharding=None)
     with pytest.raises(InputError, match="needs two KV heads .* has 1 on 1"):
       backend.init_paged(1, PAGES, PAGE, jnp.float8_e4m3fn)
 
+  @ON_TPU
   @pytest.mark.parametrize("window", [None, 5])
   def test_a_prefill_in_chunks_and_then_pages_equal_xla(self, module, window):
     config, time = _kind(window=window), 12
@@ -257,18 +255,10 @@ class TestPallas:
       ("data", "tensor"),
       axis_types=(AxisType.Auto,) * 2,
     )
-    sharding = NamedSharding(mesh, PartitionSpec("data", *heads_axis))
-    config = _kind(6, 2)
-    qkv = _qkv(config, 1, LENGTHS.max())
-    run = functools.partial(_on_pages, tables=_block_tables(shards))
-    got, expected = _both(
-      module,
-      lambda backend, q, k, v: run(backend, q=q, k=k, v=v),
-      config,
-      *qkv,
-      sharding=sharding,
-    )
-    _close(got, expected)
+    kind, place = _kind(6, 2), PartitionSpec("data", *heads_axis)
+    qkv = _qkv(kind, 1, LENGTHS.max())
+    sharding = NamedSharding(mesh, place)
+    _close(*_on_pages_of_both(module, kind, qkv, shards, sharding=sharding))
 
   @pytest.mark.slow
   def test_an_engine_writes_the_tokens_that_it_writes_with_xla(self, module):
@@ -341,6 +331,14 @@ class TestPackedAttention:
     out, pull = jax.vjp(jax.jit(function), q, k, v)
     return out, *pull(g)
 
+  def _assert_equal(self, ours, xla, *rows):
+    for got, expected in zip(
+      self._with_gradients(ours, *rows), self._with_gradients(xla, *rows)
+    ):
+      # Sums of products round by their largest terms, also where they cancel.
+      scale = np.abs(expected).max()
+      np.testing.assert_allclose(got, expected, rtol=1e-5, atol=2e-6 * scale)
+
   # Sizes that fill no block, and more than one block of 128. A window within a
   # block, and one that leaves out whole blocks.
   @pytest.mark.parametrize(
@@ -352,17 +350,13 @@ class TestPackedAttention:
       (4, 1, 256, 520, 50),
     ],
   )
+  @ON_TPU
   def test_equals_xla(self, module, heads, kv_heads, size, time, window):
     config = _kind(heads, kv_heads, size, window=window)
     rows = self._rows(config, time)
     ours = module.make_packed_attention(config, sharding=None).attend
     xla = functools.partial(attention.packed_attention, window=window)
-    for got, expected in zip(
-      self._with_gradients(ours, *rows), self._with_gradients(xla, *rows)
-    ):
-      # Sums of products round by their largest terms, also where they cancel.
-      scale = np.abs(expected).max()
-      np.testing.assert_allclose(got, expected, rtol=1e-5, atol=2e-6 * scale)
+    self._assert_equal(ours, xla, *rows)
 
   # On a device: all of a row, a part that fills no block, or several blocks.
   @pytest.mark.parametrize(
@@ -383,52 +377,34 @@ class TestPackedAttention:
       return context.zigzag_unshard(out, parts, time)
 
     xla = functools.partial(attention.packed_attention, window=window)
-    for got, expected in zip(
-      self._with_gradients(ours, *rows), self._with_gradients(xla, *rows)
-    ):
-      # Sums of products round by their largest terms, also where they cancel.
-      scale = np.abs(expected).max()
-      np.testing.assert_allclose(got, expected, rtol=1e-5, atol=2e-6 * scale)
+    self._assert_equal(ours, xla, *rows)
+
+  def _assert_far_blocks_are_not_read(self, module, window, segments):
+    """Neither by queries from 256 on, nor by keys up to 128."""
+    kind = _kind(2, 1, 64, window=window)
+    q, k, v, _, g = self._rows(kind, 512)
+    attend = module.make_packed_attention(kind, sharding=None).attend
+    run = lambda k, v, g: self._with_gradients(attend, q, k, v, segments, g)
+    clean = run(k, v, g)
+    # NaN times a weight of 0 is NaN wherever it is read.
+    broken = np.where(np.arange(512)[:, None, None] < 128, np.nan, [k, v])
+    for got, expected in zip(run(*broken.astype(k.dtype), g)[:2], clean):
+      np.testing.assert_array_equal(got[:, 256:], expected[:, 256:])
+      assert np.isnan(got[:, :128]).all()
+    broken = np.where(np.arange(512)[:, None, None] < 256, g, np.nan)
+    for got, expected in zip(run(k, v, broken.astype(g.dtype))[2:], clean[2:]):
+      np.testing.assert_array_equal(got[:, :128], expected[:, :128])
+      assert np.isnan(got[:, 256:]).all()
 
   def test_blocks_outside_the_window_are_not_read(self, module):
-    config, time = _kind(2, 1, 64, window=64), 512
-    q, k, v, _, g = self._rows(config, time)
-    segments = np.ones((2, time), np.int32)
-    attend = module.make_packed_attention(config, sharding=None).attend
-    run = lambda *x: self._with_gradients(attend, *x, segments, g)
-    clean = run(q, k, v)
-    # NaN times a weight of 0 is NaN wherever it is read.
-    k[:, :128] = v[:, :128] = np.nan
-    out, d_q, *_ = run(q, k, v)
-    for got, expected in zip((out, d_q), clean):
-      np.testing.assert_array_equal(got[:, 256:], expected[:, 256:])
-      assert np.isnan(got[:, :128]).all()
-    q, k, v, _, g = self._rows(config, time)
-    g[:, 256:] = np.nan
-    for got, expected in zip(run(q, k, v)[2:], clean[2:]):
-      np.testing.assert_array_equal(got[:, :128], expected[:, :128])
-      assert np.isnan(got[:, 256:]).all()
+    segments = np.ones((2, 512), np.int32)
+    self._assert_far_blocks_are_not_read(module, 64, segments)
 
-  @pytest.mark.parametrize("module", ["tpu"], indirect=True)
+  @ON_TPU
   def test_blocks_of_other_segments_are_not_read(self, module):
-    config, time = _kind(2, 1, 64), 512
-    q, k, v, _, g = self._rows(config, time)
     # Samples of 1.5 and 1.5 blocks, and padding.
     segments = np.repeat([1, 2, 0], [192, 192, 128])[None].repeat(2, axis=0)
-    attend = module.make_packed_attention(config, sharding=None).attend
-    run = lambda *x: self._with_gradients(attend, *x)
-    clean = run(q, k, v, segments, g)
-    # NaN times a weight of 0 is NaN wherever it is read.
-    k[:, :128] = v[:, :128] = np.nan
-    out, d_q, *_ = run(q, k, v, segments, g)
-    for got, expected in zip((out, d_q), clean):
-      np.testing.assert_array_equal(got[:, 256:], expected[:, 256:])
-      assert np.isnan(got[:, :128]).all()
-    _, k, v, _, g = self._rows(config, time)
-    g[:, 256:] = np.nan
-    for got, expected in zip(run(q, k, v, segments, g)[2:], clean[2:]):
-      np.testing.assert_array_equal(got[:, :128], expected[:, :128])
-      assert np.isnan(got[:, 256:]).all()
+    self._assert_far_blocks_are_not_read(module, None, segments)
 
   @pytest.mark.parametrize("by_keys", [False, True])
   def test_a_skipped_block_prefetches_the_next_one(self, by_keys):

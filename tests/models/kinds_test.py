@@ -8,11 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import tiny
-from helpers.tiny_update import ALGORITHMS
+from helpers import packed, tiny
 
 from jaxrl_llm import models, register, sharding
-from jaxrl_llm.learner import update
 from jaxrl_llm.models import families, hf, layers
 from jaxrl_llm.models.families import llama
 
@@ -67,15 +65,7 @@ def _model():
   return fns, jax.jit(make)(jax.random.key(0))
 
 
-def _rows():
-  positions = np.broadcast_to(np.arange(9, dtype=np.int32), TOKENS.shape)
-  return models.PackedRows(
-    tokens=TOKENS,
-    segments=np.ones_like(TOKENS),
-    positions=positions,
-    targets=np.roll(TOKENS, -1, axis=1),
-    mask=ONES,
-  )
+ROWS = packed.rows(TOKENS)
 
 
 def test_names_are_known_and_taken_once():
@@ -127,9 +117,8 @@ def test_trainer_and_sampler_agree():
 
 def test_states_and_auxiliary_outputs():
   fns, params = _model()
-  rows = _rows()
   states = jax.jit(fns.states, static_argnums=2)
-  found = [states(params, rows, n) for n in (0, 2, 4)]
+  found = [states(params, ROWS, n) for n in (0, 2, 4)]
   embedding = params["embed"]["embedding"]
   np.testing.assert_array_equal(found[0], embedding[TOKENS])
   assert not np.allclose(found[1], found[2])
@@ -143,19 +132,19 @@ def test_states_and_auxiliary_outputs():
     logits, fns.logits(params, TOKENS, ONES), rtol=1e-4, atol=2e-5
   )
   with pytest.raises(ValueError, match="layers"):
-    fns.states(params, rows, 5)
+    fns.states(params, ROWS, 5)
   with pytest.raises(ValueError, match="multiple of the period 2, got 3"):
-    fns.states(params, rows, 3)
+    fns.states(params, ROWS, 3)
   # The energy of the second layer is what its MLP added; all layers are summed.
-  out, aux = jax.jit(fns.logprobs)(params, rows)
+  out, aux = jax.jit(fns.logprobs)(params, ROWS)
   assert out.logprobs.shape == aux["energy"].shape == TOKENS.shape
   without = jax.tree.map(jnp.copy, params)
   down = without["layers1"]["mlp"]["down"]
   down["kernel"] = down["kernel"].at[1].set(0.0)
-  _, first = jax.jit(fns.logprobs)(without, rows)
+  _, first = jax.jit(fns.logprobs)(without, ROWS)
   assert (np.asarray(aux["energy"]) > np.asarray(first["energy"])).all()
   down["kernel"] = jnp.zeros_like(down["kernel"])
-  _, none = jax.jit(fns.logprobs)(without, rows)
+  _, none = jax.jit(fns.logprobs)(without, ROWS)
   np.testing.assert_array_equal(none["energy"], 0.0)
 
 
@@ -180,27 +169,3 @@ def test_has_a_place_on_a_mesh():
   )
   up = lambda layer: layer["mlp"]["up"]["kernel"].spec
   assert tuple(up(sampled["layers"][3])) == tuple(up(trained["layers1"]))[1:]
-
-
-def test_its_loss_is_a_mean_over_tokens():
-  """In two micro-batches as in one."""
-  fns, params = _model()
-  algorithm = ALGORITHMS["policy"]
-  objective = update.policy_objective(fns, algorithm.policy_loss, {})
-  weights = np.zeros(TOKENS.shape, np.float32)
-  weights[0, 2:5], weights[1, 1] = 0.25, 0.25
-  zeros = np.zeros(TOKENS.shape, np.float32)
-  names = {"proximal_logprobs", *algorithm.policy_inputs}
-
-  def loss(rows):
-    inputs = dict.fromkeys(names, zeros[rows]) | {"weights": weights[rows]}
-    packed = jax.tree.map(lambda x: x[rows], _rows())
-    micro = {"packed": packed, "mask": ONES[rows], "inputs": inputs}
-    _, (sums, _, _) = jax.jit(objective.loss)(params, micro, 1.0)
-    return float(sums["policy/energy_loss"])
-
-  _, aux = jax.jit(fns.logprobs)(params, _rows())
-  expected = float(jnp.sum(weights * aux["energy"]))
-  np.testing.assert_allclose(loss(slice(0, 2)), expected, rtol=1e-6)
-  parts = loss(slice(0, 1)) + loss(slice(1, 2))
-  np.testing.assert_allclose(parts, expected, rtol=1e-6)

@@ -186,31 +186,3 @@ class TestPagedAttention:
     assert got.dtype == jnp.bfloat16
     expected = _paged(q, kv_cache, tables, positions)
     np.testing.assert_allclose(got, expected, atol=0.05)
-
-
-class TestWritePaged:
-  def test_leaves_everything_else_as_it_was(self, monkeypatch):
-    tables, count = _layout([5, 3], shards=2, page=4, spare=1, seed=0)
-    size = (2, count, 1)
-    monkeypatch.setattr(paged_attention, "_MIN_SEGMENT", 1)
-    kv_cache = _segmented(
-      jnp.full((*size, D, 4), 7.0), jnp.full((*size, 4, D), 7.0)
-    )
-    k = np.arange(4.0).reshape(2, 2, 1, 1) * np.ones(D, np.float32)
-    # The first slot has no page for position 8, the second does not write.
-    positions = np.array([[4, 8], [0, 2]], np.int32)
-    writing = np.array([[True, True], [False, True]])
-    written = _write(kv_cache, k, -k, tables, positions, writing)
-    narrow = kv_cache_lib.make_block_tables(
-      np.full_like(tables.page_indices, 1), shards=2, pages=1, page_size=4
-    )
-    part = _write(kv_cache, k, -k, narrow, positions, writing)
-    for old, new in zip(kv_cache[1:], part[1:], strict=True):
-      jax.tree.map(np.testing.assert_array_equal, new, old)
-    keys, values = (np.concatenate(x, axis=1) for x in zip(*written))
-    expected = np.full((*size, 4), 7.0)
-    expected[0, tables.page_indices[0, 1], 0, 0] = 0.0
-    expected[1, tables.page_indices[1, 0], 0, 2] = 3.0
-    np.testing.assert_array_equal(keys[..., 0, :], expected)
-    expected = np.where(expected == 7.0, 7.0, -expected)
-    np.testing.assert_array_equal(values[..., 0], expected)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import tiny
+from helpers import packed, tiny
 
 from jaxrl_llm import models
 from jaxrl_llm.models import attention, decoding, kernels, numerics, transformer
@@ -20,19 +20,13 @@ KIND = CONFIG.period[0].attention
 PROMPTS = np.array([1, 4, 6])
 
 
-def _tokens(batch=3, time=T, seed=0):
-  draw = np.random.default_rng(seed).integers
-  return draw(0, CONFIG.vocab_size, (batch, time)).astype(np.int32)
+def _tokens():
+  draw = np.random.default_rng(0).integers
+  return draw(0, CONFIG.vocab_size, (3, T)).astype(np.int32)
 
 
 def _ones(tokens):
   return np.ones(tokens.shape, bool)
-
-
-def _positions(tokens):
-  return np.broadcast_to(
-    np.arange(tokens.shape[1], dtype=np.int32), tokens.shape
-  )
 
 
 def _close(got, expected, atol=2e-5):
@@ -53,18 +47,6 @@ class TestPages:
   SLOTS = np.array([3, 0, 2])
   TABLE = np.array([[6, 0, 3], [12, 12, 12], [11, 4, 9], [1, 8, 2]], np.int32)
 
-  def _tables(self, table=None):
-    """Of twelve pages on one shard."""
-    table = self.TABLE if table is None else table
-    return models.make_block_tables(table, shards=1, pages=12, page_size=4)
-
-  def _cache(self, fns, sampler, tokens, fill=7.0):
-    """Prefilled prompts of 6, among old values."""
-    prefilled = fns.prefill(sampler, tokens)
-    kv_cache = jax.tree.map(lambda x: x + fill, fns.init_kv_cache(1, 12, 4))
-    pages = self.TABLE[self.SLOTS, None, :2]
-    return models.write_pages(kv_cache, prefilled, pages)
-
   @pytest.mark.parametrize("queries", [1, 2])
   def test_prefill_then_decode_equal_the_full_forward(self, queries):
     fns, params = tiny.tiny_policy()
@@ -74,7 +56,15 @@ class TestPages:
     # Anything may stand in the padding of a prompt.
     padded = tokens[:, : PROMPTS.max()].copy()
     padded[np.arange(PROMPTS.max())[None] >= PROMPTS[:, None]] = 5
-    kv_cache = self._cache(fns, sampler, padded)
+    # They are written among old values, to twelve pages on one shard.
+    kv_cache = models.write_pages(
+      jax.tree.map(lambda x: x + 7.0, fns.init_kv_cache(1, 12, 4)),
+      fns.prefill(sampler, padded),
+      self.TABLE[self.SLOTS, None, :2],
+    )
+    tables = models.make_block_tables(
+      self.TABLE, shards=1, pages=12, page_size=4
+    )
     position = np.zeros(4, np.int32)
     position[self.SLOTS] = PROMPTS - 1  # The last token is read again.
     for _ in range(-(-(T - PROMPTS.min() + 1) // queries)):
@@ -85,63 +75,12 @@ class TestPages:
       step = np.full((4, queries), 9, np.int32)  # In slot 1, anything.
       step[self.SLOTS] = np.take_along_axis(tokens, at[self.SLOTS], axis=1)
       logits, kv_cache = fns.decode(
-        sampler, kv_cache, self._tables(), step, at, writing
+        sampler, kv_cache, tables, step, at, writing
       )
       assert logits.shape == (4, queries, CONFIG.vocab_size)
       expected = np.take_along_axis(full, at[self.SLOTS][..., None], axis=1)
       _close(logits[self.SLOTS], expected)
       position += queries
-
-  def test_copied_pages_hold_what_is_written(self):
-    fns, params = tiny.tiny_policy()
-    tokens = _tokens()
-    sampler = fns.for_sampling(params)
-    kv_cache = self._cache(fns, sampler, tokens[:, :6])
-    # The last slot's first page and one of the first slot's, elsewhere.
-    kv_cache = models.copy_pages(
-      kv_cache, np.array([[1, 0, 3]]), np.array([[5, 10, 12]])
-    )
-    table = self.TABLE.copy()
-    table[3, 0], table[0, 1] = 5, 10
-    full = fns.logits(params, tokens, _ones(tokens))
-    for t in range(6, T):
-      step = np.zeros((4, 1), np.int32)
-      step[self.SLOTS, 0] = tokens[:, t]
-      logits, kv_cache = fns.decode(
-        sampler,
-        kv_cache,
-        self._tables(table),
-        step,
-        np.full((4, 1), t, np.int32),
-        np.array([[True], [False], [True], [True]]),
-      )
-      _close(logits[self.SLOTS, 0], full[:, t])
-
-  def test_a_prefill_is_written_to_every_slot_that_shares_them(self):
-    fns, params = tiny.tiny_policy()
-    prefilled = fns.prefill(fns.for_sampling(params), _tokens()[:, :6])
-    kv_cache = fns.init_kv_cache(2, 4, 4)
-    # Two shards of four pages: 4 drops a block.
-    pages = np.array([[[0, 2], [1, 0]], [[4, 4], [4, 4]], [[3, 4], [4, 4]]])
-    out = models.write_pages(kv_cache, prefilled, pages)
-    for ((keys, values),), (new_keys, new_values) in zip(out, prefilled):
-      keys, values = (np.asarray(x) for x in (keys, values))
-      keys, values = (
-        keys.reshape(8, *keys.shape[2:]),
-        values.reshape(8, *values.shape[2:]),
-      )
-      for row, first, second in ((0, 0, 2), (0, 5, 4), (2, 3, None)):
-        np.testing.assert_array_equal(keys[first], new_keys[row, :, :, :4])
-        np.testing.assert_array_equal(values[first], new_values[row, :, :4])
-        if second is not None:
-          np.testing.assert_array_equal(
-            keys[second, :, :, :2], new_keys[row, :, :, 4:]
-          )
-          np.testing.assert_array_equal(
-            values[second, :, :2], new_values[row, :, 4:]
-          )
-      for page in (1, 6, 7):
-        assert not np.any(keys[page]) and not np.any(values[page])
 
   @pytest.mark.parametrize("chunk", [1, 4, 10])
   def test_a_prefill_in_chunks_equals_one_at_once(self, chunk):
@@ -151,32 +90,6 @@ class TestPages:
     parts = _prefilled(sampler, tokens, chunk=chunk)
     for part, expected in zip(jax.tree.leaves(parts), jax.tree.leaves(whole)):
       np.testing.assert_allclose(part, expected, rtol=0, atol=1e-5)
-
-  @pytest.mark.parametrize(
-    "dtype, near", [("bfloat16", 0.05), ("float8_e4m3fn", 0.5)]
-  )
-  def test_the_cache_may_have_another_dtype(self, dtype, near):
-    _, params = tiny.tiny_policy()
-    sampler = models.Numerics(kv=jnp.dtype(dtype))
-    fns = models.make_policy(CONFIG, sampler=sampler)
-    fns = fns._replace(prefill=jax.jit(fns.prefill))
-    tokens = _tokens()
-    sampler = fns.for_sampling(params)
-    kv_cache = self._cache(fns, sampler, tokens[:, :6])
-    # The first page of the last slot, elsewhere.
-    kv_cache = models.copy_pages(kv_cache, np.array([[1]]), np.array([[5]]))
-    table = self.TABLE.copy()
-    table[3, 0] = 5
-    step = np.zeros((4, 1), np.int32)
-    step[self.SLOTS, 0] = tokens[:, 6]
-    logits, kv_cache = jax.jit(fns.decode)(
-      *(sampler, kv_cache, self._tables(table)),
-      *(step, np.full_like(step, 6), step >= 0),
-    )
-    assert {x.dtype for x in jax.tree.leaves(kv_cache)} == {jnp.dtype(dtype)}
-    full = tiny.tiny_policy()[0].logits(params, tokens, _ones(tokens))
-    error = np.abs(logits[self.SLOTS, 0] - full[:, 6]).max()
-    assert 0 < error < near
 
   def test_eight_bit_keys_out_of_range_are_clipped(self):
     numerics = models.Numerics(kv=jnp.float8_e4m3fn)
@@ -269,60 +182,6 @@ class TestSamplerDtype:
 
 
 class TestHidden:
-  def _hidden(self, tokens, segments=None, positions=None, prefixes=None):
-    _, params = tiny.tiny_policy()
-    segments = np.ones_like(tokens) if segments is None else segments
-    positions = _positions(tokens) if positions is None else positions
-    prefixes = np.zeros_like(tokens) if prefixes is None else prefixes
-    return _hidden(params, tokens, segments, positions, prefixes)
-
-  def test_scanned_equals_unrolled(self):
-    """Which reads all tokens at once, and nothing before them."""
-    fns, params = tiny.tiny_policy()
-    tokens, pages = _tokens(), np.arange(9, dtype=np.int32)
-    unrolled, _ = fns.decode(
-      fns.for_sampling(params),
-      fns.init_kv_cache(1, 9, 4),
-      models.make_block_tables(
-        pages.reshape(3, 3), shards=1, pages=9, page_size=4
-      ),
-      tokens,
-      _positions(tokens),
-      _ones(tokens),
-    )
-    _close(fns.logits(params, tokens, _ones(tokens)), unrolled)
-
-  def test_packed_equals_alone(self):
-    a, b = _tokens(batch=2)[:, :5]
-    packed = np.concatenate([a, b, [0]])[None]
-    segments = np.repeat([1, 2, 0], [5, 5, 1])[None].astype(np.int32)
-    positions = np.array([[*range(5), *range(5), 0]], np.int32)
-    out = self._hidden(packed, segments, positions)
-    alone = self._hidden(
-      np.concatenate([[a, b], np.zeros((2, T - 5))], 1).astype(np.int32),
-      np.repeat([[1, 0]], [5, T - 5], 1).repeat(2, 0).astype(np.int32),
-    )
-    _close(out[0, :5], alone[0, :5])
-    _close(out[0, 5:10], alone[1, :5])
-    assert np.isfinite(out).all()
-
-  def test_a_shared_prompt_equals_a_prompt_each(self):
-    # Prompt of 4, the last token of which opens each of two branches.
-    a, b = _tokens(batch=2)[:, :7]
-    b[:4] = a[:4]
-    shared = np.concatenate([a[:3], a[3:], b[3:]])[None]
-    out = self._hidden(
-      shared,
-      np.repeat([1, 2, 3], [3, 4, 4])[None].astype(np.int32),
-      np.array([[*range(3), *range(3, 7), *range(3, 7)]], np.int32),
-      np.repeat([0, 1, 1], [3, 4, 4])[None].astype(np.int32),
-    )
-    padded = np.zeros((2, T), np.int32)
-    padded[:, :7] = a, b
-    alone = self._hidden(padded)
-    _close(out[0, :7], alone[0, :7])
-    _close(out[0, 7:], alone[1, 3:7])
-
   def test_right_padding_changes_nothing(self):
     fns, params = tiny.tiny_policy()
     tokens = _tokens()
@@ -334,29 +193,21 @@ class TestHidden:
     np.testing.assert_array_equal(first[mask], second[mask])
     _close(first[mask], whole[mask])
 
-  def test_a_token_sees_nothing_after_it(self):
-    tokens = _tokens()
-    changed = tokens.copy()
-    changed[:, 6:] = (changed[:, 6:] + 1) % CONFIG.vocab_size
-    before, after = self._hidden(tokens), self._hidden(changed)
-    np.testing.assert_array_equal(before[:, :6], after[:, :6])
-    assert np.all(np.any(before[:, 6:] != after[:, 6:], axis=-1))
-
   def test_only_differences_of_positions_matter(self):
-    tokens = _tokens()
-    shifted = self._hidden(tokens, positions=_positions(tokens) + 13)
-    _close(self._hidden(tokens), shifted, atol=1e-4)
-    stretched = self._hidden(tokens, positions=_positions(tokens) * 2)
+    _, params = tiny.tiny_policy()
+    rows = packed.rows(_tokens())
+    at = lambda positions: _hidden(params, rows.replace(positions=positions))
+    shifted = at(rows.positions + 13)
+    _close(at(rows.positions), shifted, atol=1e-4)
+    stretched = at(rows.positions * 2)
     assert np.abs(stretched - shifted).max() > 1e-2
 
 
 @jax.jit
-def _hidden(params, tokens, segments, positions, prefixes):
+def _hidden(params, rows):
   return transformer.hidden(
     params,
-    models.PackedRows(
-      tokens=tokens, segments=segments, positions=positions, prefixes=prefixes
-    ),
+    rows,
     config=CONFIG,
     numerics=models.Numerics(),
     remat_policy="none",
@@ -365,15 +216,8 @@ def _hidden(params, tokens, segments, positions, prefixes):
 
 
 @functools.partial(jax.jit, static_argnames="fns")
-def _loss_and_grads(params, tokens, mask, fns):
+def _loss_and_grads(params, rows, fns):
   def loss(params):
-    rows = models.PackedRows(
-      tokens=tokens,
-      segments=jnp.ones_like(tokens),
-      positions=jnp.broadcast_to(jnp.arange(T)[None], tokens.shape),
-      targets=jnp.roll(tokens, -1, axis=1),
-      mask=mask,
-    )
     out, _ = fns.logprobs(params, rows)
     return jnp.sum(out.logprobs) - 0.3 * jnp.sum(out.entropy)
 
@@ -390,7 +234,7 @@ class TestRematAndDtype:
     fns = models.make_policy(CONFIG, head_chunk=8, **settings)
     tokens = _tokens()
     mask = np.arange(T)[None] < np.array([[10], [7], [3]])
-    return _loss_and_grads(params, tokens, mask, fns)
+    return _loss_and_grads(params, packed.rows(tokens, mask), fns)
 
   @pytest.mark.parametrize("policy", ["full", "dots"])
   def test_remat_changes_neither_value_nor_gradient(self, policy):
@@ -431,22 +275,6 @@ class TestParameters:
     assert np.any(up(first)[0] != up(first)[1])
     assert np.any(up(first) != up(second))
 
-  def test_sampling_params_are_the_layers_one_by_one(self):
-    fns, params = tiny.tiny_policy()
-    sampler = fns.for_sampling(params)
-    for i, layer in enumerate(sampler["layers"]):
-      jax.tree.map(
-        np.testing.assert_array_equal,
-        layer,
-        jax.tree.map(lambda x, i=i: x[i], params["layers"]),
-      )
-
-
-def _rows(tokens):
-  return models.PackedRows(
-    tokens=tokens, segments=np.ones_like(tokens), positions=_positions(tokens)
-  )
-
 
 class TestValue:
   def test_starts_at_zero_from_a_copy_of_the_policy(self):
@@ -454,7 +282,7 @@ class TestValue:
     fns = models.make_value(CONFIG)
     critic = fns.from_policy(params)
     tokens = _tokens()
-    values, _ = jax.jit(fns.values)(critic, _rows(tokens))
+    values, _ = jax.jit(fns.values)(critic, packed.rows(tokens))
     np.testing.assert_array_equal(values, np.zeros(tokens.shape, np.float32))
     for mine, theirs in zip(
       jax.tree.leaves(critic["layers"]), jax.tree.leaves(params["layers"])
@@ -467,11 +295,13 @@ class TestValue:
     fns = models.make_value(CONFIG, reads_logprobs=True)
     critic, tokens = make(fns), _tokens()
     alone = {k: v for k, v in critic.items() if k != "surprise"}
-    without, _ = models.make_value(CONFIG).values(alone, _rows(tokens))
+    without, _ = models.make_value(CONFIG).values(alone, packed.rows(tokens))
 
     @jax.jit
     def values(logprobs):
-      return fns.values(critic, _rows(tokens).replace(logprobs=logprobs))[0]
+      return fns.values(critic, packed.rows(tokens).replace(logprobs=logprobs))[
+        0
+      ]
 
     certain = np.zeros(tokens.shape, np.float32)
     expected = values(certain)
@@ -493,10 +323,8 @@ class TestValue:
     make = lambda params, key: tiny.widen(fns.from_policy(params), key)
     critic = jax.jit(make)(params, jax.random.key(5))
     tokens = _tokens()
-    segments, positions = np.ones_like(tokens), _positions(tokens)
-    got, _ = jax.jit(fns.values)(critic, _rows(tokens))
-    none = np.zeros_like(tokens)
-    states = _hidden(critic, tokens, segments, positions, none)
+    got, _ = jax.jit(fns.values)(critic, packed.rows(tokens))
+    states = _hidden(critic, packed.rows(tokens))
     head = jax.tree.map(np.asarray, critic["value_head"])
     expected = np.asarray(states) @ head["kernel"][:, 0] + head["bias"]
     _close(got, expected)

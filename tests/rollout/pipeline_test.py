@@ -169,26 +169,24 @@ class TestStreaming:
 
 
 class TestFailure:
-  def test_of_the_worker_comes_before_an_update(self):
-    pipeline = Pipeline(lag=0, overlap=True, max_staleness=0, streaming=True)
-    timer = metrics.PhaseTimer()
+  @pytest.mark.parametrize(
+    "settings",
+    [
+      {"lag": 1, "overlap": True},
+      {"lag": 1, "overlap": False},
+      {"lag": 0, "overlap": True, "streaming": True},  # Before an update.
+    ],
+  )
+  def test_of_the_worker_comes_out_of_the_loop(self, settings):
+    pipeline = Pipeline(max_staleness=0, **settings)
 
     def collect(state, source_state, arrived):
       raise OSError("no space left")
 
     with pytest.raises(OSError, match="no space left"):
       with pipeline.writing(collect, None, None, version=0, ready=0) as written:
-        list(pipeline.arriving(written, 0, timer))
-
-  @pytest.mark.parametrize("overlap", [True, False])
-  def test_of_the_worker_comes_out_of_the_loop(self, overlap):
-    pipeline = Pipeline(lag=1, overlap=overlap, max_staleness=0)
-
-    def collect(state, source_state, arrived):
-      raise OSError("no space left")
-
-    with pytest.raises(OSError, match="no space left"):
-      with pipeline.writing(collect, None, None, version=0, ready=0) as written:
+        if pipeline.streaming:
+          list(pipeline.arriving(written, 0, metrics.PhaseTimer()))
         written[0].result()
 
   def test_of_the_learner_leaves_nobody_at_work(self):

@@ -1,7 +1,6 @@
 """Tools: what a chat model is told, and what its calls come to."""
 
 import json
-import time
 
 import pytest
 
@@ -129,9 +128,7 @@ class TestTools:
     assert told["function"]["parameters"]["required"] == ["code"]
 
   def test_starts_without_an_end_are_no_calls(self):
-    start = time.process_time()
     assert tools.Tools().step("<tool_call>" * 50_000).done
-    assert time.process_time() - start < 1.0
 
   def test_of_ones_own(self):
     register.tools("areas", area)

@@ -511,21 +511,6 @@ class TestDrawnTwice:
         assert len(members) == 4
     assert {answer for _, answer in run.pool.seen} == {"answer 5"}
 
-  def test_verdicts_of_one_draw_do_not_mix_the_other(self):
-    # The first draw is all right, the second all wrong, the others are mixed.
-    right = lambda i: i < 4 or (i >= 8 and i % 2 == 0)
-    run = Run(
-      right=right,
-      source=Source(lambda position: 5),
-      dynamic_sampling=True,
-      max_rounds=9,
-    )
-    collected = run.collect()
-    group_ids = collected.batch.responses.rollout.group_id
-    assert np.unique(group_ids).tolist() == [2, 3]
-    assert collected.batch.metrics["rollout/rounds"] == 2
-    assert collected.batch.metrics["rollout/mixed_fraction"] == 0.5
-
 
 class TestDynamicSampling:
   @pytest.mark.parametrize("stop", ["all", "first_groups"])
@@ -546,6 +531,14 @@ class TestDynamicSampling:
     group = lambda i: {right(i // 4 * 4 + k) for k in range(4)}
     alike = {i for i in lost if len(group(i)) == 1}
     assert alike and (stop == "all" or lost == alike)
+
+  def test_mixed_groups_alone_are_as_without_it(self):
+    one, other = (
+      Run(dynamic_sampling=on, max_rounds=2).collect() for on in (True, False)
+    )
+    chex.assert_trees_all_equal(one.batch.responses, other.batch.responses)
+    assert one.source_state == other.source_state
+    assert one.state == other.state and one.state.store is None
 
   def test_gives_up_with_the_numbers(self):
     run = Run(right=lambda i: True, dynamic_sampling=True, max_rounds=3)
@@ -618,23 +611,6 @@ class TestMixed:
     responses = self.make([0, 0], [1, 1])
     responses = responses.replace(rewards=np.asarray([1.0, 0.5], np.float32))
     assert not mixed(responses).any()
-
-
-class TestTooOld:
-  def old(self, version, max_staleness):
-    rollout = tiny_run.random_rollout(np.random.default_rng(0), rows=5).replace(
-      group_id=np.asarray([7, 3, 7, 3, 9], np.int32),
-      lengths=np.asarray([2, 1, 0, 4, 0], np.int32),
-    )
-    versions = np.asarray([4, 6, 0, 5, 0], np.int32)
-    rollout.version[:, 0] = versions
-    rollout.mask[:] = np.arange(9) < rollout.lengths[:, None]
-    return too_old(rollout, version, max_staleness).tolist()
-
-  def test_a_group_is_as_old_as_its_oldest_first_token(self):
-    assert self.old(6, 3) == []
-    assert self.old(6, 2) == [0, 2]
-    assert self.old(6, 1) == [0, 1, 2, 3]
 
 
 def test_streams_of_randomness_differ():

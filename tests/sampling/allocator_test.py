@@ -66,14 +66,6 @@ class TestPageAllocator:
     allocator.free(1, pages)
     assert allocator.allocate(1, 3) == [0, 1, 6]
 
-  def test_too_few_are_none_and_nothing_is_taken(self):
-    allocator = allocator_lib.PageAllocator(shards=2, pages=3)
-    assert allocator.allocate(1, 4) is None
-    assert len(allocator.allocate(1, 2)) == 2
-    assert allocator.allocate(1, 2) is None
-    assert len(allocator.allocate(1, 1)) == 1
-    assert len(allocator.allocate(0, 3)) == 3
-
 
 class TestDefaultPageSize:
   @pytest.mark.parametrize(

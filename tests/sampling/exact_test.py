@@ -83,8 +83,13 @@ def largest(own, params, rollout, settings=PLAIN):
 
 
 class TestScore:
-  @pytest.mark.parametrize("dtype", DTYPES)
-  @pytest.mark.parametrize(("slots", "page_size", "kv_pages"), SIZES)
+  @pytest.mark.parametrize(
+    ("dtype", "slots", "page_size", "kv_pages"),
+    [
+      *(("float32", *sizes) for sizes in SIZES),
+      *(("bfloat16", *sizes) for sizes in SIZES[::3]),
+    ],
+  )
   def test_gives_the_log_probs_of_the_draw(
     self, dtype, slots, page_size, kv_pages
   ):
@@ -133,8 +138,9 @@ class TestScore:
     greedy = SamplingSettings(temperature=0.0)
     assert largest(own, params, sample(own, params, greedy), greedy) == 0
 
-  @pytest.mark.parametrize("dtype", DTYPES)
-  @pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2)])
+  @pytest.mark.parametrize(
+    ("dtype", "sizes"), [("float32", (2, 2, 2)), ("bfloat16", (8, 1, 1))]
+  )
   def test_on_a_mesh_of_eight_devices(self, dtype, sizes):
     mesh = sharding.make_mesh(**dict(zip(("data", "fsdp", "tensor"), sizes)))
     own, params = engine(dtype, 64, mesh=mesh), policy(dtype, mesh)[1]
@@ -152,16 +158,6 @@ class TestTokens:
     np.testing.assert_array_equal(rollout.tokens, plain.tokens)
     np.testing.assert_array_equal(rollout.status, plain.status)
     np.testing.assert_array_equal(rollout.mask, plain.mask)
-
-  def test_greedy_ones_too(self):
-    settings = SamplingSettings(temperature=0.0, stop_strings=("1",))
-    params = policy("float32")[1]
-    rollout, plain = (
-      sample(engine("float32", exact=exact), params, settings)
-      for exact in (True, False)
-    )
-    np.testing.assert_array_equal(rollout.tokens, plain.tokens)
-    assert (rollout.status == Status.FINISHED).any()
 
 
 class TestContinued:

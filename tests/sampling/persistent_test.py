@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from helpers import scripted, tiny_engine, tiny_window
-from helpers.tiny_engine import IDS, KEY, PROMPTS, SETTINGS, G
+from helpers.tiny_engine import KEY, SETTINGS, G
 
 from jaxrl_llm import sharding
 from jaxrl_llm.errors import InputError
@@ -153,15 +153,8 @@ class TestPrefill:
     engine = scripted.make_engine(slots=8, page_size=2)
     prompts = [[40, 5, 6, 7, 8], [30, 9], [20]]
 
-    def rule(view):
-      readers = engine._cache.allocator._readers
-      if view.active.any() and not view.lengths.any():
-        seen.append(np.bincount(readers[0])[2:].tolist())
-      return rules.continuous_batching(view)
-
-    seen = []
     ids = np.arange(9).reshape(3, 3)
-    call = {"key": KEY, "settings": scripted.GREEDY, "rule": rule}
+    call = {"key": KEY, "settings": scripted.GREEDY}
     out = tiny_engine.write(engine, (), prompts, ids, **call)
     scripted.check(out, [p for p in prompts for _ in range(3)])
     # Of the third prompt, one response found no slot at first.
@@ -200,16 +193,6 @@ class TestPrefill:
     if rest is not None:
       tiny_window.write_window(rest, params=same, **call)
       assert engine.last_stats.prefill_tokens == 0
-
-  def test_kept_contexts_give_way_to_responses(self):
-    engine = scripted.make_engine(slots=4, page_size=8, kv_pages=14)
-    engine.set_params((), 0)
-    for seed in range(4):
-      prompts = _prompts(12, seed=seed)
-      rollout, _ = add(engine, prompts, extendable=True)
-      finish(engine)
-      scripted.check(rollout, prompts)
-    assert engine._cache.allocator._kept
 
 
 class TestExtend:
@@ -253,30 +236,6 @@ class TestExtend:
     finish(engine)
     prefilled = (engine.stats - before).prefill_tokens
     assert prefilled == (2 if extendable else length + 2)
-
-  def test_equals_a_prefill_of_the_whole(self):
-    engine = tiny_engine.make_engine(slots=32)
-    runs = []
-    for new_weights in (False, True):
-      engine.set_params(tiny_engine.params(), 0)
-      rollout = new_requests(PROMPTS, IDS, range(5), engine.config)
-      requests = engine.add(
-        rollout, key=KEY, settings=SETTINGS, group_size=G, window=4
-      )
-      finish(engine)
-      open_ = [r for r in requests if r.row.status[0] == Status.TRUNCATED]
-      for request in open_:
-        request.pause_at = request.max_tokens
-        engine.answer(request, [17, 23, 5], Origin.FOREIGN)
-      if new_weights:
-        engine.set_params(dict(tiny_engine.params()), 0)
-      before = engine.stats
-      finish(engine)
-      prefilled = (engine.stats - before).prefill_tokens
-      assert prefilled >= 3 * len(open_)
-      assert (prefilled == 3 * len(open_)) != new_weights
-      runs.append(rollout)
-    tiny_engine.assert_same_responses(*runs)
 
   def test_refuses_what_is_being_written_and_what_does_not_fit(self):
     engine = scripted.engine()

@@ -70,20 +70,6 @@ class TestStateless:
     assert not np.isin(out.tokens[:, :4], STOP).any()
     assert (out.tokens[there & (place % 2 == 1)] % 2 == 0).any()
 
-  def test_logprobs_are_those_of_the_changed_distribution(self):
-    def only_two(distribution, context, state):
-      del context, state
-      kept = jnp.isin(jnp.arange(67), jnp.asarray([20, 30]))[None]
-      logits = jnp.where(kept, distribution.logits, -jnp.inf)
-      return distribution._replace(logits=logits)
-
-    own = make_engine(processors={"two": LogitsProcessor(only_two)})
-    got = generate(own, settings=SamplingSettings())
-    bias = dict.fromkeys(set(range(67)) - {20, 30}, -np.inf)
-    assert_same_responses(
-      got, generate(settings=SamplingSettings(logit_bias=bias))
-    )
-
   def test_the_order_is_that_of_the_mapping(self):
     def sharpen(distribution, context, state):
       del context, state

@@ -86,7 +86,6 @@ def oracle():
 DRAFTERS = {
   "never drafts": constant(-1),
   "stops too early": constant(STOP[0]),
-  "one token": constant(7),
   "noise": fixed(noise),
   "prompt lookup": prompt_lookup(ngram=1),
   "quantized copy": quantized_copy(tiny.tiny_policy()[0]),
@@ -112,12 +111,6 @@ class TestResponses:
     engine._speculation.choose = lambda active: next(numbers)
     same(generate(engine), expected())
 
-  @pytest.mark.slow
-  def test_greedy_ones_too(self):
-    greedy = SamplingSettings(temperature=0.0)
-    wanted = generate(make_engine(), greedy)
-    same(generate(make_engine(oracle(), 3), greedy), wanted)
-
   def test_cut_by_windows(self):
     engine = make_engine(oracle(), 3)
     cut = new_requests(PROMPTS, list(IDS), [0, 1, 2], engine.config)
@@ -134,27 +127,6 @@ class TestResponses:
     order, wanted = np.argsort(rows.sample_id), expected()
     np.testing.assert_array_equal(rows.tokens[order], wanted.tokens)
     np.testing.assert_array_equal(rows.lengths[order], wanted.lengths)
-
-  @pytest.mark.slow
-  def test_every_random_number_gives_the_same_token(self):
-    """Four tokens, drawn often: drafting cannot bend the distribution."""
-    bias = {t: -np.inf for t in range(67) if t > 3}
-    drawn = {}
-    for token in (None, 2, -1):
-      drafter = () if token is None else (constant(token), 1)
-      drawn[token] = tiny_engine.generate(
-        make_engine(*drafter, slots=512),
-        [PROMPTS[2]],
-        np.arange(512).reshape(1, 512),
-        SamplingSettings(logit_bias=bias, max_new_tokens=2),
-      )
-    for rollout in drawn.values():
-      np.testing.assert_array_equal(rollout.tokens, drawn[None].tokens)
-      token, logprob = rollout.tokens[:, 0], rollout.behavior_logprobs[:, 0]
-      for t in np.unique(token):
-        share = np.exp(logprob[token == t][0])
-        error = np.sqrt(share * (1 - share) / 512)
-        assert abs((token == t).mean() - share) < 4 * error
 
 
 class TestSteps:
@@ -207,19 +179,13 @@ class TestPromptLookup:
 
 class TestQuantize:
   def test_error_is_at_most_half_a_step_of_the_column(self):
-    x = jax.random.normal(jax.random.key(0), (3, 16, 5))
-    out = speculation.dequantize(speculation.quantize({"a": x, "b": x[0, 0]}))
+    x = jax.random.normal(jax.random.key(0), (3, 16, 5)).at[..., 2].set(0.0)
+    quantized = speculation.quantize({"a": x, "b": x[0, 0]})
+    assert quantized["a"].values.dtype == jnp.int8
+    out = speculation.dequantize(quantized)
     step = jnp.max(jnp.abs(x), axis=1, keepdims=True) / 127
     assert jnp.all(jnp.abs(out["a"] - x) <= 0.5001 * step)
     np.testing.assert_array_equal(out["b"], x[0, 0])
-
-  def test_zero_columns_stay(self):
-    out = speculation.dequantize(speculation.quantize({"a": jnp.zeros((4, 2))}))
-    np.testing.assert_array_equal(out["a"], 0)
-
-  def test_is_in_eight_bits(self):
-    q = speculation.quantize({"a": jnp.ones((4, 2))})["a"]
-    assert q.values.dtype == jnp.int8
 
 
 class TestAdaptiveSpeculation:

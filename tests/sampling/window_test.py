@@ -10,7 +10,6 @@ from helpers.tiny_engine import SETTINGS, G, T, make_engine
 from helpers.tiny_window import (
   IDS,
   PLAIN,
-  PROMPTS,
   N,
   assert_same_rows,
   cut,
@@ -33,32 +32,10 @@ class TestUncut:
     assert_same_rows(out, uncut())
     assert {Status.FINISHED, Status.OVERLONG} == set(out.status)
 
-  def test_a_first_window_is_the_start_of_the_uncut(self):
-    out, full = write_window(None, range(N), window=5), uncut()
-    lengths = np.minimum(full.lengths, 5)
-    mask = np.arange(T)[None] < lengths[:, None]
-    np.testing.assert_array_equal(out.lengths, lengths)
-    np.testing.assert_array_equal(out.mask, mask)
-    np.testing.assert_array_equal(out.tokens, np.where(mask, full.tokens, 0))
-    # A stop token as the last one of the window is an end.
-    status = np.where(full.lengths > 5, Status.TRUNCATED, full.status)
-    np.testing.assert_array_equal(out.status, status)
-    assert {Status.FINISHED, Status.TRUNCATED} == set(out.status)
-
   @pytest.mark.parametrize("window", [T, T + 1, 10**6])
   def test_a_window_that_never_closes_equals_generate_to_the_bit(self, window):
     out = write_window(None, range(N), window=window)
     jax.tree.map(np.testing.assert_array_equal, out, uncut())
-
-  def test_cut_and_new_rows_in_one_call_equal_calls_of_their_own(self):
-    rest = cut(write_window(None, [0, 3], window=4))
-    mixed = write_window(rest, [1, 2], window=7)
-    count = len(rest.lengths)
-    assert count > 2  # More than one batch.
-    alone = write_window(rest, window=7)
-    assert_same_rows(tiny_engine.rows(mixed, slice(count)), alone)
-    fresh = write_window(None, [1, 2], window=7)
-    assert_same_rows(tiny_engine.rows(mixed, slice(count, None)), fresh)
 
   def test_a_prompt_may_start_some_responses_later(self):
     ids = [IDS[0, :1], IDS[1], IDS[2, 1:3]]
@@ -70,16 +47,6 @@ class TestUncut:
     out.append(to_the_end(second, window=6))
     out = jax.tree.map(lambda *x: np.concatenate(x), *out)
     assert_same_rows(tiny_engine.rows(out, np.argsort(out.sample_id)), uncut())
-
-  def test_more_prompts_than_are_prefilled_at_a_time(self):
-    ids = IDS.reshape(-1, 1)
-    prompts = [p for p in PROMPTS for _ in range(G)]
-    out = write_window(
-      window=T, prompts=prompts, ids=ids, group_ids=np.arange(len(ids))
-    )
-    names = ("sample_id", "tokens", "lengths", "status")
-    for name in names:
-      np.testing.assert_array_equal(getattr(out, name), getattr(uncut(), name))
 
   # In waves of three, with pages of four positions.
   @pytest.mark.parametrize("slots, page_size", [(3, 4), (16, 64)])
@@ -199,20 +166,6 @@ class TestMaskAndOrigin:
 
 
 class TestEnds:
-  def test_a_stop_token_first_in_a_window_finishes(self):
-    full = uncut()
-    row = np.flatnonzero((full.status == Status.FINISHED) & (full.lengths > 1))[
-      0
-    ]
-    length = full.lengths[row]
-    ids = [full.sample_id[row : row + 1]]
-    rest = write_window(None, [row // G], ids=ids, window=length - 1)
-    assert rest.status.tolist() == [Status.TRUNCATED]
-    out = write_window(rest, window=5)
-    assert out.lengths.tolist() == [length]
-    assert out.window_start.tolist() == [length - 1]
-    assert out.status.tolist() == [Status.FINISHED]
-
   def test_the_limit_wins_over_the_window(self):
     settings = dataclasses.replace(SETTINGS, max_new_tokens=6)
     call = {"settings": settings, "window": 3}
@@ -224,9 +177,3 @@ class TestEnds:
     overlong = second.status == Status.OVERLONG
     assert overlong.any()
     np.testing.assert_array_equal(second.lengths[overlong], 6)
-
-  def test_a_window_beyond_the_limit_stops_there(self):
-    rest = cut(write_window(None, range(N), window=T - 2))
-    out = write_window(rest, window=50)
-    assert Status.TRUNCATED not in out.status
-    np.testing.assert_array_equal(out.lengths[out.status == Status.OVERLONG], T)

@@ -65,32 +65,6 @@ class TestCompilation:
     run(2, other, 5)
     assert len(COMPILED) == count > 0
 
-  def test_prefills_are_bounded_by_the_buckets(self, monkeypatch):
-    engine, shapes = window_engine(), set()
-    prefill = engine._cache.programs.prefill
-
-    def recording(params, tokens):
-      shapes.add(tokens.shape)
-      return prefill(params, tokens)
-
-    programs = engine._cache.programs._replace(prefill=recording)
-    monkeypatch.setattr(engine._cache, "programs", programs)
-    monkeypatch.setattr(engine._cache, "_length_buckets", [6, 16, 32])
-    for window in (2, 5, 9):
-      # The new prompt is longer than some of the contexts that go on.
-      out = write_window(None, [1, 2], window=window)
-      new = [0]
-      while (rest := cut(out)) is not None:
-        params = dict(weights()[1])  # Other weights, though they are equal.
-        out = write_window(rest, new, window=window, params=params)
-        new = []
-    # Two cut rows at a time, and new prompts: a few, or as many as fit.
-    assert shapes <= {
-      *((2, span) for span in (6, 16, 32)),
-      *((count, span) for count in (2, 4) for span in (6, P)),
-    }
-    assert {(2, 6), (2, 16), (2, 32)} < shapes
-
   def test_lowers_the_prefill_of_cut_responses_if_asked(self):
     params = jax.eval_shape(lambda: weights()[1])
     assert len(window_engine().lower(params, prompts=4)) == 2

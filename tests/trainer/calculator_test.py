@@ -57,18 +57,12 @@ def finish(process):
   return output
 
 
-def children(pid):
-  """Processes that a process has started, and not waited for."""
-  return {child.pid for child in psutil.Process(pid).children()}
-
-
-def lives(pid):
+def lives(process):
   """Whether a process runs; one that ended may not have been waited for."""
   try:
-    stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
-  except FileNotFoundError:
+    return process.status() != psutil.STATUS_ZOMBIE
+  except psutil.NoSuchProcess:
     return False
-  return stat.rpartition(")")[2].split()[0] != "Z"
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +112,7 @@ class TestCalculator:
     rows = tmp_path / "metrics.jsonl"
     started = lambda: rows.exists() and rows.read_bytes().count(b"\n") >= 2
     programs.wait_until(lambda: process.poll() is None and started(), "a step")
-    workers = children(process.pid)
+    workers = psutil.Process(process.pid).children()
     assert len(workers) >= 2
     process.send_signal(signal.SIGKILL)
     process.communicate()

@@ -6,11 +6,11 @@ import itertools
 import jax.numpy as jnp
 import pytest
 from helpers import tiny_run
+from helpers.echo import Echo
 from helpers.tiny_run import with_config
 
 from jaxrl_llm import metrics, register, sync
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.rollout.environments import Observation
 from jaxrl_llm.rollout.turns import ENVIRONMENTS
 from jaxrl_llm.trainer import build, loop
 
@@ -52,20 +52,6 @@ RUNS = {
     **ROWS,
   },
 }
-
-
-class Echo:
-  """Says a digit for every turn, three times."""
-
-  state = None
-
-  def start(self, example):
-    self.state = 0
-
-  def step(self, response):
-    self.state += 1
-    rewards = {"odd": float(len(response) % 2)}
-    return Observation(str(self.state), done=self.state > 3, rewards=rewards)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -38,13 +38,8 @@ def train(task, tokenizer, **changes):
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-  path = tmp_path_factory.mktemp("tokenizer")
-  text = pretraining.character_tokenizer_json(tasks.CHARACTERS)
-  (path / "tokenizer.json").write_text(text, encoding="utf-8")
-  tokens = '{"bos_token_id": null, "eos_token_id": 1, "pad_token_id": 0}'
-  (path / "generation_config.json").write_text(tokens)
-  return Tokenizer(path)
+def tokenizer(model):
+  return Tokenizer(model)
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 from helpers import registries, tiny_run
+from helpers.echo import Echo
 from helpers.tiny_run import with_config
 
 from jaxrl_llm import metrics, register
-from jaxrl_llm.rollout import environments, turns
+from jaxrl_llm.rollout import turns
 from jaxrl_llm.trainer import build, loop
 
 NO_CRITIC = {"estimator__name": "group", "loss__nll_coefficient": 0.0}
@@ -174,24 +175,13 @@ def test_windows_show_each_visit(model, tmp_path):
   assert any(cut) and max(x["length"] for x in visits.values()) > 3
 
 
-class Repeat(environments.Environment):
-  """Says the number of the turn, and ends after the third."""
-
-  def start(self, example):
-    self.state = 0
-
-  def step(self, response):
-    self.state += 1
-    return environments.Observation(str(self.state), done=self.state == 3)
-
-
 def test_turns_of_an_environment(model, tmp_path, monkeypatch):
-  monkeypatch.setitem(turns.ENVIRONMENTS, "repeat", Repeat)
+  monkeypatch.setitem(turns.ENVIRONMENTS, "echo", Echo)
   _, samples = train(
     model,
     tmp_path,
     **NO_CRITIC,
-    environment__name="repeat",
+    environment__name="echo",
     sampler__max_response_length=24,
     run__steps=1,
   )
@@ -210,25 +200,3 @@ def test_turns_of_an_environment(model, tmp_path, monkeypatch):
         replies += 1
       start = end
   assert replies > 0
-
-
-class Calls:
-  """Counts the calls of a function."""
-
-  def __init__(self, function):
-    self.function, self.count = function, 0
-
-  def __call__(self, *arguments):
-    self.count += 1
-    return self.function(*arguments)
-
-
-def test_nothing_is_computed_for_other_steps(model, tmp_path, monkeypatch):
-  config = tiny_run.make_config(
-    model, **ALL | NO_CRITIC | {"run__samples_every": 3}
-  )
-  run = build.make_run(config)
-  pieces = Calls(run.tokenizer.pieces)
-  monkeypatch.setattr(run.tokenizer, "pieces", pieces)
-  loop.train(run, tmp_path)
-  assert pieces.count == 32

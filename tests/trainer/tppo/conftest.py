@@ -2,7 +2,7 @@
 
 import pytest
 from helpers import tiny_run
-from helpers.tiny_tppo import STEPS, WINDOW, patient_of, record
+from helpers.tiny_tppo import STEPS, WINDOW, record
 
 
 @pytest.fixture(scope="session")
@@ -19,9 +19,3 @@ def run(model):
 @pytest.fixture(scope="session")
 def history(run):
   return record(run, STEPS)[0]
-
-
-@pytest.fixture(scope="session")
-def patient(run):
-  """The critic waits for many responses."""
-  return record(patient_of(run), STEPS)[0]

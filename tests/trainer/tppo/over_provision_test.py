@@ -3,7 +3,6 @@
 That losses see every token once, and resumes, are in ../pairs_test.py.
 """
 
-import pytest
 from helpers import tiny_run
 from helpers.tiny_tppo import GROUP, SLOTS, STEPS, WINDOW, record
 
@@ -12,25 +11,16 @@ from jaxrl_llm.types import Status
 IN_FLIGHT = 3 * SLOTS // 2
 
 
-@pytest.fixture(scope="module")
-def run(model):
-  return tiny_run.make_run(
+def test_a_step_waits_for_a_batch_of_those_in_flight(model):
+  run = tiny_run.make_run(
     model,
     schedule__window=WINDOW,
     schedule__stop="first_groups",
     schedule__over_provision=1.5,
     sampler__slots=SLOTS,
   )
-
-
-@pytest.fixture(scope="module")
-def history(run):
-  return record(run, STEPS)[0]
-
-
-def test_a_step_waits_for_a_batch_of_those_in_flight(history):
   cut_early = 0
-  for step in history:
+  for step in record(run, STEPS)[0]:
     rollout = step.collected.rollout
     new = rollout.lengths - rollout.window_start
     assert 0 < new.min() and new.max() <= WINDOW

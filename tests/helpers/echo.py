@@ -1,0 +1,17 @@
+"""An environment that counts its turns."""
+
+from jaxrl_llm.rollout.environments import Observation
+
+
+class Echo:
+  """Says the number of the turn, three times; every turn is worth 1."""
+
+  state = None
+
+  def start(self, example):
+    self.state = {"said": 0, "question": example.question}
+
+  def step(self, response):
+    self.state["said"] += 1
+    said = self.state["said"]
+    return Observation(str(said), done=said > 3, rewards={"turns": 1.0})

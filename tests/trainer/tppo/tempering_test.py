@@ -1,0 +1,42 @@
+"""The sampler is told the entropies of the batch before."""
+
+import dataclasses
+
+import numpy as np
+from helpers.tiny_mesh_run import Spy, with_engine
+from helpers.tiny_tppo import record, with_learner
+
+from jaxrl_llm import estimators
+from jaxrl_llm.learner import choices
+
+
+class TestTempering:
+  def test_the_sampler_goes_by_the_batch_before(self, run, history):
+    told, engine = [], run.worker.writer.engine
+
+    def untempered(*arguments, processor_states, **settings):
+      told.append(processor_states["entropy_tau"])
+      return engine.generate_window(*arguments, **settings)
+
+    listening = Spy(engine, generate_window=untempered)
+    processors = choices.logits_processors(
+      {"entropy_tau": 0.5, "processors": ()}
+    )
+    algorithm = dataclasses.replace(
+      run.learner.algorithm, processors=processors
+    )
+    chosen = with_engine(with_learner(run, algorithm=algorithm), listening)
+    steps, (states, _) = record(chosen, 3)
+    # Nothing is known before the first step: zeros change no temperature.
+    assert all(number == 0 for number in told[0])
+    last = states.learner.processor_states["entropy_tau"]
+    statistics = [*told[1:], last]
+    for step, after in zip(steps, statistics, strict=True):
+      (seen,) = step.estimated
+      tokens = seen.scores["entropies"][seen.experience["policy_mask"]]
+      expected = estimators.entropy_statistics(
+        tokens, np.ones(tokens.shape, bool)
+      )
+      np.testing.assert_allclose(after, expected, rtol=1e-5)
+      assert after.rms > 0
+    assert [step.row for step in steps] == [step.row for step in history[:3]]
