@@ -183,6 +183,7 @@ class TestPage:
     [
       ({"step": "2"}, ["2", "–"]),
       ({"step": "1..1", "status": "overlong"}, ["0", "0", "1"]),
+      ({"group": "1"}, ["1"] * 4),
       ({"prompt": "FOLLOWS 1"}, ["1"] * 4),
       ({"prompt": "set-1"}, ["1"] * 4),
       ({"reward": "0.5..", "correct": "no"}, ["0", "1"]),
@@ -255,19 +256,19 @@ class TestPage:
 
 
 @pytest.mark.slow
-def test_twenty_thousand_responses(tmp_path):
+def test_fifty_thousand_responses(tmp_path):
   samples = (
     make_sample(1 + number // 500, number, response=f"{number}. " + "la " * 200)
-    for number in range(20_000)
+    for number in range(50_000)
   )
   page = write_run(tmp_path / "run", samples)
-  dom = browse(page, tmp_path, step="28..29", text="13999. ", open=13999)
-  assert dom.text("count") == "1 of 20000 responses"
-  assert [row[:2] for row in dom.listed()] == [["28", "3499"]]
-  assert dom.facts()["sample"] == "13999"
+  dom = browse(page, tmp_path, step="70..71", text="34999. ", open=34999)
+  assert dom.text("count") == "1 of 50000 responses"
+  assert [row[:2] for row in dom.listed()] == [["70", "8749"]]
+  assert dom.facts()["sample"] == "34999"
   tokens = [x["text"] for x in dom.find("response", "span")]
-  assert tokens[0] == "13999+1"
+  assert tokens[0] == "34999+1"
   # Only what can be seen is drawn.
   everything = browse(page, tmp_path)
-  assert everything.text("count") == "20000 of 20000 responses"
+  assert everything.text("count") == "50000 of 50000 responses"
   assert 10 < len(everything.listed()) < 100
