@@ -5,6 +5,8 @@ import pytest
 from helpers import tiny_run
 from helpers.tiny_tppo import record
 
+from jaxrl_llm.rollout.writer import Weights
+
 STEPS, WANTED, GROUP, MAX_STALENESS = 8, 4, 4, 2
 
 
@@ -45,7 +47,7 @@ class TestFirstGroups:
     prompts, _ = source.draw(source.init(), samples // GROUP)
     ids = np.arange(samples).reshape(-1, GROUP)
     begun = worker.writer.begin(prompts, ids)
-    whole = worker.writer.write(begun, weights)
+    whole = worker.writer.write(begun, Weights(weights.params))
     for step in steps:
       rollout = step.collected.rollout
       for name in ("tokens", "lengths", "status"):
