@@ -178,7 +178,7 @@ def test_models_know_no_words_of_reinforcement_learning():
 
 def test_presets_and_keys_need_no_library():
   # A config is read before anything is loaded.
-  names = "presets", "schema", "keys"
+  names = "presets", "schema", "keys", "training_keys"
   files = _files(*(f"jaxrl_llm/config/{name}.py" for name in names))
   assert not _faults(files, _libraries)
   assert not _faults(files, _rooms, {"config"})

@@ -1,8 +1,9 @@
 """The settings of a run.
 
-`keys` has every setting with its default, allowed values and meaning. A method
-file `configs/METHOD.py` starts from a preset (`scaled`) and sets the choices of
-the method; `--config.group.key=value` overrides both. Unknown keys are errors.
+`keys` and `training_keys` have every setting with its default, allowed values
+and meaning. A method file `configs/METHOD.py` starts from a preset (`scaled`)
+and sets the choices of the method; `--config.group.key=value` overrides both.
+Unknown keys are errors.
 `trainer.validation` checks a config; `--help_config` (`describe`) and
 docs/config.md are generated from the keys.
 """
@@ -15,7 +16,12 @@ from typing import Any
 
 from ml_collections import ConfigDict, config_dict
 
-from jaxrl_llm.config import keys as keys, presets  # `keys` fills KEYS.
+# Importing keys and training_keys registers their settings, in this order.
+from jaxrl_llm.config import (
+  keys as keys,
+  presets,
+  training_keys as training_keys,
+)
 from jaxrl_llm.config.schema import (
   FIXED as FIXED,
   HELD_OUT as HELD_OUT,

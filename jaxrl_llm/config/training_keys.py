@@ -1,0 +1,275 @@
+"""Settings of the algorithm, its updates and the run; see `keys`."""
+
+from jaxrl_llm.config.schema import (
+  BELOW_1,
+  COUNT,
+  DTYPE_OR_NONE,
+  DTYPES,
+  FIXED,
+  HELD_OUT,
+  NUMBER,
+  SHARE,
+  SOME,
+  SWITCH,
+  Choice,
+  Group,
+  Key,
+  Names,
+  Range,
+)
+
+# fmt: off
+
+class Estimator(Group, path="estimator"):
+  """Advantages and value targets."""
+
+  name = Key("gae", Names("learner.choices:ESTIMATORS"),
+    "Advantage estimator: 'gae' uses a critic (EGAE for unfinished responses),"
+    " 'turn_gae' does so turn by turn, 'evpo' only while the critic explains"
+    " something; 'group' compares the responses to a prompt, 'token_group' is"
+    " HAPO's, 'maxrl' divides by the group's mean, 'gdpo' normalises each part"
+    " of a reward, 'reward_to_go' is REINFORCE++'s, 'optimal_baseline' VCPO's,"
+    " 'given' is 1 (SFT), 'distillation' asks a teacher.", FIXED)
+  gamma = Key(1.0, SHARE, "Discount per token.")
+  lambda_schedule = Key("constant", Names("learner.choices:LAMBDA_RULES"),
+    "The policy's lambda: 'constant' is lambda_policy, 'length_adaptive' is"
+    " max(0, 1 - 1/(alpha * length)), where length counts generated tokens,"
+    " 'segments' (SAE) is lambda_policy at unlikely tokens and 1 elsewhere.")
+  alpha = Key(0.05, Range(1e-6), "Coefficient of 'length_adaptive'. VAPO's 0.05"
+    " suits thousands of tokens; raise it for shorter responses.")
+  lambda_policy = Key(0.95, SHARE,
+    "Lambda of the policy's advantages for 'constant'.")
+  lambda_value = Key(0.95, SHARE,
+    "Lambda of the critic's targets; 1 gives Monte Carlo returns.")
+  boundary = Key("repeat", Names("estimators.egae:BOUNDARIES"),
+    "Value of the state at a window's cut: 'repeat' takes the last one (T-PPO's"
+    " EGAE), 'bootstrap' the next state's, 'zero' 0.")
+  tail_drop = Key(0, COUNT,
+    "Tokens before a window's cut that are not trained in that window.")
+  center = Key("mean", Names("estimators.group:CENTERS", "none"),
+    "Baseline that 'group' subtracts. 'reward_to_go' subtracts the same group"
+    " baseline from every token, and nothing with 'none'.")
+  scale = Key("std", Names("estimators.group:SCALES"),
+    "Divisor of 'group': a measure of spread of the rewards of a group.")
+  epsilon = Key(1e-6, NUMBER, "Added to the divisor of estimator.scale.")
+  gradient_norms = Key("length", Choice(("length", "exact")), "Squared gradient"
+    " norm of a response for 'optimal_baseline': its number of generated tokens"
+    " ('length'), or 'exact', which costs a backward pass each.")
+  agree_share = Key(0.0, BELOW_1, "Share of a batch's tokens, those where the"
+    " critics of value.ensemble agree most, that is left out of the policy"
+    " loss (AsyPPO).")
+  drop_pivot = Key(False, None,
+    "Leaves each group's median response out of the policy loss (MC-GRPO).")
+  normalize = Key("none", Names("learner.choices:NORMALIZATIONS"),
+    "Normalizes the advantages of a batch: 'whiten' to mean 0 and std 1,"
+    " 'scale' to std 1 only.")
+  settings = Key({}, None, "Keyword arguments of a registered estimator, mask"
+    " or input, {'teachers': DIR} of 'distillation', {'parts': {NAME: WEIGHT}}"
+    " of 'gdpo', {'segment_probability': 0.2} of 'segments'.")
+
+
+class Loss(Group, path="loss"):
+  """Policy and value losses."""
+
+  name = Key("clip", Names("learner.choices:POLICY_LOSSES"),
+    "Policy loss: 'clip' is PPO's, 'sapo_gate' a soft clip, 'likelihood' SFT's."
+    " 'dis' (SAO, IcePop), 'dppo_tv', 'dppo_kl' and 'kpop' reject single tokens"
+    " that are far from the sampler, 'clip_off_policy_mask' (DeepSeek-V3.2)"
+    " responses; use these with off_policy.proximal='stored'.", FIXED)
+  clip_low = Key(0.2, SHARE, "Clips the probability ratio from below at"
+    " 1 - clip_low; 'dis' rejects such tokens. 1 is off.")
+  clip_high = Key(0.2, NUMBER, "Clips the probability ratio from above at"
+    " 1 + clip_high; 'dis' rejects such tokens.")
+  dual_clip = Key(None, Range(1.0, open=True),
+    "Upper bound of the ratio for negative advantages; None is off.")
+  clip_value = Key(None, Range(0.0, open=True),
+    "Clip range of the value loss around the old values; None is off.")
+  mode = Key("token-mean", Names("masked:MODES"),
+    "Reduction of per-token losses to one number, in verl's names.")
+  norm = Key(0, COUNT, "Constant length in tokens that modes with a norm"
+    " divide by; 0 is sampler.max_response_length.")
+  nll_coefficient = Key(0.0, NUMBER,
+    "Coefficient of the language-model loss on correct responses (VAPO's mu).")
+  kl_coefficient = Key(0.0, NUMBER,
+    "Coefficient of the KL loss to the initial policy.", SWITCH)
+  kl = Key("k3", Names("learner.choices:KL_ESTIMATES"),
+    "Estimator of the KL loss. 'k1+' and 'k3+' have the gradient of 'k2';"
+    " 'unbiased' (DeepSeek-V3.2) is k3 times the ratio to the sampler.")
+  kl_reward_coefficient = Key(0.0, NUMBER,
+    "Coefficient of the KL penalty ('k1') in the token rewards.", SWITCH)
+  entropy_coefficient = Key(0.0, NUMBER, "Coefficient of the entropy bonus.")
+  overlong_filter = Key(False, None,
+    "Leaves responses cut at the length limit out of the policy loss.")
+  max_distance = Key(0.0, NUMBER, "Distance from the policy, summed over its"
+    " tokens, above which a response of another policy loses its tokens with"
+    " negative advantages (F-TIS). 0 disables it.")
+  masks = Key((), Names("learner.choices:OWN_MASKS"),
+    "Names of registered masks that leave more tokens out of the policy loss.")
+  auxiliary = Key({}, None, "Coefficients of registered auxiliary losses, by"
+    " name.")
+  settings = Key({}, None, "Keyword arguments of a registered loss, auxiliary"
+    " loss or input; delta of 'dppo_tv' (0.2), 'dppo_kl', 'kpop' (0.05) and"
+    " 'clip_off_policy_mask' (0.5), cap of 'dppo_tv' and 'dppo_kl' (20),"
+    " tau_pos and tau_neg of 'sapo_gate' (1 and 1.05).")
+  hapo_sign = Key("intended", Names("estimators.entropy:SIGNS"),
+    "Sign of HAPO's entropy code at low entropy: 'intended' as in the paper,"
+    " 'released' as in the authors' code.")
+
+
+class OffPolicy(Group, path="off_policy"):
+  """Correction for tokens sampled from other weights."""
+
+  proximal = Key("recompute", Names("learner.choices:PROXIMALS"),
+    "Policy in the denominator of the ratio: the one at the start of the update"
+    " ('recompute'), the sampler ('stored'), a mixture (A-3PO, 'interpolate')"
+    " or a moving average (PPO-EWMA, 'ewma'). 'none' is for losses without a"
+    " ratio.", FIXED)
+  ewma_decay = Key(0.889, BELOW_1,
+    "Decay of 'ewma'; the center of mass is 1 / (1 - decay) - 1 updates.")
+  correction = Key("auto", Names("learner.choices:CORRECTIONS", "auto"),
+    "Bounds of the weight proximal/behavior: 'truncate' (TIS) or 'mask'"
+    " (IcePop, MIS). 'auto' truncates if tokens may be stale ('first_groups', a"
+    " lag, replay) and proximal is not 'stored', or with 'ewma', and is 'none'"
+    " otherwise.")
+  level = Key("token", Names("losses.offpolicy:LEVELS"),
+    "Level of the weight: per token, sequence, or its geometric mean.")
+  high = Key(None, Range(1.0),
+    "Upper bound of the weight. None is 2, or 100 with 'ewma'.")
+  low = Key(0.0, SHARE, "Lower bound of the weight.")
+  keep_weights = Key("", DTYPE_OR_NONE,
+    "Keeps the weights of all versions in a batch in this data type; '' keeps"
+    " none. The correction is then writer/behavior (numerical mismatch) times"
+    " proximal/writer (staleness), each with its own bound. Costs memory and a"
+    " scoring pass per version.", FIXED)
+  mismatch_high = Key(2.0, Range(1.0), "Upper bound of writer/behavior with"
+    " keep_weights; off_policy.high then bounds proximal/writer.")
+  ess_scale = Key(False, None,
+    "Scales steps by sqrt(effective sample ratio / ess_reference) (VCPO).")
+  ess_reference = Key(1.0, Range(1e-6, 1.0),
+    "Reference effective sample ratio (1 is on-policy).")
+
+
+class Optimizer(Group, path="optimizer.policy"):
+  """AdamW on mini-batches."""
+
+  name = Key("adamw", Names("learner.optimizer:OPTIMIZERS"),
+    "Optimizer: 'adamw'; 'adafactor', whose state is half as large and which"
+    " reads neither b2 nor eps; or a registered one.", FIXED)
+  mini_batch = Key(256, COUNT, "Responses per update (mini-batch size); 0"
+    " divides the batch into updates_per_step.")
+  updates_per_step = Key(1, SOME, "Mini-batches of a batch if mini_batch is 0:"
+    " updates of a step in each epoch.")
+  epochs = Key(1, SOME, "Passes over each batch of rollouts.")
+  learning_rate = Key(2e-4, NUMBER, "Peak learning rate.")
+  # Defined after mini_batch and updates_per_step: presets compute with them.
+  warmup_steps = Key(10, COUNT, "Updates of linear learning-rate warm-up."
+    " Presets of Qwen2.5 use the updates of 20 steps.")
+  learning_rate_schedule = Key("constant", Names("learner.optimizer:SCHEDULES"),
+    "Learning rate after the warm-up; the minimum is reached at run.steps.")
+  min_learning_rate_ratio = Key(0.0, SHARE,
+    "Final learning rate as a fraction of learning_rate.")
+  max_grad_norm = Key(1.0, Range(1e-9),
+    "Clips the global gradient norm to this value.")
+  weight_decay = Key(0.0, NUMBER, "Weight decay, for matrices only.")
+  b1 = Key(0.9, BELOW_1, "Decay rate of the first moment.")
+  b2 = Key(0.99, BELOW_1, "Decay rate of AdamW's second moment.")
+  eps = Key(1e-8, Range(1e-20),
+    "Added to AdamW's denominator for numerical stability.")
+  mu_dtype = Key("float32", DTYPES,
+    "Data type of the first moment; bfloat16 saves memory.", FIXED)
+  micro_batch_size = Key(8, SOME, "Packed rows per forward and backward pass."
+    " Affects memory only: accumulation is exact.")
+  frozen = Key((), None, "Parameters that are not trained, as substrings of"
+    " their paths, such as 'embed' or 'layers/mlp'.", FIXED)
+
+
+class ValueOptimizer(Optimizer, path="optimizer.value"):
+  """AdamW on mini-batches of the critic, faster by default."""
+
+  learning_rate = Optimizer.learning_rate._replace(default=5e-4)
+  mini_batch = Optimizer.mini_batch._replace(default=128)
+
+
+class Rows(Group, path="optimizer"):
+  """Packed rows of both models."""
+
+  max_tokens_per_row = Key(128, COUNT,
+    "Tokens per packed row, raised to the longest possible sample if lower."
+    " Responses of a group in one row share their prompt.")
+
+
+class Eval(Group, path="eval"):
+  """Evaluation on held-out problems."""
+
+  every = Key(20, SOME,
+    "Steps between evaluations; also before the first and after the last step.")
+  samples = Key(4, SOME,
+    "Sampled responses per problem, the k of avg@k and pass@k.")
+  pass_k = Key((), SOME,
+    "Further n of pass@n, each 1 to eval.samples, e.g. (1, 8).")
+  greedy = Key(False, None,
+    "Also decodes one greedy response per problem, reported as 'greedy'.")
+  problems = Key(200, COUNT,
+    "Maximum number of problems of each set, the first ones; 0 uses all.")
+  source = Key("", Names("data.sources:SOURCES", ""), "Source of the problems;"
+    " '' is the evaluation split of data.source.", HELD_OUT)
+  path = Key("", None,
+    "Evaluation sets, separated by commas: files, 'tfds:NAME', a source such as"
+    " chain_sum, or gsm8k, math500, aime24, aime25, amc23, minerva or"
+    " olympiadbench in the Hugging Face cache. Each has metrics of its own,"
+    " eval/NAME/*.", HELD_OUT)
+  on_overlap = Key("warn", Choice(("warn", "drop")), "Treatment of problems"
+    " whose question is trained on, up to whitespace: 'warn' counts them at the"
+    " start, 'drop' leaves them out of the evaluation.")
+  split = Key("eval", None,
+    "Split of the problems; 'eval' is the test split of 'tfds'.")
+  temperature = Key(1.0, Range(0.0, 100.0),
+    "Sampling temperature, which divides the logits; 0 is greedy.")
+  top_p = Key(1.0, Range(1e-6, 1.0), "Nucleus (top-p) probability mass.")
+
+
+class Checkpoint(Group, path="checkpoint"):
+  """Checkpoints of a run."""
+
+  every = Key(20, SOME, "Steps between checkpoints; also after the last step.")
+  keep = Key(2, Range(2), "Number of newest checkpoints to keep, at least 2 so"
+    " that a run survives a damaged checkpoint.")
+  keep_every = Key(0, COUNT,
+    "Also keeps checkpoints of steps divisible by this number; 0 is off.")
+  best = Key("", None,
+    "Metric whose best checkpoint is also kept, e.g. eval/chain_sum/avg@4.")
+
+
+class Run(Group, path="run"):
+  """Run length, logging and supervision."""
+
+  seed = Key(0, Range(0, 2**31 - 1), "Seed of all random numbers.", FIXED)
+  steps = Key(100, COUNT,
+    "Iterations; the policy is updated once per mini-batch of each. 0 saves the"
+    " states before the first one.")
+  samples_every = Key(20, COUNT,
+    "Steps between those whose responses are logged in samples.jsonl; 0 logs"
+    " none.")
+  samples = Key(4, COUNT,
+    "Responses logged at such a step, drawn at random; 0 logs all.")
+  method = Key("", None, "METHOD[:PRESET]; train.py sets it by --config.")
+  plugins = Key((), None,
+    "Python files that register your own parts; train.py sets it by --plugin.")
+  trackers = Key(("tensorboard",), Names("metrics.trackers:TRACKERS"),
+    "Experiment trackers. The project name comes from WANDB_PROJECT ('wandb')"
+    " or TRACKIO_PROJECT ('trackio'), else it is 'jaxrl_llm'.")
+  max_skipped = Key(5, SOME, "Stops the run after this many consecutive"
+    " non-finite updates, or batches without a single verdict.")
+  replay_every = Key(0, COUNT,
+    "Steps between updates that are computed twice; a difference in any bit"
+    " stops the run, as it shows faulty hardware. 0 is off.")
+  stuck_after_s = Key(3600.0, Range(0.0), "Ends the run if a phase takes longer"
+    " than this many seconds, and prints the stacks of all threads; 0 is off.")
+  watch_hosts_s = Key(4.0, Range(0.0), "Seconds between samples of each of"
+    " several processes. One that is slow, silent or uses far more memory than"
+    " the others for four samples is named; 0 is off.")
+  on_suspect = Key("warn", Choice(("warn", "stop")), "Reaction to a suspect"
+    " process: 'warn' writes a line, 'stop' also saves after the step"
+    " and exits with 75.")
+
+# fmt: on
