@@ -24,6 +24,7 @@ from jaxrl_llm import register, rewards
 from jaxrl_llm.checkpoint import commit
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import learner as learner_lib
+from jaxrl_llm.learner import members
 from jaxrl_llm.learner.choices import has_critic
 from jaxrl_llm.rollout.worker import RolloutWorker
 from jaxrl_llm.trainer import build, loop, validation
@@ -183,20 +184,22 @@ class Recorder:
 
     monkeypatch.setattr(RolloutWorker, "collect", recorded_collect)
     monkeypatch.setattr(learner_lib.Learner, "_experience", recorded_experience)
-    for name, member in run.learner.members.items():
-      training = self._recorded(member.training, self.losses[name])
-      members = run.learner.members | {
-        name: dataclasses.replace(member, training=training)
-      }
-      monkeypatch.setattr(run.learner, "members", members)
+    # Value pretraining has the same members, so that this learner gets others.
+    own = {
+      name: dataclasses.replace(member, training=member.training._replace())
+      for name, member in run.learner.members.items()
+    }
+    monkeypatch.setattr(run.learner, "members", own)
+    prepare = members.Training.prepare
 
-  def _recorded(self, training, found):
-    def prepare(inputs, batch, algorithm, size=None):
-      packed = training.prepare(inputs, batch, algorithm, size)
-      found.append((inputs, packed, size))
+    def recorded_prepare(training, inputs, batch, size=None):
+      packed = prepare(training, inputs, batch, size)
+      for name, member in own.items():
+        if member.training is training:
+          self.losses[name].append((inputs, packed, size))
       return packed
 
-    return training._replace(prepare=prepare)
+    monkeypatch.setattr(members.Training, "prepare", recorded_prepare)
 
   def counts(self, loss):
     """How often each response entered a loss: {(update, sample id): times}."""
