@@ -190,11 +190,11 @@ def test_a_run_replays_and_resumes_bit_for_bit(model, tmp_path, changes):
 @pytest.mark.parametrize(
   ("changes", "said"),
   [
-    ({"schedule__window": 4}, "use window=0"),
-    ({"schedule__stop": "first_groups"}, "use stop='all'"),
+    ({"schedule__window": 4}, "use schedule.window=0"),
+    ({"schedule__stop": "first_groups"}, "use schedule.stop='all'"),
     (
       {"schedule__streaming": True, "optimizer__policy__mini_batch": 16},
-      "use streaming=False",
+      "use schedule.streaming=False",
     ),
     ({"schedule__lag": 1, "off_policy__keep_weights": "float32"}, "older than"),
     ({"schedule__replay": 0.1}, "less than one group"),

@@ -119,10 +119,10 @@ def test_trains_and_resumes_bit_for_bit(model, tmp_path, changes):
 @pytest.mark.parametrize(
   ("changes", "said"),
   [
-    ({"schedule__stop": "first_groups"}, "use stop='all'"),
+    ({"schedule__stop": "first_groups"}, "use schedule.stop='all'"),
     (
       {"schedule__streaming": True, "optimizer__policy__mini_batch": 16},
-      "use streaming=False",
+      "use schedule.streaming=False",
     ),
     ({"schedule__lag": 1}, "use overlap=False"),
     ({"schedule__prune_at": 12}, "end before they are pruned"),
