@@ -55,11 +55,11 @@ class TestWorkdir:
     [
       ("{", "config.json: not JSON"),
       ("[]", "config.json: holds a list"),
-      ('{"runs": {"seed": 1}}', "key 'runs.seed' is unknown"),
-      ('{"run": {"sed": 1}}', "key 'run.sed' is unknown"),
-      ('{"run": {"seed": "one"}}', "key 'run.seed' cannot be 'one'"),
-      ('{"model": {"remat": false}}', "key 'model.remat' is unknown"),
-      ('{"sampler": {"top_k": 0}}', "key 'sampler.top_k' is unknown"),
+      ('{"runs": {"seed": 1}}', "json: config.runs.seed: no such key"),
+      ('{"run": {"sed": 1}}', "json: config.run.sed: no such key"),
+      ('{"run": {"seed": "one"}}', "json: config.run.seed='one'"),
+      ('{"model": {"remat": false}}', "json: config.model.remat: no such key"),
+      ('{"sampler": {"top_k": 0}}', "json: config.sampler.top_k: no such key"),
     ],
   )
   def test_damaged_config(self, text, message, tmp_path):
