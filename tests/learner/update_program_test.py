@@ -54,6 +54,16 @@ class TestOneProgram:
     ]
     chex.assert_trees_all_equal(*outputs)
 
+  def test_lengths_and_temperature_compile_nothing(self, policy_update):
+    batch = make_batch("policy", micro_batch_size=4)
+    current, _ = policy_update(make_state("policy"), batch, TEMPERATURE)
+    compiled = policy_update.whole._cache_size()
+    for rows, temperature in (([1] * 16, 0.5), ([*range(8), *range(8)], 1.3)):
+      batch = make_batch("policy", micro_batch_size=4, rows=rows)
+      current, _ = policy_update(current, batch, np.float32(temperature))
+    assert policy_update.whole._cache_size() == compiled
+    assert current.optimizer.step == 3
+
 
 class TestStepScale:
   """One update from the same state under several factors."""

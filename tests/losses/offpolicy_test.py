@@ -86,6 +86,16 @@ class TestImportance:
       weights, np.exp([[20.0] * 2, [-20.0] * 2]), rtol=1e-5
     )
 
+  @pytest.mark.parametrize(
+    "level, expected", [("sequence", 1.3231298), ("geometric", 1.0725082)]
+  )
+  def test_golden_of_a_response(self, level, expected):
+    differences = np.array([0.1, -0.05, 0.2, 0.03])
+    weights, _ = losses.truncated_importance(
+      differences, np.zeros(4), np.ones(4, bool), level=level, high=np.inf
+    )
+    np.testing.assert_allclose(weights, expected, rtol=1e-6)
+
 
 class TestDecoupledPolicyLoss:
   @pytest.mark.parametrize(

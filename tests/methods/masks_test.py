@@ -15,6 +15,8 @@ from helpers.tiny_algorithm import (
   inputs_of_loss,
   make_algorithm,
   make_experience,
+  make_rollout,
+  noise,
   policy_batch,
 )
 
@@ -134,6 +136,12 @@ class TestOneToken:
       for pair in ((0.0, other), (other, 0.0)):
         assert np.isfinite(losses.binary_kl(*map(jnp.float32, pair)))
 
+  def test_the_gate_is_that_of_ppo_at_the_old_policy(self):
+    _, old, advantages = probabilities(1)
+    old, advantages = jnp.float32(np.log(old)), jnp.float32(advantages)
+    got = pull(sapo_gate.sapo_gate_loss, old, old, advantages)
+    np.testing.assert_allclose(got, advantages, rtol=1e-6)
+
 
 class TestDis:
   def test_rejected_tokens_stay_in_the_denominator(self):
@@ -146,6 +154,41 @@ class TestDis:
   def test_no_policy_is_recomputed(self):
     made = make_algorithm(loss__name="dis", off_policy__proximal="stored")
     assert "old_logprobs" not in made.leaves and made.correction is None
+
+  def test_in_the_first_update_it_is_the_correction_mask(self):
+    """The current policy is then the proximal one; bounds 0.7 and 1.4."""
+    behavior = make_rollout().behavior_logprobs
+    current = (behavior + 0.4 * noise(21)).astype(np.float32)
+    one = make_algorithm(
+      loss__name="dis",
+      loss__clip_low=0.3,
+      loss__clip_high=0.4,
+      off_policy__proximal="stored",
+    )
+    masked = make_algorithm(
+      loss__name="policy_gradient",
+      off_policy__correction="mask",
+      off_policy__low=0.7,
+      off_policy__high=1.4,
+    )
+
+    def gradient(made):
+      batch = policy_batch(made, old_logprobs=current)
+      inputs = inputs_of_loss(batch)
+      start = inputs_of_loss(policy_batch(masked, old_logprobs=current))
+      start = start["proximal_logprobs"]
+
+      def total(x):
+        out = made.policy_loss(inputs | {"logprobs": x})
+        return jnp.sum(inputs["weights"] * out.loss)
+
+      return np.asarray(jax.jit(jax.grad(total))(start)), inputs["mask"]
+
+    got, mask = gradient(one)
+    expected, _ = gradient(masked)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-9)
+    kept = (got != 0)[mask]
+    assert kept.any() and not kept.all()
 
 
 class TestDeepSeek:

@@ -10,7 +10,7 @@ from flax import nnx, traverse_util
 from helpers import tiny
 from helpers.tiny_experts import CONFIG, EXTRA, LOGITS, make, make_model, rows
 
-from jaxrl_llm import models
+from jaxrl_llm import models, sharding
 from jaxrl_llm.models import adapters
 from jaxrl_llm.models.experts import Routing
 
@@ -129,3 +129,15 @@ def test_adapters_of_the_mlp_leave_its_router_alone():
 def test_experts_are_no_linear_layers():
   attention = [f"attention/{name}" for name in "koqv"]
   assert models.linear_layers(CONFIG) == [*attention, "mlp/router"]
+
+
+def test_a_mesh_of_eight_devices_computes_the_same():
+  fns, params = make_model()
+  packed = rows()
+  alone, aux = jax.jit(fns.logprobs)(params, packed)
+  mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
+  placed = jax.device_put(params, sharding.tree_shardings(params, mesh))
+  along = jax.device_put(packed, sharding.along_batch(mesh))
+  found, aux_found = jax.jit(fns.logprobs)(placed, along)
+  np.testing.assert_allclose(found.logprobs, alone.logprobs, atol=2e-5)
+  np.testing.assert_allclose(aux_found["balance"], aux["balance"], atol=1e-5)

@@ -237,6 +237,32 @@ class TestExtend:
     prefilled = (engine.stats - before).prefill_tokens
     assert prefilled == (2 if extendable else length + 2)
 
+  def test_equals_a_prefill_of_the_whole(self):
+    engine = tiny_engine.make_engine(slots=32)
+    runs = []
+    for new_weights in (False, True):
+      engine.set_params(tiny_engine.params(), 0)
+      rollout = new_requests(
+        tiny_engine.PROMPTS, tiny_engine.IDS, range(5), engine.config
+      )
+      requests = engine.add(
+        rollout, key=KEY, settings=SETTINGS, group_size=G, window=4
+      )
+      finish(engine)
+      open_ = [r for r in requests if r.row.status[0] == Status.TRUNCATED]
+      for request in open_:
+        request.pause_at = request.max_tokens
+        engine.answer(request, [17, 23, 5], Origin.FOREIGN)
+      if new_weights:
+        engine.set_params(dict(tiny_engine.params()), 0)
+      before = engine.stats
+      finish(engine)
+      prefilled = (engine.stats - before).prefill_tokens
+      assert prefilled >= 3 * len(open_)
+      assert (prefilled == 3 * len(open_)) != new_weights
+      runs.append(rollout)
+    tiny_engine.assert_same_responses(*runs)
+
   def test_refuses_what_is_being_written_and_what_does_not_fit(self):
     engine = scripted.engine()
     engine.set_params((), 0)

@@ -128,6 +128,27 @@ class TestResponses:
     np.testing.assert_array_equal(rows.tokens[order], wanted.tokens)
     np.testing.assert_array_equal(rows.lengths[order], wanted.lengths)
 
+  @pytest.mark.slow
+  def test_every_random_number_gives_the_same_token(self):
+    """Four tokens, drawn often: drafting cannot bend the distribution."""
+    bias = {t: -np.inf for t in range(67) if t > 3}
+    drawn = {}
+    for token in (None, 2, -1):
+      drafter = () if token is None else (constant(token), 1)
+      drawn[token] = tiny_engine.generate(
+        make_engine(*drafter, slots=512),
+        [PROMPTS[2]],
+        np.arange(512).reshape(1, 512),
+        SamplingSettings(logit_bias=bias, max_new_tokens=2),
+      )
+    for rollout in drawn.values():
+      np.testing.assert_array_equal(rollout.tokens, drawn[None].tokens)
+      token, logprob = rollout.tokens[:, 0], rollout.behavior_logprobs[:, 0]
+      for t in np.unique(token):
+        share = np.exp(logprob[token == t][0])
+        error = np.sqrt(share * (1 - share) / 512)
+        assert abs((token == t).mean() - share) < 4 * error
+
 
 class TestSteps:
   def test_an_oracle_saves_all_it_can(self):

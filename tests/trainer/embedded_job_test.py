@@ -15,10 +15,8 @@ def test_greedy_accuracy_rises_and_the_critic_knows(tmp_path):
     "scripts/train.py",
     "--config=configs/vapo.py",
     "--config.run.seed=3",  # Which no choice of settings has seen.
-    "--config.run.steps=16",  # Of 40: the mode has turned over by then.
-    "--config.eval.every=16",
-    "--config.model.remat_policy=none",  # Less to compile and to compute.
-    "--config.run.trackers=()",
+    "--config.run.steps=24",  # Of 40: the mode has turned over by then.
+    "--config.eval.every=24",
     f"--workdir={tmp_path}",
     env=env,
   )
@@ -29,7 +27,7 @@ def test_greedy_accuracy_rises_and_the_critic_knows(tmp_path):
   assert before["eval/chain_sum/greedy"] <= 0.2
   assert before["eval/chain_sum/pass@4"] >= 0.5  # Reward can find the way.
   assert after["eval/chain_sum/greedy"] >= 0.9
-  assert after["eval/chain_sum/avg@4"] >= 0.75
+  assert after["eval/chain_sum/avg@4"] >= 0.8
   # Explained variance of responses that the critic has not seen: after value
   # pretraining, and as long as the policy has much to learn.
   assert read("value_pretrain.jsonl")[-1]["value/explained_variance"] >= 0.5
