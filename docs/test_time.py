@@ -81,7 +81,7 @@ def refine(
     kept: Drafts in the workspace at most.
     room: Characters of each of them.
     seed: Seed of the randomness.
-    **sampling: Of `Policy.generate`.
+    **sampling: keywords of `Policy.generate`.
 
   Returns:
     The drafts of the last round.
@@ -106,7 +106,7 @@ def tournament(
     policy: Of `jaxrl_llm.load`.
     question: Text of the question.
     answers: At least one.
-    **sampling: Of `Policy.generate`.
+    **sampling: keywords of `Policy.generate`.
   """
   left = list(answers)
   while len(left) > 1:

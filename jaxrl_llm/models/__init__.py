@@ -82,8 +82,13 @@ def save(
     tokenizer_from: directory whose tokenizer files are copied.
   """
   head = fns.head if isinstance(fns, ValueFns) else None
-  settings = {"extra_files_from": tokenizer_from, "head": head}
-  hf.write_params(path, fns.config, merge(params), **settings)
+  hf.write_params(
+    path,
+    fns.config,
+    merge(params),
+    extra_files_from=tokenizer_from,
+    head=head,
+  )
 
 
 def critic_config(config: Any, model_config: ModelConfig) -> ModelConfig:

@@ -2,12 +2,14 @@
 
 import itertools
 
+import jax
 import numpy as np
 import pytest
+from helpers import fleets
 
 from jaxrl_llm import fleet
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.fleet import scores
+from jaxrl_llm.fleet import denoiser, scores
 
 _NAN = np.nan
 
@@ -266,6 +268,27 @@ class TestDetect:
     assert fleet.detect(x, roles=["a", "b", "b", "c", "c"]) == []
 
 
+class TestDenoiser:
+  @pytest.fixture(scope="class")
+  def params(self):
+    windows = denoiser.cut(denoiser.standardized(noise(hosts=16)))
+    return denoiser.fit(jax.random.key(0), windows, steps=200, batch=128)
+
+  def test_takes_noise_away(self, params):
+    x = denoiser.standardized(noise(hosts=8, seed=7))
+    windows = denoiser.cut(x).transpose(2, 0, 1)
+    clean = np.asarray(denoiser._reconstruct(params, windows))
+    assert clean.shape == windows.shape
+    assert clean.var() < 0.7 * windows.var()
+    # What is left is of the window, not of all windows: its level.
+    levels = np.corrcoef(clean.mean(-1).ravel(), windows.mean(-1).ravel())[0, 1]
+    assert levels > 0.6
+
+  def test_every_metric_has_its_own(self, params):
+    shapes = {x.shape[0] for x in jax.tree.leaves(params)}
+    assert shapes == {3}
+
+
 class TestSlowHosts:
   def slow(self, x):
     return fleet.slow_hosts(x, x.sum(axis=2), roles=["a"] * len(x))
@@ -312,3 +335,13 @@ class TestSlowHosts:
     assert self.slow(self.seconds()) == []
     assert self.slow(self.seconds(slow=[(1, 0, 2)])) == []
     assert self.slow(self.seconds(hosts=2, slow=[(1, 0, 0)])) == []
+
+
+class TestSimulator:
+  def test_a_seed_is_one_episode(self):
+    one, same, other = (
+      fleets.episode(seed, hosts=4, seconds=660, faulty=True)
+      for seed in (1, 1, 2)
+    )
+    np.testing.assert_array_equal(one.x, same.x)
+    assert one[1:] == same[1:] and one[1:] != other[1:]

@@ -28,6 +28,10 @@ class TestVerify:
     _, params = tiny.tiny_policy()
     return transfer.send(params, 5), transfer.checksums(params)
 
+  def test_passes_what_was_sent(self):
+    weights, wanted = self._weights()
+    sync.verify(weights, wanted, version=5)
+
   def test_a_flipped_bit_is_found(self):
     weights, wanted = self._weights()
     scale = weights.params["final_norm"]["scale"]
@@ -65,6 +69,11 @@ class TestVerify:
       sync.SyncError, match="every leaf. .* at version 5: tra"
     ):
       sync.verify(weights, _transfer().checksums(params), version=5)
+
+  def test_a_version_from_the_future_is_found(self):
+    weights, wanted = self._weights()
+    with pytest.raises(sync.SyncError, match="holds version 5, .* version 4"):
+      sync.verify(weights, wanted, version=4)
 
   def test_a_wrong_checksum_is_found(self):
     weights, wanted = self._weights()

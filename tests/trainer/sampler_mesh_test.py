@@ -44,8 +44,9 @@ def device_ids(tree):
 
 @pytest.mark.slow
 class TestRuns:
-  def test_the_same_tokens_as_on_one_mesh(self, written):
-    _, ours = written("rearranged")
+  @pytest.mark.parametrize("name", ["apart", "rearranged"])
+  def test_the_same_tokens_as_on_one_mesh(self, written, name):
+    _, ours = written(name)
     _, wanted = written("shared")
     assert len(ours) == len(wanted) == 4 + 3  # Steps and evaluations.
     for mine, his in zip(ours, wanted):
@@ -55,6 +56,17 @@ class TestRuns:
       np.testing.assert_allclose(
         mine.behavior_logprobs, his.behavior_logprobs, rtol=0, atol=1e-5
       )
+
+  def test_apart_is_the_same_run_bit_for_bit(self, written):
+    # Other devices compute the same programs.
+    rows = [
+      [
+        {k: v for k, v in row.items() if k != "sampler_trainer/parity_error"}
+        for row in tiny_run.comparable(written(name)[0])
+      ]
+      for name in ("apart", "shared")
+    ]
+    assert rows[0] == rows[1]
 
   @pytest.mark.parametrize(
     ("name", "trains", "writes"),
@@ -81,10 +93,25 @@ class TestRuns:
   def test_nothing_is_compiled_after_the_first_steps(
     self, make_run, written, tmp_path
   ):
-    written("rearranged")
-    loop.train(make_run("rearranged"), tmp_path)
+    written("apart")
+    loop.train(make_run("apart"), tmp_path)
     rows = metrics.read_rows(tmp_path / "metrics.jsonl")
     assert [row["compile/count"] for row in rows[2:]] == [0] * 3
+
+  def test_a_resumed_run_is_the_uninterrupted_one(
+    self, make_run, written, tmp_path
+  ):
+    run, workdir = make_run("rearranged"), written("rearranged")[0]
+    loop.train(with_config(run, run__steps=2), tmp_path)
+    loop.train(run, tmp_path)
+    assert tiny_run.comparable(tmp_path) == tiny_run.comparable(workdir)
+
+  def test_a_run_goes_on_under_other_meshes(self, make_run, written, tmp_path):
+    loop.train(with_config(make_run("shared"), run__steps=2), tmp_path)
+    run, rollouts = recorded(make_run("rearranged"))
+    loop.train(run, tmp_path)
+    for mine, his in zip(rollouts, written("shared")[1][4:]):
+      np.testing.assert_array_equal(mine.tokens, his.tokens)
 
 
 # Whatever else the sampler keeps, makes or is told between steps.
