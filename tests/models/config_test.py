@@ -266,14 +266,23 @@ class TestFromHf:
 
 BAD = {
   "vocab 0": (SMOLLM2 | {"vocab_size": 0}, "vocab_size"),
+  "no layers": (SMOLLM2 | {"num_hidden_layers": 0}, "num_hidden_layers"),
+  "negative heads": (SMOLLM2 | {"num_attention_heads": -9}, "num_attention"),
   "absurd width": (SMOLLM2 | {"hidden_size": 10**12}, "hidden_size"),
   "bool as int": (SMOLLM2 | {"num_hidden_layers": True}, "num_hidden_layers"),
+  "string as int": (SMOLLM2 | {"vocab_size": "49152"}, "vocab_size"),
+  "float as int": (SMOLLM2 | {"hidden_size": 576.0}, "hidden_size"),
+  "list as int": (SMOLLM2 | {"intermediate_size": [1, 2]}, "intermediate_size"),
   "kv heads": (SMOLLM2 | {"num_key_value_heads": 2}, "num_key_value_heads"),
+  "0 kv heads": (SMOLLM2 | {"num_key_value_heads": 0}, "num_key_value_heads"),
   "width and heads": (SMOLLM2 | {"hidden_size": 577}, "head_dim"),
   "odd head_dim": (QWEN3 | {"head_dim": 63}, "head_dim"),
+  "zero epsilon": (SMOLLM2 | {"rms_norm_eps": 0}, "rms_norm_eps"),
   "NaN epsilon": (SMOLLM2 | {"rms_norm_eps": math.nan}, "rms_norm_eps"),
+  "infinite theta": (SMOLLM2 | {"rope_theta": math.inf}, "rope_theta"),
   "string theta": (SMOLLM2 | {"rope_theta": "1e4"}, "rope_theta"),
   "string bool": (SMOLLM2 | {"attention_bias": "no"}, "attention_bias"),
+  "int bool": (SMOLLM2 | {"tie_word_embeddings": 1}, "tie_word_embeddings"),
   "no model_type": (without(SMOLLM2, "model_type"), "model_type"),
   "other model": (SMOLLM2 | {"model_type": "gpt2"}, "gpt2"),
   "type not a name": (SMOLLM2 | {"model_type": ["llama"]}, "model_type"),
@@ -294,6 +303,8 @@ BAD = {
     "quantization_config",
   ),
   "theta missing": (without(QWEN2, "rope_theta"), "rope_theta"),
+  "head_dim missing": (without(QWEN3, "head_dim"), "head_dim"),
+  "layers missing": (without(QWEN3, "num_hidden_layers"), "num_hidden_layers"),
   "kv heads missing": (without(QWEN2, "num_key_value_heads"), "num_key_value"),
   "rope kind": (
     QWEN2 | {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
@@ -386,3 +397,36 @@ class TestRopeFrequencies:
     found, scale = _frequencies(scaling, head_dim=4, rope_theta=10000.0)
     np.testing.assert_array_equal(found, np.float32([0.25, 0.0025]))
     assert scale == 1.0
+
+  def test_llama3_piece_by_piece(self):
+    found, scale = _frequencies(LLAMA3)
+    plain, _ = _frequencies(None)
+    kinds = set()
+    for frequency, base in zip(found, plain.astype(np.float64)):
+      wavelength = 2 * math.pi / base
+      if wavelength < 8192 / 4.0:
+        kind, wanted = "kept", base
+      elif wavelength > 8192 / 1.0:
+        kind, wanted = "stretched", base / 32.0
+      else:
+        smooth = (8192 / wavelength - 1.0) / (4.0 - 1.0)
+        kind, wanted = "blend", (1 - smooth) * base / 32 + smooth * base
+      kinds.add(kind)
+      np.testing.assert_allclose(frequency, wanted, rtol=1e-6)
+    assert kinds == {"kept", "stretched", "blend"} and scale == 1.0
+
+  def test_yarn(self):
+    scaling = {
+      "type": "yarn",
+      "factor": 4.0,
+      "original_max_position_embeddings": 32768,
+    }
+    plain, _ = _frequencies(None)
+    found, scale = _frequencies(scaling)
+    turns = 32768 * plain / (2 * math.pi)
+    ratio = plain / found
+    # Pairs well beyond 32 turns stay, those below 1 turn stretch by 4.
+    np.testing.assert_allclose(ratio[turns > 64], 1.0, rtol=1e-6)
+    np.testing.assert_allclose(ratio[turns < 0.5], 4.0, rtol=1e-6)
+    assert (np.diff(ratio) >= -1e-6).all()
+    assert scale == pytest.approx(1.1386294)
