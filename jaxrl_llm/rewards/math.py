@@ -187,13 +187,13 @@ def numeric(response: str, answer: str, *, finished: bool) -> Verdict:
       `\boxed{}` or `####` counts, see `extract_answer`.
 
   Returns:
-    The verdict, with the answer as the response spells it.
+    The verdict, with the answer in the spelling that equal ones share.
   """
   extracted = extract_answer(response, finished=finished)
   if extracted is None:
     return Verdict(False, None)
-  gold = normalize_answer(gold_answer(answer))
-  return Verdict(normalize_answer(extracted) == gold, extracted)
+  found = normalize_answer(extracted)
+  return Verdict(found == normalize_answer(gold_answer(answer)), found)
 
 
 def math_verify(response: str, answer: str, *, finished: bool) -> Verdict:
@@ -216,9 +216,8 @@ def math_verify(response: str, answer: str, *, finished: bool) -> Verdict:
   gold = f"\\boxed{{{gold_answer(answer)}}}"
   gold = library.parse(gold, parsing_timeout=None)
   found = library.parse(f"\\boxed{{{extracted}}}", parsing_timeout=None)
-  return Verdict(
-    bool(library.verify(gold, found, timeout_seconds=None)), extracted
-  )
+  correct = bool(library.verify(gold, found, timeout_seconds=None))
+  return Verdict(correct, normalize_answer(extracted))
 
 
 def _prepare_math_verify() -> None:
