@@ -259,6 +259,8 @@ class Sampler(Group, path="sampler"):
   kv_pages = Key(0, Range(0, 1e7), "Pages of the KV cache on all devices of the"
     " sampler. The youngest responses are preempted when they run out. 0 fits"
     " all slots at full length.")
+  kv_block = Key(0, Range(0, 1e5), "Tokens per block of keys and values in the"
+    " sampler's attention kernels for TPUs and GPUs. 0 chooses by shape.")
   max_response_length = Key(64, SOME,
     "Maximum number of response tokens, including observations.", FIXED)
   temperature = Key(1.0, Range(1e-3, 100.0),

@@ -136,6 +136,11 @@ class ModelConfig:
     """Layer kind of every layer."""
     return self.period * (self.num_layers // len(self.period))
 
+  @property
+  def attention_kinds(self) -> tuple[Any, ...]:
+    """Kinds of attention of all layers, each once."""
+    return tuple(dict.fromkeys(kind.attention for kind in self.period))
+
 
 def _problems(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
   """Yields (field, problem); later checks assume that earlier ones passed."""

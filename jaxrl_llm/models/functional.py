@@ -101,23 +101,18 @@ def _backbone_settings(
 ):
   """Returns keywords of `transformer.hidden`, and whether it sees prefixes."""
   experts.check_mesh(config, sharding)
-  packed = _by_attention("make_packed_attention", kernels, config, sharding)
+  kinds = config.attention_kinds
+  make = choose(kernels, kinds, sharding).make_packed_attention
+  packed = {kind: make(kind, sharding=sharding) for kind in kinds}
   settings = {
     "config": config,
     "numerics": numerics,
     "remat_policy": remat_policy,
-    "attention": {kind: backend.attend for kind, backend in packed.items()},
+    "attention": {kind: made.attend for kind, made in packed.items()},
     "sharding": context.leading(sharding, 2),
     "expert_capacity": expert_capacity,
   }
-  return settings, all(backend.sees_prefixes for backend in packed.values())
-
-
-def _by_attention(make, kernels, config, sharding):
-  """Calls a function of `Backend` for every kind of attention of a model."""
-  kinds = dict.fromkeys(kind.attention for kind in config.period)
-  make = getattr(choose(kernels, kinds, sharding), make)
-  return {kind: make(kind, sharding=sharding) for kind in kinds}
+  return settings, all(made.sees_prefixes for made in packed.values())
 
 
 def _on_rows(function, parts):
@@ -193,6 +188,7 @@ def make_policy(
   sharding: NamedSharding | None = None,
   kernels: str = "auto",
   sampler_sharding: NamedSharding | None = None,
+  kv_block: int = 0,
   expert_capacity: float = 0.0,
   replay_routing: bool = False,
 ) -> ModelFns:
@@ -215,6 +211,8 @@ def make_policy(
     kernels: attention backend, one of `kernels.NAMES`.
     sampler_sharding: sharding of the sampler's slots and KV heads, see
       `sharding.slot_sharding`; None: one device.
+    kv_block: tokens per block of the kernel that attends to pages; 0: see the
+      kernels.
     expert_capacity: tokens that an expert takes in training, relative to an
       even load; 0: all.
     replay_routing: whether the sampler records the experts that it chooses, and
@@ -232,7 +230,13 @@ def make_policy(
   choices = experts.choices_shape(config) if replay_routing else None
   settings["replay"] = choices is not None
   experts.check_mesh(config, sampler_sharding)
-  backends = _by_attention("make_kernels", kernels, config, sampler_sharding)
+  kinds = config.attention_kinds
+  make = functools.partial(
+    choose(kernels, kinds, sampler_sharding).make_kernels,
+    sharding=sampler_sharding,
+    kv_block=kv_block,
+  )
+  backends = {kind: make(kind) for kind in kinds}
   sampler = sampler or Numerics.all(
     numerics.activations, matmul=numerics.matmul
   )

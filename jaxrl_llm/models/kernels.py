@@ -73,7 +73,8 @@ class Backend(NamedTuple):
   refusal: Callable[[AttentionKind], str]
   # (kind, sharding=sharding of keys [R, C, K, d]) -> attention of training.
   make_packed_attention: Callable[..., PackedAttention]
-  # (kind, sharding=sharding of slots, and of KV heads if it has a second axis)
+  # (kind, sharding=sharding of slots, and of KV heads if it has a second axis,
+  #  kv_block=tokens per block of a kernel for pages, 0: chosen by shape)
   #  -> attention of a sampler. Without a sharding there is one device.
   make_kernels: Callable[..., Kernels]
 
@@ -243,13 +244,17 @@ def make_packed_xla(
 
 
 def make_xla(
-  kind: AttentionKind, *, sharding: NamedSharding | None = None
+  kind: AttentionKind,
+  *,
+  sharding: NamedSharding | None = None,
+  kv_block: int = 0,
 ) -> Kernels:
   """Makes the XLA backend, with keys [..., K, d, T] and values [..., K, T, d].
 
   With tokens last, the product of a query with its keys reads memory in order:
   on a CPU, decode attention took half the time of keys [..., T, d].
   """
+  del kv_block  # XLA chooses its own blocks.
   heads, size = kind.num_kv_heads, kind.head_dim
 
   def zeros(*shape, dtype):

@@ -83,13 +83,14 @@ def make_packed_attention(
 
 
 def make_pallas(
-  kind: AttentionKind, *, sharding: NamedSharding | None
+  kind: AttentionKind, *, sharding: NamedSharding | None, kv_block: int = 0
 ) -> Kernels:
   """Makes the backend of a sampler.
 
   Args:
     kind: the kind of attention.
-    sharding: as in `Backend`.
+    sharding, kv_block: as in `Backend`; a block is a partition of the next
+      power of two, by default 512 tokens, or more in sequences over 16,384.
   """
   parts = context.num_shards(sharding, 1)
 
@@ -102,8 +103,8 @@ def make_pallas(
       )
 
   attend = (
-    functools.partial(function, window=kind.window)
-    for function in (_decode, _prefill)
+    functools.partial(_decode, window=kind.window, kv_block=kv_block),
+    functools.partial(_prefill, window=kind.window),
   )
   sizes = kind.num_kv_heads // parts, kind.head_dim
   return make_interleaved(*sizes, *attend, check=check, sharding=sharding)
@@ -131,7 +132,7 @@ def _prefill(layer, q, starts, *, window):
   return out[:, :count]
 
 
-def _decode(layer, q, page_indices, positions, *, window):
+def _decode(layer, q, page_indices, positions, *, window, kv_block):
   """Attends to the pages of each slot, on one device.
 
   Args:
@@ -140,11 +141,13 @@ def _decode(layer, q, page_indices, positions, *, window):
     page_indices: int32 [S, N].
     positions: int32 [S, Q], consecutive.
     window: as in `attention.packed_attention`.
+    kv_block: as in `make_pallas`.
   """
   (slots, count, heads, size), kv_heads = q.shape, layer.shape[3] // 2
   pages, page_size = layer.shape[1:3]
   length, queries = page_indices.shape[1] * page_size, count * heads
-  partition = max(_PARTITION, pl.next_power_of_2(length) // _MAX_PARTITIONS)
+  least = pl.next_power_of_2(length) // _MAX_PARTITIONS
+  partition = max(16, pl.next_power_of_2(kv_block or max(_PARTITION, least)))
   partitions, rows = (
     -(-length // partition),
     flash_gpu.block_size(q, queries // kv_heads),

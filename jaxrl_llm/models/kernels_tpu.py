@@ -176,13 +176,14 @@ def _skip_blocks(info, segments, block, *, by_keys=False):
 
 
 def make_pallas(
-  kind: AttentionKind, *, sharding: NamedSharding | None
+  kind: AttentionKind, *, sharding: NamedSharding | None, kv_block: int = 0
 ) -> Kernels:
   """Makes the backend of a sampler.
 
   Args:
     kind: the kind of attention.
-    sharding: as in `Backend`.
+    sharding, kv_block: as in `Backend`; whole pages of at most `kv_block`
+      tokens are a block, by default 512.
   """
   parts = context.num_shards(sharding, 1)
   heads, size = kind.num_kv_heads // parts, kind.head_dim  # On one device.
@@ -199,6 +200,7 @@ def make_pallas(
     def on_device(layer, q, *arguments):
       queries = _pad_queries(q, heads, padded)
       settings = {"scale": size**-0.5, "window": kind.window}
+      settings["kv_block"] = kv_block or _KV_BLOCK
       out = function(layer, queries, *arguments, **settings)
       return _unpad_queries(out, q.shape, heads, padded)
 
@@ -249,7 +251,7 @@ def _attend_contiguous(layer, q, starts, **settings):
   return _ragged(q, pages, page_indices, starts + queries, **settings)
 
 
-def _ragged(q, pages, page_indices, lengths, *, scale, window):
+def _ragged(q, pages, page_indices, lengths, *, scale, window, kv_block):
   """Attends with q [B, Q, H, d], the last tokens, to [P, page_size, 2K, d]."""
   (count, queries), page_size = q.shape[:2], pages.shape[1]
   if window is not None:
@@ -272,7 +274,7 @@ def _ragged(q, pages, page_indices, lengths, *, scale, window):
     k_scale=scale_kv,
     v_scale=scale_kv,
     num_kv_pages_per_block=min(
-      max(_KV_BLOCK // page_size, 1), page_indices.shape[1]
+      max(kv_block // page_size, 1), page_indices.shape[1]
     ),
     num_queries_per_block=min(
       _PREFILL_QUERIES if queries >= _PREFILL_QUERIES else _DECODE_QUERIES,

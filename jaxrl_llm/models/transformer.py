@@ -311,5 +311,5 @@ def rotary_tables(config, positions):
       positions,
       *rope.frequencies(kind.head_dim, kind.rope_theta, kind.rope_scaling),
     )
-    for kind in dict.fromkeys(kind.attention for kind in config.period)
+    for kind in config.attention_kinds
   }

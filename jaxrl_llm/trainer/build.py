@@ -186,6 +186,7 @@ def _make_policy_fns(config, model_config, both, **settings) -> models.ModelFns:
     sampler_sharding=sharding.slot_sharding(
       both.sampler, model_config.num_kv_heads
     ),
+    kv_block=config.sampler.kv_block,
     **(_trainer_settings(config, model_config, both) | settings),
   )
 

@@ -122,7 +122,8 @@ def measure_attention(sizes: Sizes) -> Iterator[Numbers]:
   """Seconds of a layer's attention by every backend that the device has.
 
   Training attends in one packed row of 8 samples, forward and with gradients;
-  decoding attends from 64 slots to the pages of as many samples.
+  decoding attends from 64 slots to the pages of as many samples. Kernels do so
+  in blocks of three sizes, the first of which they choose by shape.
   """
   kind, dtype = sizes.decoded.layers[0].attention, sizes.dtype
   time, slots, page = 8 * sizes.response_length, 64, 16
@@ -147,16 +148,20 @@ def measure_attention(sizes: Sizes) -> Iterator[Numbers]:
     except InputError:
       continue  # Not for this device.
     attend = backend.make_packed_attention(kind, sharding=None).attend
-    paged = backend.make_kernels(kind, sharding=None)
     gradient = jax.grad(functools.partial(total, attend), (0, 1, 2))
-    layer = paged.init_paged(**size, dtype=dtype)
-    for part, function, arrays in (
-      ("packed", attend, (*row, *segments)),
-      ("packed_gradient", gradient, (*row, *segments)),
-      ("paged", paged.paged_attention, (query, layer, tables, last)),
-    ):
+    parts = {
+      f"packed_{name}_s": (attend, *row, *segments),
+      f"packed_gradient_{name}_s": (gradient, *row, *segments),
+    }
+    for block in (0, 256, 1024) if name == "pallas" else (0,):
+      paged = backend.make_kernels(kind, sharding=None, kv_block=block)
+      label = f"paged_{name}_{block or ''}".strip("_")
+      layer = paged.init_paged(**size, dtype=dtype)
+      arrays = query, layer, tables, last
+      parts[f"{label}_s"] = paged.paged_attention, *arrays
+    for label, (function, *arrays) in parts.items():
       call = functools.partial(jax.jit(function), *arrays)
-      yield {f"{part}_{name}_s": seconds_of(call)}
+      yield {label: seconds_of(call)}
 
 
 def measure_agreement(sizes: Sizes) -> Iterator[Numbers]:

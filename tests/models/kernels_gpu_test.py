@@ -227,6 +227,22 @@ class TestDecode:
     np.testing.assert_allclose(got, expected, rtol=1e-6, atol=2e-6)
     assert not np.any(got[2])
 
+  @pytest.mark.parametrize("tokens, partitions", [(0, 5), (17, 3), (128, 1)])
+  def test_a_partition_is_the_next_power_of_two(
+    self, tokens, partitions, monkeypatch
+  ):
+    grids, call = [], flash_gpu.pallas_call
+    spy = lambda body, grid, *rest: (
+      grids.append(grid) or call(body, grid, *rest)
+    )
+    qkv = self._qkv(4, 2, 64, 1)
+    expected = self._run(kernels.make_xla(_kind()), self._tables(), *qkv)
+    backend = kernels_gpu.make_pallas(_kind(), sharding=None, kv_block=tokens)
+    monkeypatch.setattr(flash_gpu, "pallas_call", spy)
+    got = self._run(backend, self._tables(), *qkv)
+    np.testing.assert_allclose(got, expected, rtol=1e-6, atol=2e-6)
+    assert grids[0][1] == partitions
+
   def test_other_slots_and_places_of_pages_change_no_bit(self):
     backend = kernels_gpu.make_pallas(_kind(), sharding=None)
     qkv = self._qkv(4, 2, 64, 1)

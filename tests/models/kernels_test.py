@@ -188,6 +188,31 @@ class TestPallas:
     _close(got, expected)
     assert not np.any(got[2])
 
+  @pytest.mark.parametrize("tokens, pages", [(0, 4), (2 * PAGE + 1, 2), (1, 1)])
+  def test_a_block_has_as_many_whole_pages_as_were_asked_for(
+    self, tokens, pages, monkeypatch
+  ):
+    found, plain = (
+      [],
+      lambda q, *_, num_kv_pages_per_block, **__: (
+        found.append(num_kv_pages_per_block) or q
+      ),
+    )
+    monkeypatch.setattr(kernels_tpu.ragged, "ragged_paged_attention", plain)
+    backend = kernels_tpu.make_pallas(_kind(), sharding=None, kv_block=tokens)
+    _on_pages(backend, _block_tables(1), *_qkv(_kind(), 1, LENGTHS.max()))
+    assert found == [pages]
+
+  @ON_TPU
+  def test_smaller_blocks_give_the_same_attention(self, module):
+    tables, qkv = _block_tables(1), _qkv(_kind(), 1, LENGTHS.max())
+
+    def attend(tokens):
+      make = module.make_pallas(_kind(), sharding=None, kv_block=tokens)
+      return jax.jit(lambda *qkv: _on_pages(make, tables, *qkv))(*qkv)
+
+    _close(attend(PAGE), attend(0))
+
   @ON_TPU
   def test_pages_before_the_window_are_not_read(self, module):
     backend = module.make_pallas(_kind(window=4), sharding=None)
