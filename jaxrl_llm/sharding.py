@@ -92,7 +92,7 @@ def make_mesh(
   """Makes a mesh with the axes of `AXES`, and `EXPERT` for an expert group.
 
   Args:
-    data: size of the axis; -1 takes the devices that remain.
+    data: size of the axis; -1 takes all devices that remain.
     fsdp: size of the axis.
     tensor: size of the axis.
     context: size of the axis.
@@ -101,8 +101,8 @@ def make_mesh(
     devices: devices to use; the first of all by default.
 
   Raises:
-    ValueError: a size is out of range or does not divide, or the sizes ask for
-      more devices than there are.
+    ValueError: a size is out of range or does not divide, the sizes ask for
+      more devices than there are, or data=-1 leaves some idle.
   """
   asked = f"mesh data={data} x fsdp={fsdp} x context={context}"
   asked += f" x tensor={tensor}"
@@ -119,6 +119,8 @@ def make_mesh(
   rest = fsdp * context * tensor
   if data == -1:
     data = max(len(devices) // rest, 1)
+    if idle := max(len(devices) - data * rest, 0):
+      raise ValueError(f"{asked} leaves {idle} idle of {len(devices)} devices")
   needed = data * rest
   if needed > len(devices):
     raise ValueError(

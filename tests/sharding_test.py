@@ -180,7 +180,9 @@ class TestMakeMesh:
 
   def test_minus_one_takes_the_devices_that_remain(self):
     assert _mesh(-1, 2, 2).shape["data"] == 2
-    assert _mesh(-1, 1, 3).shape["data"] == 2  # Two of eight stay unused.
+    with pytest.raises(ValueError, match="tensor=3 leaves 2 idle of 8 devices"):
+      _mesh(-1, 1, 3)
+    assert _mesh(2, 1, 3).size == 6  # Asked for by a number.
 
   def test_uses_the_devices_given(self):
     devices = jax.devices()[4:6]

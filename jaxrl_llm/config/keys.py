@@ -209,7 +209,8 @@ class Mesh(Group, path="mesh"):
   """The trainer's device mesh."""
 
   data = Key(-1, Range(-1),
-    "Size of the data axis (replicas); -1 uses all remaining devices.")
+    "Size of the data axis (replicas); -1 uses all remaining devices, which"
+    " sizes of the other axes must divide.")
   fsdp = Key(1, SOME,
     "Size of the fsdp axis, which shards parameters and batches.")
   context = Key(1, SOME,

@@ -79,7 +79,7 @@ def _mesh(config: Any, key: str, devices: list, why: str = "") -> Mesh:
   try:
     return sharding.make_mesh(**config_lib.get(config, key), devices=devices)
   except ValueError as error:
-    raise InputError(f"config.{key}: {error}{why}; lower its sizes") from error
+    raise InputError(f"config.{key}: {error}{why}; change its sizes") from error
 
 
 def _check_micro_batch_size(config: Any, mesh: Mesh) -> None:

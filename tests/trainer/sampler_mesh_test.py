@@ -286,16 +286,21 @@ class TestSettings:
     [
       ((2, 1), (8, 1), "data=8 x fsdp=1 .* needs 8 .* are 6, .* leaves free"),
       ((1, 8), (-1, 16), "data=-1 x fsdp=16 .* needs 16 .* are 8, .* shares"),
+      (
+        (1, 1),
+        (-1, 2),
+        "data=-1 x fsdp=2 .* leaves 1 idle of 7 .* leaves free",
+      ),
     ],
   )
-  def test_too_many_devices_are_refused(self, trainers, samplers, said):
+  def test_devices_that_do_not_fit_are_refused(self, trainers, samplers, said):
     meshes = {"mesh": trainers, "sampler__mesh": samplers}
     changes = {
       f"{mesh}__{axis}": size
       for mesh, sizes in meshes.items()
       for axis, size in zip(("data", "fsdp"), sizes)
     }
-    said = f"config.sampler.mesh: mesh {said}; lower its sizes"
+    said = f"config.sampler.mesh: mesh {said}; change its sizes"
     with pytest.raises(InputError, match=said) as error:
       self.make(**changes, **ROWS)
     assert "\n" not in str(error.value)
