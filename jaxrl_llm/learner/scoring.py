@@ -11,6 +11,8 @@ from jaxrl_llm.models import ModelFns, PackedRows, TokenLogprobs, ValueFns
 
 def over_micro_batches(score, packed: PackedRows) -> Any:
   """Maps score, micro-batch -> tree of [r, C], over nonempty micro-batches."""
+  # Traced once for its shapes and for the loop.
+  score = jax.jit(score, inline=True)
 
   def body(i, out):
     scores = score(packed.rows(i))

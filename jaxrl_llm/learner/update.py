@@ -153,13 +153,13 @@ def make_update(
     out_shardings: shardings of the state and of the metrics.
   """
   finish = functools.partial(_apply, objective.name, optimizer, schedule)
+  gradient = _gradient_of(objective)
 
   def begin(trained, batch: PackedBatch, *arguments, base=_NO_BASE):
-    return _zeros(_gradient_of(objective, base), trained, batch, *arguments)
+    return _zeros(gradient, trained, batch, base, *arguments)
 
   def add(sums, trained, batch: PackedBatch, *arguments, base=_NO_BASE):
-    gradient = _gradient_of(objective, base)
-    return _accumulate(gradient, trained, sums, batch, *arguments)
+    return _accumulate(gradient, trained, sums, batch, base, *arguments)
 
   def apply(state: TrainState, sums, size, step):
     gradients, (totals, means, maxima) = sums
@@ -185,12 +185,16 @@ def make_update(
   )
 
 
-def _gradient_of(objective: Objective, base):
-  """(trained, micro-batch, *settings) -> gradient and log."""
+def _gradient_of(objective: Objective):
+  """(trained, micro-batch, base, *settings) -> gradient and log.
 
+  It is traced once for its shapes and for the loop over micro-batches.
+  """
+
+  @functools.partial(jax.jit, inline=True)
   @functools.partial(jax.grad, has_aux=True)
-  def gradient(trained, *inputs):
-    return objective.loss(Params(base, trained), *inputs)
+  def gradient(trained, micro, base, *settings):
+    return objective.loss(Params(base, trained), micro, *settings)
 
   return gradient
 

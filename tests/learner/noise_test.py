@@ -34,9 +34,9 @@ def test_an_update_measures_it(masked, streamed):
   tokens = np.asarray(batch.mask).sum((1, 2))[:count]
   # Each micro-batch as the only one of an update without clipping.
   objective = tiny_update.policy_objective(tiny_update.make_fns("policy"))
-  gradient = jax.jit(update._gradient_of(objective, {}))
+  gradient = update._gradient_of(objective)
   each = [
-    gradient(state.trained, batch.micro_batch(i), temperature)[0]
+    gradient(state.trained, batch.micro_batch(i), {}, temperature)[0]
     for i in np.flatnonzero(tokens)
   ]
   flat = [
