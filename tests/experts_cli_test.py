@@ -11,8 +11,7 @@ from jaxrl_llm import api, metrics
 @pytest.mark.slow(minutes=1)
 def test_a_policy_with_experts_learns_the_embedded_task(tmp_path):
   upcycled.write(tmp_path / "model")
-  env = programs.environment()
-  del env["XLA_FLAGS"]  # Of tests: they compile fast, and run slowly.
+  env = programs.environment_of_users()
   programs.finish(
     "scripts/train.py",
     "--config=configs/grpo.py",

@@ -26,6 +26,12 @@ def environment(path=_ROOT, **more):
   return os.environ | {"PYTHONPATH": str(path), "XLA_FLAGS": FLAGS} | more
 
 
+def environment_of_users():
+  """Without what makes tests compile fast, and run slowly."""
+  own = environment()
+  return {k: v for k, v in own.items() if k not in ("XLA_FLAGS", "NPROC")}
+
+
 def finish(program, *arguments, cwd=_ROOT, env=None, code=0):
   """Runs a Python program in a process of its own, to its end.
 

@@ -9,8 +9,6 @@ from helpers import programs
 
 @pytest.mark.slow(minutes=3)
 def test_greedy_accuracy_rises_and_the_critic_knows(tmp_path):
-  env = programs.environment()
-  env.pop("XLA_FLAGS", None)  # Of tests: they compile fast, and run slowly.
   programs.finish(
     "scripts/train.py",
     "--config=configs/vapo.py",
@@ -18,7 +16,7 @@ def test_greedy_accuracy_rises_and_the_critic_knows(tmp_path):
     "--config.run.steps=24",  # Of 40: the mode has turned over by then.
     "--config.eval.every=24",
     f"--workdir={tmp_path}",
-    env=env,
+    env=programs.environment_of_users(),
   )
   read = lambda name: list(
     map(json.loads, (tmp_path / name).read_text().splitlines())
