@@ -8,9 +8,10 @@ what the files register.
 
 # File -> kind of a part -> its name, or several with spaces between: a value of
 # `estimator.name`, `estimator.lambda_schedule`, `loss.name`, `loss.kl`,
-# `data.order`, `reward.group`, `off_policy.proximal` or `schedule.replay_for`,
-# the setting that switches it on, or the name of an input, of a companion, of
-# frozen models that other parts read or of a critic of several models.
+# `value.head`, `data.order`, `reward.group`, `off_policy.proximal` or
+# `schedule.replay_for`, the setting that switches it on, or the name of an
+# input, of a companion, of frozen models that other parts read or of a critic
+# of several models.
 FILES: dict[str, dict[str, str]] = {
   "a_3po": {"proximal": "interpolate"},
   "adhint": {"prompt_source": "hints", "estimator": "hinted"},
@@ -42,6 +43,7 @@ FILES: dict[str, dict[str, str]] = {
     "loss": "hapo",
     "logits_processor": "entropy_tau",
   },
+  "hl_gauss": {"value_head": "categorical", "value_loss": "categorical"},
   "kept_weights": {"companion": "kept", "leaf": "writer_logprobs"},
   "kpop": {"loss": "kpop"},
   "majority": {"group_reward": "majority"},
