@@ -213,6 +213,9 @@ class Ensemble(NamedTuple):
 # Name -> `Ensemble`.
 ENSEMBLES = Table("ensemble")
 
+# Setting that switches it on -> (config group value) -> view of the critic:
+# (row of the data -> its answer, tokenizer, samples) -> what it reads of them.
+VIEWS = Table("view")
 
 # Whom the policy loss takes its ratio against: the input it begins with; ''
 # takes none.

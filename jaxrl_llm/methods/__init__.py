@@ -52,6 +52,7 @@ FILES: dict[str, dict[str, str]] = {
   "nudge": {"prompt_source": "contexts", "estimator": "inter_intra"},
   "poise": {"estimator": "cross_probe", "leaf": "poise_values"},
   "ppo_ewma": {"companion": "ema", "leaf": "average_logprobs"},
+  "privileged": {"view": "answer_format"},
   "reinforce_pp": {"estimator": "reward_to_go"},
   "rloo": {"loss": "policy_gradient"},
   "sae": {"lambda_rule": "segments"},

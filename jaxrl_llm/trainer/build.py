@@ -64,8 +64,8 @@ def make_run(config: Any) -> Run:
   )
   source, problems = data.make_prompts(config, tokenizer)
   learner.column = source.column
-  if before:
-    view = data.answer_view(config, source.answer, tokenizer)
+  if view := choices.VIEWS.switched_on(config.value):
+    view = functools.partial(view, source.answer, tokenizer)
     learner.views = {"critic": view}
   _check_columns(learner, source)
   judge = _make_judge(config, tokenizer)

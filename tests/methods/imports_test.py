@@ -28,6 +28,7 @@ _TABLES = {
   "logits_processor": choices.LOGITS_PROCESSORS,
   "value_mask": choices.VALUE_MASKS,
   "value_head": VALUE_HEADS,
+  "view": choices.VIEWS,
   "value_loss": choices.VALUE_LOSSES,
   "pruning": choices.PRUNINGS,
   "feed": replay.FEEDS,
