@@ -98,15 +98,13 @@ class TestReturns:
       "trainable": trainable,
       "truncated": np.asarray([0, 0, 0, 1, 0], bool),
     }
-    made = build_algorithm.as_reward_model(
+    plain = build_algorithm.with_monte_carlo_returns(
       make_algorithm(estimator__lambda_value=0.3), gamma=0.9
     )
+    made = build_algorithm.as_reward_model(plain)
     np.testing.assert_array_equal(
       compute(made, "value_mask", inputs),
       [[0, 0, 1, 0], [0, 0, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0]],
-    )
-    plain = build_algorithm.with_monte_carlo_returns(
-      make_algorithm(), gamma=0.9
     )
     np.testing.assert_array_equal(
       compute(made, "returns", make_inputs()),
