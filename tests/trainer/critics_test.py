@@ -162,7 +162,7 @@ def test_a_privileged_critic_reads_the_answer_before_the_prompt(model):
     learner, "critic", types.unjudged(rollout), rng
   )
   found = batch.experience["old_values"]
-  score = jax.jit(run.learner.critic.fns.values)
+  score = jax.jit(run.learner.critic.fns.outputs)
   for row in range(6):
     answer = f"#{run.source.answer(int(rollout.example_id[row]))};"
     prompt = rollout.prompt_tokens[row, : rollout.prompt_lengths[row]]
@@ -181,7 +181,8 @@ def test_a_privileged_critic_reads_the_answer_before_the_prompt(model):
       positions=np.arange(64)[None],
       logprobs=sampled,
     )
-    values = np.asarray(score(critic, rows)[0])[0, start - 1 :][: len(response)]
+    values = np.asarray(score(critic, rows)[0]["values"])[0, start - 1 :]
+    values = values[: len(response)]
     np.testing.assert_allclose(found[row, : len(response)], values, atol=1e-4)
 
 
