@@ -82,9 +82,9 @@ def values_of(name: str, config: Any, judged: Any) -> np.ndarray:
     shapes = models.merge(critic.params)
     make = lambda _: checkpoint.load_tree(folder / FOLDER, shapes)
   elif of_run:
-    number, base = workdir.find_step(folder, step), critic.shares_base
+    number = workdir.find_step(folder, step)
     make = lambda _: workdir.restore_params(
-      folder, number, "critic", critic.params, base_of="policy" * base
+      folder, number, "critic", critic.params
     )
   if view := choices.VIEWS.switched_on(config.value):
     # Rows are those of other data.
