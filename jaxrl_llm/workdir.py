@@ -166,12 +166,7 @@ def model_path(workdir: pathlib.Path) -> str:
 
 
 def restore_params(
-  workdir: pathlib.Path,
-  step: int,
-  model: str,
-  shapes: models.Params,
-  *,
-  base_of: str = "",
+  workdir: pathlib.Path, step: int, model: str, shapes: models.Params
 ) -> Any:
   """Reads the parameters of a checkpoint's model, without its optimizer.
 
@@ -180,7 +175,6 @@ def restore_params(
     step: which checkpoint.
     model: 'policy' or 'critic'.
     shapes: ShapeDtypeStructs with shardings.
-    base_of: the model that it shares its base with, if any.
 
   Returns:
     All parameters, a nested dict.
@@ -189,7 +183,10 @@ def restore_params(
     InputError: The checkpoint is damaged or of another model.
   """
   folder = workdir / "checkpoints"
-  base = f"learner.{base_of or model}.base"
+  config = read_config(workdir)
+  # A critic with adapters shares the base of a policy with adapters.
+  adapted = config.model.lora_rank and config.value.lora_rank
+  base = f"learner.{'policy' if adapted else model}.base"
   trained = f"learner.{model}.trained"
   found = checkpoint.load(folder / str(step), {trained: shapes.trained})
   if shapes.base:
@@ -238,8 +235,7 @@ def load_critic(
   head = models.VALUE_HEADS[config.value.head](config.value)
   shapes = _shapes_of(models.make_value(model, head=head))
   shapes = models.partition(shapes, config.optimizer.value.frozen)
-  base = "policy" * bool(config.model.lora_rank and config.value.lora_rank)
-  params = restore_params(workdir, step, "critic", shapes, base_of=base)
+  params = restore_params(workdir, step, "critic", shapes)
   if model.adapters is not None:
     params = model.adapters.merge(params)
   return models.make_value(model.base, head=head), params

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from jaxrl_llm import api, config, estimators, losses
+from jaxrl_llm.methods.hl_gauss import categorical_value_loss
 
 _NUMBER = re.compile(r"-?\d+\.?\d*")
 _FUNCTIONS = [
@@ -15,7 +16,7 @@ _FUNCTIONS = [
   for room in (estimators, losses)
   for name in vars(room)
   if inspect.isfunction(getattr(room, name))
-] + [config.method, api.load]
+] + [config.method, api.load, categorical_value_loss]
 
 
 class _Checker(doctest.OutputChecker):

@@ -80,9 +80,7 @@ class Algorithm:
 
   @property
   def value_inputs(self) -> frozenset[str]:
-    """Inputs [B, T] of the critic's update; empty without a critic."""
-    if self.value_loss is None:
-      return frozenset()
+    """Inputs [B, T] of the critic's update, if there is one."""
     return frozenset(set(self.value_loss.reads) - _OF_THE_CRITIC)
 
   @property

@@ -282,14 +282,13 @@ def with_monte_carlo_returns(
   return dataclasses.replace(algorithm, parts=parts)
 
 
-def as_reward_model(algorithm: Algorithm, *, gamma: float) -> Algorithm:
+def as_reward_model(algorithm: Algorithm) -> Algorithm:
   """The algorithm whose critic sees a response at its last token alone.
 
   It learns what becomes of whole responses, and nothing of their beginnings:
   a reward model, which VC-PPO and VAPO start their critics from. Its values of
   beginnings are whatever they are, the bias that value pretraining repairs.
   """
-  algorithm = with_monte_carlo_returns(algorithm, gamma=gamma)
   last = {"value_mask": part(estimates.last_value_mask)}
   return dataclasses.replace(algorithm, parts={**algorithm.parts, **last})
 

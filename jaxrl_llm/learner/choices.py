@@ -195,18 +195,12 @@ def correction_of(config: Groups) -> tuple[str, float]:
 def _squared_error(config: Groups) -> Part:
   """Returns the squared error of values, clipped if the config says so."""
   loss = config["loss"]
-  if loss["clip_value"] is None:
-    return part(losses.clipped_value_loss)
-  return part(losses.clipped_value_loss, loss, old_values="old_values")
+  clips = {} if loss["clip_value"] is None else {"old_values": "old_values"}
+  return part(losses.clipped_value_loss, loss, **clips)
 
 
 # Head of the critic -> (config) -> `losses.ClippedValueLoss`.
-VALUE_LOSSES: Mapping[str, Callable[[Groups], Part]] = {
-  "scalar": _squared_error,
-  "categorical": lambda config: part(
-    losses.categorical_value_loss, config["value"]
-  ),
-}
+VALUE_LOSSES = Table("value_loss", scalar=_squared_error)
 
 
 class Ensemble(NamedTuple):
@@ -219,6 +213,9 @@ class Ensemble(NamedTuple):
 # Name -> `Ensemble`.
 ENSEMBLES = Table("ensemble")
 
+# Setting that switches it on -> (config group value) -> view of the critic:
+# (row of the data -> its answer, tokenizer, samples) -> what it reads of them.
+VIEWS = Table("view")
 
 # Whom the policy loss takes its ratio against: the input it begins with; ''
 # takes none.

@@ -14,7 +14,6 @@ so every response-aligned [B, T] array is scattered to that position.
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import chex
@@ -119,26 +118,6 @@ def make_units(
     units[unit].append(i)
     lengths[unit] += branch
   return units, lengths
-
-
-def with_context(
-  rollout: Rollout, context: Sequence[Sequence[int]], *, width: int
-) -> Rollout:
-  """Puts tokens before the prompts, for a model that reads more than others.
-
-  Args:
-    rollout: B samples.
-    context: tokens for each sample, equal within a group.
-    width: most tokens of a context, for shapes that do not vary.
-  """
-  before = np.asarray([len(tokens) for tokens in context], np.int32)
-  prompts = np.pad(rollout.prompt_tokens, [(0, 0), (0, width)])
-  for row, tokens in enumerate(context):
-    old = rollout.prompt_tokens[row]
-    prompts[row, : len(tokens) + len(old)] = [*tokens, *old]
-  return rollout.replace(
-    prompt_tokens=prompts, prompt_lengths=rollout.prompt_lengths + before
-  )
 
 
 def pack(

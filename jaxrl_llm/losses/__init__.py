@@ -31,6 +31,5 @@ from jaxrl_llm.losses.regularizers import (
 )
 from jaxrl_llm.losses.value import (
   ClippedValueLoss as ClippedValueLoss,
-  categorical_value_loss as categorical_value_loss,
   clipped_value_loss as clipped_value_loss,
 )

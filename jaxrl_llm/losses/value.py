@@ -1,6 +1,5 @@
 """Regression of a critic on returns."""
 
-import math
 from typing import NamedTuple
 
 import chex
@@ -76,58 +75,3 @@ def clipped_value_loss(
   return ClippedValueLoss(
     loss=0.5 * jnp.where(clipped, bounded_squares, squares), clipped=clipped
   )
-
-
-def categorical_value_loss(
-  value_logits: chex.Array,
-  returns: chex.Array,
-  *,
-  low: float,
-  high: float,
-  sigma: float = 0.75,
-) -> ClippedValueLoss:
-  """Cross entropy of a critic's K bins to a Gaussian about the return.
-
-    L = -Σ_k p_k log softmax(z)_k
-    p_k ∝ Φ((e_{k+1} - G) / s) - Φ((e_k - G) / s)
-
-  e_0 = low, ..., e_K = high are the edges of the bins, s is sigma bin widths.
-  The gradient with respect to z is softmax(z) - p, however far G is, and noise
-  of the returns moves probability instead of the whole regression.
-
-  Args:
-    value_logits: [..., K], z, logits of the bins.
-    returns: [...], G, targets; those outside [low, high] count as its nearest
-      end. No gradient is stopped here.
-    low: lower edge of the first bin.
-    high: upper edge of the last bin. Returns should be several bin widths
-      inside, where the mean of p equals G.
-    sigma: standard deviation of the Gaussian in bin widths.
-
-  Returns:
-    A `ClippedValueLoss` of shape [...], not reduced; nothing is clipped.
-
-  Raises:
-    ValueError: if low is not below high, or sigma is not positive.
-
-  Reference: Farebrother et al. 2024 (HL-Gauss), arXiv:2403.03950.
-
-  Example:
-    >>> logits, returns = jnp.zeros((2, 3)), jnp.array([0.0, 1.5])
-    >>> out = categorical_value_loss(logits, returns, low=-1.5, high=1.5)
-    >>> print(out.loss)
-    [1.0986123 1.0986123]
-  """
-  value_logits = jnp.asarray(value_logits, jnp.float32)
-  returns = jnp.asarray(returns, jnp.float32)
-  chex.assert_equal_shape([value_logits[..., 0], returns])
-  check_number("high", high, f"({low}, inf)")
-  check_number("sigma", sigma, "(0, inf)")
-  edges = jnp.linspace(low, high, value_logits.shape[-1] + 1)
-  edges = jnp.expand_dims(edges, tuple(range(returns.ndim)))
-  deviation = sigma * (high - low) / value_logits.shape[-1]
-  distance = edges - jnp.clip(returns, low, high)[..., None]
-  below = jax.lax.erf(distance / (math.sqrt(2) * deviation))
-  target = jnp.diff(below) / (below[..., -1:] - below[..., :1])
-  loss = -jnp.sum(target * jax.nn.log_softmax(value_logits), axis=-1)
-  return ClippedValueLoss(loss, jnp.zeros(loss.shape, bool))

@@ -8,9 +8,10 @@ what the files register.
 
 # File -> kind of a part -> its name, or several with spaces between: a value of
 # `estimator.name`, `estimator.lambda_schedule`, `loss.name`, `loss.kl`,
-# `data.order`, `reward.group`, `off_policy.proximal` or `schedule.replay_for`,
-# the setting that switches it on, or the name of an input, of a companion, of
-# frozen models that other parts read or of a critic of several models.
+# `value.head`, `data.order`, `reward.group`, `off_policy.proximal` or
+# `schedule.replay_for`, the setting that switches it on, or the name of an
+# input, of a companion, of frozen models that other parts read or of a critic
+# of several models.
 FILES: dict[str, dict[str, str]] = {
   "a_3po": {"proximal": "interpolate"},
   "adhint": {"prompt_source": "hints", "estimator": "hinted"},
@@ -42,6 +43,7 @@ FILES: dict[str, dict[str, str]] = {
     "loss": "hapo",
     "logits_processor": "entropy_tau",
   },
+  "hl_gauss": {"value_head": "categorical", "value_loss": "categorical"},
   "kept_weights": {"companion": "kept", "leaf": "writer_logprobs"},
   "kpop": {"loss": "kpop"},
   "majority": {"group_reward": "majority"},
@@ -50,6 +52,7 @@ FILES: dict[str, dict[str, str]] = {
   "nudge": {"prompt_source": "contexts", "estimator": "inter_intra"},
   "poise": {"estimator": "cross_probe", "leaf": "poise_values"},
   "ppo_ewma": {"companion": "ema", "leaf": "average_logprobs"},
+  "privileged": {"view": "answer_format"},
   "reinforce_pp": {"estimator": "reward_to_go"},
   "rloo": {"loss": "policy_gradient"},
   "sae": {"lambda_rule": "segments"},

@@ -19,8 +19,8 @@ from jaxrl_llm.models.functional import (
 )
 from jaxrl_llm.models.heads import (
   VALUE_HEADS as VALUE_HEADS,
-  CategoricalHead as CategoricalHead,
   TokenLogprobs as TokenLogprobs,
+  ValueHead as ValueHead,
 )
 from jaxrl_llm.models.kv_cache import (
   BlockTables as BlockTables,

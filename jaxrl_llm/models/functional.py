@@ -88,13 +88,6 @@ class ValueFns(NamedTuple):
   shares_prompts: bool
   head: heads.ValueHead
 
-  def values(
-    self, params: Any, packed: PackedRows
-  ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns values, float32 [R, C], and auxiliary losses [R, C]."""
-    outputs, aux = self.outputs(params, packed)
-    return outputs["values"], aux
-
 
 def _backbone_settings(
   config, numerics, remat_policy, kernels, sharding, expert_capacity

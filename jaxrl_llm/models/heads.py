@@ -14,8 +14,7 @@ chunk this takes longer than the products (`default_chunk`).
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import chex
 import jax
@@ -25,6 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxrl_llm.errors import check_number
 from jaxrl_llm.models import context
 from jaxrl_llm.models.kernels import platform_of
+from jaxrl_llm.system.plugin import Table
 
 _MIN_CHUNK = 128  # Time steps; on a CPU, larger chunks fit no cache.
 _CHUNK_BYTES = 2**29  # Float32 logits of a chunk on an accelerator.
@@ -38,53 +38,21 @@ class TokenLogprobs(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class ScalarHead:
-  """A critic's head with one output, the value."""
+class ValueHead:
+  """A critic's head, whose only output is the value; others are subclasses."""
 
   outputs: int = 1
-  support: None = None  # Interval of the values: all numbers.
+  # Interval of the values; None: all numbers.
+  support: tuple[float, float] | None = None
 
   def read(self, outputs: chex.Array) -> dict[str, jax.Array]:
-    """Returns the `values` [...] of outputs [..., 1]."""
+    """Returns `values` [...] of outputs [..., K], and inputs of the loss."""
     return {"values": outputs[..., 0]}
 
 
-@dataclasses.dataclass(frozen=True)
-class CategoricalHead:
-  """A critic's head with a distribution over K bins of equal width.
-
-    V = Σ_k softmax(z)_k c_k,  c_k the centre of bin k
-
-  Logits of 0 are the value in the middle of [low, high].
-  """
-
-  low: float
-  high: float
-  outputs: int  # K.
-
-  @property
-  def support(self) -> list[float]:
-    """Interval of the values."""
-    return [self.low, self.high]
-
-  def read(self, outputs: chex.Array) -> dict[str, jax.Array]:
-    """Returns the `values` [...] of logits [..., K], and `value_logits`."""
-    width = (self.high - self.low) / self.outputs
-    centres = self.low + width * (jnp.arange(self.outputs) + 0.5)
-    centres = jnp.expand_dims(centres, tuple(range(outputs.ndim - 1)))
-    values = jnp.sum(jax.nn.softmax(outputs) * centres, axis=-1)
-    return {"values": values, "value_logits": outputs}
-
-
-ValueHead = ScalarHead | CategoricalHead
-SCALAR = ScalarHead()
+SCALAR = ValueHead()
 # Name -> (settings of the critic) -> its head.
-VALUE_HEADS: Mapping[str, Callable[[Mapping[str, Any]], ValueHead]] = {
-  "scalar": lambda value: SCALAR,
-  "categorical": lambda value: CategoricalHead(
-    value["low"], value["high"], value["bins"]
-  ),
-}
+VALUE_HEADS = Table("value_head", scalar=lambda value: SCALAR)
 
 
 def project(hidden: chex.Array, kernel: chex.Array, tied: bool) -> jax.Array:

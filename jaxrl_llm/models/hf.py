@@ -110,11 +110,11 @@ def read_critic(
   """
   outputs = head.outputs if is_critic(path) else None
   file, values = _read_json_config(path)
-  support = values.get("value_support")
-  if outputs and support != head.support:
+  saved, support = values.get("value_support"), head.support and [*head.support]
+  if outputs and saved != support:
     raise InputError(
-      f"{file}: the values of this critic are over {support}, and those of"
-      f" config.value over {head.support}; set value.head, low and high to its"
+      f"{file}: the values of this critic are over {saved}, and those of"
+      f" config.value over {support}; set value.head, low and high to its"
     )
   shapes = traverse_util.unflatten_dict(shapes_of(config.base, outputs))
   settings = {"dtype": jnp.float32, "outputs": outputs}

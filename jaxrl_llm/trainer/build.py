@@ -64,8 +64,8 @@ def make_run(config: Any) -> Run:
   )
   source, problems = data.make_prompts(config, tokenizer)
   learner.column = source.column
-  if before:
-    view = data.answer_view(config, source.answer, tokenizer)
+  if view := choices.VIEWS.switched_on(config.value):
+    view = functools.partial(view, source.answer, tokenizer)
     learner.views = {"critic": view}
   _check_columns(learner, source)
   judge = _make_judge(config, tokenizer)
@@ -330,20 +330,17 @@ def _make_pretraining(config, worker, learner) -> ValuePretraining | None:
   )
   key = run_key(config.run.seed, PRETRAINING)
   writer = dataclasses.replace(worker.writer, key=key)
-  of = lambda make: dataclasses.replace(
-    learner, algorithm=make(learner.algorithm, gamma=config.estimator.gamma)
+  algorithm = build_algorithm.with_monte_carlo_returns(
+    learner.algorithm, gamma=config.estimator.gamma
   )
+  of = functools.partial(dataclasses.replace, learner)
   return ValuePretraining(
-    learner=of(build_algorithm.with_monte_carlo_returns),
-    reward_model=of(build_algorithm.as_reward_model),
+    learner=of(algorithm=algorithm),
+    reward_model=of(algorithm=build_algorithm.as_reward_model(algorithm)),
     worker=dataclasses.replace(
       worker, writer=writer, settings=whole, replay=None
     ),
-    reward_model_steps=value.reward_model_steps,
-    steps=value.pretrain_steps,
-    patience=value.pretrain_patience,
-    min_delta=value.pretrain_min_delta,
-    save_every=config.checkpoint.every,
+    config=config,
     seed=(config.run.seed, PRETRAINING),
   )
 

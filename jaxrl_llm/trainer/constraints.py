@@ -183,15 +183,13 @@ def windows(config: Any) -> Rules:
   windowed = schedule.window > 0
   whole = schedule.stop == "all" and not schedule.dynamic_sampling
   return [
-    (windowed and not has_critic(config), "schedule.window, estimator.name",
-      "group estimators need whole groups, but windows end their responses in"
+    (windowed and (not has_critic(config) or estimator.name == "evpo"),
+      "schedule.window, estimator.name",
+      "group baselines need whole groups, but windows end their responses in"
       " different steps; use estimator.name='gae' or schedule.window=0"),
     (schedule.window > config.sampler.max_response_length,
       "schedule.window, sampler.max_response_length",
       "the window must not exceed the maximum response length"),
-    (windowed and estimator.name == "evpo", "schedule.window, estimator.name",
-      "the baseline of 'evpo' needs whole groups; use estimator.name='gae' or"
-      " schedule.window=0"),
     (windowed and config.reward.group, "schedule.window, reward.group",
       "responses of a group end in different steps; switch one of them off"),
     (windowed and schedule.dynamic_sampling,

@@ -11,13 +11,11 @@ from jaxrl_llm.data.prompt_source import PromptSource
 from jaxrl_llm.data.tasks import Prompt
 from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError, located
-from jaxrl_llm.learner import packing
 from jaxrl_llm.models import ModelConfig
 from jaxrl_llm.rollout import turns
 from jaxrl_llm.rollout.turns import ConversationConfig, EnvironmentCalls
 from jaxrl_llm.system import processes
 from jaxrl_llm.trainer.validation import own_settings
-from jaxrl_llm.types import Rollout
 
 EVAL_POSITIONS = 10_000  # Most problems of an endless source that are read.
 _POOL = 1024  # Prompts of an endless source, where each has a record.
@@ -281,26 +279,3 @@ def check_context(
       f"{answers} = {total + before} is over the model's context of {context}"
     )
   tokenizer.check_model(model_config.vocab_size)
-
-
-def answer_view(
-  config: Any, answers: Callable[[int], str], tokenizer: Tokenizer
-) -> Callable[[Rollout], Rollout]:
-  """Returns how a privileged critic sees responses: after their answers.
-
-  Args:
-    config: settings of the run.
-    answers: row of the data -> its answer.
-    tokenizer: tokenizer of the run.
-  """
-  text, most = config.value.answer_format, config.value.answer_tokens
-
-  def view(rollout: Rollout) -> Rollout:
-    before = {
-      row: tokenizer.encode(text.replace("{answer}", answers(row)))[:most]
-      for row in set(rollout.example_id.tolist())
-    }
-    context = [before[row] for row in rollout.example_id.tolist()]
-    return packing.with_context(rollout, context, width=most)
-
-  return view

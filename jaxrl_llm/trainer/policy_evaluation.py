@@ -138,11 +138,7 @@ def _critic_values(policy: Any, run: Run) -> Callable[[Rollout], np.ndarray]:
       " the choice of a response must not"
     )
   params = workdir.restore_params(
-    policy.path,
-    policy.step,
-    "critic",
-    member.params,
-    base_of="policy" * member.shares_base,
+    policy.path, policy.step, "critic", member.params
   )
   state = run.learner.alone("critic", params)
 

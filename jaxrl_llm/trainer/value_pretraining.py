@@ -51,22 +51,14 @@ class ValuePretraining:
     reward_model: the same, trained on the last token of responses only.
     worker: samples whole responses to prompts from the start, with its own
       random stream.
-    reward_model_steps: number of first batches, for the reward model only.
-    steps: maximum number of batches after these.
-    patience: batches without improvement before it stops.
-    min_delta: minimum increase of the explained variance.
-    save_every: batches between checkpoints.
+    config: settings of the run; those of `value` say how long it takes.
     seed: seeds of the run and of the stream, for the order of mini-batches.
   """
 
   learner: Learner
   reward_model: Learner
   worker: RolloutWorker
-  reward_model_steps: int
-  steps: int
-  patience: int
-  min_delta: float
-  save_every: int
+  config: Any
   seed: tuple[int, int]
 
   def run(
@@ -94,7 +86,8 @@ class ValuePretraining:
       The learner with the best critic; None if a signal ended it earlier.
     """
     saver = checkpoint.Checkpointer(workdir / CHECKPOINTS, keep=2)
-    rows = logger.rows(workdir / FILE)
+    rows, settings = logger.rows(workdir / FILE), self.config.value
+    last = settings.reward_model_steps + settings.pretrain_steps
     with contextlib.closing(saver), contextlib.closing(rows):
       state = self._resume(workdir, saver, logger) or PretrainingState(
         source=self.worker.source.init(),
@@ -105,12 +98,11 @@ class ValuePretraining:
       rows.truncate_after(state.number - 1)
       done, stop = False, stopped.agreed()
       while not (done or stop):
-        last = self.reward_model_steps + self.steps
         logger.phase(f"value pretraining {state.number}/{last}")
         state, row, done = self._step(learner, state, weights)
         rows.log(state.number - 1, row)
         stop = stopped.agreed()
-        due = stop or state.number % self.save_every == 0
+        due = stop or state.number % self.config.checkpoint.every == 0
         if due and not done:
           saver.save_states(state.number, {"pretraining": state})
         if stop:
@@ -137,7 +129,8 @@ class ValuePretraining:
 
     The first batches train a reward model; the newest one is the best.
     """
-    outcomes = state.number < self.reward_model_steps
+    settings = self.config.value
+    outcomes = state.number < settings.reward_model_steps
     trained = self.reward_model if outcomes else self.learner
     collected = self.worker.collect(
       state.rollout, state.source, weights, metrics.PhaseTimer()
@@ -155,10 +148,10 @@ class ValuePretraining:
     }
     best, waited, done = {}, state.waited, False
     if not outcomes:
-      improved = explained > state.explained + self.min_delta
+      improved = explained > state.explained + settings.pretrain_min_delta
       waited = 0 if improved else waited + 1
-      last = self.reward_model_steps + self.steps
-      done = state.number == last or waited >= self.patience
+      last = settings.reward_model_steps + settings.pretrain_steps
+      done = state.number == last or waited >= settings.pretrain_patience
       if explained > state.explained:
         best = {"explained": explained, "trained_on": state.number}
         best["best"] = jax.tree.map(jnp.copy, state.critic.trained)

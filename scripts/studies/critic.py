@@ -26,6 +26,7 @@ truth. A response of chain_sum has its first wrong character marked.
 
 import argparse
 import ast
+import functools
 import pathlib
 import re
 from collections.abc import Mapping
@@ -40,10 +41,11 @@ from jaxrl_llm import checkpoint, models, workdir
 from jaxrl_llm import config as config_lib
 from jaxrl_llm.data.tasks import ChainProblem
 from jaxrl_llm.errors import InputError
+from jaxrl_llm.learner import choices
 from jaxrl_llm.learner.choices import has_critic
 from jaxrl_llm.report.figure import figure
 from jaxrl_llm.rollout.writer import Weights
-from jaxrl_llm.trainer import build, data
+from jaxrl_llm.trainer import build
 from jaxrl_llm.trainer.value_pretraining import FOLDER
 
 _SHOWN = 4
@@ -80,13 +82,14 @@ def values_of(name: str, config: Any, judged: Any) -> np.ndarray:
     shapes = models.merge(critic.params)
     make = lambda _: checkpoint.load_tree(folder / FOLDER, shapes)
   elif of_run:
-    number, base = workdir.find_step(folder, step), critic.shares_base
+    number = workdir.find_step(folder, step)
     make = lambda _: workdir.restore_params(
-      folder, number, "critic", critic.params, base_of="policy" * base
+      folder, number, "critic", critic.params
     )
-  if config_lib.answer_tokens(config):  # Rows are those of other data.
+  if view := choices.VIEWS.switched_on(config.value):
+    # Rows are those of other data.
     answers = {prompt.example_id: prompt.answer for prompt in judged.prompts}
-    view = data.answer_view(config, answers.__getitem__, run.tokenizer)
+    view = functools.partial(view, answers.__getitem__, run.tokenizer)
     run.learner.views = {"critic": view}
   rollout, state = judged.responses.rollout, run.learner.init(critic=make)
   values = run.learner.read(state, "values", rollout)

@@ -216,8 +216,8 @@ def plain_values(params):
     segments=present.astype(np.int32),
     positions=np.maximum(present.cumsum(axis=1) - 1, 0),
   )
-  values, _ = make_fns("value").values(params, rows)
-  return jnp.take_along_axis(values, before, axis=1)
+  outputs, _ = make_fns("value").outputs(params, rows)
+  return jnp.take_along_axis(outputs["values"], before, axis=1)
 
 
 def largest(tree):

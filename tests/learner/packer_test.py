@@ -1,5 +1,6 @@
 """Who learns from which responses: each once, the critic in whole batches."""
 
+import functools
 import types
 
 import numpy as np
@@ -9,6 +10,7 @@ from helpers import tiny_run
 from jaxrl_llm.learner import packer as packer_lib
 from jaxrl_llm.learner import packing
 from jaxrl_llm.learner.packer import Packer
+from jaxrl_llm.methods import privileged
 from jaxrl_llm.types import Responses, Status, join_rows, take_rows, unjudged
 
 ROWS = 5
@@ -139,12 +141,23 @@ class TestCheckRows:
       self.check(parts, range(4))
 
 
+def after_answers(tokens, width):
+  """The view of a critic that reads `tokens(row of the data)` first."""
+  make = privileged.make_view(
+    {"answer_format": "{answer}", "answer_tokens": width}
+  )
+  encode = lambda text: [int(x) for x in text.split()]
+  tokenizer = types.SimpleNamespace(encode=encode)
+  answer = lambda row: " ".join(map(str, tokens(row)))
+  return functools.partial(make, answer, tokenizer)
+
+
 def test_a_member_with_a_view_reads_more_and_answers_for_the_same_tokens():
   rollout = tiny_run.random_rollout(
     np.random.default_rng(0), rows=8, room=9, vocab=19, group_size=4
   )
-  context = [[3, 4, 5][: 1 + group] for group in rollout.group]
-  seen = packing.with_context(rollout, context, width=5)
+  context = [[3, 4, 5][: 1 + row] for row in rollout.example_id]
+  seen = after_answers(lambda row: [3, 4, 5][: 1 + row], width=5)(rollout)
   for row, tokens in enumerate(context):
     length = rollout.prompt_lengths[row]
     expected = [*tokens, *rollout.prompt_tokens[row, :length]]
@@ -199,9 +212,7 @@ def test_parts_of_a_stream_fit_what_every_member_reads(reads, group_size):
     group_size=group_size,
   )
   alone = reads == "each prompt"
-  context = lambda rollout: packing.with_context(
-    rollout, [range(2, 42)] * len(rollout.lengths), width=40
-  )
+  context = after_answers(lambda row: range(2, 42), width=40)
   packer = Packer(
     {"policy": member(), "critic": member(shares=not alone)},
     capacity=64,

@@ -57,7 +57,7 @@ def test_micro_batches_count_by_their_tokens():
   params = jax.jit(fns.init)(jax.random.key(0))
   balance, load, tokens = [], [], []
   for i in range(int(batch.packed.count)):
-    _, aux = jax.jit(fns.values)(params, batch.packed.rows(i))
+    _, aux = jax.jit(fns.outputs)(params, batch.packed.rows(i))
     mask = np.asarray(batch.packed.mask[i])
     balance.append(np.mean(aux["balance"][mask]))
     load.append(np.mean(aux["metrics/expert_load"][mask]))

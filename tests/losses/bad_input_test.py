@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm import losses
+from jaxrl_llm.methods.hl_gauss import categorical_value_loss
 
 TOKENS, MASK, ROW = np.ones((2, 3)), np.ones((2, 3), bool), np.ones(3)
 ONE, TWO = np.ones(1), np.ones(2)
@@ -16,7 +17,7 @@ RANGE = "expected a number in"
 clip = losses.clipped_policy_loss
 decoupled = losses.decoupled_policy_loss
 value = losses.clipped_value_loss
-categorical = functools.partial(losses.categorical_value_loss, np.ones((2, 5)))
+categorical = functools.partial(categorical_value_loss, np.ones((2, 5)))
 
 # A loss, its arrays and settings, and a part of what it says.
 CASES = [

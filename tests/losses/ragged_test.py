@@ -14,6 +14,7 @@ import reference
 from helpers import ragged
 
 from jaxrl_llm import losses, masked
+from jaxrl_llm.methods.hl_gauss import categorical_value_loss
 
 _CLIP = dict(clip_low=0.2, clip_high=0.28)
 _MODES = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]
@@ -78,7 +79,7 @@ _LOSSES = {
   ),
   "categorical value": (
     lambda x, o, b, z: (
-      losses.categorical_value_loss(
+      categorical_value_loss(
         jnp.stack([x, 0 * x, -x], axis=-1), z, low=-2.0, high=1.0
       ).loss
     ),

@@ -33,7 +33,7 @@ def test_values_are_the_mean_and_the_spread_of_two_critics():
   params, rows = _make_params(both), _micro()
   out, _ = jax.jit(both.outputs)(params, rows)
   first, second = (
-    np.asarray(jax.jit(fns.values)(params[name], rows)[0])
+    np.asarray(jax.jit(fns.outputs)(params[name], rows)[0]["values"])
     for name in asyppo.NAMES
   )
   np.testing.assert_allclose(out["values"], (first + second) / 2, atol=1e-5)

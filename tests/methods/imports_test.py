@@ -9,6 +9,7 @@ import pytest
 from jaxrl_llm import losses, methods, register, rewards
 from jaxrl_llm.data import prompt_source, replay
 from jaxrl_llm.learner import choices, providers
+from jaxrl_llm.models import VALUE_HEADS
 
 _TABLES = {
   "estimator": choices.ESTIMATORS,
@@ -26,6 +27,9 @@ _TABLES = {
   "group_reward": rewards.GROUP_REWARDS,
   "logits_processor": choices.LOGITS_PROCESSORS,
   "value_mask": choices.VALUE_MASKS,
+  "value_head": VALUE_HEADS,
+  "view": choices.VIEWS,
+  "value_loss": choices.VALUE_LOSSES,
   "pruning": choices.PRUNINGS,
   "feed": replay.FEEDS,
   "replay": replay.REPLAYS,

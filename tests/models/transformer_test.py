@@ -276,13 +276,17 @@ class TestParameters:
     assert np.any(up(first) != up(second))
 
 
+def _values(fns):
+  return jax.jit(lambda *arguments: fns.outputs(*arguments)[0]["values"])
+
+
 class TestValue:
   def test_starts_at_zero_from_a_copy_of_the_policy(self):
     _, params = tiny.tiny_policy()
     fns = models.make_value(CONFIG)
     critic = fns.from_policy(params)
     tokens = _tokens()
-    values, _ = jax.jit(fns.values)(critic, packed.rows(tokens))
+    values = _values(fns)(critic, packed.rows(tokens))
     np.testing.assert_array_equal(values, np.zeros(tokens.shape, np.float32))
     for mine, theirs in zip(
       jax.tree.leaves(critic["layers"]), jax.tree.leaves(params["layers"])
@@ -295,13 +299,13 @@ class TestValue:
     fns = models.make_value(CONFIG, reads_logprobs=True)
     critic, tokens = make(fns), _tokens()
     alone = {k: v for k, v in critic.items() if k != "surprise"}
-    without, _ = models.make_value(CONFIG).values(alone, packed.rows(tokens))
+    plain = models.make_value(CONFIG)
+    without = _values(plain)(alone, packed.rows(tokens))
 
-    @jax.jit
+    score = _values(fns)
+
     def values(logprobs):
-      return fns.values(critic, packed.rows(tokens).replace(logprobs=logprobs))[
-        0
-      ]
+      return score(critic, packed.rows(tokens).replace(logprobs=logprobs))
 
     certain = np.zeros(tokens.shape, np.float32)
     expected = values(certain)
@@ -323,7 +327,7 @@ class TestValue:
     make = lambda params, key: tiny.widen(fns.from_policy(params), key)
     critic = jax.jit(make)(params, jax.random.key(5))
     tokens = _tokens()
-    got, _ = jax.jit(fns.values)(critic, packed.rows(tokens))
+    got = _values(fns)(critic, packed.rows(tokens))
     states = _hidden(critic, packed.rows(tokens))
     head = jax.tree.map(np.asarray, critic["value_head"])
     expected = np.asarray(states) @ head["kernel"][:, 0] + head["bias"]

@@ -82,9 +82,7 @@ def test_readers_get_the_merged_model(run, whole, model, tmp_path):
   with pytest.raises(InputError, match="has no adapters"):
     again.save_adapters(tmp_path / "none")
   critic = run.learner.critic
-  found = workdir.restore_params(
-    whole, STEPS, "critic", critic.params, base_of="policy"
-  )
+  found = workdir.restore_params(whole, STEPS, "critic", critic.params)
   assert jax.tree.structure(found) == jax.tree.structure(
     models.merge(critic.params)
   )

@@ -50,14 +50,13 @@ def test_resumes_bit_for_bit(model, kind, tmp_path):
   loop.train(run, cut)
   assert tiny_run.comparable(cut)[-1] == rows[-1]
   critic = run.learner.critic
-  base_of = "policy" * critic.shares_base
-  assert bool(base_of) == ("value__lora_rank" in KINDS[kind])
+  assert critic.shares_base == ("value__lora_rank" in KINDS[kind])
   one, other = (
-    workdir.restore_params(x, STEPS, "critic", critic.params, base_of=base_of)
+    workdir.restore_params(x, STEPS, "critic", critic.params)
     for x in (whole, cut)
   )
   chex.assert_trees_all_equal(one, other)
-  if not base_of:
+  if not critic.shares_base:
     pretrained = checkpoint.load_tree(whole / FOLDER, one)
     moved = lambda x, y: float(np.abs(x - y).max())
     moved = jax.tree.leaves(jax.tree.map(moved, one, pretrained))
@@ -162,7 +161,7 @@ def test_a_privileged_critic_reads_the_answer_before_the_prompt(model):
     learner, "critic", types.unjudged(rollout), rng
   )
   found = batch.experience["old_values"]
-  score = jax.jit(run.learner.critic.fns.values)
+  score = jax.jit(run.learner.critic.fns.outputs)
   for row in range(6):
     answer = f"#{run.source.answer(int(rollout.example_id[row]))};"
     prompt = rollout.prompt_tokens[row, : rollout.prompt_lengths[row]]
@@ -181,7 +180,8 @@ def test_a_privileged_critic_reads_the_answer_before_the_prompt(model):
       positions=np.arange(64)[None],
       logprobs=sampled,
     )
-    values = np.asarray(score(critic, rows)[0])[0, start - 1 :][: len(response)]
+    values = np.asarray(score(critic, rows)[0]["values"])[0, start - 1 :]
+    values = values[: len(response)]
     np.testing.assert_allclose(found[row, : len(response)], values, atol=1e-4)
 
 

@@ -1,0 +1,100 @@
+"""HL-Gauss: a critic learns a distribution over K bins of equal width.
+
+    V = Σ_k softmax(z)_k c_k,  c_k the centre of bin k
+    L = -Σ_k p_k log softmax(z)_k,  p a Gaussian about the return
+
+Differs from the critics of PPO and VAPO in the head and its loss, a
+classification instead of a regression. Chosen by value.head='categorical',
+with any estimator that has a critic.
+
+Reference: Farebrother et al. 2024, arXiv:2403.03950.
+"""
+
+import math
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm import losses
+from jaxrl_llm.errors import check_number
+from jaxrl_llm.learner import choices
+from jaxrl_llm.learner.parts import part
+from jaxrl_llm.models import VALUE_HEADS, ValueHead
+
+
+class CategoricalHead(ValueHead):
+  """A critic's head whose outputs are the logits of bins over its support.
+
+  Logits of 0 are the value in the middle.
+  """
+
+  def read(self, outputs: chex.Array) -> dict[str, jax.Array]:
+    """Returns the `values` [...] of logits [..., K], and `value_logits`."""
+    low, high = self.support
+    width = (high - low) / self.outputs
+    centres = low + width * (jnp.arange(self.outputs) + 0.5)
+    centres = jnp.expand_dims(centres, tuple(range(outputs.ndim - 1)))
+    values = jnp.sum(jax.nn.softmax(outputs) * centres, axis=-1)
+    return {"values": values, "value_logits": outputs}
+
+
+def categorical_value_loss(
+  value_logits: chex.Array,
+  returns: chex.Array,
+  *,
+  low: float,
+  high: float,
+  sigma: float = 0.75,
+) -> losses.ClippedValueLoss:
+  """Cross entropy of a critic's K bins to a Gaussian about the return.
+
+    L = -Σ_k p_k log softmax(z)_k
+    p_k ∝ Φ((e_{k+1} - G) / s) - Φ((e_k - G) / s)
+
+  e_0 = low, ..., e_K = high are the edges of the bins, s is sigma bin widths.
+  The gradient with respect to z is softmax(z) - p, however far G is, and noise
+  of the returns moves probability instead of the whole regression.
+
+  Args:
+    value_logits: [..., K], z, logits of the bins.
+    returns: [...], G, targets; those outside [low, high] count as its nearest
+      end. No gradient is stopped here.
+    low: lower edge of the first bin.
+    high: upper edge of the last bin. Returns should be several bin widths
+      inside, where the mean of p equals G.
+    sigma: standard deviation of the Gaussian in bin widths.
+
+  Returns:
+    A `losses.ClippedValueLoss` of shape [...], not reduced; nothing is clipped.
+
+  Raises:
+    ValueError: if low is not below high, or sigma is not positive.
+
+  Example:
+    >>> logits, returns = jnp.zeros((2, 3)), jnp.array([0.0, 1.5])
+    >>> out = categorical_value_loss(logits, returns, low=-1.5, high=1.5)
+    >>> print(out.loss)
+    [1.0986123 1.0986123]
+  """
+  value_logits = jnp.asarray(value_logits, jnp.float32)
+  returns = jnp.asarray(returns, jnp.float32)
+  chex.assert_equal_shape([value_logits[..., 0], returns])
+  check_number("high", high, f"({low}, inf)")
+  check_number("sigma", sigma, "(0, inf)")
+  edges = jnp.linspace(low, high, value_logits.shape[-1] + 1)
+  edges = jnp.expand_dims(edges, tuple(range(returns.ndim)))
+  deviation = sigma * (high - low) / value_logits.shape[-1]
+  distance = edges - jnp.clip(returns, low, high)[..., None]
+  below = jax.lax.erf(distance / (math.sqrt(2) * deviation))
+  target = jnp.diff(below) / (below[..., -1:] - below[..., :1])
+  loss = -jnp.sum(target * jax.nn.log_softmax(value_logits), axis=-1)
+  return losses.ClippedValueLoss(loss, jnp.zeros(loss.shape, bool))
+
+
+VALUE_HEADS["categorical"] = lambda value: CategoricalHead(
+  value["bins"], (value["low"], value["high"])
+)
+choices.VALUE_LOSSES["categorical"] = lambda config: part(
+  categorical_value_loss, config["value"]
+)
