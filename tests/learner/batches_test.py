@@ -11,10 +11,11 @@ from jaxrl_llm.types import take_rows
 
 
 def make_batch(rows):
-  packed, layout = packing.pack(
-    take_rows(make_rollout(), rows), capacity=14, rows=2, micro_batches=2
+  rollout = make_rollout()
+  layout = packing.make_layout(
+    take_rows(rollout, rows), capacity=14, rows=2, micro_batches=2
   )
-  return packing.MiniBatch(rows, packed, layout)
+  return packing.MiniBatch(rows, layout, rollout)
 
 
 def pack(made, experience, rows=(1, 0, 2)):
