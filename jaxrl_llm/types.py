@@ -149,20 +149,31 @@ def unjudged(rollout: Rollout) -> Responses:
 
 
 def take_rows(record: chex.ArrayTree, rows: chex.Array) -> chex.ArrayTree:
-  """Returns the given rows of a record, by index or mask."""
+  """Returns the given rows of a record, by index or mask.
+
+  A mask that has all of them copies nothing.
+  """
+  is_mask = isinstance(rows, np.ndarray) and rows.dtype == np.bool_
+  if is_mask and rows.all():
+    return jax.tree.map(np.asarray, record)
   return jax.tree.map(lambda x: np.asarray(x)[rows], record)
 
 
-def join_rows(parts: Sequence[chex.ArrayTree | None]) -> chex.ArrayTree:
+def join_rows(
+  parts: Sequence[chex.ArrayTree | None], *, copy: bool = True
+) -> chex.ArrayTree:
   """Concatenates records along the row axis; None entries are skipped.
 
-  Groups are renumbered by first appearance of their group id.
+  Groups are renumbered by first appearance of their group id. The result has
+  arrays of its own; `copy=False` shares those of a single record.
   """
   present = [part for part in parts if part is not None]
   if isinstance(present[0], Responses):
     names = [name for part in present for name in part.parts]
     present = [part.replace(parts=named_parts(part, names)) for part in present]
-  joined = jax.tree.map(lambda *xs: np.concatenate(xs), *present)
+  joined = present[0]
+  if copy or len(present) > 1:
+    joined = jax.tree.map(lambda *xs: np.concatenate(xs), *present)
   rollout = joined.rollout if isinstance(joined, Responses) else joined
   rollout = rollout.replace(group=group_index(rollout.group_id))
   if isinstance(joined, Responses):

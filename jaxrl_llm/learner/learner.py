@@ -12,7 +12,7 @@ first two phases are those of `Scorer`.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -27,7 +27,7 @@ from jaxrl_llm.learner.scorer import Scorer
 from jaxrl_llm.learner.state import LearnerState, TrainingBatch
 from jaxrl_llm.models import Params, merge
 from jaxrl_llm.system import processes
-from jaxrl_llm.types import Responses
+from jaxrl_llm.types import Experience, Responses
 
 
 @dataclasses.dataclass(eq=False)
@@ -151,12 +151,18 @@ class Learner(Scorer):
     mini_batches, epochs = batch.mini_batches[name], member.settings.epochs
     held = np.sort(np.concatenate([part.rows for part in mini_batches]))
     count = epochs * len(mini_batches)
-    for number in range(count):
-      epoch, i = divmod(number, len(mini_batches))
-      if epoch and not i:
-        mini_batches = self._packer.mini_batches(name, batch.rollout, held, rng)
+
+    def coming():
+      yield from mini_batches
+      for _ in range(1, epochs):
+        yield from self._packer.mini_batches(name, batch.rollout, held, rng)
+
+    # Taken one ahead: otherwise they would wait behind the update before.
+    parts = _ahead((x, batch.experience.take(x.rows)) for x in coming())
+    for number, (part, taken) in enumerate(parts):
       at = member.settings.schedule_step(batch.step, number, count)
-      prepared = self._prepared(state, name, batch, mini_batches[i])
+      prepared = self._prepared(state, name, batch, part, taken)
+      del taken  # Every device has a copy.
       if not prepared.trains:
         continue
       placed = place(prepared.replace(schedule_step=at), self.mesh)
@@ -182,7 +188,8 @@ class Learner(Scorer):
   ) -> tuple[Any, bool]:
     """Adds gradients on a part to `sums`, if any, and whether it trains."""
     member, (mini_batch,) = self.members[name], part.mini_batches[name]
-    prepared = self._prepared(state, name, part, mini_batch, size=1)
+    taken = part.experience.take(mini_batch.rows)
+    prepared = self._prepared(state, name, part, mini_batch, taken, size=1)
     sums = member.update.accumulate(
       sums,
       state.models[name].trained,
@@ -211,9 +218,12 @@ class Learner(Scorer):
     name: str,
     batch: TrainingBatch,
     part: MiniBatch,
+    taken: Experience,
     size: float | None = None,
   ) -> PackedBatch:
     """Packs a mini-batch for a member; `size` as in `masked.token_weights`."""
+    taken = processes.to_host(taken)
+    inputs = {k: x[: len(part.rows)] for k, x in taken.items()}
     if name == "policy":
       for key, companion in self.companions.items():
         if companion.scores:
@@ -221,9 +231,9 @@ class Learner(Scorer):
           scored = self.score(state, name, part, trained)
           # Kept in the batch, whose metrics are those of the update.
           logprobs = batch.experience[companion.scores].copy()
-          logprobs[part.rows] = part.layout.gather(scored.logprobs)
-          batch.experience[companion.scores] = logprobs
-    inputs = {k: x[part.rows] for k, x in batch.experience.items()}
+          inputs[companion.scores] = part.layout.gather(scored.logprobs)
+          logprobs[part.rows] = inputs[companion.scores]
+          batch.experience.keep(companion.scores, logprobs)
     return self.members[name].training.prepare(inputs, part, size)
 
   def _followed(
@@ -250,6 +260,17 @@ class Learner(Scorer):
     return metrics.over_updates(rows) if rows else {}
 
 
+def _ahead(items: Iterable[Any]) -> Iterator[Any]:
+  """Yields items, each after the next one has been made."""
+  before = []
+  for item in items:
+    before.append(item)
+    if len(before) > 1:
+      yield before.pop(0)
+  if before:
+    yield before.pop()
+
+
 def _joined(parts: Sequence[TrainingBatch]) -> TrainingBatch:
   """Concatenates the parts of a batch."""
   if len(parts) == 1:
@@ -259,5 +280,8 @@ def _joined(parts: Sequence[TrainingBatch]) -> TrainingBatch:
     parts[0],
     rollout=types.join_rows([part.rollout for part in parts]),
     scores=join(*(part.scores for part in parts)),
-    experience=join(*(part.experience for part in parts)),
+    experience=dataclasses.replace(
+      parts[0].experience,
+      parts=tuple(x for part in parts for x in part.experience.parts),
+    ),
   )

@@ -1,5 +1,6 @@
 """Metrics of a batch and of its updates."""
 
+import collections
 import re
 from collections.abc import Mapping, Sequence
 
@@ -51,7 +52,8 @@ def experience_metrics(
   reported = {} if algorithm.correction is None else {"": algorithm.correction}
   if len(algorithm.corrections) > 1:
     reported |= {f"{k}_": part for k, part in algorithm.corrections.items()}
-  inputs = experience | {"behavior_logprobs": behavior_logprobs}
+  known = {"behavior_logprobs": behavior_logprobs}
+  inputs = collections.ChainMap(known, experience)
   for name, correction in reported.items():
     weights, keep = map(np.asarray, correction(inputs))
     row[f"correction/{name}weight_mean"] = float(weights[mask].mean())
@@ -88,7 +90,7 @@ def parity(
   same &= rollout.origin == Origin.POLICY
   if not same.any():
     return {}
-  difference = np.abs(old_logprobs - rollout.behavior_logprobs)[same]
+  difference = np.abs(old_logprobs[same] - rollout.behavior_logprobs[same])
   return {
     "sampler_trainer/logprob_diff_mean": float(difference.mean()),
     "sampler_trainer/logprob_diff_max": float(difference.max()),
@@ -99,7 +101,7 @@ def staleness(
   rollout: Rollout, mask: np.ndarray, version: int
 ) -> dict[str, float]:
   """Returns the versions between a token's weights and those it trains."""
-  age = (version - rollout.version)[mask]
+  age = version - rollout.version[mask]
   if not age.size:
     return {}
   return {

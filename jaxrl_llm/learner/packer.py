@@ -163,7 +163,7 @@ class Packer:
       # First-fit leaves at most one row half empty.
       most_rows = 1 + 2 * most // self.capacity
       rows = member.settings.micro_batch_size
-      packed, layout = packing.pack(
+      layout = packing.make_layout(
         rollout,
         capacity=self.capacity,
         rows=rows,
@@ -171,7 +171,7 @@ class Packer:
         share=member.fns.shares_prompts,
       )
       every = np.arange(len(rollout.lengths))
-      found[name] = [MiniBatch(every, packed, layout)]
+      found[name] = [MiniBatch(every, layout, rollout)]
     return responses, found, None
 
 

@@ -13,7 +13,9 @@ the other): response token t of a sample is predicted at the position before it,
 so every response-aligned [B, T] array is scattered to that position.
 """
 
+import collections
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import chex
@@ -28,19 +30,37 @@ from jaxrl_llm.types import Rollout, take_rows
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """The positions of the response tokens of B samples in [M, r, C].
+  """The positions of B samples in packed rows [M, r, C].
+
+  Its size follows the number of samples: what has T columns is computed where
+  it is used.
 
   Attributes:
     shape: (M, r, C).
-    index: int64 [B, T], flat position that predicts each response token.
-    present: bool [B, T], tokens that exist (masked ones included).
-    last: int64 [B], flat position of the last token of each sample.
+    width: T, the padded length of a response.
+    units: flat position of each unit and its samples, in order.
+    start: int64 [B], flat position that predicts each first response token.
+    lengths: int [B], response tokens (masked ones included).
   """
 
   shape: tuple[int, int, int]
-  index: np.ndarray
-  present: np.ndarray
-  last: np.ndarray
+  width: int
+  units: Sequence[tuple[int, Sequence[int]]]
+  start: np.ndarray
+  lengths: np.ndarray
+
+  @property
+  def present(self) -> np.ndarray:
+    """bool [B, T], tokens that exist."""
+    return np.arange(self.width)[None] < self.lengths[:, None]
+
+  @property
+  def index(self) -> np.ndarray:
+    """int64 [N], flat position that predicts each token that exists."""
+    before = np.cumsum(self.lengths) - self.lengths
+    return np.arange(self.lengths.sum()) + np.repeat(
+      self.start - before, self.lengths
+    )
 
   def scatter(self, values: chex.Array, fill: int = 0) -> np.ndarray:
     """Response-aligned [B, T, ...] to packed [M, r, C, ...].
@@ -50,17 +70,57 @@ class Layout:
     values = np.asarray(values)
     shape = *self.shape, *values.shape[2:]
     packed = np.full((int(np.prod(self.shape)), *shape[3:]), fill, values.dtype)
-    packed[self.index[self.present]] = values[self.present]
+    packed[self.index] = values[self.present]
     return packed.reshape(shape)
 
   def gather(self, packed: chex.Array) -> np.ndarray:
     """Packed [M, r, C] to response-aligned [B, T], 0 elsewhere."""
-    flat = np.asarray(packed).reshape(-1)
-    return np.where(self.present, flat[self.index], flat.dtype.type(0))
+    flat, present = np.asarray(packed).reshape(-1), self.present
+    values = np.zeros(present.shape, flat.dtype)
+    values[present] = flat[self.index]
+    return values
 
   def gather_last(self, packed: chex.Array) -> np.ndarray:
     """Packed [M, r, C] to [B], the value at the last token."""
-    return np.asarray(packed).reshape(-1)[self.last]
+    return np.asarray(packed).reshape(-1)[self.start + self.lengths]
+
+  def pack(self, rollout: Rollout) -> PackedRows:
+    """Packs the samples for which the layout was made."""
+    _, rows, capacity = self.shape
+    names = ("tokens", "targets", "segments", "prefixes", "positions")
+    flat = {name: np.zeros(np.prod(self.shape), np.int32) for name in names}
+    segments = collections.Counter()  # By row.
+    for at, unit in self.units:
+      row = at // capacity
+      segments[row] = self._write_unit(flat, rollout, unit, at, segments[row])
+    sampled = np.where(rollout.mask, rollout.behavior_logprobs, np.float32(0))
+    choices = rollout.choices
+    if choices is not None:
+      choices = self.scatter(choices, fill=-1)
+    # A token lies right after the position that predicts it.
+    behind = np.roll(self.scatter(sampled).reshape(-1), 1)
+    return PackedRows(
+      **{name: x.reshape(self.shape) for name, x in flat.items()},
+      mask=self.scatter(rollout.mask),
+      logprobs=behind.reshape(self.shape),
+      choices=choices,
+      count=np.int32(-(-len(segments) // rows)),
+    )
+
+  def _write_unit(self, flat, rollout, unit, at, segment) -> int:
+    """Writes a unit from flat position `at` on; returns its last segment."""
+    prompt = rollout.prompt_tokens[unit[0], : rollout.prompt_lengths[unit[0]]]
+    shared = prompt[:-1] if len(unit) > 1 else prompt[:0]
+    own, prefix = prompt[shared.size :], 0
+    if shared.size:
+      segment = prefix = segment + 1
+      _write(flat, at, shared, 0, segment, 0)
+    for i in unit:
+      branch = np.concatenate([own, rollout.tokens[i, : rollout.lengths[i]]])
+      segment += 1
+      at = self.start[i] + 1 - own.size
+      _write(flat, at, branch, shared.size, segment, prefix)
+    return segment
 
 
 def first_fit_decreasing(
@@ -120,15 +180,15 @@ def make_units(
   return units, lengths
 
 
-def pack(
+def make_layout(
   rollout: Rollout,
   *,
   capacity: int,
   rows: int,
   micro_batches: int,
   share: bool = True,
-) -> tuple[PackedRows, Layout]:
-  """Packs the samples of a rollout.
+) -> Layout:
+  """Lays the samples of a rollout into packed rows.
 
   Args:
     rollout: B samples as NumPy arrays; rows of a group have one prompt.
@@ -137,50 +197,44 @@ def pack(
     micro_batches: static number of micro-batches, M. B ≤ M · r always fits.
     share: samples of a group share their prompt; else each has its own.
 
-  Returns:
-    The packed tokens and the layout that moves [B, T] arrays to and fro.
-
   Raises:
     ValueError: a sample is longer than a row, there are too few rows, or a
       group has different prompts.
   """
   _check_samples(rollout, capacity)
-  units, lengths = make_units(rollout, capacity, share=share)
-  row, offset, used = first_fit_decreasing(np.asarray(lengths), capacity)
+  units, sizes = make_units(rollout, capacity, share=share)
+  row, offset, used = first_fit_decreasing(np.asarray(sizes), capacity)
   if used > rows * micro_batches:
     raise ValueError(
       f"{used} rows do not fit {micro_batches} micro-batches of {rows}"
     )
-  names = ("tokens", "targets", "segments", "prefixes", "positions")
-  flat = {n: np.zeros(rows * micro_batches * capacity, np.int32) for n in names}
+  laid = [
+    (int(row[i] * capacity + offset[i]), units[i])
+    for i in np.lexsort((offset, row))
+  ]
   start = np.zeros(len(rollout.lengths), np.int64)
-  segments = np.zeros(used, int)
-  for i in np.lexsort((offset, row)):
-    at, segment = row[i] * capacity + offset[i], segments[row[i]]
-    segments[row[i]] = _write_unit(flat, rollout, units[i], at, segment, start)
-  room = np.arange(rollout.tokens.shape[1])[None]
-  present = room < rollout.lengths[:, None]
-  layout = Layout(
+  for at, unit in laid:
+    prompt = rollout.prompt_lengths[unit[0]]
+    own = 1 if len(unit) > 1 else prompt
+    branches = own + rollout.lengths[unit]
+    start[unit] = at + prompt - 1 + np.cumsum(branches) - branches
+  return Layout(
     shape=(micro_batches, rows, capacity),
-    # Absent tokens point at 0: gather reads them blindly.
-    index=np.where(present, start[:, None] + room, 0),
-    present=present,
-    last=start + rollout.lengths,
+    width=rollout.tokens.shape[1],
+    units=laid,
+    start=start,
+    lengths=np.asarray(rollout.lengths),
   )
-  sampled = np.where(rollout.mask, rollout.behavior_logprobs, np.float32(0))
-  choices = rollout.choices
-  if choices is not None:
-    choices = layout.scatter(choices, fill=-1)
-  # A token lies right after the position that predicts it.
-  behind = np.roll(layout.scatter(sampled).reshape(-1), 1)
-  packed = PackedRows(
-    **{name: x.reshape(layout.shape) for name, x in flat.items()},
-    mask=layout.scatter(np.asarray(rollout.mask)),
-    logprobs=behind.reshape(layout.shape),
-    choices=choices,
-    count=np.int32(-(-used // rows)),
-  )
-  return packed, layout
+
+
+def pack(rollout: Rollout, **shape: Any) -> tuple[PackedRows, Layout]:
+  """Packs the samples of a rollout; arguments of `make_layout`.
+
+  Returns:
+    The packed tokens and the layout that moves [B, T] arrays to and fro.
+  """
+  layout = make_layout(rollout, **shape)
+  return layout.pack(rollout), layout
 
 
 def _check_samples(rollout: Rollout, capacity: int) -> None:
@@ -194,28 +248,6 @@ def _check_samples(rollout: Rollout, capacity: int) -> None:
   )
   if (rollout.prompt_tokens != rollout.prompt_tokens[first[group]]).any():
     raise ValueError("rows of one group have different prompts")
-
-
-def _write_unit(flat, rollout, unit, at, segment, start) -> int:
-  """Writes a unit from flat position `at` on; returns its last segment.
-
-  Fills in `start`, the position that predicts each sample's first token.
-  """
-  prompt = rollout.prompt_tokens[unit[0], : rollout.prompt_lengths[unit[0]]]
-  shared = prompt[:-1] if len(unit) > 1 else prompt[:0]
-  prefix = 0
-  if shared.size:
-    segment = prefix = segment + 1
-    _write(flat, at, shared, 0, segment, 0)
-    at += shared.size
-  for i in unit:
-    own = prompt[shared.size :]
-    branch = np.concatenate([own, rollout.tokens[i, : rollout.lengths[i]]])
-    segment += 1
-    _write(flat, at, branch, shared.size, segment, prefix)
-    start[i] = at + own.size - 1
-    at += branch.size
-  return segment
 
 
 def _write(flat, at, tokens, position, segment, prefix) -> None:
@@ -255,11 +287,16 @@ class PackedBatch:
 
 @dataclasses.dataclass(frozen=True)
 class MiniBatch:
-  """The samples of one update: their rows in the rollout, packed."""
+  """The samples of one update: their rows in a rollout, and their layout."""
 
   rows: np.ndarray
-  packed: PackedRows
   layout: Layout
+  rollout: Rollout
+
+  @property
+  def packed(self) -> PackedRows:
+    """Packs the samples; not kept, so that a batch is never packed whole."""
+    return self.layout.pack(take_rows(self.rollout, self.rows))
 
 
 def mini_batches(
@@ -272,7 +309,7 @@ def mini_batches(
   chosen: np.ndarray | None = None,
   share: bool = True,
 ) -> list[MiniBatch]:
-  """Splits a rollout into mini-batches of `size` samples and packs each.
+  """Splits a rollout into mini-batches of `size` samples.
 
   Groups are shuffled, not samples, so that a group's samples stay together and
   share their prompt. Sizes differ by one at most, so that samples weigh alike.
@@ -284,7 +321,7 @@ def mini_batches(
     capacity: tokens per row.
     rows: rows per micro-batch.
     chosen: indices of the samples to split; all by default.
-    share: as of `pack`.
+    share: as in `make_layout`.
   """
   if chosen is None:
     chosen = np.arange(len(rollout.lengths))
@@ -293,14 +330,14 @@ def mini_batches(
   order = chosen[np.argsort(rank[group], kind="stable")]
   count, batches = -(-order.size // size), []
   for part in np.array_split(order, count) if count else ():
-    packed, layout = pack(
+    layout = make_layout(
       take_rows(rollout, part),
       capacity=capacity,
       rows=rows,
       micro_batches=-(-size // rows),
       share=share,
     )
-    batches.append(MiniBatch(part, packed, layout))
+    batches.append(MiniBatch(part, layout, rollout))
   return batches
 
 

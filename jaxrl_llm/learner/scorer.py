@@ -19,6 +19,7 @@ from jaxrl_llm.learner.members import Companion, Frozen, Member
 from jaxrl_llm.learner.packer import Packer, View
 from jaxrl_llm.learner.packing import MiniBatch, place
 from jaxrl_llm.learner.state import (
+  BatchArrays,
   LearnerSettings,
   LearnerState,
   TrainingBatch,
@@ -211,7 +212,7 @@ class Scorer:
     learned: np.ndarray,
     *,
     whole: bool = True,
-  ) -> Experience:
+  ) -> BatchArrays:
     """Computes the inputs of the algorithm, with rows sharded over the mesh.
 
     Args:
@@ -231,19 +232,18 @@ class Scorer:
       size = self._packer.size or self.policy.settings.mini_batch
     size = np.lcm(sharding.batch_size_of(self.mesh), size)
     place_rows = sharding.along_batch(self.mesh)
-    # Pad with empty rows: other sizes would recompile or not divide the mesh.
-    leaves = {
-      name: processes.put(
-        np.pad(x, [(0, -rows % size)] + [(0, 0)] * (x.ndim - 1)), place_rows
-      )
-      if np.ndim(x)
-      else x
-      for name, x in given.items()
-    }
-    made = processes.to_host(self._estimate(leaves))
-    experience = {k: x[:rows] for k, x in made.items()}
+
+    def placed(x):
+      # Pad with empty rows: other sizes would recompile or not divide the mesh.
+      if added := -rows % size:
+        x = np.pad(x, [(0, added)] + [(0, 0)] * (x.ndim - 1))
+      return processes.put(x, place_rows)
+
+    leaves = {k: placed(x) if np.ndim(x) else x for k, x in given.items()}
+    made = processes.ready(self._estimate(leaves))
     # Ended responses that wait for a full mini-batch have no value loss yet.
-    held = np.isin(np.arange(rows), learned)[:, None]
-    for mask in {self.members[x].training.mask for x in self._packer.waits}:
-      experience[mask] = experience[mask] & held
-    return experience
+    held = placed(np.isin(np.arange(rows), learned)[:, None])
+    waits = sorted(self._packer.waits)
+    for mask in dict.fromkeys(self.members[x].training.mask for x in waits):
+      made[mask] = made[mask] & held
+    return BatchArrays(((made, rows),), self.mesh)

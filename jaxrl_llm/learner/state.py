@@ -1,13 +1,20 @@
 """The state of a learner, and its records."""
 
 import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
 
+from jaxrl_llm import sharding
 from jaxrl_llm.learner.optimizer import TrainState
 from jaxrl_llm.learner.packing import MiniBatch
 from jaxrl_llm.models import Params
+from jaxrl_llm.system import processes
 from jaxrl_llm.types import Experience, Responses, Rollout
 
 
@@ -68,12 +75,80 @@ class LearnerSettings:
   temperature: float  # Sampling temperature.
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class BatchArrays(Mapping):
+  """Arrays [B, ...] by name, whose rows are split over the devices of a mesh.
+
+  An array comes to the hosts when it is read, in all processes at once: whole
+  by its name, or some rows of all arrays by `take`.
+
+  Attributes:
+    parts: parts of the batch, each with its arrays, of which some may be on
+      the host, and its number of rows; devices have padding after these.
+    mesh: the mesh.
+  """
+
+  parts: tuple[tuple[dict[str, Any], int], ...]
+  mesh: jax.sharding.Mesh
+
+  def __getitem__(self, name: str) -> np.ndarray:
+    # A device array would keep what it has been read as.
+    own = lambda x: x if isinstance(x, np.ndarray) else jnp.copy(x)
+    found = [processes.to_host(own(x[name]))[:rows] for x, rows in self.parts]
+    return found[0] if len(found) == 1 else np.concatenate(found)
+
+  def __iter__(self) -> Iterator[str]:
+    return iter(self.parts[0][0])
+
+  def __len__(self) -> int:
+    return len(self.parts[0][0])
+
+  def __contains__(self, name: object) -> bool:
+    return name in self.parts[0][0]
+
+  def take(self, rows: np.ndarray) -> Experience:
+    """Begins to read rows of all arrays; there must be one part.
+
+    Returns:
+      Arrays [n, ...] for `processes.to_host`, with further rows after these.
+    """
+    ((arrays, _),) = self.parts
+    # Mini-batches differ by a row at most, which must not compile again.
+    rows = np.resize(rows, 1 << (len(rows) - 1).bit_length())
+    on_host = {k: x for k, x in arrays.items() if isinstance(x, np.ndarray)}
+    there = {k: x for k, x in arrays.items() if k not in on_host}
+    taken = {name: x[rows] for name, x in on_host.items()}
+    return taken | _take_on(self.mesh)(there, rows)
+
+  def keep(self, name: str, values: np.ndarray) -> None:
+    """Replaces an array by one on the host; there must be one part."""
+    ((arrays, _),) = self.parts
+    arrays[name] = values
+
+
+@functools.cache
+def _take_on(mesh: jax.sharding.Mesh) -> Any:
+  """Jitted (arrays by name, int [n]) -> their rows, on all devices."""
+
+  def take(x, rows):
+    if x.dtype != jnp.float32:
+      return x[rows]
+    # Devices may add zeros for rows of others, which loses the sign of -0.
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    return jax.lax.bitcast_convert_type(bits[rows], jnp.float32)
+
+  return jax.jit(
+    lambda arrays, rows: {k: take(x, rows) for k, x in arrays.items()},
+    out_shardings=sharding.replicated(mesh),
+  )
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainingBatch:
   """Scored responses: a batch, or a part of one that arrives in parts."""
 
   rollout: Rollout
   scores: dict[str, Any]  # By name: arrays [B, ...].
-  experience: Experience
+  experience: BatchArrays
   mini_batches: dict[str, list[MiniBatch]]  # By member, for the first epoch.
   step: int  # Step of the run, for the learning rate.

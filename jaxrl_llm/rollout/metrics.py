@@ -102,7 +102,7 @@ def partial_metrics(
 ) -> dict[str, float]:
   """Returns metrics of unfinished responses and of off-policy tokens."""
   begun = 0 if store is None else int(store.mask.any(axis=1).sum())
-  late = (trained.version < version)[trained.mask]
+  late = trained.version[trained.mask] < version
   return {
     "rollout/partial": float(begun),
     "rollout/off_policy_fraction": float(late.mean()),

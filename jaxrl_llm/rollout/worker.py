@@ -220,14 +220,16 @@ class _Collection:
       wanted = None if settings.dynamic_sampling else missing
       oldest = np.unique(store.group_id[done])[:wanted]
       chosen = np.isin(store.group_id, oldest)
-      responses = self._judged_rows(join_rows([take_rows(store, chosen)]))
+      rows = join_rows([take_rows(store, chosen)], copy=False)
+      self._keep(take_rows(store, ~chosen))
+      del store  # Large, and held while the responses are judged.
+      responses = self._judged_rows(rows)
       if settings.dynamic_sampling:
         responses = take_rows(responses, mixed(responses))
       kept.append(responses)
       judged += oldest.size
       passed += count_groups(responses.rollout)
-      self._keep(take_rows(store, ~chosen))
-    batch = join_rows(kept)
+    batch = join_rows(kept, copy=False)
     surplus = batch.rollout.group >= groups
     if settings.dynamic_sampling:
       self.metrics["rollout/rounds"] = float(len(kept))
@@ -360,7 +362,8 @@ class _Collection:
     # Train on all tokens of a response, including earlier ones.
     start = np.zeros_like(written.window_start)
     written = written.replace(window_start=start)
-    return join_rows([take_rows(store, over), written])
+    ended = take_rows(store, over) if over.any() else None
+    return join_rows([ended, written], copy=False)
 
   def _prune(self, rollout: Rollout) -> None:
     """Gives up unfinished responses, in place."""
@@ -395,9 +398,10 @@ class _Collection:
     if given.any():
       parts.append(unjudged(self._of_now(take_rows(rows, given))))
     if not given.all():
-      self.judged.append(self._judge(join_rows([take_rows(rows, ~given)])))
+      rows = join_rows([take_rows(rows, ~given)], copy=False)
+      self.judged.append(self._judge(rows))
       parts.append(self.judged[-1].responses)
-    return join_rows(parts)
+    return join_rows(parts, copy=False)
 
   def _second_look(self) -> Judged | None:
     """Samples and judges what the prompt source draws for a judged batch."""

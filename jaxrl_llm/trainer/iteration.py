@@ -8,7 +8,6 @@ from jaxrl_llm.learner.replay import update_twice
 from jaxrl_llm.learner.state import LearnerState
 from jaxrl_llm.rollout.records import Batch
 from jaxrl_llm.rollout.writer import Weights
-from jaxrl_llm.system import processes
 from jaxrl_llm.trainer.run import Run, States
 from jaxrl_llm.trainer.samples import samples_of_step
 
@@ -25,7 +24,8 @@ def iterate(
   given = sampled_with(run, states, weights)
 
   config, scored = run.config.run, []
-  shows = config.samples_every and processes.is_first()
+  # In all processes, whose devices share what the learner has seen.
+  shows = config.samples_every
   shows = shows and (states.step + 1) % config.samples_every == 0
 
   # 1. Draw prompts, 2. generate, 3. reward ended responses: a batch that is

@@ -54,9 +54,13 @@ def samples_of_step(
   # The learner may have its rows in another order.
   place = {number: i for i, number in enumerate(scored.rollout.sample_id)}
   shown = {sample.sample for sample in samples}
+  places = [place[sample.sample] for sample in samples]
+  advantages, mask = (
+    scored.experience[name][places] for name in ("advantages", "policy_mask")
+  )
   return [sample for sample in failures if sample.sample not in shown] + [
-    sample._replace(per_token=_per_token(run, scored, place[sample.sample]))
-    for sample in samples
+    sample._replace(per_token=_per_token(run, scored, *seen))
+    for sample, *seen in zip(samples, places, advantages, mask)
   ]
 
 
@@ -89,7 +93,13 @@ def _judged(
   return Judged(responses, prompts, texts, list(verdicts))
 
 
-def _per_token(run: Run, scored: TrainingBatch, row: int) -> dict[str, list]:
+def _per_token(
+  run: Run,
+  scored: TrainingBatch,
+  row: int,
+  advantages: np.ndarray,
+  policy_mask: np.ndarray,
+) -> dict[str, list]:
   """Returns the tokens of a row, their authors, and what is known of each.
 
   A number is None at tokens that have none: an advantage outside of the policy
@@ -114,10 +124,8 @@ def _per_token(run: Run, scored: TrainingBatch, row: int) -> dict[str, list]:
     if any(x is not None for x in found):
       out[name] = found
 
-  experience, mask = scored.experience, rollout.mask[row]
-  add(
-    "advantage", experience["advantages"][row], experience["policy_mask"][row]
-  )
+  mask = rollout.mask[row]
+  add("advantage", advantages, policy_mask)
   if "values" in scores:
     valued = np.broadcast_to(scores["valued"][row], mask.shape)
     add("value", scores["values"][row], valued)

@@ -110,14 +110,14 @@ def make_batch(
 ):
   rollout, data = make_data()
   rows = np.asarray(rows)
-  packed, layout = packing.pack(
+  layout = packing.make_layout(
     take_rows(rollout, rows),
     capacity=capacity,
     rows=micro_batch_size,
     micro_batches=-(-len(rows) // micro_batch_size),
     share=share,
   )
-  batch = packing.MiniBatch(rows, packed, layout)
+  batch = packing.MiniBatch(rows, layout, rollout)
   inputs = take_rows(data, rows)
   if kind == "value":
     return pack_critic(inputs, batch, ALGORITHMS["policy"], size)

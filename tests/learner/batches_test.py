@@ -6,15 +6,19 @@ import pytest
 from helpers.tiny_algorithm import make_algorithm, pack_critic, pack_policy
 from helpers.tiny_experience import MASK, make, make_rollout
 
+from jaxrl_llm import sharding
 from jaxrl_llm.learner import packing
+from jaxrl_llm.learner.state import BatchArrays
+from jaxrl_llm.system import processes
 from jaxrl_llm.types import take_rows
 
 
 def make_batch(rows):
-  packed, layout = packing.pack(
-    take_rows(make_rollout(), rows), capacity=14, rows=2, micro_batches=2
+  rollout = make_rollout()
+  layout = packing.make_layout(
+    take_rows(rollout, rows), capacity=14, rows=2, micro_batches=2
   )
-  return packing.MiniBatch(rows, packed, layout)
+  return packing.MiniBatch(rows, layout, rollout)
 
 
 def pack(made, experience, rows=(1, 0, 2)):
@@ -137,3 +141,37 @@ def test_the_critic_gets_what_its_loss_reads(clip):
       batch.layout.gather(value.inputs[name]),
       np.where(MASK, got[name], 0)[batch.rows],
     )
+
+
+class TestBatchArrays:
+  """Six rows, and two of padding, on four times two devices."""
+
+  def arrays(self):
+    mesh = sharding.make_mesh(data=4, fsdp=2, tensor=1)
+    numbers = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+    numbers[0], numbers[5] = -0.0, np.nan
+    given = {"numbers": numbers, "mask": numbers > 0}
+    there = processes.put(given, sharding.along_batch(mesh))
+    return given, BatchArrays(((there, 6),), mesh)
+
+  def test_rows_and_wholes_in_every_bit(self):
+    given, arrays = self.arrays()
+    assert set(arrays) == {"numbers", "mask"} and "other" not in arrays
+    rows = np.asarray([5, 0, 3])
+    for name, x in processes.to_host(arrays.take(rows)).items():
+      assert x[:3].tobytes() == given[name][rows].tobytes()
+      assert len(x) == 4  # As for a mini-batch with a row more.
+      assert arrays[name].tobytes() == given[name][:6].tobytes()
+
+  def test_an_array_on_the_host(self):
+    given, arrays = self.arrays()
+    arrays.keep("mask", np.arange(6))
+    assert arrays.take(np.asarray([4, 1]))["mask"].tolist() == [4, 1]
+    assert arrays["mask"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert arrays["numbers"].tobytes() == given["numbers"][:6].tobytes()
+
+  def test_parts_are_concatenated(self):
+    given, arrays = self.arrays()
+    both = BatchArrays(arrays.parts * 2, arrays.mesh)
+    expected = np.concatenate([given["numbers"][:6]] * 2)
+    assert both["numbers"].tobytes() == expected.tobytes()

@@ -263,8 +263,8 @@ def test_positive_examples_are_whole_responses():
   np.testing.assert_array_equal(got["policy_mask"][0], [0, 0, 1, 1, 0])
   assert not got["positive_mask"][1:].any()
   # They reach the update beside the policy's tokens.
-  packed, layout = packing.pack(rollout, capacity=20, rows=1, micro_batches=3)
-  batch = packing.MiniBatch(np.arange(3), packed, layout)
+  layout = packing.make_layout(rollout, capacity=20, rows=1, micro_batches=3)
+  batch = packing.MiniBatch(np.arange(3), layout, rollout)
   batch = pack_policy(got, batch, make_algorithm())
   np.testing.assert_array_equal(layout.gather(batch.mask), got["policy_mask"])
   np.testing.assert_array_equal(

@@ -192,7 +192,7 @@ class TestCorrections:
     for step in steps:
       experience, _, rollout = seen(step)
       mask = experience["policy_mask"]
-      given = experience | {"behavior_logprobs": rollout.behavior_logprobs}
+      given = {**experience, "behavior_logprobs": rollout.behavior_logprobs}
       assert (np.asarray(staleness(given).weights)[mask] == 1.0).all()
       assert step.row["correction/staleness_weight_mean"] == 1.0
       assert abs(step.row["correction/mismatch_weight_mean"] - 1.0) > 1e-6

@@ -66,7 +66,7 @@ class TestPack:
       layout.gather(scattered), [[1, 2, 0], [3, 0, 0]]
     )
     # The last tokens are 14 and 22.
-    np.testing.assert_array_equal(layout.last, [4, 7])
+    np.testing.assert_array_equal(layout.start + layout.lengths, [4, 7])
     np.testing.assert_array_equal(layout.gather_last(packed.tokens), [14, 22])
 
   def test_a_shared_prompt_by_hand(self):
@@ -117,10 +117,9 @@ class TestPack:
     np.testing.assert_array_equal(
       layout.gather(packed.targets), np.where(present, rollout.tokens, 0)
     )
-    i, t = np.nonzero(present)
     tokens = packed.tokens.reshape(-1)
     np.testing.assert_array_equal(
-      tokens[layout.index[i, t] + 1], rollout.tokens[i, t]
+      tokens[layout.index + 1], rollout.tokens[present]
     )
     assert not packed.tokens[packed.count :].any()
     assert packed.tokens[: packed.count].any(axis=(1, 2)).all()
@@ -139,7 +138,7 @@ class TestPack:
     grid = {name: packed[name].reshape(12, -1) for name in names}
     samples = range(12)
     for i in (i for i in samples if rollout.lengths[i]):
-      row, column = divmod(int(layout.index[i, 0]), grid["tokens"].shape[1])
+      row, column = divmod(int(layout.start[i]), grid["tokens"].shape[1])
       segment = grid["segments"][row, column]
       prefix = grid["prefixes"][row, column]
       seen = grid["segments"][row] == segment

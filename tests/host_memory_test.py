@@ -1,0 +1,29 @@
+"""Memory of a batch on the hosts, with one process and with several."""
+
+import pathlib
+import re
+
+import pytest
+from helpers import processes
+
+_PROGRAM = pathlib.Path(__file__).parent / "host_memory.py"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_bytes_per_token_slot(tmp_path, count):
+  """What a loss reads is on devices, split over the processes."""
+  started = processes.start(
+    _PROGRAM, count=count, devices=8 // count, folder=tmp_path
+  )
+  codes = processes.wait(started)
+  texts = [(tmp_path / f"{i}.log").read_text() for i in range(count)]
+  assert codes == [0] * count, texts
+  for text in texts:
+    line = re.search(r"rollout (\S+), step (\S+), devices (\S+)", text)
+    rollout, step, devices = map(float, line.groups())
+    # A record has 18 bytes per slot; the engine has one of its own.
+    assert rollout < 2.1 * 18
+    # That record, the scores, and a mini-batch of an eighth of the rows.
+    assert step < 3 * 18
+    assert devices == pytest.approx(19 / count, abs=0.2)
