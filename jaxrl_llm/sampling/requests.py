@@ -236,14 +236,15 @@ def new_requests(
   if choices is not None:
     choices = full(-1, room, *choices.shape, dtype=choices.dtype)
 
+  # The system gives zeros memory only once they are written.
   return Rollout(
     prompt_tokens=repeat(tokens),
     prompt_lengths=repeat(lengths),
-    tokens=full(0, room),
+    tokens=np.zeros((rows, room), np.int32),
     lengths=full(0),
     mask=np.zeros((rows, room), bool),
     behavior_logprobs=np.zeros((rows, room), np.float32),
-    version=full(0, room),
+    version=np.zeros((rows, room), np.int32),
     origin=np.full((rows, room), Origin.POLICY, np.int8),
     turn_rewards=np.zeros((rows, room), np.float32),
     status=full(int(Status.TRUNCATED)),
