@@ -177,7 +177,9 @@ def sample_truth(run: Any, weights: Weights, judged: Any, options: Any):
     file.append(done[-1:])
     new, spent = new + tokens, time.perf_counter() - begun
     rate = f"{new:,} tokens in {spent:.0f} s, {new / spent:.0f}/s"
-    print(f"{start + size} of {len(states.at)} states: {rate}", flush=True)
+    print(
+      f"{start + len(known)} of {len(states.at)} states: {rate}", flush=True
+    )
   file.close()
   return States(
     *(np.concatenate([row[name] for row in done]) for name in States._fields)
