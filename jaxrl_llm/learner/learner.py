@@ -12,6 +12,7 @@ first two phases are those of `Scorer`.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -159,10 +160,11 @@ class Learner(Scorer):
 
     # Taken one ahead: otherwise they would wait behind the update before.
     parts = _ahead((x, batch.experience.take(x.rows)) for x in coming())
-    for number, (part, taken) in enumerate(parts):
+    for number in range(count):  # `enumerate` would hold what was taken.
+      part, taken = next(parts)
       at = member.settings.schedule_step(batch.step, number, count)
       prepared = self._prepared(state, name, batch, part, taken)
-      del taken  # Every device has a copy.
+      del taken  # Copies on every device, which the update has no use for.
       if not prepared.trains:
         continue
       placed = place(prepared.replace(schedule_step=at), self.mesh)
@@ -233,7 +235,7 @@ class Learner(Scorer):
           logprobs = batch.experience[companion.scores].copy()
           inputs[companion.scores] = part.layout.gather(scored.logprobs)
           logprobs[part.rows] = inputs[companion.scores]
-          batch.experience.keep(companion.scores, logprobs)
+          batch.experience[companion.scores] = logprobs
     return self.members[name].training.prepare(inputs, part, size)
 
   def _followed(
@@ -262,13 +264,11 @@ class Learner(Scorer):
 
 def _ahead(items: Iterable[Any]) -> Iterator[Any]:
   """Yields items, each after the next one has been made."""
-  before = []
-  for item in items:
-    before.append(item)
-    if len(before) > 1:
-      yield before.pop(0)
-  if before:
-    yield before.pop()
+  items = iter(items)
+  made = list(itertools.islice(items, 1))
+  while made:
+    made.extend(itertools.islice(items, 1))
+    yield made.pop(0)  # Not held here while it is used.
 
 
 def _joined(parts: Sequence[TrainingBatch]) -> TrainingBatch:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import chex
@@ -104,7 +104,7 @@ class BatchArrays(Mapping):
     return len(self.parts[0][0])
 
   def __contains__(self, name: object) -> bool:
-    return name in self.parts[0][0]
+    return name in self.parts[0][0]  # A mapping would read the array.
 
   def take(self, rows: np.ndarray) -> Experience:
     """Begins to read rows of all arrays; there must be one part.
@@ -120,14 +120,14 @@ class BatchArrays(Mapping):
     taken = {name: x[rows] for name, x in on_host.items()}
     return taken | _take_on(self.mesh)(there, rows)
 
-  def keep(self, name: str, values: np.ndarray) -> None:
-    """Replaces an array by one on the host; there must be one part."""
+  def __setitem__(self, name: str, values: np.ndarray) -> None:
+    """Sets an array on the host; there must be one part."""
     ((arrays, _),) = self.parts
     arrays[name] = values
 
 
 @functools.cache
-def _take_on(mesh: jax.sharding.Mesh) -> Any:
+def _take_on(mesh: jax.sharding.Mesh) -> Callable[..., Experience]:
   """Jitted (arrays by name, int [n]) -> their rows, on all devices."""
 
   def take(x, rows):

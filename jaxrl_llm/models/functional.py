@@ -204,8 +204,8 @@ def make_policy(
     kernels: attention backend, one of `kernels.NAMES`.
     sampler_sharding: sharding of the sampler's slots and KV heads, see
       `sharding.slot_sharding`; None: one device.
-    kv_block: tokens per block of the kernel that attends to pages; 0: see the
-      kernels.
+    kv_block: tokens per block of keys and values in the sampler's kernels; 0:
+      chosen by shape.
     expert_capacity: tokens that an expert takes in training, relative to an
       even load; 0: all.
     replay_routing: whether the sampler records the experts that it chooses, and

@@ -165,7 +165,7 @@ class TestBatchArrays:
 
   def test_an_array_on_the_host(self):
     given, arrays = self.arrays()
-    arrays.keep("mask", np.arange(6))
+    arrays["mask"] = np.arange(6)
     assert arrays.take(np.asarray([4, 1]))["mask"].tolist() == [4, 1]
     assert arrays["mask"].tolist() == [0, 1, 2, 3, 4, 5]
     assert arrays["numbers"].tobytes() == given["numbers"][:6].tobytes()

@@ -102,7 +102,7 @@ def interrupting(run, number, action):
 
 
 def poison(experience):
-  experience.keep("advantages", experience["advantages"] * np.nan)
+  experience["advantages"] = experience["advantages"] * np.nan
   return experience
 
 
@@ -462,7 +462,7 @@ class TestReplay:
 
   def test_one_that_comes_out_otherwise_stops_the_run(self, run, tmp_path):
     def nudge(experience):
-      experience.keep("advantages", experience["advantages"] * 1.0001)
+      experience["advantages"] = experience["advantages"] * 1.0001
 
     wrong = interrupting(run, PRETRAINED + 3, nudge)
     with pytest.raises(

@@ -178,8 +178,8 @@ class Recorder:
     def recorded_experience(learner, responses, scores, version, *args, **kw):
       inputs = experience(learner, responses, scores, version, *args, **kw)
       rows = len(responses.rewards)
-      inputs.keep("test_sample_id", responses.rollout.sample_id)
-      inputs.keep("test_version", np.full(rows, version))
+      inputs["test_sample_id"] = responses.rollout.sample_id
+      inputs["test_version"] = np.full(rows, version)
       return inputs
 
     monkeypatch.setattr(RolloutWorker, "collect", recorded_collect)
