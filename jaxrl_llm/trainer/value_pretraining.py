@@ -61,6 +61,12 @@ class ValuePretraining:
   config: Any
   seed: tuple[int, int]
 
+  @property
+  def _last(self) -> int:
+    """The most batches, those of the reward model included."""
+    settings = self.config.value
+    return settings.reward_model_steps + settings.pretrain_steps
+
   def run(
     self,
     learner: LearnerState,
@@ -86,8 +92,7 @@ class ValuePretraining:
       The learner with the best critic; None if a signal ended it earlier.
     """
     saver = checkpoint.Checkpointer(workdir / CHECKPOINTS, keep=2)
-    rows, settings = logger.rows(workdir / FILE), self.config.value
-    last = settings.reward_model_steps + settings.pretrain_steps
+    rows = logger.rows(workdir / FILE)
     with contextlib.closing(saver), contextlib.closing(rows):
       state = self._resume(workdir, saver, logger) or PretrainingState(
         source=self.worker.source.init(),
@@ -98,7 +103,7 @@ class ValuePretraining:
       rows.truncate_after(state.number - 1)
       done, stop = False, stopped.agreed()
       while not (done or stop):
-        logger.phase(f"value pretraining {state.number}/{last}")
+        logger.phase(f"value pretraining {state.number}/{self._last}")
         state, row, done = self._step(learner, state, weights)
         rows.log(state.number - 1, row)
         stop = stopped.agreed()
@@ -150,8 +155,7 @@ class ValuePretraining:
     if not outcomes:
       improved = explained > state.explained + settings.pretrain_min_delta
       waited = 0 if improved else waited + 1
-      last = settings.reward_model_steps + settings.pretrain_steps
-      done = state.number == last or waited >= settings.pretrain_patience
+      done = state.number == self._last or waited >= settings.pretrain_patience
       if explained > state.explained:
         best = {"explained": explained, "trained_on": state.number}
         best["best"] = jax.tree.map(jnp.copy, state.critic.trained)
