@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import jax
 
@@ -30,32 +29,6 @@ _ALWAYS = {
 _OWN_INPUTS: dict[str, Callable[..., jax.Array]] = {}  # By `add_token_input`.
 
 
-class _Settings(dict[str, Any]):
-  """A config group with the settings of one's own, which notes what is read."""
-
-  def __init__(self, group: str, settings: Settings):
-    self.group, self.own = group, settings.get("settings", {})
-    self.read: set[str] = set()
-    for name in {*self.own} & {*settings}:
-      raise InputError(
-        f"config.{group}.settings: {name!r} is a setting of its own; set"
-        f" config.{group}.{name}"
-      )
-    super().__init__({**settings, **self.own})
-
-  def __getitem__(self, name: str) -> Any:
-    self.read.add(name)
-    return super().__getitem__(name)
-
-  def check_read(self) -> None:
-    """Refuses settings of one's own that no part has read."""
-    for name in sorted({*self.own} - self.read):
-      raise InputError(
-        f"config.{self.group}.settings: no chosen part has a setting {name!r};"
-        " a part reads the names of its keyword-only arguments"
-      )
-
-
 def make_algorithm(config: Groups) -> Algorithm:
   """The algorithm of a validated config.
 
@@ -68,8 +41,9 @@ def make_algorithm(config: Groups) -> Algorithm:
     InputError: a part of one's own reads an input or a setting that nothing
       gives, or a setting of one's own is read by none.
   """
-  loss = _Settings("loss", config["loss"])
-  estimator = _Settings("estimator", config["estimator"])
+  loss, estimator = (
+    choices.ReadSettings(x, config[x]) for x in ("loss", "estimator")
+  )
   config = {**config, "loss": loss, "estimator": estimator}
   policy_loss, corrections = _loss_and_corrections(config)
   # These may import a file of `methods/`, which may add inputs of its own.
@@ -78,16 +52,15 @@ def make_algorithm(config: Groups) -> Algorithm:
   pruning = choices.PRUNINGS[config["schedule"]["prune"]](config["schedule"])
   rollout_reads = frozenset([pruning.reads] if pruning else [])
   providers.needs_of(rollout_reads)
-  value_loss = None
-  if choices.has_critic(config):
+  norm = None
+  if loss["mode"] in NORM_MODES:
+    norm = float(loss["norm"] or config["sampler"]["max_response_length"])
+  parts, value_loss = _ALWAYS | _chosen_parts(config), None
+  if "returns" in parts:
     value = config["value"]
     value_loss = choices.VALUE_LOSSES[value["head"]](config)
     if value["ensemble"]:
       value_loss = choices.ENSEMBLES[value["ensemble"]].loss(value_loss)
-  norm = None
-  if loss["mode"] in NORM_MODES:
-    norm = float(loss["norm"] or config["sampler"]["max_response_length"])
-  parts = _ALWAYS | _chosen_parts(config)
   for name in _OWN_INPUTS:
     _check_free(name, parts)
   both = collections.ChainMap(estimator, loss)
@@ -182,7 +155,7 @@ def _chosen_parts(config: Groups) -> dict[str, Part]:
     chosen["proximal_logprobs"] = part(estimates.same, x=proximal)
   if estimator["name"] in choices.VALUE_MASKS:
     chosen["value_mask"] = part(choices.VALUE_MASKS[estimator["name"]])
-  if choices.has_critic(config):
+  if "values" in advantages.reads:  # A critic.
     chosen["returns"] = _returns(estimator["gamma"], estimator["lambda_value"])
   return chosen
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxrl_llm import estimators, losses
+from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import estimates
 from jaxrl_llm.learner.parts import Part, part, then
 from jaxrl_llm.models import ValueFns
@@ -19,6 +20,32 @@ from jaxrl_llm.system.plugin import Table
 
 Settings = Mapping[str, Any]  # A config group, such as `loss`.
 Groups = Mapping[str, Settings]  # A config, or a plain dict of its groups.
+
+
+class ReadSettings(dict[str, Any]):
+  """A config group with the settings of one's own, which notes what is read."""
+
+  def __init__(self, group: str, settings: Settings):
+    self.group, self.own = group, settings.get("settings", {})
+    self.read: set[str] = set()
+    for name in {*self.own} & {*settings}:
+      raise InputError(
+        f"config.{group}.settings: {name!r} is a setting of its own; set"
+        f" config.{group}.{name}"
+      )
+    super().__init__({**settings, **self.own})
+
+  def __getitem__(self, name: str) -> Any:
+    self.read.add(name)
+    return super().__getitem__(name)
+
+  def check_read(self) -> None:
+    """Refuses settings of one's own that no part has read."""
+    for name in sorted({*self.own} - self.read):
+      raise InputError(
+        f"config.{self.group}.settings: no chosen part has a setting {name!r};"
+        " a part reads the names of its keyword-only arguments"
+      )
 
 
 class OwnMember(NamedTuple):
@@ -168,11 +195,27 @@ def logits_processors(sampler: Settings) -> dict[str, Any]:
   return {name: LOGITS_PROCESSORS[name](sampler) for name in chosen}
 
 
+def made(
+  table: Table, group: str, settings: Settings
+) -> tuple[Part, frozenset[str]]:
+  """Makes the part that a config group names.
+
+  Args:
+    table: `ESTIMATORS` or `POLICY_LOSSES`.
+    group: name of the group, 'estimator' or 'loss'.
+    settings: the group.
+
+  Returns:
+    The part, and the names of the settings that it reads.
+  """
+  noted = ReadSettings(group, settings)
+  return table[settings["name"]](noted), frozenset(noted.read)
+
+
 def has_critic(config: Groups) -> bool:
   """Returns whether the estimator reads values, which requires a critic."""
-  settings = config["estimator"]
-  settings = {**settings, **settings.get("settings", {})}
-  return "values" in ESTIMATORS[settings["name"]](settings).reads
+  estimator, _ = made(ESTIMATORS, "estimator", config["estimator"])
+  return "values" in estimator.reads
 
 
 def correction_of(config: Groups) -> tuple[str, float]:
