@@ -10,6 +10,7 @@ The state is a value and holds everything that changes between updates. The
 first two phases are those of `Scorer`.
 """
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -131,7 +132,7 @@ class Learner(Scorer):
       scored(batch)
     processors = self.algorithm.processors.items()
     if processors and batch.experience["policy_mask"].any():
-      inputs = {**batch.scores, **batch.experience}
+      inputs = collections.ChainMap(batch.experience, batch.scores)
       following = {name: x.state(inputs) for name, x in processors}
       state = state.replace(processor_states=jax.device_get(following))
     return state.replace(step=state.step + 1, waiting=waiting), row

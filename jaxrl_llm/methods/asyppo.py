@@ -46,7 +46,9 @@ def make(fns: ValueFns) -> ValueFns:
     mean = functools.partial(jnp.mean, axis=0)
     return spread | {"of_critics": each}, jax.tree.map(mean, aux)
 
-  return fns._replace(init=init, from_policy=from_policy, outputs=outputs)
+  return fns._replace(
+    init=init, from_policy=from_policy, outputs=outputs, count=len(NAMES)
+  )
 
 
 def _one(params: Any, name: str) -> Any:
