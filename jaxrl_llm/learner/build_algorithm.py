@@ -72,7 +72,7 @@ def make_algorithm(config: Groups) -> Algorithm:
   estimator = _Settings("estimator", config["estimator"])
   config = {**config, "loss": loss, "estimator": estimator}
   policy_loss, corrections = _loss_and_corrections(config)
-  # These may import a file of `methods/`, which may register further inputs.
+  # These may import a file of `methods/`, which may add inputs of its own.
   step_scale = choices.STEP_SCALES.switched_on(config["off_policy"])
   processors = choices.logits_processors(config["sampler"])
   pruning = choices.PRUNINGS[config["schedule"]["prune"]](config["schedule"])
