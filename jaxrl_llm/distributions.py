@@ -6,8 +6,8 @@ import jax.numpy as jnp
 
 from jaxrl_llm.arrays import of_equal_shape
 
-# exp(±20) is about 5e8 and 2e-9: far outside any trust region, far inside
-# float32.
+# exp(±20) is about 5e8 and 2e-9: far outside any trust region, but well within
+# the range of float32.
 LOG_RATIO_LIMIT = 20.0
 
 

@@ -72,8 +72,8 @@ def long_tail(config: Any) -> None:
 def gsm8k(config: Any) -> None:
   """Trains a chat model on GSM8K; needs model.path and data.path.
 
-  The size is that of common scripts of TRL and verl: 128 prompts with 8
-  responses of up to 512 tokens, four updates a step, three epochs.
+  Sizes follow common scripts of TRL and verl: 128 prompts with 8 responses of
+  up to 512 tokens, four updates per step, three epochs.
   """
   _word_problems(config, prompts=1024, length=512)
   config.model.dtype = "bfloat16"

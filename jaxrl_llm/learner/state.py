@@ -24,7 +24,7 @@ class LearnerState:
 
   step: int  # Batches trained on: the version of the policy.
   # By name of the member or companion, see `members`. In a checkpoint, each
-  # entry is a field of its own.
+  # entry is a separate field.
   models: dict[str, TrainState] = dataclasses.field(metadata={"inline": True})
   companions: dict[str, Any] = dataclasses.field(metadata={"inline": True})
   # States of logits processors by name, from the last batch; None without any.

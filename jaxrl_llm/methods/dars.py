@@ -24,7 +24,7 @@ from jaxrl_llm.data.prompt_source import PromptSource
 from jaxrl_llm.errors import check_choice
 from jaxrl_llm.learner import estimates
 
-# Name -> (factor of the signal by p, most tries as a multiple of n).
+# Name -> (p -> factor of the signal, maximum responses as a multiple of n).
 _SIGNALS = {"equal": (lambda p: 1.0, 4), "hard": (lambda p: 2 * (1 - p), 8)}
 
 

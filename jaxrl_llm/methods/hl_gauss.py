@@ -54,7 +54,8 @@ def categorical_value_loss(
 
   e_0 = low, ..., e_K = high are the edges of the bins, s is sigma bin widths.
   The gradient with respect to z is softmax(z) - p: it is bounded however far G
-  is from V, so noisy returns affect it less than that of a squared error.
+  is from V, so noisy returns affect it less than the gradient of a squared
+  error.
 
   Args:
     value_logits: [..., K], z, logits of the bins.
