@@ -211,7 +211,7 @@ class TestRegister:
       validate(tiny_run.make_config("none", **own, **changes))
 
   def test_a_taken_name_of_an_input_is_refused(self):
-    said = "there is an input '{}' already; choose another name"
+    said = "an input '{}' already exists; choose another name"
     for name in ("policy_mask", "logprobs", "rewards", "to_come"):
       if name == "to_come":
         register.token_input(name, to_come)
