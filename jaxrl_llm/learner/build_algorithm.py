@@ -30,16 +30,16 @@ _OWN_INPUTS: dict[str, Callable[..., jax.Array]] = {}  # By `add_token_input`.
 
 
 def make_algorithm(config: Groups) -> Algorithm:
-  """The algorithm of a validated config.
+  """Returns the algorithm of a validated config.
 
   Args:
     config: groups reward, environment, sampler, schedule, estimator, loss,
       off_policy and value are read.
 
   Raises:
-    KeyError: a name is not in its dictionary (the config refuses it before).
-    InputError: a part of one's own reads an input or a setting that nothing
-      gives, or a setting of one's own is read by none.
+    KeyError: a name is not in its table (validation refuses it before).
+    InputError: a user-defined part reads an input or a setting that does not
+      exist, or no part reads a custom setting.
   """
   loss, estimator = (
     choices.ReadSettings(x, config[x]) for x in ("loss", "estimator")

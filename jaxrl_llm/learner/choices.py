@@ -23,14 +23,14 @@ Groups = Mapping[str, Settings]  # A config, or a plain dict of its groups.
 
 
 class ReadSettings(dict[str, Any]):
-  """A config group with the settings of one's own, which notes what is read."""
+  """A config group merged with its custom settings; records what is read."""
 
   def __init__(self, group: str, settings: Settings):
     self.group, self.own = group, settings.get("settings", {})
     self.read: set[str] = set()
     for name in {*self.own} & {*settings}:
       raise InputError(
-        f"config.{group}.settings: {name!r} is a setting of its own; set"
+        f"config.{group}.settings: {name!r} is not a custom setting; set"
         f" config.{group}.{name}"
       )
     super().__init__({**settings, **self.own})
@@ -40,7 +40,7 @@ class ReadSettings(dict[str, Any]):
     return super().__getitem__(name)
 
   def check_read(self) -> None:
-    """Refuses settings of one's own that no part has read."""
+    """Raises InputError if no part has read one of the custom settings."""
     for name in sorted({*self.own} - self.read):
       raise InputError(
         f"config.{self.group}.settings: no chosen part has a setting {name!r};"
