@@ -186,14 +186,10 @@ def main(arguments: list[str] | None = None) -> None:
   what.add_argument("--critic", action="store_true", help=help_)
   help_ = "write the moments, too; the form of the directory"
   add("--form", choices=foreign.FORMS, help=help_)
-  add(
-    "--dtype",
-    choices=("float32", "bfloat16"),
-    default="float32",
-    help="of the weights in the file; float32 is exact",
-  )
-  several = {"action": "append", "default": [], "metavar": "FILE"}
-  add("--plugin", **several, help="file of your own parts; repeatable")
+  help_ = "of the weights in the file; float32 is exact"
+  add("--dtype", **program.DTYPE, help=help_)
+  help_ = "file of your own parts; repeatable"
+  add("--plugin", **program.REPEATED, metavar="FILE", help=help_)
   print(convert(parser.parse_args(arguments)))
 
 
