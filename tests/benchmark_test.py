@@ -199,8 +199,7 @@ class TestGaeLoop:
 def small_shape(monkeypatch):
   """A shape that compiles quickly."""
   small = peers._shape("small", 1, 16, 16, 1, 1, 32)
-  shape = small._replace(micro_batch_size=2)
-  monkeypatch.setitem(peers.SHAPES, "small", shape)
+  monkeypatch.setitem(peers.SHAPES, "small", small)
 
 
 class TestScript:
@@ -275,6 +274,7 @@ class TestScript:
   @pytest.mark.usefixtures("small_shape")
   def test_train_step_measures_all_phases(self, capsys):
     arguments = ["train_step", "--shape=small", "--batch=4", "--group_size=2"]
+    arguments += ["--micro_batch_size=2"]
     lengths = ["--prompt_length=4", "--new_tokens=4", "--max_tokens_per_row=12"]
     assert benchmark.main(arguments + lengths) == 0
     medians = json.loads(capsys.readouterr().out.splitlines()[-1])["medians"]

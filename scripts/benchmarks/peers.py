@@ -7,6 +7,7 @@ programs of Tunix and TRL print is understood, and so are flat objects with our
 own keys (`tokens_per_s`, `step_s`, `update_s`, ...).
 """
 
+import argparse
 import contextlib
 import functools
 import json
@@ -31,7 +32,6 @@ class Shape(NamedTuple):
   """A model that several programs measure; heads have 64 dimensions."""
 
   names: tuple[str, ...]  # Names in other programs.
-  micro_batch_size: int  # Rows per gradient that suit it.
   fields: Mapping[str, int]  # Fields of `models.ModelConfig`.
 
 
@@ -40,7 +40,7 @@ _FIELDS += ("num_kv_heads", "vocab_size")
 
 
 def _shape(names: str, *sizes: int) -> Shape:
-  return Shape(tuple(names.split()), 4, dict(zip(_FIELDS, sizes, strict=True)))
+  return Shape(tuple(names.split()), dict(zip(_FIELDS, sizes, strict=True)))
 
 
 SHAPES = {
@@ -145,16 +145,14 @@ def _of_shape(record: Mapping[str, Any], shape: str) -> Mapping[str, Any]:
   found = found.get("trl", found)
   if not isinstance(found, list):
     return found
-  values = {k: [row[k] for row in found if k in row] for k in found[0]}
-  values = {k: list(filter(_is_positive, v)) for k, v in values.items()}
-  return {k: statistics.median(v) for k, v in values.items() if v}
+  rounds = {k: [row.get(k) for row in found] for k in found[0]}
+  rounds = {k: list(filter(_is_positive, v)) for k, v in rounds.items()}
+  return {k: values for k, values in rounds.items() if values}
 
 
 def _at(record: Mapping[str, Any], path: str) -> Any:
   for name in path.split("."):
-    if not isinstance(record, Mapping) or name not in record:
-      return None
-    record = record[name]
+    record = record.get(name) if isinstance(record, Mapping) else None
   return record
 
 
@@ -247,25 +245,14 @@ def alternate(
 
 
 def side_by_side(
-  ours: Sequence[str],
-  peers: Mapping[str, str],
-  *,
-  part: str,
-  shape: str,
-  rounds: int,
-  timeout_s: float,
-  wait_idle_s: float,
+  ours: Sequence[str], options: argparse.Namespace
 ) -> dict[str, Any]:
   """Runs ours and the peers in turn, each in a fresh process.
 
   Args:
     ours: arguments of a program that prints what `summarize` returns.
-    peers: name -> shell command.
-    part: a key of `COMPARED`.
-    shape: a key of `SHAPES`.
-    rounds: how often each one runs.
-    timeout_s: of one program.
-    wait_idle_s: most seconds to wait for a quiet machine before a program.
+    options: flags of scripts/benchmark.py, with shell commands by name in
+      `peers`.
 
   Returns:
     Medians and spread of ours over the rounds, the same of every peer in
@@ -276,16 +263,16 @@ def side_by_side(
   """
 
   def run(name, command):
-    wait_until_idle(wait_idle_s)
+    wait_until_idle(options.wait_idle)
     print(f"running {name}", file=sys.stderr, flush=True)
-    record = run_program(command, timeout_s=timeout_s)
+    record = run_program(command, timeout_s=options.timeout_s)
     if name == _OURS:
       return record["medians"]
-    return read_numbers(record, part=part, shape=shape)
+    return read_numbers(record, part=options.part, shape=options.shape)
 
-  commands = {_OURS: ours} | dict(peers)
+  commands = {_OURS: ours} | options.peers
   programs = {k: functools.partial(run, k, v) for k, v in commands.items()}
-  numbers, errors = alternate(programs, rounds=rounds)
+  numbers, errors = alternate(programs, rounds=options.rounds)
   if _OURS in errors:
     raise RuntimeError(f"our own measurement failed: {errors[_OURS]}")
   joined = {name: _join(rows) for name, rows in numbers.items()}

@@ -15,21 +15,28 @@ from jaxrl_llm.learner.optimizer import create_train_state, make_optimizer
 from jaxrl_llm.learner.scoring import score_logprobs
 
 
-def make_batch(fns, rollout, options):
-  """A policy batch of group-relative advantages, in packed rows."""
-  rows = min(options.micro_batch_size, options.batch)
+def make_batch(fns, rollout, *, rows, capacity):
+  """A policy batch of group-relative advantages, in packed rows.
+
+  Args:
+    fns: of the policy.
+    rollout: B responses.
+    rows: of a micro-batch, at most.
+    capacity: tokens of a row.
+  """
+  batch, rows = len(rollout.tokens), min(rows, len(rollout.tokens))
   packed, layout = packing.pack(
     rollout,
-    capacity=options.max_tokens_per_row,
+    capacity=capacity,
     rows=rows,
-    micro_batches=-(-options.batch // rows),
+    micro_batches=-(-batch // rows),
     share=fns.shares_prompts,
   )
   distinct = [len(np.unique(tokens)) for tokens in rollout.tokens]
   advantages = estimators.group_relative(
-    np.asarray(distinct, np.float32) + 0.01 * np.arange(options.batch),
+    np.asarray(distinct, np.float32) + 0.01 * np.arange(batch),
     rollout.group,
-    num_groups=options.batch // options.group_size,
+    num_groups=int(rollout.group.max()) + 1,
   )
   spread = np.where(rollout.mask, np.asarray(advantages)[:, None], 0.0)
   weights = masked.token_weights(rollout.mask, mode="token-mean")
@@ -65,6 +72,8 @@ def measure_train_step(options) -> workloads.Samples:
   update, state = make_update(fns)
   score = jax.jit(functools.partial(score_logprobs, fns=fns))
   ids = np.arange(options.batch).reshape(-1, options.group_size)
+  shape = {"rows": options.micro_batch_size}
+  shape["capacity"] = options.max_tokens_per_row
   compiles, timer = metrics.CompileCounter(), metrics.PhaseTimer()
   rows = []
   for i in range(1 + options.repeats):
@@ -74,7 +83,7 @@ def measure_train_step(options) -> workloads.Samples:
     with timer.phase("generate"):
       rollout = sampler(prompts, i * options.batch + ids)
     with timer.phase("prepare"):
-      batch = make_batch(fns, rollout, options)
+      batch = make_batch(fns, rollout, **shape)
     with timer.phase("update"):
       state, _ = jax.block_until_ready(update(state, batch, np.float32(1.0)))
     with timer.phase("sync"):
