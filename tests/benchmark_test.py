@@ -1,5 +1,6 @@
 """Tests of scripts/benchmark.py and scripts/benchmarks."""
 
+import argparse
 import json
 import math
 import sys
@@ -136,28 +137,26 @@ class TestSummarize:
     assert found["spread"] == {"x": [1.0, 3.0], "y": [1.0, 2.0]}
 
 
-class TestAlternate:
-  def test_order_turns_every_round(self):
-    calls = []
-    run = lambda name: lambda: calls.append(name) or {"step_s": 1.0}
-    numbers, errors = peers.alternate({"a": run("a"), "b": run("b")}, rounds=3)
-    assert calls == ["a", "b", "b", "a", "a", "b"]
-    assert {k: len(v) for k, v in numbers.items()} == {"a": 3, "b": 3}
-    assert not errors
-
-  def test_what_fails_is_not_run_again(self):
-    calls = []
-
-    def fail():
-      calls.append("b")
-      raise InputError("no luck")
-
-    numbers, errors = peers.alternate(
-      {"a": lambda: {"step_s": 1.0}, "b": fail}, rounds=3
+class TestSideBySide:
+  def test_programs_take_turns_and_one_that_failed_is_not_run_again(
+    self, tmp_path
+  ):
+    log = tmp_path / "log"
+    say = lambda name, then: f"echo {name} >> {log}; {then}"
+    ours = """echo '{"medians": {"step_s": 1}}'"""
+    theirs = """echo '{"step_s": 2}'"""
+    options = argparse.Namespace(
+      peers={"a": say("a", theirs), "b": say("b", "exit 3")},
+      **{"part": "train_step", "shape": "tiny", "rounds": 3},
+      **{"timeout_s": 60, "wait_idle": 0},
     )
-    assert calls == ["b"]
-    assert list(numbers) == ["a"]
-    assert errors == {"b": "no luck"}
+    found = peers.side_by_side(say("ours", ours), options)
+    order = "ours a b a ours ours a"
+    assert log.read_text().split() == order.split()
+    assert found["medians"] == {"step_s": 1}
+    assert found["peers"]["a"]["spread"] == {"step_s": [2, 2]}
+    assert found["ratios"] == {"a": {"step_s": 2}}
+    assert found["errors"] == {"b": "exit code 3: no error output"}
 
 
 class TestRunProgram:

@@ -9,7 +9,6 @@ own keys (`tokens_per_s`, `step_s`, `update_s`, ...).
 
 import argparse
 import contextlib
-import functools
 import json
 import math
 import os
@@ -20,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.summary import Numbers, speed_ratios, summarize, wait_until_idle
@@ -219,35 +218,10 @@ def run_program(
   return record
 
 
-def alternate(
-  programs: Mapping[str, Callable[[], Numbers]], *, rounds: int
-) -> tuple[dict[str, list[Numbers]], dict[str, str]]:
-  """Measures programs in turn: A B, B A, A B, ...
-
-  Args:
-    programs: name -> runs it once.
-    rounds: how often each one runs.
-
-  Returns:
-    name -> its numbers of every round, and name -> error of those that raised
-    `InputError`; such a program is not run again and has no numbers.
-  """
-  numbers, errors = {name: [] for name in programs}, {}
-  for i in range(rounds):
-    for name in list(programs) if i % 2 == 0 else list(programs)[::-1]:
-      if name in errors:
-        continue
-      try:
-        numbers[name].append(programs[name]())
-      except InputError as error:
-        errors[name] = str(error)
-  return {k: v for k, v in numbers.items() if k not in errors}, errors
-
-
 def side_by_side(
   ours: Sequence[str], options: argparse.Namespace
 ) -> dict[str, Any]:
-  """Runs ours and the peers in turn, each in a fresh process.
+  """Runs ours and the peers in turn, each in a fresh process: A B, B A, ...
 
   Args:
     ours: arguments of a program that prints what `summarize` returns.
@@ -256,23 +230,27 @@ def side_by_side(
 
   Returns:
     Medians and spread of ours over the rounds, the same of every peer in
-    `peers`, `ratios` of each peer, and `errors` of those that failed.
+    `peers`, `ratios` of each peer, and `errors` of those that failed: they are
+    not run again and have no numbers.
 
   Raises:
     RuntimeError: our own program failed.
   """
-
-  def run(name, command):
-    wait_until_idle(options.wait_idle)
-    print(f"running {name}", file=sys.stderr, flush=True)
-    record = run_program(command, timeout_s=options.timeout_s)
-    if name == _OURS:
-      return record["medians"]
-    return read_numbers(record, part=options.part, shape=options.shape)
-
-  commands = {_OURS: ours} | options.peers
-  programs = {k: functools.partial(run, k, v) for k, v in commands.items()}
-  numbers, errors = alternate(programs, rounds=options.rounds)
+  commands, errors = {_OURS: ours} | options.peers, {}
+  numbers = {name: [] for name in commands}
+  for i in range(options.rounds):
+    for name in list(numbers)[:: -1 if i % 2 else 1]:
+      wait_until_idle(options.wait_idle)
+      print(f"running {name}", file=sys.stderr, flush=True)
+      try:
+        record = run_program(commands[name], timeout_s=options.timeout_s)
+        if name != _OURS:
+          read = {"part": options.part, "shape": options.shape}
+          record = {"medians": read_numbers(record, **read)}
+        numbers[name].append(record["medians"])
+      except InputError as error:
+        errors[name] = str(error)
+        del numbers[name]
   if _OURS in errors:
     raise RuntimeError(f"our own measurement failed: {errors[_OURS]}")
   joined = {name: _join(rows) for name, rows in numbers.items()}

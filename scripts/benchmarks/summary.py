@@ -3,7 +3,9 @@
 import importlib.metadata
 import json
 import os
+import pathlib
 import platform
+import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -108,9 +110,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def _processor() -> str:
-  try:
-    with open("/proc/cpuinfo", encoding="utf-8") as file:
-      names = (line.split(":", 1) for line in file if ":" in line)
-      return next(v.strip() for k, v in names if k.strip() == "model name")
-  except (OSError, StopIteration):
-    return platform.processor()
+  file = pathlib.Path("/proc/cpuinfo")
+  text = file.read_text("utf-8") if file.exists() else ""
+  found = re.search(r"^model name\s*: (.+)", text, re.MULTILINE)
+  return found[1].strip() if found else platform.processor()
