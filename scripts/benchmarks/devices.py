@@ -21,7 +21,6 @@ from benchmarks.peers import SHAPES
 
 from jaxrl_llm import models
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner.scoring import score_logprobs
 from jaxrl_llm.metrics.chips import PEAK_FLOPS
 from jaxrl_llm.models import kernels
 from jaxrl_llm.models.shapes import MODELS, multiplied_params
@@ -159,12 +158,12 @@ def measure_agreement(sizes: Sizes) -> Iterator[Numbers]:
     sampler = workloads.Sampler(fns, params, slots=4, **room)
     prompts = _prompts(sizes.decoded, 4, sizes.prompt_length)
     rollout = sampler(prompts, np.arange(4)[:, None])
-    capacity = sizes.prompt_length + length
-    batch = train_steps.make_batch(fns, rollout, rows=1, capacity=capacity)
-    score = jax.jit(functools.partial(score_logprobs, fns=fns))
-    trained = score(params, batch.packed, np.float32(1.0)).logprobs
+    training = train_steps.make_training(fns)
+    shape = {"rows": 1, "capacity": sizes.prompt_length + length}
+    batch = train_steps.make_batch(fns, training, rollout, **shape)
+    scored = training.score(params, batch.packed, np.float32(1.0))
     sampled = batch.inputs["proximal_logprobs"]
-    found = np.abs(np.asarray(trained) - sampled)[np.asarray(batch.mask)]
+    found = np.abs(np.asarray(scored.logprobs) - sampled)[batch.mask]
     yield {
       f"{dtype}_tokens": found.size,
       f"{dtype}_difference_mean": float(found.mean()),
@@ -217,9 +216,10 @@ def measure_update(sizes: Sizes) -> Iterator[Numbers]:
   for name, whole in sizes.updated.items():
     config = _that_fits(whole)
     fns = _make_policy(config, sizes.dtype)
-    batch = train_steps.make_batch(fns, _rollout(config, sizes), **shape)
+    training, rollout = train_steps.make_training(fns), _rollout(config, sizes)
+    batch = train_steps.make_batch(fns, training, rollout, **shape)
     tokens = int(np.sum(np.asarray(batch.packed.segments) > 0))
-    update, state = train_steps.make_update(fns)
+    update, state = train_steps.make_update(fns, training)
     update_s = seconds_of(functools.partial(_step, update, batch, [state]))
     flops = 6 * multiplied_params(config) * tokens
     yield {
