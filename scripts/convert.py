@@ -59,19 +59,17 @@ def convert(options) -> str:
     return _take(source, name, options.take)
   if options.form:
     return _export(source, step, name, options)
-  policy = api.Policy(source, step)
+  policy, facts = api.Policy(source, step), ""
   if options.adapters:
+    name = "adapters"
     policy.save_adapters(options.out)
-    return f"wrote the adapters of step {policy.step} to {options.out}"
-  if options.critic:
+  elif options.critic:
     policy.save_critic(options.out, dtype=options.dtype)
-    return f"wrote the critic of step {policy.step} to {options.out}"
-  policy.save(options.out, dtype=options.dtype)
-  count = models.num_params(policy.model_config)
-  return (
-    f"wrote the policy of step {policy.step} to {options.out}: {count:,}"
-    f" parameters, {options.dtype}"
-  )
+  else:
+    policy.save(options.out, dtype=options.dtype)
+    count = models.num_params(policy.model_config)
+    facts = f": {count:,} parameters, {options.dtype}"
+  return f"wrote the {name} of step {step} to {options.out}{facts}"
 
 
 def _check(options) -> None:

@@ -328,10 +328,10 @@ def rebuild(settings: Settings, out: pathlib.Path) -> None:
   text = character_tokenizer_json(CHARACTERS)
   (out / "tokenizer.json").write_text(text, encoding="utf-8")
   ids = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
-  (out / "generation_config.json").write_text(json.dumps(ids, indent=1))
   # For transformers, in a policy that is converted.
   names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
-  (out / "tokenizer_config.json").write_text(json.dumps(names, indent=1))
+  for file, fields in (("generation", ids), ("tokenizer", names)):
+    (out / f"{file}_config.json").write_text(json.dumps(fields, indent=1))
   tokenizer = Tokenizer(out)
   sizes = ("hidden_size", "intermediate_size", "num_layers", "num_heads")
   sizes = (*sizes, "max_position_embeddings")

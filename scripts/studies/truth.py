@@ -156,11 +156,10 @@ def sample_truth(run: Any, weights: Weights, judged: Any, options: Any):
   returns_of = monte_carlo(run.learner, run.config.estimator.gamma)
   file, begun, new = JsonlWriter(path), time.perf_counter(), 0
   file.truncate_after(len(done) - 1)  # Drops a line that was cut.
-  for step, start in enumerate(range(0, len(states.at), size)):
-    if step < len(done):
-      continue
+  for step in range(len(done), -(-len(states.at) // size)):
     if sum(row["tokens"] for row in done) >= options.tokens:
       break
+    start = step * size
     chunk = States(*(x[start : start + size] for x in states[:-1]))
     # Distinct numbers: each continuation has noise of its own.
     first = len(rollout.lengths) + start * count
