@@ -197,7 +197,7 @@ class TestGaeLoop:
 @pytest.fixture
 def small_shape(monkeypatch):
   """A shape that compiles quickly."""
-  small = peers._shape("small", 1, 16, 16, 1, 1, 32)
+  small = peers._fields(1, 16, 16, 1, 1, 32)
   monkeypatch.setitem(peers.SHAPES, "small", small)
 
 

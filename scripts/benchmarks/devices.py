@@ -54,8 +54,7 @@ class Sizes(NamedTuple):
 
 _TINY = dataclasses.replace(
   MODELS["qwen2.5-1.5b"],
-  **SHAPES["tiny"].fields
-  | {"num_layers": 2, "num_heads": 2, "num_kv_heads": 1},
+  **SHAPES["tiny"] | {"num_layers": 2, "num_heads": 2, "num_kv_heads": 1},
 )
 SIZES = {
   "full": Sizes(),

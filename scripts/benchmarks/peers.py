@@ -20,34 +20,28 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks.summary import Numbers, speed_ratios, summarize, wait_until_idle
 
 from jaxrl_llm.errors import InputError
 
-
-class Shape(NamedTuple):
-  """A model that several programs measure; heads have 64 dimensions."""
-
-  names: tuple[str, ...]  # Names in other programs.
-  fields: Mapping[str, int]  # Fields of `models.ModelConfig`.
-
-
 _FIELDS = ("num_layers", "hidden_size", "intermediate_size", "num_heads")
 _FIELDS += ("num_kv_heads", "vocab_size")
 
 
-def _shape(names: str, *sizes: int) -> Shape:
-  return Shape(tuple(names.split()), dict(zip(_FIELDS, sizes, strict=True)))
+def _fields(*sizes: int) -> dict[str, int]:
+  return dict(zip(_FIELDS, sizes, strict=True))
 
 
+# Models that several programs measure, as fields of `models.ModelConfig`; heads
+# have 64 dimensions.
 SHAPES = {
-  "tiny": _shape("tiny", 4, 256, 1024, 4, 2, 4096),
-  "smollm2-135m": _shape(
-    "smollm2-135m smollm2 smollm135m", 30, 576, 1536, 9, 3, 49152
-  ),
+  "tiny": _fields(4, 256, 1024, 4, 2, 4096),
+  "smollm2-135m": _fields(30, 576, 1536, 9, 3, 49152),
 }
+# Their names in other programs.
+_ALIASES = {"smollm2-135m": ("smollm2", "smollm135m")}
 
 # Metrics compared by each part. Larger is better for `*_per_s`, else smaller.
 COMPARED = {
@@ -132,7 +126,7 @@ def read_numbers(
 
 def _of_shape(record: Mapping[str, Any], shape: str) -> Mapping[str, Any]:
   """The part of a record that is about a shape, several rounds joined."""
-  names = SHAPES[shape].names
+  names = (shape, *_ALIASES.get(shape, ()))
   results = record.get("results")
   if not isinstance(results, Mapping):
     if record.get("shape", shape) not in names:
