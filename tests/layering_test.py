@@ -8,7 +8,7 @@ L3  rollout, learner                      independent: they run concurrently
 L4  train, evaluate, workdir, config      compose the others
     register                           user-defined parts, by name
     methods                            built-in parts, one file per method
-        generate, simulate         tools, which no other package imports
+    generate, simulate                 tools, which no other package imports
 """
 
 import ast
