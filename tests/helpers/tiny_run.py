@@ -94,7 +94,7 @@ def make_run(model: pathlib.Path, **changes) -> build.Run:
 
 
 def comparable(workdir: pathlib.Path) -> list[dict]:
-  """Returns rows of metrics.jsonl without times and machine-dependent values."""
+  """Returns rows of metrics.jsonl without time- or machine-dependent values."""
   text = (workdir / "metrics.jsonl").read_text(encoding="utf-8")
   measured = ("time", "host/", "perf/", "memory/", "compile/", "checkpoint/")
   measured += ("rollout/tokens_per_", "health/suspect_host")
