@@ -109,7 +109,7 @@ class Disk:
       raise Killed
 
   def up_to(self, size: int) -> int:
-    """Draws a number of bytes with one random draw, as sizes vary with times."""
+    """Draws a number of bytes in one random draw, as sizes vary with times."""
     return round(self.rng.random() * size)
 
   def _cut(self):
