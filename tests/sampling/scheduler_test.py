@@ -53,7 +53,7 @@ class TestNothingLeaks:
 
 
 class TestSharedPages:
-  """Decodes with a fake that only counts, as it needs no kernels."""
+  """Uses a fake decoder that only counts: CPUs have no page-sharing kernels."""
 
   def test_count_once(self):
     config = EngineConfig(
@@ -162,7 +162,5 @@ class TestShapes:
   def test_slots_shrink_by_four_within_every_shard(self):
     assert buckets.slot_buckets(512, 1) == [512, 128, 32, 8]
     assert buckets.slot_buckets(512, 4) == [512, 128, 32]
-    assert buckets.slot_buckets(62, 2) == [
-      62
-    ]  # Seven are too few to pay off.
+    assert buckets.slot_buckets(62, 2) == [62]  # Seven are too few to pay off.
     assert buckets.slot_buckets(1, 1) == [1]
