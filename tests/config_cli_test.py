@@ -205,7 +205,7 @@ class TestSettings:
     for group in ("estimator", "loss", "off_policy", "schedule", "value"):
       kept.setdefault(group, {})
       got = scaled[group].to_dict() | kept[group]
-      if group == "value":  # The critic itself may differ.
+      if group == "value":  # These may differ by scale.
         names = ("pretrain_patience", "reads_logprobs", "lora_rank")
         got |= {name: plain.value[name] for name in names}
       assert got == plain[group].to_dict()

@@ -63,7 +63,7 @@ def test_links_lead_somewhere(path):
 def test_keys_are_keys(path):
   groups = "|".join({key.split(".")[0] for key in config_lib.KEYS})
   text = path.read_text("utf-8")
-  if path.name == "settings.md":  # Other libraries' keys are left.
+  if path.name == "settings.md":  # Our keys are on the right.
     rows = (line.split(" | ")[2:] for line in text.splitlines())
     text = "\n".join(" | ".join(cells) for cells in rows)
   # Written as `group.key`, alone or with a value, and as a flag.

@@ -10,7 +10,7 @@ from jaxrl_llm.data.prompt_source import PromptSource
 
 
 class Everything(PromptSource):
-  """Ragged groups with openings, and one retried prompt."""
+  """Ragged groups with openings, and one redrawn prompt."""
 
   def __init__(self, *args, looks=True, **settings):
     super().__init__(*args, **settings)
@@ -29,7 +29,7 @@ class Everything(PromptSource):
 
 
 class Whole(Everything):
-  """Without retries, which partial batches do not support."""
+  """Without redrawn prompts, which partial batches do not support."""
 
   again = PromptSource.again
 

@@ -42,7 +42,7 @@ def make_fns(kind, mesh=None):
 
 @functools.cache
 def make_params(kind):
-  """Makes host weights, large enough for gradients of all sizes."""
+  """Makes random weights on the host, with gradients of all sizes."""
   params = jax.eval_shape(make_fns(kind).init, jax.random.key(0))
   leaves, tree = jax.tree.flatten(params)
   rng = np.random.default_rng(1)

@@ -224,7 +224,7 @@ class TestRun:
       config = recipes.make_config("sft", model, data__order="half", **logged)
       rows, _ = recipes.train(config, tmp_path / "run")
     for sample in read_rows(tmp_path / "run" / "samples.jsonl"):
-      if sample["step"]:  # Data have no reward.
+      if sample["step"]:  # Data have no rewards.
         (author, _), *_ = sample["origin"]
         assert (sample["reward"] is None) == (author == "given")
         assert (sample["correct"] is None) == (author == "given")

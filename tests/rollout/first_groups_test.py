@@ -18,7 +18,7 @@ def make_run(model, **changes):
     "data__prompts_per_step": WANTED,
     "data__group_size": GROUP,
     "estimator__name": "group",
-    "sampler__max_response_length": 40,  # Lengths vary a lot.
+    "sampler__max_response_length": 40,  # Short or very long responses.
   }
   return tiny_run.make_run(model, **settings | changes)
 

@@ -58,7 +58,7 @@ def test_admit(version, accepted, running, admitted):
 
 @pytest.fixture(scope="module")
 def lag():
-  return 2  # pairs_test.py covers lag 1.
+  return 2  # Several batches wait; pairs_test.py covers lag 1.
 
 
 @pytest.fixture(scope="module")

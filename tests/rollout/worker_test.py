@@ -197,7 +197,7 @@ def ids_of(record):
 
 
 def once_more(source, state, judged):
-  """Retries prompts with a wrong response, at most three times."""
+  """Redraws each prompt with a wrong response, with three new responses."""
   wrong = judged.responses.rollout.example_id[~judged.responses.correct]
   prompts = [
     dataclasses.replace(source.prompt(i, state.drawn + k), tries=3)

@@ -79,7 +79,7 @@ _PLACES = [
 
 @contextlib.contextmanager
 def trainer(log):
-  """Returns a function that trains and returns the exit code of the run.
+  """Yields a function that trains in a process and returns its exit code.
 
   Its arguments are the model, the run's folder, and where the run kills itself:
   a function, before or after its call, and the number of the call.
