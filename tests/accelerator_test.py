@@ -1,4 +1,4 @@
-"""Tests of scripts/accelerator.py and of what it runs on a device."""
+"""Tests of scripts/accelerator.py and of the programs that it runs."""
 
 import argparse
 import copy
@@ -49,10 +49,10 @@ def test_a_part_that_fails_or_is_late_costs_no_other(monkeypatch):
     "parts": {"bad": {"found_before": 1.0}, "good": numbers, "last": numbers},
     "errors": {"bad": "no memory"},
   }
-  # After every measurement all that was found is saved.
+  # All results so far are saved after every measurement.
   assert saved[0] == {"parts": {"bad": {"found_before": 1.0}}, "errors": {}}
   assert saved[2]["parts"]["good"] == {"tokens_per_s": 2.0}
-  # A third of what is left, then all of it.
+  # A third of the remaining time, then all of it.
   assert limits == pytest.approx([20.0, 60.0], abs=0.5)
 
 
@@ -202,7 +202,7 @@ def test_as_many_layers_as_fit_and_at_least_one(monkeypatch):
   memory = lambda gib: monkeypatch.setattr(
     devices, "_memory_bytes", lambda: gib * 2**30
   )
-  memory(0)  # A device that does not say.
+  memory(0)  # A device that does not report it.
   assert devices._that_fits(whole) == whole
   memory(2000)
   assert devices._that_fits(whole) == whole

@@ -1,4 +1,4 @@
-"""Tests of the front door: train, load, and what a policy does."""
+"""Tests of the top-level API: `train`, `load` and the policies they return."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What a beginner gives to estimators and losses: lists, and wrong shapes."""
+"""Estimators and losses accept lists and reject wrong shapes."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ MASK = [[True, True, True], [True, True, False]]
 
 
 def _same(function, *lists, **settings):
-  """Checks that lists give what arrays give."""
+  """Checks that lists give the same result as arrays."""
   given = function(*map(np.asarray, lists), **settings)
   np.testing.assert_array_equal(function(*lists, **settings), given)
 

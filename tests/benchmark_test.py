@@ -46,11 +46,11 @@ _TRL = {
   ("text", "found"),
   [
     ('loading\n{"a": 1}\n{\'loss\': 0.1}\n{"b": 2}\n', {"b": 2}),
-    # Over many lines, the outer object.
+    # An object over several lines: the outermost one counts.
     ("{'loss': 0.1}\n" + json.dumps(_TRL, indent=1) + "\nbye\n", _TRL),
-    # A torn object gives way to the one before.
+    # A truncated object is skipped for the one before.
     ('{"a": 1}\n{\n "b": {\n  "c": 1\n }\n', {"a": 1}),
-    ('{"a": 1} seconds\n', None),  # A line that goes on.
+    ('{"a": 1} seconds\n', None),  # Followed by other text.
     *((text, None) for text in ("", "\n", "[1]\n", "{\n", 'x {"a": 1}')),
   ],
 )
@@ -58,7 +58,7 @@ def test_last_json_object(text, found):
   assert peers.last_json_object(text) == found
 
 
-# Records of processor seconds, of several rounds, and without any structure.
+# Records of CPU seconds, of several rounds, and without any structure.
 _CPU = {
   "sampler": {"cpu_s": [3.0, 1.0, 2.0]},
   "grpo": {"cpu_s": [9.0, 4.0, 5.0]},
@@ -80,12 +80,12 @@ class TestReadNumbers:
         {"step_s": 4.0, "generate_s": 3.0, "update_s": 1.0}
         | {"peak_rss_gib": 2.5},
       ),
-      # The median of those after the first.
+      # The median of all but the first.
       (_CPU, "sampler", "tiny", {"cpu_s": 2.0}),
       (_CPU, "train_step", "tiny", {"step_cpu_s": 5.0}),
       (
         *(_TRL, "train_step", "smollm2-135m"),
-        # The time of its step, not that of its other measurement.
+        # The time of its step, not of its other measurement.
         {"step_s": 8.0, "generate_s": 5.0, "update_s": 2.0}
         | {"update_tokens_per_s": 380.0, "peak_rss_gib": 2.0},
       ),

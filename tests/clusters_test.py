@@ -1,4 +1,4 @@
-"""The jobs of docs/clusters.md, with processes of this machine as hosts."""
+"""The jobs of docs/clusters.md, with local processes as hosts."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ yaml = pytest.importorskip("yaml")
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _PAGE = (_ROOT / "docs" / "clusters.md").read_text("utf-8")
-# What the jobs train; a test trains less.
+# Training flags of the jobs; tests replace them with smaller ones.
 _TRAINED = re.compile(
   r"--config=configs/\S+(?:[\s\\]+--config\.\S+)+[\s\\]+--workdir=\S+"
 )
@@ -33,8 +33,8 @@ def _blocks(language):
 _SLURM, _GPUS = _blocks("bash")
 _JOBSET, _SKYPILOT = map(yaml.safe_load, _blocks("yaml"))
 (_RAY,) = _blocks("python")
-_FIRST = 2**16 - 2**12  # JAX takes the port of this and Slurm's job number.
-# Stands for Slurm: each task is a process here, with the variables of a task.
+_FIRST = 2**16 - 2**12  # JAX derives its port from this and the Slurm job ID.
+# Stands in for Slurm: each task is a local process with a task's variables.
 _SRUN = """#!{python}
 import os, subprocess, sys
 count = int(os.environ["TASKS"])
@@ -55,7 +55,7 @@ sys.exit(max(128 - code if code < 0 else code for code in codes))
 
 
 def _free_port(candidates=(0,)):
-  """A port that is free; of 0 the system chooses one."""
+  """Returns a free port of the candidates; for 0, the system chooses one."""
   for port in candidates:
     with contextlib.suppress(OSError), socket.socket() as free:
       free.bind(("localhost", port))
@@ -64,7 +64,7 @@ def _free_port(candidates=(0,)):
 
 
 def _small(text, flags):
-  """The text, with other flags for what is trained."""
+  """Returns the job's text with its training flags replaced."""
   small, count = _TRAINED.subn(lambda _: shlex.join(flags), text)
   assert count == 1
   return small
@@ -125,7 +125,7 @@ def test_the_jobset_fits_together():
 class TestSlurm:
   @pytest.fixture
   def sbatch(self, tmp_path):
-    """(flags, tasks) -> the job, which runs in the folder of the test."""
+    """(flags, tasks) -> the started job, which runs in the test's folder."""
     (tmp_path / "scripts").symlink_to(_ROOT / "scripts")
     (tmp_path / "configs").symlink_to(_ROOT / "configs")
     for name, text in (
@@ -184,7 +184,7 @@ def test_a_host_finds_the_others(kind, flags, tmp_path):
   port = _free_port()
   script = _small(
     {"jobset": _GPUS, "skypilot": _SKYPILOT["run"]}[kind],
-    # It ends when both know that they are ready for the first step.
+    # It ends once both processes are ready for the first step.
     [*flags(tmp_path / "run", 0), "--patience_s=10"],
   )
   script = script.replace(":1234", f":{port}").replace("=16", "=2")
@@ -206,7 +206,7 @@ def test_a_host_finds_the_others(kind, flags, tmp_path):
   assert len(list((tmp_path / "run" / "hosts").glob("*.jsonl"))) == 2
 
 
-# Stands for Ray: an actor is a process, which calls a method at a time.
+# Stands in for Ray: an actor is a process that runs one method at a time.
 _FAKE_RAY = """
 import multiprocessing, os, types
 

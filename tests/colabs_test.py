@@ -6,7 +6,7 @@ import pytest
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _NOTEBOOKS = sorted((_ROOT / "colabs").glob("*.ipynb"))
-# Notebooks that sample and train, and the sizes that are replaced in cells.
+# Notebooks that sample or train, and the sizes that tests replace in cells.
 _SMALL = {
   "asynchronous": {
     "(**changes), 4)": "(**changes), 1, 1)",
@@ -28,7 +28,7 @@ _SMALL = {
 
 
 def _notebooks(*, run: bool) -> list:
-  """One parameter a notebook; running some of them takes minutes."""
+  """Returns one test parameter per notebook; some take minutes to run."""
   return [
     pytest.param(
       path,
@@ -50,7 +50,7 @@ class TestNotebooks:
     for size, small in _SMALL.get(path.stem, {}).items():
       (cell,) = [cell for cell in notebook.cells if size in cell.source]
       cell.source = cell.source.replace(size, small)
-    # The kernel starts in an empty folder: only an import can reach us.
+    # The kernel starts in an empty folder: it can only import this package.
     monkeypatch.setenv("PYTHONPATH", str(_ROOT))
     client = nbclient.NotebookClient(
       notebook,

@@ -1,4 +1,4 @@
-"""Hints of command lines that a program cannot use."""
+"""Hints for command lines that a program rejects."""
 
 import pytest
 from parts import command_line

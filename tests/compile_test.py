@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 
 def _needs(installed, topology, extra):
-  """The devices of a test, skipped where their compiler is missing."""
+  """Returns a test's topology, skipped if its compiler is not installed."""
   reason = f"no compiler for {topology}: pip install -e '.[{extra}]'"
   mark = pytest.mark.skipif(not installed, reason=reason)
   return pytest.param(topology, marks=mark, id=topology)
@@ -30,7 +30,7 @@ _GPU = _needs(
 
 
 class TestScript:
-  """On a model of two layers with 4 heads of 128, T-PPO on four devices."""
+  """T-PPO on four devices, with a model of two layers with 4 heads of 128."""
 
   CONFIG = {
     "model_type": "qwen2",
@@ -91,17 +91,17 @@ class TestScript:
     assert list(held) == [
       *("sampler decode", "sampler prefill", "sampler prefill cut responses")
     ]
-    # Each lies beside the KV cache.
+    # Each is resident together with the KV cache.
     assert all(float(gib) >= 0.6 for gib in held.values())
     for name in ("sampler decode", *account.PROGRAMS):
       (row,) = [s for s in phases.splitlines() if s.startswith(f"| {name} |")]
       assert "fsdp" in row and "tensor" in row
     assert "predicted: a step of 2048 responses" in phases
-    # Found again, at once.
+    # A second run finds the compiled programs in the cache.
     assert len(list((folder / "cache").iterdir())) == 7
 
   def test_says_what_does_not_fit(self, folder, topology):
-    # Kernels for GPUs refuse such a KV cache before it is compiled.
+    # GPU kernels reject such a KV cache before compilation.
     kernels = "xla" if topology.startswith("h100") else "auto"
     done = self.compile(
       *(folder, topology, "--config.sampler.kv_pages=4000000"),

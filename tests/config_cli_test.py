@@ -1,4 +1,4 @@
-"""Bad input of a training run: exit code 2 and one line, before any work."""
+"""Invalid input ends a training run with code 2 and one line, at the start."""
 
 import contextlib
 import json
@@ -21,12 +21,12 @@ VAPO = "--config=configs/vapo.py"
 
 @pytest.fixture
 def copied(model, tmp_path):
-  """A copy of the model to spoil."""
+  """A copy of the model that tests may corrupt."""
   return pathlib.Path(shutil.copytree(model, tmp_path / "copy"))
 
 
 def assert_refused(arguments, *parts):
-  """Checks the line with which scripts/train.py refuses its arguments."""
+  """Checks the line with which scripts/train.py rejects its arguments."""
   line = programs.refused("train", *arguments)
   assert line.startswith("error: ") and line.endswith("\n")
   for part in parts:
@@ -79,7 +79,7 @@ class TestCommandLine:
 
 @contextlib.contextmanager
 def refused(*parts):
-  """InputError is what the script turns into exit code 2 and its line."""
+  """Expects an InputError, which the script reports with exit code 2."""
   with pytest.raises(InputError) as error:
     yield
   text = str(error.value)
@@ -93,7 +93,7 @@ def write_lines(path, *records):
   return path
 
 
-# Settings, and what is said of them.
+# Settings and parts of the error message.
 REFUSED = """\
 optimizer.value.mini_batch=10 | value.mini_batch=10 with \
   config.optimizer.value.updates_per_step=1 | must divide the batch of 32
@@ -146,7 +146,7 @@ class TestSettings:
       validate(config)
       of = {x: build.update_settings(config, x) for x in ("policy", "value")}
       sizes[prompts] = [(x.mini_batch, x.updates) for x in of.values()]
-    # Of six steps, 2 updates each of the policy and 3 of the critic.
+    # Six steps, each with 2 updates of the policy and 3 of the critic.
     assert sizes == {8: [(16, 12), (32, 18)], 6: [(12, 12), (24, 18)]}
     plain = tiny_run.make_config("none")
     alike = tiny_run.make_config(
@@ -160,7 +160,7 @@ class TestSettings:
   @pytest.mark.parametrize(
     "changes",
     [
-      # Windows end any number of responses.
+      # The number of responses that end in a window varies.
       {"schedule__window": 4},
       # There is no critic.
       {"estimator__name": "group", "value__pretrain_steps": 0},
@@ -200,12 +200,12 @@ class TestSettings:
   def test_presets_are_valid_and_leave_the_method_alone(self, preset):
     plain, (scaled, _) = config_lib.default_config(), config_lib.scaled(preset)
     assert scaled.to_dict() != plain.to_dict()
-    # Only alpha follows the length of the responses.
+    # Only alpha depends on the response length.
     kept = {"estimator": {"alpha": plain.estimator.alpha}}
     for group in ("estimator", "loss", "off_policy", "schedule", "value"):
       kept.setdefault(group, {})
       got = scaled[group].to_dict() | kept[group]
-      if group == "value":  # How patient and with what eyes, not whether.
+      if group == "value":  # These may differ by scale.
         names = ("pretrain_patience", "reads_logprobs", "lora_rank")
         got |= {name: plain.value[name] for name in names}
       assert got == plain[group].to_dict()

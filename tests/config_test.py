@@ -1,4 +1,4 @@
-"""The config of a method, from Python."""
+"""Making a method's config in Python."""
 
 import sys
 

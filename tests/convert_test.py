@@ -1,4 +1,4 @@
-"""scripts/convert.py with training states of torch, TRL and Tunix."""
+"""Tests of scripts/convert.py with training states of torch, TRL and Tunix."""
 
 import fcntl
 import functools
@@ -54,12 +54,12 @@ def _begun(model, tmp_path_factory):
 
 @pytest.fixture
 def begun(_begun, tmp_path):
-  """A copy of a run without steps."""
+  """A copy of a run that has not trained any step."""
   return pathlib.Path(shutil.copytree(_begun, tmp_path / "begun"))
 
 
 def items(folder, step, name="policy"):
-  """Weights and AdamW state of a model of a run."""
+  """Returns the weights and AdamW state of one model of a run."""
   trees = checkpoint.load_whole(folder / "checkpoints" / str(step))
   adam = trees[f"learner.{name}.optimizer"]["opt_state"][1][0]
   return {"params": trees[f"learner.{name}.trained"], **adam}
@@ -78,7 +78,7 @@ def export(run, out, form, *more):
 
 
 def torch_model(directory, seed=0):
-  """A model of transformers and its AdamW, as the Trainer makes them."""
+  """Makes a transformers model and its AdamW as the Trainer does."""
   torch.manual_seed(seed)
   config = transformers.AutoConfig.from_pretrained(directory)
   made = transformers.AutoModelForCausalLM.from_config(config)
@@ -91,7 +91,7 @@ def torch_model(directory, seed=0):
 
 
 def torch_step(made, optimizer, seed=0):
-  """One update with random gradients; returns these by name."""
+  """Makes one update with random gradients; returns the gradients by name."""
   torch.manual_seed(seed)
   for param in made.parameters():
     param.grad = torch.randn(param.shape)
@@ -100,7 +100,7 @@ def torch_step(made, optimizer, seed=0):
 
 
 def torch_arrays(made, optimizer):
-  """Name -> weight, and both moments, of a model of torch."""
+  """Returns name -> (weight, both moments) of a torch model."""
   return {
     name: (
       param.detach().numpy(),
@@ -148,7 +148,7 @@ class TestRoundTrip:
     assert "after 4 updates" in capsys.readouterr().out
     found, wanted = items(begun, 0), items(trained, 2)
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
-    critic = items(begun, 0, "critic")  # It was left as it is.
+    critic = items(begun, 0, "critic")  # It was not changed.
     assert critic["count"] == 0
 
   @pytest.mark.parametrize("form", ["dcp", "trl"])
@@ -422,12 +422,12 @@ class TestNothingIsExecuted:
     call = b"ctorch\ntripwire\nK\x01\x85R0"
     file.write_bytes(call + file.read_bytes())
     pickle.loads(file.read_bytes())
-    assert called == [1]  # Of a plain reader, and no more below.
+    assert called == [1]  # Only by this plain reader.
     assert take(begun, file.parent) == 0
     assert called == [1]
 
   def test_pickles_in_a_dcp_are_not_read(self, model, begun, tmp_path):
-    """Torch itself would execute what stands for a number of an optimizer."""
+    """Torch would execute a pickle in place of an optimizer's number."""
     canary, out = tmp_path / "canary", tmp_path / "dcp"
     made, optimizer = torch_model(model)
     torch_step(made, optimizer)

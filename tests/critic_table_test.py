@@ -1,4 +1,4 @@
-"""scripts/study.py critic: what critics know of states, and could know."""
+"""Tests of `scripts/study.py critic`: accuracy of critics and its ceiling."""
 
 import csv
 import json
@@ -24,7 +24,7 @@ from jaxrl_llm.types import Origin, Status
     ("7+5-8?", "7+5=12;12+8=20;#20.", 9),
     ("7+5-8?", "7+5=13;13-8=5;#5.", 5),
     ("7+5-8?", "7+5=12;12-8=4;", None),  # Cut, not wrong.
-    ("What is 7+5?", "12", None),  # Of another task.
+    ("What is 7+5?", "12", None),  # From another task.
   ],
 )
 def test_first_wrong_character(question, text, at):
@@ -42,14 +42,14 @@ def test_states_are_spread_over_the_tokens_of_the_policy():
   of = lambda row, name: getattr(states, name)[states.row == row].tolist()
   assert of(0, "at") == [1, 4, 7, 10]
   assert of(0, "position") == pytest.approx([1.5 / 12, 0.375, 0.625, 0.875])
-  # Its own tokens are 0, 1, 5, 6, 8, 9; no state lies in an observation.
+  # The policy wrote tokens 0, 1, 5, 6, 8, 9; states are never in observations.
   assert of(1, "at") == [0, 5, 6, 9]
   assert of(1, "turn") == [0, 1, 1, 2]
-  assert of(2, "at") == [0, 1]  # No state twice.
+  assert of(2, "at") == [0, 1]  # No duplicate states.
 
 
 class _Coins:
-  """Continuations whose outcome is a coin's until half of the tokens stand."""
+  """Continuations with random outcomes until half of the tokens are given."""
 
   turn_taking = None
 
@@ -71,7 +71,7 @@ class _Coins:
 
   def judge(self, rollout, prompts, conversations):
     rows, count = np.asarray(prompts), len(prompts)
-    # The prefix is the response's own again.
+    # The prefix has the response's mask again.
     own = self._rollout.mask[rows] & (
       np.arange(rollout.mask.shape[1]) < rollout.lengths[:, None] - 3
     )
@@ -198,11 +198,11 @@ def test_scores_the_critics_of_runs_and_folders(model, tmp_path, capsys):
   assert (out / "truth.jsonl").read_bytes().startswith(first)
   with (out / "critic.csv").open() as file:
     rows = list(csv.DictReader(file))
-  # The exported critic is that of the checkpoint.
+  # The exported critic equals the checkpoint's critic.
   one, other = (f"{x} bias" for x in (f"{folder}:1", f"{tmp_path}/critic"))
   assert [row[one] for row in rows] == [row[other] for row in rows]
   assert (out / "critic.png").read_bytes().startswith(b"\x89PNG")
-  assert study.main(["critic", *flags]) == 2  # Of the first policy.
+  assert study.main(["critic", *flags]) == 2  # Other policy.
   assert "another policy or setting" in capsys.readouterr().err
   assert study.main(["critic", *flags, "--step=7"]) == 2
   assert "no step 7; choose from" in capsys.readouterr().err

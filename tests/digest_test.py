@@ -1,4 +1,4 @@
-"""Checksums: every bit, path and place counts; devices do not."""
+"""Checksums depend on every bit, path and position, but not on devices."""
 
 import zlib
 
@@ -23,7 +23,7 @@ DTYPES = (
 
 
 def random_bits(rng, shape, dtype):
-  """An array whose bits are uniform: NaNs with payloads, −0, subnormals."""
+  """Makes an array of uniform bits: NaNs with payloads, −0, subnormals."""
   dtype = jnp.dtype(dtype)
   if dtype == np.dtype(bool):
     return rng.integers(0, 2, shape).astype(bool)
@@ -32,7 +32,7 @@ def random_bits(rng, shape, dtype):
 
 
 def random_tree(seed):
-  """Leaves of all dtypes; a scalar and an empty one among them."""
+  """Makes a tree with leaves of all dtypes, a scalar and an empty leaf."""
   rng = np.random.default_rng(seed)
   shapes = [(3, 5), (7,), (), (0, 4), (2, 3, 2)]
   return {
@@ -48,7 +48,7 @@ def _mix(x):
 
 
 def _by_hand(array, name):
-  """The formula of the docstring, element by element in Python's integers."""
+  """Computes the docstring's formula per element with Python integers."""
   seed = zlib.crc32(f"{name} {array.dtype} {array.shape}".encode())
   words = np.atleast_1d(array).reshape(-1).view(np.uint8).tobytes()
   size, signed = array.dtype.itemsize, array.dtype.kind == "i"
@@ -132,14 +132,14 @@ class TestChecksums:
 
 
 class TestCopies:
-  """One array on several devices; a bit of one copy turns."""
+  """One array replicated over devices; one bit of a replica is flipped."""
 
   def leaf(self, rng, mesh, spec):
     x = rng.standard_normal((8, 6)).astype(np.float32)
     return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
   def with_a_flipped_bit(self, rng, leaf):
-    """The array, and the device that has it wrong."""
+    """Returns the array and the device whose replica is wrong."""
     parts = [np.array(shard.data) for shard in leaf.addressable_shards]
     devices = [shard.device for shard in leaf.addressable_shards]
     wrong = int(rng.integers(len(parts)))

@@ -1,4 +1,4 @@
-"""The pages of docs/ that are written from the code, and what pages name."""
+"""Generated pages of docs/ are current, and pages name only what exists."""
 
 import pathlib
 import re
@@ -19,7 +19,7 @@ _PAGES = [
 
 
 def test_pages_are_what_the_code_says(tmp_path):
-  # A process of its own: other tests register parts.
+  # In a separate process: other tests register parts.
   programs.finish(_ROOT / "scripts" / "dev" / "docs.py", f"--out={tmp_path}")
   for name in ("config.md", "api.md"):
     written = (tmp_path / name).read_text("utf-8")
@@ -63,10 +63,10 @@ def test_links_lead_somewhere(path):
 def test_keys_are_keys(path):
   groups = "|".join({key.split(".")[0] for key in config_lib.KEYS})
   text = path.read_text("utf-8")
-  if path.name == "settings.md":  # Ours are right of the other libraries'.
+  if path.name == "settings.md":  # Our keys are on the right.
     rows = (line.split(" | ")[2:] for line in text.splitlines())
     text = "\n".join(" | ".join(cells) for cells in rows)
-  # As `group.key` alone or with a value, and as a flag.
+  # Written as `group.key`, alone or with a value, and as a flag.
   named = re.findall(rf"`((?:{groups})\.[a-z_.0-9]+)[`=]", text)
   named += re.findall(rf"--config\.((?:{groups})\.[a-z_.0-9]+)", text)
   unknown = {

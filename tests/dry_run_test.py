@@ -1,4 +1,4 @@
-"""What train.py --dry_run says of a run before it trains."""
+"""Output of train.py --dry_run, which describes a run before it trains."""
 
 import types
 

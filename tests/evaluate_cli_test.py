@@ -87,7 +87,7 @@ class TestWorkdir:
 class TestAlone:
   @pytest.fixture(scope="class")
   def moved(self, run, tmp_path_factory):
-    """A run whose base model, given by a relative path, is out of reach."""
+    """A moved run whose base model, a relative path, can no longer be found."""
     _, directory = run
     folder = tmp_path_factory.mktemp("moved") / "run"
     shutil.copytree(directory, folder)
@@ -105,7 +105,7 @@ class TestAlone:
     flags = ["--prompt=3+5?", "--samples=2", "--max_new_tokens=4"]
     assert generate.main([f"--model={moved}", f"--out={file}", *flags]) == 0
     assert len(file.read_text().splitlines()) == 2
-    # What the run has of its model is no place for a model.
+    # The run's copy of model files is not a complete model directory.
     own = moved / "base_model"
     assert convert.main([f"--checkpoint={moved}", f"--out={own}"]) == 2
     assert "choose another" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""avg@k and pass@k of a sampler whose answers are known."""
+"""Tests of avg@k and pass@k with a sampler whose answers are known."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ from jaxrl_llm.rollout.writer import ResponseWriter
 from jaxrl_llm.sampling import EngineConfig, SamplingSettings
 from jaxrl_llm.types import Status
 
-# Responses to three problems, two each; 'x' is cut before its end.
+# Two responses to each of three problems; 'x' is truncated.
 TEXTS = [["#1.", "#1."], ["#2.", "#9."], ["#3.x", "none"]]
 
 
@@ -24,7 +24,7 @@ def decode(tokens):
 
 
 class Scripted:
-  """An engine that recites TEXTS and remembers what it was asked."""
+  """An engine that returns TEXTS and records its requests."""
 
   config = EngineConfig(
     slots=2, max_prompt_length=4, max_response_length=5, stop_tokens=[1]
@@ -92,7 +92,7 @@ def run(reward=rewards.chain_sum):
 class TestEvaluate:
   def test_numbers_by_hand(self):
     _, results, _ = run()
-    # Accuracies 1, 1/2 and 0: a cut response is wrong.
+    # Accuracies 1, 1/2 and 0: a truncated response counts as wrong.
     assert results["avg@2"] == pytest.approx(0.5)
     assert results["avg@2_se"] == pytest.approx(0.5 / np.sqrt(3))
     assert results["pass@1"] == pytest.approx(0.5)
@@ -134,7 +134,7 @@ class TestEvaluate:
     right = evaluated.responses.correct.astype(np.float32)
     best = dataclasses.replace(evaluated, values=right).results([])
     worst = dataclasses.replace(evaluated, values=-right).results([])
-    # Of two responses to each of three problems three are right: 2, 1 and 0.
+    # Of two responses each, 2, 1 and 0 are correct.
     assert best["best@2"] == pytest.approx(2 / 3)
     assert worst["best@2"] == pytest.approx(1 / 3)
     assert best["weighted_maj@2"] == pytest.approx(2 / 3)

@@ -20,7 +20,7 @@ _FUNCTIONS = [
 
 
 class _Checker(doctest.OutputChecker):
-  """Numbers need not agree in the last digit, which processors decide."""
+  """Accepts numbers that differ in the last digit, which depends on the CPU."""
 
   def check_output(self, want, got, optionflags):
     wanted, found = (_NUMBER.findall(text) for text in (want, got))
@@ -33,7 +33,7 @@ class _Checker(doctest.OutputChecker):
 
 @pytest.mark.parametrize("function", _FUNCTIONS)
 def test_the_example_gives_what_it_says(function, capsys):
-  # The names of its own module, as `python -m doctest` has them.
+  # The names of the function's module, as in `python -m doctest`.
   names = vars(sys.modules[function.__module__])
   (example,) = doctest.DocTestFinder(recurse=False).find(
     function, function.__name__, globs=names

@@ -1,4 +1,4 @@
-"""A tiny policy with experts learns the embedded task by scripts/train.py."""
+"""A tiny policy with experts learns the embedded task in scripts/train.py."""
 
 import jax
 import numpy as np
@@ -29,7 +29,7 @@ def test_a_policy_with_experts_learns_the_embedded_task(tmp_path):
   of = lambda name: np.asarray([row[name] for row in rows])
   accuracy = of("reward/accuracy")
   assert accuracy[-2:].mean() > accuracy[:2].mean() + 0.05
-  # Two of four experts at most twice the mean load; 1.0 is balanced.
+  # Each token uses two of four experts: 2.0 is the maximum, 1.0 is balanced.
   assert of("policy/expert_load").max() < 1.8
   assert of("sampler_trainer/logprob_diff_max").max() < 1e-3
   programs.finish(

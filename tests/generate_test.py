@@ -1,4 +1,4 @@
-"""Tests of scripts/generate.py and of what it is made of."""
+"""Tests of scripts/generate.py and the functions that it uses."""
 
 import dataclasses
 import io
@@ -23,7 +23,7 @@ from jaxrl_llm.rollout.writer import ResponseWriter
 from jaxrl_llm.sampling import Engine, EngineConfig, SamplingSettings
 
 _ROOT = pathlib.Path(__file__).parents[1]
-_ROOM = 18  # Response tokens; those of the second prompt are cut.
+_ROOM = 18  # Response tokens; responses to the second prompt are cut off.
 _SAMPLES = 4
 _SLOTS = 2
 _PROMPTS = [
@@ -59,7 +59,7 @@ def _by_number(records):
 
 
 def _assert_same(records, others, *, but=()):
-  """Equal but for rounding; in any order, and not in the keys of `but`."""
+  """Compares up to rounding, in any order, and without the keys of `but`."""
   assert len(records) == len(others)
   for a, b in zip(_by_number(records), _by_number(others)):
     np.testing.assert_allclose(a["logprobs"], b["logprobs"], rtol=0, atol=1e-5)
@@ -70,7 +70,7 @@ def _assert_same(records, others, *, but=()):
 
 @pytest.fixture(scope="module", autouse=True)
 def small_chunks():
-  """So that there are several."""
+  """Makes chunks so small that there are several."""
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(generate, "_ROUNDS", 2)
     yield
@@ -78,7 +78,7 @@ def small_chunks():
 
 @pytest.fixture(scope="module")
 def job():
-  """The shipped base in two slots, fewer than the samples of a prompt."""
+  """The shipped base with two slots, fewer than the samples of a prompt."""
   tokenizer = Tokenizer(base_models.BASE)
   fns, params = models.load(str(base_models.BASE))
   room = EngineConfig(_SLOTS, 6, _ROOM, stop_tokens=tokenizer.stop_tokens)
@@ -94,7 +94,7 @@ def job():
 
 
 def _write(job, path, *, done=(), halted=lambda: False):
-  """Appends what is missing; returns all that the file has then."""
+  """Appends missing samples; returns all samples in the file."""
   work = generate.chunks(len(_PROMPTS), _SAMPLES, done=done, slots=_SLOTS)
   progress = Progress(1, stream=io.StringIO())
   with path.open("a") as file:
@@ -104,12 +104,12 @@ def _write(job, path, *, done=(), halted=lambda: False):
 
 @pytest.fixture(scope="module")
 def whole(job, tmp_path_factory):
-  """All samples, written at once."""
+  """All samples, written in one uninterrupted call."""
   return _write(job, tmp_path_factory.mktemp("whole") / "out.jsonl")
 
 
 def _children():
-  """Processes that this one started and that are still there."""
+  """Returns child processes that are still running."""
   return {child.pid for child in psutil.Process().children()}
 
 
@@ -144,7 +144,7 @@ class TestSamples:
     records = _write(other, tmp_path / "out.jsonl")
     finished = [r for r in records if r["stop_reason"] == "finished"]
     stopped = [r["text"] for r in finished if r["tokens"][-1] != 1]
-    assert len(stopped) > 5  # The others ended by the end token.
+    assert len(stopped) > 5  # The others ended with the end token.
     assert all(t.endswith(".") and t.count(".") == 1 for t in stopped)
     assert not any("=" in r["text"] for r in records)
     assert all("." not in r["text"] for r in finished if r["tokens"][-1] == 1)
@@ -154,14 +154,14 @@ class TestResume:
   def test_what_was_interrupted_is_completed(self, job, whole, tmp_path):
     path = tmp_path / "out.jsonl"
     looks = iter(range(1000))
-    # In the second chunk of three.
+    # Halts in the second of three chunks.
     halted = lambda: path.stat().st_size > 0 and next(looks) >= 3
     part = _write(job, path, halted=halted)
     assert 4 <= len(part) < len(whole)
     places = [(r["prompt_index"], r["sample_index"]) for r in part]
     kept = [whole[p * _SAMPLES + s] for p, s in places]
     _assert_same(part, kept)
-    # A line is cut in the middle, too.
+    # The last line is cut off, too.
     path.write_text(_lines(part)[:-9])
     done = generate.resume(path, job.prompts, settings="same")
     assert done == set(places[:-1])
@@ -235,7 +235,7 @@ class TestRequests:
       [
         {"prompt": "3+5?"},
         {"messages": [{"role": "user", "content": x} for x in "12"]},
-        # Of a data set for training; what is no prompt comes out again.
+        # From a training data set; other columns are copied to the output.
         {"question": "3+5?", "answer": "8"},
       ]
     )

@@ -1,4 +1,4 @@
-"""Sampler and update compile for an H100 with their kernels."""
+"""Sampler and update compile with their kernels for an H100."""
 
 import importlib.util
 
@@ -23,14 +23,14 @@ def _report():
 
 
 def test_attention_of_a_row_holds_no_scores(report):
-  # One kernel forward and two backward. The output has 24 MiB; the scores of
-  # one head would have 256 MiB.
+  # One kernel forward and two backward. The output takes 24 MiB; the scores of
+  # one head would take 256 MiB.
   assert report["packed"]["attention"] == 3
   assert report["packed"]["temporary_bytes"] < 25 * 2**20
 
 
 def test_products_of_experts_copy_no_rows(report):
-  # XLA's would have temporaries of 88 GiB.
+  # XLA's attention would have temporaries of 88 GiB.
   assert report["experts"]["attention"] == 3
   assert report["experts"]["temporary_bytes"] < 2**20
 
@@ -38,11 +38,11 @@ def test_products_of_experts_copy_no_rows(report):
 def test_a_decode_step_has_few_kernels_a_layer_and_no_branch(report):
   two, three = report["decode 2"], report["decode 3"]
   added = {name: three[name] - count for name, count in two.items()}
-  assert added["attention"] == 2  # Partitions, and their sum.
+  assert added["attention"] == 2  # Partitions, then their sum.
   assert added["kernels"] <= 12
   assert three["branches"] == 0
 
 
 def test_an_update_attends_by_the_kernels_on_a_mesh(report):
-  # Forward, again for the backward pass, and twice in it.
+  # Forward, recomputed for the backward pass, and twice in it.
   assert report["update"]["attention"] == 4

@@ -1,11 +1,11 @@
-"""A program of tests/host_memory_test.py: memory of a batch on the hosts.
+"""Program of tests/host_memory_test.py: measures a batch's host memory.
 
     python tests/host_memory.py
 
-A step of VAPO with responses of random tokens, and with models that compute
-nothing. Host and devices share no array, as with an accelerator. Prints bytes
-per token slot (responses times their longest length): the peak of host arrays,
-and the inputs of the losses on the devices of this process.
+Runs a step of VAPO with responses of random tokens and models that compute
+nothing. Host and devices share no arrays, as with an accelerator. Prints bytes
+per token slot (responses times maximum length): the peak of host arrays, and
+the inputs of the losses on the devices of this process.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ _LENGTH = flags.DEFINE_integer("length", 2048, "Most tokens of a response.")
 
 
 class Writer:
-  """An engine that writes random tokens, a quarter of the slots."""
+  """An engine that writes random tokens into a quarter of the token slots."""
 
   def __init__(self, fns, config, tokenizer):
     self.config, self.stats = config, EngineStats()
@@ -60,7 +60,7 @@ class Writer:
 
 
 def make_run(folder):
-  """A run whose models return zeros."""
+  """Makes a run whose models return zeros."""
   register.engine("writer", Writer)
   sizes = dataclasses.replace(
     tiny_run.model_config(), max_position_embeddings=1 << 20
@@ -97,7 +97,7 @@ def make_run(folder):
 
 
 def put(tree, places):
-  """As `processes.put`, into memory that is not traced."""
+  """Like `processes.put`, but into memory that is not traced."""
 
   def apart(x):
     memory = mmap.mmap(-1, max(x.nbytes, 1))

@@ -1,4 +1,4 @@
-"""Memory of a batch on the hosts, with one process and with several."""
+"""Host memory of a batch, with one process and with several."""
 
 import pathlib
 import re
@@ -12,7 +12,7 @@ _PROGRAM = pathlib.Path(__file__).parent / "host_memory.py"
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_bytes_per_token_slot(tmp_path, count):
-  """What a loss reads is on devices, split over the processes."""
+  """Inputs of losses are on devices, split over the processes."""
   started = processes.start(
     _PROGRAM, count=count, devices=8 // count, folder=tmp_path
   )
@@ -22,8 +22,8 @@ def test_bytes_per_token_slot(tmp_path, count):
   for text in texts:
     line = re.search(r"rollout (\S+), step (\S+), devices (\S+)", text)
     rollout, step, devices = map(float, line.groups())
-    # A record has 18 bytes per slot; the engine has one of its own.
+    # A rollout has 18 bytes per token slot; the engine has its own copy.
     assert rollout < 2.1 * 18
-    # That record, the scores, and a mini-batch of an eighth of the rows.
+    # The rollout, the scores, and a mini-batch of an eighth of the rows.
     assert step < 3 * 18
     assert devices == pytest.approx(19 / count, abs=0.2)

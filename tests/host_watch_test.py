@@ -1,4 +1,4 @@
-"""Four processes that train together name the one that is slow or frozen."""
+"""Four processes that train together name a slow or frozen one."""
 
 import signal
 import socket
@@ -20,7 +20,7 @@ from jaxrl_llm import register
 
 def sleepy(response):
   slow = pathlib.Path(__file__).with_name(f"slow{jax.process_index()}").exists()
-  # Long, so that few steps are computed until a host has been slow for long.
+  # Long, so that few steps pass before the slow host is noticed.
   time.sleep(0.3 if slow else 0.15)
   return float(len(response) % 2)
 
@@ -62,7 +62,7 @@ def said(folder):
 
 
 def wait_for_steps(started, folder):
-  """Until three rows are there; the run must not end before."""
+  """Waits for three rows; the run must not end before."""
   ended = lambda: any(process.poll() is not None for process in started)
   programs.wait_until(lambda: len(rows(folder)) > 2 or ended(), "steps")
   assert not ended(), said(folder)

@@ -1,4 +1,4 @@
-"""Every test runs under JAX's check that no key is drawn from twice."""
+"""Every test runs under JAX's check that no random key is used twice."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ fold = jax.random.fold_in
 
 
 def _while(draw_once):
-  """The sum of three draws of a loop."""
+  """Returns the sum of three draws in a loop."""
   body = lambda c: (c[0] + 1, c[1] + draw_once(c[0]))
   return jax.lax.while_loop(lambda c: c[0] < 3, body, (0, 0.0))[1]
 
@@ -25,7 +25,7 @@ def test_a_key_is_not_drawn_from_twice(transform):
 
 
 def test_keys_that_are_folded_in_are_new_ones():
-  # As the sampler has it: a key for each sample, from it one for each position.
+  # As in the sampler: a key for each sample, and from it one for each position.
   key = jax.random.key(0)
   sample = lambda i: fold(fold(key, i), 2)
   jax.vmap(lambda i: draw(sample(i)))(jnp.arange(3))

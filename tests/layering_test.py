@@ -1,14 +1,14 @@
-"""Reads every import of the package and holds it against the house plan.
+"""Checks every import of the package against the layers of its modules.
 
 L0  records, arrays, reductions, distributions, checksums, errors, base_models,
     system                             processes, signals, files, user code
 L1  estimators, losses, models, sharding
 L2  data, rewards, sampling, checkpoint, metrics, sync, report, fleet
-L3  rollout, learner                      side by side: they run at one time
-L4  train, evaluate, workdir, config      composes the others
-    register                           a user's own parts, by name
-    methods                            parts of the package's, a file a method
-    generate, simulate         tools, which no room needs
+L3  rollout, learner                      independent: they run concurrently
+L4  train, evaluate, workdir, config      compose the others
+    register                           user-defined parts, by name
+    methods                            built-in parts, one file per method
+    generate, simulate                 tools, which no other package imports
 """
 
 import ast
@@ -25,7 +25,7 @@ _L0 = {
   *("types", "arrays", "masked", "distributions", "digest", "errors"),
   *("base_models", "system"),
 }
-_ENDS = ("", ".py")  # A room is a folder or a file.
+_ENDS = ("", ".py")  # A module is a folder or a file.
 _MATHEMATICS = {"estimators", "losses"}
 _L1 = {*_MATHEMATICS, "models", "sharding"}
 _L2 = {
@@ -37,14 +37,14 @@ _NUMERIC = {"jax", "numpy", "chex"}
 _L4 = {"trainer", "evaluate", "workdir", "config", "register", "methods"}
 _TOOLS = {"generate", "simulate"}
 _LEVELS = (_L0, _L1, _L2, _L3, _L4)
-_FRONT = {"api"}  # Joins everything, for the package's own names.
-# Libraries that a room or a file keeps to itself.
+_FRONT = {"api"}  # Imports everything for the names that the package exports.
+# Libraries that only the given modules or files may import.
 _KEPT_BY = {
   "flax": {"models"},
   "optax": {"learner", "fleet", "methods"},
   "ml_collections": {"config"},
 }
-# Words of reinforcement learning, which a model must not know.
+# Terms of reinforcement learning, which models must not contain.
 _RL_WORDS = {
   *("advantage", "advantages", "behavior", "gae"),
   *("reward", "rewards", "rollout", "rollouts"),
@@ -52,12 +52,12 @@ _RL_WORDS = {
 
 
 def _in_package(rooms):
-  """Where the rooms lie, be they a file or a folder."""
+  """Returns the paths of the modules, as files and as folders."""
   return [f"jaxrl_llm/{room}{end}" for room in sorted(rooms) for end in _ENDS]
 
 
 def _files(*places):
-  """Python files at or below the given places, those that exist."""
+  """Returns the existing Python files at or below the given paths."""
   found = set()
   for place in (_ROOT / name for name in places):
     found |= set(place.rglob("*.py")) if place.is_dir() else {place}
@@ -65,7 +65,7 @@ def _files(*places):
 
 
 def _imports(path):
-  """Dotted names that a file imports, wherever in it the import stands.
+  """Returns dotted names that a file imports anywhere.
 
   `from a.b import c` gives a.b and a.b.c, as c may be a module.
   """
@@ -83,25 +83,25 @@ def _imports(path):
 
 
 def _libraries(path):
-  """Top-level packages that a file imports, the standard library left out."""
+  """Returns top-level packages that a file imports, without the stdlib."""
   tops = {name.split(".")[0] for name in _imports(path)}
   return tops - set(sys.stdlib_module_names) - {"jaxrl_llm"}
 
 
 def _room(path):
-  """The room a file of the package lies in: `trainer`, `masked`, ..."""
+  """Returns the module that a file belongs to: `trainer`, `masked`, ..."""
   parts = path.relative_to(_ROOT / "jaxrl_llm").with_suffix("").parts
   return "" if parts[0] == "__init__" else parts[0]
 
 
 def _place(path):
-  """A file of the package with its room: `trainer/loop`, `masked`, ..."""
+  """Returns the path of a file in the package: `trainer/loop`, `masked`, ..."""
   below = path.relative_to(_ROOT / "jaxrl_llm").with_suffix("")
   return below.as_posix()
 
 
 def _rooms(path):
-  """Rooms of the package that a file imports."""
+  """Returns modules of the package that a file imports."""
   known = {_room(p) for p in (_ROOT / "jaxrl_llm").rglob("*.py")}
   parts = [name.split(".") for name in _imports(path)]
   used = {p[1] for p in parts if p[0] == "jaxrl_llm" and len(p) > 1}
@@ -109,7 +109,7 @@ def _rooms(path):
 
 
 def _faults(paths, found, allowed=frozenset()):
-  """File -> what `found` gives of it beside the allowed, if there is any."""
+  """Returns file -> names from `found` that are not allowed, if any."""
   faults = {str(p.relative_to(_ROOT)): found(p) - allowed for p in paths}
   return {path: names for path, names in faults.items() if names}
 
@@ -135,8 +135,8 @@ def test_rooms_import_nothing_from_above():
   for level in _LEVELS:
     below |= level
     assert not _faults(_files(*_in_package(level)), _rooms, below)
-  # Tools and the package itself start no run, and read the table of settings
-  # alone.
+  # Tools and the package itself start no run; of the config, they read only the
+  # table of settings.
   files = _files(*_in_package(_TOOLS), "jaxrl_llm/__init__.py")
   assert not _faults(files, _rooms, (below - _L4) | _TOOLS | {"config"})
 
@@ -144,14 +144,14 @@ def test_rooms_import_nothing_from_above():
 def test_nothing_imports_trainer_but_itself_and_the_front():
   own = {"trainer", *_FRONT}
   others = [p for p in _files("jaxrl_llm") if _room(p) not in own]
-  # What reads a run or samples needs no trainer, either.
+  # Scripts that read a run or sample do not need the trainer, either.
   others += _files("scripts/generate.py", "scripts/convert.py")
   assert not _faults(others, lambda path: _rooms(path) & {"trainer"})
 
 
 def test_a_method_is_imported_by_name_alone():
   assert not _faults(_files("jaxrl_llm"), lambda p: _rooms(p) & {"methods"})
-  # The parts of a method, no run of it.
+  # Methods define parts and start no run.
   allowed = _L0 | _L1 | {"data", "learner", "register", "rewards"}
   assert not _faults(_files("jaxrl_llm/methods"), _rooms, allowed)
 
@@ -177,7 +177,7 @@ def test_models_know_no_words_of_reinforcement_learning():
 
 
 def test_presets_and_keys_need_no_library():
-  # A config is read before anything is loaded.
+  # Configs are read before anything is loaded.
   names = "presets", "schema", "keys", "training_keys"
   files = _files(*(f"jaxrl_llm/config/{name}.py" for name in names))
   assert not _faults(files, _libraries)
@@ -187,7 +187,7 @@ def test_presets_and_keys_need_no_library():
 @pytest.mark.parametrize(
   "module",
   [
-    "jaxrl_llm.config",  # A wrong flag answers at once.
+    "jaxrl_llm.config",  # Wrong flags are reported without delay.
     "jaxrl_llm.rewards.pool",  # Its workers import nothing else.
   ],
 )
@@ -197,14 +197,14 @@ def test_what_starts_quickly_leaves_jax_alone(module):
 
 
 def test_config_files_import_only_the_defaults():
-  # A config is loaded by its path, so that a sibling cannot be imported.
+  # A config file is loaded by its path, so it cannot import its siblings.
   assert not _faults(_files("configs"), _rooms, {"config"})
   assert not _faults(_files("configs"), _libraries, {"ml_collections"})
 
 
 def test_scripts_leave_models_and_optimizers_to_the_library():
-  # Tunix wants flax from its callers; the shipped bases are trained with a
-  # schedule of their own.
+  # Tunix needs flax in its callers; the shipped bases are trained with a
+  # separate schedule.
   allowed = {"peer_rollouts": {"flax"}, "pretraining": {"optax"}}
   found = lambda path: _libraries(path) & {"flax", "optax"}
   assert not _faults(

@@ -1,4 +1,4 @@
-"""Compiles a policy's programs for GPUs that are not there; prints JSON.
+"""Compiles a policy's programs for GPUs without having any; prints JSON.
 
 JAX_PLATFORMS=cpu PYTHONPATH=scripts python tests/lower_for_gpu.py
 """
@@ -53,7 +53,7 @@ def _decode(layers):
 
 
 def _packed():
-  """Attention of a row of 8,192 tokens, with its gradients."""
+  """Compiles attention of a row of 8,192 tokens, with gradients."""
   place = sharding.packed_kv_sharding(_mesh(1), 2)
   (kind,) = lower_for_tpu.MODEL.period
   backend = kernels.choose("pallas", [kind.attention], place)
@@ -72,7 +72,7 @@ def _packed():
 
 
 def _experts():
-  """Products of 65,536 rows with their experts, with gradients."""
+  """Compiles products of 65,536 rows with their experts, with gradients."""
   place = jax.sharding.SingleDeviceSharding(topology.devices_of("h100:1")[0])
 
   def run(x, kernel, sizes, g):

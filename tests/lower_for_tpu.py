@@ -1,4 +1,4 @@
-"""Compiles a policy's programs for TPUs that are not there; prints JSON.
+"""Compiles a policy's programs for TPUs without having any; prints JSON.
 
 TPU_SKIP_MDS_QUERY=1 JAX_PLATFORMS=cpu PYTHONPATH=scripts \\
     python tests/lower_for_tpu.py
@@ -25,7 +25,7 @@ from jaxrl_llm.trainer.meshes import Meshes
 
 TOPOLOGY = "v5e:2x4"
 SLOTS = 64
-# Qwen2.5-7B's heads, and its other sizes made small.
+# The heads of Qwen2.5-7B; all other sizes are reduced.
 MODEL = models.ModelConfig(
   family="qwen2",
   vocab_size=2048,
@@ -41,8 +41,8 @@ MODEL = models.ModelConfig(
   attention_bias=True,
   tie_word_embeddings=False,
 )
-# 4 of the 64 layers of Qwen2.5-32B, which the preset of that name is for: every
-# layer compiles to the same code, so more of them only take longer.
+# 4 of the 64 layers of Qwen2.5-32B, as in the preset of that name: all layers
+# compile to the same code, so more layers would only take longer.
 LARGE = dataclasses.replace(
   MODEL,
   vocab_size=152_064,
@@ -53,12 +53,12 @@ LARGE = dataclasses.replace(
   num_kv_heads=8,
   max_position_embeddings=32_768,
 )
-# What a device gets of pages of 128 positions from the others.
+# Collectives that send pages of 128 positions between devices.
 _GATHERED = re.compile(r"128,[48],128\]\S* all-(?:gather|to-all)")
 
 
 def make_fns(mesh, layers=2):
-  """The settings of a policy without a critic, and its functions."""
+  """Returns the settings of a policy without a critic, and its functions."""
   config = configs.load("vapo")
   config.model.dtype = "bfloat16"
   config.estimator.name = "group"
@@ -96,7 +96,7 @@ def learner(config, fns, mesh):
 
 
 def _decode_at_scale():
-  """The decode step of the largest preset, on its sampler's 64 chips."""
+  """Compiles the decode step of the largest preset for 64 sampler chips."""
   topology = topologies.get_topology_desc(
     platform="tpu", topology_name="v5p:4x4x4"
   )

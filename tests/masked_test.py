@@ -14,7 +14,7 @@ _NAN = float("nan")
 
 
 def _holes(seed=0, shape=(5, 7)):
-  """Random numbers, a mask with an empty row, and NaN where it is False."""
+  """Makes random numbers and a mask, with an empty row and NaN if masked."""
   rng = np.random.default_rng(seed)
   x = rng.normal(size=shape).astype(np.float32)
   mask = rng.random(shape) < 0.6
@@ -93,7 +93,7 @@ class TestExplainedVariance:
       masked.explained_variance(v, self.returns, self.mask)
     )
     assert share(self.returns) == 1.0
-    # A constant offset is free: only variances enter.
+    # A constant offset changes nothing: only variances matter.
     assert share(self.returns + 3.0) == pytest.approx(1.0, abs=1e-6)
     assert share(np.full(5, 7.0)) == pytest.approx(0.0, abs=1e-6)
     assert share(-self.returns) == pytest.approx(-3.0, abs=1e-5)
@@ -221,7 +221,7 @@ class TestSegments:
     return function(self.x, self.segments, num_segments=4)
 
   def test_golden(self):
-    """Rows outside the segments, NaN included, count nowhere."""
+    """Rows outside the segments are ignored, even if they are NaN."""
     count = masked.segment_count(self.segments, num_segments=4)
     np.testing.assert_array_equal(count, [3, 0, 2, 0])
     rows = [[3.0, 2.0, 5.0], [], [1.0, 8.0], []]

@@ -1,4 +1,4 @@
-"""A program of tests/processes_test.py: what several processes tell others."""
+"""Program of tests/processes_test.py: communication between processes."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ _PATIENCE_S = flags.DEFINE_integer("patience_s", 10, "")
 
 
 def refused(function, *args):
-  """The text of the InputError that a call ends with."""
+  """Returns the message of the InputError that a call raises."""
   try:
     function(*args)
   except InputError as error:
@@ -34,7 +34,7 @@ def refused(function, *args):
 
 
 def share(items):
-  """Ten times each, but not in the share of the last item."""
+  """Returns ten times each item; raises if one of them is 9."""
   if 9 in items:
     raise InputError("9 is too many")
   return [10 * x for x in items]
@@ -42,7 +42,7 @@ def share(items):
 
 def check(index):
   assert jax.process_count() == 2 and len(jax.devices()) == 4
-  # Of other sizes.
+  # Messages of different sizes.
   assert processes.gather("x" * (1 + 100 * index)) == ["x", "x" * 101]
   assert processes.of_first(lambda: index) == 0
   assert processes.in_shares(share, [1, 2, 3]) == [10, 20, 30]
@@ -60,7 +60,7 @@ def check(index):
 
 
 def check_apart(index):
-  """Each process has a mesh; all know the results, and arrays move."""
+  """Each process has a mesh; all receive the results, and arrays move."""
   devices = np.array(jax.devices()).reshape(2, 2)
   spec = jax.sharding.PartitionSpec
   halves = [
@@ -76,7 +76,7 @@ def check_apart(index):
   for i, (twice, total) in enumerate(processes.to_host(both)):
     np.testing.assert_array_equal(twice, 2 * (rows + i))
     assert total == (rows + i).sum() and total.dtype == "bfloat16"
-  # To fewer devices, to more, and to one that has a part; zeros keep a sign.
+  # To fewer devices, to more, and to overlapping ones; zeros keep their sign.
   whole = jax.sharding.Mesh(devices.flatten(), ("x",))
   places = [*halves, jax.sharding.NamedSharding(whole, spec(None, "x"))]
   values = [
@@ -95,7 +95,7 @@ def check_apart(index):
 
 
 def check_threads(index):
-  """Threads exchange at their own pace, in another order in each process."""
+  """Threads exchange at different speeds, in another order in each process."""
 
   def exchange(name, delays):
     for number in range(20):
@@ -115,7 +115,7 @@ def check_threads(index):
 
 
 def check_signals(index, rounds=20):
-  """A signal at a random moment ends the steps of both processes, together."""
+  """A signal at a random moment ends both processes at the same step."""
   rng = np.random.default_rng(index)
   for number in range(rounds):
     with signals.stop_on_signal() as stopped:
@@ -129,7 +129,7 @@ def check_signals(index, rounds=20):
         for _ in range(20_000 * (number % 2 != index)):
           pass
         steps += 1
-        assert steps < 1000, f"round {number}: the signal is forgotten"
+        assert steps < 1000, f"round {number}: the signal was lost"
       assert stopped.signal == signal.SIGTERM
     assert len(set(processes.gather(steps))) == 1
 

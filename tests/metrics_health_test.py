@@ -18,13 +18,13 @@ _RULES = health.RULES
 
 
 def _settings(text):
-  """Dotted keys of the config that a text names."""
+  """Returns the dotted config keys that a text names."""
   words = set(re.findall(r"\b[a-z]+(?:\.[a-z_]+)+\b", text))
   return words - {"samples.jsonl"}
 
 
 def _healthy(steps=100, seed=0):
-  """Rows of a run that learns an easy task, with the noise of real ones."""
+  """Makes rows of a run that learns an easy task, with realistic noise."""
   rng = np.random.default_rng(seed)
   rows = []
   for step in range(1, steps + 1):
@@ -48,7 +48,7 @@ def _healthy(steps=100, seed=0):
 
 
 def _with(rows, **series):
-  """Rows whose metrics, spelt with __ for /, follow functions of the step."""
+  """Sets metrics (with __ for /) of rows to functions of the step."""
   return [
     row | {k.replace("__", "/"): f(row["step"]) for k, f in series.items()}
     for row in rows
@@ -56,14 +56,14 @@ def _with(rows, **series):
 
 
 class Warned(NamedTuple):
-  """A rule that holds at a step."""
+  """A rule that applies at a step."""
 
   rule: str
-  text: str | None  # None: it is known, and not said again.
+  text: str | None  # None: already reported, not repeated.
 
 
 def _run(rows, state=None):
-  """(step, what is warned of) for each rule that holds at a step."""
+  """Returns (step, warning) for each rule that applies at a step."""
   state, found = metrics.Health() if state is None else state, []
   for row in rows:
     holds, said = state.check(row["step"], row)
@@ -81,7 +81,7 @@ def _rules(found):
   return {warning.rule for _, warning in found}
 
 
-# Fault: what the metrics do from step 30 on.
+# Fault -> metrics from step 30 on.
 _BAD = {
   "entropy_collapse": dict(
     policy__entropy=lambda s: 0.5 if s < 30 else 0.02,
@@ -131,7 +131,7 @@ class TestRules:
     assert _rules(found) == {rule}
     # At most a few rows after the fault, never before it.
     assert 30 <= found[0][0] <= 34
-    text = found[0][1].text  # One line with number, reason and setting.
+    text = found[0][1].text  # One line with value, reason and setting.
     assert "\n" not in text and text.startswith("warning at step 3")
     assert text.count("; ") >= 2 and _RULES[rule].advice in text
 
@@ -168,7 +168,7 @@ class TestEntropyCollapse:
 @pytest.mark.parametrize(
   ("rule", "values"),
   [
-    # A solved task; a fall with a gain; over more steps; one odd row.
+    # A solved task; a fall with a gain; over more steps; one outlier.
     ("entropy_collapse", ([0.01] * 20, [0.9] * 20)),
     ("entropy_collapse", ([1.0] * 12 + [0.15] * 3, [0.3] * 12 + [0.4] * 3)),
     ("entropy_collapse", (list(np.geomspace(1.0, 0.15, 40)), [0.3] * 40)),
@@ -176,11 +176,11 @@ class TestEntropyCollapse:
     # Noise around zero; too few rows.
     ("explained_variance", ([-0.1, -0.2, 0.01, -0.1, -0.3],)),
     ("explained_variance", ([-1.0] * 4,)),
-    # Without a past; large, but usual; tiny.
+    # Without history; large, but usual; tiny.
     ("kl_jump", ([0.05],)),
     ("kl_jump", ([0.05] * 20,)),
     ("kl_jump", ([1e-6] * 20 + [1e-3],)),
-    # Shorter and better.
+    # Shorter, but more accurate.
     ("length_collapse", ([200.0] * 20 + [60.0] * 3, [0.1] * 20 + [0.5] * 3)),
   ],
 )
@@ -254,7 +254,7 @@ class TestMissingMetrics:
       else row
       for row in rows
     ]
-    # Five rows that have it: steps 30, 32, 34, 36, 38.
+    # Five rows with the metric: steps 30, 32, 34, 36, 38.
     assert _run(rows)[0][0] == 38
 
   def test_an_infinite_ratio_is_an_explosion(self):
@@ -268,7 +268,7 @@ class TestMissingMetrics:
 
 class TestCooldown:
   def _said(self, holds, steps=200):
-    """Steps at which a warning is said, of a rule that holds as told."""
+    """Returns steps with a warning if a rule applies where `holds(step)`."""
     rows = [
       {"step": s, "policy/ratio_max": 1e4 if holds(s) else 1.0}
       for s in range(1, steps + 1)
@@ -298,13 +298,13 @@ class TestCooldown:
 
 class TestResume:
   def _sick(self):
-    """Every fault in turn, some infinite and some missing values."""
+    """Makes rows with every fault in turn, and infinite or missing values."""
     rows = []
     for number, series in enumerate(_BAD.values()):
       for row in _with(_healthy(60, seed=number), **series):
         rows.append(row | {"step": row["step"] + 60 * number})
     rows[70] |= {"policy/ratio_max": math.inf, "policy/approx_kl": math.nan}
-    rows[73] |= {"policy/ratio_max": 1e4}  # Quiet: the infinite one was said.
+    rows[73] |= {"policy/ratio_max": 1e4}  # Silent: inf was reported.
     rows[75] |= {"policy/approx_kl": math.inf}
     del rows[80]["policy/entropy"]
     return rows

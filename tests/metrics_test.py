@@ -24,7 +24,7 @@ from jaxrl_llm.metrics.trackers import tensorboard
 
 
 class Clock:
-  """A clock that a test moves."""
+  """A clock that tests advance."""
 
   def __init__(self):
     self.now = 100.0
@@ -47,7 +47,7 @@ def _sample(**changes) -> metrics.Sample:
 
 
 def _read(path: pathlib.Path) -> list[dict]:
-  """Parses strictly: NaN and Infinity are no JSON."""
+  """Parses strictly: NaN and Infinity are not JSON."""
 
   def refuse(constant):
     raise AssertionError(f"not JSON: {constant}")
@@ -99,7 +99,7 @@ class TestJsonlWriter:
     whole = path.read_bytes()
     for size in range(len(whole) + 1):
       complete = whole[:size].count(b"\n")
-      # A checkpoint may hold any step whose row was complete, or none.
+      # The checkpoint may be of any step with a complete row, or missing.
       for checkpoint in range(-1, complete):
         path.write_bytes(whole[:size])
         run(checkpoint + 1, 3)
@@ -199,7 +199,7 @@ def _events(path: pathlib.Path):
 
 
 class Terminal(io.StringIO):
-  """A stream that says it is a terminal."""
+  """A stream that claims to be a terminal."""
 
   def isatty(self) -> bool:
     return True
@@ -278,7 +278,7 @@ class TestConsoleWriter:
     console = ConsoleWriter(total_steps=10, stream=stream)
     console.phase("generate")
     console.compiling("decode")
-    console._bar.refresh()  # A thread does it ten times a second.
+    console._bar.refresh()  # A thread does this ten times a second.
     assert "generate, compiling decode" in stream.getvalue()
     console.compiled("decode", 61.2)
     console.log(3, {"reward/mean": 0.5})
@@ -288,7 +288,7 @@ class TestConsoleWriter:
     assert "compiled" not in text
     assert "step 3/10" in text and "reward 0.500" in text
     assert "saved [red]step 3[/red]" in text
-    assert text.rstrip().endswith("\x1b[?25h")  # The cursor is back.
+    assert text.rstrip().endswith("\x1b[?25h")  # The cursor is visible again.
 
   def test_events_cannot_break_the_terminal(self):
     stream = io.StringIO()
@@ -545,7 +545,7 @@ with metrics.MetricsLogger(
 def test_a_phase_that_goes_on_is_named_when_another_ends():
   seen = []
   timer = metrics.PhaseTimer(on_enter=seen.append)
-  with timer.phase("update_policy"):  # Meanwhile the sampler writes.
+  with timer.phase("update_policy"):  # The sampler generates meanwhile.
     with timer.phase("generate"):
       pass
   assert seen[1:] == ["generate", "update_policy", "between phases"]

@@ -1,4 +1,4 @@
-"""A user's own data, rewards and loss, each trained for a step."""
+"""User-defined data, rewards and loss, each trained for a step."""
 
 import json
 import pathlib
@@ -43,7 +43,7 @@ def model(tmp_path_factory):
 
 
 def make_config(model, **changes):
-  """A step takes no critic and few programs."""
+  """Makes a config without a critic and with few programs to compile."""
   given = {
     "data__settings": {},
     "estimator__name": "group",
@@ -56,7 +56,7 @@ def make_config(model, **changes):
 
 
 def train(model, folder, **changes):
-  """What a run leaves: rows of metrics, samples, and the run."""
+  """Trains; returns the rows of metrics, the samples, and the run."""
   run = build.make_run(make_config(model, **changes))
   loop.train(run, folder)
   rows = metrics.read_rows(folder / "metrics.jsonl")
@@ -99,7 +99,7 @@ class TestOthers:
     row = rows[-1]
     assert row["step"] == 1 and row["reward/errors"] == 0
     assert 0 < row["reward/short"] <= row["reward/mean"]
-    # A twentieth of twenty questions is evaluated on and not trained on.
+    # One of twenty questions is held out for evaluation.
     assert row["eval/train_heldout/avg@2"] >= 0
     asked = {p.question for p in run.evaluators[0].prompts}
     drawn, _ = run.source.draw(run.source.init(), 19)
@@ -125,7 +125,7 @@ class TestOthers:
     rows, samples, run = train(model, tmp_path / "run", **changes)
     row = rows[-1]
     assert row["reward/errors"] == 0 and row["reward/short"] == 1
-    # Where `short` gives None it has no part in the reward.
+    # If `short` returns None, it does not count in the reward.
     assert (
       row["reward/right"] <= row["reward/mean"] <= row["reward/right"] + 0.25
     )
@@ -230,7 +230,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def script(name, *flags, own="plugin"):
-  """Runs a script as a user does; its standard output."""
+  """Runs a script as a user does; returns its standard output."""
   flags = [f"--plugin=docs/{own}.py", *flags]
   return programs.finish(f"scripts/{name}.py", *flags)[0]
 
@@ -255,7 +255,7 @@ def test_a_plugin_trains_and_is_evaluated(model, tmp_path):
   expected = row["reward/right"] + 0.1 * row["reward/length"]
   assert row["reward/mean"] == pytest.approx(expected, rel=1e-5)
   assert row["policy/skipped"] == 0 and row["policy/grad_norm"] > 0
-  # A run of another machine, where the file was in another folder.
+  # A run from another machine, where the file was in another folder.
   recorded = json.dumps(str(pathlib.Path("docs/plugin.py").resolve()))
   text = (folder / "config.json").read_text()
   assert recorded in text
@@ -270,7 +270,7 @@ def test_a_plugin_trains_and_is_evaluated(model, tmp_path):
 
 @pytest.mark.slow
 def test_a_tool_of_a_chat_model(tmp_path):
-  # It is trained with in readme_test.py, as the guide prints it.
+  # readme_test.py trains with it, with the guide's commands.
   calls = [
     f"<tool_call>{json.dumps({'name': 'double', 'arguments': {'number': n}})}"
     "</tool_call>"

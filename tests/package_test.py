@@ -1,4 +1,4 @@
-"""The package as it is installed, and the part that needs little."""
+"""The installed package, and its parts that need few dependencies."""
 
 import configparser
 import pathlib
@@ -9,7 +9,7 @@ import pytest
 from helpers import programs, tiny_run
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
-# Says in the end whether it has imported jax.
+# Reports at exit whether jax was imported.
 _COMMAND = """
 import sys
 from jaxrl_llm.scripts import main
@@ -19,7 +19,7 @@ try:
 finally:
   sys.stderr.write("with jax" * ("jax" in sys.modules))
 """
-# Lets a program import jax and chex with what they require, and ours.
+# Restricts imports to jax and chex, their requirements, and this package.
 _ONLY_JAX_AND_CHEX = """
 import importlib.metadata, re, sys
 
@@ -48,7 +48,7 @@ sys.meta_path.insert(0, Door())
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-  """A folder with what a wheel has in it, and its entry points."""
+  """A folder with the content of a wheel, and its entry points."""
   pytest.importorskip("setuptools")
   folder = tmp_path_factory.mktemp("installed")
   steps = ["egg_info", f"--egg-base={folder}"]
@@ -62,7 +62,7 @@ def installed(tmp_path_factory):
 
 
 def _run(library, folder, command, *arguments):
-  """Runs an installed command in a folder of its own."""
+  """Runs an installed command in a given folder."""
   return subprocess.run(
     [sys.executable, "-c", _COMMAND, f"/bin/{command}", *arguments],
     cwd=folder,
@@ -92,7 +92,7 @@ class TestInstalled:
     programs = {p.stem for p in scripts.glob("*.py")} - {"__init__"}
     assert {name.removeprefix("jaxrl-") for name in commands} == programs
     assert set(commands.values()) == {"jaxrl_llm.scripts:main"}
-    assert not (scripts / "dev").exists()  # Of developers.
+    assert not (scripts / "dev").exists()  # For developers only.
 
   @pytest.mark.parametrize(
     "name", ["train", "evaluate", "compile", "report", "study", "detect"]

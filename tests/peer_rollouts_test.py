@@ -1,4 +1,4 @@
-"""Tests of scripts/dev/peer_rollouts.py and of the lengths that it draws."""
+"""Tests of scripts/dev/peer_rollouts.py and the lengths that it draws."""
 
 import types
 
@@ -32,7 +32,7 @@ def test_batches_run_to_their_longest_and_useful_tokens_count(batches, seen):
   result = peer_rollouts.measure(lambda p, n: calls.append((p, n)), asked)
   limits = tail.lengths(asked).reshape(-1)
   parts = np.split(limits, [4, 8])[:seen]
-  # Each batch once to compile, once timed.
+  # Each batch runs once to compile and once for the time.
   assert [n for _, n in calls] == [x.max() for x in parts for _ in range(2)]
   assert [p.shape for p, _ in calls[::2]] == [(len(x), 3) for x in parts]
   np.testing.assert_array_equal(calls[0][0][0], calls[0][0][1])  # A group.

@@ -1,4 +1,4 @@
-"""Two processes of four devices train as one of eight."""
+"""Two processes of four devices train like one of eight."""
 
 import pathlib
 import shutil
@@ -16,7 +16,7 @@ from jaxrl_llm.trainer import build, loop, meshes
 
 _TESTS = pathlib.Path(__file__).parent
 _STEPS = 4
-# The learner has the first half of the devices, the sampler the other one.
+# The learner has the first half of the devices, the sampler the other half.
 _APART = {
   "mesh.data": 2,
   "mesh.fsdp": 2,
@@ -26,7 +26,7 @@ _APART = {
 
 
 def meet(folder, *flags, **more):
-  """Starts two processes that meet."""
+  """Starts two processes that connect to each other."""
   program = _TESTS / "meet.py"
   return processes.start(program, *flags, count=2, folder=folder, **more)
 
@@ -49,7 +49,7 @@ def test_a_process_that_dies_is_named(tmp_path, dying):
   text = (tmp_path / f"{other}.log").read_text()
   assert "Traceback" not in text and codes[other] != 0
   if "JAX distributed service detected fatal errors" in text:
-    assert dying == 0  # Its clients notice that at once.
+    assert dying == 0  # Its clients detect this at once.
     return
   (line,) = [s for s in text.splitlines() if s.startswith("process ")]
   assert line.startswith(f"process {other} of 2 on ")
@@ -74,7 +74,7 @@ def test_a_process_that_is_frozen_is_missed(tmp_path, frozen):
 
 
 class TestRefused:
-  """Programs of two threads would start in another order in every process."""
+  """Two threads would start programs in a different order in each process."""
 
   @pytest.fixture(autouse=True)
   def two(self, monkeypatch):
@@ -116,7 +116,7 @@ class TestRefused:
 
 @pytest.mark.slow(minutes=1)
 def test_two_train_as_one_though_stopped_and_killed(model, tmp_path):
-  """One of two gets a signal, one of the next two dies, and one goes on."""
+  """One of two gets a signal, one of the next two dies; one process resumes."""
   steps = 2 * _STEPS
   settings = {
     "mesh__data": 2,
@@ -158,7 +158,7 @@ def test_two_train_as_one_though_stopped_and_killed(model, tmp_path):
   hosts = fleet.read_reports(folder / "hosts").hosts.values()
   assert [rows[0]["step"] for rows in hosts] == [done] * 2
   assert metrics.read_rows(folder / "metrics.jsonl")[-1]["step"] < steps
-  # One process has nobody to compare with.
+  # A single process has no others to compare with.
   times = tiny_run.snapshot(folder / "hosts")
   loop.train(run, folder)
   assert tiny_run.snapshot(folder / "hosts") == times
@@ -210,7 +210,7 @@ def test_learner_and_sampler_in_processes_of_their_own(
     folder=tmp_path,
   )
   if "schedule__lag" in settings:
-    # Begun in one process, it goes on in four, and without them in one.
+    # Started in one process, resumed in four, then in one again.
     later = shutil.ignore_patterns(*map(str, range(2, _STEPS + 1)))
     shutil.copytree(tmp_path / "alone", tmp_path / "run", ignore=later)
     rows = tmp_path / "run" / "metrics.jsonl"
@@ -233,12 +233,12 @@ def test_learner_and_sampler_in_processes_of_their_own(
 
 
 def logs(folder):
-  """What each process said."""
+  """Returns the output of each process."""
   return [file.read_text() for file in sorted(folder.glob("*.log"))]
 
 
 def wait_for_step(workdir, step, count=0):
-  """Until the row of a step is there, and times of `count` processes."""
+  """Waits for the row of a step and for the times of `count` processes."""
   rows, hosts = workdir / "metrics.jsonl", workdir / "hosts"
 
   def written():
@@ -251,7 +251,7 @@ def wait_for_step(workdir, step, count=0):
 
 
 def check_times(folder, steps):
-  """Each process has written its times of the steps, and of its own work."""
+  """Checks each process's times of the steps, in total and without waiting."""
   reports = fleet.read_reports(folder)
   hosts = reports.hosts
   assert list(hosts) == [f"{i}-{socket.gethostname()}" for i in range(2)]
@@ -267,7 +267,7 @@ def check_times(folder, steps):
 
 
 def check_equal(workdir, other, steps=_STEPS):
-  """The same tokens, and the same losses but for the order of sums."""
+  """Checks for equal tokens, and equal losses up to the order of sums."""
   shown, same = (
     metrics.read_rows(folder / "samples.jsonl") for folder in (workdir, other)
   )
@@ -284,5 +284,5 @@ def check_equal(workdir, other, steps=_STEPS):
   for row, same in zip(rows, expected):
     assert row.keys() == same.keys()
     for name, value in row.items():
-      # Of numbers near rounding, such as a KL of 1e-7, only that they are.
+      # Values near rounding error, such as a KL of 1e-7, may differ.
       np.testing.assert_allclose(value, same[name], rtol=1e-4, atol=2e-6)

@@ -1,7 +1,7 @@
-"""Every command line and snippet of README and guide, run as it is printed.
+"""Runs every command line and snippet of the README and the guide as printed.
 
-What makes it small (steps, sizes) is appended; the model that it names is a
-random one. Lines run in their order in one folder, as a reader types them.
+Settings that make a run small (steps, sizes) are appended, and the named model
+is random. Lines run in order in one folder, as a reader would type them.
 """
 
 import functools
@@ -22,7 +22,7 @@ _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _README, _GUIDE = (
   (_ROOT / name).read_text("utf-8") for name in ("README.md", "docs/guide.md")
 )
-# What installs, or needs the network.
+# Commands that install something or need the network.
 _NOT_RUN = ("git", "make", "pip", "hf")
 
 _SIZES = {
@@ -44,7 +44,7 @@ _SIZES = {
   "run.trackers": (),
 }
 _CONFIG = [f"--config.{key}={value}" for key, value in _SIZES.items()]
-# What makes a program small, beside its printed flags.
+# Flags that make a program small, in addition to the printed ones.
 _SMALL = {
   "train": _CONFIG,
   "evaluate": ["--problems=2"],
@@ -61,7 +61,7 @@ _SMALL = {
   "report": [],
   "detect": [],
 }
-# Files that lines name, as their owners have them.
+# Users' files that command lines name.
 _FILES = {
   "questions.jsonl": '{"prompt": "What is 2 + 2?"}\n',
   "score.py": (
@@ -84,7 +84,7 @@ def _blocks(language, text=_README + _GUIDE):
 
 
 def _lines():
-  """Command lines without their comments, in order."""
+  """Returns command lines without their comments, in order."""
   lines = "\n".join(_blocks("")).splitlines()
   programs = (*_NOT_RUN, "python", "jaxrl-")
   lines = [re.split(r"\s{2,}#", line)[0].strip() for line in lines]
@@ -95,17 +95,17 @@ _RUN = [line for line in _lines() if not line.startswith(_NOT_RUN)]
 
 
 def _arguments(line):
-  """(program, arguments) of a line, made small."""
+  """Returns (program, arguments) of a line, made small."""
   program, *arguments = shlex.split(line)
   if program == "python":
     program, *arguments = arguments
   name = pathlib.Path(program).stem.removeprefix("jaxrl-")
   steps = []
   if name == "train":
-    # A line that prints a number of steps goes on with a run of fewer.
+    # A line with a number of steps resumes a run with fewer steps.
     goes_on = any(flag.startswith("--config.run.steps") for flag in arguments)
     steps = [f"--config.run.steps={1 + goes_on}"]
-    # Prompts of 80 tokens of words; the model reads 512.
+    # Prompts have 80 word tokens; the random model is limited to 512.
     if any(f":{name}" in line for name in ("smollm2", "qwen", "one-gpu")):
       steps.append("--config.data.max_prompt_length=128")
   return name, [*arguments, *_SMALL[name], *steps]
@@ -113,7 +113,7 @@ def _arguments(line):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-  """A clone's folder with what a reader has put into it."""
+  """A folder with a clone and the files that a reader would add."""
   folder = tmp_path_factory.mktemp("clone")
   for name in ("configs", "scripts", "docs"):
     (folder / name).symlink_to(_ROOT / name)
@@ -147,7 +147,7 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("line", _RUN)
 def test_a_line_runs_as_it_is_printed(line, folder, monkeypatch):
   monkeypatch.chdir(folder)
-  monkeypatch.setenv("XLA_FLAGS", programs.FLAGS)  # For the runs of a study.
+  monkeypatch.setenv("XLA_FLAGS", programs.FLAGS)  # For the study's runs.
   name, arguments = _arguments(line)
   if name in ("train", "evaluate"):
     code, _, errors = programs.run(name, *arguments)
@@ -158,7 +158,7 @@ def test_a_line_runs_as_it_is_printed(line, folder, monkeypatch):
 
 def test_no_line_is_forgotten():
   names = {_arguments(line)[0] for line in _RUN}
-  assert names == set(_SMALL)  # Every program is shown, and can be run small.
+  assert names == set(_SMALL)  # Every program is shown and runs small.
   skipped = {line.split()[0] for line in _lines()} - {"python"}
   assert {word for word in skipped if not word.startswith("jaxrl-")} == {
     *_NOT_RUN
@@ -167,7 +167,7 @@ def test_no_line_is_forgotten():
 
 def test_the_snippet_of_the_readme_runs():
   names = {}
-  (_, snippet) = _blocks("python", _README)  # After that of a reward.
+  (_, snippet) = _blocks("python", _README)  # The first defines a reward.
   exec(snippet, names)
   assert names["loss"].shape == (2, 3)
 

@@ -1,4 +1,4 @@
-"""Recipes at the door: what contradicts itself is refused."""
+"""Contradictory settings are rejected before a run starts."""
 
 import itertools
 
@@ -13,7 +13,7 @@ from jaxrl_llm.trainer import build, constraints, learner_constraints
 from jaxrl_llm.trainer.validation import validate
 
 BATCH = config_lib.batch_size(load("vapo"))
-# Words of the table below that stand for several settings.
+# Abbreviations in the table below that stand for several settings.
 SHORT = {
   "window": "schedule.window=16",
   "no_critic": "value.pretrain_steps=0",
@@ -22,7 +22,7 @@ SHORT = {
   "streaming": "schedule.streaming=True loss.nll_coefficient=0.0"
   f" optimizer.policy.mini_batch={BATCH} optimizer.value.mini_batch={BATCH}",
 }
-# Changes of VAPO's config, each fine alone: keys and words of the refusal.
+# Changes of VAPO's config, each valid alone | parts of the error message.
 TABLE = """\
 sampler.mesh.fsdp=2: sampler.mesh.data, sampler.mesh.fsdp
 window grouped: schedule.window, estimator.name
@@ -124,7 +124,7 @@ reward.overlong_buffer=65: reward.overlong_buffer, sampler.max_response_length
 
 
 def read(text):
-  """Settings of a row of the table; the last of a key counts."""
+  """Returns the settings in a row of the table; a key's last value counts."""
   words = " ".join(SHORT.get(word, word) for word in text.split()).split()
   return {
     key: value(text) for key, _, text in (w.partition("=") for w in words)
@@ -162,14 +162,14 @@ class TestRefused:
       assert part in text, text
 
   def test_every_constraint_is_tried(self):
-    """The table above breaks each at least once, and nothing else with it."""
+    """The table above violates each constraint at least once, and no other."""
     tried, known = set(), set(config_lib.KEYS)
     for changes, _ in CONTRADICTIONS:
       ((keys, why),) = constraints.broken(changed(changes)).items()
       assert set(keys.split(", ")) <= known and "\n" not in why
       tried.add(why)
-    # Sizes, critics, replay, pruning and parts of users have tests of their
-    # own.
+    # Sizes, critics, replay, pruning and user-defined parts have separate
+    # tests.
     apart = (
       constraints.sizes,
       constraints.unread,
@@ -178,13 +178,13 @@ class TestRefused:
       constraints.replay,
       constraints.pruning,
     )
-    # Rules of a setting are there while it is on.
+    # Rules of a setting exist only while it is on.
     streamed = {"schedule.streaming": True, "sampler.drafter": "prompt_lookup"}
     streamed = changed(streamed)
     advice = lambda rules: {text for _, _, text in rules}
     known = advice(constraints.rules(streamed))
     known -= advice(rule for topic in apart for rule in topic(streamed))
-    # One of the mesh is tried too, and two need parts of users: see doors/.
+    # One mesh rule is tried too; two need user-defined parts: see doors/.
     assert len(tried) == len(known) + 1 - 2
 
 
@@ -194,7 +194,7 @@ class TestConfigs:
     for preset in presets.SCALES:
       config = load(method, preset)
       if config.data.source == "jsonl":
-        config.data.path = "questions.jsonl"  # These presets ask for it.
+        config.data.path = "questions.jsonl"  # These presets need it.
       validate(config)
       assert config.is_locked
       assert sorted(keys(config)) == sorted(config_lib.KEYS)
@@ -217,14 +217,14 @@ class TestConfigs:
     assert config_lib.max_tokens_per_row(config) == 512 + 512
     assert config.schedule.window in (0, 128)
     assert config.reward.overlong_buffer in (0, 128)
-    # A change of the batch needs no other key.
+    # The batch can be changed without changing another key.
     config.data["prompts_per_step" if method == "sft" else "group_size"] += 4
     config.data.path = "questions.jsonl"
     validate(config)
 
   @pytest.mark.parametrize("method", METHODS)
   def test_warmups_are_twenty_rollouts(self, method):
-    # Adapters train as the preset gsm8k does, which has no warm-up.
+    # Adapters use the schedule of the preset gsm8k, which has no warm-up.
     long = {x for x in presets.SCALES if "qwen" in x and "lora" not in x}
     found = [load(method, name) for name in sorted(long)]
     for config, role in itertools.product(found, ("policy", "value")):
@@ -233,7 +233,7 @@ class TestConfigs:
       optimizer = config.optimizer[role]
       updates = build.update_settings(config, role).updates
       assert optimizer.warmup_steps * config.run.steps == 20 * updates
-      # Whoever changes their number, on the command line too.
+      # So that their number can be changed, also on the command line.
       optimizer.mini_batch = config_lib.mini_batch(config, role) // 2
       optimizer.updates_per_step = 1
       updates = build.update_settings(config, role).updates

@@ -1,7 +1,7 @@
-"""Slow NumPy versions, straight from the papers, in float64.
+"""Slow float64 NumPy implementations, directly from the papers.
 
-Loops over rows, tokens and groups, one at a time, so that a reader can hold
-them against the equations. Shares nothing with the library.
+They loop over rows, tokens and groups one at a time, so that a reader can
+compare them with the equations, and share no code with the library.
 """
 
 import math
@@ -33,12 +33,12 @@ def lambda_returns(rewards, values, mask, gamma, lambda_, bootstrap=None):
 
 
 def length_adaptive_lambda(length, alpha):
-  """max(0, 1 - 1 / (α l)) of one response."""
+  """max(0, 1 - 1 / (α l)) for one response of length l."""
   return 0.0 if length == 0 else max(0.0, 1.0 - 1.0 / (alpha * length))
 
 
 def group_relative(rewards, groups, center, scale, epsilon):
-  """(R_i - center) / (scale + ε) with every group treated on its own, [B]."""
+  """(R_i - center) / (scale + ε) within each group separately, [B]."""
   rewards = np.asarray(rewards, np.float64)
   advantages = np.zeros(len(rewards))
   for group in set(groups):
@@ -63,7 +63,7 @@ def group_relative(rewards, groups, center, scale, epsilon):
 
 
 def aggregate(loss, mask, mode, norm=None):
-  """The named reduction of a per-token loss, [B, T] -> scalar."""
+  """Reduces a per-token loss [B, T] to a scalar by the named mode."""
   sequences = [
     [x for x, kept in zip(row, row_mask) if kept]
     for row, row_mask in zip(loss, mask)
@@ -85,7 +85,7 @@ def aggregate(loss, mask, mode, norm=None):
 
 
 def policy_loss(logprob, old_logprob, advantage, low, high, dual=None):
-  """max(-A ρ, -A clip(ρ)), and at most -c A where A < 0; of one token."""
+  """max(-A ρ, -A clip(ρ)) of one token; at most -c A where A < 0."""
   ratio = math.exp(min(max(logprob - old_logprob, -20.0), 20.0))
   clipped = min(max(ratio, 1.0 - low), 1.0 + high)
   loss = max(-advantage * ratio, -advantage * clipped)
@@ -104,7 +104,7 @@ def value_loss(value, target, old_value=None, clip=None):
 
 
 def categorical_value_loss(logits, target, low, high, sigma):
-  """Cross entropy of one token to a Gaussian histogram on [low, high]."""
+  """Cross entropy of one token with a Gaussian histogram on [low, high]."""
   bins = len(logits)
   width = (high - low) / bins
   target = min(max(float(target), low), high)
@@ -119,7 +119,7 @@ def categorical_value_loss(logits, target, low, high, sigma):
 
 
 def egae(rewards, values, mask, truncated, gamma, lambda_, next_values=None):
-  """GAE whose truncated rows go on at V(s_l): next_values, or V(s_{l-1})."""
+  """GAE that bootstraps truncated rows with next_values, or V(s_{l-1})."""
   bootstrap = []
   for i, row in enumerate(mask):
     tokens = np.flatnonzero(row)
@@ -150,7 +150,7 @@ def overlong(length, max_length, buffer):
 
 
 def token_group_relative(rewards, lengths, groups, epsilon, limit):
-  """Advantages of a group's tokens, written out token by token, [B]."""
+  """Advantages of a group's tokens, computed token by token, [B]."""
   advantages = np.zeros(len(rewards))
   for group in set(groups):
     rows = [i for i, g in enumerate(groups) if g == group and lengths[i] > 0]
@@ -194,7 +194,7 @@ def optimal_baseline(rewards, weights, squared_norms, groups):
 
 
 def entropy_code(entropies, mask, quantile):
-  """HAPO's code of each token about the nearest-rank quantile, [B, T]."""
+  """HAPO's code of each token relative to the nearest-rank quantile, [B, T]."""
   logs = np.log(np.maximum(np.asarray(entropies, np.float64)[mask], 1e-8))
   pivot = np.sort(logs)[max(math.ceil(round(quantile * len(logs), 6)), 1) - 1]
   scaled = (logs - pivot) / np.sqrt(np.mean((logs - pivot) ** 2))
@@ -240,27 +240,27 @@ def importance(proximal, behavior, mask, level):
 def decoupled_loss(
   logprob, proximal, behavior, advantage, low, high, dual=None, cap=math.inf
 ):
-  """min(π_prox/π_behav, cap) times the clipped loss about π_prox; one token."""
+  """min(π_prox/π_behav, cap) × the clipped loss around π_prox; one token."""
   weight = min(math.exp(proximal - behavior), cap)
   return weight * policy_loss(logprob, proximal, advantage, low, high, dual)
 
 
 def adaptive_clip(code, low, high):
-  """HAPO's bounds of one token: the one on its code's side widens."""
+  """HAPO's clip bounds of one token: widened on the side of its code."""
   if code > 0:
     return low, high * (1 + code)
   return low * (1 - code), high
 
 
 def redistribute(advantage, code, ratio, low, high):
-  """A (1 + h) outside the neutral zone if h > 0, inside it if not; a token."""
+  """A (1 + h) of one token: outside the neutral zone if h > 0, else inside."""
   inside = 1 - low / 2 < ratio < 1 + high / 2
   changed = not inside if code > 0 else inside
   return advantage * (1 + code) if changed else advantage
 
 
 def hapo_loss(logprob, old_logprob, advantage, code, low, high, dual=None):
-  """The clipped loss under a token's own bounds and advantage."""
+  """The clipped loss with one token's bounds and advantage."""
   low, high = adaptive_clip(code, low, high)
   ratio = math.exp(logprob - old_logprob)
   advantage = redistribute(advantage, code, ratio, low, high)

@@ -1,4 +1,4 @@
-"""Tests of report.html in a browser: what it shows, and what it filters."""
+"""Tests of report.html in a browser: its content and its filters."""
 
 import html.parser
 import json
@@ -22,7 +22,7 @@ _VOID = {"meta", "img", "br", "input", "col", "link"}
 
 
 class Dom(html.parser.HTMLParser):
-  """The elements of a page: (tag, attributes, text), by id where they have one.
+  """The elements of a page: (tag, attributes, text), by id if they have one.
 
   The text of an element includes that of its descendants.
   """
@@ -47,7 +47,7 @@ class Dom(html.parser.HTMLParser):
       element["text"] += data
 
   def find(self, inside: str, tag: str):
-    """Elements with a tag within the one with an id."""
+    """Returns elements with a tag inside the element with an id."""
     return [
       x
       for x in self.elements
@@ -59,7 +59,7 @@ class Dom(html.parser.HTMLParser):
     return found
 
   def listed(self):
-    """The rows of the list of responses that are drawn."""
+    """Returns the displayed rows of the list of responses."""
     rows = [x for x in self.find("list", "tr") if "class" in x]
     cells = [x for x in self.find("list", "td")]
     return [
@@ -73,7 +73,7 @@ class Dom(html.parser.HTMLParser):
 
 
 def browse(page: pathlib.Path, folder: pathlib.Path, **state) -> Dom:
-  """The page as a browser makes it, with the state in the URL."""
+  """Returns the page as rendered by a browser, with the state in the URL."""
   url = f"{page.as_uri()}#{urllib.parse.urlencode(state)}"
   quiet = "background-networking component-update sync".split()
   done = subprocess.run(
@@ -89,7 +89,7 @@ def browse(page: pathlib.Path, folder: pathlib.Path, **state) -> Dom:
 
 
 def make_sample(step: int, number: int, **changes):
-  """A row of samples.jsonl with a turn of an environment."""
+  """Makes a row of samples.jsonl with an environment turn."""
   text = f"{number}+1=[{number + 1}]so {number + 1}"
   tokens = [f"{number}+1", "=", f"[{number + 1}]", "so", f" {number + 1}"]
   signs = (-1, 1) if number % 2 else (1, -1)
@@ -117,14 +117,14 @@ def make_sample(step: int, number: int, **changes):
 
 
 def old_sample(step: int):
-  """A row as it was before it had tokens."""
+  """Makes a row in the old format without tokens."""
   names = ("step", "prompt", "response", "gold", "extracted", "reward")
   sample = make_sample(step, 90, response="the old one")
   return {k: sample[k] for k in (*names, "length", "stop", "error")}
 
 
 def write_run(folder: pathlib.Path, samples) -> pathlib.Path:
-  """The page of a run with these samples."""
+  """Writes the page of a run with these samples."""
   folder.mkdir()
   rows = [
     {"step": 0, "eval/set/avg@4": 0.125, "eval/set/avg@4_se": 0.01},
@@ -220,7 +220,7 @@ class TestPage:
     ]
     tokens = dom.find("response", "span")
     assert [x["text"] for x in tokens] == ["3+1", "=", "[4]", "so", " 4"]
-    # Orange below 0, blue above, darker further away; none without a number.
+    # Orange below 0, blue above, darker away from 0; nothing without a number.
     styles = [x.get("style", "") for x in tokens]
     assert "rgba(213, 94, 0, 0.37" in styles[0]
     assert "rgba(213, 94, 0, 0.75)" in styles[1]
@@ -268,7 +268,7 @@ def test_fifty_thousand_responses(tmp_path):
   assert dom.facts()["sample"] == "34999"
   tokens = [x["text"] for x in dom.find("response", "span")]
   assert tokens[0] == "34999+1"
-  # Only what can be seen is drawn.
+  # Only visible rows are rendered.
   everything = browse(page, tmp_path)
   assert everything.text("count") == "50000 of 50000 responses"
   assert 10 < len(everything.listed()) < 100

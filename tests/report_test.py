@@ -27,7 +27,7 @@ class TestSecondsSpent:
     ]
 
   def test_sums_to_what_has_passed(self):
-    # 2 s of standing still, and 3 s until a resumed run was at its step.
+    # 2 s of downtime, and 3 s until the resumed run reached its step.
     spent = report.seconds_spent(
       self.rows(**{"time/start_s": 3.0, "time/generate_s": 10.0})
     )
@@ -40,7 +40,7 @@ class TestSecondsSpent:
       "other": 2.0,
       "lost": 2.0,
     }
-    # From 30 + 10 s before row 0.
+    # Counted from 30 + 10 s before row 0.
     assert sum(spent.values()) == 75 - (50 - 40)
     rows = self.rows(**{"time/start_s": 3.0, "time/generate_s": 10.0})
     assert report.goodput(rows) == 17 / 65
@@ -63,7 +63,7 @@ class TestSecondsSpent:
 
 
 def _make_run(folder: pathlib.Path, seed: int, steps: int = 6) -> pathlib.Path:
-  """Writes a run whose value model starts late and whose loss blows up once."""
+  """Writes a run whose critic starts late and whose loss diverges once."""
   clock = itertools.count(1.0, 1.6).__next__
   writer = metrics.JsonlWriter(folder / "metrics.jsonl", clock=clock)
   for step in range(steps):
@@ -103,7 +103,7 @@ def _make_run(folder: pathlib.Path, seed: int, steps: int = 6) -> pathlib.Path:
 
 
 class Page(html.parser.HTMLParser):
-  """The tags of a page, its embedded data and its pictures."""
+  """The tags of a page, its embedded data and its images."""
 
   def __init__(self, text: str):
     super().__init__()
@@ -143,7 +143,7 @@ class TestScript:
     text = (folder / "report.html").read_text()
     page = Page(text)
     assert page.pictures[0].startswith("data:image/png;base64,")
-    # Nothing is loaded, and no response can end the element that it is in.
+    # Nothing is loaded, and no response can close its enclosing element.
     assert not any(tag in page.tags for tag in ("link", "iframe", "td"))
     assert page.tags.count("script") == 3 and "src=" not in text.replace(
       'src="data:', ""
@@ -157,7 +157,7 @@ class TestScript:
     assert data["defaults"]["run.seed"] == 0
     last = dict(zip(run["names"], run["rows"][-1]))
     assert last["policy/entropy"] == pytest.approx(1 / 6)
-    # Of the last row alone; the last evaluation was before it.
+    # Only of the last row; the last evaluation was earlier.
     assert last["eval/sums/avg@8"] is None
     assert data["columns"][0] == ["eval/sums/avg@8", "sums avg@8"]
     assert "<h1>run: vapo, tiny, seed 0</h1>" in text
@@ -238,7 +238,7 @@ class TestWritePage:
     sample = sample._replace(per_token={"tokens": ["a" * 80, "</script>"]})
     file.append([sample.row(5)] * 3)
     file.close()
-    # Two samples of the run have no tokens, two of these three have room.
+    # Two samples of the run have no tokens; two of these three fit.
     monkeypatch.setattr("jaxrl_llm.report.page._MOST_CHARACTERS", 250)
     picture = tmp_path / "curves.png"
     picture.write_bytes(_PNG)
@@ -265,7 +265,7 @@ class TestDraw:
       assert (tmp_path / f"{name}.png").read_bytes().startswith(_PNG)
 
   def drawn(self, runs, tmp_path, monkeypatch):
-    """Draws; returns the labels of the sheet's legend and of each panel."""
+    """Plots; returns the labels of the figure's legend and of each panel."""
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 
@@ -293,7 +293,7 @@ class TestDraw:
       "seed1: vapo, tiny, seed 1",
       "mean of 2 runs",
     ]
-    # What a resume changed counts too.
+    # Settings changed on resume count too.
     (tmp_path / "seed1" / "config_changes.jsonl").write_text(
       '{"step": 3, "changes": {"run.note": ["a", "b"]}}\n'
     )
@@ -301,7 +301,7 @@ class TestDraw:
     assert runs[1].config["run.note"] == "b"
     sheet, names = self.drawn(runs, tmp_path, monkeypatch)
     assert names[2:] == []
-    # The time panel has a curve for each of them, and none in black.
+    # The time panel has a curve for each of them, none of them black.
     (axis,) = [x for x in sheet.axes if "Time" in x.get_title(loc="left")]
     colors = [line.get_color() for line in axis.lines if len(line.get_xdata())]
     assert set(colors) == {"C0", "C1"}

@@ -1,4 +1,4 @@
-"""What programs send, read from HLO; the account; scripts/compile.py."""
+"""Communication read from HLO, the cost account, and scripts/compile.py."""
 
 import itertools
 
@@ -22,7 +22,7 @@ MESH = {"data": 1, "fsdp": 4, "tensor": 2}
 
 
 def compiled(function, *arguments):
-  """HLO of a function of arrays with places: (shape, spec)."""
+  """Returns HLO of a function of sharded arrays: (shape, spec)."""
   mesh = sharding.make_mesh(**MESH)
   given = [
     jax.ShapeDtypeStruct(
@@ -44,7 +44,7 @@ class TestCollectives:
   )
   def test_a_gather_by_hand(self, axes, share):
     text = compiled(whole, ((16, 8), (axes,)))
-    # A share of 16 x 8 numbers of four bytes.
+    # A fraction of 16 x 8 numbers of four bytes.
     sent = hlo.Sent("all-gather", axes, share * 16 * 8 * 4)
     assert hlo.collectives(text, MESH, [1]) == [sent]
 
@@ -57,7 +57,7 @@ class TestCollectives:
 
   @pytest.mark.parametrize("known", [True, False])
   def test_loops_count_as_often_as_they_run(self, known):
-    """One of five rounds, or one whose rounds are data."""
+    """A loop of five iterations, and one whose count depends on data."""
 
     def run(x, weights, rounds):
       body = lambda i, x: jnp.sin(x @ whole(weights[i % 5]))
@@ -81,7 +81,7 @@ class TestCollectives:
     assert sent in (12 * 3 / 4 * 8 * 8 * 4, 4 * 3 / 4 * 8 * 8 * 4)
 
   def test_what_a_gpu_starts_and_waits_for(self):
-    """Results are half of a start's arrays, but all of an all-reduce's."""
+    """Results are half of a start's arrays; for an all-reduce, all of them."""
     text = """ENTRY %main (p: f32[8]) -> f32[8] {
   %a = ((bf16[4]{0}, bf16[2]{0}), (bf16[32]{0}, bf16[16]{0}))\
  all-gather-start(%p, %q), replica_groups=mesh['x'=8] {'x'}, dimensions={0}
@@ -125,7 +125,7 @@ ENTRY %main (p: f32[8]) -> f32[8] {
       for target, rest in [
         ("__cudnn$fmhaSoftmax", ""),
         ("tpu_custom_call", pallas),
-        ("ConcatBitcast", ""),  # XLA's own.
+        ("ConcatBitcast", ""),  # Internal to XLA.
         ("__cudnn$fmhaSoftmax", ""),
         ("__gpu$xla.gpu.triton", pallas),
         ("tpu_custom_call", 'metadata={op_name="jit(f)/ragged-dot-none"}'),
@@ -171,7 +171,7 @@ class TestEstimate:
     return account.Sizes(config, MODELS[preset], mesh, platform=platform)
 
   def test_models_have_the_size_of_their_name(self):
-    # As their model cards say.
+    # As stated by their model cards.
     for name, billions in (("1.5b", 1.54), ("7b", 7.62), ("32b", 32.8)):
       found = models.num_params(MODELS[f"qwen2.5-{name}"]) / 1e9
       assert found == pytest.approx(billions, rel=0.005)
@@ -189,7 +189,7 @@ class TestEstimate:
     assert self.sizes(platform="gpu").head_chunk(1) > 128
 
   def test_a_forward_pass_by_hand(self):
-    sizes = self.sizes(kernels="xla")  # Which skips nothing.
+    sizes = self.sizes(kernels="xla")  # XLA attention skips nothing.
     row = 16_384  # Tokens; 28 layers of width 3584, 28 heads of 128.
     layer = 3584 * (28 * 128 * 2 + 2 * 4 * 128) + 3 * 3584 * 18_944
     attention = 28 * 4 * row**2 * 28 * 128
@@ -197,7 +197,7 @@ class TestEstimate:
     assert sizes.forward == pytest.approx(by_hand, rel=1e-4)
     head, layers = account.passes(
       sizes, "policy", update=False
-    )  # Half a row on a device.
+    )  # Half a row per device.
     assert layers.flops == pytest.approx(by_hand / 2, rel=1e-4)
     assert head.flops == 2 * row * 3584 * 152_064 / 2
     assert account.passes(sizes, "value", update=False) == (layers,)
@@ -226,7 +226,7 @@ class TestEstimate:
       between=0,
       seed=1,
     ).ravel()
-    # Samples one after the other, and the pairs of blocks that they touch.
+    # Consecutive samples, and the pairs of blocks that they touch.
     ends = np.cumsum(lengths + 256)
     begins = ends - lengths - 256
     blocks = (ends - 1) // block - begins // block + 1
@@ -236,7 +236,7 @@ class TestEstimate:
 
   def test_heads_that_do_not_divide_are_on_every_device(self):
     whole, four = self.sizes(fsdp=4), self.sizes(fsdp=4, tensor=4)
-    eight = self.sizes(fsdp=4, tensor=8)  # And 4 heads of keys.
+    eight = self.sizes(fsdp=4, tensor=8)  # 4 key heads.
     products, attention = whole.forward - whole.attention, whole.attention
     flops = [
       account.passes(x, "value", update=False)[0].flops
@@ -254,7 +254,7 @@ class TestEstimate:
     for chunk in (128, 1024):
       sizes.config.model.head_chunk = chunk
       moved.append(account.passes(sizes, "policy", update=True)[0].moved)
-    # In bfloat16 three times, and in float32.
+    # Three times in bfloat16, and in float32.
     chunks = 16_384 / 128 - 16_384 / 1024
     assert moved[0] - moved[1] == pytest.approx(chunks * table * (6 + 8))
 
@@ -265,7 +265,7 @@ class TestEstimate:
       for sizes in (whole, half)
     ]
     for name in ("activations of a layer", "activations between layers"):
-      # The one has a row of two, the other a half of both.
+      # One has one of two rows, the other has half of both rows.
       assert parts[0][name] == parts[1][name]
     assert "keys and values of whole rows" not in parts[0]
     one, two = (
@@ -305,7 +305,7 @@ class TestEstimate:
     assert links.sent > 0
     tokens = sizes.responses * sizes.response
     fewest = tokens / sizes.slots
-    # At most the longest response begins when all others have ended.
+    # At worst, the longest response begins when all others have ended.
     assert 1.2 * fewest < sizes.decoding.steps < fewest + 15_360
     assert sizes.active == pytest.approx(tokens / sizes.decoding.steps)
     # Long responses are decoded for longer.
@@ -388,7 +388,7 @@ class TestScript:
     rows = [row for row in shown.splitlines() if row.startswith("| ")][2:]
     seconds = [float(row.split("|")[-2]) for row in rows]
     assert code == 0 and len(rows) >= 3
-    # To 1 %, within which exact and small ones come first.
+    # Sorted up to 1 %; within that, exact and small ones come first.
     assert all(a < 1.011 * b for a, b in itertools.pairwise(seconds))
 
   def test_search_counts_the_shared_base_of_adapters_once(self):
@@ -402,7 +402,7 @@ class TestScript:
       rows = [row for row in shown.splitlines() if row.startswith("| 1 x ")]
       assert code == 0 and len(rows) == 1
       held[name] = float(rows[0].split("|")[-3])
-    # Learner and sampler have one each; embedding and head are bfloat16.
+    # Learner and sampler have one copy each; embedding and head are bfloat16.
     layers = 7.62e9 - 2 * 3584 * 152_064
     saved = 2 * layers * (bits["bfloat16"] - bits["nf4"]) / 8 / 2**30
     assert held["bfloat16"] - held["nf4"] == pytest.approx(saved, rel=0.01)

@@ -1,4 +1,4 @@
-"""scripts/train.py as a user runs it: interrupted, resumed, refused."""
+"""Tests of scripts/train.py as users run it: interrupted, resumed, rejected."""
 
 import pathlib
 import shutil
@@ -14,7 +14,7 @@ from jaxrl_llm import workdir
 
 ROOT = pathlib.Path(__file__).parents[1]
 STEPS = 10
-# The metrics get through, a checkpoint does not: 64 blocks of 512 bytes.
+# 64 blocks of 512 bytes: metrics can be written, checkpoints cannot.
 _NO_LARGE_FILE = ("sh", "-c", 'ulimit -f 64; exec "$0" "$@"')
 
 
@@ -25,17 +25,17 @@ def start(model, tmp_path_factory):
   environment = programs.environment(
     JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0"
   )
-  # Every process after the first one loads what that one compiled.
+  # Later processes load the programs that the first one compiled.
   environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder / "cache"))
   processes = []
 
   def run(workdir, *flags, prefix=(), **changes):
-    """With the flags of a whole run, or with these alone."""
+    """Starts with the flags of a complete run, or with the given ones only."""
     settings = {
       "run__steps": STEPS,
       "run__samples_every": 0,
       "eval__every": 5,
-      "estimator__name": "group",  # kill_test.py has a critic.
+      "estimator__name": "group",  # kill_test.py covers critics.
       "value__pretrain_steps": 0,
       **changes,
     }
@@ -64,7 +64,7 @@ def start(model, tmp_path_factory):
 
 
 def finish(process, code=0):
-  """Waits for an exit without an error; returns standard output."""
+  """Waits for a process to end without error; returns standard output."""
   output, errors = process.communicate(timeout=300)
   assert process.returncode == code, errors
   assert "Traceback" not in errors
@@ -72,7 +72,7 @@ def finish(process, code=0):
 
 
 def wait_for_rows(process, workdir, count):
-  """Returns as soon as metrics.jsonl has so many rows."""
+  """Waits until metrics.jsonl has `count` rows."""
   file = workdir / "metrics.jsonl"
   deadline = time.monotonic() + 300
   while not (file.exists() and file.read_bytes().count(b"\n") >= count):
@@ -82,7 +82,7 @@ def wait_for_rows(process, workdir, count):
 
 
 def fail(process, code):
-  """Waits for an exit with one line of an error; returns it."""
+  """Waits for an exit with a one-line error; returns the line."""
   _, errors = process.communicate(timeout=300)
   assert process.returncode == code, errors
   assert errors.startswith("error: ") and errors.count("\n") == 1, errors
@@ -126,7 +126,7 @@ class TestResume:
     before = tiny_run.snapshot(folder)
     (tmp_path / "moved").mkdir()
     moved = own.rename(tmp_path / "moved" / own.name)
-    line = fail(start(folder, "--nodry_run"), 2)  # None but --workdir.
+    line = fail(start(folder, "--nodry_run"), 2)  # Only --workdir.
     assert f"{own}: no such file" in line
     output = finish(start(folder, f"--plugin={moved}"))
     assert (

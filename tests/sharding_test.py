@@ -1,4 +1,4 @@
-"""Every leaf has a place on the mesh, and moments follow their parameter."""
+"""Every leaf has a sharding, and moments are sharded like their parameter."""
 
 import re
 
@@ -22,7 +22,7 @@ def _config(**changes):
   )
 
 
-# Between them they have every kind of parameter that there is.
+# Together, they have every kind of parameter.
 CONFIGS = {
   "tied, q k v biases": tiny.tiny_config(),
   "untied, all biases": _config(),
@@ -73,7 +73,7 @@ def _shapes(config, role):
 
 
 def _specs(tree, mesh):
-  """Path -> (shape, PartitionSpec) of every leaf."""
+  """Returns path -> (shape, PartitionSpec) of every leaf."""
   places = jax.tree.leaves(sharding.tree_shardings(tree, mesh))
   leaves = jax.tree_util.tree_leaves_with_path(tree)
   assert len(places) == len(leaves)
@@ -151,7 +151,7 @@ class TestRules:
       sharding.tree_shardings({"embed": {"embedding": KEY}}, _mesh())
 
   def test_an_axis_that_does_not_divide_is_dropped(self):
-    # 67 tokens do not divide by 2, hidden states of 24 do.
+    # 67 tokens are not divisible by 2; the hidden size 24 is.
     place = sharding.tree_shardings(
       {"embed": {"embedding": jax.ShapeDtypeStruct((67, 24), jnp.float32)}},
       _mesh(),
@@ -182,7 +182,7 @@ class TestMakeMesh:
     assert _mesh(-1, 2, 2).shape["data"] == 2
     with pytest.raises(ValueError, match="tensor=3 leaves 2 idle of 8 devices"):
       _mesh(-1, 1, 3)
-    assert _mesh(2, 1, 3).size == 6  # Asked for by a number.
+    assert _mesh(2, 1, 3).size == 6  # An explicit number.
 
   def test_uses_the_devices_given(self):
     devices = jax.devices()[4:6]

@@ -1,4 +1,4 @@
-"""A signal is answered at once, whatever the main thread is doing."""
+"""A signal is answered at once, even if the main thread is busy."""
 
 import os
 import pathlib
@@ -21,9 +21,9 @@ with signals.stop_on_signal() as stopped:
   {body}
 """
 _HANGING = {
-  # Compiled code that gives no signal to Python until it is done.
+  # Compiled code that does not let Python handle signals until it returns.
   "compiled": "hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)",
-  # Such as a reward of one's own.
+  # Such as a user-defined reward.
   "python": "while True: pass",
 }
 
@@ -40,7 +40,7 @@ def test_the_first_is_answered_and_the_second_ends(name):
   try:
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGINT)
-    # Neither of the two ends by itself: this is said meanwhile.
+    # Neither of the two ends on its own: the message appears meanwhile.
     lines = [process.stderr.readline() for _ in range(2)]
     assert lines == ["\n", "finishing step 7; press Ctrl-C again to stop now\n"]
     process.send_signal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""The account of models with experts, against a compiled program."""
+"""The cost account of models with experts matches a compiled program."""
 
 import collections
 
@@ -26,7 +26,7 @@ def sizes_of(model, mesh, capacity=0.0):
 
 def test_parameters_of_qwen3_30b_a3b():
   assert models.num_params(BIG) == pytest.approx(30.5e9, rel=2e-3)
-  # Its card says 3.3 billion active ones, with the embedding.
+  # The model card states 3.3 billion active parameters with the embedding.
   active = multiplied_params(BIG) + BIG.vocab_size * BIG.hidden_size
   assert active == pytest.approx(3.35e9, rel=5e-3)
 
@@ -68,13 +68,13 @@ def test_what_tokens_send_is_what_the_program_sends(capacity):
   sizes = sizes_of(CONFIG, dict(mesh.shape), capacity)
   known = 2 * CONFIG.num_layers * 12 * sizes.exchanged
   if capacity:
-    # 12 tokens x 2 experts x 24 numbers x 4 bytes, 3/4 of them to others; there
-    # and back in two layers.
+    # 12 tokens x 2 experts x 24 numbers x 4 bytes, 3/4 of them to other
+    # devices, there and back in two layers.
     assert known == 2 * 2 * (12 * 2 * 24 * 4) * 3 / 4
     assert sent["all-to-all"] == known
   else:
-    # A group has 48 tokens, 36 of them of other devices.
+    # A group has 48 tokens, 36 of them from other devices.
     assert known == 2 * 2 * 36 * 24 * 4
     assert sent["reduce-scatter"] == known / 2
-    # And the numbers and weights of two experts, beside 24 numbers of a token.
+    # Plus indices and weights of two experts, next to 24 numbers per token.
     assert sent["all-gather"] == pytest.approx(known / 2 * 28 / 24)

@@ -17,7 +17,7 @@ from jaxrl_llm.simulate import Plane, Requests
 from jaxrl_llm.simulate.engine import SimulatedEngine, SimulatedWriter
 
 _FREE = simulate.CostModel(decode=(Plane(1.0, 0.0, 0.0),))
-# A step of n slots takes 10 + n seconds.
+# A decode step of n slots takes 10 + n seconds.
 _PRICES = simulate.CostModel(
   decode=(Plane(10.0, 1.0, 0.0),),
   prefill_call_s=2.0,
@@ -30,7 +30,7 @@ _PRICES = simulate.CostModel(
 
 
 def _single(*lengths, prompt=4):
-  """One response to each prompt."""
+  """Makes requests for one response per prompt."""
   lengths = np.array(lengths)[:, None]
   return Requests(np.full(len(lengths), prompt), lengths)
 
@@ -49,7 +49,7 @@ def _config(requests, slots, page_size):
 
 
 def _columns(rows, cost):
-  """Arrays by name, with the parts that a step's time has."""
+  """Returns arrays by name, with the parts of a step's time."""
   trace = {name: np.array([row[name] for row in rows]) for name in rows[0]}
   host_s = cost.scheduler_step_s * trace["decode_calls"]
   return trace | {
@@ -62,7 +62,7 @@ def _columns(rows, cost):
 def _in_turns(
   requests, cost=_PRICES, *, slots=16, page_size=16, steps=6, how=None, **sizes
 ):
-  """Runs the worker; `how` is what else `pipelined` takes."""
+  """Runs the worker; `how` has further arguments of `pipelined`."""
   sizes = {"groups": 10, "group_size": requests.lengths.shape[1]} | sizes
   settings = RolloutSettings(**{"in_flight": sizes["groups"]} | sizes)
   config = _config(requests, slots, page_size)
@@ -113,10 +113,10 @@ class TestEveryMode:
   @_EACH_MODE
   def test_no_token_is_lost(self, mode):
     trace, again = mode(_drawn()), mode(_drawn())
-    for name, value in again.items():  # It repeats itself.
+    for name, value in again.items():  # It is repeatable.
       np.testing.assert_array_equal(trace[name], value)
     written, trained = trace["tokens"].cumsum(), trace["trained"].cumsum()
-    # A window is trained at once, whether its response goes on or not.
+    # A window is trained at once, even if its response continues.
     parked = 0 if mode is _MODES["window"] else trace["parked"]
     np.testing.assert_array_equal(written, trained + parked)
     assert np.all(trace["responses"] > 0)
@@ -126,7 +126,7 @@ class TestEveryMode:
     trace = mode(_drawn())
     parts = [trace[name] for name in ("generate_s", "prefill_s", "idle_s")]
     if mode in (_MODES["fixed lag"], _MODES["periodic"]):
-      # A step is the trainer's; the sampler may be ahead of it.
+      # Steps are the trainer's; the sampler may be ahead.
       assert np.all(sum(parts).cumsum() <= trace["step_s"].cumsum())
       return
     if mode not in (_MODES["one step off"], _MODES["unbounded"]):
@@ -135,7 +135,7 @@ class TestEveryMode:
 
 
 class TestByHand:
-  """Three slots, prompts of 4 tokens, prices of whole and half seconds."""
+  """Three slots, prompts of 4 tokens, costs of full and half seconds."""
 
   lengths = _single(2, 4, 3, 1, 5, 2)
   sizes = {"slots": 3, "groups": 6, "steps": 1, "page_size": 64}
@@ -152,14 +152,14 @@ class TestByHand:
       decode_steps=[9],
       prefill_s=[2 * (2 + 6)],
       train_s=[3 + 41 / 4],
-      idle_s=[4 * 0.5],  # Where a slot became free, and at the end.
+      idle_s=[4 * 0.5],  # When a slot became free, and at the end.
       step_s=[143.25],
       responses=[6],
       kv_capacity=[3 * 64],
     )
 
   def test_refill(self):
-    # 2 steps of 2 4 3; 1 of 4 3 1; 5 of 4 5 2, of which one has 1 left.
+    # 2 steps of 2 4 3; 1 of 4 3 1; 5 of 4 5 2, one of which has 1 left.
     self._check(
       _in_turns(self.lengths, **self.sizes),
       generate_s=[26 + 13 + 58],
@@ -174,7 +174,7 @@ class TestByHand:
     self._check(
       _in_turns(self.lengths, **sizes, window=2),
       generate_s=[26, 24, 26],  # The last step starts over with 5, 2, 2.
-      # Two that were cut, of 6 tokens and one at a time, and a new one.
+      # Two truncated ones, of 6 tokens and one at a time, and a new one.
       prefill_s=[2 + 6, 2 * 2 + 6 + 2 + 2, 2 + 6],
       tokens=[6, 4, 6],
       trained=[6, 4, 6],
@@ -325,9 +325,10 @@ class TestPredict:
       config = _config(requests, 64, None)
       return simulate.predict(requests, cost, config).wall_s
 
-    # 64 slots for one response of 10 tokens: at once the smallest batch, of 16.
+    # 64 slots for one response of 10 tokens: the smallest batch (16) from the
+    # start.
     assert seconds(10) == 10 * 16
-    # Of 64 responses all but 2 end at once.
+    # All but 2 of 64 responses end at once.
     assert seconds(*[1] * 62, 10, 10) == 64 + 9 * 16
 
   @pytest.mark.parametrize(
@@ -375,9 +376,9 @@ class TestCosts:
       **{"step_latency_s": 1e-3, "train_forwards": 3, "train_latency_s": 0.0},
       sync_bandwidth=1e9,
     )
-    # Few slots: 2 GB of weights and 1 GB of memory on each device at 500 GB/s.
+    # Few slots: 2 GB of weights and 1 GB of KV cache per device at 500 GB/s.
     assert cost.decode_s(2, 2e5) == pytest.approx(1e-3 + 3e9 / 5e11)
-    # Many: 2 GFLOP a slot at 50 TFLOP/s, half of the slots on each device.
+    # Many slots: 2 GFLOP per slot at 50 TFLOP/s, half of them on each device.
     assert cost.decode_s(1000, 0) == pytest.approx(1e-3 + 500 * 2e9 / 5e13)
     # 10 tokens attend to 55 positions; training is three times that.
     prefill = (10 * 2e9 + 55 * 1e5) / 1e14

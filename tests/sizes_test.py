@@ -1,23 +1,23 @@
-"""Holds functions to one screen, and constructors to few arguments."""
+"""Limits functions to one screen and constructors to few arguments."""
 
 import ast
 import pathlib
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
-_LINES = 60  # Of a function; its docstring is not counted.
-_ARGUMENTS = 8  # Of a constructor, beside self.
+_LINES = 60  # Per function, without its docstring.
+_ARGUMENTS = 8  # Per constructor, without self.
 
 _FILES = sorted((_ROOT / "jaxrl_llm").rglob("*.py"))
 
 
 def _functions(text):
-  """All functions of a file, methods and inner ones among them."""
+  """Returns all functions of a file, including methods and inner functions."""
   kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
   return [n for n in ast.walk(ast.parse(text)) if isinstance(n, kinds)]
 
 
 def _lines(function):
-  """Lines from `def` to the last one, the docstring left out."""
+  """Returns the number of lines from `def` on, without the docstring."""
   lines = function.end_lineno - function.lineno + 1
   if ast.get_docstring(function) is not None:
     docstring = function.body[0]
@@ -26,14 +26,14 @@ def _lines(function):
 
 
 def _arguments(function):
-  """How many a function takes; *args and **kwargs are one each."""
+  """Returns the number of arguments; *args and **kwargs count as one each."""
   given = function.args
   names = [*given.posonlyargs, *given.args, *given.kwonlyargs]
   return len(names) + sum(x is not None for x in (given.vararg, given.kwarg))
 
 
 def _over(measure, most, names=""):
-  """`file: function` -> its measure, of the functions that have too much."""
+  """Returns `file: function` -> measure of the functions above a limit."""
   return {
     f"{path.relative_to(_ROOT)}: {function.name}": measure(function)
     for path in _FILES

@@ -23,7 +23,7 @@ _CURVES_OF_DOCS = _ROOT / "docs" / "studies"
 
 
 def _resolved(study, variant) -> dict:
-  """The flattened config of a variant, validated."""
+  """Returns the flattened, validated config of a variant."""
   config = configs.load(variant.method, study.preset)
   config.update_from_flattened_dict(variant.changes)
   validate(config)
@@ -31,7 +31,7 @@ def _resolved(study, variant) -> dict:
 
 
 def _rows(accuracies, *, seconds=2.0, tokens=100.0, decode_steps=20.0):
-  """A run evaluated at step 0 and at every second step."""
+  """Makes rows of a run evaluated at step 0 and at every second step."""
   rows = [{"step": 0, "eval/test_set/avg@2": accuracies[0]}]
   for step in range(1, 2 * len(accuracies) - 1):
     row = {
@@ -134,10 +134,10 @@ class TestWriteTable:
         results.outcome(_rows([0.1, 0.2, 0.4])),
         results.outcome(_rows([0.1, 0.3, 0.5]))._replace(seed=1),
       ],
-      # Twice the tokens: at 100 and 200 of them it has 0.3 and 0.5.
+      # Twice the tokens: it reaches 0.3 and 0.5 at 100 and 200 tokens.
       "quick": [
         results.outcome(_rows([0.1, 0.5, 0.7], tokens=200.0))._replace(seed=1),
-        results.outcome(_rows([0.1, 0.9]))._replace(seed=2),  # Has no pair.
+        results.outcome(_rows([0.1, 0.9]))._replace(seed=2),  # Unpaired.
       ],
     }
     slow, quick = self._cells(tmp_path, outcomes)
@@ -148,7 +148,7 @@ class TestWriteTable:
   def test_dashes_stand_for_what_was_not_reached_or_counted(self, tmp_path):
     run = lambda *accuracies, **how: results.outcome(_rows(accuracies, **how))
     good, bad, at_once = run(0.1, 0.6), run(0.1, 0.2), run(0.9, 0.9)
-    old = run(0.1, 0.6, decode_steps=0.0)  # It did not count them.
+    old = run(0.1, 0.6, decode_steps=0.0)  # Not counted.
     begun = results.outcome([{"step": 1, "time/step_s": 1.0}])
     ratio = "ratio"
     for slow, quick, dashes in (
@@ -169,7 +169,7 @@ class TestWriteTable:
     results.write_curves({"slow": outcomes["slow"][::-1]}, tmp_path / "b.csv")
     files = [tmp_path / "a.csv", tmp_path / "b.csv"]
     read = results.read_curves(_STUDY, files)
-    assert list(read) == ["slow", "quick"]  # As the study has them.
+    assert list(read) == ["slow", "quick"]  # In the study's order.
     assert [each.seed for each in read["slow"]] == [0, 7]
     for name, runs in read.items():
       for one, other in zip(runs, outcomes[name], strict=True):
@@ -189,7 +189,7 @@ class TestPicture:
     assert (x[0], x[-1]) == (0.0, 2.0)
     # Slopes of 0.5 in 2 s and of 0.5 in 4 s.
     np.testing.assert_allclose(mean, (x / 4 + x / 8) / 2, atol=1e-12)
-    # Two values at a distance d: their standard error is d / 2.
+    # Two values that differ by d have a standard error of d / 2.
     np.testing.assert_allclose(error, (x / 4 - x / 8) / 2, atol=1e-12)
 
   def test_band_of_one_or_no_run(self):
@@ -263,7 +263,7 @@ class TestStudies:
     assert steps == [
       {"loss.overlong_filter"},
       {"loss.clip_high"},
-      # The punishment takes the place of the filter.
+      # The punishment replaces the filter.
       {"loss.overlong_filter", "reward.overlong_buffer"},
       {"loss.mode"},
       {"schedule.dynamic_sampling"},
@@ -442,7 +442,7 @@ class TestRealRun:
     pytest.importorskip("matplotlib")
     monkeypatch.setenv("PYTHONPATH", str(_ROOT))
     monkeypatch.setenv("XLA_FLAGS", programs.FLAGS)
-    monkeypatch.chdir(tmp_path)  # --out is relative to where one stands.
+    monkeypatch.chdir(tmp_path)  # --out is relative to it.
     sweep = ["mine", "--config=vapo:long_tail", "--sweep=run.steps=1,2"]
     sweep += [x for x in self._arguments("out")[2:] if "run.steps=" not in x]
     assert script.main(sweep) == 0

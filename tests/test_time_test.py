@@ -1,4 +1,4 @@
-"""Programs around a trained model: refinement of drafts, and a tournament."""
+"""Test-time programs around a trained model: refinement and a tournament."""
 
 import pathlib
 import re
@@ -18,7 +18,7 @@ def program():
 
 
 class Scripted:
-  """A policy whose responses are a function of the prompt and the sample."""
+  """A policy whose responses depend only on the prompt and the sample."""
 
   def __init__(self, respond, template=None):
     self.tokenizer = types.SimpleNamespace(chat_template=template)
@@ -46,7 +46,7 @@ def test_later_rounds_read_the_drafts_of_the_round_before(program):
 
   policy = Scripted(counts_on)
   last = program.refine(policy, "How far?", drafts=(3, 2, 1), seed=5)
-  # Each round goes on from the highest number of its three or two drafts.
+  # Each round continues with the highest number of its three or two drafts.
   assert last == ["at most 6"]
   assert [asked[1:] for asked in policy.asked] == [(3, 5), (2, 6), (1, 7)]
   assert policy.asked[0][0] == "How far?"

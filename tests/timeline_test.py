@@ -1,4 +1,4 @@
-"""The timeline: every way is run, and its phases lie where they should."""
+"""The timeline runs every schedule and places its phases correctly."""
 
 import csv
 import pathlib

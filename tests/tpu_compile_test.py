@@ -1,4 +1,4 @@
-"""Sampler and update compile for TPUs, the sampler with its kernels."""
+"""Sampler and update compile for TPUs with their kernels."""
 
 import importlib.util
 
@@ -18,7 +18,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module", name="report")
 def _report():
-  """What the compiler makes of every program, in one process of its own."""
+  """Returns a report on every compiled program, made in a separate process."""
   return programs.compiled("tests/lower_for_tpu.py")
 
 
@@ -27,7 +27,7 @@ class TestSampler:
     assert report["sampler decode"]["kernels"] == _LAYERS
 
   def test_a_prefill_attends_by_the_kernel(self, report):
-    # Of its last layer nothing but keys and values is needed.
+    # Only keys and values of the last layer are needed.
     assert report["sampler prefill"]["kernels"] == _LAYERS - 1
 
   def test_pages_stay_on_their_devices(self, report):
@@ -45,15 +45,15 @@ class TestScale:
 
   def test_a_decode_step_needs_little_beside_it(self, report):
     sizes, cache = report["decode at scale"], self.KV_CACHE / 64
-    # The policy, split over 16 of the 64.
+    # The policy, sharded over 16 of the 64 chips.
     assert sizes["argument_bytes"] < cache + 2**29
-    # Half of the pages that a chip holds of one layer.
+    # Half of a chip's pages of one layer.
     assert sizes["temporary_bytes"] < cache / 4 / 2
 
 
 class TestUpdate:
   def test_attends_by_the_kernel(self, report):
-    # Forward, again for the backward pass, and twice in it.
+    # Forward, recomputed for the backward pass, and twice in it.
     assert report["update"]["kernels"] == 4
 
   def test_only_keys_and_values_are_gathered_of_other_parts_of_a_row(
@@ -64,8 +64,8 @@ class TestUpdate:
       for kind, axes, size in report["update"]["sent"]
       if kind == "all-gather" and "context" in axes
     }
-    # Forward, again for the backward pass: of 4 rows of 512 tokens, half of
-    # what 2 of 4 heads have on a device, twice in bfloat16.
+    # Forward, and recomputed for the backward pass: half of the keys and values
+    # of 4 rows of 512 tokens, 2 of 4 heads per device, in bfloat16.
     keys = 2 * _LAYERS * 4 * (512 / 2) * 2 * 2 * 128 * 2
     assert keys <= gathered["context",] <= 1.1 * keys
 

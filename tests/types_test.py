@@ -1,4 +1,4 @@
-"""Records of responses: taken, joined, still without a verdict."""
+"""Records of responses: row selection, joining, and missing verdicts."""
 
 import chex
 import numpy as np
@@ -57,7 +57,7 @@ class TestJoinRows:
   def test_rows_of_a_draw_share_a_group(self):
     joined = types.join_rows([make([8, 8, 3]), None, make([3, 9, 8], seed=1)])
     assert joined.rollout.group_id.tolist() == [8, 8, 3, 3, 9, 8]
-    # Numbered by first appearance, as estimators and packing need it.
+    # Numbered by first appearance, as estimators and packing require.
     assert joined.rollout.group.tolist() == [0, 0, 1, 1, 2, 0]
 
   def test_two_draws_of_a_prompt_are_two_groups(self):

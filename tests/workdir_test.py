@@ -1,4 +1,4 @@
-"""What a resume may change, and how a run remembers it."""
+"""Settings that a resume may change, and how a run records the changes."""
 
 import fcntl
 import json
@@ -39,7 +39,7 @@ SWITCHES = {
 OFF = {
   key: config_lib.get(config_lib.default_config(), key) for key in SWITCHES
 }
-# One of every kind of value: int, float, bool, text, None, tuple.
+# One of every type: int, float, bool, str, None, tuple.
 ALLOWED = {
   "run.steps": 9,
   "optimizer.policy.learning_rate": 1e-5,
@@ -54,7 +54,7 @@ ALLOWED = {
 
 
 def keys_that(resume):
-  """The keys that a resume treats alike."""
+  """Returns the keys with the given rule for resumes."""
   return [k for k, key in config_lib.KEYS.items() if key.resume == resume]
 
 
@@ -63,7 +63,7 @@ def make(**changes):
 
 
 def other(value):
-  """A value of the same kind that is not this one."""
+  """Returns a different value of the same type."""
   if isinstance(value, bool):
     return not value
   if isinstance(value, dict):
@@ -83,7 +83,7 @@ def changed(changes, **others):
 
 @pytest.fixture(autouse=True)
 def model(tmp_path, monkeypatch):
-  """What `workdir` copies of a model directory, which it does not look into."""
+  """The files that `workdir` copies from a model directory without reading."""
   monkeypatch.chdir(tmp_path)
   folder = tmp_path / "model"
   folder.mkdir()
@@ -105,7 +105,7 @@ def unsave(folder):
 
 @pytest.fixture
 def start(tmp_path):
-  """start(config) -> the folder of a run that has saved step 3."""
+  """start(config) -> folder of a run that has saved step 3."""
 
   def run(config):
     folder = tmp_path / "run"
@@ -133,7 +133,7 @@ class TestRefused:
   def test_every_setting_of_the_list_is_tried_and_exists(self):
     assert set(FIXED) == set(keys_that(config_lib.FIXED))
     assert set(SWITCHES) == set(keys_that(config_lib.SWITCH))
-    # In the form in which they are compared: settings of a source are whole.
+    # In the compared form: the settings of a data source are one value.
     known = set(workdir_lib.flat(config_lib.default_config().to_dict()))
     assert {*FIXED, *SWITCHES, *ALLOWED} <= known
 
@@ -141,7 +141,7 @@ class TestRefused:
   def test_a_fixed_setting(self, start, key):
     old = config_lib.get(make(), key)
     old = old.to_dict() if hasattr(old, "to_dict") else old
-    old = list(old) if isinstance(old, tuple) else old  # As JSON has it.
+    old = list(old) if isinstance(old, tuple) else old  # As in JSON.
     new = "sums" if key == "data.source" else other(old)
     text = refusal(start(make()), changed({key: new}))
     assert f"config.{key}: {old!r} -> {new!r}" in text
@@ -173,7 +173,7 @@ class TestRefused:
     folder = start(changed({key: SWITCHES[key]}))
     text = refusal(folder, make())
     assert f"config.{key}: {SWITCHES[key]} -> {OFF[key]}" in text
-    # Not off, only another strength.
+    # Not off, only stronger.
     stronger = 2 * SWITCHES[key]
     assert Workdir(folder).changes(changed({key: stronger})) == {
       key: [SWITCHES[key], stronger]
@@ -289,7 +289,7 @@ class TestStart:
       name: name
       for name in ("config.json", "tokenizer.json", "chat_template.jinja")
     }
-    # Of another model that begins in the same folder nothing stays.
+    # A run of another model in the same folder keeps no file of the first.
     unsave(folder)
     (model / "chat_template.jinja").unlink()
     Workdir(folder).begin(make())
@@ -313,7 +313,7 @@ class TestHeld:
       with pytest.raises(InputError, match="run: another process trains in it"):
         with Workdir(tmp_path / "run").held():
           pass
-    with Workdir(tmp_path / "run").held():  # What is left blocks nobody.
+    with Workdir(tmp_path / "run").held():  # A leftover file blocks nothing.
       pass
 
   @pytest.mark.parametrize("name", ["checkpoints", "metrics.jsonl"])
@@ -352,7 +352,7 @@ class TestSetAside:
     folder = start(make())
     unsave(folder)
     text = self.rows(folder, 3)
-    for number in (1, 2):  # A second time is kept apart.
+    for number in (1, 2):  # A second time is kept separately.
       line = Workdir(folder).set_aside(-1)
       aside = folder / f"set_aside_{number}"
       assert line == f"the rows of before are set aside in {aside}"
@@ -391,7 +391,7 @@ class TestSetAside:
 
   def test_nothing(self, start):
     folder = start(make())
-    self.rows(folder, 9)  # Those after step 3 are what a kill leaves.
+    self.rows(folder, 9)  # A kill leaves rows after step 3.
     before = tiny_run.snapshot(folder)
     assert Workdir(folder).set_aside(3) == ""
     (folder / "metrics.jsonl").write_text("")
@@ -414,7 +414,7 @@ class TestFindStep:
     )
     find = lambda step: workdir_lib.find_step(folder, step)
     assert [find(None), find("5"), find(3)] == [7, 5, 3]
-    assert find("best") == 5  # The first of equals; step 4 is not saved.
+    assert find("best") == 5  # The first of equals; step 4 was not saved.
     assert workdir_lib.best_step(folder, "eval/s/avg@2") == 4
     assert workdir_lib.best_step(folder, "") is None
     for step in ("4", "bst", -1):
@@ -422,6 +422,6 @@ class TestFindStep:
         find(step)
 
   @pytest.mark.parametrize("best", ["", "eval/s/avg@2"])
-  def test_no_best(self, start, best):  # There are no rows, either.
+  def test_no_best(self, start, best):  # Nor any rows.
     with pytest.raises(InputError, match="no step best; choose from 3"):
       workdir_lib.find_step(start(make(checkpoint__best=best)), "best")

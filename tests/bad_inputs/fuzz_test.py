@@ -1,4 +1,4 @@
-"""Damaged files are refused in one line, or read; nothing else comes out."""
+"""Damaged files are either read or rejected with a one-line error."""
 
 from bad_inputs import mutants
 

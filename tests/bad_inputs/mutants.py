@@ -1,9 +1,9 @@
-"""Sound files of every kind that is read from outside, and damage to them.
+"""Makes and damages files of every kind that is read from outside.
 
     PYTHONPATH=.:tests:scripts/dev python tests/bad_inputs/mutants.py 20000
 
-A mutant is read as a run would read it: it is refused in one printable line,
-or read; anything else is an error of ours.
+Mutants are read as in a run: they must be read or rejected with one printable
+line; anything else is a bug.
 """
 
 import collections
@@ -29,7 +29,7 @@ from jaxrl_llm.data.tokenizer import Tokenizer
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import hf
 
-_LONGEST_S = 20  # For a reader; a mutant that takes longer hangs.
+_LONGEST_S = 20  # Per reader; a longer time counts as a hang.
 _VALUES = (
   *(None, True, False, 0, 1, -1, 2**31, 2**63, 10**30, 0.5, -0.0, 1e308),
   *("", "1", "a", "..", "/etc/passwd", "\x00", "\ud800", "x" * 10_000),
@@ -38,10 +38,10 @@ _VALUES = (
 
 
 class Target(NamedTuple):
-  """A file, and how it is read."""
+  """A file and its reader."""
 
-  file: str  # Below the folder of sound files.
-  read: Callable[[pathlib.Path], Any]  # Of that folder.
+  file: str  # Path in the folder of intact files.
+  read: Callable[[pathlib.Path], Any]  # Takes that folder.
 
 
 def _read_model(folder: pathlib.Path) -> None:
@@ -92,7 +92,7 @@ TARGETS = (
 
 
 def write_sound(folder: pathlib.Path) -> None:
-  """The files of all targets, which all can be read."""
+  """Writes intact files of all targets."""
   tiny_run.write_model(folder / "model")
   fns = models.make_policy(tiny_run.model_config())
   params = jax.jit(fns.init)(jax.random.key(0))
@@ -121,7 +121,7 @@ def write_sound(folder: pathlib.Path) -> None:
 
 
 def mutate(rng: random.Random, data: bytes) -> bytes:
-  """Some damage: to bytes or, where they are JSON, to a value in it."""
+  """Damages bytes or, in JSON, a value."""
   lines = data.split(b"\n")
   place = rng.randrange(len(lines))
   with contextlib.suppress(ValueError):
@@ -150,7 +150,7 @@ def _mutate_json(rng: random.Random, text: bytes) -> bytes:
   if not (isinstance(value, dict | list) and value):
     raise ValueError("nothing in it")
   inner = [value]
-  for part in inner:  # It grows: all containers.
+  for part in inner:  # Grows: all containers.
     children = part.values() if isinstance(part, dict) else part
     inner += [x for x in children if isinstance(x, dict | list) and x]
   part = rng.choice(inner)
@@ -188,10 +188,10 @@ def _in_time() -> Iterator[None]:
 def fuzz(
   folder: pathlib.Path, count: int, seed: int = 0
 ) -> dict[str, collections.Counter]:
-  """Reads mutants of sound files: what became of them, by file.
+  """Reads mutants of intact files; returns counts of results by file.
 
   Raises:
-    AssertionError: a reader let another error out, or said several lines.
+    AssertionError: A reader raised another error, or one of several lines.
   """
   outcomes = collections.defaultdict(collections.Counter)
   for number in range(count):

@@ -1,4 +1,4 @@
-"""Settings that would hang, fill the memory or mean nothing: one line each."""
+"""Settings that would hang, exhaust memory or be meaningless are rejected."""
 
 import pytest
 from helpers import tiny_run
@@ -41,7 +41,7 @@ _VALUES = {
 
 
 def _excluded(setting):
-  """Values of the type of a setting that the table does not allow."""
+  """Returns values of a setting's type that the table does not allow."""
   several = isinstance(setting.default, tuple)
   values = ["nope"]
   if isinstance(setting.allowed, schema.Range):
@@ -86,7 +86,7 @@ def test_values_of_a_key(model, key, value):
   "key", [key for key, x in config_lib.KEYS.items() if x.allowed is not None]
 )
 def test_values_that_the_table_excludes(key):
-  # The page of settings has what is allowed: see docs_test.py.
+  # The page of settings lists allowed values: see docs_test.py.
   setting = config_lib.KEYS[key]
   for value in _excluded(setting):
     config = config_lib.default_config()

@@ -1,7 +1,7 @@
-"""Checkpoints of every released format are read.
+"""Checkpoints of every released format can be read.
 
-`formats/N/` is the folder of a small windowed run that format N of the library
-wrote, in its second step, with responses half-written. A new format adds one:
+`formats/N/` is the folder of a small windowed run in checkpoint format N, after
+its second step, with unfinished responses. For a new format, add a folder:
 
     PYTHONPATH=.:tests:scripts/dev python tests/checkpoint/formats_test.py
 """
@@ -26,7 +26,7 @@ _POLICY = {4: 14853822941305320409, 5: 2916830003084079123}
 
 
 def make_config():
-  """Of a run in the working directory, so that no path is in its files."""
+  """Makes the config of a run in the working directory, without paths."""
   return tiny_run.make_config(
     "model",
     run__steps=2,
@@ -36,7 +36,7 @@ def make_config():
     checkpoint__every=2,
     eval__problems=4,
     value__reads_logprobs=False,  # Format 4 is older than the key.
-    environment__max_observation_tokens=64,  # As the default was.
+    environment__max_observation_tokens=64,  # The old default.
   )
 
 
@@ -60,7 +60,7 @@ def test_is_read_whole(released):
   assert policy.step == 2 and digest.checksum(policy.params) == _POLICY[number]
   tiny_run.write_model(pathlib.Path("model"))
   run = build.make_run(make_config())
-  # A default that changed; on a CPU both are the same.
+  # A default that changed; on a CPU, both values are equivalent.
   changed = Workdir(folder).changes(run.config)
   assert changed == {"model.head_chunk": [128, 0]}
   saver = checkpoint.Checkpointer(folder / "checkpoints", keep=2)
@@ -70,7 +70,7 @@ def test_is_read_whole(released):
   assert Workdir(folder).check_facts(2, facts, run.inputs) == []
   assert states.step == weights.version == 2
   assert states.learner.critic.optimizer.step == 1  # The first full batch.
-  # Half-written responses, some of them by the weights before.
+  # Unfinished responses, some of them by earlier weights.
   written = states.rollout.store
   assert set(written.lengths.tolist()) == {0, 5, 10}
   assert set(written.version[written.lengths == 10].flat) >= {0, 1}

@@ -1,4 +1,4 @@
-"""What was saved comes back on any mesh, or one line says why not."""
+"""Checkpoints are restored on any mesh, or a one-line error says why not."""
 
 import pathlib
 import resource
@@ -25,7 +25,7 @@ def make_mesh(*shape):
 
 
 def make_trees():
-  """Trees with the paths of real ones, in float32, bfloat16 and int32."""
+  """Makes trees with realistic paths in float32, bfloat16 and int32."""
   rng = np.random.default_rng(0)
   draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
   layer = lambda: {
@@ -72,8 +72,8 @@ def one_line(error):
   return text
 
 
-# data x fsdp x context x tensor: one device, each axis that arrays are split
-# or copied along, and several of them.
+# data x fsdp x context x tensor: one device, each axis along which arrays are
+# sharded or replicated, and several axes.
 LAYOUTS = [
   *((1, 1, 1, 1), (2, 1, 1, 1), (1, 8, 1, 1)),
   *((1, 2, 2, 2), (2, 2, 1, 2)),
@@ -82,7 +82,7 @@ LAYOUTS = [
 
 @pytest.fixture(autouse=True, scope="module")
 def _shares():
-  """Each device writes its share of what it has a copy of, as by default."""
+  """Lets each device write a slice of replicated arrays, Orbax's default."""
   of_tests = ocp.type_handlers.get_type_handler(jax.Array)
   register = ocp.type_handlers.register_type_handler
   register(jax.Array, ocp.type_handlers.ArrayHandler(), override=True)
@@ -92,7 +92,7 @@ def _shares():
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-  """Folder of the same arrays, saved from each of the layouts."""
+  """Folder with the same arrays saved from each layout."""
   folder = tmp_path_factory.mktemp("layouts")
   for sizes in LAYOUTS:
     write(folder / "x".join(map(str, sizes)), make_mesh(*sizes))
@@ -134,7 +134,7 @@ class TestRoundTrip:
     saver.wait()
     found = sorted(p.name for p in tmp_path.iterdir() if p.is_dir())
     assert found == ["2", "7"]
-    # A step that was taken away can be written again.
+    # A step that was removed can be written again.
     (tmp_path / "7").rename(tmp_path / "aside")
     assert saver.latest_step() == 2
     saver.save(6, {"policy": {"x": np.float32([6])}}, TOLD)
@@ -171,7 +171,7 @@ def _files(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _restore(directory):
-  """All of step 3 on the host, as it was saved or with an error."""
+  """Restores all of step 3 on the host, unchanged or with an error."""
   saver = reopen(directory)
   try:
     told = saver.record(3)
@@ -194,7 +194,7 @@ class TestDamage:
       try:
         trees = _restore(copy)
       except InputError as error:
-        # Without a COMMIT it is no checkpoint, and not a damaged one.
+        # Without COMMIT, it is no checkpoint rather than a damaged one.
         gone = (kind, file.name) == ("delete", "COMMIT")
         assert isinstance(error, checkpoint.DamagedError) != gone
         noticed += 1
@@ -209,7 +209,7 @@ class TestDamage:
     rng, noticed = np.random.default_rng(0), 0
     files = _files(tmp_path / "whole" / "3")
     largest = max(files, key=lambda file: file.stat().st_size)
-    for number in range(40):  # Half of them in what holds most of the arrays.
+    for number in range(40):  # Half in the largest file.
       file = largest if number % 2 else rng.choice(files)
       copy = shutil.copytree(tmp_path / "whole", tmp_path / str(number))
       place = copy / file.relative_to(tmp_path / "whole")
@@ -317,13 +317,13 @@ class TestUnreadable:
     half = tmp_path / "4.orbax-checkpoint-tmp"
     shutil.copytree(tmp_path / "3" / "policy", half / "policy")
     (tmp_path / "2.deleted").mkdir()
-    # All of it is there but the COMMIT.
+    # Everything but the COMMIT exists.
     shutil.copytree(tmp_path / "3", tmp_path / "4")
     (tmp_path / "4" / "COMMIT").unlink()
     saver = reopen(tmp_path)
     assert saver.latest_step() == 3
     assert not half.exists() and not (tmp_path / "2.deleted").exists()
-    # Nor does it stand in the way of the step's second attempt.
+    # It does not prevent a second attempt, either.
     saver.save(4, placed(make_trees(), make_mesh(1, 1, 1, 1)), TOLD)
     saver.close()
     assert reopen(tmp_path).latest_step() == 4
@@ -338,7 +338,7 @@ def restoring(directory):
 
 
 class TestUnwritable:
-  """A save that fails is known, counted, and takes nothing away."""
+  """A failed save is reported, counted, and removes nothing."""
 
   def saver(self, directory):
     saver = reopen(directory)
@@ -355,7 +355,7 @@ class TestUnwritable:
     assert "\n" not in line and len(line) < 500 and saver.new_errors() == []
     names = {path.name for path in directory.iterdir()}
     assert names <= {"1", "2", "3"}  # 3 without a COMMIT, if at all.
-    # With room again the next one succeeds.
+    # Once there is space again, the next save succeeds.
     saver.save(4, {"policy": {"x": np.float32([4])}}, TOLD)
     saver.wait()
     assert saver.new_errors() == [] and saver.latest_step() == 4
@@ -385,7 +385,7 @@ class TestUnwritable:
     with monkeypatch.context() as patch:
       patch.setattr(commit, "write", broken)
       saver.save(3, {"policy": {"x": np.float32([3])}}, TOLD)
-      # Until it is known there is neither a failure nor a newer step.
+      # Until it is noticed, there is neither a failure nor a newer step.
       assert saver.new_errors() == [] and saver.latest_step() == 2
       asked.set()
       saver.wait()

@@ -1,4 +1,4 @@
-"""States as checkpoints: any field goes through, a missing part is told."""
+"""States in checkpoints: all fields are saved, missing parts are reported."""
 
 import dataclasses
 import json
@@ -29,14 +29,14 @@ class Inner:
 
 @chex.dataclass(frozen=True)
 class State:
-  """A field of every kind that a state may get."""
+  """A state with a field of every kind."""
 
   number: int
   share: float
   name: str
   nothing: Any
   params: Any  # A tree of arrays.
-  moments: Moments  # Of host arrays.
+  moments: Moments  # Host arrays.
   inner: Inner
   store: Rollout | None
   waiting: Responses | None
@@ -67,14 +67,14 @@ def make_state():
 
 
 def shapes(tree):
-  """ShapeDtypeStructs of arrays on a device."""
+  """Returns ShapeDtypeStructs of arrays on a device."""
   return jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree
   )
 
 
 def abstract_of(state):
-  """The state as a checkpoint is read into it; its numbers do not matter."""
+  """Returns the abstract state for a restore; its numbers do not matter."""
   inner = state.inner
   return state.replace(
     number=0,
@@ -90,10 +90,10 @@ def abstract_of(state):
 
 
 def read(abstract, trees, values):
-  """The state of parts that were written to disk and read again."""
+  """Returns the state from parts that were written to disk and read again."""
   values = json.loads(json.dumps(values))
   wanted = checkpoint.targets({"x": abstract}, values)
-  # A checkpoint gives what it is asked for, on the given devices.
+  # A checkpoint restores the requested arrays on the given devices.
   found = jax.tree.map(
     lambda x, target: jax.device_put(x, target.sharding),
     {path: trees[path] for path in wanted},
@@ -111,7 +111,7 @@ class TestRoundTrip:
     assert (again.number, again.share, again.name) == (7, 0.1, "text")
     assert again.nothing is None and again.absent is None
     assert isinstance(again.moments, Moments)
-    # Host arrays come back as such: a run indexes and joins them.
+    # Host arrays stay host arrays: a run indexes and joins them.
     for tree in (again.store, again.waiting, again.moments):
       for leaf in jax.tree.leaves(tree):
         assert isinstance(leaf, (np.ndarray, np.generic))
@@ -164,7 +164,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_new_field_is_saved_where_it_is_declared(kind):
-  """Nothing but the dataclass knows of it."""
+  """A new field needs a declaration only in the dataclass."""
   state = make_state()
   pair = KINDS[kind](state) if callable(KINDS[kind]) else KINDS[kind]
   value, abstract = pair

@@ -1,4 +1,4 @@
-"""Data sets by name, with a Hub's cache of the test's own."""
+"""Data sets by name, from a temporary Hub cache."""
 
 import json
 

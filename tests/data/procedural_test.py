@@ -1,4 +1,4 @@
-"""What chain_sum and remainder share: seeds, splits, refusals, names."""
+"""Common behaviour of chain_sum and remainder: seeds, splits, errors, names."""
 
 import numpy as np
 import pretraining
@@ -7,14 +7,14 @@ import pytest
 from jaxrl_llm.data import remainder, sources, tasks
 
 TASKS = {"chain_sum": tasks.ChainSum, "remainder": remainder.Remainder}
-# Of training and evaluation: shipped base models and curves depend on them.
+# Training and evaluation problems, on which shipped bases and curves depend.
 GOLDEN = {
   "chain_sum": "6+1-5+6+3+8+1? 5-2+5+2+2-4+9? 6-3-2?"
   " 5-5+9-6+1+9+1? 7-1+1+5-4+2? 2+2-1-3?",
   "remainder": "37-6? 4-4? 32-5? 63-6? 21-4? 19-4?",
 }
-# One held-out problem too many: training needs one of 126 sums of two numbers,
-# and of 42 divisions that end after one line.
+# One held-out problem too many: training needs one of 126 sums of two numbers
+# and one of 42 divisions that end after one line.
 FULL = {"chain_sum": 126, "remainder": 42}
 SETTINGS = [
   *(("chain_sum", x) for x in ({}, {"max_ops": 2}, {"min_ops": 3})),

@@ -1,4 +1,4 @@
-"""Prompts: templates, and a source whose whole state is a value."""
+"""Prompts: templates, and a source whose entire state is a value."""
 
 import copy
 import dataclasses
@@ -20,7 +20,7 @@ CHATML = (
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-  """One token a character, `<s>` and `</s>` as control tokens."""
+  """One token per character, with control tokens `<s>` and `</s>`."""
   path = tmp_path_factory.mktemp("tokenizer")
   letters = tasks.CHARACTERS + "\n :<>/{}abcdefghijklmnopqrstuvwxyzQA\\"
   text = pretraining.character_tokenizer_json(letters)
@@ -123,7 +123,7 @@ def make_prompts(
 
 
 def draw(prompts, n):
-  """The first n prompts of a source."""
+  """Draws the first n prompts of a source."""
   drawn, _ = prompts.draw(prompts.init(), n)
   return drawn
 
@@ -147,7 +147,7 @@ class TestPromptSource:
     for position, n in ((0, 7), (50, 30), (61, 1), (199, 1), (60, 140)):
       before = make_prompts(tokenizer, make())
       _, state = before.draw(before.init(), position)
-      # Another process knows the state's numbers and the settings.
+      # Another process has only the state's numbers and the settings.
       state = prompt_source.PromptSourceState(**dataclasses.asdict(state))
       part, _ = make_prompts(tokenizer, make()).draw(state, n)
       assert part == whole[position : position + n]
@@ -241,7 +241,7 @@ class TestPromptSource:
     assert [p.group_id for p in whole] == list(range(14))
     for epoch in (whole[:7], whole[7:]):
       assert {p.example_id for p in epoch} == set(range(7))
-    # Of 14 positions in one epoch and at most 10 in the next.
+    # The position also counts dropped prompts: 10 per epoch.
     assert state.drawn == 14 and 14 < state.position <= 20
 
   def test_all_too_long(self, tokenizer):

@@ -1,4 +1,4 @@
-"""remainder: exact countdowns, a long tail, the noisy mixture."""
+"""The task remainder: exact countdowns, a long tail, the noisy mixture."""
 
 import collections
 import re
@@ -23,14 +23,14 @@ def right(solution, problem):
 
 
 def parse(text):
-  """The lines as (number, divisor, left), and what follows them."""
+  """Returns the lines as (number, divisor, left), and the text after them."""
   *lines, end = text.split(";")
   matches = [re.fullmatch(r"(\d+)-(\d)=(\d+)", line) for line in lines]
   return [tuple(map(int, m.groups())) for m in matches], end
 
 
 def longest_solution(max_ops):
-  """Characters: the largest number below 100 of the largest divisor."""
+  """Returns characters: the largest number below 100 by the largest divisor."""
   divisor = min(9, 100 // (max_ops + 1))
   number = (max_ops + 1) * divisor - 1
   return len(remainder.RemainderProblem(number, divisor).solution)
@@ -76,7 +76,7 @@ class TestRemainderProblem:
 class TestRemainder:
   @pytest.mark.parametrize("tail", [0.0, 0.7, 2.0])
   def test_number_of_operations_has_the_tail(self, tail):
-    # One problem held out, so that the shares are those that are drawn.
+    # Only one problem is held out, so that shares are as drawn.
     found = problems(4000, tail=tail, max_ops=10, eval_size=1)
     counts = collections.Counter(p.operations for p in found)
     shares = np.arange(1, 11) ** -tail

@@ -1,4 +1,4 @@
-"""Groups that are trained on again."""
+"""Replay: groups that are trained on again."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ from jaxrl_llm.types import join_rows, unjudged
 
 
 def groups(*ids, size=2, right=()):
-  """Responses of groups; `right` names those with one correct response."""
+  """Makes responses of groups; those in `right` have one correct response."""
   rng = np.random.default_rng(ids[0])
   rollout = tiny_run.random_rollout(rng, rows=size * len(ids), group_size=size)
   of = np.repeat(ids, size).astype(np.int32)
@@ -70,7 +70,7 @@ def test_draws_are_whole_groups_under_ids_of_their_own():
 
 
 def solved(example_ids, right, **ids):
-  """Groups of two responses to examples, the first of each right or not."""
+  """Makes groups of two responses, the first of each correct as in `right`."""
   made = groups(*range(len(example_ids)), **ids)
   correct = np.zeros(len(made.correct), bool)
   correct[::2] = right
@@ -96,7 +96,7 @@ class TestSuccesses:
       store.rollout.tokens[1], newer.rollout.tokens[0]
     )
     assert dart.add(store, solved([3], [False])) is store
-    # The oldest one leaves a full store.
+    # A full store drops the oldest one.
     store = dart.add(store, solved([1, 2], [True, True]))
     assert store.rollout.example_id.tolist() == [9, 1, 2]
 
@@ -172,7 +172,7 @@ def test_a_run_replays_and_resumes_bit_for_bit(model, tmp_path, changes):
     tmp_path / "run",
     schedule__replay=0.5,
     schedule__replay_keep="all",
-    run__samples=0,  # All responses are shown, those of earlier steps too.
+    run__samples=0,  # Logs all responses.
     run__samples_every=1,
     **changes,
   )
@@ -181,7 +181,7 @@ def test_a_run_replays_and_resumes_bit_for_bit(model, tmp_path, changes):
   assert rows[2]["rollout/replayed"] == 2
   assert rows[2]["staleness/max"] == 1
   assert rows[2]["correction/weight_mean"] > 0
-  if not lag:  # Other tokens are not compared.
+  if not lag:  # Without stale tokens.
     assert rows[2]["sampler_trainer/logprob_diff_max"] < 1e-5
     if "dynamic" not in str(changes):
       assert rows[2]["rollout/tokens"] < 0.8 * rows[1]["rollout/tokens"]

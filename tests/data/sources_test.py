@@ -1,4 +1,4 @@
-"""Sources: files of rows, TFDS without TensorFlow, parts of a source."""
+"""Data sources: files of rows, TFDS without TensorFlow, and splits."""
 
 import datetime
 import json
@@ -275,7 +275,7 @@ class TestTfds:
   def test_splits(self, tfds_dir):
     source = self.make(tfds_dir, split="train[1:2]")
     assert [e.answer for e in (source[0],)] == ["2"] and len(source) == 1
-    # The usual name of what is evaluated on.
+    # The usual name for evaluation.
     assert self.make(tfds_dir, split="eval")[1].id == "tiny_sums/test-1"
 
   @pytest.mark.parametrize(

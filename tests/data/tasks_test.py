@@ -1,4 +1,4 @@
-"""chain_sum: exact problems, held-out evaluation, the mixture; sums."""
+"""The tasks chain_sum (problems, held-out evaluation, mixture) and sums."""
 
 import collections
 import functools
@@ -73,7 +73,7 @@ class TestChainSum:
     assert min(counts.values()) > 420  # 500 expected, deviation 20.
 
   def test_evaluation_problems_are_never_trained_on(self):
-    # Three operations only, so that draws would often fall on the list.
+    # Only three operations, so that draws would often be held-out problems.
     settings = {"min_ops": 3, "max_ops": 3, "eval_size": 2000}
     evaluation = tasks.ChainSum(split="eval", **settings)
     held_out = {evaluation[i].question for i in range(2000)}
@@ -125,7 +125,7 @@ class TestNoisySolution:
         assert not right(solution, problem)
       else:
         kinds["skip"] += 1
-    # Whoever misreads a problem without a minus writes what is right.
+    # Misreading a problem without a minus gives the correct text.
     plain = np.mean([min(problem.terms) > 0 for problem, _ in drawn])
     assert 0.2 < plain < 0.27
     assert abs(kinds["misread"] / 6000 - 0.58 * (1 - plain)) < 0.02

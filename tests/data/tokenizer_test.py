@@ -91,7 +91,7 @@ class TestPieces:
     ids = [i for text in "aπ€😀b" for i in tokenizer.encode(text)]
     pieces = ["a", "", "π", "", "", "€", "", "", "", "😀", "b"]
     assert tokenizer.pieces(ids) == pieces
-    # A character that is cut, and bytes that never become one.
+    # A truncated character, and bytes that never form one.
     assert tokenizer.pieces(ids[:5]) == [*pieces[:4], "\ufffd"]
     cut = [ids[6]] * 9 + tokenizer.encode("ok")
     assert "".join(tokenizer.pieces(cut)) == tokenizer.decode(cut)
@@ -369,7 +369,7 @@ class TestChat:
 
 
 class TestReplies:
-  """What others say after the model's turn, in tokens."""
+  """Tokens of messages after the model's turn."""
 
   @pytest.mark.parametrize("role", ["user", "tool"])
   @pytest.mark.parametrize(

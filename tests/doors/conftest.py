@@ -1,4 +1,4 @@
-"""A tiny model, and tables that are as they were after a test."""
+"""A tiny model, and registries that are restored after each test."""
 
 import pytest
 from helpers import registries

@@ -1,4 +1,4 @@
-"""An engine of one's own: a server that is asked in JSON."""
+"""A user-defined engine: a server with a JSON interface."""
 
 import json
 
@@ -15,7 +15,7 @@ REASONS = {"stop": Status.FINISHED, "length": Status.OVERLONG}
 
 
 class Server:
-  """Completes requests under its weights; only text goes in and out."""
+  """Completes requests with its weights; input and output are text."""
 
   def __init__(self, fns, config):
     self._engine, self._version = Engine(fns, config), None
@@ -58,7 +58,7 @@ class Server:
 
 
 class Client:
-  """A `RolloutEngine` that writes whole responses."""
+  """A `RolloutEngine` that generates complete responses."""
 
   def __init__(self, fns, config, tokenizer, *, batch=8):
     del tokenizer
@@ -112,7 +112,7 @@ def test_a_server_trains_as_the_built_in_engine_does(model, tmp_path):
     got = {k: v for k, v in got.items() if k not in of_the_engine}
     assert got.keys() == wanted.keys()
     for name in got:
-      # Batches of other sizes round otherwise.
+      # Rounding depends on batch sizes.
       assert got[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-5), name
   assert rows[-1]["rollout/tokens"] == expected[-1]["rollout/tokens"]
 

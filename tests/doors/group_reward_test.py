@@ -57,7 +57,7 @@ def test_labels_train_and_never_evaluate(model, tmp_path, streaming):
   plain = build.make_run(doors.make_config(model))
   loop.start(plain, tmp_path, _Rows(first := []), None, 0.0)
   for row in rows[1:]:
-    # Random digits are seldom right, but an answer is the label of its group.
+    # Random digits are rarely correct, but one answer is its group's label.
     assert row["reward/true"] < row["reward/accuracy"]
     assert row["reward/mean"] == pytest.approx(2 * row["reward/accuracy"] - 1)
     assert 0 <= row["reward/agrees"] < 1
@@ -147,13 +147,13 @@ def test_a_function_of_trl_ranks_a_group(model, tmp_path):
     "reward__path": str(file),
     "reward__function": "best_of_its_group",
     "reward__workers": 1,
-    "eval__samples": 4,  # So that evaluated groups are of four, too.
+    "eval__samples": 4,  # Evaluated groups have four, too.
     "sampler__slots": 16,
   }
   rows = doors.train(model, tmp_path / "run", **changes)
   for row in rows[1:]:
     assert row["reward/errors"] == 0
-    # At least one of four is the best, and not all are.
+    # At least one of four is best, but not all of them.
     assert 0.25 <= row["reward/mean"] < 1
     assert row["reward/mean"] == row["reward/best_of_its_group"]
   assert np.isfinite(rows[-1]["policy/loss"])

@@ -1,4 +1,4 @@
-"""Logits processors of one's own in a run."""
+"""User-defined logits processors in a run."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +11,7 @@ from jaxrl_llm.trainer import build
 
 
 def cooler(distribution, context, accuracy, *, temperature):
-  """Samples closer to the mode where the batch before was right."""
+  """Samples closer to the mode if the previous batch was accurate."""
   del context
   factor = 1 - 0.5 * accuracy / temperature
   return distribution._replace(temperature=distribution.temperature * factor)
@@ -44,7 +44,7 @@ def test_trains_with_a_correction(model, tmp_path):
     model, tmp_path / "run", off_policy__correction="truncate", **BOTH
   )
   for row in rows[1:]:
-    # The sampler says what it drew from; the trainer scores the policy.
+    # The sampler reports its modified distribution; the trainer, the policy.
     assert row["sampler_trainer/logprob_diff_mean"] > 0.01
     assert 0 < row["correction/weight_mean"] < 1
   plain = doors.train(model, tmp_path / "plain")

@@ -1,4 +1,4 @@
-"""Doors of a prompt source meet the other features of a rollout."""
+"""Features of prompt sources work together with other rollout features."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from jaxrl_llm.data.prompt_source import PromptSource
 
 
 class Everything(PromptSource):
-  """Ragged groups with openings, and one prompt once more."""
+  """Ragged groups with openings, and one redrawn prompt."""
 
   def __init__(self, *args, looks=True, **settings):
     super().__init__(*args, **settings)
@@ -29,7 +29,7 @@ class Everything(PromptSource):
 
 
 class Whole(Everything):
-  """Without a second look, which partial batches refuse."""
+  """Without redrawn prompts, which partial batches do not support."""
 
   again = PromptSource.again
 
@@ -82,7 +82,7 @@ def test_whole_batches(model, tmp_path, features):
   for row in rows[1:]:
     assert 2 <= row["rollout/again"] <= 4 and row["rollout/again_tokens"] > 0
     assert row["reward/errors"] == 0
-    # With a lag no token is of the weights that score it.
+    # With lag, no token is scored by the weights that sampled it.
     assert row.get("sampler_trainer/logprob_diff_max", 0.0) < 1e-5
   if "environment" in features:
     assert rows[-1]["rollout/turns_mean"] > 0

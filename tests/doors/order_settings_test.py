@@ -1,4 +1,4 @@
-"""Settings of a prompt source of one's own."""
+"""Settings of a user-defined prompt source."""
 
 import pytest
 from helpers import doors

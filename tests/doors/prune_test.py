@@ -1,4 +1,4 @@
-"""Responses that a schedule gives up: ARRoL's door."""
+"""Schedules that abort responses, as ARRoL does."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from jaxrl_llm.trainer import build
 from jaxrl_llm.types import Status
 
 LIMIT = 8
-# With few slots a decode call ends when one is free, and the rule decides.
+# With few slots, a decode call ends when one is free; then the rule decides.
 PRUNED = {
   "schedule__stop": "prune",
   "sampler__max_response_length": 40,
@@ -21,14 +21,14 @@ PRUNED = {
 
 
 def pruning(view):
-  """Gives up every other response that is over the limit."""
+  """Aborts every other response above the length limit."""
   long = view.active & (view.lengths >= LIMIT)
   stop = np.flatnonzero(long & (np.arange(long.size) % 2 == 0))
   return continuous_batching(view)._replace(stop=stop.tolist())
 
 
 def pruning_the_last(view):
-  """Gives up two responses that have not begun."""
+  """Aborts two responses that have not begun."""
   stop = np.flatnonzero(view.waiting)[-2:] if view.active.any() else []
   return continuous_batching(view)._replace(stop=list(stop))
 
@@ -84,9 +84,9 @@ def test_no_loss_and_no_baseline_has_them(model):
   assert [v.error for v in judged.verdicts] == [
     "stopped" if given_up else None for given_up in stopped
   ]
-  # Nothing that they wrote is lost.
+  # Their tokens are not lost.
   assert rollout.mask.sum() == run.worker.writer.engine.stats.tokens
-  # An update is the same whatever they were worth.
+  # Their rewards do not affect the update.
   experience = []
   for rewards in (responses.rewards, np.where(stopped, 9.0, responses.rewards)):
     given = dataclasses.replace(responses, rewards=rewards.astype(np.float32))

@@ -1,4 +1,4 @@
-"""What no estimator takes: numbers out of range, and shapes that disagree."""
+"""Estimators reject numbers out of range and inconsistent shapes."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ lambda_of = estimators.length_adaptive_lambda
 code_of = estimators.entropy_code
 statistics = estimators.EntropyStatistics(*[np.float32(0.0)] * 4)
 
-# An estimator, its arrays and settings, and a part of what it says.
+# An estimator, its arrays and settings, and a part of the error message.
 CASES = [
   (gae, [TOKENS, np.ones((2, 4)), MASK], GAE, "shape"),
   (gae, [TOKENS, TOKENS, ROW], GAE, "shape"),

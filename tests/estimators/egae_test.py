@@ -1,4 +1,4 @@
-"""Tests of extended GAE and what belongs to a cut response."""
+"""Tests of extended GAE and the handling of truncated responses."""
 
 import functools
 
@@ -19,7 +19,7 @@ _gae = jax.jit(estimators.gae)
 
 
 def _batch(length=70, rows=8, seed=0):
-  """Ragged rows with holes, an empty and a one-token row, both cut; NaN."""
+  """Makes ragged rows with holes; an empty and a short row are truncated."""
   rng = np.random.default_rng(seed)
   mask = np.arange(length) < rng.integers(1, length + 1, rows)[:, None]
   mask &= rng.random((rows, length)) < 0.8
@@ -68,7 +68,7 @@ class TestGolden:
     np.testing.assert_allclose(actual, expected, atol=1e-6)
 
   def test_two_windows_of_one_response(self):
-    """The second window ends with R = -1; the first one is context then."""
+    """The second window ends with R = -1 and has the first one as context."""
     values = np.array([0.5, 0.6, 0.4, 0.8, 0.7, 0.2], np.float32)
     rewards = np.array([0, 0, 0, 0, 0, -1], np.float32)
     window = np.arange(6) < 4
@@ -114,7 +114,7 @@ class TestEgae:
   def test_rows_that_ended_equal_gae_in_every_bit(self, boundary):
     rewards, values, mask, truncated, next_values = _batch(seed=1)
     kwargs = dict(boundary=boundary, next_values=next_values, **_SETTINGS)
-    # Compilers may round the sums of two programs in different ways.
+    # Compilers may round sums differently in two programs.
     with jax.disable_jit():
       plain = _gae(rewards, values, mask, **_SETTINGS)
       mixed = _egae(rewards, values, mask, truncated, **kwargs)

@@ -1,4 +1,4 @@
-"""Tests of HAPO's entropy code and of what it changes."""
+"""Tests of HAPO's entropy code and its effects."""
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +11,13 @@ from jaxrl_llm import estimators
 _ENTROPIES = np.array([0.01, 0.05, 0.2, 0.5, 1.5], np.float32)
 _CLIP = dict(clip_low=0.2, clip_high=0.2)
 _ALL = np.ones(5, bool)
-# Compiled, as one would use them; one test holds jit against plain.
+# Compiled, as in use; one test compares this with eager mode.
 _statistics = jax.jit(estimators.entropy_statistics, static_argnames="quantile")
 _entropy_code = jax.jit(estimators.entropy_code, static_argnames="sign")
 
 
 def _batch(seed=0):
-  """[6, 30] with holes, an empty and a one-token row; NaN where masked."""
+  """Makes [6, 30] with holes, an empty and a one-token row; NaN if masked."""
   rng = np.random.default_rng(seed)
   mask = rng.random((6, 30)) < 0.5
   mask[1] = False
@@ -112,7 +112,7 @@ class TestAdaptiveClip:
 
 class TestRedistribute:
   def test_every_case(self):
-    """Raised outside the neutral zone if unsure, damped inside if sure."""
+    """Raised outside the neutral zone if uncertain, damped inside if not."""
     code = np.float32([0.5, 0.5, 0.5, -0.5, -0.5, -0.5, 0.0, 0.0])
     ratio = np.float32([0.85, 1.0, 1.2, 0.85, 1.0, 1.2, 0.5, 1.0])
     advantages = np.float32([2, 2, -2, 2, 2, -2, 2, -2])

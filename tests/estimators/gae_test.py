@@ -11,7 +11,7 @@ from jaxrl_llm import estimators
 _VALUES = np.array([0.5, 0.6, 0.4, 0.8], np.float32)
 _REWARDS = np.array([0.0, 0.0, 0.0, 1.0], np.float32)
 _VALID = np.ones(4, bool)
-# Compiled, as one would use them; TestTransformations holds jit against plain.
+# Compiled, as in use; TestTransformations compares this with eager mode.
 _gae = jax.jit(estimators.gae)
 _lambda_returns = jax.jit(estimators.lambda_returns)
 _BOTH = [
@@ -21,7 +21,7 @@ _BOTH = [
 
 
 def _batch(length, rows=6, seed=0):
-  """Ragged rows: holes, an empty row, a one-token row; NaN where masked."""
+  """Makes ragged rows with holes, one empty, one of length 1; NaN if masked."""
   rng = np.random.default_rng(seed)
   lengths = rng.integers(1, length + 1, rows)
   lengths[0] = length
@@ -59,7 +59,7 @@ class TestGolden:
 
 
 class TestAgainstReference:
-  # One token, less than a block, exactly blocks, blocks and a rest.
+  # One token, less than a block, exactly one block, a block and a remainder.
   @pytest.mark.parametrize("length", [1, 5, 128, 150])
   @pytest.mark.parametrize("function, slow", _BOTH)
   def test_ragged_batches(self, length, function, slow):

@@ -13,7 +13,7 @@ from jaxrl_llm import estimators
 _CENTERS = ["mean", "median", "leave_one_out"]
 _SCALES = ["std", "mad", "none"]
 LEAVE_ONE_OUT = {"center": "leave_one_out", "scale": "none"}
-# Compiled, as one would use it; one test holds jit against plain.
+# Compiled, as in use; one test compares this with eager mode.
 _group_relative = jax.jit(
   estimators.group_relative, static_argnames=["num_groups", "center", "scale"]
 )
@@ -32,7 +32,7 @@ class TestGolden:
       ([1, 1, 1, -1], {}, [*[0.4999995] * 3, -1.4999985]),
       ([1, 1, 1, -1], {"scale": "none"}, [*[0.5] * 3, -1.5]),
       ([1, 1, 1, -1], LEAVE_ONE_OUT, [*[2 / 3] * 3, -2.0]),
-      # One of sixteen tells GRPO from Dr. GRPO.
+      # One of sixteen distinguishes GRPO from Dr. GRPO.
       ([1, *[-1] * 15], {}, [3.749993, *[-0.25] * 15]),
       ([1, *[-1] * 15], {"scale": "none"}, [1.875, *[-0.125] * 15]),
       ([1, -1] * 8, {}, [0.968245, -0.968245] * 8),
@@ -88,7 +88,7 @@ class TestProperties:
   def test_single_rows_and_equal_rewards_give_exactly_zero(
     self, center, scale, epsilon
   ):
-    # 0.1 and 0.3 have means that round; one group has a single row.
+    # Means of 0.1 and 0.3 are rounded; one group has a single row.
     rewards = np.repeat(np.float32([0.1, 0.3, 5.0]), [7, 6, 1])
     groups = np.repeat(np.array([0, 1, 2]), [7, 6, 1])
     actual = self._call(

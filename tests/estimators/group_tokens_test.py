@@ -1,4 +1,4 @@
-"""Tests of token-level groups, the median's pivot and the optimal baseline."""
+"""Tests of token-level groups, the median pivot and the optimal baseline."""
 
 import functools
 
@@ -10,7 +10,7 @@ import reference
 
 from jaxrl_llm import estimators, masked
 
-# Compiled, as one would use them; tests of padding hold jit against plain.
+# Compiled, as in use; tests of padding compare this with eager mode.
 _group = jax.jit(
   estimators.group_relative, static_argnames=["num_groups", "center", "scale"]
 )
@@ -22,7 +22,7 @@ _baseline = jax.jit(estimators.optimal_baseline, static_argnames="num_groups")
 
 
 def _batch(seed=0):
-  """Ragged groups 0..5 (3 is empty, 0 has one row) in any order, no ties."""
+  """Makes ragged groups 0..5, unordered, without ties; 3 is empty, 0 single."""
   rng = np.random.default_rng(seed)
   groups = rng.permutation(np.repeat([0, 1, 2, 4, 5], [1, 2, 5, 8, 7]))
   rewards = rng.normal(size=23).astype(np.float32)
@@ -52,7 +52,7 @@ class TestTokenGroupRelative:
     ],
   )
   def test_equal_lengths_golden(self, rewards, expected):
-    """The spread is the population's; GRPO's would give 0.5 and 3.749993."""
+    """The deviation is the population's; GRPO's would give 0.5 and 3.749993."""
     size = len(rewards)
     actual = _token_group(
       np.float32(rewards),
@@ -93,7 +93,7 @@ class TestTokenGroupRelative:
       np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
 
   def test_a_short_response_that_stands_alone_falls_back_to_grpo(self):
-    """A of one token among 401 would be 20; the other group stays."""
+    """One token of 401 would have advantage 20; the other group stays as is."""
     rewards = np.float32([1, -1, -1, 1, -1])
     lengths = np.int32([1, 200, 200, 10, 30])
     groups = np.int32([0, 0, 0, 1, 1])

@@ -1,4 +1,4 @@
-"""Tests of the steps around an estimator, and of REINFORCE++ made of them."""
+"""Tests of steps around estimators, and of REINFORCE++ composed of them."""
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +90,7 @@ class TestLengthAdaptiveLambda:
     np.testing.assert_allclose(jax.jit(function)(lengths), expected, atol=1e-6)
 
 
-# Compiled, as one would use it; one test holds jit against plain.
+# Compiled, as in use; one test compares this with eager mode.
 _whiten = jax.jit(estimators.whiten, static_argnames="center")
 
 

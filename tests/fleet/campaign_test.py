@@ -5,8 +5,8 @@
 
 Half of the episodes are healthy. An alarm is right if it names the broken host
 after it broke; every other alarm counts as wrong. Prints a table of detectors
-and profiles. Settings of the detector were chosen on the simulators `fleets`
-and `units`, on seeds from 2,000,000 on; `unseen` is for reports alone.
+and profiles. The detector's settings were chosen on the simulators `fleets` and
+`units`, with seeds from 2,000,000 on; `unseen` is only for reporting.
 """
 
 import functools
@@ -22,7 +22,7 @@ from parts import program
 from jaxrl_llm import fleet
 from jaxrl_llm.fleet import denoiser
 
-_SIZES = (4, 8, 16, 32, 64, 128)  # Hosts; larger ones are like these.
+_SIZES = (4, 8, 16, 32, 64, 128)  # Hosts; larger fleets behave alike.
 _VAE, _JOINT = 2.7, 0.6  # Thresholds of other detectors.
 SIMULATORS = {
   "fleets": fleets.episode,
@@ -41,7 +41,7 @@ class Outcome(NamedTuple):
 
 
 def fitted(episodes: int = 8, **training: int):
-  """Denoisers that learned from healthy fleets of seeds of their own."""
+  """Returns denoisers trained on healthy fleets of separate seeds."""
   windows = []
   for i in range(episodes):
     drawn = fleets.episode(10**6 + i, hosts=16, faulty=False)
@@ -136,7 +136,7 @@ def test_the_denoiser_finds_broken_hosts():
 @pytest.mark.parametrize("simulator", SIMULATORS)
 @pytest.mark.parametrize(("hard", "least"), [(False, 0.95), (True, 0.88)])
 def test_a_campaign(simulator, hard, least):
-  """Finds the faults of seeds that no setting was chosen on."""
+  """Finds faults of seeds that were not used to choose settings."""
   outcomes = campaign(
     48, hard=hard, compared={"median": fleet.detect}, simulator=simulator
   )

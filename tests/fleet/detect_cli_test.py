@@ -1,4 +1,4 @@
-"""scripts/detect.py on files of a fleet."""
+"""Tests of scripts/detect.py on files of a fleet."""
 
 import json
 
@@ -21,7 +21,7 @@ def samples(seed, seconds=900, broken=False, **more):
   return [
     {"time": _NOW + i, "duty_cycle": float(a), "power": float(b), **more}
     for i, (a, b) in enumerate(values)
-    if i % 17  # Not every second arrives.
+    if i % 17  # Some seconds are missing.
   ]
 
 

@@ -45,7 +45,7 @@ class TestFillGaps:
 
 class TestDistances:
   def test_the_farthest_is_that_of_all_pairs(self):
-    # A broken host among healthy ones, as many times.
+    # A broken host among healthy ones, equally often.
     for seed in range(50):
       rng = np.random.default_rng(seed)
       points = rng.standard_normal((40, 8))
@@ -116,7 +116,7 @@ class TestMedianScores:
 
 class TestWatch:
   def looks(self, *suspects, hold_s=20.0):
-    """Alarms at looks 10 seconds apart; None is a look without a suspect."""
+    """Returns alarms for checks every 10 seconds; None means no suspect."""
     since, alarms = np.full((4, 1), np.nan), []
     for i, suspect in enumerate(suspects):
       found = np.zeros((4, 1))
@@ -158,7 +158,7 @@ class TestDetect:
   def test_names_the_host(self):
     (alarm,) = fleet.detect(broken())
     assert (alarm.host, alarm.metric) == (2, 1)
-    # Half of the minute's mean is enough; then four minutes without a break.
+    # Half of the minute's mean suffices; then four uninterrupted minutes.
     assert 200 <= alarm.since <= 260 and 240 <= alarm.until - alarm.since <= 250
     assert fleet.detect(noise()) == []
     assert fleet.detect(broken()[:, :400]) == []  # Not long enough yet.
@@ -172,7 +172,7 @@ class TestDetect:
 
   def test_names_the_metric_that_tells_most(self):
     x = noise()
-    x[2, 100:] += 60.0  # All metrics reach the threshold at the same moment.
+    x[2, 100:] += 60.0  # All metrics exceed the threshold at once.
     for names, first in (
       (["disk", "gpu_power", "cpu_usage"], "cpu_usage"),
       (["disk", "fan", "gpu_power"], "gpu_power"),
@@ -243,7 +243,7 @@ class TestDetect:
 
   def test_a_frozen_metric_is_a_fault(self):
     x = noise()
-    x[4, 200:, 1] = 0.1  # Its level is as before.
+    x[4, 200:, 1] = 0.1  # Its level is unchanged.
     (alarm,) = fleet.detect(x)
     assert (alarm.host, alarm.metric) == (4, 1)
 
@@ -257,7 +257,7 @@ class TestDetect:
   def test_roles_are_compared_apart(self):
     x = noise(hosts=8)
     roles = ["trainer"] * 4 + ["sampler"] * 4
-    x[4:] += 50.0  # They do something else.
+    x[4:] += 50.0  # Another workload.
     x[5, 200:, 0] -= 8.0
     (alarm,) = fleet.detect(x, roles=roles)
     assert (alarm.host, alarm.metric) == (5, 0)
@@ -280,7 +280,7 @@ class TestDenoiser:
     clean = np.asarray(denoiser._reconstruct(params, windows))
     assert clean.shape == windows.shape
     assert clean.var() < 0.7 * windows.var()
-    # What is left is of the window, not of all windows: its level.
+    # The remainder is specific to the window: its level.
     levels = np.corrcoef(clean.mean(-1).ravel(), windows.mean(-1).ravel())[0, 1]
     assert levels > 0.6
 
@@ -302,7 +302,7 @@ class TestSlowHosts:
 
   def test_twice_as_slow_is_named_within_half_a_minute(self):
     x = self.seconds(slow=[(3, 10, 0)])
-    # A step takes the slow host 5 s: four of them are 20 s.
+    # A step takes the slow host 5 s, four steps take 20 s.
     assert self.slow(x[:, :13]) == []
     (alarm,) = self.slow(x[:, :15])
     assert (alarm.host, alarm.metric) == (3, 0)
@@ -328,7 +328,7 @@ class TestSlowHosts:
     steps = np.full(own.shape[:2], 10.0)
     (alarm,) = fleet.slow_hosts(own, steps, roles=["a"] * 5)
     assert (alarm.host, alarm.metric) == (3, 1)
-    # Of a step of a minute it is no twentieth.
+    # It is less than a twentieth of a one-minute step.
     assert fleet.slow_hosts(own, 6 * steps, roles=["a"] * 5) == []
 
   def test_healthy_ones_and_tiny_phases_are_not(self):

@@ -1,4 +1,4 @@
-"""Suspects of a running training, from the files of its hosts."""
+"""Suspects in a running job, from the files of its hosts."""
 
 import functools
 import itertools
@@ -22,7 +22,7 @@ def write(file, rows):
 
 
 def of_samples(shares, ends=None):
-  """Samples of hosts [H], with shares [H, N] of the time that they stall."""
+  """Makes samples of hosts that stall for fractions [H, N] of the time."""
   hosts = {}
   for host, row in enumerate(shares):
     end = _NOW if ends is None else ends[host]
@@ -38,7 +38,7 @@ def of_samples(shares, ends=None):
 
 
 def of_steps(seconds, step_s=6.0):
-  """Steps of hosts [H], with seconds [H, N] of their own work on rewards."""
+  """Makes steps of hosts with seconds [H, N] of work on rewards."""
   hosts = {}
   for host, row in enumerate(seconds):
     hosts[f"{host}-vm"] = [
@@ -78,7 +78,7 @@ class TestSuspects:
     assert find(tmp_path) == {}
     seconds[2, -3:] = 2.0
     write_steps(tmp_path, seconds)
-    assert find(tmp_path) == {}  # Three steps may be chance.
+    assert find(tmp_path) == {}  # Three may be chance.
     seconds[2, -4:] = 2.0
     write_steps(tmp_path, seconds)
     assert find(tmp_path) == {"2-vm": ("host/reward_s", 24)}
@@ -90,7 +90,7 @@ class TestSuspects:
     shares[3, -4:] = 0.5
     write_samples(tmp_path, shares)
     assert find(tmp_path) == {"3-vm": ("stalled", 16)}
-    shares[3, -2] = 0.35  # All may do that on a busy machine.
+    shares[3, -2] = 0.35  # Normal on a busy machine.
     write_samples(tmp_path, shares)
     assert find(tmp_path) == {}
 
@@ -140,7 +140,7 @@ class TestSuspects:
     write_steps(tmp_path, np.ones((3, 1)))
     (tmp_path / "0-vm.jsonl").write_text("")
     first = {"step": 7, "time": _NOW, "time/step_s": 1.0}
-    write(tmp_path / "1-vm.jsonl", [first])  # No step that both have.
+    write(tmp_path / "1-vm.jsonl", [first])  # No common step.
     (tmp_path / "samples" / "3-vm.jsonl").write_text('{"time": 18')
     assert find(tmp_path) == {}
     with (tmp_path / "samples" / "1-vm.jsonl").open("ab") as file:
@@ -167,7 +167,7 @@ class TestSuspects:
 
 def test_a_healthy_hour_names_nobody(monkeypatch):
   """A host stalls for up to 12 s every few minutes, and 3 % of its rewards take
-  three times as long; the first one does more. Looked at after every sample.
+  three times as long; the first host does more. It is checked per sample.
   """
   rng, hosts, number = np.random.default_rng(0), 8, 900
   stalled = rng.beta(1, 30, (hosts, number)) + rng.uniform(0, 0.1, number)
@@ -227,7 +227,7 @@ class TestHostWatch:
       write_samples(tmp_path, np.zeros((3, 4)), [_NOW, _NOW, _NOW - silent])
       watch._look()
       found.append(watch.metrics())
-    # It was still suspected when the third step began.
+    # It was still a suspect when the third step began.
     suspect = {"host/suspect": 2}
     assert found == [{}, suspect, suspect, {}]
 

@@ -1,4 +1,4 @@
-"""A random chat model over all ASCII characters, as a directory."""
+"""Writes a random chat model over all ASCII characters to a directory."""
 
 import dataclasses
 import json
@@ -22,10 +22,10 @@ _TEMPLATE = (
 
 
 def write(directory: pathlib.Path, words: Sequence[str] = ()) -> pathlib.Path:
-  """2 layers of width 32, a token a character, and a chat template.
+  """Writes a model of 2 layers, width 32, one token per character, a template.
 
   Args:
-    directory: new.
+    directory: a new directory.
     words: further tokens, which only the model writes.
   """
   directory.mkdir(parents=True)

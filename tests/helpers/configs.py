@@ -1,4 +1,4 @@
-"""The configs of the project's methods, by their names."""
+"""Loads and compares the configs of the project's methods."""
 
 import ast
 import importlib.util
@@ -11,7 +11,7 @@ METHODS = sorted(path.stem for path in FOLDER.glob("*.py"))
 
 
 def load(name, preset=""):
-  """What `--config=configs/NAME.py[:PRESET]` is."""
+  """Returns the config of `--config=configs/NAME.py[:PRESET]`."""
   path = FOLDER / f"{name}.py"
   spec = importlib.util.spec_from_file_location(f"config_{name}", path)
   module = importlib.util.module_from_spec(spec)
@@ -20,7 +20,7 @@ def load(name, preset=""):
 
 
 def value(text):
-  """A setting as it is written: a number, True, a tuple, or a word."""
+  """Parses the value of a setting: a number, True, a tuple, or a word."""
   try:
     return ast.literal_eval(text)
   except ValueError:
@@ -28,13 +28,13 @@ def value(text):
 
 
 def resolved(config):
-  """Every key with its value, references followed."""
+  """Returns every key with its value, with references resolved."""
   config = config.copy_and_resolve_references()
   return {key: config_lib.get(config, key) for key in config_lib.KEYS}
 
 
 def keys(config, prefix=""):
-  """Every dotted key that holds a value."""
+  """Yields every dotted key that has a value."""
   found = []
   for name, value in config.items():
     path = prefix + name
@@ -44,6 +44,6 @@ def keys(config, prefix=""):
 
 
 def differing(one: dict, other: dict) -> set[str]:
-  """The keys whose values differ; both must have the same keys."""
+  """Returns the keys whose values differ; both must have the same keys."""
   assert one.keys() == other.keys()
   return {key for key in one if one[key] != other[key]}

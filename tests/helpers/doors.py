@@ -1,4 +1,4 @@
-"""Trains a plugin for two steps, and once more from its first checkpoint."""
+"""Trains a plugin for two steps, then resumes from its first checkpoint."""
 
 import pathlib
 
@@ -8,7 +8,7 @@ from jaxrl_llm.trainer import build
 
 
 def make_config(model: pathlib.Path, **changes):
-  """Four groups of four without a critic."""
+  """Makes a config with four groups of four and without a critic."""
   settings = {
     "estimator__name": "group",
     "loss__nll_coefficient": 0.0,
@@ -22,9 +22,9 @@ def make_config(model: pathlib.Path, **changes):
 
 
 def train(model: pathlib.Path, folder: pathlib.Path, **changes) -> list[dict]:
-  """Trains two steps; returns the rows of metrics.
+  """Trains for two steps; returns the rows of metrics.
 
-  The second step, resumed from the first one, must be the same.
+  Resuming from the first step must repeat the second one exactly.
   """
   run = build.make_run(make_config(model, **changes))
   rows = tiny_run.train_and_resume(run, folder)

@@ -4,7 +4,7 @@ from jaxrl_llm.rollout.environments import Observation
 
 
 class Echo:
-  """Says the number of the turn, three times; every turn is worth 1."""
+  """Replies with the turn's number for three turns, each with reward 1."""
 
   state = None
 

@@ -1,17 +1,17 @@
 """Two more simulators of fleets, independent of `fleets` and of each other.
 
-A detector that was adjusted on one simulator may have learned that simulator.
+A detector that was tuned on one simulator may be overfitted to it.
 `units` draws metrics in physical units, whose hosts differ by a factor of their
-level; settings may be chosen on it. `unseen` has heavy tails, wandering levels,
+level; settings may be chosen on it. `unseen` has heavy tails, drifting levels,
 quantised counters and other faults; no setting of the detector was chosen on
-it. Both draw faults of 3 to 8 standard deviations of a second's noise; the hard
-profile doubles noise, drifts, bursts and the differences between hosts.
+it. Both draw faults of 3 to 8 standard deviations of the per-second noise; the
+hard profile doubles noise, drifts, bursts and differences between hosts.
 """
 
 import numpy as np
 from helpers.fleets import Episode
 
-# Name, level, noise as a share of the level, share that follows the load.
+# Name, level, noise and load dependence as fractions of the level.
 _UNITS = (
   ("cpu_usage", 55.0, 0.03, 0.5),
   ("pfc_tx_rate", 900.0, 0.05, 0.8),
@@ -44,7 +44,7 @@ def units(seed: int, *, hosts: int, faulty: bool, hard: bool) -> Episode:
   level, share, follows = (np.array(c) for c in list(zip(*_UNITS))[1:])
   noise = (level * share).astype(np.float32)
   bias = rng.uniform(-0.15, 0.15, (hosts, len(level))) * more
-  bias *= rng.random(len(level)) ** 2  # Some metrics differ by little.
+  bias *= rng.random(len(level)) ** 2  # Some metrics hardly differ.
   time = np.arange(seconds)
   x = np.empty((hosts, seconds, len(level)), np.float32)
   for role in set(roles):
@@ -53,10 +53,10 @@ def units(seed: int, *, hosts: int, faulty: bool, hard: bool) -> Episode:
     x[mine] = (level * (1 - follows * idle)).astype(np.float32)
   x *= (1 + bias[:, None]).astype(np.float32)
   x += noise * more * _red(rng, x.shape, rng.uniform(0.0, 0.7))
-  # The day's wave and what fills up differ a little from host to host.
+  # Daily cycle and growth over time differ slightly between hosts.
   hour = rng.uniform(0, 24)
   day = np.sin(2 * np.pi * (hour + time / 3600) / 24) * 24 / (2 * np.pi)
-  day = (day - day[0]) * rng.uniform(0, 12) * more  # Noises an hour.
+  day = (day - day[0]) * rng.uniform(0, 12) * more  # Noise deviations per hour.
   x[..., 12] += noise[12] * day * rng.uniform(0.7, 1.3, (hosts, 1))
   for k in (7, 10, 14):
     fills = rng.uniform(0, 4) * more * rng.uniform(0.6, 1.4, (hosts, 1))
@@ -79,7 +79,7 @@ def units(seed: int, *, hosts: int, faulty: bool, hard: bool) -> Episode:
 
 
 def _load(rng, time) -> np.ndarray:
-  """Steps of generating and training, and a pause of some of the jobs."""
+  """Returns the load of generation and training; some jobs have a pause."""
   period, duty = rng.uniform(15, 200), rng.uniform(0.3, 0.8)
   load = np.where(time / period % 1 < duty, 1.0, rng.uniform(0.2, 0.9))
   if rng.random() < 0.4:
@@ -89,7 +89,7 @@ def _load(rng, time) -> np.ndarray:
 
 
 def _red(rng, shape, hangs) -> np.ndarray:
-  """Noise of variance 1 along axis 1 with that correlation from second on."""
+  """Draws noise of variance 1 that is autocorrelated along axis 1."""
   x = rng.standard_normal(shape, np.float32)
   for t in range(1, shape[1]):
     x[:, t] = hangs * x[:, t - 1] + np.sqrt(1 - hangs**2) * x[:, t]
@@ -125,20 +125,20 @@ _UNSEEN_FAULTS = (
 
 
 def unseen(seed: int, *, hosts: int, faulty: bool, hard: bool) -> Episode:
-  """Draws 12 to 18 minutes of a fleet whose metrics have no names."""
+  """Draws 12 to 18 minutes of a fleet with unnamed metrics."""
   rng = np.random.default_rng((777, seed))
   more, seconds = (2.0 if hard else 1.0), int(rng.integers(720, 1080))
   metrics = int(rng.integers(8, 25))
   kinds = 1 if hosts < 9 else int(rng.integers(1, 4))
   roles = tuple("abc"[i * kinds // hosts] for i in range(hosts))
-  # A second's noise has heavy tails, sizes of its own for host and metric.
+  # Per-second noise has heavy tails and a scale per host and metric.
   x = rng.standard_t(4, (hosts, seconds, metrics)).astype(np.float32) / 1.414
   loud = np.exp(rng.normal(0, 0.15, (hosts, 1, metrics))).astype(np.float32)
   kept = rng.uniform(0, 0.75, metrics).astype(np.float32)
   for t in range(1, seconds):
     x[:, t] = kept * x[:, t - 1] + np.sqrt(1 - kept**2) * x[:, t]
   x *= loud * more
-  # Levels wander slowly, and differ for good, by more in some metrics.
+  # Levels drift slowly and differ permanently, by more in some metrics.
   wander = rng.standard_normal((hosts, seconds // 60 + 2, metrics)).cumsum(1)
   wander *= 0.08 * more * (rng.random(metrics) < 0.5)
   spots = np.arange(seconds) / 60
@@ -170,7 +170,7 @@ def unseen(seed: int, *, hosts: int, faulty: bool, hard: bool) -> Episode:
 
 
 def _common(rng, kinds, seconds, metrics) -> np.ndarray:
-  """What all hosts of a role do alike: [roles, S, K]."""
+  """Draws the part that all hosts of a role share, [roles, S, K]."""
   time = np.arange(seconds)[:, None]
   factors = []
   for _ in range(kinds):

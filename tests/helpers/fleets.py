@@ -1,14 +1,14 @@
 """Simulates second-by-second records of fleets with at most one fault.
 
-The kinds of faults and their shares are those of Minder (arXiv 2411.01791), as
-is that some faults spread to other hosts within seconds. The sizes are not: a
-fault moves each metric that it reaches by 3 to 8 standard deviations of a
-second's noise. Healthy hosts differ for good by up to 60 of them, by less in
-some metrics than in others; they drift apart by one within 15 minutes, follow
-the day's wave by 0.7 to 1.3 times as much, and leave the others for up to 100
-seconds by 8 (tails of rollouts, bursts). The hard profile doubles noise,
-bursts, drifts and differences, and leaves the faults as large as before. Faults
-begin after three minutes, as these are the norm of the detector.
+The kinds of faults, their frequencies, and the spread of some faults to other
+hosts within seconds follow Minder (arXiv 2411.01791). The sizes do not: a fault
+moves each affected metric by 3 to 8 standard deviations of the per-second
+noise. In the same unit, healthy hosts differ permanently by up to 60, depending
+on the metric; they drift apart by 1 within 15 minutes, follow the daily cycle
+with factors of 0.7 to 1.3, and deviate from the others by 8 for up to 100
+seconds (tails of rollouts, bursts). The hard profile doubles noise, bursts,
+drifts and differences, but not the faults. Faults begin after three minutes,
+because the detector uses these as its baseline.
 """
 
 from typing import NamedTuple
@@ -53,7 +53,7 @@ SHAPES = ("step", "ramp", "intermittent", "drop")
 
 
 class Episode(NamedTuple):
-  """A quarter of an hour of a fleet."""
+  """Metrics of a fleet over a quarter of an hour."""
 
   x: np.ndarray  # float32 [H, S, K], NaN where nothing arrived.
   roles: tuple[str, ...]
@@ -72,15 +72,15 @@ def episode(
   hard: bool = False,
   bias: float = 60.0,
 ) -> Episode:
-  """Draws an episode; the same seed is the same one.
+  """Draws an episode, determined by its arguments.
 
   Args:
-    seed: of the draw.
-    hosts: how many there are.
-    faulty: whether one of them breaks.
-    seconds: of the record.
-    hard: profile.
-    bias: largest difference that a healthy host may keep.
+    seed: random seed.
+    hosts: number of hosts.
+    faulty: whether one host breaks.
+    seconds: length of the record.
+    hard: whether to use the hard profile.
+    bias: largest permanent difference of a healthy host.
   """
   rng = np.random.default_rng((20241102, seed))
   more = 2.0 if hard else 1.0
@@ -95,7 +95,7 @@ def episode(
     kind = names[rng.choice(len(names), p=shares / shares.sum())]
     shape = SHAPES[rng.integers(len(SHAPES))]
     _break(rng, x, roles, host, onset, KINDS[kind], shape)
-  # Single samples, and whole hosts for some seconds.
+  # Single samples, and entire hosts for some seconds, are missing.
   x[rng.random(x.shape, np.float32) < 0.01] = np.nan
   for _ in range(rng.poisson(0.2 * hosts)):
     start = rng.integers(seconds)
@@ -104,7 +104,7 @@ def episode(
 
 
 def _roles(rng: np.random.Generator, hosts: int) -> tuple[str, ...]:
-  """Trainers alone, or half of them samplers and some with rewards."""
+  """Draws roles: trainers only, or half samplers and some reward hosts."""
   if hosts < 12 or rng.random() < 0.5:
     return ("trainer",) * hosts
   rewards = max(3, hosts // 16)
@@ -115,18 +115,18 @@ def _roles(rng: np.random.Generator, hosts: int) -> tuple[str, ...]:
 
 
 def _healthy(rng, roles, seconds, more, bias) -> np.ndarray:
-  """In standard deviations of a second's noise in the normal profile."""
+  """Draws metrics in units of the per-second noise of the normal profile."""
   hosts, metrics = len(roles), len(METRICS)
   x = _noise(rng, hosts, seconds) * more
   time = np.arange(seconds)
-  # Hosts differ for good, by more in some metrics, and drift apart slowly.
+  # Hosts differ permanently, by more in some metrics, and drift apart slowly.
   far = np.exp(rng.uniform(np.log(0.5), np.log(bias), metrics)) * more
   offsets = rng.uniform(-far, far, (hosts, metrics))
   slopes = rng.normal(0, 0.5 * more, (hosts, metrics))
   slopes *= rng.random(metrics) < 0.3
   drifts = slopes[:, None] * (time / seconds)[:, None]
   x += (offsets[:, None] + drifts).astype(np.float32)
-  # The day shows on all of them, on some by up to a third more.
+  # All hosts follow the daily cycle, some by up to a third more.
   day = np.sin(2 * np.pi * (time / 86400 + rng.random())) * 60
   day = (day - day[0])[:, None] * rng.uniform(-1, 1, metrics)
   x += (day * rng.uniform(0.7, 1.3, (hosts, 1, 1))).astype(np.float32)
@@ -142,7 +142,7 @@ def _healthy(rng, roles, seconds, more, bias) -> np.ndarray:
       pause = slice(start, start + rng.integers(20, 120))
       common[pause] -= np.abs(rng.normal(0, 8, metrics))
     x[mine] += (20 + rng.normal(0, 5, metrics) + common).astype(np.float32)
-    if role == "sampler":  # Hosts that are done wait for the others.
+    if role == "sampler":  # Finished hosts wait for the others.
       for start in range(0, seconds, 180):
         for host in mine[rng.random(mine.size) < 0.7]:
           end = start + 180
@@ -157,7 +157,7 @@ def _healthy(rng, roles, seconds, more, bias) -> np.ndarray:
 
 
 def _noise(rng, hosts, seconds) -> np.ndarray:
-  """Noise of one host hangs together, between metrics and from second on."""
+  """Draws noise that is correlated over metrics and seconds of a host."""
   metrics = len(METRICS)
   shared = rng.standard_normal((hosts, seconds, 3), np.float32)
   x = rng.standard_normal((hosts, seconds, metrics), np.float32) * 0.8
@@ -179,7 +179,7 @@ def _break(rng, x, roles, host, onset, kind, shape) -> None:
   reached = [k for k in kind.metrics if rng.random() < kind.reach]
   for metric in reached or [int(rng.choice(kind.metrics))]:
     size = rng.uniform(3, 8) * (-1 if rng.random() < kind.down else 1)
-    if shape == "drop":  # It stands still at a level, and sends half of it.
+    if shape == "drop":  # Stuck at one level, with half of the samples.
       x[host, onset:, metric] = x[host, onset, metric] + size
       x[host, onset:, metric][rng.random(left) < 0.5] = np.nan
     else:

@@ -1,4 +1,4 @@
-"""Environments that misbehave, in a module that a worker process can import."""
+"""Environments that misbehave; worker processes can import this module."""
 
 import os
 import time
@@ -7,7 +7,7 @@ from jaxrl_llm.rollout.environments import Observation
 
 
 class Hostile:
-  """Does at its second turn what its settings say."""
+  """Misbehaves at its second turn in the configured way."""
 
   def __init__(self, how=""):
     self.state, self._how = 0, how

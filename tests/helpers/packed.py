@@ -1,4 +1,4 @@
-"""Rows of one sample each, as the trainer's models read them."""
+"""Packed rows of one sample each, the input of the trainer's models."""
 
 import numpy as np
 
@@ -6,12 +6,12 @@ from jaxrl_llm import models
 
 
 def rows(tokens, mask=None, **fields) -> models.PackedRows:
-  """Tokens [B, T] that predict the next one of their row.
+  """Packs tokens [B, T], each of which predicts the next one of its row.
 
   Args:
-    tokens: of one sample a row, without padding.
-    mask: of what counts; by default all.
-    **fields: others, or others than by default.
+    tokens: one sample per row, without padding.
+    mask: tokens that count; by default all.
+    **fields: further fields, or replacements of the defaults.
   """
   tokens = np.asarray(tokens, np.int32)
   place = np.broadcast_to(

@@ -1,4 +1,4 @@
-"""Several processes with CPU devices of their own that meet on this machine."""
+"""Starts local processes with separate CPU devices that connect."""
 
 import socket
 import subprocess
@@ -8,9 +8,9 @@ from helpers import programs
 
 
 def start(program, *arguments, count, devices, folder, patience_s=20):
-  """Starts `count` processes, or one that meets nobody; [Popen].
+  """Starts `count` processes, or one without peers; returns their Popens.
 
-  Each writes what it says to `folder`/INDEX.log.
+  Each writes its output to `folder`/INDEX.log.
   """
   with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
@@ -35,7 +35,7 @@ def start(program, *arguments, count, devices, folder, patience_s=20):
 
 
 def wait(started, seconds=600):
-  """Their exit codes; those that do not end are killed."""
+  """Returns exit codes; processes that do not end in time are killed."""
   try:
     return [process.wait(seconds) for process in started]
   finally:

@@ -15,35 +15,35 @@ from absl import flags
 from parts import command_line
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
-# As in tests/conftest.py, but for the number of devices: they compile fast.
+# As in tests/conftest.py, except for the number of devices: to compile fast.
 FLAGS = " ".join(
   flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag
 )
 
 
 def environment(path=_ROOT, **more):
-  """That of a program with one device, as on a laptop."""
+  """Returns the environment of a program with one device, as on a laptop."""
   return os.environ | {"PYTHONPATH": str(path), "XLA_FLAGS": FLAGS} | more
 
 
 def environment_of_users():
-  """Without what makes tests compile fast, and run slowly."""
+  """Returns the environment without flags for fast compilation."""
   own = environment()
   return {k: v for k, v in own.items() if k not in ("XLA_FLAGS", "NPROC")}
 
 
 def finish(program, *arguments, cwd=_ROOT, env=None, code=0):
-  """Runs a Python program in a process of its own, to its end.
+  """Runs a Python program to its end in a separate process.
 
   Args:
-    program: its path below the root of the project, or "-c" and "-m".
-    *arguments: of the program.
-    cwd: where it runs.
-    env: its environment; by default it has one device.
-    code: the exit code that it must have.
+    program: path below the project's root, or "-c" or "-m".
+    *arguments: arguments of the program.
+    cwd: working directory.
+    env: environment; by default with one device.
+    code: expected exit code.
 
   Returns:
-    Its output and errors.
+    Standard output and standard error.
   """
   if program not in ("-c", "-m"):
     program = _ROOT / program
@@ -60,18 +60,18 @@ def finish(program, *arguments, cwd=_ROOT, env=None, code=0):
 
 
 def compiled(program):
-  """The report of a program that compiles for devices that are not here."""
+  """Returns the report of a program that compiles for absent devices."""
   path = [_ROOT, _ROOT / "scripts", os.environ.get("PYTHONPATH", "")]
   own = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
   own["PYTHONPATH"] = os.pathsep.join(map(str, path))
-  # Other compilers do not bear the flags of the one for CPUs.
+  # Compilers for accelerators reject the flags of the CPU compiler.
   kept = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
   shown, _ = finish(program, env=kept | own)
   return json.loads(shown.splitlines()[-1])
 
 
 def wait_until(true, what="something", seconds=600):
-  """Waits until something holds; `what` says what did not come."""
+  """Waits until `true()` holds; `what` names it if it never does."""
   deadline = time.monotonic() + seconds
   while not true():
     assert time.monotonic() < deadline, what
@@ -79,10 +79,10 @@ def wait_until(true, what="something", seconds=600):
 
 
 def refused(main, *flags):
-  """The one line with which a program, in this process, refuses its flags.
+  """Returns the line with which a program in this process rejects its flags.
 
   Args:
-    main: function of the program, or NAME of scripts/NAME.py with absl flags.
+    main: the program's main function, or NAME of scripts/NAME.py (absl flags).
     *flags: its arguments.
   """
   if isinstance(main, str):
@@ -99,7 +99,7 @@ def run(name, *arguments):
   """Runs scripts/NAME.py, a program with absl flags, in this process.
 
   Returns:
-    Exit code, output and errors.
+    Exit code, standard output and standard error.
   """
   known, argv = set(flags.FLAGS), sys.argv
   given = [f"{name}.py", *map(str, arguments)]
@@ -114,6 +114,6 @@ def run(name, *arguments):
       code = error.code
     finally:
       sys.argv = argv
-      for flag in set(flags.FLAGS) - known:  # Another program defines them too.
+      for flag in set(flags.FLAGS) - known:  # Others define them too.
         delattr(flags.FLAGS, flag)
   return code, out.getvalue(), err.getvalue()

@@ -1,4 +1,4 @@
-"""Runs of recipes beyond the default at the size of a test."""
+"""Small runs of methods other than the default."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jaxrl_llm.trainer import build
 
 
 def make_config(method, model, **changes):
-  """A method's config at the size of a test; `__` stands for a dot."""
+  """Makes a small config of a method; `__` stands for a dot."""
   config = configs.load(method)
   settings = tiny_run.overrides(model) | {
     "value.pretrain_steps": 0,
@@ -33,20 +33,20 @@ def make_config(method, model, **changes):
 
 
 def train(config, folder):
-  """Trains three steps; the last two, resumed, must be the same bits."""
+  """Trains three steps; resuming must repeat the last two bit for bit."""
   rows = tiny_run.train_and_resume(build.make_run(config), folder)
   assert [row["step"] for row in rows] == [0, 1, 2, 3]
   return rows, commit.read(folder / "checkpoints" / "3")
 
 
 def collect(run):
-  """The states before the first step, and its batch."""
+  """Returns the states before the first step, and its batch."""
   states, _, collected = tiny_run.collect(run)
   return states, collected.batch.responses
 
 
 def logprobs(fns, params, rollout):
-  """Log-probs of the responses from whole logits, a response a row; [B, T]."""
+  """Computes log-probs [B, T] from full logits, one response per row."""
   room, rows = rollout.tokens.shape[1], len(rollout.lengths)
   width = rollout.prompt_tokens.shape[1] + room
   tokens, before = np.zeros((rows, width), int), np.zeros((rows, room), int)
@@ -64,13 +64,13 @@ def logprobs(fns, params, rollout):
 
 
 def check_first_update(run, states, responses, loss):
-  """The first update by plain gradient descent is the gradient of a loss.
+  """Checks that the first gradient-descent update is the gradient of a loss.
 
   Args:
-    run: with the optimizer `sgd` below, at a rate of 1 and no warm-up.
-    states: of `collect`, whose arrays are donated.
-    responses: likewise.
-    loss: (log-probs [B, T]) -> the loss.
+    run: a run with the optimizer `sgd` below, rate 1 and no warm-up.
+    states: states from `collect`; their arrays are donated.
+    responses: responses from `collect`.
+    loss: log-probs [B, T] -> loss.
   """
   fns = run.learner.policy.fns
   before = jax.device_get(models.merge(states.learner.params("policy")))

@@ -1,4 +1,4 @@
-"""The tables of parts, which tests register parts of their own in."""
+"""Registries of parts; tests register additional ones."""
 
 import contextlib
 
@@ -31,8 +31,8 @@ REGISTRIES = (
 
 @contextlib.contextmanager
 def registered():
-  """What is registered meanwhile is gone afterwards."""
-  for table in REGISTRIES:  # Nothing that methods/ registers is a test's.
+  """Removes parts on exit that were registered in this context."""
+  for table in REGISTRIES:  # Load methods/ before the snapshot.
     list(map(table.__getitem__, table))
   before = [dict(table) for table in REGISTRIES]
   try:

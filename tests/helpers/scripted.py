@@ -1,9 +1,9 @@
-"""A model that is arithmetic: its greedy responses can be told by hand.
+"""An arithmetic model whose greedy responses can be computed by hand.
 
-It has the interface of a language model and reads all it knows from the KV
-cache, so that a page in the wrong place changes what is written. The first
-token of a prompt is the length of the whole sequence; every token but the last
-follows from all tokens before it.
+It has the interface of a language model and reads all of its inputs from the KV
+cache, so that a misplaced page changes the output. The first token of a prompt
+is the length of the whole sequence; every token but the last depends on all
+tokens before it.
 """
 
 import functools
@@ -18,7 +18,7 @@ from jaxrl_llm.models import paged_attention
 from jaxrl_llm.sampling import Engine, EngineConfig, SamplingSettings
 from jaxrl_llm.types import Status
 
-STOP, FIRST = 2, 3  # The stop token, and the first of those that go on.
+STOP, FIRST = 2, 3  # The stop token, and the first other one.
 P, T = 6, 50
 GREEDY = SamplingSettings(temperature=0.0)
 VOCAB = tiny.tiny_config().vocab_size
@@ -29,14 +29,14 @@ def _following(total):
 
 
 def _decode(params, kv_cache, block_tables, tokens, positions, writing):
-  """Sums (token + 1)(position + 1) over what the pages of a slot hold."""
+  """Sums (token + 1)(position + 1) over the tokens in the pages of a slot."""
   del params
   k = tokens[:, :, None, None].astype(jnp.float32)
   layer = paged_attention.write_paged(
     kv_cache[0], k, k, block_tables, positions, writing
   )
   keys = jnp.concatenate([keys for keys, _ in layer], axis=1)[:, :, 0, 0]
-  keys = keys[:, : block_tables.page_owner.shape[1]]  # Those that are read.
+  keys = keys[:, : block_tables.page_owner.shape[1]]  # Pages to read.
   share = tokens.shape[0] // keys.shape[0]
 
   def of_shard(keys, owner, start, positions):
@@ -77,7 +77,7 @@ def _init_kv_cache(shards, pages, page_size):
 
 
 def make_engine(mesh=None, **settings):
-  dealt = mesh and sharding.slot_sharding(mesh, 1)  # Its KV cache has one head.
+  dealt = mesh and sharding.slot_sharding(mesh, 1)  # One KV head.
   fns = models.make_policy(tiny.tiny_config(), sampler_sharding=dealt)
   fns = fns._replace(
     init_kv_cache=_init_kv_cache, prefill=_prefill, decode=_decode
@@ -90,12 +90,12 @@ def make_engine(mesh=None, **settings):
 
 @functools.cache
 def engine():
-  """Sixteen slots with small pages, shared."""
+  """A shared engine with sixteen slots and small pages."""
   return make_engine(slots=16, page_size=8)
 
 
 def prompt(total, seed):
-  """One of a random length whose sequence has `total` tokens."""
+  """Makes a prompt of random length for a sequence of `total` tokens."""
   rng = np.random.default_rng(seed)
   most = min(P, total - 1)
   rest = rng.integers(FIRST, VOCAB, rng.integers(0, most))
@@ -103,14 +103,14 @@ def prompt(total, seed):
 
 
 def generate(prompts, own=None, **more):
-  """One response to each prompt."""
+  """Generates one response per prompt."""
   call = {"settings": GREEDY, "key": jax.random.key(0)} | more
   ids = np.arange(len(prompts))[:, None]
   return tiny_engine.write(own or engine(), (), prompts, ids, **call)
 
 
 def response(prompt):
-  """The tokens that must be written, and the status."""
+  """Returns the expected tokens and status."""
   sequence = list(prompt)
   while len(sequence) < len(prompt) + T:
     if len(sequence) + 1 >= prompt[0]:
@@ -121,7 +121,7 @@ def response(prompt):
 
 
 def check(rollout, prompts):
-  """Every row is what its prompt says."""
+  """Checks that every row is the expected response to its prompt."""
   assert len(rollout.lengths) == len(prompts)
   for i, given in enumerate(prompts):
     tokens, status = response(given)

@@ -1,6 +1,7 @@
-"""One small random model, made and compiled once for all tests that need one.
+"""One small random model, made and compiled once and shared by tests.
 
-Weights are drawn wide, so that its distributions are neither flat nor points.
+Weights have a large variance, so that its distributions are neither flat nor
+peaked.
 """
 
 import functools
@@ -11,7 +12,7 @@ from jaxrl_llm import models, sharding
 
 
 def tiny_config() -> models.ModelConfig:
-  """Two layers of grouped-query attention with biases; odd sizes."""
+  """Returns a config of two layers with GQA, biases and odd sizes."""
   return models.ModelConfig(
     family="qwen2",
     vocab_size=67,
@@ -30,7 +31,7 @@ def tiny_config() -> models.ModelConfig:
 
 
 def widen(params, key):
-  """The same tree with normal noise of deviation 0.2 on every leaf."""
+  """Adds normal noise of standard deviation 0.2 to every leaf."""
   leaves, tree = jax.tree.flatten(params)
   keys = jax.random.split(key, len(leaves))
   noise = [0.2 * jax.random.normal(k, x.shape) for k, x in zip(keys, leaves)]
@@ -39,10 +40,10 @@ def widen(params, key):
 
 @functools.cache
 def tiny_policy(mesh=None):
-  """`(fns, params)`; what tests call directly is jitted.
+  """Returns `(fns, params)`; functions that tests call directly are jitted.
 
   Args:
-    mesh: of the sampler.
+    mesh: mesh of the sampler.
   """
   config = tiny_config()
   fns = models.make_policy(

@@ -1,4 +1,4 @@
-"""A small batch of ended responses as algorithms see it, shared by tests."""
+"""A small batch of ended responses for algorithms, shared by tests."""
 
 import functools
 
@@ -17,7 +17,7 @@ def make_algorithm(**changes):
 
 
 def evaluate(made, given):
-  """The experience of an algorithm, of the leaves that it says it needs."""
+  """Computes an algorithm's experience from just the inputs it declares."""
   estimate = functools.partial(
     parts.evaluate, sorted(made.experience), made.parts
   )
@@ -25,7 +25,7 @@ def evaluate(made, given):
 
 
 def call(part, inputs):
-  """A part of an algorithm, compiled."""
+  """Calls a compiled part of an algorithm."""
   return jax.jit(lambda known: part(known))(inputs)
 
 
@@ -46,12 +46,12 @@ def noise(seed):
 
 
 def make_experience(made, *, old_logprobs=None, **others):
-  """Experience of one batch of ended responses, on the host.
+  """Computes the experience of one batch of ended responses, on the host.
 
   Args:
     made: the algorithm.
-    old_logprobs: of the policy; by default those of the sampler.
-    **others: leaves that are others than by default.
+    old_logprobs: the policy's log-probs; by default the sampler's.
+    **others: replacements of default inputs.
   """
   rollout = make_rollout()
   correct = np.arange(ROWS) % 3 == 0
@@ -73,7 +73,7 @@ def make_experience(made, *, old_logprobs=None, **others):
 
 @functools.cache
 def make_batch():
-  """One mini-batch whose rows hold several responses each."""
+  """Makes one mini-batch whose rows contain several responses each."""
   (batch,) = packing.mini_batches(
     make_rollout(), size=ROWS, rng=None, capacity=40, rows=2
   )
@@ -83,7 +83,7 @@ def make_batch():
 
 
 def flat(packed):
-  """All rows of all micro-batches, [M, r, C] -> [M r, C]."""
+  """Joins the rows of all micro-batches, [M, r, C] -> [M r, C]."""
   return np.reshape(packed, (-1, packed.shape[-1]))
 
 
@@ -94,17 +94,17 @@ def policy_batch(made, **settings):
 
 
 def pack_policy(inputs, batch, made, size=None):
-  """Packs a mini-batch as an update of the policy does."""
+  """Packs a mini-batch as a policy update does."""
   return members.policy_training(None, made).prepare(inputs, batch, size)
 
 
 def pack_critic(inputs, batch, made, size=None):
-  """Likewise of the critic."""
+  """Packs a mini-batch as a critic update does."""
   return members.critic_training(None, made).prepare(inputs, batch, size)
 
 
 def inputs_of_loss(batch):
-  """What the policy loss reads of a packed batch, [M r, C]."""
+  """Returns the inputs of the policy loss from a packed batch, [M r, C]."""
   inputs = {name: flat(x) for name, x in batch.inputs.items()}
   return inputs | {
     "mask": flat(batch.mask),

@@ -1,4 +1,4 @@
-"""Requests to one small engine, shared by the tests of the sampler."""
+"""One small engine and its requests, shared by tests of the sampler."""
 
 import functools
 
@@ -36,12 +36,12 @@ jax.monitoring.register_event_duration_secs_listener(_listen)
 
 
 def detokenize(tokens):
-  """One letter a token."""
+  """Returns one letter per token."""
   return "".join(chr(0x100 + token) for token in tokens)
 
 
 def make_engine(fns=None, *, stop=STOP, drafter=None, processors=None, **sizes):
-  """A new engine, which compiles its own programs."""
+  """Makes a new engine, which compiles its own programs."""
   config = EngineConfig(
     max_prompt_length=P,
     max_response_length=T,
@@ -59,19 +59,19 @@ def make_engine(fns=None, *, stop=STOP, drafter=None, processors=None, **sizes):
 
 @functools.cache
 def engine():
-  """Shared by all tests that can use it: two groups fit its slots."""
+  """The engine that tests share if they can; two groups fit its slots."""
   return make_engine()
 
 
 @functools.cache
 def params():
-  """Those of the sampler."""
+  """The sampler's parameters."""
   fns, trained = tiny.tiny_policy()
   return fns.for_sampling(trained)
 
 
 def write(engine, params, prompts, ids, *, group_ids=None, **call) -> Rollout:
-  """Whole responses to N prompts; sample ids [N, G]."""
+  """Generates complete responses to N prompts; `ids` are sample ids [N, G]."""
   groups = np.arange(len(prompts)) if group_ids is None else group_ids
   rollout = new_requests(prompts, ids, groups, engine.config)
   call = {"version": 0, "window": engine.config.max_response_length} | call
@@ -83,19 +83,19 @@ def write(engine, params, prompts, ids, *, group_ids=None, **call) -> Rollout:
 def generate(
   own=None, prompts=PROMPTS, ids=IDS, settings=SETTINGS, key=KEY, **more
 ) -> Rollout:
-  """Whole responses, by the shared engine if there is no own one."""
+  """Generates complete responses, by default with the shared engine."""
   call = {"key": key, "settings": settings} | more
   return write(own or engine(), params(), prompts, ids, **call)
 
 
 @functools.cache
 def expected() -> Rollout:
-  """What every engine must write for the same prompts and ids."""
+  """The responses that every engine must generate for these prompts and ids."""
   return generate()
 
 
 def go_on(rollout, own=None, settings=SETTINGS, window=10**6, **more):
-  """The unfinished rows of a rollout, written on."""
+  """Continues the unfinished rows of a rollout."""
   return (own or engine()).generate_window(
     params(),
     rows(rollout, rollout.status == Status.TRUNCATED),
@@ -113,7 +113,7 @@ def rows(rollout, which) -> Rollout:
 
 
 def sequences(out):
-  """Prompts and responses without a gap, [B, P + T]; response positions."""
+  """Returns sequences without gaps [B, P + T] and their response positions."""
   count = len(out.lengths)
   tokens = np.zeros((count, P + T), np.int32)
   where = out.prompt_lengths[:, None] + np.arange(T)
@@ -124,7 +124,7 @@ def sequences(out):
 
 
 def law(out, trained=None):
-  """log π of every token at every place of the responses, [B, T, V]."""
+  """Computes log π of every token at every response position, [B, T, V]."""
   fns, first = tiny.tiny_policy()
   tokens, where = sequences(out)
   logits = fns.logits(
@@ -136,7 +136,7 @@ def law(out, trained=None):
 
 
 def assert_same_responses(got, wanted):
-  """Row for row; log-probs to rounding, since products have other shapes."""
+  """Compares rows; log-probs up to rounding, since matmul shapes differ."""
   for name in ("sample_id", "tokens", "lengths", "mask", "status"):
     np.testing.assert_array_equal(getattr(got, name), getattr(wanted, name))
   np.testing.assert_allclose(

@@ -1,4 +1,4 @@
-"""Three responses, small enough for estimates by hand, shared by tests."""
+"""Three responses, small enough to compute estimates by hand."""
 
 import functools
 
@@ -9,7 +9,7 @@ from helpers.tiny_algorithm import evaluate, make_algorithm
 
 LENGTHS = np.asarray([4, 2, 3])
 MASK = np.arange(5)[None] < LENGTHS[:, None]
-# float32 numbers that add up exactly.
+# float32 numbers whose sums are exact.
 VALUES = np.asarray(
   [
     [0.5, 0.25, -0.5, 1.0, 9.0],
@@ -55,7 +55,7 @@ def make(
   version=0,
   **changes,
 ):
-  """The experience of an algorithm with the given settings."""
+  """Computes the experience of an algorithm with the given settings."""
   rollout = make_rollout() if rollout is None else rollout
   given = dict(rollout.items()) | make_scores(values)
   return make_estimate(**changes)(

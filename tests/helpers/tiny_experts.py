@@ -1,4 +1,4 @@
-"""A tiny model with four experts, of which a token uses two."""
+"""A tiny model with four experts, two of which each token uses."""
 
 import dataclasses
 
@@ -31,7 +31,7 @@ CONFIG = dataclasses.replace(
 
 
 def make(*, logits=None, balance=1.0):
-  """Experts of width 4; with `logits` the router returns its input."""
+  """Makes experts of width 4; with `logits`, the router returns its input."""
   kind = experts.ExpertsKind(
     num_experts=4, per_token=2, intermediate_size=3, balance=balance
   )

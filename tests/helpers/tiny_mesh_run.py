@@ -1,4 +1,4 @@
-"""Tiny runs whose sampler shares the trainer's mesh, or has its own."""
+"""Tiny runs whose sampler shares the trainer's mesh or has a separate one."""
 
 import dataclasses
 import functools
@@ -7,7 +7,7 @@ from helpers import tiny_run
 
 from jaxrl_llm.trainer import build
 
-# A run without a critic: nothing here depends on one.
+# Without a critic: nothing here depends on it.
 PLAIN = {
   "estimator__name": "group",
   "value__pretrain_steps": 0,
@@ -18,15 +18,15 @@ PLAIN = {
 }
 MESHES = {
   "shared": {"mesh__data": 4},
-  # Four devices train, four others write.
+  # Four devices train, the other four generate.
   "apart": {"mesh__data": 4, "sampler__mesh__data": 4},
-  # The same eight devices: weights split there, whole here.
+  # The same eight devices: sharded weights there, replicated weights here.
   "rearranged": {"mesh__data": 1, "mesh__fsdp": 8, "sampler__mesh__data": 8},
 }
 
 
 def run_maker(model):
-  """A function from a name of MESHES to its run, which is built once."""
+  """Returns a function from a name in MESHES to its run, built only once."""
 
   @functools.cache
   def make(name):
@@ -36,7 +36,7 @@ def run_maker(model):
 
 
 class Spy:
-  """An object of which some methods are others."""
+  """An object with some methods replaced."""
 
   def __init__(self, spied, **replaced):
     self._spied = spied
@@ -47,7 +47,7 @@ class Spy:
 
 
 def recorded(run):
-  """The run, and the list that its engine's rollouts are added to."""
+  """Returns the run, and a list that its engine's rollouts are added to."""
   rollouts = []
 
   def kept(write):
@@ -63,7 +63,7 @@ def recorded(run):
 
 
 def with_engine(run, engine):
-  """The run, everything of which is written by the given engine."""
+  """Returns the run with the given engine for all generation."""
 
   def writing(worker):
     writer = dataclasses.replace(worker.writer, engine=engine)

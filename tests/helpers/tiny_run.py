@@ -1,4 +1,4 @@
-"""A whole run in seconds: a tiny model directory and a config to match."""
+"""Complete runs in seconds: a tiny model directory and a matching config."""
 
 import copy
 import dataclasses
@@ -19,7 +19,7 @@ from jaxrl_llm.types import Rollout
 
 
 def model_config() -> models.ModelConfig:
-  """2 layers of width 32 over the alphabet of chain_sum."""
+  """Returns a config of 2 layers of width 32 with chain_sum's alphabet."""
   return dataclasses.replace(
     tiny.tiny_config(),
     family="llama",
@@ -34,7 +34,7 @@ def model_config() -> models.ModelConfig:
 
 
 def write_model(directory: pathlib.Path) -> pathlib.Path:
-  """Random weights and a character tokenizer, as a Hugging Face directory."""
+  """Writes random weights and a character tokenizer in Hugging Face format."""
   directory.mkdir(parents=True)
   text = pretraining.character_tokenizer_json(tasks.CHARACTERS)
   (directory / "tokenizer.json").write_text(text, encoding="utf-8")
@@ -47,27 +47,27 @@ def write_model(directory: pathlib.Path) -> pathlib.Path:
 
 
 def overrides(model: pathlib.Path) -> dict:
-  """Settings under which a step takes milliseconds."""
+  """Returns settings with which a step takes milliseconds."""
   settings = {
     "model.path": str(model),
     "value.pretrain_steps": 2,
     "data.prompts_per_step": 8,
     "data.group_size": 4,
     "data.max_prompt_length": 12,
-    "reward.name": "numeric",  # Random digits are right now and then.
+    "reward.name": "numeric",  # Random digits are sometimes correct.
     "sampler.max_response_length": 12,
     "data.settings": {"max_ops": 2},
     "eval.greedy": False,
     "eval.every": 3,
     "eval.samples": 2,
-    # As many responses as in a step, so that one program decodes both.
+    # As many responses as in a step, so that both use the same program.
     "eval.problems": 16,
     "checkpoint.every": 1,
     "mesh.data": 1,
     "optimizer.max_tokens_per_row": 0,
     "run.steps": 6,
     "run.samples_every": 2,
-    "run.trackers": (),  # TensorBoard's imports torch where it is installed.
+    "run.trackers": (),  # TensorBoard's would import torch.
   }
   for role in ("policy", "value"):
     settings[f"optimizer.{role}.mini_batch"] = 16
@@ -78,7 +78,7 @@ def overrides(model: pathlib.Path) -> dict:
 
 
 def make_config(model: pathlib.Path, **changes):
-  """The config of a tiny run; `changes` has dots written as `__`."""
+  """Makes the config of a tiny run; `changes` has `__` for dots."""
   config = configs.load("vapo")
   settings = overrides(model)
   settings |= {key.replace("__", "."): v for key, v in changes.items()}
@@ -88,13 +88,13 @@ def make_config(model: pathlib.Path, **changes):
 
 
 def make_run(model: pathlib.Path, **changes) -> build.Run:
-  """A tiny run that trains at once: no value pretraining, no samples."""
+  """Makes a tiny run without value pretraining and samples."""
   plain = {"value__pretrain_steps": 0, "run__samples_every": 0}
   return build.make_run(make_config(model, **plain | changes))
 
 
 def comparable(workdir: pathlib.Path) -> list[dict]:
-  """Rows of metrics.jsonl without what a clock or the machine decides."""
+  """Returns rows of metrics.jsonl without time- or machine-dependent values."""
   text = (workdir / "metrics.jsonl").read_text(encoding="utf-8")
   measured = ("time", "host/", "perf/", "memory/", "compile/", "checkpoint/")
   measured += ("rollout/tokens_per_", "health/suspect_host")
@@ -105,7 +105,7 @@ def comparable(workdir: pathlib.Path) -> list[dict]:
 
 
 def check_resumes(run: build.Run, folder: pathlib.Path, after=2) -> list[dict]:
-  """Trains in one go and with a break; returns the rows, the same of both.
+  """Trains with and without interruption; checks and returns the equal rows.
 
   The folders are `whole` and `parts`.
   """
@@ -120,7 +120,7 @@ def check_resumes(run: build.Run, folder: pathlib.Path, after=2) -> list[dict]:
 def train_and_resume(run: build.Run, folder: pathlib.Path) -> list[dict]:
   """Trains; returns the rows of metrics.
 
-  The same run, resumed after its first step, must end in the same bits.
+  The run resumed after its first step must end with the same bits.
   """
   assert loop.train(run, folder) == 0
   resumed = shutil.copytree(folder, folder.with_name(f"{folder.name} resumed"))
@@ -133,7 +133,7 @@ def train_and_resume(run: build.Run, folder: pathlib.Path) -> list[dict]:
 
 
 def collect(run: build.Run):
-  """The states and weights before the first step, and what it collects."""
+  """Returns the states and weights before the first step, and its batch."""
   states, weights = loop.begin(run)
   collected = run.worker.collect(
     states.rollout,
@@ -145,7 +145,7 @@ def collect(run: build.Run):
 
 
 def snapshot(folder):
-  """Every path below a folder with its bytes; None for a folder."""
+  """Returns path -> bytes of everything below a folder; None for folders."""
   return {
     path.relative_to(folder): path.read_bytes() if path.is_file() else None
     for path in folder.rglob("*")
@@ -153,7 +153,7 @@ def snapshot(folder):
 
 
 def flags(model: pathlib.Path, workdir, **changes) -> list[str]:
-  """The same as arguments of scripts/train.py."""
+  """Returns the config of a tiny run as arguments of scripts/train.py."""
   settings = overrides(model)
   settings |= {key.replace("__", "."): v for key, v in changes.items()}
   return [
@@ -164,7 +164,7 @@ def flags(model: pathlib.Path, workdir, **changes) -> list[str]:
 
 
 def random_rollout(rng, *, rows, prompt=7, room=9, vocab=50, group_size=1):
-  """Ragged random responses, some empty, masks with holes; G share a prompt."""
+  """Makes ragged responses, some empty, masks with holes, groups of G."""
   group = np.arange(rows, dtype=np.int32) // group_size
   prompt_lengths = rng.integers(1, prompt + 1, rows).astype(np.int32)[group]
   lengths = rng.integers(0, room + 1, rows).astype(np.int32)
@@ -191,9 +191,9 @@ def random_rollout(rng, *, rows, prompt=7, room=9, vocab=50, group_size=1):
 
 
 def with_config(run: build.Run, **changes) -> build.Run:
-  """The run under settings that change nothing of what is compiled.
+  """Returns the run with other settings that do not affect compilation.
 
-  The owners are made anew around the models, programs and engine of `run`.
+  Its parts are rebuilt around the models, programs and engine of `run`.
   """
   config = run.config.copy_and_resolve_references()
   config.update_from_flattened_dict(

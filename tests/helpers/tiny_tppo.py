@@ -1,7 +1,7 @@
-"""Windowed runs whose steps are recorded, shared by the tests of T-PPO.
+"""Windowed runs with recorded steps, shared by the tests of T-PPO.
 
-A small window cuts most responses: they go on under newer weights. The packed
-batches of the critic are kept.
+A small window cuts most responses, which continue with newer weights. The
+critic's packed batches are recorded.
 """
 
 import dataclasses
@@ -17,16 +17,16 @@ from jaxrl_llm.types import Experience, Responses
 
 WINDOW, LIMIT, GROUP, SLOTS = 3, 12, 4, 32
 STEPS = 10
-MANY = 32  # A mini-batch for which the critic waits several steps.
+MANY = 32  # A mini-batch that takes the critic several steps to fill.
 
 
 def with_models(run, **members):
-  """The run whose learner has other models: policy=... or critic=..."""
+  """Returns the run with other models in its learner: policy=..., critic=..."""
   return with_learner(run, members=run.learner.members | members)
 
 
 def with_learner(run, _estimate=None, **fields):
-  """The run whose learner has other fields; what is compiled may be shared."""
+  """Returns the run with other fields in its learner; may share programs."""
   learner = dataclasses.replace(run.learner, **fields)
   if _estimate is not None:
     learner._estimate = _estimate
@@ -34,20 +34,20 @@ def with_learner(run, _estimate=None, **fields):
 
 
 def patient_of(run):
-  """The run whose critic waits for a mini-batch of `MANY` responses."""
+  """Returns the run whose critic waits for mini-batches of `MANY` responses."""
   critic = run.learner.critic
   settings = dataclasses.replace(critic.settings, mini_batch=MANY)
   return with_models(run, critic=dataclasses.replace(critic, settings=settings))
 
 
 def whole_responses(run, **changes):
-  """The same method with responses that end before the update."""
+  """Returns the run with responses that end before the update (no windows)."""
   return with_config(run, schedule__window=0, **changes)
 
 
 @dataclasses.dataclass
 class Seen:
-  """An estimation: what was given, and what was made of it."""
+  """Inputs and result of one estimation."""
 
   responses: Responses
   scores: dict[str, np.ndarray]
@@ -60,7 +60,7 @@ class Seen:
     return self.responses.rollout
 
   def again(self, run, *, responses=None, critic_rows=None, **scores):
-    """What the run's learner makes of other inputs."""
+    """Returns the experience of the run's learner from other inputs."""
     return run.learner._experience(
       self.responses if responses is None else responses,
       self.scores | scores,
@@ -71,18 +71,18 @@ class Seen:
 
 @dataclasses.dataclass
 class Step:
-  """What happened in an iteration, on the host."""
+  """Data of one training step, on the host."""
 
   collected: Responses
   estimated: list[Seen]
   critic: list  # PackedBatches in the order of the updates.
   row: dict
-  after: loop.States  # Without the models, whose arrays are given away.
+  after: loop.States  # Without the models, whose arrays are donated.
   critic_updates: int
 
   @property
   def store(self):
-    """Responses that were begun, or wait for a slot, after the step."""
+    """Responses that were begun or wait for a slot after the step."""
     return self.after.rollout.store
 
   @property
@@ -92,7 +92,7 @@ class Step:
 
 
 def recording(run, log):
-  """The run that notes in lists what its owners hand over."""
+  """Returns the run with calls between its parts recorded in `log`."""
 
   def noted(model, seen):
     def whole(state, batch, *settings, base):
@@ -122,12 +122,12 @@ def recording(run, log):
 
 
 def record(run, steps, begun=None):
-  """Iterates: [Step], and (states, weights) at the end.
+  """Trains; returns the recorded steps, and (states, weights) at the end.
 
   Args:
-    run: the owners.
-    steps: how many.
-    begun: (states, weights) to go on from; the start by default.
+    run: the run.
+    steps: number of steps.
+    begun: (states, weights) to continue from; by default the initial ones.
   """
   log = types.SimpleNamespace(critic=[], estimated=[], collected=[])
   spied = recording(run, log)
@@ -156,7 +156,7 @@ def record(run, steps, begun=None):
 
 
 def newest(run, workdir):
-  """(states, weights) of the newest checkpoint."""
+  """Returns (states, weights) of the newest checkpoint."""
   saver = checkpoint.Checkpointer(workdir / "checkpoints", keep=2)
   found = loop.restore(run, saver, saver.latest_step())
   saver.close()
@@ -164,7 +164,7 @@ def newest(run, workdir):
 
 
 def saved(run, states, folder):
-  """(states, weights) after they went through a checkpoint."""
+  """Saves and restores states; returns the restored (states, weights)."""
   saver = checkpoint.Checkpointer(folder, keep=1)
   loop.save(states, saver, {})
   saver.wait()

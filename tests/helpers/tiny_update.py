@@ -21,8 +21,8 @@ TEMPERATURE = np.float32(0.8)
 CLIPS = {"clip_low": 0.2, "clip_high": 0.28}
 POLICY_LOSS = functools.partial(losses.clipped_policy_loss, **CLIPS)
 RATE = lambda step: 1e-2 + 0.0 * step
-# The first change of the parameters is the gradient itself, and yet there is
-# an optimizer state.
+# The first update of the parameters equals the gradient, but there is an
+# optimizer state.
 SGD = optax.sgd(1.0, momentum=0.9)
 
 
@@ -42,7 +42,7 @@ def make_fns(kind, mesh=None):
 
 @functools.cache
 def make_params(kind):
-  """Random weights, large enough for gradients of every size; on the host."""
+  """Makes random weights on the host, with gradients of all sizes."""
   params = jax.eval_shape(make_fns(kind).init, jax.random.key(0))
   leaves, tree = jax.tree.flatten(params)
   rng = np.random.default_rng(1)
@@ -52,7 +52,7 @@ def make_params(kind):
 
 @functools.cache
 def make_data():
-  """A rollout and what the losses want, unpacked."""
+  """Makes a rollout and the inputs of the losses, unpacked."""
   rng = np.random.default_rng(7)
   rollout = tiny_run.random_rollout(
     rng, rows=SAMPLES, prompt=PROMPT, room=ROOM, vocab=19, group_size=4
@@ -61,7 +61,7 @@ def make_data():
   normal = lambda: rng.normal(size=mask.shape).astype(np.float32)
   policy_mask = mask & (np.arange(SAMPLES) != 3)[:, None]
   data = {
-    # Far enough from the policy for both clips to act.
+    # Far enough from the policy for clipping on both sides.
     "proximal_logprobs": -3.0 + 0.5 * normal(),
     "advantages": np.where(mask, normal(), 0),
     "old_values": normal(),
@@ -76,12 +76,12 @@ def make_data():
 
 @functools.cache
 def make_reference():
-  """Log-probs of the initial policy for the KL, [B, T]."""
+  """Makes the reference policy's log-probs for the KL, [B, T]."""
   draw = np.random.default_rng(3).normal(size=(SAMPLES, ROOM))
   return -3.0 + 0.5 * draw.astype(np.float32)
 
 
-# Bounds far wider than the paper's, so that some responses are inside them.
+# Clip bounds much wider than the paper's, so that some responses are inside.
 GSPO = {"clip_low": 0.05, "clip_high": 0.3}
 ALGORITHMS = {
   "policy": make_algorithm(tiny_run.make_config("none")),
@@ -125,7 +125,7 @@ def make_batch(
 
 
 def with_input(batch, name, values):
-  """The batch with one of its inputs replaced."""
+  """Returns the batch with one input replaced."""
   return batch.replace(inputs=batch.inputs | {name: values})
 
 
@@ -163,14 +163,14 @@ def settings_of(kind):
 
 
 def change_of(kind, after):
-  """What an update has subtracted from the parameters."""
+  """Returns the difference that an update has subtracted from parameters."""
   change = lambda old, new: old - np.asarray(new)
   return jax.tree.map(change, make_params(kind), after.trained)
 
 
 @functools.cache
 def gradient_of_update(kind, **packing):
-  """What one update subtracts from the parameters, and its metrics."""
+  """Returns the change that one update subtracts, and its metrics."""
   batch = make_batch(kind, **{"micro_batch_size": 4} | packing)
   after, metrics = make_update(kind)[0](
     make_state(kind), batch, *settings_of(kind)
@@ -179,7 +179,7 @@ def gradient_of_update(kind, **packing):
 
 
 def padded():
-  """Prompt and response side by side, right-padded [B, L], and its mask."""
+  """Returns prompts joined with responses, right-padded [B, L], and a mask."""
   rollout, _ = make_data()
   length = PROMPT + ROOM
   tokens = np.zeros((SAMPLES, length), np.int32)
@@ -196,7 +196,7 @@ def padded():
 
 
 def plain_logprobs(params):
-  """Log-probs and entropies of the responses, [B, T], one sample a row."""
+  """Computes log-probs and entropies [B, T] with one sample per row."""
   rollout, _ = make_data()
   tokens, present, before = padded()
   logits = make_fns("policy").logits(params, tokens, present) / TEMPERATURE
@@ -209,7 +209,7 @@ def plain_logprobs(params):
 
 
 def plain_values(params):
-  """Values of the states before the tokens of responses, likewise."""
+  """Computes values of the states before response tokens, [B, T]."""
   tokens, present, before = padded()
   rows = models.PackedRows(
     tokens=tokens,

@@ -1,4 +1,4 @@
-"""Windows of responses to a few prompts, cut and written on."""
+"""Windows of responses to a few prompts: truncated and continued."""
 
 import functools
 
@@ -18,13 +18,13 @@ PLAIN = SamplingSettings()
 
 @functools.cache
 def window_engine():
-  """Shared by all: cut rows are prefilled two at a time."""
+  """The shared engine, which prefills truncated rows two at a time."""
   return make_engine(slots=16)
 
 
 @functools.cache
 def weights(which=0):
-  """(trainer's, sampler's) parameters, of two policies not far apart."""
+  """Returns (trainer, sampler) parameters of one of two similar policies."""
   fns, params = tiny.tiny_policy()
   for _ in range(which):
     noise = tiny.widen(params, jax.random.key(9))
@@ -46,7 +46,7 @@ def write_window(
   group_ids=None,
   **more,
 ):
-  """One call that starts the prompts `which`, with all of their ids if None."""
+  """Runs one window that starts the prompts `which`; default: all their ids."""
   which, engine = list(which), engine or window_engine()
   new = new_requests(
     [PROMPTS[i] for i in which] if prompts is None else prompts,
@@ -54,7 +54,7 @@ def write_window(
     GROUP_IDS[which] if group_ids is None else group_ids,
     engine.config,
   )
-  # With nothing new, what goes on is handed over as it is.
+  # Without new requests, unfinished ones are passed on unchanged.
   requests = (
     unfinished if not len(new.lengths) else join_rows([unfinished, new])
   )
@@ -76,13 +76,13 @@ def uncut():
 
 
 def cut(rollout):
-  """The rows that go on, None if there is none."""
+  """Returns the truncated rows, None if there are none."""
   rows = np.flatnonzero(rollout.status == Status.TRUNCATED)
   return tiny_engine.rows(rollout, rows) if len(rows) else None
 
 
 def to_the_end(out, **call):
-  """All rows by sample id once every one has ended."""
+  """Continues all rows to their end; returns them ordered by sample id."""
   ended = []
   while out is not None:
     ended.append(tiny_engine.rows(out, out.status != Status.TRUNCATED))

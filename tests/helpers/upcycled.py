@@ -1,4 +1,4 @@
-"""A family of Llama with experts (a plugin), and the embedded base as one.
+"""A plugin family of Llama with experts, and the embedded base in it.
 
 Reference: Komatsuzaki et al. 2022, Sparse Upcycling, arXiv 2212.05055.
 """
@@ -27,9 +27,9 @@ register.family(
 
 
 def write(path):
-  """Writes the base of `chain_sum` with its MLP as each of four experts.
+  """Writes the base of `chain_sum` with four copies of its MLP as experts.
 
-  Each has its own noise, a tenth of the weights; a token uses two.
+  Each has separate noise of a tenth of the weights; a token uses two.
   """
   base = str(base_models.BASE)
   fns, params = models.load(base)

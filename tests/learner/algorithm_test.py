@@ -1,4 +1,4 @@
-"""An algorithm is the choice of functions that the config names."""
+"""An algorithm consists of the functions that the config names."""
 
 import functools
 
@@ -16,7 +16,7 @@ GAE = jax.jit(estimators.gae)
 
 
 def make_inputs(seed=0, rows=4, room=6):
-  """Responses that have ended, with random rewards and values."""
+  """Makes ended responses with random rewards and values."""
   rng = np.random.default_rng(seed)
   lengths = np.asarray([1, 3, 6, 4])
   mask = np.arange(room)[None] < lengths[:, None]
@@ -33,7 +33,7 @@ def make_inputs(seed=0, rows=4, room=6):
 
 
 def compute(made, name, inputs):
-  """One input of an algorithm."""
+  """Computes one input of an algorithm."""
   return jax.jit(lambda known: parts.evaluate([name], made.parts, known))(
     inputs
   )[name]
@@ -148,5 +148,5 @@ class TestEssStepScale:
     np.testing.assert_allclose(
       scale(ess_reference=0.9), np.sqrt(ratio / 0.9), rtol=1e-6
     )
-    # More samples are left than usual: the step is not made longer.
+    # The effective sample ratio exceeds the reference: no larger step.
     assert scale(ess_reference=0.5) == 1.0

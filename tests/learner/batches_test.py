@@ -1,4 +1,4 @@
-"""Packed mini-batches: what a loss reads, and how much each token weighs."""
+"""Packed mini-batches: inputs of losses and the weight of each token."""
 
 import jax
 import numpy as np
@@ -22,14 +22,14 @@ def make_batch(rows):
 
 
 def pack(made, experience, rows=(1, 0, 2)):
-  """Packed rows of the policy and where they lie."""
+  """Packs rows for the policy; returns them and their layout."""
   batch = make_batch(np.asarray(rows))
   inputs = take_rows(experience, batch.rows)
   return pack_policy(inputs, batch, made), batch.layout
 
 
 def shifted():
-  """Log-probs of the behaviour, some of them off those of the policy."""
+  """Makes behaviour log-probs, some of which differ from the policy's."""
   behavior = np.where(MASK, -1.0, 7.0).astype(np.float32)
   behavior[0] -= np.log([8.0, 1.5, 1.0, 0.5, 1.0], dtype=np.float32)
   return make_rollout(behavior_logprobs=behavior)
@@ -37,7 +37,7 @@ def shifted():
 
 class TestPolicyBatch:
   def test_packs_without_the_device(self):
-    # An operation on the device would wait behind the update before.
+    # A device operation would wait for the previous update.
     made, inputs = make_algorithm(), make()
     batch = make_batch(np.asarray([1, 0, 2]))
     inputs = take_rows(inputs, batch.rows)
@@ -62,7 +62,7 @@ class TestPolicyBatch:
       for mask in (packed.mask, packed.packed.mask):
         np.testing.assert_array_equal(gather(mask)[1:], MASK[:2])
         assert not gather(mask)[0].any()
-    # Its coefficient is the business of the update.
+    # The update applies its coefficient.
     nll = gather(policy.inputs["nll_weights"])
     np.testing.assert_allclose(nll[1], [0.25, 0.25, 0.25, 0.25, 0])
     assert not nll[[0, 2]].any()
@@ -89,7 +89,7 @@ class TestPolicyBatch:
         np.where(MASK, np.asarray(expected)[:, None], 0),
         rtol=1e-6,
       )
-    # Always a mean over the tokens of right responses (VAPO, eq. 9-10).
+    # Always a mean over the tokens of correct responses (VAPO, eq. 9-10).
     right = MASK & np.asarray([[True], [False], [True]])
     nll = layout.gather(batch.inputs["nll_weights"])
     np.testing.assert_allclose(nll, right / 7, rtol=1e-6)
@@ -121,7 +121,7 @@ class TestPolicyBatch:
     changes = {"off_policy__correction": "truncate"}
     got = make(rollout=shifted(), **changes)
     policy, layout = pack(make_algorithm(**changes), got, rows=(1, 0))
-    # Ratios 8, 1.5, 1 and 1/2, at most 2, over all six tokens.
+    # Ratios 8, 1.5, 1 and 1/2, capped at 2, over all six tokens.
     np.testing.assert_allclose(
       layout.gather(policy.inputs["weights"]),
       np.asarray([[1, 1, 0, 0, 0], [2, 1.5, 1, 0.5, 0]]) / 6,
@@ -144,7 +144,7 @@ def test_the_critic_gets_what_its_loss_reads(clip):
 
 
 class TestBatchArrays:
-  """Six rows, and two of padding, on four times two devices."""
+  """Six rows and two padding rows on 4 x 2 devices."""
 
   def arrays(self):
     mesh = sharding.make_mesh(data=4, fsdp=2, tensor=1)
@@ -160,7 +160,7 @@ class TestBatchArrays:
     rows = np.asarray([5, 0, 3])
     for name, x in processes.to_host(arrays.take(rows)).items():
       assert x[:3].tobytes() == given[name][rows].tobytes()
-      assert len(x) == 4  # As for a mini-batch with a row more.
+      assert len(x) == 4  # As with one more row.
       assert arrays[name].tobytes() == given[name][:6].tobytes()
 
   def test_an_array_on_the_host(self):

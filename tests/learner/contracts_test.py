@@ -1,4 +1,4 @@
-"""Contracts between sampler, estimates and losses that once were broken."""
+"""Contracts between sampler, estimates and losses that were broken once."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ WIDE = {
 
 
 class TestImportanceWeights:
-  """Spec 9.7: without bounds the gradient is the importance-weighted one."""
+  """Spec 9.7: without bounds, the gradient is the importance-weighted one."""
 
   @pytest.mark.parametrize("loss", ["clip", "cispo"])
   @pytest.mark.parametrize("correction", ["auto", "none", "truncate", "mask"])
@@ -50,7 +50,7 @@ class TestImportanceWeights:
       scale=0.3, size=(5, 1, 12)
     ).astype(np.float32)
     if proximal == "recompute" and made.correction is None:
-      behavior = old  # Uncorrected, it is for tokens that π_old sampled.
+      behavior = old  # Without correction, π_old must sample.
     mask = np.ones((1, 12), bool)
     inputs = {
       "old_logprobs": old,
@@ -93,7 +93,7 @@ class TestImportanceWeights:
       "none", schedule__stop="first_groups", **changes
     )
     name, high = correction_of(stale)
-    # The ratio to the sampler corrects already.
+    # The ratio to the sampler is already a correction.
     assert name == ("none" if proximal == "stored" else "truncate")
     assert high == 2.0
     fresh = tiny_run.make_config("none", **changes)
@@ -117,7 +117,7 @@ class TestImportanceWeights:
 
 
 class TestNothingToTrain:
-  """A batch without a trained token moves no weight, no moment and no count."""
+  """A batch without trainable tokens changes no weight, moment or count."""
 
   @pytest.mark.parametrize("rejected", [False, True])
   @pytest.mark.parametrize("streaming", [False, True])
@@ -132,7 +132,7 @@ class TestNothingToTrain:
     states, _, collected = tiny_run.collect(run)
     responses, timer = collected.batch.responses, metrics.PhaseTimer()
     unknown = responses.replace(judged=np.zeros(len(responses.rewards), bool))
-    if rejected:  # By the correction, all of them.
+    if rejected:  # The correction rejects all.
       rollout = responses.rollout
       far = rollout.behavior_logprobs - 9.0
       unknown = responses.replace(
@@ -147,13 +147,13 @@ class TestNothingToTrain:
       update = lambda state, batch, timer: run.learner.update(
         state, groups(batch), timer
       )
-    # Moments that would move the weights.
+    # Moments that would change the weights.
     learner, row = update(states.learner, responses, timer)
     assert row["policy/entropy"] > 0 and row["value/loss"] > 0
     before = jax.device_get((learner.policy, learner.critic))
     learner, row = update(learner, unknown, timer)
     after = jax.device_get((learner.policy, learner.critic))
-    whose = slice(1 if rejected else 2)  # The critic learns from rejected ones.
+    whose = slice(1 if rejected else 2)  # The critic trains on them.
     jax.tree.map(np.testing.assert_array_equal, after[whose], before[whose])
     assert learner.step == 2 and "policy/loss" not in row
     assert rejected or row == {}
@@ -204,7 +204,7 @@ class TestMismatch:
     engine = run.worker.writer.engine
 
     def biased(*arguments, **settings):
-      """Reports log-probs that it did not sample from."""
+      """Reports log-probs of another distribution."""
       rollout = engine.generate_window(*arguments, **settings)
       wrong = rollout.behavior_logprobs + 0.5 * rollout.mask
       return rollout.replace(behavior_logprobs=wrong)
@@ -239,7 +239,7 @@ class TestPretraining:
     monkeypatch.setattr(Learner, "measure", measured)
     monkeypatch.setattr(Learner, "update_member", update_member)
     self.pretrain(run, tmp_path)
-    # One more batch is measured alone.
+    # The other batch is only measured.
     (responses, batch), _ = seen
     assert len(learned) == 1 and learned[0] is batch
     mask = batch.experience["value_mask"]
@@ -251,7 +251,7 @@ class TestPretraining:
 
 
 def test_positive_examples_are_whole_responses():
-  """A right response of which the window wrote the end alone."""
+  """The window contains only the end of a correct response."""
   rollout = tiny_experience.make_rollout(window_start=np.asarray([2, 0, 0]))
   mask = rollout.mask
   got = jax.device_get(
@@ -262,7 +262,7 @@ def test_positive_examples_are_whole_responses():
   np.testing.assert_array_equal(got["positive_mask"][0], mask[0])
   np.testing.assert_array_equal(got["policy_mask"][0], [0, 0, 1, 1, 0])
   assert not got["positive_mask"][1:].any()
-  # They reach the update beside the policy's tokens.
+  # They reach the update together with the policy's tokens.
   layout = packing.make_layout(rollout, capacity=20, rows=1, micro_batches=3)
   batch = packing.MiniBatch(np.arange(3), layout, rollout)
   batch = pack_policy(got, batch, make_algorithm())

@@ -1,4 +1,4 @@
-"""Advantages, rewards and masks, against slow versions and by hand."""
+"""Advantages, rewards and masks match slow versions and results by hand."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ ROWS, ROOM = 8, 7
 
 
 def make_inputs(seed=0, **changes):
-  """Four groups of two; rewards lie on the last tokens."""
+  """Makes four groups of two with rewards on the last tokens."""
   rng = np.random.default_rng(seed)
   lengths = rng.integers(1, ROOM + 1, ROWS)
   column = np.arange(ROOM)[None]
@@ -53,7 +53,7 @@ def outcomes(inputs):
 
 
 def spread(values, inputs):
-  """One number per response, at each of its tokens."""
+  """Broadcasts one number per response to its tokens."""
   return np.where(inputs["mask"], np.asarray(values)[:, None], 0.0)
 
 
@@ -86,7 +86,7 @@ class TestGroups:
   @pytest.mark.parametrize("center", ["mean", "median", "leave_one_out"])
   @pytest.mark.parametrize("scale", ["std", "none"])
   def test_relative_to_the_others(self, center, scale):
-    # Of three and five, so that the median is one of them.
+    # Odd group sizes (3 and 5), so that the median is one of the rewards.
     inputs = make_inputs(groups=np.asarray([0, 1, 0, 1, 1, 0, 1, 1]))
     got = compute(inputs, name="group", center=center, scale=scale, epsilon=0.1)
     expected = reference.group_relative(
@@ -127,7 +127,7 @@ class TestGroups:
 
 
 class TestLengthsOfOwnTokens:
-  """Tokens that the policy read, such as a tool's, are no part of a length."""
+  """Tokens that the policy only read, such as a tool's, do not count."""
 
   def test_hapos_advantages_sum_to_zero_over_what_is_trained(self):
     made = make_experience(make_algorithm(estimator__name="token_group"))
@@ -212,7 +212,7 @@ class TestOutcomeOnToken:
     got = estimates.outcome_on_token(
       np.asarray([1.0, 2.0]), mask, np.asarray([4, 3])
     )
-    # A response without any has it on its last token, for its group to see.
+    # An entirely masked response has it on its last token, for its group.
     np.testing.assert_array_equal(got, [[0, 0, 1, 0, 0], [0, 0, 2, 0, 0]])
 
 
@@ -238,7 +238,7 @@ class TestInterpolationShare:
   def test_by_hand(self):
     version = np.asarray([[7, 8, 9], [9, 9, 99]])
     mask = np.asarray([[1, 1, 1], [1, 1, 0]], bool)
-    # Of ages 2, 1, 0: the policy in the making is one version further on.
+    # Ages 2, 1, 0: the policy being trained is one version newer.
     np.testing.assert_allclose(
       a_3po.interpolation_share(version, mask, 9),
       [[2 / 3, 1 / 2, 0], [0, 0, 0]],
@@ -247,7 +247,7 @@ class TestInterpolationShare:
 
   def test_a_batch_without_a_token_of_now(self):
     version = np.asarray([[7, 8]])
-    # The update starts from version 9, though it wrote none of these.
+    # The update starts from version 9, which wrote none of these tokens.
     np.testing.assert_allclose(
       a_3po.interpolation_share(version, version > 0, 9),
       [[2 / 3, 1 / 2]],

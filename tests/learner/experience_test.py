@@ -1,4 +1,4 @@
-"""Advantages, targets and masks of a batch, by hand."""
+"""Advantages, targets and masks of a batch match results by hand."""
 
 import jax
 import numpy as np
@@ -67,7 +67,7 @@ class TestMasks:
 
 
 class TestUnfinished:
-  """Row 1 is cut after its two tokens, the first of an earlier window."""
+  """Row 1 is truncated after two tokens, the first from an earlier window."""
 
   def make(self, **changes):
     rollout = make_rollout(
@@ -75,7 +75,7 @@ class TestUnfinished:
       window_start=np.asarray([0, 1, 0]),
       group_id=np.asarray([0, 1, 2]),
     )
-    # Unfinished, it has no verdict: what stands there must not count.
+    # An unfinished response has no verdict: its entries must be ignored.
     verdicts = {"rewards": (1.0, 7.0, 1.0), "correct": (True, True, True)}
     return make(**verdicts, rollout=rollout, **changes)
 
@@ -89,7 +89,7 @@ class TestUnfinished:
   def test_trains_the_policy_on_its_window_alone(self):
     got = self.make(estimator__alpha=1.0)
     np.testing.assert_array_equal(got["policy_mask"][1], [0, 1, 0, 0, 0])
-    # λ = 1/2, δ = 0.25 and, as V repeats at the cut, 0.
+    # λ = 1/2, δ = 0.25 and 0, because the cut bootstraps with the last V.
     np.testing.assert_array_equal(got["advantages"][1], [0.25, 0, 0, 0, 0])
 
   def test_tokens_before_the_cut_can_be_left_out(self):
@@ -133,7 +133,7 @@ class TestOptions:
     np.testing.assert_array_equal(got["policy_mask"], kept)
     whole = jax.device_get(make(**settings))
     np.testing.assert_array_equal(whole["policy_mask"], MASK)
-    # Its reward was the baseline of the others, and still is.
+    # Its reward still counts in the baseline of the others.
     np.testing.assert_array_equal(got["advantages"], whole["advantages"])
     assert not got["advantages"][0].any() and got["advantages"][1:, 0].all()
 
@@ -162,7 +162,7 @@ class TestOptions:
     got = jax.device_get(
       make(rollout=rollout, judged=judged, rewards=(1.0, 9.0, -0.5), **settings)
     )
-    # The same as of the two others alone.
+    # The same as for the other two alone.
     apart = make_rollout(group=np.asarray([0, 1, 0]), group_id=one)
     expected = jax.device_get(
       make(rollout=apart, rewards=(1.0, 9.0, -0.5), **settings)

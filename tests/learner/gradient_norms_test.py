@@ -1,4 +1,4 @@
-"""Gradient norms of single responses, and the baseline that they give."""
+"""Gradient norms of single responses, and the baseline from them."""
 
 import functools
 
@@ -31,7 +31,7 @@ EXACT = {"estimator__gradient_norms": "exact"}
 
 @functools.cache
 def expected(frozen=()):
-  """By the gradient of the plain model for every response apart."""
+  """Computes the norms from the plain model's gradient for each response."""
   rollout, _ = make_data()
 
   @jax.jit
@@ -69,7 +69,7 @@ class TestNorms:
     assert got.shape == (count + 2,) and not np.asarray(got)[count:].any()
     got = np.asarray(got)[:count]
     np.testing.assert_allclose(got, expected(frozen), rtol=2e-5, atol=1e-6)
-    # Nothing of an empty response can be learned, and norms do differ.
+    # An empty response has no gradient; the other norms differ.
     empty = ~rollout.mask.any(axis=1)
     assert empty.any() and not got[empty].any()
     assert np.ptp(expected(frozen)) > 1.0

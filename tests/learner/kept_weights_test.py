@@ -1,4 +1,4 @@
-"""Kept weights: the sampler's mismatch apart from the updates since."""
+"""Kept weights separate the sampler's mismatch from staleness."""
 
 from types import SimpleNamespace
 
@@ -21,7 +21,7 @@ from jaxrl_llm.trainer.workdir import Workdir
 
 KEEP = {"off_policy__keep_weights": "float32"}
 LATE = {"estimator__name": "group", "schedule__lag": 2}
-# Tokens of several versions in one batch, and in one response.
+# Tokens of several versions in one batch and in one response.
 MIXED = {
   "estimator__name": "group",
   "schedule__stop": "first_groups",
@@ -36,7 +36,7 @@ STEPS = 6
 
 @pytest.fixture(scope="module")
 def run(model):
-  """The policy moves fast, so that older weights say something else."""
+  """A run whose policy changes fast, so that older weights clearly differ."""
   return make_run(model, **KEEP | FAST | MIXED | LATE)
 
 
@@ -46,14 +46,14 @@ def history(run):
 
 
 def seen(step):
-  """(what an update made of its batch, scores, its rollout)."""
+  """Returns (experience of an update, its scores, its rollout)."""
   (estimated,) = step.estimated
   return estimated.experience, estimated.scores, estimated.rollout
 
 
 class TestWriterLogprobs:
   def test_are_those_of_the_sampler(self, history):
-    """It wrote with the same weights, and means the same up to rounding."""
+    """They are from the same weights, hence equal up to rounding."""
     moved = []
     for step in history:
       experience, scores, rollout = seen(step)
@@ -62,7 +62,7 @@ class TestWriterLogprobs:
       wrote, old = scores["writer_logprobs"][mask], scores["old_logprobs"][mask]
       np.testing.assert_allclose(wrote, behavior, atol=2e-4)
       moved.append(np.abs(old - behavior).max())
-    assert max(moved) > 0.05  # The policy of now is another one.
+    assert max(moved) > 0.05  # The current policy differs.
 
   def test_a_batch_has_several_versions(self, history):
     counts = [
@@ -85,7 +85,7 @@ class TestWriterLogprobs:
     assert 1e-5 < error.max() < 0.2
 
   def test_by_hand(self):
-    """Versions 3 and 4 wrote, 5 is trained; version v says -v of a token."""
+    """Versions 3 and 4 wrote, 5 is trained; log-probs of version v are -v."""
     rollout = make_rollout()
     version = np.broadcast_to(3 + np.arange(9) // 3, rollout.mask.shape)
     rollout = rollout.replace(
@@ -94,7 +94,7 @@ class TestWriterLogprobs:
     asked = []
 
     class Batch:
-      """Rows without a packing: what is scored lies as it is read."""
+      """Rows without packing: scores have the shape of the inputs."""
 
       def __init__(self, rows):
         self.rows, self.layout = rows, self
@@ -129,7 +129,7 @@ class TestWriterLogprobs:
 
 class TestCorrections:
   def inputs(self, old, writer, behavior):
-    """Tokens of one response; arguments are probabilities."""
+    """Makes inputs for tokens of one response from probabilities."""
     log = lambda x: np.log(np.asarray([x], np.float32))
     return {
       "proximal_logprobs": log(old),
@@ -178,7 +178,7 @@ class TestCorrections:
 
   @pytest.mark.slow
   def test_weights_that_stay_leave_staleness_at_one(self, model):
-    """Whatever the engine's noise: in every bit, of whole responses too."""
+    """Exactly, despite the engine's noise, also for complete responses."""
     still = make_run(
       model,
       **KEEP | MIXED,

@@ -1,4 +1,4 @@
-"""Parts of a method: the identity of each, and packed rows."""
+"""Parts of methods: settings under which they change nothing; packed rows."""
 
 import chex
 import jax
@@ -27,7 +27,7 @@ class TestIdentities:
     plain = policy_batch(make_algorithm())
     assert made.correction is not None
     chex.assert_trees_all_equal(policy_batch(made), plain)
-    # And it is something else as soon as they differ.
+    # It differs as soon as the log-probs do.
     other = make_rollout().behavior_logprobs + 0.5
     changed = policy_batch(made, old_logprobs=other).inputs["weights"]
     assert not np.array_equal(changed, plain.inputs["weights"])
@@ -52,7 +52,7 @@ class TestIdentities:
     "zero",
     [
       {"reward__overlong_factor": 0.0, "reward__overlong_buffer": 4},
-      # Nothing was cut, nothing is overlong.
+      # No response is truncated or overlong.
       {"estimator__tail_drop": 3},
       {"loss__overlong_filter": True},
     ],
@@ -115,7 +115,7 @@ NARROW = {
 
 
 class TestPackedRows:
-  """A loss may not mix the responses that share a row."""
+  """Losses must not mix the responses in one row."""
 
   @pytest.mark.parametrize("name", [*choices.POLICY_LOSSES, "interpolate"])
   def test_equal_padded_rows(self, name):

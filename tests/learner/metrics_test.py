@@ -1,4 +1,4 @@
-"""What a learner reports of a batch, by hand."""
+"""A learner's metrics of a batch match results by hand."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ ENDED = [Status.FINISHED, Status.OVERLONG, Status.FINISHED, Status.FINISHED]
 
 
 def make_written(status):
-  """Four responses to the given ends."""
+  """Makes four responses with the given statuses."""
   return tiny_run.random_rollout(np.random.default_rng(0), rows=4).replace(
     lengths=np.asarray([4, 9, 2, 5], np.int32),
     status=np.asarray(status, np.int32),
@@ -61,7 +61,7 @@ class TestExperience:
     changes = {"off_policy__correction": "mask"}
     got = make(rollout=make_rollout(behavior_logprobs=behavior), **changes)
     row = report(got, behavior, **changes)
-    # The ratio of 8 is over 2 and rejected.
+    # The ratio of 8 exceeds 2 and is rejected.
     np.testing.assert_allclose(row["correction/kept"], 8 / 9, rtol=1e-6)
     np.testing.assert_allclose(
       row["correction/weight_mean"], (1.5 + 1 + 0.5 + 5) / 9, rtol=1e-6
@@ -93,7 +93,7 @@ class TestParity:
 
   @pytest.mark.parametrize(
     ("field", "other"),
-    # Of a data set, with log-probs; of weights that are gone.
+    # From a data set, with log-probs; from weights that are no longer kept.
     [("origin", int(Origin.FOREIGN)), ("version", 3)],
   )
   def test_is_about_tokens_that_this_policy_wrote(self, field, other):

@@ -1,4 +1,4 @@
-"""The noise of gradients, of the parts that micro-batches give."""
+"""Gradient noise, estimated from the gradients of micro-batches."""
 
 import chex
 import jax
@@ -10,7 +10,7 @@ from jaxrl_llm.learner import update
 
 
 def test_by_hand():
-  # Contributions (1.5, 0) and (0.5, 1) of halves: |g|² is 5, Σ |g_i|² / w_i 7.
+  # Contributions (1.5, 0) and (0.5, 1) of halves: |g|² = 5, Σ |g_i|² / w_i = 7.
   found = update._noise(5**0.5, 10.0, 2.25 / 5 + 1.25 / 5, 2.0)
   assert float(found["gradient_noise"]) == pytest.approx(2.0)
   assert float(found["gradient_signal"]) == pytest.approx(3.0)
@@ -22,7 +22,7 @@ def test_by_hand():
 @pytest.mark.parametrize("masked", [(), (1,)])
 def test_an_update_measures_it(masked, streamed):
   batch = tiny_update.make_batch("policy", micro_batch_size=2, share=False)
-  # Such as of responses without a verdict: they tell nothing.
+  # Such as responses without a verdict: they carry no information.
   without = lambda x: np.where(
     np.isin(range(len(x)), masked)[:, None, None], 0, x
   )
@@ -32,7 +32,7 @@ def test_an_update_measures_it(masked, streamed):
   state, temperature = tiny_update.make_state("policy"), tiny_update.TEMPERATURE
   count = int(batch.packed.count)
   tokens = np.asarray(batch.mask).sum((1, 2))[:count]
-  # Each micro-batch as the only one of an update without clipping.
+  # Each micro-batch is the only one of an update without clipping.
   objective = tiny_update.policy_objective(tiny_update.make_fns("policy"))
   gradient = update._gradient_of(objective)
   each = [

@@ -27,7 +27,7 @@ def make_params():
 
 
 def make_schedule(rate, **changes):
-  """The schedule of a run of six updates."""
+  """Makes the schedule of a run of six updates."""
   settings = {
     "learning_rate": rate,
     "warmup_steps": 0,
@@ -53,7 +53,7 @@ def make_optimizer(rate=0.1, **changes):
 
 
 def make_apply(optimizer):
-  """apply(state, gradients, finite), jitted: eager optax is slow to start."""
+  """Returns apply(state, gradients, finite); jitted, as eager optax is slow."""
   return jax.jit(
     lambda current, gradients, finite: optimizer_lib.apply_gradients(
       current, gradients, optimizer, finite=finite
@@ -68,11 +68,11 @@ class TestSchedule:
       *((steps, "constant", [8.0] * 8) for steps in (0, 1)),
       (2, "constant", [4.0, 8.0, 8.0, 8.0, 8.0, 8.0, 8.0, 8.0]),
       (4, "constant", [2.0, 4.0, 6.0, 8.0, 8.0, 8.0, 8.0, 8.0]),
-      # From 8 to a quarter of it over the four updates after the warm-up.
+      # From 8 to a quarter of it in the four updates after warm-up.
       (2, "linear", [4.0, 8.0, 8.0, 6.5, 5.0, 3.5, 2.0, 2.0]),
       # 2 + 6 * (1 + cos(pi * k / 4)) / 2 for k = 0 to 4.
       (2, "cosine", [4.0, 8.0, 8.0, 7.1213203, 5.0, 2.8786797, 2.0, 2.0]),
-      # A warm-up that fills the run.
+      # Warm-up during the entire run.
       (6, "cosine", [8 * k / 6 for k in range(1, 7)]),
     ],
   )
@@ -91,7 +91,7 @@ class TestScheduleStep:
     return build.update_settings(config, "policy")
 
   def walk(self, settings, counts):
-    """Where the schedule is at every update of steps of so many."""
+    """Returns the schedule at each update for steps of `counts` updates."""
     return [
       int(settings.schedule_step(step, number, count))
       for step, count in enumerate(counts)
@@ -99,7 +99,7 @@ class TestScheduleStep:
     ]
 
   def test_counts_the_updates_where_steps_are_alike(self):
-    settings = self.make()  # 32 responses, in two epochs of two.
+    settings = self.make()  # 32 responses: two epochs of two.
     assert self.walk(settings, [4] * 6) == list(range(24))
 
   @pytest.mark.parametrize("seed", range(3))
@@ -159,7 +159,7 @@ class TestOptimizer:
       jax.tree.map(lambda x: x * norm / length, direction),
       True,
     )
-    # Adam's first moment is a tenth of what passed the clip.
+    # Adam's first moment is a tenth of the clipped gradient.
     chex.assert_trees_all_close(
       optax.tree_utils.tree_get(after.optimizer.opt_state, "mu"),
       jax.tree.map(lambda x: 0.1 * x * kept / length, direction),
@@ -168,7 +168,7 @@ class TestOptimizer:
 
 
 class TestAdafactor:
-  SHAPE = (2, 130, 128)  # Layers of matrices that are large enough to factor.
+  SHAPE = (2, 130, 128)  # Stacked layers; large enough to factor.
 
   def _params(self):
     kernel = {"kernel": jnp.ones(self.SHAPE), "bias": jnp.ones((2, 128))}
@@ -205,7 +205,7 @@ class TestAdafactor:
     )
     held = jax.tree.leaves(state.optimizer.opt_state)
     assert 2 * size < sum(x.size * x.dtype.itemsize for x in held) < 2.2 * size
-    # The means over rows and over columns lie on a mesh, too.
+    # The means over rows and over columns are sharded, too.
     mesh = sharding.make_mesh(data=1, fsdp=2, tensor=2)
     assert len(jax.tree.leaves(sharding.tree_shardings(state, mesh))) == len(
       jax.tree.leaves(state)

@@ -1,4 +1,4 @@
-"""Models, losses and optimizers of one's own, each from one plugin file."""
+"""User-defined models, losses and optimizers, each from one plugin file."""
 
 import sys
 
@@ -118,7 +118,7 @@ register.optimizer("sgd", sgd)
 
 @pytest.fixture
 def load(tmp_path, monkeypatch):
-  """Imports the text of a plugin file, which is forgotten afterwards."""
+  """Imports a plugin from its text; its parts are removed afterwards."""
   monkeypatch.syspath_prepend(str(tmp_path))
 
   def load(text):
@@ -130,7 +130,7 @@ def load(tmp_path, monkeypatch):
 
 
 def make_config(model, **changes):
-  """A step takes no critic, and one update of whole batches."""
+  """Makes a config without a critic and with one full-batch update per step."""
   given = {
     "loss__nll_coefficient": 0.0,
     "value__pretrain_steps": 0,
@@ -166,8 +166,8 @@ class TestProbe:
     for _ in range(2):
       learner, row = run.learner.update(learner, responses, timer)
       rows.append(row)
-    # It begins at zero: its first loss is the mean square of the outcomes, and
-    # its first scores leave the rewards alone.
+    # It starts at zero: its first loss is the mean squared outcome, and its
+    # first scores do not change the rewards.
     np.testing.assert_allclose(
       rows[0]["probe/loss"], np.mean(outcomes**2), rtol=1e-5
     )
@@ -175,7 +175,7 @@ class TestProbe:
     np.testing.assert_allclose(
       rows[0]["advantage/mean"], outcomes.mean(), rtol=1e-5
     )
-    # The second update reads what the first one has made of it.
+    # The second update reads scores of the probe after the first update.
     probed = np.asarray(seen[1]["probed"])[: len(responses.rewards)]
     probed = probed[responses.rollout.mask]
     np.testing.assert_allclose(
@@ -244,7 +244,7 @@ class TestParts:
     np.testing.assert_allclose(
       first["policy/surprise_loss"], -0.5 * 3.0 * said.mean(), rtol=1e-4
     )
-    # The length of SGD's first step, whose gradient is clipped.
+    # The norm of SGD's first step, whose gradient is clipped.
     settings = run.learner.policy.settings
     length = min(first["policy/grad_norm"], settings.max_grad_norm)
     moved = jax.tree.map(
@@ -295,7 +295,7 @@ class TestParts:
       ("loss__settings", {}, "surprise needs a value for 'scale'"),
       ("loss__auxiliary", {"surprize": 1.0}, "no auxiliary loss 'surprize'"),
       ("loss__auxiliary", {"surprise": "1"}, "'surprise' is '1'; give a num"),
-      # Its mask has a number of tokens of its own.
+      # Its mask has a different number of tokens.
       (
         "schedule__streaming",
         True,

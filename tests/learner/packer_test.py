@@ -1,4 +1,4 @@
-"""Who learns from which responses: each once, the critic in whole batches."""
+"""Each response is trained on once, by the critic in full mini-batches."""
 
 import functools
 import types
@@ -17,7 +17,7 @@ ROWS = 5
 
 
 def make_packer(mini_batch=3, critic=True):
-  """A packer that is asked whom a critic learns from, and no more."""
+  """Makes a packer with just enough to choose the critic's responses."""
   member = lambda waits: types.SimpleNamespace(
     settings=types.SimpleNamespace(mini_batch=mini_batch),
     training=types.SimpleNamespace(waits=waits),
@@ -29,7 +29,7 @@ def make_packer(mini_batch=3, critic=True):
 
 
 def make_responses(cut=(), first=0):
-  """Responses with ids from `first` on, the `cut` ones unfinished."""
+  """Makes responses with ids from `first` on; those in `cut` are unfinished."""
   rollout = tiny_run.random_rollout(np.random.default_rng(first), rows=ROWS)
   lengths = np.asarray([4, 9, 1, 6, 3], np.int32)
   status = np.full(ROWS, int(Status.FINISHED), np.int32)
@@ -52,7 +52,7 @@ def ids_of(responses: Responses | None):
 
 class TestWithWaiting:
   def take(self, packer, responses, waiting=None):
-    """(ids of the batch, ids that the critic learns from, who waits)."""
+    """Returns (ids of the batch, ids for the critic, waiting responses)."""
     batch, rows, waiting = packer.with_waiting(responses, waiting)
     return batch, batch.rollout.sample_id[rows].tolist(), waiting
 
@@ -61,7 +61,7 @@ class TestWithWaiting:
     _, _, waiting = self.take(packer, make_responses((1, 4)))
     later = make_responses((0,), first=10)
     batch, learned, left = self.take(packer, later, waiting)
-    # All new ones are the policy's, and those that waited stand behind them.
+    # The policy trains on all new ones; responses that waited follow them.
     assert ids_of(batch) == [10, 11, 12, 13, 14, 0, 2, 3]
     assert learned == [0, 2, 3, 11] and ids_of(left) == [12, 13, 14]
     new = batch.rollout.lengths - batch.rollout.window_start
@@ -73,7 +73,7 @@ class TestWithWaiting:
     _, _, waiting = self.take(packer, make_responses())
     _, _, waiting = self.take(packer, make_responses((1,), first=10), waiting)
     assert len(ids_of(waiting)) == 9
-    # Some of those that waited fill a mini-batch of the new size, and wait on.
+    # Waiting responses fill a mini-batch of the new size; the rest still waits.
     later = make_responses((0, 1), first=20)
     _, learned, left = self.take(make_packer(8), later, waiting)
     assert learned == [0, 1, 2, 3, 4, 10, 12, 13]
@@ -142,7 +142,7 @@ class TestCheckRows:
 
 
 def after_answers(tokens, width):
-  """The view of a critic that reads `tokens(row of the data)` first."""
+  """Makes the view of a critic that reads `tokens(row of the data)` first."""
   make = privileged.make_view(
     {"answer_format": "{answer}", "answer_tokens": width}
   )
@@ -170,7 +170,7 @@ def test_a_member_with_a_view_reads_more_and_answers_for_the_same_tokens():
     (made[name],) = packing.mini_batches(
       one, size=8, rng=None, capacity=40, rows=2
     )
-  # The tokens of a response are where its layout says, whatever precedes them.
+  # The layout locates response tokens, whatever precedes them.
   present = made["with"].layout.present
   for batch in made.values():
     found = batch.layout.gather(batch.packed.targets)
@@ -182,7 +182,7 @@ def test_a_member_with_a_view_reads_more_and_answers_for_the_same_tokens():
 
 
 def member(micro_batch_size=2, shares=True):
-  """What a packer reads of a member when it packs."""
+  """Makes a member with just the attributes that packing needs."""
   return types.SimpleNamespace(
     settings=types.SimpleNamespace(micro_batch_size=micro_batch_size),
     fns=types.SimpleNamespace(shares_prompts=shares),
@@ -190,7 +190,7 @@ def member(micro_batch_size=2, shares=True):
 
 
 def streamed(packer, rollout):
-  """The parts that groups are joined to, and what each is packed to."""
+  """Returns parts of joined groups, each with its packed mini-batches."""
   responses = unjudged(rollout)
   groups = [
     take_rows(responses, rollout.group == i) for i in np.unique(rollout.group)
@@ -203,7 +203,7 @@ def streamed(packer, rollout):
   ("reads", "group_size"), [("more", 2), ("each prompt", 8)]
 )
 def test_parts_of_a_stream_fit_what_every_member_reads(reads, group_size):
-  """Such as a critic with a context, or one that shares no prompts."""
+  """This includes critics with a context or without shared prompts."""
   rollout = tiny_run.random_rollout(
     np.random.default_rng(0),
     rows=160,
@@ -223,7 +223,7 @@ def test_parts_of_a_stream_fit_what_every_member_reads(reads, group_size):
 
 
 def test_parts_of_a_stream_fit_prompts_of_nearly_a_row():
-  """A row of 64 then holds one response of eight, each with its prompt."""
+  """A row of 64 tokens then has room for only one response with its prompt."""
   rollout = tiny_run.random_rollout(
     np.random.default_rng(0), rows=160, prompt=60, room=2, group_size=8
   )

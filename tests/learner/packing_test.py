@@ -1,4 +1,4 @@
-"""Packed rows hold every token once, and the shift is where it should be."""
+"""Packed rows contain every token once, with correctly shifted targets."""
 
 import numpy as np
 import pytest
@@ -53,9 +53,9 @@ class TestPack:
     assert row("segments") == [1, 1, 1, 1, 1, 2, 2, 2, 0]
     assert row("positions") == [0, 1, 2, 3, 4, 0, 1, 2, 0]
     assert not packed.prefixes.any()
-    # 13 is predicted where 12 is read, 14 where 13 is, 22 where 21 is.
+    # 13 is predicted at the position of 12, 14 at 13, and 22 at 21.
     assert row("mask") == [0, 0, 1, 1, 0, 0, 1, 0, 0]
-    # The log-prob of a token is where it is read: 13, 14 and 22.
+    # Log-probs are at the position of their token: 13, 14 and 22.
     assert row("logprobs") == [0, 0, 0, -1, -2, 0, 0, -3, 0]
     assert packed.count == 1 and not packed.segments[1].any()
     values = np.asarray([[1.0, 2.0, 9.0], [3.0, 9.0, 9.0]], np.float32)
@@ -81,7 +81,7 @@ class TestPack:
     )
     packed, layout = packing.pack(rollout, capacity=10, rows=2, micro_batches=1)
     row = lambda name, r=0: packed[name][0, r].tolist()
-    # The longest two fit with the prompt once, the third has one of its own.
+    # The longest two share one prompt; the third has its own copy.
     assert row("tokens") == [10, 11, 12, 31, 32, 33, 12, 41, 42, 0]
     assert row("targets") == [11, 0, 31, 32, 33, 0, 41, 42, 0, 0]
     assert row("positions") == [0, 1, 2, 3, 4, 5, 2, 3, 4, 0]
@@ -113,7 +113,7 @@ class TestPack:
     ones = layout.scatter(present.astype(np.int32))
     assert ones.max(initial=0) <= 1 and ones.sum() == rollout.lengths.sum()
     np.testing.assert_array_equal(packed.mask, layout.scatter(rollout.mask))
-    # What a position predicts is its target, and the token after it.
+    # A position's target is the token after it.
     np.testing.assert_array_equal(
       layout.gather(packed.targets), np.where(present, rollout.tokens, 0)
     )
@@ -224,7 +224,7 @@ class TestMiniBatches:
     )
     rows = [b.rows.tolist() for b in batches]
     assert rows == [[0, 1, 2], [3, 4], [5, 6]]
-    # Arrays are of one size, so that nothing is compiled.
+    # Arrays have one size, so that nothing is recompiled.
     assert {b.packed.tokens.shape for b in batches} == {(2, 2, 16)}
 
   def test_of_chosen_samples_alone(self):
@@ -241,7 +241,7 @@ class TestMiniBatches:
     assert [b.rows.size for b in batches] == [4, 3]
     rows = np.concatenate([b.rows for b in batches])
     assert sorted(rows) == sorted(chosen)
-    # Samples of a group stay side by side, though none is whole.
+    # Samples of a group stay adjacent, although no group is complete.
     groups = rollout.group[rows]
     changes = np.count_nonzero(np.diff(groups))
     assert changes == len(set(groups.tolist())) - 1

@@ -1,4 +1,4 @@
-"""Inputs are found by name, and only those that are read are computed."""
+"""Inputs are resolved by name, and only those that are read are computed."""
 
 import functools
 
@@ -40,7 +40,7 @@ class TestPart:
 
 class TestEvaluate:
   def make(self):
-    """c rests on a and b, b on a and on the leaf x; d on another leaf."""
+    """Makes parts: c needs a and b, b needs a and leaf x, d another leaf."""
     calls = []
 
     def noted(name, fn):

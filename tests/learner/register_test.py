@@ -1,4 +1,4 @@
-"""Parts of one's own: an estimator, a policy loss and an input of it."""
+"""User-defined parts: an estimator, a policy loss and an input of it."""
 
 import functools
 import inspect
@@ -16,23 +16,23 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import estimates
 from jaxrl_llm.trainer.validation import validate
 
-# Mini-batches of a batch whose groups have one response.
+# Mini-batch settings for groups of one response.
 _ONE = {f"optimizer__{role}__mini_batch": 8 for role in ("policy", "value")}
 
 
 def centered(token_rewards, mask):
-  """An estimator of one's own: the reward less the mean of the batch."""
+  """A custom estimator: the reward minus the batch mean."""
   rewards = estimates.outcome(token_rewards)
   return estimates.per_token(rewards - rewards.mean(), mask)
 
 
 def to_come(tokens, lengths):
-  """An input of one's own: the share of a response that is to come, [B, T]."""
+  """A custom input: the remaining fraction of a response, [B, T]."""
   return 1.0 - jnp.arange(tokens.shape[1])[None] / lengths[:, None]
 
 
 def early(logprobs, proximal_logprobs, advantages, to_come, *, clip_low):
-  """A loss of one's own that reads it: early tokens count more."""
+  """A custom loss that reads it: early tokens have larger weights."""
   return losses.clipped_policy_loss(
     logprobs,
     proximal_logprobs,
@@ -54,7 +54,7 @@ class TestRegister:
       estimator__center="none",
       estimator__normalize="none",
       loss__name="early",
-      # One update, so that its loss is that of the policy that wrote.
+      # One update, so that its loss is that of the sampling policy.
       optimizer__policy__mini_batch=32,
     )
     assert {"tokens", "lengths"} <= run.learner.algorithm.leaves
@@ -64,7 +64,7 @@ class TestRegister:
     learner, row = run.learner.update(
       states.learner, responses, metrics.PhaseTimer()
     )
-    # Every token has its response's reward, at a ratio of 1.
+    # Every token has its response's reward and ratio 1.
     lengths, mask = responses.rollout.lengths, responses.rollout.mask
     share = 1 - np.arange(mask.shape[1]) / lengths[:, None]
     credit = np.broadcast_to(responses.rewards[:, None], mask.shape)
@@ -102,7 +102,7 @@ class TestRegister:
     )
     made = make_algorithm(estimator__name="less_value")
     assert made.value_loss is not None and "returns" in made.experience
-    # The critic of a windowed run is what makes it possible.
+    # It is possible because windowed runs have a critic.
     changes = {"estimator__name": "less_value", "schedule__window": 3}
     validate(tiny_run.make_config("none", **changes))
 
@@ -114,7 +114,7 @@ class TestRegister:
       add(name, centered)
 
   def test_a_part_of_ones_own_is_replaced(self):
-    """As when a notebook's cell is edited and run again."""
+    """This is needed when a notebook cell is edited and run again."""
     register.reward("mine", lambda response: 0.0)
     register.reward("mine", lambda response: 1.0)
     assert rewards.REWARDS["mine"]("") == 1.0
@@ -173,7 +173,7 @@ class TestRegister:
       with pytest.raises(InputError, match=said) as caught:
         make_algorithm(**changes)
       assert "\n" not in str(caught.value)
-    make_algorithm(loss__name="own")  # With a critic there are values.
+    make_algorithm(loss__name="own")  # With a critic, there are values.
 
   def test_what_compares_groups_does_not_stream(self):
     register.token_input("of_prompt", lambda example_id: example_id)
@@ -217,7 +217,7 @@ class TestRegister:
         register.token_input(name, to_come)
       with pytest.raises(ValueError, match=said.format(name)):
         register.token_input(name, to_come)
-    # What a method makes in a way of its own is known when it is chosen.
+    # An input that a method overrides is known once the method is chosen.
     register.token_input("shaped_rewards", to_come)
     with pytest.raises(ValueError, match=said.format("shaped_rewards")):
       make_algorithm()

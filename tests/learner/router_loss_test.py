@@ -1,4 +1,4 @@
-"""Losses and metrics of a router: weighted by tokens, equal on any mesh."""
+"""Router losses and metrics are weighted by tokens and equal on any mesh."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ MESHES = {
 
 
 def updated(batch, mesh=None):
-  """Metrics and change of the parameters of one update of a critic."""
+  """Returns metrics and parameter changes of one critic update."""
   settings, pinned = {}, {}
   fns = models.make_value(CONFIG)
   state = create_train_state(

@@ -12,7 +12,7 @@ from jaxrl_llm.learner import packing, scoring
 from jaxrl_llm.models.numerics import Numerics
 
 BFLOAT16 = Numerics.all(jnp.bfloat16)
-PER_TOKEN = 2 * 2  # Layers, and experts of each.
+PER_TOKEN = 2 * 2  # Layers x experts per layer.
 
 
 def make_fns(**settings):
@@ -20,7 +20,7 @@ def make_fns(**settings):
 
 
 def sampled(fns, params, *, drafter=None, window=None):
-  """48 responses of up to 24 tokens."""
+  """Samples 48 responses of up to 24 tokens."""
   config = sampling.EngineConfig(
     slots=16,
     max_prompt_length=6,
@@ -54,7 +54,7 @@ def sampled(fns, params, *, drafter=None, window=None):
 
 
 def scored(fns, params, rollout):
-  """Log-probs of the trainer, [B, T]."""
+  """Computes the trainer's log-probs, [B, T]."""
   packed, layout = packing.pack(
     rollout, capacity=64, rows=4, micro_batches=12, share=fns.shares_prompts
   )

@@ -1,4 +1,4 @@
-"""Scores of packed samples are those of the plain model."""
+"""Scores of packed samples equal those of the plain model."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""One program makes every update: scaled, skipped, never compiled again."""
+"""One program, compiled once, makes every update, even scaled or skipped."""
 
 import chex
 import jax
@@ -43,7 +43,7 @@ class TestOneProgram:
     assert all(x.is_deleted() for x in jax.tree.leaves(before.trained))
 
   def test_micro_batches_that_hold_nothing_are_not_run(self, policy_update):
-    # Their arrays may hold anything: only `count` micro-batches are read.
+    # Arrays of others may be arbitrary: only `count` micro-batches are read.
     batch = make_batch("policy", micro_batch_size=4)
     assert batch.packed.count < batch.packed.tokens.shape[0]
     spoiled = batch.inputs["advantages"].copy()
@@ -66,7 +66,7 @@ class TestOneProgram:
 
 
 class TestStepScale:
-  """One update from the same state under several factors."""
+  """Updates from the same state with several factors."""
 
   def apply(self, policy_update, scale):
     batch = make_batch("policy", micro_batch_size=4)
@@ -85,7 +85,7 @@ class TestStepScale:
     assert metrics["policy/step_scale"] == 0.5
     chex.assert_trees_all_equal(half.optimizer, plain.optimizer)
     before = make_params("policy")
-    # Half of an update is exact; only adding it to the weights rounds.
+    # Halving an update is exact; only its addition to the weights rounds.
     expected = jax.tree.map(
       lambda old, trace: old - 0.5 * trace.astype(np.float64),
       before,
@@ -147,7 +147,7 @@ class TestNotFinite:
 class TestAccumulation:
   @pytest.mark.parametrize("kind", ["gspo", "value"])
   def test_of_parts_is_the_update_on_the_whole(self, kind):
-    """SGD moves by the gradient, so this compares gradients."""
+    """SGD's updates are gradients, so this compares gradients."""
     parts = update.make_update(objective_of(kind, make_fns(kind)), SGD, RATE)
     state, sums = make_state(kind), None
     for rows in (range(4), range(4, 12), range(12, SAMPLES)):
@@ -164,7 +164,7 @@ class TestAccumulation:
       np.testing.assert_allclose(mine, his, rtol=1e-6, atol=1e-6)
     assert row.keys() == expected.keys()
     for name in row:
-      if "/gradient_" not in name:  # Noise is that of other micro-batches.
+      if "/gradient_" not in name:  # Noise depends on micro-batches.
         np.testing.assert_allclose(row[name], expected[name], rtol=2e-6)
 
 
@@ -183,7 +183,7 @@ class TestFrozen:
     assert moments == len(jax.tree.leaves(trained))
     batch = make_batch("policy", micro_batch_size=4)
     after, _ = apply(state, batch, TEMPERATURE, base=base)
-    # The base is given, and not given away.
+    # The base is an argument, but not donated.
     assert not any(x.is_deleted() for x in jax.tree.leaves(base))
     whole, _ = make_update("policy")[0](
       make_state("policy"), batch, TEMPERATURE
@@ -197,7 +197,7 @@ class TestFrozen:
       ),
     )
     for name in before:
-      # What is trained moves as if all were.
+      # Trained leaves change as if all were trained.
       wanted = before[name] if name in kept else expected[name]
       np.testing.assert_allclose(new[name], wanted, rtol=1e-6, atol=1e-7)
       assert name in kept or not np.array_equal(new[name], before[name])
@@ -221,7 +221,7 @@ class TestAuxiliaryLossOfTheModel:
     plain, _ = make_update("policy")[0](
       make_state("policy"), batch, TEMPERATURE
     )
-    # A mean over tokens, however many micro-batches they are in.
+    # A mean over tokens, independent of the number of micro-batches.
     scale = make_params("policy")["final_norm"]["scale"]
     np.testing.assert_allclose(
       row["policy/size_loss"], 0.25 * scale.sum(), rtol=1e-6
@@ -241,6 +241,6 @@ class TestAuxiliaryLossOfTheModel:
 
 
 def paths(tree):
-  """Arrays by their paths 'a/b/c'."""
+  """Returns arrays by their paths 'a/b/c'."""
   leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
   return {"/".join(k.key for k in path): np.asarray(x) for path, x in leaves}

@@ -34,12 +34,12 @@ from jaxrl_llm.learner import packing, scoring
 
 
 def unsplit(metrics):
-  """Names of metrics that micro-batches do not change, unlike noise."""
+  """Returns metrics that do not depend on micro-batches, as noise does."""
   return [name for name in metrics if "/gradient_" not in name]
 
 
 def plain_policy_loss(params):
-  """VAPO's policy loss on [B, T] arrays: the total and its summands."""
+  """Computes VAPO's policy loss on [B, T] arrays: total and summands."""
   _, data = make_data()
   logprobs, _ = plain_logprobs(params)
   mask, positive = data["policy_mask"], data["positive_mask"]
@@ -55,14 +55,14 @@ def plain_policy_loss(params):
 
 
 def plain_gspo_loss(params):
-  """GSPO with KL (k2) and entropy terms, written out likewise."""
+  """Computes GSPO with KL (k2) and entropy terms: total and summands."""
   _, data = make_data()
   logprobs, entropy = plain_logprobs(params)
   mask = data["policy_mask"]
   count = jnp.maximum(mask.sum(axis=1, keepdims=True), 1)
   log_ratio = jnp.where(mask, logprobs - data["proximal_logprobs"], 0.0)
   mean = log_ratio.sum(axis=1, keepdims=True) / count
-  # s_i in value, the token's own in gradient.
+  # The value is s_i; the gradient is that of the token.
   ratio = jax.lax.stop_gradient(jnp.exp(mean)) * jnp.exp(
     logprobs - jax.lax.stop_gradient(logprobs)
   )
@@ -80,7 +80,7 @@ def plain_gspo_loss(params):
 
 
 def plain_value_loss(params):
-  """½ (V − return)² on [B, T] arrays, its total and summands."""
+  """Computes ½ (V − return)² on [B, T] arrays: total and summands."""
   _, data = make_data()
   values = plain_values(params)
   mask = data["value_mask"]
@@ -97,11 +97,11 @@ PLAIN = {
 
 
 def assert_sum_of(value, terms):
-  """A float32 number is the sum of the given terms, however it was added."""
+  """Checks that a float32 number is a sum of terms, in any order."""
   terms = np.asarray(terms, np.float64)
-  # Each of n additions in float32 is off by 2⁻²⁴ of its result at most, which
-  # Σ |terms| bounds; the sum itself may be small next to its terms. The few
-  # roundings that a term has had before are of that size too, and n is larger.
+  # Each of n float32 additions has an error of at most 2⁻²⁴ of its result,
+  # which Σ |terms| bounds; the sum may be much smaller. Each term has a few
+  # rounding errors of the same size, fewer than n.
   additions = np.count_nonzero(terms)
   bound = 2.0**-24 * additions * np.abs(terms).sum()
   assert abs(float(value) - terms.sum()) <= bound
@@ -121,7 +121,7 @@ class TestGradient:
     )
     for name, terms in parts.items():
       assert_sum_of(metrics[name], terms)
-    if kind == "gspo":  # Some responses are inside both bounds, others not.
+    if kind == "gspo":  # Some ratios are inside the bounds.
       for side in ("high", "low"):
         assert 0 < metrics[f"policy/clip_fraction_{side}"] < 0.5
     role = "value" if kind == "value" else "policy"
@@ -134,9 +134,9 @@ class TestGradient:
     [
       *(("policy", {"micro_batch_size": n}) for n in (1, SAMPLES)),
       ("value", {"micro_batch_size": 1}),
-      # Other neighbours in a row and more padding behind them.
+      # Other neighbours in a row and more padding after them.
       ("policy", {"capacity": CAPACITY + 17}),
-      # Every response with a prompt of its own, as on TPUs.
+      # Every response with a separate prompt, as on TPUs.
       *((kind, {"share": False}) for kind in ("policy", "value")),
     ],
   )

@@ -1,4 +1,4 @@
-"""What no loss takes: numbers out of range, and shapes that disagree."""
+"""Losses reject numbers out of range and inconsistent shapes."""
 
 import functools
 
@@ -19,7 +19,7 @@ decoupled = losses.decoupled_policy_loss
 value = losses.clipped_value_loss
 categorical = functools.partial(categorical_value_loss, np.ones((2, 5)))
 
-# A loss, its arrays and settings, and a part of what it says.
+# A loss, its arrays and settings, and a part of the error message.
 CASES = [
   (clip, [TOKENS, TOKENS, ROW], CLIP, "shape"),
   (clip, [ONE] * 3, CLIP | {"clip_low": -0.1}, RANGE),

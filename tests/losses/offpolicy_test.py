@@ -16,7 +16,7 @@ _LEVELS = ["token", "sequence", "geometric"]
 
 
 def _batch(seed=0, rows=6, length=12):
-  """Ragged rows with holes, an empty and a one-token row; NaN where masked."""
+  """Makes ragged rows with holes, one empty, one of length 1; NaN if masked."""
   rng = np.random.default_rng(seed)
   mask = ragged.mask(rng, rows, length)
   behavior = -rng.exponential(size=mask.shape)
@@ -28,7 +28,7 @@ def _batch(seed=0, rows=6, length=12):
 
 
 def _tokens(seed=0, shape=(4, 50)):
-  """logprobs, proximal, behavior, advantages."""
+  """Makes logprobs, proximal, behavior and advantages."""
   rng = np.random.default_rng(seed)
   behavior = -rng.exponential(size=shape)
   proximal = behavior + 0.3 * rng.normal(size=shape)
@@ -132,7 +132,7 @@ class TestDecoupledPolicyLoss:
 def interpolated(
   logprobs, behavior, version, *, proximal_version, current_version
 ):
-  """A-3PO's log-probs of the proximal policy, from its two halves."""
+  """Computes A-3PO's proximal log-probs with its two functions."""
   share = losses.interpolation_share(
     jnp.broadcast_to(version, jnp.shape(logprobs)),
     proximal_version=proximal_version,
@@ -143,7 +143,7 @@ def interpolated(
 
 class TestInterpolatedLogprobs:
   def test_mixed_versions_in_one_row(self):
-    """Ends are exact; a token of the current version keeps its own."""
+    """Both ends are exact; tokens of the current version keep log-probs."""
     logprobs, _, behavior, _ = _tokens(5, (2, 6))
     version = np.array([[8, 6, 4, 9, 10, 2], [0, 1, 7, 8, 9, 10]])
     share = [[0, 0.5, 4 / 6, 0, 0, 0.75], [0.8, 7 / 9, 1 / 3, 0, 0, 0]]
@@ -170,7 +170,7 @@ class TestEffectiveSampleRatio:
     assert float(ratio(np.eye(8)[3], every)) == pytest.approx(1 / 8)
     weights = np.exp(np.random.default_rng(0).normal(size=8))
     expected = weights.sum() ** 2 / (8 * (weights**2).sum())
-    # Scale has no say, not even where squares overflow.
+    # The scale does not matter, even if squares overflow.
     for scale in (1.0, 1e-12, 1e25):
       actual = ratio((scale * weights).astype(np.float32), every)
       assert float(actual) == pytest.approx(expected, rel=1e-5)

@@ -1,4 +1,4 @@
-"""Tests of the clipped surrogate; ragged_test.py holds it to a reference."""
+"""Tests of the clipped surrogate; ragged_test.py compares to a reference."""
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +52,7 @@ class TestGolden:
 
 class TestProperties:
   def test_gradient_equals_closed_form_and_vanishes_where_clipped(self):
-    """∂L/∂log π = -A ρ, or 0 where the ratio no longer counts."""
+    """∂L/∂log π = -A ρ, or 0 where the ratio is clipped."""
     logprobs, old, advantages = _tokens(1)
     result = losses.clipped_policy_loss(
       logprobs, old, advantages, dual_clip=3.0, **_CLIP

@@ -1,6 +1,6 @@
-"""Every loss per token on ragged batches, held against loops over tokens.
+"""Every per-token loss on ragged batches equals a loop over tokens.
 
-The caller's way of using one: fill what is masked, weigh and sum.
+Losses are used as in the learner: masked entries filled, weighted and summed.
 """
 
 import functools
@@ -19,8 +19,8 @@ from jaxrl_llm.methods.hl_gauss import categorical_value_loss
 _CLIP = dict(clip_low=0.2, clip_high=0.28)
 _MODES = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]
 
-# name: (loss of arrays, loss of one token), both of log π, log π_old,
-# log π_behav, and a number z of either sign: an advantage or a target.
+# name: (loss of arrays, loss of one token); arguments are log π, log π_old,
+# log π_behav, and a number z of any sign: an advantage or a target.
 _LOSSES = {
   "clip": (
     lambda x, o, b, z: (
@@ -88,7 +88,7 @@ _LOSSES = {
     ),
   ),
 }
-# Slopes of one token where they are not those of the value.
+# Gradients of one token that are not derivatives of the value.
 _SLOPES = {
   "cispo": lambda x, o, b, z: -min(max(math.exp(x - o), 0.7), 1.28) * z,
   "k1+": lambda x, o, b, z: x - o,
@@ -97,7 +97,7 @@ _SLOPES = {
 
 
 def _batch(seed, rows=7, length=12):
-  """Ragged rows with holes, an empty and a one-token row; NaN where masked."""
+  """Makes ragged rows with holes, one empty, one of length 1; NaN if masked."""
   rng = np.random.default_rng(seed)
   mask = ragged.mask(rng, rows, length)
   behavior = -rng.exponential(size=mask.shape)
@@ -109,9 +109,9 @@ def _batch(seed, rows=7, length=12):
 
 @functools.cache
 def _program(name):
-  """(arrays, weights, mask) -> the weighted sum and its gradient by the first.
+  """Returns (arrays, weights, mask) -> weighted sum, gradient of first array.
 
-  Compiled once for all reductions, which are weights.
+  It is compiled once for all reductions, which are weights.
   """
 
   @jax.jit
@@ -129,7 +129,7 @@ def _reduced(name, arrays, mask, mode="token-mean"):
 
 
 def _by_token(slow, arrays, mask):
-  """slow(...) of each token that exists, [B, T]; what is masked stays 0."""
+  """Computes slow(...) of each unmasked token, [B, T]; others are 0."""
   result = np.zeros(mask.shape)
   for i, t in np.argwhere(mask):
     result[i, t] = slow(*(float(x[i, t]) for x in arrays))
@@ -137,7 +137,7 @@ def _by_token(slow, arrays, mask):
 
 
 def _slope(name):
-  """Derivative by log π, or by V, of the slow loss of one token."""
+  """Returns the derivative of a token's slow loss by log π or V."""
   slow, h = _LOSSES[name][1], 1e-6
   central = lambda x, *rest: (slow(x + h, *rest) - slow(x - h, *rest)) / (2 * h)
   return _SLOPES.get(name, central)

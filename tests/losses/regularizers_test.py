@@ -12,7 +12,7 @@ _REFERENCE = np.array([0.2, 0.5, 0.3])
 
 
 def _expected(estimate):
-  """E_π[k] and E_π[∇k] w.r.t. the logits of π, by summing over tokens."""
+  """Computes E_π[k], and E_π[∇k] w.r.t. logits of π, by sums over tokens."""
   reference = jnp.log(jnp.asarray(_REFERENCE, jnp.float32))
   law = jnp.asarray(_LAW, jnp.float32)
 

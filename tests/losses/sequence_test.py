@@ -15,7 +15,7 @@ _CLIP = dict(clip_low=0.2, clip_high=0.28)
 
 
 def _batch(seed=0, rows=6, length=24, spread=1.0):
-  """Ragged rows with holes, an empty and a one-token row; NaN where masked."""
+  """Makes ragged rows with holes, one empty, one of length 1; NaN if masked."""
   rng = np.random.default_rng(seed)
   mask = ragged.mask(rng, rows, length)
   old = -rng.exponential(size=mask.shape)
@@ -73,7 +73,7 @@ class TestGspo:
       )
 
   def test_gradient_is_that_of_the_sequence_and_zero_where_clipped(self):
-    """Same value and slope as GSPO's own form, one loss per response."""
+    """Value and gradient equal GSPO's original form, one loss per response."""
     logprobs, old, _, mask = _batch(1, spread=0.5)
     advantages = np.array([1.0, 1.0, -1.0, -2.0, 0.5, -0.3], np.float32)
     weights = masked.token_weights(mask, mode="seq-mean-token-mean")
@@ -129,7 +129,7 @@ class TestGspo:
 class TestSegments:
   @pytest.mark.parametrize("seed", [0, 1])
   def test_packed_rows_equal_reference(self, seed):
-    """Segments of any number, not in runs, some without a token."""
+    """Segments have any id, are not contiguous, and some have no token."""
     logprobs, old, advantages, mask = _batch(seed)
     segments = np.random.default_rng(seed).integers(0, 5, mask.shape)
     segments[0] = 24

@@ -1,4 +1,4 @@
-"""ARRoL: which responses are given up, and pruning in a run."""
+"""ARRoL: the choice of aborted responses, and pruning in a run."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from jaxrl_llm.types import Pruning, Status
 
 
 def kept(values, keep, group_size=None):
-  """Values of the responses that go on; of groups one after the other."""
+  """Returns values of the responses that continue, group by group."""
   size = group_size or len(values)
   rng = np.random.default_rng(0)
   rollout = tiny_run.random_rollout(rng, rows=len(values), group_size=size)
@@ -33,7 +33,7 @@ def test_the_surest_go_on():
 @pytest.mark.parametrize("size", [4, 7, 8, 16])
 @pytest.mark.parametrize("keep", [0.25, 0.5, 0.75])
 def test_an_oracle_keeps_half_positives(size, keep):
-  """Where there are enough of both."""
+  """It does so if there are enough of both."""
   for right in range(size + 1):
     values = np.arange(size) < right
     found = kept(values.astype(float), keep)
@@ -42,7 +42,7 @@ def test_an_oracle_keeps_half_positives(size, keep):
     wrong = size - right
     if right >= half and wrong >= count - half:
       assert found.sum() == half
-    else:  # All that there are of the rarer kind.
+    else:  # All of the rarer kind.
       assert found.sum() == (right if right < half else count - wrong)
 
 
@@ -81,7 +81,7 @@ def test_the_input_is_that_of_the_responses_so_far(model, monkeypatch):
   even = begun.sample_id[begun.sample_id % 2 == 0]
   assert set(rollout.sample_id[stopped]) == set(even)
   assert (rollout.lengths[stopped] == 6).all()
-  # Nothing that was written is lost.
+  # No generated token is lost.
   assert rollout.mask.sum() == run.worker.writer.engine.stats.tokens
 
 

@@ -107,7 +107,7 @@ def test_tokens_of_agreement_are_dropped_and_ties_kept():
   mask = jnp.array([[True, True, True, False], [True, True, False, False]])
   disagreement = jnp.array([[0.1, 0.5, 0.4, 0.0], [0.3, 0.2, 0.0, 0.0]])
   kept = asyppo.without_agreement(mask, disagreement, agree_share=0.4)
-  # Of five tokens the two with 0.1 and 0.2 go; those masked do not count.
+  # Of five tokens, 0.1 and 0.2 are removed; masked tokens do not count.
   expected = [[False, True, True, False], [True, False, False, False]]
   np.testing.assert_array_equal(kept, expected)
   equal = asyppo.without_agreement(mask, 0 * disagreement, agree_share=0.4)

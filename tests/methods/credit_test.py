@@ -1,4 +1,4 @@
-"""MaxRL, GDPO, EVPO, segments and turns: advantages, slowly and by hand."""
+"""Advantages of MaxRL, GDPO, EVPO, segments and turns: golden and slow."""
 
 import jax
 import numpy as np
@@ -28,7 +28,7 @@ class TestMaxRL:
 
   def test_by_hand(self):
     rewards = np.float32([1, 0, 0, 0, 1, 1, 0, 0, 9])
-    groups = [0, 0, 0, 0, 1, 1, 2, 2, 9]  # The last one is not judged.
+    groups = [0, 0, 0, 0, 1, 1, 2, 2, 9]  # The last is not judged.
     got = self.advantages(rewards, groups)
     expected = [3, -1, -1, -1, 0, 0, 0, 0, 0]
     np.testing.assert_allclose(got, np.transpose([expected] * 2), atol=1e-6)
@@ -70,7 +70,7 @@ class TestGdpo:
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
   def test_by_hand(self):
-    """Sums of 1 and 1: GRPO sees a tie where one part is rarer."""
+    """Equal sums of 1: a tie for GRPO, although one component is rarer."""
     made = make_algorithm(
       estimator__name="gdpo",
       estimator__epsilon=0.0,
@@ -84,7 +84,7 @@ class TestGdpo:
         "part_b": np.float32([0, 1, 1, 0]),
       }
     )
-    std = 3**-0.5  # Of the second part: two of four.
+    std = 3**-0.5  # Second component: two of four.
     expected = [1.5 - 0.5 / std, -0.5 + 0.5 / std, -0.5 + 0.5 / std]
     np.testing.assert_allclose(
       got[:, 0], [*expected, -0.5 - 0.5 / std], rtol=1e-5
@@ -97,7 +97,7 @@ class TestGdpo:
 
 class TestEvpo:
   def advantages(self, name, values, others=None, **changes):
-    """Advantages and masks of a batch, under values of the critic."""
+    """Computes advantages and masks of a batch from the critic's values."""
     made = make_algorithm(
       estimator__name=name, estimator__lambda_value=1.0, **changes
     )
@@ -105,7 +105,7 @@ class TestEvpo:
     return make_experience(made, values=values, **others or {})
 
   def critic(self, sign):
-    """Values that explain some of the outcome, or make it worse."""
+    """Makes values that explain part of the outcome, or do the opposite."""
     outcome = np.where(np.arange(12) % 3 == 0, 1.0, -1.0)[:, None]
     return sign * 0.5 * outcome + 0.1 * noise(31)
 
@@ -145,11 +145,11 @@ class TestEvpo:
 
 class TestSegments:
   def test_by_hand(self):
-    """Two segments: the first ends with the unlikely second token."""
+    """There are two segments: the first ends with the unlikely second token."""
     logprobs = np.log(np.float32([[0.9, 0.1, 0.5, 0.4]]))
     lambda_ = sae.segment_lambda(logprobs, lambda_policy=0.5)
     np.testing.assert_allclose(lambda_, [[1, 0.5, 1, 1]])
-    values = np.float32([[0.5, 9.0, 0.4, 9.0]])  # Inside, they cancel.
+    values = np.float32([[0.5, 9.0, 0.4, 9.0]])  # 9.0 cancels.
     rewards, mask = np.float32([[0, 0, 0, 1]]), np.ones((1, 4), bool)
     got = estimators.gae(rewards, values, mask, gamma=1.0, lambda_=lambda_)
     # 0.4 - V + 0.5 (1 - 0.4) in the first segment, 1 - V in the second.
@@ -175,7 +175,7 @@ class TestSegments:
 
 
 class TestTurns:
-  # Two turns of two and three tokens with an observation, and a single one.
+  # Two turns of two and three tokens with an observation, and a single turn.
   MASK = np.array([[1, 1, 0, 0, 1, 1, 1, 0], [1, 1, 1, 1, 0, 0, 0, 0]], bool)
 
   def advantages(self, rewards, values, truncated=(False, False), **changes):
@@ -243,6 +243,6 @@ class TestTurns:
     expected = mask & ~np.pad(mask, ((0, 0), (1, 0)))[:, :-1]
     np.testing.assert_array_equal(got["value_mask"], expected)
     assert 0 < expected.sum() < mask.sum()
-    # Monte Carlo returns, as of any critic with a lambda of 1.
+    # Monte Carlo returns, as for any critic with lambda 1.
     outcome = np.where(np.arange(12) % 3 == 0, 1.0, -1.0)
     np.testing.assert_allclose(got["returns"], spread(outcome, mask))

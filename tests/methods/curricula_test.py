@@ -1,4 +1,4 @@
-"""Prompt sources of methods: vectors, and the laws that all of them keep."""
+"""Prompt sources of methods: golden values and common invariants."""
 
 import dataclasses
 import functools
@@ -34,7 +34,7 @@ POOL, TRIES = 12, 4
 
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory):
-  """A profile of the pool; every rate from 0 to 1."""
+  """A profile of the pool with rates from 0 to 1."""
   source, file = pool(), tmp_path_factory.mktemp("profile") / "set.jsonl"
   lines = [
     {"question": source[i].question, "correct": i % 9, "samples": 8}
@@ -50,7 +50,7 @@ def pool():
 
 
 def make(name, model, settings=(), **changes):
-  """A prompt source over the pool."""
+  """Makes a prompt source over the pool."""
   tokenizer = Tokenizer(str(model))
   arguments = {
     "seed": 3,
@@ -65,7 +65,7 @@ def make(name, model, settings=(), **changes):
 
 
 def answers(source, prompts, right, judged=True):
-  """Responses of which each prompt has `right` correct ones."""
+  """Makes responses, `right` of them correct for each prompt."""
   ids = [p.example_id for p in prompts for _ in range(p.tries or TRIES)]
   groups = [p.group_id for p in prompts for _ in range(p.tries or TRIES)]
   place = [k for p in prompts for k in range(p.tries or TRIES)]
@@ -89,7 +89,7 @@ CURRICULA = ("target_rate", "dps", "gdro", "sgpo", "contexts")
 
 
 class TestLaws:
-  """What every source of this file keeps."""
+  """Invariants of every source in this file."""
 
   @pytest.fixture(params=CURRICULA)
   def source(self, request, model, profile):
@@ -111,7 +111,7 @@ class TestLaws:
   def test_draws_depend_on_the_state_alone(self, source):
     first, middle = self.walk(source, source.init(), 4)
     assert self.walk(source, source.init(), 4)[0] == first
-    # As a checkpoint has it, in the middle of an epoch.
+    # As in a checkpoint in the middle of an epoch.
     copied = jax.tree.map(lambda x: np.asarray(x).copy(), middle)
     copied = dataclasses.replace(copied, drawn=int(copied.drawn))
     assert self.walk(source, copied, 3)[0] == self.walk(source, middle, 3)[0]
@@ -208,7 +208,7 @@ def test_a_pool_of_long_prompts_is_refused(model):
 
 
 class TestTargetRate:
-  """DOTS."""
+  """Tests of DOTS."""
 
   def test_prefers_what_is_solved_half_of_the_time(self, model):
     source = make("target_rate", model, {"explore": 0.0})
@@ -268,7 +268,7 @@ def test_dars_tries(signal, n, expected):
 
 
 class TestGdro:
-  """Square roots of variances."""
+  """Tests of weights by square roots of variances."""
 
   def test_by_hand(self):
     deviations = np.sqrt([0.01, 0.05, 0.1, 0.25])
@@ -288,7 +288,7 @@ class TestGdro:
       prompts, state = source.draw(state, 5)
       tries = [prompt.tries for prompt in prompts]
       assert sum(tries) == 40 and min(tries) >= 2 and max(tries) <= 32
-      # Easy for the first of them, as hard as can be for the others.
+      # Easy for the first, maximal variance for the others.
       ended = [
         answers(source, [prompt], 8 if prompt.example_id < 6 else 4)
         for prompt in prompts
@@ -298,7 +298,7 @@ class TestGdro:
 
 
 class TestSgpo:
-  """A profile decides."""
+  """Tests of the order by a profile."""
 
   def test_tries(self):
     rates = [0, *(k / 8 for k in range(1, 7))]
@@ -331,7 +331,7 @@ def test_majority_by_hand():
 
 
 class TestHints:
-  """ADHint."""
+  """Tests of ADHint."""
 
   def test_share(self, model):
     source = make("hints", model)
@@ -358,13 +358,13 @@ class TestHints:
     means = np.repeat(rewards_.reshape(2, 4).mean(1), 4)
     advantages = (rewards_ - means)[:, None]
     found = adhint.hinted(advantages, foreign, correct, np.ones(8, bool))
-    # 1 + 0.75 - 0.25 for what a hint explains.
+    # 1 + 0.75 - 0.25 for the effect of a hint.
     expected = [0.75 * 1.5, -0.25, -0.25, -0.25, 0.25, 0.25, 0.25, -0.75 * 1.5]
     np.testing.assert_allclose(found[:, 0], expected, atol=1e-6)
 
 
 class TestRepairs:
-  """SCOPE."""
+  """Tests of SCOPE."""
 
   EXAMPLE = tasks.Example(
     "x", "7+5+8-3?", "17", "", completion="7+5=12;12+8=20;20-3=17;#17."
@@ -395,11 +395,11 @@ class TestRepairs:
     assert source._tokenizer.decode(again[0].opening) == first
 
   def test_kept_tokens_are_those_of_the_policy(self, model):
-    """The opening of a response is not split into other tokens."""
+    """The opening of a response is not tokenized again."""
     source = make("repairs", model)
 
     class Pairs:
-      """Writes two characters a token, but reads single ones."""
+      """Decodes two characters per token, but encodes single ones."""
 
       def decode(self, tokens):
         return "".join(tokens)
@@ -423,7 +423,7 @@ def test_novelty_by_hand():
     np.zeros(4, int),
     logprobs,
   )
-  # Scores less their mean of -2: 1, -1, -1, 1; 1 - exp(-1) is over A = 0.5.
+  # Scores minus their mean of -2: 1, -1, -1, 1; 1 - exp(-1) exceeds A = 0.5.
   np.testing.assert_allclose(found[:, 0], [0.5, 1.0, -0.5, -0.5], atol=1e-6)
 
 
@@ -433,7 +433,7 @@ def test_questions_too_long_in_one_context_are_dropped_in_all(model):
   prompts, _ = source.draw(source.init(), 2 * POOL)
   lengths = [len(prompt.tokens) for prompt in prompts]
   assert len(prompts) == 2 * POOL and max(lengths) <= 8
-  # As many of each context, and questions that fit without one are missing.
+  # Equal numbers per context; some questions would only fit without context.
   assert lengths[1::2] == [length + 4 for length in lengths[::2]]
   without = make("contexts", model, settings | {"contexts": ("",)})
   shorter, _ = without.draw(without.init(), POOL)
@@ -450,7 +450,7 @@ def test_inter_intra_by_hand():
     np.ones(6, bool),
     between=2.0,
   )
-  # Contexts have 0.5 and 1.0, the prompt 0.75.
+  # Means: 0.5 and 1.0 for the contexts, 0.75 for the prompt.
   expected = [0.0, -1.0, 0.5, 0.5, 0.0, 0.0]
   np.testing.assert_allclose(found[:, 0], expected, atol=1e-6)
 
@@ -471,7 +471,7 @@ RUNS = {
 }
 
 
-# Every order is in one of the two runs, with whatever it does in a step.
+# Each source is in one of the two runs, with all that it does in a step.
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["gdro", "dars", "hints", "contexts"])
 def test_meets_an_environment_and_dynamic_sampling(model, tmp_path, order):
@@ -505,7 +505,7 @@ def test_a_profile_trains(model, tmp_path):
   settings["data__pool"] = POOL
   rows = doors.train(model, tmp_path / "run", **settings)
   assert rows[1]["rollout/tokens"] > 0
-  # A resume says if the profile is another one.
+  # A resume reports a different profile.
   config = doors.make_config(model, **settings)
   before = data.digests(config)
   file.write_text(2 * file.read_text())

@@ -1,4 +1,4 @@
-"""On-policy distillation: advantages, teachers, and whole runs."""
+"""On-policy distillation: advantages, teachers, and complete runs."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ from jaxrl_llm.trainer import build, loop
 
 @pytest.fixture(scope="module")
 def teacher(model, tmp_path_factory):
-  """Other weights over the same tokens."""
+  """Another model with the same tokenizer."""
   folder = tmp_path_factory.mktemp("teacher") / "tiny"
   fns, params = models.load(str(model))
   wide = tiny.widen(params, jax.random.key(5))
@@ -33,7 +33,7 @@ def make_run(model, teachers, **changes):
 
 
 def of_columns(folder, model, columns):
-  """Settings of questions with columns of their own."""
+  """Returns settings for questions with the given columns."""
   file = folder / "questions.jsonl"
   rows = [
     {"question": f"{i + 1}+2?", "answer": f"{i + 3}", **column}
@@ -66,7 +66,7 @@ class TestAdvantages:
     )
     assert np.abs(other - old)[mask].mean() > 0.1
     mean = lambda x: jnp.sum(jnp.where(mask, x, 0)) / mask.sum()
-    # The ratio is 1 in value, and log π in gradient.
+    # The ratio has the value 1 and the gradient of log π.
     ratio = lambda logprobs: jnp.exp(logprobs - old)
     row = recipes.check_first_update(
       run, states, responses, lambda x: -mean(ratio(x) * (other - old))
@@ -119,7 +119,7 @@ class TestRun:
       assert row["advantage/mean"] < 0  # Minus a KL.
       assert row["sampler_trainer/logprob_diff_max"] < 1e-5
     assert not [path for path in record["leaves"] if "frozen" in path]
-    # Other files of the teacher are told, as those of the data are.
+    # Changed files of the teacher are reported, like those of the data.
     shutil.rmtree(theirs)
     shutil.copytree(model, theirs)
     run = make_run(model, theirs, run__steps=4)

@@ -1,4 +1,4 @@
-"""The methods of these files together with features of a run, three steps."""
+"""Methods of this folder with features of a run, for three steps."""
 
 import zlib
 
@@ -43,8 +43,8 @@ _GDPO = {
   "estimator.settings": {"parts": {"right": 1.0, "short": 0.5}},
   "estimator.normalize": "whiten",
 }
-# Name -> method and settings. Losses, estimators and schedules are independent
-# of each other, so that a run has one of each.
+# Name -> method and settings. Losses, estimators and schedules are independent,
+# so each run has one of each.
 CASES = {
   "SAO, single, windows": ("sao", _SINGLE | {"schedule.window": 5}),
   "SAO, lag 3, calculator, adapters": (
@@ -79,7 +79,7 @@ QUICK = ("SAO, single, windows", "turns, calculator, windows")
 
 
 def right_and_short(prompt, response):
-  """Two parts; the first is right for half of all random text, by its hash."""
+  """Two components; the first is 1 for half of all random texts, by hash."""
   right = zlib.crc32(f"{prompt}{response}".encode()) % 2
   return {"right": float(right), "short": 0.1 * (len(response) < 12)}
 
@@ -120,7 +120,7 @@ def test_three_steps(model, name, tmp_path):
   for row in rows[1:]:
     assert all(map(np.isfinite, row.values())), row
     assert row["policy/skipped"] == row.get("value/skipped", 0) == 0
-  # Not in the first step of windows: a new critic, and no response has ended.
+  # Zero in the first step of windows: a new critic, and no ended response.
   assert rows[-1]["policy/grad_norm"] > 0
 
 

@@ -1,4 +1,4 @@
-"""HAPO: its parts together, in the loss and in the sampler."""
+"""HAPO: its parts combined in the loss and in the sampler."""
 
 import functools
 
@@ -18,7 +18,7 @@ from jaxrl_llm.sampling.processors import Distribution
 
 
 class TestHapo:
-  """Its parts together, in the loss and in the sampler."""
+  """Tests of its parts combined in the loss and in the sampler."""
 
   def inputs(self, seed=0):
     rng = np.random.default_rng(seed)
@@ -48,7 +48,7 @@ class TestHapo:
     slow = functools.partial(reference.hapo_loss, low=0.2, high=0.2, dual=3.0)
     expected = np.vectorize(slow)(*(x.astype(np.float64) for x in arrays))
     np.testing.assert_allclose(out.loss, expected, rtol=2e-5, atol=1e-6)
-    # What the ratio decides about the advantage is not differentiated.
+    # The ratio's effect on the advantage is not differentiated.
     free = ~np.asarray(out.clipped_high | out.clipped_low | out.dual_clipped)
     np.testing.assert_allclose(
       gradient, np.where(free, out.loss, 0.0), rtol=1e-5, atol=1e-6

@@ -12,8 +12,8 @@ from jaxrl_llm.methods.hl_gauss import CategoricalHead, categorical_value_loss
 
 class TestCategoricalValueLoss:
   def test_golden(self):
-    # Bins [-3, -1], [-1, 1], [1, 3] and a deviation of 2: within a deviation
-    # of the middle lie 0.3829 and beyond it, up to 3, 0.2417 on each side.
+    # Bins [-3, -1], [-1, 1], [1, 3] and standard deviation 2: 0.3829 is in the
+    # middle bin, and 0.2417 in each of the others.
     target = np.array([0.2417303, 0.3829249, 0.2417303])
     target /= target.sum()
     logits = jnp.log(jnp.array([0.5, 0.25, 0.25]))
@@ -35,7 +35,7 @@ class TestCategoricalValueLoss:
     loss = lambda z: categorical_value_loss(
       z, returns, low=-2.0, high=2.0
     ).loss.sum()
-    # The gradient at logits of 0 is 1 / K - p.
+    # The gradient at zero logits is 1 / K - p.
     target = 1 / 51 - jax.grad(loss)(jnp.zeros((7, 51)))
     read = head.read(jnp.log(jnp.maximum(target, 1e-12)))
     np.testing.assert_allclose(read["values"], returns, atol=1e-3)

@@ -1,4 +1,4 @@
-"""A file of methods/ is imported when a config names what it registers."""
+"""Files of methods/ are imported when a config names a part of them."""
 
 import pathlib
 import subprocess
@@ -72,7 +72,7 @@ def test_an_unused_method_is_not_imported(method, files):
 def test_a_file_registers_what_the_table_says(file):
   for kind, names in methods.FILES[file].items():
     for name in names.split():
-      assert name in list(_TABLES[kind])  # Before it is imported, too.
+      assert name in list(_TABLES[kind])  # Also before its import.
       assert _TABLES[kind][name] != file
     assert f"jaxrl_llm.methods.{file}" in sys.modules
 

@@ -1,6 +1,7 @@
-"""Token and sequence masks, soft gates and the unbiased KL, by hand and slowly.
+"""Masks of tokens and sequences, soft gates and the unbiased KL.
 
-Losses of one token are held to loops in float64; sequences to loops over rows.
+Token losses are compared with float64 loops, sequence losses with loops over
+rows, and some with results by hand.
 """
 
 import functools
@@ -56,7 +57,7 @@ def gate(new, old, advantage):
   return 4 * x * (1 - x) * new / old * advantage
 
 
-# Loss, and how hard it pulls on one token's log-prob: minus its gradient.
+# Loss, and minus its gradient with respect to one token's log-prob.
 SETTINGS = {"clip_low": 0.3, "clip_high": 5.0}
 PULLS = {
   "dis": (functools.partial(sao.dis_loss, **SETTINGS), dis),
@@ -78,7 +79,7 @@ def pull(loss, new, old, advantages):
 
 
 def probabilities(seed=0, shape=(6, 50)):
-  """New and old ones, from hardly to far apart, and advantages."""
+  """Makes new and old probabilities, close or far apart, and advantages."""
   rng = np.random.default_rng(seed)
   new, old = rng.uniform(0.02, 0.98, (2, *shape))
   return new, old, rng.normal(size=shape)
@@ -96,7 +97,7 @@ class TestOneToken:
     atol = 1e-6 if name in REJECTING else 1e-5
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=atol)
     if name in REJECTING:
-      # Exactly, and they are all that is flagged.
+      # Exactly; no other tokens are flagged.
       out = loss(*map(jnp.float32, (*logs, advantages)))
       dropped = np.asarray(out.clipped_high | out.clipped_low)
       np.testing.assert_array_equal(got == 0, dropped)
@@ -106,7 +107,7 @@ class TestOneToken:
     ("name", "new", "old", "advantage", "expected"),
     [
       ("dis", 0.6, 0.5, 2.0, 2.4),
-      ("dis", 0.34, 0.5, 1.0, 0.0),  # Below 0.7, whatever the sign.
+      ("dis", 0.34, 0.5, 1.0, 0.0),  # Below 0.7, for any sign.
       ("dis", 0.34, 0.5, -1.0, 0.0),
       ("dis", 0.59, 0.1, 1.0, 5.9),
       ("dis", 0.61, 0.1, 1.0, 0.0),
@@ -114,7 +115,7 @@ class TestOneToken:
       ("icepop", 0.51, 0.1, 1.0, 0.0),
       ("dppo_tv", 0.6, 0.5, 1.0, 1.2),
       ("dppo_tv", 0.8, 0.5, 1.0, 0.0),
-      ("dppo_tv", 0.8, 0.5, -1.0, -1.6),  # Comes back.
+      ("dppo_tv", 0.8, 0.5, -1.0, -1.6),  # Moves back.
       ("dppo_tv", 0.2, 0.5, -1.0, 0.0),
       ("dppo_tv", 0.19, 0.001, 1.0, 20.0),  # A rare token; capped.
       ("dppo_kl", 0.6, 0.5, 1.0, 1.2),  # KL 0.0204.
@@ -156,7 +157,7 @@ class TestDis:
     assert "old_logprobs" not in made.leaves and made.correction is None
 
   def test_in_the_first_update_it_is_the_correction_mask(self):
-    """The current policy is then the proximal one; bounds 0.7 and 1.4."""
+    """Then the current policy is the proximal one; bounds are 0.7 and 1.4."""
     behavior = make_rollout().behavior_logprobs
     current = (behavior + 0.4 * noise(21)).astype(np.float32)
     one = make_algorithm(
@@ -237,7 +238,7 @@ class TestDeepSeek:
     assert float(value) == float(total(new, old)) and np.isfinite(slope).all()
 
   def test_the_kl_is_unbiased_for_tokens_of_any_policy(self):
-    """Summed over all tokens under the sampler: KL(π ‖ π_ref), its gradient."""
+    """The sum over all tokens under the sampler is ∇KL(π ‖ π_ref)."""
     rng = np.random.default_rng(3)
     logits, ref, behavior = rng.normal(size=(3, 7)).astype(np.float32)
     ref, behavior = map(jax.nn.log_softmax, (ref, behavior))
@@ -253,7 +254,7 @@ class TestDeepSeek:
     one, other = map(jax.value_and_grad, (estimated, expected))
     np.testing.assert_allclose(one(logits)[0], other(logits)[0], rtol=1e-5)
     np.testing.assert_allclose(one(logits)[1], other(logits)[1], atol=1e-6)
-    # By hand: twice as likely as at sampling, half as likely as the reference.
+    # By hand: twice the sampler's probability, half of the reference's.
     got = deepseek_v3_2.unbiased_kl(*jnp.log(jnp.array([0.2, 0.4, 0.1])))
     assert float(got) == pytest.approx(2 * (2 - 1 - math.log(2)), rel=1e-5)
 

@@ -24,7 +24,7 @@ def test_the_baseline_reads_the_others_alone():
 
 
 def test_its_gradient_is_unbiased_and_that_of_own_features_is_not():
-  """A bandit with two arms, a reward equal to the arm, and a perfect probe."""
+  """Case: two-armed bandit, reward equal to the arm, perfect probe."""
   p = 0.3
   crossed = own = 0.0
   for first in (0, 1):

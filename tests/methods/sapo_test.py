@@ -19,7 +19,7 @@ from jaxrl_llm.types import Origin, take_rows
 
 
 def masked(behavior, old, advantages, *, other=True, bound=3.1):
-  """The mask of one response whose tokens all carry loss."""
+  """Returns the mask of one response whose tokens are all in the loss."""
   rows = [np.asarray([x], np.float32) for x in (old, behavior, advantages)]
   mask = np.ones_like(rows[0], bool)
   origin = np.full(mask.shape, int(Origin.OTHER if other else Origin.POLICY))
@@ -38,14 +38,14 @@ def test_negative_advantages_far_from_the_policy_are_masked():
 
 @pytest.mark.parametrize(("high", "exact"), [(100.0, True), (1.5, False)])
 def test_the_weighted_gradient_is_that_of_the_policy(high, exact):
-  """A bandit with three arms, and pairs that another policy drew."""
+  """Case: three-armed bandit with pairs drawn by another policy."""
   logits, other = jnp.array([0.3, -0.5, 0.1]), jnp.array([-1.0, 0.8, 0.4])
   rewards = jnp.array([1.0, 0.0, 2.0])
   true = jax.grad(lambda x: jax.nn.softmax(x) @ rewards)(logits)
   old, behavior = jax.nn.log_softmax(logits), jax.nn.log_softmax(other)
 
   def loss(logits, arms):
-    """The loss of two responses, as a learner makes it."""
+    """Computes the loss of two responses as a learner does."""
     advantages = estimators.group_relative(
       rewards[arms],
       np.zeros(2, int),
@@ -93,7 +93,7 @@ def sharing(folder, *others, **changes):
 
 
 def lines_of(run, questions, *, samples=4, seed=0):
-  """Lines as of generate.py; random digits."""
+  """Makes lines like those of generate.py, with random digits."""
   rng, lines = np.random.default_rng(seed), []
   for question in questions:
     for _ in range(samples):
@@ -196,7 +196,7 @@ def test_trains_and_resumes_bit_for_bit(model, tmp_path, changes, own_parts):
   rows = metrics.read_rows(tmp_path / "run" / "metrics.jsonl")
   assert rows[-1]["rollout/replayed"] == 2 and rows[-1]["policy/skipped"] == 0
   assert rows[-1]["correction/weight_mean"] > 0
-  # A step that is repeated does not read what has appeared since.
+  # A repeated step does not read lines that were added later.
   lines = lines_of(run, questions(run, 4), seed=9)
   write(tmp_path / "other" / "late.jsonl", lines)
   again = shutil.copytree(tmp_path / "run", tmp_path / "again")
@@ -221,7 +221,7 @@ def test_responses_of_generate_py(model, tmp_path):
   store = collected.state.replay.rollout
   rollout = take_rows(store, store.origin[:, 0] == Origin.OTHER)
   assert len(rollout.lengths) == 32
-  # The same policy wrote them: the weights are 1.
+  # They are from the same policy: weights are 1.
   old = run.learner.read(states.learner, "old_logprobs", rollout)
   np.testing.assert_allclose(
     old[rollout.mask], rollout.behavior_logprobs[rollout.mask], atol=1e-5

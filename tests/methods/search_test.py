@@ -1,4 +1,4 @@
-"""Search at test time: the weights, and which beginnings go on."""
+"""Test-time search: weights, and the choice of prefixes that continue."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def test_equal_responses_share_the_weight_of_their_direction():
   np.testing.assert_allclose(of(0.5, 0.5, 0.5), [0.25, 0.25, 0.5])
   found = of(0.6, 0.6, 0.5)
   np.testing.assert_allclose(found, [0.3655, 0.3655, 0.2689], atol=1e-4)
-  # One more copy leaves the weight of its direction as it was.
+  # Another copy does not change the weight of its direction.
   more = search.by_direction(
     np.array([0.6, 0.6, 0.6, 0.5]), COUNTS[[0, 0, 0, 2]]
   )
@@ -44,7 +44,7 @@ def test_indices_are_in_proportion(seed):
 
 
 class Writer:
-  """Writes the sample id and the number of the token, three tokens at most."""
+  """Writes tokens from sample id and token index, at most three."""
 
   def __init__(self):
     self.windows, self.tokens = [], 0
@@ -78,7 +78,7 @@ def begin(groups, size):
 
 @pytest.mark.parametrize("name", choices.SEARCHES)
 def test_copies_go_on_with_numbers_of_their_own(name):
-  """The critic knows that responses of number 2 and 4 are right."""
+  """The critic knows that responses 2 and 4 are correct."""
   write, begun = Writer(), begin(2, 4)
   chance = lambda rows: np.where(
     np.isin(rows.tokens[:, 0], (20, 40)), 0.99, 0.01
@@ -88,17 +88,17 @@ def test_copies_go_on_with_numbers_of_their_own(name):
   assert found.group.tolist() == begun.group.tolist()
   assert write.windows == [2, 2] and write.tokens == 8 * 3
   firsts = found.tokens[:, 0].tolist()
-  if name == "dora":  # Equal copies do not multiply the weight of theirs.
+  if name == "dora":  # Copies do not add weight.
     assert firsts.count(20) >= 3 and firsts.count(40) >= 3
   else:
     assert firsts == [20] * 4 + [40] * 4
-  # What comes after the copy is a response's own.
+  # The tokens after the copy differ per response.
   assert found.tokens[:, 2].tolist() == [10 * i + 2 for i in range(8)]
 
 
 def test_problems_whose_responses_have_ended_stay():
   write, begun = Writer(), begin(2, 2)
-  begun.lengths[2:], begun.tokens[2:, 0] = 2, (7, 8)  # They end at once.
+  begun.lengths[2:], begun.tokens[2:, 0] = 2, (7, 8)  # End at once.
   chance = lambda rows: np.where(rows.sample_id % 2, 0.99, 0.01)
   found = choices.SEARCHES["particles"](write, chance, begun)
   assert found.tokens[:, 0].tolist() == [10, 10, 7, 8]

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: what is trained, its gradient, and whole runs."""
+"""Supervised fine-tuning: trained tokens, gradients, and complete runs."""
 
 import json
 
@@ -52,7 +52,7 @@ def make_source(tokenizer, fields, template="chat", columns=None, **settings):
 
 
 def shown(tokenizer, prompt):
-  """Texts of the prompt, of the response, and of what is trained in it."""
+  """Returns texts of the prompt, the response, and its trained tokens."""
   trained = np.asarray(prompt.demonstrated)
   opening = np.asarray(prompt.opening)
   of = lambda tokens: tokenizer.decode(tokens, skip_special=False)
@@ -67,7 +67,7 @@ class TestTokens:
     assert asked == f"system: Add.{end}\nuser: 2+2?{end}\nassistant: "
     assert trained == f"4{end}It is 5.{end}"
     assert said == f"4{end}\nuser: and 1?{end}\nassistant: It is 5.{end}"
-    # As the template writes the whole conversation.
+    # As the template formats the entire conversation.
     whole = tokenizer.apply_chat(TALK, {"add_generation_prompt": False})
     length = len(prompt.tokens) + len(prompt.opening)
     assert [*prompt.tokens, *prompt.opening] == whole[:length]
@@ -130,7 +130,7 @@ class TestTokens:
     assert "\n" not in str(raised.value)
 
   def test_long_ones_follow_on_long(self, tokenizer):
-    fields = {"prompt": "2+2?", "completion": "12345"}  # And the end token.
+    fields = {"prompt": "2+2?", "completion": "12345"}  # Plus the end token.
     assert make_source(tokenizer, fields, max_response_length=6).check([0])
     settings = {"max_response_length": 5}
     with pytest.raises(InputError, match="'data-1' has 6 tokens, the limit is"):
@@ -167,7 +167,7 @@ class TestUpdate:
   def test_is_the_gradient_of_the_mean_likelihood(
     self, model, packed, tmp_path
   ):
-    # Some tokens of the response are questions.
+    # Some tokens of the response belong to questions.
     rows = [TALK[1:], [ASKED, SAID], [MORE, LAST], [ASKED, SAID, ASKED, LAST]]
     chat = chat_model.write(tmp_path / "chat")
     file = tmp_path / "talks.jsonl"
@@ -211,7 +211,7 @@ class TestRun:
     }
 
   def test_demonstrations_among_sampled_responses(self, model, tmp_path):
-    """A prompt source of one's own may give some prompts their response."""
+    """A user-defined prompt source may provide responses for some prompts."""
 
     class Half(Demonstrations):
       def prompt(self, example_id, group_id):
@@ -224,7 +224,7 @@ class TestRun:
       config = recipes.make_config("sft", model, data__order="half", **logged)
       rows, _ = recipes.train(config, tmp_path / "run")
     for sample in read_rows(tmp_path / "run" / "samples.jsonl"):
-      if sample["step"]:  # No reward has seen what the data gave.
+      if sample["step"]:  # Data have no rewards.
         (author, _), *_ = sample["origin"]
         assert (sample["reward"] is None) == (author == "given")
         assert (sample["correct"] is None) == (author == "given")

@@ -1,4 +1,4 @@
-"""Tests of low-rank adapters: their mathematics and their layout."""
+"""Tests of low-rank adapters: their equations and their layout."""
 
 import dataclasses
 import json
@@ -19,7 +19,7 @@ EVERYWHERE = ("attention", "mlp")
 
 
 def make(**settings):
-  """`(fns, params)` of the tiny model with adapters, B still zero."""
+  """Returns `(fns, params)` of the tiny model with adapters; B is zero."""
   settings = {"rank": 3, "alpha": 6.0, "targets": EVERYWHERE} | settings
   own = adapters.Adapters(**settings)
   config = dataclasses.replace(tiny.tiny_config(), adapters=own)
@@ -29,7 +29,7 @@ def make(**settings):
 
 
 def widened(params):
-  """The same with noise on the factors, as if they had been trained."""
+  """Adds noise to the factors, as if they had been trained."""
   base, trained = models.partition(params, ())
   trained = tiny.widen(trained, jax.random.key(2))
   return models.merge(models.Params(base, trained))
@@ -162,7 +162,7 @@ def test_files_replace_those_of_before_and_leave_others_alone(tmp_path):
 
 
 def test_an_adapter_of_full_rank_trains_like_its_matrix():
-  """With A = I and s = 1, B learns what the matrix would."""
+  """With A = I and s = 1, B trains like the matrix itself."""
   target = ("layers", "attention", "q")
   fns, params = make(rank=24, alpha=24.0, targets=("attention/q",))
   plain_fns, plain = tiny.tiny_policy()

@@ -1,4 +1,4 @@
-"""Packed attention equals that of `jax.nn`."""
+"""Packed attention equals attention of `jax.nn`."""
 
 import functools
 
@@ -11,7 +11,7 @@ from jaxrl_llm import sharding
 from jaxrl_llm.models import attention, context
 
 B, T, D = 2, 11, 6
-# One row with padding inside; one where 2 and 3 see 1 before them.
+# One row with padding inside; one in which 2 and 3 attend to prefix 1.
 SEGMENTS = np.array(
   [[1, 1, 1, 2, 2, 0, 0, 3, 3, 3, 3], [1, 1, 1, 2, 2, 3, 3, 3, 4, 4, 4]],
   np.int32,
@@ -28,7 +28,7 @@ def _inputs(heads=6, kv_heads=2):
 
 
 def _visible(segments, prefixes):
-  """bool [B, T, T], one pair of positions at a time."""
+  """Computes bool [B, T, T], one pair of positions at a time."""
   visible = np.zeros((B, T, T), bool)
   for b, t, s in np.ndindex(B, T, T):
     seen = {segments[b, t]} | ({prefixes[b, t]} - {0})
@@ -37,7 +37,7 @@ def _visible(segments, prefixes):
 
 
 def _value_and_grad(function, qkv, pull):
-  """Compiled anew on every call, since tests change the block size."""
+  """Recompiles on every call, since tests change the block size."""
 
   def total(*qkv):
     out = function(*qkv)
@@ -76,7 +76,7 @@ class TestPackedAttention:
   @pytest.mark.parametrize("block", [512, 1])
   def test_tokens_of_a_row_on_several_devices(self, block, monkeypatch):
     monkeypatch.setattr(attention, "_QUERY_BLOCK", block)
-    time = 8  # Of which each of four devices has two.
+    time = 8  # Two on each of four devices.
     mesh = sharding.make_mesh(data=1, fsdp=1, context=4, tensor=2)
     qkv, pull = _inputs()
     qkv, pull = [x[:, :time] for x in qkv], pull[:, :time]
@@ -95,7 +95,7 @@ class TestPackedAttention:
       _value_and_grad(_library(visible), qkv, pull),
     )
 
-  # Rows at once, in blocks that do not divide them, and in blocks that do.
+  # Full rows, blocks that do not divide them, and blocks that do.
   @pytest.mark.parametrize(
     "heads, kv_heads, block",
     [(6, 2, 512), (3, 1, 512), (6, 2, 4), (6, 2, 1)],

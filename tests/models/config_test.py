@@ -1,4 +1,4 @@
-"""ModelConfig: real files, refused files, rope frequencies."""
+"""ModelConfig: real files, rejected files, rope frequencies."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.rope import RopeScaling
 from jaxrl_llm.models.shapes import multiplied_params
 
-# What config.json of published models holds, a paragraph each.
+# Contents of config.json of published models, one paragraph each.
 FILES = [
   json.loads(f"{{{text}}}")
   for text in """
@@ -102,7 +102,7 @@ def without(values, *keys):
 class TestFromHf:
   @pytest.mark.parametrize(
     ("name", "count"),
-    # The published parameter counts of these models.
+    # Published parameter counts of these models.
     [
       ("qwen3_moe", 30_532_122_624),
       ("gemma3", 999_885_952),
@@ -221,7 +221,7 @@ class TestFromHf:
     with pytest.raises(InputError, match="sliding_window"):
       ModelConfig.from_hf(MISTRAL | {"sliding_window": 4096})
     written = ModelConfig.from_hf(MISTRAL).to_hf()
-    # Readers take 4096 for an absent key.
+    # Readers would assume 4096 if the key were absent.
     assert written["sliding_window"] is None
 
   def test_what_old_llama_files_leave_out(self):
@@ -353,7 +353,7 @@ class TestRefusals:
     message = str(info.value)
     assert "\n" not in message and len(message) < 300
     assert message.startswith("dir/config.json: ") and part in message
-    assert ";" in message  # What to do follows.
+    assert ";" in message  # The remedy follows.
 
   def test_not_an_object(self):
     with pytest.raises(InputError, match="JSON object"):
@@ -364,7 +364,7 @@ class TestRefusals:
     [
       {"num_layers": 0},
       {"family": "gpt2"},
-      {"family": "qwen2"},  # Whose q, k and v have a bias.
+      {"family": "qwen2"},  # With biases of q, k and v.
       {"attention_bias": "yes"},
       {"num_kv_heads": 2},
     ],
@@ -425,7 +425,7 @@ class TestRopeFrequencies:
     found, scale = _frequencies(scaling)
     turns = 32768 * plain / (2 * math.pi)
     ratio = plain / found
-    # Pairs well beyond 32 turns stay, those below 1 turn stretch by 4.
+    # Pairs with many more than 32 turns stay; below 1 turn, they stretch by 4.
     np.testing.assert_allclose(ratio[turns > 64], 1.0, rtol=1e-6)
     np.testing.assert_allclose(ratio[turns < 0.5], 4.0, rtol=1e-6)
     assert (np.diff(ratio) >= -1e-6).all()

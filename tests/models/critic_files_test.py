@@ -1,4 +1,4 @@
-"""Critics as token classifiers of `transformers`, in and out."""
+"""Critics are read and written as token classifiers of `transformers`."""
 
 import json
 
@@ -34,7 +34,7 @@ def random_params(fns):
   rng = np.random.default_rng(0)
 
   def draw(path, x):
-    mean = float(path[-1].key == "scale")  # Of norms.
+    mean = float(path[-1].key == "scale")  # Norms.
     return jnp.asarray(rng.normal(mean, 0.3, x.shape), x.dtype)
 
   shapes = jax.eval_shape(fns.init, jax.random.key(0))
@@ -57,7 +57,7 @@ def test_bit_equal_after_a_round_trip(tmp_path, head, tied):
   assert config == fns.config
   found = hf.read_critic(tmp_path, config, head, place)
   assert_same(found, params)
-  assert_same(fns.from_policy(found), params)  # Nothing is made anew.
+  assert_same(fns.from_policy(found), params)  # Nothing is re-initialised.
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_logits_equal_those_of_transformers(tmp_path, family):
   saved = json.loads((tmp_path / "config.json").read_text())
   support = head.support and [*head.support]
   assert saved["value_support"] == support
-  # A directory that they write is read as well.
+  # Directories written by transformers can be read, too.
   theirs.save_pretrained(tmp_path / "theirs")
   if head.outputs == 1:
     assert_same(

@@ -16,7 +16,7 @@ from jaxrl_llm.models.experts import Routing
 
 
 def reference(module, x):
-  """The same with a loop over tokens and experts, in float64."""
+  """Computes the module with a float64 loop over tokens and experts."""
   out, kernels = [], {}
   for name in ("gate", "up", "down"):
     kernels[name] = np.asarray(module.experts[name].kernel[...], np.float64)
@@ -38,7 +38,7 @@ def reference(module, x):
 def test_the_load_of_a_worked_example():
   module = make(logits=LOGITS)
   _, aux = jax.jit(lambda x: module(x, Routing()))(LOGITS[None])
-  # Shares (1/3, 1/6, 1/6, 1/3), mean probabilities (.3093, .1736, .3802,
+  # Fractions (1/3, 1/6, 1/6, 1/3), mean probabilities (.3093, .1736, .3802,
   # .1370).
   assert np.mean(aux["balance"]) == pytest.approx(0.9642, abs=1e-4)
 
@@ -56,7 +56,7 @@ def test_tokens_go_through_their_experts():
   x = np.random.default_rng(0).normal(size=(2, 7, 4)).astype(np.float32)
   out, _ = jax.jit(lambda x: module(x, Routing()))(x)
   np.testing.assert_allclose(out, reference(module, x), rtol=2e-5, atol=1e-5)
-  # A token's output depends on no other token.
+  # A token's output does not depend on other tokens.
   alone, _ = jax.jit(lambda x: module(x, Routing()))(x[1:, 3:4])
   np.testing.assert_allclose(alone[0, 0], out[1, 3], rtol=1e-5, atol=1e-6)
 
@@ -85,7 +85,7 @@ def test_a_model_gives_the_loss_of_every_token():
   packed = rows()
   _, aux = jax.jit(fns.logprobs)(params, packed)
   assert aux["balance"].shape == packed.tokens.shape
-  # Two layers, each at least balance · E / E.
+  # At least balance · E / E in each of two layers.
   mean = np.mean(aux["balance"][packed.segments > 0])
   assert mean > 2 * EXTRA["router_aux_loss_coef"]
 
@@ -116,7 +116,7 @@ def test_adapters_leave_experts_in_the_base(base_dtype):
 
 
 def test_adapters_of_the_mlp_leave_its_router_alone():
-  # As in PEFT, whose adapters know gate, up and down.
+  # As in PEFT, which has adapters of gate, up and down.
   own = models.Adapters(rank=2, alpha=4.0, targets=("attention", "mlp"))
   config = dataclasses.replace(CONFIG, adapters=own)
   _, plain = make_model()

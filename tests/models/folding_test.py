@@ -13,7 +13,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.experts import Routing
 
 CONFIG = tiny_experts.CONFIG
-# Attention has data 2 x fsdp 2 x tensor 2 and so on, and experts their group.
+# Attention has data 2 x fsdp 2 x tensor 2 and so on; experts have their group.
 MESHES = {
   "fsdp": {"data": 2, "fsdp": 4, "tensor": 1, "expert": 4},
   "tensor": {"data": 2, "fsdp": 2, "tensor": 2, "expert": 2},
@@ -91,7 +91,7 @@ def test_a_device_of_a_group_has_its_own_experts():
 
 @pytest.mark.parametrize("axes", MESHES.values(), ids=MESHES)
 def test_the_sampler_may_be_folded(axes):
-  """Prefill and decoding equal those of one device."""
+  """Prefill and decoding have the same results as on one device."""
   axes = axes | {"context": 1, "data": axes["data"] * axes.get("context", 1)}
   mesh = sharding.make_mesh(**axes)
   fns, params = tiny_experts.make_model()
@@ -113,19 +113,19 @@ def test_capacity_without_limit_has_the_bits_of_dropless_dispatch():
 
 
 def test_tokens_over_the_capacity_are_dropped_and_counted():
-  """All of six tokens want experts 0 and 1, which take three each."""
+  """All six tokens are routed to experts 0 and 1 with capacity three each."""
   module = tiny_experts.make(logits=tiny_experts.LOGITS)
   same = np.tile(tiny_experts.LOGITS[:1], (8, 1))[None]
   valid = np.arange(8)[None] >= 2
   limited = jax.jit(lambda x: module(x, Routing(valid, capacity=0.75)))
   out, aux = limited(same)
   whole, _ = jax.jit(lambda x: module(x, Routing(valid)))(same)
-  # 0.75 · 8 tokens · 2 / 4 experts are 3, of the first valid tokens.
+  # Capacity 0.75 · 8 tokens · 2 / 4 experts = 3, for the first valid tokens.
   np.testing.assert_allclose(out[0, 2:5], whole[0, 2:5], rtol=1e-5)
   np.testing.assert_array_equal(out[0, [0, 1, 5, 6, 7]], 0)
   dropped = aux["metrics/expert_dropped"]
   np.testing.assert_array_equal(dropped[0], [0, 0, 0, 0, 0, 0.5, 0.5, 0.5])
-  # Two of four experts have all tokens. Both are those of one of two layers.
+  # Two of four experts have all tokens; halved, as one of two layers.
   np.testing.assert_allclose(aux["metrics/expert_load"], 2.0 / 2)
 
 

@@ -1,4 +1,4 @@
-"""Products of groups: kernels for GPUs, interpreted on a CPU, equal XLA."""
+"""Grouped matmuls: GPU kernels, interpreted on a CPU, equal XLA."""
 
 import functools
 
@@ -10,8 +10,8 @@ from jax.experimental import pallas as pl
 
 from jaxrl_llm.models import flash_gpu, grouped, grouped_gpu
 
-# Sizes in tiles of 16 rows: of one group, of many, that fill tiles, that do
-# not, none, and fewer in all than there are rows.
+# Group sizes for tiles of 16 rows: one group, many, full tiles, partial tiles,
+# empty groups, and a smaller sum than the number of rows.
 SIZES = [
   [70],
   [0, 33, 16, 0, 1, 20, 0],
@@ -24,7 +24,7 @@ ROWS, IN, OUT = 70, 40, 48
 
 @pytest.fixture(name="on_gpu")
 def _on_gpu(monkeypatch):
-  """Runs the functions for GPUs on a CPU."""
+  """Runs GPU functions on a CPU."""
   interpreted = functools.partial(pl.pallas_call, interpret=True)
   monkeypatch.setattr(flash_gpu.pl, "pallas_call", interpreted)
   for name, size in {"_ROWS": 16, "_COLUMNS": 32, "_TERMS": 16}.items():
@@ -47,7 +47,7 @@ def _with_gradients(function, x, kernel, g):
 
 
 def _expected(x, kernel, g, sizes):
-  """Product and gradients, group by group in float64."""
+  """Computes product and gradients group by group in float64."""
   x, kernel, g = (np.asarray(a, np.float64) for a in (x, kernel, g))
   out, d_x, d_kernel = (np.zeros(a.shape) for a in (g, x, kernel))
   for i, end in enumerate(np.cumsum(sizes)):

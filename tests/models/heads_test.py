@@ -1,4 +1,4 @@
-"""Chunked log-probs equal the plain formula, in value, gradient and memory."""
+"""Chunked log-probs equal the plain formula and never store all logits."""
 
 import functools
 import re
@@ -14,7 +14,7 @@ from jaxrl_llm import sharding
 from jaxrl_llm.models import heads
 
 B, T, D, V = 3, 11, 5, 23
-# Masks by name: full, holes, an empty row beside full ones, nothing at all.
+# Masks by name: full, holes, an empty row next to full ones, all empty.
 MASKS = {
   "full": np.ones((B, T), bool),
   "holes": np.random.default_rng(0).random((B, T)) < 0.5,
@@ -28,7 +28,7 @@ def _inputs(tied):
   hidden = jax.random.normal(keys[0], (B, T, D))
   kernel = jax.random.normal(keys[1], (V, D) if tied else (D, V))
   targets = jax.random.randint(keys[2], (B, T), 0, V)
-  # Cotangents of both outputs, so that one gradient tests all of them.
+  # Cotangents of both outputs, so that one gradient tests both.
   pulls = jax.random.normal(keys[3], (2, B, T))
   return hidden, kernel, targets, pulls
 
@@ -67,13 +67,13 @@ def _both(tied, chunk, mask, temperature, hidden=None):
   arguments = (hidden, kernel, targets, mask, jnp.float32(temperature), pulls)
   chunked = _function("chunked", tied=tied, chunk=chunk)
   got = _value_and_grad(*arguments, function=chunked)
-  # The reference sees clean inputs, whatever stands at masked positions.
+  # The reference gets clean inputs, regardless of values at masked positions.
   clean = (inputs, *arguments[1:])
   return got, _value_and_grad(*clean, function=_function("plain", tied=tied))
 
 
 def _chunked(tied, hidden, targets, mask):
-  """(outputs, gradients) at a temperature of 1, in chunks of 4."""
+  """Computes (outputs, gradients) at temperature 1 in chunks of 4."""
   _, kernel, _, pulls = _inputs(tied)
   arguments = hidden, kernel, targets, mask, jnp.float32(1), pulls
   function = _function("chunked", tied=tied, chunk=4)
@@ -89,7 +89,7 @@ def _assert_close(got, expected):
 
 
 class TestChunkedLogprobs:
-  # Chunks that do not divide the 11 positions, and one that holds them all.
+  # Chunks that do not divide the 11 positions, and one that contains all.
   @pytest.mark.parametrize(
     "tied, chunk", [(True, 1), (True, 4), (False, 4), (False, 64)]
   )
@@ -170,11 +170,11 @@ class TestDefaultChunk:
     "platform, rows, time, vocabulary, chunk",
     [
       ("cpu", 8, 8192, 151_936, 128),
-      # 512 MiB are 1,766 logits of 75,968: five chunks, and 128 fill up.
+      # 512 MiB hold 1,766 x 75,968 logits: five chunks of multiples of 128.
       ("tpu", 1, 8192, 75_968, 1664),
       ("gpu", 1, 8192, 151_936, 896),
-      ("tpu", 1, 1024, 32_000, 1024),  # All in one.
-      ("tpu", 64, 8192, 151_936, 128),  # As few as on a CPU.
+      ("tpu", 1, 1024, 32_000, 1024),  # One chunk.
+      ("tpu", 64, 8192, 151_936, 128),  # As on a CPU.
     ],
   )
   def test_is_by_platform_and_shape(
@@ -202,11 +202,11 @@ class TestDefaultChunk:
 
 
 class TestMemory:
-  """No array of B · T · V entries is made, forward or backward."""
+  """No array has B · T · V entries, forward or backward."""
 
   @pytest.mark.parametrize("tied", [True, False])
   def test_no_array_holds_all_logits(self, tied):
-    # Primes, so that no other array can have as many entries.
+    # Primes, so that no other array has the same number of entries.
     batch, time, size, vocab, chunk = 3, 17, 2, 1013, 5
     shape = jax.ShapeDtypeStruct
     arguments = (
@@ -224,12 +224,12 @@ class TestMemory:
       *arguments
     )
     sizes = set(_sizes(jaxpr.jaxpr))
-    assert batch * chunk * vocab in sizes  # The walk does see the chunks.
+    assert batch * chunk * vocab in sizes  # Chunks are found.
     assert max(sizes) == batch * chunk * vocab
 
 
 def _sizes(jaxpr):
-  """Number of entries of every array of a jaxpr and those nested in it."""
+  """Yields the number of entries of every array in a jaxpr, nested ones too."""
   for equation in jaxpr.eqns:
     for variable in (*equation.invars, *equation.outvars):
       yield int(np.prod(variable.aval.shape, dtype=np.int64))
@@ -242,13 +242,13 @@ def _sizes(jaxpr):
 
 
 class TestMesh:
-  """Rows over two groups of devices, or four; the vocabulary over two."""
+  """Rows are split over two or four device groups, the vocabulary over two."""
 
   def _split(self, tied, groups, rows):
-    """(arguments on a mesh, the function, the same on one device)."""
+    """Returns (arguments on a mesh, function, the same on one device)."""
     rng = np.random.default_rng(0)
     normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)
-    size, width = 24, 8  # Which divide over the devices.
+    size, width = 24, 8  # Divisible by devices.
     hidden = normal(rows, T, width)
     kernel = normal(*((size, width) if tied else (width, size)))
     targets = rng.integers(0, size, (rows, T)).astype(np.int32)
@@ -279,7 +279,7 @@ class TestMesh:
       for x, place in zip(arguments, places)
     ]
     text = _value_and_grad.lower(*given, function=split).compile().as_text()
-    # Inside loops only the sum over the vocabulary's parts may remain.
+    # Loops may only contain the sum over the vocabulary's shards.
     bodies = re.findall(r"^%?\S*(?:body|region)\S* .*?^\}", text, re.M | re.S)
     assert bodies
     assert not any("all-gather" in body for body in bodies)

@@ -1,4 +1,4 @@
-"""Model directories: exact round trips, and one line for damaged ones."""
+"""Model directories: exact round trips, and one-line errors for damage."""
 
 import json
 import os
@@ -61,7 +61,7 @@ def assert_same(found, wanted):
 
 @pytest.fixture
 def model(tmp_path):
-  """A sound directory, for tests to damage."""
+  """An intact directory that tests may damage."""
   config = CONFIGS["llama"]
   hf.write_params(tmp_path, config, random_params(config))
   return tmp_path
@@ -116,7 +116,7 @@ class TestRoundTrip:
     assert_same(params, expected)
     for leaf, place in zip(jax.tree.leaves(params), jax.tree.leaves(places)):
       assert leaf.sharding == place
-    # Each number once, though the data axis has every part twice.
+    # Each number once, although the data axis replicates every part.
     size = sum(x.size for x in jax.tree.leaves(expected))
     assert sum(x.size for x in read) == size
     assert max(x.size for x in read) <= max(
@@ -301,14 +301,14 @@ class TestLenience:
 
 
 def write_raw(file, header, data=b""):
-  """A safetensors file with any header, bytes or object."""
+  """Writes a safetensors file with any header, bytes or object."""
   if not isinstance(header, bytes):
     header = json.dumps(header).encode()
   file.write_bytes(struct.pack("<Q", len(header)) + header + data)
 
 
 def split(file):
-  """Header object and data of a sound file."""
+  """Returns the header object and the data of an intact file."""
   content = file.read_bytes()
   length = struct.unpack("<Q", content[:8])[0]
   return json.loads(content[8 : 8 + length]), content[8 + length :]
@@ -318,7 +318,7 @@ def rename(old, new):
   def damage(file):
     header, data = split(file)
     if new is None:
-      # The last tensor and its data go, and the rest stays sound.
+      # Remove the last tensor and its data; the rest stays intact.
       start, end = header.pop(old)["data_offsets"]
       assert end == len(data)
       data = data[:start]
@@ -347,7 +347,7 @@ def norm_as(dtype, value=1):
 
 
 def overlap_of_lines(file):
-  """What the library says of a layout quotes the name that is at fault."""
+  """Shifts a tensor with control characters in its name, which errors quote."""
   header, data = split(file)
   tensor = header.pop("lm_head.weight")
   tensor["data_offsets"] = [x + 4 for x in tensor["data_offsets"]]
@@ -365,8 +365,8 @@ def to_directory(file):
   file.mkdir()
 
 
-# The library checks headers and layouts, and all that it says goes one way:
-# test_cut_anywhere and test_flipped_header_bytes_never_crash have more of it.
+# The library checks headers and layouts, and all of its errors are handled
+# alike; test_cut_anywhere and test_flipped_header_bytes_never_crash cover more.
 DAMAGE = {
   "a pickle": lambda f: f.write_bytes(b"\x80\x04\x95" + bytes(100)),
   "a header of a tebibyte": lambda f: f.write_bytes(
@@ -471,7 +471,7 @@ class TestDirectories:
 
 
 def weight_map(change):
-  """A damage of the index by a function of its weight map."""
+  """Makes a damage that changes the index by a function of its weight map."""
 
   def damage(directory):
     index = json.loads((directory / INDEX).read_text())
@@ -482,7 +482,7 @@ def weight_map(change):
 
 
 def to_shard(name):
-  """Sends one tensor to another file."""
+  """Makes a damage that maps one tensor to another file."""
   return weight_map(lambda names: names.update({"lm_head.weight": name}))
 
 
@@ -495,7 +495,7 @@ def last_shard(directory):
 
 
 def same_tensor_twice(directory):
-  """Two shards hold a tensor; the index can name but one of them."""
+  """Writes one tensor to two shards; the index can name only one of them."""
   file = last_shard(directory)
   tensors = safetensors.numpy.load_file(file)
   tensors["model.embed_tokens.weight"] = np.zeros((13, 6), np.float32)

@@ -1,4 +1,4 @@
-"""The kernels for GPUs, interpreted on a CPU: what they read, and skip."""
+"""GPU kernels, interpreted on a CPU: results, and blocks that they skip."""
 
 import functools
 
@@ -38,7 +38,7 @@ def _kind(heads=4, kv_heads=2, size=64, window=None):
 
 
 def _rows(*rows):
-  """Segments and prefixes of rows, each a list of (tokens, segment, prefix)."""
+  """Makes segments and prefixes from rows of (tokens, segment, prefix)."""
   columns = [
     [np.repeat([part[i] for part in row], [part[0] for part in row])]
     for i in (1, 2)
@@ -64,13 +64,13 @@ def _assert_equal(ours, xla, *rows):
   for got, expected in zip(
     _with_gradients(ours, *rows), _with_gradients(xla, *rows)
   ):
-    # Sums of products round by their largest terms, also where they cancel.
+    # Rounding errors of sums scale with the largest terms, even if they cancel.
     scale = np.abs(expected).max()
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=2e-6 * scale)
 
 
 class TestPackedAttention:
-  # Neither 92 tokens nor their parts fill blocks of 16.
+  # Neither 92 tokens nor their parts are multiples of 16.
   ROWS = _rows(
     [(92, 1, 0)],
     [(30, 1, 0), (1, 2, 0), (17, 3, 0), (40, 4, 0), (4, 0, 0)],
@@ -78,7 +78,7 @@ class TestPackedAttention:
     [(20, 1, 0), (9, 2, 1), (20, 3, 1), (10, 4, 1)]
     + [(8, 5, 0), (3, 6, 0), (12, 7, 6), (10, 0, 0)],
     [(5, 1, 0), (87, 0, 0)],
-    # Segments in no order, in several pieces, before and after their prefix.
+    # Unordered segments in several pieces, before and after their prefix.
     [(20, 3, 0), (20, 1, 2), (20, 2, 0), (20, 1, 2), (12, 3, 1)],
   )
 
@@ -107,7 +107,7 @@ class TestPackedAttention:
       np.testing.assert_allclose(got.astype(np.float32), expected, atol=atol)
 
   def test_a_response_reads_its_prompt_and_itself(self):
-    """In blocks: prompt 2, three responses of 2, another sample of 1."""
+    """Blocks: a prompt of 2, three responses of 2, another sample of 1."""
     row = [(32, 1, 0), (32, 2, 1), (32, 3, 1), (32, 4, 1), (16, 5, 0)]
     segments, prefixes = _rows(row)
     index = np.arange(segments.size, dtype=np.int32)[None]
@@ -125,7 +125,7 @@ class TestPackedAttention:
 
   @pytest.mark.parametrize("window", [2, 20, 40])
   def test_windows_equal_xla_within_segments(self, window):
-    # Without prefixes, and with padding of keys and queries.
+    # Without prefixes, with padding of keys and queries.
     segments, _ = self.ROWS[:, 1:4]
     prefixes = np.zeros_like(segments)
     shapes = [(*segments.shape, heads, 64) for heads in (4, 2, 2, 4)]
@@ -138,7 +138,7 @@ class TestPackedAttention:
 
 
 class TestPrefill:
-  # Chunks and sequences that fill blocks, and that do not.
+  # Chunks and sequences that fill blocks or do not.
   @pytest.mark.parametrize("heads, chunk", [(3, 16), (4, 20)])
   def test_equals_xla_chunk_by_chunk(self, heads, chunk):
     kind, time = _kind(heads, heads // 3 or 1, 16), 3 * chunk
@@ -176,7 +176,7 @@ class TestDecode:
     return table
 
   def _run(self, backend, table, q, k, v, dtype=jnp.float32):
-    """Writes all tokens, then attends with the last queries of every slot."""
+    """Writes all tokens, then runs attention of the last queries per slot."""
     tables = models.make_block_tables(
       table, shards=1, pages=self.PAGES, page_size=PAGE
     )
@@ -200,7 +200,7 @@ class TestDecode:
     time = self.LENGTHS.max()
     return _random((4, queries, heads, size), *[(4, time, kv_heads, size)] * 2)
 
-  # One row of queries per slot, and more than a block of them.
+  # One query row per slot, and more than a block of them.
   @pytest.mark.parametrize(
     "heads, kv_heads, size, queries, window",
     [

@@ -1,4 +1,4 @@
-"""The kernels for TPUs and GPUs, interpreted on a CPU, equal plain XLA."""
+"""TPU and GPU kernels, interpreted on a CPU, equal plain XLA."""
 
 import contextlib
 import dataclasses
@@ -34,7 +34,7 @@ LENGTHS = np.array([9, 1, 0, 12])  # The third slot is idle.
 
 
 class _Loaded:
-  """An array with the methods of a reference that the kernel reads it by."""
+  """An array with the methods of a Ref that the kernel uses."""
 
   def __init__(self, array):
     self._array = array
@@ -47,14 +47,14 @@ class _Loaded:
     return _Loaded(self._array.reshape(*shape))
 
   def bitcast(self, dtype):
-    """Rows of fewer bits to one of 32, the first one in the lowest bits."""
+    """Packs rows of fewer bits into 32 bits, the first in the lowest bits."""
     count = jnp.dtype(dtype).itemsize // self.dtype.itemsize
     groups = self._array.reshape(-1, count, self.shape[1]).swapaxes(1, 2)
     return _Loaded(jax.lax.bitcast_convert_type(groups, dtype))
 
 
 def _wait(self):
-  """The interpreter knows no strides and shapes of references: reads it all."""
+  """Reads everything: the interpreter lacks strides and shapes of Refs."""
   for copy in self._async_copies:
     copy.wait()
   return _Loaded(self._vmem_buf[...])
@@ -67,11 +67,11 @@ def _interpret_gpu(monkeypatch):
 
 @pytest.fixture(params=["tpu", "gpu"], name="module")
 def _module(request, monkeypatch):
-  """The module of a platform, whose kernels run on a CPU.
+  """Returns a platform's module with its kernels interpreted on a CPU.
 
-  Those of TPUs with two queries at a time: masked writes are refused by the
-  interpreter where their first axis, queries, is longer than their second, the
-  query heads of a key head.
+  TPU kernels use two queries at a time: the interpreter rejects masked writes
+  whose first axis, queries, is longer than the second, the query heads per key
+  head.
   """
   monkeypatch.setattr(kernels, "platform_of", lambda sharding: request.param)
   if request.param == "gpu":
@@ -97,7 +97,7 @@ def _kind(*sizes, window=None, **named):
 
 
 def _block_tables(shards):
-  """Pages of slots, in no order, some left free."""
+  """Assigns unordered pages to slots and leaves some free."""
   table = np.full((4, 4), PAGES, np.int32)
   free = [list(np.random.default_rng(d).permutation(PAGES)) for d in range(2)]
   for slot, length in enumerate(LENGTHS):
@@ -109,7 +109,7 @@ def _block_tables(shards):
 
 
 def _filled(kv_cache, tables, share):
-  """Some number in pages in use, none in free ones."""
+  """Fills pages in use with a number, and free ones with NaN."""
   fill = np.full((4 // share, PAGES), np.nan, np.float32)
   for slot, pages in enumerate(tables.page_indices):
     fill[slot // share, pages[pages < PAGES]] = 0.5
@@ -132,9 +132,9 @@ def _qkv(config, queries, time, dtype=jnp.float32, count=4):
 
 
 def _on_pages(backend, tables, q, k, v, dtype=None):
-  """Attention of the last queries of slots that wrote all their tokens.
+  """Computes attention of the last queries of slots with all tokens written.
 
-  Queries after the only token of a slot read what its page was filled with.
+  Queries after the only token of a slot read the fill value of its page.
   """
   shards, queries = tables.page_owner.shape[0], q.shape[1]
   kv_cache = backend.init_paged(shards, PAGES, PAGE, dtype or q.dtype)
@@ -170,9 +170,9 @@ ON_TPU = pytest.mark.parametrize("module", ["tpu"], indirect=True)
 
 
 class TestPallas:
-  """Pages and prefills of GPUs alone are in kernels_gpu_test.py."""
+  """Paged attention; kernels_gpu_test.py has GPU-only pages and prefills."""
 
-  # Heads of keys that the kernel has, and three, which it has not.
+  # Numbers of key heads that the kernel supports, and three, which it does not.
   @ON_TPU
   @pytest.mark.parametrize("window", [None, 1, 6])
   @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ class TestPallas:
     _close(got, expected)
     _close(got[:, -1], got[:, -2])
 
-  # A count that divides over the devices, and one that does not; heads too.
+  # Counts divisible by the devices or not; the same for heads.
   @pytest.mark.parametrize("shards", [2, 1])
   @pytest.mark.parametrize("heads_axis", [[], ["tensor"]])
   def test_shards_and_heads_are_read_where_they_lie(
@@ -290,7 +290,7 @@ class TestPallas:
     config = dataclasses.replace(_config(), num_layers=1)
     rollouts = []
     for name in ("pallas", "xla"):
-      # Equal settings would give the functions of another platform.
+      # Equal settings would return another platform's cached functions.
       chunk = {kernels_tpu: 8, kernels_gpu: 16}[module]
       fns = models.make_policy(config, kernels=name, head_chunk=chunk)
       params = tiny.widen(fns.init(jax.random.key(0)), jax.random.key(1))
@@ -323,7 +323,7 @@ class TestPallas:
 
 
 class TestPackedAttention:
-  """Attention of packed rows, and its gradients, against plain XLA."""
+  """Attention of packed rows and its gradients equal plain XLA."""
 
   @pytest.fixture(params=["tpu", "gpu"])
   def module(self, request, monkeypatch):
@@ -338,7 +338,7 @@ class TestPackedAttention:
     return kernels_tpu
 
   def _rows(self, config, time):
-    """q, k, v, segments with padding at the end, and a cotangent."""
+    """Makes q, k, v, segments with padding at the end, and a cotangent."""
     rng = np.random.default_rng(0)
     of = lambda heads: rng.standard_normal(
       (2, time, heads, config.head_dim), np.float32
@@ -364,8 +364,8 @@ class TestPackedAttention:
       scale = np.abs(expected).max()
       np.testing.assert_allclose(got, expected, rtol=1e-5, atol=2e-6 * scale)
 
-  # Sizes that fill no block, and more than one block of 128. A window within a
-  # block, and one that leaves out whole blocks.
+  # Sizes below a block, and of more than one block of 128. A window inside a
+  # block, and one that skips entire blocks.
   @pytest.mark.parametrize(
     "heads, kv_heads, size, time, window",
     [
@@ -383,7 +383,7 @@ class TestPackedAttention:
     xla = functools.partial(attention.packed_attention, window=window)
     self._assert_equal(ours, xla, *rows)
 
-  # On a device: all of a row, a part that fills no block, or several blocks.
+  # Per device: a full row, a part smaller than a block, or several blocks.
   @pytest.mark.parametrize(
     "fsdp, parts, time, window",
     [(2, 1, 40, None), (2, 2, 40, 9), (1, 4, 1032, None), (1, 4, 1032, 150)],
@@ -405,13 +405,13 @@ class TestPackedAttention:
     self._assert_equal(ours, xla, *rows)
 
   def _assert_far_blocks_are_not_read(self, module, window, segments):
-    """Neither by queries from 256 on, nor by keys up to 128."""
+    """Checks that queries from 256 on and keys up to 128 skip each other."""
     kind = _kind(2, 1, 64, window=window)
     q, k, v, _, g = self._rows(kind, 512)
     attend = module.make_packed_attention(kind, sharding=None).attend
     run = lambda k, v, g: self._with_gradients(attend, q, k, v, segments, g)
     clean = run(k, v, g)
-    # NaN times a weight of 0 is NaN wherever it is read.
+    # NaN times a weight of 0 is NaN, if it is read.
     broken = np.where(np.arange(512)[:, None, None] < 128, np.nan, [k, v])
     for got, expected in zip(run(*broken.astype(k.dtype), g)[:2], clean):
       np.testing.assert_array_equal(got[:, 256:], expected[:, 256:])
@@ -427,7 +427,7 @@ class TestPackedAttention:
 
   @ON_TPU
   def test_blocks_of_other_segments_are_not_read(self, module):
-    # Samples of 1.5 and 1.5 blocks, and padding.
+    # Two samples of 1.5 blocks each, and padding.
     segments = np.repeat([1, 2, 0], [192, 192, 128])[None].repeat(2, axis=0)
     self._assert_far_blocks_are_not_read(module, None, segments)
 
@@ -463,7 +463,7 @@ class TestPackedAttention:
     backend = kernels.choose("auto", [_kind()])
     made = backend.make_packed_attention(_kind(), sharding=None)
     assert made.sees_prefixes == sees
-    # The same settings would be found again.
+    # Equal settings would be found in the cache.
     fns = models.make_policy(_config(), head_chunk=7 + len(platform) * sees)
     assert fns.shares_prompts == sees
 

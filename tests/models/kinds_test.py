@@ -1,4 +1,4 @@
-"""A family with a kind of layer of its own, both from this file alone."""
+"""A custom family with a custom kind of layer, both defined in this file."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from jaxrl_llm.models.families import llama
 
 @dataclasses.dataclass(frozen=True)
 class ParallelKind:
-  """Attention and MLP side by side, as in GPT-J, with other heads."""
+  """Parallel attention and MLP, as in GPT-J, with other heads."""
 
   attention: layers.AttentionKind
 
@@ -74,7 +74,7 @@ def test_names_are_known_and_taken_once():
     register.family("llama", FAMILY)
   config = models.ModelConfig.from_hf(CONFIG.to_hf())
   assert config == CONFIG
-  for own in (FAMILY._replace(written={"a": 1}), FAMILY):  # A cell runs again.
+  for own in (FAMILY._replace(written={"a": 1}), FAMILY):  # Rerun cell.
     register.family("pair", own)
     assert families.get("pair") is own
   with pytest.raises(ValueError, match="multiple of the 2 layers"):
@@ -122,7 +122,7 @@ def test_states_and_auxiliary_outputs():
   embedding = params["embed"]["embedding"]
   np.testing.assert_array_equal(found[0], embedding[TOKENS])
   assert not np.allclose(found[1], found[2])
-  # The head on the last states, normed, gives the logits.
+  # Logits are the head of the normalised last states.
   norm = params["final_norm"]["scale"]
   scale = jax.lax.rsqrt(
     jnp.mean(found[2] ** 2, -1, keepdims=True) + CONFIG.rms_norm_eps
@@ -135,7 +135,7 @@ def test_states_and_auxiliary_outputs():
     fns.states(params, ROWS, 5)
   with pytest.raises(ValueError, match="multiple of the period 2, got 3"):
     fns.states(params, ROWS, 3)
-  # The energy of the second layer is what its MLP added; all layers are summed.
+  # A layer's energy is the output of its MLP; layers are summed.
   out, aux = jax.jit(fns.logprobs)(params, ROWS)
   assert out.logprobs.shape == aux["energy"].shape == TOKENS.shape
   without = jax.tree.map(jnp.copy, params)

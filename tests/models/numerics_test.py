@@ -1,4 +1,4 @@
-"""Tests of formats in few bits, and of products that round to them."""
+"""Tests of low-precision formats, and of matmuls that round to them."""
 
 import re
 import statistics
@@ -16,8 +16,8 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import numerics
 
 FORMATS = sorted(numerics.FORMATS)
-# Rows and columns of a block, the largest code, and a bound of the error of
-# W / (largest of a block): half of the widest gap between two codes.
+# Rows and columns of a block, the largest code, and an error bound of
+# W / (block maximum): half of the largest gap between two codes.
 EXPECTED = {
   "int8": ((0, 1), 0.5 / 127),
   "fp8": ((128, 128), 16 / 448),
@@ -26,7 +26,7 @@ EXPECTED = {
 
 
 def nf4_quantiles():
-  """The 16 values of section 3 of the paper, with 8 and 9 probabilities."""
+  """Computes the 16 values of the paper's section 3 (8 and 9 quantiles)."""
   normal = statistics.NormalDist().inv_cdf
   ends = 1 - (1 / 32 + 1 / 30) / 2
   upper = [normal(p) for p in np.linspace(ends, 0.5, 9)[:-1]]
@@ -36,7 +36,7 @@ def nf4_quantiles():
 
 
 def blocks_of(w, block):
-  """Slices of every block of the last two axes."""
+  """Returns slices of every block of the last two axes."""
   rows, columns = (b or size for b, size in zip(block, w.shape[-2:]))
   return [
     (..., slice(i, i + rows), slice(j, j + columns))
@@ -46,7 +46,7 @@ def blocks_of(w, block):
 
 
 def rounded(w, name, block=None):
-  """W rounded to a format, block by block, in NumPy."""
+  """Rounds W to a format, block by block, in NumPy."""
   out = np.zeros_like(w)
   for at in blocks_of(w, block or EXPECTED[name][0]):
     largest = np.abs(w[at]).max()
@@ -84,7 +84,7 @@ def test_formats_equal_a_reference(name, shape):
   codes, scales = jax.jit(numerics.FORMATS[name].quantise)(w)
   found = np.asarray(numerics.dequantise(codes, scales))
   expected = rounded(w, name)
-  # Where a weight is in the middle of two codes, either will do.
+  # If a weight is halfway between two codes, both are correct.
   assert np.mean(np.abs(found - expected) > 1e-6) < 1e-3
   block, bound = EXPECTED[name]
   for at in blocks_of(w, block):
@@ -204,7 +204,7 @@ def test_a_mesh_of_eight_devices_computes_the_same(name):
 
 
 def parity(trainer, sampler, *, length=10):
-  """Mean difference of log-probs of random tokens, trainer to sampler."""
+  """Returns the mean log-prob difference between trainer and sampler."""
   fns = models.make_policy(
     tiny.tiny_config(),
     numerics=models.Numerics(matmul=trainer),
@@ -225,7 +225,7 @@ def test_shared_numerics_agree_and_a_sampler_alone_differs(name):
 
 
 def test_a_sampler_in_fp8_alone_diverges_with_length():
-  """The KL of a response, a sum over its tokens, grows; shared, it does not."""
+  """The KL, a sum over tokens, grows with length unless both use fp8."""
   fns, params = tiny.tiny_policy()
   split = models.make_policy(
     tiny.tiny_config(), numerics=models.Numerics(matmul="fp8"), head_chunk=8

@@ -1,4 +1,4 @@
-"""Paged attention equals a naive softmax, wherever pages lie."""
+"""Paged attention equals a naive softmax for any placement of pages."""
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +13,10 @@ HEADS = [(6, 2), (3, 1), (4, 4)]  # (query heads, key heads).
 
 
 def _layout(lengths, *, shards, page, spare, seed):
-  """Pages in random places, each slot's own, and `spare` that are free.
+  """Assigns random pages to each slot, and leaves `spare` pages free.
 
   Returns:
-    A `BlockTables`, and the number of pages on a shard.
+    A `BlockTables`, and the number of pages per shard.
   """
   rng = np.random.default_rng(seed)
   share = len(lengths) // shards
@@ -34,7 +34,7 @@ def _layout(lengths, *, shards, page, spare, seed):
 
 
 def _segmented(keys, values):
-  """A paged layer, its pages in as many arrays as there are segments."""
+  """Makes a paged layer with its pages in one array per segment."""
   cuts = np.cumsum(paged_attention.segment_sizes(keys.shape[1]))[:-1]
   return tuple(zip(*(jnp.split(x, cuts, axis=1) for x in (keys, values))))
 
@@ -48,7 +48,7 @@ class TestPagedAttention:
   LENGTHS = np.array([9, 1, 0, 12])  # The third slot is idle.
 
   def _case(self, heads, kv_heads, queries, shards, garbage=1e6):
-    """Dense keys and values, and the cache that `write_paged` makes."""
+    """Makes dense keys and values, and the cache from `write_paged`."""
     keys = jax.random.split(jax.random.key(2), 3)
     total = self.LENGTHS.max()
     shape = (self.SLOTS, total, kv_heads, D)
@@ -57,7 +57,7 @@ class TestPagedAttention:
     tables, count = _layout(
       self.LENGTHS, shards=shards, page=self.PAGE, spare=2, seed=heads
     )
-    # What nobody wrote to holds anything, within pages in use any number.
+    # Free pages are arbitrary; unwritten positions of used pages are finite.
     free = np.ones((shards, count), bool)
     for slot, pages in enumerate(tables.page_indices):
       free[slot * shards // self.SLOTS, pages[pages < count]] = False
@@ -77,7 +77,7 @@ class TestPagedAttention:
     return q, k, v, kv_cache, tables, np.maximum(last, 0).astype(np.int32)
 
   def _naive(self, q, k, v, positions):
-    """One slot, query and head at a time, in float64."""
+    """Computes attention per slot, query and head in float64."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     out, group = np.zeros(q.shape), q.shape[2] // k.shape[2]
     for s, i, h in np.ndindex(*q.shape[:3]):
@@ -88,7 +88,7 @@ class TestPagedAttention:
         out[s, i, h] = weights @ v[s, seen, h // group] / weights.sum()
     return out
 
-  # All pages in one array, and in eight.
+  # All pages in one array, or in eight.
   @pytest.mark.parametrize("segment", [32, 1])
   @pytest.mark.parametrize("shards", [1, 2])
   @pytest.mark.parametrize("queries", [1, 3])
@@ -101,7 +101,7 @@ class TestPagedAttention:
     got = _paged(q, *rest)
     expected = self._naive(q, k, v, rest[-1])
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=2e-6)
-    assert not np.any(got[2])  # The idle slot.
+    assert not np.any(got[2])  # Idle slot.
 
   def test_where_pages_lie_is_no_matter(self, monkeypatch):
     q, *_, kv_cache, tables, positions = self._case(6, 2, 1, 1)
@@ -123,7 +123,7 @@ class TestPagedAttention:
     got = _paged(q, _segmented(*moved), other, positions)
     np.testing.assert_array_equal(got, expected)
 
-  # Products of few queries and of several are compiled in two ways.
+  # Few and many queries use two different implementations.
   @pytest.mark.parametrize("kv_heads, group, size", [(4, 1, 24), (2, 2, 64)])
   def test_any_bucket_that_covers_the_pages_gives_the_same_bits(
     self, kv_heads, group, size

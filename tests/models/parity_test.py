@@ -1,4 +1,4 @@
-"""Logits equal those of `transformers`, in and out, for every family."""
+"""Logits equal those of `transformers`, read or written, for every family."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ SIZES = dict(
   rms_norm_eps=1e-5,
   tie_word_embeddings=False,
 )
-# A short original context, so that 19 positions meet every kind of frequency.
+# A short original context, so that 19 positions cover all kinds of frequencies.
 LLAMA3 = {
   "rope_type": "llama3",
   "factor": 8.0,
@@ -111,7 +111,7 @@ CASES = {
 
 
 def make_reference(family, changes):
-  """A random model with large weights, so that no logit is small."""
+  """Makes a random model with large weights, so that logits are not small."""
   torch.manual_seed(0)
   config = getattr(transformers, f"{family}Config")(**(SIZES | changes))
   name = family.removesuffix("Text")
@@ -153,7 +153,7 @@ def test_logits_in_and_out(name, batch, tmp_path):
   assert np.abs(wanted).max() > 1.0
   assert np.abs(found - wanted).max() <= 1e-4
 
-  # Right padding: real positions do not see it.
+  # Right padding is invisible to real positions.
   padded = reference_logits(reference, tokens, mask)
   found = logits(params, jnp.asarray(tokens), jnp.asarray(mask))
   assert np.abs(found - padded)[mask].max() <= 1e-4

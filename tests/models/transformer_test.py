@@ -1,4 +1,4 @@
-"""The decoder agrees with itself: cached, packed, padded, scanned, remat."""
+"""The decoder is consistent: cached, packed, padded, scanned, remat."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from jaxrl_llm.models import attention, decoding, kernels, numerics, transformer
 T = 11
 CONFIG = tiny.tiny_config()
 KIND = CONFIG.period[0].attention
-# One prompt length per row; the rest of each row is written by decode.
+# One prompt length per row; decoding writes the rest of each row.
 PROMPTS = np.array([1, 4, 6])
 
 
@@ -34,7 +34,7 @@ def _close(got, expected, atol=2e-5):
 
 
 def _prefilled(params, tokens, *, chunk=512):
-  """The cache of contexts, by a prefill that is compiled."""
+  """Returns the cache of contexts from a compiled prefill."""
   model = decoding.SamplerModel(
     CONFIG, models.Numerics(), {KIND: kernels.make_xla(KIND)}
   )
@@ -42,7 +42,7 @@ def _prefilled(params, tokens, *, chunk=512):
 
 
 class TestPages:
-  """Slots 3, 0, 2 of four hold rows; their pages of 4 are as dealt here."""
+  """Slots 3, 0 and 2 of four have rows, with the page table below."""
 
   SLOTS = np.array([3, 0, 2])
   TABLE = np.array([[6, 0, 3], [12, 12, 12], [11, 4, 9], [1, 8, 2]], np.int32)
@@ -53,10 +53,10 @@ class TestPages:
     tokens = _tokens()
     full = np.asarray(fns.logits(params, tokens, _ones(tokens)))
     sampler = fns.for_sampling(params)
-    # Anything may stand in the padding of a prompt.
+    # The padding of a prompt may be arbitrary.
     padded = tokens[:, : PROMPTS.max()].copy()
     padded[np.arange(PROMPTS.max())[None] >= PROMPTS[:, None]] = 5
-    # They are written among old values, to twelve pages on one shard.
+    # They are written among old values, to twelve pages of one shard.
     kv_cache = models.write_pages(
       jax.tree.map(lambda x: x + 7.0, fns.init_kv_cache(1, 12, 4)),
       fns.prefill(sampler, padded),
@@ -66,13 +66,13 @@ class TestPages:
       self.TABLE, shards=1, pages=12, page_size=4
     )
     position = np.zeros(4, np.int32)
-    position[self.SLOTS] = PROMPTS - 1  # The last token is read again.
+    position[self.SLOTS] = PROMPTS - 1  # Reread the last token.
     for _ in range(-(-(T - PROMPTS.min() + 1) // queries)):
       at = position[:, None] + np.arange(queries, dtype=np.int32)
       writing = at < T
       writing[1] = False
       at = np.minimum(at, T - 1)
-      step = np.full((4, queries), 9, np.int32)  # In slot 1, anything.
+      step = np.full((4, queries), 9, np.int32)  # Arbitrary in slot 1.
       step[self.SLOTS] = np.take_along_axis(tokens, at[self.SLOTS], axis=1)
       logits, kv_cache = fns.decode(
         sampler, kv_cache, tables, step, at, writing
@@ -101,7 +101,7 @@ class TestPages:
 
 
 class TestSamplerDtype:
-  """Weights of the sampler in bfloat16, its KV cache and the trainer not."""
+  """The sampler's weights are bfloat16, but not its KV cache or the trainer."""
 
   def test_the_sampler_alone_computes_in_it(self):
     _, params = tiny.tiny_policy()
@@ -109,7 +109,7 @@ class TestSamplerDtype:
     fns = models.make_policy(CONFIG, sampler=numerics)
     sampler = fns.for_sampling(params)
     kinds = lambda tree: {x.dtype.name for x in jax.tree.leaves(tree)}
-    # On a CPU the embedding is kept as the bits of bfloat16 numbers.
+    # On a CPU, the embedding is stored as bits of bfloat16 numbers.
     assert kinds(sampler) == {"bfloat16", "uint16"}
     assert kinds(fns.init_kv_cache(1, 2, 4)) == {"float32"}
     tokens = _tokens()
@@ -146,8 +146,8 @@ class TestSamplerDtype:
       sizes = r"\[(?:5003,24|24,5003)\]\S*"
       return set(re.findall(rf"= \w+{sizes} ([\w-]+)\(", text))
 
-    if jax.__version_info__ < (0, 12):  # XLA has bfloat16 gathers since.
-      assert "convert" in whole_tables(plain)  # The pattern finds it.
+    if jax.__version_info__ < (0, 12):  # Later XLA has bfloat16 gathers.
+      assert "convert" in whole_tables(plain)  # The pattern works.
     assert whole_tables(sampler) == {"parameter"}
 
   def test_bfloat16_factors_are_summed_in_float32(self):
@@ -159,10 +159,10 @@ class TestSamplerDtype:
     exact = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64)
     got = jax.jit(numerics.matmul)(x, kernel)
     assert got.dtype == jnp.bfloat16
-    # One rounding to 8 bits, of the sum.
+    # Only the sum is rounded to 8 bits.
     np.testing.assert_allclose(np.asarray(got, np.float64), exact, rtol=2**-8)
     text = jax.jit(numerics.matmul).lower(x, kernel).as_text()
-    assert "-> tensor<5x7xf32>" in text  # What CPUs have a fast product for.
+    assert "-> tensor<5x7xf32>" in text  # A fast matmul on CPUs.
 
   def test_gradients_of_bfloat16_factors(self):
     draw = np.random.default_rng(0).normal
@@ -189,7 +189,7 @@ class TestHidden:
     first = fns.logits(params, np.where(mask, tokens, 0), mask)
     second = fns.logits(params, np.where(mask, tokens, 9), mask)
     whole = fns.logits(params, tokens, _ones(tokens))
-    assert np.isfinite(first).all()  # An empty row too.
+    assert np.isfinite(first).all()  # Also in an empty row.
     np.testing.assert_array_equal(first[mask], second[mask])
     _close(first[mask], whole[mask])
 
@@ -225,7 +225,7 @@ def _loss_and_grads(params, rows, fns):
 
 
 class TestRematAndDtype:
-  """Compared on one loss and its gradients over every parameter."""
+  """Compares one loss and its gradients for all parameters."""
 
   @staticmethod
   @functools.cache
@@ -310,12 +310,12 @@ class TestValue:
     certain = np.zeros(tokens.shape, np.float32)
     expected = values(certain)
     _close(expected, without)
-    # A surprise changes the value where the token is read and after it.
+    # A surprising token changes values from its position on.
     place = tokens.shape[1] // 2
     certain[:, place] = -2.0
     changed = np.asarray(values(certain)) != np.asarray(expected)
     assert not changed[:, :place].any() and changed[:, place:].all()
-    # More than 8 nats are as surprising.
+    # Surprise is capped at 8 nats.
     certain[:, place] = -8.0
     most = values(certain)
     certain[:, place] = -np.inf

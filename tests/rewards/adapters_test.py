@@ -1,4 +1,4 @@
-"""Reward functions of verl and of TRL, as their users have them."""
+"""Users' reward functions for verl and TRL."""
 
 import contextlib
 import sys
@@ -87,7 +87,7 @@ def call(response, answer="4", *, messages=None, source="s", **columns):
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-  """Every test writes a module of its own under one name."""
+  """Lets every test write a separate module with the same name."""
   rewards.adapters.load_function.cache_clear()
   monkeypatch.delitem(sys.modules, "own_score_functions", raising=False)
   monkeypatch.setattr("sys.path", list(sys.path))
@@ -172,7 +172,7 @@ class TestTrl:
     found = verdicts(
       tmp_path, TRL, name="trl", function="rank", workers=workers, calls=calls
     )
-    assert [v.value for v in found] == [3, 5, 4, 6]  # Its place, plus `level`.
+    assert [v.value for v in found] == [3, 5, 4, 6]  # Its index plus `level`.
 
   def test_one_that_hangs_loses_its_group_alone(self, tmp_path):
     calls = [

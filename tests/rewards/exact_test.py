@@ -41,7 +41,7 @@ class TestExactLine:
     [
       ("85", True, True),
       (" 85 \n12+3=15\n", False, True),
-      ("85", False, False),  # It may have become 850.
+      ("85", False, False),  # Could become 850.
       ("850\n", True, False),
       ("\n85\n", True, False),
       ("85 or 86\n", True, False),

@@ -13,7 +13,7 @@ from jaxrl_llm.types import Status
 
 
 def problem(text, answer):
-  """A prompt, its tokens left out."""
+  """Makes a prompt without tokens."""
   return Prompt(
     id="book-7",
     question=text,
@@ -32,11 +32,11 @@ def decode(tokens):
 
 
 def written(texts, status):
-  """A rollout of these texts."""
+  """Makes a rollout of the given texts."""
   rollout = tiny_run.random_rollout(
     np.random.default_rng(0), rows=len(texts), room=6, group_size=2
   )
-  tokens = np.full((len(texts), 6), ord("7"), np.int32)  # No end of its own.
+  tokens = np.full((len(texts), 6), ord("7"), np.int32)  # No end token.
   for i, text in enumerate(texts):
     tokens[i, : len(text)] = [ord(c) for c in text]
   lengths = np.asarray([len(text) for text in texts], np.int32)
@@ -114,7 +114,7 @@ class TestJudge:
     rollout = written(self.TEXTS, [Status.FINISHED] * 4)
     responses = judge(rollout, problems).responses
     np.testing.assert_allclose(responses.rewards, [0, 0.6, -0.2, 0], atol=1e-6)
-    # What is right does not depend on the other part.
+    # Correctness does not depend on the other component.
     np.testing.assert_array_equal(responses.correct, [False, True, False, True])
     assert set(responses.parts) == {"right", "level"}
     np.testing.assert_array_equal(responses.parts["right"], [0, 1, 0, 1])
@@ -140,13 +140,13 @@ class TestJudge:
       return rewards.numeric(response, answer)
 
     judge = Judge(decode, rewards.RewardPool(reading))
-    # Turns of the model, between which the environment says 42.
+    # Two turns of the model, between which the environment says 42.
     rollout = written(["a=42b", "a=42"], [Status.FINISHED] * 2)
     rollout.mask[:, 2:4] = False
     judged = judge(rollout, [problem("?", "42")] * 2)
     assert seen == [("a=\nb", "a=b"), ("a=", "a=")]
     assert not judged.responses.correct.any()
-    assert judged.texts == ["a=42b", "a=42"]  # For a person.
+    assert judged.texts == ["a=42b", "a=42"]  # For people.
 
   def test_a_fault_of_the_environment_leaves_no_verdict(self):
     judge = Judge(decode, rewards.RewardPool(rewards.chain_sum), name="mine")

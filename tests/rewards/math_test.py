@@ -1,4 +1,4 @@
-r"""Numeric answers: where they are found, when they are equal, hostile text."""
+r"""Numeric answers: extraction, equality, and hostile text."""
 
 import contextlib
 import fractions
@@ -62,7 +62,7 @@ class TestExtractAnswer:
     assert math.extract_answer(text, finished=False) == expected
 
 
-# (size, path of a file that must not come to be) -> what a policy may write.
+# (size, path of a file that must not be created) -> text of a policy.
 _PATTERNS = [
   lambda n, path: f"__import__('os').system('touch {path}')" * n,
   lambda n, path: f"open('{path}', 'w')" + " " * n,
@@ -95,7 +95,7 @@ _AUDITED = {"exec", "compile", "open", "os.system", "subprocess.Popen"}
 
 @pytest.fixture
 def audited():
-  """What code was run and which files were opened meanwhile."""
+  """Records executed code and opened files."""
   events = []
   watching.append(events)
   yield events
@@ -107,7 +107,7 @@ watching = []
 
 @pytest.fixture(autouse=True, scope="module")
 def _audit():
-  # A hook stays as long as the process: one, for all tests.
+  # A hook cannot be removed: one for all tests.
   sys.addaudithook(
     lambda event, _: [w.append(event) for w in watching if event in _AUDITED]
   )
@@ -153,7 +153,7 @@ class TestNumeric:
       for spelled in (response, math.gold_answer(gold))
     ]
     assert verdicts[0].correct
-    assert verdicts[0] == verdicts[1]  # Votes for an answer are counted so.
+    assert verdicts[0] == verdicts[1]  # Votes are counted this way.
 
   @pytest.mark.parametrize(
     "response, gold",
@@ -170,7 +170,7 @@ class TestNumeric:
       *((r"\sqrt[3]{2}", r"\sqrt{2}"), (r"\sqrt{-4}", r"\sqrt{4}")),
       (r"\frac{1}{2x}", r"\frac{1}{2}x"),
       (r"\frac{1}{2n}(n+1)", r"\frac{1}{2}n(n+1)"),
-      (r"\sqrt{4}", "2"),  # Not worked out.
+      (r"\sqrt{4}", "2"),  # Not evaluated.
       (r"\sqrt{2}\sqrt{2}", "2"),
       ("1.41421356", r"\sqrt{2}"),
       (r"\sqrt{2}, -\sqrt{2}", r"\sqrt{2}"),
@@ -245,7 +245,7 @@ class TestNumeric:
       text = "".join(rng.choices(pieces, k=rng.randrange(1, 30)))
       answer = math.extract_answer(text)
       if answer is not None:
-        # Whatever was found equals itself.
+        # Any extracted answer equals itself.
         assert math.numeric(rf"\boxed{{{answer}}}", answer, finished=True)
       math.normalize_answer(text)
 
@@ -285,4 +285,4 @@ class TestMathVerify:
       )
     assert [v.correct for v in verdicts] == [True, False, False]
     assert not any(v.error for v in verdicts)
-    assert not capfd.readouterr().err  # The library warns of its time limits.
+    assert not capfd.readouterr().err  # No time-limit warnings.

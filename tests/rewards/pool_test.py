@@ -1,4 +1,4 @@
-"""Workers that hang, die or raise cost their own sample and nothing else."""
+"""Workers that hang, die or raise lose only their own sample."""
 
 import contextlib
 import json
@@ -15,7 +15,7 @@ import pytest
 from jaxrl_llm import rewards
 from jaxrl_llm.rewards.exact import Verdict
 
-_LONG = "98765.4"  # Seconds; a name for processes that must not be left.
+_LONG = "98765.4"  # Seconds; identifies processes that must not remain.
 _NO_VERDICTS = {
   "object": object(),
   "nan": float("nan"),
@@ -33,14 +33,14 @@ _FORGED = {
 
 
 def write_everywhere(text):
-  """Writes a line into every file that is found open."""
+  """Writes a line into every open file."""
   for number in range(1, 20):
     with contextlib.suppress(OSError):
       os.write(number, f"{text}\n".encode())
 
 
 def write_as_answer(text):
-  """Does what no response can but one that knows the worker's code."""
+  """Forges an answer, which requires knowledge of the worker's code."""
   frame = sys._getframe()
   while "mark" not in frame.f_locals:
     frame = frame.f_back
@@ -50,7 +50,7 @@ def write_as_answer(text):
 
 
 class Prepared:
-  """Says which process it was prepared in."""
+  """Returns the process in which it was prepared."""
 
   __name__ = "prepared"
 
@@ -62,7 +62,7 @@ class Prepared:
 
 
 def moody(response, answer, *, finished):
-  """Does what the response says."""
+  """Behaves as the response says."""
   if response == "hang":
     while True:
       time.sleep(3600)
@@ -70,7 +70,7 @@ def moody(response, answer, *, finished):
     os._exit(3)
   if response == "raise":
     raise KeyError("no\nluck")
-  if response == "count":  # In C, where no other thread runs.
+  if response == "count":  # In C, holding the GIL.
     return 9**9**9
   if response == "segfault":
     os.kill(os.getpid(), signal.SIGSEGV)
@@ -108,7 +108,7 @@ def moody(response, answer, *, finished):
 
 
 def judge(pool, responses, answers, finished):
-  """Verdicts of responses to questions without further columns."""
+  """Returns verdicts of responses to questions without further columns."""
   rows = zip(responses, answers, finished, strict=True)
   return pool.judge(
     [
@@ -155,7 +155,7 @@ class TestWorkers:
 
   def test_a_worker_that_was_killed_while_idle_costs_nobody_a_verdict(self):
     with contextlib.closing(rewards.RewardPool(moody, workers=2)) as pool:
-      for _ in range(2):  # Those of the start, and those of a batch.
+      for _ in range(2):  # At the start, and after a batch.
         for worker in (pool._calls._idle.get() for _ in range(2)):
           assert worker.started()
           pid = worker._process.pid
@@ -175,7 +175,7 @@ class TestWorkers:
 
 
 def processes(argument):
-  """Those that were started with an argument."""
+  """Returns processes that were started with an argument."""
   found = psutil.process_iter(["cmdline"])
   return [p for p in found if argument in (p.info["cmdline"] or ())]
 
@@ -243,7 +243,7 @@ class TestHostile:
 
 
 def until(true):
-  """Waits until something holds."""
+  """Waits until `true()` holds."""
   end = time.monotonic() + 60
   while not true():
     assert time.monotonic() < end

@@ -1,4 +1,4 @@
-"""What a reward may return, and what it may read."""
+"""Return values and inputs that a reward may have."""
 
 import numpy as np
 import pytest
@@ -38,7 +38,7 @@ class TestAsVerdict:
   @pytest.mark.parametrize(
     ("parts", "right"),
     [
-      # A bonus makes no wrong answer right, a penalty no right one wrong.
+      # Neither bonus nor penalty changes whether an answer is correct.
       ({"right": 0.0, "brevity": 0.9}, False),
       ({"brevity": 0.9, "right": 0.0}, False),
       ({"format": -1.0, "right": 1.0}, True),

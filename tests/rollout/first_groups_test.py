@@ -1,4 +1,4 @@
-"""APRIL in the trainer: nothing is too old, and all is exact."""
+"""APRIL in the trainer: no token is too stale, and everything is exact."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ def make_run(model, **changes):
     "data__prompts_per_step": WANTED,
     "data__group_size": GROUP,
     "estimator__name": "group",
-    "sampler__max_response_length": 40,  # Responses end early, or very late.
+    "sampler__max_response_length": 40,  # Short or very long responses.
   }
   return tiny_run.make_run(model, **settings | changes)
 
@@ -39,7 +39,7 @@ class TestFirstGroups:
       assert step.row["rollout/partial"] == (step.store.lengths > 0).sum()
 
   def test_parked_responses_go_on_exactly(self, model):
-    """With a policy that stands still, as if they had never been parked."""
+    """With a constant policy, they equal responses that were never parked."""
     frozen = make_run(model, optimizer__policy__learning_rate=0.0)
     steps, (states, weights) = record(frozen, 4)
     source, worker = frozen.source, frozen.worker

@@ -1,4 +1,4 @@
-"""What a batch of responses reports, by hand."""
+"""Metrics of a batch of responses match results by hand."""
 
 import numpy as np
 from helpers import tiny_run
@@ -14,7 +14,7 @@ from jaxrl_llm.types import Status, take_rows, unjudged
 
 
 def make_responses(status, **changes):
-  """Four responses of two prompts to the given ends."""
+  """Makes four responses to two prompts with the given statuses."""
   rollout = tiny_run.random_rollout(
     np.random.default_rng(0), rows=4, group_size=2
   ).replace(
@@ -32,7 +32,7 @@ def make_responses(status, **changes):
 
 def test_decoding_counts_the_slots_that_a_pool_had():
   before = EngineStats(decode_steps=5, slot_steps=10, tokens=3)
-  # 4 slots for 10 steps, then 1 for 20: 60 slot-steps, 45 of them wrote.
+  # 4 slots for 10 steps, then 1 for 20: 60 slot-steps, 45 of them with tokens.
   after = before + EngineStats(decode_steps=30, slot_steps=60, tokens=45)
   assert decoding_metrics(after - before) == {
     "rollout/tokens": 45,
@@ -46,7 +46,7 @@ def test_decoding_counts_the_slots_that_a_pool_had():
 
 
 def report(batch):
-  """The metrics of a batch of which all that ended was judged for it."""
+  """Returns metrics of a batch in which all ended responses were judged."""
   over = take_rows(batch, batch.ended)
   return rollout_metrics(batch, over if batch.ended.any() else None)
 
@@ -58,7 +58,7 @@ class TestRolloutMetrics:
   def test_of_ended_responses(self):
     judged = np.asarray([True, True, True, False])
     row = report(make_responses(ENDED, judged=judged))
-    # Of the three that were judged, one is right.
+    # One of the three judged responses is correct.
     np.testing.assert_allclose(row["reward/mean"], -1 / 3, rtol=1e-6)
     np.testing.assert_allclose(row["reward/accuracy"], 1 / 3)
     np.testing.assert_allclose(row["reward/std"], np.sqrt(8 / 9), rtol=1e-6)
@@ -68,7 +68,7 @@ class TestRolloutMetrics:
     assert row["rollout/response_length_correct"] == 4
     np.testing.assert_allclose(row["rollout/response_length_incorrect"], 16 / 3)
     assert row["rollout/overlong_fraction"] == 0.25
-    # Prompt 0 was solved by one of two, prompt 1 by none.
+    # One of two responses solved prompt 0, none solved prompt 1.
     assert row["rollout/solved_none"] == 0.5
     assert row["rollout/solved_all"] == 0
     assert row["rollout/zero_variance_groups"] == 0.5
@@ -130,7 +130,7 @@ class TestRolloutMetrics:
 
   def test_discarded_groups_count(self):
     whole = make_responses(ENDED)
-    # The first group is trained on, the second one is discarded.
+    # The first group is trained on, the second is discarded.
     row = rollout_metrics(take_rows(whole, [0, 1]), whole)
     assert row["reward/accuracy"] == 0.25 and row["rollout/solved_none"] == 0.5
     assert row["rollout/zero_variance_groups"] == 0.5

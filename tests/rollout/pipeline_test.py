@@ -1,4 +1,4 @@
-"""A worker that is ahead: late by the lag, exact, and the same in turns."""
+"""A worker that runs ahead is late by the lag, and exact as without overlap."""
 
 import threading
 
@@ -37,7 +37,7 @@ def run(model, request):
 
 
 def trained(step):
-  """What the policy learned from, without what waited for the critic."""
+  """Returns the policy's responses, without those waiting for the critic."""
   rollout = step.estimated[0].rollout
   return take_rows(rollout, rollout.window_start < rollout.lengths)
 
@@ -58,7 +58,7 @@ def test_admit(version, accepted, running, admitted):
 
 @pytest.fixture(scope="module")
 def lag():
-  return 2  # More than one batch waits; pairs_test.py has a lag of 1.
+  return 2  # Several batches wait; pairs_test.py covers lag 1.
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def late(run, lag):
 
 @pytest.fixture(scope="module")
 def whole(late):
-  """Its steps, and the states after them."""
+  """The steps of an uninterrupted run, and the states after them."""
   steps, (states, _) = record(late, STEPS)
   return steps, states
 
@@ -143,12 +143,12 @@ class TestStreaming:
     chex.assert_trees_all_equal(*map(jax.device_get, (states, streamed[1])))
 
   def test_it_is_the_update_on_the_whole_batch(self, plain, streamed):
-    """The metrics of the first, and so its gradients, but for the sums."""
+    """Its first metrics, hence its gradients, agree up to the order of sums."""
     (whole,), _ = record(plain, 1)
     mine, his = streamed[0][0].row, whole.row
     assert {*mine} - {*his} <= {"sampler_trainer/logprob_diff_max"}
     for name in his:
-      if "/gradient_" not in name:  # Noise is that of other micro-batches.
+      if "/gradient_" not in name:  # Noise depends on micro-batches.
         assert mine[name] == pytest.approx(his[name], rel=2e-6, abs=1e-7), name
 
   def test_groups_arrive_while_others_are_written(self, streaming):
@@ -203,4 +203,4 @@ class TestFailure:
         begun.wait()
         go_on.set()
         raise ValueError("not finite")
-    assert len(done) <= 1  # What had not begun never does.
+    assert len(done) <= 1  # Tasks that had not begun never run.

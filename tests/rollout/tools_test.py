@@ -1,4 +1,4 @@
-"""Tools: what a chat model is told, and what its calls come to."""
+"""Tools: their descriptions for a chat model, and results of calls."""
 
 import json
 

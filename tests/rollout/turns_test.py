@@ -1,4 +1,4 @@
-"""Responses of many turns: exact, without loss on what others say."""
+"""Multi-turn responses are exact, without loss on observations."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ STEPS = 4
 
 
 class Paid(Echo):
-  """Gives a part that grows with every turn, and one that does not."""
+  """Returns a reward component that grows with each turn and a constant."""
 
   def step(self, response):
     seen = super().step(response)
@@ -99,7 +99,7 @@ class TestTurns:
       assert set(rollout.status) <= {Status.FINISHED, Status.OVERLONG}
       rewards = step.collected.rewards
       np.testing.assert_array_equal(rewards[finished], 4.0)
-      # The last thing that is said may have had no room.
+      # The last observation may not have fitted.
       unheard = (rewards - foreign.sum(axis=1))[~finished]
       assert set(unheard) <= {0.0, 1.0}
 
@@ -126,7 +126,7 @@ class TestTurns:
 
 
 def begin(run):
-  """The first weights, conversations that have not begun, and their table."""
+  """Returns initial weights, new conversations, and their table."""
   states, weights = loop.begin(run)
   writer = run.worker.writer
   prompts, _ = run.source.draw(states.source, 4)
@@ -136,7 +136,7 @@ def begin(run):
 
 
 def talk(run, window):
-  """Conversations by the first weights, written in windows."""
+  """Generates conversations with the initial weights in windows."""
   weights, rollout, table = begin(run)
   while (open_ := ~ended(rollout)).any():
     rows = np.flatnonzero(open_)
@@ -151,7 +151,7 @@ def talk(run, window):
 
 
 def assert_same_talks(mine, his):
-  """Equal tokens; an observation is read by other programs after a cut."""
+  """Checks for equal tokens; after a cut, other programs read observations."""
   (rollout, talks), (other, others) = mine, his
   np.testing.assert_allclose(
     rollout.behavior_logprobs, other.behavior_logprobs, atol=1e-5
@@ -164,7 +164,7 @@ def assert_same_talks(mine, his):
 
 
 class TestTurnRewards:
-  """Windows cut most conversations; a critic learns of those that ended."""
+  """Windows truncate most conversations; the critic trains on ended ones."""
 
   STEPS, WINDOW = 8, 6
 
@@ -195,7 +195,7 @@ class TestTurnRewards:
       ends[finished, rollout.lengths[finished] - 1] = True
       turn = np.cumsum(ends, axis=1)
       paid = np.where(ends, turn / 4 - 0.125, 0)
-      # The last observation of one that is overlong may have had no room.
+      # The last observation of an overlong conversation may not have fitted.
       known = rollout.status != Status.OVERLONG
       np.testing.assert_array_equal(rollout.turn_rewards[known], paid[known])
       heard = place < rollout.lengths[:, None] - 1
@@ -282,7 +282,7 @@ class TestStopAfterResponses:
 
 @pytest.fixture(scope="module")
 def alone(model):
-  """A run whose environment has one process, which is not waited for long."""
+  """A run whose environment has one process and a short timeout."""
   ENVIRONMENTS["hostile"] = hostile.Hostile
   run = make_run(
     model,
@@ -298,7 +298,7 @@ def alone(model):
 @pytest.mark.parametrize(
   "how",
   [
-    # These wait for processes that are killed.
+    # This waits until the process is killed.
     pytest.param("hang", marks=pytest.mark.slow),
     pytest.param("crash", marks=pytest.mark.slow),
     "fail",
@@ -327,13 +327,13 @@ def test_a_hostile_environment_loses_nothing(alone, how):
   assert ended(rollout).all()
   second = np.asarray([said["turns"] >= 2 for said in table.values()])
   failed = np.asarray(["failed" in said for said in table.values()])
-  # What a word-level vocabulary cannot say ends the conversation, too.
+  # Text outside a word-level vocabulary also ends the conversation.
   np.testing.assert_array_equal(failed, second & (how != "flood"))
   assert any(second)
   for said, had in zip(table.values(), second):
     kept = how == "broken_text" and had
     assert said["rewards"] == ({"kept": 1.0} if kept else {})
-  # Nothing is learned from them.
+  # They are not trained on.
   texts = {key: json.dumps(said) for key, said in table.items()}
   prompts = worker.prompts_of(rollout)
   judged = worker.writer.judge(rollout, prompts, texts)

@@ -1,6 +1,6 @@
-"""Whom a worker has written, and which groups it hands over; no model.
+"""Which responses a worker generates and which groups it returns; no model.
 
-The engine is a script: how long a response gets is a function of its number.
+The engine is scripted: the length of a response is a function of its id.
 """
 
 import dataclasses
@@ -29,12 +29,12 @@ LIMIT = 6
 
 
 def length_of(sample_id):
-  """Tokens of a response, 1 to LIMIT."""
+  """Returns the number of tokens of a response, 1 to LIMIT."""
   return int(np.random.default_rng(sample_id).integers(1, LIMIT + 1))
 
 
 class Engine:
-  """Writes a token of every response at a time, all of them in slots."""
+  """Writes one token per response at a time; all responses have slots."""
 
   config = EngineConfig(
     slots=8, max_prompt_length=4, max_response_length=LIMIT, stop_tokens=[1]
@@ -42,7 +42,7 @@ class Engine:
 
   def __init__(self, lengths=length_of):
     self.stats = self.last_stats = EngineStats()
-    self.calls = []  # Sample ids of each.
+    self.calls = []  # Sample ids per call.
     self._length_of = lengths
 
   def generate_window(
@@ -81,7 +81,7 @@ class Engine:
 
 
 class Source:
-  """Prompts by position; `examples` says what stands there."""
+  """Prompts by position; `examples` maps positions to examples."""
 
   has_several_sources = False
 
@@ -104,7 +104,7 @@ class Source:
     position = state.position
     while len(prompts) < n:
       example = self._examples(position)
-      if example is not None:  # Else it is too long.
+      if example is not None:  # None: too long.
         prompts.append(self.prompt(example, state.drawn + len(prompts)))
       position += 1
     return prompts, PromptSourceState(position=position, drawn=state.drawn + n)
@@ -135,11 +135,11 @@ def with_gaps(gap):
 
 
 class Pool:
-  """Judges by the number of the response, which its tokens tell."""
+  """Judges by the id of a response, which its tokens encode."""
 
   def __init__(self, right):
     self._right = right
-    self.seen = []  # (sample id, answer) of each response.
+    self.seen = []  # (sample id, answer) per response.
 
   def judge(self, calls):
     assert all(call["finished"] for call in calls)
@@ -149,7 +149,7 @@ class Pool:
 
 
 class Run:
-  """A worker, its parts, and its states."""
+  """A worker, its parts, and its state."""
 
   def __init__(
     self,
@@ -169,7 +169,7 @@ class Run:
     self.version = 0
 
   def renew(self):
-    """Another worker, which knows nothing but the states."""
+    """Replaces the worker by a new one, which has only the state."""
     writer = ResponseWriter(
       self.engine,
       SamplingSettings(max_new_tokens=LIMIT),
@@ -197,7 +197,7 @@ def ids_of(record):
 
 
 def once_more(source, state, judged):
-  """Each prompt with a wrong response once more, three times; all else."""
+  """Redraws each prompt with a wrong response, with three new responses."""
   wrong = judged.responses.rollout.example_id[~judged.responses.correct]
   prompts = [
     dataclasses.replace(source.prompt(i, state.drawn + k), tries=3)
@@ -207,7 +207,7 @@ def once_more(source, state, judged):
 
 
 def waiting_ids(run):
-  """Responses without a token yet."""
+  """Returns ids of responses without tokens."""
   store = run.state.store
   return [] if store is None else store.sample_id[store.lengths == 0].tolist()
 
@@ -260,7 +260,7 @@ class TestTries:
 
 class TestOpening:
   def test_is_neither_written_nor_stale(self):
-    # A group in flight has not begun for longer than tokens may be old.
+    # No group in flight began longer ago than the maximum staleness.
     run = Run(
       source=Source(opening=(7, 8)),
       lengths=lambda i: LIMIT if i % 8 > 3 else 4,
@@ -293,7 +293,7 @@ class TestOpening:
 
 class TestSecondLook:
   def test_joins_the_batch(self):
-    # Responses of every other group are right.
+    # All responses of every other group are correct.
     run = Run(right=lambda i: i % 8 < 4, source=Source(again=once_more))
     before = np.zeros(0, int)
     for step in range(3):
@@ -309,7 +309,7 @@ class TestSecondLook:
         rollout.example_id[8:].tolist()
         == np.repeat(np.unique(asked), 3).tolist()
       )
-      # They are groups of their own, and judged with the others.
+      # They are separate groups, and judged with the others.
       assert not np.isin(rollout.group_id[8:], rollout.group_id[:8]).any()
       assert run.pool.seen[-1] == (more[-1], f"answer {rollout.example_id[-1]}")
       assert not rollout.window_start.any() and ended(rollout).all()
@@ -337,14 +337,14 @@ class TestSecondLook:
       return once_more(source, state, judged)
 
     run = Run(
-      right=lambda i: i < 4 or i % 2 == 0,  # The first group teaches nothing.
+      right=lambda i: i < 4 or i % 2 == 0,  # Group 0 has no signal.
       source=Source(again=look),
       dynamic_sampling=True,
       max_rounds=3,
     )
     collected = run.collect()
     (judged,) = seen
-    # Two rounds of two groups: three count, two of them are taken.
+    # Two rounds of two groups: three are mixed, two of them are taken.
     assert judged.responses.rollout.sample_id.tolist() == list(range(16))
     assert len(judged.prompts) == len(judged.texts) == len(judged.verdicts)
     assert collected.batch.metrics["rollout/mixed_fraction"] == 3 / 4
@@ -365,7 +365,7 @@ class TestSecondLook:
 
 
 class TestMembers:
-  """Windows: slots that are free take the next responses, in order."""
+  """Windows: free slots take the next responses in order."""
 
   def test_by_hand(self):
     ends = [1] * 6 + [6, 6] + [6] * 100  # The first six end at once.
@@ -399,7 +399,7 @@ class TestMembers:
       order += batch.sample_id[fresh].tolist()
       owners |= dict(zip(ids_of(batch), batch.example_id.tolist()))
       assert len(waiting_ids(run)) < group_size
-    # Numbers are consecutive, whatever the calls were.
+    # Ids are consecutive, however many calls there were.
     assert order + waiting_ids(run) == list(range(run.state.samples))
     read = [
       p.example_id
@@ -445,7 +445,7 @@ def schedule_name(settings):
 
 
 class TestState:
-  """What a worker remembers beside its state is a cache."""
+  """Everything that a worker keeps outside its state is a cache."""
 
   @pytest.mark.parametrize("settings", SCHEDULES, ids=schedule_name)
   def test_a_new_worker_goes_on_as_the_old_one(self, settings):
@@ -462,7 +462,7 @@ class TestState:
 
 
 class TestEachOnce:
-  """Each response that was begun is handed over once, or kept."""
+  """Each response that was begun is returned once or still in flight."""
 
   WRONG = {
     "lost": lambda rollout: take_rows(rollout, np.s_[1:]),
@@ -489,7 +489,7 @@ class TestEachOnce:
 
 
 class TestDrawnTwice:
-  """A prompt that is drawn again while it is in flight is another group."""
+  """A prompt that is drawn again while in flight forms another group."""
 
   @pytest.mark.parametrize("settings", SCHEDULES, ids=schedule_name)
   def test_is_two_groups(self, settings):
@@ -507,7 +507,7 @@ class TestDrawnTwice:
     assert examples == {5} and len(owners) > 2
     for draw, members in owners.items():
       assert members <= set(range(4 * draw, 4 * draw + 4))
-      if "window" not in settings:  # Where some members have no slot yet.
+      if "window" not in settings:  # Some have no slot yet.
         assert len(members) == 4
     assert {answer for _, answer in run.pool.seen} == {"answer 5"}
 
@@ -548,14 +548,14 @@ class TestDynamicSampling:
       run.collect()
 
   def test_tokens_of_all_rounds_are_counted(self):
-    # Group 0 is alike, the others are mixed.
+    # All of group 0 are equal, the others are mixed.
     run = Run(
       right=lambda i: i < 4 or i % 2 == 0, dynamic_sampling=True, max_rounds=3
     )
     row = run.collect().batch.metrics
     assert row["rollout/rounds"] == 2
     assert row["rollout/tokens"] == sum(map(length_of, range(16)))
-    # Round two has a group more than is wanted, which is discarded.
+    # Round two has one group too many, which is discarded.
     assert row["reward/accuracy"] == 10 / 16
     assert row["rollout/solved_all"] == 0.25
     lengths = list(map(length_of, range(16)))
@@ -575,13 +575,13 @@ class TestDynamicSampling:
         right=lambda i: i % 4 < 1 + (i >= 8),
       )
       row = run.collect().batch.metrics
-      # All four groups, or those two that are handed over.
+      # All four groups, or the two that are returned.
       assert row["rollout/mixed_fraction"] == 1 and row["rollout/tokens"] == 32
       assert row["reward/accuracy"] == (0.375 if stop == "all" else 0.25)
       batches[stop] = ids_of(run.state.store)
       judged = len(run.pool.seen)
       second = run.collect()
-      # The oldest first: who waited is in the next batch.
+      # Oldest first: surplus groups are in the next batch.
       expected = range(8, 16) if stop == "first_groups" else range(16, 24)
       assert ids_of(second.batch.responses) == list(expected)
       assert len(run.pool.seen) > judged
@@ -596,7 +596,7 @@ class TestMixed:
     return unjudged(rollout).replace(correct=np.asarray(correct, bool))
 
   def test_by_hand(self):
-    # Rows of group 0 are mixed, of 1 all right, of 2 all wrong; 3 is single.
+    # Group 0 is mixed, 1 all correct, 2 all wrong; 3 has one row.
     responses = self.make([0, 1, 2, 0, 1, 2, 3, 0], [1, 1, 0, 0, 1, 0, 1, 0])
     np.testing.assert_array_equal(mixed(responses), [1, 0, 0, 1, 0, 0, 0, 1])
 

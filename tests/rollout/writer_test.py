@@ -1,4 +1,4 @@
-"""What all who write responses share; no model."""
+"""Tests of the code that all writers of responses share; no model."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ from jaxrl_llm.types import Origin, Status
 
 
 class Engine:
-  """Sizes, which are all that is read here."""
+  """Sizes only; nothing else is read here."""
 
   config = EngineConfig(
     slots=8, max_prompt_length=4, max_response_length=6, stop_tokens=[1]

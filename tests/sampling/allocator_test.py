@@ -1,4 +1,4 @@
-"""The page allocator, against a naive model that remembers every reader."""
+"""The page allocator matches a naive model that tracks every reader."""
 
 import numpy as np
 import pytest
@@ -15,8 +15,8 @@ class TestPageAllocator:
   def test_a_random_life_equals_the_naive_model(self, shards):
     rng = np.random.default_rng(0)
     allocator = allocator_lib.PageAllocator(shards=shards, pages=20)
-    held = [[] for _ in range(shards)]  # What each reader has.
-    kept = [{} for _ in range(shards)]  # By context, the oldest first.
+    held = [[] for _ in range(shards)]  # Pages of each reader.
+    kept = [{} for _ in range(shards)]  # By context, oldest first.
     for number in range(3000):
       shard, what = rng.integers(shards), rng.random()
       readers, contexts = held[shard], kept[shard]
@@ -49,7 +49,7 @@ class TestPageAllocator:
         pages = readers.pop(rng.integers(len(readers)))
         if what < 0.8:
           allocator.free(shard, pages)
-        else:  # Some contexts are kept a second time.
+        else:  # Some contexts are kept twice.
           context = bytes([shard, number % 5])
           allocator.keep(context, shard, pages)
           contexts.pop(context, None)

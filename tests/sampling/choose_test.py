@@ -1,4 +1,4 @@
-"""The law of the next token, against exact probabilities."""
+"""The distribution of the next token matches exact probabilities."""
 
 import functools
 
@@ -12,9 +12,9 @@ from jaxrl_llm.sampling.choose import choose
 from jaxrl_llm.sampling.processors import Distribution
 
 DRAWS = 10_000
-FEW = 2_000  # Where no law is tested.
-# One block; blocks of 128, which divide the vocabulary; and blocks of 256, the
-# last of which is padded, since no block divides a prime.
+FEW = 2_000  # For tests without statistics.
+# One block; blocks of 128, which divide the vocabulary; and blocks of 256 with
+# a padded last one, since no block size divides a prime.
 SIZES = (23, 256, 640, 701)
 QWEN = 151_936  # 128 · 1,187.
 LAWS = {
@@ -35,7 +35,7 @@ def _logits(size):
 
 
 def _distribution(logits, settings, slots=None):
-  """Settings are numbers, or lists of one number per slot."""
+  """Makes a distribution; settings are numbers, or lists with one per slot."""
   types, slots = {"top_k": np.int32}, slots or len(logits)
   arrays = {
     name: np.broadcast_to(np.asarray(value, types.get(name, np.float32)), slots)
@@ -61,7 +61,7 @@ def _uniform():
 
 
 def _exact(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
-  """Probabilities in float64, by sorting."""
+  """Computes probabilities in float64, by sorting."""
   z = np.asarray(logits, np.float64) / temperature
   p = np.exp(z - z.max())
   p /= p.sum()
@@ -78,7 +78,7 @@ def _exact(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
 
 
 def _p_value(tokens, p):
-  """Of Pearson's test, tokens expected less than 5 times taken together."""
+  """Returns Pearson's p-value; tokens expected less than 5 times are pooled."""
   counts = np.bincount(tokens, minlength=p.size)
   expected = p * tokens.size
   order = np.argsort(expected)
@@ -98,9 +98,9 @@ class TestLaw:
     p = _exact(_logits(size), **settings)
     tokens, logprobs = _draw(_uniform(), _logits(size), settings)
     assert _p_value(tokens, p) > 1e-4
-    assert p[tokens].min() > 0  # Never a filtered token.
+    assert p[tokens].min() > 0  # No filtered tokens.
     np.testing.assert_allclose(logprobs, np.log(p[tokens]), atol=1e-5)
-    # Stronger: every draw is the inverse of the cumulative law at its number.
+    # Stronger: every draw is the inverse CDF at its random number.
     ends = np.cumsum(p)
     assert np.all(_uniform() <= ends[tokens] + 1e-6)
     assert np.all(_uniform() >= ends[tokens] - p[tokens] - 1e-6)
@@ -123,7 +123,7 @@ class TestLaw:
 
 
 class TestFilters:
-  """On a few slots of the odd vocabulary of several blocks."""
+  """Filters on a few slots with an odd vocabulary of several blocks."""
 
   UNIFORM = np.linspace(0, ALMOST_ONE, 64, dtype=np.float32)
 
@@ -136,7 +136,7 @@ class TestFilters:
   )
   def test_settings_that_keep_all_are_bit_identical_to_none(self, settings):
     logits = _logits(701)
-    # Slot 0 filters, so that the others do pass through the filter.
+    # Slot 0 filters, so that the other slots take the filter path, too.
     mixed = {
       k: [5 if k == "top_k" else OFF[k]] + [settings.get(k, OFF[k])] * 63
       for k in OFF
@@ -201,7 +201,7 @@ class TestEdges:
   @pytest.mark.parametrize("size", SIZES)
   def test_extreme_numbers_give_the_first_and_last_possible_token(self, size):
     logits = np.full(size, -np.inf, np.float32)
-    # No weight at both ends, in whole blocks and between.
+    # Zero probability at both ends, in entire blocks and in between.
     logits[[5, 9, size - 6]] = [0.0, 1.0, -3.0]
     uniform = np.resize(np.float32([0.0, ALMOST_ONE]), 64)
     tokens, logprobs = _draw(uniform, logits, {})
@@ -212,7 +212,7 @@ class TestEdges:
   @pytest.mark.parametrize("settings", [{}, {"top_p": 0.95}, {"top_k": 20}])
   def test_impossible_tokens_are_never_chosen(self, settings):
     rng = np.random.default_rng(1)
-    # Every slot has its own sparse law, with weights of all magnitudes.
+    # Each slot has a sparse distribution with weights of all magnitudes.
     logits = rng.normal(0, 12, (FEW, 701)).astype(np.float32)
     logits[rng.random(logits.shape) < rng.random((FEW, 1))] = -np.inf
     logits[:, 350] = 0.0  # At least one token is possible.
@@ -251,7 +251,7 @@ class TestEdges:
 
 
 class TestBlocks:
-  """The vocabulary is drawn from in blocks, of equal size where possible."""
+  """Tokens are drawn in blocks of the vocabulary, equal in size if possible."""
 
   @pytest.mark.parametrize("size", [23, 256, 640, 1024, QWEN])
   def test_divide_the_vocabulary_without_a_padded_copy(self, size):
@@ -284,7 +284,7 @@ class TestBlocks:
 
 
 class TestGiven:
-  """Tokens may be given instead of drawn."""
+  """Tokens can be given instead of drawn."""
 
   def test_have_the_log_probs_at_which_they_would_be_drawn(self):
     logits = np.random.default_rng(0).normal(size=(6, 300)).astype(np.float32)
@@ -309,6 +309,6 @@ class TestGiven:
     wanted = logp[np.arange(6), np.asarray(out.tokens)]
     wanted[4] = 0  # Greedy.
     np.testing.assert_allclose(out.logprobs, wanted, rtol=1e-5, atol=1e-5)
-    # Those that were drawn, given: the same bits.
+    # Giving the drawn tokens returns the same bits.
     again = choose(uniform, distribution, given=drawn.tokens)
     jax.tree.map(np.testing.assert_array_equal, again, drawn)

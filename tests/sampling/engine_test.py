@@ -1,4 +1,4 @@
-"""A response depends on weights, prompt and sample_id, and on nothing else."""
+"""A response depends only on weights, prompt and sample_id."""
 
 import dataclasses
 
@@ -71,7 +71,7 @@ class TestRollout:
     np.testing.assert_array_equal(out.lengths, lengths)
     mask = np.arange(T)[None] < lengths[:, None]
     np.testing.assert_array_equal(out.tokens, np.where(mask, full.tokens, 0))
-    cut = full.lengths > 5  # A stop token at the limit itself is an end.
+    cut = full.lengths > 5  # A stop token at the limit counts.
     np.testing.assert_array_equal(
       out.status, np.where(cut, Status.OVERLONG, full.status)
     )
@@ -88,7 +88,7 @@ class TestIndependence:
     assert_same_responses(rows(out, which), expected())
 
   def test_batch_composition(self):
-    # Other neighbours, and idle slots beside a lone group.
+    # Other neighbours, and a single group next to idle slots.
     for i in range(N):
       out = generate(prompts=[PROMPTS[i]], ids=IDS[i : i + 1])
       which = np.arange(i * G, (i + 1) * G)
@@ -112,7 +112,7 @@ class TestIndependence:
 
   @pytest.mark.parametrize("most", [1, 2, 5])
   def test_rule(self, most):
-    """At most so many get a slot at a time, and no more than three are busy."""
+    """Inserts at most `most` at a time, with at most three busy slots."""
 
     def decide(view):
       room = 3 - int(np.sum(view.active))
@@ -143,7 +143,7 @@ class TestIndependence:
 
 
 class TestEnds:
-  """Sequences of every length, by a model whose responses are known."""
+  """Sequences of every length from a model whose responses are known."""
 
   def test_lengths_from_one_token_to_all_there_is_room_for(self):
     longest = scripted.P + scripted.T
@@ -155,13 +155,13 @@ class TestEnds:
     out = scripted.generate(prompts)
     scripted.check(out, prompts)
     assert set(out.lengths) == set(range(1, scripted.T + 1))
-    full = out.lengths == scripted.T  # The last one may be a stop token.
+    full = out.lengths == scripted.T  # The last may be a stop token.
     assert set(out.status[full]) == {Status.FINISHED, Status.OVERLONG}
     assert (out.prompt_lengths + out.lengths).max() == longest
 
 
 class TestDistribution:
-  """The sampler draws from what the trainer computes."""
+  """The sampler draws from the distribution that the trainer computes."""
 
   @pytest.mark.parametrize("temperature", [1.0, 0.7])
   def test_sampler_equals_trainer(self, temperature):
@@ -192,7 +192,7 @@ class TestDistribution:
     best = law(out).argmax(-1)
     np.testing.assert_array_equal(best[out.mask], out.tokens[out.mask])
     np.testing.assert_array_equal(out.behavior_logprobs, 0.0)
-    # All samples of a prompt are the same then.
+    # Then all samples of a prompt are equal.
     assert len(np.unique(out.tokens, axis=0)) <= N
 
 
@@ -214,7 +214,7 @@ class TestStats:
 
 class TestCompilation:
   def test_new_settings_compile_nothing(self):
-    # One token each, so that memory goes through the same sizes.
+    # One token each, so that the cache goes through the same sizes.
     generate(settings=SamplingSettings(max_new_tokens=1))
     count = len(COMPILED)
     for settings in (
@@ -227,7 +227,7 @@ class TestCompilation:
       settings = dataclasses.replace(settings, max_new_tokens=1)
       generate(settings=settings, key=jax.random.key(77), version=8)
     assert len(COMPILED) == count
-    assert count > 0  # The listener does hear.
+    assert count > 0  # The listener works.
 
   def test_a_long_tail_compiles_a_program_for_each_pair_of_buckets(self):
     own = scripted.make_engine(slots=64, page_size=8)
@@ -240,13 +240,13 @@ class TestCompilation:
       return decode(params, kv_cache, tables, slots, *rest, **settings)
 
     own._cache.programs = own._cache.programs._replace(decode=record)
-    for seed in range(3):  # Most are short, and a few fill the pages.
+    for seed in range(3):  # Most are short; a few are long.
       totals = np.minimum(2 + rng.geometric(0.15, 200), 50)
       prompts = [scripted.prompt(n, seed) for n in totals]
       scripted.check(scripted.generate(prompts, own), prompts)
     assert {slots for slots, _ in calls} == set(buckets.slot_buckets(64, 1))
     assert {pages for _, pages in calls} <= set(sizes)
-    # The pages of the last responses have come to the front.
+    # The pages of the last responses were moved to the front.
     assert {pages for slots, pages in calls if slots < 64} == {sizes[0]}
     assert decode._cache_size() == len(set(calls)) <= 3
 

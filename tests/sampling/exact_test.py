@@ -1,4 +1,4 @@
-"""An exact engine scores what it sampled without a difference in any bit."""
+"""An exact engine scores its own samples bit for bit."""
 
 import dataclasses
 import functools
@@ -34,13 +34,13 @@ from jaxrl_llm.types import Origin, Status
 
 DTYPES = ("float32", "bfloat16")
 PLAIN = SamplingSettings(temperature=0.9)
-# slots, page_size, kv_pages: of whole sequences, or so few that they run out.
+# slots, page_size, kv_pages: enough for full sequences, or too few.
 SIZES = [(8, 16, 0), (16, 4, 0), (24, 8, 0), (8, 4, 24), (16, 8, 12)]
 
 
 @functools.cache
 def policy(dtype, mesh=None):
-  """The tiny policy: (fns, sampler's parameters)."""
+  """Returns (fns, sampler's parameters) of the tiny policy."""
   config, numbers = tiny.tiny_config(), jnp.dtype(dtype)
   fns = models.make_policy(
     config,
@@ -55,7 +55,7 @@ def policy(dtype, mesh=None):
 
 @functools.cache
 def engine(dtype, slots=8, page_size=16, kv_pages=0, exact=True, mesh=None):
-  """An engine; equal ones are shared."""
+  """Returns an engine, shared by calls with equal arguments."""
   sizes = EngineConfig(
     slots=slots,
     max_prompt_length=P,
@@ -73,7 +73,7 @@ def sample(own, params, settings=PLAIN):
 
 
 def largest(own, params, rollout, settings=PLAIN):
-  """Largest |difference|, scored in another order and beside others."""
+  """Returns the largest |difference| when scored in another order and batch."""
   order = np.random.default_rng(0).permutation(len(rollout.lengths))
   shuffled = take(rollout, order)
   scored = score(own, params, shuffled, settings=settings)
@@ -101,7 +101,7 @@ class TestScore:
     assert (own.stats - before).tokens == rollout.lengths.sum()
     assert (own.stats - before).prefill_calls == 0
     assert largest(own, params, rollout) == 0
-    # One half alone: other rows are idle.
+    # Only one half: the other slots are idle.
     assert largest(own, params, take(rollout, slice(0, None, 2))) == 0
 
   @pytest.mark.parametrize("dtype", DTYPES)
@@ -171,7 +171,7 @@ class TestContinued:
     call = {"group_size": G, "key": KEY, "settings": PLAIN}
     first = own.generate_window(params, begun, window=9, version=0, **call)
     rest = take(first, first.status == Status.TRUNCATED)
-    # As of a checkpoint: the KV cache is lost.
+    # As after a checkpoint: the KV cache is lost.
     own.reset()
     rollout = own.generate_window(other, rest, window=window, version=1, **call)
     written = rollout.lengths - rollout.window_start
@@ -207,7 +207,7 @@ class TestContinued:
   @pytest.mark.parametrize("dtype", DTYPES)
   @pytest.mark.parametrize("kv_pages", [0, 24])
   def test_after_tokens_of_a_tool(self, dtype, kv_pages):
-    # With few pages, others take those of responses that wait for the tool.
+    # With few pages, responses that wait for the tool lose theirs.
     own, params = engine(dtype, 8, 4, kv_pages), policy(dtype)[1]
     rollout = new_requests(PROMPTS, IDS, np.arange(len(PROMPTS)), own.config)
     own.set_params(params, 0)
@@ -219,7 +219,7 @@ class TestContinued:
       for request in own.step():
         if request not in answered and request.length <= T - 8:
           answered.add(request)
-          request.pause_at += 1  # For one token after them.
+          request.pause_at += 1  # For one more token.
           own.answer(request, [7, 8, 9, STOP[0], 10], Origin.FOREIGN)
     assert len(answered) > 10
     foreign = rollout.origin == Origin.FOREIGN
@@ -238,7 +238,7 @@ class TestContinued:
 
     rollout = new_requests(PROMPTS, IDS, np.arange(len(PROMPTS)), own.config)
     call = {"group_size": G, "key": KEY, "settings": PLAIN, "version": 0}
-    # Two calls of four tokens: prompts of up to twelve are read in part.
+    # Two calls of four tokens: prompts of up to twelve are partly read.
     cut = own.generate_window(params, rollout, window=T, rule=rule, **call)
     assert (cut.lengths == 0).any() and (cut.lengths > 0).any()
     unfinished = cut.status == Status.TRUNCATED

@@ -1,4 +1,4 @@
-"""The kernel for GPUs that finds bounds, interpreted on a CPU."""
+"""The GPU kernel that finds filter bounds, interpreted on a CPU."""
 
 import functools
 
@@ -15,7 +15,7 @@ from jaxrl_llm.sampling import choose, filter_gpu
 def test_keeps_what_the_filter_of_other_platforms_keeps(sharded, monkeypatch):
   interpreted = functools.partial(pl.pallas_call, interpret=True)
   monkeypatch.setattr(filter_gpu.pl, "pallas_call", interpreted)
-  # A vocabulary of several chunks, and not a multiple of them.
+  # Several chunks, which do not divide the vocabulary.
   monkeypatch.setattr(filter_gpu, "_CHUNK", 256)
   rng = np.random.default_rng(0)
   weights = rng.random((8, 700), np.float32) ** 8

@@ -15,7 +15,7 @@ CONFIG = tiny_engine.engine().config
 
 
 def with_openings(tokens, lengths):
-  """New responses to the prompts, which begin with tokens [B, T]."""
+  """Makes new responses to the prompts that begin with tokens [B, T]."""
   rows = new_requests(PROMPTS, IDS, range(N), CONFIG)
   place = np.arange(tokens.shape[1]) < np.asarray(lengths)[:, None]
   rows.tokens[place], rows.lengths[:] = tokens[place], lengths
@@ -28,7 +28,7 @@ class TestOpening:
     ("fraction", "drafts"), [(0.0, 0), (0.5, 0), (0.5, 3)]
   )
   def test_the_rest_of_a_response_is_as_it_was(self, fraction, drafts):
-    # Its randomness is that of its token indices.
+    # Its randomness depends on its token indices.
     whole = tiny_engine.expected()
     given = (fraction * whole.lengths).astype(int)
     own = Engine(
@@ -57,11 +57,11 @@ class TestOpening:
   def test_one_opening_is_prefilled_once(self):
     opening = np.full((N * G, CONFIG.max_response_length), 7)
     rows = with_openings(opening, [5] * (N * G))
-    rows.tokens[0, 2] = 8  # But that of the first response is another one.
+    rows.tokens[0, 2] = 8  # Changed in the first response.
     engine = tiny_engine.make_engine(slots=N * G)
     go_on(rows, engine)
     contexts = sum(len(prompt) + 5 for prompt in PROMPTS)
     assert engine.last_stats.prefill_tokens == contexts + len(PROMPTS[0]) + 5
-    # A row of its own writes the same.
+    # A single row has the same result.
     alone = go_on(jax.tree.map(lambda x: x[7:8], rows))
     assert alone.lengths[0] > 5

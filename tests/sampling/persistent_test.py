@@ -1,4 +1,4 @@
-"""Requests that live from step to step: preempted, extended, given up."""
+"""Requests that persist over steps: preempted, extended, aborted."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from jaxrl_llm.types import Origin, Status
 
 
 def add(engine, prompts, **more):
-  """The rows and requests of prompts of the scripted model."""
+  """Adds prompts of the scripted model; returns their rows and requests."""
   rollout = new_requests(
     prompts,
     np.arange(len(prompts))[:, None],
@@ -28,7 +28,7 @@ def add(engine, prompts, **more):
 
 
 def finish(engine):
-  """Steps until nothing is left; returns what left, in that order."""
+  """Steps until no request is left; returns requests as they ended."""
   left = []
   while engine.requests():
     left += engine.step()
@@ -41,7 +41,7 @@ def _prompts(count, low=8, high=56, seed=0):
 
 
 def _preempting(engine, seed):
-  """Continuous batching that preempts who it likes, whenever it likes."""
+  """Makes a rule of continuous batching that preempts at random."""
   rng = np.random.default_rng(seed)
 
   def rule(view):
@@ -56,7 +56,7 @@ def _preempting(engine, seed):
 
 @functools.cache
 def _small_pages():
-  """Looks at its requests after every four tokens."""
+  """An engine that schedules its requests after every four tokens."""
   return tiny_engine.make_engine(page_size=4)
 
 
@@ -93,7 +93,7 @@ class TestStep:
 
 
 class TestPreemption:
-  # Sixteen slots at full length need 112 pages, a response at most seven.
+  # Sixteen full slots need 112 pages, one response at most seven.
   @pytest.mark.parametrize("pages", [7, 40])
   def test_a_small_budget_gives_the_same_responses(self, pages):
     engine = scripted.make_engine(slots=16, page_size=8, kv_pages=pages)
@@ -147,7 +147,7 @@ class TestShards:
 
 
 class TestPrefill:
-  """How many tokens are prefilled."""
+  """The number of prefilled tokens."""
 
   def test_responses_share_that_of_their_prompt_and_its_full_pages(self):
     engine = scripted.make_engine(slots=8, page_size=2)
@@ -157,7 +157,7 @@ class TestPrefill:
     call = {"key": KEY, "settings": scripted.GREEDY}
     out = tiny_engine.write(engine, (), prompts, ids, **call)
     scripted.check(out, [p for p in prompts for _ in range(3)])
-    # Of the third prompt, one response found no slot at first.
+    # One response to the third prompt had no slot at first.
     assert engine.last_stats.prefill_tokens == 5 + 2 + 1 + 1
 
   @pytest.mark.parametrize("count, calls", [(2, 1), (3, 2), (8, 4), (9, 1)])
@@ -166,7 +166,7 @@ class TestPrefill:
     prompts = _prompts(count)
     out = scripted.generate(prompts, own=engine)
     scripted.check(out, prompts)
-    assert engine.last_stats.prefill_calls == calls  # Of 2 prompts, or of 16.
+    assert engine.last_stats.prefill_calls == calls  # For 2 prompts or for 16.
 
   def test_goes_on_without_one_and_with_one_under_new_weights(self):
     engine = tiny_engine.make_engine(slots=16)
@@ -185,7 +185,7 @@ class TestPrefill:
       second.tokens, np.where(kept, wanted.tokens, 0)
     )
     rest = tiny_window.cut(second)
-    same = jax.tree.map(lambda x: x, tiny_window.weights()[1])  # But new.
+    same = jax.tree.map(lambda x: x, tiny_window.weights()[1])  # A copy.
     third = tiny_window.write_window(rest, params=same, **call)
     contexts = (rest.prompt_lengths + rest.lengths).sum()
     assert engine.last_stats.prefill_tokens == contexts
@@ -203,7 +203,7 @@ class TestExtend:
     left = finish(engine)
     assert left == requests and set(rollout.status) == {Status.TRUNCATED}
     before = engine.stats
-    given = [[7, 8, 9], [5] * 11, [6]]  # More than a page, too.
+    given = [[7, 8, 9], [5] * 11, [6]]  # One exceeds a page.
     for request, tokens in zip(requests, given):
       request.pause_at = request.max_tokens
       engine.answer(request, tokens, Origin.FOREIGN)

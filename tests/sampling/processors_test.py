@@ -1,4 +1,4 @@
-"""Logits processors of one's own, in the engine."""
+"""User-defined logits processors in the engine."""
 
 import dataclasses
 
@@ -29,7 +29,7 @@ def scale(distribution, context, factor):
 
 
 def forbid(distribution, context, state):
-  """Forbids even tokens at even indices, and a stop before the fourth token."""
+  """Forbids even tokens at even indices, and stops before the fourth token."""
   assert state is None
   even = (jnp.arange(67) % 2 == 0)[None] & (context.index % 2 == 0)[:, None]
   early = (context.index < 4)[:, None]

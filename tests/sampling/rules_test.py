@@ -1,4 +1,4 @@
-"""Decisions between decode calls, and what comes of them."""
+"""Decisions between decode calls, and their effects."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ G = tiny_engine.G
 
 
 def _view(slots, waiting, active, ended=0, groups=None, awaiting=0):
-  """Rows that wait, are active, have ended, and await an environment."""
+  """Makes rows that wait, are active, have ended, or await an environment."""
   counts = [waiting, active, ended, awaiting]
   of = lambda kind: np.repeat(np.arange(4) == kind, counts)
   rows = sum(counts)
@@ -31,13 +31,13 @@ class TestContinuousBatching:
   @pytest.mark.parametrize(
     "slots, waiting, active, inserted",
     [
-      (32, 40, 0, 32),  # At first all.
+      (32, 40, 0, 32),  # All at the start.
       (32, 40, 32, 0),
-      (32, 40, 29, 0),  # Three are too few to be worth it.
+      (32, 40, 29, 0),  # Three are too few for a prefill.
       (32, 40, 28, 4),
-      (32, 3, 29, 3),  # Unless no more will come.
+      (32, 3, 29, 3),  # Unless no more are waiting.
       (32, 2, 30, 2),
-      (7, 5, 6, 1),  # Few slots are filled one by one.
+      (7, 5, 6, 1),  # Few slots: filled one by one.
       (1, 5, 0, 1),
       (1, 5, 1, 0),
     ],
@@ -53,7 +53,7 @@ class TestContinuousBatching:
 class TestStopAfterGroups:
   def test_a_group_is_complete_when_all_of_it_has_ended(self):
     ended = np.array([True, False, True, True, False, True])
-    groups = np.array([0, 0, 1, 1, 2, 4])  # None is of group 3.
+    groups = np.array([0, 0, 1, 1, 2, 4])  # None of group 3.
     got = rules.complete(ended, groups)
     np.testing.assert_array_equal(got, [False, True, False, False, True])
 
@@ -79,10 +79,10 @@ class TestStopAfterResponses:
     assert rules.stop_after_responses(4)(view) == rules.continuous_batching(
       view
     )
-    # One that came to the end of its window neither waits nor has a slot.
+    # A request at the end of its window neither waits nor has a slot.
     paused = view._replace(ended=np.zeros(6, bool))
     assert rules.stop_after_responses(3)(paused) == Decision(halt=True)
-    # Nor has one that waits for a tool, but it goes on.
+    # Nor does one that awaits a tool, but it will continue.
     view = _view(4, 1, 2, ended=2, awaiting=3)
     assert rules.stop_after_responses(2)(view) == Decision(halt=True)
     assert rules.stop_after_responses(3)(view) == rules.continuous_batching(
@@ -103,7 +103,7 @@ class TestHalt:
     mask = np.arange(tiny_engine.T)[None] < out.lengths[:, None]
     np.testing.assert_array_equal(out.mask, mask)
     np.testing.assert_array_equal(out.tokens, np.where(mask, full.tokens, 0))
-    # Some were being written, some had no slot yet.
+    # Some were being decoded, some had no slot yet.
     assert np.any(out.lengths[halted] > 0)
     assert np.any(out.lengths[halted] == 0)
     rest = tiny_engine.go_on(out)

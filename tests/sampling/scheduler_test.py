@@ -1,4 +1,4 @@
-"""Slots are kept busy, and all they held is given back at the end."""
+"""Slots are kept busy, and all of their pages are freed at the end."""
 
 import numpy as np
 from helpers import scripted
@@ -30,7 +30,7 @@ def _prompts(totals):
 
 
 def _assert_empty(engine):
-  """No request is left, and every page is free or kept by somebody."""
+  """Checks that no request is left and only kept contexts have pages."""
   assert not engine.requests() and not any(engine._slots)
   allocator = engine._cache.allocator
   readers = np.zeros_like(allocator._readers)
@@ -53,7 +53,7 @@ class TestNothingLeaks:
 
 
 class TestSharedPages:
-  """A device that only counts: kernels that share pages need another."""
+  """Uses a fake decoder that only counts: CPUs have no page-sharing kernels."""
 
   def test_count_once(self):
     config = EngineConfig(
@@ -62,7 +62,7 @@ class TestSharedPages:
       max_response_length=2,
       stop_tokens=(),
       page_size=2,
-      kv_pages=12,  # Each of the responses reads 5 pages, 3 of them shared.
+      kv_pages=12,  # Each response reads 5 pages, 3 of them shared.
     )
 
     def decode(params, kv_cache, tables, slots, active, *_, **__):
@@ -99,7 +99,7 @@ class TestGivenUp:
     prompts = _prompts(_totals(60, 30, 50))
 
     def every_third(view):
-      """Also of rows that are not here any more, which changes nothing."""
+      """Aborts every third row; rows that have already left have no effect."""
       old = view.active & (view.lengths >= 8)
       third = np.arange(old.size) % 3 == 0
       stop = np.flatnonzero((old | view.ended) & third).tolist()
@@ -118,7 +118,7 @@ class TestGivenUp:
 
   def test_room_that_was_made_is_taken(self):
     prompts = _prompts([40] * 40)
-    # All that have slots are given up at once, again and again.
+    # All responses with slots are aborted at once, repeatedly.
     rule = lambda view: continuous_batching(view)._replace(
       stop=np.flatnonzero(view.active & (view.lengths > 0)).tolist()
     )
@@ -128,7 +128,7 @@ class TestGivenUp:
 
 
 class TestBusy:
-  # One sequence in a wave is five times as long as the others.
+  # One sequence in each wave is five times as long as the others.
   TOTALS = [54 if i % 16 == 5 else 10 for i in range(160)]
 
   def test_a_long_tail_does_not_hold_slots_up(self):
@@ -162,7 +162,5 @@ class TestShapes:
   def test_slots_shrink_by_four_within_every_shard(self):
     assert buckets.slot_buckets(512, 1) == [512, 128, 32, 8]
     assert buckets.slot_buckets(512, 4) == [512, 128, 32]
-    assert buckets.slot_buckets(62, 2) == [
-      62
-    ]  # Seven would be too few to gain.
+    assert buckets.slot_buckets(62, 2) == [62]  # Seven are too few to pay off.
     assert buckets.slot_buckets(1, 1) == [1]

@@ -1,4 +1,4 @@
-"""Settings that forbid, favour or end: exact laws, whatever the engine does."""
+"""Settings that forbid, favour or stop tokens have exact distributions."""
 
 import dataclasses
 
@@ -29,7 +29,7 @@ PLAIN = SamplingSettings()
 
 
 def _assert_log_probs(out, law):
-  """Those recorded are of `law`, not normalised, [B, T, V]."""
+  """Checks recorded log-probs against the unnormalised `law`, [B, T, V]."""
   law = law - np.log(np.sum(np.exp(law), axis=-1, keepdims=True))
   law = np.take_along_axis(law, out.tokens[..., None], axis=-1)[..., 0]
   got = np.where(out.mask, out.behavior_logprobs, 0)
@@ -73,7 +73,7 @@ class TestMinNewTokens:
     log_probs = law(out)
     log_probs[:, :5, list(STOP)] = -np.inf
     _assert_log_probs(out, log_probs)
-    assert out.lengths.min() == 6  # The sixth token may be one.
+    assert out.lengths.min() == 6  # The sixth may be one.
     assert Status.FINISHED in out.status
 
   def test_is_over_all_windows(self):
@@ -104,16 +104,16 @@ def _two_steps():
 
 
 class TestStopStrings:
-  # A token is a letter; responses have repeats of all of their pairs.
+  # A token is a letter; all pairs of letters are repeated in responses.
   @staticmethod
   def _strings(full, count):
-    """Texts of one and of two tokens from the middles of responses."""
+    """Returns texts of one and two tokens from the middle of responses."""
     texts = [detokenize(r[:n]) for r, n in zip(full.tokens, full.lengths)]
     long = [t for t in texts if len(t) > 6][:count]
     return tuple(t[4:6] for t in long) + (long[0][2],)
 
   def _expected(self, full, strings):
-    """The length and the status of each row."""
+    """Returns the expected length and status of each row."""
     lengths, status = full.lengths.copy(), full.status.copy()
     for row, length in enumerate(full.lengths):
       tokens = full.tokens[row, :length]
@@ -154,7 +154,7 @@ class TestStopStrings:
 
 
 class TestContinuedPerPrefill:
-  """Responses that come back: how many are prefilled beside the KV cache."""
+  """The number of continued responses in one prefill is limited by memory."""
 
   def config(self, **changes):
     sizes = {"slots": 64, "max_prompt_length": 8, "max_response_length": 120}
@@ -165,7 +165,7 @@ class TestContinuedPerPrefill:
     assert self.config().continued_per_prefill(shards=4) == 8
 
   def test_few_pages_have_room_for_few(self):
-    # 8 x 128 tokens in an eighth of the cache, of two shards, of less.
+    # 8 x 128 tokens per eighth of the cache; with two shards; with fewer pages.
     pages = 8 * 128 // 8 * 4
     assert self.config(kv_pages=pages).continued_per_prefill(shards=1) == 4
     assert self.config(kv_pages=pages).continued_per_prefill(shards=2) == 4

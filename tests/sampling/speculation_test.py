@@ -1,4 +1,4 @@
-"""Draft tokens save steps and change nothing, whoever proposes them."""
+"""Draft tokens save steps and change no result, for any drafter."""
 
 import functools
 
@@ -27,7 +27,7 @@ SETTINGS = SamplingSettings(temperature=0.9, top_k=40, min_new_tokens=2)
 def make_engine(drafter=None, num_draft_tokens=0, **sizes):
   sizes = {"num_draft_tokens": num_draft_tokens, "page_size": 32} | sizes
   engine = tiny_engine.make_engine(drafter=drafter, **sizes)  # Few programs.
-  # These tests are about results: drafts are made whether they pay or not.
+  # These tests are about results: draft even if it does not pay off.
   engine._speculation.choose = lambda active: num_draft_tokens
   return engine
 
@@ -47,7 +47,7 @@ def same(got, wanted):
 
 
 def fixed(draft):
-  """A drafter without a cache; draft: (state, count) -> int32 [S, count]."""
+  """Makes a drafter without a cache from (state, count) -> int32 [S, count]."""
 
   def propose(params, kv_cache, block_tables, state, active, draw, *, count):
     del params, block_tables, active, draw
@@ -69,7 +69,7 @@ def noise(state, count):
 
 @functools.cache
 def oracle():
-  """Drafts what will be drawn, from the responses that are expected."""
+  """Drafts the tokens that will be drawn, from the expected responses."""
   rollout = expected()
   order = np.argsort(rollout.sample_id)
   tokens, ids = rollout.tokens[order], rollout.sample_id[order]
@@ -130,7 +130,7 @@ class TestResponses:
 
   @pytest.mark.slow
   def test_every_random_number_gives_the_same_token(self):
-    """Four tokens, drawn often: drafting cannot bend the distribution."""
+    """Four tokens, drawn often: drafting does not change the distribution."""
     bias = {t: -np.inf for t in range(67) if t > 3}
     drawn = {}
     for token in (None, 2, -1):
@@ -175,11 +175,11 @@ class TestPromptLookup:
     ("history", "ngram", "wanted"),
     [
       ([1, 2, 3, 4, 1, 2], 2, [3, 4, 1]),  # After the earlier 1 2.
-      ([1, 2, 9, 1, 2, 8, 1, 2], 2, [8, 1, 2]),  # The newest counts.
-      ([1, 2, 3, 4], 2, [-1, -1, -1]),  # There is none.
-      ([5, 5, 5], 1, [5, -1, -1]),  # Nothing is known beyond the end.
+      ([1, 2, 9, 1, 2, 8, 1, 2], 2, [8, 1, 2]),  # The last match.
+      ([1, 2, 3, 4], 2, [-1, -1, -1]),  # No match.
+      ([5, 5, 5], 1, [5, -1, -1]),  # Nothing after the end.
       ([7], 2, [-1, -1, -1]),  # Too short.
-      ([0, 0, 4, 0], 2, [-1, -1, -1]),  # Zeros after the end are no tokens.
+      ([0, 0, 4, 0], 2, [-1, -1, -1]),  # Zeros are padding.
     ],
   )
   def test_drafts_what_followed(self, history, ngram, wanted):
@@ -217,7 +217,7 @@ class TestAdaptiveSpeculation:
     adaptive = AdaptiveSpeculation(4)
     for way, rate in ((4, 70), (2, 100), (0, 50)):
       assert adaptive.choose(8) == way
-      self.observe(adaptive, 8, way, 1)  # Compiles: is not counted.
+      self.observe(adaptive, 8, way, 1)  # Compiles; not counted.
       assert adaptive.choose(8) == way
       self.observe(adaptive, 8, way, rate)
     assert [adaptive.choose(8) for _ in range(5)] == [2] * 5

@@ -1,4 +1,4 @@
-"""Where in a response a text is complete."""
+"""The position in a response at which a stop string is complete."""
 
 import pytest
 
@@ -10,7 +10,7 @@ def _letters(tokens):
 
 
 def _bytes(tokens):
-  """As of a tokenizer whose characters may need several tokens."""
+  """Detokenizes like a tokenizer with characters of several tokens."""
   return bytes(tokens).decode("utf-8", errors="replace")
 
 
@@ -27,7 +27,7 @@ class TestFirstStop:
       ("abcabc", ["ca", "bca"], 4),
       ("abcabc", ["abcabc"], 6),
       ("abcabc", ["cb", "abcd", "x"], None),
-      ("abcabc", ["x", "ab", "a"], 1),  # Whichever is complete first.
+      ("abcabc", ["x", "ab", "a"], 1),  # The first one completed.
       ("a", ["ab"], None),
     ],
   )
@@ -47,7 +47,7 @@ class TestFirstStop:
     words = ["The", "", " answer", "", "", " is:", " 4", "\n\n", "Next"]
     detokenize = lambda tokens: "".join(words[t] for t in tokens)
     for strings, expected in (
-      ([": 4\n"], 8),  # It ends within a token.
+      ([": 4\n"], 8),  # It ends inside a token.
       (["er is"], 6),
       (["The answer"], 3),
       (["is: 4\n\nN"], 9),

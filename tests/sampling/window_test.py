@@ -24,7 +24,7 @@ from jaxrl_llm.types import Origin, Status
 
 
 class TestUncut:
-  """Windows under the same weights put no seam into a response."""
+  """Windows with the same weights do not change a response."""
 
   @pytest.mark.parametrize("window", [1, 3, 5])
   def test_windows_equal_one_call(self, window):
@@ -48,7 +48,7 @@ class TestUncut:
     out = jax.tree.map(lambda *x: np.concatenate(x), *out)
     assert_same_rows(tiny_engine.rows(out, np.argsort(out.sample_id)), uncut())
 
-  # In waves of three, with pages of four positions.
+  # In waves of three with pages of four positions; all at once.
   @pytest.mark.parametrize("slots, page_size", [(3, 4), (16, 64)])
   def test_order_slots_and_pages_do_not_matter(self, slots, page_size):
     rest = cut(write_window(None, range(N), window=4))
@@ -75,7 +75,7 @@ class TestRecord:
     np.testing.assert_array_equal(out.version, np.where(out.mask, version, 0))
     assert np.all(out.lengths > out.window_start)
     assert set(out.origin.flat) == {Origin.POLICY}
-    # What was there is as it was.
+    # Existing tokens are unchanged.
     for name in ("tokens", "behavior_logprobs", "version"):
       np.testing.assert_array_equal(
         getattr(out, name)[:count, :4], getattr(rest, name)[:, :4]
@@ -114,10 +114,10 @@ class TestRecord:
 
 
 class TestMaskAndOrigin:
-  """Facts about a token: what a row brought stays, new tokens are POLICY."""
+  """Mask and origin of existing tokens stay; new tokens are POLICY."""
 
   def _with_holes(self):
-    """Cut rows in which tokens of a tool stand between the policy's."""
+    """Makes truncated rows with tool tokens between the policy's tokens."""
     rest = cut(write_window(None, [0, 1], window=6))
     rest.mask[:, 1:3] = False
     rest.origin[:, 1:3] = int(Origin.FOREIGN)

@@ -1,4 +1,4 @@
-"""Windows under new weights, their programs, and rows that cannot go on."""
+"""Windows with new weights, their programs, and rows that cannot continue."""
 
 import dataclasses
 

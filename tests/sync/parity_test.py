@@ -1,4 +1,4 @@
-"""Log-prob parity: both paths agree, and what differs is found."""
+"""Log-prob parity: both paths agree, and differences are detected."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from helpers import tiny
 
 from jaxrl_llm import models, sharding, sync
 
-TOKENS = sync.parity_tokens(67, rows=4, length=10)  # Three pages a row.
+TOKENS = sync.parity_tokens(67, rows=4, length=10)  # Three pages per row.
 
 
 def _fns(dtype, trainer=None, sampler=None, cache=None):
@@ -44,7 +44,7 @@ def _check(dtype):
 
 
 def _own_meshes():
-  """The tiny policy on a trainer's mesh, and its way to a sampler's."""
+  """Returns the tiny policy on a trainer's mesh, and a transfer to another."""
   mesh = lambda devices, **sizes: sharding.make_mesh(
     **sizes, devices=jax.devices()[devices]
   )

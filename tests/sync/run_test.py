@@ -1,4 +1,4 @@
-"""Weights that go wrong on their way: found within a step of a real run."""
+"""Corrupted weight transfers are detected within a step of a real run."""
 
 import contextlib
 import dataclasses
@@ -16,7 +16,7 @@ WRONG = 2  # The version whose transfer goes wrong.
 
 @pytest.fixture(scope="module")
 def make_run(model):
-  """name of MESHES -> run; each is built and compiled once."""
+  """Name in MESHES -> run, each built and compiled once."""
   return tiny_mesh_run.run_maker(model)
 
 
@@ -38,7 +38,7 @@ def _stale(transfer, run, params, version, old):
 
 
 def mutated(run, mutation):
-  """The run, whose transfer after step WRONG is the given one."""
+  """Returns the run with another transfer after step WRONG."""
 
   def send(params, version, replaces=None):
     if version == WRONG:
@@ -50,7 +50,7 @@ def mutated(run, mutation):
 
 
 class TestMutations:
-  """Each goes wrong in the transfer after step 2; no step 3 may be sampled."""
+  """The transfer after step 2 is corrupted; step 3 must not be sampled."""
 
   @pytest.mark.parametrize(
     ("mutation", "message"),
@@ -79,7 +79,7 @@ class TestMutations:
 
   @pytest.mark.parametrize("every", [2, 4])
   def test_versions_are_compared_in_every_step(self, make_run, tmp_path, every):
-    # An evaluation is due at WRONG, or a step comes first.
+    # WRONG is followed by an evaluation, or by a step.
     run, rollouts = recorded(with_config(make_run("apart"), eval__every=every))
     run = mutated(run, _skipped)
     with pytest.raises(sync.SyncError, match="holds version 1, .* version 2"):
@@ -100,7 +100,7 @@ class TestMutations:
 
 
 def checked(run, refuse=None):
-  """The run, and the versions whose parity it checks; one may be refused."""
+  """Returns the run, and versions whose parity it checks; one may fail."""
   versions = []
 
   def check(params, weights):
@@ -114,7 +114,7 @@ def checked(run, refuse=None):
 
 
 def counted(run):
-  """The run, and a list that grows with every comparison of checksums."""
+  """Returns the run, and a list that grows with every checksum comparison."""
   calls = []
 
   def checksums(params):
@@ -126,7 +126,7 @@ def counted(run):
 
 
 class TestPeriod:
-  """All weights are read at every start and every few steps."""
+  """All weights are verified at every start and every few steps."""
 
   @pytest.mark.parametrize(("every", "first"), [(0, 1), (2, 2), (9, 1)])
   def test_checksums_are_compared_when_due(
@@ -137,7 +137,7 @@ class TestPeriod:
     loop.train(with_config(run, run__steps=2), tmp_path)
     assert len(calls) == first
     loop.train(with_config(run, run__steps=3), tmp_path)
-    assert len(calls) == first + 1  # At the resumption.
+    assert len(calls) == first + 1  # On resume.
 
 
 class TestParityCheck:

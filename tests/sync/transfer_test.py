@@ -1,4 +1,4 @@
-"""Weights reach the sampler whole, on its mesh, a little at a time."""
+"""Weights arrive complete, on the sampler's mesh, in small groups."""
 
 import functools
 
@@ -38,7 +38,7 @@ def _layout(dtype="bfloat16"):
 
 
 def _placed():
-  """The trainer's parameters on its mesh, in memory of their own."""
+  """Returns a copy of the trainer's parameters on its mesh."""
   params = jax.device_get(tiny.tiny_policy()[1])
   return jax.device_put(
     params, sharding.tree_shardings(params, _mesh("trainer"))
@@ -47,7 +47,7 @@ def _placed():
 
 @functools.cache
 def _transfer(target=None, *, dtype="bfloat16", most=5000):
-  """From the trainer's mesh to another one; None: it stays there."""
+  """Makes a transfer from the trainer's mesh to another (None: the same)."""
   layout = _layout(dtype)
   place = lambda mesh: sharding.tree_shardings(
     jax.eval_shape(layout, _shapes()), _mesh(mesh)
@@ -155,7 +155,7 @@ def _bytes(leaves):
 
 
 def _alive():
-  """Bytes of sharded arrays; those on one device may be views of shards."""
+  """Returns bytes of sharded arrays; single-device arrays may be views."""
   arrays = jax.live_arrays()
   return _bytes(x for x in arrays if len(x.sharding.device_set) > 1)
 
@@ -172,7 +172,7 @@ class TestGroups:
 
     def spy(leaves, places):
       out = jax.block_until_ready(put(leaves, places))
-      copies = sum(sent)  # What has arrived, less what has been deleted.
+      copies = sum(sent)  # Arrived minus deleted bytes.
       if replacing:
         copies -= sum(sent) + _bytes(leaves)
       alive.append(_alive() - before - copies)
@@ -183,8 +183,8 @@ class TestGroups:
     new = transfer.send(params, 1, replaces=old if replacing else None)
     assert sum(sent) == sum(sizes) == _bytes(jax.tree.leaves(new.params))
     assert max(sent) <= max(most, *sizes)
-    assert len(sent) <= 2 * sum(sizes) // most + 1  # And no smaller than need.
-    # A group as it is sent and as it arrives.
+    assert len(sent) <= 2 * sum(sizes) // most + 1  # Not too small.
+    # One copy of a group is sent, another arrives.
     assert alive == [2 * size for size in sent]
 
   def test_take_neighbours_and_lone_giants(self):

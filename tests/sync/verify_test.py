@@ -1,4 +1,4 @@
-"""Wrong weights are found, whatever version they claim to be."""
+"""Wrong weights are detected, whatever version they claim to be."""
 
 import dataclasses
 import functools
@@ -44,7 +44,7 @@ class TestVerify:
 
   @pytest.mark.parametrize("on_the_way", [False, True])
   def test_a_stale_leaf_is_found(self, on_the_way):
-    """It does not arrive; or it was never sent, and the checksum fits."""
+    """It does not arrive, or was never sent, so that the checksum matches."""
     old, _ = self._weights()
     transfer, (_, params) = _transfer(), tiny.tiny_policy()
     params = jax.tree.map(lambda x: x * 1.01 + 0.01, params)

@@ -119,7 +119,7 @@ def test_only_adapters_are_sent_again(model, base_dtype):
   wanted = run.transfer.checksums(params)
   sync.verify(second, wanted, version=1)
   assert run.parity_check(params, second) <= 1e-5
-  # A base that changed all the same is found.
+  # A change of the base is detected.
   layer = second.params["layers"][0]
   norm = {"scale": layer["input_norm"]["scale"] * 2}
   layers = (layer | {"input_norm": norm}, *second.params["layers"][1:])

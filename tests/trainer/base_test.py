@@ -1,4 +1,4 @@
-"""The shipped base under the default config: sampler and trainer agree."""
+"""Sampler and trainer agree for the shipped base and the default config."""
 
 import contextlib
 
@@ -43,10 +43,10 @@ def test_sampler_and_trainer_agree_on_every_token(run):
     sampled = take_rows(rollout, batch.rows)
     ours = trained[sampled.mask]
     theirs = sampled.behavior_logprobs[sampled.mask]
-    # The measure of `sync.make_parity_check`. Logits go up to 20 here, so that
-    # float32 itself is up to 1.2e-5 away from float64, at an improbable token
-    # (log-prob -3.9).
+    # The metric of `sync.make_parity_check`. Logits reach 20 here, so that
+    # float32 itself differs from float64 by up to 1.2e-5, at an improbable
+    # token (log-prob -3.9).
     error = np.abs(ours - theirs) / np.maximum(1, np.abs(ours))
     assert error.max() <= sync.TOLERANCES["float32"]
-    # What is rounding is so now and then; a fault would be so everywhere.
+    # Rounding errors this large are rare; a bug would affect all tokens.
     assert np.abs(ours - theirs).mean() <= 1e-6

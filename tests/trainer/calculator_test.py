@@ -1,4 +1,4 @@
-"""The shipped base with a calculator, in the program as a user runs it."""
+"""Trains the shipped base with a calculator by scripts/train.py."""
 
 import pathlib
 import re
@@ -18,7 +18,7 @@ from jaxrl_llm.types import Origin
 
 _ROOT = pathlib.Path(__file__).parents[2]
 STEPS = 3
-# Groups are left unfinished, so conversations are in the checkpoints.
+# Groups stay unfinished, so that checkpoints contain conversations.
 _FLAGS = [
   "--config=configs/grpo.py",
   "--config.environment.name=calculator",
@@ -58,7 +58,7 @@ def finish(process):
 
 
 def lives(process):
-  """Whether a process runs; one that ended may not have been waited for."""
+  """Returns whether a process is running; zombies do not count."""
   try:
     return process.status() != psutil.STATUS_ZOMBIE
   except psutil.NoSuchProcess:
@@ -92,7 +92,7 @@ class TestCalculator:
     heard = present & (store.origin == Origin.FOREIGN)
     np.testing.assert_array_equal(store.mask, present & ~heard)
     assert not store.behavior_logprobs[heard].any()
-    # After a value it goes on as after its own: a sum, or the answer.
+    # After a result, it continues as if it had written it: sum or answer.
     decode = Tokenizer(workdir.model_path(whole)).decode
     texts = [
       "".join(

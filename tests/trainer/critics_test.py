@@ -1,4 +1,4 @@
-"""Runs with critics of other heads, of two models and with more to read."""
+"""Runs with other critics: other heads, two models, further inputs."""
 
 import chex
 import convert
@@ -19,7 +19,7 @@ _ADAPTERS = {"model__lora_rank": 4, "value__lora_rank": 2}
 _PRIVILEGED = {"value__answer_format": "#{answer};", "value__answer_tokens": 5}
 KINDS = {
   "categorical adapters": {"value__head": "categorical", **_ADAPTERS},
-  # T-PPO's windows bootstrap from V of the state after the last token.
+  # T-PPO's windows bootstrap with V of the state after the last token.
   "categorical halves": {
     **_HALVES,
     "value__head": "categorical",
@@ -61,12 +61,12 @@ def test_resumes_bit_for_bit(model, kind, tmp_path):
     moved = lambda x, y: float(np.abs(x - y).max())
     moved = jax.tree.leaves(jax.tree.map(moved, one, pretrained))
     assert max(moved) > 0
-  if kind == "categorical halves":  # A mesh of adapters: adapters_test.py.
+  if kind == "categorical halves":  # For adapters, see adapters_test.py.
     check_mesh(model, kind, rows[: step + 1], tmp_path / "mesh")
 
 
 def check_mesh(model, kind, rows, folder):
-  """Eight devices compute what one did in the last of these steps."""
+  """Checks that eight devices repeat the last of these steps of one device."""
   sizes = {"mesh__data": 2, "mesh__fsdp": 2, "mesh__tensor": 2}
   for role in ("policy", "value"):
     sizes[f"optimizer__{role}__micro_batch_size"] = 4
@@ -103,7 +103,7 @@ def test_an_exported_critic_starts_another_run(model, trained, tmp_path):
   run, learner = started_from(model, out)
   chex.assert_trees_all_equal(learner.critic.trained, params)
   assert run.pretraining is None
-  # Each of two critics begins with it.
+  # Both critics start from it.
   run, learner = started_from(model, out, value__ensemble="halves")
   assert "2 critics of the same size" in summary.describe(run)[1]
   for name in ("first", "second"):

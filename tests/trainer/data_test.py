@@ -1,4 +1,4 @@
-"""The data of a run: several evaluation sets and several data sources."""
+"""Runs with several evaluation sets and several data sources."""
 
 import json
 
@@ -14,7 +14,7 @@ from jaxrl_llm.trainer import build, loop
 
 
 def write(path, questions, **columns):
-  """Writes additions as JSON lines or Parquet, each with the columns."""
+  """Writes questions with further columns as JSON lines or Parquet."""
   path.parent.mkdir(exist_ok=True)
   rows = [
     {"question": q, "answer": str(sum(map(int, q.strip(" ?").split("+"))))}
@@ -97,7 +97,7 @@ class TestSets:
 class TestOverlap:
   @pytest.fixture(scope="class")
   def model(self, tmp_path_factory):
-    """A model that reads spaces, too."""
+    """A model whose tokenizer has spaces, too."""
     return chat_model.write(tmp_path_factory.mktemp("model") / "chat")
 
   def run(self, model, tmp_path, on_overlap):
@@ -143,7 +143,7 @@ class TestOverlap:
 
 
 class TestRun:
-  """Several sets and sources, with a lag, a greedy response and the best."""
+  """Several sets and sources, with lag, greedy evaluation and best step."""
 
   CHANGES = {
     "data__prompts_per_step": 2,
@@ -160,7 +160,7 @@ class TestRun:
   @pytest.fixture(scope="class")
   def run(self, model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
-    # One question of each source a step.
+    # One question per source in each step.
     asked = {"a": sums(1, 1), "b": sums(2, 1)}
     train = [write(folder / f"{x}.jsonl", asked[x]) for x in asked]
     sets = [write(folder / f"{x}/test.jsonl", sums(5)) for x in "xy"]
@@ -180,7 +180,7 @@ class TestRun:
       for one in ("x_test", "y_test", "chain_sum"):
         found = {f"eval/{one}/{name}" in row for name in names}
         assert found == {row["step"] in (0, 2, 4)}
-    # The same questions under the same random numbers.
+    # The same questions with the same random numbers.
     x, y = (rows[-1][f"eval/{one}/avg@2"] for one in ("x_test", "y_test"))
     assert x == y
 
@@ -188,7 +188,7 @@ class TestRun:
     rows = metrics.read_rows(whole / "metrics.jsonl")[1:]
     for name in ("reward/{}mean", "rollout/{}response_length_mean"):
       for row in rows:
-        # A group of each: their mean is that of the batch.
+        # One group per source: their mean is the batch's mean.
         parts = [row[name.format(f"{source}/")] for source in "ab"]
         np.testing.assert_allclose(np.mean(parts), row[name.format("")], 1e-6)
 

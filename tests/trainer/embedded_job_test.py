@@ -1,4 +1,4 @@
-"""The job that ships: reward alone turns over what the base does greedily."""
+"""The embedded job: RL alone changes the greedy behaviour of its base."""
 
 import itertools
 import json
@@ -12,8 +12,8 @@ def test_greedy_accuracy_rises_and_the_critic_knows(tmp_path):
   programs.finish(
     "scripts/train.py",
     "--config=configs/vapo.py",
-    "--config.run.seed=3",  # Which no choice of settings has seen.
-    "--config.run.steps=24",  # Of 40: the mode has turned over by then.
+    "--config.run.seed=3",  # Not used to choose settings.
+    "--config.run.steps=24",  # Of 40: the greedy mode has changed by then.
     "--config.eval.every=24",
     f"--workdir={tmp_path}",
     env=programs.environment_of_users(),
@@ -23,11 +23,11 @@ def test_greedy_accuracy_rises_and_the_critic_knows(tmp_path):
   )
   before, *_, after = read("metrics.jsonl")
   assert before["eval/chain_sum/greedy"] <= 0.2
-  assert before["eval/chain_sum/pass@4"] >= 0.5  # Reward can find the way.
+  assert before["eval/chain_sum/pass@4"] >= 0.5  # Sampling finds it.
   assert after["eval/chain_sum/greedy"] >= 0.9
   assert after["eval/chain_sum/avg@4"] >= 0.8
-  # Explained variance of responses that the critic has not seen: after value
-  # pretraining, and as long as the policy has much to learn.
+  # Explained variance of responses before the critic trains on them: after
+  # value pretraining, and while the policy still has much to learn.
   assert read("value_pretrain.jsonl")[-1]["value/explained_variance"] >= 0.5
   learning = itertools.takewhile(
     lambda row: row["reward/accuracy"] <= 0.8, read("metrics.jsonl")[1:]

@@ -1,4 +1,4 @@
-"""Runs with sampler.exact: sampler and trainer differ in no bit of any step."""
+"""With sampler.exact, sampler and trainer agree bit for bit in every step."""
 
 import dataclasses
 import itertools
@@ -23,7 +23,7 @@ SHORT = {
 }
 ROWS = {f"optimizer__{x}__micro_batch_size": 8 for x in ("policy", "value")}
 RUNS = {
-  # Unfinished responses go on, after a restart too.
+  # Unfinished responses continue, also after a restart.
   "windows": {
     "schedule__window": 3,
     "sampler__kv_pages": 12,
@@ -65,7 +65,7 @@ def make_run(model, **changes):
   return build.make_run(tiny_run.make_config(model, **SHORT | changes))
 
 
-# Each kind of run once, windows with each format.
+# Each kind of run once; windows with each format.
 @pytest.mark.slow(minutes=0.2)
 @pytest.mark.parametrize(
   ("name", "dtype"),
@@ -82,7 +82,7 @@ def test_no_token_of_a_run_differs(model, tmp_path, name, dtype):
   for row in rows:
     assert row["sampler_trainer/logprob_diff_mean"] == 0
     assert row["sampler_trainer/logprob_diff_max"] == 0
-  # The packed program, which the updates run, does round differently.
+  # The packed program of the updates rounds differently.
   assert first["sampler_trainer/parity_error"] > 0
   assert engine.stats.prefill_calls == 0
   assert any(row["policy/grad_norm"] > 0 for row in rows)
@@ -98,7 +98,7 @@ def test_the_parity_check_demands_equality(model, dtype):
   states, weights = loop.begin(run)
   error = loop.check_sampler(run, states, weights)
   assert 0 < error["sampler_trainer/parity_error"] < 2e-2
-  # Far below the tolerance of the usual check.
+  # Far below the tolerance of the default check.
   scale = weights.params["final_norm"]["scale"]
   moved = 1 + 4 * float(jnp.finfo(scale.dtype).eps)
   moved = weights.params | {"final_norm": {"scale": scale * moved}}
@@ -113,7 +113,7 @@ def test_a_run_stops_at_a_difference(model, tmp_path):
   run.learner.sampler_logprobs = lambda *given: score(*given) + 0.5
   with pytest.raises(sync.SyncError, match="differ by up to 0.5:"):
     loop.train(run, tmp_path)
-  # The step is not in the log, as it is in no checkpoint.
+  # The step is neither in the log nor in a checkpoint.
   rows = metrics.read_rows(tmp_path / "metrics.jsonl")
   assert [row["step"] for row in rows] == [0]
 

@@ -37,7 +37,7 @@ def test_experts_train_and_resume_bit_for_bit(tmp_path):
   )
   rows = tiny_run.check_resumes(build.make_run(config), tmp_path)
   for role in ("policy", "value"):
-    # Two layers, each at least the coefficient.
+    # At least the coefficient in each of two layers.
     assert rows[-1][f"{role}/balance_loss"] > 2 * 0.0099
     assert math.isfinite(rows[-1][f"{role}/balance_loss"])
   assert rows[-1]["sampler_trainer/logprob_diff_max"] < 1e-4

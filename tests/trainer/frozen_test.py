@@ -1,4 +1,4 @@
-"""A run that trains a part of its parameters."""
+"""A run that trains only a part of its parameters."""
 
 import os
 
@@ -31,7 +31,7 @@ def run(model):
 
 @pytest.fixture(scope="module")
 def whole(run, tmp_path_factory):
-  """A run from start to end, and how often it read the model's weights."""
+  """An uninterrupted run, and how often it read the model's weights."""
   folder, read = tmp_path_factory.mktemp("whole"), []
   with pytest.MonkeyPatch.context() as patch:
     original = hf.read_params
@@ -46,7 +46,7 @@ def whole(run, tmp_path_factory):
 
 
 def test_the_reference_is_loaded_once_for_all_learners(run, whole):
-  # For the policy, and for the three learners that take a KL in the rewards.
+  # Once for the policy and once for the three learners with a KL reward.
   assert whole[1] == 2
   states, _ = loop.begin(run)
   reference, params = states.learner.reference, states.learner.params("policy")
@@ -63,7 +63,7 @@ def test_a_step_holds_what_is_trained_and_the_rest_is_written_once(whole):
   mlp = "learner.critic.{}/layers/mlp/up/kernel".format
   assert mlp("base") in base and mlp("trained") not in step
   assert not any("embed" in x for x in step if ".policy." in x)
-  # The critic's embedding is trained, with moments.
+  # The critic's embedding is trained and has moments.
   assert "learner.critic.trained/embed/embedding" in step
   assert any("critic.optimizer" in x and "embed" in x for x in step)
 

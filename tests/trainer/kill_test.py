@@ -1,4 +1,4 @@
-"""A run that is killed at one place after another ends as if it never was."""
+"""A run that is killed repeatedly ends exactly like an uninterrupted one."""
 
 import contextlib
 import json
@@ -18,10 +18,9 @@ from jaxrl_llm.checkpoint import commit
 
 _ROOT = pathlib.Path(__file__).parents[2]
 _PATH = os.pathsep.join(str(_ROOT / x) for x in (".", "tests", "scripts/dev"))
-# Each line of its input is a run in a process of its own, which is forked from
-# this one: it has imported all, and started nothing. The run kills itself
-# before or after the call of a function whose number is given. Its exit code is
-# printed.
+# Each line of input starts a run in a process forked from this one, which has
+# imported everything and started no threads. The run kills itself before or
+# after the given call of a function. Its exit code is printed.
 _PROGRAM = """
 import importlib, json, os, signal, sys
 from helpers import tiny_run
@@ -42,7 +41,7 @@ calls = 0
 def killed(function):
   def wrapped(*args, **kwargs):
     global calls
-    # Of a file that is removed or renamed, only what is of a checkpoint.
+    # Count removed or renamed files only if they belong to a checkpoint.
     named = place.split(":")[0] in ("os", "shutil")
     mine = not named or str(args[0]).endswith(("COMMIT.part", ".deleted"))
     calls += mine
@@ -69,10 +68,10 @@ _PLACES = [
   ("jaxrl_llm.learner.learner:Learner.update_member", "before", 2),
   (_ORBAX, "after", 1),
   ("os:replace", "before", 2),  # COMMIT of step 0, after the critic's.
-  # From here to the next row nothing is written: update and sync are the same.
+  # Nothing is written from here to the next row: update and sync are the same.
   ("jaxrl_llm.rollout.worker:RolloutWorker.collect", "after", 2),
-  ("shutil:rmtree", "before", 1),  # A step that has made room.
-  ("jaxrl_llm.checkpoint.commit:check_bits", "before", 1),  # In a restore.
+  ("shutil:rmtree", "before", 1),  # An old step being deleted.
+  ("jaxrl_llm.checkpoint.commit:check_bits", "before", 1),  # During restore.
   ("jaxrl_llm.metrics:MetricsLogger.log", "after", 1),
   (_ORBAX, "before", 1),
 ]
@@ -80,10 +79,10 @@ _PLACES = [
 
 @contextlib.contextmanager
 def trainer(log):
-  """A function that trains and returns how the process of the run ended.
+  """Yields a function that trains in a process and returns its exit code.
 
-  It takes the model, the folder of the run, and a place at which the run kills
-  itself: a function, before or after its call, and the number of the call.
+  Its arguments are the model, the run's folder, and where the run kills itself:
+  a function, before or after its call, and the number of the call.
   """
   with log.open("w") as errors:
     program = subprocess.Popen(
@@ -105,10 +104,10 @@ def trainer(log):
 
 
 def kill_in_turn(folder, places):
-  """How often a run was killed in turn; then it must go through.
+  """Kills a run at each place in turn, then checks that it can finish.
 
   Returns:
-    The number of kills, and what the folder of checkpoints has at the end.
+    The number of kills, and the content of the checkpoint folder at the end.
   """
   model, log = tiny_run.write_model(folder / "model"), folder / "log"
   whole, broken, kills = folder / "whole", folder / "broken", 0
@@ -119,7 +118,7 @@ def kill_in_turn(folder, places):
       assert code in (0, -signal.SIGKILL), (place, log.read_text())
       kills += code != 0
       if (broken / "checkpoints" / "6" / "COMMIT").exists():
-        # Through, or nearly: so that there is something to kill.
+        # (Almost) finished: remove steps, so that something can be killed.
         for step in ("4", "5", "6"):
           shutil.rmtree(broken / "checkpoints" / step, ignore_errors=True)
     assert train(model, broken) == 0, log.read_text()

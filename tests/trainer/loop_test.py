@@ -1,4 +1,4 @@
-"""A tiny run: resumed exactly, stopped cleanly, never trained on NaN."""
+"""A tiny run resumes exactly, stops cleanly and never trains on NaN."""
 
 import copy
 import dataclasses
@@ -31,24 +31,24 @@ from jaxrl_llm.trainer import build, loop
 from jaxrl_llm.trainer.value_pretraining import CHECKPOINTS, FOLDER
 from jaxrl_llm.trainer.workdir import Workdir
 
-# Estimations of value pretraining: two that it learns from, one at the end.
+# Estimations in value pretraining: two for training, one at the end.
 PRETRAINED = 3
 
 
 @pytest.fixture(scope="module")
 def run(model):
-  """One run for all tests: what it compiled is compiled."""
+  """One run for all tests, so that programs are compiled once."""
   config = tiny_run.make_config(model, run__trackers=("tensorboard",))
   return build.make_run(config)
 
 
 def final_trees(run, workdir):
-  """Every array of the newest checkpoint, on the host."""
+  """Returns every array of the newest checkpoint, on the host."""
   states, _ = newest(run, workdir)
   assert states.step == 6
   assert (states.source.position, states.source.drawn) == (48, 48)
   assert states.rollout.samples == 6 * 32
-  # Every response of a full schedule has ended and been learned from.
+  # In a full schedule, every response has ended and been trained on.
   assert states.rollout.store is None and states.learner.waiting is None
   return jax.device_get((states.learner.policy, states.learner.critic))
 
@@ -74,7 +74,7 @@ def assert_same_run(run, whole, resumed):
 
 
 def estimating(run, change):
-  """The run whose learners go on with `change(experience)`."""
+  """Returns the run whose learners continue with `change(experience)`."""
 
   def changed(learner):
     changed = copy.copy(learner)
@@ -90,7 +90,7 @@ def estimating(run, change):
 
 
 def interrupting(run, number, action):
-  """The run, with `action` in the middle of its `number`-th estimation."""
+  """Returns the run with `action` called during the `number`-th estimation."""
   count = 0
 
   def change(experience):
@@ -115,7 +115,7 @@ class TestRun:
     assert any(row["reward/std"] > 0 for row in rows[1:])
     assert any(row["policy/nll_loss"] > 0 for row in rows[1:])
     for row in rows[1:]:
-      # One law: what the sampler and the trainer think of the same tokens.
+      # Sampler and trainer agree on the same tokens.
       assert row["sampler_trainer/logprob_diff_max"] <= 1e-5
       assert row["policy/skipped"] == row["value/skipped"] == 0
       assert row["policy/grad_norm"] > 0 and row["value/grad_norm"] > 0
@@ -124,13 +124,13 @@ class TestRun:
   def test_the_time_is_accounted_for(self, run, tmp_path):
     loop.train(with_config(run, run__steps=3), tmp_path)
     (before,) = report.load_run(tmp_path).rows[-1:]
-    # As after a kill before the last step was saved: it is done again.
+    # As after a kill before the last step was saved: it is repeated.
     shutil.rmtree(tmp_path / "checkpoints" / "3")
     loop.train(with_config(run, run__steps=4), tmp_path)
     rows = report.load_run(tmp_path).rows
     assert [row["step"] for row in rows if "time/start_s" in row] == [0, 3]
     spent = report.seconds_spent(rows)
-    # Every part of it was measured: none is what another left over.
+    # Every part was measured; none is the remainder of others.
     assert all(seconds >= -1e-3 for seconds in spent.values()), spent
     assert spent["lost"] >= before["time/step_s"]
     first = rows[0]["time/start_s"] + rows[0]["time/step_s"]
@@ -198,7 +198,7 @@ class TestResume:
     assert_same_run(run, whole, tmp_path)
 
   def test_a_suspect_host_saves_and_returns(self, run, tmp_path, monkeypatch):
-    # Of several processes: tests/host_watch_test.py.
+    # For several processes, see tests/host_watch_test.py.
     suspect = lambda logger: {"host/suspect": 3}
     monkeypatch.setattr(metrics.MetricsLogger, "more", suspect)
     stopping = with_config(run, run__on_suspect="stop")
@@ -232,7 +232,7 @@ class TestResume:
     assert stopped == signal.SIGTERM
     assert "stopped in value pretraining" in capsys.readouterr().out
     assert tiny_run.comparable(tmp_path) == []
-    if what == "other settings":  # What they pretrained is not of this run.
+    if what == "other settings":  # Pretrained in another run.
       config = tmp_path / "config.json"
       config.write_text(config.read_text().replace('"seed": 0', '"seed": 1'))
     if what == "damage":
@@ -257,7 +257,7 @@ class TestResume:
 
 
 class Failing:
-  """A pool that judges so many batches, and then fails on every response."""
+  """A pool that judges some batches, then fails on every response."""
 
   def __init__(self, pool, batches):
     self._pool, self._left = pool, batches
@@ -284,7 +284,7 @@ def test_a_reward_that_fails_from_some_step_on_stops_it(
   )
   # The first evaluation, and step 1.
   monkeypatch.setattr(run.judge, "pool", Failing(run.judge.pool, 2))
-  train(3)  # Two batches: it goes on, and a resume counts on.
+  train(3)  # Two batches: the run continues, and so does the count on resume.
   said = "3 batches in a row, the last one at step 4, which is saved: reward .*"
   with pytest.raises(TrainingStopped, match=f"{said}down on chain_sum"):
     train(9)
@@ -296,11 +296,11 @@ class TestDamage:
     self, run, whole, tmp_path, capsys
   ):
     folder = pathlib.Path(shutil.copytree(whole, tmp_path / "copy"))
-    # A row that a resume would cut off, and files cut short.
+    # A row that a resume would remove, and truncated files.
     with (folder / "metrics.jsonl").open("a") as file:
       file.write('{"step": 7}\n')
     halve(folder / "checkpoints" / "6" / "learner.policy.trained")
-    # The only one: refused, and nothing is touched.
+    # The only checkpoint: rejected, and nothing is changed.
     alone = pathlib.Path(shutil.copytree(folder, tmp_path / "alone"))
     shutil.rmtree(alone / "checkpoints" / "5")
     more = with_config(run, run__steps=9)
@@ -352,7 +352,7 @@ class TestDiskFull:
     rows = metrics.read_rows(tmp_path / "metrics.jsonl")
     assert rows[-1]["checkpoint/failures"] == 2
     assert_same_run(run, whole, tmp_path)
-    # That of the last step is tried twice, and what is there stays.
+    # The last step is saved in two attempts; older checkpoints stay.
     failing |= {7}
     with pytest.raises(TrainingStopped, match="7: cannot write a checkpoint"):
       loop.train(with_config(run, run__steps=7), tmp_path)
@@ -412,7 +412,7 @@ class TestBest:
   ):
     calls, results = [], Evaluation.results
 
-    def failing(evaluated, tries):  # As if no response had a verdict.
+    def failing(evaluated, tries):  # As if nothing had a verdict.
       calls.append(results(evaluated, tries))
       if len(calls) == missing:
         del calls[-1]["reward_mean"]
@@ -440,7 +440,7 @@ class TestNotFinite:
     bad = with_config(estimating(run, poison), run__max_skipped=3)
     with pytest.raises(TrainingStopped, match="last 4 updates of the pol"):
       loop.train(bad, tmp_path)
-    # Step 1 skipped its two updates, step 2 was one too many.
+    # Step 1 skipped its two updates, step 2 exceeded the limit.
     rows = tiny_run.comparable(tmp_path)
     assert [row["step"] for row in rows] == [0, 1]
     assert rows[1]["policy/skipped"] == 2 and rows[1]["value/skipped"] == 0
@@ -482,7 +482,7 @@ class TestValuePretraining:
     return [json.loads(line) for line in text.splitlines()]
 
   def test_patience(self, run, tmp_path):
-    # The first batch always improves on nothing; no later one does by 10.
+    # The first batch always counts as better; no later one improves by 10.
     rows = self.train(
       run,
       tmp_path,
@@ -494,14 +494,14 @@ class TestValuePretraining:
 
   def test_at_most_the_steps_of_the_config(self, run, tmp_path):
     rows = self.train(run, tmp_path, value__pretrain_min_delta=-10.0)
-    # One more batch is only measured.
+    # The last batch is only measured.
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert ["value/loss" in row for row in rows] == [True, True, False]
-    # A fresh head says 0 to everything: it explains nothing yet.
+    # A new head predicts 0 everywhere, which explains nothing.
     assert rows[0]["value/explained_variance"] == 0.0
 
   def test_a_reward_model_comes_first_and_resumes(self, run, tmp_path):
-    class Stopped:  # After so many batches.
+    class Stopped:  # Stops after some batches.
       def __init__(self, batches):
         self.left = 1 + batches
 
@@ -520,7 +520,7 @@ class TestValuePretraining:
     assert reward_model == [True, True, False, False]
     assert whole_texts == [False, False, True, True]
     assert ["value/loss" in row for row in rows] == [True, True, True, False]
-    # What it has learned of ends gives beginnings values too.
+    # Training on last tokens also improves the values of prefixes.
     assert rows[2]["value/loss"] < rows[1]["value/loss"] < rows[0]["value/loss"]
 
     parts = with_config(run, run__steps=1, **changes)
@@ -570,7 +570,7 @@ class TestValuePretraining:
     assert not measured and len(critics) == PRETRAINED
     chex.assert_trees_all_equal(jax.device_get(after.policy), policy)
     assert (after.step, after.waiting) == (0, None)
-    assert after.critic.optimizer.step == 0  # It starts afresh.
+    assert after.critic.optimizer.step == 0  # Reset.
     trained = jax.device_get(after.critic.trained)
     for i, critic in enumerate(critics):
       same = jax.tree.map(np.array_equal, trained, critic)

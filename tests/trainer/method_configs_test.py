@@ -1,4 +1,4 @@
-"""The methods that configs/ names differ in what their papers say."""
+"""The methods of configs/ differ exactly as their papers say."""
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +11,12 @@ from jaxrl_llm import config as config_lib
 from jaxrl_llm.learner import build_algorithm
 from jaxrl_llm.trainer.validation import validate
 
-# Each removes one part of VAPO, as the study has it.
+# Each removes one part of VAPO, as in the study.
 ABLATIONS = (
   *("value pretraining", "decoupled GAE", "length-adaptive λ", "clip-higher"),
   *("token-level loss", "positive LM loss", "group sampling"),
 )
-# A method, the one that it comes from, and the settings that differ.
+# A method, the method it is based on, and the settings that differ.
 RELATIVES = """\
 cispo dapo loss.name loss.clip_low schedule.dynamic_sampling \
   reward.overlong_buffer
@@ -36,7 +36,7 @@ vc_ppo ppo value.pretrain_steps estimator.lambda_value estimator.normalize \
 
 
 def without(part):
-  """Settings that remove a part in the study at the embedded scale."""
+  """Returns the settings that remove a part in the study (embedded scale)."""
   variants = {x.name: x.changes for x in tables.STUDIES["credit"].variants}
   shared = variants["VAPO"].items()
   return dict(variants[f"without {part}"].items() - shared)
@@ -58,11 +58,11 @@ class TestAblations:
     assert resolved(load("vapo"))["estimator.lambda_policy"] == 0.95
 
   def test_vapo_is_ppo_and_its_parts(self):
-    """The defaults are neutral: VAPO's file shows all that it changes."""
+    """The defaults are neutral: VAPO's file lists all of its changes."""
     neutral = config_lib.scaled()[0]
     changed = {key for part in ABLATIONS for key in without(part)}
-    # The token-level loss and the constant λ are the neutral ones; the first
-    # stands there to be seen.
+    # The token-level loss and the constant λ are neutral; the first is in the
+    # file for the reader.
     changed -= {"loss.mode", "estimator.lambda_policy"}
     assert differing(resolved(load("vapo")), resolved(neutral)) == changed
 

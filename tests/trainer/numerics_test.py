@@ -1,4 +1,4 @@
-"""Runs whose products round to fewer bits, in both programs or in one."""
+"""Runs with lower matmul precision in both programs or in one."""
 
 import json
 
@@ -11,7 +11,7 @@ NO_CRITIC = {"estimator__name": "group", "value__pretrain_steps": 0}
 
 
 def differences(model, folder, **changes):
-  """Mean difference of log-probs in each step of a run."""
+  """Returns the mean log-prob difference in each step of a run."""
   settings = {"run__steps": 2} | changes
   loop.train(build.make_run(tiny_run.make_config(model, **settings)), folder)
   rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())

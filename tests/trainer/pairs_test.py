@@ -1,11 +1,11 @@
 """Pairs of features, trained for three steps and resumed after the first.
 
-A case is a method with features that its config accepts; together the cases
-have every pair of features that some method accepts, and every method is in
-one. Whatever the features, metrics are finite and no update is skipped,
-each response reaches each loss that it should exactly once, losses are over the
-policy's own tokens, their weights sum as the mode says, learning rates fall to
-the last step, and a resumed run repeats the uninterrupted one.
+A case is a method with features that its config accepts; together, the cases
+cover every method and every pair of features that some method accepts. In all
+cases, metrics are finite, no update is skipped, each response reaches each of
+its losses exactly once, losses are over tokens that the policy wrote, their
+weights sum to the value of the loss mode, learning rates decay to the last
+step, and a resumed run repeats the uninterrupted one.
 """
 
 import collections
@@ -92,12 +92,12 @@ grpo adapters streaming environment
 vc_ppo streaming environment frozen reward_model_start reads_logprobs mesh
 """.splitlines()
 ]
-# Methods that are trained without any feature; 'sft' samples no rollout, 'sgpo'
+# Methods that are not combined with features: 'sft' samples no rollouts, 'sgpo'
 # needs a profile, and 'replay' and 'dart' train on tokens in several steps.
-# What others add is trained and resumed in tests/methods: orders of prompts in
-# curricula_test.py (adhint's hints and scope's repairs among them), teachers,
-# probes and shared responses in files of their own, and losses of tokens and
-# mixed advantages in features_test.py.
+# Further parts are trained and resumed in tests/methods: curricula (including
+# adhint's hints and scope's repairs) in curricula_test.py, token losses and
+# mixed advantages in features_test.py, and teachers, probes and shared
+# responses in separate files.
 OTHERS = {"sft", "sgpo", "replay", "dart"}
 OTHERS |= {"dots", "dps", "gdro", "majority", "nudge", "xrpo", "distill"}
 OTHERS |= {"adhint", "dars", "scope", "arrol", "poise", "sapo"}
@@ -106,7 +106,7 @@ PLAIN = sorted({*configs.METHODS} - OTHERS - {case[0] for case in CASES})
 
 
 def looks_right(prompt, response):
-  """A verdict that random text gets half of the time, from its hash."""
+  """A verdict from a hash, correct for half of all random texts."""
   return zlib.crc32(f"{prompt}{response}".encode()) % 2 == 0
 
 
@@ -118,7 +118,7 @@ def registered():
 
 
 def make_config(model, method, *features):
-  """A method's config at the size of a test, with features switched on."""
+  """Makes a small config of a method with features switched on."""
   config = configs.load(method)
   settings = tiny_run.overrides(model) | {
     "reward.name": "looks_right",
@@ -149,7 +149,7 @@ def make_config(model, method, *features):
 
 
 def accepts(method, *features):
-  """Whether a method's config accepts the features together."""
+  """Returns whether a method's config accepts the features together."""
   config = make_config(pathlib.Path("unused"), method, *features)
   if not has_critic(config) and not OF_CRITICS.isdisjoint(features):
     return False
@@ -162,7 +162,7 @@ def accepts(method, *features):
 
 
 class Recorder:
-  """Records what a run collects, and every mini-batch that a loss sees."""
+  """Records the batches of a run, and every mini-batch that a loss reads."""
 
   def __init__(self, run, monkeypatch):
     self.batches, self.losses = [], collections.defaultdict(list)
@@ -184,7 +184,7 @@ class Recorder:
 
     monkeypatch.setattr(RolloutWorker, "collect", recorded_collect)
     monkeypatch.setattr(learner_lib.Learner, "_experience", recorded_experience)
-    # Value pretraining has the same members, so that this learner gets others.
+    # Value pretraining shares the members, so this learner gets its own.
     own = {
       name: dataclasses.replace(member, training=member.training._replace())
       for name, member in run.learner.members.items()
@@ -202,7 +202,7 @@ class Recorder:
     monkeypatch.setattr(members.Training, "prepare", recorded_prepare)
 
   def counts(self, loss):
-    """How often each response entered a loss: {(update, sample id): times}."""
+    """Counts uses of each response in a loss: {(update, sample id): times}."""
     found = collections.Counter()
     for inputs, _, _ in self.losses[loss]:
       versions, ids = inputs["test_version"], inputs["test_sample_id"]
@@ -211,7 +211,7 @@ class Recorder:
 
 
 def check_each_response_once(run, recorder):
-  """Every collected row at the policy, every ended one at the critic."""
+  """Checks that the policy sees each row once, the critic each ended row."""
   epochs = run.config.optimizer.policy.epochs
   expected = collections.Counter()
   for step, responses in enumerate(recorder.batches[:STEPS]):
@@ -233,13 +233,13 @@ def check_each_response_once(run, recorder):
   assert len(ended) == len(set(ended)), "a response ended twice"
   assert set(seen) <= set(ended)
   assert set(seen.values()) == {run.config.optimizer.value.epochs}
-  # The others wait until a mini-batch is full.
+  # The remaining ones wait until a mini-batch is full.
   size = run.config.optimizer.value.mini_batch
   assert len(ended) - len(seen) == len(ended) % size
 
 
 def check_masks(run, recorder):
-  """Losses are over tokens that the policy wrote, each in one step."""
+  """Checks that losses are over written tokens, each trained in one step."""
   rows = {
     (step, number): row
     for step, responses in enumerate(recorder.batches)
@@ -267,11 +267,11 @@ def check_masks(run, recorder):
 
 
 def check_weights(run, recorder):
-  """Weights sum to what a loss of 1 everywhere is reduced to."""
+  """Checks that weights sum to the reduction of a loss of 1 everywhere."""
   algorithm = run.learner.algorithm
   for inputs, packed, size in recorder.losses["policy"]:
     mask = np.asarray(inputs["policy_mask"])
-    # Of parts, which are divided by the size of the whole batch in the end.
+    # Partial sums, which are divided by the entire batch's size at the end.
     parts = 1 if size is None else reduction_size(mask, algorithm.loss_mode)
     ones = np.ones(mask.shape, np.float32)
     if algorithm.correction is not None:
@@ -284,14 +284,14 @@ def check_weights(run, recorder):
 
 
 def reduction_size(mask, mode):
-  """Tokens, sequences or 1."""
+  """Returns the number of tokens or sequences, or 1."""
   if mode == "token-mean":
     return mask.sum()
   return 1 if mode.endswith("-norm") else mask.any(axis=1).sum()
 
 
 def check_schedules(run, workdir):
-  """Rates fall by as much in every step, and to nothing in the last."""
+  """Checks that learning rates decay linearly to zero in the last step."""
   rows = tiny_run.comparable(workdir)
   assert [row["step"] for row in rows] == list(range(STEPS + 1))
   for row in rows[1:]:
@@ -304,7 +304,7 @@ def check_schedules(run, workdir):
 
 
 def check_resumed(run, whole, resumed):
-  """The run, resumed after its first step, ends in the same bits."""
+  """Checks that the run resumed after step 1 ends with the same bits."""
   ignore = shutil.ignore_patterns(*map(str, range(2, STEPS + 1)))
   shutil.copytree(whole, resumed, ignore=ignore)
   loop.train(run, resumed)
@@ -321,7 +321,7 @@ def check_resumed(run, whole, resumed):
 
 
 def check_same_but_for_rounding(once, again):
-  """A drafter works where that is measured to pay, which rounds otherwise."""
+  """Compares up to rounding: a drafter runs only if it measurably pays off."""
   measured = ("rollout/decode_steps", "rollout/idle", "sampler_trainer/")
   for first, second in zip(once, again, strict=True):
     assert first.keys() == second.keys()

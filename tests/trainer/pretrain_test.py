@@ -1,4 +1,4 @@
-"""Pretraining: a pure function of its settings, for every task; the assets."""
+"""Pretraining depends only on its settings, for every task; the assets."""
 
 import json
 import pathlib
@@ -21,7 +21,7 @@ TASKS = tuple(pretraining.TASKS)
 
 
 def train(task, tokenizer, **changes):
-  """(params, losses) of a short training of the tiny model."""
+  """Trains the tiny model briefly; returns (params, losses)."""
   small = {"steps": 60, "warmup_steps": 2, "learning_rate": 1e-2}
   small |= {"batch_size": 16, "micro_batch_size": 4, "max_prompt_length": 6}
   small |= {"task_settings": {"max_ops": 2, "eval_size": 20}}
@@ -55,7 +55,7 @@ def test_pretraining_learns_and_repeats_itself(task, tokenizer):
 
 @pytest.mark.slow
 def test_three_steps_of_the_script_at_full_size(tmp_path):
-  task = TASKS[-1]  # All have this size, and the first is the default.
+  task = TASKS[-1]  # All have this size; the first one is the default.
   flags = [f"--task={task}", f"--out={tmp_path / 'base'}", "--steps=3"]
   shown, _ = programs.finish(
     "scripts/dev/pretraining.py", *flags, "--warmup_steps=1"
@@ -78,8 +78,8 @@ def test_shipped_base_is_what_the_settings_say(task):
   size = sum(file.stat().st_size for file in directory.iterdir())
   assert size < 1_000_000
   names = json.loads((directory / "tokenizer_config.json").read_text("utf-8"))
-  assert names["eos_token"] == "<eos>"  # What transformers reads.
-  # As JSON: the library has indented its files in several ways.
+  assert names["eos_token"] == "<eos>"  # The name that transformers reads.
+  # Compared as JSON: indentation differs between versions of the library.
   written = json.loads((directory / "tokenizer.json").read_text("utf-8"))
   assert written == json.loads(
     pretraining.character_tokenizer_json(tasks.CHARACTERS)

@@ -1,4 +1,4 @@
-"""A sampler on a mesh of its own writes what it would on the trainer's."""
+"""A sampler generates the same on a separate mesh as on the trainer's."""
 
 import functools
 
@@ -18,13 +18,13 @@ from jaxrl_llm.trainer import build, loop, meshes
 
 @pytest.fixture(scope="module")
 def make_run(model):
-  """name of MESHES -> run; each is built and compiled once."""
+  """Name in MESHES -> run, each built and compiled once."""
   return tiny_mesh_run.run_maker(model)
 
 
 @pytest.fixture(scope="module")
 def written(make_run, tmp_path_factory):
-  """name of MESHES -> (workdir, rollouts) of a whole run."""
+  """Name in MESHES -> (workdir, rollouts) of a complete run."""
 
   @functools.cache
   def write(name):
@@ -58,7 +58,7 @@ class TestRuns:
       )
 
   def test_apart_is_the_same_run_bit_for_bit(self, written):
-    # Other devices compute the same programs.
+    # Other devices run the same programs.
     rows = [
       [
         {k: v for k, v in row.items() if k != "sampler_trainer/parity_error"}
@@ -114,7 +114,7 @@ class TestRuns:
       np.testing.assert_array_equal(mine.tokens, his.tokens)
 
 
-# Whatever else the sampler keeps, makes or is told between steps.
+# Settings that move further state between sampler and trainer.
 WINDOWS = {
   "estimator__name": "gae",
   "schedule__window": 5,
@@ -141,7 +141,7 @@ def test_every_kind_of_run_goes_apart(model, tmp_path, kind):
     run, rollouts = recorded(
       build.make_run(tiny_run.make_config(model, **changes))
     )
-    # The second half is resumed.
+    # The second half is a resumed run.
     for steps in (2, 3):
       loop.train(with_config(run, run__steps=steps), tmp_path / name)
     rows = tiny_run.comparable(tmp_path / name)
@@ -154,13 +154,13 @@ def test_every_kind_of_run_goes_apart(model, tmp_path, kind):
 
 
 ONE = {"mesh__data": 1}
-PRETRAINED = 3  # Batches of value pretraining, the last only measured.
+PRETRAINED = 3  # Batches of value pretraining; the last is only measured.
 EIGHT = {"mesh__fsdp": 2, "mesh__context": 2, "mesh__tensor": 2}
 
 
 @pytest.mark.slow
 def test_a_windowed_run_goes_on_with_other_devices(model, tmp_path):
-  """Half-written responses, critic and prompts move from 1 to 8 and back."""
+  """Unfinished responses, critic and prompts move to 8 devices and back."""
   data, prompts = tmp_path / "sums.jsonl", 20
   data.write_text(
     "".join(
@@ -187,7 +187,7 @@ def test_a_windowed_run_goes_on_with_other_devices(model, tmp_path):
   for mesh, steps in ((one, 2), (eight, 4), (one, 6)):
     run, written = recorded(with_config(mesh, run__steps=steps))
     loop.train(run, tmp_path / "moved")
-    # Of the evaluations at the end of a part only the last is of the whole.
+    # The uninterrupted run has only the last of the final evaluations.
     found += written if steps == 6 else written[:-1]
   assert len(found) == len(wanted)
   for mine, his in zip(found, wanted):
@@ -196,7 +196,7 @@ def test_a_windowed_run_goes_on_with_other_devices(model, tmp_path):
     np.testing.assert_allclose(
       mine.behavior_logprobs, his.behavior_logprobs, rtol=0, atol=1e-5
     )
-  # Before them are value pretraining and the evaluation of step 0.
+  # Preceded by value pretraining and the evaluation of step 0.
   drawn = {
     int(group): int(example)
     for rollout in found[PRETRAINED + 1 : PRETRAINED + 7]

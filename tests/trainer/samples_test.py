@@ -1,4 +1,4 @@
-"""samples.jsonl: responses of a step, with what the learner saw of them."""
+"""samples.jsonl has the responses of a step with the learner's inputs."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ ALL = {
 
 
 def odd_length(response):
-  """A reward that a random model gets now and then, in two parts."""
+  """A reward of two components that a random model gets sometimes."""
   odd = float(len(response) % 2)
   return {"odd": odd, "short": 1 / (1 + len(response))}
 
@@ -35,7 +35,7 @@ def model(tmp_path_factory):
 
 
 def train(model, folder, **changes):
-  """Rows of metrics by step, and samples by step."""
+  """Trains; returns rows of metrics by step, and samples by step."""
   made = build.make_run(tiny_run.make_config(model, **ALL | changes))
   return train_run(made, folder)
 
@@ -49,13 +49,13 @@ def train_run(run, folder):
 
 
 def numbers(samples, name):
-  """The numbers of all tokens that have one."""
+  """Returns the values of all tokens that have one."""
   every = [x for sample in samples for x in sample.get(name, [])]
   return np.array([x for x in every if x is not None])
 
 
 def check_rows(samples):
-  """What holds of every response."""
+  """Checks invariants of every response."""
   assert len({sample["sample"] for sample in samples}) == len(samples)
   for sample in samples:
     tokens = sample["tokens"]
@@ -86,7 +86,7 @@ class TestCritic:
       check_rows(shown)
       assert len(shown) == 32
       assert len({sample["group"] for sample in shown}) == 8
-      # The metrics of the step, from the samples alone.
+      # The metrics of the step, from its samples.
       rewards = np.array([sample["reward"] for sample in shown])
       assert rewards.mean() == pytest.approx(row["reward/mean"], abs=1e-6)
       for sample in shown:
@@ -153,7 +153,7 @@ class TestGroup:
         assert sample["gold"] and sample["example"]
         assert lag == 0 or sample["extracted"] is None
       differences.append(np.abs(numbers(shown, "logprob_diff")).max())
-    # With a lag the trainer is an update ahead of the sampler.
+    # With lag, the trainer is one update ahead of the sampler.
     assert (differences[-1] > 1e-4) == bool(lag)
 
 
@@ -168,7 +168,7 @@ def test_windows_show_each_visit(model, tmp_path):
     for sample in shown:
       has_one = [x is not None for x in sample["advantage"]]
       before = visits.get(sample["sample"], {"length": 0, "prompt": None})
-      # Only the tokens of this window are in the loss of the policy.
+      # Only the tokens of this window are in the policy loss.
       assert has_one == [i >= before["length"] for i in range(sample["length"])]
       assert before["prompt"] in (None, sample["prompt"])
       visits[sample["sample"]] = sample

@@ -1,18 +1,17 @@
-"""The training loop under a seeded scheduler that fails its file system.
+"""Simulates the training loop on a file system with seeded faults.
 
     PYTHONPATH=.:tests:scripts/dev python tests/trainer/simulation.py --steps=N
 
-The loop, the folder of the run, the logger, the pipeline, the source of prompts
-and the checkpoints are the real ones. In place of the models stands a little
-arithmetic, and in place of Orbax a file per item. Every call that changes files
-may fail: the process is killed or the power cut before it, the disk is full or
-broken, SIGTERM arrives. After a cut files lose what was not flushed, and names
-what their folder was not flushed for. While nobody runs, a bit of the newest
-checkpoint may flip.
+The loop, the run's folder, the logger, the pipeline, the prompt source and the
+checkpoints are real. Simple arithmetic replaces the models, and one file per
+item replaces Orbax. Every call that changes files may fail: the process is
+killed or loses power before it, the disk is full or broken, or SIGTERM arrives.
+A power cut reverts unflushed content of files and unflushed renames. Between
+processes, a bit of the newest checkpoint may flip.
 
-Each seed is a run that is started until it is through. Then its rows, and all
-that its last checkpoint has, must be those of a run without faults. A seed
-repeats itself, call by call.
+Each seed is a run that is restarted until it is finished. Then its rows and its
+last checkpoint must equal those of a run without faults. A seed determines all
+calls.
 """
 
 import argparse
@@ -50,7 +49,7 @@ from jaxrl_llm.trainer import iteration, loop, summary
 from jaxrl_llm.trainer.run import Run
 from jaxrl_llm.types import Rollout, take_rows, unjudged
 
-STEPS = 100  # Of a run.
+STEPS = 100  # Per run.
 _EXAMPLES, _DRAWN = 101, 3
 _SHARES = {"kill": 4, "power": 3, "full": 1, "broken": 1, "stop": 1}
 _REAL = {
@@ -59,11 +58,11 @@ _REAL = {
 
 
 class Killed(BaseException):
-  """The process is gone: nothing of it may catch this or touch a file."""
+  """The process is dead: it must neither catch this nor change files."""
 
 
 class Disk:
-  """Fails calls, and knows what would outlive a power cut."""
+  """Makes calls fail, and tracks the data that would survive a power cut."""
 
   def __init__(self, root: pathlib.Path, seed: int, rate: float):
     self.root, self.rate = str(root), rate
@@ -74,15 +73,15 @@ class Disk:
     self.boot()
 
   def boot(self):
-    """A new process; what was not flushed is the same as before it."""
+    """Starts a new process; unflushed data counts as flushed."""
     self.dead = self.stopped = False
-    # Files that were written and not flushed, and how much of them is safe.
+    # Unflushed files -> number of bytes that are safe.
     self.dirty: dict[str, int] = {}
-    # Folder -> renames in it that were not: (from, to, what was there).
+    # Folder -> unflushed renames in it: (from, to, replaced content).
     self.renamed = collections.defaultdict(list)
 
   def call(self, name: str, path: str):
-    """Before a call that changes files: it may not come to it."""
+    """Called before each call that changes files; may make it fail."""
     if self.dead:
       raise Killed
     self.calls += 1
@@ -90,7 +89,7 @@ class Disk:
     if self.rng.random() >= self.rate:
       return
     kind = self.rng.choices(list(_SHARES), list(_SHARES.values()))[0]
-    # Where nobody listens, and the second time, it would end the simulation.
+    # Without a handler, or the second time, it would end the simulation.
     listened = signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
     if kind == "stop" and (self.stopped or not listened):
       return
@@ -110,11 +109,11 @@ class Disk:
       raise Killed
 
   def up_to(self, size: int) -> int:
-    """Of some bytes. One draw whatever their number: times have digits."""
+    """Draws a number of bytes in one random draw, as sizes vary with times."""
     return round(self.rng.random() * size)
 
   def _cut(self):
-    """Names and contents that were not flushed may be lost."""
+    """Loses some of the unflushed names and contents."""
     for renames in self.renamed.values():
       kept = self.rng.randint(0, len(renames))
       for source, target, before in reversed(renames[kept:]):
@@ -128,13 +127,13 @@ class Disk:
         os.truncate(name, safe + self.up_to(os.path.getsize(name) - safe))
 
   def _move(self, source: str, target: str):
-    """What was not flushed has another name."""
+    """Renames entries of unflushed files."""
     for name in list(self.dirty):
       if name == source or name.startswith(f"{source}/"):
         self.dirty[target + name.removeprefix(source)] = self.dirty.pop(name)
 
   def wrote(self, path: str, safe: int | None = None):
-    """After a call that may have changed content but the first bytes."""
+    """Called after a write; the first `safe` bytes are unchanged."""
     if safe is None:
       safe = os.path.getsize(path) if os.path.exists(path) else 0
     self.dirty[path] = min(safe, self.dirty.get(path, safe))
@@ -155,7 +154,7 @@ _disk: Disk | None = None
 
 
 def _mine(path) -> str:
-  """The path if it is of the simulated disk, else ''."""
+  """Returns the path if it is on the simulated disk, else ''."""
   if _disk is None or isinstance(path, int):
     return ""
   path = os.path.abspath(os.fsdecode(path))
@@ -184,7 +183,7 @@ def _of(descriptor: int) -> str:
 
 def _write(descriptor, data):
   if path := _of(descriptor):
-    if _disk.rng.random() < _disk.rate / 4:  # Only a part of it fits.
+    if _disk.rng.random() < _disk.rate / 4:  # Only a part fits.
       data = data[: _disk.up_to(len(data))]
     _disk.call("write", path)
     _disk.wrote(path)
@@ -206,7 +205,7 @@ def _ftruncate(descriptor, size):
 
 
 class _Saver:
-  """Orbax's asynchronous checkpointer: a file per item, then a rename."""
+  """Replaces Orbax's async checkpointer: a file per item, then a rename."""
 
   def __init__(self, handler=None):
     self._begun = None
@@ -250,7 +249,7 @@ class _Saver:
 
 
 class _Later:
-  """An executor whose work is done when it is first asked for."""
+  """An executor that runs a task when its result is first requested."""
 
   def __init__(self, *_):
     pass
@@ -267,7 +266,7 @@ class _Later:
           work.result = [error]
       return work.result[0]
 
-    # At a moment of its own: at once, or when somebody waits.
+    # At a random time: at once, or when the result is awaited.
     if _disk is not None and _disk.rng.random() < 0.5:
       exception()
     work.exception, work.done = exception, lambda: work.result is not None
@@ -278,13 +277,13 @@ class _Later:
 
 
 def _policy(w, m):
-  # On a device: what is on the host is a record of responses.
+  # On a device: host arrays would count as records of responses.
   w, m = jax.device_put((np.float32(w), np.float32(m)))
   return TrainState(trained={"w": w}, optimizer={"m": m})
 
 
 class _Learner:
-  """Arithmetic that depends on all that a batch has."""
+  """Arithmetic that depends on the entire batch."""
 
   critic = None
   mesh = types.SimpleNamespace(
@@ -324,7 +323,7 @@ class _Learner:
 
 
 class _Worker:
-  """Responses drawn from the weights, the prompts and those left over."""
+  """Draws responses from the weights, prompts and unfinished responses."""
 
   def __init__(self, source):
     self._source = source
@@ -362,7 +361,7 @@ class _Worker:
 
 
 class _Evaluator:
-  """An evaluation that says what it was given."""
+  """An evaluation that returns its inputs."""
 
   name, origin = "none", ""
 
@@ -390,7 +389,7 @@ _TRANSFER = sync.WeightTransfer(
 
 
 def make_run(config) -> Run:
-  """A new process's owners."""
+  """Makes the parts of a run for a new process."""
   source = PromptSource(
     _Examples(),
     lambda example: [1],
@@ -416,14 +415,14 @@ def make_run(config) -> Run:
 
 
 def outcome(folder: pathlib.Path):
-  """Rows, and what the last checkpoint has."""
+  """Returns the rows and the content of the last checkpoint."""
   record = commit.read(folder / "checkpoints" / str(STEPS))
   rows = tiny_run.comparable(folder)
   return rows, record["leaves"], record["states"]
 
 
 def check_epochs(rows: list[dict]):
-  """Every example once an epoch."""
+  """Checks that every epoch has each example exactly once."""
   drawn = [row[f"example/{i}"] for row in rows[1:] for i in range(_DRAWN)]
   whole = len(drawn) // _EXAMPLES * _EXAMPLES
   epochs = np.reshape(drawn[:whole], (-1, _EXAMPLES))
@@ -432,9 +431,9 @@ def check_epochs(rows: list[dict]):
 
 
 def rot(disk: Disk, folder: pathlib.Path, rotten: set[int]):
-  """Flips a bit of the newest checkpoint, if another one is good."""
+  """Flips a bit of the newest checkpoint if another one is intact."""
   found = commit.steps(folder / "checkpoints")
-  # A run that is through reads no checkpoint any more.
+  # A finished run reads no checkpoints any more.
   good = [s for s in found if s not in rotten and s < STEPS]
   if len(good) < 2 or disk.rng.random() > 0.1:
     return
@@ -449,7 +448,7 @@ def rot(disk: Disk, folder: pathlib.Path, rotten: set[int]):
 
 @contextlib.contextmanager
 def _without_models():
-  """Leaves out what the loop tells of models and texts, which are not there."""
+  """Disables the loop's reports on models and texts: there are none here."""
   with (
     mock.patch.object(summary, "describe", lambda run: []),
     mock.patch.object(iteration, "samples_of_step", lambda *_: []),
@@ -460,7 +459,7 @@ def _without_models():
 def simulate(
   config, folder: pathlib.Path, seed: int, rate: float
 ) -> tuple[Disk, int]:
-  """Starts a run until it is through: the disk, and the starts."""
+  """Restarts a run until it ends; returns the disk and the number of starts."""
   global _disk
   disk, rotten, starts = Disk(folder, seed, rate), set(), 0
   while True:
@@ -491,7 +490,7 @@ def simulate(
 
 
 def main(arguments: list[str] | None = None) -> int:
-  """Runs seeds until so many steps are done; prints what happened."""
+  """Runs seeds until the given number of steps is done; prints a summary."""
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
   parser.add_argument("--steps", type=int, default=5000)
   parser.add_argument("--seed", type=int, default=0, help="the first")

@@ -1,4 +1,4 @@
-"""5,000 steps of the training loop while its file system fails."""
+"""Runs 5,000 steps of the training loop on a failing file system."""
 
 import json
 import os

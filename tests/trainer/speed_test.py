@@ -1,4 +1,4 @@
-"""Tokens per second and utilisation, by hand."""
+"""Tokens per second and utilisation match results by hand."""
 
 import dataclasses
 import types
@@ -41,7 +41,7 @@ class TestSpeed:
 
   def test_tokens_per_second(self):
     row = speed.speed(self.make_learner(), self.ROW)
-    # A CPU has no peak, hence no utilisation.
+    # No peak is known for a CPU, hence there is no utilisation.
     assert row == {
       "rollout/tokens_per_second": 25.0,
       "perf/tokens_per_second": 30.0,
@@ -55,11 +55,11 @@ class TestSpeed:
     if not critic:
       del row["time/update_value_s"]
     got = speed.speed(self.make_learner(critic, tied), row)["perf/mfu"]
-    # What is multiplied with: the tied embedding is the policy's head, as an
-    # untied one would be beside an embedding that is looked up.
+    # Parameters in matmuls: the tied embedding counts as the policy's head; an
+    # untied embedding would only be looked up.
     policy = models.num_params(tiny_run.model_config())
     trunk = policy - tiny_run.model_config().vocab_size * 32
-    # One scoring pass each, and 6 a token for each epoch.
+    # One scoring pass each (2 per token), and 6 per token and epoch.
     done = (2 + 6) * policy + ((2 + 12) * trunk if critic else 0)
     seconds = 6.0 if critic else 3.0
     flops = done * 300.0
@@ -83,5 +83,5 @@ class TestSpeed:
         self.make_learner(layers=1),
       )
     )
-    # Half of the layers, which are all that a critic multiplies with.
+    # Half of the layers, which contain all of a critic's matmuls.
     np.testing.assert_allclose(one, (whole + none) / 2, rtol=5e-3)

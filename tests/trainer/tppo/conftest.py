@@ -1,4 +1,4 @@
-"""One run and its histories for all tests of T-PPO."""
+"""A run and its recorded steps for all tests of T-PPO."""
 
 import pytest
 from helpers import tiny_run
@@ -7,11 +7,11 @@ from helpers.tiny_tppo import STEPS, WINDOW, record
 
 @pytest.fixture(scope="session")
 def run(model):
-  """T-PPO with a window of a quarter; other windows compile nothing new."""
+  """T-PPO with windows of a quarter; other windows need no compilation."""
   return tiny_run.make_run(
     model,
     schedule__window=WINDOW,
-    # A critic that says something soon.
+    # A critic that learns quickly.
     optimizer__value__learning_rate=1e-2,
   )
 

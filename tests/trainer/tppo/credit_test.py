@@ -1,4 +1,4 @@
-"""Advantages of cut responses, and a KL in the targets of those that waited."""
+"""Advantages of truncated responses, and the KL in delayed critic targets."""
 
 import numpy as np
 import reference
@@ -13,7 +13,7 @@ class TestCredit:
     alpha, seen_cut, seen_ended = run.config.estimator.alpha, 0, 0
     for step in history:
       (seen,) = step.estimated
-      rows = np.arange(SLOTS)  # Behind them are those that waited.
+      rows = np.arange(SLOTS)  # The following rows waited.
       rollout = take_rows(seen.rollout, rows)
       values = np.float64(seen.scores["values"][rows])
       cut, last = rollout.status == Status.TRUNCATED, rollout.lengths - 1
@@ -60,7 +60,7 @@ class TestKlInReward:
     config = run.config.copy_and_resolve_references()
     config.loss.kl_reward_coefficient = beta
     made = build.make_run(config).learner
-    # The losses stay as they are compiled.
+    # The compiled losses are reused.
     chosen = with_learner(
       run, algorithm=made.algorithm, _estimate=made._estimate
     )

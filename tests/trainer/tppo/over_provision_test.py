@@ -1,6 +1,6 @@
 """Windows with more responses in flight than a step waits for.
 
-That losses see every token once, and resumes, are in ../pairs_test.py.
+../pairs_test.py tests that losses see every token once, and resuming.
 """
 
 from helpers import tiny_run
@@ -28,9 +28,9 @@ def test_a_step_waits_for_a_batch_of_those_in_flight(model):
     assert paused.sum() >= SLOTS
     assert len(rollout.lengths) <= IN_FLIGHT
     cut_early += (~paused).sum()
-    # All that is in flight, begun or not, is carried or new in the next step.
+    # Everything in flight, begun or not, is carried over or new next step.
     gone = step.collected.ended.sum()
     assert len(step.store.lengths) >= IN_FLIGHT - gone
     assert len(step.store.lengths) < IN_FLIGHT - gone + GROUP
     assert (step.store.status == Status.TRUNCATED).all()
-  assert cut_early  # The slots' other responses were cut inside of a window.
+  assert cut_early  # Responses in other slots were cut inside a window.

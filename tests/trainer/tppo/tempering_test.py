@@ -1,4 +1,4 @@
-"""The sampler is told the entropies of the batch before."""
+"""The sampler receives the entropies of the previous batch."""
 
 import dataclasses
 
@@ -27,7 +27,7 @@ class TestTempering:
     )
     chosen = with_engine(with_learner(run, algorithm=algorithm), listening)
     steps, (states, _) = record(chosen, 3)
-    # Nothing is known before the first step: zeros change no temperature.
+    # Nothing is known before the first step; zeros leave temperatures as is.
     assert all(number == 0 for number in told[0])
     last = states.learner.processor_states["entropy_tau"]
     statistics = [*told[1:], last]

@@ -1,4 +1,4 @@
-"""Windows of whole responses are no windows; lost mini-batches are found."""
+"""Full-length windows equal no windows; lost mini-batches are detected."""
 
 import chex
 import jax
@@ -50,12 +50,12 @@ class TestEveryTokenOnce:
 
     def mini_batches(packer, name, rollout, rows, rng=None):
       batches = right(packer, name, rollout, rows, rng)
-      # Without rng they are only scored.
+      # Without rng, they are only scored.
       wrong = rng is not None and name == role
       return fault(batches) if wrong else batches
 
     monkeypatch.setattr(Packer, "mini_batches", mini_batches)
-    # All end at once, so that there are two mini-batches of both.
+    # All responses end, so that policy and critic have two mini-batches.
     chosen = whole_responses(run)
     with pytest.raises(RuntimeError, match=f"of 32 responses once, .* {said}"):
       record(chosen, 1)
