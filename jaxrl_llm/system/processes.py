@@ -297,17 +297,15 @@ def put(tree: Any, places: Any) -> Any:
   """
   if jax.process_count() == 1:
     return jax.device_put(tree, places)
+  if places is None:
+    return tree
 
   def put_one(x, place):
     x = np.asarray(x)
-    part = lambda index: x[index]
+    part = x.__getitem__
     return jax.make_array_from_callback(x.shape, place, part, dtype=x.dtype)
 
-  if places is None:
-    return tree
-  if isinstance(places, jax.sharding.Sharding):
-    return jax.tree.map(lambda x: put_one(x, places), tree)
-  return jax.tree.map(put_one, tree, places)
+  return jax.tree.map(put_one, tree, jax.tree.broadcast(places, tree))
 
 
 def to_host(tree: Any) -> Any:
