@@ -1,6 +1,7 @@
 """A program of tests/processes_test.py: what several processes tell others."""
 
 import os
+import pathlib
 import signal
 import sys
 import threading
@@ -12,6 +13,7 @@ import numpy as np
 from absl import app, flags
 from jax._src import distributed
 
+from jaxrl_llm.checkpoint import commit
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.sync import across
 from jaxrl_llm.system import processes, signals
@@ -33,6 +35,10 @@ def refused(function, *args):
   return None
 
 
+def damaged():
+  raise commit.DamagedError(pathlib.Path("run/3"), "a bit")
+
+
 def share(items):
   """Ten times each, but not in the share of the last item."""
   if 9 in items:
@@ -49,6 +55,12 @@ def check(index):
   assert processes.in_shares(share, [1]) == [10]
   assert refused(processes.in_shares, share, [9, 1]) == "9 is too many"
   assert refused(processes.of_first, share, [9]) == "9 is too many"
+  try:  # An error is of the kind that the first process has raised.
+    processes.of_first(damaged)
+  except commit.DamagedError as error:
+    assert error.what == "a bit" and "run/3: this check" in str(error)
+  else:
+    raise AssertionError
   mesh = jax.make_mesh((4,), ("x",))
   rows = np.arange(8.0, dtype=np.float32).reshape(4, 2)
   place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))

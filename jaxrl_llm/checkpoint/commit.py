@@ -27,11 +27,14 @@ class DamagedError(InputError):
   """Raised if a checkpoint differs from what was saved."""
 
   def __init__(self, folder: pathlib.Path, what: str):
-    self.what = what
+    self.folder, self.what = folder, what
     super().__init__(
       f"{folder}: this checkpoint is damaged ({what}); use another step or"
       " another --workdir"
     )
+
+  def __reduce__(self):  # Processes tell each other about it.
+    return type(self), (self.folder, self.what)
 
 
 def steps(directory: pathlib.Path) -> list[int]:

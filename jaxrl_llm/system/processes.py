@@ -40,7 +40,6 @@ _cleared = collections.defaultdict(int)  # Messages deleted, by channel.
 _sent = collections.defaultdict(int)  # Messages so far, by name of the thread.
 _YEAR_MS = 365 * 24 * 3600 * 1000
 _TOGETHER = InputError, TrainingStopped
-_ERRORS = {e.__name__: e for e in (*_TOGETHER, OSError)}
 
 
 def connect(
@@ -271,20 +270,20 @@ def in_shares(
   return results
 
 
-def _attempt(function, *args) -> tuple[Any, tuple[str, str] | None]:
+def _attempt(function, *args) -> tuple[Any, Exception | None]:
   """Returns the result of a function and the error that it raised."""
   try:
     return function(*args), None
-  except tuple(_ERRORS.values()) as error:
-    kind = next(k for k, e in _ERRORS.items() if isinstance(error, e))
-    return None, (kind, str(error))
+  except _TOGETHER as error:
+    return None, error
+  except OSError as error:
+    return None, OSError(str(error))  # Some kinds of it cannot be pickled.
 
 
-def _result(attempted: tuple[Any, tuple[str, str] | None]) -> Any:
+def _result(attempted: tuple[Any, Exception | None]) -> Any:
   result, failed = attempted
   if failed:
-    kind, text = failed
-    raise _ERRORS[kind](text)
+    raise failed
   return result
 
 
