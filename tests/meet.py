@@ -1,5 +1,7 @@
 """A program of tests/processes_test.py: what several processes tell others."""
 
+import contextlib
+import dataclasses
 import os
 import pathlib
 import signal
@@ -13,6 +15,7 @@ import numpy as np
 from absl import app, flags
 from jax._src import distributed
 
+from jaxrl_llm import checkpoint
 from jaxrl_llm.checkpoint import commit
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.sync import across
@@ -23,6 +26,7 @@ _NUM_PROCESSES = flags.DEFINE_integer("num_processes", 1, "")
 _PROCESS_ID = flags.DEFINE_integer("process_id", 0, "")
 _DYING = flags.DEFINE_integer("dying", -1, "")
 _FROZEN = flags.DEFINE_integer("frozen", -1, "")
+_FOLDER = flags.DEFINE_string("folder", "", "")
 _PATIENCE_S = flags.DEFINE_integer("patience_s", 10, "")
 
 
@@ -37,6 +41,13 @@ def refused(function, *args):
 
 def damaged():
   raise commit.DamagedError(pathlib.Path("run/3"), "a bit")
+
+
+@dataclasses.dataclass(frozen=True)
+class Known:
+  """A state of host arrays, as many prompt sources have one."""
+
+  scores: np.ndarray
 
 
 def share(items):
@@ -106,6 +117,19 @@ def check_apart(index):
         assert processes.to_host(x).tobytes() == value.tobytes()
 
 
+def check_checkpoint(folder):
+  """Arrays that are on no mesh come back in both processes."""
+  saver = checkpoint.Checkpointer(folder, keep=2)
+  with contextlib.closing(saver):
+    saver.save_states(1, {"source": Known(np.arange(3, dtype=np.float32))})
+    saver.wait()
+    assert not saver.new_errors()
+    found = processes.of_first(checkpoint.steps, folder)
+    empty = Known(np.zeros(3, np.float32))
+    restored = saver.restore_states(found[-1], {"source": empty})["source"]
+    np.testing.assert_array_equal(restored.scores, [0, 1, 2])
+
+
 def check_threads(index):
   """Threads exchange at their own pace, in another order in each process."""
 
@@ -169,6 +193,7 @@ def main(_):
     return
   check(_PROCESS_ID.value)
   check_apart(_PROCESS_ID.value)
+  check_checkpoint(pathlib.Path(_FOLDER.value) / "checkpoints")
   check_threads(_PROCESS_ID.value)
   check_signals(_PROCESS_ID.value)
   sys.stdout.write("met\n")
