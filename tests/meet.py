@@ -4,7 +4,9 @@ import contextlib
 import dataclasses
 import os
 import pathlib
+import shutil
 import signal
+import socket
 import sys
 import threading
 import time
@@ -17,7 +19,7 @@ from jax._src import distributed
 
 from jaxrl_llm import checkpoint
 from jaxrl_llm.checkpoint import commit
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, TrainingStopped
 from jaxrl_llm.sync import across
 from jaxrl_llm.system import processes, signals
 
@@ -31,10 +33,10 @@ _PATIENCE_S = flags.DEFINE_integer("patience_s", 10, "")
 
 
 def refused(function, *args):
-  """The text of the InputError that a call ends with."""
+  """The text of the error for users that a call ends with."""
   try:
     function(*args)
-  except InputError as error:
+  except (InputError, TrainingStopped) as error:
     return str(error)
   return None
 
@@ -117,17 +119,39 @@ def check_apart(index):
         assert processes.to_host(x).tobytes() == value.tobytes()
 
 
-def check_checkpoint(folder):
-  """Arrays that are on no mesh come back in both processes."""
-  saver = checkpoint.Checkpointer(folder, keep=2)
-  with contextlib.closing(saver):
-    saver.save_states(1, {"source": Known(np.arange(3, dtype=np.float32))})
-    saver.wait()
-    assert not saver.new_errors()
-    found = processes.of_first(checkpoint.steps, folder)
-    empty = Known(np.zeros(3, np.float32))
-    restored = saver.restore_states(found[-1], {"source": empty})["source"]
-    np.testing.assert_array_equal(restored.scores, [0, 1, 2])
+def check_checkpoints(index, folder, lag_s=5):
+  """Both restore the newest step, though one does not see it for seconds.
+
+  Each has a folder of its own for the storage that they share. The second
+  one's is filled by a thread, the newest step in two parts. The state has
+  arrays that are on no mesh.
+  """
+  here, there = folder / str(index), folder / "0"
+  make = lambda step: {"source": Known(np.full(3, step, np.float32))}
+  with contextlib.closing(checkpoint.Checkpointer(here, keep=2)) as saver:
+    for step in (1, 2):
+      saver.save_states(step, make(step))
+      saver.wait()
+    assert not any(processes.gather(saver.new_errors()))
+
+    def arrive():
+      for part in ("2/source.scores", "2"):
+        time.sleep(lag_s / 2)
+        shutil.copytree(there / part, here / part, dirs_exist_ok=True)
+
+    if index:
+      shutil.copytree(there / "1", here / "1")
+      threading.Thread(target=arrive).start()
+    restore = lambda step: saver.restore_states(step, make(0))["source"].scores
+    found = processes.of_first(checkpoint.steps, here)
+    restored, damaged = checkpoint.newest_undamaged(found, restore)
+    assert found == [1, 2] and restored.tolist() == [2] * 3 and not damaged
+    if index:
+      (here / "2" / "source.scores" / "_METADATA").unlink()
+    processes._APPEARS_S = 0.5
+    said = refused(restore, 2)
+    missing = folder / "1" / "2" / "source.scores" / "_METADATA"
+    assert said.startswith(f"{missing}: process 1-{socket.gethostname()} does")
 
 
 def check_threads(index):
@@ -193,7 +217,8 @@ def main(_):
     return
   check(_PROCESS_ID.value)
   check_apart(_PROCESS_ID.value)
-  check_checkpoint(pathlib.Path(_FOLDER.value) / "checkpoints")
+  folder = pathlib.Path(_FOLDER.value) / "checkpoints"
+  check_checkpoints(_PROCESS_ID.value, folder)
   check_threads(_PROCESS_ID.value)
   check_signals(_PROCESS_ID.value)
   sys.stdout.write("met\n")

@@ -139,6 +139,7 @@ class Checkpointer:
     Raises:
       DamagedError: The data differ from what was saved.
       InputError: The step does not exist or has other shapes.
+      TrainingStopped: A process does not see a file that the first one sees.
     """
     return trees_lib.load(self.directory / str(step), targets)
 
@@ -184,7 +185,7 @@ class Checkpointer:
     Raises:
       InputError: It cannot be read or was written by another version.
     """
-    return commit.read(self.directory / str(step), *parts)
+    return processes.of_first(commit.read, self.directory / str(step), *parts)
 
   def saving(self) -> bool:
     """Returns whether a save has begun that was not waited for."""
@@ -277,6 +278,6 @@ def load_base(
     targets: as of `Checkpointer.restore`, which has the same errors.
   """
   base = directory / _BASE
-  if not (base / commit.FILE).exists():
+  if not processes.of_first((base / commit.FILE).exists):
     base = directory / str(step)
   return trees_lib.load(base, targets)

@@ -73,7 +73,8 @@ def load_tree(path: str | os.PathLike, target: Any) -> Any:
 def load(path: str | os.PathLike, targets: Mapping[str, Any]) -> dict[str, Any]:
   """Reads some items of a checkpoint; see `Checkpointer.restore`."""
   path = pathlib.Path(path).absolute()
-  record = commit.read(path)
+  record = processes.of_first(commit.read, path)
+  processes.await_files(path)
   names = [commit.saved_name(record, name) for name in targets]
   saved = dict(zip(names, targets.values()))
   commit.check_shapes(path, record, saved)

@@ -17,6 +17,7 @@ import collections
 import contextlib
 import itertools
 import os
+import pathlib
 import pickle
 import socket
 import sys
@@ -38,6 +39,7 @@ _patience_s = 0  # Set by `connect`.
 _waited_s = collections.defaultdict(float)  # By thread.
 _cleared = collections.defaultdict(int)  # Messages deleted, by channel.
 _sent = collections.defaultdict(int)  # Messages so far, by name of the thread.
+_APPEARS_S = 30  # Within this time every host sees what another has written.
 _YEAR_MS = 365 * 24 * 3600 * 1000
 _TOGETHER = InputError, TrainingStopped
 
@@ -249,6 +251,38 @@ def of_first(function: Callable[..., T], *args: Any) -> T:
     return function(*args)
   mine = _attempt(function, *args) if is_first() else None
   return _result(gather(mine)[0])
+
+
+def await_files(folder: pathlib.Path) -> None:
+  """Waits until all processes see a folder's files as the first one does.
+
+  On shared storage a file may appear on other hosts some seconds late.
+
+  Raises:
+    TrainingStopped: A process does not see one after `_APPEARS_S` seconds.
+  """
+  if jax.process_count() == 1:
+    return
+  wanted, end = of_first(_sizes, folder), time.monotonic() + _APPEARS_S
+  while (missing := wanted - _sizes(folder)) and time.monotonic() < end:
+    time.sleep(0.1)
+  lines = [
+    f"{folder / file}: process {name()} does not see it after {_APPEARS_S} s,"
+    " but the first one does; start all of them again on the same storage"
+    for file, _ in sorted(missing)
+  ]
+  for line in itertools.chain.from_iterable(gather(lines[:1])):
+    raise TrainingStopped(line)
+
+
+def _sizes(folder: pathlib.Path) -> set[tuple[str, int]]:
+  """Returns the paths in a folder, itself included, with sizes of files."""
+  with contextlib.suppress(FileNotFoundError):  # Listed, but not there yet.
+    return {
+      (str(file.relative_to(folder)), file.stat().st_size * file.is_file())
+      for file in (folder, *folder.rglob("*"))
+    }
+  return set()
 
 
 def in_shares(
