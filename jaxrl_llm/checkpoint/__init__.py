@@ -6,13 +6,11 @@ from jaxrl_llm.checkpoint.manager import (
   load_base,
   newest_undamaged,
 )
-from jaxrl_llm.checkpoint.state import from_items, targets, to_items
 from jaxrl_llm.checkpoint.trees import load, load_tree, load_whole, save_tree
 
 __all__ = [
   "Checkpointer",
   "DamagedError",
-  "from_items",
   "is_step",
   "load",
   "load_base",
@@ -21,6 +19,4 @@ __all__ = [
   "newest_undamaged",
   "save_tree",
   "steps",
-  "targets",
-  "to_items",
 ]

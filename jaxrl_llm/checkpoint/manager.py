@@ -157,7 +157,7 @@ class Checkpointer:
 
     Args:
       step: which step.
-      abstract: states as in `checkpoint.targets`.
+      abstract: states as in `state.targets`.
 
     Raises:
       InputError: As in `restore`, or the states have other parts.
@@ -256,12 +256,11 @@ def newest_undamaged(
     except commit.DamagedError as error:
       failed = error
     # All processes must restore the same step.
-    wrong = list(filter(None, processes.gather(failed and failed.what)))
-    if wrong:
-      damaged[step] = failed or commit.DamagedError(step, wrong[0])
-    else:
+    failures = list(filter(None, processes.gather(failed)))
+    if not failures:
       line = "checkpoint {} is damaged ({})".format
       return restored, [line(s, e.what) for s, e in damaged.items()]
+    damaged[step] = failures[0]
   if damaged:
     raise damaged[steps[-1]]
   return None, []

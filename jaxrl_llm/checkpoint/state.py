@@ -166,16 +166,11 @@ def _as_dict(record: Any) -> dict[str, Any]:
   }
 
 
-def _from_dict(record: type, tree: Mapping[str, Any]) -> Any:
-  fields = {f.name: f.type for f in dataclasses.fields(record)}
-  return record(
-    **{
-      name: _from_dict(fields[name], x)
-      if dataclasses.is_dataclass(fields[name])
-      else x
-      for name, x in tree.items()
-    }
-  )
+def _from_dict(kind: type, tree: Any) -> Any:
+  if not dataclasses.is_dataclass(kind):
+    return tree
+  fields = {field.name: field.type for field in dataclasses.fields(kind)}
+  return kind(**{k: _from_dict(fields[k], x) for k, x in tree.items()})
 
 
 def _other_parts(path: str) -> InputError:

@@ -371,13 +371,8 @@ def _whole(x: Any) -> np.ndarray | None:
   if not isinstance(x, jax.Array) or x.is_fully_addressable:
     return jax.device_get(x)
   if not x.is_fully_replicated:
-    whole = NamedSharding(x.sharding.mesh, PartitionSpec())
-    x = jax.jit(_identity, out_shardings=whole)(x)
+    x = jax.device_put(x, NamedSharding(x.sharding.mesh, PartitionSpec()))
   return np.asarray(x.addressable_data(0)) if x.addressable_shards else None
-
-
-def _identity(x: T) -> T:
-  return x
 
 
 def _sender(x: Any) -> int:
