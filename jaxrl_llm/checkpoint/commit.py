@@ -55,10 +55,9 @@ def num_bytes(trees: Mapping[str, Any]) -> int:
 
 def describe(trees: Mapping[str, Any]) -> dict[str, Any]:
   """Returns shape and dtype of every leaf by its path."""
-  names, leaves = digest.named_leaves(trees)
   return {
     name: {"shape": list(np.shape(leaf)), "dtype": str(leaf.dtype)}
-    for name, leaf in zip(names, leaves)
+    for name, leaf in zip(*digest.named_leaves(trees))
   }
 
 
